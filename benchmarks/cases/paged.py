@@ -118,7 +118,7 @@ class PagedCase(Case, Sample):
         yield self.attention_call(device)
         yield self.call("write_kv_pages", device)
         slots = {"slot_mapping": FakeArray((self.num_tokens,), "int64")}
-        yield self.call("write_kv_pages", device, **dict.fromkeys(self._tables()), **slots)
+        yield self.call("write_kv_pages", device, **dict.fromkeys(self._tables(self.pages_per_seq)), **slots)
         for operation in ("merge_attention_states", "paged_attention", "prefill_attention"):
             yield self.call(operation, device)
 

@@ -1,5 +1,6 @@
 """The two seams, typed: what a backend's module offers to the dispatch, and what a front end offers to a backend."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -101,3 +102,23 @@ class Launcher(Protocol):
     def words(self, array: Any, /, *, packed_rows: bool) -> Any:
         """A paged cache of bytes, copied if a page or row of it does not begin at a multiple of 4 bytes."""
         ...
+
+
+class PackedArrays:
+    """The methods of a launcher whose arrays are always contiguous and aligned, so that none is ever copied."""
+
+    def strides(self, array: Any, /) -> tuple[int, ...]:
+        return tuple(math.prod(array.shape[axis + 1 :]) for axis in range(len(array.shape)))
+
+    def contiguous(self, array: Any, /) -> Any:
+        return array
+
+    packed = contiguous
+
+    def aligned(self, array: Any, /, bytes: int = 16) -> Any:
+        del bytes
+        return array
+
+    def words(self, array: Any, /, *, packed_rows: bool) -> Any:
+        del packed_rows
+        return array

@@ -1,30 +1,30 @@
-"""How attention is divided among devices: where the heads lie in its arrays, and which positions a rank holds.
+"""How attention is divided among devices: the axes of heads in its arrays, and the positions that each rank holds.
 
-Of neither framework: `ragged_attention.torch.distributed` and `ragged_attention.jax.distributed` take the rules from
-here and add the exchange.
+The rules need no framework: `ragged_attention.torch.distributed` and `ragged_attention.jax.distributed` apply them and
+add the communication.
 """
 
 import dataclasses
 from typing import Any
 
-from ragged_attention.calls import CALLS, Call, expect_count
+from ragged_attention.calls import CALLS, FLOATS, Call, dtype_name, expect_count
 from ragged_attention.calls.fields import ArrayKind, Kind, Pair, QueryScale, Scale
 from ragged_attention.calls.heads_first import HeadsFirstPages
 from ragged_attention.errors import InvalidInput
 
 # ---- heads
 
-LATENTS = frozenset({"k", "kv", "kv_cache", "cache", "extra_kv_cache"})  # [..., K, D], which their kinds do not say
-SUMS_OVER_HEADS = frozenset({"indexer_logits"})  # whose result has no heads: each rank gives its part of a sum
-NEEDS_ALL_HEADS = frozenset({"indexer_topk"})  # which chooses by the sum over all of them
+LATENTS = frozenset({"k", "kv", "kv_cache", "cache", "extra_kv_cache"})  # [..., K, D]; their kinds give no letters
+SUMS_OVER_HEADS = frozenset({"indexer_logits"})  # the result is a sum over heads, to which each rank adds its part
+NEEDS_ALL_HEADS = frozenset({"indexer_topk"})  # the choice depends on the sum over all heads
 
-# Whose latent rows serve all heads, so that there is nothing to divide.
+# One latent row serves all heads, so there is nothing to divide.
 WITHOUT_HEADS = frozenset({"quantize_mla_cache", "dequantize_mla_cache"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heads:
-    """Where an array has its heads: the axis, counted from the end, of query heads (H) or of KV heads (K)."""
+    """The axis of an array's query heads (H) or KV heads (K), counted from the end."""
 
     axis: int
     letter: str
@@ -39,10 +39,10 @@ class Heads:
         return size // 2 if combined else size
 
     def are_divided(self, argument: str, shape: tuple[int, ...], size: int, combined: bool = False) -> bool:
-        """Whether `size` ranks divide the heads: not a single KV head or a single scale, which serve all queries.
+        """Whether `size` ranks divide the heads; a single KV head, or a single scale, serves all queries undivided.
 
         Raises:
-            InvalidInput: `size` does not divide their number.
+            InvalidInput: the number of heads is not a multiple of `size`.
         """
         count = self.count(shape, combined)
         serves_all = count == 1 and (self.letter == "K" or argument == "q_scale")
@@ -53,13 +53,13 @@ class Heads:
 
 
 def heads_of_fields(record: type[Call]) -> dict[str, Heads]:
-    """Where the arrays of each argument of an operation have heads; one that is not listed has none."""
+    """The heads of each argument of an operation; arguments without heads are left out."""
     found = {name: _heads_of(name, kind) for name, kind in record.KINDS.items()}
     return {name: heads for name, heads in found.items() if heads is not None}
 
 
 def heads_of_arguments(record: type[Call]) -> dict[str, Heads]:
-    """The same by the names of the flat arguments, as torch's operators have them."""
+    """`heads_of_fields` by the names of the flat arguments, which are those of torch's operators."""
     return {
         flat.split()[-1]: heads
         for name, heads in heads_of_fields(record).items()
@@ -92,13 +92,13 @@ def written_fields(record: type[Call]) -> list[str]:
 
 
 def expect_each_its_own_heads(record: type[Call]) -> None:
-    """Raise `InvalidInput` for an operation that no rank can do for its own heads."""
+    """Raise `InvalidInput` for an operation that a rank cannot compute from its own heads alone."""
     if record.OPERATION in NEEDS_ALL_HEADS:
         raise InvalidInput(f"expected {record.OPERATION} with all heads on each device, got q sharded over heads")
 
 
 def heads_of_results(record: type[Call], ranks: list[int]) -> list[tuple[str, Heads] | None]:
-    """Where each result has heads, and the argument that has as many; `ranks` are the results' numbers of axes."""
+    """The heads of each result, and an argument with as many heads; `ranks` are the results' numbers of axes."""
     arguments = heads_of_arguments(record)
     if record.OPERATION.endswith("_backward"):
         forward = CALLS[record.OPERATION.removesuffix("_backward")]
@@ -143,7 +143,7 @@ class KvShard:
             raise InvalidInput(f"expected rank between 0 and {self.size - 1}, got {self.rank}")
 
     def at(self, rank: Any) -> "KvShard":
-        """The same rule for another rank."""
+        """This rule for another rank."""
         return dataclasses.replace(self, rank=rank)
 
     def lengths(self, kv_lens: Any) -> Any:
@@ -182,13 +182,28 @@ class KvShard:
 
 
 def expect_divisible(name: str, count: int, size: int, what: str) -> int:
-    """The part of each of `size` ranks."""
+    """The size of each part when `count` is divided among `size` ranks."""
     if count < 1 or count % size:
         raise InvalidInput(f"expected {name} to be a multiple of {what} = {size}, got {count}")
     return count // size
 
 
+def dtype_of_parts(q: Any) -> str | None:
+    """The `out_dtype` that makes partial results float32; None where they are, since not every backend takes it."""
+    return None if dtype_name(q) == "float32" else "float32"
+
+
 # ---- rows of packed sequences
+
+
+def expect_ring(q: Any, k: Any, v: Any) -> None:
+    """Raise `InvalidInput` unless a rank's rows of q, k and v are two pieces of the same sequences."""
+    expect_divisible("q.shape[0]", q.shape[0], 2, "the pieces of a rank")
+    for name, array in (("k", k), ("v", v)):
+        if array.shape[0] != q.shape[0]:
+            raise InvalidInput(f"expected {name}.shape[0] = q.shape[0] = {q.shape[0]}, got {array.shape[0]}")
+    if dtype_name(q) not in FLOATS:
+        raise InvalidInput(f"expected q.dtype to be {' or '.join(FLOATS)}, got {dtype_name(q)}")
 
 
 def zigzag_order(num_tokens: int, size: int) -> list[range]:

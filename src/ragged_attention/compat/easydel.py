@@ -42,20 +42,13 @@ def paged_attention(
         pages_per_compute_block, megacore_mode, inline_seq_dim: as there.
         backend: a name or an ordered list of them, as everywhere in `ragged_attention`.
     """
-    arguments = {
-        "q": q,
-        "k_pages": k_pages,
-        "v_pages": v_pages,
-        "lengths": lengths,
-        "page_indices": page_indices,
-        "sm_scale": sm_scale,
-        "soft_cap": attn_logits_soft_cap,
-    }
-    tunables = {
-        "pages_per_compute_block": pages_per_compute_block,
-        "megacore_mode": megacore_mode,
-        "inline_seq_dim": inline_seq_dim,
-    }
+    arguments: dict[str, Any] = dict(
+        q=q, k_pages=k_pages, v_pages=v_pages, lengths=lengths, page_indices=page_indices, sm_scale=sm_scale,
+        soft_cap=attn_logits_soft_cap,
+    )  # fmt: skip
+    tunables: dict[str, Any] = dict(
+        pages_per_compute_block=pages_per_compute_block, megacore_mode=megacore_mode, inline_seq_dim=inline_seq_dim
+    )
     return decode(arguments, tunables, mask_value, backend)
 
 

@@ -248,22 +248,12 @@ def flash_mla_with_kvcache(
     if (dtype_name(k_cache) in BYTES) != is_fp8_kvcache:
         wanted = " or ".join(BYTES) if is_fp8_kvcache else "that of q"
         raise InvalidInput(f"expected k_cache.dtype to be {wanted} with {is_fp8_kvcache=}, got {dtype_name(k_cache)}")
-    call: dict[str, Any] = {
-        "q": q,
-        "kv_cache": k_cache,
-        "page_indices": block_table if indices is None else None,
-        "kv_lens": cache_seqlens if indices is None else None,
-        "indices": indices,
-        "d_v": head_dim_v,
-        "sm_scale": softmax_scale,
-        "causal": causal,
-        "sinks": attn_sink,
-        "topk_lens": topk_length,
-        "extra_kv_cache": extra_k_cache,
-        "extra_indices": extra_indices_in_kvcache,
-        "extra_topk_lens": extra_topk_length,
-        "cache_layout": cache_layout,
-    }
+    call: dict[str, Any] = dict(
+        q=q, kv_cache=k_cache, page_indices=block_table if indices is None else None,
+        kv_lens=cache_seqlens if indices is None else None, indices=indices, d_v=head_dim_v, sm_scale=softmax_scale,
+        causal=causal, sinks=attn_sink, topk_lens=topk_length, extra_kv_cache=extra_k_cache,
+        extra_indices=extra_indices_in_kvcache, extra_topk_lens=extra_topk_length, cache_layout=cache_layout,
+    )  # fmt: skip
     expect_bool("enable_batch_invariant", enable_batch_invariant)
     made_for = _shapes(call, is_fp8_kvcache) | {"enable_batch_invariant": enable_batch_invariant}
     try:

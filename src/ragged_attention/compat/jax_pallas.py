@@ -106,14 +106,18 @@ def ragged_paged_attention(
         raise TypeError("expected sm_scale to be a number, got NoneType")
     tables = held_as_int32(kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs)
     q, kv_pages = to_jax((q, kv_pages))
-    tunables = {
-        "num_kv_pages_per_block": num_kv_pages_per_block,
-        "num_queries_per_block": num_queries_per_block,
-        "vmem_limit_bytes": vmem_limit_bytes,
-    }
-    settings = {"sliding_window": sliding_window, "soft_cap": soft_cap, "k_scale": k_scale, "v_scale": v_scale}
-    static_validate_inputs(q, kv_pages, *tables, sm_scale=sm_scale, **settings, **tunables)
-    arguments = _core_arguments(q, kv_pages, *tables, sm_scale=sm_scale, **settings)
+    tunables: dict[str, Any] = dict(
+        num_kv_pages_per_block=num_kv_pages_per_block, num_queries_per_block=num_queries_per_block,
+        vmem_limit_bytes=vmem_limit_bytes,
+    )  # fmt: skip
+    settings: dict[str, Any] = dict(sm_scale=sm_scale, sliding_window=sliding_window, k_scale=k_scale, v_scale=v_scale)
+    static_validate_inputs(q, kv_pages, *tables, soft_cap=soft_cap, **settings, **tunables)
+    kv_lens, page_indices, cu_q_lens, num_seqs = tables
+    wide_q, kv_pages = widened(q, kv_pages)
+    arguments = settings | dict(
+        q=wide_q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens,
+        num_seqs=as_int32("num_seqs", num_seqs), soft_cap=even(soft_cap),
+    )  # fmt: skip
     options = known_options("ragged_paged_attention", arguments, backend, tunables)
     out = operations.ragged_paged_attention(**arguments, backend=backend, options=options)
     return out.astype(q.dtype)  # type: ignore[union-attr]
@@ -293,20 +297,13 @@ def paged_attention(
     Raises:
         InvalidInput: (a ValueError) shapes, dtypes or tunables that do not go together.
     """
-    arguments = {
-        "q": q,
-        "k_pages": k_pages,
-        "v_pages": v_pages,
-        "lengths": lengths,
-        "page_indices": page_indices,
-        "sm_scale": 1.0,
-        "soft_cap": attn_logits_soft_cap,
-    }
-    tunables = {
-        "pages_per_compute_block": pages_per_compute_block,
-        "megacore_mode": megacore_mode,
-        "inline_seq_dim": inline_seq_dim,
-    }
+    arguments: dict[str, Any] = dict(
+        q=q, k_pages=k_pages, v_pages=v_pages, lengths=lengths, page_indices=page_indices, sm_scale=1.0,
+        soft_cap=attn_logits_soft_cap,
+    )  # fmt: skip
+    tunables: dict[str, Any] = dict(
+        pages_per_compute_block=pages_per_compute_block, megacore_mode=megacore_mode, inline_seq_dim=inline_seq_dim
+    )
     return decode(arguments, tunables, mask_value, backend)
 
 
@@ -348,23 +345,6 @@ def _expect_tunables(
     if (count := divided[megacore_mode]) % 2:
         what = "the number of KV heads" if megacore_mode == "kv_head" else "the batch size"
         raise InvalidInput(f"expected {what} to be even with {megacore_mode=}, got {count}")
-
-
-def _core_arguments(
-    q: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any, **settings: Any
-) -> dict[str, Any]:
-    """Our own function's arguments from checked ones."""
-    q, kv_pages = widened(q, kv_pages)
-    settings["soft_cap"] = even(settings["soft_cap"])
-    return {
-        "q": q,
-        "kv_pages": kv_pages,
-        "kv_lens": kv_lens,
-        "page_indices": page_indices,
-        "cu_q_lens": cu_q_lens,
-        "num_seqs": as_int32("num_seqs", num_seqs),
-        **settings,
-    }
 
 
 def _stand_ins(q: Any, kv_pages: Any) -> dict[str, Any]:

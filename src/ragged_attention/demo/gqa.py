@@ -10,6 +10,8 @@ from ragged_attention.tools.samples import FakeArray
 
 
 class GroupedQueries(Transformer):
+    """The transformer that caches keys and values, each of which several query heads share."""
+
     def heads(self, weights: Weights, layer: int, h: Any, positions: Any) -> tuple[Any, Any, Any]:
         q, k, v = (self.xp.einsum("...e,ehd->...hd", h, weights[name][layer]) for name in "qkv")
         return self.rope(q, positions), self.rope(k, positions), v

@@ -16,6 +16,8 @@ from ragged_attention.tools.samples import FakeArray
 
 
 class LatentAttention(Transformer):
+    """The transformer that caches one 8-bit row of latents per token."""
+
     def latent_rows(self, weights: Weights, layer: int, h: Any, positions: Any) -> Any:
         """The cached row of each token [..., T, C + R]: its latent, and the rotary key of all heads."""
         latent, key = _split_row(weights, h @ weights["latent"][layer])

@@ -1,7 +1,7 @@
-"""Where what is compiled is kept on disk, and whether it may be taken from there.
+"""Stores compiled code on disk, and checks that it may be loaded from there.
 
-What is kept is code that this process will run. A file counts only where nobody but this user and root can have written
-it; as ssh does, folders above the user's home are trusted.
+This process will run the stored code. So a file is used only if nobody except this user and root can have written it;
+like ssh, we trust the folders above the user's home.
 """
 
 import contextlib
@@ -11,12 +11,12 @@ import secrets
 import stat
 from pathlib import Path
 
-DIGEST = hashlib.sha256().digest_size  # bytes in front of what `write` keeps
+DIGEST = hashlib.sha256().digest_size  # bytes that `write` puts before the content
 
 
 def cache_home() -> Path:
-    """The folder of the user's caches. Raises `RuntimeError` where there is none."""
-    # A relative one is to be ignored, says the XDG specification; it would name a folder of whoever wrote in this one.
+    """The folder of the user's caches. Raises `RuntimeError` if there is none."""
+    # The XDG specification says to ignore a relative path, which would depend on the working directory.
     if (base := Path(os.environ.get("XDG_CACHE_HOME", ""))).is_absolute():
         return base
     if not (home := Path.home()).is_absolute():
@@ -25,12 +25,12 @@ def cache_home() -> Path:
 
 
 def cache_folder() -> Path:
-    """This project's own. Raises `RuntimeError` where there is none."""
+    """This project's folder among them. Raises `RuntimeError` if there is none."""
     return cache_home() / "ragged_attention"
 
 
 def why_untrusted(path: Path) -> str | None:
-    """Why others could have written what is at a path, which need not exist; None if nobody could."""
+    """Why other users could have written the file at a path, which need not exist; None if nobody else could."""
     path = path.resolve()
     try:
         home = Path.home().resolve()
@@ -43,7 +43,7 @@ def why_untrusted(path: Path) -> str | None:
             continue
         if found.st_uid not in (0, os.geteuid()):
             return f"{place} belongs to another user"
-        # In a folder with the sticky bit nobody renames or removes what is not theirs.
+        # In a folder with the sticky bit nobody can rename or remove the files of others.
         if _others_write(found) and (place == path or not found.st_mode & stat.S_ISVTX):
             return f"others can write {place}"
         if place == home:
@@ -52,21 +52,21 @@ def why_untrusted(path: Path) -> str | None:
 
 
 def expect_trusted(path: Path) -> None:
-    """Raise `OSError` unless nobody else could have written what is at a path."""
+    """Raise `OSError` if another user could have written the file at a path."""
     if reason := why_untrusted(path):
         raise PermissionError(reason)
 
 
 def _others_write(found: os.stat_result) -> bool:
-    """Whether the mode of a file lets anybody write but its owner."""
+    """Whether the mode of a file lets anybody except its owner write it."""
     if found.st_mode & stat.S_IWOTH:
         return True
     return bool(found.st_mode & stat.S_IWGRP) and not _is_own(found.st_gid)
 
 
 def _is_own(group: int) -> bool:
-    """Whether a group is the user's private one, as many systems make it: of the user's name, and of nobody else."""
-    import grp  # not on Windows, nor is the next one
+    """Whether a group is the user's private one: it has the user's name and no other members."""
+    import grp  # Windows has neither of these two
     import pwd
 
     try:
@@ -77,14 +77,14 @@ def _is_own(group: int) -> bool:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, for nobody else to write, whatever the umask says. Raises `OSError`."""
+    """Make a folder and its parents, writable by this user only, whatever the umask is. Raises `OSError`."""
     for place in (*reversed(folder.parents), folder):
         if not place.is_dir():
             place.mkdir(mode=0o755, exist_ok=True)
 
 
 def read(path: Path) -> bytes | None:
-    """What `write` has kept at a path, None if that is absent, not whole, or perhaps not this user's."""
+    """The content that `write` stored at a path; None if it is absent, damaged, or perhaps written by another user."""
     try:
         kept = None if why_untrusted(path) else path.read_bytes()
     except OSError:
@@ -95,7 +95,7 @@ def read(path: Path) -> bytes | None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Keep something at a path, in one step, whoever writes there too. Raises `OSError`."""
+    """Store content at a path atomically, even if others write there at the same time. Raises `OSError`."""
     make_folder(path.parent)
     expect_trusted(path.parent)
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")

@@ -1,4 +1,4 @@
-"""What a fork must not break: it copies all memory, but of all threads only the one that forks.
+"""Keeps forks safe: a fork copies all memory, but only the thread that forks.
 
 `import ragged_attention` loads this, so that a fork before the first call is known too.
 """
@@ -13,7 +13,7 @@ FORKED_WITHOUT_EXEC = 0x40  # Linux: PF_FORKNOEXEC, among the flags of a process
 
 
 def _was_forked() -> bool:
-    """Whether this process is already the copy of another one, as far as Linux tells."""
+    """Whether this process is a forked copy itself, as far as Linux tells."""
     try:
         with open("/proc/self/stat", "rb") as file:
             flags = int(file.read().rpartition(b")")[2].split()[6])
@@ -34,7 +34,7 @@ def forked() -> bool:
 
 @contextlib.contextmanager
 def postponed() -> Iterator[None]:
-    """Inside, forks of other threads wait: what is half done here would stay so in the copy, locks held for good."""
+    """Make forks by other threads wait: in the copy, half-done work would stay half done and locks would stay held."""
     thread = threading.get_ident()
     with _changed:
         _inside[thread] += 1
@@ -49,14 +49,14 @@ def postponed() -> Iterator[None]:
 
 
 def _before() -> None:
-    _changed.acquire()  # and keep it, so that no thread comes inside before the copy is made
+    _changed.acquire()  # held until the copy is made, so that no thread enters `postponed` before
     _changed.wait_for(lambda: not _inside.keys() - {threading.get_ident()})
 
 
 def _in_child() -> None:
     global _forked
     _forked = True
-    for gone in _inside.keys() - {threading.get_ident()}:  # where Ctrl-C has ended the wait
+    for gone in _inside.keys() - {threading.get_ident()}:  # if Ctrl-C interrupted the wait
         del _inside[gone]
     _changed.release()
 

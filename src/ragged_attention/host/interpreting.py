@@ -1,4 +1,4 @@
-"""Around a launch that Triton's interpreter runs on the host, whichever front end it comes from."""
+"""The context in which Triton's interpreter runs a launch on the host, for both front ends."""
 
 import contextlib
 import functools
@@ -11,15 +11,15 @@ import numpy as np
 
 from ragged_attention.host import forking
 
-_one_at_a_time = threading.RLock()  # the interpreter replaces parts of triton.language for as long as a launch runs
+_one_at_a_time = threading.RLock()  # the interpreter replaces parts of triton.language during a launch
 _running = False
 
 
 @contextlib.contextmanager
 def interpreting() -> Iterator[None]:
-    """One launch at a time, and without NumPy's warnings of infinities, which a GPU makes in silence.
+    """Run one launch at a time, without NumPy's floating-point warnings, since a GPU gives none.
 
-    Raises `RuntimeError` within another one of the same thread, as where a signal's handler launches a kernel.
+    Raises `RuntimeError` within another launch of the same thread, for example in a signal handler.
     """
     global _running
     with forking.postponed(), _one_at_a_time, np.errstate(all="ignore"):
@@ -36,10 +36,10 @@ def interpreting() -> Iterator[None]:
 
 @functools.cache
 def let_scalars_be_indices(interpreter: Any) -> None:
-    """Let a kernel count by a scalar in Triton 3.6, whose interpreter fails at that with NumPy 2.4 and newer.
+    """Let kernels loop up to a scalar in Triton 3.6, whose interpreter fails to with NumPy 2.4 and newer.
 
-    To the interpreter a scalar is an array of one element, and NumPy no longer converts that by `int`, so that nearly
-    every kernel with a loop raises a TypeError. Triton 3.7 mends it (triton-lang/triton#9171).
+    The interpreter holds a scalar as an array of one element, which NumPy no longer converts by `int`, so nearly every
+    kernel with a loop raises a TypeError. Triton 3.7 fixes it (triton-lang/triton#9171).
     """
     if not sys.modules["triton"].__version__.startswith("3.6."):
         return

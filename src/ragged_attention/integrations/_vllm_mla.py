@@ -138,8 +138,8 @@ class RaggedMLAImpl(LatentImpl, _mla.MLACommonImpl):
         expect_latent_decoder("RAGGED_MLA", alibi_slopes, sliding_window, logits_soft_cap, attn_type)
         expect_cache_dtype(kv_cache_dtype, RaggedMLABackend.supported_kv_cache_dtypes)
         super().__init__(
-            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
-            attn_type, kv_sharing_target_layer_name, **mla_args,
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes,  # type: ignore[call-arg]
+            sliding_window, kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name, **mla_args,
         )  # fmt: skip
         self.supports_quant_query_input = False
 

@@ -15,6 +15,7 @@ from jax._src import config as jax_config  # has the TPU interpret mode in force
 from ragged_attention.calls import Call, Device, is_array
 from ragged_attention.calls.base import shared_memory_of
 from ragged_attention.host.interpreting import interpreting
+from ragged_attention.protocols import PackedArrays
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
@@ -212,8 +213,8 @@ def _target(function: Any, platform: str) -> str:
     return name
 
 
-class Launcher:
-    """Runs kernels for calls that hold jax arrays, traced or not."""
+class Launcher(PackedArrays):
+    """Runs kernels for calls that hold jax arrays, traced or not; XLA packs its arrays."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -330,23 +331,6 @@ class Launcher:
         indices = jax.lax.iota(jnp.int32, numbers.shape[0])
         values, order = jax.lax.sort((numbers, indices), num_keys=1, is_stable=True)
         return values, order
-
-    def strides(self, array: Any) -> tuple[int, ...]:
-        return tuple(int(np.prod(array.shape[axis + 1 :])) for axis in range(len(array.shape)))
-
-    def contiguous(self, array: Any) -> Any:
-        return array
-
-    def packed(self, array: Any) -> Any:
-        return array
-
-    def aligned(self, array: Any, bytes: int = 16) -> Any:
-        del bytes  # XLA's arrays are packed, and begin at multiples of more
-        return array
-
-    def words(self, array: Any, *, packed_rows: bool) -> Any:
-        del packed_rows
-        return array
 
     def on_host(
         self,

@@ -23,14 +23,16 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ragged_attention import config, dispatch
-from ragged_attention.calls import CALLS, FLOATS, Call, dtype_name, expect_bool, is_array
+from ragged_attention.calls import CALLS, Call, expect_bool, is_array
 from ragged_attention.calls.sharding import (
     SUMS_OVER_HEADS,
     WITHOUT_HEADS,
     Heads,
     KvShard,
+    dtype_of_parts,
     expect_divisible,
     expect_each_its_own_heads,
+    expect_ring,
     heads_of_fields,
     heads_of_results,
     written_fields,
@@ -228,7 +230,7 @@ def context_parallel_decode(
         num_seqs = None
     out, lse = ragged_paged_attention(
         q, kv_pages, shard.lengths(kv_lens), page_indices, cu_q_lens, num_seqs, max_q_len=1, sm_scale=sm_scale,
-        causal=False, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, return_lse=True, out_dtype=_of_parts(q),
+        causal=False, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, return_lse=True, out_dtype=dtype_of_parts(q),
         backend=backend, options=options,
     )  # fmt: skip
     merged, lse = _merge_over(axis_name, out, lse, sinks, own_heads, out_dtype or q.dtype)
@@ -303,7 +305,7 @@ def context_parallel_mla_decode(
         given |= {"page_indices": page_indices, "kv_lens": None if kv_lens is None else shard.lengths(kv_lens)}
     out, lse = mla_decode(
         q, kv_cache, **given, d_v=d_v, sm_scale=sm_scale, soft_cap=soft_cap, cache_format=cache_format,
-        cache_layout=cache_layout, out_dtype=_of_parts(q), backend=backend, options=options,
+        cache_layout=cache_layout, out_dtype=dtype_of_parts(q), backend=backend, options=options,
     )  # fmt: skip
     out, lse = out.reshape(-1, num_heads, d_v), lse.swapaxes(1, 2).reshape(-1, num_heads)
     merged, lse = _merge_over(axis_name, out, lse, sinks, own_heads, out_dtype)
@@ -319,11 +321,6 @@ def _shard_of(axis_name: AxisName, shard: KvShard | None, page_size: int) -> KvS
     if shard.rank is not None:
         raise InvalidInput(f"expected shard.rank=None in jax, where each device has its own, got {shard.rank}")
     return shard.at(lax.axis_index(axis_name))
-
-
-def _of_parts(q: jax.Array) -> str | None:
-    """What is asked for so that partial results are float32: nothing where they are, for not every backend takes it."""
-    return None if dtype_name(q) == "float32" else "float32"
 
 
 def _one_query_each(
@@ -420,12 +417,7 @@ def context_parallel_varlen_attention(
     expect_bool("return_lse", return_lse)
     expect_bool("causal", causal)
     expect_held(q=q, k=k, v=v, sinks=sinks, cu_lens=cu_lens)
-    expect_divisible("q.shape[0]", q.shape[0], 2, "the pieces of a rank")
-    for name, array in (("k", k), ("v", v)):
-        if array.shape[0] != q.shape[0]:
-            raise InvalidInput(f"expected {name}.shape[0] = q.shape[0] = {q.shape[0]}, got {array.shape[0]}")
-    if dtype_name(q) not in FLOATS:
-        raise InvalidInput(f"expected q.dtype to be {' or '.join(FLOATS)}, got {dtype_name(q)}")
+    expect_ring(q, k, v)
     keywords = {"sm_scale": sm_scale, "soft_cap": soft_cap, "deterministic": deterministic, "backend": backend}
     named = None if backend is None else ",".join(config.parse_names(backend))
     gradients = keywords | {"backend": dispatch.backends_offering("varlen_attention_backward", named)}

@@ -1,4 +1,4 @@
-"""Over which axes of a mesh arrays differ among the devices of `jax.shard_map`, where jax keeps count (`check_vma`)."""
+"""The mesh axes over which arrays vary within `jax.shard_map`, where jax keeps track of them (`check_vma`)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from jax import lax
 
 
 def varied_axes(arrays: Any) -> frozenset[Any]:
-    """The axes over which some of the arrays differ; none where nobody counts."""
+    """The axes over which any of the arrays varies; empty where jax does not keep track."""
     leaves = jax.tree.leaves(arrays)
     return frozenset().union(*(_axes(leaf) for leaf in leaves))
 
@@ -20,7 +20,7 @@ def _axes(array: Any) -> frozenset[Any]:
 
 
 def varying(arrays: Any, axes: frozenset[Any]) -> Any:
-    """The same arrays, to be taken for different ones over these axes."""
+    """The arrays, declared to vary over these axes."""
 
     def vary(array: Any) -> Any:
         missing = tuple(axes - _axes(array))
@@ -30,15 +30,15 @@ def varying(arrays: Any, axes: frozenset[Any]) -> Any:
 
 
 def as_varied_as(array: jax.Array, like: jax.Array) -> jax.Array:
-    """A gradient as that of `like`: summed over the axes over which only the gradient differs among devices."""
+    """A gradient with the varying axes of `like`: it is summed over the axes over which `like` does not vary."""
     missing = tuple(_axes(array) - _axes(like))
     return lax.psum(array, missing) if missing else varying(array, _axes(like))
 
 
 def fori_loop(lower: Any, upper: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
-    """`lax.fori_loop` that may stand within `jax.shard_map`.
+    """`lax.fori_loop` that also works within `jax.shard_map`.
 
-    There jax wants a state to differ among devices from the start where it does in the end; loops begin with constants.
+    There jax requires the initial state to vary over the same axes as the final one, but loops begin with constants.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return lax.fori_loop(lower, upper, body, state)
@@ -47,6 +47,6 @@ def fori_loop(lower: Any, upper: Any, body: Callable[[Any, Any], Any], state: An
 
 
 def cond(predicate: jax.Array, do: Callable[[], jax.Array], otherwise: jax.Array) -> jax.Array:
-    """What `do` gives if the predicate holds, else another array of the same type; also within `jax.shard_map`."""
+    """The result of `do` if the predicate holds, else an array of that type; it also works within `jax.shard_map`."""
     axes = varied_axes(jax.eval_shape(do)) if jax.sharding.get_abstract_mesh().manual_axes else frozenset()
     return lax.cond(predicate, do, lambda: varying(otherwise, axes))

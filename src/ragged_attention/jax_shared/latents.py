@@ -1,6 +1,6 @@
-"""Latent rows as the bytes of a quantised cache, to the bit as `reference/` encodes them, for backends in jax.
+"""Encodes latent rows as the bytes of a quantised cache, bit for bit like `reference/`, for the backends in jax.
 
-Where rounding matters the arithmetic is on integers: XLA flushes what is smaller than a normal number.
+Where rounding matters the arithmetic is on integers, because XLA flushes subnormal numbers.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ class Stored(NamedTuple):
 def new_rows(call: Any) -> jax.Array:
     """The rows of a `write_mla_cache` call as its cache stores them, in unsigned integers.
 
-    Of a plain cache [T, K, columns]; of bytes [T, bytes], in the order in which they lie.
+    The rows of a plain cache are [T, K, columns]; those of a quantised one are its bytes [T, bytes], in their order.
     """
     layout = call.kv_format
     if layout is None:
@@ -42,11 +42,11 @@ def new_rows(call: Any) -> jax.Array:
 
 
 def quantized(rows: jax.Array, layout: CacheFormat, power_of_two_scales: bool) -> Stored:
-    """The bytes of rows [..., d_qk]; scales come with their padding."""
+    """The bytes of rows [..., d_qk], the scales with their padding."""
     shape = rows.shape[:-1]
     groups = rows[..., : layout.values].astype(jnp.float32).reshape(*shape, -1, layout.group)
     if layout.codes == "float4_e2m1fn":
-        magnitudes = lax.bitcast_convert_type(groups, jnp.uint32) & 0x7FFFFFFF  # in order of size, NaN last
+        magnitudes = lax.bitcast_convert_type(groups, jnp.uint32) & 0x7FFFFFFF  # ordered by size, NaN last
         values, stored = _to_e2m1(groups, magnitudes.max(axis=-1))
         return Stored(values.reshape(*shape, -1), stored, jnp.zeros((*shape, 0), jnp.uint8))
     values, scales = quantized_groups(groups, power_of_two_scales)
@@ -56,17 +56,17 @@ def quantized(rows: jax.Array, layout: CacheFormat, power_of_two_scales: bool) -
         stored = jnp.pad(exponents, [(0, 0)] * len(shape) + [(0, padding)])
     else:
         stored = lax.bitcast_convert_type(scales, jnp.uint8).reshape(*shape, -1)
-    # Sliced as bits: XLA may move bfloat16 by way of float32, which changes NaNs.
+    # Slice the bits: XLA may convert bfloat16 to float32 and back, which changes NaNs.
     rotary = lax.bitcast_convert_type(_bfloat16_bits(rows)[..., layout.values :], jnp.uint8)
     return Stored(values.reshape(*shape, -1), stored, rotary.reshape(*shape, -1))
 
 
 def quantized_groups(groups: jax.Array, power_of_two: bool) -> tuple[jax.Array, jax.Array]:
     """The codes of float32 groups [..., group], as uint8, and the bits of their scales [...], as uint32."""
-    magnitudes = lax.bitcast_convert_type(groups, jnp.uint32) & 0x7FFFFFFF  # in order of size, NaN last
+    magnitudes = lax.bitcast_convert_type(groups, jnp.uint32) & 0x7FFFFFFF  # ordered by size, NaN last
     scales = _scales(magnitudes.max(axis=-1), power_of_two)
     scaled = quotient(groups, lax.bitcast_convert_type(scales, jnp.float32)[..., None])
-    scaled = jnp.where(jnp.isnan(scaled), jnp.float32(np.nan), scaled)  # the sign that a division gives one differs
+    scaled = jnp.where(jnp.isnan(scaled), jnp.float32(np.nan), scaled)  # the sign differs by device
     return codes(scaled, 3, 7, 448.0), scales
 
 
@@ -81,9 +81,9 @@ def _scales(largest: jax.Array, power_of_two: bool) -> jax.Array:
 
 
 def _to_e2m1(groups: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The bytes of groups of 4 bits a value, and those of their scales; `largest` has the largest magnitudes' bits.
+    """The bytes of 4-bit groups and of their scales; `largest` holds the bits of each group's largest magnitude.
 
-    A code is how many middles between two neighbours lie below; in the middle itself the even one is taken.
+    A code is the number of midpoints between neighbouring values below the magnitude; at a midpoint the even code wins.
     """
     scale = quotient(lax.bitcast_convert_type(largest, jnp.float32), jnp.float32(6.0))
     scale = jnp.clip(jnp.where(largest > INFINITY, jnp.float32(1), scale), jnp.float32(2.0**-9), jnp.float32(448.0))
@@ -100,7 +100,7 @@ def _to_e2m1(groups: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _bfloat16_bits(values: jax.Array) -> jax.Array:
-    """Values to the nearest bfloat16, ties to even, as uint16; a NaN stays one of its sign, and becomes quiet."""
+    """Values rounded to bfloat16, ties to even, as uint16; a NaN keeps its sign and becomes quiet."""
     if values.dtype == jnp.bfloat16:
         own = lax.bitcast_convert_type(values, jnp.uint16)
         return jnp.where((own & 0x7FFF) > 0x7F80, own | 0x40, own)

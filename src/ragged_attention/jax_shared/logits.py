@@ -5,11 +5,11 @@ import jax.numpy as jnp
 
 
 def soft_capped(logits: jax.Array, soft_cap: float) -> jax.Array:
-    """`soft_cap` * tanh(logits / `soft_cap`) of logits in float32 or float64, of any cap that float32 has.
+    """`soft_cap` * tanh(logits / `soft_cap`) of float32 or float64 logits, for any cap that float32 can hold.
 
-    XLA and TPUs take subnormal numbers for 0. So a huge cap and the logits are divided by 32 before the quotient is
-    taken, and where that is so small that it is its own tangent, the logits stay as they are. The bounds, at which the
-    tangent is 1, also keep XLA from making one factor of several, which could be 0 or infinite.
+    XLA and TPUs flush subnormal numbers to 0. So a huge cap and the logits are divided by 32 before the quotient is
+    taken, and logits whose quotient is so small that tanh does not change it are returned unchanged. The bounds, at
+    which tanh is 1, also keep XLA from merging several factors into one, which could be 0 or infinite.
     """
     unit = 1.0 if soft_cap < 1 else 2.0**-5
     cap = soft_cap * unit

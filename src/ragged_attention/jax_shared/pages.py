@@ -1,7 +1,7 @@
-"""This step's K and V on their way into the pages, for every backend written in jax.
+"""Encodes this step's K and V for the pages, and finds their slots, for every backend written in jax.
 
-What the pages store is, to the bit, what `reference/_kv_layout.py` encodes. XLA fuses all of this with what made K
-and V, so that a kernel only has to move rows.
+The encoding is bit for bit that of `reference/_kv_layout.py`. XLA fuses it with the operations that produce K and V,
+so a kernel only has to move rows.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ def per_head(scale: Any, num_kv_heads: int) -> jax.Array:
 def new_rows(call: Any, k: jax.Array, v: jax.Array) -> list[jax.Array]:
     """The bits of K [T, K, D] and V [T, K, D_v] as rows of each array of `call`'s pages.
 
-    K and V that are 8-bit already are those bits, whatever the scales. The rows are [T, 2K, D] of combined pages, else
+    8-bit K and V are copied as they are, whatever the scales. The rows are [T, 2K, D] for combined pages, otherwise
     [T, K, D] and [T, K, D_v].
     """
     dtype, heads = call.k_pages_like.dtype, call.num_kv_heads
@@ -37,9 +37,9 @@ def new_rows(call: Any, k: jax.Array, v: jax.Array) -> list[jax.Array]:
 
 
 def stored_bits(values: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
-    """`values / scale` in float32, to the nearest `dtype`, ties to even; 8-bit formats saturate.
+    """`values / scale` in float32, rounded to `dtype`, ties to even; 8-bit formats saturate.
 
-    The result is unsigned integers: XLA may pass 8-bit floats through wider ones and lose the sign of a NaN.
+    The result is unsigned integers: XLA may convert 8-bit floats to wider ones and lose the sign of a NaN.
     """
     if scale is not None:
         values = quotient(values.astype(jnp.float32), scale[:, None])
@@ -56,8 +56,8 @@ def quotient(values: jax.Array, divisor: jax.Array) -> jax.Array:
     """`values / divisor` in float32, rounded once; the divisor is broadcast.
 
     XLA multiplies by the reciprocal of a divisor that is a constant or a broadcast, which rounds twice. So each
-    element gets its own divisor: the given one plus a zero that is known only at run time. Below the smallest normal
-    float32 it counts as 0, of its sign, as where a device flushes it.
+    element gets its own divisor: the given one plus a zero that is known only at run time. A subnormal divisor counts
+    as 0 of its sign, as on devices that flush it.
     """
     bits, given = (lax.bitcast_convert_type(each, jnp.uint32) for each in (values, divisor))
     given = jnp.where(given & np.uint32(0x7F800000) == 0, given & np.uint32(0x80000000), given)
@@ -66,7 +66,7 @@ def quotient(values: jax.Array, divisor: jax.Array) -> jax.Array:
 
 
 def codes(values: jax.Array, mantissa_bits: int, bias: int, largest: float) -> jax.Array:
-    """The codes of an 8-bit float format, in integer arithmetic: casts differ in how they saturate."""
+    """The codes of an 8-bit float format, by integer arithmetic, because casts differ in how they saturate."""
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     sign = ((bits >> 24) & 0x80).astype(jnp.uint8)
     magnitude = jnp.minimum(jnp.abs(values), jnp.float32(largest))
@@ -84,7 +84,7 @@ def codes(values: jax.Array, mantissa_bits: int, bias: int, largest: float) -> j
 def live_edges(cu_q_lens: Any, num_seqs: Any, num_tokens: int) -> jax.Array:
     """`cu_q_lens` within [0, num_tokens], where entries past `num_seqs` repeat the last live one.
 
-    So whatever those entries hold, sequences past `num_seqs` are empty, and edges ascend as far as the live ones do.
+    So sequences past `num_seqs` are empty whatever those entries hold, and the edges ascend if the live ones do.
     """
     edges = jnp.clip(cu_q_lens, 0, num_tokens)
     if num_seqs is None:
@@ -94,7 +94,7 @@ def live_edges(cu_q_lens: Any, num_seqs: Any, num_tokens: int) -> jax.Array:
 
 
 def addresses_of_slots(slots: jax.Array, num_pages: int, page_size: int) -> tuple[jax.Array, jax.Array]:
-    """Page and offset of each slot, i32 [T]; the page is `num_pages` for one outside the pages."""
+    """The page and the offset of each slot, i32 [T]; the page is `num_pages` for a slot outside the pages."""
     page, offset = slots // page_size, slots % page_size
     valid = (slots >= 0) & (page < num_pages)
     page, offset = (jnp.where(valid, part, 0).astype(jnp.int32) for part in (page, offset))
@@ -102,7 +102,7 @@ def addresses_of_slots(slots: jax.Array, num_pages: int, page_size: int) -> tupl
 
 
 def addresses_of_tokens(call: Any, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """The same for each of `num_tokens` packed tokens, by the tables of `call`.
+    """The page and the offset of each of `num_tokens` packed tokens, by the tables of `call`.
 
     Token i of a sequence stands at position `kv_len - q_len + i`.
     """

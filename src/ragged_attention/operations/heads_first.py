@@ -35,14 +35,14 @@ class HeadsFirst(FrontEnd[Array, Memory]):
             q: [S, H, D] float32, float16 or bfloat16. D is a multiple of 8 from 16 to 512.
             k_pages, v_pages: [K, P, G, D] each, of q's dtype, or float8_e4m3fn, float8_e5m2 or int8; or, quantised, a
                 pair `(weight, scales)` each, of such an 8-bit array and f32 [K, P, G, 1], whose values are weight *
-                scales. jax's `QuantizedTensor`, of which they are weight * scales / 127.5, is taken as well. From torch
-                any strides are taken, as long as the last one is 1.
+                scales. jax's `QuantizedTensor`, of which they are weight * scales / 127.5, is taken as well. In torch
+                any strides are accepted, provided that the last one is 1.
             lengths: i32 [S], positions of each sequence in the cache.
-            page_indices: i32 [S, M], page p of the row holds positions p * G and on; entries past the last used page
-                are never read as pages.
+            page_indices: i32 [S, M], the block table: entry p of a row is the page that holds the positions from p * G
+                on; entries past the last used page are never read as pages.
             sm_scale: factor on q . k; default `D ** -0.5`.
             soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling.
-            out: torch only: memory for the result of that name, as in `ragged_paged_attention`.
+            out: torch only: the tensor to write the result to, as in `ragged_paged_attention`.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
@@ -83,15 +83,15 @@ class HeadsFirst(FrontEnd[Array, Memory]):
             k_pages, v_pages: as in `paged_attention`.
             length: positions of the sequence in the cache, those of this chunk included: an int, or an i32 array of
                 one.
-            page_indices: i32 [M], page p of it holds positions p * G and on; entries past the last used page are never
-                read as pages.
+            page_indices: i32 [M], the block table: entry p is the page that holds the positions from p * G on; entries
+                past the last used page are never read as pages.
             sm_scale: factor on q . k; default `D ** -0.5`.
             soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
-            sliding_window: a row sees only positions > its own - sliding_window (1 is itself alone).
+            sliding_window: a row sees only positions > its own - sliding_window (with 1, only its own).
             align: where the chunk's rows stand. With "chunk" chunks follow each other from position 0 on, and this is
                 the one that holds position `length - 1`: row r stands at `(length - 1) // T * T + r`. With "end" the
                 chunk is the last T positions: row r stands at `length - T + r`.
-            out: torch only: memory for the result of that name, as in `ragged_paged_attention`.
+            out: torch only: the tensor to write the result to, as in `ragged_paged_attention`.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:

@@ -39,8 +39,8 @@ class Indexer(FrontEnd[Array, Memory]):
         error.
 
         Args:
-            q: [T, H, D] bfloat16, float16, float32, or float8_e4m3fn, whose scales belong into `weights`. D is a
-                multiple of 16 up to 256, H any number (64 heads of 128 in DeepSeek-V3.2).
+            q: [T, H, D] bfloat16, float16, float32, or float8_e4m3fn, whose scales belong in `weights`. D is a multiple
+                of 16 up to 256, H any number (64 heads of 128 in DeepSeek-V3.2).
             keys: packed [N, D]; or paged [P, G, D]; each of q's dtype, or float8_e4m3fn. Or pages of bytes, uint8
                 [P, G, 1, D + 4], as `write_indexer_cache` fills them: a page holds the e4m3 values of its G keys, then
                 their G float32 scales; its bytes follow each other, pages may lie apart.
@@ -52,14 +52,14 @@ class Indexer(FrontEnd[Array, Memory]):
             page_indices, kv_lens, cu_q_lens, num_seqs: as in `ragged_paged_attention`: i32 [S, M], [S], [S + 1] and how
                 many sequences are live. Query i of a sequence sees the positions
                 `j < (kv_len - q_len + i + 1) // ratio`. A page index outside [0, P) makes its positions invisible.
-            ratio: how many tokens one row of a paged cache stands for, as in the compressed attention of DeepSeek-V4;
-                `kv_lens` counts tokens.
+            ratio: the number of tokens that one row of a paged cache stands for, as in the compressed attention of
+                DeepSeek-V4; `kv_lens` counts tokens.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
-            f32 [T, N], [T, max_keys] or [T, M * G]; -inf for what a query does not see and in the rows of padding
+            f32 [T, N], [T, max_keys] or [T, M * G]; -inf for keys that a query does not see and in the rows of padding
             queries, which belong to no sequence. Products and sums are in float32 (an e4m3 product on Hopper keeps
-            fewer bits). A key of NaN gives NaN to those that see it and to no other.
+            fewer bits). A NaN key makes the logits NaN for queries that see it, and for no others.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
@@ -103,18 +103,19 @@ class Indexer(FrontEnd[Array, Memory]):
         Args:
             q, keys, weights, key_scale, starts, stops, relative, max_keys: as in `indexer_logits`.
             page_indices, kv_lens, cu_q_lens, num_seqs, ratio: as in `indexer_logits`.
-            top_k: how many, from 1 to 4096.
-            candidate_blocks: i32 [T, B], B blocks of positions that alone are looked at, in any order: block b is the
-                positions `[b * candidate_block_size, (b + 1) * candidate_block_size)`. One that is listed twice counts
-                once; -1, or any other that names no position, is none. None looks at all positions.
+            top_k: the number of keys to choose, from 1 to 4096.
+            candidate_blocks: i32 [T, B], the B blocks of positions that each query may choose from, in any order: block
+                b is the positions `[b * candidate_block_size, (b + 1) * candidate_block_size)`. A block that is listed
+                twice counts once; -1, or any other number without positions, is skipped. With None all positions are
+                candidates.
             candidate_block_size: positions in a block, with `candidate_blocks`.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
             i32 [T, top_k], in each row the positions of the largest logits in ascending order, then -1. Positions are
             the columns of `indexer_logits`: of a sequence (paged), rows of `keys` (packed), or counted from the row's
-            start (`relative`). Of equal logits the larger position is taken, so newer tokens. NaN counts as -inf, and
-            what is -inf is never chosen. `page_indices_to_slots` makes slots of positions in pages.
+            start (`relative`). Of equal logits the one at the larger position, the newer token, is taken. NaN counts as
+            -inf, and -inf is never chosen. `page_indices_to_slots` makes slots of positions in pages.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
@@ -141,15 +142,15 @@ class Indexer(FrontEnd[Array, Memory]):
 
         Args:
             logits: f32 [T, N].
-            top_k: how many, from 1 to 4096.
+            top_k: the number of keys to choose, from 1 to 4096.
             starts, stops: i32 [T], the columns [starts[t], stops[t]) that count, clamped to [0, N]; the others are
                 never read. None is 0, and N.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
-            i32 [T, top_k], in each row the columns in ascending order, then -1. Of equal logits the larger column is
-            taken; NaN counts as -inf, and what is -inf is never chosen. Whether a subnormal number counts as 0 depends
-            on the device.
+            i32 [T, top_k], in each row the columns in ascending order, then -1. Of equal logits the one in the larger
+            column is taken; NaN counts as -inf, and -inf is never chosen. Whether a subnormal number counts as 0
+            depends on the device.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
@@ -174,16 +175,15 @@ class Indexer(FrontEnd[Array, Memory]):
 
         Returns:
             values float8_e4m3fn [N, D] and scale f32 [N]. A scale is the row's largest magnitude over 448, in float32,
-            at least 1e-4; what is stored is the value over the scale, in float32, to the nearest e4m3 with ties to
-            even. Every backend makes the same bytes. NaN becomes 0x7F, and the scale of a row that holds NaN or an
-            infinity is NaN or infinity.
+            at least 1e-4; each value is divided by the scale in float32 and rounded to the nearest e4m3, ties to even.
+            Every backend makes the same bytes. NaN becomes 0x7F, and the scale of a row that holds NaN or an infinity
+            is NaN or infinity.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
         """
         arguments = dict(k=k, power_of_two=power_of_two)
-        values, scale = self.run(QuantizeIndexerKeys, arguments, backend, options)
-        return values, scale
+        return self.run(QuantizeIndexerKeys, arguments, backend, options)
 
     def write_indexer_cache(
         self,
@@ -201,18 +201,18 @@ class Indexer(FrontEnd[Array, Memory]):
             k: [T, D] bfloat16, float16 or float32; D a multiple of 16 up to 256.
             cache: uint8 [P, G, 1, D + 4]: a page holds the e4m3 values of its G keys, then their G float32 scales. Its
                 bytes follow each other, pages may lie apart. This is DeepGEMM's layout.
-            slot_mapping: i32 or i64 [T], the slot `page * G + offset` of each token; -1, and anything else outside
-                [0, P * G), is skipped. jax takes NumPy arrays of i64 without `jax_enable_x64` too, but not as
+            slot_mapping: i32 or i64 [T], the slot `page * G + offset` of each token; -1, and anything else outside [0,
+                P * G), is skipped. In jax, NumPy arrays of i64 are accepted without `jax_enable_x64` too, but not as
                 arguments of the caller's own `jax.jit`, which wraps them before this function sees them.
             power_of_two: round scales up to a power of two.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
-            The cache. In torch it is written in place and is the tensor given; in jax it is a new array, whose memory
-            is that of the given one if that is donated. Of two tokens for one slot either may remain. k may lie in the
-            cache: it is read as it was before.
+            The cache. In torch the given tensor is written in place and returned; in jax the cache is a new array,
+            which takes the memory of the given one if that is donated. Of two tokens for one slot either may remain. k
+            may lie in the cache: it is read before the write.
 
-            A write has no gradient; where one is asked for, RuntimeError says so.
+            A write has no gradient; asking for one raises RuntimeError.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.

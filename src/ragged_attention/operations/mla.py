@@ -50,34 +50,36 @@ class Latent(FrontEnd[Array, Memory]):
             kv: the latent rows, [s_kv, K, d_qk] of q's dtype, packed; or a paged cache [P, G, K, d_qk], or a quantised
                 one [P, G, 1, bytes], as `mla_decode` takes them. A row is the key; its first `d_v` columns are the
                 value.
-            indices: i32 [T, K, N], rows of `kv`, or slots `page * G + offset` of a paged cache. Their order is free.
-                One outside [0, s_kv) (or [0, P * G)), such as -1, selects nothing and is never read as a row; one that
-                is listed twice counts twice.
+            indices: i32 [T, K, N], rows of `kv`, or slots `page * G + offset` of a paged cache. They may come in any
+                order. An index outside [0, s_kv) (or [0, P * G)), such as -1, selects nothing and is never read as a
+                row; an index that is listed twice counts twice.
             sm_scale: factor on q . k; default `d_qk ** -0.5`.
             d_v: columns of the value, a multiple of 16 up to d_qk.
-            sinks: f32 [H] (f64 beside float64 queries), one logit per head that joins the softmax's denominator only.
+            sinks: f32 [H] (f64 beside float64 queries), one logit per head, which is added to the denominator of the
+                softmax only.
             topk_lens: i32 [T]; entries of `indices` from there on are ignored. Clamped to [0, N].
             cache_format: `plain`, `fp8_v32`, `fp8_v4`, `fp8_v41` or `fp4_v41`; default by `kv`'s dtype and last
                 dimension.
             cache_layout: as in `mla_decode`.
-            deterministic: the gradient has the same bits in every run: contributions to a row are added in the order of
-                the queries that select it, by way of an index, where otherwise GPUs add them in any order.
-            out_dtype: of `out`, "float32", "float16" or "bfloat16", or the framework's own dtype of that name; default
-                q's. With another one there is no gradient.
-            out: torch only: memory for the result of that name, as in `ragged_paged_attention`; no gradient then.
-            backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`. The gradient
-                runs on it too if it offers `sparse_mla_prefill_backward`.
-            options: this call's tunables, fields of the chosen backend's `Tile`; those of the gradient are the
-                configuration's for `sparse_mla_prefill_backward`.
+            deterministic: give the gradient the same bits in every run: contributions to a row are added in the order
+                of the queries that select it, with the help of an index; without it GPUs add them in any order.
+            out_dtype: the dtype of `out`: "float32", "float16", "bfloat16", or the framework's dtype of that name;
+                default q's dtype. With another dtype there is no gradient.
+            out: torch only: the tensor to write the result to, as in `ragged_paged_attention`; the call then has no
+                gradient.
+            backend: the backend of this call: a name, or a list of names in order of preference; see
+                `ragged_attention.config`. The gradient runs on it too if it offers `sparse_mla_prefill_backward`.
+            options: the tunables of this call, which are fields of the chosen backend's `Tile`; the gradient uses those
+                that the configuration has for `sparse_mla_prefill_backward`.
 
         Returns:
             out [T, H, d_v]; max_logits [T, H] float32, the largest scaled logit; lse [T, H] float32, the natural
             log-sum-exp of the logits (both float64 of float64 queries). Sinks multiply out by `sigmoid(lse - sink)` and
             change neither of the others. A query that selects nothing gets out 0, max_logits -inf and lse -inf. Rows
-            that are not selected may hold NaN. Softmax and sums are in float32; a quantised value is its value of 8 or
-            4 bits times its scale. `triton` multiplies quantised rows by weights of 16 bits where q is float32 too, so
-            that out is then as exact as that of bfloat16 queries. An e8m0 scale of 2 ** -127, which is below what is
-            quantised here, counts as 0 where a device flushes such numbers, as XLA does.
+            that are not selected may hold NaN. Softmax and sums are in float32; a quantised value is its 8-bit or 4-bit
+            code times its scale. `triton` multiplies quantised rows by 16-bit weights even if q is float32, so that out
+            is then as accurate as with bfloat16 queries. An e8m0 scale of 2 ** -127, which `quantize_mla_cache` never
+            writes, counts as 0 on devices that flush subnormal numbers, as XLA does.
 
             Differentiable with respect to q, a plain kv and sinks, through out and through lse (max_logits counts as a
             constant), by reverse mode, once. Rows that are not selected get a gradient of 0.
@@ -94,8 +96,7 @@ class Latent(FrontEnd[Array, Memory]):
             q=q, kv=kv, indices=indices, sm_scale=sm_scale, d_v=d_v, sinks=sinks, topk_lens=topk_lens,
             cache_format=cache_format, cache_layout=cache_layout, deterministic=deterministic, out_dtype=out_dtype,
         )  # fmt: skip
-        attended, max_logits, lse = self.run(SparseMlaPrefill, arguments, backend, options, out)
-        return attended, max_logits, lse
+        return self.run(SparseMlaPrefill, arguments, backend, options, out)
 
     def sparse_mla_prefill_backward(
         self,
@@ -178,45 +179,48 @@ class Latent(FrontEnd[Array, Memory]):
             q: [S, Q, H, d_qk] bfloat16, float16 or float32; d_qk a multiple of 16 up to 1024.
             kv_cache: the latents. Plain: [P, G, K, d_qk] of q's dtype. Quantised: bytes (uint8, int8 or float8_e4m3fn)
                 [P, G, 1, 656] in the format `fp8_v32` (d_qk 576), or, of d_qk 512, [P, G, 1, 584] in `fp8_v4`, 528 in
-                `fp8_v41`, 288 in `fp4_v41`; see `quantize_mla_cache`. Any G. From torch pages may lie apart. The first
-                `d_v` columns are the value.
-            page_indices: i32 [S, M], page p of a row holds positions p * G and on; entries past the last used page are
-                never read as pages, one outside [0, P) makes its positions invisible. Only for dense calls.
+                `fp8_v41`, 288 in `fp4_v41`; see `quantize_mla_cache`. Any G. In torch there may be gaps between pages.
+                The first `d_v` columns are the value.
+            page_indices: i32 [S, M], the block table: entry p of a row is the page that holds the positions from p * G
+                on. Entries past the last used page are never read as pages; an entry outside [0, P) makes its positions
+                invisible. Only for dense calls.
             kv_lens: i32 [S], positions of each sequence in the cache. Only for dense calls, which are those without
                 `indices`; calls with them ignore both.
             indices: i32 [S, Q, N], makes the call sparse (K must be 1): slots `page * G + offset` of the cache for each
-                query token. Order is free; one outside [0, P * G), such as -1, selects nothing; one
-                listed twice counts twice.
+                query token. They may come in any order; a slot outside [0, P * G), such as -1, selects nothing; a slot
+                that is listed twice counts twice.
             d_v: columns of the value, a multiple of 16 up to d_qk.
             sm_scale: factor on q . k; default `d_qk ** -0.5`.
-            causal: dense only. Aligned at the end: query j of a sequence sees positions < kv_len - (Q - 1 - j).
-            sliding_window: dense only. Query j sees only positions >= kv_len - (Q - 1 - j) - sliding_window; 1 is its
-                own alone. With `causal=False` this bounds the left side only.
+            causal: dense calls only. Queries are aligned at the end: query j of a sequence sees positions < kv_len - (Q
+                - 1 - j).
+            sliding_window: dense calls only. Query j sees only positions >= kv_len - (Q - 1 - j) - sliding_window (with
+                1, only its own). With `causal=False` this bounds the left side only.
             soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling.
-            sinks: f32 [H], one logit per head that joins the softmax's denominator only.
+            sinks: f32 [H], one logit per head, which is added to the denominator of the softmax only.
             topk_lens: i32 [S] or [S, Q]; entries of `indices` from there on are ignored. Clamped to [0, N].
             extra_kv_cache, extra_indices, extra_topk_lens: a second cache, of the same format and its own number and
-                size of pages, with its own lists i32 [S, Q, N'] and lengths: each query attends to both selections.
-                `fp8_v41` and `fp4_v41` may stand beside each other, either as the first. (FlashMLA takes `fp4_v41` as
-                the second beside `fp8_v41` alone; here it also serves by itself, and in dense calls.)
-            schedule: from `make_decode_schedule`, how to divide the work. The result is the same without one, up to
-                rounding: then the keys of a sequence are divided among programs by shapes alone.
+                size of pages, with its own lists i32 [S, Q, N'] and lengths: each query attends to both selections. One
+                cache may be `fp8_v41` and the other `fp4_v41`. (FlashMLA takes `fp4_v41` only as the second cache
+                beside `fp8_v41`; here it may also be the only one, in dense calls too.)
+            schedule: the division of the work that `make_decode_schedule` returns. Without a schedule the keys of each
+                sequence are divided among programs by shapes alone; results differ by rounding only.
             cache_format: `plain`, `fp8_v32`, `fp8_v4`, `fp8_v41` or `fp4_v41`; default by the dtype and last dimension
                 of `kv_cache`.
-            cache_layout: how the bytes lie, of both caches: "token", the bytes of a token one after another, or "page",
-                all values of a page and then all its scales; default the format's own, which is "page" for `fp8_v4` and
-                "token" for all others. Only `fp8_v41` and `fp4_v41` have both.
-            out_dtype: of `out`, "float32", "float16" or "bfloat16", or the framework's own dtype of that name; default
-                q's. Partial results that `merge_attention_states` will merge are best kept in float32.
-            out: torch only: memory for the result of that name, as in `ragged_paged_attention`.
+            cache_layout: the order of the bytes in both caches: "token", the bytes of each token together, or "page",
+                all values of a page and then all its scales. The default is "page" for `fp8_v4` and "token" for all
+                other formats; only `fp8_v41` and `fp4_v41` may have either.
+            out_dtype: the dtype of `out`: "float32", "float16", "bfloat16", or the framework's dtype of that name;
+                default q's dtype. Partial results that `merge_attention_states` will merge are best kept in float32.
+            out: torch only: the tensor to write the result to, as in `ragged_paged_attention`.
             backend, options: as in `sparse_mla_prefill`. With the kernels of `triton` and `cuda`
-                `options={"num_splits": 1}`, and no schedule, gives bits that depend on nothing but the sequence itself.
+                `options={"num_splits": 1}`, without a schedule makes the bits of each sequence independent of the rest
+                of the batch.
 
         Returns:
-            out [S, Q, H, d_v], and lse [S, H, Q] float32, the natural log-sum-exp of the scaled logits;
-            sinks multiply out by `sigmoid(lse - sink)` and leave lse as it is. A query that sees no key gets out 0 and
-            lse -inf. No index value makes a kernel read outside the arrays: lengths are clamped to what the arrays can
-            hold. What no query sees may be NaN. Softmax and sums are in float32, quantised rows as in
+            out [S, Q, H, d_v], and lse [S, H, Q] float32, the natural log-sum-exp of the scaled logits; sinks multiply
+            out by `sigmoid(lse - sink)` and leave lse as it is. A query that sees no key gets out 0 and lse -inf. No
+            index value makes a kernel read outside the arrays: lengths are clamped to the arrays' sizes. Keys and
+            values that no query sees may be NaN. Softmax and sums are in float32, quantised rows as in
             `sparse_mla_prefill`.
 
         Raises:
@@ -234,8 +238,7 @@ class Latent(FrontEnd[Array, Memory]):
             extra_topk_lens=extra_topk_lens, schedule=schedule, cache_format=cache_format, cache_layout=cache_layout,
             out_dtype=out_dtype,
         )  # fmt: skip
-        attended, lse = self.run(MlaDecode, arguments, backend, options, out)
-        return attended, lse
+        return self.run(MlaDecode, arguments, backend, options, out)
 
     def make_decode_schedule(
         self,
@@ -258,8 +261,8 @@ class Latent(FrontEnd[Array, Memory]):
         """Divide the work of one decode step among programs, once for all layers; the result goes to `mla_decode`.
 
         The sequences' keys, in blocks of 64, are laid end to end and cut into `num_parts` ranges of about equal cost; a
-        sequence that straddles a cut is computed in several splits. Runs on the device, reads nothing back, and has
-        shapes that depend on the batch size only, so it can be captured in a CUDA graph.
+        sequence that straddles a cut is computed in several splits. It runs on the device, reads nothing back, and its
+        shapes depend on the batch size only, so it can be captured in a CUDA graph.
 
         Args:
             kv_lens: i32 [S], the lengths of a dense call; None for a sparse one.
@@ -268,10 +271,10 @@ class Latent(FrontEnd[Array, Memory]):
             num_q_heads, num_kv_heads: heads.
             topk: entries in each list of a sparse call; None for a dense one.
             topk_lens: i32 [S] or [S, Q], as in `mla_decode`; only with `topk`.
-            extra_topk, extra_topk_lens: the same for the second cache.
-            num_parts: how many ranges; default what fills the device with blocks of 64 rows.
-            device: torch only, and only used with `topk` and no `topk_lens`: where the schedule is made.
-            overhead: the cost of beginning a sequence, in blocks.
+            extra_topk, extra_topk_lens: `topk` and `topk_lens` of the second cache.
+            num_parts: the number of ranges; by default as many as fill the device with blocks of 64 query rows.
+            device: torch only: the device of the schedule, used with `topk` and without `topk_lens`.
+            overhead: the cost of starting a sequence, counted in blocks.
             backend, options: as in `mla_decode`.
 
         Returns:
@@ -315,11 +318,11 @@ class Latent(FrontEnd[Array, Memory]):
 
         Returns:
             uint8 [P, G, 1, bytes]. The scale of a group is its largest magnitude over 448, in float32, at least 1e-4;
-            what is stored is the value over the scale, in float32, to the nearest e4m3 with ties to even. Every backend
+            each value is divided by the scale in float32 and rounded to the nearest e4m3, ties to even. Every backend
             makes the same bytes. NaN becomes 0x7F. A group that holds NaN or an infinity has scale NaN or infinity
             (`fp8_v4` and `fp8_v41`: 0xFF, NaN). `fp4_v41`: the scale is the largest magnitude over 6, from 2 ** -9 to
-            448, to the nearest e4m3; values are to the nearest e2m1, at most 6; a group that holds NaN has the scale
-            NaN and values 0.
+            448, rounded to the nearest e4m3; values are rounded to the nearest e2m1, at most 6; a group that holds NaN
+            has the scale NaN and values 0.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `mla_decode`.
@@ -377,25 +380,25 @@ class Latent(FrontEnd[Array, Memory]):
         Args:
             kv: [T, K, d_qk], or [T, d_qk] for one KV head; float32, float16 or bfloat16.
             cache: as `ragged_mla_attention` takes it: plain, of kv's dtype or 8-bit, or quantised.
-            slot_mapping: i32 or i64 [T], the slot `page * G + offset` of each token; -1, and anything else outside
-                [0, P * G), is skipped. jax takes NumPy arrays of i64 without `jax_enable_x64` too, but not as
+            slot_mapping: i32 or i64 [T], the slot `page * G + offset` of each token; -1, and anything else outside [0,
+                P * G), is skipped. In jax, NumPy arrays of i64 are accepted without `jax_enable_x64` too, but not as
                 arguments of the caller's own `jax.jit`, which wraps them before this function sees them. A tuple
-                `(page_indices, kv_lens, cu_q_lens)` is taken as those three.
+                `(page_indices, kv_lens, cu_q_lens)` stands for those three arguments.
             page_indices, kv_lens, cu_q_lens, num_seqs: the tables of the attention call instead of slots: token i of a
                 sequence goes to position `kv_len - q_len + i`. A page index outside [0, P) is skipped.
-            kv_scale: of a plain cache; what is stored is `kv / kv_scale`, in float32, rounded to nearest even, in an
-                8-bit cache saturating at the format's largest finite value; a float, or an array of [] or [K]. What
-                `write_kv_pages` says of small scales holds here too.
+            kv_scale: the scale of a plain cache: the stored value is `kv / kv_scale`, computed in float32, rounded to
+                nearest even and, in an 8-bit cache, saturated at the format's largest finite value; a float, or an
+                array [] or [K]. Small scales are treated as by `write_kv_pages`.
             power_of_two_scales: as in `quantize_mla_cache`.
             cache_format, cache_layout: as in `mla_decode`.
             backend, options: as in `mla_decode`.
 
         Returns:
-            The cache. In torch it is written in place and is the tensor given; in jax it is a new array, in the memory
-            of the given one if that is donated. Nothing but the tokens' slots is touched. Of two tokens for one slot
-            either may remain. kv may lie in the cache: it is read as it was before.
+            The cache. In torch the given tensor is written in place and returned; in jax the cache is a new array,
+            which takes the memory of the given one if that is donated. Only the tokens' slots change. Of two tokens for
+            one slot either may remain. kv may lie in the cache: it is read before the write.
 
-            A write has no gradient; where one is asked for, RuntimeError says so.
+            A write has no gradient; asking for one raises RuntimeError.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `mla_decode`; slots out of range, except -1, only under

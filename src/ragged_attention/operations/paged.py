@@ -10,7 +10,7 @@ Pages = Array | tuple[Array, Array]
 
 
 class AttentionKeywords(TypedDict, Generic[Array, Memory], total=False):
-    """The keyword arguments of `ragged_paged_attention` that its results' number does not depend on."""
+    """The keyword arguments of `ragged_paged_attention` that do not change how many results it returns."""
 
     max_q_len: int | None
     sm_scale: float | None
@@ -88,54 +88,55 @@ class Paged(FrontEnd[Array, Memory]):
 
         Args:
             q: [T, H, D] float32, float16 or bfloat16; the queries of all sequences, one after another. Rows from
-                `cu_q_lens[num_seqs]` on are padding. D is a multiple of 8 from 16 to 512. float8_e4m3fn queries, which
-                go with `q_scale`, are widened to the dtype of `kv_pages`, or to bfloat16 where that is of 8 bits;
-                below, q's dtype is that one.
+                `cu_q_lens[num_seqs]` on are padding. D is a multiple of 8 from 16 to 512. float8_e4m3fn queries need
+                `q_scale`; they are widened to the dtype of `kv_pages`, or to bfloat16 if the pages are 8-bit, and "q's
+                dtype" below means that wider dtype.
             kv_pages: the cache, [P, G, 2K, D] with K of head h at 2h and V at 2h + 1, or a pair `(k_pages, v_pages)` of
-                [P, G, K, D] and [P, G, K, D_v]. Its dtype is that of `q`, or float8_e4m3fn, float8_e5m2 or int8. From
-                torch any strides are taken, the last one being 1. Sequences may share pages.
+                [P, G, K, D] and [P, G, K, D_v]. Its dtype is that of `q`, or float8_e4m3fn, float8_e5m2 or int8. In
+                torch any strides are accepted, provided that the last one is 1. Sequences may share pages.
             kv_lens: i32 [S], positions of each sequence in the cache, those of this step included.
-            page_indices: i32 [S, M], page p of the row holds positions p * G and on; entries past the last used page
-                are never read as pages.
+            page_indices: i32 [S, M], the block table: entry p of a row is the page that holds the positions from p * G
+                on; entries past the last used page are never read as pages.
             cu_q_lens: i32 [S + 1], prefix sums of the query lengths; entries past `num_seqs` are never read.
-            num_seqs: how many sequences are live, an int or an i32 array of one (which stays on its device); None is S.
-            max_q_len: a number of queries that no sequence exceeds, known to the host: a hint by which kernels are
-                chosen. A batch that only decodes takes one launch less with 1. Results do not depend on it.
+            num_seqs: the number of live sequences: an int, or an i32 array of one element (which stays on its device);
+                None means S.
+            max_q_len: an upper bound on the queries of a sequence, known to the host. It is a hint for the choice of
+                kernels: with 1, a batch that only decodes takes one launch less. Results do not depend on it.
             sm_scale: factor on q . k; default `D ** -0.5`.
             causal: query i of a sequence stands at position `kv_len - q_len + i` and sees positions up to its own;
                 otherwise it sees all of `kv_len`.
-            sliding_window: it sees only positions > its own - sliding_window (1 is itself alone). With `causal=False`
-                this bounds the left side only.
+            sliding_window: a query sees only positions > its own - sliding_window (with 1, only its own). With
+                `causal=False` this bounds the left side only.
             soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
-            sinks: f32 [H], one logit per head that joins the softmax's denominator only.
-            q_scale: of float8_e4m3fn queries; a query times it is the true one: a float, or an array of [] or [H]. A
-                float joins `sm_scale`; an array multiplies the queries, which are then rounded to the dtype they are
-                widened to.
-            k_scale, v_scale: a cached value times its scale is the true one: a float, or an array of [] or [K]; with
-                `new_kv` as in `write_kv_pages`.
+            sinks: f32 [H], one logit per head, which is added to the denominator of the softmax only.
+            q_scale: the scale of float8_e4m3fn queries, whose true values are q * q_scale: a float, or an array [] or
+                [H]. A float is multiplied into `sm_scale`; an array multiplies the widened queries, which are then
+                rounded again.
+            k_scale, v_scale: the scales of cached keys and values, whose true values are value * scale: a float, or an
+                array [] or [K]; `new_kv` is written with them as by `write_kv_pages`.
             return_lse: also return the log-sum-exp.
             new_kv: this step's keys and values, a pair of [T, K, D] and [T, K, D_v] of q's dtype, or of the pages' own
-                8-bit dtype, one per query. They are written into the pages before attention, as `write_kv_pages` does
-                by `page_indices`, `kv_lens` and `cu_q_lens`. A backend may do both at once.
-            draft_mask: bool [T, W], which of its sequence's new tokens each query sees, as tree speculative decoding
-                needs: entry [t, j] is about the one at position `kv_len - q_len + j`. It replaces `causal` among those;
-                earlier positions are seen as usual, new tokens from the W-th on are not. A window applies as well.
-            out_dtype: of `out`, "float32", "float16" or "bfloat16", or the framework's own dtype of that name; default
-                q's. Partial results that `merge_attention_states` will merge are best kept in float32.
-            out: torch only: memory for the result of that name, which is then this very tensor: of its shape and dtype,
-                any strides. What it held is not read. Where it is packed, begins at a multiple of 16 bytes and shares
-                no storage with the arguments, `triton`, `cuda` and `numba` write it directly; else it is copied to. A
-                call with it has no gradient.
-            backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`.
-            options: this call's tunables, fields of the chosen backend's `Tile`.
+                8-bit dtype, one row per query. They are written into the pages before attention, as `write_kv_pages`
+                does by `page_indices`, `kv_lens` and `cu_q_lens`. A backend may do both at once.
+            draft_mask: bool [T, W], for tree speculative decoding: entry [t, j] says whether query t sees its
+                sequence's new token at position `kv_len - q_len + j`. It replaces `causal` among the new tokens;
+                earlier positions are visible as usual, new tokens from the W-th on are not. A window applies as well.
+            out_dtype: the dtype of `out`: "float32", "float16", "bfloat16", or the framework's dtype of that name;
+                default q's dtype. Partial results that `merge_attention_states` will merge are best kept in float32.
+            out: torch only: the tensor to write the result to, which is then returned: of the result's shape and dtype,
+                with any strides. Its old content is not read. `triton`, `cuda` and `numba` write it directly if it is
+                packed, begins at a multiple of 16 bytes and shares no storage with the arguments; otherwise the result
+                is copied to it. A call with `out` has no gradient.
+            backend: the backend of this call: a name, or a list of names in order of preference; see
+                `ragged_attention.config`.
+            options: the tunables of this call, which are fields of the chosen backend's `Tile`.
 
         Returns:
-            out [T, H, D_v]; with `return_lse` also lse [T, H] float32, the natural log-sum-exp of the
-            visible logits, sinks not counted. A query that sees no key, and a padding row, gets out 0 and lse -inf.
-            With `new_kv` the last result is the pages: in torch those given, written in place, in jax new ones, as from
-            `write_kv_pages`.
-            No index value makes a kernel read outside the arrays: lengths are clamped to what the arrays can hold,
-            and a page index outside [0, P) makes its positions invisible. Softmax and sums are in float32.
+            out [T, H, D_v]; with `return_lse` also lse [T, H] float32, the natural log-sum-exp of the visible logits,
+            sinks not counted. A query that sees no key, and a padding row, gets out 0 and lse -inf. With `new_kv` the
+            last result is the pages: in torch the given ones, written in place, in jax new ones, as `write_kv_pages`
+            returns them. No index value makes a kernel read outside the arrays: lengths are clamped to the arrays'
+            sizes, and a page index outside [0, P) makes its positions invisible. Softmax and sums are in float32.
 
         Raises:
             InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the index arrays
@@ -143,8 +144,8 @@ class Paged(FrontEnd[Array, Memory]):
             TypeError: a value of the wrong kind.
             Unsupported: no requested backend takes the call; the message gives each one's reason.
 
-        The operation is JAX's `ragged_paged_attention` joined with ejKernel's version of it (sinks); online softmax
-        after Milakov and Gimelshein (2018) and FlashAttention, splits of the keys after Flash-Decoding.
+        The operation is JAX's `ragged_paged_attention` with the sinks of ejKernel's version. The online softmax follows
+        Milakov and Gimelshein (2018) and FlashAttention, the KV splits follow Flash-Decoding.
         """
         arguments = dict(
             q=q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
@@ -179,27 +180,27 @@ class Paged(FrontEnd[Array, Memory]):
 
         Args:
             k, v: [T, K, D] and [T, K, D_v], float32, float16 or bfloat16; or of the pages' own 8-bit dtype: then they
-                are copied, and the scales are theirs already.
+                are copied, since they are scaled already.
             kv_pages: combined pages or a pair, as `ragged_paged_attention` takes them.
-            slot_mapping: i32 or i64 [T], the slot `page * G + offset` of each token; -1, and anything else outside
-                [0, P * G), is skipped. jax takes NumPy arrays of i64 without `jax_enable_x64` too, but not as
+            slot_mapping: i32 or i64 [T], the slot `page * G + offset` of each token; -1, and anything else outside [0,
+                P * G), is skipped. In jax, NumPy arrays of i64 are accepted without `jax_enable_x64` too, but not as
                 arguments of the caller's own `jax.jit`, which wraps them before this function sees them. A tuple
-                `(page_indices, kv_lens, cu_q_lens)` is taken as those three.
+                `(page_indices, kv_lens, cu_q_lens)` stands for those three arguments.
             page_indices, kv_lens, cu_q_lens, num_seqs: the tables of the attention call instead of slots: token i of a
                 sequence goes to position `kv_len - q_len + i`. A page index outside [0, P) is skipped.
-            k_scale, v_scale: what is stored is `k / k_scale`, in float32, rounded to nearest even and saturating at the
-                format's largest finite value; a float, of a magnitude of at least the smallest normal float32, or an
-                array of [] or [K], in which a smaller number counts as 0 of its sign: of that a quotient saturates (in
-                float pages it is infinite), or is NaN if k is 0 as well. A NaN is stored as 0 by int8. Where a device
-                flushes them, as XLA does, such small numbers count as 0 among k and v too.
+            k_scale, v_scale: the stored value is `k / k_scale`, computed in float32, rounded to nearest even and
+                saturated at the format's largest finite value. A scale is a float whose magnitude is at least the
+                smallest normal float32, or an array [] or [K]. In an array a smaller number counts as 0 of its sign: a
+                quotient by it saturates (in float pages it is infinite), or is NaN if k is 0 as well. int8 pages store
+                NaN as 0. On devices that flush subnormal numbers, as XLA does, those in k and v count as 0 too.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
-            The pages. In torch they are written in place and are the tensors given; in jax they are new arrays, whose
-            memory is that of the given ones if those are donated. Nothing but the tokens' slots is touched. Of two
-            tokens for one slot either may remain. k and v may lie in the pages: they are read as they were before.
+            The pages. In torch the given tensors are written in place and returned; in jax the pages are new arrays,
+            which take the memory of the given ones if those are donated. Only the tokens' slots change. Of two tokens
+            for one slot either may remain. k and v may lie in the pages: they are read before the write.
 
-            A write has no gradient; where one is asked for, RuntimeError says so.
+            A write has no gradient; asking for one raises RuntimeError.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
@@ -226,19 +227,19 @@ class Paged(FrontEnd[Array, Memory]):
         Args:
             outs: [N, T, H, D_v] float32, float16 or bfloat16, or a sequence of N arrays [T, H, D_v].
             lses: f32 [N, T, H], natural log-sum-exps as `ragged_paged_attention` returns them, or a sequence.
-            sinks: f32 [H], one logit per head that joins the merged softmax's denominator only; for parts without them.
-            out_dtype: of the merged out, "float32", "float16" or "bfloat16", or the framework's own dtype of that name;
-                default that of `outs`.
-            out: torch only: memory for the result of that name, as in `ragged_paged_attention`.
+            sinks: f32 [H], one logit per head, which is added to the denominator of the merged softmax only; for
+                partial results computed without sinks.
+            out_dtype: the dtype of the merged result: "float32", "float16", "bfloat16", or the framework's dtype of
+                that name; default that of `outs`.
+            out: torch only: the tensor to write the result to, as in `ragged_paged_attention`.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
-            out [T, H, D_v], and lse [T, H] float32, the sinks not counted. A part whose lse is -inf weighs nothing,
-            whatever its out holds; where all are -inf, out is 0 and lse -inf.
+            out [T, H, D_v], and lse [T, H] float32, the sinks not counted. A partial result whose lse is -inf has no
+            weight, whatever its out holds; where all are -inf, out is 0 and lse -inf.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
         """
         arguments = dict(outs=outs, lses=lses, sinks=sinks, out_dtype=out_dtype)
-        merged, lse = self.run(MergeAttentionStates, arguments, backend, options, out)
-        return merged, lse
+        return self.run(MergeAttentionStates, arguments, backend, options, out)

@@ -8,7 +8,7 @@ from ragged_attention.operations.base import Array, FrontEnd, Memory
 
 
 class RaggedMlaKeywords(TypedDict, Generic[Array, Memory], total=False):
-    """The keyword arguments of `ragged_mla_attention` that its results' number does not depend on."""
+    """The keyword arguments of `ragged_mla_attention` that do not change how many results it returns."""
 
     max_q_len: int | None
     d_v: int
@@ -83,49 +83,51 @@ class RaggedLatent(FrontEnd[Array, Memory]):
         Args:
             q: [T, H, d_qk] float32, float16 or bfloat16; the queries of all sequences, one after another, absorbed (in
                 the space of the latents). Rows from `cu_q_lens[num_seqs]` on are padding. d_qk is a multiple of 16 up
-                to 1024. float8_e4m3fn queries, which go with `q_scale`, are widened to the dtype of `kv_cache`, or to
-                bfloat16 where that is of 8 bits; below, q's dtype is that one.
+                to 1024. float8_e4m3fn queries need `q_scale`; they are widened to the dtype of `kv_cache`, or to
+                bfloat16 if the cache is 8-bit, and "q's dtype" below means that wider dtype.
             kv_cache: the latents. Plain: [P, G, 1, d_qk] of q's dtype, or of float8_e4m3fn, float8_e5m2 or int8, which
                 go with `kv_scale`. Quantised: bytes [P, G, 1, 656, 584, 528 or 288] in the formats that `mla_decode`
                 takes. Sequences may share pages.
             kv_lens: i32 [S], positions of each sequence in the cache, those of this step included.
-            page_indices: i32 [S, M], page p of the row holds positions p * G and on; entries past the last used page
-                are never read as pages.
+            page_indices: i32 [S, M], the block table: entry p of a row is the page that holds the positions from p * G
+                on; entries past the last used page are never read as pages.
             cu_q_lens: i32 [S + 1], prefix sums of the query lengths; entries past `num_seqs` are never read.
-            num_seqs: how many sequences are live, an int or an i32 array of one (which stays on its device); None is S.
-            max_q_len: a number of queries that no sequence exceeds, known to the host: a hint by which kernels are
-                chosen. Results do not depend on it.
+            num_seqs: the number of live sequences: an int, or an i32 array of one element (which stays on its device);
+                None means S.
+            max_q_len: an upper bound on the queries of a sequence, known to the host. It is a hint for the choice of
+                kernels; results do not depend on it.
             d_v: columns of the value, a multiple of 16 up to d_qk.
             sm_scale: factor on q . k; default `d_qk ** -0.5`.
             causal: query i of a sequence stands at position `kv_len - q_len + i` and sees positions up to its own;
                 otherwise it sees all of `kv_len`.
-            sliding_window: it sees only positions > its own - sliding_window (1 is itself alone). With `causal=False`
-                this bounds the left side only.
+            sliding_window: a query sees only positions > its own - sliding_window (with 1, only its own). With
+                `causal=False` this bounds the left side only.
             soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
-            sinks: f32 [H], one logit per head that joins the softmax's denominator only.
-            q_scale: of float8_e4m3fn queries; a query times it is the true one: a float, or an array of [] or [H]. A
-                float joins `sm_scale`; an array multiplies the queries, which are then rounded to the dtype they are
-                widened to.
-            kv_scale: of a plain cache; a cached value times it is the true one: a float, or an array of [] or [1];
-                with `new_kv` as in `write_mla_cache`.
+            sinks: f32 [H], one logit per head, which is added to the denominator of the softmax only.
+            q_scale: the scale of float8_e4m3fn queries, whose true values are q * q_scale: a float, or an array [] or
+                [H]. A float is multiplied into `sm_scale`; an array multiplies the widened queries, which are then
+                rounded again.
+            kv_scale: the scale of a plain cache, whose true values are value * kv_scale: a float, or an array [] or
+                [1]; `new_kv` is written with it as by `write_mla_cache`.
             return_lse: also return the log-sum-exp.
             new_kv: this step's latents, [T, d_qk] or [T, 1, d_qk] of q's dtype, one per query. They are written into
                 the cache before attention, as `write_mla_cache` does by `page_indices`, `kv_lens` and `cu_q_lens`.
             cache_format: `plain`, `fp8_v32`, `fp8_v4`, `fp8_v41` or `fp4_v41`; default by the dtype and last dimension
                 of `kv_cache`.
             cache_layout: as in `mla_decode`.
-            out_dtype: of `out`, "float32", "float16" or "bfloat16", or the framework's own dtype of that name; default
-                q's. Partial results that `merge_attention_states` will merge are best kept in float32.
-            out: torch only: memory for the result of that name, as in `ragged_paged_attention`.
-            backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`.
-            options: this call's tunables, fields of the chosen backend's `Tile`.
+            out_dtype: the dtype of `out`: "float32", "float16", "bfloat16", or the framework's dtype of that name;
+                default q's dtype. Partial results that `merge_attention_states` will merge are best kept in float32.
+            out: torch only: the tensor to write the result to, as in `ragged_paged_attention`.
+            backend: the backend of this call: a name, or a list of names in order of preference; see
+                `ragged_attention.config`.
+            options: the tunables of this call, which are fields of the chosen backend's `Tile`.
 
         Returns:
             out [T, H, d_v]; with `return_lse` also lse [T, H] float32, the natural log-sum-exp of the visible logits,
             sinks not counted. A query that sees no key, and a padding row, gets out 0 and lse -inf. With `new_kv` the
-            last result is the cache: in torch the one given, written in place, in jax a new one, as from
-            `write_mla_cache`. No index value makes a kernel read outside the arrays: lengths are clamped to what the
-            arrays can hold, and a page index outside [0, P) makes its positions invisible. What no query sees may be
+            last result is the cache: in torch the given one, written in place, in jax a new one, as `write_mla_cache`
+            returns it. No index value makes a kernel read outside the arrays: lengths are clamped to the arrays' sizes,
+            and a page index outside [0, P) makes its positions invisible. Keys and values that no query sees may be
             NaN. Softmax and sums are in float32, quantised rows as in `sparse_mla_prefill`.
 
         Raises:

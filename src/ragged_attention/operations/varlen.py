@@ -8,7 +8,7 @@ from ragged_attention.operations.base import Array, FrontEnd, Memory
 
 
 class VarlenKeywords(TypedDict, Generic[Array, Memory], total=False):
-    """The keyword arguments of `varlen_attention` that its results' number does not depend on."""
+    """The keyword arguments of `varlen_attention` that do not change how many results it returns."""
 
     max_q_len: int | None
     max_kv_len: int | None
@@ -69,33 +69,34 @@ class Varlen(FrontEnd[Array, Memory]):
             cu_q_lens, cu_kv_lens: i32 [S + 1] each, prefix sums of the lengths: sequence s has the queries
                 [cu_q_lens[s], cu_q_lens[s + 1]) and the keys [cu_kv_lens[s], cu_kv_lens[s + 1]). Empty sequences are
                 allowed. Rows from the last entry on are padding. Entries are clamped to [0, T_q] and [0, T_k].
-            max_q_len, max_kv_len: lengths that no sequence exceeds, a hint by which tiles are chosen. Results do not
-                depend on them.
+            max_q_len, max_kv_len: upper bounds on the sequences' lengths, a hint for the choice of tiles. Results do
+                not depend on them.
             sm_scale: factor on q . k; default `D ** -0.5`.
             causal: aligned at the end: query i of a sequence stands at position `kv_len - q_len + i` and sees the keys
-                up to its own position, which is none where that is negative; otherwise it sees all keys of its
-                sequence.
-            sliding_window: it sees only keys at positions > its own - sliding_window (1 is itself alone). With
+                up to its own position (none if that is negative); otherwise it sees all keys of its sequence.
+            sliding_window: a query sees only keys at positions > its own - sliding_window (with 1, only its own). With
                 `causal=False` this bounds the left side only.
             soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
-            sinks: f32 [H] (f64 beside float64 queries), one logit per head that joins the softmax's denominator only.
+            sinks: f32 [H] (f64 beside float64 queries), one logit per head, which is added to the denominator of the
+                softmax only.
             return_lse: also return the log-sum-exp.
-            deterministic: the gradients have the same bits in every run. Those of `triton`, `eager` and `reference`
-                have, whether this is set or not.
-            out: torch only: memory for the result of that name, as in `ragged_paged_attention`; no gradient then.
-            backend: this call's backend, a name or an ordered list of them; see `ragged_attention.config`. The gradient
-                runs on it too if it offers `varlen_attention_backward`.
-            options: this call's tunables, fields of the chosen backend's `Tile`; those of the gradient are the
-                configuration's for `varlen_attention_backward`.
+            deterministic: give the gradients the same bits in every run. Those of `triton`, `eager` and `reference`
+                always have them.
+            out: torch only: the tensor to write the result to, as in `ragged_paged_attention`; the call then has no
+                gradient.
+            backend: the backend of this call: a name, or a list of names in order of preference; see
+                `ragged_attention.config`. The gradient runs on it too if it offers `varlen_attention_backward`.
+            options: the tunables of this call, which are fields of the chosen backend's `Tile`; the gradient uses those
+                that the configuration has for `varlen_attention_backward`.
 
         Returns:
             out [T_q, H, D_v] of q's dtype; with `return_lse` also lse [T_q, H] float32 (float64 of float64 queries),
             the natural log-sum-exp of the visible logits, sinks not counted. A query that sees no key, and a padding
             row, gets out 0 and lse -inf. Softmax and sums are in float32. No value of the prefix sums makes a kernel
-            read outside the arrays. What no query sees may be NaN.
+            read outside the arrays. Keys and values that no query sees may be NaN.
 
-            Differentiable with respect to q, k, v and sinks, through out and through lse, by reverse mode, once. What
-            no query sees gets a gradient of 0, as does a query that sees nothing.
+            Differentiable with respect to q, k, v and sinks, through out and through lse, by reverse mode, once. Keys
+            and values that no query sees get a gradient of 0, as do queries that see no key.
 
         Raises:
             InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the prefix sums
@@ -103,8 +104,8 @@ class Varlen(FrontEnd[Array, Memory]):
             TypeError: a value of the wrong kind.
             Unsupported: no requested backend takes the call; the message gives each one's reason.
 
-        The operation is FlashMLA's and FlashAttention's `flash_attn_varlen_func`; online softmax after Milakov and
-        Gimelshein (2018), the recomputing gradient after Dao et al. (FlashAttention, 2022).
+        The operation is FlashMLA's and FlashAttention's `flash_attn_varlen_func`; the online softmax follows Milakov
+        and Gimelshein (2018), the recomputing gradient Dao et al. (FlashAttention, 2022).
         """
         arguments = dict(
             q=q, k=k, v=v, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, max_q_len=max_q_len, max_kv_len=max_kv_len,

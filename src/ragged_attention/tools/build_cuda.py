@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def shown(build: Callable[[Callable[[int, int, str], None]], Result], console: Console) -> Result:
-    """What `build` returns, with a progress bar while it runs; it is given a function to report steps by."""
+    """The result of `build`, which reports its steps to a progress bar through the function that it gets."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("compiling", total=None)

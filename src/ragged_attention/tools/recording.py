@@ -11,6 +11,7 @@ from typing import Any
 
 from ragged_attention import dispatch
 from ragged_attention.calls import Call, dtype_name
+from ragged_attention.protocols import PackedArrays
 from ragged_attention.tools.samples import FakeArray
 
 
@@ -52,7 +53,7 @@ def _flat(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-class Recorder:
+class Recorder(PackedArrays):
     """A launcher that launches nothing and remembers every launch. Its arrays are contiguous, so it copies none."""
 
     def __init__(self) -> None:
@@ -77,19 +78,6 @@ class Recorder:
             operands = tuple(map(self.bits, (*inputs, *new)))
             self.launches.append(Launch(kernel, operands, arguments, num_warps, num_stages, grid, launch_pdl))
         return new
-
-    def strides(self, array: Any) -> tuple[int, ...]:
-        return tuple(math.prod(array.shape[axis + 1 :]) for axis in range(len(array.shape)))
-
-    def contiguous(self, array: Any) -> Any:
-        return array
-
-    def packed(self, array: Any) -> Any:
-        return array
-
-    def words(self, array: Any, *, packed_rows: bool) -> Any:
-        del packed_rows
-        return array
 
     def sorted(self, numbers: Any) -> tuple[Any, Any]:
         return numbers, FakeArray(numbers.shape, "int32")

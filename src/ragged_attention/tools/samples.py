@@ -1,7 +1,7 @@
-"""Representative calls without arrays, on devices that need not be present: for asking backends what they take.
+"""Representative calls without arrays, on devices that need not be present, to ask backends which calls they take.
 
-What a call is made of is described once: a sample's sizes are chosen freely, those of a case in `benchmarks/`, which is
-a sample too, follow from the lengths of its sequences.
+The arguments of each operation are described here once. A sample's sizes are chosen freely; a case in `benchmarks/` is
+a sample too, whose sizes follow from the lengths of its sequences.
 """
 
 import dataclasses
@@ -15,22 +15,23 @@ from ragged_attention.calls.fields import wide_dtype
 from ragged_attention.errors import InvalidInput
 
 FRAMEWORKS = ("torch", "jax")
-# Multiprocessors of the part that stands for each: A100, RTX 3090, H200, B200, RTX PRO 6000, MI300X, MI355X.
+# Multiprocessors of one GPU of each architecture: A100, RTX 3090, H200, B200, RTX PRO 6000, MI300X, MI355X.
 MULTIPROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FakeArray:
-    """A shape and a dtype's name: all that a record looks at."""
+    """A shape and the name of a dtype, which is all that a record reads."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 class AnySample:
-    """What a representative call is made of."""
+    """The sizes and options of a representative call."""
 
     num_q_heads: int
+    max_num_seqs: int
     sinks: bool
 
     def arguments(self, operation: str) -> dict[str, Any]:
@@ -40,9 +41,18 @@ class AnySample:
         return getattr(self, f"_{operation}")()
 
     def call(self, operation: str, device: Device, **changed: Any) -> Call:
-        """The record of `operation`, as if it came from `device`; `changed` are arguments in place of these."""
+        """The record of `operation` on `device`; `changed` replaces some of the arguments."""
         arguments: dict[str, Any] = self.arguments(operation) | changed
         return CALLS[operation](**arguments, device=device)
+
+    def _tables(self, pages_per_seq: int) -> dict[str, Any]:
+        """The arrays that say which keys the sequences of a ragged batch have."""
+        seqs = self.max_num_seqs
+        return {
+            "kv_lens": FakeArray((seqs,), "int32"),
+            "page_indices": FakeArray((seqs, pages_per_seq), "int32"),
+            "cu_q_lens": FakeArray((seqs + 1,), "int32"),
+        }
 
     def _sinks(self, dtype: str = "float32") -> FakeArray | None:
         return FakeArray((self.num_q_heads,), dtype) if self.sinks else None
@@ -65,7 +75,7 @@ class Sample(AnySample):
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
-    scale: float | None = None  # of a quantised cache, for K and V alike
+    scale: float | None = None  # of a quantised cache, for both K and V
     return_lse: bool = False
     draft: int | None = None  # columns of a draft mask
     max_q_len: int | None = None
@@ -92,16 +102,12 @@ class Sample(AnySample):
         pages = FakeArray((self.num_pages, self.page_size, heads, self.head_dim), self.stored)
         return (pages, pages) if self.split_pages else pages
 
-    def _tables(self) -> dict[str, Any]:
-        seqs = self.max_num_seqs
-        return {
-            "kv_lens": FakeArray((seqs,), "int32"),
-            "page_indices": FakeArray((seqs, self.pages_per_seq), "int32"),
-            "cu_q_lens": FakeArray((seqs + 1,), "int32"),
-        }
-
     def _cache(self) -> dict[str, Any]:
-        return self._tables() | {"kv_pages": self._pages(), "k_scale": self.scale, "v_scale": self.scale}
+        return self._tables(self.pages_per_seq) | {
+            "kv_pages": self._pages(),
+            "k_scale": self.scale,
+            "v_scale": self.scale,
+        }
 
     def _ragged_paged_attention(self) -> dict[str, Any]:
         return self._cache() | {
@@ -119,7 +125,7 @@ class Sample(AnySample):
         return self._cache() | {"k": new, "v": new}
 
     def _heads_first(self) -> dict[str, Any]:
-        """What the operations over heads-first pages share; an 8-bit cache has scales."""
+        """The arguments that the operations over heads-first pages share; an 8-bit cache has scales."""
         shape = (self.num_kv_heads, self.num_pages, self.page_size)
         pages: Any = FakeArray((*shape, self.head_dim), self.stored)
         if self.stored in QUANTIZED:
@@ -127,7 +133,7 @@ class Sample(AnySample):
         return {"k_pages": pages, "v_pages": pages, "soft_cap": self.soft_cap}
 
     def _paged_attention(self) -> dict[str, Any]:
-        tables = self._tables()
+        tables = self._tables(self.pages_per_seq)
         return self._heads_first() | {
             "q": FakeArray((self.max_num_seqs, *self.q_shape[1:]), self.dtype),
             "lengths": tables["kv_lens"],
@@ -163,7 +169,7 @@ class LatentSample(AnySample):
     max_len: int = 4096
     causal: bool = False
     topk: int = 2048  # 0: dense
-    extra_topk: int = 0  # into a second cache of as many positions
+    extra_topk: int = 0  # keys selected from a second cache of the same length
     extra_page_size: int = 64
     extra_format: str | None = None  # None: that of the first
     cache_layout: str | None = None
@@ -196,7 +202,7 @@ class LatentSample(AnySample):
         return FakeArray(shape, "uint8" if layout else self.stored or self.dtype)
 
     def _rows(self) -> FakeArray:
-        """What a prefill reads."""
+        """The rows that a prefill reads."""
         return self._cache(self.page_size)
 
     def _attention(self, tokens: tuple[int, ...]) -> dict[str, Any]:
@@ -213,7 +219,7 @@ class LatentSample(AnySample):
         return self._attention((self.num_tokens,)) | {"kv": self._rows(), "indices": lists}
 
     def _sparse_mla_prefill_backward(self) -> dict[str, Any]:
-        """Of plain rows, whatever the format: bytes have no gradient."""
+        """The rows are plain whatever the format is, since quantised rows have no gradient."""
         given = self._sparse_mla_prefill()
         del given["cache_format"], given["cache_layout"]
         outs = FakeArray((self.num_tokens, self.num_q_heads, self.d_v), self.dtype)
@@ -222,10 +228,8 @@ class LatentSample(AnySample):
 
     def _mla_decode(self) -> dict[str, Any]:
         tokens = (self.max_num_seqs, self.num_q_tokens)
-        keys = {
-            "page_indices": FakeArray((self.max_num_seqs, self.pages_per_seq(self.page_size)), "int32"),
-            "kv_lens": FakeArray((self.max_num_seqs,), "int32"),
-        }
+        keys = self._tables(self.pages_per_seq(self.page_size))
+        del keys["cu_q_lens"]
         if self.topk:
             keys = {"indices": FakeArray((*tokens, self.topk), "int32")}
         if self.extra_topk:
@@ -235,16 +239,16 @@ class LatentSample(AnySample):
         return self._attention(tokens) | keys | {"kv_cache": self._cache(self.page_size)} | more
 
     def _ragged_mla_attention(self) -> dict[str, Any]:
-        tables = (self.max_num_seqs, self.pages_per_seq(self.page_size))
-        return self._attention((self.num_tokens,)) | {
-            "kv_cache": self._cache(self.page_size),
-            "kv_lens": FakeArray((self.max_num_seqs,), "int32"),
-            "page_indices": FakeArray(tables, "int32"),
-            "cu_q_lens": FakeArray((self.max_num_seqs + 1,), "int32"),
-            "causal": self.causal,
-            "sliding_window": self.sliding_window,
-            "soft_cap": self.soft_cap,
-        }
+        return (
+            self._attention((self.num_tokens,))
+            | self._tables(self.pages_per_seq(self.page_size))
+            | {
+                "kv_cache": self._cache(self.page_size),
+                "causal": self.causal,
+                "sliding_window": self.sliding_window,
+                "soft_cap": self.soft_cap,
+            }
+        )
 
     def _make_decode_schedule(self) -> dict[str, Any]:
         lens = FakeArray((self.max_num_seqs,), "int32")
@@ -287,7 +291,7 @@ class VarlenSample(AnySample):
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
-    d_lse: bool = False  # whether a gradient is given that of lse
+    d_lse: bool = False  # whether the gradient of lse is given
 
     @property
     def num_kv_tokens(self) -> int:
@@ -342,7 +346,7 @@ class IndexerSample(AnySample):
 
     @property
     def new_dtype(self) -> str:
-        """Of keys before they are quantised."""
+        """The dtype of keys before they are quantised."""
         return "bfloat16" if self.dtype == "float8_e4m3fn" else self.dtype
 
     def _cache(self) -> FakeArray:
@@ -358,13 +362,7 @@ class IndexerSample(AnySample):
             keys = FakeArray((count, self.head_dim), self.dtype)
             scale = FakeArray((count,), "float32") if self.dtype == "float8_e4m3fn" else None
             return {"keys": keys, "key_scale": scale, "starts": edges, "stops": edges}
-        return {
-            "keys": self._cache(),
-            "page_indices": FakeArray((seqs, self.pages_per_seq), "int32"),
-            "kv_lens": FakeArray((seqs,), "int32"),
-            "cu_q_lens": FakeArray((seqs + 1,), "int32"),
-            "ratio": self.ratio,
-        }
+        return self._tables(self.pages_per_seq) | {"keys": self._cache(), "ratio": self.ratio}
 
     def _indexer_logits(self) -> dict[str, Any]:
         heads = (self.num_tokens, self.num_q_heads)

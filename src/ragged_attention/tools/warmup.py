@@ -1,6 +1,6 @@
 """`ragged-attention warmup`: compile the kernels for this CPU ahead of time, so that no call waits for a compiler.
 
-What is compiled is kept on disk, for this CPU, this version of Numba and this version of the kernels.
+The compiled kernels are stored on disk for this CPU, this version of Numba and this version of the kernels.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _kernels(operations: Sequence[str]) -> Iterator[Any]:
-    """The kernels behind operations, each once; without any named, behind all that have one."""
+    """The kernels of the named operations, each once; of all operations that have a kernel if none is named."""
     found: dict[str, Any] = {}
     for name in operations or CALLS:
         try:

@@ -21,13 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ragged_attention import config, dispatch
-from ragged_attention.calls import CALLS, FLOATS, Call, dtype_name, expect_bool
+from ragged_attention.calls import CALLS, Call, expect_bool
 from ragged_attention.calls.sharding import (
     SUMS_OVER_HEADS,
     Heads,
     KvShard,
+    dtype_of_parts,
     expect_divisible,
     expect_each_its_own_heads,
+    expect_ring,
     heads_of_arguments,
     heads_of_results,
     written_fields,
@@ -241,7 +243,7 @@ def context_parallel_decode(
         num_seqs = None
     out, lse = ragged_paged_attention(
         q, kv_pages, shard.lengths(kv_lens), page_indices, cu_q_lens, num_seqs, max_q_len=1, sm_scale=sm_scale,
-        causal=False, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, return_lse=True, out_dtype=_of_parts(q),
+        causal=False, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, return_lse=True, out_dtype=dtype_of_parts(q),
         backend=backend, options=options,
     )  # fmt: skip
     merged, lse = _merge_over(group, out, lse, sinks, own_heads, out_dtype or q.dtype)
@@ -315,7 +317,7 @@ def context_parallel_mla_decode(
         given = {"page_indices": page_indices, "kv_lens": own_lens, "topk_lens": topk_lens}
     out, lse = mla_decode(
         q, kv_cache, **given, d_v=d_v, sm_scale=sm_scale, soft_cap=soft_cap, cache_format=cache_format,
-        cache_layout=cache_layout, out_dtype=_of_parts(q), backend=backend, options=options,
+        cache_layout=cache_layout, out_dtype=dtype_of_parts(q), backend=backend, options=options,
     )  # fmt: skip
     out, lse = out.reshape(-1, num_heads, d_v), lse.transpose(1, 2).reshape(-1, num_heads)
     merged, lse = _merge_over(group, out, lse, sinks, own_heads, out_dtype or q.dtype)
@@ -349,11 +351,6 @@ def _expect_agreement(group: Group, own: Mapping[str, Any], rank: int) -> None:
                 raise InvalidInput(
                     f"expected {name}={value} on every rank, as on rank {rank}, got {said[name]} on rank {other}"
                 )
-
-
-def _of_parts(q: torch.Tensor) -> str | None:
-    """What is asked for so that partial results are float32: nothing where they are, for not every backend takes it."""
-    return None if dtype_name(q) == "float32" else "float32"
 
 
 def _one_query_each(
@@ -466,12 +463,7 @@ def context_parallel_varlen_attention(
     """
     expect_bool("return_lse", return_lse)
     expect_bool("causal", causal)
-    expect_divisible("q.shape[0]", q.shape[0], 2, "the pieces of a rank")
-    for name, array in (("k", k), ("v", v)):
-        if array.shape[0] != q.shape[0]:
-            raise InvalidInput(f"expected {name}.shape[0] = q.shape[0] = {q.shape[0]}, got {array.shape[0]}")
-    if dtype_name(q) not in FLOATS:
-        raise InvalidInput(f"expected q.dtype to be {' or '.join(FLOATS)}, got {dtype_name(q)}")
+    expect_ring(q, k, v)
     keywords = {"sm_scale": sm_scale, "soft_cap": soft_cap, "deterministic": deterministic, "backend": backend}
     job = _RingJob(group, causal, keywords | {"options": options}, keywords | _gradients_request(backend))
     out, lse = _RingAttention.apply(q, k, v, sinks, cu_lens, job)
