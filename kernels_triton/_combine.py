@@ -77,8 +77,8 @@ def combine_kernel(
             part = (first.to(tl.int64) * COMBINATION.ITEMS + item % COMBINATION.ITEMS) * KV_HEADS + kv_head
             part = part * COMBINATION.ROWS + row
             acc, m_i, l_i = merge_parts(
-                parts_ptr + part * DV, part_lses_ptr + part, last - first, step * DV, step, 1.0, COMBINATION.MERGED,
-                DV, COMBINATION.DV_PAD,
+                parts_ptr + part * DV, part_lses_ptr + part, last - first, step, 1.0, COMBINATION.MERGED, DV,
+                COMBINATION.DV_PAD,
             )  # fmt: skip
             token = start + row // GROUP
             head = kv_head * GROUP + row % GROUP

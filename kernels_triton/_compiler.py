@@ -75,3 +75,13 @@ def beside(first, second):
     7 KiB a thread (3.9 on sm_90). The other operand then has each of its rows two times; see `twice`.
     """
     return tl.reshape(tl.join(first, second), [first.shape[0], 2 * first.shape[1]])
+
+
+@triton.jit
+def zero_after(l_i):
+    """0, which no compiler knows before the sums `l_i` are complete (they are never negative).
+
+    Indices to which it is added are computed after the loop. Triton 3.6 to 3.9 otherwise compute them before the loop
+    and keep them in registers throughout.
+    """
+    return (tl.min(l_i, 0) < 0).to(tl.int32)

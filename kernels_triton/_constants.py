@@ -15,7 +15,8 @@ class Constants:
 
     A kernel declares the record as `SHAPE: tl.constexpr`, and so does every function that it passes the record to.
     Triton compiles a kernel anew for each different record, and tells records apart by their hash, `==` and `repr`; so
-    fields hold plain values (numbers, booleans, text, or further records), and subclasses are declared with `eq=False`.
+    fields hold plain values (numbers, booleans, text, Triton's dtypes, or further records), and subclasses are declared
+    with `eq=False` and `repr=False`.
     """
 
     _values: tuple[Any, ...]

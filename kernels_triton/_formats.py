@@ -25,6 +25,11 @@ def cache_format(call: Any) -> str:
     return number_format(call.cache_dtype, call.device.arch)
 
 
+def decodes_by_integers(call: Any) -> bool:
+    """Whether kernels decode the cache's e4m3 codes by integer instructions, one code at a time."""
+    return call.kv_format.codes == "float8_e4m3fn" and e4m3_format(call.device.arch) == "e4m3_bits"
+
+
 def number_format(kind: str, arch: str) -> str:
     """The same of numbers of a dtype."""
     if kind == "float8_e4m3fn":

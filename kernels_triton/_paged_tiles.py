@@ -6,7 +6,7 @@
 from typing import Any
 
 from ragged_attention.calls import dtype_name
-from ragged_attention.kernels_triton._formats import cache_format
+from ragged_attention.kernels_triton._formats import decodes_by_integers
 from ragged_attention.kernels_triton._splits import FEW_TOKENS
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
@@ -68,7 +68,7 @@ def tile_sizes(call: Any) -> tuple[int, int, int, int, int]:
     if arch == "sm_90":
         powers = all(n & (n - 1) == 0 for n in (call.group, call.page_size))
         windowed = call.sliding_window is not None and width > 64
-        if cache_format(call) != "plain" or not powers or windowed:  # decoding, dividing and masks take registers
+        if call.kv_format.eight_bit or not powers or windowed:  # decoding, dividing and masks take registers
             return 128, 64, 32, 8, 3
         keys = 64 if call.page_size in (1, 32, 64) else 128
         return (256, 64, 32, 8, 3) if width <= 64 else (128, keys, 64, 8, 3)
@@ -79,14 +79,14 @@ def tile_sizes(call: Any) -> tuple[int, int, int, int, int]:
     if not arch.startswith("sm_"):
         return 128, 32, 32, 4, 2
     one_product = dtype_name(call.q) == call.cache_dtype == "float16"  # and nothing to decode
-    edge = 64 if cache_format(call) == "plain" else 32  # decoding takes registers
+    edge = 32 if call.kv_format.eight_bit else 64  # decoding takes registers
     return (64, 32, 32, 4, 3) if one_product else (64, 64, edge, 8, 3)
 
 
 def leaves_registers(call: Any) -> bool:
     """Whether 64 rows of 512 columns fit the registers, of which their sums alone are half: where little else is to
     be done than to multiply."""
-    plain = cache_format(call) == "plain" and call.soft_cap is None and call.draft_mask is None
+    plain = not call.kv_format.eight_bit and call.soft_cap is None and call.draft_mask is None
     return plain and call.group & (call.group - 1) == 0 and not OLDER_COMPILER
 
 
@@ -103,7 +103,7 @@ def split_sizes(call: Any, rows: int) -> tuple[int, int, int]:
         return 32, 4, 3
     # Where products are of warps, fewer keys let more programs run at once; masks of windows then spill, and so does
     # what decodes e4m3 by integers.
-    spills = call.sliding_window is not None or (cache_format(call) == "e4m3_bits" and not OLDER_COMPILER)
+    spills = call.sliding_window is not None or (decodes_by_integers(call) and not OLDER_COMPILER)
     wide = arch in WGMMA and not (OLDER_COMPILER and width <= 64)
     return 64 if wide or spills else 32, 4, 3
 

@@ -98,17 +98,18 @@ def sum_of_products(a, b, live, AXIS: tl.constexpr):
 
 @triton.jit
 def merge_parts(
-    parts_ptr, lses_ptr, count, part_stride, lse_stride, LSE_UNIT: tl.constexpr,
-    PARTS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    parts_ptr, lses_ptr, count, stride, LSE_UNIT: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr,
 ):  # fmt: skip
-    """One row's `count` partial results into (acc [D_PAD], m_i, l_i): acc / l_i is the result, base-2 logits.
+    """Merge one row's `count` partial results into (acc [D_PAD], m_i, l_i): the result is acc / l_i.
 
-    `lses` times LSE_UNIT are in base 2. A part whose lse is -inf is not read.
+    Partial results are `stride` rows apart. Their lses times LSE_UNIT are in base 2, and so are m_i and l_i. A partial
+    result whose lse is -inf is not read. PARTS of them are merged at a time.
     """
     m_i = float("-inf")
     for start in range(0, count, PARTS):
         part = start + tl.arange(0, PARTS)
-        lse = tl.load(lses_ptr + part.to(tl.int64) * lse_stride, mask=part < count, other=float("-inf"))
+        lse = tl.load(lses_ptr + part.to(tl.int64) * stride, mask=part < count, other=float("-inf"))
         m_i = tl.maximum(m_i, tl.max(lse * LSE_UNIT, 0))
     finite = tl.where(m_i == float("-inf"), 0.0, m_i)
     d = tl.arange(0, D_PAD)
@@ -116,11 +117,11 @@ def merge_parts(
     l_i = 0.0
     for start in range(0, count, PARTS):
         part = start + tl.arange(0, PARTS)
-        lse = tl.load(lses_ptr + part.to(tl.int64) * lse_stride, mask=part < count, other=float("-inf"))
+        lse = tl.load(lses_ptr + part.to(tl.int64) * stride, mask=part < count, other=float("-inf"))
         weights = tl.math.exp2(lse * LSE_UNIT - finite)
         # A NaN lse must reach the result, so read unless the lse is -inf rather than if it is above.
         live = (part < count) & (lse != float("-inf"))
-        rows = parts_ptr + part.to(tl.int64) * part_stride
+        rows = parts_ptr + part.to(tl.int64) * stride * D
         values = tl.load(rows[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0).to(tl.float32)
         acc += sum_of_products(weights[:, None], values, live[:, None], 0)
         l_i += tl.sum(weights, 0)

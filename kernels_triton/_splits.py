@@ -221,3 +221,44 @@ def find_split(entry, batch, mask, num_splits, ranges_ptr, KIND: tl.constexpr, D
         tl.store(ranges_ptr + seq, place, mask=opens)
         tl.store(ranges_ptr + batch.max_num_seqs + seq, place + count, mask=opens)
     return Split(seq, start, q_len, kv_len, first, last, index, count, each, place, first_row)
+
+
+@triton.jit
+def schedule_edge(num_splits_ptr, seq, num_entries):
+    """The number of a schedule's splits before those of a sequence."""
+    return tl.minimum(tl.maximum(tl.load(num_splits_ptr + seq), 0), num_entries)
+
+
+@triton.jit
+def find_entry(entry, num_splits_ptr, num_seqs, num_entries, fixed_splits, SCHEDULED: tl.constexpr):
+    """(sequence, split, splits) of a program: by a schedule or, without one, `fixed_splits` for each sequence.
+
+    A split that the sequence does not have has no work.
+    """
+    if SCHEDULED:
+        seq = 0
+        high = num_seqs
+        while high - seq > 1:
+            middle = (seq + high) // 2
+            found = schedule_edge(num_splits_ptr, middle, num_entries) <= entry
+            seq = tl.where(found, middle, seq)
+            high = tl.where(found, high, middle)
+        first = schedule_edge(num_splits_ptr, seq, num_entries)
+        split = tl.where(entry < first, num_entries, entry - first)  # before the first sequence there is no work
+        count = schedule_edge(num_splits_ptr, seq + 1, num_entries) - first
+    else:
+        seq = entry // fixed_splits
+        split = entry % fixed_splits
+        count = fixed_splits
+    return seq, split, count
+
+
+@triton.jit
+def divide_blocks(blocks, count, SCHEDULED: tl.constexpr, MIN_BLOCKS: tl.constexpr):
+    """(splits, blocks of a split) of a list with that many blocks; a schedule's number of splits stays as it is."""
+    if SCHEDULED:
+        splits = count
+        each = (blocks + tl.maximum(count, 1) - 1) // tl.maximum(count, 1)
+    else:
+        splits, each = splits_of_sequence(blocks, count, MIN_BLOCKS)
+    return splits, each

@@ -43,7 +43,7 @@ def merge_kernel(outs_ptr, lses_ptr, sinks_ptr, out_ptr, lse_ptr, count, rows, H
     row = tl.program_id(0).to(tl.int64)
     unit: tl.constexpr = LOG2E
     acc, m_i, l_i = merge_parts(
-        outs_ptr + row * DV, lses_ptr + row, count, tl.cast(rows, tl.int64) * DV, rows, unit, PARTS, DV, DV_PAD
+        outs_ptr + row * DV, lses_ptr + row, count, tl.cast(rows, tl.int64), unit, PARTS, DV, DV_PAD
     )
     empty = l_i == 0.0  # then acc is 0
     l_i = tl.where(empty, 1.0, l_i)

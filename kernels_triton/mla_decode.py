@@ -6,6 +6,7 @@ from typing import Any
 from ragged_attention.calls import CacheFormat, MlaDecode
 from ragged_attention.kernels_triton._latent import kernel, plan
 from ragged_attention.kernels_triton._latent.plan import Tile as Tile
+from ragged_attention.kernels_triton._mask import window_of
 from ragged_attention.kernels_triton._tiles import launchable
 
 FEATURES = frozenset({
@@ -25,7 +26,7 @@ def heuristic(call: MlaDecode) -> Tile:
     jobs *= call.num_seqs * call.num_kv_heads
     extra = call.extra_topk > 0
     page_sizes = (call.page_size, call.extra_kv_cache.shape[1]) if extra else (call.page_size,)
-    window = plan.window_of(call)
+    window = window_of(call)
     walk = plan.Walk(dense=not call.sparse, extra=extra, page_sizes=page_sizes, windowed=window is not None)
     keys = call.capacity if window is None else min(call.capacity, window + call.num_q_tokens)
     return plan.tile_for(call, rows, jobs, keys, walk)
@@ -71,7 +72,7 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
         keys=keys,
         extra=extra,
         schedule=None if tile.invariant else call.schedule,
-        window=plan.window_of(call),
+        window=window_of(call),
         soft_cap=call.soft_cap,
     )
     out, lse, _ = kernel.run(work, tile, launch, max_logits=False)

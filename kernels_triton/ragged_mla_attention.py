@@ -1,9 +1,9 @@
 """Ragged attention over latents in Triton: the plan of `ragged_paged_attention`, the loop over keys of `_latent`.
 
-The rows of a sequence are its query tokens times the heads, which all share its keys. A program takes a block of them:
+The rows of a sequence are its query tokens times the heads, which all share its keys. A program takes a block of rows:
 of a long sequence over all keys that they see, of a short one (decode, speculative decode) over a part of its keys, and
-`combine_kernel` merges the parts. Both kinds of programs are in one launch, or in two where they have different tiles
-and the host does not know that all sequences are short.
+`combine_kernel` merges the parts. One launch has both kinds of programs; there are two launches if the tiles differ and
+the host does not know that all sequences are short.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -19,31 +19,30 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ragged_attention.calls import RaggedMlaAttention
 from ragged_attention.kernels_triton._combine import combine
+from ragged_attention.kernels_triton._compiler import zero_after
+from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import load_scale, scale_arguments
 from ragged_attention.kernels_triton._latent import plan
-from ragged_attention.kernels_triton._latent.kernel import logit_scales, sums_by_column
+from ragged_attention.kernels_triton._latent.kernel import capped_scale, sums_by_column
 from ragged_attention.kernels_triton._latent.operands import operands
-from ragged_attention.kernels_triton._latent.rows import (
-    load_queries,
-    store_groups,
-    zero_after,
-    zeros_like,
-)
+from ragged_attention.kernels_triton._latent.rows import Finished, RowFormat, load_queries, store_groups, zeros_like
 from ragged_attention.kernels_triton._latent.softmax import (
     SEPARATE_QK_ROWS,
     Cache,
-    Features,
     KeyList,
+    Loop,
     Queries,
     Scales,
     Seen,
     attend,
-    finish,
-    no_sums,
+    first_state,
+    lse_in_base_2,
+    restoring_factor,
     sum_of_each_row,
 )
-from ragged_attention.kernels_triton._mask import Mask, MaskKind, key_range
+from ragged_attention.kernels_triton._mask import Mask, MaskKind, key_range, window_of
 from ragged_attention.kernels_triton._sequences import VARYING, count_sequences
+from ragged_attention.kernels_triton._softmax import LOG2E, finish
 from ragged_attention.kernels_triton._splits import (
     FEW_TOKENS,
     MAX_SPLITS,
@@ -63,13 +62,12 @@ from ragged_attention.kernels_triton._tiles import (
     expect_between,
     expect_power_of_two,
     launchable,
-    next_power_of_2,
     overlaps,
 )
 
-MANY_TOKENS = 8  # of each sequence, on average, from which on a batch has prompts
-EVEN = 1024  # keys that a sequence can have at most where it does not matter how different their lengths are
-WAVES = 4  # of programs, that parts make at most: more would only take memory
+MANY_TOKENS = 8  # average query tokens per sequence above which a batch is taken to have prompts
+EVEN = 1024  # capacity of a sequence up to which different lengths do not matter
+WAVES = 4  # maximum waves of programs for parts: more would only take memory
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
     "cache_format", "cache_layout", "out_dtype",
@@ -81,16 +79,16 @@ class Tile:
     """What may be tuned. Rows are query tokens times heads."""
 
     block_h: int = 16  # rows of a program for a sequence that is not short
-    block_kv: int = 32  # its keys per step
+    block_kv: int = 32  # keys per step of such a program
     num_warps: int = 4
     num_stages: int = 2
     split_rows: int = 16  # rows up to which a sequence is short
-    split_block_h: int = 16  # rows of a program for a short one
+    split_block_h: int = 16  # rows of a program for a short sequence
     split_block_kv: int = 32
     split_num_warps: int = 4
     split_num_stages: int = 2
-    num_splits: int = 1  # parts of all short sequences' keys; 1: one a sequence
-    invariant: bool = False  # num_splits are of each sequence, by its own length
+    num_splits: int = 1  # total KV splits across the batch's short sequences; 1 disables splitting
+    invariant: bool = False  # batch-invariant mode: num_splits applies per sequence, by its own length
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, **dict.fromkeys(("block_h", "split_block_h"), (16, 128)))
@@ -101,13 +99,14 @@ class Tile:
 
     @property
     def long(self) -> plan.Tile:
-        """Of sequences that are not short."""
+        """The tile for sequences that are not short."""
         return plan.Tile(
             block_h=self.block_h, block_kv=self.block_kv, num_warps=self.num_warps, num_stages=self.num_stages
         )
 
     @property
     def short(self) -> plan.Tile:
+        """The tile for short sequences."""
         return plan.Tile(
             block_h=self.split_block_h,
             block_kv=self.split_block_kv,
@@ -117,7 +116,7 @@ class Tile:
 
     @property
     def short_rows(self) -> int:
-        """`split_rows` in whole blocks."""
+        """`split_rows`, rounded up to whole blocks."""
         return cdiv(self.split_rows, self.split_block_h) * self.split_block_h
 
 
@@ -126,7 +125,7 @@ def why_not(call: RaggedMlaAttention) -> str | None:
 
 
 def heuristic(call: RaggedMlaAttention) -> Tile:
-    """As few rows as suffice; parts of short sequences' keys that fill the GPU."""
+    """As few rows as suffice; enough splits of short sequences' keys to fill the GPU."""
     tokens = cdiv(call.num_tokens, max(call.max_num_seqs, 1)) if call.max_q_len is None else call.max_q_len
     tokens = max(1, tokens) if tokens <= MANY_TOKENS else FEW_TOKENS
     tile = sizes(call, call.num_q_heads * call.num_tokens, call.num_q_heads * tokens)
@@ -141,12 +140,12 @@ def invariant_tile(call: RaggedMlaAttention) -> Tile:
 
 
 def sizes(call: RaggedMlaAttention, rows: int, short_rows: int) -> Tile:
-    """Tiles for so many rows of all sequences together, and for so many of each short one."""
+    """The tile for `rows` rows of all sequences together, and `short_rows` rows of each short sequence; unsplit."""
     walk = plan.Walk(
         dense=True,
         ragged=True,
         page_sizes=(call.page_size,),
-        windowed=plan.window_of(call) is not None,
+        windowed=window_of(call) is not None,
     )
     block_h, block_kv, num_warps, num_stages = plan.fitting_sizes(call, rows, walk)
     split_block_h, split_block_kv, split_num_warps, split_num_stages = plan.fitting_sizes(call, short_rows, walk)
@@ -164,13 +163,16 @@ def sizes(call: RaggedMlaAttention, rows: int, short_rows: int) -> Tile:
 
 
 def most_keys(call: RaggedMlaAttention) -> int:
-    """That a short sequence can see."""
-    window = plan.window_of(call)
+    """The most keys that a short sequence can see."""
+    window = window_of(call)
     return call.capacity if window is None else min(call.capacity, window + FEW_TOKENS)
 
 
 def splits(call: RaggedMlaAttention, tile: Tile) -> int:
-    """Parts that end soonest if all sequences are short and of one length; those of others have about as many keys."""
+    """The total number of splits that is fastest if all sequences are short and equally long.
+
+    If lengths differ, each split has about as many keys.
+    """
     keys, blocks = most_keys(call), tile.short_rows // tile.split_block_h
     programs = plan.programs_at_once(call, tile.split_block_h)
     if not 0 < call.max_num_seqs <= SEQUENCES[-1]:
@@ -182,16 +184,17 @@ def splits(call: RaggedMlaAttention, tile: Tile) -> int:
 
 
 @triton.jit
-def chosen(own, ones, others, UNIFORM: tl.constexpr):
-    """The numbers of one tuple or of another, all of them computed before: a branch would hide that they are alike.
+def selected(condition, first, second, UNIFORM: tl.constexpr):
+    """The numbers of one tuple or of the other; both are computed, since a branch would hide that they are uniform.
 
-    That they are alike in all threads a compiler knows after a warp's maximum (UNIFORM), and then they take no thread's
-    registers; without that, 64 rows by 64 keys spilled 80 to 180 bytes (Triton 3.9 on sm_90). Where the first key
-    follows from one, though, Triton loads keys no longer 16 bytes at a time.
+    UNIFORM tells the compiler, by a maximum over a warp, that the numbers are the same in all threads, so that they
+    take no thread's registers. Without it, tiles of 64 rows and 64 keys spill 80 to 180 bytes a thread (Triton 3.9 on
+    sm_90). Where the first key of a block follows from such a number, though, Triton no longer loads keys 16 bytes at a
+    time.
     """
     numbers = ()
-    for index in tl.static_range(len(ones)):
-        number = tl.where(own, ones[index], others[index])
+    for index in tl.static_range(len(first)):
+        number = tl.where(condition, first[index], second[index])
         if UNIFORM:
             number = tl.max(number + tl.zeros([32], tl.int32), 0)
         numbers += (number,)
@@ -231,59 +234,78 @@ def find_key_split(batch, mask, num_splits, ranges_ptr, KIND: tl.constexpr, DIVI
     return split.seq, split.start, split.q_len, split.kv_len, row_block, begin, end, split.count, split.place
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Config(Constants):
+    """What a launch of the kernel is compiled for."""
+
+    FORMAT: RowFormat
+    LOOP: Loop
+    MASK: MaskKind
+    DIVISION: Division
+    NUM_HEADS: int
+    BLOCK_H: int  # rows of a program
+    DV: int  # columns of a result
+    CAP_UNIT: float  # see `unit_under_cap`
+    HAS_SHORT: bool  # whether the launch has programs for short sequences
+    HAS_LONG: bool  # whether it has programs for long ones, and for the rows of none
+    HAS_NUM_SEQS: bool
+    HAS_SINKS: bool
+    KV_SCALE_STRIDE: int  # see `load_scale`
+    PDL: bool  # programmatic dependent launch: this kernel and the one before it may overlap
+
+
 @triton.jit(do_not_specialize=VARYING)
 def ragged_latent_kernel(
     q_ptr, cache_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, kv_scale_ptr,
     given_out_ptr, given_lse_ptr, parts_ptr, part_lses_ptr, ranges_ptr, out_ptr, lse_ptr,
     num_tokens, max_num_seqs, capacity, window, num_slots, table_stride, q_token_stride, q_head_stride,
-    page_stride, slot_stride, logit_scale, soft_cap, capped_scale, kv_scale_factor, num_splits, num_parts,
-    KV_SCALE_STRIDE: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, HAS_SINKS: tl.constexpr, MASK: tl.constexpr,
-    DIVISION: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, FORMAT: tl.constexpr, OPERANDS: tl.constexpr,
-    NUM_HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr,
-    SUMS_BY_COLUMN: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr,
+    page_stride, slot_stride, logit_scale, soft_cap, kv_scale_factor, num_splits, num_parts, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_H rows of a short sequence, over one split of its keys, or of a long one or of none, over all its keys.
 
-    SHORT and LONG say which of the two kinds have programs in this launch. Those of short sequences come first:
-    `num_parts` for each block of SHORT_ROWS. The rows of a sequence with several splits go to parts
-    [splits, SHORT_ROWS, DV] float32, normalised, with their base-2 lse beside them.
+    Programs of short sequences come first: `num_parts` for each block of SHORT_ROWS. The rows of a sequence with
+    several splits go to parts [splits, SHORT_ROWS, DV] float32, normalised, with their base-2 lse beside them.
     """
-    SHORT_ROWS: tl.constexpr = DIVISION.SHORT_ROWS
-    if PDL:
+    LOOP: tl.constexpr = CONFIG.LOOP
+    FORMAT: tl.constexpr = CONFIG.FORMAT
+    OPERANDS: tl.constexpr = LOOP.OPERANDS
+    KIND: tl.constexpr = CONFIG.MASK
+    NUM_HEADS: tl.constexpr = CONFIG.NUM_HEADS
+    BLOCK_H: tl.constexpr = CONFIG.BLOCK_H
+    BLOCK_KV: tl.constexpr = LOOP.BLOCK_KV
+    SHORT_ROWS: tl.constexpr = CONFIG.DIVISION.SHORT_ROWS
+    if CONFIG.PDL:
         gdc_launch_dependents()
-    num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
+    num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, CONFIG.HAS_NUM_SEQS)
     batch = Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
     mask = Mask(window, cu_q_lens_ptr, 0, 0)
-    if LONG:
-        found = find_row_block(batch, NUM_HEADS, SHORT_ROWS, BLOCK_H, BLOCK_KV)
-    if SHORT:
-        split = find_key_split(batch, mask, num_splits, ranges_ptr, MASK, DIVISION, BLOCK_H)
-        if LONG:
-            found = chosen(tl.program_id(0) < num_parts * (SHORT_ROWS // BLOCK_H), split, found, not MASK.HAS_WINDOW)
+    if CONFIG.HAS_LONG:
+        work = find_row_block(batch, NUM_HEADS, SHORT_ROWS, BLOCK_H, BLOCK_KV)
+    if CONFIG.HAS_SHORT:
+        split = find_key_split(batch, mask, num_splits, ranges_ptr, KIND, CONFIG.DIVISION, BLOCK_H)
+        if CONFIG.HAS_LONG:
+            is_short = tl.program_id(0) < num_parts * (SHORT_ROWS // BLOCK_H)
+            work = selected(is_short, split, work, not KIND.HAS_WINDOW)
         else:
-            found = chosen(True, split, split, not MASK.HAS_WINDOW)
-    seq, start, q_len, kv_len, row_block, begin, end, count, place = found  # pyright: ignore[reportAssignmentType]
+            work = selected(True, split, split, not KIND.HAS_WINDOW)
+    seq, start, q_len, kv_len, row_block, begin, end, count, place = work  # pyright: ignore[reportAssignmentType]
     first_row = row_block * BLOCK_H
     num_rows = q_len * NUM_HEADS
     if first_row < num_rows:
         row = first_row + tl.arange(0, BLOCK_H)
         valid = row < num_rows
-        earlier = kv_len - q_len  # keys, before the first query's own
-        low = earlier + first_row // NUM_HEADS
-        high = earlier + tl.minimum((first_row + BLOCK_H - 1) // NUM_HEADS, q_len - 1)
-        first, last = key_range(low, high, kv_len, mask, MASK)
+        num_old = kv_len - q_len  # keys before the first query's own
+        low = num_old + first_row // NUM_HEADS
+        high = num_old + tl.minimum((first_row + BLOCK_H - 1) // NUM_HEADS, q_len - 1)
+        first, last = key_range(low, high, kv_len, mask, KIND)
         begin = tl.maximum(begin, first // BLOCK_KV)
         end = tl.minimum(end, (last + BLOCK_KV - 1) // BLOCK_KV)
-        ALIKE: tl.constexpr = NUM_HEADS % BLOCK_H == 0  # all rows are of one token, and see the keys [first, last)
-        limit = earlier + row // NUM_HEADS + 1
+        limit = num_old + row // NUM_HEADS + 1
         token = (start + row // NUM_HEADS).to(tl.int64)
         q_rows = q_ptr + token * q_token_stride + (row % NUM_HEADS).to(tl.int64) * q_head_stride
-        kv_scale = load_scale(kv_scale_ptr, 0, kv_scale_factor, KV_SCALE_STRIDE)
+        kv_scale = load_scale(kv_scale_ptr, 0, kv_scale_factor, CONFIG.KV_SCALE_STRIDE)
         groups, lost, q_rest, lost_rest, unit = load_queries(q_rows, valid, OPERANDS)
-        m_i = tl.full([BLOCK_H], float("-inf"), tl.float32)
-        acc = (tl.zeros([BLOCK_H, OPERANDS.WIDTH], tl.float32),) * OPERANDS.GROUPS
-        acc_rest = tl.zeros([BLOCK_H, OPERANDS.REST_PAD], tl.float32)
-        state = (m_i, m_i, no_sums(m_i, BLOCK_KV, SUMS_BY_COLUMN), acc, acc_rest)
+        state = first_state(BLOCK_H, LOOP)
         # See `_latent.kernel` for why a loop of one iteration carries queries that were computed.
         CARRIED: tl.constexpr = (OPERANDS.DIVIDED or FORMAT.FOLDED) and BLOCK_H >= SEPARATE_QK_ROWS
         once = 1
@@ -294,54 +316,85 @@ def ragged_latent_kernel(
                 Queries(groups, lost, q_rest, lost_rest, unit), state,
                 Cache(cache_ptr, page_stride, slot_stride, num_slots),
                 KeyList(page_indices_ptr + seq.to(tl.int64) * table_stride, begin, end, first, last),
-                Seen(limit - window, limit), Scales(logit_scale * kv_scale, soft_cap, capped_scale),
-                Features(False, MASK.CAUSAL and not ALIKE, MASK.HAS_WINDOW and not ALIKE, HAS_SOFT_CAP),
-                FORMAT, OPERANDS, BLOCK_KV,
+                Seen(limit - window, limit), Scales(logit_scale * kv_scale, soft_cap, LOG2E / CONFIG.CAP_UNIT),
+                FORMAT, LOOP,
             )  # fmt: skip
             if CARRIED:
                 groups = zeros_like(groups)
         m_i, largest, sums, acc, acc_rest = state
         l_i = sum_of_each_row(sums)
-        restored = tl.full([BLOCK_H], 1.0, tl.float32)  # factor that makes `acc` relative to `m_i`
-        if FORMAT.RESCALED:
-            restored = tl.math.exp2(tl.where(l_i == 0.0, 0.0, largest - m_i))
+        restored = restoring_factor(m_i, l_i, largest, FORMAT.RESCALED)
         row = first_row + zero_after(l_i) + tl.arange(0, BLOCK_H)
         valid = row < num_rows
-        if not DIVISION.SPLIT_KV or count == 1:
-            factor, lse, _m_i = finish(m_i, l_i, sinks_ptr, row % NUM_HEADS, valid, HAS_SINKS)
-            factor *= kv_scale
+        if not CONFIG.DIVISION.SPLIT_KV or count == 1:
+            factor, lse = finish(m_i, l_i, sinks_ptr, row % NUM_HEADS, valid, kv_scale, CONFIG.HAS_SINKS)
             index = start.to(tl.int64) * NUM_HEADS + row
-            store_groups(out_ptr, index, acc, acc_rest, factor * restored, factor, valid, OPERANDS,
-                         OPERANDS.REST_IS_VALUE, DV)  # fmt: skip
+            store_groups(out_ptr, index, Finished(acc, factor * restored, acc_rest, factor), valid, OPERANDS,
+                         OPERANDS.REST_IS_VALUE, CONFIG.DV)  # fmt: skip
             tl.store(lse_ptr + index, lse, mask=valid)
         else:
-            l_i = tl.where(l_i == 0.0, 1.0, l_i)  # then acc is 0 and m_i is -inf
-            factor = 1.0 / l_i
+            factor = 1.0 / tl.where(l_i == 0.0, 1.0, l_i)
             index = place.to(tl.int64) * SHORT_ROWS + row
-            store_groups(parts_ptr, index, acc, acc_rest, factor * restored, factor, valid, OPERANDS,
-                         OPERANDS.REST_IS_VALUE, DV)  # fmt: skip
-            tl.store(part_lses_ptr + index, m_i + tl.math.log2(l_i), mask=valid)
-    if PDL and SHORT and not LONG:  # what comes next has waited for this launch only, and must find the other's rows
-        gdc_wait()
+            store_groups(parts_ptr, index, Finished(acc, factor * restored, acc_rest, factor), valid, OPERANDS,
+                         OPERANDS.REST_IS_VALUE, CONFIG.DV)  # fmt: skip
+            tl.store(part_lses_ptr + index, lse_in_base_2(m_i, l_i), mask=valid)
+    if CONFIG.PDL and CONFIG.HAS_SHORT and not CONFIG.HAS_LONG:  # what follows waits for this launch only, and must
+        gdc_wait()  # find the rows of the launch before it too
 
 
-def shared_arguments(call: RaggedMlaAttention, scale: dict[str, Any]) -> dict[str, Any]:
-    """The attention kernel's arguments that are the same in both launches."""
-    window = plan.window_of(call)
-    return {
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shared:
+    """What the launches of one call have in common."""
+
+    arrays: tuple[Any, ...]
+    numbers: dict[str, Any]
+    constants: dict[str, Any]  # of `Config`
+
+
+def shared_by_launches(call: RaggedMlaAttention, launch: Any) -> Shared:
+    """The arrays, numbers and constants of a call; q stands for arrays that are absent."""
+    q = launch.packed(call.q)
+    page_indices, cu_q_lens, kv_lens = map(launch.packed, (call.page_indices, call.cu_q_lens, call.kv_lens))
+    cache = plan.readable(call.kv_cache, call.kv_format, launch)
+    kv_scale, scale_numbers = scale_arguments("kv_scale", call.kv_scale, q, launch)
+    kv_scale_stride = scale_numbers.pop("KV_SCALE_STRIDE")
+    num_seqs = kv_lens if call.num_seqs is None else call.num_seqs
+    sinks = q if call.sinks is None else launch.packed(call.sinks)
+    table_stride, window = launch.strides(page_indices)[0], window_of(call)
+    keys = plan.Keys(
+        cache=cache,
+        form=call.kv_format,
+        lists=page_indices,
+        list_strides=(table_stride, 0, 0),
+        lens=kv_lens,
+        longest=call.capacity,
+        page_size=call.page_size,
+    )
+    scales, cap_unit = capped_scale(call.scale, call.soft_cap)
+    where = keys.addresses(launch)
+    numbers = {
         "num_tokens": call.num_tokens,
         "max_num_seqs": call.max_num_seqs,
         "capacity": call.capacity,
         "window": window or 0,
+        "table_stride": table_stride,
+        **{name: where[name] for name in ("page_stride", "slot_stride", "num_slots")},
+        **dict(zip(("q_token_stride", "q_head_stride"), launch.strides(q), strict=False)),
+        **scales,
+        **scale_numbers,
+    }
+    constants = {
+        "FORMAT": keys.row_format(call.device.arch, launch),
         "MASK": MaskKind(CAUSAL=bool(call.causal), HAS_WINDOW=window is not None),
-        "HAS_NUM_SEQS": call.num_seqs is not None,
-        "HAS_SINKS": call.sinks is not None,
         "NUM_HEADS": call.num_q_heads,
         "DV": call.d_v,
-        "DV_PAD": next_power_of_2(call.d_v),
+        "CAP_UNIT": cap_unit,
+        "HAS_NUM_SEQS": call.num_seqs is not None,
+        "HAS_SINKS": call.sinks is not None,
+        "KV_SCALE_STRIDE": kv_scale_stride,
         "PDL": overlaps(call),
-        **scale,
     }
+    return Shared((q, cache, kv_lens, page_indices, cu_q_lens, num_seqs, sinks, kv_scale), numbers, constants)
 
 
 def division_of(call: RaggedMlaAttention, tile: Tile, block_kv: int, *, splits: bool) -> Division:
@@ -360,71 +413,59 @@ def division_of(call: RaggedMlaAttention, tile: Tile, block_kv: int, *, splits: 
     )
 
 
-def body_arguments(call: RaggedMlaAttention, body: plan.Tile) -> dict[str, Any]:
-    """The attention kernel's arguments that follow from the tile of one of its launches."""
-    return {
-        "OPERANDS": operands(call, body.block_h),
-        "BLOCK_H": body.block_h,
-        "BLOCK_KV": body.block_kv,
-        "SUMS_BY_COLUMN": sums_by_column(call, call.kv_format, body),
+def launch_arguments(
+    call: RaggedMlaAttention, tile: Tile, body: plan.Tile, shared: Shared, *, short: bool, long: bool
+) -> dict[str, Any]:
+    """The options and the constants of a launch, for the sequences that are named."""
+    return shared.numbers | {
+        "num_splits": tile.num_splits,
         "num_warps": body.num_warps,
         "num_stages": body.num_stages,
+        "CONFIG": Config(
+            LOOP=Loop(
+                SPARSE=False,
+                # Where a block's rows are of one token, they all see the keys [first, last) of the block.
+                CAUSAL=bool(call.causal) and call.num_q_heads % body.block_h != 0,
+                HAS_WINDOW=window_of(call) is not None and call.num_q_heads % body.block_h != 0,
+                HAS_SOFT_CAP=call.soft_cap is not None,
+                BLOCK_KV=body.block_kv,
+                SUMS_BY_COLUMN=sums_by_column(call, call.kv_format, body),
+                OPERANDS=operands(call, body.block_h),
+            ),
+            DIVISION=division_of(call, tile, body.block_kv, splits=short),
+            BLOCK_H=body.block_h,
+            HAS_SHORT=short,
+            HAS_LONG=long,
+            **shared.constants,
+        ),
     }
 
 
-def address_arguments(call: RaggedMlaAttention, cache: Any, table: Any, q: Any, launch: Any) -> dict[str, Any]:
-    """The attention kernel's arguments about where queries, rows and tables lie, and how rows are stored."""
-    table_stride = launch.strides(table)[0]
-    keys = plan.Keys(
-        cache=cache,
-        form=call.kv_format,
-        lists=table,
-        list_strides=(table_stride, 0, 0),
-        lens=call.kv_lens,
-        longest=call.capacity,
-        page_size=call.page_size,
-    )
-    where = keys.addresses(launch)
-    return {
-        **{name: where[name] for name in ("page_stride", "slot_stride", "num_slots")},
-        "table_stride": table_stride,
-        **dict(zip(("q_token_stride", "q_head_stride"), launch.strides(q), strict=False)),
-        "FORMAT": keys.row_format(call.device.arch, launch),
-    }
-
-
-def decodes(call: RaggedMlaAttention, tile: Tile) -> bool:
+def all_are_short(call: RaggedMlaAttention, tile: Tile) -> bool:
     """Whether all sequences are short, as far as the host knows."""
     return most_tokens(call) * call.num_q_heads <= tile.short_rows
 
 
 def long_programs(call: RaggedMlaAttention, body: plan.Tile) -> int:
-    """As many as blocks of rows can be; see `find_segment`."""
+    """The most blocks of rows that there can be, see `find_segment`: one program for each."""
     return call.num_tokens * call.num_q_heads // body.block_h + call.max_num_seqs + 2
 
 
-def run_long(call: RaggedMlaAttention, tile: Tile, launch: Any, inputs: Any, attention: Any) -> Any:
+def run_long(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared) -> Any:
     """Enqueue the kernel for long sequences, and for the rows of none; returns out and lse."""
     nothing = ((1,), "float32")
     *_, out, lse = launch(
         ragged_latent_kernel,
         (long_programs(call, tile.long) if call.num_tokens else 0,),
-        (*inputs, inputs[0], inputs[0]),
+        (*shared.arrays, *shared.arrays[:1] * 2),
         [nothing, nothing, ((1,), "int32"), *results(call)],
-        **attention,
-        **body_arguments(call, tile.long),
-        DIVISION=division_of(call, tile, tile.block_kv, splits=False),
-        num_splits=1,
         num_parts=0,
-        SHORT=False,
-        LONG=True,
+        **launch_arguments(call, tile, tile.long, shared, short=False, long=True),
     )
     return out, lse
 
 
-def run_short(
-    call: RaggedMlaAttention, tile: Tile, launch: Any, inputs: Any, given: Any, shared: Any, attention: Any
-) -> Any:
+def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared, given: Any) -> Any:
     """Enqueue the kernels for short sequences; returns out and lse.
 
     They write the rows that the other launch left of `given` or, where that is None, have programs for all rows.
@@ -432,30 +473,25 @@ def run_short(
     split_kv = tile.num_splits > 1
     entries, stored = splits_at_most(call.max_num_seqs, tile.num_splits, invariant=tile.invariant)
     parts = (stored, tile.short_rows) if split_kv else (1,)
-    out, lse = given or (inputs[0], inputs[0])  # these stand for arrays that are absent
+    out, lse = given or shared.arrays[:1] * 2  # q stands for arrays that are absent
     *partial, ranges, out, lse = launch(
         ragged_latent_kernel,
         (entries * (tile.short_rows // tile.split_block_h) + (0 if given else long_programs(call, tile.short)),),
-        (*inputs, out, lse),
+        (*shared.arrays, out, lse),
         [
             ((*parts, call.d_v) if split_kv else (1,), "float32"),
             (parts, "float32"),
             ((2, call.max_num_seqs) if split_kv else (1,), "int32"),
             *([] if given else results(call)),
         ],
-        inplace=(len(inputs), len(inputs) + 1) if given else (),
-        **dependent(shared["PDL"] and given is not None),
-        **attention,
-        **body_arguments(call, tile.short),
-        DIVISION=division_of(call, tile, tile.split_block_kv, splits=True),
-        num_splits=tile.num_splits,
+        inplace=(8, 9) if given else (),
+        **dependent(overlaps(call) and given is not None),
         num_parts=entries,
-        SHORT=True,
-        LONG=given is None,
+        **launch_arguments(call, tile, tile.short, shared, short=True, long=given is None),
     )
     if not split_kv:
         return out, lse
-    _, _, _, _, cu_q_lens, num_seqs, sinks, kv_scale = inputs
+    _, _, _, _, cu_q_lens, num_seqs, sinks, kv_scale = shared.arrays
     return combine(
         launch,
         call,
@@ -465,7 +501,7 @@ def run_short(
         {
             "num_tokens": call.num_tokens,
             "max_num_seqs": call.max_num_seqs,
-            "v_scale_factor": shared["kv_scale_factor"],
+            "v_scale_factor": shared.numbers["kv_scale_factor"],
             "num_parts": stored,
             "range_end": call.max_num_seqs,
         },
@@ -476,7 +512,7 @@ def run_short(
         RANGES=1,
         LSE_BY_HEAD=False,
         HAS_NUM_SEQS=call.num_seqs is not None,
-        V_SCALE_STRIDE=shared["KV_SCALE_STRIDE"],
+        V_SCALE_STRIDE=shared.constants["KV_SCALE_STRIDE"],
         MERGED=merged_at_once(tile.num_splits, call.d_v, invariant=tile.invariant),
         most_rows=min(tile.short_rows, most_tokens(call) * call.num_q_heads),
     )
@@ -488,23 +524,11 @@ def results(call: RaggedMlaAttention) -> list[Any]:
 
 
 def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
-    """Enqueue the kernels; see the module's docstring for the plan."""
-    q = launch.packed(call.q)
-    page_indices, cu_q_lens, kv_lens = map(launch.packed, (call.page_indices, call.cu_q_lens, call.kv_lens))
-    cache = plan.readable(call.kv_cache, call.kv_format, launch)
-    kv_scale, scale_numbers = scale_arguments("kv_scale", call.kv_scale, q, launch)
-    num_seqs = kv_lens if call.num_seqs is None else call.num_seqs
-    sinks = q if call.sinks is None else launch.packed(call.sinks)
-    shared = shared_arguments(call, scale_numbers)
-    attention = (
-        shared | logit_scales(call.scale, call.soft_cap) | address_arguments(call, cache, page_indices, q, launch)
-    )
-    inputs = (q, cache, kv_lens, page_indices, cu_q_lens, num_seqs, sinks, kv_scale)
-    found: Any = None
+    """Enqueue the kernels; see the module's docstring."""
+    shared = shared_by_launches(call, launch)
+    given: Any = None
     empty = not (call.num_tokens and call.max_num_seqs)
-    if empty or not (decodes(call, tile) or tile.long == tile.short):
-        found = run_long(call, tile, launch, inputs, attention)
-    if not empty:
-        found = run_short(call, tile, launch, inputs, found, shared, attention)
-    out, lse = found
+    if empty or not (all_are_short(call, tile) or tile.long == tile.short):
+        given = run_long(call, tile, launch, shared)
+    out, lse = given if empty else run_short(call, tile, launch, shared, given)
     return (out, lse) if call.return_lse else out

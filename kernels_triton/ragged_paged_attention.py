@@ -29,6 +29,7 @@ from ragged_attention.kernels_triton._formats import (
     array_heads,
     cache_format,
     cache_views,
+    decodes_by_integers,
     load_scale,
     scale_arguments,
 )
@@ -94,9 +95,7 @@ class Tile:
     split_num_warps: int = 4
     split_num_stages: int = 3
     num_splits: int = 1  # total KV splits per KV head across the batch; 1 disables splitting
-    invariant: bool = (
-        False  # batch-invariant: num_splits applies per sequence, and the tile kernel visits keys in order
-    )
+    invariant: bool = False  # batch-invariant mode: num_splits applies per sequence, and tiles visit keys in order
 
     def __post_init__(self) -> None:
         blocks = ("block_q", "block_kv", "edge_kv", "split_block_q", "split_block_kv")
@@ -319,7 +318,6 @@ def operands_of(call: Any, launch: Any) -> Operands:
 
 
 def shape_of(call: Any, v_head_dim: int) -> Shape:
-    codes = cache_format(call)
     return Shape(
         GROUP=call.group,
         NUM_HEADS=call.num_q_heads,
@@ -328,8 +326,8 @@ def shape_of(call: Any, v_head_dim: int) -> Shape:
         D_PAD=next_power_of_2(call.head_dim),
         DV=v_head_dim,
         DV_PAD=next_power_of_2(v_head_dim),
-        CODES=codes,
-        DECODED_AT_ONCE=call.kv_format.eight_bit and codes != "e4m3_bits" and not INTERPRETED,
+        CODES=cache_format(call),
+        DECODED_AT_ONCE=call.kv_format.eight_bit and not decodes_by_integers(call) and not INTERPRETED,
         Q_UNITS=call.kv_format.eight_bit and dtype_name(call.q) == "bfloat16",
     )
 

@@ -1,18 +1,18 @@
 """The gradient of sparse MLA prefill in Triton.
 
-A program has BLOCK_H heads of one query token and walks the token's list: from its queries, its output's gradient and
-the rows in turn it computes the logits again, adds to the queries' gradient, which it keeps, and gives each row's
-gradient away. Rows are selected by many queries, in no order, so this is where the work is:
+A program has BLOCK_H heads of one query token and visits the rows of the token's list. It computes their logits again,
+accumulates the queries' gradient in registers, and adds to each row's gradient in memory. Many queries select a row, in
+no particular order. So there are two ways to add up a row's gradient:
 
-* in any order: float32 atomics onto the rows' gradients;
-* deterministic: every entry of a list writes a row of its own, for some tokens at a time; the entries' rows, sorted
-  stably by the slot that they name, are the inverted index, by which one program per slot adds what belongs to it, in
-  the order of the lists.
+* if the order does not matter, by float32 atomics;
+* if the result must be deterministic, every entry of a list writes a row of its own, for some tokens at a time. A
+  stable sort of the entries by the slot that they name is the inverted index: by it, one program per slot adds up the
+  rows of its entries, in the order of the lists.
 
-With p = exp(logit - lse), share = sigmoid(lse - sink) and delta = out . d_out a head has
+With p = exp(logit - lse), share = sigmoid(lse - sink) and delta = out . d_out, the gradients for a head are
 
     d_logit = p * (share * (d_out . value) + d_lse - share * delta)     d_sink = sum of (share - 1) * delta
-    dq = sum of d_logit * row     d_row = d_logit * q, and in the value's columns + share * p * d_out
+    dq = sum of d_logit * row     d_row = d_logit * q, plus share * p * d_out in the value's columns
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -30,7 +30,7 @@ from ragged_attention.calls import SparseMlaPrefillBackward
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._latent.lists import entries_of, keys_of, list_length
 from ragged_attention.kernels_triton._latent.plan import LARGEST_INT
-from ragged_attention.kernels_triton._latent.rows import Columns, store_groups, whole_columns
+from ragged_attention.kernels_triton._latent.rows import Columns, Finished, store_groups, whole_columns
 from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, matmul, sum_of_products
 from ragged_attention.kernels_triton._tiles import (
@@ -43,11 +43,11 @@ from ragged_attention.kernels_triton._tiles import (
     next_power_of_2,
 )
 
-PARTS_BYTES = 2**30  # of entries' rows at a time
-FLAT = 1024  # elements of a program that goes over an array without regard to its shape
+ENTRY_BYTES = 2**30  # maximum memory for rows of entries
+FLAT = 1024  # elements of a program for which an array's shape does not matter
 MARGIN = 12 * 2**10  # bytes of shared memory besides what `shared_bytes` counts
 ABREAST = 8  # entries of a slot that are added at once
-NOBODY: tl.constexpr = tl.constexpr(LARGEST_INT)  # stands for the row of an entry that names none
+NO_ROW: tl.constexpr = tl.constexpr(LARGEST_INT)  # the row of an entry that names none
 FEATURES = frozenset({"d_lse", "sm_scale", "d_v", "sinks", "topk_lens", "deterministic"})
 
 
@@ -60,7 +60,7 @@ class Tile:
     num_warps: int = 4
     num_stages: int = 1
     keys_first: bool = False  # tiles of pairs have keys for rows, and dq has columns for rows
-    chunk_tokens: int = 16  # tokens whose entries' rows are stored at a time, where the result is deterministic
+    chunk_tokens: int = 16  # tokens whose entries' rows are stored at a time, if the result must be deterministic
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, block_h=(16, 64), block_kv=(16, 64), num_warps=(1, 16))
@@ -86,14 +86,14 @@ def heuristic(call: SparseMlaPrefillBackward) -> Tile:
         num_warps=num_warps,
         num_stages=num_stages,
         keys_first=has_wide_keys_first(call, block_h),
-        chunk_tokens=min(max(PARTS_BYTES // a_token, 1), max(call.num_tokens, 1)),
+        chunk_tokens=min(max(ENTRY_BYTES // a_token, 1), max(call.num_tokens, 1)),
     )
 
 
 def sizes(call: Any) -> tuple[int, int, int, int]:
-    """Heads, keys, warps and stages: as many heads as registers hold, since each block of them reads all rows.
+    """Heads, keys, warps and stages: as many heads as registers hold, since each block of heads reads all rows.
 
-    More keys per step would leave no registers for loading the next ones meanwhile.
+    More keys per step would leave no registers for prefetching the next block.
     """
     if item_size(call.q) == 4:
         return 16, 16, 8, 1
@@ -111,18 +111,19 @@ def sizes(call: Any) -> tuple[int, int, int, int]:
 
 
 def has_wide_keys_first(call: Any, heads: int) -> bool:
-    """Whether dq, column by column, fills wgmma's rows; queries then lie in shared memory in two layouts."""
+    """Whether the columns of dq are the rows of wgmma; shared memory then holds queries in two layouts."""
     if call.device.arch != "sm_90" or heads < 32 or item_size(call.q) == 4 or call.d_v <= 256:
         return False
     return shared_bytes(call, 2 * heads, 32) + MARGIN <= shared_memory(call)
 
 
 def shared_memory(call: Any) -> int:
+    """The shared memory of the device, or of the smallest one if it is unknown."""
     return call.device.shared_memory or SMALLEST_SHARED_MEMORY
 
 
 def shared_bytes(call: Any, heads: int, keys: int) -> int:
-    """About what a program needs: queries and their output's gradients for good, rows in passing."""
+    """An estimate of a program's shared memory: queries, gradients of the output, and a block of rows."""
     value, rest = (next_power_of_2(width) if width else 0 for width in (call.d_v, call.d_qk - call.d_v))
     return (heads * (2 * value + rest) + keys * (value + rest)) * item_size(call.q)
 
@@ -132,13 +133,14 @@ def shared_bytes(call: Any, heads: int, keys: int) -> int:
 
 @triton.jit(do_not_specialize=VARYING)
 def zero_kernel(like_ptr, rows_ptr, dq_ptr, terms_ptr, count, FLAT: tl.constexpr):
-    """Zeros for the rows' gradients; the other two are memory for the programs to come."""
+    """Write zeros as the rows' gradients; the other two outputs only get allocated for later kernels."""
     index = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
     tl.store(rows_ptr + index, tl.zeros([FLAT], tl.float32), mask=index < count)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def narrow_kernel(wide_ptr, out_ptr, count, FLAT: tl.constexpr):
+    """Round float32 to the dtype of the output."""
     index = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
     wide = tl.load(wide_ptr + index, mask=index < count, other=0)
     tl.store(out_ptr + index, narrow(wide, out_ptr.dtype.element_ty), mask=index < count)
@@ -146,18 +148,18 @@ def narrow_kernel(wide_ptr, out_ptr, count, FLAT: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def rows_kernel(
-    list_ptr, lens_ptr, rows_ptr, first_token, list_token_stride, list_head_stride, lens_stride, num_slots,
+    list_ptr, lens_ptr, rows_ptr, first_token, list_token_stride, list_head_stride, num_slots,
     TOPK: tl.constexpr, KV_HEADS: tl.constexpr, HAS_LENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The row of the gradient that each entry of a chunk of tokens names, NOBODY where it names none."""
+    """Write the row of the gradient that each entry of a chunk of tokens names, NO_ROW if it names none."""
     job = tl.program_id(0)
     token = first_token + job // KV_HEADS
     kv_head = job % KV_HEADS
-    last = list_length(lens_ptr, token, 0, TOPK, lens_stride, 0, HAS_LENS)
+    last = list_length(lens_ptr, token, TOPK, HAS_LENS)
     position = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     entries = list_ptr + token.to(tl.int64) * list_token_stride + kv_head.to(tl.int64) * list_head_stride
     slot = tl.load(entries + position, mask=position < last, other=-1)
-    row = tl.where((slot >= 0) & (slot < num_slots), slot * KV_HEADS + kv_head, NOBODY)
+    row = tl.where((slot >= 0) & (slot < num_slots), slot * KV_HEADS + kv_head, NO_ROW)
     tl.store(rows_ptr + job.to(tl.int64) * TOPK + position, row, mask=position < TOPK)
 
 
@@ -166,55 +168,55 @@ def gather_kernel(
     parts_ptr, rows_ptr, order_ptr, given_ptr, sums_ptr, count,
     BLOCKS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
-    """Add to one row what all entries that name it have for it: those that `order` puts from this program's index on.
+    """Add to one row the rows of all entries that name it, which `order` has from this program's index on.
 
-    Of the programs only those act that stand where a row first appears.
+    Programs act only at an index where a row first appears.
     """
     index = tl.program_id(0)
     row = tl.load(rows_ptr + index)
-    before = tl.load(rows_ptr + tl.maximum(index - 1, 0))
-    if (row != NOBODY) & ((index == 0) | (before != row)):
+    previous = tl.load(rows_ptr + tl.maximum(index - 1, 0))
+    if (row != NO_ROW) & ((index == 0) | (previous != row)):
         column = tl.arange(0, WIDTH_PAD)
         inside = column < WIDTH
         sums = tl.load(given_ptr + row.to(tl.int64) * WIDTH + column, mask=inside, other=0)
         more = index < count
         while more:
-            each = index + tl.arange(0, ABREAST)
-            mine = tl.load(rows_ptr + each, mask=each < count, other=NOBODY) == row
-            entry = tl.load(order_ptr + each, mask=mine, other=0).to(tl.int64)
+            place = index + tl.arange(0, ABREAST)
+            same = tl.load(rows_ptr + place, mask=place < count, other=NO_ROW) == row
+            entry = tl.load(order_ptr + place, mask=same, other=0).to(tl.int64)
             for block in range(BLOCKS):
                 parts = parts_ptr + (entry * BLOCKS + block) * WIDTH
-                found = tl.load(parts[:, None] + column[None, :], mask=mine[:, None] & inside[None, :], other=0)
-                sums += tl.sum(found, 0)
+                rows = tl.load(parts[:, None] + column[None, :], mask=same[:, None] & inside[None, :], other=0)
+                sums += tl.sum(rows, 0)
             index += ABREAST
-            more = tl.min(mine.to(tl.int32), 0) == 1
+            more = tl.min(same.to(tl.int32), 0) == 1
         tl.store(sums_ptr + row.to(tl.int64) * WIDTH + column, sums, mask=inside)
 
 
 class Gradients(NamedTuple):
-    """Gradients of logits, and weights, of the keys of a block and a block of heads."""
+    """The gradients of logits and the weights [keys, heads] of a block of keys and a block of heads."""
 
     dlogits: tl.tensor
-    weights: tl.tensor
-    readable: tl.tensor
-    scale: tl.tensor
+    weights: tl.tensor  # times the share of the sum that a sink leaves
+    readable: tl.tensor  # whether a key's row may be written
+    scale: tl.tensor  # of logits
 
 
 @triton.jit
 def give_columns(rows, gradients, q, d_out, FIRST: tl.constexpr, LAST: tl.constexpr, IS_VALUE: tl.constexpr,
-                 PARTS: tl.constexpr):  # fmt: skip
-    """Columns from FIRST on of a block of rows' gradients: to where they are summed, or to each entry's own row."""
+                 BY_ENTRY: tl.constexpr):  # fmt: skip
+    """Store columns [FIRST, LAST) of the gradients of a block of rows if BY_ENTRY, else add them to their sums."""
     columns: tl.constexpr = q.shape[1]
     dlogits = gradients.dlogits
-    found = matmul(dlogits, q, tl.zeros([dlogits.shape[0], columns], tl.float32)) * gradients.scale
+    drows = matmul(dlogits, q, tl.zeros([dlogits.shape[0], columns], tl.float32)) * gradients.scale
     if IS_VALUE:
-        found = matmul(gradients.weights, d_out, found)
+        drows = matmul(gradients.weights, d_out, drows)
     column = FIRST + tl.arange(0, columns)
     mask = gradients.readable[:, None] & (column < LAST)[None, :]
-    if PARTS:
-        tl.store(rows[:, None] + column[None, :], found, mask=mask)
+    if BY_ENTRY:
+        tl.store(rows[:, None] + column[None, :], drows, mask=mask)
     else:
-        tl.atomic_add(rows[:, None] + column[None, :], found, mask=mask, sem="relaxed")
+        tl.atomic_add(rows[:, None] + column[None, :], drows, mask=mask, sem="relaxed")
 
 
 @triton.jit
@@ -245,7 +247,7 @@ def row_products(rows, groups, readable, COLUMNS: tl.constexpr):
 
 @triton.jit
 def add_products(heads, keys, acc, KEYS_FIRST: tl.constexpr):
-    """acc + the products of heads' and keys' rows over groups of columns, in an array of pairs."""
+    """acc + the products of rows of heads and rows of keys, [heads, keys] or, if KEYS_FIRST, [keys, heads]."""
     for group in tl.static_range(len(heads)):
         if KEYS_FIRST:
             acc = matmul(keys[group], tl.trans(heads[group]), acc)
@@ -256,8 +258,7 @@ def add_products(heads, keys, acc, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def add_rows(pairs, groups, acc, KEYS_FIRST: tl.constexpr):
-    """acc + for each head the sum of keys' rows times what stands at their pairs, group by group; transposed if
-    KEYS_FIRST."""
+    """acc + pairs [heads, keys] @ rows of keys, group by group; pairs and sums are transposed if KEYS_FIRST."""
     sums = ()
     for group in tl.static_range(len(acc)):
         if KEYS_FIRST:
@@ -269,17 +270,17 @@ def add_rows(pairs, groups, acc, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def of_heads(vector, KEYS_FIRST: tl.constexpr):
-    """A number of each head, to be broadcast to pairs."""
+    """A vector over heads, shaped to broadcast to pairs."""
     return vector[None, :] if KEYS_FIRST else vector[:, None]
 
 
 @triton.jit
 def swapped(tiles, SWAPPED: tl.constexpr):
     """The tiles, transposed if SWAPPED."""
-    found = ()
+    results = ()
     for index in tl.static_range(len(tiles)):
-        found += (tl.trans(tiles[index]) if SWAPPED else tiles[index],)
-    return found
+        results += (tl.trans(tiles[index]) if SWAPPED else tiles[index],)
+    return results
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -287,13 +288,13 @@ def gradient_kernel(
     d_out_ptr, q_ptr, kv_ptr, list_ptr, lens_ptr, out_ptr, lse_ptr, d_lse_ptr, sinks_ptr,
     given_rows_ptr, given_dq_ptr, given_terms_ptr, parts_ptr, rows_ptr, dq_ptr, terms_ptr,
     first_token, d_out_token_stride, d_out_head_stride, q_token_stride, q_head_stride, out_token_stride,
-    out_head_stride, list_token_stride, list_head_stride, lens_stride, page_stride, slot_stride, head_stride,
+    out_head_stride, list_token_stride, list_head_stride, page_stride, slot_stride, head_stride,
     num_slots, scale,
-    HAS_LENS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_D_LSE: tl.constexpr, PARTS: tl.constexpr,
+    HAS_LENS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_D_LSE: tl.constexpr, BY_ENTRY: tl.constexpr,
     PAGE_SIZE: tl.constexpr, TOPK: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_H heads of one token; the columns are GROUPS groups of the value's, and the rest."""
+    """Compute the gradients of BLOCK_H heads of one token, and add to, or write, those of the rows of its list."""
     PAIRS: tl.constexpr = (BLOCK_KV, BLOCK_H) if KEYS_FIRST else (BLOCK_H, BLOCK_KV)
     BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     D: tl.constexpr = COLUMNS.GROUPED + COLUMNS.REST
@@ -308,32 +309,32 @@ def gradient_kernel(
     wide_token = token.to(tl.int64)
     index = wide_token * NUM_HEADS + head
     lse = tl.load(lse_ptr + index, mask=valid, other=float("-inf"))
-    some = lse != float("-inf")
-    level = tl.where(some, lse * LOG2E, float("inf"))  # so that the weights of a row without keys are 0
+    has_keys = lse != float("-inf")
+    level = tl.where(has_keys, lse * LOG2E, float("inf"))  # makes the weights of a row without keys 0
 
     q_rows = q_ptr + wide_token * q_token_stride + head.to(tl.int64) * q_head_stride
     d_out_rows = d_out_ptr + wide_token * d_out_token_stride + head.to(tl.int64) * d_out_head_stride
     out_rows = out_ptr + wide_token * out_token_stride + head.to(tl.int64) * out_head_stride
-    q = load_groups(q_rows, some, COLUMNS)
-    d_out = load_groups(d_out_rows, some, COLUMNS)
-    delta = row_products(out_rows, d_out, some, COLUMNS)
+    q = load_groups(q_rows, has_keys, COLUMNS)
+    d_out = load_groups(d_out_rows, has_keys, COLUMNS)
+    delta = row_products(out_rows, d_out, has_keys, COLUMNS)
     q_rest = q[0]
     if COLUMNS.REST > 0:
-        q_rest = whole_columns(q_rows, some, COLUMNS.GROUPED, COLUMNS.REST, COLUMNS.REST_PAD)
+        q_rest = whole_columns(q_rows, has_keys, COLUMNS.GROUPED, COLUMNS.REST, COLUMNS.REST_PAD)
     dq = swapped((tl.zeros([BLOCK_H, COLUMNS.WIDTH], tl.float32),) * COLUMNS.GROUPS, KEYS_FIRST)
     dq_rest = swapped((tl.zeros([BLOCK_H, COLUMNS.REST_PAD], tl.float32),), KEYS_FIRST)
 
     share = tl.full([BLOCK_H], 1.0, tl.float32)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=valid, other=float("-inf"))
-        share = tl.where(some, 1 / (1 + tl.math.exp2((sink - lse) * LOG2E)), 1.0)
-        tl.store(terms_ptr + index, tl.where(some, (share - 1) * delta, 0.0), mask=valid)
+        share = tl.where(has_keys, 1 / (1 + tl.math.exp2((sink - lse) * LOG2E)), 1.0)
+        tl.store(terms_ptr + index, tl.where(has_keys, (share - 1) * delta, 0.0), mask=valid)
     offset = -share * delta
     if HAS_D_LSE:
-        offset += tl.load(d_lse_ptr + index, mask=valid & some, other=0)
+        offset += tl.load(d_lse_ptr + index, mask=valid & has_keys, other=0)
 
     kv_ptr += kv_head.to(tl.int64) * head_stride
-    last = list_length(lens_ptr, token, 0, TOPK, lens_stride, 0, HAS_LENS)
+    last = list_length(lens_ptr, token, TOPK, HAS_LENS)
     entries = list_ptr + wide_token * list_token_stride + kv_head.to(tl.int64) * list_head_stride
     blocks = (last + BLOCK_KV - 1) // BLOCK_KV
     following = entries_of(entries, 0, blocks > 0, 0, last, True, PAGE_SIZE, BLOCK_KV)
@@ -342,12 +343,12 @@ def gradient_kernel(
         following = entries_of(entries, block + 1, block + 1 < blocks, 0, last, True, PAGE_SIZE, BLOCK_KV)
         position, page, slot_in_page, readable = keys_of(slots, block, 0, last, num_slots, True, PAGE_SIZE, BLOCK_KV)
         rows = kv_ptr + page.to(tl.int64) * page_stride + slot_in_page.to(tl.int64) * slot_stride
-        if PARTS:
+        if BY_ENTRY:
             entry = (job.to(tl.int64) * TOPK + position) * BLOCKS + block_of_heads
-            given = parts_ptr + entry * D
+            target = parts_ptr + entry * D
         else:
             slot = page.to(tl.int64) * PAGE_SIZE + slot_in_page
-            given = rows_ptr + (slot * KV_HEADS + kv_head) * D
+            target = rows_ptr + (slot * KV_HEADS + kv_head) * D
         zero = tl.zeros(PAIRS, tl.float32)
         keys = load_groups(rows, readable, COLUMNS)
         logits = add_products(q, keys, zero, KEYS_FIRST)
@@ -363,21 +364,23 @@ def gradient_kernel(
         gradients = Gradients(by_key[0], by_key[1], readable, scale)
         dq = add_rows(dlogits, keys, dq, KEYS_FIRST)
         for group in tl.static_range(COLUMNS.GROUPS):
-            give_columns(given, gradients, q[group], d_out[group], group * COLUMNS.WIDTH, COLUMNS.GROUPED, True, PARTS)
+            give_columns(
+                target, gradients, q[group], d_out[group], group * COLUMNS.WIDTH, COLUMNS.GROUPED, True, BY_ENTRY
+            )
         if COLUMNS.REST > 0:
             dq_rest = add_rows(dlogits, (keys_rest,), dq_rest, KEYS_FIRST)
-            give_columns(given, gradients, q_rest, d_out[0], COLUMNS.GROUPED, D, False, PARTS)
+            give_columns(target, gradients, q_rest, d_out[0], COLUMNS.GROUPED, D, False, BY_ENTRY)
     factor = tl.full([BLOCK_H], 1.0, tl.float32) * scale
     dq = swapped(dq, KEYS_FIRST)
     dq_rest = swapped(dq_rest, KEYS_FIRST)
-    store_groups(dq_ptr, index, dq, dq_rest[0], factor, factor, valid, COLUMNS, COLUMNS.REST > 0, D)
+    store_groups(dq_ptr, index, Finished(dq, factor, dq_rest[0], factor), valid, COLUMNS, COLUMNS.REST > 0, D)
 
 
 # ---- launching
 
 
 def row_addresses(call: Any, launch: Any) -> tuple[Any, dict[str, int]]:
-    """The rows as kernels can read them, and where they lie."""
+    """The rows as kernels can read them, and the kernel's arguments about their addresses."""
     kv = launch.packed(call.kv)
     *page_and_slot, head, _ = launch.strides(kv)
     page, slot = (*page_and_slot, 0)[:2]
@@ -388,11 +391,10 @@ def lists_of(call: Any, launch: Any) -> tuple[Any, Any, dict[str, Any]]:
     """The lists and their lengths, and the kernels' arguments about them."""
     lists = launch.packed(call.indices)
     token_stride, head_stride, _ = launch.strides(lists)
-    lens = lists if call.topk_lens is None else call.topk_lens
+    lens = lists if call.topk_lens is None else launch.contiguous(call.topk_lens)
     return lists, lens, {
         "list_token_stride": token_stride,
         "list_head_stride": head_stride,
-        "lens_stride": launch.strides(lens)[0],
         "num_slots": min(call.num_slots, LARGEST_INT),
         "TOPK": call.topk,
         "KV_HEADS": call.num_kv_heads,
@@ -413,7 +415,7 @@ def columns_of(call: Any) -> Columns:
 
 
 def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any) -> Any:
-    """Enqueue the gradients of some tokens; returns the entries' rows, if requested, and what was held."""
+    """Enqueue the gradients of some tokens; returns rows of entries, or a stand-in, and the results `held` before."""
     group = call.num_q_heads // call.num_kv_heads
     q, d_out, out = launch.packed(call.q), launch.packed(call.d_out), launch.packed(call.out)
     kv, kv_strides = row_addresses(call, launch)
@@ -444,7 +446,7 @@ def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any)
         **of_lists,
         HAS_SINKS=call.sinks is not None,
         HAS_D_LSE=call.d_lse is not None,
-        PARTS=call.deterministic,
+        BY_ENTRY=call.deterministic,
         PAGE_SIZE=call.page_size,
         GROUP=group,
         COLUMNS=columns_of(call),
@@ -455,7 +457,7 @@ def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any)
 
 
 def gather(call: Any, launch: Any, first: int, tokens: int, parts: Any, sums: Any) -> Any:
-    """Enqueue the addition of entries' rows to the sums, in an order that depends on the lists alone."""
+    """Enqueue the addition of the rows of entries to the sums, in an order that depends on the lists alone."""
     lists, lens, of_lists = lists_of(call, launch)
     count, block = tokens * call.num_kv_heads * call.topk, min(max(16, next_power_of_2(call.topk)), FLAT)
     (rows,) = launch(

@@ -1,6 +1,8 @@
 """Options, backends, tiers and examples for the whole test suite; a CPU runs Triton by its interpreter."""
 
 import gc
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ environment.prepare("cpu")  # before any test module imports triton or jax
 from ragged_attention.testing import triton_interpreter  # noqa: E402
 from ragged_attention.testing.collection import *  # noqa: E402, F403
 from tests import durations, record, tiers  # noqa: E402
+from tests.planting import plant as plant  # noqa: E402
 from tests.record import pytest_runtest_call as pytest_runtest_call  # noqa: E402
 from tests.tiers import pytest_collection_modifyitems as pytest_collection_modifyitems  # noqa: E402
 
@@ -50,3 +53,19 @@ def no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("BACKEND", "CONFIG", "VALIDATE", "BATCH_INVARIANT"):
         monkeypatch.delenv(f"RAGGED_ATTENTION_{name}", raising=False)
     reload_config()
+
+
+@pytest.fixture
+def setting() -> Iterator[Callable[[str, Any], None]]:
+    """Sets an option of jax for the test."""
+    import jax
+
+    before: dict[str, Any] = {}
+
+    def update(name: str, value: Any) -> None:
+        before.setdefault(name, getattr(jax.config, name))
+        jax.config.update(name, value)
+
+    yield update
+    for name, value in before.items():
+        jax.config.update(name, value)

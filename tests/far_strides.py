@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import ragged_attention.torch as rt
+from tests.tensors import ints
 
 FAR = 2**31  # elements
 
@@ -48,18 +49,14 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape) * 7 + shape[0])).bfloat16()
 
 
-def int32(*values: Any) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
 def entries(*shape: int, below: int) -> torch.Tensor:
     return torch.randint(0, below, shape, dtype=torch.int32, generator=torch.Generator().manual_seed(5))
 
 
 TABLES = {
-    "page_indices": int32([4, 1], [0, 3], [2, 5]),
-    "kv_lens": int32(7, 5, 6),
-    "cu_q_lens": int32(0, 2, 3, 5),
+    "page_indices": ints([4, 1], [0, 3], [2, 5]),
+    "kv_lens": ints(7, 5, 6),
+    "cu_q_lens": ints(0, 2, 3, 5),
 }
 PAGES = normal(6, 4, 6, 16)
 SPLIT_PAGES = (normal(6, 4, 3, 16), normal(6, 4, 3, 16))
@@ -68,14 +65,14 @@ CODES = (torch.arange(3 * 6 * 4 * 16).reshape(3, 6, 4, 16) % 17).to(torch.int8)
 SCALES = torch.rand(3, 6, 4, 1, generator=torch.Generator().manual_seed(2))
 SCALED = dict.fromkeys(("k_pages", "v_pages"), (CODES, SCALES))
 PACKED = {"q": normal(5, 6, 16), "k": normal(7, 3, 16), "v": normal(7, 3, 16)}
-PACKED |= {"cu_q_lens": int32(0, 2, 5), "cu_kv_lens": int32(0, 3, 7)}
+PACKED |= {"cu_q_lens": ints(0, 2, 5), "cu_kv_lens": ints(0, 3, 7)}
 SPARSE = {"q": normal(3, 6, 96), "kv": normal(24, 3, 96), "indices": entries(3, 3, 9, below=24), "d_v": 64}
-SPARSE |= {"topk_lens": int32(9, 7, 4)}
-INDEXED = {"q": normal(14, 6, 32), "weights": normal(14, 6).float(), **TABLES, "cu_q_lens": int32(0, 7, 8, 14)}
+SPARSE |= {"topk_lens": ints(9, 7, 4)}
+INDEXED = {"q": normal(14, 6, 32), "weights": normal(14, 6).float(), **TABLES, "cu_q_lens": ints(0, 7, 8, 14)}
 FEW_INDEXED = {"q": normal(5, 6, 32), "weights": normal(5, 6).float(), **TABLES}
 PACKED_KEYS = {"keys": normal(24, 32), "key_scale": normal(24).float()}
 PAGED_KEYS = {"keys": normal(6, 4, 32), "key_scale": normal(6, 4).float()}
-RANGES = {"starts": int32(0, 7, 3), "stops": int32(20, 24, 9)}
+RANGES = {"starts": ints(0, 7, 3), "stops": ints(20, 24, 9)}
 
 
 def quantised(name: str) -> torch.Tensor:
@@ -104,13 +101,13 @@ def sparse_gradient() -> dict[str, Any]:
 # What is called, with which arguments, and the axes along which some of them are put far apart.
 CALLS: dict[str, tuple[str, tuple[int, ...], dict[str, Any] | Callable[[], dict[str, Any]]]] = {
     "tiles": ("ragged_paged_attention", (0, 1, 2), {
-        "q": normal(14, 6, 16), "kv_pages": PAGES, **TABLES, "cu_q_lens": int32(0, 7, 8, 14), "sliding_window": 3
+        "q": normal(14, 6, 16), "kv_pages": PAGES, **TABLES, "cu_q_lens": ints(0, 7, 8, 14), "sliding_window": 3
     }),
     "splits": ("ragged_paged_attention", (0, 1, 2), {
-        "q": normal(3, 6, 16), "kv_pages": SPLIT_PAGES, **TABLES, "cu_q_lens": int32(0, 1, 2, 3),
+        "q": normal(3, 6, 16), "kv_pages": SPLIT_PAGES, **TABLES, "cu_q_lens": ints(0, 1, 2, 3),
     }),
     "pages by slot": ("write_kv_pages", (0, 1, 2), {
-        "k": normal(5, 3, 16), "v": normal(5, 3, 16), "kv_pages": SPLIT_PAGES, "slot_mapping": int32(3, 22, 9, 0, 14),
+        "k": normal(5, 3, 16), "v": normal(5, 3, 16), "kv_pages": SPLIT_PAGES, "slot_mapping": ints(3, 22, 9, 0, 14),
     }),
     "pages by table": ("write_kv_pages", (0, 1, 2), {
         "k": normal(5, 3, 16), "v": normal(5, 3, 16), "kv_pages": PAGES, **TABLES,
@@ -122,7 +119,7 @@ CALLS: dict[str, tuple[str, tuple[int, ...], dict[str, Any] | Callable[[], dict[
         "q": normal(3, 6, 16), **SCALED, "lengths": TABLES["kv_lens"], "page_indices": TABLES["page_indices"],
     }),
     "chunk, scaled": ("prefill_attention", (0, 1), {
-        "q": normal(3, 6, 16), **SCALED, "length": 7, "page_indices": int32(4, 1, 0),
+        "q": normal(3, 6, 16), **SCALED, "length": 7, "page_indices": ints(4, 1, 0),
     }),
     "merge": ("merge_attention_states", (0, 1), {"outs": normal(3, 4, 3, 16), "lses": normal(3, 4, 3).float()}),
     "packed": ("varlen_attention", (0, 1), PACKED | {"return_lse": True, "causal": True}),
@@ -132,7 +129,7 @@ CALLS: dict[str, tuple[str, tuple[int, ...], dict[str, Any] | Callable[[], dict[
         "kv_lens": TABLES["kv_lens"],
     }),
     "ragged latents": ("ragged_mla_attention", (0, 1, 2), {
-        "q": normal(14, 6, 96), "d_v": 64, "kv_cache": normal(6, 4, 1, 96), **TABLES, "cu_q_lens": int32(0, 7, 8, 14),
+        "q": normal(14, 6, 96), "d_v": 64, "kv_cache": normal(6, 4, 1, 96), **TABLES, "cu_q_lens": ints(0, 7, 8, 14),
         "sliding_window": 3, "return_lse": True,
     }),
     "ragged latents, 8-bit": ("ragged_mla_attention", (0, 1), lambda: {
@@ -145,7 +142,7 @@ CALLS: dict[str, tuple[str, tuple[int, ...], dict[str, Any] | Callable[[], dict[
     }),
     "lists, fp8_v32": ("mla_decode", (0, 1), lambda: {
         "q": normal(3, 1, 3, 576), "kv_cache": quantised("fp8_v32"), "indices": entries(3, 1, 9, below=24),
-        "topk_lens": int32(9, 2, 5),
+        "topk_lens": ints(9, 2, 5),
     }),
     "sparse": ("sparse_mla_prefill", (0, 1), SPARSE),
     "sparse, gradient": ("sparse_mla_prefill_backward", (0, 1), sparse_gradient),
@@ -154,17 +151,17 @@ CALLS: dict[str, tuple[str, tuple[int, ...], dict[str, Any] | Callable[[], dict[
     ),
     "quantise": ("quantize_mla_cache", (0, 1), {"kv": normal(6, 4, 1, 576), "format": "fp8_v32"}),
     "rows by slot": ("write_mla_cache", (0, 1, 2), {
-        "kv": normal(3, 3, 96), "cache": normal(6, 4, 3, 96), "slot_mapping": int32(3, 22, 9),
+        "kv": normal(3, 3, 96), "cache": normal(6, 4, 3, 96), "slot_mapping": ints(3, 22, 9),
     }),
     "rows by table": ("write_mla_cache", (0, 1, 2), {"kv": normal(5, 3, 96), "cache": normal(6, 4, 3, 96), **TABLES}),
     "rows by slot, fp8_v4": ("write_mla_cache", (0,), lambda: {
-        "kv": normal(3, 1, 512), "cache": quantised("fp8_v4"), "slot_mapping": int32(3, 22, 9),
+        "kv": normal(3, 1, 512), "cache": quantised("fp8_v4"), "slot_mapping": ints(3, 22, 9),
     }),
     "indexer": ("indexer_logits", (0, 1), INDEXED | PAGED_KEYS),
     "indexer, bytes": ("indexer_logits", (0,), lambda: INDEXED | {"keys": pages_of_bytes()}),
     "indexer, packed": ("indexer_logits", (0,), {
         "q": normal(7, 6, 32), "weights": normal(7, 6).float(), **PACKED_KEYS,
-        "starts": int32(0, 3, 3, 5, 0, 20, 1), "stops": int32(9, 24, 3, 12, 24, 21, 8),
+        "starts": ints(0, 3, 3, 5, 0, 20, 1), "stops": ints(9, 24, 3, 12, 24, 21, 8),
     }),
     "indexer, few tokens": ("indexer_logits", (0, 1), FEW_INDEXED | PAGED_KEYS),
     "indexer, few tokens, bytes": ("indexer_logits", (0,), lambda: FEW_INDEXED | {"keys": pages_of_bytes()}),
@@ -178,7 +175,7 @@ CALLS: dict[str, tuple[str, tuple[int, ...], dict[str, Any] | Callable[[], dict[
     "choice": ("top_k_indices", (0,), {"logits": normal(3, 24).float(), "top_k": 5, **RANGES}),
     "quantise keys": ("quantize_indexer_keys", (0,), {"k": normal(5, 32)}),
     "keys by slot": ("write_indexer_cache", (0,), lambda: {
-        "k": normal(3, 32), "cache": pages_of_bytes(), "slot_mapping": int32(3, 22, 9),
+        "k": normal(3, 32), "cache": pages_of_bytes(), "slot_mapping": ints(3, 22, 9),
     }),
 }  # fmt: skip
 

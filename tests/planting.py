@@ -3,7 +3,7 @@
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.machinery import ModuleSpec
 from typing import Any
 from unittest import mock
@@ -50,6 +50,13 @@ def planted(monkeypatch: pytest.MonkeyPatch, functions: Mapping[str, Function]) 
     monkeypatch.setattr(drawing, "PHASES", (Phase.generate,))  # a failure is wanted here, not a small one
     dispatch.load.cache_clear()
     return runner_for("mutant", "torch")
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Runner]]:
+    """Plant functions in place of the honest ones as a backend, and return its runner."""
+    yield lambda **functions: planted(monkeypatch, functions)
+    dispatch.load.cache_clear()
 
 
 def failures(runner: Runner, checks: Iterable[Check], examples: int) -> Iterable[str]:

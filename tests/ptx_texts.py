@@ -96,3 +96,15 @@ def evaluate(code: str, *inputs: Any, result: str, shared: int = 0) -> NDArray[A
     outcome = run_text(kernel_text("\n".join(lines), list(given), threads), given, shared=shared)
     assert not outcome.reports
     return given["out"][:count]
+
+
+def texts_of(outcome: Outcome) -> str:
+    """The texts of all reports."""
+    return "\n".join(report.text for report in outcome.reports.values())
+
+
+def without(body: str, mark: str, instead: str = "") -> str:
+    """The body with the one line that ends in `// mark` dropped or replaced."""
+    lines = [line for line in body.split("\n") if line.rstrip().endswith(f"// {mark}")]
+    assert len(lines) == 1, f"{len(lines)} lines are marked {mark}"
+    return body.replace(lines[0], instead)

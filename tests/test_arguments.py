@@ -14,7 +14,8 @@ import pytest
 import ragged_attention as ra
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS
-from tests.test_features import CALLS_WITH, EACH, arguments_of, ints
+from tests.arrays import ints
+from tests.test_features import CALLS_WITH, EACH, arguments_of
 
 torch: Any = pytest.importorskip("torch")
 jax: Any = pytest.importorskip("jax")
@@ -25,6 +26,7 @@ import ragged_attention.jax as jax_front  # noqa: E402
 import ragged_attention.torch as torch_front  # noqa: E402
 from ragged_attention.compat.jax_arguments import as_int32  # noqa: E402
 from ragged_attention.jax._lower import held_by_jax  # noqa: E402
+from tests import tensors  # noqa: E402
 
 rj: Any = jax_front
 rt: Any = torch_front
@@ -387,7 +389,7 @@ def test_rows_may_be_moved_within_a_cache(backend: str) -> None:
     assert cache[..., 0].flatten().tolist() == [0, 0, 1, 2, 3, 4, 5, 6]
     swapped, q = cache.clone(), torch.ones(8, 1, 16)
     rt.ragged_mla_attention(
-        q, swapped, ints_of([8]), ints_of([[1, 0]]), ints_of([0, 8]), new_kv=swapped.view(8, 16), d_v=16,
+        q, swapped, tensors.ints(8), tensors.ints([1, 0]), tensors.ints(0, 8), new_kv=swapped.view(8, 16), d_v=16,
         backend=backend,
     )  # fmt: skip
     assert torch.equal(swapped, cache.flip(0))
@@ -398,10 +400,6 @@ def test_rows_may_be_moved_within_a_cache(backend: str) -> None:
     rt.write_indexer_cache(apart, want, torch.tensor([1, 0]), backend=backend)
     rt.write_indexer_cache(keys, held, torch.tensor([1, 0]), backend=backend)
     assert torch.equal(held, want)
-
-
-def ints_of(rows: Any) -> Any:
-    return torch.tensor(rows, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("backend", ["xla", "numba", "reference"])
@@ -464,9 +462,9 @@ def test_small_numbers_among_scales_count_as_zero(dtype: str, backend: str) -> N
     else:
         pages, new = torch.zeros(1, 1, 2 * heads, 16).to(getattr(torch, dtype)), torch.tensor(rows)
         divisors = torch.tensor(scales)
-        rt.write_kv_pages(new, new, pages, ints_of([0]), k_scale=divisors, v_scale=divisors, backend=backend)
+        rt.write_kv_pages(new, new, pages, tensors.ints(0), k_scale=divisors, v_scale=divisors, backend=backend)
         found, row = pages.float().numpy(), pages[:, :, :1].clone()
-        rt.write_mla_cache(new[:, :1], row, ints_of([0]), kv_scale=divisors[2:3], backend=backend)
+        rt.write_mla_cache(new[:, :1], row, tensors.ints(0), kv_scale=divisors[2:3], backend=backend)
         row = row.float().numpy()
     want = np.array(of_small_scales(dtype), np.float32)
     for part in (found[0, 0, 0::2], found[0, 0, 1::2]):

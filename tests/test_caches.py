@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ragged_attention.host import caches
+from tests.apart import apart, printed
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="files have other owners and modes here")
 
@@ -339,77 +340,22 @@ def test_code_of_other_settings_is_another(kept: Kept, monkeypatch: pytest.Monke
     monkeypatch.undo()
 
 
-TWO_KERNELS = """
-import sys, numba
-from ragged_attention.portable.numba._compiling import machine_code
-
-def scaled(by):
-    @numba.njit(error_model="numpy")
-    def helper(x):
-        for step in range(x):
-            x += step % 3 * by if x % 7 else step // 5
-            x ^= step * 11 if x % 5 else by
-            x -= x // 13 if x & by else -step
-        return x * by
-    return helper
-
-twice, thrice = scaled(2), scaled(3)
-
-def first(x):
-    return twice(x) + twice(x + 1)
-
-def second(x):
-    return thrice(x) + thrice(x + 1)
-"""
-RUN = """
-for name in sys.argv[1:]:
-    (function,) = machine_code(name, {globals()[name]: "int64(int64)"})
-    assert function.ctypes(21) == globals()[name](21), name
-    print(function.cache_hits)
-"""
-# By Numba's count `thrice` is the second function of this process, as `twice` is of the one that kept it.
-BEFORE = "numba.njit(lambda: 0)()\nassert thrice(21) == thrice.py_func(21)\n"
-AFTER = "assert numba.njit(lambda x: thrice(x) + thrice(x + 1))(21) == second(21)\n"
-
-
-def test_kernels_that_two_processes_have_kept_do_not_share_functions(home: Path, tmp_path: Path) -> None:
+def test_kernels_that_two_processes_have_kept_do_not_share_functions(home: Path) -> None:
     """Neither with each other nor with what the process that loads them compiles by itself."""
     pytest.importorskip("numba")
 
-    def hits(*kernels: str, before: str = "", after: str = "") -> list[str]:
-        (tmp_path / "two_kernels.py").write_text(TWO_KERNELS + before + RUN + after)
-        command = [sys.executable, tmp_path / "two_kernels.py", *kernels]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=60)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()
+    def hits(*kernels: str) -> list[str]:
+        return printed("-m", "tests.programs.two_kernels", *kernels).split()
 
     assert hits("first") == hits("second") == ["0"]
     assert hits("first", "second") == hits("second", "first") == ["1", "1"]
-    assert hits("first", before=BEFORE, after=AFTER) == ["1"]
-
-
-SWITCHED = """
-import torch, ragged_attention.torch as rt
-from ragged_attention.tools import warmup
-given = torch.ones(2, 3, 4, 8), torch.zeros(2, 3, 4)
-def call(backend=None):
-    try:
-        return rt.merge_attention_states(*given, backend=backend)[0].sum().item()
-    except Exception as error:
-        return type(error).__name__, str(error).splitlines()[1:2]
-print(call(), call("numba"))
-try:
-    warmup.main(["merge_attention_states"])
-except RuntimeError as error:
-    print(error)
-"""
+    assert hits("first", "shifted") == ["1"]
 
 
 def switched(**environment: str) -> subprocess.CompletedProcess[str]:
     pytest.importorskip("torch")
     pytest.importorskip("numba")
-    command = [sys.executable, "-c", SWITCHED]
-    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=200)
+    return apart("-m", "tests.programs.merge_without_numba", **environment)
 
 
 def test_where_numba_compiles_nothing_another_backend_is_the_choice(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-import textwrap
 import types
 
 import pytest
@@ -15,6 +14,7 @@ from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, Device
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.tools import cli
+from tests.apart import printed
 
 ATTENTION = "ragged_paged_attention"
 
@@ -26,7 +26,7 @@ def wide_and_unconfigured(monkeypatch, tmp_path):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.chdir(tmp_path)
     yield
-    ragged_attention.use_backend()
+    ragged_attention.set_backend()
 
 
 @pytest.fixture
@@ -210,14 +210,7 @@ def test_version(run_cli):
 
 
 def test_help_loads_no_framework():
-    code = """
-        import sys
-        from ragged_attention.tools import cli
-        assert cli.main(["--help"]) == 0
-        loaded = {"torch", "jax", "triton", "hypothesis", "pytest"} & set(sys.modules)
-        assert not loaded, loaded
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True)
+    printed("-m", "tests.programs.help_loads_no_framework")
 
 
 @pytest.mark.parametrize(

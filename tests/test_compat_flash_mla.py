@@ -306,7 +306,9 @@ ARGUMENTS = {
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_names_and_order_of_arguments(name):
     assert " ".join(inspect.signature(getattr(flash_mla, name)).parameters) == ARGUMENTS[name]
-    assert sorted({*ARGUMENTS, "use_convention"}) == sorted(flash_mla.__all__)  # which is ours
+    assert sorted({*ARGUMENTS, "set_convention", "use_convention"}) == sorted(
+        flash_mla.__all__
+    )  # the last two are ours
 
 
 @pytest.mark.parametrize(
@@ -513,7 +515,7 @@ def test_conventions_of_prefill(convention, backend):
 
 
 def test_the_default_convention_is_chosen_process_wide_or_for_a_block(request):
-    request.addfinalizer(lambda: flash_mla.use_convention("base2"))
+    request.addfinalizer(lambda: flash_mla.set_convention("base2"))
     arguments, base2 = prefill_pair("base2")
     natural = flash_mla.flash_mla_sparse_fwd(**arguments, convention="natural")
 
@@ -531,12 +533,20 @@ def test_the_default_convention_is_chosen_process_wide_or_for_a_block(request):
         thread.join()
         assert seen == [True]
     assert default_is(base2)
-    flash_mla.use_convention("natural")
+    block = flash_mla.use_convention("natural")
+    assert default_is(base2)
+    with block:
+        assert default_is(natural)
+    flash_mla.set_convention("natural")
     assert default_is(natural)
     with flash_mla.use_convention("base2"):
         assert default_is(base2)
-    with pytest.raises(InvalidInput, match="expected convention to be one of base2, natural, got 'e'"):
-        flash_mla.use_convention("e")
+    with pytest.warns(DeprecationWarning, match=r"use_convention\(\.\.\.\) outside of .*: call set_convention\("):
+        flash_mla.use_convention("base2")
+    assert default_is(base2)
+    for choose in (flash_mla.set_convention, flash_mla.use_convention):
+        with pytest.raises(InvalidInput, match="expected convention to be one of base2, natural, got 'e'"):
+            choose("e")
 
 
 # What FlashMLA's own tests leave out

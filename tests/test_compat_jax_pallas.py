@@ -1,15 +1,13 @@
 """`compat.jax_pallas`: JAX's signatures, its refusals, its references, and right where its kernels are not."""
 
 import inspect
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.apart import printed
 
 pytest.importorskip("jax")
 
@@ -349,50 +347,9 @@ def test_tunables_go_along_to_another_machine(monkeypatch):
     assert {name: getattr(tiles[-1], name) for name in TUNABLES} == TUNABLES
 
 
-ON_THE_TPU_KERNELS = """
-import jax.numpy as jnp
-import numpy as np
-
-from ragged_attention.compat import easydel, ejkernel, jax_pallas
-from ragged_attention.reference.paged_attention import paged_attention
-from ragged_attention.reference.prefill_attention import prefill_attention
-from ragged_attention.testing.compare import agrees
-from ragged_attention.testing.tpu_interpreter import watched
-from tests.paged_batches import heads_first, ragged
-
-batch = ragged(((1, 9), (0, 0), (4, 14)), head_dim=128)
-sinks = jnp.array([0.5, -1.0, 3.0, 0.0])
-with watched("on_wait"):
-    out = jax_pallas.ragged_paged_attention(
-        *batch.arrays, sm_scale=0.2, num_kv_pages_per_block=2, num_queries_per_block=8, backend="pallas"
-    )
-    with_sinks = ejkernel.ragged_page_attention_v2(
-        *batch.arrays, softmax_aux=sinks, sliding_window=5, num_warps=4, backend="pallas"
-    )
-agrees(out, batch.defined(sm_scale=0.2), "float32")
-agrees(with_sinks, batch.defined(sinks=sinks, sliding_window=5), "float32")
-
-batch = ragged([(1, length) for length in (0, 3, 8, 21)], padding=4, more_seqs=0, head_dim=128)
-pages = heads_first(batch.kv_pages)
-exact = [np.asarray(array) for array in (*pages, batch.kv_lens, batch.page_indices)]
-with watched("on_wait"):
-    decoded = jax_pallas.paged_attention(
-        batch.q[:4], *pages, batch.kv_lens, batch.page_indices, pages_per_compute_block=2, backend="pallas"
-    )
-    chunk = easydel.prefill_attention(batch.q[4:], *pages, 21, batch.page_indices[3], backend="pallas")
-agrees(decoded, paged_attention(np.asarray(batch.q[:4]), *exact, sm_scale=1.0), "float32")
-agrees(chunk, prefill_attention(np.asarray(batch.q[4:]), *exact[:2], 21, exact[3][3]).reshape(4, -1), "float32")
-print("right")
-"""
-
-
 def test_every_drop_in_on_the_tpu_kernels():
     """By the interpreter, races looked for; in a process that can be ended, for a missing copy hangs."""
-    done = subprocess.run(
-        [sys.executable, "-c", ON_THE_TPU_KERNELS], capture_output=True, text=True, timeout=600, check=False,
-        cwd=Path(__file__).parent.parent, env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
-    assert done.stdout.strip() == "right", done.stderr
+    assert printed("-m", "tests.programs.drop_ins_on_tpu_kernels", JAX_PLATFORMS="cpu") == "right\n"
 
 
 def test_a_backend_that_cannot_run_here_is_named():

@@ -14,7 +14,7 @@ from benchmarks.compiled import compile_matrix, compiling, fences
 from ragged_attention import dispatch
 from ragged_attention.calls import dtype_name
 from ragged_attention.tools import samples
-from tests.apart import apart
+from tests.apart import apart, printed
 
 ROOT = Path(__file__).parent.parent
 
@@ -65,36 +65,19 @@ def test_a_thousand_batches_compile_few_variants() -> None:
         assert max(counts.values()) <= 12, f"{operation}: {counts}"
 
 
-ODD_WINDOW = """
-from benchmarks.compiled import compiling
-from ragged_attention.tools.samples import Sample, device_of
-sample = Sample(sliding_window=2047, num_tokens=4096, max_num_seqs=1)
-launches = compiling.record(sample.call("ragged_paged_attention", device_of("torch", "sm_90")))
-print(*{compiling.compile_launch(launch, "sm_90").failure for launch in launches if launch.name == "tile_kernel"})
-"""
-
-
 def test_compiled_windows_that_16_does_not_divide_spill_nothing() -> None:
     pytest.importorskip("triton")
-    done = apart("-c", ODD_WINDOW)
-    assert done.stdout == "None\n", done.stdout + done.stderr
-
-
-DRAFTS = """
-import sys
-from benchmarks.compiled import compiling
-from ragged_attention.tools.samples import Sample, device_of
-for sample in (Sample(draft=8), Sample(draft=64, num_tokens=512, max_num_seqs=4)):
-    call = sample.call("ragged_paged_attention", device_of("torch", sys.argv[1]))
-    print(*{compiling.compile_launch(launch, sys.argv[1]).failure for launch in compiling.record(call)})
-"""
+    sample = {"sliding_window": 2047, "num_tokens": 4096, "max_num_seqs": 1}
+    said = printed("-m", "tests.programs.compile_attention", "sm_90", json.dumps(sample))
+    assert "tile_kernel None" in said.splitlines(), said
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
 def test_compiled_draft_masks_spill_nothing(arch: str) -> None:
     pytest.importorskip("triton")
-    done = apart("-c", DRAFTS, arch)
-    assert done.stdout.splitlines() == ["None"] * 2, done.stdout + done.stderr
+    samples = {"draft": 8}, {"draft": 64, "num_tokens": 512, "max_num_seqs": 4}
+    said = printed("-m", "tests.programs.compile_attention", arch, *map(json.dumps, samples))
+    assert {line.split(maxsplit=1)[1] for line in said.splitlines()} == {"None"}, said
 
 
 def test_planted_kernels_are_reported() -> None:
@@ -337,23 +320,6 @@ EDITS = (
     ("return x * FACTOR", "return x + FACTOR", True),
     ("constexpr(3)", "constexpr(4)", True),
 )
-PRINT_DIGESTS = """
-import importlib, sys
-from benchmarks.compiled import compiling
-from ragged_attention.tools.samples import FakeArray
-x = FakeArray((64,), "bfloat16")
-def digest(module, arch="sm_90", num_warps=4, **arguments):
-    arguments = {"strides": (16, 1), "SIZE": 64} | arguments
-    return compiling.digest(compiling.Launch(module.copy_kernel, (x, x), arguments, num_warps, 2), arch)
-sys.path.insert(0, sys.argv[1])
-modules = [importlib.import_module(f"edit_{index}.kernels") for index in range(int(sys.argv[2]))]
-first = modules[0]
-print(*[digest(module) == digest(first) for module in modules])
-others = [digest(first, "sm_80"), digest(first, num_warps=8), digest(first, SIZE=32), digest(first, strides=(16, 2))]
-print(len({digest(first), *others}))
-launch = compiling.Launch(first.copy_kernel, (x, x), {"strides": (16, 1), "SIZE": 64}, 4, 2)
-print(compiling.compile_launch(launch, "sm_90").failure)
-"""
 
 
 def test_a_digest_rests_on_what_is_compiled(tmp_path: Path) -> None:
@@ -364,48 +330,16 @@ def test_a_digest_rests_on_what_is_compiled(tmp_path: Path) -> None:
         folder.mkdir()
         for name, text in SOURCES.items():
             (folder / name).write_text(text.replace(old, new))
-    done = apart("-c", PRINT_DIGESTS, str(tmp_path), str(len(EDITS)))
-    assert done.returncode == 0, done.stderr
-    same, different, failure = done.stdout.splitlines()
+    said = printed("-m", "tests.programs.digests", str(tmp_path), str(len(EDITS)))
+    same, different, failure = said.splitlines()
     assert same.split() == [str(not changes) for *_, changes in EDITS]
     assert different == "5"
     assert failure == "None"
 
 
-PRINT_REACHED = """
-import os
-os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
-from triton.runtime import jit
-from benchmarks.compiled import compile_matrix, sources
-called = {}
-class Finder(jit.DependenciesFinder):
-    def _update_hash(self, function):
-        called.setdefault(self.name, set()).add(function)
-        super()._update_hash(function)
-jit.DependenciesFinder = Finder
-def reached(function, found):
-    function.cache_key
-    for other in called.get(function._fn_name, set()):
-        if other not in found and not other.__module__.startswith("triton."):
-            found.add(other)
-            reached(other, found)
-    return found
-cases = compile_matrix.covering("sm_90")
-launches = [launch for case in cases for index in range(len(compile_matrix.calls_for(case, "sm_90")))
-            for launch in compile_matrix.launches_for(case, "sm_90", index)]
-kernels = {launch.kernel for launch in launches}
-print(len(kernels))
-for kernel in kernels:
-    if (ours := set(sources.functions_of(kernel))) != (theirs := reached(kernel, {kernel})):
-        print(kernel.__name__, ours ^ theirs)
-"""
-
-
 def test_a_digest_rests_on_every_function_that_triton_counts() -> None:
     pytest.importorskip("triton")
-    done = apart("-c", PRINT_REACHED)
-    assert done.returncode == 0, done.stderr
-    number, *wrong = done.stdout.splitlines()
+    number, *wrong = printed("-m", "tests.programs.reached_functions").splitlines()
     assert int(number) > 10
     assert wrong == []
 

@@ -1,5 +1,6 @@
 """The precedence of configuration, rule by rule, and what it refuses."""
 
+import contextlib
 import os
 import sys
 import threading
@@ -14,6 +15,7 @@ from ragged_attention import config
 from ragged_attention.errors import InvalidInput
 
 ATTENTION, WRITE = "ragged_paged_attention", "write_kv_pages"
+BOTH = pytest.mark.parametrize("choose", [ra.set_backend, ra.use_backend])
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +25,7 @@ def nothing_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.chdir(tmp_path)
     yield
-    ra.use_backend()
+    ra.set_backend()
 
 
 def setenv(monkeypatch: pytest.MonkeyPatch, variable: str, value: str | None) -> None:
@@ -68,22 +70,22 @@ def test_named_file_over_pyproject(monkeypatch, tmp_path):
     assert config.requested(ATTENTION) == ("xla",)
 
 
-def test_plain_call_over_file(monkeypatch, tmp_path):
+def test_process_wide_over_file(monkeypatch, tmp_path):
     named_file(monkeypatch, tmp_path, 'backend = "xla"')
-    ra.use_backend("cuda")
+    ra.set_backend("cuda")
     assert config.requested(ATTENTION) == ("cuda",)
 
 
-def test_a_later_plain_call_replaces_the_earlier():
-    ra.use_backend("cuda")
-    ra.use_backend("triton")
+def test_a_later_set_backend_replaces_the_earlier():
+    ra.set_backend("cuda")
+    ra.set_backend("triton")
     assert config.requested(ATTENTION) == ("triton",)
-    ra.use_backend()
+    ra.set_backend()
     assert config.requested(ATTENTION) is None
 
 
-def test_block_over_plain_call():
-    ra.use_backend("cuda")
+def test_block_over_process_wide():
+    ra.set_backend("cuda")
     with ra.use_backend("triton"):
         assert config.requested(ATTENTION) == ("triton",)
     assert config.requested(ATTENTION) == ("cuda",)
@@ -106,14 +108,14 @@ def test_the_whole_order_at_once(monkeypatch, tmp_path):
     """Each source in turn is taken away, and the next one shows."""
     setenv(monkeypatch, config.BACKEND_VARIABLE, "environment")
     named_file(monkeypatch, tmp_path, 'backend = "file"')
-    ra.use_backend("process")
+    ra.set_backend("process")
     with ra.use_backend("outer"):
         with ra.use_backend("inner"):
             assert config.requested(ATTENTION, "call") == ("call",)
             assert config.requested(ATTENTION) == ("inner",)
         assert config.requested(ATTENTION) == ("outer",)
     assert config.requested(ATTENTION) == ("process",)
-    ra.use_backend()
+    ra.set_backend()
     assert config.requested(ATTENTION) == ("file",)
     setenv(monkeypatch, config.CONFIG_VARIABLE, None)
     assert config.requested(ATTENTION) == ("environment",)
@@ -153,11 +155,11 @@ def test_a_block_ends_when_its_body_raises():
     assert config.requested(ATTENTION) is None
 
 
-def test_a_block_used_again_leaves_a_plain_call_made_between():
+def test_a_block_used_again_leaves_a_set_backend_made_between():
     block = ra.use_backend("triton")
     with block:
         pass
-    ra.use_backend("eager")
+    ra.set_backend("eager")
     with block:
         assert config.requested(ATTENTION) == ("triton",)
     assert config.requested(ATTENTION) == ("eager",)
@@ -175,7 +177,7 @@ def test_a_block_holds_for_its_own_thread():
 def test_options_follow_the_same_order(monkeypatch, tmp_path):
     named_file(monkeypatch, tmp_path, f"[options.{ATTENTION}]\nblock_kv = 1")
     assert config.requested_options(ATTENTION) == {"block_kv": 1}
-    ra.use_backend(options={ATTENTION: {"block_kv": 2}})
+    ra.set_backend(options={ATTENTION: {"block_kv": 2}})
     assert config.requested_options(ATTENTION) == {"block_kv": 2}
     with ra.use_backend(options={ATTENTION: {"block_kv": 3}}):
         with ra.use_backend(options={ATTENTION: {"block_kv": 4}}):
@@ -192,7 +194,7 @@ def test_validate_follows_the_same_order(monkeypatch, tmp_path):
     assert config.validates_values()
     named_file(monkeypatch, tmp_path, 'validate = "static"')
     assert not config.validates_values()
-    ra.use_backend(validate="full")
+    ra.set_backend(validate="full")
     assert config.validates_values()
     with ra.use_backend(validate="static"):
         assert not config.validates_values()
@@ -265,15 +267,17 @@ def test_a_broken_pyproject_is_no_concern_of_ours(tmp_path):
 
 
 @pytest.mark.parametrize("names", ["", "triton,", [], ["triton", ""]])
-def test_an_empty_name_is_refused(names):
+@BOTH
+def test_an_empty_name_is_refused(choose, names):
     with pytest.raises(InvalidInput, match="expected backend to name at least one backend, got"):
-        ra.use_backend(names)
+        choose(names)
 
 
 @pytest.mark.parametrize("names", [3, ["triton", 3], {WRITE: 3}])
-def test_a_name_of_a_wrong_kind_is_refused(names):
+@BOTH
+def test_a_name_of_a_wrong_kind_is_refused(choose, names):
     with pytest.raises(TypeError, match="expected backend to be a name or a list of names, got"):
-        ra.use_backend(names)
+        choose(names)
 
 
 def test_unknown_operations_are_refused():
@@ -288,6 +292,8 @@ def test_options_must_be_mappings():
         config.requested_options(ATTENTION, [("block_kv", 64)])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expected options of write_kv_pages to be a mapping, got int"):
         ra.use_backend(options={WRITE: 3})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="expected options to be a mapping, got list"):
+        ra.set_backend(options=[])  # type: ignore[arg-type]
 
 
 def test_an_unknown_validation_is_refused(monkeypatch):
@@ -298,10 +304,11 @@ def test_an_unknown_validation_is_refused(monkeypatch):
         config.validates_values()
 
 
-def test_a_refused_request_changes_nothing():
-    ra.use_backend("triton")
+@BOTH
+def test_a_refused_request_changes_nothing(choose):
+    ra.set_backend("triton")
     with pytest.raises(InvalidInput):
-        ra.use_backend("eager", validate="all")
+        choose("eager", validate="all")
     assert config.requested(ATTENTION) == ("triton",)
 
 
@@ -353,14 +360,6 @@ def test_blocks_made_before_each_other_leave_nothing_behind():
             assert config.requested(ATTENTION) == ("eager",)
         assert config.requested(ATTENTION) == ("reference",)
     assert config.requested(ATTENTION) is None
-    ra.use_backend("cuda")
-    a, b = ra.use_backend("reference"), ra.use_backend("eager")
-    with b:
-        assert config.requested(ATTENTION) == ("eager",)
-    assert config.requested(ATTENTION) == ("reference",)  # called plainly so far
-    with a, b:
-        pass
-    assert config.requested(ATTENTION) == ("cuda",)
 
 
 def test_threads_that_enter_blocks_leave_nothing_behind_and_see_their_own():
@@ -373,7 +372,7 @@ def test_threads_that_enter_blocks_leave_nothing_behind_and_see_their_own():
                 if config.requested(ATTENTION) != (name,) or config.requested_options(WRITE) != {name: 1}:
                     faults.append(name)
 
-    ra.use_backend("cuda")
+    ra.set_backend("cuda")
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -389,10 +388,57 @@ def test_threads_that_enter_blocks_leave_nothing_behind_and_see_their_own():
     assert config.requested_options(WRITE) == {}
 
 
-def test_plain_calls_do_not_pile_up():
-    for _ in range(100):
+def make_blocks() -> list[ra.use_backend]:
+    first = ra.use_backend("cuda")
+    return [first, ra.use_backend("triton"), ra.use_backend(backend="eager", validate="full")]
+
+
+def test_constructing_a_block_changes_nothing():
+    """pytest makes a warning an error."""
+    ra.set_backend("xla")
+    before = config.state()
+    blocks = make_blocks()
+    assert config.state() == before
+    with contextlib.ExitStack() as stack:
+        assert [stack.enter_context(block).names(WRITE) for block in blocks] == [("cuda",), ("triton",), ("eager",)]
+        assert config.requested(ATTENTION) == ("eager",)
+    del blocks
+    make_blocks()
+    assert config.state() == before
+
+
+OLD_FORMS = (
+    'ra.use_backend("triton")',
+    'ra.use_backend(["triton"], options={}, validate=None)',
+    'ra.use_backend(*["triton"])',
+    'ra.use_backend(**{"backend": "triton"})',
+    'if ra:\n    ra.use_backend("triton")\n',
+    'for _ in range(40):\n    ra.use_backend("triton")\n',  # by then the interpreter has specialised the call
+)
+
+
+@pytest.mark.parametrize("mode", ["exec", "single"])  # as in a file, and as at a prompt or in a notebook
+@pytest.mark.parametrize("text", OLD_FORMS)
+def test_the_deprecated_statement_sets_the_backend_and_warns(capsys, text, mode):
+    ra.set_backend("cuda")
+    code = compile(text, "users_program", mode)
+    with pytest.warns(DeprecationWarning, match=r"use_backend\(\.\.\.\) outside of .*: call set_backend\(") as warnings:
+        exec(code, {"ra": ra})
+    assert {warning.filename for warning in warnings} == {"users_program"}
+    assert config.requested(ATTENTION) == ("triton",)
+
+
+def test_the_deprecated_statement_without_arguments_ends_the_choice():
+    ra.set_backend("cuda")
+    with pytest.warns(DeprecationWarning, match="set_backend"):
+        ra.use_backend()
+    assert config.requested(ATTENTION) is None
+
+
+def test_a_deprecated_statement_that_is_an_error_changes_nothing():
+    with pytest.raises(DeprecationWarning, match="set_backend"):
         ra.use_backend("triton")
-    assert len(config._scope._installed) <= 2
+    assert config.requested(ATTENTION) is None
 
 
 def test_a_block_may_be_entered_again_within_itself():

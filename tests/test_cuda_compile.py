@@ -29,6 +29,7 @@ from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.kernels_cuda import _abi, _native, _report
 from ragged_attention.kernels_cuda._build import compile, toolchain
 from ragged_attention.tools import cli
+from tests.apart import apart, loaded
 
 ROOT = Path(__file__).parent.parent
 HEADER = (ROOT / "kernels_cuda" / "csrc" / "api.h").read_text()
@@ -316,15 +317,8 @@ def test_what_a_kept_library_is_known_by(small, monkeypatch):
 def test_two_processes_build_a_library_once(small, monkeypatch):
     shutil.rmtree(small)
     stand_in(small, seconds=0.5)
-    code = f"""
-from pathlib import Path
-from ragged_attention.kernels_cuda import _native
-from ragged_attention.kernels_cuda._build import compile
-compile.SOURCES, compile.UNITS = Path({str(compile.SOURCES)!r}), ("common",)
-print(_native.library()._name)
-"""
-    command = [sys.executable, "-c", code]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    command = [sys.executable, "-m", "tests.programs.build_cuda", str(compile.SOURCES)]
+    started = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = {process.communicate(timeout=120)[0] for process in started}
     assert [process.returncode for process in started] == [0, 0]
     assert len(said) == 1
@@ -498,14 +492,7 @@ def test_what_is_cut_short_ahead_of_time_is_passed_over(small):
 
 
 def test_what_a_killed_build_leaves_is_removed(small):
-    code = f"""
-from pathlib import Path
-from ragged_attention.kernels_cuda import _native
-from ragged_attention.kernels_cuda._build import compile
-compile.SOURCES, compile.UNITS = Path({str(compile.SOURCES)!r}), ("common",)
-_native.library(lambda done, *_: done and os.kill(os.getpid(), signal.SIGKILL))
-"""
-    killed = subprocess.run([sys.executable, "-c", "import os, signal" + code], check=False)
+    killed = apart("-m", "tests.programs.build_cuda", str(compile.SOURCES), "killed")
     assert killed.returncode == -signal.SIGKILL
     folder = compile.kernels_recipe().path.parent
     assert [path.name.startswith("building-") for path in folder.iterdir() if path.is_dir()] == [True]
@@ -647,16 +634,8 @@ def test_building_ahead_of_time_without_a_compiler(afresh, capsys, monkeypatch, 
 
 
 def test_the_package_is_cheap_to_import():
-    code = """
-import sys
-from ragged_attention import kernels_cuda
-assert kernels_cuda.state() is None
-heavy = {"torch", "jax", "numpy", "ctypes", "subprocess", "ragged_attention.kernels_cuda._native"}
-print(*sorted(heavy & set(sys.modules)))
-"""
-    without = "import sys, ragged_attention; print(*sorted({'numpy', 'ctypes', 'subprocess'} & set(sys.modules)))"
-    said = [subprocess.run([sys.executable, "-c", text], capture_output=True, text=True) for text in (code, without)]
-    assert said[0].stdout == said[1].stdout, said[0].stderr
+    heavy = ("torch", "jax", "numpy", "ctypes", "subprocess", "ragged_attention.kernels_cuda._native")
+    assert loaded("ragged_attention.kernels_cuda:state", *heavy) == loaded("ragged_attention", *heavy)
 
 
 def test_the_state_is_the_emulation_in_force(monkeypatch):

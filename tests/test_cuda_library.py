@@ -4,10 +4,8 @@ Building takes minutes. `make test` takes the library that `make cuda-compile` h
 """
 
 import ctypes
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ import pytest
 from ragged_attention.kernels_cuda import _abi, _native
 from ragged_attention.kernels_cuda._build import compile, toolchain
 from tests import tiers
+from tests.apart import apart
 
 HEADER = (compile.SOURCES / "api.h").read_text()
 
@@ -66,7 +65,6 @@ def test_the_emulation_has_the_same_functions(kernels):
 
 
 def test_a_build_of_a_clean_process_says_nothing(kernels):
-    code = "from ragged_attention.kernels_cuda import _native; _native.library(); print(_native.status().code)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ)
+    done = apart("-m", "tests.programs.cuda_status")
     assert (done.returncode, done.stderr) == (0, "")
     assert re.fullmatch(r"\d+\n", done.stdout)

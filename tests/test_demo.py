@@ -289,22 +289,13 @@ def test_the_demo_serves_what_full_attention_gives(framework, backend, kind, cap
         assert readable(prompt.text.encode()) in output
 
 
-SHORT = """
-import sys
-from ragged_attention.demo import command
-from ragged_attention.demo.prompts import Prompt
-command.PROMPTS = (Prompt(0, "A language model writes one token"), Prompt(1, "A language model writes"))
-sys.exit(command.main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_the_triton_kernels_run_in_the_interpreter_without_being_asked_to(framework, kind):
     pytest.importorskip(framework)
     pytest.importorskip("triton")
     arguments = ["--framework", framework, "--backend", "triton", "--device", "cpu", "--max-new-tokens", "2"]
-    said = printed("-c", SHORT, "--model", kind, *arguments)
+    said = printed("-m", "tests.programs.short_demo", "--model", kind, *arguments)
     assert "4 of 4 tokens equal" in said
     assert re.search(r"^ +0 +16 +0 .* triton$", said, re.MULTILINE)
 

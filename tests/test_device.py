@@ -30,6 +30,7 @@ from ragged_attention.kernels_cuda._build import toolchain
 from ragged_attention.tools import samples
 from ragged_attention.tools.samples import device_of
 from tests import device_faults
+from tests.apart import loaded, printed
 
 ROOT = Path(__file__).parents[1]
 ONE_COSTS = {
@@ -169,11 +170,8 @@ def test_a_phase_is_given_up_when_processes_do_not_start_any_more(planted: Plant
 
 def test_no_process_outlives_the_call_that_started_it(planted: Planted, tmp_path: Path) -> None:
     """Even if that is killed."""
-    code = (
-        "from pathlib import Path\nfrom tests.test_device import Planted\n"
-        f"Planted(Path({str(tmp_path)!r})).phase('faults', each=600.0)"
-    )
-    running = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "tests.programs.planted_device_faults", str(tmp_path)]
+    running = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 60
     while "hang" not in planted.ran() and time.monotonic() < until:
         time.sleep(0.1)
@@ -275,9 +273,7 @@ def test_settings_of_the_machines_image_are_dropped(monkeypatch: pytest.MonkeyPa
 
 
 def test_who_conducts_a_call_never_touches_the_device() -> None:
-    code = "import sys, benchmarks.device.__main__\nprint({'torch', 'jax', 'triton'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    assert loaded("benchmarks.device.__main__", "torch", "jax", "triton") == []
 
 
 def test_without_a_gpu_there_is_nothing_to_do(
@@ -542,14 +538,6 @@ def test_what_travelled_is_unpacked_once(travelling: Path, made: dict[str, Any],
     assert (there / "library" / "lib.so").read_text() == "changed"
 
 
-ONE_CASE = """
-import sys
-from benchmarks.device import checks, precompile
-checks.SMALL = {"triton": ("mla_sparse_h16_b8",)}
-sys.exit(precompile.main(sys.argv[1:]))
-"""
-
-
 def test_kernels_that_travelled_are_not_compiled_again(travelling: Path, tmp_path: Path) -> None:
     """Compiled for Hopper by Triton 3.6, packed, unpacked elsewhere, and asked for."""
     earlier = ROOT / ".triton36"
@@ -560,7 +548,16 @@ def test_kernels_that_travelled_are_not_compiled_again(travelling: Path, tmp_pat
     environ["PYTHONPATH"] = os.pathsep.join(map(str, (earlier, ROOT, ROOT / "src")))
 
     def compiled(cache: Path) -> str:
-        command = [sys.executable, "-c", ONE_CASE, str(cache), "--list", str(listed), "--kinds", "checks"]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.programs.precompile_one_case",
+            str(cache),
+            "--list",
+            str(listed),
+            "--kinds",
+            "checks",
+        ]
         done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
         assert json.loads(listed.read_text())["failed"] == {}
         return done.stdout
@@ -625,14 +622,7 @@ def test_caches_lie_where_one_may_write(monkeypatch: pytest.MonkeyPatch) -> None
 def test_every_process_finds_what_was_carried(travelling: Path, made: dict[str, Any], tmp_path: Path) -> None:
     prepare.prepare()
     carried.unpack(measuring=True)
-    code = (
-        "import sys\nfrom pathlib import Path\nfrom benchmarks.device import carried\n"
-        f"carried.unpacked = lambda: Path({str(tmp_path / 'there')!r})\ncarried.use('cpu')\nimport package\n"
-        "from benchmarks.peers import registry\nfrom ragged_attention.kernels_cuda._build import compile\n"
-        "print(registry.FOLDER.name, compile.PREBUILT.name, 'triton' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "peers library False\n"
+    assert printed("-m", "tests.programs.use_carried", str(tmp_path / "there")) == "peers library False\n"
 
 
 def test_the_tree_that_is_rehearsed_has_no_git_and_every_link(tmp_path: Path) -> None:

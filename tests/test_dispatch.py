@@ -2,9 +2,7 @@
 
 import dataclasses
 import inspect
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ from ragged_attention.explain import explanation
 from ragged_attention.operations import Operations
 from ragged_attention.tools import doctor
 from ragged_attention.tools.samples import Sample, device_of, sample_of
+from tests.apart import loaded, printed
 
 ATTENTION, MERGE = "ragged_paged_attention", "merge_attention_states"
 CPU = Device(framework="torch", platform="cpu")
@@ -47,7 +46,7 @@ def nothing_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.chdir(tmp_path)
     forget()
     yield
-    ra.use_backend()
+    ra.set_backend()
     monkeypatch.undo()
     forget()
 
@@ -380,19 +379,11 @@ def test_jax_refuses_what_only_torch_takes():
 
 
 def test_importing_the_package_loads_no_framework():
-    code = """
-        import sys
-        import numpy
-        import time
-        start = time.process_time()  # not what else the machine does
-        import ragged_attention
-        seconds = time.process_time() - start
-        loaded = {"torch", "jax", "triton", "rich", "hypothesis", "pytest"} & set(sys.modules)
-        assert not loaded, loaded
-        assert seconds < 0.2, seconds
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert loaded("ragged_attention", "torch", "jax", "triton", "rich", "hypothesis", "pytest") == []
+
+
+def test_importing_the_package_is_quick():
+    assert float(printed("-m", "tests.programs.quick_import")) < 0.2
 
 
 def test_devices_that_are_not_here_can_be_asked_about():

@@ -17,6 +17,7 @@ from ragged_attention.errors import BackendMissing, InvalidInput
 from ragged_attention.reference.make_decode_schedule import make_decode_schedule
 from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
 from ragged_attention.tools.samples import device_of, sample_of
+from tests.arrays import ints
 
 RNG = np.random.default_rng(0)
 SAME = {
@@ -29,10 +30,6 @@ SAME = {
 
 def floats(*shape: int) -> Any:
     return RNG.standard_normal(shape).astype(np.float32)
-
-
-def ints(*values: Any) -> Any:
-    return np.array(values, np.int32)
 
 
 # Two sequences with 3 and 2 queries, 4 query heads over 2 KV heads of 16, pages of 4.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.lowering import kernels_in
+from tests.apart import triton_kernels
 
 jax = pytest.importorskip("jax")
 
@@ -182,28 +182,7 @@ def test_double_precision_is_for_the_portable_backends(function: Any, arguments:
         function(*given, backend="pallas")
 
 
-CUDA_LOWERING = """
-import jax, jax.numpy as jnp
-from ragged_attention.jax import sparse_mla_prefill, varlen_attention
-def array(dtype, *shape):
-    return jax.ShapeDtypeStruct(shape, dtype)
-def step(q, k, v, edges, latent_q, kv, lists):
-    def loss(q, k, v, latent_q, kv):
-        out = varlen_attention(q, k, v, edges, edges, causal=True, sliding_window=64, soft_cap=30)
-        as_it_comes, _, _ = sparse_mla_prefill(latent_q, kv, lists)
-        in_order, _, _ = sparse_mla_prefill(latent_q, kv, lists, deterministic=True)
-        return sum(result.astype("float32").sum() for result in (out, as_it_comes, in_order))
-    return jax.grad(loss, (0, 1, 2, 3, 4))(q, k, v, latent_q, kv)
-arguments = [array("bfloat16", 256, 8, 128), array("bfloat16", 256, 2, 128), array("bfloat16", 256, 2, 128)]
-arguments += [array("int32", 3), array("bfloat16", 4, 16, 576), array("bfloat16", 256, 1, 576)]
-arguments += [array("int32", 4, 1, 64)]
-def count(platform):
-    return jax.jit(step).trace(*arguments).lower(lowering_platforms=(platform,)).as_text().count("triton_kernel_call")
-print(count("cuda"), count("cpu"))
-"""
-
-
 def test_gradients_lower_to_triton_for_cuda_and_to_xla_for_a_cpu() -> None:
-    on_gpu, on_cpu = kernels_in(CUDA_LOWERING)
+    on_gpu, on_cpu = triton_kernels("gradients")
     assert on_gpu >= 10  # three attentions, at least three kernels of the one's gradient and two of each of the others'
     assert on_cpu == 0

@@ -17,6 +17,7 @@ from ragged_attention import calls, dispatch
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.torch._launcher import LAUNCHER, device_facts
 from tests.operators import operator_arguments
+from tests.tensors import ints
 
 Tensor = torch.Tensor
 PORTABLE = ("reference", "eager")
@@ -26,10 +27,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "everything at once": {"causal": True, "sliding_window": 3, "soft_cap": 1.5, "sm_scale": -0.8},
 }
 Function = Callable[..., Any]
-
-
-def ints(*values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64, grad: bool = True) -> Tensor:

@@ -1,19 +1,18 @@
 """The suite catches wrong kernels over heads-first pages, and updates that write or see the wrong thing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ragged_attention import dispatch
 from ragged_attention.reference import paged_attention as decode
 from ragged_attention.reference import prefill_attention as prefill
 from ragged_attention.testing.heads_first import suite as heads_first_suite
 from ragged_attention.testing.paged import updates
 from ragged_attention.testing.paged.specs import Batch, WriteBatch, like_pages, pages_of
 from ragged_attention.testing.runner import Runner
-from tests.planting import Function, failures, planted
+from tests.planting import Function, failures
 
 pytest.importorskip("torch", reason="the mutants run through the torch front end")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a mutant lets it through
@@ -116,12 +115,6 @@ PREFILL = {
     m.__name__: given(honest_prefill, m)
     for m in (always_at_the_end, never_at_the_end, window_one_too_wide, last_partial_page_dropped, *BOTH)
 } | {"rows_behind_the_length_see_all": rows_behind_the_length_see_all}
-
-
-@pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Runner]]:
-    yield lambda **functions: planted(monkeypatch, functions)
-    dispatch.load.cache_clear()
 
 
 @pytest.mark.parametrize("name", DECODE)

@@ -25,6 +25,7 @@ import ragged_attention.jax as rj
 import ragged_attention.torch as rt
 from tests.far_strides import far
 from tests.operators import operator_arguments
+from tests.tensors import ints, strided
 
 T, H, D = 7, 3, 16  # the last token is padding
 P, G, M, S = 6, 4, 3, 3
@@ -38,10 +39,6 @@ INDEXERS = pytest.mark.parametrize("operation", ["indexer_logits", "indexer_topk
 def whole(*shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randint(-3, 4, shape, generator=generator).float()
-
-
-def ints(values: Any) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def pages_of_bytes(num_pages: int = P) -> torch.Tensor:
@@ -60,7 +57,7 @@ def inputs(kind: str, operation: str = "indexer_logits") -> dict[str, Any]:
         given |= {"q": given["q"].to(torch.float8_e4m3fn), "keys": pages_of_bytes()}
     else:
         given |= {"keys": whole(P, G, D)} | ({"key_scale": 2.0 ** whole(P, G)} if kind == "scaled" else {})
-    given |= {name: ints(value) for name, value in (RANGES if kind == "packed" else TABLES).items()}
+    given |= {name: ints(*value) for name, value in (RANGES if kind == "packed" else TABLES).items()}
     return given | ({"top_k": 5} if operation == "indexer_topk" else {})
 
 
@@ -84,7 +81,7 @@ def test_indexers_pass_opcheck(operation: str, kind: str) -> None:
 
 
 def test_the_others_pass_opcheck() -> None:
-    check_operator("top_k_indices", whole(3, 9), 4, ints([0, 2, 5]))
+    check_operator("top_k_indices", whole(3, 9), 4, ints(0, 2, 5))
     check_operator("quantize_indexer_keys", whole(5, D), power_of_two=True)
     check_operator("write_indexer_cache", whole(3, D), pages_of_bytes(), torch.tensor([1, -1, 5]))
 
@@ -107,7 +104,7 @@ def engine_step(q: Any, new: Any, weights: Any, cache: Any, slots: Any, tables: 
 
 
 def step_inputs(tokens: int) -> list[Any]:
-    tables = [ints(value) for value in TABLES.values()]
+    tables = [ints(*value) for value in TABLES.values()]
     slots = torch.arange(tokens) * 3
     return [whole(tokens, H, D), whole(tokens, D), whole(tokens, H), pages_of_bytes(), slots, tables]
 
@@ -195,7 +192,7 @@ def test_how_many_sequences_live_may_be_a_number_or_an_array(operation: str, cou
         assert len(table) == S + (name == "cu_q_lens")
     want = call(operation, inputs("bytes", operation), "reference", num_seqs=count)
     for backend in ("reference", "eager", "numba"):
-        for form in (count, ints([count])):
+        for form in (count, ints(count)):
             assert torch.equal(call(operation, given, backend, num_seqs=form), want)
 
 
@@ -243,10 +240,6 @@ def test_a_strided_last_dimension_is_refused(name: str) -> None:
         call(operation, given | {name: pages})
 
 
-def strided(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.repeat_interleave(2, -1)[..., ::2]
-
-
 @pytest.mark.parametrize("backend", ["eager", "numba"])
 @EACH_KIND
 @INDEXERS
@@ -284,7 +277,7 @@ def test_rows_of_logits_and_keys_may_be_far_apart(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["eager", "numba"])
 @pytest.mark.parametrize("name", ["k", "cache"])
 def test_pages_that_are_written_may_be_far_apart(name: str, backend: str) -> None:
-    given: dict[str, Any] = {"k": whole(4, D), "cache": pages_of_bytes(), "slot_mapping": ints([3, 23, -1, 8])}
+    given: dict[str, Any] = {"k": whole(4, D), "cache": pages_of_bytes(), "slot_mapping": ints(3, 23, -1, 8)}
     want = given["cache"].clone()
     rt.write_indexer_cache(**given | {"cache": want}, backend="reference")
     given[name] = far(given[name], 0)

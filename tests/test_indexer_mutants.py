@@ -1,13 +1,12 @@
 """The suite catches a wrong indexer: definitions with one planted fault each."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 
-from ragged_attention import dispatch
 from ragged_attention.reference import _indexer as pieces
 from ragged_attention.reference import indexer_logits as logits_module
 from ragged_attention.reference import indexer_topk as topk_module
@@ -16,7 +15,7 @@ from ragged_attention.reference import top_k_indices as select_module
 from ragged_attention.reference import write_indexer_cache as write_module
 from ragged_attention.testing.indexer.suite import agreement, corners, laws
 from ragged_attention.testing.runner import Runner
-from tests.planting import Function, failures, planted
+from tests.planting import Function, failures
 
 pytest.importorskip("torch", reason="the mutants run through the torch front end")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a mutant lets it through
@@ -215,12 +214,6 @@ def scales_beside_values(k: Any, cache: Any, slot_mapping: Any, power_of_two: bo
     new = honest_write(k, cache, slot_mapping, power_of_two)
     values, scales = (np.array(plane) for plane in pieces.planes(new))
     return np.concatenate([values, scales], axis=-1).reshape(new.shape)
-
-
-@pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Runner]]:
-    yield lambda **functions: planted(monkeypatch, functions)
-    dispatch.load.cache_clear()
 
 
 # What sixty drawn calls need not show: it takes a table that looks longer than it is, or logits that nearly tie.

@@ -12,13 +12,10 @@ from ragged_attention.reference.quantize_indexer_keys import quantize_indexer_ke
 from ragged_attention.reference.top_k_indices import top_k_indices
 from ragged_attention.reference.write_indexer_cache import write_indexer_cache
 from ragged_attention.testing.compare import chosen_agree, logits_agree
+from tests.arrays import ints
 
 INF, NAN = float("inf"), float("nan")
 RNG = np.random.default_rng(0)
-
-
-def ints(*values: Any) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def by_hand(q: Any, keys: Any, weights: Any) -> np.ndarray:

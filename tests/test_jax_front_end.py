@@ -1,8 +1,5 @@
 """The jax front end under jax's own machinery: transformations, export, donation, configuration, traced errors."""
 
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +9,7 @@ import ragged_attention as ra
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
 from ragged_attention.testing.compare import agrees, identical
-from tests.lowering import kernels_in
+from tests.apart import loaded, triton_kernels
 
 pytest.importorskip("jax")
 
@@ -53,20 +50,6 @@ def tokens() -> tuple[Any, ...]:
 
 def defined(batch: tuple[Any, ...], **options: Any) -> Any:
     return definition(*map(np.asarray, batch), **options)
-
-
-@pytest.fixture
-def setting() -> Iterator[Callable[[str, Any], None]]:
-    """Sets a jax option for the test."""
-    before: dict[str, Any] = {}
-
-    def update(name: str, value: Any) -> None:
-        before.setdefault(name, getattr(jax.config, name))
-        jax.config.update(name, value)
-
-    yield update
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 @pytest.mark.parametrize("scale", [0.5, np.float32(0.5), np.linspace(0.25, 2, NUM_KV_HEADS * GROUP, dtype=np.float32)])
@@ -160,28 +143,14 @@ def test_export(batch, platforms):
     assert agrees(exported.call(*batch), defined(batch), "float32")
 
 
-CUDA_LOWERING = """
-import jax, jax.export, jax.numpy as jnp
-from ragged_attention.jax import ragged_paged_attention
-arguments = [jax.ShapeDtypeStruct(shape, jnp.float16) for shape in ((8, 4, 64), (6, 16, 4, 64))]
-arguments += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((3,), (3, 2), (4,))]
-attend = jax.jit(lambda *arguments: ragged_paged_attention(*arguments))
-for_gpu = attend.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-for_cpu = attend.trace(*arguments).lower(lowering_platforms=("cpu",)).as_text()
-print(for_gpu.count("triton_kernel_call"), for_cpu.count("triton_kernel_call"))
-"""
-
-
 def test_one_function_lowers_to_triton_for_cuda_and_to_xla_for_a_cpu():
-    on_gpu, on_cpu = kernels_in(CUDA_LOWERING)
+    on_gpu, on_cpu = triton_kernels("paged")
     assert on_gpu > 0
     assert on_cpu == 0
 
 
 def test_importing_the_front_end_loads_neither_torch_nor_triton():
-    script = "import sys, ragged_attention.jax; print({'torch', 'triton', 'jax_triton'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    assert loaded("ragged_attention.jax", "torch", "triton", "jax_triton") == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"])

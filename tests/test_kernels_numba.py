@@ -2,8 +2,6 @@
 
 import functools
 import itertools
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -34,17 +32,11 @@ from ragged_attention.torch import (  # noqa: E402
     write_kv_pages,
     write_mla_cache,
 )
-from tests.apart import printed  # noqa: E402
+from tests.apart import apart, printed  # noqa: E402
 
 LANES = _vectors.LANES
 CODES = np.arange(256, dtype=np.uint8)
 HALVES = np.arange(2**16, dtype=np.uint16)
-
-
-def apart(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=os.environ | environment
-    )
 
 
 # ---- numbers
@@ -295,47 +287,9 @@ def test_calls_of_several_threads_do_not_disturb_each_other() -> None:
     assert not wrong
 
 
-# In a copy of the process each call starts threads of its own, here first as many as it likes, then none for want of
-# memory for their stacks; and an exception that comes during a call is raised when that is done.
-IN_A_COPY = """
-import os, resource, signal, torch
-from ragged_attention.torch import ragged_paged_attention as attention
-torch.set_num_threads(3)
-q, kv = torch.randn(1600, 2, 64), torch.randn(100, 16, 4, 64)
-rest = torch.tensor([1600]).int(), torch.arange(100).int()[None], torch.tensor([0, 1600]).int()
-out, given = torch.empty_like(q), {"backend": "numba", "options": {"block_q": 64}}
-expected = attention(q, kv, *rest, **given)
-def equal(found):
-    return all(torch.equal(*pair) for pair in zip(found.split(200), expected.split(200)))  # too small for OpenMP
-def stop(*_):
-    raise KeyboardInterrupt
-child = os.fork()
-if not child:
-    signal.alarm(60)
-    signal.signal(signal.SIGPROF, stop)
-    assert equal(attention(q, kv, *rest, **given))
-    for part in range(8):
-        out.view(-1).numpy()[:] = 0
-        signal.setitimer(signal.ITIMER_PROF, 0.001 + part * 0.004)
-        try:
-            attention(q, kv, *rest, out=out, **given)
-        except KeyboardInterrupt:
-            assert equal(out)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-    torch.set_num_threads(9)
-    used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGESIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used + 2**22,) * 2)
-    assert equal(attention(q, kv, *rest, out=out, **given))
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-print("well")
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are not kept to here")
 def test_threads_that_a_call_has_started_end_before_it() -> None:
-    done = apart(IN_A_COPY)
-    assert done.stdout == "well\n", done.stdout + done.stderr
+    assert printed("-m", "tests.programs.numba_in_a_fork") == "well\n"
 
 
 def test_a_call_for_which_there_is_no_memory_fails_as_a_whole() -> None:
@@ -345,31 +299,13 @@ def test_a_call_for_which_there_is_no_memory_fails_as_a_whole() -> None:
 
 # ---- compiling
 
-SMALL = """
-import torch
-from ragged_attention.portable.numba import _compiling, merge_attention_states
-from ragged_attention.torch import merge_attention_states as merge
-_compiling.PATIENCE = 0
-print(merge(torch.ones(2, 3, 4, 16), torch.zeros(2, 3, 4), backend="numba")[0].sum().item())
-print([function.cache_hits for function in merge_attention_states.KERNEL.compiled])
-"""
-
 
 def test_kernels_are_kept_on_disk_and_a_line_says_so(tmp_path: Path) -> None:
-    first, second = (apart(SMALL, XDG_CACHE_HOME=str(tmp_path)) for _ in range(2))
+    first, second = (apart("-m", "tests.programs.numba_cache_hits", XDG_CACHE_HOME=str(tmp_path)) for _ in "12")
     assert first.stdout == "192.0\n[0, 0]\n", first.stderr
     assert second.stdout == "192.0\n[1, 1]\n", second.stderr
     assert first.stderr.startswith("ragged_attention: compiling the kernel merge_attention_states for this CPU, once, ")
     assert f" s; to be kept in {tmp_path}" in first.stderr
-
-
-OTHER_CPU = """
-import sys
-from ragged_attention.portable.numba import _formats
-assert not _formats.CONVERTS_HALVES
-import pytest
-sys.exit(pytest.main(["-q", "-n0", "-p", "no:cacheprovider", *sys.argv[1:]]))
-"""
 
 
 def test_a_cpu_without_wide_registers_gives_the_same() -> None:
@@ -381,11 +317,8 @@ def test_a_cpu_without_wide_registers_gives_the_same() -> None:
                f"{here}::test_no_division_of_the_keys_changes_a_logit_or_a_choice",
                f"{here}::test_exponentials_and_tangents_are_accurate",
                f"{here}::test_the_number_of_threads_changes_no_bit"]  # fmt: skip
-    command = [sys.executable, "-c", OTHER_CPU, *chosen]
-    environment = os.environ | {"NUMBA_CPU_NAME": "generic"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=here.parents[1])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(chosen)} passed" in done.stdout
+    said = printed("-m", "tests.programs.tests_on_a_generic_cpu", *chosen, NUMBA_CPU_NAME="generic")
+    assert f"{len(chosen)} passed" in said
 
 
 # ---- operands written in place, and XLA

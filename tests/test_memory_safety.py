@@ -5,7 +5,6 @@ Each backend runs in a process apart, for a step outside ends it.
 
 import os
 import signal
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from ragged_attention.testing.guarded import run_apart
 from ragged_attention.testing.runner import FRAMEWORKS, Runner
 from ragged_attention.testing.safety import MODULE
 from ragged_attention.testing.suite import memory
+from tests.apart import ROOT
 
 
 @pytest.mark.parametrize("check", list(memory()), ids=str)
@@ -42,42 +42,15 @@ def test_a_guarded_array_is_like_any_other(side: str, shape: tuple[int, ...]) ->
     assert np.array_equal(copy, array + 1)
 
 
-STEPS_OUTSIDE = """
-import ctypes
-from ragged_attention.reference import ragged_paged_attention as honest
-from ragged_attention.reference.ragged_paged_attention import Tile, heuristic, why_not
-
-class Kernel:
-    def __getitem__(self, grid):
-        return self.launched
-    def launched(self, *arrays, **arguments):
-        reached = arrays[PLACE]
-        if hasattr(reached, "array"):
-            end = reached.data_ptr() + reached.array.nbytes
-        else:
-            end = reached.untyped_storage().data_ptr() + reached.untyped_storage().nbytes()
-        ctypes.c_char.from_address(end).value
-
-FEATURES = honest.FEATURES
-
-def run(call, tile, launch):
-    return launch(Kernel(), (1,), [call.page_indices, call.q], [(call.out_shape, call.q.dtype)])[0]
-"""
-
-
 @pytest.mark.parametrize("index", [0, -1], ids=["input", "output"])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_kernel_that_steps_outside_dies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, framework: str, index: int
-) -> None:
-    """The positive control: the run above ends a backend that goes one element too far, in or out."""
+def test_a_kernel_that_steps_outside_dies(monkeypatch: pytest.MonkeyPatch, framework: str, index: int) -> None:
+    """The positive control: the process of a backend that reads one element too far, in or out, is killed."""
     pytest.importorskip(framework)
-    (tmp_path / "trusting").mkdir()
-    (tmp_path / "trusting" / "__init__.py").touch()
-    room = STEPS_OUTSIDE.replace("PLACE", str(index))
-    (tmp_path / "trusting" / "ragged_paged_attention.py").write_text(room)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    arguments = ["--backend", "trusting", "--room", "trusting", "--framework", framework, "--examples", "2"]
+    monkeypatch.setenv("STEPS_OUTSIDE", str(index))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    room = "tests.programs.trusting"
+    arguments = ["--backend", "trusting", "--room", room, "--framework", framework, "--examples", "2"]
     ended = run_apart(MODULE, arguments)
     assert ended.returncode == -signal.SIGSEGV, ended.stderr
     assert ended.stdout == "ragged_paged_attention, seed 0, guarded at the end, options {}\n"

@@ -1,7 +1,7 @@
 """Latent attention, its schedule and its caches through the jax front end, under jax's own machinery."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import ragged_attention as ra
 from ragged_attention.calls import CACHE_FORMATS, QUANTIZED
 from ragged_attention.errors import InvalidInput
 from ragged_attention.testing.compare import agrees, identical
-from tests.lowering import kernels_in
+from tests.apart import triton_kernels
 
 pytest.importorskip("jax")
 
@@ -280,28 +280,8 @@ def test_export_of_the_caches_operations():
     assert identical(exported.call(kv, cache, slots), step(kv, cache, slots))
 
 
-CUDA_LOWERING = """
-import jax, jax.export, jax.numpy as jnp
-from ragged_attention.jax import make_decode_schedule, mla_decode, sparse_mla_prefill, write_mla_cache
-def array(dtype, *shape):
-    return jax.ShapeDtypeStruct(shape, dtype)
-def step(q, kv, cache, slots, lists, table, lens):
-    cache = write_mla_cache(kv, cache, slots)
-    schedule = make_decode_schedule(lens, 2, 1, 16, num_parts=4)
-    dense, _ = mla_decode(q, cache, table, lens, schedule=schedule)
-    sparse, _ = mla_decode(q, cache, indices=lists)
-    prefill, _, _ = sparse_mla_prefill(q[:, 0], cache, lists)
-    return dense, sparse, prefill, cache
-arguments = [array("bfloat16", 2, 1, 16, 576), array("bfloat16", 2, 576), array("uint8", 4, 64, 1, 656)]
-arguments += [array("int32", *shape) for shape in ((2,), (2, 1, 128), (2, 2), (2,))]
-def count(platform):
-    return jax.jit(step).trace(*arguments).lower(lowering_platforms=(platform,)).as_text().count("triton_kernel_call")
-print(count("cuda"), count("cpu"))
-"""
-
-
 def test_one_function_lowers_to_triton_for_cuda_and_to_xla_for_a_cpu():
-    on_gpu, on_cpu = kernels_in(CUDA_LOWERING)
+    on_gpu, on_cpu = triton_kernels("latents")
     assert on_gpu >= 5  # at least one for each call
     assert on_cpu == 0
 
@@ -628,20 +608,6 @@ def test_writing_nothing_and_nowhere():
         stored = quantize_mla_cache(rows, cache_format, backend="xla")
         assert stored.shape == (0, 2, 1, CACHE_FORMATS[cache_format].token_bytes)
         assert dequantize_mla_cache(stored, backend="xla").shape == rows.shape
-
-
-@pytest.fixture
-def setting() -> Iterator[Callable[[str, Any], None]]:
-    """Sets a jax option for the test."""
-    before: dict[str, Any] = {}
-
-    def update(name: str, value: Any) -> None:
-        before.setdefault(name, getattr(jax.config, name))
-        jax.config.update(name, value)
-
-    yield update
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 @pytest.mark.parametrize(("name", "value"), [("jax_enable_x64", True), ("jax_numpy_dtype_promotion", "strict")])

@@ -1,14 +1,13 @@
 """The suite catches wrong kernels of latent attention: each mutant below is the definition with one planted fault."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 
-from ragged_attention import dispatch
 from ragged_attention.calls import CACHE_FORMATS
 from ragged_attention.reference import _kv_layout
 from ragged_attention.reference import dequantize_mla_cache as dequantize
@@ -20,7 +19,7 @@ from ragged_attention.reference import sparse_mla_prefill as prefill
 from ragged_attention.reference import write_mla_cache as write
 from ragged_attention.testing.mla.suite import agreement, corners, laws
 from ragged_attention.testing.runner import Runner
-from tests.planting import Function, failures, planted
+from tests.planting import Function, failures
 
 pytest.importorskip("torch", reason="the mutants run through the torch front end")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a mutant lets it through
@@ -453,12 +452,6 @@ OTHERS: dict[str, tuple[str, Function]] = {
         ("make_decode_schedule", an_empty_list_costs_nothing),
     )
 } | {"negative_pages_make_slots": ("page_indices_to_slots", negative_pages_make_slots)}  # fmt: skip
-
-
-@pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Runner]]:
-    yield lambda **functions: planted(monkeypatch, functions)
-    dispatch.load.cache_clear()
 
 
 def about(word: str) -> dict[str, list[Any]]:

@@ -15,18 +15,11 @@ from ragged_attention.calls import CALLS, Device
 from ragged_attention.portable.torch_eager import _latents, write_mla_cache
 from ragged_attention.torch import _plan
 from tests.operators import operator_arguments
+from tests.tensors import ints, normal, strided
 
 WIDTHS = {"plain": 48, "fp8_v32": 576, "fp8_v4": 512, "fp8_v41": 512, "fp4_v41": 512}
 NUM_PAGES, PAGE_SIZE, NUM_HEADS, NUM_SEQS, NUM_Q_TOKENS = 6, 4, 3, 2, 2
 FORMATS = pytest.mark.parametrize("format", list(WIDTHS))
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def ints(*values: Any) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def latent_cache(format: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -280,10 +273,6 @@ def test_bytes_may_be_of_any_kind(format: str, dtype: torch.dtype) -> None:
     wanted = rt.write_mla_cache(normal(1, WIDTHS[format]), inputs["kv_cache"].clone(), ints(3))
     assert written.dtype == dtype
     assert torch.equal(written.view(torch.uint8), wanted)
-
-
-def strided(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.repeat_interleave(2, -1)[..., ::2]
 
 
 def test_everything_but_a_cache_may_be_strided() -> None:

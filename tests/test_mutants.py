@@ -4,14 +4,13 @@ A mutant is a backend like one of another package, so this also shows that the s
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 
-from ragged_attention import dispatch
 from ragged_attention.reference import merge_attention_states as merge
 from ragged_attention.reference import ragged_paged_attention as attention
 from ragged_attention.reference import write_kv_pages as write
@@ -21,7 +20,7 @@ from ragged_attention.testing.mla import suite as mla_suite
 from ragged_attention.testing.runner import Runner
 from ragged_attention.testing.suite import agreement, corners, laws
 from ragged_attention.testing.varlen import suite as varlen_suite
-from tests.planting import Function, failures, planted
+from tests.planting import Function, failures
 
 pytest.importorskip("torch", reason="the mutants run through the torch front end")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a mutant lets it through
@@ -212,13 +211,6 @@ MERGE = {
         parts_merge_unweighted, empty_parts_leak, merged_sinks_are_ignored, merged_sinks_count_in_the_lse,
     )
 }  # fmt: skip
-
-
-@pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Runner]]:
-    """Plant functions in place of the honest ones as a backend, and give its runner."""
-    yield lambda **functions: planted(monkeypatch, functions)
-    dispatch.load.cache_clear()
 
 
 def paged(checks: Iterable[Check]) -> list[Check]:

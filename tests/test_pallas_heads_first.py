@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -11,6 +9,7 @@ from ragged_attention.calls import Device
 from ragged_attention.errors import InvalidInput
 from ragged_attention.testing.drawing import PROFILES, examples_of
 from ragged_attention.tools.samples import Sample
+from tests.apart import printed
 
 pytest.importorskip("jax")
 
@@ -22,70 +21,15 @@ TPU = Device(framework="jax", platform="tpu", shared_memory=16 << 20, scalar_mem
 MEGACORE = dataclasses.replace(TPU, num_multiprocessors=2)
 KERNELS = {"paged_attention": paged_attention, "prefill_attention": prefill_attention}
 
-# A page table of which scalar memory holds three rows of four; cores that share sequences or heads, with empty ones
-# first, last and in between; keys of the sequence in blocks of one page.
-DECODE = """
-import sys
-import numpy as np
-from ragged_attention.jax import paged_attention
-from ragged_attention.testing.tpu_interpreter import watched
-
-rng = np.random.default_rng(0)
-
-def check(lengths, page, columns, cores, **options):
-    count = len(lengths)
-    q = rng.standard_normal((count, 8, 64)).astype(np.float32)
-    pages = [rng.standard_normal((4, 30, page, 64)).astype(np.float32) for _ in "kv"]
-    table = rng.integers(-3, 33, (count, columns)).astype(np.int32)
-    arguments = q, *pages, np.array(lengths, np.int32), table
-    with watched(sys.argv[1], cores):
-        got = np.asarray(paged_attention(*arguments, backend="pallas", options=options))
-    want = np.asarray(paged_attention(*arguments, backend="reference"))
-    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
-
-check([3, 0, 7, 9], 1, 60000, 1)
-for inline in (True, False):
-    check([0, 5, 0, 0, 40, 33], 16, 4, 2, megacore_mode="batch", inline_seq_dim=inline, pages_per_compute_block=1)
-    check([0, 5, 0, 0, 40], 16, 4, 2, megacore_mode="kv_head", inline_seq_dim=inline, pages_per_compute_block=2)
-    check([0, 5, 40], 16, 4, 2, megacore_mode=None, inline_seq_dim=inline, pages_per_compute_block=4)
-"""
-PREFILL = """
-import sys
-import numpy as np
-from ragged_attention.jax import prefill_attention
-from ragged_attention.testing.tpu_interpreter import watched
-
-rng = np.random.default_rng(0)
-for cores, page, align, window, options in (
-    (2, 16, "chunk", None, {"num_kv_pages_per_block": 1, "num_queries_per_block": 8}),
-    (1, 3, "chunk", 9, {"num_kv_pages_per_block": 4, "num_queries_per_block": 16, "split_weights_below": 0}),
-    (1, 16, "end", 20, {"num_kv_pages_per_block": 2, "num_queries_per_block": 8, "vmem_limit_bytes": 2**20}),
-):
-    for length in (0, 5, 70):
-        q = rng.standard_normal((24, 4, 64)).astype(np.float32)
-        pages = [rng.standard_normal((2, 30, page, 64)).astype(np.float32) for _ in "kv"]
-        table = rng.integers(-1, 31, 80 // page).astype(np.int32)
-        arguments = q, *pages, np.array([length], np.int32), table
-        with watched(sys.argv[1], cores):
-            got = prefill_attention(
-                *arguments, sliding_window=window, align=align, backend="pallas", options=options
-            )
-            got = np.asarray(got)
-        want = prefill_attention(*arguments, sliding_window=window, align=align, backend="reference")
-        np.testing.assert_allclose(got, np.asarray(want), rtol=2e-5, atol=2e-5)
-"""
-
 
 # The mode in which races are looked for, and both in the larger profiles.
 MODES = ["on_wait", "eager"][: 2 if examples_of() > PROFILES["dev"] else 1]
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("program", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize("program", ["decode", "prefill"])
 def test_every_way_to_cut_a_call_gives_the_same(program, mode):
-    command = [sys.executable, "-W", "error", "-c", program, mode]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    printed("-W", "error", "-m", f"tests.programs.heads_first_{program}", mode)
 
 
 @pytest.mark.parametrize(

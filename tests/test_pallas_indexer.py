@@ -1,7 +1,5 @@
 """The indexer on TPUs: tiles' limits, what is refused, how calls become tiles and pieces, choices of long rows."""
 
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 import ragged_attention as ra
 from ragged_attention.calls import Device, IndexerLogits
 from ragged_attention.tools.samples import sample_of
+from tests.apart import printed
 
 jax = pytest.importorskip("jax")
 
@@ -143,28 +142,10 @@ def test_a_choice_among_many_equal_numbers_is_exact() -> None:
         np.testing.assert_array_equal(found, np.pad(np.sort(best), (0, 1500 - len(best)), constant_values=-1))
 
 
-# Tiles of two cores, several blocks of keys and of rows, chunks of one tile.
-INTERPRETED = """
-import sys
-from ragged_attention.testing.indexer.oracle import check_exact_topk, check_logits
-from ragged_attention.testing.indexer.specs import IndexerSpec
-from ragged_attention.testing.tpu_interpreter import InterpretedRunner
-
-runner = InterpretedRunner(backend="pallas", mode=sys.argv[1], cores=2)
-lens = ((3, 300), (1, 40), (9, 200), (0, 50), (5, 1))
-keys = {"page_size": 16, "dtype": "bfloat16", "poison": True, "garbage": True, "padding": 2, "invalid_pages": True}
-options = {"num_queries_per_block": 2, "num_keys_per_block": 128}
-check_logits(runner, IndexerSpec(lens=lens, cache_dtype="uint8", heads=9, **keys).build(), options)
-options |= {"num_rows_per_chunk": 6, "num_rows_per_block": 2}
-spec = IndexerSpec(lens=lens, exact=True, top_k=70, candidate_block_size=24, **keys)
-check_exact_topk(runner, spec.build_topk(), options)
-"""
 # The mode in which races are looked for, and both in the larger profiles.
 MODES = ["on_wait", "eager"][: 2 if examples_of() > PROFILES["dev"] else 1]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_two_cores_share_the_tiles(mode: str) -> None:
-    command = [sys.executable, "-W", "error", "-c", INTERPRETED, mode]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    printed("-W", "error", "-m", "tests.programs.indexer_on_two_cores", mode)

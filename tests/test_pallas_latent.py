@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -13,6 +11,7 @@ import ragged_attention as ra
 from ragged_attention.calls import CACHE_FORMATS, Device, MlaDecode
 from ragged_attention.reference.dequantize_mla_cache import dequantize_mla_cache
 from ragged_attention.tools.samples import sample_of
+from tests.apart import printed
 
 jax = pytest.importorskip("jax")
 
@@ -274,47 +273,10 @@ def test_every_code_under_every_scale_is_the_value_itself(form: str, dtype: str)
     np.testing.assert_array_equal(_latent_rows.gathered(columns, form, 64), np.arange(64))
 
 
-# Lists of many chunks, on two cores, as they are with thousands of keys; more heads than go together.
-INTERPRETED = """
-import sys
-from unittest import mock
-from ragged_attention.kernels_pallas import _latent
-from ragged_attention.testing.mla import ragged
-from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec
-from ragged_attention.testing.mla.oracle import check_decode, check_prefill
-from ragged_attention.testing.paged.oracle import check_attention
-from ragged_attention.testing.tpu_interpreter import InterpretedRunner
-
-_latent.LONGEST_CHUNK = 32
-runner = InterpretedRunner(backend="pallas", mode=sys.argv[1], cores=2)
-options = {"num_keys_per_block": 16}
-check_prefill(runner, PrefillSpec(tokens=2, rows=90, topk=110, lens="wild", poison="nan").build(), options)
-extra = {"extra_topk": 50, "extra_slots": 20, "extra_lens": "inside"}
-check_decode(runner, DecodeSpec(topk=70, lens="inside", q_tokens=2, poison="nan", **extra).build(), options)
-pages = {"topk": 0, "kv_lens": (150, 0, 61, 64), "causal": True, "poison": "nan", "garbage": True}
-queries = {"q_tokens": 3, "heads": 2, "page_size": 2, "dtype": "bfloat16", "spare_columns": 40}
-check_decode(runner, DecodeSpec(**pages, **queries).build(), options | {"num_queries_per_block": 2})
-many = {"tokens": 2, "heads": 600, "kv_heads": 2, "topk": 9, "sinks": "mixed", "dtype": "float16"}
-check_prefill(runner, PrefillSpec(**many).build(), options)
-fp8 = {"format": "fp8_v32", "d_v": 576, "page_size": 8, "kv_lens": (150, 9), "dtype": "bfloat16", "poison": "nan"}
-check_decode(runner, DecodeSpec(topk=0, **fp8).build(), options)
-window = {"topk": 0, "kv_lens": (150, 3, 0), "q_tokens": 3, "sliding_window": 40, "soft_cap": 2.0, "poison": "nan"}
-check_decode(runner, DecodeSpec(**window, page_size=7, heads=4, kv_heads=2, dtype="bfloat16").build(), options)
-_latent.MOST_ROWS = 16  # of which a token has more, then a tile fewer
-lens = ((1, 150), (0, 9), (9, 130), (3, 2), (2, 61))
-for group, scalar_memory in ((3, 160), (40, 1 << 20)):  # tables of some tokens at a time, then of all
-    spec = ragged._spec(lens=lens, group=group, sliding_window=70, page_size=2, padding=3, poison="nan")
-    with mock.patch.object(_latent, "table_bytes", lambda call, size=scalar_memory: size):
-        check_attention(runner, spec.build(), options | {"num_queries_per_block": 4})
-"""
-
-
 # The mode in which races are looked for, and both in the larger profiles.
 MODES = ["on_wait", "eager"][: 2 if examples_of() > PROFILES["dev"] else 1]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_lists_of_many_chunks(mode: str) -> None:
-    command = [sys.executable, "-W", "error", "-c", INTERPRETED, mode]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    printed("-W", "error", "-m", "tests.programs.latent_chunks", mode)

@@ -1,8 +1,6 @@
 """Ragged paged attention on TPUs: tiles' limits, what is refused, tables that are taken in pieces."""
 
 import dataclasses
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -10,6 +8,7 @@ import pytest
 import ragged_attention as ra
 from ragged_attention.calls import Device
 from ragged_attention.tools.samples import sample_of
+from tests.apart import printed
 
 jax = pytest.importorskip("jax")
 
@@ -76,29 +75,5 @@ def test_the_heuristic_keeps_to_the_vector_memory(version: str, heads: tuple[int
         assert room.used_memory(call, tile) < tile.vmem_limit_bytes <= device.shared_memory
 
 
-PIECES = """
-import numpy as np
-from jax.experimental.pallas import tpu as pltpu
-from ragged_attention.kernels_pallas import ragged_paged_attention as room
-from ragged_attention.testing import compare
-from ragged_attention.testing.paged.specs import Spec
-from ragged_attention.testing.runner import runner_for
-
-spec = Spec(lens=((1, 9), (5, 18), (1, 40), (0, 3), (3, 3)), page_size=4, num_kv_heads=1, group=2, count="array",
-            spare_seqs=2)
-batch = spec.build()
-launches = []
-attend = room.attend
-room.attend = lambda *arguments: launches.append(1) or attend(*arguments)
-room.table_bytes = lambda call: 3 * 4 * call.page_indices.shape[1]  # three sequences at a time
-with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
-    out, lse = runner_for("pallas", "jax").run("ragged_paged_attention", batch, return_lse=True)
-assert len(launches) == 6, launches
-compare.agrees(out, batch.expected()[0], batch.kind)
-compare.agrees(lse, batch.expected()[1], f"lse {batch.kind}", "lse")
-"""
-
-
 def test_a_table_beyond_scalar_memory_is_taken_in_pieces() -> None:
-    done = subprocess.run([sys.executable, "-c", PIECES], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    printed("-m", "tests.programs.table_in_pieces")

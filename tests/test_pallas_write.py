@@ -1,45 +1,22 @@
 """Writing into the pages on a TPU: what is copied together, what is not copied at all, and that nothing else moves."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
 from ragged_attention.calls import Device, WriteKvPages
 from ragged_attention.tools.samples import Sample
+from tests.apart import printed
 
 jax = pytest.importorskip("jax")
 
 from ragged_attention.kernels_pallas import write_kv_pages as kernels  # noqa: E402
 
 TPU = Device(framework="jax", platform="tpu", shared_memory=128 << 20)
-# Runs of every length, slots that come twice near and far, slots that are none; blocks of several sizes, two cores.
-INTERPRETED = """
-import sys
-import jax, numpy as np
-from ragged_attention.jax import write_kv_pages
-from ragged_attention.testing.tpu_interpreter import watched
-
-rng = np.random.default_rng(0)
-for block, cores in ((1, 1), (5, 1), (16, 1), (64, 2)):
-    k, v = (rng.standard_normal((61, 2, 16)).astype(np.float32) for _ in "kv")
-    pages = rng.standard_normal((6, 8, 4, 16)).astype(np.float32)
-    slots = np.concatenate([np.arange(n) + rng.integers(48 - n) for n in (1, 9, 3, 17, 8, 7, 16)]).astype(np.int32)
-    slots[rng.random(61) < 0.05] = -1
-    with watched(sys.argv[1], cores):
-        got = write_kv_pages(k, v, pages, slots, backend="pallas", options={"num_tokens_per_block": block})
-        got = np.asarray(got)
-    expected = np.asarray(write_kv_pages(k, v, pages, slots, backend="reference"))
-    np.testing.assert_array_equal(got, expected)  # of two tokens for a slot the last stays, as in the reference
-"""
 
 
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
 def test_runs_and_slots_that_come_twice_are_written_without_a_race(mode):
-    command = [sys.executable, "-W", "error", "-c", INTERPRETED, mode]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    printed("-W", "error", "-m", "tests.programs.tpu_writes", mode)
 
 
 @pytest.mark.parametrize("block", [1, 4, 7, 32])

@@ -10,24 +10,13 @@ from ragged_attention.testing.ptx.machine import Fault, Outcome, launch
 from ragged_attention.testing.ptx.memory import Memory
 from ragged_attention.testing.ptx.operands import SHARED_BASE
 from ragged_attention.testing.ptx.parsing import parse
-from tests.ptx_texts import kernel_text, run_text
+from tests.ptx_texts import kernel_text, run_text, texts_of, without
 
 THREADS = 256
 
 
 def zeros(count: int = 1024) -> np.ndarray[Any, Any]:
     return np.zeros(count, np.uint32)
-
-
-def texts_of(outcome: Outcome) -> str:
-    return "\n".join(report.text for report in outcome.reports.values())
-
-
-def without(body: str, mark: str, instead: str = "") -> str:
-    """The body with the one line that ends in `// mark` dropped or replaced."""
-    lines = [line for line in body.split("\n") if line.rstrip().endswith(f"// {mark}")]
-    assert len(lines) == 1, f"{len(lines)} lines are marked {mark}"
-    return body.replace(lines[0], instead)
 
 
 # Four bytes a thread: %r10 its own place in shared memory, %r11 that of a thread of another warp, %d2 its output.

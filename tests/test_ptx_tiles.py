@@ -12,23 +12,12 @@ from numpy.typing import NDArray
 from ragged_attention.testing.ptx.launcher import Tiles
 from ragged_attention.testing.ptx.machine import Fault, Outcome, Unknown
 from ragged_attention.testing.ptx.tensor_maps import TensorMap
-from tests.ptx_texts import kernel_text, run_text
+from tests.ptx_texts import kernel_text, run_text, texts_of, without
 
 THREADS = 128
 HALF, FLOAT = 6, 7  # the element types f16 and f32
 SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}  # modes by the bytes of a row
 BARRIER = 16384  # where in shared memory the first mbarrier is, behind the tiles
-
-
-def texts_of(outcome: Outcome) -> str:
-    return "\n".join(report.text for report in outcome.reports.values())
-
-
-def without(body: str, mark: str, instead: str = "") -> str:
-    """The body with the one line that ends in `// mark` dropped or replaced."""
-    lines = [line for line in body.split("\n") if line.rstrip().endswith(f"// {mark}")]
-    assert len(lines) == 1, f"{len(lines)} lines are marked {mark}"
-    return body.replace(lines[0], instead)
 
 
 def run(body: str, arrays: Mapping[str, NDArray[Any]], maps: Any = None, shared: int = BARRIER + 64, **options: Any):

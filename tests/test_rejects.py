@@ -13,14 +13,11 @@ import ragged_attention as ra
 from ragged_attention import calls
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.testing.runner import FRAMEWORKS, runner_for
+from tests.arrays import ints
 
 
 def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.ones(shape, dtype)
-
-
-def ints(*values: Any) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 class Codes(np.ndarray):

@@ -84,12 +84,7 @@ def test_pages_that_are_not_donated_show(main, capsys, monkeypatch):
 
 
 def test_a_sum_that_leaves_devices_out_shows():
-    code = (
-        f"import runpy; main = runpy.run_path({str(SCRIPT)!r})['main'];"
-        "main.__globals__['forward'].__defaults__ = (lambda x: x,);"
-        f"raise SystemExit(main(['--devices', '2', '--requests', '1', '--backend', 'xla']))"
-    )
-    done = apart("-c", code)
+    done = apart("-m", "tests.programs.serve_jax_without_sum")
     assert done.returncode == 1, done.stderr
     assert "as on one device: NO, as a dense forward pass: NO" in done.stdout
 

@@ -53,6 +53,7 @@ from ragged_attention.testing.varlen.gradients import expected as expected_gradi
 from ragged_attention.testing.varlen.oracle import gradients_agree, rows_without_gradient
 from ragged_attention.testing.varlen.specs import VarlenBatch
 from ragged_attention.testing.varlen.strategies import sparse_gradient_specs, varlen_gradient_specs
+from tests.apart import apart
 
 MIXED = Spec(lens=((5, 5), (1, 37), (4, 21)), num_kv_heads=2, group=2, padding=2)
 
@@ -545,10 +546,5 @@ def test_other_users_of_pytest_keep_their_options(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("absent", ["hypothesis", "pytest"])
 def test_a_missing_tool_is_named(absent: str) -> None:
-    hide = (
-        "import importlib.util as u; find = u.find_spec\n"
-        f"u.find_spec = lambda name, *rest: None if name == {absent!r} else find(name, *rest)\n"
-        "import ragged_attention.testing"
-    )
-    ended = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True)
+    ended = apart("-m", "tests.programs.testing_without", absent)
     assert f"ImportError: ragged_attention.testing needs {absent}: install the extra" in ended.stderr

@@ -9,7 +9,8 @@ from torch.utils import _pytree
 
 import ragged_attention.torch as rt
 from ragged_attention.calls import CALLS
-from tests.test_features import CALLS_WITH, arguments_of, ints
+from tests.arrays import ints
+from tests.test_features import CALLS_WITH, arguments_of
 
 # `make_decode_schedule` takes other arguments than its record.
 SHAPES = {"batch_size": 2, "num_q_tokens": 2, "num_q_heads": 4, "num_kv_heads": 1, "num_parts": 3, "overhead": 2}

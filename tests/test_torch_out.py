@@ -12,19 +12,12 @@ import ragged_attention.torch as rt  # noqa: E402
 from ragged_attention import dispatch  # noqa: E402
 from ragged_attention.calls import CALLS  # noqa: E402
 from tests.operators import operator_arguments  # noqa: E402
+from tests.tensors import ints, normal  # noqa: E402
 
 Tensor = Any
 
 DIRECT = ("numba", "triton")  # backends that write a packed `out` themselves
 BACKENDS = ("reference", "eager", *DIRECT)
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def ints(*rows: Any) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int32)
 
 
 HEADS_FIRST = {"k_pages": normal(2, 5, 4, 16), "v_pages": normal(2, 5, 4, 16)}

@@ -6,9 +6,7 @@ kind in the other, stand for all of them, which take hours. What the judge itsel
 
 import collections
 import functools
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 
 from ragged_attention.calls import CALLS
 from ragged_attention.testing.drawing import PROFILES, examples_of
+from tests.apart import printed
 
 pytest.importorskip("jax")
 
@@ -129,39 +128,9 @@ def test_a_faulty_kernel_fails(monkeypatch: pytest.MonkeyPatch, fault: str) -> N
     assert any(expected in text for text in said), said
 
 
-LATE = """
-import importlib, time
-import jax, numpy as np
-from jax.experimental import pallas as pl
-from ragged_attention.testing.tpu_interpreter import watched
-
-interpreter = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call")
-memory_of = interpreter._get_shared_memory
-
-
-def late():
-    time.sleep(0.005)
-    return memory_of()
-
-
-def copy(given, copied):
-    copied[...] = given[...]
-
-
-interpreter._get_shared_memory = late
-for _ in range(8):
-    given = np.ones((2048, 128), np.float32)
-    with watched("eager"):
-        copied = jax.jit(pl.pallas_call(copy, out_shape=given))(given)
-    np.testing.assert_array_equal(copied, given)
-"""
-
-
 def test_a_kernel_that_runs_on_after_its_call_is_waited_for() -> None:
     """In a process with one device, in which jax returns from some calls before they have run."""
-    environment = os.environ | {"XLA_FLAGS": ""}
-    ran = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, env=environment)
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    printed("-m", "tests.programs.late_tpu_interpreter", XLA_FLAGS="")
 
 
 def test_a_kernel_that_hangs_is_ended_and_named() -> None:

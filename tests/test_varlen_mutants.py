@@ -1,20 +1,19 @@
 """The suite catches wrong attention over packed sequences and wrong gradients: definitions with one planted fault."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 
-from ragged_attention import dispatch
 from ragged_attention.reference import sparse_mla_prefill_backward as sparse
 from ragged_attention.reference import varlen_attention as packed
 from ragged_attention.reference import varlen_attention_backward as packed_backward
 from ragged_attention.testing.runner import Runner
 from ragged_attention.testing.varlen.suite import agreement, corners, laws
-from tests.planting import Function, failures, planted
+from tests.planting import Function, failures
 
 pytest.importorskip("torch", reason="the mutants run through the torch front end")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a mutant lets it through
@@ -348,12 +347,6 @@ SPARSES: dict[str, Function] = {
     mutant.__name__: mutant
     for mutant in (the_last_duplicate_wins, tokens_overwrite_rows, rows_nobody_lists_are_not_written)
 }  # fmt: skip
-
-
-@pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Runner]]:
-    yield lambda **functions: planted(monkeypatch, functions)
-    dispatch.load.cache_clear()
 
 
 def caught(runner: Runner, word: str | tuple[str, ...]) -> None:

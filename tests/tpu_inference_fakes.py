@@ -336,13 +336,13 @@ def two_halves(backend: Any, dtype: Any) -> tuple[Any, Any]:
 
 def main() -> None:
     """Print the largest differences from one device: heads over two devices and over four, batches over two."""
-    from ragged_attention import use_backend
+    from ragged_attention import set_backend
     from ragged_attention.integrations import tpu_inference
 
     made = modules()
     sys.modules.update(made)
     backend = tpu_inference._attention_backend(made["tpu_inference.layers.common.attention_backend"])()
-    use_backend("xla")
+    set_backend("xla")
     sinks = jnp.linspace(-1, 1, HEADS)
     found = {}
 

@@ -62,7 +62,7 @@ def triton_tiles(case: LatentCase, launch: compiling.Launch, *, decoded: bool) -
         columns=columns,
         columns_again=again,
         query_bytes=queried * ITEMSIZE[case.dtype],
-        row_bytes=(decoded_bytes(launch.arguments["FORMAT"].plain), 0) if decoded else stored_bytes(case),
+        row_bytes=(decoded_bytes(launch.arguments["CONFIG"].plain.FORMAT), 0) if decoded else stored_bytes(case),
     )
 
 

@@ -45,7 +45,7 @@ def spans(case: RaggedLatentCase, kernel_args: KernelArgs) -> list[Span]:
     for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):
         first, last = visible(kv_len - q_len, kv_len - 1, kv_len, kernel_args["window"])
         short = q_len * case.num_q_heads <= kernel_args["SHORT_ROWS"]
-        if kernel_args["SHORT" if short else "LONG"]:
+        if kernel_args["HAS_SHORT" if short else "HAS_LONG"]:
             launched.append(Span(q_len, kv_len, short, first // block, cdiv(last, block), 2**31))
     if not kernel_args["SPLIT_KV"]:
         return launched

@@ -4,113 +4,133 @@
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
+import dataclasses
 from typing import Any
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ragged_attention.calls import CacheFormat
-from ragged_attention.kernels_triton._latent.lists import (
-    divide,
-    find_entry,
-    first_seen,
-    list_length,
-    split_edge,
-    token_and_head,
-)
+from ragged_attention.kernels_triton._combine import combine
+from ragged_attention.kernels_triton._compiler import zero_after
+from ragged_attention.kernels_triton._constants import Constants
+from ragged_attention.kernels_triton._latent.lists import blocks_before, list_length, token_and_head
 from ragged_attention.kernels_triton._latent.operands import is_copied, operands
 from ragged_attention.kernels_triton._latent.plan import MIN_SPLIT, OWN_SPLIT, Tile, Work
-from ragged_attention.kernels_triton._latent.rows import (
-    load_queries,
-    store_columns,
-    store_groups,
-    zero_after,
-    zeros_like,
-)
+from ragged_attention.kernels_triton._latent.rows import Finished, RowFormat, load_queries, store_groups, zeros_like
 from ragged_attention.kernels_triton._latent.softmax import (
     SEPARATE_QK_ROWS,
     Cache,
-    Features,
     KeyList,
+    Loop,
     Queries,
     Scales,
     Seen,
     attend,
-    finish,
-    no_sums,
+    first_state,
+    lse_in_base_2,
+    restoring_factor,
     sum_of_each_row,
 )
+from ragged_attention.kernels_triton._mask import Mask, MaskKind, first_key
 from ragged_attention.kernels_triton._sequences import VARYING
-from ragged_attention.kernels_triton._softmax import LN2, LOG2E, merge_parts
-from ragged_attention.kernels_triton._tiles import (
-    OLDER_COMPILER,
-    cdiv,
-    dependent,
-    next_power_of_2,
-    overlaps,
-)
+from ragged_attention.kernels_triton._softmax import LN2, LOG2E, finish
+from ragged_attention.kernels_triton._splits import divide_blocks, find_entry
+from ragged_attention.kernels_triton._tiles import OLDER_COMPILER, cdiv, next_power_of_2, overlaps
+
+MOST_PROGRAMS = 2**16 - 1  # along the third axis of a grid
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Config(Constants):
+    """What a launch of the kernel is compiled for."""
+
+    FORMAT: RowFormat  # of the cache
+    EXTRA_FORMAT: RowFormat  # of the second cache
+    LOOP: Loop
+    MASK: MaskKind
+    NUM_HEADS: int
+    GROUP: int  # query heads of a KV head
+    Q_TOKENS: int  # query tokens of a sequence
+    ROWS: int  # rows of a job for one KV head
+    BLOCK_H: int  # rows of a program
+    DV: int  # columns of a result
+    CAP_UNIT: float  # see `unit_under_cap`
+    HAS_SINKS: bool
+    HAS_MAX: bool  # whether the largest logit of each row is wanted
+    HAS_LENS: bool
+    LENS_OF_TOKENS: bool  # whether each query token has a length of its own
+    HAS_EXTRA: bool  # whether there is a second cache
+    HAS_EXTRA_LENS: bool
+    EXTRA_LENS_OF_TOKENS: bool
+    SCHEDULED: bool  # whether a schedule says how many splits each sequence has
+    SPLIT_KV: bool  # whether a job can have several splits
+    MIN_BLOCKS: int  # fewest blocks of a split, unless scheduled
+    PDL: bool  # programmatic dependent launch: the combine kernel may begin before this one has ended
 
 
 @triton.jit(do_not_specialize=VARYING)
 def latent_kernel(
     q_ptr, cache_ptr, list_ptr, lens_ptr, extra_cache_ptr, extra_list_ptr, extra_lens_ptr, num_splits_ptr, sinks_ptr,
-    out_ptr, lse_ptr, max_ptr, parts_ptr, part_lses_ptr, part_max_ptr,
+    out_ptr, lse_ptr, max_ptr, parts_ptr, part_lses_ptr, part_maxima_ptr, ranges_ptr,
     num_seqs, num_entries, fixed_splits, q_seq_stride, q_token_stride, q_head_stride,
-    page_stride, slot_stride, head_stride, num_slots, longest,
-    list_seq_stride, list_token_stride, list_head_stride, lens_seq_stride, lens_token_stride,
-    extra_page_stride, extra_slot_stride, extra_num_slots, extra_longest,
-    extra_list_seq_stride, extra_list_token_stride, extra_lens_seq_stride, extra_lens_token_stride,
-    window, logit_scale, soft_cap, capped_scale,
-    SPARSE: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
-    HAS_LENS: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_EXTRA_LENS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_MAX: tl.constexpr, SCHEDULED: tl.constexpr,
-    FORMAT: tl.constexpr, EXTRA_FORMAT: tl.constexpr, OPERANDS: tl.constexpr,
-    NUM_Q: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    DV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr, SUMS_BY_COLUMN: tl.constexpr,
-    WHOLE: tl.constexpr, MIN_BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    page_stride, slot_stride, head_stride, num_slots, longest, list_seq_stride, list_token_stride, list_head_stride,
+    extra_page_stride, extra_slot_stride, extra_num_slots, extra_longest, extra_list_seq_stride,
+    extra_list_token_stride, window, logit_scale, soft_cap, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Attend with BLOCK_H rows of one job for one KV head to one split of its keys.
 
     The result of a job with one split is final. Otherwise the split's normalised result goes to parts [entries, jobs of
-    a sequence, K, ROWS, DV]; its base-2 lse and largest logit go to arrays of that shape without DV.
+    a sequence, K, ROWS, DV]; its base-2 lse and largest logit go to arrays of that shape without DV. Where no schedule
+    says so, the first split of a job tells the combine kernel which splits the job has.
     """
-    if PDL:
-        gdc_launch_dependents()
-    JOBS: tl.constexpr = NUM_Q if SPARSE else 1  # pyright: ignore[reportAssignmentType]
+    LOOP: tl.constexpr = CONFIG.LOOP
+    FORMAT: tl.constexpr = CONFIG.FORMAT
+    OPERANDS: tl.constexpr = LOOP.OPERANDS
+    KIND: tl.constexpr = CONFIG.MASK
+    NUM_HEADS: tl.constexpr = CONFIG.NUM_HEADS
+    GROUP: tl.constexpr = CONFIG.GROUP
+    Q_TOKENS: tl.constexpr = CONFIG.Q_TOKENS
+    ROWS: tl.constexpr = CONFIG.ROWS
+    BLOCK_H: tl.constexpr = CONFIG.BLOCK_H
+    BLOCK_KV: tl.constexpr = LOOP.BLOCK_KV
+    JOBS: tl.constexpr = Q_TOKENS if LOOP.SPARSE else 1  # pyright: ignore[reportAssignmentType]
     ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_H - 1) // BLOCK_H
-    KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
+    if CONFIG.PDL:
+        gdc_launch_dependents()
     kv_head = tl.program_id(1)
     row = tl.program_id(0) % ROW_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
     job = tl.program_id(0) // ROW_BLOCKS % JOBS
     entry = tl.program_id(0) // (ROW_BLOCKS * JOBS)
-    seq, split, count = find_entry(entry, num_splits_ptr, num_seqs, num_entries, fixed_splits, SCHEDULED)
-    last = list_length(lens_ptr, seq, job, longest, lens_seq_stride, lens_token_stride, HAS_LENS)
-    skipped = first_seen(last - NUM_Q, window, HAS_WINDOW) // BLOCK_KV
+    mask = Mask(window, list_ptr, 0, 0)
+    seq, split, count = find_entry(entry, num_splits_ptr, num_seqs, num_entries, fixed_splits, CONFIG.SCHEDULED)
+    last = list_length(lens_ptr, seq * Q_TOKENS + job if CONFIG.LENS_OF_TOKENS else seq, longest, CONFIG.HAS_LENS)
+    skipped = blocks_before(last - Q_TOKENS, mask, KIND, BLOCK_KV)
     blocks = (last + BLOCK_KV - 1) // BLOCK_KV - skipped
     extra_last = 0
-    if HAS_EXTRA:
-        extra_last = list_length(extra_lens_ptr, seq, job, extra_longest, extra_lens_seq_stride,
-                                 extra_lens_token_stride, HAS_EXTRA_LENS)  # fmt: skip
+    if CONFIG.HAS_EXTRA:
+        extra_index = seq * Q_TOKENS + job if CONFIG.EXTRA_LENS_OF_TOKENS else seq
+        extra_last = list_length(extra_lens_ptr, extra_index, extra_longest, CONFIG.HAS_EXTRA_LENS)
     all_blocks = blocks + (extra_last + BLOCK_KV - 1) // BLOCK_KV
-    blocks_each, used = divide(all_blocks, count, SCHEDULED, MIN_BLOCKS)
-    if split < used:
+    splits, blocks_each = divide_blocks(all_blocks, count, CONFIG.SCHEDULED, CONFIG.MIN_BLOCKS)
+    if split < splits:
         begin = tl.minimum(split * blocks_each, all_blocks)
         end = tl.minimum(begin + blocks_each, all_blocks)
         valid = row < ROWS
-        token, head = token_and_head(row, job, kv_head, GROUP, SPARSE)
+        token, head = token_and_head(row, job, kv_head, GROUP, LOOP.SPARSE)
         sequence = seq.to(tl.int64)
-        limit = last - (NUM_Q - 1) + token
+        limit = last - (Q_TOKENS - 1) + token
         first = 0
-        if HAS_WINDOW:  # keys that all rows have left behind are not read
+        if KIND.HAS_WINDOW:  # keys that all rows have left behind are not read
             blocks += skipped
             first_token = tl.program_id(0) % ROW_BLOCKS * BLOCK_H // GROUP
-            first = first_seen(last - NUM_Q + first_token, window, HAS_WINDOW)
+            first = tl.maximum(first_key(last - Q_TOKENS + first_token, mask, KIND), 0)
             begin = tl.maximum(begin + skipped, first // BLOCK_KV)
             end += skipped
-        if CAUSAL:  # keys that no row sees yet are not read
-            last_token = tl.minimum((tl.program_id(0) % ROW_BLOCKS * BLOCK_H + BLOCK_H - 1) // GROUP, NUM_Q - 1)
-            last = tl.maximum(last - (NUM_Q - 1) + last_token, 0)
+        if KIND.CAUSAL:  # keys that no row sees yet are not read
+            last_token = tl.minimum((tl.program_id(0) % ROW_BLOCKS * BLOCK_H + BLOCK_H - 1) // GROUP, Q_TOKENS - 1)
+            last = tl.maximum(last - (Q_TOKENS - 1) + last_token, 0)
             end = tl.minimum(end, (last + BLOCK_KV - 1) // BLOCK_KV)
         q_rows = (
             q_ptr + sequence * q_seq_stride + token.to(tl.int64) * q_token_stride + head.to(tl.int64) * q_head_stride
@@ -124,12 +144,8 @@ def latent_kernel(
         last_extra = tl.maximum(end - blocks, 0)
         begin = tl.minimum(begin, blocks)
         end = tl.minimum(end, blocks)
-        m_i = tl.full([BLOCK_H], float("-inf"), tl.float32)
-        largest = m_i
         groups, lost, q_rest, lost_rest, unit = load_queries(q_rows, valid, OPERANDS)
-        acc = (tl.zeros([BLOCK_H, OPERANDS.WIDTH], tl.float32),) * OPERANDS.GROUPS
-        acc_rest = tl.zeros([BLOCK_H, OPERANDS.REST_PAD], tl.float32)
-        state = (m_i, largest, no_sums(m_i, BLOCK_KV, SUMS_BY_COLUMN), acc, acc_rest)
+        state = first_state(BLOCK_H, LOOP)
         # Compilers (Triton 3.6 to 3.9) leave queries that were just loaded in shared memory, where wgmma reads them,
         # but copy computed ones into registers in every iteration. Queries that a loop carries stay in shared memory,
         # too. So an outer loop carries them: it has one iteration, which compilers cannot know. For decoded rows with
@@ -137,112 +153,49 @@ def latent_kernel(
         CARRIED: tl.constexpr = (OPERANDS.DIVIDED or FORMAT.FOLDED) and BLOCK_H >= SEPARATE_QK_ROWS
         once = 1
         if CARRIED:
-            once = tl.minimum(used - split, 1)
+            once = tl.minimum(splits - split, 1)
         for _ in range(once):
             queries = Queries(groups, lost, q_rest, lost_rest, unit)
             state = attend(
                 queries, state, Cache(cache, page_stride, slot_stride, num_slots),
                 KeyList(list_row, begin, end, first, last), Seen(limit - window, limit),
-                Scales(logit_scale, soft_cap, capped_scale),
-                Features(SPARSE, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP), FORMAT, OPERANDS, BLOCK_KV,
+                Scales(logit_scale, soft_cap, LOG2E / CONFIG.CAP_UNIT), FORMAT, LOOP,
             )  # fmt: skip
-            if HAS_EXTRA:
+            if CONFIG.HAS_EXTRA:
                 state = attend(
                     queries, state, Cache(extra_cache_ptr, extra_page_stride, extra_slot_stride, extra_num_slots),
                     KeyList(extra_row, first_extra, last_extra, 0, extra_last), Seen(limit - window, limit),
-                    Scales(logit_scale, soft_cap, capped_scale),
-                    Features(SPARSE, CAUSAL, HAS_WINDOW, HAS_SOFT_CAP), EXTRA_FORMAT, OPERANDS, BLOCK_KV,
+                    Scales(logit_scale, soft_cap, LOG2E / CONFIG.CAP_UNIT), CONFIG.EXTRA_FORMAT, LOOP,
                 )  # fmt: skip
             if CARRIED:
                 groups = zeros_like(groups)
         m_i, largest, sums, acc, acc_rest = state
         l_i = sum_of_each_row(sums)
-        restored = tl.full([BLOCK_H], 1.0, tl.float32)  # factor that makes `acc` relative to `m_i`
-        if FORMAT.RESCALED:
-            restored = tl.math.exp2(tl.where(l_i == 0.0, 0.0, largest - m_i))
+        restored = restoring_factor(m_i, l_i, largest, FORMAT.RESCALED)
         row = tl.program_id(0) % ROW_BLOCKS * BLOCK_H + zero_after(l_i) + tl.arange(0, BLOCK_H)
         valid = row < ROWS
-        token, head = token_and_head(row, job, kv_head, GROUP, SPARSE)
-        if WHOLE or used == 1:
-            factor, lse, largest_logit = finish(m_i, l_i, sinks_ptr, head, valid, HAS_SINKS)
-            index = (sequence * NUM_Q + token) * NUM_HEADS + head
-            store_groups(out_ptr, index, acc, acc_rest, factor * restored, factor, valid, OPERANDS,
-                         OPERANDS.REST_IS_VALUE, DV)  # fmt: skip
-            index = (sequence * NUM_HEADS + head) * NUM_Q + token
+        token, head = token_and_head(row, job, kv_head, GROUP, LOOP.SPARSE)
+        if not CONFIG.SPLIT_KV or splits == 1:
+            factor, lse = finish(m_i, l_i, sinks_ptr, head, valid, 1.0, CONFIG.HAS_SINKS)
+            index = (sequence * Q_TOKENS + token) * NUM_HEADS + head
+            store_groups(out_ptr, index, Finished(acc, factor * restored, acc_rest, factor), valid, OPERANDS,
+                         OPERANDS.REST_IS_VALUE, CONFIG.DV)  # fmt: skip
+            index = (sequence * NUM_HEADS + head) * Q_TOKENS + token
             tl.store(lse_ptr + index, lse, mask=valid)
-            if HAS_MAX:
-                tl.store(max_ptr + index, largest_logit, mask=valid)
+            if CONFIG.HAS_MAX:
+                tl.store(max_ptr + index, m_i * LN2, mask=valid)
         else:
             factor = 1.0 / tl.where(l_i == 0.0, 1.0, l_i)
-            index = ((entry.to(tl.int64) * JOBS + job) * KV_HEADS + kv_head) * ROWS + row
-            store_groups(parts_ptr, index, acc, acc_rest, factor * restored, factor, valid, OPERANDS,
-                         OPERANDS.REST_IS_VALUE, DV)  # fmt: skip
-            lse = tl.where(l_i == 0.0, float("-inf"), m_i + tl.math.log2(tl.where(l_i == 0.0, 1.0, l_i)))
-            tl.store(part_lses_ptr + index, lse, mask=valid)
-            if HAS_MAX:
-                tl.store(part_max_ptr + index, m_i, mask=valid)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def combine_kernel(
-    parts_ptr, part_lses_ptr, part_max_ptr, lens_ptr, extra_lens_ptr, num_splits_ptr, sinks_ptr,
-    given_out_ptr, given_lse_ptr, given_max_ptr, out_ptr, lse_ptr, max_ptr,
-    num_entries, fixed_splits, longest, lens_seq_stride, lens_token_stride,
-    extra_longest, extra_lens_seq_stride, extra_lens_token_stride, window,
-    SPARSE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_LENS: tl.constexpr, HAS_EXTRA: tl.constexpr,
-    HAS_EXTRA_LENS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MAX: tl.constexpr, SCHEDULED: tl.constexpr,
-    NUM_Q: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
-    DV_PAD: tl.constexpr, BLOCK_KV: tl.constexpr, WHOLE: tl.constexpr, MIN_BLOCKS: tl.constexpr,
-    MERGED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Merge the splits of one row of a job, in their order."""
-    if PDL:
-        gdc_wait()
-    JOBS: tl.constexpr = NUM_Q if SPARSE else 1  # pyright: ignore[reportAssignmentType]
-    KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
-    kv_head = tl.program_id(1)
-    row = tl.program_id(0) % ROWS
-    job = tl.program_id(0) // ROWS % JOBS
-    seq = tl.program_id(0) // (ROWS * JOBS)
-    if SCHEDULED:
-        first = split_edge(num_splits_ptr, seq, num_entries)
-        used = split_edge(num_splits_ptr, seq + 1, num_entries) - first
-    else:
-        first = seq * fixed_splits
-        last = list_length(lens_ptr, seq, job, longest, lens_seq_stride, lens_token_stride, HAS_LENS)
-        blocks = (last + BLOCK_KV - 1) // BLOCK_KV - first_seen(last - NUM_Q, window, HAS_WINDOW) // BLOCK_KV
-        if HAS_EXTRA:
-            last = list_length(extra_lens_ptr, seq, job, extra_longest, extra_lens_seq_stride,
-                               extra_lens_token_stride, HAS_EXTRA_LENS)  # fmt: skip
-            blocks += (last + BLOCK_KV - 1) // BLOCK_KV
-        _, used = divide(blocks, fixed_splits, SCHEDULED, MIN_BLOCKS)
-    if used != 1:
-        step = JOBS * KV_HEADS * ROWS
-        index = ((first.to(tl.int64) * JOBS + job) * KV_HEADS + kv_head) * ROWS + row
-        acc, m_i, l_i = merge_parts(
-            parts_ptr + index * DV, part_lses_ptr + index, used, step * DV, step, 1.0, MERGED, DV, DV_PAD
-        )
-        zero = tl.zeros([1], tl.float32)
-        token = row // GROUP
-        head = kv_head * GROUP + row % GROUP
-        if SPARSE:
-            token = job
-            head = kv_head * GROUP + row
-        valid = tl.full([1], 1, tl.int1)
-        heads = head + tl.zeros([1], tl.int32)
-        factor, lse, _m_i = finish(m_i + zero, l_i + zero, sinks_ptr, heads, valid, HAS_SINKS)
-        out_index = ((seq.to(tl.int64) * NUM_Q + token) * NUM_HEADS + head) + tl.zeros([1], tl.int64)
-        store_columns(out_ptr, out_index, acc[None, :], factor, valid, 0, DV, DV)
-        lse_index = ((seq.to(tl.int64) * NUM_HEADS + head) * NUM_Q + token) + tl.zeros([1], tl.int64)
-        tl.store(lse_ptr + lse_index, lse)
-        if HAS_MAX:
-            largest = float("-inf")
-            for start in range(0, used, MERGED):
-                part = start + tl.arange(0, MERGED)
-                maxima = tl.load(part_max_ptr + index + part.to(tl.int64) * step, mask=part < used,
-                                 other=float("-inf"))  # fmt: skip
-                largest = tl.maximum(largest, tl.max(maxima, 0))
-            tl.store(max_ptr + lse_index, largest * LN2 + zero)
+            index = ((entry.to(tl.int64) * JOBS + job) * (NUM_HEADS // GROUP) + kv_head) * ROWS + row
+            store_groups(parts_ptr, index, Finished(acc, factor * restored, acc_rest, factor), valid, OPERANDS,
+                         OPERANDS.REST_IS_VALUE, CONFIG.DV)  # fmt: skip
+            tl.store(part_lses_ptr + index, lse_in_base_2(m_i, l_i), mask=valid)
+            if CONFIG.HAS_MAX:
+                tl.store(part_maxima_ptr + index, m_i, mask=valid)
+        if CONFIG.SPLIT_KV and not CONFIG.SCHEDULED:
+            opens = (split == 0) & (kv_head == 0)
+            tl.store(ranges_ptr + seq * JOBS + job, entry, mask=opens)
+            tl.store(ranges_ptr + (num_seqs + seq) * JOBS + job, entry + splits, mask=opens)
 
 
 def as_extra(arguments: dict[str, int]) -> dict[str, int]:
@@ -250,43 +203,11 @@ def as_extra(arguments: dict[str, int]) -> dict[str, int]:
     return {f"extra_{name}": value for name, value in arguments.items() if "head" not in name}
 
 
-def shared_arguments(work: Work, tile: Tile, entries: int, max_logits: bool, launch: Any) -> dict[str, Any]:
-    """The arguments of both kernels."""
-    keys, extra = work.keys, work.extra
-    return {
-        "num_entries": entries,
-        **keys.lengths(launch),
-        # Without a second cache, the kernels do not use these.
-        **as_extra((extra or keys).lengths(launch)),
-        "window": work.window or 0,
-        "SPARSE": work.sparse,
-        "HAS_WINDOW": work.window is not None,
-        "HAS_LENS": keys.lens is not None,
-        "HAS_EXTRA": extra is not None,
-        "HAS_EXTRA_LENS": extra is not None and extra.lens is not None,
-        "HAS_SINKS": work.call.sinks is not None,
-        "HAS_MAX": max_logits,
-        "SCHEDULED": work.schedule is not None,
-        "NUM_Q": work.num_q_tokens,
-        "NUM_HEADS": work.call.num_q_heads,
-        "GROUP": work.group,
-        "ROWS": work.rows,
-        "DV": work.call.d_v,
-        "BLOCK_KV": tile.block_kv,
-        "fixed_splits": 1 if work.schedule is not None else tile.num_splits,
-        "WHOLE": tile.num_splits == 1 and work.schedule is None,
-        "MIN_BLOCKS": cdiv(OWN_SPLIT if tile.invariant else MIN_SPLIT, tile.block_kv),
-        "PDL": overlaps(work.call),
-    }
-
-
-def logit_scales(scale: float, soft_cap: float | None) -> dict[str, Any]:
-    """The kernels' arguments for `Scales`, and whether there is a cap."""
-    if soft_cap is None:
-        return {"logit_scale": scale * LOG2E.value, "soft_cap": 1.0, "capped_scale": 1.0, "HAS_SOFT_CAP": False}
-    unit = 1.0 if soft_cap < 1 else 0.0625  # as `unit_under_cap` has it
-    scales = {"logit_scale": scale * unit, "soft_cap": soft_cap * unit, "capped_scale": LOG2E.value / unit}
-    return scales | {"HAS_SOFT_CAP": True}
+def capped_scale(scale: float, soft_cap: float | None) -> tuple[dict[str, float], float]:
+    """The kernels' arguments for `Scales`, and the constant CAP_UNIT."""
+    unit = 1.0 if soft_cap is None or soft_cap < 1 else 0.0625  # as `unit_under_cap` has it
+    factor = LOG2E.value if soft_cap is None else unit
+    return {"logit_scale": scale * factor, "soft_cap": (soft_cap or 1.0) * unit}, unit
 
 
 def sums_by_column(call: Any, form: CacheFormat, tile: Tile, *, decoded: bool = False) -> bool:
@@ -302,26 +223,42 @@ def sums_by_column(call: Any, form: CacheFormat, tile: Tile, *, decoded: bool = 
     return {16: tile.num_stages > 1, 32: not OLDER_COMPILER, 64: tile.num_stages > 2}.get(tile.block_h, True)
 
 
-def attention_arguments(work: Work, tile: Tile, launch: Any) -> dict[str, Any]:
-    """The further arguments of the attention kernel."""
+def config_of(work: Work, tile: Tile, launch: Any, *, split_kv: bool, cap_unit: float, max_logits: bool) -> Config:
+    """What a call's launch is compiled for."""
     call, keys, extra = work.call, work.keys, work.extra or work.keys
-    arch = call.device.arch
-    seq_stride, token_stride, head_stride = work.q_strides
-    return {
-        "num_seqs": work.num_seqs,
-        "q_seq_stride": seq_stride,
-        "q_token_stride": token_stride,
-        "q_head_stride": head_stride,
-        **keys.addresses(launch),
-        **as_extra(extra.addresses(launch)),
-        **logit_scales(call.scale, work.soft_cap),
-        "CAUSAL": work.causal,
-        "FORMAT": keys.row_format(arch, launch),
-        "EXTRA_FORMAT": extra.row_format(arch, launch),
-        "OPERANDS": operands(call, tile.block_h, decoded=keys.decoded),
-        "BLOCK_H": tile.block_h,
-        "SUMS_BY_COLUMN": sums_by_column(call, keys.form, tile, decoded=keys.decoded),
-    }
+    has_extra, arch = work.extra is not None, call.device.arch
+    return Config(
+        FORMAT=keys.row_format(arch, launch),
+        EXTRA_FORMAT=extra.row_format(arch, launch),
+        LOOP=Loop(
+            SPARSE=work.sparse,
+            CAUSAL=work.causal,
+            HAS_WINDOW=work.window is not None,
+            HAS_SOFT_CAP=work.soft_cap is not None,
+            BLOCK_KV=tile.block_kv,
+            SUMS_BY_COLUMN=sums_by_column(call, keys.form, tile, decoded=keys.decoded),
+            OPERANDS=operands(call, tile.block_h, decoded=keys.decoded),
+        ),
+        MASK=MaskKind(CAUSAL=work.causal, HAS_WINDOW=work.window is not None),
+        NUM_HEADS=call.num_q_heads,
+        GROUP=work.group,
+        Q_TOKENS=work.num_q_tokens,
+        ROWS=work.rows,
+        BLOCK_H=tile.block_h,
+        DV=call.d_v,
+        CAP_UNIT=cap_unit,
+        HAS_SINKS=call.sinks is not None,
+        HAS_MAX=max_logits,
+        HAS_LENS=keys.lens is not None,
+        LENS_OF_TOKENS=keys.lens is not None and len(keys.lens.shape) == 2,
+        HAS_EXTRA=has_extra,
+        HAS_EXTRA_LENS=has_extra and extra.lens is not None,
+        EXTRA_LENS_OF_TOKENS=extra.lens is not None and len(extra.lens.shape) == 2,
+        SCHEDULED=work.schedule is not None,
+        SPLIT_KV=split_kv,
+        MIN_BLOCKS=cdiv(OWN_SPLIT if tile.invariant else MIN_SPLIT, tile.block_kv),
+        PDL=overlaps(call),
+    )
 
 
 def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
@@ -330,44 +267,64 @@ def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
     entries = work.num_seqs * tile.num_splits
     if scheduled and work.num_seqs:  # a program of a schedule looks for its sequence, so one has to exist
         entries = work.num_seqs + work.schedule[0].shape[0]
-    whole = tile.num_splits == 1 and not scheduled
+    split_kv = tile.num_splits > 1 or scheduled
     absent = work.q  # stands for arrays that the call does not have
-    lens = absent if keys.lens is None else keys.lens
-    extra_lens = absent if extra.lens is None else extra.lens
+    lens, extra_lens = (absent if one.lens is None else launch.contiguous(one.lens) for one in (keys, extra))
     num_splits = launch.packed(work.schedule[1]) if scheduled else absent
     sinks = absent if call.sinks is None else launch.packed(call.sinks)
-    shared = shared_arguments(work, tile, entries, max_logits, launch)
-    parts = (entries, work.jobs_per_seq, work.num_kv_heads, work.rows)
+    scales, cap_unit = capped_scale(call.scale, work.soft_cap)
+    items = work.jobs_per_seq
+    parts = (entries, items, work.num_kv_heads, work.rows)
     nothing = ((1,), "float32")
-    out, lse, maxima, *partial = launch(
+    out, lse, maxima, *partial, ranges = launch(
         latent_kernel,
-        (entries * work.jobs_per_seq * cdiv(work.rows, tile.block_h), work.num_kv_heads),
+        (entries * items * cdiv(work.rows, tile.block_h), work.num_kv_heads),
         (work.q, keys.cache, keys.lists, lens, extra.cache, extra.lists, extra_lens, num_splits, sinks),
         [
             (call.out_shape, call.result_dtype),
             (work.lse_shape, "float32"),
             (work.lse_shape, "float32") if max_logits else nothing,
-            nothing if whole else ((*parts, call.d_v), "float32"),
-            nothing if whole else (parts, "float32"),
-            (parts, "float32") if max_logits and not whole else nothing,
+            ((*parts, call.d_v), "float32") if split_kv else nothing,
+            (parts, "float32") if split_kv else nothing,
+            (parts, "float32") if split_kv and max_logits else nothing,
+            ((2, work.num_seqs * items) if split_kv and not scheduled else (1,), "int32"),
         ],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **shared,
-        **attention_arguments(work, tile, launch),
+        num_seqs=work.num_seqs,
+        num_entries=entries,
+        fixed_splits=1 if scheduled else tile.num_splits,
+        **dict(zip(("q_seq_stride", "q_token_stride", "q_head_stride"), work.q_strides, strict=True)),
+        **keys.addresses(launch),
+        **as_extra(extra.addresses(launch)),  # not used without a second cache
+        window=work.window or 0,
+        **scales,
+        CONFIG=config_of(work, tile, launch, split_kv=split_kv, cap_unit=cap_unit, max_logits=max_logits),
     )
-    if whole or not work.num_seqs:
+    if not split_kv or not work.num_seqs:
         return out, lse, maxima
-    return launch(
-        combine_kernel,
-        (work.num_seqs * work.jobs_per_seq * work.rows, work.num_kv_heads),
-        (*partial, lens, extra_lens, num_splits, sinks, out, lse, maxima),
-        [],
-        inplace=(7, 8, 9),
-        **dependent(shared["PDL"]),
-        num_warps=4,
-        num_stages=1,
-        DV_PAD=next_power_of_2(call.d_v),
+    out, lse, *largest = combine(
+        launch,
+        call,
+        (*partial, num_splits if scheduled else ranges),
+        (out, lse, maxima) if max_logits else (out, lse),
+        (absent, absent, sinks, absent),
+        {
+            "num_tokens": work.num_seqs * work.num_q_tokens,
+            "max_num_seqs": work.num_seqs,
+            "num_parts": entries,
+            "range_end": 1 if scheduled else work.num_seqs * items,
+            "v_scale_factor": 1.0,
+        },
+        GROUP=work.group,
+        ROWS=work.rows,
+        Q_TOKENS=work.num_q_tokens // items,
+        ITEMS=items,
+        RANGES=1 if scheduled else items,
+        LSE_BY_HEAD=True,
+        HAS_NUM_SEQS=False,
+        V_SCALE_STRIDE=-1,
         MERGED=min(next_power_of_2(tile.num_splits), max(1, 4096 // next_power_of_2(call.d_v))),
-        **shared,
+        most_rows=min(work.rows, MOST_PROGRAMS),
     )
+    return out, lse, *(largest or [maxima])

@@ -1,4 +1,4 @@
-"""Latent attention: which entry, rows and keys a program works on."""
+"""Latent attention: lists of keys, and which query token and head a row is."""
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
@@ -7,33 +7,8 @@
 import triton
 import triton.language as tl
 
+from ragged_attention.kernels_triton._mask import first_key
 from ragged_attention.kernels_triton._pages import are_readable, pages_of
-
-
-@triton.jit
-def split_edge(num_splits_ptr, seq, num_entries):
-    return tl.minimum(tl.maximum(tl.load(num_splits_ptr + seq), 0), num_entries)
-
-
-@triton.jit
-def find_entry(entry, num_splits_ptr, num_seqs, num_entries, fixed_splits, SCHEDULED: tl.constexpr):
-    """(sequence, split, splits) of an entry of the grid; a split out of range has no work."""
-    if SCHEDULED:
-        seq = 0
-        high = num_seqs
-        while high - seq > 1:
-            middle = (seq + high) // 2
-            found = split_edge(num_splits_ptr, middle, num_entries) <= entry
-            seq = tl.where(found, middle, seq)
-            high = tl.where(found, high, middle)
-        first = split_edge(num_splits_ptr, seq, num_entries)
-        split = tl.where(entry < first, num_entries, entry - first)  # before the first there is no work either
-        count = split_edge(num_splits_ptr, seq + 1, num_entries) - first
-    else:
-        seq = entry // fixed_splits
-        split = entry % fixed_splits
-        count = fixed_splits
-    return seq, split, count
 
 
 @triton.jit
@@ -49,51 +24,42 @@ def token_and_head(row, job, kv_head, GROUP: tl.constexpr, SPARSE: tl.constexpr)
 
 
 @triton.jit
-def list_length(lens_ptr, seq, token, longest, seq_stride, token_stride, HAS_LENS: tl.constexpr):
+def list_length(lens_ptr, index, longest, HAS_LENS: tl.constexpr):
+    """The number of keys in a list, as far as the list has room for them."""
     count = longest
     if HAS_LENS:
-        offset = seq.to(tl.int64) * seq_stride + tl.cast(token, tl.int64) * token_stride
-        count = tl.minimum(tl.maximum(tl.load(lens_ptr + offset), 0), longest)
+        count = tl.minimum(tl.maximum(tl.load(lens_ptr + index), 0), longest)
     return count
 
 
 @triton.jit
-def first_seen(position, window, HAS_WINDOW: tl.constexpr):
-    """The first key that a query at a position sees."""
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(position - window + 1, 0)
-    return first
+def blocks_before(position, mask, KIND: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """Whole blocks of keys before the first key that the query at a position sees."""
+    blocks = 0
+    if KIND.HAS_WINDOW:
+        blocks = tl.maximum(first_key(position, mask, KIND), 0) // BLOCK_KV
+    return blocks
 
 
 @triton.jit
-def divide(blocks, count, SCHEDULED: tl.constexpr, MIN_BLOCKS: tl.constexpr):
-    """(blocks of a split, splits): a schedule's splits stay, others are no more than are worth it."""
-    blocks_each = (blocks + tl.maximum(count, 1) - 1) // tl.maximum(count, 1)
-    used = count
-    if not SCHEDULED:
-        blocks_each = tl.maximum(blocks_each, MIN_BLOCKS)
-        used = tl.maximum((blocks + blocks_each - 1) // blocks_each, 1)
-    return blocks_each, used
-
-
-@triton.jit
-def entries_of(list_ptr, block, there, first, last, SPARSE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+def entries_of(list_ptr, block, exists, first, last, SPARSE: tl.constexpr, PAGE_SIZE: tl.constexpr,
                BLOCK_KV: tl.constexpr):  # fmt: skip
-    """What a list has for a block of keys, slots or in a dense call pages: -1 behind its last key, and for a block that
-    is not `there`."""
+    """The entries of a list for a block of keys: slots or, in a dense call, pages.
+
+    They are -1 after the list's last key, and for a block that does not exist.
+    """
     if SPARSE:
         position = block * BLOCK_KV + tl.arange(0, BLOCK_KV)
-        entries = tl.load(list_ptr + position, mask=position < tl.where(there, last, 0), other=-1)
+        entries = tl.load(list_ptr + position, mask=position < tl.where(exists, last, 0), other=-1)
     else:
-        entries = pages_of(list_ptr, block * BLOCK_KV, first, last, there, True, PAGE_SIZE, BLOCK_KV)
+        entries = pages_of(list_ptr, block * BLOCK_KV, first, last, exists, True, PAGE_SIZE, BLOCK_KV)
     return entries
 
 
 @triton.jit
 def keys_of(entries, block, first, last, num_slots, SPARSE: tl.constexpr, PAGE_SIZE: tl.constexpr,
             BLOCK_KV: tl.constexpr):  # fmt: skip
-    """A block of a list from what `entries_of` found: (position, page, offset in the page, whether it may be read)."""
+    """(position, page, offset in the page, whether it may be read) of the keys of a block, from `entries_of`."""
     position = block * BLOCK_KV + tl.arange(0, BLOCK_KV)
     if SPARSE:
         readable = (entries >= 0) & (entries < num_slots)

@@ -84,11 +84,6 @@ class Keys:
     page_size: int
     decoded: bool = False  # whether `cache` holds the rows that `decoding` wrote, see `decoded_format`
 
-    def lengths(self, launch: Any) -> dict[str, int]:
-        """The kernels' arguments about the lists' lengths."""
-        seq, token = (0, 0) if self.lens is None else (*launch.strides(self.lens), 0)[:2]
-        return {"longest": self.longest, "lens_seq_stride": seq, "lens_token_stride": token}
-
     def addresses(self, launch: Any) -> dict[str, int]:
         """The kernels' arguments about where rows and lists lie."""
         page, *slot, head, _ = launch.strides(self.cache)
@@ -98,6 +93,7 @@ class Keys:
             # Strides that are never used must not spoil what compilers conclude about alignment.
             "head_stride": head if self.cache.shape[-2] > 1 else 0,
             "num_slots": min(self.cache.shape[0] * self.page_size, LARGEST_INT),
+            "longest": self.longest,
             "list_seq_stride": self.list_strides[0],
             "list_token_stride": self.list_strides[1],
             "list_head_stride": self.list_strides[2],
@@ -165,11 +161,6 @@ class Walk:
     page_sizes: tuple[int, ...] = (1,)
     decoded: bool = False  # a kernel has decoded the rows before
     windowed: bool = False  # masks have a lower bound, too
-
-
-def window_of(call: Any) -> int | None:
-    """The call's window; None also if it is as long as the longest sequence can be, since it hides no key then."""
-    return call.sliding_window if call.sliding_window and call.sliding_window < call.capacity else None
 
 
 def operand_size(call: Any) -> int:

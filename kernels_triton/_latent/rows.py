@@ -66,6 +66,15 @@ class Rows(NamedTuple):
     readable: tl.tensor  # whether it may be read
 
 
+class Finished(NamedTuple):
+    """Accumulators of rows, and the factors that make them results."""
+
+    groups: tl.tuple
+    factor: tl.tensor
+    rest: tl.tensor
+    rest_factor: tl.tensor
+
+
 @triton.jit
 def places_of(pages, offset, slot_stride, FORMAT: tl.constexpr):
     """Where the rows at `offset` in their pages begin, and where their scales do."""
@@ -311,16 +320,6 @@ def zeros_like(groups):
 
 
 @triton.jit
-def zero_after(l_i):
-    """0, which no compiler knows before the sums `l_i` are complete (they are never negative).
-
-    Indices to which it is added are computed after the loop. Triton 3.6 to 3.9 otherwise compute them before the loop
-    and keep them in registers throughout.
-    """
-    return (tl.min(l_i, 0) < 0).to(tl.int32)
-
-
-@triton.jit
 def store_columns(target_ptr, index, acc, factor, valid, FIRST: tl.constexpr, LAST: tl.constexpr, D: tl.constexpr):
     """Store `acc` times `factor` in finished rows of D columns, from column FIRST on and before column LAST."""
     column = FIRST + tl.arange(0, acc.shape[1])
@@ -330,11 +329,10 @@ def store_columns(target_ptr, index, acc, factor, valid, FIRST: tl.constexpr, LA
 
 
 @triton.jit
-def store_groups(target_ptr, index, groups, rest, factor, rest_factor, valid, COLUMNS: tl.constexpr,
-                 HAS_REST: tl.constexpr, D: tl.constexpr):  # fmt: skip
+def store_groups(target_ptr, index, finished, valid, COLUMNS: tl.constexpr, HAS_REST: tl.constexpr, D: tl.constexpr):
     """Store finished rows of D columns: those of the groups and, if HAS_REST, those of the rest."""
     LAST: tl.constexpr = COLUMNS.GROUPED if COLUMNS.GROUPED < D else D  # pyright: ignore[reportAssignmentType]
-    for group in tl.static_range(len(groups)):
-        store_columns(target_ptr, index, groups[group], factor, valid, group * COLUMNS.WIDTH, LAST, D)
+    for group in tl.static_range(len(finished.groups)):
+        store_columns(target_ptr, index, finished.groups[group], finished.factor, valid, group * COLUMNS.WIDTH, LAST, D)
     if HAS_REST:
-        store_columns(target_ptr, index, rest, rest_factor, valid, COLUMNS.GROUPED, D, D)
+        store_columns(target_ptr, index, finished.rest, finished.rest_factor, valid, COLUMNS.GROUPED, D, D)

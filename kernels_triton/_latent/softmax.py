@@ -4,16 +4,25 @@
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
+import dataclasses
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from ragged_attention.kernels_triton._compiler import always
+from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._latent.lists import entries_of, keys_of
-from ragged_attention.kernels_triton._latent.rows import Rows, group_scale, key_groups, places_of, rest_columns
-from ragged_attention.kernels_triton._softmax import LN2, LOG2E, matmul, online_softmax, soft_capped
+from ragged_attention.kernels_triton._latent.rows import (
+    Operands,
+    Rows,
+    group_scale,
+    key_groups,
+    places_of,
+    rest_columns,
+)
+from ragged_attention.kernels_triton._softmax import matmul, online_softmax, soft_capped
 
 # With this many rows or more, eight warps share each row. Where the result of a product leads to another product,
 # compilers (Triton 3.6 to 3.9) give every warp rows of its own instead, and half of the warps repeat the work of the
@@ -66,13 +75,17 @@ class Scales(NamedTuple):
     outer: tl.tensor
 
 
-class Features(NamedTuple):
-    """Which keys a list names, and what a kernel does with their logits."""
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Loop(Constants):
+    """What the loop over a list of keys is compiled for."""
 
-    SPARSE: tl.constexpr  # whether the list has slots, and not pages
-    CAUSAL: tl.constexpr
-    HAS_WINDOW: tl.constexpr
-    HAS_SOFT_CAP: tl.constexpr
+    SPARSE: bool  # whether the list has slots; otherwise it has pages
+    CAUSAL: bool  # whether rows of a block differ in the last key that they see
+    HAS_WINDOW: bool  # whether they differ in the first one
+    HAS_SOFT_CAP: bool
+    BLOCK_KV: int
+    SUMS_BY_COLUMN: bool  # see `no_sums`
+    OPERANDS: Operands
 
 
 @triton.jit
@@ -217,26 +230,27 @@ def add_values(weights, scales, keys, acc, alpha, FOLDED: tl.constexpr):
 
 
 @triton.jit
-def attend(queries, state, cache, keys_of_list, seen_by_row, factors, features, FORMAT: tl.constexpr,
-           OPERANDS: tl.constexpr, BLOCK_KV: tl.constexpr):  # fmt: skip
+def attend(queries, state, cache, keys_of_list, seen_by_row, factors, FORMAT: tl.constexpr, LOOP: tl.constexpr):
     """Attend to blocks of a list of keys: returns the new `state` = (m_i, largest, sums, acc, acc_rest).
 
     `acc`, a tuple with an accumulator for each group, is relative to `largest`, a running maximum of logit plus log2
     scale, if weights times scales are float16 (RESCALED). Everything else is relative to `m_i`.
     """
     ROWS: tl.constexpr = queries.groups[0].shape[0]
+    SPARSE: tl.constexpr = LOOP.SPARSE
+    OPERANDS: tl.constexpr = LOOP.OPERANDS
+    BLOCK_KV: tl.constexpr = LOOP.BLOCK_KV
     m_i, largest, sums, acc, acc_rest = state
+    first, last = keys_of_list.first, keys_of_list.last
     # See `_pages.attend` for why entries are looked up a block ahead.
-    following = entries_of(keys_of_list.ptr, keys_of_list.begin, keys_of_list.begin < keys_of_list.end,
-                           keys_of_list.first, keys_of_list.last, features.SPARSE, FORMAT.PAGE_SIZE,
-                           BLOCK_KV)  # fmt: skip
+    next_entries = entries_of(keys_of_list.ptr, keys_of_list.begin, keys_of_list.begin < keys_of_list.end, first, last,
+                              SPARSE, FORMAT.PAGE_SIZE, BLOCK_KV)  # fmt: skip
     for block in range(keys_of_list.begin, keys_of_list.end):
-        entries = following
-        following = entries_of(keys_of_list.ptr, block + 1, block + 1 < keys_of_list.end, keys_of_list.first,
-                               keys_of_list.last, features.SPARSE, FORMAT.PAGE_SIZE, BLOCK_KV)  # fmt: skip
-        position, page, offset, readable = keys_of(entries, block, keys_of_list.first, keys_of_list.last,
-                                                   cache.num_slots, features.SPARSE, FORMAT.PAGE_SIZE,
-                                                   BLOCK_KV)  # fmt: skip
+        entries = next_entries
+        next_entries = entries_of(keys_of_list.ptr, block + 1, block + 1 < keys_of_list.end, first, last, SPARSE,
+                                  FORMAT.PAGE_SIZE, BLOCK_KV)  # fmt: skip
+        position, page, offset, readable = keys_of(entries, block, first, last, cache.num_slots, SPARSE,
+                                                   FORMAT.PAGE_SIZE, BLOCK_KV)  # fmt: skip
         pages = cache.ptr + page.to(tl.int64) * cache.page_stride * FORMAT.PAGE_UNIT
         pages += tl.zeros_like(offset).to(tl.int64)
         values_at, scales_at = places_of(pages, offset, cache.slot_stride, FORMAT)
@@ -253,12 +267,12 @@ def attend(queries, state, cache, keys_of_list, seen_by_row, factors, features, 
             logits = logits_apart(present, queries, keys, rest, scales, factors.inner, FORMAT.FOLDED, OPERANDS)
         if OPERANDS.DIVIDED and not FORMAT.FOLDED:
             logits = logits * queries.unit[:, None]
-        if features.HAS_SOFT_CAP:
+        if LOOP.HAS_SOFT_CAP:
             logits = soft_capped(logits, factors.cap) * factors.outer
         seen = readable[None, :]
-        if features.CAUSAL:
+        if LOOP.CAUSAL:
             seen = seen & (position[None, :] < seen_by_row.limit[:, None])
-        if features.HAS_WINDOW:
+        if LOOP.HAS_WINDOW:
             seen = seen & (position[None, :] >= seen_by_row.lowest[:, None])
         logits = tl.where(seen, logits, float("-inf"))
         weights, alpha, m_i, sums = softmax_step(logits, m_i, sums)
@@ -271,15 +285,25 @@ def attend(queries, state, cache, keys_of_list, seen_by_row, factors, features, 
 
 
 @triton.jit
-def finish(m_i, l_i, sinks_ptr, head, valid, HAS_SINKS: tl.constexpr):
-    """(the accumulator's factor, the natural lse, the largest natural logit) of rows over all of their keys."""
+def first_state(BLOCK_H: tl.constexpr, LOOP: tl.constexpr):
+    """The `state` of `attend` before the first block."""
+    m_i = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    acc = (tl.zeros([BLOCK_H, LOOP.OPERANDS.WIDTH], tl.float32),) * LOOP.OPERANDS.GROUPS
+    acc_rest = tl.zeros([BLOCK_H, LOOP.OPERANDS.REST_PAD], tl.float32)
+    return m_i, m_i, no_sums(m_i, LOOP.BLOCK_KV, LOOP.SUMS_BY_COLUMN), acc, acc_rest
+
+
+@triton.jit
+def restoring_factor(m_i, l_i, largest, RESCALED: tl.constexpr):
+    """The factor that makes the groups' accumulators relative to `m_i`, as everything else is."""
+    factor = tl.full(m_i.shape, 1.0, tl.float32)
+    if RESCALED:
+        factor = tl.math.exp2(tl.where(l_i == 0.0, 0.0, largest - m_i))
+    return factor
+
+
+@triton.jit
+def lse_in_base_2(m_i, l_i):
+    """The lse of one split's rows, for the combine kernel; -inf for a row that has seen no key."""
     empty = l_i == 0.0
-    level = tl.where(empty, 0.0, m_i)
-    l_i = tl.where(empty, 1.0, l_i)
-    denominator = l_i
-    if HAS_SINKS:
-        sink = tl.load(sinks_ptr + head, mask=valid, other=float("-inf"))
-        denominator += tl.math.exp2(sink * LOG2E - level)
-    factor = tl.where(empty, 0.0, 1.0 / denominator)
-    lse = tl.where(empty, float("-inf"), (level + tl.math.log2(l_i)) * LN2)
-    return factor, lse, m_i * LN2
+    return tl.where(empty, float("-inf"), m_i + tl.math.log2(tl.where(empty, 1.0, l_i)))

@@ -7,6 +7,7 @@ names. This module loads neither framework: it holds the choice of backend and t
 from ragged_attention.config import Config as Config
 from ragged_attention.config import get_config as get_config
 from ragged_attention.config import reload_config as reload_config
+from ragged_attention.config import set_backend as set_backend
 from ragged_attention.config import use_backend as use_backend
 from ragged_attention.dispatch import backends as backends
 from ragged_attention.errors import BackendMissing as BackendMissing

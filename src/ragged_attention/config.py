@@ -1,27 +1,28 @@
-"""Which backend runs a call: where requests come from, and which of them wins.
+"""Which backend runs a call: the sources of requests, and their precedence.
 
 The first of these that names a backend for the operation decides:
 
 1. the call's own `backend=`
 2. the innermost `with use_backend(...)` block
-3. `use_backend(...)` called plainly (process-wide)
+3. `set_backend(...)`, process-wide
 4. the config file: a TOML file named by RAGGED_ATTENTION_CONFIG, or `[tool.ragged_attention]` in the working
    directory's pyproject.toml
 5. the environment variable RAGGED_ATTENTION_BACKEND
 6. the platform's own order, `ragged_attention.dispatch.ORDER`
 
-`options` follow the same order from 1 to 4, operation by operation; `validate` and `batch_invariant` follow it from 2
-to 5, each with a variable of its own. The file and the environment are read once, when a call first needs them, and
-again after `reload_config()`.
+Sources 1 to 4 can also give `options`, for each operation. Sources 2 to 5 can set `validate` and `batch_invariant`,
+each of which has an environment variable of its own. The file and the environment are read once, when a call first
+needs them, and again after `reload_config()`.
 """
 
 import contextvars
 import dataclasses
+import dis
 import math
 import os
-import threading
+import sys
 import tomllib
-import weakref
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +32,6 @@ import numpy as np
 
 from ragged_attention.calls import CALLS
 from ragged_attention.errors import InvalidInput
-from ragged_attention.host import forking
 
 BACKEND_VARIABLE = "RAGGED_ATTENTION_BACKEND"
 CONFIG_VARIABLE = "RAGGED_ATTENTION_CONFIG"
@@ -47,9 +47,9 @@ BackendRequest = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Config:
-    """One source's requests by operation; `backend` may have "*" for those it does not name.
+    """The requests of one source by operation; the key "*" of `backend` covers operations that have no key.
 
-    Sources with the same content are equal, whatever made them.
+    Configs with equal content are equal.
     """
 
     backend: Mapping[str, Names] = dataclasses.field(default_factory=dict)
@@ -69,7 +69,7 @@ class Config:
             raise InvalidInput(f"expected validate to be one of {', '.join(VALIDATION)}, got {self.validate!r}")
         if self.batch_invariant is not None and not isinstance(self.batch_invariant, bool):
             raise TypeError(f"expected batch_invariant to be True or False, got {self.batch_invariant!r}")
-        # By their representation, since 1, 1.0 and True are equal but not the same.
+        # 1, 1.0 and True are equal but mean different things, so values are compared by their representation.
         said = frozenset(
             (operation, name, repr(value)) for operation in options for name, value in options[operation].items()
         )
@@ -84,7 +84,7 @@ class Config:
         return self._hash
 
     def names(self, operation: str) -> Names | None:
-        """The ordered request for `operation`, or None where this source has none."""
+        """The ordered request for `operation`, or None if this source has none."""
         return self.backend.get(operation, self.backend.get("*"))
 
 
@@ -107,6 +107,15 @@ def _parse_request(request: BackendRequest | None) -> dict[str, Names]:
     return {"*": parse_names(request)}
 
 
+def _parse(backend: Any, options: Any, validate: Any, batch_invariant: Any) -> Config:
+    return Config(
+        backend=_parse_request(backend),
+        options={} if options is None else expect_mapping(options),
+        validate=validate,
+        batch_invariant=batch_invariant,
+    )
+
+
 def expect_mapping(options: Any, of: str | None = None) -> Mapping[str, Any]:
     if not isinstance(options, Mapping):
         where = f"options of {of}" if of else "options"
@@ -115,7 +124,7 @@ def expect_mapping(options: Any, of: str | None = None) -> Mapping[str, Any]:
 
 
 def expect_options(options: Any, of: str | None = None) -> dict[str, Option]:
-    """Tunables by name as plain Python values, NumPy's numbers converted; `of` names their operation."""
+    """Tunables as plain Python values, with NumPy's numbers converted; error messages name the operation `of`."""
     found: dict[str, Option] = {}
     for name, value in expect_mapping(options, of).items():
         if not isinstance(name, str):
@@ -134,59 +143,98 @@ def expect_options(options: Any, of: str | None = None) -> dict[str, Option]:
 
 T = TypeVar("T")
 
+# What follows a call whose result is not used: the result is dropped, or shown at a prompt (by Python 3.11, by later).
+_UNUSED = {("POP_TOP", 0), ("PRINT_EXPR", 0), ("CALL_INTRINSIC_1", 1)}
+
 
 class Scope(Generic[T]):
-    """Holds values that are chosen as by `use_backend`: process-wide, or in a block of one thread or task.
-
-    The object that chooses is its value's `owner`. It does not know whether it is called plainly or made for a `with`
-    statement, so making it installs the value process-wide, and entering the block withdraws that and nothing else.
-    """
+    """A setting with one value for the process, and values for blocks of the current thread or task."""
 
     def __init__(self, name: str) -> None:
         self.blocks: contextvars.ContextVar[tuple[T, ...]] = contextvars.ContextVar(name, default=())  # innermost first
-        self.process_wide: tuple[T, ...] = ()  # the last value installed, if any
-        self._installed: list[tuple[weakref.ref[Any], T]] = []
-        self._lock = threading.Lock()
+        self.process_wide: tuple[T, ...] = ()  # one value once `set` was called
 
-    def install(self, owner: Any, value: T) -> None:
-        with forking.postponed(), self._lock:
-            self._set([*self._installed, (weakref.ref(owner), value)])
+    def set(self, value: T) -> None:
+        self.process_wide = (value,)
 
-    def enter(self, owner: Any, value: T) -> None:
-        with forking.postponed(), self._lock:
-            self._set([entry for entry in self._installed if entry[0]() is not owner])
+    def enter(self, value: T) -> None:
         self.blocks.set((value, *self.blocks.get()))
 
     def exit(self, value: T) -> None:
-        """End the innermost block of a value, whether or not others of it are open."""
+        """End the innermost block that was entered with `value`, even where blocks inside it are still open."""
         blocks = self.blocks.get()
         index = next((index for index, other in enumerate(blocks) if other is value), len(blocks))
         self.blocks.set(blocks[:index] + blocks[index + 1 :])
 
-    def _set(self, installed: list[tuple[weakref.ref[Any], T]]) -> None:
-        # An owner that is gone can no longer enter a block, so what was installed before it will not count again.
-        last = max((index for index, (owner, _) in enumerate(installed) if owner() is None), default=0)
-        self._installed = installed[last:]
-        self.process_wide = tuple(value for _, value in installed[-1:])
+    def set_by_statement(self, value: T, use: str, instead: str) -> None:
+        """Deprecated: `use(...)` as a statement of its own sets the process-wide value, as it did in 0.2.
+
+        A context manager calls this when it is constructed. It does nothing unless the code that constructs the
+        context manager drops the new object at once, which the instruction after that call shows.
+        """
+        caller = sys._getframe(2)
+        code, after = caller.f_code.co_code, caller.f_lasti + 2
+        while dis.opname[code[after]] == "CACHE":
+            after += 2
+        if (dis.opname[code[after]], code[after + 1]) in _UNUSED:
+            text = (
+                f"{use}(...) outside of a with statement will have no effect in the next version: call {instead}(...)"
+            )
+            warnings.warn(text, DeprecationWarning, stacklevel=3)
+            self.set(value)
 
 
 _scope: Scope[Config] = Scope("ragged_attention_blocks")
 _outside: tuple[Config, Config] | None = None  # the contents of the file and the environment, once read
 
 
+def set_backend(
+    backend: BackendRequest | None = None,
+    *,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    validate: str | None = None,
+    batch_invariant: bool | None = None,
+) -> None:
+    """Choose backends for the whole process, until the next `set_backend`.
+
+    Each `set_backend` replaces all that the earlier one set, so `set_backend()` removes it. The arguments of an
+    operation's call and `use_backend` blocks take precedence.
+
+    Args:
+        backend: a name such as "triton"; an ordered list, `["cuda", "triton"]` or "cuda,triton", of which the first
+            that takes the call runs it; or a mapping of operations to names or lists, in which "*" covers operations
+            without a key: `{"write_kv_pages": "eager", "*": "triton"}`. "auto" is the platform's order. None leaves the
+            choice to the config file, the environment and the platform.
+        options: for each operation, the tunables of its backend: `{"ragged_paged_attention": {"block_kv": 64}}`.
+        validate: "full" also checks the values of index arrays, which reads them back from the device; "static" does
+            not.
+        batch_invariant: with True, the bits of a sequence's attention depend on that sequence alone: not on the other
+            sequences, their number, or the sizes of tables. Backends that cannot promise this refuse the call. Writes
+            and conversions always have this property. For gradients, use `deterministic`.
+
+    Raises:
+        InvalidInput: an empty name, an unknown operation, an unknown `validate`, or an option that is not finite. An
+            unknown backend is reported by the first call that it concerns.
+        TypeError: an argument of a wrong type.
+    """
+    _scope.set(_parse(backend, options, validate, batch_invariant))
+
+
 class use_backend:  # reads as a verb, like torch.no_grad
-    """Choose backends for all later calls, or for a block.
+    """A context manager that chooses backends inside its `with` block, for the current thread or task.
 
-    `use_backend("triton")`, an ordered request `use_backend(["cuda", "triton"])`, or by operation
-    `use_backend({"write_kv_pages": "eager", "*": "triton"})`. Called plainly it holds process-wide until the next
-    plain call; in a `with` statement it holds inside the block, for the current thread or task, and blocks may be
-    entered again, also within themselves. `options` maps an operation to its tunables, and `validate="full"` checks
-    index values too (which reads the device back). `"auto"` returns the choice to the platform's order;
-    `use_backend()` ends an earlier plain call.
+    Constructing it changes nothing. It can be entered several times, also inside itself, and blocks can be nested: the
+    innermost block that names a backend for the operation decides.
 
-    With `batch_invariant=True` the bits of a sequence's attention depend on nothing but that sequence: not on the
-    others, their number, or the sizes of tables. Backends that cannot promise this refuse the call. Writes and
-    conversions keep to it anyway; gradients have `deterministic`.
+    Until the next version, `use_backend(...)` as a statement of its own still does what `set_backend(...)` does, with a
+    DeprecationWarning.
+
+    Args:
+        backend, options, validate, batch_invariant: as for `set_backend`. What is None is left to the blocks around
+            this one and to the process-wide choice.
+
+    Raises:
+        InvalidInput, TypeError: as `set_backend`.
     """
 
     def __init__(
@@ -197,16 +245,11 @@ class use_backend:  # reads as a verb, like torch.no_grad
         validate: str | None = None,
         batch_invariant: bool | None = None,
     ) -> None:
-        self.config = Config(
-            backend=_parse_request(backend),
-            options=expect_mapping(options or {}),
-            validate=validate,
-            batch_invariant=batch_invariant,
-        )
-        _scope.install(self, self.config)
+        self.config = _parse(backend, options, validate, batch_invariant)
+        _scope.set_by_statement(self.config, "use_backend", "set_backend")
 
     def __enter__(self) -> Config:
-        _scope.enter(self, self.config)
+        _scope.enter(self.config)
         return self.config
 
     def __exit__(
@@ -216,15 +259,15 @@ class use_backend:  # reads as a verb, like torch.no_grad
 
 
 def reload_config() -> None:
-    """Forget what the config file and the environment said; the next call reads both again."""
+    """Make the next call read the config file and the environment variables again."""
     global _outside
     _outside = None
 
 
 def _read_file(named: str | None) -> Config:
-    """The config file's requests; an unknown key is refused with the key and the file.
+    """The requests of the config file; the error about an unknown key names the key and the file.
 
-    An error in a file that nobody named is not ours to report, unless it is in our own table.
+    Errors in the working directory's pyproject.toml are reported only where they are in this project's table.
     """
     path = Path(named or "pyproject.toml")
     try:
@@ -248,12 +291,7 @@ def _read_file(named: str | None) -> Config:
         if key not in known:
             raise InvalidInput(f"expected keys {', '.join(known)} in {path}, got {key!r}")
     try:
-        return Config(
-            backend=_parse_request(table.get("backend")),
-            options=expect_mapping(table.get("options", {})),
-            validate=table.get("validate"),
-            batch_invariant=table.get("batch_invariant"),
-        )
+        return _parse(*(table.get(key) for key in known))
     except (InvalidInput, TypeError) as error:
         raise type(error)(f"{path}: {error}") from None
 
@@ -274,7 +312,7 @@ def _environment() -> Config:
 
 
 def state() -> tuple[tuple[Config, ...], ...]:
-    """What is in force here and now, as a key: equal where all calls follow the same requests."""
+    """The configs of the open blocks and of the other sources; equal states make equal choices for every call."""
     global _outside
     outside = _outside
     if outside is None:
@@ -283,13 +321,13 @@ def state() -> tuple[tuple[Config, ...], ...]:
 
 
 def _sources() -> tuple[Config, ...]:
-    """Every source but the call itself, strongest first."""
+    """All sources except the call itself, in order of precedence."""
     blocks, base = state()
     return blocks + base
 
 
 def requested(operation: str, backend: str | Sequence[str] | None = None) -> Names | None:
-    """The ordered request in force for a call of `operation`, or None where the platform's order decides."""
+    """The ordered request for a call of `operation`, or None if the platform's order decides."""
     if backend is not None:
         names = parse_names(backend)
     else:
@@ -298,24 +336,24 @@ def requested(operation: str, backend: str | Sequence[str] | None = None) -> Nam
 
 
 def requested_options(operation: str, options: Mapping[str, Any] | None = None) -> Mapping[str, Option]:
-    """The tunables in force for a call of `operation`: the strongest source that gives any."""
+    """The tunables for a call of `operation`, from the first source that gives options for it."""
     if options is not None:
         return expect_options(options)
     return next((source.options[operation] for source in _sources() if operation in source.options), {})
 
 
 def validates_values() -> bool:
-    """Whether index values are checked too: `validate="full"` in the strongest source that sets it."""
+    """Whether index values are checked too, by the first source that sets `validate`."""
     return next((source.validate for source in _sources() if source.validate), "static") == "full"
 
 
 def is_batch_invariant() -> bool:
-    """Whether bits are to depend on nothing but a sequence: as the strongest source says that says anything."""
+    """Whether results must be batch-invariant, by the first source that sets `batch_invariant`."""
     return next((source.batch_invariant for source in _sources() if source.batch_invariant is not None), False)
 
 
 def get_config() -> Config:
-    """All sources merged: what a call without `backend=` and `options=` will follow."""
+    """All sources merged into the config that a call without `backend=` and `options=` follows."""
     backend: dict[str, Names] = {}
     options: dict[str, Mapping[str, Any]] = {}
     for source in reversed(_sources()):

@@ -35,6 +35,7 @@ __all__ = [
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
     "get_mla_metadata",
+    "set_convention",
     "use_convention",
 ]
 
@@ -78,16 +79,33 @@ QKV_PACKED_NAMES = {
 _conventions: Scope[str] = Scope("ragged_attention_flash_mla_convention")
 
 
+def set_convention(convention: str) -> None:
+    """Choose the default `convention` of `flash_mla_sparse_fwd` for the whole process.
+
+    Args:
+        convention: "base2" or "natural", see `flash_mla_sparse_fwd`; another raises `InvalidInput`.
+    """
+    _expect_convention(convention)
+    _conventions.set(convention)
+
+
 class use_convention:  # reads as a verb, like `ragged_attention.use_backend`
-    """Choose the default `convention` of `flash_mla_sparse_fwd`: process-wide, or in a `with` for a block."""
+    """A context manager that chooses the default `convention` of `flash_mla_sparse_fwd` inside its `with` block.
+
+    Constructing it changes nothing. Until the next version, `use_convention(...)` as a statement of its own still does
+    what `set_convention(...)` does, with a DeprecationWarning.
+
+    Args:
+        convention: as for `set_convention`.
+    """
 
     def __init__(self, convention: str) -> None:
         _expect_convention(convention)
         self.convention = convention
-        _conventions.install(self, convention)
+        _conventions.set_by_statement(convention, "use_convention", "set_convention")
 
     def __enter__(self) -> None:
-        _conventions.enter(self, self.convention)
+        _conventions.enter(self.convention)
 
     def __exit__(self, *error: object) -> None:
         _conventions.exit(self.convention)
@@ -282,7 +300,7 @@ def flash_mla_sparse_fwd(
         topk_length: i32 [s_q], entries of `indices` from there on are ignored.
         convention: of the two last results. "base2", FlashMLA's of September 2025: base-2 logarithms, and an lse of
             -inf where a query selects nothing. "natural", that of 2026: natural ones, and +inf there. Default: what
-            `use_convention` says, else "base2".
+            `use_convention` or `set_convention` says, else "base2".
 
     Returns:
         out [s_q, h_q, d_v], max_logits f32 [s_q, h_q], lse f32 [s_q, h_q].

@@ -6,7 +6,6 @@ engine likes; its two halves are our pair of pages by strides alone.
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import os
 from typing import Any, ClassVar
@@ -18,6 +17,7 @@ from ragged_attention.errors import Unsupported
 from ragged_attention.torch import ragged_paged_attention, write_kv_pages
 
 _vllm: Any = importlib.import_module("vllm.v1.attention.backend")
+_INVARIANT = use_backend(batch_invariant=True)
 
 # vLLM keeps 8-bit caches as bytes; the name of the dtype says what they are.
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -73,15 +73,8 @@ class RaggedAttentionBackend(AnyPages, _vllm.AttentionBackend):
 
 
 def as_vllm_asks() -> contextlib.AbstractContextManager[Any]:
-    """Around an attention: batch invariant where vLLM's own variable says so."""
-    return _invariant() if os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1" else contextlib.nullcontext()
-
-
-@functools.cache
-def _invariant() -> use_backend:
-    block = use_backend(batch_invariant=True)
-    with block:  # a block that nobody has entered yet holds for the whole process
-        return block
+    """The context of an attention call: batch-invariant where vLLM's own variable asks for it."""
+    return _INVARIANT if os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1" else contextlib.nullcontext()
 
 
 @dataclasses.dataclass

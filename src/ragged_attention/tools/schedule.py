@@ -191,8 +191,8 @@ class Language:
 
 # Functions of the kernels' modules that handle queries, keys or results, and the number of values that each returns.
 STUBS = {
-    "clear_rows": 1, "finish": 2, "gdc_launch_dependents": 1, "gdc_wait": 1, "load_queries": 1, "load_scale": 1,
-    "narrow": 1, "no_sums": 1, "rows.load_queries": 5, "softmax.finish": 3, "store_columns": 1, "store_groups": 1,
+    "clear_rows": 1, "finish": 2, "first_state": 5, "gdc_launch_dependents": 1, "gdc_wait": 1, "load_queries": 1,
+    "load_scale": 1, "lse_in_base_2": 1, "narrow": 1, "restoring_factor": 1, "rows.load_queries": 5, "store_groups": 1,
     "store_rows": 1, "store_split": 1, "sum_of_each_row": 1, "zero_after": 1, "zeros_like": 2,
 }  # fmt: skip
 
@@ -254,7 +254,7 @@ class Walk:
         def token_and_head(row: Any, *arguments: Any) -> Any:
             token, head = plain(row, *arguments)
             if not isinstance(row, Unknown):
-                self.tokens = (int(np.min(token)), min(int(np.max(token)), self.arguments["NUM_Q"] - 1))
+                self.tokens = (int(np.min(token)), min(int(np.max(token)), self.arguments["CONFIG"].Q_TOKENS - 1))
             return token, head
 
         return token_and_head
@@ -274,9 +274,9 @@ class Walk:
         self.found = {"seq": seq, "tokens": tokens}
         return state
 
-    def _attend_list(self, queries, state, cache, keys_of_list, *rest):
+    def _attend_list(self, queries, state, cache, keys_of_list, seen_by_row, factors, row_format, loop):
         """Replaces the loop of `_latent`. Keys are positions in a list; in a second list they start at 0 again."""
-        block, begin, end = self.arguments["BLOCK_KV"], int(keys_of_list.begin), int(keys_of_list.end)
+        block, begin, end = loop.BLOCK_KV, int(keys_of_list.begin), int(keys_of_list.end)
         self._note(begin * block, end - begin, block, True)
         if not self.found:
             seq = int(keys_of_list.ptr.offset) // self.arguments["list_seq_stride"]

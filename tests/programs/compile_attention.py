@@ -1,0 +1,16 @@
+"""Compile the kernels of ragged attention for a GPU; print each kernel's name and why it fails, if it does.
+
+Usage: compile_attention.py ARCHITECTURE SAMPLE..., each sample the JSON of arguments of `Sample`
+"""
+
+import json
+import sys
+
+from benchmarks.compiled import compiling
+from ragged_attention.tools.samples import Sample, device_of
+
+arch, *samples = sys.argv[1:]
+for sample in samples:
+    call = Sample(**json.loads(sample)).call("ragged_paged_attention", device_of("torch", arch))
+    for launch in compiling.record(call):
+        print(launch.name, compiling.compile_launch(launch, arch).failure)

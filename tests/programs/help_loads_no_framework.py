@@ -1,0 +1,8 @@
+"""Show the help of the command line, which loads no framework."""
+
+import sys
+
+from ragged_attention.tools import cli
+
+assert cli.main(["--help"]) == 0
+assert not {"torch", "jax", "triton", "hypothesis", "pytest"} & sys.modules.keys()

@@ -1,0 +1,25 @@
+"""Print where the package is installed, after a look at its parts and a call.
+
+Usage: installed_package.py PACKAGES ROOMS, each a list with commas; a room must not be importable by its own name
+"""
+
+import importlib
+import importlib.util
+import sys
+
+import numpy as np
+
+import ragged_attention
+from ragged_attention.reference.merge_attention_states import merge_attention_states
+
+packages, rooms = (names.split(",") for names in sys.argv[1:])
+for name in packages:
+    if name.rpartition(".")[2] in ("reference", "kernels_triton", "kernels_pallas", "kernels_cuda"):
+        importlib.import_module(name)
+    assert importlib.util.find_spec(name), name
+for room in rooms:
+    assert importlib.util.find_spec(room) is None, room
+out, lse = merge_attention_states(np.ones((2, 1, 1, 16)), np.zeros((2, 1, 1)))
+assert (out == 1).all()
+assert np.allclose(lse, np.log(2))
+print(ragged_attention.__file__)

@@ -1,0 +1,16 @@
+"""Use what was unpacked in a folder; print the names of folders in use, and whether Triton has been imported."""
+
+import importlib
+import sys
+from pathlib import Path
+
+from benchmarks.device import carried
+
+carried.unpacked = lambda: Path(sys.argv[1])
+carried.use("cpu")
+importlib.import_module("package")  # which was carried
+
+from benchmarks.peers import registry  # noqa: E402
+from ragged_attention.kernels_cuda._build import compile  # noqa: E402
+
+print(registry.FOLDER.name, compile.PREBUILT.name, "triton" in sys.modules)
