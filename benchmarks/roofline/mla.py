@@ -51,30 +51,32 @@ def stored_bytes(case: LatentCase) -> tuple[int, int]:
     return first, second
 
 
-def triton_tiles(case: LatentCase, kernel_args: KernelArgs, *, decoded: bool) -> Tiles:
-    columns, again, queried = columns_of(kernel_args)
+def triton_tiles(case: LatentCase, launch: compiling.Launch, *, decoded: bool) -> Tiles:
+    constants = launch.constants
+    columns, again, queried = columns_of(constants)
     return Tiles(
-        rows=kernel_args["BLOCK_H"],
-        keys=kernel_args["BLOCK_KV"],
-        num_splits=kernel_args["fixed_splits"],
-        least_blocks=kernel_args["MIN_BLOCKS"],
+        rows=constants["BLOCK_H"],
+        keys=constants["BLOCK_KV"],
+        num_splits=constants["fixed_splits"],
+        least_blocks=constants["MIN_BLOCKS"],
         columns=columns,
         columns_again=again,
         query_bytes=queried * ITEMSIZE[case.dtype],
-        row_bytes=(decoded_bytes(kernel_args["CONFIG"].plain.FORMAT), 0) if decoded else stored_bytes(case),
+        row_bytes=(decoded_bytes(launch.arguments["CONFIG"].plain.FORMAT), 0) if decoded else stored_bytes(case),
     )
 
 
-def columns_of(kernel_args: KernelArgs) -> tuple[int, int, int]:
-    """The columns that a Triton kernel multiplies for a row and a key, those it multiplies again, and the columns of
-    queries that it reads."""
-    operands = kernel_args["CONFIG"].plain.LOOP.OPERANDS
-    values = operands.WIDTH * operands.GROUPS
-    rest = operands.REST_PAD if operands.REST else 0
-    columns = 2 * values + rest * (2 if operands.REST_IS_VALUE else 1)
-    again = values * (operands.PRODUCTS - 1) + rest * (operands.REST_PRODUCTS - 1)
-    divided = operands.GROUPED if kernel_args["CONFIG"].plain.FORMAT.RESCALED else 0
-    return columns, again, operands.GROUPED + operands.REST + divided
+def columns_of(constants: KernelArgs) -> tuple[int, int, int]:
+    """Three numbers of columns of a Triton kernel.
+
+    They are the columns that it multiplies for a row and a key, those that it multiplies again to correct rounding, and
+    the columns of queries that it reads.
+    """
+    values, grouped = constants["WIDTH"] * constants["GROUPS"], constants["GROUPED"]
+    rest = constants["REST_PAD"] if constants["REST"] else 0
+    columns = 2 * values + rest * (2 if constants["REST_IS_VALUE"] else 1)
+    again = values * (constants["PRODUCTS"] - 1) + rest * (constants["REST_PRODUCTS"] - 1)
+    return columns, again, grouped + constants["REST"] + (grouped if constants["RESCALED"] else 0)
 
 
 def cuda_tiles(case: LatentCase, call: Call, tile: Any) -> Tiles:
@@ -145,8 +147,7 @@ def steps(case: LatentCase, backend: str, device: Device, machine: Machine, tile
     else:
         launches = {launch.name: launch for launch in compiling.record(call, tile)}
         decoding = "decode_kernel" in launches
-        attention = launches["latent_kernel"]
-        tiles = triton_tiles(case, attention.constants | attention.arguments, decoded=decoding)
+        tiles = triton_tiles(case, launches["latent_kernel"], decoded=decoding)
         if decoding:
             widths = tiles.row_bytes
             yield decoded(case, launches["decode_kernel"])

@@ -91,7 +91,7 @@ def steps(case: RaggedLatentCase, backend: str, device: Device, machine: Machine
     needed = case.needed_bytes()
     for launch in compiling.record(case.attention_call(device), tile):
         if launch.name == "ragged_latent_kernel":
-            work, programs, combined, rows = attended(case, launch.constants | launch.arguments)
+            work, programs, combined, rows = attended(case, launch.constants)
             yield Step(launch.name, work, needed, floor, programs)
             floor, needed = 0.0, 0
     if rows:
