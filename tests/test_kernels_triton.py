@@ -11,7 +11,7 @@ import pytest
 
 import ragged_attention as ra
 from benchmarks.compiled import compiling
-from ragged_attention.calls import IndexerTopk, SparseMlaPrefill, SparseMlaPrefillBackward
+from ragged_attention.calls import CACHE_FORMATS, CacheFormat, IndexerTopk, SparseMlaPrefill, SparseMlaPrefillBackward
 from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
 from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
@@ -311,6 +311,33 @@ def test_scales_far_apart_are_honoured(smallest: int, largest: int, reach: float
     want, want_lse = rt.mla_decode(q.float(), cache, backend="reference", **call)
     assert float((out.double() - want).norm() / want.norm()) < 2**-9  # the output's own rounding
     agrees(lse.numpy(), want_lse.numpy(), "decode lse", "lse")
+
+
+@pytest.mark.parametrize("cache_layout", ["token", "page"])
+def test_a_row_of_the_table_of_formats_is_all_that_a_new_format_needs(cache_layout: str, monkeypatch: Any) -> None:
+    """4-bit codes beside rotary columns, which no format has."""
+    import ragged_attention.torch as rt
+
+    form = CacheFormat(
+        name="fp4_rotary", codes="float4_e2m1fn", values=512, rotary=64, group=16, scales="float8_e4m3fn",
+        token_bytes=416, layouts=("token", "page"),
+    )  # fmt: skip
+    monkeypatch.setitem(CACHE_FORMATS, form.name, form)
+    random = torch.Generator().manual_seed(3)
+    kv = torch.randn(4, 5, 1, 576, generator=random)
+    cache, want = (
+        rt.quantize_mla_cache(kv, form.name, cache_layout=cache_layout, backend=backend)
+        for backend in ("triton", "reference")
+    )
+    assert torch.equal(cache, want)
+    q = torch.randn(2, 16, 576, generator=random).bfloat16()
+    indices = torch.randint(-1, 20, (2, 1, 24), dtype=torch.int32, generator=random)
+    call: dict[str, Any] = {"cache_format": form.name, "cache_layout": cache_layout, "d_v": 576}
+    exact, _, exact_lse = rt.sparse_mla_prefill(q.float(), cache, indices, backend="reference", **call)
+    for decoded in (False, True):
+        out, _, lse = rt.sparse_mla_prefill(q, cache, indices, backend="triton", options={"decoded": decoded}, **call)
+        assert float((out.double() - exact).norm() / exact.norm()) < 2**-8
+        agrees(lse.numpy(), exact_lse.numpy(), "prefill lse", "lse")
 
 
 @pytest.mark.parametrize("options", [{"num_splits": 7, "block": 64}, {"num_splits": 1, "block": 256}])
