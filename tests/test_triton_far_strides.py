@@ -59,7 +59,7 @@ def test_rows_of_logits_may_be_far_apart(walk: bool, paged: bool) -> None:
     arguments: dict[str, Any] = {"q": far_strides.normal(5, 6, 32), "weights": far_strides.normal(5, 6).float()}
     arguments |= far_strides.TABLES | far_strides.PAGED_KEYS if paged else far_strides.PACKED_KEYS
     if not paged:
-        arguments |= {"starts": far_strides.int32(0, 7, 3, 0, 9), "stops": far_strides.int32(20, 24, 9, 16, 12)}
+        arguments |= {"starts": far_strides.ints(0, 7, 3, 0, 9), "stops": far_strides.ints(20, 24, 9, 16, 12)}
     call = IndexerLogits(**arguments, device=device_of("torch"))
     stride, tile = 2**30 + 64, dataclasses.replace(indexer_logits.heuristic(call), walk=walk, block_n=16)
     memory = unread(far_strides.FAR + 3 * stride, torch.float32)  # an offset that wraps around finds some, too
