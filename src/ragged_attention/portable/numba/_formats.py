@@ -108,6 +108,15 @@ def _from_int8(builder: Any, codes: Any) -> Any:
     return builder.sitofp(builder.sext(codes, INTS), FLOATS)
 
 
+def _from_e8m0(builder: Any, codes: Any) -> Any:
+    """Powers of two from their exponents: 2 ** (code - 127), which is subnormal for code 0, and NaN for code 255."""
+    wide = builder.zext(codes, INTS)
+    bits = builder.shl(wide, constant(INTS, 23))
+    bits = builder.select(builder.icmp_unsigned("==", wide, constant(INTS, 0)), constant(INTS, 1 << 22), bits)
+    nan = builder.icmp_unsigned("==", wide, constant(INTS, 255))
+    return builder.bitcast(builder.select(nan, constant(INTS, 0x7FC00000), bits), FLOATS)
+
+
 # ---- from float32
 
 
@@ -242,6 +251,7 @@ read_float16, read_some_float16 = _reader(SHORTS, _from_half, "float16")
 read_e4m3, read_some_e4m3 = _reader(BYTES, _from_e4m3, "e4m3")
 read_e5m2, read_some_e5m2 = _reader(BYTES, _from_e5m2, "e5m2")
 read_int8, read_some_int8 = _reader(BYTES, _from_int8, "int8")
+_, read_some_e8m0 = _reader(BYTES, _from_e8m0, "e8m0")
 
 
 @function_of(types.none, types.int64, types.int64, types.int64, vector)

@@ -161,6 +161,15 @@ def magnitude(builder: Any, a: Any) -> Any:
     return builder.bitcast(builder.and_(builder.bitcast(a, INTS), constant(INTS, 0x7FFFFFFF)), FLOATS)
 
 
+def _larger_magnitude(builder: Any, a: Any, b: Any) -> Any:
+    """The larger magnitude in each lane, NaN if either is NaN: as integers, NaN is larger than infinity."""
+    x, y = (builder.and_(builder.bitcast(each, INTS), constant(INTS, 0x7FFFFFFF)) for each in (a, b))
+    return builder.bitcast(builder.select(builder.icmp_signed(">", x, y), x, y), FLOATS)
+
+
+larger_magnitude = function_of(vector, vector, vector)(_larger_magnitude)
+
+
 @function_of(vector, vector, vector)
 def with_sign(builder: Any, a: Any, sign: Any) -> Any:
     """`a`, not negative, with the sign of `sign`."""
@@ -205,6 +214,12 @@ def total(builder: Any, a: Any) -> Any:
 def largest(builder: Any, a: Any) -> Any:
     """The largest lane."""
     return _folded(builder, a, lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
+
+
+@function_of(types.float32, vector)
+def largest_of_magnitudes(builder: Any, a: Any) -> Any:
+    """The largest magnitude of the lanes; NaN if a lane is NaN."""
+    return _folded(builder, a, lambda x, y: _larger_magnitude(builder, x, y))
 
 
 def _quads(*lanes: int) -> list[int]:

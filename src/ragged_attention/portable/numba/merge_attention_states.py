@@ -32,11 +32,8 @@ FIELDS = Fields(
 )
 call_of = FIELDS.at
 FEATURES = frozenset({"sinks", "out_dtype"})
-ROWS = 256  # of a program
-
-
-def why_not(call: MergeAttentionStates) -> str | None:
-    return cannot_run(call)
+ROWS = 256  # rows per program
+why_not = cannot_run
 
 
 def plan(address):
@@ -45,7 +42,7 @@ def plan(address):
 
 @compiled
 def merge(call, row, out):
-    """One row of all parts, with its sums in `out`; a part that has seen nothing takes no part, whatever it holds."""
+    """Merge one row of all partial results, with its sums in `out`; a result over no keys is ignored, even a NaN."""
     m_i, l_i, width, size = NOTHING, 0.0, call.width, size_of(call.format)
     for part in range(call.num_parts):
         m_i = max(m_i, float_at(call.lses, part * call.num_rows + row))
@@ -57,15 +54,15 @@ def merge(call, row, out):
         for column in range(0, width if weight > 0 else 0, LANES):
             values = read_some(call.format, call.outs + size * place * width, column, width - column)
             store(out, column, fma(splat(weight), values, load(out, column)))
-    whole = 1.0
+    divisor = 1.0
     if m_i > NOTHING:
-        whole = l_i + weight_of_sink(call.sinks, row % call.num_heads, m_i * LOG2E)
-    narrow(call.out_format, out, call.out + size_of(call.out_format) * row * width, width, whole)
+        divisor = l_i + weight_of_sink(call.sinks, row % call.num_heads, m_i * LOG2E)
+    narrow(call.out_format, out, call.out + size_of(call.out_format) * row * width, width, divisor)
     set_float(call.lse, row, m_i + math.log2(l_i) * LN2 if m_i > NOTHING else NOTHING)
 
 
 def work(address):
-    """Programs of some rows each."""
+    """Run programs, each of which is ROWS rows."""
     call = call_of(address)
     out = allocate(4 * (call.width + LANES))
     if out == 0:
@@ -85,8 +82,8 @@ def run(call: MergeAttentionStates, tile: Tile, launch: Any) -> Any:
     outs, lses = launch.contiguous(call.outs), launch.contiguous(call.lses)
     num_parts, num_tokens, num_heads, width = outs.shape
     out, lse = call.results()
-    results = launch.native(
-        KERNEL,
+    results = KERNEL.launch(
+        launch,
         {"outs": outs, "lses": lses, "sinks": None if call.sinks is None else launch.contiguous(call.sinks)},
         {"out": (out.shape, out.dtype), "lse": (lse.shape, lse.dtype)},
         {
@@ -96,7 +93,6 @@ def run(call: MergeAttentionStates, tile: Tile, launch: Any) -> Any:
             "width": width,
             "format": CODES[dtype_name(outs)],
             "out_format": CODES[call.out_dtype or dtype_name(outs)],
-            "num_threads": launch.num_threads,
         },
     )
     return results["out"], results["lse"]

@@ -12,7 +12,6 @@ from ragged_attention.portable.numba._latent_call import KERNEL as KERNEL
 from ragged_attention.portable.numba._latent_call import Tile as Tile
 from ragged_attention.portable.numba._latent_call import heuristic as heuristic
 from ragged_attention.portable.numba._latent_call import invariant_tile as invariant_tile
-from ragged_attention.portable.numba._records import bits_of
 
 FEATURES = frozenset({
     "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks",
@@ -43,7 +42,7 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> tuple[Any, Any]:
             "sparse": call.sparse,
             "causal": call.causal,
             "window": call.sliding_window or 0,
-            "soft_cap": bits_of(call.soft_cap or 0.0),
+            "soft_cap": call.soft_cap or 0.0,
             "length": call.topk if call.sparse else call.capacity,
             "extra_length": call.extra_topk,
             **_latent_call.named(strides),

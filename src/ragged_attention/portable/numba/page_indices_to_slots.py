@@ -1,4 +1,4 @@
-"""Token positions as slots of the cache on a CPU."""
+"""Token positions, converted to slots of the cache on a CPU."""
 
 import math
 from typing import Any
@@ -18,11 +18,8 @@ FIELDS = Fields(
 )
 call_of = FIELDS.at
 FEATURES: frozenset[str] = frozenset()
-SLOTS = 2**31  # that an int32 can number
-
-
-def why_not(call: PageIndicesToSlots) -> str | None:
-    return cannot_run(call)
+SLOTS = 2**31  # the number of slots that an int32 can index
+why_not = cannot_run
 
 
 def plan(address):
@@ -30,7 +27,7 @@ def plan(address):
 
 
 def work(address):
-    """Programs, each of one sequence."""
+    """Run programs, each of which is one sequence."""
     call = call_of(address)
     for seq in programs(address, call.num_programs):
         for index in range(seq * call.num_positions, (seq + 1) * call.num_positions):
@@ -54,7 +51,6 @@ def run(call: PageIndicesToSlots, tile: Tile, launch: Any) -> Any:
         "pages_per_seq": tables.shape[1],
         "table_stride": launch.strides(tables)[0],
         "page_size": min(call.page_size, SLOTS),
-        "num_threads": launch.num_threads,
     }
     operands = {"positions": positions, "page_indices": tables}
-    return launch.native(KERNEL, operands, {"slots": (positions.shape, "int32")}, numbers)["slots"]
+    return KERNEL.launch(launch, operands, {"slots": (positions.shape, "int32")}, numbers)["slots"]

@@ -9,7 +9,6 @@ from ragged_attention.portable.numba._latent_call import KERNEL as KERNEL
 from ragged_attention.portable.numba._latent_call import Tile as Tile
 from ragged_attention.portable.numba._latent_call import heuristic as heuristic
 from ragged_attention.portable.numba._latent_call import invariant_tile as invariant_tile
-from ragged_attention.portable.numba._records import bits_of
 
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
@@ -34,7 +33,7 @@ def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
             "num_tokens": call.num_tokens,
             "causal": call.causal,
             "window": call.sliding_window or 0,
-            "soft_cap": bits_of(call.soft_cap or 0.0),
+            "soft_cap": call.soft_cap or 0.0,
             "length": call.capacity,
             **_latent_call.named(strides),
         },

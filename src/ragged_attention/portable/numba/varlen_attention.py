@@ -1,4 +1,4 @@
-"""Attention of packed sequences to packed sequences on a CPU: `_paged`'s kernel, each key a page of its own."""
+"""Attention of packed sequences to packed sequences on a CPU: `_paged`'s kernel with one key per page."""
 
 from typing import Any
 
@@ -8,7 +8,6 @@ from ragged_attention.portable.numba._call import Tile as Tile
 from ragged_attention.portable.numba._call import invariant_tile as invariant_tile
 from ragged_attention.portable.numba._call import why_not as why_not
 from ragged_attention.portable.numba._formats import CODES
-from ragged_attention.portable.numba._records import bits_of
 from ragged_attention.portable.numba._sequences import PACKED
 
 FEATURES = frozenset({
@@ -22,8 +21,7 @@ def heuristic(call: VarlenAttention) -> Tile:
 
 def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[Any, Any]:
     q, k, v = launch.packed(call.q), launch.packed(call.k), launch.packed(call.v)
-    operands, numbers = dict.fromkeys(KERNEL.fields.operands), dict.fromkeys(KERNEL.fields.numbers, 0)
-    operands |= {
+    operands = {
         "q": q,
         "k_pages": k,
         "v_pages": v,
@@ -31,6 +29,7 @@ def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[Any, Any]:
         "cu_kv_lens": launch.contiguous(call.cu_kv_lens),
         "sinks": None if call.sinks is None else launch.contiguous(call.sinks),
     }
+    numbers: dict[str, Any] = {}
     for array, axes in ((q, ("q_token", "q_head")), (k, ("k_page", "k_head")), (v, ("v_page", "v_head"))):
         numbers |= zip((f"{axis}_stride" for axis in axes), launch.strides(array)[:2], strict=True)
     numbers |= {
@@ -49,15 +48,14 @@ def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[Any, Any]:
         "cache_format": CODES[dtype_name(k)],
         "causal": call.causal,
         "window": call.sliding_window or 0,
-        "scale": bits_of(call.scale),
-        "soft_cap": bits_of(call.soft_cap or 0.0),
-        "k_scale_number": bits_of(1.0),
-        "v_scale_number": bits_of(1.0),
+        "scale": call.scale,
+        "soft_cap": call.soft_cap or 0.0,
+        "k_scale_number": 1.0,
+        "v_scale_number": 1.0,
         "block_q": tile.block_q,
         "block_kv": tile.block_kv,
         "num_splits": tile.num_splits,
-        "num_threads": launch.num_threads,
     }
     lse = (call.out_shape[:2], "float32")
-    results = launch.native(KERNEL, operands, {"out": (call.out_shape, call.q.dtype), "lse": lse}, numbers)
+    results = KERNEL.launch(launch, operands, {"out": (call.out_shape, call.q.dtype), "lse": lse}, numbers)
     return results["out"], results["lse"]

@@ -1,6 +1,6 @@
-"""This step's keys of the indexer, quantised and written into its pages on a CPU, in place.
+"""This step's keys of the indexer, quantised and written into the indexer's pages on a CPU, in place.
 
-A program writes the tokens of some pages, in their order, so that of two tokens for one slot the later one wins.
+A program writes the tokens of some pages in their order, so the later one of two tokens for one slot wins.
 """
 
 from typing import Any
@@ -24,10 +24,7 @@ FIELDS = Fields(
 call_of = FIELDS.at
 FEATURES = frozenset({"power_of_two"})
 PROGRAMS = 16
-
-
-def why_not(call: WriteIndexerCache) -> str | None:
-    return cannot_run(call)
+why_not = cannot_run
 
 
 def plan(address):
@@ -36,7 +33,7 @@ def plan(address):
 
 @compiled
 def write(call, token, slot, row):
-    """One token's key into its slot: the values of a page are in front of its scales."""
+    """Write one token's key into its slot; the values of a page come before its scales."""
     widen(call.format, call.k + size_of(call.format) * token * call.token_stride, row, call.head_dim)
     scale = group_scale(row, call.head_dim, call.power_of_two)
     page, place = call.new_cache + slot // call.page_size * call.page_stride, slot % call.page_size
@@ -45,7 +42,7 @@ def write(call, token, slot, row):
 
 
 def work(address):
-    """Programs, each of the tokens of some pages."""
+    """Run programs, each of which is the tokens of some pages."""
     call = call_of(address)
     row = allocate(4 * call.head_dim)
     if row == 0:
@@ -75,7 +72,6 @@ def run(call: WriteIndexerCache, tile: Tile, launch: Any) -> Any:
         "page_size": call.page_size,
         "page_stride": launch.strides(call.cache)[0],
         "power_of_two": call.power_of_two,
-        "num_threads": launch.num_threads,
     }
     operands = {"k": k, "cache": call.cache, "slot_mapping": slots}
-    return launch.native(KERNEL, operands, {"new_cache": "cache"}, numbers)["new_cache"]
+    return KERNEL.launch(launch, operands, {"new_cache": "cache"}, numbers)["new_cache"]

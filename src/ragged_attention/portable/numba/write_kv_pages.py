@@ -1,6 +1,6 @@
 """This step's K and V, written (and quantised) into the pages on a CPU, in place.
 
-A program writes the tokens of some pages, in their order, so that of two tokens for one slot the later one wins.
+A program writes the tokens of some pages in their order, so the later one of two tokens for one slot wins.
 """
 
 from typing import Any
@@ -31,21 +31,18 @@ FIELDS = Fields(
 )  # fmt: skip
 call_of = FIELDS.at
 FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})
-
-
-def why_not(call: WriteKvPages) -> str | None:
-    return cannot_run(call)
+why_not = cannot_run
 
 
 def plan(address):
-    """Find the slot of each token."""
+    """List the slot of each token."""
     call = call_of(address)
     return min(_slots.PROGRAMS, call.num_tokens) if list_slots(call) else NO_MEMORY
 
 
 @compiled
 def write(call, token, slot, row):
-    """One token's K and V of all heads into its slot."""
+    """Write one token's K and V of all heads into its slot."""
     page, slot = slot // call.page_size, slot % call.page_size
     size, stored = size_of(call.format), size_of(call.cache_format)
     for head in range(call.num_kv_heads):
@@ -68,7 +65,7 @@ def write(call, token, slot, row):
 
 
 def work(address):
-    """Programs, each of the tokens of some pages."""
+    """Run programs, each of which is the tokens of some pages."""
     call = call_of(address)
     row = allocate(4 * (max(call.head_dim, call.v_head_dim) + LANES))
     if row == 0:
@@ -87,14 +84,14 @@ def run(call: WriteKvPages, tile: Tile, launch: Any) -> list[Any]:
     del tile
     k, v = launch.packed(call.k), launch.packed(call.v)
     k_pages, v_pages = (call.kv_pages, None) if call.combined else call.kv_pages
-    # What comes as it is stored goes through float32 as the integers that its bits are, and keeps them.
+    # Values that are copied pass through float32 as 8-bit integers, which keeps their bits.
     scales = (None, None) if call.copies else (call.k_scale, call.v_scale)
     format, cache_format = ("int8", "int8") if call.copies else (dtype_name(k), call.cache_dtype)
     k_scale, k_numbers = numbers_of("k_scale", scales[0], launch)
     v_scale, v_numbers = numbers_of("v_scale", scales[1], launch)
     places = _slots.operands_of(call, launch)
-    results = launch.native(
-        KERNEL,
+    results = KERNEL.launch(
+        launch,
         {
             "k": k,
             "v": v,
@@ -117,7 +114,6 @@ def run(call: WriteKvPages, tile: Tile, launch: Any) -> list[Any]:
             **strides_of_pages(call, "PGKD", launch),
             **k_numbers,
             **v_numbers,
-            "num_threads": launch.num_threads,
         },
     )
     return [results["new_k_pages"]] if call.combined else [results["new_k_pages"], results["new_v_pages"]]
