@@ -134,31 +134,14 @@ def strides_of_rows(name: str, array: Any, launch: Any) -> dict[str, int]:
     return {f"{name}_token_stride": token, f"{name}_head_stride": head}
 
 
-def _numbers(call: Any, q: Any, tables: Any, mask: Any, layout: int, launch: Any) -> dict[str, Any]:
+def attention_numbers(call: Any, q: Any, launch: Any) -> dict[str, Any]:
+    """The numbers that paged and packed attention share."""
     return {
-        "num_tokens": call.num_tokens,
-        "num_q_heads": call.num_q_heads,
-        "num_kv_heads": call.num_kv_heads,
-        "head_dim": call.head_dim,
-        "v_head_dim": call.v_head_dim,
-        "max_num_seqs": call.num_seqs if isinstance(call.num_seqs, int) else call.max_num_seqs,
-        "layout": layout,
-        "q_format": CODES[dtype_name(q)],
-        "out_format": CODES[call.out_dtype or dtype_name(q)],
-        **strides_of_rows("q", q, launch),
-        "num_pages": call.num_pages,
-        "page_size": call.page_size,
-        "capacity": call.capacity,
-        "table_stride": launch.strides(tables)[0] if len(tables.shape) > 1 else 0,
-        "cache_format": CODES[call.cache_dtype],
-        "causal": call.causal,
-        "window": call.sliding_window or 0,
-        "drafted": mask is not None,
-        "draft_width": 0 if mask is None else mask.shape[1],
-        "draft_stride": 0 if mask is None else launch.strides(mask)[0],
-        "scale": call.scale,
+        "num_q_heads": call.num_q_heads, "num_kv_heads": call.num_kv_heads, "head_dim": call.head_dim,
+        "v_head_dim": call.v_head_dim, "q_format": CODES[dtype_name(q)], **strides_of_rows("q", q, launch),
+        "causal": call.causal, "window": call.sliding_window or 0, "scale": call.scale,
         "soft_cap": call.soft_cap or 0.0,
-    }
+    }  # fmt: skip
 
 
 def run(
@@ -177,30 +160,25 @@ def run(
     mask = None if call.draft_mask is None else launch.packed(call.draft_mask)
     return KERNEL.launch(
         launch,
+        tile,
         {
-            "q": q,
-            "k_pages": k_pages,
-            "v_pages": v_pages,
-            "kv_lens": launch.contiguous(call.kv_lens),
+            "q": q, "k_pages": k_pages, "v_pages": v_pages, "kv_lens": launch.contiguous(call.kv_lens),
             "page_indices": tables,
             "cu_q_lens": launch.contiguous(call.cu_q_lens) if layout == _sequences.PACKED else None,
             "num_seqs": None if isinstance(call.num_seqs, int) else call.num_seqs,
-            "sinks": None if call.sinks is None else launch.contiguous(call.sinks),
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-            "k_scales": scales[0],
-            "v_scales": scales[1],
-            "draft_mask": mask,
+            "sinks": None if call.sinks is None else launch.contiguous(call.sinks), "k_scale": k_scale,
+            "v_scale": v_scale, "k_scales": scales[0], "v_scales": scales[1], "draft_mask": mask,
         },
         {"out": (call.out_shape, call.result_dtype), "lse": (call.q.shape[:2], "float32") if call.return_lse else None},
         {
-            **_numbers(call, q, tables, mask, layout, launch),
-            **strides_of_pages(call, axes, launch),
-            **strides_of_scales(scales, axes, launch),
-            **k_numbers,
-            **v_numbers,
-            "block_q": tile.block_q,
-            "block_kv": tile.block_kv,
-            "num_splits": tile.num_splits,
+            **attention_numbers(call, q, launch), "out_format": CODES[call.out_dtype or dtype_name(q)],
+            "num_tokens": call.num_tokens,
+            "max_num_seqs": call.num_seqs if isinstance(call.num_seqs, int) else call.max_num_seqs, "layout": layout,
+            "num_pages": call.num_pages, "page_size": call.page_size, "capacity": call.capacity,
+            "table_stride": launch.strides(tables)[0] if len(tables.shape) > 1 else 0,
+            "cache_format": CODES[call.cache_dtype], "drafted": mask is not None,
+            "draft_width": 0 if mask is None else mask.shape[1],
+            "draft_stride": 0 if mask is None else launch.strides(mask)[0], **strides_of_pages(call, axes, launch),
+            **strides_of_scales(scales, axes, launch), **k_numbers, **v_numbers,
         },
-    )
+    )  # fmt: skip

@@ -46,7 +46,6 @@ from ragged_attention.portable.numba._vectors import (
     load,
     maximum,
     prefetch,
-    release,
     set_byte,
     set_float,
     set_int,
@@ -95,8 +94,8 @@ def tokens_of(call, seq):
 def seen_by(call, seq, token, stop):
     """The first and one-past-last key that a token sees; `stop` is the one-past-last token of its sequence."""
     if call.packed:
-        start = within(int32_at(call.starts, token), 0, call.page_size)
-        end = within(int32_at(call.stops, token), 0, call.page_size)
+        start = within(int32_at(call.starts, token), call.page_size)
+        end = within(int32_at(call.stops, token), call.page_size)
         return start, max(min(end, start + call.columns) if call.relative else end, start)
     return 0, max(kv_len_of(call, seq) - (stop - token) + 1, 0) // call.ratio
 
@@ -501,10 +500,6 @@ def work(address):
     """Run programs until none is left."""
     call = call_of(address)
     memory = new_tile(call)
-    if memory == 0:
-        return NO_MEMORY
-    tile = tile_at(memory)
-    for index in programs(address, call.num_programs):
-        program(call, tile, call.units + UNIT_BYTES * index)
-    release(memory)
+    for index in programs(address, memory):
+        program(call, tile_at(memory), call.units + UNIT_BYTES * index)
     return 0

@@ -31,15 +31,11 @@ def _numbers_of_keys(call: IndexerLogits | IndexerTopk, keys: Any, launch: Any) 
     elif call.bytes:
         scales = (0, 1)
     return {
-        "key_format": CODES[call.key_dtype],
-        "in_bytes": call.bytes,
-        "num_pages": keys.shape[0] if call.paged else 1,
-        "page_size": call.page_size,
-        "page_stride": strides[0] if call.paged else 0,
-        "slot_stride": call.head_dim if call.bytes else strides[-2],
-        "scales_page_stride": scales[0],
+        "key_format": CODES[call.key_dtype], "in_bytes": call.bytes, "num_pages": keys.shape[0] if call.paged else 1,
+        "page_size": call.page_size, "page_stride": strides[0] if call.paged else 0,
+        "slot_stride": call.head_dim if call.bytes else strides[-2], "scales_page_stride": scales[0],
         "scales_slot_stride": scales[1],
-    }
+    }  # fmt: skip
 
 
 def _max_num_seqs(call: IndexerLogits | IndexerTopk) -> int:
@@ -65,45 +61,27 @@ def run(
 
     return KERNEL.launch(
         launch,
+        tile,
         {
-            "q": q,
-            "keys": keys,
-            "weights": weights,
-            "key_scale": call.key_scale,
-            "starts": contiguous(call.starts),
-            "stops": contiguous(call.stops),
-            "page_indices": tables,
-            "kv_lens": contiguous(call.kv_lens),
+            "q": q, "keys": keys, "weights": weights, "key_scale": call.key_scale, "starts": contiguous(call.starts),
+            "stops": contiguous(call.stops), "page_indices": tables, "kv_lens": contiguous(call.kv_lens),
             "cu_q_lens": contiguous(call.cu_q_lens),
-            "num_seqs": None if isinstance(call.num_seqs, int) else call.num_seqs,
-            "candidates": candidates,
+            "num_seqs": None if isinstance(call.num_seqs, int) else call.num_seqs, "candidates": candidates,
         },
         {
             "logits": None if top_k else ((call.num_tokens, call.columns), "float32"),
             "indices": ((call.num_tokens, top_k), "int32") if top_k else None,
         },
         {
-            "num_tokens": call.num_tokens,
-            "num_heads": call.num_heads,
-            "head_dim": call.head_dim,
-            "q_format": CODES[dtype_name(q)],
-            "q_token_stride": token_stride,
-            "q_head_stride": head_stride,
-            "weights_token_stride": launch.strides(weights)[0],
-            **_numbers_of_keys(call, keys, launch),
-            "packed": not call.paged,
-            "relative": call.relative,
-            "columns": call.columns,
-            "max_num_seqs": _max_num_seqs(call),
-            "layout": _sequences.PACKED,
+            "num_tokens": call.num_tokens, "num_heads": call.num_heads, "head_dim": call.head_dim,
+            "q_format": CODES[dtype_name(q)], "q_token_stride": token_stride, "q_head_stride": head_stride,
+            "weights_token_stride": launch.strides(weights)[0], **_numbers_of_keys(call, keys, launch),
+            "packed": not call.paged, "relative": call.relative, "columns": call.columns,
+            "max_num_seqs": _max_num_seqs(call), "layout": _sequences.PACKED,
             "capacity": call.token_capacity if call.paged else 0,
-            "table_stride": launch.strides(tables)[0] if call.paged else 0,
-            "ratio": call.ratio,
-            "top_k": top_k,
+            "table_stride": launch.strides(tables)[0] if call.paged else 0, "ratio": call.ratio, "top_k": top_k,
             "num_candidates": 0 if candidates is None else candidates.shape[1],
             "candidates_stride": 0 if candidates is None else launch.strides(candidates)[0],
             "candidate_size": candidate_size,
-            "block_q": tile.block_q,
-            "block_kv": tile.block_kv,
         },
-    )
+    )  # fmt: skip

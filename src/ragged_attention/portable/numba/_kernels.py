@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ragged_attention import forking
+from ragged_attention.calls import Call
 from ragged_attention.portable.numba import _threads, _xla
 from ragged_attention.portable.numba._compiling import machine_code, quietly
 from ragged_attention.portable.numba._records import Fields, bits_of
@@ -58,14 +59,29 @@ class Kernel:
         return self.fields.structure
 
     def launch(
-        self, launch: Any, operands: Mapping[str, Any], results: Mapping[str, Any], numbers: Mapping[str, Any]
+        self,
+        launch: Any,
+        tile: Any,
+        operands: Mapping[str, Any],
+        results: Mapping[str, Any],
+        numbers: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Launch the kernel and return its results by name; an operand left out is None, and a number left out is 0."""
+        """Launch the kernel and return its results by name.
+
+        An operand left out is None, and a number left out is 0. The fields of `tile` are numbers too.
+        """
         given = dict.fromkeys(self.fields.numbers, 0) | numbers | {"num_threads": launch.num_threads}
+        given |= {field.name: getattr(tile, field.name) for field in dataclasses.fields(tile)}
         for name in self.fields.floats:
             if name in given:
                 given[name] = bits_of(given[name])
         return launch.native(self, dict.fromkeys(self.fields.operands) | operands, results, given)
+
+    def results_of(self, call: Call) -> dict[str, Any]:
+        """The shapes and dtypes of the results, by name, of a call that has all of them."""
+        return {
+            name: (result.shape, result.dtype) for name, result in zip(self.fields.results, call.results(), strict=True)
+        }
 
     @property
     def compiled(self) -> tuple[Any, Any]:

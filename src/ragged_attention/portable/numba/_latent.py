@@ -10,11 +10,11 @@ a ragged call query tokens are numbered across all sequences, otherwise from 0 i
 
 import numpy as np
 
-from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT16, FLOAT32, size_of
+from ragged_attention.portable.numba._formats import BFLOAT16, size_of
 from ragged_attention.portable.numba._latent_rows import ROWS, place_of, read_latents, rows_fields
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs, record_in
+from ragged_attention.portable.numba._records import Fields, programs, record_in
 from ragged_attention.portable.numba._scales import fields_of, scale_of
-from ragged_attention.portable.numba._sequences import gaps_by, num_sequences, packed_queries_of
+from ragged_attention.portable.numba._sequences import gaps_by, num_sequences, packed_queries_of, within
 from ragged_attention.portable.numba._softmax import LN2, LOG2E
 from ragged_attention.portable.numba._splits import (
     SPLITS,
@@ -34,22 +34,19 @@ from ragged_attention.portable.numba._tiles import (
     new_tile,
     pair_keys,
     pair_values,
+    pairs_with,
     read_query,
     tile_at,
     turn_to_next,
     weigh_keys,
-    within,
 )
 from ragged_attention.portable.numba._vectors import (
-    LANES,
-    PAIRS,
     compiled,
     float_at,
     inlined,
     int32_at,
     pasted,
     prefetch,
-    release,
     set_float,
     set_int,
 )
@@ -149,21 +146,13 @@ def plan(address):
 
 @inlined
 def pairs_up(call):
-    """Whether the products use pairs of bfloat16: plain numbers that bfloat16 holds exactly, in whole vectors.
+    """Whether the products use pairs of bfloat16: it holds all numbers exactly, and the call is dense.
 
     Sparse calls do not: a list may have the same key many times, and the rounding errors of its equal weights add up.
     """
     kv = kv_of(call)
-    return (
-        PAIRS
-        and not call.sparse
-        and kv.group == 0
-        and call.q_format == BFLOAT16
-        and kv.codes != FLOAT32
-        and kv.codes != FLOAT16
-        and call.head_dim % (2 * LANES) == 0
-        and call.v_head_dim % LANES == 0
-    )
+    plain = kv.group == 0 and not call.sparse
+    return plain and pairs_with(call.q_format, kv.codes, call.head_dim, call.v_head_dim)
 
 
 @inlined
@@ -309,10 +298,6 @@ def work(address):
     paired = pairs_up(call)
     width = call.head_dim // 2 if paired else call.head_dim
     memory = new_tile(call.block_rows, call.block_kv, width, call.v_head_dim, not paired, paired)
-    if memory == 0:
-        return NO_MEMORY
-    tile = tile_at(memory)
-    for index in programs(address, call.num_programs):
-        program(call, tile, index)
-    release(memory)
+    for index in programs(address, memory):
+        program(call, tile_at(memory), index)
     return 0

@@ -109,6 +109,7 @@ def run(
     lse = None if lse_shape is None else (lse_shape, "float32")
     return KERNEL.launch(
         launch,
+        tile,
         operands
         | {
             "kv": cache,
@@ -118,19 +119,9 @@ def run(
         },
         {"out": (call.out_shape, call.result_dtype), "lse": lse, "max_logits": lse if max_logits else None},
         {
-            **numbers,
-            **found,
-            **scale_numbers,
-            "num_q_heads": call.num_q_heads,
-            "num_kv_heads": call.num_kv_heads,
-            "head_dim": call.d_qk,
-            "v_head_dim": call.d_v,
-            "scale": call.scale,
-            "q_format": CODES[dtype_name(call.q)],
+            **numbers, **found, **scale_numbers, "num_q_heads": call.num_q_heads, "num_kv_heads": call.num_kv_heads,
+            "head_dim": call.d_qk, "v_head_dim": call.d_v, "scale": call.scale, "q_format": CODES[dtype_name(call.q)],
             "out_format": CODES[call.out_dtype or dtype_name(call.q)],
             "head_step": element_bytes(call.kv_format) * launch.strides(cache)[-2],
-            "block_rows": tile.block_rows,
-            "block_kv": tile.block_kv,
-            "num_splits": tile.num_splits,
         },
-    )
+    )  # fmt: skip

@@ -10,8 +10,8 @@ has several splits, and the split that ends last merges them. The division of th
 
 import numpy as np
 
-from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT16, FLOAT32, size_of
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs
+from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT32, size_of
+from ragged_attention.portable.numba._records import Fields, programs
 from ragged_attention.portable.numba._scales import fields_of, scale_of
 from ragged_attention.portable.numba._sequences import first_key_of, gaps_by, kv_len_of, num_sequences, queries_of
 from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, scale_row
@@ -33,6 +33,7 @@ from ragged_attention.portable.numba._tiles import (
     new_tile,
     pair_keys,
     pair_values,
+    pairs_with,
     read_query,
     read_rows,
     tile_at,
@@ -41,7 +42,6 @@ from ragged_attention.portable.numba._tiles import (
 )
 from ragged_attention.portable.numba._vectors import (
     LANES,
-    PAIRS,
     byte_at,
     compiled,
     float_at,
@@ -49,7 +49,6 @@ from ragged_attention.portable.numba._vectors import (
     int32_at,
     int_at,
     prefetch,
-    release,
     set_float,
     set_int,
 )
@@ -126,17 +125,9 @@ def plan(address):
 
 @inlined
 def pairs_up(call):
-    """Whether the products use pairs of bfloat16: bfloat16 holds all numbers exactly, in whole unscaled vectors."""
-    return (
-        PAIRS
-        and call.q_format == BFLOAT16
-        and call.cache_format != FLOAT32
-        and call.cache_format != FLOAT16
-        and call.head_dim % (2 * LANES) == 0
-        and call.v_head_dim % LANES == 0
-        and call.k_scales == 0
-        and call.v_scales == 0
-    )
+    """Whether the products use pairs of bfloat16: it holds all numbers exactly, and positions have no scales."""
+    scaled = call.k_scales or call.v_scales
+    return not scaled and pairs_with(call.q_format, call.cache_format, call.head_dim, call.v_head_dim)
 
 
 @inlined
@@ -335,10 +326,6 @@ def work(address):
     paired = pairs_up(call)
     width = call.head_dim // 2 if paired else call.head_dim
     memory = new_tile(rows, call.block_kv, width, call.v_head_dim, False, paired)
-    if memory == 0:
-        return NO_MEMORY
-    tile = tile_at(memory)
-    for index in programs(address, call.num_programs):
-        program(call, tile, index)
-    release(memory)
+    for index in programs(address, memory):
+        program(call, tile_at(memory), index)
     return 0

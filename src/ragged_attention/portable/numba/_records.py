@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ragged_attention.portable.numba._vectors import I64, add_to, allocate, compiled, inlined, set_int
+from ragged_attention.portable.numba._vectors import I64, add_to, allocate, compiled, inlined, int_at, release, set_int
 
 NO_MEMORY = -1
 STATE = ("claimed", "num_programs", "workspace", "failed")  # the first fields of every record
@@ -96,12 +96,21 @@ class Fields:
 
 
 @compiled
-def programs(address, num_programs):
+def claimed(address):
     """Yield the indices of programs that no other thread takes, until none is left; `address` is the record's."""
-    index = add_to(address + 8 * CLAIMED, 1)
+    index, num_programs = add_to(address + 8 * CLAIMED, 1), int_at(address, NUM_PROGRAMS)
     while index < num_programs:
         yield index
         index = add_to(address + 8 * CLAIMED, 1)
+
+
+@compiled
+def programs(address, memory):
+    """Yield the programs that a thread runs in `memory`, which it then releases; none if the allocation returned 0."""
+    if memory:
+        for index in claimed(address):  # noqa: UP028, Numba has no "yield from"
+            yield index
+        release(memory)
 
 
 @compiled

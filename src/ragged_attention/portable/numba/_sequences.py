@@ -6,34 +6,35 @@ ONE_EACH, CHUNK_END, CHUNK_START, PACKED = 0, 1, 2, 3  # how queries belong to s
 
 
 @inlined
-def within(value, least, most):
-    return min(max(value, least), most)
+def within(value, most):
+    """A value, clamped to the range from 0 to `most`."""
+    return min(max(value, 0), most)
 
 
 @inlined
 def num_sequences(call):
-    return within(int32_at(call.num_seqs, 0), 0, call.max_num_seqs) if call.num_seqs else call.max_num_seqs
+    return within(int32_at(call.num_seqs, 0), call.max_num_seqs) if call.num_seqs else call.max_num_seqs
 
 
 @inlined
 def first_key_of(call, seq):
     """A sequence's first row of packed keys, of which there are `capacity`."""
-    return within(int32_at(call.cu_kv_lens, seq), 0, call.capacity)
+    return within(int32_at(call.cu_kv_lens, seq), call.capacity)
 
 
 @inlined
 def kv_len_of(call, seq):
     if call.cu_kv_lens:
         first = first_key_of(call, seq)
-        return max(within(int32_at(call.cu_kv_lens, seq + 1), 0, call.capacity) - first, 0)
-    return within(int32_at(call.kv_lens, seq), 0, call.capacity)
+        return max(within(int32_at(call.cu_kv_lens, seq + 1), call.capacity) - first, 0)
+    return within(int32_at(call.kv_lens, seq), call.capacity)
 
 
 @compiled
 def packed_queries_of(call, seq):
     """A sequence's first and one-past-last row of queries that lie one sequence after another."""
-    first = within(int32_at(call.cu_q_lens, seq), 0, call.num_tokens)
-    return first, max(within(int32_at(call.cu_q_lens, seq + 1), 0, call.num_tokens), first)
+    first = within(int32_at(call.cu_q_lens, seq), call.num_tokens)
+    return first, max(within(int32_at(call.cu_q_lens, seq + 1), call.num_tokens), first)
 
 
 @compiled

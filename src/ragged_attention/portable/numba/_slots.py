@@ -17,7 +17,7 @@ def slots_from_tables(call):
     """The slot of each token that a sequence has; the step's tokens are the last ones of its length."""
     for seq in range(num_sequences(call)):
         start, stop = packed_queries_of(call, seq)
-        first = within(int32_at(call.kv_lens, seq), 0, call.capacity) - stop
+        first = within(int32_at(call.kv_lens, seq), call.capacity) - stop
         for token in range(start, stop):
             position = first + token
             set_int(call.slots, token, -1)

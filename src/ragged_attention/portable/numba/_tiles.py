@@ -9,12 +9,23 @@ the weight, since there an error of 2 ** -8 of a weight would show in the result
 sees the keys at the positions from `left` to before `right`.
 """
 
-from ragged_attention.portable.numba._formats import pair, read_bfloat16, size_of, widen, write_weights
+from ragged_attention.portable.numba._formats import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    pair,
+    read_bfloat16,
+    size_of,
+    widen,
+    write_weights,
+)
 from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix, mix_of_pairs, scores, scores_of_pairs
 from ragged_attention.portable.numba._records import allocate_arena, layout_of, list_rows, record_at, up_to
+from ragged_attention.portable.numba._sequences import within
 from ragged_attention.portable.numba._softmax import NOTHING, capped, scale_row, weigh
 from ragged_attention.portable.numba._vectors import (
     LANES,
+    PAIRS,
     compiled,
     copy,
     fill,
@@ -127,8 +138,10 @@ def turn_to_next(tile):
 
 
 @inlined
-def within(position, count):
-    return min(max(position, 0), count)
+def pairs_with(q_format, kv_format, width, v_width):
+    """Whether bfloat16 holds all queries, keys and values exactly, in rows of whole vectors of pairs."""
+    held = q_format == BFLOAT16 and kv_format != FLOAT32 and kv_format != FLOAT16
+    return PAIRS and held and width % (2 * LANES) == 0 and v_width % LANES == 0
 
 
 @inlined

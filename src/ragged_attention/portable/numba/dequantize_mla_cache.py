@@ -10,8 +10,8 @@ from ragged_attention.portable.numba._formats import CODES, narrow, size_of
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_call import cache_numbers, cache_of
 from ragged_attention.portable.numba._latent_rows import ROWS, place_of, read_latents, rows_fields
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs, record_in
-from ragged_attention.portable.numba._vectors import LANES, allocate, release, set_int
+from ragged_attention.portable.numba._records import Fields, programs, record_in
+from ragged_attention.portable.numba._vectors import LANES, allocate, set_int
 
 FIELDS = Fields(
     operands=("cache",),
@@ -32,10 +32,8 @@ def work(address):
     call = call_of(address)
     kv, row_bytes = kv_of(call), 4 * (call.width + LANES)
     memory = allocate(16 + 2 * row_bytes)
-    if memory == 0:
-        return NO_MEMORY
     source, scale, row = memory, memory + 8, memory + 16
-    for page in programs(address, call.num_programs):
+    for page in programs(address, memory):
         for slot in range(call.page_size):
             values, scales = place_of(kv, page, slot)
             set_int(source, 0, call.cache + values)
@@ -43,7 +41,6 @@ def work(address):
             read_latents(kv, source, scale, row, call.width, call.width, 1, row + row_bytes)
             target = (page * call.page_size + slot) * call.width * size_of(call.format)
             narrow(call.format, row, call.rows + target, call.width, 1.0)
-    release(memory)
     return 0
 
 
@@ -51,7 +48,6 @@ KERNEL = Kernel("dequantize_mla_cache", FIELDS, plan, work)
 
 
 def run(call: DequantizeMlaCache, tile: Tile, launch: Any) -> Any:
-    del tile
     cache, width = cache_of(call.cache, call.kv_format, launch), call.out_shape[3]
     numbers = cache_numbers(cache, call.kv_format, width, launch) | {"width": width, "format": CODES[call.dtype]}
-    return KERNEL.launch(launch, {"cache": cache}, {"rows": (call.out_shape, call.dtype)}, numbers)["rows"]
+    return KERNEL.launch(launch, tile, {"cache": cache}, {"rows": (call.out_shape, call.dtype)}, numbers)["rows"]

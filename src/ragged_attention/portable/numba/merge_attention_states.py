@@ -9,7 +9,7 @@ from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, narrow, read_some, size_of
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs
+from ragged_attention.portable.numba._records import Fields, programs
 from ragged_attention.portable.numba._softmax import LN2, LOG2E, NOTHING, power, weight_of_sink
 from ragged_attention.portable.numba._vectors import (
     LANES,
@@ -18,7 +18,6 @@ from ragged_attention.portable.numba._vectors import (
     float_at,
     fma,
     load,
-    release,
     set_float,
     splat,
     store,
@@ -65,12 +64,9 @@ def work(address):
     """Run programs, each of which is ROWS rows."""
     call = call_of(address)
     out = allocate(4 * (call.width + LANES))
-    if out == 0:
-        return NO_MEMORY
-    for index in programs(address, call.num_programs):
+    for index in programs(address, out):
         for row in range(index * ROWS, min((index + 1) * ROWS, call.num_rows)):
             merge(call, row, out)
-    release(out)
     return 0
 
 
@@ -78,21 +74,16 @@ KERNEL = Kernel("merge_attention_states", FIELDS, plan, work)
 
 
 def run(call: MergeAttentionStates, tile: Tile, launch: Any) -> Any:
-    del tile
     outs, lses = launch.contiguous(call.outs), launch.contiguous(call.lses)
     num_parts, num_tokens, num_heads, width = outs.shape
-    out, lse = call.results()
     results = KERNEL.launch(
         launch,
+        tile,
         {"outs": outs, "lses": lses, "sinks": None if call.sinks is None else launch.contiguous(call.sinks)},
-        {"out": (out.shape, out.dtype), "lse": (lse.shape, lse.dtype)},
+        KERNEL.results_of(call),
         {
-            "num_parts": num_parts,
-            "num_rows": num_tokens * num_heads,
-            "num_heads": num_heads,
-            "width": width,
-            "format": CODES[dtype_name(outs)],
-            "out_format": CODES[call.out_dtype or dtype_name(outs)],
+            "num_parts": num_parts, "num_rows": num_tokens * num_heads, "num_heads": num_heads, "width": width,
+            "format": CODES[dtype_name(outs)], "out_format": CODES[call.out_dtype or dtype_name(outs)],
         },
-    )
-    return results["out"], results["lse"]
+    )  # fmt: skip
+    return tuple(results.values())

@@ -37,14 +37,9 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> tuple[Any, Any]:
             "q": q, "lists": lists, "lens": lens, "extra_lists": extra_lists, "extra_lens": call.extra_topk_lens,
         },
         numbers={
-            "max_num_seqs": num_seqs,
-            "num_tokens": num_q_tokens,
-            "sparse": call.sparse,
-            "causal": call.causal,
-            "window": call.sliding_window or 0,
-            "soft_cap": call.soft_cap or 0.0,
-            "length": call.topk if call.sparse else call.capacity,
-            "extra_length": call.extra_topk,
+            "max_num_seqs": num_seqs, "num_tokens": num_q_tokens, "sparse": call.sparse, "causal": call.causal,
+            "window": call.sliding_window or 0, "soft_cap": call.soft_cap or 0.0,
+            "length": call.topk if call.sparse else call.capacity, "extra_length": call.extra_topk,
             **_latent_call.named(strides),
         },
     )  # fmt: skip

@@ -8,7 +8,7 @@ from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._records import Fields, programs
+from ragged_attention.portable.numba._records import Fields, claimed
 from ragged_attention.portable.numba._vectors import int32_at, set_int32
 
 FIELDS = Fields(
@@ -29,7 +29,7 @@ def plan(address):
 def work(address):
     """Run programs, each of which is one sequence."""
     call = call_of(address)
-    for seq in programs(address, call.num_programs):
+    for seq in claimed(address):
         for index in range(seq * call.num_positions, (seq + 1) * call.num_positions):
             position, slot = int32_at(call.positions, index), -1
             if position >= 0 and position // call.page_size < call.pages_per_seq:
@@ -43,7 +43,6 @@ KERNEL = Kernel("page_indices_to_slots", FIELDS, plan, work)
 
 
 def run(call: PageIndicesToSlots, tile: Tile, launch: Any) -> Any:
-    del tile
     positions, tables = launch.contiguous(call.positions), launch.packed(call.page_indices)
     numbers = {
         "num_seqs": positions.shape[0],
@@ -53,4 +52,4 @@ def run(call: PageIndicesToSlots, tile: Tile, launch: Any) -> Any:
         "page_size": min(call.page_size, SLOTS),
     }
     operands = {"positions": positions, "page_indices": tables}
-    return KERNEL.launch(launch, operands, {"slots": (positions.shape, "int32")}, numbers)["slots"]
+    return KERNEL.launch(launch, tile, operands, {"slots": (positions.shape, "int32")}, numbers)["slots"]

@@ -9,8 +9,8 @@ from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import ROWS, place_of, rows_fields, rows_numbers, store_latent
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs, record_in
-from ragged_attention.portable.numba._vectors import allocate, release
+from ragged_attention.portable.numba._records import Fields, programs, record_in
+from ragged_attention.portable.numba._vectors import allocate
 
 FIELDS = Fields(
     operands=("kv",),
@@ -31,15 +31,12 @@ def work(address):
     """Run programs, each of which is one page."""
     call = call_of(address)
     cache, row = cache_of(call), allocate(4 * call.width)
-    if row == 0:
-        return NO_MEMORY
-    for page in programs(address, call.num_programs):
+    for page in programs(address, row):
         for slot in range(call.page_size):
             source = call.kv + size_of(call.format) * (page * call.page_stride + slot * call.slot_stride)
             widen(call.format, source, row, call.width)
             values, scales = place_of(cache, page, slot)
             store_latent(cache, row, call.cache + values, call.cache + scales, call.power_of_two)
-    release(row)
     return 0
 
 
@@ -47,22 +44,16 @@ KERNEL = Kernel("quantize_mla_cache", FIELDS, plan, work)
 
 
 def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> Any:
-    del tile
     kv = launch.packed(call.kv)
     num_pages, page_size, _, width = kv.shape
     page_stride, slot_stride = launch.strides(kv)[:2]
     token_bytes = call.out_shape[3]
     numbers = {
-        "num_pages": num_pages,
-        "page_size": page_size,
-        "width": width,
-        "format": CODES[dtype_name(kv)],
-        "page_stride": page_stride,
-        "slot_stride": slot_stride,
-        "power_of_two": call.power_of_two_scales,
+        "num_pages": num_pages, "page_size": page_size, "width": width, "format": CODES[dtype_name(kv)],
+        "page_stride": page_stride, "slot_stride": slot_stride, "power_of_two": call.power_of_two_scales,
         **rows_numbers(
             "cache_", call.kv_format, width=width, page_size=page_size, page_stride=page_size * token_bytes,
             slot_stride=token_bytes,
         ),
     }  # fmt: skip
-    return KERNEL.launch(launch, {"kv": kv}, {"cache": (call.out_shape, "uint8")}, numbers)["cache"]
+    return KERNEL.launch(launch, tile, {"kv": kv}, {"cache": (call.out_shape, "uint8")}, numbers)["cache"]

@@ -29,13 +29,9 @@ def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
             "num_seqs": None if counted else call.num_seqs,
         },
         numbers={
-            "max_num_seqs": call.num_seqs if counted else call.max_num_seqs,
-            "num_tokens": call.num_tokens,
-            "causal": call.causal,
-            "window": call.sliding_window or 0,
-            "soft_cap": call.soft_cap or 0.0,
-            "length": call.capacity,
-            **_latent_call.named(strides),
+            "max_num_seqs": call.num_seqs if counted else call.max_num_seqs, "num_tokens": call.num_tokens,
+            "causal": call.causal, "window": call.sliding_window or 0, "soft_cap": call.soft_cap or 0.0,
+            "length": call.capacity, **_latent_call.named(strides),
         },
     )  # fmt: skip
     return (results["out"], results["lse"]) if call.return_lse else results["out"]

@@ -27,7 +27,6 @@ from ragged_attention.portable.numba._vectors import (
     int32_at,
     int_at,
     load,
-    release,
     set_int,
     store,
     zero,
@@ -179,12 +178,8 @@ def work(address):
     """Run programs until none is left."""
     call = call_of(address)
     memory = new_tile(call.block_rows, max(call.block_kv, call.block_rows), call.head_dim, call.v_head_dim, True)
-    if memory == 0:
-        return NO_MEMORY
-    tile = tile_at(memory)
-    for index in programs(address, call.num_programs):
-        program(call, tile, index)
-    release(memory)
+    for index in programs(address, memory):
+        program(call, tile_at(memory), index)
     return 0
 
 
@@ -201,30 +196,20 @@ def run(call: SparseMlaPrefillBackward, tile: Blocks, launch: Any) -> tuple[Any,
     q, kv, indices = launch.packed(call.q), launch.packed(call.kv), launch.packed(call.indices)
     steps = launch.strides(kv)
     given = {name: getattr(call, name) for name in ("d_out", "out", "lse", "d_lse", "sinks", "topk_lens")}
-    shapes = zip(("dq", "dkv", "d_sinks"), call.results(), strict=True)
     results = KERNEL.launch(
         launch,
+        tile,
         {"q": q, "kv": kv, "indices": indices}
         | {name: None if array is None else launch.contiguous(array) for name, array in given.items()},
-        {name: (result.shape, result.dtype) for name, result in shapes},
+        KERNEL.results_of(call),
         {
-            "num_tokens": call.num_tokens,
-            "num_q_heads": call.num_q_heads,
-            "num_kv_heads": call.num_kv_heads,
-            "head_dim": call.d_qk,
-            "v_head_dim": call.d_v,
-            "topk": call.topk,
-            "format": CODES[dtype_name(q)],
-            "num_slots": call.num_slots,
-            "page_size": call.page_size,
+            "num_tokens": call.num_tokens, "num_q_heads": call.num_q_heads, "num_kv_heads": call.num_kv_heads,
+            "head_dim": call.d_qk, "v_head_dim": call.d_v, "topk": call.topk, "format": CODES[dtype_name(q)],
+            "num_slots": call.num_slots, "page_size": call.page_size,
             **dict(zip(("q_token_stride", "q_head_stride"), launch.strides(q)[:2], strict=True)),
-            "page_stride": steps[0],
-            "slot_stride": steps[1] if len(steps) == 4 else 0,
-            "head_stride": steps[-2],
+            "page_stride": steps[0], "slot_stride": steps[1] if len(steps) == 4 else 0, "head_stride": steps[-2],
             **dict(zip(("list_token_stride", "list_head_stride"), launch.strides(indices)[:2], strict=True)),
             "scale": call.scale,
-            "block_rows": tile.block_rows,
-            "block_kv": tile.block_kv,
         },
-    )
-    return tuple(results[name] for name in ("dq", "dkv", "d_sinks"))
+    )  # fmt: skip
+    return tuple(results.values())

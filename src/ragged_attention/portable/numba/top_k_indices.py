@@ -8,10 +8,10 @@ from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import FLOAT32, read_some
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs, up_to
+from ragged_attention.portable.numba._records import Fields, programs, up_to
 from ragged_attention.portable.numba._selection import ordered, scratch_size, select
 from ragged_attention.portable.numba._sequences import within
-from ragged_attention.portable.numba._vectors import LANES, allocate, compiled, int32_at, load, release, store
+from ragged_attention.portable.numba._vectors import LANES, allocate, compiled, int32_at, load, store
 
 FIELDS = Fields(
     operands=("logits", "starts", "stops"),
@@ -43,16 +43,13 @@ def work(address):
     call = call_of(address)
     size = up_to(4 * (call.columns + LANES), 64)
     values = allocate(size + scratch_size(call.top_k))
-    if values == 0:
-        return NO_MEMORY
     scratch = values + size
-    for token in programs(address, call.num_programs):
-        start = within(int32_at(call.starts, token), 0, call.columns) if call.starts else 0
-        stop = within(int32_at(call.stops, token), 0, call.columns) if call.stops else call.columns
+    for token in programs(address, values):
+        start = within(int32_at(call.starts, token), call.columns) if call.starts else 0
+        stop = within(int32_at(call.stops, token), call.columns) if call.stops else call.columns
         count = max(stop - start, 0)
         read_ordered(call.logits + 4 * (token * call.token_stride + start), values, count)
         select(values, count, call.top_k, start, 0, call.indices + 4 * token * call.top_k, scratch)
-    release(values)
     return 0
 
 
@@ -60,7 +57,6 @@ KERNEL = Kernel("top_k_indices", FIELDS, plan, work)
 
 
 def run(call: TopKIndices, tile: Tile, launch: Any) -> Any:
-    del tile
     logits = launch.packed(call.logits)
     operands = {
         "logits": logits,
@@ -74,4 +70,4 @@ def run(call: TopKIndices, tile: Tile, launch: Any) -> Any:
         "top_k": call.top_k,
     }
     results = {"indices": ((call.num_tokens, call.top_k), "int32")}
-    return KERNEL.launch(launch, operands, results, numbers)["indices"]
+    return KERNEL.launch(launch, tile, operands, results, numbers)["indices"]

@@ -16,9 +16,8 @@ from ragged_attention.portable.numba._gradients import differentiate, new_tile, 
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix, scores
 from ragged_attention.portable.numba._records import NO_MEMORY, Fields, fails, layout_of, programs, record_at, up_to
-from ragged_attention.portable.numba._sequences import PACKED, first_key_of, kv_len_of, queries_of
+from ragged_attention.portable.numba._sequences import PACKED, first_key_of, kv_len_of, queries_of, within
 from ragged_attention.portable.numba._splits import splits_of
-from ragged_attention.portable.numba._tiles import within
 from ragged_attention.portable.numba._vectors import (
     LANES,
     add_to,
@@ -265,13 +264,9 @@ def work(address):
     call = call_of(address)
     rows = call.block_q * (call.num_q_heads // call.num_kv_heads)
     memory = new_tile(rows, call.block_kv, call.head_dim, call.v_head_dim, False)
-    if memory == 0:
-        return NO_MEMORY
-    tile = tile_at(memory)
-    for index in programs(address, call.num_programs):
-        if not program(call, tile, index):
+    for index in programs(address, memory):
+        if not program(call, tile_at(memory), index):
             fails(address)
-    release(memory)
     return 0
 
 
@@ -286,30 +281,18 @@ def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> tuple[Any, ..
         else launch.packed(array) if name in in_rows else launch.contiguous(array)
         for name in names
     }  # fmt: skip
-    shapes = zip(("dq", "dk", "dv", "d_sinks"), call.results(), strict=True)
     results = KERNEL.launch(
         launch,
+        tile,
         operands,
-        {name: (result.shape, result.dtype) for name, result in shapes},
+        KERNEL.results_of(call),
         {
-            "num_tokens": call.num_q_tokens,
-            "num_kv_tokens": call.num_kv_tokens,
-            "num_q_heads": call.num_q_heads,
-            "num_kv_heads": call.num_kv_heads,
-            "head_dim": call.head_dim,
-            "v_head_dim": call.v_head_dim,
-            "max_num_seqs": call.num_seqs,
-            "layout": PACKED,
-            "format": CODES[dtype_name(call.q)],
-            **strides_of_rows("q", operands["q"], launch),
-            **strides_of_rows("k", operands["k"], launch),
-            **strides_of_rows("v", operands["v"], launch),
-            "causal": call.causal,
-            "window": call.sliding_window or 0,
-            "scale": call.scale,
-            "soft_cap": call.soft_cap or 0.0,
-            "block_q": tile.block_q,
-            "block_kv": tile.block_kv,
+            "num_tokens": call.num_q_tokens, "num_kv_tokens": call.num_kv_tokens, "num_q_heads": call.num_q_heads,
+            "num_kv_heads": call.num_kv_heads, "head_dim": call.head_dim, "v_head_dim": call.v_head_dim,
+            "max_num_seqs": call.num_seqs, "layout": PACKED, "format": CODES[dtype_name(call.q)],
+            **strides_of_rows("q", operands["q"], launch), **strides_of_rows("k", operands["k"], launch),
+            **strides_of_rows("v", operands["v"], launch), "causal": call.causal, "window": call.sliding_window or 0,
+            "scale": call.scale, "soft_cap": call.soft_cap or 0.0,
         },
-    )
-    return tuple(results[name] for name in ("dq", "dk", "dv", "d_sinks"))
+    )  # fmt: skip
+    return tuple(results.values())

@@ -15,7 +15,7 @@ from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs
 from ragged_attention.portable.numba._scales import fields_of, numbers_of, scale_of
 from ragged_attention.portable.numba._slots import list_slots, tokens_of
-from ragged_attention.portable.numba._vectors import LANES, allocate, compiled, release
+from ragged_attention.portable.numba._vectors import LANES, allocate, compiled
 
 FIELDS = Fields(
     operands=("k", "v", "k_pages", "v_pages", *_slots.OPERANDS, "k_scale", "v_scale"),
@@ -68,12 +68,9 @@ def work(address):
     """Run programs, each of which is the tokens of some pages."""
     call = call_of(address)
     row = allocate(4 * (max(call.head_dim, call.v_head_dim) + LANES))
-    if row == 0:
-        return NO_MEMORY
-    for index in programs(address, call.num_programs):
+    for index in programs(address, row):
         for token, slot in tokens_of(call, index):
             write(call, token, slot, row)
-    release(row)
     return 0
 
 
@@ -81,7 +78,6 @@ KERNEL = Kernel("write_kv_pages", FIELDS, plan, work)
 
 
 def run(call: WriteKvPages, tile: Tile, launch: Any) -> list[Any]:
-    del tile
     k, v = launch.packed(call.k), launch.packed(call.v)
     k_pages, v_pages = (call.kv_pages, None) if call.combined else call.kv_pages
     # Values that are copied pass through float32 as 8-bit integers, which keeps their bits.
@@ -92,28 +88,16 @@ def run(call: WriteKvPages, tile: Tile, launch: Any) -> list[Any]:
     places = _slots.operands_of(call, launch)
     results = KERNEL.launch(
         launch,
+        tile,
         {
-            "k": k,
-            "v": v,
-            "k_pages": k_pages,
-            "v_pages": v_pages,
-            **places,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
+            "k": k, "v": v, "k_pages": k_pages, "v_pages": v_pages, **places, "k_scale": k_scale, "v_scale": v_scale,
         },
         {"new_k_pages": "k_pages", "new_v_pages": None if call.combined else "v_pages"},
         {
-            **_slots.numbers_of(call, places, call.num_pages, launch),
-            "num_kv_heads": call.num_kv_heads,
-            "head_dim": call.head_dim,
-            "v_head_dim": call.v_head_dim,
-            "format": CODES[format],
-            "cache_format": CODES[cache_format],
-            **strides_of_rows("new_k", k, launch),
-            **strides_of_rows("new_v", v, launch),
-            **strides_of_pages(call, "PGKD", launch),
-            **k_numbers,
-            **v_numbers,
+            **_slots.numbers_of(call, places, call.num_pages, launch), "num_kv_heads": call.num_kv_heads,
+            "head_dim": call.head_dim, "v_head_dim": call.v_head_dim, "format": CODES[format],
+            "cache_format": CODES[cache_format], **strides_of_rows("new_k", k, launch),
+            **strides_of_rows("new_v", v, launch), **strides_of_pages(call, "PGKD", launch), **k_numbers, **v_numbers,
         },
-    )
+    )  # fmt: skip
     return [results["new_k_pages"]] if call.combined else [results["new_k_pages"], results["new_v_pages"]]

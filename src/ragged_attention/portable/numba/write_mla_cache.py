@@ -17,7 +17,7 @@ from ragged_attention.portable.numba._latent_rows import ROWS, element_bytes, pl
 from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs, record_in
 from ragged_attention.portable.numba._scales import fields_of, numbers_of, scale_of
 from ragged_attention.portable.numba._slots import list_slots, tokens_of
-from ragged_attention.portable.numba._vectors import LANES, allocate, compiled, copy, release
+from ragged_attention.portable.numba._vectors import LANES, allocate, compiled, copy
 
 FIELDS = Fields(
     operands=("kv", "cache", *_slots.OPERANDS, "kv_scale"),
@@ -64,12 +64,9 @@ def work(address):
     """Run programs, each of which is the tokens of some pages."""
     call = call_of(address)
     row = allocate(4 * (call.width + LANES))
-    if row == 0:
-        return NO_MEMORY
-    for index in programs(address, call.num_programs):
+    for index in programs(address, row):
         for token, slot in tokens_of(call, index):
             write(call, token, slot, row)
-    release(row)
     return 0
 
 
@@ -77,22 +74,16 @@ KERNEL = Kernel("write_mla_cache", FIELDS, plan, work)
 
 
 def run(call: WriteMlaCache, tile: Tile, launch: Any) -> Any:
-    del tile
     kv, places = launch.packed(call.kv), _slots.operands_of(call, launch)
     _, num_kv_heads, width = kv.shape
     token_stride, kv_head_stride = launch.strides(kv)[:2]
     kv_scale, scale_numbers = numbers_of("kv_scale", call.kv_scale, launch)
     numbers = {
-        **_slots.numbers_of(call, places, call.cache.shape[0], launch),
-        "num_kv_heads": num_kv_heads,
-        "width": width,
-        "format": CODES[dtype_name(kv)],
-        "token_stride": token_stride,
-        "kv_head_stride": kv_head_stride,
+        **_slots.numbers_of(call, places, call.cache.shape[0], launch), "num_kv_heads": num_kv_heads, "width": width,
+        "format": CODES[dtype_name(kv)], "token_stride": token_stride, "kv_head_stride": kv_head_stride,
         "head_step": element_bytes(call.kv_format) * launch.strides(call.cache)[2],
-        **cache_numbers(call.cache, call.kv_format, width, launch),
-        "power_of_two": call.power_of_two_scales,
+        **cache_numbers(call.cache, call.kv_format, width, launch), "power_of_two": call.power_of_two_scales,
         **scale_numbers,
-    }
+    }  # fmt: skip
     operands = {"kv": kv, "cache": call.cache, **places, "kv_scale": kv_scale}
-    return KERNEL.launch(launch, operands, {"new_cache": "cache"}, numbers)["new_cache"]
+    return KERNEL.launch(launch, tile, operands, {"new_cache": "cache"}, numbers)["new_cache"]
