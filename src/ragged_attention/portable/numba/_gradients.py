@@ -10,7 +10,7 @@ import numpy as np
 
 from ragged_attention.portable.numba._formats import size_of, widen
 from ragged_attention.portable.numba._products import COLUMNS, ROWS
-from ragged_attention.portable.numba._records import allocate_arena, layout_of, list_rows, record_at, up_to
+from ragged_attention.portable.numba._records import allocate_arena, list_rows, record_at, up_to
 from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, soft_capped
 from ragged_attention.portable.numba._vectors import (
     LANES,
@@ -30,7 +30,7 @@ from ragged_attention.portable.numba._vectors import (
 SIZES = ("rows", "keys", "width", "v_width")
 PARTS = ("q", "d_out", "k", "v", "k_rows", "v_rows", "s", "d_s", "dk", "dv", "out_row", "left", "right",
          "sources", "scales", "lse", "share", "delta", "d_lse")  # fmt: skip
-tile_at = record_at(layout_of((*SIZES, *PARTS)))
+tile_at = record_at((*SIZES, *PARTS))
 
 
 @compiled

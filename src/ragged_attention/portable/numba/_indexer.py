@@ -12,17 +12,8 @@ If candidates are listed, a block is one token, and `key` stands for an index in
 
 import numpy as np
 
+from ragged_attention.portable.numba import _records
 from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT32, narrow, pairs_of_four_e4m3, size_of, widen
-from ragged_attention.portable.numba._records import (
-    NO_MEMORY,
-    Fields,
-    allocate_arena,
-    layout_of,
-    list_rows,
-    programs,
-    record_at,
-    up_to,
-)
 from ragged_attention.portable.numba._selection import ordered, scratch_size, select
 from ragged_attention.portable.numba._sequences import gaps_by, kv_len_of, num_sequences, queries_of, within
 from ragged_attention.portable.numba._softmax import NOTHING
@@ -56,7 +47,7 @@ from ragged_attention.portable.numba._vectors import (
     zero,
 )
 
-FIELDS = Fields(
+FIELDS = _records.Fields(
     operands=("q", "keys", "weights", "key_scale", "starts", "stops", "page_indices", "kv_lens", "cu_q_lens",
               "cu_kv_lens", "num_seqs", "candidates"),
     results=("logits", "indices"),
@@ -72,7 +63,7 @@ FIELDS = Fields(
 )  # fmt: skip
 call_of = FIELDS.at
 UNIT = ("seq", "first", "last", "low", "high", "part", "num_parts", "length", "row")
-unit_at, UNIT_BYTES = record_at(layout_of(UNIT)), 8 * len(UNIT)
+unit_at, UNIT_BYTES = _records.record_at(UNIT), 8 * len(UNIT)
 SPAN = 1024  # keys of a part if logits are the result
 SHARES = 32  # shares of all work: a block with more than one share is divided
 MOST_FLOATS = 2**18  # of the rows of a block, except that a single row may be longer
@@ -85,9 +76,7 @@ HEADS, COLUMNS = 4, 2 * LANES  # the heads and columns whose products are comput
 
 @inlined
 def tokens_of(call, seq):
-    if call.packed:
-        return 0, call.num_tokens
-    return queries_of(call, seq)
+    return (0, call.num_tokens) if call.packed else queries_of(call, seq)
 
 
 @compiled
@@ -144,7 +133,7 @@ def divide(call, units):
             else:  # all columns, including those that no token sees; packed keys may be more than the columns
                 low, high = 0, max(call.columns, call.page_size) if call.packed else call.columns
                 num_parts = (high + SPAN - 1) // SPAN
-            step = up_to((high - low + num_parts - 1) // max(num_parts, 1), COLUMNS)
+            step = _records.up_to((high - low + num_parts - 1) // max(num_parts, 1), COLUMNS)
             for part in range(num_parts if units else 0):
                 unit = unit_at(units + UNIT_BYTES * (count + part))
                 unit.seq, unit.first, unit.last, unit.length = seq, first, last, longest
@@ -184,7 +173,7 @@ def plan(address):
     table = UNIT_BYTES * call.num_units
     call.workspace = allocate(table + 8 * call.num_units + 4 * call.row_floats + 64)
     if call.workspace == 0:
-        return NO_MEMORY
+        return _records.NO_MEMORY
     call.units, call.counters = call.workspace, call.workspace + table
     call.rows = call.counters + 8 * call.num_units
     zero(call.counters, 8 * call.num_units)
@@ -198,7 +187,7 @@ SIZES = ("keys", "width", "heads", "paired")
 PARTS = ("q", "k", "k_rows", "turned", "s", "scales", "left", "right", "sources", "v_sources", "next_sources",
          "next_v_sources")  # fmt: skip
 CHOICE = ("rows", "scratch", "places", "blocks")
-tile_at = record_at(layout_of((*SIZES, *PARTS, *CHOICE)))
+tile_at = _records.record_at((*SIZES, *PARTS, *CHOICE))
 
 
 @inlined
@@ -221,7 +210,7 @@ def new_tile(call):
     of candidates, and a flag for each block of candidates.
     """
     paired = pairs_up(call)
-    tokens, keys, heads = call.block_q, up_to(call.block_kv, COLUMNS), up_to(call.num_heads, HEADS)
+    tokens, keys, heads = call.block_q, _records.up_to(call.block_kv, COLUMNS), _records.up_to(call.num_heads, HEADS)
     width = call.head_dim // 2 if paired else call.head_dim
     rows = scratch = places = blocks = 0
     if call.top_k:
@@ -229,7 +218,7 @@ def new_tile(call):
         if call.candidate_size:
             places, blocks = 4 * places_of(call, call.columns), num_blocks(call)
     addresses, bounds = 8 * keys, 8 * tokens
-    address = allocate_arena(
+    address = _records.allocate_arena(
         len(SIZES),
         (4 * tokens * heads * width, 4 * keys * call.head_dim, addresses, 4 * keys * width, 4 * keys, 4 * keys, bounds,
          bounds, addresses, addresses, addresses, addresses, rows, scratch, places, blocks),
@@ -239,7 +228,7 @@ def new_tile(call):
     tile = tile_at(address)
     tile.keys, tile.width, tile.heads, tile.paired = keys, width, heads, paired
     zero(tile.q, 4 * tokens * heads * width)  # the heads that fill up a multiple of HEADS stay 0
-    list_rows(tile.k_rows, keys, tile.k, 4 * call.head_dim)
+    _records.list_rows(tile.k_rows, keys, tile.k, 4 * call.head_dim)
     return address
 
 
@@ -500,6 +489,6 @@ def work(address):
     """Run programs until none is left."""
     call = call_of(address)
     memory = new_tile(call)
-    for index in programs(address, memory):
+    for index in _records.programs(address, memory):
         program(call, tile_at(memory), call.units + UNIT_BYTES * index)
     return 0

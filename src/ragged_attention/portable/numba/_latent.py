@@ -10,36 +10,13 @@ a ragged call query tokens are numbered across all sequences, otherwise from 0 i
 
 import numpy as np
 
+from ragged_attention.portable.numba import _splits, _tiles
 from ragged_attention.portable.numba._formats import BFLOAT16, size_of
 from ragged_attention.portable.numba._latent_rows import ROWS, place_of, read_latents, rows_fields
 from ragged_attention.portable.numba._records import Fields, programs, record_in
 from ragged_attention.portable.numba._scales import fields_of, scale_of
 from ragged_attention.portable.numba._sequences import gaps_by, num_sequences, packed_queries_of, within
 from ragged_attention.portable.numba._softmax import LN2, LOG2E
-from ragged_attention.portable.numba._splits import (
-    SPLITS,
-    UNIT_BYTES,
-    add_splits,
-    clear,
-    is_last,
-    planner,
-    unit_at,
-    write_lse,
-    write_row,
-)
-from ragged_attention.portable.numba._tiles import (
-    begin,
-    mix_values,
-    multiply_keys,
-    new_tile,
-    pair_keys,
-    pair_values,
-    pairs_with,
-    read_query,
-    tile_at,
-    turn_to_next,
-    weigh_keys,
-)
 from ragged_attention.portable.numba._vectors import (
     compiled,
     float_at,
@@ -65,7 +42,7 @@ FIELDS = Fields(
         "extra_length", "extra_list_seq_stride", "extra_list_token_stride", "extra_lens_seq_stride",
         "extra_lens_token_stride", "block_rows", "block_kv", "num_splits", "num_threads",
     ),
-    plan=SPLITS,
+    plan=_splits.SPLITS,
     floats=("scale", "soft_cap", "kv_scale_number", "work"),
 )  # fmt: skip
 call_of, kv_of, extra_of = FIELDS.at, record_in(ROWS, "kv_"), record_in(ROWS, "extra_")
@@ -125,11 +102,11 @@ def divide(call, units):
                 if not call.sparse:
                     low = max(seen_from(call, token + first // group, stop, length)[0], 0)
                     high = max(min(seen_from(call, token + (last - 1) // group, stop, length)[1], length), low)
-                work += add_splits(call, units, seq, token, first, last, low, high, most)
+                work += _splits.add_splits(call, units, seq, token, first, last, low, high, most)
     return work
 
 
-plan_units = planner(divide)
+plan_units = _splits.planner(divide)
 
 
 def plan(address):
@@ -137,7 +114,7 @@ def plan(address):
     call = call_of(address)
     if call.cu_q_lens:
         for first, stop in gaps(call):
-            clear(call, first, stop)
+            _splits.clear(call, first, stop)
     return plan_units(call, call.block_rows)
 
 
@@ -152,7 +129,7 @@ def pairs_up(call):
     """
     kv = kv_of(call)
     plain = kv.group == 0 and not call.sparse
-    return plain and pairs_with(call.q_format, kv.codes, call.head_dim, call.v_head_dim)
+    return plain and _tiles.pairs_with(call.q_format, kv.codes, call.head_dim, call.v_head_dim)
 
 
 @inlined
@@ -178,12 +155,12 @@ def read_queries(call, tile, unit, head):
     """Read a unit's queries and, for each row, the positions that it sees; returns the number of rows."""
     rows, length = unit.last - unit.first, sum(lengths_of(call, unit.seq, unit.token))
     _, stop = tokens_of(call, unit.seq)
-    begin(tile, rows)
+    _tiles.begin(tile, rows)
     for row in range(rows):
         token, q_head = query_of(call, unit, head, row)
         place = unit.seq * call.q_seq_stride + token * call.q_token_stride + q_head * call.q_head_stride
         source = call.q + size_of(call.q_format) * place
-        read_query(tile, row, call.q_format, source, call.head_dim, reads_in_place(call, tile))
+        _tiles.read_query(tile, row, call.q_format, source, call.head_dim, reads_in_place(call, tile))
         left, right = (0, length) if call.sparse else seen_from(call, token, stop, length)
         set_int(tile.left, row, left)
         set_int(tile.right, row, right)
@@ -243,7 +220,7 @@ def read_keys(call, tile, num_first, count):
             read_latents(extra_of(call), tile.sources + 8 * num_first, tile.v_sources + 8 * num_first,
                          tile.k + 4 * num_first * width, width, columns, count - num_first, tile.factors)  # fmt: skip
     elif not reads_in_place(call, tile):
-        pair_keys(kv.codes, tile.sources, tile.k, tile.width, count)
+        _tiles.pair_keys(kv.codes, tile.sources, tile.k, tile.width, count)
 
 
 @pasted
@@ -254,15 +231,15 @@ def attend(call, tile, unit, head, rows):
     next_holes = list_next(call, tile, unit, head, unit.low, min(tile.keys, unit.high - unit.low), length)
     for first in range(unit.low, unit.high, tile.keys):
         count, holes, after = min(tile.keys, unit.high - first), next_holes, first + tile.keys
-        turn_to_next(tile)
+        _tiles.turn_to_next(tile)
         read_keys(call, tile, within(length - first, count) if call.sparse else count, count)
         next_holes = list_next(call, tile, unit, head, after, min(tile.keys, unit.high - after), length)
         keys = tile.sources if reads_in_place(call, tile) else tile.k_rows
-        multiply_keys(tile, keys, rows, first, count, factor, call.soft_cap)
-        weigh_keys(tile, rows, first, count, holes)
+        _tiles.multiply_keys(tile, keys, rows, first, count, factor, call.soft_cap)
+        _tiles.weigh_keys(tile, rows, first, count, holes)
         if tile.paired:
-            pair_values(kv_of(call).codes, tile.sources, tile.v, tile.v_width, call.v_head_dim, count)
-        mix_values(tile, rows, first, count)
+            _tiles.pair_values(kv_of(call).codes, tile.sources, tile.v, tile.v_width, call.v_head_dim, count)
+        _tiles.mix_values(tile, rows, first, count)
 
 
 @compiled
@@ -272,9 +249,9 @@ def finish(call, tile, unit, head, rows):
     for row in range(rows):
         token, q_head = query_of(call, unit, head, row)
         place = unit.seq * call.out_seq_stride + (token * call.num_q_heads + q_head) * call.v_head_dim
-        write_row(call, tile, row, q_head, call.out + size * place, kv_scale)
+        _splits.write_row(call, tile, row, q_head, call.out + size * place, kv_scale)
         place = unit.seq * call.lse_seq_stride + token * call.lse_token_stride + q_head * call.lse_head_stride
-        write_lse(call, tile, row, place)
+        _splits.write_lse(call, tile, row, place)
         if call.max_logits:
             set_float(call.max_logits, place, float_at(tile.m_i, row) * LN2)
 
@@ -285,10 +262,11 @@ def finish(call, tile, unit, head, rows):
 @pasted
 def program(call, tile, index):
     """Compute one unit for one KV head."""
-    unit, head = unit_at(call.units + UNIT_BYTES * (index // call.num_kv_heads)), index % call.num_kv_heads
+    unit = _splits.unit_at(call.units + _splits.UNIT_BYTES * (index // call.num_kv_heads))
+    head = index % call.num_kv_heads
     rows = read_queries(call, tile, unit, head)
     attend(call, tile, unit, head, rows)
-    if is_last(call, tile, unit, head, rows):
+    if _splits.is_last(call, tile, unit, head, rows):
         finish(call, tile, unit, head, rows)
 
 
@@ -297,7 +275,7 @@ def work(address):
     call = call_of(address)
     paired = pairs_up(call)
     width = call.head_dim // 2 if paired else call.head_dim
-    memory = new_tile(call.block_rows, call.block_kv, width, call.v_head_dim, not paired, paired)
+    memory = _tiles.new_tile(call.block_rows, call.block_kv, width, call.v_head_dim, not paired, paired)
     for index in programs(address, memory):
-        program(call, tile_at(memory), index)
+        program(call, _tiles.tile_at(memory), index)
     return 0

@@ -7,22 +7,7 @@ with distances in bytes that hold for either layout. So no kernel knows a format
 import numpy as np
 
 from ragged_attention.calls import CacheFormat
-from ragged_attention.portable.numba._formats import (
-    BFLOAT16,
-    CODES,
-    E4M3,
-    FLOAT32,
-    LARGE,
-    narrow,
-    number_at,
-    read_some_e8m0,
-    size_of,
-    widen,
-    widen_e2m1,
-    widen_e4m3,
-    widen_two_e4m3,
-    write_some_e4m3,
-)
+from ragged_attention.portable.numba import _formats
 from ragged_attention.portable.numba._vectors import (
     LANES,
     bits_of_float,
@@ -42,8 +27,9 @@ from ragged_attention.portable.numba._vectors import (
     zero,
 )
 
-E2M1, E8M0 = len(CODES), len(CODES) + 1  # codes for formats of which a row is stored, but never a single number
-STORED = CODES | {"float4_e2m1fn": E2M1, "float8_e8m0fnu": E8M0}
+# The codes of formats that only rows of a cache have.
+E2M1, E8M0 = range(len(_formats.CODES), len(_formats.CODES) + 2)
+STORED = _formats.CODES | {"float4_e2m1fn": E2M1, "float8_e8m0fnu": E8M0}
 LARGEST, SMALLEST_SCALE = np.float32(448), np.float32(1e-4)  # the largest e4m3; the smallest scale of e4m3 values
 LARGEST_E2M1, SMALLEST_E4M3 = np.float32(6), np.float32(2**-9)
 
@@ -60,7 +46,7 @@ def rows_fields(prefix: str) -> tuple[str, ...]:
 
 def element_bytes(form: CacheFormat) -> int:
     """Bytes of an element of a cache's array: quantised caches are arrays of bytes."""
-    return 1 if form.quantized else size_of.py_func(CODES[form.codes])
+    return 1 if form.quantized else _formats.size_of.py_func(_formats.CODES[form.codes])
 
 
 def rows_numbers(
@@ -99,9 +85,9 @@ def widen_scales(code, source, target, count):
     """Write `count` scales as float32, and zeros up to whole vectors."""
     if code == E8M0:
         for index in range(0, count, LANES):
-            store(target, index, read_some_e8m0(source, index, count - index))
+            store(target, index, _formats.read_some_e8m0(source, index, count - index))
     else:
-        widen(code, source, target, count)
+        _formats.widen(code, source, target, count)
 
 
 @compiled
@@ -110,13 +96,13 @@ def widen_groups_of_e4m3(source, target, values, group, factors):
     column, in_pairs = 0, group % (2 * LANES) == 0
     for index in range(values // group):
         factor, stop = float_at(factors, index), column + group
-        if in_pairs and abs(factor) < LARGE:
+        if in_pairs and abs(factor) < _formats.LARGE:
             scale = splat(factor)
             while column < stop:
-                widen_two_e4m3(source, target, column, scale)
+                _formats.widen_two_e4m3(source, target, column, scale)
                 column += 2 * LANES
         else:
-            widen_e4m3(source + column, target + 4 * column, group, factor)
+            _formats.widen_e4m3(source + column, target + 4 * column, group, factor)
             column = stop
 
 
@@ -134,16 +120,16 @@ def read_latents(cache, rows, scales, target, width, columns, count, factors):
         if not row:
             zero(to, 4 * columns)
         elif group == 0:
-            widen(codes, row, to, columns)
+            _formats.widen(codes, row, to, columns)
         else:
             widen_scales(cache.scales, int_at(scales, key), factors, num_groups)
-            if codes == E4M3:
+            if codes == _formats.E4M3:
                 widen_groups_of_e4m3(row, to, values, group, factors)
             else:
                 for index in range(num_groups):
                     start = index * group
-                    widen_e2m1(row + start // 2, to + 4 * start, group, float_at(factors, index))
-            widen(BFLOAT16, row + cache.rotary_at, to + 4 * values, cache.rotary)
+                    _formats.widen_e2m1(row + start // 2, to + 4 * start, group, float_at(factors, index))
+            _formats.widen(_formats.BFLOAT16, row + cache.rotary_at, to + 4 * values, cache.rotary)
 
 
 # ---- to bytes
@@ -179,7 +165,7 @@ def quantize_group(row, count, scale, target):
     """Write a group as e4m3 over its scale; `row` holds whole vectors, and afterwards the scaled numbers."""
     for index in range(0, count, LANES):
         store(row, index, without_signs_of_nan(load(row, index) / splat(scale)))
-    narrow(E4M3, row, target, count, 1.0)
+    _formats.narrow(_formats.E4M3, row, target, count, 1.0)
 
 
 @inlined
@@ -204,13 +190,13 @@ def quantize_group_to_e2m1(row, count, scale, target):
 @compiled
 def store_scale(code, scales, index, scale):
     """Store a group's scale; returns the value that it has as stored."""
-    if code == FLOAT32:
+    if code == _formats.FLOAT32:
         set_float(scales, index, scale)
     elif code == E8M0:  # the scale is a power of two
         set_byte(scales + index, bits_of_float(scale) >> 23)
     else:
-        write_some_e4m3(scales, index, splat(scale), 1)
-        return number_at(E4M3, scales, index)
+        _formats.write_some_e4m3(scales, index, splat(scale), 1)
+        return _formats.number_at(_formats.E4M3, scales, index)
     return scale
 
 
@@ -220,7 +206,7 @@ def store_latent(cache, row, target, scales, power_of_two):
     group, num_groups = cache.group, cache.values // cache.group
     for index in range(num_groups):
         values, start = row + 4 * index * group, index * group
-        if cache.codes == E4M3:
+        if cache.codes == _formats.E4M3:
             scale = group_scale(values, group, power_of_two or cache.scales == E8M0)
             scale = store_scale(cache.scales, scales, index, scale)
             quantize_group(values, group, scale, target + start)
@@ -229,6 +215,6 @@ def store_latent(cache, row, target, scales, power_of_two):
             scale = high if high != high else min(max(high / LARGEST_E2M1, SMALLEST_E4M3), LARGEST)
             scale = store_scale(cache.scales, scales, index, scale)
             quantize_group_to_e2m1(values, group, scale, target + start // 2)
-    size = 4 if cache.scales == FLOAT32 else 1
+    size = 4 if cache.scales == _formats.FLOAT32 else 1
     zero(scales + size * num_groups, cache.padding)
-    narrow(BFLOAT16, row + 4 * cache.values, target + cache.rotary_at, cache.rotary, 1.0)
+    _formats.narrow(_formats.BFLOAT16, row + 4 * cache.values, target + cache.rotary_at, cache.rotary, 1.0)

@@ -10,36 +10,12 @@ has several splits, and the split that ends last merges them. The division of th
 
 import numpy as np
 
+from ragged_attention.portable.numba import _splits, _tiles
 from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT32, size_of
 from ragged_attention.portable.numba._records import Fields, programs
 from ragged_attention.portable.numba._scales import fields_of, scale_of
 from ragged_attention.portable.numba._sequences import first_key_of, gaps_by, kv_len_of, num_sequences, queries_of
 from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, scale_row
-from ragged_attention.portable.numba._splits import (
-    SPLITS,
-    UNIT_BYTES,
-    add_splits,
-    clear,
-    is_last,
-    planner,
-    unit_at,
-    write_lse,
-    write_row,
-)
-from ragged_attention.portable.numba._tiles import (
-    begin,
-    mix_values,
-    multiply_keys,
-    new_tile,
-    pair_keys,
-    pair_values,
-    pairs_with,
-    read_query,
-    read_rows,
-    tile_at,
-    turn_to_next,
-    weigh_keys,
-)
 from ragged_attention.portable.numba._vectors import (
     LANES,
     byte_at,
@@ -70,7 +46,7 @@ FIELDS = Fields(
         "causal", "window", "drafted", "draft_width", "draft_stride", "scale", "soft_cap",
         *fields_of("k_scale"), *fields_of("v_scale"), "block_q", "block_kv", "num_splits", "num_threads",
     ),
-    plan=SPLITS,
+    plan=_splits.SPLITS,
     floats=("scale", "soft_cap", "k_scale_number", "v_scale_number", "work"),
 )  # fmt: skip
 call_of = FIELDS.at
@@ -104,18 +80,18 @@ def divide(call, units):
             low, high = range_of(call, first_new, kv_len, first, last)
             # Each query has a partial result in each split, so blocks of more queries have fewer splits.
             most = max(call.num_splits // (last - first), 1) if call.num_splits else 0
-            work += add_splits(call, units, seq, 0, start + first, start + last, low, high, most)
+            work += _splits.add_splits(call, units, seq, 0, start + first, start + last, low, high, most)
     return work
 
 
-plan_units = planner(divide)
+plan_units = _splits.planner(divide)
 
 
 def plan(address):
     """List the units: blocks of queries over one split of their keys."""
     call = call_of(address)
     for first, stop in gaps(call):
-        clear(call, first, stop)
+        _splits.clear(call, first, stop)
     queries = min(call.block_q, call.num_splits) if call.num_splits else call.block_q
     return plan_units(call, queries * (call.num_q_heads // call.num_kv_heads))
 
@@ -127,7 +103,7 @@ def plan(address):
 def pairs_up(call):
     """Whether the products use pairs of bfloat16: it holds all numbers exactly, and positions have no scales."""
     scaled = call.k_scales or call.v_scales
-    return not scaled and pairs_with(call.q_format, call.cache_format, call.head_dim, call.v_head_dim)
+    return not scaled and _tiles.pairs_with(call.q_format, call.cache_format, call.head_dim, call.v_head_dim)
 
 
 @inlined
@@ -152,14 +128,14 @@ def read_queries(call, tile, unit, head):
     kv_len = kv_len_of(call, unit.seq)
     rows, row = (unit.last - unit.first) * group, 0
     in_place = reads_in_place(call, tile)
-    begin(tile, rows)
+    _tiles.begin(tile, rows)
     for token in range(unit.first, unit.last):
         position = kv_len - stop + token
         left = position - call.window + 1 if call.window else 0
         right = min(position + 1, kv_len) if call.causal and not call.drafted else kv_len
         for q_head in range(head * group, (head + 1) * group):
             source = call.q + size_of(call.q_format) * (token * call.q_token_stride + q_head * call.q_head_stride)
-            read_query(tile, row, call.q_format, source, call.head_dim, in_place)
+            _tiles.read_query(tile, row, call.q_format, source, call.head_dim, in_place)
             set_int(tile.left, row, left)
             set_int(tile.right, row, right)
             row += 1
@@ -252,17 +228,17 @@ def hide_undrafted(call, tile, unit, first, count):
 @inlined
 def read_keys(call, tile, count):
     if tile.paired:
-        pair_keys(call.cache_format, tile.sources, tile.k, tile.width, count)
+        _tiles.pair_keys(call.cache_format, tile.sources, tile.k, tile.width, count)
     else:
-        read_rows(call.cache_format, tile.sources, tile.k, tile.width, call.head_dim, count)
+        _tiles.read_rows(call.cache_format, tile.sources, tile.k, tile.width, call.head_dim, count)
 
 
 @inlined
 def read_values(call, tile, count):
     if tile.paired:
-        pair_values(call.cache_format, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
+        _tiles.pair_values(call.cache_format, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
     else:
-        read_rows(call.cache_format, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
+        _tiles.read_rows(call.cache_format, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
 
 
 @compiled
@@ -274,7 +250,7 @@ def attend(call, tile, unit, head, rows):
     prefetch_values(call, tile, min(tile.keys, high - low))
     for first in range(low, high, tile.keys):
         count, holes, after = min(tile.keys, high - first), next_holes, first + tile.keys
-        turn_to_next(tile)
+        _tiles.turn_to_next(tile)
         keys = tile.sources if in_place else tile.k_rows
         if not in_place:
             read_keys(call, tile, count)
@@ -282,16 +258,16 @@ def attend(call, tile, unit, head, rows):
             scale_rows(call.k_scales, call.k_scales_page_stride, call.k_scales_slot_stride, call, seq,
                        head * call.k_scales_head_stride, first, count, tile.k, tile.width)  # fmt: skip
         next_holes = list_next(call, tile, seq, head, after, min(tile.keys, high - after))
-        multiply_keys(tile, keys, rows, first, count, factor, call.soft_cap)
+        _tiles.multiply_keys(tile, keys, rows, first, count, factor, call.soft_cap)
         if call.drafted:
             hide_undrafted(call, tile, unit, first, count)
-        weigh_keys(tile, rows, first, count, holes)
+        _tiles.weigh_keys(tile, rows, first, count, holes)
         prefetch_values(call, tile, min(tile.keys, high - after))
         read_values(call, tile, count)
         if call.v_scales:
             scale_rows(call.v_scales, call.v_scales_page_stride, call.v_scales_slot_stride, call, seq,
                        head * call.v_scales_head_stride, first, count, tile.v, tile.v_width)  # fmt: skip
-        mix_values(tile, rows, first, count)
+        _tiles.mix_values(tile, rows, first, count)
 
 
 @compiled
@@ -302,8 +278,8 @@ def finish(call, tile, unit, head, rows):
     for row in range(rows):
         q_head = head * group + row % group
         place = (unit.first + row // group) * call.num_q_heads + q_head
-        write_row(call, tile, row, q_head, call.out + size * place, v_scale)
-        write_lse(call, tile, row, place)
+        _splits.write_row(call, tile, row, q_head, call.out + size * place, v_scale)
+        _splits.write_lse(call, tile, row, place)
 
 
 # ---- all programs
@@ -312,10 +288,11 @@ def finish(call, tile, unit, head, rows):
 @compiled
 def program(call, tile, index):
     """Compute one unit for one KV head."""
-    unit, head = unit_at(call.units + UNIT_BYTES * (index // call.num_kv_heads)), index % call.num_kv_heads
+    unit = _splits.unit_at(call.units + _splits.UNIT_BYTES * (index // call.num_kv_heads))
+    head = index % call.num_kv_heads
     rows = read_queries(call, tile, unit, head)
     attend(call, tile, unit, head, rows)
-    if is_last(call, tile, unit, head, rows):
+    if _splits.is_last(call, tile, unit, head, rows):
         finish(call, tile, unit, head, rows)
 
 
@@ -325,7 +302,7 @@ def work(address):
     rows = call.block_q * (call.num_q_heads // call.num_kv_heads)
     paired = pairs_up(call)
     width = call.head_dim // 2 if paired else call.head_dim
-    memory = new_tile(rows, call.block_kv, width, call.v_head_dim, False, paired)
+    memory = _tiles.new_tile(rows, call.block_kv, width, call.v_head_dim, False, paired)
     for index in programs(address, memory):
-        program(call, tile_at(memory), index)
+        program(call, _tiles.tile_at(memory), index)
     return 0

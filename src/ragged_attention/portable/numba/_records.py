@@ -34,9 +34,9 @@ def layout_of(names: Sequence[str], floats: Sequence[str] = ()) -> np.dtype:
     return np.dtype([(name, np.float64 if name in floats else np.int64) for name in names])
 
 
-def record_at(layout: np.dtype) -> Any:
-    """An intrinsic that takes an address and returns the record of this layout stored there."""
-    record = numba.from_dtype(layout)
+def record_at(names: Sequence[str], floats: Sequence[str] = ()) -> Any:
+    """An intrinsic that takes an address and returns the record with these fields stored there."""
+    record = numba.from_dtype(layout_of(names, floats))
 
     @intrinsic
     def at(context: Any, address: Any) -> Any:
@@ -85,7 +85,7 @@ class Fields:
         self.floats = tuple(floats)
         names = (*STATE, *operands, *results, *numbers, *plan)
         self.layout = layout_of(names, floats)
-        self.at = record_at(self.layout)
+        self.at = record_at(names, floats)
         members = {
             "OPERANDS": self.operands,
             "RESULTS": self.results,

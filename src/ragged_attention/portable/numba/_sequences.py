@@ -1,8 +1,8 @@
-"""Where each sequence's queries and keys lie, clamped to what the arrays can hold, whatever their values are."""
+"""The queries and keys of each sequence, clamped to the arrays, so that no value leads outside them."""
 
 from ragged_attention.portable.numba._vectors import compiled, inlined, int32_at
 
-ONE_EACH, CHUNK_END, CHUNK_START, PACKED = 0, 1, 2, 3  # how queries belong to sequences: `layout`
+ONE_EACH, CHUNK_END, CHUNK_START, PACKED = 0, 1, 2, 3  # `layout`: how queries belong to sequences
 
 
 @inlined
@@ -18,7 +18,7 @@ def num_sequences(call):
 
 @inlined
 def first_key_of(call, seq):
-    """A sequence's first row of packed keys, of which there are `capacity`."""
+    """A sequence's first row among `capacity` packed keys."""
     return within(int32_at(call.cu_kv_lens, seq), call.capacity)
 
 
@@ -32,14 +32,14 @@ def kv_len_of(call, seq):
 
 @compiled
 def packed_queries_of(call, seq):
-    """A sequence's first and one-past-last row of queries that lie one sequence after another."""
+    """A sequence's first and one-past-last row in packed queries."""
     first = within(int32_at(call.cu_q_lens, seq), call.num_tokens)
     return first, max(within(int32_at(call.cu_q_lens, seq + 1), call.num_tokens), first)
 
 
 @compiled
 def queries_of(call, seq):
-    """A sequence's first and one-past-last row of the queries."""
+    """A sequence's first and one-past-last row in the queries of any layout."""
     if call.layout == ONE_EACH:
         return seq, seq + 1
     if call.layout == PACKED:
@@ -51,11 +51,11 @@ def queries_of(call, seq):
 
 
 def gaps_by(queries_of):
-    """A function that gives the ranges of rows that belong to no sequence, by what gives the rows of a sequence."""
+    """A generator of the ranges of rows that belong to no sequence; `queries_of` returns the rows of a sequence."""
 
     @compiled
     def gaps(call):
-        """All rows among them where edges do not ascend."""
+        """If the edges do not ascend, the last range is all rows."""
         done = 0
         for seq in range(num_sequences(call)):
             first, stop = queries_of(call, seq)

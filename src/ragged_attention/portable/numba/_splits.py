@@ -9,22 +9,14 @@ import math
 
 from ragged_attention.errors import InvalidInput
 from ragged_attention.portable.numba._formats import narrow, size_of
-from ragged_attention.portable.numba._records import NO_MEMORY, layout_of, record_at
+from ragged_attention.portable.numba._records import NO_MEMORY, record_at
 from ragged_attention.portable.numba._softmax import NOTHING, log_sum_exp, power, scale_row, weight_of_sink
 from ragged_attention.portable.numba._tiles import begin
-from ragged_attention.portable.numba._vectors import (
-    add_to,
-    allocate,
-    compiled,
-    fill,
-    float_at,
-    set_float,
-    zero,
-)
+from ragged_attention.portable.numba._vectors import add_to, allocate, compiled, fill, float_at, set_float, zero
 
 SPLITS = ("units", "num_units", "work", "partials", "num_partials", "counters", "partial_size")  # fields of the plan
 UNIT = ("seq", "token", "first", "last", "low", "high", "split", "num_splits", "partial")  # one split of a block
-unit_at = record_at(layout_of(UNIT))
+unit_at = record_at(UNIT)
 UNIT_BYTES = 8 * len(UNIT)
 SHARES = 128  # the shares of all work of an attention: a block with more than one share is split
 FEWEST_KEYS = 512  # of a split

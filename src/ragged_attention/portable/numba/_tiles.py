@@ -9,18 +9,9 @@ the weight, since there an error of 2 ** -8 of a weight would show in the result
 sees the keys at the positions from `left` to before `right`.
 """
 
-from ragged_attention.portable.numba._formats import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    pair,
-    read_bfloat16,
-    size_of,
-    widen,
-    write_weights,
-)
+from ragged_attention.portable.numba import _formats
 from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix, mix_of_pairs, scores, scores_of_pairs
-from ragged_attention.portable.numba._records import allocate_arena, layout_of, list_rows, record_at, up_to
+from ragged_attention.portable.numba._records import allocate_arena, list_rows, record_at, up_to
 from ragged_attention.portable.numba._sequences import within
 from ragged_attention.portable.numba._softmax import NOTHING, capped, scale_row, weigh
 from ragged_attention.portable.numba._vectors import (
@@ -41,7 +32,7 @@ from ragged_attention.portable.numba._vectors import (
 SIZES = ("rows", "keys", "width", "v_width", "columns", "s_width", "paired", "uneven")
 PARTS = ("q", "k", "k_rows", "turned", "v", "s", "lost", "out", "m_i", "l_i", "left", "right", "factors",
          "sources", "v_sources", "next_sources", "next_v_sources")  # fmt: skip
-tile_at = record_at(layout_of((*SIZES, *PARTS)))
+tile_at = record_at((*SIZES, *PARTS))
 FEW = 4 * ROWS  # the most rows for which keys are multiplied without a transposition
 
 
@@ -92,11 +83,11 @@ def read_query(tile, row, code, source, columns, in_place):
     """Read one query, with its columns in the order of the keys' columns: keys multiplied `in_place` are not paired."""
     target = tile.q + 4 * row * tile.width
     if not tile.paired:
-        widen(code, source, target, columns)
+        _formats.widen(code, source, target, columns)
     elif in_place:
         copy(target, source, 2 * columns)
     else:
-        pair(code, source, source + columns, target, tile.width)
+        _formats.pair(code, source, source + columns, target, tile.width)
 
 
 @compiled
@@ -105,7 +96,7 @@ def read_rows(code, sources, target, width, columns, count):
     for key in range(count):
         source, row = int_at(sources, key), target + 4 * key * width
         if source:
-            widen(code, source, row, columns)
+            _formats.widen(code, source, row, columns)
         else:
             zero(row, 4 * columns)
 
@@ -116,7 +107,7 @@ def pair_keys(code, sources, target, width, count):
     for key in range(count):
         source = int_at(sources, key)
         if source:
-            pair(code, source, source + size_of(code) * width, target + 4 * key * width, width)
+            _formats.pair(code, source, source + _formats.size_of(code) * width, target + 4 * key * width, width)
 
 
 @compiled
@@ -124,10 +115,11 @@ def pair_values(code, sources, target, width, columns, count):
     """Read the values at the addresses `sources` in pairs of keys; if a key has no address, its neighbour is read."""
     for key in range(0, count, 2):
         first, second = int_at(sources, key), int_at(sources, key + 1) if key + 1 < count else 0
-        if first or second:
-            pair(code, first if first else second, second if second else first, target + 2 * key * width, columns)
+        first, second, row = first if first else second, second if second else first, target + 2 * key * width
+        if first:
+            _formats.pair(code, first, second, row, columns)
         else:
-            zero(target + 2 * key * width, 4 * columns)
+            zero(row, 4 * columns)
 
 
 @inlined
@@ -140,7 +132,7 @@ def turn_to_next(tile):
 @inlined
 def pairs_with(q_format, kv_format, width, v_width):
     """Whether bfloat16 holds all queries, keys and values exactly, in rows of whole vectors of pairs."""
-    held = q_format == BFLOAT16 and kv_format != FLOAT32 and kv_format != FLOAT16
+    held = q_format == _formats.BFLOAT16 and kv_format != _formats.FLOAT32 and kv_format != _formats.FLOAT16
     return PAIRS and held and width % (2 * LANES) == 0 and v_width % LANES == 0
 
 
@@ -149,9 +141,9 @@ def round_weights(s, lost, count, keep):
     """Round a row's weights to bfloat16 in place; write the rounding errors to `lost`, or zeros unless `keep`."""
     for index in range(0, count, LANES):
         weights = load(s, index)
-        write_weights(s, index, weights)
+        _formats.write_weights(s, index, weights)
         if keep:
-            write_weights(lost, index, weights - read_bfloat16(s, index))
+            _formats.write_weights(lost, index, weights - _formats.read_bfloat16(s, index))
     if not keep:
         zero(lost, 2 * count)
 

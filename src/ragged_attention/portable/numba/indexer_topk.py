@@ -1,4 +1,4 @@
-"""The keys with the largest logits of the lightning indexer, on a CPU."""
+"""The keys with the largest logits in the lightning indexer, on a CPU."""
 
 from typing import Any
 

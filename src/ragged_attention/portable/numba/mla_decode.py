@@ -1,6 +1,6 @@
-"""Attention of a few query tokens per sequence over a paged latent cache on a CPU, dense or of top-k lists.
+"""Attention of a few query tokens per sequence over a paged latent cache on a CPU, dense or over top-k lists.
 
-A schedule is for kernels that divide their work before they start; here it has no use.
+A schedule is ignored: this kernel divides its work when it starts.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Ragged paged attention over latents on a CPU: `_latent`'s kernel, the tokens of each sequence by the edges."""
+"""Ragged paged attention over latents on a CPU: `_latent`'s kernel with packed queries."""
 
 from typing import Any
 

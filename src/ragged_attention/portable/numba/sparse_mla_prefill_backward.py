@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ragged_attention.calls import SparseMlaPrefillBackward, dtype_name
+from ragged_attention.portable.numba._call import strides_of_rows
 from ragged_attention.portable.numba._call import why_not as why_not
 from ragged_attention.portable.numba._formats import CODES, narrow, size_of
 from ragged_attention.portable.numba._gradients import differentiate, new_tile, read_row, sink_gradient, tile_at
@@ -206,9 +207,9 @@ def run(call: SparseMlaPrefillBackward, tile: Blocks, launch: Any) -> tuple[Any,
             "num_tokens": call.num_tokens, "num_q_heads": call.num_q_heads, "num_kv_heads": call.num_kv_heads,
             "head_dim": call.d_qk, "v_head_dim": call.d_v, "topk": call.topk, "format": CODES[dtype_name(q)],
             "num_slots": call.num_slots, "page_size": call.page_size,
-            **dict(zip(("q_token_stride", "q_head_stride"), launch.strides(q)[:2], strict=True)),
+            **strides_of_rows("q", q, launch),
             "page_stride": steps[0], "slot_stride": steps[1] if len(steps) == 4 else 0, "head_stride": steps[-2],
-            **dict(zip(("list_token_stride", "list_head_stride"), launch.strides(indices)[:2], strict=True)),
+            **strides_of_rows("list", indices, launch),
             "scale": call.scale,
         },
     )  # fmt: skip

@@ -15,7 +15,7 @@ from ragged_attention.portable.numba._formats import CODES, narrow, size_of, wid
 from ragged_attention.portable.numba._gradients import differentiate, new_tile, read_row, sink_gradient, tile_at
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix, scores
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, fails, layout_of, programs, record_at, up_to
+from ragged_attention.portable.numba._records import NO_MEMORY, Fields, fails, programs, record_at, up_to
 from ragged_attention.portable.numba._sequences import PACKED, first_key_of, kv_len_of, queries_of, within
 from ragged_attention.portable.numba._splits import splits_of
 from ragged_attention.portable.numba._vectors import (
@@ -49,7 +49,7 @@ FEATURES = frozenset({
 })  # fmt: skip
 SHARES = 16  # shares of all work; there are few, since every split stores gradients of all its queries
 UNIT = ("seq", "low", "high", "split", "num_splits", "partial", "counter")
-unit_at, UNIT_BYTES = record_at(layout_of(UNIT)), 8 * len(UNIT)
+unit_at, UNIT_BYTES = record_at(UNIT), 8 * len(UNIT)
 
 
 def heuristic(call: VarlenAttentionBackward) -> Tile:

@@ -45,6 +45,7 @@ def write(call, token, slot, row):
     """Write one token's K and V of all heads into its slot."""
     page, slot = slot // call.page_size, slot % call.page_size
     size, stored = size_of(call.format), size_of(call.cache_format)
+    v_pages = call.new_v_pages if call.new_v_pages else call.new_k_pages
     for head in range(call.num_kv_heads):
         scale = scale_of(call.k_scale, call.k_scale_format, call.k_scale_stride, call.k_scale_number, head)
         source = call.k + size * (token * call.new_k_token_stride + head * call.new_k_head_stride)
@@ -55,13 +56,7 @@ def write(call, token, slot, row):
         source = call.v + size * (token * call.new_v_token_stride + head * call.new_v_head_stride)
         target = page * call.v_page_stride + slot * call.v_slot_stride + head * call.v_head_stride + call.v_offset
         widen(call.format, source, row, call.v_head_dim)
-        narrow(
-            call.cache_format,
-            row,
-            (call.new_v_pages if call.new_v_pages else call.new_k_pages) + stored * target,
-            call.v_head_dim,
-            scale,
-        )
+        narrow(call.cache_format, row, v_pages + stored * target, call.v_head_dim, scale)
 
 
 def work(address):
