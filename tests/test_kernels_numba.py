@@ -266,7 +266,7 @@ def test_a_new_row_of_the_table_of_formats_is_all_that_a_format_needs(
     lists, lens = torch.randint(-2, 26, (4, 1, 9), generator=generator).int(), torch.tensor([11, 6]).int()
     found: dict[str, list[Any]] = {}
     for backend in ("numba", "reference"):
-        where = {"cache_layout": cache_layout, "backend": backend}
+        where: dict[str, Any] = {"cache_layout": cache_layout, "backend": backend}
         cache = quantize_mla_cache(rows, "made_up", **where)
         write_mla_cache(new, cache, torch.tensor([3, 17, 4, 23, -1]), **where)
         found[backend] = [

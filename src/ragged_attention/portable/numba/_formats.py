@@ -25,7 +25,6 @@ from ragged_attention.portable.numba._vectors import (
     INTS,
     LANES,
     PAIRS,
-    chosen,
     compiled,
     constant,
     element,
@@ -37,6 +36,7 @@ from ragged_attention.portable.numba._vectors import (
     joined,
     load,
     load_aligned,
+    shuffled,
     splat,
     store,
     store_aligned,
@@ -187,7 +187,7 @@ def _to_int8(builder: Any, value: Any) -> Any:
 def _first_lanes(builder: Any, count: Any) -> Any:
     """A mask of the first `count` lanes."""
     lanes = builder.insert_element(ir.Constant(INTS, ir.Undefined), builder.trunc(count, I32), ir.Constant(I32, 0))
-    return builder.icmp_signed("<", ir.Constant(INTS, list(range(LANES))), chosen(builder, [0] * LANES, lanes))
+    return builder.icmp_signed("<", ir.Constant(INTS, list(range(LANES))), shuffled(builder, [0] * LANES, lanes))
 
 
 def _masked(builder: Any, name: str, kind: Any, *values: Any, returns: bool) -> Any:
@@ -270,7 +270,7 @@ def widen_two_e4m3(builder: Any, source: Any, target: Any, index: Any, factor: A
     if CONVERTS_HALVES:
         codes, factor = _half_from_e4m3(builder, codes), builder.fmul(factor, constant(FLOATS, 256.0))
     for part in range(2):
-        some = chosen(builder, list(range(part * LANES, (part + 1) * LANES)), codes)
+        some = shuffled(builder, list(range(part * LANES, (part + 1) * LANES)), codes)
         value = _from_half(builder, some) if CONVERTS_HALVES else _from_e4m3(builder, some)
         place = element(builder, target, builder.add(index, ir.Constant(I64, part * LANES)), F32)
         store_aligned(builder, builder.fmul(value, factor), place, 4)
@@ -284,7 +284,7 @@ def widen_e2m1_vector(builder: Any, source: Any, target: Any, index: Any, factor
     stored = builder.zext(
         load_aligned(builder, element(builder, source, first, I8), kind, 1), ir.VectorType(I32, LANES // 2)
     )
-    twice = chosen(builder, [lane // 2 for lane in range(LANES)], stored)
+    twice = shuffled(builder, [lane // 2 for lane in range(LANES)], stored)
     codes = builder.lshr(twice, ir.Constant(INTS, [lane % 2 * 4 for lane in range(LANES)]))
     places = builder.shl(builder.and_(codes, constant(INTS, 7)), constant(INTS, 2))
     doubled = builder.and_(builder.lshr(constant(INTS, TWICE_E2M1), places), constant(INTS, 15))
@@ -344,7 +344,7 @@ def _narrowing(write: Any) -> Any:
 
 @inlined
 def over(source, index, divisor, divided):
-    """A vector of float32 from memory, over another one if it is to be divided: see `widen` about subnormal numbers."""
+    """A vector of float32 from memory, divided if `divided`: see `widen` about subnormal numbers."""
     return load(source, index) / divisor if divided else load(source, index)
 
 
@@ -405,7 +405,7 @@ def _lookup(builder: Any, table: Any, codes: Any) -> Any:
         builder.call(function, [ir.Constant(kind, half[:64]), codes, ir.Constant(kind, half[64:])])
         for half in ((table & 255).tolist(), (table >> 8).tolist())
     )
-    alternate = chosen(builder, [place + 64 * (place % 2) for place in range(64)], low, high)
+    alternate = shuffled(builder, [place + 64 * (place % 2) for place in range(64)], low, high)
     signs = builder.and_(codes, ir.Constant(kind, [0, 128] * 32))
     return builder.bitcast(builder.or_(alternate, signs), FLOATS)
 
@@ -417,7 +417,7 @@ def _pairs_by_table(table: Any, decode: Callable[[Any, Any], Any], name: str) ->
         rows = [load_aligned(builder, element(builder, row, index, I8), BYTES, 1) for row in (first, second)]
         if PAIRS:
             places = [place for lane in range(LANES) for place in (lane, lane, LANES + lane, LANES + lane)]
-            pairs = _lookup(builder, table, chosen(builder, places, *rows))
+            pairs = _lookup(builder, table, shuffled(builder, places, *rows))
         else:
             pairs = join(builder, *(decode(builder, row) for row in rows))
         store_aligned(builder, pairs, element(builder, target, index, F32), 4)
@@ -441,9 +441,9 @@ def pairs_of_four_e4m3(builder: Any, source: Any, index: Any, target: Any, strid
     for half in range(2):
         if PAIRS:
             places = [4 * lane + 2 * half + byte for lane in range(LANES) for byte in (0, 0, 1, 1)]
-            pairs = _lookup(builder, _E4M3, chosen(builder, places, codes))
+            pairs = _lookup(builder, _E4M3, shuffled(builder, places, codes))
         else:
-            both = (chosen(builder, list(range(2 * half + byte, 4 * LANES, 4)), codes) for byte in range(2))
+            both = (shuffled(builder, list(range(2 * half + byte, 4 * LANES, 4)), codes) for byte in range(2))
             pairs = join(builder, *(_from_e4m3(builder, each) for each in both))
         place = builder.add(index, builder.mul(stride, ir.Constant(I64, half)))
         store_aligned(builder, pairs, element(builder, target, place, F32), 4)

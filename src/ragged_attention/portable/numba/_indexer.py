@@ -18,7 +18,7 @@ from ragged_attention.portable.numba._selection import ordered, scratch_size, se
 from ragged_attention.portable.numba._sequences import gaps_by, kv_len_of, num_sequences, queries_of, within
 from ragged_attention.portable.numba._softmax import NOTHING
 from ragged_attention.portable.numba._splits import splits_of
-from ragged_attention.portable.numba._tiles import read_rows, turn_to_next
+from ragged_attention.portable.numba._tiles import advance, read_rows
 from ragged_attention.portable.numba._vectors import (
     LANES,
     PAIRS,
@@ -184,7 +184,7 @@ def plan(address):
 # ---- a program's memory
 
 SIZES = ("keys", "width", "heads", "paired")
-PARTS = ("q", "k", "k_rows", "turned", "s", "scales", "left", "right", "sources", "v_sources", "next_sources",
+PARTS = ("q", "k", "k_rows", "transposed", "s", "scales", "left", "right", "sources", "v_sources", "next_sources",
          "next_v_sources")  # fmt: skip
 CHOICE = ("rows", "scratch", "places", "blocks")
 tile_at = _records.record_at((*SIZES, *PARTS, *CHOICE))
@@ -318,7 +318,7 @@ def list_next(call, tile, seq, base, first, count):
 
 
 @compiled
-def turn(keys, count, otherwise, places, target, width):
+def transpose_keys(keys, count, otherwise, places, target, width):
     """Transpose the first `places` places of the `count` rows at these addresses; later columns hold anything."""
     for key in range(0, count, LANES):
         for place in range(0, places, LANES):
@@ -329,16 +329,16 @@ def turn(keys, count, otherwise, places, target, width):
 def read_keys(call, tile, count):
     """Transpose a tile's keys, and read their scales."""
     if call.key_format == FLOAT32 or (tile.paired and call.key_format == BFLOAT16):
-        turn(tile.sources, count, tile.q, tile.width, tile.turned, tile.keys)
+        transpose_keys(tile.sources, count, tile.q, tile.width, tile.transposed, tile.keys)
     elif tile.paired:  # four bytes at a time, which become pairs afterwards
-        turn(tile.sources, count, tile.q, tile.width // 2, tile.k, tile.keys)
+        transpose_keys(tile.sources, count, tile.q, tile.width // 2, tile.k, tile.keys)
         for row in range(tile.width // 2):
-            source, target = tile.k + 4 * row * tile.keys, tile.turned + 8 * row * tile.keys
+            source, target = tile.k + 4 * row * tile.keys, tile.transposed + 8 * row * tile.keys
             for key in range(0, count, LANES):
                 pairs_of_four_e4m3(source, key, target, tile.keys)
     else:
         read_rows(call.key_format, tile.sources, tile.k, call.head_dim, call.head_dim, count)
-        turn(tile.k_rows, count, tile.q, tile.width, tile.turned, tile.keys)
+        transpose_keys(tile.k_rows, count, tile.q, tile.width, tile.transposed, tile.keys)
     if call.in_bytes or call.key_scale:
         for key in range(count):
             scale = int_at(tile.v_sources, key) if int_at(tile.sources, key) else 0
@@ -346,38 +346,38 @@ def read_keys(call, tile, count):
 
 
 def _score_of(fma_of_products):
-    """A function: s[keys] = the sum over heads of weights * relu(q[heads, width] . turned[width, keys])."""
+    """A function: s[keys] = the sum over heads of weights * relu(q[heads, width] . transposed[width, keys])."""
 
     @compiled
-    def score(q, turned, weights, s, heads, keys, width, stride):
+    def score(q, transposed, weights, s, heads, keys, width, stride):
         none = splat(0.0)
         for key in range(0, keys, COLUMNS):
-            columns, first, second = turned + 4 * key, none, none
+            columns, first, second = transposed + 4 * key, none, none
             for head in range(0, heads, HEADS):
                 q0 = q + 4 * head * width
                 q1, q2, q3 = q0 + 4 * width, q0 + 8 * width, q0 + 12 * width
                 a0 = b0 = a1 = b1 = a2 = b2 = a3 = b3 = none
                 for place in range(width):
                     a, b = load(columns, place * stride), load(columns, place * stride + LANES)
-                    each = splat(float_at(q0, place))
-                    a0, b0 = fma_of_products(each, a, a0), fma_of_products(each, b, b0)
-                    each = splat(float_at(q1, place))
-                    a1, b1 = fma_of_products(each, a, a1), fma_of_products(each, b, b1)
-                    each = splat(float_at(q2, place))
-                    a2, b2 = fma_of_products(each, a, a2), fma_of_products(each, b, b2)
-                    each = splat(float_at(q3, place))
-                    a3, b3 = fma_of_products(each, a, a3), fma_of_products(each, b, b3)
-                each = splat(float_at(weights, head))  # and `maximum` keeps the NaN of its second argument
-                first, second = fma(each, maximum(none, a0), first), fma(each, maximum(none, b0), second)
+                    factor = splat(float_at(q0, place))
+                    a0, b0 = fma_of_products(factor, a, a0), fma_of_products(factor, b, b0)
+                    factor = splat(float_at(q1, place))
+                    a1, b1 = fma_of_products(factor, a, a1), fma_of_products(factor, b, b1)
+                    factor = splat(float_at(q2, place))
+                    a2, b2 = fma_of_products(factor, a, a2), fma_of_products(factor, b, b2)
+                    factor = splat(float_at(q3, place))
+                    a3, b3 = fma_of_products(factor, a, a3), fma_of_products(factor, b, b3)
+                factor = splat(float_at(weights, head))  # and `maximum` keeps the NaN of its second argument
+                first, second = fma(factor, maximum(none, a0), first), fma(factor, maximum(none, b0), second)
                 if head + 1 < heads:
-                    each = splat(float_at(weights, head + 1))
-                    first, second = fma(each, maximum(none, a1), first), fma(each, maximum(none, b1), second)
+                    factor = splat(float_at(weights, head + 1))
+                    first, second = fma(factor, maximum(none, a1), first), fma(factor, maximum(none, b1), second)
                 if head + 2 < heads:
-                    each = splat(float_at(weights, head + 2))
-                    first, second = fma(each, maximum(none, a2), first), fma(each, maximum(none, b2), second)
+                    factor = splat(float_at(weights, head + 2))
+                    first, second = fma(factor, maximum(none, a2), first), fma(factor, maximum(none, b2), second)
                 if head + 3 < heads:
-                    each = splat(float_at(weights, head + 3))
-                    first, second = fma(each, maximum(none, a3), first), fma(each, maximum(none, b3), second)
+                    factor = splat(float_at(weights, head + 3))
+                    first, second = fma(factor, maximum(none, a3), first), fma(factor, maximum(none, b3), second)
             store(s, key, first)
             store(s, key + LANES, second)
 
@@ -416,7 +416,7 @@ def score_keys(call, tile, unit, rows):
     next_holes = list_next(call, tile, seq, base, low, min(tile.keys, high - low))
     for start in range(low, high, tile.keys):
         count, holes, after = min(tile.keys, high - start), next_holes, start + tile.keys
-        turn_to_next(tile)
+        advance(tile)
         read_keys(call, tile, count)
         next_holes = list_next(call, tile, seq, base, after, min(tile.keys, high - after))
         for token in range(tokens):
@@ -425,7 +425,7 @@ def score_keys(call, tile, unit, rows):
             if begin >= right:
                 continue
             whole = begin // COLUMNS * COLUMNS
-            q, columns = tile.q + 4 * token * tile.heads * tile.width, tile.turned + 4 * whole
+            q, columns = tile.q + 4 * token * tile.heads * tile.width, tile.transposed + 4 * whole
             weights = call.weights + 4 * (first + token) * call.weights_token_stride
             s, heads, width = tile.s + 4 * whole, call.num_heads, tile.width
             if tile.paired:

@@ -70,12 +70,12 @@ class Kernel:
 
         An operand left out is None, and a number left out is 0. The fields of `tile` are numbers too.
         """
-        given = dict.fromkeys(self.fields.numbers, 0) | numbers | {"num_threads": launch.num_threads}
+        given = {**dict.fromkeys(self.fields.numbers, 0), **numbers, "num_threads": launch.num_threads}
         given |= {field.name: getattr(tile, field.name) for field in dataclasses.fields(tile)}
         for name in self.fields.floats:
             if name in given:
                 given[name] = bits_of(given[name])
-        return launch.native(self, dict.fromkeys(self.fields.operands) | operands, results, given)
+        return launch.native(self, {**dict.fromkeys(self.fields.operands), **operands}, results, given)
 
     def results_of(self, call: Call) -> dict[str, Any]:
         """The shapes and dtypes of the results, by name, of a call that has all of them."""

@@ -231,7 +231,7 @@ def attend(call, tile, unit, head, rows):
     next_holes = list_next(call, tile, unit, head, unit.low, min(tile.keys, unit.high - unit.low), length)
     for first in range(unit.low, unit.high, tile.keys):
         count, holes, after = min(tile.keys, unit.high - first), next_holes, first + tile.keys
-        _tiles.turn_to_next(tile)
+        _tiles.advance(tile)
         read_keys(call, tile, within(length - first, count) if call.sparse else count, count)
         next_holes = list_next(call, tile, unit, head, after, min(tile.keys, unit.high - after), length)
         keys = tile.sources if reads_in_place(call, tile) else tile.k_rows

@@ -97,14 +97,14 @@ def named(strides: dict[str, tuple[int, ...]]) -> dict[str, int]:
 
 def run(
     call: LatentCall, tile: Tile, launch: Any, *, cache: Any, lse_shape: Any,
-    operands: dict[str, Any], numbers: dict[str, int], extra_cache: Any = None, max_logits: bool = False,
+    operands: dict[str, Any], numbers: dict[str, Any], extra_cache: Any = None, max_logits: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Enqueue the kernel; `operands` and `numbers` are those that only this operation has."""
     cache = cache_of(cache, call.kv_format, launch)
-    found = cache_numbers(cache, call.kv_format, call.d_qk, launch)
+    cache_fields = cache_numbers(cache, call.kv_format, call.d_qk, launch)
     if isinstance(call, MlaDecode) and extra_cache is not None:
         extra_cache = cache_of(extra_cache, call.extra_kv_format, launch)
-        found |= cache_numbers(extra_cache, call.extra_kv_format, call.d_qk, launch, "extra_")
+        cache_fields |= cache_numbers(extra_cache, call.extra_kv_format, call.d_qk, launch, "extra_")
     kv_scale, scale_numbers = numbers_of("kv_scale", getattr(call, "kv_scale", None), launch)
     lse = None if lse_shape is None else (lse_shape, "float32")
     return KERNEL.launch(
@@ -119,7 +119,8 @@ def run(
         },
         {"out": (call.out_shape, call.result_dtype), "lse": lse, "max_logits": lse if max_logits else None},
         {
-            **numbers, **found, **scale_numbers, "num_q_heads": call.num_q_heads, "num_kv_heads": call.num_kv_heads,
+            **numbers, **cache_fields, **scale_numbers,
+            "num_q_heads": call.num_q_heads, "num_kv_heads": call.num_kv_heads,
             "head_dim": call.d_qk, "v_head_dim": call.d_v, "scale": call.scale, "q_format": CODES[dtype_name(call.q)],
             "out_format": CODES[call.out_dtype or dtype_name(call.q)],
             "head_step": element_bytes(call.kv_format) * launch.strides(cache)[-2],

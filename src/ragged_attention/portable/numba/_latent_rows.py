@@ -149,7 +149,7 @@ def largest_magnitude(row, count):
 def group_scale(row, count, power_of_two):
     """The scale of a group of e4m3: its largest magnitude over that of e4m3, at least 1e-4, NaN if the group holds one.
 
-    A scale that is to be a power of two is rounded up to one.
+    With `power_of_two` a scale is rounded up to a power of two.
     """
     high = largest_magnitude(row, count)
     if high != high:

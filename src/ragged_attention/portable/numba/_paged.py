@@ -250,7 +250,7 @@ def attend(call, tile, unit, head, rows):
     prefetch_values(call, tile, min(tile.keys, high - low))
     for first in range(low, high, tile.keys):
         count, holes, after = min(tile.keys, high - first), next_holes, first + tile.keys
-        _tiles.turn_to_next(tile)
+        _tiles.advance(tile)
         keys = tile.sources if in_place else tile.k_rows
         if not in_place:
             read_keys(call, tile, count)

@@ -50,13 +50,13 @@ def scratch_size(top_k):
 @compiled
 def bounds_of(values, count):
     """The smallest and the largest number above LEAST, and the count of such numbers."""
-    low, high, found = MOST, LEAST, 0
+    low, high, num_found = MOST, LEAST, 0
     for index in range(count):
         value = int32_at(values, index)
         low = min(low, value if value > LEAST else MOST)
         high = max(high, value)
-        found += value > LEAST
-    return low, high, found
+        num_found += value > LEAST
+    return low, high, num_found
 
 
 @compiled
@@ -76,8 +76,8 @@ def edge_of(values, count, top_k, bins):
 
     The second result is how many equal numbers are skipped.
     """
-    low, high, found = bounds_of(values, count)
-    if found <= top_k:
+    low, high, num_found = bounds_of(values, count)
+    if num_found <= top_k:
         return LEAST, count
     left = top_k  # numbers to choose from `low` to `high`
     while True:
@@ -102,17 +102,17 @@ def select(values, count, top_k, first, positions, target, scratch):
 
     The position of number i is `first` + i, or entry i of `positions`. Of equal numbers the last ones are chosen.
     """
-    bins, chosen = scratch, scratch + INT32 * BINS
+    bins, candidates = scratch, scratch + INT32 * BINS
     edge, skipped = edge_of(values, count, top_k, bins)
-    found = equal = 0
+    num_found = equal = 0
     for index in range(count):
         value = int32_at(values, index)
-        set_int32(chosen, found, index)  # the next candidate overwrites it unless it is counted
+        set_int32(candidates, num_found, index)  # the next candidate overwrites it unless it is counted
         same = value == edge
-        found += (value > edge) | (same & (equal >= skipped))
+        num_found += (value > edge) | (same & (equal >= skipped))
         equal += same
-    for index in range(found):
-        place = int32_at(chosen, index)
+    for index in range(num_found):
+        place = int32_at(candidates, index)
         set_int32(target, index, int32_at(positions, place) if positions else first + place)
-    for index in range(found, top_k):
+    for index in range(num_found, top_k):
         set_int32(target, index, -1)

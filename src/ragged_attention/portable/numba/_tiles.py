@@ -30,7 +30,7 @@ from ragged_attention.portable.numba._vectors import (
 )
 
 SIZES = ("rows", "keys", "width", "v_width", "columns", "s_width", "paired", "uneven")
-PARTS = ("q", "k", "k_rows", "turned", "v", "s", "lost", "out", "m_i", "l_i", "left", "right", "factors",
+PARTS = ("q", "k", "k_rows", "transposed", "v", "s", "lost", "out", "m_i", "l_i", "left", "right", "factors",
          "sources", "v_sources", "next_sources", "next_v_sources")  # fmt: skip
 tile_at = record_at((*SIZES, *PARTS))
 FEW = 4 * ROWS  # the most rows for which keys are multiplied without a transposition
@@ -123,7 +123,7 @@ def pair_values(code, sources, target, width, columns, count):
 
 
 @inlined
-def turn_to_next(tile):
+def advance(tile):
     """Make the addresses that were listed ahead the addresses of the current keys."""
     tile.sources, tile.next_sources = tile.next_sources, tile.sources
     tile.v_sources, tile.next_v_sources = tile.next_v_sources, tile.v_sources
@@ -183,11 +183,11 @@ def parts_of(tile, first, count):
 
 
 @compiled
-def turn(tile, keys, count):
-    """Transpose the `count` keys at these addresses into `turned`; the columns after them hold anything."""
+def transpose_keys(tile, keys, count):
+    """Transpose the `count` keys at these addresses into `transposed`; the columns after them hold anything."""
     for key in range(0, count, LANES):
         for place in range(0, tile.width, LANES):
-            transpose(keys + 8 * key, count - key, tile.q, place, tile.turned + 4 * (place * tile.s_width + key),
+            transpose(keys + 8 * key, count - key, tile.q, place, tile.transposed + 4 * (place * tile.s_width + key),
                       tile.s_width)  # fmt: skip
 
 
@@ -208,12 +208,12 @@ def multiply_keys(tile, keys, rows, first, count, factor, soft_cap):
     """
     width, s_width = tile.width, tile.s_width
     if rows > FEW:
-        turn(tile, keys, count)
+        transpose_keys(tile, keys, count)
         part = parts_of(tile, first, count)
         for key in range(0, count, part):
             row, num_keys = first_to_see(tile, rows, first + key), up_to(min(part, count - key), COLUMNS)
             q, s = tile.q + 4 * row * width, tile.s + 4 * (row * s_width + key)
-            multiply(tile, q, width, tile.turned + 4 * key, s_width, s, s_width, rows - row, width, num_keys, True)
+            multiply(tile, q, width, tile.transposed + 4 * key, s_width, s, s_width, rows - row, width, num_keys, True)
         if factor != 1:
             scale_row(tile.s, rows * s_width, factor)
     elif tile.paired:

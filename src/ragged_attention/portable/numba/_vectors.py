@@ -85,7 +85,7 @@ def constant(kind: ir.VectorType, value: float) -> ir.Constant:
     return ir.Constant(kind, [value] * LANES)
 
 
-def chosen(builder: Any, lanes: list[int], first: Any, second: Any = None) -> Any:
+def shuffled(builder: Any, lanes: list[int], first: Any, second: Any = None) -> Any:
     """Lanes of two vectors; the lanes of the second are numbered after those of the first."""
     second = ir.Constant(first.type, ir.Undefined) if second is None else second
     return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
@@ -114,7 +114,7 @@ def function_of(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], 
 def splat(builder: Any, value: Any) -> Any:
     """The number in every lane."""
     first = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), value, ir.Constant(I32, 0))
-    return chosen(builder, [0] * LANES, first)
+    return shuffled(builder, [0] * LANES, first)
 
 
 @function_of(vector, vector, vector, vector)
@@ -201,7 +201,7 @@ def power_of_two(builder: Any, a: Any) -> Any:
 def _folded(builder: Any, a: Any, step: Callable[[Any, Any], Any]) -> Any:
     half = LANES
     while half := half // 2:
-        a = step(a, chosen(builder, [(lane + half) % LANES for lane in range(LANES)], a))
+        a = step(a, shuffled(builder, [(lane + half) % LANES for lane in range(LANES)], a))
     return builder.extract_element(a, ir.Constant(I32, 0))
 
 
@@ -234,7 +234,7 @@ def store_totals(builder: Any, address: Any, stride: Any, factor: Any, *vectors:
 
     def halved(first: list[int], second: list[int], pairs: Any) -> list[Any]:
         found = zip(pairs[::2], pairs[1::2], strict=True)
-        return [builder.fadd(chosen(builder, first, a, b), chosen(builder, second, a, b)) for a, b in found]
+        return [builder.fadd(shuffled(builder, first, a, b), shuffled(builder, second, a, b)) for a, b in found]
 
     # Sum within runs of four lanes first, which is cheapest: two adjacent lanes of each vector, and again.
     even = [base + lane for run in range(0, LANES, 4) for base in (run, run + LANES) for lane in (0, 2)]
@@ -248,7 +248,7 @@ def store_totals(builder: Any, address: Any, stride: Any, factor: Any, *vectors:
         sums = halved(_quads(0, 2), _quads(1, 3), sums)
     products = builder.fmul(sums[0], factor)
     for row in range(4):
-        part = chosen(builder, list(range(row * LANES // 4, (row + 1) * LANES // 4)), products)
+        part = shuffled(builder, list(range(row * LANES // 4, (row + 1) * LANES // 4)), products)
         store_aligned(builder, part, element(builder, address, builder.mul(stride, ir.Constant(I64, row)), F32), 4)
 
 
@@ -274,7 +274,7 @@ def transpose(builder: Any, sources: Any, count: Any, otherwise: Any, place: Any
         for row in range(LANES):
             if not row & step:
                 a, b = rows[row], rows[row + step]
-                rows[row], rows[row + step] = chosen(builder, upper, a, b), chosen(builder, lower, a, b)
+                rows[row], rows[row + step] = shuffled(builder, upper, a, b), shuffled(builder, lower, a, b)
     for index, row in enumerate(rows):
         store_aligned(builder, row, element(builder, target, builder.mul(stride, ir.Constant(I64, index)), F32), 4)
 

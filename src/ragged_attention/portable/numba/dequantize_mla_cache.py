@@ -28,7 +28,7 @@ def plan(address):
 
 
 def work(address):
-    """Run programs, each of which is one page."""
+    """Run programs; each handles one page."""
     call = call_of(address)
     kv, row_bytes = kv_of(call), 4 * (call.width + LANES)
     memory = allocate(16 + 2 * row_bytes)

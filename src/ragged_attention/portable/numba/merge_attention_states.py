@@ -61,7 +61,7 @@ def merge(call, row, out):
 
 
 def work(address):
-    """Run programs, each of which is ROWS rows."""
+    """Run programs; each handles ROWS rows."""
     call = call_of(address)
     out = allocate(4 * (call.width + LANES))
     for index in programs(address, out):

@@ -27,7 +27,7 @@ def plan(address):
 
 
 def work(address):
-    """Run programs, each of which is one sequence."""
+    """Run programs; each handles one sequence."""
     call = call_of(address)
     for seq in claimed(address):
         for index in range(seq * call.num_positions, (seq + 1) * call.num_positions):

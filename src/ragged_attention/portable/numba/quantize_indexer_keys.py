@@ -28,7 +28,7 @@ def plan(address):
 
 
 def work(address):
-    """Run programs, each of which is ROWS rows."""
+    """Run programs; each handles ROWS rows."""
     call = call_of(address)
     row = allocate(4 * call.head_dim)
     for index in programs(address, row):

@@ -28,7 +28,7 @@ def plan(address):
 
 
 def work(address):
-    """Run programs, each of which is one page."""
+    """Run programs; each handles one page."""
     call = call_of(address)
     cache, row = cache_of(call), allocate(4 * call.width)
     for page in programs(address, row):

@@ -39,7 +39,7 @@ def read_ordered(source, target, count):
 
 
 def work(address):
-    """Run programs, each of which is one row."""
+    """Run programs; each handles one row."""
     call = call_of(address)
     size = up_to(4 * (call.columns + LANES), 64)
     values = allocate(size + scratch_size(call.top_k))

@@ -60,7 +60,7 @@ def write(call, token, slot, row):
 
 
 def work(address):
-    """Run programs, each of which is the tokens of some pages."""
+    """Run programs; each writes the tokens of some pages."""
     call = call_of(address)
     row = allocate(4 * (max(call.head_dim, call.v_head_dim) + LANES))
     for index in programs(address, row):

@@ -61,7 +61,7 @@ def write(call, token, slot, row):
 
 
 def work(address):
-    """Run programs, each of which is the tokens of some pages."""
+    """Run programs; each writes the tokens of some pages."""
     call = call_of(address)
     row = allocate(4 * (call.width + LANES))
     for index in programs(address, row):
