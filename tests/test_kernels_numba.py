@@ -15,6 +15,8 @@ numba = pytest.importorskip("numba")
 torch = pytest.importorskip("torch")
 
 import ragged_attention as ra  # noqa: E402
+from ragged_attention.calls import CACHE_FORMATS, CacheFormat  # noqa: E402
+from ragged_attention.calls.cache_formats import LAYOUTS  # noqa: E402
 from ragged_attention.portable.numba import _formats, _softmax, _vectors  # noqa: E402
 from ragged_attention.reference._kv_layout import encode, format_values  # noqa: E402
 from ragged_attention.testing import agrees  # noqa: E402
@@ -27,6 +29,7 @@ from ragged_attention.torch import (  # noqa: E402
     quantize_mla_cache,
     ragged_mla_attention,
     ragged_paged_attention,
+    sparse_mla_prefill,
     top_k_indices,
     write_indexer_cache,
     write_kv_pages,
@@ -236,6 +239,39 @@ def test_the_largest_scale_of_a_quantised_row_loses_nothing() -> None:
     cache[..., 576:583] = 254  # 2 ** 127
     rows = dequantize_mla_cache(cache, dtype="float32", backend="numba")
     assert torch.equal(rows[..., :448], torch.full((1, 1, 1, 448), 2.0**118))
+
+
+@pytest.mark.parametrize("cache_layout", LAYOUTS)
+def test_a_new_row_of_the_table_of_formats_is_all_that_a_format_needs(
+    monkeypatch: pytest.MonkeyPatch, cache_layout: str
+) -> None:
+    """No kernel knows a format by its name: this one has e2m1 values, e4m3 scales and rotary columns."""
+    made_up = CacheFormat(
+        name="made_up", codes="float4_e2m1fn", values=512, rotary=64, group=16, scales="float8_e4m3fn",
+        token_bytes=416, layouts=LAYOUTS,
+    )  # fmt: skip
+    monkeypatch.setitem(CACHE_FORMATS, "made_up", made_up)
+    generator = torch.Generator().manual_seed(0)
+    rows, new = (torch.randn(*shape, 1, 576, generator=generator) for shape in ((6, 4), (5,)))
+    q = torch.randn(4, 2, 576, generator=generator)
+    table, edges = torch.randperm(6, generator=generator).view(2, 3).int(), torch.tensor([0, 3, 4]).int()
+    lists, lens = torch.randint(-2, 26, (4, 1, 9), generator=generator).int(), torch.tensor([11, 6]).int()
+    found: dict[str, list[Any]] = {}
+    for backend in ("numba", "reference"):
+        where: dict[str, Any] = {"cache_layout": cache_layout, "backend": backend}
+        cache = quantize_mla_cache(rows, "made_up", **where)
+        write_mla_cache(new, cache, torch.tensor([3, 17, 4, 23, -1]), **where)
+        found[backend] = [
+            cache,
+            dequantize_mla_cache(cache, dtype="float32", **where),
+            mla_decode(q[:, None], cache, indices=lists, extra_kv_cache=cache, extra_indices=lists, **where)[0],
+            mla_decode(q[:2, None], cache, table, lens, **where)[0],
+            ragged_mla_attention(q, cache, lens, table, edges, **where),
+            sparse_mla_prefill(q, cache, lists, **where)[0],
+        ]
+    for ours, expected in zip(*found.values(), strict=True):
+        assert torch.allclose(ours.float(), expected.float(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(found["numba"][0], found["reference"][0])
 
 
 # ---- threads

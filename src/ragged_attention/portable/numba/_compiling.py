@@ -1,4 +1,4 @@
-"""Machine code of functions, made by Numba on first use and kept on disk."""
+"""Machine code of functions, compiled by Numba on first use and cached on disk."""
 
 import contextlib
 import functools
@@ -19,15 +19,14 @@ from numba.core.ccallback import CFunc
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
-from ragged_attention.calls import mla_cache
 from ragged_attention.host import caches, forking
 from ragged_attention.portable.numba._vectors import OPTIONS
 
-# Settings of Numba that code depends on.
+# Numba settings that change the compiled code.
 SETTINGS = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "DEBUGINFO_DEFAULT")
 WHY_NOT = "NUMBA_DISABLE_JIT has Numba compile nothing" if config.DISABLE_JIT else None  # type: ignore[attr-defined]
 
-# ---- keeping
+# ---- the cache on disk
 
 
 def _cache_folder() -> Path:
@@ -35,7 +34,7 @@ def _cache_folder() -> Path:
 
 
 def _why_not_kept() -> str | None:
-    """Why compiled kernels cannot be kept, as far as a folder shows it."""
+    """Why compiled kernels cannot be cached, or None; it only checks the folder."""
     try:
         folder = _cache_folder() / _digest()
         caches.make_folder(folder)
@@ -46,23 +45,23 @@ def _why_not_kept() -> str | None:
 
 @functools.cache
 def _digest() -> str:
-    """Of everything that kernels are made of and by: what may differ is compiled again, and kept beside the other."""
+    """A digest of the sources and versions that the code depends on; code with another digest is cached beside it."""
     digest = hashlib.sha256()
     for part in (numba.__version__, llvmlite.__version__, platform.python_implementation(), sys.version):
         digest.update(part.encode() + b"\0")
-    for file in (*sorted(Path(__file__).parent.glob("*.py")), Path(mla_cache.__file__)):  # whose sizes are constants
+    for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
 
 class _Shelf:
-    """What a CFunc calls its cache: where the code of one function is kept. Whatever is wrong there, nothing fails."""
+    """The cache object that a CFunc expects: it stores the code of one function. Errors in it never fail a call."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
 
     def _path(self, signature: Any, context: Any) -> Path:
-        """By what else the code depends on: the CPU, and how Numba is set."""
+        """The file for this signature, CPU and Numba configuration."""
         settings = [getattr(config, name, None) for name in SETTINGS]
         key = hashlib.sha256(repr((signature, context.codegen().magic_tuple(), settings)).encode()).hexdigest()
         return _cache_folder() / _digest() / f"{self._name}-{key[:16]}"
@@ -72,7 +71,7 @@ class _Shelf:
         try:
             kept = caches.read(self._path(signature, context))
             return None if kept is None else CompileResult._rebuild(context, *pickle.loads(kept))
-        except Exception:  # of whatever another program left there: it is compiled and written again
+        except Exception:  # the file may hold anything: the code is compiled and written again
             return None
 
     def save_overload(self, signature: Any, result: Any) -> None:
@@ -86,14 +85,14 @@ class _Shelf:
 
 # ---- compiling
 
-PATIENCE = 1.0  # seconds of compiling before a line says so
-_quiet = False  # where somebody else says it
+PATIENCE = 1.0  # seconds of compilation before a message
+_quiet = False  # whether the caller announces the compilation itself
 _said: set[str] = set()
 
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Inside, compiling is not announced."""
+    """A context in which compilation is not announced."""
     global _quiet
     before, _quiet = _quiet, True
     try:
@@ -109,7 +108,7 @@ def _say_once(text: str) -> None:
 
 
 class _Teller:
-    """Says that something is compiled, once it has taken a while."""
+    """Prints a message if a compilation takes longer than PATIENCE."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -130,7 +129,7 @@ class _Teller:
 
 
 class _Function(CFunc):
-    """A function compiled for C callers, or taken from the disk."""
+    """A function compiled for C callers, or loaded from disk."""
 
     def __init__(self, function: Callable[..., Any], types: str, teller: _Teller) -> None:
         options = {key: value for key, value in OPTIONS.items() if key not in ("nogil", "no_cpython_wrapper")}
@@ -145,10 +144,10 @@ class _Function(CFunc):
 
 
 def _keep_functions_apart(library: Any, entry: str) -> None:
-    """Name each function of a library, except its entry, as no other code names one. The library is not linked yet.
+    """Give each function of a library, except its entry, a unique name. The library must not be linked yet.
 
-    Numba names a function by a count within the process. Two processes may so give one name to different functions,
-    and where the code of both is loaded, one of these functions runs in place of the other.
+    Numba numbers the functions of a process, so two processes may give one name to different functions. If the code of
+    both were loaded, one of these functions would run in place of the other.
     """
     optimize = library._optimize_final_module
 
@@ -168,9 +167,9 @@ _made: dict[tuple[Callable[..., Any], ...], tuple[Any, ...]] = {}
 
 
 def machine_code(name: str, functions: Mapping[Callable[..., Any], str]) -> tuple[Any, ...]:
-    """Functions compiled for C callers, each with its signature, or taken from the disk; the same ones in every call.
+    """Compile functions for C callers, each with its signature, or load them from disk; later calls return the same.
 
-    They must be a module's own, so that they can be kept.
+    The functions must be defined at module level, so that they can be cached.
     """
     key = tuple(functions)
     if (found := _made.get(key)) is not None:
@@ -184,7 +183,7 @@ def machine_code(name: str, functions: Mapping[Callable[..., Any], str]) -> tupl
             try:
                 for function in made:
                     function.compile()
-                    _ = function.ctypes  # made under a lock of Python's, which no later call is to take
+                    _ = function.ctypes  # created now under a Python lock, so that no later call takes that lock
             finally:
                 teller.end()
             _made[key] = made

@@ -1,11 +1,12 @@
-"""How numbers are stored, and their ways to float32 and back, a vector at a time.
+"""The number formats of stored arrays, converted to float32 and back, a vector at a time.
 
-A format is a code here, known when a kernel runs, so that a kernel is compiled once for all of them: rows are widened
-to float32 as they are read, and narrowed as they are written.
+Kernels get a format as a code at run time, so each kernel is compiled once for all formats: rows are widened to float32
+as they are read, and narrowed as they are written.
 """
 
+import itertools
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,6 @@ from ragged_attention.portable.numba._vectors import (
     INTS,
     LANES,
     PAIRS,
-    chosen,
     compiled,
     constant,
     element,
@@ -36,6 +36,7 @@ from ragged_attention.portable.numba._vectors import (
     joined,
     load,
     load_aligned,
+    shuffled,
     splat,
     store,
     store_aligned,
@@ -43,12 +44,12 @@ from ragged_attention.portable.numba._vectors import (
 )
 
 CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "float8_e4m3fn": 3, "float8_e5m2": 4, "int8": 5}
-LARGE = 2.0**100  # a factor below it may be multiplied by 256
+LARGE = 2.0**100  # a factor below it can be multiplied by 256
 TWICE_E2M1 = 0xC8643210  # 0, 1, 2, 3, 4, 6, 8, 12 in 4 bits each
 FLOAT32, BFLOAT16, FLOAT16, E4M3, E5M2, INT8 = CODES.values()
 BYTES, SHORTS, HALVES = (ir.VectorType(kind, LANES) for kind in (I8, I16, ir.HalfType()))
 
-# Whether the CPU converts float16 itself; else LLVM would call a function that need not be there.
+# Whether the CPU converts float16 itself; otherwise LLVM would call a function that may not exist.
 CONVERTS_HALVES = platform.machine() in ("aarch64", "arm64") or features_of_the_cpu().get("f16c", False)
 
 
@@ -56,7 +57,7 @@ CONVERTS_HALVES = platform.machine() in ("aarch64", "arm64") or features_of_the_
 
 
 def _from_bits(builder: Any, magnitude: Any, sign: Any, mantissa: int, bias: int, infinite: Any) -> Any:
-    """Floats of fewer bits: magnitudes and signs as int32, the lanes that are infinite or NaN."""
+    """Floats from a narrower format: `magnitude` and `sign` are int32, `infinite` marks infinite and NaN lanes."""
     bits = builder.shl(magnitude, constant(INTS, 23 - mantissa))
     value = builder.fmul(builder.bitcast(bits, FLOATS), constant(FLOATS, 2.0 ** (127 - bias)))
     special = builder.or_(bits, constant(INTS, 0x7F800000))
@@ -79,7 +80,7 @@ def _from_bfloat16(builder: Any, codes: Any) -> Any:
 
 
 def _half_from_e4m3(builder: Any, codes: Any) -> Any:
-    """The bits of float16 of 1/256 of the values: subnormal numbers cost nothing that way, and NaN stays NaN."""
+    """The float16 bits of the values over 256: so subnormal e4m3 cost no extra instructions, and NaN stays NaN."""
     kind = ir.VectorType(I16, codes.type.count)
 
     def every(value: int) -> Any:
@@ -87,7 +88,9 @@ def _half_from_e4m3(builder: Any, codes: Any) -> Any:
 
     high = builder.shl(builder.zext(codes, kind), every(8))
     half = builder.and_(builder.ashr(high, every(1)), every(0xBF80))
-    return builder.or_(half, builder.and_(builder.add(half, every(0x80)), every(0x4000)))  # beyond the largest: NaN
+    return builder.or_(
+        half, builder.and_(builder.add(half, every(0x80)), every(0x4000))
+    )  # codes above the largest number: NaN
 
 
 def _from_e4m3(builder: Any, codes: Any) -> Any:
@@ -108,11 +111,20 @@ def _from_int8(builder: Any, codes: Any) -> Any:
     return builder.sitofp(builder.sext(codes, INTS), FLOATS)
 
 
+def _from_e8m0(builder: Any, codes: Any) -> Any:
+    """Powers of two from their exponents: 2 ** (code - 127), which is subnormal for code 0, and NaN for code 255."""
+    wide = builder.zext(codes, INTS)
+    bits = builder.shl(wide, constant(INTS, 23))
+    bits = builder.select(builder.icmp_unsigned("==", wide, constant(INTS, 0)), constant(INTS, 1 << 22), bits)
+    nan = builder.icmp_unsigned("==", wide, constant(INTS, 255))
+    return builder.bitcast(builder.select(nan, constant(INTS, 0x7FC00000), bits), FLOATS)
+
+
 # ---- from float32
 
 
 def _to_float(builder: Any, value: Any, mantissa: int, bias: int, most: int, nan: int) -> Any:
-    """The int32 codes of a float of fewer bits: to nearest, ties to even; `most` is the code of what lies beyond."""
+    """The int32 codes in a narrower format: to nearest, ties to even; `most` is the code of larger numbers."""
     shift = 23 - mantissa
     bits = builder.bitcast(value, INTS)
     magnitude = builder.and_(bits, constant(INTS, 0x7FFFFFFF))
@@ -120,7 +132,7 @@ def _to_float(builder: Any, value: Any, mantissa: int, bias: int, most: int, nan
     odd = builder.and_(builder.lshr(magnitude, constant(INTS, shift)), constant(INTS, 1))
     rounded = builder.add(builder.add(magnitude, constant(INTS, (1 << (shift - 1)) - 1)), odd)
     normal = builder.sub(builder.lshr(rounded, constant(INTS, shift)), constant(INTS, (127 - bias) << mantissa))
-    # Adding this number rounds to its last place, which is the smallest subnormal.
+    # Adding `step` rounds to its last place, which is the smallest subnormal number of the format.
     step = 2.0 ** (23 + 1 - bias - mantissa)
     shifted = builder.fadd(builder.bitcast(magnitude, FLOATS), constant(FLOATS, step))
     subnormal = builder.sub(builder.bitcast(shifted, INTS), builder.bitcast(constant(FLOATS, step), INTS))
@@ -145,7 +157,7 @@ def _to_bfloat16(builder: Any, value: Any) -> Any:
 
 
 def _to_bfloat16_at_once(builder: Any, value: Any) -> Any:
-    """The same by the CPU's instruction, where it has that; subnormal ones as 0."""
+    """Bfloat16 by the CPU's instruction where it exists; it flushes subnormal numbers to 0."""
     if not PAIRS:
         return _to_bfloat16(builder, value)
     return instruction(builder, "vcvtneps2bf16 $1, $0", SHORTS, "=v,v", value)
@@ -175,7 +187,7 @@ def _to_int8(builder: Any, value: Any) -> Any:
 def _first_lanes(builder: Any, count: Any) -> Any:
     """A mask of the first `count` lanes."""
     lanes = builder.insert_element(ir.Constant(INTS, ir.Undefined), builder.trunc(count, I32), ir.Constant(I32, 0))
-    return builder.icmp_signed("<", ir.Constant(INTS, list(range(LANES))), chosen(builder, [0] * LANES, lanes))
+    return builder.icmp_signed("<", ir.Constant(INTS, list(range(LANES))), shuffled(builder, [0] * LANES, lanes))
 
 
 def _masked(builder: Any, name: str, kind: Any, *values: Any, returns: bool) -> Any:
@@ -191,7 +203,7 @@ def _masked(builder: Any, name: str, kind: Any, *values: Any, returns: bool) -> 
 
 
 def _reader(kind: Any, decode: Callable[[Any, Any], Any], name: str) -> tuple[Any, Any]:
-    """Functions that read a vector of a format, or its first few numbers, with zeros behind them."""
+    """Functions that read a vector in a format, or its first few numbers followed by zeros."""
     size = 4 if kind is FLOATS else kind.element.width // 8
 
     def read(builder: Any, address: Any, index: Any) -> Any:
@@ -213,7 +225,7 @@ def _reader(kind: Any, decode: Callable[[Any, Any], Any], name: str) -> tuple[An
 
 
 def _writer(kind: Any, encode: Callable[[Any, Any], Any], name: str) -> tuple[Any, Any]:
-    """Functions that write a vector in a format, or its first few numbers."""
+    """Functions that write a vector, or its first few numbers, in a format."""
     size = 4 if kind is FLOATS else kind.element.width // 8
 
     def write(builder: Any, address: Any, index: Any, value: Any) -> None:
@@ -236,23 +248,29 @@ def _as_it_is(builder: Any, value: Any) -> Any:
     return value
 
 
-_, read_some_float32 = _reader(FLOATS, _as_it_is, "float32")
-read_bfloat16, read_some_bfloat16 = _reader(SHORTS, _from_bfloat16, "bfloat16")
-read_float16, read_some_float16 = _reader(SHORTS, _from_half, "float16")
-read_e4m3, read_some_e4m3 = _reader(BYTES, _from_e4m3, "e4m3")
-read_e5m2, read_some_e5m2 = _reader(BYTES, _from_e5m2, "e5m2")
-read_int8, read_some_int8 = _reader(BYTES, _from_int8, "int8")
+READS, READS_SOME = zip(*itertools.starmap(_reader, (
+    (FLOATS, _as_it_is, "float32"), (SHORTS, _from_bfloat16, "bfloat16"), (SHORTS, _from_half, "float16"),
+    (BYTES, _from_e4m3, "e4m3"), (BYTES, _from_e5m2, "e5m2"), (BYTES, _from_int8, "int8"),
+)), strict=True)  # fmt: skip
+WRITES, WRITES_SOME = zip(*itertools.starmap(_writer, (
+    (FLOATS, _as_it_is, "float32"), (SHORTS, _to_bfloat16, "bfloat16"), (SHORTS, _to_half, "float16"),
+    (BYTES, _to_e4m3, "e4m3"), (BYTES, _to_e5m2, "e5m2"), (BYTES, _to_int8, "int8"),
+)), strict=True)  # fmt: skip
+read_bfloat16, read_e4m3, read_int8 = READS[BFLOAT16], READS[E4M3], READS[INT8]
+read_some_e4m3, write_some_e4m3 = READS_SOME[E4M3], WRITES_SOME[E4M3]
+_, read_some_e8m0 = _reader(BYTES, _from_e8m0, "e8m0")
+write_weights, _ = _writer(SHORTS, _to_bfloat16_at_once, "weights")
 
 
 @function_of(types.none, types.int64, types.int64, types.int64, vector)
 def widen_two_e4m3(builder: Any, source: Any, target: Any, index: Any, factor: Any) -> None:
-    """Write `factor`, less than LARGE, times two vectors of e4m3 as float32, all their bytes decoded at once."""
+    """Write `factor`, which is below LARGE, times two vectors of e4m3 as float32; all bytes are decoded together."""
     kind = ir.VectorType(I8, 2 * LANES)
     codes = load_aligned(builder, element(builder, source, index, I8), kind, 1)
     if CONVERTS_HALVES:
         codes, factor = _half_from_e4m3(builder, codes), builder.fmul(factor, constant(FLOATS, 256.0))
     for part in range(2):
-        some = chosen(builder, list(range(part * LANES, (part + 1) * LANES)), codes)
+        some = shuffled(builder, list(range(part * LANES, (part + 1) * LANES)), codes)
         value = _from_half(builder, some) if CONVERTS_HALVES else _from_e4m3(builder, some)
         place = element(builder, target, builder.add(index, ir.Constant(I64, part * LANES)), F32)
         store_aligned(builder, builder.fmul(value, factor), place, 4)
@@ -260,13 +278,13 @@ def widen_two_e4m3(builder: Any, source: Any, target: Any, index: Any, factor: A
 
 @function_of(types.none, types.int64, types.int64, types.int64, vector)
 def widen_e2m1_vector(builder: Any, source: Any, target: Any, index: Any, factor: Any) -> None:
-    """Write `factor` times a vector of e2m1 as float32; the low half of a byte is the even one."""
+    """Write `factor` times a vector of e2m1 as float32; the low half of a byte is the even column."""
     kind = ir.VectorType(I8, LANES // 2)
     first = builder.lshr(index, ir.Constant(I64, 1))
     stored = builder.zext(
         load_aligned(builder, element(builder, source, first, I8), kind, 1), ir.VectorType(I32, LANES // 2)
     )
-    twice = chosen(builder, [lane // 2 for lane in range(LANES)], stored)
+    twice = shuffled(builder, [lane // 2 for lane in range(LANES)], stored)
     codes = builder.lshr(twice, ir.Constant(INTS, [lane % 2 * 4 for lane in range(LANES)]))
     places = builder.shl(builder.and_(codes, constant(INTS, 7)), constant(INTS, 2))
     doubled = builder.and_(builder.lshr(constant(INTS, TWICE_E2M1), places), constant(INTS, 15))
@@ -276,52 +294,61 @@ def widen_e2m1_vector(builder: Any, source: Any, target: Any, index: Any, factor
     store_aligned(builder, builder.fmul(value, factor), element(builder, target, index, F32), 4)
 
 
-_, write_some_float32 = _writer(FLOATS, _as_it_is, "float32")
-write_bfloat16, write_some_bfloat16 = _writer(SHORTS, _to_bfloat16, "bfloat16")
-write_weights, _ = _writer(SHORTS, _to_bfloat16_at_once, "weights")
-write_float16, write_some_float16 = _writer(SHORTS, _to_half, "float16")
-write_e4m3, write_some_e4m3 = _writer(BYTES, _to_e4m3, "e4m3")
-write_e5m2, write_some_e5m2 = _writer(BYTES, _to_e5m2, "e5m2")
-write_int8, write_some_int8 = _writer(BYTES, _to_int8, "int8")
-
-
 @inlined
 def size_of(code):
     """Bytes per number of a format."""
     return 4 if code == FLOAT32 else 2 if code <= FLOAT16 else 1
 
 
-@inlined
-def read_some(code, address, index, count):
-    """Up to a vector of numbers of a format, with zeros behind them."""
-    if code == FLOAT32:
-        return read_some_float32(address, index, count)
-    if code == BFLOAT16:
-        return read_some_bfloat16(address, index, count)
-    if code == FLOAT16:
-        return read_some_float16(address, index, count)
-    if code == E4M3:
-        return read_some_e4m3(address, index, count)
-    if code == E5M2:
-        return read_some_e5m2(address, index, count)
-    return read_some_int8(address, index, count)
+def by_code(functions: Sequence[Any], first: int = 0) -> Any:
+    """A function that calls one of several by the code of a format, its first argument; codes count from `first`."""
+    function, *others = functions
+    if not others:
+
+        @inlined
+        def call(code, *arguments):
+            return function(*arguments)
+
+        return call
+    call_other = by_code(others, first + 1)
+
+    @inlined
+    def call_by_code(code, *arguments):
+        if code == first:
+            return function(*arguments)
+        return call_other(code, *arguments)
+
+    return call_by_code
+
+
+read_some, write_some = by_code(READS_SOME), by_code(WRITES_SOME)  # at most a vector; reading adds zeros
+
+
+def _widening(read: Any) -> Any:
+    @inlined
+    def widen_vectors(source, target, count):
+        for index in range(0, count, LANES):
+            store(target, index, read(source, index))
+
+    return widen_vectors
+
+
+def _narrowing(write: Any) -> Any:
+    @inlined
+    def narrow_vectors(source, target, count, divisor, divided):
+        for index in range(0, count, LANES):
+            write(target, index, over(source, index, divisor, divided))
+
+    return narrow_vectors
 
 
 @inlined
-def write_some(code, address, index, value, count):
-    """The first numbers of a vector, in a format."""
-    if code == FLOAT32:
-        write_some_float32(address, index, value, count)
-    elif code == BFLOAT16:
-        write_some_bfloat16(address, index, value, count)
-    elif code == FLOAT16:
-        write_some_float16(address, index, value, count)
-    elif code == E4M3:
-        write_some_e4m3(address, index, value, count)
-    elif code == E5M2:
-        write_some_e5m2(address, index, value, count)
-    else:
-        write_some_int8(address, index, value, count)
+def over(source, index, divisor, divided):
+    """A vector of float32 from memory, divided if `divided`: see `widen` about subnormal numbers."""
+    return load(source, index) / divisor if divided else load(source, index)
+
+
+_widen_vectors, _narrow_vectors = by_code([*map(_widening, READS)]), by_code([*map(_narrowing, WRITES)])
 
 
 @compiled
@@ -348,33 +375,19 @@ def widen_e2m1(source, target, count, factor):
 def widen(code, source, target, count):
     """Write `count` numbers of a format as float32, and zeros up to whole vectors.
 
-    Those of 16 and 32 bits go without arithmetic: that of XLA's threads takes subnormal numbers for 0.
+    Numbers of 16 and 32 bits are converted without arithmetic, which flushes subnormal numbers to 0 in XLA's threads.
     """
     whole = count // LANES * LANES
-    if code == FLOAT32:
-        for index in range(0, whole, LANES):
-            store(target, index, load(source, index))
-    elif code == BFLOAT16:
-        for index in range(0, whole, LANES):
-            store(target, index, read_bfloat16(source, index))
-    elif code == FLOAT16:
-        for index in range(0, whole, LANES):
-            store(target, index, read_float16(source, index))
-    elif code == E4M3:
+    if code == E4M3:
         widen_e4m3(source, target, count, 1.0)
         return
-    elif code == E5M2:
-        for index in range(0, whole, LANES):
-            store(target, index, read_e5m2(source, index))
-    else:
-        for index in range(0, whole, LANES):
-            store(target, index, read_int8(source, index))
+    _widen_vectors(code, source, target, whole)
     if whole < count:
         store(target, whole, read_some(code, source, whole, count - whole))
 
 
 def _bfloat16_of(mantissa: int, bias: int, special: Callable[[int], float | None]) -> Any:
-    """The bits of bfloat16 of the positive codes of a format of 8 bits, of which some stand for no finite number."""
+    """The bfloat16 bits of the positive codes of an 8-bit format; `special` gives the codes that are not finite."""
     values = []
     for code in range(128):
         exponent, fraction = code >> mantissa, (code & (1 << mantissa) - 1) / 2**mantissa
@@ -384,27 +397,27 @@ def _bfloat16_of(mantissa: int, bias: int, special: Callable[[int], float | None
 
 
 def _lookup(builder: Any, table: Any, codes: Any) -> Any:
-    """Pairs of bfloat16 by a table of the positive codes' bits; every code stands twice. Needs PAIRS."""
+    """Pairs of bfloat16 from a table of the positive codes' bits; `codes` holds each code twice. Needs PAIRS."""
     kind = codes.type
-    name = "llvm.x86.avx512.vpermi2var.qi.512"  # of a table of 128 bytes, by the lower seven bits
+    name = "llvm.x86.avx512.vpermi2var.qi.512"  # looks up the lower seven bits in a table of 128 bytes
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
     low, high = (
         builder.call(function, [ir.Constant(kind, half[:64]), codes, ir.Constant(kind, half[64:])])
         for half in ((table & 255).tolist(), (table >> 8).tolist())
     )
-    alternate = chosen(builder, [place + 64 * (place % 2) for place in range(64)], low, high)
+    alternate = shuffled(builder, [place + 64 * (place % 2) for place in range(64)], low, high)
     signs = builder.and_(codes, ir.Constant(kind, [0, 128] * 32))
     return builder.bitcast(builder.or_(alternate, signs), FLOATS)
 
 
 def _pairs_by_table(table: Any, decode: Callable[[Any, Any], Any], name: str) -> Any:
-    """A function that writes a vector of `pair`, by looking up both bytes of each number."""
+    """A function that writes a vector for `pair`; it looks up both bytes of each number."""
 
     def write(builder: Any, first: Any, second: Any, target: Any, index: Any) -> None:
         rows = [load_aligned(builder, element(builder, row, index, I8), BYTES, 1) for row in (first, second)]
         if PAIRS:
             places = [place for lane in range(LANES) for place in (lane, lane, LANES + lane, LANES + lane)]
-            pairs = _lookup(builder, table, chosen(builder, places, *rows))
+            pairs = _lookup(builder, table, shuffled(builder, places, *rows))
         else:
             pairs = join(builder, *(decode(builder, row) for row in rows))
         store_aligned(builder, pairs, element(builder, target, index, F32), 4)
@@ -422,15 +435,15 @@ _pair_e5m2 = _pairs_by_table(
 
 @function_of(types.none, types.int64, types.int64, types.int64, types.int64)
 def pairs_of_four_e4m3(builder: Any, source: Any, index: Any, target: Any, stride: Any) -> None:
-    """Write a vector of places of four e4m3 each as two of pairs, bytes 0 and 1, then `stride` behind it 2 and 3."""
+    """Write a vector of places of four e4m3 as two vectors of pairs, `stride` apart: bytes 0 and 1, bytes 2 and 3."""
     kind = ir.VectorType(I8, 4 * LANES)
     codes = load_aligned(builder, element(builder, source, index, F32), kind, 4)
     for half in range(2):
         if PAIRS:
             places = [4 * lane + 2 * half + byte for lane in range(LANES) for byte in (0, 0, 1, 1)]
-            pairs = _lookup(builder, _E4M3, chosen(builder, places, codes))
+            pairs = _lookup(builder, _E4M3, shuffled(builder, places, codes))
         else:
-            both = (chosen(builder, list(range(2 * half + byte, 4 * LANES, 4)), codes) for byte in range(2))
+            both = (shuffled(builder, list(range(2 * half + byte, 4 * LANES, 4)), codes) for byte in range(2))
             pairs = join(builder, *(_from_e4m3(builder, each) for each in both))
         place = builder.add(index, builder.mul(stride, ir.Constant(I64, half)))
         store_aligned(builder, pairs, element(builder, target, place, F32), 4)
@@ -438,7 +451,7 @@ def pairs_of_four_e4m3(builder: Any, source: Any, index: Any, target: Any, strid
 
 @compiled
 def pair(code, first, second, target, count):
-    """Write pairs of bfloat16, a number of each of two rows, in whole vectors; no format that it does not hold."""
+    """Write pairs of bfloat16, one number from each of two rows, in whole vectors; bfloat16 must hold the format."""
     if code == BFLOAT16:
         for index in range(0, count, LANES):
             store(target, index, joined(read_bfloat16(first, index), read_bfloat16(second, index)))
@@ -464,38 +477,15 @@ def number_at(code, source, index):
     return first_of(read_some(code, source, index, 1))
 
 
-@inlined
-def over(source, index, each, divided):
-    """A vector of float32 from memory over another one, or as it is: see `widen` about subnormal numbers."""
-    return load(source, index) / each if divided else load(source, index)
-
-
 @compiled
 def narrow(code, source, target, count, divisor):
     """Write `count` float32 over `divisor` in a format; `source` is read in whole vectors.
 
-    A divisor below the smallest normal float32 is 0, of its sign.
+    A divisor below the smallest normal float32 counts as 0 of the same sign.
     """
     if abs(divisor) < SMALLEST_FLOAT32:
         divisor *= np.float32(0)
-    each, divided, whole = splat(divisor), divisor != 1, count // LANES * LANES
-    if code == FLOAT32:
-        for index in range(0, whole, LANES):
-            store(target, index, over(source, index, each, divided))
-    elif code == BFLOAT16:
-        for index in range(0, whole, LANES):
-            write_bfloat16(target, index, over(source, index, each, divided))
-    elif code == FLOAT16:
-        for index in range(0, whole, LANES):
-            write_float16(target, index, over(source, index, each, divided))
-    elif code == E4M3:
-        for index in range(0, whole, LANES):
-            write_e4m3(target, index, over(source, index, each, divided))
-    elif code == E5M2:
-        for index in range(0, whole, LANES):
-            write_e5m2(target, index, over(source, index, each, divided))
-    else:
-        for index in range(0, whole, LANES):
-            write_int8(target, index, over(source, index, each, divided))
+    divisors, divided, whole = splat(divisor), divisor != 1, count // LANES * LANES
+    _narrow_vectors(code, source, target, whole, divisors, divided)
     if whole < count:
-        write_some(code, target, whole, over(source, whole, each, divided), count - whole)
+        write_some(code, target, whole, over(source, whole, divisors, divided), count - whole)

@@ -1,7 +1,7 @@
-"""What both gradients share: the memory of a program, a row's terms, the derivative of its softmax.
+"""The parts that both gradients share: the memory of a program, the terms of a row, the derivative of its softmax.
 
-With weights p, the share r that a sink leaves to the keys, and delta = out . d_out, a logit's gradient is
-p (r (d_out . v - delta) + d_lse), and a value's the sum of r p d_out.
+Let p be the weights, r the share of the weight that a sink leaves to the keys, and delta = out . d_out. Then the
+gradient of a logit is p (r (d_out . v - delta) + d_lse), and the gradient of a value is the sum of r p d_out.
 """
 
 import math
@@ -10,12 +10,10 @@ import numpy as np
 
 from ragged_attention.portable.numba._formats import size_of, widen
 from ragged_attention.portable.numba._products import COLUMNS, ROWS
-from ragged_attention.portable.numba._records import record_at
+from ragged_attention.portable.numba._records import allocate_arena, list_rows, record_at, up_to
 from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, soft_capped
-from ragged_attention.portable.numba._tiles import up_to
 from ragged_attention.portable.numba._vectors import (
     LANES,
-    allocate,
     compiled,
     exp2,
     fill,
@@ -23,7 +21,6 @@ from ragged_attention.portable.numba._vectors import (
     fma,
     load,
     set_float,
-    set_int,
     splat,
     store,
     total,
@@ -31,50 +28,34 @@ from ragged_attention.portable.numba._vectors import (
 )
 
 SIZES = ("rows", "keys", "width", "v_width")
-ROW_TERMS = ("lse", "share", "delta", "d_lse")
-ADDRESSES = ("q", "d_out", "k", "v", "k_rows", "v_rows", "s", "d_s", "dk", "dv", "out_row", "left", "right",
-             "sources", "scales", *ROW_TERMS)  # fmt: skip
-tile_at = record_at(np.dtype([(name, np.int64) for name in (*SIZES, *ADDRESSES)]))
-HEADER = -(-8 * (len(SIZES) + len(ADDRESSES)) // 64) * 64  # bytes of the record
+PARTS = ("q", "d_out", "k", "v", "k_rows", "v_rows", "s", "d_s", "dk", "dv", "out_row", "left", "right",
+         "sources", "scales", "lse", "share", "delta", "d_lse")  # fmt: skip
+tile_at = record_at((*SIZES, *PARTS))
 
 
 @compiled
 def new_tile(rows, keys, width, v_width, latent):
-    """The address of a new tile, all of whose numbers are 0; 0 if there is no memory.
+    """The address of a new tile, whose numbers are all 0; 0 if there is no memory.
 
-    In a `latent` one the keys hold the values.
-    Rows of queries, keys and values are widened to what a product takes together, with zeros behind their columns.
+    In a `latent` tile keys and values share rows. Rows of queries, keys and values are padded with zeros to the step
+    of the products.
     """
     rows, keys = up_to(rows, ROWS), up_to(keys, LANES)
     width, v_width = up_to(width, COLUMNS), up_to(v_width, COLUMNS)
-    floats = (rows + 2 * keys) * (width + v_width) + 2 * rows * keys + v_width + 4 * rows
-    size = HEADER + 4 * floats + 8 * (2 * rows + 4 * keys) + 64 * len(ADDRESSES)
-    address = allocate(size)
+    q, d_out, k, v = 4 * rows * width, 4 * rows * v_width, 4 * keys * width, 4 * keys * v_width
+    logits, addresses, floats = 4 * rows * keys, 8 * keys, 4 * rows
+    address = allocate_arena(
+        len(SIZES),
+        (q, d_out, k, v, addresses, addresses, logits, logits, k, v, 4 * v_width, 2 * floats, 2 * floats,
+         addresses, addresses, floats, floats, floats, floats),
+    )  # fmt: skip
     if address == 0:
         return address
-    zero(address, size)
     tile = tile_at(address)
+    zero(tile.q, tile.d_lse + floats - tile.q)
     tile.rows, tile.keys, tile.width, tile.v_width = rows, keys, width, v_width
-    end = address + HEADER
-    tile.q, end = end, up_to(end + 4 * rows * width, 64)
-    tile.d_out, end = end, up_to(end + 4 * rows * v_width, 64)
-    tile.k, end = end, up_to(end + 4 * keys * width, 64)
-    tile.v, end = end, up_to(end + 4 * keys * v_width, 64)
-    tile.k_rows, end = end, up_to(end + 8 * keys, 64)
-    tile.v_rows, end = end, up_to(end + 8 * keys, 64)
-    tile.s, end = end, up_to(end + 4 * rows * keys, 64)
-    tile.d_s, end = end, up_to(end + 4 * rows * keys, 64)
-    tile.dk, end = end, up_to(end + 4 * keys * width, 64)
-    tile.dv, end = end, up_to(end + 4 * keys * v_width, 64)
-    tile.out_row, end = end, up_to(end + 4 * v_width, 64)
-    tile.left, end = end, up_to(end + 8 * rows, 64)
-    tile.right, end = end, up_to(end + 8 * rows, 64)
-    tile.sources, end = end, up_to(end + 8 * keys, 64)
-    tile.scales, end = end, up_to(end + 8 * keys, 64)
-    tile.lse, tile.share, tile.delta, tile.d_lse = end, end + 4 * rows, end + 8 * rows, end + 12 * rows
-    for key in range(keys):
-        set_int(tile.k_rows, key, tile.k + 4 * key * width)
-        set_int(tile.v_rows, key, (tile.k + 4 * key * width) if latent else (tile.v + 4 * key * v_width))
+    list_rows(tile.k_rows, keys, tile.k, 4 * width)
+    list_rows(tile.v_rows, keys, tile.k if latent else tile.v, 4 * (width if latent else v_width))
     return address
 
 
@@ -89,15 +70,15 @@ def dot(a, b, count):
 
 @compiled
 def share_of(lse, sinks, head):
-    """What a head's sink leaves to the keys."""
+    """The share of the weight that a head's sink leaves to the keys."""
     return np.float32(1 / (1 + math.exp(float_at(sinks, head) - lse))) if sinks else np.float32(1)
 
 
 @compiled
 def read_row(call, tile, row, token, head, source):
-    """Read a query, what its result's gradient is, and its terms; `source` is the query's address.
+    """Read the query at the address `source`, the gradient of its result, and its terms.
 
-    Returns False, and leaves zeros, if it has seen no key.
+    Returns False, and leaves zeros, if the query has seen no key.
     """
     place, size, width = token * call.num_q_heads + head, size_of(call.format), call.v_head_dim
     q, d_out, lse = tile.q + 4 * row * tile.width, tile.d_out + 4 * row * tile.v_width, float_at(call.lse, place)
@@ -117,7 +98,7 @@ def read_row(call, tile, row, token, head, source):
 
 @compiled
 def differentiate(tile, row, left, right, count, scale, soft_cap):
-    """Turn a row's products with keys and with values into weights and gradients, 0 outside [left, right)."""
+    """Turn a row's products with keys and values into weights and gradients of logits, 0 outside [left, right)."""
     s, d_s, whole = tile.s + 4 * row * tile.keys, tile.d_s + 4 * row * tile.keys, up_to(count, LANES)
     if right <= left:
         fill(s, 0, whole, np.float32(0))
@@ -142,7 +123,7 @@ def differentiate(tile, row, left, right, count, scale, soft_cap):
 
 @compiled
 def sink_gradient(call, tile, head):
-    """The gradient of a head's sink, over all queries that have seen a key."""
+    """Write the gradient of a head's sink, a sum over all queries that have seen a key."""
     gradient, size, width = 0.0, size_of(call.format), call.v_head_dim
     for token in range(call.num_tokens):
         place = token * call.num_q_heads + head

@@ -1,25 +1,24 @@
-"""The lightning indexer: logits of queries over keys, kept or only chosen from; the kernel behind two operations.
+"""The lightning indexer: logits of queries over keys, and the top-k of these logits; the kernel of two operations.
 
-Packed keys are one page, in which each token has its range; in a sequence's pages ranges begin at 0. A *block* is some
-consecutive tokens of a sequence, or of all where keys are packed; a program computes one block over one part of the
-keys, a tile of keys after another, each of which is read once for all tokens of the block. A tile is turned first, so
-that a vector holds the same column of LANES keys: products, the relu, weights and the sum over heads then stay in
-registers. No sum goes over keys, so the parts have nothing to merge: logits are written where they belong, or, where
-the largest are wanted, to rows of their own, from which the last part of a block to end chooses.
+Packed keys count as one page, in which each token has its own range of keys; over a sequence's pages ranges begin at 0.
+A *block* is some consecutive tokens of a sequence; packed keys have one sequence of all tokens. A program computes one
+block over one part of the keys, one tile of keys after another, and reads each tile once for all tokens of the block.
+It transposes a tile first, so that a vector holds the same column of LANES keys: products, the relu, weights and the
+sum over heads then stay in registers. No sum runs over keys, so the parts have nothing to merge: logits are written to
+the result or, for a top-k, to rows in memory, and the part of a block that ends last chooses from those rows.
 
-Where candidates are listed a block is one token, and what is called a key in all the rest is a place in the list of
-the positions to look at.
+If candidates are listed, a block is one token, and `key` stands for an index into the list of candidate positions.
 """
 
 import numpy as np
 
+from ragged_attention.portable.numba import _records
 from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT32, narrow, pairs_of_four_e4m3, size_of, widen
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs, record_at
 from ragged_attention.portable.numba._selection import ordered, scratch_size, select
-from ragged_attention.portable.numba._sequences import kv_len_of, num_sequences, queries_of, within
+from ragged_attention.portable.numba._sequences import gaps_by, kv_len_of, num_sequences, queries_of, within
 from ragged_attention.portable.numba._softmax import NOTHING
 from ragged_attention.portable.numba._splits import splits_of
-from ragged_attention.portable.numba._tiles import read_rows, turn_to_next, up_to
+from ragged_attention.portable.numba._tiles import advance, read_rows
 from ragged_attention.portable.numba._vectors import (
     LANES,
     PAIRS,
@@ -38,7 +37,6 @@ from ragged_attention.portable.numba._vectors import (
     load,
     maximum,
     prefetch,
-    release,
     set_byte,
     set_float,
     set_int,
@@ -49,7 +47,7 @@ from ragged_attention.portable.numba._vectors import (
     zero,
 )
 
-FIELDS = Fields(
+FIELDS = _records.Fields(
     operands=("q", "keys", "weights", "key_scale", "starts", "stops", "page_indices", "kv_lens", "cu_q_lens",
               "cu_kv_lens", "num_seqs", "candidates"),
     results=("logits", "indices"),
@@ -65,12 +63,12 @@ FIELDS = Fields(
 )  # fmt: skip
 call_of = FIELDS.at
 UNIT = ("seq", "first", "last", "low", "high", "part", "num_parts", "length", "row")
-SEQ, FIRST, LAST, LOW, HIGH, PART, NUM_PARTS, LENGTH, ROW = range(len(UNIT))
-SPAN = 1024  # keys of a part, where logits are kept
-SHARES = 32  # of all work: a block with more than one is divided
-ROOM = 2**18  # floats of the rows of a block, but for a single one
+unit_at, UNIT_BYTES = _records.record_at(UNIT), 8 * len(UNIT)
+SPAN = 1024  # keys of a part if logits are the result
+SHARES = 32  # shares of all work: a block with more than one share is divided
+MOST_FLOATS = 2**18  # of the rows of a block, except that a single row may be longer
 
-HEADS, COLUMNS = 4, 2 * LANES  # whose products are computed together
+HEADS, COLUMNS = 4, 2 * LANES  # the heads and columns whose products are computed together
 
 
 # ---- dividing the work
@@ -78,30 +76,34 @@ HEADS, COLUMNS = 4, 2 * LANES  # whose products are computed together
 
 @inlined
 def tokens_of(call, seq):
-    if call.packed:
-        return 0, call.num_tokens
-    return queries_of(call, seq)
+    return (0, call.num_tokens) if call.packed else queries_of(call, seq)
 
 
 @compiled
 def seen_by(call, seq, token, stop):
-    """The keys that a token sees, from the first to before the last; `stop` ends its sequence's tokens."""
+    """The first and one-past-last key that a token sees; `stop` is the one-past-last token of its sequence."""
     if call.packed:
-        start = within(int32_at(call.starts, token), 0, call.page_size)
-        end = within(int32_at(call.stops, token), 0, call.page_size)
+        start = within(int32_at(call.starts, token), call.page_size)
+        end = within(int32_at(call.stops, token), call.page_size)
         return start, max(min(end, start + call.columns) if call.relative else end, start)
     return 0, max(kv_len_of(call, seq) - (stop - token) + 1, 0) // call.ratio
 
 
 @inlined
 def places_of(call, keys):
-    """How many of so many keys a row of the chosen can be made from."""
+    """The most keys among `keys` from which a row can choose."""
     return min(keys, call.num_candidates * call.candidate_size) if call.candidate_size else keys
+
+
+@inlined
+def num_blocks(call):
+    """The number of blocks of candidates."""
+    return (call.columns + call.candidate_size - 1) // call.candidate_size
 
 
 @compiled
 def block_of(call, seq, first, stop):
-    """The end of a block of tokens, the keys that it sees, and the most that one of its tokens sees."""
+    """The end of a block of tokens, the range of keys that it sees, and the most keys that one of its tokens sees."""
     low, high = seen_by(call, seq, first, stop)
     longest, last = high - low, first + 1
     if call.candidate_size:
@@ -109,7 +111,7 @@ def block_of(call, seq, first, stop):
     while last < min(stop, first + call.block_q):
         left, right = seen_by(call, seq, last, stop)
         length = max(longest, right - left)
-        if call.top_k and (last + 1 - first) * length > ROOM:
+        if call.top_k and (last + 1 - first) * length > MOST_FLOATS:
             break
         last, longest, low, high = last + 1, length, min(low, left), max(high, right)
     return last, low, high, longest
@@ -117,7 +119,10 @@ def block_of(call, seq, first, stop):
 
 @compiled
 def divide(call, units):
-    """Count the units, or list them where `units` is their memory; `call.work` is the work of all, 0 before known."""
+    """Count the units, or also list them if `units` is their memory; returns the work of all.
+
+    `call.work` is the work of all, or 0 while it is unknown.
+    """
     work, count, call.longest, call.row_floats = 0.0, 0, 0, 0
     for seq in range(num_sequences(call)):
         first, stop = tokens_of(call, seq)
@@ -125,21 +130,15 @@ def divide(call, units):
             last, low, high, longest = block_of(call, seq, first, stop)
             if call.top_k:
                 num_parts = splits_of((last - first) * (high - low), high - low, call.work, SHARES, 0)
-            else:  # all columns, also those of which nothing is seen; counted from a row's start there may be more
+            else:  # all columns, including those that no token sees; packed keys may be more than the columns
                 low, high = 0, max(call.columns, call.page_size) if call.packed else call.columns
                 num_parts = (high + SPAN - 1) // SPAN
-            step = up_to((high - low + num_parts - 1) // max(num_parts, 1), COLUMNS)
+            step = _records.up_to((high - low + num_parts - 1) // max(num_parts, 1), COLUMNS)
             for part in range(num_parts if units else 0):
-                unit = units + 8 * len(UNIT) * (count + part)
-                set_int(unit, SEQ, seq)
-                set_int(unit, FIRST, first)
-                set_int(unit, LAST, last)
-                set_int(unit, LOW, low + part * step)
-                set_int(unit, HIGH, min(low + (part + 1) * step, high))
-                set_int(unit, PART, part)
-                set_int(unit, NUM_PARTS, num_parts)
-                set_int(unit, LENGTH, longest)
-                set_int(unit, ROW, call.row_floats)
+                unit = unit_at(units + UNIT_BYTES * (count + part))
+                unit.seq, unit.first, unit.last, unit.length = seq, first, last, longest
+                unit.low, unit.high = low + part * step, min(low + (part + 1) * step, high)
+                unit.part, unit.num_parts, unit.row = part, num_parts, call.row_floats
             work += (last - first) * (high - low)
             count += num_parts
             if num_parts > 1 and call.top_k:
@@ -152,7 +151,7 @@ def divide(call, units):
 
 @compiled
 def clear(call, first, stop):
-    """Set the results of the tokens [first, stop) to those of no key."""
+    """Write the results of tokens [first, stop) that see no key."""
     if call.top_k:
         for index in range(first * call.top_k, stop * call.top_k):
             set_int32(call.indices, index, -1)
@@ -160,31 +159,21 @@ def clear(call, first, stop):
         fill(call.logits, first * call.columns, stop * call.columns, NOTHING)
 
 
-@compiled
-def clear_what_no_sequence_has(call):
-    """Clear the rows that belong to no sequence; all of them where edges do not ascend."""
-    done = 0
-    for seq in range(num_sequences(call)):
-        first, stop = tokens_of(call, seq)
-        if first < done:
-            clear(call, 0, call.num_tokens)
-            return
-        clear(call, done, first)
-        done = stop
-    clear(call, done, call.num_tokens)
+gaps = gaps_by(tokens_of)
 
 
 def plan(address):
-    """List the units, and find memory for the rows of blocks of several parts."""
+    """List the units, and allocate the rows of blocks that have several parts."""
     call = call_of(address)
-    clear_what_no_sequence_has(call)
+    for first, stop in gaps(call):
+        clear(call, first, stop)
     call.work = 0.0
     call.work = divide(call, 0)
     divide(call, 0)
-    table = 8 * len(UNIT) * call.num_units
+    table = UNIT_BYTES * call.num_units
     call.workspace = allocate(table + 8 * call.num_units + 4 * call.row_floats + 64)
     if call.workspace == 0:
-        return NO_MEMORY
+        return _records.NO_MEMORY
     call.units, call.counters = call.workspace, call.workspace + table
     call.rows = call.counters + 8 * call.num_units
     zero(call.counters, 8 * call.num_units)
@@ -195,15 +184,15 @@ def plan(address):
 # ---- a program's memory
 
 SIZES = ("keys", "width", "heads", "paired")
-ADDRESSES = ("q", "k", "k_rows", "turned", "s", "scales", "left", "right", "sources", "v_sources", "next_sources",
-             "next_v_sources", "rows", "scratch", "places", "blocks")  # fmt: skip
-tile_at = record_at(np.dtype([(name, np.int64) for name in (*SIZES, *ADDRESSES)]))
-HEADER = -(-8 * (len(SIZES) + len(ADDRESSES)) // 64) * 64  # bytes of the record
+PARTS = ("q", "k", "k_rows", "transposed", "s", "scales", "left", "right", "sources", "v_sources", "next_sources",
+         "next_v_sources")  # fmt: skip
+CHOICE = ("rows", "scratch", "places", "blocks")
+tile_at = _records.record_at((*SIZES, *PARTS, *CHOICE))
 
 
 @inlined
 def pairs_up(call):
-    """Whether products are those of bfloat16: numbers that it holds exactly, in rows of whole vectors of bytes."""
+    """Whether the products use pairs of bfloat16: it holds all numbers exactly, and rows are whole vectors of bytes."""
     return (
         PAIRS
         and (call.q_format == BFLOAT16 or size_of(call.q_format) == 1)
@@ -214,64 +203,41 @@ def pairs_up(call):
 
 @compiled
 def new_tile(call):
-    """The address of a tile, 0 if there is no memory: a record, then queries, keys and what is made of them.
+    """The address of a tile, 0 if there is no memory.
 
-    Places of 32 bits hold a number or a pair of them, as in `_products`; `v_sources` are those of the keys' scales.
+    Places of 32 bits hold a number or a pair of numbers, as in `_products`; `v_sources` are the addresses of the keys'
+    scales. The parts of CHOICE are memory for the top-k choice: ordered logits, the scratch of `select`, the positions
+    of candidates, and a flag for each block of candidates.
     """
     paired = pairs_up(call)
-    tokens, keys, heads = call.block_q, up_to(call.block_kv, COLUMNS), up_to(call.num_heads, HEADS)
+    tokens, keys, heads = call.block_q, _records.up_to(call.block_kv, COLUMNS), _records.up_to(call.num_heads, HEADS)
     width = call.head_dim // 2 if paired else call.head_dim
-    floats = width * (tokens * heads + keys) + keys * (call.head_dim + 2)
-    address = allocate(HEADER + 4 * floats + 8 * (2 * tokens + 5 * keys) + 64 * len(ADDRESSES))
+    rows = scratch = places = blocks = 0
+    if call.top_k:
+        rows, scratch = 4 * (call.longest + LANES), scratch_size(call.top_k)
+        if call.candidate_size:
+            places, blocks = 4 * places_of(call, call.columns), num_blocks(call)
+    addresses, bounds = 8 * keys, 8 * tokens
+    address = _records.allocate_arena(
+        len(SIZES),
+        (4 * tokens * heads * width, 4 * keys * call.head_dim, addresses, 4 * keys * width, 4 * keys, 4 * keys, bounds,
+         bounds, addresses, addresses, addresses, addresses, rows, scratch, places, blocks),
+    )  # fmt: skip
     if address == 0:
         return address
     tile = tile_at(address)
     tile.keys, tile.width, tile.heads, tile.paired = keys, width, heads, paired
-    end = address + HEADER
-    tile.q, end = end, up_to(end + 4 * tokens * heads * width, 64)
-    zero(tile.q, 4 * tokens * heads * width)  # of which the heads that make a multiple of four stay so
-    tile.k, end = end, up_to(end + 4 * keys * call.head_dim, 64)
-    tile.turned, end = end, up_to(end + 4 * keys * width, 64)
-    tile.s, end = end, up_to(end + 4 * keys, 64)
-    tile.scales, end = end, up_to(end + 4 * keys, 64)
-    tile.left, end = end, up_to(end + 8 * tokens, 64)
-    tile.right, end = end, up_to(end + 8 * tokens, 64)
-    tile.k_rows, end = end, up_to(end + 8 * keys, 64)
-    for key in range(keys):
-        set_int(tile.k_rows, key, tile.k + 4 * key * call.head_dim)
-    tile.sources, end = end, up_to(end + 8 * keys, 64)
-    tile.v_sources, end = end, up_to(end + 8 * keys, 64)
-    tile.next_sources, end = end, up_to(end + 8 * keys, 64)
-    tile.next_v_sources = end
-    return address
-
-
-@compiled
-def room_to_choose(call, tile):
-    """The address of what a tile needs to choose, 0 if there is no memory: rows of numbers, a list of candidates."""
-    rows, places = 4 * (call.longest + LANES), 0
-    if call.candidate_size:
-        places = up_to(4 * places_of(call, call.columns), 64) + num_blocks(call)
-    address = allocate(up_to(rows, 64) + up_to(scratch_size(call.top_k), 64) + places)
-    tile.rows = address
-    tile.scratch = tile.rows + up_to(rows, 64)
-    tile.places = tile.scratch + up_to(scratch_size(call.top_k), 64)
-    tile.blocks = tile.places + up_to(4 * places_of(call, call.columns), 64)
+    zero(tile.q, 4 * tokens * heads * width)  # the heads that fill up a multiple of HEADS stay 0
+    _records.list_rows(tile.k_rows, keys, tile.k, 4 * call.head_dim)
     return address
 
 
 # ---- one program
 
 
-@inlined
-def num_blocks(call):
-    """How many blocks of candidates there are."""
-    return (call.columns + call.candidate_size - 1) // call.candidate_size
-
-
 @compiled
 def list_candidates(call, tile, token, low, high):
-    """List the positions of a token's candidates that it sees, and return how many there are."""
+    """List the positions of a token's candidates that it sees; returns their number."""
     zero(tile.blocks, num_blocks(call))
     for index in range(call.num_candidates):
         block = int32_at(call.candidates, token * call.candidates_stride + index)
@@ -288,16 +254,16 @@ def list_candidates(call, tile, token, low, high):
 
 @inlined
 def base_of(call, seq, token, stop):
-    """The key of a token's position 0."""
+    """The key at a token's position 0."""
     return seen_by(call, seq, token, stop)[0] if call.relative else 0
 
 
 @compiled
 def read_queries(call, tile, unit):
-    """The queries of a block, and for each the keys that it sees."""
-    seq, first = int_at(unit, SEQ), int_at(unit, FIRST)
+    """Read the queries of a block and, for each token, the keys that it sees."""
+    seq, first = unit.seq, unit.first
     _, stop = tokens_of(call, seq)
-    for token in range(first, int_at(unit, LAST)):
+    for token in range(first, unit.last):
         left, right = seen_by(call, seq, token, stop)
         if call.candidate_size:
             base = base_of(call, seq, token, stop)
@@ -319,9 +285,9 @@ def read_queries(call, tile, unit):
 
 @compiled
 def list_next(call, tile, seq, base, first, count):
-    """The addresses of the next `count` keys and of their scales, which are asked for now.
+    """List the next `count` keys from `first` on and their scales, and prefetch the keys.
 
-    While they come, the keys before them are multiplied. Returns how many of them are on no page.
+    The keys before them are multiplied while these arrive. Returns how many of the positions have no page.
     """
     holes, key, size = 0, 0, size_of(call.key_format)
     while key < count:
@@ -341,9 +307,9 @@ def list_next(call, tile, seq, base, first, count):
                 scale = call.keys + page * call.page_stride + call.page_size * call.head_dim + 4 * slot
         else:
             holes += run
-        for each in range(key, key + run):
-            set_int(tile.next_sources, each, source)
-            set_int(tile.next_v_sources, each, scale)
+        for index in range(key, key + run):
+            set_int(tile.next_sources, index, source)
+            set_int(tile.next_v_sources, index, scale)
             if source:
                 prefetch(source, size * call.head_dim)
                 source, scale = source + size * call.slot_stride, scale + 4 * call.scales_slot_stride
@@ -352,8 +318,8 @@ def list_next(call, tile, seq, base, first, count):
 
 
 @compiled
-def turn(keys, count, otherwise, places, target, width):
-    """Write so many places of `count` rows, by their addresses, as columns; what is behind them is anything."""
+def transpose_keys(keys, count, otherwise, places, target, width):
+    """Transpose the first `places` places of the `count` rows at these addresses; later columns hold anything."""
     for key in range(0, count, LANES):
         for place in range(0, places, LANES):
             transpose(keys + 8 * key, count - key, otherwise, place, target + 4 * (place * width + key), width)
@@ -361,18 +327,18 @@ def turn(keys, count, otherwise, places, target, width):
 
 @compiled
 def read_keys(call, tile, count):
-    """Turn a tile's keys into columns, and read their scales."""
+    """Transpose a tile's keys, and read their scales."""
     if call.key_format == FLOAT32 or (tile.paired and call.key_format == BFLOAT16):
-        turn(tile.sources, count, tile.q, tile.width, tile.turned, tile.keys)
-    elif tile.paired:  # four bytes at a time, of which pairs are made afterwards
-        turn(tile.sources, count, tile.q, tile.width // 2, tile.k, tile.keys)
+        transpose_keys(tile.sources, count, tile.q, tile.width, tile.transposed, tile.keys)
+    elif tile.paired:  # four bytes at a time, which become pairs afterwards
+        transpose_keys(tile.sources, count, tile.q, tile.width // 2, tile.k, tile.keys)
         for row in range(tile.width // 2):
-            source, target = tile.k + 4 * row * tile.keys, tile.turned + 8 * row * tile.keys
+            source, target = tile.k + 4 * row * tile.keys, tile.transposed + 8 * row * tile.keys
             for key in range(0, count, LANES):
                 pairs_of_four_e4m3(source, key, target, tile.keys)
     else:
         read_rows(call.key_format, tile.sources, tile.k, call.head_dim, call.head_dim, count)
-        turn(tile.k_rows, count, tile.q, tile.width, tile.turned, tile.keys)
+        transpose_keys(tile.k_rows, count, tile.q, tile.width, tile.transposed, tile.keys)
     if call.in_bytes or call.key_scale:
         for key in range(count):
             scale = int_at(tile.v_sources, key) if int_at(tile.sources, key) else 0
@@ -380,38 +346,38 @@ def read_keys(call, tile, count):
 
 
 def _score_of(fma_of_products):
-    """s[keys] = the sum over heads of weights * relu(q[heads, width] . turned[width, keys]), by what multiplies."""
+    """A function: s[keys] = the sum over heads of weights * relu(q[heads, width] . transposed[width, keys])."""
 
     @compiled
-    def score(q, turned, weights, s, heads, keys, width, stride):
+    def score(q, transposed, weights, s, heads, keys, width, stride):
         none = splat(0.0)
         for key in range(0, keys, COLUMNS):
-            columns, first, second = turned + 4 * key, none, none
+            columns, first, second = transposed + 4 * key, none, none
             for head in range(0, heads, HEADS):
                 q0 = q + 4 * head * width
                 q1, q2, q3 = q0 + 4 * width, q0 + 8 * width, q0 + 12 * width
                 a0 = b0 = a1 = b1 = a2 = b2 = a3 = b3 = none
                 for place in range(width):
                     a, b = load(columns, place * stride), load(columns, place * stride + LANES)
-                    each = splat(float_at(q0, place))
-                    a0, b0 = fma_of_products(each, a, a0), fma_of_products(each, b, b0)
-                    each = splat(float_at(q1, place))
-                    a1, b1 = fma_of_products(each, a, a1), fma_of_products(each, b, b1)
-                    each = splat(float_at(q2, place))
-                    a2, b2 = fma_of_products(each, a, a2), fma_of_products(each, b, b2)
-                    each = splat(float_at(q3, place))
-                    a3, b3 = fma_of_products(each, a, a3), fma_of_products(each, b, b3)
-                each = splat(float_at(weights, head))  # and `maximum` keeps the NaN of its second argument
-                first, second = fma(each, maximum(none, a0), first), fma(each, maximum(none, b0), second)
+                    factor = splat(float_at(q0, place))
+                    a0, b0 = fma_of_products(factor, a, a0), fma_of_products(factor, b, b0)
+                    factor = splat(float_at(q1, place))
+                    a1, b1 = fma_of_products(factor, a, a1), fma_of_products(factor, b, b1)
+                    factor = splat(float_at(q2, place))
+                    a2, b2 = fma_of_products(factor, a, a2), fma_of_products(factor, b, b2)
+                    factor = splat(float_at(q3, place))
+                    a3, b3 = fma_of_products(factor, a, a3), fma_of_products(factor, b, b3)
+                factor = splat(float_at(weights, head))  # and `maximum` keeps the NaN of its second argument
+                first, second = fma(factor, maximum(none, a0), first), fma(factor, maximum(none, b0), second)
                 if head + 1 < heads:
-                    each = splat(float_at(weights, head + 1))
-                    first, second = fma(each, maximum(none, a1), first), fma(each, maximum(none, b1), second)
+                    factor = splat(float_at(weights, head + 1))
+                    first, second = fma(factor, maximum(none, a1), first), fma(factor, maximum(none, b1), second)
                 if head + 2 < heads:
-                    each = splat(float_at(weights, head + 2))
-                    first, second = fma(each, maximum(none, a2), first), fma(each, maximum(none, b2), second)
+                    factor = splat(float_at(weights, head + 2))
+                    first, second = fma(factor, maximum(none, a2), first), fma(factor, maximum(none, b2), second)
                 if head + 3 < heads:
-                    each = splat(float_at(weights, head + 3))
-                    first, second = fma(each, maximum(none, a3), first), fma(each, maximum(none, b3), second)
+                    factor = splat(float_at(weights, head + 3))
+                    first, second = fma(factor, maximum(none, a3), first), fma(factor, maximum(none, b3), second)
             store(s, key, first)
             store(s, key + LANES, second)
 
@@ -424,7 +390,7 @@ score_of_pairs = _score_of(fma_pairs) if PAIRS else score
 
 @compiled
 def finish(call, tile, first, last, holes):
-    """Make logits of the products of a tile's keys [first, last), or numbers of the same order to choose from."""
+    """Finish the logits of a tile's keys [first, last); for a top-k, turn them into integers in the same order."""
     if call.in_bytes or call.key_scale:
         for key in range(first, last, LANES):
             store(tile.s, key, load(tile.s, key) * load(tile.scales, key))
@@ -439,27 +405,27 @@ def finish(call, tile, first, last, holes):
 
 @compiled
 def score_keys(call, tile, unit, rows):
-    """The logits of a block of tokens for a part of the keys; `rows` is where they go if they are chosen from."""
-    seq, first, length = int_at(unit, SEQ), int_at(unit, FIRST), int_at(unit, LENGTH)
+    """Compute the logits of a block of tokens for a part of the keys; for a top-k they go to `rows`."""
+    seq, first, length = unit.seq, unit.first, unit.length
     _, stop = tokens_of(call, seq)
-    tokens, low, high = int_at(unit, LAST) - first, int_at(unit, HIGH), int_at(unit, LOW)
+    tokens, low, high = unit.last - first, unit.high, unit.low
     for token in range(tokens):
         low, high = min(low, int_at(tile.left, token)), max(high, int_at(tile.right, token))
-    low, high = max(low, int_at(unit, LOW)), min(high, int_at(unit, HIGH))
+    low, high = max(low, unit.low), min(high, unit.high)
     base = base_of(call, seq, first, stop)
     next_holes = list_next(call, tile, seq, base, low, min(tile.keys, high - low))
     for start in range(low, high, tile.keys):
-        count, holes, behind = min(tile.keys, high - start), next_holes, start + tile.keys
-        turn_to_next(tile)
+        count, holes, after = min(tile.keys, high - start), next_holes, start + tile.keys
+        advance(tile)
         read_keys(call, tile, count)
-        next_holes = list_next(call, tile, seq, base, behind, min(tile.keys, high - behind))
+        next_holes = list_next(call, tile, seq, base, after, min(tile.keys, high - after))
         for token in range(tokens):
             left, right = int_at(tile.left, token) - start, min(int_at(tile.right, token) - start, count)
             begin = max(left, 0)
             if begin >= right:
                 continue
             whole = begin // COLUMNS * COLUMNS
-            q, columns = tile.q + 4 * token * tile.heads * tile.width, tile.turned + 4 * whole
+            q, columns = tile.q + 4 * token * tile.heads * tile.width, tile.transposed + 4 * whole
             weights = call.weights + 4 * (first + token) * call.weights_token_stride
             s, heads, width = tile.s + 4 * whole, call.num_heads, tile.width
             if tile.paired:
@@ -477,11 +443,11 @@ def score_keys(call, tile, unit, rows):
 
 @compiled
 def clear_unseen(call, tile, unit):
-    """The columns of a part that tokens do not see."""
-    seq, first = int_at(unit, SEQ), int_at(unit, FIRST)
-    low, high = int_at(unit, LOW), min(int_at(unit, HIGH), call.columns)
+    """Clear the columns of a part that tokens do not see."""
+    seq, first = unit.seq, unit.first
+    low, high = unit.low, min(unit.high, call.columns)
     _, stop = tokens_of(call, seq)
-    for token in range(first, int_at(unit, LAST)):
+    for token in range(first, unit.last):
         base, row = base_of(call, seq, token, stop), token * call.columns
         left, right = int_at(tile.left, token - first) - base, int_at(tile.right, token - first) - base
         fill(call.logits, row + low, row + min(left, high), NOTHING)
@@ -490,10 +456,10 @@ def clear_unseen(call, tile, unit):
 
 @compiled
 def choose(call, tile, unit, rows):
-    """The largest of the rows of a block."""
-    seq, first, length = int_at(unit, SEQ), int_at(unit, FIRST), int_at(unit, LENGTH)
+    """Write the top-k of the rows of a block."""
+    seq, first, length = unit.seq, unit.first, unit.length
     _, stop = tokens_of(call, seq)
-    for token in range(first, int_at(unit, LAST)):
+    for token in range(first, unit.last):
         left, right = int_at(tile.left, token - first), int_at(tile.right, token - first)
         row, target = rows + 4 * (token - first) * length, call.indices + 4 * token * call.top_k
         places = tile.places if call.candidate_size else 0
@@ -505,36 +471,24 @@ def choose(call, tile, unit, rows):
 
 
 @compiled
-def program(call, tile, unit):
-    """One part of the keys for one block."""
+def program(call, tile, address):
+    """Compute one part of the keys for one block; `address` is that of the unit."""
+    unit = unit_at(address)
     read_queries(call, tile, unit)
-    num_parts = int_at(unit, NUM_PARTS)
-    rows = tile.rows
-    if num_parts > 1:
-        rows = call.rows + 4 * int_at(unit, ROW)
+    rows = call.rows + 4 * unit.row if unit.num_parts > 1 else tile.rows
     score_keys(call, tile, unit, rows)
     if not call.top_k:
         clear_unseen(call, tile, unit)
         return
-    first_unit = (unit - call.units) // (8 * len(UNIT)) - int_at(unit, PART)
-    if num_parts == 1 or add_to(call.counters + 8 * first_unit, 1) == num_parts - 1:
+    first_unit = (address - call.units) // UNIT_BYTES - unit.part
+    if unit.num_parts == 1 or add_to(call.counters + 8 * first_unit, 1) == unit.num_parts - 1:
         choose(call, tile, unit, rows)
 
 
 def work(address):
-    """Programs, one after another, until none is left."""
+    """Run programs until none is left."""
     call = call_of(address)
-    memory, choice = new_tile(call), 0
-    if memory == 0:
-        return NO_MEMORY
-    tile = tile_at(memory)
-    if call.top_k:
-        choice = room_to_choose(call, tile)
-        if choice == 0:
-            release(memory)
-            return NO_MEMORY
-    for index in programs(address, call.num_programs):
-        program(call, tile, call.units + 8 * len(UNIT) * index)
-    release(choice)
-    release(memory)
+    memory = new_tile(call)
+    for index in _records.programs(address, memory):
+        program(call, tile_at(memory), call.units + UNIT_BYTES * index)
     return 0

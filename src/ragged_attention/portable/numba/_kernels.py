@@ -1,13 +1,13 @@
-"""From a kernel's two functions to what a front end's launcher calls: records, compiling, threads, XLA.
+"""From a kernel's two functions to the object that a front end's launcher calls: records, compiling, threads, XLA.
 
-A kernel is two functions of the address of a record. `plan` divides the call into programs and returns how many there
-are, negative if there is no memory; it may keep a table for them in one block of memory, `workspace`. `work` takes one
-program after another until none is left, and is run by as many threads as there are; which thread runs which program
-does not change results. A thread that finds no memory for its work takes none.
+A kernel is two functions of the address of a record. `plan` divides the call into programs and returns their number,
+which is negative if there is no memory; it may keep a table for them in one block of memory, `workspace`. `work` runs
+programs until none is left, and every thread calls it; results do not depend on the thread that runs a program. A
+thread that finds no memory for its work runs no program.
 
-From torch the threads are torch's own: with a second pool beside it the two would take the CPUs from each other. In a
-forked process, where OpenMP's threads are gone, and where torch runs on something else, each call starts some. From jax
-they are those of XLA's pool.
+Calls from torch run on torch's own threads, since a second pool would compete with them for the CPUs. In a forked
+process, which has lost the threads of OpenMP, and where torch uses another thread library, each call starts threads of
+its own. Calls from jax run on the threads of XLA's pool.
 """
 
 import contextlib
@@ -20,14 +20,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ragged_attention.calls import Call
 from ragged_attention.host import forking
 from ragged_attention.portable.numba import _threads, _xla
 from ragged_attention.portable.numba._compiling import machine_code, quietly
-from ragged_attention.portable.numba._records import Fields
+from ragged_attention.portable.numba._records import Fields, bits_of
 
 
 def _beside_torch() -> Iterator[Path]:
-    """The OpenMP libraries that come with torch."""
+    """The OpenMP libraries that are installed with torch."""
     if torch := sys.modules.get("torch"):
         package = Path(str(torch.__file__)).parent
         for folder in (package / "lib", package.parent / "torch.libs"):
@@ -36,7 +37,7 @@ def _beside_torch() -> Iterator[Path]:
 
 @functools.cache
 def _openmp() -> int:
-    """The address of GOMP_parallel of the OpenMP library that torch has loaded, 0 without one."""
+    """The address of GOMP_parallel in the OpenMP library that torch has loaded; 0 if there is none."""
     for file in _beside_torch():
         with contextlib.suppress(OSError):
             library = ctypes.CDLL(str(file), mode=os.RTLD_NOLOAD | os.RTLD_LOCAL)
@@ -46,7 +47,7 @@ def _openmp() -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernel:
-    """A kernel, as the launchers' `native` takes it."""
+    """A kernel, in the form that the launchers' `native` takes."""
 
     name: str
     fields: Fields
@@ -57,20 +58,45 @@ class Kernel:
     def record(self) -> type[Any]:
         return self.fields.structure
 
+    def launch(
+        self,
+        launch: Any,
+        tile: Any,
+        operands: Mapping[str, Any],
+        results: Mapping[str, Any],
+        numbers: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Launch the kernel and return its results by name.
+
+        An operand left out is None, and a number left out is 0. The fields of `tile` are numbers too.
+        """
+        given = {**dict.fromkeys(self.fields.numbers, 0), **numbers, "num_threads": launch.num_threads}
+        given |= {field.name: getattr(tile, field.name) for field in dataclasses.fields(tile)}
+        for name in self.fields.floats:
+            if name in given:
+                given[name] = bits_of(given[name])
+        return launch.native(self, {**dict.fromkeys(self.fields.operands), **operands}, results, given)
+
+    def results_of(self, call: Call) -> dict[str, Any]:
+        """The shapes and dtypes of the results, by name, of a call that has all of them."""
+        return {
+            name: (result.shape, result.dtype) for name, result in zip(self.fields.results, call.results(), strict=True)
+        }
+
     @property
     def compiled(self) -> tuple[Any, Any]:
-        """`plan` and `work` in machine code; both take the address of a record and return a number."""
+        """`plan` and `work` as machine code; both take the address of a record and return a number."""
         return machine_code(f"the kernel {self.name}", dict.fromkeys((self.plan, self.work), "int64(int64)"))
 
     def compile_ahead(self, *, for_jax: bool) -> None:
-        """Compile it now and say nothing, with what calls it from torch, and from jax if asked to."""
+        """Compile the kernel now, without a message, and the code that calls it from torch and, on demand, from jax."""
         with quietly():
             _ = self.compiled, _threads.runner()
             if for_jax:
                 _xla.compile_ahead()
 
     def on(self, platform: str) -> Callable[[Any, Any], int]:
-        """The function itself, which takes a record and returns a code."""
+        """The function that takes a record and returns an error code."""
         del platform
         return self._run
 
@@ -81,12 +107,12 @@ class Kernel:
         return _threads.runner().ctypes(ctypes.addressof(record), plan.address, work.address, team, record.num_threads)
 
     def handler(self, platform: str, include: str) -> tuple[str, Any]:
-        """The same for XLA, under a name that no other function has."""
+        """A unique name and the handler that XLA calls."""
         del platform
         return f"ragged_attention.numba.{self.name}", _xla.handler(self, include)
 
     def error(self, code: int, platform: str, shapes: Mapping[str, Any]) -> MemoryError:
-        """What to raise for a code that is not 0, with the arrays of the call that returned it."""
+        """The exception for an error code that is not 0; it names the arrays of the call."""
         del code, platform
         arrays = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
         return MemoryError(f"{self.name} found no memory to work in{arrays and f': {arrays}'}")

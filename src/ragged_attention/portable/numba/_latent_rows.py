@@ -1,27 +1,23 @@
-"""Rows of a latent cache in all its formats, to and from float32."""
+"""Rows of a latent cache in all its formats, to and from float32.
+
+The host describes a cache to a kernel as a few numbers, the record `ROWS`: they are the fields of its `CacheFormat`,
+with distances in bytes that hold for either layout. So no kernel knows a format by its name.
+"""
 
 import numpy as np
 
-from ragged_attention.calls import CACHE_FORMATS, CacheFormat
-from ragged_attention.portable.numba._formats import (
-    BFLOAT16,
-    E4M3,
-    narrow,
-    number_at,
-    widen,
-    widen_e2m1,
-    widen_e4m3,
-    write_some_e4m3,
-)
+from ragged_attention.calls import CacheFormat
+from ragged_attention.portable.numba import _formats
 from ragged_attention.portable.numba._vectors import (
     LANES,
     bits_of_float,
-    byte_at,
     compiled,
     float_at,
     float_of,
     inlined,
     int_at,
+    larger_magnitude,
+    largest_of_magnitudes,
     load,
     set_byte,
     set_float,
@@ -31,102 +27,134 @@ from ragged_attention.portable.numba._vectors import (
     zero,
 )
 
-PLAIN, V32, V4, V41, V41_PAGE, FP4, FP4_PAGE = range(7)
-LAYOUTS = {
-    ("fp8_v32", "token"): V32,
-    ("fp8_v4", "page"): V4,
-    ("fp8_v41", "token"): V41,
-    ("fp8_v41", "page"): V41_PAGE,
-    ("fp4_v41", "token"): FP4,
-    ("fp4_v41", "page"): FP4_PAGE,
-}
-
-VALUES_32, GROUP_32 = CACHE_FORMATS["fp8_v32"].values, CACHE_FORMATS["fp8_v32"].group
-VALUES_4, GROUP_4 = CACHE_FORMATS["fp8_v4"].values, CACHE_FORMATS["fp8_v4"].group
-ROTARY = CACHE_FORMATS["fp8_v4"].rotary
-ROW_4 = VALUES_4 + 2 * ROTARY  # bytes of a token of fp8_v4 in front of a page's scales
-LARGEST, SMALLEST_SCALE = np.float32(448), np.float32(1e-4)  # of e4m3; of a group
-SCALES_4 = CACHE_FORMATS["fp8_v4"].token_bytes - ROW_4
-VALUES_41, GROUP_41 = CACHE_FORMATS["fp8_v41"].values, CACHE_FORMATS["fp8_v41"].group
-SCALES_41 = CACHE_FORMATS["fp8_v41"].scale_bytes
-GROUP_FP4, BYTES_FP4 = CACHE_FORMATS["fp4_v41"].group, CACHE_FORMATS["fp4_v41"].value_bytes
-SCALES_FP4 = CACHE_FORMATS["fp4_v41"].scale_bytes
+# The codes of formats that only rows of a cache have.
+E2M1, E8M0 = range(len(_formats.CODES), len(_formats.CODES) + 2)
+STORED = _formats.CODES | {"float4_e2m1fn": E2M1, "float8_e8m0fnu": E8M0}
+LARGEST, SMALLEST_SCALE = np.float32(448), np.float32(1e-4)  # the largest e4m3; the smallest scale of e4m3 values
 LARGEST_E2M1, SMALLEST_E4M3 = np.float32(6), np.float32(2**-9)
 
+# The distances, in bytes, of pages, of rows in a page and of the scales of two rows; the offset of a page's first
+# scale from the page; the bytes of a row that lie together. Then the fields of the format.
+ROWS = ("page_step", "row_step", "scales_step", "scales_at", "row_bytes",
+        "codes", "values", "group", "scales", "padding", "rotary", "rotary_at")  # fmt: skip
 
-def code_of(layout: CacheFormat | None) -> int:
-    """The number here of a format in its layout; None is plain."""
-    return PLAIN if layout is None else LAYOUTS[layout.name, layout.layout]
+
+def rows_fields(prefix: str) -> tuple[str, ...]:
+    """The names of a cache's `ROWS` among the numbers of a call."""
+    return tuple(prefix + name for name in ROWS)
+
+
+def element_bytes(form: CacheFormat) -> int:
+    """Bytes of an element of a cache's array: quantised caches are arrays of bytes."""
+    return 1 if form.quantized else _formats.size_of.py_func(_formats.CODES[form.codes])
+
+
+def rows_numbers(
+    prefix: str, form: CacheFormat, *, width: int, page_size: int, page_stride: int, slot_stride: int
+) -> dict[str, int]:
+    """The numbers of a cache whose rows have `width` columns; the strides count elements of its array."""
+    size, planar = element_bytes(form), form.planar
+    row_step = size * slot_stride
+    row_bytes = size * width if not form.quantized else form.row_bytes if planar else form.token_bytes
+    numbers = (
+        size * page_stride,
+        form.row_bytes if planar else row_step,
+        form.padded_scale_bytes if planar else row_step,
+        form.row_bytes * page_size if planar else form.value_bytes,
+        row_bytes,
+        STORED[form.codes],
+        form.values,
+        form.group,
+        STORED[form.scales] if form.quantized else 0,
+        form.padded_scale_bytes - form.scale_bytes,
+        form.rotary,
+        form.rotary_at,
+    )
+    return dict(zip(rows_fields(prefix), numbers, strict=True))
 
 
 @inlined
-def e8m0_value(code):
-    """A scale stored as an exponent alone: 2 ** (code - 127), NaN of 255."""
-    return float_of(code << 23 if code else 1 << 22) if code != 255 else float_of(0x7FC00000)
+def place_of(cache, page, slot):
+    """The offsets of a row and of its scales from the beginning of the cache, in bytes."""
+    start = page * cache.page_step
+    return start + slot * cache.row_step, start + cache.scales_at + slot * cache.scales_step
 
 
 @compiled
-def place_of(layout, size, page, slot, page_stride, slot_stride, page_size):
-    """Where in a cache a row lies, and its scales, in bytes; strides count numbers of `size` bytes."""
-    start = size * page * page_stride
-    if layout == V4:
-        return start + ROW_4 * slot, start + ROW_4 * page_size + SCALES_4 * slot
-    if layout == V41_PAGE:
-        return start + VALUES_41 * slot, start + VALUES_41 * page_size + SCALES_41 * slot
-    if layout == FP4_PAGE:
-        return start + BYTES_FP4 * slot, start + BYTES_FP4 * page_size + SCALES_FP4 * slot
-    row = start + size * slot * slot_stride
-    return row, row + (BYTES_FP4 if layout == FP4 else VALUES_32)
+def widen_scales(code, source, target, count):
+    """Write `count` scales as float32, and zeros up to whole vectors."""
+    if code == E8M0:
+        for index in range(0, count, LANES):
+            store(target, index, _formats.read_some_e8m0(source, index, count - index))
+    else:
+        _formats.widen(code, source, target, count)
 
 
 @compiled
-def read_latents(first_layout, own, second_layout, code, rows, scales, target, width, columns, count):
-    """Read rows by their addresses and those of their scales; a row without an address is zeros.
+def widen_groups_of_e4m3(source, target, values, group, factors):
+    """Write the e4m3 values of a row as float32, each group of them times its factor."""
+    column, in_pairs = 0, group % (2 * LANES) == 0
+    for index in range(values // group):
+        factor, stop = float_at(factors, index), column + group
+        if in_pairs and abs(factor) < _formats.LARGE:
+            scale = splat(factor)
+            while column < stop:
+                _formats.widen_two_e4m3(source, target, column, scale)
+                column += 2 * LANES
+        else:
+            _formats.widen_e4m3(source + column, target + 4 * column, group, factor)
+            column = stop
 
-    The first `own` ones are in one layout, the others in a second. `code` is the format of the numbers of plain rows,
-    `width` the distance of the rows written.
+
+@compiled
+def read_latents(cache, rows, scales, target, width, columns, count, factors):
+    """Read `count` rows at the addresses `rows`, whose scales are at the addresses `scales`, as float32.
+
+    A row whose address is 0 becomes zeros. `width` is the distance of the rows written, and `factors` is memory for
+    the scales of a row.
     """
+    codes, values, group = cache.codes, cache.values, cache.group
+    num_groups = values // max(group, 1)
     for key in range(count):
-        row, scale, to = int_at(rows, key), int_at(scales, key), target + 4 * key * width
-        layout = first_layout if key < own else second_layout
+        row, to = int_at(rows, key), target + 4 * key * width
         if not row:
             zero(to, 4 * columns)
-        elif layout == PLAIN:
-            widen(code, row, to, columns)
-        elif layout == V32:
-            for group in range(VALUES_32 // GROUP_32):
-                start = group * GROUP_32
-                widen_e4m3(row + start, to + 4 * start, GROUP_32, float_at(scale, group))
-            widen(BFLOAT16, scale + 4 * (VALUES_32 // GROUP_32), to + 4 * VALUES_32, ROTARY)
-        elif layout in (V41, V41_PAGE):
-            for group in range(VALUES_41 // GROUP_41):
-                start = group * GROUP_41
-                widen_e4m3(row + start, to + 4 * start, GROUP_41, e8m0_value(byte_at(scale, group)))
-        elif layout in (FP4, FP4_PAGE):
-            for group in range(VALUES_41 // GROUP_FP4):
-                start = group * GROUP_FP4
-                widen_e2m1(row + start // 2, to + 4 * start, GROUP_FP4, number_at(E4M3, scale, group))
+        elif group == 0:
+            _formats.widen(codes, row, to, columns)
         else:
-            for group in range(VALUES_4 // GROUP_4):
-                start = group * GROUP_4
-                widen_e4m3(row + start, to + 4 * start, GROUP_4, e8m0_value(byte_at(scale, group)))
-            widen(BFLOAT16, row + VALUES_4, to + 4 * VALUES_4, ROTARY)
+            widen_scales(cache.scales, int_at(scales, key), factors, num_groups)
+            if codes == _formats.E4M3:
+                widen_groups_of_e4m3(row, to, values, group, factors)
+            else:
+                for index in range(num_groups):
+                    start = index * group
+                    _formats.widen_e2m1(row + start // 2, to + 4 * start, group, float_at(factors, index))
+            _formats.widen(_formats.BFLOAT16, row + cache.rotary_at, to + 4 * values, cache.rotary)
 
 
 # ---- to bytes
 
 
 @compiled
+def largest_magnitude(row, count):
+    """The largest magnitude in a group of float32, which is whole vectors; NaN if the group holds one."""
+    vectors = splat(0.0)
+    for index in range(0, count, LANES):
+        vectors = larger_magnitude(vectors, load(row, index))
+    high = largest_of_magnitudes(vectors)
+    return np.float32(np.nan) if high != high else high
+
+
+@compiled
 def group_scale(row, count, power_of_two):
-    """A group's scale: its largest magnitude over e4m3's, at least 1e-4, maybe rounded up; NaN if one of it is."""
-    high, nan = np.float32(0), False
-    for index in range(count):
-        size = abs(float_at(row, index))
-        nan = nan or size != size
-        high = max(high, size)
+    """The scale of a group of e4m3: its largest magnitude over that of e4m3, at least 1e-4, NaN if the group holds one.
+
+    With `power_of_two` a scale is rounded up to a power of two.
+    """
+    high = largest_magnitude(row, count)
+    if high != high:
+        return high
     scale = max(high / LARGEST, SMALLEST_SCALE)
-    if nan:
-        return np.float32(np.nan)
     if power_of_two and scale < np.float32(np.inf):
         return float_of(bits_of_float(scale) + 0x7FFFFF & 0xFF800000)
     return scale
@@ -134,67 +162,59 @@ def group_scale(row, count, power_of_two):
 
 @compiled
 def quantize_group(row, count, scale, target):
-    """A group's codes; `row`, which becomes the scaled numbers, holds whole vectors."""
+    """Write a group as e4m3 over its scale; `row` holds whole vectors, and afterwards the scaled numbers."""
     for index in range(0, count, LANES):
         store(row, index, without_signs_of_nan(load(row, index) / splat(scale)))
-    narrow(E4M3, row, target, count, 1.0)
+    _formats.narrow(_formats.E4M3, row, target, count, 1.0)
 
 
 @inlined
 def e2m1_code(value):
-    """To nearest, ties to the even code, saturating: how many middles between two neighbours lie below."""
+    """The code of the nearest e2m1, ties to the even code, saturating: it counts the midpoints of codes below."""
     size, sign = abs(value), bits_of_float(value) >> 28 & 8
     code = (size > 0.25) + (size >= 0.75) + (size > 1.25) + (size >= 1.75) + (size > 2.5) + (size >= 3.5) + (size > 5.0)
     return code | sign
 
 
 @compiled
-def store_fp4(row, target, scales):
-    """Write a row of float32 as e2m1 and their e4m3 scales: a group's largest magnitude over 6, NaN if one of it is."""
-    for group in range(VALUES_41 // GROUP_FP4):
-        high, nan = np.float32(0), False
-        for index in range(group * GROUP_FP4, (group + 1) * GROUP_FP4):
-            size = abs(float_at(row, index))
-            nan = nan or size != size
-            high = max(high, size)
-        start = target + group * (GROUP_FP4 // 2)
-        if nan:
-            set_byte(scales + group, 0x7F)
-            zero(start, GROUP_FP4 // 2)
-        else:
-            write_some_e4m3(scales, group, splat(min(max(high / LARGEST_E2M1, SMALLEST_E4M3), LARGEST)), 1)
-            scale = number_at(E4M3, scales, group)
-            for pair in range(GROUP_FP4 // 2):
-                index = group * GROUP_FP4 + 2 * pair
-                low, above = e2m1_code(float_at(row, index) / scale), e2m1_code(float_at(row, index + 1) / scale)
-                set_byte(start + pair, low | above << 4)
+def quantize_group_to_e2m1(row, count, scale, target):
+    """Write a group as e2m1 over its scale, two to a byte; zeros where the scale is NaN, which e2m1 does not have."""
+    if scale != scale:
+        zero(target, count // 2)
+        return
+    for pair in range(count // 2):
+        even, odd = e2m1_code(float_at(row, 2 * pair) / scale), e2m1_code(float_at(row, 2 * pair + 1) / scale)
+        set_byte(target + pair, even | odd << 4)
 
 
 @compiled
-def store_latent(layout, row, target, scales, power_of_two):
-    """Write a row of float32 as the bytes of a token, whose places `place_of` gives; the row is used up."""
-    if layout == V32:
-        for group in range(VALUES_32 // GROUP_32):
-            values = row + 4 * group * GROUP_32
-            scale = group_scale(values, GROUP_32, power_of_two)
-            set_float(scales, group, scale)
-            quantize_group(values, GROUP_32, scale, target + group * GROUP_32)
-        narrow(BFLOAT16, row + 4 * VALUES_32, scales + 4 * (VALUES_32 // GROUP_32), ROTARY, 1.0)
-        return
-    if layout in (FP4, FP4_PAGE):
-        store_fp4(row, target, scales)
-        return
-    if layout in (V41, V41_PAGE):
-        for group in range(VALUES_41 // GROUP_41):
-            values = row + 4 * group * GROUP_41
-            scale = group_scale(values, GROUP_41, True)
-            set_byte(scales + group, bits_of_float(scale) >> 23)
-            quantize_group(values, GROUP_41, scale, target + group * GROUP_41)
-        return
-    for group in range(VALUES_4 // GROUP_4):
-        values = row + 4 * group * GROUP_4
-        scale = group_scale(values, GROUP_4, True)
-        set_byte(scales + group, bits_of_float(scale) >> 23)
-        quantize_group(values, GROUP_4, scale, target + group * GROUP_4)
-    set_byte(scales + VALUES_4 // GROUP_4, 0)
-    narrow(BFLOAT16, row + 4 * VALUES_4, target + VALUES_4, ROTARY, 1.0)
+def store_scale(code, scales, index, scale):
+    """Store a group's scale; returns the value that it has as stored."""
+    if code == _formats.FLOAT32:
+        set_float(scales, index, scale)
+    elif code == E8M0:  # the scale is a power of two
+        set_byte(scales + index, bits_of_float(scale) >> 23)
+    else:
+        _formats.write_some_e4m3(scales, index, splat(scale), 1)
+        return _formats.number_at(_formats.E4M3, scales, index)
+    return scale
+
+
+@compiled
+def store_latent(cache, row, target, scales, power_of_two):
+    """Write a row of float32 as the bytes of a token, at the places that `place_of` gives; the row is overwritten."""
+    group, num_groups = cache.group, cache.values // cache.group
+    for index in range(num_groups):
+        values, start = row + 4 * index * group, index * group
+        if cache.codes == _formats.E4M3:
+            scale = group_scale(values, group, power_of_two or cache.scales == E8M0)
+            scale = store_scale(cache.scales, scales, index, scale)
+            quantize_group(values, group, scale, target + start)
+        else:
+            high = largest_magnitude(values, group)
+            scale = high if high != high else min(max(high / LARGEST_E2M1, SMALLEST_E4M3), LARGEST)
+            scale = store_scale(cache.scales, scales, index, scale)
+            quantize_group_to_e2m1(values, group, scale, target + start // 2)
+    size = 4 if cache.scales == _formats.FLOAT32 else 1
+    zero(scales + size * num_groups, cache.padding)
+    _formats.narrow(_formats.BFLOAT16, row + 4 * cache.values, target + cache.rotary_at, cache.rotary, 1.0)

@@ -1,7 +1,7 @@
-"""The two products of an attention over tiles, four rows at a time.
+"""The two matrix products of an attention over tiles, computed four rows at a time.
 
-A tile holds float32 or pairs of bfloat16, one number or one pair to a place of 32 bits; sizes count places. A pair
-stands for two columns of a query and of a key, and for two keys of a row of weights and of a column of values.
+A tile holds float32 or pairs of bfloat16, one number or one pair in a place of 32 bits; sizes count places. In queries
+and keys a pair holds two columns; in weights and values it holds two keys.
 """
 
 from ragged_attention.portable.numba._vectors import (
@@ -19,23 +19,23 @@ from ragged_attention.portable.numba._vectors import (
     store_totals,
 )
 
-ROWS = 4  # taken together
-COLUMNS = 2 * LANES  # of values, taken together
+ROWS = 4  # rows computed together
+COLUMNS = 2 * LANES  # columns of values computed together
 
 
 @inlined
 def key_at(k, key, keys, otherwise):
-    """The address of a key, or another one if there is none."""
+    """The address of a key, or `otherwise` if there is none."""
     address = int_at(k, key) if key < keys else 0
     return address if address else otherwise
 
 
 def _scores_of(fma):
-    """s[rows, keys] = factor * q[rows, columns] . keys [columns], by what multiplies and adds; in whole vectors.
+    """A function: s[rows, keys] = factor * q[rows, columns] . keys[columns]; rows are whole vectors.
 
-    `k` lists the keys' addresses, 0 for none. A key that is not there has any product, and so have those that make
-    their number a multiple of LANES / 4. Dot products, so that keys stay as they were read: each lane sums a share of
-    the columns, then the lanes are summed.
+    `fma` multiplies and adds two vectors of places. `k` lists the addresses of the keys, 0 for a missing key, whose
+    product is arbitrary, as are those that pad the keys to a multiple of LANES / 4. Keys need no transposition: each
+    lane sums a share of the columns, and then the lanes are summed.
     """
 
     @compiled
@@ -49,14 +49,14 @@ def _scores_of(fma):
                 a0 = b0 = a1 = b1 = a2 = b2 = a3 = b3 = none
                 for d in range(0, columns, LANES):
                     a, b = load(ka, d), load(kb, d)
-                    each = load(q0, d)
-                    a0, b0 = fma(each, a, a0), fma(each, b, b0)
-                    each = load(q1, d)
-                    a1, b1 = fma(each, a, a1), fma(each, b, b1)
-                    each = load(q2, d)
-                    a2, b2 = fma(each, a, a2), fma(each, b, b2)
-                    each = load(q3, d)
-                    a3, b3 = fma(each, a, a3), fma(each, b, b3)
+                    q_part = load(q0, d)
+                    a0, b0 = fma(q_part, a, a0), fma(q_part, b, b0)
+                    q_part = load(q1, d)
+                    a1, b1 = fma(q_part, a, a1), fma(q_part, b, b1)
+                    q_part = load(q2, d)
+                    a2, b2 = fma(q_part, a, a2), fma(q_part, b, b2)
+                    q_part = load(q3, d)
+                    a3, b3 = fma(q_part, a, a3), fma(q_part, b, b3)
                 store_totals(s + 4 * (row * s_width + key), s_width, factors, a0, b0, a1, b1, a2, b2, a3, b3)
 
     @compiled
@@ -71,26 +71,27 @@ def _scores_of(fma):
                 a0 = b0 = c0 = d0 = a1 = b1 = c1 = d1 = a2 = b2 = c2 = d2 = a3 = b3 = c3 = d3 = none
                 for at in range(0, columns, LANES):
                     a, b, c, d = load(ka, at), load(kb, at), load(kc, at), load(kd, at)
-                    each = load(q0, at)
-                    a0, b0, c0, d0 = fma(each, a, a0), fma(each, b, b0), fma(each, c, c0), fma(each, d, d0)
-                    each = load(q1, at)
-                    a1, b1, c1, d1 = fma(each, a, a1), fma(each, b, b1), fma(each, c, c1), fma(each, d, d1)
-                    each = load(q2, at)
-                    a2, b2, c2, d2 = fma(each, a, a2), fma(each, b, b2), fma(each, c, c2), fma(each, d, d2)
-                    each = load(q3, at)
-                    a3, b3, c3, d3 = fma(each, a, a3), fma(each, b, b3), fma(each, c, c3), fma(each, d, d3)
+                    q_part = load(q0, at)
+                    a0, b0, c0, d0 = fma(q_part, a, a0), fma(q_part, b, b0), fma(q_part, c, c0), fma(q_part, d, d0)
+                    q_part = load(q1, at)
+                    a1, b1, c1, d1 = fma(q_part, a, a1), fma(q_part, b, b1), fma(q_part, c, c1), fma(q_part, d, d1)
+                    q_part = load(q2, at)
+                    a2, b2, c2, d2 = fma(q_part, a, a2), fma(q_part, b, b2), fma(q_part, c, c2), fma(q_part, d, d2)
+                    q_part = load(q3, at)
+                    a3, b3, c3, d3 = fma(q_part, a, a3), fma(q_part, b, b3), fma(q_part, c, c3), fma(q_part, d, d3)
                 store_totals(
                     s + 4 * (row * s_width + key), s_width, factors,
                     a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3,
                 )  # fmt: skip
 
-    return scores_four if LANES == 16 else scores_two  # as many keys at a time as there are registers for
+    return scores_four if LANES == 16 else scores_two  # the registers hold the sums of that many keys
 
 
 def _mix_of(fma):
-    """out[rows, columns] += p[rows, keys] @ v[keys, columns], or = if `fresh`, by what multiplies and adds.
+    """A function: out[rows, columns] += p[rows, keys] @ v[keys, columns], or = if `fresh`.
 
-    `p` has strides, the others widths; columns are taken COLUMNS at a time.
+    `fma` multiplies and adds two vectors of places. `p` has two strides, the others a row width; columns are computed
+    COLUMNS at a time.
     """
 
     @compiled

@@ -1,7 +1,7 @@
 """The record of a call, as a kernel reads it and as a launcher fills it, and how threads share its programs.
 
-All fields are of eight bytes: in front what the threads need, then addresses of arrays, then numbers, then what the
-kernel's plan adds.
+Every field has eight bytes. The fields that the threads need come first, then the addresses of the arrays, then the
+numbers of the call, then the fields that the kernel's plan adds.
 """
 
 import ctypes
@@ -11,19 +11,32 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ragged_attention.portable.numba._vectors import add_to, compiled, set_int
+from ragged_attention.portable.numba._vectors import I64, add_to, allocate, compiled, inlined, int_at, release, set_int
 
 NO_MEMORY = -1
-STATE = ("claimed", "num_programs", "workspace", "failed")  # in front of every record
+STATE = ("claimed", "num_programs", "workspace", "failed")  # the first fields of every record
 CLAIMED, NUM_PROGRAMS, WORKSPACE, FAILED = range(len(STATE))
+ALIGNMENT = 64  # bytes
 
 
-def record_at(layout: np.dtype) -> Any:
-    """An intrinsic from an address to the record of this layout that lies there."""
-    record = numba.from_dtype(layout)
+@inlined
+def up_to(count, step):
+    """The smallest multiple of `step` that is at least `count`."""
+    return (count + step - 1) // step * step
+
+
+def layout_of(names: Sequence[str], floats: Sequence[str] = ()) -> np.dtype:
+    """The layout of a record with these fields, of which `floats` are float64 and the others int64."""
+    return np.dtype([(name, np.float64 if name in floats else np.int64) for name in names])
+
+
+def record_at(names: Sequence[str], floats: Sequence[str] = ()) -> Any:
+    """An intrinsic that takes an address and returns the record with these fields stored there."""
+    record = numba.from_dtype(layout_of(names, floats))
 
     @intrinsic
     def at(context: Any, address: Any) -> Any:
@@ -35,51 +48,106 @@ def record_at(layout: np.dtype) -> Any:
     return at
 
 
+def record_in(names: Sequence[str], prefix: str) -> Any:
+    """An intrinsic that takes a call's record and returns the record of some consecutive fields of it.
+
+    These fields are `names`, which the call's record has with `prefix` before each.
+    """
+    inner = numba.from_dtype(layout_of(names))
+
+    @intrinsic
+    def part(context: Any, call: Any) -> Any:
+        offset = call.offset(prefix + names[0])
+
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            address = builder.add(builder.ptrtoint(values[0], I64), ir.Constant(I64, offset))
+            return builder.inttoptr(address, context.get_value_type(signature.return_type))
+
+        return inner(call), generate
+
+    return part
+
+
 def bits_of(number: float) -> int:
-    """A float64 as the int64 of its bits, the form in which records are handed over."""
+    """The bits of a float64 as an int64: the form in which a launcher hands over a float."""
     return struct.unpack("<q", struct.pack("<d", number))[0]
 
 
 class Fields:
-    """The fields of a kernel's record, all of eight bytes: addresses and numbers of the call, then the plan's own."""
+    """The fields of a kernel's record, each of eight bytes: arrays and numbers of the call, then fields of the plan."""
 
     def __init__(
         self, operands: Sequence[str], results: Sequence[str], numbers: Sequence[str], plan: Sequence[str] = (), *,
         floats: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """`floats` are those of the numbers that are float64, handed over as `bits_of` them."""
+        """`floats` names the numbers that are float64; a launcher hands over their bits."""
         self.operands, self.results, self.numbers = tuple(operands), tuple(results), tuple(numbers)
+        self.floats = tuple(floats)
         names = (*STATE, *operands, *results, *numbers, *plan)
-        self.layout = np.dtype([(name, np.float64 if name in floats else np.int64) for name in names])
-        self.at = record_at(self.layout)
+        self.layout = layout_of(names, floats)
+        self.at = record_at(names, floats)
         members = {
             "OPERANDS": self.operands,
             "RESULTS": self.results,
             "NUMBERS": self.numbers,
             "_fields_": [(name, ctypes.c_int64) for name in names],
         }
-        self.structure: type[Any] = type("Record", (ctypes.Structure,), members)  # the record as ctypes has it
+        self.structure: type[Any] = type("Record", (ctypes.Structure,), members)  # the record for ctypes
 
 
 @compiled
-def programs(address, num_programs):
-    """The numbers of programs that no other thread takes, until none is left; `address` is the record's."""
-    index = add_to(address + 8 * CLAIMED, 1)
+def claimed(address):
+    """Yield the indices of programs that no other thread takes, until none is left; `address` is the record's."""
+    index, num_programs = add_to(address + 8 * CLAIMED, 1), int_at(address, NUM_PROGRAMS)
     while index < num_programs:
         yield index
         index = add_to(address + 8 * CLAIMED, 1)
 
 
 @compiled
+def programs(address, memory):
+    """Yield the programs that a thread runs in `memory`, which it then releases; none if the allocation returned 0."""
+    if memory:
+        for index in claimed(address):  # noqa: UP028, Numba has no "yield from"
+            yield index
+        release(memory)
+
+
+@compiled
 def fails(address):
-    """Let a call fail of which one program found no memory."""
+    """Mark a call as failed because one of its programs found no memory."""
     set_int(address, FAILED, 1)
 
 
 @compiled
 def end(address, num_programs):
-    """Let no thread take another program; returns whether all were taken, which those that are done do not show.
+    """Stop threads from taking further programs; returns whether all programs were taken.
 
-    A thread that finds no memory takes none, so some are left where no thread found any.
+    A thread that finds no memory takes no program, so some programs are left if no thread found memory.
     """
     return add_to(address + 8 * CLAIMED, num_programs) >= num_programs
+
+
+@compiled
+def allocate_arena(num_sizes, parts):
+    """Allocate a tile: a record, then one part of memory for each entry of `parts`, which are sizes in bytes.
+
+    The record has `num_sizes` numbers and then the address of each part. Returns its address, 0 if there is no memory.
+    """
+    total = header = up_to(8 * (num_sizes + len(parts)), ALIGNMENT)
+    for size in parts:
+        total += up_to(size, ALIGNMENT)
+    address = allocate(total)
+    if address:
+        place = address + header
+        for index in range(len(parts)):
+            set_int(address, num_sizes + index, place)
+            place += up_to(parts[index], ALIGNMENT)
+    return address
+
+
+@inlined
+def list_rows(rows, count, first, size):
+    """Write the addresses of `count` rows of `size` bytes, of which the first lies at `first`, to the list `rows`."""
+    for row in range(count):
+        set_int(rows, row, first + row * size)

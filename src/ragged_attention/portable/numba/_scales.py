@@ -1,4 +1,4 @@
-"""The scales of a cache, in any of their forms: a number, an array of one, an array of one per KV head."""
+"""The scale of a cache in any of its forms: a number, an array with one entry, an array with one entry per KV head."""
 
 from typing import Any
 
@@ -6,22 +6,21 @@ import numpy as np
 
 from ragged_attention.calls import dtype_name
 from ragged_attention.portable.numba._formats import CODES, number_at
-from ragged_attention.portable.numba._records import bits_of
 from ragged_attention.portable.numba._vectors import inlined
 
 
 def fields_of(name: str) -> tuple[str, ...]:
-    """The numbers of a scale in a record, in front of which the operand `name` stands."""
+    """The names of a scale's numbers in a record; its array is the operand `name`."""
     return f"{name}_format", f"{name}_stride", f"{name}_number"
 
 
-def numbers_of(name: str, scale: Any, launch: Any) -> tuple[Any, dict[str, int]]:
+def numbers_of(name: str, scale: Any, launch: Any) -> tuple[Any, dict[str, Any]]:
     """The operand and the numbers of a scale."""
     array = None if scale is None or isinstance(scale, int | float) else launch.contiguous(scale)
-    number = 1.0 if array is not None or scale is None else float(scale)
+    number = 1.0 if scale is None or array is not None else float(scale)
     code = 0 if array is None else CODES[dtype_name(array)]
     per_head = array is not None and array.shape not in ((), (1,))
-    return array, dict(zip(fields_of(name), (code, int(per_head), bits_of(number)), strict=True))
+    return array, dict(zip(fields_of(name), (code, int(per_head), number), strict=True))
 
 
 @inlined

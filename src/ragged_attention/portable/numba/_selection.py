@@ -1,8 +1,8 @@
-"""The largest numbers of a row: which they are, in ascending order of position.
+"""The top-k of a row: the positions of its largest numbers, in ascending order.
 
-Numbers are compared as integers of the same order, in which -0 is 0 and NaN is what minus infinity is: `LEAST`, which
-is never chosen. A row of them is counted into bins, from the bin in which the choice ends into narrower ones, until
-that one is taken as a whole or holds equal numbers alone; then one pass lists the positions.
+Numbers are compared as integers in the same order, in which -0 equals 0, and NaN and minus infinity are `LEAST`, which
+is never chosen. The numbers of a row are counted in bins. The bin in which the choice ends is divided into narrower
+bins, until it is chosen as a whole or holds equal numbers only. Then one pass lists the positions.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ INT32 = np.dtype(np.int32).itemsize
 
 @function_of(vector, vector)
 def ordered(builder: Any, a: Any) -> Any:
-    """The bits of integers that are in the order of the floats."""
+    """Integers in the order of the floats, as the bits of a vector."""
     bits = builder.bitcast(a, INTS)
     magnitude = builder.and_(bits, constant(INTS, 0x7FFFFFFF))
     negative = builder.sub(ir.Constant(INTS, None), magnitude)
@@ -49,19 +49,19 @@ def scratch_size(top_k):
 
 @compiled
 def bounds_of(values, count):
-    """The smallest and the largest number above LEAST, and how many there are."""
-    low, high, found = MOST, LEAST, 0
+    """The smallest and the largest number above LEAST, and the count of such numbers."""
+    low, high, num_found = MOST, LEAST, 0
     for index in range(count):
         value = int32_at(values, index)
         low = min(low, value if value > LEAST else MOST)
         high = max(high, value)
-        found += value > LEAST
-    return low, high, found
+        num_found += value > LEAST
+    return low, high, num_found
 
 
 @compiled
 def fill_bins(values, count, bins, low, high, shift):
-    """Count the numbers from `low` to `high` in bins of 2 ** shift."""
+    """Count the numbers from `low` to `high` in bins of width 2 ** shift."""
     zero(bins, INT32 * BINS)
     for index in range(count):
         value = int32_at(values, index)
@@ -72,12 +72,14 @@ def fill_bins(values, count, bins, low, high, shift):
 
 @compiled
 def edge_of(values, count, top_k, bins):
-    """Where the choice ends: what is larger is chosen, and of what equals it all but the first ones, whose number is
-    the second result."""
-    low, high, found = bounds_of(values, count)
-    if found <= top_k:
+    """The edge of the choice: larger numbers are chosen, and numbers equal to it except the first few.
+
+    The second result is how many equal numbers are skipped.
+    """
+    low, high, num_found = bounds_of(values, count)
+    if num_found <= top_k:
         return LEAST, count
-    left = top_k  # to be chosen from `low` to `high`
+    left = top_k  # numbers to choose from `low` to `high`
     while True:
         shift = 0
         while (high - low) >> shift >= BINS:
@@ -96,21 +98,21 @@ def edge_of(values, count, top_k, bins):
 
 @compiled
 def select(values, count, top_k, first, positions, target, scratch):
-    """Write the positions of the largest of a row of ordered numbers in ascending order, then -1.
+    """Write the positions of the `top_k` largest of a row of ordered numbers in ascending order, then -1.
 
-    A number's position is its place and `first`, or what `positions` lists there. Of equal ones the last are taken.
+    The position of number i is `first` + i, or entry i of `positions`. Of equal numbers the last ones are chosen.
     """
-    bins, chosen = scratch, scratch + INT32 * BINS
+    bins, candidates = scratch, scratch + INT32 * BINS
     edge, skipped = edge_of(values, count, top_k, bins)
-    found = equal = 0
+    num_found = equal = 0
     for index in range(count):
         value = int32_at(values, index)
-        set_int32(chosen, found, index)  # which stays if it is counted
+        set_int32(candidates, num_found, index)  # the next candidate overwrites it unless it is counted
         same = value == edge
-        found += (value > edge) | (same & (equal >= skipped))
+        num_found += (value > edge) | (same & (equal >= skipped))
         equal += same
-    for index in range(found):
-        place = int32_at(chosen, index)
+    for index in range(num_found):
+        place = int32_at(candidates, index)
         set_int32(target, index, int32_at(positions, place) if positions else first + place)
-    for index in range(found, top_k):
+    for index in range(num_found, top_k):
         set_int32(target, index, -1)

@@ -1,44 +1,45 @@
-"""Where each sequence's queries and keys lie, clamped to what the arrays can hold, whatever their values are."""
+"""The queries and keys of each sequence, clamped to the arrays, so that no value leads outside them."""
 
 from ragged_attention.portable.numba._vectors import compiled, inlined, int32_at
 
-ONE_EACH, CHUNK_END, CHUNK_START, PACKED = 0, 1, 2, 3  # how queries belong to sequences: `layout`
+ONE_EACH, CHUNK_END, CHUNK_START, PACKED = 0, 1, 2, 3  # `layout`: how queries belong to sequences
 
 
 @inlined
-def within(value, least, most):
-    return min(max(value, least), most)
+def within(value, most):
+    """A value, clamped to the range from 0 to `most`."""
+    return min(max(value, 0), most)
 
 
 @inlined
 def num_sequences(call):
-    return within(int32_at(call.num_seqs, 0), 0, call.max_num_seqs) if call.num_seqs else call.max_num_seqs
+    return within(int32_at(call.num_seqs, 0), call.max_num_seqs) if call.num_seqs else call.max_num_seqs
 
 
 @inlined
 def first_key_of(call, seq):
-    """A sequence's first row of packed keys, of which there are `capacity`."""
-    return within(int32_at(call.cu_kv_lens, seq), 0, call.capacity)
+    """A sequence's first row among `capacity` packed keys."""
+    return within(int32_at(call.cu_kv_lens, seq), call.capacity)
 
 
 @inlined
 def kv_len_of(call, seq):
     if call.cu_kv_lens:
         first = first_key_of(call, seq)
-        return max(within(int32_at(call.cu_kv_lens, seq + 1), 0, call.capacity) - first, 0)
-    return within(int32_at(call.kv_lens, seq), 0, call.capacity)
+        return max(within(int32_at(call.cu_kv_lens, seq + 1), call.capacity) - first, 0)
+    return within(int32_at(call.kv_lens, seq), call.capacity)
 
 
 @compiled
 def packed_queries_of(call, seq):
-    """A sequence's first and one-past-last row of queries that lie one sequence after another."""
-    first = within(int32_at(call.cu_q_lens, seq), 0, call.num_tokens)
-    return first, max(within(int32_at(call.cu_q_lens, seq + 1), 0, call.num_tokens), first)
+    """A sequence's first and one-past-last row in packed queries."""
+    first = within(int32_at(call.cu_q_lens, seq), call.num_tokens)
+    return first, max(within(int32_at(call.cu_q_lens, seq + 1), call.num_tokens), first)
 
 
 @compiled
 def queries_of(call, seq):
-    """A sequence's first and one-past-last row of the queries."""
+    """A sequence's first and one-past-last row in the queries of any layout."""
     if call.layout == ONE_EACH:
         return seq, seq + 1
     if call.layout == PACKED:
@@ -50,11 +51,11 @@ def queries_of(call, seq):
 
 
 def gaps_by(queries_of):
-    """A function that gives the ranges of rows that belong to no sequence, by what gives the rows of a sequence."""
+    """A generator of the ranges of rows that belong to no sequence; `queries_of` returns the rows of a sequence."""
 
     @compiled
     def gaps(call):
-        """All rows among them where edges do not ascend."""
+        """If the edges do not ascend, the last range is all rows."""
         done = 0
         for seq in range(num_sequences(call)):
             first, stop = queries_of(call, seq)

@@ -1,4 +1,4 @@
-"""Where a write of this step's rows goes: the slots that it is given, or those that an attention's tables name."""
+"""The slots to which this step's rows are written: given as such, or by the block tables of the attention call."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ PROGRAMS = 16
 
 @compiled
 def slots_from_tables(call):
-    """The slot of each token that a sequence has; the step's tokens are the last ones of its length."""
+    """List the slots of the tokens of all sequences; new tokens are the last positions of their sequence."""
     for seq in range(num_sequences(call)):
         start, stop = packed_queries_of(call, seq)
-        first = within(int32_at(call.kv_lens, seq), 0, call.capacity) - stop
+        first = within(int32_at(call.kv_lens, seq), call.capacity) - stop
         for token in range(start, stop):
             position = first + token
             set_int(call.slots, token, -1)
@@ -29,7 +29,7 @@ def slots_from_tables(call):
 
 @compiled
 def list_slots(call):
-    """List the slot of each token, -1 for none, in memory of their own; False if there is no memory."""
+    """Allocate and fill the list of slots, -1 for a token without one; returns False if there is no memory."""
     call.workspace = allocate(8 * call.num_tokens + 8)
     if call.workspace == 0:
         return False
@@ -46,7 +46,7 @@ def list_slots(call):
 
 @compiled
 def tokens_of(call, index):
-    """The tokens of a program, those of some pages, with their slots; in their order, so that a later one wins."""
+    """Yield the tokens whose pages belong to a program, with their slots; later tokens come later and so win."""
     for token in range(call.num_tokens):
         slot = int_at(call.slots, token)
         if slot >= 0 and slot // call.page_size % call.num_programs == index:
@@ -54,7 +54,7 @@ def tokens_of(call, index):
 
 
 def operands_of(call: WriteKvPages | WriteMlaCache, launch: Any) -> dict[str, Any]:
-    """The arrays that say where rows go."""
+    """The arrays that determine the slots."""
     found = {
         name: None if (array := getattr(call, name)) is None else launch.contiguous(array)
         for name in ("slot_mapping", "kv_lens", "cu_q_lens")
@@ -65,18 +65,12 @@ def operands_of(call: WriteKvPages | WriteMlaCache, launch: Any) -> dict[str, An
 
 
 def numbers_of(call: Any, operands: dict[str, Any], num_pages: int, launch: Any) -> dict[str, int]:
-    """The numbers beside these arrays."""
+    """The numbers that go with these arrays."""
     slots, tables = operands["slot_mapping"], operands["page_indices"]
-    found = {
-        "num_tokens": call.num_tokens,
-        "wide_slots": slots is not None and dtype_name(slots) == "int64",
-        "num_pages": num_pages,
-        "page_size": call.page_size,
-    }
+    wide_slots = slots is not None and dtype_name(slots) == "int64"
+    numbers = dict(num_tokens=call.num_tokens, wide_slots=wide_slots, num_pages=num_pages, page_size=call.page_size)
     if tables is None:
-        return found | dict.fromkeys(("max_num_seqs", "capacity", "table_stride"), 0)
-    return found | {
-        "max_num_seqs": call.num_seqs if isinstance(call.num_seqs, int) else tables.shape[0],
-        "capacity": tables.shape[1] * call.page_size,
-        "table_stride": launch.strides(tables)[0],
-    }
+        return numbers
+    max_num_seqs = call.num_seqs if isinstance(call.num_seqs, int) else tables.shape[0]
+    capacity, table_stride = tables.shape[1] * call.page_size, launch.strides(tables)[0]
+    return numbers | dict(max_num_seqs=max_num_seqs, capacity=capacity, table_stride=table_stride)

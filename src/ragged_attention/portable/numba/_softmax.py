@@ -1,4 +1,4 @@
-"""Softmax as keys come along, in powers of two: a row's largest logit, its sum of weights, its weighted values."""
+"""Online softmax in powers of two: a row's largest logit `m_i`, its sum of weights `l_i`, its weighted values."""
 
 import math
 
@@ -25,16 +25,16 @@ from ragged_attention.portable.numba._vectors import (
 )
 
 LOG2E, LN2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
-NOTHING = np.float32(-np.inf)  # the largest of no logits
-MANY = np.float32(128)  # keys of equal weight, among which errors of 2 ** -8 of a weight leave the result within bounds
+NOTHING = np.float32(-np.inf)  # the largest logit of a row without keys
+MANY = np.float32(128)  # with this many keys of equal weight, errors of 2 ** -8 of a weight keep the result in bounds
 
 
 @inlined
 def soft_capped(logits, cap):
-    """cap * tanh(logits / cap); near 0 by a polynomial (Cephes' tanhf) of the logits themselves.
+    """cap * tanh(logits / cap); near 0 it is a polynomial (Cephes' tanhf) of the logits themselves.
 
-    So small logits keep their digits, and a huge cap, over which they are subnormal, does not make them 0 where the
-    caller has subnormal numbers flushed.
+    So small logits keep their digits. With a huge cap, logits / cap is subnormal, and a caller that flushes subnormal
+    numbers would otherwise get 0.
     """
     size = magnitude(logits)
     x = size / cap
@@ -51,43 +51,42 @@ def soft_capped(logits, cap):
 
 @compiled
 def capped(s, count, soft_cap):
-    """Turn logits into `soft_cap` * tanh(logit / soft_cap) in powers of two."""
+    """Replace logits by log2(e) * `soft_cap` * tanh(logit / soft_cap)."""
     for index in range(0, count, LANES):
         store(s, index, soft_capped(load(s, index), splat(soft_cap)) * splat(LOG2E))
 
 
 @inlined
 def power(x):
-    """2 ** x of one number; 0 of minus infinity."""
+    """2 ** x for one number; 0 for minus infinity."""
     return np.float32(math.exp2(x))
 
 
 @inlined
 def log_sum_exp(m_i, l_i):
-    """Of the logits of a row in powers of e, from what the softmax holds of it; minus infinity of none."""
+    """The natural log-sum-exp of a row's logits from its softmax state; minus infinity without keys."""
     return NOTHING if m_i == NOTHING else (m_i + math.log2(l_i)) * LN2
 
 
 @inlined
 def weight_of_sink(sinks, head, m_i):
-    """What a head's sink adds to the sum of weights of a row, if there are sinks."""
+    """The weight that a head's sink adds to a row's sum of weights; 0 without sinks."""
     return power(float_at(sinks, head) * LOG2E - m_i) if sinks else 0.0
 
 
 @compiled
 def scale_row(row, columns, factor):
-    each = splat(factor)
+    factors = splat(factor)
     for column in range(0, columns, LANES):
-        store(row, column, load(row, column) * each)
+        store(row, column, load(row, column) * factors)
 
 
 @compiled
 def weigh(s, first, stop, count, row, m_i, l_i, out, columns, judged):
-    """Turn a row's logits into weights, 0 outside [first, stop), and update what it holds of earlier keys.
+    """Turn a row's logits into weights, 0 outside [first, stop), and rescale its softmax state.
 
-    `count` is of whole vectors; `m_i` and `l_i` are arrays of all rows, `out` is this row's values so far. Returns
-    whether few keys have much of the row's weight, so that an error of these weights would show in the result, if that
-    is to be `judged`.
+    `count` is a multiple of LANES; `m_i` and `l_i` are arrays over all rows, `out` is the row's accumulator. If
+    `judged`, returns whether few keys have most of the row's weight, so that an error in these weights would show.
     """
     if stop <= first:
         fill(s, 0, count, np.float32(0))
@@ -97,19 +96,19 @@ def weigh(s, first, stop, count, row, m_i, l_i, out, columns, judged):
     high = load(s, 0)
     for index in range(LANES, count, LANES):
         high = maximum(high, load(s, index))
-    before = float_at(m_i, row)
-    now = max(largest(high), before)
-    base = now if now > NOTHING else np.float32(0)
+    old_m_i = float_at(m_i, row)
+    new_m_i = max(largest(high), old_m_i)
+    base = new_m_i if new_m_i > NOTHING else np.float32(0)
     origin, sums, squares = splat(base), splat(0.0), splat(0.0)
     for index in range(0, count, LANES):
         weights = exp2(load(s, index) - origin)
         store(s, index, weights)
         sums, squares = sums + weights, fma(weights, weights, squares)
-    if now > before:
-        kept = power(before - base)
-        set_float(l_i, row, float_at(l_i, row) * kept + total(sums))
-        scale_row(out, columns, kept)
+    if new_m_i > old_m_i:
+        alpha = power(old_m_i - base)
+        set_float(l_i, row, float_at(l_i, row) * alpha + total(sums))
+        scale_row(out, columns, alpha)
     else:
         set_float(l_i, row, float_at(l_i, row) + total(sums))
-    set_float(m_i, row, now)
+    set_float(m_i, row, new_m_i)
     return judged and total(squares) * MANY > float_at(l_i, row) * float_at(l_i, row)

@@ -1,6 +1,6 @@
-"""A whole call from torch in machine code: its plan, its programs in threads, and the end of its memory.
+"""A whole call from torch in machine code: its plan, its programs in threads, and the release of its memory.
 
-No exception of Python's, such as that of Ctrl-C, can end it while one of its threads runs.
+No Python exception, such as that of Ctrl-C, can end a call while one of its threads runs.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from ragged_attention.portable.numba._vectors import (
 
 @compiled
 def in_own_threads(work, record, num_threads):
-    """Call `work` in `num_threads` threads, the calling one among them; in fewer where the system starts no more."""
+    """Call `work` in `num_threads` threads, the caller's included, or in fewer if the system refuses to start more."""
     handles, started = allocate(8 * num_threads), 1
     if handles:
         while started < num_threads and start_thread(handles + 8 * started, work, record) == 0:
@@ -34,9 +34,9 @@ def in_own_threads(work, record, num_threads):
 
 
 def run(record, plan, work, team, num_threads):
-    """Run a kernel, by the addresses of its two functions, with GOMP_parallel as `team` or 0 for threads of our own.
+    """Run a kernel, given the addresses of its two functions; returns 0 or NO_MEMORY.
 
-    Returns 0 or NO_MEMORY.
+    `team` is the address of GOMP_parallel, or 0 to start threads here.
     """
     count, complete = call_at(plan, record), True
     if count > 0:
@@ -54,5 +54,5 @@ def run(record, plan, work, team, num_threads):
 
 
 def runner() -> Any:
-    """`run`, compiled."""
+    """The compiled `run`."""
     return machine_code("the threads of the kernels", {run: "int64(int64, int64, int64, int64, int64)"})[0]

@@ -1,8 +1,8 @@
-"""Vectors of floats, and memory by address: what the kernels are written in.
+"""Vectors of floats, and memory by address: the primitives of the kernels.
 
-An address is an int64, as a pointer is in C, and an index counts elements from there. Nothing is checked: a kernel
-reads and writes what its indices say. A vector has eight floats, or sixteen where the CPU's registers have; where
-they hold fewer, LLVM takes several.
+An address is an int64, like a pointer in C, and an index counts elements from an address. Accesses are not checked. A
+vector has sixteen floats on CPUs with registers of that size, and eight on all others, where LLVM uses several smaller
+registers if it must.
 """
 
 import operator
@@ -17,7 +17,7 @@ from numba.extending import intrinsic, lower_builtin, models, register_model
 
 
 def features_of_the_cpu() -> dict[str, bool]:
-    """What the code that Numba makes may use: the host's features, unless NUMBA_CPU_FEATURES or _NAME say others."""
+    """The CPU features that Numba compiles for: the host's, unless NUMBA_CPU_FEATURES or NUMBA_CPU_NAME is set."""
     given: str | None = config.CPU_FEATURES  # type: ignore[attr-defined]
     if given is None:
         return dict(binding.get_host_cpu_features())
@@ -25,15 +25,16 @@ def features_of_the_cpu() -> dict[str, bool]:
 
 
 LANES = 16 if features_of_the_cpu().get("avx512f") else 8
-# Whether bfloat16 are multiplied in pairs; the other feature, for tables of bytes, comes with it but for one old CPU.
+# Whether bfloat16 are multiplied in pairs. All CPUs with this instruction except one old model also have AVX512-VBMI,
+# which looks bytes up in tables.
 PAIRS = LANES == 16 and all(features_of_the_cpu().get(name, False) for name in ("avx512bf16", "avx512vbmi"))
 if PAIRS:
     binding.initialize_native_asmparser()  # for `instruction`
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cpython_wrapper": True}
 
-inlined = numba.njit(forceinline=True, **OPTIONS)  # for what is called in a loop
+inlined = numba.njit(forceinline=True, **OPTIONS)  # for functions called in a loop
 compiled = numba.njit(**OPTIONS)
-# Part of its callers from the start: compiled by itself, it and all that it calls would be optimised once more.
+# Inlined before compilation, which saves time: otherwise Numba first optimises the function and its callees separately.
 pasted = numba.njit(inline="always", **OPTIONS)
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
@@ -61,7 +62,7 @@ class _VectorModel(models.PrimitiveModel):
 
 
 def _arithmetic(symbol: Any, name: str) -> None:
-    """`symbol` between vectors as LLVM's instruction of that name."""
+    """Compile the operator `symbol` between vectors to the LLVM instruction `name`."""
 
     @infer_global(symbol)  # type: ignore[misc]
     class Template(AbstractTemplate):  # type: ignore[misc]
@@ -84,14 +85,14 @@ def constant(kind: ir.VectorType, value: float) -> ir.Constant:
     return ir.Constant(kind, [value] * LANES)
 
 
-def chosen(builder: Any, lanes: list[int], first: Any, second: Any = None) -> Any:
-    """Lanes of two vectors, the second's counted behind the first's."""
+def shuffled(builder: Any, lanes: list[int], first: Any, second: Any = None) -> Any:
+    """Lanes of two vectors; the lanes of the second are numbered after those of the first."""
     second = ir.Constant(first.type, ir.Undefined) if second is None else second
     return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
 
 def function_of(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
-    """An intrinsic of these types, of what emits its instructions: `emit(builder, *values)`."""
+    """A decorator: makes an intrinsic with these types of `emit(builder, *values)`, which emits its instructions."""
 
     def decorated(emit: Callable[..., Any]) -> Any:
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -113,7 +114,7 @@ def function_of(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], 
 def splat(builder: Any, value: Any) -> Any:
     """The number in every lane."""
     first = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), value, ir.Constant(I32, 0))
-    return chosen(builder, [0] * LANES, first)
+    return shuffled(builder, [0] * LANES, first)
 
 
 @function_of(vector, vector, vector, vector)
@@ -124,18 +125,18 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def instruction(builder: Any, text: str, result: Any, constraint: str, *values: Any) -> Any:
-    """One instruction by its name: llvmlite has no type for vectors of bfloat16."""
+    """One instruction as inline assembly: llvmlite has no type for vectors of bfloat16."""
     return builder.asm(ir.FunctionType(result, [value.type for value in values]), text, constraint, values, False)
 
 
 @function_of(vector, vector, vector, vector)
 def fma_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """c + the products of both bfloat16 that a lane of `a` and of `b` holds; subnormal ones count as 0. Needs PAIRS."""
+    """c + the two products of the pairs of bfloat16 in a lane; subnormal numbers count as 0. Needs PAIRS."""
     return instruction(builder, "vdpbf16ps $3, $2, $0", FLOATS, "=v,0,v,v", c, a, b)
 
 
 def join(builder: Any, low: Any, high: Any) -> Any:
-    """Two vectors as pairs of bfloat16, towards zero, `low` in the lower halves of the lanes."""
+    """Two vectors, truncated to bfloat16, as pairs with `low` in the lower halves of the lanes."""
     below = builder.lshr(builder.bitcast(low, INTS), constant(INTS, 16))
     above = builder.and_(builder.bitcast(high, INTS), constant(INTS, 0xFFFF0000))
     return builder.bitcast(builder.or_(below, above), FLOATS)
@@ -146,19 +147,28 @@ joined = function_of(vector, vector, vector)(join)
 
 @function_of(vector, vector, vector)
 def maximum(builder: Any, a: Any, b: Any) -> Any:
-    """The larger one; the second where one is NaN."""
+    """The larger number of each lane; the second if either is NaN."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
 @function_of(vector, vector, vector, vector, vector)
 def where_less(builder: Any, a: Any, b: Any, then: Any, otherwise: Any) -> Any:
-    """`then` in the lanes where a < b."""
+    """`then` in the lanes where a < b, else `otherwise`."""
     return builder.select(builder.fcmp_ordered("<", a, b), then, otherwise)
 
 
 @function_of(vector, vector)
 def magnitude(builder: Any, a: Any) -> Any:
     return builder.bitcast(builder.and_(builder.bitcast(a, INTS), constant(INTS, 0x7FFFFFFF)), FLOATS)
+
+
+def _larger_magnitude(builder: Any, a: Any, b: Any) -> Any:
+    """The larger magnitude in each lane, NaN if either is NaN: as integers, NaN is larger than infinity."""
+    x, y = (builder.and_(builder.bitcast(each, INTS), constant(INTS, 0x7FFFFFFF)) for each in (a, b))
+    return builder.bitcast(builder.select(builder.icmp_signed(">", x, y), x, y), FLOATS)
+
+
+larger_magnitude = function_of(vector, vector, vector)(_larger_magnitude)
 
 
 @function_of(vector, vector, vector)
@@ -170,20 +180,20 @@ def with_sign(builder: Any, a: Any, sign: Any) -> Any:
 
 @function_of(vector, vector)
 def without_signs_of_nan(builder: Any, a: Any) -> Any:
-    """The same with every NaN a positive one."""
+    """The vector with the sign of each NaN made positive."""
     nan = builder.bitcast(constant(INTS, 0x7FC00000), FLOATS)
     return builder.select(builder.fcmp_unordered("uno", a, a), nan, a)
 
 
 @function_of(vector, vector)
 def truncated(builder: Any, a: Any) -> Any:
-    """Rounded towards zero, within int32."""
+    """Rounded towards zero; the result must fit int32."""
     return builder.sitofp(builder.fptosi(a, INTS), FLOATS)
 
 
 @function_of(vector, vector)
 def power_of_two(builder: Any, a: Any) -> Any:
-    """2 ** a of integers from -127 to 127, where 2 ** -127 counts as 0."""
+    """2 ** a for integers from -127 to 127, with 0 for 2 ** -127."""
     biased = builder.add(builder.fptosi(a, INTS), constant(INTS, 127))
     return builder.bitcast(builder.shl(biased, constant(INTS, 23)), FLOATS)
 
@@ -191,7 +201,7 @@ def power_of_two(builder: Any, a: Any) -> Any:
 def _folded(builder: Any, a: Any, step: Callable[[Any, Any], Any]) -> Any:
     half = LANES
     while half := half // 2:
-        a = step(a, chosen(builder, [(lane + half) % LANES for lane in range(LANES)], a))
+        a = step(a, shuffled(builder, [(lane + half) % LANES for lane in range(LANES)], a))
     return builder.extract_element(a, ir.Constant(I32, 0))
 
 
@@ -207,20 +217,26 @@ def largest(builder: Any, a: Any) -> Any:
     return _folded(builder, a, lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
 
 
+@function_of(types.float32, vector)
+def largest_of_magnitudes(builder: Any, a: Any) -> Any:
+    """The largest magnitude of the lanes; NaN if a lane is NaN."""
+    return _folded(builder, a, lambda x, y: _larger_magnitude(builder, x, y))
+
+
 def _quads(*lanes: int) -> list[int]:
-    """Lanes in runs of four, by the numbers of the runs; those of a second vector follow those of the first."""
+    """The lanes of these runs of four; the runs of a second vector are numbered after those of the first."""
     return [4 * run + lane for run in lanes for lane in range(4)]
 
 
 @function_of(types.none, types.int64, types.int64, vector, *(vector,) * LANES)
 def store_totals(builder: Any, address: Any, stride: Any, factor: Any, *vectors: Any) -> None:
-    """The sums of the lanes of LANES vectors times a factor, as 4 rows of a quarter each, `stride` floats apart."""
+    """Store the lane sums of LANES vectors, times `factor`, as 4 rows of LANES / 4 floats, `stride` floats apart."""
 
     def halved(first: list[int], second: list[int], pairs: Any) -> list[Any]:
         found = zip(pairs[::2], pairs[1::2], strict=True)
-        return [builder.fadd(chosen(builder, first, a, b), chosen(builder, second, a, b)) for a, b in found]
+        return [builder.fadd(shuffled(builder, first, a, b), shuffled(builder, second, a, b)) for a, b in found]
 
-    # First within runs of four lanes, which costs the least: two adjacent lanes of each vector, and once more.
+    # Sum within runs of four lanes first, which is cheapest: two adjacent lanes of each vector, and again.
     even = [base + lane for run in range(0, LANES, 4) for base in (run, run + LANES) for lane in (0, 2)]
     sums: Any = vectors
     for _ in range(2):
@@ -232,34 +248,33 @@ def store_totals(builder: Any, address: Any, stride: Any, factor: Any, *vectors:
         sums = halved(_quads(0, 2), _quads(1, 3), sums)
     products = builder.fmul(sums[0], factor)
     for row in range(4):
-        part = chosen(builder, list(range(row * LANES // 4, (row + 1) * LANES // 4)), products)
+        part = shuffled(builder, list(range(row * LANES // 4, (row + 1) * LANES // 4)), products)
         store_aligned(builder, part, element(builder, address, builder.mul(stride, ir.Constant(I64, row)), F32), 4)
 
 
 @function_of(types.none, *(types.int64,) * 6)
 def transpose(builder: Any, sources: Any, count: Any, otherwise: Any, place: Any, target: Any, stride: Any) -> None:
-    """Write LANES floats of LANES rows as columns, in rows that are `stride` floats apart.
+    """Transpose LANES floats, from float `place` on, of LANES rows; the rows written are `stride` floats apart.
 
-    `sources` lists the rows' addresses; for those behind `count`, and those that are 0, `otherwise` is read. `place` is
-    the first float to read.
+    `sources` lists the addresses of the rows. For rows from `count` on, and for addresses 0, `otherwise` is read.
     """
     rows = []
     for index in range(LANES):
         number = ir.Constant(I64, index)
-        there = builder.icmp_signed("<", number, count)
-        listed = builder.load(builder.select(there, element(builder, sources, number, I64),
+        exists = builder.icmp_signed("<", number, count)
+        listed = builder.load(builder.select(exists, element(builder, sources, number, I64),
                                              element(builder, sources, ir.Constant(I64, 0), I64)))  # fmt: skip
-        there = builder.and_(there, builder.icmp_signed("!=", listed, ir.Constant(I64, 0)))
-        row = element(builder, builder.select(there, listed, otherwise), place, F32)
+        exists = builder.and_(exists, builder.icmp_signed("!=", listed, ir.Constant(I64, 0)))
+        row = element(builder, builder.select(exists, listed, otherwise), place, F32)
         rows.append(load_aligned(builder, row, FLOATS, 4))
     step = LANES
-    while step := step // 2:  # exchange what is off the diagonal, in ever smaller blocks
+    while step := step // 2:  # exchange off-diagonal blocks of halving size
         upper = [lane if not lane & step else LANES + lane - step for lane in range(LANES)]
         lower = [lane + step if not lane & step else LANES + lane for lane in range(LANES)]
         for row in range(LANES):
             if not row & step:
                 a, b = rows[row], rows[row + step]
-                rows[row], rows[row + step] = chosen(builder, upper, a, b), chosen(builder, lower, a, b)
+                rows[row], rows[row + step] = shuffled(builder, upper, a, b), shuffled(builder, lower, a, b)
     for index, row in enumerate(rows):
         store_aligned(builder, row, element(builder, target, builder.mul(stride, ir.Constant(I64, index)), F32), 4)
 
@@ -323,25 +338,30 @@ int32_at = _reader(types.int64, I32, "int32_at")
 int_at = _reader(types.int64, I64, "int_at")
 
 
-@function_of(types.none, types.int64, types.int64, types.float32)
-def set_float(builder: Any, address: Any, index: Any, value: Any) -> None:
-    builder.store(value, element(builder, address, index, F32))
+def _setter(value_type: Any, kind: Any, name: str) -> Any:
+    def write(builder: Any, address: Any, index: Any, value: Any) -> None:
+        builder.store(
+            value if kind in (F32, I64) else builder.trunc(value, kind), element(builder, address, index, kind)
+        )
+
+    write.__name__ = name
+    return function_of(types.none, types.int64, types.int64, value_type)(write)
 
 
-@function_of(types.none, types.int64, types.int64, types.int64)
-def set_int(builder: Any, address: Any, index: Any, value: Any) -> None:
-    builder.store(value, element(builder, address, index, I64))
+set_float = _setter(types.float32, F32, "set_float")
+set_int = _setter(types.int64, I64, "set_int")
+set_int32 = _setter(types.int64, I32, "set_int32")
 
 
 @function_of(types.int64, types.int64, types.int64)
 def add_to(builder: Any, address: Any, amount: Any) -> Any:
-    """Add to an int64 that several threads change; returns what it was."""
+    """Add atomically to an int64; returns its old value."""
     return builder.atomic_rmw("add", builder.inttoptr(address, I64.as_pointer()), amount, "seq_cst")
 
 
 @function_of(types.float32, types.int64)
 def float_of(builder: Any, bits: Any) -> Any:
-    """The float whose bits are the lower half of a number."""
+    """The float whose bits are the lower half of an int64."""
     return builder.bitcast(builder.trunc(bits, I32), F32)
 
 
@@ -357,26 +377,26 @@ def _external(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
 
 @function_of(types.int64, types.int64)
 def allocate(builder: Any, size: Any) -> Any:
-    """The address of so many bytes, at a multiple of 64; 0 if there are not so many."""
+    """Allocate `size` bytes at a multiple of 64; returns the address, 0 if there is no memory."""
     whole = builder.and_(builder.add(size, ir.Constant(I64, 63)), ir.Constant(I64, -64))
     return builder.ptrtoint(_external(builder, "aligned_alloc", I8.as_pointer(), ir.Constant(I64, 64), whole), I64)
 
 
 @function_of(types.none, types.int64)
 def release(builder: Any, address: Any) -> None:
-    """Give back what `allocate` gave; 0 is nothing."""
+    """Release memory from `allocate`; an address of 0 is ignored."""
     _external(builder, "free", ir.VoidType(), builder.inttoptr(address, I8.as_pointer()))
 
 
 @function_of(types.none, types.int64, types.int64)
 def zero(builder: Any, address: Any, size: Any) -> None:
-    """Set so many bytes to 0."""
+    """Set `size` bytes to 0."""
     cgutils.memset(builder, builder.inttoptr(address, I8.as_pointer()), size, 0)
 
 
 @function_of(types.none, types.int64, types.int64, types.int64)
 def copy(builder: Any, target: Any, source: Any, size: Any) -> None:
-    """Copy so many bytes."""
+    """Copy `size` bytes."""
     target, source = (builder.inttoptr(address, I8.as_pointer()) for address in (target, source))
     cgutils.raw_memcpy(builder, target, source, size, ir.Constant(I64, 1))
 
@@ -386,17 +406,12 @@ def set_byte(builder: Any, address: Any, value: Any) -> None:
     builder.store(builder.trunc(value, I8), builder.inttoptr(address, I8.as_pointer()))
 
 
-@function_of(types.none, types.int64, types.int64, types.int64)
-def set_int32(builder: Any, address: Any, index: Any, value: Any) -> None:
-    builder.store(builder.trunc(value, I32), element(builder, address, index, I32))
-
-
 @function_of(types.none, types.int64, types.int64)
 def prefetch(builder: Any, address: Any, size: Any) -> None:
-    """Ask for so many bytes ahead of their use; what lies there need not exist."""
+    """Prefetch `size` bytes; the memory need not exist."""
     kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-    hints = [ir.Constant(I32, hint) for hint in (0, 2, 1)]  # to read, into the second cache, data
+    hints = [ir.Constant(I32, hint) for hint in (0, 2, 1)]  # for reading, into the second-level cache, data
     with cgutils.for_range_slice(builder, ir.Constant(I64, 0), size, ir.Constant(I64, 64)) as (offset, _):
         builder.call(function, [builder.inttoptr(builder.add(address, offset), I8.as_pointer()), *hints])
 
@@ -408,14 +423,14 @@ def let_others_run(builder: Any) -> None:
 
 @function_of(types.int64, types.int64, types.int64)
 def call_at(builder: Any, function: Any, value: Any) -> Any:
-    """Call a function by its address, of one 64-bit number, which returns one."""
+    """Call the function at an address, which takes and returns one int64."""
     kind = ir.FunctionType(I64, [I64]).as_pointer()
     return builder.call(builder.inttoptr(function, kind), [value])
 
 
 @function_of(types.none, types.int64, types.int64, types.int64, types.int64)
 def in_team(builder: Any, team: Any, function: Any, value: Any, num_threads: Any) -> None:
-    """Call a function by its address in `num_threads` threads of an OpenMP library; `team` is its GOMP_parallel."""
+    """Call the function at an address in `num_threads` OpenMP threads; `team` is the address of GOMP_parallel."""
     kind = ir.FunctionType(ir.VoidType(), [I64, I64, I32, I32]).as_pointer()
     count = builder.trunc(num_threads, I32)
     builder.call(builder.inttoptr(team, kind), [function, value, count, ir.Constant(I32, 0)])
@@ -423,19 +438,19 @@ def in_team(builder: Any, team: Any, function: Any, value: Any, num_threads: Any
 
 @function_of(types.int64, types.int64, types.int64, types.int64)
 def start_thread(builder: Any, place: Any, function: Any, value: Any) -> Any:
-    """Call a function by its address in a thread of its own, whose handle is written to `place`; 0 if that began."""
+    """Call the function at an address in a new thread and write its handle to `place`; returns 0 on success."""
     begun = _external(builder, "pthread_create", I32, place, ir.Constant(I64, 0), function, value)
     return builder.sext(begun, I64)
 
 
 @function_of(types.none, types.int64)
 def join_thread(builder: Any, handle: Any) -> None:
-    """Wait for the end of a thread."""
+    """Wait until a thread ends."""
     _external(builder, "pthread_join", I32, handle, ir.Constant(I64, 0))
 
 
 @inlined
 def fill(address, first, stop, value):
-    """Set the floats from `first` to before `stop`."""
+    """Set the floats [first, stop)."""
     for index in range(first, stop):
         set_float(address, index, value)

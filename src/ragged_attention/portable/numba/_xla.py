@@ -1,7 +1,7 @@
-"""XLA's way to a kernel: a handler of its foreign function interface, compiled here too, on the threads of XLA's pool.
+"""How XLA calls a kernel: through a handler of its foreign function interface, on the threads of XLA's pool.
 
 The interface is a C ABI (xla/ffi/api/c_api.h): the handler gets the address of a call frame. `handle` serves every
-kernel; what it is to know of one is a few numbers, `ABOUT`, and a stub of three instructions passes on their address.
+kernel. It needs a few numbers about a kernel, the record `about`, whose address a stub of three instructions passes on.
 """
 
 import ctypes
@@ -30,27 +30,25 @@ from ragged_attention.portable.numba._vectors import (
     set_int,
 )
 
-# A call frame and what hangs on it, in words of eight bytes.
+# The fields of a call frame and of the structures it points to, in words of eight bytes.
 EXTENSION, API, CONTEXT, NUM_OPERANDS, OPERANDS, NUM_RESULTS, RESULTS, ATTRIBUTES = 1, 2, 3, 7, 9, 12, 14, 20
-DATA, RANK, DIMENSIONS = 3, 4, 5  # of a buffer
-VALUES = 2  # of an array of numbers
-IS_METADATA, TYPE, METADATA = 1, 2, 3  # of an extension: its type, in words of four bytes, and where that points to
-VERSION, TRAITS = 3, 4  # of the metadata
-CREATE_ERROR, DESTROY_ERROR, SCHEDULE, NUM_THREADS = 6, 8, 17, 18  # of the table of XLA's functions
+DATA, RANK, DIMENSIONS = 3, 4, 5  # in a buffer
+VALUES = 2  # in an array of numbers
+IS_METADATA, TYPE, METADATA = 1, 2, 3  # in an extension; IS_METADATA is a value of TYPE, which counts 4-byte words
+VERSION, TRAITS = 3, 4  # in the metadata
+CREATE_ERROR, DESTROY_ERROR, SCHEDULE, NUM_THREADS = 6, 8, 17, 18  # in the table of XLA's functions
 RESOURCE_EXHAUSTED = 8
 
-about_at = record_at(
-    np.dtype([(name, np.int64) for name in ("version", "words", "num_operands", "num_results", "num_numbers",
-                                            "plan", "work", "task", "no_memory")])
-)  # fmt: skip
-# In front of a call's record: how many threads still hold it, how many of the pool's are at work, and arguments for
-# XLA's functions.
+ABOUT = ("version", "words", "num_operands", "num_results", "num_numbers", "plan", "work", "task", "no_memory")
+about_at = record_at(ABOUT)
+# The words before a call's record: the number of threads that still hold it, the function `work`, the number of pool
+# threads that are running it, and arguments for XLA's functions.
 HOLDERS, WORK, RUNNING, ARGUMENTS, WORDS = 0, 1, 2, 3, 17
 
 
 @compiled
 def data_of(buffer):
-    """The address of an array's entries, 0 if there are none."""
+    """The address of an array's elements, 0 if it has none."""
     for axis in range(int_at(buffer, RANK)):
         if int_at(int_at(buffer, DIMENSIONS), axis) == 0:
             return 0
@@ -59,7 +57,7 @@ def data_of(buffer):
 
 @compiled
 def succeeds(api, function, arguments, size):
-    """Call one of XLA's functions with the arguments that lie there; the first three words are the same for all."""
+    """Call one of XLA's functions with `size` words of arguments and return its success; writes the first two words."""
     set_int(arguments, 0, 8 * size)
     set_int(arguments, 1, 0)
     error = call_at(int_at(api, function), arguments)
@@ -72,14 +70,14 @@ def succeeds(api, function, arguments, size):
 
 @inlined
 def let_go(block):
-    """Give up a call's memory, which the last of its threads releases."""
+    """Drop a thread's hold on a call's memory; the last thread releases it."""
     if add_to(block + 8 * HOLDERS, -1) == 1:
         release(int_at(block, WORDS + WORKSPACE))
         release(block)
 
 
 def task(block):
-    """What a thread of the pool does for a call."""
+    """Run a call's programs in a thread of the pool."""
     add_to(block + 8 * RUNNING, 1)
     call_at(int_at(block, WORK), block + 8 * WORDS)
     add_to(block + 8 * RUNNING, -1)
@@ -88,7 +86,7 @@ def task(block):
 
 
 def handle(frame, address):
-    """Run the kernel that the numbers at `address` are about; returns an error of XLA's, or 0."""
+    """Run the kernel that the record at `address` describes; returns an error of XLA's, or 0."""
     about = about_at(address)
     extension = int_at(frame, EXTENSION)
     if extension:
@@ -103,17 +101,14 @@ def handle(frame, address):
     record = block + 8 * WORDS
     for word in range(WORDS + about.words):
         set_int(block, word, 0)
-    word = len(STATE)
+    results = len(STATE) + about.num_operands
     for index in range(about.num_operands):
-        set_int(record, word, data_of(int_at(int_at(frame, OPERANDS), index)))
-        word += 1
+        set_int(record, len(STATE) + index, data_of(int_at(int_at(frame, OPERANDS), index)))
     for index in range(about.num_results):
-        set_int(record, word, data_of(int_at(int_at(frame, RESULTS), index)))
-        word += 1
+        set_int(record, results + index, data_of(int_at(int_at(frame, RESULTS), index)))
     numbers = int_at(int_at(int_at(frame, ATTRIBUTES), 0), VALUES)
     for index in range(about.num_numbers):
-        set_int(record, word, int_at(numbers, index))
-        word += 1
+        set_int(record, results + about.num_results + index, int_at(numbers, index))
     count = call_at(about.plan, record)
     set_int(record, NUM_PROGRAMS, count)
     set_int(block, WORK, about.work)
@@ -133,7 +128,7 @@ def handle(frame, address):
             if not succeeds(api, SCHEDULE, arguments, 5):
                 add_to(block + 8 * HOLDERS, -1)
         call_at(about.work, record)
-        complete = end(record, count)  # threads of the pool that come later find nothing to do, so none is waited for
+        complete = end(record, count)  # pool threads that start later find no program, so this does not wait for them
         while add_to(block + 8 * RUNNING, 0) > 0:
             let_others_run()
         complete = complete and int_at(record, FAILED) == 0
@@ -147,22 +142,22 @@ def _shared() -> tuple[Any, ...]:
 
 
 def compile_ahead() -> None:
-    """Compile what the handlers of all kernels share."""
+    """Compile the code that the handlers of all kernels share."""
     _shared()
 
 
 @functools.cache
 def _version(include: str) -> int:
-    """The interface's version in the installed headers, as it lies in memory: major and minor."""
+    """The interface's version in the installed headers: two int32 in one word, major and minor."""
     text = Path(include, "xla", "ffi", "api", "c_api.h").read_text()
     major, minor = (int(re.findall(rf"#define XLA_FFI_API_{part} (\d+)", text)[0]) for part in ("MAJOR", "MINOR"))
     return major | minor << 32
 
 
-_alive: list[Any] = []  # the code and numbers of handlers, which XLA keeps for good
+_alive: list[Any] = []  # the code and data of handlers, to which XLA holds pointers for the life of the process
 
 
-@functools.cache  # for every trace of a call asks for it
+@functools.cache  # every trace of a call asks for the handler
 @forking.postponed()
 def handler(kernel: Any, include: str) -> Any:
     """A kernel's handler, as a ctypes function."""

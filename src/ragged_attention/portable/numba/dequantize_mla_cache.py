@@ -1,4 +1,4 @@
-"""The rows that a quantised latent cache holds, on a CPU."""
+"""The rows of a quantised latent cache, dequantised on a CPU."""
 
 from typing import Any
 
@@ -8,21 +8,19 @@ from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, narrow, size_of
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._latent_rows import PLAIN, code_of, place_of, read_latents
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs
-from ragged_attention.portable.numba._vectors import allocate, release, set_int
+from ragged_attention.portable.numba._latent_call import cache_numbers, cache_of
+from ragged_attention.portable.numba._latent_rows import ROWS, place_of, read_latents, rows_fields
+from ragged_attention.portable.numba._records import Fields, programs, record_in
+from ragged_attention.portable.numba._vectors import LANES, allocate, set_int
 
 FIELDS = Fields(
     operands=("cache",),
     results=("rows",),
-    numbers=("num_pages", "page_size", "width", "format", "page_stride", "slot_stride", "layout", "num_threads"),
+    numbers=("num_pages", "page_size", "width", "format", *rows_fields("kv_"), "num_threads"),
 )
-call_of = FIELDS.at
+call_of, kv_of = FIELDS.at, record_in(ROWS, "kv_")
 FEATURES = frozenset({"format", "dtype", "cache_layout"})
-
-
-def why_not(call: DequantizeMlaCache) -> str | None:
-    return cannot_run(call)
+why_not = cannot_run
 
 
 def plan(address):
@@ -30,21 +28,19 @@ def plan(address):
 
 
 def work(address):
-    """Programs, each of one page."""
+    """Run programs; each handles one page."""
     call = call_of(address)
-    memory = allocate(16 + 4 * call.width)
-    if memory == 0:
-        return NO_MEMORY
+    kv, row_bytes = kv_of(call), 4 * (call.width + LANES)
+    memory = allocate(16 + 2 * row_bytes)
     source, scale, row = memory, memory + 8, memory + 16
-    for page in programs(address, call.num_programs):
+    for page in programs(address, memory):
         for slot in range(call.page_size):
-            place, its = place_of(call.layout, 1, page, slot, call.page_stride, call.slot_stride, call.page_size)
-            set_int(source, 0, call.cache + place)
-            set_int(scale, 0, call.cache + its)
-            read_latents(call.layout, 1, PLAIN, 0, source, scale, row, call.width, call.width, 1)
+            values, scales = place_of(kv, page, slot)
+            set_int(source, 0, call.cache + values)
+            set_int(scale, 0, call.cache + scales)
+            read_latents(kv, source, scale, row, call.width, call.width, 1, row + row_bytes)
             target = (page * call.page_size + slot) * call.width * size_of(call.format)
             narrow(call.format, row, call.rows + target, call.width, 1.0)
-    release(memory)
     return 0
 
 
@@ -52,17 +48,6 @@ KERNEL = Kernel("dequantize_mla_cache", FIELDS, plan, work)
 
 
 def run(call: DequantizeMlaCache, tile: Tile, launch: Any) -> Any:
-    del tile
-    cache = launch.words(call.cache, packed_rows=call.kv_format.planar)
-    page_stride, slot_stride = launch.strides(cache)[:2]
-    numbers = {
-        "num_pages": cache.shape[0],
-        "page_size": cache.shape[1],
-        "width": call.out_shape[3],
-        "format": CODES[call.dtype],
-        "page_stride": page_stride,
-        "slot_stride": slot_stride,
-        "layout": code_of(call.kv_format),
-        "num_threads": launch.num_threads,
-    }
-    return launch.native(KERNEL, {"cache": cache}, {"rows": (call.out_shape, call.dtype)}, numbers)["rows"]
+    cache, width = cache_of(call.cache, call.kv_format, launch), call.out_shape[3]
+    numbers = cache_numbers(cache, call.kv_format, width, launch) | {"width": width, "format": CODES[call.dtype]}
+    return KERNEL.launch(launch, tile, {"cache": cache}, {"rows": (call.out_shape, call.dtype)}, numbers)["rows"]

@@ -12,10 +12,7 @@ from ragged_attention.portable.numba._indexer_call import heuristic as heuristic
 from ragged_attention.portable.numba._indexer_call import invariant_tile as invariant_tile
 
 __all__ = ["FEATURES"]
-
-
-def why_not(call: IndexerLogits) -> str | None:
-    return cannot_run(call)
+why_not = cannot_run
 
 
 def run(call: IndexerLogits, tile: Tile, launch: Any) -> Any:

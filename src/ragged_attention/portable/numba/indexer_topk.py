@@ -1,4 +1,4 @@
-"""The keys with the largest logits of the lightning indexer, on a CPU."""
+"""The keys with the largest logits in the lightning indexer, on a CPU."""
 
 from typing import Any
 
@@ -12,10 +12,7 @@ from ragged_attention.portable.numba._indexer_call import heuristic as heuristic
 from ragged_attention.portable.numba._indexer_call import invariant_tile as invariant_tile
 
 FEATURES = FEATURES_OF_LOGITS | {"candidate_blocks", "candidate_block_size"}
-
-
-def why_not(call: IndexerTopk) -> str | None:
-    return cannot_run(call)
+why_not = cannot_run
 
 
 def run(call: IndexerTopk, tile: Tile, launch: Any) -> Any:

@@ -9,7 +9,7 @@ from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, narrow, read_some, size_of
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs
+from ragged_attention.portable.numba._records import Fields, programs
 from ragged_attention.portable.numba._softmax import LN2, LOG2E, NOTHING, power, weight_of_sink
 from ragged_attention.portable.numba._vectors import (
     LANES,
@@ -18,7 +18,6 @@ from ragged_attention.portable.numba._vectors import (
     float_at,
     fma,
     load,
-    release,
     set_float,
     splat,
     store,
@@ -32,11 +31,8 @@ FIELDS = Fields(
 )
 call_of = FIELDS.at
 FEATURES = frozenset({"sinks", "out_dtype"})
-ROWS = 256  # of a program
-
-
-def why_not(call: MergeAttentionStates) -> str | None:
-    return cannot_run(call)
+ROWS = 256  # rows per program
+why_not = cannot_run
 
 
 def plan(address):
@@ -45,7 +41,7 @@ def plan(address):
 
 @compiled
 def merge(call, row, out):
-    """One row of all parts, with its sums in `out`; a part that has seen nothing takes no part, whatever it holds."""
+    """Merge one row of all partial results, with its sums in `out`; a result over no keys is ignored, even a NaN."""
     m_i, l_i, width, size = NOTHING, 0.0, call.width, size_of(call.format)
     for part in range(call.num_parts):
         m_i = max(m_i, float_at(call.lses, part * call.num_rows + row))
@@ -57,23 +53,20 @@ def merge(call, row, out):
         for column in range(0, width if weight > 0 else 0, LANES):
             values = read_some(call.format, call.outs + size * place * width, column, width - column)
             store(out, column, fma(splat(weight), values, load(out, column)))
-    whole = 1.0
+    divisor = 1.0
     if m_i > NOTHING:
-        whole = l_i + weight_of_sink(call.sinks, row % call.num_heads, m_i * LOG2E)
-    narrow(call.out_format, out, call.out + size_of(call.out_format) * row * width, width, whole)
+        divisor = l_i + weight_of_sink(call.sinks, row % call.num_heads, m_i * LOG2E)
+    narrow(call.out_format, out, call.out + size_of(call.out_format) * row * width, width, divisor)
     set_float(call.lse, row, m_i + math.log2(l_i) * LN2 if m_i > NOTHING else NOTHING)
 
 
 def work(address):
-    """Programs of some rows each."""
+    """Run programs; each handles ROWS rows."""
     call = call_of(address)
     out = allocate(4 * (call.width + LANES))
-    if out == 0:
-        return NO_MEMORY
-    for index in programs(address, call.num_programs):
+    for index in programs(address, out):
         for row in range(index * ROWS, min((index + 1) * ROWS, call.num_rows)):
             merge(call, row, out)
-    release(out)
     return 0
 
 
@@ -81,22 +74,16 @@ KERNEL = Kernel("merge_attention_states", FIELDS, plan, work)
 
 
 def run(call: MergeAttentionStates, tile: Tile, launch: Any) -> Any:
-    del tile
     outs, lses = launch.contiguous(call.outs), launch.contiguous(call.lses)
     num_parts, num_tokens, num_heads, width = outs.shape
-    out, lse = call.results()
-    results = launch.native(
-        KERNEL,
+    results = KERNEL.launch(
+        launch,
+        tile,
         {"outs": outs, "lses": lses, "sinks": None if call.sinks is None else launch.contiguous(call.sinks)},
-        {"out": (out.shape, out.dtype), "lse": (lse.shape, lse.dtype)},
+        KERNEL.results_of(call),
         {
-            "num_parts": num_parts,
-            "num_rows": num_tokens * num_heads,
-            "num_heads": num_heads,
-            "width": width,
-            "format": CODES[dtype_name(outs)],
-            "out_format": CODES[call.out_dtype or dtype_name(outs)],
-            "num_threads": launch.num_threads,
+            "num_parts": num_parts, "num_rows": num_tokens * num_heads, "num_heads": num_heads, "width": width,
+            "format": CODES[dtype_name(outs)], "out_format": CODES[call.out_dtype or dtype_name(outs)],
         },
-    )
-    return results["out"], results["lse"]
+    )  # fmt: skip
+    return tuple(results.values())

@@ -1,6 +1,6 @@
-"""Attention of a few query tokens per sequence over a paged latent cache on a CPU, dense or of top-k lists.
+"""Attention of a few query tokens per sequence over a paged latent cache on a CPU, dense or over top-k lists.
 
-A schedule is for kernels that divide their work before they start; here it has no use.
+A schedule is ignored: this kernel divides its work when it starts.
 """
 
 from typing import Any
@@ -12,7 +12,6 @@ from ragged_attention.portable.numba._latent_call import KERNEL as KERNEL
 from ragged_attention.portable.numba._latent_call import Tile as Tile
 from ragged_attention.portable.numba._latent_call import heuristic as heuristic
 from ragged_attention.portable.numba._latent_call import invariant_tile as invariant_tile
-from ragged_attention.portable.numba._records import bits_of
 
 FEATURES = frozenset({
     "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks",
@@ -38,14 +37,9 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> tuple[Any, Any]:
             "q": q, "lists": lists, "lens": lens, "extra_lists": extra_lists, "extra_lens": call.extra_topk_lens,
         },
         numbers={
-            "max_num_seqs": num_seqs,
-            "num_tokens": num_q_tokens,
-            "sparse": call.sparse,
-            "causal": call.causal,
-            "window": call.sliding_window or 0,
-            "soft_cap": bits_of(call.soft_cap or 0.0),
-            "length": call.topk if call.sparse else call.capacity,
-            "extra_length": call.extra_topk,
+            "max_num_seqs": num_seqs, "num_tokens": num_q_tokens, "sparse": call.sparse, "causal": call.causal,
+            "window": call.sliding_window or 0, "soft_cap": call.soft_cap or 0.0,
+            "length": call.topk if call.sparse else call.capacity, "extra_length": call.extra_topk,
             **_latent_call.named(strides),
         },
     )  # fmt: skip

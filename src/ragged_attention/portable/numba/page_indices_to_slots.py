@@ -1,4 +1,4 @@
-"""Token positions as slots of the cache on a CPU."""
+"""Token positions, converted to slots of the cache on a CPU."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ from ragged_attention.portable._no_tuning import Tile as Tile
 from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._records import Fields, programs
+from ragged_attention.portable.numba._records import Fields, claimed
 from ragged_attention.portable.numba._vectors import int32_at, set_int32
 
 FIELDS = Fields(
@@ -18,11 +18,8 @@ FIELDS = Fields(
 )
 call_of = FIELDS.at
 FEATURES: frozenset[str] = frozenset()
-SLOTS = 2**31  # that an int32 can number
-
-
-def why_not(call: PageIndicesToSlots) -> str | None:
-    return cannot_run(call)
+SLOTS = 2**31  # the number of slots that an int32 can index
+why_not = cannot_run
 
 
 def plan(address):
@@ -30,9 +27,9 @@ def plan(address):
 
 
 def work(address):
-    """Programs, each of one sequence."""
+    """Run programs; each handles one sequence."""
     call = call_of(address)
-    for seq in programs(address, call.num_programs):
+    for seq in claimed(address):
         for index in range(seq * call.num_positions, (seq + 1) * call.num_positions):
             position, slot = int32_at(call.positions, index), -1
             if position >= 0 and position // call.page_size < call.pages_per_seq:
@@ -46,7 +43,6 @@ KERNEL = Kernel("page_indices_to_slots", FIELDS, plan, work)
 
 
 def run(call: PageIndicesToSlots, tile: Tile, launch: Any) -> Any:
-    del tile
     positions, tables = launch.contiguous(call.positions), launch.packed(call.page_indices)
     numbers = {
         "num_seqs": positions.shape[0],
@@ -54,7 +50,6 @@ def run(call: PageIndicesToSlots, tile: Tile, launch: Any) -> Any:
         "pages_per_seq": tables.shape[1],
         "table_stride": launch.strides(tables)[0],
         "page_size": min(call.page_size, SLOTS),
-        "num_threads": launch.num_threads,
     }
     operands = {"positions": positions, "page_indices": tables}
-    return launch.native(KERNEL, operands, {"slots": (positions.shape, "int32")}, numbers)["slots"]
+    return KERNEL.launch(launch, tile, operands, {"slots": (positions.shape, "int32")}, numbers)["slots"]

@@ -1,4 +1,4 @@
-"""Paged decode over heads-first pages on a CPU: one query per sequence."""
+"""Paged decode over heads-first pages on a CPU, with one query per sequence."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Chunked prefill over heads-first pages on a CPU: the queries of one sequence."""
+"""Chunked prefill over heads-first pages on a CPU, with the queries of one sequence."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Rows for the indexer, quantised on a CPU."""
+"""Keys of the indexer, quantised on a CPU."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import group_scale, quantize_group
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs
-from ragged_attention.portable.numba._vectors import allocate, release, set_float
+from ragged_attention.portable.numba._records import Fields, programs
+from ragged_attention.portable.numba._vectors import allocate, set_float
 
 FIELDS = Fields(
     operands=("k",),
@@ -19,11 +19,8 @@ FIELDS = Fields(
 )
 call_of = FIELDS.at
 FEATURES = frozenset({"power_of_two"})
-ROWS = 64  # of a program
-
-
-def why_not(call: QuantizeIndexerKeys) -> str | None:
-    return cannot_run(call)
+ROWS = 64  # rows per program
+why_not = cannot_run
 
 
 def plan(address):
@@ -31,18 +28,15 @@ def plan(address):
 
 
 def work(address):
-    """Programs of some rows each."""
+    """Run programs; each handles ROWS rows."""
     call = call_of(address)
     row = allocate(4 * call.head_dim)
-    if row == 0:
-        return NO_MEMORY
-    for index in programs(address, call.num_programs):
-        for each in range(index * ROWS, min((index + 1) * ROWS, call.num_rows)):
-            widen(call.format, call.k + size_of(call.format) * each * call.row_stride, row, call.head_dim)
+    for index in programs(address, row):
+        for place in range(index * ROWS, min((index + 1) * ROWS, call.num_rows)):
+            widen(call.format, call.k + size_of(call.format) * place * call.row_stride, row, call.head_dim)
             scale = group_scale(row, call.head_dim, call.power_of_two)
-            set_float(call.scale, each, scale)
-            quantize_group(row, call.head_dim, scale, call.values + each * call.head_dim)
-    release(row)
+            set_float(call.scale, place, scale)
+            quantize_group(row, call.head_dim, scale, call.values + place * call.head_dim)
     return 0
 
 
@@ -50,18 +44,9 @@ KERNEL = Kernel("quantize_indexer_keys", FIELDS, plan, work)
 
 
 def run(call: QuantizeIndexerKeys, tile: Tile, launch: Any) -> Any:
-    del tile
     k = launch.packed(call.k)
-    values, scale = call.results()
     numbers = {
-        "num_rows": k.shape[0],
-        "head_dim": k.shape[1],
-        "format": CODES[dtype_name(k)],
-        "row_stride": launch.strides(k)[0],
-        "power_of_two": call.power_of_two,
-        "num_threads": launch.num_threads,
-    }
-    results = launch.native(
-        KERNEL, {"k": k}, {"values": (values.shape, values.dtype), "scale": (scale.shape, scale.dtype)}, numbers
-    )
-    return results["values"], results["scale"]
+        "num_rows": k.shape[0], "head_dim": k.shape[1], "format": CODES[dtype_name(k)],
+        "row_stride": launch.strides(k)[0], "power_of_two": call.power_of_two,
+    }  # fmt: skip
+    return tuple(KERNEL.launch(launch, tile, {"k": k}, KERNEL.results_of(call), numbers).values())

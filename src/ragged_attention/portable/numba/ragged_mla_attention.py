@@ -1,4 +1,4 @@
-"""Ragged paged attention over latents on a CPU: `_latent`'s kernel, the tokens of each sequence by the edges."""
+"""Ragged paged attention over latents on a CPU: `_latent`'s kernel with packed queries."""
 
 from typing import Any
 
@@ -9,7 +9,6 @@ from ragged_attention.portable.numba._latent_call import KERNEL as KERNEL
 from ragged_attention.portable.numba._latent_call import Tile as Tile
 from ragged_attention.portable.numba._latent_call import heuristic as heuristic
 from ragged_attention.portable.numba._latent_call import invariant_tile as invariant_tile
-from ragged_attention.portable.numba._records import bits_of
 
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
@@ -30,13 +29,9 @@ def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
             "num_seqs": None if counted else call.num_seqs,
         },
         numbers={
-            "max_num_seqs": call.num_seqs if counted else call.max_num_seqs,
-            "num_tokens": call.num_tokens,
-            "causal": call.causal,
-            "window": call.sliding_window or 0,
-            "soft_cap": bits_of(call.soft_cap or 0.0),
-            "length": call.capacity,
-            **_latent_call.named(strides),
+            "max_num_seqs": call.num_seqs if counted else call.max_num_seqs, "num_tokens": call.num_tokens,
+            "causal": call.causal, "window": call.sliding_window or 0, "soft_cap": call.soft_cap or 0.0,
+            "length": call.capacity, **_latent_call.named(strides),
         },
     )  # fmt: skip
     return (results["out"], results["lse"]) if call.return_lse else results["out"]

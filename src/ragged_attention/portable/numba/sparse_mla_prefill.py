@@ -16,7 +16,7 @@ FEATURES = frozenset({
 
 
 def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> tuple[Any, Any, Any]:
-    """As a decode of one token per sequence."""
+    """Run the call as a decode with one token per sequence."""
     q, kv, lists = launch.packed(call.q), launch.packed(call.kv), launch.packed(call.indices)
     token, head, _ = launch.strides(q)
     list_token, list_head, _ = launch.strides(lists)

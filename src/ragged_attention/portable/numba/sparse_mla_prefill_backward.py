@@ -1,8 +1,9 @@
 """The gradient of sparse MLA prefill on a CPU.
 
-Two kinds of programs, so that every sum has one owner and one order: one has some rows of a query token and adds up
-their gradients over the token's list; the other has every so-manieth slot of the cache and adds up its gradients over
-all tokens that list it. Both compute the weights anew.
+There are two kinds of programs, so that each sum is computed by one program in one order. A program of the first kind
+takes some rows of a query token and sums their gradients over the token's list. A program of the second kind, an
+*owner*, takes every n-th slot of the cache, for n owners, and sums the gradients of these slots over all tokens that
+list them. Both kinds compute the weights again.
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ragged_attention.calls import SparseMlaPrefillBackward, dtype_name
+from ragged_attention.portable.numba._call import strides_of_rows
 from ragged_attention.portable.numba._call import why_not as why_not
 from ragged_attention.portable.numba._formats import CODES, narrow, size_of
 from ragged_attention.portable.numba._gradients import differentiate, new_tile, read_row, sink_gradient, tile_at
@@ -17,8 +19,8 @@ from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent import length_of
 from ragged_attention.portable.numba._latent_call import Blocks
 from ragged_attention.portable.numba._products import ROWS, mix, scores
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, bits_of, programs
-from ragged_attention.portable.numba._tiles import read_rows, up_to
+from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs, up_to
+from ragged_attention.portable.numba._tiles import read_rows
 from ragged_attention.portable.numba._vectors import (
     LANES,
     allocate,
@@ -26,7 +28,6 @@ from ragged_attention.portable.numba._vectors import (
     int32_at,
     int_at,
     load,
-    release,
     set_int,
     store,
     zero,
@@ -46,11 +47,11 @@ FIELDS = Fields(
 call_of = FIELDS.at
 FEATURES = frozenset({"d_lse", "sm_scale", "d_v", "sinks", "topk_lens", "deterministic"})
 FEWEST_OWNERS, MOST_OWNERS = 4, 32
-KEYS_OF_AN_OWNER = 16  # of a list, about
+KEYS_OF_AN_OWNER = 16  # in one list, on average
 
 
 def plan(address):
-    """Programs: blocks of each token's rows, then owners of slots, each for every KV head; then one per sink."""
+    """Programs: the owners of slots and the blocks of each token's rows, for every KV head; then one for each sink."""
     call = call_of(address)
     group = call.num_q_heads // call.num_kv_heads
     call.blocks = (group + call.block_rows - 1) // call.block_rows
@@ -65,9 +66,9 @@ def plan(address):
 
 @compiled
 def list_keys(call, tile, token, head, entry, length, owner, owners):
-    """List a tile of the valid keys from an entry on, of those slots that one of the owners has.
+    """List the next keys of a token's list, from `entry` on, whose slots belong to `owner`; at most a tile of them.
 
-    Returns how many there are, and the entry behind them; their addresses are in `sources`, their slots in `scales`.
+    Returns their number and the entry after the last one. Their addresses are in `sources`, their slots in `scales`.
     """
     count, lists = 0, token * call.list_token_stride + head * call.list_head_stride
     while entry < length and count < tile.keys:
@@ -96,7 +97,7 @@ def read_queries(call, tile, token, head, first, last):
 
 @compiled
 def differentiate_rows(call, tile, rows, count):
-    """The weights of the tile's rows on `count` keys that were read, and the gradients of their logits."""
+    """Compute the weights of the tile's rows for the `count` keys that were read, and the gradients of the logits."""
     whole, values = up_to(rows, ROWS), up_to(call.v_head_dim, LANES)
     scores(tile.q, tile.k_rows, tile.s, whole, count, tile.width, tile.width, tile.keys, 1.0)
     scores(tile.d_out, tile.v_rows, tile.d_s, whole, count, values, tile.v_width, tile.keys, 1.0)
@@ -107,11 +108,11 @@ def differentiate_rows(call, tile, rows, count):
 
 @compiled
 def query_gradients(call, tile, token, head, block):
-    """The gradients of a block of a token's rows."""
+    """Write the gradients of a block of a token's rows."""
     group, entry, length = call.num_q_heads // call.num_kv_heads, 0, length_of(call.topk_lens, token, call.topk)
     first = block * call.block_rows
     rows = read_queries(call, tile, token, head, first, min(first + call.block_rows, group))
-    zero(tile.dk, 4 * tile.rows * tile.width)  # which holds their gradients here
+    zero(tile.dk, 4 * tile.rows * tile.width)  # here it holds the gradients of queries
     while entry < length:
         count, entry = list_keys(call, tile, token, head, entry, length, 0, 1)
         read_rows(call.format, tile.sources, tile.k, tile.width, call.head_dim, count)
@@ -126,7 +127,7 @@ def query_gradients(call, tile, token, head, block):
 
 @compiled
 def add_rows(call, tile, head, count):
-    """Add the tile's gradients of keys to the sums of their slots."""
+    """Add the gradients of the tile's keys to the sums of their slots."""
     width = up_to(call.head_dim, LANES)
     for key in range(count):
         row = call.sums + 4 * (int_at(tile.scales, key) * call.num_kv_heads + head) * width
@@ -136,7 +137,7 @@ def add_rows(call, tile, head, count):
 
 @compiled
 def key_gradients(call, tile, head, owner):
-    """The gradients of an owner's slots, which are every so-manieth, over all tokens."""
+    """Write the gradients of an owner's slots, which are sums over all tokens."""
     group, width = call.num_q_heads // call.num_kv_heads, up_to(call.head_dim, LANES)
     for slot in range(owner, call.num_slots, call.owners):
         zero(call.sums + 4 * (slot * call.num_kv_heads + head) * width, 4 * width)
@@ -165,7 +166,7 @@ def key_gradients(call, tile, head, owner):
 @compiled
 def program(call, tile, index):
     head, part = index % call.num_kv_heads, index // call.num_kv_heads
-    if part < call.owners:  # first, for they take the longest
+    if part < call.owners:  # these programs come first because they take the longest
         key_gradients(call, tile, head, part)
     elif part < call.owners + call.num_tokens * call.blocks:
         part -= call.owners
@@ -175,21 +176,15 @@ def program(call, tile, index):
 
 
 def work(address):
-    """Programs, one after another, until none is left."""
+    """Run programs until none is left."""
     call = call_of(address)
     memory = new_tile(call.block_rows, max(call.block_kv, call.block_rows), call.head_dim, call.v_head_dim, True)
-    if memory == 0:
-        return NO_MEMORY
-    tile = tile_at(memory)
-    for index in programs(address, call.num_programs):
-        program(call, tile, index)
-    release(memory)
+    for index in programs(address, memory):
+        program(call, tile_at(memory), index)
     return 0
 
 
 KERNEL = Kernel("sparse_mla_prefill_backward", FIELDS, plan, work)
-
-
 Tile = Blocks
 
 
@@ -202,31 +197,20 @@ def run(call: SparseMlaPrefillBackward, tile: Blocks, launch: Any) -> tuple[Any,
     q, kv, indices = launch.packed(call.q), launch.packed(call.kv), launch.packed(call.indices)
     steps = launch.strides(kv)
     given = {name: getattr(call, name) for name in ("d_out", "out", "lse", "d_lse", "sinks", "topk_lens")}
-    shapes = zip(("dq", "dkv", "d_sinks"), call.results(), strict=True)
-    results = launch.native(
-        KERNEL,
+    results = KERNEL.launch(
+        launch,
+        tile,
         {"q": q, "kv": kv, "indices": indices}
         | {name: None if array is None else launch.contiguous(array) for name, array in given.items()},
-        {name: (result.shape, result.dtype) for name, result in shapes},
+        KERNEL.results_of(call),
         {
-            "num_tokens": call.num_tokens,
-            "num_q_heads": call.num_q_heads,
-            "num_kv_heads": call.num_kv_heads,
-            "head_dim": call.d_qk,
-            "v_head_dim": call.d_v,
-            "topk": call.topk,
-            "format": CODES[dtype_name(q)],
-            "num_slots": call.num_slots,
-            "page_size": call.page_size,
-            **dict(zip(("q_token_stride", "q_head_stride"), launch.strides(q)[:2], strict=True)),
-            "page_stride": steps[0],
-            "slot_stride": steps[1] if len(steps) == 4 else 0,
-            "head_stride": steps[-2],
-            **dict(zip(("list_token_stride", "list_head_stride"), launch.strides(indices)[:2], strict=True)),
-            "scale": bits_of(call.scale),
-            "block_rows": tile.block_rows,
-            "block_kv": tile.block_kv,
-            "num_threads": launch.num_threads,
+            "num_tokens": call.num_tokens, "num_q_heads": call.num_q_heads, "num_kv_heads": call.num_kv_heads,
+            "head_dim": call.d_qk, "v_head_dim": call.d_v, "topk": call.topk, "format": CODES[dtype_name(q)],
+            "num_slots": call.num_slots, "page_size": call.page_size,
+            **strides_of_rows("q", q, launch),
+            "page_stride": steps[0], "slot_stride": steps[1] if len(steps) == 4 else 0, "head_stride": steps[-2],
+            **strides_of_rows("list", indices, launch),
+            "scale": call.scale,
         },
-    )
-    return tuple(results[name] for name in ("dq", "dkv", "d_sinks"))
+    )  # fmt: skip
+    return tuple(results.values())

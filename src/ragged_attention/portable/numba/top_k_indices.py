@@ -8,11 +8,10 @@ from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import FLOAT32, read_some
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs
+from ragged_attention.portable.numba._records import Fields, programs, up_to
 from ragged_attention.portable.numba._selection import ordered, scratch_size, select
 from ragged_attention.portable.numba._sequences import within
-from ragged_attention.portable.numba._tiles import up_to
-from ragged_attention.portable.numba._vectors import LANES, allocate, compiled, int32_at, load, release, store
+from ragged_attention.portable.numba._vectors import LANES, allocate, compiled, int32_at, load, store
 
 FIELDS = Fields(
     operands=("logits", "starts", "stops"),
@@ -21,11 +20,8 @@ FIELDS = Fields(
 )
 call_of = FIELDS.at
 FEATURES = frozenset({"starts", "stops"})
-invariant_tile = heuristic  # a choice is exact
-
-
-def why_not(call: TopKIndices) -> str | None:
-    return cannot_run(call)
+invariant_tile = heuristic  # the result is exact
+why_not = cannot_run
 
 
 def plan(address):
@@ -34,7 +30,7 @@ def plan(address):
 
 @compiled
 def read_ordered(source, target, count):
-    """Write floats as integers of the same order, in whole vectors."""
+    """Write floats as integers in the same order, in whole vectors."""
     whole = count // LANES * LANES
     for index in range(0, whole, LANES):
         store(target, index, ordered(load(source, index)))
@@ -43,20 +39,17 @@ def read_ordered(source, target, count):
 
 
 def work(address):
-    """Programs, each of one row."""
+    """Run programs; each handles one row."""
     call = call_of(address)
-    room = up_to(4 * (call.columns + LANES), 64)
-    values = allocate(room + scratch_size(call.top_k))
-    if values == 0:
-        return NO_MEMORY
-    scratch = values + room
-    for token in programs(address, call.num_programs):
-        start = within(int32_at(call.starts, token), 0, call.columns) if call.starts else 0
-        stop = within(int32_at(call.stops, token), 0, call.columns) if call.stops else call.columns
+    size = up_to(4 * (call.columns + LANES), 64)
+    values = allocate(size + scratch_size(call.top_k))
+    scratch = values + size
+    for token in programs(address, values):
+        start = within(int32_at(call.starts, token), call.columns) if call.starts else 0
+        stop = within(int32_at(call.stops, token), call.columns) if call.stops else call.columns
         count = max(stop - start, 0)
         read_ordered(call.logits + 4 * (token * call.token_stride + start), values, count)
         select(values, count, call.top_k, start, 0, call.indices + 4 * token * call.top_k, scratch)
-    release(values)
     return 0
 
 
@@ -64,7 +57,6 @@ KERNEL = Kernel("top_k_indices", FIELDS, plan, work)
 
 
 def run(call: TopKIndices, tile: Tile, launch: Any) -> Any:
-    del tile
     logits = launch.packed(call.logits)
     operands = {
         "logits": logits,
@@ -76,7 +68,6 @@ def run(call: TopKIndices, tile: Tile, launch: Any) -> Any:
         "columns": call.columns,
         "token_stride": launch.strides(logits)[0],
         "top_k": call.top_k,
-        "num_threads": launch.num_threads,
     }
     results = {"indices": ((call.num_tokens, call.top_k), "int32")}
-    return launch.native(KERNEL, operands, results, numbers)["indices"]
+    return KERNEL.launch(launch, tile, operands, results, numbers)["indices"]

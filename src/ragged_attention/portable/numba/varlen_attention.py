@@ -1,14 +1,13 @@
-"""Attention of packed sequences to packed sequences on a CPU: `_paged`'s kernel, each key a page of its own."""
+"""Attention of packed sequences to packed sequences on a CPU: `_paged`'s kernel with one key per page."""
 
 from typing import Any
 
 from ragged_attention.calls import VarlenAttention, dtype_name
-from ragged_attention.portable.numba._call import KERNEL, block_q_of
+from ragged_attention.portable.numba._call import KERNEL, attention_numbers, block_q_of
 from ragged_attention.portable.numba._call import Tile as Tile
 from ragged_attention.portable.numba._call import invariant_tile as invariant_tile
 from ragged_attention.portable.numba._call import why_not as why_not
 from ragged_attention.portable.numba._formats import CODES
-from ragged_attention.portable.numba._records import bits_of
 from ragged_attention.portable.numba._sequences import PACKED
 
 FEATURES = frozenset({
@@ -22,42 +21,19 @@ def heuristic(call: VarlenAttention) -> Tile:
 
 def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[Any, Any]:
     q, k, v = launch.packed(call.q), launch.packed(call.k), launch.packed(call.v)
-    operands, numbers = dict.fromkeys(KERNEL.fields.operands), dict.fromkeys(KERNEL.fields.numbers, 0)
-    operands |= {
-        "q": q,
-        "k_pages": k,
-        "v_pages": v,
-        "cu_q_lens": launch.contiguous(call.cu_q_lens),
+    operands = {
+        "q": q, "k_pages": k, "v_pages": v, "cu_q_lens": launch.contiguous(call.cu_q_lens),
         "cu_kv_lens": launch.contiguous(call.cu_kv_lens),
         "sinks": None if call.sinks is None else launch.contiguous(call.sinks),
-    }
-    for array, axes in ((q, ("q_token", "q_head")), (k, ("k_page", "k_head")), (v, ("v_page", "v_head"))):
-        numbers |= zip((f"{axis}_stride" for axis in axes), launch.strides(array)[:2], strict=True)
-    numbers |= {
-        "num_tokens": call.num_q_tokens,
-        "num_q_heads": call.num_q_heads,
-        "num_kv_heads": call.num_kv_heads,
-        "head_dim": call.head_dim,
-        "v_head_dim": call.v_head_dim,
-        "max_num_seqs": call.num_seqs,
-        "layout": PACKED,
-        "q_format": CODES[dtype_name(q)],
-        "out_format": CODES[dtype_name(q)],
-        "num_pages": call.num_kv_tokens,
-        "page_size": 1,
-        "capacity": call.num_kv_tokens,
-        "cache_format": CODES[dtype_name(k)],
-        "causal": call.causal,
-        "window": call.sliding_window or 0,
-        "scale": bits_of(call.scale),
-        "soft_cap": bits_of(call.soft_cap or 0.0),
-        "k_scale_number": bits_of(1.0),
-        "v_scale_number": bits_of(1.0),
-        "block_q": tile.block_q,
-        "block_kv": tile.block_kv,
-        "num_splits": tile.num_splits,
-        "num_threads": launch.num_threads,
-    }
+    }  # fmt: skip
+    numbers = {
+        **attention_numbers(call, q, launch), "out_format": CODES[dtype_name(q)], "num_tokens": call.num_q_tokens,
+        "max_num_seqs": call.num_seqs, "layout": PACKED, "num_pages": call.num_kv_tokens, "page_size": 1,
+        "capacity": call.num_kv_tokens, "cache_format": CODES[dtype_name(k)], "k_scale_number": 1.0,
+        "v_scale_number": 1.0,
+    }  # fmt: skip
+    for name, array in (("k", k), ("v", v)):
+        numbers[f"{name}_page_stride"], numbers[f"{name}_head_stride"] = launch.strides(array)[:2]
     lse = (call.out_shape[:2], "float32")
-    results = launch.native(KERNEL, operands, {"out": (call.out_shape, call.q.dtype), "lse": lse}, numbers)
+    results = KERNEL.launch(launch, tile, operands, {"out": (call.out_shape, call.q.dtype), "lse": lse}, numbers)
     return results["out"], results["lse"]

@@ -1,8 +1,8 @@
 """The gradient of attention over packed sequences on a CPU.
 
-A program takes some keys of one sequence and KV head, and all queries that see them: the gradients of these keys and
-values are its own, those of the queries are added up over its tiles of keys. Where one sequence has much more work than
-the others its keys are split, and the last split to end adds up what all have of the queries, in their order.
+A program takes some keys of one sequence and KV head and all queries that see them. It alone computes the gradients of
+these keys and values, and it sums the gradients of the queries over its tiles of keys. A sequence with much more work
+than the others has its keys split; the split that ends last sums the query gradients of all splits, in their order.
 """
 
 from typing import Any
@@ -15,10 +15,9 @@ from ragged_attention.portable.numba._formats import CODES, narrow, size_of, wid
 from ragged_attention.portable.numba._gradients import differentiate, new_tile, read_row, sink_gradient, tile_at
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix, scores
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, bits_of, fails, programs
-from ragged_attention.portable.numba._sequences import PACKED, first_key_of, kv_len_of, queries_of
+from ragged_attention.portable.numba._records import NO_MEMORY, Fields, fails, programs, record_at, up_to
+from ragged_attention.portable.numba._sequences import PACKED, first_key_of, kv_len_of, queries_of, within
 from ragged_attention.portable.numba._splits import splits_of
-from ragged_attention.portable.numba._tiles import up_to, within
 from ragged_attention.portable.numba._vectors import (
     LANES,
     add_to,
@@ -48,9 +47,9 @@ call_of = FIELDS.at
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
 })  # fmt: skip
-SHARES = 16  # of all work; few, since every split has gradients of all its queries
+SHARES = 16  # shares of all work; there are few, since every split stores gradients of all its queries
 UNIT = ("seq", "low", "high", "split", "num_splits", "partial", "counter")
-SEQ, LOW, HIGH, SPLIT, NUM_SPLITS, PARTIAL, COUNTER = range(len(UNIT))
+unit_at, UNIT_BYTES = record_at(UNIT), 8 * len(UNIT)
 
 
 def heuristic(call: VarlenAttentionBackward) -> Tile:
@@ -62,7 +61,7 @@ def heuristic(call: VarlenAttentionBackward) -> Tile:
 
 @compiled
 def divide(call, units):
-    """Count the units, or list them where `units` is their memory; returns the work of all."""
+    """Count the units, or also list them if `units` is their memory; returns the work of all."""
     work, count, splits, size = 0.0, 0, 0, 0
     group, width = call.num_q_heads // call.num_kv_heads, up_to(call.head_dim, COLUMNS)
     for seq in range(call.max_num_seqs):
@@ -71,14 +70,9 @@ def divide(call, units):
         num_splits = splits_of((stop - start) * keys / call.num_kv_heads, keys, call.work, SHARES, 0)
         step = up_to((keys + num_splits - 1) // num_splits, LANES)
         for split in range(num_splits if units else 0):
-            unit = units + 8 * len(UNIT) * (count + split)
-            set_int(unit, SEQ, seq)
-            set_int(unit, LOW, min(split * step, keys))
-            set_int(unit, HIGH, min((split + 1) * step, keys))
-            set_int(unit, SPLIT, split)
-            set_int(unit, NUM_SPLITS, num_splits)
-            set_int(unit, PARTIAL, size)
-            set_int(unit, COUNTER, splits)
+            unit = unit_at(units + UNIT_BYTES * (count + split))
+            unit.seq, unit.low, unit.high = seq, min(split * step, keys), min((split + 1) * step, keys)
+            unit.split, unit.num_splits, unit.partial, unit.counter = split, num_splits, size, splits
         work += (stop - start) * keys
         count += num_splits
         if num_splits > 1:
@@ -95,7 +89,7 @@ def clear(array, first, stop, size):
 
 @compiled
 def clear_what_no_sequence_has(call):
-    """Clear the gradients of tokens that belong to no sequence; of all where edges do not ascend."""
+    """Clear the gradients of tokens that belong to no sequence; those of all tokens if the edges do not ascend."""
     size, q_done, kv_done, ascending = size_of(call.format), 0, 0, True
     q_size = call.num_q_heads * call.head_dim * size
     k_size, v_size = call.num_kv_heads * call.head_dim * size, call.num_kv_heads * call.v_head_dim * size
@@ -113,14 +107,14 @@ def clear_what_no_sequence_has(call):
 
 
 def plan(address):
-    """List the units: keys of a sequence; a program is one of them for one KV head, or the gradient of one sink."""
+    """List the units, which are keys of a sequence. A program is one unit for one KV head, or one sink."""
     call = call_of(address)
     call.capacity = call.num_kv_tokens
     clear_what_no_sequence_has(call)
     call.work = 0.0
     call.work = divide(call, 0)
     divide(call, 0)
-    table, counters = 8 * len(UNIT) * call.num_units, 8 * call.num_splits * call.num_kv_heads
+    table, counters = UNIT_BYTES * call.num_units, 8 * call.num_splits * call.num_kv_heads
     call.workspace = allocate(table + counters + 4 * call.partial_size * call.num_kv_heads + 64)
     if call.workspace == 0:
         return NO_MEMORY
@@ -137,7 +131,7 @@ def plan(address):
 
 @inlined
 def tokens_seeing(call, q_len, kv_len, first, stop):
-    """The queries of a sequence that see any of the keys [first, stop)."""
+    """The range of a sequence's queries that see any of the keys [first, stop)."""
     first_new = kv_len - q_len
     low = max(first - first_new, 0) if call.causal else 0
     high = min(stop - 1 + call.window - first_new, q_len) if call.window else q_len
@@ -146,7 +140,7 @@ def tokens_seeing(call, q_len, kv_len, first, stop):
 
 @compiled
 def read_keys(call, tile, head, first, count):
-    """Read packed keys and values from a row on."""
+    """Read `count` packed keys and values from row `first` on."""
     size = size_of(call.format)
     for key in range(count):
         k = call.k + size * ((first + key) * call.k_token_stride + head * call.k_head_stride)
@@ -159,7 +153,7 @@ def read_keys(call, tile, head, first, count):
 
 @compiled
 def read_queries(call, tile, seq, head, first, last):
-    """Read the queries [first, last) of a sequence; returns the keys that at least one of them sees."""
+    """Read the queries [first, last) of a sequence; returns the range of keys that they see."""
     group, row = call.num_q_heads // call.num_kv_heads, 0
     start, stop = queries_of(call, seq)
     kv_len = kv_len_of(call, seq)
@@ -183,9 +177,10 @@ def read_queries(call, tile, seq, head, first, last):
 
 @compiled
 def add_gradients(call, tile, rows, first, offset, count, dq):
-    """The gradients that the tile's rows and `count` of its keys have of each other; the tile's first is at `first`.
+    """Add the gradients that the tile's rows and `count` of its keys contribute to each other.
 
-    These keys begin `offset` behind it; `dq` is where the rows' own gradients are.
+    The tile's first key is at position `first`, and these keys begin `offset` keys later. `dq` is the address of the
+    gradients of the rows.
     """
     whole, values = up_to(rows, ROWS), up_to(call.v_head_dim, LANES)
     scores(tile.q, tile.k_rows + 8 * offset, tile.s, whole, count, tile.width, tile.width, tile.keys, 1.0)
@@ -202,8 +197,8 @@ def add_gradients(call, tile, rows, first, offset, count, dq):
 
 @compiled
 def attend_backward(call, tile, unit, head, dq):
-    """The gradients of a unit's keys and values, written; those of the sequence's queries, added to `dq`."""
-    seq, low, high, size = int_at(unit, SEQ), int_at(unit, LOW), int_at(unit, HIGH), size_of(call.format)
+    """Write the gradients of a unit's keys and values, and add those of the sequence's queries to `dq`."""
+    seq, low, high, size = unit.seq, unit.low, unit.high, size_of(call.format)
     start, stop = queries_of(call, seq)
     kv_len, base, group = kv_len_of(call, seq), first_key_of(call, seq), call.num_q_heads // call.num_kv_heads
     for first in range(low, high, tile.keys):
@@ -235,12 +230,12 @@ def write_query_gradients(call, tile, seq, head, dq):
 
 @compiled
 def program(call, tile, index):
-    """One unit for one KV head, or one sink; False if there is no memory for it."""
+    """Compute one unit for one KV head, or one sink; returns False if there is no memory for it."""
     if index >= call.num_units * call.num_kv_heads:
         sink_gradient(call, tile, index - call.num_units * call.num_kv_heads)
         return True
-    unit, head = call.units + 8 * len(UNIT) * (index // call.num_kv_heads), index % call.num_kv_heads
-    seq, num_splits, split = int_at(unit, SEQ), int_at(unit, NUM_SPLITS), int_at(unit, SPLIT)
+    unit, head = unit_at(call.units + UNIT_BYTES * (index // call.num_kv_heads)), index % call.num_kv_heads
+    seq, num_splits = unit.seq, unit.num_splits
     start, stop = queries_of(call, seq)
     count = ((stop - start) * (call.num_q_heads // call.num_kv_heads) + ROWS) * tile.width
     if num_splits == 1:
@@ -252,11 +247,11 @@ def program(call, tile, index):
         write_query_gradients(call, tile, seq, head, dq)
         release(dq)
         return True
-    partials = call.partials + 4 * (int_at(unit, PARTIAL) * call.num_kv_heads + head * num_splits * count)
-    dq = partials + 4 * split * count
+    partials = call.partials + 4 * (unit.partial * call.num_kv_heads + head * num_splits * count)
+    dq = partials + 4 * unit.split * count
     zero(dq, 4 * count)
     attend_backward(call, tile, unit, head, dq)
-    if add_to(call.counters + 8 * (int_at(unit, COUNTER) * call.num_kv_heads + head), 1) == num_splits - 1:
+    if add_to(call.counters + 8 * (unit.counter * call.num_kv_heads + head), 1) == num_splits - 1:
         for other in range(1, num_splits):
             for column in range(0, count, LANES):
                 store(partials, column, load(partials, column) + load(partials + 4 * other * count, column))
@@ -265,17 +260,13 @@ def program(call, tile, index):
 
 
 def work(address):
-    """Programs, one after another, until none is left."""
+    """Run programs until none is left."""
     call = call_of(address)
     rows = call.block_q * (call.num_q_heads // call.num_kv_heads)
     memory = new_tile(rows, call.block_kv, call.head_dim, call.v_head_dim, False)
-    if memory == 0:
-        return NO_MEMORY
-    tile = tile_at(memory)
-    for index in programs(address, call.num_programs):
-        if not program(call, tile, index):
+    for index in programs(address, memory):
+        if not program(call, tile_at(memory), index):
             fails(address)
-    release(memory)
     return 0
 
 
@@ -284,37 +275,24 @@ KERNEL = Kernel("varlen_attention_backward", FIELDS, plan, work)
 
 def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> tuple[Any, ...]:
     names = ("d_out", "q", "k", "v", "out", "lse", "cu_q_lens", "cu_kv_lens", "d_lse", "sinks")
-    in_rows = ("q", "k", "v")  # whose rows may be apart
+    in_rows = ("q", "k", "v")  # arrays whose rows need not follow one another
     operands = {
         name: None if (array := getattr(call, name)) is None
         else launch.packed(array) if name in in_rows else launch.contiguous(array)
         for name in names
     }  # fmt: skip
-    shapes = zip(("dq", "dk", "dv", "d_sinks"), call.results(), strict=True)
-    results = launch.native(
-        KERNEL,
+    results = KERNEL.launch(
+        launch,
+        tile,
         operands,
-        {name: (result.shape, result.dtype) for name, result in shapes},
+        KERNEL.results_of(call),
         {
-            "num_tokens": call.num_q_tokens,
-            "num_kv_tokens": call.num_kv_tokens,
-            "num_q_heads": call.num_q_heads,
-            "num_kv_heads": call.num_kv_heads,
-            "head_dim": call.head_dim,
-            "v_head_dim": call.v_head_dim,
-            "max_num_seqs": call.num_seqs,
-            "layout": PACKED,
-            "format": CODES[dtype_name(call.q)],
-            **strides_of_rows("q", operands["q"], launch),
-            **strides_of_rows("k", operands["k"], launch),
-            **strides_of_rows("v", operands["v"], launch),
-            "causal": call.causal,
-            "window": call.sliding_window or 0,
-            "scale": bits_of(call.scale),
-            "soft_cap": bits_of(call.soft_cap or 0.0),
-            "block_q": tile.block_q,
-            "block_kv": tile.block_kv,
-            "num_threads": launch.num_threads,
+            "num_tokens": call.num_q_tokens, "num_kv_tokens": call.num_kv_tokens, "num_q_heads": call.num_q_heads,
+            "num_kv_heads": call.num_kv_heads, "head_dim": call.head_dim, "v_head_dim": call.v_head_dim,
+            "max_num_seqs": call.num_seqs, "layout": PACKED, "format": CODES[dtype_name(call.q)],
+            **strides_of_rows("q", operands["q"], launch), **strides_of_rows("k", operands["k"], launch),
+            **strides_of_rows("v", operands["v"], launch), "causal": call.causal, "window": call.sliding_window or 0,
+            "scale": call.scale, "soft_cap": call.soft_cap or 0.0,
         },
-    )
-    return tuple(results[name] for name in ("dq", "dk", "dv", "d_sinks"))
+    )  # fmt: skip
+    return tuple(results.values())

@@ -1,6 +1,6 @@
-"""This step's keys of the indexer, quantised and written into its pages on a CPU, in place.
+"""This step's keys of the indexer, quantised and written into the indexer's pages on a CPU, in place.
 
-A program writes the tokens of some pages, in their order, so that of two tokens for one slot the later one wins.
+A program writes the tokens of some pages in their order, so the later one of two tokens for one slot wins.
 """
 
 from typing import Any
@@ -12,8 +12,8 @@ from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import group_scale, quantize_group
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs
-from ragged_attention.portable.numba._vectors import allocate, compiled, int32_at, int_at, release, set_float
+from ragged_attention.portable.numba._records import Fields, programs
+from ragged_attention.portable.numba._vectors import allocate, compiled, int32_at, int_at, set_float
 
 FIELDS = Fields(
     operands=("k", "cache", "slot_mapping"),
@@ -24,10 +24,7 @@ FIELDS = Fields(
 call_of = FIELDS.at
 FEATURES = frozenset({"power_of_two"})
 PROGRAMS = 16
-
-
-def why_not(call: WriteIndexerCache) -> str | None:
-    return cannot_run(call)
+why_not = cannot_run
 
 
 def plan(address):
@@ -36,7 +33,7 @@ def plan(address):
 
 @compiled
 def write(call, token, slot, row):
-    """One token's key into its slot: the values of a page are in front of its scales."""
+    """Write one token's key into its slot; the values of a page come before its scales."""
     widen(call.format, call.k + size_of(call.format) * token * call.token_stride, row, call.head_dim)
     scale = group_scale(row, call.head_dim, call.power_of_two)
     page, place = call.new_cache + slot // call.page_size * call.page_stride, slot % call.page_size
@@ -45,17 +42,14 @@ def write(call, token, slot, row):
 
 
 def work(address):
-    """Programs, each of the tokens of some pages."""
+    """Run programs; each writes the tokens of some pages."""
     call = call_of(address)
     row = allocate(4 * call.head_dim)
-    if row == 0:
-        return NO_MEMORY
-    for index in programs(address, call.num_programs):
+    for index in programs(address, row):
         for token in range(call.num_tokens):
             slot = int_at(call.slot_mapping, token) if call.wide_slots else int32_at(call.slot_mapping, token)
             if 0 <= slot < call.num_pages * call.page_size and slot // call.page_size % call.num_programs == index:
                 write(call, token, slot, row)
-    release(row)
     return 0
 
 
@@ -63,19 +57,12 @@ KERNEL = Kernel("write_indexer_cache", FIELDS, plan, work)
 
 
 def run(call: WriteIndexerCache, tile: Tile, launch: Any) -> Any:
-    del tile
     k, slots = launch.packed(call.k), launch.contiguous(call.slot_mapping)
     numbers = {
-        "num_tokens": k.shape[0],
-        "head_dim": call.head_dim,
-        "format": CODES[dtype_name(k)],
-        "token_stride": launch.strides(k)[0],
-        "wide_slots": dtype_name(slots) == "int64",
-        "num_pages": call.cache.shape[0],
-        "page_size": call.page_size,
-        "page_stride": launch.strides(call.cache)[0],
+        "num_tokens": k.shape[0], "head_dim": call.head_dim, "format": CODES[dtype_name(k)],
+        "token_stride": launch.strides(k)[0], "wide_slots": dtype_name(slots) == "int64",
+        "num_pages": call.cache.shape[0], "page_size": call.page_size, "page_stride": launch.strides(call.cache)[0],
         "power_of_two": call.power_of_two,
-        "num_threads": launch.num_threads,
-    }
+    }  # fmt: skip
     operands = {"k": k, "cache": call.cache, "slot_mapping": slots}
-    return launch.native(KERNEL, operands, {"new_cache": "cache"}, numbers)["new_cache"]
+    return KERNEL.launch(launch, tile, operands, {"new_cache": "cache"}, numbers)["new_cache"]
