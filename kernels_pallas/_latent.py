@@ -34,12 +34,19 @@ from ragged_attention._jax_pages import per_head
 from ragged_attention.calls import CacheFormat, MlaDecode, RaggedMlaAttention, SparseMlaPrefill, dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_pallas import _latent_rows
-from ragged_attention.kernels_pallas._blocks import LANES, cannot_run, cdiv, expect_sizes, round_up, written_dtype
+from ragged_attention.kernels_pallas._blocks import (
+    LANES,
+    LARGEST_INT,
+    cannot_run,
+    cdiv,
+    expect_sizes,
+    round_up,
+    written_dtype,
+)
 from ragged_attention.kernels_pallas._latent_jobs import Jobs, Tokens, jobs_of, num_tiles
 
 MOST_KEYS = 2048  # per block
 MOST_ROWS = 512  # query rows computed at once; half that many if they have 32 bits
-LARGEST_INT = 2**31 - 1
 LONGEST_CHUNK = 2048  # entries of a list that scalar memory holds at once
 LARGEST_UNIT = 256  # rows of a page that one copy fetches
 MOST_UNITS = 32  # copies per block of pages; one word has a bit for each
@@ -59,7 +66,7 @@ class Tile:
     vmem_limit_bytes: int = 0
 
     def __post_init__(self) -> None:
-        expect_sizes(self, num_keys_per_block=(16, MOST_KEYS), vmem_limit_bytes=(0, 2**31 - 1))
+        expect_sizes(self, num_keys_per_block=(16, MOST_KEYS), vmem_limit_bytes=(0, LARGEST_INT))
         if self.num_keys_per_block % 16:
             raise InvalidInput(f"expected num_keys_per_block to be a multiple of 16, got {self.num_keys_per_block}")
 
@@ -460,16 +467,16 @@ def _launch(
 
 
 class Refs(NamedTuple):
-    """References to the kernel's memory, in the order in which Pallas passes them."""
+    """References to the kernel's memory, in the order in which Pallas passes them; None for what a call lacks."""
 
     factors: Any  # f32 [2], of logits and of values
     jobs: Jobs | None
     lists: Any  # i32 [1, ...], this step's chunk as `_lists` lays it out
     next_lists: Any  # the next step's
-    indices: Any | None  # i32 [blocks, pieces], of each row among those that share its words
+    indices: Any  # i32 [blocks, pieces], of each row among those that share its words
     q: Any
-    tokens: Any | None  # i32 [rows, LANES], each row's token within the tile
-    sinks: Any | None
+    tokens: Any  # i32 [rows, LANES], each row's token within the tile
+    sinks: Any
     caches: list[Any]  # in HBM
     out: Any
     stats: Any

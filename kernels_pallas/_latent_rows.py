@@ -87,7 +87,8 @@ def operands(raw: Any, form: CacheFormat, dtype: Any) -> list[tuple[Any, Any]]:
     if not form.quantized:
         return [(numbers(raw, form.codes).astype(dtype), None)]
     codes, tail = raw[:, : form.value_bytes], raw[:, form.value_bytes :]
-    pairs = _pairs(_padded(tail, tail_lanes(form))) if form.folded or form.rotary else None
+    parts: list[tuple[Any, Any]]
+    pairs: Any = _pairs(_padded(tail, tail_lanes(form))) if form.folded or form.rotary else None
     if form.folded:
         scales = pltpu.bitcast(pairs | (_left(pairs, 2) << 16), jnp.float32)[:, :LANES].T
         values = numbers(codes, form.codes).astype(dtype)

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ragged_attention.kernels_pallas import _latent, mla_decode
-from ragged_attention.kernels_pallas._blocks import cdiv, expect_sizes, next_power_of_2
+from ragged_attention.kernels_pallas._blocks import LARGEST_INT, cdiv, expect_sizes, next_power_of_2
 from ragged_attention.kernels_pallas._latent import row_layout as row_layout
 from ragged_attention.kernels_pallas._latent import why_not as why_not
 from ragged_attention.kernels_pallas._latent_jobs import tokens_of_sequences
@@ -31,7 +31,7 @@ class Tile(mla_decode.Tile):
 
     def __post_init__(self) -> None:
         mla_decode.Tile.__post_init__(self)
-        expect_sizes(self, split_weights_below=(0, 2**31 - 1))
+        expect_sizes(self, split_weights_below=(0, LARGEST_INT))
 
 
 def tuning_key(call: Any) -> str:

@@ -20,6 +20,7 @@ from ragged_attention.calls import WriteMlaCache
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_pallas._blocks import (
     LANES,
+    LARGEST_INT,
     cannot_run,
     expect_sizes,
     in_pieces,
@@ -50,7 +51,7 @@ class Tile:
     vmem_limit_bytes: int = 0
 
     def __post_init__(self) -> None:
-        expect_sizes(self, num_groups_per_block=(CHUNK, 8192), vmem_limit_bytes=(0, 2**31 - 1))
+        expect_sizes(self, num_groups_per_block=(CHUNK, 8192), vmem_limit_bytes=(0, LARGEST_INT))
         if self.num_groups_per_block % CHUNK:
             raise InvalidInput(
                 f"expected num_groups_per_block to be a multiple of {CHUNK}, got {self.num_groups_per_block}"
@@ -108,7 +109,7 @@ def changed_groups(rows: jax.Array, packing: int) -> tuple[jax.Array, jax.Array]
     list is -1. A row that gets several new rows keeps the last of them; one that gets none has -1.
     """
     count = len(rows)
-    order = jnp.argsort(jnp.where(rows >= 0, rows, 2**31 - 1), stable=True).astype(jnp.int32)
+    order = jnp.argsort(jnp.where(rows >= 0, rows, LARGEST_INT), stable=True).astype(jnp.int32)
     rows = rows[order]
     group = jnp.where(rows >= 0, rows // packing, -1)
     is_first = (group >= 0) & (group != jnp.roll(group, 1)).at[0].set(True)  # of its group
