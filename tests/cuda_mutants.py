@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ragged_attention.kernels_cuda import _latent, _native
+from ragged_attention.kernels_cuda import _abi, _latent, _native
 from ragged_attention.kernels_cuda._build import compile
 from ragged_attention.testing import environment, verdicts
 from ragged_attention.testing.cuda_emulator import EmulatedRunner
@@ -290,7 +290,7 @@ def judge(mutant: Mutant, folder: Path, flags: tuple[str, ...], modes: Sequence[
     _native.emulation = lambda *_: built
     known = {str(check): check for check in checks()}
     if mutant.kind in FP8:
-        _latent.NARROW, _latent.LISTS_OF["fp8_v32"] = {}, _native.Native(FP8[mutant.kind])
+        _latent.NARROW, _latent.LISTS_OF[_abi.FP8_V32] = {}, _native.Native(FP8[mutant.kind])
     for mode in modes:
         for name in CHECKS[mutant.kind][:most]:
             verdict = verdicts.verdict_of(EmulatedRunner(framework="torch", mode=mode), known[name], 10)

@@ -19,7 +19,7 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr int64_t kDv = 512, kRows[] = {0, 656, 584, 528, 528, 288, 288};  // bytes of a token, by format
+constexpr int64_t kDv = 512;
 
 // An array as XLA hands it over.
 struct Array {
@@ -151,11 +151,11 @@ constexpr size_t kLatentNumbers = (offsetof(RaLatent, sm_scale) - offsetof(RaLat
 void check_types(Check& check, LatentArrays const& arrays, RaLatent const& call) {
   check.that(call.dtype == RA_BFLOAT16 || call.dtype == RA_FLOAT16, "dtype 0 or 1", std::to_string(call.dtype));
   for (int64_t format : {call.format, call.extra_format})
-    check.that(format >= RA_PLAIN && format <= RA_FP4_V41_PAGE, "a format from 0 to 6", std::to_string(format));
+    check.that(format >= 0 && format < kNumFormats, "a format from 0 to " + std::to_string(kNumFormats - 1), std::to_string(format));
   ffi::DataType const type = call.dtype == RA_BFLOAT16 ? ffi::BF16 : ffi::F16;
   check.type(arrays[kQ], type);
-  check.type(arrays[kKv], call.format == RA_PLAIN ? type : ffi::U8);
-  check.type(arrays[kMoreKv], call.extra_format == RA_PLAIN ? type : ffi::U8);
+  check.type(arrays[kKv], format_of(call.format).token ? ffi::U8 : type);
+  check.type(arrays[kMoreKv], format_of(call.extra_format).token ? ffi::U8 : type);
   for (size_t index : {kLists, kLens, kParts, kMoreLists, kMoreLens}) check.type(arrays[index], ffi::S32);
   check.type(arrays[kSinks], ffi::F32);
   check.type(arrays[kOut], type);
@@ -163,8 +163,8 @@ void check_types(Check& check, LatentArrays const& arrays, RaLatent const& call)
 }
 
 int64_t width_of(RaLatent const& call, int64_t format) {
-  bool const known = format > RA_PLAIN && format <= RA_FP4_V41_PAGE;
-  return known ? kRows[format] : call.d_qk;
+  int const token = format_of(format).token;
+  return token ? token : call.d_qk;
 }
 void check_sizes(Check& check, LatentArrays const& arrays, RaLatent const& call) {
   int64_t const width = width_of(call, call.format);

@@ -17,7 +17,7 @@ struct MergedRow {
         first(first_part_of(plan, seq)) {}
 
   RA_DEV int slot_of(int part) const { return range_of(plan, part, seq, blocks).slot; }
-  RA_DEV bool has(int part) const { return part == first || goes_on(plan, part, seq); }
+  RA_DEV bool has(int part) const { return part == first || continues(plan, part, seq); }
   RA_DEV int64_t index_of(int slot) const {
     return (int64_t(slot) * plan.call.num_q_tokens + token) * plan.call.num_q_heads + head;
   }

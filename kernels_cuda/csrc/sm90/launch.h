@@ -6,7 +6,7 @@
 constexpr int64_t most_bytes(int unit) { return ((int64_t(1) << 32) - 1) * unit; }
 inline int64_t cache_bytes(RaLatent const& call) {
   return (call.num_pages * call.page_stride + call.page_size * call.slot_stride + call.num_kv_heads * call.head_stride) *
-         (call.format == RA_PLAIN ? 2 : 1);
+         (format_of(call.format).token ? 1 : 2);
 }
 
 // Pages that are whole numbers of blocks can be fetched block by block.

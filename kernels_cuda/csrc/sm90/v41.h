@@ -87,7 +87,7 @@ struct V41 : Decoding<V41, 16> {
   }
   template <int S, int H>
   RA_DEV static void fill(Plan const& plan, Rows const& rows, int turn, Smem& s) {
-    if ((rows.extra ? plan.call.extra_format : plan.call.format) >= RA_FP4_V41) fill_of<S, H, true>(plan, rows, turn, s);
+    if (has_packed_codes(rows.extra ? plan.call.extra_format : plan.call.format)) fill_of<S, H, true>(plan, rows, turn, s);
     else fill_of<S, H, false>(plan, rows, turn, s);
   }
 };
