@@ -91,14 +91,14 @@ def in_pieces(count: Any, most: int, do: Callable[[Any, int], None]) -> None:
         piece >>= 1
 
 
-def compiler_params(vmem_limit_bytes: int, parallel: int = 0) -> Any:
-    """The compiler parameters of a `pallas_call` whose grid has `parallel` dimensions that cores may share.
+def compiler_params(vmem_limit_bytes: int | None, *semantics: str) -> Any:
+    """The compiler parameters of a `pallas_call`, with the semantics of its grid's dimensions.
 
-    The compiler's bounds checks are off. Kernels clamp every index to its array before a copy, and the checks would
-    take most of the scalar instructions of a copy.
+    The compiler's bounds checks are off. Kernels clamp or check every index before a copy, and the checks would take
+    most of the scalar instructions of a copy.
     """
     return pltpu.CompilerParams(
         vmem_limit_bytes=vmem_limit_bytes or None,
-        dimension_semantics=("parallel",) * parallel or None,
+        dimension_semantics=semantics or None,  # type: ignore[arg-type]
         disable_bounds_checks=True,
     )

@@ -51,6 +51,44 @@ class Operand:
         return [cls(pages, buffer, refs.semaphores.at[i]) for i, (pages, buffer) in pairs]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The static parameters that the launches of both kernels have."""
+
+    scale: float
+    soft_cap: float | None
+    page_size: int
+    page_rows: int  # rows per page of a loaded block, with padding
+    pages_per_block: int
+    heads: int  # KV heads per step
+    head_steps: int  # per core
+    cores: int  # that share the batch or the heads
+    group: int
+    quantized: bool
+
+    @property
+    def block(self) -> int:
+        """Positions per block."""
+        return self.pages_per_block * self.page_size
+
+    @property
+    def columns(self) -> int:
+        """Rows of a loaded block, with padding."""
+        return self.pages_per_block * self.page_rows
+
+
+def of_call(call: Any) -> dict[str, Any]:
+    """The fields of a plan that follow from the call alone."""
+    return {
+        "scale": call.scale,
+        "soft_cap": None if call.soft_cap is None else float(call.soft_cap),
+        "page_size": call.page_size,
+        "page_rows": padded_page(call.page_size, call.quantized),
+        "group": call.group,
+        "quantized": call.quantized,
+    }
+
+
 def operands_of(call: Any) -> list[jax.Array]:
     """K and V, then their scales if there are any, each [K, P, 1, G]: the scales of a page are a row of lanes."""
     scales = [array.reshape(*array.shape[:2], 1, call.page_size) for array in call.scales if array is not None]

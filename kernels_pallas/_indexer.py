@@ -29,6 +29,7 @@ from ragged_attention.kernels_pallas._blocks import (
     LARGEST_INT,
     cannot_run,
     cdiv,
+    compiler_params,
     expect_sizes,
     next_power_of_2,
     round_up,
@@ -356,11 +357,7 @@ def _launch(plan: Plan, lists: Any, operands: tuple[Any, ...], keys: Any, column
             pltpu.VMEM((2, plan.pieces, *keys.shape[1:]), keys.dtype),
             pltpu.SemaphoreType.DMA((2,)),
         ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"),
-            disable_bounds_checks=True,  # all numbers of pieces are valid
-            vmem_limit_bytes=tile.vmem_limit_bytes or None,
-        ),
+        compiler_params=compiler_params(tile.vmem_limit_bytes, "parallel", "arbitrary"),
         name="indexer_logits",
     )(lists, lists, *operands, keys)
 

@@ -39,6 +39,7 @@ from ragged_attention.kernels_pallas._blocks import (
     LARGEST_INT,
     cannot_run,
     cdiv,
+    compiler_params,
     expect_sizes,
     round_up,
     written_dtype,
@@ -453,12 +454,7 @@ def _launch(
             ],
         ),
         out_shape=results,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"),
-            # Piece numbers are clamped to the cache already, and a check would take two thirds of a copy's start.
-            disable_bounds_checks=True,
-            vmem_limit_bytes=tile.vmem_limit_bytes or None,
-        ),
+        compiler_params=compiler_params(tile.vmem_limit_bytes, "parallel", "arbitrary"),
         name="latent_attention",
     )(_factors(work.call), work.jobs, scalars, scalars, indices, *queries, [keys.cache for keys in parts])
 

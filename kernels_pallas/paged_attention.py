@@ -19,7 +19,16 @@ from jax.experimental.pallas import tpu as pltpu
 from ragged_attention._jax_logits import soft_capped
 from ragged_attention.calls import PagedAttention, dtype_name
 from ragged_attention.errors import InvalidInput
-from ragged_attention.kernels_pallas._blocks import LARGEST_INT, MASKED, cdiv, expect_sizes, next_power_of_2, round_up
+from ragged_attention.kernels_pallas import _heads_first
+from ragged_attention.kernels_pallas._blocks import (
+    LARGEST_INT,
+    MASKED,
+    cdiv,
+    compiler_params,
+    expect_sizes,
+    next_power_of_2,
+    round_up,
+)
 from ragged_attention.kernels_pallas._heads_first import (
     BUDGET,
     FEWEST_COLUMNS,
@@ -30,7 +39,6 @@ from ragged_attention.kernels_pallas._heads_first import (
     expect_block,
     fetch,
     operands_of,
-    padded_page,
     positions,
     product,
     refusal,
@@ -100,33 +108,13 @@ def why_not(call: PagedAttention) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(_heads_first.Plan):
     """The static parameters of one launch."""
 
-    scale: float
-    soft_cap: float | None
-    page_size: int
-    page_rows: int  # rows per page of a loaded block, with padding
-    pages_per_block: int
-    heads: int  # KV heads per step
     per_tile: int  # KV heads whose query rows share a tile of registers
     rows: int  # per tile
-    group: int
-    head_steps: int  # per core
-    cores: int  # that share the batch or the heads
     megacore_mode: str | None
     inline_seq_dim: bool
-    quantized: bool
-
-    @property
-    def block(self) -> int:
-        """Positions per block."""
-        return self.pages_per_block * self.page_size
-
-    @property
-    def columns(self) -> int:
-        """Rows of a block, with padding."""
-        return self.pages_per_block * self.page_rows
 
     @property
     def tiles(self) -> int:
@@ -144,7 +132,8 @@ def plan_of(call: Any, tile: Tile) -> Plan:
     """The plan with the most heads and keys per step that fit in VMEM."""
     cores = call.device.num_multiprocessors if tile.megacore_mode is not None else 1
     own_heads = max(1, call.num_kv_heads // cores if tile.megacore_mode == "kv_head" else call.num_kv_heads)
-    page_rows = padded_page(call.page_size, call.quantized)
+    common = _heads_first.of_call(call)
+    page_rows = common["page_rows"]
     pages = tile.pages_per_compute_block or max(1, min(KEYS // page_rows, call.pages_per_seq))
     heads = max(n for n in range(1, HEADS + 1) if own_heads % n == 0)
     budget = min(BUDGET, tile.vmem_limit_bytes * 3 // 4) if tile.vmem_limit_bytes else BUDGET
@@ -153,11 +142,9 @@ def plan_of(call: Any, tile: Tile) -> Plan:
         fitting = [n for n in range(2, heads + 1) if heads % n == 0 and n * call.group <= SUBLANES]
         per_tile = max(fitting, default=1)
         return Plan(
-            scale=call.scale, soft_cap=None if call.soft_cap is None else float(call.soft_cap),
-            page_size=call.page_size, page_rows=page_rows, pages_per_block=pages, heads=heads, per_tile=per_tile,
-            rows=round_up(per_tile * call.group, SUBLANES), group=call.group, head_steps=own_heads // heads,
-            cores=cores, megacore_mode=tile.megacore_mode, inline_seq_dim=tile.inline_seq_dim,
-            quantized=call.quantized,
+            **common, pages_per_block=pages, heads=heads, per_tile=per_tile,
+            rows=round_up(per_tile * call.group, SUBLANES), head_steps=own_heads // heads, cores=cores,
+            megacore_mode=tile.megacore_mode, inline_seq_dim=tile.inline_seq_dim,
         )  # fmt: skip
 
     while not fits(plan(), call, budget):
@@ -244,10 +231,9 @@ def decode(
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(tiled.shape, q.dtype),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary")[: len(grid)],
-            vmem_limit_bytes=vmem_limit(call, tile.vmem_limit_bytes, used_memory(plan, call)),
-            disable_bounds_checks=True,  # each page index is checked before its page is fetched
+        compiler_params=compiler_params(
+            vmem_limit(call, tile.vmem_limit_bytes, used_memory(plan, call)),
+            *("parallel", "arbitrary", "arbitrary", "arbitrary")[: len(grid)],
         ),
         name="ragged_attention_paged_attention",
     )(lengths, page_indices.reshape(-1), following, jnp.broadcast_to(first, (plan.cores,)), tiled, operands)

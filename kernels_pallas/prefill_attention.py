@@ -19,7 +19,16 @@ from jax.experimental.pallas import tpu as pltpu
 from ragged_attention._jax_logits import soft_capped
 from ragged_attention.calls import PrefillAttention, dtype_name
 from ragged_attention.errors import InvalidInput
-from ragged_attention.kernels_pallas._blocks import LARGEST_INT, MASKED, NOWHERE, cdiv, expect_sizes, next_power_of_2
+from ragged_attention.kernels_pallas import _heads_first
+from ragged_attention.kernels_pallas._blocks import (
+    LARGEST_INT,
+    MASKED,
+    NOWHERE,
+    cdiv,
+    compiler_params,
+    expect_sizes,
+    next_power_of_2,
+)
 from ragged_attention.kernels_pallas._heads_first import (
     BUDGET,
     FEWEST_COLUMNS,
@@ -30,7 +39,6 @@ from ragged_attention.kernels_pallas._heads_first import (
     expect_block,
     fetch,
     operands_of,
-    padded_page,
     positions,
     product,
     refusal,
@@ -94,33 +102,13 @@ def why_not(call: PrefillAttention) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(_heads_first.Plan):
     """The static parameters of one launch."""
 
-    scale: float
-    soft_cap: float | None
     window: int | None
-    page_size: int
-    page_rows: int  # rows per page of a loaded block, with padding
-    pages_per_block: int
-    heads: int  # KV heads per step
-    head_steps: int  # per core
-    cores: int  # that share the heads
-    group: int
     block_q: int
     q_blocks: int
     split_weights_below: int
-    quantized: bool
-
-    @property
-    def block(self) -> int:
-        """Positions per block of pages."""
-        return self.pages_per_block * self.page_size
-
-    @property
-    def columns(self) -> int:
-        """Rows of a block of pages, with padding."""
-        return self.pages_per_block * self.page_rows
 
     @property
     def rows(self) -> int:
@@ -133,7 +121,8 @@ def plan_of(call: Any, tile: Tile) -> Plan:
     cores = call.device.num_multiprocessors
     cores = cores if call.num_kv_heads % cores == 0 else 1
     own_heads = call.num_kv_heads // cores
-    page_rows = padded_page(call.page_size, call.quantized)
+    common = _heads_first.of_call(call)
+    page_rows = common["page_rows"]
     pages = tile.num_kv_pages_per_block or max(1, min(KEYS // page_rows, call.pages_per_seq))
     heads = max(n for n in range(1, HEADS + 1) if own_heads % n == 0)
     most = next_power_of_2(ROWS // call.group + 1) // 2
@@ -143,11 +132,9 @@ def plan_of(call: Any, tile: Tile) -> Plan:
 
     def plan() -> Plan:
         return Plan(
-            scale=call.scale, soft_cap=None if call.soft_cap is None else float(call.soft_cap),
-            window=None if window is None or window >= call.capacity else int(window), page_size=call.page_size,
-            page_rows=page_rows, pages_per_block=pages, heads=heads, head_steps=own_heads // heads, cores=cores,
-            group=call.group, block_q=block_q, q_blocks=cdiv(call.num_tokens, block_q),
-            split_weights_below=tile.split_weights_below, quantized=call.quantized,
+            **common, window=None if window is None or window >= call.capacity else int(window), pages_per_block=pages,
+            heads=heads, head_steps=own_heads // heads, cores=cores, block_q=block_q,
+            q_blocks=cdiv(call.num_tokens, block_q), split_weights_below=tile.split_weights_below,
         )  # fmt: skip
 
     while used_memory(plan(), call) > budget:
@@ -218,10 +205,8 @@ def prefill(
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(blocks.shape, blocks.dtype),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=vmem_limit(call, tile.vmem_limit_bytes, used_memory(plan, call)),
-            disable_bounds_checks=True,  # each page index is checked before its page is fetched
+        compiler_params=compiler_params(
+            vmem_limit(call, tile.vmem_limit_bytes, used_memory(plan, call)), "parallel", "arbitrary", "arbitrary"
         ),
         name="ragged_attention_prefill_attention",
     )(lows, highs, following, jnp.stack([length, base, first]), call.page_indices, blocks, operands)

@@ -289,7 +289,7 @@ def attend(
         ),
         out_shape=jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), initial),
         input_output_aliases={num_inputs + index: index for index in range(num_results)},
-        compiler_params=compiler_params(vmem_limit_bytes, parallel=1),
+        compiler_params=compiler_params(vmem_limit_bytes, "parallel"),
         name=f"ragged_paged_attention_{'tiles' if plan.in_columns else 'decode'}",
     )(*scalars, *inputs, initial)
     return new_out, new_lse if plan.has_lse else lse, pages if update is None else new_pages

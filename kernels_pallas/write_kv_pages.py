@@ -21,6 +21,7 @@ from ragged_attention.kernels_pallas._blocks import (
     LANES,
     LARGEST_INT,
     cannot_run,
+    compiler_params,
     expect_sizes,
     in_pieces,
     item_size,
@@ -162,10 +163,7 @@ def write_rows(arrays: list[jax.Array], rows: list[jax.Array], slots: jax.Array,
         out_shape=([jax.ShapeDtypeStruct(pages.shape, pages.dtype) for pages in flat],),
         scratch_shapes=[pltpu.SemaphoreType.DMA((len(flat),))],
         input_output_aliases={1 + len(rows) + i: i for i in range(len(flat))},
-        compiler_params=pltpu.CompilerParams(
-            vmem_limit_bytes=tile.vmem_limit_bytes or None,
-            disable_bounds_checks=True,  # slots are checked already, and the compiler's checks triple the loop
-        ),
+        compiler_params=compiler_params(tile.vmem_limit_bytes),
         name="write_kv_pages",
     )(codes, rows, flat)
     return [pages.reshape(given.shape) for pages, given in zip(written, arrays, strict=True)]

@@ -22,6 +22,7 @@ from ragged_attention.kernels_pallas._blocks import (
     LANES,
     LARGEST_INT,
     cannot_run,
+    compiler_params,
     expect_sizes,
     in_pieces,
     next_power_of_2,
@@ -191,9 +192,6 @@ def write_groups(cache: jax.Array, groups: jax.Array, new: jax.Array, kept: jax.
             pltpu.SemaphoreType.DMA,
         ],
         input_output_aliases={3: 0},
-        compiler_params=pltpu.CompilerParams(
-            vmem_limit_bytes=limit or None,
-            disable_bounds_checks=True,  # `slots` has checked them already
-        ),
+        compiler_params=compiler_params(limit),
         name="write_mla_cache",
     )(groups, new, kept, cache)
