@@ -1,4 +1,4 @@
-"""CUTLASS kernels for Hopper. Besides its operations the package offers what callers need without looking inside."""
+"""CUTLASS kernels for Hopper, and functions to emulate them, to build them ahead of time, and to report their state."""
 
 import contextlib
 import importlib
@@ -13,29 +13,29 @@ _NATIVE = "ragged_attention.kernels_cuda._native"
 def emulating(mode: str = "eager", seed: int = 0) -> contextlib.AbstractContextManager[None]:
     """Inside, calls with backend="cuda" on CPU arrays run the kernels' own code on the CPU.
 
-    `mode` is when copies land and products are computed: "eager" at once, "late" not before they are waited for,
+    `mode` says when copies land and products are computed: "eager" at once, "late" only when they are waited for,
     "crossed" copies at once and products late. `seed` shuffles the order in which threads run. The emulation is
-    compiled on first use, which takes g++, the CUTLASS headers and about a minute.
+    compiled on first use, which takes about a minute and needs g++ and the CUTLASS headers.
     """
     return importlib.import_module(_NATIVE).emulating(mode, seed)
 
 
 def state() -> Hashable:
-    """What answers depend on besides the call: the emulation in which calls run here and now, or None."""
+    """What `why_not` depends on besides the call: the emulation in force, or None."""
     native: Any = sys.modules.get(_NATIVE)
     return None if native is None or native.emulated() is None else native.emulation()._name
 
 
 def report() -> list[tuple[str, str]]:
-    """Rows for `ragged-attention doctor`: the tools that are found, and whether the kernels are built."""
+    """Rows for `ragged-attention doctor`: the tools found, and whether the kernels are built."""
     return importlib.import_module("ragged_attention.kernels_cuda._report").rows()
 
 
 def build(
     progress: Callable[[int, int, str], None] | None = None, copy_to: Path | None = None
 ) -> list[tuple[str, str]]:
-    """Build the libraries ahead of time, for `ragged-attention build-cuda`; returns rows that say where they are.
+    """Build the libraries ahead of time, for `ragged-attention build-cuda`, and return rows that say where they are.
 
-    Where jax is installed, the library that hands its arrays to the kernels is built too, against the installed jaxlib.
+    If jax is installed, the library that passes its arrays to the kernels is built too, for the installed jaxlib.
     """
     return importlib.import_module("ragged_attention.kernels_cuda._report").build(progress, copy_to)

@@ -1,17 +1,34 @@
-"""The C ABI of csrc/api.h as ctypes sees it, field by field; the header says what each field means."""
+"""The C ABI of csrc/api.h as ctypes sees it, field by field; the header explains each field."""
 
 import ctypes
 
+from ragged_attention.calls import CacheFormat
 from ragged_attention.errors import BackendMissing
 
 VERSION = 3
 # The codes of api.h; a positive code is CUDA's own.
 WRONG_DEVICE, NO_KERNEL, DEADLOCK, NO_TENSOR_MAP = -1, -2, -3, -4
 DTYPES = {"bfloat16": 0, "float16": 1}
-# Of caches; "page": with the scales of a page behind all its codes, where a format can be without.
+PLAIN, FP8_V32, FP8_V4, FP8_V41, FP8_V41_PAGE, FP4_V41, FP4_V41_PAGE = range(7)  # cache formats
+OTHER = -1  # any cache format without kernels
+# The code of each quantised format for which kernels are compiled, by the fields that say what the format stores.
 FORMATS = {
-    "plain": 0, "fp8_v32": 1, "fp8_v4": 2, "fp8_v41": 3, "fp8_v41_page": 4, "fp4_v41": 5, "fp4_v41_page": 6,
-}  # fmt: skip
+    # codes, values, codes per scale, scales, rotary columns, bytes of a token, whether scales follow all rows of a page
+    ("float8_e4m3fn", 512, 128, "float32", 64, 656, False): FP8_V32,
+    ("float8_e4m3fn", 448, 64, "float8_e8m0fnu", 64, 584, True): FP8_V4,
+    ("float8_e4m3fn", 512, 32, "float8_e8m0fnu", 0, 528, False): FP8_V41,
+    ("float8_e4m3fn", 512, 32, "float8_e8m0fnu", 0, 528, True): FP8_V41_PAGE,
+    ("float4_e2m1fn", 512, 16, "float8_e4m3fn", 0, 288, False): FP4_V41,
+    ("float4_e2m1fn", 512, 16, "float8_e4m3fn", 0, 288, True): FP4_V41_PAGE,
+}
+
+
+def code_of(form: CacheFormat) -> int:
+    """The ABI's code of a cache format; OTHER if no kernel is compiled for it."""
+    if not form.quantized:
+        return PLAIN
+    fields = (form.codes, form.values, form.group, form.scales, form.rotary, form.token_bytes, form.planar)
+    return FORMATS.get(fields, OTHER)
 
 
 class Latent(ctypes.Structure):
@@ -39,7 +56,7 @@ class Latent(ctypes.Structure):
 
 
 class Schedule(ctypes.Structure):
-    """`RaSchedule`: how the sequences' blocks of keys are dealt to parts."""
+    """`RaSchedule`: how the sequences' blocks of keys are divided among parts."""
 
     OPERANDS = ("lens", "extra_lens")
     RESULTS = ("parts", "num_splits")
@@ -50,7 +67,7 @@ class Schedule(ctypes.Structure):
     )
 
 
-# Every launcher takes the record of its call and the stream, and returns a code.
+# Every launcher takes the record of its call and a stream, and returns a code.
 LAUNCHERS = {
     "ra_mla_decode_dense": Latent,
     "ra_sparse_mla_prefill": Latent,
@@ -63,7 +80,7 @@ LAUNCHERS = {
 
 
 def bind(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Set the types of the library's functions; a library of another ABI is refused before anything is called."""
+    """Set the types of the library's functions, after refusing a library of another ABI."""
     version = library.ra_abi_version()
     if version != VERSION:
         raise BackendMissing(f"expected CUDA kernels of ABI version {VERSION}, got {version}")

@@ -1,10 +1,10 @@
-"""Attention over latent rows on Hopper, as `mla_decode` and `sparse_mla_prefill` share it: limits, splits, the call.
+"""Attention over latent rows on Hopper, for `mla_decode` and `sparse_mla_prefill`: limits, KV splits, the native call.
 
-The functions of the C ABI take the same call, and differ in how keys are found and stored. Sparse prefill is sparse
-decode of one token per sequence, and packed rows are pages of one row. A *job* is what shares a list of keys: in a
-dense call the query tokens and heads of one KV head of a sequence, in a sparse call the heads of one query token. A
-thread block computes 64 rows of a job, or those few that it has, over one split of its keys, and has a multiprocessor
-to itself.
+All functions of the C ABI take the same record. They differ in how keys are found and how they are stored. Sparse
+prefill is sparse decode with one token per sequence, and packed rows are pages of one row. A *job* is a set of query
+rows that share a list of keys: in a dense call, the query tokens and heads of one KV head of a sequence; in a sparse
+call, the heads of one query token. A thread block computes up to 64 rows of a job over one KV split, and occupies a
+multiprocessor alone.
 """
 
 import dataclasses
@@ -20,17 +20,18 @@ from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_cuda import _abi, _native
 from ragged_attention.kernels_cuda._native import NOT_EMULATING, Native
 
-ROWS = 64  # of a thread block
+ROWS = 64  # query rows per thread block
 BLOCK = 64  # keys per step
 MAX_SPLITS = 128
-START_COST = 5  # of a thread block, in blocks of keys; what a decode schedule counts for a sequence
-# The same where the kernel for few rows runs: a start is what a block takes to come, a merge has more under way.
+# Costs of splitting, in the time that a thread block takes for one block of keys.
+START_COST = 5  # of starting a thread block; a decode schedule counts as much for each sequence
+MERGE_COST = 3  # of the kernel that merges splits
+SPLITS_PER_BLOCK = 16  # splits that it merges in that time
+# The kernel for few rows starts as soon as its first block has arrived, and its merge has more loads in flight.
 NARROW_START_COST, NARROW_SPLITS_PER_BLOCK = 2, 32
-MERGE_COST = 3  # of the kernel that merges splits, in blocks
-SPLITS_PER_BLOCK = 16  # that it merges in the time of one more
 ARCH = "sm_90"
 D_QK, D_V = (576, 512), 512
-MOST_UNITS = 2**32 - 1  # of a cache: where rows lie is counted in units of as many bytes as rows are aligned to
+MOST_UNITS = 2**32 - 1  # the largest offset of a row, which kernels count in units of the rows' alignment
 NOT_BY_DEFAULT = "not yet measured to beat Triton's kernel, so taken only where it is asked for by name"
 PROVEN = Path(__file__).parent / "proven"  # written by `python -m benchmarks.device.publish`
 
@@ -39,23 +40,25 @@ Attention = MlaDecode | SparseMlaPrefill
 DENSE = Native("ra_mla_decode_dense")
 LISTS = Native("ra_sparse_mla_prefill")
 V41 = Native("ra_mla_decode_sparse_v41")
-LISTS_OF = {  # the function for lists of each format
-    "plain": LISTS,
-    "fp8_v32": Native("ra_mla_decode_sparse_fp8"),
-    "fp8_v4": Native("ra_mla_decode_sparse_fp8_v4"),
-    "fp8_v41": V41,
-    "fp4_v41": V41,
+LISTS_OF = {  # the function for lists over a cache of each format
+    _abi.PLAIN: LISTS,
+    _abi.FP8_V32: Native("ra_mla_decode_sparse_fp8"),
+    _abi.FP8_V4: Native("ra_mla_decode_sparse_fp8_v4"),
+    _abi.FP8_V41: V41,
+    _abi.FP8_V41_PAGE: V41,
+    _abi.FP4_V41: V41,
+    _abi.FP4_V41_PAGE: V41,
 }
-NARROW = {"fp8_v32": Native("ra_mla_decode_sparse_fp8_narrow")}  # the same, made for few rows
+NARROW = {_abi.FP8_V32: Native("ra_mla_decode_sparse_fp8_narrow")}  # functions for at most NARROW_ROWS heads
 NARROW_ROWS = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What may be tuned."""
+    """The tunable parameters."""
 
-    num_splits: int = 1  # thread blocks that share one job's keys at most; 1 gives bits that depend on nothing else
-    narrow: bool = True  # whether the kernel made for few rows runs where there is one
+    num_splits: int = 1  # the most thread blocks that share the keys of one job; 1: results are batch-invariant
+    narrow: bool = True  # whether calls with few heads use the kernel for few rows, if there is one
 
     def __post_init__(self) -> None:
         if not isinstance(self.narrow, bool):
@@ -64,7 +67,7 @@ class Tile:
             raise InvalidInput(f"expected num_splits from 1 to 256, got {self.num_splits!r}")
 
 
-# ---- what is taken
+# ---- which calls the kernels take
 
 
 def cannot_run(call: Call) -> str | None:
@@ -78,10 +81,10 @@ def cannot_run(call: Call) -> str | None:
 
 
 def why_not_by_default(call: Call, key: str | None) -> str | None:
-    """Why a call that names no backend goes elsewhere; None where a run on its device has proven its kind of call.
+    """Why a call that names no backend gets another one; None if a run on the call's device has proven its kind.
 
-    `key` is the kind, as the operation's module gives it; None has nothing that could be proven. A kind is proven from
-    the front ends from which the suite passed on that device.
+    `key` names the kind, as the operation's `tuning_key` returns it; a call with None is never proven. A kind counts as
+    proven for the front ends from which the suite passed on that device.
     """
     entry = _proven(call.OPERATION).get(call.device.name, {}).get(key or "", {})
     return None if call.device.framework in entry.get("frameworks", ()) else NOT_BY_DEFAULT
@@ -89,18 +92,20 @@ def why_not_by_default(call: Call, key: str | None) -> str | None:
 
 @functools.cache
 def _proven(operation: str) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-    """What has been proven of an operation, by what the framework calls the device and by kind of call."""
+    """The proven kinds of an operation's calls, by the framework's name of the device and by kind."""
     path = PROVEN / f"{operation}.json"
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def cannot_take(call: Attention, *, sparse: bool) -> str | None:
-    """Why the kernels do not take a call, on whatever device, or None."""
-    dtype, dense = dtype_name(call.q), "a dense call"
-    if call.format not in LISTS_OF:
-        return f"takes cache_format {' or '.join(map(repr, LISTS_OF))}, got {call.format!r}"
-    if call.format != "plain" and not sparse:
-        return f"takes cache_format 'plain' in {dense} (one without indices), got {call.format!r}"
+    """Why the kernels do not take a call, on any device, or None."""
+    dtype, dense, form = dtype_name(call.q), "a dense call", call.kv_format
+    for stored in (form, getattr(call, "extra_kv_format", form)):
+        if _abi.code_of(stored) not in LISTS_OF:
+            names = [name for name, known in CACHE_FORMATS.items() if _abi.code_of(known) in LISTS_OF]
+            return f"takes cache_format {' or '.join(map(repr, ['plain', *names]))}, got {stored.name!r}"
+    if form.quantized and not sparse:
+        return f"takes cache_format 'plain' in {dense} (one without indices), got {form.name!r}"
     allowed = ("bfloat16",) if sparse else tuple(_abi.DTYPES)
     if dtype not in allowed:
         return f"takes q.dtype {' or '.join(allowed)} in {'a sparse call' if sparse else dense}, got {dtype}"
@@ -108,26 +113,25 @@ def cannot_take(call: Attention, *, sparse: bool) -> str | None:
         return f"takes d_qk {' or '.join(map(str, D_QK))}, got {call.d_qk}"
     if call.d_v != D_V:
         return f"takes d_v {D_V}, got {call.d_v}"
-    most = MOST_UNITS * alignment(call.format)
+    most = MOST_UNITS * alignment(form)
     if (size := cache_bytes(call)) > most:
         return f"takes a cache of at most {most} bytes, got {size}"
     return None
 
 
-def alignment(cache_format: str) -> int:
-    """The bytes at whose multiples rows of a cache begin."""
-    return 8 if cache_format == "fp8_v4" else 16
+def alignment(form: CacheFormat) -> int:
+    """Rows of a cache begin at multiples of this number of bytes."""
+    return math.gcd(16, form.token_bytes)
 
 
 def cache_bytes(call: Attention) -> int:
-    """The size of the larger cache if its pages follow each other; one that strides make larger the library refuses."""
-    row = call.d_qk * 2 if call.format == "plain" else CACHE_FORMATS[call.format].token_bytes
-    extra = getattr(call, "extra_kv_cache", None)
-    extra_bytes = 0 if extra is None else math.prod(extra.shape) * (2 if call.format == "plain" else 1)
-    return max(call.num_slots * call.num_kv_heads * row, extra_bytes)
+    """The size of the larger cache if it is contiguous. The library refuses one that its strides make too large."""
+    form, extra = call.kv_format, getattr(call, "extra_kv_cache", None)
+    extra_bytes = 0 if extra is None else math.prod(extra.shape) * (1 if form.quantized else 2)
+    return max(call.num_slots * call.num_kv_heads * (form.token_bytes or 2 * call.d_qk), extra_bytes)
 
 
-# ---- choosing splits
+# ---- choosing the number of splits
 
 
 def cdiv(a: int, b: int) -> int:
@@ -140,12 +144,13 @@ def power_of_2(n: int) -> int:
 
 
 def is_narrow(call: Attention, tile: Tile | None = None) -> bool:
-    """Whether the kernel made for few rows runs a call over lists."""
-    return call.format in NARROW and call.num_q_heads <= NARROW_ROWS and (tile is None or tile.narrow)
+    """Whether the kernel for few rows computes a call over lists."""
+    few_heads = call.num_q_heads <= NARROW_ROWS
+    return few_heads and _abi.code_of(call.kv_format) in NARROW and (tile is None or tile.narrow)
 
 
 def splits(call: Attention, jobs: int, rows: int, keys: int, *, narrow: bool = False) -> int:
-    """The number of splits of a job's keys: the fastest if every list is as long as it can be."""
+    """The fastest number of KV splits per job, assuming that every list has its full length."""
     start_cost, at_once = (NARROW_START_COST, NARROW_SPLITS_PER_BLOCK) if narrow else (START_COST, SPLITS_PER_BLOCK)
     work, blocks = jobs * cdiv(rows, ROWS), max(1, cdiv(keys, BLOCK))
     slots = call.device.num_multiprocessors
@@ -155,54 +160,52 @@ def splits(call: Attention, jobs: int, rows: int, keys: int, *, narrow: bool = F
     )
 
 
-# ---- the call
+# ---- the native call
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Extra:
-    """A second cache with lists of its own, in the terms of the C ABI."""
+    """A second cache with its own lists, as the C ABI takes it."""
 
     cache: Any
+    form: CacheFormat
     lists: Any  # i32 [S, Q, N']
     lens: Any  # i32 [S] or [S, Q], or None
-    format: str = "plain"  # as in Work
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Work:
-    """One call in the terms of the C ABI."""
+    """One call as the C ABI takes it."""
 
     function: Native
-    q: Any  # rows begin at multiples of 16 bytes, as those of the cache do
-    q_shape: tuple[int, int, int, int]  # sequences, query tokens of each, heads, d_qk
-    q_strides: tuple[int, ...]  # of the first three
+    q: Any  # rows begin at multiples of 16 bytes, like those of the cache
+    q_shape: tuple[int, int, int, int]  # sequences, query tokens per sequence, heads, d_qk
+    q_strides: tuple[int, ...]  # of the first three axes
     lse_shape: tuple[int, ...]
     cache: Any  # [P, G, K, d_qk] or [P, G, 1, bytes], or packed rows [s_kv, K, d_qk]
+    form: CacheFormat
     lists: Any  # i32, packed: lists of slots, or the page table of a dense call
     list_strides: tuple[int, int, int]  # of sequence, query token, KV head
     lens: Any  # i32 [S] or [S, Q], or None
     causal: bool = False
-    format: str = "plain"  # as the C ABI names it
     schedule: Any = None  # (parts, ...) or None
     extra: Extra | None = None
 
 
 def function_of(call: Attention, tile: Tile) -> Native:
     """The function that runs a call over lists."""
-    return (NARROW if is_narrow(call, tile) else LISTS_OF)[call.format]
+    return (NARROW if is_narrow(call, tile) else LISTS_OF)[_abi.code_of(call.kv_format)]
 
 
-def aligned(cache: Any, layout: CacheFormat | None, launch: Any) -> Any:
-    """A cache, copied where its rows do not lie as they are read: aligned, and without gaps in pages of planes."""
-    if layout is None:
-        return launch.aligned(cache)
-    if layout.planar:
+def aligned(cache: Any, form: CacheFormat, launch: Any) -> Any:
+    """A cache, copied if its rows are not aligned, or if they are not contiguous in pages that hold scales apart."""
+    if form.planar:
         cache = launch.words(cache, packed_rows=True)
-    return launch.aligned(cache, alignment(layout.name))
+    return launch.aligned(cache, alignment(form))
 
 
 def strides_of(array: Any, launch: Any) -> tuple[int, ...]:
-    """The strides of an array; an axis of one entry gets that of a packed row, since its own may be anything."""
+    """The strides of an array. An axis of one entry gets the stride of a packed row, since its own may be anything."""
     shape, strides = array.shape, launch.strides(array)
     if 1 not in shape:
         return strides
@@ -222,8 +225,8 @@ def _numbers(work: Work, scale: float, num_splits: int, launch: Any) -> dict[str
         "num_kv_heads": num_kv_heads,
         "d_qk": d_qk,
         "dtype": _abi.DTYPES[dtype_name(work.q)],
-        "format": _abi.FORMATS[work.format],
-        "extra_format": _abi.FORMATS[work.extra.format if work.extra else work.format],
+        "format": _abi.code_of(work.form),
+        "extra_format": _abi.code_of(work.extra.form if work.extra else work.form),
         "sparse": work.function is not DENSE,
         "causal": work.causal,
         "q_seq_stride": work.q_strides[0],
@@ -269,10 +272,10 @@ def _extra_numbers(extra: Extra | None, launch: Any) -> dict[str, int]:
 
 
 def run(call: Attention, work: Work, tile: Tile, launch: Any, *, max_logits: bool = False) -> dict[str, Any]:
-    """Enqueue the kernels; returns the results by name."""
+    """Enqueue the kernels, and return the results by name."""
     num_seqs, num_q_tokens, num_q_heads, _ = work.q_shape
     schedule = work.schedule
-    if schedule and not (num_seqs and schedule[0].shape[0]):  # nothing to divide, or no part to take it
+    if schedule and not (num_seqs and schedule[0].shape[0]):  # no sequences, or no parts
         schedule = work.schedule = None
     numbers = _numbers(work, call.scale, 1 if schedule else tile.num_splits, launch)
     partials = (numbers["num_partials"], num_q_tokens, num_q_heads)

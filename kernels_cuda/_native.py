@@ -1,8 +1,8 @@
-"""The compiled kernels as this process has loaded them, and how a backend's `run` hands them to a front end's launcher.
+"""The compiled kernels that this process has loaded, and the handles by which a front end's launcher calls them.
 
-library()                    the kernels, for a GPU; loads on a machine without one too, where `status` says so
-with emulating(): ...        inside, calls on a CPU run the same sources, compiled for its threads: `emulation()`
-recorder(name)               a function's kernels as PTX, and its host code, which tells of launches and makes none
+library()                    the kernels for a GPU; it loads without a GPU too, which `status` then reports
+with emulating(): ...        inside, calls on a CPU run the same sources, compiled for CPU threads: `emulation()`
+recorder(name)               a function's kernels as PTX, and its host code, which reports launches but makes none
 """
 
 import contextlib
@@ -26,7 +26,7 @@ NOT_EMULATING = "runs on sm_90 GPUs, on a CPU inside ragged_attention.kernels_cu
 
 
 class Status(NamedTuple):
-    """What the library says of a device: a code, 0 if the kernels run there, and the code in words."""
+    """The library's answer about a device: a code, 0 if the kernels run there, and the code in words."""
 
     code: int
     text: str
@@ -49,16 +49,16 @@ def _once(
     opened: Callable[[Path], ctypes.CDLL],
     progress: Progress | None = None,
 ) -> ctypes.CDLL:
-    """The library of `source`, built and opened once per process; a failure is remembered too: building is slow."""
+    """The library of `source`, built and opened once per process. A failure is remembered too: building is slow."""
     if key in _loaded:
         return _loaded[key]
     with forking.postponed(), _lock:
         if key in _failed:
             raise BackendMissing(_failed[key])
         if key not in _loaded:
-            found = source()
+            made_of = source()
             try:
-                _loaded[key] = opened(found if isinstance(found, Path) else compile.build(found, progress))
+                _loaded[key] = opened(made_of if isinstance(made_of, Path) else compile.build(made_of, progress))
             except (BackendMissing, OSError) as error:
                 _failed[key] = str(error)
                 raise BackendMissing(_failed[key]) from error
@@ -66,7 +66,7 @@ def _once(
 
 
 def library(progress: Progress | None = None) -> ctypes.CDLL:
-    """The kernels, built if need be. Loads without a driver; ask `status` before calling anything."""
+    """The kernels, built if necessary. They load without a driver, so check `status` before any call."""
     return _once(KERNELS, lambda: compile.prebuilt() or compile.kernels_recipe(), _bound, progress)
 
 
@@ -75,19 +75,19 @@ def _bound(path: Path) -> ctypes.CDLL:
 
 
 def emulation(extra_flags: Sequence[str] = (), sources: Path = compile.SOURCES) -> ctypes.CDLL:
-    """The kernels for the CPU's threads: the same functions, given host pointers; `extra_flags` go to g++."""
+    """The kernels for CPU threads: the same functions, which take host pointers. `extra_flags` go to g++."""
 
     def opened(path: Path) -> ctypes.CDLL:
-        found = _bound(path)
-        found.ra_emulate.argtypes, found.ra_emulate.restype = (ctypes.c_int, ctypes.c_uint64), None
-        return found
+        emulator = _bound(path)
+        emulator.ra_emulate.argtypes, emulator.ra_emulate.restype = (ctypes.c_int, ctypes.c_uint64), None
+        return emulator
 
     key = ("emulation", tuple(extra_flags), sources)
     return _once(key, lambda: compile.emulation_recipe(extra_flags, sources), opened)
 
 
 def recorder(function: str) -> Path:
-    """The library in which a function of the C ABI records its launches, with the kernels' PTX; built if need be."""
+    """The library in which a function of the C ABI records its launches, with the kernels' PTX; built if necessary."""
     unit = f"sm90/{function.removeprefix('ra_')}"
     return compile.build(compile.recorder_recipe(unit if unit in compile.UNITS else "common"))
 
@@ -116,29 +116,28 @@ _emulated: contextvars.ContextVar[Emulation | None] = contextvars.ContextVar("em
 def emulating(mode: str = "eager", seed: int = 0) -> Iterator[None]:
     """Inside, calls with backend="cuda" on CPU arrays run the kernels' own code on threads of the CPU.
 
-    `mode` is when copies land and products are computed: "eager" at once, "late" not before they are
-    waited for, "crossed" copies at once and products late. `seed` shuffles the order in which threads run.
+    `mode` says when copies land and products are computed: "eager" at once, "late" only when they are waited for,
+    "crossed" copies at once and products late. `seed` shuffles the order in which threads run.
     """
     if mode not in MODES:
         raise InvalidInput(f"expected mode to be one of {', '.join(MODES)}, got {mode!r}")
-    found, before = emulation(), _emulated.get()
+    emulator, outer = emulation(), _emulated.get() or Emulation(MODES[0], 0)
     token = _emulated.set(Emulation(mode, seed))
     try:
-        found.ra_emulate(MODES.index(mode), seed)
+        emulator.ra_emulate(MODES.index(mode), seed)
         yield
     finally:
         _emulated.reset(token)
-        outer = before or Emulation(MODES[0], 0)
-        found.ra_emulate(MODES.index(outer.mode), outer.seed)
+        emulator.ra_emulate(MODES.index(outer.mode), outer.seed)
 
 
 def emulated() -> Emulation | None:
-    """How calls are emulated here and now; None outside `emulating`."""
+    """The mode and seed of the emulation in force; None outside `emulating`."""
     return _emulated.get()
 
 
 def why_not() -> str | None:
-    """What `library()` lacks here, in one sentence; None if nothing is known to be missing. Never builds or raises."""
+    """What `library()` lacks on this machine, in one sentence, or None. Never builds or raises."""
     if KERNELS in _loaded:
         return _refusal(_loaded[KERNELS])
     if KERNELS in _failed:
@@ -147,35 +146,35 @@ def why_not() -> str | None:
 
 
 def status(device: int = 0) -> Status:
-    """What the kernels say of a CUDA device; without a driver that is an error's code and text, never a crash."""
-    found = library()
+    """What the kernels report about a CUDA device. Without a driver it has an error's code and text."""
+    kernels = library()
     major, minor, processors = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    code = found.ra_status(device, major, minor, processors)
-    text = (found.ra_error_string(code) or b"").decode(errors="replace")
+    code = kernels.ra_status(device, major, minor, processors)
+    text = (kernels.ra_error_string(code) or b"").decode(errors="replace")
     return Status(code, text, major.value, minor.value, processors.value)
 
 
 @functools.cache
 def _refusal(kernels: ctypes.CDLL) -> str | None:
-    """What the driver has against loaded kernels, asked once; None if it runs them, or if there is no driver at all."""
+    """Why the driver cannot run the loaded kernels, asked once; None if it can, or if there is no driver."""
     driver, runtime = ctypes.c_int(), ctypes.c_int()
     kernels.ra_versions(driver, runtime)
     if driver.value == 0 or driver.value >= runtime.value:
         return None
-    wanted, got = (f"{found.value // 1000}.{found.value % 1000 // 10}" for found in (runtime, driver))
+    wanted, got = (f"{version.value // 1000}.{version.value % 1000 // 10}" for version in (runtime, driver))
     return f"expected a driver for CUDA {wanted} or later, which the kernels were compiled with, got one for CUDA {got}"
 
 
-# ---- what a launcher gets
+# ---- handles for launchers
 
 
 def _library_for(platform: str) -> ctypes.CDLL:
-    """The library for a platform's arrays; refuses a CPU's outside `emulating`."""
+    """The library for a platform's arrays. Raises `Unsupported` for a CPU's outside `emulating`."""
     if platform != "cpu":
-        found = library()
-        if reason := _refusal(found):
+        kernels = library()
+        if reason := _refusal(kernels):
             raise Unsupported(reason)
-        return found
+        return kernels
     if emulated() is None:
         raise Unsupported(NOT_EMULATING)
     return emulation()
@@ -183,27 +182,27 @@ def _library_for(platform: str) -> ctypes.CDLL:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Native:
-    """A function of the C ABI, with the record that it takes."""
+    """A function of the C ABI."""
 
     name: str
 
     @property
     def record(self) -> type[Any]:
-        """The record of a call: a ctypes structure that lists OPERANDS, RESULTS and NUMBERS."""
+        """The record that the function takes: a ctypes structure that lists OPERANDS, RESULTS and NUMBERS."""
         return _abi.LAUNCHERS[self.name]
 
     def on(self, platform: str) -> Any:
-        """The function itself, which takes a record and a stream and returns a code."""
+        """The function for a platform's arrays. It takes a record and a stream, and returns a code."""
         return getattr(_library_for(platform), self.name)
 
     def handler(self, platform: str, include: str) -> tuple[str, Any]:
-        """The same for XLA, compiled with the FFI headers in `include`, under a name that no other function has."""
+        """A unique name, and the function as an XLA FFI handler, compiled with the headers in `include`."""
         emulated = platform == "cpu"
         name = f"{self.name}.{_library_for(platform)._name}" if emulated else self.name
         return name, getattr(ffi_library(include, emulated=emulated), f"{self.name}_ffi")
 
     def error(self, code: int, platform: str, shapes: Mapping[str, Any]) -> RuntimeError:
-        """What to raise for a code that is not 0, with the arrays of the call that returned it."""
+        """The exception for a code that is not 0, with the shapes of the call's arrays."""
         text = _library_for(platform).ra_error_string(code).decode()
         arrays = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
         return RuntimeError(f"{self.name} failed with code {code}, {text}: {arrays}")

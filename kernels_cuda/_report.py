@@ -1,4 +1,4 @@
-"""What users see of the CUDA backend: its tools, its libraries, and building these ahead of time."""
+"""The CUDA backend in the command line's output: its tools, its libraries, and building them ahead of time."""
 
 import importlib
 import importlib.util
@@ -12,12 +12,12 @@ from ragged_attention.kernels_cuda._build import compile, toolchain
 
 
 def rows() -> list[tuple[str, str]]:
-    """The parts of the backend and the state of each."""
+    """Each part of the backend with its state."""
     return [("CUDA toolchain", tools()), ("CUTLASS", cutlass()), ("CUDA kernels", kernels())]
 
 
 def tools() -> str:
-    """nvcc's release and path, or what is missing to compile with it."""
+    """nvcc's release and path, and what is missing to compile with it."""
     compiler, missing = toolchain.nvcc(), toolchain.missing_to_compile()
     if compiler is None:
         return missing or f"{toolchain.nvcc_path()} does not run"
@@ -31,7 +31,7 @@ def cutlass() -> str:
 
 
 def kernels() -> str:
-    """Whether the kernels are built, and what they say of the first device."""
+    """Whether the kernels are built, and what they report about the first device."""
     path = compile.built()
     if path is None:
         return _native.why_not() or "not built: the first call does it, or `ragged-attention build-cuda`"
@@ -44,7 +44,7 @@ def kernels() -> str:
 
 
 def build(progress: compile.Progress | None, copy_to: Path | None) -> list[tuple[str, str]]:
-    """Build every library; returns rows of what was built with what, and where it is."""
+    """Build every library, and return rows that say with which tools, and where it is."""
     path, for_jax = compile.build(compile.kernels_recipe(), progress), None
     if importlib.util.find_spec("jax") is not None:
         include: Any = importlib.import_module("jax.ffi").include_dir()

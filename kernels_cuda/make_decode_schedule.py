@@ -1,4 +1,4 @@
-"""Dividing the work of a decode step among thread blocks on Hopper; the definition is in `reference`."""
+"""Dividing the work of a decode step among thread blocks on Hopper, as `reference` defines it."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ SCHEDULE = Native("ra_make_decode_schedule")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """Nothing to tune."""
+    """There is nothing to tune."""
 
 
 def why_not(call: MakeDecodeSchedule) -> str | None:
@@ -30,7 +30,7 @@ def heuristic(call: MakeDecodeSchedule) -> Tile:
 
 
 def run(call: MakeDecodeSchedule, tile: Tile, launch: Any) -> Any:
-    """Enqueue the kernel; returns parts and num_splits."""
+    """Enqueue the kernel, and return parts and num_splits."""
     del tile
     results = launch.native(
         SCHEDULE,

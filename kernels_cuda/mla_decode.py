@@ -1,8 +1,8 @@
-"""MLA decode on Hopper, dense and sparse: the call as `_latent` describes work."""
+"""MLA decode on Hopper, dense and sparse, by the kernels that `_latent` calls."""
 
 from typing import Any
 
-from ragged_attention.calls import MlaDecode, name_in_layout
+from ragged_attention.calls import MlaDecode
 from ragged_attention.kernels_cuda import _latent
 from ragged_attention.kernels_cuda._latent import Tile as Tile
 
@@ -20,14 +20,14 @@ def tuning_key(call: MlaDecode) -> str:
         else f"blocks<={_latent.power_of_2(_latent.cdiv(call.capacity, 64))}"
     )
     return (
-        f"heads={call.num_q_heads}/{call.num_kv_heads} q={call.num_q_tokens} d={call.d_qk} cache={call.format} "
+        f"heads={call.num_q_heads}/{call.num_kv_heads} q={call.num_q_tokens} d={call.d_qk} cache={call.kv_format.name} "
         f"seqs<={_latent.power_of_2(call.num_seqs)} {keys}"
     )
 
 
 def why_not(call: MlaDecode) -> str | None:
-    if call.format == "fp8_v32" and call.extra_kv_cache is not None:
-        return "takes extra_kv_cache with any other cache_format, got 'fp8_v32'"
+    if call.kv_format.folded and call.extra_kv_cache is not None:
+        return f"takes extra_kv_cache with any other cache_format, got {call.kv_format.name!r}"
     return _latent.cannot_take(call, sparse=call.sparse) or _latent.cannot_run(call)
 
 
@@ -43,8 +43,8 @@ def heuristic(call: MlaDecode) -> Tile:
 
 
 def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
-    """Enqueue the kernels; returns out and lse."""
-    sparse, q, cache = call.sparse, launch.aligned(call.q), _latent.aligned(call.kv_cache, call.layout, launch)
+    """Enqueue the kernels, and return out and lse."""
+    sparse, q, cache = call.sparse, launch.aligned(call.q), _latent.aligned(call.kv_cache, call.kv_format, launch)
     lists = launch.packed(call.indices if sparse else call.page_indices)
     steps = launch.strides(lists)
     work = _latent.Work(
@@ -54,11 +54,11 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
         q_strides=_latent.strides_of(q, launch)[:3],
         lse_shape=call.lse_shape,
         cache=cache,
+        form=call.kv_format,
         lists=lists,
         list_strides=(steps[0], steps[1] if sparse else 0, 0),
         lens=call.topk_lens if sparse else call.kv_lens,
         causal=bool(call.causal),
-        format=name_in_layout(call.layout),
         schedule=call.schedule,
         extra=None if call.extra_kv_cache is None else _extra(call, launch),
     )
@@ -68,8 +68,8 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
 
 def _extra(call: MlaDecode, launch: Any) -> _latent.Extra:
     return _latent.Extra(
-        cache=_latent.aligned(call.extra_kv_cache, call.extra_layout, launch),
-        format=name_in_layout(call.extra_layout),
+        cache=_latent.aligned(call.extra_kv_cache, call.extra_kv_format, launch),
+        form=call.extra_kv_format,
         lists=launch.packed(call.extra_indices),
         lens=call.extra_topk_lens,
     )

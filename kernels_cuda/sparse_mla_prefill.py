@@ -1,8 +1,8 @@
-"""Sparse MLA prefill on Hopper: to `_latent`, a decode with one query token per sequence."""
+"""Sparse MLA prefill on Hopper, which `_latent` computes as decode with one query token per sequence."""
 
 from typing import Any
 
-from ragged_attention.calls import SparseMlaPrefill, name_in_layout
+from ragged_attention.calls import SparseMlaPrefill
 from ragged_attention.kernels_cuda import _latent
 from ragged_attention.kernels_cuda._latent import Tile as Tile
 
@@ -12,7 +12,7 @@ FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "
 def tuning_key(call: SparseMlaPrefill) -> str:
     """The bucket of static facts that a tuned file is keyed by."""
     return (
-        f"heads={call.num_q_heads}/{call.num_kv_heads} d={call.d_qk} cache={call.format} "
+        f"heads={call.num_q_heads}/{call.num_kv_heads} d={call.d_qk} cache={call.kv_format.name} "
         f"tokens<={_latent.power_of_2(call.num_tokens)} topk={call.topk}"
     )
 
@@ -32,7 +32,7 @@ def heuristic(call: SparseMlaPrefill) -> Tile:
 
 
 def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:
-    """Enqueue the kernels; returns out, max_logits and lse."""
+    """Enqueue the kernels, and return out, max_logits and lse."""
     q, lists = launch.aligned(call.q), launch.packed(call.indices)
     num_tokens, num_q_heads, d_qk = q.shape
     token_stride, head_stride, _ = _latent.strides_of(q, launch)
@@ -43,8 +43,8 @@ def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:
         q_shape=(num_tokens, 1, num_q_heads, d_qk),
         q_strides=(token_stride, d_qk, head_stride),
         lse_shape=(num_tokens, num_q_heads),
-        cache=_latent.aligned(call.kv, call.layout, launch),
-        format=name_in_layout(call.layout),
+        cache=_latent.aligned(call.kv, call.kv_format, launch),
+        form=call.kv_format,
         lists=lists,
         list_strides=(list_token_stride, 0, list_head_stride),
         lens=call.topk_lens,

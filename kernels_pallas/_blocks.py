@@ -1,8 +1,8 @@
-"""What the Pallas kernels share: where they run, their limits, copies of a counted number of rows, layouts.
+"""Constants and functions that all Pallas kernels share.
 
-Two things shape all of them. A copy between memories is started and waited for by the kernel, so each buffer that one
-fills has a semaphore of its own. And the kernels must also run in jax's TPU interpret mode, which knows plain
-indexing of references only: blocks are loaded whole, and it is their values that are reshaped or bitcast.
+Two rules shape the kernels. A kernel itself starts copies between memories and waits for them, so each buffer has its
+own semaphore. And kernels must also run in jax's TPU interpret mode, which supports only plain indexing of references:
+they load whole blocks, and reshape or bitcast the loaded values.
 """
 
 import math
@@ -19,12 +19,13 @@ from ragged_attention.errors import InvalidInput
 LANES = 128
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # of a key that a query does not see; far below any finite logit
-NOWHERE = 2**31 - 1  # the position of a key that no query sees
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # the logit of a key that a query does not see
+LARGEST_INT = 2**31 - 1
+NOWHERE = LARGEST_INT  # the position of a key that no query sees
 
 
 def cannot_run(call: Any) -> str | None:
-    """Why no Pallas kernel runs here, or None."""
+    """Why no Pallas kernel can run a call, or None."""
     if call.device.framework != "jax":
         return f"runs on jax arrays, got a call from {call.device.framework}"
     return None
@@ -57,7 +58,7 @@ def item_size(array: Any) -> int:
 
 
 def written_dtype(call: Any) -> Any:
-    """The dtype of what a kernel writes as its result `out`; TPUs have no float16."""
+    """The dtype in which a kernel writes `out`: float32 in place of float16, which TPUs lack."""
     wanted = jnp.dtype(call.out_dtype or dtype_name(call.q))
     return jnp.dtype(jnp.float32) if wanted == jnp.float16 else wanted
 
@@ -68,7 +69,7 @@ def is_vector_memory(scratch: Any) -> bool:
 
 
 def vector_bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """The bytes that an array takes in VMEM, where its last two dimensions are padded to whole tiles."""
+    """The bytes that an array takes in VMEM, which pads its last two dimensions to whole tiles."""
     size = jnp.dtype(dtype).itemsize
     *rest, rows, lanes = shape
     tile = min(32 // size, max(next_power_of_2(rows), 4 // size))
@@ -76,7 +77,7 @@ def vector_bytes(shape: tuple[int, ...], dtype: Any) -> int:
 
 
 def in_pieces(count: Any, most: int, do: Callable[[Any, int], None]) -> None:
-    """`do(offset, size)` for static sizes, powers of two, that add up to `count` (at most `most`)."""
+    """Call `do(offset, size)` for pieces that add up to `count`, which is at most `most`; sizes are powers of two."""
     piece = next_power_of_2(most + 1) >> 1 if most else 0
     offset = jnp.int32(0)
     while piece:
@@ -90,14 +91,14 @@ def in_pieces(count: Any, most: int, do: Callable[[Any, int], None]) -> None:
         piece >>= 1
 
 
-def compiler_params(vmem_limit_bytes: int, parallel: int = 0) -> Any:
-    """The parameters of a `pallas_call` whose grid has `parallel` dimensions that cores may share.
+def compiler_params(vmem_limit_bytes: int | None, *semantics: str) -> Any:
+    """The compiler parameters of a `pallas_call`, with the semantics of its grid's dimensions.
 
-    The compiler's bounds checks are off: kernels clamp every index to its array before a copy, and the
-    checks would take most of a copy's scalar instructions.
+    The compiler's bounds checks are off. Kernels clamp or check every index before a copy, and the checks would take
+    most of the scalar instructions of a copy.
     """
     return pltpu.CompilerParams(
         vmem_limit_bytes=vmem_limit_bytes or None,
-        dimension_semantics=("parallel",) * parallel or None,
+        dimension_semantics=semantics or None,  # type: ignore[arg-type]
         disable_bounds_checks=True,
     )

@@ -1,14 +1,14 @@
-"""What the kernels over heads-first pages [K, P, G, D] share: the fetch of pages, and how a block of them is read.
+"""The parts that the kernels over heads-first pages [K, P, G, D] share: fetching pages, and reading a block of them.
 
-A block is a number of pages that lie in one of two buffers [2, heads, pages, G, D] in vector memory (VMEM). Each page
-is fetched by one asynchronous copy per operand (K, V, and their scales if any), for all heads of a step
-at once; each operand has a semaphore of its own for each of the two buffers. While one block is computed on, the next
-is under way, over the borders of sequences, heads and grid steps as well.
+A block is a number of pages in one of two buffers [2, heads, pages, G, D] in VMEM. Each page is fetched by one
+asynchronous copy per operand (K, V, and their scales if there are any), for all heads of a step at once. Each operand
+has one semaphore for each buffer. While one block is computed, the next one is fetched, even if it belongs to another
+sequence, head or grid step.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,13 +19,21 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.calls import dtype_name
 from ragged_attention.errors import InvalidInput
-from ragged_attention.kernels_pallas._blocks import LANES, cannot_run, cdiv, in_pieces, next_power_of_2, vector_bytes
+from ragged_attention.kernels_pallas._blocks import (
+    LANES,
+    NOWHERE,
+    cannot_run,
+    cdiv,
+    in_pieces,
+    next_power_of_2,
+    vector_bytes,
+)
 
 SUBLANES = 8
-FEWEST_COLUMNS = 128  # of the logits of a block, to which it shrinks before the heads of a step do
-DEFAULT_LIMIT = 2**24  # bytes of vector memory that the compiler gives a kernel at least
-BUDGET = DEFAULT_LIMIT * 3 // 4  # of them for what a launch holds
-TOP_HALF = -(2**16)  # the bits of a float32 that a bfloat16 has
+FEWEST_COLUMNS = 128  # of a block's logits: blocks shrink to this size before the heads per step are reduced
+DEFAULT_LIMIT = 2**24  # the least VMEM that the compiler gives a kernel, bytes
+BUDGET = DEFAULT_LIMIT * 3 // 4  # the share of it for the arrays of a launch
+TOP_HALF = -(2**16)  # masks the bits of a float32 that a bfloat16 keeps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,27 +44,79 @@ class Operand:
     buffer: Any
     semaphores: Any
 
+    @classmethod
+    def all_of(cls, refs: Any) -> "list[Operand]":
+        """The operands of a kernel: K and V, then their scales if the pages are quantised."""
+        pairs = enumerate(zip(refs.pages, refs.buffers, strict=True))
+        return [cls(pages, buffer, refs.semaphores.at[i]) for i, (pages, buffer) in pairs]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The static parameters that the launches of both kernels have."""
+
+    scale: float
+    soft_cap: float | None
+    page_size: int
+    page_rows: int  # rows per page of a loaded block, with padding
+    pages_per_block: int
+    heads: int  # KV heads per step
+    head_steps: int  # per core
+    cores: int  # that share the batch or the heads
+    group: int
+    quantized: bool
+
+    @property
+    def block(self) -> int:
+        """Positions per block."""
+        return self.pages_per_block * self.page_size
+
+    @property
+    def columns(self) -> int:
+        """Rows of a loaded block, with padding."""
+        return self.pages_per_block * self.page_rows
+
+
+def of_call(call: Any) -> dict[str, Any]:
+    """The fields of a plan that follow from the call alone."""
+    return {
+        "scale": call.scale,
+        "soft_cap": None if call.soft_cap is None else float(call.soft_cap),
+        "page_size": call.page_size,
+        "page_rows": padded_page(call.page_size, call.quantized),
+        "group": call.group,
+        "quantized": call.quantized,
+    }
+
 
 def operands_of(call: Any) -> list[jax.Array]:
-    """K and V, then their scales if any, [K, P, 1, G] each: those of a page lie in a row of lanes."""
+    """K and V, then their scales if there are any, each [K, P, 1, G]: the scales of a page are a row of lanes."""
     scales = [array.reshape(*array.shape[:2], 1, call.page_size) for array in call.scales if array is not None]
     return [*call.arrays, *scales]
 
 
-def buffers_of(call: Any, heads: int, pages: int) -> list[Any]:
-    """The buffers of the operands."""
-    shape = (2, heads, pages, call.page_size, call.head_dim)
-    scales = [pltpu.VMEM((2, heads, pages, 1, call.page_size), jnp.float32)] * (2 * call.quantized)
-    return [pltpu.VMEM(shape, jnp.dtype(call.cache_dtype))] * 2 + scales
+def scratch_of(call: Any, plan: Any, tiles: int) -> list[Any]:
+    """The VMEM that persists over the steps of a launch: the operands' buffers; m_i, l_i and acc of each tile of rows.
+
+    `plan` has the fields `heads`, `pages_per_block` and `rows`.
+    """
+    shape = (2, plan.heads, plan.pages_per_block)
+    scales = [pltpu.VMEM((*shape, 1, call.page_size), jnp.float32)] * (2 * call.quantized)
+    pages = [pltpu.VMEM((*shape, call.page_size, call.head_dim), jnp.dtype(call.cache_dtype))] * 2
+    states = [pltpu.VMEM((tiles, plan.rows, width), jnp.float32) for width in (LANES, LANES, call.head_dim)]
+    return [pages + scales, *states]
 
 
-def bytes_of(scratch: Iterable[Any]) -> int:
-    """The vector memory that scratch shapes take."""
-    return sum(vector_bytes(item.shape, item.dtype) for item in scratch)
+def bytes_of(scratch: list[Any]) -> int:
+    """Bytes of VMEM that a tree of scratch shapes takes."""
+    return sum(vector_bytes(item.shape, item.dtype) for item in jax.tree.leaves(scratch))
 
 
 def refusal(call: Any, fits: bool, rows: int) -> str | None:
-    """Why no kernel over heads-first pages takes a call; `rows` of its page table are in scalar memory at once."""
+    """Why no kernel over heads-first pages takes a call, or None.
+
+    `fits` says whether the smallest launch fits in VMEM; scalar memory has to hold `rows` of the page table.
+    """
     if (reason := cannot_run(call)) is not None:
         return reason
     if dtype_name(call.q) == "float16":
@@ -69,23 +129,23 @@ def refusal(call: Any, fits: bool, rows: int) -> str | None:
 
 
 def row_bytes(call: Any) -> int:
-    """The scalar memory that a sequence takes: its page indices, its length and the number of the next sequence."""
+    """Bytes of scalar memory per sequence: its page indices, its length and the number of the next sequence."""
     return 4 * (call.pages_per_seq + 2)
 
 
 def table_bytes(call: Any) -> int:
-    """The scalar memory that all sequences of a launch may take."""
+    """Bytes of scalar memory for all sequences of a launch."""
     return call.device.scalar_memory * 3 // 4
 
 
 def expect_block(call: Any, name: str, pages: int, used: int) -> None:
-    """Check the requested pages per block against the vector memory; a launch with them takes `used` bytes of it."""
+    """Check that the requested number of pages per block fits in VMEM; a launch with it takes `used` bytes."""
     if used > (most := call.device.shared_memory):
         raise InvalidInput(f"expected {name} to fit in {most} bytes of vector memory, got {pages}, which take {used}")
 
 
 def vmem_limit(call: Any, asked: int, used: int) -> int | None:
-    """The compiler's limit of vector memory: the one asked for, else its default, or more where that is tight."""
+    """The compiler's limit of VMEM: the requested one, else the default (None), else more if the default is tight."""
     needed = used * 3 // 2 + 2**22
     return asked or (min(needed, call.device.shared_memory) if needed > DEFAULT_LIMIT else None)
 
@@ -94,35 +154,36 @@ def fetch(
     table: Any, start: Any, offsets: tuple[Any, Any], heads: Any, slot: Any, operands: Sequence[Operand],
     present: Any = None,
 ) -> Any:  # fmt: skip
-    """Start the copies of the pages that `table` lists for some offsets of a block; returns how many there are.
+    """Start the copies of the valid pages at some offsets of a block, and return the number of these pages.
 
-    Offset i is entry `start + i`; an index outside [0, P) is skipped. With flags `present` [2, pages] each page lies
-    at its offset and has its flag set or cleared; without them the valid pages lie one after another.
+    Offset i has the page index `table[start + i]`; an index outside [0, P) is skipped. With flags `present`
+    [2, pages], each page is copied to its own offset, and the flag says whether it is valid. Without them, the valid
+    pages are copied to consecutive offsets.
     """
     num_pages = operands[0].pages.shape[1]
 
-    def step(offset: Any, found: Any) -> Any:
+    def step(offset: Any, count: Any) -> Any:
         page = table[start + offset]
-        there = (page >= 0) & (page < num_pages)
+        valid = (page >= 0) & (page < num_pages)
         if present is not None:
-            present[slot, offset] = there.astype(jnp.int32)
+            present[slot, offset] = valid.astype(jnp.int32)
 
-        @pl.when(there)
+        @pl.when(valid)
         def _() -> None:
             for operand in operands:
                 pltpu.make_async_copy(
                     operand.pages.at[heads, page],
-                    operand.buffer.at[slot, :, found if present is None else offset],
+                    operand.buffer.at[slot, :, count if present is None else offset],
                     operand.semaphores.at[slot],
                 ).start()
 
-        return found + there.astype(jnp.int32)
+        return count + valid.astype(jnp.int32)
 
     return lax.fori_loop(*offsets, step, jnp.int32(0))
 
 
 def wait(count: Any, slot: Any, operands: Sequence[Operand]) -> None:
-    """Wait for `count` pages of each operand; a semaphore counts bytes, so any pages of as many will do."""
+    """Wait for `count` pages of each operand. A semaphore counts bytes, so it does not matter which pages are named."""
 
     def arrived(_: Any, size: int) -> None:
         for operand in operands:
@@ -133,17 +194,17 @@ def wait(count: Any, slot: Any, operands: Sequence[Operand]) -> None:
 
 
 def padded_page(page_size: int, scaled: bool) -> int:
-    """Rows that a page takes in a block once loaded: whole tiles of sublanes, or of lanes for `scaled` pages."""
+    """Rows that a page takes in a loaded block: whole tiles of sublanes, or of lanes if its rows have scales."""
     if page_size % (LANES if scaled else SUBLANES) == 0:
         return page_size
     return max(SUBLANES, next_power_of_2(page_size))
 
 
 def block_rows(pages: jax.Array, page_rows: int, dtype: Any) -> jax.Array:
-    """The pages [pages, G, D] of a block as rows [pages * page_rows, D] of `dtype`; padding rows are 0."""
+    """The pages [pages, G, D] of a block as rows [pages * page_rows, D] of `dtype`; rows of padding are zero."""
     count, page_size, width = pages.shape
     if page_size != page_rows or page_rows % (SUBLANES * 4 // jnp.dtype(dtype).itemsize):
-        pages = pages.astype(jnp.float32)  # whose rows need no packing
+        pages = pages.astype(jnp.float32)  # float32 rows need no packing
     elif pages.dtype != dtype:
         pages = pages.astype(dtype)
     if page_size != page_rows:
@@ -152,19 +213,19 @@ def block_rows(pages: jax.Array, page_rows: int, dtype: Any) -> jax.Array:
 
 
 def positions(columns: int, page_size: int, page_rows: int) -> jax.Array:
-    """The position in the block of each of its rows, [1, columns]; a huge one for padding rows."""
+    """The position of each row of a block, counted from the block's start, [1, columns]; NOWHERE for padding."""
     column = lax.broadcasted_iota(jnp.int32, (1, columns), 1)
     if page_size == page_rows:
         return column
     page, offset = column >> (page_rows.bit_length() - 1), column & (page_rows - 1)
-    return jnp.where(offset < page_size, page * page_size + offset, jnp.iinfo(jnp.int32).max)
+    return jnp.where(offset < page_size, page * page_size + offset, NOWHERE)
 
 
 def scale_row(scales: jax.Array, page_rows: int) -> jax.Array:
-    """The scales [pages, 1, G] of a block as a row [1, pages * page_rows]; garbage where nothing was fetched.
+    """The scales [pages, 1, G] of a block as a row [1, pages * page_rows]; pages that were not fetched give garbage.
 
-    Pages lie on sublanes and their positions on lanes. Where several fill a register's lanes, each is repeated along
-    them, keeps its own share, and the sublanes are summed.
+    Pages are on sublanes and their positions on lanes. If several pages share the lanes of a register, each page's
+    scales are repeated along the lanes, masked to the page's own lanes, and the sublanes are summed.
     """
     pages, _, page_size = scales.shape
     scales = scales.reshape(pages, page_size)
@@ -182,7 +243,7 @@ def scale_row(scales: jax.Array, page_rows: int) -> jax.Array:
 
 
 def lane_sums(p: jax.Array) -> jax.Array:
-    """The sum of each row, left as one partial sum per lane."""
+    """The sum of each row, as one partial sum per lane."""
     rows, columns = p.shape
     if columns % LANES:
         only_first = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1) == 0
@@ -191,24 +252,38 @@ def lane_sums(p: jax.Array) -> jax.Array:
 
 
 def spread(row_values: jax.Array, width: int) -> jax.Array:
-    """Values [rows, 128], the same in all lanes, widened to `width` without moving a lane."""
+    """Values [rows, 128] that are equal in all lanes, widened to `width` without moving a lane."""
     return jnp.concatenate([row_values] * cdiv(width, LANES), axis=1)[:, :width]
 
 
+def update_softmax(s: jax.Array, m_i: Any, l_i: Any, index: Any) -> tuple[jax.Array, jax.Array]:
+    """One step of the online softmax for the logits of a tile of rows.
+
+    Returns the weights, and alpha, which rescales the accumulator.
+    """
+    before = m_i[index]
+    after = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
+    p = jnp.exp(s - spread(after, s.shape[1]))
+    alpha = jnp.exp(before - after)
+    m_i[index] = after
+    l_i[index] = l_i[index] * alpha + lane_sums(p)
+    return p, alpha
+
+
 def product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """A product of matrices, summed in float32; at full precision for float32 operands."""
+    """A matrix product accumulated in float32, at full precision if the operands are float32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def weighted_sum(weights: jax.Array, values: jax.Array, careful: bool) -> jax.Array:
+def weighted_sum(weights: jax.Array, values: jax.Array, split_weights: bool) -> jax.Array:
     """Weights [rows, columns] in float32 times values [columns, D].
 
-    For 16-bit values weights are rounded, or, `careful`, taken as the sum of their leading bits and the rest: twice
-    the rows against the same values, which costs a matrix unit nothing where rows are few.
+    If values have 16 bits, weights are rounded to their dtype. With `split_weights`, each is the sum of two terms: its
+    leading bits and the remainder. That doubles the rows, which costs a matrix unit nothing if rows are few.
     """
-    if values.dtype == jnp.float32 or not careful:
+    if values.dtype == jnp.float32 or not split_weights:
         return product(weights.astype(values.dtype), values, (1, 0))
     bits = lax.bitcast_convert_type(weights, jnp.int32) & TOP_HALF
     leading = lax.bitcast_convert_type(bits, jnp.float32)

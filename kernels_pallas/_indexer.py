@@ -1,12 +1,13 @@
-"""The lightning indexer's logits in tiles: one kernel, and a call in its terms.
+"""The kernel of the lightning indexer's logits, which computes them tile by tile.
 
-A *tile* is some query tokens of one sequence, all their heads one below the other, and goes over the columns a block
-at a time. Keys lie in pieces of pages: the pieces of a block are fetched from HBM by one asynchronous copy each, into
-one of two buffers, and the block after it, of the next tile too, is on its way while one is computed. Blocks that no
+A *tile* is a few query tokens of one sequence with all their heads. It visits its columns (the keys) in blocks. A block
+consists of *pieces*, each a run of keys of one page. A piece is fetched from HBM by one asynchronous copy, into one of
+two buffers: while one block is computed, the next one is fetched, even if it belongs to the next tile. Blocks that no
 token of a tile sees are neither fetched nor computed.
 
-Keys are the columns of the matrix product, so what an invisible one holds reaches no other; it is masked at the end.
-Scales are factors of logits: XLA puts them in the order of a tile's columns, 4 bytes for each key of 16 to 1024.
+Keys are columns of the matrix product, so the contents of an invisible key reach no other logit; its own is masked at
+the end. Key scales multiply logits. XLA arranges them in the order of a tile's columns, which costs 4 bytes per key
+beside the 16 to 1024 bytes of the key.
 """
 
 import dataclasses
@@ -25,34 +26,35 @@ from ragged_attention.errors import InvalidInput
 from ragged_attention.jax_shared.pages import live_edges
 from ragged_attention.kernels_pallas._blocks import (
     LANES,
+    LARGEST_INT,
     cannot_run,
     cdiv,
+    compiler_params,
     expect_sizes,
     next_power_of_2,
     round_up,
 )
-from ragged_attention.kernels_pallas._latent_rows import from_bits
+from ragged_attention.kernels_pallas._latent_rows import numbers
 
 FEATURES = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
 })  # fmt: skip
 MOST_COLUMNS = 2**30
-MOST_PIECES = 32  # of a block; a word has a bit for each
+MOST_PIECES = 32  # per block; one word has a bit for each
 LARGEST_PIECE = 256  # keys
-SMALLEST_PIECE = 16  # which are whole registers of 16 bits; XLA puts the keys of smaller ones together first
-PAGES_AT_ONCE = 64  # that XLA takes apart; of a whole cache at once it takes minutes to compile that
-UNROLL = 8  # copies that are begun in one turn of a loop
-LARGEST_INT = 2**31 - 1
+SMALLEST_PIECE = 16  # keys, which fill whole registers of 16 bits; XLA joins smaller pieces first
+PAGES_AT_ONCE = 64  # pages that XLA separates into keys and scales at once; a whole cache takes minutes to compile
+UNROLL = 8  # copies started per iteration of a loop
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What may be tuned.
+    """The tunable parameters.
 
     Args:
-        num_keys_per_block: keys that are fetched and computed at once, a multiple of 128.
-        num_queries_per_block: query tokens of a sequence that share a fetch of its keys.
-        vmem_limit_bytes: vector memory that the compiler may use, 0 for its default.
+        num_keys_per_block: keys fetched and computed at once, a multiple of 128.
+        num_queries_per_block: query tokens of a sequence that share one fetch of its keys.
+        vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
     """
 
     num_keys_per_block: int = 512
@@ -78,12 +80,12 @@ def why_not(call: Any) -> str | None:
 
 
 def width_of(call: Any) -> int:
-    """Columns of the logits in tiles: relative ones, too, are rows of the keys."""
+    """Columns of the kernel's logits: with packed keys one for each key, even if the call's columns are relative."""
     return call.columns if call.paged else call.keys.shape[0]
 
 
 def heuristic(call: Any) -> Tile:
-    """As many queries as sequences have in the mean, up to 8; no more keys than there are."""
+    """Tiles of as many queries as a sequence has on average, up to 8, and blocks of no more keys than the call has."""
     queries = 8
     if call.paged:
         queries = min(next_power_of_2(cdiv(call.num_tokens, max(call.kv_lens.shape[0], 1))), 8)
@@ -93,52 +95,51 @@ def heuristic(call: Any) -> Tile:
     )
 
 
-# ---- a call in the kernel's terms
+# ---- describing a call to the kernel
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """Keys in pieces, and which of them each sequence's columns are; packed keys are one sequence."""
+    """The keys in pieces, and the pieces of each sequence's columns. Packed keys count as one sequence."""
 
     keys: Any  # [N, unit, D]
-    numbers: Any  # i32 [S, blocks, pieces of a block]; -1 where there is none
+    numbers: Any  # i32 [S, blocks, pieces per block]; -1 for no piece
     scales: Any | None  # f32 [S, columns]
-    known: Any | None  # bool [S, columns] where pieces do not tell which pages exist
+    known: Any | None  # bool [S, columns], whether a column's page exists; None: `numbers` says so
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Query tokens in tiles."""
+    """The query tokens in tiles. A row without a token sees no column."""
 
-    token: Any  # i32 [tiles, rows]; any where there is none
+    token: Any  # i32 [tiles, rows], any valid one for rows without a token
     starts: Any  # i32 [tiles, rows], the first column that a row sees
-    stops: Any  # and where it ends
+    stops: Any  # one past the last
     seq: Any  # i32 [tiles]
-    of_token: Any | None  # i32 [T], the row in which each token is, -1 for none; None: tokens are the rows
+    of_token: Any | None  # i32 [T], the row of each token, or -1; None: row i is token i
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the kernel is specialised to."""
+    """The static parameters of the kernel."""
 
     heads: int
     padded_heads: int  # a multiple of the rows of a register
-    rows: int
-    pieces: int
-    unit: int
-    blocks: int
-    scaled: bool
+    rows: int  # per tile
+    pieces: int  # per block
+    unit: int  # keys per piece
+    blocks: int  # per tile
     dtype: Any  # of matrix operands
-    steps: int  # of a core
+    steps: int  # per core
 
     @property
     def keys(self) -> int:
-        """Keys of a block."""
+        """Keys per block."""
         return self.pieces * self.unit
 
 
 def pieces_of(call: Any, tile: Tile) -> Pieces:
-    """The keys of a call in pieces: those of pages where they lie, or in blocks that XLA makes of them."""
+    """The keys of a call in pieces: parts of pages where they lie, or whole blocks into which XLA has copied them."""
     keys, scales = _keys_and_scales(call)
     size = tile.num_keys_per_block
     if not call.paged:
@@ -168,17 +169,17 @@ def pieces_of(call: Any, tile: Tile) -> Pieces:
 
 
 def _keys_and_scales(call: Any) -> tuple[Any, Any]:
-    """Keys as the kernel loads them, 8 and 16 bits that are not bfloat16 as integers, and their scales."""
+    """The keys in a dtype that the kernel can load (8-bit numbers and float16 as integers), and their scales."""
     keys, scales = call.keys, call.key_scale
     if call.bytes:
         page_size, head_dim = call.page_size, call.head_dim
 
-        def planes(page: Any) -> tuple[Any, Any]:
+        def separated(page: Any) -> tuple[Any, Any]:
             values, scales = jnp.split(page.reshape(-1), [page_size * head_dim])
             scales = lax.bitcast_convert_type(scales.reshape(page_size, 4), jnp.float32)
             return values.reshape(page_size, head_dim), scales
 
-        return lax.map(planes, keys, batch_size=PAGES_AT_ONCE)
+        return lax.map(separated, keys, batch_size=PAGES_AT_ONCE)
     if dtype_name(keys) == "float16":
         return lax.bitcast_convert_type(keys, jnp.int16), scales
     return lax.bitcast_convert_type(keys, jnp.uint8) if keys.dtype.itemsize == 1 else keys, scales
@@ -211,32 +212,32 @@ def _rows_in_pages(call: Any, rows: int) -> Rows:
         seq, first, of_token = own, token, None
     else:
         tiles = cdiv(ends - starts, rows)
-        behind = jnp.cumsum(tiles, dtype=jnp.int32)
+        past = jnp.cumsum(tiles, dtype=jnp.int32)  # one past the last tile of each sequence
         most = (num_tokens + min(num_seqs, num_tokens) * (rows - 1)) // rows
         tile = jnp.arange(most, dtype=jnp.int32)
-        seq = jnp.minimum(jnp.searchsorted(behind, tile, side="right").astype(jnp.int32), num_seqs - 1)
-        # A tile behind the last one begins behind its sequence, and so sees nothing.
-        first = starts[seq] + (tile - (behind - tiles)[seq]) * rows
-        of_token = (behind - tiles)[own] * rows + token - starts[own]
+        seq = jnp.minimum(jnp.searchsorted(past, tile, side="right").astype(jnp.int32), num_seqs - 1)
+        # Tiles after the last one start after the last sequence's end, so they see nothing.
+        first = starts[seq] + (tile - (past - tiles)[seq]) * rows
+        of_token = (past - tiles)[own] * rows + token - starts[own]
         of_token = jnp.where(inside, jnp.clip(of_token, 0, most * rows - 1), -1)
-    rank = first[:, None] + jnp.arange(rows, dtype=jnp.int32)
-    there = (rank >= starts[seq][:, None]) & (rank < ends[seq][:, None])
+    index = first[:, None] + jnp.arange(rows, dtype=jnp.int32)
+    has_token = (index >= starts[seq][:, None]) & (index < ends[seq][:, None])
     lens = jnp.clip(call.kv_lens, 0, call.token_capacity)
-    stops = jnp.maximum(lens[seq][:, None] - (ends[seq][:, None] - rank) + 1, 0) // min(call.ratio, LARGEST_INT)
-    stops = jnp.where(there, stops, 0)
-    token = jnp.clip(rank, 0, num_tokens - 1)
+    stops = jnp.maximum(lens[seq][:, None] - (ends[seq][:, None] - index) + 1, 0) // min(call.ratio, LARGEST_INT)
+    stops = jnp.where(has_token, stops, 0)
+    token = jnp.clip(index, 0, num_tokens - 1)
     return Rows(token=token, starts=jnp.zeros_like(stops), stops=stops, seq=seq, of_token=of_token)
 
 
 def by_token(results: Any, rows: Rows, num_tokens: int, nothing: Any) -> Any:
-    """Results of rows [tiles * rows, n] as those of tokens [T, n]; `nothing` for tokens of no sequence."""
+    """Reorder the results of rows [tiles * rows, n] by token, [T, n]; tokens of no sequence get `nothing`."""
     if rows.of_token is None:
         return results[:num_tokens]
     return jnp.where(rows.of_token[:, None] >= 0, results[jnp.maximum(rows.of_token, 0)], nothing)
 
 
 def from_own_start(call: Any, logits: Any, starts: Any) -> Any:
-    """Logits [R, N] of packed keys as the call's columns [R, columns]: if relative, each row from its own start."""
+    """Logits [R, N] of packed keys in the call's columns [R, columns]; relative ones count from each row's start."""
     if not call.relative:
         return logits
     logits = jnp.pad(logits, ((0, 0), (0, call.columns)), constant_values=-jnp.inf)
@@ -244,7 +245,7 @@ def from_own_start(call: Any, logits: Any, starts: Any) -> Any:
 
 
 def sees_nothing(call: Any) -> bool:
-    """Whether there is nothing to see, by the shapes alone."""
+    """Whether the shapes alone imply that no token sees a key."""
     return 0 in (call.num_tokens, width_of(call), call.keys.shape[0]) or (call.paged and not call.kv_lens.shape[0])
 
 
@@ -252,7 +253,7 @@ def sees_nothing(call: Any) -> bool:
 
 
 def logits_of(call: Any, pieces: Pieces, rows: Rows, tile: Tile) -> Any:
-    """Logits f32 [tiles, rows of a tile, columns], -inf where nothing is seen."""
+    """Logits f32 [tiles, rows per tile, columns]; columns that a row does not see get -inf."""
     tiles = len(rows.seq)
     cores = max(1, call.device.num_multiprocessors)
     plan = _plan(call, pieces, rows, cores)
@@ -264,13 +265,13 @@ def logits_of(call: Any, pieces: Pieces, rows: Rows, tile: Tile) -> Any:
     q = call.q[rows.token].astype(plan.dtype)
     q = jnp.pad(q, ((0, spare), (0, 0), (0, plan.padded_heads - plan.heads), (0, 0)))
     weights = jnp.pad(call.weights[rows.token], ((0, spare), (0, -plan.rows % 8), (0, -plan.heads % LANES)))
-    some = rows.starts < rows.stops
-    edges = [jnp.where(some, rows.starts, LARGEST_INT), jnp.where(some, rows.stops, 0)]
+    sees_keys = rows.starts < rows.stops
+    edges = [jnp.where(sees_keys, rows.starts, LARGEST_INT), jnp.where(sees_keys, rows.stops, 0)]
     edges = padded(jnp.pad(jnp.stack(edges, axis=-1), ((0, 0), (0, 0), (0, LANES - 2))))
-    operands = [q.reshape(len(q), -1, q.shape[-1]), weights, edges]
+    scales = None
     if pieces.scales is not None:
-        scales = pieces.scales if len(pieces.scales) == 1 else padded(pieces.scales[rows.seq])
-        operands.append(scales[:, None])
+        scales = (pieces.scales if len(pieces.scales) == 1 else padded(pieces.scales[rows.seq]))[:, None]
+    operands = (q.reshape(len(q), -1, q.shape[-1]), weights, edges, scales)
     logits = _launch(plan, _lists(plan, pieces, padded(rows.seq), edges), operands, pieces.keys, width_of(call), tile)
     if pieces.known is not None:
         logits = jnp.where(padded(pieces.known[rows.seq])[:, None], logits, -jnp.inf)
@@ -287,16 +288,15 @@ def _plan(call: Any, pieces: Pieces, rows: Rows, cores: int) -> Plan:
         pieces=count,
         unit=pieces.keys.shape[1],
         blocks=blocks,
-        scaled=pieces.scales is not None,
         dtype=jnp.dtype(jnp.bfloat16 if narrow else jnp.float32),
         steps=cdiv(len(rows.seq), cores) * blocks,
     )
 
 
 def _lists(plan: Plan, pieces: Pieces, seq: Any, edges: Any) -> Any:
-    """For scalar memory, of each block of each tile: its pieces, a bit for each that is valid, and whether it is seen.
+    """For each block of each tile: its pieces, a bit for each valid piece, and whether some row sees the block.
 
-    Pieces that are not valid are fetched from all over the keys: fetching the same one again and again would be slow.
+    In place of invalid pieces, pieces all over the keys are fetched: fetching one and the same again would be slow.
     """
     ordinal = jnp.arange(plan.blocks * plan.pieces, dtype=jnp.int32).reshape(plan.blocks, -1)
     numbers = jnp.where(pieces.numbers >= 0, pieces.numbers, ordinal % len(pieces.keys))
@@ -310,8 +310,9 @@ def _lists(plan: Plan, pieces: Pieces, seq: Any, edges: Any) -> Any:
     return lists.reshape(-1, 1, lists.shape[-1])
 
 
-def _launch(plan: Plan, lists: Any, operands: list[Any], keys: Any, columns: int, tile: Tile) -> Any:
-    tiles = len(operands[0])
+def _launch(plan: Plan, lists: Any, operands: tuple[Any, ...], keys: Any, columns: int, tile: Tile) -> Any:
+    """The logits of all tiles. `operands` are q, weights, edges, and scales or None."""
+    tiles, scales = len(operands[0]), operands[3]
 
     def block_of(core: Any, step: Any) -> Any:
         return core * plan.steps + step
@@ -331,9 +332,9 @@ def _launch(plan: Plan, lists: Any, operands: list[Any], keys: Any, columns: int
     def of_shared_columns(core: Any, step: Any) -> tuple[Any, ...]:
         return 0, 0, block_of(core, step) % plan.blocks
 
-    specs = [pl.BlockSpec((None, *array.shape[1:]), of_tile) for array in operands[:3]]
-    for scales in operands[3:]:
-        specs.append(pl.BlockSpec((None, 1, plan.keys), of_columns if len(scales) == tiles else of_shared_columns))
+    specs: list[Any] = [pl.BlockSpec((None, *array.shape[1:]), of_tile) for array in operands[:3]]
+    of_scales = of_shared_columns if scales is None or len(scales) != tiles else of_columns
+    specs.append(None if scales is None else pl.BlockSpec((None, 1, plan.keys), of_scales))
     entries = (None, *lists.shape[1:])
     return pl.pallas_call(
         functools.partial(_kernel, plan),
@@ -350,11 +351,7 @@ def _launch(plan: Plan, lists: Any, operands: list[Any], keys: Any, columns: int
             pltpu.VMEM((2, plan.pieces, *keys.shape[1:]), keys.dtype),
             pltpu.SemaphoreType.DMA((2,)),
         ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"),
-            disable_bounds_checks=True,  # the numbers of pieces are those of keys that there are
-            vmem_limit_bytes=tile.vmem_limit_bytes or None,
-        ),
+        compiler_params=compiler_params(tile.vmem_limit_bytes, "parallel", "arbitrary"),
         name="indexer_logits",
     )(lists, lists, *operands, keys)
 
@@ -362,10 +359,11 @@ def _launch(plan: Plan, lists: Any, operands: list[Any], keys: Any, columns: int
 # ---- the kernel
 
 
-def _kernel(plan: Plan, lists: Any, next_lists: Any, q: Any, weights: Any, edges: Any, *others: Any) -> None:
-    """One block of columns of one tile. Each step begins the copies of the next one."""
-    keys, out, buffer, arrived = others[-4:]
-    scales = others[0] if plan.scaled else None
+def _kernel(
+    plan: Plan, lists: Any, next_lists: Any, q: Any, weights: Any, edges: Any, scales: Any, keys: Any, out: Any,
+    buffer: Any, arrived: Any,
+) -> None:  # fmt: skip
+    """Compute one block of columns of one tile, after starting the copies for the next step."""
     step, slot = pl.program_id(1), pl.program_id(1) % 2
     valid, live = lists[0, plan.pieces], lists[0, plan.pieces + 1] != 0
 
@@ -388,7 +386,7 @@ def _kernel(plan: Plan, lists: Any, next_lists: Any, q: Any, weights: Any, edges
         lane = lax.broadcasted_iota(jnp.int32, (1, plan.keys), 1)
         column = block_column(step, plan) + lane
         seen = (column >= edges[:, :1]) & (column < edges[:, 1:2])
-        if plan.pieces > 1:  # of one, being seen says that it is valid
+        if plan.pieces > 1:  # a block of one piece is live only if the piece is valid
             seen &= (valid >> (lane >> (plan.unit.bit_length() - 1))) & 1 != 0
         out[...] = jnp.where(seen, logits, -jnp.inf)
 
@@ -398,26 +396,26 @@ def _kernel(plan: Plan, lists: Any, next_lists: Any, q: Any, weights: Any, edges
 
 
 def block_column(step: Any, plan: Plan) -> Any:
-    """The first column of a step's block; a core has whole tiles."""
+    """The first column of a step's block; each core computes whole tiles."""
     return step % plan.blocks * plan.keys
 
 
 def _operand(fetched: Any, plan: Plan) -> Any:
-    """Fetched pieces as keys [keys of the block, D]."""
+    """The fetched pieces as an operand, [keys per block, D]."""
     if fetched.dtype == jnp.uint8:
-        fetched = from_bits(fetched.astype(jnp.int32), exponent=4, mantissa=3)
+        fetched = numbers(fetched.astype(jnp.int32), "float8_e4m3fn")
     elif fetched.dtype == jnp.int16:
-        fetched = from_bits(fetched.astype(jnp.int32) & 0xFFFF, exponent=5, mantissa=10)
+        fetched = numbers(fetched.astype(jnp.int32) & 0xFFFF, "float16")
     return fetched.reshape(plan.keys, -1).astype(plan.dtype)
 
 
 def _logits(q: Any, keys: Any, weights: Any, plan: Plan) -> Any:
-    """The weighted sums over heads, [rows, keys]."""
+    """The weighted sum of each row's products over heads, [rows, keys]."""
     precision = lax.Precision.HIGHEST if plan.dtype == jnp.float32 else None
     products = lax.dot_general(
         q, keys, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
     )
-    products = jnp.where(products < 0, 0.0, products)  # which keeps NaN
+    products = jnp.where(products < 0, 0.0, products)  # a ReLU that keeps NaN
     weights = weights.T
     rows = []
     for row in range(plan.rows):

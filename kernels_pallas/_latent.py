@@ -1,19 +1,20 @@
-"""The attention over latent rows that all attentions over latent caches share: one kernel.
+"""The one kernel behind every attention over a latent cache.
 
-A *job* is what shares a list of keys: some rows of queries (heads, in a dense call times query tokens), and a list that
-is either of rows of the cache (a selection) or of whole pages of it. The kernel goes through a job's list a block at a
-time; in a dense call, whose lists have an order, only through blocks of which some token of the job sees a part. The
-pieces of a block are fetched from HBM by one asynchronous copy each, into one of two buffers; while one block is
-computed the next is on its way, also across jobs. A buffer has one semaphore, and one wait for all its copies.
+A *job* is a set of query rows that share a list of keys. The rows are heads, or heads of several query tokens in a
+dense call. The list names *pieces* of the cache: either single rows (sparse calls) or runs of rows of a page. The
+kernel walks a job's list in blocks of keys. Dense lists are in order of position, so the kernel skips the blocks that
+no token of the job sees. Each piece of a block is fetched from HBM by one asynchronous copy, into one of two buffers:
+while one block is computed, the next one is fetched, even if it belongs to the next job. A buffer has one semaphore,
+and the kernel waits once for all copies into it.
 
-A TPU keeps 2 rows of 16 bits, or 4 rows of 8 bits, in the same 32-bit words, and copies whole words. So the cache is
-seen as groups of rows that share words, `[groups, 2 or 4, d]`; a selected row comes with its group, and its bits are
-shifted out of the words. `row_layout` is the layout in which a cache is seen that way without moving a byte; of a
-cache in another one XLA makes a copy first, and of a float16 one, which no TPU computes with, always.
+A TPU packs 2 rows of 16 bits, or 4 rows of 8 bits, into the same 32-bit words, and copies whole words. So the kernel
+views the cache as groups of rows that share words, `[groups, 2 or 4, d]`: a selected row arrives with its group, and
+its bits are shifted out of the words. `row_layout` is the memory layout in which that view moves no byte. XLA copies a
+cache in any other layout first, and copies a float16 cache always, because no TPU computes with float16.
 
-A row is fetched once and is both key and value. Rows that the query does not see (beyond the length, of invalid
-indices) are made zeros while they are words, so what they hold cannot matter. `_latent_rows` makes operands of
-quantised rows.
+A row is fetched once and serves as both key and value. A row that the query does not see (its position is beyond the
+length, or its index is invalid) is zeroed while it is still in words, so its contents cannot matter. `_latent_rows`
+turns quantised rows into matrix operands.
 """
 
 import dataclasses
@@ -28,37 +29,45 @@ from jax.experimental import pallas as pl
 from jax.experimental.layout import Layout
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention.calls import MlaDecode, RaggedMlaAttention, SparseMlaPrefill, dtype_name
+from ragged_attention.calls import CacheFormat, MlaDecode, RaggedMlaAttention, SparseMlaPrefill, dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.jax_shared.logits import soft_capped
 from ragged_attention.jax_shared.pages import per_head
 from ragged_attention.kernels_pallas import _latent_rows
-from ragged_attention.kernels_pallas._blocks import LANES, cannot_run, cdiv, expect_sizes, round_up, written_dtype
+from ragged_attention.kernels_pallas._blocks import (
+    LANES,
+    LARGEST_INT,
+    cannot_run,
+    cdiv,
+    compiler_params,
+    expect_sizes,
+    round_up,
+    written_dtype,
+)
 from ragged_attention.kernels_pallas._latent_jobs import Jobs, Tokens, jobs_of, num_tiles
 
-MOST_KEYS = 2048  # of a block
-MOST_ROWS = 512  # of queries at once, half as many of 32 bits
-LARGEST_INT = 2**31 - 1
-LONGEST_CHUNK = 2048  # entries of a list that are in scalar memory at once
+MOST_KEYS = 2048  # per block
+MOST_ROWS = 512  # query rows computed at once; half that many if they have 32 bits
+LONGEST_CHUNK = 2048  # entries of a list that scalar memory holds at once
 LARGEST_UNIT = 256  # rows of a page that one copy fetches
-MOST_UNITS = 32  # copies of a block of pages; a word has a bit for each
-UNROLL = 8  # copies that are begun in one turn of a loop
+MOST_UNITS = 32  # copies per block of pages; one word has a bit for each
+UNROLL = 8  # copies started per iteration of a loop
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What may be tuned.
+    """The tunable parameters.
 
     Args:
-        num_keys_per_block: keys that are fetched and computed at once, a multiple of 16.
-        vmem_limit_bytes: vector memory that the compiler may use, 0 for its default.
+        num_keys_per_block: keys fetched and computed at once, a multiple of 16.
+        vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
     """
 
     num_keys_per_block: int = 128
     vmem_limit_bytes: int = 0
 
     def __post_init__(self) -> None:
-        expect_sizes(self, num_keys_per_block=(16, MOST_KEYS), vmem_limit_bytes=(0, 2**31 - 1))
+        expect_sizes(self, num_keys_per_block=(16, MOST_KEYS), vmem_limit_bytes=(0, LARGEST_INT))
         if self.num_keys_per_block % 16:
             raise InvalidInput(f"expected num_keys_per_block to be a multiple of 16, got {self.num_keys_per_block}")
 
@@ -69,22 +78,15 @@ def rows_per_word(dtype: Any) -> int:
 
 
 def row_layout(dtype: Any, rank: int = 4) -> Layout:
-    """The layout of a cache [P, G, 1, ...], or of rows [s_kv, 1, ...], that the kernels read without copying it first.
+    """The layout of a cache [P, G, 1, ...], or of packed rows [s_kv, 1, ...], that the kernels read without a copy.
 
-    `jax.device_put(cache, Format(row_layout(cache.dtype), sharding))` puts a cache there, and with
-    `jax.jit(..., in_shardings=..., out_shardings=...)` of such formats it stays. A page should hold a multiple of
-    `rows_per_word(dtype)` rows, and a cache of packed rows such a number of them.
+    `jax.device_put(cache, Format(row_layout(cache.dtype), sharding))` gives a cache this layout, and
+    `jax.jit(..., in_shardings=..., out_shardings=...)` with such formats keeps it. The number of rows in a page, or of
+    packed rows, should be a multiple of `rows_per_word(dtype)`.
     """
     packing = rows_per_word(dtype)
     tiling = ((packing, LANES), (packing, 1)) if packing > 1 else ((1, LANES),)
     return Layout(major_to_minor=(0, 2, 1, 3) if rank == 4 else (1, 0, 2), tiling=tiling)
-
-
-def planar_refusal(call: Any) -> str | None:
-    """Why caches of the call's layout are not taken, or None."""
-    if call.layout is not None and call.layout.planar:
-        return f"takes caches that have the bytes of a token together, got {call.format!r} by pages"
-    return None
 
 
 def why_not(call: MlaDecode | RaggedMlaAttention | SparseMlaPrefill) -> str | None:
@@ -93,8 +95,9 @@ def why_not(call: MlaDecode | RaggedMlaAttention | SparseMlaPrefill) -> str | No
         return reason
     if dtype_name(call.q) == "float64":
         return "takes q.dtype of at most 32 bits, got float64"
-    if (reason := planar_refusal(call)) is not None:
-        return reason
+    for form in (call.kv_format, getattr(call, "extra_kv_format", call.kv_format)):
+        if (reason := _latent_rows.refusal(form)) is not None:
+            return reason
     for cache in (getattr(call, "kv", None), getattr(call, "kv_cache", None), getattr(call, "extra_kv_cache", None)):
         rows = 0 if cache is None else math.prod(cache.shape[:-1])
         if rows > LARGEST_INT:
@@ -103,32 +106,32 @@ def why_not(call: MlaDecode | RaggedMlaAttention | SparseMlaPrefill) -> str | No
 
 
 def keys_of_lists(longest: int, most: int = 128) -> int:
-    """Keys of a block for lists of up to `longest`: no more than they have."""
+    """Keys per block for lists of up to `longest` keys: at most `most`, and no more than the lists have."""
     return min(most, round_up(max(longest, 1), 16))
 
 
-# ---- a call in the kernel's terms
+# ---- describing a call to the kernel
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """A cache as the kernel reads it, and L lists of pieces of it."""
+    """A cache as the kernel reads it, and L lists of its pieces."""
 
     cache: Any  # [pieces, groups of rows, rows of a group, columns]
-    pieces: Any  # i32 [L, N], -1 where nothing is to be seen; of rows their numbers
-    lens: Any | None = None  # i32 [L], how many keys there are in order; None: they have no order
+    pieces: Any  # i32 [L, N], the pieces' numbers, or row numbers if `selects`; -1 names no piece
+    lens: Any | None = None  # i32 [L], the keys of lists in order of position; None: the lists have no order
     selects: bool = False  # pieces are single rows
 
 
 def words_of(cache: Any) -> Any:
-    """The cache with a dtype that the kernel loads: bytes, and 16 bits that are not bfloat16, as integers."""
+    """The cache in a dtype that the kernel can load: 8-bit numbers and float16 are viewed as integers."""
     if dtype_name(cache) == "float16":
         return lax.bitcast_convert_type(cache, jnp.int16)
     return lax.bitcast_convert_type(cache, jnp.uint8) if cache.dtype.itemsize == 1 else cache
 
 
 def valid_slots(indices: Any, lens: Any, num_slots: int) -> Any:
-    """Lists of slots [..., N] with -1 for what is out of range, or beyond the list's length."""
+    """Lists of slots [..., N] with -1 for entries that are out of range or beyond the list's length."""
     seen = (indices >= 0) & (indices < num_slots)
     if lens is not None:
         lens = lens.reshape(lens.shape + (1,) * (indices.ndim - lens.ndim))
@@ -137,7 +140,7 @@ def valid_slots(indices: Any, lens: Any, num_slots: int) -> Any:
 
 
 def selected_rows(cache: Any, rows: Any, lens: Any = None) -> Keys:
-    """Keys that are single rows, by their numbers [L, N] in `cache` [..., columns]; -1 selects nothing."""
+    """Lists of single rows, by their numbers [L, N] in `cache` [..., columns]; -1 selects nothing."""
     cache = words_of(cache).reshape(-1, cache.shape[-1])
     packing = rows_per_word(cache.dtype)
     if missing := -len(cache) % packing:
@@ -146,13 +149,13 @@ def selected_rows(cache: Any, rows: Any, lens: Any = None) -> Keys:
 
 
 def unit_of(page_size: int, dtype: Any) -> int | None:
-    """Rows of a page that one copy fetches, a power of two; None if a page is not a whole number of groups of rows."""
+    """Rows of a page that one copy fetches, a power of two; None if rows of two pages share words."""
     unit = min(page_size & -page_size, LARGEST_UNIT)
     return unit if unit % rows_per_word(dtype) == 0 else None
 
 
 def whole_pages(cache: Any, page_indices: Any, kv_lens: Any, unit: int) -> Keys:
-    """Keys that are whole pages of `cache` [P, G, 1, columns], as far as sequences of `kv_lens` reach."""
+    """Lists of pieces of `unit` rows of the pages of `cache` [P, G, 1, columns], up to each sequence's `kv_lens`."""
     num_pages, page_size, _, width = cache.shape
     cache = words_of(cache)
     packing = rows_per_word(cache.dtype)
@@ -160,46 +163,45 @@ def whole_pages(cache: Any, page_indices: Any, kv_lens: Any, unit: int) -> Keys:
     first = jnp.where((page_indices >= 0) & (page_indices < num_pages), page_indices * units, -1)
     pieces = first[..., None] + jnp.arange(units, dtype=jnp.int32)
     pieces = jnp.where(first[..., None] >= 0, pieces, -1).reshape(len(page_indices), -1)
-    there = jnp.arange(pieces.shape[1], dtype=jnp.int32) < cdiv(kv_lens, unit)[:, None]
+    in_sequence = jnp.arange(pieces.shape[1], dtype=jnp.int32) < cdiv(kv_lens, unit)[:, None]
     cache = cache.reshape(-1, unit // packing, packing, width)
-    return Keys(cache=cache, pieces=jnp.where(there, pieces, -1), lens=kv_lens)
+    return Keys(cache=cache, pieces=jnp.where(in_sequence, pieces, -1), lens=kv_lens)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One call: tiles of rows of queries, and lists of keys; without `jobs` a tile for each list."""
+    """One launch: tiles of query rows, and lists of keys. Without `jobs`, tile i is computed over list i."""
 
     call: Any
     q: Any  # [tiles, rows, d_qk]
     keys: Keys
-    extra: Keys | None = None  # the same number of lists; of single rows, as those of `keys`
-    jobs: Jobs | None = None  # on tiles of some tokens, each with all of its heads
-    heads: int = 1  # of a token
+    extra: Keys | None = None  # a second list for each of `keys`, over another cache; both select single rows
+    jobs: Jobs | None = None  # on tiles of consecutive tokens, each with all of its heads
+    heads: int = 1  # query rows per token
     sinks: Any = None  # f32 [kinds of lists, rows]; list i has kind i % kinds
-    form: str | None = None  # the format of both caches; None is the call's
-    split_weights_below: int = 0  # keys of a job of which bfloat16 weights are not just rounded
+    form: CacheFormat | None = None  # the format of both caches; None: the call's
+    split_weights_below: int = 0  # jobs of at most this many keys add what rounding to bfloat16 cuts off their weights
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the kernel is specialised to."""
+    """The static parameters of the kernel."""
 
-    layout: str  # of the cache
-    numbers: str | None  # the dtype of a plain cache's, where the kernel has them as integers
-    selects: bool
-    pieces: int  # of a block
-    unit: int  # rows of a piece as it is fetched
-    packing: int
-    blocks: int  # of a chunk, at most
-    chunks: int  # of a list
+    form: CacheFormat
+    selects: bool  # as in `Keys`
+    pieces: int  # per block
+    unit: int  # rows that the copy of one piece fetches
+    packing: int  # rows that share words
+    blocks: int  # per chunk, at most
+    chunks: int  # per list; a grid step computes one
     first_extra: int  # the first chunk of the second cache
-    tiles: int  # that the rows of one of the call's jobs are divided into; each is a job here
+    tiles: int  # parts that the rows of one of the call's jobs are divided into; here each part is a job
     jobs_per_core: int
     cores: int
-    kinds: int  # of lists, by their sinks; 0 if there are none
-    by_tokens: bool  # jobs are those of tokens, which see keys by their positions
+    kinds: int  # of lists, by their sinks; 0 if there are no sinks
+    by_tokens: bool  # rows belong to tokens of sequences, and positions decide which keys they see
     shares: bool  # a tile may have several jobs
-    split_weights_below: int  # keys of a job; 0 where the weights are just rounded
+    split_weights_below: int  # as in `Work`; 0: never
     causal: bool
     window: int | None
     soft_cap: float | None
@@ -208,13 +210,23 @@ class Plan:
 
     @property
     def keys(self) -> int:
-        """Keys of a block."""
+        """Keys per block."""
         return self.pieces if self.selects else self.pieces * self.unit
 
     @property
     def words(self) -> int:
-        """Rows of 32-bit words of a block."""
+        """Rows of 32-bit words per block."""
         return self.pieces * self.unit // self.packing
+
+    @property
+    def decodes(self) -> bool:
+        """Whether stored values reach the kernel as integers, because no TPU computes with their dtype."""
+        return self.form.codes not in ("bfloat16", "float32")
+
+    @property
+    def unpacks_pages(self) -> bool:
+        """Whether rows of pages are shifted out of shared words, which orders keys by their index within a word."""
+        return self.packing > 1 and self.decodes
 
 
 def precision(dtype: Any) -> Any:
@@ -222,7 +234,7 @@ def precision(dtype: Any) -> Any:
 
 
 def most_rows(call: Any) -> int:
-    """Rows of queries that the kernel computes at once."""
+    """Query rows that the kernel computes at once."""
     return MOST_ROWS if dtype_name(call.q) == "bfloat16" else MOST_ROWS // 2
 
 
@@ -231,16 +243,19 @@ def cores_of(call: Any) -> int:
 
 
 def table_bytes(call: Any) -> int:
-    """Scalar memory that is for the tables of a launch's jobs."""
+    """Bytes of scalar memory for the tables of a launch's jobs."""
     return call.device.scalar_memory // 2
 
 
 def run_tokens(work: Work, tokens: Tokens, size: int, tile: Tile) -> tuple[Any, Any]:
-    """Out [T, H, d_v] and lse [T, H] of `work` with q [T, H, d_qk] and sinks [kinds, H], in tiles of `size` tokens."""
+    """Compute `work`, whose q is [T, H, d_qk] and whose sinks are [kinds, H], in tiles of `size` tokens.
+
+    Returns out [T, H, d_v] and lse [T, H].
+    """
     call, (num_tokens, heads, d_qk) = work.call, work.q.shape
     size = max(1, min(size, num_tokens, most_rows(call) // heads))
     step = size * cores_of(call)
-    # At most so many tokens have jobs, each at least one, whose tables fit scalar memory.
+    # The tables of all jobs of a launch must fit scalar memory, and each tile has at least one job.
     together = max(table_bytes(call) // (4 * len(Jobs._fields)) // step, 1) * step
     sinks = None if work.sinks is None else jnp.tile(work.sinks, (1, size))
 
@@ -260,26 +275,27 @@ def run_tokens(work: Work, tokens: Tokens, size: int, tile: Tile) -> tuple[Any, 
 
 
 def run(work: Work, tile: Tile) -> tuple[Any, Any, Any]:
-    """Out [tiles, rows, d_v] of the call's dtype, max_logits and lse [tiles, rows] float32."""
+    """Out [tiles, rows, d_v] in the call's dtype; max_logits and lse [tiles, rows] in float32."""
     call = work.call
     given, rows, _ = work.q.shape
     tiles = cdiv(rows, most_rows(call))
     rows_per_tile = round_up(cdiv(rows, tiles), 16 if dtype_name(call.q) == "bfloat16" else 8)
 
     def tiled(array: Any) -> Any:
-        """[..., rows, ...] as [... * tiles, rows of a tile, ...]."""
+        """An array [N, rows, ...] as [N * tiles, rows per tile, ...]."""
         array = jnp.pad(array, ((0, 0), (0, tiles * rows_per_tile - rows), *[(0, 0)] * (array.ndim - 2)))
         return array.reshape(-1, rows_per_tile, *array.shape[2:])
 
     plan = _plan(work, tile, tiles)
-    operands = [tiled(_latent_rows.spread(work.q.astype(plan.dtype), plan.layout))]
+
+    def in_all_lanes(values: Any) -> Any:
+        return None if values is None else jnp.broadcast_to(tiled(values)[..., None], (*tiled(values).shape, LANES))
+
+    q = tiled(_latent_rows.reorder(work.q.astype(plan.dtype), plan.form))
     tokens = jnp.arange(rows, dtype=jnp.int32)[None] // work.heads if plan.by_tokens else None
-    for values in (tokens, work.sinks):
-        if values is not None:
-            operands.append(jnp.broadcast_to(tiled(values)[..., None], (*tiled(values).shape, LANES)))
-    out, stats = _launch(plan, work, operands, written_dtype(call), tile)
+    out, stats = _launch(plan, work, (q, in_all_lanes(tokens), in_all_lanes(work.sinks)), written_dtype(call), tile)
     out = out.reshape(given, tiles * rows_per_tile, -1)[:, :rows]
-    out = _latent_rows.gathered(out, plan.layout, plan.d_v).astype(call.result_dtype)
+    out = _latent_rows.restore(out, plan.form, plan.d_v).astype(call.result_dtype)
     stats = stats.reshape(given, tiles, 8, rows_per_tile).swapaxes(1, 2).reshape(given, 8, -1)[:, :, :rows]
     return out, stats[:, 0], stats[:, 1]
 
@@ -298,8 +314,7 @@ def _plan(work: Work, tile: Tile, tiles: int) -> Plan:
     cores = cores_of(call) if jobs % cores_of(call) == 0 else 1
     window, soft_cap = getattr(call, "sliding_window", None), getattr(call, "soft_cap", None)
     return Plan(
-        layout=work.form or call.format,
-        numbers=_integers(call),
+        form=work.form or call.kv_format,
         selects=keys.selects,
         pieces=pieces,
         unit=unit,
@@ -322,14 +337,8 @@ def _plan(work: Work, tile: Tile, tiles: int) -> Plan:
     )
 
 
-def _integers(call: Any) -> str | None:
-    """The dtype of a plain cache's numbers if the kernel has them as integers, `words_of`."""
-    name = dtype_name(call.q) if (code := getattr(call, "code_dtype", None)) is None else code
-    return name if call.format == "plain" and name not in ("bfloat16", "float32") else None
-
-
-def _factors(call: Any, plan: Plan) -> Any:
-    """What logits and values are multiplied by, f32 [2]."""
+def _factors(call: Any) -> Any:
+    """The factors of the logits and of the values, f32 [2]."""
     (scale,) = per_head(getattr(call, "kv_scale", None), 1)
     logits = scale * jnp.float32(call.scale)
     return jnp.stack([logits, scale])
@@ -340,9 +349,11 @@ def log2(power: int) -> int:
 
 
 def _lists(keys: Keys, plan: Plan) -> list[Any]:
-    """The lists in chunks. For scalar memory [L, C, 1, ...]: pieces, in a call on whole pages a word for each block
-    with the bits of its valid pieces, the list's length if it has one, and the number of blocks. Of single rows also,
-    for vector memory, the index of each among those that share its words, or -1, [L, C, blocks, rows].
+    """The lists divided into C chunks, as one array for scalar memory, and for lists of rows one for vector memory.
+
+    The array for scalar memory [L, C, 1, ...] has in each chunk: the pieces to fetch; if they are pieces of pages, one
+    word per block with a bit for each valid piece; the list's length, if it has one; and the number of blocks.
+    The array for vector memory [L, C, blocks, rows] has each row's index among those that share its words, or -1.
     """
     num_lists, length = keys.pieces.shape
     chunk = plan.blocks * plan.pieces
@@ -353,7 +364,7 @@ def _lists(keys: Keys, plan: Plan) -> list[Any]:
     used = used[:, None] - jnp.arange(chunks, dtype=jnp.int32) * chunk
     count = jnp.clip(cdiv(used, plan.pieces), 0, plan.blocks)[..., None]
     in_blocks = pieces.reshape(num_lists, chunks, plan.blocks, plan.pieces)
-    # Invalid pieces are fetched from all over the cache: fetching the same one again and again would be slow.
+    # In place of invalid pieces, pieces all over the cache are fetched: fetching one and the same again would be slow.
     numbers = jnp.where(pieces >= 0, pieces // (plan.packing if plan.selects else 1), (ordinal - 1) % len(keys.cache))
     numbers = numbers.reshape(num_lists, chunks, chunk)
     ends = [count] if keys.lens is None else [jnp.broadcast_to(keys.lens[:, None, None], count.shape), count]
@@ -367,68 +378,70 @@ def _lists(keys: Keys, plan: Plan) -> list[Any]:
 
 
 class Maps:
-    """Which block of each array a step of a core needs, given the scalars that come before a kernel."""
+    """The index maps of the launch: which block of each array a core's step needs, given the prefetched scalars."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.steps = plan.jobs_per_core * plan.chunks
 
     def job(self, core: Any, step: Any) -> tuple[Any, Any]:
-        """A job of the call, and which tile of its rows."""
+        """The call's job that a step computes, and which tile of the job's rows."""
         index = core * self.plan.jobs_per_core + step // self.plan.chunks
         return index // self.plan.tiles, index % self.plan.tiles
 
-    def of_queries(self, core: Any, step: Any, _: Any, *jobs: Any) -> tuple[Any, ...]:
+    def of_queries(self, core: Any, step: Any, _: Any, jobs: Jobs | None) -> tuple[Any, ...]:
         job, tile = self.job(core, step)
-        return (Jobs(*jobs).tiles[job] if jobs else job) * self.plan.tiles + tile, 0, 0
+        return (job if jobs is None else jobs.tiles[job]) * self.plan.tiles + tile, 0, 0
 
     def of_tile(self, core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
         return self.job(core, step)[1], 0, 0
 
-    def list(self, core: Any, step: Any, *jobs: Any) -> Any:
+    def list(self, core: Any, step: Any, jobs: Jobs | None) -> Any:
         job = self.job(core, step)[0]
-        return Jobs(*jobs).lists[job] if jobs else job
+        return job if jobs is None else jobs.lists[job]
 
-    def of_kind(self, core: Any, step: Any, _: Any, *jobs: Any) -> tuple[Any, ...]:
-        kind = self.list(core, step, *jobs) % self.plan.kinds
+    def of_kind(self, core: Any, step: Any, _: Any, jobs: Jobs | None) -> tuple[Any, ...]:
+        kind = self.list(core, step, jobs) % self.plan.kinds
         return kind * self.plan.tiles + self.job(core, step)[1], 0, 0
 
-    def of_chunk(self, core: Any, step: Any, _: Any, *jobs: Any) -> tuple[Any, ...]:
-        return self.list(core, step, *jobs) * self.plan.chunks + step % self.plan.chunks, 0, 0
+    def of_chunk(self, core: Any, step: Any, _: Any, jobs: Jobs | None) -> tuple[Any, ...]:
+        return self.list(core, step, jobs) * self.plan.chunks + step % self.plan.chunks, 0, 0
 
     def of_next_chunk(self, core: Any, step: Any, *scalars: Any) -> tuple[Any, ...]:
         return self.of_chunk(core, jnp.minimum(step + 1, self.steps - 1), *scalars)
 
 
-def _launch(plan: Plan, work: Work, operands: list[Any], out_dtype: Any, tile: Tile) -> tuple[Any, Any]:
+def _launch(
+    plan: Plan, work: Work, queries: tuple[Any, Any | None, Any | None], out_dtype: Any, tile: Tile
+) -> tuple[Any, Any]:
+    """Out and stats of the kernel. `queries` are q, tokens and sinks as in `Refs`, for all tiles."""
     parts = [keys for keys in (work.keys, work.extra) if keys is not None]
     chunked = [jnp.concatenate(arrays, axis=1) for arrays in zip(*(_lists(keys, plan) for keys in parts), strict=True)]
-    scalars, *vectors = [array.reshape(-1, *array.shape[2:]) for array in chunked]
-    tiles, rows, _ = operands[0].shape
-    maps, first = Maps(plan), (_factors(work.call, plan), *(work.jobs or ()))
+    scalars, indices = [array.reshape(-1, *array.shape[2:]) for array in chunked] + [None] * (not plan.selects)
+    tiles, rows, _ = queries[0].shape
+    maps = Maps(plan)
 
-    def block(array: Any, index: Any, memory: Any = pltpu.VMEM) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *array.shape[1:]), index, memory_space=memory)
+    def block(array: Any, index: Any, memory: Any = pltpu.VMEM) -> pl.BlockSpec | None:
+        return None if array is None else pl.BlockSpec((None, *array.shape[1:]), index, memory_space=memory)
 
-    wanted = [maps.of_queries, *([maps.of_tile] * plan.by_tokens), *([maps.of_kind] * (plan.kinds > 0))]
     whole = pl.BlockSpec(memory_space=pltpu.HBM)
     buffer = (2, plan.pieces, plan.unit // plan.packing, plan.packing, work.keys.cache.shape[-1])
-    columns = _latent_rows.value_columns(plan.layout, plan.d_v)
+    columns = _latent_rows.value_columns(plan.form, plan.d_v)
     results = [
         jax.ShapeDtypeStruct((tiles, rows, columns), out_dtype),
         jax.ShapeDtypeStruct((tiles, 8, rows), jnp.float32),
     ]
     return pl.pallas_call(
-        lambda *refs: _kernel(plan, _named(plan, len(parts), refs)),
+        lambda *refs: _kernel(plan, Refs(*refs)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(first),
+            num_scalar_prefetch=2,
             grid=(plan.cores, maps.steps),
             in_specs=[
                 block(scalars, maps.of_chunk, pltpu.SMEM),
                 block(scalars, maps.of_next_chunk, pltpu.SMEM),
-                *(block(array, maps.of_chunk) for array in vectors),
-                *(block(array, index) for array, index in zip(operands, wanted, strict=True)),
-                *[whole] * len(parts),
+                block(indices, maps.of_chunk),
+                *map(block, queries, (maps.of_queries, maps.of_tile, maps.of_kind)),
+                [whole] * len(parts),
             ],
             out_specs=[block(result, maps.of_queries) for result in results],
             scratch_shapes=[
@@ -441,61 +454,43 @@ def _launch(plan: Plan, work: Work, operands: list[Any], out_dtype: Any, tile: T
             ],
         ),
         out_shape=results,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"),
-            disable_bounds_checks=True,  # the numbers of pieces are clamped to the cache, and a check takes two thirds
-            vmem_limit_bytes=tile.vmem_limit_bytes or None,  # of the time that beginning a copy takes
-        ),
+        compiler_params=compiler_params(tile.vmem_limit_bytes, "parallel", "arbitrary"),
         name="latent_attention",
-    )(*first, scalars, scalars, *vectors, *operands, *(keys.cache for keys in parts))
+    )(_factors(work.call), work.jobs, scalars, scalars, indices, *queries, [keys.cache for keys in parts])
 
 
 # ---- the kernel
 
 
 class Refs(NamedTuple):
-    """The kernel's memory: scalars, blocks of this step, caches in HBM, buffers."""
+    """References to the kernel's memory, in the order in which Pallas passes them; None for what a call lacks."""
 
-    factors: Any
+    factors: Any  # f32 [2], of logits and of values
     jobs: Jobs | None
-    lists: Any
-    next_lists: Any
-    indices: Any  # of single rows, i32 [blocks, pieces]
+    lists: Any  # i32 [1, ...], this step's chunk as `_lists` lays it out
+    next_lists: Any  # the next step's
+    indices: Any  # i32 [blocks, pieces], of each row among those that share its words
     q: Any
-    tokens: Any  # i32 [rows, LANES], which of the tile's each row is of
+    tokens: Any  # i32 [rows, LANES], each row's token within the tile
     sinks: Any
-    caches: list[Any]
+    caches: list[Any]  # in HBM
     out: Any
     stats: Any
-    buffer: Any
+    buffer: Any  # [2, pieces, ...]
     m_i: Any
     l_i: Any
     acc: Any
-    turn: Any  # i32 [1], the half of the buffer that is computed next
-    arrived: Any
-
-
-def _named(plan: Plan, num_caches: int, refs: Any) -> Refs:
-    """The references in the order in which Pallas gives them, by name."""
-    refs = list(refs)
-
-    def take(count: int) -> list[Any]:
-        return [refs.pop(0) for _ in range(count)]
-
-    (factors,), jobs = take(1), Jobs(*take(len(Jobs._fields))) if plan.by_tokens else None
-    lists = take(2)
-    (indices,), (q,) = take(1) if plan.selects else [None], take(1)
-    (tokens,), (sinks,) = take(1) if plan.by_tokens else [None], take(1) if plan.kinds else [None]
-    return Refs._make([factors, jobs, *lists, indices, q, tokens, sinks, take(num_caches), *refs])
+    half: Any  # i32 [1], the half of the buffer that is computed next
+    arrived: Any  # the semaphore of each half
 
 
 class Span(NamedTuple):
-    """What one step computes."""
+    """The keys that one step computes, and for which of its tile's tokens."""
 
-    position: Any  # of the tile's first token, were it the list's
-    begin: Any  # the tile's tokens that are the job's own
-    end: Any
-    low: Any  # the first key that they see
+    position: Any  # the position in the list's sequence that the tile's first token has, or would have
+    begin: Any  # the first of the tile's tokens that belong to the job
+    end: Any  # one past the last
+    low: Any  # the first key that these tokens see
     high: Any  # one past the last
     first: Any  # the first block of the chunk with such keys
     last: Any  # one past the last
@@ -520,23 +515,23 @@ def _span(plan: Plan, refs: Refs, lists: Any, step: Any) -> Span:
 
 
 def _kernel(plan: Plan, refs: Refs) -> None:
-    """One chunk of one job's list; the first chunk of a job begins its softmax, the last one finishes it."""
-    buffer, turn, arrived = refs.buffer, refs.turn, refs.arrived
+    """Compute one chunk of a job's list: the first one starts the job's softmax, the last one stores its result."""
+    buffer, half, arrived = refs.buffer, refs.half, refs.arrived
     step, last_step = pl.program_id(1), pl.num_programs(1) - 1
     chunk = step % plan.chunks
     next_chunk = jnp.where(chunk + 1 == plan.chunks, 0, chunk + 1)
     span = _span(plan, refs, refs.lists, step)
-    coming = _span(plan, refs, refs.next_lists, jnp.minimum(step + 1, last_step))
-    some_come = (step < last_step) & (coming.first < coming.last)
+    next_span = _span(plan, refs, refs.next_lists, jnp.minimum(step + 1, last_step))
+    next_has_blocks = (step < last_step) & (next_span.first < next_span.last)
 
     @pl.when(step == 0)
     def _() -> None:
-        turn[0] = 0
+        half[0] = 0
 
     pl.when(chunk == 0)(lambda: _begin(refs.m_i, refs.l_i, refs.acc))
 
     def start(block: Any, own: Any, slot: Any) -> None:
-        """Fetch a block of this step, or the first of the next; a piece that is not valid fetches some other."""
+        """Start to fetch a block: of this step's chunk if `own`, else of the next step's."""
 
         def one(cache: Any, piece: Any) -> None:
             index = block * plan.pieces + piece
@@ -551,32 +546,33 @@ def _kernel(plan: Plan, refs: Refs) -> None:
         if len(refs.caches) == 2:
             pl.when(extra)(lambda: fetch(refs.caches[1]))
 
-    def turn_over(block: Any, carry: None) -> None:
-        """Begin to fetch what comes after a block, then compute it; before the first block there is none."""
-        slot = turn[0]
+    def fetch_and_compute(block: Any, carry: None) -> None:
+        """Start to fetch the block after this one, then compute this one, unless it lies before the first."""
+        slot = half[0]
         own = block + 1 < span.last
 
-        @pl.when(own | some_come)
+        @pl.when(own | next_has_blocks)
         def _() -> None:
-            start(jnp.where(own, block + 1, coming.first), own, jnp.where(block < span.first, slot, 1 - slot))
+            start(jnp.where(own, block + 1, next_span.first), own, jnp.where(block < span.first, slot, 1 - slot))
 
         @pl.when(block >= span.first)
         def _() -> None:
             pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], arrived.at[slot]).wait()
             _compute(plan, refs, span, block, (chunk * plan.blocks + block) * plan.keys)
-            turn[0] = 1 - slot
+            half[0] = 1 - slot
 
         return carry
 
-    # The step before has begun to fetch this one's first block; but there is none before the first step.
+    # The previous step started to fetch this step's first block. Nobody did so for the first step, and a step without
+    # blocks of its own still has to start the next step's: these run one iteration more, which computes nothing.
     before = jnp.where((step == 0) | (span.first == span.last), 1, 0)
-    lax.fori_loop(span.first - before, span.last, turn_over, None)
+    lax.fori_loop(span.first - before, span.last, fetch_and_compute, None)
     pl.when(chunk == plan.chunks - 1)(lambda: _store(plan, refs, span))
 
 
 def _compute(plan: Plan, refs: Refs, span: Span, block: Any, first: Any) -> None:
-    """One block of the chunk, whose keys begin at `first` in the list."""
-    raw, seen, offset = _taken(plan, refs, span, block, first)
+    """Compute one block of the chunk, whose first key is key `first` of the list."""
+    raw, seen, offset = _rows_of(plan, refs, span, block, first)
     if plan.causal or plan.window is not None:
         key, position = first + offset, span.position + refs.tokens[:, :1]
         if plan.causal:
@@ -588,7 +584,7 @@ def _compute(plan: Plan, refs: Refs, span: Span, block: Any, first: Any) -> None
 
 
 def _store(plan: Plan, refs: Refs, span: Span) -> None:
-    """Normalise what a job has summed."""
+    """Normalise and store the result of a job."""
     lse, factor = _finished(refs.m_i[:, :1], refs.l_i[:, :1], None if refs.sinks is None else refs.sinks[:, :1])
     factor *= refs.factors[1]
     out = jnp.where(factor == 0.0, 0.0, refs.acc[...] * factor)
@@ -601,9 +597,9 @@ def _store(plan: Plan, refs: Refs, span: Span) -> None:
 
 
 def _store_own(plan: Plan, refs: Refs, span: Span, out: Any, stats: Any) -> None:
-    """Store the rows of a job's own tokens; the tile's other ones are those of other jobs, or of none."""
+    """Store the rows of a job's own tokens; the tile's other rows belong to other jobs, or to no sequence."""
     tiles, job = refs.jobs.tiles, Maps(plan).job(pl.program_id(0), pl.program_id(1))[0]  # type: ignore[union-attr]
-    is_first = pl.program_id(1) < plan.chunks * plan.tiles  # of its core
+    is_first = pl.program_id(1) < plan.chunks * plan.tiles  # the first job of its core
 
     @pl.when(is_first | (tiles[jnp.maximum(job - 1, 0)] != tiles[job]))
     def _() -> None:
@@ -618,14 +614,14 @@ def _store_own(plan: Plan, refs: Refs, span: Span, out: Any, stats: Any) -> None
 
 
 def _begin(m_i: Any, l_i: Any, acc: Any) -> None:
-    """Begin with the softmax of no keys."""
+    """Start from the softmax over no keys."""
     m_i[...] = jnp.full(m_i.shape, -jnp.inf, jnp.float32)
     l_i[...] = jnp.zeros(l_i.shape, jnp.float32)
     acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
 
 def _finished(m_i: Any, l_i: Any, sinks: Any) -> tuple[Any, Any]:
-    """The lse of each row, and the factor that normalises its accumulated values."""
+    """Each row's lse, and the factor that normalises its accumulator."""
     some = m_i != -jnp.inf
     lse = jnp.where(some, m_i + jnp.log(l_i), -jnp.inf)
     factor = jnp.where(some, 1.0 / jnp.where(some, l_i, 1.0), 0.0)
@@ -634,9 +630,9 @@ def _finished(m_i: Any, l_i: Any, sinks: Any) -> tuple[Any, Any]:
     return lse, factor
 
 
-def _taken(plan: Plan, refs: Refs, span: Span, block: Any, first: Any) -> tuple[Any, Any, Any]:
-    """The bits of a block's keys, which of them are valid, and their offset from `first`, where the block begins."""
-    fetched = refs.buffer[refs.turn[0]]
+def _rows_of(plan: Plan, refs: Refs, span: Span, block: Any, first: Any) -> tuple[Any, Any, Any]:
+    """The bits of a block's keys, which of them are valid, and their offsets from `first`, where the block begins."""
+    fetched = refs.buffer[refs.half[0]]
     bounds = (span.low - first, span.high - first) if plan.by_tokens else None
     if plan.selects:
         return _selected(fetched, refs.indices[pl.ds(block, 1), :], bounds, plan)
@@ -645,20 +641,20 @@ def _taken(plan: Plan, refs: Refs, span: Span, block: Any, first: Any) -> tuple[
 
 
 def _within(offset: Any, bounds: Any, plan: Plan) -> Any:
-    """Which offsets in a block some token of the job sees; only a window bounds them below."""
+    """Which offsets in a block some token of the job sees; only a window sets a lower bound."""
     low, high = bounds
     return (offset < high) if plan.window is None else (offset >= low) & (offset < high)
 
 
 def _words(fetched: Any) -> Any:
-    """What was fetched as rows of 32-bit words."""
+    """The fetched block as rows of 32-bit words."""
     return pltpu.bitcast(fetched.reshape(-1, fetched.shape[-1]), jnp.int32)
 
 
 def _selected(fetched: Any, index: Any, bounds: Any, plan: Plan) -> tuple[Any, Any, Any]:
-    """The bits of selected rows, [keys, columns], of the words each shares with others; zeros where `index` is -1.
+    """Selected rows: their bits [keys, columns], which are valid and their offsets in the block, both [1, keys].
 
-    Also which of them are valid, and their offset in the block, [1, keys].
+    `index` says which row of its words each is; rows with -1 are invalid, and all their bits are zero.
     """
     bits = 32 // plan.packing
     offset = lax.broadcasted_iota(jnp.int32, (1, plan.keys), 1)
@@ -671,25 +667,20 @@ def _selected(fetched: Any, index: Any, bounds: Any, plan: Plan) -> tuple[Any, A
     return jnp.where(column >= 0, words, 0), index >= 0, offset
 
 
-def _splits_words(plan: Plan) -> bool:
-    """Whether keys of whole pages are taken out of their words, ordered by their index within a word."""
-    return plan.packing > 1 and (plan.layout != "plain" or plan.numbers is not None)
-
-
 def _offsets(plan: Plan) -> Any:
-    """Which position in a block of whole pages each key has, [1, keys]."""
+    """The offset of each key in a block of pages, [1, keys]."""
     lane = lax.broadcasted_iota(jnp.int32, (1, plan.keys), 1)
-    if not _splits_words(plan):
+    if not plan.unpacks_pages:
         return lane
     index = sum((lane >= plan.words * index).astype(jnp.int32) for index in range(1, plan.packing))
     return (lane - plan.words * index) * plan.packing + index
 
 
 def _paged(fetched: Any, valid_pieces: Any, bounds: Any, plan: Plan) -> tuple[Any, Any, Any]:
-    """The bits of the rows of whole pages; zeros for what no token sees, or lies in a page that does not exist.
+    """Rows of pages: their bits, which are valid and their offsets in the block, both [1, keys].
 
-    [keys, columns] taken out of their words, or [words, columns] if the words serve as they are. Also which of them are
-    valid, and their offset in the block, [1, keys].
+    The bits are [keys, columns] after unpacking, or [words, columns] if words serve as they are. They are zero for rows
+    that no token of the job sees and for rows of pages that do not exist.
     """
     offset = _offsets(plan)
     seen = _within(offset, bounds, plan) & ((valid_pieces >> (offset >> log2(plan.unit))) & 1 != 0)
@@ -701,19 +692,17 @@ def _paged(fetched: Any, valid_pieces: Any, bounds: Any, plan: Plan) -> tuple[An
         present |= jnp.where(_within(row + index, bounds, plan), field - ((field >> 31) << 32), 0)
     present = jnp.where((valid_pieces >> (row >> log2(plan.unit))) & 1 != 0, present, 0)
     words = _words(fetched) & present
-    if not _splits_words(plan):
+    if not plan.unpacks_pages:
         return words, seen, offset
     fields = [words >> (bits * index) for index in range(plan.packing)]
     return jnp.concatenate(fields, axis=0) & ((1 << bits) - 1), seen, offset
 
 
 def _operands(raw: Any, plan: Plan) -> list[tuple[Any, Any]]:
-    """Keys as matrix operands: parts of their columns [keys, ...], each with its scale as [1, keys] or None."""
-    if plan.layout != "plain":
-        return _latent_rows.operands(raw, plan.layout, plan.dtype)
-    if plan.numbers is not None:
-        values = _latent_rows.numbers(raw, plan.numbers)
-    elif plan.selects or plan.packing == 1:
+    """The keys as matrix operands, as `_latent_rows.operands` returns them."""
+    if plan.decodes:
+        return _latent_rows.operands(raw, plan.form, plan.dtype)
+    if plan.selects or plan.packing == 1:
         values = pltpu.bitcast(raw << (32 - 32 // plan.packing), jnp.float32)
     else:
         values = pltpu.bitcast(raw, plan.dtype)
@@ -721,7 +710,7 @@ def _operands(raw: Any, plan: Plan) -> list[tuple[Any, Any]]:
 
 
 def _extend(plan: Plan, refs: Refs, parts: list[tuple[Any, Any]], seen: Any, few: Any) -> None:
-    """Add a block of keys to the running softmax; where a job sees `few`, with what bfloat16 cuts off the weights."""
+    """Add a block of keys to the online softmax; for `few` keys, also add what rounding cuts off the weights."""
     q, m_i, l_i, acc = refs.q, refs.m_i, refs.l_i, refs.acc
     dot = functools.partial(lax.dot_general, precision=precision(plan.dtype), preferred_element_type=jnp.float32)
     products, column = [], 0
@@ -740,7 +729,7 @@ def _extend(plan: Plan, refs: Refs, parts: list[tuple[Any, Any]], seen: Any, few
     weights, alpha = jnp.exp(logits - base), jnp.exp(before - base)
     m_i[...] = jnp.broadcast_to(high, m_i.shape)
     l_i[...] = l_i[...] * alpha + weights.sum(axis=1, keepdims=True)
-    mixed = []  # columns of values, their weights
+    mixed = []  # the columns of each operand, their float32 weights, the operand
     column = 0
     for operand, scale in parts:
         width = min(operand.shape[1], acc.shape[1] - column)
@@ -752,10 +741,10 @@ def _extend(plan: Plan, refs: Refs, parts: list[tuple[Any, Any]], seen: Any, few
         mixed.append((slice(column, column + width), scaled, operand[:, :width]))
         column += width
 
-    def add_rest() -> None:
+    def add_rounding_errors() -> None:
         for columns, scaled, operand in mixed:
-            rest = scaled - scaled.astype(plan.dtype).astype(jnp.float32)
-            acc[:, columns] = acc[:, columns] + dot(rest.astype(plan.dtype), operand, (((1,), (0,)), ((), ())))
+            error = scaled - scaled.astype(plan.dtype).astype(jnp.float32)
+            acc[:, columns] = acc[:, columns] + dot(error.astype(plan.dtype), operand, (((1,), (0,)), ((), ())))
 
     if plan.split_weights_below:
-        pl.when(few)(add_rest)
+        pl.when(few)(add_rounding_errors)

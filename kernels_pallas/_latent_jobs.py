@@ -1,9 +1,9 @@
-"""Jobs of `_latent` whose queries are tokens of sequences: what each computes, as tables made of index arrays.
+"""Tables of the jobs of `_latent` whose queries are tokens of sequences.
 
-A tile of queries is some consecutive tokens, whosoever they are, so neither queries nor results have to be moved. It
-has a job for each sequence that has tokens in it, one job after another; a job stores the rows of its own tokens, and
-the first one of a tile also what tokens of no sequence get. How many jobs there are depends on shapes alone: those
-that are too many have no tokens.
+A tile of queries consists of consecutive tokens, which may belong to several sequences. So neither queries nor results
+have to be moved. A tile has one job for each sequence with tokens in it, one job after another. A job stores the rows
+of its own tokens, and the first job of a tile also stores the results of tokens that belong to no sequence. The number
+of jobs depends on shapes alone; surplus jobs have no tokens.
 """
 
 import dataclasses
@@ -18,30 +18,30 @@ from ragged_attention.kernels_pallas._blocks import cdiv
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Whose tokens the queries are."""
+    """The list of keys and the position of each query token."""
 
-    lists: Any  # i32 [T], of which list a token sees keys, -1 for none; a list's tokens follow each other
-    positions: Any  # i32 [T], among the keys of the list
-    changes: int  # how often, at most, neighbours in a tile have different lists
+    lists: Any  # i32 [T], the list whose keys a token sees, or -1; tokens of one list are consecutive
+    positions: Any  # i32 [T], the token's position among the keys of its list
+    changes: int  # the most places in all tiles where two neighbouring tokens have different lists
 
     def part(self, first: int, count: int) -> "Tokens":
-        """Some of the tokens."""
-        own = slice(first, first + count)
-        return dataclasses.replace(self, lists=self.lists[own], positions=self.positions[own])
+        """`count` of the tokens, from `first` on."""
+        part = slice(first, first + count)
+        return dataclasses.replace(self, lists=self.lists[part], positions=self.positions[part])
 
 
 class Jobs(NamedTuple):
-    """What each job has, core after core, all i32 [jobs]."""
+    """The table of jobs, all i32 [jobs], with the jobs of each core together."""
 
     lists: Any
     tiles: Any
-    positions: Any  # of a tile's first token, were it one of the list's
-    begins: Any  # the first token of the tile that is the job's own
+    positions: Any  # the position that the tile's first token has, or would have, in the job's list
+    begins: Any  # the first of the tile's tokens that belong to the job
     ends: Any  # one past the last
 
 
 def tokens_of_sequences(call: Any) -> Tokens:
-    """The packed tokens of a call with `cu_q_lens`, whatever that holds; list s is that of sequence s."""
+    """The packed tokens of a call with `cu_q_lens`, which may have any values; list s is that of sequence s."""
     edges = live_edges(call.cu_q_lens, call.num_seqs, call.num_tokens)
     stops = jax.lax.cummax(jnp.maximum(edges[:-1], edges[1:]))
     token = jnp.arange(call.num_tokens, dtype=jnp.int32)
@@ -53,12 +53,15 @@ def tokens_of_sequences(call: Any) -> Tokens:
 
 
 def num_tiles(num_tokens: int, size: int, cores: int) -> int:
-    """Tiles of `size` tokens, as many for each core."""
+    """Tiles of `size` tokens, rounded up so that all cores have the same number."""
     return cdiv(num_tokens, size * cores) * cores
 
 
 def jobs_of(tokens: Tokens, size: int, cores: int) -> Jobs:
-    """The jobs on tiles of `size` tokens; core c has each c-th tile, so that early and late positions are shared."""
+    """The jobs on tiles of `size` tokens.
+
+    Core c of n has the tiles c, c + n, c + 2n and so on, so every core gets both early and late positions.
+    """
     num_tokens = len(tokens.lists)
     tiles = num_tiles(num_tokens, size, cores) // cores
     missing = tiles * cores * size - num_tokens
@@ -68,16 +71,16 @@ def jobs_of(tokens: Tokens, size: int, cores: int) -> Jobs:
         return padded.reshape(tiles, cores, size).swapaxes(0, 1).reshape(cores, -1)
 
     lists, positions = of_cores(tokens.lists), of_cores(tokens.positions)
-    here = tiles * size
-    place = jnp.arange(here, dtype=jnp.int32)
-    begins = (place % size == 0) | (lists != jnp.roll(lists, 1, axis=1))
-    count = min(tiles + tokens.changes, here)
-    first = jax.vmap(lambda each: jnp.nonzero(each, size=count, fill_value=here)[0])(begins).astype(jnp.int32)
-    past = jnp.concatenate([first[:, 1:], jnp.full((cores, 1), here, jnp.int32)], axis=1)
-    own = jnp.minimum(first, here - 1)
+    per_core = tiles * size
+    token = jnp.arange(per_core, dtype=jnp.int32)
+    begins = (token % size == 0) | (lists != jnp.roll(lists, 1, axis=1))
+    count = min(tiles + tokens.changes, per_core)
+    first = jax.vmap(lambda row: jnp.nonzero(row, size=count, fill_value=per_core)[0])(begins).astype(jnp.int32)
+    past = jnp.concatenate([first[:, 1:], jnp.full((cores, 1), per_core, jnp.int32)], axis=1)
+    own = jnp.minimum(first, per_core - 1)
     tile = own // size
     found, position = (jnp.take_along_axis(array, own, axis=1) for array in (lists, positions))
-    begin, end = (jnp.where((found >= 0) & (first < here), at - tile * size, 0) for at in (first, past))
+    begin, end = (jnp.where((found >= 0) & (first < per_core), at - tile * size, 0) for at in (first, past))
     tile = tile * cores + jnp.arange(cores, dtype=jnp.int32)[:, None]
     columns = (jnp.maximum(found, 0), tile, position - (own - own // size * size), begin, end)
     return Jobs(*(column.reshape(-1) for column in columns))

@@ -1,12 +1,17 @@
-"""Rows of latent caches as matrix operands: where the kernel has which columns, and what their bytes mean.
+"""Turning the bytes of latent rows into matrix operands, for every cache format whose rows are contiguous.
 
-A row comes as its bytes, one to a lane. Codes of 8 bits become numbers where they lie. A byte of `fp4_v41` holds the
-codes of an even and an odd column, so the kernel has all even columns first, and the queries and the results are put
-in that order. Rotary columns of `fp8_v32` stay where their low bytes lie; the queries' are spread to meet them there.
+The kernel has a row as integers, one byte per lane, and computes on its columns in the order that suits the bytes:
 
-float32 scales (`fp8_v32`) are not multiplied with codes, for no narrower operand would hold the products: each goes
-into the logits of its group of columns, and into the weights of that group's values. The other formats' are powers of
-two, or have few digits, so that bfloat16 holds every product with a code; these operands are the values themselves.
+- 8-bit codes become numbers in the lane of their byte.
+- A byte of 4-bit codes holds an even and an odd column. The kernel has all even columns first, then all odd ones.
+- Rotary columns stay in the lanes of their low bytes, so every other lane after the scales holds one.
+
+`reorder` puts the columns of the queries in that order, and `restore` undoes it for the columns of the result.
+
+float32 scales are not multiplied with codes, because no narrower operand would hold the products. The scale of a group
+of columns is multiplied into that group's logits, and into the weights of that group's values. Scales of 8 bits are
+powers of two or have few digits, so bfloat16 holds every product of code and scale exactly, and the operands are the
+dequantised values.
 """
 
 from typing import Any
@@ -15,128 +20,150 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention.calls import CACHE_FORMATS
+from ragged_attention.calls import CacheFormat
 from ragged_attention.kernels_pallas._blocks import LANES, round_up
 
-TAIL = 2 * LANES  # lanes for the scales' and the rotary columns' bytes of `fp8_v32`
-V32 = CACHE_FORMATS["fp8_v32"]
-# Behind the values of a row: the scales of `fp8_v32`, before its rotary columns.
-V32_SCALES = V32.token_bytes - V32.row_bytes
+FLOAT_BITS = {  # bits of the exponent and of the mantissa
+    "float16": (5, 10), "float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2), "float4_e2m1fn": (2, 1),
+}  # fmt: skip
 
 
-def value_columns(form: str, d_v: int) -> int:
-    """Columns of values in the kernel; those of `fp8_v32` come in groups, the rotary ones with gaps between them."""
-    if form == "fp8_v32":
-        return round_up(min(d_v, V32.values), LANES) + TAIL * (d_v > V32.values)
-    return CACHE_FORMATS[form].values if form == "fp4_v41" else d_v
+def refusal(form: CacheFormat) -> str | None:
+    """Why the kernels do not take caches of a format, or None."""
+    if form.planar:
+        return f"takes caches that have the bytes of a token together, got {form.name!r} by pages"
+    if form.folded and (form.packed_codes or form.group != LANES):
+        return f"takes float32 scales of {LANES} 8-bit codes each, got {form.group} codes of {form.codes}"
+    return None
 
 
-def spread(q: Any, form: str) -> Any:
-    """Queries [..., d_qk] with their columns where the kernel has those of a row."""
-    if form == "fp4_v41":
-        return jnp.concatenate([q[..., ::2], q[..., 1::2]], axis=-1)
-    if form != "fp8_v32":
+def tail_lanes(form: CacheFormat) -> int:
+    """Lanes for the bytes of a row after its values: scales and rotary columns."""
+    return round_up(form.token_bytes - form.value_bytes, LANES)
+
+
+def value_columns(form: CacheFormat, d_v: int) -> int:
+    """Columns of the accumulator from which `restore` takes the first `d_v` columns of a row."""
+    if form.rotary and d_v > form.values:
+        return form.values + tail_lanes(form)
+    if form.packed_codes:
+        return form.values
+    return round_up(d_v, LANES) if form.folded else d_v
+
+
+def reorder(q: Any, form: CacheFormat) -> Any:
+    """Queries [..., d_qk] with their columns in the kernel's order, and zeros where a row has no column."""
+    if not (form.packed_codes or form.rotary):
         return q
-    first, rotary = q[..., : V32.values], q[..., V32.values :]
+    first, rotary = q[..., : form.values], (q[..., form.values :] if form.rotary else None)
+    if form.packed_codes:
+        first = jnp.concatenate([first[..., ::2], first[..., 1::2]], axis=-1)
+    if rotary is None:
+        return first
     rotary = jnp.stack([rotary, jnp.zeros_like(rotary)], axis=-1).reshape(*rotary.shape[:-1], -1)
-    rotary = jnp.pad(rotary, [(0, 0)] * (q.ndim - 1) + [(V32_SCALES, TAIL - V32_SCALES - 2 * V32.rotary)])
+    scales = form.padded_scale_bytes
+    rotary = jnp.pad(rotary, [(0, 0)] * (q.ndim - 1) + [(scales, tail_lanes(form) - scales - 2 * form.rotary)])
     return jnp.concatenate([first, rotary], axis=-1)
 
 
-def gathered(out: Any, form: str, d_v: int) -> Any:
-    """The inverse of `spread` for the values' columns."""
-    if form == "fp4_v41":
-        return jnp.stack(jnp.split(out, 2, axis=-1), axis=-1).reshape(out.shape)[..., :d_v]
-    if form != "fp8_v32" or d_v <= V32.values:
+def restore(out: Any, form: CacheFormat, d_v: int) -> Any:
+    """The first `d_v` columns of a row, in their own order, of results in the kernel's order."""
+    if not (form.packed_codes or form.rotary):
         return out[..., :d_v]
-    first, rotary = out[..., : V32.values], out[..., V32.values + V32_SCALES :: 2]
-    return jnp.concatenate([first, rotary[..., : d_v - V32.values]], axis=-1)
+    first = out[..., : form.values]
+    if form.packed_codes:
+        first = jnp.stack(jnp.split(first, 2, axis=-1), axis=-1).reshape(first.shape)
+    if d_v <= form.values:
+        return first[..., :d_v]
+    rotary = out[..., form.values + form.padded_scale_bytes :: 2]
+    return jnp.concatenate([first, rotary[..., : d_v - form.values]], axis=-1)
 
 
-def operands(raw: Any, form: str, dtype: Any) -> list[tuple[Any, Any]]:
-    """Rows as parts of their columns [keys, ...] of `dtype`, each with its scale as [1, keys] or None."""
-    if form == "fp8_v32":
-        return _v32(raw, dtype)
-    return [((_fp8_v41 if form == "fp8_v41" else _fp4_v41)(raw).astype(dtype), None)]
+def operands(raw: Any, form: CacheFormat, dtype: Any) -> list[tuple[Any, Any]]:
+    """Rows [keys, bytes], or numbers of a plain cache [keys, d_qk], as operands of `dtype` in the kernel's order.
+
+    Each operand [keys, ...] has some of the columns, and comes with their scale [1, keys], or None if it needs none.
+    """
+    if not form.quantized:
+        return [(numbers(raw, form.codes).astype(dtype), None)]
+    codes, tail = raw[:, : form.value_bytes], raw[:, form.value_bytes :]
+    parts: list[tuple[Any, Any]]
+    pairs: Any = _pairs(_padded(tail, tail_lanes(form))) if form.folded or form.rotary else None
+    if form.folded:
+        scales = pltpu.bitcast(pairs | (_left(pairs, 2) << 16), jnp.float32)[:, :LANES].T
+        values = numbers(codes, form.codes).astype(dtype)
+        groups = range(form.num_groups)
+        parts = [(values[:, form.group * g : form.group * (g + 1)], scales[4 * g : 4 * g + 1]) for g in groups]
+    else:
+        scales = numbers(_padded(tail[:, : form.scale_bytes], LANES), form.scales)
+        scales = _per_byte(scales, form)
+        columns = (codes & 0xF, codes >> 4) if form.packed_codes else (codes,)
+        products = [numbers(some, form.codes) * scales for some in columns]
+        parts = [((jnp.concatenate(products, axis=1) if len(products) > 1 else products[0]).astype(dtype), None)]
+    if form.rotary:
+        lane, begin = lax.broadcasted_iota(jnp.int32, pairs.shape, 1), form.padded_scale_bytes
+        is_rotary = (lane >= begin) & (lane < begin + 2 * form.rotary) & (lane % 2 == begin % 2)
+        rotary = pltpu.bitcast(jnp.where(is_rotary, pairs << 16, 0), jnp.float32)
+        parts.append((rotary.astype(dtype), None))
+    return parts
 
 
 def numbers(raw: Any, dtype: str) -> Any:
-    """The numbers of a plain cache, given as their bits, in float32; bfloat16 holds those of 8 bits too."""
+    """The float32 numbers whose bits in `dtype` are the integers `raw`; bfloat16 holds those of at most 8 bits too.
+
+    float8_e8m0fnu is the exponent of a float32, and its last code is NaN. Its smallest number, 2**-127, is subnormal in
+    float32. The matrix unit would flush it to 0, and it becomes 0 here.
+    """
     if dtype == "int8":
         return ((raw << 24) >> 24).astype(jnp.float32)
-    exponent, mantissa = {"float16": (5, 10), "float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2)}[dtype]
+    if dtype == "float8_e8m0fnu":
+        return pltpu.bitcast(jnp.where(raw == 0xFF, 0x7FC00000, raw << 23), jnp.float32)
+    exponent, mantissa = FLOAT_BITS[dtype]
     return from_bits(raw, exponent=exponent, mantissa=mantissa)
 
 
 def from_bits(raw: Any, *, exponent: int, mantissa: int) -> Any:
-    """Small floats, as integers, in float32; exactly, also where the unit flushes what is below the normal numbers."""
+    """Small floats, given as integers, in float32. Exact for subnormal numbers too, on units that flush them."""
     magnitude = raw & ((1 << (exponent + mantissa)) - 1)
     up, bias = 23 - mantissa, 127 - ((1 << (exponent - 1)) - 1)
     smallest = 2.0 ** (bias + 1 - 127)
     normal = pltpu.bitcast((magnitude << up) + (bias << 23), jnp.float32)
-    below = pltpu.bitcast((magnitude << up) | ((bias + 1) << 23), jnp.float32) - jnp.float32(smallest)
-    value = jnp.where(magnitude < (1 << mantissa), below, normal)
+    subnormal = pltpu.bitcast((magnitude << up) | ((bias + 1) << 23), jnp.float32) - jnp.float32(smallest)
+    value = jnp.where(magnitude < (1 << mantissa), subnormal, normal)
     if exponent == 5:
         infinite = pltpu.bitcast((magnitude << up) | 0x7F800000, jnp.float32)
         value = jnp.where(magnitude >= (31 << mantissa), infinite, value)
-    elif exponent == 4:  # e4m3 has no infinity and one NaN, e2m1 neither
+    elif exponent == 4:  # e4m3 has one NaN and no infinity; e2m1 has neither
         value = jnp.where(magnitude == (1 << (exponent + mantissa)) - 1, jnp.float32(jnp.nan), value)
     return jnp.where((raw >> (exponent + mantissa)) != 0, -value, value)
 
 
-def _v32(raw: Any, dtype: Any) -> list[tuple[Any, Any]]:
-    """Four groups of 128 columns with their scales, then the rotary columns at every other lane behind the scales'."""
-    num_keys = raw.shape[0]
-    tail = raw[:, V32.values :]
-    tail = jnp.concatenate([tail, jnp.zeros((num_keys, TAIL - tail.shape[1]), jnp.int32)], axis=1)
-    pairs = tail | (pltpu.roll(tail, TAIL - 1, 1) << 8)
-    scales = pltpu.bitcast(pairs | (pltpu.roll(pairs, TAIL - 2, 1) << 16), jnp.float32)[:, :LANES].T
-    lane = lax.broadcasted_iota(jnp.int32, tail.shape, 1)
-    is_rotary = (lane >= V32_SCALES) & (lane < V32_SCALES + 2 * V32.rotary) & (lane % 2 == 0)
-    rotary = pltpu.bitcast(jnp.where(is_rotary, pairs << 16, 0), jnp.float32)
-    values = from_bits(raw[:, : V32.values], exponent=4, mantissa=3).astype(dtype)
-    groups = range(V32.num_groups)
-    parts = [(values[:, V32.group * g : V32.group * (g + 1)], scales[4 * g : 4 * g + 1]) for g in groups]
-    return [*parts, (rotary.astype(dtype), None)]
+def _padded(raw: Any, lanes: int) -> Any:
+    """Integers [keys, ...] with zeros appended to fill `lanes`."""
+    if raw.shape[1] == lanes:
+        return raw
+    return jnp.concatenate([raw, jnp.zeros((raw.shape[0], lanes - raw.shape[1]), jnp.int32)], axis=1)
 
 
-def _fp8_v41(raw: Any) -> Any:
-    """e4m3 codes times scales that are powers of two: the exponents of float32, of which the last stands for NaN.
+def _left(lanes: Any, count: int) -> Any:
+    """Each lane's value moved `count` lanes to the left."""
+    return pltpu.roll(lanes, lanes.shape[1] - count, 1)
 
-    The smallest, 2^-127, lies below the normal numbers; the matrix unit would make it 0, and here it is.
+
+def _pairs(tail: Any) -> Any:
+    """Each byte with the next one as a little-endian 16-bit number."""
+    return tail | (_left(tail, 1) << 8)
+
+
+def _per_byte(scales: Any, form: CacheFormat) -> Any:
+    """Scales [keys, LANES], repeated for each byte of their groups' codes, [keys, value_bytes].
+
+    This is a product with a matrix of zeros and ones that has a single one in each column. A scale of NaN spreads to
+    the whole row, which changes nothing: the logit sums over the row, so it is NaN anyway.
     """
-    codes, scales = _codes_and_scales(raw, "fp8_v41")
-    powers = pltpu.bitcast(jnp.where(scales == 0xFF, 0x7FC00000, scales << 23), jnp.float32)
-    return from_bits(codes, exponent=4, mantissa=3) * _for_groups(powers, codes.shape[1], CACHE_FORMATS["fp8_v41"])
-
-
-def _fp4_v41(raw: Any) -> Any:
-    """e2m1 codes times e4m3 scales; the even columns, which are the low halves of the bytes, then the odd ones."""
-    codes, scales = _codes_and_scales(raw, "fp4_v41")
-    factors = from_bits(scales, exponent=4, mantissa=3)
-    factors = _for_groups(factors, codes.shape[1], CACHE_FORMATS["fp4_v41"])
-    halves = [from_bits(half, exponent=2, mantissa=1) * factors for half in (codes & 0xF, codes >> 4)]
-    return jnp.concatenate(halves, axis=1)
-
-
-def _codes_and_scales(raw: Any, form: str) -> tuple[Any, Any]:
-    """The bytes of the values, and those of the scales, which fill LANES with zeros behind them."""
-    split = CACHE_FORMATS[form].value_bytes
-    scales = raw[:, split:]
-    spare = jnp.zeros((raw.shape[0], LANES - scales.shape[1]), jnp.int32)
-    return raw[:, :split], jnp.concatenate([scales, spare], axis=1)
-
-
-def _for_groups(scales: Any, width: int, form: Any) -> Any:
-    """Scales [keys, LANES] as each of a row's `width` bytes needs them, [keys, width].
-
-    The matrix unit hands them out: of each sum only one term is not zero. A scale of NaN so spoils its whole row, which
-    it does anyway, since all of a row counts for its logit.
-    """
-    shape = (LANES, width)
-    group = lax.broadcasted_iota(jnp.int32, shape, 0), lax.broadcasted_iota(jnp.int32, shape, 1)
-    own = group[0] == group[1] // (width // form.num_groups)
-    own = jnp.where(own, 1.0, 0.0).astype(jnp.bfloat16)
+    shape = (LANES, form.value_bytes)
+    scale, byte = lax.broadcasted_iota(jnp.int32, shape, 0), lax.broadcasted_iota(jnp.int32, shape, 1)
+    selects = jnp.where(scale == byte // (form.value_bytes // form.num_groups), 1.0, 0.0).astype(jnp.bfloat16)
     return lax.dot_general(
-        scales.astype(jnp.bfloat16), own, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        scales.astype(jnp.bfloat16), selects, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
     )

@@ -1,4 +1,4 @@
-"""This step's K and V as rows that a kernel copies, and the slot that each token goes to."""
+"""This step's K and V as rows that a kernel can copy, and the slot of each token."""
 
 from typing import Any
 
@@ -7,25 +7,26 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragged_attention.jax_shared import pages
+from ragged_attention.kernels_pallas._blocks import LARGEST_INT
 
 
 def new_rows(call: Any, k: jax.Array, v: jax.Array) -> list[jax.Array]:
-    """K [T, K, D] and V [T, K, D_v] as rows of each array of `call`'s pages, in the pages' dtype."""
+    """The rows of K [T, K, D] and V [T, K, D_v] for each array of `call`'s pages, in the pages' dtype."""
     rows = pages.new_rows(call, k, v)
     return [lax.bitcast_convert_type(bits, call.k_pages_like.dtype) for bits in rows]
 
 
 def too_many_slots(call: Any) -> str | None:
-    """Why the slots of `call`'s pages cannot be numbered in int32, or None."""
-    if (num_slots := call.num_pages * call.page_size) >= 2**31 - 1:
+    """Why int32 cannot number the slots of `call`'s pages, or None."""
+    if (num_slots := call.num_pages * call.page_size) >= LARGEST_INT:
         return f"expected num_pages * page_size < 2**31 - 1, got {num_slots}"
     return None
 
 
 def sent_once(slots: jax.Array, block: int) -> jax.Array:
-    """Slots by blocks of tokens, [blocks, block]; -1 where a later token of the block goes to the same one.
+    """The slots of each block of tokens, [blocks, block]; -1 if a later token of the block has the same slot.
 
-    Copies that are under way at once may arrive in any order, and partly: so only the last of them is begun.
+    Concurrent copies may arrive in any order, and may interleave. So of the copies to one slot only the last is made.
     """
     slots = jnp.pad(slots, (0, -len(slots) % block), constant_values=-1).reshape(-1, block)
     token = jnp.arange(block)
@@ -34,7 +35,7 @@ def sent_once(slots: jax.Array, block: int) -> jax.Array:
 
 
 def slots(call: Any) -> jax.Array:
-    """The slot, page * G + offset, of each token of a `write_kv_pages` call, i32 [T]; -1 for one that has none."""
+    """The slot, page * G + offset, of each token of a `write_kv_pages` call, i32 [T]; -1 for tokens without a slot."""
     if call.slot_mapping is None:
         return slots_from_tables(call, call.num_tokens)
     given = call.slot_mapping
@@ -42,6 +43,6 @@ def slots(call: Any) -> jax.Array:
 
 
 def slots_from_tables(call: Any, num_tokens: int) -> jax.Array:
-    """The slot of each of `num_tokens` packed tokens by the tables of `call`, i32; -1 for one that has none."""
+    """The slot of each of `num_tokens` packed tokens by the tables of `call`, i32 [T]; -1 for tokens without a slot."""
     page, offset = pages.addresses_of_tokens(call, num_tokens)
     return jnp.where(page < call.num_pages, page * call.page_size + offset, -1)

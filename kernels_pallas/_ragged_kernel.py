@@ -1,7 +1,7 @@
-"""The kernel of ragged paged attention: a walk over steps, each a block of keys under a tile of queries.
+"""The kernel of ragged paged attention: a sequence of steps, each a block of keys under a tile of queries.
 
-`Plan` holds what is known when the kernel is traced, `Refs` its memory; the functions follow the walk: where it
-stands, what it fetches for the next step, what it computes in this one, and what it sends off when a tile ends.
+`Plan` holds the static parameters and `Refs` the memory. The functions follow the order of work: find the step's tile
+and its range of keys, start the copies for the next step, compute this step, and store the results when a tile ends.
 """
 
 import functools
@@ -16,20 +16,20 @@ from jax.experimental.pallas import tpu as pltpu
 from ragged_attention.jax_shared.logits import soft_capped
 from ragged_attention.kernels_pallas._blocks import LANES, LN2, LOG2E, MASKED, NOWHERE, cdiv, in_pieces, round_up
 
-CHUNK = 16  # tokens whose heads are turned at a time, so that they stay in registers
-UPDATES = 128  # new rows on their way at once
+CHUNK = 16  # tokens transposed to heads-first order at a time, so that they stay in registers
+UPDATES = 128  # copies of new rows in flight at once
 WORDS, HEADS_FIRST = "words", "heads first"
 
 
 class Plan(NamedTuple):
-    """The static facts of one launch."""
+    """The static parameters of one launch."""
 
     block_q: int
-    rows: int  # of one KV head in a tile
-    pages: int  # in a block
-    block: int  # positions in a block
-    block_kv: int
-    num_blocks_kv: int  # in a block, the last one perhaps in part
+    rows: int  # query rows of one KV head in a tile, with padding
+    pages: int  # per block
+    block: int  # positions per block
+    block_kv: int  # keys computed at once: a part of a block
+    num_blocks_kv: int  # parts per block, the last one perhaps incomplete
     page_size: int
     num_pages: int
     pages_per_seq: int
@@ -46,9 +46,9 @@ class Plan(NamedTuple):
     has_lse: bool
     cores: int
     split_weights_below: int
-    num_updates: int | None  # new rows to write first
-    dtype: Any  # of the products' operands
-    out_dtype: Any  # that the kernel writes
+    num_updates: int | None  # new rows to write into the pages first; None: the pages are only read
+    dtype: Any  # of matrix operands
+    out_dtype: Any  # of the result as the kernel writes it
 
     @property
     def num_q_heads(self) -> int:
@@ -63,28 +63,28 @@ class Plan(NamedTuple):
 
     @property
     def per_word(self) -> int:
-        """Operands in 32 bits."""
+        """Operand elements per 32-bit word."""
         return 4 // self.dtype.itemsize
 
     @property
     def forms(self) -> list[str]:
-        """How heads are taken out of each array of pages: as words where words are not shared by tokens."""
+        """How heads are extracted from each array of pages: as words, unless tokens share words."""
         return [WORDS if count % self.per_word == 0 else HEADS_FIRST for count, _ in self.widths]
 
     def order(self, row: Any) -> Any:
-        """The offset in a part of the key in each row of an operand; words hold keys of its two halves."""
+        """The offset within a part of each row's key of an operand; a word has one key of each half of the part."""
         if self.per_word == 1 or HEADS_FIRST in self.forms:
             return row
         return (row >> 1) + (row & 1) * (self.block_kv // 2)
 
     @property
     def in_columns(self) -> bool:
-        """Whether queries lie in columns of the logits, and keys in rows."""
+        """Whether the columns of the logits are queries, and the rows keys."""
         return self.block_q > 1
 
     @property
     def columns(self) -> int:
-        """Queries of a KV head whose logits are computed at a time."""
+        """Query rows of a KV head whose logits are computed at once."""
         if not self.in_columns:
             return self.rows
         return LANES if self.rows % (2 * LANES) else 2 * LANES
@@ -108,28 +108,30 @@ class Plan(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """The kernel's memory: scalars, arrays in HBM, buffers."""
+    """References to the kernel's memory, in the order in which Pallas passes them; None for what a launch lacks."""
 
-    count: Any
-    order: Any
+    count: Any  # i32 [1], the sequences that the launch computes
+    order: Any  # their numbers
     starts: Any
     q_lens: Any
     kv_lens: Any
-    table: Any
-    factor: Any
+    table: Any  # i32 [S * M]
+    factor: Any  # f32 [K], of logits
     v_scale: Any
     sinks: Any
     slots: Any  # of the new rows
     q: Any
     new_rows: Any
-    pages: Any
+    read_pages: list[Any] | None  # the pages, if the launch does not write them
+    initial: Any  # the results' initial values, in the same memory as the results
     out: Any
     lse: Any
-    buffers: Any  # [2, positions, heads, D], one or a pair
+    written_pages: list[Any] | None  # the pages, if the launch writes them
+    buffers: list[Any]  # [2, positions, heads, D] for each array of pages
     position: Any  # i32 [2, num_blocks_kv, ...], of each key in a buffer
     q_buffer: Any  # [2, block_q, H, D]
     q_rows: Any  # [K, rows, D]
-    heads: Any  # [heads, block_kv, D], one or a pair
+    heads: list[Any]  # [heads, block_kv, D] for each array of pages
     m_i: Any  # f32 [K, ...], of each query
     l_i: Any  # f32 [K, ...]
     acc: Any  # f32 [K, D_v, rows], or [K, rows, D_v]
@@ -137,25 +139,30 @@ class Refs(NamedTuple):
     out_buffer: Any  # [block_q, H, D_v]
     lse_heads: Any  # f32 [H, block_q], padded
     lse_buffer: Any  # f32 [block_q, 1, H]
-    written: Any  # i32 [1], rows on their way to HBM
+    pending: Any  # i32 [1], result rows whose copies to HBM are in flight
     missing: Any  # i32 [2], whether some page in a buffer does not exist
     kv_arrived: Any  # semaphores [2, 1 or 2]
     q_arrived: Any  # [2]
-    out_left: Any
-    lse_left: Any
+    out_copied: Any
+    lse_copied: Any
+
+    @property
+    def pages(self) -> list[Any]:
+        """Each array of pages in HBM."""
+        return self.written_pages or self.read_pages or []
 
 
 def scratch(plan: Plan, q: Any, pages: Any) -> list[Any]:
-    """The kernel's buffers and semaphores, in the order of `Refs`."""
+    """The kernel's buffers and semaphores, in the order of `Refs`; those for the arrays of pages are lists."""
     positions = plan.num_blocks_kv * plan.block_kv
     f32, rows = jnp.float32, (plan.num_kv_heads, plan.rows)
     heads = plan.num_q_heads
     return [
-        *(pltpu.VMEM((2, positions, *array.shape[2:]), array.dtype) for array in pages),
+        [pltpu.VMEM((2, positions, *array.shape[2:]), array.dtype) for array in pages],
         pltpu.VMEM((2, plan.num_blocks_kv, *plan.per_key), jnp.int32),
         pltpu.VMEM((2, plan.block_q, heads, plan.head_dim), q.dtype),
         pltpu.VMEM((*rows, plan.head_dim), plan.dtype),
-        *(heads_buffer(plan, which) for which in range(len(pages))),
+        [heads_buffer(plan, which) for which in range(len(pages))],
         pltpu.VMEM((plan.num_kv_heads, *plan.per_query), f32),
         pltpu.VMEM((plan.num_kv_heads, *plan.per_query), f32),
         pltpu.VMEM((plan.num_kv_heads, *plan.acc_shape), f32),
@@ -173,7 +180,7 @@ def scratch(plan: Plan, q: Any, pages: Any) -> list[Any]:
 
 
 def heads_buffer(plan: Plan, which: int) -> Any:
-    """Where a part of a block lies in the form from which single heads are taken."""
+    """The buffer of a part of a block, in the form from which `operand` extracts single heads."""
     count, dim = plan.widths[which]
     if plan.forms[which] == HEADS_FIRST:
         return pltpu.VMEM((count, plan.block_kv, dim), plan.dtype)
@@ -181,52 +188,31 @@ def heads_buffer(plan: Plan, which: int) -> Any:
     return pltpu.VMEM((cdiv(dim, LANES), plan.block_kv * count // plan.per_word, LANES), dtype)
 
 
-def named(plan: Plan, refs: Any) -> Refs:
-    """The references in the order in which Pallas gives them, by name."""
-    refs = list(refs)
-
-    def take(count: int) -> list[Any]:
-        return [refs.pop(0) for _ in range(count)]
-
-    arrays, updates = len(plan.widths), plan.num_updates is not None
-    scalars = take(8)
-    (sinks,) = take(1) if plan.has_sinks else [None]
-    (slots,) = take(1) if updates else [None]
-    (q,), rows = take(1), take(arrays) if updates else []
-    pages = take(0 if updates else arrays)
-    take(1 + plan.has_lse + (arrays if updates else 0))  # the results as they begin, in the same memory
-    (out,), (lse,) = take(1), take(1) if plan.has_lse else [None]
-    pages = take(arrays) if updates else pages
-    buffers, (position, q_buffer, q_rows), heads = take(arrays), take(3), take(arrays)
-    given = [*scalars, sinks, slots, q, rows, pages, out, lse]
-    return Refs._make([*given, buffers, position, q_buffer, q_rows, heads, *refs])
-
-
 class Step(NamedTuple):
-    """Where the walk stands: the index in `order`, the tile in the sequence, the block under the tile."""
+    """One step of the walk over sequences, tiles and blocks, and the buffers that it uses."""
 
-    index: Any
-    tile: Any
-    block: Any
+    index: Any  # of the sequence in `order`
+    tile: Any  # within the sequence
+    block: Any  # of keys
     kv_slot: Any
     q_slot: Any
 
 
 class Span(NamedTuple):
-    """A tile's queries and keys."""
+    """A tile's queries and keys. Near the end of `q`, the rows fetched begin before the tile's own."""
 
     seq: Any
     source: Any  # the first row fetched
-    shift: Any  # rows fetched that are not its own
-    count: Any  # its own rows
-    position: Any  # of the first row fetched, were it the sequence's
-    low: Any  # the first key seen
+    shift: Any  # rows fetched before the tile's own
+    count: Any  # rows of the tile
+    position: Any  # of the first row fetched, counted in this sequence even if the row is not the sequence's
+    low: Any  # the first key that a row sees
     high: Any  # one past the last
     kv_len: Any
 
 
 def span_of(plan: Plan, refs: Refs, step: Step) -> Span:
-    """The tile that a step belongs to; of a step past the last one some tile, of which nothing is used."""
+    """The tile that a step belongs to. A step past the last one gets some tile, which is not used."""
     seq = refs.order[jnp.minimum(step.index, refs.count[0] - 1)]
     start, q_len, kv_len = refs.starts[seq], refs.q_lens[seq], refs.kv_lens[seq]
     first = step.tile * plan.block_q
@@ -243,10 +229,10 @@ def span_of(plan: Plan, refs: Refs, step: Step) -> Span:
 
 
 def kernel(plan: Plan, refs: Refs) -> None:
-    """One core's share of the sequences: every so many of them, in order."""
+    """Compute one core's share of the sequences: of n cores, core i takes sequences i, i + n, i + 2n ... of `order`."""
     core = pl.program_id(0)
     first = Step(core, jnp.int32(0), jnp.int32(0), jnp.int32(0), jnp.int32(0))
-    refs.written[0] = 0
+    refs.pending[0] = 0
     if plan.num_updates is not None:
         write_new_rows(plan, refs)
 
@@ -256,12 +242,12 @@ def kernel(plan: Plan, refs: Refs) -> None:
         begin = first._replace(block=span.low // plan.block)
         fetch_queries(plan, refs, span, begin.q_slot)
         fetch_pages(plan, refs, span, begin)
-        lax.while_loop(lambda step: step.index < refs.count[0], lambda step: advance(plan, refs, step), begin)
-        drain(plan, refs)
+        lax.while_loop(lambda step: step.index < refs.count[0], lambda step: run_step(plan, refs, step), begin)
+        wait_results(plan, refs)
 
 
 def write_new_rows(plan: Plan, refs: Refs) -> None:
-    """Copy the new rows to their slots, UPDATES of them at a time."""
+    """Copy the new rows to their slots, UPDATES at a time."""
 
     count: Any = plan.num_updates
 
@@ -272,7 +258,7 @@ def write_new_rows(plan: Plan, refs: Refs) -> None:
             for which, (rows, pages) in enumerate(zip(refs.new_rows, refs.pages, strict=True))
         ]
 
-    def each(first: Any, act: Callable[[Any], None]) -> None:
+    def for_each(first: Any, act: Callable[[Any], None]) -> None:
         def one(token: Any, _: Any) -> None:
             slot = refs.slots[token]
 
@@ -283,36 +269,36 @@ def write_new_rows(plan: Plan, refs: Refs) -> None:
 
         lax.fori_loop(first, jnp.minimum(first + UPDATES, count), one, None)
 
-    def some(batch: Any, _: Any) -> None:
-        each(batch * UPDATES, lambda copy: copy.start())
-        each(batch * UPDATES, lambda copy: copy.wait())
+    def write(batch: Any, _: Any) -> None:
+        for_each(batch * UPDATES, lambda copy: copy.start())
+        for_each(batch * UPDATES, lambda copy: copy.wait())
 
-    lax.fori_loop(0, cdiv(count, UPDATES), some, None)
+    lax.fori_loop(0, cdiv(count, UPDATES), write, None)
 
 
-def advance(plan: Plan, refs: Refs, step: Step) -> Step:
-    """Compute one step, while what the next one needs is fetched."""
+def run_step(plan: Plan, refs: Refs, step: Step) -> Step:
+    """Start the copies for the next step, then compute this one. Returns the next step."""
     span = span_of(plan, refs, step)
     begins = step.block == span.low // plan.block
     ends = (step.block + 1) * plan.block >= span.high
     next_tile = ends & ((step.tile + 1) * plan.block_q < refs.q_lens[span.seq])
-    following = Step(
+    next_step = Step(
         index=step.index + jnp.where(ends & ~next_tile, plan.cores, 0),
         tile=jnp.where(ends, jnp.where(next_tile, step.tile + 1, 0), step.tile),
         block=step.block + 1,
         kv_slot=1 - step.kv_slot,
         q_slot=jnp.where(ends, 1 - step.q_slot, step.q_slot),
     )
-    coming = span_of(plan, refs, following)
-    following = following._replace(block=jnp.where(ends, coming.low // plan.block, following.block))
+    next_span = span_of(plan, refs, next_step)
+    next_step = next_step._replace(block=jnp.where(ends, next_span.low // plan.block, next_step.block))
 
-    @pl.when(following.index < refs.count[0])
+    @pl.when(next_step.index < refs.count[0])
     def _() -> None:
-        fetch_pages(plan, refs, coming, following)
+        fetch_pages(plan, refs, next_span, next_step)
 
         @pl.when(ends)
         def _() -> None:
-            fetch_queries(plan, refs, coming, following.q_slot)
+            fetch_queries(plan, refs, next_span, next_step.q_slot)
 
     @pl.when(begins)
     def _() -> None:
@@ -325,11 +311,11 @@ def advance(plan: Plan, refs: Refs, step: Step) -> Step:
     def _() -> None:
         end_tile(plan, refs, span)
 
-    return following
+    return next_step
 
 
 def query_copy(plan: Plan, refs: Refs, span: Span, slot: Any) -> Any:
-    """The copy of a tile's queries; near the end of `q` it begins before the tile's own."""
+    """The copy of a tile's queries."""
     return pltpu.make_async_copy(
         refs.q.at[pl.ds(span.source, plan.block_q)], refs.q_buffer.at[slot], refs.q_arrived.at[slot]
     )
@@ -341,20 +327,20 @@ def fetch_queries(plan: Plan, refs: Refs, span: Span, slot: Any) -> None:
 
 
 def page_range(plan: Plan, span: Span, step: Step) -> tuple[Any, Any]:
-    """The pages of a block, counted in it, that hold a key which the tile sees."""
+    """The range of a block's pages that hold keys which the tile sees, counted from the block's first page."""
     first = step.block * plan.pages
     low = jnp.maximum(span.low // plan.page_size - first, 0)
     return low, jnp.clip(cdiv(span.high, plan.page_size) - first, low, plan.pages)
 
 
 def page_of(plan: Plan, refs: Refs, span: Span, step: Step, offset: Any) -> Any:
-    """The index of a page of a block, any value."""
+    """The page index that the table has at an offset in a block; it may be invalid."""
     column = jnp.minimum(step.block * plan.pages + offset, plan.pages_per_seq - 1)
     return refs.table[span.seq * plan.pages_per_seq + column]
 
 
 def page_copies(plan: Plan, refs: Refs, page: Any, slot: Any, offset: Any) -> list[Any]:
-    """The copies of a page to its offset in a buffer, one for each array of pages."""
+    """The copies of a page to an offset in a buffer, one for each array of pages."""
     return [
         pltpu.make_async_copy(
             array.at[page],
@@ -366,7 +352,7 @@ def page_copies(plan: Plan, refs: Refs, page: Any, slot: Any, offset: Any) -> li
 
 
 def fetch_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
-    """Start the copies of a block's pages; the positions of a page that does not exist are NOWHERE."""
+    """Start the copies of a block's pages. Keys of a page that does not exist get position NOWHERE."""
     slot = step.kv_slot
     offset = plan.order(lax.broadcasted_iota(jnp.int32, plan.per_key, 0 if plan.in_columns else 1))
     for part in range(plan.num_blocks_kv):
@@ -387,15 +373,18 @@ def fetch_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
             first = index * plan.page_size
             for part in range(plan.num_blocks_kv):
                 own = offset + part * plan.block_kv
-                there = (own >= first) & (own < first + plan.page_size)
-                refs.position[slot, part] = jnp.where(there, NOWHERE, refs.position[slot, part])
+                in_page = (own >= first) & (own < first + plan.page_size)
+                refs.position[slot, part] = jnp.where(in_page, NOWHERE, refs.position[slot, part])
 
     low, high = page_range(plan, span, step)
     lax.fori_loop(low, high, fetch, None)
 
 
 def wait_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
-    """Wait for all copies of a block, then zero what came for pages that do not exist: waits know bytes, not pages."""
+    """Wait for all copies of a block, then zero the pages that do not exist.
+
+    Some other page was copied in their place, because a wait counts bytes and each page must bring its share.
+    """
     low, high = page_range(plan, span, step)
 
     def wait(index: Any, _: Any) -> None:
@@ -421,7 +410,7 @@ def wait_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
 
 
 def begin_tile(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
-    """Turn the queries heads first, and reset the running softmax."""
+    """Transpose the queries to heads-first order, and reset the online softmax."""
     query_copy(plan, refs, span, step.q_slot).wait()
     group = plan.group
     if plan.block_q == 1:
@@ -441,32 +430,33 @@ def begin_tile(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
 
 
 def compute(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
-    """Attend to the keys of one block."""
+    """Attend to the keys of one block, with two-term weights if the tile sees few keys."""
     base = step.block * plan.block
 
-    def attend_part(careful: bool, part: Any) -> None:
-        turn_heads(plan, refs, step, part)
-        # The products of one group of queries are under way while the weights of another are computed.
+    def attend_part(split_weights: bool, part: Any) -> None:
+        convert_heads(plan, refs, step, part)
+        # The matrix unit multiplies for one group of queries while the weights of another are computed.
         groups = [(head, first) for head in range(plan.num_kv_heads) for first in range(0, plan.rows, plan.columns)]
         logits = multiply_keys(plan, refs, *groups[0])
         mix_last = functools.partial(lambda: None)
         for group, after in zip(groups, [*groups[1:], groups[0]], strict=True):
-            coming = multiply_keys(plan, refs, *after) if after != groups[0] else None
+            next_logits = multiply_keys(plan, refs, *after) if after != groups[0] else None
             seen = visible(plan, refs, span, step.kv_slot, part, group[1])
-            weights, alpha = weigh(plan, refs, *group, logits, seen)
+            weights, alpha = update_softmax(plan, refs, *group, logits, seen)
             mix_last()
-            logits, mix_last = coming, functools.partial(mix_values, plan, refs, group, weights, alpha, careful)
+            logits = next_logits
+            mix_last = functools.partial(mix_values, plan, refs, group, weights, alpha, split_weights)
         mix_last()
 
-    def attend_parts(careful: bool) -> None:
-        lax.fori_loop(low, high, lambda part, _: attend_part(careful, part), None)
+    def attend_parts(split_weights: bool) -> None:
+        lax.fori_loop(low, high, lambda part, _: attend_part(split_weights, part), None)
 
     low = jnp.maximum(span.low - base, 0) // plan.block_kv
     high = jnp.minimum(cdiv(span.high - base, plan.block_kv), plan.num_blocks_kv)
-    blank(plan, refs, span, step, low, high)
+    zero_unseen(plan, refs, span, step, low, high)
     if plan.dtype == jnp.float32 or not plan.split_weights_below:
         attend_parts(False)
-    elif not plan.in_columns:  # a few more rows cost nothing
+    elif not plan.in_columns:  # there are few rows, so twice as many cost nothing
         attend_parts(True)
     else:
         few = span.high - span.low <= plan.split_weights_below
@@ -474,13 +464,13 @@ def compute(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
         pl.when(~few)(lambda: attend_parts(False))
 
 
-def blank(plan: Plan, refs: Refs, span: Span, step: Step, low: Any, high: Any) -> None:
-    """Zero what the tile does not see in the parts of a block from `low` to `high`: a weight of 0 leaves NaN alone."""
+def zero_unseen(plan: Plan, refs: Refs, span: Span, step: Step, low: Any, high: Any) -> None:
+    """Zero the keys that the tile does not see in a block's parts from `low` to `high`: even 0 times NaN is NaN."""
     base = step.block * plan.block
     seen_low = jnp.maximum(span.low - base, 0)
     seen_high = jnp.minimum(span.high - base, plan.block)
 
-    def blank_chunk(chunk: Any, _: Any) -> None:
+    def zero_chunk(chunk: Any, _: Any) -> None:
         for buffer in refs.buffers:
             rows = pl.ds(chunk * CHUNK, CHUNK)
             tokens = buffer[step.kv_slot, rows]
@@ -489,12 +479,12 @@ def blank(plan: Plan, refs: Refs, span: Span, step: Step, low: Any, high: Any) -
             buffer[step.kv_slot, rows] = jnp.where(seen, tokens, jnp.zeros((), tokens.dtype))
 
     chunks = plan.block_kv // CHUNK
-    lax.fori_loop(low * chunks, cdiv(seen_low, CHUNK), blank_chunk, None)
-    lax.fori_loop(seen_high // CHUNK, high * chunks, blank_chunk, None)
+    lax.fori_loop(low * chunks, cdiv(seen_low, CHUNK), zero_chunk, None)
+    lax.fori_loop(seen_high // CHUNK, high * chunks, zero_chunk, None)
 
 
-def turn_heads(plan: Plan, refs: Refs, step: Step, part: Any) -> None:
-    """Convert one part of a block to the form from which `operand` takes single heads."""
+def convert_heads(plan: Plan, refs: Refs, step: Step, part: Any) -> None:
+    """Convert one part of a block to the form from which `operand` extracts single heads."""
     for buffer, heads, form in zip(refs.buffers, refs.heads, plan.forms, strict=True):
         for first in range(0, plan.block_kv, CHUNK):
             tokens = buffer[step.kv_slot, pl.ds(part * plan.block_kv + first, CHUNK)].astype(plan.dtype)
@@ -513,7 +503,7 @@ def turn_heads(plan: Plan, refs: Refs, step: Step, part: Any) -> None:
 
 
 def operand(plan: Plan, refs: Refs, which: int, head: int) -> Any:
-    """One head's keys or values of the part turned last, [block_kv, D] in `plan.order`."""
+    """One head's keys or values of the part converted last, [block_kv, D] in `plan.order`."""
     heads = refs.heads[which]
     count, dim = plan.widths[which]
     if plan.forms[which] == HEADS_FIRST:
@@ -533,23 +523,23 @@ def operand(plan: Plan, refs: Refs, which: int, head: int) -> Any:
 
 
 def own_queries(plan: Plan, head: int, first: int) -> tuple[Any, ...]:
-    """Where the state of a group of queries lies."""
+    """The index of a group of queries in m_i, l_i and acc."""
     return (head, slice(None), pl.ds(first, plan.columns)) if plan.in_columns else (head,)
 
 
 def multiply_keys(plan: Plan, refs: Refs, head: int, first: int) -> Any:
-    """The products of some queries of a KV head and the keys of a part of a block.
+    """The products of a group of queries with the keys of a part of a block.
 
-    Queries lie in columns (in rows where there is one per head): maximum and sum then run over whole registers, and
-    the state of each query is a row.
+    Queries are columns, or rows if each head has only one. In columns, maxima and sums over keys combine whole
+    registers, and the online softmax keeps its numbers in rows.
     """
     k = operand(plan, refs, 0, 2 * head if plan.combined else head)
     q = refs.q_rows[head, pl.ds(first, plan.columns), :]
     return product(plan, *((k, q) if plan.in_columns else (q, k)), 1, 1)
 
 
-def weigh(plan: Plan, refs: Refs, head: int, first: int, logits: Any, seen: Any) -> tuple[Any, Any]:
-    """One step of the online softmax: the weights of the keys, and the factor that rescales what was summed before."""
+def update_softmax(plan: Plan, refs: Refs, head: int, first: int, logits: Any, seen: Any) -> tuple[Any, Any]:
+    """One step of the online softmax: the weights of the keys, and alpha, which rescales the accumulator."""
     keys, own = 0 if plan.in_columns else 1, own_queries(plan, head, first)
     logits = logits * refs.factor[head]
     if plan.soft_cap is not None:
@@ -564,18 +554,18 @@ def weigh(plan: Plan, refs: Refs, head: int, first: int, logits: Any, seen: Any)
     return weights, alpha
 
 
-def mix_values(plan: Plan, refs: Refs, group: tuple[int, int], weights: Any, alpha: Any, careful: bool) -> None:
+def mix_values(plan: Plan, refs: Refs, group: tuple[int, int], weights: Any, alpha: Any, split_weights: bool) -> None:
     """Add the weighted values to the accumulator."""
     head, own = group[0], own_queries(plan, *group)
     v = operand(plan, refs, 0, 2 * head + 1) if plan.combined else operand(plan, refs, 1, head)
     acc = jnp.float32(0)
-    for part in operands(plan, weights, careful):
+    for part in weight_operands(plan, weights, split_weights):
         acc += product(plan, v, part, 0, 0) if plan.in_columns else product(plan, part, v, 1, 0)
     refs.acc[own] = refs.acc[own] * alpha + acc
 
 
 def visible(plan: Plan, refs: Refs, span: Span, slot: Any, part: Any, first: int) -> Any:
-    """Which keys of a part of a block each query sees, in the shape of their logits."""
+    """Which keys of a part of a block each query sees, in the shape of the logits."""
     key = refs.position[slot, part]
     if plan.in_columns:
         key = jnp.concatenate([key] * (plan.columns // LANES), axis=1)
@@ -590,14 +580,16 @@ def visible(plan: Plan, refs: Refs, span: Span, slot: Any, part: Any, first: int
     return seen
 
 
-def operands(plan: Plan, weights: Any, careful: bool) -> list[Any]:
-    """The weights as operands, with what bfloat16 cuts off as a second one: errors of a few keys do not cancel."""
+def weight_operands(plan: Plan, weights: Any, split_weights: bool) -> list[Any]:
+    """The weights as operands. Two terms, of which the second is the rounding error of the first, serve tiles of few
+    keys, whose rounding errors would not average out.
+    """
     rounded = weights.astype(plan.dtype)
-    return [rounded, (weights - rounded.astype(jnp.float32)).astype(plan.dtype)] if careful else [rounded]
+    return [rounded, (weights - rounded.astype(jnp.float32)).astype(plan.dtype)] if split_weights else [rounded]
 
 
 def product(plan: Plan, left: Any, right: Any, left_axis: int, right_axis: int) -> Any:
-    """A matrix product over one axis of each, summed in float32."""
+    """The matrix product over one axis of each operand, accumulated in float32."""
     return lax.dot_general(
         left, right, (((left_axis,), (right_axis,)), ((), ())),
         precision=plan.precision, preferred_element_type=jnp.float32,
@@ -605,24 +597,24 @@ def product(plan: Plan, left: Any, right: Any, left_axis: int, right_axis: int) 
 
 
 def end_tile(plan: Plan, refs: Refs, span: Span) -> None:
-    """Normalise a tile and send its rows off."""
-    drain(plan, refs)
+    """Normalise a tile's rows, and start to copy them to HBM."""
+    wait_results(plan, refs)
     group, size = plan.group, plan.block_q
     query = lax.broadcasted_iota(jnp.int32, plan.per_query, 1 if plan.in_columns else 0)
     lses = []
     for head in range(plan.num_kv_heads):
         m_i, l_i = refs.m_i[head], refs.l_i[head]
-        some = m_i > MASKED
-        l_i = jnp.where(some, l_i, 1.0)
-        lse = jnp.where(some, m_i * LN2 + jnp.log(l_i), -jnp.inf)
-        share = jnp.where(some, refs.v_scale[head] / l_i, 0.0)
+        sees_keys = m_i > MASKED
+        l_i = jnp.where(sees_keys, l_i, 1.0)
+        lse = jnp.where(sees_keys, m_i * LN2 + jnp.log(l_i), -jnp.inf)
+        factor = jnp.where(sees_keys, refs.v_scale[head] / l_i, 0.0)
         if plan.has_sinks:
             sink = jnp.zeros(plan.per_query, jnp.float32)
             for member in range(group):
                 own = (query >= member * size) & (query < (member + 1) * size)
                 sink = jnp.where(own, refs.sinks[head * group + member], sink)
-            share = jnp.where(some, share / (1.0 + jnp.exp(sink - lse)), 0.0)
-        acc = jnp.where(some, refs.acc[head] * share, 0.0)
+            factor = jnp.where(sees_keys, factor / (1.0 + jnp.exp(sink - lse)), 0.0)
+        acc = jnp.where(sees_keys, refs.acc[head] * factor, 0.0)
         acc = acc.astype(refs.out_buffer.dtype)
         acc = acc.T if plan.in_columns else acc
         if plan.in_columns:
@@ -636,7 +628,7 @@ def end_tile(plan: Plan, refs: Refs, span: Span) -> None:
             refs.out_buffer[pl.ds(first, CHUNK)] = chunk
     if plan.has_lse:
         store_lses(plan, refs, lses)
-    refs.written[0] = span.count
+    refs.pending[0] = span.count
     for copies in result_copies(plan, refs):
         in_pieces(
             span.count,
@@ -646,7 +638,7 @@ def end_tile(plan: Plan, refs: Refs, span: Span) -> None:
 
 
 def store_lses(plan: Plan, refs: Refs, lses: list[Any]) -> None:
-    """Turn the lse of each KV head's queries into [block_q, 1, H]."""
+    """Store the lse of each KV head's queries in `lse_buffer`, [block_q, 1, H]."""
     size, group, heads = plan.block_q, plan.group, plan.num_q_heads
     if not plan.in_columns:
         column = lax.broadcasted_iota(jnp.int32, (1, heads), 1)
@@ -662,19 +654,19 @@ def store_lses(plan: Plan, refs: Refs, lses: list[Any]) -> None:
 
 
 def result_copies(plan: Plan, refs: Refs) -> list[Any]:
-    """For each result, a function that makes the copy of `size` rows of its buffer to row `row` of the array."""
+    """For each result, a function that returns the copy of `size` rows from an offset in its buffer to row `row`."""
 
     def copy(buffer: Any, array: Any, semaphore: Any) -> Any:
         return lambda offset, row, size: pltpu.make_async_copy(
             buffer.at[pl.ds(offset, size)], array.at[pl.ds(row, size)], semaphore
         )
 
-    copies = [copy(refs.out_buffer, refs.out, refs.out_left)]
-    return [*copies, copy(refs.lse_buffer, refs.lse, refs.lse_left)] if plan.has_lse else copies
+    copies = [copy(refs.out_buffer, refs.out, refs.out_copied)]
+    return [*copies, copy(refs.lse_buffer, refs.lse, refs.lse_copied)] if plan.has_lse else copies
 
 
-def drain(plan: Plan, refs: Refs) -> None:
-    """Wait until the last tile's rows have left their buffers."""
+def wait_results(plan: Plan, refs: Refs) -> None:
+    """Wait until the last tile's rows have been copied out of their buffers."""
     for copies in result_copies(plan, refs):
-        in_pieces(refs.written[0], plan.block_q, lambda _, rows, copies=copies: copies(0, 0, rows).wait())
-    refs.written[0] = 0
+        in_pieces(refs.pending[0], plan.block_q, lambda _, rows, copies=copies: copies(0, 0, rows).wait())
+    refs.pending[0] = 0

@@ -1,4 +1,4 @@
-"""The lightning indexer's logits on TPUs: the tiles of `_indexer`, put back in the order of the tokens."""
+"""The lightning indexer's logits on TPUs: `_indexer` computes them by tile, and here they are ordered by token."""
 
 from typing import Any
 

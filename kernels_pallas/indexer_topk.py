@@ -1,6 +1,6 @@
-"""The keys with the largest logits of the lightning indexer, on TPUs: tiles' logits, then the choice among them.
+"""The keys with the largest logits of the lightning indexer, on TPUs: the logits of some tiles, then their top k.
 
-Some tiles at a time have their logits in memory, so that there is never a matrix of all of them.
+Only the logits of a few tiles are in memory at a time, so the whole matrix of logits never exists.
 """
 
 import dataclasses
@@ -11,19 +11,19 @@ from jax import lax
 
 from ragged_attention.calls import IndexerTopk
 from ragged_attention.kernels_pallas import _indexer, top_k_indices
-from ragged_attention.kernels_pallas._blocks import cdiv, expect_sizes
+from ragged_attention.kernels_pallas._blocks import LARGEST_INT, cdiv, expect_sizes
 
 FEATURES = _indexer.FEATURES | {"candidate_blocks", "candidate_block_size"}
-CHUNK_BYTES = 64 << 20  # of logits
+CHUNK_BYTES = 64 << 20  # of logits at a time
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile(_indexer.Tile):
-    """What may be tuned.
+    """The tunable parameters.
 
     Args:
         num_keys_per_block, num_queries_per_block, vmem_limit_bytes: as in `indexer_logits`.
-        num_rows_per_chunk: rows of logits that are in memory at a time, at least those of a tile.
+        num_rows_per_chunk: rows of logits in memory at a time, or those of one tile if these are more.
         num_rows_per_block: as in `top_k_indices`.
     """
 
@@ -32,7 +32,7 @@ class Tile(_indexer.Tile):
 
     def __post_init__(self) -> None:
         _indexer.Tile.__post_init__(self)
-        expect_sizes(self, num_rows_per_chunk=(1, _indexer.LARGEST_INT))
+        expect_sizes(self, num_rows_per_chunk=(1, LARGEST_INT))
         self.selection()
 
     def selection(self) -> top_k_indices.Tile:
@@ -49,7 +49,7 @@ def heuristic(call: IndexerTopk) -> Tile:
         num_keys_per_block=tile.num_keys_per_block,
         num_queries_per_block=tile.num_queries_per_block,
         num_rows_per_chunk=max(1, CHUNK_BYTES // (4 * max(width, 1))),
-        num_rows_per_block=top_k_indices.rows_that_fit(_indexer.LARGEST_INT, call.columns),
+        num_rows_per_block=top_k_indices.rows_that_fit(LARGEST_INT, call.columns),
     )
 
 
@@ -62,10 +62,10 @@ def run(call: IndexerTopk, tile: Tile, launch: Any) -> Any:
     width, tiles = _indexer.width_of(call), len(rows.seq)
     together = min(max(1, tile.num_rows_per_chunk // tile.num_queries_per_block), tiles)
 
-    def choose(chunk: tuple[Any, ...]) -> Any:
+    def select(chunk: tuple[Any, ...]) -> Any:
         token, starts, stops, seq = chunk
-        own = _indexer.Rows(token=token, starts=starts, stops=stops, seq=seq, of_token=None)
-        logits = _indexer.logits_of(call, pieces, own, tile).reshape(-1, width)
+        part = _indexer.Rows(token=token, starts=starts, stops=stops, seq=seq, of_token=None)
+        logits = _indexer.logits_of(call, pieces, part, tile).reshape(-1, width)
         starts, stops = starts.reshape(-1), stops.reshape(-1)
         if call.relative:
             logits = _indexer.from_own_start(call, logits, starts)
@@ -80,13 +80,13 @@ def run(call: IndexerTopk, tile: Tile, launch: Any) -> Any:
         chunks.append(
             jnp.pad(array, ((0, spare), *[(0, 0)] * (array.ndim - 1))).reshape(-1, together, *array.shape[1:])
         )
-    chosen = lax.map(choose, tuple(chunks)).reshape(-1, call.top_k)
-    return _indexer.by_token(chosen, rows, call.num_tokens, -1)
+    selected = lax.map(select, tuple(chunks)).reshape(-1, call.top_k)
+    return _indexer.by_token(selected, rows, call.num_tokens, -1)
 
 
 def _listed(call: Any, token: Any) -> Any:
-    """Which columns the tokens [R] list, bool [R, columns]."""
-    size = min(call.candidate_block_size, call.columns)  # a block that holds all holds no more
+    """Which columns are in the candidate blocks of tokens [R], bool [R, columns]."""
+    size = min(call.candidate_block_size, call.columns)
     blocks = cdiv(call.columns, size)
     lists = call.candidate_blocks[token]
     lists = jnp.where((lists >= 0) & (lists < blocks), lists, blocks)

@@ -1,17 +1,18 @@
-"""MLA decode on TPUs, dense and sparse: the call in the terms of `_latent`."""
+"""MLA decode on TPUs, dense and sparse, by the kernel in `_latent`."""
 
 import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 
+from ragged_attention.calls import CacheFormat
 from ragged_attention.kernels_pallas import _latent
 from ragged_attention.kernels_pallas._blocks import expect_sizes
 from ragged_attention.kernels_pallas._latent import row_layout as row_layout
 from ragged_attention.kernels_pallas._latent import why_not as why_not
 from ragged_attention.kernels_pallas._latent_jobs import Tokens
 
-ROWS = 256  # of queries that a dense call computes together, unless a token's heads are more
+ROWS = 256  # query rows that a dense call computes together; more if a single token has more heads
 FEATURES = frozenset({
     "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks",
     "topk_lens", "extra_kv_cache", "extra_indices", "extra_topk_lens", "schedule", "cache_format", "cache_layout",
@@ -21,11 +22,11 @@ FEATURES = frozenset({
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile(_latent.Tile):
-    """What may be tuned.
+    """The tunable parameters.
 
     Args:
         num_keys_per_block, vmem_limit_bytes: as in `sparse_mla_prefill`.
-        num_queries_per_block: query tokens of a sequence that share a fetch of its pages, in dense calls.
+        num_queries_per_block: in dense calls, the query tokens of a sequence that share one fetch of its pages.
     """
 
     num_queries_per_block: int = 1
@@ -53,13 +54,13 @@ def run(call: Any, tile: Tile, launch: Any) -> tuple[Any, Any]:
 
 
 def _sparse(call: Any, tile: Tile) -> tuple[Any, Any]:
-    """Each query token is a job."""
-    given = [
-        (call.kv_cache, call.indices, call.topk_lens, call.format),
-        (call.extra_kv_cache, call.extra_indices, call.extra_topk_lens, call.extra_format),
+    """Out and lse of a sparse call, in which each query token is a job."""
+    caches = [
+        (call.kv_cache, call.indices, call.topk_lens, call.kv_format),
+        (call.extra_kv_cache, call.extra_indices, call.extra_topk_lens, call.extra_kv_format),
     ]
     keys, forms = [], []
-    for cache, indices, lens, form in given:
+    for cache, indices, lens, form in caches:
         if cache is not None and len(cache):
             slots = _latent.valid_slots(indices, lens, cache.shape[0] * cache.shape[1])
             keys.append(_latent.selected_rows(cache, slots.reshape(-1, indices.shape[2])))
@@ -69,8 +70,8 @@ def _sparse(call: Any, tile: Tile) -> tuple[Any, Any]:
     return out.reshape(call.out_shape), lse.reshape(call.q.shape[:3]).swapaxes(1, 2)
 
 
-def _in_one_format(call: Any, keys: list[_latent.Keys], forms: list[str], tile: Tile) -> tuple[Any, Any]:
-    """Out [jobs, H, d_v] and lse [jobs, H] over lists of rows of one format."""
+def _in_one_format(call: Any, keys: list[_latent.Keys], forms: list[CacheFormat], tile: Tile) -> tuple[Any, Any]:
+    """Out [jobs, H, d_v] and lse [jobs, H] over one list, or two lists over caches in the same format."""
     work = _latent.Work(
         call=call,
         q=call.q.reshape(-1, *call.q.shape[2:]),
@@ -83,21 +84,24 @@ def _in_one_format(call: Any, keys: list[_latent.Keys], forms: list[str], tile: 
     return out, lse
 
 
-def _in_two_formats(call: Any, keys: list[_latent.Keys], forms: list[str], tile: Tile) -> tuple[Any, Any]:
-    """The same over one list in each format, for which columns are ordered differently: merged by their lse."""
+def _in_two_formats(call: Any, keys: list[_latent.Keys], forms: list[CacheFormat], tile: Tile) -> tuple[Any, Any]:
+    """Out and lse over two lists over caches in different formats: one launch for each, merged by their lse.
+
+    One launch cannot read both, because the kernel orders the columns of the two formats differently.
+    """
     part = dataclasses.replace(call, sinks=None, out_dtype="float32")
     outs, lses = zip(*(_in_one_format(part, [keys[i]], [forms[i]], tile) for i in range(2)), strict=True)
     lse = jnp.logaddexp(*lses)
     base = jnp.where(lse == -jnp.inf, 0.0, lse)
-    one, other = (out * jnp.exp(own - base)[..., None] for out, own in zip(outs, lses, strict=True))
-    out = one + other
+    first, second = (out * jnp.exp(own - base)[..., None] for out, own in zip(outs, lses, strict=True))
+    out = first + second
     if call.sinks is not None:
         out *= (1.0 / (1.0 + jnp.exp(call.sinks - base)))[..., None]
     return out.astype(call.result_dtype), lse
 
 
 def _dense(call: Any, tile: Tile) -> tuple[Any, Any]:
-    """The tokens of a sequence, with the heads of one KV head, share a list."""
+    """Out and lse of a dense call. A list has the keys of one KV head of a sequence, for all its tokens and heads."""
     num_seqs, count, num_q_heads, d_qk = call.q.shape
     num_kv_heads = call.num_kv_heads
     lists, group = num_seqs * num_kv_heads, num_q_heads // num_kv_heads
@@ -120,9 +124,9 @@ def _dense(call: Any, tile: Tile) -> tuple[Any, Any]:
 
 
 def pages_or_rows(call: Any, kv_lens: Any) -> _latent.Keys:
-    """Whole pages, or single rows where pages are not whole rows of words, or hold several KV heads.
+    """The lists of a dense call, one for each KV head of each sequence, of lengths `kv_lens` [S * K].
 
-    There is a list for each KV head of each sequence, of the length that `kv_lens` says.
+    Lists are of pieces of pages, or of single rows if rows of two pages share words or if a page has several KV heads.
     """
     unit, num_kv_heads = _latent.unit_of(call.page_size, call.kv_cache.dtype), call.num_kv_heads
     if unit is not None and num_kv_heads == 1:

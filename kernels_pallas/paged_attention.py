@@ -1,9 +1,9 @@
-"""Paged decode for TPU over heads-first pages: one query per sequence.
+"""Paged decode on TPUs over heads-first pages: one query per sequence.
 
-A step of the grid takes one sequence and several KV heads, with all of its keys, or with one block of them where
-`inline_seq_dim` is off. Pages that are missing from the pool are left out of a block, so its keys always come
-first in it, and a count is all the mask that it needs. Query heads of several KV heads share the eight rows of a
-register: each head's keys meet all eight, and a row keeps what is its own.
+A grid step computes several KV heads of one sequence, over all keys of the sequence, or over one block of them if
+`inline_seq_dim` is off. Invalid pages are left out of a block. So a block's keys are contiguous from its start, and
+their count is the only mask that it needs. The query heads of several KV heads share the eight rows of a register: each
+KV head's keys are multiplied with all eight rows, and each row keeps the results of its own KV head.
 """
 
 import dataclasses
@@ -19,48 +19,56 @@ from jax.experimental.pallas import tpu as pltpu
 from ragged_attention.calls import PagedAttention, dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.jax_shared.logits import soft_capped
-from ragged_attention.kernels_pallas._blocks import LANES, MASKED, cdiv, expect_sizes, round_up
+from ragged_attention.kernels_pallas import _heads_first
+from ragged_attention.kernels_pallas._blocks import (
+    LARGEST_INT,
+    MASKED,
+    cdiv,
+    compiler_params,
+    expect_sizes,
+    round_up,
+)
 from ragged_attention.kernels_pallas._heads_first import (
     BUDGET,
     FEWEST_COLUMNS,
     SUBLANES,
     Operand,
     block_rows,
-    buffers_of,
     bytes_of,
     expect_block,
     fetch,
-    lane_sums,
     operands_of,
-    padded_page,
     positions,
     product,
     refusal,
     row_bytes,
     scale_row,
+    scratch_of,
     spread,
     table_bytes,
+    update_softmax,
     vmem_limit,
     wait,
     weighted_sum,
 )
 
-KEYS = 512  # of a block, where they fit: 2 MiB in flight at 8 heads of 128 in bfloat16
-HEADS = 8  # KV heads per step at most: their code is unrolled
+KEYS = 512  # per block, if they fit: 2 MiB in flight with 8 heads of 128 in bfloat16
+HEADS = 8  # the most KV heads per step, since their code is unrolled
 MEGACORE_MODES = (None, "batch", "kv_head")
 FEATURES = frozenset({"sm_scale", "soft_cap"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What may be tuned.
+    """The tunable parameters.
 
     Attributes:
-        pages_per_compute_block: pages fetched and computed on together, a divisor of the pages a sequence can list;
-            0 leaves it to the kernel, which needs no divisor.
-        megacore_mode: what the cores of a TPU share, the batch or the KV heads, whose number theirs must divide.
-        inline_seq_dim: whether one step of the grid goes through all of a sequence, or each takes one block of it.
-        vmem_limit_bytes: vector memory that the compiler may use, 0 for its default.
+        pages_per_compute_block: pages fetched and computed together, a divisor of the pages that a sequence can list.
+            0 lets the kernel choose a number, which need not be a divisor.
+        megacore_mode: what is divided among the cores of a TPU, "batch" or "kv_head". The number of cores must divide
+            the number of sequences or KV heads.
+        inline_seq_dim: whether a grid step computes all keys of a sequence, or only one block of them.
+        vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
     """
 
     pages_per_compute_block: int = 0
@@ -69,7 +77,7 @@ class Tile:
     vmem_limit_bytes: int = 0
 
     def __post_init__(self) -> None:
-        expect_sizes(self, pages_per_compute_block=(0, 2**20), vmem_limit_bytes=(0, 2**31 - 1))
+        expect_sizes(self, pages_per_compute_block=(0, 2**20), vmem_limit_bytes=(0, LARGEST_INT))
         if self.megacore_mode not in MEGACORE_MODES:
             modes = ", ".join(map(repr, MEGACORE_MODES))
             raise InvalidInput(f"expected megacore_mode to be one of {modes}, got {self.megacore_mode!r}")
@@ -78,7 +86,7 @@ class Tile:
 
 
 def heuristic(call: Any) -> Tile:
-    """All cores at work wherever sequences or heads can be shared among them."""
+    """All cores share the sequences or the heads if their number allows it."""
     cores = call.device.num_multiprocessors
     if cores > 1 and call.max_num_seqs % cores == 0:
         return Tile(megacore_mode="batch")
@@ -90,33 +98,13 @@ def why_not(call: PagedAttention) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The static facts of one launch."""
+class Plan(_heads_first.Plan):
+    """The static parameters of one launch."""
 
-    scale: float
-    soft_cap: float | None
-    page_size: int
-    page_rows: int  # rows a page takes in a block, its padding included
-    pages_per_block: int
-    heads: int  # KV heads per step
     per_tile: int  # KV heads whose query rows share a tile of registers
-    rows: int  # of such a tile
-    group: int
-    head_steps: int  # of one core
-    cores: int  # that share the batch or the heads
+    rows: int  # per tile
     megacore_mode: str | None
     inline_seq_dim: bool
-    quantized: bool
-
-    @property
-    def block(self) -> int:
-        """Positions per block."""
-        return self.pages_per_block * self.page_size
-
-    @property
-    def columns(self) -> int:
-        """Rows of a block, with padding."""
-        return self.pages_per_block * self.page_rows
 
     @property
     def tiles(self) -> int:
@@ -124,17 +112,18 @@ class Plan:
         return self.heads // self.per_tile
 
     def address(self, core: Any, row: Any, head_step: Any) -> tuple[Any, Any]:
-        """The sequence, and the step over the heads of all cores, of a core's own row and step."""
+        """The sequence and the head step, counted over all cores, of a core's own row and head step."""
         if self.megacore_mode == "batch":
             row = row * self.cores + core
         return row, core * self.head_steps + head_step if self.megacore_mode == "kv_head" else head_step
 
 
 def plan_of(call: Any, tile: Tile) -> Plan:
-    """How a call is divided: the most heads and keys per step that fit."""
+    """The plan with the most heads and keys per step that fit in VMEM."""
     cores = call.device.num_multiprocessors if tile.megacore_mode is not None else 1
     own_heads = max(1, call.num_kv_heads // cores if tile.megacore_mode == "kv_head" else call.num_kv_heads)
-    page_rows = padded_page(call.page_size, call.quantized)
+    common = _heads_first.of_call(call)
+    page_rows = common["page_rows"]
     pages = tile.pages_per_compute_block or max(1, min(KEYS // page_rows, call.pages_per_seq))
     heads = max(n for n in range(1, HEADS + 1) if own_heads % n == 0)
     budget = min(BUDGET, tile.vmem_limit_bytes * 3 // 4) if tile.vmem_limit_bytes else BUDGET
@@ -143,11 +132,9 @@ def plan_of(call: Any, tile: Tile) -> Plan:
         fitting = [n for n in range(2, heads + 1) if heads % n == 0 and n * call.group <= SUBLANES]
         per_tile = max(fitting, default=1)
         return Plan(
-            scale=call.scale, soft_cap=None if call.soft_cap is None else float(call.soft_cap),
-            page_size=call.page_size, page_rows=page_rows, pages_per_block=pages, heads=heads, per_tile=per_tile,
-            rows=round_up(per_tile * call.group, SUBLANES), group=call.group, head_steps=own_heads // heads,
-            cores=cores, megacore_mode=tile.megacore_mode, inline_seq_dim=tile.inline_seq_dim,
-            quantized=call.quantized,
+            **common, pages_per_block=pages, heads=heads, per_tile=per_tile,
+            rows=round_up(per_tile * call.group, SUBLANES), head_steps=own_heads // heads, cores=cores,
+            megacore_mode=tile.megacore_mode, inline_seq_dim=tile.inline_seq_dim,
         )  # fmt: skip
 
     while not fits(plan(), call, budget):
@@ -161,20 +148,11 @@ def plan_of(call: Any, tile: Tile) -> Plan:
     return plan()
 
 
-def scratch_of(plan: Plan, call: Any) -> list[Any]:
-    """The vector memory that lasts over the steps of a launch: the buffers, and the state of each row."""
-    states = [(plan.tiles, plan.rows, width) for width in (LANES, LANES, call.head_dim)]
-    return [
-        *buffers_of(call, plan.heads, plan.pages_per_block),
-        *(pltpu.VMEM(state, jnp.float32) for state in states),
-    ]
-
-
 def used_memory(plan: Plan, call: Any) -> int:
-    """The vector memory of a launch: what lasts, the queries, the results, and a head's rows in float32."""
+    """Bytes of VMEM of a launch: its scratch, the queries, the results, and the rows of one head in float32."""
     tiles = [pltpu.VMEM((2 * plan.tiles, plan.rows, call.head_dim), jnp.dtype(dtype_name(call.q)))] * 2
     rows = [pltpu.VMEM((2, plan.columns, call.head_dim), jnp.float32)]
-    return bytes_of([*scratch_of(plan, call), *tiles, *rows])
+    return bytes_of([scratch_of(call, plan, plan.tiles), *tiles, *rows])
 
 
 def fits(plan: Plan, call: Any, budget: int) -> bool:
@@ -200,7 +178,7 @@ def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
 
 
 def check(call: Any, tile: Tile) -> None:
-    """Check options against the sizes of a call."""
+    """Check a tile against the sizes of a call."""
     cores, pages = call.device.num_multiprocessors, tile.pages_per_compute_block
     if pages and call.pages_per_seq % pages:
         raise InvalidInput(f"expected pages_per_compute_block to divide {call.pages_per_seq=}, got {pages}")
@@ -213,7 +191,7 @@ def decode(
     q: jax.Array, operands: list[jax.Array], lengths: jax.Array, page_indices: jax.Array, plan: Plan, call: Any,
     tile: Tile,
 ) -> jax.Array:  # fmt: skip
-    """One launch, over as many sequences as scalar memory holds the pages of."""
+    """One launch, over as many sequences as have their page indices in scalar memory."""
     batch, _, width = q.shape
     all_tiles, members = call.num_kv_heads // plan.per_tile, plan.per_tile * plan.group
     tiled = q.reshape(batch, all_tiles, members, width)
@@ -234,27 +212,29 @@ def decode(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=grid,
-            in_specs=[own, *(pl.BlockSpec(memory_space=pl.ANY) for _ in operands)],
+            in_specs=[own, [pl.BlockSpec(memory_space=pl.ANY) for _ in operands]],
             out_specs=own,
             scratch_shapes=[
-                *scratch_of(plan, call),
+                *scratch_of(call, plan, plan.tiles),
                 pltpu.SMEM((5,), jnp.int32),
                 pltpu.SemaphoreType.DMA((len(operands), 2)),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(tiled.shape, q.dtype),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary")[: len(grid)],
-            vmem_limit_bytes=vmem_limit(call, tile.vmem_limit_bytes, used_memory(plan, call)),
-            disable_bounds_checks=True,  # each page index is checked before its page is fetched
+        compiler_params=compiler_params(
+            vmem_limit(call, tile.vmem_limit_bytes, used_memory(plan, call)),
+            *("parallel", "arbitrary", "arbitrary", "arbitrary")[: len(grid)],
         ),
         name="ragged_attention_paged_attention",
-    )(lengths, page_indices.reshape(-1), following, jnp.broadcast_to(first, (plan.cores,)), tiled, *operands)
+    )(lengths, page_indices.reshape(-1), following, jnp.broadcast_to(first, (plan.cores,)), tiled, operands)
     return out[:, :, :members].reshape(q.shape)
 
 
 def schedule(lengths: jax.Array, cores: int) -> tuple[jax.Array, jax.Array]:
-    """The next row with keys of each row's core (every `cores`th row is its own), and each core's first; S is none."""
+    """For each row, the next row of its core that has keys, and for each core its first such row; S means none.
+
+    Core i has the rows i, i + cores, i + 2 * cores and so on.
+    """
     batch = lengths.shape[0]
     row = jnp.arange(batch, dtype=jnp.int32)
     with_keys = jnp.where(lengths > 0, row, batch).reshape(batch // cores, cores)
@@ -264,32 +244,30 @@ def schedule(lengths: jax.Array, cores: int) -> tuple[jax.Array, jax.Array]:
 
 
 class Refs(NamedTuple):
-    """The kernel's memory."""
+    """References to the kernel's memory, in the order in which Pallas passes them."""
 
     lengths: Any
     table: Any
     following: Any
     first: Any
     q: Any
-    operands: list[Operand]
+    pages: Any
     out: Any
+    buffers: Any
     m_i: Any
     l_i: Any
     acc: Any
-    state: Any  # the slot in turn, and for each slot the pages that are under way and the keys that they hold
+    state: Any  # the current slot, then for each slot the pages in flight, then for each slot the keys in them
+    semaphores: Any
 
-    @classmethod
-    def of(cls, refs: tuple[Any, ...], plan: Plan) -> "Refs":
-        others, count = refs[5:], 4 if plan.quantized else 2
-        pages, out, buffers = others[:count], others[count], others[count + 1 : 2 * count + 1]
-        *states, semaphores = others[2 * count + 1 :]
-        operands = [Operand(pages[i], buffers[i], semaphores.at[i]) for i in range(count)]
-        return cls._make([*refs[:5], operands, out, *states])
+    @property
+    def operands(self) -> list[Operand]:
+        return Operand.all_of(self)
 
 
 def kernel(*arguments: Any, plan: Plan) -> None:
-    """One step of the grid: a sequence's keys for some heads, or one block of them."""
-    refs = Refs.of(arguments, plan)
+    """One grid step: some heads of a sequence, over all its keys or one block of them."""
+    refs = Refs(*arguments)
     core = pl.program_id(0)
     row, head_step = plan.address(core, pl.program_id(1), pl.program_id(2))
     blocks = cdiv(refs.lengths[row], plan.block)
@@ -315,7 +293,7 @@ def kernel(*arguments: Any, plan: Plan) -> None:
 
 
 def visit(refs: Refs, plan: Plan, core: Any, row: Any, head_step: Any, block: Any) -> None:
-    """Compute on one block of a sequence while the next one is fetched."""
+    """Compute one block of a sequence while the next one is fetched."""
     _, first_head = plan.address(core, 0, 0)
     state = refs.state
 
@@ -341,22 +319,22 @@ def visit(refs: Refs, plan: Plan, core: Any, row: Any, head_step: Any, block: An
 
 
 def start(refs: Refs, plan: Plan, row: Any, head_step: Any, block: Any, slot: Any) -> None:
-    """Begin to fetch a block into a slot, and note what it will hold."""
+    """Start to fetch a block into a slot, and record the number of its pages and keys."""
     length, before = refs.lengths[row], block * plan.pages_per_block
     used = jnp.minimum(plan.pages_per_block, cdiv(length, plan.page_size) - before)
     at = row * (refs.table.shape[0] // refs.lengths.shape[0]) + before
     heads = pl.ds(head_step * plan.heads, plan.heads)
-    found = fetch(refs.table, at, (0, used), heads, slot, refs.operands)
-    # All pages found are full except the sequence's last, if that is among them.
+    valid = fetch(refs.table, at, (0, used), heads, slot, refs.operands)
+    # All fetched pages are full, except perhaps the last page of the sequence.
     last = refs.table[at + used - 1]
-    there = (last >= 0) & (last < refs.operands[0].pages.shape[1])
-    lacking = jnp.maximum((before + used) * plan.page_size - length, 0)
-    refs.state[1 + slot] = found
-    refs.state[3 + slot] = found * plan.page_size - jnp.where(there, lacking, 0)
+    is_fetched = (last >= 0) & (last < refs.operands[0].pages.shape[1])
+    unused = jnp.maximum((before + used) * plan.page_size - length, 0)
+    refs.state[1 + slot] = valid
+    refs.state[3 + slot] = valid * plan.page_size - jnp.where(is_fetched, unused, 0)
 
 
 def clear_tail(values: Any, slot: Any, keys: Any, plan: Plan) -> None:
-    """Zero what lies in a block of V from its `keys`th position on, whose weight is 0: 0 * NaN would be NaN."""
+    """Zero the positions of a block of V after its `keys` valid ones. Their weight is 0, but 0 times NaN is NaN."""
     full = keys // plan.page_size
 
     @pl.when(full < plan.pages_per_block)
@@ -372,13 +350,13 @@ def clear_tail(values: Any, slot: Any, keys: Any, plan: Plan) -> None:
 
 
 def attend(refs: Refs, plan: Plan, slot: Any, keys: Any) -> None:
-    """Add a block's keys to the running softmax of every tile of query rows."""
+    """Add a block's keys to the online softmax of every tile of query rows."""
     k_buffer, v_buffer, *scale_buffers = [operand.buffer for operand in refs.operands]
     q, m_i, l_i, acc = refs.q, refs.m_i, refs.l_i, refs.acc
     seen = positions(plan.columns, plan.page_size, plan.page_rows) < keys
 
     def own(of_heads: list[jax.Array]) -> jax.Array:
-        """The rows of a tile, each from the result of its own head."""
+        """The rows of a tile, each from the result of its own KV head."""
         whole = of_heads[0]
         row = lax.broadcasted_iota(jnp.int32, whole.shape, 0)
         for member, other in enumerate(of_heads[1:], start=1):
@@ -397,17 +375,12 @@ def attend(refs: Refs, plan: Plan, slot: Any, keys: Any) -> None:
         if plan.soft_cap is not None:
             s = soft_capped(s, plan.soft_cap)
         s = jnp.where(seen, s, -jnp.inf)
-        before = m_i[tile]
-        after = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
-        p = jnp.exp(s - spread(after, plan.columns))
-        alpha = jnp.exp(before - after)
-        m_i[tile] = after
-        l_i[tile] = l_i[tile] * alpha + lane_sums(p)
+        p, alpha = update_softmax(s, m_i, l_i, tile)
         mixed = []
         for head in heads:
             v = block_rows(v_buffer[slot, head], plan.page_rows, q.dtype)
             weights = p
             if scale_buffers:
                 weights = jnp.where(seen, p * scale_row(scale_buffers[1][slot, head], plan.page_rows), 0.0)
-            mixed.append(weighted_sum(weights, v, careful=True))
+            mixed.append(weighted_sum(weights, v, split_weights=True))
         acc[tile] = acc[tile] * spread(alpha, acc.shape[-1]) + own(mixed)

@@ -1,8 +1,9 @@
-"""Chunked prefill of one sequence for TPU over heads-first pages.
+"""Chunked prefill of one sequence on TPUs over heads-first pages.
 
-A step of the grid takes one block of the chunk's rows for several KV heads, over all keys that these rows see: blocks
-of pages before their window or past their last position are not fetched. Blocks of keys that every row sees whole
-need no mask; the others are masked, and what no row sees in them is taken out of V, since garbage times 0 may be NaN.
+A grid step computes one block of the chunk's rows for several KV heads, over all keys that these rows see: blocks of
+pages before the rows' window or after their last position are not fetched. A block of keys that every row sees entirely
+needs no mask. In any other block, logits are masked, and the values that no row sees are zeroed, because even a weight
+of 0 times NaN is NaN.
 """
 
 import dataclasses
@@ -18,46 +19,54 @@ from jax.experimental.pallas import tpu as pltpu
 from ragged_attention.calls import PrefillAttention, dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.jax_shared.logits import soft_capped
-from ragged_attention.kernels_pallas._blocks import LANES, MASKED, cdiv, expect_sizes, next_power_of_2
+from ragged_attention.kernels_pallas import _heads_first
+from ragged_attention.kernels_pallas._blocks import (
+    LARGEST_INT,
+    MASKED,
+    NOWHERE,
+    cdiv,
+    compiler_params,
+    expect_sizes,
+    next_power_of_2,
+)
 from ragged_attention.kernels_pallas._heads_first import (
     BUDGET,
     FEWEST_COLUMNS,
     SUBLANES,
     Operand,
     block_rows,
-    buffers_of,
     bytes_of,
     expect_block,
     fetch,
-    lane_sums,
     operands_of,
-    padded_page,
     positions,
     product,
     refusal,
     scale_row,
+    scratch_of,
     spread,
+    update_softmax,
     vmem_limit,
     wait,
     weighted_sum,
 )
 
-KEYS = 512  # of a block, where they fit
-ROWS = 256  # of one KV head in a block of rows, so that a matrix unit has work for each load of keys
-HEADS = 8  # KV heads per step at most
-FARTHEST = jnp.iinfo(jnp.int32).max
+KEYS = 512  # per block, if they fit
+ROWS = 256  # per KV head in a block of rows: enough work for the matrix unit per load of keys
+HEADS = 8  # the most KV heads per step
 FEATURES = frozenset({"sm_scale", "soft_cap", "sliding_window", "align"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What may be tuned.
+    """The tunable parameters.
 
     Attributes:
-        num_kv_pages_per_block: pages fetched and computed on together; 0 leaves it to the kernel.
-        num_queries_per_block: rows of the chunk computed on together, a power of two from 8; 0 as above.
-        split_weights_below: keys below which a bfloat16 row's weights are not just rounded; 0 is faster.
-        vmem_limit_bytes: vector memory that the compiler may use, 0 for its default.
+        num_kv_pages_per_block: pages fetched and computed together; 0 lets the kernel choose.
+        num_queries_per_block: rows of the chunk computed together, a power of two from 8; 0 lets the kernel choose.
+        split_weights_below: blocks of rows that see at most this many keys represent each weight by two bfloat16
+            terms; 0 is faster.
+        vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
     """
 
     num_kv_pages_per_block: int = 0
@@ -68,14 +77,14 @@ class Tile:
     def __post_init__(self) -> None:
         expect_sizes(
             self, num_kv_pages_per_block=(0, 2**20), num_queries_per_block=(0, 1024),
-            split_weights_below=(0, 2**31 - 1), vmem_limit_bytes=(0, 2**31 - 1),
+            split_weights_below=(0, LARGEST_INT), vmem_limit_bytes=(0, LARGEST_INT),
         )  # fmt: skip
         if (rows := self.num_queries_per_block) and (rows < SUBLANES or rows & (rows - 1)):
             raise InvalidInput(f"expected num_queries_per_block to be a power of two from {SUBLANES}, got {rows}")
 
 
 def heuristic(call: Any) -> Tile:
-    del call  # what is 0 follows from the vector memory that the other sizes leave
+    del call  # `plan_of` replaces zeros by the largest sizes that fit in VMEM
     return Tile()
 
 
@@ -84,46 +93,27 @@ def why_not(call: PrefillAttention) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The static facts of one launch."""
+class Plan(_heads_first.Plan):
+    """The static parameters of one launch."""
 
-    scale: float
-    soft_cap: float | None
     window: int | None
-    page_size: int
-    page_rows: int  # rows a page takes in a block, its padding included
-    pages_per_block: int
-    heads: int  # KV heads per step
-    head_steps: int  # of a core
-    cores: int  # that share the heads
-    group: int
     block_q: int
     q_blocks: int
     split_weights_below: int
-    quantized: bool
-
-    @property
-    def block(self) -> int:
-        """Positions per block of pages."""
-        return self.pages_per_block * self.page_size
-
-    @property
-    def columns(self) -> int:
-        """Rows of a block of pages, with padding."""
-        return self.pages_per_block * self.page_rows
 
     @property
     def rows(self) -> int:
-        """Query rows of one KV head: those of each head of its group follow each other."""
+        """Query rows of one KV head per block; the rows of each head of its group are consecutive."""
         return self.group * self.block_q
 
 
 def plan_of(call: Any, tile: Tile) -> Plan:
-    """How a call is divided: the most rows, heads and keys per step that fit."""
+    """The plan with the most rows, heads and keys per step that fit in VMEM."""
     cores = call.device.num_multiprocessors
     cores = cores if call.num_kv_heads % cores == 0 else 1
     own_heads = call.num_kv_heads // cores
-    page_rows = padded_page(call.page_size, call.quantized)
+    common = _heads_first.of_call(call)
+    page_rows = common["page_rows"]
     pages = tile.num_kv_pages_per_block or max(1, min(KEYS // page_rows, call.pages_per_seq))
     heads = max(n for n in range(1, HEADS + 1) if own_heads % n == 0)
     most = next_power_of_2(ROWS // call.group + 1) // 2
@@ -133,11 +123,9 @@ def plan_of(call: Any, tile: Tile) -> Plan:
 
     def plan() -> Plan:
         return Plan(
-            scale=call.scale, soft_cap=None if call.soft_cap is None else float(call.soft_cap),
-            window=None if window is None or window >= call.capacity else int(window), page_size=call.page_size,
-            page_rows=page_rows, pages_per_block=pages, heads=heads, head_steps=own_heads // heads, cores=cores,
-            group=call.group, block_q=block_q, q_blocks=cdiv(call.num_tokens, block_q),
-            split_weights_below=tile.split_weights_below, quantized=call.quantized,
+            **common, window=None if window is None or window >= call.capacity else int(window), pages_per_block=pages,
+            heads=heads, head_steps=own_heads // heads, cores=cores, block_q=block_q,
+            q_blocks=cdiv(call.num_tokens, block_q), split_weights_below=tile.split_weights_below,
         )  # fmt: skip
 
     while used_memory(plan(), call) > budget:
@@ -155,21 +143,12 @@ def plan_of(call: Any, tile: Tile) -> Plan:
     return plan()
 
 
-def scratch_of(plan: Plan, call: Any) -> list[Any]:
-    """The vector memory that lasts over the steps of a launch: the buffers, and the state of each row."""
-    states = [(plan.heads, plan.rows, width) for width in (LANES, LANES, call.head_dim)]
-    return [
-        *buffers_of(call, plan.heads, plan.pages_per_block),
-        *(pltpu.VMEM(state, jnp.float32) for state in states),
-    ]
-
-
 def used_memory(plan: Plan, call: Any) -> int:
-    """The vector memory of a launch: what lasts, the queries, the results, and a head's logits and rows."""
+    """Bytes of VMEM of a launch: its scratch, the queries, the results, and the logits and rows of one head."""
     rows = [pltpu.VMEM((2 * plan.heads, plan.rows, call.head_dim), jnp.dtype(dtype_name(call.q)))] * 2
     logits = [pltpu.VMEM((plan.rows, plan.columns), jnp.float32)] * 3
     keys = [pltpu.VMEM((2, plan.columns, call.head_dim), jnp.float32)]
-    return bytes_of([*scratch_of(plan, call), *rows, *logits, *keys])
+    return bytes_of([scratch_of(call, plan, plan.heads), *rows, *logits, *keys])
 
 
 def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
@@ -182,7 +161,7 @@ def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
     chunk, _, width = call.q.shape
     length = jnp.clip(call.length.reshape(()), 0, call.capacity)
     base = length - chunk if call.align == "end" else (length - 1) // chunk * chunk
-    # Rows by KV head and block, and therein by head of the group: [K, blocks, group * rows, D].
+    # Rows ordered by KV head, then by block, then by head of the group: [K, blocks, group * block_q, D].
     split = (plan.q_blocks, plan.block_q, call.num_kv_heads, plan.group, width)
     blocks = jnp.pad(call.q, ((0, plan.q_blocks * plan.block_q - chunk), (0, 0), (0, 0))).reshape(split)
     blocks = blocks.transpose(2, 0, 3, 1, 4).reshape(call.num_kv_heads, plan.q_blocks, plan.rows, width)
@@ -207,27 +186,28 @@ def prefill(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(plan.cores, plan.head_steps, plan.q_blocks),
-            in_specs=[own, *(pl.BlockSpec(memory_space=pl.ANY) for _ in operands)],
+            in_specs=[own, [pl.BlockSpec(memory_space=pl.ANY) for _ in operands]],
             out_specs=own,
             scratch_shapes=[
-                *scratch_of(plan, call),
+                *scratch_of(call, plan, plan.heads),
                 pltpu.SMEM((3,), jnp.int32),
                 pltpu.SMEM((2, plan.pages_per_block), jnp.int32),
                 pltpu.SemaphoreType.DMA((len(operands), 2)),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(blocks.shape, blocks.dtype),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=vmem_limit(call, tile.vmem_limit_bytes, used_memory(plan, call)),
-            disable_bounds_checks=True,  # each page index is checked before its page is fetched
+        compiler_params=compiler_params(
+            vmem_limit(call, tile.vmem_limit_bytes, used_memory(plan, call)), "parallel", "arbitrary", "arbitrary"
         ),
         name="ragged_attention_prefill_attention",
-    )(lows, highs, following, jnp.stack([length, base, first]), call.page_indices, blocks, *operands)
+    )(lows, highs, following, jnp.stack([length, base, first]), call.page_indices, blocks, operands)
 
 
 def ranges(length: jax.Array, base: jax.Array, plan: Plan) -> tuple[jax.Array, ...]:
-    """For each block of rows the range of positions it sees and the next block that sees any; and the first such."""
+    """For each block of rows, the range of positions that it sees and the next block that sees any.
+
+    The last result is the first block that sees any.
+    """
     block = jnp.arange(plan.q_blocks, dtype=jnp.int32)
     top = base + block * plan.block_q
     highs = jnp.clip(top + plan.block_q, 0, length)
@@ -238,7 +218,7 @@ def ranges(length: jax.Array, base: jax.Array, plan: Plan) -> tuple[jax.Array, .
 
 
 class Refs(NamedTuple):
-    """The kernel's memory."""
+    """References to the kernel's memory, in the order in which Pallas passes them."""
 
     lows: Any
     highs: Any
@@ -246,26 +226,24 @@ class Refs(NamedTuple):
     facts: Any  # the sequence's length, the position of the chunk's first row, the first block of rows with keys
     table: Any
     q: Any
-    operands: list[Operand]
+    pages: Any
     out: Any
+    buffers: Any
     m_i: Any
     l_i: Any
     acc: Any
-    state: Any  # the slot in turn, and for each slot the pages that are under way
-    present: Any  # for each slot which pages of its block are valid
+    state: Any  # the current slot, then for each slot the pages in flight
+    present: Any  # i32 [2, pages], which pages of each slot are valid
+    semaphores: Any
 
-    @classmethod
-    def of(cls, refs: tuple[Any, ...], plan: Plan) -> "Refs":
-        others, count = refs[6:], 4 if plan.quantized else 2
-        pages, out, buffers = others[:count], others[count], others[count + 1 : 2 * count + 1]
-        *states, semaphores = others[2 * count + 1 :]
-        operands = [Operand(pages[i], buffers[i], semaphores.at[i]) for i in range(count)]
-        return cls._make([*refs[:6], operands, out, *states])
+    @property
+    def operands(self) -> list[Operand]:
+        return Operand.all_of(self)
 
 
 def kernel(*arguments: Any, plan: Plan) -> None:
-    """One step of the grid: one block of the chunk's rows, for some heads, over all keys that they see."""
-    refs = Refs.of(arguments, plan)
+    """One grid step: one block of the chunk's rows for some heads, over all keys that the rows see."""
+    refs = Refs(*arguments)
     first_head = pl.program_id(0) * plan.head_steps
     head_step, q_block = first_head + pl.program_id(1), pl.program_id(2)
     low, high = refs.lows[q_block], refs.highs[q_block]
@@ -285,7 +263,7 @@ def kernel(*arguments: Any, plan: Plan) -> None:
 
 
 def visit(refs: Refs, plan: Plan, first_head: Any, head_step: Any, q_block: Any, block: Any) -> None:
-    """Compute on one block of pages for a block of rows while the next one is fetched."""
+    """Compute one block of pages for a block of rows while the next one is fetched."""
     state, (length, base, first) = refs.state, (refs.facts[i] for i in range(3))
     low, high, following = refs.lows[q_block], refs.highs[q_block], refs.following[q_block]
 
@@ -296,21 +274,21 @@ def visit(refs: Refs, plan: Plan, first_head: Any, head_step: Any, q_block: Any,
 
     slot = state[0]
     more = (block + 1) * plan.block < high
-    around = jnp.logical_not(more) & (following == plan.q_blocks)
-    next_head = jnp.where(around, head_step + 1, head_step)
-    next_q = jnp.where(more, q_block, jnp.where(around, first, following))
+    to_next_head = jnp.logical_not(more) & (following == plan.q_blocks)
+    next_head = jnp.where(to_next_head, head_step + 1, head_step)
+    next_q = jnp.where(more, q_block, jnp.where(to_next_head, first, following))
 
     @pl.when(next_head < first_head + plan.head_steps)
     def _() -> None:
         next_block = jnp.where(more, block + 1, refs.lows[next_q] // plan.block)
         start(refs, plan, next_head, next_q, next_block, 1 - slot)
 
-    found = state[1 + slot]
-    wait(found, slot, refs.operands)
+    fetched = state[1 + slot]
+    wait(fetched, slot, refs.operands)
     state[0] = 1 - slot
     # All rows see the whole block if the first row sees its last position, and the last row its first.
     begins, top = block * plan.block, base + q_block * plan.block_q
-    whole = (found == plan.pages_per_block) & (begins + plan.block <= jnp.minimum(top + 1, length))
+    whole = (fetched == plan.pages_per_block) & (begins + plan.block <= jnp.minimum(top + 1, length))
     if plan.window is not None:
         whole &= begins > top + plan.block_q - 1 - plan.window
     if refs.q.dtype != jnp.float32:
@@ -319,7 +297,7 @@ def visit(refs: Refs, plan: Plan, first_head: Any, head_step: Any, q_block: Any,
     @pl.when(whole)
     def _() -> None:
         column = positions(plan.columns, plan.page_size, plan.page_rows)
-        attend(refs, plan, slot, None if plan.page_size == plan.page_rows else column < FARTHEST, False)
+        attend(refs, plan, slot, None if plan.page_size == plan.page_rows else column < NOWHERE, False)
 
     @pl.when(jnp.logical_not(whole))
     def _() -> None:
@@ -329,7 +307,7 @@ def visit(refs: Refs, plan: Plan, first_head: Any, head_step: Any, q_block: Any,
 
 
 def start(refs: Refs, plan: Plan, head_step: Any, q_block: Any, block: Any, slot: Any) -> None:
-    """Begin to fetch a block into a slot: those of its pages that hold positions which the rows see."""
+    """Start to fetch into a slot the pages of a block that hold positions which the rows see."""
     before = block * plan.pages_per_block
     left = jnp.maximum(refs.lows[q_block] // plan.page_size - before, 0)
     right = jnp.minimum(cdiv(refs.highs[q_block], plan.page_size) - before, plan.pages_per_block)
@@ -338,23 +316,23 @@ def start(refs: Refs, plan: Plan, head_step: Any, q_block: Any, block: Any, slot
 
 
 def row_tokens(shape: tuple[int, ...], axis: int, plan: Plan) -> jax.Array:
-    """Which token of its block each row is."""
+    """The token of each row, counted within its block."""
     return lax.broadcasted_iota(jnp.int32, shape, axis) & (plan.block_q - 1)
 
 
 def clear_unseen(refs: Refs, plan: Plan, slot: Any, seen: tuple[Any, Any]) -> None:
-    """Zero what no row sees of a block of V: its weight is 0, and 0 * NaN would be NaN. `seen` is a range."""
+    """Zero the positions of a block of V outside the range `seen`. Their weight is 0, but 0 times NaN is NaN."""
     values = refs.operands[1].buffer
 
     def clear(page: Any, _: None) -> None:
         left, right = seen[0] - page * plan.page_size, seen[1] - page * plan.page_size
-        there = (right > 0) & (left < plan.page_size) & (refs.present[slot, page] != 0)
+        has_seen = (right > 0) & (left < plan.page_size) & (refs.present[slot, page] != 0)
 
-        @pl.when(jnp.logical_not(there) | (left > 0) | (right < plan.page_size))
+        @pl.when(jnp.logical_not(has_seen) | (left > 0) | (right < plan.page_size))
         def _() -> None:
             old = values[slot, :, page]
             offset = lax.broadcasted_iota(jnp.int32, old.shape, 1)
-            valid = (offset >= left) & (offset < jnp.where(there, right, 0))
+            valid = (offset >= left) & (offset < jnp.where(has_seen, right, 0))
             values[slot, :, page] = jnp.where(valid, old, jnp.zeros_like(old))
 
     lax.fori_loop(0, plan.pages_per_block, clear, None)
@@ -366,7 +344,7 @@ def visible(refs: Refs, plan: Plan, slot: Any, seen: tuple[Any, Any], top: Any) 
 
     def hide(page: Any, column: jax.Array) -> jax.Array:
         own = (index >= page * plan.page_rows) & (index < (page + 1) * plan.page_rows)
-        return jnp.where(own & (refs.present[slot, page] == 0), FARTHEST, column)
+        return jnp.where(own & (refs.present[slot, page] == 0), NOWHERE, column)
 
     first = jnp.maximum(seen[0], 0) // plan.page_size
     last = cdiv(jnp.minimum(seen[1], plan.block), plan.page_size)
@@ -378,8 +356,8 @@ def visible(refs: Refs, plan: Plan, slot: Any, seen: tuple[Any, Any], top: Any) 
     return mask
 
 
-def attend(refs: Refs, plan: Plan, slot: Any, mask: jax.Array | None, careful: bool) -> None:
-    """Add a block's keys to the running softmax of every row, one head after another."""
+def attend(refs: Refs, plan: Plan, slot: Any, mask: jax.Array | None, split_weights: bool) -> None:
+    """Add a block's keys to the online softmax of every row, one head after another."""
     k_buffer, v_buffer, *scale_buffers = [operand.buffer for operand in refs.operands]
     q, m_i, l_i, acc = refs.q, refs.m_i, refs.l_i, refs.acc
 
@@ -392,16 +370,11 @@ def attend(refs: Refs, plan: Plan, slot: Any, mask: jax.Array | None, careful: b
             s = soft_capped(s, plan.soft_cap)
         if mask is not None:
             s = jnp.where(mask, s, -jnp.inf)
-        before = m_i[head]
-        after = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
-        p = jnp.exp(s - spread(after, plan.columns))
-        alpha = jnp.exp(before - after)
-        m_i[head] = after
-        l_i[head] = l_i[head] * alpha + lane_sums(p)
+        p, alpha = update_softmax(s, m_i, l_i, head)
         if scale_buffers:
             p = p * scale_row(scale_buffers[1][slot, head], plan.page_rows)
             p = p if mask is None else jnp.where(mask, p, 0.0)
         v = block_rows(v_buffer[slot, head], plan.page_rows, q.dtype)
-        acc[head] = acc[head] * spread(alpha, acc.shape[-1]) + weighted_sum(p, v, careful)
+        acc[head] = acc[head] * spread(alpha, acc.shape[-1]) + weighted_sum(p, v, split_weights)
 
     lax.fori_loop(0, plan.heads, one_head, None)

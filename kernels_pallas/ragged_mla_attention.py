@@ -1,4 +1,4 @@
-"""Ragged attention over a paged latent cache on TPUs: the call in the terms of `_latent`."""
+"""Ragged attention over a paged latent cache on TPUs, by the kernel in `_latent`."""
 
 import dataclasses
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ragged_attention.kernels_pallas import _latent, mla_decode
-from ragged_attention.kernels_pallas._blocks import cdiv, expect_sizes, next_power_of_2
+from ragged_attention.kernels_pallas._blocks import LARGEST_INT, cdiv, expect_sizes, next_power_of_2
 from ragged_attention.kernels_pallas._latent import row_layout as row_layout
 from ragged_attention.kernels_pallas._latent import why_not as why_not
 from ragged_attention.kernels_pallas._latent_jobs import tokens_of_sequences
@@ -19,23 +19,23 @@ FEATURES = frozenset({
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile(mla_decode.Tile):
-    """What may be tuned.
+    """The tunable parameters.
 
     Args:
         num_keys_per_block, vmem_limit_bytes: as in `sparse_mla_prefill`.
-        num_queries_per_block: consecutive query tokens that are computed together, if their heads are not too many.
-        split_weights_below: keys below which a bfloat16 row's weights are not just rounded; 0 is faster.
+        num_queries_per_block: consecutive query tokens computed together, as far as their heads fit in one tile.
+        split_weights_below: jobs of at most this many keys represent each weight by two bfloat16 terms; 0 is faster.
     """
 
     split_weights_below: int = 1024
 
     def __post_init__(self) -> None:
         mla_decode.Tile.__post_init__(self)
-        expect_sizes(self, split_weights_below=(0, 2**31 - 1))
+        expect_sizes(self, split_weights_below=(0, LARGEST_INT))
 
 
 def heuristic(call: Any) -> Tile:
-    """As many tokens in a tile as a sequence has on average: a tile computes all of its rows for each sequence."""
+    """Tiles of as many tokens as a sequence has on average, since a tile computes all its rows for each sequence."""
     longest = call.num_tokens if call.max_q_len is None else max(call.max_q_len, 1)
     mean = cdiv(call.num_tokens, max(call.max_num_seqs, 1))
     most = max(1, mla_decode.ROWS // call.num_q_heads)
@@ -46,7 +46,7 @@ def heuristic(call: Any) -> Tile:
 
 
 def run(call: Any, tile: Tile, launch: Any) -> tuple[Any, ...]:
-    """Out, and lse if it is asked for."""
+    """Out, and lse if the call returns it."""
     del launch  # pallas_call launches
     if 0 in (call.num_tokens, call.max_num_seqs, call.num_pages, call.capacity):
         out, lse = jnp.zeros(call.out_shape, call.result_dtype), jnp.full(call.q.shape[:2], -jnp.inf, jnp.float32)

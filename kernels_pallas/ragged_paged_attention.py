@@ -1,10 +1,10 @@
 """Ragged paged attention on a TPU: one kernel, launched once for the decoding sequences and once for all others.
 
-A launch walks over steps: a step is one block of keys under one tile of consecutive queries of one sequence. While a
-step computes, the pages of the next one (and its queries, if it begins a tile) are on their way into the other buffer,
-across tiles and sequences alike. Only pages that some query of the tile sees are fetched. Maximum, sum and accumulator
-stay in float32 in vector memory until a tile ends, are normalised there once, and the tile's rows are copied to where
-they belong; all other rows keep the zeros that the result begins with.
+A launch runs step after step. A step is one block of keys under one tile, and a tile is a run of consecutive queries of
+one sequence. While a step computes, the pages of the next step are copied into the other buffer, even if it belongs to
+another tile or sequence; if it begins a tile, so are its queries. Only pages that some query of the tile sees are
+fetched. The maximum, the sum and the accumulator stay in VMEM in float32 until the tile ends. Then the tile is
+normalised and its rows are copied to their place in the result; all other rows of the result keep their initial zeros.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from ragged_attention.jax_shared.pages import live_edges, per_head
 from ragged_attention.kernels_pallas import write_kv_pages
 from ragged_attention.kernels_pallas._blocks import (
     LANES,
+    LARGEST_INT,
     LOG2E,
     cannot_run,
     cdiv,
@@ -35,7 +36,7 @@ from ragged_attention.kernels_pallas._blocks import (
     written_dtype,
 )
 from ragged_attention.kernels_pallas._new_rows import new_rows, sent_once, slots_from_tables
-from ragged_attention.kernels_pallas._ragged_kernel import UPDATES, Plan, kernel, named, scratch
+from ragged_attention.kernels_pallas._ragged_kernel import UPDATES, Plan, Refs, kernel, scratch
 
 SUBLANES = 16  # rows of a bfloat16 tile
 FEATURES = frozenset({
@@ -46,17 +47,18 @@ FEATURES = frozenset({
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What may be tuned.
+    """The tunable parameters.
 
     Attributes:
         num_kv_pages_per_block: pages fetched together into one of the two buffers.
-        num_queries_per_block: query tokens computed together, rounded up to a power of two from 16; sequences of
-            one query are computed by themselves.
+        num_queries_per_block: query tokens computed together, rounded up to a power of two from 16. Sequences of one
+            query are computed by a launch of their own.
         block_kv: keys computed together, a multiple of 128.
-        decode_block_kv: the same for sequences of one query.
-        split_weights_below: keys below which a bfloat16 row's weights are not just rounded; 0 is faster.
-        vmem_limit_bytes: vector memory that the compiler may use, 0 for its default.
-        fused_update: write `new_kv` in the attention's own kernel, not in one before it.
+        decode_block_kv: `block_kv` of the launch for sequences of one query.
+        split_weights_below: tiles that see at most this many keys represent each weight by two bfloat16 terms; 0 is
+            faster.
+        vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
+        fused_update: write `new_kv` in the attention kernel, not in a kernel before it.
     """
 
     num_kv_pages_per_block: int = 16
@@ -70,7 +72,7 @@ class Tile:
     def __post_init__(self) -> None:
         expect_sizes(
             self, num_kv_pages_per_block=(1, 4096), num_queries_per_block=(1, 1024), block_kv=(128, 4096),
-            decode_block_kv=(128, 4096), split_weights_below=(0, 2**31 - 1), vmem_limit_bytes=(0, 2**31 - 1),
+            decode_block_kv=(128, 4096), split_weights_below=(0, LARGEST_INT), vmem_limit_bytes=(0, LARGEST_INT),
         )  # fmt: skip
         for name in ("block_kv", "decode_block_kv"):
             if (value := getattr(self, name)) % LANES:
@@ -79,7 +81,7 @@ class Tile:
 
 
 def heuristic(call: Any) -> Tile:
-    """About 256 rows per KV head, blocks of up to 1024 keys, and at most half of the vector memory for all of it."""
+    """Tiles of about 256 rows per KV head and blocks of up to 1024 keys, reduced until they fit in half of VMEM."""
     most = max(512 // call.group * 2 // item_size(call.q) // 2, SUBLANES)
     mean = next_power_of_2(cdiv(call.num_tokens, max(call.max_num_seqs, 1)))
     block_q = min(max(mean, SUBLANES), next_power_of_2(most + 1) // 2)
@@ -100,11 +102,11 @@ def heuristic(call: Any) -> Tile:
 
 
 def used_memory(call: Any, tile: Tile) -> int:
-    """Vector memory that the buffers of a launch take, bytes."""
+    """Bytes of VMEM that the buffers of a launch take."""
     pages = [call.kv_pages] if call.combined else list(call.kv_pages)
     sizes = []
     for block_q in (1, queries_per_tile(tile)):
-        shapes = scratch(plan_of(call, tile, block_q, call.num_tokens), call.q, pages)
+        shapes = jax.tree.leaves(scratch(plan_of(call, tile, block_q, call.num_tokens), call.q, pages))
         sizes.append(sum(vector_bytes(item.shape, item.dtype) for item in shapes if is_vector_memory(item)))
     return max(sizes)
 
@@ -122,7 +124,7 @@ def why_not(call: RaggedPagedAttention) -> str | None:
 
 
 def table_bytes(call: Any) -> int:
-    """Scalar memory that is for a part of the page table."""
+    """Bytes of scalar memory for the rows of the page table that one launch gets."""
     return call.device.scalar_memory // 2
 
 
@@ -131,7 +133,7 @@ def queries_per_tile(tile: Tile) -> int:
 
 
 def plan_of(call: Any, tile: Tile, block_q: int, num_tokens: int, num_updates: int | None = None) -> Plan:
-    """What a launch over tiles of `block_q` queries knows when it is traced; `num_tokens` with the padding of `q`."""
+    """The plan of a launch over tiles of `block_q` queries; `num_tokens` counts the padding of `q` too."""
     block = tile.num_kv_pages_per_block * call.page_size
     block_kv = min(tile.block_kv if block_q > 1 else tile.decode_block_kv, round_up(block, LANES))
     window = call.sliding_window
@@ -165,7 +167,10 @@ def plan_of(call: Any, tile: Tile, block_q: int, num_tokens: int, num_updates: i
 
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
-    """Launch after launch fills in rows of results that begin as 0 and -inf; the first may write the new rows first."""
+    """The results, filled in by launch after launch; the first launch writes `new_kv` too if the tile says so.
+
+    Rows that no launch fills in keep their initial values, 0 and -inf.
+    """
     if call.new_kv is not None and not tile.fused_update:
         write = call.write_of_new_kv()
         pages = write_kv_pages.run(write, write_kv_pages.heuristic(write), launch)
@@ -184,24 +189,24 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
             )
         together = max(table_bytes(call) // 4 // call.page_indices.shape[1], 1)
         for first in range(0, call.max_num_seqs, together):
-            some = Sequences(*(array[first : first + together] for array in seqs))
+            part = Sequences(*(array[first : first + together] for array in seqs))
             for size in (1, block_q) if num_tokens > 1 else (1,):
                 plan = plan_of(call, tile, size, padded, None if update is None else num_tokens)
-                out, lse, pages = attend(plan, tile.vmem_limit_bytes, q, pages, some, factors, update, out, lse)
+                out, lse, pages = attend(plan, tile.vmem_limit_bytes, q, pages, part, factors, update, out, lse)
                 update = None
     results = [out[:num_tokens].astype(call.result_dtype), *([lse[:num_tokens, 0]] if call.return_lse else [])]
     return [*results, *(pages if call.new_kv is not None else [])]
 
 
 class Update(NamedTuple):
-    """This step's keys and values as rows of the pages, and the slot of each."""
+    """This step's keys and values as rows of the pages, and the slot of each row."""
 
-    rows: list[Any]  # [T, heads, D], one or a pair
+    rows: list[Any]  # [T, heads, D] for each array of pages
     slots: Any  # i32 [T]
 
 
 class Sequences(NamedTuple):
-    """Rows, keys and pages of each sequence, i32 [S] and [S, M], lengths clamped to what the arrays can hold."""
+    """Each sequence's first row, its lengths (clamped to what the arrays hold) and its pages: i32 [S] and [S, M]."""
 
     starts: jax.Array
     q_lens: jax.Array
@@ -210,14 +215,14 @@ class Sequences(NamedTuple):
 
 
 def sequences(call: Any) -> Sequences:
-    """The index arrays of a call, made safe whatever they hold; a sequence from `num_seqs` on has no rows."""
+    """The sequences of a call, safe for any values in its index arrays. Sequences from `num_seqs` on have no rows."""
     edges = live_edges(call.cu_q_lens, call.num_seqs, call.num_tokens)
     lens = jnp.maximum(edges[1:] - edges[:-1], 0)
     return Sequences(edges[:-1], lens, jnp.clip(call.kv_lens, 0, call.capacity), call.page_indices)
 
 
 class Factors(NamedTuple):
-    """What logits and values are multiplied by per KV head, f32 [K]; and the sinks, f32 [H]."""
+    """The factors of logits and of values per KV head, f32 [K], and the sinks, f32 [H]."""
 
     logits: jax.Array
     values: jax.Array
@@ -231,7 +236,7 @@ def factors_of(call: Any) -> Factors:
     return Factors(factor, per_head(call.v_scale, call.num_kv_heads), call.sinks)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))  # so that parts of a table are traced and lowered once
+@functools.partial(jax.jit, static_argnums=(0, 1))  # traced once, even if a page table takes many launches
 def attend(
     plan: Plan,
     vmem_limit_bytes: int,
@@ -243,38 +248,38 @@ def attend(
     out: Any,
     lse: Any,
 ) -> tuple[Any, Any, list[Any]]:
-    """Fill in the rows of the sequences of one query, or of all with more, after writing an update's rows."""
-    taken = ((seqs.q_lens > 1) if plan.in_columns else (seqs.q_lens == 1)) & (seqs.kv_lens > 0)
-    (order,) = jnp.nonzero(taken, size=len(taken), fill_value=0)
+    """Compute the sequences of one query, or all that have more, after writing the rows of an update.
+
+    Returns out, lse and pages.
+    """
+    computed = ((seqs.q_lens > 1) if plan.in_columns else (seqs.q_lens == 1)) & (seqs.kv_lens > 0)
+    (order,) = jnp.nonzero(computed, size=len(computed), fill_value=0)
     scalars = (
-        jnp.sum(taken, dtype=jnp.int32)[None],
+        jnp.sum(computed, dtype=jnp.int32)[None],
         order.astype(jnp.int32),
         *seqs[:3],
         seqs.pages.reshape(-1),
         factors.logits,
         factors.values,
-        *([factors.sinks] if plan.has_sinks else []),
-        *([] if update is None else [update.slots]),
+        factors.sinks,
+        None if update is None else update.slots,
     )
-    inputs = [q, *([] if update is None else update.rows)]
-    changed = [out, *([lse] if plan.has_lse else []), *([] if update is None else pages)]
-    inputs += pages if update is None else []
+    inputs = (q, None, pages) if update is None else (q, update.rows, None)
+    initial = (out, lse if plan.has_lse else None, None if update is None else pages)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    given = len(scalars) + len(inputs)
-    filled = pl.pallas_call(
-        lambda *refs: kernel(plan, named(plan, refs)),
+    num_inputs, num_results = len(jax.tree.leaves((scalars, inputs))), len(jax.tree.leaves(initial))
+    new_out, new_lse, new_pages = pl.pallas_call(
+        lambda *refs: kernel(plan, Refs(*refs)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(plan.cores,),
-            in_specs=[anywhere] * (len(inputs) + len(changed)),
-            out_specs=[anywhere] * len(changed),
+            in_specs=jax.tree.map(lambda _: anywhere, (*inputs, initial)),
+            out_specs=jax.tree.map(lambda _: anywhere, initial),
             scratch_shapes=scratch(plan, q, pages),
         ),
-        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in changed],
-        input_output_aliases={given + index: index for index in range(len(changed))},
-        compiler_params=compiler_params(vmem_limit_bytes, parallel=1),
+        out_shape=jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), initial),
+        input_output_aliases={num_inputs + index: index for index in range(num_results)},
+        compiler_params=compiler_params(vmem_limit_bytes, "parallel"),
         name=f"ragged_paged_attention_{'tiles' if plan.in_columns else 'decode'}",
-    )(*scalars, *inputs, *changed)
-    filled = list(filled)
-    pages = pages if update is None else filled[-len(pages) :]
-    return filled[0], filled[1] if plan.has_lse else lse, pages
+    )(*scalars, *inputs, initial)
+    return new_out, new_lse if plan.has_lse else lse, pages if update is None else new_pages

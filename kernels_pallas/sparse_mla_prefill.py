@@ -1,4 +1,4 @@
-"""Sparse MLA prefill on TPUs: each query token is a job, with a list of rows of its own for each KV head."""
+"""Sparse MLA prefill on TPUs: for each KV head, each query token is a job with its own list of rows."""
 
 from typing import Any
 

@@ -1,12 +1,13 @@
-"""The columns of the largest logits of each row, on TPUs: bisection for the smallest that is chosen, then their places.
+"""The columns of the largest logits of each row, on TPUs: find the smallest selected logit, then list the columns.
 
-Logits become int32 numbers in the same order. A row stays in vector memory, and 32 counts of it, one for each bit, give
-the number that the last chosen one has. Of those that are equal to it the ones behind are chosen: as many counts as a
-column has bits give where these begin, if there are more than are wanted.
+Logits become int32 *keys* in the same order. A row stays in VMEM. Bisection over the 32 bits of a key, with one count
+of the row per bit, finds the smallest selected key. If more columns have that key than are needed, the last of them are
+selected, and bisection over the bits of a column finds the first of these.
 
-A TPU has no scatter. So places in the result look for their columns instead. Columns lie 128 to a *line*. Sums of what
-is chosen, of all lines before each one, say in which line a place has its column; a product with the matrix that has a
-1 there fetches that line's choice, another one with a triangle of ones numbers it. The results ascend by themselves.
+A TPU has no scatter, so each entry of the result looks up its column instead. A row is divided into *lines* of 128
+columns. The prefix sums of the lines' numbers of selected columns tell which line has the column of an entry. One
+product with a one-hot matrix fetches that line's selection, another with a triangle of ones counts along it. The
+columns of a result come out in ascending order.
 """
 
 import dataclasses
@@ -20,25 +21,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.calls import TopKIndices
-from ragged_attention.kernels_pallas._blocks import LANES, cannot_run, cdiv, expect_sizes, round_up
+from ragged_attention.kernels_pallas._blocks import LANES, LARGEST_INT, cannot_run, cdiv, expect_sizes, round_up
 
 FEATURES = frozenset({"starts", "stops"})
-MOST_LINES = 128  # that are looked at together
-MOST_PLACES = 512
+MOST_LINES = 128  # computed together
+MOST_ENTRIES = 512  # of the result, computed together
 ROWS = 8
-ROW_BYTES = 2 << 20  # of the logits that are in vector memory at once; as much again of each other copy of them
+ROW_BYTES = 2 << 20  # of the logits in VMEM at once; their keys take the same number of bytes
 MOST_COLUMNS = 2**20
-NOT_CHOSEN = -(2**31)  # below what any logit becomes
-LARGEST_INT = 2**31 - 1
+NOT_SELECTED = -(2**31)  # below the key of any logit
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What may be tuned.
+    """The tunable parameters.
 
     Args:
-        num_rows_per_block: rows that are searched together.
-        vmem_limit_bytes: vector memory that the compiler may use, 0 for its default.
+        num_rows_per_block: rows searched together.
+        vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
     """
 
     num_rows_per_block: int = ROWS
@@ -77,7 +77,7 @@ def run(call: TopKIndices, tile: Tile, launch: Any) -> Any:
 
 
 def largest(logits: Any, top_k: int, starts: Any, stops: Any, tile: Tile) -> Any:
-    """The columns i32 [R, top_k] of the largest logits [R, n] among those from `starts` on, before `stops`."""
+    """The columns i32 [R, top_k] of the largest logits [R, n] from column `starts` on, up to before `stops`."""
     num_rows, columns = logits.shape
     if 0 in (num_rows, columns):
         return jnp.full((num_rows, top_k), -1, jnp.int32)
@@ -86,15 +86,15 @@ def largest(logits: Any, top_k: int, starts: Any, stops: Any, tile: Tile) -> Any
     logits = jnp.pad(logits, ((0, spare), (0, plan.lines * LANES - columns))).reshape(-1, plan.lines, LANES)
     edges = jnp.pad(jnp.stack([starts, stops], axis=-1), ((0, spare), (0, LANES - 2)))[:, None]
     blocks = len(logits) // plan.rows
-    chosen = pl.pallas_call(
+    selected = pl.pallas_call(
         functools.partial(_kernel, plan),
         grid=(blocks,),
         in_specs=[
             pl.BlockSpec((plan.rows, 1, LANES), lambda i: (i, 0, 0)),
             pl.BlockSpec((plan.rows, plan.lines, LANES), lambda i: (i, 0, 0)),
         ],
-        out_specs=pl.BlockSpec((plan.rows, plan.groups, plan.places), lambda i: (i, 0, 0)),
-        out_shape=jax.ShapeDtypeStruct((len(logits), plan.groups, plan.places), jnp.int32),
+        out_specs=pl.BlockSpec((plan.rows, plan.groups, plan.entries), lambda i: (i, 0, 0)),
+        out_shape=jax.ShapeDtypeStruct((len(logits), plan.groups, plan.entries), jnp.int32),
         scratch_shapes=[
             pltpu.VMEM((plan.rows, plan.lines, LANES), jnp.int32),
             pltpu.VMEM((plan.rows, 8, LANES), jnp.int32),
@@ -104,170 +104,174 @@ def largest(logits: Any, top_k: int, starts: Any, stops: Any, tile: Tile) -> Any
         ),
         name="top_k_indices",
     )(edges, logits)
-    return chosen.reshape(len(logits), -1)[:num_rows, :top_k]
+    return selected.reshape(len(logits), -1)[:num_rows, :top_k]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the kernel is specialised to."""
+    """The static parameters of the kernel."""
 
     top_k: int
-    rows: int
-    lines: int  # of a row
-    together: int  # lines that are looked at together
-    groups: int  # of places
-    places: int  # of a group
+    rows: int  # per block
+    lines: int  # per row
+    together: int  # lines computed together: a block of lines
+    groups: int  # of entries of the result
+    entries: int  # per group
 
 
 def _plan(columns: int, top_k: int, rows: int) -> Plan:
     lines = cdiv(columns, LANES)
     together = min(MOST_LINES, round_up(lines, 16))
-    places = min(MOST_PLACES, round_up(top_k, LANES))
+    entries = min(MOST_ENTRIES, round_up(top_k, LANES))
     return Plan(
         top_k=top_k,
         rows=rows,
         lines=round_up(lines, together),
         together=together,
-        groups=cdiv(top_k, places),
-        places=places,
+        groups=cdiv(top_k, entries),
+        entries=entries,
     )
 
 
 # ---- the kernel
 
 
-def _kernel(plan: Plan, edges: Any, logits: Any, out: Any, numbers: Any, found: Any) -> None:
-    """Some rows: their logits as numbers, what is chosen of them, where that is."""
+def _kernel(plan: Plan, edges: Any, logits: Any, out: Any, keys: Any, limits: Any) -> None:
+    """Compute a block of rows: their keys, the limits of what is selected, and the selected columns."""
     starts, stops = edges[:, :, :1], edges[:, :, 1:2]
     used = cdiv(jnp.max(stops), plan.together * LANES)
-    lax.fori_loop(0, used, functools.partial(_number, plan, logits, numbers, starts, stops), None)
+    lax.fori_loop(0, used, functools.partial(_store_keys, plan, logits, keys, starts, stops), None)
 
     def count(counts: Any) -> Any:
-        return _count(plan, numbers, used, counts)
+        return _count(plan, keys, used, counts)
 
-    least = _least_chosen(plan, count)
-    above = count(lambda number, column: number > least)
+    least = _least_selected(plan, count)
+    above = count(lambda key, column: key > least)
     wanted = plan.top_k - above
     first = _first_of_equals(plan, count, least, wanted)
-    sublane = lax.broadcasted_iota(jnp.int32, found.shape, 1)
-    found[...] = jnp.where(sublane == 0, least, first)
+    sublane = lax.broadcasted_iota(jnp.int32, limits.shape, 1)
+    limits[...] = jnp.where(sublane == 0, least, first)
     out[...] = jnp.full(out.shape, -1, jnp.int32)
-    lax.fori_loop(0, plan.rows, functools.partial(_place_row, plan, out, numbers, found, used), None)
+    lax.fori_loop(0, plan.rows, functools.partial(_list_columns, plan, out, keys, limits, used), None)
 
 
 def _lines(plan: Plan, block: Any) -> Any:
-    """The lines of a block."""
+    """The slice of the lines of a block."""
     return pl.ds(pl.multiple_of(block * plan.together, plan.together), plan.together)
 
 
 def _columns(plan: Plan, block: Any, leading: tuple[int, ...] = ()) -> Any:
-    """The columns of a block of lines, i32 [*leading, lines, LANES]."""
+    """The column numbers of a block of lines, i32 [*leading, lines, LANES]."""
     shape = (*leading, plan.together, LANES)
     line, lane = (lax.broadcasted_iota(jnp.int32, shape, len(leading) + axis) for axis in range(2))
     return (block * plan.together + line) * LANES + lane
 
 
-def _number(plan: Plan, logits: Any, numbers: Any, starts: Any, stops: Any, block: Any, carry: None) -> None:
-    """int32 numbers in the order of the logits, in which -0.0 is 0.0; NaN and what does not count are below all."""
+def _store_keys(plan: Plan, logits: Any, keys: Any, starts: Any, stops: Any, block: Any, carry: None) -> None:
+    """Store int32 keys in the order of the logits, where -0.0 equals 0.0.
+
+    NaN, -inf and columns outside `starts` to `stops` get NOT_SELECTED.
+    """
     lines, column = _lines(plan, block), _columns(plan, block, (1,))
     logit = logits[:, lines, :]
     counts = (logit > -jnp.inf) & (column >= starts) & (column < stops)
     bits = lax.bitcast_convert_type(jnp.where(logit == 0, 0.0, logit), jnp.int32)
-    numbers[:, lines, :] = jnp.where(counts, bits ^ ((bits >> 31) & LARGEST_INT), NOT_CHOSEN)
+    keys[:, lines, :] = jnp.where(counts, bits ^ ((bits >> 31) & LARGEST_INT), NOT_SELECTED)
 
 
-def _count(plan: Plan, numbers: Any, used: Any, counts: Any) -> Any:
-    """How many of each row `counts(number, column)`, f32 [rows, 1, 1], exactly."""
+def _count(plan: Plan, keys: Any, used: Any, counts: Any) -> Any:
+    """The exact number of each row's columns for which `counts(key, column)` holds, f32 [rows, 1, 1]."""
 
     def add(block: Any, total: Any) -> Any:
-        some = counts(numbers[:, _lines(plan, block), :], _columns(plan, block, (1,)))
-        return total + jnp.where(some, 1.0, 0.0).reshape(plan.rows, -1, 8, LANES).sum(axis=1)
+        counted = counts(keys[:, _lines(plan, block), :], _columns(plan, block, (1,)))
+        return total + jnp.where(counted, 1.0, 0.0).reshape(plan.rows, -1, 8, LANES).sum(axis=1)
 
     total = lax.fori_loop(0, used, add, jnp.zeros((plan.rows, 8, LANES), jnp.float32))
     return total.sum(axis=1, keepdims=True).sum(axis=2, keepdims=True)
 
 
-def _least_chosen(plan: Plan, count: Any) -> Any:
-    """The number of the last chosen one of each row; NOT_CHOSEN where fewer count than are wanted."""
+def _least_selected(plan: Plan, count: Any) -> Any:
+    """The smallest selected key of each row; NOT_SELECTED if the row has fewer than `top_k` columns to select."""
 
     def halve(bit: Any, least: Any) -> Any:
-        candidate = least + lax.shift_left(jnp.int32(1), 31 - bit)  # for the sign the sum wraps around, to 0
-        enough = count(lambda number, column: number >= candidate) >= plan.top_k
+        candidate = least + lax.shift_left(jnp.int32(1), 31 - bit)  # for the sign bit, the sum wraps around to 0
+        enough = count(lambda key, column: key >= candidate) >= plan.top_k
         return jnp.where(enough, candidate, least)
 
-    return lax.fori_loop(0, 32, halve, jnp.full((plan.rows, 1, 1), NOT_CHOSEN, jnp.int32))
+    return lax.fori_loop(0, 32, halve, jnp.full((plan.rows, 1, 1), NOT_SELECTED, jnp.int32))
 
 
 def _first_of_equals(plan: Plan, count: Any, least: Any, wanted: Any) -> Any:
-    """The column from which on numbers equal to `least` are chosen, i32 [rows, 1, 1]: so that `wanted` are."""
+    """The column from which on keys equal to `least` are selected, so that `wanted` of them are, i32 [rows, 1, 1]."""
     bits = (plan.lines * LANES - 1).bit_length()
-    equal = count(lambda number, column: (number == least) & (number > NOT_CHOSEN))
+    equal = count(lambda key, column: (key == least) & (key > NOT_SELECTED))
 
     def halve(bit: Any, first: Any) -> Any:
         candidate = first + lax.shift_left(jnp.int32(1), bits - 1 - bit)
-        behind = count(lambda number, column: (number == least) & (column >= candidate))
-        return jnp.where(behind >= wanted, candidate, first)
+        remaining = count(lambda key, column: (key == least) & (column >= candidate))
+        return jnp.where(remaining >= wanted, candidate, first)
 
     rounds = jnp.where(jnp.max(equal - wanted) > 0, bits, 0)
     return lax.fori_loop(0, rounds, halve, jnp.zeros((plan.rows, 1, 1), jnp.int32))
 
 
-def _place_row(plan: Plan, out: Any, numbers: Any, found: Any, used: Any, row: Any, carry: None) -> None:
-    """Write the chosen columns of a row in ascending order."""
-    least, first = found[row, :1, :1], found[row, 1:2, :1]
+def _list_columns(plan: Plan, out: Any, keys: Any, limits: Any, used: Any, row: Any, carry: None) -> None:
+    """Write the selected columns of a row in ascending order."""
+    least, first = limits[row, :1, :1], limits[row, 1:2, :1]
 
-    def place(block: Any, base: Any) -> Any:
-        number = numbers[row, _lines(plan, block), :]
-        equal = (number == least) & (_columns(plan, block) >= first)
-        chosen = jnp.where(((number > least) | equal) & (number > NOT_CHOSEN), 1.0, 0.0)
-        counts = chosen.sum(axis=1, keepdims=True)
-        before = base + _product(_triangle(plan.together, strict=True), chosen).sum(axis=1, keepdims=True)
+    def list_block(block: Any, base: Any) -> Any:
+        key = keys[row, _lines(plan, block), :]
+        equal = (key == least) & (_columns(plan, block) >= first)
+        selected = jnp.where(((key > least) | equal) & (key > NOT_SELECTED), 1.0, 0.0)
+        counts = selected.sum(axis=1, keepdims=True)
+        before = base + _product(_triangle(plan.together, strict=True), selected).sum(axis=1, keepdims=True)
         total = jnp.sum(counts)
 
-        def into(group: Any, carry: None) -> None:
-            start = group * plan.places
+        def write(group: Any, carry: None) -> None:
+            start = group * plan.entries
 
-            @pl.when((base < start + plan.places) & (base + total > start))
+            @pl.when((base < start + plan.entries) & (base + total > start))
             def _() -> None:
-                here = pl.ds(group, 1)
-                column = _columns_of_places(plan, chosen, before, counts, start.astype(jnp.float32))
+                target = pl.ds(group, 1)
+                column = _columns_of_entries(plan, selected, before, counts, start.astype(jnp.float32))
                 shifted = column + block * plan.together * LANES
-                out[row, here, :] = jnp.where(column >= 0, shifted, out[row, here, :])
+                out[row, target, :] = jnp.where(column >= 0, shifted, out[row, target, :])
 
-        lax.fori_loop(0, plan.groups, into, None)
+        lax.fori_loop(0, plan.groups, write, None)
         return base + total
 
-    lax.fori_loop(0, used, place, jnp.float32(0))
+    lax.fori_loop(0, used, list_block, jnp.float32(0))
 
 
-def _columns_of_places(plan: Plan, chosen: Any, before: Any, counts: Any, start: Any) -> Any:
-    """In which column of a block each place of a group has its choice, i32 [1, places]; -1 for none.
+def _columns_of_entries(plan: Plan, selected: Any, before: Any, counts: Any, start: Any) -> Any:
+    """The column within a block of each entry of a group, i32 [1, entries]; -1 if the block does not have it.
 
-    `chosen` [lines, LANES] is 1 or 0; `before` [lines, 1] are the choices before each line, `counts` those in it.
+    `selected` [lines, LANES] is 1 or 0. `counts` [lines, 1] are the selected columns of each line, and `before` those
+    of all lines before it.
     """
-    place = start + lax.broadcasted_iota(jnp.int32, (1, plan.places), 1).astype(jnp.float32)
-    own = jnp.where((before <= place) & (place < before + counts), 1.0, 0.0)  # [lines, places]
-    line = lax.broadcasted_iota(jnp.int32, own.shape, 0).astype(jnp.float32)
-    fetched = _product(chosen, own, contracted=0)  # [LANES, places]
+    entry = start + lax.broadcasted_iota(jnp.int32, (1, plan.entries), 1).astype(jnp.float32)
+    in_line = jnp.where((before <= entry) & (entry < before + counts), 1.0, 0.0)  # [lines, entries]
+    line = lax.broadcasted_iota(jnp.int32, in_line.shape, 0).astype(jnp.float32)
+    fetched = _product(selected, in_line, contracted=0)  # [LANES, entries]
     rank = _product(_triangle(LANES, strict=False), fetched)
-    base = (own * before).sum(axis=0, keepdims=True)
+    base = (in_line * before).sum(axis=0, keepdims=True)
     lane = lax.broadcasted_iota(jnp.int32, fetched.shape, 0).astype(jnp.float32)
-    lane = jnp.where((fetched > 0) & (rank == place - base + 1), lane, 0.0).sum(axis=0, keepdims=True)
-    column = (own * line).sum(axis=0, keepdims=True) * LANES + lane
-    return jnp.where(own.sum(axis=0, keepdims=True) > 0, column, -1.0).astype(jnp.int32)
+    lane = jnp.where((fetched > 0) & (rank == entry - base + 1), lane, 0.0).sum(axis=0, keepdims=True)
+    column = (in_line * line).sum(axis=0, keepdims=True) * LANES + lane
+    return jnp.where(in_line.sum(axis=0, keepdims=True) > 0, column, -1.0).astype(jnp.int32)
 
 
 def _triangle(size: int, *, strict: bool) -> Any:
-    """Sums over rows as a matrix [size, size]: all before a row if strict, else it too."""
+    """The matrix [size, size] whose product sums all rows up to each row, or before it if `strict`."""
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in range(2))
     return jnp.where(column < row if strict else column <= row, 1.0, 0.0)
 
 
-def _product(one: Any, other: Any, contracted: int = 1) -> Any:
-    """The product of matrices of whole numbers up to 256, which bfloat16 holds; their sums are exact."""
+def _product(left: Any, right: Any, contracted: int = 1) -> Any:
+    """An exact matrix product of integers up to 256, which bfloat16 holds."""
     return lax.dot_general(
-        one.astype(jnp.bfloat16),
-        other.astype(jnp.bfloat16),
+        left.astype(jnp.bfloat16),
+        right.astype(jnp.bfloat16),
         (((contracted,), (0,)), ((), ())),
         preferred_element_type=jnp.float32,
     )

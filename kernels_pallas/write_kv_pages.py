@@ -1,8 +1,9 @@
-"""Writing this step's K and V into the pages, for TPU: rows that lie in vector memory are copied to their slots.
+"""Writing this step's K and V into the pages on TPUs: rows are copied from VMEM to their slots.
 
-The grid walks over blocks of tokens. While the pipeline brings the next block of rows into VMEM, the kernel starts an
-asynchronous copy for each token of the present one, from its row there to its slot in HBM, all on one semaphore, and
-then waits for as many rows as it sent. Tokens in a row that go to slots in a row (a prompt) are sent as one copy.
+The grid is over blocks of tokens. While the pipeline loads the next block of rows into VMEM, the kernel starts one
+asynchronous copy for each token of the current block, from its row in VMEM to its slot in HBM. All copies share a
+semaphore, and the kernel then waits for all rows that it copied. Consecutive tokens with consecutive slots, as in a
+prompt, share one copy.
 """
 
 import dataclasses
@@ -18,7 +19,9 @@ from jax.experimental.pallas import tpu as pltpu
 from ragged_attention.calls import WriteKvPages
 from ragged_attention.kernels_pallas._blocks import (
     LANES,
+    LARGEST_INT,
     cannot_run,
+    compiler_params,
     expect_sizes,
     in_pieces,
     item_size,
@@ -28,24 +31,24 @@ from ragged_attention.kernels_pallas._blocks import (
 from ragged_attention.kernels_pallas._new_rows import new_rows, sent_once, slots, too_many_slots
 
 RUN = 8  # tokens that may share a copy
-NOWHERE, FIRST_RUN = -1, -2  # codes: a token to skip; those from FIRST_RUN down are runs, see `codes_of`
+SKIP, FIRST_RUN = -1, -2  # codes of `codes_of`: a token without a slot, and the first of those that start a run
 FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What may be tuned.
+    """The tunable parameters.
 
     Attributes:
-        num_tokens_per_block: tokens whose rows are loaded into vector memory together.
-        vmem_limit_bytes: vector memory that the compiler may use, 0 for its default.
+        num_tokens_per_block: tokens whose rows are loaded into VMEM together.
+        vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
     """
 
     num_tokens_per_block: int = 256
     vmem_limit_bytes: int = 0
 
     def __post_init__(self) -> None:
-        expect_sizes(self, num_tokens_per_block=(1, 8192), vmem_limit_bytes=(0, 2**31 - 1))
+        expect_sizes(self, num_tokens_per_block=(1, 8192), vmem_limit_bytes=(0, LARGEST_INT))
 
 
 def why_not(call: WriteKvPages) -> str | None:
@@ -57,7 +60,7 @@ def why_not(call: WriteKvPages) -> str | None:
 
 
 def row_bytes(call: Any) -> int:
-    """The bytes that a token takes in VMEM, where tiles of 32 bytes by 128 lanes are filled up."""
+    """The bytes that a token takes in VMEM, which pads rows to tiles of 32 bytes by 128 lanes."""
     size = item_size(call.k_pages_like)
     heads = [2 * call.num_kv_heads] if call.combined else [call.num_kv_heads] * 2
     dims = [call.head_dim] if call.combined else [call.head_dim, call.v_head_dim]
@@ -65,17 +68,17 @@ def row_bytes(call: Any) -> int:
 
 
 def heuristic(call: Any) -> Tile:
-    """All tokens, up to 1024, as long as each of the two blocks takes at most a sixteenth of VMEM and 4 MiB."""
+    """One block for all tokens, of up to 1024 tokens that take at most 4 MiB and a sixteenth of VMEM."""
     most = max(min(call.device.shared_memory // 16, 4 << 20) // row_bytes(call), 1)
     wanted = min(max(next_power_of_2(call.num_tokens), RUN), 1024)
     return Tile(num_tokens_per_block=min(wanted, 1 << most.bit_length() - 1))
 
 
 def codes_of(slots: jax.Array, block: int, run: int) -> jax.Array:
-    """What to do at each token, i32 [blocks, 1, block]: `slot` to send it there, NOWHERE, or FIRST_RUN - slot.
+    """The action at each token, i32 [blocks, 1, block]: its slot, SKIP, or FIRST_RUN - slot.
 
-    The last sends it and its `run - 1` successors in one copy. Blocks follow each other, so a slot may come again in
-    another one.
+    The last copies the token and its `run - 1` successors at once. Several blocks may write the same slot, since they
+    run one after another.
     """
     slots = sent_once(slots, block)
     starts = block - run + 1
@@ -86,44 +89,43 @@ def codes_of(slots: jax.Array, block: int, run: int) -> jax.Array:
     return jnp.where(whole, FIRST_RUN - slots, slots)[:, None, :]
 
 
-def kernel(codes: Any, *refs: Any, run: int) -> None:
-    """One block of tokens: `rows` in VMEM, `pages` [P * G, ...] in HBM, a semaphore for each pair of them."""
-    count = len(refs) // 3
-    rows, pages, semaphores = refs[:count], refs[2 * count : 3 * count], refs[3 * count]
+def kernel(codes: Any, rows: Any, given: Any, pages: Any, semaphores: Any, *, run: int) -> None:
+    """Write one block of tokens from `rows` in VMEM to `pages` [P * G, ...] in HBM, with one semaphore per array."""
+    del given  # aliases `pages`
     block = codes.shape[-1]
 
-    def send(token: Any, slot: Any, size: int) -> None:
-        for i in range(count):
-            source, target = rows[i].at[pl.ds(token, size)], pages[i].at[pl.ds(slot, size)]
+    def copy(token: Any, slot: Any, size: int) -> None:
+        for i, (row, page) in enumerate(zip(rows, pages, strict=True)):
+            source, target = row.at[pl.ds(token, size)], page.at[pl.ds(slot, size)]
             pltpu.make_async_copy(source, target, semaphores.at[i]).start()
 
     def step(state: Any) -> Any:
-        token, sent = state
+        token, copied = state
         code = codes[0, 0, token]
-        whole = code <= FIRST_RUN
+        is_run = code <= FIRST_RUN
 
-        @pl.when(whole)
+        @pl.when(is_run)
         def _() -> None:
-            send(token, FIRST_RUN - code, run)
+            copy(token, FIRST_RUN - code, run)
 
         @pl.when(code >= 0)
         def _() -> None:
-            send(token, code, 1)
+            copy(token, code, 1)
 
-        size = jnp.where(whole, run, 1)
-        return token + size, sent + jnp.where(code == NOWHERE, 0, size)
+        size = jnp.where(is_run, run, 1)
+        return token + size, copied + jnp.where(code == SKIP, 0, size)
 
     def wait(_: Any, size: int) -> None:
-        for i in range(count):
-            piece = rows[i].at[pl.ds(0, size)]  # a semaphore counts bytes, whichever rows they are
+        for i, row in enumerate(rows):
+            piece = row.at[pl.ds(0, size)]  # a semaphore counts bytes, no matter of which rows
             pltpu.make_async_copy(piece, piece, semaphores.at[i]).wait()
 
-    _, sent = lax.while_loop(lambda state: state[0] < block, step, (jnp.int32(0), jnp.int32(0)))
-    in_pieces(sent, block, wait)
+    _, copied = lax.while_loop(lambda state: state[0] < block, step, (jnp.int32(0), jnp.int32(0)))
+    in_pieces(copied, block, wait)
 
 
 def run(call: Any, tile: Tile, launch: Any) -> list[jax.Array]:
-    """The new pages, in the old ones' memory where those are donated."""
+    """The new pages, in the memory of the old ones if those are donated."""
     del launch
     arrays = [call.kv_pages] if call.combined else list(call.kv_pages)
     if 0 in (call.num_tokens, call.num_pages):
@@ -134,28 +136,25 @@ def run(call: Any, tile: Tile, launch: Any) -> list[jax.Array]:
 
 
 def write_rows(arrays: list[jax.Array], rows: list[jax.Array], slots: jax.Array, tile: Tile) -> list[jax.Array]:
-    """`arrays` [P, G, ...], each with its `rows` at `slots` [T], -1 being skipped; the rows fill whole blocks."""
+    """`arrays` [P, G, ...] with `rows` written at `slots` [T], where -1 skips a row. The rows fill whole blocks."""
     block = tile.num_tokens_per_block
     flat = [pages.reshape(-1, *pages.shape[2:]) for pages in arrays]
     together = min(RUN, block, len(flat[0]))
     codes = codes_of(slots, block, together)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    written = pl.pallas_call(
+    (written,) = pl.pallas_call(
         functools.partial(kernel, run=together),
         grid=(len(codes),),
         in_specs=[
             pl.BlockSpec((1, 1, block), lambda i: (i, 0, 0), memory_space=pltpu.SMEM),
-            *(pl.BlockSpec((block, *new.shape[1:]), lambda i: (i, 0, 0)) for new in rows),
-            *(anywhere for _ in flat),
+            [pl.BlockSpec((block, *new.shape[1:]), lambda i: (i, 0, 0)) for new in rows],
+            [anywhere for _ in flat],
         ],
-        out_specs=[anywhere for _ in flat],
-        out_shape=[jax.ShapeDtypeStruct(pages.shape, pages.dtype) for pages in flat],
+        out_specs=([anywhere for _ in flat],),
+        out_shape=([jax.ShapeDtypeStruct(pages.shape, pages.dtype) for pages in flat],),
         scratch_shapes=[pltpu.SemaphoreType.DMA((len(flat),))],
         input_output_aliases={1 + len(rows) + i: i for i in range(len(flat))},
-        compiler_params=pltpu.CompilerParams(
-            vmem_limit_bytes=tile.vmem_limit_bytes or None,
-            disable_bounds_checks=True,  # slots are checked before, and the compiler's checks triple the loop
-        ),
+        compiler_params=compiler_params(tile.vmem_limit_bytes),
         name="write_kv_pages",
-    )(codes, *rows, *flat)
+    )(codes, rows, flat)
     return [pages.reshape(given.shape) for pages, given in zip(written, arrays, strict=True)]

@@ -1,9 +1,9 @@
-"""Writing this step's latent rows into the cache, for TPU: groups of rows are fetched, changed and sent back.
+"""Writing this step's latent rows into the cache on TPUs: groups of rows are fetched, changed and copied back.
 
-Rows of 8 and of 16 bits share their 32-bit words with neighbours, so that a copy moves a group of rows at least. Before
-the kernel runs, XLA finds the groups that a step changes, each of them once, and lays out what is new in their words.
-The grid walks over blocks of groups: the kernel fetches those of a block, all at once, changes their words, and sends
-them back. No group comes twice, so copies of different blocks never meet.
+Rows of 8 or 16 bits share 32-bit words with their neighbours, so a copy moves at least one group of rows that share
+words. Before the kernel runs, XLA lists the groups that the step changes, each once, and builds their new words. The
+grid is over blocks of groups. The kernel fetches the groups of a block, all at once, changes their words and copies
+them back. No group is listed twice, so copies of different blocks cannot touch the same memory.
 """
 
 import dataclasses
@@ -20,13 +20,16 @@ from ragged_attention.errors import InvalidInput
 from ragged_attention.jax_shared.latents import new_rows
 from ragged_attention.kernels_pallas._blocks import (
     LANES,
+    LARGEST_INT,
     cannot_run,
+    compiler_params,
     expect_sizes,
     in_pieces,
     next_power_of_2,
     round_up,
 )
-from ragged_attention.kernels_pallas._latent import planar_refusal, rows_per_word, words_of
+from ragged_attention.kernels_pallas._latent import rows_per_word, words_of
+from ragged_attention.kernels_pallas._latent_rows import refusal
 from ragged_attention.kernels_pallas._new_rows import slots, too_many_slots
 
 CHUNK = 8  # groups whose words are changed together
@@ -38,18 +41,18 @@ FEATURES = frozenset({
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What may be tuned.
+    """The tunable parameters.
 
     Attributes:
-        num_groups_per_block: groups of rows that are fetched and sent back together, a multiple of 8.
-        vmem_limit_bytes: vector memory that the compiler may use, 0 for its default.
+        num_groups_per_block: groups of rows fetched and copied back together, a multiple of 8.
+        vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
     """
 
     num_groups_per_block: int = 128
     vmem_limit_bytes: int = 0
 
     def __post_init__(self) -> None:
-        expect_sizes(self, num_groups_per_block=(CHUNK, 8192), vmem_limit_bytes=(0, 2**31 - 1))
+        expect_sizes(self, num_groups_per_block=(CHUNK, 8192), vmem_limit_bytes=(0, LARGEST_INT))
         if self.num_groups_per_block % CHUNK:
             raise InvalidInput(
                 f"expected num_groups_per_block to be a multiple of {CHUNK}, got {self.num_groups_per_block}"
@@ -57,7 +60,7 @@ class Tile:
 
 
 def why_not(call: WriteMlaCache) -> str | None:
-    if (reason := cannot_run(call) or planar_refusal(call) or too_many_slots(call)) is not None:
+    if (reason := cannot_run(call) or refusal(call.kv_format) or too_many_slots(call)) is not None:
         return reason
     packing, rows = rows_per_word(call.cache.dtype), call.num_slots * call.num_kv_heads
     if rows >= 2**31 - packing:
@@ -68,15 +71,15 @@ def why_not(call: WriteMlaCache) -> str | None:
 
 
 def heuristic(call: Any) -> Tile:
-    """All rows, up to 256 groups, as long as a block of them takes at most a sixteenth of vector memory and 4 MiB."""
-    row = round_up(call.cache.shape[3], LANES) * 4 * 8  # a row of words fills a tile
+    """One block for all rows, of up to 256 groups that take at most 4 MiB and a sixteenth of VMEM."""
+    row = round_up(call.cache.shape[3], LANES) * 4 * 8  # VMEM pads a row of words to a tile of 8
     most = max(min(call.device.shared_memory // 16, 4 << 20) // row, CHUNK)
     wanted = min(max(next_power_of_2(call.num_tokens * call.num_kv_heads), CHUNK), 256)
     return Tile(num_groups_per_block=min(wanted, 1 << most.bit_length() - 1))
 
 
 def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
-    """The new cache, in the old one's memory where that is donated."""
+    """The new cache, in the memory of the old one if that is donated."""
     del launch
     if 0 in (call.num_tokens, *call.cache.shape):
         return call.cache
@@ -96,25 +99,25 @@ def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
 
 
 def changed_groups(rows: jax.Array, packing: int) -> tuple[jax.Array, jax.Array]:
-    """The groups of `packing` rows that change, i32 [N], and what goes to each of their rows, i32 [N, packing].
+    """The groups of `packing` rows that change, i32 [N], and the new row for each of their rows, i32 [N, packing].
 
-    `rows` [N] is where in the cache each new row goes, -1 nowhere. Groups come once, in order, then -1. What goes to a
-    row is the number of a new one, the last if there are several, or -1 if it stays as it is.
+    `rows` [N] has the cache row of each new row, or -1. Each group is listed once, in ascending order; the rest of the
+    list is -1. A row that gets several new rows keeps the last of them; one that gets none has -1.
     """
     count = len(rows)
-    order = jnp.argsort(jnp.where(rows >= 0, rows, 2**31 - 1), stable=True).astype(jnp.int32)
+    order = jnp.argsort(jnp.where(rows >= 0, rows, LARGEST_INT), stable=True).astype(jnp.int32)
     rows = rows[order]
     group = jnp.where(rows >= 0, rows // packing, -1)
-    begins = (group >= 0) & (group != jnp.roll(group, 1)).at[0].set(True)
-    stays = (rows >= 0) & (rows != jnp.roll(rows, -1)).at[-1].set(True)
-    place = jnp.cumsum(begins.astype(jnp.int32)) - 1
-    groups = jnp.full(count, -1, jnp.int32).at[jnp.where(begins, place, count)].set(group, mode="drop")
+    is_first = (group >= 0) & (group != jnp.roll(group, 1)).at[0].set(True)  # of its group
+    is_last = (rows >= 0) & (rows != jnp.roll(rows, -1)).at[-1].set(True)  # of those that go to one row
+    place = jnp.cumsum(is_first.astype(jnp.int32)) - 1
+    groups = jnp.full(count, -1, jnp.int32).at[jnp.where(is_first, place, count)].set(group, mode="drop")
     sources = jnp.full((count, packing), -1, jnp.int32)
-    return groups, sources.at[jnp.where(stays, place, count), rows % packing].set(order, mode="drop")
+    return groups, sources.at[jnp.where(is_last, place, count), rows % packing].set(order, mode="drop")
 
 
 def new_words(bits: jax.Array, sources: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Words [N, 1, columns] that hold the new rows of groups, 0 elsewhere, and those [N, 1, 1] of the bits to keep."""
+    """Each group's words [N, 1, columns], with zeros for unchanged rows, and a mask of the bits to keep [N, 1, 1]."""
     width = bits.dtype.itemsize * 8
     words, kept = jnp.zeros((len(sources), bits.shape[1]), jnp.uint32), jnp.zeros(len(sources), jnp.uint32)
     for row in range(sources.shape[1]):
@@ -126,12 +129,12 @@ def new_words(bits: jax.Array, sources: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def kernel(groups: Any, new: Any, kept: Any, given: Any, cache: Any, buffer: Any, arrived: Any, left: Any) -> None:
-    """One block of groups of rows: their numbers, -1 behind the last, what is new in their words, the bits to keep."""
-    del given  # the cache by another name
+    """Change one block of groups. `groups` lists their numbers, then -1; `new` and `kept` are as in `new_words`."""
+    del given  # aliases `cache`
     block = groups.shape[-1]
 
     def begin(semaphore: Any, *, fetching: bool) -> Any:
-        """Start all copies, whose number it returns."""
+        """Start all copies, and return their number."""
 
         def step(index: Any) -> Any:
             ours, theirs = buffer.at[pl.ds(index, 1)], cache.at[pl.ds(groups[0, 0, index], 1)]
@@ -145,7 +148,7 @@ def kernel(groups: Any, new: Any, kept: Any, given: Any, cache: Any, buffer: Any
 
     def wait(semaphore: Any) -> Any:
         def some(_: Any, size: int) -> None:
-            piece = buffer.at[pl.ds(0, size)]  # a semaphore counts bytes, whichever rows they are
+            piece = buffer.at[pl.ds(0, size)]  # a semaphore counts bytes, no matter of which rows
             pltpu.make_async_copy(piece, piece, semaphore).wait()
 
         return some
@@ -184,9 +187,6 @@ def write_groups(cache: jax.Array, groups: jax.Array, new: jax.Array, kept: jax.
             pltpu.SemaphoreType.DMA,
         ],
         input_output_aliases={3: 0},
-        compiler_params=pltpu.CompilerParams(
-            vmem_limit_bytes=limit or None,
-            disable_bounds_checks=True,  # slots are checked before
-        ),
+        compiler_params=compiler_params(limit),
         name="write_mla_cache",
     )(groups, new, kept, cache)

@@ -77,7 +77,7 @@ struct Body {
     float aside = 0;
     if (kDeed == kStoreAside && first) op::store(&aside, 1.f);
     if (kDeed == kMatricesAskew && t < 32) op::store_matrices(&s.tiles[0][t * 8 + 4], {0, 0, 0, 0});
-    if (kDeed == kReadsEarly) op::given(params.sums), op::wait_for_grid_before();
+    if (kDeed == kReadsEarly) op::load_result(params.sums), op::wait_for_previous_grid();
     if (kDeed == kNoRegisters) op::reg_alloc<216>();
     if (kDeed == kKeepMore && first) op::reg_dealloc<200>();
     if (kDeed == kWantLess && first) op::reg_alloc<40>();

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ragged_attention.kernels_cuda import _latent, _native
+from ragged_attention.kernels_cuda import _abi, _latent, _native
 from ragged_attention.kernels_cuda._build import compile
 from ragged_attention.testing import environment, verdicts
 from ragged_attention.testing.cuda_emulator import EmulatedRunner
@@ -177,9 +177,9 @@ MUTANTS = {
     "the output's neighbours exchange the wrong words": Mutant(
         "sm90/latent.h", "op::shfl_xor(odd ? first : second, 1)", "op::shfl_xor(odd ? second : first, 1)"
     ),
-    "partial results are not waited for": Mutant("sm90/combine.h", "    op::wait_for_grid_before();\n", ""),
+    "partial results are not waited for": Mutant("sm90/combine.h", "    op::wait_for_previous_grid();\n", ""),
     "partial results of few heads are not waited for": Mutant(
-        "sm90/narrow_combine.h", "    op::wait_for_grid_before();\n", "", "narrow"
+        "sm90/narrow_combine.h", "    op::wait_for_previous_grid();\n", "", "narrow"
     ),
     # The kernel for few heads.
     "rows are read before they are there": Mutant(
@@ -194,7 +194,7 @@ MUTANTS = {
     ),
     "a stage of rows is handed back too early": Mutant(
         "sm90/narrow.h",
-        "          add_values(stage);\n          op::syncwarp();  // the other threads have read their rows too\n"
+        "          add_values(stage);\n          op::syncwarp();  // all threads have read their rows\n"
         "          if (lane == 0) s.empty[stage].arrive();\n",
         "          if (lane == 0) s.empty[stage].arrive();\n          add_values(stage);\n",
         "narrow",
@@ -202,7 +202,7 @@ MUTANTS = {
     ),
     "a row tells too few bytes": Mutant("sm90/narrow.h", "arrive_expect(kRow)", "arrive_expect(kRow - 16)", "narrow"),
     "zeros are not fenced from copies": Mutant(
-        "sm90/narrow.h", "      op::fence_async_shared();  // a bulk copy comes to the same place later\n", "", "narrow"
+        "sm90/narrow.h", "      op::fence_async_shared();  // a later bulk copy writes the same bytes\n", "", "narrow"
     ),
     "rows that are not there keep what was there": Mutant("sm90/narrow.h", "      clear(row);\n", "", "narrow"),
     "logits are not waited for": Mutant(
@@ -238,7 +238,7 @@ MUTANTS = {
         "sm90/v41.h", "codes & 0x7777", "(codes >> 4 & 0x707 | codes << 4 & 0x7070)", "v41"
     ),
     "the scales of a page begin where its rows do": Mutant(
-        "work.h", "planes.row ? page_size * slot :", "planes.row ? 0 :", "v41"
+        "work.h", "format.row ? page_size * slot :", "format.row ? 0 :", "v41"
     ),
     "a scale for each 64": Mutant("sm90/v41.h", "chunk % 4 : chunk / 2)", "chunk % 4 : chunk / 4)", "v41"),
     "sinks weigh before the maximum is taken off": Mutant(
@@ -252,7 +252,7 @@ RACES = {
         "sm90/narrow.h", "      if (!first) op::named_sync(kMerged + kWhich, kMerging);\n", "", "narrow"
     ),
     "a stage of rows is handed back by one for all": Mutant(
-        "sm90/narrow.h", "          op::syncwarp();  // the other threads have read their rows too\n", "", "narrow"
+        "sm90/narrow.h", "          op::syncwarp();  // all threads have read their rows\n", "", "narrow"
     ),
     "a row's level is written while its other threads read it": Mutant(
         "sm90/fp8_decode.h", "      op::named_sync(kRestRead, 128);\n      CUTE_UNROLL", "      CUTE_UNROLL", "fp8"
@@ -290,7 +290,7 @@ def judge(mutant: Mutant, folder: Path, flags: tuple[str, ...], modes: Sequence[
     _native.emulation = lambda *_: built
     known = {str(check): check for check in checks()}
     if mutant.kind in FP8:
-        _latent.NARROW, _latent.LISTS_OF["fp8_v32"] = {}, _native.Native(FP8[mutant.kind])
+        _latent.NARROW, _latent.LISTS_OF[_abi.FP8_V32] = {}, _native.Native(FP8[mutant.kind])
     for mode in modes:
         for name in CHECKS[mutant.kind][:most]:
             verdict = verdicts.verdict_of(EmulatedRunner(framework="torch", mode=mode), known[name], 10)

@@ -86,11 +86,11 @@ MUTANTS = {
         "_indexer", "padded(pieces.known[rows.seq])[:, None]", "True", "eager", (f"{LOGITS}invalid page indices",)
     ),
     "a query sees one key more": Mutant(
-        "_indexer", "(ends[seq][:, None] - rank) + 1, 0)", "(ends[seq][:, None] - rank) + 2, 0)", "eager",
+        "_indexer", "(ends[seq][:, None] - index) + 1, 0)", "(ends[seq][:, None] - index) + 2, 0)", "eager",
         (f"{LOGITS}more queries than keys",),
     ),
     "the first of equal logits is chosen": Mutant(
-        "top_k_indices", "behind >= wanted", "behind > wanted", "eager", (f"{SELECTION}all equal",)
+        "top_k_indices", "remaining >= wanted", "remaining > wanted", "eager", (f"{SELECTION}all equal",)
     ),
     "written groups of rows lose their neighbours": Mutant(
         "write_mla_cache", "(words & kept[some]) | new[some]", "new[some]", "eager",

@@ -6,6 +6,7 @@ real library is built once and shared with the other tests by the cache.
 
 import contextlib
 import ctypes
+import dataclasses
 import logging
 import os
 import re
@@ -25,6 +26,7 @@ from typing import Any
 import pytest
 
 from ragged_attention import dispatch, kernels_cuda
+from ragged_attention.calls import CACHE_FORMATS
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.kernels_cuda import _abi, _native, _report
 from ragged_attention.kernels_cuda._build import compile, toolchain
@@ -691,12 +693,25 @@ def test_records_mirror_the_header(name: str, record: type[Any]):
         assert group == tuple(field for field, of in fields if of == kind)
 
 
+FORMATS = ("FP8_V32", "FP8_V4", "FP8_V41", "FP8_V41_PAGE", "FP4_V41", "FP4_V41_PAGE")
+
+
+def test_every_cache_format_has_a_code() -> None:
+    forms = [dataclasses.replace(form, layout=layout) for form in CACHE_FORMATS.values() for layout in form.layouts]
+    names = [f"{form.name}_{form.layout}".removesuffix(f"_{form.layouts[0]}").upper() for form in forms]
+    assert tuple(names) == FORMATS
+    assert [_abi.code_of(form) for form in forms] == [getattr(_abi, name) for name in FORMATS]
+    packed = CACHE_FORMATS["fp4_v41"]
+    assert _abi.code_of(dataclasses.replace(packed, rotary=64, token_bytes=416)) == _abi.OTHER
+
+
 def test_codes_mirror_the_header():
     codes = {name: int(value) for name, value in re.findall(r"(RA_\w+) = (-?\d+)", HEADER)}
     assert codes == {
         "RA_WRONG_DEVICE": _abi.WRONG_DEVICE, "RA_NO_KERNEL": _abi.NO_KERNEL, "RA_DEADLOCK": _abi.DEADLOCK,
         "RA_NO_TENSOR_MAP": _abi.NO_TENSOR_MAP,
-        **{f"RA_{name.upper()}": code for name, code in (_abi.DTYPES | _abi.FORMATS).items()},
+        **{f"RA_{name.upper()}": code for name, code in _abi.DTYPES.items()},
+        **{f"RA_{name}": getattr(_abi, name) for name in ("PLAIN", *FORMATS)},
     }  # fmt: skip
     assert f"#define RA_ABI_VERSION {_abi.VERSION}\n" in HEADER
 

@@ -254,7 +254,7 @@ def test_every_code_under_every_scale_is_the_value_itself(form: str, dtype: str)
     rows = np.concatenate([values, scales], axis=1)
 
     def kernel(given: Any, decoded: Any) -> None:
-        (operand, scale), *others = _latent_rows.operands(given[...], form, jnp.dtype(dtype))
+        (operand, scale), *others = _latent_rows.operands(given[...], layout, jnp.dtype(dtype))
         assert (scale, others) == (None, [])
         decoded[...] = operand.astype(jnp.float32)
 
@@ -266,11 +266,11 @@ def test_every_code_under_every_scale_is_the_value_itself(form: str, dtype: str)
     want[np.abs(want) < np.finfo(np.float32).smallest_normal] = 0  # some devices have no smaller numbers
     if form == "fp8_v41":
         want[0] *= 0  # which as a scale means such a number
-    got = np.array(_latent_rows.gathered(got, form, layout.width))
+    got = np.array(_latent_rows.restore(got, layout, layout.width))
     got[np.abs(got) < np.finfo(np.float32).smallest_normal] = 0
     np.testing.assert_array_equal(got, want)
-    columns = _latent_rows.spread(jnp.arange(layout.width), form)
-    np.testing.assert_array_equal(_latent_rows.gathered(columns, form, 64), np.arange(64))
+    columns = _latent_rows.reorder(jnp.arange(layout.width), layout)
+    np.testing.assert_array_equal(_latent_rows.restore(columns, layout, 64), np.arange(64))
 
 
 # The mode in which races are looked for, and both in the larger profiles.

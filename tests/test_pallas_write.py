@@ -36,11 +36,11 @@ def test_codes_send_each_slot_of_a_block_once(block, run):
             whole = line[token] <= kernels.FIRST_RUN
             first = kernels.FIRST_RUN - line[token] if whole else line[token]
             size = run if whole else 1
-            for i in range(size if first != kernels.NOWHERE else 0):
+            for i in range(size if first != kernels.SKIP else 0):
                 assert first + i not in used
                 used.add(first + i)
                 sent[first + i] = number * block + token + i
-            copies += first != kernels.NOWHERE
+            copies += first != kernels.SKIP
             token += size
         assert token == block  # no run crosses the end of a block
     assert sent == {slot: token for token, slot in enumerate(slots.tolist()) if slot >= 0}

@@ -1,1 +1,1 @@
-"""How the kernels and the emulation of them become libraries: the tools, the recipes, the cache."""
+"""Building the kernels and their emulation: finding the tools, the recipes, the cache of libraries."""

@@ -1,8 +1,8 @@
-"""Builds the kernels, the emulation of them, the recorders of their launches and the library for XLA, by content.
+"""Builds the kernels, their emulation, the recorders of their launches and the library for XLA.
 
-A library is stored in ~/.cache/ragged_attention under a digest of everything it is made of: sources, flags, architecture,
-the compiler's release, the release of CUTLASS. One built ahead of time may be in `kernels_cuda/prebuilt/`: its name
-carries the digest of sources and flags, so one made from other sources is never taken.
+A library is stored in ~/.cache/ragged_attention under a digest of everything that it is made of: sources, flags,
+architecture, and the releases of the compiler and of CUTLASS. A library built ahead of time may be in
+`kernels_cuda/prebuilt/`. Its name has the digest of sources and flags, so a library of other sources is never taken.
 """
 
 import concurrent.futures
@@ -36,7 +36,7 @@ UNITS = (
     "sm90/mla_decode_dense", "sm90/sparse_mla_prefill", "sm90/mla_decode_sparse_fp8",
     "sm90/mla_decode_sparse_fp8_narrow", "sm90/mla_decode_sparse_fp8_v4", "sm90/mla_decode_sparse_v41", "common",
 )  # fmt: skip
-EMULATOR = "emulator"  # the folder of what is for a CPU alone
+EMULATOR = "emulator"  # the folder of the sources that are only for a CPU
 NVCC_FLAGS = (
     "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr",
     "--expt-extended-lambda", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DNDEBUG", "-lineinfo", "-Xptxas=--warn-on-spills",
@@ -47,34 +47,34 @@ RECORDER_FLAGS = (
     "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=compute_90a", "--no-compress", "--expt-relaxed-constexpr",
     "--expt-extended-lambda", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DNDEBUG", "-lineinfo", "-cudart", "none",
 )  # fmt: skip
-# CuTe views fragments of registers through other types, which strict aliasing would turn into zeros.
+# CuTe reads fragments of registers through other types, and strict aliasing would turn them into zeros.
 EMULATION_FLAGS = (
     "-std=c++20", "-O2", "-fno-strict-aliasing", "-fPIC", "-fvisibility=hidden", "-w", "-DRA_EMULATE", "-DNDEBUG",
 )  # fmt: skip
 FFI_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden")
-SHOWN_LINES = 30  # of a failed compiler's output
+SHOWN_LINES = 30  # of the output of a compiler that failed
 NO_CACHE = "no folder to store the CUDA kernels in: set HOME or XDG_CACHE_HOME"
-# What ptxas says, and goes on, where it has each product wait for the one before: C7510 and its neighbours.
+# The warnings of ptxas, C7510 and its neighbours, that it has serialised wgmma: each product waits for the previous one.
 SERIALISED = r".*\(C75\d\d\).*"
-UNFINISHED = "building-"  # how the names of folders begin that a build works in
+UNFINISHED = "building-"  # the prefix of the folders in which builds work
 
-Progress = Callable[[int, int, str], None]  # steps done, steps in all, what was done or is next
+Progress = Callable[[int, int, str], None]  # steps done, all steps, the last or the next one in words
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How one shared library is made: each unit by `compiler` with `-c`, then all of them together by `linker`."""
+    """How a shared library is made: `compiler` with `-c` compiles each unit, then `linker` links all of them."""
 
     what: str
     name: str
     digest: str
     texts: tuple[Path, ...]  # the sources that the digest covers
-    as_read: str  # their digest alone, which shows a change made in the meantime
+    as_read: str  # the digest of these sources alone, to detect changes during the build
     units: tuple[Path, ...]
     compiler: tuple[str, ...]
     linker: tuple[str, ...]
     libraries: tuple[str, ...] = ()
-    refused: str = ""  # a pattern: a compiler that prints it has made something that must not run, though it exits with 0
+    refused: str = ""  # a pattern in a compiler's output that makes the build fail, even with exit code 0
 
     @property
     def path(self) -> Path:
@@ -82,7 +82,7 @@ class Recipe:
 
 
 def cache_folder() -> Path:
-    """Where built libraries are stored."""
+    """The folder that stores built libraries."""
     try:
         return caches.cache_folder()
     except RuntimeError as error:
@@ -90,7 +90,7 @@ def cache_folder() -> Path:
 
 
 def missing_to_store() -> str | None:
-    """Why a built library could not be stored, as far as names alone show."""
+    """Why there is no folder to store a built library in, or None."""
     try:
         cache_folder()
     except BackendMissing as error:
@@ -99,16 +99,16 @@ def missing_to_store() -> str | None:
 
 
 def digest_of(*parts: object) -> str:
-    """A short name for all of `parts`; a path stands for the file's name and content."""
-    found = hashlib.sha256()
+    """A short digest of all `parts`; a path stands for the file's name and content."""
+    digest = hashlib.sha256()
     for part in parts:
         text = part.name.encode() + b"\0" + part.read_bytes() if isinstance(part, Path) else str(part).encode()
-        found.update(len(text).to_bytes(8, "little") + text)
-    return found.hexdigest()[:20]
+        digest.update(len(text).to_bytes(8, "little") + text)
+    return digest.hexdigest()[:20]
 
 
 def kernels_recipe() -> Recipe:
-    """The kernels, by nvcc. Raises `BackendMissing` where a tool is missing."""
+    """The recipe of the kernels, which nvcc compiles. Raises `BackendMissing` if a tool is missing."""
     nvcc, include = _nvcc()
     texts = _kernel_texts()
     name = _kernels_name(texts)
@@ -129,7 +129,7 @@ def kernels_recipe() -> Recipe:
 
 
 def _kernels_name(texts: Sequence[Path]) -> str:
-    """The kernels' file name: a library of the same sources and flags is the same library, whoever compiled it."""
+    """The kernels' file name, which identifies sources and flags but not the compiler."""
     return f"libragged_attention_cuda-{digest_of(*NVCC_FLAGS, *texts)}.so"
 
 
@@ -142,7 +142,7 @@ def _texts(sources: Path) -> list[Path]:
 
 
 def _nvcc() -> tuple[toolchain.Nvcc, Path]:
-    """nvcc, and the folder of CUTLASS."""
+    """nvcc, and the folder of the CUTLASS headers."""
     nvcc, include = toolchain.nvcc(), toolchain.cutlass()
     if (reason := toolchain.missing_to_compile()) or nvcc is None or include is None:
         raise BackendMissing(reason or f"{toolchain.nvcc_path()} does not run")
@@ -159,7 +159,7 @@ def _gxx() -> tuple[str, str]:
 
 
 def emulation_recipe(extra_flags: Sequence[str] = (), sources: Path = SOURCES) -> Recipe:
-    """The same sources, by g++, for the CPU."""
+    """The recipe of the emulation: the kernels' sources, compiled by g++ for the CPU."""
     (gxx, release), include = _gxx(), toolchain.cutlass()
     if (reason := toolchain.missing_to_emulate()) or include is None:
         raise BackendMissing(reason or toolchain.NO_CUTLASS)
@@ -183,9 +183,9 @@ def emulation_recipe(extra_flags: Sequence[str] = (), sources: Path = SOURCES) -
 
 
 def recorder_recipe(unit: str) -> Recipe:
-    """One of `UNITS` as PTX, and its host code linked with a recorder of launches in place of the CUDA runtime.
+    """The recipe of a recorder: one of `UNITS` as PTX, its host code linked with csrc/emulator/recorder.cc.
 
-    The functions of the C ABI work as they do on a GPU, up to the launch. See csrc/emulator/recorder.cc.
+    That replaces the CUDA runtime, so the functions of the C ABI work as on a GPU, up to the launch.
     """
     nvcc, include = _nvcc()
     texts = (*_kernel_texts(), SOURCES / EMULATOR / "recorder.cc")
@@ -198,15 +198,16 @@ def recorder_recipe(unit: str) -> Recipe:
         as_read=digest_of(*texts),
         units=(SOURCES / f"{unit}.cu", texts[-1]),
         compiler=(nvcc.path, *RECORDER_FLAGS, f"-I{SOURCES}", f"-I{include}"),
-        # The library's own names come first, whatever CUDA the process has loaded; and none is missing.
+        # The library uses its own functions, even if the process has loaded a CUDA runtime; and no symbol may be missing.
         linker=(nvcc.path, "-shared", *RECORDER_FLAGS, "-Xlinker", "-Bsymbolic,-z,defs"),
     )
 
 
 def ffi_recipe(jax_include: str, kernels: Path, emulated: bool = False) -> Recipe:
-    """The XLA FFI library over `kernels`, against the headers of one jaxlib: a newer FFI would break an older jaxlib.
+    """The recipe of the XLA FFI library over `kernels`, for the jaxlib whose headers are in `jax_include`.
 
-    It finds `kernels` by name, so those must be loaded first.
+    Each jaxlib needs its own, because an older jaxlib cannot use a newer FFI. The library finds `kernels` by name, so they
+    must be loaded first.
     """
     gxx, release = _gxx()
     interface = sorted(Path(jax_include, "xla", "ffi", "api").glob("*.h"))
@@ -228,7 +229,7 @@ def ffi_recipe(jax_include: str, kernels: Path, emulated: bool = False) -> Recip
 
 
 def is_whole(path: Path) -> bool:
-    """Whether there is a library that ends where its header says: a truncated one would crash the process that loads it."""
+    """Whether a library is as long as its ELF header says. A truncated one would crash the process that loads it."""
     try:
         with open(path, "rb") as file:
             header, size = file.read(64), os.fstat(file.fileno()).st_size
@@ -241,10 +242,10 @@ def is_whole(path: Path) -> bool:
 
 
 def build(recipe: Recipe, progress: Progress | None = None) -> Path:
-    """The recipe's library, from the cache or made now. A failure raises `BackendMissing` with the compiler's output."""
+    """The recipe's library, from the cache or built now. A failure raises `BackendMissing` with the compiler's output."""
     try:
         caches.expect_trusted(recipe.path)
-        if is_whole(recipe.path):  # perhaps in a cache that root fills, where we may not even take a lock
+        if is_whole(recipe.path):  # perhaps in a cache that root has filled, where we may not even take a lock
             return recipe.path
         caches.make_folder(recipe.path.parent)
         caches.expect_trusted(recipe.path)
@@ -260,7 +261,7 @@ def build(recipe: Recipe, progress: Progress | None = None) -> Path:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
-    """Another process that wants the same library waits here instead of making it again. False: nothing waits."""
+    """Wait until no other process builds this library. Yields False if the file system has no locks, so none wait."""
     import fcntl  # not on Windows, where nothing is built
 
     # A lock needs no permission to write, and the file may be another user's.
@@ -268,7 +269,7 @@ def _alone(folder: Path) -> Iterator[bool]:
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # file systems without locks: the work is done twice, the result is one
+        except OSError:  # no locks: two processes may build the library, with the same result
             yield False
         else:
             yield True
@@ -277,30 +278,30 @@ def _alone(folder: Path) -> Iterator[bool]:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what killed builds left behind."""
+    """Remove the files of builds that were killed."""
     for path in folder.glob(f"{UNFINISHED}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _make(recipe: Recipe, progress: Progress | None) -> None:
-    """Compile the units side by side, link them, and move the result to its path in one step."""
+    """Compile the units in parallel, link them, and move the result to its path in one step."""
     logger.info("building the %s with %s", recipe.what, recipe.compiler[0])
     start, steps = time.perf_counter(), len(recipe.units) + 1
 
-    def tell(done: int, text: str) -> None:
+    def report(done: int, text: str) -> None:
         if progress is not None:
             progress(done, steps, text)
 
     with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=recipe.path.parent) as folder, _Compilers(recipe) as run:
         objects = [Path(folder, f"{unit.stem}.o") for unit in recipe.units]
-        tell(0, recipe.units[0].name)
+        report(0, recipe.units[0].name)
         started = {
             run.later((*recipe.compiler, "-c", str(unit), "-o", str(made))): unit
             for unit, made in zip(recipe.units, objects, strict=True)
         }
         for done, future in enumerate(concurrent.futures.as_completed(started), 1):
             future.result()
-            tell(done, started[future].name)
+            report(done, started[future].name)
         printed = "".join(f"{unit.name}:\n{text}" for future, unit in started.items() if (text := future.result()))
         if printed:
             logger.warning("the compiler of the %s said, and went on:\n%s", recipe.what, printed)
@@ -308,14 +309,14 @@ def _make(recipe: Recipe, progress: Progress | None) -> None:
         run.later((*recipe.linker, "-o", str(linked), *map(str, objects), *recipe.libraries)).result()
         if digest_of(*recipe.texts) != recipe.as_read:
             raise BackendMissing(f"the sources of the {recipe.what} changed while they were compiled")
-        linked.chmod(linked.stat().st_mode & ~0o022)  # whatever the umask says
+        linked.chmod(linked.stat().st_mode & ~0o022)  # for any umask
         os.replace(linked, recipe.path)
-    tell(steps, recipe.name)
+    report(steps, recipe.name)
     logger.info("built the %s in %.0f s: %s", recipe.what, time.perf_counter() - start, recipe.path)
 
 
 class _Compilers:
-    """Commands of a recipe, one per core at a time; leaving by an exception, Ctrl-C too, ends them all."""
+    """Runs a recipe's commands, one per core at a time. An exception, even by Ctrl-C, ends them all."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._what, self._refused = recipe.what, recipe.refused
@@ -336,7 +337,7 @@ class _Compilers:
         self._pool.shutdown(cancel_futures=True)
 
     def later(self, command: Sequence[str]) -> concurrent.futures.Future[str]:
-        """The future of what a command prints; it fails with the last of that, or with what the recipe refuses in it."""
+        """The future of a command's output. It fails with the end of the output, or with a line that the recipe refuses."""
         return self._pool.submit(self._call, command)
 
     def _call(self, command: Sequence[str]) -> str:
@@ -363,13 +364,13 @@ class _Compilers:
 
 
 def prebuilt() -> Path | None:
-    """The library built ahead of time from exactly these sources, if there is one."""
+    """The library that was built ahead of time from exactly these sources, or None."""
     path = PREBUILT / _kernels_name(_kernel_texts())
     return path if is_whole(path) else None
 
 
 def built() -> Path | None:
-    """The kernels' library if it is built already."""
+    """The kernels' library if it is already built, or None."""
     if path := prebuilt():
         return path
     if toolchain.missing_to_compile() or missing_to_store() or toolchain.nvcc() is None:

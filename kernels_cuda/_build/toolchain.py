@@ -1,7 +1,7 @@
-"""Finds the compilers and headers that the kernels are built with. It looks, and never builds or raises.
+"""Finds the compilers and headers for building the kernels. Nothing here builds or raises.
 
-nvcc is searched for in this order: $CUDACXX, $CUDA_HOME, the compiler from PyPI (extra `cuda-toolchain`), PATH,
-/usr/local/cuda. CUTLASS is headers only, and they lie in the wheel `nvidia-cutlass` (extra `cuda`).
+The search for nvcc has this order: $CUDACXX, $CUDA_HOME, the compiler from PyPI (extra `cuda-toolchain`), PATH,
+/usr/local/cuda. CUTLASS consists of headers only, which are in the wheel `nvidia-cutlass` (extra `cuda`).
 """
 
 import dataclasses
@@ -17,25 +17,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 USUAL_HOME = Path("/usr/local/cuda")
-PYPI_HOME = "nvidia.cu13"  # the namespace package that holds the compiler's wheels as one CUDA home
+PYPI_HOME = "nvidia.cu13"  # the namespace package of the compiler's wheels, which together are a CUDA home
 
 NO_NVCC = (
     "no nvcc in CUDACXX, CUDA_HOME, nvidia.cu13, PATH or /usr/local/cuda: set CUDA_HOME to a CUDA toolkit, or install "
     "ragged-attention[cuda-toolchain]"
 )
 NO_CUTLASS = "no CUTLASS headers: install ragged-attention[cuda] or nvidia-cutlass"
-LEAST_NVCC = (12, 8)  # what older ones make of wgmma was never read
+LEAST_NVCC = (12, 8)  # the machine code of older releases has not been checked
 NO_GXX = "no g++ on PATH"
 NO_HEADERS = "no CUDA headers (cuda_runtime.h and cuda/std) beside nvcc or in nvidia.cu13"
 
-# jax for CUDA brings the first of these wheels for its assembler alone, and pip picks any release of the others.
+# jax for CUDA installs the first of these wheels only for its assembler, and pip may pick any release of the others.
 WHEELS = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt")
 PARTS = ("nvvm/bin/cicc", "include/crt", "include/cccl", "include/cuda_runtime.h", "lib/libcudart_static.a")
 
 
 @dataclasses.dataclass(frozen=True)
 class Nvcc:
-    """An nvcc and what it reports: its release, where its headers lie, where the linker finds its libraries."""
+    """An nvcc, its release, and the folders of its headers and libraries."""
 
     path: str
     release: str
@@ -44,13 +44,13 @@ class Nvcc:
 
     @property
     def number(self) -> tuple[int, int] | None:
-        """The release as numbers, (13, 0); None if it cannot be read."""
+        """The release as numbers, such as (13, 0); None if it cannot be parsed."""
         found = re.search(r"release (\d+)\.(\d+)", self.release)
         return (int(found[1]), int(found[2])) if found else None
 
 
 def missing_to_compile() -> str | None:
-    """What is missing to compile the kernels, in one sentence; None if nothing is."""
+    """What is missing to compile the kernels, in one sentence, or None."""
     if reason := _wrong_platform():
         return reason
     wanted = os.environ.get("CUDACXX")
@@ -65,7 +65,7 @@ def missing_to_compile() -> str | None:
 
 
 def missing_to_emulate() -> str | None:
-    """What is missing to compile the emulation."""
+    """What is missing to compile the emulation, in one sentence, or None."""
     if reason := _wrong_platform():
         return reason
     if gxx() is None:
@@ -78,7 +78,7 @@ def _wrong_platform() -> str | None:
 
 
 def nvcc_candidates() -> Iterator[tuple[str, str | None]]:
-    """Each source that is searched, in order, with the nvcc that it has."""
+    """Each place to search, in order, with its nvcc or None."""
     environ = os.environ
     yield "CUDACXX", _program(environ.get("CUDACXX"))
     yield "CUDA_HOME", _program(environ.get("CUDA_HOME"), "bin", "nvcc")
@@ -92,7 +92,7 @@ def _program(*parts: str | Path | None) -> str | None:
 
 
 def _whole(home: Path | None) -> Path | None:
-    """The folder of the wheels if it holds all parts of a compiler, of one release."""
+    """The folder of the wheels if it has all parts of a compiler, in one release."""
     if home is None or not all((home / part).exists() for part in PARTS):
         return None
     return home if len({_minor_release(wheel) for wheel in WHEELS}) == 1 else None
@@ -107,12 +107,12 @@ def _minor_release(distribution: str) -> str | None:
 
 
 def nvcc_path() -> str | None:
-    """The first nvcc that is found."""
+    """The path of the first nvcc found, or None."""
     return next((path for _, path in nvcc_candidates() if path), None)
 
 
 def nvcc() -> Nvcc | None:
-    """The nvcc in use with its release and folders; None if there is none or it does not run."""
+    """The first nvcc found, with its release and folders; None if there is none or it does not run."""
     path = nvcc_path()
     return _asked(path) if path else None
 
@@ -127,7 +127,7 @@ def _asked(path: str) -> Nvcc | None:
     folders = " ".join(re.findall(r"^#\$ (?:SYSTEM_)?INCLUDES=(.*)", plan, re.MULTILINE))
     includes = [os.path.normpath(name) for name in re.findall(r'"(?:-I)?([^"]*/[^"]*)"', folders)]
     top = re.search(r"^#\$ TOP=(.*)", plan, re.MULTILINE)
-    # In wheels the libraries lie in lib/, where nvcc's own profile does not look.
+    # The wheels have the libraries in lib/, where nvcc's own profile does not look.
     libraries = [str(Path(top[1].strip(), "lib").resolve())] if top else []
     libraries = [folder for folder in libraries if Path(folder, "libcudart_static.a").is_file()]
     found = re.search(r"release .*", release)
@@ -153,7 +153,7 @@ def gxx_release(path: str) -> str | None:
 
 
 def pypi_home() -> Path | None:
-    """The folder that the wheels of NVIDIA's compiler are unpacked into."""
+    """The folder into which the wheels of NVIDIA's compiler are installed, or None."""
     try:
         found = importlib.util.find_spec(PYPI_HOME)
     except (ImportError, ValueError):
@@ -163,7 +163,7 @@ def pypi_home() -> Path | None:
 
 
 def cuda_headers() -> tuple[str, ...]:
-    """Include folders that have CUDA's own headers and those of its C++ library: nvcc's, or the wheels'."""
+    """Include folders with the headers of CUDA and of its C++ library: those of nvcc, or of the wheels."""
     compiler, home = nvcc(), pypi_home()
     for folders in (compiler.includes if compiler else (), (str(home / "include"),) if home else ()):
         beside = (str(Path(folder, "cccl")) for folder in folders if Path(folder, "cccl").is_dir())
@@ -174,7 +174,7 @@ def cuda_headers() -> tuple[str, ...]:
 
 
 def cutlass() -> Path | None:
-    """The folder of the CUTLASS headers. The wheel's Python side is not imported: it is slow and has many dependencies."""
+    """The folder of the CUTLASS headers, or None. The wheel's Python code is slow to import, so it is not imported."""
     try:
         found = importlib.util.find_spec("cutlass_library")
     except (ImportError, ValueError):
@@ -187,6 +187,6 @@ def cutlass() -> Path | None:
 
 
 def cutlass_release(include: Path) -> str:
-    """`4.2.0`, read from the headers themselves."""
+    """The release, such as 4.2.0, as the headers state it."""
     text = (include / "cutlass" / "version.h").read_text()
     return ".".join(re.findall(r"#define CUTLASS_(?:MAJOR|MINOR|PATCH) (\d+)", text))

@@ -1,9 +1,9 @@
-// How the blocks of a batch are dealt to parts; see reference/make_decode_schedule.py, whose numbers these are.
+// Divides the blocks of a batch among parts, with the same numbers as reference/make_decode_schedule.py.
 #pragma once
 #include "ops.h"
 #include "work.h"
 
-// Blocks of a sequence; a list has at least one key, and a second list begins at a new block.
+// The blocks of a sequence. A list counts as at least one key, and a second list begins with a new block.
 RA_HD int blocks_of(RaSchedule const& call, int64_t seq) {
   int64_t keys = call.lens[seq];
   if (call.sparse && keys < 1) keys = 1;
@@ -16,13 +16,13 @@ RA_HD int blocks_of(RaSchedule const& call, int64_t seq) {
 RA_HD int cost_of(int blocks) { return blocks > 1 ? blocks : 1; }
 
 struct Deal {
-  static constexpr int kThreads = 32, kHeld = 2048;
+  static constexpr int kThreads = 32, kAtOnce = 2048;
   struct Smem {
     int64_t costs[kThreads];
-    int blocks[kHeld];  // of the sequences at hand
+    int blocks[kAtOnce];  // of the sequences being divided
   };
 
-  // A part that is being filled, and where the next begins.
+  // The part that is being filled, the cost that it may still take, and the last block of the previous sequence.
   struct State {
     int64_t payload, budget;
     int part, last_end;
@@ -42,8 +42,8 @@ struct Deal {
       call.num_splits[0] = 0;
       begin(call, 0, 0, 0, 0);
     }
-    for (int first = 0; first < num_seqs; first += kHeld) {
-      int const count = num_seqs - first < kHeld ? num_seqs - first : kHeld;
+    for (int first = 0; first < num_seqs; first += kAtOnce) {
+      int const count = num_seqs - first < kAtOnce ? num_seqs - first : kAtOnce;
       op::syncthreads();
       for (int i = lane; i < count; i += kThreads) s.blocks[i] = blocks_of(call, first + i);
       op::syncthreads();
@@ -59,7 +59,7 @@ struct Deal {
     }
   }
 
-  // One sequence: the part at hand takes the rest of it, or what it can afford, and leaves the next split to the next.
+  // Divides one sequence: each part takes as many of its remaining blocks as its budget allows, then the next part begins.
   RA_DEV static void deal(RaSchedule const& call, State& state, int seq, int blocks) {
     int64_t block = 0;
     int split = 0;

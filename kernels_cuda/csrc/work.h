@@ -1,4 +1,4 @@
-// Who computes what: pure functions of a call and of what its index arrays hold, whatever that is.
+// The division of work: pure functions of a call and of its index arrays, which may hold any values.
 #pragma once
 #include <string.h>
 
@@ -6,17 +6,17 @@
 #include "ops.h"
 
 constexpr double kLog2e = 1.4426950408889634;
-constexpr int kBlock = 64;                                     // keys
-constexpr int kMostKeys = 2147483647 - 65535;                  // of one list, so that positions stay within 32 bits
-constexpr int kMostSplits = 65535;                             // of one list
-constexpr int kWhole = -1, kAbsent = -2;                       // in place of a partial result's number
+constexpr int kBlock = 64;                     // keys
+constexpr int kMostKeys = 2147483647 - 65535;  // per list, so that positions fit 32 bits
+constexpr int kMostSplits = 65535;             // per list
+constexpr int kWhole = -1, kAbsent = -2;       // in place of the number of a partial result
 
 RA_HD int clamped(int64_t value, int64_t low, int64_t high) {
   return static_cast<int>(value < low ? low : value > high ? high : value);
 }
 RA_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// A divisor known before the launch; dividing what is below 2^31 by it is a multiplication and a shift.
+// A divisor known before the launch. Dividing a number below 2^31 by it takes a multiplication and a shift.
 struct Divisor {
   uint32_t multiplier;  // 2^(31 + shift) / divisor, rounded up
   int shift;            // 2^shift is the divisor, or the next power of two
@@ -30,55 +30,46 @@ RA_HD uint32_t divide(uint32_t number, Divisor by) {
   return uint32_t(uint64_t(number * 2) * by.multiplier >> 32) >> by.shift;
 }
 
-// The rows of a cache, and the lists that name them. Where a row lies is counted in units of so many bytes, in 32 bits,
-// and sums may wrap on the way: slot s of a sparse call is at s * slot + (s / page_size) * gap, position p of a page at
-// p % page_size * slot + page * (page_size * slot + gap).
+// The rows of a cache, and the lists that name them. The offset of a row is counted in units of a number of bytes, in 32
+// bits, and intermediate sums may wrap: slot s of a sparse call is at s * slot + (s / page_size) * gap, position p of a
+// page at p % page_size * slot + page * (page_size * slot + gap).
 struct Keys {
   char const* cache;
   int const* lists;  // of slots, or in a dense call of pages
   int const* lens;
   int64_t seq_stride, token_stride, head_stride, lens_seq_stride, lens_token_stride;
-  int longest;       // keys of any list
-  uint32_t count;    // an entry from here on is none: slots, or pages
+  int longest;       // the most keys of a list
+  uint32_t count;    // of slots, or of pages; entries from this number on are invalid
   int page_size;
   Divisor by_page_size;
   uint32_t slot, gap, head;
-  // Of formats from RA_FP8_V4 on: where the scales of slot 0 are, and what `slot` and `gap` are of a slot's scales.
+  // For formats with 8-bit scales: the offset of the scales of slot 0, and the `slot` and `gap` of scales.
   uint32_t scales, scale_slot, scale_gap;
 };
 
-// A call with what is derived from it, in numbers that fit registers.
+// A call with numbers derived from it, which fit registers.
 struct Plan {
   RaLatent call;
   Keys keys, extra;
   int num_seqs, num_q_tokens, num_q_heads, num_kv_heads, group, num_parts, num_splits;
-  int rows;      // that share a list: the tokens and heads of a KV head, in sparse calls the heads of one token
-  int tiles;     // of 64 rows
-  int tokens;    // with lists of their own
-  float scale;   // of logits to base 2
+  int rows;     // that share a list: the tokens and heads of a KV head; in sparse calls the heads of one token
+  int tiles;    // of 64 rows
+  int tokens;   // with their own lists
+  float scale;  // of logits to base 2
 };
 
-// Of a format with the scales of a page behind all its rows: bytes of a row, and of its scales.
-struct Planes {
-  int row, scales;
-};
-RA_HD Planes planes_of(int64_t format) {
-  if (format == RA_FP8_V4) return {576, 8};
-  if (format == RA_FP8_V41_PAGE) return {512, 16};
-  if (format == RA_FP4_V41_PAGE) return {256, 32};
-  return {0, 0};
-}
+// Whether a byte holds the codes of two columns: formats with 4-bit codes are the last ones.
+RA_HD bool has_packed_codes(int64_t format) { return format >= RA_FP4_V41; }
 
 inline Keys keys_of(RaLatent const& call, int unit) {
-  int const size = call.format == RA_PLAIN ? 2 : 1;
+  RaFormat const format = format_of(call.format);
+  int const size = format.token ? 1 : 2;
   auto const units = [=](int64_t elements) { return uint32_t(elements * size / unit); };
   int64_t const keys = call.sparse ? call.list_length : call.list_length * call.page_size;
   int64_t const entries = call.sparse ? call.num_pages * call.page_size : call.num_pages;
-  Planes const planes = planes_of(call.format);
-  int64_t const row = planes.row ? planes.row : call.slot_stride;
-  uint32_t const slot = units(row), page = units(call.page_stride), page_size = uint32_t(call.page_size);
-  uint32_t const scale_slot = planes.row ? units(planes.scales) : slot;
-  uint32_t const scales = planes.row ? page_size * slot : units(call.format >= RA_FP4_V41 ? 256 : 512);
+  uint32_t const slot = units(format.row ? format.row : call.slot_stride), page = units(call.page_stride);
+  uint32_t const page_size = uint32_t(call.page_size), scale_slot = format.row ? units(format.scales) : slot;
+  uint32_t const scales = format.row ? page_size * slot : units(format.scales_at);
   return {
       static_cast<char const*>(call.kv), call.lists, call.lens, call.list_seq_stride, call.list_token_stride,
       call.list_head_stride, call.lens_seq_stride, call.lens_token_stride, clamped(keys, 0, kMostKeys),
@@ -86,7 +77,7 @@ inline Keys keys_of(RaLatent const& call, int unit) {
       page - page_size * slot, units(call.head_stride), scales, scale_slot, page - page_size * scale_slot,
   };
 }
-// The call as if its second cache were the first.
+// The call with its second cache in place of the first.
 inline RaLatent extra_call_of(RaLatent call) {
   call.format = call.extra_format;
   call.kv = call.extra_kv, call.lists = call.extra_lists, call.lens = call.extra_lens;
@@ -97,7 +88,7 @@ inline RaLatent extra_call_of(RaLatent call) {
   call.lens_seq_stride = call.extra_lens_seq_stride, call.lens_token_stride = call.extra_lens_token_stride;
   return call;
 }
-// Rows are found in units of so many bytes.
+// The plan of a call; `unit` is the number of bytes in which offsets of rows are counted.
 inline Plan plan_of(RaLatent const& call, int unit) {
   Plan plan{};
   plan.call = call;
@@ -117,7 +108,7 @@ inline Plan plan_of(RaLatent const& call, int unit) {
   return plan;
 }
 
-// Whether sizes fit the 32 bits in which kernels count rows, keys and parts. What a stride multiplies has 64 bits.
+// Whether sizes fit the 32 bits in which kernels count rows, keys and parts. Products with strides have 64 bits.
 inline bool sizes_fit(RaLatent const& call) {
   auto const fits = [](int64_t size, int64_t least) { return size >= least && size <= kMostKeys; };
   for (int64_t size : {call.num_seqs, call.num_q_tokens, call.num_q_heads, call.num_pages, call.list_length,
@@ -125,25 +116,25 @@ inline bool sizes_fit(RaLatent const& call) {
     if (!fits(size, 0)) return false;
   if (!fits(call.num_kv_heads, 1) || !fits(call.page_size, 1) || !fits(call.num_q_tokens * call.num_q_heads, 0)) return false;
   if (call.extra_lists && (!call.sparse || call.num_kv_heads != 1 || !fits(call.extra_page_size, 1))) return false;
-  if (!fits(call.list_length + call.extra_list_length, 0)) return false;  // positions go on from one list to the other
+  if (!fits(call.list_length + call.extra_list_length, 0)) return false;  // positions continue in the second list
   if (call.parts) return fits(call.num_parts, 1) && fits(2 * call.num_parts, 0);
   return call.num_splits >= 1 && call.num_splits <= kMostSplits && call.num_parts == call.num_seqs * call.num_splits &&
          fits(call.num_parts, 0);
 }
 
-// Keys of a sequence, in sparse calls of the list of one of its query tokens.
+// The keys of a sequence, or in sparse calls of the list of one of its query tokens.
 RA_HD int length_of(Keys const& keys, int seq, int token) {
   if (keys.lens == nullptr) return keys.longest;
   return clamped(keys.lens[seq * keys.lens_seq_stride + token * keys.lens_token_stride], 0, keys.longest);
 }
-// Blocks of a sequence: a second list begins at a new one.
+// The blocks of a sequence; a second list begins with a new block.
 RA_HD int blocks_of(Plan const& plan, int seq, int token) {
   int const blocks = ceil_div(length_of(plan.keys, seq, token), kBlock);
   return plan.extra.lists ? blocks + ceil_div(length_of(plan.extra, seq, token), kBlock) : blocks;
 }
 
-// Where a part begins: a sequence, and a block of it. Each part ends where the next begins, so that whatever lengths a
-// schedule was made for, together they are the whole.
+// The beginning of a part: a sequence and one of its blocks. Each part ends where the next one begins, so all parts
+// together cover all blocks, even if the schedule was made for other lengths.
 struct Start {
   int seq, block;
 };
@@ -153,7 +144,7 @@ RA_HD Start start_of(Plan const& plan, int part) {
   return {clamped(row[0], 0, plan.num_seqs), clamped(row[1], 0, kMostKeys)};
 }
 
-// The sequences that a part works on, first to last.
+// The first and the last sequence of a part.
 struct Seqs {
   int first, last;
 };
@@ -163,8 +154,8 @@ RA_HD Seqs seqs_of(Plan const& plan, int part) {
   return {begin.seq, end.block > 0 && end.seq < plan.num_seqs ? end.seq : end.seq - 1};
 }
 
-// The blocks that a part computes of a sequence that has so many, and where the result goes: to the output (kWhole),
-// nowhere since there is nothing left for it (kAbsent), or to a partial result.
+// Which of a sequence's `blocks` a part computes, and where it writes: `slot` is kWhole (the output), kAbsent (nothing to
+// compute), or the number of a partial result.
 struct Range {
   int begin, end, slot;
 };
@@ -187,7 +178,7 @@ RA_HD Range range_of(Plan const& plan, int part, int seq, int blocks) {
   return {begin, end, slot};
 }
 
-// The part that computes a sequence's first block.
+// The part that computes the first block of a sequence.
 RA_HD int first_part_of(Plan const& plan, int seq) {
   if (plan.call.parts == nullptr) return seq * plan.num_splits;
   int low = 0, high = plan.num_parts - 1;
@@ -199,14 +190,14 @@ RA_HD int first_part_of(Plan const& plan, int seq) {
   }
   return low;
 }
-// Whether a part later than a sequence's first goes on with it.
-RA_HD bool goes_on(Plan const& plan, int part, int seq) {
+// Whether a part continues a sequence that an earlier part began.
+RA_HD bool continues(Plan const& plan, int part, int seq) {
   if (part >= plan.num_parts) return false;
   return plan.call.parts == nullptr ? part / plan.num_splits == seq : start_of(plan, part).seq == seq;
 }
 
-// What a thread block computes: 64 of the rows that share a list, over a part's blocks. Thread blocks that share keys
-// are neighbours, so that the second finds them in the cache.
+// The job of a thread block: 64 of the rows that share a list, over the blocks of a part. Thread blocks that share keys
+// have neighbouring numbers, so that the second one finds the keys in L2.
 struct Job {
   int part, token, kv_head, tile;
 };
@@ -226,21 +217,21 @@ RA_HD Query query_of(Plan const& plan, Job const& job, int row, bool sparse) {
   return {row / plan.group, job.kv_head * plan.group + row % plan.group};
 }
 
-// Whether nothing was ever written there.
+// Whether all bytes are zero.
 inline bool is_zero(void const* memory, size_t size) {
   for (size_t i = 0; i < size; ++i)
     if (static_cast<unsigned char const*>(memory)[i]) return false;
   return true;
 }
 
-// The power of two by which a row of queries with this largest magnitude is divided to lie below 2^9, as its exponent. If
-// its rest is larger by far, as much greater as brings that below 2^69, so that its products stay within float32.
+// The exponent of the power of two that divides a row of queries with this largest magnitude to bring it below 2^9. If the
+// rotary columns are far larger, the power is greater, to bring them below 2^69: then their products fit float32.
 RA_HD int unit_exponent(uint32_t largest_bits, uint32_t rest_bits = 0) {
   int const value = int(largest_bits >> 23) - 127 - 8, rest = int(rest_bits >> 23) - 127 - 68;
   return clamped(value > rest ? value : rest, -118, 119);
 }
-// The exponent that a key's scales are taken relative to: that of the largest. Below 2^-60 they bring nothing that
-// could be told from 0 beside a finite logit; of one above 2^122 the rest stays with the scales.
+// The exponent to which a key's scales are relative: that of the largest scale, clamped. Scales below 2^-60 add nothing
+// to a logit that could be told from 0; above 2^122, the excess stays in the scales.
 RA_HD int scale_exponent(uint32_t largest_bits) { return clamped(int(largest_bits >> 23) - 127, -60, 122); }
 RA_HD uint32_t bits_of(float x) {
   uint32_t bits;
@@ -253,5 +244,5 @@ RA_HD float float_of(uint32_t bits) {
   return x;
 }
 RA_HD float power_of_two(int exponent) { return float_of(uint32_t(exponent + 127) << 23); }
-// Of a positive number; of what is none, such as 0 and NaN, it is 0.
+// The exponent of a positive finite number; 0 for any other value.
 RA_HD int exponent_of(float x) { return x > 0.f && x < INFINITY ? int(bits_of(x) >> 23) - 127 : 0; }

@@ -1,11 +1,11 @@
-// The C ABI as XLA calls it: operands, results and numbers in the order of the records in api.h.
+// The C ABI for XLA: operands, results and numbers in the order of the records in api.h.
 //
-// Every array is packed. One that a call does not have comes with no entries and is handed on as null. `numbers` is
-// one array of the record's integers in their order, `sm_scale` an attribute of its own. Nothing is taken on trust:
-// a handler can be called by anyone who knows its name, so counts, types and sizes are compared with the numbers first.
+// Every array is packed. An array that the call lacks has no entries, and the record gets null for it. `numbers` is one
+// array of the record's integers in their order, and `sm_scale` is a separate attribute. Anyone who knows a handler's name
+// can call it, so the counts, types and sizes of arrays are checked against the numbers first.
 //
-// With RA_EMULATE the handlers are for XLA's CPU platform, which has no stream, and fill results with NaN before the
-// call, so that what no kernel writes shows.
+// With RA_EMULATE the handlers are for XLA's CPU platform, which has no stream. They fill results with NaN before the call,
+// so that entries which no kernel writes are detected.
 #include <stdint.h>
 #include <string.h>
 
@@ -19,7 +19,7 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr int64_t kDv = 512, kRows[] = {0, 656, 584, 528, 528, 288, 288};  // bytes of a token, by format
+constexpr int64_t kDv = 512;
 
 // An array as XLA hands it over.
 struct Array {
@@ -29,7 +29,7 @@ struct Array {
   void* data() const { return count() ? buffer.untyped_data() : nullptr; }
 };
 
-// -1, which is no array's number of entries, where that would be too many to count.
+// The product of sizes; -1, which matches no array, if it overflows.
 int64_t product(std::initializer_list<int64_t> sizes) {
   int64_t all = 1;
   bool countable = true;
@@ -54,7 +54,7 @@ const char* name_of(ffi::DataType type) {
   }
 }
 
-// Collects the first thing that is wrong with a call.
+// Keeps the first error of a call.
 class Check {
  public:
   explicit Check(const char* function) : function_(function) {}
@@ -74,12 +74,13 @@ class Check {
     bool const byte = wanted == ffi::U8 && (got == ffi::S8 || got == ffi::F8E4M3FN);
     that(got == wanted || byte, std::string(array.name) + " of " + name_of(wanted), name_of(got));
   }
-  // So many entries; none is valid too where an array may be absent.
+  // Checks the number of entries; an optional array may have none.
   void entries(Array const& array, int64_t wanted, bool optional = false) {
     that(array.count() == wanted || (optional && !array.count()),
-         std::string(array.name) + " of " + (wanted < 0 ? "too many" : std::to_string(wanted)) + " entries", text_of(array.buffer.dimensions()));
+         std::string(array.name) + " of " + (wanted < 0 ? "too many" : std::to_string(wanted)) + " entries",
+         text_of(array.buffer.dimensions()));
   }
-  // What is addressed by these sizes and strides, and a row at the end, must lie within the array.
+  // Checks that all elements that these sizes and strides address, each the start of a row, lie within the array.
   void within(Array const& array, std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides,
               int64_t row) {
     int64_t last = row;
@@ -104,7 +105,7 @@ class Check {
   std::string error_message_;
 };
 
-// The arrays of a call, once they are known to be as many as they should be.
+// The arrays of a call. `complete` has to be called before any is used.
 template <size_t kOperands, size_t kResults>
 struct Arrays {
   const char* const (&names)[kOperands + kResults];
@@ -141,7 +142,10 @@ struct Arrays {
   }
 };
 
-enum { kQ, kKv, kLists, kLens, kSinks, kParts, kMoreKv, kMoreLists, kMoreLens, kOut, kLse, kMaxLogits, kPartialOut, kPartialLse, kPartialMax };
+enum {
+  kQ, kKv, kLists, kLens, kSinks, kParts, kExtraKv, kExtraLists, kExtraLens,
+  kOut, kLse, kMaxLogits, kPartialOut, kPartialLse, kPartialMax
+};
 constexpr const char* kLatentNames[] = {"q",   "kv",  "lists",      "lens",        "sinks",       "parts",
                                         "extra_kv", "extra_lists", "extra_lens",
                                         "out", "lse", "max_logits", "partial_out", "partial_lse", "partial_max"};
@@ -151,20 +155,21 @@ constexpr size_t kLatentNumbers = (offsetof(RaLatent, sm_scale) - offsetof(RaLat
 void check_types(Check& check, LatentArrays const& arrays, RaLatent const& call) {
   check.that(call.dtype == RA_BFLOAT16 || call.dtype == RA_FLOAT16, "dtype 0 or 1", std::to_string(call.dtype));
   for (int64_t format : {call.format, call.extra_format})
-    check.that(format >= RA_PLAIN && format <= RA_FP4_V41_PAGE, "a format from 0 to 6", std::to_string(format));
+    check.that(format >= 0 && format < kNumFormats, "a format from 0 to " + std::to_string(kNumFormats - 1),
+               std::to_string(format));
   ffi::DataType const type = call.dtype == RA_BFLOAT16 ? ffi::BF16 : ffi::F16;
   check.type(arrays[kQ], type);
-  check.type(arrays[kKv], call.format == RA_PLAIN ? type : ffi::U8);
-  check.type(arrays[kMoreKv], call.extra_format == RA_PLAIN ? type : ffi::U8);
-  for (size_t index : {kLists, kLens, kParts, kMoreLists, kMoreLens}) check.type(arrays[index], ffi::S32);
+  check.type(arrays[kKv], format_of(call.format).token ? ffi::U8 : type);
+  check.type(arrays[kExtraKv], format_of(call.extra_format).token ? ffi::U8 : type);
+  for (size_t index : {kLists, kLens, kParts, kExtraLists, kExtraLens}) check.type(arrays[index], ffi::S32);
   check.type(arrays[kSinks], ffi::F32);
   check.type(arrays[kOut], type);
   for (size_t index : {kLse, kMaxLogits, kPartialOut, kPartialLse, kPartialMax}) check.type(arrays[index], ffi::F32);
 }
 
 int64_t width_of(RaLatent const& call, int64_t format) {
-  bool const known = format > RA_PLAIN && format <= RA_FP4_V41_PAGE;
-  return known ? kRows[format] : call.d_qk;
+  int const token = format_of(format).token;
+  return token ? token : call.d_qk;
 }
 void check_sizes(Check& check, LatentArrays const& arrays, RaLatent const& call) {
   int64_t const width = width_of(call, call.format);
@@ -177,9 +182,9 @@ void check_sizes(Check& check, LatentArrays const& arrays, RaLatent const& call)
   check.entries(arrays[kLens], product({call.num_seqs, call.lens_token_stride ? call.num_q_tokens : 1}), true);
   check.entries(arrays[kSinks], call.num_q_heads, true);
   check.entries(arrays[kParts], product({call.num_parts, 8}), true);
-  check.entries(arrays[kMoreKv], product({call.extra_num_pages, call.extra_page_size, width_of(call, call.extra_format)}));
-  check.entries(arrays[kMoreLists], product({call.num_seqs, call.num_q_tokens, call.extra_list_length}));
-  check.entries(arrays[kMoreLens], product({call.num_seqs, call.extra_lens_token_stride ? call.num_q_tokens : 1}), true);
+  check.entries(arrays[kExtraKv], product({call.extra_num_pages, call.extra_page_size, width_of(call, call.extra_format)}));
+  check.entries(arrays[kExtraLists], product({call.num_seqs, call.num_q_tokens, call.extra_list_length}));
+  check.entries(arrays[kExtraLens], product({call.num_seqs, call.extra_lens_token_stride ? call.num_q_tokens : 1}), true);
   check.entries(arrays[kOut], product({rows, kDv}));
   check.entries(arrays[kLse], rows);
   check.entries(arrays[kMaxLogits], rows, true);
@@ -204,14 +209,14 @@ void check_strides(Check& check, LatentArrays const& arrays, RaLatent const& cal
                {call.list_seq_stride, call.list_token_stride, call.list_head_stride}, call.list_length);
   if (arrays[kLens].count())
     check.within(arrays[kLens], {call.num_seqs, call.num_q_tokens}, {call.lens_seq_stride, call.lens_token_stride}, 1);
-  check.within(arrays[kMoreKv], {call.extra_num_pages, call.extra_page_size},
+  check.within(arrays[kExtraKv], {call.extra_num_pages, call.extra_page_size},
                {call.extra_page_stride, call.extra_slot_stride}, width_of(call, call.extra_format));
-  check.within(arrays[kMoreLists], {call.num_seqs, call.num_q_tokens},
+  check.within(arrays[kExtraLists], {call.num_seqs, call.num_q_tokens},
                {call.extra_list_seq_stride, call.extra_list_token_stride}, call.extra_list_length);
-  if (arrays[kMoreLens].count())
-    check.within(arrays[kMoreLens], {call.num_seqs, call.num_q_tokens},
+  if (arrays[kExtraLens].count())
+    check.within(arrays[kExtraLens], {call.num_seqs, call.num_q_tokens},
                  {call.extra_lens_seq_stride, call.extra_lens_token_stride}, 1);
-  for (size_t index : {kQ, kKv, kMoreKv}) check.aligned(arrays[index]);
+  for (size_t index : {kQ, kKv, kExtraKv}) check.aligned(arrays[index]);
 }
 
 void check_numbers(Check& check, RaLatent const& call) {
@@ -245,9 +250,9 @@ ffi::Error latent(const char* function, int (*launch)(const RaLatent*, void*), v
   call.lens = static_cast<const int32_t*>(arrays[kLens].data());
   call.sinks = static_cast<const float*>(arrays[kSinks].data());
   call.parts = static_cast<const int32_t*>(arrays[kParts].data());
-  call.extra_kv = arrays[kMoreKv].data();
-  call.extra_lists = static_cast<const int32_t*>(arrays[kMoreLists].data());
-  call.extra_lens = static_cast<const int32_t*>(arrays[kMoreLens].data());
+  call.extra_kv = arrays[kExtraKv].data();
+  call.extra_lists = static_cast<const int32_t*>(arrays[kExtraLists].data());
+  call.extra_lens = static_cast<const int32_t*>(arrays[kExtraLens].data());
   call.out = arrays[kOut].data();
   call.lse = static_cast<float*>(arrays[kLse].data());
   call.max_logits = static_cast<float*>(arrays[kMaxLogits].data());
@@ -258,7 +263,7 @@ ffi::Error latent(const char* function, int (*launch)(const RaLatent*, void*), v
   return arrays.outcome(function, launch(&call, stream));
 }
 
-enum { kSeqLens, kExtraLens, kDealt, kNumSplits };
+enum { kScheduleLens, kScheduleExtraLens, kScheduleParts, kNumSplits };
 constexpr const char* kScheduleNames[] = {"lens", "extra_lens", "parts", "num_splits"};
 constexpr size_t kScheduleNumbers = (sizeof(RaSchedule) - offsetof(RaSchedule, num_seqs)) / sizeof(int64_t);
 
@@ -271,15 +276,15 @@ ffi::Error schedule(const char* function, int (*launch)(const RaSchedule*, void*
   RaSchedule call = {};
   memcpy(&call.num_seqs, numbers.begin(), sizeof(int64_t) * kScheduleNumbers);
   check.that(call.num_parts >= 1, "num_parts of at least 1", std::to_string(call.num_parts));
-  for (size_t index : {kSeqLens, kExtraLens, kDealt, kNumSplits}) check.type(arrays[index], ffi::S32);
-  check.entries(arrays[kSeqLens], call.num_seqs);
-  check.entries(arrays[kExtraLens], call.num_seqs, true);
-  check.entries(arrays[kDealt], product({call.num_parts, 8}));
+  for (size_t index : {kScheduleLens, kScheduleExtraLens, kScheduleParts, kNumSplits}) check.type(arrays[index], ffi::S32);
+  check.entries(arrays[kScheduleLens], call.num_seqs);
+  check.entries(arrays[kScheduleExtraLens], call.num_seqs, true);
+  check.entries(arrays[kScheduleParts], product({call.num_parts, 8}));
   check.entries(arrays[kNumSplits], product({call.num_seqs}) + 1);
   if (check.failed()) return check.error();
-  call.lens = static_cast<const int32_t*>(arrays[kSeqLens].data());
-  call.extra_lens = static_cast<const int32_t*>(arrays[kExtraLens].data());
-  call.parts = static_cast<int32_t*>(arrays[kDealt].data());
+  call.lens = static_cast<const int32_t*>(arrays[kScheduleLens].data());
+  call.extra_lens = static_cast<const int32_t*>(arrays[kScheduleExtraLens].data());
+  call.parts = static_cast<int32_t*>(arrays[kScheduleParts].data());
   call.num_splits = static_cast<int32_t*>(arrays[kNumSplits].data());
   arrays.poison();
   return arrays.outcome(function, launch(&call, stream));
@@ -303,7 +308,7 @@ auto bind() {
 #define RA_STREAM stream
 #endif
 
-// Nothing but the stream is touched, so a call may become part of a CUDA graph.
+// A call only enqueues on the stream, so it may become part of a CUDA graph.
 #define RA_LATENT_HANDLER(name)                                                                                \
   extern "C" RA_API XLA_FFI_Error* name##_ffi(XLA_FFI_CallFrame* frame);                                       \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                               \

@@ -1,10 +1,10 @@
-// The machine layer on a CPU; see ops.h for what it offers and machine.h for who runs when.
+// The machine layer on a CPU; see ops.h for its functions and machine.h for the order in which threads run.
 //
-// What the hardware leaves undefined is made visible rather than kind: shared memory starts as NaN, and there are two
-// of it. wgmma reads the async proxy's, in which ordinary writes (`store`, `copy16`) appear only when a proxy fence
-// covers them: by the writer after the write has landed, or by a thread that a barrier let know of it. Products are
-// those of one warp, computed when its last lane asks for them or when it waits for them, and each lane gets the
-// elements of the accumulator that CuTe's own layout says are its.
+// Undefined behaviour is exposed. Shared memory starts as NaN and exists twice. wgmma reads the async proxy's copy, where
+// ordinary writes (`store`, `copy16`) appear only once a proxy fence covers them: a fence by the writer after the write has
+// landed, or by a thread that knows of the write through a barrier. A product belongs to one warp. It is computed when the
+// warp's last lane issues it, or when the warp waits for it, and each lane gets the elements of the accumulator that CuTe's
+// layout assigns to it.
 #pragma once
 #include <math.h>
 
@@ -26,15 +26,15 @@ float widened(uint16_t bits) {
     return value;
   }
   static_assert(std::is_same_v<T, bf16> || std::is_same_v<T, f16>, "operands are bfloat16 or float16");
-  word = uint32_t(bits & 0x7fff) << 13;  // as float32 too small by 2^112
+  word = uint32_t(bits & 0x7fff) << 13;  // as a float32, it is too small by a factor of 2^112
   memcpy(&value, &word, 4);
   value *= 0x1p112f;
   if ((bits & 0x7c00) == 0x7c00) value = (bits & 0x3ff) != 0 ? NAN : INFINITY;
   return (bits & 0x8000) != 0 ? -value : value;
 }
 
-// The offsets of a tensor's elements from the first, in elements: what its layout and swizzle make of (row, column), columns
-// slow. The same for all tensors of a type that begin at the same offset in a swizzle's period.
+// The offsets of a tensor's elements from its first one, in elements, with rows varying fastest. Layout and swizzle give the
+// same offsets to all tensors of a type that begin at the same place in the swizzle's period.
 template <class Tensor>
 std::vector<int> const& offsets_of(Tensor const& tensor) {
   static std::vector<int> found;
@@ -50,7 +50,7 @@ std::vector<int> const& offsets_of(Tensor const& tensor) {
   return found;
 }
 
-// A tensor's first element for the async proxy.
+// The address of a tensor's first element in the async proxy's memory.
 template <class Tensor>
 auto* seen_by_async(Tensor const& tensor) {
   auto* const first = &tensor(0, 0);
@@ -58,7 +58,7 @@ auto* seen_by_async(Tensor const& tensor) {
   return reinterpret_cast<decltype(first)>(reinterpret_cast<uintptr_t>(first) + machine.apart);
 }
 
-// Elements [from, from + rows) of each column, widened, one column after the other.
+// Gathers rows [from, from + rows) of each column as float32, one column after another.
 template <class Tensor>
 void gather(Tensor const& tensor, int from, int rows, std::vector<float>& wide) {
   using T = std::remove_const_t<typename Tensor::value_type>;
@@ -94,7 +94,7 @@ inline void multiply(float const* left, float const* right, float* sums, int n, 
     }
 }
 
-// A product of a warp, m16n8k16 in PTX's layouts, given by where it begins in each lane's operands and sums.
+// Computes a product of a warp, m16n8k16 in PTX's layouts, from its offsets in each lane's operands and accumulators.
 template <class T>
 void multiply_tile(Warp& warp, int left, int right, int sums) {
   float a[16][16], b[8][16];  // both along k
@@ -117,8 +117,8 @@ void multiply_tile(Warp& warp, int left, int right, int sums) {
     }
 }
 
-// For each lane of a warp, where its elements of a 16 x n accumulator or a 16 x depth left operand lie in that, and in
-// its own registers.
+// The elements of a 16 x n accumulator or 16 x depth left operand that each lane of a warp holds: their offsets in the tile
+// and in the lane's registers.
 struct Share {
   std::vector<int> in_tile[kWarp], in_registers;
 };
@@ -157,7 +157,7 @@ Share const& share_of_left(Left const& left) {
   return share;
 }
 
-// The product whole: with the left operand that `left_of` finds and what the accumulators hold, or zero.
+// Computes a whole product from the left operand that `left_of` returns, on top of the accumulators unless `zero`.
 template <class SB, class LeftOf>
 void compute(Product& product, Share const& share, SB const& b, bool zero, LeftOf left_of) {
   constexpr int n = decltype(cute::size<0>(b))::value, depth = decltype(cute::size<1>(b))::value;
@@ -183,7 +183,7 @@ inline void finish(Product& product) {
   product.done = true;
 }
 
-// This lane's share of its warp's next product.
+// Adds this lane's accumulators to its warp's next product.
 template <class SB, class Acc>
 Product& enlist(int t, SB const& b, Acc& acc) {
   Warp& warp = machine.warps[machine.current / kWarp];
@@ -198,28 +198,28 @@ Product& enlist(int t, SB const& b, Acc& acc) {
   watch::release(&warp.begun);
   return product;
 }
-// The lanes of a warp come to a product together. Where it is computed at once, none may go on before that: a fence behind
-// the product must not reach what it reads.
+// Counts this lane's arrival at a product. A product that is computed at once must be computed before any lane continues: a
+// fence after the product must not affect its operands.
 inline void enlisted(Product& product) {
   ++product.lanes;
   if (machine.products_at_once()) machine.meet(false, "warp %ld at a product", [&] { finish(product); });
 }
 
-// The values of all lanes of the warp, which come to the same instruction.
+// The values of all lanes of the warp, which meet at one instruction.
 inline float const* of_lanes(float value, char const* what) {
   Warp& warp = machine.warps[machine.current / kWarp];
   warp.lanes[warp.turn & 1][machine.current % kWarp] = value;
   return warp.lanes[machine.meet(false, what, [] {}) & 1];
 }
 
-// As what moves sixteen bytes at a time asks.
+// Whether a pointer suits instructions that move 16 bytes.
 inline bool is_aligned(void const* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 inline void expect_row_of_matrices(void const* row) {
   if (!machine.is_shared(row, 16) || !is_aligned(row))
     machine.fault("expected rows of matrices at 16 aligned bytes of shared memory");
 }
 
-// What TMA brings, by `fill`: at once or as late as may be. `bar` counts its bytes.
+// Performs a load by TMA, which `fill` writes, at once or as late as possible. `bar` counts its bytes.
 template <class Fill>
 void land(CountedBarrier& bar, int number, int64_t bytes, Fill fill) {
   if (machine.copies_at_once()) {
@@ -238,7 +238,7 @@ void land(CountedBarrier& bar, int number, int64_t bytes, Fill fill) {
   machine.stir();
 }
 
-// Until at most so many of the warp's products are still under way.
+// Waits until at most `most` of the warp's products are in flight.
 inline void settle(size_t most) {
   Warp& warp = machine.warps[machine.current / kWarp];
   uint64_t const issued = warp.issued[machine.current % kWarp];
@@ -249,7 +249,7 @@ inline void settle(size_t most) {
   watch::acquire(&warp.ended);
 }
 
-// A box of TMA, as both proxies see it. What lies outside of the source is 0.
+// Writes a box of TMA to both proxies' memories. Elements outside the source are 0.
 template <class Source, class Target>
 void fill(Source const& source, int row_tile, int column_tile, int head, int page, Target const& target) {
   using namespace cute;
@@ -322,7 +322,7 @@ inline void named_arrive(int id, int threads) {
   machine.stir();
 }
 
-// The registers that warpgroups give back are those that others wait for.
+// Registers that one warpgroup returns become available to others.
 template <int N>
 void reg_dealloc() {
   emu::watch::Unseen unseen;
@@ -343,7 +343,7 @@ void reg_alloc() {
 }
 
 struct MBar {
-  uint64_t state;  // a mark, and which of the machine's this is
+  uint64_t state;  // a mark, and the index in the machine's list
 
   void init(int arrivals) {
     emu::watch::Unseen unseen;
@@ -448,7 +448,7 @@ void store(T* shared, T value) {
   machine.write(self.stored, machine.current, offset, self.clock[machine.current], &value, sizeof(T));
 }
 
-// Each thread writes the row that it says, of the words that four threads have of it.
+// Each thread writes the row at its address, from the words of the four threads that hold the row.
 inline void store_matrices(void* row, uint32_t const (&words)[4]) {
   uint4 found;
   {
@@ -464,7 +464,7 @@ inline void store_matrices(void* row, uint32_t const (&words)[4]) {
   store(static_cast<uint4*>(row), found);
 }
 
-// Each thread reads its words of rows that others say.
+// Each thread reads its words of rows whose addresses other threads give.
 inline uint4 load_matrices(void const* row) {
   uint32_t const* rows[4];
   int const lane = machine.current % emu::kWarp;
@@ -485,7 +485,7 @@ Tensor make_tma(Tensor const& global, Layout const&) {
 }
 template <class Tensor>
 Tensor const* descriptor_of(Tensor const& tensor) {
-  return &tensor;  // which has a shape, so it is not zero
+  return &tensor;  // it contains a shape, so not all its bytes are zero
 }
 template <class Source, class Target>
 void tma_load(Source const& source, int row_tile, int column_tile, int head, int page, MBar& mbar, Target&& target) {
@@ -524,7 +524,7 @@ inline void bulk_load(void* shared, void const* global, int bytes, MBar& mbar) {
   emu::land(bar, number, bytes, fill);
 }
 
-// Products of one warp, done when its last lane has come with its share of the operands and sums.
+// Products of one warp, computed when its last lane arrives with its share of operands and accumulators.
 template <class T, int M, int N>
 void mma(float (&acc)[M][N][4], uint32_t const (&a)[M][4], uint32_t const (&b)[N][2]) {
   emu::watch::Unseen unseen;
@@ -536,7 +536,7 @@ void mma(float (&acc)[M][N][4], uint32_t const (&a)[M][4], uint32_t const (&b)[N
   });
 }
 
-// Both of these take `t`, the thread's index in its warpgroup, and only begin a product.
+// Both functions take `t`, the thread's index in its warpgroup, and only issue a product.
 template <class Mma, class SA, class SB, class Acc>
 void wgmma_ss(Mma, int t, SA const& a, SB const& b, Acc& acc, bool zero) {
   emu::watch::Unseen unseen;
@@ -563,7 +563,7 @@ void wgmma_rs(Mma, int t, RA& a, SB const& b, Acc& acc, bool zero = false) {
   std::vector<int> const& offsets = left.in_tile[t % emu::kWarp];
   for (size_t i = 0; i < offsets.size(); ++i) {
     product.left[offsets[i]] = float(a(int(i)));
-    // The hardware reads these registers until the product is waited for: what is taken from them before is no use.
+    // The hardware may read these registers until the wait for the product, so the code must not use them before that.
     a(int(i)) = std::remove_reference_t<decltype(a(0))>(NAN);
   }
   if (product.lanes == 0)
@@ -578,8 +578,8 @@ void wgmma_wait(Acc&...) {
   emu::settle(N);
 }
 
-// The hardware's functions are approximate: up to 2 units in the last place off, here by a number that follows from the
-// argument, and without subnormal numbers, which count as 0 and become 0.
+// The hardware's functions are approximate. Here they err by up to 2 units in the last place, by an amount that depends on
+// the argument, and flush subnormal arguments and results to 0.
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }
 inline float off(float exact, float argument) {
   uint32_t word, mixed;
@@ -611,7 +611,7 @@ inline uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t selector) {
   }
   return word;
 }
-// Two e4m3 codes, the first in the low byte, as two float16.
+// Converts two e4m3 codes, the first in the low byte, to two float16.
 inline uint32_t half_pair(uint16_t codes) {
   uint32_t word = 0;
   for (int i = 0; i < 2; ++i) {
@@ -629,15 +629,15 @@ inline float low_half(uint32_t word) { return emu::widened<f16>(uint16_t(word));
 inline float high_half(uint32_t word) { return emu::widened<f16>(uint16_t(word >> 16)); }
 
 inline void let_dependents_launch() {}
-inline void wait_for_grid_before() { machine.fibers[machine.current].waited = true; }
+inline void wait_for_previous_grid() { machine.fibers[machine.current].waited = true; }
 template <class T>
-T given(T const* global) {
+T load_result(T const* global) {
   if (machine.dependent && !machine.fibers[machine.current].waited)
     machine.fault("expected a wait for the grid before what it has written is read");
   return *global;
 }
 
-// Runs the whole grid before it returns.
+// Runs the whole grid before returning.
 template <class Body, class Params>
 int launch(int64_t grid, int shared_bytes, void*, Params const& params, bool dependent = false) {
   static_assert(Body::kThreads % emu::kWarp == 0 && Body::kThreads <= emu::kMostThreads);

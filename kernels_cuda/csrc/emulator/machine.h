@@ -1,15 +1,15 @@
-// A block of threads on one CPU thread, for emulated.h: each is a fiber that runs until it has to wait.
+// Runs a block of threads on one CPU thread, for emulated.h: each emulated thread is a fiber that runs until it has to wait.
 //
-// Who runs next, and when what is asynchronous happens, is for the machine to decide, as it is for the hardware. By
-// mode: eager, at once; late, copies when nothing else can run, products when they are waited for; crossed, copies at
-// once and products late, and a warpgroup runs only while none before it can, which is bad for who gives memory back
-// too early. By seed: 0, threads run in turn, in the last mode the last warpgroup first; otherwise at random, in the
-// last mode the warpgroups in an order drawn for each block; the same each time. When nobody can run and nothing is
-// under way, it says so.
+// The machine decides which thread runs next and when asynchronous operations happen, as the hardware does. There are three
+// modes. Eager: copies and products happen at once. Late: copies happen when no thread can run, and products when they are
+// waited for. Crossed: copies happen at once and products late, and a warpgroup runs only while none before it in the order
+// can, which exposes memory that is released too early. With seed 0, threads run in turn, and in crossed mode the last
+// warpgroup comes first. Any other seed gives a random order, the same in each run, and in crossed mode an order of the
+// warpgroups drawn for each block. If no thread can run and nothing is in flight, the machine reports a deadlock.
 //
-// Two things follow who knows of whose doings: vector clocks here, which tell whether a proxy fence covers a write, and
-// ThreadSanitizer where it is compiled in, to which each fiber, and each engine that copies or multiplies, is a thread
-// and only what orders memory on the hardware is synchronisation. (A shuffle is not.)
+// Two mechanisms track which thread knows of which operation. Vector clocks tell whether a proxy fence covers a write. And
+// ThreadSanitizer, if it is compiled in, sees each fiber and each engine that copies or multiplies as a thread; for it, only
+// operations that order memory on the hardware are synchronisation (a shuffle is not).
 #pragma once
 #include <stdarg.h>
 #include <stdint.h>
@@ -49,7 +49,7 @@ namespace watch {
 inline void acquire(void* tag) { __tsan_acquire(tag); }
 inline void release(void* tag) { __tsan_release(tag); }
 inline void* self() { return __tsan_get_current_fiber(); }
-inline void become(void* who) { __tsan_switch_to_fiber(who, 1); }  // 1: which orders nothing
+inline void become(void* who) { __tsan_switch_to_fiber(who, 1); }  // 1: the switch is no synchronisation
 inline void* create() { return __tsan_create_fiber(0); }
 inline void hide() { AnnotateIgnoreReadsBegin(__FILE__, __LINE__), AnnotateIgnoreWritesBegin(__FILE__, __LINE__); }
 inline void show() { AnnotateIgnoreReadsEnd(__FILE__, __LINE__), AnnotateIgnoreWritesEnd(__FILE__, __LINE__); }
@@ -65,12 +65,12 @@ inline void show() {}
 constexpr bool kOn = false;
 #endif
 
-// The emulator's own books, which are no memory of the kernel's.
+// A scope whose memory accesses are the emulator's own, and are hidden from the sanitizer.
 struct Unseen {
   Unseen() { hide(); }
   ~Unseen() { show(); }
 };
-// Within `Unseen`, what counts as an access of the kernel after all.
+// Accesses within an `Unseen` scope that count as the kernel's.
 template <class T>
 void reads(T const* values, int const* offsets, int count) {
   if (!kOn) return;
@@ -85,13 +85,13 @@ inline void writes(unsigned char volatile* bytes, uint32_t size) {
   hide();
 }
 
-// One of the block's threads, in one block after the other.
+// The sanitizer's view of one thread of the block, for all blocks of a grid.
 struct Thread {
   void* who = create();
   bool hidden = false;
 };
 
-// An engine beside the threads: what it does is ordered after `begin` and before `end`, and after nothing else.
+// An engine that works beside the threads. Its work is ordered after `begin` and before `end`, and by nothing else.
 struct Engine {
   void* who = nullptr;
   template <class Work>
@@ -109,14 +109,14 @@ struct Engine {
 
 constexpr int kMostThreads = 1024, kNobody = -1, kWarp = 32, kGroup = 128;
 constexpr size_t kStack = 256 << 10, kPage = 4096, kSwizzle = 1024;
-constexpr int kMostShared = 232448;  // bytes of a block on sm_90
-constexpr int kRegisters = 65536;    // of a multiprocessor
-constexpr int kMostRegisters = 255;  // of a thread
+constexpr int kMostShared = 232448;  // bytes of shared memory per block on sm_90
+constexpr int kRegisters = 65536;    // per multiprocessor
+constexpr int kMostRegisters = 255;  // per thread
 
 enum Mode { kEager = 0, kLate = 1, kCrossed = 2 };
 
-// How much of each thread's doings somebody knows of, and behind these entries of its asynchronous copies: an arrival that
-// these bring about speaks of them alone, any other of both.
+// A vector clock: how much is known of each thread's operations, and in the second half of its asynchronous copies. An
+// arrival of copies covers only copies; any other arrival covers both.
 using Clock = std::array<uint32_t, 2 * kMostThreads>;
 
 // A write of the generic proxy that no proxy fence has covered yet.
@@ -125,10 +125,10 @@ struct Write {
   unsigned char bytes[16];
 };
 
-// Threads that wait for the same thing.
+// Threads that wait for the same event.
 using Line = std::vector<int>;
 
-// What arriving threads give and threads let through take, one turn after the other.
+// The clock that passes from threads that arrive at a barrier to those that it lets through, phase after phase.
 struct Passage {
   Clock given{}, taken{};
   unsigned turn = 0;
@@ -151,11 +151,11 @@ struct CountedBarrier : Passage {  // an mbarrier
 // An asynchronous copy of a thread, or its arrival once those before it have landed.
 struct Copy {
   uint32_t offset, epoch;
-  void const* source;  // null: zeros
-  CountedBarrier* bar;  // null: no arrival
+  void const* source;   // null: zeros
+  CountedBarrier* bar;  // null: not an arrival
 };
 
-// What a thread waits for, for the report of a deadlock.
+// The event that a thread waits for, to report a deadlock.
 struct Reason {
   char const* what = nullptr;  // with two %ld
   long first, second;
@@ -170,16 +170,16 @@ struct Fiber {
   std::deque<Copy> copies;
   std::vector<Write> stored, landed;  // each in the order of its epochs
   char copied;                        // a tag
-  bool waited = false;                // for the grid before
+  bool waited = false;                // for the previous grid
 };
 
-// A product of a warp: each of its lanes adds its share, the last makes it whole.
+// A product of a warp, which is complete once each lane has added its share.
 struct Product {
   int lanes = 0;
   bool done = false;
   std::array<float*, kWarp> sums{};
   void const* operand = nullptr;
-  std::vector<float> left;  // where the left operand is in registers
+  std::vector<float> left;  // the left operand, if it is in registers
   std::function<void(Product&)> multiply;
 };
 
@@ -190,13 +190,13 @@ struct Fragment {
 };
 
 struct Warp : Passage {
-  int count = 0;              // of lanes that have come
-  char const* at = nullptr;  // to what
+  int count = 0;              // lanes that have arrived
+  char const* at = nullptr;  // the instruction at which
   float lanes[2][kWarp];
   Fragment fragments[kWarp];
   uint32_t matrices[2][kWarp][4];
   std::deque<Product> products;
-  uint64_t settled = 0;                   // products that are no longer in the list
+  uint64_t settled = 0;                   // completed products, which are no longer in the list
   std::array<uint64_t, kWarp> issued{};
   char begun, ended;                      // tags
 };
@@ -204,12 +204,12 @@ struct Warp : Passage {
 struct Machine {
   Mode mode = kEager;
   uint64_t seed = 0;
-  int64_t most_blocks = INT64_MAX;  // of a grid, the last ones, for tests of large offsets
+  int64_t most_blocks = INT64_MAX;  // only this many of a grid's last blocks run, for tests of large offsets
   std::string report;
 
   int current = kNobody, threads = 0, block = 0, done = 0;
   bool failed = false;
-  unsigned char* shared = nullptr;  // as the generic proxy sees it; `apart` bytes behind it, as the async proxy does
+  unsigned char* shared = nullptr;  // the generic proxy's view; the async proxy's view is `apart` bytes after it
   size_t shared_bytes = 0, apart = 0;
   int free_registers = 0;
   Line for_registers;
@@ -217,11 +217,11 @@ struct Machine {
   std::vector<Warp> warps;
   std::array<NamedBarrier, 16> named;
   std::deque<CountedBarrier> counted;
-  std::deque<std::function<void()>> loads;  // of TMA, under way
-  std::vector<int> copying;                 // threads with copies under way
+  std::deque<std::function<void()>> loads;  // by TMA, in flight
+  std::vector<int> copying;                 // threads with copies in flight
   std::vector<int> unfenced;                // threads with writes that no fence has covered
 
-  // -------------------------------------------------------------------------------------------------- who runs
+  // -------------------------------------------------------------------------------------------------- scheduling
   uint64_t random_state = 0;
   uint32_t random(size_t below) {
     random_state = random_state * 6364136223846793005u + 1442695040888963407u;
@@ -236,20 +236,20 @@ struct Machine {
   int next() {
     while (ready.empty())
       if (!land()) return kNobody;
-    auto const behind = [this](int a, int b) { return rank[a / kGroup] < rank[b / kGroup]; };
-    if (mode == kCrossed) std::iter_swap(ready.begin(), std::max_element(ready.begin(), ready.end(), behind));
+    auto const lower = [this](int a, int b) { return rank[a / kGroup] < rank[b / kGroup]; };
+    if (mode == kCrossed) std::iter_swap(ready.begin(), std::max_element(ready.begin(), ready.end(), lower));
     else if (seed != 0) std::swap(ready.front(), ready[random(ready.size())]);
-    int const chosen = ready.front();
+    int const thread = ready.front();
     ready.pop_front();
-    return chosen;
+    return thread;
   }
-  void resume(int chosen) {
+  void resume(int thread) {
     int const from = current;
-    if (chosen == from) return;
-    current = chosen;
-    watch::become(chosen == kNobody ? caller_seen : fibers[chosen].seen);
+    if (thread == from) return;
+    current = thread;
+    watch::become(thread == kNobody ? caller_seen : fibers[thread].seen);
     swapcontext(from == kNobody ? &caller : &fibers[from].context,
-                chosen == kNobody ? &caller : &fibers[chosen].context);
+                thread == kNobody ? &caller : &fibers[thread].context);
   }
   void wait(Line& line, Reason reason) {
     fibers[current].waits_for = reason;
@@ -263,13 +263,13 @@ struct Machine {
   }
   bool copies_at_once() const { return mode != kLate; }
   bool products_at_once() const { return mode == kEager; }
-  // Where another order of things is as good, take it now and then.
+  // Lets another thread run now and then, at points where any order is allowed.
   void stir() {
     if (mode != kCrossed && (seed == 0 || random(8) != 0)) return;
     ready.push_back(current);
     resume(next());
   }
-  // What the hardware does not define: the block ends here.
+  // Reports an operation that the hardware leaves undefined, and ends the block.
   void fault(char const* what, ...) __attribute__((format(printf, 2, 3))) {
     char text[400];
     va_list rest;
@@ -283,12 +283,12 @@ struct Machine {
     resume(kNobody);
   }
 
-  // -------------------------------------------------------------------------------------------------- who knows what
+  // -------------------------------------------------------------------------------------------------- vector clocks
   void join(Clock& into, Clock const& from) const {
     for (int i = 0; i < 2 * threads; ++i) into[i] = std::max(into[i], from[i]);
   }
   uint32_t& copies_of(Clock& clock, int thread) const { return clock[threads + thread]; }
-  // From here on what the thread does is something new.
+  // Begins a new epoch of the current thread.
   void step(Fiber& self) const { ++self.clock[current], ++copies_of(self.clock, current); }
   void give(Passage& passage) {
     Fiber& self = fibers[current];
@@ -296,7 +296,7 @@ struct Machine {
     step(self);
     watch::release(&passage.tags[passage.turn & 1]);
   }
-  // A thread's copies up to this one have landed.
+  // Records that a thread's copies up to an epoch have landed.
   void give_copies(Passage& passage, int thread, uint32_t epoch) const {
     uint32_t& known = copies_of(passage.given, thread);
     known = std::max(known, epoch);
@@ -334,7 +334,7 @@ struct Machine {
     while (named[id].turn == turn) wait(named[id].line, {"barrier %ld of %ld threads", id, count});
     take(named[id], turn);
   }
-  // Every lane of the warp comes here, to the same instruction, which `what` tells apart. Returns the turn.
+  // Waits for all lanes of the warp to arrive at the same instruction, which `what` identifies. Returns the phase.
   template <class Last>
   unsigned meet(bool orders_memory, char const* what, Last last) {
     Warp& warp = warps[current / kWarp];
@@ -381,7 +381,7 @@ struct Machine {
     auto const* const byte = static_cast<unsigned char const*>(pointer);
     return byte >= shared && byte + size <= shared + shared_bytes;
   }
-  // Write for the generic proxy, and keep in mind what the async proxy has yet to see.
+  // Writes for the generic proxy, and records the write until the async proxy sees it too.
   void write(std::vector<Write>& list, int thread, uint32_t offset, uint32_t epoch, void const* bytes, uint32_t size) {
     Write record{offset, epoch, size, {}};
     memcpy(record.bytes, bytes, size);
@@ -389,7 +389,7 @@ struct Machine {
     list.push_back(record);
     memcpy(shared + offset, record.bytes, size);
     watch::writes(shared + offset, size);
-    watch::writes(shared + apart + offset, size);  // written now, by whoever writes, not when somebody fences
+    watch::writes(shared + apart + offset, size);  // counts as a write of this thread now, not of the one that fences
   }
   void flush(std::vector<Write>& list, uint32_t known) {
     size_t covered = 0;
@@ -397,8 +397,8 @@ struct Machine {
       memcpy(shared + apart + list[covered].offset, list[covered].bytes, list[covered].size);
     list.erase(list.begin(), list.begin() + covered);
   }
-  // Whether a write that no fence has covered yet lies within these bytes: what the async proxy writes there now may end up
-  // below it.
+  // Whether a write that no fence has covered yet overlaps these bytes: it might land after what the async proxy writes there
+  // now.
   bool is_unfenced(uint32_t offset, uint32_t size) const {
     auto const meets = [&](Write const& write) {
       return write.offset < offset + size && offset < write.offset + write.size;
@@ -419,7 +419,7 @@ struct Machine {
     unfenced.resize(kept);
   }
 
-  // -------------------------------------------------------------------------------------------------- under way
+  // -------------------------------------------------------------------------------------------------- in flight
   void begin(Copy const& copy) {
     Fiber& self = fibers[current];
     if (self.copies.empty()) copying.push_back(current);
@@ -431,19 +431,19 @@ struct Machine {
     if (copy.source != nullptr) memcpy(bytes, copy.source, sizeof bytes);
     write(fibers[thread].landed, thread, copy.offset, copy.epoch, copy.source ? bytes : kZeros, 16);
   }
-  // Let one asynchronous operation happen: a load, or a thread's copies up to its next arrival.
+  // Lets one asynchronous operation happen: a load, or a thread's copies up to its next arrival. Returns whether there is one.
   bool land() {
-    size_t const under_way = loads.size() + copying.size();
-    if (under_way == 0) return false;
-    size_t chosen = seed == 0 ? 0 : random(under_way);
-    if (chosen < loads.size()) {
-      std::swap(loads.front(), loads[chosen]);
+    size_t const in_flight = loads.size() + copying.size();
+    if (in_flight == 0) return false;
+    size_t const index = seed == 0 ? 0 : random(in_flight);
+    if (index < loads.size()) {
+      std::swap(loads.front(), loads[index]);
       auto const load = std::move(loads.front());
       loads.pop_front();
       load();
       return true;
     }
-    std::swap(copying[chosen - loads.size()], copying.back());
+    std::swap(copying[index - loads.size()], copying.back());
     int const thread = copying.back();
     Fiber& fiber = fibers[thread];
     CountedBarrier* bar = nullptr;
@@ -467,13 +467,13 @@ struct Machine {
   // -------------------------------------------------------------------------------------------------- a launch
   void (*body)(void const* params, void* shared) = nullptr;
   void const* params = nullptr;
-  bool dependent = false;  // it may have begun before the grid before has ended
+  bool dependent = false;  // the grid may begin before the previous grid has ended
   char started, ended;  // tags
   unsigned char* stacks = nullptr;
   std::vector<unsigned char> memory;
   std::vector<watch::Thread> sanitized;
-  // By thread, warp and mbarrier; and by thread who asks for its copies: that knows of all that barriers told the thread,
-  // but of nothing that the thread has written, which copies are not ordered behind.
+  // The engines of each thread (copiers), warp (multipliers) and mbarrier (loaders). A thread's asker starts its copies: it
+  // knows what barriers told the thread, but not what the thread itself wrote, since copies are not ordered after that.
   std::deque<watch::Engine> copiers, multipliers, loaders, askers;
   std::mutex busy;
 
@@ -497,7 +497,7 @@ struct Machine {
     auto const start = reinterpret_cast<uintptr_t>(memory.data());
     shared = memory.data() + (kSwizzle - start % kSwizzle) % kSwizzle;
   }
-  // A block's threads, memory and barriers, as they are at its start: memory full of NaN.
+  // Resets threads, memory and barriers to the state at the start of a block, where memory is full of NaN.
   void reset() {
     memset(shared, 0xff, 2 * apart);
     fibers.clear();
@@ -544,7 +544,7 @@ struct Machine {
     for (auto const& [what, count] : waiting) text += "; " + std::to_string(count) + " for " + what;
     return text;
   }
-  // These stopped anywhere, and are not gone on with.
+  // Abandons fibers that stopped in the middle of their work.
   void abandon() {
     for (Fiber const& fiber : fibers) {
       watch::become(fiber.seen);
@@ -553,7 +553,7 @@ struct Machine {
     watch::become(caller_seen);
     sanitized.clear();
   }
-  // Returns whether every block came to its end.
+  // Runs a grid, and returns whether every block came to its end.
   bool run(int64_t grid) {
     watch::Unseen unseen;
     caller_seen = watch::self();
@@ -575,7 +575,7 @@ struct Machine {
 
 inline Machine machine;
 
-// A thread's whole life. It ends hidden, since nobody comes back to it.
+// The whole run of a thread. It ends hidden from the sanitizer, since nothing resumes it.
 inline void Machine::enter() {
   watch::hide();
   watch::Thread& self = machine.sanitized[machine.current];
@@ -585,7 +585,7 @@ inline void Machine::enter() {
   watch::show();
   machine.body(machine.params, machine.shared);
   watch::hide();
-  // Otherwise this grid could end before that, and what follows begin.
+  // Otherwise this grid could end before the previous one, and let a later grid begin.
   if (machine.dependent && !machine.fibers[machine.current].waited)
     machine.fault("expected every thread to wait for the grid before");
   watch::release(&machine.ended);

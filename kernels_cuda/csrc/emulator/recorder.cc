@@ -1,5 +1,5 @@
-// In place of the CUDA runtime and driver, for a machine without either: a launch and a tensor map that the kernels' host
-// code asks for are told to whoever listens, and nothing runs. Linked with what nvcc makes of the kernels, whose PTX is in
+// Replaces the CUDA runtime and driver on a machine without either. Launches and tensor maps that the kernels' host code
+// requests are passed to callbacks, and nothing runs. It is linked with nvcc's output for the kernels, so their PTX is in
 // the library.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -15,7 +15,7 @@ extern "C" {
 // Receives a launch: the kernel's name in the PTX, its arguments, and the numbers below. Returns a cudaError_t.
 enum { RA_GRID = 0, RA_BLOCK = 3, RA_SHARED = 6, RA_DEPENDENT = 7, RA_LAUNCH_NUMBERS = 8 };
 typedef int (*RaLaunched)(char const* kernel, void** arguments, int64_t const* numbers);
-// Receives what cuTensorMapEncodeTiled takes; `codes` are type, interleaving, swizzle and filling. Returns a CUresult.
+// Receives the arguments of cuTensorMapEncodeTiled; `codes` are type, interleaving, swizzle and filling. Returns a CUresult.
 typedef int (*RaEncoded)(void* map, void* address, uint32_t rank, uint64_t const* dims, uint64_t const* strides,
                          uint32_t const* box, uint32_t const* steps, int32_t const* codes);
 
@@ -31,7 +31,7 @@ static std::map<void const*, std::string>& kernels() {
 RA_API void ra_listen(RaLaunched on_launch, RaEncoded on_encode) { launched = on_launch, encoded = on_encode; }
 RA_API void const* ra_fat_binary(void) { return binary; }
 
-// ---- what nvcc's own code calls when the library is loaded
+// ---- functions that nvcc's generated code calls when the library is loaded
 
 struct FatBinary {
   int magic, version;
@@ -50,8 +50,8 @@ void __cudaRegisterFunction(void**, char const* function, char*, char const* nam
 }
 // Device variables; the kernels read none.
 void __cudaRegisterVar(void**, char*, char*, char const*, int, size_t, int, int) {}
-// Launches by <<< >>>, which the kernels' host code has none of; nvcc's code for each kernel names them all the same, those
-// of CUDA 12 or those of 13.
+// Launches by <<< >>>. The kernels' host code has none, but nvcc's generated code refers to these functions, either those of
+// CUDA 12 or those of CUDA 13.
 cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { return cudaErrorNotSupported; }
 cudaError_t __cudaGetKernel(cudaKernel_t*, void const*) { return cudaErrorNotSupported; }
 cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) { return cudaErrorNotSupported; }
@@ -91,7 +91,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(char const* name, void** function, 
   return cudaSuccess;
 }
 
-// Functions that ask about a device or describe an error; only users of a GPU call them.
+// Functions that query a device or describe an error; they are called only where there is a GPU.
 cudaError_t cudaDeviceGetAttribute(int*, cudaDeviceAttr, int) { return cudaErrorNoDevice; }
 cudaError_t cudaDriverGetVersion(int*) { return cudaErrorNoDevice; }
 cudaError_t cudaRuntimeGetVersion(int*) { return cudaErrorNoDevice; }

@@ -1,5 +1,5 @@
-// The partial results of sequences that were computed in several parts, merged in their order: one warp a query row. Its
-// launch overlaps with the end of the grid that leaves them.
+// Merges the partial results of sequences that several parts computed, in the order of the parts, with one warp per query
+// row. Its launch overlaps with the end of the grid that computes the partial results.
 #pragma once
 #include "latent.h"
 
@@ -17,11 +17,11 @@ struct MergedRow {
         first(first_part_of(plan, seq)) {}
 
   RA_DEV int slot_of(int part) const { return range_of(plan, part, seq, blocks).slot; }
-  RA_DEV bool has(int part) const { return part == first || goes_on(plan, part, seq); }
+  RA_DEV bool has(int part) const { return part == first || continues(plan, part, seq); }
   RA_DEV int64_t index_of(int slot) const {
     return (int64_t(slot) * plan.call.num_q_tokens + token) * plan.call.num_q_heads + head;
   }
-  // What the sum of weighted parts is multiplied by, from the largest lse `m_i` and the sum of weights.
+  // The factor that normalises the sum of weighted parts, given their largest lse `m_i` and the sum of weights `l_i`.
   RA_DEV float factor(float m_i, float l_i) const {
     if (m_i == -INFINITY) return 0.f;  // fully masked
     return 1.f / (plan.call.sinks ? l_i + op::exp2(plan.call.sinks[head] * float(kLog2e) - m_i) : l_i);
@@ -46,7 +46,7 @@ struct Combine {
   RA_DEV static void run(Params const& params, Smem&) {
     Plan const& plan = params.plan;
     RaLatent const& call = plan.call;
-    op::wait_for_grid_before();
+    op::wait_for_previous_grid();
     int64_t const row = int64_t(op::bid()) * kRowsOfBlock + op::tid() / 32, lane = op::tid() % 32;
     if (row >= call.num_seqs * call.num_q_tokens * call.num_q_heads) return;
     MergedRow const merged(plan, row);
@@ -57,21 +57,21 @@ struct Combine {
       int const slot = merged.slot_of(part);
       if (slot < 0) continue;
       int64_t const index = merged.index_of(slot);
-      m_i = fmaxf(m_i, op::given(call.partial_lse + index));
-      if (call.max_logits) maximum = fmaxf(maximum, op::given(call.partial_max + index));
+      m_i = fmaxf(m_i, op::load_result(call.partial_lse + index));
+      if (call.max_logits) maximum = fmaxf(maximum, op::load_result(call.partial_max + index));
     }
     for (int part = merged.first; merged.has(part); ++part) {
       int const slot = merged.slot_of(part);
       if (slot < 0) continue;
       int64_t const index = merged.index_of(slot);
-      float const lse = op::given(call.partial_lse + index);
+      float const lse = op::load_result(call.partial_lse + index);
       if (lse == -INFINITY) continue;
       float const weight = op::exp2(lse - m_i);
       l_i += weight;
       float4 const* const given = reinterpret_cast<float4 const*>(call.partial_out + index * kValue);
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
-        float4 const part_out = op::given(given + lane + 32 * i);
+        float4 const part_out = op::load_result(given + lane + 32 * i);
         acc[i].x += weight * part_out.x;
         acc[i].y += weight * part_out.y;
         acc[i].z += weight * part_out.z;

@@ -1,5 +1,5 @@
-// Attention by lists over rows that are not what `Seesaw` reads: the producer decodes them into bfloat16, and all else is
-// the seesaw's. A format has `fill<S, H>`, which fills half H of stage S by `decode`.
+// Sparse attention over quantised rows: the producer decodes them to bfloat16, and all else is as in `Seesaw`. A derived
+// class has `fill<S, H>`, which fills half H of stage S by calling `decode`.
 #pragma once
 #include "seesaw.h"
 
@@ -13,8 +13,8 @@ struct Decoding : SeesawBase<bf16, 512, true, kUnit> {
   // A thread's rows of a block.
   struct Rows {
     Block block;
-    uint32_t scales[4];  // where they begin, in units
-    bool extra;          // of the second cache
+    uint32_t scales[4];  // the offsets of their scales, in units
+    bool extra;          // whether the block is in the second cache
   };
   RA_DEV static Rows find(Plan const& plan, Lists const& lists, Entries const& entries, int index, int t) {
     bool const extra = Base::is_extra(lists, index);
@@ -32,8 +32,8 @@ struct Decoding : SeesawBase<bf16, 512, true, kUnit> {
     return found;
   }
 
-  // Fill half H of stage S from what `load` asks for of a thread's rows, by what `store` makes of it. They are on their way
-  // while the half's reader is waited for.
+  // Fills half H of stage S: `load` loads a thread's share of its rows, `store` decodes it to shared memory. The loads are in
+  // flight while this thread waits for the half's reader.
   template <int S, int H, class Share, class Load, class Store>
   RA_DEV static void decode(Rows const& rows, int turn, Smem& s, Load load, Store store) {
     Share share = {};
@@ -52,7 +52,7 @@ struct Decoding : SeesawBase<bf16, 512, true, kUnit> {
     Body::produce(plan, s, [&](Segment const& segment, int t) {
       Lists const lists = Base::lists_of(plan, segment, 0);
       int const last = segment.end - 1;
-      // What the lists say is asked for a fill before it is needed, and no sooner: registers are scarce.
+      // List entries are loaded one fill before they are needed, and no sooner, because registers are scarce.
       auto const ask = [&](int index) { return Base::look_up(plan, lists, index < last ? index : last, t); };
       Entries next = ask(segment.begin);
       for (int index = segment.begin; index <= last; index += 2) {

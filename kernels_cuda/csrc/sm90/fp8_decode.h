@@ -1,24 +1,25 @@
-// Attention by lists over rows of an `fp8_v32` cache: 512 e4m3 codes, four float32 scales, 64 bfloat16 columns.
+// Sparse attention over an `fp8_v32` cache: rows of 512 e4m3 codes, four float32 scales and 64 bfloat16 rotary columns.
 //
-// A code becomes a float16 operand, exactly, and is never multiplied: the scale of a group of 128 columns is folded into
-// its share of the logits and into the weights of its values. Such weights are held near 1 by `level`, a running maximum
-// of logit plus exponent of the key's largest scale, which is followed only where it lags. Queries become float16 as
-// well, divided by a power of two a row; the 64 columns behind the value stay bfloat16.
+// A code is converted exactly to a float16 operand, and never multiplied by its scale. The scale of a group of 128 columns is
+// folded into the group's share of the logits and into the weights of its values. To keep these weights near 1, they are
+// relative to `level`, a running maximum of the logit plus the exponent of the key's largest scale, which is raised only
+// when it falls too far behind. Queries are float16 as well, each row divided by a power of two. The 64 rotary columns stay
+// bfloat16.
 //
-// A producer warpgroup decodes rows into two stages. Warpgroup 0, the leader, computes logits and weights and holds the
-// left half of the output; warpgroup 1, the follower, holds the right half. Both read the weights from shared memory,
-// where they take the place of the block's last 64 columns, whose logits are done by then. While the leader is at its
-// exponentials, the follower's product of the block before has the tensor cores.
+// A producer warpgroup decodes rows into two stages. Warpgroup 0 (`SoftmaxConsumer`) computes logits and weights, and holds
+// the left half of the output. Warpgroup 1 (`ValuesConsumer`) holds the right half. Both multiply the same weights, which
+// warpgroup 0 stores over the block's rotary columns in slab 8 once their logits are computed. While warpgroup 0 computes
+// exponentials, the tensor cores compute warpgroup 1's product for the previous block.
 //
-//   barrier       who arrives                                     of    a phase is    protects
-//   q_full        each producer thread; one for the segment       129   a segment     q, unit, spoilt, segments[turn % 2]
-//   q_empty       a thread of each consumer warp                  8     a segment     q, unit, spoilt
-//   full[S][0]    each producer thread                            128   a use of S    left half of stage S, scales
-//   full[S][1]    each producer thread, and its copies            256   a use of S    right half, and slab 8
-//   empty[S][H]   a thread of each warp of warpgroup H            4     a use of S    half H; slab 8 and scales are both's
-//   kWeights + S  the leader; the follower waits                  256   a use of S    weights in slab 8, factor[S]
-//   kSums         both, and wait                                  256   a segment     sums, reference, regain
-//   kRestRead     the leader, and waits                           128   a block       slab 8 before weights take its place; level
+//   barrier       who arrives                                count  a phase is    protects
+//   q_full        each producer thread; one for the segment  129    a segment     q, unit, nan, segments[turn % 2]
+//   q_empty       a thread of each consumer warp             8      a segment     q, unit, nan
+//   full[S][0]    each producer thread                       128    a use of S    left half of stage S, scales
+//   full[S][1]    each producer thread, and its copies       256    a use of S    right half of stage S, slab 8
+//   empty[S][H]   a thread of each warp of warpgroup H       4      a use of S    half H of stage S; both: slab 8, scales
+//   kWeights + S  warpgroup 0; 1 waits                       256    a use of S    weights in slab 8, factor[S]
+//   kSums         both warpgroups, which wait                256    a segment     sums, reference, scale
+//   kRestRead     warpgroup 0, which waits                   128    a block       slab 8 until weights overwrite it; level
 #pragma once
 #include "latent.h"
 
@@ -26,28 +27,29 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
   using Base = LatentBase<f16, bf16, true, 16, 1>;
   static constexpr int kColumns = 576, kGroups = 4;
   static constexpr float kSmallestRatio = 8.67361737988403547e-19f;  // 2^-60, in place of a scale of 0 in logits
-  // The sum's weights are 2^20 times those of values, of which each has its key's exponent, -60 to 122, taken off: so that
-  // the largest lies between 2^-102 and 2^86 and neither what counts beside it nor the sum of 2^28 of them leaves float32.
-  // No more than that, for an exponent is rounded by what it is large: those of usual scales, -7 to -11, stay below 32.
+  // The weights in a row's sum are 2^20 times those of the values, and do not include the key's exponent, -60 to 122. So the
+  // largest lies between 2^-102 and 2^86; then neither the weights that count beside it nor the sum of 2^28 weights leave
+  // the range of float32. A larger headroom would cost precision: the larger an exponent is, the coarser the rounding of
+  // its sum with a logit. With usual scales, whose exponents are -7 to -11, it stays below 32.
   static constexpr int kHeadroom = 20;
 
-  // Named barriers: the weights of a block, one for each stage; the rows' sums; and, of the leader alone, that the rest
-  // is no longer read.
+  // Named barriers: the weights of a block are stored, one for each stage; the rows' sums are; and, within warpgroup 0, slab
+  // 8 is no longer read.
   enum { kWeights, kSums = 2, kRestRead };
 
   struct alignas(1024) Smem {
     f16 q[9][kSlab];                  // slab 8: bfloat16
-    f16 keys[2][9][kSlab];            // slab 8: the rest in bfloat16, then the block's weights
-    float ratio[2][kGroups][64];      // a group's scale over 2^exponent
-    float step[2][kGroups - 1][64];   // what logits are multiplied by after groups 0 to 2
-    float2 last[2][64];               // and after the last, and what is added then: 0, of a key that is not there -inf
-    float exponent[2][64], power[2][64];  // power: 2^(exponent - kHeadroom); of a key that is not there -inf and 0
-    float unit[64], spoilt[64];       // what logits of a row are multiplied by, and sums gain: 0, or NaN
-    float factor[2][64];              // what the output of the blocks before is multiplied by
-    float reference[2][64], regain[2][64], sums[2][64];
-    float level[64];                  // what the output is relative to
-    float2 most[128];                 // of the leader's threads, the largest logits of both rows
-    Segment segments[2];              // that the producer is at, and that consumers may still be finishing
+    f16 keys[2][9][kSlab];            // slab 8: the rotary columns in bfloat16, then the block's weights
+    float ratio[2][kGroups][64];      // a group's scale divided by 2^exponent
+    float step[2][kGroups - 1][64];   // the factors of the logits after groups 0 to 2
+    float2 last[2][64];               // the factor after group 3, and an addend: 0, or -inf if the key does not exist
+    float exponent[2][64], power[2][64];  // power: 2^(exponent - kHeadroom); -inf and 0 if the key does not exist
+    float unit[64], nan[64];          // per row: the factor of its logits; an addend of its sum, 0 or NaN
+    float factor[2][64];              // rescales the output of the previous blocks
+    float reference[2][64], scale[2][64], sums[2][64];
+    float level[64];                  // the exponent to which a row's output is relative
+    float2 most[128];                 // of each thread of warpgroup 0, the largest logits of its two rows
+    Segment segments[2];              // the producer's segment, and the one that consumers may still be finishing
     op::MBar q_full, q_empty, full[2][2], empty[2][2];
   };
   static_assert(sizeof(Smem) <= 232448, "more than a block of sm_90 can have");
@@ -57,7 +59,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
 
   // ---- producer
 
-  // A thread's share of half H of a block: of each of its rows 16 codes of either group.
+  // A thread's share of half H of a block: for each of its rows, 16 codes of both groups.
   struct Codes {
     uint4 of[4][2];
   };
@@ -67,8 +69,8 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     CUTE_UNROLL
     for (int j = 0; j < 2; ++j) codes.of[i][j] = op::load16<kAgain>(row + j * 128, block.at[i] != kUnseen);
   }
-  // A row's scales are loaded and stored by one of its first four threads: which row that is comes first, so that one
-  // load is enough.
+  // Each of a row's first four threads handles the scales of one of its own four rows. The row is selected before the load,
+  // so that one load is enough.
   struct Scales {
     uint4 of;
     bool seen;
@@ -80,7 +82,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     return {op::load16<kAgain>(row_at(plan.keys.cache, at) + 512, chunk < 4 && at != kUnseen), at != kUnseen};
   }
 
-  // 16 codes of a row become 32 bytes of float16; the order of the two stores spreads a row's eight threads over banks.
+  // Stores 16 codes of a row as 32 bytes of float16. The order of the two stores spreads a row's eight threads over banks.
   RA_DEV static void decode(uint4 const& codes, f16* slab, int row, int chunk_pair, bool high_first) {
     uint32_t const words[4] = {high_first ? codes.z : codes.x, high_first ? codes.w : codes.y,
                                high_first ? codes.x : codes.z, high_first ? codes.y : codes.w};
@@ -94,9 +96,9 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     }
   }
 
-  // Logits grow group by group, those of even groups in one accumulator, those of odd ones in another. After each group
-  // they are multiplied by what suits the next of theirs (Horner's scheme), while the other accumulator grows; after the
-  // last by its own ratio and the power that all ratios are relative to.
+  // Logits are accumulated group by group, even groups in one accumulator and odd ones in another. Following Horner's scheme,
+  // an accumulator is multiplied after each group by the quotient of that group's ratio and the next one's, while the other
+  // accumulator grows. After its last group it is multiplied by that group's ratio and by the power of two.
   RA_DEV static void store_scales(Scales const& scales, int stage, int row, Smem& s) {
     bool const seen = scales.seen;
     float ratio[kGroups] = {float_of(scales.of.x), float_of(scales.of.y), float_of(scales.of.z), float_of(scales.of.w)};
@@ -119,7 +121,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     s.last[stage][row] = {divisor[3] * power_of_two(exponent), seen ? 0.f : -INFINITY};
   }
 
-  // What belongs to neither half, once both are free: scales, which keys there are, and the rest, copied as it is.
+  // Fills the parts of a stage that belong to neither half, once both are free: scales, and rotary columns unchanged.
   RA_DEV static void begin(Plan const& plan, Block const& block, Scales const& scales, int turn, Smem& s, int t) {
     int const stage = turn & 1, row = t / 8, chunk = t % 8;
     for (int half = 0; half < 2; ++half) s.empty[stage][half].wait((turn >> 1 & 1) ^ 1);
@@ -130,7 +132,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     op::arrive_after_copies(s.full[stage][1]);
     if (chunk < 4) store_scales(scales, stage, row + 16 * chunk, s);
   }
-  // Decode half H. Once a row of it is, and its registers are free, `load(i)` asks for what comes six rows later.
+  // Decodes half H. Once row i is decoded and its registers are free, `load(i)` loads codes that are decoded six rows later.
   template <int H, class Load>
   RA_DEV static void fill(Codes const& codes, int turn, Smem& s, Load load) {
     int const t = op::fresh_tid() % 128;
@@ -146,14 +148,14 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     s.full[stage][H].arrive();
   }
 
-  // A row of queries as float16, divided by a power of two that brings its largest below 2^9; the rest, divided by the
-  // same, as bfloat16. So that the largest product is the largest logit, the sign of their scale is the queries'. A row
-  // with what is no finite number becomes zeros, for it must not spoil products with keys that are not there.
+  // Stores a row of queries as float16, divided by a power of two that brings its largest element below 2^9; the rotary
+  // columns, divided by the same power, as bfloat16. The row takes the sign of the scale, so that the largest product is the
+  // largest logit. A row that is not finite is stored as zeros, so that its products with missing keys are not NaN.
   RA_DEV static void fill_query(char const* at, bool valid, int row, int chunk, float scale, Smem& s) {
     uint32_t largest[2] = {0, 0};
     uint4 given[8];
     CUTE_UNROLL
-    for (int slab = 8; slab >= 0; --slab) {  // the rest is loaded once more
+    for (int slab = 8; slab >= 0; --slab) {  // slab 8 is loaded a second time below
       uint4 const words = op::load16<kOnce>(at + (slab * 64 + chunk * 8) * 2, valid);
       if (slab < 8) given[slab] = words;
       raise_magnitude(largest[slab == 8], words);
@@ -165,9 +167,9 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     int const exponent = unit_exponent(largest[0] << 16, largest[1] << 16);
     bool const finite = larger(largest[0], largest[1]) < 0x7f80;
     if (chunk == 0) {
-      // Where all logits are 0 any unit serves that is a normal number, which -inf can be multiplied with.
+      // The unit must be a normal number, since -inf times 0 is NaN. If all logits are 0, any unit will do.
       s.unit[row] = scale == 0.f ? 1.f : fmaxf(power_of_two(exponent) * fabsf(scale), power_of_two(-126));
-      s.spoilt[row] = finite ? 0.f : NAN;
+      s.nan[row] = finite ? 0.f : NAN;
     }
     float const factor = power_of_two(-exponent) * (scale == 0.f ? 0.f : scale < 0.f ? -1.f : 1.f);
     CUTE_UNROLL
@@ -184,19 +186,19 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     }
   }
   RA_HD static uint32_t larger(uint32_t a, uint32_t b) { return a < b ? b : a; }
-  // The largest of some bfloat16, without their signs: as whole numbers they are in the same order.
+  // Raises `largest` to the largest magnitude of eight bfloat16, whose bits without the sign compare like integers.
   RA_HD static void raise_magnitude(uint32_t& largest, uint4 const& words) {
     for (uint32_t word : {words.x, words.y, words.z, words.w})
       largest = larger(largest, larger(word & 0x7fff, word >> 16 & 0x7fff));
   }
-  // The two bfloat16 of a word.
+  // The low and the high bfloat16 of a word.
   RA_HD static float low_of(uint32_t word) { return float_of(word << 16); }
   RA_HD static float high_of(uint32_t word) { return float_of(word & 0xffff0000u); }
 
-  static constexpr int kLeaderRegisters = 224, kFollowerRegisters = 168, kProducerRegisters = 112;
+  static constexpr int kSoftmaxRegisters = 224, kValuesRegisters = 168, kProducerRegisters = 112;
   RA_DEV static void produce(Plan const& plan, Smem& s) {
     op::reg_dealloc<kProducerRegisters>();
-    // The thread's number is read again wherever it is asked for, so that it takes no register beside so many codes.
+    // The thread's number is read again at each use, so that it takes no register beside the many codes.
     auto const t = [] { return op::fresh_tid() % 128; };
     int turn = 0, segment_turn = 0, seq = 0;
     for (bool more = true; more; ++segment_turn) {
@@ -213,8 +215,8 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       if (segment.begin >= segment.end) continue;
       Lists const lists = lists_of(plan, segment, 0);
       int const last = segment.end - 1;
-      // A block's rows are loaded in eight steps, four of left halves and four of right ones, six steps before they are
-      // decoded; what the list says is asked for a block before that.
+      // A block's rows are loaded in eight steps, four left halves and four right ones, each six steps before it is decoded.
+      // List entries are loaded a block before that.
       auto const ahead = [&](int index) { return look_up(plan, lists, index < last ? index : last, t()); };
       Block block = locate(plan, lists, ahead(segment.begin), segment.begin, t());
       Entries entries = ahead(segment.begin + 1);
@@ -253,13 +255,13 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
 
   struct Consumer : Base::Consumer {
     Smem& s;
-    uint32_t phases = 0;  // bit 0: the stage; bit 1: of its barriers; bit 2: of the queries'
+    uint32_t phases = 0;  // bit 0: the stage; bit 1: the phase of its barriers; bit 2: that of the queries' barriers
 
     RA_DEV Consumer(Smem& s, Plan const& plan) : Base::Consumer(plan), s(s) {}
 
-    // tOrO += the weights x half W of the stage's values, 16 keys at a time, by the two groups of columns with scales of
-    // their own. `weigh(keys).of(r + 2 * j)`: the weights of row r and keys 8 j + 2 pair and the next. Registers are few, so
-    // the operands of two products are made while only the one before them is under way.
+    // tOrO += the weights x half W of the stage's values, 16 keys at a time, for each of the two groups of columns with its own
+    // scales. `weigh(keys).of(r + 2 * j)` has the weights of row r and keys 8 j + 2 pair and the next one. Registers are scarce,
+    // so only one earlier product is in flight while the operands of the next two are computed.
     template <int W, class Weigh>
     RA_DEV void add_values(int stage, int pair, Weigh weigh) {
       CUTE_UNROLL
@@ -289,7 +291,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       op::wgmma_rs(MmaValuesR<128>{}, thread(), tOrP, values, columns);
     }
     RA_DEV void next_block() { phases = (phases & 4) | ((phases + 1) & 3); }
-    // Wait for the next segment; whether there is one.
+    // Waits for the next segment, and returns whether there is one.
     RA_DEV bool begin() {
       s.q_full.wait(phases >> 2);
       cute::clear(tOrO);
@@ -298,15 +300,15 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     RA_DEV Segment const& segment() const { return s.segments[phases >> 2]; }
   };
 
-  struct Leader : Consumer {
-    // While two accumulators are at work no register is to spare. So what a thread keeps from block to block is in shared
-    // memory: `level` and `most`; and its number is read again where it is asked for.
+  struct SoftmaxConsumer : Consumer {
+    // With two accumulators in use no register is left. So `level` and `most`, which a thread keeps from block to block, are in
+    // shared memory, and the thread's number is read again at each use.
     RA_DEV static int mine() { return op::fresh_tid() % 128; }
     Logits tSrS;
-    RA_DEV Leader(Smem& s, Plan const& plan) : Consumer(s, plan) {}
+    RA_DEV SoftmaxConsumer(Smem& s, Plan const& plan) : Consumer(s, plan) {}
 
-    // Its weights where they were computed: those of wgmma's accumulators lie as its left operand needs them.
-    struct Held {
+    // Weights in the registers where they were computed: wgmma's accumulators have the layout of its left operand.
+    struct OwnWeights {
       Logits const& tSrS;
       int first;
       RA_DEV float2 of(int i) const { return {tSrS(first + 2 * i), tSrS(first + 2 * i + 1)}; }
@@ -329,15 +331,15 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
           for (int r = 0; r < 2; ++r) logits(at(c, r, j)) *= factor;
         }
     }
-    // tSrS = q . keys, yet to be multiplied by `unit`. Even groups and the rest grow in one accumulator, odd groups in
-    // another: a product is always under way while the result of the one before is multiplied.
+    // tSrS = q . keys divided by `unit`. Even groups and the rotary columns grow in one accumulator, odd groups in another: one
+    // accumulator is multiplied by its step while a product for the other one is in flight.
     RA_DEV void logits(int stage) {
       Logits odd;
       s.full[stage][0].wait(phases >> 1 & 1);
       add_group<f16, 0>(stage, tSrS);
       add_group<f16, 1>(stage, odd);
       s.full[stage][1].wait(phases >> 1 & 1);
-      op::fence_async_shared();  // the rest was copied by ordinary writes
+      op::fence_async_shared();  // slab 8 was copied by ordinary writes
       op::wgmma_wait<1>(tSrS);
       take_step(s.step[stage][0], tSrS);
       add_group<f16, 2>(stage, tSrS);
@@ -362,16 +364,16 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       for (int i = 0; i < cute::size(tSrS); ++i) tSrS(i) += odd(i);
     }
 
-    // The level follows what is reached only where that is ahead by more than kLag: until then weights grow to 2^kLag, and
-    // nothing is multiplied anew. By what factor that which is relative to it shrinks, and whether it does.
+    // Raises the level to `reached` only if that is more than kLag higher. Until then weights grow up to 2^kLag, and nothing has
+    // to be rescaled. Computes the factor that rescales sums and output, and returns whether the level moved.
     static constexpr float kLag = 6.f;
-    RA_DEV static bool follow(float& level, float reached, float& factor) {
+    RA_DEV static bool raise_level(float& level, float reached, float& factor) {
       bool const moves = reached > level + kLag;
       factor = moves ? op::exp2(level - reached) : 1.f;
       level = moves ? reached : level;
       return moves;
     }
-    // What the rows' logits reach, each with the exponent of its key.
+    // The maximum of each row's logits plus the exponents of their keys.
     RA_DEV void reach(int stage, int pair, float const (&unit)[2], float (&reached)[2]) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) reached[r] = -INFINITY;
@@ -395,7 +397,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       }
     }
 
-    // The logits become weights relative to `level`. The rows' sums are of such without the keys' exponents.
+    // Turns the logits into weights relative to `level`. The rows sum the weights without the keys' exponents.
     RA_DEV void weigh(int stage, int pair, float const (&unit)[2], float const (&level)[2]) {
       float const least[2] = {kHeadroom - finite(level[0]), kHeadroom - finite(level[1])};
       CUTE_UNROLL
@@ -416,7 +418,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       auto words = cute::make_tensor<uint32_t>(cute::Layout<cute::_16>{});
       CUTE_UNROLL
       for (int i = 0; i < 16; ++i) words(i) = op::pack<f16>(tSrS(2 * i), tSrS(2 * i + 1));
-      // Other warps may still multiply the rest, whose place the weights take, and a row's other threads read its level.
+      // Other warps may still read slab 8, which the weights overwrite, and other threads of a row may read its level.
       op::named_sync(kRestRead, 128);
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
@@ -439,62 +441,62 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       bool moves = false;
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        moves |= follow(level[r], reached[r], factor[r]);
+        moves |= raise_level(level[r], reached[r], factor[r]);
         sum[r] *= factor[r];
       }
       weigh(stage, pair, unit, level);
       share_weights(stage, row0, pair, level, factor);
       if (__builtin_expect(op::any_in_warp(moves), false)) rescale(factor);
-      add_values<0>(stage, pair, [&](int keys) { return Held{tSrS, 8 * keys}; });
+      add_values<0>(stage, pair, [&](int keys) { return OwnWeights{tSrS, 8 * keys}; });
       op::wgmma_wait<0>(tOrO);
       release(s.empty[stage][0]);
       next_block();
     }
 
     RA_DEV void run() {
-      op::reg_alloc<kLeaderRegisters>();
+      op::reg_alloc<kSoftmaxRegisters>();
       for (; begin(); phases ^= 4) {
         s.most[mine()] = {-INFINITY, -INFINITY};
         sum[0] = sum[1] = 0.f;
-        op::syncwarp();  // what was level so far has been read
+        op::syncwarp();  // all threads have read the previous segment's levels
         if (mine() % 32 < 16) s.level[mine() / 32 * 16 + mine() % 16] = -INFINITY;
         op::syncwarp();
         for (int blocks = segment().end - segment().begin; blocks > 0; --blocks) attend();
         finish_segment();
       }
     }
-    // The sum becomes a number of 1 to 2, and the reference what suits that: then sinks may lie far from it.
+    // Scales each row's sum to between 1 and 2 and adjusts its reference, so that a sink may be far from the logits.
     RA_DEV void finish_segment() {
       op::syncwarp();
       int const t = mine(), row0 = t / 32 * 16 + t % 32 / 4, pair = t % 4;
-      float regain[2], level[2] = {s.level[row0], s.level[row0 + 8]};
+      float scale[2], level[2] = {s.level[row0], s.level[row0 + 8]};
       highest[0] = s.most[mine()].x, highest[1] = s.most[mine()].y;
       add_in_row();
       raise_in_row(highest);
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        if (highest[r] != -INFINITY) highest[r] *= s.unit[row0 + 8 * r];  // without keys no query brought a unit
-        if (sum[r] > 0.f) sum[r] += s.spoilt[row0 + 8 * r];
+        if (highest[r] != -INFINITY) highest[r] *= s.unit[row0 + 8 * r];  // without keys no unit was stored
+        if (sum[r] > 0.f) sum[r] += s.nan[row0 + 8 * r];
         int const exponent = exponent_of(sum[r]);
         sum[r] *= power_of_two(-exponent);
         reference[r] = level[r] - kHeadroom + exponent;  // the first difference rounded as `weigh` rounds it
-        regain[r] = power_of_two(kHeadroom) * power_of_two(-exponent);
+        scale[r] = power_of_two(kHeadroom) * power_of_two(-exponent);
         if (pair) continue;
         s.sums[phases >> 2][row0 + 8 * r] = sum[r];
         s.reference[phases >> 2][row0 + 8 * r] = reference[r];
-        s.regain[phases >> 2][row0 + 8 * r] = regain[r];
+        s.scale[phases >> 2][row0 + 8 * r] = scale[r];
       }
       release(s.q_empty);
       op::named_sync(kSums, 256);
-      finish_rows<0>(segment(), regain[0], regain[1]);
+      finish_rows<0>(segment(), scale[0], scale[1]);
     }
   };
 
-  struct Follower : Consumer {
-    RA_DEV Follower(Smem& s, Plan const& plan) : Consumer(s, plan) {}
+  struct ValuesConsumer : Consumer {
+    RA_DEV ValuesConsumer(Smem& s, Plan const& plan) : Consumer(s, plan) {}
 
-    // Weights as the leader has shared them.
-    struct Shared {
+    // Weights that warpgroup 0 has stored to shared memory.
+    struct SharedWeights {
       uint4 words;
       RA_DEV float2 of(int i) const {
         uint32_t const word = i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
@@ -508,27 +510,27 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       s.full[stage][1].wait(phases >> 1 & 1);
       float const factor[2] = {s.factor[stage][row0], s.factor[stage][row0 + 8]};
       if (op::any_in_warp(factor[0] != 1.f || factor[1] != 1.f)) rescale(factor);
-      int const t = op::fresh_tid() % 128;  // offsets are computed anew
-      add_values<1>(stage, t % 4, [&](int keys) { return Shared{load_weights(s.keys[stage][8], t, 2 * keys)}; });
+      int const t = op::fresh_tid() % 128;  // fresh: offsets are recomputed
+      add_values<1>(stage, t % 4, [&](int keys) { return SharedWeights{load_weights(s.keys[stage][8], t, 2 * keys)}; });
       op::wgmma_wait<0>(tOrO);
       release(s.empty[stage][1]);
       next_block();
     }
 
     RA_DEV void run() {
-      op::reg_alloc<kFollowerRegisters>();
+      op::reg_alloc<kValuesRegisters>();
       for (; begin(); phases ^= 4) {
         for (int blocks = segment().end - segment().begin; blocks > 0; --blocks) attend();
         release(s.q_empty);
         op::named_sync(kSums, 256);
-        float regain[2];
+        float scale[2];
         CUTE_UNROLL
         for (int r = 0; r < 2; ++r) {
           sum[r] = s.sums[phases >> 2][row0 + 8 * r];
           reference[r] = s.reference[phases >> 2][row0 + 8 * r];
-          regain[r] = s.regain[phases >> 2][row0 + 8 * r];
+          scale[r] = s.scale[phases >> 2][row0 + 8 * r];
         }
-        finish_rows<1>(segment(), regain[0], regain[1]);
+        finish_rows<1>(segment(), scale[0], scale[1]);
       }
     }
   };
@@ -540,7 +542,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       s.q_empty.init(8);
       for (int stage = 0; stage < 2; ++stage)
         for (int half = 0; half < 2; ++half) {
-          s.full[stage][half].init(half ? 256 : 128);  // with the right half comes the rest, by itself
+          s.full[stage][half].init(half ? 256 : 128);  // the copies of slab 8 arrive with the right half
           s.empty[stage][half].init(4);
         }
       op::fence_barrier_init();
@@ -548,8 +550,8 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     op::let_dependents_launch();
     op::syncthreads();
     int const warpgroup = op::tid() / 128;
-    if (warpgroup == 0) Leader(s, params.plan).run();
-    else if (warpgroup == 1) Follower(s, params.plan).run();
+    if (warpgroup == 0) SoftmaxConsumer(s, params.plan).run();
+    else if (warpgroup == 1) ValuesConsumer(s, params.plan).run();
     else produce(params.plan, s);
   }
 };

@@ -1,15 +1,15 @@
-// Attention by lists over rows of an `fp8_v4` cache: 448 e4m3 codes, 64 bfloat16 columns, and in the page's second part
-// seven e8m0 scales.
+// Sparse attention over an `fp8_v4` cache: rows of 448 e4m3 codes and 64 bfloat16 columns, and in the second part of a page
+// seven e8m0 scales for each row.
 //
-// All 512 columns are value, so there is no slab to spare in which products of two types could meet. But a scale is a
-// power of two, so a code times its scale is a bfloat16 exactly. Eight threads take a row, each 8 columns of each of its
-// eight slabs: a group of 64 columns with a scale is a slab, and the last slab is copied as it is.
+// All 512 columns are in the value, so operands of two types cannot be combined as in `Fp8Decode`. But a scale is a power of
+// two, so a code times its scale is exactly a bfloat16. Eight threads decode a row, each 8 columns of each of its eight
+// slabs. A group of 64 columns with one scale is a slab, and the last slab is copied unchanged.
 #pragma once
 #include "decoding.h"
 
 struct Fp8V4 : Decoding<Fp8V4, 8> {
-  // A thread's share of half H of a block: 8 codes of each row and slab, and of the last slab 8 columns instead; the scales of
-  // the half's four slabs.
+  // A thread's share of half H of a block: 8 codes per row and slab (8 bfloat16 in the last slab), and the scales of the
+  // half's four slabs.
   struct Share {
     uint2 codes[4][kHalf], rest[4];
     uint32_t scales[4];
@@ -32,11 +32,11 @@ struct Fp8V4 : Decoding<Fp8V4, 8> {
       share.rest[i] = op::load8<kAgain>(row + 456 + chunk * 8, seen);
     }
   }
-  // 2^(code - 127) as two bfloat16; 255 is no number.
+  // 2^(code - 127) as two bfloat16; code 255 is NaN.
   RA_DEV static uint32_t scale_of(uint32_t code) {
     return (code == 255 ? 0x7fc0 : code == 0 ? 0x40 : code << 7) * 0x10001;
   }
-  // Codes become bfloat16 exactly, and so do they times a power of two.
+  // Two codes times their scale, as two bfloat16. This is exact, since a scale is a power of two.
   RA_DEV static uint32_t decoded(uint32_t codes, uint32_t scale) {
     uint32_t const halves = op::half_pair(uint16_t(codes));
     return op::multiply(op::pack<bf16>(op::low_half(halves), op::high_half(halves)), scale);

@@ -1,51 +1,51 @@
-// What the kernels of attention over latent rows share: their tiles, which keys a thread block reads, and what becomes
-// of its sums.
+// The base of all kernels of attention over latent rows: tiles, the keys that a thread block reads, and the epilogue.
 //
-// 64 query rows attend to blocks of 64 latent rows, each read once and used as key and, its first 512 columns
-// transposed, as value. The output, 64 x 512 in float32, is held by two warpgroups, W = 0 and 1, in halves of columns.
-// A tile in shared memory is made of slabs of 64 rows x 64 columns, in the 128-byte swizzle. Logits are to base 2.
+// 64 query rows attend to blocks of 64 latent rows. A latent row is read once and is both key and (its first 512 columns,
+// transposed) value. The output, 64 x 512 in float32, is held by two warpgroups, W = 0 and 1, each with half the columns.
+// A tile in shared memory consists of slabs of 64 rows x 64 columns in the 128-byte swizzle. Logits are to base 2.
 #pragma once
 #include "ops.h"
 #include "work.h"
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-// log2 of a sum of weights that are relative to 2^reference. The hardware's logarithm errs by 2^-22 of its result, but
-// from 1/2 to 2 by no more than 2^-22.
+// log2 of a sum of weights that are relative to 2^reference. The error of the hardware's logarithm is 2^-22 relative to
+// its result, but 2^-22 absolute for arguments from 1/2 to 2, so the sum is scaled to that range first.
 RA_DEV float lse_of(float reference, float sum) {
   int const exponent = exponent_of(sum);
   return reference + exponent + op::log2(sum * power_of_two(-exponent));
 }
 
-// What a part has to do of one sequence: blocks [begin, end) of a list of so many keys.
+// The share of a part in one sequence: blocks [begin, end) of a list of `length` keys.
 struct Segment {
   int seq, length, extra, begin, end, slot;  // extra: keys of the second list
 };
 
-// The producer's threads stand eight to a row and sixteen rows apart four times. Of a thread's rows of a block: what the
-// list says, loaded long before it is needed; and where they lie in the cache, in units.
+// Eight producer threads copy a row, and each thread has four rows of a block, sixteen rows apart. For these rows:
+// the entries of the list, loaded long before they are needed,
 struct Entries {
   int of[4];
 };
 constexpr uint32_t kUnseen = ~0u;
+// and their offsets in the cache, in units.
 struct Block {
-  char const* rows;  // the cache that it is of, at this thread's share of row 0
+  char const* rows;  // the block's cache, at this thread's share of row 0
   uint32_t at[4];
-  int page, tile;  // where TMA finds it; page -1: it does not
+  int page, tile;  // the block's place for TMA; page -1: TMA cannot fetch it
 };
 
-// A segment's lists of keys: of the first cache, and of the second.
+// A segment's lists of keys, of the first and of the second cache.
 struct Lists {
   int const *entries, *extra_entries;
   int length, extra_length;
-  uint32_t head;     // what lies before a row's KV head, in units
+  uint32_t head;     // the offset of the KV head within a row's slot, in units
   char const* rows;  // as in Block
-  int share;         // of a row, this thread's: where it begins
+  int share;         // where this thread's share of a row begins
 };
-// How general the finding of rows has to be: one list, and pages that follow each other without a gap; or anything.
-enum class Finds { kPacked, kAny };
+// Which cases the computation of offsets has to handle: one list over pages without gaps between them, or any lists.
+enum class Addressing { kPacked, kAny };
 
-// What a kernel is given: the call, and where pages are whole numbers of blocks the tensor map to fetch them by.
+// A kernel's parameters: the call, and the tensor map to fetch pages that are whole numbers of blocks.
 template <class Tma>
 struct LatentParams {
   Plan plan;
@@ -55,11 +55,11 @@ struct LatentParams {
 
 template <class Element_, class Out_, bool kSparse, int kUnit_ = 16, int kCaches = 2>
 struct LatentBase {
-  using Element = Element_;  // of the operands
+  using Element = Element_;  // of operands
   using Out = Out_;          // of queries and results
-  static constexpr int kThreads = 384, kSlab = 64 * 64, kHalf = 4;  // slab: elements; half of a row: slabs
-  static constexpr int kValue = 512, kUnit = kUnit_;  // unit: bytes, of where rows lie
-  static constexpr bool kLists = kSparse, kTwo = kSparse && kCaches == 2;  // two: perhaps a second cache
+  static constexpr int kThreads = 384, kSlab = 64 * 64, kHalf = 4;  // elements of a slab; slabs of half a row
+  static constexpr int kValue = 512, kUnit = kUnit_;  // columns of a value; bytes per unit of offsets
+  static constexpr bool kLists = kSparse, kTwo = kSparse && kCaches == 2;  // kTwo: there may be a second cache
 
   // ---- tiles
 
@@ -81,9 +81,9 @@ struct LatentBase {
   using MmaValuesS = decltype(cute::make_tiled_mma(
       cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::_64>,
                                  cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
-  // Accumulators, named as CuTe does: tSrS of logits, tOrO of the output, tOrP the weights as its left operand. A thread has
-  // two rows, 8 apart, and of every 8 columns two neighbours (PTX, "WGMMA .m64nNk16 register fragment layout for
-  // accumulator matrix D"): `at` is the place of columns 8 j + 2 (lane % 4) + c of row lane / 4 + 8 r.
+  // Accumulators have CuTe's names: tSrS the logits, tOrO the output, tOrP the weights as a left operand. A thread holds two
+  // rows, 8 apart, and two neighbouring columns of every 8 (PTX, "WGMMA .m64nNk16 register fragment layout for accumulator
+  // matrix D"): `at` is the index of column 8 j + 2 (lane % 4) + c of row lane / 4 + 8 r.
   using Logits = decltype(cute::partition_fragment_C(MmaLogits<Element>{}, cute::Shape<cute::_64, cute::_64>{}));
   using Output = decltype(cute::partition_fragment_C(MmaValuesS<256>{}, cute::Shape<cute::_64, cute::_256>{}));
   RA_HD static constexpr int at(int c, int r, int j) { return c + 2 * r + 4 * j; }
@@ -92,36 +92,36 @@ struct LatentBase {
   RA_DEV static auto shared(T* pointer) {
     return cute::make_tensor(cute::make_smem_ptr(pointer), Layout{});
   }
-  // The offset in a slab at which 8 columns of a row begin.
+  // The offset in a slab of a chunk of 8 columns of a row.
   RA_HD static int offset_of(int row, int chunk) { return row * 64 + ((chunk ^ (row & 7)) * 8); }
-  // Write a warpgroup's 64 x 64 weights to a slab, words(r + 2 * j) being those of row r and columns 8 j + 2 pair and the
-  // next: two times two matrices of 8 x 8 at a time.
+  // Writes a warpgroup's 64 x 64 weights to a slab, four matrices of 8 x 8 at a time. words(r + 2 * j) has row r and columns
+  // 8 j + 2 pair and the next one.
   template <class Words>
   RA_DEV static void store_weights(Element* slab, int t, Words const& words) {
     CUTE_UNROLL
     for (int j = 0; j < 8; j += 2)
       op::store_matrices(weights_at(slab, t, j), {words(2 * j), words(2 * j + 1), words(2 * j + 2), words(2 * j + 3)});
   }
-  // The word of weights (row, 8 j + 2 pair) in a slab.
+  // The word of weights of row `row` and columns 8 j + 2 pair and the next one in a slab.
   RA_DEV static uint32_t* weight_word(Element* slab, int row, int j, int pair) {
     return reinterpret_cast<uint32_t*>(slab + offset_of(row, j)) + pair;
   }
-  // The same words, i for r + 2 * (j - first), of 16 columns.
+  // Reads the weights of 16 columns from chunk j on: word i has row r and chunk j + i / 2, where r = i % 2.
   RA_DEV static uint4 load_weights(Element* slab, int t, int j) { return op::load_matrices(weights_at(slab, t, j)); }
   RA_DEV static Element* weights_at(Element* slab, int t, int j) {
     return slab + offset_of(t / 32 * 16 + t % 16, j + t % 32 / 16);
   }
 
-  // ---- what a thread block has to do
+  // ---- the keys of a thread block
 
   RA_DEV static Job job(Plan const& plan) { return job_of(plan, op::fresh_bid()); }
-  // Positions from here on a row does not see.
+  // A row sees only the positions below this limit.
   RA_DEV static int limit_of(Plan const& plan, Job const& job, int row, int length) {
     if (kSparse || !plan.call.causal) return length;
     return length - (plan.num_q_tokens - 1 - query_of(plan, job, row, kSparse).token);
   }
-  // The next sequence, from `seq` on, of which there is something to write, if only that it sees nothing. The slot is
-  // kAbsent when there is none.
+  // The segment of the next sequence, from `seq` on, for which this part writes a result, even if it has no keys. Its slot
+  // is kAbsent after the last one.
   RA_DEV static Segment next_segment(Plan const& plan, int& seq) {
     Job const job = LatentBase::job(plan);
     Seqs const seqs = seqs_of(plan, job.part);
@@ -142,7 +142,7 @@ struct LatentBase {
     return {0, 0, 0, 0, 0, kAbsent};
   }
 
-  // share: where a thread's part of a row begins.
+  // The lists of a segment, for a thread whose share of a row begins at byte `share`.
   RA_DEV static Lists lists_of(Plan const& plan, Segment const& segment, int share) {
     Job const job = LatentBase::job(plan);
     Keys const &keys = plan.keys, &extra = plan.extra;
@@ -152,16 +152,16 @@ struct LatentBase {
     return {op::opaque(entries), kTwo ? extra_entries : nullptr, segment.length, segment.extra, job.kv_head * keys.head,
             keys.cache + share, share};
   }
-  // Whether a block is of the second list, and the position in its list at which it begins.
+  // Whether a block is in the second list; and the position in its list at which it begins.
   RA_DEV static bool is_extra(Lists const& lists, int block) { return kTwo && block * kBlock >= lists.length; }
   RA_DEV static int first_of(Lists const& lists, int block, bool extra) {
     return block * kBlock - (extra ? (lists.length + kBlock - 1) / kBlock * kBlock : 0);
   }
-  // What the lists say of this thread's rows. No load waits for another: behind the end of a list its last entry is read,
-  // of a list that has one.
-  template <Finds kFinds = Finds::kAny>
+  // The list entries of this thread's rows. All loads are independent: after the end of a list its last entry is loaded, so
+  // the list must not be empty.
+  template <Addressing kAddressing = Addressing::kAny>
   RA_DEV static Entries look_up(Plan const& plan, Lists const& lists, int block, int t) {
-    bool const extra = kFinds == Finds::kAny && is_extra(lists, block);
+    bool const extra = kAddressing == Addressing::kAny && is_extra(lists, block);
     int const* const entries = extra ? lists.extra_entries : lists.entries;
     int const first = first_of(lists, block, extra);
     int const last = (extra ? lists.extra_length : lists.length) - 1;
@@ -174,10 +174,10 @@ struct LatentBase {
     }
     return found;
   }
-  // Where those rows lie.
-  template <Finds kFinds = Finds::kAny>
+  // The offsets of these rows.
+  template <Addressing kAddressing = Addressing::kAny>
   RA_DEV static Block locate(Plan const& plan, Lists const& lists, Entries const& entries, int block, int t) {
-    bool const extra = kFinds == Finds::kAny && is_extra(lists, block);
+    bool const extra = kAddressing == Addressing::kAny && is_extra(lists, block);
     Keys const &keys = plan.keys, &more = plan.extra;
     int const first = first_of(lists, block, extra), length = extra ? lists.extra_length : lists.length;
     uint32_t const count = extra ? more.count : keys.count, step = extra ? more.slot : keys.slot;
@@ -195,16 +195,17 @@ struct LatentBase {
       if (!kSparse) {
         uint32_t const rows = uint32_t(keys.page_size) * step;
         at += entry * (rows + gap) - divide(slot, by) * rows;
-      } else if (kFinds == Finds::kAny) {
+      } else if (kAddressing == Addressing::kAny) {
         at += divide(slot, by) * gap;
       }
       found.at[i] = position < length && entry < count ? at : kUnseen;
     }
     return found;
   }
-  // Whether one list of rows without gaps is all that there is.
+  // Whether a sparse call has one list over pages without gaps between them.
   RA_DEV static bool is_packed(Plan const& plan) { return kSparse && plan.keys.gap == 0 && !plan.extra.lists; }
-  // The address of a row's share of a thread, given that of row 0. That of a row that is not there is nowhere: it is not read.
+  // The address of a thread's share of a row, given its share of row 0. The address of an unseen row is invalid, and is
+  // never read.
   RA_DEV static char const* row_at(char const* cache, uint32_t at) {
     return op::opaque(cache + uint64_t(at) * kUnit);
   }
@@ -219,9 +220,9 @@ struct LatentBase {
 
   struct Consumer {
     Plan const& plan;
-    // This thread's first row, and which two of 8 columns it has.
+    // This thread's first row, and its pair of columns among 8.
     int const row0 = op::tid() % 128 / 32 * 16 + op::tid() % 32 / 4, pair = op::tid() % 4;
-    // What the sum's weights are relative to, in `Seesaw` the largest logit; and that, where it is asked for.
+    // The exponent to which the weights in the sum are relative (in `Seesaw`, the largest logit), and the largest logit.
     float reference[2], sum[2], highest[2];
     Output tOrO;
 
@@ -229,11 +230,11 @@ struct LatentBase {
 
     RA_DEV static int thread() { return op::tid() % 128; }
     RA_DEV void release(op::MBar& bar) const {
-      op::syncwarp();  // each warp's own products are done, so each says so
-      if (op::fresh_tid() % 32 == 0) bar.arrive();  // read again: nothing kept in a register through the loop
+      op::syncwarp();  // all products of this warp are done
+      if (op::fresh_tid() % 32 == 0) bar.arrive();  // fresh: keeps no register through the loop
     }
     RA_DEV static float finite(float x) { return x == -INFINITY ? 0.f : x; }
-    // What is relative to `from` becomes relative to `to` by this factor.
+    // The factors that change the reference of weights from `from` to `to`.
     RA_DEV static void factors(float const (&from)[2], float const (&to)[2], float (&factor)[2]) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) factor[r] = op::exp2(from[r] - finite(to[r]));
@@ -242,7 +243,7 @@ struct LatentBase {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) value[r] = fmaxf(value[r], least[r]);
     }
-    // The four threads of a row agree.
+    // The maximum over the four threads of a row.
     RA_DEV static void raise_in_row(float (&value)[2]) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r)
@@ -261,19 +262,19 @@ struct LatentBase {
     }
 
     template <int W>
-    RA_DEV void finish_rows(Segment const& segment, float first_regain, float second_regain) {
-      finish<W, 0>(segment, first_regain, op::fresh_tid());
-      finish<W, 1>(segment, second_regain, op::fresh_tid());
+    RA_DEV void finish_rows(Segment const& segment, float first_scale, float second_scale) {
+      finish<W, 0>(segment, first_scale, op::fresh_tid());
+      finish<W, 1>(segment, second_scale, op::fresh_tid());
     }
-    // Write half W of row R, whose output is yet to be multiplied by `regain`. Offsets are computed anew from the
-    // thread's number rather than kept in registers through the loop.
+    // Writes half W of row R; its accumulator times `scale` is relative to the same reference as its sum. Offsets are
+    // recomputed from the thread's number, to keep no registers through the loop.
     template <int W, int R>
-    RA_DEV void finish(Segment const& segment, float regain, int thread) {
+    RA_DEV void finish(Segment const& segment, float scale, int thread) {
       Job const job = LatentBase::job(plan);
       RaLatent const& call = plan.call;
       bool const whole = segment.slot == kWhole;
       int const row = job.tile * 64 + thread % 128 / 32 * 16 + thread % 32 / 4 + 8 * R;
-      bool const exists = row < plan.rows;  // threads without a row still give their neighbours what they ask for
+      bool const exists = row < plan.rows;  // threads without a row still take part in the shuffles
       Query const query = query_of(plan, job, row, kSparse);
       int64_t const index =
           ((whole ? segment.seq : segment.slot) * call.num_q_tokens + query.token) * call.num_q_heads + query.head;
@@ -281,11 +282,11 @@ struct LatentBase {
       float denominator = sum[R];
       if (exists && whole && call.sinks && !fully_masked)
         denominator += op::exp2(call.sinks[query.head] * float(kLog2e) - reference[R]);
-      float const factor = fully_masked ? 0.f : regain / denominator;
+      float const factor = fully_masked ? 0.f : scale / denominator;
       int64_t const column = index * kValue + W * 256;
       if (whole) {
-        // Neighbours exchange words of two times 8 columns, so that each has four columns that lie side by side and the four
-        // threads of a row fill a whole sector of 32 bytes.
+        // Neighbouring threads exchange words of two chunks of 8 columns. Then each thread has four adjacent columns, and the
+        // four threads of a row write a whole sector of 32 bytes.
         bool const odd = thread % 2;
         Out* const to = static_cast<Out*>(call.out) + column + 8 * odd + thread % 4 / 2 * 4;
         CUTE_UNROLL

@@ -1,22 +1,22 @@
-// From a call to the grid that computes it.
+// Launching the kernels of a call.
 #pragma once
 #include "combine.h"
 
-// A row is addressed by what lies before it, counted in units in 32 bits.
+// The offset of a row is counted in units, in 32 bits.
 constexpr int64_t most_bytes(int unit) { return ((int64_t(1) << 32) - 1) * unit; }
 inline int64_t cache_bytes(RaLatent const& call) {
   return (call.num_pages * call.page_stride + call.page_size * call.slot_stride + call.num_kv_heads * call.head_stride) *
-         (call.format == RA_PLAIN ? 2 : 1);
+         (format_of(call.format).token ? 1 : 2);
 }
 
-// Pages that are whole numbers of blocks can be fetched block by block.
+// Whether TMA can fetch pages block by block: they must be whole numbers of blocks.
 inline bool pages_by_tma(RaLatent const& call) { return call.page_size % kBlock == 0 && call.num_pages > 0; }
 
-// The cache as (rows of a page, columns, (KV heads, pages)); where TMA does not serve, something that it could.
+// The cache as a tensor (rows of a page, columns, (KV heads, pages)); any valid tensor if TMA is not used.
 template <class Kernel>
 auto pages_of(RaLatent const& call) {
   bool const serves = pages_by_tma(call);
-  // A stride that nobody walks along may be anything, which a descriptor does not allow.
+  // The stride of an axis of one entry may be anything, but a descriptor accepts only valid strides.
   int64_t const head_stride = serves && call.num_kv_heads > 1 ? call.head_stride : call.d_qk;
   int64_t const page_stride = serves && call.num_pages > 1 ? call.page_stride : call.d_qk;
   return cute::make_tensor(
@@ -26,7 +26,7 @@ auto pages_of(RaLatent const& call) {
       cute::make_stride(serves ? call.slot_stride : call.d_qk, cute::_1{}, cute::make_stride(head_stride, page_stride)));
 }
 
-// What merges a kernel's partial results.
+// The kernel that merges the partial results of another kernel.
 template <class Kernel, class = void>
 struct MergeOf {
   using type = Combine<typename Kernel::Out>;
@@ -42,7 +42,7 @@ int launch_latent(RaLatent const& call, void* stream) {
   if (!sizes_fit(call)) return RA_NO_KERNEL;
   Plan const plan = plan_of(call, Kernel::kUnit);
   int64_t const jobs = num_jobs(plan), rows = call.num_seqs * call.num_q_tokens * call.num_q_heads;
-  constexpr int64_t kMostRows = int64_t(INT32_MAX) * Merge::kRowsOfBlock;  // of the grid that merges splits
+  constexpr int64_t kMostRows = int64_t(INT32_MAX) * Merge::kRowsOfBlock;  // that the merging grid can have
   if (jobs <= 0) return 0;
   bool const splits = call.parts != nullptr || call.num_splits > 1;
   if (jobs > INT32_MAX || cache_bytes(call) > most_bytes(Kernel::kUnit)) return RA_NO_KERNEL;
@@ -65,4 +65,7 @@ int launch_latent(RaLatent const& call, void* stream) {
 
 inline bool takes(RaLatent const& call, int format, bool sparse) {
   return call.format == format && (call.sparse != 0) == sparse;
+}
+inline bool takes_fp8_v32(RaLatent const& call) {
+  return takes(call, RA_FP8_V32, true) && !call.extra_lists && call.dtype == RA_BFLOAT16 && call.d_qk == 576;
 }

@@ -1,4 +1,4 @@
-// Attention of each query token over its own list of rows of an `fp8_v4` cache.
+// Sparse attention over an `fp8_v4` cache: each query token has its own list of rows.
 #include "fp8_v4.h"
 #include "launch.h"
 

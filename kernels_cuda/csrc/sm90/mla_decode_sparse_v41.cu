@@ -1,4 +1,4 @@
-// Attention of each query token over its own list of rows of an `fp8_v41` or `fp4_v41` cache, and of a second of either.
+// Sparse attention over an `fp8_v41` or `fp4_v41` cache, and over a second cache in either format.
 #include "launch.h"
 #include "v41.h"
 

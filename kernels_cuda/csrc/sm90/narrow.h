@@ -1,43 +1,44 @@
-// Attention by lists of few query heads, at most 32, over rows of an `fp8_v32` cache: 512 e4m3 codes, four float32
-// scales, 64 bfloat16 columns. What such a call takes is bytes and latency, so this body is made of other parts than
-// those for 64 rows: keys are the rows of the products, 16 by 16, so that heads are padded to 8; rows stay in shared
-// memory as they are in the cache, four stages of them, and become operands on the way to registers.
+// Sparse attention of at most 32 query heads over an `fp8_v32` cache: rows of 512 e4m3 codes, four float32 scales and 64
+// bfloat16 rotary columns. Bytes and latency bound such a call, so this kernel differs from those for 64 rows. Keys, 16 at a
+// time, are the rows of the products, so heads are padded only to 8. Rows stay in shared memory as the cache stores them, in
+// four stages, and are decoded on the way to registers.
 //
-// Two teams of four warps. Warp w of a team has group w of columns, the 128 codes that share a scale, both as keys and
-// as values, and 16 of the 64 last columns. Its part of a logit is (codes . q) * scale + rest; the four parts meet in
-// shared memory, where each warp takes a quarter of the heads, makes weights of logits and hands those back to all. A
-// warp's weights times its group's scales are a float16 operand, held near 1 by a running `level` of its own: the
-// output of group w is relative to level[w], the sum of weights to the maximum. Queries are float16 too, each group of
-// a row divided by a power of two.
+// Two teams have four warps each. Warp w of a team handles group w of columns, the 128 codes that share a scale, both as keys
+// and as values, and 16 of the 64 rotary columns. Its part of a logit is (codes . q) * scale + rotary. The four parts are
+// added through shared memory: each warp turns the logits of a quarter of the heads into weights, and stores them for all
+// warps. A warp's weights times its group's scales are a float16 operand, which a running `level` of the warp keeps near 1:
+// the output of group w is relative to level[w], and the sum of weights to the maximum. Queries are float16 too, each group
+// of a row divided by a power of two.
 //
-// Up to 16 heads the teams share a block's keys, 32 and 32, and merge what they have at the end of a segment; of up to
-// 32 heads each team has half, over all keys, and there is nothing to merge. A third warpgroup fetches, 16 threads of
-// each warp, since a warp issues its copies one by one, a row each: a bulk copy of 656 bytes, which takes no register.
+// With at most 16 heads, each team has 32 of a block's 64 keys, and the teams merge their results at the end of a segment.
+// With more, each team has half the heads and all keys, and nothing has to be merged. A third warpgroup copies rows, each by
+// a bulk copy of 656 bytes, which takes no registers. Only 16 threads of each of its warps copy, because a warp issues its
+// bulk copies one by one.
 //
-//   barrier          who arrives                              of       a phase is    protects
-//   full[S]          a producer thread a row, and its bytes   64       a use of S    rows and seen of stage S
-//   empty[S]         a thread of each warp of the teams       8        a use of S    the same
-//   kLogits + team   the team, and waits                      128      a block       part; weight while it is read
-//   kWeights + team  the team, and waits                      128      a block       weight, maximum; part while it is read
-//   kMerge           both teams, and wait; where teams have   256      a segment     sent, top, sum, level
-//   kMerged          heads, each by itself (+ team)           or 128   a segment     the same while they are read
+//   barrier          who arrives                              count    a phase is    protects
+//   full[S]          one producer thread per row, its bytes   64       a use of S    rows and seen of stage S
+//   empty[S]         a thread of each warp of the teams       8        a use of S    rows and seen of stage S
+//   kLogits + team   the team, which waits                    128      a block       part; weight while it is read
+//   kWeights + team  the team, which waits                    128      a block       weight, maximum; part while it is read
+//   kMerge           both teams, which wait; if teams have    256      a segment     sent, top, sum, level
+//   kMerged          heads, each team separately (+ team)     or 128   a segment     sent, top, sum, level while they are read
 #pragma once
 #include "latent.h"
 #include "narrow_combine.h"
 
-// kTiles: of 8 heads, of a team. kByHeads: teams share heads, not keys.
+// kTiles: tiles of 8 heads per team. kByHeads: the teams divide the heads, not the keys.
 template <int kTiles, bool kByHeads>
 struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
   using Base = LatentBase<f16, bf16, true, 16, 1>;
   using Merge = NarrowCombine<bf16>;
   static constexpr int kTeams = 2, kWarps = 4, kThreads = (kTeams + 1) * 128;
-  static constexpr int kStages = 4, kRow = 656, kScales = 512, kRest = 528;  // bytes of a row, and where these begin
+  static constexpr int kStages = 4, kRow = 656, kScales = 512, kRest = 528;  // a row's bytes; where scales, rotary columns begin
   static constexpr int kTeamHeads = 8 * kTiles, kHeads = kTeamHeads * (kByHeads ? kTeams : 1);
   static constexpr int kTeamKeys = kByHeads ? kBlock : kBlock / kTeams, kSteps = kTeamKeys / 16;
-  static constexpr int kColumnTiles = 8;                                             // of 16 columns, of a group
-  static constexpr int kKept = kByHeads ? kColumnTiles : kColumnTiles / kTeams;      // that a team writes
+  static constexpr int kColumnTiles = 8;                                             // tiles of 16 columns per group
+  static constexpr int kKept = kByHeads ? kColumnTiles : kColumnTiles / kTeams;      // those that a team writes
   static constexpr int kProducerRegisters = 40, kTeamRegisters = 232;
-  // Of the warp's own heads: how many, and how many keys of each a thread has.
+  // The number of heads whose weights a warp computes, and of keys that each of its threads has of them.
   static constexpr int kOwn = kTeamHeads / kWarps, kEach = kTeamKeys * kOwn / 32;
 
   enum { kLogits, kWeights = kLogits + kTeams, kMerge = kWeights + kTeams, kMerged = kMerge + kTeams };
@@ -45,18 +46,18 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
 
   struct alignas(128) Smem {
     unsigned char rows[kStages][kBlock][kRow];
-    float part[kTeams][kWarps][kTeamKeys * kTeamHeads];  // of logits, in the order of `part_at`
-    float weight[kTeams][kTeamHeads][kTeamKeys + 8];     // 8: so that four heads lie in banks of their own
+    float part[kTeams][kWarps][kTeamKeys * kTeamHeads];  // the parts of logits, in the order of `part_at`
+    float weight[kTeams][kTeamHeads][kTeamKeys + 8];     // padded by 8, so that four heads are in different banks
     float4 sent[kByHeads ? 1 : kTeams][kWarps][kByHeads ? 1 : kTiles * kKept][32];  // output that the other team finishes
-    float maximum[kTeams][kTeamHeads];  // so far
-    float top[kTeams][kTeamHeads], sum[kTeams][kTeamHeads], level[kTeams][kWarps][kTeamHeads];  // of the segment
+    float maximum[kTeams][kTeamHeads];  // over the blocks so far
+    float top[kTeams][kTeamHeads], sum[kTeams][kTeamHeads], level[kTeams][kWarps][kTeamHeads];  // over the whole segment
     uint8_t seen[kStages][kBlock];
     op::MBar full[kStages], empty[kStages];
   };
   static_assert(sizeof(Smem) <= 232448, "more than a block of sm_90 can have");
 
-  // Where the part of a logit lies: neighbouring heads side by side, and what a warp writes or reads at once in banks of
-  // its own, be that 8 keys of two heads each four times or all keys of a thread's own heads.
+  // The index of the part of a logit. Neighbouring heads are adjacent, and no two threads of a warp access one bank at once,
+  // neither when they write 8 keys of 4 pairs of heads nor when they read all keys of the heads whose weights they compute.
   RA_HD static constexpr int part_at(int key, int head) {
     return kTiles == 2 ? key * 16 + (head ^ (key & 2) * 4 ^ (key & 4)) : key * 8 + (head ^ (key >> 2 & 3) * 2);
   }
@@ -76,7 +77,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
     CUTE_NO_UNROLL
     for (int i = 0; i < kRow / 16; ++i) op::store(reinterpret_cast<uint4*>(row) + i, uint4{0, 0, 0, 0});
   }
-  // This thread's row of a block. One that is not there is zeros, so that nothing times a weight of 0 is no number.
+  // Fills this thread's row of a block; zeros for an unseen row, because a weight of 0 times NaN is NaN.
   RA_DEV static void fill(Plan const& plan, Found const& found, int t, int stage, Smem& s) {
     unsigned char* const row = s.rows[stage][t];
     s.seen[stage][t] = found.seen;
@@ -85,7 +86,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
       op::bulk_load(row, plan.keys.cache + uint64_t(found.at) * kUnit, kRow, s.full[stage]);
     } else {
       clear(row);
-      op::fence_async_shared();  // a bulk copy comes to the same place later
+      op::fence_async_shared();  // a later bulk copy writes the same bytes
       s.full[stage].arrive();
     }
   }
@@ -98,7 +99,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
       if (segment.slot == kAbsent) return;
       if (segment.begin >= segment.end) continue;
       int const* const list = Base::lists_of(plan, segment, 0).entries;
-      // What is asked for two blocks ahead is where a block's rows are; behind the end of a list its last entry is read.
+      // List entries are loaded two blocks ahead; after the end of a list its last entry is loaded.
       auto const ask = [&](int block) {
         int const position = block * kBlock + t;
         return op::load_constant(list + (position < segment.length ? position : segment.length - 1));
@@ -119,23 +120,23 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
   struct Worker {
     Plan const& plan;
     Smem& s;
-    // `group` is the row of a product that a thread has, and 8 behind it another; `pair` which two of 8 columns.
+    // A thread holds rows `group` and `group` + 8 of a product, and two of 8 columns, which `pair` numbers.
     int const warp = op::tid() % 128 / 32, lane = op::tid() % 32, group = lane / 4, pair = lane % 4;
     static constexpr int kFirstKey = kByHeads ? 0 : kTeam * kTeamKeys, kFirstHead = kByHeads ? kTeam * kTeamHeads : 0;
 
-    uint32_t q[8][kTiles][2], q_rest[1][kTiles][2];  // of head 8 t + group, as right operands
-    float unit[kTiles][2];                           // what q was divided by, times the scale, of heads 8 t + 2 pair + c
-    float out[kColumnTiles][kTiles][4];              // columns 16 group + 2 j + r of heads 8 t + 2 pair + c: element c + 2 r
+    uint32_t q[8][kTiles][2], q_rest[1][kTiles][2];  // right operands, of head 8 t + group
+    float unit[kTiles][2];                           // the divisor of q times the scale, of heads 8 t + 2 pair + c
+    float out[kColumnTiles][kTiles][4];              // element c + 2 r: column 16 group + 2 j + r of head 8 t + 2 pair + c
     float level[kTiles];                             // of head 8 t + group
-    float maximum, sum;                              // of head warp * kOwn + lane % kOwn; the sum over this thread's keys
+    float maximum, sum;                              // of head warp * kOwn + lane % kOwn; the sum is over this thread's keys
 
     RA_DEV Worker(Plan const& plan, Smem& s) : plan(plan), s(s) {}
 
-    // What the thread of head 8 t + group has of it, for heads 8 t + 2 pair + c.
+    // The value for head 8 t + 2 pair + c, which the threads of that head hold.
     RA_DEV float of_head(float value, int c) const { return op::shfl(value, (2 * pair + c) * 4); }
 
-    // This warp's columns of the queries, in the order in which a thread reads codes: step i of the product has columns
-    // 32 pair + 4 i to + 3 of the group.
+    // Loads this warp's columns of the queries in the order in which a thread reads codes: step i of the product has columns
+    // 32 pair + 4 i to 32 pair + 4 i + 3 of the group.
     RA_DEV void load_queries(int seq) {
       Job const job = Base::job(plan);
       CUTE_UNROLL
@@ -167,7 +168,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
       }
     }
 
-    // This warp's part of the logits of its team's keys, 32 at a time.
+    // Computes this warp's part of the logits of its team's keys, 32 keys at a time.
     RA_DEV void logits(int stage) {
       CUTE_UNROLL
       for (int step = 0; step < kSteps; step += 2) {
@@ -222,7 +223,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
       return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
     }
 
-    // The logits of this warp's own heads become weights relative to the heads' new maxima.
+    // Turns the logits of this warp's heads into weights relative to the heads' new maxima.
     RA_DEV void weigh(int stage) {
       int const head = warp * kOwn + lane % kOwn;
       float logit[kEach], m_new = maximum;
@@ -248,15 +249,15 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
     }
     RA_DEV static float finite(float x) { return x == -INFINITY ? 0.f : x; }
 
-    // out += this group's codes, transposed, x weights times scales. A thread's keys of 16 are 2 pair, the next, and
-    // those 8 behind.
+    // out += this group's codes, transposed, x (weights times scales). Of 16 keys, a thread has 2 pair, 2 pair + 1, and the
+    // keys 8 after these.
     RA_DEV void add_values(int stage) {
       unsigned char const* const rows = s.rows[stage][kFirstKey + 2 * pair];
       float scaled[kSteps][kTiles][4], shift[kTiles];
       CUTE_UNROLL
       for (int step = 0; step < kSteps; ++step) scale_weights(rows, step, scaled[step]);
       raise_levels(scaled, shift);
-      if (kByHeads) op::syncwarp();  // registers are too few to keep so many until they are needed: read them again
+      if (kByHeads) op::syncwarp();  // too few registers to keep all weights, so they are read again
       CUTE_UNROLL
       for (int step = 0; step < kSteps; ++step) {
         if (kByHeads) scale_weights(rows, step, scaled[step]);
@@ -275,7 +276,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
         for (int j = 0; j < kColumnTiles; ++j)
           CUTE_UNROLL
           for (int i = 0; i < 2; ++i) {
-            // Two columns of two keys: the codes of the first column first.
+            // The codes of two columns for two keys, those of the first column first.
             uint32_t const four = op::bytes_of(word_of(codes[2 * i], j / 2), word_of(codes[2 * i + 1], j / 2),
                                                j % 2 ? 0x7362 : 0x5140);
             op::half_pairs(four, a[j][2 * i], a[j][2 * i + 1]);
@@ -298,11 +299,11 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
           scaled[t][i + 1] = two.y * scale[i + 1];
         }
     }
-    // Of a thread's four keys.
+    // The offset of a thread's key i, of four, from its first key.
     RA_HD static constexpr int key_of(int i) { return i % 2 + i / 2 * 8; }
 
-    // Weights times scales, which are relative to the maximum, come below 2 by `shift`: they are relative to the level
-    // then, as the output is.
+    // Raises the levels so that weights times scales are below 2, and rescales the output. `shift` converts weights relative to
+    // the maximum into weights relative to the level.
     RA_DEV void raise_levels(float const (&scaled)[kSteps][kTiles][4], float (&shift)[kTiles]) {
       CUTE_UNROLL
       for (int t = 0; t < kTiles; ++t) {
@@ -311,7 +312,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
         for (int i = 0; i < 4 * kSteps; ++i) largest = fmaxf(largest, fabsf(scaled[i / 4][t][i % 4]));
         largest = fmaxf(largest, op::shfl_xor(largest, 1));
         largest = fmaxf(largest, op::shfl_xor(largest, 2));
-        int const exponent = int(bits_of(largest) >> 23);  // 0: nothing that counts
+        int const exponent = int(bits_of(largest) >> 23);  // 0: all are zero or subnormal
         float const reference = s.maximum[kTeam][8 * t + group];
         float const reached = fmaxf(level[t], exponent ? reference + float(exponent - 127) : -INFINITY);
         float const factor = op::exp2(level[t] - finite(reached));
@@ -328,7 +329,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
 
     // ---- the end of a segment
 
-    // Tell the others what they need to finish: sums, maxima, levels, and of the other team's columns the output.
+    // Stores what other warps need to finish: sums, maxima, levels, and the output of the columns that the other team writes.
     RA_DEV void share(bool first) {
       constexpr int kWhich = kByHeads ? kTeam : 0;
       CUTE_UNROLL
@@ -365,7 +366,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
       }
       return total;
     }
-    static constexpr int kFirst = kByHeads ? 0 : kTeam * kKept;  // of the tiles of columns that this team writes
+    static constexpr int kFirst = kByHeads ? 0 : kTeam * kKept;  // the first tile of columns that this team writes
     RA_DEV void finish(Segment const& segment) {
       if constexpr (!kByHeads) {
         CUTE_UNROLL
@@ -385,7 +386,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
       }
       cute::for_each(cute::make_seq<2 * kTiles>{}, [&](auto which) { finish_head<which / 2, which % 2>(segment); });
     }
-    // Head 8 t + 2 pair + c.
+    // Writes the results of head 8 t + 2 pair + c.
     template <int t, int c>
     RA_DEV void finish_head(Segment const& segment) {
       Job const job = Base::job(plan);
@@ -458,7 +459,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
           weigh(stage);
           op::named_sync(kWeights + kTeam, 128);
           add_values(stage);
-          op::syncwarp();  // the other threads have read their rows too
+          op::syncwarp();  // all threads have read their rows
           if (lane == 0) s.empty[stage].arrive();
         }
         share(first);

@@ -1,18 +1,18 @@
-// The partial results of sequences that were computed in several parts, merged in their order: a thread block a query
-// row. For calls with few rows and many parts, where a warp a row (`combine.h`) would leave most of the GPU idle and wait
-// for one part after the other: here each thread asks for one part's lse, all at once, then for 4 columns of 16 parts.
-// Its launch overlaps with the end of the grid that leaves them.
+// Merges the partial results of sequences that several parts computed, in the order of the parts, with one thread block per
+// query row. It is for calls with few rows and many parts, for which one warp per row (`combine.h`) would leave most of the
+// GPU idle and wait for one part after another. Here each thread loads the lse of one part, all at once, then 4 columns of
+// 16 parts at a time. Its launch overlaps with the end of the grid that computes the partial results.
 #pragma once
 #include "combine.h"
 
 template <class Out>
 struct NarrowCombine {
   static constexpr int kThreads = 128, kRowsOfBlock = 1, kValue = 512, kAtOnce = 16;
-  // Of the parts at hand, one a thread: where their results are, kAbsent if nowhere, and the rows' lse and maximum.
+  // The current parts, one per thread: the slot of the result, or kAbsent, and the row's lse and maximum.
   struct Smem {
     int slot[kThreads];
     float lse[kThreads], maximum[kThreads];
-    int going[kThreads];  // whether the sequence has this part at all, empty or not
+    int exists[kThreads];  // whether the sequence has this part, empty or not
   };
   struct Params {
     Plan plan;
@@ -21,21 +21,21 @@ struct NarrowCombine {
   RA_DEV static void run(Params const& params, Smem& s) {
     Plan const& plan = params.plan;
     RaLatent const& call = plan.call;
-    op::wait_for_grid_before();
+    op::wait_for_previous_grid();
     int64_t const row = op::bid();
     int const t = op::tid();
     MergedRow const merged(plan, row);
     if (merged.slot_of(merged.first) == kWhole) return;
     float m_i = -INFINITY, maximum = -INFINITY, l_i = 0.f;
     float4 acc = {};
-    // kThreads parts at a time, as a rule all of them.
+    // kThreads parts at a time, which usually are all parts.
     bool more = true;
     for (int from = merged.first; more; from += kThreads) {
       look(merged, s, from + t);
       op::syncthreads();
       float m_new = m_i;
       int count = 0;
-      for (; count < kThreads && s.going[count]; ++count) {
+      for (; count < kThreads && s.exists[count]; ++count) {
         m_new = fmaxf(m_new, s.lse[count]);
         maximum = fmaxf(maximum, s.maximum[count]);
       }
@@ -53,29 +53,29 @@ struct NarrowCombine {
     if (t == 0) merged.write_sums(m_i, l_i, maximum);
   }
 
-  // This thread's part.
+  // Loads the lse and the maximum of this thread's part.
   RA_DEV static void look(MergedRow const& merged, Smem& s, int part) {
     RaLatent const& call = merged.plan.call;
     int const t = op::tid();
-    s.going[t] = merged.has(part);
+    s.exists[t] = merged.has(part);
     s.slot[t] = kAbsent;
     s.lse[t] = s.maximum[t] = -INFINITY;
-    if (!s.going[t]) return;
+    if (!s.exists[t]) return;
     int const slot = merged.slot_of(part);
     if (slot < 0) return;
-    s.lse[t] = op::given(call.partial_lse + merged.index_of(slot));
-    if (call.max_logits) s.maximum[t] = op::given(call.partial_max + merged.index_of(slot));
+    s.lse[t] = op::load_result(call.partial_lse + merged.index_of(slot));
+    if (call.max_logits) s.maximum[t] = op::load_result(call.partial_max + merged.index_of(slot));
     if (s.lse[t] != -INFINITY) s.slot[t] = slot;
   }
-  // The columns of this thread of so many parts, asked for before any is needed.
+  // Adds this thread's columns of kAtOnce parts, all loaded before any is used.
   RA_DEV static void add(MergedRow const& merged, Smem const& s, int from, float reference, int t, float& sum, float4& acc) {
     float const* const partial_out = merged.plan.call.partial_out;
     float4 out[kAtOnce];
     CUTE_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {
-      int const slot = s.slot[from + i];  // kAbsent behind the last part
+      int const slot = s.slot[from + i];  // kAbsent after the last part
       out[i] = float4{};
-      if (slot >= 0) out[i] = op::given(reinterpret_cast<float4 const*>(partial_out + merged.index_of(slot) * kValue) + t);
+      if (slot >= 0) out[i] = op::load_result(reinterpret_cast<float4 const*>(partial_out + merged.index_of(slot) * kValue) + t);
     }
     CUTE_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {

@@ -1,24 +1,24 @@
-// Attention over plain rows, dense or by lists: two consumer warpgroups that take turns on pairs of blocks.
+// Attention over plain rows, dense or sparse: two consumer warpgroups that alternate on the blocks of a pair.
 //
-// Warpgroup W computes the logits and weights of block W of the pair, multiplies them with its own half of that block's
-// values, then multiplies the other warpgroup's weights, from shared memory, with its half of the other block's values.
-// While one is at its exponentials the other has the tensor cores ("seesaw"). A producer warpgroup fills the two stages
-// in halves of columns; half H of either stage is last read by warpgroup H, which alone hands it back, so that a half is
-// filled again as soon as its reader is done. Slab 8 has the last 64 columns of 576, which are key and not value; once
-// its logits are computed, the block's weights take that slab's place.
+// Warpgroup W computes the logits and weights of block W of the pair, and holds half W of the output columns. It multiplies
+// its own weights with its half of its block's values, and the other warpgroup's weights, from shared memory, with its half
+// of the other block's values. While one warpgroup computes exponentials, the other uses the tensor cores ("seesaw"). A
+// producer warpgroup fills two stages in halves of columns. Warpgroup H is the last reader of half H of both stages, and
+// it alone releases that half, which is then filled again at once. Slab 8 has the last 64 columns of 576, which are in the
+// key but not in the value. Once the logits are computed, the block's weights replace that slab.
 //
-//   barrier         who arrives                                              of       a phase is     protects
+//   barrier         who arrives                                              count    a phase is     protects
 //   q_full          the copies of each producer thread; one for the segment  129      a segment      q, segments[turn % 2]
 //   q_empty         a thread of each consumer warp                           8        a segment      q
-//   full[S][H]      the copies of each producer thread, or one for TMA's     128      a use of S     half H of stage S; slab 8
-//                   bytes and the others at once; of H = S also the 16       144                     comes with half 1 - S, seen
-//                   writers of `seen`                                                                with half S
-//   empty[S][H]     a thread of each warp of warpgroup H                     4        a use of S     the same
+//   full[S][H]      the copies of each producer thread, or with TMA one      128      a use of S     half H of stage S; slab 8
+//                   for its bytes and the others at once; for H = S also     144                     with half 1 - S, `seen`
+//                   the 16 writers of `seen`                                                         with half S
+//   empty[S][H]     a thread of each warp of warpgroup H                     4        a use of S     half H of stage S
 //   kFirstMaximum   warpgroup 0; 1 waits                                     256      a pair         maximum[0]
 //   kSecondWeights  warpgroup 1; 0 waits                                     256      a whole pair   maximum[1], weights of block 1
 //   kFirstWeights   warpgroup 0; 1 waits                                     256      a pair         weights of block 0
-//   kSums           both, and wait                                           256      a segment      sums[turn % 2]
-//   kRestRead       warpgroup 0, and waits                                   128      a lone block   slab 8 of stage 0
+//   kSums           both warpgroups, which wait                              256      a segment      sums[turn % 2]
+//   kRestRead       warpgroup 0, which waits                                 128      a lone block   slab 8 of stage 0
 #pragma once
 #include "latent.h"
 
@@ -31,19 +31,19 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
   template <int kColumns>
   using Values = typename Base::template Values<kColumns>;
   static constexpr int kColumns = kWidth;
-  static constexpr bool kRest = kWidth == 576;  // columns behind the value
+  static constexpr bool kRest = kWidth == 576;  // whether the key has columns after those of the value
   static_assert(kWidth == 512 || kWidth == 576);
 
-  // Named barriers, one warpgroup's word to the other: the maximum of block 0; that of block 1 with its weights; the
-  // weights of block 0; and, of both, the sums. The last is of one warpgroup: the rest is no longer read.
+  // Named barriers: the maximum of block 0 is stored; the maximum and the weights of block 1 are; the weights of block 0
+  // are; both warpgroups' sums are. The last one is within a warpgroup: slab 8 is no longer read.
   enum { kFirstMaximum, kSecondWeights, kFirstWeights, kSums, kRestRead };
 
   struct alignas(1024) Smem {
     Element q[kWidth / 64][kSlab];
-    Element keys[2][9][kSlab];           // slab 8: the rest, then the block's weights
+    Element keys[2][9][kSlab];           // slab 8: the last columns of a key, then the block's weights
     float maximum[2][64], sums[2][2][64];
     uint8_t seen[2][64];
-    Segment segments[2];                 // that the producer is at, and that consumers may still be finishing
+    Segment segments[2];                 // the producer's segment, and the one that consumers may still be finishing
     op::MBar q_full, q_empty, full[2][2], empty[2][2];
   };
   static_assert(sizeof(Smem) <= 232448, "more than a block of sm_90 can have");
@@ -54,13 +54,13 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
   // ---- producer
 
   template <int S, int H>
-  static constexpr int kFilled = kHalf + (kRest && H != S);  // slabs of a half; the rest comes with that read last
+  static constexpr int kFilled = kHalf + (kRest && H != S);  // slabs of a half; slab 8 comes with the half read last
   template <int S, int H>
   RA_HD static constexpr int slab_of(int i) {
     return i < kHalf ? H * kHalf + i : 8;
   }
 
-  template <Finds kFinds, class Tma>
+  template <Addressing kAddressing, class Tma>
   RA_DEV static Block locate(Params<Tma> const& params, Lists const& lists, Entries const& entries, int block, int t) {
     Keys const& keys = params.plan.keys;
     if constexpr (!kSparse) {
@@ -70,11 +70,11 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
         return {lists.rows, {0, 0, 0, 0}, page, inside / kBlock};
       }
     }
-    return Base::template locate<kFinds>(params.plan, lists, entries, block, t);
+    return Base::template locate<kAddressing>(params.plan, lists, entries, block, t);
   }
 
-  // Which keys of a block are there at all. Its sixteen writers arrive once more than others, since the arrival that
-  // asynchronous copies bring about speaks of these alone.
+  // Stores which keys of a block exist. The sixteen writers arrive once more than other threads, because the arrival of
+  // asynchronous copies does not cover ordinary writes.
   static constexpr int kWriters = 16;
   RA_DEV static void store_seen(uint8_t (&seen)[64], Block const& block, int t, op::MBar& bar) {
     if (t % 8) return;
@@ -83,7 +83,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
     bar.arrive();
   }
 
-  // Fill half H of stage S when its reader is done with what was there.
+  // Fills half H of stage S once its last reader has released it.
   template <int S, int H, class Tma>
   RA_DEV static void fill(Params<Tma> const& params, Block const& block, int turn, Smem& s, int t) {
     s.empty[S][H].wait((turn & 1) ^ 1);
@@ -127,9 +127,8 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
     }
   }
 
-  // The segments of this thread block, one after the other: their queries, then `pairs(segment)`, which fills the stages
-  // with their blocks.
-  // The thread's number is read again for each, so that nothing that follows from it takes a register in between.
+  // Produces the segments of this thread block: for each, its queries, then `pairs(segment, thread)`, which fills the stages
+  // with its blocks. The thread's number is read again each time, so that nothing derived from it takes a register between.
   template <class Pairs>
   RA_DEV static void produce(Plan const& plan, Smem& s, Pairs pairs) {
     int turn = 0, seq = 0;
@@ -146,7 +145,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
       if (segment.begin < segment.end) pairs(segment, op::fresh_tid() % 128);
     }
   }
-  template <Finds kFinds, class Tma>
+  template <Addressing kAddressing, class Tma>
   RA_DEV static void produce(Params<Tma> const& params, Smem& s) {
     Plan const& plan = params.plan;
     int turns[2] = {0, 0};
@@ -154,15 +153,15 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
       Lists lists = Base::lists_of(plan, segment, t % 8 * 16);
       lists.rows = op::opaque(lists.rows);
       int const last = segment.end - 1;
-      // What the lists say is asked for a pair ahead.
+      // List entries are loaded a pair of blocks ahead.
       auto const ahead = [&](int block) {
-        return Base::template look_up<kFinds>(plan, lists, block < last ? block : last, t);
+        return Base::template look_up<kAddressing>(plan, lists, block < last ? block : last, t);
       };
       Entries entries[2] = {ahead(segment.begin), ahead(segment.begin + 1)};
       for (int index = segment.begin; index <= last; index += 2) {
         bool const two = index < last;
-        Block const first = locate<kFinds>(params, lists, entries[0], index, t);
-        Block const second = locate<kFinds>(params, lists, entries[1], index + two, t);
+        Block const first = locate<kAddressing>(params, lists, entries[0], index, t);
+        Block const second = locate<kAddressing>(params, lists, entries[1], index + two, t);
         entries[0] = ahead(index + 2);
         entries[1] = ahead(index + 3);
         fill<0, 0>(params, first, turns[0], s, t);
@@ -175,15 +174,14 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
   static constexpr int kProducerRegisters = 72, kConsumerRegisters[2] = {216, 216};
   template <class Tma>
   RA_DEV static void produce(Params<Tma> const& params, Smem& s) {
-    if (Base::is_packed(params.plan)) produce<Finds::kPacked>(params, s);
-    else produce<Finds::kAny>(params, s);
+    if (Base::is_packed(params.plan)) produce<Addressing::kPacked>(params, s);
+    else produce<Addressing::kAny>(params, s);
   }
 
   // ---- consumers
 
-  // The elements that a thread has of 64 x 64 weights, as wgmma takes them for a left operand from registers: four times a
-  // fragment of 64 x 16 (PTX, "WGMMA .m64k16 register fragment layout for matrix A"), whose words lie as the logits'
-  // accumulators do.
+  // A thread's elements of 64 x 64 weights as wgmma's left operand from registers: four fragments of 64 x 16 (PTX, "WGMMA
+  // .m64k16 register fragment layout for matrix A"), whose words have the order of the logits' accumulators.
   using WeightsA = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::_4>,
                                 cute::Stride<cute::Stride<cute::_1, cute::_2, cute::_4>, cute::_0, cute::_8>>;
 
@@ -192,7 +190,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
     using Parent = typename Base::Consumer;
     using Parent::tOrO, Parent::reference, Parent::sum, Parent::row0, Parent::plan, Parent::release, Parent::thread;
     Smem& s;
-    uint32_t phases = 0;  // bit S: of the barriers of stage S; bit 2: of the queries'
+    uint32_t phases = 0;  // bit S: the phase of the barriers of stage S; bit 2: that of the queries' barriers
     typename Base::Logits tSrS;
 
     RA_DEV Consumer(Smem& s, Plan const& plan) : Base::Consumer(plan), s(s) {}
@@ -204,7 +202,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
     RA_DEV static void both_arrive(int id) { op::named_arrive(id, 256); }
     RA_DEV static void both_sync(int id) { op::named_sync(id, 256); }
 
-    // tSrS = q . keys of stage W, its own half first.
+    // tSrS = q . keys of stage W, first over half W.
     RA_DEV void logits() {
       wait_full(W, W);
       add_logits<kHalf>(W * kHalf, true);
@@ -220,7 +218,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
                    Base::template shared<Rows<64 * kSlabs>>(s.keys[W][slab]), tSrS, zero);
     }
 
-    // Scale and mask the logits; the rows' maxima over this block.
+    // Scales and masks the logits, and computes each row's maximum over this block.
     RA_DEV void mask(int first, int const (&limit)[2], float (&m_new)[2]) {
       m_new[0] = m_new[1] = -INFINITY;
       CUTE_UNROLL
@@ -238,7 +236,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
         }
       Parent::raise_in_row(m_new);
     }
-    // The logits become weights relative to `m_new`; each row's sum of them.
+    // Turns the logits into weights relative to `m_new`, and sums them for each row.
     RA_DEV void weigh(float const (&m_new)[2], float (&l_new)[2]) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
@@ -261,7 +259,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
         words(i) = op::template pack<Element>(tSrS(2 * i) * factor[i % 2], tSrS(2 * i + 1) * factor[i % 2]);
       if constexpr (W == 0) {
         Base::store_weights(s.keys[W][8], thread(), words);
-      } else {  // whose product waits for these stores: words that are ready one by one are stored one by one
+      } else {  // this warpgroup's product waits for these stores, so each word is stored as soon as it is ready
         CUTE_UNROLL
         for (int i = 0; i < 16; ++i)
           op::store(Base::weight_word(s.keys[W][8], row0 + i % 2 * 8, i / 2, this->pair), words(i));
@@ -278,7 +276,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
       for (int r = 0; r < 2; ++r) m_new[r] = s.maximum[1 - W][row0 + 8 * r];
     }
 
-    // tOrO += this warpgroup's weights x its half of the values of stage W.
+    // tOrO += this warpgroup's weights x half W of the values of stage W.
     RA_DEV void add_own() {
       auto tOrP = cute::make_tensor<Element>(WeightsA{});
       auto words = cute::recast<uint32_t>(cute::make_tensor(tOrP.data(), cute::Layout<cute::_32>{}));
@@ -290,14 +288,14 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
       op::wgmma_rs(typename Base::template MmaValuesR<256>{}, thread(), tOrP,
                    Base::template shared<Values<256>>(s.keys[W][W * kHalf]), tOrO);
     }
-    // tOrO += the other warpgroup's weights x this one's half of the values of its stage.
+    // tOrO += the other warpgroup's weights x half W of the values of the other stage.
     RA_DEV void add_other() {
       wait_full(1 - W, W);
       op::wgmma_ss(typename Base::template MmaValuesS<256>{}, thread(), Base::template shared<Rows<64>>(s.keys[1 - W][8]),
                    Base::template shared<Values<256>>(s.keys[1 - W][W * kHalf]), tOrO, false);
     }
 
-    // Move to a new maximum; `l_new` is what the row's sum gains.
+    // Rescales sums and output to a new maximum, and adds `l_new` to the sums.
     RA_DEV void move(float const (&m_new)[2], float const (&l_new)[2]) {
       float factor[2];
       Parent::factors(reference, m_new, factor);
@@ -309,7 +307,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
       Parent::rescale(factor);
     }
 
-    // A pair of blocks, of which the second may be missing.
+    // Attends to a pair of blocks, or to one block if the second does not exist.
     RA_DEV void attend(int first, bool two, int const (&limit)[2]) {
       constexpr float kOne[2] = {1.f, 1.f}, kNone[2] = {0.f, 0.f};
       float m_new[2], l_new[2], others[2], factor[2] = {1.f, 1.f};
@@ -327,7 +325,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
           read_maximum(others);
           Parent::factors(reference, others, factor);
         } else if constexpr (kRest) {
-          op::named_sync(kRestRead, 128);  // other warps may still multiply the rest, whose place the weights take
+          op::named_sync(kRestRead, 128);  // other warps may still read slab 8, which the weights will overwrite
         }
         share_weights(factor);
         both_arrive(kFirstWeights);
@@ -397,7 +395,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
       }
     }
 
-    // A row's sum is that of both warpgroups. Two buffers, since one may be a segment ahead of the other.
+    // Adds the other warpgroup's sums. There are two buffers because one warpgroup may be a segment ahead of the other.
     RA_DEV void add_sums(int buffer) {
       Parent::add_in_row();
       CUTE_UNROLL
@@ -409,7 +407,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
     }
   };
 
-  // `Kernel` is this with a producer of its own, perhaps.
+  // Runs the kernel; `Kernel` derives from this class, and may replace the producer.
   template <class Kernel, class Tma>
   RA_DEV static void run_as(Params<Tma> const& params, Smem& s) {
     if (op::tid() == 0) {

@@ -1,4 +1,4 @@
-// Attention of each query token over its own list of bfloat16 rows, packed or paged.
+// Sparse attention over bfloat16 rows, packed or paged: each query token has its own list of rows.
 #include "launch.h"
 #include "seesaw.h"
 

@@ -31,7 +31,7 @@ def new_rows(call: Any) -> jax.Array:
     The rows of a plain cache are [T, K, columns]; those of a quantised one are its bytes [T, bytes], in their order.
     """
     layout = call.kv_format
-    if layout is None:
+    if not layout.quantized:
         scale = None if call.kv_scale is None else per_head(call.kv_scale, call.num_kv_heads)
         return stored_bits(call.kv, scale, call.cache.dtype)
     stored = quantized(call.kv[:, 0], layout, bool(call.power_of_two_scales))
@@ -45,17 +45,17 @@ def quantized(rows: jax.Array, layout: CacheFormat, power_of_two_scales: bool) -
     """The bytes of rows [..., d_qk], the scales with their padding."""
     shape = rows.shape[:-1]
     groups = rows[..., : layout.values].astype(jnp.float32).reshape(*shape, -1, layout.group)
-    if layout.codes == "float4_e2m1fn":
-        magnitudes = lax.bitcast_convert_type(groups, jnp.uint32) & 0x7FFFFFFF  # ordered by size, NaN last
+    if layout.packed_codes:
+        magnitudes = lax.bitcast_convert_type(groups, jnp.uint32) & 0x7FFFFFFF  # in order of size, NaN last
         values, stored = _to_e2m1(groups, magnitudes.max(axis=-1))
-        return Stored(values.reshape(*shape, -1), stored, jnp.zeros((*shape, 0), jnp.uint8))
-    values, scales = quantized_groups(groups, power_of_two_scales)
-    if layout.scales == "float8_e8m0fnu":
-        exponents = jnp.where(scales >= INFINITY, 255, scales >> 23).astype(jnp.uint8)
-        padding = layout.token_bytes - layout.row_bytes - layout.num_groups
-        stored = jnp.pad(exponents, [(0, 0)] * len(shape) + [(0, padding)])
     else:
-        stored = lax.bitcast_convert_type(scales, jnp.uint8).reshape(*shape, -1)
+        values, scales = quantized_groups(groups, power_of_two_scales)
+        if layout.scales == "float8_e8m0fnu":
+            exponents = jnp.where(scales >= INFINITY, 255, scales >> 23).astype(jnp.uint8)
+            padding = layout.token_bytes - layout.row_bytes - layout.num_groups
+            stored = jnp.pad(exponents, [(0, 0)] * len(shape) + [(0, padding)])
+        else:
+            stored = lax.bitcast_convert_type(scales, jnp.uint8).reshape(*shape, -1)
     # Slice the bits: XLA may convert bfloat16 to float32 and back, which changes NaNs.
     rotary = lax.bitcast_convert_type(_bfloat16_bits(rows)[..., layout.values :], jnp.uint8)
     return Stored(values.reshape(*shape, -1), stored, rotary.reshape(*shape, -1))
