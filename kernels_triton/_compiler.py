@@ -1,7 +1,7 @@
 """What works around Triton's compiler: in which versions, what it does to the code, and where Triton mended it."""
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
 import re
 from typing import Any

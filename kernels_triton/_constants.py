@@ -4,7 +4,7 @@ import dataclasses
 import types
 from typing import Any
 
-import triton
+import triton.knobs
 import triton.language as tl
 
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)  # as it was when the kernels were imported

@@ -67,9 +67,9 @@ class Split(NamedTuple):
     kv_len: tl.tensor
     first: tl.tensor  # the sequence's rows see the keys [first, last)
     last: tl.tensor
-    index: tl.tensor  # which of the sequence's splits
-    count: tl.tensor  # of the sequence's splits
-    blocks: tl.tensor  # of keys in each split but the last
+    number: tl.tensor  # of this split in its sequence, from 0
+    splits: tl.tensor  # of the sequence
+    blocks: tl.tensor  # of keys in each split except the last
     place: tl.tensor  # where this split is stored, if the sequence has several
     first_row: tl.tensor  # above 0 only for long sequences
 
@@ -190,8 +190,8 @@ def find_split(entry, batch, mask, num_splits, ranges_ptr, KIND: tl.constexpr, D
     BLOCK_KV: tl.constexpr = DIVISION.BLOCK_KV
     seq = entry
     first_row = 0
-    index = 0
-    count = 1
+    number = 0
+    splits = 1
     each = 0
     place = entry
     most = most_splits(batch.max_num_seqs, num_splits, DIVISION)
@@ -199,28 +199,28 @@ def find_split(entry, batch, mask, num_splits, ranges_ptr, KIND: tl.constexpr, D
         seq, first_row = find_later_rows(entry - most, batch, DIVISION)
     elif DIVISION.BATCH_INVARIANT:
         seq = entry // num_splits
-        index = entry % num_splits
+        number = entry % num_splits
     elif DIVISION.SPLIT_KV:
         counts, each = balanced_splits(batch, mask, num_splits, KIND, DIVISION)
         ends = tl.cumsum(counts, 0)
         seq = tl.sum((ends <= entry).to(tl.int32), 0)
         own = tl.arange(0, DIVISION.MAX_SEQS) == seq
-        count = tl.sum(tl.where(own, counts, 0), 0)
-        index = entry - tl.sum(tl.where(own, ends, 0), 0) + count
+        splits = tl.sum(tl.where(own, counts, 0), 0)
+        number = entry - tl.sum(tl.where(own, ends, 0), 0) + splits
         if DIVISION.COMPACT:
             earlier = (tl.arange(0, DIVISION.MAX_SEQS) < seq) & (counts > 1)
-            place = tl.sum(tl.where(earlier, counts, 0), 0) + index
+            place = tl.sum(tl.where(earlier, counts, 0), 0) + number
     start, q_len, kv_len, first, last = short_sequence(seq, batch, mask, KIND, DIVISION)
     if DIVISION.BATCH_INVARIANT:
         blocks = (last + BLOCK_KV - 1) // BLOCK_KV - first // BLOCK_KV
         blocks = tl.where(q_len * DIVISION.GROUP <= DIVISION.SHORT_ROWS, blocks, 0)
-        count, each = splits_of_sequence(blocks, num_splits, DIVISION.MIN_BLOCKS)
-        q_len = tl.where(index < count, q_len, 0)
+        splits, each = splits_of_sequence(blocks, num_splits, DIVISION.MIN_BLOCKS)
+        q_len = tl.where(number < splits, q_len, 0)
     if DIVISION.SPLIT_KV:
-        opens = (index == 0) & (first_row == 0) & (q_len > 0) & (tl.program_id(1) == 0)
+        opens = (number == 0) & (first_row == 0) & (q_len > 0) & (tl.program_id(1) == 0)
         tl.store(ranges_ptr + seq, place, mask=opens)
-        tl.store(ranges_ptr + batch.max_num_seqs + seq, place + count, mask=opens)
-    return Split(seq, start, q_len, kv_len, first, last, index, count, each, place, first_row)
+        tl.store(ranges_ptr + batch.max_num_seqs + seq, place + splits, mask=opens)
+    return Split(seq, start, q_len, kv_len, first, last, number, splits, each, place, first_row)
 
 
 @triton.jit

@@ -228,10 +228,10 @@ def find_key_split(batch, mask, num_splits, ranges_ptr, KIND: tl.constexpr, DIVI
     begin = split.first // DIVISION.BLOCK_KV
     end = (split.last + DIVISION.BLOCK_KV - 1) // DIVISION.BLOCK_KV
     if DIVISION.SPLIT_KV:
-        begin += split.index * split.blocks
-        end = tl.where(split.count > 1, tl.minimum(begin + split.blocks, end), end)
+        begin += split.number * split.blocks
+        end = tl.where(split.splits > 1, tl.minimum(begin + split.blocks, end), end)
     row_block = tl.program_id(0) % ROW_BLOCKS
-    return split.seq, split.start, split.q_len, split.kv_len, row_block, begin, end, split.count, split.place
+    return split.seq, split.start, split.q_len, split.kv_len, row_block, begin, end, split.splits, split.place
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)

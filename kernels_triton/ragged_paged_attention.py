@@ -233,9 +233,9 @@ def split_kernel(
     begin = split.first // BLOCK_KV * BLOCK_KV
     stop = split.last
     if DIVISION.SPLIT_KV:
-        begin += split.index * split.blocks * BLOCK_KV
+        begin += split.number * split.blocks * BLOCK_KV
         end = begin + tl.minimum(split.blocks * BLOCK_KV, split.last - begin)
-        stop = tl.where(split.count > 1, end, split.last)
+        stop = tl.where(split.splits > 1, end, split.last)
     if num_rows > split.first_row:
         rows = Rows(split.first_row + tl.arange(0, BLOCK_Q), num_rows, split.start, kv_head)
         queries = load_queries(
@@ -251,7 +251,7 @@ def split_kernel(
         low = split.kv_len - split.q_len
         visible = visible_keys(rows, low, split.kv_len - 1, split.q_len, split.kv_len, mask, SHAPE.GROUP, KIND)
         state = attend_range(queries, begin, stop, visible, mask, pages, CONFIG.ATTENTION)
-        if not DIVISION.SPLIT_KV or split.count == 1:
+        if not DIVISION.SPLIT_KV or split.splits == 1:
             v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, CONFIG.SCALING.V_SCALE_STRIDE)
             store_rows(output, state, rows, sinks_ptr, v_scale, CONFIG.SCALING.HAS_SINKS, SHAPE)
         else:

@@ -239,9 +239,9 @@ def count_kernel(
     MASK: tl.constexpr, DIVISION: tl.constexpr,
 ):  # fmt: skip
     batch = _splits.Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
-    mask = _mask.Mask(0, cu_q_lens_ptr, 0, 0)
+    mask = _mask.Mask(0, cu_q_lens_ptr, 0, 0)  # pyright: ignore[reportArgumentType]
     counts, each = _splits.balanced_splits(batch, mask, num_splits, MASK, DIVISION)
-    tl.store(counts_ptr + tl.arange(0, DIVISION.MAX_SEQS), counts)
+    tl.store(counts_ptr + tl.arange(0, DIVISION.MAX_SEQS), counts)  # pyright: ignore[reportAttributeAccessIssue]
     tl.store(each_ptr, each)
 
 
