@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from ragged_attention.calls import SparseMlaPrefillBackward
+from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._latent.lists import entries_of, keys_of, list_length
 from ragged_attention.kernels_triton._latent.plan import LARGEST_INT
@@ -283,6 +284,15 @@ def swapped(tiles, SWAPPED: tl.constexpr):
     return results
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class PairTile(Constants):
+    """A tile of pairs of query heads and keys."""
+
+    BLOCK_H: int  # heads
+    BLOCK_KV: int  # keys
+    KEYS_FIRST: bool  # whether keys are the tile's rows
+
+
 @triton.jit(do_not_specialize=VARYING)
 def gradient_kernel(
     d_out_ptr, q_ptr, kv_ptr, list_ptr, lens_ptr, out_ptr, lse_ptr, d_lse_ptr, sinks_ptr,
@@ -292,9 +302,12 @@ def gradient_kernel(
     num_slots, scale,
     HAS_LENS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_D_LSE: tl.constexpr, BY_ENTRY: tl.constexpr,
     PAGE_SIZE: tl.constexpr, TOPK: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_KV: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    COLUMNS: tl.constexpr, PAIR_TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of BLOCK_H heads of one token, and add to, or write, those of the rows of its list."""
+    BLOCK_H: tl.constexpr = PAIR_TILE.BLOCK_H
+    BLOCK_KV: tl.constexpr = PAIR_TILE.BLOCK_KV
+    KEYS_FIRST: tl.constexpr = PAIR_TILE.KEYS_FIRST
     PAIRS: tl.constexpr = (BLOCK_KV, BLOCK_H) if KEYS_FIRST else (BLOCK_H, BLOCK_KV)
     BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     D: tl.constexpr = COLUMNS.GROUPED + COLUMNS.REST
@@ -450,9 +463,7 @@ def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any)
         PAGE_SIZE=call.page_size,
         GROUP=group,
         COLUMNS=columns_of(call),
-        BLOCK_H=tile.block_h,
-        BLOCK_KV=tile.block_kv,
-        KEYS_FIRST=tile.keys_first,
+        PAIR_TILE=PairTile(BLOCK_H=tile.block_h, BLOCK_KV=tile.block_kv, KEYS_FIRST=tile.keys_first),
     )  # fmt: skip
 
 
