@@ -75,3 +75,24 @@ def beside(first, second):
     7 KiB a thread (3.9 on sm_90). The other operand then has each of its rows two times; see `twice`.
     """
     return tl.reshape(tl.join(first, second), [first.shape[0], 2 * first.shape[1]])
+
+
+@triton.jit
+def first_of_block(count, BLOCK: tl.constexpr):
+    """Which rows of a block are among its first `count`.
+
+    A comparison of row or key numbers would say as much. But where a kernel also needs those numbers after its loop,
+    Triton 3.6 to 3.9 keep them in registers throughout the loop instead of computing them again.
+    """
+    return tl.arange(0, BLOCK) < count
+
+
+@triton.jit
+def aligned_down(number, STEP: tl.constexpr):
+    """(the largest multiple of STEP that is at most `number`, the rest), for a pointer and for offsets from it.
+
+    In a loop whose blocks are smaller than STEP, the offsets differ from one turn to the next, so each turn computes
+    them anew. Offsets that stay the same are kept in registers throughout the loop, two for each row of a thread.
+    """
+    rest = number % STEP
+    return number - rest, rest
