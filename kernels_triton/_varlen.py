@@ -236,10 +236,9 @@ def row_offsets(array, first, TOKEN_STRIDE: tl.constexpr, GROUP: tl.constexpr, B
     if TOKEN_STRIDE * (BLOCK + STEP - 1) > LARGEST_OFFSET:
         inner = inner.to(tl.int64)
     inner_token = inner // GROUP
-    if STEP > 1:
-        token, rest = aligned_down(token, STEP)
-        inner_token += rest
-    ptr = array.ptr + tl.cast(token, tl.int64) * TOKEN_STRIDE
+    base, rest = aligned_down(token, STEP)
+    inner_token += rest
+    ptr = array.ptr + tl.cast(base, tl.int64) * TOKEN_STRIDE
     return ptr, inner_token * TOKEN_STRIDE + (inner % GROUP) * array.head_stride
 
 

@@ -290,12 +290,12 @@ def logit_gradients(weights, slope, d_weights, offset, share, CONFIG: tl.constex
 
 
 @triton.jit
-def load_terms(terms_ptr, first, readable, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+def load_terms(terms_ptr, first, readable, MASKED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr = 1):
     """(norm, offset, share) of the rows [first, first + BLOCK); 0 where not readable, where q and d_out are 0 too.
 
     Each number has a load of its own, so that it takes registers no sooner than it is needed.
     """
-    base, rest = aligned_down(first, 2 * BLOCK)
+    base, rest = aligned_down(first, STEP)
     row_terms = terms_ptr + tl.cast(base, tl.int64) * TERMS + (rest + tl.arange(0, BLOCK)) * TERMS
     terms = ()
     for index in tl.static_range(3):
@@ -314,8 +314,9 @@ def visit_rows(keys, sums, arrays, blocks, seeing, mask, CONFIG: tl.constexpr, M
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     GROUP: tl.constexpr = CONFIG.Q.GROUP
     KIND: tl.constexpr = CONFIG.MASK
-    # The sums of 64 keys fill the registers of four warps: no address is kept throughout the loop; see `row_offsets`.
-    STEP: tl.constexpr = 2 * BLOCK_Q if keys.k[0].shape[0] <= 64 and keys.k[0].dtype != tl.float32 else 1
+    # Where four warps have no registers to spare, each turn computes its addresses anew; see `aligned_down`.
+    FULL: tl.constexpr = keys.k[0].shape[0] <= 64 and (CONFIG.K.D > 128 or CONFIG.HAS_SHARE)
+    STEP: tl.constexpr = 2 * BLOCK_Q if FULL and keys.k[0].dtype != tl.float32 else 1
     dk, dv = sums
     for index in range(blocks.num_blocks):
         block = block_start(blocks, index, MASKED, BLOCK_Q)
@@ -325,7 +326,7 @@ def visit_rows(keys, sums, arrays, blocks, seeing, mask, CONFIG: tl.constexpr, M
         d_out = load_rows(arrays.d_out, block, readable, MASKED, BLOCK_Q, CONFIG.OUT, STEP)
         products = product(keys.k, q)
         seen = sees((row // GROUP)[None, :], seeing.key[:, None], seeing.q_len, mask, KIND)
-        norm, offset, share = load_terms(arrays.terms_ptr, block, readable, MASKED, BLOCK_Q)
+        norm, offset, share = load_terms(arrays.terms_ptr, block, readable, MASKED, BLOCK_Q, STEP)
         HIDDEN: tl.constexpr = MASKED and (KIND.CAUSAL or KIND.HAS_WINDOW)  # otherwise every row sees every key
         weights, slope = weigh(products, norm[None, :], seen, keys.scales, HIDDEN, CONFIG.HAS_SOFT_CAP)
         shared = weights
