@@ -85,3 +85,26 @@ def zero_after(l_i):
     and keep them in registers throughout.
     """
     return (tl.min(l_i, 0) < 0).to(tl.int32)
+
+
+@triton.jit
+def first_of_block(count, BLOCK: tl.constexpr):
+    """Which rows of a block are among its first `count`.
+
+    A comparison of row numbers would say as much. But if a kernel needs those numbers after its loop too, Triton 3.6 to
+    3.9 keep them in registers throughout the loop: the kernels of packed sequences then spill 16 to 80 bytes on sm_90.
+    """
+    return tl.arange(0, BLOCK) < count
+
+
+@triton.jit
+def aligned_down(number, STEP: tl.constexpr):
+    """(the largest multiple of STEP that is at most `number`, the rest), for a pointer and the offsets from it.
+
+    If blocks are smaller than STEP, offsets differ from turn to turn of a loop, so each turn computes them anew.
+    Offsets that stay the same are kept by Triton 3.6 to 3.9 in registers throughout the loop, two for each row of a
+    thread: in the gradient of heads of 192 columns that spills 16 bytes on sm_90 (3.9). Other loops are 2 to 7 %
+    shorter with STEP = 1.
+    """
+    rest = number % STEP
+    return number - rest, rest

@@ -2,7 +2,8 @@
 
 A mask gives each query position one range of keys, [first_key, end_key), whose two ends never move backwards from one
 position to the next. Everything else follows from these two functions: the keys that some query of a block sees, the
-keys that every query of it sees, and the keys that a single query sees. A draft mask hides further keys, one by one.
+keys that every query of it sees, and the keys that a single query sees. Their inverses, first_query and end_query, give
+the queries that see a key. A draft mask hides further keys, one by one.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -31,9 +32,9 @@ class Mask(NamedTuple):
     """The numbers of a call's masks; those of an absent mask are not used."""
 
     window: tl.tensor  # keys that a query sees, its own included
-    draft_ptr: tl.tensor  # the draft mask, one row for each query token
-    draft_stride: tl.tensor
-    draft_width: tl.tensor
+    draft_ptr: Any = None  # the draft mask, one row for each query token
+    draft_stride: Any = 0
+    draft_width: Any = 0
 
 
 class Visible(NamedTuple):
@@ -66,6 +67,14 @@ def mask_arguments(call: Any, draft_stride: int) -> tuple[MaskKind, dict[str, in
     return kind, {"window": window or 0, "draft_stride": draft_stride, "draft_width": draft_width}
 
 
+def packed_mask_arguments(call: Any) -> tuple[MaskKind, dict[str, int]]:
+    """The masks of a call over packed sequences, and their numbers as the kernels take them."""
+    window = call.sliding_window or 0
+    if window >= call.num_kv_tokens:  # no sequence is longer, so the window hides nothing
+        window = 0
+    return MaskKind(CAUSAL=bool(call.causal), HAS_WINDOW=window > 0), {"window": window}
+
+
 @triton.jit
 def first_key(position, mask, KIND: tl.constexpr):
     """The first key that the query at a position sees; it may be negative."""
@@ -85,6 +94,43 @@ def end_key(position, kv_len, KIND: tl.constexpr):
 
 
 @triton.jit
+def first_query(key, q_len, KIND: tl.constexpr):
+    """The first query that sees a key. Queries and keys are counted from the sequence's first query."""
+    first = 0
+    if KIND.CAUSAL:
+        first = tl.minimum(tl.maximum(key, 0), q_len)
+    return first
+
+
+@triton.jit
+def end_query(key, q_len, mask, KIND: tl.constexpr):
+    """The end of the queries that see a key. Queries and keys are counted from the sequence's first query."""
+    end = q_len
+    if KIND.HAS_WINDOW:
+        end = tl.minimum(tl.maximum(key + mask.window, 0), q_len)
+    return end
+
+
+@triton.jit
+def sees(position, key, kv_len, mask, KIND: tl.constexpr):
+    """Whether the query at a position sees a key, by as few comparisons as possible.
+
+    A row after its sequence's last query may see keys that do not exist. Positions and keys may be counted from any key
+    of the sequence.
+    """
+    if KIND.CAUSAL and KIND.HAS_WINDOW:  # a key after the position becomes a large unsigned number
+        width = tl.cast(mask.window, tl.uint32, bitcast=True)
+        seen = (position - key).to(tl.uint32, bitcast=True) < width
+    elif KIND.CAUSAL:
+        seen = key <= position
+    elif KIND.HAS_WINDOW:
+        seen = (key >= first_key(position, mask, KIND)) & (key < kv_len)
+    else:
+        seen = key < kv_len
+    return seen
+
+
+@triton.jit
 def key_range(low, high, kv_len, mask, KIND: tl.constexpr):
     """The keys [first, last) that some query at a position in [low, high] sees."""
     first = 0
@@ -99,7 +145,7 @@ def visible_keys(rows, low, high, q_len, kv_len, mask, GROUP: tl.constexpr, KIND
 
     Rows after the sequence's last query take the draft mask's row of that one, so that they read nothing outside it.
     """
-    draft_rows = mask.draft_ptr
+    draft_rows = 0
     if KIND.HAS_DRAFT_MASK:
         token = (rows.start + tl.minimum(rows.row // GROUP, q_len - 1)).to(tl.int64)
         draft_rows = mask.draft_ptr + token * mask.draft_stride

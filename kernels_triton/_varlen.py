@@ -1,28 +1,59 @@
-"""What the kernels of attention over packed sequences and of its gradient share.
+"""The parts that attention over packed sequences shares with its gradient.
 
-Rows are (query token, head of the group) pairs, token by token, so that a program serves all query heads of a KV head.
-A head size that is not a power of two is held in two parts where that is narrower: 192 as 128 + 64, 80 as 64 + 16.
+Rows are (query token, query head) pairs of one KV head, token by token, so that one program serves all query heads of a
+KV head. A head size that is not a power of two is held in two parts where they are narrower together: 192 is 128 + 64.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from ragged_attention.kernels_triton._compiler import aligned_down
+from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import narrow
+from ragged_attention.kernels_triton._mask import MaskKind, packed_mask_arguments, seen_by_all, visible_keys
 from ragged_attention.kernels_triton._sequences import Edges, find_segment, query_edge, segment_edge
-from ragged_attention.kernels_triton._softmax import LOG2E, matmul, unit_under_cap
+from ragged_attention.kernels_triton._softmax import matmul
 from ragged_attention.kernels_triton._tiles import WGMMA, fit, item_size, next_power_of_2
 
-NARROWEST = 16  # columns that a matrix product takes at least
-LARGEST_OFFSET: tl.constexpr = tl.constexpr(2**30)  # that tokens, and heads, of a block may add in 32 bits
-LARGEST_TOKEN_STRIDE = LARGEST_OFFSET.value // 256  # of the largest block's rows
-# Stands for a scale of 0, so that -inf times it stays -inf and one can divide by it.
-SMALLEST_SCALE: tl.constexpr = tl.constexpr(1e-30)
+NARROWEST = 16  # the fewest columns that a matrix product takes
+LARGEST_OFFSET: tl.constexpr = tl.constexpr(2**30)  # the most that tokens, or heads, may add to an offset of 32 bits
+LARGEST_TOKEN_STRIDE = LARGEST_OFFSET.value // 256  # no block has more than 256 rows
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Layout(Constants):
+    """How the rows of an array [tokens, heads, width] lie in memory, and how a block of them is held."""
+
+    NUM_HEADS: int
+    GROUP: int  # heads of a token that are rows of one KV head
+    D: int  # the width
+    MAIN: int  # columns of the first part
+    REST: int  # columns of the second part, 0 if there is only one
+    TOKEN_STRIDE: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Config(Constants):
+    """What a kernel that visits keys or rows is compiled for."""
+
+    BLOCK_Q: int  # rows of a block
+    BLOCK_KV: int  # keys of a block
+    MASK: MaskKind
+    Q: Layout
+    K: Layout
+    V: Layout
+    OUT: Layout  # of the forward kernel's output, and of that output's gradient
+    HAS_SOFT_CAP: bool
+    HAS_SINKS: bool = False
+    NEGATED: bool = False  # queries are negated, because the scale of logits is negative
+    HAS_SHARE: bool = False  # in the gradient: weights have the further factor `share`
 
 
 # ---- host side
@@ -31,7 +62,7 @@ SMALLEST_SCALE: tl.constexpr = tl.constexpr(1e-30)
 def near(array: Any, rows: int, launch: Any) -> Any:
     """An array [tokens, heads, width] with packed rows, `rows` of them per token, so that those of a block are close.
 
-    It is copied if not: kernels count with 32 bits within a block.
+    Rows that lie far apart are copied, because kernels compute offsets within a block in 32 bits.
     """
     array = launch.packed(array)
     token, head, _ = launch.strides(array)
@@ -39,7 +70,7 @@ def near(array: Any, rows: int, launch: Any) -> Any:
 
 
 def parts(width: int, split: bool = True) -> tuple[int, int]:
-    """Columns of the two parts that a head size is held in, powers of two; the second is 0 where one part is best."""
+    """Columns of the two parts that hold a head size, both powers of two; the second is 0 if one part is best."""
     whole = max(NARROWEST, next_power_of_2(width))
     half = whole // 2
     rest = max(NARROWEST, next_power_of_2(width - half)) if width > half >= NARROWEST else half
@@ -47,9 +78,9 @@ def parts(width: int, split: bool = True) -> tuple[int, int]:
 
 
 def widths(call: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The parts of queries and keys, and those of values.
+    """The parts of queries and keys, and the parts of values.
 
-    The gradient has one part on GPUs whose matrix unit takes its operands from registers: two would not fit them.
+    The gradient has one part on GPUs whose matrix unit takes its operands from registers: two parts would not fit.
     """
     arch = call.device.arch
     split = not call.OPERATION.endswith("backward") or arch in WGMMA or not arch.startswith("sm_")
@@ -57,17 +88,17 @@ def widths(call: Any) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def columns(call: Any) -> int:
-    """Columns of a key and its value together, or of a query and its output's gradient."""
+    """Columns of a key and its value together, which are those of a query and its output's gradient too."""
     return sum(map(sum, widths(call)))
 
 
 def rows_at_most(call: Any, rows: int) -> int:
-    """Rows of a block, no more than a small batch has."""
+    """`rows` as the size of a block, reduced for a batch that has fewer rows."""
     return min(rows, max(16, next_power_of_2(call.num_q_tokens * call.group)))
 
 
 def fit_rows(call: Any, kept: int, step: int, stages: int) -> tuple[int, int]:
-    """Rows per step and stages with which blocks of two arrays, besides `kept` elements, fit the shared memory."""
+    """Rows per step and stages, reduced until blocks of two arrays fit the shared memory beside `kept` elements."""
 
     def size(step: int, stages: int) -> int:
         return (kept + stages * step * columns(call)) * item_size(call.q)
@@ -75,85 +106,68 @@ def fit_rows(call: Any, kept: int, step: int, stages: int) -> tuple[int, int]:
     return fit(call, step, stages, size, good_keys=16)
 
 
-def shared_arguments(call: Any) -> dict[str, Any]:
-    """The arguments of every kernel that visits keys or rows."""
-    # A window as long as the longest sequence hides nothing.
-    window = call.sliding_window if call.sliding_window and call.sliding_window < call.num_kv_tokens else None
-    (d_main, d_rest), (dv_main, dv_rest) = widths(call)
-    return {
+def shared_arguments(call: Any, launch: Any, **arrays: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(numbers, fields of `Config`) of every kernel that visits keys or rows.
+
+    `arrays` are q, k, v and, in the gradient, d_out, as the kernels take them.
+    """
+    parts_of_keys, parts_of_values = widths(call)
+    mask, numbers = packed_mask_arguments(call)
+
+    def layout(name: str, width: int, held: tuple[int, int], group: int = 1) -> Layout:
+        num_heads = call.num_kv_heads * group
+        stride = launch.strides(arrays[name])[0] if name in arrays else num_heads * width
+        return Layout(NUM_HEADS=num_heads, GROUP=group, D=width, MAIN=held[0], REST=held[1], TOKEN_STRIDE=stride)
+
+    numbers |= {
         "num_q_tokens": call.num_q_tokens,
         "num_kv_tokens": call.num_kv_tokens,
         "num_seqs": call.num_seqs,
-        "window": window or 0,
         "sm_scale": call.scale,
         "soft_cap": float(call.soft_cap or 1.0),
-        "HAS_WINDOW": window is not None,
-        "HAS_SOFT_CAP": call.soft_cap is not None,
-        "CAUSAL": bool(call.causal),
-        "GROUP": call.group,
-        "NUM_HEADS": call.num_q_heads,
-        "D": call.head_dim,
-        "D_MAIN": d_main,
-        "D_REST": d_rest,
-        "DV": call.v_head_dim,
-        "DV_MAIN": dv_main,
-        "DV_REST": dv_rest,
+        **{f"{name}_head_stride": launch.strides(array)[1] for name, array in arrays.items()},
     }
-
-
-def stride_arguments(launch: Any, **arrays: Any) -> dict[str, int]:
-    """`<name>_token_stride` and `<name>_head_stride` of arrays [tokens, heads, width]."""
-    found = {}
-    for name, array in arrays.items():
-        found[f"{name}_token_stride"], found[f"{name}_head_stride"] = launch.strides(array)[:2]
-    return found
+    return numbers, {
+        "MASK": mask,
+        "Q": layout("q", call.head_dim, parts_of_keys, call.group),
+        "K": layout("k", call.head_dim, parts_of_keys),
+        "V": layout("v", call.v_head_dim, parts_of_values),
+        "OUT": layout("d_out", call.v_head_dim, parts_of_values, call.group),
+        "HAS_SOFT_CAP": call.soft_cap is not None,
+    }
 
 
 # ---- where a program works
 
 
 class Array(NamedTuple):
-    """Rows of one sequence and KV head in an array [tokens, heads, width]."""
+    """The rows of one sequence and KV head in an array; see `Layout`."""
 
-    ptr: tl.tensor  # where the first begins
-    token_stride: tl.constexpr
+    ptr: tl.tensor  # the first row
     head_stride: tl.tensor
 
 
-class Widths(NamedTuple):
-    """A head size, and the columns of the two parts that it is held in; the second is 0 where one part is best."""
+class Keys(NamedTuple):
+    """The keys and values of one sequence and KV head."""
 
-    D: tl.constexpr
-    MAIN: tl.constexpr
-    REST: tl.constexpr
-
-
-class Features(NamedTuple):
-    """What hides keys or changes logits, and whether rows have a share (in the gradient)."""
-
-    CAUSAL: tl.constexpr
-    HAS_WINDOW: tl.constexpr
-    HAS_SOFT_CAP: tl.constexpr
-    HAS_SHARE: tl.constexpr = tl.constexpr(False)
+    k: Array
+    v: Array
 
 
-class Visible(NamedTuple):
-    """Which keys of a sequence the rows of a block see."""
-
-    first: tl.tensor  # some row sees the keys [first, last)
-    last: tl.tensor
-    position: tl.tensor  # of each row
-    kv_len: tl.tensor
-    window: tl.tensor
+@triton.jit
+def rows_of(ptr, token, kv_head, head_stride, LAYOUT: tl.constexpr):
+    """The rows of a KV head from a token on."""
+    offset = token.to(tl.int64) * LAYOUT.TOKEN_STRIDE + kv_head.to(tl.int64) * LAYOUT.GROUP * head_stride
+    return Array(ptr + offset, head_stride)
 
 
 @triton.jit
 def find_block(block, own_edges_ptr, other_edges_ptr, num_seqs, num_own, num_other, GROUP: tl.constexpr,
                BLOCK: tl.constexpr):  # fmt: skip
-    """The sequence that a block of rows belongs to: (start, length, first row of the block in it) on the rows' own
-    side, and (start, length) on the other, of length 0 for rows that belong to no sequence.
+    """The sequence of a block of rows, queries' or keys': (start, length, the block's first row in the sequence) on the
+    block's own side, then (start, length) on the other side, where length is 0 for rows that belong to no sequence.
 
-    There is nothing to do if the first row is not in [0, length * GROUP).
+    The block is empty if its first row is not in [0, length * GROUP).
     """
     segment = find_segment(block, own_edges_ptr, num_seqs, num_own, GROUP, BLOCK)
     start = segment_edge(own_edges_ptr, segment, num_seqs, num_own)
@@ -168,41 +182,23 @@ def find_block(block, own_edges_ptr, other_edges_ptr, num_seqs, num_own, num_oth
 
 
 @triton.jit
-def key_blocks(low, high, kv_len, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """(first, last, edges) for queries at positions [low, high]."""
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(low - window + 1, 0)
-    last = kv_len
-    if CAUSAL:
-        last = tl.minimum(high + 1, kv_len)
-    last = tl.maximum(last, first)
-    start = first // BLOCK_KV * BLOCK_KV
-    end = tl.maximum((last + BLOCK_KV - 1) // BLOCK_KV * BLOCK_KV, start)
-    whole_start = start
-    if HAS_WINDOW:
-        whole_start = tl.minimum(tl.maximum(high - window + BLOCK_KV, start) // BLOCK_KV * BLOCK_KV, end)
-    whole_stop = kv_len
-    if CAUSAL:
-        whole_stop = tl.minimum(kv_len, low + 1)
-    whole_stop = tl.maximum(tl.maximum(whole_stop, 0) // BLOCK_KV * BLOCK_KV, whole_start)
-    return first, last, Edges(start, whole_start, whole_stop, end)
-
-
-@triton.jit
-def before(count, BLOCK: tl.constexpr):
-    """Which rows of a block are among its first `count`.
-
-    Not found by comparing the numbers of rows or keys that the block's program has use for in the end: compilers
-    (Triton 3.6 to 3.9) then keep those in registers throughout its loops instead of computing them again.
-    """
-    return tl.arange(0, BLOCK) < count
+def visible_blocks(rows, first_row, q_len, kv_len, mask, CONFIG: tl.constexpr):
+    """(`Visible`, `Edges`) of a block of rows that begins with `first_row`."""
+    GROUP: tl.constexpr = CONFIG.Q.GROUP
+    BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
+    low = kv_len - q_len + first_row // GROUP
+    high = kv_len - q_len + tl.minimum((first_row + CONFIG.BLOCK_Q - 1) // GROUP, q_len - 1)
+    visible = visible_keys(rows, low, high, q_len, kv_len, mask, GROUP, CONFIG.MASK)
+    start = visible.first // BLOCK_KV * BLOCK_KV
+    end = tl.maximum((visible.last + BLOCK_KV - 1) // BLOCK_KV * BLOCK_KV, start)
+    whole_start, whole_stop = seen_by_all(start, visible.last, end, visible, mask, CONFIG.MASK, BLOCK_KV)
+    return visible, Edges(start, whole_start, whole_stop, end)
 
 
 @triton.jit
 def load_columns(ptr, offsets, readable, MASKED: tl.constexpr, WIDTH: tl.constexpr, FROM: tl.constexpr,
                  PAD: tl.constexpr):  # fmt: skip
-    """Columns [FROM, FROM + PAD) of rows at offsets: 0 from WIDTH on and, if MASKED, in rows not readable."""
+    """Columns [FROM, FROM + PAD) of the rows at `offsets`: 0 from WIDTH on and, if MASKED, in unreadable rows."""
     d = FROM + tl.arange(0, PAD)
     pointers = ptr + (offsets[:, None] + d[None, :])
     if MASKED and FROM + PAD > WIDTH:
@@ -218,70 +214,65 @@ def load_columns(ptr, offsets, readable, MASKED: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def store_columns(ptr, offsets, columns, writable, WIDTH: tl.constexpr, FROM: tl.constexpr, PAD: tl.constexpr):
-    """Write what `load_columns` reads."""
+    """Write columns to where `load_columns` reads them."""
     d = FROM + tl.arange(0, PAD)
     mask = writable[:, None] & (d < WIDTH)[None, :]
     tl.store(ptr + (offsets[:, None] + d[None, :]), narrow(columns, ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def row_offsets(array, first, GROUP: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr = 1):
-    """Where the rows [first, first + BLOCK) of an array lie, `first` being a multiple of BLOCK: a pointer, to a token
-    whose number is a multiple of TOKENS, and how far each row is from there.
+def row_offsets(array, first, TOKEN_STRIDE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+                STEP: tl.constexpr):  # fmt: skip
+    """(pointer, offsets) of the rows [first, first + BLOCK), where `first` is a multiple of BLOCK.
 
-    The pointer has 64 bits, the rest 32 but for tokens that are very wide, as `near` has seen to. With TOKENS = 1 only
-    the pointer differs between blocks, where GROUP divides BLOCK. A loop then keeps what each row adds to it, at two
-    registers for each row of a thread; with more TOKENS than a block has, it is computed in each turn.
+    The pointer, of 64 bits, is that of a token whose number is a multiple of STEP. The offsets have 32 bits unless
+    tokens are very wide: `near` keeps the rows of a block close. With STEP = 1 they are the same for all blocks, if
+    GROUP divides BLOCK; with a STEP larger than a block every turn of a loop computes them anew, see `aligned_down`.
     """
     inner = tl.arange(0, BLOCK)
     if BLOCK % GROUP != 0:
         inner += first % GROUP
     token = first // GROUP
-    if array.token_stride * (BLOCK + TOKENS - 1) > LARGEST_OFFSET:
+    if TOKEN_STRIDE * (BLOCK + STEP - 1) > LARGEST_OFFSET:
         inner = inner.to(tl.int64)
     inner_token = inner // GROUP
-    if TOKENS > 1:
-        inner_token += token % TOKENS
-        token -= token % TOKENS
-    ptr = array.ptr + tl.cast(token, tl.int64) * array.token_stride
-    return ptr, inner_token * array.token_stride + (inner % GROUP) * array.head_stride
+    base, rest = aligned_down(token, STEP)
+    inner_token += rest
+    ptr = array.ptr + tl.cast(base, tl.int64) * TOKEN_STRIDE
+    return ptr, inner_token * TOKEN_STRIDE + (inner % GROUP) * array.head_stride
 
 
 @triton.jit
-def load_rows(array, first, readable, MASKED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, widths,
-              TOKENS: tl.constexpr = 1):  # fmt: skip
-    """The rows [first, first + BLOCK), as a tuple of their one or two parts; zero where not readable."""
-    ptr, offsets = row_offsets(array, first, GROUP, BLOCK, TOKENS)
-    parts = (load_columns(ptr, offsets, readable, MASKED, widths.D, 0, widths.MAIN),)
-    if widths.REST:
-        parts += (load_columns(ptr, offsets, readable, MASKED, widths.D, widths.MAIN, widths.REST),)
+def load_rows(array, first, readable, MASKED: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
+              STEP: tl.constexpr = 1):  # fmt: skip
+    """The rows [first, first + BLOCK) as a tuple of their one or two parts; if MASKED, 0 where not readable."""
+    ptr, offsets = row_offsets(array, first, LAYOUT.TOKEN_STRIDE, LAYOUT.GROUP, BLOCK, STEP)
+    parts = (load_columns(ptr, offsets, readable, MASKED, LAYOUT.D, 0, LAYOUT.MAIN),)
+    if LAYOUT.REST:
+        parts += (load_columns(ptr, offsets, readable, MASKED, LAYOUT.D, LAYOUT.MAIN, LAYOUT.REST),)
     return parts
 
 
 @triton.jit
-def store_rows(array, first, parts, writable, GROUP: tl.constexpr, BLOCK: tl.constexpr, widths):
-    """Write the rows [first, first + BLOCK), from a tuple of their parts."""
-    ptr, offsets = row_offsets(array, first, GROUP, BLOCK)
-    store_columns(ptr, offsets, parts[0], writable, widths.D, 0, widths.MAIN)
-    if widths.REST:
-        store_columns(ptr, offsets, parts[1], writable, widths.D, widths.MAIN, widths.REST)
-
-
-@triton.jit
-def head_start(ptr, start, kv_head, token_stride, head_stride, GROUP: tl.constexpr):
-    """Where the rows of a sequence and KV head begin."""
-    return ptr + start.to(tl.int64) * token_stride + kv_head.to(tl.int64) * GROUP * head_stride
+def store_rows(ptr, token, kv_head, first, parts, writable, BLOCK: tl.constexpr, LAYOUT: tl.constexpr):
+    """Write a tuple of parts to the rows [first, first + BLOCK) of a contiguous array, counted from a token on."""
+    stride: tl.constexpr = LAYOUT.NUM_HEADS * LAYOUT.D
+    ptr += token.to(tl.int64) * stride + kv_head.to(tl.int64) * (LAYOUT.GROUP * LAYOUT.D)
+    ptr, offsets = row_offsets(Array(ptr, LAYOUT.D), first, stride, LAYOUT.GROUP, BLOCK, 1)
+    store_columns(ptr, offsets, parts[0], writable, LAYOUT.D, 0, LAYOUT.MAIN)
+    if LAYOUT.REST:
+        store_columns(ptr, offsets, parts[1], writable, LAYOUT.D, LAYOUT.MAIN, LAYOUT.REST)
 
 
 # ---- products of rows, which are tuples of one or two parts
 
 
 @triton.jit
-def zeros(ROWS: tl.constexpr, widths):
-    """Accumulators."""
-    parts = (tl.zeros([ROWS, widths.MAIN], tl.float32),)
-    if widths.REST:
-        parts += (tl.zeros([ROWS, widths.REST], tl.float32),)
+def zeros(ROWS: tl.constexpr, LAYOUT: tl.constexpr):
+    """An accumulator for rows."""
+    parts = (tl.zeros([ROWS, LAYOUT.MAIN], tl.float32),)
+    if LAYOUT.REST:
+        parts += (tl.zeros([ROWS, LAYOUT.REST], tl.float32),)
     return parts
 
 
@@ -309,34 +300,3 @@ def accumulate(weights, rows, acc):
     for i in tl.static_range(len(acc)):
         sums += (matmul(weights, rows[i], acc[i]),)
     return sums
-
-
-@triton.jit
-def sees(position, key, kv_len, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Whether the query at a position sees a key, in as few comparisons as possible.
-
-    Rows behind the last of their sequence see no key that no row of the sequence sees.
-    """
-    if CAUSAL and HAS_WINDOW:
-        seen = (position - key).to(tl.uint32, bitcast=True) < tl.cast(window, tl.uint32, bitcast=True)
-    elif CAUSAL:
-        seen = key <= position
-    elif HAS_WINDOW:
-        seen = (key > position - window) & (key < kv_len)
-    else:
-        seen = key < kv_len
-    return seen
-
-
-@triton.jit
-def logit_scales(sm_scale, soft_cap, HAS_SOFT_CAP: tl.constexpr):
-    """(inner, outer, cap): what logits are multiplied by before and after `cap`, to be in base 2; none is 0."""
-    inner = tl.where(tl.abs(sm_scale) < SMALLEST_SCALE, SMALLEST_SCALE, sm_scale)
-    outer = inner * LOG2E
-    cap = soft_cap
-    if HAS_SOFT_CAP:
-        unit = unit_under_cap(soft_cap)
-        inner = inner * unit
-        outer = LOG2E / unit
-        cap = soft_cap * unit
-    return inner, outer, cap

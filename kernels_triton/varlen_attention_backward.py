@@ -1,12 +1,13 @@
-"""The gradient of attention over packed sequences in Triton: logits are computed again, from the log-sum-exp.
+"""The gradient of attention over packed sequences in Triton: weights are computed again from the log-sum-exp.
 
-A kernel over rows prepares what every key of a row needs of it; one over blocks of keys has dk and dv, visiting the
-rows that see them; one over blocks of rows has dq, visiting the keys that they see. That is two products more than a
-single kernel would need that adds to dq in memory, and every sum has one order: the same bits in every run.
+The first kernel computes a few numbers of each row. The second computes dk and dv: a program holds a block of keys and
+visits the rows that see them. The third computes dq: a program holds a block of rows and visits the keys that they see.
+A single kernel that adds to dq in memory would need two products fewer, but its sums would have no fixed order. Here
+every run gives the same bits.
 
-With the sink in the denominator, weight = exp(logit - lse) * share is one exponential again, and of each row two
-numbers are enough: `norm`, in base 2, so that weight = 2^(logit - norm), and `offset`, so that
-d_logit = weight * (d_out . v + offset). Only sinks together with a gradient of lse need `share` itself.
+A row needs only two numbers: `norm` in base 2, so that weight = 2^(logit - norm), and `offset`, so that d_logit =
+weight * (d_out . v + offset). A sink is part of `norm`. Only if lse has a gradient too is the sink's effect a factor of
+its own, `share`: the part of the softmax's denominator that is not the sink.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -22,7 +23,10 @@ import triton.language as tl
 
 from ragged_attention.calls import VarlenAttentionBackward
 from ragged_attention.kernels_triton import _varlen
+from ragged_attention.kernels_triton._compiler import aligned_down, first_of_block
 from ragged_attention.kernels_triton._formats import narrow
+from ragged_attention.kernels_triton._mask import Mask, end_query, first_key, first_query, sees
+from ragged_attention.kernels_triton._rows import Rows, logit_scales
 from ragged_attention.kernels_triton._sequences import VARYING, Edges, block_start, end_blocks, whole_blocks
 from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, soft_capped, sum_of_products
 from ragged_attention.kernels_triton._tiles import (
@@ -37,26 +41,22 @@ from ragged_attention.kernels_triton._tiles import (
 )
 from ragged_attention.kernels_triton._varlen import (
     Array,
-    Features,
-    Visible,
-    Widths,
+    Config,
+    Keys,
     accumulate,
-    before,
     find_block,
-    head_start,
-    key_blocks,
     load_columns,
     load_rows,
-    logit_scales,
     product,
-    sees,
+    rows_of,
     store_rows,
     times,
+    visible_blocks,
     zeros,
 )
 
 PREPARED = 2048  # elements of `out` that one program of the first kernel reads
-TERMS: tl.constexpr = tl.constexpr(4)  # numbers of a row, with one to spare
+TERMS: tl.constexpr = tl.constexpr(4)  # numbers stored of a row: norm, share, offset, and one to spare
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
 })  # fmt: skip
@@ -67,11 +67,11 @@ class Tile:
     """What may be tuned. Rows are query tokens times heads of a group."""
 
     block_q: int = 64  # rows per step of the kernel of dk and dv
-    block_kv: int = 64  # keys of one of its programs
+    block_kv: int = 64  # keys of a program of that kernel
     num_warps: int = 4
     num_stages: int = 2
     dq_block_q: int = 64  # rows of a program of the kernel of dq
-    dq_block_kv: int = 64  # its keys per step
+    dq_block_kv: int = 64  # keys per step of that kernel
     dq_num_warps: int = 4
     dq_num_stages: int = 2
 
@@ -107,12 +107,12 @@ def heuristic(call: VarlenAttentionBackward) -> Tile:
 
 
 def stages_on_amd(arch: str, columns: int, most: int = 320) -> int:
-    """Two where copies go straight to shared memory: through registers they take a second program's."""
+    """Two where copies go straight to shared memory. Elsewhere copies in flight take the registers of a program."""
     return 2 if arch == "gfx950" and columns <= most else 1
 
 
 def dkv_sizes(call: Any) -> tuple[int, int, int, int]:
-    """Rows per step, keys, warps and stages of the kernel of dk and dv, both of which it holds in registers."""
+    """Rows per step, keys, warps and stages of the kernel of dk and dv, which holds both sums in registers."""
     arch, columns = call.device.arch, _varlen.columns(call)
     if call.device.platform == "cpu":
         return 64, 64, 4, 2
@@ -131,9 +131,9 @@ def dkv_sizes(call: Any) -> tuple[int, int, int, int]:
 
 
 def dkv_sizes_of_hopper(call: Any, columns: int) -> tuple[int, int, int, int]:
-    """64 keys and four warps where these hold both sums: two programs a multiprocessor then do not wait for each other.
+    """64 keys and four warps where four warps can hold both sums: a multiprocessor then runs two independent programs.
 
-    Sums of 320 columns leave few registers, which masks, soft caps and shares contend for.
+    Sums of 320 columns leave few registers for masks, soft caps and shares.
     """
     if columns <= 256:
         return 64 if columns <= 128 else 32, 64, 4, 3
@@ -170,53 +170,103 @@ def prepare_kernel(
     HAS_SINKS: tl.constexpr, HAS_D_LSE: tl.constexpr,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of tokens of one head: `norm`, `offset` and `share`.
+    """`norm`, `offset` and `share` of a block of tokens of one head.
 
-    They go to `terms` [K, T_q, GROUP, TERMS] in the order in which `load_terms` has them; the block's part of the
-    head's d_sink to `parts` [blocks, H]. Rows whose lse is -inf take no part: their norm is inf, all else is 0.
+    They go to `terms` [K, T_q, GROUP, TERMS], in the order norm, share, offset. The block's part of the head's d_sink
+    goes to `parts` [blocks, H]. A row that saw no key, whose lse is -inf, gets norm = inf and 0 for the others.
     """
     block = tl.program_id(0)
     head = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < num_tokens
     lse = tl.load(lse_ptr + token.to(tl.int64) * lse_stride + head, mask=inside, other=float("-inf"))
-    some = lse != float("-inf")
+    saw_keys = lse != float("-inf")
     out_offsets = token.to(tl.int64) * out_token_stride + head.to(tl.int64) * out_head_stride
     d_out_offsets = token.to(tl.int64) * d_out_token_stride + head.to(tl.int64) * d_out_head_stride
-    out = load_columns(out_ptr, out_offsets, some, True, DV, 0, DV_PAD).to(tl.float32)
-    d_out = load_columns(d_out_ptr, d_out_offsets, some, True, DV, 0, DV_PAD).to(tl.float32)
-    delta = sum_of_products(out, d_out, some[:, None], 1)
+    out = load_columns(out_ptr, out_offsets, saw_keys, True, DV, 0, DV_PAD).to(tl.float32)
+    d_out = load_columns(d_out_ptr, d_out_offsets, saw_keys, True, DV, 0, DV_PAD).to(tl.float32)
+    delta = sum_of_products(out, d_out, saw_keys[:, None], 1)
     norm = lse * LOG2E
     offset = -delta
     share = tl.full([BLOCK], 1.0, tl.float32)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head)
-        # sigmoid(lse - sink) and its complement to 1, neither by subtraction
+        # The softmax's share of the sink is sigmoid(sink - lse). Neither it nor 1 - it comes from a subtraction.
         tail = tl.math.exp2(-tl.abs(lse - sink) * LOG2E)
         small = tail / (1 + tail)
         large = 1 / (1 + tail)
-        lost = tl.where(lse < sink, large, small)
-        tl.store(parts_ptr + block.to(tl.int64) * NUM_HEADS + head, tl.sum(tl.where(some, -lost * delta, 0.0), 0))
+        sink_share = tl.where(lse < sink, large, small)
+        d_sink = tl.sum(tl.where(saw_keys, -sink_share * delta, 0.0), 0)
+        tl.store(parts_ptr + block.to(tl.int64) * NUM_HEADS + head, d_sink)
         if HAS_D_LSE:
             share = tl.where(lse < sink, small, large)
             offset = share * offset
         else:
             norm = tl.maximum(lse, sink) * LOG2E + tl.math.log2(1 + tail)
     if HAS_D_LSE:
-        offset += tl.load(d_lse_ptr + token.to(tl.int64) * d_lse_stride + head, mask=some, other=0.0)
-    norm = tl.where(some, norm, float("inf"))
-    offset = tl.where(some, offset, 0.0)
-    share = tl.where(some, share, 0.0)
+        offset += tl.load(d_lse_ptr + token.to(tl.int64) * d_lse_stride + head, mask=saw_keys, other=0.0)
+    norm = tl.where(saw_keys, norm, float("inf"))
+    offset = tl.where(saw_keys, offset, 0.0)
+    share = tl.where(saw_keys, share, 0.0)
     row_terms = terms_ptr + (((head // GROUP).to(tl.int64) * num_tokens + token) * GROUP + head % GROUP) * TERMS
     terms = tl.join(tl.join(norm, share), tl.join(offset, share))
     terms = tl.reshape(terms, [BLOCK, TERMS])
     tl.store(row_terms[:, None] + tl.arange(0, TERMS)[None, :], terms, mask=inside[:, None])
 
 
+class KeyBlock(NamedTuple):
+    """A block of keys and values, and the factors of logits; see `signed_scales`."""
+
+    k: tl.tuple
+    v: tl.tuple
+    scales: tl.tuple
+
+
+class RowBlock(NamedTuple):
+    """A block of rows, the numbers of each row that all keys need, and the factors of logits; see `signed_scales`."""
+
+    q: tl.tuple
+    d_out: tl.tuple
+    norm: tl.tensor
+    offset: tl.tensor
+    share: tl.tensor
+    scales: tl.tuple
+
+
+class RowArrays(NamedTuple):
+    """The rows of one sequence and KV head."""
+
+    q: Array
+    d_out: Array
+    terms_ptr: tl.tensor
+
+
+class Seeing(NamedTuple):
+    """The rows that see the keys of a block. Keys, like rows, are counted from the sequence's first query: positions
+    would take further registers."""
+
+    first: tl.tensor  # the rows [first, last) see some key
+    last: tl.tensor
+    key: tl.tensor
+    q_len: tl.tensor  # the sequence's keys end at its last query
+
+
+@triton.jit
+def signed_scales(sm_scale, soft_cap, HAS_SOFT_CAP: tl.constexpr):
+    """`logit_scales`, with the sign of the scale."""
+    inner, cap, outer = logit_scales(sm_scale, soft_cap, HAS_SOFT_CAP)
+    sign = tl.where(sm_scale < 0, -1.0, 1.0)
+    if HAS_SOFT_CAP:
+        inner *= sign
+    else:
+        outer *= sign
+    return inner, cap, outer
+
+
 @triton.jit
 def weigh(products, norm, seen, scales, MASKED: tl.constexpr, HAS_SOFT_CAP: tl.constexpr):
-    """(weights, slope) of pairs of row and key, from q . k: 2^(logit - norm) and the slope of the soft cap there."""
-    inner, outer, cap = scales
+    """(weights, slope) of pairs of row and key, from q . k: 2^(logit - norm), and the slope of the soft cap there."""
+    inner, cap, outer = scales
     slope = 1.0
     if HAS_SOFT_CAP:
         products = soft_capped(products * inner, cap)
@@ -229,265 +279,197 @@ def weigh(products, norm, seen, scales, MASKED: tl.constexpr, HAS_SOFT_CAP: tl.c
 
 
 @triton.jit
-def change(weights, slope, d_weights, offset, share, HAS_SOFT_CAP: tl.constexpr, HAS_SHARE: tl.constexpr):
-    """d_products / sm_scale of pairs of row and key, from d_out . v."""
-    if HAS_SHARE:
+def logit_gradients(weights, slope, d_weights, offset, share, CONFIG: tl.constexpr):
+    """The gradients of pairs of row and key, from d_out . v: those of q . k, divided by sm_scale."""
+    if CONFIG.HAS_SHARE:
         d_weights = share * d_weights
     d_logits = weights * d_weights + weights * offset
-    if HAS_SOFT_CAP:
+    if CONFIG.HAS_SOFT_CAP:
         d_logits = d_logits * slope
     return d_logits
 
 
-class Seeing(NamedTuple):
-    """Which rows of a sequence see the keys of a block; tokens are counted from the first query, so that rows need no
-    registers for positions."""
+@triton.jit
+def load_terms(terms_ptr, first, readable, MASKED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr = 1):
+    """(norm, offset, share) of the rows [first, first + BLOCK); 0 where not readable, where q and d_out are 0 too.
 
-    first: tl.tensor  # the rows [first, last) see some key
-    last: tl.tensor
-    key: tl.tensor
-    q_len: tl.tensor  # where keys end, too
-    window: tl.tensor
-
-
-class RowTerms(NamedTuple):
-    """A block of rows, and what keys need to know of them."""
-
-    q: tl.tuple
-    d_out: tl.tuple
-    norm: tl.tensor
-    offset: tl.tensor
-    share: tl.tensor
+    Each number has a load of its own, so that it takes registers no sooner than it is needed.
+    """
+    base, rest = aligned_down(first, STEP)
+    row_terms = terms_ptr + tl.cast(base, tl.int64) * TERMS + (rest + tl.arange(0, BLOCK)) * TERMS
+    terms = ()
+    for index in tl.static_range(3):
+        term = tl.load(row_terms + index, mask=readable, other=0.0) if MASKED else tl.load(row_terms + index)
+        terms += (term,)
+    return terms
 
 
 @triton.jit
-def visit_rows(
-    keys, sums, q_array, d_out_array, terms_ptr, blocks, seeing, scales, features, MASKED: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, widths, v_widths,
-):  # fmt: skip
-    """What blocks of rows add to `sums` = (dk, dv) of `keys` = (k, v).
+def visit_rows(keys, sums, arrays, blocks, seeing, mask, CONFIG: tl.constexpr, MASKED: tl.constexpr):
+    """`sums` = (dk, dv) of a block of keys after blocks of rows.
 
-    Unmasked, every row must see every key. Masked, only rows in [first, last) are read at all. Products have keys for
-    rows, so that weights are at hand as the left operand of the sums over rows.
+    Unmasked, every row must see every key. Masked, only rows in [first, last) are read. Logits are transposed, [keys,
+    rows]: weights are then the left operand of the sums over rows as they come.
     """
-    k, v = keys
+    BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
+    GROUP: tl.constexpr = CONFIG.Q.GROUP
+    KIND: tl.constexpr = CONFIG.MASK
+    # Where four warps have no registers to spare, each turn computes its addresses anew; see `aligned_down`.
+    FULL: tl.constexpr = keys.k[0].shape[0] <= 64 and (CONFIG.K.D > 128 or CONFIG.HAS_SHARE)
+    STEP: tl.constexpr = 2 * BLOCK_Q if FULL and keys.k[0].dtype != tl.float32 else 1
     dk, dv = sums
-    # Addresses that are computed anew leave registers to the sums where four warps have them; eight do without.
-    tokens: tl.constexpr = 2 * BLOCK_Q if k[0].shape[0] <= 64 and k[0].dtype != tl.float32 else 1
     for index in range(blocks.num_blocks):
         block = block_start(blocks, index, MASKED, BLOCK_Q)
         row = block + tl.arange(0, BLOCK_Q)
         readable = (row >= seeing.first) & (row < seeing.last)
-        q = load_rows(q_array, block, readable, MASKED, GROUP, BLOCK_Q, widths, tokens)
-        d_out = load_rows(d_out_array, block, readable, MASKED, GROUP, BLOCK_Q, v_widths, tokens)
-        products = product(k, q)
-        seen = sees((row // GROUP)[None, :], seeing.key[:, None], seeing.q_len, seeing.window, features.CAUSAL,
-                    features.HAS_WINDOW)  # fmt: skip
-        norm, offset, share = load_terms(terms_ptr, block, readable, MASKED, BLOCK_Q)
-        # Without these two a key is seen by every row that there is.
-        hidden: tl.constexpr = MASKED and (features.CAUSAL or features.HAS_WINDOW)
-        weights, slope = weigh(products, norm[None, :], seen, scales, hidden, features.HAS_SOFT_CAP)
+        q = load_rows(arrays.q, block, readable, MASKED, BLOCK_Q, CONFIG.Q, STEP)
+        d_out = load_rows(arrays.d_out, block, readable, MASKED, BLOCK_Q, CONFIG.OUT, STEP)
+        products = product(keys.k, q)
+        seen = sees((row // GROUP)[None, :], seeing.key[:, None], seeing.q_len, mask, KIND)
+        norm, offset, share = load_terms(arrays.terms_ptr, block, readable, MASKED, BLOCK_Q, STEP)
+        HIDDEN: tl.constexpr = MASKED and (KIND.CAUSAL or KIND.HAS_WINDOW)  # otherwise every row sees every key
+        weights, slope = weigh(products, norm[None, :], seen, keys.scales, HIDDEN, CONFIG.HAS_SOFT_CAP)
         shared = weights
-        if features.HAS_SHARE:
+        if CONFIG.HAS_SHARE:
             shared = weights * share[None, :]
         dv = accumulate(narrow(shared, d_out[0].dtype), d_out, dv)
-        d_weights = product(v, d_out)
-        d_logits = change(weights, slope, d_weights, offset[None, :], share[None, :], features.HAS_SOFT_CAP,
-                          features.HAS_SHARE)  # fmt: skip
+        d_weights = product(keys.v, d_out)
+        d_logits = logit_gradients(weights, slope, d_weights, offset[None, :], share[None, :], CONFIG)
         dk = accumulate(narrow(d_logits, q[0].dtype), q, dk)
     return dk, dv
 
 
 @triton.jit
-def visit_all_rows(keys, q_array, d_out_array, terms_ptr, edges, seeing, scales, features, GROUP: tl.constexpr,
-                   BLOCK_Q: tl.constexpr, widths, v_widths):  # fmt: skip
-    """dk and dv of `keys` = (k, v), but for the scale."""
-    k, v = keys
-    sums = (zeros(k[0].shape[0], widths), zeros(v[0].shape[0], v_widths))
-    sums = visit_rows(keys, sums, q_array, d_out_array, terms_ptr, end_blocks(edges, BLOCK_Q), seeing, scales, features,
-                      True, GROUP, BLOCK_Q, widths, v_widths)  # fmt: skip
-    return visit_rows(keys, sums, q_array, d_out_array, terms_ptr, whole_blocks(edges, BLOCK_Q), seeing, scales,
-                      features, False, GROUP, BLOCK_Q, widths, v_widths)  # fmt: skip
+def visit_all_rows(keys, arrays, edges, seeing, mask, CONFIG: tl.constexpr):
+    """(dk / sm_scale, dv) of a block of keys."""
+    sums = (zeros(keys.k[0].shape[0], CONFIG.K), zeros(keys.v[0].shape[0], CONFIG.V))
+    sums = visit_rows(keys, sums, arrays, end_blocks(edges, CONFIG.BLOCK_Q), seeing, mask, CONFIG, True)
+    return visit_rows(keys, sums, arrays, whole_blocks(edges, CONFIG.BLOCK_Q), seeing, mask, CONFIG, False)
 
 
 @triton.jit
-def load_terms(terms_ptr, first, readable, MASKED: tl.constexpr, BLOCK: tl.constexpr):
-    """(norm, offset, share) of the rows [first, first + BLOCK); 0 where not readable, where neither q nor d_out will
-    be anything else.
-
-    Each is loaded by itself, so that it takes registers no sooner than it is needed.
-    """
-    beyond = first % (2 * BLOCK)  # for what it is good says `row_offsets`
-    row_terms = terms_ptr + tl.cast(first - beyond, tl.int64) * TERMS + (beyond + tl.arange(0, BLOCK)) * TERMS
-    terms = ()
-    for index in tl.static_range(3):
-        one = tl.load(row_terms + index, mask=readable, other=0.0) if MASKED else tl.load(row_terms + index)
-        terms += (one,)
-    return terms
-
-
-@triton.jit
-def row_blocks(low, high, q_len, kv_len, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, GROUP: tl.constexpr,
-               BLOCK_Q: tl.constexpr):  # fmt: skip
-    """(first, last, edges) for the keys [low, high]: rows [first, last) see some of them, and in the picture of `Edges`
-    rows stand for keys and keys for queries."""
-    ahead = kv_len - q_len
-    first = 0
-    whole_first = 0
-    if CAUSAL:
-        first = tl.minimum(tl.maximum(low - ahead, 0), q_len)
-        whole_first = tl.minimum(tl.maximum(high - ahead, 0), q_len)
-    last = q_len
-    whole_last = q_len
-    if HAS_WINDOW:
-        last = tl.minimum(tl.maximum(high + window - ahead, first), q_len)
-        whole_last = tl.minimum(tl.maximum(low + window - ahead, 0), q_len)
+def seeing_blocks(low, q_len, kv_len, mask, CONFIG: tl.constexpr):
+    """(`Seeing`, `Edges`) of the block of keys from `low` on. Rows and keys change places in the picture of `Edges`."""
+    BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
+    GROUP: tl.constexpr = CONFIG.Q.GROUP
+    KIND: tl.constexpr = CONFIG.MASK
+    num_old = kv_len - q_len
+    high = tl.minimum(low + CONFIG.BLOCK_KV, kv_len) - 1 - num_old
+    key = low + tl.arange(0, CONFIG.BLOCK_KV) - num_old
+    low -= num_old
+    first = first_query(low, q_len, KIND)
+    last = tl.maximum(end_query(high, q_len, mask, KIND), first)
     start = first * GROUP // BLOCK_Q * BLOCK_Q
     end = tl.maximum((last * GROUP + BLOCK_Q - 1) // BLOCK_Q * BLOCK_Q, start)
-    whole_start = tl.minimum((whole_first * GROUP + BLOCK_Q - 1) // BLOCK_Q * BLOCK_Q, end)
-    whole_stop = tl.maximum(whole_last * GROUP // BLOCK_Q * BLOCK_Q, whole_start)
-    return first * GROUP, last * GROUP, Edges(start, whole_start, whole_stop, end)
+    whole_start = (first_query(high, q_len, KIND) * GROUP + BLOCK_Q - 1) // BLOCK_Q * BLOCK_Q
+    whole_start = tl.minimum(whole_start, end)
+    whole_stop = tl.maximum(end_query(low, q_len, mask, KIND) * GROUP // BLOCK_Q * BLOCK_Q, whole_start)
+    return Seeing(first * GROUP, last * GROUP, key, q_len), Edges(start, whole_start, whole_stop, end)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def dkv_kernel(
-    d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr,
-    dk_ptr, dv_ptr,
-    num_q_tokens, num_kv_tokens, num_seqs, window,
-    d_out_head_stride, q_head_stride, k_head_stride, v_head_stride,
-    sm_scale, soft_cap,
-    d_out_token_stride: tl.constexpr, q_token_stride: tl.constexpr, k_token_stride: tl.constexpr,
-    v_token_stride: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SHARE: tl.constexpr, CAUSAL: tl.constexpr,
-    GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, D: tl.constexpr, D_MAIN: tl.constexpr, D_REST: tl.constexpr,
-    DV: tl.constexpr, DV_MAIN: tl.constexpr, DV_REST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, dk_ptr, dv_ptr,
+    num_q_tokens, num_kv_tokens, num_seqs, window, d_out_head_stride, q_head_stride, k_head_stride, v_head_stride,
+    sm_scale, soft_cap, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys of one KV head, over all rows that see it; keys of no sequence get 0."""
+    """dk and dv of a block of keys of one KV head, over all rows that see them; keys of no sequence get 0."""
+    BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     block = tl.program_id(0)  # under a causal mask the first keys are seen by the most rows: begin with them
     kv_head = tl.program_id(1)
+    mask = Mask(window)
     start, kv_len, low, q_start, q_len = find_block(
         block, cu_kv_lens_ptr, cu_q_lens_ptr, num_seqs, num_kv_tokens, num_q_tokens, 1, BLOCK_KV
     )
     if (low >= 0) & (low < kv_len):
         key = low + tl.arange(0, BLOCK_KV)
-        readable = before(kv_len - low, BLOCK_KV)
-        if HAS_WINDOW:  # what no row sees is not read; then masks on the logits are enough
-            readable = readable & (tl.arange(0, BLOCK_KV) > tl.maximum(kv_len - q_len, 0) - window - low)
-        k_ptr = head_start(k_ptr, start, kv_head, k_token_stride, k_head_stride, 1)
-        v_ptr = head_start(v_ptr, start, kv_head, v_token_stride, v_head_stride, 1)
-        q_ptr = head_start(q_ptr, q_start, kv_head, q_token_stride, q_head_stride, GROUP)
-        d_out_ptr = head_start(d_out_ptr, q_start, kv_head, d_out_token_stride, d_out_head_stride, GROUP)
-        terms_ptr += (kv_head.to(tl.int64) * num_q_tokens + q_start) * (GROUP * TERMS)
-        scales = logit_scales(sm_scale, soft_cap, HAS_SOFT_CAP)
-        k = load_rows(Array(k_ptr, k_token_stride, 0), low, readable, True, 1, BLOCK_KV, Widths(D, D_MAIN, D_REST))
-        v = load_rows(Array(v_ptr, v_token_stride, 0), low, readable, True, 1, BLOCK_KV, Widths(DV, DV_MAIN, DV_REST))
-        first, last, edges = row_blocks(
-            low, tl.minimum(low + BLOCK_KV, kv_len) - 1, q_len, kv_len, window, CAUSAL, HAS_WINDOW, GROUP, BLOCK_Q,
-        )  # fmt: skip
-        dk, dv = visit_all_rows(
-            (k, v), Array(q_ptr, q_token_stride, q_head_stride),
-            Array(d_out_ptr, d_out_token_stride, d_out_head_stride), terms_ptr, edges,
-            Seeing(first, last, key - (kv_len - q_len), q_len, window), scales,
-            Features(CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_SHARE), GROUP, BLOCK_Q, Widths(D, D_MAIN, D_REST),
-            Widths(DV, DV_MAIN, DV_REST),
-        )  # fmt: skip
+        readable = first_of_block(kv_len - low, BLOCK_KV)
+        if CONFIG.MASK.HAS_WINDOW:  # keys that no row sees are not read, so masks on the logits are enough
+            position = tl.maximum(kv_len - q_len, 0) - low  # of the first query that can see keys, from `low` on
+            readable = readable & (tl.arange(0, BLOCK_KV) >= first_key(position, mask, CONFIG.MASK))
+        arrays = RowArrays(
+            rows_of(q_ptr, q_start, kv_head, q_head_stride, CONFIG.Q),
+            rows_of(d_out_ptr, q_start, kv_head, d_out_head_stride, CONFIG.OUT),
+            terms_ptr + (kv_head.to(tl.int64) * num_q_tokens + q_start) * (CONFIG.Q.GROUP * TERMS),
+        )
+        k_rows = rows_of(k_ptr, start, kv_head, k_head_stride, CONFIG.K)
+        v_rows = rows_of(v_ptr, start, kv_head, v_head_stride, CONFIG.V)
+        scales = signed_scales(sm_scale, soft_cap, CONFIG.HAS_SOFT_CAP)
+        k = load_rows(k_rows, low, readable, True, BLOCK_KV, CONFIG.K)
+        v = load_rows(v_rows, low, readable, True, BLOCK_KV, CONFIG.V)
+        seeing, edges = seeing_blocks(low, q_len, kv_len, mask, CONFIG)
+        dk, dv = visit_all_rows(KeyBlock(k, v, scales), arrays, edges, seeing, mask, CONFIG)
 
         writable = key < kv_len
-        heads: tl.constexpr = NUM_HEADS // GROUP
-        dk_ptr = head_start(dk_ptr, start + low, kv_head, heads * D, D, 1)
-        dv_ptr = head_start(dv_ptr, start + low, kv_head, heads * DV, DV, 1)
-        store_rows(Array(dk_ptr, heads * D, D), 0, times(dk, sm_scale), writable, 1, BLOCK_KV,
-                   Widths(D, D_MAIN, D_REST))  # fmt: skip
-        store_rows(Array(dv_ptr, heads * DV, DV), 0, dv, writable, 1, BLOCK_KV, Widths(DV, DV_MAIN, DV_REST))
+        store_rows(dk_ptr, start + low, kv_head, 0, times(dk, sm_scale), writable, BLOCK_KV, CONFIG.K)
+        store_rows(dv_ptr, start + low, kv_head, 0, dv, writable, BLOCK_KV, CONFIG.V)
 
 
 @triton.jit
-def visit_keys(
-    rows, dq, k_array, v_array, blocks, visible, scales, features, MASKED: tl.constexpr, BLOCK_KV: tl.constexpr,
-    widths, v_widths,
-):  # fmt: skip
-    """What blocks of keys add to dq; which they are and what is read of them as in the forward kernel."""
+def visit_keys(rows, dq, arrays, blocks, visible, mask, CONFIG: tl.constexpr, MASKED: tl.constexpr):
+    """dq of a block of rows after blocks of keys, with the keys and masks of the forward kernel's `attend`."""
+    BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     for index in range(blocks.num_blocks):
         block = block_start(blocks, index, MASKED, BLOCK_KV)
         key = block + tl.arange(0, BLOCK_KV)
         readable = (key >= visible.first) & (key < visible.last)
-        k = load_rows(k_array, block, readable, MASKED, 1, BLOCK_KV, widths)
-        v = load_rows(v_array, block, readable, MASKED, 1, BLOCK_KV, v_widths)
+        k = load_rows(arrays.k, block, readable, MASKED, BLOCK_KV, CONFIG.K)
+        v = load_rows(arrays.v, block, readable, MASKED, BLOCK_KV, CONFIG.V)
         products = product(rows.q, k)
         d_weights = product(rows.d_out, v)
-        seen = sees(visible.position[:, None], key[None, :], visible.kv_len, visible.window, features.CAUSAL,
-                    features.HAS_WINDOW)  # fmt: skip
-        weights, slope = weigh(products, rows.norm[:, None], seen, scales, MASKED, features.HAS_SOFT_CAP)
-        d_logits = change(weights, slope, d_weights, rows.offset[:, None], rows.share[:, None], features.HAS_SOFT_CAP,
-                          features.HAS_SHARE)  # fmt: skip
+        seen = sees(visible.position[:, None], key[None, :], visible.kv_len, mask, CONFIG.MASK)
+        weights, slope = weigh(products, rows.norm[:, None], seen, rows.scales, MASKED, CONFIG.HAS_SOFT_CAP)
+        d_logits = logit_gradients(weights, slope, d_weights, rows.offset[:, None], rows.share[:, None], CONFIG)
         dq = accumulate(narrow(d_logits, rows.q[0].dtype), k, dq)
     return dq
 
 
 @triton.jit
-def visit_all_keys(rows, k_array, v_array, edges, visible, scales, features, BLOCK_KV: tl.constexpr, widths, v_widths):
-    """dq of a block of rows, but for the scale."""
-    dq = zeros(rows.norm.shape[0], widths)
-    dq = visit_keys(rows, dq, k_array, v_array, whole_blocks(edges, BLOCK_KV), visible, scales, features, False,
-                    BLOCK_KV, widths, v_widths)  # fmt: skip
-    return visit_keys(rows, dq, k_array, v_array, end_blocks(edges, BLOCK_KV), visible, scales, features, True,
-                      BLOCK_KV, widths, v_widths)  # fmt: skip
+def visit_all_keys(rows, arrays, edges, visible, mask, CONFIG: tl.constexpr):
+    """dq / sm_scale of a block of rows."""
+    dq = zeros(rows.norm.shape[0], CONFIG.Q)
+    dq = visit_keys(rows, dq, arrays, whole_blocks(edges, CONFIG.BLOCK_KV), visible, mask, CONFIG, False)
+    return visit_keys(rows, dq, arrays, end_blocks(edges, CONFIG.BLOCK_KV), visible, mask, CONFIG, True)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def dq_kernel(
-    d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr,
-    dq_ptr,
-    num_q_tokens, num_kv_tokens, num_seqs, window,
-    d_out_head_stride, q_head_stride, k_head_stride, v_head_stride,
-    sm_scale, soft_cap,
-    d_out_token_stride: tl.constexpr, q_token_stride: tl.constexpr, k_token_stride: tl.constexpr,
-    v_token_stride: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SHARE: tl.constexpr, CAUSAL: tl.constexpr,
-    GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, D: tl.constexpr, D_MAIN: tl.constexpr, D_REST: tl.constexpr,
-    DV: tl.constexpr, DV_MAIN: tl.constexpr, DV_REST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, dq_ptr,
+    num_q_tokens, num_kv_tokens, num_seqs, window, d_out_head_stride, q_head_stride, k_head_stride, v_head_stride,
+    sm_scale, soft_cap, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """dq of a block of rows of one KV head, over all keys that they see; padding rows get 0."""
+    """dq of a block of rows of one KV head, over all keys that they see; rows of no sequence get 0."""
+    GROUP: tl.constexpr = CONFIG.Q.GROUP
+    BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows see the most keys: begin with them
     kv_head = tl.program_id(1)
+    mask = Mask(window)
     start, q_len, first_row, kv_start, kv_len = find_block(
         block, cu_q_lens_ptr, cu_kv_lens_ptr, num_seqs, num_q_tokens, num_kv_tokens, GROUP, BLOCK_Q
     )
-    rows = q_len * GROUP
-    if (first_row >= 0) & (first_row < rows):
+    num_rows = q_len * GROUP
+    if (first_row >= 0) & (first_row < num_rows):
         row = first_row + tl.arange(0, BLOCK_Q)
-        inside = before(rows - first_row, BLOCK_Q)
-        if CAUSAL:  # what sees nothing is not read; then masks on the logits are enough
-            inside = inside & (row >= (q_len - kv_len) * GROUP)
-        low = kv_len - q_len + first_row // GROUP
-        high = kv_len - q_len + tl.minimum((first_row + BLOCK_Q - 1) // GROUP, q_len - 1)
-        position = kv_len - q_len + row // GROUP
-        first, last, edges = key_blocks(low, high, kv_len, window, CAUSAL, HAS_WINDOW, BLOCK_KV)
-        q_ptr = head_start(q_ptr, start, kv_head, q_token_stride, q_head_stride, GROUP)
-        d_out_ptr = head_start(d_out_ptr, start, kv_head, d_out_token_stride, d_out_head_stride, GROUP)
-        k_ptr = head_start(k_ptr, kv_start, kv_head, k_token_stride, k_head_stride, 1)
-        v_ptr = head_start(v_ptr, kv_start, kv_head, v_token_stride, v_head_stride, 1)
+        readable = first_of_block(num_rows - first_row, BLOCK_Q)
+        if CONFIG.MASK.CAUSAL:  # rows that see no key are not read, so masks on the logits are enough
+            readable = readable & (row >= (q_len - kv_len) * GROUP)
+        visible, edges = visible_blocks(Rows(row, num_rows, start, kv_head), first_row, q_len, kv_len, mask, CONFIG)
+        q_rows = rows_of(q_ptr, start, kv_head, q_head_stride, CONFIG.Q)
+        d_out_rows = rows_of(d_out_ptr, start, kv_head, d_out_head_stride, CONFIG.OUT)
+        k_rows = rows_of(k_ptr, kv_start, kv_head, k_head_stride, CONFIG.K)
+        v_rows = rows_of(v_ptr, kv_start, kv_head, v_head_stride, CONFIG.V)
         terms_ptr += (kv_head.to(tl.int64) * num_q_tokens + start) * (GROUP * TERMS)
-        scales = logit_scales(sm_scale, soft_cap, HAS_SOFT_CAP)
-        q = load_rows(Array(q_ptr, q_token_stride, q_head_stride), first_row, inside, True, GROUP, BLOCK_Q,
-                      Widths(D, D_MAIN, D_REST))  # fmt: skip
-        d_out = load_rows(Array(d_out_ptr, d_out_token_stride, d_out_head_stride), first_row, inside, True, GROUP,
-                          BLOCK_Q, Widths(DV, DV_MAIN, DV_REST))  # fmt: skip
-        norm, offset, share = load_terms(terms_ptr, first_row, inside, True, BLOCK_Q)
-        dq = visit_all_keys(
-            RowTerms(q, d_out, norm, offset, share), Array(k_ptr, k_token_stride, 0), Array(v_ptr, v_token_stride, 0),
-            edges, Visible(first, last, position, kv_len, window), scales,
-            Features(CAUSAL, HAS_WINDOW, HAS_SOFT_CAP, HAS_SHARE), BLOCK_KV, Widths(D, D_MAIN, D_REST),
-            Widths(DV, DV_MAIN, DV_REST),
-        )  # fmt: skip
-
-        dq_ptr = head_start(dq_ptr, start, kv_head, NUM_HEADS * D, D, GROUP)
-        store_rows(Array(dq_ptr, NUM_HEADS * D, D), first_row, times(dq, sm_scale), row < rows, GROUP, BLOCK_Q,
-                   Widths(D, D_MAIN, D_REST))  # fmt: skip
+        scales = signed_scales(sm_scale, soft_cap, CONFIG.HAS_SOFT_CAP)
+        q = load_rows(q_rows, first_row, readable, True, BLOCK_Q, CONFIG.Q)
+        d_out = load_rows(d_out_rows, first_row, readable, True, BLOCK_Q, CONFIG.OUT)
+        norm, offset, share = load_terms(terms_ptr, first_row, readable, True, BLOCK_Q)
+        rows = RowBlock(q, d_out, norm, offset, share, scales)
+        dq = visit_all_keys(rows, Keys(k_rows, v_rows), edges, visible, mask, CONFIG)
+        store_rows(dq_ptr, start, kv_head, first_row, times(dq, sm_scale), row < num_rows, BLOCK_Q, CONFIG.Q)
 
 
 def prepare(call: Any, d_out: Any, launch: Any) -> tuple[Any, Any | None]:
-    """`norm`, `offset` and `share` of all rows, and the parts of d_sinks, if any: [blocks, H]."""
+    """`norm`, `offset` and `share` of all rows, and the parts [blocks, H] of d_sinks, None without sinks."""
     out, lse = launch.packed(call.out), launch.packed(call.lse)
     d_lse = lse if call.d_lse is None else launch.packed(call.d_lse)
     pad = next_power_of_2(call.v_head_dim)
@@ -513,7 +495,11 @@ def prepare(call: Any, d_out: Any, launch: Any) -> tuple[Any, Any | None]:
         DV=call.v_head_dim,
         DV_PAD=pad,
         BLOCK=block,
-        **_varlen.stride_arguments(launch, out=out, d_out=d_out),
+        **{
+            f"{name}_{axis}_stride": stride
+            for name, array in (("out", out), ("d_out", d_out))
+            for axis, stride in zip(("token", "head"), launch.strides(array), strict=False)
+        },
     )
     return terms, None if call.sinks is None else parts
 
@@ -529,8 +515,8 @@ def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Any:
     cu_q_lens, cu_kv_lens = map(launch.packed, (call.cu_q_lens, call.cu_kv_lens))
     terms, parts = prepare(call, d_out, launch)
     inputs = (d_out, q, k, v, terms, cu_q_lens, cu_kv_lens)
-    shared = _varlen.shared_arguments(call) | _varlen.stride_arguments(launch, d_out=d_out, q=q, k=k, v=v)
-    shared["HAS_SHARE"] = has_share(call)
+    numbers, config = _varlen.shared_arguments(call, launch, d_out=d_out, q=q, k=k, v=v)
+    config["HAS_SHARE"] = has_share(call)
     row_programs = call.num_q_tokens * call.group // tile.dq_block_q + call.num_seqs + 2
     [dq] = launch(
         dq_kernel,
@@ -539,9 +525,8 @@ def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Any:
         [(call.q.shape, call.q.dtype)],
         num_warps=tile.dq_num_warps,
         num_stages=tile.dq_num_stages,
-        BLOCK_Q=tile.dq_block_q,
-        BLOCK_KV=tile.dq_block_kv,
-        **shared,
+        CONFIG=Config(BLOCK_Q=tile.dq_block_q, BLOCK_KV=tile.dq_block_kv, **config),
+        **numbers,
     )
     key_programs = call.num_kv_tokens // tile.block_kv + call.num_seqs + 2
     dk, dv = launch(
@@ -551,8 +536,7 @@ def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Any:
         [(call.k.shape, call.k.dtype), (call.v.shape, call.v.dtype)],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        BLOCK_Q=tile.block_q,
-        BLOCK_KV=tile.block_kv,
-        **shared,
+        CONFIG=Config(BLOCK_Q=tile.block_q, BLOCK_KV=tile.block_kv, **config),
+        **numbers,
     )
     return (dq, dk, dv) if parts is None else (dq, dk, dv, column_sums(parts, launch))
