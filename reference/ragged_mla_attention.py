@@ -78,5 +78,5 @@ def ragged_mla_attention(
 def run(call: Any, tile: Tile, launch: Any) -> Any:
     del tile
     outputs = [(result.shape, result.dtype) for result in call.results()]
-    found = launch.on_host(ragged_mla_attention, call, outputs, code_dtype=call.code_dtype)
+    found = launch.on_host(ragged_mla_attention, call, outputs, code_dtype=call.kv_format.code_dtype)
     return found if call.return_lse else found[0]

@@ -61,4 +61,4 @@ def write_mla_cache(
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
     del tile
-    return launch.on_host(write_mla_cache, call, "cache", code_dtype=call.code_dtype)[0]
+    return launch.on_host(write_mla_cache, call, "cache", code_dtype=call.kv_format.code_dtype)[0]

@@ -17,7 +17,6 @@ from ragged_attention.calls.base import Result as Result
 from ragged_attention.calls.base import WritingCall as WritingCall
 from ragged_attention.calls.cache_formats import CACHE_FORMATS as CACHE_FORMATS
 from ragged_attention.calls.cache_formats import CacheFormat as CacheFormat
-from ragged_attention.calls.cache_formats import name_in_layout as name_in_layout
 from ragged_attention.calls.fields import FLOATS as FLOATS
 from ragged_attention.calls.fields import QUANTIZED as QUANTIZED
 from ragged_attention.calls.fields import WIDE_FLOATS as WIDE_FLOATS

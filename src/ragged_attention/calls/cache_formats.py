@@ -33,6 +33,7 @@ class CacheFormat:
     token_bytes: int = 0  # 0: the width of a row decides
     layouts: tuple[str, ...] = LAYOUTS[:1]  # those that exist, the format's own first
     layout: str = LAYOUTS[0]
+    mixable: bool = False  # whether the second cache may have another format that is mixable
 
     @property
     def quantized(self) -> bool:
@@ -43,6 +44,11 @@ class CacheFormat:
     def eight_bit(self) -> bool:
         """Whether the cache holds 8-bit numbers and no scales."""
         return not self.scales and self.codes in QUANTIZED
+
+    @property
+    def code_dtype(self) -> str | None:
+        """The dtype of 8-bit numbers without scales, None for any other format."""
+        return self.codes if self.eight_bit else None
 
     @property
     def width(self) -> int:
@@ -107,24 +113,23 @@ CACHE_FORMATS = {
             name="fp8_v4", codes=E4M3, values=448, rotary=64, group=64, scales=E8M0, token_bytes=584,
             layouts=LAYOUTS[1:], layout=LAYOUTS[1],
         ),
-        CacheFormat(name="fp8_v41", codes=E4M3, values=512, group=32, scales=E8M0, token_bytes=528, layouts=LAYOUTS),
-        CacheFormat(name="fp4_v41", codes=E2M1, values=512, group=16, scales=E4M3, token_bytes=288, layouts=LAYOUTS),
+        CacheFormat(
+            name="fp8_v41", codes=E4M3, values=512, group=32, scales=E8M0, token_bytes=528, layouts=LAYOUTS, mixable=True
+        ),
+        CacheFormat(
+            name="fp4_v41", codes=E2M1, values=512, group=16, scales=E4M3, token_bytes=288, layouts=LAYOUTS, mixable=True
+        ),
     )
 }  # fmt: skip
 PLAIN_FORMATS = {dtype: CacheFormat(name="plain", codes=dtype) for dtype in (*WIDE_FLOATS, *QUANTIZED)}
-MIXED = ("fp8_v41", "fp4_v41")  # may stand side by side as main and extra cache
 
 
-def laid_out(name: str, cache_layout: str | None) -> CacheFormat | None:
-    """The format of that name in a layout, its own by default; None is plain."""
-    if name == "plain":
-        return None
-    layout = CACHE_FORMATS[name]
-    return layout if cache_layout is None else dataclasses.replace(layout, layout=cache_layout)
+def laid_out(name: str, cache_layout: str | None) -> CacheFormat:
+    """The quantised format of that name in a layout, by default its own."""
+    form = CACHE_FORMATS[name]
+    return form if cache_layout is None else dataclasses.replace(form, layout=cache_layout)
 
 
-def name_in_layout(layout: CacheFormat | None) -> str:
-    """What kernels call a format: by its name, with the layout behind it where that is not the format's own."""
-    if layout is None:
-        return "plain"
-    return layout.name if layout.layout == layout.layouts[0] else f"{layout.name}_{layout.layout}"
+def stored_format(name: str, cache_layout: str | None, dtype: str) -> CacheFormat:
+    """The format of that name, `plain` among them, in a layout; `dtype` is the cache's."""
+    return PLAIN_FORMATS[dtype] if name == "plain" else laid_out(name, cache_layout)

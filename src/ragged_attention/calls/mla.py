@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ragged_attention.calls.base import Call, Result, expect_groups, gradients_of, record
-from ragged_attention.calls.cache_formats import CACHE_FORMATS, MIXED, PLAIN_FORMATS, CacheFormat, laid_out
+from ragged_attention.calls.cache_formats import CACHE_FORMATS, PLAIN_FORMATS, CacheFormat, stored_format
 from ragged_attention.calls.fields import (
     FLOATS,
     INT32,
@@ -188,13 +188,8 @@ class SparseMlaPrefill(SparsePrefillCall):
         return format_of("kv", self.kv, self.cache_format)
 
     @property
-    def layout(self) -> CacheFormat | None:
-        """The format in the call's layout, None of plain rows."""
-        return laid_out(self.format, self.cache_layout)
-
-    @property
     def kv_format(self) -> CacheFormat:
-        return self.layout or PLAIN_FORMATS[dtype_name(self.kv)]
+        return stored_format(self.format, self.cache_layout, dtype_name(self.kv))
 
 
 @record
@@ -310,8 +305,9 @@ class MlaDecode(LatentCall, LatentPagesCall):
                 raise InvalidInput("expected extra_topk_lens only together with extra_indices, got it without")
             return
         extra = expect_cache("extra_kv_cache", self.extra_kv_cache, None, self.cache_layout)
-        if extra != found and not (extra in MIXED and found in MIXED):
-            allowed = " or ".join(MIXED) if found in MIXED else found
+        mixable = [name for name, form in CACHE_FORMATS.items() if form.mixable]
+        if extra != found and not (extra in mixable and found in mixable):
+            allowed = " or ".join(mixable) if found in mixable else found
             raise InvalidInput(f"expected extra_kv_cache in the format of kv_cache, {allowed}, got {extra}")
         self._check_rows("extra_kv_cache", self.extra_kv_cache, extra)
         if (got := self.extra_kv_cache.shape[2]) != 1:
@@ -360,13 +356,11 @@ class MlaDecode(LatentCall, LatentPagesCall):
         return self.format if self.extra_kv_cache is None else format_of("extra_kv_cache", self.extra_kv_cache, None)
 
     @property
-    def extra_layout(self) -> CacheFormat | None:
-        return laid_out(self.extra_format, self.cache_layout)
-
-    @property
     def extra_kv_format(self) -> CacheFormat:
         """How the second cache stores its rows; where there is none, how the first does."""
-        return self.extra_layout or self.kv_format
+        if self.extra_kv_cache is None:
+            return self.kv_format
+        return stored_format(self.extra_format, self.cache_layout, dtype_name(self.extra_kv_cache))
 
     @property
     def out_shape(self) -> tuple[int, int, int, int]:

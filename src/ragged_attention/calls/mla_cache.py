@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from ragged_attention.calls.base import Call, Result, record
-from ragged_attention.calls.cache_formats import CACHE_FORMATS, E8M0, LAYOUTS, PLAIN_FORMATS, CacheFormat, laid_out
+from ragged_attention.calls.cache_formats import CACHE_FORMATS, E8M0, LAYOUTS, CacheFormat, laid_out, stored_format
 from ragged_attention.calls.fields import (
     FLOATS,
     INT32,
@@ -149,9 +149,7 @@ class QuantizeMlaCache(Call):
     @property
     def kv_format(self) -> CacheFormat:
         """The format in the call's layout."""
-        found = laid_out(self.format, self.cache_layout)
-        assert found is not None  # "plain" is refused
-        return found
+        return laid_out(self.format, self.cache_layout)
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -199,9 +197,7 @@ class DequantizeMlaCache(Call):
     @property
     def kv_format(self) -> CacheFormat:
         """The format in the call's layout."""
-        found = laid_out(format_of("cache", self.cache, self.format), self.cache_layout)
-        assert found is not None  # plain caches are refused
-        return found
+        return laid_out(format_of("cache", self.cache, self.format), self.cache_layout)
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -256,19 +252,9 @@ class LatentPagesCall(Call):
         return format_of(self.CACHE, self.pages, self.cache_format, self.row_width)
 
     @property
-    def layout(self) -> CacheFormat | None:
-        """The format in the call's layout, None of a plain cache."""
-        return laid_out(self.format, self.cache_layout)
-
-    @property
-    def code_dtype(self) -> str | None:
-        """The dtype of a plain 8-bit cache, None of any other."""
-        return dtype_name(self.pages) if is_plain_8bit(self.pages, self.row_width) else None
-
-    @property
     def kv_format(self) -> CacheFormat:
         """How the cache stores its rows."""
-        return self.layout or PLAIN_FORMATS[dtype_name(self.pages)]
+        return stored_format(self.format, self.cache_layout, dtype_name(self.pages))
 
 
 @record
@@ -296,7 +282,7 @@ class WriteMlaCache(LatentPagesCall, TableWrite):
         found = self.format
         expect_scale(found, self.kv_scale)
         width = self.cache.shape[3] if found == "plain" else CACHE_FORMATS[found].width
-        dtypes = (dtype_name(self.cache),) if found == "plain" and self.code_dtype is None else FLOATS
+        dtypes = (dtype_name(self.cache),) if found == "plain" and not self.kv_format.eight_bit else FLOATS
         expect_array("kv", self.kv, "T K D", dtypes, {"K": sizes["K"], "D": width})
         sizes.bind("T K D", self.kv)
         _expect_powers("cache_format", found, self.power_of_two_scales)

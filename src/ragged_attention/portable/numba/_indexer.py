@@ -67,7 +67,6 @@ unit_at, UNIT_BYTES = _records.record_at(UNIT), 8 * len(UNIT)
 SPAN = 1024  # keys of a part if logits are the result
 SHARES = 32  # shares of all work: a block with more than one share is divided
 MOST_FLOATS = 2**18  # of the rows of a block, except that a single row may be longer
-
 HEADS, COLUMNS = 4, 2 * LANES  # the heads and columns whose products are computed together
 
 

@@ -33,9 +33,7 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> tuple[Any, Any]:
                "lse": (num_q_heads * num_q_tokens, 1, num_q_tokens)}  # fmt: skip
     results = _latent_call.run(
         call, tile, launch, cache=call.kv_cache, extra_cache=call.extra_kv_cache, lse_shape=call.lse_shape,
-        operands={
-            "q": q, "lists": lists, "lens": lens, "extra_lists": extra_lists, "extra_lens": call.extra_topk_lens,
-        },
+        operands={"q": q, "lists": lists, "lens": lens, "extra_lists": extra_lists, "extra_lens": call.extra_topk_lens},
         numbers={
             "max_num_seqs": num_seqs, "num_tokens": num_q_tokens, "sparse": call.sparse, "causal": call.causal,
             "window": call.sliding_window or 0, "soft_cap": call.soft_cap or 0.0,
