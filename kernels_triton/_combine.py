@@ -33,7 +33,8 @@ class Combination(Constants):
     MERGED: int  # splits merged at a time
     Q_TOKENS: int  # query tokens of an item; 0: `cu_q_lens` has them, and the rows of items with more were not split
     ITEMS: int  # of each sequence
-    RANGES: int  # of each sequence: as many as items, or one for all
+    RANGES: int  # of each sequence: one for each item, or one for all
+    RANGE_STRIDE: int  # 2 for `store_range`'s ranges, 1 where the end of a range is the beginning of the next
     LSE_BY_HEAD: bool  # lse [S, H, Q] instead of [T, H]
     HAS_NUM_SEQS: bool
     HAS_SINKS: bool
@@ -45,10 +46,10 @@ class Combination(Constants):
 def combine_kernel(
     parts_ptr, part_lses_ptr, part_maxima_ptr, ranges_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, v_scale_ptr,
     given_out_ptr, given_lse_ptr, given_max_ptr, out_ptr, lse_ptr, max_ptr,
-    num_tokens, max_num_seqs, num_parts, range_end, v_scale_factor, COMBINATION: tl.constexpr,
+    num_tokens, max_num_seqs, num_parts, v_scale_factor, COMBINATION: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one item and KV head. The item's splits are numbers [first, last), where `first` is in `ranges` and
-    `last` is `range_end` places later; a single split has written its result itself."""
+    """Some rows of one item and KV head. The numbers of the item's splits are [first, last), which stand in `ranges`
+    side by side; a single split has written its result itself."""
     if COMBINATION.PDL:
         gdc_wait()
     GROUP: tl.constexpr = COMBINATION.GROUP
@@ -59,18 +60,16 @@ def combine_kernel(
     kv_head = tl.program_id(1)
     seq = item // COMBINATION.ITEMS
     if COMBINATION.Q_TOKENS == 0:
-        start = query_edge(cu_q_lens_ptr, seq, num_tokens)
-        num_rows = (query_edge(cu_q_lens_ptr, seq + 1, num_tokens) - start) * GROUP
+        q_len = query_edge(cu_q_lens_ptr, seq + 1, num_tokens) - query_edge(cu_q_lens_ptr, seq, num_tokens)
+        num_rows = q_len * GROUP
         live = seq < count_sequences(num_seqs_ptr, max_num_seqs, COMBINATION.HAS_NUM_SEQS)
         num_rows = tl.where(live & (num_rows <= COMBINATION.ROWS), num_rows, 0)
     else:
-        start = item * COMBINATION.Q_TOKENS
         num_rows = COMBINATION.Q_TOKENS * GROUP
     if tl.program_id(2) < num_rows:
-        place = item if COMBINATION.RANGES == COMBINATION.ITEMS else seq
-        first = tl.minimum(tl.maximum(tl.load(ranges_ptr + place), 0), num_parts)
-        last = tl.minimum(tl.load(ranges_ptr + range_end + place), num_parts)
-        v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, COMBINATION.V_SCALE_STRIDE)
+        range_ptr = ranges_ptr + (item if COMBINATION.RANGES == COMBINATION.ITEMS else seq) * COMBINATION.RANGE_STRIDE
+        first = tl.minimum(tl.maximum(tl.load(range_ptr), 0), num_parts)
+        last = tl.minimum(tl.load(range_ptr + 1), num_parts)
         step: tl.constexpr = COMBINATION.ITEMS * KV_HEADS * COMBINATION.ROWS
         dv = tl.arange(0, COMBINATION.DV_PAD)
         for row in range(tl.program_id(2), tl.where(last - first != 1, num_rows, 0), tl.num_programs(2)):
@@ -80,6 +79,10 @@ def combine_kernel(
                 parts_ptr + part * DV, part_lses_ptr + part, last - first, step, 1.0, COMBINATION.MERGED, DV,
                 COMBINATION.DV_PAD,
             )  # fmt: skip
+            v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, COMBINATION.V_SCALE_STRIDE)
+            start = item * COMBINATION.Q_TOKENS
+            if COMBINATION.Q_TOKENS == 0:  # loaded once more, since ptxas would spill a value from before on sm_80
+                start = query_edge(cu_q_lens_ptr, seq, num_tokens)
             token = start + row // GROUP
             head = kv_head * GROUP + row % GROUP
             factor, lse = finish(m_i, l_i, sinks_ptr, head, row < num_rows, v_scale, COMBINATION.HAS_SINKS)

@@ -412,7 +412,7 @@ def run_split(call: Any, tile: Tile, launch: Any, operands: Operands, given: Any
         [
             ((*parts, call.v_head_dim) if split_kv else (1,), "float32"),
             (parts, "float32"),
-            ((2, call.max_num_seqs) if split_kv else (1,), "int32"),
+            ((call.max_num_seqs, 2) if split_kv else (1,), "int32"),
             *([] if given else results(call)),
         ],
         inplace=(11, 12) if given else (),
@@ -440,13 +440,13 @@ def run_split(call: Any, tile: Tile, launch: Any, operands: Operands, given: Any
         {
             **{name: operands.numbers[name] for name in ("num_tokens", "max_num_seqs", "v_scale_factor")},
             "num_parts": entries,
-            "range_end": call.max_num_seqs,
         },
         GROUP=call.group,
         ROWS=tile.split_block_q,
         Q_TOKENS=0,
         ITEMS=1,
         RANGES=1,
+        RANGE_STRIDE=2,
         LSE_BY_HEAD=False,
         HAS_NUM_SEQS=call.num_seqs is not None,
         V_SCALE_STRIDE=operands.constants["SCALING"].V_SCALE_STRIDE,

@@ -114,10 +114,12 @@ CACHE_FORMATS = {
             layouts=LAYOUTS[1:], layout=LAYOUTS[1],
         ),
         CacheFormat(
-            name="fp8_v41", codes=E4M3, values=512, group=32, scales=E8M0, token_bytes=528, layouts=LAYOUTS, mixable=True
+            name="fp8_v41", codes=E4M3, values=512, group=32, scales=E8M0, token_bytes=528, layouts=LAYOUTS,
+            mixable=True,
         ),
         CacheFormat(
-            name="fp4_v41", codes=E2M1, values=512, group=16, scales=E4M3, token_bytes=288, layouts=LAYOUTS, mixable=True
+            name="fp4_v41", codes=E2M1, values=512, group=16, scales=E4M3, token_bytes=288, layouts=LAYOUTS,
+            mixable=True,
         ),
     )
 }  # fmt: skip

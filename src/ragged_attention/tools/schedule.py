@@ -184,9 +184,7 @@ class Language:
         return UNKNOWN
 
     def store(self, pointer: Any, value: Any, mask: Any = None) -> None:
-        """Write integers that a later kernel reads. Other results are not computed."""
-        if isinstance(pointer, Pointer) and isinstance(pointer.array, np.ndarray) and np.all(mask):
-            pointer.array.ravel()[pointer.offset] = value
+        """Do nothing: results are not computed."""
 
 
 # Functions of the kernels' modules that handle queries, keys or results, and the number of values that each returns.
@@ -210,7 +208,7 @@ class Walk:
         known = {name: getattr(value, "plain", value) for name, value in given.items()}
         self.arguments |= {name: value for name, value in known.items() if name in kernel.arg_names}
         self.stubs: dict[str, Any] = {name: self._stub(count) for name, count in STUBS.items()}
-        self.stubs["merge_parts"] = self._merge
+        self.stubs |= {"merge_parts": self._merge, "store_range": self._store_range}
         self.plain: dict[Any, Callable[..., Any]] = {}
         self.run = self._plain(kernel)
 
@@ -243,6 +241,12 @@ class Walk:
             plain = self._plain(value)
             return self._tokens(plain) if name == "token_and_head" else plain
         return getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
+
+    @staticmethod
+    def _store_range(ranges: Pointer, item: Any, first: Any, end: Any, is_first: Any) -> None:
+        """Write a range of splits, which the combine kernel reads."""
+        if is_first:
+            ranges.array[int(item)] = int(first), int(end)
 
     def _merge(self, *arguments: Any) -> Any:
         self.merges = True
