@@ -28,10 +28,10 @@ FILLED: tl.constexpr = tl.constexpr(256)  # columns that are set to -inf at a ti
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Sight(Constants):
-    """How it is known which keys a token sees."""
+    """What decides which keys a token sees."""
 
-    PAGED: bool  # from the lengths of sequences in pages, otherwise from the ranges of packed keys
-    RATIO: int  # tokens that one key stands for
+    PAGED: bool  # the lengths of sequences in pages; otherwise the ranges of packed keys
+    RATIO: int  # tokens of a sequence for each of its keys
     RELATIVE: bool  # a row of logits begins with the first key that its token sees
     HAS_NUM_SEQS: bool
 
@@ -65,17 +65,17 @@ class Config(Constants):
 
 
 class Tables(NamedTuple):
-    """What says which keys a token sees: a batch of sequences in pages, or ranges [starts, stops) of packed keys."""
+    """The arrays that say which keys a token sees."""
 
-    batch: Batch
-    starts_ptr: tl.tensor
+    batch: Batch  # sequences in pages
+    starts_ptr: tl.tensor  # a token's range [start, stop) of packed keys
     stops_ptr: tl.tensor
-    num_columns: tl.tensor  # of the logits; packed keys have one each
-    longest: tl.tensor  # the most keys of a range that are seen
+    num_columns: tl.tensor  # of the logits: one for each packed key
+    longest: tl.tensor  # a token sees no more keys of its range than this
 
 
 class Sequence(NamedTuple):
-    """The sequence of a token. For a token of none, `seq` is 0 and the sequence is empty."""
+    """The sequence of a token; an empty one, with `seq` 0, for a token that belongs to no sequence."""
 
     seq: tl.tensor
     start: tl.tensor
@@ -94,7 +94,7 @@ class Queries(NamedTuple):
 
 
 class KeyArray(NamedTuple):
-    """The keys in pages, or packed: then they are one page."""
+    """The keys, in pages or packed. Packed keys are a single page."""
 
     ptr: tl.tensor
     page_stride: tl.tensor
@@ -105,7 +105,7 @@ class KeyArray(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What products are made from."""
+    """The operands of products, in memory."""
 
     queries: Queries
     keys: KeyArray
@@ -120,7 +120,7 @@ class KeyBlock(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Operands that a loop keeps in registers or shared memory; those that are None are loaded where they are used."""
+    """Operands that a loop keeps in registers or shared memory; an operand that is None is loaded in each turn."""
 
     keys: Any = None
     queries: Any = None  # transposed
@@ -128,10 +128,10 @@ class Held(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """One token's way over its keys, in blocks."""
+    """The keys of one token that a program visits, in blocks."""
 
-    end: tl.tensor  # the number of the block after the program's last
-    first: tl.tensor  # the token sees keys in [first, last)
+    end: tl.tensor  # the number of the last block, plus 1
+    first: tl.tensor  # the token sees no keys outside [first, last)
     last: tl.tensor
     candidates_ptr: tl.tensor
     num_candidates: tl.tensor
@@ -144,7 +144,7 @@ def clamped(x, low, high):
 
 @triton.jit
 def find_sequence(token, batch):
-    """The `Sequence` of a token. Its number is how many sequences end at the token or before it."""
+    """The `Sequence` of a token. Its number is the count of sequences that end at the token or before it."""
     seq = 0
     for first in range(0, batch.num_seqs, SEQUENCES):
         index = first + tl.arange(0, SEQUENCES)
@@ -161,7 +161,7 @@ def find_sequence(token, batch):
 
 @triton.jit
 def seen_in_sequence(token, sequence, RATIO: tl.constexpr):
-    """How many keys of its sequence a token sees."""
+    """The number of keys that a token of a sequence sees."""
     seen = tl.maximum(sequence.kv_len - (sequence.stop - token) + 1, 0) // RATIO
     return tl.where(sequence.start < sequence.stop, seen, 0)
 
@@ -207,7 +207,7 @@ def key_places(keys, page, array, SHAPE: tl.constexpr):
     if SHAPE.PAGE_SIZE:
         slot = keys % SHAPE.PAGE_SIZE
         place = page.to(tl.int64) * array.page_stride * SHAPE.PAGE_UNIT
-        if SHAPE.SCALES == "page":  # such a page is small enough for 32 bits
+        if SHAPE.SCALES == "page":  # offsets in such a page fit 32 bits
             place += slot * SHAPE.D
         else:
             place += slot.to(tl.int64) * array.slot_stride
@@ -233,7 +233,7 @@ def load_scales(keys, page, array, SHAPE: tl.constexpr):
 
 @triton.jit
 def in_format(ptr, FORMAT: tl.constexpr):
-    """A pointer to numbers that matrix units take as they lie, for codes of e4m3 too."""
+    """A pointer whose elements matrix units can multiply, to numbers or to codes of e4m3."""
     if FORMAT == "e4m3_units":
         ptr = ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
     return ptr
@@ -243,7 +243,7 @@ def in_format(ptr, FORMAT: tl.constexpr):
 def load_keys(block, first_column, operands, SHAPE: tl.constexpr, IN_FLOAT16: tl.constexpr):
     """Columns of keys [BLOCK_N, BLOCK_D] as an operand, 0 where a key may not be read.
 
-    Codes of e4m3 become the queries' type or, if IN_FLOAT16, float16: a single conversion, and exact.
+    Codes of e4m3 become the queries' type or, if IN_FLOAT16, float16, which takes a single conversion and is exact.
     """
     d = first_column + tl.arange(0, SHAPE.BLOCK_D)
     mask = (block.page >= 0)[:, None]
@@ -300,7 +300,7 @@ def weighted(products, weights, first_head, SHAPE: tl.constexpr):
 
 @triton.jit
 def scores_of_heads(token, first_head, block, operands, held, SHAPE: tl.constexpr, IN_FLOAT16: tl.constexpr):
-    """What a block of heads adds to the logits of one token over a block of keys, without the keys' scales."""
+    """The share of a block of heads in the logits of one token over a block of keys, without the keys' scales."""
     products = tl.zeros([block.page.shape[0], SHAPE.BLOCK_H], tl.float32)
     if SHAPE.D <= SHAPE.BLOCK_D:
         k = load_keys(block, 0, operands, SHAPE, IN_FLOAT16) if held.keys is None else held.keys
@@ -334,7 +334,7 @@ def scores_of(token, block, operands, held, SHAPE: tl.constexpr, IN_FLOAT16: tl.
 
 
 class Run(NamedTuple):
-    """Neighbouring tokens [begin, end), which see keys in [low, high) only."""
+    """Neighbouring tokens [begin, end), which see no keys outside [low, high)."""
 
     begin: tl.tensor
     end: tl.tensor
@@ -351,7 +351,7 @@ class Logits(NamedTuple):
 
 @triton.jit
 def logits_of_run(run, tile_start, sequence, tables, operands, logits, CONFIG: tl.constexpr):
-    """The logits of a block of keys with a run of tokens; tokens that see keys in pages belong to one `sequence`."""
+    """The logits of a block of keys with a run of tokens, which belong to one `sequence` if keys are in pages."""
     SHAPE: tl.constexpr = CONFIG.SHAPE
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     keys = tile_start + tl.arange(0, BLOCK_N)
@@ -399,7 +399,7 @@ def tile_logits_kernel(
     q_token_stride, q_head_stride, weights_stride, page_stride, slot_stride, scale_page_stride, scale_slot_stride,
     row_stride, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """A block of keys with a block of tokens. Keys in pages meet the tokens of one sequence after the other."""
+    """The logits of a block of keys with a block of tokens. In pages, each sequence has keys and a run of its own."""
     BLOCK_T: tl.constexpr = CONFIG.BLOCK_T
     tile_start = tl.program_id(0) * CONFIG.BLOCK_N
     token = first_token + tl.program_id(1) * BLOCK_T
@@ -431,10 +431,10 @@ def tile_logits_kernel(
 
 @triton.jit
 def walked_keys(block, walk, CONFIG: tl.constexpr):
-    """The keys of the block of a walk with that number, and which of them the token sees.
+    """(keys, seen) of the block with number `block` of a walk: `seen` says which of the keys the token sees.
 
-    Blocks begin at the multiple of BLOCK_N at or before `first`. With candidates they have the keys of the blocks in
-    the list, which are counted from `first` if RELATIVE. After the last block there are no keys.
+    Block 0 begins at the largest multiple of BLOCK_N that is at most `first`. With candidates, a walk has the keys of
+    the candidate blocks, which are counted from `first` if RELATIVE. After the last block the token sees no keys.
     """
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     SIZE: tl.constexpr = CONFIG.CANDIDATE_SIZE
@@ -456,7 +456,7 @@ def walked_keys(block, walk, CONFIG: tl.constexpr):
 
 @triton.jit
 def walk_keys(token, seq, begin, walk, operands, row_ptr, CONFIG: tl.constexpr):
-    """The logits of one token over the blocks of its walk from `begin` on; those of unseen keys are not written.
+    """Write the logits of one token over the blocks [begin, end) of its walk, but not those of unseen keys.
 
     Pages are looked up one block ahead, as in paged attention.
     """
@@ -495,7 +495,7 @@ def walk_logits_kernel(
     q_token_stride, q_head_stride, weights_stride, page_stride, slot_stride, scale_page_stride, scale_slot_stride,
     row_stride, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """One of the parts, of equal length, that a token's keys are divided into."""
+    """The logits of one token over one part of its keys; all parts of a token have the same length."""
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     token = first_token + tl.program_id(0)
     part = tl.program_id(1)
@@ -527,6 +527,6 @@ def walk_logits_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def fill_kernel(given_logits_ptr, logits_ptr, count, BLOCK: tl.constexpr):
-    """-inf everywhere, for kernels of logits that write only what a token sees."""
+    """Set all logits to -inf, for kernels that then write only those of keys that a token sees."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(logits_ptr + index, tl.full([BLOCK], float("-inf"), tl.float32), mask=index < count)

@@ -8,7 +8,7 @@ the queries that see a key. A draft mask hides further keys, one by one.
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
 
 import dataclasses
 from typing import Any, NamedTuple

@@ -67,7 +67,7 @@ def invariant_tile(call: IndexerLogits) -> Tile:
 
 
 def decodes(call: Any) -> bool:
-    """Whether sequences have few query tokens on average."""
+    """Whether sequences have at most FEW_TOKENS query tokens on average."""
     return call.num_tokens <= FEW_TOKENS * (max(call.page_indices.shape[0], 1) if call.paged else 1)
 
 
@@ -105,7 +105,7 @@ def sizes(call: Any, walk: bool) -> tuple[int, int, int]:
 
 
 def fit_blocks(call: Any, walk: bool, block_n: int, stages: int) -> tuple[int, int]:
-    """Keys and stages, reduced until a held operand, and a visited one for each stage, fit the shared memory."""
+    """Keys and stages, reduced until the held operand, and a visited one for each stage, fit the shared memory."""
     block_h, block_d = blocks(call)
     width = block_d * max(item_size(call.q), 1 if has_units(call) else 2)
 
@@ -215,7 +215,7 @@ def shape_of(call: Any, page_unit: int) -> Shape:
 
 
 def candidate_size(call: Any) -> int:
-    """Positions of a candidate block, no more than a row has columns."""
+    """The number of positions of a candidate block, at most the number of columns."""
     return min(call.candidate_block_size, max(call.columns, 1))
 
 

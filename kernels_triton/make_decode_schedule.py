@@ -44,7 +44,7 @@ def heuristic(call: MakeDecodeSchedule) -> Tile:
 
 @triton.jit
 def length_of(seq, num_seqs, lens_ptr, extra_lens_ptr, SPARSE: tl.constexpr, HAS_EXTRA: tl.constexpr):
-    """The number of keys of a sequence, or of several. Extra keys begin a new block."""
+    """The number of keys of one sequence or of several, where extra keys begin a new block."""
     length = tl.maximum(tl.load(lens_ptr + seq, mask=seq < num_seqs, other=0), 0).to(tl.int64)
     if SPARSE:
         length = tl.maximum(length, 1)

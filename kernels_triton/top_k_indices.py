@@ -66,7 +66,7 @@ def heuristic(call: TopKIndices) -> Tile:
 
 
 def invariant_tile(call: TopKIndices) -> Tile:
-    """The heuristic's, because the result does not depend on the tile."""
+    """The heuristic's tile, because the result does not depend on the tile."""
     return heuristic(call)
 
 
@@ -94,7 +94,7 @@ class Selection(Constants):
     TOP_K: int
     TOP_K_PAD: int  # the next power of two
     BLOCK: int  # columns of a step
-    COUNTED: str  # columns that count: "all"; with "ranges", "starts" or "stops" by those arrays; or those "seen"
+    COUNTED: str  # the columns that count: "all", those in "ranges", those from "starts" or to "stops", or those "seen"
     SIGHT: Sight  # which columns are seen
     HAS_MAP: bool  # columns are translated to positions
     HAS_VALUES: bool  # logits are written too
@@ -118,8 +118,8 @@ class Row(NamedTuple):
 
 @triton.jit
 def load_block(row, start, BLOCK: tl.constexpr):
-    """(columns, logits, numbers) of a block: logits are -inf where they do not count, numbers are unsigned integers of
-    the same order."""
+    """(columns, logits, numbers) of a block. Logits that do not count are -inf; numbers are the logits as unsigned
+    integers of the same order."""
     column = start + tl.arange(0, BLOCK)
     logits = tl.load(row.ptr + column, mask=(column >= row.first) & (column < row.stop), other=float("-inf"))
     bits = (logits + 0.0).to(tl.int32, bitcast=True)  # the sum has no -0
@@ -166,7 +166,7 @@ def narrowed(row, low, span, wanted, BLOCK: tl.constexpr):
         counts += tl.histogram(piece.to(tl.int32), 2 * BINS)
     index = tl.arange(0, 2 * BINS)
     counts = tl.where(index < BINS, counts, 0)
-    upward = tl.cumsum(counts, 0, reverse=True)  # in each piece and those above it
+    upward = tl.cumsum(counts, 0, reverse=True)  # counts of each piece and those above it
     is_piece = index == tl.sum((upward >= wanted).to(tl.int32), 0) - 1
     inside = tl.sum(tl.where(is_piece, counts, 0), 0)
     above = tl.sum(tl.where(is_piece, upward, 0), 0) - inside
@@ -191,8 +191,8 @@ def collect(row, low, span, collected_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def ranked(collected_ptr, count, span, wanted, TOP_K_PAD: tl.constexpr):
-    """(number, skipped) of `count` numbers: the one of rank `wanted`, counted from the largest, and how many of the
-    numbers equal to it have a lower rank."""
+    """(number, skipped): of `count` numbers, the one of rank `wanted`, counted from the largest, and how many of the
+    numbers that equal it are not among the first `wanted`."""
     index = tl.arange(0, TOP_K_PAD)
     exists = index < count
     offset = tl.load(collected_ptr + index, mask=exists, other=0).to(tl.uint32, bitcast=True)
@@ -285,7 +285,7 @@ def select_kernel(
     first_token, num_tokens, max_num_seqs, capacity, num_kv_tokens, longest, num_splits, row_stride,
     SELECTION: tl.constexpr,
 ):  # fmt: skip
-    """One row of logits, or one split of it, whose results are a row of their own."""
+    """Select from one row of logits, or from one split of it, whose results are a row of their own."""
     TOP_K: tl.constexpr = SELECTION.TOP_K
     BLOCK: tl.constexpr = SELECTION.BLOCK
     index = tl.program_id(0)
@@ -320,7 +320,7 @@ def select_kernel(
         write_selected(row, threshold, skipped, results, True, SELECTION)
 
 
-UNSEEN = {"num_tokens": 0, "max_num_seqs": 0, "capacity": 0, "longest": 0}  # numbers of rows that are no indexer's
+UNSEEN = {"num_tokens": 0, "max_num_seqs": 0, "capacity": 0, "longest": 0}  # for rows that are not an indexer's
 ALL_SEEN = Sight(PAGED=False, RATIO=1, RELATIVE=False, HAS_NUM_SEQS=False)
 
 

@@ -2,7 +2,7 @@
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportAssignmentType=false
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ def heuristic(call: WriteKvPages) -> Tile:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Element(Constants):
-    """How K, or V, is stored."""
+    """How K, or V, is stored in its pages."""
 
     FORMAT: str  # see `encode`
     PAGE_SIZE: int
@@ -92,14 +92,14 @@ class Pages(NamedTuple):
 class Tokens(NamedTuple):
     """A block of tokens."""
 
-    index: tl.tensor
+    token: tl.tensor
     slot: tl.tensor
     live: tl.tensor  # whether the token is written at all
 
 
 @triton.jit
 def slots_from_tables(token, batch, table, search_steps, PAGE_SIZE: tl.constexpr):
-    """Each token's slot, -1 for a token of no sequence or no page."""
+    """Each token's slot, -1 if the token has no sequence or no page."""
     low = tl.zeros_like(token)
     high = low + batch.num_seqs + 1
     for _ in range(search_steps):
@@ -126,7 +126,7 @@ def write_rows(new, pages, tokens, kv_head, ELEMENT: tl.constexpr):
     PAGE_SIZE: tl.constexpr = ELEMENT.PAGE_SIZE
     d = tl.arange(0, ELEMENT.D_PAD)
     mask = tokens.live[:, None] & (d < ELEMENT.D)[None, :]
-    source = new.ptr + tokens.index.to(tl.int64) * new.token_stride + kv_head * new.head_stride
+    source = new.ptr + tokens.token.to(tl.int64) * new.token_stride + kv_head * new.head_stride
     numbers = tl.load(source[:, None] + d[None, :], mask=mask, other=0).to(tl.float32)
     scale = load_scale(new.scale_ptr, kv_head, new.scale_factor, ELEMENT.SCALE_STRIDE)
     numbers = divided(numbers, scale)
@@ -177,7 +177,7 @@ def run(call: WriteKvPages, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns the page arrays."""
     k, v = launch.packed(call.k), launch.packed(call.v)
     k_pages, v_pages, strides = cache_views(call, launch)
-    # Elements that are copied are integers to the kernel, which float32 holds exactly.
+    # 8-bit elements that are copied as they are reach the kernel as integers, which float32 holds exactly.
     scales = (None, None) if call.copies else (call.k_scale, call.v_scale)
     k_scale, k_arguments = scale_arguments("k_scale", scales[0], k, launch)
     v_scale, v_arguments = scale_arguments("v_scale", scales[1], k, launch)
