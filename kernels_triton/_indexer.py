@@ -1,45 +1,81 @@
-"""The lightning indexer's logits: what a query token sees, keys and queries as operands, and two kernels.
+"""The lightning indexer's logits: which keys a query token sees, operands of products, and two kernels.
 
-Each token has a program's products to itself: a block of keys times its queries' heads, which are weighted and summed
-while they are in registers, so that one number a key is left. The *tile* kernel holds a block of keys and walks over
-neighbouring tokens, for prompts; the *walk* kernel holds a token's queries and walks over keys, for decoding.
+A product has a block of keys and the heads of one token's queries. It is weighted and summed over heads while it is in
+registers, so that one number for each key is left. The *tile* kernel, for prompts, holds a block of keys and visits
+neighbouring tokens; the *walk* kernel, for decoding, holds a token's queries and visits keys.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import decode, in_float16
-from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, query_edge
+from ragged_attention.kernels_triton._sequences import VARYING, PageTable, count_sequences, query_edge
 from ragged_attention.kernels_triton._softmax import matmul, sum_of_products
+from ragged_attention.kernels_triton._splits import LARGEST_INT, Batch
 
-SEQUENCES: tl.constexpr = tl.constexpr(128)  # whose edges are compared with a token at a time
-LARGEST_INT: tl.constexpr = tl.constexpr(2**31 - 1)
-LEAST_BLOCKS: tl.constexpr = tl.constexpr(4)  # of a part of a walk, that are worth a program
-FILLED: tl.constexpr = tl.constexpr(256)  # columns that become -inf at a time
+SEQUENCES: tl.constexpr = tl.constexpr(128)  # sequences whose edges a program compares with a token at a time
+LEAST_BLOCKS: tl.constexpr = tl.constexpr(4)  # the fewest blocks of keys that are worth a program
+FILLED: tl.constexpr = tl.constexpr(256)  # columns that are set to -inf at a time
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Sight(Constants):
+    """What decides which keys a token sees."""
+
+    PAGED: bool  # the lengths of sequences in pages; otherwise the ranges of packed keys
+    RATIO: int  # tokens of a sequence for each of its keys
+    RELATIVE: bool  # a row of logits begins with the first key that its token sees
+    HAS_NUM_SEQS: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Shape(Constants):
+    """Heads and columns, the blocks of them that make one product, and how queries and keys are stored."""
+
+    HEADS: int
+    BLOCK_H: int
+    D: int
+    BLOCK_D: int
+    Q_FORMAT: str  # see `decode`; `e4m3_units` are codes that matrix units multiply as they are
+    KEY_FORMAT: str
+    PAGE_SIZE: int  # 0 if keys are packed
+    PAGE_UNIT: int  # page strides are counted in this many elements
+    SCALES: str  # of keys: "none", "array", or "page", where they follow the codes of a page
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Config(Constants):
+    """What a kernel of logits is compiled for."""
+
+    SHAPE: Shape
+    SIGHT: Sight
+    BLOCK_N: int  # keys of a product
+    BLOCK_T: int  # tokens of a program of the tile kernel
+    FILL: bool  # logits of keys that a token does not see become -inf, otherwise they are not written
+    HAS_CANDIDATES: bool = False  # a token sees only the keys in its list of candidate blocks
+    CANDIDATE_SIZE: int = 1  # keys of a candidate block
 
 
 class Tables(NamedTuple):
-    """What says which keys a token sees: ranges of packed keys, or the tables of sequences in pages."""
+    """The arrays that say which keys a token sees."""
 
-    starts_ptr: tl.tensor
+    batch: Batch  # sequences in pages
+    starts_ptr: tl.tensor  # a token's range [start, stop) of packed keys
     stops_ptr: tl.tensor
-    kv_lens_ptr: tl.tensor
-    cu_q_lens_ptr: tl.tensor
-    num_seqs: tl.tensor
-    num_tokens: tl.tensor
-    capacity: tl.tensor  # tokens that a sequence can have at most
-    limit: tl.tensor  # keys, or columns of the tables
-    most: tl.tensor  # keys of a range that are seen at most
+    num_columns: tl.tensor  # of the logits: one for each packed key
+    longest: tl.tensor  # a token sees no more keys of its range than this
 
 
 class Sequence(NamedTuple):
-    """The sequence that a token belongs to; if none, then `seq` is 0 and it has no tokens."""
+    """The sequence of a token; an empty one, with `seq` 0, for a token that belongs to no sequence."""
 
     seq: tl.tensor
     start: tl.tensor
@@ -47,38 +83,58 @@ class Sequence(NamedTuple):
     kv_len: tl.tensor
 
 
-class Rows(NamedTuple):
-    """Query rows, their weights, and keys in pages or packed, which then are one page."""
+class Queries(NamedTuple):
+    """The queries [tokens, heads, D] and their weights [tokens, heads]."""
 
-    q_ptr: tl.tensor
-    q_token_stride: tl.tensor
-    q_head_stride: tl.tensor
+    ptr: tl.tensor
+    token_stride: tl.tensor
+    head_stride: tl.tensor
     weights_ptr: tl.tensor
     weights_stride: tl.tensor
-    keys_ptr: tl.tensor
+
+
+class KeyArray(NamedTuple):
+    """The keys, in pages or packed. Packed keys are a single page."""
+
+    ptr: tl.tensor
     page_stride: tl.tensor
     slot_stride: tl.tensor
     scale_ptr: tl.tensor
     scale_page_stride: tl.tensor
     scale_slot_stride: tl.tensor
-    page_indices_ptr: tl.tensor
-    table_stride: tl.tensor
-    num_pages: tl.tensor
 
 
-class Shape(NamedTuple):
-    """Heads and columns, in blocks that make one product, and how they are stored."""
+class Operands(NamedTuple):
+    """The operands of products, in memory."""
 
-    HEADS: tl.constexpr
-    BLOCK_H: tl.constexpr
-    D: tl.constexpr
-    BLOCK_D: tl.constexpr
-    Q_FORMAT: tl.constexpr
-    KEY_FORMAT: tl.constexpr
-    PAGE_SIZE: tl.constexpr  # 0: packed
-    PAGE_UNIT: tl.constexpr  # page strides are counted in this many elements
-    SCALES: tl.constexpr  # none, array, or page: behind the keys of a page
-    BLOCK_N: tl.constexpr
+    queries: Queries
+    keys: KeyArray
+    table: PageTable
+
+
+class KeyBlock(NamedTuple):
+    """A block of keys."""
+
+    place: tl.tensor  # where each key's values begin
+    page: tl.tensor  # of each key, -1 for one that may not be read
+
+
+class Held(NamedTuple):
+    """Operands that a loop keeps in registers or shared memory; an operand that is None is loaded in each turn."""
+
+    keys: Any = None
+    queries: Any = None  # transposed
+    weights: Any = None
+
+
+class Walk(NamedTuple):
+    """The keys of one token that a program visits, in blocks."""
+
+    end: tl.tensor  # the number of the last block, plus 1
+    first: tl.tensor  # the token sees no keys outside [first, last)
+    last: tl.tensor
+    candidates_ptr: tl.tensor
+    num_candidates: tl.tensor
 
 
 @triton.jit
@@ -87,46 +143,46 @@ def clamped(x, low, high):
 
 
 @triton.jit
-def find_sequence(token, tables):
-    """The sequence of a token: as many end at it or before it as stand before that sequence."""
+def find_sequence(token, batch):
+    """The `Sequence` of a token. Its number is the count of sequences that end at the token or before it."""
     seq = 0
-    for first in range(0, tables.num_seqs, SEQUENCES):
+    for first in range(0, batch.num_seqs, SEQUENCES):
         index = first + tl.arange(0, SEQUENCES)
-        stops = tl.load(tables.cu_q_lens_ptr + index + 1, mask=index < tables.num_seqs, other=LARGEST_INT)
+        stops = tl.load(batch.cu_q_lens_ptr + index + 1, mask=index < batch.num_seqs, other=LARGEST_INT)
         seq += tl.sum((stops <= token).to(tl.int32), 0)
-    live = seq < tables.num_seqs
+    live = seq < batch.num_seqs
     seq = tl.where(live, seq, 0)
-    start = query_edge(tables.cu_q_lens_ptr, seq, tables.num_tokens)
-    stop = query_edge(tables.cu_q_lens_ptr, tl.where(live, seq + 1, 0), tables.num_tokens)
+    start = query_edge(batch.cu_q_lens_ptr, seq, batch.num_tokens)
+    stop = query_edge(batch.cu_q_lens_ptr, tl.where(live, seq + 1, 0), batch.num_tokens)
     live = live & (start <= token) & (token < stop)
-    kv_len = clamped(tl.load(tables.kv_lens_ptr + seq, mask=live, other=0), 0, tables.capacity)
+    kv_len = clamped(tl.load(batch.kv_lens_ptr + seq, mask=live, other=0), 0, batch.capacity)
     return Sequence(tl.where(live, seq, 0), tl.where(live, start, token), tl.where(live, stop, token), kv_len)
 
 
 @triton.jit
 def seen_in_sequence(token, sequence, RATIO: tl.constexpr):
-    """How many positions of its sequence a token sees."""
+    """The number of keys that a token of a sequence sees."""
     seen = tl.maximum(sequence.kv_len - (sequence.stop - token) + 1, 0) // RATIO
     return tl.where(sequence.start < sequence.stop, seen, 0)
 
 
 @triton.jit
-def seen_range(token, there, tables):
-    """The packed keys [first, last) that tokens see; none where a token is not `there`."""
-    first = clamped(tl.load(tables.starts_ptr + token, mask=there, other=0), 0, tables.limit)
-    last = clamped(tl.load(tables.stops_ptr + token, mask=there, other=0), 0, tables.limit)
-    last = tl.where(last - first > tables.most, first + tables.most, last)
+def seen_range(token, exists, tables):
+    """The packed keys [first, last) that tokens see; a token that does not exist sees none."""
+    first = clamped(tl.load(tables.starts_ptr + token, mask=exists, other=0), 0, tables.num_columns)
+    last = clamped(tl.load(tables.stops_ptr + token, mask=exists, other=0), 0, tables.num_columns)
+    last = tl.where(last - first > tables.longest, first + tables.longest, last)
     return first, tl.maximum(first, last)
 
 
 @triton.jit
-def seen_by(token, tables, PAGED: tl.constexpr, RATIO: tl.constexpr):
-    """(sequence, first key, one past the last) of a token."""
-    if PAGED:
-        sequence = find_sequence(token, tables)
+def seen_by(token, tables, SIGHT: tl.constexpr):
+    """(sequence, first, last) of a token, which sees the keys [first, last)."""
+    if SIGHT.PAGED:
+        sequence = find_sequence(token, tables.batch)
         seq = sequence.seq
         first = 0
-        last = seen_in_sequence(token, sequence, RATIO)
+        last = seen_in_sequence(token, sequence, SIGHT.RATIO)
     else:
         seq = 0
         first, last = seen_range(token, True, tables)
@@ -134,195 +190,205 @@ def seen_by(token, tables, PAGED: tl.constexpr, RATIO: tl.constexpr):
 
 
 @triton.jit
-def pages_of_keys(keys, readable, seq, rows, PAGE_SIZE: tl.constexpr):
+def pages_of_keys(keys, readable, seq, table, PAGE_SIZE: tl.constexpr):
     """The page of each key, -1 where there is none; packed keys are on page 0."""
     if PAGE_SIZE:
-        table = rows.page_indices_ptr + seq.to(tl.int64) * rows.table_stride
-        page = tl.load(table + keys // PAGE_SIZE, mask=readable, other=-1)
-        page = tl.where((page >= 0) & (page < rows.num_pages), page, -1)
+        table_ptr = table.ptr + seq.to(tl.int64) * table.stride
+        page = tl.load(table_ptr + keys // PAGE_SIZE, mask=readable, other=-1)
+        page = tl.where((page >= 0) & (page < table.num_pages), page, -1)
     else:
         page = tl.where(readable, 0, -1)
     return page
 
 
 @triton.jit
-def key_places(keys, page, rows, shape):
+def key_places(keys, page, array, SHAPE: tl.constexpr):
     """Where the keys' values begin."""
-    if shape.PAGE_SIZE:
-        offset = keys % shape.PAGE_SIZE
-        place = page.to(tl.int64) * rows.page_stride * shape.PAGE_UNIT
-        if shape.SCALES == "page":  # which are small enough
-            place += offset * shape.D
+    if SHAPE.PAGE_SIZE:
+        slot = keys % SHAPE.PAGE_SIZE
+        place = page.to(tl.int64) * array.page_stride * SHAPE.PAGE_UNIT
+        if SHAPE.SCALES == "page":  # offsets in such a page fit 32 bits
+            place += slot * SHAPE.D
         else:
-            place += offset.to(tl.int64) * rows.slot_stride
+            place += slot.to(tl.int64) * array.slot_stride
     else:
-        place = keys.to(tl.int64) * rows.slot_stride
+        place = keys.to(tl.int64) * array.slot_stride
     return place
 
 
 @triton.jit
-def load_scales(keys, page, rows, shape):
+def load_scales(keys, page, array, SHAPE: tl.constexpr):
     """The keys' scales; 0 where a key may not be read."""
-    if shape.SCALES == "page":
-        scales = rows.keys_ptr + page.to(tl.int64) * rows.page_stride * shape.PAGE_UNIT + shape.PAGE_SIZE * shape.D
-        places = (scales + keys % shape.PAGE_SIZE * 4).to(tl.pointer_type(tl.float32), bitcast=True)
-    elif shape.PAGE_SIZE:
-        place = page.to(tl.int64) * rows.scale_page_stride
-        places = rows.scale_ptr + place + (keys % shape.PAGE_SIZE).to(tl.int64) * rows.scale_slot_stride
+    PAGE_SIZE: tl.constexpr = SHAPE.PAGE_SIZE
+    if SHAPE.SCALES == "page":
+        scales = array.ptr + page.to(tl.int64) * array.page_stride * SHAPE.PAGE_UNIT + PAGE_SIZE * SHAPE.D
+        places = (scales + keys % PAGE_SIZE * 4).to(tl.pointer_type(tl.float32), bitcast=True)
+    elif PAGE_SIZE:
+        place = page.to(tl.int64) * array.scale_page_stride
+        places = array.scale_ptr + place + (keys % PAGE_SIZE).to(tl.int64) * array.scale_slot_stride
     else:
-        places = rows.scale_ptr + keys.to(tl.int64) * rows.scale_slot_stride
+        places = array.scale_ptr + keys.to(tl.int64) * array.scale_slot_stride
     return tl.load(places, mask=page >= 0, other=0)
 
 
 @triton.jit
 def in_format(ptr, FORMAT: tl.constexpr):
-    """A pointer to what a matrix unit takes as it lies: codes of e4m3 as numbers."""
+    """A pointer whose elements matrix units can multiply, to numbers or to codes of e4m3."""
     if FORMAT == "e4m3_units":
         ptr = ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
     return ptr
 
 
 @triton.jit
-def load_keys(places, page, rows, first_column, shape, HALVES: tl.constexpr):
+def load_keys(block, first_column, operands, SHAPE: tl.constexpr, IN_FLOAT16: tl.constexpr):
     """Columns of keys [BLOCK_N, BLOCK_D] as an operand, 0 where a key may not be read.
 
-    Codes of e4m3 become the queries' type, or float16 (HALVES), which they are exact in and a single conversion from.
+    Codes of e4m3 become the queries' type or, if IN_FLOAT16, float16, which takes a single conversion and is exact.
     """
-    d = first_column + tl.arange(0, shape.BLOCK_D)
-    mask = (page >= 0)[:, None]
-    if shape.D % shape.BLOCK_D:
-        mask = mask & (d < shape.D)[None, :]
+    d = first_column + tl.arange(0, SHAPE.BLOCK_D)
+    mask = (block.page >= 0)[:, None]
+    if SHAPE.D % SHAPE.BLOCK_D:
+        mask = mask & (d < SHAPE.D)[None, :]
     stored = tl.load(
-        in_format(rows.keys_ptr, shape.KEY_FORMAT) + places[:, None] + d[None, :],
+        in_format(operands.keys.ptr, SHAPE.KEY_FORMAT) + block.place[:, None] + d[None, :],
         mask=mask,
-        other=0.0 if shape.KEY_FORMAT == "e4m3_units" else 0,
+        other=0.0 if SHAPE.KEY_FORMAT == "e4m3_units" else 0,
     )
-    if shape.KEY_FORMAT != "plain" and shape.KEY_FORMAT != "e4m3_units":
-        if HALVES or shape.Q_FORMAT != "plain":
-            stored = decode(stored, shape.KEY_FORMAT, tl.float16)
+    if SHAPE.KEY_FORMAT != "plain" and SHAPE.KEY_FORMAT != "e4m3_units":
+        if IN_FLOAT16 or SHAPE.Q_FORMAT != "plain":
+            stored = decode(stored, SHAPE.KEY_FORMAT, tl.float16)
         else:
-            stored = decode(stored, shape.KEY_FORMAT, rows.q_ptr.dtype.element_ty)
+            stored = decode(stored, SHAPE.KEY_FORMAT, operands.queries.ptr.dtype.element_ty)
     return stored
 
 
 @triton.jit
-def load_queries(token, first_head, first_column, rows, shape):
+def load_queries(token, first_head, first_column, queries, SHAPE: tl.constexpr):
     """Columns of heads [BLOCK_H, BLOCK_D] of one token as an operand."""
-    d = first_column + tl.arange(0, shape.BLOCK_D)
-    head = first_head + tl.arange(0, shape.BLOCK_H)
-    place = token.to(tl.int64) * rows.q_token_stride + head.to(tl.int64) * rows.q_head_stride
-    places = in_format(rows.q_ptr, shape.Q_FORMAT) + place[:, None] + d[None, :]
-    if shape.HEADS % shape.BLOCK_H or shape.D % shape.BLOCK_D:
-        mask = (head < shape.HEADS)[:, None] & (d < shape.D)[None, :]
-        stored = tl.load(places, mask=mask, other=0.0 if shape.Q_FORMAT == "e4m3_units" else 0)
+    d = first_column + tl.arange(0, SHAPE.BLOCK_D)
+    head = first_head + tl.arange(0, SHAPE.BLOCK_H)
+    place = token.to(tl.int64) * queries.token_stride + head.to(tl.int64) * queries.head_stride
+    places = in_format(queries.ptr, SHAPE.Q_FORMAT) + place[:, None] + d[None, :]
+    if SHAPE.HEADS % SHAPE.BLOCK_H or SHAPE.D % SHAPE.BLOCK_D:
+        mask = (head < SHAPE.HEADS)[:, None] & (d < SHAPE.D)[None, :]
+        stored = tl.load(places, mask=mask, other=0.0 if SHAPE.Q_FORMAT == "e4m3_units" else 0)
     else:
         stored = tl.load(places)
-    if shape.Q_FORMAT != "plain" and shape.Q_FORMAT != "e4m3_units":
-        stored = decode(stored, shape.Q_FORMAT, tl.float16)
+    if SHAPE.Q_FORMAT != "plain" and SHAPE.Q_FORMAT != "e4m3_units":
+        stored = decode(stored, SHAPE.Q_FORMAT, tl.float16)
     return stored
 
 
 @triton.jit
-def load_weights(token, first_head, rows, shape):
-    head = first_head + tl.arange(0, shape.BLOCK_H)
-    place = rows.weights_ptr + token.to(tl.int64) * rows.weights_stride + head
-    return tl.load(place, mask=head < shape.HEADS, other=0) if shape.HEADS % shape.BLOCK_H else tl.load(place)
+def load_weights(token, first_head, queries, SHAPE: tl.constexpr):
+    head = first_head + tl.arange(0, SHAPE.BLOCK_H)
+    place = queries.weights_ptr + token.to(tl.int64) * queries.weights_stride + head
+    return tl.load(place, mask=head < SHAPE.HEADS, other=0) if SHAPE.HEADS % SHAPE.BLOCK_H else tl.load(place)
 
 
 @triton.jit
-def weighted(products, weights, first_head, shape):
-    """The sum over heads of what is positive of products [BLOCK_N, BLOCK_H]; NaN counts as positive."""
+def weighted(products, weights, first_head, SHAPE: tl.constexpr):
+    """The weighted sum over heads of products [BLOCK_N, BLOCK_H]. Negative products count as 0, NaN as NaN."""
     positive = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    if shape.HEADS % shape.BLOCK_H or shape.BLOCK_H <= 16:
-        head = first_head + tl.arange(0, shape.BLOCK_H)
-        total = sum_of_products(positive, weights[None, :], (head < shape.HEADS)[None, :], 1)
+    if SHAPE.HEADS % SHAPE.BLOCK_H or SHAPE.BLOCK_H <= 16:
+        head = first_head + tl.arange(0, SHAPE.BLOCK_H)
+        total = sum_of_products(positive, weights[None, :], (head < SHAPE.HEADS)[None, :], 1)
     else:
         total = tl.sum(positive * weights[None, :], 1)
     return total
 
 
 @triton.jit
-def scores_of_heads(token, first_head, places, page, rows, shape, keys, queries, weights, KEYS_HELD: tl.constexpr,
-                    QUERIES_HELD: tl.constexpr, HALVES: tl.constexpr):  # fmt: skip
-    """What a block of heads adds to the logits of one token over a block of keys, but for the keys' scales.
-
-    `keys`, or `queries`, transposed, and `weights`, are used where they are held; else they are loaded.
-    """
-    products = tl.zeros([shape.BLOCK_N, shape.BLOCK_H], tl.float32)
-    if shape.D <= shape.BLOCK_D:
-        k = keys if KEYS_HELD else load_keys(places, page, rows, 0, shape, HALVES)
-        q = queries if QUERIES_HELD else tl.trans(load_queries(token, first_head, 0, rows, shape))
+def scores_of_heads(token, first_head, block, operands, held, SHAPE: tl.constexpr, IN_FLOAT16: tl.constexpr):
+    """The share of a block of heads in the logits of one token over a block of keys, without the keys' scales."""
+    products = tl.zeros([block.page.shape[0], SHAPE.BLOCK_H], tl.float32)
+    if SHAPE.D <= SHAPE.BLOCK_D:
+        k = load_keys(block, 0, operands, SHAPE, IN_FLOAT16) if held.keys is None else held.keys
+        if held.queries is None:
+            q = tl.trans(load_queries(token, first_head, 0, operands.queries, SHAPE))
+        else:
+            q = held.queries
         products = matmul(k, q, products)
     else:
-        for first_column in range(0, shape.D, shape.BLOCK_D):
-            k = load_keys(places, page, rows, first_column, shape, HALVES)
-            q = load_queries(token, first_head, first_column, rows, shape)
+        for first_column in range(0, SHAPE.D, SHAPE.BLOCK_D):
+            k = load_keys(block, first_column, operands, SHAPE, IN_FLOAT16)
+            q = load_queries(token, first_head, first_column, operands.queries, SHAPE)
             products = matmul(k, tl.trans(q), products)
-    w = weights if QUERIES_HELD else load_weights(token, first_head, rows, shape)
-    return weighted(products, w, first_head, shape)
+    w = load_weights(token, first_head, operands.queries, SHAPE) if held.weights is None else held.weights
+    return weighted(products, w, first_head, SHAPE)
 
 
 @triton.jit
-def scores_of(token, places, page, rows, shape, keys, queries, weights, KEYS_HELD: tl.constexpr,
-              QUERIES_HELD: tl.constexpr, HALVES: tl.constexpr):  # fmt: skip
-    """The same of all heads; in a loop where they are several blocks, for unrolled they spill."""
-    if shape.HEADS <= shape.BLOCK_H:
-        total = scores_of_heads(token, 0, places, page, rows, shape, keys, queries, weights, KEYS_HELD, QUERIES_HELD,
-                                HALVES)  # fmt: skip
+def scores_of(token, block, operands, held, SHAPE: tl.constexpr, IN_FLOAT16: tl.constexpr):
+    """The logits of one token over a block of keys, without the keys' scales.
+
+    Several blocks of heads are visited in a loop, because unrolled they spill.
+    """
+    if SHAPE.HEADS <= SHAPE.BLOCK_H:
+        total = scores_of_heads(token, 0, block, operands, held, SHAPE, IN_FLOAT16)
     else:
-        total = tl.zeros([shape.BLOCK_N], tl.float32)
-        for first_head in range(0, shape.HEADS, shape.BLOCK_H):
-            total += scores_of_heads(token, first_head, places, page, rows, shape, keys, queries, weights, KEYS_HELD,
-                                     QUERIES_HELD, HALVES)  # fmt: skip
+        total = tl.zeros([block.page.shape[0]], tl.float32)
+        for first_head in range(0, SHAPE.HEADS, SHAPE.BLOCK_H):
+            total += scores_of_heads(token, first_head, block, operands, held, SHAPE, IN_FLOAT16)
     return total
 
 
-@triton.jit
-def logits_of_run(
-    begin, end, low, high, tile_start, sequence, tables, rows, shape, logits_ptr, row_stride,
-    RATIO: tl.constexpr, FILL: tl.constexpr, RELATIVE: tl.constexpr,
-):  # fmt: skip
-    """A block of keys with the tokens [begin, end), of one `sequence` if keys are in pages, that see [low, high).
+class Run(NamedTuple):
+    """Neighbouring tokens [begin, end), which see no keys outside [low, high)."""
 
-    `logits_ptr` is where row 0 would begin. If FILL, what no token sees becomes -inf; RELATIVE rows begin with the
-    first key that their token sees.
-    """
-    PAGED: tl.constexpr = shape.PAGE_SIZE > 0
-    HELD: tl.constexpr = shape.D <= shape.BLOCK_D
-    keys = tile_start + tl.arange(0, shape.BLOCK_N)
-    if (tile_start < high) & (tile_start + shape.BLOCK_N > low):
-        page = pages_of_keys(keys, (keys >= low) & (keys < high), sequence.seq, rows, shape.PAGE_SIZE)
-        places = key_places(keys, page, rows, shape)
-        held = None
-        if HELD:
-            held = load_keys(places, page, rows, 0, shape, False)
+    begin: tl.tensor
+    end: tl.tensor
+    low: tl.tensor
+    high: tl.tensor
+
+
+class Logits(NamedTuple):
+    """The logits; `ptr` is where the row of token 0 would begin."""
+
+    ptr: tl.tensor
+    row_stride: tl.tensor
+
+
+@triton.jit
+def logits_of_run(run, tile_start, sequence, tables, operands, logits, CONFIG: tl.constexpr):
+    """The logits of a block of keys with a run of tokens, which belong to one `sequence` if keys are in pages."""
+    SHAPE: tl.constexpr = CONFIG.SHAPE
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    keys = tile_start + tl.arange(0, BLOCK_N)
+    if (tile_start < run.high) & (tile_start + BLOCK_N > run.low):
+        readable = (keys >= run.low) & (keys < run.high)
+        page = pages_of_keys(keys, readable, sequence.seq, operands.table, SHAPE.PAGE_SIZE)
+        block = KeyBlock(key_places(keys, page, operands.keys, SHAPE), page)
+        held_keys = None
+        if SHAPE.D <= SHAPE.BLOCK_D:
+            held_keys = load_keys(block, 0, operands, SHAPE, False)
         scale = None
-        if shape.SCALES != "none":
-            scale = load_scales(keys, page, rows, shape)
-        for index in range(end - begin):
-            token = begin + index
-            scores = scores_of(token, places, page, rows, shape, held, None, None, HELD, False, False)
-            if shape.SCALES != "none":
+        if SHAPE.SCALES != "none":
+            scale = load_scales(keys, page, operands.keys, SHAPE)
+        for index in range(run.end - run.begin):
+            token = run.begin + index
+            scores = scores_of(token, block, operands, Held(held_keys), SHAPE, False)
+            if SHAPE.SCALES != "none":
                 scores = scores * scale
-            if PAGED:
+            if CONFIG.SIGHT.PAGED:
                 first = 0
-                last = seen_in_sequence(token, sequence, RATIO)
+                last = seen_in_sequence(token, sequence, CONFIG.SIGHT.RATIO)
             else:
                 first, last = seen_range(token, True, tables)
             seen = (keys >= first) & (keys < last)
             scores = tl.where(seen & (page >= 0), scores, float("-inf"))
-            row = logits_ptr + token.to(tl.int64) * row_stride
-            if RELATIVE:
+            row = logits.ptr + token.to(tl.int64) * logits.row_stride
+            if CONFIG.SIGHT.RELATIVE:
                 tl.store(row + (keys - first), scores, mask=seen)
-            elif FILL:
-                tl.store(row + keys, scores, mask=keys < tables.limit)
+            elif CONFIG.FILL:
+                tl.store(row + keys, scores, mask=keys < tables.num_columns)
             else:
                 tl.store(row + keys, scores, mask=seen)
-    elif FILL:
-        for index in range(end - begin):
-            token = begin + index
-            row = logits_ptr + token.to(tl.int64) * row_stride
-            tl.store(row + keys, tl.full([shape.BLOCK_N], float("-inf"), tl.float32), mask=keys < tables.limit)
+    elif CONFIG.FILL:
+        for index in range(run.end - run.begin):
+            token = run.begin + index
+            row = logits.ptr + token.to(tl.int64) * logits.row_stride
+            tl.store(row + keys, tl.full([BLOCK_N], float("-inf"), tl.float32), mask=keys < tables.num_columns)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -331,102 +397,93 @@ def tile_logits_kernel(
     num_seqs_ptr, given_logits_ptr, logits_ptr,
     first_token, num_rows, num_tokens, max_num_seqs, capacity, num_kv_tokens, longest, num_pages, table_stride,
     q_token_stride, q_head_stride, weights_stride, page_stride, slot_stride, scale_page_stride, scale_slot_stride,
-    row_stride,
-    HAS_NUM_SEQS: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    Q_FORMAT: tl.constexpr, KEY_FORMAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_UNIT: tl.constexpr,
-    SCALES: tl.constexpr, RATIO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, FILL: tl.constexpr,
-    RELATIVE: tl.constexpr,
+    row_stride, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """A block of keys with a block of tokens: those of each sequence among them, one sequence after the other, or
-    all of them where keys are packed."""
-    tile_start = tl.program_id(0) * BLOCK_N
+    """The logits of a block of keys with a block of tokens. In pages, each sequence has keys and a run of its own."""
+    BLOCK_T: tl.constexpr = CONFIG.BLOCK_T
+    tile_start = tl.program_id(0) * CONFIG.BLOCK_N
     token = first_token + tl.program_id(1) * BLOCK_T
     end = tl.minimum(token + BLOCK_T, first_token + num_rows)
-    num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
-    tables = Tables(starts_ptr, stops_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs, num_tokens, capacity, num_kv_tokens,
-                    longest)  # fmt: skip
-    rows = Rows(q_ptr, q_token_stride, q_head_stride, weights_ptr, weights_stride, keys_ptr, page_stride, slot_stride,
-                scale_ptr, scale_page_stride, scale_slot_stride, page_indices_ptr, table_stride,
-                num_pages)  # fmt: skip
-    if PAGE_SIZE:
+    num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, CONFIG.SIGHT.HAS_NUM_SEQS)
+    batch = Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
+    tables = Tables(batch, starts_ptr, stops_ptr, num_kv_tokens, longest)
+    operands = Operands(
+        Queries(q_ptr, q_token_stride, q_head_stride, weights_ptr, weights_stride),
+        KeyArray(keys_ptr, page_stride, slot_stride, scale_ptr, scale_page_stride, scale_slot_stride),
+        PageTable(page_indices_ptr, table_stride, num_pages),
+    )
+    logits = Logits(logits_ptr - first_token.to(tl.int64) * row_stride, row_stride)
+    if CONFIG.SIGHT.PAGED:
         while token < end:
-            sequence = find_sequence(token, tables)
+            sequence = find_sequence(token, batch)
             stop = tl.minimum(tl.maximum(sequence.stop, token + 1), end)
-            high = seen_in_sequence(stop - 1, sequence, RATIO)
-            logits_of_run(
-                token, stop, 0, high, tile_start, sequence, tables, rows,
-                Shape(HEADS, BLOCK_H, D, BLOCK_D, Q_FORMAT, KEY_FORMAT, PAGE_SIZE, PAGE_UNIT, SCALES, BLOCK_N),
-                logits_ptr - first_token.to(tl.int64) * row_stride, row_stride, RATIO, FILL, RELATIVE,
-            )  # fmt: skip
+            high = seen_in_sequence(stop - 1, sequence, CONFIG.SIGHT.RATIO)
+            logits_of_run(Run(token, stop, 0, high), tile_start, sequence, tables, operands, logits, CONFIG)
             token = stop
     else:
-        there = token + tl.arange(0, BLOCK_T)
-        first, last = seen_range(there, there < end, tables)
+        tokens = token + tl.arange(0, BLOCK_T)
+        first, last = seen_range(tokens, tokens < end, tables)
         low = tl.min(tl.where(first < last, first, LARGEST_INT), 0)
         high = tl.max(tl.where(first < last, last, 0), 0)
-        logits_of_run(
-            token, end, low, high, tile_start, Sequence(0, 0, 0, 0), tables, rows,
-            Shape(HEADS, BLOCK_H, D, BLOCK_D, Q_FORMAT, KEY_FORMAT, PAGE_SIZE, PAGE_UNIT, SCALES, BLOCK_N),
-            logits_ptr - first_token.to(tl.int64) * row_stride, row_stride, RATIO, FILL, RELATIVE,
-        )  # fmt: skip
+        sequence = Sequence(0, 0, 0, 0)
+        logits_of_run(Run(token, end, low, high), tile_start, sequence, tables, operands, logits, CONFIG)
 
 
 @triton.jit
-def walked_keys(block, end, first, last, listed_ptr, num_entries, LISTED: tl.constexpr, SIZE: tl.constexpr,
-                RELATIVE: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """The keys that a walk comes to in its block of that number, and which of them are in [first, last).
+def walked_keys(block, walk, CONFIG: tl.constexpr):
+    """(keys, seen) of the block with number `block` of a walk: `seen` says which of the keys the token sees.
 
-    They are those from the multiple of BLOCK_N before `first` on, or the positions of the blocks in a list, which
-    count from `first` if they are RELATIVE. Behind the block before `end` there are none.
+    Block 0 begins at the largest multiple of BLOCK_N that is at most `first`. With candidates, a walk has the keys of
+    the candidate blocks, which are counted from `first` if RELATIVE. After the last block the token sees no keys.
     """
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    SIZE: tl.constexpr = CONFIG.CANDIDATE_SIZE
     step = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    if LISTED:
-        base = first if RELATIVE else 0
+    if CONFIG.HAS_CANDIDATES:
+        base = walk.first if CONFIG.SIGHT.RELATIVE else 0
         entry = step // SIZE
-        listed = tl.load(listed_ptr + entry, mask=entry < tl.where(block < end, num_entries, 0), other=-1)
-        known = (listed >= 0) & (listed <= (last - base - 1) // SIZE)
-        position = tl.where(known, listed, 0) * SIZE + step % SIZE
-        seen = known & (position >= first - base) & (position < last - base)
+        num_entries = tl.where(block < walk.end, walk.num_candidates, 0)
+        candidate = tl.load(walk.candidates_ptr + entry, mask=entry < num_entries, other=-1)
+        known = (candidate >= 0) & (candidate <= (walk.last - base - 1) // SIZE)
+        position = tl.where(known, candidate, 0) * SIZE + step % SIZE
+        seen = known & (position >= walk.first - base) & (position < walk.last - base)
         keys = base + tl.where(seen, position, 0)
     else:
-        keys = first // BLOCK_N * BLOCK_N + step
-        seen = (keys >= first) & (keys < tl.where(block < end, last, first))
+        keys = walk.first // BLOCK_N * BLOCK_N + step
+        seen = (keys >= walk.first) & (keys < tl.where(block < walk.end, walk.last, walk.first))
     return keys, seen
 
 
 @triton.jit
-def walk(
-    token, begin, end, seq, first, last, listed_ptr, num_entries, rows, shape, row_ptr, LISTED: tl.constexpr,
-    SIZE: tl.constexpr, RELATIVE: tl.constexpr,
-):  # fmt: skip
-    """The logits of one token over the blocks [begin, end) of its walk; what it does not see is not written.
+def walk_keys(token, seq, begin, walk, operands, row_ptr, CONFIG: tl.constexpr):
+    """Write the logits of one token over the blocks [begin, end) of its walk, but not those of unseen keys.
 
-    Pages are looked up while the block before is on its way, as in paged attention.
+    Pages are looked up one block ahead, as in paged attention.
     """
-    HELD: tl.constexpr = shape.HEADS <= shape.BLOCK_H and shape.D <= shape.BLOCK_D
-    HALVES: tl.constexpr = HELD and shape.KEY_FORMAT != "plain" and rows.q_ptr.dtype.element_ty == tl.bfloat16
+    SHAPE: tl.constexpr = CONFIG.SHAPE
+    HOLD: tl.constexpr = SHAPE.HEADS <= SHAPE.BLOCK_H and SHAPE.D <= SHAPE.BLOCK_D
+    BFLOAT16: tl.constexpr = operands.queries.ptr.dtype.element_ty == tl.bfloat16
+    IN_FLOAT16: tl.constexpr = HOLD and SHAPE.KEY_FORMAT != "plain" and BFLOAT16
     queries = None
     weights = None
-    if HELD:
-        queries = load_queries(token, 0, 0, rows, shape)
-        weights = load_weights(token, 0, rows, shape)
-        if HALVES:
+    if HOLD:
+        queries = load_queries(token, 0, 0, operands.queries, SHAPE)
+        weights = load_weights(token, 0, operands.queries, SHAPE)
+        if IN_FLOAT16:
             queries, unit = in_float16(queries)
             weights = weights * unit
-        # Here, for what a loop transposes compilers (Triton 3.6 to 3.9) copy to shared memory in every turn.
-        queries = tl.trans(queries)
-    keys, seen = walked_keys(begin, end, first, last, listed_ptr, num_entries, LISTED, SIZE, RELATIVE, shape.BLOCK_N)
-    page = pages_of_keys(keys, seen, seq, rows, shape.PAGE_SIZE)
-    for index in range(end - begin):
-        places = key_places(keys, page, rows, shape)
-        scores = scores_of(token, places, page, rows, shape, None, queries, weights, False, HELD, HALVES)
-        if shape.SCALES != "none":
-            scores = scores * load_scales(keys, page, rows, shape)
+        queries = tl.trans(queries)  # Triton 3.6 to 3.9 would copy them to shared memory in every turn of the loop
+    keys, seen = walked_keys(begin, walk, CONFIG)
+    page = pages_of_keys(keys, seen, seq, operands.table, SHAPE.PAGE_SIZE)
+    for index in range(walk.end - begin):
+        block = KeyBlock(key_places(keys, page, operands.keys, SHAPE), page)
+        scores = scores_of(token, block, operands, Held(None, queries, weights), SHAPE, IN_FLOAT16)
+        if SHAPE.SCALES != "none":
+            scores = scores * load_scales(keys, page, operands.keys, SHAPE)
         scores = tl.where(page >= 0, scores, float("-inf"))
-        tl.store(row_ptr + (keys - first if RELATIVE else keys), scores, mask=seen)
-        keys, seen = walked_keys(begin + index + 1, end, first, last, listed_ptr, num_entries, LISTED, SIZE,
-                                 RELATIVE, shape.BLOCK_N)  # fmt: skip
-        page = pages_of_keys(keys, seen, seq, rows, shape.PAGE_SIZE)
+        tl.store(row_ptr + (keys - walk.first if CONFIG.SIGHT.RELATIVE else keys), scores, mask=seen)
+        keys, seen = walked_keys(begin + index + 1, walk, CONFIG)
+        page = pages_of_keys(keys, seen, seq, operands.table, SHAPE.PAGE_SIZE)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -436,34 +493,30 @@ def walk_logits_kernel(
     first_token, num_tokens, max_num_seqs, capacity, num_kv_tokens, longest, num_pages, table_stride, num_parts,
     num_entries, candidates_stride,
     q_token_stride, q_head_stride, weights_stride, page_stride, slot_stride, scale_page_stride, scale_slot_stride,
-    row_stride,
-    HAS_NUM_SEQS: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    Q_FORMAT: tl.constexpr, KEY_FORMAT: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_UNIT: tl.constexpr,
-    SCALES: tl.constexpr, RATIO: tl.constexpr, BLOCK_N: tl.constexpr, FILL: tl.constexpr, RELATIVE: tl.constexpr,
-    LISTED: tl.constexpr, SIZE: tl.constexpr,
+    row_stride, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """One of the parts, of a length, that a token's keys are divided into."""
+    """The logits of one token over one part of its keys; all parts of a token have the same length."""
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     token = first_token + tl.program_id(0)
     part = tl.program_id(1)
-    num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
-    tables = Tables(starts_ptr, stops_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs, num_tokens, capacity, num_kv_tokens,
-                    longest)  # fmt: skip
-    rows = Rows(q_ptr, q_token_stride, q_head_stride, weights_ptr, weights_stride, keys_ptr, page_stride, slot_stride,
-                scale_ptr, scale_page_stride, scale_slot_stride, page_indices_ptr, table_stride,
-                num_pages)  # fmt: skip
-    seq, first, last = seen_by(token, tables, PAGE_SIZE > 0, RATIO)
+    num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, CONFIG.SIGHT.HAS_NUM_SEQS)
+    batch = Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
+    tables = Tables(batch, starts_ptr, stops_ptr, num_kv_tokens, longest)
+    operands = Operands(
+        Queries(q_ptr, q_token_stride, q_head_stride, weights_ptr, weights_stride),
+        KeyArray(keys_ptr, page_stride, slot_stride, scale_ptr, scale_page_stride, scale_slot_stride),
+        PageTable(page_indices_ptr, table_stride, num_pages),
+    )
+    seq, first, last = seen_by(token, tables, CONFIG.SIGHT)
     row_ptr = logits_ptr + tl.program_id(0).to(tl.int64) * row_stride
-    length = num_entries * SIZE if LISTED else last - first // BLOCK_N * BLOCK_N
+    length = num_entries * CONFIG.CANDIDATE_SIZE if CONFIG.HAS_CANDIDATES else last - first // BLOCK_N * BLOCK_N
     blocks = tl.where(first < last, (length + BLOCK_N - 1) // BLOCK_N, 0)
-    each = tl.maximum((blocks + num_parts - 1) // num_parts, LEAST_BLOCKS)
-    begin = part * each
-    walk(
-        token, begin, tl.minimum(begin + each, blocks), seq, first, last,
-        candidates_ptr + token.to(tl.int64) * candidates_stride, num_entries, rows,
-        Shape(HEADS, BLOCK_H, D, BLOCK_D, Q_FORMAT, KEY_FORMAT, PAGE_SIZE, PAGE_UNIT, SCALES, BLOCK_N),
-        row_ptr, LISTED, SIZE, RELATIVE,
-    )  # fmt: skip
-    if FILL:
+    blocks_of_part = tl.maximum((blocks + num_parts - 1) // num_parts, LEAST_BLOCKS)
+    begin = part * blocks_of_part
+    end = tl.minimum(begin + blocks_of_part, blocks)
+    candidates_ptr += token.to(tl.int64) * candidates_stride
+    walk_keys(token, seq, begin, Walk(end, first, last, candidates_ptr, num_entries), operands, row_ptr, CONFIG)
+    if CONFIG.FILL:
         share = (num_kv_tokens + num_parts - 1) // num_parts
         stop = tl.minimum((part + 1) * share, num_kv_tokens)
         for start in range(part * share, stop, FILLED):
@@ -474,6 +527,6 @@ def walk_logits_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def fill_kernel(given_logits_ptr, logits_ptr, count, BLOCK: tl.constexpr):
-    """-inf everywhere, where kernels of logits write only what is seen."""
+    """Set all logits to -inf, for kernels that then write only those of keys that a token sees."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(logits_ptr + index, tl.full([BLOCK], float("-inf"), tl.float32), mask=index < count)

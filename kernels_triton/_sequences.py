@@ -27,6 +27,14 @@ VARYING = (
 )  # fmt: skip
 
 
+class PageTable(NamedTuple):
+    """The page table of a batch, one row for each sequence."""
+
+    ptr: tl.tensor
+    stride: tl.tensor
+    num_pages: tl.tensor  # of the cache: an index out of [0, num_pages) names no page
+
+
 class Blocks(NamedTuple):
     """Blocks of keys or rows that one loop visits: the first `left_blocks` of them from `left` on, the rest from
     `right` on. Without masks there are none on the right."""

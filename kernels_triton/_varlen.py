@@ -53,7 +53,7 @@ class Config(Constants):
     HAS_SOFT_CAP: bool
     HAS_SINKS: bool = False
     NEGATED: bool = False  # queries are negated, because the scale of logits is negative
-    HAS_SHARE: bool = False  # in the gradient: weights have the further factor `share`
+    HAS_SHARE: bool = False  # in the gradient, weights have a further factor, `share`
 
 
 # ---- host side
@@ -93,7 +93,7 @@ def columns(call: Any) -> int:
 
 
 def rows_at_most(call: Any, rows: int) -> int:
-    """`rows` as the size of a block, reduced for a batch that has fewer rows."""
+    """The rows of a block: at most `rows`, and fewer for a batch that has fewer."""
     return min(rows, max(16, next_power_of_2(call.num_q_tokens * call.group)))
 
 
@@ -156,7 +156,7 @@ class Keys(NamedTuple):
 
 @triton.jit
 def rows_of(ptr, token, kv_head, head_stride, LAYOUT: tl.constexpr):
-    """The rows of a KV head from a token on."""
+    """The rows of a KV head, from a given token on."""
     offset = token.to(tl.int64) * LAYOUT.TOKEN_STRIDE + kv_head.to(tl.int64) * LAYOUT.GROUP * head_stride
     return Array(ptr + offset, head_stride)
 
@@ -164,10 +164,11 @@ def rows_of(ptr, token, kv_head, head_stride, LAYOUT: tl.constexpr):
 @triton.jit
 def find_block(block, own_edges_ptr, other_edges_ptr, num_seqs, num_own, num_other, GROUP: tl.constexpr,
                BLOCK: tl.constexpr):  # fmt: skip
-    """The sequence of a block of rows, queries' or keys': (start, length, the block's first row in the sequence) on the
-    block's own side, then (start, length) on the other side, where length is 0 for rows that belong to no sequence.
+    """(start, length, first row, other start, other length) of a block of query rows, or of keys.
 
-    The block is empty if its first row is not in [0, length * GROUP).
+    Start and length, in tokens, are those of the block's sequence. The first row is the block's, counted from start; a
+    block is empty if its first row is not in [0, length * GROUP). The other start and length are those of the
+    sequence's keys, or queries; the length is 0 for rows that belong to no sequence.
     """
     segment = find_segment(block, own_edges_ptr, num_seqs, num_own, GROUP, BLOCK)
     start = segment_edge(own_edges_ptr, segment, num_seqs, num_own)
@@ -183,7 +184,7 @@ def find_block(block, own_edges_ptr, other_edges_ptr, num_seqs, num_own, num_oth
 
 @triton.jit
 def visible_blocks(rows, first_row, q_len, kv_len, mask, CONFIG: tl.constexpr):
-    """(`Visible`, `Edges`) of a block of rows that begins with `first_row`."""
+    """(`Visible`, `Edges`) of the block of rows that begins with `first_row`."""
     GROUP: tl.constexpr = CONFIG.Q.GROUP
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     low = kv_len - q_len + first_row // GROUP
@@ -225,9 +226,9 @@ def row_offsets(array, first, TOKEN_STRIDE: tl.constexpr, GROUP: tl.constexpr, B
                 STEP: tl.constexpr):  # fmt: skip
     """(pointer, offsets) of the rows [first, first + BLOCK), where `first` is a multiple of BLOCK.
 
-    The pointer, of 64 bits, is that of a token whose number is a multiple of STEP. The offsets have 32 bits unless
-    tokens are very wide: `near` keeps the rows of a block close. With STEP = 1 they are the same for all blocks, if
-    GROUP divides BLOCK; with a STEP larger than a block every turn of a loop computes them anew, see `aligned_down`.
+    The pointer has 64 bits and leads to a token whose number is a multiple of STEP. The offsets have 32 bits, unless
+    tokens are very wide, because `near` keeps the rows of a block close. With STEP = 1 all blocks have the same offsets
+    if GROUP divides BLOCK. With a larger STEP a loop computes them anew in each turn; see `aligned_down`.
     """
     inner = tl.arange(0, BLOCK)
     if BLOCK % GROUP != 0:
@@ -269,7 +270,7 @@ def store_rows(ptr, token, kv_head, first, parts, writable, BLOCK: tl.constexpr,
 
 @triton.jit
 def zeros(ROWS: tl.constexpr, LAYOUT: tl.constexpr):
-    """An accumulator for rows."""
+    """An accumulator for rows, all 0."""
     parts = (tl.zeros([ROWS, LAYOUT.MAIN], tl.float32),)
     if LAYOUT.REST:
         parts += (tl.zeros([ROWS, LAYOUT.REST], tl.float32),)

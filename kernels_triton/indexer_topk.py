@@ -1,7 +1,7 @@
-"""The keys with the largest logits of the lightning indexer, in Triton: tokens' logits, then the choice among them.
+"""The keys with the largest logits of the lightning indexer, in Triton: first the logits, then the selection.
 
-A chunk of tokens at a time has its logits in memory, so that there is never a matrix of all of them. Of a row only what
-its token sees is written and read.
+Only one chunk of tokens at a time has its logits in memory. Of a row, only the logits of keys that its token sees are
+written and read.
 """
 
 import dataclasses
@@ -12,16 +12,16 @@ from ragged_attention.kernels_triton import indexer_logits, top_k_indices
 from ragged_attention.kernels_triton._tiles import cdiv, expect_between
 
 FEATURES = indexer_logits.FEATURES | {"candidate_blocks", "candidate_block_size"}
-CHUNK_BYTES = 64 * 2**20  # of logits
-ALIGNMENT = 64  # rows of logits are multiples of so many columns
+CHUNK_BYTES = 64 * 2**20  # of a chunk's logits
+ALIGNMENT = 64  # the length of a row of logits is a multiple of this
 MOST_CANDIDATES = 2**30
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile(indexer_logits.Tile):
-    """What may be tuned: the logits' blocks, and those of the choice."""
+    """What may be tuned: the tile of the logits, and that of the selection."""
 
-    chunk: int = 1024  # tokens whose logits are in memory at a time
+    chunk: int = 1024  # tokens whose logits are in memory at one time
     select_block: int = 2048
     select_num_warps: int = 4
     num_splits: int = 1
@@ -55,13 +55,13 @@ def tile_for(call: Any, walk: bool) -> Tile:
     columns = row_stride(call)
     chunk = max(1, min(CHUNK_BYTES // (4 * columns), call.num_tokens))
     logits = indexer_logits.tile_for(call, walk)
-    chosen = top_k_indices.tile_for(call, chunk, call.columns)
+    selection = top_k_indices.tile_for(call, chunk, call.columns)
     return Tile(
         **{field.name: getattr(logits, field.name) for field in dataclasses.fields(logits)},
         chunk=chunk,
-        select_block=chosen.block,
-        select_num_warps=chosen.num_warps,
-        num_splits=chosen.num_splits,
+        select_block=selection.block,
+        select_num_warps=selection.num_warps,
+        num_splits=selection.num_splits,
     )
 
 
@@ -70,25 +70,26 @@ def row_stride(call: Any) -> int:
 
 
 def run(call: IndexerTopk, tile: Tile, launch: Any) -> Any:
-    """Enqueue the kernels; returns the positions. The memory of one chunk's logits serves the next."""
+    """Enqueue the kernels; returns the positions. All chunks use the same memory for their logits."""
     work, width = indexer_logits.work_of(call, launch), row_stride(call)
     rows = min(tile.chunk, max(call.num_tokens, 1))
     logits: Any = None
-    chosen: Any = None
+    positions: Any = None
     for first in range(0, max(call.num_tokens, 1), rows):
         count = min(rows, call.num_tokens - first)
         if call.candidate_blocks is not None:
             logits = indexer_logits.filled(work, launch, rows, width, logits)
         logits = indexer_logits.enqueue(work, tile, launch, first, count, width, logits, rows=rows, fill=False)
-        found = top_k_indices.Rows(
+        token_rows = top_k_indices.Rows(
             logits=logits,
             num_rows=count,
             row_stride=width,
             columns=work.tables["num_kv_tokens"],
             tables=(*work.arrays[4:6], *work.arrays[7:]),
-            arguments={name: work.tables[name] for name in work.tables if name != "num_kv_tokens"}
-            | {"COUNTED": "seen"},
+            numbers={name: number for name, number in work.tables.items() if name != "num_kv_tokens"},
+            counted="seen",
+            sight=work.sight,
             first_token=first,
         )
-        chosen = top_k_indices.enqueue(found, call.top_k, call.num_tokens, tile.selection(), launch, chosen)
-    return chosen
+        positions = top_k_indices.enqueue(token_rows, call.top_k, call.num_tokens, tile.selection(), launch, positions)
+    return positions

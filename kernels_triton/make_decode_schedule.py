@@ -1,7 +1,7 @@
-"""Dividing a decode step's work among programs, in Triton: one program walks over the sequences and the parts.
+"""Dividing a decode step's work into parts, in Triton: one program fills the parts with sequences, one after another.
 
-Every step depends on the one before it: a sequence that straddles two parts costs its overhead in both. So this is a
-walk by one program, of as many steps as there are sequences and parts, and it is done once for all layers of a model.
+Each step depends on the one before it, because a sequence that is cut costs its overhead in both parts. So one program
+takes a step for every sequence and every part. A model does this once for all its layers.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -18,8 +18,8 @@ from ragged_attention.calls import MakeDecodeSchedule
 from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._tiles import expect_power_of_two, launchable
 
-BLOCK: tl.constexpr = tl.constexpr(64)  # keys that work is counted in
-SEQUENCES: tl.constexpr = tl.constexpr(128)  # whose work is added up at a time
+BLOCK: tl.constexpr = tl.constexpr(64)  # keys of a block, the unit of work
+SEQUENCES: tl.constexpr = tl.constexpr(128)  # sequences whose work is added up at a time
 FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 
 
@@ -44,7 +44,7 @@ def heuristic(call: MakeDecodeSchedule) -> Tile:
 
 @triton.jit
 def length_of(seq, num_seqs, lens_ptr, extra_lens_ptr, SPARSE: tl.constexpr, HAS_EXTRA: tl.constexpr):
-    """The keys of a sequence, or of several, as work counts them."""
+    """The number of keys of one sequence or of several, where extra keys begin a new block."""
     length = tl.maximum(tl.load(lens_ptr + seq, mask=seq < num_seqs, other=0), 0).to(tl.int64)
     if SPARSE:
         length = tl.maximum(length, 1)
@@ -56,7 +56,7 @@ def length_of(seq, num_seqs, lens_ptr, extra_lens_ptr, SPARSE: tl.constexpr, HAS
 
 @triton.jit
 def blocks_of(length):
-    """Blocks that so many keys fill; no keys count as one block too."""
+    """The number of blocks for `length` keys; a sequence without keys has one block too."""
     return tl.maximum(length - 1, 0) // BLOCK + 1
 
 
@@ -65,7 +65,10 @@ def schedule_kernel(
     lens_ptr, extra_lens_ptr, parts_ptr, num_splits_ptr, num_seqs, num_parts, overhead,
     SPARSE: tl.constexpr, HAS_EXTRA: tl.constexpr,
 ):  # fmt: skip
-    """Cut the sequences' blocks, laid end to end, into parts of about equal cost."""
+    """Cut the blocks of all sequences, laid end to end, into parts of about equal cost.
+
+    A row of `parts` is (first sequence, its first block, last sequence, its end block, the first sequence's split).
+    """
     work = tl.zeros([SEQUENCES], tl.int64)
     for start in range(0, num_seqs, SEQUENCES):
         seq = start + tl.arange(0, SEQUENCES)
@@ -74,7 +77,7 @@ def schedule_kernel(
     budget = (tl.sum(work, 0) + num_parts - 1) // num_parts + overhead
     tl.store(num_splits_ptr, 0)
     seq = 0
-    block = budget * 0  # in the sequence at hand, as wide as its length
+    block = budget * 0  # next block of sequence `seq`; an int64, like the budget
     split = 0
     splits = 0
     for part in range(num_parts):
@@ -88,11 +91,11 @@ def schedule_kernel(
             length = length_of(seq, num_seqs, lens_ptr, extra_lens_ptr, SPARSE, HAS_EXTRA)
             cost = blocks_of(length) - block + overhead
             whole = left >= cost
-            some = (left > overhead) & (whole == 0)
+            partial = (left > overhead) & (whole == 0)
             splits += tl.where(whole, split + 1, 0)
             tl.store(num_splits_ptr + seq + 1, splits, mask=whole)
-            block = tl.where(whole, 0, block + tl.where(some, left - overhead, 0))
-            split = tl.where(whole, 0, split + tl.where(some, 1, 0))
+            block = tl.where(whole, 0, block + tl.where(partial, left - overhead, 0))
+            split = tl.where(whole, 0, split + tl.where(partial, 1, 0))
             seq += tl.where(whole, 1, 0)
             left -= tl.where(whole, cost, left)
             going = whole & (seq < num_seqs)

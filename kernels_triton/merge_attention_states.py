@@ -1,4 +1,4 @@
-"""Merging partial attention results in Triton: one program per row."""
+"""Merging partial attention results in Triton: one program for each row."""
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
@@ -40,11 +40,12 @@ def heuristic(call: MergeAttentionStates) -> Tile:
 @triton.jit(do_not_specialize=VARYING)
 def merge_kernel(outs_ptr, lses_ptr, sinks_ptr, out_ptr, lse_ptr, count, rows, HAS_SINKS: tl.constexpr,
                  NUM_HEADS: tl.constexpr, PARTS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr):  # fmt: skip
+    """One row of `count` partial results, PARTS of them at a time."""
     row = tl.program_id(0).to(tl.int64)
-    unit: tl.constexpr = LOG2E
     acc, m_i, l_i = merge_parts(
-        outs_ptr + row * DV, lses_ptr + row, count, tl.cast(rows, tl.int64), unit, PARTS, DV, DV_PAD
-    )
+        outs_ptr + row * DV, lses_ptr + row, count, tl.cast(rows, tl.int64), LSE_UNIT=LOG2E, PARTS=PARTS, D=DV,
+        D_PAD=DV_PAD,
+    )  # fmt: skip
     empty = l_i == 0.0  # then acc is 0
     l_i = tl.where(empty, 1.0, l_i)
     lse = tl.where(empty, float("-inf"), (m_i + tl.math.log2(l_i)) * LN2)

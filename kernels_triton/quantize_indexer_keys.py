@@ -1,4 +1,4 @@
-"""Quantising rows for the indexer in Triton, as `write_indexer_cache` does."""
+"""Quantising the indexer's keys in Triton, by the functions of `write_indexer_cache`."""
 
 from typing import Any
 

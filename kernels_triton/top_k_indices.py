@@ -1,12 +1,13 @@
-"""The columns of the largest logits of each row, in Triton: what a program finds by counting, not by sorting.
+"""The columns of the largest logits of each row, in Triton, found by counting instead of sorting.
 
-Numbers become integers of the same order. A pass over the row finds the least and the largest, and how many there are.
-Further passes divide the range that the smallest chosen number lies in and count what falls into each piece, until that
-number's piece holds no more than the row of results: there they are put aside, and the number is found among them, bit
-by bit. The last pass writes the positions of what is larger, in order, and of what is equal the last ones.
+Logits become integers of the same order. The first pass over a row finds the least and the largest number, and how many
+there are. The k-th largest is the *threshold*. Each further pass divides the range in which the threshold lies into
+pieces and counts the numbers in each, until the threshold's piece has at most k numbers. These are copied to the row of
+results, where the threshold is found bit by bit. The last pass writes the columns of larger numbers in order and, of
+the numbers equal to the threshold, the last ones.
 
-A row is one program's. Where rows are fewer than programs that fit, it is divided first: each part's largest come with
-their values, and a program of the same kind chooses among these.
+One program selects from one row. If there are fewer rows than programs that fit the GPU, rows are split: each split has
+its own largest logits selected, and a second launch selects among these.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -21,8 +22,10 @@ import triton
 import triton.language as tl
 
 from ragged_attention.calls import TopKIndices
-from ragged_attention.kernels_triton._indexer import Tables, seen_by
+from ragged_attention.kernels_triton._constants import Constants
+from ragged_attention.kernels_triton._indexer import Sight, Tables, seen_by
 from ragged_attention.kernels_triton._sequences import VARYING, count_sequences
+from ragged_attention.kernels_triton._splits import Batch
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
     WGMMA,
@@ -34,7 +37,7 @@ from ragged_attention.kernels_triton._tiles import (
 )
 
 FEATURES = frozenset({"starts", "stops"})
-LEAST_NUMBER: tl.constexpr = tl.constexpr(0x007FFFFF)  # -inf among ordered integers; NaN comes to stand there too
+LEAST_NUMBER: tl.constexpr = tl.constexpr(0x007FFFFF)  # -inf among the ordered integers, and NaN
 LARGEST_UINT: tl.constexpr = tl.constexpr(0xFFFFFFFF)
 BIN_BITS: tl.constexpr = tl.constexpr(7)
 BINS: tl.constexpr = tl.constexpr(1 << 7)  # pieces of a range
@@ -45,9 +48,9 @@ MOST_SPLITS = 64
 class Tile:
     """What may be tuned."""
 
-    block: int = 2048  # columns at a time
+    block: int = 2048  # columns of a step
     num_warps: int = 4
-    num_splits: int = 1  # parts of a row that are chosen from first
+    num_splits: int = 1  # splits of a row
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, block=(64, 16384), num_warps=(1, 32))
@@ -63,16 +66,16 @@ def heuristic(call: TopKIndices) -> Tile:
 
 
 def invariant_tile(call: TopKIndices) -> Tile:
-    """Whatever the tile, there is one answer."""
+    """The heuristic's tile, because the result does not depend on the tile."""
     return heuristic(call)
 
 
 def tile_for(call: Any, num_rows: int, columns: int) -> Tile:
-    """Parts as long as there are multiprocessors for them, and results of all parts are fewer than a part's columns."""
+    """Splits that fill the GPU, unless selecting among their results would take longer than a split itself."""
     count, arch = call.device.num_multiprocessors, call.device.arch
     best = math.isqrt(columns // call.top_k)
     splits = max(1, min(cdiv(2 * count, max(num_rows, 1)), best, MOST_SPLITS))
-    # Few warps have more numbers each and count faster; more leave fewer alone. Other numbers spilled.
+    # Few warps count faster, because each has more numbers. More warps fill a GPU that has few programs. Others spill.
     if num_rows * splits >= 4 * count and (arch == "sm_90" or arch not in WGMMA):
         num_warps = 4
     else:
@@ -84,8 +87,29 @@ def tile_for(call: Any, num_rows: int, columns: int) -> Tile:
     )
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Selection(Constants):
+    """What a launch is compiled for."""
+
+    TOP_K: int
+    TOP_K_PAD: int  # the next power of two
+    BLOCK: int  # columns of a step
+    COUNTED: str  # the columns that count: "all", those in "ranges", those from "starts" or to "stops", or those "seen"
+    SIGHT: Sight  # which columns are seen
+    HAS_MAP: bool  # columns are translated to positions
+    HAS_VALUES: bool  # logits are written too
+
+
+class Results(NamedTuple):
+    """Where the results of a row go."""
+
+    map_ptr: tl.tensor  # the position of each column, if HAS_MAP
+    out_ptr: tl.tensor
+    values_ptr: tl.tensor
+
+
 class Row(NamedTuple):
-    """Logits in the columns [first, stop) of a row."""
+    """A row of logits, of which the columns [first, stop) count."""
 
     ptr: tl.tensor
     first: tl.tensor
@@ -94,10 +118,11 @@ class Row(NamedTuple):
 
 @triton.jit
 def load_block(row, start, BLOCK: tl.constexpr):
-    """Logits of a block of columns, -inf where they do not count, and as unsigned integers of the same order."""
+    """(columns, logits, numbers) of a block. Logits that do not count are -inf; numbers are the logits as unsigned
+    integers of the same order."""
     column = start + tl.arange(0, BLOCK)
     logits = tl.load(row.ptr + column, mask=(column >= row.first) & (column < row.stop), other=float("-inf"))
-    bits = (logits + 0.0).to(tl.int32, bitcast=True)  # of a zero without its sign
+    bits = (logits + 0.0).to(tl.int32, bitcast=True)  # the sum has no -0
     number = (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
     number = tl.where(logits == logits, number, LEAST_NUMBER)
     return column, logits, number
@@ -105,29 +130,29 @@ def load_block(row, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def first_block(row, BLOCK: tl.constexpr):
-    """The multiple of BLOCK where a walk over a row begins, so that loads are aligned."""
+    """The multiple of BLOCK at which a pass over a row begins, so that loads are aligned."""
     return row.first // BLOCK * BLOCK
 
 
 @triton.jit
 def range_of(row, BLOCK: tl.constexpr):
-    """(count, least, largest) of the numbers of a row that may be chosen."""
+    """(count, least, largest) of the numbers of a row, without those of -inf and NaN, which are never selected."""
     count = tl.zeros([BLOCK], tl.int32)
     least = tl.full([BLOCK], LARGEST_UINT, tl.uint32)
     largest = tl.full([BLOCK], 0, tl.uint32)
     for start in range(first_block(row, BLOCK), row.stop, BLOCK):
         _, _, number = load_block(row, start, BLOCK)
         count += (number > LEAST_NUMBER).to(tl.int32)
-        least = tl.minimum(least, number - (LEAST_NUMBER + 1))  # what may not be chosen becomes the largest
+        least = tl.minimum(least, number - (LEAST_NUMBER + 1))  # -inf becomes the largest
         largest = tl.maximum(largest, number)
     return tl.sum(count, 0), tl.min(least, 0) + (LEAST_NUMBER + 1), tl.max(largest, 0)
 
 
 @triton.jit
 def narrowed(row, low, span, wanted, BLOCK: tl.constexpr):
-    """The piece of [low, low + span] that the number of rank `wanted` from above lies in.
+    """The piece of the range [low, low + span] that has the number of rank `wanted`, counted from the largest.
 
-    Returns (low, span, wanted, inside): the piece, the rank in it, and how many numbers it has.
+    Returns (low, span, wanted, inside): the piece's range, the number's rank in it, and how many numbers it has.
     """
     shift = tl.full([], 0, tl.uint32)
     for bit in tl.static_range(BIN_BITS, 32):
@@ -136,23 +161,23 @@ def narrowed(row, low, span, wanted, BLOCK: tl.constexpr):
     for start in range(first_block(row, BLOCK), row.stop, BLOCK):
         _, _, number = load_block(row, start, BLOCK)
         offset = number - low
-        # Numbers outside are counted apart, in pieces that nobody asks for: a mask would part the threads of a warp.
+        # Numbers outside the range are counted in further pieces: a mask would make the threads of a warp diverge.
         piece = tl.where(offset <= span, offset >> shift, BINS + (offset & (BINS - 1)))
         counts += tl.histogram(piece.to(tl.int32), 2 * BINS)
     index = tl.arange(0, 2 * BINS)
     counts = tl.where(index < BINS, counts, 0)
-    upward = tl.cumsum(counts, 0, reverse=True)  # in each piece and those above it
-    own = index == tl.sum((upward >= wanted).to(tl.int32), 0) - 1
-    inside = tl.sum(tl.where(own, counts, 0), 0)
-    above = tl.sum(tl.where(own, upward, 0), 0) - inside
-    below = tl.sum(tl.where(own, index, 0), 0).to(tl.uint32) << shift
-    last = (tl.full([], 1, tl.uint32) << shift) - 1  # of a piece
+    upward = tl.cumsum(counts, 0, reverse=True)  # counts of each piece and those above it
+    is_piece = index == tl.sum((upward >= wanted).to(tl.int32), 0) - 1
+    inside = tl.sum(tl.where(is_piece, counts, 0), 0)
+    above = tl.sum(tl.where(is_piece, upward, 0), 0) - inside
+    below = tl.sum(tl.where(is_piece, index, 0), 0).to(tl.uint32) << shift
+    last = (tl.full([], 1, tl.uint32) << shift) - 1  # offset in a piece
     return low + below, tl.minimum(span - below, last), wanted - above, inside
 
 
 @triton.jit
-def put_aside(row, low, span, kept_ptr, BLOCK: tl.constexpr):
-    """The numbers in [low, low + span], less `low`, one after another from `kept_ptr` on."""
+def collect(row, low, span, collected_ptr, BLOCK: tl.constexpr):
+    """Write the row's numbers in [low, low + span], minus `low`, one after another from `collected_ptr` on."""
     count = 0
     for start in range(first_block(row, BLOCK), row.stop, BLOCK):
         _, _, number = load_block(row, start, BLOCK)
@@ -160,32 +185,34 @@ def put_aside(row, low, span, kept_ptr, BLOCK: tl.constexpr):
         inside = offset <= span
         ones = inside.to(tl.int32)
         place = count + tl.cumsum(ones, 0) - 1
-        tl.store(kept_ptr + place, offset.to(tl.int32, bitcast=True), mask=inside)
+        tl.store(collected_ptr + place, offset.to(tl.int32, bitcast=True), mask=inside)
         count += tl.sum(ones, 0)
 
 
 @triton.jit
-def ranked(kept_ptr, count, span, wanted, KEPT: tl.constexpr):
-    """Of `count` numbers put aside: (the one of rank `wanted` from above, how many of those equal to it are not among
-    the first so many)."""
-    index = tl.arange(0, KEPT)
-    there = index < count
-    offset = tl.load(kept_ptr + index, mask=there, other=0).to(tl.uint32, bitcast=True)
-    found = tl.full([], 0, tl.uint32)
+def ranked(collected_ptr, count, span, wanted, TOP_K_PAD: tl.constexpr):
+    """(number, skipped): of `count` numbers, the one of rank `wanted`, counted from the largest, and how many of the
+    numbers that equal it are not among the first `wanted`."""
+    index = tl.arange(0, TOP_K_PAD)
+    exists = index < count
+    offset = tl.load(collected_ptr + index, mask=exists, other=0).to(tl.uint32, bitcast=True)
+    number = tl.full([], 0, tl.uint32)
     for place in range(32):
         bit = tl.full([], 0x80000000, tl.uint32) >> place
         if bit <= span:
-            higher = found | bit
-            enough = tl.sum((there & (offset >= higher)).to(tl.int32), 0) >= wanted
-            found = tl.where(enough, higher, found)
-    larger = tl.sum((there & (offset > found)).to(tl.int32), 0)
-    equal = tl.sum((there & (offset == found)).to(tl.int32), 0)
-    return found, equal - (wanted - larger)
+            higher = number | bit
+            enough = tl.sum((exists & (offset >= higher)).to(tl.int32), 0) >= wanted
+            number = tl.where(enough, higher, number)
+    larger = tl.sum((exists & (offset > number)).to(tl.int32), 0)
+    equal = tl.sum((exists & (offset == number)).to(tl.int32), 0)
+    return number, equal - (wanted - larger)
 
 
 @triton.jit
-def threshold_of(row, kept_ptr, TOP_K: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr):
-    """(threshold, skipped): chosen is what is larger, and of what is equal all but the first `skipped`."""
+def threshold_of(row, collected_ptr, SELECTION: tl.constexpr):
+    """(threshold, skipped): larger numbers are selected and, of the equal ones, all but the first `skipped`."""
+    TOP_K: tl.constexpr = SELECTION.TOP_K
+    BLOCK: tl.constexpr = SELECTION.BLOCK
     count, low, largest = range_of(row, BLOCK)
     threshold = tl.full([], LEAST_NUMBER + 1, tl.uint32)
     skipped = tl.full([], 0, tl.int32)
@@ -195,60 +222,60 @@ def threshold_of(row, kept_ptr, TOP_K: tl.constexpr, KEPT: tl.constexpr, BLOCK: 
         inside = count
         while (inside > TOP_K) & (span > 0):
             low, span, wanted, inside = narrowed(row, low, span, wanted, BLOCK)
-        if inside == wanted:  # all of the piece
+        if inside == wanted:  # the whole piece is selected
             threshold = low
         elif span == 0:
             threshold = low
             skipped = inside - wanted
         else:
-            put_aside(row, low, span, kept_ptr, BLOCK)
-            tl.debug_barrier()  # what one thread put there, another reads
-            offset, skipped = ranked(kept_ptr, inside, span, wanted, KEPT)
-            tl.debug_barrier()  # and results take its place
+            collect(row, low, span, collected_ptr, BLOCK)
+            tl.debug_barrier()  # each thread reads what others wrote
+            offset, skipped = ranked(collected_ptr, inside, span, wanted, SELECTION.TOP_K_PAD)
+            tl.debug_barrier()  # results are written to the same memory
             threshold = low + offset
     return threshold, skipped
 
 
 @triton.jit
-def write_chosen(row, threshold, skipped, map_ptr, out_ptr, values_ptr, TIES: tl.constexpr, MAPPED: tl.constexpr,
-                 VALUES: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The columns of what is chosen, or what `map_ptr` has in them, in ascending order, then -1; and their logits.
+def write_selected(row, threshold, skipped, results, HAS_TIES: tl.constexpr, SELECTION: tl.constexpr):
+    """Write the selected columns in ascending order, then -1, and their logits; see `Results`.
 
-    Without TIES nothing equal to the threshold is chosen.
+    Without HAS_TIES no number equal to the threshold is selected.
     """
-    chosen = 0
+    BLOCK: tl.constexpr = SELECTION.BLOCK
+    count = 0
     equal = 0
     for start in range(first_block(row, BLOCK), row.stop, BLOCK):
         column, logits, number = load_block(row, start, BLOCK)
         taken = number > threshold
         ones = taken.to(tl.int32)
-        if TIES:
-            same = number == threshold
-            # Both counts in one number; a block has less than 2^15 columns.
-            ones += same.to(tl.int32) << 16
+        if HAS_TIES:
+            ties = number == threshold
+            # One number has both counts, because a block has fewer than 2^15 columns.
+            ones += ties.to(tl.int32) << 16
             counts = tl.cumsum(ones, 0)
             total = tl.sum(ones, 0)
             rank = equal + (counts >> 16)
-            before = tl.maximum(equal - skipped, 0)
-            taken = taken | (same & (rank > skipped))
-            place = chosen + (counts & 0xFFFF) + tl.maximum(rank - skipped, 0) - before - 1
+            earlier_ties = tl.maximum(equal - skipped, 0)
+            taken = taken | (ties & (rank > skipped))
+            place = count + (counts & 0xFFFF) + tl.maximum(rank - skipped, 0) - earlier_ties - 1
             equal += total >> 16
-            chosen += (total & 0xFFFF) + tl.maximum(equal - skipped, 0) - before
+            count += (total & 0xFFFF) + tl.maximum(equal - skipped, 0) - earlier_ties
         else:
-            place = chosen + tl.cumsum(ones, 0) - 1
-            chosen += tl.sum(ones, 0)
+            place = count + tl.cumsum(ones, 0) - 1
+            count += tl.sum(ones, 0)
         position = column
-        if MAPPED:
-            position = tl.load(map_ptr + column, mask=taken, other=-1)
-        tl.store(out_ptr + place, position, mask=taken)
-        if VALUES:
-            tl.store(values_ptr + place, logits, mask=taken)
-    for start in range(chosen // BLOCK * BLOCK, TOP_K, BLOCK):
+        if SELECTION.HAS_MAP:
+            position = tl.load(results.map_ptr + column, mask=taken, other=-1)
+        tl.store(results.out_ptr + place, position, mask=taken)
+        if SELECTION.HAS_VALUES:
+            tl.store(results.values_ptr + place, logits, mask=taken)
+    for start in range(count // BLOCK * BLOCK, SELECTION.TOP_K, BLOCK):
         index = start + tl.arange(0, BLOCK)
-        rest = (index >= chosen) & (index < TOP_K)
-        tl.store(out_ptr + index, tl.full([BLOCK], -1, tl.int32), mask=rest)
-        if VALUES:
-            tl.store(values_ptr + index, tl.full([BLOCK], float("-inf"), tl.float32), mask=rest)
+        rest = (index >= count) & (index < SELECTION.TOP_K)
+        tl.store(results.out_ptr + index, tl.full([BLOCK], -1, tl.int32), mask=rest)
+        if SELECTION.HAS_VALUES:
+            tl.store(results.values_ptr + index, tl.full([BLOCK], float("-inf"), tl.float32), mask=rest)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -256,116 +283,101 @@ def select_kernel(
     logits_ptr, map_ptr, starts_ptr, stops_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs_ptr, given_out_ptr, values_ptr,
     out_ptr,
     first_token, num_tokens, max_num_seqs, capacity, num_kv_tokens, longest, num_splits, row_stride,
-    HAS_NUM_SEQS: tl.constexpr, PAGE_SIZE: tl.constexpr, RATIO: tl.constexpr, RELATIVE: tl.constexpr,
-    COUNTED: tl.constexpr, MAPPED: tl.constexpr, VALUES: tl.constexpr, TOP_K: tl.constexpr, KEPT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SELECTION: tl.constexpr,
 ):  # fmt: skip
-    """One row of logits, or a part of it, whose results are then a row of their own, with VALUES.
-
-    COUNTED are `all` of the row's columns, those of `ranges`, or those that a token of the indexer has `seen`.
-    """
+    """Select from one row of logits, or from one split of it, whose results are a row of their own."""
+    TOP_K: tl.constexpr = SELECTION.TOP_K
+    BLOCK: tl.constexpr = SELECTION.BLOCK
     index = tl.program_id(0)
     token = first_token + index
     first = 0
     stop = num_kv_tokens
-    if COUNTED == "seen":
-        num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
-        tables = Tables(starts_ptr, stops_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs, num_tokens, capacity,
-                        num_kv_tokens, longest)  # fmt: skip
-        _, first, stop = seen_by(token, tables, PAGE_SIZE > 0, RATIO)
-        if RELATIVE:
+    if SELECTION.COUNTED == "seen":
+        num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, SELECTION.SIGHT.HAS_NUM_SEQS)
+        batch = Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
+        tables = Tables(batch, starts_ptr, stops_ptr, num_kv_tokens, longest)
+        _, first, stop = seen_by(token, tables, SELECTION.SIGHT)
+        if SELECTION.SIGHT.RELATIVE:
             stop = stop - first
             first = 0
-    elif COUNTED != "all":
-        if COUNTED != "stops":
+    elif SELECTION.COUNTED != "all":
+        if SELECTION.COUNTED != "stops":
             first = tl.minimum(tl.maximum(tl.load(starts_ptr + token), 0), num_kv_tokens)
-        if COUNTED != "starts":
+        if SELECTION.COUNTED != "starts":
             stop = tl.minimum(tl.maximum(tl.load(stops_ptr + token), first), num_kv_tokens)
     begin = first // BLOCK
-    each = ((stop + BLOCK - 1) // BLOCK - begin + num_splits - 1) // num_splits
-    begin = (begin + tl.program_id(1) * each) * BLOCK
+    blocks = ((stop + BLOCK - 1) // BLOCK - begin + num_splits - 1) // num_splits  # of a split
+    begin = (begin + tl.program_id(1) * blocks) * BLOCK
     ptr = logits_ptr + index.to(tl.int64) * row_stride
-    row = Row(ptr, tl.maximum(first, begin), tl.minimum(stop, begin + each * BLOCK))
-    result = (index if VALUES else token).to(tl.int64) * num_splits + tl.program_id(1)
+    row = Row(ptr, tl.maximum(first, begin), tl.minimum(stop, begin + blocks * BLOCK))
+    result = (index if SELECTION.HAS_VALUES else token).to(tl.int64) * num_splits + tl.program_id(1)
     out = out_ptr + result * TOP_K
-    threshold, skipped = threshold_of(row, out, TOP_K, KEPT, BLOCK)
-    map_row = map_ptr + index.to(tl.int64) * row_stride
-    values = values_ptr + result * TOP_K
+    results = Results(map_ptr + index.to(tl.int64) * row_stride, out, values_ptr + result * TOP_K)
+    threshold, skipped = threshold_of(row, out, SELECTION)
     if skipped <= 0:
-        write_chosen(row, threshold - 1, skipped, map_row, out, values, False, MAPPED, VALUES, TOP_K, BLOCK)
+        write_selected(row, threshold - 1, skipped, results, False, SELECTION)
     else:
-        write_chosen(row, threshold, skipped, map_row, out, values, True, MAPPED, VALUES, TOP_K, BLOCK)
+        write_selected(row, threshold, skipped, results, True, SELECTION)
 
 
-NOT_SEEN = {
-    "num_tokens": 0,
-    "max_num_seqs": 0,
-    "capacity": 0,
-    "longest": 0,
-    "HAS_NUM_SEQS": False,
-    "PAGE_SIZE": 0,
-    "RATIO": 1,
-    "RELATIVE": False,
-}  # where rows are not an indexer's
+UNSEEN = {"num_tokens": 0, "max_num_seqs": 0, "capacity": 0, "longest": 0}  # for rows that are not an indexer's
+ALL_SEEN = Sight(PAGED=False, RATIO=1, RELATIVE=False, HAS_NUM_SEQS=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows of logits and what of them counts."""
+    """Rows of logits, and which of their columns count."""
 
     logits: Any  # f32 [num_rows, row_stride or fewer]
     num_rows: int
     row_stride: int
     columns: int
-    tables: tuple[Any, ...]  # starts, stops, kv_lens, cu_q_lens, num_seqs, or what stands for them
-    arguments: dict[str, Any]  # of the kernel, about those
+    tables: tuple[Any, ...]  # starts, stops, kv_lens, cu_q_lens and num_seqs, with any array in place of an absent one
+    numbers: dict[str, int]  # of the kernel, about these arrays
+    counted: str  # see `Selection`
+    sight: Sight = ALL_SEEN
     first_token: int = 0
 
 
 def enqueue(
     rows: Rows, top_k: int, num_tokens: int, tile: Any, launch: Any, given: Any = None
 ) -> Any:  # fmt: skip
-    """Enqueue the choice among rows of logits; returns i32 [num_tokens, top_k], which is `given` if that is not None.
+    """Enqueue the selection from rows of logits; returns i32 [num_tokens, top_k], which is `given` unless it is None.
 
-    Rows are those of the tokens from `first_token` on.
+    The rows are those of the tokens from `first_token` on.
     """
-    common = {
-        "num_warps": tile.num_warps,
-        "num_stages": 1,
-        "first_token": rows.first_token,
-        "TOP_K": top_k,
-        "KEPT": next_power_of_2(top_k),
-        "BLOCK": tile.block,
-    }
+    common = {"num_warps": tile.num_warps, "num_stages": 1, "first_token": rows.first_token}
+    sizes: dict[str, Any] = {"TOP_K": top_k, "TOP_K_PAD": next_power_of_2(top_k), "BLOCK": tile.block}
     logits, positions, row_stride = rows.logits, rows.logits, rows.row_stride
-    arguments = {"num_kv_tokens": rows.columns, **rows.arguments}
-    if tile.num_splits > 1:
-        found = (rows.num_rows, tile.num_splits * top_k)
+    numbers = {"num_kv_tokens": rows.columns, **rows.numbers}
+    columns: dict[str, Any] = {"COUNTED": rows.counted, "SIGHT": rows.sight}
+    split = tile.num_splits > 1
+    if split:
+        shape = (rows.num_rows, tile.num_splits * top_k)
         logits, positions = launch(
             select_kernel,
             (rows.num_rows, tile.num_splits),
             (logits, logits, *rows.tables, logits),
-            [(found, "float32"), (found, "int32")],
+            [(shape, "float32"), (shape, "int32")],
             num_splits=tile.num_splits,
             row_stride=row_stride,
-            MAPPED=False,
-            VALUES=True,
-            **arguments,
+            SELECTION=Selection(**sizes, **columns, HAS_MAP=False, HAS_VALUES=True),
+            **numbers,
             **common,
         )
-        row_stride = found[1]
-        arguments = {**NOT_SEEN, "num_kv_tokens": row_stride, "COUNTED": "all"}
+        row_stride = shape[1]
+        numbers = {**UNSEEN, "num_kv_tokens": row_stride}
+        columns = {"COUNTED": "all", "SIGHT": ALL_SEEN}
     return launch(
         select_kernel,
         (rows.num_rows, 1),
         (logits, positions, *rows.tables, logits if given is None else given),
-        [((1,), "float32"), *([((num_tokens, top_k), "int32")] if given is None else [])],  # there are no values
+        [((1,), "float32"), *([((num_tokens, top_k), "int32")] if given is None else [])],  # no logits are written
         inplace=() if given is None else (7,),
         num_splits=1,
         row_stride=row_stride,
-        MAPPED=tile.num_splits > 1,
-        VALUES=False,
-        **arguments,
+        SELECTION=Selection(**sizes, **columns, HAS_MAP=split, HAS_VALUES=False),
+        **numbers,
         **common,
     )[1]
 
@@ -386,6 +398,7 @@ def run(call: TopKIndices, tile: Tile, launch: Any) -> Any:
         row_stride=launch.strides(logits)[0],
         columns=call.columns,
         tables=(*edges, logits, logits, logits),
-        arguments={**NOT_SEEN, "COUNTED": counted},
+        numbers=UNSEEN,
+        counted=counted,
     )
     return enqueue(rows, call.top_k, call.num_tokens, tile, launch)

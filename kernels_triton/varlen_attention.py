@@ -73,7 +73,7 @@ def heuristic(call: VarlenAttention) -> Tile:
 
 
 def invariant_tile(call: VarlenAttention) -> Tile:
-    """Tiles as `heuristic` has them for many rows, whatever the number of rows."""
+    """The tiles of a large batch, whatever the number of rows."""
     block_q, block_kv, num_warps, num_stages = sizes(call)
     block_kv, num_stages = _varlen.fit_rows(call, block_q * sum(_varlen.widths(call)[0]), block_kv, num_stages)
     return Tile(block_q=block_q, block_kv=block_kv, num_warps=num_warps, num_stages=num_stages)
@@ -107,7 +107,7 @@ class Queries(NamedTuple):
 
 @triton.jit
 def attend(queries, state, arrays, blocks, visible, mask, CONFIG: tl.constexpr, MASKED: tl.constexpr):
-    """Online softmax of query rows over blocks of keys: the new `state` = (m_i, l_i, acc).
+    """Online softmax of query rows over blocks of keys; returns the new `state`, (m_i, l_i, acc).
 
     Unmasked, every row must see every key of the blocks. Masked, only keys in [first, last) are read: a key that no row
     of the block sees takes no part, NaN or not.
@@ -160,7 +160,7 @@ def forward_kernel(
     """One block of rows of one KV head, over all keys that they see; rows of no sequence see no key."""
     GROUP: tl.constexpr = CONFIG.Q.GROUP
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows see the most keys: begin with them
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # begin with the last rows, which see the most keys
     kv_head = tl.program_id(1)
     mask = Mask(window)
     start, q_len, first_row, kv_start, kv_len = find_block(

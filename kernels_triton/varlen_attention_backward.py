@@ -56,7 +56,7 @@ from ragged_attention.kernels_triton._varlen import (
 )
 
 PREPARED = 2048  # elements of `out` that one program of the first kernel reads
-TERMS: tl.constexpr = tl.constexpr(4)  # numbers stored of a row: norm, share, offset, and one to spare
+TERMS: tl.constexpr = tl.constexpr(4)  # numbers stored for each row: norm, offset, share, and one that is not used
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
 })  # fmt: skip
@@ -107,7 +107,7 @@ def heuristic(call: VarlenAttentionBackward) -> Tile:
 
 
 def stages_on_amd(arch: str, columns: int, most: int = 320) -> int:
-    """Two where copies go straight to shared memory. Elsewhere copies in flight take the registers of a program."""
+    """Two if copies go straight to shared memory; otherwise copies in flight take registers from a second program."""
     return 2 if arch == "gfx950" and columns <= most else 1
 
 
@@ -131,7 +131,7 @@ def dkv_sizes(call: Any) -> tuple[int, int, int, int]:
 
 
 def dkv_sizes_of_hopper(call: Any, columns: int) -> tuple[int, int, int, int]:
-    """64 keys and four warps where four warps can hold both sums: a multiprocessor then runs two independent programs.
+    """64 keys and four warps if these can hold both sums, so that a multiprocessor runs two independent programs.
 
     Sums of 320 columns leave few registers for masks, soft caps and shares.
     """
@@ -172,8 +172,8 @@ def prepare_kernel(
 ):  # fmt: skip
     """`norm`, `offset` and `share` of a block of tokens of one head.
 
-    They go to `terms` [K, T_q, GROUP, TERMS], in the order norm, share, offset. The block's part of the head's d_sink
-    goes to `parts` [blocks, H]. A row that saw no key, whose lse is -inf, gets norm = inf and 0 for the others.
+    They go to `terms` [K, T_q, GROUP, TERMS], and the block's part of the head's d_sink to `parts` [blocks, H]. A row
+    whose lse is -inf has seen no key: its norm is inf, its offset and share are 0.
     """
     block = tl.program_id(0)
     head = tl.program_id(1)
@@ -242,8 +242,10 @@ class RowArrays(NamedTuple):
 
 
 class Seeing(NamedTuple):
-    """The rows that see the keys of a block. Keys, like rows, are counted from the sequence's first query: positions
-    would take further registers."""
+    """The rows that see the keys of a block.
+
+    Keys, like rows, are counted from the sequence's first query, because positions would take further registers.
+    """
 
     first: tl.tensor  # the rows [first, last) see some key
     last: tl.tensor
@@ -265,7 +267,7 @@ def signed_scales(sm_scale, soft_cap, HAS_SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def weigh(products, norm, seen, scales, MASKED: tl.constexpr, HAS_SOFT_CAP: tl.constexpr):
-    """(weights, slope) of pairs of row and key, from q . k: 2^(logit - norm), and the slope of the soft cap there."""
+    """(weights, slope) of pairs of row and key from `products` = q . k: 2^(logit - norm), and the soft cap's slope."""
     inner, cap, outer = scales
     slope = 1.0
     if HAS_SOFT_CAP:
@@ -280,7 +282,7 @@ def weigh(products, norm, seen, scales, MASKED: tl.constexpr, HAS_SOFT_CAP: tl.c
 
 @triton.jit
 def logit_gradients(weights, slope, d_weights, offset, share, CONFIG: tl.constexpr):
-    """The gradients of pairs of row and key, from d_out . v: those of q . k, divided by sm_scale."""
+    """The gradients of q . k, divided by sm_scale, from `d_weights` = d_out . v."""
     if CONFIG.HAS_SHARE:
         d_weights = share * d_weights
     d_logits = weights * d_weights + weights * offset
@@ -291,7 +293,7 @@ def logit_gradients(weights, slope, d_weights, offset, share, CONFIG: tl.constex
 
 @triton.jit
 def load_terms(terms_ptr, first, readable, MASKED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr = 1):
-    """(norm, offset, share) of the rows [first, first + BLOCK); 0 where not readable, where q and d_out are 0 too.
+    """(norm, offset, share) of the rows [first, first + BLOCK). If MASKED, unreadable rows have 0, as in q and d_out.
 
     Each number has a load of its own, so that it takes registers no sooner than it is needed.
     """
@@ -306,15 +308,15 @@ def load_terms(terms_ptr, first, readable, MASKED: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def visit_rows(keys, sums, arrays, blocks, seeing, mask, CONFIG: tl.constexpr, MASKED: tl.constexpr):
-    """`sums` = (dk, dv) of a block of keys after blocks of rows.
+    """Add blocks of rows to the `sums` (dk / sm_scale, dv) of a block of keys; returns the new sums.
 
     Unmasked, every row must see every key. Masked, only rows in [first, last) are read. Logits are transposed, [keys,
-    rows]: weights are then the left operand of the sums over rows as they come.
+    rows], so that weights need no transposition to be the left operand of the sums over rows.
     """
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     GROUP: tl.constexpr = CONFIG.Q.GROUP
     KIND: tl.constexpr = CONFIG.MASK
-    # Where four warps have no registers to spare, each turn computes its addresses anew; see `aligned_down`.
+    # If four warps have no registers to spare, each turn computes its addresses anew; see `aligned_down`.
     FULL: tl.constexpr = keys.k[0].shape[0] <= 64 and (CONFIG.K.D > 128 or CONFIG.HAS_SHARE)
     STEP: tl.constexpr = 2 * BLOCK_Q if FULL and keys.k[0].dtype != tl.float32 else 1
     dk, dv = sums
@@ -375,7 +377,7 @@ def dkv_kernel(
 ):  # fmt: skip
     """dk and dv of a block of keys of one KV head, over all rows that see them; keys of no sequence get 0."""
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
-    block = tl.program_id(0)  # under a causal mask the first keys are seen by the most rows: begin with them
+    block = tl.program_id(0)  # begin with the first keys, which the most rows see under a causal mask
     kv_head = tl.program_id(1)
     mask = Mask(window)
     start, kv_len, low, q_start, q_len = find_block(
@@ -385,7 +387,7 @@ def dkv_kernel(
         key = low + tl.arange(0, BLOCK_KV)
         readable = first_of_block(kv_len - low, BLOCK_KV)
         if CONFIG.MASK.HAS_WINDOW:  # keys that no row sees are not read, so masks on the logits are enough
-            position = tl.maximum(kv_len - q_len, 0) - low  # of the first query that can see keys, from `low` on
+            position = tl.maximum(kv_len - q_len, 0) - low  # of the first query that can see keys, counted from `low`
             readable = readable & (tl.arange(0, BLOCK_KV) >= first_key(position, mask, CONFIG.MASK))
         arrays = RowArrays(
             rows_of(q_ptr, q_start, kv_head, q_head_stride, CONFIG.Q),
@@ -407,7 +409,7 @@ def dkv_kernel(
 
 @triton.jit
 def visit_keys(rows, dq, arrays, blocks, visible, mask, CONFIG: tl.constexpr, MASKED: tl.constexpr):
-    """dq of a block of rows after blocks of keys, with the keys and masks of the forward kernel's `attend`."""
+    """Add blocks of keys to dq / sm_scale of a block of rows; returns the new sum. The blocks are as in `attend`."""
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     for index in range(blocks.num_blocks):
         block = block_start(blocks, index, MASKED, BLOCK_KV)
@@ -441,7 +443,7 @@ def dq_kernel(
     """dq of a block of rows of one KV head, over all keys that they see; rows of no sequence get 0."""
     GROUP: tl.constexpr = CONFIG.Q.GROUP
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows see the most keys: begin with them
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # begin with the last rows, which see the most keys
     kv_head = tl.program_id(1)
     mask = Mask(window)
     start, q_len, first_row, kv_start, kv_len = find_block(
@@ -469,7 +471,7 @@ def dq_kernel(
 
 
 def prepare(call: Any, d_out: Any, launch: Any) -> tuple[Any, Any | None]:
-    """`norm`, `offset` and `share` of all rows, and the parts [blocks, H] of d_sinks, None without sinks."""
+    """The terms of all rows, and the parts [blocks, H] of d_sinks, or None without sinks; see `prepare_kernel`."""
     out, lse = launch.packed(call.out), launch.packed(call.lse)
     d_lse = lse if call.d_lse is None else launch.packed(call.d_lse)
     pad = next_power_of_2(call.v_head_dim)

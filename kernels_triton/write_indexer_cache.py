@@ -1,7 +1,7 @@
-"""Quantising the indexer's keys in Triton, into pages of bytes; `quantize_indexer_keys` runs the same kernel.
+"""Quantising the indexer's keys in Triton, into pages of bytes, or into arrays for `quantize_indexer_keys`.
 
-Scales are stored byte by byte, for the pages of a cache may lie apart by any number of bytes; where strides allow, the
-compiler joins the bytes again.
+Scales are stored byte by byte, because a page may begin at any byte. Where strides allow it, the compiler joins these
+bytes again.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -37,30 +37,31 @@ def tile_for(num_tokens: int, head_dim: int) -> Tile:
 
 
 @triton.jit
-def quantized_rows(k_ptr, token, token_stride, live, POWERS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Rows of keys as e4m3 codes [rows, D_PAD], and their scales."""
+def quantized_rows(k_ptr, token, token_stride, live, POWER_OF_TWO: tl.constexpr, D: tl.constexpr,
+                   D_PAD: tl.constexpr):  # fmt: skip
+    """Rows of keys as e4m3 codes [rows, D_PAD], and their scales, which are powers of two if POWER_OF_TWO."""
     d = tl.arange(0, D_PAD)
     mask = live[:, None] & (d < D)[None, :]
     rows = k_ptr + token * token_stride
     values = tl.load(rows[:, None] + d[None, :], mask=mask, other=0).to(tl.float32)
-    scale = group_scales(values, POWERS)
+    scale = group_scales(values, POWER_OF_TWO)
     scaled = tl.div_rn(values, scale[:, None] + tl.zeros_like(values))
     code = encode_float8(scaled, 3, 7, 0x7E)
-    return tl.where(scaled == scaled, code, 0x7F).to(tl.uint8), scale  # machines differ about the sign of a NaN
+    return tl.where(scaled == scaled, code, 0x7F).to(tl.uint8), scale  # the sign of a NaN differs between machines
 
 
 @triton.jit(do_not_specialize=VARYING)
 def write_keys_kernel(
     k_ptr, slots_ptr, given_cache_ptr, cache_ptr,
     num_tokens, num_slots, slots_stride, k_stride, page_stride,
-    POWERS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Rows to their slots: codes to the front of a page, scales behind the codes of all of its keys."""
+    """Write rows to their slots: a page has the codes of all its keys, then their scales."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     slot = tl.load(slots_ptr + token * slots_stride, mask=token < num_tokens, other=-1).to(tl.int64)
     live = (slot >= 0) & (slot < num_slots)
     slot = tl.where(live, slot, 0)
-    code, scale = quantized_rows(k_ptr, token, k_stride, live, POWERS, D, D_PAD)
+    code, scale = quantized_rows(k_ptr, token, k_stride, live, POWER_OF_TWO, D, D_PAD)
     page = cache_ptr + slot // PAGE_SIZE * page_stride
     offset = slot % PAGE_SIZE
     d = tl.arange(0, D_PAD)
@@ -71,26 +72,26 @@ def write_keys_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def quantize_keys_kernel(
     k_ptr, codes_ptr, scales_ptr, num_tokens, k_stride,
-    POWERS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Rows to rows of codes and their scales."""
+    """Write the codes and the scales of rows to arrays."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = token < num_tokens
-    code, scale = quantized_rows(k_ptr, token, k_stride, live, POWERS, D, D_PAD)
+    code, scale = quantized_rows(k_ptr, token, k_stride, live, POWER_OF_TWO, D, D_PAD)
     d = tl.arange(0, D_PAD)
     tl.store((codes_ptr + token * D)[:, None] + d[None, :], code, mask=live[:, None] & (d < D)[None, :])
     tl.store(scales_ptr + token, scale, mask=live)
 
 
 def arguments_of(k: Any, power_of_two: bool, tile: Tile, launch: Any) -> dict[str, Any]:
-    """The arguments that both kernels have in common."""
+    """The arguments that both kernels share."""
     num_tokens, head_dim = k.shape
     return {
         "num_warps": tile.num_warps,
         "num_stages": 1,
         "num_tokens": num_tokens,
         "k_stride": launch.strides(k)[0],
-        "POWERS": power_of_two,
+        "POWER_OF_TWO": power_of_two,
         "D": head_dim,
         "D_PAD": next_power_of_2(head_dim),
         "BLOCK_T": tile.block_t,

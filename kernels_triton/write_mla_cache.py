@@ -27,7 +27,8 @@ from ragged_attention.kernels_triton._formats import (
 )
 from ragged_attention.kernels_triton._latent.operands import row_format
 from ragged_attention.kernels_triton._latent.rows import places_of
-from ragged_attention.kernels_triton._sequences import VARYING, count_sequences
+from ragged_attention.kernels_triton._sequences import VARYING, PageTable, count_sequences
+from ragged_attention.kernels_triton._splits import Batch
 from ragged_attention.kernels_triton._tiles import cdiv, launchable, next_power_of_2
 from ragged_attention.kernels_triton.write_kv_pages import Tile as Tile
 from ragged_attention.kernels_triton.write_kv_pages import slots_from_tables
@@ -162,10 +163,9 @@ def write_rows_kernel(
         slot = tl.load(slots_ptr + token * slots_stride, mask=token < num_tokens, other=-1).to(tl.int64)
     elif PLACES == "tables":
         num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
-        slot = slots_from_tables(
-            token.to(tl.int32), page_indices_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs, num_tokens,
-            num_slots // FORMAT.PAGE_SIZE, capacity, table_stride, search_steps, FORMAT.PAGE_SIZE,
-        )  # fmt: skip
+        batch = Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
+        table = PageTable(page_indices_ptr, table_stride, num_slots // FORMAT.PAGE_SIZE)
+        slot = slots_from_tables(token.to(tl.int32), batch, table, search_steps, FORMAT.PAGE_SIZE)
     live = (slot >= 0) & (slot < num_slots) & (token < num_tokens)
     slot = tl.where(live, slot, 0)
     source = kv_ptr + token // KV_PAGE * kv_page_stride + token % KV_PAGE * kv_row_stride
