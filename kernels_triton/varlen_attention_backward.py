@@ -316,9 +316,12 @@ def visit_rows(keys, sums, arrays, blocks, seeing, mask, CONFIG: tl.constexpr, M
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     GROUP: tl.constexpr = CONFIG.Q.GROUP
     KIND: tl.constexpr = CONFIG.MASK
-    # If four warps have no registers to spare, each turn computes its addresses anew; see `aligned_down`.
-    FULL: tl.constexpr = keys.k[0].shape[0] <= 64 and (CONFIG.K.D > 128 or CONFIG.HAS_SHARE)
+    # If four warps have no registers to spare, each turn computes its addresses anew; see `aligned_down`. With 128 keys
+    # and eight warps it computes only those of the terms anew, which Triton 3.6 needs on sm_100.
+    MANY_KEYS: tl.constexpr = keys.k[0].shape[0] > 64
+    FULL: tl.constexpr = not MANY_KEYS and (CONFIG.K.D > 128 or CONFIG.HAS_SHARE)
     STEP: tl.constexpr = 2 * BLOCK_Q if FULL and keys.k[0].dtype != tl.float32 else 1
+    TERMS_STEP: tl.constexpr = 2 * BLOCK_Q if MANY_KEYS else STEP
     dk, dv = sums
     for index in range(blocks.num_blocks):
         block = block_start(blocks, index, MASKED, BLOCK_Q)
@@ -328,7 +331,7 @@ def visit_rows(keys, sums, arrays, blocks, seeing, mask, CONFIG: tl.constexpr, M
         d_out = load_rows(arrays.d_out, block, readable, MASKED, BLOCK_Q, CONFIG.OUT, STEP)
         products = product(keys.k, q)
         seen = sees((row // GROUP)[None, :], seeing.key[:, None], seeing.q_len, mask, KIND)
-        norm, offset, share = load_terms(arrays.terms_ptr, block, readable, MASKED, BLOCK_Q, STEP)
+        norm, offset, share = load_terms(arrays.terms_ptr, block, readable, MASKED, BLOCK_Q, TERMS_STEP)
         HIDDEN: tl.constexpr = MASKED and (KIND.CAUSAL or KIND.HAS_WINDOW)  # otherwise every row sees every key
         weights, slope = weigh(products, norm[None, :], seen, keys.scales, HIDDEN, CONFIG.HAS_SOFT_CAP)
         shared = weights
