@@ -80,7 +80,7 @@ def ours(name: str, least: float) -> Side:
     launches = compiling.record(case.attention_call(device))
     if isinstance(case, VarlenCase):
         pairs = [
-            recorded.Recorded(one, varlen.programs(case, one) if "BLOCK_KV" in one.arguments else {(): one.programs})
+            recorded.Recorded(one, varlen.programs(case, one) if "BLOCK_KV" in one.constants else {(): one.programs})
             for one in launches
         ]
     else:

@@ -65,7 +65,7 @@ def steps(case: IndexerCase, backend: str, device: Device, machine: Machine, til
     launches = {launch.name: launch for launch in compiling.record(case.attention_call(device), tile)}
     floor, _ = case.floor_seconds(machine.memory, machine.multiplying)
     name = next(name for name in launches if name.endswith("logits_kernel"))
-    work, programs = (walked if name.startswith("walk") else tiled)(case, launches[name].arguments)
+    work, programs = (walked if name.startswith("walk") else tiled)(case, launches[name].constants)
     yield Step(name, work, case.needed_bytes(), floor, programs)
     chosen = Work(rows=4 * PASSES * case.visible_pairs() + 4 * case.num_tokens * case.topk)
     yield Step("select_kernel", chosen, programs={(): case.num_tokens})

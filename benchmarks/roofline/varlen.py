@@ -12,7 +12,7 @@ from benchmarks.roofline.model import Programs, cdiv
 
 def programs(case: VarlenCase, launch: Launch) -> Programs:
     """The programs of a kernel that visits blocks of keys or, for dK and dV, blocks of rows."""
-    arguments = launch.arguments
+    arguments = launch.constants
     rows, keys, group = arguments["BLOCK_Q"], arguments["BLOCK_KV"], arguments["GROUP"]
     by_keys = launch.name == "dkv_kernel"
     found: collections.Counter[tuple[float, ...]] = collections.Counter()
