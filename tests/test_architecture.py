@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ragged_attention.calls import CALLS
+from ragged_attention.calls import CACHE_FORMATS, CALLS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "ragged_attention"
@@ -270,6 +270,37 @@ def test_functions_are_short(path):
         lines = (node.end_lineno or 0) - start + 1
         limit = 250 if is_kernel(node) else 65
         assert lines <= limit, f"{name_of(path)}: {node.name} has {lines} lines, {limit} are allowed"
+
+
+TRITON = [path for path in all_sources() if "kernels_triton" in path.parts]
+MOST_PARAMETERS, MOST_POSITIONAL = 40, 8
+
+
+@pytest.mark.parametrize("path", TRITON, ids=name_of)
+def test_kernels_have_few_parameters_and_calls_few_positional_arguments(path):
+    """A named tuple is exempt, since each of its fields has a name and an explanation where it is declared."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            count = len(node.args.args)
+            assert count <= MOST_PARAMETERS, f"{name_of(path)}: {node.name} has {count} parameters"
+        if isinstance(node, ast.Call) and not ast.unparse(node.func)[0].isupper():
+            count = len(node.args)
+            assert count <= MOST_POSITIONAL, f"{name_of(path)}:{node.lineno}: {count} positional arguments"
+
+
+FORMAT_ROOMS = [
+    path
+    for path in all_sources()
+    if {"kernels_triton", "kernels_pallas", "kernels_cuda", "portable", "jax_shared"} & set(path.parts)
+]
+
+
+@pytest.mark.parametrize("path", FORMAT_ROOMS, ids=name_of)
+def test_rooms_read_what_a_cache_format_is_and_never_its_name(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        assert not (isinstance(node, ast.Constant) and node.value in tuple(CACHE_FORMATS)), (
+            f"{name_of(path)}:{node.lineno}: {node.value!r}, the name of a cache format"
+        )
 
 
 def test_the_environment_is_read_in_few_places():
