@@ -1,1 +1,1 @@
-"""Triton kernels for every GPU; neither torch nor jax is known here."""
+"""Triton kernels for all GPUs. No module in this package imports torch or jax."""

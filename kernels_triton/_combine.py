@@ -1,4 +1,4 @@
-"""The combine kernel: it merges the KV splits of a row, in their order, into the row's result."""
+"""The combine kernel: it merges the KV splits of each row, always in the same order, into the row's result."""
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
@@ -20,22 +20,22 @@ from ragged_attention.kernels_triton._tiles import dependent, next_power_of_2, o
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Combination(Constants):
-    """How the rows of splits lie in memory, and what becomes of them.
+    """The layout of split results in memory, and of the merged results.
 
-    An *item* is what shares a list of keys: a sequence, or a query token where each has a list of its own.
+    An *item* is the unit that is split: a sequence, or one query token if every token has its own list of keys.
     """
 
     GROUP: int  # query heads of a KV head
     NUM_HEADS: int
-    ROWS: int  # rows that a split has room for
+    ROWS: int  # rows of memory per split; an item with more rows was not split
     DV: int  # columns of a row
     DV_PAD: int
     MERGED: int  # splits merged at a time
-    Q_TOKENS: int  # query tokens of an item; 0: `cu_q_lens` has them, and the rows of items with more were not split
-    ITEMS: int  # of each sequence
-    RANGES: int  # of each sequence: one for each item, or one for all
-    RANGE_STRIDE: int  # 2 for `store_range`'s ranges, 1 where the end of a range is the beginning of the next
-    LSE_BY_HEAD: bool  # lse [S, H, Q] instead of [T, H]
+    Q_TOKENS: int  # query tokens per item; 0: `cu_q_lens` has their number
+    ITEMS: int  # items per sequence
+    RANGES: int  # ranges of splits per sequence: one for each item, or one for all items
+    RANGE_STRIDE: int  # elements between ranges: 2, as `store_range` writes them, or 1 if each end is the next begin
+    LSE_BY_HEAD: bool  # whether lse is [S, H, Q] instead of [T, H]
     HAS_NUM_SEQS: bool
     HAS_SINKS: bool
     V_SCALE_STRIDE: int
@@ -48,8 +48,10 @@ def combine_kernel(
     given_out_ptr, given_lse_ptr, given_max_ptr, out_ptr, lse_ptr, max_ptr,
     num_tokens, max_num_seqs, num_parts, v_scale_factor, COMBINATION: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one item and KV head. The numbers of the item's splits are [first, last), which stand in `ranges`
-    side by side; a single split has written its result itself."""
+    """Merge the splits of an item's rows of one KV head; the programs along the grid's third axis share the rows.
+
+    `ranges` has the item's range [first, last) of split numbers. An item with one split already has its result.
+    """
     if COMBINATION.PDL:
         gdc_wait()
     GROUP: tl.constexpr = COMBINATION.GROUP
@@ -81,7 +83,7 @@ def combine_kernel(
             )  # fmt: skip
             v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, COMBINATION.V_SCALE_STRIDE)
             start = item * COMBINATION.Q_TOKENS
-            if COMBINATION.Q_TOKENS == 0:  # loaded once more, since ptxas would spill a value from before on sm_80
+            if COMBINATION.Q_TOKENS == 0:  # load it again: for sm_80, ptxas would spill the value loaded above
                 start = query_edge(cu_q_lens_ptr, seq, num_tokens)
             token = start + row // GROUP
             head = kv_head * GROUP + row % GROUP
@@ -103,12 +105,12 @@ def combine_kernel(
 
 
 def combine(launch: Any, call: Any, stored: Any, results: Any, operands: Any, numbers: Any, **constants: Any) -> Any:
-    """Enqueue the kernel; returns `results`, in which each row that was split is now written.
+    """Enqueue the kernel; returns `results`, in which it writes the rows that were split.
 
-    `stored` are the parts [splits, ITEMS, K, ROWS, DV], their lses and largest logits without DV (or a stand-in), and
-    the ranges; `results` are out, lse and, if they are wanted, the largest logits; `operands` are cu_q_lens, num_seqs,
-    sinks and v_scale. `constants` are those of `Combination` that do not follow from the call, and `most_rows`: the
-    most rows that an item has.
+    `stored` has the parts [splits, ITEMS, K, ROWS, DV], their lses and largest logits without the last axis (or a
+    stand-in), and the ranges. `results` has out, lse and optionally the largest logits. `operands` has cu_q_lens,
+    num_seqs, sinks and v_scale. `constants` has the fields of `Combination` that do not follow from the call, and
+    `most_rows`, the maximum number of rows of an item.
     """
     wants_max, most_rows = len(results) == 3, constants.pop("most_rows")
     combination = Combination(

@@ -1,4 +1,4 @@
-"""Elements of a cache: 8-bit formats, their scales, and rounding to 16 bits."""
+"""The element formats of caches: encoding, decoding and scales of 8-bit and 4-bit elements, and rounding to 16 bits."""
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
@@ -14,33 +14,33 @@ from ragged_attention.kernels_triton._constants import INTERPRETED
 
 
 def e4m3_format(arch: str) -> str:
-    """How a GPU decodes e4m3: in hardware, two codes at a time, or one by one."""
-    if arch.startswith("gfx"):  # gfx942 converts another e4m3, which has no negative zero and counts from 2^-8
+    """How a GPU decodes e4m3: `e4m3` in hardware, `e4m3_pairs` two codes at a time, `e4m3_bits` one at a time."""
+    if arch.startswith("gfx"):  # gfx942 converts e4m3fnuz, which has no -0 and another exponent bias
         return "e4m3" if arch == "gfx950" else "e4m3_pairs"
     return "e4m3" if arch.startswith("sm_") and int(arch[3:]) >= 89 else "e4m3_bits"
 
 
 def cache_format(call: Any) -> str:
-    """How kernels are to read the cache: `plain`, or which 8-bit format, and how e4m3 is decoded."""
+    """How kernels decode the cache's elements; see `number_format`."""
     return number_format(call.cache_dtype, call.device.arch)
 
 
 def decodes_by_integers(call: Any) -> bool:
-    """Whether kernels decode the cache's e4m3 codes by integer instructions, one code at a time."""
+    """Whether kernels decode the cache's e4m3 codes with integer instructions, one code at a time."""
     return call.kv_format.codes == "float8_e4m3fn" and e4m3_format(call.device.arch) == "e4m3_bits"
 
 
 def number_format(kind: str, arch: str) -> str:
-    """The same of numbers of a dtype."""
+    """The FORMAT of `decode` for elements of a dtype; "plain" if they need no decoding."""
     if kind == "float8_e4m3fn":
         return e4m3_format(arch)
     return {"float8_e5m2": "e5m2", "float4_e2m1fn": "e2m1", "int8": "int8"}.get(kind, "plain")
 
 
 def cache_views(call: Any, launch: Any) -> tuple[Any, Any, dict[str, int]]:
-    """The arrays that hold K and V, which are one where the two are interleaved, and the kernels' arguments about them.
+    """(K array, V array, stride arguments).
 
-    Where they are interleaved, heads 2i and 2i + 1 of the array are K and V of KV head i.
+    If K and V are interleaved, both are the same array, in which heads 2i and 2i + 1 are K and V of KV head i.
     """
     k_pages, v_pages = (call.kv_pages, call.kv_pages) if call.combined else call.kv_pages
     strides = {}
@@ -52,7 +52,7 @@ def cache_views(call: Any, launch: Any) -> tuple[Any, Any, dict[str, int]]:
 
 @triton.jit
 def array_heads(kv_head, COMBINED: tl.constexpr):
-    """The heads of `cache_views`' arrays that are K and V of a KV head."""
+    """The head indices of a KV head's K and V in the arrays of `cache_views`."""
     k_head = kv_head
     v_head = kv_head
     if COMBINED:
@@ -62,7 +62,11 @@ def array_heads(kv_head, COMBINED: tl.constexpr):
 
 
 def scale_arguments(name: str, scale: Any, stand_in: Any, launch: Any) -> tuple[Any, dict[str, Any]]:
-    """A scale as (array, arguments): `<name>_factor` for a number, `<NAME>_STRIDE` (0 or 1) for an array, else -1."""
+    """A scale as (array, arguments) for `load_scale`.
+
+    The argument `<name>_factor` is the value of a plain number. `<NAME>_STRIDE` is 1 for an array with one scale per KV
+    head, 0 for an array with one element, and -1 for a plain number, whose array is `stand_in`.
+    """
     if scale is None or not hasattr(scale, "shape"):
         factor = 1.0 if scale is None else float(scale)
         return stand_in, {f"{name}_factor": factor, f"{name.upper()}_STRIDE": -1}
@@ -72,7 +76,7 @@ def scale_arguments(name: str, scale: Any, stand_in: Any, launch: Any) -> tuple[
 
 @triton.jit
 def load_scale(scale_ptr, kv_head, factor, STRIDE: tl.constexpr):
-    """A KV head's scale, from an array (STRIDE 0 or 1) or the number `factor` (STRIDE -1)."""
+    """A KV head's scale: loaded from an array if STRIDE is 0 or 1, else (-1) the number `factor`."""
     scale = factor
     if STRIDE >= 0:
         scale = tl.load(scale_ptr + kv_head * STRIDE).to(tl.float32)
@@ -81,16 +85,16 @@ def load_scale(scale_ptr, kv_head, factor, STRIDE: tl.constexpr):
 
 @triton.jit
 def divided(numbers, scale):
-    """float32 numbers over a scale, rounded once; below the smallest normal float32 it is 0, of its sign."""
+    """float32 numbers divided by a scale, rounded once. A subnormal scale counts as a zero of its sign."""
     scale = tl.where(tl.abs(scale) < 1.1754943508222875e-38, scale * 0, scale)
-    return tl.div_rn(numbers, scale - tl.zeros_like(numbers))  # a sum with 0 would lose the sign of -0
+    return tl.div_rn(numbers, scale - tl.zeros_like(numbers))  # adding zeros would turn -0 into +0
 
 
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr):
     """Convert float32 to a float type of 16 or 32 bits, rounding to nearest even.
 
-    The interpreter has no arithmetic for bfloat16: it would round towards zero.
+    The interpreter's own conversion to bfloat16 rounds towards zero, so it is replaced by bit operations.
     """
     if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
@@ -103,10 +107,11 @@ def narrow(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def halves_of_e4m3(stored):
-    """e4m3 codes [rows, columns] as float16, two at a time in words of 32 bits.
+    """e4m3 codes [rows, columns] as float16, converted two at a time in 32-bit words.
 
-    Sign, exponent and mantissa go where float16 has them, whose exponents count from 2^-15 instead of 2^-7. The code of
-    NaN is the only one that reaches 2^14 when 2^7 is added; so it gets that bit too, and with it a whole exponent.
+    Sign, exponent and mantissa move to their places in float16. The product with 256 then corrects the exponent bias,
+    15 instead of 7. Adding 2^7 carries into bit 14 only for the code of NaN; setting that bit gives it float16's NaN
+    exponent.
     """
     low, high = tl.split(tl.reshape(stored, [stored.shape[0], stored.shape[1] // 2, 2]))
     codes = (low.to(tl.uint32) << 8) | (high.to(tl.uint32) << 24)
@@ -118,7 +123,7 @@ def halves_of_e4m3(stored):
 
 @triton.jit
 def decode(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Elements of the cache as operands; exact for every format, scales excluded."""
+    """Cache elements converted to DTYPE, without their scale. The conversion is exact for every format."""
     if FORMAT == "plain":
         value = stored
     elif FORMAT == "int8":
@@ -139,8 +144,8 @@ def decode(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def unit_of(q):
-    """The power of two by which a row of queries is divided to lie below 2^9."""
-    # Magnitudes are in order as whole numbers too, with NaN above all others.
+    """The power of two that divides each query row, so that all magnitudes are below 2^9."""
+    # The bits of magnitudes, read as integers, have the same order; NaN is the largest.
     exponent = (tl.max(q.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) >> 23) - 127 - 8
     exponent = tl.minimum(tl.maximum(exponent, -118), 119)
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
@@ -148,10 +153,10 @@ def unit_of(q):
 
 @triton.jit
 def in_float16(q):
-    """bfloat16 rows as float16, and the powers of two that they were divided by.
+    """bfloat16 rows as float16, and the power of two that divided each row.
 
-    For caches of 8 bits: their codes are exact in float16 and a single conversion from it, while bfloat16 takes three
-    for two of them; and weights are rounded to 11 bits instead of 8.
+    This serves 8-bit caches. Their codes are exact in float16 and take one conversion each, while bfloat16 takes three
+    conversions for two codes. Weights are also more precise: float16 rounds them to 11 bits, bfloat16 to 8.
     """
     wide = q.to(tl.float32)
     unit = unit_of(wide)
@@ -160,13 +165,16 @@ def in_float16(q):
 
 @triton.jit
 def encode_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
-    """float32 to the bits of an 8-bit float: nearest even, saturating, NaN keeps its sign; the same bits everywhere."""
+    """float32 as codes of an 8-bit float type, rounded to nearest even and saturated. NaN keeps its sign.
+
+    All devices produce identical codes.
+    """
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     dropped: tl.constexpr = 23 - MANTISSA
     rounded = magnitude + ((1 << (dropped - 1)) - 1) + ((magnitude >> dropped) & 1)
     normal = (rounded >> dropped).to(tl.int32) - ((127 - BIAS) << MANTISSA)
-    # Adding a power of two whose last bit is the format's smallest step rounds to that step.
+    # Adding a power of two whose last mantissa bit is the format's smallest step rounds to that step.
     step: tl.constexpr = 2.0 ** (23 + 1 - BIAS - MANTISSA)
     small = (magnitude.to(tl.float32, bitcast=True) + step).to(tl.uint32, bitcast=True).to(tl.int32)
     small = small - ((127 + 23 + 1 - BIAS - MANTISSA) << 23)
@@ -178,7 +186,7 @@ def encode_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.con
 
 @triton.jit
 def e4m3_values(codes):
-    """Codes of e4m3 as float32, exactly; for scales, of which there are few."""
+    """e4m3 codes as exact float32, one code at a time. This serves scales, of which there are few."""
     wide = codes.to(tl.uint16)
     half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -187,10 +195,10 @@ def e4m3_values(codes):
 
 @triton.jit
 def encode_float4(x):
-    """float32 to the bits of e2m1, one in each byte: nearest even, saturating; the same bits everywhere.
+    """float32 as e2m1 codes, one in each element, rounded to nearest even and saturated.
 
-    A code is how many middles between two neighbours lie below; in the middle itself the even one is taken. NaN becomes
-    a 0 of its sign.
+    The code of a magnitude is the number of midpoints between neighbouring e2m1 values that lie below it. At a midpoint
+    the even code wins. NaN becomes a zero of its sign. All devices produce identical codes.
     """
     size = tl.abs(x)
     code = (size > 0.25).to(tl.uint32) + (size >= 0.75).to(tl.uint32) + (size > 1.25).to(tl.uint32)
@@ -201,12 +209,12 @@ def encode_float4(x):
 
 @triton.jit
 def encode(x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """float32 values as elements of the cache."""
+    """float32 values as cache elements of a FORMAT."""
     if FORMAT == "plain":
         stored = narrow(x, DTYPE)
     elif FORMAT == "int8":
         held = tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -128.0), 127.0)
-        stored = ((held + 12582912.0) - 12582912.0).to(tl.int8)  # adding 1.5 * 2^23 rounds to a whole number
+        stored = ((held + 12582912.0) - 12582912.0).to(tl.int8)  # adding 1.5 * 2^23 rounds to an integer
     elif FORMAT == "e5m2":
         stored = encode_float8(x, 2, 15, 0x7B)
     else:

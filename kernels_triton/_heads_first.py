@@ -1,8 +1,8 @@
-"""Attention over heads-first pages in Triton: the kernels of the ragged operation, given other strides.
+"""Attention over heads-first pages in Triton.
 
-Pages whose slots have scales of their own go to a kernel of this file: it multiplies the logits of a key by its K
-scale and its weight by its V scale, so that the matrix units see the stored codes, which are exact in 16 bits. It
-does not split a sequence's keys among programs.
+Most calls run the kernels of `ragged_paged_attention` with other strides. Pages with one scale per slot go to
+`scaled_kernel`. It multiplies a key's logits by the K scale and its weights by the V scale, so that the operands of the
+matrix products are the stored codes, which are exact in 16 bits. It has no KV splits.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -24,11 +24,11 @@ from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, o
 from ragged_attention.kernels_triton._tiles import WGMMA, cdiv
 from ragged_attention.kernels_triton.ragged_paged_attention import Tile, shape_of
 
-EDGES = 256  # numbers that one program writes
+EDGES = 256  # elements of `cu_q_lens` that one program writes
 
 
 class HeadsFirstStrides:
-    """A launcher that gives the strides of heads-first pages in the order of the ragged operation's."""
+    """A launcher that reports the strides of heads-first pages in the axis order of the ragged operation's pages."""
 
     def __init__(self, launch: Any) -> None:
         self.launch = launch
@@ -46,7 +46,7 @@ class HeadsFirstStrides:
 
 @triton.jit
 def live_rows(length, num_tokens, ALIGN: tl.constexpr):
-    """How many rows of a chunk belong to a sequence of this length."""
+    """The number of a chunk's query tokens that belong to a sequence of this length."""
     live = num_tokens
     if ALIGN == "chunk":
         live = tl.where(length > 0, (length - 1) % tl.maximum(num_tokens, 1) + 1, 0)
@@ -55,14 +55,14 @@ def live_rows(length, num_tokens, ALIGN: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def decode_edges_kernel(lengths_ptr, edges_ptr, count, BLOCK: tl.constexpr):
-    """`cu_q_lens` of one query per sequence."""
+    """Write `cu_q_lens` for a batch with one query per sequence."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(edges_ptr + index, index, mask=index < count)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def chunk_edges_kernel(length_ptr, edges_ptr, num_tokens, capacity, ALIGN: tl.constexpr):
-    """`cu_q_lens` of the one sequence whose chunk this is."""
+    """Write `cu_q_lens` for a prefill chunk of one sequence."""
     length = tl.minimum(tl.maximum(tl.load(length_ptr), 0), capacity)
     tl.store(edges_ptr, 0)
     tl.store(edges_ptr + 1, live_rows(length, num_tokens, ALIGN))
@@ -79,12 +79,12 @@ def scaled_kernel(
     ALIGN: tl.constexpr, MASK: tl.constexpr, SHAPE: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, SIGNED: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows of one KV head and one sequence, over all its keys; padding rows are written as 0."""
+    """Attend with one block of a sequence's rows, of one KV head, to all its keys. Padding rows get 0."""
     GROUP: tl.constexpr = SHAPE.GROUP
     PAGE_SIZE: tl.constexpr = SHAPE.PAGE_SIZE
     seq = tl.program_id(0) // blocks
     kv_head = tl.program_id(1)
-    first_row = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_Q  # the last rows see the most keys
+    first_row = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_Q  # start with the last rows, which see the most keys
     kv_len = tl.minimum(tl.maximum(tl.load(lengths_ptr + seq), 0), capacity)
     if ALIGN == "decode":
         tokens = 1
@@ -133,7 +133,7 @@ def scaled_kernel(
         rounded = narrow(weights, q.dtype)
         values = decode(v, SHAPE.CODES, q.dtype)
         acc = matmul(rounded, values, acc * alpha[:, None])
-        if q.dtype == tl.bfloat16:  # what rounding the weights lost
+        if q.dtype == tl.bfloat16:  # add what the rounding of weights lost
             acc = matmul(lost_to_rounding(weights, rounded), values, acc)
     finished = Rows(row, tokens * GROUP, seq * tokens, kv_head)
     store_rows(Output(out_ptr, lse_ptr), (m_i, l_i, acc), finished, q_ptr, 1.0, False, SHAPE)
@@ -148,7 +148,7 @@ def invariant_tile(call: Any) -> Tile:
 
 
 def for_scales(call: Any, tile: Tile) -> Tile:
-    """A tile that leaves registers for scales."""
+    """The tile or, for a call with scales on an NVIDIA GPU, one that leaves registers for the scales."""
     if not call.quantized or not call.device.arch.startswith("sm_"):
         return tile
     keys = tile.split_block_kv if call.device.arch in WGMMA else min(tile.split_block_kv, 32)
@@ -157,7 +157,10 @@ def for_scales(call: Any, tile: Tile) -> Tile:
 
 
 def attend(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) -> Any:
-    """Out of a heads-first call; `align` is "decode" for one query per sequence."""
+    """Enqueue the kernels of a heads-first call; returns out.
+
+    `align` is "decode" for one query per sequence; otherwise it is the alignment of the prefill chunk.
+    """
     if call.quantized:
         return attend_scaled(call, tile, launch, lengths, align)
     lengths = launch.packed(lengths)
@@ -167,7 +170,7 @@ def attend(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) -> Any:
 
 
 def cumulative(call: Any, launch: Any, lengths: Any, align: str) -> Any:
-    """The `cu_q_lens` that the call would have as a ragged one."""
+    """The `cu_q_lens` of the equivalent ragged call, written by a kernel."""
     if align != "decode":
         sizes = {"num_tokens": call.num_tokens, "capacity": call.capacity}
         return launch(chunk_edges_kernel, (1,), (lengths,), [((2,), "int32")], num_warps=1, ALIGN=align, **sizes)[0]
@@ -177,7 +180,7 @@ def cumulative(call: Any, launch: Any, lengths: Any, align: str) -> Any:
 
 
 def attend_scaled(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) -> Any:
-    """`attend` over pages whose slots have scales, by the kernel for those."""
+    """`attend` for pages with one scale per slot; it launches `scaled_kernel`."""
     decodes = align == "decode"
     (k_pages, v_pages), (k_scales, v_scales) = call.arrays, call.scales
     q, lengths, page_indices = map(launch.packed, (call.q, lengths, call.page_indices))
@@ -188,7 +191,7 @@ def attend_scaled(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) 
         block_q, block_kv = tile.split_block_q, tile.split_block_kv
         num_warps, num_stages = tile.split_num_warps, tile.split_num_stages
     else:
-        block_q, block_kv = tile.block_q, min(tile.block_kv, tile.edge_kv)  # there are masks for all keys
+        block_q, block_kv = tile.block_q, min(tile.block_kv, tile.edge_kv)  # this kernel masks every block
         num_warps, num_stages = tile.num_warps, tile.num_stages
     blocks = cdiv(rows, block_q)
     strides = {}

@@ -1,9 +1,8 @@
-"""What a query sees: the one place that knows causal masks, sliding windows and draft masks.
+"""Masks: this is the only module that knows causal masks, sliding windows and draft masks.
 
-A mask gives each query position one range of keys, [first_key, end_key), whose two ends never move backwards from one
-position to the next. Everything else follows from these two functions: the keys that some query of a block sees, the
-keys that every query of it sees, and the keys that a single query sees. Their inverses, first_query and end_query, give
-the queries that see a key. A draft mask hides further keys, one by one.
+A mask gives each query position one range of keys, [first_key, end_key). Both ends never decrease from one position to
+the next. The keys that some query of a block sees, and those that all its queries see, follow from these two functions.
+Their inverses, first_query and end_query, give the queries that see a key. A draft mask hides further individual keys.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -23,40 +22,40 @@ from ragged_attention.kernels_triton._constants import Constants
 class MaskKind(Constants):
     """Which masks a call has."""
 
-    CAUSAL: bool  # a query sees no key after its own position
+    CAUSAL: bool  # whether a query sees no key after its own position
     HAS_WINDOW: bool
-    HAS_DRAFT_MASK: bool = False  # CAUSAL is then False: the draft mask says which of the new keys a query sees
+    HAS_DRAFT_MASK: bool = False  # if True, CAUSAL is False, because the draft mask decides which new keys a query sees
 
 
 class Mask(NamedTuple):
-    """The numbers of a call's masks; those of an absent mask are not used."""
+    """The run-time values of a call's masks; those of an absent mask are not used."""
 
-    window: tl.tensor  # keys that a query sees, its own included
+    window: tl.tensor  # the number of keys that a query sees, including its own
     draft_ptr: Any = None  # the draft mask, one row for each query token
     draft_stride: Any = 0
     draft_width: Any = 0
 
 
 class Visible(NamedTuple):
-    """What the rows of a block see of their sequence's keys."""
+    """The keys of a sequence that a block of rows sees."""
 
     first: tl.tensor  # some row sees the keys [first, last)
     last: tl.tensor
-    low: tl.tensor  # the rows' queries have the positions [low, high]
+    low: tl.tensor  # the rows' query positions are in [low, high]
     high: tl.tensor
-    position: tl.tensor  # of each row's query
+    position: tl.tensor  # the position of each row's query
     kv_len: tl.tensor
-    num_old: tl.tensor  # keys before the sequence's first query of this step
-    draft_rows: tl.tensor  # where each row's entries of the draft mask begin
+    num_old: tl.tensor  # the number of keys before the sequence's first query of this step
+    draft_rows: tl.tensor  # the address of each row's entries in the draft mask
 
 
 def window_of(call: Any) -> int | None:
-    """The call's window, None where it hides nothing because no sequence can be longer."""
+    """The call's window, or None if no sequence can be longer than it."""
     return call.sliding_window if call.sliding_window and call.sliding_window < call.capacity else None
 
 
 def mask_arguments(call: Any, draft_stride: int) -> tuple[MaskKind, dict[str, int]]:
-    """The masks of a ragged call, and their numbers as the kernels take them."""
+    """(`MaskKind`, the kernels' mask arguments) of a call over pages."""
     window, draft_mask = window_of(call), call.draft_mask
     kind = MaskKind(
         CAUSAL=bool(call.causal) and draft_mask is None,
@@ -68,7 +67,7 @@ def mask_arguments(call: Any, draft_stride: int) -> tuple[MaskKind, dict[str, in
 
 
 def packed_mask_arguments(call: Any) -> tuple[MaskKind, dict[str, int]]:
-    """The masks of a call over packed sequences, and their numbers as the kernels take them."""
+    """(`MaskKind`, the kernels' mask arguments) of a call over packed sequences."""
     window = call.sliding_window or 0
     if window >= call.num_kv_tokens:  # no sequence is longer, so the window hides nothing
         window = 0
@@ -77,7 +76,7 @@ def packed_mask_arguments(call: Any) -> tuple[MaskKind, dict[str, int]]:
 
 @triton.jit
 def first_key(position, mask, KIND: tl.constexpr):
-    """The first key that the query at a position sees; it may be negative."""
+    """The first key that the query at `position` sees; the number may be negative."""
     first = 0
     if KIND.HAS_WINDOW:
         first = position - mask.window + 1
@@ -86,7 +85,7 @@ def first_key(position, mask, KIND: tl.constexpr):
 
 @triton.jit
 def end_key(position, kv_len, KIND: tl.constexpr):
-    """The end of the keys that the query at a position sees."""
+    """One past the last key that the query at `position` sees."""
     end = kv_len
     if KIND.CAUSAL:
         end = tl.minimum(position + 1, kv_len)
@@ -95,7 +94,7 @@ def end_key(position, kv_len, KIND: tl.constexpr):
 
 @triton.jit
 def first_query(key, q_len, KIND: tl.constexpr):
-    """The first query that sees a key. Queries and keys are counted from the sequence's first query."""
+    """The first query that sees `key`. Queries and keys are counted from the sequence's first query."""
     first = 0
     if KIND.CAUSAL:
         first = tl.minimum(tl.maximum(key, 0), q_len)
@@ -104,7 +103,7 @@ def first_query(key, q_len, KIND: tl.constexpr):
 
 @triton.jit
 def end_query(key, q_len, mask, KIND: tl.constexpr):
-    """The end of the queries that see a key. Queries and keys are counted from the sequence's first query."""
+    """One past the last query that sees `key`. Queries and keys are counted from the sequence's first query."""
     end = q_len
     if KIND.HAS_WINDOW:
         end = tl.minimum(tl.maximum(key + mask.window, 0), q_len)
@@ -113,10 +112,10 @@ def end_query(key, q_len, mask, KIND: tl.constexpr):
 
 @triton.jit
 def sees(position, key, kv_len, mask, KIND: tl.constexpr):
-    """Whether the query at a position sees a key, by as few comparisons as possible.
+    """Whether the query at `position` sees `key`, with as few comparisons as possible.
 
-    A row after its sequence's last query may see keys that do not exist. Positions and keys may be counted from any key
-    of the sequence.
+    For a row after its sequence's last query, the result may be True for keys that do not exist. Positions and keys may
+    be counted from any common origin.
     """
     if KIND.CAUSAL and KIND.HAS_WINDOW:  # a key after the position becomes a large unsigned number
         width = tl.cast(mask.window, tl.uint32, bitcast=True)
@@ -132,7 +131,7 @@ def sees(position, key, kv_len, mask, KIND: tl.constexpr):
 
 @triton.jit
 def key_range(low, high, kv_len, mask, KIND: tl.constexpr):
-    """The keys [first, last) that some query at a position in [low, high] sees."""
+    """The range [first, last) of keys that at least one query at positions [low, high] sees."""
     first = 0
     if KIND.HAS_WINDOW:
         first = tl.maximum(first_key(low, mask, KIND), 0)
@@ -141,9 +140,9 @@ def key_range(low, high, kv_len, mask, KIND: tl.constexpr):
 
 @triton.jit
 def visible_keys(rows, low, high, q_len, kv_len, mask, GROUP: tl.constexpr, KIND: tl.constexpr):
-    """`Visible` for a block of rows whose queries have the positions [low, high].
+    """`Visible` for a block of rows with query positions [low, high].
 
-    Rows after the sequence's last query take the draft mask's row of that one, so that they read nothing outside it.
+    Rows after the sequence's last query use that query's row of the draft mask, so that they read nothing outside it.
     """
     draft_rows = 0
     if KIND.HAS_DRAFT_MASK:
@@ -156,7 +155,7 @@ def visible_keys(rows, low, high, q_len, kv_len, mask, GROUP: tl.constexpr, KIND
 
 @triton.jit
 def hide(logits, keys, readable, visible, mask, KIND: tl.constexpr):
-    """Logits [rows, keys], -inf where a row does not see a key."""
+    """The logits [rows, keys], replaced by -inf for keys that a row does not see."""
     seen = readable[None, :]
     if KIND.CAUSAL:
         seen = seen & (keys[None, :] <= visible.position[:, None])
@@ -172,8 +171,11 @@ def hide(logits, keys, readable, visible, mask, KIND: tl.constexpr):
 
 @triton.jit
 def seen_by_all(start, stop, end, visible, mask, KIND: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """Of the keys [start, stop), the blocks of which every row sees every key: (first key, end), both multiples of
-    BLOCK_KV. `end` is at least `stop`, and a multiple of the blocks at the ends."""
+    """(first key, end) of those blocks of the keys [start, stop) in which every row sees every key.
+
+    Both are multiples of BLOCK_KV. The argument `end` is `stop`, rounded up to
+    whole blocks of the masked loop.
+    """
     whole_start = start
     if KIND.HAS_WINDOW:
         whole_start = tl.maximum(first_key(visible.high, mask, KIND), start)
@@ -186,7 +188,7 @@ def seen_by_all(start, stop, end, visible, mask, KIND: tl.constexpr, BLOCK_KV: t
 
 @triton.jit
 def fewest_keys(visible, mask, KIND: tl.constexpr):
-    """No row of the block sees fewer keys; a draft mask is taken to hide all new keys."""
+    """A lower bound on the keys that each row of the block sees; a draft mask counts as hiding all new keys."""
     fewest = end_key(visible.low, visible.kv_len, KIND)
     if KIND.HAS_DRAFT_MASK:
         fewest = tl.minimum(fewest, visible.num_old)

@@ -1,4 +1,4 @@
-"""The attention loop over the pages of one sequence: online softmax as in FlashAttention."""
+"""The attention loop over the pages of one sequence, with online softmax as in FlashAttention."""
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
@@ -17,38 +17,38 @@ from ragged_attention.kernels_triton._mask import MaskKind, fewest_keys, hide, s
 from ragged_attention.kernels_triton._sequences import Edges, block_start, end_blocks, whole_blocks
 from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, online_softmax, soft_capped
 
-PAGE_SCAN: tl.constexpr = tl.constexpr(256)  # page indices that one step of `pages_are_valid` looks at
+PAGE_SCAN: tl.constexpr = tl.constexpr(256)  # page indices that `pages_are_valid` checks per step
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Shape(Constants):
-    """Heads and pages, and how the pages' elements are stored."""
+    """The sizes of heads and pages, and the element format of pages."""
 
     GROUP: int  # query heads of a KV head
     NUM_HEADS: int
     PAGE_SIZE: int
     D: int  # head size of queries and keys
-    D_PAD: int  # the next power of two
+    D_PAD: int  # D, rounded up to a power of two
     DV: int  # head size of values
     DV_PAD: int
-    CODES: str  # how `decode` reads the elements
-    DECODED_AT_ONCE: bool  # see there
+    CODES: str  # the elements' FORMAT, see `decode`
+    DECODED_AT_ONCE: bool  # whether values need the workaround `decoded_at_once`
     Q_UNITS: bool  # whether query rows are divided by a power of two, their unit, to fit float16
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Loop(Constants):
-    """The loop's tile."""
+    """The block sizes of the loop, and the precision of its weights."""
 
-    BLOCK_KV: int  # keys of a block that every row sees
-    EDGE_KV: int  # keys of a block that needs masks
-    WEIGHT_TERMS: int  # of a weight in an unmasked block: rounded (1), or also what the rounding lost (2)
-    CAREFUL_BELOW: int  # rows that see fewer keys have weights of two terms in all blocks
+    BLOCK_KV: int  # keys per block of the unmasked loop
+    EDGE_KV: int  # keys per block of the masked loop
+    WEIGHT_TERMS: int  # terms per weight in the unmasked loop: 1, the rounded weight, or 2, with its rounding error
+    CAREFUL_BELOW: int  # rows that see fewer keys than this get two-term weights in all blocks
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Attention(Constants):
-    """What `attend_range` is compiled for."""
+    """The compile-time constants of `attend_range`."""
 
     SHAPE: Shape
     MASK: MaskKind
@@ -57,17 +57,17 @@ class Attention(Constants):
 
 
 class Queries(NamedTuple):
-    """A block of query rows, and what their logits are multiplied by."""
+    """A block of query rows, and the factors of their logits."""
 
     q: tl.tensor  # [rows, D_PAD]
-    unit: tl.tensor  # what each row was divided by, if Q_UNITS
+    unit: tl.tensor  # the power of two that divided each row, if Q_UNITS
     inner: tl.tensor  # the factor before the soft cap
     cap: tl.tensor
-    outer: tl.tensor  # the factor after the soft cap, or the only one; logits are then in base 2
+    outer: tl.tensor  # the factor after the soft cap, or the only factor without one; it makes logits base 2
 
 
 class Pages(NamedTuple):
-    """K and V of one KV head, and one sequence's row of the page table."""
+    """The addresses of one KV head's K and V, and of one sequence's row of the page table."""
 
     k_ptr: tl.tensor
     k_page_stride: tl.tensor
@@ -80,16 +80,16 @@ class Pages(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Where the keys of a block lie."""
+    """The locations of a block's keys."""
 
-    keys: tl.tensor  # their positions in the sequence
-    page: tl.tensor  # of each key, or of all of them
-    readable: tl.tensor  # which of them may be read, in a masked block
+    keys: tl.tensor  # the keys' positions in the sequence
+    page: tl.tensor  # the page of each key, or the one page of all keys
+    readable: tl.tensor  # which keys may be read, in a masked block
 
 
 @triton.jit
 def pages_are_valid(page_row_ptr, first_page, last_page, num_pages):
-    """Whether every page index in [first_page, last_page) names a page, as 1 or 0."""
+    """1 if all entries [first_page, last_page) of the page table row are valid page indices, else 0."""
     valid = 1
     for start in range(first_page, last_page, PAGE_SCAN):
         slots = start + tl.arange(0, PAGE_SCAN)
@@ -102,9 +102,9 @@ def pages_are_valid(page_row_ptr, first_page, last_page, num_pages):
 @triton.jit
 def pages_of(table_ptr, block, first, last, exists, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr,
              BLOCK_KV: tl.constexpr):  # fmt: skip
-    """The page of each key from `block` on, or the one page that holds them all.
+    """The page of each key of the block that begins at key `block`, or a single page if it holds the whole block.
 
-    Pages are -1, and nothing is read, for a block that does not exist and, if MASKED, for keys outside [first, last).
+    Pages are -1, and nothing is read, if the block does not exist and, if MASKED, for keys outside [first, last).
     """
     if PAGE_SIZE % BLOCK_KV == 0:
         page = tl.load(table_ptr + block // PAGE_SIZE, mask=exists, other=-1)
@@ -120,7 +120,7 @@ def pages_of(table_ptr, block, first, last, exists, MASKED: tl.constexpr, PAGE_S
 
 @triton.jit
 def are_readable(keys, page, first, last, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """Which keys of a block are in [first, last) and on a page that exists."""
+    """A mask of the keys that are in [first, last) and on a valid page."""
     known = (page >= 0) & (page < num_pages)
     if PAGE_SIZE % BLOCK_KV == 0:
         readable = (keys >= tl.where(known, first, last)) & (keys < last)
@@ -131,7 +131,7 @@ def are_readable(keys, page, first, last, num_pages, PAGE_SIZE: tl.constexpr, BL
 
 @triton.jit
 def look_up(pages, blocks, index, visible, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """The pages of the block that a loop visits as number `index`; -1 after the last block."""
+    """The pages of the block that a loop visits in iteration `index`; -1 after the last block."""
     block = block_start(blocks, index, MASKED, BLOCK_KV)
     return pages_of(pages.table_ptr, block, visible.first, visible.last, index < blocks.num_blocks, MASKED, PAGE_SIZE,
                     BLOCK_KV)  # fmt: skip
@@ -140,7 +140,7 @@ def look_up(pages, blocks, index, visible, MASKED: tl.constexpr, PAGE_SIZE: tl.c
 @triton.jit
 def load_slots(ptr, page_stride, slot_stride, slots, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr,
                D_PAD: tl.constexpr):  # fmt: skip
-    """The keys' rows [keys, D_PAD] from the pages of K or of V; if MASKED, zero where they may not be read."""
+    """The keys' rows [keys, D_PAD] from the pages of K or of V. If MASKED, unreadable rows are zero."""
     d = tl.arange(0, D_PAD)
     rows = ptr + slots.page.to(tl.int64) * page_stride + (slots.keys % PAGE_SIZE).to(tl.int64) * slot_stride
     if MASKED:
@@ -173,8 +173,8 @@ def add_values(acc, weights, pages, slots, DTYPE: tl.constexpr, TERMS: tl.conste
                SHAPE: tl.constexpr):  # fmt: skip
     """acc + weights @ values.
 
-    Rounded to bfloat16, a weight is off by up to 2^-9 of itself, too much where few keys share the output. With two
-    TERMS, a second product adds what the rounding lost.
+    Rounding a weight to bfloat16 has a relative error of up to 2^-9. That is too much if few keys contribute to the
+    output, because the errors do not average out. With two TERMS, a second product adds the rounding errors.
     """
     ROWS: tl.constexpr = weights.shape[0]
     ONE_PRODUCT: tl.constexpr = TERMS == 2 and ROWS >= 64 and SHAPE.DV_PAD >= 512
@@ -193,13 +193,13 @@ def add_values(acc, weights, pages, slots, DTYPE: tl.constexpr, TERMS: tl.conste
 
 @triton.jit
 def attend(queries, state, blocks, visible, mask, pages, ATTENTION: tl.constexpr, MASKED: tl.constexpr):
-    """Online softmax of query rows over blocks of keys, from `state` = (m_i, l_i, acc) to what that becomes.
+    """Online softmax of query rows over blocks of keys: updates `state` = (m_i, l_i, acc) and returns it.
 
-    Unmasked, every row must see every key of the blocks, and every page must be valid. Masked, only keys in
-    [first, last) on valid pages are read at all: a key that no row of the block sees takes no part, NaN or not.
+    Without MASKED, every row must see every key of the blocks, and every page must be valid. With MASKED, only keys in
+    [first, last) on valid pages are read. A key that no row sees has no effect, even if it is NaN.
 
-    The pages of a block are looked up one turn ahead. A lookup in the same turn would use up the stages by which copies
-    of keys and values are to run ahead (Triton 3.6 to 3.9). WIDE rows have no registers for that.
+    The pages of a block are looked up one iteration ahead. A lookup in the same iteration would take pipeline stages
+    from the copies of keys and values (Triton 3.6 to 3.9). For WIDE rows, no registers are left to look ahead.
     """
     SHAPE: tl.constexpr = ATTENTION.SHAPE
     ROWS: tl.constexpr = queries.q.shape[0]
@@ -226,7 +226,7 @@ def attend(queries, state, blocks, visible, mask, pages, ATTENTION: tl.constexpr
             logits = soft_capped(logits * queries.inner, queries.cap)
         if MASKED:
             logits = hide(logits, keys, readable, visible, mask, ATTENTION.MASK)
-            if ATTENTION.MASK.HAS_DRAFT_MASK:  # a weight of 0 does not hide a NaN where no row sees the value
+            if ATTENTION.MASK.HAS_DRAFT_MASK:  # a weight of 0 would not hide a NaN in a value that no row sees
                 readable = readable & (tl.max(logits, 0) != float("-inf"))
         weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, queries.outer)
         slots = Slots(keys, page, readable)
@@ -236,17 +236,17 @@ def attend(queries, state, blocks, visible, mask, pages, ATTENTION: tl.constexpr
 
 @triton.jit
 def divide_keys(start, stop, visible, mask, pages, ATTENTION: tl.constexpr):
-    """The `Edges` of the keys [start, stop), where `start` is a block's first key.
+    """The `Edges` of the keys [start, stop), where `start` is the first key of a block.
 
-    A page index that names no page puts all blocks at the ends, and so does a row that sees fewer keys than
-    CAREFUL_BELOW: there the rounding of weights would not average out, and the masked loop has weights of two terms.
+    In two cases the masked loop takes all blocks. One is an invalid page index among them. The other is a row that sees
+    fewer keys than CAREFUL_BELOW: its rounding errors would not average out, and the masked loop has two-term weights.
     """
     BLOCK_KV: tl.constexpr = ATTENTION.LOOP.BLOCK_KV
     EDGE_KV: tl.constexpr = ATTENTION.LOOP.EDGE_KV
     PAGE_SIZE: tl.constexpr = ATTENTION.SHAPE.PAGE_SIZE
     end = tl.maximum((stop + EDGE_KV - 1) // EDGE_KV * EDGE_KV, start)
     whole_start, whole_stop = seen_by_all(start, stop, end, visible, mask, ATTENTION.MASK, BLOCK_KV)
-    # Where no block is whole there is nothing to scan: after a window, whole_start may lie beyond the table.
+    # If no block is whole, no page is scanned: with a window, whole_start may lie beyond the page table.
     last_page = tl.where(whole_stop > whole_start, (whole_stop + PAGE_SIZE - 1) // PAGE_SIZE, 0)
     valid = pages_are_valid(pages.table_ptr, whole_start // PAGE_SIZE, last_page, pages.num_pages)
     unmasked = (valid == 1) & (fewest_keys(visible, mask, ATTENTION.MASK) >= ATTENTION.LOOP.CAREFUL_BELOW)
@@ -255,9 +255,9 @@ def divide_keys(start, stop, visible, mask, pages, ATTENTION: tl.constexpr):
 
 @triton.jit
 def attend_range(queries, start, stop, visible, mask, pages, ATTENTION: tl.constexpr):
-    """(m_i, l_i, acc) of query rows after the keys [start, stop), which lie within what is visible.
+    """(m_i, l_i, acc) of query rows over the keys [start, stop), a part of their visible range.
 
-    Only the blocks at either end, which some row sees in part, pay for masks; see `Edges`.
+    Only the blocks at both edges, of which some row sees only a part, pay for masks; see `Edges`.
     """
     ROWS: tl.constexpr = queries.q.shape[0]
     edges = divide_keys(start, stop, visible, mask, pages, ATTENTION)

@@ -1,4 +1,7 @@
-"""Rows of queries and of results, for attention over pages: (query token, query head) pairs of one sequence."""
+"""Loads of query rows and stores of result rows, for attention over pages.
+
+A row is a (query token, query head) pair of one sequence and KV head.
+"""
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
@@ -16,16 +19,16 @@ from ragged_attention.kernels_triton._pages import Queries
 from ragged_attention.kernels_triton._sequences import query_edge
 from ragged_attention.kernels_triton._softmax import LOG2E, finish, unit_under_cap
 
-SMALLEST_SCALE: tl.constexpr = tl.constexpr(1e-30)  # stands for a scale of 0, so that -inf times it stays -inf
+SMALLEST_SCALE: tl.constexpr = tl.constexpr(1e-30)  # replaces a scale of 0, so that -inf times the scale stays -inf
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Scaling(Constants):
-    """Which factors a call has."""
+    """Which scales, caps and sinks a call has."""
 
     K_SCALE_STRIDE: int  # see `load_scale`
     V_SCALE_STRIDE: int
-    SIGNED: bool  # whether the factor of logits may be negative
+    SIGNED: bool  # whether the scale of logits may be negative
     HAS_SOFT_CAP: bool
     HAS_SINKS: bool
 
@@ -33,14 +36,14 @@ class Scaling(Constants):
 class Rows(NamedTuple):
     """A block of rows of one sequence and KV head."""
 
-    row: tl.tensor  # numbers of the rows in the sequence
-    num_rows: tl.tensor  # of the sequence; later ones belong to no query
+    row: tl.tensor  # the rows' indices in the sequence
+    num_rows: tl.tensor  # the sequence's number of rows; later rows belong to no query
     start: tl.tensor  # the sequence's first token
     kv_head: tl.tensor
 
 
 class Factors(NamedTuple):
-    """What logits are made from."""
+    """The scales and the soft cap of logits."""
 
     sm_scale: tl.tensor
     soft_cap: tl.tensor
@@ -49,7 +52,7 @@ class Factors(NamedTuple):
 
 
 class QueryArray(NamedTuple):
-    """The queries of a call, [tokens, heads, D]."""
+    """The array of queries, [tokens, heads, D]."""
 
     ptr: tl.tensor
     token_stride: tl.tensor
@@ -57,7 +60,7 @@ class QueryArray(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The results, [tokens, heads, DV] and [tokens, heads]."""
+    """The arrays of results: out [tokens, heads, DV] and lse [tokens, heads]."""
 
     out_ptr: tl.tensor
     lse_ptr: tl.tensor
@@ -65,7 +68,7 @@ class Output(NamedTuple):
 
 @triton.jit
 def logit_scales(scale, soft_cap, HAS_SOFT_CAP: tl.constexpr):
-    """(inner, cap, outer) for a scale's magnitude, as `Queries` has them."""
+    """(inner, cap, outer) of `Queries`, for the magnitude of `scale`."""
     magnitude = tl.maximum(tl.abs(scale), SMALLEST_SCALE)
     inner = magnitude
     outer = magnitude * LOG2E
@@ -80,10 +83,10 @@ def logit_scales(scale, soft_cap, HAS_SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def load_rows(array, rows, negative, SIGNED: tl.constexpr, SHAPE: tl.constexpr):
-    """Query rows [ROWS, D_PAD], zero where there is none; negated, if SIGNED, where the scale of logits is negative.
+    """Query rows [ROWS, D_PAD]. Rows that do not exist are zero. If SIGNED and `negative`, rows are negated.
 
-    Operands that were only loaded stay in shared memory, where Hopper's matrix units read them; computed ones take
-    registers.
+    SIGNED is a constant because computed operands take registers, while operands that are only loaded stay in shared
+    memory, where Hopper's matrix units read them.
     """
     d = tl.arange(0, SHAPE.D_PAD)
     token = (rows.start + rows.row // SHAPE.GROUP).to(tl.int64)
@@ -111,12 +114,12 @@ def load_queries(array, rows, factors, SCALING: tl.constexpr, SHAPE: tl.constexp
 
 @triton.jit
 def store_rows(output, state, rows, sinks_ptr, v_scale, HAS_SINKS: tl.constexpr, SHAPE: tl.constexpr):
-    """Write out and lse of finished rows; of a row that has seen no key, 0 and -inf."""
+    """Write out and lse of finished rows. A row that has seen no key gets 0 and -inf."""
     m_i, l_i, acc = state
     head = rows.kv_head * SHAPE.GROUP + rows.row % SHAPE.GROUP
     exists = rows.row < rows.num_rows
     factor, lse = finish(m_i, l_i, sinks_ptr, head, exists, v_scale, HAS_SINKS)
-    out = tl.where((l_i == 0.0)[:, None], 0.0, acc * factor[:, None])  # a value that the row does not see may be NaN
+    out = tl.where((l_i == 0.0)[:, None], 0.0, acc * factor[:, None])  # acc is NaN if an unseen value is NaN
     dv = tl.arange(0, SHAPE.DV_PAD)
     index = (rows.start + rows.row // SHAPE.GROUP).to(tl.int64) * SHAPE.NUM_HEADS + head
     mask = exists[:, None] & (dv < SHAPE.DV)[None, :]
@@ -127,7 +130,7 @@ def store_rows(output, state, rows, sinks_ptr, v_scale, HAS_SINKS: tl.constexpr,
 
 @triton.jit
 def store_split(parts_ptr, part_lses_ptr, state, rows, part, SHAPE: tl.constexpr):
-    """Write one split's rows, normalised, and their lse in base 2, to the part of that number."""
+    """Write one split's normalised rows, and their base-2 lse, to the part with number `part`."""
     m_i, l_i, acc = state
     dv = tl.arange(0, SHAPE.DV_PAD)
     index = part * rows.row.shape[0] + rows.row
@@ -143,7 +146,7 @@ def store_split(parts_ptr, part_lses_ptr, state, rows, part, SHAPE: tl.constexpr
 
 @triton.jit
 def clear_rows(output, batch, entry, kv_head, ROWS: tl.constexpr, SHAPE: tl.constexpr):
-    """Write 0 and -inf to the rows that belong to no sequence; each program along the grid's first axis takes some."""
+    """Write 0 and -inf to the rows of no sequence. The programs along the grid's first axis share these rows."""
     first = query_edge(batch.cu_q_lens_ptr, 0, batch.num_tokens)
     last = query_edge(batch.cu_q_lens_ptr, batch.num_seqs, batch.num_tokens)
     dv = tl.arange(0, SHAPE.DV_PAD)

@@ -1,10 +1,10 @@
-"""Which sequence a program works on, and which keys its queries see.
+"""Which sequence a program works on, and which blocks of keys or rows its loops visit.
 
-What belongs together goes from function to function as a named tuple. A kernel itself takes its arguments one by one,
-as launchers pass them, and bundles them. Triton keeps a constant in a tuple that is built where a function is called;
-in one that is assigned to a name it becomes a number that is computed with, and Triton 3.6 loses it in a tuple within
-a tuple. So tuples with fields annotated as constants are built in calls, are not nested, and are read as
-`bundle.FIELD`, not by unpacking.
+Related values travel between functions as a named tuple. A kernel takes its arguments one by one, as launchers pass
+them, and bundles them itself. Constants in a tuple stay compile-time constants only if the tuple is built inside a call
+expression; if it is assigned to a name first, Triton turns them into run-time values. Triton 3.6 also loses constants
+in nested tuples. So a tuple with constant fields is built inside a call, is not nested, and is read as `bundle.FIELD`,
+not by unpacking.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -16,9 +16,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-# Arguments that change from step to step while a model is served, wherever a kernel has them. Triton would compile a
-# kernel anew where one of them becomes 1, or a multiple of 16, or stops being it. Strides, which stay, are not among
-# them: that they are multiples of 16 is what wide loads rest on.
+# Kernel arguments that change from step to step while a model is served. By default Triton compiles a kernel again if
+# one of them becomes 1, or begins or ceases to be a multiple of 16. Strides are not among them: they do not change, and
+# wide loads depend on their being multiples of 16.
 VARYING = (
     "blocks", "capacity", "count", "draft_stride", "draft_width", "extra_longest", "extra_num_slots", "first_token",
     "fixed_splits", "longest", "max_num_seqs", "num_entries", "num_kv_tokens", "num_pages", "num_parts", "num_q_tokens",
@@ -32,12 +32,12 @@ class PageTable(NamedTuple):
 
     ptr: tl.tensor
     stride: tl.tensor
-    num_pages: tl.tensor  # of the cache: an index out of [0, num_pages) names no page
+    num_pages: tl.tensor  # pages of the cache; an index outside [0, num_pages) names no page
 
 
 class Blocks(NamedTuple):
-    """Blocks of keys or rows that one loop visits: the first `left_blocks` of them from `left` on, the rest from
-    `right` on. Without masks there are none on the right."""
+    """Blocks of keys or rows that one loop visits. The first `left_blocks` blocks start at `left`, the others at
+    `right`. In a loop without masks all blocks start at `left`."""
 
     left: tl.tensor
     left_blocks: tl.tensor
@@ -46,7 +46,7 @@ class Blocks(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """Which blocks of a sequence's keys the queries of a program see, and which of these in full.
+    """The range of key blocks that a program's queries see, and the range that every query sees in full.
 
         first                                            last       keys that some query sees
       |  some see   |  every query sees these   |  some see   |
@@ -62,20 +62,20 @@ class Edges(NamedTuple):
 
 @triton.jit
 def whole_blocks(edges, BLOCK: tl.constexpr):
-    """The blocks in the middle, which need no masks."""
+    """The blocks between the edges, which need no masks."""
     return Blocks(edges.whole_start, 0, 0, (edges.whole_stop - edges.whole_start) // BLOCK)
 
 
 @triton.jit
 def end_blocks(edges, BLOCK: tl.constexpr):
-    """The blocks on either side of those in the middle; one loop for both ends takes fewer registers than two."""
+    """The blocks at both edges, which need masks. One loop for both edges takes fewer registers than two loops."""
     left_blocks = (edges.whole_start - edges.start) // BLOCK
     return Blocks(edges.start, left_blocks, edges.whole_stop, left_blocks + (edges.end - edges.whole_stop) // BLOCK)
 
 
 @triton.jit
 def block_start(blocks, index, MASKED: tl.constexpr, BLOCK: tl.constexpr):
-    """The first key or row of the block that a loop visits as number `index`."""
+    """The first key or row of the block that a loop visits in iteration `index`."""
     start = blocks.left + index * BLOCK
     if MASKED:
         start = tl.where(index < blocks.left_blocks, start, blocks.right + (index - blocks.left_blocks) * BLOCK)
@@ -84,7 +84,7 @@ def block_start(blocks, index, MASKED: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS: tl.constexpr):
-    """The number of live sequences, clamped to the tables."""
+    """The number of live sequences, clamped to [0, max_num_seqs]."""
     count = max_num_seqs
     if HAS_NUM_SEQS:
         count = tl.minimum(tl.maximum(tl.load(num_seqs_ptr), 0), max_num_seqs)
@@ -98,18 +98,21 @@ def query_edge(cu_q_lens_ptr, index, num_tokens):
 
 @triton.jit
 def segment_edge(cu_q_lens_ptr, segment, num_seqs, num_tokens):
-    """Where a segment of the query rows starts: 0 is what lies before the first sequence (nothing, in a valid call),
-    then come the sequences, and `num_seqs + 1` is the padding behind them."""
+    """The first token of a segment.
+
+    Segment 0 has the tokens before the first sequence (none in a valid call). Segment i + 1 is sequence i. Segment
+    `num_seqs + 1` is the padding after the last sequence.
+    """
     edge = query_edge(cu_q_lens_ptr, tl.minimum(tl.maximum(segment - 1, 0), num_seqs), num_tokens)
     return tl.where(segment == 0, 0, tl.where(segment > num_seqs + 1, num_tokens, edge))
 
 
 @triton.jit
 def find_segment(block, cu_q_lens_ptr, num_seqs, num_tokens, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """The segment that a block of rows belongs to.
+    """The segment (see `segment_edge`) that a block of rows belongs to, found by binary search.
 
-    Segment i is given blocks from `start_i * GROUP // BLOCK + i` on: that leaves each enough of them, and needs no
-    count of the blocks of those before it, so the grid follows from shapes alone.
+    The blocks of segment i begin at number `start_i * GROUP // BLOCK + i`. This gives each segment enough blocks, and
+    needs no count of the blocks of earlier segments. So the grid follows from shapes alone.
     """
     low = 0
     high = num_seqs + 2

@@ -1,6 +1,6 @@
-"""Online softmax: products, the running maximum and sum, merging of partial results.
+"""Online softmax: matrix products, the running maximum and sum, and merging of partial results.
 
-Logits are held in base 2 (`exp2` is the hardware's own).
+Logits are in base 2, because the hardware has an `exp2` instruction.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -24,16 +24,16 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def unit_under_cap(soft_cap):
-    """What logits and their cap are to be multiplied by, so that neither the cap nor its inverse is subnormal."""
+    """The factor for logits and their soft cap that keeps both the cap and its inverse from being subnormal."""
     return tl.where(soft_cap < 1.0, 1.0, 0.0625)
 
 
 @triton.jit
 def soft_capped(logits, cap):
-    """cap * tanh(logits / cap); relative error about 4e-7.
+    """cap * tanh(logits / cap), with a relative error of about 4e-7.
 
-    By its series where the closed form would cancel, which begins with the logits themselves: over a huge cap they are
-    subnormal, and many devices take that for 0.
+    The closed form would cancel near 0, so a series replaces it there. The series multiplies the logits themselves,
+    because logits / cap is subnormal under a huge cap, and many devices flush subnormals to 0.
     """
     x = logits * (1.0 / cap)
     square = x * x
@@ -59,9 +59,9 @@ def lost_to_rounding(exact, rounded):
 
 @triton.jit
 def online_softmax(logits, m_i, l_i, scale):
-    """(weights, alpha, m_i, l_i) after a block of logits, which are in base 2 once multiplied by `scale` > 0.
+    """(weights, alpha, m_i, l_i) after a block of logits; `scale`, above 0, converts the logits to base 2.
 
-    What was summed so far is to be multiplied by `alpha`. A row that has seen no key keeps m_i = -inf and l_i = 0.
+    The caller multiplies its accumulator by `alpha`. A row that has seen no key keeps m_i = -inf and l_i = 0.
     """
     higher = tl.maximum(m_i, tl.max(logits, 1) * scale)
     finite = tl.where(higher == float("-inf"), 0.0, higher)
@@ -72,8 +72,10 @@ def online_softmax(logits, m_i, l_i, scale):
 
 @triton.jit
 def finish(m_i, l_i, sinks_ptr, head, valid, v_scale, HAS_SINKS: tl.constexpr):
-    """(factor, lse) of rows whose last key has been seen: `acc * factor` is the result, `lse` is in natural logarithms
-    and excludes the sink. A row that has seen no key has a factor of 0 and an lse of -inf."""
+    """(factor, lse) of finished rows. `acc * factor` is the result; `lse` is natural and excludes the sink.
+
+    A row that has seen no key has a factor of 0 and an lse of -inf.
+    """
     empty = l_i == 0.0
     m_i = tl.where(empty, 0.0, m_i)
     l_i = tl.where(empty, 1.0, l_i)
@@ -87,11 +89,11 @@ def finish(m_i, l_i, sinks_ptr, head, valid, v_scale, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def sum_of_products(a, b, live, AXIS: tl.constexpr):
-    """The sum of a * b where `live`, along an axis.
+    """The sum of a * b over the `live` elements along an axis.
 
-    The choice stands between the product and the sum, for a product that fuses with the first step of a sum over
-    threads is rounded with one thread's own term but not with the other's: threads that are to hold the same sum then
-    differ in the last bit.
+    The `where` separates the product from the sum. Otherwise the compiler fuses the product with the first addition
+    across threads. A thread's own term is then not rounded, but its partner's term is, so that two threads that should
+    hold the same sum differ in the last bit.
     """
     return tl.sum(tl.where(live, a * b, 0.0), AXIS)
 
@@ -101,10 +103,10 @@ def merge_parts(
     parts_ptr, lses_ptr, count, stride, LSE_UNIT: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Merge one row's `count` partial results into (acc [D_PAD], m_i, l_i): the result is acc / l_i.
+    """Merge one row's `count` partial results into (acc [D_PAD], m_i, l_i); the merged result is acc / l_i.
 
-    Partial results are `stride` rows apart. Their lses times LSE_UNIT are in base 2, and so are m_i and l_i. A partial
-    result whose lse is -inf is not read. PARTS of them are merged at a time.
+    Partial results are `stride` rows apart, and PARTS of them are merged at a time. LSE_UNIT converts their lses to
+    base 2, the base of m_i and l_i. A partial result whose lse is -inf is not read.
     """
     m_i = float("-inf")
     for start in range(0, count, PARTS):
@@ -119,7 +121,7 @@ def merge_parts(
         part = start + tl.arange(0, PARTS)
         lse = tl.load(lses_ptr + part.to(tl.int64) * stride, mask=part < count, other=float("-inf"))
         weights = tl.math.exp2(lse * LSE_UNIT - finite)
-        # A NaN lse must reach the result, so read unless the lse is -inf rather than if it is above.
+        # A NaN lse must reach the result, so the test is "not -inf" instead of "above -inf".
         live = (part < count) & (lse != float("-inf"))
         rows = parts_ptr + part.to(tl.int64) * stride * D
         values = tl.load(rows[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0).to(tl.float32)
@@ -140,7 +142,7 @@ def sum_kernel(terms_ptr, sums_ptr, num_rows, num_columns, BLOCK: tl.constexpr, 
 
 
 def column_sums(terms: Any, launch: Any) -> Any:
-    """Enqueue the sums of the columns of a float32 array [rows, columns], always in the same order."""
+    """Enqueue the column sums of a float32 array [rows, columns], in an order that is always the same."""
     num_rows, num_columns = terms.shape
     (sums,) = launch(
         sum_kernel,

@@ -1,14 +1,14 @@
-"""How work is divided: blocks of rows of long sequences, and splits of the keys of short ones.
+"""The division of work among programs: blocks of rows for long sequences, KV splits for short ones.
 
-*Rows* are (query token, head) pairs; all rows of a sequence share its keys. A sequence is *short* where its rows fit
-one block (decode, speculative decode): its keys may come in several splits, each a program's, whose results the combine
-kernel merges. Every other sequence has a program for each block of its rows, over all keys that these see. A program
-finds out by itself which sequence and which keys it works on, so grids follow from shapes alone.
+*Rows* are (query token, head) pairs; all rows of a sequence share its keys. A sequence is *short* if its rows fit one
+block, as in decode and speculative decode. Its keys may be divided into several splits with a program each, whose
+results the combine kernel merges. A long sequence has one program per block of rows, which visits all keys that the
+rows see. Each program finds its own sequence and keys, so grids follow from shapes alone.
 
-There are three ways to divide the keys of short sequences.
-- Balanced: about `num_splits` splits for the whole batch, all of the same number of blocks of keys.
-- Batch-invariant: up to `num_splits` splits for each sequence, by that sequence's own length.
-- Scheduled: as the caller's schedule says (`make_decode_schedule`).
+There are three ways to split the keys of short sequences:
+- Balanced: the whole batch gets about `num_splits` splits, all with the same number of key blocks.
+- Batch-invariant: each sequence gets up to `num_splits` splits, by its own length.
+- Scheduled: the caller's schedule decides (`make_decode_schedule`).
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -27,24 +27,24 @@ from ragged_attention.kernels_triton._sequences import find_segment, query_edge,
 from ragged_attention.kernels_triton._tiles import next_power_of_2
 
 LARGEST_INT: tl.constexpr = tl.constexpr(2**31 - 1)
-FEW_TOKENS = 4  # query tokens up to which a sequence of a mixed batch counts as decoding
+FEW_TOKENS = 4  # in a mixed batch, a sequence with at most this many query tokens counts as decoding
 MAX_SPLITS = 4096
-SEQUENCES = (64, 256, 1024, 4096)  # lengths that a program may sum over; each size is compiled by itself
+SEQUENCES = (64, 256, 1024, 4096)  # numbers of sequences over whose lengths a program can sum; each compiles a kernel
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Division(Constants):
-    """How the work of a launch is divided."""
+    """The constants by which a launch divides its work."""
 
-    GROUP: int  # rows of a query token
-    SHORT_ROWS: int  # rows up to which a sequence is short
-    BLOCK_KV: int  # keys of a block; a split consists of whole blocks
-    SPLIT_KV: bool  # whether a sequence's keys can come in several splits
-    BATCH_INVARIANT: bool = False  # a sequence is split by its own length, whatever else is in the batch
-    COMPACT: bool = False  # only splits of sequences that have several take room where splits are stored
-    ALL_SEQUENCES: bool = False  # this launch has programs for the rows of long sequences and of none, too
-    MIN_BLOCKS: int = 1  # fewest blocks of a split, unless the sequence has no more
-    MAX_SEQS: int = 1  # the batch's sequences at most, one of SEQUENCES
+    GROUP: int  # rows per query token
+    SHORT_ROWS: int  # maximum rows of a short sequence
+    BLOCK_KV: int  # keys per block; a split consists of whole blocks
+    SPLIT_KV: bool  # whether sequences can have several splits
+    BATCH_INVARIANT: bool = False  # whether a sequence's splits depend on its own length only
+    COMPACT: bool = False  # whether sequences with one split take no memory for split results
+    ALL_SEQUENCES: bool = False  # whether the launch also computes long sequences and the rows of no sequence
+    MIN_BLOCKS: int = 1  # minimum blocks per split, unless the sequence has fewer
+    MAX_SEQS: int = 1  # upper bound on the batch's sequences, one of SEQUENCES
 
 
 class Batch(NamedTuple):
@@ -52,10 +52,10 @@ class Batch(NamedTuple):
 
     cu_q_lens_ptr: tl.tensor
     kv_lens_ptr: tl.tensor
-    num_seqs: tl.tensor  # live ones
-    max_num_seqs: tl.tensor  # rows of the tables
+    num_seqs: tl.tensor  # live sequences
+    max_num_seqs: tl.tensor  # rows of the page table
     num_tokens: tl.tensor
-    capacity: tl.tensor  # most keys that a sequence's row of the page table can hold
+    capacity: tl.tensor  # keys that one row of the page table can address
 
 
 class Split(NamedTuple):
@@ -63,47 +63,47 @@ class Split(NamedTuple):
 
     seq: tl.tensor
     start: tl.tensor  # the sequence's first token
-    q_len: tl.tensor  # 0 where the program has nothing to do
+    q_len: tl.tensor  # 0 if the program has no work
     kv_len: tl.tensor
     first: tl.tensor  # the sequence's rows see the keys [first, last)
     last: tl.tensor
-    number: tl.tensor  # of this split in its sequence, from 0
-    splits: tl.tensor  # of the sequence
-    blocks: tl.tensor  # of keys in each split except the last
-    place: tl.tensor  # where this split is stored, if the sequence has several
-    first_row: tl.tensor  # above 0 only for long sequences
+    number: tl.tensor  # the index of this split in its sequence
+    splits: tl.tensor  # the sequence's number of splits
+    blocks: tl.tensor  # key blocks in each split except the last
+    place: tl.tensor  # the index at which this split's result is stored, if the sequence has several splits
+    first_row: tl.tensor  # the program's first row in the sequence; above 0 only for long sequences
 
 
 def most_tokens(call: Any) -> int:
-    """The most query tokens of a sequence in this batch, as far as the host knows; at least 1."""
+    """The host's upper bound on the query tokens of a sequence, at least 1."""
     return max(1, call.num_tokens if call.max_q_len is None else min(call.max_q_len, call.num_tokens))
 
 
 def sequences_at_most(max_num_seqs: int) -> int:
-    """`Division.MAX_SEQS` for tables of that many rows."""
+    """`Division.MAX_SEQS` for a page table with `max_num_seqs` rows."""
     return next(count for count in SEQUENCES if count >= max_num_seqs)
 
 
 def splits_at_most(max_num_seqs: int, num_splits: int, *, invariant: bool) -> tuple[int, int]:
-    """(all splits there can be, those that can be stored if COMPACT)."""
+    """(maximum number of splits, maximum number of stored splits if COMPACT)."""
     if num_splits == 1:
         return max_num_seqs, 0
     if invariant:
         return max_num_seqs * num_splits, max_num_seqs * num_splits
-    # All splits of a sequence but the last are full, so fewer than twice as many as asked for are stored.
+    # All splits of a sequence except the last are full, so fewer than 2 * num_splits are stored.
     return max_num_seqs + num_splits, min(max_num_seqs + num_splits, 2 * num_splits)
 
 
 def merged_at_once(num_splits: int, width: int, *, invariant: bool) -> int:
-    """`Combination.MERGED` for rows of that width: few splits need no more registers than they have numbers."""
+    """`Combination.MERGED` for rows of `width` columns, bounded so that the merged values fit registers."""
     return min(next_power_of_2(num_splits), max(1, (512 if invariant else 2048) // next_power_of_2(width)))
 
 
 @triton.jit
 def find_rows(block, batch, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """(sequence, its first token, q_len, the block's first row in it, whether the sequence is live) of a block of rows.
+    """(sequence, its first token, its q_len, the block's first row in it, whether it is live) for a block of rows.
 
-    Rows that belong to no live sequence come as segments of their own, which are not live; see `find_segment`.
+    Rows that belong to no live sequence form segments that are not live; see `segment_edge`.
     """
     segment = find_segment(block, batch.cu_q_lens_ptr, batch.num_seqs, batch.num_tokens, GROUP, BLOCK_Q)
     start = segment_edge(batch.cu_q_lens_ptr, segment, batch.num_seqs, batch.num_tokens)
@@ -116,9 +116,9 @@ def find_rows(block, batch, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def short_sequence(seq, batch, mask, KIND: tl.constexpr, DIVISION: tl.constexpr):
-    """(start, q_len, kv_len, first, last) of one sequence or of several; see `Split`.
+    """(start, q_len, kv_len, first, last) of one or more sequences; see `Split`.
 
-    q_len is 0 for a sequence that is not live and, unless the launch is for ALL_SEQUENCES, for a long one.
+    q_len is 0 for a sequence that is not live. Unless ALL_SEQUENCES, it is also 0 for a long sequence.
     """
     row = tl.minimum(seq, batch.max_num_seqs - 1)
     start = query_edge(batch.cu_q_lens_ptr, row, batch.num_tokens)
@@ -134,9 +134,9 @@ def short_sequence(seq, batch, mask, KIND: tl.constexpr, DIVISION: tl.constexpr)
 
 @triton.jit
 def balanced_splits(batch, mask, num_splits, KIND: tl.constexpr, DIVISION: tl.constexpr):
-    """(splits of each sequence, blocks of a split): about `num_splits` in all, at least one for each sequence.
+    """(splits of each sequence, blocks per split), with about `num_splits` splits in total.
 
-    A long sequence is one split.
+    Each sequence has at least one split. A long sequence has exactly one.
     """
     BLOCK_KV: tl.constexpr = DIVISION.BLOCK_KV
     seqs = tl.arange(0, DIVISION.MAX_SEQS)
@@ -150,14 +150,14 @@ def balanced_splits(batch, mask, num_splits, KIND: tl.constexpr, DIVISION: tl.co
 
 @triton.jit
 def splits_of_sequence(blocks, num_splits, MIN_BLOCKS: tl.constexpr):
-    """(splits, blocks of a split) of a sequence with that many blocks of keys: up to `num_splits`, at least one."""
+    """(splits, blocks per split) of a sequence with `blocks` key blocks: at least one and up to `num_splits` splits."""
     each = tl.maximum((blocks + num_splits - 1) // num_splits, MIN_BLOCKS)
     return tl.maximum((blocks + each - 1) // each, 1), each
 
 
 @triton.jit
 def find_later_rows(index, batch, DIVISION: tl.constexpr):
-    """(sequence, first row) of a block of rows: number `index` of those that are not the first of their sequence."""
+    """(sequence, first row) of block `index` in the list of all sequences' later blocks, those after the first."""
     seqs = tl.arange(0, DIVISION.MAX_SEQS)
     row = tl.minimum(seqs, batch.max_num_seqs - 1)
     q_len = query_edge(batch.cu_q_lens_ptr, row + 1, batch.num_tokens)
@@ -171,7 +171,7 @@ def find_later_rows(index, batch, DIVISION: tl.constexpr):
 
 @triton.jit
 def most_splits(max_num_seqs, num_splits, DIVISION: tl.constexpr):
-    """The most splits of all sequences together; with ALL_SEQUENCES, later rows are numbered from here on."""
+    """The maximum number of splits of the batch. With ALL_SEQUENCES, later blocks of rows are numbered from here on."""
     most = max_num_seqs
     if DIVISION.BATCH_INVARIANT:
         most = max_num_seqs * num_splits
@@ -182,9 +182,9 @@ def most_splits(max_num_seqs, num_splits, DIVISION: tl.constexpr):
 
 @triton.jit
 def store_range(ranges_ptr, item, first, end, is_first):
-    """Write the numbers [first, end) of an item's splits to int32 ranges [items, 2], if this is its first split.
+    """Write an item's range [first, end) of split numbers to int32 ranges [items, 2], if this is its first split.
 
-    Both go in one store of 64 bits: with two stores, ptxas spills 16 bytes a thread for some shapes on sm_80.
+    One 64-bit store writes both numbers. With two stores, ptxas spills 16 bytes per thread for some shapes on sm_80.
     """
     both = first.to(tl.int64) | (end.to(tl.int64) << 32)
     tl.store(ranges_ptr.to(tl.pointer_type(tl.int64)) + item, both, mask=is_first)
@@ -192,9 +192,9 @@ def store_range(ranges_ptr, item, first, end, is_first):
 
 @triton.jit
 def find_split(entry, batch, mask, num_splits, ranges_ptr, KIND: tl.constexpr, DIVISION: tl.constexpr):
-    """The `Split` of a program whose number among all splits is `entry`.
+    """The `Split` with number `entry` in the batch.
 
-    The program of a sequence's first split also tells the combine kernel where the splits are stored.
+    The program of a sequence's first split also writes, for the combine kernel, where the splits are stored.
     """
     BLOCK_KV: tl.constexpr = DIVISION.BLOCK_KV
     seq = entry
@@ -233,15 +233,15 @@ def find_split(entry, batch, mask, num_splits, ranges_ptr, KIND: tl.constexpr, D
 
 @triton.jit
 def schedule_edge(num_splits_ptr, seq, num_entries):
-    """The number of a schedule's splits before those of a sequence."""
+    """The number of splits that a schedule has before those of sequence `seq`."""
     return tl.minimum(tl.maximum(tl.load(num_splits_ptr + seq), 0), num_entries)
 
 
 @triton.jit
 def find_entry(entry, num_splits_ptr, num_seqs, num_entries, fixed_splits, SCHEDULED: tl.constexpr):
-    """(sequence, split, splits) of a program: by a schedule or, without one, `fixed_splits` for each sequence.
+    """(sequence, split, number of splits) of a program. Without a schedule, each sequence has `fixed_splits` splits.
 
-    A split that the sequence does not have has no work.
+    If the split's index is not below the number of splits, the program has no work.
     """
     if SCHEDULED:
         seq = 0
@@ -263,7 +263,7 @@ def find_entry(entry, num_splits_ptr, num_seqs, num_entries, fixed_splits, SCHED
 
 @triton.jit
 def divide_blocks(blocks, count, SCHEDULED: tl.constexpr, MIN_BLOCKS: tl.constexpr):
-    """(splits, blocks of a split) of a list with that many blocks; a schedule's number of splits stays as it is."""
+    """(splits, blocks per split) of a list with `blocks` key blocks. A schedule's number of splits is kept."""
     if SCHEDULED:
         splits = count
         each = (blocks + tl.maximum(count, 1) - 1) // tl.maximum(count, 1)

@@ -1,4 +1,4 @@
-"""Tiles and devices: checks of what may be tuned, what fits shared memory, and where Triton can run at all."""
+"""Tiles and devices: validation of tunable sizes, fitting to shared memory, and whether Triton can run a call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +9,13 @@ from ragged_attention.calls import dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_triton._compiler import VERSION
 
-SMALLEST_SHARED_MEMORY = 64 * 1024  # for GPUs whose size is not known
+SMALLEST_SHARED_MEMORY = 64 * 1024  # bytes, for GPUs whose shared memory size is unknown
 
 
-OLDER_COMPILER = VERSION < (3, 7)  # needs 30 registers fewer than 3.9
+OLDER_COMPILER = VERSION < (3, 7)  # compiles kernels to about 30 registers fewer than Triton 3.9
 
 
-WGMMA = ("sm_90", "sm_100", "sm_103")  # where the matrix unit takes its operands from shared memory
+WGMMA = ("sm_90", "sm_100", "sm_103")  # GPUs whose matrix units read operands from shared memory
 
 
 def next_power_of_2(n: int) -> int:
@@ -31,16 +31,16 @@ def item_size(array: Any) -> int:
 
 
 def on_cuda_cores(call: Any) -> bool:
-    """Whether products are exact in float32, which no matrix unit is: each thread holds its part of both operands."""
+    """Whether products are exact float32, which matrix units cannot compute. Threads then hold both operands."""
     return item_size(call.q) == 4 and call.device.platform != "cpu"
 
 
 def fit(
     call: Any, keys: int, stages: int, size: Callable[[int, int], int], *, good_keys: int, good_stages: int = 2
 ) -> tuple[int, int]:
-    """Keys and stages, reduced until `size(keys, stages)` bytes are within the device's shared memory.
+    """Keys and stages, reduced until `size(keys, stages)` bytes fit the device's shared memory.
 
-    Stages beyond `good_stages` are given up first, then keys beyond `good_keys`, then the other stages.
+    Stages are first reduced to `good_stages`, then keys to `good_keys`, then stages to 1, and finally keys to 16.
     """
     budget = call.device.shared_memory or SMALLEST_SHARED_MEMORY
     while size(keys, stages) > budget and (stages > 1 or keys > 16):
@@ -52,7 +52,7 @@ def fit(
 
 
 def expect_power_of_two(tile: Any, **bounds: tuple[int, int]) -> None:
-    """Check the fields of a tile that are named, each against its (low, high)."""
+    """Check that each named field of a tile is a power of two within its (low, high)."""
     for name, (low, high) in bounds.items():
         value = getattr(tile, name)
         if not isinstance(value, int) or value & (value - 1) or not low <= value <= high:
@@ -60,7 +60,7 @@ def expect_power_of_two(tile: Any, **bounds: tuple[int, int]) -> None:
 
 
 def expect_between(tile: Any, **bounds: tuple[int, int]) -> None:
-    """Check the fields of a tile that are named, each against its (low, high)."""
+    """Check that each named field of a tile is an integer within its (low, high)."""
     for name, (low, high) in bounds.items():
         value = getattr(tile, name)
         if not isinstance(value, int) or not low <= value <= high:
@@ -68,16 +68,17 @@ def expect_between(tile: Any, **bounds: tuple[int, int]) -> None:
 
 
 def overlaps(call: Any) -> bool:
-    """Whether a kernel may begin before the one that it follows has ended: programmatic dependent launch.
+    """Whether a kernel may start before the previous one has ended: programmatic dependent launch (PDL).
 
-    It begins when all programs of the other have begun and said so, and waits for their end where it needs that.
+    The dependent kernel starts when every program of the previous one has called `gdc_launch_dependents`. It calls
+    `gdc_wait` before it needs the previous kernel's results.
     """
     device = call.device
     return device.framework == "torch" and device.platform == "cuda" and int(device.arch.removeprefix("sm_")) >= 90
 
 
 def dependent(overlapping: bool) -> dict[str, bool]:
-    """The option of a launch that may begin so. Triton knows it for NVIDIA's GPUs only."""
+    """The launch option for PDL, which Triton accepts only for NVIDIA GPUs."""
     return {"launch_pdl": True} if overlapping else {}
 
 
@@ -96,7 +97,7 @@ def launchable(call: Any, kernel: Any) -> str | None:
 
 
 def launchable_in_float32(call: Any, kernel: Any) -> str | None:
-    """`launchable`, of operations that take float64 elsewhere."""
+    """`launchable` for operations that other backends also run in float64."""
     if dtype_name(call.q) == "float64":
         return "expected q.dtype to be bfloat16, float16 or float32, got float64"
     return launchable(call, kernel)

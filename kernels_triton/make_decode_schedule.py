@@ -1,7 +1,8 @@
-"""Dividing a decode step's work into parts, in Triton: one program fills the parts with sequences, one after another.
+"""Dividing a decode step's work into parts of about equal cost, in Triton.
 
-Each step depends on the one before it, because a sequence that is cut costs its overhead in both parts. So one program
-takes a step for every sequence and every part. A model does this once for all its layers.
+A single program fills the parts with sequences, one after another. It cannot work in parallel: a sequence that is cut
+costs its overhead in both parts, so each step depends on the previous one. The program takes one step per sequence and
+one per part. A model makes a schedule once for all its layers.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -18,14 +19,14 @@ from ragged_attention.calls import MakeDecodeSchedule
 from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._tiles import expect_power_of_two, launchable
 
-BLOCK: tl.constexpr = tl.constexpr(64)  # keys of a block, the unit of work
-SEQUENCES: tl.constexpr = tl.constexpr(128)  # sequences whose work is added up at a time
+BLOCK: tl.constexpr = tl.constexpr(64)  # keys per block, the unit of work
+SEQUENCES: tl.constexpr = tl.constexpr(128)  # sequences whose work is summed at a time
 FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What may be tuned."""
+    """The tunable sizes."""
 
     num_warps: int = 1
 
@@ -44,7 +45,7 @@ def heuristic(call: MakeDecodeSchedule) -> Tile:
 
 @triton.jit
 def length_of(seq, num_seqs, lens_ptr, extra_lens_ptr, SPARSE: tl.constexpr, HAS_EXTRA: tl.constexpr):
-    """The number of keys of one sequence or of several, where extra keys begin a new block."""
+    """The number of keys of each sequence in `seq`. Extra keys begin a new block."""
     length = tl.maximum(tl.load(lens_ptr + seq, mask=seq < num_seqs, other=0), 0).to(tl.int64)
     if SPARSE:
         length = tl.maximum(length, 1)
@@ -65,9 +66,9 @@ def schedule_kernel(
     lens_ptr, extra_lens_ptr, parts_ptr, num_splits_ptr, num_seqs, num_parts, overhead,
     SPARSE: tl.constexpr, HAS_EXTRA: tl.constexpr,
 ):  # fmt: skip
-    """Cut the blocks of all sequences, laid end to end, into parts of about equal cost.
+    """Lay the blocks of all sequences end to end, and cut them into parts of about equal cost.
 
-    A row of `parts` is (first sequence, its first block, last sequence, its end block, the first sequence's split).
+    A row of `parts` has (first sequence, its first block, last sequence, its end block, the first sequence's split).
     """
     work = tl.zeros([SEQUENCES], tl.int64)
     for start in range(0, num_seqs, SEQUENCES):
@@ -77,7 +78,7 @@ def schedule_kernel(
     budget = (tl.sum(work, 0) + num_parts - 1) // num_parts + overhead
     tl.store(num_splits_ptr, 0)
     seq = 0
-    block = budget * 0  # next block of sequence `seq`; an int64, like the budget
+    block = budget * 0  # the next block of sequence `seq`, as int64 like the budget
     split = 0
     splits = 0
     for part in range(num_parts):

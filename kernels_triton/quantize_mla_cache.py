@@ -1,4 +1,4 @@
-"""Quantising a latent cache in Triton: row i of `kv` goes to slot i of a new cache of bytes."""
+"""Quantising a latent cache in Triton. The kernel writes row i of `kv` to slot i of a new cache of bytes."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> Any:
     (cache,) = launch(
         write_mla_cache.write_rows_kernel,
         (cdiv(num_pages * page_size, tile.block_t), write_mla_cache.programs_per_row(call.kv_format, 1)),
-        (kv,) * 8,  # stand-ins, too, for arrays of places and for an older cache
+        (kv,) * 8,  # kv is also the stand-in for absent arrays
         [(call.out_shape, "uint8")],
         num_tokens=num_pages * page_size,
         slots_stride=0,

@@ -1,9 +1,12 @@
-"""Ragged attention over latents in Triton: the plan of `ragged_paged_attention`, the loop over keys of `_latent`.
+"""Ragged attention over latents in Triton.
 
-The rows of a sequence are its query tokens times the heads, which all share its keys. A program takes a block of rows:
-of a long sequence over all keys that they see, of a short one (decode, speculative decode) over a part of its keys, and
-`combine_kernel` merges the parts. One launch has both kinds of programs; there are two launches if the tiles differ and
-the host does not know that all sequences are short.
+It divides work as `ragged_paged_attention` does, and uses the loop over keys of `_latent`. The rows of a sequence are
+its query tokens times the heads; all of them share its keys. A program computes a block of rows. For a long sequence it
+visits all keys that the rows see. For a short one (decode, speculative decode) it visits one KV split, and
+`combine_kernel` merges the splits.
+
+If the tiles for long and short sequences are equal, one launch has programs for both kinds. Otherwise there are two
+launches, or one if the host knows that all sequences are short.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -65,9 +68,9 @@ from ragged_attention.kernels_triton._tiles import (
     overlaps,
 )
 
-MANY_TOKENS = 8  # average query tokens per sequence above which a batch is taken to have prompts
-EVEN = 1024  # capacity of a sequence up to which different lengths do not matter
-WAVES = 4  # maximum waves of programs for parts: more would only take memory
+MANY_TOKENS = 8  # a batch with more query tokens per sequence on average is assumed to have prompts
+EVEN = 1024  # up to this capacity per sequence, unequal lengths do not matter
+WAVES = 4  # maximum waves of programs for splits: more would only take memory
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
     "cache_format", "cache_layout", "out_dtype",
@@ -76,14 +79,14 @@ FEATURES = frozenset({
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What may be tuned. Rows are query tokens times heads."""
+    """The tunable sizes. Rows are query tokens times heads."""
 
-    block_h: int = 16  # rows of a program for a sequence that is not short
-    block_kv: int = 32  # keys per step of such a program
+    block_h: int = 16  # rows per program for long sequences
+    block_kv: int = 32  # keys per step for long sequences
     num_warps: int = 4
     num_stages: int = 2
-    split_rows: int = 16  # rows up to which a sequence is short
-    split_block_h: int = 16  # rows of a program for a short sequence
+    split_rows: int = 16  # maximum rows of a short sequence
+    split_block_h: int = 16  # rows per program for short sequences
     split_block_kv: int = 32
     split_num_warps: int = 4
     split_num_stages: int = 2
@@ -99,7 +102,7 @@ class Tile:
 
     @property
     def long(self) -> plan.Tile:
-        """The tile for sequences that are not short."""
+        """The tile for long sequences."""
         return plan.Tile(
             block_h=self.block_h, block_kv=self.block_kv, num_warps=self.num_warps, num_stages=self.num_stages
         )
@@ -125,7 +128,7 @@ def why_not(call: RaggedMlaAttention) -> str | None:
 
 
 def heuristic(call: RaggedMlaAttention) -> Tile:
-    """As few rows as suffice; enough splits of short sequences' keys to fill the GPU."""
+    """The smallest row blocks that suffice, and enough splits of short sequences to fill the GPU."""
     tokens = cdiv(call.num_tokens, max(call.max_num_seqs, 1)) if call.max_q_len is None else call.max_q_len
     tokens = max(1, tokens) if tokens <= MANY_TOKENS else FEW_TOKENS
     tile = sizes(call, call.num_q_heads * call.num_tokens, call.num_q_heads * tokens)
@@ -133,14 +136,14 @@ def heuristic(call: RaggedMlaAttention) -> Tile:
 
 
 def invariant_tile(call: RaggedMlaAttention) -> Tile:
-    """No size depends on the batch."""
+    """A batch-invariant tile: no size depends on the batch."""
     tile = sizes(call, plan.LARGEST_INT, call.num_q_heads * FEW_TOKENS)
     split = most_keys(call) > plan.OWN_SPLIT
     return dataclasses.replace(tile, num_splits=plan.OWN_SPLITS if split else 1, invariant=True)
 
 
 def sizes(call: RaggedMlaAttention, rows: int, short_rows: int) -> Tile:
-    """The tile for `rows` rows of all sequences together, and `short_rows` rows of each short sequence; unsplit."""
+    """The tile, without splits, for `rows` rows in the batch and `short_rows` rows per short sequence."""
     walk = plan.Walk(
         dense=True,
         ragged=True,
@@ -163,15 +166,15 @@ def sizes(call: RaggedMlaAttention, rows: int, short_rows: int) -> Tile:
 
 
 def most_keys(call: RaggedMlaAttention) -> int:
-    """The most keys that a short sequence can see."""
+    """The maximum number of keys that a short sequence can see."""
     window = window_of(call)
     return call.capacity if window is None else min(call.capacity, window + FEW_TOKENS)
 
 
 def splits(call: RaggedMlaAttention, tile: Tile) -> int:
-    """The total number of splits that is fastest if all sequences are short and equally long.
+    """The total number of splits that is fastest if all sequences are short and have equally many keys.
 
-    If lengths differ, each split has about as many keys.
+    If lengths differ, longer sequences get more of these splits, so that all splits have about equally many keys.
     """
     keys, blocks = most_keys(call), tile.short_rows // tile.split_block_h
     programs = plan.programs_at_once(call, tile.split_block_h)
@@ -185,12 +188,12 @@ def splits(call: RaggedMlaAttention, tile: Tile) -> int:
 
 @triton.jit
 def selected(condition, first, second, UNIFORM: tl.constexpr):
-    """The numbers of one tuple or of the other; both are computed, since a branch would hide that they are uniform.
+    """The tuple `first` if `condition`, else `second`.
 
-    UNIFORM tells the compiler, by a maximum over a warp, that the numbers are the same in all threads, so that they
-    take no thread's registers. Without it, tiles of 64 rows and 64 keys spill 80 to 180 bytes a thread (Triton 3.9 on
-    sm_90). Where the first key of a block follows from such a number, though, Triton no longer loads keys 16 bytes at a
-    time.
+    Both tuples are computed, because after a branch the compiler would not know that all threads have equal numbers. If
+    UNIFORM, a maximum over a warp proves it to the compiler, so that the numbers go to uniform registers. Without this,
+    tiles of 64 rows and 64 keys spill 80 to 180 bytes per thread (Triton 3.9 on sm_90). But if the first key of a block
+    depends on such a maximum, Triton no longer loads keys 16 bytes at a time.
     """
     numbers = ()
     for index in tl.static_range(len(first)):
@@ -204,13 +207,13 @@ def selected(condition, first, second, UNIFORM: tl.constexpr):
 @triton.jit
 def find_row_block(batch, NUM_HEADS: tl.constexpr, SHORT_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
                    BLOCK_KV: tl.constexpr):  # fmt: skip
-    """(seq, start, q_len, kv_len, row_block, begin, end, count, place) of a program with a block of a long sequence's
-    rows over all keys, or of the rows of no sequence, which see no keys.
+    """(seq, start, q_len, kv_len, row_block, begin, end, count, place) of a program for a long sequence.
 
-    `row_block` is the number of the block in its sequence, [begin, end) are the blocks of keys, `count` is the number
-    of splits (one) and `place` where they would be stored. `q_len` is 0 where there is nothing to do.
+    The program has a block of the sequence's rows and all its keys, or a block of the rows of no sequence and no keys.
+    `row_block` is the block's index in its sequence, and [begin, end) are the key blocks. `count` is the number of
+    splits, here 1, and `place` the index at which a split is stored. `q_len` is 0 if the program has no work.
     """
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows see the most keys: begin with them
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # start with the last rows, which see the most keys
     seq, start, q_len, first_row, live = find_rows(block, batch, NUM_HEADS, BLOCK_H)
     kv_len = tl.load(batch.kv_lens_ptr + seq, mask=live, other=0)
     q_len = tl.where((first_row >= 0) & ((q_len * NUM_HEADS > SHORT_ROWS) | (live == 0)), q_len, 0)
@@ -222,7 +225,7 @@ def find_row_block(batch, NUM_HEADS: tl.constexpr, SHORT_ROWS: tl.constexpr, BLO
 @triton.jit
 def find_key_split(batch, mask, num_splits, ranges_ptr, KIND: tl.constexpr, DIVISION: tl.constexpr,
                    BLOCK_H: tl.constexpr):  # fmt: skip
-    """The same numbers of a program with a block of a short sequence's rows over one split of its keys."""
+    """The tuple of `find_row_block` for a program that has a block of a short sequence's rows and one KV split."""
     ROW_BLOCKS: tl.constexpr = DIVISION.SHORT_ROWS // BLOCK_H
     split = find_split(tl.program_id(0) // ROW_BLOCKS, batch, mask, num_splits, ranges_ptr, KIND, DIVISION)
     begin = split.first // DIVISION.BLOCK_KV
@@ -236,18 +239,18 @@ def find_key_split(batch, mask, num_splits, ranges_ptr, KIND: tl.constexpr, DIVI
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Config(Constants):
-    """What a launch of the kernel is compiled for."""
+    """The compile-time constants of a launch of the kernel."""
 
     FORMAT: RowFormat
     LOOP: Loop
     MASK: MaskKind
     DIVISION: Division
     NUM_HEADS: int
-    BLOCK_H: int  # rows of a program
-    DV: int  # columns of a result
+    BLOCK_H: int  # rows per program
+    DV: int  # columns of a result row
     CAP_UNIT: float  # see `unit_under_cap`
     HAS_SHORT: bool  # whether the launch has programs for short sequences
-    HAS_LONG: bool  # whether it has programs for long ones, and for the rows of none
+    HAS_LONG: bool  # whether it has programs for long sequences and the rows of no sequence
     HAS_NUM_SEQS: bool
     HAS_SINKS: bool
     KV_SCALE_STRIDE: int  # see `load_scale`
@@ -261,10 +264,11 @@ def ragged_latent_kernel(
     num_tokens, max_num_seqs, capacity, window, num_slots, table_stride, q_token_stride, q_head_stride,
     page_stride, slot_stride, logit_scale, soft_cap, kv_scale_factor, num_splits, num_parts, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_H rows of a short sequence, over one split of its keys, or of a long one or of none, over all its keys.
+    """Attend with BLOCK_H rows of a short sequence to one KV split, or of a long sequence to all keys that they see.
 
-    Programs of short sequences come first: `num_parts` for each block of SHORT_ROWS. The rows of a sequence with
-    several splits go to parts [splits, SHORT_ROWS, DV] float32, normalised, with their base-2 lse beside them.
+    The first programs are those of short sequences: `num_parts` for each block of their SHORT_ROWS rows. If a sequence
+    has several splits, their normalised results go to parts [splits, SHORT_ROWS, DV] float32, and their base-2 lse to
+    an array without the last axis. The other programs also write the rows of no sequence.
     """
     LOOP: tl.constexpr = CONFIG.LOOP
     FORMAT: tl.constexpr = CONFIG.FORMAT
@@ -294,7 +298,7 @@ def ragged_latent_kernel(
     if first_row < num_rows:
         row = first_row + tl.arange(0, BLOCK_H)
         valid = row < num_rows
-        num_old = kv_len - q_len  # keys before the first query's own
+        num_old = kv_len - q_len  # the number of keys before the first query's own key
         low = num_old + first_row // NUM_HEADS
         high = num_old + tl.minimum((first_row + BLOCK_H - 1) // NUM_HEADS, q_len - 1)
         first, last = key_range(low, high, kv_len, mask, KIND)
@@ -306,7 +310,7 @@ def ragged_latent_kernel(
         kv_scale = load_scale(kv_scale_ptr, 0, kv_scale_factor, CONFIG.KV_SCALE_STRIDE)
         groups, lost, q_rest, lost_rest, unit = load_queries(q_rows, valid, OPERANDS)
         state = first_state(BLOCK_H, LOOP)
-        # See `_latent.kernel` for why a loop of one iteration carries queries that were computed.
+        # Computed queries are carried by a loop of one iteration; `_latent.kernel` explains why.
         CARRIED: tl.constexpr = (OPERANDS.DIVIDED or FORMAT.FOLDED) and BLOCK_H >= SEPARATE_QK_ROWS
         once = 1
         if CARRIED:
@@ -338,21 +342,21 @@ def ragged_latent_kernel(
             store_groups(parts_ptr, index, Finished(acc, factor * restored, acc_rest, factor), valid, OPERANDS,
                          OPERANDS.REST_IS_VALUE, CONFIG.DV)  # fmt: skip
             tl.store(part_lses_ptr + index, lse_in_base_2(m_i, l_i), mask=valid)
-    if CONFIG.PDL and CONFIG.HAS_SHORT and not CONFIG.HAS_LONG:  # what follows waits for this launch only, and must
-        gdc_wait()  # find the rows of the launch before it too
+    if CONFIG.PDL and CONFIG.HAS_SHORT and not CONFIG.HAS_LONG:  # the next kernel waits for this launch only, and
+        gdc_wait()  # also needs the rows of the previous launch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shared:
-    """What the launches of one call have in common."""
+    """The arguments that all launches of a call share."""
 
     arrays: tuple[Any, ...]
     numbers: dict[str, Any]
-    constants: dict[str, Any]  # of `Config`
+    constants: dict[str, Any]  # fields of `Config`
 
 
 def shared_by_launches(call: RaggedMlaAttention, launch: Any) -> Shared:
-    """The arrays, numbers and constants of a call; q stands for arrays that are absent."""
+    """The arrays, numbers and constants of a call, with q as a stand-in for absent arrays."""
     q = launch.packed(call.q)
     page_indices, cu_q_lens, kv_lens = map(launch.packed, (call.page_indices, call.cu_q_lens, call.kv_lens))
     cache = plan.readable(call.kv_cache, call.kv_format, launch)
@@ -398,7 +402,7 @@ def shared_by_launches(call: RaggedMlaAttention, launch: Any) -> Shared:
 
 
 def division_of(call: RaggedMlaAttention, tile: Tile, block_kv: int, *, splits: bool) -> Division:
-    """How the work of a launch is divided; `splits` if it has programs for short sequences."""
+    """The `Division` of a launch; `splits` says whether it has programs for short sequences."""
     split_kv = splits and tile.num_splits > 1
     balanced = split_kv and not tile.invariant
     return Division(
@@ -416,7 +420,7 @@ def division_of(call: RaggedMlaAttention, tile: Tile, block_kv: int, *, splits: 
 def launch_arguments(
     call: RaggedMlaAttention, tile: Tile, body: plan.Tile, shared: Shared, *, short: bool, long: bool
 ) -> dict[str, Any]:
-    """The options and the constants of a launch, for the sequences that are named."""
+    """The options and constants of a launch for short sequences, long ones, or both."""
     return shared.numbers | {
         "num_splits": tile.num_splits,
         "num_warps": body.num_warps,
@@ -424,7 +428,7 @@ def launch_arguments(
         "CONFIG": Config(
             LOOP=Loop(
                 SPARSE=False,
-                # Where a block's rows are of one token, they all see the keys [first, last) of the block.
+                # If all rows of a block have the same token, they all see the same keys, [first, last).
                 CAUSAL=bool(call.causal) and call.num_q_heads % body.block_h != 0,
                 HAS_WINDOW=window_of(call) is not None and call.num_q_heads % body.block_h != 0,
                 HAS_SOFT_CAP=call.soft_cap is not None,
@@ -442,17 +446,17 @@ def launch_arguments(
 
 
 def all_are_short(call: RaggedMlaAttention, tile: Tile) -> bool:
-    """Whether all sequences are short, as far as the host knows."""
+    """Whether the host expects all sequences to be short."""
     return most_tokens(call) * call.num_q_heads <= tile.short_rows
 
 
 def long_programs(call: RaggedMlaAttention, body: plan.Tile) -> int:
-    """The most blocks of rows that there can be, see `find_segment`: one program for each."""
+    """The maximum number of row blocks, each with one program; see `find_segment`."""
     return call.num_tokens * call.num_q_heads // body.block_h + call.max_num_seqs + 2
 
 
 def run_long(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared) -> Any:
-    """Enqueue the kernel for long sequences, and for the rows of none; returns out and lse."""
+    """Enqueue the kernel for long sequences and the rows of no sequence; returns out and lse."""
     nothing = ((1,), "float32")
     *_, out, lse = launch(
         ragged_latent_kernel,
@@ -468,12 +472,13 @@ def run_long(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared) 
 def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared, given: Any) -> Any:
     """Enqueue the kernels for short sequences; returns out and lse.
 
-    They write the rows that the other launch left of `given` or, where that is None, have programs for all rows.
+    `given` is the out and lse of `run_long`, in which these kernels fill the missing rows. If `given` is None, the
+    launch has programs for all rows.
     """
     split_kv = tile.num_splits > 1
     entries, stored = splits_at_most(call.max_num_seqs, tile.num_splits, invariant=tile.invariant)
     parts = (stored, tile.short_rows) if split_kv else (1,)
-    out, lse = given or shared.arrays[:1] * 2  # q stands for arrays that are absent
+    out, lse = given or shared.arrays[:1] * 2  # q is a stand-in for absent arrays
     *partial, ranges, out, lse = launch(
         ragged_latent_kernel,
         (entries * (tile.short_rows // tile.split_block_h) + (0 if given else long_programs(call, tile.short)),),
@@ -519,7 +524,7 @@ def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared,
 
 
 def results(call: RaggedMlaAttention) -> list[Any]:
-    """Out and lse as a launcher allocates them."""
+    """The shapes and dtypes of out and lse, for the launcher to allocate."""
     return [(call.out_shape, call.result_dtype), (call.q.shape[:2], "float32")]
 
 

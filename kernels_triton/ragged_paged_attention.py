@@ -1,12 +1,27 @@
 """Ragged paged attention in Triton: FlashAttention over pages, with split KV for short sequences.
 
-Sequences whose rows (query tokens times heads of a group) fit one small tile (decode, speculative decode) go to the
-*split* kernel: it divides their keys into splits of equal length, however long each sequence is, and the *combine*
-kernel merges the splits of a row. All other sequences go to the *tile* kernel, a program for each block of rows.
+A sequence is *short* if its rows (query tokens times heads of a group) fit one small tile, as in decode and speculative
+decode. Short sequences go to the *split* kernel, which divides their keys into KV splits, and the *combine* kernel
+merges the splits of each row. All other sequences go to the *tile* kernel, which has one program per block of rows.
 
-Grids are upper bounds that follow from shapes. A program of the tile kernel finds its sequence by binary search over
-`cu_q_lens`, one of the split kernel finds its split by sums over all lengths (`_splits`); a program without work leaves
-at once, so nothing is read back from the device. What a query sees is in `_mask`, the loop over keys in `_pages`.
+Grids are upper bounds that follow from shapes alone, so the host reads nothing back from the device. A program of the
+tile kernel finds its sequence by binary search over `cu_q_lens`. A program of the split kernel finds its split by sums
+over all lengths. A program without work returns at once.
+
+Both kernels do three things: find their rows and keys, run the loop over keys, and store the rows. The parts are in
+modules that other operations share:
+
+- `_splits`: the division of work. `Batch` bundles the call's sequences; `Split` is one program's share of a short one.
+- `_rows`: loads of query rows and stores of results. `Rows` says which rows a program has.
+- `_mask`: causal, window and draft masks. `Mask` bundles their numbers; `Visible` says which keys a block of rows sees.
+- `_pages`: the FlashAttention loop. `Queries` bundles the loaded query rows and their logit scales; `Pages` bundles the
+  addresses of one KV head's K and V and the sequence's row of the block table.
+- `_softmax`, `_formats`: the online softmax step, and how 8-bit caches are decoded.
+- `_combine`: the combine kernel.
+- `_paged_tiles`: the tile sizes for each GPU.
+
+A bundle of tensors is a named tuple. Compile-time constants are frozen dataclasses (`_constants`); `Config` has all
+constants of a launch. This file has the two kernels, and the host code that launches them.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -71,9 +86,9 @@ from ragged_attention.kernels_triton._tiles import (
     overlaps,
 )
 
-MIN_SPLIT = 256  # fewest keys that make a split worth its program
-MIN_INVARIANT_SPLIT = 1024  # more in batch-invariant mode, where other sequences may already fill the GPU
-INVARIANT_SPLITS = 16  # most splits of a sequence there: enough for one sequence and eight KV heads to fill a GPU
+MIN_SPLIT = 256  # minimum keys per split: a smaller split is not worth its program
+MIN_INVARIANT_SPLIT = 1024  # the same minimum in batch-invariant mode: other sequences may already fill the GPU
+INVARIANT_SPLITS = 16  # maximum splits per sequence in that mode: one sequence with 8 KV heads then fills a GPU
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
     "draft_mask", "out_dtype",
@@ -82,15 +97,15 @@ FEATURES = frozenset({
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What may be tuned. Rows are query tokens times heads of a group."""
+    """The tunable sizes. Rows are query tokens times heads of a group."""
 
-    block_q: int = 64  # rows of a program of the tile kernel
-    block_kv: int = 64  # keys per step of the tile kernel, where every row sees all of them
-    edge_kv: int = 64  # keys per step where some row does not; no more than block_kv
+    block_q: int = 64  # rows per program of the tile kernel
+    block_kv: int = 64  # keys per step of the tile kernel's unmasked loop
+    edge_kv: int = 64  # keys per step of its masked loop; at most block_kv
     num_warps: int = 4
     num_stages: int = 2
-    split_weights_below: int = 1024  # rows with fewer keys get bfloat16 weights of two terms; 0 is faster
-    split_block_q: int = 16  # rows up to which a sequence goes to the split kernel
+    split_weights_below: int = 1024  # rows that see fewer keys get two-term bfloat16 weights; 0 is faster
+    split_block_q: int = 16  # a sequence with at most this many rows goes to the split kernel
     split_block_kv: int = 64
     split_num_warps: int = 4
     split_num_stages: int = 3
@@ -110,21 +125,24 @@ def why_not(call: RaggedPagedAttention) -> str | None:
 
 
 def heuristic(call: RaggedPagedAttention) -> Tile:
-    """Tiles that fit registers and shared memory, wgmma-sized where there are enough rows; splits that fill the GPU."""
+    """A tile that fits registers and shared memory, wgmma-sized if there are enough rows; splits that fill the GPU."""
     tile = sizes.sizes(call, sizes.split_rows(call), call.num_tokens * call.group)
     return Tile(**tile, num_splits=splits(call))
 
 
 def invariant_tile(call: RaggedPagedAttention) -> Tile:
-    """No size depends on the batch. The tile kernel visits all keys in order, in its masked loop, so that the bits of a
-    row do not depend on the rows beside it either."""
+    """A batch-invariant tile: no size depends on the batch.
+
+    The tile kernel visits all keys in order, in its masked loop. So a row's result does not depend on which other rows
+    are in its block.
+    """
     split = call.sliding_window is None or call.sliding_window > MIN_INVARIANT_SPLIT
     tile = sizes.sizes(call, sizes.most_split_rows(call, FEW_TOKENS))
     return Tile(**tile, num_splits=INVARIANT_SPLITS if split else 1, invariant=True)
 
 
 def splits(call: Any) -> int:
-    """Splits for eight programs per multiprocessor, as far as there can be enough keys for them."""
+    """The number of splits that gives each multiprocessor eight programs, unless splits would get too few keys."""
     keys = call.capacity if call.sliding_window is None else min(call.capacity, call.sliding_window + 8)
     if keys <= MIN_SPLIT or not 0 < call.max_num_seqs <= SEQUENCES[-1]:
         return 1
@@ -134,12 +152,12 @@ def splits(call: Any) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Config(Constants):
-    """What a launch of the two attention kernels is compiled for."""
+    """The compile-time constants of a launch of either attention kernel."""
 
     ATTENTION: Attention
     SCALING: Scaling
     DIVISION: Division
-    BLOCK_Q: int  # rows of a program
+    BLOCK_Q: int  # rows per program
     COMBINED: bool  # whether K and V are interleaved in one array
     HAS_NUM_SEQS: bool
     PDL: bool  # programmatic dependent launch: this kernel and the one before it may overlap
@@ -154,7 +172,7 @@ def tile_kernel(
     v_page_stride, v_slot_stride, v_head_stride,
     sm_scale, soft_cap, k_scale_factor, v_scale_factor, window, draft_stride, draft_width, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows of one KV head, over all keys that these see; also writes the rows of no sequence."""
+    """Attend with one block of rows of one KV head to all keys that they see; also write the rows of no sequence."""
     SHAPE: tl.constexpr = CONFIG.ATTENTION.SHAPE
     KIND: tl.constexpr = CONFIG.ATTENTION.MASK
     GROUP: tl.constexpr = SHAPE.GROUP
@@ -162,7 +180,7 @@ def tile_kernel(
     EDGE_KV: tl.constexpr = CONFIG.ATTENTION.LOOP.EDGE_KV
     if CONFIG.PDL:
         gdc_launch_dependents()
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows see the most keys: begin with them
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # start with the last rows, which see the most keys
     kv_head = tl.program_id(1)
     num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, CONFIG.HAS_NUM_SEQS)
     batch = Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
@@ -207,11 +225,12 @@ def split_kernel(
     sm_scale, soft_cap, k_scale_factor, v_scale_factor, window, draft_stride, draft_width, num_splits,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """One split of a short sequence's keys for one KV head; a sequence of one split is finished here.
+    """Attend with a short sequence's rows of one KV head to one split of its keys.
 
-    The splits of other sequences go to parts [splits, K, BLOCK_Q, DV] float32, normalised, and their base-2 lse beside
-    them. Where the tile kernel does not run, this one writes the rows of no sequence too, and the last programs take
-    the further blocks of rows of sequences that are not short after all.
+    If the sequence has one split, its result is final. Otherwise the split's normalised result goes to parts [splits,
+    K, BLOCK_Q, DV] float32, and its base-2 lse to an array without the last axis. If the tile kernel does not run, this
+    kernel also writes the rows of no sequence. If a sequence turns out not to be short, the grid's last programs
+    compute its blocks of rows after the first.
     """
     SHAPE: tl.constexpr = CONFIG.ATTENTION.SHAPE
     KIND: tl.constexpr = CONFIG.ATTENTION.MASK
@@ -220,7 +239,7 @@ def split_kernel(
     BLOCK_KV: tl.constexpr = CONFIG.ATTENTION.LOOP.BLOCK_KV
     if CONFIG.PDL:
         gdc_launch_dependents()
-    entry = tl.program_id(0)  # the one axis without a small limit on some GPUs
+    entry = tl.program_id(0)  # some GPUs limit the other axes to 65535 programs
     kv_head = tl.program_id(1)
     num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, CONFIG.HAS_NUM_SEQS)
     batch = Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
@@ -257,22 +276,22 @@ def split_kernel(
         else:
             part = split.place.to(tl.int64) * (SHAPE.NUM_HEADS // SHAPE.GROUP) + kv_head
             store_split(parts_ptr, part_lses_ptr, state, rows, part, SHAPE)
-    if CONFIG.PDL and not DIVISION.ALL_SEQUENCES:  # what follows waits for this kernel only, and must find the tile
-        gdc_wait()  # kernel's rows too
+    if CONFIG.PDL and not DIVISION.ALL_SEQUENCES:  # the next kernel waits for this one only, and also needs the tile
+        gdc_wait()  # kernel's rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operands:
-    """What the attention kernels of one call have in common."""
+    """The arguments that both attention kernels of a call share."""
 
     arrays: tuple[Any, ...]
     numbers: dict[str, Any]
-    constants: dict[str, Any]  # of `Config`
-    attention: dict[str, Any]  # of `Attention`
+    constants: dict[str, Any]  # fields of `Config`
+    attention: dict[str, Any]  # fields of `Attention`
 
 
 def operands_of(call: Any, launch: Any) -> Operands:
-    """The operands of a call; q stands for arrays that are absent."""
+    """The operands of a call, with q as a stand-in for absent arrays."""
     q = launch.packed(call.q)
     page_indices, cu_q_lens, kv_lens = map(launch.packed, (call.page_indices, call.cu_q_lens, call.kv_lens))
     k_pages, v_pages, kv_strides = cache_views(call, launch)
@@ -333,23 +352,23 @@ def shape_of(call: Any, v_head_dim: int) -> Shape:
 
 
 def in_bfloat16(call: Any) -> bool:
-    """Whether products are of bfloat16, for which weights may take two terms."""
+    """Whether products have bfloat16 operands, so that weights may need two terms."""
     return dtype_name(call.q) == call.cache_dtype == "bfloat16"
 
 
 def all_are_short(call: Any, tile: Tile) -> bool:
-    """Whether all sequences are short, as far as the host knows, so that the split kernel suffices."""
+    """Whether the host expects all sequences to be short, so that the tile kernel need not run."""
     few = most_tokens(call) * call.group <= tile.split_block_q
     return few and call.num_tokens > 0 and 0 < call.max_num_seqs <= SEQUENCES[-1]
 
 
 def results(call: Any) -> list[Any]:
-    """Out and lse as a launcher allocates them."""
+    """The shapes and dtypes of out and lse, for the launcher to allocate."""
     return [(call.out_shape, call.result_dtype), (call.q.shape[:2], "float32")]
 
 
 def run_tile(call: Any, tile: Tile, launch: Any, operands: Operands) -> list[Any]:
-    """Enqueue the kernel for long sequences, and for the rows of no sequence; returns out and lse."""
+    """Enqueue the tile kernel, for long sequences and the rows of no sequence; returns out and lse."""
     careful_below = tile.split_weights_below if in_bfloat16(call) else 0
     loop = Loop(
         BLOCK_KV=tile.block_kv,
@@ -379,9 +398,10 @@ def run_tile(call: Any, tile: Tile, launch: Any, operands: Operands) -> list[Any
 
 
 def run_split(call: Any, tile: Tile, launch: Any, operands: Operands, given: Any) -> list[Any]:
-    """Enqueue the kernels for short sequences; returns out and lse.
+    """Enqueue the split kernel and, if needed, the combine kernel; returns out and lse.
 
-    They write the rows that the tile kernel left of `given` or, where that is None, all rows.
+    `given` is the tile kernel's out and lse, in which these kernels fill the missing rows. If `given` is None, they
+    write all rows.
     """
     split_kv = tile.num_splits > 1
     division = Division(
@@ -403,7 +423,7 @@ def run_split(call: Any, tile: Tile, launch: Any, operands: Operands, given: Any
     entries, _ = splits_at_most(call.max_num_seqs, tile.num_splits, invariant=tile.invariant)
     later = 0 if given else call.num_tokens * call.group // tile.split_block_q
     parts = (entries, call.num_kv_heads, tile.split_block_q) if split_kv else (1,)
-    out, lse = given or operands.arrays[:1] * 2  # q stands for arrays that are absent
+    out, lse = given or operands.arrays[:1] * 2  # q is a stand-in for absent arrays
     overlap = dependent(operands.constants["PDL"])
     *partial, ranges, out, lse = launch(
         split_kernel,

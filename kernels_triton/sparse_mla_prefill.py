@@ -1,4 +1,4 @@
-"""Sparse MLA prefill in Triton: in the terms of `_latent`, a decode of one query token per sequence."""
+"""Sparse MLA prefill in Triton. For the kernels of `_latent` it is a decode with one query token per sequence."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,7 @@ FEATURES = frozenset({
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile(plan.Tile):
-    decoded: bool = False  # whether a quantised cache is decoded first, and not a row again for each list that has it
+    decoded: bool = False  # whether a quantised cache is decoded once, before the attention kernel
 
     def __post_init__(self) -> None:
         plan.Tile.__post_init__(self)
@@ -32,7 +32,7 @@ def heuristic(call: SparseMlaPrefill) -> Tile:
 
 
 def invariant_tile(call: SparseMlaPrefill) -> Tile:
-    """No size depends on the batch; of a prefill there are enough tokens without splits."""
+    """A batch-invariant tile: no size depends on the batch. A prefill has enough tokens to fill the GPU unsplit."""
     return dataclasses.replace(tile_for(call, decoded=False), num_splits=1)
 
 

@@ -1,4 +1,4 @@
-"""Writing this step's K and V into the pages, in Triton: a program writes a block of tokens of one KV head."""
+"""Writing this step's K and V into pages, in Triton. Each program writes a block of tokens of one KV head."""
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
@@ -30,9 +30,9 @@ FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "n
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What may be tuned."""
+    """The tunable sizes."""
 
-    block_t: int = 16  # tokens of a program
+    block_t: int = 16  # tokens per program
     num_warps: int = 4
 
     def __post_init__(self) -> None:
@@ -51,28 +51,28 @@ def heuristic(call: WriteKvPages) -> Tile:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Element(Constants):
-    """How K, or V, is stored in its pages."""
+    """The storage format of K or V in pages."""
 
     FORMAT: str  # see `encode`
     PAGE_SIZE: int
     D: int  # the head size
-    D_PAD: int  # the next power of two
+    D_PAD: int  # D, rounded up to a power of two
     SCALE_STRIDE: int  # see `load_scale`
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Config(Constants):
-    """What a launch is compiled for."""
+    """The compile-time constants of a launch."""
 
     K: Element
     V: Element
-    BLOCK_T: int  # tokens of a program
-    HAS_SLOTS: bool  # the slot of each token is given, otherwise it follows from the tables
+    BLOCK_T: int  # tokens per program
+    HAS_SLOTS: bool  # whether the call has a slot mapping; otherwise slots follow from the page table
     HAS_NUM_SEQS: bool
 
 
 class NewRows(NamedTuple):
-    """This step's K or V, [tokens, heads, width], and its scale; see `load_scale`."""
+    """The array of this step's K or V, [tokens, heads, width], and its scale; see `load_scale`."""
 
     ptr: tl.tensor
     token_stride: tl.tensor
@@ -82,7 +82,7 @@ class NewRows(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """The pages of K or of V, of one KV head."""
+    """The pages of one KV head's K or V."""
 
     ptr: tl.tensor
     page_stride: tl.tensor
@@ -90,16 +90,16 @@ class Pages(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A block of tokens."""
+    """A block of tokens and their slots."""
 
     token: tl.tensor
     slot: tl.tensor
-    live: tl.tensor  # whether the token is written at all
+    live: tl.tensor  # whether the token is written
 
 
 @triton.jit
 def slots_from_tables(token, batch, table, search_steps, PAGE_SIZE: tl.constexpr):
-    """Each token's slot, -1 if the token has no sequence or no page."""
+    """Each token's slot, or -1 for a token without a sequence or without a page."""
     low = tl.zeros_like(token)
     high = low + batch.num_seqs + 1
     for _ in range(search_steps):
@@ -122,7 +122,7 @@ def slots_from_tables(token, batch, table, search_steps, PAGE_SIZE: tl.constexpr
 
 @triton.jit
 def write_rows(new, pages, tokens, kv_head, ELEMENT: tl.constexpr):
-    """Write K or V of tokens and one KV head, scaled and encoded, to the tokens' slots."""
+    """Write one KV head's K or V, scaled and encoded, to the tokens' slots."""
     PAGE_SIZE: tl.constexpr = ELEMENT.PAGE_SIZE
     d = tl.arange(0, ELEMENT.D_PAD)
     mask = tokens.live[:, None] & (d < ELEMENT.D)[None, :]
@@ -144,7 +144,7 @@ def write_kernel(
     k_page_stride, k_slot_stride, k_head_stride, v_page_stride, v_slot_stride, v_head_stride,
     k_scale_factor, v_scale_factor, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """A block of tokens of one KV head. If K and V are interleaved in one array, `v_pages_ptr` is None."""
+    """Write a block of tokens of one KV head. If K and V are interleaved in one array, `v_pages_ptr` is None."""
     COMBINED: tl.constexpr = v_pages_ptr is None
     if COMBINED:
         v_pages_ptr = k_pages_ptr
@@ -177,7 +177,7 @@ def run(call: WriteKvPages, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns the page arrays."""
     k, v = launch.packed(call.k), launch.packed(call.v)
     k_pages, v_pages, strides = cache_views(call, launch)
-    # 8-bit elements that are copied as they are reach the kernel as integers, which float32 holds exactly.
+    # 8-bit elements that are copied unchanged reach the kernel as integers, which float32 represents exactly.
     scales = (None, None) if call.copies else (call.k_scale, call.v_scale)
     k_scale, k_arguments = scale_arguments("k_scale", scales[0], k, launch)
     v_scale, v_arguments = scale_arguments("v_scale", scales[1], k, launch)

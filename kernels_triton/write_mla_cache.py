@@ -1,8 +1,9 @@
-"""Writing latent rows into a cache, quantised or not, in Triton; quantising a whole cache runs the same kernel.
+"""Writing latent rows into a plain or quantised cache, in Triton. `quantize_mla_cache` runs the same kernel.
 
-A program takes some rows and of these, in a plain cache, one KV head; in a quantised cache a group of columns that
-share a scale, or the rotary columns. Quantised rows are stored byte by byte, since 32-bit scales and 16-bit values may
-have any alignment if pages have padding between them; where strides allow, the compiler joins the bytes again.
+A program writes a block of rows. In a plain cache it writes one KV head of them. In a quantised cache it writes one
+group of columns that share a scale, or the rotary columns. Quantised rows are stored byte by byte, because padding
+between pages can give 32-bit scales and 16-bit values any alignment. If the strides are multiples of the word size, the
+compiler merges the byte stores.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -56,7 +57,7 @@ def tile_for(form: CacheFormat, num_tokens: int, width: int) -> Tile:
 
 @triton.jit
 def store_bytes(target, values, mask, COUNT: tl.constexpr):
-    """Store unsigned integers [T, C] of COUNT bytes each in the bytes from `target` [T] on, whatever its alignment."""
+    """Store unsigned integers [T, C] of COUNT bytes each to the addresses `target` [T], which need no alignment."""
     rows: tl.constexpr = values.shape[0]
     columns: tl.constexpr = values.shape[1] * COUNT
     byte = tl.arange(0, COUNT)
@@ -67,9 +68,11 @@ def store_bytes(target, values, mask, COUNT: tl.constexpr):
 
 @triton.jit
 def group_scales(values, POWERS: tl.constexpr):
-    """The scale of each row of float32 values: the largest magnitude over 448, at least 1e-4, rounded up to a power of
-    two if POWERS; NaN and infinities stay."""
-    magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in this order NaN is the largest
+    """The scale of each row of float32 values: its largest magnitude divided by 448, but at least 1e-4.
+
+    If POWERS, scales are rounded up to powers of two. A row with NaN or infinity has a scale of NaN or infinity.
+    """
+    magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # as an integer, NaN is the largest
     largest = tl.max(magnitude, 1)
     finite = largest < 0x7F800000
     scale = tl.div_rn(
@@ -84,13 +87,13 @@ def group_scales(values, POWERS: tl.constexpr):
 
 @triton.jit
 def write_group(source, target, scale_target, live, POWERS: tl.constexpr, E8M0: tl.constexpr, GROUP: tl.constexpr):
-    """Quantise and store one group of columns of some rows as e4m3, and its scales, e8m0 or float32."""
+    """Quantise one group of columns to e4m3, and store it with its scales, which are e8m0 or float32."""
     columns = tl.arange(0, GROUP)
     values = tl.load(source[:, None] + columns[None, :], mask=live[:, None], other=0).to(tl.float32)
     scale = group_scales(values, POWERS)
     scaled = tl.div_rn(values, scale[:, None] + tl.zeros_like(values))
     code = encode_float8(scaled, 3, 7, 0x7E)
-    code = tl.where(scaled == scaled, code, 0x7F).to(tl.uint8)  # machines differ about the sign of a NaN
+    code = tl.where(scaled == scaled, code, 0x7F).to(tl.uint8)  # the sign of NaN differs between devices
     store_bytes(target, code, live, 1)
     bits = scale.to(tl.uint32, bitcast=True)
     if E8M0:
@@ -101,13 +104,13 @@ def write_group(source, target, scale_target, live, POWERS: tl.constexpr, E8M0: 
 
 @triton.jit
 def write_group_of_4_bits(source, target, scale_target, live, GROUP: tl.constexpr):
-    """Quantise and store one group of columns of some rows as e2m1, and its e4m3 scales.
+    """Quantise one group of columns to e2m1, and store it with its e4m3 scales.
 
-    A scale is the largest magnitude over 6, or NaN if the group has one.
+    A scale is the group's largest magnitude divided by 6, or NaN if the group has a NaN.
     """
     columns = tl.arange(0, GROUP)
     values = tl.load(source[:, None] + columns[None, :], mask=live[:, None], other=0).to(tl.float32)
-    largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # in this order NaN is the largest
+    largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # as an integer, NaN is the largest
     nan = largest > 0x7F800000
     scale = tl.where(nan, 0, largest).to(tl.float32, bitcast=True)
     scale = tl.div_rn(scale, tl.full(largest.shape, 6.0, tl.float32))
@@ -121,7 +124,7 @@ def write_group_of_4_bits(source, target, scale_target, live, GROUP: tl.constexp
 
 @triton.jit
 def write_rotary(source, target, live, ROTARY: tl.constexpr):
-    """Store the columns that stay in bfloat16."""
+    """Store the rotary columns as bfloat16."""
     columns = tl.arange(0, ROTARY)
     values = tl.load(source[:, None] + columns[None, :], mask=live[:, None], other=0)
     if values.dtype != tl.bfloat16:
@@ -132,7 +135,7 @@ def write_rotary(source, target, live, ROTARY: tl.constexpr):
 @triton.jit
 def write_plain(source, target, live, scale, SCALED: tl.constexpr, CODES: tl.constexpr, WIDTH: tl.constexpr,
                 PADDED: tl.constexpr):  # fmt: skip
-    """Store some rows as they are or, if SCALED, divided by a scale and encoded."""
+    """Store rows unchanged or, if SCALED, divided by a scale and encoded."""
     columns = tl.arange(0, PADDED)
     mask = live[:, None] & (columns < WIDTH)[None, :]
     values = tl.load(source[:, None] + columns[None, :], mask=mask, other=0)
@@ -151,10 +154,10 @@ def write_rows_kernel(
     POWERS: tl.constexpr, KV_PAGE: tl.constexpr, FORMAT: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Write rows of `kv`, which has KV_PAGE rows to a page, to their slots in a cache of the format FORMAT.
+    """Write rows of `kv`, which has KV_PAGE rows per page, to their slots in a cache of the format FORMAT.
 
-    PLACES says where slots come from: "slots" are given one by one, "tables" are those of an attention, and with "rows"
-    row i goes to slot i.
+    PLACES names the source of the slots: "slots" is a slot mapping, "tables" is the page table with the sequences'
+    lengths, and with "rows" row i goes to slot i.
     """
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     part = tl.program_id(1)
@@ -193,12 +196,12 @@ def write_rows_kernel(
 
 
 def programs_per_row(form: CacheFormat, num_kv_heads: int) -> int:
-    """Programs that share a row: one per group and one for the rotary columns, or one per KV head of a plain cache."""
+    """Programs per row: one per group and one for rotary columns, or one per KV head if the cache is plain."""
     return form.num_groups + (form.rotary > 0) if form.quantized else num_kv_heads
 
 
 def constants(call: Any, num_slots: int, page_size: int, tile: Tile) -> dict[str, Any]:
-    """The kernel's arguments that writing and quantising have in common."""
+    """The kernel arguments that writing and quantising share."""
     form, width = call.kv_format, call.kv.shape[-1]
     return {
         "num_warps": tile.num_warps,
@@ -213,7 +216,7 @@ def constants(call: Any, num_slots: int, page_size: int, tile: Tile) -> dict[str
 
 
 def place_arguments(call: WriteMlaCache, launch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The kernel's arrays that say where rows go, and its other arguments about that."""
+    """(arrays, other arguments) by which the kernel finds the rows' slots."""
     if call.slot_mapping is not None:
         slots = call.slot_mapping
         return (slots,) * 5, {"PLACES": "slots", **no_tables(), "slots_stride": launch.strides(slots)[0]}
@@ -232,7 +235,7 @@ def place_arguments(call: WriteMlaCache, launch: Any) -> tuple[tuple[Any, ...], 
 
 
 def no_tables() -> dict[str, Any]:
-    """The kernel's arguments about tables where there are none."""
+    """The kernel's arguments about page tables, for a call without them."""
     return {"HAS_NUM_SEQS": False, "max_num_seqs": 0, "capacity": 0, "table_stride": 0, "search_steps": 0}
 
 

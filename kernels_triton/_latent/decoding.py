@@ -1,6 +1,6 @@
-"""Latent attention: decoding a quantised cache once, for lists that name each of its rows many times.
+"""Latent attention: decoding a quantised cache in advance, for lists that name each of its rows many times.
 
-A decoded row is of bfloat16, see `decoded_format`; the attention uses what it loads of one as an operand.
+Decoded rows are bfloat16 (see `decoded_format`). The attention kernel loads them as operands without conversion.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -19,7 +19,7 @@ from ragged_attention.kernels_triton._latent.plan import Keys
 from ragged_attention.kernels_triton._latent.rows import Rows, group_scale, key_columns, places_of, rest_columns
 from ragged_attention.kernels_triton._tiles import cdiv
 
-BLOCK_T = 16  # rows of a program
+BLOCK_T = 16  # rows per program
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def decode_kernel(
     cache_ptr, out_ptr, page_stride, slot_stride, num_slots, FORMAT: tl.constexpr, DECODED: tl.constexpr,
     OPERANDS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Decode BLOCK_T slots of a cache into rows of WIDTH elements in the format DECODED, listed or not."""
+    """Decode BLOCK_T slots of a cache into rows of WIDTH elements in the format DECODED."""
     slot = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = slot < num_slots
     offset = (slot % FORMAT.PAGE_SIZE).to(tl.int32)
@@ -49,7 +49,7 @@ def decode_kernel(
 
 
 def decoded(keys: Keys, call: Any, launch: Any) -> Keys:
-    """Enqueue the decoding of a cache; returns the same lists into packed rows."""
+    """Enqueue the decoding of a cache; returns `keys` with the packed decoded rows in place of the cache."""
     num_slots, width = keys.cache.shape[0] * keys.page_size, decoded_width(keys.form)
     where = keys.addresses(launch)
     (rows,) = launch(

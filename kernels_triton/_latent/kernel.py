@@ -1,4 +1,4 @@
-"""Latent attention: the kernels, and how they are launched."""
+"""Latent attention: the attention kernel and its launch."""
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
@@ -39,26 +39,26 @@ from ragged_attention.kernels_triton._softmax import LN2, LOG2E, finish
 from ragged_attention.kernels_triton._splits import divide_blocks, find_entry, store_range
 from ragged_attention.kernels_triton._tiles import OLDER_COMPILER, cdiv, next_power_of_2, overlaps
 
-MOST_PROGRAMS = 2**16 - 1  # along the third axis of a grid
+MOST_PROGRAMS = 2**16 - 1  # the limit of a grid's third axis
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Config(Constants):
-    """What a launch of the kernel is compiled for."""
+    """The compile-time constants of a launch of the kernel."""
 
     FORMAT: RowFormat  # of the cache
     EXTRA_FORMAT: RowFormat  # of the second cache
     LOOP: Loop
     MASK: MaskKind
     NUM_HEADS: int
-    GROUP: int  # query heads of a KV head
-    Q_TOKENS: int  # query tokens of a sequence
-    ROWS: int  # rows of a job for one KV head
-    BLOCK_H: int  # rows of a program
-    DV: int  # columns of a result
+    GROUP: int  # query heads per KV head
+    Q_TOKENS: int  # query tokens per sequence
+    ROWS: int  # rows per job and KV head
+    BLOCK_H: int  # rows per program
+    DV: int  # columns of a result row
     CAP_UNIT: float  # see `unit_under_cap`
     HAS_SINKS: bool
-    HAS_MAX: bool  # whether the largest logit of each row is wanted
+    HAS_MAX: bool  # whether the kernel also returns each row's largest logit
     HAS_LENS: bool
     LENS_OF_TOKENS: bool  # whether each query token has a length of its own
     HAS_EXTRA: bool  # whether there is a second cache
@@ -66,7 +66,7 @@ class Config(Constants):
     EXTRA_LENS_OF_TOKENS: bool
     SCHEDULED: bool  # whether a schedule says how many splits each sequence has
     SPLIT_KV: bool  # whether a job can have several splits
-    MIN_BLOCKS: int  # fewest blocks of a split, unless scheduled
+    MIN_BLOCKS: int  # minimum blocks per split, unless scheduled
     PDL: bool  # programmatic dependent launch: the combine kernel may begin before this one has ended
 
 
@@ -82,8 +82,8 @@ def latent_kernel(
     """Attend with BLOCK_H rows of one job for one KV head to one split of its keys.
 
     The result of a job with one split is final. Otherwise the split's normalised result goes to parts [entries, jobs of
-    a sequence, K, ROWS, DV]; its base-2 lse and largest logit go to arrays of that shape without DV. Where no schedule
-    says so, the first split of a job tells the combine kernel which splits the job has.
+    a sequence, K, ROWS, DV]; its base-2 lse and largest logit go to arrays without the last axis. Without a schedule,
+    the program of a job's first split also writes, for the combine kernel, the job's range of splits.
     """
     LOOP: tl.constexpr = CONFIG.LOOP
     FORMAT: tl.constexpr = CONFIG.FORMAT
@@ -122,7 +122,7 @@ def latent_kernel(
         sequence = seq.to(tl.int64)
         limit = last - (Q_TOKENS - 1) + token
         first = 0
-        if KIND.HAS_WINDOW:  # keys that all rows have left behind are not read
+        if KIND.HAS_WINDOW:  # keys before the windows of all rows are not read
             blocks += skipped
             first_token = tl.program_id(0) % ROW_BLOCKS * BLOCK_H // GROUP
             first = tl.maximum(first_key(last - Q_TOKENS + first_token, mask, KIND), 0)
@@ -197,7 +197,7 @@ def latent_kernel(
 
 
 def as_extra(arguments: dict[str, int]) -> dict[str, int]:
-    """Arguments about the second cache, which serves one KV head."""
+    """The arguments renamed for the second cache, which has one KV head."""
     return {f"extra_{name}": value for name, value in arguments.items() if "head" not in name}
 
 
@@ -209,10 +209,11 @@ def capped_scale(scale: float, soft_cap: float | None) -> tuple[dict[str, float]
 
 
 def sums_by_column(call: Any, form: CacheFormat, tile: Tile, *, decoded: bool = False) -> bool:
-    """Whether registers suffice for sums by column; 32 rows on four warps leave none, nor do 64 rows of two formats.
+    """Whether the softmax keeps its sums by column (see `no_sums`), for which registers must suffice.
 
-    64 rows of a plain cache leave enough, but compilers (Triton 3.6 to 3.9) would lay the sums out as an operand, and
-    compute each exponential twice.
+    With 32 rows on four warps they do not, and with 64 rows of two formats they do not either. 64 rows of a plain cache
+    leave enough registers, but there Triton 3.6 to 3.9 would give the sums an operand's layout and compute each
+    exponential twice.
     """
     if call.d_v > 512:
         return False
@@ -222,7 +223,7 @@ def sums_by_column(call: Any, form: CacheFormat, tile: Tile, *, decoded: bool = 
 
 
 def config_of(work: Work, tile: Tile, launch: Any, *, split_kv: bool, cap_unit: float, max_logits: bool) -> Config:
-    """What a call's launch is compiled for."""
+    """The `Config` of a call's launch."""
     call, keys, extra = work.call, work.keys, work.extra or work.keys
     has_extra, arch = work.extra is not None, call.device.arch
     return Config(
@@ -263,10 +264,10 @@ def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
     """Enqueue the kernels; returns out, lse and max_logits, or a stand-in for the latter if it is not requested."""
     call, keys, extra, scheduled = work.call, work.keys, work.extra or work.keys, work.schedule is not None
     entries = work.num_seqs * tile.num_splits
-    if scheduled and work.num_seqs:  # a program of a schedule looks for its sequence, so one has to exist
+    if scheduled and work.num_seqs:  # programs search the schedule for their sequence, so one must exist
         entries = work.num_seqs + work.schedule[0].shape[0]
     split_kv = tile.num_splits > 1 or scheduled
-    absent = work.q  # stands for arrays that the call does not have
+    absent = work.q  # a stand-in for absent arrays
     lens, extra_lens = (absent if one.lens is None else launch.contiguous(one.lens) for one in (keys, extra))
     num_splits = launch.packed(work.schedule[1]) if scheduled else absent
     sinks = absent if call.sinks is None else launch.packed(call.sinks)

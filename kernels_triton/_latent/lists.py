@@ -1,4 +1,4 @@
-"""Latent attention: lists of keys, and which query token and head a row is."""
+"""Latent attention: lists of keys, and the query token and head of each row."""
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
@@ -13,7 +13,7 @@ from ragged_attention.kernels_triton._pages import are_readable, pages_of
 
 @triton.jit
 def token_and_head(row, job, kv_head, GROUP: tl.constexpr, SPARSE: tl.constexpr):
-    """The query token and the head of rows of a job."""
+    """(query token, query head) of a job's rows."""
     if SPARSE:
         token = job + tl.zeros_like(row)
         head = kv_head * GROUP + row
@@ -25,7 +25,7 @@ def token_and_head(row, job, kv_head, GROUP: tl.constexpr, SPARSE: tl.constexpr)
 
 @triton.jit
 def list_length(lens_ptr, index, longest, HAS_LENS: tl.constexpr):
-    """The number of keys in a list, as far as the list has room for them."""
+    """The number of keys in a list, clamped to [0, longest]."""
     count = longest
     if HAS_LENS:
         count = tl.minimum(tl.maximum(tl.load(lens_ptr + index), 0), longest)
@@ -34,7 +34,7 @@ def list_length(lens_ptr, index, longest, HAS_LENS: tl.constexpr):
 
 @triton.jit
 def blocks_before(position, mask, KIND: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """Whole blocks of keys before the first key that the query at a position sees."""
+    """The number of whole key blocks before the first key that the query at `position` sees."""
     blocks = 0
     if KIND.HAS_WINDOW:
         blocks = tl.maximum(first_key(position, mask, KIND), 0) // BLOCK_KV
@@ -59,7 +59,7 @@ def entries_of(list_ptr, block, exists, first, last, SPARSE: tl.constexpr, PAGE_
 @triton.jit
 def keys_of(entries, block, first, last, num_slots, SPARSE: tl.constexpr, PAGE_SIZE: tl.constexpr,
             BLOCK_KV: tl.constexpr):  # fmt: skip
-    """(position, page, offset in the page, whether it may be read) of the keys of a block, from `entries_of`."""
+    """(position, page, offset in the page, whether readable) of each key in a block, from the list's `entries`."""
     position = block * BLOCK_KV + tl.arange(0, BLOCK_KV)
     if SPARSE:
         readable = (entries >= 0) & (entries < num_slots)

@@ -15,7 +15,7 @@ SCALED_WIDTH = 128  # columns of a group of codes
 
 
 def row_format(form: CacheFormat, arch: str, page_size: int, page_unit: int) -> RowFormat:
-    """How a GPU reads the rows of a format from pages of this size."""
+    """The `RowFormat` of a cache format with pages of `page_size` rows."""
     return RowFormat(
         CODES=number_format(form.codes, arch),
         SCALES=form.scales,
@@ -35,10 +35,10 @@ def row_format(form: CacheFormat, arch: str, page_size: int, page_unit: int) -> 
 
 
 def decoded_format(form: CacheFormat, page_unit: int) -> RowFormat:
-    """How a GPU reads the rows of bfloat16 that `decoding` makes of a quantised format, one to a page.
+    """The `RowFormat` of the bfloat16 rows that `decoding` makes from a quantised format, with one row per page.
 
-    The columns of all groups come first. If scales are folded, these columns are without them, and the float32 scales
-    follow, two elements each. The last are the rotary columns, unless a group has them.
+    The columns of all groups come first. If scales are folded, the columns exclude them, and the float32 scales follow,
+    each in the space of two elements. Rotary columns are last, unless they are part of a group.
     """
     grouped, rest = stored_columns(form)
     return RowFormat(
@@ -60,31 +60,31 @@ def decoded_format(form: CacheFormat, page_unit: int) -> RowFormat:
 
 
 def decoded_width(form: CacheFormat) -> int:
-    """Elements of a decoded row, padded so that rows begin at multiples of 16 elements."""
+    """The elements of a decoded row, with padding so that each row begins at a multiple of 16 elements."""
     return cdiv(sum(stored_columns(form)) + folded_elements(form), 16) * 16
 
 
 def folded_elements(form: CacheFormat) -> int:
-    """Elements of 16 bits that hold the scales of a decoded row."""
+    """The number of 16-bit elements that hold a decoded row's scales."""
     return 2 * form.num_groups if form.folded else 0
 
 
 def stored_columns(form: CacheFormat) -> tuple[int, int]:
-    """Columns of a quantised row in groups, and in the rest.
+    """(columns in groups, remaining columns) of a quantised row.
 
-    Rotary columns fill the last group if the codes leave just enough room in it; otherwise they are the rest.
+    Rotary columns belong to the last group if they fill it exactly; otherwise they are the remaining columns.
     """
     room = -form.values % SCALED_WIDTH
     return (form.width, 0) if form.rotary == room else (form.values, form.rotary)
 
 
 def columns(call: Any) -> tuple[int, int]:
-    """Columns in groups, which serve as V, and in the rest."""
+    """(columns in groups, which serve as V, and remaining columns) of a row."""
     return stored_columns(call.kv_format) if call.kv_format.quantized else (call.d_v, call.d_qk - call.d_v)
 
 
 def is_copied(form: CacheFormat, decoded: bool) -> bool:
-    """Whether rows are operands as they are stored."""
+    """Whether stored rows are operands without conversion."""
     return (decoded or form.codes in WIDE_FLOATS) and not form.folded
 
 
@@ -98,7 +98,7 @@ def groups_of(form: CacheFormat, width: int, rows: int, decoded: bool) -> int:
 
 
 def operands(call: Any, rows: int, *, decoded: bool = False) -> Operands:
-    """The operands for tiles of this many rows, over rows as they are stored or `decoded`."""
+    """The `Operands` of tiles with this many rows; `decoded` says whether `decoding` has decoded the cache."""
     form, own = call.kv_format, DTYPES[dtype_name(call.q)]
     grouped, rest = columns(call)
     groups = groups_of(form, grouped, rows, decoded)
