@@ -1,8 +1,8 @@
-"""The lightning indexer's logits: which keys a query token sees, operands of products, and two kernels.
+"""The lightning indexer's logits: visible keys, operands, and the two kernels.
 
-A product has a block of keys and the heads of one token's queries. It is weighted and summed over heads while it is in
-registers, so that one number for each key is left. The *tile* kernel, for prompts, holds a block of keys and visits
-neighbouring tokens; the *walk* kernel, for decoding, holds a token's queries and visits keys.
+A matrix product multiplies a block of keys with all heads of one token. The kernel weights it and sums it over heads
+while it is in registers, which leaves one logit per key. The *tile* kernel, for prompts, holds a block of keys and
+visits neighbouring tokens. The *walk* kernel, for decoding, holds one token's queries and visits blocks of keys.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -21,61 +21,61 @@ from ragged_attention.kernels_triton._sequences import VARYING, PageTable, count
 from ragged_attention.kernels_triton._softmax import matmul, sum_of_products
 from ragged_attention.kernels_triton._splits import LARGEST_INT, Batch
 
-SEQUENCES: tl.constexpr = tl.constexpr(128)  # sequences whose edges a program compares with a token at a time
-LEAST_BLOCKS: tl.constexpr = tl.constexpr(4)  # the fewest blocks of keys that are worth a program
-FILLED: tl.constexpr = tl.constexpr(256)  # columns that are set to -inf at a time
+SEQUENCES: tl.constexpr = tl.constexpr(128)  # sequences among which a program searches at a time
+LEAST_BLOCKS: tl.constexpr = tl.constexpr(4)  # minimum key blocks per program
+FILLED: tl.constexpr = tl.constexpr(256)  # columns set to -inf at a time
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Sight(Constants):
-    """What decides which keys a token sees."""
+    """The constants that determine which keys a token sees."""
 
-    PAGED: bool  # the lengths of sequences in pages; otherwise the ranges of packed keys
-    RATIO: int  # tokens of a sequence for each of its keys
-    RELATIVE: bool  # a row of logits begins with the first key that its token sees
+    PAGED: bool  # whether keys are in pages, and the sequences' lengths decide; otherwise each token has a range
+    RATIO: int  # tokens per key of a sequence
+    RELATIVE: bool  # whether a row of logits begins at the first key that its token sees
     HAS_NUM_SEQS: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Shape(Constants):
-    """Heads and columns, the blocks of them that make one product, and how queries and keys are stored."""
+    """The numbers of heads and columns, their block sizes, and the formats of queries and keys."""
 
     HEADS: int
     BLOCK_H: int
     D: int
     BLOCK_D: int
-    Q_FORMAT: str  # see `decode`; `e4m3_units` are codes that matrix units multiply as they are
+    Q_FORMAT: str  # see `decode`; matrix units multiply codes of `e4m3_units` directly
     KEY_FORMAT: str
-    PAGE_SIZE: int  # 0 if keys are packed
+    PAGE_SIZE: int  # rows per page, or 0 if keys are packed
     PAGE_UNIT: int  # page strides are counted in this many elements
-    SCALES: str  # of keys: "none", "array", or "page", where they follow the codes of a page
+    SCALES: str  # the keys' scales: "none", "array", or "page" if they follow the codes in each page
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Config(Constants):
-    """What a kernel of logits is compiled for."""
+    """The compile-time constants of a logits kernel."""
 
     SHAPE: Shape
     SIGHT: Sight
-    BLOCK_N: int  # keys of a product
-    BLOCK_T: int  # tokens of a program of the tile kernel
-    FILL: bool  # logits of keys that a token does not see become -inf, otherwise they are not written
-    HAS_CANDIDATES: bool = False  # a token sees only the keys in its list of candidate blocks
-    CANDIDATE_SIZE: int = 1  # keys of a candidate block
+    BLOCK_N: int  # keys per product
+    BLOCK_T: int  # tokens per program of the tile kernel
+    FILL: bool  # whether logits of unseen keys are set to -inf; otherwise they are not written
+    HAS_CANDIDATES: bool = False  # whether each token has a list of candidate blocks and sees only their keys
+    CANDIDATE_SIZE: int = 1  # keys per candidate block
 
 
 class Tables(NamedTuple):
-    """The arrays that say which keys a token sees."""
+    """The arrays and numbers that determine which keys a token sees."""
 
-    batch: Batch  # sequences in pages
-    starts_ptr: tl.tensor  # a token's range [start, stop) of packed keys
+    batch: Batch  # the sequences, if keys are in pages
+    starts_ptr: tl.tensor  # each token's range [start, stop), if keys are packed
     stops_ptr: tl.tensor
-    num_columns: tl.tensor  # of the logits: one for each packed key
-    longest: tl.tensor  # a token sees no more keys of its range than this
+    num_columns: tl.tensor  # the number of packed keys
+    longest: tl.tensor  # the maximum number of keys that a token sees in its range
 
 
 class Sequence(NamedTuple):
-    """The sequence of a token; an empty one, with `seq` 0, for a token that belongs to no sequence."""
+    """A token's sequence. For a token without one, the sequence is empty and `seq` is 0."""
 
     seq: tl.tensor
     start: tl.tensor
@@ -94,7 +94,7 @@ class Queries(NamedTuple):
 
 
 class KeyArray(NamedTuple):
-    """The keys, in pages or packed. Packed keys are a single page."""
+    """The keys, in pages or packed. Packed keys count as a single page."""
 
     ptr: tl.tensor
     page_stride: tl.tensor
@@ -105,7 +105,7 @@ class KeyArray(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The operands of products, in memory."""
+    """The addresses of the products' operands."""
 
     queries: Queries
     keys: KeyArray
@@ -113,14 +113,14 @@ class Operands(NamedTuple):
 
 
 class KeyBlock(NamedTuple):
-    """A block of keys."""
+    """The addresses of a block of keys."""
 
-    place: tl.tensor  # where each key's values begin
-    page: tl.tensor  # of each key, -1 for one that may not be read
+    place: tl.tensor  # the address of each key's values
+    page: tl.tensor  # each key's page, or -1 for a key that may not be read
 
 
 class Held(NamedTuple):
-    """Operands that a loop keeps in registers or shared memory; an operand that is None is loaded in each turn."""
+    """Operands that a loop keeps in registers or shared memory. An operand that is None is loaded in each iteration."""
 
     keys: Any = None
     queries: Any = None  # transposed
@@ -130,7 +130,7 @@ class Held(NamedTuple):
 class Walk(NamedTuple):
     """The keys of one token that a program visits, in blocks."""
 
-    end: tl.tensor  # the number of the last block, plus 1
+    end: tl.tensor  # one past the last block's number
     first: tl.tensor  # the token sees no keys outside [first, last)
     last: tl.tensor
     candidates_ptr: tl.tensor
@@ -144,7 +144,7 @@ def clamped(x, low, high):
 
 @triton.jit
 def find_sequence(token, batch):
-    """The `Sequence` of a token. Its number is the count of sequences that end at the token or before it."""
+    """The `Sequence` of a token. Its index is the number of sequences that end at or before the token."""
     seq = 0
     for first in range(0, batch.num_seqs, SEQUENCES):
         index = first + tl.arange(0, SEQUENCES)
@@ -161,14 +161,14 @@ def find_sequence(token, batch):
 
 @triton.jit
 def seen_in_sequence(token, sequence, RATIO: tl.constexpr):
-    """The number of keys that a token of a sequence sees."""
+    """The number of keys of its sequence that a token sees."""
     seen = tl.maximum(sequence.kv_len - (sequence.stop - token) + 1, 0) // RATIO
     return tl.where(sequence.start < sequence.stop, seen, 0)
 
 
 @triton.jit
 def seen_range(token, exists, tables):
-    """The packed keys [first, last) that tokens see; a token that does not exist sees none."""
+    """The range [first, last) of packed keys that each token sees; it is empty for a token that does not exist."""
     first = clamped(tl.load(tables.starts_ptr + token, mask=exists, other=0), 0, tables.num_columns)
     last = clamped(tl.load(tables.stops_ptr + token, mask=exists, other=0), 0, tables.num_columns)
     last = tl.where(last - first > tables.longest, first + tables.longest, last)
@@ -177,7 +177,7 @@ def seen_range(token, exists, tables):
 
 @triton.jit
 def seen_by(token, tables, SIGHT: tl.constexpr):
-    """(sequence, first, last) of a token, which sees the keys [first, last)."""
+    """(sequence, first, last) of a token, which sees the keys [first, last) of that sequence."""
     if SIGHT.PAGED:
         sequence = find_sequence(token, tables.batch)
         seq = sequence.seq
@@ -191,7 +191,7 @@ def seen_by(token, tables, SIGHT: tl.constexpr):
 
 @triton.jit
 def pages_of_keys(keys, readable, seq, table, PAGE_SIZE: tl.constexpr):
-    """The page of each key, -1 where there is none; packed keys are on page 0."""
+    """The page of each key, or -1 for a key without a page. Packed keys are on page 0."""
     if PAGE_SIZE:
         table_ptr = table.ptr + seq.to(tl.int64) * table.stride
         page = tl.load(table_ptr + keys // PAGE_SIZE, mask=readable, other=-1)
@@ -203,11 +203,11 @@ def pages_of_keys(keys, readable, seq, table, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def key_places(keys, page, array, SHAPE: tl.constexpr):
-    """Where the keys' values begin."""
+    """The addresses of the keys' values."""
     if SHAPE.PAGE_SIZE:
         slot = keys % SHAPE.PAGE_SIZE
         place = page.to(tl.int64) * array.page_stride * SHAPE.PAGE_UNIT
-        if SHAPE.SCALES == "page":  # offsets in such a page fit 32 bits
+        if SHAPE.SCALES == "page":  # offsets within such a page fit 32 bits
             place += slot * SHAPE.D
         else:
             place += slot.to(tl.int64) * array.slot_stride
@@ -218,7 +218,7 @@ def key_places(keys, page, array, SHAPE: tl.constexpr):
 
 @triton.jit
 def load_scales(keys, page, array, SHAPE: tl.constexpr):
-    """The keys' scales; 0 where a key may not be read."""
+    """The keys' scales; 0 for keys that may not be read."""
     PAGE_SIZE: tl.constexpr = SHAPE.PAGE_SIZE
     if SHAPE.SCALES == "page":
         scales = array.ptr + page.to(tl.int64) * array.page_stride * SHAPE.PAGE_UNIT + PAGE_SIZE * SHAPE.D
@@ -233,7 +233,7 @@ def load_scales(keys, page, array, SHAPE: tl.constexpr):
 
 @triton.jit
 def in_format(ptr, FORMAT: tl.constexpr):
-    """A pointer whose elements matrix units can multiply, to numbers or to codes of e4m3."""
+    """The pointer, cast to float8 elements if matrix units multiply e4m3 codes directly."""
     if FORMAT == "e4m3_units":
         ptr = ptr.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
     return ptr
@@ -241,9 +241,9 @@ def in_format(ptr, FORMAT: tl.constexpr):
 
 @triton.jit
 def load_keys(block, first_column, operands, SHAPE: tl.constexpr, IN_FLOAT16: tl.constexpr):
-    """Columns of keys [BLOCK_N, BLOCK_D] as an operand, 0 where a key may not be read.
+    """A block of the keys' columns [BLOCK_N, BLOCK_D] as an operand; keys that may not be read are 0.
 
-    Codes of e4m3 become the queries' type or, if IN_FLOAT16, float16, which takes a single conversion and is exact.
+    e4m3 codes are converted to the queries' dtype or, if IN_FLOAT16, to float16, which takes one exact conversion.
     """
     d = first_column + tl.arange(0, SHAPE.BLOCK_D)
     mask = (block.page >= 0)[:, None]
@@ -264,7 +264,7 @@ def load_keys(block, first_column, operands, SHAPE: tl.constexpr, IN_FLOAT16: tl
 
 @triton.jit
 def load_queries(token, first_head, first_column, queries, SHAPE: tl.constexpr):
-    """Columns of heads [BLOCK_H, BLOCK_D] of one token as an operand."""
+    """A block of one token's heads and columns [BLOCK_H, BLOCK_D] as an operand."""
     d = first_column + tl.arange(0, SHAPE.BLOCK_D)
     head = first_head + tl.arange(0, SHAPE.BLOCK_H)
     place = token.to(tl.int64) * queries.token_stride + head.to(tl.int64) * queries.head_stride
@@ -288,7 +288,7 @@ def load_weights(token, first_head, queries, SHAPE: tl.constexpr):
 
 @triton.jit
 def weighted(products, weights, first_head, SHAPE: tl.constexpr):
-    """The weighted sum over heads of products [BLOCK_N, BLOCK_H]. Negative products count as 0, NaN as NaN."""
+    """The weighted sum over heads of products [BLOCK_N, BLOCK_H]. Negative products count as 0; NaN stays NaN."""
     positive = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if SHAPE.HEADS % SHAPE.BLOCK_H or SHAPE.BLOCK_H <= 16:
         head = first_head + tl.arange(0, SHAPE.BLOCK_H)
@@ -300,7 +300,7 @@ def weighted(products, weights, first_head, SHAPE: tl.constexpr):
 
 @triton.jit
 def scores_of_heads(token, first_head, block, operands, held, SHAPE: tl.constexpr, IN_FLOAT16: tl.constexpr):
-    """The share of a block of heads in the logits of one token over a block of keys, without the keys' scales."""
+    """The contribution of a block of heads to one token's logits over a block of keys, without the keys' scales."""
     products = tl.zeros([block.page.shape[0], SHAPE.BLOCK_H], tl.float32)
     if SHAPE.D <= SHAPE.BLOCK_D:
         k = load_keys(block, 0, operands, SHAPE, IN_FLOAT16) if held.keys is None else held.keys
@@ -320,9 +320,9 @@ def scores_of_heads(token, first_head, block, operands, held, SHAPE: tl.constexp
 
 @triton.jit
 def scores_of(token, block, operands, held, SHAPE: tl.constexpr, IN_FLOAT16: tl.constexpr):
-    """The logits of one token over a block of keys, without the keys' scales.
+    """One token's logits over a block of keys, without the keys' scales.
 
-    Several blocks of heads are visited in a loop, because unrolled they spill.
+    If there are several blocks of heads, a loop visits them. Unrolled, the loop would spill.
     """
     if SHAPE.HEADS <= SHAPE.BLOCK_H:
         total = scores_of_heads(token, 0, block, operands, held, SHAPE, IN_FLOAT16)
@@ -334,7 +334,7 @@ def scores_of(token, block, operands, held, SHAPE: tl.constexpr, IN_FLOAT16: tl.
 
 
 class Run(NamedTuple):
-    """Neighbouring tokens [begin, end), which see no keys outside [low, high)."""
+    """A run of neighbouring tokens [begin, end), which see no keys outside [low, high)."""
 
     begin: tl.tensor
     end: tl.tensor
@@ -343,7 +343,7 @@ class Run(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """The logits; `ptr` is where the row of token 0 would begin."""
+    """The array of logits; `ptr` is the address of the row of token 0, which may lie outside the array."""
 
     ptr: tl.tensor
     row_stride: tl.tensor
@@ -351,7 +351,7 @@ class Logits(NamedTuple):
 
 @triton.jit
 def logits_of_run(run, tile_start, sequence, tables, operands, logits, CONFIG: tl.constexpr):
-    """The logits of a block of keys with a run of tokens, which belong to one `sequence` if keys are in pages."""
+    """Write the logits of a run of tokens over a block of keys. If keys are in pages, all tokens are of `sequence`."""
     SHAPE: tl.constexpr = CONFIG.SHAPE
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     keys = tile_start + tl.arange(0, BLOCK_N)
@@ -399,7 +399,7 @@ def tile_logits_kernel(
     q_token_stride, q_head_stride, weights_stride, page_stride, slot_stride, scale_page_stride, scale_slot_stride,
     row_stride, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """The logits of a block of keys with a block of tokens. In pages, each sequence has keys and a run of its own."""
+    """Compute the logits of a block of tokens over a block of keys. In pages, each sequence is a separate run."""
     BLOCK_T: tl.constexpr = CONFIG.BLOCK_T
     tile_start = tl.program_id(0) * CONFIG.BLOCK_N
     token = first_token + tl.program_id(1) * BLOCK_T
@@ -431,10 +431,10 @@ def tile_logits_kernel(
 
 @triton.jit
 def walked_keys(block, walk, CONFIG: tl.constexpr):
-    """(keys, seen) of the block with number `block` of a walk: `seen` says which of the keys the token sees.
+    """(keys, seen) of block `block` of a walk; `seen` masks the keys that the token sees.
 
-    Block 0 begins at the largest multiple of BLOCK_N that is at most `first`. With candidates, a walk has the keys of
-    the candidate blocks, which are counted from `first` if RELATIVE. After the last block the token sees no keys.
+    Block 0 begins at `first`, rounded down to a multiple of BLOCK_N. With candidates, a walk has the keys of the
+    candidate blocks, which are counted from `first` if RELATIVE. After the last block, `seen` is False.
     """
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     SIZE: tl.constexpr = CONFIG.CANDIDATE_SIZE
@@ -456,7 +456,7 @@ def walked_keys(block, walk, CONFIG: tl.constexpr):
 
 @triton.jit
 def walk_keys(token, seq, begin, walk, operands, row_ptr, CONFIG: tl.constexpr):
-    """Write the logits of one token over the blocks [begin, end) of its walk, but not those of unseen keys.
+    """Write one token's logits over the blocks of its walk from `begin` on, except those of unseen keys.
 
     Pages are looked up one block ahead, as in paged attention.
     """
@@ -472,7 +472,7 @@ def walk_keys(token, seq, begin, walk, operands, row_ptr, CONFIG: tl.constexpr):
         if IN_FLOAT16:
             queries, unit = in_float16(queries)
             weights = weights * unit
-        queries = tl.trans(queries)  # Triton 3.6 to 3.9 would copy them to shared memory in every turn of the loop
+        queries = tl.trans(queries)  # otherwise Triton 3.6 to 3.9 copy them to shared memory in every iteration
     keys, seen = walked_keys(begin, walk, CONFIG)
     page = pages_of_keys(keys, seen, seq, operands.table, SHAPE.PAGE_SIZE)
     for index in range(walk.end - begin):
@@ -495,7 +495,7 @@ def walk_logits_kernel(
     q_token_stride, q_head_stride, weights_stride, page_stride, slot_stride, scale_page_stride, scale_slot_stride,
     row_stride, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """The logits of one token over one part of its keys; all parts of a token have the same length."""
+    """Compute one token's logits over one part of its keys. All parts of a token have equal length."""
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     token = first_token + tl.program_id(0)
     part = tl.program_id(1)
@@ -527,6 +527,6 @@ def walk_logits_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def fill_kernel(given_logits_ptr, logits_ptr, count, BLOCK: tl.constexpr):
-    """Set all logits to -inf, for kernels that then write only those of keys that a token sees."""
+    """Set all logits to -inf, for kernels that write only the logits of seen keys."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(logits_ptr + index, tl.full([BLOCK], float("-inf"), tl.float32), mask=index < count)

@@ -1,7 +1,8 @@
-"""The parts that attention over packed sequences shares with its gradient.
+"""Functions that attention over packed sequences shares with its gradient.
 
 Rows are (query token, query head) pairs of one KV head, token by token, so that one program serves all query heads of a
-KV head. A head size that is not a power of two is held in two parts where they are narrower together: 192 is 128 + 64.
+KV head. A head size that is not a power of two is held as two tiles if that takes less padding: 192 columns are
+128 + 64. Functions call these two tiles the parts of a row.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -22,29 +23,29 @@ from ragged_attention.kernels_triton._sequences import Edges, find_segment, quer
 from ragged_attention.kernels_triton._softmax import matmul
 from ragged_attention.kernels_triton._tiles import WGMMA, fit, item_size, next_power_of_2
 
-NARROWEST = 16  # the fewest columns that a matrix product takes
-LARGEST_OFFSET: tl.constexpr = tl.constexpr(2**30)  # the most that tokens, or heads, may add to an offset of 32 bits
+NARROWEST = 16  # the minimum number of columns of a matrix product
+LARGEST_OFFSET: tl.constexpr = tl.constexpr(2**30)  # maximum that tokens, or heads, contribute to a 32-bit offset
 LARGEST_TOKEN_STRIDE = LARGEST_OFFSET.value // 256  # no block has more than 256 rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Layout(Constants):
-    """How the rows of an array [tokens, heads, width] lie in memory, and how a block of them is held."""
+    """The memory layout of an array [tokens, heads, width], and the division of its rows into parts."""
 
     NUM_HEADS: int
-    GROUP: int  # heads of a token that are rows of one KV head
+    GROUP: int  # heads per KV head
     D: int  # the width
     MAIN: int  # columns of the first part
-    REST: int  # columns of the second part, 0 if there is only one
+    REST: int  # columns of the second part, or 0 without one
     TOKEN_STRIDE: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Config(Constants):
-    """What a kernel that visits keys or rows is compiled for."""
+    """The compile-time constants of a kernel that visits keys or rows."""
 
-    BLOCK_Q: int  # rows of a block
-    BLOCK_KV: int  # keys of a block
+    BLOCK_Q: int  # rows per block
+    BLOCK_KV: int  # keys per block
     MASK: MaskKind
     Q: Layout
     K: Layout
@@ -52,17 +53,17 @@ class Config(Constants):
     OUT: Layout  # of the forward kernel's output, and of that output's gradient
     HAS_SOFT_CAP: bool
     HAS_SINKS: bool = False
-    NEGATED: bool = False  # queries are negated, because the scale of logits is negative
-    HAS_SHARE: bool = False  # in the gradient, weights have a further factor, `share`
+    NEGATED: bool = False  # whether queries are negated, because the scale of logits is negative
+    HAS_SHARE: bool = False  # whether weights in the gradient have a further factor, `share`
 
 
 # ---- host side
 
 
 def near(array: Any, rows: int, launch: Any) -> Any:
-    """An array [tokens, heads, width] with packed rows, `rows` of them per token, so that those of a block are close.
+    """The array [tokens, heads, width], or a copy if 32 bits are too few for the offsets within a block of rows.
 
-    Rows that lie far apart are copied, because kernels compute offsets within a block in 32 bits.
+    `rows` is the number of heads that a block has per token. Each row of the result is contiguous.
     """
     array = launch.packed(array)
     token, head, _ = launch.strides(array)
@@ -70,7 +71,7 @@ def near(array: Any, rows: int, launch: Any) -> Any:
 
 
 def parts(width: int, split: bool = True) -> tuple[int, int]:
-    """Columns of the two parts that hold a head size, both powers of two; the second is 0 if one part is best."""
+    """The columns of a head's two parts, both powers of two. The second is 0 if one part is best."""
     whole = max(NARROWEST, next_power_of_2(width))
     half = whole // 2
     rest = max(NARROWEST, next_power_of_2(width - half)) if width > half >= NARROWEST else half
@@ -78,9 +79,9 @@ def parts(width: int, split: bool = True) -> tuple[int, int]:
 
 
 def widths(call: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The parts of queries and keys, and the parts of values.
+    """(parts of queries and keys, parts of values), in columns.
 
-    The gradient has one part on GPUs whose matrix unit takes its operands from registers: two parts would not fit.
+    The gradient has only one part on GPUs whose matrix units read operands from registers: two parts would not fit.
     """
     arch = call.device.arch
     split = not call.OPERATION.endswith("backward") or arch in WGMMA or not arch.startswith("sm_")
@@ -88,17 +89,17 @@ def widths(call: Any) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def columns(call: Any) -> int:
-    """Columns of a key and its value together, which are those of a query and its output's gradient too."""
+    """The total columns of a key and its value, which equal those of a query and its output's gradient."""
     return sum(map(sum, widths(call)))
 
 
 def rows_at_most(call: Any, rows: int) -> int:
-    """The rows of a block: at most `rows`, and fewer for a batch that has fewer."""
+    """The rows per block: `rows`, or fewer if the batch has fewer."""
     return min(rows, max(16, next_power_of_2(call.num_q_tokens * call.group)))
 
 
 def fit_rows(call: Any, kept: int, step: int, stages: int) -> tuple[int, int]:
-    """Rows per step and stages, reduced until blocks of two arrays fit the shared memory beside `kept` elements."""
+    """(rows per step, stages), reduced until blocks of two arrays fit in shared memory beside `kept` elements."""
 
     def size(step: int, stages: int) -> int:
         return (kept + stages * step * columns(call)) * item_size(call.q)
@@ -107,9 +108,9 @@ def fit_rows(call: Any, kept: int, step: int, stages: int) -> tuple[int, int]:
 
 
 def shared_arguments(call: Any, launch: Any, **arrays: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(numbers, fields of `Config`) of every kernel that visits keys or rows.
+    """(numeric arguments, fields of `Config`) that all kernels over keys or rows share.
 
-    `arrays` are q, k, v and, in the gradient, d_out, as the kernels take them.
+    `arrays` are the kernels' q, k, v and, in the gradient, d_out.
     """
     parts_of_keys, parts_of_values = widths(call)
     mask, numbers = packed_mask_arguments(call)
@@ -141,7 +142,7 @@ def shared_arguments(call: Any, launch: Any, **arrays: Any) -> tuple[dict[str, A
 
 
 class Array(NamedTuple):
-    """The rows of one sequence and KV head in an array; see `Layout`."""
+    """The address of one sequence's rows of one KV head in an array; see `Layout`."""
 
     ptr: tl.tensor  # the first row
     head_stride: tl.tensor
@@ -156,7 +157,7 @@ class Keys(NamedTuple):
 
 @triton.jit
 def rows_of(ptr, token, kv_head, head_stride, LAYOUT: tl.constexpr):
-    """The rows of a KV head, from a given token on."""
+    """The `Array` of a KV head's rows from `token` on."""
     offset = token.to(tl.int64) * LAYOUT.TOKEN_STRIDE + kv_head.to(tl.int64) * LAYOUT.GROUP * head_stride
     return Array(ptr + offset, head_stride)
 
@@ -164,11 +165,12 @@ def rows_of(ptr, token, kv_head, head_stride, LAYOUT: tl.constexpr):
 @triton.jit
 def find_block(block, own_edges_ptr, other_edges_ptr, num_seqs, num_own, num_other, GROUP: tl.constexpr,
                BLOCK: tl.constexpr):  # fmt: skip
-    """(start, length, first row, other start, other length) of a block of query rows, or of keys.
+    """(start, length, first row, other start, other length) for a block of query rows, or of keys.
 
-    Start and length, in tokens, are those of the block's sequence. The first row is the block's, counted from start; a
-    block is empty if its first row is not in [0, length * GROUP). The other start and length are those of the
-    sequence's keys, or queries; the length is 0 for rows that belong to no sequence.
+    `start` and `length` describe the block's sequence, in tokens. `first row` is the block's first row, counted from
+    `start`. If it is outside [0, length * GROUP), the block is empty. For a block of query rows, `other start` and
+    `other length` describe the sequence's keys; for a block of keys, its queries. `other length` is 0 for rows that
+    belong to no sequence.
     """
     segment = find_segment(block, own_edges_ptr, num_seqs, num_own, GROUP, BLOCK)
     start = segment_edge(own_edges_ptr, segment, num_seqs, num_own)
@@ -184,7 +186,7 @@ def find_block(block, own_edges_ptr, other_edges_ptr, num_seqs, num_own, num_oth
 
 @triton.jit
 def visible_blocks(rows, first_row, q_len, kv_len, mask, CONFIG: tl.constexpr):
-    """(`Visible`, `Edges`) of the block of rows that begins with `first_row`."""
+    """(`Visible`, `Edges`) of the block of rows that begins at `first_row`."""
     GROUP: tl.constexpr = CONFIG.Q.GROUP
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     low = kv_len - q_len + first_row // GROUP
@@ -199,7 +201,10 @@ def visible_blocks(rows, first_row, q_len, kv_len, mask, CONFIG: tl.constexpr):
 @triton.jit
 def load_columns(ptr, offsets, readable, MASKED: tl.constexpr, WIDTH: tl.constexpr, FROM: tl.constexpr,
                  PAD: tl.constexpr):  # fmt: skip
-    """Columns [FROM, FROM + PAD) of the rows at `offsets`: 0 from WIDTH on and, if MASKED, in unreadable rows."""
+    """Columns [FROM, FROM + PAD) of the rows at `offsets`.
+
+    Columns from WIDTH on are 0. If MASKED, unreadable rows are 0, too.
+    """
     d = FROM + tl.arange(0, PAD)
     pointers = ptr + (offsets[:, None] + d[None, :])
     if MASKED and FROM + PAD > WIDTH:
@@ -215,7 +220,7 @@ def load_columns(ptr, offsets, readable, MASKED: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def store_columns(ptr, offsets, columns, writable, WIDTH: tl.constexpr, FROM: tl.constexpr, PAD: tl.constexpr):
-    """Write columns to where `load_columns` reads them."""
+    """Store columns at the addresses from which `load_columns` would load them."""
     d = FROM + tl.arange(0, PAD)
     mask = writable[:, None] & (d < WIDTH)[None, :]
     tl.store(ptr + (offsets[:, None] + d[None, :]), narrow(columns, ptr.dtype.element_ty), mask=mask)
@@ -226,9 +231,9 @@ def row_offsets(array, first, TOKEN_STRIDE: tl.constexpr, GROUP: tl.constexpr, B
                 STEP: tl.constexpr):  # fmt: skip
     """(pointer, offsets) of the rows [first, first + BLOCK), where `first` is a multiple of BLOCK.
 
-    The pointer has 64 bits and leads to a token whose number is a multiple of STEP. The offsets have 32 bits, unless
-    tokens are very wide, because `near` keeps the rows of a block close. With STEP = 1 all blocks have the same offsets
-    if GROUP divides BLOCK. With a larger STEP a loop computes them anew in each turn; see `aligned_down`.
+    The 64-bit pointer is the address of a token whose number is a multiple of STEP. The offsets have 32 bits, which
+    `near` makes possible, unless tokens are very wide. With STEP = 1, all blocks have equal offsets if GROUP divides
+    BLOCK. With a larger STEP, each iteration of a loop computes the offsets; see `aligned_down`.
     """
     inner = tl.arange(0, BLOCK)
     if BLOCK % GROUP != 0:
@@ -246,7 +251,7 @@ def row_offsets(array, first, TOKEN_STRIDE: tl.constexpr, GROUP: tl.constexpr, B
 @triton.jit
 def load_rows(array, first, readable, MASKED: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr,
               STEP: tl.constexpr = 1):  # fmt: skip
-    """The rows [first, first + BLOCK) as a tuple of their one or two parts; if MASKED, 0 where not readable."""
+    """The rows [first, first + BLOCK), as a tuple of one or two parts. If MASKED, unreadable rows are 0."""
     ptr, offsets = row_offsets(array, first, LAYOUT.TOKEN_STRIDE, LAYOUT.GROUP, BLOCK, STEP)
     parts = (load_columns(ptr, offsets, readable, MASKED, LAYOUT.D, 0, LAYOUT.MAIN),)
     if LAYOUT.REST:
@@ -256,7 +261,7 @@ def load_rows(array, first, readable, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 
 @triton.jit
 def store_rows(ptr, token, kv_head, first, parts, writable, BLOCK: tl.constexpr, LAYOUT: tl.constexpr):
-    """Write a tuple of parts to the rows [first, first + BLOCK) of a contiguous array, counted from a token on."""
+    """Store a tuple of parts in the rows [first, first + BLOCK) of a contiguous array, counted from `token`."""
     stride: tl.constexpr = LAYOUT.NUM_HEADS * LAYOUT.D
     ptr += token.to(tl.int64) * stride + kv_head.to(tl.int64) * (LAYOUT.GROUP * LAYOUT.D)
     ptr, offsets = row_offsets(Array(ptr, LAYOUT.D), first, stride, LAYOUT.GROUP, BLOCK, 1)
@@ -270,7 +275,7 @@ def store_rows(ptr, token, kv_head, first, parts, writable, BLOCK: tl.constexpr,
 
 @triton.jit
 def zeros(ROWS: tl.constexpr, LAYOUT: tl.constexpr):
-    """An accumulator for rows, all 0."""
+    """A zero accumulator for rows."""
     parts = (tl.zeros([ROWS, LAYOUT.MAIN], tl.float32),)
     if LAYOUT.REST:
         parts += (tl.zeros([ROWS, LAYOUT.REST], tl.float32),)
@@ -287,7 +292,7 @@ def times(parts, factor):
 
 @triton.jit
 def product(a, b):
-    """a @ b.T over rows, in float32."""
+    """a @ b.T of two blocks of rows, in float32."""
     products = tl.zeros([a[0].shape[0], b[0].shape[0]], tl.float32)
     for i in tl.static_range(len(a)):
         products = matmul(a[i], tl.trans(b[i]), products)
@@ -296,7 +301,7 @@ def product(a, b):
 
 @triton.jit
 def accumulate(weights, rows, acc):
-    """acc + weights @ rows."""
+    """acc + weights @ rows, for each part."""
     sums = ()
     for i in tl.static_range(len(acc)):
         sums += (matmul(weights, rows[i], acc[i]),)

@@ -1,4 +1,4 @@
-"""The lightning indexer's logits in Triton: the choice of a kernel, the sizes of its blocks, and the launches."""
+"""The lightning indexer's logits in Triton: the choice of the kernel and its block sizes, and the launches."""
 
 import dataclasses
 import math
@@ -30,20 +30,20 @@ from ragged_attention.kernels_triton._tiles import (
 FEATURES = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
 })  # fmt: skip
-FEW_TOKENS = 4  # query tokens up to which a sequence counts as decoding
-PROGRAMS = 16  # programs of the walk kernel for each multiprocessor; many, because sequences differ in length
-FILL_BLOCK = 4096  # logits that a program sets to -inf
-MOST_HEADS = 64  # the most heads of one product
+FEW_TOKENS = 4  # a sequence with at most this many query tokens counts as decoding
+PROGRAMS = 16  # programs of the walk kernel per multiprocessor; many, because lengths differ
+FILL_BLOCK = 4096  # logits that one program of `fill_kernel` sets to -inf
+MOST_HEADS = 64  # maximum heads per product
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What may be tuned."""
+    """The tunable sizes, and the choice of the kernel."""
 
-    walk: bool = False  # the walk kernel, otherwise the tile kernel
-    block_n: int = 128  # keys of a product
-    block_t: int = 32  # tokens of a program of the tile kernel
-    num_parts: int = 1  # programs of the walk kernel for each token
+    walk: bool = False  # True selects the walk kernel, False the tile kernel
+    block_n: int = 128  # keys per product
+    block_t: int = 32  # tokens per program of the tile kernel
+    num_parts: int = 1  # programs of the walk kernel per token
     num_warps: int = 4
     num_stages: int = 3
 
@@ -57,12 +57,12 @@ def why_not(call: IndexerCall) -> str | None:
 
 
 def heuristic(call: IndexerLogits) -> Tile:
-    """The walk kernel for sequences of few query tokens, the tile kernel for longer ones."""
+    """A tile that selects the walk kernel for sequences with few query tokens, the tile kernel for others."""
     return tile_for(call, decodes(call))
 
 
 def invariant_tile(call: IndexerLogits) -> Tile:
-    """Always the tile kernel: the bits of a logit depend on the kernel and on the sizes of its products."""
+    """A batch-invariant tile. It always selects the tile kernel, because the two kernels round differently."""
     return tile_for(call, False)
 
 
@@ -72,7 +72,7 @@ def decodes(call: Any) -> bool:
 
 
 def tile_for(call: Any, walk: bool) -> Tile:
-    """Sizes that compile without a spill for all cases of docs/compile_matrix.md."""
+    """The tile of a kernel, with sizes that compile without spills in all cases of docs/compile_matrix.md."""
     block_n, num_warps, num_stages = sizes(call, walk)
     block_n, num_stages = fit_blocks(call, walk, block_n, num_stages)
     parts = cdiv(PROGRAMS * call.device.num_multiprocessors, max(call.num_tokens, 1))
@@ -87,7 +87,7 @@ def tile_for(call: Any, walk: bool) -> Tile:
 
 
 def sizes(call: Any, walk: bool) -> tuple[int, int, int]:
-    """Keys, warps and stages."""
+    """(keys, warps, stages)."""
     arch = call.device.arch
     if on_cuda_cores(call):
         if walk or (arch == "sm_120" and not OLDER_COMPILER):
@@ -96,7 +96,7 @@ def sizes(call: Any, walk: bool) -> tuple[int, int, int]:
     if not arch.startswith("sm_"):
         return 64, 4, 2
     if walk and item_size(call.q) == 2 and call.key_dtype == "float8_e4m3fn":
-        return 64, 4, 3  # decoding keys takes registers: four programs of 64 keys fit, but only two of 128
+        return 64, 4, 3  # decoding takes registers: 4 programs with 64 keys fit, but only 2 with 128
     if walk or (arch in WGMMA and call.head_dim <= 128):
         return 128, 4, 3
     if item_size(call.q) == 1 and not has_units(call) and call.num_heads <= MOST_HEADS:
@@ -105,7 +105,7 @@ def sizes(call: Any, walk: bool) -> tuple[int, int, int]:
 
 
 def fit_blocks(call: Any, walk: bool, block_n: int, stages: int) -> tuple[int, int]:
-    """Keys and stages, reduced until the held operand, and a visited one for each stage, fit the shared memory."""
+    """(keys, stages), reduced until the held operand and one streamed operand per stage fit in shared memory."""
     block_h, block_d = blocks(call)
     width = block_d * max(item_size(call.q), 1 if has_units(call) else 2)
 
@@ -117,13 +117,13 @@ def fit_blocks(call: Any, walk: bool, block_n: int, stages: int) -> tuple[int, i
 
 
 def has_units(call: Any) -> bool:
-    """Whether matrix units multiply the e4m3 codes of queries and keys as they are."""
+    """Whether matrix units multiply the e4m3 codes of queries and keys directly."""
     arch = call.device.arch
     return call.key_dtype == "float8_e4m3fn" and item_size(call.q) == 1 and e4m3_format(arch) == "e4m3"
 
 
 def blocks(call: Any) -> tuple[int, int]:
-    """Heads and columns of one product."""
+    """(heads, columns) of one product."""
     heads = min(next_power_of_2(max(call.num_heads, 16)), MOST_HEADS)
     if on_cuda_cores(call):
         return 32, 16
@@ -132,23 +132,23 @@ def blocks(call: Any) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A call as the kernels take it."""
+    """A call's arguments in the form of the kernels."""
 
     call: Any
     arrays: tuple[Any, ...]
-    tables: dict[str, Any]  # numbers that say which keys a token sees
-    addresses: dict[str, Any]  # numbers that say where queries and keys lie
+    tables: dict[str, Any]  # numeric arguments about visible keys
+    addresses: dict[str, Any]  # numeric arguments about the addresses of queries and keys
     sight: Sight
     shape: Shape
 
     @property
     def stand_in(self) -> Any:
-        """The array that takes the place of an absent one."""
+        """The stand-in for absent arrays."""
         return self.arrays[0]
 
 
 def work_of(call: Any, launch: Any) -> Work:
-    """The call as kernels take it; q takes the place of absent arrays."""
+    """The `Work` of a call, with q as a stand-in for absent arrays."""
     q, weights = launch.packed(call.q), launch.packed(call.weights)
     keys = launch.words(call.keys, packed_rows=True) if call.bytes else call.keys
     scale = q if call.key_scale is None else call.key_scale
@@ -189,10 +189,10 @@ def tables_of(call: Any) -> dict[str, Any]:
 
 
 def key_strides(call: Any, keys: Any, launch: Any) -> tuple[dict[str, int], int]:
-    """The strides of keys and their scales, and the unit in elements that the page stride is counted in."""
+    """(strides of keys and their scales, unit of the page stride in elements)."""
     page, slot = (launch.strides(keys) if call.paged else (0, *launch.strides(keys)))[:2]
     scale_page, scale_slot = (0, 0) if call.key_scale is None else (0, *launch.strides(call.key_scale))[-2:]
-    # Triton knows of a number only whether it is a multiple of 16; a page stride may be a multiple of less.
+    # Triton learns only whether an argument is a multiple of 16. A page stride may be a multiple of a smaller power of 2.
     unit = math.gcd(page, 16)
     strides = {"page_stride": page // unit, "slot_stride": slot}
     return strides | {"scale_page_stride": scale_page, "scale_slot_stride": scale_slot}, unit
@@ -215,7 +215,7 @@ def shape_of(call: Any, page_unit: int) -> Shape:
 
 
 def candidate_size(call: Any) -> int:
-    """The number of positions of a candidate block, at most the number of columns."""
+    """The number of positions per candidate block, at most the number of columns."""
     return min(call.candidate_block_size, max(call.columns, 1))
 
 
@@ -223,10 +223,11 @@ def enqueue(
     work: Work, tile: Tile, launch: Any, first_token: int, num_rows: int, row_stride: int, given: Any, *, fill: bool,
     rows: int | None = None,
 ) -> Any:  # fmt: skip
-    """Enqueue the logits of `num_rows` tokens and return them, [num_rows, row_stride], in the array `given` if any.
+    """Enqueue the logits of `num_rows` tokens; returns them, [num_rows, row_stride].
 
-    A new array has room for `rows`, if that is given. With `fill` all logits are written, otherwise only those of keys
-    that a token sees, and only of its candidates if it has a list of them.
+    The logits are written to the array `given` or, if it is None, to a new array with `rows` rows (`num_rows` by
+    default). With `fill`, all logits are written. Otherwise only those of seen keys are, and if tokens have lists of
+    candidates, only those of candidates.
     """
     candidates = getattr(work.call, "candidate_blocks", None)
     common = {
@@ -268,7 +269,7 @@ def enqueue(
 
 
 def filled(work: Work, launch: Any, num_rows: int, row_stride: int, given: Any = None) -> Any:
-    """Enqueue logits that are all -inf, and return them; in the array `given` if any."""
+    """Enqueue `fill_kernel`; returns logits that are all -inf, in the array `given` unless it is None."""
     (logits,) = launch(
         fill_kernel,
         (cdiv(num_rows * row_stride, FILL_BLOCK),),

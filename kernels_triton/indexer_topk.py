@@ -1,7 +1,7 @@
-"""The keys with the largest logits of the lightning indexer, in Triton: first the logits, then the selection.
+"""The lightning indexer's top-k keys in Triton: kernels compute the logits, then select the largest.
 
-Only one chunk of tokens at a time has its logits in memory. Of a row, only the logits of keys that its token sees are
-written and read.
+Only the logits of one chunk of tokens are in memory at a time. In each row, only the logits of seen keys are written
+and read.
 """
 
 import dataclasses
@@ -12,14 +12,14 @@ from ragged_attention.kernels_triton import indexer_logits, top_k_indices
 from ragged_attention.kernels_triton._tiles import cdiv, expect_between
 
 FEATURES = indexer_logits.FEATURES | {"candidate_blocks", "candidate_block_size"}
-CHUNK_BYTES = 64 * 2**20  # of a chunk's logits
-ALIGNMENT = 64  # the length of a row of logits is a multiple of this
+CHUNK_BYTES = 64 * 2**20  # maximum size of a chunk's logits
+ALIGNMENT = 64  # rows of logits have a multiple of this many elements
 MOST_CANDIDATES = 2**30
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile(indexer_logits.Tile):
-    """What may be tuned: the tile of the logits, and that of the selection."""
+    """The tunable sizes of the logits kernel and of the selection."""
 
     chunk: int = 1024  # tokens whose logits are in memory at one time
     select_block: int = 2048
@@ -70,7 +70,7 @@ def row_stride(call: Any) -> int:
 
 
 def run(call: IndexerTopk, tile: Tile, launch: Any) -> Any:
-    """Enqueue the kernels; returns the positions. All chunks use the same memory for their logits."""
+    """Enqueue the kernels; returns the positions. All chunks share the memory for logits."""
     work, width = indexer_logits.work_of(call, launch), row_stride(call)
     rows = min(tile.chunk, max(call.num_tokens, 1))
     logits: Any = None

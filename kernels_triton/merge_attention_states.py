@@ -1,4 +1,4 @@
-"""Merging partial attention results in Triton: one program for each row."""
+"""Merging partial attention results in Triton, with one program per row."""
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
@@ -21,7 +21,7 @@ FEATURES = frozenset({"sinks", "out_dtype"})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What may be tuned."""
+    """The tunable sizes."""
 
     num_warps: int = 4
 
@@ -40,7 +40,7 @@ def heuristic(call: MergeAttentionStates) -> Tile:
 @triton.jit(do_not_specialize=VARYING)
 def merge_kernel(outs_ptr, lses_ptr, sinks_ptr, out_ptr, lse_ptr, count, rows, HAS_SINKS: tl.constexpr,
                  NUM_HEADS: tl.constexpr, PARTS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr):  # fmt: skip
-    """One row of `count` partial results, PARTS of them at a time."""
+    """Merge one row of `count` partial results, PARTS of them at a time."""
     row = tl.program_id(0).to(tl.int64)
     acc, m_i, l_i = merge_parts(
         outs_ptr + row * DV, lses_ptr + row, count, tl.cast(rows, tl.int64), LSE_UNIT=LOG2E, PARTS=PARTS, D=DV,

@@ -1,4 +1,4 @@
-"""MLA decode in Triton, dense and sparse: the call in the terms of `_latent`."""
+"""Dense and sparse MLA decode in Triton, with the kernels of `_latent`."""
 
 import dataclasses
 from typing import Any
@@ -33,7 +33,7 @@ def heuristic(call: MlaDecode) -> Tile:
 
 
 def invariant_tile(call: MlaDecode) -> Tile:
-    """No size depends on the batch."""
+    """A batch-invariant tile: no size depends on the batch."""
     return dataclasses.replace(heuristic(call), num_splits=plan.OWN_SPLITS, invariant=True)
 
 
@@ -80,7 +80,7 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
 
 
 def _selected(cache: Any, form: CacheFormat, indices: Any, lens: Any, launch: Any) -> plan.Keys:
-    """A cache, and lists of its slots."""
+    """The `Keys` of a cache and lists of its slots."""
     lists = launch.packed(indices)
     seq_stride, token_stride, _ = launch.strides(lists)
     return plan.Keys(

@@ -1,4 +1,4 @@
-"""Paged decode over heads-first pages in Triton: the ragged operation's kernels, one query per sequence."""
+"""Paged decode over heads-first pages in Triton: the ragged operation's kernels with one query per sequence."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Chunked prefill over heads-first pages in Triton: the ragged operation's kernels, for one sequence."""
+"""Chunked prefill over heads-first pages in Triton: the ragged operation's kernels with one sequence."""
 
 from typing import Any
 

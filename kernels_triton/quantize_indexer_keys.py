@@ -1,4 +1,4 @@
-"""Quantising the indexer's keys in Triton, by the functions of `write_indexer_cache`."""
+"""Quantising the indexer's keys in Triton, with the functions of `write_indexer_cache`."""
 
 from typing import Any
 

@@ -1,15 +1,15 @@
 """The gradient of sparse MLA prefill in Triton.
 
-A program has BLOCK_H heads of one query token and visits the rows of the token's list. It computes their logits again,
-accumulates the queries' gradient in registers, and adds to each row's gradient in memory. Many queries select a row, in
-no particular order. So there are two ways to add up a row's gradient:
+A program has BLOCK_H heads of one query token and visits the rows of the token's list. It recomputes their logits,
+accumulates the queries' gradient in registers, and adds to each row's gradient in memory. Many queries can list the
+same row, and their programs run in no fixed order. There are two ways to sum a row's gradient:
 
-* if the order does not matter, by float32 atomics;
-* if the result must be deterministic, every entry of a list writes a row of its own, for some tokens at a time. A
-  stable sort of the entries by the slot that they name is the inverted index: by it, one program per slot adds up the
-  rows of its entries, in the order of the lists.
+* By default, programs add with float32 atomics.
+* If the result must be deterministic, every list entry writes a separate row, for a chunk of tokens at a time. The
+  entries are then sorted by slot with a stable sort, and one program per slot adds the rows of its entries in the order
+  of the lists.
 
-With p = exp(logit - lse), share = sigmoid(lse - sink) and delta = out . d_out, the gradients for a head are
+With p = exp(logit - lse), share = sigmoid(lse - sink) and delta = out . d_out, the gradients of one head are
 
     d_logit = p * (share * (d_out . value) + d_lse - share * delta)     d_sink = sum of (share - 1) * delta
     dq = sum of d_logit * row     d_row = d_logit * q, plus share * p * d_out in the value's columns
@@ -45,23 +45,23 @@ from ragged_attention.kernels_triton._tiles import (
 )
 
 ENTRY_BYTES = 2**30  # maximum memory for rows of entries
-FLAT = 1024  # elements of a program for which an array's shape does not matter
-MARGIN = 12 * 2**10  # bytes of shared memory besides what `shared_bytes` counts
-ABREAST = 8  # entries of a slot that are added at once
-NO_ROW: tl.constexpr = tl.constexpr(LARGEST_INT)  # the row of an entry that names none
+FLAT = 1024  # elements per program of an elementwise kernel
+MARGIN = 12 * 2**10  # bytes of shared memory that `shared_bytes` does not count
+ABREAST = 8  # entries of a slot that are added at a time
+NO_ROW: tl.constexpr = tl.constexpr(LARGEST_INT)  # the row of an entry that names no slot
 FEATURES = frozenset({"d_lse", "sm_scale", "d_v", "sinks", "topk_lens", "deterministic"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What may be tuned."""
+    """The tunable sizes."""
 
-    block_h: int = 16  # heads of a program
+    block_h: int = 16  # heads per program
     block_kv: int = 16  # keys per step
     num_warps: int = 4
     num_stages: int = 1
-    keys_first: bool = False  # tiles of pairs have keys for rows, and dq has columns for rows
-    chunk_tokens: int = 16  # tokens whose entries' rows are stored at a time, if the result must be deterministic
+    keys_first: bool = False  # whether tiles of (head, key) pairs and of dq are transposed
+    chunk_tokens: int = 16  # in deterministic mode, tokens per chunk
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, block_h=(16, 64), block_kv=(16, 64), num_warps=(1, 16))
@@ -92,9 +92,9 @@ def heuristic(call: SparseMlaPrefillBackward) -> Tile:
 
 
 def sizes(call: Any) -> tuple[int, int, int, int]:
-    """Heads, keys, warps and stages: as many heads as registers hold, since each block of heads reads all rows.
+    """(heads, keys, warps, stages). Heads are as many as registers can hold, since each block of heads reads all rows.
 
-    More keys per step would leave no registers for prefetching the next block.
+    More keys per step would leave no registers to prefetch the next block.
     """
     if item_size(call.q) == 4:
         return 16, 16, 8, 1
@@ -102,7 +102,7 @@ def sizes(call: Any) -> tuple[int, int, int, int]:
     if call.device.arch.startswith("gfx"):
         return min(rows, 32 if call.device.arch == "gfx950" else 16), 16, 4, 2
     if call.device.arch == "sm_90" and rows == 16:
-        return 16, 16, 4, 2  # two programs a multiprocessor do not wait for each other
+        return 16, 16, 4, 2  # a multiprocessor then runs two independent programs
     if has_wide_keys_first(call, min(rows, 32)):
         return 32, 32, 8, 2
     for heads, keys in ((32, 16), (16, 32), (16, 16)):
@@ -112,14 +112,14 @@ def sizes(call: Any) -> tuple[int, int, int, int]:
 
 
 def has_wide_keys_first(call: Any, heads: int) -> bool:
-    """Whether the columns of dq are the rows of wgmma; shared memory then holds queries in two layouts."""
+    """Whether dq is computed transposed, by wgmma. Shared memory then holds queries in two layouts."""
     if call.device.arch != "sm_90" or heads < 32 or item_size(call.q) == 4 or call.d_v <= 256:
         return False
     return shared_bytes(call, 2 * heads, 32) + MARGIN <= shared_memory(call)
 
 
 def shared_memory(call: Any) -> int:
-    """The shared memory of the device, or of the smallest one if it is unknown."""
+    """The device's shared memory in bytes, or SMALLEST_SHARED_MEMORY if it is unknown."""
     return call.device.shared_memory or SMALLEST_SHARED_MEMORY
 
 
@@ -134,7 +134,7 @@ def shared_bytes(call: Any, heads: int, keys: int) -> int:
 
 @triton.jit(do_not_specialize=VARYING)
 def zero_kernel(like_ptr, rows_ptr, dq_ptr, terms_ptr, count, FLAT: tl.constexpr):
-    """Write zeros as the rows' gradients; the other two outputs only get allocated for later kernels."""
+    """Write zeros to the rows' gradients. The launch also allocates two other outputs for later kernels."""
     index = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
     tl.store(rows_ptr + index, tl.zeros([FLAT], tl.float32), mask=index < count)
 
@@ -152,7 +152,7 @@ def rows_kernel(
     list_ptr, lens_ptr, rows_ptr, first_token, list_token_stride, list_head_stride, num_slots,
     TOPK: tl.constexpr, KV_HEADS: tl.constexpr, HAS_LENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the row of the gradient that each entry of a chunk of tokens names, NO_ROW if it names none."""
+    """Write each list entry's row in the gradient, or NO_ROW if it names no slot, for a chunk of tokens."""
     job = tl.program_id(0)
     token = first_token + job // KV_HEADS
     kv_head = job % KV_HEADS
@@ -169,9 +169,9 @@ def gather_kernel(
     parts_ptr, rows_ptr, order_ptr, given_ptr, sums_ptr, count,
     BLOCKS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ABREAST: tl.constexpr,
 ):  # fmt: skip
-    """Add to one row the rows of all entries that name it, which `order` has from this program's index on.
+    """Add the rows of all entries that name one slot to the slot's row of the gradient.
 
-    Programs act only at an index where a row first appears.
+    `order` has the entries sorted by slot. Only the program at a slot's first entry does this; the others return.
     """
     index = tl.program_id(0)
     row = tl.load(rows_ptr + index)
@@ -198,15 +198,15 @@ class Gradients(NamedTuple):
     """The gradients of logits and the weights [keys, heads] of a block of keys and a block of heads."""
 
     dlogits: tl.tensor
-    weights: tl.tensor  # times the share of the sum that a sink leaves
+    weights: tl.tensor  # multiplied by share
     readable: tl.tensor  # whether a key's row may be written
-    scale: tl.tensor  # of logits
+    scale: tl.tensor  # the scale of logits
 
 
 @triton.jit
 def give_columns(rows, gradients, q, d_out, FIRST: tl.constexpr, LAST: tl.constexpr, IS_VALUE: tl.constexpr,
                  BY_ENTRY: tl.constexpr):  # fmt: skip
-    """Store columns [FIRST, LAST) of the gradients of a block of rows if BY_ENTRY, else add them to their sums."""
+    """Write columns [FIRST, LAST) of the rows' gradients: store them if BY_ENTRY, else add them atomically."""
     columns: tl.constexpr = q.shape[1]
     dlogits = gradients.dlogits
     drows = matmul(dlogits, q, tl.zeros([dlogits.shape[0], columns], tl.float32)) * gradients.scale
@@ -222,14 +222,14 @@ def give_columns(rows, gradients, q, d_out, FIRST: tl.constexpr, LAST: tl.conste
 
 @triton.jit
 def load_group(rows, readable, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
-    """One group of columns of rows."""
+    """One group of the rows' columns."""
     FIRST: tl.constexpr = GROUP * COLUMNS.WIDTH
     return whole_columns(rows, readable, FIRST, COLUMNS.GROUPED - FIRST, COLUMNS.WIDTH)
 
 
 @triton.jit
 def load_groups(rows, readable, COLUMNS: tl.constexpr):
-    """All groups of columns of rows."""
+    """All groups of the rows' columns."""
     groups = ()
     for group in tl.static_range(COLUMNS.GROUPS):
         groups += (load_group(rows, readable, group, COLUMNS),)
@@ -238,7 +238,7 @@ def load_groups(rows, readable, COLUMNS: tl.constexpr):
 
 @triton.jit
 def row_products(rows, groups, readable, COLUMNS: tl.constexpr):
-    """The groups of columns of rows, times those of other rows, summed row by row."""
+    """The dot product of each row in memory and the same row of `groups`."""
     sums = tl.zeros(rows.shape, tl.float32)
     for group in tl.static_range(len(groups)):
         columns = load_group(rows, readable, group, COLUMNS).to(tl.float32)
@@ -248,7 +248,7 @@ def row_products(rows, groups, readable, COLUMNS: tl.constexpr):
 
 @triton.jit
 def add_products(heads, keys, acc, KEYS_FIRST: tl.constexpr):
-    """acc + the products of rows of heads and rows of keys, [heads, keys] or, if KEYS_FIRST, [keys, heads]."""
+    """acc + heads @ keys.T, [heads, keys], or its transpose if KEYS_FIRST."""
     for group in tl.static_range(len(heads)):
         if KEYS_FIRST:
             acc = matmul(keys[group], tl.trans(heads[group]), acc)
@@ -259,7 +259,7 @@ def add_products(heads, keys, acc, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def add_rows(pairs, groups, acc, KEYS_FIRST: tl.constexpr):
-    """acc + pairs [heads, keys] @ rows of keys, group by group; pairs and sums are transposed if KEYS_FIRST."""
+    """acc + pairs [heads, keys] @ groups, for each group of columns. If KEYS_FIRST, pairs and acc are transposed."""
     sums = ()
     for group in tl.static_range(len(acc)):
         if KEYS_FIRST:
@@ -271,7 +271,7 @@ def add_rows(pairs, groups, acc, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def of_heads(vector, KEYS_FIRST: tl.constexpr):
-    """A vector over heads, shaped to broadcast to pairs."""
+    """A vector over heads, reshaped to broadcast over pairs."""
     return vector[None, :] if KEYS_FIRST else vector[:, None]
 
 
@@ -304,7 +304,7 @@ def gradient_kernel(
     PAGE_SIZE: tl.constexpr, TOPK: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     COLUMNS: tl.constexpr, PAIR_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of BLOCK_H heads of one token, and add to, or write, those of the rows of its list."""
+    """Compute the gradients of BLOCK_H heads of one token, and their contributions to the rows of its list."""
     BLOCK_H: tl.constexpr = PAIR_TILE.BLOCK_H
     BLOCK_KV: tl.constexpr = PAIR_TILE.BLOCK_KV
     KEYS_FIRST: tl.constexpr = PAIR_TILE.KEYS_FIRST
@@ -323,7 +323,7 @@ def gradient_kernel(
     index = wide_token * NUM_HEADS + head
     lse = tl.load(lse_ptr + index, mask=valid, other=float("-inf"))
     has_keys = lse != float("-inf")
-    level = tl.where(has_keys, lse * LOG2E, float("inf"))  # makes the weights of a row without keys 0
+    level = tl.where(has_keys, lse * LOG2E, float("inf"))  # inf makes the weights of a row without keys 0
 
     q_rows = q_ptr + wide_token * q_token_stride + head.to(tl.int64) * q_head_stride
     d_out_rows = d_out_ptr + wide_token * d_out_token_stride + head.to(tl.int64) * d_out_head_stride
@@ -393,7 +393,7 @@ def gradient_kernel(
 
 
 def row_addresses(call: Any, launch: Any) -> tuple[Any, dict[str, int]]:
-    """The rows as kernels can read them, and the kernel's arguments about their addresses."""
+    """(rows that kernels can read, the kernel's address arguments)."""
     kv = launch.packed(call.kv)
     *page_and_slot, head, _ = launch.strides(kv)
     page, slot = (*page_and_slot, 0)[:2]
@@ -401,7 +401,7 @@ def row_addresses(call: Any, launch: Any) -> tuple[Any, dict[str, int]]:
 
 
 def lists_of(call: Any, launch: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """The lists and their lengths, and the kernels' arguments about them."""
+    """(lists, their lengths, the kernels' arguments about them)."""
     lists = launch.packed(call.indices)
     token_stride, head_stride, _ = launch.strides(lists)
     lens = lists if call.topk_lens is None else launch.contiguous(call.topk_lens)
@@ -416,7 +416,7 @@ def lists_of(call: Any, launch: Any) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def columns_of(call: Any) -> Columns:
-    """The value's columns in groups, and the rest."""
+    """The `Columns` of a row: the value's columns in groups, then the rest."""
     groups, rest = 4 if call.d_v > 128 else 1, call.d_qk - call.d_v
     return Columns(
         GROUPS=groups,
@@ -428,7 +428,7 @@ def columns_of(call: Any) -> Columns:
 
 
 def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any) -> Any:
-    """Enqueue the gradients of some tokens; returns rows of entries, or a stand-in, and the results `held` before."""
+    """Enqueue the gradients of a chunk of tokens; returns the entries' rows (or a stand-in) and the updated `held`."""
     group = call.num_q_heads // call.num_kv_heads
     q, d_out, out = launch.packed(call.q), launch.packed(call.d_out), launch.packed(call.out)
     kv, kv_strides = row_addresses(call, launch)
@@ -468,7 +468,7 @@ def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any)
 
 
 def gather(call: Any, launch: Any, first: int, tokens: int, parts: Any, sums: Any) -> Any:
-    """Enqueue the addition of the rows of entries to the sums, in an order that depends on the lists alone."""
+    """Enqueue the addition of the entries' rows to `sums`, in an order that depends on the lists alone."""
     lists, lens, of_lists = lists_of(call, launch)
     count, block = tokens * call.num_kv_heads * call.topk, min(max(16, next_power_of_2(call.topk)), FLAT)
     (rows,) = launch(

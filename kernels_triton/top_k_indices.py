@@ -1,13 +1,13 @@
-"""The columns of the largest logits of each row, in Triton, found by counting instead of sorting.
+"""The columns of each row's k largest logits, in Triton. Kernels find them by counting instead of sorting.
 
-Logits become integers of the same order. The first pass over a row finds the least and the largest number, and how many
-there are. The k-th largest is the *threshold*. Each further pass divides the range in which the threshold lies into
-pieces and counts the numbers in each, until the threshold's piece has at most k numbers. These are copied to the row of
-results, where the threshold is found bit by bit. The last pass writes the columns of larger numbers in order and, of
-the numbers equal to the threshold, the last ones.
+Logits are mapped to integers with the same order. The first pass over a row finds the smallest and largest number and
+their count. The k-th largest number is the *threshold*. Each further pass divides the range that contains the threshold
+into bins and counts the numbers per bin, until the threshold's bin has at most k numbers. The program copies these to
+the row of results, where it finds the threshold bit by bit. The last pass writes, in order, the columns of all numbers
+above the threshold, and the last columns of those equal to it.
 
-One program selects from one row. If there are fewer rows than programs that fit the GPU, rows are split: each split has
-its own largest logits selected, and a second launch selects among these.
+One program selects from one row. If there are too few rows to fill the GPU, rows are split: a first launch selects the
+largest logits of each split, and a second launch selects among these.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -37,20 +37,20 @@ from ragged_attention.kernels_triton._tiles import (
 )
 
 FEATURES = frozenset({"starts", "stops"})
-LEAST_NUMBER: tl.constexpr = tl.constexpr(0x007FFFFF)  # -inf among the ordered integers, and NaN
+LEAST_NUMBER: tl.constexpr = tl.constexpr(0x007FFFFF)  # the ordered integer of -inf and of NaN
 LARGEST_UINT: tl.constexpr = tl.constexpr(0xFFFFFFFF)
 BIN_BITS: tl.constexpr = tl.constexpr(7)
-BINS: tl.constexpr = tl.constexpr(1 << 7)  # pieces of a range
+BINS: tl.constexpr = tl.constexpr(1 << 7)  # bins per pass
 MOST_SPLITS = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What may be tuned."""
+    """The tunable sizes."""
 
-    block: int = 2048  # columns of a step
+    block: int = 2048  # columns per step
     num_warps: int = 4
-    num_splits: int = 1  # splits of a row
+    num_splits: int = 1  # splits per row
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, block=(64, 16384), num_warps=(1, 32))
@@ -66,16 +66,17 @@ def heuristic(call: TopKIndices) -> Tile:
 
 
 def invariant_tile(call: TopKIndices) -> Tile:
-    """The heuristic's tile, because the result does not depend on the tile."""
+    """The heuristic's tile, because results do not depend on the tile."""
     return heuristic(call)
 
 
 def tile_for(call: Any, num_rows: int, columns: int) -> Tile:
-    """Splits that fill the GPU, unless selecting among their results would take longer than a split itself."""
+    """A tile with enough splits to fill the GPU, unless the second selection would take longer than the first."""
     count, arch = call.device.num_multiprocessors, call.device.arch
     best = math.isqrt(columns // call.top_k)
     splits = max(1, min(cdiv(2 * count, max(num_rows, 1)), best, MOST_SPLITS))
-    # Few warps count faster, because each has more numbers. More warps fill a GPU that has few programs. Others spill.
+    # Four warps count faster, because each has more numbers. More warps fill a GPU that has few programs. On the other
+    # GPUs, four warps spill.
     if num_rows * splits >= 4 * count and (arch == "sm_90" or arch not in WGMMA):
         num_warps = 4
     else:
@@ -89,19 +90,19 @@ def tile_for(call: Any, num_rows: int, columns: int) -> Tile:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Selection(Constants):
-    """What a launch is compiled for."""
+    """The compile-time constants of a launch."""
 
     TOP_K: int
-    TOP_K_PAD: int  # the next power of two
-    BLOCK: int  # columns of a step
-    COUNTED: str  # the columns that count: "all", those in "ranges", those from "starts" or to "stops", or those "seen"
+    TOP_K_PAD: int  # TOP_K, rounded up to a power of two
+    BLOCK: int  # columns per step
+    COUNTED: str  # the selectable columns: "all", those in "ranges", from "starts", up to "stops", or "seen" ones
     SIGHT: Sight  # which columns are seen
-    HAS_MAP: bool  # columns are translated to positions
-    HAS_VALUES: bool  # logits are written too
+    HAS_MAP: bool  # whether columns are translated to positions
+    HAS_VALUES: bool  # whether logits are also written
 
 
 class Results(NamedTuple):
-    """Where the results of a row go."""
+    """The addresses of a row's results."""
 
     map_ptr: tl.tensor  # the position of each column, if HAS_MAP
     out_ptr: tl.tensor
@@ -109,7 +110,7 @@ class Results(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row of logits, of which the columns [first, stop) count."""
+    """A row of logits, in which the columns [first, stop) are selectable."""
 
     ptr: tl.tensor
     first: tl.tensor
@@ -118,11 +119,13 @@ class Row(NamedTuple):
 
 @triton.jit
 def load_block(row, start, BLOCK: tl.constexpr):
-    """(columns, logits, numbers) of a block. Logits that do not count are -inf; numbers are the logits as unsigned
-    integers of the same order."""
+    """(columns, logits, numbers) of a block. Numbers are the logits as unsigned integers with the same order.
+
+    Logits of columns that are not selectable are -inf.
+    """
     column = start + tl.arange(0, BLOCK)
     logits = tl.load(row.ptr + column, mask=(column >= row.first) & (column < row.stop), other=float("-inf"))
-    bits = (logits + 0.0).to(tl.int32, bitcast=True)  # the sum has no -0
+    bits = (logits + 0.0).to(tl.int32, bitcast=True)  # adding 0.0 turns -0 into +0
     number = (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
     number = tl.where(logits == logits, number, LEAST_NUMBER)
     return column, logits, number
@@ -130,29 +133,29 @@ def load_block(row, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def first_block(row, BLOCK: tl.constexpr):
-    """The multiple of BLOCK at which a pass over a row begins, so that loads are aligned."""
+    """The column at which a pass over a row begins, a multiple of BLOCK so that loads are aligned."""
     return row.first // BLOCK * BLOCK
 
 
 @triton.jit
 def range_of(row, BLOCK: tl.constexpr):
-    """(count, least, largest) of the numbers of a row, without those of -inf and NaN, which are never selected."""
+    """(count, smallest, largest) of a row's numbers, except those of -inf and NaN, which are never selected."""
     count = tl.zeros([BLOCK], tl.int32)
     least = tl.full([BLOCK], LARGEST_UINT, tl.uint32)
     largest = tl.full([BLOCK], 0, tl.uint32)
     for start in range(first_block(row, BLOCK), row.stop, BLOCK):
         _, _, number = load_block(row, start, BLOCK)
         count += (number > LEAST_NUMBER).to(tl.int32)
-        least = tl.minimum(least, number - (LEAST_NUMBER + 1))  # -inf becomes the largest
+        least = tl.minimum(least, number - (LEAST_NUMBER + 1))  # the unsigned difference makes -inf the largest
         largest = tl.maximum(largest, number)
     return tl.sum(count, 0), tl.min(least, 0) + (LEAST_NUMBER + 1), tl.max(largest, 0)
 
 
 @triton.jit
 def narrowed(row, low, span, wanted, BLOCK: tl.constexpr):
-    """The piece of the range [low, low + span] that has the number of rank `wanted`, counted from the largest.
+    """Narrow the range [low, low + span] to the bin of its number with rank `wanted`, counted from the largest.
 
-    Returns (low, span, wanted, inside): the piece's range, the number's rank in it, and how many numbers it has.
+    Returns (low, span, wanted, inside): the bin's range, the number's rank in the bin, and the bin's count of numbers.
     """
     shift = tl.full([], 0, tl.uint32)
     for bit in tl.static_range(BIN_BITS, 32):
@@ -161,23 +164,23 @@ def narrowed(row, low, span, wanted, BLOCK: tl.constexpr):
     for start in range(first_block(row, BLOCK), row.stop, BLOCK):
         _, _, number = load_block(row, start, BLOCK)
         offset = number - low
-        # Numbers outside the range are counted in further pieces: a mask would make the threads of a warp diverge.
+        # Numbers outside the range are counted in extra bins, because a mask would make the threads of a warp diverge.
         piece = tl.where(offset <= span, offset >> shift, BINS + (offset & (BINS - 1)))
         counts += tl.histogram(piece.to(tl.int32), 2 * BINS)
     index = tl.arange(0, 2 * BINS)
     counts = tl.where(index < BINS, counts, 0)
-    upward = tl.cumsum(counts, 0, reverse=True)  # counts of each piece and those above it
+    upward = tl.cumsum(counts, 0, reverse=True)  # numbers in each bin and the bins above it
     is_piece = index == tl.sum((upward >= wanted).to(tl.int32), 0) - 1
     inside = tl.sum(tl.where(is_piece, counts, 0), 0)
     above = tl.sum(tl.where(is_piece, upward, 0), 0) - inside
     below = tl.sum(tl.where(is_piece, index, 0), 0).to(tl.uint32) << shift
-    last = (tl.full([], 1, tl.uint32) << shift) - 1  # offset in a piece
+    last = (tl.full([], 1, tl.uint32) << shift) - 1  # the last offset in a bin
     return low + below, tl.minimum(span - below, last), wanted - above, inside
 
 
 @triton.jit
 def collect(row, low, span, collected_ptr, BLOCK: tl.constexpr):
-    """Write the row's numbers in [low, low + span], minus `low`, one after another from `collected_ptr` on."""
+    """Write the row's numbers in [low, low + span], each minus `low`, contiguously to `collected_ptr`."""
     count = 0
     for start in range(first_block(row, BLOCK), row.stop, BLOCK):
         _, _, number = load_block(row, start, BLOCK)
@@ -191,8 +194,10 @@ def collect(row, low, span, collected_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def ranked(collected_ptr, count, span, wanted, TOP_K_PAD: tl.constexpr):
-    """(number, skipped): of `count` numbers, the one of rank `wanted`, counted from the largest, and how many of the
-    numbers that equal it are not among the first `wanted`."""
+    """(number, skipped) for `count` numbers: the number with rank `wanted`, counted from the largest, and `skipped`.
+
+    `skipped` is how many of the numbers equal to it are not among the `wanted` largest.
+    """
     index = tl.arange(0, TOP_K_PAD)
     exists = index < count
     offset = tl.load(collected_ptr + index, mask=exists, other=0).to(tl.uint32, bitcast=True)
@@ -210,7 +215,8 @@ def ranked(collected_ptr, count, span, wanted, TOP_K_PAD: tl.constexpr):
 
 @triton.jit
 def threshold_of(row, collected_ptr, SELECTION: tl.constexpr):
-    """(threshold, skipped): larger numbers are selected and, of the equal ones, all but the first `skipped`."""
+    """(threshold, skipped). All numbers above the threshold are selected, and those equal to it except the first
+    `skipped`."""
     TOP_K: tl.constexpr = SELECTION.TOP_K
     BLOCK: tl.constexpr = SELECTION.BLOCK
     count, low, largest = range_of(row, BLOCK)
@@ -222,25 +228,25 @@ def threshold_of(row, collected_ptr, SELECTION: tl.constexpr):
         inside = count
         while (inside > TOP_K) & (span > 0):
             low, span, wanted, inside = narrowed(row, low, span, wanted, BLOCK)
-        if inside == wanted:  # the whole piece is selected
+        if inside == wanted:  # the whole bin is selected
             threshold = low
         elif span == 0:
             threshold = low
             skipped = inside - wanted
         else:
             collect(row, low, span, collected_ptr, BLOCK)
-            tl.debug_barrier()  # each thread reads what others wrote
+            tl.debug_barrier()  # each thread reads numbers that other threads wrote
             offset, skipped = ranked(collected_ptr, inside, span, wanted, SELECTION.TOP_K_PAD)
-            tl.debug_barrier()  # results are written to the same memory
+            tl.debug_barrier()  # the results will overwrite this memory
             threshold = low + offset
     return threshold, skipped
 
 
 @triton.jit
 def write_selected(row, threshold, skipped, results, HAS_TIES: tl.constexpr, SELECTION: tl.constexpr):
-    """Write the selected columns in ascending order, then -1, and their logits; see `Results`.
+    """Write the selected columns in ascending order, followed by -1, and their logits; see `Results`.
 
-    Without HAS_TIES no number equal to the threshold is selected.
+    Without HAS_TIES, no number equal to the threshold is selected.
     """
     BLOCK: tl.constexpr = SELECTION.BLOCK
     count = 0
@@ -251,7 +257,7 @@ def write_selected(row, threshold, skipped, results, HAS_TIES: tl.constexpr, SEL
         ones = taken.to(tl.int32)
         if HAS_TIES:
             ties = number == threshold
-            # One number has both counts, because a block has fewer than 2^15 columns.
+            # Two counts share one integer, because a block has fewer than 2^15 columns.
             ones += ties.to(tl.int32) << 16
             counts = tl.cumsum(ones, 0)
             total = tl.sum(ones, 0)
@@ -285,7 +291,7 @@ def select_kernel(
     first_token, num_tokens, max_num_seqs, capacity, num_kv_tokens, longest, num_splits, row_stride,
     SELECTION: tl.constexpr,
 ):  # fmt: skip
-    """Select from one row of logits, or from one split of it, whose results are a row of their own."""
+    """Select from one row of logits or from one split of it; each split has its own row of results."""
     TOP_K: tl.constexpr = SELECTION.TOP_K
     BLOCK: tl.constexpr = SELECTION.BLOCK
     index = tl.program_id(0)
@@ -306,7 +312,7 @@ def select_kernel(
         if SELECTION.COUNTED != "starts":
             stop = tl.minimum(tl.maximum(tl.load(stops_ptr + token), first), num_kv_tokens)
     begin = first // BLOCK
-    blocks = ((stop + BLOCK - 1) // BLOCK - begin + num_splits - 1) // num_splits  # of a split
+    blocks = ((stop + BLOCK - 1) // BLOCK - begin + num_splits - 1) // num_splits  # blocks per split
     begin = (begin + tl.program_id(1) * blocks) * BLOCK
     ptr = logits_ptr + index.to(tl.int64) * row_stride
     row = Row(ptr, tl.maximum(first, begin), tl.minimum(stop, begin + blocks * BLOCK))
@@ -320,21 +326,21 @@ def select_kernel(
         write_selected(row, threshold, skipped, results, True, SELECTION)
 
 
-UNSEEN = {"num_tokens": 0, "max_num_seqs": 0, "capacity": 0, "longest": 0}  # for rows that are not an indexer's
+UNSEEN = {"num_tokens": 0, "max_num_seqs": 0, "capacity": 0, "longest": 0}  # for rows that do not come from an indexer
 ALL_SEEN = Sight(PAGED=False, RATIO=1, RELATIVE=False, HAS_NUM_SEQS=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows of logits, and which of their columns count."""
+    """Rows of logits, and their selectable columns."""
 
-    logits: Any  # f32 [num_rows, row_stride or fewer]
+    logits: Any  # float32 [num_rows, at most row_stride]
     num_rows: int
     row_stride: int
     columns: int
-    tables: tuple[Any, ...]  # starts, stops, kv_lens, cu_q_lens and num_seqs, with any array in place of an absent one
-    numbers: dict[str, int]  # of the kernel, about these arrays
-    counted: str  # see `Selection`
+    tables: tuple[Any, ...]  # starts, stops, kv_lens, cu_q_lens and num_seqs, with stand-ins for absent arrays
+    numbers: dict[str, int]  # the kernel's numeric arguments about these arrays
+    counted: str  # COUNTED of `Selection`
     sight: Sight = ALL_SEEN
     first_token: int = 0
 
@@ -342,9 +348,9 @@ class Rows:
 def enqueue(
     rows: Rows, top_k: int, num_tokens: int, tile: Any, launch: Any, given: Any = None
 ) -> Any:  # fmt: skip
-    """Enqueue the selection from rows of logits; returns i32 [num_tokens, top_k], which is `given` unless it is None.
+    """Enqueue the selection from rows of logits; returns int32 [num_tokens, top_k], in `given` unless it is None.
 
-    The rows are those of the tokens from `first_token` on.
+    The first row is that of token `first_token`.
     """
     common = {"num_warps": tile.num_warps, "num_stages": 1, "first_token": rows.first_token}
     sizes: dict[str, Any] = {"TOP_K": top_k, "TOP_K_PAD": next_power_of_2(top_k), "BLOCK": tile.block}
@@ -372,7 +378,7 @@ def enqueue(
         select_kernel,
         (rows.num_rows, 1),
         (logits, positions, *rows.tables, logits if given is None else given),
-        [((1,), "float32"), *([((num_tokens, top_k), "int32")] if given is None else [])],  # no logits are written
+        [((1,), "float32"), *([((num_tokens, top_k), "int32")] if given is None else [])],  # a stand-in, since no logits are written
         inplace=() if given is None else (7,),
         num_splits=1,
         row_stride=row_stride,

@@ -1,7 +1,7 @@
 """Attention over packed sequences in Triton: one kernel, with online softmax over blocks of keys as in FlashAttention.
 
 A program computes a block of rows of one KV head and one sequence. It finds the sequence by binary search, so the grid
-follows from shapes alone. Only the blocks of keys at either end, which some row sees in part, pay for masks.
+follows from shapes alone. Only the key blocks at both edges, of which some row sees only a part, pay for masks.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -50,9 +50,9 @@ FEATURES = frozenset({
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What may be tuned. Rows are query tokens times heads of a group."""
+    """The tunable sizes. Rows are query tokens times heads of a group."""
 
-    block_q: int = 64  # rows of a program
+    block_q: int = 64  # rows per program
     block_kv: int = 64  # keys per step
     num_warps: int = 4
     num_stages: int = 2
@@ -67,20 +67,20 @@ def why_not(call: VarlenAttention) -> str | None:
 
 
 def heuristic(call: VarlenAttention) -> Tile:
-    """Tiles that fit registers and shared memory; see docs/compile_matrix.md."""
+    """A tile that fits registers and shared memory; see docs/compile_matrix.md."""
     tile = invariant_tile(call)
     return dataclasses.replace(tile, block_q=_varlen.rows_at_most(call, tile.block_q))
 
 
 def invariant_tile(call: VarlenAttention) -> Tile:
-    """The tiles of a large batch, whatever the number of rows."""
+    """A batch-invariant tile: that of a large batch."""
     block_q, block_kv, num_warps, num_stages = sizes(call)
     block_kv, num_stages = _varlen.fit_rows(call, block_q * sum(_varlen.widths(call)[0]), block_kv, num_stages)
     return Tile(block_q=block_q, block_kv=block_kv, num_warps=num_warps, num_stages=num_stages)
 
 
 def sizes(call: Any) -> tuple[int, int, int, int]:
-    """Rows and keys of a block, warps, and stages."""
+    """(rows per block, keys per block, warps, stages)."""
     arch, columns = call.device.arch, _varlen.columns(call)
     if call.device.platform == "cpu":
         return 64, 64, 4, 2
@@ -109,8 +109,8 @@ class Queries(NamedTuple):
 def attend(queries, state, arrays, blocks, visible, mask, CONFIG: tl.constexpr, MASKED: tl.constexpr):
     """Online softmax of query rows over blocks of keys; returns the new `state`, (m_i, l_i, acc).
 
-    Unmasked, every row must see every key of the blocks. Masked, only keys in [first, last) are read: a key that no row
-    of the block sees takes no part, NaN or not.
+    Without MASKED, every row must see every key of the blocks. With MASKED, only keys in [first, last) are read. A key
+    that no row sees has no effect, even if it is NaN.
     """
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     m_i, l_i, acc = state
@@ -134,7 +134,7 @@ def attend(queries, state, arrays, blocks, visible, mask, CONFIG: tl.constexpr, 
 
 @triton.jit
 def attend_all(queries, arrays, edges, visible, mask, CONFIG: tl.constexpr):
-    """(m_i, l_i, acc) of query rows after all keys that they see."""
+    """(m_i, l_i, acc) of query rows over all keys that they see."""
     ROWS: tl.constexpr = queries.q[0].shape[0]
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
@@ -157,10 +157,10 @@ def forward_kernel(
     num_q_tokens, num_kv_tokens, num_seqs, window, q_head_stride, k_head_stride, v_head_stride, sm_scale, soft_cap,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows of one KV head, over all keys that they see; rows of no sequence see no key."""
+    """Attend with one block of rows of one KV head to all keys that they see. Rows of no sequence see no key."""
     GROUP: tl.constexpr = CONFIG.Q.GROUP
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # begin with the last rows, which see the most keys
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # start with the last rows, which see the most keys
     kv_head = tl.program_id(1)
     mask = Mask(window)
     start, q_len, first_row, kv_start, kv_len = find_block(
@@ -174,7 +174,7 @@ def forward_kernel(
         v_rows = rows_of(v_ptr, kv_start, kv_head, v_head_stride, CONFIG.V)
         inner, cap, outer = logit_scales(sm_scale, soft_cap, CONFIG.HAS_SOFT_CAP)
         q = load_rows(q_rows, first_row, readable, True, BLOCK_Q, CONFIG.Q)
-        if CONFIG.NEGATED:  # the softmax's maximum needs a positive factor
+        if CONFIG.NEGATED:  # the online softmax needs a positive scale
             q = negated(q)
         rows = Rows(first_row + tl.arange(0, BLOCK_Q), num_rows, start, kv_head)
         visible, edges = visible_blocks(rows, first_row, q_len, kv_len, mask, CONFIG)

@@ -1,13 +1,13 @@
-"""The gradient of attention over packed sequences in Triton: weights are computed again from the log-sum-exp.
+"""The gradient of attention over packed sequences in Triton. Kernels recompute the weights from the log-sum-exp.
 
-The first kernel computes a few numbers of each row. The second computes dk and dv: a program holds a block of keys and
+The first kernel computes a few numbers per row. The second computes dk and dv: a program holds a block of keys and
 visits the rows that see them. The third computes dq: a program holds a block of rows and visits the keys that they see.
-A single kernel that adds to dq in memory would need two products fewer, but its sums would have no fixed order. Here
-every run gives the same bits.
+A single kernel that adds to dq in memory would need two products fewer, but its order of addition would vary. These
+kernels are deterministic.
 
 A row needs only two numbers: `norm` in base 2, so that weight = 2^(logit - norm), and `offset`, so that d_logit =
-weight * (d_out . v + offset). A sink is part of `norm`. Only if lse has a gradient too is the sink's effect a factor of
-its own, `share`: the part of the softmax's denominator that is not the sink.
+weight * (d_out . v + offset). The sink is included in `norm`. But if lse has a gradient, too, the sink is a separate
+factor instead, `share`: the fraction of the softmax's denominator that is not the sink.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -56,7 +56,7 @@ from ragged_attention.kernels_triton._varlen import (
 )
 
 PREPARED = 2048  # elements of `out` that one program of the first kernel reads
-TERMS: tl.constexpr = tl.constexpr(4)  # numbers stored for each row: norm, offset, share, and one that is not used
+TERMS: tl.constexpr = tl.constexpr(4)  # numbers stored per row: norm, offset, share, and one unused number
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
 })  # fmt: skip
@@ -64,14 +64,14 @@ FEATURES = frozenset({
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What may be tuned. Rows are query tokens times heads of a group."""
+    """The tunable sizes. Rows are query tokens times heads of a group."""
 
-    block_q: int = 64  # rows per step of the kernel of dk and dv
-    block_kv: int = 64  # keys of a program of that kernel
+    block_q: int = 64  # rows per step of the dk and dv kernel
+    block_kv: int = 64  # keys per program of the dk and dv kernel
     num_warps: int = 4
     num_stages: int = 2
-    dq_block_q: int = 64  # rows of a program of the kernel of dq
-    dq_block_kv: int = 64  # keys per step of that kernel
+    dq_block_q: int = 64  # rows per program of the dq kernel
+    dq_block_kv: int = 64  # keys per step of the dq kernel
     dq_num_warps: int = 4
     dq_num_stages: int = 2
 
@@ -86,7 +86,7 @@ def why_not(call: VarlenAttentionBackward) -> str | None:
 
 
 def heuristic(call: VarlenAttentionBackward) -> Tile:
-    """Tiles that fit registers and shared memory; see docs/compile_matrix.md."""
+    """A tile that fits registers and shared memory; see docs/compile_matrix.md."""
     columns = _varlen.columns(call)
     block_q, block_kv, num_warps, num_stages = dkv_sizes(call)
     block_kv = min(block_kv, max(16, next_power_of_2(call.num_kv_tokens)))
@@ -107,12 +107,12 @@ def heuristic(call: VarlenAttentionBackward) -> Tile:
 
 
 def stages_on_amd(arch: str, columns: int, most: int = 320) -> int:
-    """Two if copies go straight to shared memory; otherwise copies in flight take registers from a second program."""
+    """Two stages if copies go directly to shared memory. Otherwise a second stage would take registers."""
     return 2 if arch == "gfx950" and columns <= most else 1
 
 
 def dkv_sizes(call: Any) -> tuple[int, int, int, int]:
-    """Rows per step, keys, warps and stages of the kernel of dk and dv, which holds both sums in registers."""
+    """(rows per step, keys, warps, stages) of the dk and dv kernel, which holds two accumulators in registers."""
     arch, columns = call.device.arch, _varlen.columns(call)
     if call.device.platform == "cpu":
         return 64, 64, 4, 2
@@ -131,9 +131,10 @@ def dkv_sizes(call: Any) -> tuple[int, int, int, int]:
 
 
 def dkv_sizes_of_hopper(call: Any, columns: int) -> tuple[int, int, int, int]:
-    """64 keys and four warps if these can hold both sums, so that a multiprocessor runs two independent programs.
+    """`dkv_sizes` on Hopper: 64 keys and four warps if their registers can hold both accumulators.
 
-    Sums of 320 columns leave few registers for masks, soft caps and shares.
+    A multiprocessor then runs two independent programs. Accumulators with 320 columns leave few registers for masks,
+    soft caps and shares.
     """
     if columns <= 256:
         return 64 if columns <= 128 else 32, 64, 4, 3
@@ -146,7 +147,7 @@ def dkv_sizes_of_hopper(call: Any, columns: int) -> tuple[int, int, int, int]:
 
 
 def dq_sizes(call: Any) -> tuple[int, int, int, int]:
-    """Rows, keys per step, warps and stages of the kernel of dq."""
+    """(rows, keys per step, warps, stages) of the dq kernel."""
     arch, columns = call.device.arch, _varlen.columns(call)
     if call.device.platform == "cpu":
         return 64, 64, 4, 2
@@ -170,10 +171,10 @@ def prepare_kernel(
     HAS_SINKS: tl.constexpr, HAS_D_LSE: tl.constexpr,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`norm`, `offset` and `share` of a block of tokens of one head.
+    """Compute `norm`, `offset` and `share` for a block of tokens of one head.
 
-    They go to `terms` [K, T_q, GROUP, TERMS], and the block's part of the head's d_sink to `parts` [blocks, H]. A row
-    whose lse is -inf has seen no key: its norm is inf, its offset and share are 0.
+    They go to `terms` [K, T_q, GROUP, TERMS]. The block's contribution to the head's d_sink goes to `parts` [blocks,
+    H]. A row whose lse is -inf has seen no key. Its norm is inf, and its offset and share are 0.
     """
     block = tl.program_id(0)
     head = tl.program_id(1)
@@ -191,7 +192,8 @@ def prepare_kernel(
     share = tl.full([BLOCK], 1.0, tl.float32)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head)
-        # The softmax's share of the sink is sigmoid(sink - lse). Neither it nor 1 - it comes from a subtraction.
+        # The sink's fraction of the denominator is sigmoid(sink - lse). Neither it nor its complement is computed by
+        # subtraction, which would cancel.
         tail = tl.math.exp2(-tl.abs(lse - sink) * LOG2E)
         small = tail / (1 + tail)
         large = 1 / (1 + tail)
@@ -223,7 +225,7 @@ class KeyBlock(NamedTuple):
 
 
 class RowBlock(NamedTuple):
-    """A block of rows, the numbers of each row that all keys need, and the factors of logits; see `signed_scales`."""
+    """A block of rows, their terms (see `prepare_kernel`), and the factors of logits (see `signed_scales`)."""
 
     q: tl.tuple
     d_out: tl.tuple
@@ -234,7 +236,7 @@ class RowBlock(NamedTuple):
 
 
 class RowArrays(NamedTuple):
-    """The rows of one sequence and KV head."""
+    """The addresses of one sequence's rows of one KV head."""
 
     q: Array
     d_out: Array
@@ -244,10 +246,10 @@ class RowArrays(NamedTuple):
 class Seeing(NamedTuple):
     """The rows that see the keys of a block.
 
-    Keys, like rows, are counted from the sequence's first query, because positions would take further registers.
+    Keys and rows are counted from the sequence's first query, because positions would take more registers.
     """
 
-    first: tl.tensor  # the rows [first, last) see some key
+    first: tl.tensor  # the rows [first, last) see at least one of the keys
     last: tl.tensor
     key: tl.tensor
     q_len: tl.tensor  # the sequence's keys end at its last query
@@ -255,7 +257,7 @@ class Seeing(NamedTuple):
 
 @triton.jit
 def signed_scales(sm_scale, soft_cap, HAS_SOFT_CAP: tl.constexpr):
-    """`logit_scales`, with the sign of the scale."""
+    """`logit_scales`, but with the sign of the scale."""
     inner, cap, outer = logit_scales(sm_scale, soft_cap, HAS_SOFT_CAP)
     sign = tl.where(sm_scale < 0, -1.0, 1.0)
     if HAS_SOFT_CAP:
@@ -267,7 +269,7 @@ def signed_scales(sm_scale, soft_cap, HAS_SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def weigh(products, norm, seen, scales, MASKED: tl.constexpr, HAS_SOFT_CAP: tl.constexpr):
-    """(weights, slope) of pairs of row and key from `products` = q . k: 2^(logit - norm), and the soft cap's slope."""
+    """(2^(logit - norm), the soft cap's slope) for `products` = q . k of pairs of row and key."""
     inner, cap, outer = scales
     slope = 1.0
     if HAS_SOFT_CAP:
@@ -282,7 +284,7 @@ def weigh(products, norm, seen, scales, MASKED: tl.constexpr, HAS_SOFT_CAP: tl.c
 
 @triton.jit
 def logit_gradients(weights, slope, d_weights, offset, share, CONFIG: tl.constexpr):
-    """The gradients of q . k, divided by sm_scale, from `d_weights` = d_out . v."""
+    """The gradients of the products q . k, divided by sm_scale; `d_weights` is d_out . v."""
     if CONFIG.HAS_SHARE:
         d_weights = share * d_weights
     d_logits = weights * d_weights + weights * offset
@@ -293,9 +295,9 @@ def logit_gradients(weights, slope, d_weights, offset, share, CONFIG: tl.constex
 
 @triton.jit
 def load_terms(terms_ptr, first, readable, MASKED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr = 1):
-    """(norm, offset, share) of the rows [first, first + BLOCK). If MASKED, unreadable rows have 0, as in q and d_out.
+    """(norm, offset, share) of the rows [first, first + BLOCK). If MASKED, they are 0 for unreadable rows.
 
-    Each number has a load of its own, so that it takes registers no sooner than it is needed.
+    Each number has its own load, so that it does not take registers before it is needed.
     """
     base, rest = aligned_down(first, STEP)
     row_terms = terms_ptr + tl.cast(base, tl.int64) * TERMS + (rest + tl.arange(0, BLOCK)) * TERMS
@@ -308,16 +310,16 @@ def load_terms(terms_ptr, first, readable, MASKED: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def visit_rows(keys, sums, arrays, blocks, seeing, mask, CONFIG: tl.constexpr, MASKED: tl.constexpr):
-    """Add blocks of rows to the `sums` (dk / sm_scale, dv) of a block of keys; returns the new sums.
+    """Add the contributions of blocks of rows to the `sums` (dk / sm_scale, dv) of a block of keys; returns the sums.
 
-    Unmasked, every row must see every key. Masked, only rows in [first, last) are read. Logits are transposed, [keys,
-    rows], so that weights need no transposition to be the left operand of the sums over rows.
+    Without MASKED, every row must see every key. With MASKED, only rows in [first, last) are read. Logits are
+    transposed, [keys, rows], so that weights are the left operand of the products over rows without a transposition.
     """
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     GROUP: tl.constexpr = CONFIG.Q.GROUP
     KIND: tl.constexpr = CONFIG.MASK
-    # If four warps have no registers to spare, each turn computes its addresses anew; see `aligned_down`. With 128 keys
-    # and eight warps it computes only those of the terms anew, which Triton 3.6 needs on sm_100.
+    # If four warps have no registers to spare, each iteration computes its addresses; see `aligned_down`. With 128 keys
+    # and eight warps, it computes only the addresses of terms, which Triton 3.6 needs on sm_100.
     MANY_KEYS: tl.constexpr = keys.k[0].shape[0] > 64
     FULL: tl.constexpr = not MANY_KEYS and (CONFIG.K.D > 128 or CONFIG.HAS_SHARE)
     STEP: tl.constexpr = 2 * BLOCK_Q if FULL and keys.k[0].dtype != tl.float32 else 1
@@ -354,7 +356,7 @@ def visit_all_rows(keys, arrays, edges, seeing, mask, CONFIG: tl.constexpr):
 
 @triton.jit
 def seeing_blocks(low, q_len, kv_len, mask, CONFIG: tl.constexpr):
-    """(`Seeing`, `Edges`) of the block of keys from `low` on. Rows and keys change places in the picture of `Edges`."""
+    """(`Seeing`, `Edges`) of the block of keys from `low` on. Here `Edges` describes blocks of rows, not keys."""
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     GROUP: tl.constexpr = CONFIG.Q.GROUP
     KIND: tl.constexpr = CONFIG.MASK
@@ -378,9 +380,9 @@ def dkv_kernel(
     num_q_tokens, num_kv_tokens, num_seqs, window, d_out_head_stride, q_head_stride, k_head_stride, v_head_stride,
     sm_scale, soft_cap, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys of one KV head, over all rows that see them; keys of no sequence get 0."""
+    """Compute dk and dv of one block of keys of one KV head, over all rows that see them. Keys of no sequence get 0."""
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
-    block = tl.program_id(0)  # begin with the first keys, which the most rows see under a causal mask
+    block = tl.program_id(0)  # start with the first keys, which the most rows see under a causal mask
     kv_head = tl.program_id(1)
     mask = Mask(window)
     start, kv_len, low, q_start, q_len = find_block(
@@ -390,7 +392,7 @@ def dkv_kernel(
         key = low + tl.arange(0, BLOCK_KV)
         readable = first_of_block(kv_len - low, BLOCK_KV)
         if CONFIG.MASK.HAS_WINDOW:  # keys that no row sees are not read, so masks on the logits are enough
-            position = tl.maximum(kv_len - q_len, 0) - low  # of the first query that can see keys, counted from `low`
+            position = tl.maximum(kv_len - q_len, 0) - low  # of the first query that can see keys, relative to `low`
             readable = readable & (tl.arange(0, BLOCK_KV) >= first_key(position, mask, CONFIG.MASK))
         arrays = RowArrays(
             rows_of(q_ptr, q_start, kv_head, q_head_stride, CONFIG.Q),
@@ -412,7 +414,10 @@ def dkv_kernel(
 
 @triton.jit
 def visit_keys(rows, dq, arrays, blocks, visible, mask, CONFIG: tl.constexpr, MASKED: tl.constexpr):
-    """Add blocks of keys to dq / sm_scale of a block of rows; returns the new sum. The blocks are as in `attend`."""
+    """Add the contributions of blocks of keys to `dq`, the dq / sm_scale of a block of rows; returns the sum.
+
+    MASKED is as in `varlen_attention.attend`.
+    """
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     for index in range(blocks.num_blocks):
         block = block_start(blocks, index, MASKED, BLOCK_KV)
@@ -443,10 +448,10 @@ def dq_kernel(
     num_q_tokens, num_kv_tokens, num_seqs, window, d_out_head_stride, q_head_stride, k_head_stride, v_head_stride,
     sm_scale, soft_cap, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """dq of a block of rows of one KV head, over all keys that they see; rows of no sequence get 0."""
+    """Compute dq of one block of rows of one KV head, over all keys that they see. Rows of no sequence get 0."""
     GROUP: tl.constexpr = CONFIG.Q.GROUP
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # begin with the last rows, which see the most keys
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # start with the last rows, which see the most keys
     kv_head = tl.program_id(1)
     mask = Mask(window)
     start, q_len, first_row, kv_start, kv_len = find_block(
@@ -474,7 +479,7 @@ def dq_kernel(
 
 
 def prepare(call: Any, d_out: Any, launch: Any) -> tuple[Any, Any | None]:
-    """The terms of all rows, and the parts [blocks, H] of d_sinks, or None without sinks; see `prepare_kernel`."""
+    """Enqueue `prepare_kernel`; returns all rows' terms and the parts [blocks, H] of d_sinks (None without sinks)."""
     out, lse = launch.packed(call.out), launch.packed(call.lse)
     d_lse = lse if call.d_lse is None else launch.packed(call.d_lse)
     pad = next_power_of_2(call.v_head_dim)

@@ -1,7 +1,7 @@
-"""Quantising the indexer's keys in Triton, into pages of bytes, or into arrays for `quantize_indexer_keys`.
+"""Quantising the indexer's keys in Triton: into pages of bytes or, for `quantize_indexer_keys`, into arrays.
 
-Scales are stored byte by byte, because a page may begin at any byte. Where strides allow it, the compiler joins these
-bytes again.
+Scales are stored byte by byte, because a page may begin at any byte. If the strides are multiples of the word size, the
+compiler merges the byte stores.
 """
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
@@ -39,7 +39,7 @@ def tile_for(num_tokens: int, head_dim: int) -> Tile:
 @triton.jit
 def quantized_rows(k_ptr, token, token_stride, live, POWER_OF_TWO: tl.constexpr, D: tl.constexpr,
                    D_PAD: tl.constexpr):  # fmt: skip
-    """Rows of keys as e4m3 codes [rows, D_PAD], and their scales, which are powers of two if POWER_OF_TWO."""
+    """(e4m3 codes [rows, D_PAD], scales) of rows of keys. Scales are powers of two if POWER_OF_TWO."""
     d = tl.arange(0, D_PAD)
     mask = live[:, None] & (d < D)[None, :]
     rows = k_ptr + token * token_stride
@@ -47,7 +47,7 @@ def quantized_rows(k_ptr, token, token_stride, live, POWER_OF_TWO: tl.constexpr,
     scale = group_scales(values, POWER_OF_TWO)
     scaled = tl.div_rn(values, scale[:, None] + tl.zeros_like(values))
     code = encode_float8(scaled, 3, 7, 0x7E)
-    return tl.where(scaled == scaled, code, 0x7F).to(tl.uint8), scale  # the sign of a NaN differs between machines
+    return tl.where(scaled == scaled, code, 0x7F).to(tl.uint8), scale  # the sign of NaN differs between devices
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -56,7 +56,7 @@ def write_keys_kernel(
     num_tokens, num_slots, slots_stride, k_stride, page_stride,
     POWER_OF_TWO: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Write rows to their slots: a page has the codes of all its keys, then their scales."""
+    """Write rows to their slots. A page has the codes of all its keys, followed by their scales."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     slot = tl.load(slots_ptr + token * slots_stride, mask=token < num_tokens, other=-1).to(tl.int64)
     live = (slot >= 0) & (slot < num_slots)
@@ -74,7 +74,7 @@ def quantize_keys_kernel(
     k_ptr, codes_ptr, scales_ptr, num_tokens, k_stride,
     POWER_OF_TWO: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Write the codes and the scales of rows to arrays."""
+    """Write the rows' codes and scales to arrays."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = token < num_tokens
     code, scale = quantized_rows(k_ptr, token, k_stride, live, POWER_OF_TWO, D, D_PAD)

@@ -89,7 +89,7 @@ def is_copied(form: CacheFormat, decoded: bool) -> bool:
 
 
 def groups_of(form: CacheFormat, width: int, rows: int, decoded: bool) -> int:
-    """The number of groups of this many columns. With two groups, threads copy pieces of fewer rows than with one."""
+    """The number of groups for `width` columns. With two groups, each thread copies fewer rows than with one."""
     if form.folded:
         return form.num_groups  # the products over a group are multiplied by its scale
     if width <= SCALED_WIDTH:
@@ -123,5 +123,5 @@ def operands(call: Any, rows: int, *, decoded: bool = False) -> Operands:
 
 
 def products(own: tl.dtype, kind: tl.dtype) -> int:
-    """2 if rounding queries to an operand's dtype loses something. Divided bfloat16 is exact in float16."""
+    """2 if rounding queries to an operand's dtype is inexact, else 1. Divided bfloat16 is exact in float16."""
     return 1 if own == kind or (own, kind) == (tl.bfloat16, tl.float16) else 2

@@ -1,4 +1,4 @@
-"""Latent attention: a call in the terms of the kernel, and its tile."""
+"""Latent attention: a call in the terms of the kernel, and the choice of its tile."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from ragged_attention.kernels_triton._tiles import (
 MAX_SPLITS = 128
 
 
-MIN_SPLIT = 64  # keys below which a split is not worth its program
+MIN_SPLIT = 64  # minimum keys per split: a smaller split is not worth its program
 
 
 OWN_SPLIT = 512  # minimum keys per split in batch-invariant mode (larger: other jobs may already fill the GPU)
@@ -46,25 +46,25 @@ DECODED_LEAST = 2**17  # list entries below which decoding first is not worth on
 DECODED_MOST = 2**30  # bytes that a decoded cache may take
 
 
-DECODED_SHARED_MEMORY = 128 * 1024  # bytes that 32 rows and as many decoded keys need
+DECODED_SHARED_MEMORY = 128 * 1024  # bytes that 32 rows and 32 decoded keys need
 
 
 LARGEST_INT = 2**31 - 1
 
 
-LEAST = 16  # rows, and keys, of the smallest tile
+LEAST = 16  # rows and keys of the smallest tile
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """What may be tuned."""
+    """The tunable sizes."""
 
-    block_h: int = 16  # rows of a program: heads, in a dense call times query tokens
+    block_h: int = 16  # rows per program: heads or, in a dense call, heads times query tokens
     block_kv: int = 32  # keys per step
     num_warps: int = 4
     num_stages: int = 2
-    num_splits: int = 1  # maximum splits of a job's keys; 1: results are batch-invariant
-    invariant: bool = False  # keep results batch-invariant with more splits: ignore schedules and the batch
+    num_splits: int = 1  # maximum splits per job; with 1, results are batch-invariant
+    invariant: bool = False  # batch-invariant mode: splits depend on the job's length only, not on a schedule
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, block_h=(16, 128), block_kv=(16, 128), num_warps=(1, 16))
@@ -73,24 +73,24 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """A cache as kernels can read it, and the lists of keys into it."""
+    """A cache that kernels can read, and the lists of keys in it."""
 
     cache: Any  # [P, G, K, d_qk] or [P, G, 1, bytes], or packed rows [s_kv, K, d_qk]
-    form: CacheFormat  # how the caller's cache stores its rows
-    lists: Any  # i32, packed: lists of slots, or the page table [S, M] of a dense call
-    list_strides: tuple[int, int, int]  # of sequence, query token, KV head
-    lens: Any  # i32 [S] or [S, Q], or None
-    longest: int  # keys a list can hold
+    form: CacheFormat  # the format of the caller's cache
+    lists: Any  # int32, contiguous: lists of slots, or the page table [S, M] of a dense call
+    list_strides: tuple[int, int, int]  # strides of sequence, query token and KV head
+    lens: Any  # int32 [S] or [S, Q], or None
+    longest: int  # the maximum number of keys in a list
     page_size: int
     decoded: bool = False  # whether `cache` holds the rows that `decoding` wrote, see `decoded_format`
 
     def addresses(self, launch: Any) -> dict[str, int]:
-        """The kernels' arguments about where rows and lists lie."""
+        """The kernels' address arguments for rows and lists."""
         page, *slot, head, _ = launch.strides(self.cache)
         return {
             "page_stride": page // page_unit(page),
             "slot_stride": slot[0] if slot else 0,
-            # Strides that are never used must not spoil what compilers conclude about alignment.
+            # An unused stride is 0, so that it does not make the compiler assume a worse alignment.
             "head_stride": head if self.cache.shape[-2] > 1 else 0,
             "num_slots": min(self.cache.shape[0] * self.page_size, LARGEST_INT),
             "longest": self.longest,
@@ -100,19 +100,22 @@ class Keys:
         }
 
     def row_format(self, arch: str, launch: Any) -> RowFormat:
-        """How kernels for a GPU read the cache's rows."""
+        """The `RowFormat` of the cache for a GPU."""
         unit = page_unit(launch.strides(self.cache)[0])
         return decoded_format(self.form, unit) if self.decoded else row_format(self.form, arch, self.page_size, unit)
 
 
 def page_unit(stride: int) -> int:
-    """The unit of the page stride: compilers learn only whether a number is a multiple of 16, but pages may begin at
-    multiples of less."""
+    """The unit, in elements, in which kernels get the page stride.
+
+    The compiler learns only whether an argument is a multiple of 16, but pages may begin at multiples of smaller powers
+    of two. The unit is a constant, so the compiler knows that alignment.
+    """
     return math.gcd(stride, 16)
 
 
 def readable(cache: Any, form: CacheFormat, launch: Any) -> Any:
-    """The cache, copied if kernels cannot read it in place: they read scales and rotary columns as words."""
+    """The cache, or a copy if its alignment does not allow kernels to read scales and rotary columns as words."""
     return launch.words(cache, packed_rows=form.planar) if form.quantized else launch.packed(cache)
 
 
@@ -121,8 +124,8 @@ class Work:
     """One call in the kernel's terms."""
 
     call: Any
-    q: Any  # packed
-    q_strides: tuple[int, int, int]  # of sequence, query token, head
+    q: Any  # each row is contiguous
+    q_strides: tuple[int, int, int]  # strides of sequence, query token and head
     lse_shape: tuple[int, ...]
     num_seqs: int
     num_q_tokens: int
@@ -142,7 +145,7 @@ class Work:
 
     @property
     def rows(self) -> int:
-        """Rows of a job for one KV head."""
+        """Rows per job and KV head."""
         return self.group if self.sparse else self.group * self.num_q_tokens
 
     @property
@@ -153,18 +156,18 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
-    """How a program finds its keys: together with the format, this decides how many registers its loop takes."""
+    """How a program finds its keys. With the format, this determines how many registers the loop takes."""
 
     dense: bool = False  # keys come through a page table, not a list of slots
-    ragged: bool = False  # a program finds its sequence, tokens and keys by itself
-    extra: bool = False  # keys come from a second cache, too
+    ragged: bool = False  # each program searches for its sequence, tokens and keys
+    extra: bool = False  # a second cache has further keys
     page_sizes: tuple[int, ...] = (1,)
-    decoded: bool = False  # a kernel has decoded the rows before
-    windowed: bool = False  # masks have a lower bound, too
+    decoded: bool = False  # `decoding` has decoded the rows
+    windowed: bool = False  # a window masks keys
 
 
 def operand_size(call: Any) -> int:
-    """Bytes of an element of the operands."""
+    """The size of an operand's elements, in bytes."""
     return 2 if call.kv_format.quantized else item_size(call.q)
 
 
@@ -179,15 +182,15 @@ def mixes_formats(call: Any, walk: Walk) -> bool:
 
 
 def tile_for(call: Any, rows: int, jobs: int, keys: int, walk: Walk) -> Tile:
-    """As few rows as suffice, and 64 for wgmma if there are as many; splits that fill the GPU.
+    """The tile with the smallest row blocks that suffice, 64 rows for wgmma if possible, and splits that fill the GPU.
 
-    `jobs` counts jobs times KV heads, `keys` is the longest list there can be. Block sizes depend on neither, so that
-    with `num_splits` 1 a sequence's results are batch-invariant.
+    `jobs` is the number of jobs times KV heads, and `keys` the maximum length of a list. Block sizes depend on neither,
+    so that results with `num_splits` 1 are batch-invariant.
     """
     block_h, block_kv, num_warps, num_stages = fitting_sizes(call, rows, walk)
     work, multiprocessors = jobs * cdiv(rows, block_h), call.device.num_multiprocessors
     num_splits = splits(work, programs_at_once(call, block_h), keys, block_kv)
-    one_each = work * num_splits <= multiprocessors  # no multiprocessor has a second program to run while one waits
+    one_each = work * num_splits <= multiprocessors  # each multiprocessor then has only one program to run
     if one_each and call.device.arch == "sm_90" and block_h <= 16 and num_stages == 2 and item_size(call.q) == 2:
         num_stages = 3
     return Tile(
@@ -200,12 +203,12 @@ def tile_for(call: Any, rows: int, jobs: int, keys: int, walk: Walk) -> Tile:
 
 
 def programs_at_once(call: Any, block_h: int) -> int:
-    """An estimate of how many programs the device runs at once."""
+    """An estimate of the number of programs that the device runs concurrently."""
     return call.device.num_multiprocessors * (2 if block_h <= 16 else 1)
 
 
 def fitting_sizes(call: Any, rows: int, walk: Walk) -> tuple[int, int, int, int]:
-    """Rows, keys, warps and stages of a tile for this many rows that fits the device's shared memory."""
+    """(rows, keys, warps, stages) of a tile for `rows` rows that fits the device's shared memory."""
     block_h, block_kv, num_warps, num_stages = sizes(
         call, min(max(16, next_power_of_2(rows)), 16 if item_size(call.q) == 4 else 64), walk
     )
@@ -215,7 +218,7 @@ def fitting_sizes(call: Any, rows: int, walk: Walk) -> tuple[int, int, int, int]
 
 
 def sizes(call: Any, rows: int, walk: Walk) -> tuple[int, int, int, int]:
-    """Rows, keys, warps and stages."""
+    """(rows, keys, warps, stages) of the preferred tile, whether or not it fits shared memory."""
     arch, form = call.device.arch, call.kv_format
     decodes = form.quantized or form.eight_bit
     if walk.decoded:
@@ -223,15 +226,15 @@ def sizes(call: Any, rows: int, walk: Walk) -> tuple[int, int, int, int]:
     if operand_size(call) == 4 and arch:  # no matrix unit is exact in float32
         return (16, 16, 8, 2 if OLDER_COMPILER else 1) if arch.startswith("sm_") else (16, 16, 4, 1)
     if arch.startswith("gfx"):
-        # A second stage halves the iterations over plain rows; while decoding, it takes a second program's registers.
+        # For plain rows, a second stage halves the iterations. With decoding, it takes a second program's registers.
         return min(rows, 32), 16, 4, 1 if decodes else 2
     budget = call.device.shared_memory or SMALLEST_SHARED_MEMORY
     little = budget < DECODED_SHARED_MEMORY
-    if decodes and item_size(call.q) == 4:  # products in three parts
+    if decodes and item_size(call.q) == 4:  # float32 products take three passes
         return 16, 16 if form.folded or (little and mixes_formats(call, walk)) else 32, 8, 2
     if has_small_groups(form) and ((little and OLDER_COMPILER) or (rows <= 16 and mixes_formats(call, walk))):
-        return 16, 16, 4, 2  # scales of many groups, and of two formats, take registers
-    crowded = walk.ragged and walk.windowed and form.folded  # 32 rows of these spilled
+        return 16, 16, 4, 2  # scales of many groups or of two formats take registers
+    crowded = walk.ragged and walk.windowed and form.folded  # here 32 rows would spill
     if rows <= 16 or crowded or (decodes and little):
         return 16, 32, 4, 3 if not decodes and arch == "sm_90" else 2
     wgmma = rows >= 64 and arch == "sm_90" and call.d_v <= 512
@@ -248,7 +251,7 @@ def sizes(call: Any, rows: int, walk: Walk) -> tuple[int, int, int, int]:
 
 
 def too_wide(call: Any, walk: Walk) -> str | None:
-    """Why no tile of a call fits its device's shared memory, or None. AMD's GPUs do not hold operands there."""
+    """Why no tile fits the device's shared memory, or None. AMD GPUs hold operands in registers, so any tile fits."""
     budget = call.device.shared_memory
     if call.device.platform != "cuda" or not budget:
         return None
@@ -262,7 +265,7 @@ def too_wide(call: Any, walk: Walk) -> str | None:
 
 
 def fits_wgmma(call: Any, walk: Walk) -> bool:
-    """Whether a tile of 64 rows leaves registers for decoding."""
+    """Whether a tile of 64 rows, with wgmma, leaves registers for decoding."""
     form, dtype = call.kv_format, dtype_name(call.q)
     if walk.windowed:
         return False
@@ -278,10 +281,10 @@ def fits_wgmma(call: Any, walk: Walk) -> bool:
 
 
 def decodes_first(call: Any, rows: int) -> bool:
-    """Whether a sparse prefill decodes its quantised cache once, and not a row again for each query that lists it.
+    """Whether a sparse prefill decodes its quantised cache once in advance, instead of once for each list entry.
 
-    It does so only where this was found to be faster: with the tiles of 64 rows of Hopper. The host does not know which
-    list entries name no slot, so they count, too.
+    It does so only on Hopper with tiles of 64 rows, where this measured faster. The estimate includes list entries that
+    name no slot, because the host cannot tell them apart.
     """
     if not call.kv_format.quantized or dtype_name(call.q) != "bfloat16" or call.d_v > 512:
         return False
@@ -293,8 +296,10 @@ def decodes_first(call: Any, rows: int) -> bool:
 
 
 def shared_bytes(call: Any, walk: Walk, rows: int, keys: int, stages: int) -> int:
-    """An estimate of a program's shared memory: queries, weights, the rows in flight and, once decoded, each row twice
-    as an operand."""
+    """An estimate of a program's shared memory, in bytes.
+
+    It includes queries, weights, the rows in flight and, if the program decodes rows, both operands of each row.
+    """
     form = call.kv_format
     values, rest = (next_power_of_2(n) if n else 0 for n in columns(call))
     queries = rows * (values + rest + keys)
@@ -308,9 +313,9 @@ def shared_bytes(call: Any, walk: Walk, rows: int, keys: int, stages: int) -> in
 
 
 def splits(work: int, slots: int, keys: int, block_kv: int) -> int:
-    """The number of splits of a job's keys that is fastest if all lists are as long as they can be.
+    """The number of splits per job that is fastest if all lists have their maximum length.
 
-    A split has whole blocks of keys. Of the numbers that make splits equally long, the smallest is taken.
+    A split consists of whole key blocks. If several numbers give splits of equal length, the smallest is returned.
     """
     blocks, least = cdiv(keys, block_kv), cdiv(MIN_SPLIT, block_kv)
     most = max(1, min(MAX_SPLITS, cdiv(keys, MIN_SPLIT)))

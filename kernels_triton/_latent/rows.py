@@ -1,4 +1,4 @@
-"""Latent attention: latent rows and queries as operands, and stores of finished rows."""
+"""Latent attention: loads of latent rows and queries as operands, and stores of finished rows."""
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
@@ -17,57 +17,57 @@ from ragged_attention.kernels_triton._softmax import lost_to_rounding
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class RowFormat(Constants):
-    """How a cache stores its rows. Distances are counted in the cache's elements, bytes if it is quantised."""
+    """The layout of a cache's rows. Distances are in elements of the cache, which are bytes if it is quantised."""
 
-    CODES: str  # how `decode` reads a stored value; "e2m1": two to a byte; "plain": it is an operand's element
-    SCALES: str  # the dtype of the stored scales; empty: there are none
+    CODES: str  # the values' FORMAT, see `decode`; "e2m1" has two values per byte
+    SCALES: str  # the dtype of the stored scales, or "" without scales
     GROUP: int  # columns that share a scale
-    VALUES: int  # columns stored as codes; 0: all columns
-    ROTARY: int  # bfloat16 columns stored after the values and scales; 0: none
+    VALUES: int  # columns stored as codes, or 0 if these are all columns
+    ROTARY: int  # bfloat16 columns stored after the values and scales
     ROTARY_AT: int  # distance of the rotary columns from the beginning of their row
     PLANAR: bool  # whether a page holds all of its scales after all of its rows
     ROW: int  # distance between rows of a planar page
-    SCALES_AT: int  # distance of the first scale from the beginning of its row, in a planar page from that of the page
+    SCALES_AT: int  # distance of the first scale from the beginning of its row or, if planar, of its page
     SCALES_STEP: int  # distance between the scales of consecutive rows of a planar page
-    FOLDED: bool  # whether scales multiply logits and weights, and not the values
-    RESCALED: bool  # whether weights times scales become float16, and are kept near 1 by a second running maximum
+    FOLDED: bool  # whether scales multiply logits and weights instead of values
+    RESCALED: bool  # whether weights times scales are float16, and a second running maximum keeps them near 1
     PAGE_SIZE: int  # rows of a page
     PAGE_UNIT: int  # page strides are counted in this many elements
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Columns(Constants):
-    """How the columns of a row are divided into operands: first into equal groups, then the rest."""
+    """The division of a row's columns into operands: equal groups, followed by the rest."""
 
     GROUPS: int  # number of groups
     WIDTH: int  # columns of a group, padded to a power of two
     GROUPED: int  # columns of all groups, without padding
-    REST: int  # columns after those of the groups; 0: none
+    REST: int  # columns after the groups
     REST_PAD: int  # REST, padded to a power of two
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Operands(Columns):
-    """What products of queries and keys multiply."""
+    """The operands of products of queries and keys."""
 
     DTYPE: tl.dtype  # of queries and keys in groups
     REST_DTYPE: tl.dtype  # of queries and keys in the rest
-    PRODUCTS: int  # products per group: 2 where rounding queries to DTYPE loses something, which is multiplied too
+    PRODUCTS: int  # products per group: 2 if rounding queries to DTYPE is inexact, so that its error is an operand too
     REST_PRODUCTS: int  # products for the rest
-    DIVIDED: bool  # whether each row of queries is divided by a power of two, so that it fits float16
-    REST_IS_VALUE: bool  # whether the result has columns of the rest
+    DIVIDED: bool  # whether query rows are divided by a power of two to fit float16
+    REST_IS_VALUE: bool  # whether the rest serves as values, too
 
 
 class Rows(NamedTuple):
-    """The rows of a cache that a block of a list names."""
+    """The cache rows of a block of list entries."""
 
-    start: tl.tensor  # where each row begins
-    scales: tl.tensor  # where its scales begin
-    readable: tl.tensor  # whether it may be read
+    start: tl.tensor  # the address of each row
+    scales: tl.tensor  # the address of its scales
+    readable: tl.tensor  # whether the row may be read
 
 
 class Finished(NamedTuple):
-    """Accumulators of rows, and the factors that make them results."""
+    """The accumulators of finished rows, and the factors that turn them into results."""
 
     groups: tl.tuple
     factor: tl.tensor
@@ -77,10 +77,10 @@ class Finished(NamedTuple):
 
 @triton.jit
 def places_of(pages, offset, slot_stride, FORMAT: tl.constexpr):
-    """Where the rows at `offset` in their pages begin, and where their scales do."""
+    """(addresses of rows, addresses of their scales) for the rows at `offset` in their pages."""
     if FORMAT.PLANAR:
         values = pages + offset.to(tl.int64) * FORMAT.ROW
-        # 32 bits are enough for offsets within a page: no memory holds pages of 2^28 rows.
+        # 32 bits suffice for offsets within a page, since no memory holds a page of 2^28 rows.
         scales = pages + FORMAT.SCALES_AT + offset * FORMAT.SCALES_STEP
     else:
         values = pages + offset.to(tl.int64) * slot_stride
@@ -90,7 +90,7 @@ def places_of(pages, offset, slot_stride, FORMAT: tl.constexpr):
 
 @triton.jit
 def whole_columns(rows, readable, first, COLUMNS: tl.constexpr, COLUMNS_PAD: tl.constexpr):
-    """COLUMNS columns of rows, beginning with `first`; zero where a row may not be read."""
+    """COLUMNS columns of rows, from column `first` on; rows that may not be read are zero."""
     column = tl.arange(0, COLUMNS_PAD)
     mask = readable[:, None]
     if COLUMNS < COLUMNS_PAD:
@@ -100,7 +100,7 @@ def whole_columns(rows, readable, first, COLUMNS: tl.constexpr, COLUMNS_PAD: tl.
 
 @triton.jit
 def scale_values(codes, SCALES: tl.constexpr, FACTOR: tl.constexpr):
-    """Scales of one byte, the lowest of each of `codes`, as float32 and multiplied by FACTOR; exact, NaN stays."""
+    """The one-byte scales in the low bytes of `codes`, as exact float32 times FACTOR. NaN stays NaN."""
     if SCALES == "float8_e8m0fnu":
         power = codes & 0xFF
         bits = power.to(tl.uint32) << 23
@@ -108,7 +108,7 @@ def scale_values(codes, SCALES: tl.constexpr, FACTOR: tl.constexpr):
         scale = bits.to(tl.float32, bitcast=True)
         if FACTOR != 1.0:
             scale = scale * FACTOR
-    else:  # float8_e4m3fn; float16 has sign, exponent and mantissa in the same order
+    else:  # float8_e4m3fn has sign, exponent and mantissa in the same order as float16
         code = codes.to(tl.uint32)
         half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
         factor: tl.constexpr = 256.0 * FACTOR
@@ -119,7 +119,7 @@ def scale_values(codes, SCALES: tl.constexpr, FACTOR: tl.constexpr):
 
 @triton.jit
 def spread(numbers, EACH: tl.constexpr, COLUMNS: tl.constexpr):
-    """[rows, COLUMNS] of which the first EACH columns are the first of `numbers` [rows], the next EACH the second."""
+    """[rows, COLUMNS]: each [rows] tensor of the tuple `numbers` is repeated in EACH consecutive columns."""
     column = tl.arange(0, COLUMNS)[None, :]
     spans = ()
     for index in tl.static_range(len(numbers)):
@@ -139,14 +139,14 @@ def spread(numbers, EACH: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def column_scales(rows, FIRST: tl.constexpr, FORMAT: tl.constexpr, WIDTH: tl.constexpr, PER_BYTE: tl.constexpr,
                   FACTOR: tl.constexpr):  # fmt: skip
-    """The scale, times FACTOR, of each byte of the codes of WIDTH columns; a byte holds those of PER_BYTE columns."""
+    """The scale, times FACTOR, of each code byte of WIDTH columns; a byte has the codes of PER_BYTE columns."""
     LAST: tl.constexpr = FIRST + WIDTH if FIRST + WIDTH < FORMAT.VALUES else FORMAT.VALUES
     COUNT: tl.constexpr = (LAST - FIRST + FORMAT.GROUP - 1) // FORMAT.GROUP
     EACH: tl.constexpr = FORMAT.GROUP // PER_BYTE
     BYTES: tl.constexpr = WIDTH // PER_BYTE
     first = rows.scales + FIRST // FORMAT.GROUP
     loaded = ()
-    if COUNT > 4:  # four scales at a time, in a word
+    if COUNT > 4:  # load four scales at a time, as a word
         words = first.to(tl.pointer_type(tl.uint32))
         for index in tl.static_range(COUNT // 4):
             loaded += (tl.load(words + index, mask=rows.readable, other=0),)
@@ -163,16 +163,16 @@ def column_scales(rows, FIRST: tl.constexpr, FORMAT: tl.constexpr, WIDTH: tl.con
 
 @triton.jit
 def e2m1_values(codes):
-    """e2m1 codes as float32 of 2^-14 of their values: float16 has sign, exponent and mantissa in the same order."""
+    """e2m1 codes as float32, times 2^-14. The codes have sign, exponent and mantissa in the same order as float16."""
     half = ((codes & 7) << 9) | ((codes & 8) << 12)
     return half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def scaled_pairs(rows, FIRST: tl.constexpr, FORMAT: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
-    """WIDTH columns of rows, beginning with FIRST, multiplied by their scales; a byte holds the codes of two."""
-    # Two bytes at a time: where an operand was loaded in single bytes and joined, Triton 3.6 gives each thread eight
-    # neighbouring keys out of 32, even if the product with the values has only 16.
+    """WIDTH e2m1 columns of rows, from FIRST on, multiplied by their scales. A byte has the codes of two columns."""
+    # Codes are loaded two bytes at a time. If an operand is loaded as single bytes and joined, Triton 3.6 gives each
+    # thread eight neighbouring keys out of 32, even if the product with the values has only 16 keys.
     COUNT: tl.constexpr = WIDTH // 4
     both = whole_columns(rows.start.to(tl.pointer_type(tl.uint16)), rows.readable, FIRST // 4, COUNT, COUNT)
     pairs = tl.reshape(tl.join(both & 0xFF, both >> 8), [both.shape[0], WIDTH // 2]).to(tl.uint32)
@@ -184,15 +184,15 @@ def scaled_pairs(rows, FIRST: tl.constexpr, FORMAT: tl.constexpr, WIDTH: tl.cons
 
 @triton.jit
 def rotary_columns(rows, first, FORMAT: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_PAD: tl.constexpr):
-    """COLUMNS rotary columns of rows, beginning with `first` of them."""
+    """COLUMNS rotary columns of rows, from rotary column `first` on."""
     rotary = (rows.start + FORMAT.ROTARY_AT).to(tl.pointer_type(tl.bfloat16))
     return whole_columns(rotary, rows.readable, first, COLUMNS, COLUMNS_PAD)
 
 
 @triton.jit
 def scaled_columns(rows, FIRST: tl.constexpr, FORMAT: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
-    """WIDTH columns of rows, beginning with FIRST, multiplied by their scales; the last may be rotary ones."""
-    CODED: tl.constexpr = FORMAT.VALUES - FIRST  # columns until the rotary ones
+    """WIDTH columns of rows, from column FIRST on, multiplied by their scales. The last columns may be rotary."""
+    CODED: tl.constexpr = FORMAT.VALUES - FIRST  # columns before the rotary columns
     codes = whole_columns(rows.start, rows.readable, FIRST, CODED, WIDTH).to(tl.uint8, bitcast=True)
     values = decode(codes, FORMAT.CODES, tl.float32) * column_scales(rows, FIRST, FORMAT, WIDTH, 1, 1.0)
     if CODED < WIDTH:
@@ -206,7 +206,7 @@ def scaled_columns(rows, FIRST: tl.constexpr, FORMAT: tl.constexpr, WIDTH: tl.co
 @triton.jit
 def stored_columns(rows, first, FORMAT: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_PAD: tl.constexpr,
                    DTYPE: tl.constexpr):  # fmt: skip
-    """COLUMNS columns of rows, beginning with `first`, decoded where they are codes, without any scale."""
+    """COLUMNS columns of rows, from column `first` on, decoded if they are codes, without scales."""
     keys = whole_columns(rows.start, rows.readable, first, COLUMNS, COLUMNS_PAD)
     if FORMAT.CODES != "plain":
         if FORMAT.CODES != "int8":
@@ -217,7 +217,7 @@ def stored_columns(rows, first, FORMAT: tl.constexpr, COLUMNS: tl.constexpr, COL
 
 @triton.jit
 def key_columns(rows, FIRST: tl.constexpr, FORMAT: tl.constexpr, OPERANDS: tl.constexpr):
-    """The group of columns that begins with FIRST as an operand, without its scales where these are folded."""
+    """The group of columns from FIRST on as an operand, without its scales if these are folded."""
     if FORMAT.SCALES == "" or FORMAT.FOLDED:
         keys = stored_columns(rows, FIRST, FORMAT, OPERANDS.GROUPED - FIRST, OPERANDS.WIDTH, OPERANDS.DTYPE)
     elif FORMAT.CODES == "e2m1":
@@ -229,7 +229,7 @@ def key_columns(rows, FIRST: tl.constexpr, FORMAT: tl.constexpr, OPERANDS: tl.co
 
 @triton.jit
 def rest_columns(rows, FORMAT: tl.constexpr, OPERANDS: tl.constexpr):
-    """The columns after those of the groups as an operand."""
+    """The columns after the groups, as an operand."""
     if FORMAT.ROTARY > 0:
         keys = rotary_columns(rows, 0, FORMAT, OPERANDS.REST, OPERANDS.REST_PAD)
     else:
@@ -241,7 +241,7 @@ def rest_columns(rows, FORMAT: tl.constexpr, OPERANDS: tl.constexpr):
 
 @triton.jit
 def key_groups(rows, FORMAT: tl.constexpr, OPERANDS: tl.constexpr):
-    """The groups of columns as operands."""
+    """All groups of columns, as operands."""
     groups = ()
     for group in tl.static_range(OPERANDS.GROUPS):
         groups += (key_columns(rows, group * OPERANDS.WIDTH, FORMAT, OPERANDS),)
@@ -250,17 +250,17 @@ def key_groups(rows, FORMAT: tl.constexpr, OPERANDS: tl.constexpr):
 
 @triton.jit
 def group_scale(rows, GROUP: tl.constexpr):
-    """The float32 scales of a group of columns that are to be folded."""
-    EACH: tl.constexpr = 32 // rows.scales.dtype.element_ty.primitive_bitwidth  # elements of the cache to a scale
+    """The float32 scale of each row's columns in a group; the caller folds it."""
+    EACH: tl.constexpr = 32 // rows.scales.dtype.element_ty.primitive_bitwidth  # elements of the cache per scale
     return tl.load((rows.scales + EACH * GROUP).to(tl.pointer_type(tl.float32)), mask=rows.readable, other=0)
 
 
 @triton.jit
 def query_columns(rows, valid, unit, FIRST: tl.constexpr, LAST: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr,
                   DIVIDED: tl.constexpr):  # fmt: skip
-    """Columns [FIRST, FIRST + WIDTH) of query rows, as far as they lie before LAST, as an operand; what rounding lost.
+    """(operand, rounding error) of the columns [FIRST, FIRST + WIDTH) of query rows; columns from LAST on are zero.
 
-    If DIVIDED, rows are divided by `unit` first.
+    If DIVIDED, rows are divided by `unit` before they are rounded.
     """
     given = whole_columns(rows, valid, FIRST, LAST - FIRST, WIDTH)
     q = given
@@ -276,7 +276,7 @@ def query_columns(rows, valid, unit, FIRST: tl.constexpr, LAST: tl.constexpr, WI
 
 @triton.jit
 def query_groups(rows, valid, unit, OPERANDS: tl.constexpr):
-    """The groups of columns of query rows: (operands, what rounding lost of each)."""
+    """(operands, rounding errors) of the groups of columns of query rows."""
     groups = ()
     lost = ()
     for group in tl.static_range(OPERANDS.GROUPS):
@@ -291,13 +291,13 @@ def query_groups(rows, valid, unit, OPERANDS: tl.constexpr):
 
 @triton.jit
 def load_queries(rows, valid, OPERANDS: tl.constexpr):
-    """(groups, lost, rest, lost_rest, unit) of rows, as `Queries` has them."""
+    """(groups, lost, rest, lost_rest, unit) of query rows; see `Queries`."""
     unit = tl.full([rows.shape[0]], 1.0, tl.float32)
     REST_DIVIDED: tl.constexpr = OPERANDS.DIVIDED and tl.float16 == OPERANDS.REST_DTYPE
     if OPERANDS.DIVIDED:
         grouped = whole_columns(rows, valid, 0, OPERANDS.GROUPED, OPERANDS.GROUPS * OPERANDS.WIDTH)
         unit = unit_of(grouped.to(tl.float32))
-    if REST_DIVIDED and OPERANDS.REST > 0:  # both are powers of two, of which the larger one is that of the whole row
+    if REST_DIVIDED and OPERANDS.REST > 0:  # the larger of two powers of two suits the whole row
         rest = whole_columns(rows, valid, OPERANDS.GROUPED, OPERANDS.REST, OPERANDS.REST_PAD)
         unit = tl.maximum(unit, unit_of(rest.to(tl.float32)))
     groups, lost = query_groups(rows, valid, unit, OPERANDS)
@@ -312,7 +312,7 @@ def load_queries(rows, valid, OPERANDS: tl.constexpr):
 
 @triton.jit
 def zeros_like(groups):
-    """Operands of zeros."""
+    """A tuple of zero operands with the shapes of `groups`."""
     zeros = ()
     for group in tl.static_range(len(groups)):
         zeros += (tl.zeros_like(groups[group]),)
@@ -321,7 +321,7 @@ def zeros_like(groups):
 
 @triton.jit
 def store_columns(target_ptr, index, acc, factor, valid, FIRST: tl.constexpr, LAST: tl.constexpr, D: tl.constexpr):
-    """Store `acc` times `factor` in finished rows of D columns, from column FIRST on and before column LAST."""
+    """Store `acc` times `factor` in the columns [FIRST, LAST) of finished rows, which have D columns."""
     column = FIRST + tl.arange(0, acc.shape[1])
     value = narrow(acc * factor[:, None], target_ptr.dtype.element_ty)
     mask = valid[:, None] & (column < LAST)[None, :]
@@ -330,7 +330,7 @@ def store_columns(target_ptr, index, acc, factor, valid, FIRST: tl.constexpr, LA
 
 @triton.jit
 def store_groups(target_ptr, index, finished, valid, COLUMNS: tl.constexpr, HAS_REST: tl.constexpr, D: tl.constexpr):
-    """Store finished rows of D columns: those of the groups and, if HAS_REST, those of the rest."""
+    """Store finished rows of D columns: the columns of all groups and, if HAS_REST, the rest."""
     LAST: tl.constexpr = COLUMNS.GROUPED if COLUMNS.GROUPED < D else D  # pyright: ignore[reportAssignmentType]
     for group in tl.static_range(len(finished.groups)):
         store_columns(target_ptr, index, finished.groups[group], finished.factor, valid, group * COLUMNS.WIDTH, LAST, D)

@@ -1,4 +1,4 @@
-"""Latent attention: online softmax over a range of blocks of a list of keys."""
+"""Latent attention: the loop with online softmax over blocks of a list of keys."""
 
 # Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
@@ -24,25 +24,24 @@ from ragged_attention.kernels_triton._latent.rows import (
 )
 from ragged_attention.kernels_triton._softmax import matmul, online_softmax, soft_capped
 
-# With this many rows or more, eight warps share each row. Where the result of a product leads to another product,
-# compilers (Triton 3.6 to 3.9) give every warp rows of its own instead, and half of the warps repeat the work of the
-# other half. So `logits_apart` keeps the products of queries and keys separate, and scales each of them before adding
-# them up, since plain sums would make them one chain.
+# With at least this many rows, eight warps should share each row. But if a product depends on another product, Triton
+# 3.6 to 3.9 give each warp its own rows, and half of the warps repeat the work of the other half. So `logits_apart`
+# makes the products of queries and keys independent: it scales each product before it adds them up.
 SEPARATE_QK_ROWS = tl.constexpr(64)
 
 
 class Queries(NamedTuple):
-    """Rows of queries as operands."""
+    """Query rows as operands."""
 
     groups: tl.tuple  # the groups of columns
-    lost: tl.tuple  # what rounding them lost
-    rest: tl.tensor  # the columns after those of the groups
+    lost: tl.tuple  # the groups' rounding errors
+    rest: tl.tensor  # the columns after the groups
     lost_rest: tl.tensor
-    unit: tl.tensor  # the power of two by which each row was divided
+    unit: tl.tensor  # the power of two that divided each row
 
 
 class Cache(NamedTuple):
-    """One KV head's latent rows."""
+    """The addresses of one KV head's latent rows."""
 
     ptr: tl.tensor
     page_stride: tl.tensor
@@ -51,7 +50,7 @@ class Cache(NamedTuple):
 
 
 class KeyList(NamedTuple):
-    """Blocks [begin, end) of a list of keys, of which keys [first, last) count; in a list of slots `first` is 0."""
+    """Blocks [begin, end) of a list of keys, restricted to keys [first, last). In a list of slots, `first` is 0."""
 
     ptr: tl.tensor
     begin: tl.tensor
@@ -61,7 +60,7 @@ class KeyList(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Each row sees the keys that count at positions in [lowest, limit)."""
+    """The range of positions that each row sees: those keys of its list at positions [lowest, limit)."""
 
     lowest: tl.tensor
     limit: tl.tensor
@@ -77,11 +76,11 @@ class Scales(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Loop(Constants):
-    """What the loop over a list of keys is compiled for."""
+    """The compile-time constants of the loop over a list of keys."""
 
-    SPARSE: bool  # whether the list has slots; otherwise it has pages
-    CAUSAL: bool  # whether rows of a block differ in the last key that they see
-    HAS_WINDOW: bool  # whether they differ in the first one
+    SPARSE: bool  # whether list entries are slots; otherwise they are pages
+    CAUSAL: bool  # whether the last visible key differs between rows of a block
+    HAS_WINDOW: bool  # whether the first visible key differs between rows of a block
     HAS_SOFT_CAP: bool
     BLOCK_KV: int
     SUMS_BY_COLUMN: bool  # see `no_sums`
@@ -108,7 +107,7 @@ def scaled_product(queries, keys, scales, GROUP: tl.constexpr, PRODUCTS: tl.cons
 
 @triton.jit
 def block_logits(queries, keys, rest, scales, logit_scale, FOLDED: tl.constexpr, OPERANDS: tl.constexpr):
-    """Logits, in base 2, of rows and a block of keys."""
+    """The base-2 logits of query rows and a block of keys."""
     logits = tl.zeros([queries.groups[0].shape[0], keys[0].shape[0]], tl.float32)
     for group in tl.static_range(OPERANDS.GROUPS):
         if FOLDED:
@@ -124,10 +123,11 @@ def block_logits(queries, keys, rest, scales, logit_scale, FOLDED: tl.constexpr,
 
 @triton.jit
 def logits_apart(present, queries, keys, rest, scales, logit_scale, FOLDED: tl.constexpr, OPERANDS: tl.constexpr):
-    """`block_logits` for SEPARATE_QK_ROWS rows or more, see there; `present` is `always` true.
+    """`block_logits` for at least SEPARATE_QK_ROWS rows; see there. `present` is the condition `always`.
 
-    One product is computed before the branch. If the branch not taken gave zeros, whose layout costs nothing to
-    convert, compilers would convert the layout of the logits inside the branch, and compute each exponential twice.
+    One product is computed before the branch, so that the branch not taken returns that product instead of zeros. With
+    zeros, whose layout costs nothing to convert, the compiler would convert the layout of the logits inside the branch
+    and compute each exponential twice.
     """
     logits = tl.zeros([queries.groups[0].shape[0], keys[0].shape[0]], tl.float32)
     BEFORE: tl.constexpr = 1 if OPERANDS.REST == 0 and OPERANDS.GROUPS > 1 else 0  # groups before the branch  # pyright: ignore[reportAssignmentType]
@@ -149,7 +149,7 @@ def logits_apart(present, queries, keys, rest, scales, logit_scale, FOLDED: tl.c
 
 @triton.jit
 def group_scales(rows, logit_scale, GROUPS: tl.constexpr, FOLDED: tl.constexpr):
-    """The factors that make each group's products logits: its keys' scales if these are folded."""
+    """Each group's factor from products to logits, including the keys' scales if these are folded."""
     scales = ()
     for group in tl.static_range(GROUPS):
         scale = logit_scale
@@ -161,9 +161,10 @@ def group_scales(rows, logit_scale, GROUPS: tl.constexpr, FOLDED: tl.constexpr):
 
 @triton.jit
 def no_sums(m_i, BLOCK_KV: tl.constexpr, BY_COLUMN: tl.constexpr):
-    """Sums of weights before the first block: one for each row or, BY_COLUMN, one for each row and key of a block.
+    """Zeros for the sums of weights: one sum per row or, if BY_COLUMN, one per row and column of a block.
 
-    Sums by column are added up once, after the loop, and not across threads and warps in every iteration.
+    Sums by column are added up once, after the loop. Sums per row need a reduction across threads and warps in every
+    iteration.
     """
     sums = tl.zeros_like(m_i)
     if BY_COLUMN:
@@ -173,7 +174,7 @@ def no_sums(m_i, BLOCK_KV: tl.constexpr, BY_COLUMN: tl.constexpr):
 
 @triton.jit
 def softmax_step(logits, m_i, sums):
-    """`online_softmax`, with either kind of `sums`."""
+    """`online_softmax` for either kind of `sums`; see `no_sums`."""
     if len(sums.shape) == 1:
         weights, alpha, higher, sums = online_softmax(logits, m_i, sums, 1.0)
     else:
@@ -187,7 +188,7 @@ def softmax_step(logits, m_i, sums):
 
 @triton.jit
 def sum_of_each_row(sums):
-    """The weights of each row, added up."""
+    """The sum of each row's weights."""
     if len(sums.shape) == 2:
         sums = tl.sum(sums, 1)
     return sums
@@ -195,7 +196,7 @@ def sum_of_each_row(sums):
 
 @triton.jit
 def largest_of(scales):
-    """The largest magnitude among the scales of each key."""
+    """The largest magnitude among each key's scales."""
     largest = tl.abs(scales[0])
     for group in tl.static_range(1, len(scales)):
         largest = tl.maximum(largest, tl.abs(scales[group]))
@@ -204,12 +205,12 @@ def largest_of(scales):
 
 @triton.jit
 def rescale(weights, logits, m_i, largest, scales):
-    """(weights, alpha, largest) relative to `largest`, a running maximum of logit plus log2 of the key's scale.
+    """(weights, alpha, largest), with weights relative to `largest`, the running maximum of logit plus log2 scale.
 
-    `weights` come relative to `m_i`. `alpha` is the factor of the accumulators so far.
+    The argument `weights` is relative to `m_i`. The caller multiplies its accumulators by `alpha`.
     """
     exponent = (largest_of(scales).to(tl.int32, bitcast=True) >> 23).to(tl.float32) - 127.0
-    # Scales under 2^-60 add nothing that could be distinguished from 0 beside a finite logit.
+    # The bound loses nothing: a weight with a scale below 2^-60 is negligible.
     larger = tl.maximum(largest, tl.max(logits + tl.maximum(exponent, -60.0)[None, :], 1))
     finite = tl.where(m_i == float("-inf"), 0.0, m_i)
     within = tl.where(larger == float("-inf"), 0.0, larger)
@@ -218,7 +219,7 @@ def rescale(weights, logits, m_i, largest, scales):
 
 @triton.jit
 def add_values(weights, scales, keys, acc, alpha, FOLDED: tl.constexpr):
-    """acc * alpha + weights @ values, group by group."""
+    """acc * alpha + weights @ values for each group."""
     sums = ()
     for group in tl.static_range(len(acc)):
         scaled = weights
@@ -231,10 +232,10 @@ def add_values(weights, scales, keys, acc, alpha, FOLDED: tl.constexpr):
 
 @triton.jit
 def attend(queries, state, cache, keys_of_list, seen_by_row, factors, FORMAT: tl.constexpr, LOOP: tl.constexpr):
-    """Attend to blocks of a list of keys: returns the new `state` = (m_i, largest, sums, acc, acc_rest).
+    """Online softmax over blocks of a list of keys; returns the new `state` = (m_i, largest, sums, acc, acc_rest).
 
-    `acc`, a tuple with an accumulator for each group, is relative to `largest`, a running maximum of logit plus log2
-    scale, if weights times scales are float16 (RESCALED). Everything else is relative to `m_i`.
+    `acc` is a tuple with one accumulator per group. If RESCALED, `acc` is relative to `largest`, the running maximum of
+    logit plus log2 scale. All other values are relative to `m_i`.
     """
     ROWS: tl.constexpr = queries.groups[0].shape[0]
     SPARSE: tl.constexpr = LOOP.SPARSE
@@ -242,7 +243,7 @@ def attend(queries, state, cache, keys_of_list, seen_by_row, factors, FORMAT: tl
     BLOCK_KV: tl.constexpr = LOOP.BLOCK_KV
     m_i, largest, sums, acc, acc_rest = state
     first, last = keys_of_list.first, keys_of_list.last
-    # See `_pages.attend` for why entries are looked up a block ahead.
+    # Entries are looked up one block ahead; `_pages.attend` explains why.
     next_entries = entries_of(keys_of_list.ptr, keys_of_list.begin, keys_of_list.begin < keys_of_list.end, first, last,
                               SPARSE, FORMAT.PAGE_SIZE, BLOCK_KV)  # fmt: skip
     for block in range(keys_of_list.begin, keys_of_list.end):
@@ -295,7 +296,7 @@ def first_state(BLOCK_H: tl.constexpr, LOOP: tl.constexpr):
 
 @triton.jit
 def restoring_factor(m_i, l_i, largest, RESCALED: tl.constexpr):
-    """The factor that makes the groups' accumulators relative to `m_i`, as everything else is."""
+    """The factor that converts the groups' accumulators from `largest` to `m_i` as their reference."""
     factor = tl.full(m_i.shape, 1.0, tl.float32)
     if RESCALED:
         factor = tl.math.exp2(tl.where(l_i == 0.0, 0.0, largest - m_i))
@@ -304,6 +305,6 @@ def restoring_factor(m_i, l_i, largest, RESCALED: tl.constexpr):
 
 @triton.jit
 def lse_in_base_2(m_i, l_i):
-    """The lse of one split's rows, for the combine kernel; -inf for a row that has seen no key."""
+    """The base-2 lse of one split's rows; -inf for a row that has seen no key."""
     empty = l_i == 0.0
     return tl.where(empty, float("-inf"), m_i + tl.math.log2(tl.where(empty, 1.0, l_i)))
