@@ -1,8 +1,8 @@
 """Constants and functions that all Pallas kernels share.
 
-Two rules shape the kernels. A kernel itself starts copies between memories and waits for them, so each buffer has its
-own semaphore. And kernels must also run in jax's TPU interpret mode, which supports only plain indexing of references:
-they load whole blocks, and reshape or bitcast the loaded values.
+Two rules shape the kernels. First, a kernel starts its own copies between memories and waits for them, so each buffer
+has its own semaphore. Second, kernels must also run in jax's TPU interpret mode, which supports only plain indexing of
+references. So kernels load whole blocks, and reshape or bitcast the loaded values.
 """
 
 import math
@@ -25,14 +25,14 @@ NOWHERE = LARGEST_INT  # the position of a key that no query sees
 
 
 def cannot_run(call: Any) -> str | None:
-    """Why no Pallas kernel can run a call, or None."""
+    """Why no Pallas kernel can run the call, or None."""
     if call.device.framework != "jax":
         return f"runs on jax arrays, got a call from {call.device.framework}"
     return None
 
 
 def expect_sizes(tile: Any, **limits: tuple[int, int]) -> None:
-    """Check that fields of a tile are ints within their limits."""
+    """Check that each named field of a tile is an int within its (low, high)."""
     for name, (low, high) in limits.items():
         value = getattr(tile, name)
         if not isinstance(value, int) or isinstance(value, bool):
@@ -69,7 +69,7 @@ def is_vector_memory(scratch: Any) -> bool:
 
 
 def vector_bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """The bytes that an array takes in VMEM, which pads its last two dimensions to whole tiles."""
+    """The size of an array in VMEM, in bytes, with its last two dimensions padded to whole tiles."""
     size = jnp.dtype(dtype).itemsize
     *rest, rows, lanes = shape
     tile = min(32 // size, max(next_power_of_2(rows), 4 // size))
@@ -77,7 +77,10 @@ def vector_bytes(shape: tuple[int, ...], dtype: Any) -> int:
 
 
 def in_pieces(count: Any, most: int, do: Callable[[Any, int], None]) -> None:
-    """Call `do(offset, size)` for pieces that add up to `count`, which is at most `most`; sizes are powers of two."""
+    """Call `do(offset, size)` for pieces that together cover `count`, which is at most `most`.
+
+    The sizes of the pieces are powers of two.
+    """
     piece = next_power_of_2(most + 1) >> 1 if most else 0
     offset = jnp.int32(0)
     while piece:
@@ -92,10 +95,10 @@ def in_pieces(count: Any, most: int, do: Callable[[Any, int], None]) -> None:
 
 
 def compiler_params(vmem_limit_bytes: int | None, *semantics: str) -> Any:
-    """The compiler parameters of a `pallas_call`, with the semantics of its grid's dimensions.
+    """The compiler parameters of a `pallas_call`; `semantics` describes the dimensions of its grid.
 
-    The compiler's bounds checks are off. Kernels clamp or check every index before a copy, and the checks would take
-    most of the scalar instructions of a copy.
+    The compiler's bounds checks are off, because kernels clamp or check every index before a copy. The checks would be
+    most of a copy's scalar instructions.
     """
     return pltpu.CompilerParams(
         vmem_limit_bytes=vmem_limit_bytes or None,

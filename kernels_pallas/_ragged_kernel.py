@@ -1,7 +1,8 @@
-"""The kernel of ragged paged attention: a sequence of steps, each a block of keys under a tile of queries.
+"""The Pallas kernel of ragged paged attention. Each step attends with a tile of queries to one block of keys.
 
-`Plan` holds the static parameters and `Refs` the memory. The functions follow the order of work: find the step's tile
-and its range of keys, start the copies for the next step, compute this step, and store the results when a tile ends.
+`Plan` has the static parameters, and `Refs` the references to memory. The functions follow the order of work: find the
+step's tile and its range of keys, start the copies for the next step, compute this step, and store the results after
+the tile's last block.
 """
 
 import functools
@@ -25,11 +26,11 @@ class Plan(NamedTuple):
     """The static parameters of one launch."""
 
     block_q: int
-    rows: int  # query rows of one KV head in a tile, with padding
-    pages: int  # per block
+    rows: int  # query rows per KV head and tile, with padding
+    pages: int  # pages per block
     block: int  # positions per block
-    block_kv: int  # keys computed at once: a part of a block
-    num_blocks_kv: int  # parts per block, the last one perhaps incomplete
+    block_kv: int  # keys per part; a part is computed at once
+    num_blocks_kv: int  # parts per block; the last part may be incomplete
     page_size: int
     num_pages: int
     pages_per_seq: int
@@ -46,9 +47,9 @@ class Plan(NamedTuple):
     has_lse: bool
     cores: int
     split_weights_below: int
-    num_updates: int | None  # new rows to write into the pages first; None: the pages are only read
-    dtype: Any  # of matrix operands
-    out_dtype: Any  # of the result as the kernel writes it
+    num_updates: int | None  # new rows that the kernel first writes into the pages; None if it only reads them
+    dtype: Any  # the dtype of matrix operands
+    out_dtype: Any  # the dtype in which the kernel writes the result
 
     @property
     def num_q_heads(self) -> int:
@@ -56,7 +57,7 @@ class Plan(NamedTuple):
 
     @property
     def widths(self) -> list[tuple[int, int]]:
-        """Heads and head size of each array of pages."""
+        """(heads, head size) of each array of pages."""
         if self.combined:
             return [(2 * self.num_kv_heads, self.head_dim)]
         return [(self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.v_head_dim)]
@@ -68,30 +69,30 @@ class Plan(NamedTuple):
 
     @property
     def forms(self) -> list[str]:
-        """How heads are extracted from each array of pages: as words, unless tokens share words."""
+        """The form in which heads are extracted from each array of pages: words, unless tokens share words."""
         return [WORDS if count % self.per_word == 0 else HEADS_FIRST for count, _ in self.widths]
 
     def order(self, row: Any) -> Any:
-        """The offset within a part of each row's key of an operand; a word has one key of each half of the part."""
+        """The offset, within a part, of the key in each row of an operand. A word has one key of each half."""
         if self.per_word == 1 or HEADS_FIRST in self.forms:
             return row
         return (row >> 1) + (row & 1) * (self.block_kv // 2)
 
     @property
     def in_columns(self) -> bool:
-        """Whether the columns of the logits are queries, and the rows keys."""
+        """Whether the logits have queries as columns and keys as rows."""
         return self.block_q > 1
 
     @property
     def columns(self) -> int:
-        """Query rows of a KV head whose logits are computed at once."""
+        """The number of a KV head's query rows whose logits are computed at once."""
         if not self.in_columns:
             return self.rows
         return LANES if self.rows % (2 * LANES) else 2 * LANES
 
     @property
     def per_query(self) -> tuple[int, int]:
-        """The shape of one number per query."""
+        """The shape of an array with one number per query."""
         return (1, self.rows) if self.in_columns else (self.rows, 1)
 
     @property
@@ -108,39 +109,39 @@ class Plan(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """References to the kernel's memory, in the order in which Pallas passes them; None for what a launch lacks."""
+    """References to the kernel's memory, in the order in which Pallas passes them. Absent ones are None."""
 
-    count: Any  # i32 [1], the sequences that the launch computes
-    order: Any  # their numbers
+    count: Any  # i32 [1], the number of sequences that the launch computes
+    order: Any  # the indices of these sequences
     starts: Any
     q_lens: Any
     kv_lens: Any
     table: Any  # i32 [S * M]
-    factor: Any  # f32 [K], of logits
+    factor: Any  # f32 [K], the scale of logits
     v_scale: Any
     sinks: Any
-    slots: Any  # of the new rows
+    slots: Any  # the slots of new rows
     q: Any
     new_rows: Any
-    read_pages: list[Any] | None  # the pages, if the launch does not write them
-    initial: Any  # the results' initial values, in the same memory as the results
+    read_pages: list[Any] | None  # the pages, if the launch only reads them
+    initial: Any  # the results' initial values, which share memory with the results
     out: Any
     lse: Any
     written_pages: list[Any] | None  # the pages, if the launch writes them
     buffers: list[Any]  # [2, positions, heads, D] for each array of pages
-    position: Any  # i32 [2, num_blocks_kv, ...], of each key in a buffer
+    position: Any  # i32 [2, num_blocks_kv, ...], the position of each key in a buffer
     q_buffer: Any  # [2, block_q, H, D]
     q_rows: Any  # [K, rows, D]
     heads: list[Any]  # [heads, block_kv, D] for each array of pages
-    m_i: Any  # f32 [K, ...], of each query
-    l_i: Any  # f32 [K, ...]
+    m_i: Any  # f32 [K, ...], the running maximum of each query
+    l_i: Any  # f32 [K, ...], the running sum of each query
     acc: Any  # f32 [K, D_v, rows], or [K, rows, D_v]
     by_head: Any  # [H, block_q, D_v]
     out_buffer: Any  # [block_q, H, D_v]
     lse_heads: Any  # f32 [H, block_q], padded
     lse_buffer: Any  # f32 [block_q, 1, H]
-    pending: Any  # i32 [1], result rows whose copies to HBM are in flight
-    missing: Any  # i32 [2], whether some page in a buffer does not exist
+    pending: Any  # i32 [1], the number of result rows whose copies to HBM are in flight
+    missing: Any  # i32 [2], whether a page in the buffer does not exist
     kv_arrived: Any  # semaphores [2, 1 or 2]
     q_arrived: Any  # [2]
     out_copied: Any
@@ -153,7 +154,7 @@ class Refs(NamedTuple):
 
 
 def scratch(plan: Plan, q: Any, pages: Any) -> list[Any]:
-    """The kernel's buffers and semaphores, in the order of `Refs`; those for the arrays of pages are lists."""
+    """The kernel's buffers and semaphores, in the order of `Refs`. Buffers for arrays of pages are in lists."""
     positions = plan.num_blocks_kv * plan.block_kv
     f32, rows = jnp.float32, (plan.num_kv_heads, plan.rows)
     heads = plan.num_q_heads
@@ -180,7 +181,7 @@ def scratch(plan: Plan, q: Any, pages: Any) -> list[Any]:
 
 
 def heads_buffer(plan: Plan, which: int) -> Any:
-    """The buffer of a part of a block, in the form from which `operand` extracts single heads."""
+    """The buffer for one part of a block, in the form from which `operand` extracts single heads."""
     count, dim = plan.widths[which]
     if plan.forms[which] == HEADS_FIRST:
         return pltpu.VMEM((count, plan.block_kv, dim), plan.dtype)
@@ -189,30 +190,30 @@ def heads_buffer(plan: Plan, which: int) -> Any:
 
 
 class Step(NamedTuple):
-    """One step of the walk over sequences, tiles and blocks, and the buffers that it uses."""
+    """One step of the iteration over sequences, tiles and blocks, and the buffers that it uses."""
 
-    index: Any  # of the sequence in `order`
-    tile: Any  # within the sequence
-    block: Any  # of keys
+    index: Any  # the sequence's index in `order`
+    tile: Any  # the tile's index in the sequence
+    block: Any  # the index of the block of keys
     kv_slot: Any
     q_slot: Any
 
 
 class Span(NamedTuple):
-    """A tile's queries and keys. Near the end of `q`, the rows fetched begin before the tile's own."""
+    """A tile's queries and keys. Near the end of `q`, the fetched rows begin before the tile's first row."""
 
     seq: Any
-    source: Any  # the first row fetched
-    shift: Any  # rows fetched before the tile's own
-    count: Any  # rows of the tile
-    position: Any  # of the first row fetched, counted in this sequence even if the row is not the sequence's
-    low: Any  # the first key that a row sees
-    high: Any  # one past the last
+    source: Any  # the first fetched row
+    shift: Any  # the number of fetched rows before the tile's first row
+    count: Any  # the tile's number of rows
+    position: Any  # the position of the first fetched row in this sequence, even if the row is of another sequence
+    low: Any  # the first key that any row sees
+    high: Any  # one past the last key that any row sees
     kv_len: Any
 
 
 def span_of(plan: Plan, refs: Refs, step: Step) -> Span:
-    """The tile that a step belongs to. A step past the last one gets some tile, which is not used."""
+    """The span of a step's tile. For a step past the last one, the span is arbitrary and not used."""
     seq = refs.order[jnp.minimum(step.index, refs.count[0] - 1)]
     start, q_len, kv_len = refs.starts[seq], refs.q_lens[seq], refs.kv_lens[seq]
     first = step.tile * plan.block_q
@@ -229,7 +230,7 @@ def span_of(plan: Plan, refs: Refs, step: Step) -> Span:
 
 
 def kernel(plan: Plan, refs: Refs) -> None:
-    """Compute one core's share of the sequences: of n cores, core i takes sequences i, i + n, i + 2n ... of `order`."""
+    """Compute one core's share of the sequences. Of n cores, core i takes entries i, i + n, i + 2n ... of `order`."""
     core = pl.program_id(0)
     first = Step(core, jnp.int32(0), jnp.int32(0), jnp.int32(0), jnp.int32(0))
     refs.pending[0] = 0
@@ -327,20 +328,20 @@ def fetch_queries(plan: Plan, refs: Refs, span: Span, slot: Any) -> None:
 
 
 def page_range(plan: Plan, span: Span, step: Step) -> tuple[Any, Any]:
-    """The range of a block's pages that hold keys which the tile sees, counted from the block's first page."""
+    """The range of a block's pages with keys that the tile sees, relative to the block's first page."""
     first = step.block * plan.pages
     low = jnp.maximum(span.low // plan.page_size - first, 0)
     return low, jnp.clip(cdiv(span.high, plan.page_size) - first, low, plan.pages)
 
 
 def page_of(plan: Plan, refs: Refs, span: Span, step: Step, offset: Any) -> Any:
-    """The page index that the table has at an offset in a block; it may be invalid."""
+    """The page table's entry for the page at `offset` in a block; it may be invalid."""
     column = jnp.minimum(step.block * plan.pages + offset, plan.pages_per_seq - 1)
     return refs.table[span.seq * plan.pages_per_seq + column]
 
 
 def page_copies(plan: Plan, refs: Refs, page: Any, slot: Any, offset: Any) -> list[Any]:
-    """The copies of a page to an offset in a buffer, one for each array of pages."""
+    """The copies of a page to `offset` in a buffer, one copy for each array of pages."""
     return [
         pltpu.make_async_copy(
             array.at[page],
@@ -352,7 +353,7 @@ def page_copies(plan: Plan, refs: Refs, page: Any, slot: Any, offset: Any) -> li
 
 
 def fetch_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
-    """Start the copies of a block's pages. Keys of a page that does not exist get position NOWHERE."""
+    """Start the copies of a block's pages. Keys of a missing page get the position NOWHERE."""
     slot = step.kv_slot
     offset = plan.order(lax.broadcasted_iota(jnp.int32, plan.per_key, 0 if plan.in_columns else 1))
     for part in range(plan.num_blocks_kv):
@@ -381,9 +382,9 @@ def fetch_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
 
 
 def wait_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
-    """Wait for all copies of a block, then zero the pages that do not exist.
+    """Wait for all copies of a block, then zero its missing pages.
 
-    Some other page was copied in their place, because a wait counts bytes and each page must bring its share.
+    In place of each missing page, `fetch_pages` copied another page, because a wait counts bytes.
     """
     low, high = page_range(plan, span, step)
 
@@ -430,7 +431,7 @@ def begin_tile(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
 
 
 def compute(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
-    """Attend to the keys of one block, with two-term weights if the tile sees few keys."""
+    """Attend to the keys of one block. Weights have two terms if the tile sees few keys."""
     base = step.block * plan.block
 
     def attend_part(split_weights: bool, part: Any) -> None:
@@ -456,7 +457,7 @@ def compute(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
     zero_unseen(plan, refs, span, step, low, high)
     if plan.dtype == jnp.float32 or not plan.split_weights_below:
         attend_parts(False)
-    elif not plan.in_columns:  # there are few rows, so twice as many cost nothing
+    elif not plan.in_columns:  # there are few rows, so the second term costs nothing
         attend_parts(True)
     else:
         few = span.high - span.low <= plan.split_weights_below
@@ -465,7 +466,7 @@ def compute(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
 
 
 def zero_unseen(plan: Plan, refs: Refs, span: Span, step: Step, low: Any, high: Any) -> None:
-    """Zero the keys that the tile does not see in a block's parts from `low` to `high`: even 0 times NaN is NaN."""
+    """Zero the unseen keys in the parts from `low` to `high` of a block, because 0 times NaN is NaN."""
     base = step.block * plan.block
     seen_low = jnp.maximum(span.low - base, 0)
     seen_high = jnp.minimum(span.high - base, plan.block)
@@ -503,7 +504,7 @@ def convert_heads(plan: Plan, refs: Refs, step: Step, part: Any) -> None:
 
 
 def operand(plan: Plan, refs: Refs, which: int, head: int) -> Any:
-    """One head's keys or values of the part converted last, [block_kv, D] in `plan.order`."""
+    """One head's keys or values of the part that was converted last, [block_kv, D] in `plan.order`."""
     heads = refs.heads[which]
     count, dim = plan.widths[which]
     if plan.forms[which] == HEADS_FIRST:
@@ -530,8 +531,8 @@ def own_queries(plan: Plan, head: int, first: int) -> tuple[Any, ...]:
 def multiply_keys(plan: Plan, refs: Refs, head: int, first: int) -> Any:
     """The products of a group of queries with the keys of a part of a block.
 
-    Queries are columns, or rows if each head has only one. In columns, maxima and sums over keys combine whole
-    registers, and the online softmax keeps its numbers in rows.
+    Queries are columns, or rows if each head has only one query. With queries in columns, maxima and sums over keys
+    combine whole registers, and the online softmax keeps its numbers in rows.
     """
     k = operand(plan, refs, 0, 2 * head if plan.combined else head)
     q = refs.q_rows[head, pl.ds(first, plan.columns), :]
@@ -539,7 +540,7 @@ def multiply_keys(plan: Plan, refs: Refs, head: int, first: int) -> Any:
 
 
 def update_softmax(plan: Plan, refs: Refs, head: int, first: int, logits: Any, seen: Any) -> tuple[Any, Any]:
-    """One step of the online softmax: the weights of the keys, and alpha, which rescales the accumulator."""
+    """One step of the online softmax: returns the keys' weights and alpha, the factor of the accumulator."""
     keys, own = 0 if plan.in_columns else 1, own_queries(plan, head, first)
     logits = logits * refs.factor[head]
     if plan.soft_cap is not None:
@@ -581,8 +582,9 @@ def visible(plan: Plan, refs: Refs, span: Span, slot: Any, part: Any, first: int
 
 
 def weight_operands(plan: Plan, weights: Any, split_weights: bool) -> list[Any]:
-    """The weights as operands. Two terms, of which the second is the rounding error of the first, serve tiles of few
-    keys, whose rounding errors would not average out.
+    """The weights as a list of operands: the rounded weights and, if `split_weights`, their rounding errors.
+
+    The second term is for tiles that see few keys, because their rounding errors would not average out.
     """
     rounded = weights.astype(plan.dtype)
     return [rounded, (weights - rounded.astype(jnp.float32)).astype(plan.dtype)] if split_weights else [rounded]
@@ -597,7 +599,7 @@ def product(plan: Plan, left: Any, right: Any, left_axis: int, right_axis: int) 
 
 
 def end_tile(plan: Plan, refs: Refs, span: Span) -> None:
-    """Normalise a tile's rows, and start to copy them to HBM."""
+    """Normalise a tile's rows, and start their copies to HBM."""
     wait_results(plan, refs)
     group, size = plan.group, plan.block_q
     query = lax.broadcasted_iota(jnp.int32, plan.per_query, 1 if plan.in_columns else 0)
@@ -654,7 +656,7 @@ def store_lses(plan: Plan, refs: Refs, lses: list[Any]) -> None:
 
 
 def result_copies(plan: Plan, refs: Refs) -> list[Any]:
-    """For each result, a function that returns the copy of `size` rows from an offset in its buffer to row `row`."""
+    """For each result, a function that makes the copy of `size` rows from an offset in its buffer to row `row`."""
 
     def copy(buffer: Any, array: Any, semaphore: Any) -> Any:
         return lambda offset, row, size: pltpu.make_async_copy(
@@ -666,7 +668,7 @@ def result_copies(plan: Plan, refs: Refs) -> list[Any]:
 
 
 def wait_results(plan: Plan, refs: Refs) -> None:
-    """Wait until the last tile's rows have been copied out of their buffers."""
+    """Wait for the copies of the last tile's rows from their buffers."""
     for copies in result_copies(plan, refs):
         in_pieces(refs.pending[0], plan.block_q, lambda _, rows, copies=copies: copies(0, 0, rows).wait())
     refs.pending[0] = 0

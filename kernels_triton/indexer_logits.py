@@ -192,7 +192,7 @@ def key_strides(call: Any, keys: Any, launch: Any) -> tuple[dict[str, int], int]
     """(strides of keys and their scales, unit of the page stride in elements)."""
     page, slot = (launch.strides(keys) if call.paged else (0, *launch.strides(keys)))[:2]
     scale_page, scale_slot = (0, 0) if call.key_scale is None else (0, *launch.strides(call.key_scale))[-2:]
-    # Triton learns only whether an argument is a multiple of 16. A page stride may be a multiple of a smaller power of 2.
+    # Triton learns only whether an argument is a multiple of 16, but a page stride may be a multiple of 8 or less.
     unit = math.gcd(page, 16)
     strides = {"page_stride": page // unit, "slot_stride": slot}
     return strides | {"scale_page_stride": scale_page, "scale_slot_stride": scale_slot}, unit

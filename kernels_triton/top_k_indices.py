@@ -75,8 +75,8 @@ def tile_for(call: Any, num_rows: int, columns: int) -> Tile:
     count, arch = call.device.num_multiprocessors, call.device.arch
     best = math.isqrt(columns // call.top_k)
     splits = max(1, min(cdiv(2 * count, max(num_rows, 1)), best, MOST_SPLITS))
-    # Four warps count faster, because each has more numbers. More warps fill a GPU that has few programs. On the other
-    # GPUs, four warps spill.
+    # Four warps count faster, because each has more numbers. Eight or more fill a GPU that has few programs, and do not
+    # spill where four would.
     if num_rows * splits >= 4 * count and (arch == "sm_90" or arch not in WGMMA):
         num_warps = 4
     else:
@@ -215,8 +215,10 @@ def ranked(collected_ptr, count, span, wanted, TOP_K_PAD: tl.constexpr):
 
 @triton.jit
 def threshold_of(row, collected_ptr, SELECTION: tl.constexpr):
-    """(threshold, skipped). All numbers above the threshold are selected, and those equal to it except the first
-    `skipped`."""
+    """(threshold, skipped) of a row.
+
+    The selection has all numbers above the threshold, and all numbers equal to it except the first `skipped`.
+    """
     TOP_K: tl.constexpr = SELECTION.TOP_K
     BLOCK: tl.constexpr = SELECTION.BLOCK
     count, low, largest = range_of(row, BLOCK)
@@ -378,7 +380,7 @@ def enqueue(
         select_kernel,
         (rows.num_rows, 1),
         (logits, positions, *rows.tables, logits if given is None else given),
-        [((1,), "float32"), *([((num_tokens, top_k), "int32")] if given is None else [])],  # a stand-in, since no logits are written
+        [((1,), "float32"), *([((num_tokens, top_k), "int32")] if given is None else [])],  # no logits are written
         inplace=() if given is None else (7,),
         num_splits=1,
         row_stride=row_stride,
