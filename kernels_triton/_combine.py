@@ -34,7 +34,6 @@ class Combination(Constants):
     Q_TOKENS: int  # query tokens of an item; 0: `cu_q_lens` has them, and the rows of items with more were not split
     ITEMS: int  # of each sequence
     RANGES: int  # of each sequence: one for each item, or one for all
-    RANGE_STRIDE: int  # 2 for `store_range`'s ranges, 1 where the end of a range is the beginning of the next
     LSE_BY_HEAD: bool  # lse [S, H, Q] instead of [T, H]
     HAS_NUM_SEQS: bool
     HAS_SINKS: bool
@@ -46,10 +45,10 @@ class Combination(Constants):
 def combine_kernel(
     parts_ptr, part_lses_ptr, part_maxima_ptr, ranges_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, v_scale_ptr,
     given_out_ptr, given_lse_ptr, given_max_ptr, out_ptr, lse_ptr, max_ptr,
-    num_tokens, max_num_seqs, num_parts, v_scale_factor, COMBINATION: tl.constexpr,
+    num_tokens, max_num_seqs, num_parts, range_end, v_scale_factor, COMBINATION: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one item and KV head. The numbers of the item's splits are [first, last), which stand in `ranges`
-    side by side; a single split has written its result itself."""
+    """Some rows of one item and KV head. The numbers of the item's splits are [first, last), which stand `range_end`
+    places apart in `ranges`; a single split has written its result itself."""
     if COMBINATION.PDL:
         gdc_wait()
     GROUP: tl.constexpr = COMBINATION.GROUP
@@ -67,9 +66,9 @@ def combine_kernel(
     else:
         num_rows = COMBINATION.Q_TOKENS * GROUP
     if tl.program_id(2) < num_rows:
-        range_ptr = ranges_ptr + (item if COMBINATION.RANGES == COMBINATION.ITEMS else seq) * COMBINATION.RANGE_STRIDE
+        range_ptr = ranges_ptr + (item if COMBINATION.RANGES == COMBINATION.ITEMS else seq)
         first = tl.minimum(tl.maximum(tl.load(range_ptr), 0), num_parts)
-        last = tl.minimum(tl.load(range_ptr + 1), num_parts)
+        last = tl.minimum(tl.load(range_ptr + range_end), num_parts)
         step: tl.constexpr = COMBINATION.ITEMS * KV_HEADS * COMBINATION.ROWS
         dv = tl.arange(0, COMBINATION.DV_PAD)
         for row in range(tl.program_id(2), tl.where(last - first != 1, num_rows, 0), tl.num_programs(2)):

@@ -44,7 +44,7 @@ class Division(Constants):
     COMPACT: bool = False  # only splits of sequences that have several take room where splits are stored
     ALL_SEQUENCES: bool = False  # this launch has programs for the rows of long sequences and of none, too
     MIN_BLOCKS: int = 1  # fewest blocks of a split, unless the sequence has no more
-    MAX_SEQS: int = 1  # the batch's sequences at most, one of SEQUENCES
+    MAX_SEQS: int = 1  # sequences that a program looks at together: all of the batch, unless BATCH_INVARIANT
 
 
 class Batch(NamedTuple):
@@ -79,9 +79,9 @@ def most_tokens(call: Any) -> int:
     return max(1, call.num_tokens if call.max_q_len is None else min(call.max_q_len, call.num_tokens))
 
 
-def sequences_at_most(max_num_seqs: int) -> int:
+def sequences_together(max_num_seqs: int) -> int:
     """`Division.MAX_SEQS` for tables of that many rows."""
-    return next(count for count in SEQUENCES if count >= max_num_seqs)
+    return next((count for count in SEQUENCES if count >= max_num_seqs), SEQUENCES[-1])
 
 
 def splits_at_most(max_num_seqs: int, num_splits: int, *, invariant: bool) -> tuple[int, int]:
@@ -149,6 +149,13 @@ def balanced_splits(batch, mask, num_splits, KIND: tl.constexpr, DIVISION: tl.co
 
 
 @triton.jit
+def blocks_of_sequence(q_len, first, last, DIVISION: tl.constexpr):
+    """The blocks of the keys [first, last) that can come in splits: none of a long sequence."""
+    blocks = (last + DIVISION.BLOCK_KV - 1) // DIVISION.BLOCK_KV - first // DIVISION.BLOCK_KV
+    return tl.where(q_len * DIVISION.GROUP <= DIVISION.SHORT_ROWS, blocks, 0)
+
+
+@triton.jit
 def splits_of_sequence(blocks, num_splits, MIN_BLOCKS: tl.constexpr):
     """(splits, blocks of a split) of a sequence with that many blocks of keys: up to `num_splits`, at least one."""
     each = tl.maximum((blocks + num_splits - 1) // num_splits, MIN_BLOCKS)
@@ -181,22 +188,35 @@ def most_splits(max_num_seqs, num_splits, DIVISION: tl.constexpr):
 
 
 @triton.jit
-def store_range(ranges_ptr, item, first, end, is_first):
-    """Write the numbers [first, end) of an item's splits to int32 ranges [items, 2], if this is its first split.
-
-    Both go in one store of 64 bits: with two stores, ptxas spills 16 bytes a thread for some shapes on sm_80.
-    """
-    both = first.to(tl.int64) | (end.to(tl.int64) << 32)
-    tl.store(ranges_ptr.to(tl.pointer_type(tl.int64)) + item, both, mask=is_first)
+def store_ranges(ranges_ptr, items, first, end, num_items, mask):
+    """Write the numbers [first, end) of the splits of items to ranges [2, num_items], for the combine kernel."""
+    tl.store(ranges_ptr + items, first, mask=mask)
+    tl.store(ranges_ptr + num_items + items, end, mask=mask)
 
 
 @triton.jit
-def find_split(entry, batch, mask, num_splits, ranges_ptr, KIND: tl.constexpr, DIVISION: tl.constexpr):
-    """The `Split` of a program whose number among all splits is `entry`.
+def store_all_ranges(ranges_ptr, batch, mask, num_splits, is_last, KIND: tl.constexpr, DIVISION: tl.constexpr):
+    """Tell the combine kernel, if this is the last program of the grid, where each sequence's splits are stored.
 
-    The program of a sequence's first split also tells the combine kernel where the splits are stored.
+    That program has nothing else to do. If the programs of first splits wrote these ranges before their attention, some
+    shapes would spill up to 72 bytes a thread on sm_90; after it, others would need 40 registers more.
     """
-    BLOCK_KV: tl.constexpr = DIVISION.BLOCK_KV
+    for start in range(0, tl.where(is_last, batch.max_num_seqs, 0), DIVISION.MAX_SEQS):
+        seqs = start + tl.arange(0, DIVISION.MAX_SEQS)
+        if DIVISION.BATCH_INVARIANT:
+            _, q_len, _, first, last = short_sequence(seqs, batch, mask, KIND, DIVISION)
+            blocks = blocks_of_sequence(q_len, first, last, DIVISION)
+            counts, _ = splits_of_sequence(blocks, num_splits, DIVISION.MIN_BLOCKS)
+            places = seqs * num_splits
+        else:  # then there is one turn
+            counts, _ = balanced_splits(batch, mask, num_splits, KIND, DIVISION)
+            places = tl.cumsum(counts, 0) - counts
+        store_ranges(ranges_ptr, seqs, places, places + counts, batch.max_num_seqs, seqs < batch.max_num_seqs)
+
+
+@triton.jit
+def find_split(entry, batch, mask, num_splits, KIND: tl.constexpr, DIVISION: tl.constexpr):
+    """The `Split` of a program whose number among all splits is `entry`."""
     seq = entry
     first_row = 0
     number = 0
@@ -221,13 +241,9 @@ def find_split(entry, batch, mask, num_splits, ranges_ptr, KIND: tl.constexpr, D
             place = tl.sum(tl.where(earlier, counts, 0), 0) + number
     start, q_len, kv_len, first, last = short_sequence(seq, batch, mask, KIND, DIVISION)
     if DIVISION.BATCH_INVARIANT:
-        blocks = (last + BLOCK_KV - 1) // BLOCK_KV - first // BLOCK_KV
-        blocks = tl.where(q_len * DIVISION.GROUP <= DIVISION.SHORT_ROWS, blocks, 0)
+        blocks = blocks_of_sequence(q_len, first, last, DIVISION)
         splits, each = splits_of_sequence(blocks, num_splits, DIVISION.MIN_BLOCKS)
         q_len = tl.where(number < splits, q_len, 0)
-    if DIVISION.SPLIT_KV:
-        is_first = (number == 0) & (first_row == 0) & (q_len > 0) & (tl.program_id(1) == 0)
-        store_range(ranges_ptr, seq, place, place + splits, is_first)
     return Split(seq, start, q_len, kv_len, first, last, number, splits, each, place, first_row)
 
 
