@@ -101,8 +101,8 @@ def split_sizes(call: Any, rows: int) -> tuple[int, int, int]:
         return 32, 8, 3
     if width > 128 or call.draft_mask is not None:
         return 32, 4, 3
-    # Where products are of warps, fewer keys let more programs run at once. They spill with masks of windows, where e4m3
-    # is decoded by integers and, on sm_80 and sm_86, where groups or pages are no powers of two.
+    # Where products are of warps, fewer keys let more programs run at once. But 32 keys spill with a window, with e4m3
+    # decoded by integers and, on sm_80 and sm_86, with groups or pages that are no powers of two.
     powers = all(n & (n - 1) == 0 for n in (call.group, call.page_size))
     spills = call.sliding_window is not None or (decodes_by_integers(call) and not OLDER_COMPILER)
     spills |= arch in ("sm_80", "sm_86") and not powers
