@@ -34,7 +34,6 @@ class Combination(Constants):
     Q_TOKENS: int  # query tokens per item; 0: `cu_q_lens` has their number
     ITEMS: int  # items per sequence
     RANGES: int  # ranges of splits per sequence: one for each item, or one for all items
-    RANGE_STRIDE: int  # elements between ranges: 2, as `store_range` writes them, or 1 if each end is the next begin
     LSE_BY_HEAD: bool  # whether lse is [S, H, Q] instead of [T, H]
     HAS_NUM_SEQS: bool
     HAS_SINKS: bool
@@ -46,11 +45,12 @@ class Combination(Constants):
 def combine_kernel(
     parts_ptr, part_lses_ptr, part_maxima_ptr, ranges_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, v_scale_ptr,
     given_out_ptr, given_lse_ptr, given_max_ptr, out_ptr, lse_ptr, max_ptr,
-    num_tokens, max_num_seqs, num_parts, v_scale_factor, COMBINATION: tl.constexpr,
+    num_tokens, max_num_seqs, num_parts, range_end, v_scale_factor, COMBINATION: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of an item's rows of one KV head; the programs along the grid's third axis share the rows.
 
-    `ranges` has the item's range [first, last) of split numbers. An item with one split already has its result.
+    The item's splits have the numbers [first, last), which `ranges` has at two indices that are `range_end` apart. An
+    item with one split already has its result.
     """
     if COMBINATION.PDL:
         gdc_wait()
@@ -69,9 +69,9 @@ def combine_kernel(
     else:
         num_rows = COMBINATION.Q_TOKENS * GROUP
     if tl.program_id(2) < num_rows:
-        range_ptr = ranges_ptr + (item if COMBINATION.RANGES == COMBINATION.ITEMS else seq) * COMBINATION.RANGE_STRIDE
+        range_ptr = ranges_ptr + (item if COMBINATION.RANGES == COMBINATION.ITEMS else seq)
         first = tl.minimum(tl.maximum(tl.load(range_ptr), 0), num_parts)
-        last = tl.minimum(tl.load(range_ptr + 1), num_parts)
+        last = tl.minimum(tl.load(range_ptr + range_end), num_parts)
         step: tl.constexpr = COMBINATION.ITEMS * KV_HEADS * COMBINATION.ROWS
         dv = tl.arange(0, COMBINATION.DV_PAD)
         for row in range(tl.program_id(2), tl.where(last - first != 1, num_rows, 0), tl.num_programs(2)):

@@ -76,7 +76,7 @@ def scale_arguments(name: str, scale: Any, stand_in: Any, launch: Any) -> tuple[
 
 @triton.jit
 def load_scale(scale_ptr, kv_head, factor, STRIDE: tl.constexpr):
-    """A KV head's scale: loaded from an array if STRIDE is 0 or 1, else (-1) the number `factor`."""
+    """A KV head's scale, loaded from an array if STRIDE is 0 or 1. If STRIDE is -1, it is the number `factor`."""
     scale = factor
     if STRIDE >= 0:
         scale = tl.load(scale_ptr + kv_head * STRIDE).to(tl.float32)

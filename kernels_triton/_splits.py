@@ -29,7 +29,7 @@ from ragged_attention.kernels_triton._tiles import next_power_of_2
 LARGEST_INT: tl.constexpr = tl.constexpr(2**31 - 1)
 FEW_TOKENS = 4  # in a mixed batch, a sequence with at most this many query tokens counts as decoding
 MAX_SPLITS = 4096
-SEQUENCES = (64, 256, 1024, 4096)  # numbers of sequences over whose lengths a program can sum; each compiles a kernel
+SEQUENCES = (64, 256, 1024, 4096)  # a program can sum over this many lengths; each size has its own kernel
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -44,7 +44,7 @@ class Division(Constants):
     COMPACT: bool = False  # whether sequences with one split take no memory for split results
     ALL_SEQUENCES: bool = False  # whether the launch also computes long sequences and the rows of no sequence
     MIN_BLOCKS: int = 1  # minimum blocks per split, unless the sequence has fewer
-    MAX_SEQS: int = 1  # upper bound on the batch's sequences, one of SEQUENCES
+    MAX_SEQS: int = 1  # sequences that a program reads together: all of the batch, unless BATCH_INVARIANT
 
 
 class Batch(NamedTuple):
@@ -79,9 +79,9 @@ def most_tokens(call: Any) -> int:
     return max(1, call.num_tokens if call.max_q_len is None else min(call.max_q_len, call.num_tokens))
 
 
-def sequences_at_most(max_num_seqs: int) -> int:
+def sequences_together(max_num_seqs: int) -> int:
     """`Division.MAX_SEQS` for a page table with `max_num_seqs` rows."""
-    return next(count for count in SEQUENCES if count >= max_num_seqs)
+    return next((count for count in SEQUENCES if count >= max_num_seqs), SEQUENCES[-1])
 
 
 def splits_at_most(max_num_seqs: int, num_splits: int, *, invariant: bool) -> tuple[int, int]:
@@ -149,6 +149,13 @@ def balanced_splits(batch, mask, num_splits, KIND: tl.constexpr, DIVISION: tl.co
 
 
 @triton.jit
+def blocks_of_sequence(q_len, first, last, DIVISION: tl.constexpr):
+    """The number of key blocks in [first, last) that can be split; 0 for a long sequence."""
+    blocks = (last + DIVISION.BLOCK_KV - 1) // DIVISION.BLOCK_KV - first // DIVISION.BLOCK_KV
+    return tl.where(q_len * DIVISION.GROUP <= DIVISION.SHORT_ROWS, blocks, 0)
+
+
+@triton.jit
 def splits_of_sequence(blocks, num_splits, MIN_BLOCKS: tl.constexpr):
     """(splits, blocks per split) of a sequence with `blocks` key blocks: at least one and up to `num_splits` splits."""
     each = tl.maximum((blocks + num_splits - 1) // num_splits, MIN_BLOCKS)
@@ -181,22 +188,36 @@ def most_splits(max_num_seqs, num_splits, DIVISION: tl.constexpr):
 
 
 @triton.jit
-def store_range(ranges_ptr, item, first, end, is_first):
-    """Write an item's range [first, end) of split numbers to int32 ranges [items, 2], if this is its first split.
-
-    One 64-bit store writes both numbers. With two stores, ptxas spills 16 bytes per thread for some shapes on sm_80.
-    """
-    both = first.to(tl.int64) | (end.to(tl.int64) << 32)
-    tl.store(ranges_ptr.to(tl.pointer_type(tl.int64)) + item, both, mask=is_first)
+def store_ranges(ranges_ptr, items, first, end, num_items, mask):
+    """Write each item's range [first, end) of split numbers to ranges [2, num_items], for the combine kernel."""
+    tl.store(ranges_ptr + items, first, mask=mask)
+    tl.store(ranges_ptr + num_items + items, end, mask=mask)
 
 
 @triton.jit
-def find_split(entry, batch, mask, num_splits, ranges_ptr, KIND: tl.constexpr, DIVISION: tl.constexpr):
-    """The `Split` with number `entry` in the batch.
+def store_all_ranges(ranges_ptr, batch, mask, num_splits, is_last, KIND: tl.constexpr, DIVISION: tl.constexpr):
+    """Write all sequences' ranges of splits for the combine kernel, if this is the last program of the grid.
 
-    The program of a sequence's first split also writes, for the combine kernel, where the splits are stored.
+    The last program has no other work. If the programs of first splits wrote the ranges before their attention, some
+    shapes would spill up to 72 bytes per thread on sm_90. If they wrote them after it, other shapes would need 40 more
+    registers.
     """
-    BLOCK_KV: tl.constexpr = DIVISION.BLOCK_KV
+    for start in range(0, tl.where(is_last, batch.max_num_seqs, 0), DIVISION.MAX_SEQS):
+        seqs = start + tl.arange(0, DIVISION.MAX_SEQS)
+        if DIVISION.BATCH_INVARIANT:
+            _, q_len, _, first, last = short_sequence(seqs, batch, mask, KIND, DIVISION)
+            blocks = blocks_of_sequence(q_len, first, last, DIVISION)
+            counts, _ = splits_of_sequence(blocks, num_splits, DIVISION.MIN_BLOCKS)
+            places = seqs * num_splits
+        else:  # then there is one iteration
+            counts, _ = balanced_splits(batch, mask, num_splits, KIND, DIVISION)
+            places = tl.cumsum(counts, 0) - counts
+        store_ranges(ranges_ptr, seqs, places, places + counts, batch.max_num_seqs, seqs < batch.max_num_seqs)
+
+
+@triton.jit
+def find_split(entry, batch, mask, num_splits, KIND: tl.constexpr, DIVISION: tl.constexpr):
+    """The `Split` of a program whose number among all splits is `entry`."""
     seq = entry
     first_row = 0
     number = 0
@@ -221,13 +242,9 @@ def find_split(entry, batch, mask, num_splits, ranges_ptr, KIND: tl.constexpr, D
             place = tl.sum(tl.where(earlier, counts, 0), 0) + number
     start, q_len, kv_len, first, last = short_sequence(seq, batch, mask, KIND, DIVISION)
     if DIVISION.BATCH_INVARIANT:
-        blocks = (last + BLOCK_KV - 1) // BLOCK_KV - first // BLOCK_KV
-        blocks = tl.where(q_len * DIVISION.GROUP <= DIVISION.SHORT_ROWS, blocks, 0)
+        blocks = blocks_of_sequence(q_len, first, last, DIVISION)
         splits, each = splits_of_sequence(blocks, num_splits, DIVISION.MIN_BLOCKS)
         q_len = tl.where(number < splits, q_len, 0)
-    if DIVISION.SPLIT_KV:
-        is_first = (number == 0) & (first_row == 0) & (q_len > 0) & (tl.program_id(1) == 0)
-        store_range(ranges_ptr, seq, place, place + splits, is_first)
     return Split(seq, start, q_len, kv_len, first, last, number, splits, each, place, first_row)
 
 
@@ -252,7 +269,7 @@ def find_entry(entry, num_splits_ptr, num_seqs, num_entries, fixed_splits, SCHED
             seq = tl.where(found, middle, seq)
             high = tl.where(found, high, middle)
         first = schedule_edge(num_splits_ptr, seq, num_entries)
-        split = tl.where(entry < first, num_entries, entry - first)  # before the first sequence there is no work
+        split = tl.where(entry < first, num_entries, entry - first)  # a split before the first sequence has no work
         count = schedule_edge(num_splits_ptr, seq + 1, num_entries) - first
     else:
         seq = entry // fixed_splits

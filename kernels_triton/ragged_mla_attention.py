@@ -56,8 +56,9 @@ from ragged_attention.kernels_triton._splits import (
     find_split,
     merged_at_once,
     most_tokens,
-    sequences_at_most,
+    sequences_together,
     splits_at_most,
+    store_ranges,
 )
 from ragged_attention.kernels_triton._tiles import (
     cdiv,
@@ -205,8 +206,7 @@ def selected(condition, first, second, UNIFORM: tl.constexpr):
 
 
 @triton.jit
-def find_row_block(batch, NUM_HEADS: tl.constexpr, SHORT_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
-                   BLOCK_KV: tl.constexpr):  # fmt: skip
+def find_row_block(batch, NUM_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, DIVISION: tl.constexpr):
     """(seq, start, q_len, kv_len, row_block, begin, end, count, place) of a program for a long sequence.
 
     The program has a block of the sequence's rows and all its keys, or a block of the rows of no sequence and no keys.
@@ -216,9 +216,9 @@ def find_row_block(batch, NUM_HEADS: tl.constexpr, SHORT_ROWS: tl.constexpr, BLO
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # start with the last rows, which see the most keys
     seq, start, q_len, first_row, live = find_rows(block, batch, NUM_HEADS, BLOCK_H)
     kv_len = tl.load(batch.kv_lens_ptr + seq, mask=live, other=0)
-    q_len = tl.where((first_row >= 0) & ((q_len * NUM_HEADS > SHORT_ROWS) | (live == 0)), q_len, 0)
+    q_len = tl.where((first_row >= 0) & ((q_len * NUM_HEADS > DIVISION.SHORT_ROWS) | (live == 0)), q_len, 0)
     kv_len = tl.minimum(tl.maximum(kv_len, 0), batch.capacity)
-    end = (kv_len + BLOCK_KV - 1) // BLOCK_KV
+    end = (kv_len + DIVISION.BLOCK_KV - 1) // DIVISION.BLOCK_KV
     return tl.where(live, seq, 0), start, q_len, kv_len, first_row // BLOCK_H, 0, end, 1, 0
 
 
@@ -227,12 +227,14 @@ def find_key_split(batch, mask, num_splits, ranges_ptr, KIND: tl.constexpr, DIVI
                    BLOCK_H: tl.constexpr):  # fmt: skip
     """The tuple of `find_row_block` for a program that has a block of a short sequence's rows and one KV split."""
     ROW_BLOCKS: tl.constexpr = DIVISION.SHORT_ROWS // BLOCK_H
-    split = find_split(tl.program_id(0) // ROW_BLOCKS, batch, mask, num_splits, ranges_ptr, KIND, DIVISION)
+    split = find_split(tl.program_id(0) // ROW_BLOCKS, batch, mask, num_splits, KIND, DIVISION)
     begin = split.first // DIVISION.BLOCK_KV
     end = (split.last + DIVISION.BLOCK_KV - 1) // DIVISION.BLOCK_KV
     if DIVISION.SPLIT_KV:
         begin += split.number * split.blocks
         end = tl.where(split.splits > 1, tl.minimum(begin + split.blocks, end), end)
+        is_first = (split.number == 0) & (split.q_len > 0)
+        store_ranges(ranges_ptr, split.seq, split.place, split.place + split.splits, batch.max_num_seqs, is_first)
     row_block = tl.program_id(0) % ROW_BLOCKS
     return split.seq, split.start, split.q_len, split.kv_len, row_block, begin, end, split.splits, split.place
 
@@ -284,7 +286,7 @@ def ragged_latent_kernel(
     batch = Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
     mask = Mask(window, cu_q_lens_ptr, 0, 0)
     if CONFIG.HAS_LONG:
-        work = find_row_block(batch, NUM_HEADS, SHORT_ROWS, BLOCK_H, BLOCK_KV)
+        work = find_row_block(batch, NUM_HEADS, BLOCK_H, CONFIG.DIVISION)
     if CONFIG.HAS_SHORT:
         split = find_key_split(batch, mask, num_splits, ranges_ptr, KIND, CONFIG.DIVISION, BLOCK_H)
         if CONFIG.HAS_LONG:
@@ -342,8 +344,8 @@ def ragged_latent_kernel(
             store_groups(parts_ptr, index, Finished(acc, factor * restored, acc_rest, factor), valid, OPERANDS,
                          OPERANDS.REST_IS_VALUE, CONFIG.DV)  # fmt: skip
             tl.store(part_lses_ptr + index, lse_in_base_2(m_i, l_i), mask=valid)
-    if CONFIG.PDL and CONFIG.HAS_SHORT and not CONFIG.HAS_LONG:  # the next kernel waits for this launch only, and
-        gdc_wait()  # also needs the rows of the previous launch
+    if CONFIG.PDL and CONFIG.HAS_SHORT and not CONFIG.HAS_LONG:
+        gdc_wait()  # the next kernel waits for this launch only, but also needs the rows of the previous launch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -413,7 +415,7 @@ def division_of(call: RaggedMlaAttention, tile: Tile, block_kv: int, *, splits: 
         BATCH_INVARIANT=split_kv and tile.invariant,
         COMPACT=balanced,
         MIN_BLOCKS=cdiv(plan.OWN_SPLIT if tile.invariant else plan.MIN_SPLIT, block_kv) if split_kv else 1,
-        MAX_SEQS=sequences_at_most(call.max_num_seqs) if balanced else 1,
+        MAX_SEQS=sequences_together(call.max_num_seqs) if balanced else 1,
     )
 
 
@@ -477,16 +479,17 @@ def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared,
     """
     split_kv = tile.num_splits > 1
     entries, stored = splits_at_most(call.max_num_seqs, tile.num_splits, invariant=tile.invariant)
+    programs = entries * (tile.short_rows // tile.split_block_h)
     parts = (stored, tile.short_rows) if split_kv else (1,)
     out, lse = given or shared.arrays[:1] * 2  # q is a stand-in for absent arrays
     *partial, ranges, out, lse = launch(
         ragged_latent_kernel,
-        (entries * (tile.short_rows // tile.split_block_h) + (0 if given else long_programs(call, tile.short)),),
+        (programs + (0 if given else long_programs(call, tile.short)),),
         (*shared.arrays, out, lse),
         [
             ((*parts, call.d_v) if split_kv else (1,), "float32"),
             (parts, "float32"),
-            ((call.max_num_seqs, 2) if split_kv else (1,), "int32"),
+            ((2, call.max_num_seqs) if split_kv else (1,), "int32"),
             *([] if given else results(call)),
         ],
         inplace=(8, 9) if given else (),
@@ -508,13 +511,13 @@ def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared,
             "max_num_seqs": call.max_num_seqs,
             "v_scale_factor": shared.numbers["kv_scale_factor"],
             "num_parts": stored,
+            "range_end": call.max_num_seqs,
         },
         GROUP=call.num_q_heads,
         ROWS=tile.short_rows,
         Q_TOKENS=0,
         ITEMS=1,
         RANGES=1,
-        RANGE_STRIDE=2,
         LSE_BY_HEAD=False,
         HAS_NUM_SEQS=call.num_seqs is not None,
         V_SCALE_STRIDE=shared.constants["KV_SCALE_STRIDE"],

@@ -73,8 +73,9 @@ from ragged_attention.kernels_triton._splits import (
     find_split,
     merged_at_once,
     most_tokens,
-    sequences_at_most,
+    sequences_together,
     splits_at_most,
+    store_all_ranges,
 )
 from ragged_attention.kernels_triton._tiles import (
     cdiv,
@@ -247,7 +248,7 @@ def split_kernel(
     output = Output(out_ptr, lse_ptr)
     if DIVISION.ALL_SEQUENCES:
         clear_rows(output, batch, entry, kv_head, BLOCK_Q, SHAPE)
-    split = find_split(entry, batch, mask, num_splits, ranges_ptr, KIND, DIVISION)
+    split = find_split(entry, batch, mask, num_splits, KIND, DIVISION)
     num_rows = split.q_len * SHAPE.GROUP
     begin = split.first // BLOCK_KV * BLOCK_KV
     stop = split.last
@@ -276,8 +277,11 @@ def split_kernel(
         else:
             part = split.place.to(tl.int64) * (SHAPE.NUM_HEADS // SHAPE.GROUP) + kv_head
             store_split(parts_ptr, part_lses_ptr, state, rows, part, SHAPE)
-    if CONFIG.PDL and not DIVISION.ALL_SEQUENCES:  # the next kernel waits for this one only, and also needs the tile
-        gdc_wait()  # kernel's rows
+    elif DIVISION.SPLIT_KV:
+        is_last = (entry == tl.num_programs(0) - 1) & (kv_head == 0)
+        store_all_ranges(ranges_ptr, batch, mask, num_splits, is_last, KIND, DIVISION)
+    if CONFIG.PDL and not DIVISION.ALL_SEQUENCES:
+        gdc_wait()  # the next kernel waits for this one only, but also needs the rows of the tile kernel
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -412,7 +416,7 @@ def run_split(call: Any, tile: Tile, launch: Any, operands: Operands, given: Any
         BATCH_INVARIANT=split_kv and tile.invariant,
         ALL_SEQUENCES=given is None,
         MIN_BLOCKS=cdiv(MIN_INVARIANT_SPLIT if tile.invariant else MIN_SPLIT, tile.split_block_kv),
-        MAX_SEQS=sequences_at_most(call.max_num_seqs) if given is None or split_kv else 1,
+        MAX_SEQS=sequences_together(call.max_num_seqs) if given is None or split_kv else 1,
     )
     loop = Loop(
         BLOCK_KV=tile.split_block_kv,
@@ -427,12 +431,12 @@ def run_split(call: Any, tile: Tile, launch: Any, operands: Operands, given: Any
     overlap = dependent(operands.constants["PDL"])
     *partial, ranges, out, lse = launch(
         split_kernel,
-        (entries + later, call.num_kv_heads),
+        (entries + later + (1 if split_kv else 0), call.num_kv_heads),
         (*operands.arrays, out, lse),
         [
             ((*parts, call.v_head_dim) if split_kv else (1,), "float32"),
             (parts, "float32"),
-            ((call.max_num_seqs, 2) if split_kv else (1,), "int32"),
+            ((2, call.max_num_seqs) if split_kv else (1,), "int32"),
             *([] if given else results(call)),
         ],
         inplace=(11, 12) if given else (),
@@ -460,13 +464,13 @@ def run_split(call: Any, tile: Tile, launch: Any, operands: Operands, given: Any
         {
             **{name: operands.numbers[name] for name in ("num_tokens", "max_num_seqs", "v_scale_factor")},
             "num_parts": entries,
+            "range_end": call.max_num_seqs,
         },
         GROUP=call.group,
         ROWS=tile.split_block_q,
         Q_TOKENS=0,
         ITEMS=1,
         RANGES=1,
-        RANGE_STRIDE=2,
         LSE_BY_HEAD=False,
         HAS_NUM_SEQS=call.num_seqs is not None,
         V_SCALE_STRIDE=operands.constants["SCALING"].V_SCALE_STRIDE,

@@ -288,8 +288,8 @@ def swapped(tiles, SWAPPED: tl.constexpr):
 class PairTile(Constants):
     """A tile of pairs of query heads and keys."""
 
-    BLOCK_H: int  # heads
-    BLOCK_KV: int  # keys
+    BLOCK_H: int  # heads per tile
+    BLOCK_KV: int  # keys per tile
     KEYS_FIRST: bool  # whether keys are the tile's rows
 
 

@@ -392,7 +392,7 @@ def dkv_kernel(
         key = low + tl.arange(0, BLOCK_KV)
         readable = first_of_block(kv_len - low, BLOCK_KV)
         if CONFIG.MASK.HAS_WINDOW:  # keys that no row sees are not read, so masks on the logits are enough
-            position = tl.maximum(kv_len - q_len, 0) - low  # of the first query that can see keys, relative to `low`
+            position = tl.maximum(kv_len - q_len, 0) - low  # the first query that can see keys, relative to `low`
             readable = readable & (tl.arange(0, BLOCK_KV) >= first_key(position, mask, CONFIG.MASK))
         arrays = RowArrays(
             rows_of(q_ptr, q_start, kv_head, q_head_stride, CONFIG.Q),

@@ -1077,7 +1077,9 @@ def test_hopper_kernels_are_refused_on_a_cpu(operation: str, framework: str) -> 
 
 def test_every_raise_of_the_records_is_reached(framework: str) -> None:
     """No error text without a case: each `raise` in the records' modules is met by the tables above."""
-    sources = {path: path.read_text() for path in Path(calls.__file__).parent.glob("*.py")}
+    paths = Path(calls.__file__).parent.glob("*.py")
+    # `sharding` has no record; test_distributed_torch and test_distributed_jax have its errors.
+    sources = {path: path.read_text() for path in paths if path.name != "sharding.py"}
     raises = {
         (path, node.lineno, node.end_lineno or node.lineno)
         for path, source in sources.items()

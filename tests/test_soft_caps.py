@@ -122,7 +122,7 @@ def test_the_gradient_under_a_cap(framework: str, backend: str, case: str) -> No
     found = {}
     for name in (backend, "reference"):
         out, lse = front.varlen_attention(q, k, v, edges, edges, soft_cap=soft_cap, return_lse=True, backend=name)
-        operation = importlib.import_module(f"ragged_attention.{framework}.varlen").varlen_attention_backward
+        operation = importlib.import_module(f"ragged_attention.{framework}").varlen_attention_backward
         gradients = operation(d_out, q, k, v, out, lse, edges, edges, soft_cap=soft_cap, backend=name)
         found[name] = [np.asarray(each) for each in gradients if each is not None]
     for each, want in zip(*found.values(), strict=True):

@@ -62,7 +62,7 @@ TARGETS = (
     "fp8_64x4k_head_scales", "fp8_prefill_4k", "fp8_prefill_4k_head_scales", "mla_dense_h128_128x4k",
     "mla_sparse_h16_b1", "mla_sparse_h8_b64", "mla_prefill_h16_32k",
     "mla_prefill_v4_h64_32k", "mha_128_4k_full", "mha_128_4k_full_backward", "mha_192_4k_full",
-    "mha_192_4k_full_backward", "mha_gqa_8x2k", "mha_gqa_8x2k_backward",
+    "mha_192_4k_full_backward", "mha_gqa_8x2k", "mha_gqa_8x2k_backward", "indexer_decode_1x128k",
 )  # fmt: skip
 # The shapes that fill shared memory. They suffice on architectures that differ from another mainly in its size.
 FEWER = (

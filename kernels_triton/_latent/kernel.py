@@ -36,7 +36,7 @@ from ragged_attention.kernels_triton._latent.softmax import (
 from ragged_attention.kernels_triton._mask import Mask, MaskKind, first_key
 from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._softmax import LN2, LOG2E, finish
-from ragged_attention.kernels_triton._splits import divide_blocks, find_entry, store_range
+from ragged_attention.kernels_triton._splits import divide_blocks, find_entry, store_ranges
 from ragged_attention.kernels_triton._tiles import OLDER_COMPILER, cdiv, next_power_of_2, overlaps
 
 MOST_PROGRAMS = 2**16 - 1  # the limit of a grid's third axis
@@ -193,7 +193,8 @@ def latent_kernel(
             if CONFIG.HAS_MAX:
                 tl.store(part_maxima_ptr + index, m_i, mask=valid)
         if CONFIG.SPLIT_KV and not CONFIG.SCHEDULED:
-            store_range(ranges_ptr, seq * JOBS + job, entry, entry + splits, (split == 0) & (kv_head == 0))
+            is_first = (split == 0) & (kv_head == 0)
+            store_ranges(ranges_ptr, seq * JOBS + job, entry, entry + splits, num_seqs * JOBS, is_first)
 
 
 def as_extra(arguments: dict[str, int]) -> dict[str, int]:
@@ -209,11 +210,11 @@ def capped_scale(scale: float, soft_cap: float | None) -> tuple[dict[str, float]
 
 
 def sums_by_column(call: Any, form: CacheFormat, tile: Tile, *, decoded: bool = False) -> bool:
-    """Whether the softmax keeps its sums by column (see `no_sums`), for which registers must suffice.
+    """Whether the softmax keeps its sums by column; see `no_sums`.
 
-    With 32 rows on four warps they do not, and with 64 rows of two formats they do not either. 64 rows of a plain cache
-    leave enough registers, but there Triton 3.6 to 3.9 would give the sums an operand's layout and compute each
-    exponential twice.
+    Such sums take registers. 32 rows on four warps leave too few, and so do 64 rows of two formats. 64 rows of a plain
+    cache leave enough, but there Triton 3.6 to 3.9 would give the sums an operand's layout and compute each exponential
+    twice.
     """
     if call.d_v > 512:
         return False
@@ -286,7 +287,7 @@ def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
             ((*parts, call.d_v), "float32") if split_kv else nothing,
             (parts, "float32") if split_kv else nothing,
             (parts, "float32") if split_kv and max_logits else nothing,
-            ((work.num_seqs * items, 2) if split_kv and not scheduled else (1,), "int32"),
+            ((2, work.num_seqs * items) if split_kv and not scheduled else (1,), "int32"),
         ],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -312,6 +313,7 @@ def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
             "num_tokens": work.num_seqs * work.num_q_tokens,
             "max_num_seqs": work.num_seqs,
             "num_parts": entries,
+            "range_end": 1 if scheduled else work.num_seqs * items,
             "v_scale_factor": 1.0,
         },
         GROUP=work.group,
@@ -319,7 +321,6 @@ def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
         Q_TOKENS=work.num_q_tokens // items,
         ITEMS=items,
         RANGES=1 if scheduled else items,
-        RANGE_STRIDE=1 if scheduled else 2,
         LSE_BY_HEAD=True,
         HAS_NUM_SEQS=False,
         V_SCALE_STRIDE=-1,

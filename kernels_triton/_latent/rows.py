@@ -50,8 +50,8 @@ class Columns(Constants):
 class Operands(Columns):
     """The operands of products of queries and keys."""
 
-    DTYPE: tl.dtype  # of queries and keys in groups
-    REST_DTYPE: tl.dtype  # of queries and keys in the rest
+    DTYPE: tl.dtype  # the dtype of the groups' operands
+    REST_DTYPE: tl.dtype  # the dtype of the rest's operands
     PRODUCTS: int  # products per group: 2 if rounding queries to DTYPE is inexact, so that its error is an operand too
     REST_PRODUCTS: int  # products for the rest
     DIVIDED: bool  # whether query rows are divided by a power of two to fit float16

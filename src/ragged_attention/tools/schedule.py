@@ -208,7 +208,7 @@ class Walk:
         known = {name: getattr(value, "plain", value) for name, value in given.items()}
         self.arguments |= {name: value for name, value in known.items() if name in kernel.arg_names}
         self.stubs: dict[str, Any] = {name: self._stub(count) for name, count in STUBS.items()}
-        self.stubs |= {"merge_parts": self._merge, "store_range": self._store_range}
+        self.stubs |= {"merge_parts": self._merge, "store_ranges": self._store_ranges}
         self.plain: dict[Any, Callable[..., Any]] = {}
         self.run = self._plain(kernel)
 
@@ -243,10 +243,11 @@ class Walk:
         return getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
 
     @staticmethod
-    def _store_range(ranges: Pointer, item: Any, first: Any, end: Any, is_first: Any) -> None:
-        """Write a range of splits, which the combine kernel reads."""
-        if is_first:
-            ranges.array[int(item)] = int(first), int(end)
+    def _store_ranges(ranges: Pointer, items: Any, first: Any, end: Any, num_items: Any, mask: Any) -> None:
+        """Write ranges of splits, which the combine kernel reads."""
+        there = np.broadcast_to(mask, np.shape(items))
+        for row, values in zip(ranges.array, (first, end), strict=True):
+            row[items[there]] = np.broadcast_to(values, np.shape(items))[there]
 
     def _merge(self, *arguments: Any) -> Any:
         self.merges = True
