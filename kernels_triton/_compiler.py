@@ -1,8 +1,5 @@
 """Workarounds for Triton's compiler. Each names the affected versions and the effect on the compiled code."""
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-
 import re
 from typing import Any
 

@@ -1,9 +1,5 @@
 """The element formats of caches: encoding, decoding and scales of 8-bit and 4-bit elements, and rounding to 16 bits."""
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
-
 from typing import Any
 
 import triton

@@ -5,10 +5,6 @@ Most calls run the kernels of `ragged_paged_attention` with other strides. Pages
 matrix products are the stored codes, which are exact in 16 bits. It has no KV splits.
 """
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
-
 import dataclasses
 from typing import Any
 

@@ -5,10 +5,6 @@ while it is in registers, which leaves one logit per key. The *tile* kernel, for
 visits neighbouring tokens. The *walk* kernel, for decoding, holds one token's queries and visits blocks of keys.
 """
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-
 import dataclasses
 from typing import Any, NamedTuple
 

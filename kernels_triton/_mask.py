@@ -5,10 +5,6 @@ the next. The keys that some query of a block sees, and those that all its queri
 Their inverses, first_query and end_query, give the queries that see a key. A draft mask hides further individual keys.
 """
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
-
 import dataclasses
 from typing import Any, NamedTuple
 

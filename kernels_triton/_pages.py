@@ -1,9 +1,5 @@
 """The attention loop over the pages of one sequence, with online softmax as in FlashAttention."""
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportAssignmentType=false
-
 import dataclasses
 from typing import NamedTuple
 

@@ -7,10 +7,6 @@ in nested tuples. So a tuple with constant fields is built inside a call, is not
 not by unpacking.
 """
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
-
 from typing import NamedTuple
 
 import triton

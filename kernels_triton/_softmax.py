@@ -3,10 +3,6 @@
 Logits are in base 2, because the hardware has an `exp2` instruction.
 """
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
-
 from typing import Any
 
 import triton

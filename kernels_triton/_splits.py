@@ -11,10 +11,6 @@ There are three ways to split the keys of short sequences:
 - Scheduled: the caller's schedule decides (`make_decode_schedule`).
 """
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
-
 import dataclasses
 from typing import Any, NamedTuple
 

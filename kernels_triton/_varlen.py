@@ -5,10 +5,6 @@ KV head. A head size that is not a power of two is held as two tiles if that tak
 128 + 64. Functions call these two tiles the parts of a row.
 """
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-
 import dataclasses
 from typing import Any, NamedTuple
 

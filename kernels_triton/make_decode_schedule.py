@@ -5,10 +5,6 @@ costs its overhead in both parts, so each step depends on the previous one. The 
 one per part. A model makes a schedule once for all its layers.
 """
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
-
 import dataclasses
 from typing import Any
 

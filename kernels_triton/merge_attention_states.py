@@ -1,9 +1,5 @@
 """Merging partial attention results in Triton, with one program per row."""
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
-
 import dataclasses
 from typing import Any
 

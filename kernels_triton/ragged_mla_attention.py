@@ -9,10 +9,6 @@ If the tiles for long and short sequences are equal, one launch has programs for
 launches, or one if the host knows that all sequences are short.
 """
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-
 import dataclasses
 from typing import Any
 

@@ -24,10 +24,6 @@ A bundle of tensors is a named tuple. Compile-time constants are frozen dataclas
 constants of a launch. This file has the two kernels, and the host code that launches them.
 """
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
-
 import dataclasses
 from typing import Any
 

@@ -15,11 +15,6 @@ With p = exp(logit - lse), share = sigmoid(lse - sink) and delta = out . d_out, 
     dq = sum of d_logit * row     d_row = d_logit * q, plus share * p * d_out in the value's columns
 """
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false
-
 import dataclasses
 from typing import Any, NamedTuple
 

@@ -10,10 +10,6 @@ One program selects from one row. If there are too few rows to fill the GPU, row
 largest logits of each split, and a second launch selects among these.
 """
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-
 import dataclasses
 import math
 from typing import Any, NamedTuple

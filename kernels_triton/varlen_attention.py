@@ -4,10 +4,6 @@ A program computes a block of rows of one KV head and one sequence. It finds the
 follows from shapes alone. Only the key blocks at both edges, of which some row sees only a part, pay for masks.
 """
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-
 import dataclasses
 from typing import Any, NamedTuple
 

@@ -10,11 +10,6 @@ weight * (d_out . v + offset). The sink is included in `norm`. But if lse has a 
 factor instead, `share`: the fraction of the softmax's denominator that is not the sink.
 """
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false
-
 import dataclasses
 from typing import Any, NamedTuple
 

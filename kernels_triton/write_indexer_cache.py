@@ -4,10 +4,6 @@ Scales are stored byte by byte, because a page may begin at any byte. If the str
 compiler merges the byte stores.
 """
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
-
 from typing import Any
 
 import triton

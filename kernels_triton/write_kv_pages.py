@@ -1,9 +1,5 @@
 """Writing this step's K and V into pages, in Triton. Each program writes a block of tokens of one KV head."""
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportAssignmentType=false
-
 import dataclasses
 from typing import Any, NamedTuple
 

@@ -6,10 +6,6 @@ between pages can give 32-bit scales and 16-bit values any alignment. If the str
 compiler merges the byte stores.
 """
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportAssignmentType=false
-
 from typing import Any
 
 import triton

@@ -1,9 +1,5 @@
 """Latent attention: lists of keys, and the query token and head of each row."""
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
-
 import triton
 import triton.language as tl
 

@@ -1,9 +1,5 @@
 """Latent attention: loads of latent rows and queries as operands, and stores of finished rows."""
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-
 import dataclasses
 from typing import NamedTuple
 

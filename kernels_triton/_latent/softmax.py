@@ -1,9 +1,5 @@
 """Latent attention: the loop with online softmax over blocks of a list of keys."""
 
-# Triton's language only looks like Python: its constexprs and early-bound branches defeat a type checker.
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-
 import dataclasses
 from typing import NamedTuple
 
