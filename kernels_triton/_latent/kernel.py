@@ -110,6 +110,9 @@ def latent_kernel(
         extra_last = list_length(extra_lens_ptr, extra_index, extra_longest, CONFIG.HAS_EXTRA_LENS)
     all_blocks = blocks + (extra_last + BLOCK_KV - 1) // BLOCK_KV
     splits, blocks_each = divide_blocks(all_blocks, count, CONFIG.SCHEDULED, CONFIG.MIN_BLOCKS)
+    if CONFIG.SPLIT_KV and not CONFIG.SCHEDULED:
+        is_first = (split == 0) & (kv_head == 0)
+        store_ranges(ranges_ptr, seq * JOBS + job, entry, entry + splits, num_seqs * JOBS, is_first)
     if split < splits:
         begin = tl.minimum(split * blocks_each, all_blocks)
         end = tl.minimum(begin + blocks_each, all_blocks)
@@ -188,9 +191,6 @@ def latent_kernel(
             tl.store(part_lses_ptr + index, lse_in_base_2(m_i, l_i), mask=valid)
             if CONFIG.HAS_MAX:
                 tl.store(part_maxima_ptr + index, m_i, mask=valid)
-        if CONFIG.SPLIT_KV and not CONFIG.SCHEDULED:
-            is_first = (split == 0) & (kv_head == 0)
-            store_ranges(ranges_ptr, seq * JOBS + job, entry, entry + splits, num_seqs * JOBS, is_first)
 
 
 def as_extra(arguments: dict[str, int]) -> dict[str, int]:
