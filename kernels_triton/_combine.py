@@ -9,8 +9,11 @@ from triton.language.extra.cuda import gdc_wait
 
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import load_scale, narrow
+from ragged_attention.kernels_triton._latent.lists import ListKind, Lists, list_splits
+from ragged_attention.kernels_triton._mask import Mask, MaskKind
 from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, query_edge
 from ragged_attention.kernels_triton._softmax import LN2, finish, merge_parts
+from ragged_attention.kernels_triton._splits import Batch, Division, schedule_edge, stored_splits
 from ragged_attention.kernels_triton._tiles import dependent, next_power_of_2, overlaps
 
 
@@ -29,7 +32,9 @@ class Combination(Constants):
     MERGED: int  # splits merged at a time
     Q_TOKENS: int  # query tokens per item; 0: `cu_q_lens` has their number
     ITEMS: int  # items per sequence
-    RANGES: int  # ranges of splits per sequence: one for each item, or one for all items
+    DIVISION: Division | None  # how the attention kernel divided sequences; None for lists of keys
+    MASK: MaskKind | None  # its masks
+    LISTS: ListKind | None  # the lists that it divided; None if a schedule divided them
     LSE_BY_HEAD: bool  # whether lse is [S, H, Q] instead of [T, H]
     HAS_NUM_SEQS: bool
     HAS_SINKS: bool
@@ -39,14 +44,13 @@ class Combination(Constants):
 
 @triton.jit(do_not_specialize=VARYING)
 def combine_kernel(
-    parts_ptr, part_lses_ptr, part_maxima_ptr, ranges_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, v_scale_ptr,
-    given_out_ptr, given_lse_ptr, given_max_ptr, out_ptr, lse_ptr, max_ptr,
-    num_tokens, max_num_seqs, num_parts, range_end, v_scale_factor, COMBINATION: tl.constexpr,
+    parts_ptr, part_lses_ptr, part_maxima_ptr, schedule_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, v_scale_ptr,
+    lens_ptr, extra_lens_ptr, given_out_ptr, given_lse_ptr, given_max_ptr, out_ptr, lse_ptr, max_ptr,
+    num_tokens, max_num_seqs, num_parts, v_scale_factor, num_splits, longest, extra_longest, window, COMBINATION: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of an item's rows of one KV head; the programs along the grid's third axis share the rows.
 
-    The item's splits have the numbers [first, last), which `ranges` has at two indices that are `range_end` apart. An
-    item with one split already has its result.
+    The kernel finds the item's splits as the attention kernel did. An item with one split already has its result.
     """
     if COMBINATION.PDL:
         gdc_wait()
@@ -65,16 +69,25 @@ def combine_kernel(
     else:
         num_rows = COMBINATION.Q_TOKENS * GROUP
     if tl.program_id(2) < num_rows:
-        range_ptr = ranges_ptr + (item if COMBINATION.RANGES == COMBINATION.ITEMS else seq)
-        first = tl.minimum(tl.maximum(tl.load(range_ptr), 0), num_parts)
-        last = tl.minimum(tl.load(range_ptr + range_end), num_parts)
+        mask = Mask(window)
+        if COMBINATION.DIVISION is not None:
+            num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, COMBINATION.HAS_NUM_SEQS)
+            batch = Batch(cu_q_lens_ptr, lens_ptr, num_seqs, max_num_seqs, num_tokens, longest)
+            first, count = stored_splits(seq, batch, mask, num_splits, COMBINATION.MASK, COMBINATION.DIVISION)
+        elif COMBINATION.LISTS is not None:
+            lists = Lists(lens_ptr, extra_lens_ptr, longest, extra_longest)
+            first = seq * num_splits
+            count = list_splits(lists, seq, item % COMBINATION.ITEMS, num_splits, mask, COMBINATION.LISTS)
+        else:
+            first = schedule_edge(schedule_ptr, seq, num_parts)
+            count = schedule_edge(schedule_ptr, seq + 1, num_parts) - first
         step: tl.constexpr = COMBINATION.ITEMS * KV_HEADS * COMBINATION.ROWS
         dv = tl.arange(0, COMBINATION.DV_PAD)
-        for row in range(tl.program_id(2), tl.where(last - first != 1, num_rows, 0), tl.num_programs(2)):
+        for row in range(tl.program_id(2), tl.where(count != 1, num_rows, 0), tl.num_programs(2)):
             part = (first.to(tl.int64) * COMBINATION.ITEMS + item % COMBINATION.ITEMS) * KV_HEADS + kv_head
             part = part * COMBINATION.ROWS + row
             acc, m_i, l_i = merge_parts(
-                parts_ptr + part * DV, part_lses_ptr + part, last - first, step, 1.0, COMBINATION.MERGED, DV,
+                parts_ptr + part * DV, part_lses_ptr + part, count, step, 1.0, COMBINATION.MERGED, DV,
                 COMBINATION.DV_PAD,
             )  # fmt: skip
             v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, COMBINATION.V_SCALE_STRIDE)
@@ -92,9 +105,9 @@ def combine_kernel(
             tl.store(lse_ptr + out, lse)
             if max_ptr is not None:
                 largest = float("-inf")
-                for number in range(0, last - first, COMBINATION.MERGED):
+                for number in range(0, count, COMBINATION.MERGED):
                     number += tl.arange(0, COMBINATION.MERGED)
-                    maxima = tl.load(part_maxima_ptr + part + number.to(tl.int64) * step, mask=number < last - first,
+                    maxima = tl.load(part_maxima_ptr + part + number.to(tl.int64) * step, mask=number < count,
                                      other=float("-inf"))  # fmt: skip
                     largest = tl.maximum(largest, tl.max(maxima, 0))
                 tl.store(max_ptr + out, largest * LN2)
@@ -104,9 +117,9 @@ def combine(launch: Any, call: Any, stored: Any, results: Any, operands: Any, nu
     """Enqueue the kernel; returns `results`, in which it writes the rows that were split.
 
     `stored` has the parts [splits, ITEMS, K, ROWS, DV], their lses and largest logits without the last axis (or a
-    stand-in), and the ranges. `results` has out, lse and optionally the largest logits. `operands` has cu_q_lens,
-    num_seqs, sinks and v_scale. `constants` has the fields of `Combination` that do not follow from the call, and
-    `most_rows`, the maximum number of rows of an item.
+    stand-in), and the schedule. `results` has out, lse and optionally the largest logits. `operands` has cu_q_lens,
+    num_seqs, sinks, v_scale and the lengths of the sequences or of both lists. `constants` has the fields of
+    `Combination` that do not follow from the call, and `most_rows`, the most rows of an item.
     """
     wants_max, most_rows = len(results) == 3, constants.pop("most_rows")
     combination = Combination(
@@ -122,9 +135,10 @@ def combine(launch: Any, call: Any, stored: Any, results: Any, operands: Any, nu
         (numbers["max_num_seqs"] * constants["ITEMS"], call.num_q_heads // constants["GROUP"], most_rows),
         (*stored, *operands, *results, *([] if wants_max else results[1:])),
         [],
-        inplace=(8, 9, 10) if wants_max else (8, 9),
+        inplace=(10, 11, 12) if wants_max else (10, 11),
         **({} if wants_max else {"max_ptr": None}),
         **dependent(overlaps(call)),
+        num_warps=2 if next_power_of_2(call.out_shape[-1]) <= 128 else 4,  # on sm_80, four warps spill 8 to 16 bytes
         num_stages=1,
         COMBINATION=combination,
         **numbers,

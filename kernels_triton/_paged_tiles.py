@@ -105,9 +105,7 @@ def split_sizes(call: Any, rows: int) -> tuple[int, int, int]:
         return 32, 4, 3
     # If single warps compute the products, blocks of 32 keys let more programs run at once. But 32 keys spill with a
     # window, with integer decoding of e4m3 and, on sm_80 and sm_86, if the group or page size is not a power of two.
-    powers = all(n & (n - 1) == 0 for n in (call.group, call.page_size))
     spills = call.sliding_window is not None or (decodes_by_integers(call) and not OLDER_COMPILER)
-    spills |= arch in ("sm_80", "sm_86") and not powers
     wide = arch in WGMMA and not (OLDER_COMPILER and width <= 64)
     return 64 if wide or spills else 32, 4, 3
 

@@ -18,7 +18,7 @@ import triton.language as tl
 VARYING = (
     "blocks", "capacity", "count", "draft_stride", "draft_width", "extra_longest", "extra_num_slots", "first_token",
     "fixed_splits", "longest", "max_num_seqs", "num_entries", "num_kv_tokens", "num_pages", "num_parts", "num_q_tokens",
-    "num_rows", "num_seqs", "num_slots", "num_splits", "num_tokens", "overhead", "range_end", "rows", "search_steps",
+    "num_rows", "num_seqs", "num_slots", "num_splits", "num_tokens", "overhead", "rows", "search_steps",
     "table_stride", "window",
 )  # fmt: skip
 

@@ -184,31 +184,22 @@ def most_splits(max_num_seqs, num_splits, DIVISION: tl.constexpr):
 
 
 @triton.jit
-def store_ranges(ranges_ptr, items, first, end, num_items, mask):
-    """Write each item's range [first, end) of split numbers to ranges [2, num_items], for the combine kernel."""
-    tl.store(ranges_ptr + items, first, mask=mask)
-    tl.store(ranges_ptr + num_items + items, end, mask=mask)
-
-
-@triton.jit
-def store_all_ranges(ranges_ptr, batch, mask, num_splits, is_last, KIND: tl.constexpr, DIVISION: tl.constexpr):
-    """Write all sequences' ranges of splits for the combine kernel, if this is the last program of the grid.
-
-    The last program has no other work. If the programs of first splits wrote the ranges before their attention, some
-    shapes would spill up to 72 bytes per thread on sm_90. If they wrote them after it, other shapes would need 40 more
-    registers.
-    """
-    for start in range(0, tl.where(is_last, batch.max_num_seqs, 0), DIVISION.MAX_SEQS):
-        seqs = start + tl.arange(0, DIVISION.MAX_SEQS)
-        if DIVISION.BATCH_INVARIANT:
-            _, q_len, _, first, last = short_sequence(seqs, batch, mask, KIND, DIVISION)
-            blocks = blocks_of_sequence(q_len, first, last, DIVISION)
-            counts, _ = splits_of_sequence(blocks, num_splits, DIVISION.MIN_BLOCKS)
-            places = seqs * num_splits
-        else:  # then there is one iteration
-            counts, _ = balanced_splits(batch, mask, num_splits, KIND, DIVISION)
-            places = tl.cumsum(counts, 0) - counts
-        store_ranges(ranges_ptr, seqs, places, places + counts, batch.max_num_seqs, seqs < batch.max_num_seqs)
+def stored_splits(seq, batch, mask, num_splits, KIND: tl.constexpr, DIVISION: tl.constexpr):
+    """(number of its first split, splits) of a short sequence, for the combine kernel; see `find_split`."""
+    if DIVISION.BATCH_INVARIANT:
+        _, q_len, _, first, last = short_sequence(seq, batch, mask, KIND, DIVISION)
+        splits, _ = splits_of_sequence(blocks_of_sequence(q_len, first, last, DIVISION), num_splits,
+                                       DIVISION.MIN_BLOCKS)  # fmt: skip
+        place = seq * num_splits
+    else:
+        counts, _ = balanced_splits(batch, mask, num_splits, KIND, DIVISION)
+        seqs = tl.arange(0, DIVISION.MAX_SEQS)
+        splits = tl.sum(tl.where(seqs == seq, counts, 0), 0)
+        earlier = seqs < seq
+        if DIVISION.COMPACT:
+            earlier = earlier & (counts > 1)
+        place = tl.sum(tl.where(earlier, counts, 0), 0)
+    return place, splits
 
 
 @triton.jit

@@ -54,7 +54,6 @@ from ragged_attention.kernels_triton._splits import (
     most_tokens,
     sequences_together,
     splits_at_most,
-    store_ranges,
 )
 from ragged_attention.kernels_triton._tiles import (
     cdiv,
@@ -219,8 +218,7 @@ def find_row_block(batch, NUM_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, DIVISI
 
 
 @triton.jit
-def find_key_split(batch, mask, num_splits, ranges_ptr, KIND: tl.constexpr, DIVISION: tl.constexpr,
-                   BLOCK_H: tl.constexpr):  # fmt: skip
+def find_key_split(batch, mask, num_splits, KIND: tl.constexpr, DIVISION: tl.constexpr, BLOCK_H: tl.constexpr):
     """The tuple of `find_row_block` for a program that has a block of a short sequence's rows and one KV split."""
     ROW_BLOCKS: tl.constexpr = DIVISION.SHORT_ROWS // BLOCK_H
     split = find_split(tl.program_id(0) // ROW_BLOCKS, batch, mask, num_splits, KIND, DIVISION)
@@ -229,8 +227,6 @@ def find_key_split(batch, mask, num_splits, ranges_ptr, KIND: tl.constexpr, DIVI
     if DIVISION.SPLIT_KV:
         begin += split.number * split.blocks
         end = tl.where(split.splits > 1, tl.minimum(begin + split.blocks, end), end)
-        is_first = (split.number == 0) & (split.q_len > 0)
-        store_ranges(ranges_ptr, split.seq, split.place, split.place + split.splits, batch.max_num_seqs, is_first)
     row_block = tl.program_id(0) % ROW_BLOCKS
     return split.seq, split.start, split.q_len, split.kv_len, row_block, begin, end, split.splits, split.place
 
@@ -258,7 +254,7 @@ class Config(Constants):
 @triton.jit(do_not_specialize=VARYING)
 def ragged_latent_kernel(
     q_ptr, cache_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, kv_scale_ptr,
-    given_out_ptr, given_lse_ptr, parts_ptr, part_lses_ptr, ranges_ptr, out_ptr, lse_ptr,
+    given_out_ptr, given_lse_ptr, parts_ptr, part_lses_ptr, out_ptr, lse_ptr,
     num_tokens, max_num_seqs, capacity, window, num_slots, table_stride, q_token_stride, q_head_stride,
     page_stride, slot_stride, logit_scale, soft_cap, kv_scale_factor, num_splits, num_parts, CONFIG: tl.constexpr,
 ):  # fmt: skip
@@ -284,7 +280,7 @@ def ragged_latent_kernel(
     if CONFIG.HAS_LONG:
         work = find_row_block(batch, NUM_HEADS, BLOCK_H, CONFIG.DIVISION)
     if CONFIG.HAS_SHORT:
-        split = find_key_split(batch, mask, num_splits, ranges_ptr, KIND, CONFIG.DIVISION, BLOCK_H)
+        split = find_key_split(batch, mask, num_splits, KIND, CONFIG.DIVISION, BLOCK_H)
         if CONFIG.HAS_LONG:
             is_short = tl.program_id(0) < num_parts * (SHORT_ROWS // BLOCK_H)
             work = selected(is_short, split, work, not KIND.HAS_WINDOW)
@@ -460,7 +456,7 @@ def run_long(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared) 
         ragged_latent_kernel,
         (long_programs(call, tile.long) if call.num_tokens else 0,),
         (*shared.arrays, *shared.arrays[:1] * 2),
-        [nothing, nothing, ((1,), "int32"), *results(call)],
+        [nothing, nothing, *results(call)],
         num_parts=0,
         **launch_arguments(call, tile, tile.long, shared, short=False, long=True),
     )
@@ -478,14 +474,13 @@ def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared,
     programs = entries * (tile.short_rows // tile.split_block_h)
     parts = (stored, tile.short_rows) if split_kv else (1,)
     out, lse = given or shared.arrays[:1] * 2  # q is a stand-in for absent arrays
-    *partial, ranges, out, lse = launch(
+    *partial, out, lse = launch(
         ragged_latent_kernel,
         (programs + (0 if given else long_programs(call, tile.short)),),
         (*shared.arrays, out, lse),
         [
             ((*parts, call.d_v) if split_kv else (1,), "float32"),
             (parts, "float32"),
-            ((2, call.max_num_seqs) if split_kv else (1,), "int32"),
             *([] if given else results(call)),
         ],
         inplace=(8, 9) if given else (),
@@ -495,25 +490,30 @@ def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared,
     )
     if not split_kv:
         return out, lse
-    _, _, _, _, cu_q_lens, num_seqs, sinks, kv_scale = shared.arrays
+    _, _, kv_lens, _, cu_q_lens, num_seqs, sinks, kv_scale = shared.arrays
     return combine(
         launch,
         call,
-        (*partial, partial[1], ranges),
+        (*partial, partial[1], cu_q_lens),
         (out, lse),
-        (cu_q_lens, num_seqs, sinks, kv_scale),
+        (cu_q_lens, num_seqs, sinks, kv_scale, kv_lens, kv_lens),
         {
             "num_tokens": call.num_tokens,
             "max_num_seqs": call.max_num_seqs,
             "v_scale_factor": shared.numbers["kv_scale_factor"],
             "num_parts": stored,
-            "range_end": call.max_num_seqs,
+            "num_splits": tile.num_splits,
+            "longest": call.capacity,
+            "extra_longest": 0,
+            "window": shared.numbers["window"],
         },
         GROUP=call.num_q_heads,
         ROWS=tile.short_rows,
         Q_TOKENS=0,
         ITEMS=1,
-        RANGES=1,
+        DIVISION=division_of(call, tile, tile.split_block_kv, splits=True),
+        MASK=shared.constants["MASK"],
+        LISTS=None,
         LSE_BY_HEAD=False,
         HAS_NUM_SEQS=call.num_seqs is not None,
         V_SCALE_STRIDE=shared.constants["KV_SCALE_STRIDE"],

@@ -71,7 +71,6 @@ from ragged_attention.kernels_triton._splits import (
     most_tokens,
     sequences_together,
     splits_at_most,
-    store_all_ranges,
 )
 from ragged_attention.kernels_triton._tiles import (
     cdiv,
@@ -215,7 +214,7 @@ def tile_kernel(
 def split_kernel(
     q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr,
     k_scale_ptr, v_scale_ptr, draft_mask_ptr, given_out_ptr, given_lse_ptr,
-    parts_ptr, part_lses_ptr, ranges_ptr, out_ptr, lse_ptr,
+    parts_ptr, part_lses_ptr, out_ptr, lse_ptr,
     num_tokens, max_num_seqs, num_pages, capacity, table_stride,
     q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
     v_page_stride, v_slot_stride, v_head_stride,
@@ -273,9 +272,6 @@ def split_kernel(
         else:
             part = split.place.to(tl.int64) * (SHAPE.NUM_HEADS // SHAPE.GROUP) + kv_head
             store_split(parts_ptr, part_lses_ptr, state, rows, part, SHAPE)
-    elif DIVISION.SPLIT_KV:
-        is_last = (entry == tl.num_programs(0) - 1) & (kv_head == 0)
-        store_all_ranges(ranges_ptr, batch, mask, num_splits, is_last, KIND, DIVISION)
     if CONFIG.PDL and not DIVISION.ALL_SEQUENCES:
         gdc_wait()  # the next kernel waits for this one only, but also needs the rows of the tile kernel
 
@@ -425,14 +421,13 @@ def run_split(call: Any, tile: Tile, launch: Any, operands: Operands, given: Any
     parts = (entries, call.num_kv_heads, tile.split_block_q) if split_kv else (1,)
     out, lse = given or operands.arrays[:1] * 2  # q is a stand-in for absent arrays
     overlap = dependent(operands.constants["PDL"])
-    *partial, ranges, out, lse = launch(
+    *partial, out, lse = launch(
         split_kernel,
-        (entries + later + (1 if split_kv else 0), call.num_kv_heads),
+        (entries + later, call.num_kv_heads),
         (*operands.arrays, out, lse),
         [
             ((*parts, call.v_head_dim) if split_kv else (1,), "float32"),
             (parts, "float32"),
-            ((2, call.max_num_seqs) if split_kv else (1,), "int32"),
             *([] if given else results(call)),
         ],
         inplace=(11, 12) if given else (),
@@ -450,23 +445,27 @@ def run_split(call: Any, tile: Tile, launch: Any, operands: Operands, given: Any
     )
     if not split_kv:
         return [out, lse]
-    _, _, _, _, _, cu_q_lens, num_seqs, sinks, _, v_scale, _ = operands.arrays
+    _, _, _, kv_lens, _, cu_q_lens, num_seqs, sinks, _, v_scale, _ = operands.arrays
     return combine(
         launch,
         call,
-        (*partial, partial[1], ranges),
+        (*partial, partial[1], cu_q_lens),
         (out, lse),
-        (cu_q_lens, num_seqs, sinks, v_scale),
+        (cu_q_lens, num_seqs, sinks, v_scale, kv_lens, kv_lens),
         {
-            **{name: operands.numbers[name] for name in ("num_tokens", "max_num_seqs", "v_scale_factor")},
+            **{name: operands.numbers[name] for name in ("num_tokens", "max_num_seqs", "v_scale_factor", "window")},
             "num_parts": entries,
-            "range_end": call.max_num_seqs,
+            "num_splits": tile.num_splits,
+            "longest": call.capacity,
+            "extra_longest": 0,
         },
         GROUP=call.group,
         ROWS=tile.split_block_q,
         Q_TOKENS=0,
         ITEMS=1,
-        RANGES=1,
+        DIVISION=division,
+        MASK=operands.attention["MASK"],
+        LISTS=None,
         LSE_BY_HEAD=False,
         HAS_NUM_SEQS=call.num_seqs is not None,
         V_SCALE_STRIDE=operands.constants["SCALING"].V_SCALE_STRIDE,

@@ -11,7 +11,7 @@ from ragged_attention.calls import CacheFormat
 from ragged_attention.kernels_triton._combine import combine
 from ragged_attention.kernels_triton._compiler import zero_after
 from ragged_attention.kernels_triton._constants import Constants
-from ragged_attention.kernels_triton._latent.lists import blocks_before, list_length, token_and_head
+from ragged_attention.kernels_triton._latent.lists import ListKind, Lists, list_blocks, token_and_head
 from ragged_attention.kernels_triton._latent.operands import is_copied, operands
 from ragged_attention.kernels_triton._latent.plan import MIN_SPLIT, OWN_SPLIT, Tile, Work
 from ragged_attention.kernels_triton._latent.rows import Finished, RowFormat, load_queries, store_groups, zeros_like
@@ -32,7 +32,7 @@ from ragged_attention.kernels_triton._latent.softmax import (
 from ragged_attention.kernels_triton._mask import Mask, MaskKind, first_key
 from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._softmax import LN2, LOG2E, finish
-from ragged_attention.kernels_triton._splits import divide_blocks, find_entry, store_ranges
+from ragged_attention.kernels_triton._splits import divide_blocks, find_entry
 from ragged_attention.kernels_triton._tiles import OLDER_COMPILER, cdiv, next_power_of_2, overlaps
 
 MOST_PROGRAMS = 2**16 - 1  # the limit of a grid's third axis
@@ -45,31 +45,24 @@ class Config(Constants):
     FORMAT: RowFormat  # of the cache
     EXTRA_FORMAT: RowFormat  # of the second cache
     LOOP: Loop
-    MASK: MaskKind
+    LISTS: ListKind
     NUM_HEADS: int
     GROUP: int  # query heads per KV head
-    Q_TOKENS: int  # query tokens per sequence
     ROWS: int  # rows per job and KV head
     BLOCK_H: int  # rows per program
     DV: int  # columns of a result row
     CAP_UNIT: float  # see `unit_under_cap`
     HAS_SINKS: bool
     HAS_MAX: bool  # whether the kernel also returns each row's largest logit
-    HAS_LENS: bool
-    LENS_OF_TOKENS: bool  # whether each query token has a length of its own
-    HAS_EXTRA: bool  # whether there is a second cache
-    HAS_EXTRA_LENS: bool
-    EXTRA_LENS_OF_TOKENS: bool
     SCHEDULED: bool  # whether a schedule says how many splits each sequence has
     SPLIT_KV: bool  # whether a job can have several splits
-    MIN_BLOCKS: int  # minimum blocks per split, unless scheduled
     PDL: bool  # programmatic dependent launch: the combine kernel may begin before this one has ended
 
 
 @triton.jit(do_not_specialize=VARYING)
 def latent_kernel(
     q_ptr, cache_ptr, list_ptr, lens_ptr, extra_cache_ptr, extra_list_ptr, extra_lens_ptr, num_splits_ptr, sinks_ptr,
-    out_ptr, lse_ptr, max_ptr, parts_ptr, part_lses_ptr, part_maxima_ptr, ranges_ptr,
+    out_ptr, lse_ptr, max_ptr, parts_ptr, part_lses_ptr, part_maxima_ptr,
     num_seqs, num_entries, fixed_splits, q_seq_stride, q_token_stride, q_head_stride,
     page_stride, slot_stride, head_stride, num_slots, longest, list_seq_stride, list_token_stride, list_head_stride,
     extra_page_stride, extra_slot_stride, extra_num_slots, extra_longest, extra_list_seq_stride,
@@ -84,10 +77,10 @@ def latent_kernel(
     LOOP: tl.constexpr = CONFIG.LOOP
     FORMAT: tl.constexpr = CONFIG.FORMAT
     OPERANDS: tl.constexpr = LOOP.OPERANDS
-    KIND: tl.constexpr = CONFIG.MASK
+    KIND: tl.constexpr = CONFIG.LISTS.MASK
     NUM_HEADS: tl.constexpr = CONFIG.NUM_HEADS
     GROUP: tl.constexpr = CONFIG.GROUP
-    Q_TOKENS: tl.constexpr = CONFIG.Q_TOKENS
+    Q_TOKENS: tl.constexpr = CONFIG.LISTS.Q_TOKENS
     ROWS: tl.constexpr = CONFIG.ROWS
     BLOCK_H: tl.constexpr = CONFIG.BLOCK_H
     BLOCK_KV: tl.constexpr = LOOP.BLOCK_KV
@@ -101,18 +94,11 @@ def latent_kernel(
     entry = tl.program_id(0) // (ROW_BLOCKS * JOBS)
     mask = Mask(window, list_ptr, 0, 0)
     seq, split, count = find_entry(entry, num_splits_ptr, num_seqs, num_entries, fixed_splits, CONFIG.SCHEDULED)
-    last = list_length(lens_ptr, seq * Q_TOKENS + job if CONFIG.LENS_OF_TOKENS else seq, longest, CONFIG.HAS_LENS)
-    skipped = blocks_before(last - Q_TOKENS, mask, KIND, BLOCK_KV)
-    blocks = (last + BLOCK_KV - 1) // BLOCK_KV - skipped
-    extra_last = 0
-    if CONFIG.HAS_EXTRA:
-        extra_index = seq * Q_TOKENS + job if CONFIG.EXTRA_LENS_OF_TOKENS else seq
-        extra_last = list_length(extra_lens_ptr, extra_index, extra_longest, CONFIG.HAS_EXTRA_LENS)
+    last, extra_last, skipped, blocks = list_blocks(
+        Lists(lens_ptr, extra_lens_ptr, longest, extra_longest), seq, job, mask, CONFIG.LISTS
+    )
     all_blocks = blocks + (extra_last + BLOCK_KV - 1) // BLOCK_KV
-    splits, blocks_each = divide_blocks(all_blocks, count, CONFIG.SCHEDULED, CONFIG.MIN_BLOCKS)
-    if CONFIG.SPLIT_KV and not CONFIG.SCHEDULED:
-        is_first = (split == 0) & (kv_head == 0)
-        store_ranges(ranges_ptr, seq * JOBS + job, entry, entry + splits, num_seqs * JOBS, is_first)
+    splits, blocks_each = divide_blocks(all_blocks, count, CONFIG.SCHEDULED, CONFIG.LISTS.MIN_BLOCKS)
     if split < splits:
         begin = tl.minimum(split * blocks_each, all_blocks)
         end = tl.minimum(begin + blocks_each, all_blocks)
@@ -160,7 +146,7 @@ def latent_kernel(
                 KeyList(list_row, begin, end, first, last), Seen(limit - window, limit),
                 Scales(logit_scale, soft_cap, LOG2E / CONFIG.CAP_UNIT), FORMAT, LOOP,
             )  # fmt: skip
-            if CONFIG.HAS_EXTRA:
+            if CONFIG.LISTS.HAS_EXTRA:
                 state = attend(
                     queries, state, Cache(extra_cache_ptr, extra_page_stride, extra_slot_stride, extra_num_slots),
                     KeyList(extra_row, first_extra, last_extra, 0, extra_last), Seen(limit - window, limit),
@@ -219,10 +205,12 @@ def sums_by_column(call: Any, form: CacheFormat, tile: Tile, *, decoded: bool = 
     return {16: tile.num_stages > 1, 32: not OLDER_COMPILER, 64: tile.num_stages > 2}.get(tile.block_h, True)
 
 
-def config_of(work: Work, tile: Tile, launch: Any, *, split_kv: bool, cap_unit: float, max_logits: bool) -> Config:
+def config_of(
+    work: Work, tile: Tile, launch: Any, lists: ListKind, *, split_kv: bool, cap_unit: float, max_logits: bool
+) -> Config:
     """The `Config` of a call's launch."""
     call, keys, extra = work.call, work.keys, work.extra or work.keys
-    has_extra, arch = work.extra is not None, call.device.arch
+    arch = call.device.arch
     return Config(
         FORMAT=keys.row_format(arch, launch),
         EXTRA_FORMAT=extra.row_format(arch, launch),
@@ -235,25 +223,34 @@ def config_of(work: Work, tile: Tile, launch: Any, *, split_kv: bool, cap_unit: 
             SUMS_BY_COLUMN=sums_by_column(call, keys.form, tile, decoded=keys.decoded),
             OPERANDS=operands(call, tile.block_h, decoded=keys.decoded),
         ),
-        MASK=MaskKind(CAUSAL=work.causal, HAS_WINDOW=work.window is not None),
+        LISTS=lists,
         NUM_HEADS=call.num_q_heads,
         GROUP=work.group,
-        Q_TOKENS=work.num_q_tokens,
         ROWS=work.rows,
         BLOCK_H=tile.block_h,
         DV=call.d_v,
         CAP_UNIT=cap_unit,
         HAS_SINKS=call.sinks is not None,
         HAS_MAX=max_logits,
-        HAS_LENS=keys.lens is not None,
-        LENS_OF_TOKENS=keys.lens is not None and len(keys.lens.shape) == 2,
-        HAS_EXTRA=has_extra,
-        HAS_EXTRA_LENS=has_extra and extra.lens is not None,
-        EXTRA_LENS_OF_TOKENS=extra.lens is not None and len(extra.lens.shape) == 2,
         SCHEDULED=work.schedule is not None,
         SPLIT_KV=split_kv,
-        MIN_BLOCKS=cdiv(OWN_SPLIT if tile.invariant else MIN_SPLIT, tile.block_kv),
         PDL=overlaps(call),
+    )
+
+
+def list_kind(work: Work, tile: Tile) -> ListKind:
+    """The `ListKind` of a call."""
+    lens, extra_lens = work.keys.lens, None if work.extra is None else work.extra.lens
+    return ListKind(
+        MASK=MaskKind(CAUSAL=work.causal, HAS_WINDOW=work.window is not None),
+        Q_TOKENS=work.num_q_tokens,
+        HAS_LENS=lens is not None,
+        LENS_OF_TOKENS=lens is not None and len(lens.shape) == 2,
+        HAS_EXTRA=work.extra is not None,
+        HAS_EXTRA_LENS=extra_lens is not None,
+        EXTRA_LENS_OF_TOKENS=extra_lens is not None and len(extra_lens.shape) == 2,
+        BLOCK_KV=tile.block_kv,
+        MIN_BLOCKS=cdiv(OWN_SPLIT if tile.invariant else MIN_SPLIT, tile.block_kv),
     )
 
 
@@ -269,10 +266,10 @@ def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
     num_splits = launch.packed(work.schedule[1]) if scheduled else absent
     sinks = absent if call.sinks is None else launch.packed(call.sinks)
     scales, cap_unit = capped_scale(call.scale, work.soft_cap)
-    items = work.jobs_per_seq
+    items, lists = work.jobs_per_seq, list_kind(work, tile)
     parts = (entries, items, work.num_kv_heads, work.rows)
     nothing = ((1,), "float32")
-    out, lse, maxima, *partial, ranges = launch(
+    out, lse, maxima, *partial = launch(
         latent_kernel,
         (entries * items * cdiv(work.rows, tile.block_h), work.num_kv_heads),
         (work.q, keys.cache, keys.lists, lens, extra.cache, extra.lists, extra_lens, num_splits, sinks),
@@ -283,7 +280,6 @@ def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
             ((*parts, call.d_v), "float32") if split_kv else nothing,
             (parts, "float32") if split_kv else nothing,
             (parts, "float32") if split_kv and max_logits else nothing,
-            ((2, work.num_seqs * items) if split_kv and not scheduled else (1,), "int32"),
         ],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -295,28 +291,33 @@ def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
         **as_extra(extra.addresses(launch)),  # not used without a second cache
         window=work.window or 0,
         **scales,
-        CONFIG=config_of(work, tile, launch, split_kv=split_kv, cap_unit=cap_unit, max_logits=max_logits),
+        CONFIG=config_of(work, tile, launch, lists, split_kv=split_kv, cap_unit=cap_unit, max_logits=max_logits),
     )
     if not split_kv or not work.num_seqs:
         return out, lse, maxima
     out, lse, *largest = combine(
         launch,
         call,
-        (*partial, num_splits if scheduled else ranges),
+        (*partial, num_splits),
         (out, lse, maxima) if max_logits else (out, lse),
-        (absent, absent, sinks, absent),
+        (absent, absent, sinks, absent, lens, extra_lens),
         {
             "num_tokens": work.num_seqs * work.num_q_tokens,
             "max_num_seqs": work.num_seqs,
             "num_parts": entries,
-            "range_end": 1 if scheduled else work.num_seqs * items,
+            "num_splits": tile.num_splits,
+            "longest": keys.longest,
+            "extra_longest": extra.longest,
+            "window": work.window or 0,
             "v_scale_factor": 1.0,
         },
         GROUP=work.group,
         ROWS=work.rows,
         Q_TOKENS=work.num_q_tokens // items,
         ITEMS=items,
-        RANGES=1 if scheduled else items,
+        DIVISION=None,
+        MASK=None,
+        LISTS=None if scheduled else lists,
         LSE_BY_HEAD=True,
         HAS_NUM_SEQS=False,
         V_SCALE_STRIDE=-1,

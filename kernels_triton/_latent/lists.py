@@ -1,10 +1,39 @@
 """Latent attention: lists of keys, and the query token and head of each row."""
 
+import dataclasses
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from ragged_attention.kernels_triton._mask import first_key
+from ragged_attention.kernels_triton._constants import Constants
+from ragged_attention.kernels_triton._mask import MaskKind, first_key
 from ragged_attention.kernels_triton._pages import are_readable, pages_of
+from ragged_attention.kernels_triton._splits import splits_of_sequence
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class ListKind(Constants):
+    """Which lists of keys a call has, and into which blocks they are divided."""
+
+    MASK: MaskKind
+    Q_TOKENS: int  # query tokens per sequence
+    HAS_LENS: bool
+    LENS_OF_TOKENS: bool  # whether each query token has a length of its own
+    HAS_EXTRA: bool  # whether there is a second cache
+    HAS_EXTRA_LENS: bool
+    EXTRA_LENS_OF_TOKENS: bool
+    BLOCK_KV: int
+    MIN_BLOCKS: int  # minimum blocks per split, unless scheduled
+
+
+class Lists(NamedTuple):
+    """The lengths of the lists into both caches."""
+
+    lens_ptr: tl.tensor
+    extra_lens_ptr: tl.tensor
+    longest: tl.tensor  # entries that a list has room for
+    extra_longest: tl.tensor
 
 
 @triton.jit
@@ -35,6 +64,29 @@ def blocks_before(position, mask, KIND: tl.constexpr, BLOCK_KV: tl.constexpr):
     if KIND.HAS_WINDOW:
         blocks = tl.maximum(first_key(position, mask, KIND), 0) // BLOCK_KV
     return blocks
+
+
+@triton.jit
+def list_blocks(lists, seq, job, mask, KIND: tl.constexpr):
+    """(keys in a job's list, keys in its second list, blocks that no query sees, other blocks of the first list)."""
+    index = seq * KIND.Q_TOKENS + job if KIND.LENS_OF_TOKENS else seq
+    last = list_length(lists.lens_ptr, index, lists.longest, KIND.HAS_LENS)
+    skipped = blocks_before(last - KIND.Q_TOKENS, mask, KIND.MASK, KIND.BLOCK_KV)
+    blocks = (last + KIND.BLOCK_KV - 1) // KIND.BLOCK_KV - skipped
+    extra_last = 0
+    if KIND.HAS_EXTRA:
+        index = seq * KIND.Q_TOKENS + job if KIND.EXTRA_LENS_OF_TOKENS else seq
+        extra_last = list_length(lists.extra_lens_ptr, index, lists.extra_longest, KIND.HAS_EXTRA_LENS)
+    return last, extra_last, skipped, blocks
+
+
+@triton.jit
+def list_splits(lists, seq, job, num_splits, mask, KIND: tl.constexpr):
+    """The number of splits of a job without a schedule."""
+    _, extra_last, _, blocks = list_blocks(lists, seq, job, mask, KIND)
+    splits, _ = splits_of_sequence(blocks + (extra_last + KIND.BLOCK_KV - 1) // KIND.BLOCK_KV, num_splits,
+                                   KIND.MIN_BLOCKS)  # fmt: skip
+    return splits
 
 
 @triton.jit

@@ -18,7 +18,6 @@ import numpy as np
 
 from ragged_attention.calls import Call, dtype_name
 from ragged_attention.tools import recording
-from ragged_attention.tools.samples import FakeArray
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -208,7 +207,7 @@ class Walk:
         known = {name: getattr(value, "plain", value) for name, value in given.items()}
         self.arguments |= {name: value for name, value in known.items() if name in kernel.arg_names}
         self.stubs: dict[str, Any] = {name: self._stub(count) for name, count in STUBS.items()}
-        self.stubs |= {"merge_parts": self._merge, "store_ranges": self._store_ranges}
+        self.stubs["merge_parts"] = self._merge
         self.plain: dict[Any, Callable[..., Any]] = {}
         self.run = self._plain(kernel)
 
@@ -241,13 +240,6 @@ class Walk:
             plain = self._plain(value)
             return self._tokens(plain) if name == "token_and_head" else plain
         return getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
-
-    @staticmethod
-    def _store_ranges(ranges: Pointer, items: Any, first: Any, end: Any, num_items: Any, mask: Any) -> None:
-        """Write ranges of splits, which the combine kernel reads."""
-        there = np.broadcast_to(mask, np.shape(items))
-        for row, values in zip(ranges.array, (first, end), strict=True):
-            row[items[there]] = np.broadcast_to(values, np.shape(items))[there]
 
     def _merge(self, *arguments: Any) -> Any:
         self.merges = True
@@ -304,23 +296,12 @@ def launches_of(call: Call, tile: Any = None) -> list[Launch]:
     Lengths and tables of the call must be NumPy arrays. The other arrays need only shapes and dtypes. `tile` defaults
     to that of the backend's heuristic.
     """
-    memory: dict[int, np.ndarray] = {}
-    return [walked(launch, memory) for launch in recording.record(call, tile)]
+    return [walked(launch) for launch in recording.record(call, tile)]
 
 
-def walked(launch: recording.Launch, memory: dict[int, np.ndarray] | None = None) -> Launch:
-    """A recorded launch with the blocks that each program visits.
-
-    `memory` holds the integers that earlier launches of the call have written, by the `id` of their arrays.
-    """
-    memory = {} if memory is None else memory
-    operands = [
-        memory.setdefault(id(array), np.zeros(array.shape, np.int32))
-        if isinstance(array, FakeArray) and array.dtype == "int32"
-        else array
-        for array in launch.operands
-    ]
-    walked = list(Walk(launch.kernel, launch.grid, operands, launch.arguments).programs())
+def walked(launch: recording.Launch) -> Launch:
+    """A recorded launch with the blocks that each program visits."""
+    walked = list(Walk(launch.kernel, launch.grid, launch.operands, launch.arguments).programs())
     working = tuple(program for program, _ in walked if program)
     return Launch(launch.name, launch.grid, working, sum(merges for _, merges in walked))
 
