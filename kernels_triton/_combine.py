@@ -46,7 +46,8 @@ class Combination(Constants):
 def combine_kernel(
     parts_ptr, part_lses_ptr, part_maxima_ptr, schedule_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, v_scale_ptr,
     lens_ptr, extra_lens_ptr, given_out_ptr, given_lse_ptr, given_max_ptr, out_ptr, lse_ptr, max_ptr,
-    num_tokens, max_num_seqs, num_parts, v_scale_factor, num_splits, longest, extra_longest, window, COMBINATION: tl.constexpr,
+    num_tokens, max_num_seqs, num_parts, v_scale_factor, num_splits, longest, extra_longest, window,
+    COMBINATION: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of an item's rows of one KV head; the programs along the grid's third axis share the rows.
 

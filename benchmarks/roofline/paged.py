@@ -52,9 +52,8 @@ def attention(
     case: PagedCase, device: Device, tile: Any
 ) -> list[tuple[recording.Launch, tuple[schedule.Program, ...]]]:
     """The launches that compute attention, each with its programs; without those that have nothing to do."""
-    memory: dict[int, Any] = {}  # what earlier kernels have written
     launches = recording.record(case.call(case.operation, device, **case.tables()), tile)
-    walked = [(one, schedule.walked(one, memory).programs) for one in launches if one.name != "combine_kernel"]
+    walked = [(one, schedule.walked(one).programs) for one in launches if one.name != "combine_kernel"]
     return [(launch, programs) for launch, programs in walked if programs]
 
 

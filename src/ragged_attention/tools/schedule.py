@@ -251,7 +251,7 @@ class Walk:
         def token_and_head(row: Any, *arguments: Any) -> Any:
             token, head = plain(row, *arguments)
             if not isinstance(row, Unknown):
-                self.tokens = (int(np.min(token)), min(int(np.max(token)), self.arguments["CONFIG"].Q_TOKENS - 1))
+                self.tokens = (int(np.min(token)), min(int(np.max(token)), self.arguments["CONFIG"].LISTS.Q_TOKENS - 1))
             return token, head
 
         return token_and_head
