@@ -477,6 +477,12 @@ def number_at(code, source, index):
     return first_of(read_some(code, source, index, 1))
 
 
+@inlined
+def scale_of(array, code, stride, number, head):
+    """A KV head's scale; `array`, the address of one or more scales in a format, is 0 if the scale is a number."""
+    return number_at(code, array, head * stride) if array else np.float32(number)
+
+
 @compiled
 def narrow(code, source, target, count, divisor):
     """Write `count` float32 over `divisor` in a format; `source` is read in whole vectors.

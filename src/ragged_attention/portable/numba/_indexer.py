@@ -52,13 +52,14 @@ FIELDS = _records.Fields(
               "cu_kv_lens", "num_seqs", "candidates"),
     results=("logits", "indices"),
     numbers=(
-        "num_tokens", "num_heads", "head_dim", "q_format", "q_token_stride", "q_head_stride", "weights_token_stride",
-        "key_format", "in_bytes", "num_pages", "page_size", "page_stride", "slot_stride", "scales_page_stride",
-        "scales_slot_stride", "packed", "relative", "columns", "max_num_seqs", "layout", "capacity", "table_stride",
-        "ratio", "top_k", "num_candidates", "candidates_stride", "candidate_size", "block_q", "block_kv",
-        "num_threads",
+        "num_tokens", "num_heads", "head_dim", "key_format", "in_bytes", "num_pages", "page_size", "packed", "relative",
+        "columns", "max_num_seqs", "layout", "capacity", "ratio", "top_k", "num_candidates", "candidate_size",
+        "block_q", "block_kv",
     ),
     plan=("units", "num_units", "work", "counters", "rows", "row_floats", "longest"),
+    strides={"q": "token head", "weights": "token", "page_indices": "seq", "candidates": "token"}
+    | dict.fromkeys(("keys", "key_scale"), "page slot"),
+    formats=("q",),
     floats=("work",),
 )  # fmt: skip
 call_of = FIELDS.at
@@ -239,7 +240,7 @@ def list_candidates(call, tile, token, low, high):
     """List the positions of a token's candidates that it sees; returns their number."""
     zero(tile.blocks, num_blocks(call))
     for index in range(call.num_candidates):
-        block = int32_at(call.candidates, token * call.candidates_stride + index)
+        block = int32_at(call.candidates, token * call.candidates_token_stride + index)
         if 0 <= block < num_blocks(call):
             set_byte(tile.blocks + block, 1)
     count, size = 0, call.candidate_size
@@ -296,14 +297,14 @@ def list_next(call, tile, seq, base, first, count):
         page, slot = 0, position
         if not call.packed:
             slot = position % call.page_size
-            page = int32_at(call.page_indices, seq * call.table_stride + position // call.page_size)
+            page = int32_at(call.page_indices, seq * call.page_indices_seq_stride + position // call.page_size)
         run = min(run, call.page_size - slot)
         source = scale = 0
         if 0 <= page < call.num_pages:
-            source = call.keys + size * (page * call.page_stride + slot * call.slot_stride)
-            scale = call.key_scale + 4 * (page * call.scales_page_stride + slot * call.scales_slot_stride)
+            source = call.keys + size * (page * call.keys_page_stride + slot * call.keys_slot_stride)
+            scale = call.key_scale + 4 * (page * call.key_scale_page_stride + slot * call.key_scale_slot_stride)
             if call.in_bytes:
-                scale = call.keys + page * call.page_stride + call.page_size * call.head_dim + 4 * slot
+                scale = call.keys + page * call.keys_page_stride + call.page_size * call.head_dim + 4 * slot
         else:
             holes += run
         for index in range(key, key + run):
@@ -311,7 +312,7 @@ def list_next(call, tile, seq, base, first, count):
             set_int(tile.next_v_sources, index, scale)
             if source:
                 prefetch(source, size * call.head_dim)
-                source, scale = source + size * call.slot_stride, scale + 4 * call.scales_slot_stride
+                source, scale = source + size * call.keys_slot_stride, scale + 4 * call.key_scale_slot_stride
         key += run
     return holes
 

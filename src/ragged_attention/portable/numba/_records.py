@@ -5,8 +5,9 @@ numbers of the call, then the fields that the kernel's plan adds.
 """
 
 import ctypes
+import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numba
@@ -73,19 +74,39 @@ def bits_of(number: float) -> int:
     return struct.unpack("<q", struct.pack("<d", number))[0]
 
 
+@functools.cache
+def stride_names(operand: str, axes: str) -> tuple[str, ...]:
+    """The names of the numbers that are an operand's strides."""
+    return tuple(f"{operand}_{axis}_stride" for axis in axes.split())
+
+
 class Fields:
-    """The fields of a kernel's record, each of eight bytes: arrays and numbers of the call, then fields of the plan."""
+    """The fields of a kernel's record, each of eight bytes: arrays and numbers of the call, then fields of the plan.
+
+    Some numbers describe operands: strides in elements, `q_token_stride`; the code of a format, `q_format`; and the
+    three numbers with which `_formats.scale_of` reads a cache's scale.
+    """
 
     def __init__(
         self, operands: Sequence[str], results: Sequence[str], numbers: Sequence[str], plan: Sequence[str] = (), *,
+        strides: Mapping[str, str] | None = None, formats: Sequence[str] = (), scales: Sequence[str] = (),
         floats: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """`floats` names the numbers that are float64; a launcher hands over their bits."""
-        self.operands, self.results, self.numbers = tuple(operands), tuple(results), tuple(numbers)
-        self.floats = tuple(floats)
-        names = (*STATE, *operands, *results, *numbers, *plan)
-        self.layout = layout_of(names, floats)
-        self.at = record_at(names, floats)
+        """`strides` names the axes of operands that need not be contiguous, such as {"q": "token head"}.
+
+        `formats` and `scales` name operands. `floats` names the numbers that are float64; a launcher hands over their
+        bits.
+        """
+        self.operands, self.results = tuple(operands), tuple(results)
+        self.strides, self.formats, self.scales = dict(strides or {}), tuple(formats), tuple(scales)
+        described = [name for operand, axes in self.strides.items() for name in stride_names(operand, axes)]
+        described += [f"{operand}_format" for operand in (*formats, *scales)]
+        described += [f"{operand}_{what}" for operand in scales for what in ("stride", "number")]
+        self.numbers = (*described, *numbers, "num_threads")
+        self.floats = (*floats, *(f"{operand}_number" for operand in scales))
+        names = (*STATE, *self.operands, *self.results, *self.numbers, *plan)
+        self.layout = layout_of(names, self.floats)
+        self.at = record_at(names, self.floats)
         members = {
             "OPERANDS": self.operands,
             "RESULTS": self.results,
