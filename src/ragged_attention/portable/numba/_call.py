@@ -17,9 +17,7 @@ from ragged_attention.portable.numba._splits import expect_splits
 KERNEL = Kernel("paged_attention", _paged.FIELDS, _paged.plan, _paged.work)
 SPLITS_PER_SEQUENCE = 8  # in batch-invariant mode
 TILE_FLOATS = 384 * 256  # of queries and results: many rows share the keys read, and the second-level cache holds all
-
-
-MULTIPLES = {"block_q": 1, "block_rows": 1, "block_kv": 8}  # of what a tile's numbers of rows and keys are multiples
+MULTIPLES = {"block_q": 1, "block_rows": 1, "block_kv": 8}  # a block size is a multiple of its number here
 
 
 def expect_tile(tile: Any) -> None:

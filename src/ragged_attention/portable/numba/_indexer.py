@@ -49,15 +49,15 @@ from ragged_attention.portable.numba._vectors import (
 
 FIELDS = _records.Fields(
     operands=("q", "keys", "weights", "key_scale", "starts", "stops", "page_indices", "kv_lens", "cu_q_lens",
-              "cu_kv_lens", "num_seqs", "candidates"),
+              "cu_kv_lens", "num_seqs", "candidate_blocks"),
     results=("logits", "indices"),
     numbers=(
         "num_tokens", "num_heads", "head_dim", "key_format", "in_bytes", "num_pages", "page_size", "packed", "relative",
-        "columns", "max_num_seqs", "layout", "capacity", "ratio", "top_k", "num_candidates", "candidate_size",
+        "columns", "max_num_seqs", "layout", "capacity", "ratio", "top_k", "num_candidates", "candidate_block_size",
         "block_q", "block_kv",
     ),
     plan=("units", "num_units", "work", "counters", "rows", "row_floats", "longest"),
-    strides={"q": "token head", "weights": "token", "page_indices": "seq", "candidates": "token"}
+    strides={"q": "token head", "weights": "token", "page_indices": "seq", "candidate_blocks": "token"}
     | dict.fromkeys(("keys", "key_scale"), "page slot"),
     formats=("q",),
     floats=("work",),
@@ -92,13 +92,13 @@ def seen_by(call, seq, token, stop):
 @inlined
 def places_of(call, keys):
     """The most keys among `keys` from which a row can choose."""
-    return min(keys, call.num_candidates * call.candidate_size) if call.candidate_size else keys
+    return min(keys, call.num_candidates * call.candidate_block_size) if call.candidate_block_size else keys
 
 
 @inlined
 def num_blocks(call):
     """The number of blocks of candidates."""
-    return (call.columns + call.candidate_size - 1) // call.candidate_size
+    return (call.columns + call.candidate_block_size - 1) // call.candidate_block_size
 
 
 @compiled
@@ -106,7 +106,7 @@ def block_of(call, seq, first, stop):
     """The end of a block of tokens, the range of keys that it sees, and the most keys that one of its tokens sees."""
     low, high = seen_by(call, seq, first, stop)
     longest, last = high - low, first + 1
-    if call.candidate_size:
+    if call.candidate_block_size:
         return last, 0, places_of(call, longest), places_of(call, longest)
     while last < min(stop, first + call.block_q):
         left, right = seen_by(call, seq, last, stop)
@@ -215,7 +215,7 @@ def new_tile(call):
     rows = scratch = places = blocks = 0
     if call.top_k:
         rows, scratch = 4 * (call.longest + LANES), scratch_size(call.top_k)
-        if call.candidate_size:
+        if call.candidate_block_size:
             places, blocks = 4 * places_of(call, call.columns), num_blocks(call)
     addresses, bounds = 8 * keys, 8 * tokens
     address = _records.allocate_arena(
@@ -240,10 +240,10 @@ def list_candidates(call, tile, token, low, high):
     """List the positions of a token's candidates that it sees; returns their number."""
     zero(tile.blocks, num_blocks(call))
     for index in range(call.num_candidates):
-        block = int32_at(call.candidates, token * call.candidates_token_stride + index)
+        block = int32_at(call.candidate_blocks, token * call.candidate_blocks_token_stride + index)
         if 0 <= block < num_blocks(call):
             set_byte(tile.blocks + block, 1)
-    count, size = 0, call.candidate_size
+    count, size = 0, call.candidate_block_size
     for block in range(low // size, (high + size - 1) // size):
         if byte_at(tile.blocks, block):
             for position in range(max(block * size, low), min((block + 1) * size, high)):
@@ -265,7 +265,7 @@ def read_queries(call, tile, unit):
     _, stop = tokens_of(call, seq)
     for token in range(first, unit.last):
         left, right = seen_by(call, seq, token, stop)
-        if call.candidate_size:
+        if call.candidate_block_size:
             base = base_of(call, seq, token, stop)
             left, right = 0, list_candidates(call, tile, token, left - base, right - base)
         set_int(tile.left, token - first, left)
@@ -292,7 +292,7 @@ def list_next(call, tile, seq, base, first, count):
     holes, key, size = 0, 0, size_of(call.key_format)
     while key < count:
         position, run = first + key, count - key
-        if call.candidate_size:
+        if call.candidate_block_size:
             position, run = int32_at(tile.places, position) + base, 1
         page, slot = 0, position
         if not call.packed:
@@ -462,7 +462,7 @@ def choose(call, tile, unit, rows):
     for token in range(first, unit.last):
         left, right = int_at(tile.left, token - first), int_at(tile.right, token - first)
         row, target = rows + 4 * (token - first) * length, call.indices + 4 * token * call.top_k
-        places = tile.places if call.candidate_size else 0
+        places = tile.places if call.candidate_block_size else 0
         base = base_of(call, seq, token, stop)
         select(row, right - left, call.top_k, left - base, places, target, tile.scratch)
 

@@ -23,30 +23,24 @@ def heuristic(call: IndexerLogits | IndexerTopk) -> Tile:
 invariant_tile = heuristic  # the order of a logit's sum does not depend on the batch
 
 
-def run(
-    call: IndexerLogits | IndexerTopk, tile: Tile, launch: Any, *, top_k: int = 0, candidates: Any = None,
-    candidate_size: int = 0,
-) -> dict[str, Any]:  # fmt: skip
-    """Enqueue the kernel; returns by name indices if there is a `top_k`, otherwise logits."""
+def run(call: IndexerLogits | IndexerTopk, tile: Tile, launch: Any) -> Any:
+    """Enqueue the kernel; returns the indices of a top-k, or logits."""
     keys = launch.words(call.keys, packed_rows=True) if call.bytes else call.keys
-    candidates = None if candidates is None else launch.packed(candidates)
     numbers = {
         "key_format": CODES[call.key_dtype], "in_bytes": call.bytes, "packed": not call.paged,
-        "layout": _sequences.PACKED, "num_pages": 1, "max_num_seqs": 1, "top_k": top_k,
-        "num_candidates": 0 if candidates is None else candidates.shape[1], "candidate_size": candidate_size,
+        "layout": _sequences.PACKED, "num_pages": 1, "max_num_seqs": 1,
     }  # fmt: skip
     if call.paged:  # packed keys are one page, and all tokens are one sequence
         most = _sequences.most_sequences(call, call.kv_lens.shape[0])
         numbers |= {"num_pages": keys.shape[0], "max_num_seqs": most, "capacity": call.token_capacity}
     if call.bytes:  # the rows of a page follow one another, and so do its scales
         numbers |= {"keys_slot_stride": call.head_dim, "key_scale_slot_stride": 1}
-    return KERNEL.launch(
-        launch,
-        call,
-        tile,
-        {"keys": keys, "key_scale": call.key_scale, "candidates": candidates},
-        numbers,
-        axes=dict.fromkeys(("keys", "key_scale"), "page slot" if call.paged else "slot"),
-        results={"indices": ((call.num_tokens, top_k), "int32")} if top_k
-        else {"logits": ((call.num_tokens, call.columns), "float32")},
-    )  # fmt: skip
+    name = "logits"
+    if isinstance(call, IndexerTopk):
+        name = "indices"
+        if call.candidate_blocks is not None:
+            numbers["num_candidates"] = call.candidate_blocks.shape[1]
+    (result,) = call.results()
+    operands, results = {"keys": keys, "key_scale": call.key_scale}, {name: (result.shape, result.dtype)}
+    axes = dict.fromkeys(operands, "page slot" if call.paged else "slot")
+    return KERNEL.launch(launch, call, tile, operands, numbers, axes=axes, results=results)[name]

@@ -22,10 +22,10 @@ from typing import Any
 
 from ragged_attention.calls import Call, dtype_name, is_array
 from ragged_attention.host import forking
-from ragged_attention.portable.numba import _threads, _xla
+from ragged_attention.portable.numba import _xla
 from ragged_attention.portable.numba._compiling import machine_code, quietly
 from ragged_attention.portable.numba._formats import CODES
-from ragged_attention.portable.numba._records import Fields, bits_of, stride_names
+from ragged_attention.portable.numba._records import Fields, bits_of, runner, stride_names
 
 
 def _beside_torch() -> Iterator[Path]:
@@ -76,12 +76,12 @@ class Kernel:
         the stride of an axis that an operand lacks is 0. `results` replaces the call's results.
         """
         fields, names = self.fields, _names_of(type(call))
-        own = {name: getattr(call, name) for name in fields.operands if name in names and name not in operands}
+        from_call = {name: getattr(call, name) for name in fields.operands if name in names and name not in operands}
         arrays = {**dict.fromkeys(fields.operands), **operands}
-        for name, array in own.items():
+        for name, array in from_call.items():
             if is_array(array) and not isinstance(array, float):
                 arrays[name] = launch.packed(array) if name in fields.strides else launch.contiguous(array)
-        given = self._describe(arrays, own, {**fields.strides, **(axes or {})}, launch) | numbers
+        given = {**self._describe(arrays, from_call, {**fields.strides, **(axes or {})}, launch), **numbers}
         given |= {field.name: getattr(tile, field.name) for field in dataclasses.fields(tile)}
         given["num_threads"] = launch.num_threads
         for name in fields.numbers:
@@ -94,9 +94,9 @@ class Kernel:
         return launch.native(self, arrays, {**dict.fromkeys(fields.results), **results}, given)
 
     def _describe(
-        self, arrays: Mapping[str, Any], own: Mapping[str, Any], axes: Mapping[str, str], launch: Any
+        self, arrays: Mapping[str, Any], from_call: Mapping[str, Any], axes: Mapping[str, str], launch: Any
     ) -> dict[str, Any]:
-        """The numbers that describe arrays, by name; `own` has the operands that are the call's."""
+        """The numbers that describe arrays, by name; `from_call` has those of the call."""
         numbers: dict[str, Any] = {}
         for name, letters in axes.items():
             if (array := arrays[name]) is not None:
@@ -105,7 +105,7 @@ class Kernel:
             if (array := arrays[name]) is not None:
                 numbers[f"{name}_format"] = CODES[dtype_name(array)]
         for name in self.fields.scales:
-            array, scale = arrays[name], own.get(name)
+            array, scale = arrays[name], from_call.get(name)
             numbers[f"{name}_stride"] = int(array is not None and array.shape not in ((), (1,)))
             numbers[f"{name}_number"] = 1.0 if scale is None or array is not None else float(scale)
         return numbers
@@ -118,9 +118,9 @@ class Kernel:
     def compile_ahead(self, *, for_jax: bool) -> None:
         """Compile the kernel now, without a message, and the code that calls it from torch and, on demand, from jax."""
         with quietly():
-            _ = self.compiled, _threads.runner()
+            _ = self.compiled, runner()
             if for_jax:
-                _xla.compile_ahead()
+                _xla.shared_code()
 
     def on(self, platform: str) -> Callable[[Any, Any], int]:
         """The function that takes a record and returns an error code."""
@@ -131,7 +131,7 @@ class Kernel:
         del stream
         record, (plan, work) = reference._obj, self.compiled
         team = 0 if forking.forked() else _openmp()
-        return _threads.runner().ctypes(ctypes.addressof(record), plan.address, work.address, team, record.num_threads)
+        return runner().ctypes(ctypes.addressof(record), plan.address, work.address, team, record.num_threads)
 
     def handler(self, platform: str, include: str) -> tuple[str, Any]:
         """A unique name and the handler that XLA calls."""

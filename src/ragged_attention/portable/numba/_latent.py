@@ -38,7 +38,7 @@ FIELDS = Fields(
         "block_rows", "block_kv", "num_splits",
     ),
     plan=_splits.SPLITS,
-    strides=dict.fromkeys(("q", "lists"), "seq token head")
+    strides={"q": "seq token head", "lists": "seq token head"}
     | dict.fromkeys(("lens", "extra_lists", "extra_lens"), "seq token"),
     formats=("q",),
     scales=("kv_scale",),
