@@ -17,7 +17,7 @@ FEATURES = frozenset({
 
 
 def why_not(call: MlaDecode) -> str | None:
-    return launchable(call, kernel.latent_kernel) or plan.too_wide(call, plan.Walk())
+    return launchable(call, kernel.latent_kernel) or plan.too_wide(call, plan.KeyAccess())
 
 
 def heuristic(call: MlaDecode) -> Tile:
@@ -27,14 +27,14 @@ def heuristic(call: MlaDecode) -> Tile:
     extra = call.extra_topk > 0
     page_sizes = (call.page_size, call.extra_kv_cache.shape[1]) if extra else (call.page_size,)
     window = window_of(call)
-    walk = plan.Walk(dense=not call.sparse, extra=extra, page_sizes=page_sizes, windowed=window is not None)
+    access = plan.KeyAccess(dense=not call.sparse, extra=extra, page_sizes=page_sizes, windowed=window is not None)
     keys = call.capacity if window is None else min(call.capacity, window + call.num_q_tokens)
-    return plan.tile_for(call, rows, jobs, keys, walk)
+    return plan.tile_for(call, rows, jobs, keys, access)
 
 
 def invariant_tile(call: MlaDecode) -> Tile:
     """A batch-invariant tile: no size depends on the batch."""
-    return dataclasses.replace(heuristic(call), num_splits=plan.OWN_SPLITS, invariant=True)
+    return dataclasses.replace(heuristic(call), num_splits=plan.MAX_INVARIANT_SPLITS, invariant=True)
 
 
 def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:

@@ -65,7 +65,7 @@ from ragged_attention.kernels_triton._tiles import (
 )
 
 MANY_TOKENS = 8  # a batch with more query tokens per sequence on average is assumed to have prompts
-EVEN = 1024  # up to this capacity per sequence, unequal lengths do not matter
+SMALL_CAPACITY = 1024  # up to this capacity per sequence, unequal lengths do not matter
 WAVES = 4  # maximum waves of programs for splits: more would only take memory
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
@@ -120,7 +120,7 @@ class Tile:
 
 
 def why_not(call: RaggedMlaAttention) -> str | None:
-    return launchable(call, ragged_latent_kernel) or plan.too_wide(call, plan.Walk())
+    return launchable(call, ragged_latent_kernel) or plan.too_wide(call, plan.KeyAccess())
 
 
 def heuristic(call: RaggedMlaAttention) -> Tile:
@@ -134,20 +134,20 @@ def heuristic(call: RaggedMlaAttention) -> Tile:
 def invariant_tile(call: RaggedMlaAttention) -> Tile:
     """A batch-invariant tile: no size depends on the batch."""
     tile = sizes(call, plan.LARGEST_INT, call.num_q_heads * FEW_TOKENS)
-    split = most_keys(call) > plan.OWN_SPLIT
-    return dataclasses.replace(tile, num_splits=plan.OWN_SPLITS if split else 1, invariant=True)
+    split = most_keys(call) > plan.MIN_INVARIANT_SPLIT
+    return dataclasses.replace(tile, num_splits=plan.MAX_INVARIANT_SPLITS if split else 1, invariant=True)
 
 
 def sizes(call: RaggedMlaAttention, rows: int, short_rows: int) -> Tile:
     """The tile, without splits, for `rows` rows in the batch and `short_rows` rows per short sequence."""
-    walk = plan.Walk(
+    access = plan.KeyAccess(
         dense=True,
         ragged=True,
         page_sizes=(call.page_size,),
         windowed=window_of(call) is not None,
     )
-    block_h, block_kv, num_warps, num_stages = plan.fitting_sizes(call, rows, walk)
-    split_block_h, split_block_kv, split_num_warps, split_num_stages = plan.fitting_sizes(call, short_rows, walk)
+    block_h, block_kv, num_warps, num_stages = plan.fitting_sizes(call, rows, access)
+    split_block_h, split_block_kv, split_num_warps, split_num_stages = plan.fitting_sizes(call, short_rows, access)
     return Tile(
         block_h=block_h,
         block_kv=block_kv,
@@ -177,7 +177,7 @@ def splits(call: RaggedMlaAttention, tile: Tile) -> int:
     if not 0 < call.max_num_seqs <= SEQUENCES[-1]:
         return 1
     each = plan.splits(call.max_num_seqs * blocks, programs, keys, tile.split_block_kv)
-    if each == 1 and keys <= EVEN:
+    if each == 1 and keys <= SMALL_CAPACITY:
         return 1
     return min(call.max_num_seqs * each, max(1, WAVES * programs // blocks), MAX_SPLITS)
 
@@ -406,7 +406,7 @@ def division_of(call: RaggedMlaAttention, tile: Tile, block_kv: int, *, splits: 
         SPLIT_KV=split_kv,
         BATCH_INVARIANT=split_kv and tile.invariant,
         COMPACT=balanced,
-        MIN_BLOCKS=cdiv(plan.OWN_SPLIT if tile.invariant else plan.MIN_SPLIT, block_kv) if split_kv else 1,
+        MIN_BLOCKS=cdiv(plan.MIN_INVARIANT_SPLIT if tile.invariant else plan.MIN_SPLIT, block_kv) if split_kv else 1,
         MAX_SEQS=sequences_together(call.max_num_seqs) if balanced else 1,
     )
 

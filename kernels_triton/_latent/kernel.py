@@ -13,7 +13,7 @@ from ragged_attention.kernels_triton._compiler import zero_after
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._latent.lists import ListKind, Lists, list_blocks, token_and_head
 from ragged_attention.kernels_triton._latent.operands import is_copied, operands
-from ragged_attention.kernels_triton._latent.plan import MIN_SPLIT, OWN_SPLIT, Tile, Work
+from ragged_attention.kernels_triton._latent.plan import MIN_INVARIANT_SPLIT, MIN_SPLIT, Tile, Work
 from ragged_attention.kernels_triton._latent.rows import Finished, RowFormat, load_queries, store_groups, zeros_like
 from ragged_attention.kernels_triton._latent.softmax import (
     SEPARATE_QK_ROWS,
@@ -250,7 +250,7 @@ def list_kind(work: Work, tile: Tile) -> ListKind:
         HAS_EXTRA_LENS=extra_lens is not None,
         EXTRA_LENS_OF_TOKENS=extra_lens is not None and len(extra_lens.shape) == 2,
         BLOCK_KV=tile.block_kv,
-        MIN_BLOCKS=cdiv(OWN_SPLIT if tile.invariant else MIN_SPLIT, tile.block_kv),
+        MIN_BLOCKS=cdiv(MIN_INVARIANT_SPLIT if tile.invariant else MIN_SPLIT, tile.block_kv),
     )
 
 
