@@ -329,7 +329,7 @@ def visit_rows(keys, sums, arrays, blocks, seeing, mask, CONFIG: tl.constexpr, M
         products = product(keys.k, q)
         seen = sees((row // GROUP)[None, :], seeing.key[:, None], seeing.q_len, mask, KIND)
         norm, offset, share = load_terms(arrays.terms_ptr, block, readable, MASKED, BLOCK_Q, TERMS_STEP)
-        HIDDEN: tl.constexpr = MASKED and (KIND.CAUSAL or KIND.HAS_WINDOW)  # otherwise every row sees every key
+        HIDDEN: tl.constexpr = MASKED and (KIND.CAUSAL or KIND.HAS_FIRST_KEY)  # otherwise every row sees every key
         weights, slope = weigh(products, norm[None, :], seen, keys.scales, HIDDEN, CONFIG.HAS_SOFT_CAP)
         shared = weights
         if CONFIG.HAS_SHARE:
