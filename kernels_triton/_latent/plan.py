@@ -214,7 +214,8 @@ def sizes(call: Any, rows: int, access: KeyAccess) -> tuple[int, int, int, int]:
         return 16, 16, 4, 2  # scales of many groups or of two formats take registers
     crowded = access.ragged and access.windowed and form.folded  # here 32 rows would spill
     if rows <= 16 or crowded or (decodes and little):
-        return 16, 32, 4, 3 if not decodes and arch == "sm_90" else 2
+        num_warps = 8 if decodes and little and OLDER_COMPILER else 4  # with four warps, sm_120 spills
+        return 16, 32, num_warps, 3 if not decodes and arch == "sm_90" else 2
     wgmma = rows >= 64 and arch == "sm_90" and call.d_v <= 512
     if not decodes:
         if wgmma and not (OLDER_COMPILER and access.extra):
