@@ -14,7 +14,7 @@ from ragged_attention.kernels_triton._splits import splits_of_sequence
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class ListKind(Constants):
-    """Which lists of keys a call has, and into which blocks they are divided."""
+    """The kinds of key lists in a call, and their block sizes."""
 
     MASK: MaskKind
     Q_TOKENS: int  # query tokens per sequence
