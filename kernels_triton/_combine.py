@@ -125,8 +125,8 @@ def combine_kernel(
 
 
 def combine_sequences(
-    launch: Any, call: Any, arrays: Any, numbers: Any, scale: tuple[Any, float, int], division: Division,
-    mask: MaskKind, stored: Any, results: Any, *, num_parts: int, num_splits: int,
+    launch: Any, call: Any, arrays: Any, numbers: Any, stored: Any, results: Any, *, scale: tuple[Any, float, int],
+    division: Division, mask: MaskKind, num_parts: int, num_splits: int,
 ) -> Any:  # fmt: skip
     """`combine` for the short sequences of a ragged batch.
 

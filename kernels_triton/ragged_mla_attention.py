@@ -497,8 +497,8 @@ def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared,
     scale = (shared.arrays["kv_scale"], shared.numbers["kv_scale_factor"], shared.constants["KV_SCALE_STRIDE"])
     division = division_of(call, tile, tile.split_block_kv, splits=True)
     return combine_sequences(
-        launch, call, shared.arrays, shared.numbers, scale, division, shared.constants["MASK"], partial, (out, lse),
-        num_parts=stored, num_splits=tile.num_splits,
+        launch, call, shared.arrays, shared.numbers, partial, (out, lse), scale=scale, division=division,
+        mask=shared.constants["MASK"], num_parts=stored, num_splits=tile.num_splits,
     )  # fmt: skip
 
 

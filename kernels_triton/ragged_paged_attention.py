@@ -460,8 +460,8 @@ def run_split(call: Any, tile: Tile, launch: Any, operands: Operands, given: Any
     constants = operands.constants
     scale = (operands.arrays["v_scale"], operands.numbers["v_scale_factor"], constants["SCALING"].plain.V_SCALE_STRIDE)
     return combine_sequences(
-        launch, call, operands.arrays, operands.numbers, scale, division, operands.attention["MASK"], partial,
-        (out, lse), num_parts=entries, num_splits=tile.num_splits,
+        launch, call, operands.arrays, operands.numbers, partial, (out, lse), scale=scale, division=division,
+        mask=operands.attention["MASK"], num_parts=entries, num_splits=tile.num_splits,
     )  # fmt: skip
 
 

@@ -258,7 +258,8 @@ def test_no_batch_invariant_tile_depends_on_the_page_table(operation: str, windo
         sample: Any = Sample if operation == "ragged_paged_attention" else LatentSample
         latent = {} if sample is Sample else {"topk": 0, "causal": True}
         call = sample(max_len=max_len, sliding_window=window, **latent).call(operation, device_of("torch", "sm_90"))
-        return dataclasses.replace(dispatch.load(operation, "triton").invariant_tile(call), num_splits=1)
+        module: Any = dispatch.load(operation, "triton")
+        return dataclasses.replace(module.invariant_tile(call), num_splits=1)
 
     assert tile(256) == tile(4096) == tile(2**20)  # a table for 256 keys needs no splits
 
