@@ -1,5 +1,5 @@
-// Sparse attention over quantised rows: the producer decodes them to bfloat16, and all else is as in `Seesaw`. A derived
-// class has `fill<S, H>`, which fills half H of stage S by calling `decode`.
+// Sparse attention over quantised rows. The producer decodes rows to bfloat16, and everything else is as in `Seesaw`.
+// The derived class `Format` has `fill<S, H>`, which fills half H of stage S by calling `decode`.
 #pragma once
 #include "seesaw.h"
 
@@ -10,10 +10,10 @@ struct Decoding : SeesawBase<bf16, 512, true, kUnit> {
   using Smem = typename Body::Smem;
   static constexpr int kProducerRegisters = 80, kConsumerRegisters[2] = {208, 216};
 
-  // A thread's rows of a block.
+  // A thread's four rows of a block.
   struct Rows {
     Block block;
-    uint32_t scales[4];  // the offsets of their scales, in units
+    uint32_t scales[4];  // offsets of the rows' scales, in units
     bool extra;          // whether the block is in the second cache
   };
   RA_DEV static Rows find(Plan const& plan, Lists const& lists, Entries const& entries, int index, int t) {
@@ -32,8 +32,8 @@ struct Decoding : SeesawBase<bf16, 512, true, kUnit> {
     return found;
   }
 
-  // Fills half H of stage S: `load` loads a thread's share of its rows, `store` decodes it to shared memory. The loads are in
-  // flight while this thread waits for the half's reader.
+  // Fills half H of stage S. `load` loads this thread's share of the rows, and `store` decodes it to shared memory. The
+  // loads are in flight while the thread waits until the half's last reader has released it.
   template <int S, int H, class Share, class Load, class Store>
   RA_DEV static void decode(Rows const& rows, int turn, Smem& s, Load load, Store store) {
     Share share = {};
@@ -52,7 +52,7 @@ struct Decoding : SeesawBase<bf16, 512, true, kUnit> {
     Body::produce(plan, s, [&](Segment const& segment, int t) {
       Lists const lists = Base::lists_of(plan, segment, 0);
       int const last = segment.end - 1;
-      // List entries are loaded one fill before they are needed, and no sooner, because registers are scarce.
+      // List entries are loaded only one fill before they are needed, because registers are scarce.
       auto const ask = [&](int index) { return Base::look_up(plan, lists, index < last ? index : last, t); };
       Entries next = ask(segment.begin);
       for (int index = segment.begin; index <= last; index += 2) {
