@@ -22,9 +22,8 @@ struct Deal {
     int blocks[kAtOnce];  // block counts of up to kAtOnce sequences
   };
 
-  // The state of the division: each part's budget at its start (`payload`), what the current part has left of it
-  // (`budget`), the current part, and the block that ended the previous sequence. A part pays for its blocks, and
-  // `overhead` per sequence.
+  // The state of the division. `payload` is the budget of each part, and `budget` is the rest of the current part's. A
+  // part pays 1 per block and `overhead` per sequence. `last_end` is the number of blocks of the previous sequence.
   struct State {
     int64_t payload, budget;
     int part, last_end;

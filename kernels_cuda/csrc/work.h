@@ -8,7 +8,7 @@
 
 constexpr double kLog2e = 1.4426950408889634;
 constexpr int kBlock = 64;                     // keys per block
-constexpr int kMostKeys = 2147483647 - 65535;  // keys per list; the room above is for rounding up in 32 bits
+constexpr int kMostKeys = 2147483647 - 65535;  // keys per list; rounding it up does not overflow 32 bits
 constexpr int kMostSplits = 65535;             // KV splits per list
 constexpr int kWhole = -1, kAbsent = -2;       // values of `slot` that name no partial result; see Range
 
@@ -45,7 +45,7 @@ struct Keys {
   int page_size;
   Divisor by_page_size;
   uint32_t slot, gap, head;
-  // In formats with 8-bit scales: the offset of slot 0's scales, and the scales' counterparts of `slot` and `gap`.
+  // In formats with 8-bit scales: the offset of slot 0's scales, and `slot` and `gap` for scales instead of rows.
   uint32_t scales, scale_slot, scale_gap;
 };
 
@@ -118,7 +118,7 @@ inline bool sizes_fit(RaLatent const& call) {
     if (!fits(size, 0)) return false;
   if (!fits(call.num_kv_heads, 1) || !fits(call.page_size, 1) || !fits(call.num_q_tokens * call.num_q_heads, 0)) return false;
   if (call.extra_lists && (!call.sparse || call.num_kv_heads != 1 || !fits(call.extra_page_size, 1))) return false;
-  // positions of the second list continue those of the first
+  // Positions of the second list continue those of the first.
   if (!fits(call.list_length + call.extra_list_length, 0)) return false;
   if (call.parts) return fits(call.num_parts, 1) && fits(2 * call.num_parts, 0);
   return call.num_splits >= 1 && call.num_splits <= kMostSplits && call.num_parts == call.num_seqs * call.num_splits &&

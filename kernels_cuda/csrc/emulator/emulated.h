@@ -98,7 +98,7 @@ inline void multiply(float const* left, float const* right, float* sums, int n, 
 // operands and accumulators.
 template <class T>
 void multiply_tile(Warp& warp, int left, int right, int sums) {
-  float a[16][16], b[8][16];  // contiguous along k
+  float a[16][16], b[8][16];  // operands, contiguous along k
   for (int lane = 0; lane < kWarp; ++lane) {
     Fragment const& own = warp.fragments[lane];
     int const group = lane / 4, pair = lane % 4;

@@ -131,7 +131,7 @@ struct Write {
 // The threads that wait for one event.
 using Line = std::vector<int>;
 
-// The clock that a barrier passes on in each phase, from the threads that arrive to the threads that it lets through.
+// The clock that a barrier passes on in each phase, from the arriving threads to the threads that it releases.
 struct Passage {
   Clock given{}, taken{};
   unsigned turn = 0;
@@ -158,7 +158,7 @@ struct Copy {
   CountedBarrier* bar;  // null: this is a copy, not an arrival
 };
 
-// The event that a thread waits for, for reports of deadlocks.
+// The event that a thread waits for. Reports of deadlocks name it.
 struct Reason {
   char const* what = nullptr;  // format with two %ld
   long first, second;
@@ -266,7 +266,7 @@ struct Machine {
   }
   bool copies_at_once() const { return mode != kLate; }
   bool products_at_once() const { return mode == kEager; }
-  // Sometimes lets another thread run. The callers are at points at which any order is allowed.
+  // Sometimes lets another thread run. It is called only where the hardware allows any order of threads.
   void stir() {
     if (mode != kCrossed && (seed == 0 || random(8) != 0)) return;
     ready.push_back(current);

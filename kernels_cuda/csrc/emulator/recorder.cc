@@ -12,8 +12,8 @@
 
 extern "C" {
 
-// The callback for a launch. It receives the kernel's name in the PTX, its arguments, and the numbers indexed below
-// (three each for grid and block). It returns a cudaError_t.
+// The callback for a launch. It receives the kernel's name in the PTX, its arguments, and an array of numbers with the
+// indices below (grid and block have three numbers each). It returns a cudaError_t.
 enum { RA_GRID = 0, RA_BLOCK = 3, RA_SHARED = 6, RA_DEPENDENT = 7, RA_LAUNCH_NUMBERS = 8 };
 typedef int (*RaLaunched)(char const* kernel, void** arguments, int64_t const* numbers);
 // The callback for cuTensorMapEncodeTiled. It receives the arguments of that function. `codes` are the data type,
@@ -53,7 +53,7 @@ void __cudaRegisterFunction(void**, char const* function, char*, char const* nam
 // Registers a device variable. The kernels have none.
 void __cudaRegisterVar(void**, char*, char*, char const*, int, size_t, int, int) {}
 // These functions serve launches by <<< >>>. The kernels' host code has no such launches, but nvcc's generated code
-// refers to these functions, depending on its release to those of CUDA 12 or of CUDA 13.
+// needs the symbols. CUDA 12 and CUDA 13 need different ones.
 cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { return cudaErrorNotSupported; }
 cudaError_t __cudaGetKernel(cudaKernel_t*, void const*) { return cudaErrorNotSupported; }
 cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) { return cudaErrorNotSupported; }

@@ -3,9 +3,9 @@
 //
 // A code is converted exactly to a float16 operand and is never multiplied by its scale. Instead, the scale of a group
 // of 128 columns multiplies the group's part of the logits and the weights of the group's values. To keep the scaled
-// weights near 1, they are relative to 2^`level`. The level follows a running maximum, that of the logit plus the
-// exponent of the key's largest scale. It is raised only if it lags by more than kLag. Queries are float16 as well,
-// after each row is divided by a power of two. The 64 rotary columns stay bfloat16.
+// weights near 1, they are relative to 2^`level`. The level follows the running maximum of (logit + exponent of
+// the key's largest scale), and is raised only if it lags by more than kLag. Queries are float16 as well, after each
+// row is divided by a power of two. The 64 rotary columns stay bfloat16.
 //
 // A producer warpgroup decodes rows into two stages. Warpgroup 0 (`SoftmaxConsumer`) computes logits and weights, and
 // holds the left half of the output. Warpgroup 1 (`ValuesConsumer`) holds the right half. Both multiply the same
@@ -18,7 +18,7 @@
 //   q_full        each producer thread; thread 0 twice    129    segment         q, unit, nan, segments[turn % 2]
 //   q_empty       one thread of each consumer warp        8      segment         q, unit, nan
 //   full[S][0]    each producer thread                    128    use of stage S  left half of stage S, scales
-//   full[S][1]    each producer thread; its copies        256    use of stage S  right half of stage S, slab 8
+//   full[S][1]    each producer thread, and its copies    256    use of stage S  right half of stage S, slab 8
 //   empty[S][H]   one thread of each warp of warpgroup H  4      use of stage S  half H of stage S; both barriers
 //                                                                                together: slab 8, scales
 //   kWeights + S  warpgroup 0 arrives, warpgroup 1 waits  256    use of stage S  weights in slab 8, factor[S]
@@ -384,7 +384,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       level = moves ? reached : level;
       return moves;
     }
-    // Computes, for each row, the maximum over the keys of the logit plus the exponent of the key's scales.
+    // Computes, for each row, the maximum over the keys of (logit + exponent of the key's largest scale).
     RA_DEV void reach(int stage, int pair, float const (&unit)[2], float (&reached)[2]) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) reached[r] = -INFINITY;

@@ -2,9 +2,9 @@
 // epilogue.
 //
 // A thread block's 64 query rows attend to blocks of 64 latent rows. Each latent row is read once. It is the key, and
-// its first 512 columns, transposed, are the value. Two warpgroups, W = 0 and 1, hold the 64 x 512 output in float32,
-// each half of the columns. A tile in shared memory consists of slabs of 64 rows x 64 columns in the 128-byte swizzle.
-// Logits are in base 2.
+// its first 512 columns, transposed, are the value. Two warpgroups, W = 0 and 1, hold the 64 x 512 output in float32.
+// Each has half of the columns. A tile in shared memory consists of slabs of 64 rows x 64 columns in the 128-byte
+// swizzle. Logits are in base 2.
 #pragma once
 #include "ops.h"
 #include "work.h"
@@ -46,8 +46,8 @@ struct Lists {
   char const* rows;  // see Block
   int share;         // first byte of this thread's share of a row
 };
-// The cases that the computation of offsets has to handle: kPacked is one list over pages without gaps between them,
-// and kAny is any lists.
+// The lists for which the computation of offsets is compiled. kPacked: one list, over pages without gaps between them.
+// kAny: any lists.
 enum class Addressing { kPacked, kAny };
 
 // A kernel's parameters: the plan, and a tensor map of the cache, which is used if pages are whole numbers of blocks.
@@ -97,10 +97,10 @@ struct LatentBase {
   RA_DEV static auto shared(T* pointer) {
     return cute::make_tensor(cute::make_smem_ptr(pointer), Layout{});
   }
-  // The offset in a slab of chunk `chunk`, 8 columns, of row `row`.
+  // The offset in a slab of row `row`, columns 8 chunk to 8 chunk + 7.
   RA_HD static int offset_of(int row, int chunk) { return row * 64 + ((chunk ^ (row & 7)) * 8); }
-  // Writes a warpgroup's 64 x 64 weights to a slab, four 8 x 8 matrices at a time. words(r + 2 * j) has columns 8 j + 2
-  // pair and 8 j + 2 pair + 1 of this thread's row r.
+  // Writes a warpgroup's 64 x 64 weights to a slab, four 8 x 8 matrices at a time. words(r + 2 * j) has this thread's row
+  // r, columns 8 j + 2 pair and 8 j + 2 pair + 1.
   template <class Words>
   RA_DEV static void store_weights(Element* slab, int t, Words const& words) {
     CUTE_UNROLL
@@ -111,8 +111,7 @@ struct LatentBase {
   RA_DEV static uint32_t* weight_word(Element* slab, int row, int j, int pair) {
     return reinterpret_cast<uint32_t*>(slab + offset_of(row, j)) + pair;
   }
-  // Reads the weights of 16 columns, beginning with chunk j. Word i has row r = i % 2 of this thread and chunk j + i /
-  // 2.
+  // Reads the weights of 16 columns, from chunk j on. Word i has this thread's row r = i % 2, and chunk j + i / 2.
   RA_DEV static uint4 load_weights(Element* slab, int t, int j) { return op::load_matrices(weights_at(slab, t, j)); }
   RA_DEV static Element* weights_at(Element* slab, int t, int j) {
     return slab + offset_of(t / 32 * 16 + t % 16, j + t % 32 / 16);
@@ -121,7 +120,7 @@ struct LatentBase {
   // ---- the keys of a thread block
 
   RA_DEV static Job job(Plan const& plan) { return job_of(plan, op::fresh_bid()); }
-  // The number of first positions that a query row may attend to.
+  // The limit below which a query row may attend to positions.
   RA_DEV static int limit_of(Plan const& plan, Job const& job, int row, int length) {
     if (kSparse || !plan.call.causal) return length;
     return length - (plan.num_q_tokens - 1 - query_of(plan, job, row, kSparse).token);

@@ -56,7 +56,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
     float weight[kTeams][kTeamHeads][kTeamKeys + 8];     // rows padded by 8, so that four heads are in different banks
     float4 sent[kByHeads ? 1 : kTeams][kWarps][kByHeads ? 1 : kTiles * kKept][32];  // output that the other team writes
     float maximum[kTeams][kTeamHeads];  // running maximum of the blocks so far
-    float top[kTeams][kTeamHeads], sum[kTeams][kTeamHeads], level[kTeams][kWarps][kTeamHeads];  // totals of a segment
+    float top[kTeams][kTeamHeads], sum[kTeams][kTeamHeads], level[kTeams][kWarps][kTeamHeads];  // values of a whole segment
     uint8_t seen[kStages][kBlock];
     op::MBar full[kStages], empty[kStages];
   };
@@ -263,7 +263,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
       CUTE_UNROLL
       for (int step = 0; step < kSteps; ++step) scale_weights(rows, step, scaled[step]);
       raise_levels(scaled, shift);
-      if (kByHeads) op::syncwarp();  // weights do not fit registers, so the compiler must read them again
+      if (kByHeads) op::syncwarp();  // not all weights fit registers: this barrier makes the compiler reload them
       CUTE_UNROLL
       for (int step = 0; step < kSteps; ++step) {
         if (kByHeads) scale_weights(rows, step, scaled[step]);
@@ -305,7 +305,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
           scaled[t][i + 1] = two.y * scale[i + 1];
         }
     }
-    // The distance of a thread's key i, of its four keys among 16, from its first one.
+    // A thread has four of every 16 keys. This is the distance of key i from the first of them.
     RA_HD static constexpr int key_of(int i) { return i % 2 + i / 2 * 8; }
 
     // Raises the levels so that products of weights and scales are below 2, and rescales the output. `shift` is the

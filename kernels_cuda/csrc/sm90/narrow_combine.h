@@ -9,8 +9,8 @@
 template <class Out>
 struct NarrowCombine {
   static constexpr int kThreads = 128, kRowsOfBlock = 1, kValue = 512, kAtOnce = 16;
-  // The current parts, one per thread: the index of the partial result (kAbsent without one), and the row's lse and
-  // largest logit in it.
+  // The current parts, one per thread: the index of the part's result (kAbsent if it has none), and the row's lse and
+  // largest logit over the part.
   struct Smem {
     int slot[kThreads];
     float lse[kThreads], maximum[kThreads];
