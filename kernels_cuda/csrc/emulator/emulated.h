@@ -37,17 +37,17 @@ float widened(uint16_t bits) {
 // have the same offsets if they begin at the same place in the swizzle's period, so the last result is kept.
 template <class Tensor>
 std::vector<int> const& offsets_of(Tensor const& tensor) {
-  static std::vector<int> found;
+  static std::vector<int> offsets;
   static uintptr_t phase;
   constexpr int rows = decltype(cute::size<0>(tensor))::value, columns = decltype(cute::size<1>(tensor))::value;
   auto const* const first = &tensor(0, 0);
-  uintptr_t const here = reinterpret_cast<uintptr_t>(first) % kSwizzle;
-  if (!found.empty() && phase == here) return found;
-  phase = here;
-  found.clear();
+  uintptr_t const start = reinterpret_cast<uintptr_t>(first) % kSwizzle;
+  if (!offsets.empty() && phase == start) return offsets;
+  phase = start;
+  offsets.clear();
   for (int column = 0; column < columns; ++column)
-    for (int row = 0; row < rows; ++row) found.push_back(&tensor(row, column) - first);
-  return found;
+    for (int row = 0; row < rows; ++row) offsets.push_back(&tensor(row, column) - first);
+  return offsets;
 }
 
 // The address of a tensor's first element in the async proxy's copy of memory.
@@ -309,8 +309,8 @@ inline uint32_t shfl_xor(uint32_t value, int mask) {
 }
 inline bool any_in_warp(bool condition) {
   emu::watch::Unseen unseen;
-  float const* const said = emu::of_lanes(condition, "warp %ld at a vote");
-  return std::any_of(said, said + emu::kWarp, [](float one) { return one != 0; });
+  float const* const votes = emu::of_lanes(condition, "warp %ld at a vote");
+  return std::any_of(votes, votes + emu::kWarp, [](float one) { return one != 0; });
 }
 // CUTLASS reserves the first eight hardware barriers for itself.
 inline void named_sync(int id, int threads) {
@@ -452,7 +452,7 @@ void store(T* shared, T value) {
 
 // Each thread writes the row at its address. Four threads hold the words of each row.
 inline void store_matrices(void* row, uint32_t const (&words)[4]) {
-  uint4 found;
+  uint4 row_words;
   {
     emu::watch::Unseen unseen;
     emu::Warp& warp = machine.warps[machine.current / emu::kWarp];
@@ -460,10 +460,10 @@ inline void store_matrices(void* row, uint32_t const (&words)[4]) {
     emu::expect_row_of_matrices(row);
     memcpy(warp.matrices[warp.turn & 1][lane], words, sizeof words);
     unsigned const turn = machine.meet(false, "warp %ld at a store of matrices", [] {});
-    auto const* const given = &warp.matrices[turn & 1][lane % 8 * 4];
-    found = {given[0][lane / 8], given[1][lane / 8], given[2][lane / 8], given[3][lane / 8]};
+    auto const* const holders = &warp.matrices[turn & 1][lane % 8 * 4];
+    row_words = {holders[0][lane / 8], holders[1][lane / 8], holders[2][lane / 8], holders[3][lane / 8]};
   }
-  store(static_cast<uint4*>(row), found);
+  store(static_cast<uint4*>(row), row_words);
 }
 
 // Each thread reads its words of four rows, whose addresses come from other threads.
@@ -584,7 +584,7 @@ void wgmma_wait(Acc&...) {
 // The hardware's functions are approximate. These versions err by up to 2 units in the last place, by an amount that
 // depends on the argument. They flush subnormal arguments and results to 0.
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }
-inline float off(float exact, float argument) {
+inline float perturbed(float exact, float argument) {
   uint32_t word, mixed;
   memcpy(&word, &exact, sizeof word);
   memcpy(&mixed, &argument, sizeof mixed);
@@ -594,9 +594,9 @@ inline float off(float exact, float argument) {
   memcpy(&exact, &word, sizeof word);
   return flushed(exact);
 }
-inline float exp2(float x) { return off(std::exp2(flushed(x)), x); }
-inline float reciprocal(float x) { return off(1.f / flushed(x), x); }
-inline float log2(float x) { return off(std::log2(flushed(x)), x); }
+inline float exp2(float x) { return perturbed(std::exp2(flushed(x)), x); }
+inline float reciprocal(float x) { return perturbed(1.f / flushed(x), x); }
+inline float log2(float x) { return perturbed(std::log2(flushed(x)), x); }
 template <class T>
 uint32_t pack(float low, float high) {
   return uint32_t(T(low).storage) | uint32_t(T(high).storage) << 16;
@@ -606,10 +606,10 @@ inline uint32_t multiply(uint32_t a, uint32_t b) {
   return pack<bf16>(wide(a) * wide(b), wide(a >> 16) * wide(b >> 16));
 }
 inline uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t selector) {
-  uint64_t const both = uint64_t(b) << 32 | a;
+  uint64_t const bytes = uint64_t(b) << 32 | a;
   uint32_t word = 0;
   for (int i = 0; i < 4; ++i) {
-    uint32_t const digit = selector >> 4 * i & 15, byte = both >> 8 * (digit & 7) & 0xff;
+    uint32_t const digit = selector >> 4 * i & 15, byte = bytes >> 8 * (digit & 7) & 0xff;
     word |= (digit < 8 ? byte : byte < 0x80 ? 0 : 0xff) << 8 * i;
   }
   return word;

@@ -486,9 +486,9 @@ struct Machine {
 
   void prepare(int count, size_t bytes) {
     if (stacks == nullptr) {
-      void* const found = mmap(nullptr, kMostThreads * kStack, PROT_READ | PROT_WRITE,
+      void* const mapping = mmap(nullptr, kMostThreads * kStack, PROT_READ | PROT_WRITE,
                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-      stacks = static_cast<unsigned char*>(found);
+      stacks = static_cast<unsigned char*>(mapping);
       for (int i = 0; i < kMostThreads; ++i) mprotect(stacks + i * kStack, kPage, PROT_NONE);
     }
     while (sanitized.size() < size_t(count)) sanitized.emplace_back();

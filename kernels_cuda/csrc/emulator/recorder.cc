@@ -26,8 +26,8 @@ static RaEncoded encoded;
 static void const* binary;
 
 static std::map<void const*, std::string>& kernels() {
-  static std::map<void const*, std::string> found;  // made on first use, possibly while libraries are loaded
-  return found;
+  static std::map<void const*, std::string> names;  // made on first use, possibly while libraries are loaded
+  return names;
 }
 
 RA_API void ra_listen(RaLaunched on_launch, RaEncoded on_encode) { launched = on_launch, encoded = on_encode; }
@@ -40,9 +40,9 @@ struct FatBinary {
   void const* data;
   void const* unused;
 };
-void** __cudaRegisterFatBinary(void* given) {
+void** __cudaRegisterFatBinary(void* wrapper) {
   static void* handle;
-  binary = static_cast<FatBinary*>(given)->data;
+  binary = static_cast<FatBinary*>(wrapper)->data;
   return &handle;
 }
 void __cudaRegisterFatBinaryEnd(void**) {}
@@ -68,12 +68,12 @@ cudaError_t cudaLaunchKernelExC(cudaLaunchConfig_t const* config, void const* fu
     if (config->attrs[i].id != cudaLaunchAttributeProgrammaticStreamSerialization) return cudaErrorNotSupported;
     dependent = config->attrs[i].val.programmaticStreamSerializationAllowed;
   }
-  auto const found = kernels().find(function);
-  if (!launched || found == kernels().end()) return cudaErrorInvalidDeviceFunction;
+  auto const entry = kernels().find(function);
+  if (!launched || entry == kernels().end()) return cudaErrorInvalidDeviceFunction;
   dim3 const grid = config->gridDim, block = config->blockDim;
   int64_t const numbers[RA_LAUNCH_NUMBERS] = {
       grid.x, grid.y, grid.z, block.x, block.y, block.z, int64_t(config->dynamicSmemBytes), dependent};
-  return cudaError_t(launched(found->second.c_str(), arguments, numbers));
+  return cudaError_t(launched(entry->second.c_str(), arguments, numbers));
 }
 
 static CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address, cuuint64_t const* dims,

@@ -69,10 +69,10 @@ struct Combine {
       if (lse == -INFINITY) continue;
       float const weight = op::exp2(lse - m_i);
       l_i += weight;
-      float4 const* const given = reinterpret_cast<float4 const*>(call.partial_out + index * kValue);
+      float4 const* const partial_row = reinterpret_cast<float4 const*>(call.partial_out + index * kValue);
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
-        float4 const part_out = op::load_result(given + lane + 32 * i);
+        float4 const part_out = op::load_result(partial_row + lane + 32 * i);
         acc[i].x += weight * part_out.x;
         acc[i].y += weight * part_out.y;
         acc[i].z += weight * part_out.z;

@@ -18,7 +18,7 @@ struct Decoding : SeesawBase<bf16, 512, true, kUnit> {
   };
   RA_DEV static Rows find(Plan const& plan, Lists const& lists, Entries const& entries, int index, int t) {
     bool const extra = Base::is_extra(lists, index);
-    Rows found = {Base::locate(plan, lists, entries, index, t), {}, extra};
+    Rows rows = {Base::locate(plan, lists, entries, index, t), {}, extra};
     Keys const &keys = plan.keys, &more = plan.extra;
     uint32_t const begin = extra ? more.scales : keys.scales, step = extra ? more.scale_slot : keys.scale_slot;
     uint32_t const gap = extra ? more.scale_gap : keys.scale_gap;
@@ -27,9 +27,9 @@ struct Decoding : SeesawBase<bf16, 512, true, kUnit> {
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
       uint32_t const slot = uint32_t(entries.of[i]);
-      found.scales[i] = begin + slot * step + divide(slot, by) * gap;
+      rows.scales[i] = begin + slot * step + divide(slot, by) * gap;
     }
-    return found;
+    return rows;
   }
 
   // Fills half H of stage S. `load` loads this thread's share of the rows, and `store` decodes it to shared memory. The
@@ -53,17 +53,17 @@ struct Decoding : SeesawBase<bf16, 512, true, kUnit> {
       Lists const lists = Base::lists_of(plan, segment, 0);
       int const last = segment.end - 1;
       // List entries are loaded only one fill before they are needed, because registers are scarce.
-      auto const ask = [&](int index) { return Base::look_up(plan, lists, index < last ? index : last, t); };
-      Entries next = ask(segment.begin);
+      auto const load_entries = [&](int index) { return Base::look_up(plan, lists, index < last ? index : last, t); };
+      Entries next = load_entries(segment.begin);
       for (int index = segment.begin; index <= last; index += 2) {
         bool const two = index < last;
         Rows const first = find(plan, lists, next, index, t);
-        next = ask(index + 1);
+        next = load_entries(index + 1);
         Format::template fill<0, 0>(plan, first, turns[0], s);
         Rows const second = find(plan, lists, next, index + two, t);
         if (two) Format::template fill<1, 1>(plan, second, turns[1], s);
         Format::template fill<0, 1>(plan, first, turns[0]++, s);
-        next = ask(index + 2);
+        next = load_entries(index + 2);
         if (two) Format::template fill<1, 0>(plan, second, turns[1]++, s);
       }
     });

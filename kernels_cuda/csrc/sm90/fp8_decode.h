@@ -162,11 +162,11 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
   // its products with missing keys would be NaN.
   RA_DEV static void fill_query(char const* at, bool valid, int row, int chunk, float scale, Smem& s) {
     uint32_t largest[2] = {0, 0};
-    uint4 given[8];
+    uint4 loaded[8];
     CUTE_UNROLL
     for (int slab = 8; slab >= 0; --slab) {  // slab 8 is loaded again below
       uint4 const words = op::load16<kOnce>(at + (slab * 64 + chunk * 8) * 2, valid);
-      if (slab < 8) given[slab] = words;
+      if (slab < 8) loaded[slab] = words;
       raise_magnitude(largest[slab == 8], words);
     }
     CUTE_UNROLL
@@ -184,7 +184,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     float const factor = power_of_two(-exponent) * (scale == 0.f ? 0.f : scale < 0.f ? -1.f : 1.f);
     CUTE_UNROLL
     for (int slab = 0; slab < 9; ++slab) {
-      uint4 const words = slab < 8 ? given[slab] : op::load16<kOnce>(at + 1024 + chunk * 16, valid);
+      uint4 const words = slab < 8 ? loaded[slab] : op::load16<kOnce>(at + 1024 + chunk * 16, valid);
       uint32_t divided[4] = {words.x, words.y, words.z, words.w};
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
@@ -227,9 +227,9 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       int const last = segment.end - 1;
       // A block's rows are loaded in eight steps, four left halves and then four right halves. Each step's loads are
       // issued six steps before its codes are decoded. List entries are loaded one block before that.
-      auto const ahead = [&](int index) { return look_up(plan, lists, index < last ? index : last, t()); };
-      Block block = locate(plan, lists, ahead(segment.begin), segment.begin, t());
-      Entries entries = ahead(segment.begin + 1);
+      auto const load_entries = [&](int index) { return look_up(plan, lists, index < last ? index : last, t()); };
+      Block block = locate(plan, lists, load_entries(segment.begin), segment.begin, t());
+      Entries entries = load_entries(segment.begin + 1);
       Codes left, right;
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) load<0>(plan, block, i, left);
@@ -238,7 +238,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       Scales scales = load_scales(plan, block, t() % 8);
       for (int index = segment.begin; index <= last; ++index, ++turn) {
         Block const next = locate(plan, lists, entries, index + 1, t());
-        entries = ahead(index + 2);
+        entries = load_entries(index + 2);
         begin(plan, block, scales, turn, s, t());
         scales = load_scales(plan, next, t() % 8);
         fill<0>(left, turn, s, [&](int i) {
@@ -314,7 +314,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
   struct SoftmaxConsumer : Consumer {
     // Two accumulators leave no register free. So `level` and `most`, which a thread keeps from block to block, are in
     // shared memory, and the thread's index is read anew at each use.
-    RA_DEV static int mine() { return op::fresh_tid() % 128; }
+    RA_DEV static int fresh_thread() { return op::fresh_tid() % 128; }
     Logits tSrS;
     RA_DEV SoftmaxConsumer(Smem& s, Plan const& plan) : Consumer(s, plan) {}
 
@@ -398,13 +398,13 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
         }
       raise_in_row(reached);
       if (__builtin_expect(plan.call.max_logits != nullptr, false)) {
-        float2 most = s.most[mine()];
+        float2 most = s.most[fresh_thread()];
         CUTE_UNROLL
         for (int i = 0; i < cute::size(tSrS); ++i) {
           float& largest = i / 2 % 2 ? most.y : most.x;
           largest = fmaxf(largest, tSrS(i));
         }
-        s.most[mine()] = most;
+        s.most[fresh_thread()] = most;
       }
     }
 
@@ -438,7 +438,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
         s.factor[stage][row0 + 8 * r] = factor[r];
         s.level[row0 + 8 * r] = level[r];
       }
-      store_weights(s.keys[stage][8], mine(), words);
+      store_weights(s.keys[stage][8], fresh_thread(), words);
       op::named_arrive(kWeights + stage, 256);
     }
 
@@ -446,7 +446,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       int const stage = phases & 1;
       float reached[2], factor[2];
       logits(stage);
-      int const t = mine(), row0 = t / 32 * 16 + t % 32 / 4, pair = t % 4;
+      int const t = fresh_thread(), row0 = t / 32 * 16 + t % 32 / 4, pair = t % 4;
       float const unit[2] = {s.unit[row0], s.unit[row0 + 8]};
       float level[2] = {s.level[row0], s.level[row0 + 8]};
       reach(stage, pair, unit, reached);
@@ -468,10 +468,10 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     RA_DEV void run() {
       op::reg_alloc<kSoftmaxRegisters>();
       for (; begin(); phases ^= 4) {
-        s.most[mine()] = {-INFINITY, -INFINITY};
+        s.most[fresh_thread()] = {-INFINITY, -INFINITY};
         sum[0] = sum[1] = 0.f;
         op::syncwarp();  // all threads have read the previous segment's levels
-        if (mine() % 32 < 16) s.level[mine() / 32 * 16 + mine() % 16] = -INFINITY;
+        if (fresh_thread() % 32 < 16) s.level[fresh_thread() / 32 * 16 + fresh_thread() % 16] = -INFINITY;
         op::syncwarp();
         for (int blocks = segment().end - segment().begin; blocks > 0; --blocks) attend();
         finish_segment();
@@ -480,9 +480,9 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     // Scales each row's sum to between 1 and 2 and adjusts its reference. Then a sink may be far from the logits.
     RA_DEV void finish_segment() {
       op::syncwarp();
-      int const t = mine(), row0 = t / 32 * 16 + t % 32 / 4, pair = t % 4;
+      int const t = fresh_thread(), row0 = t / 32 * 16 + t % 32 / 4, pair = t % 4;
       float scale[2], level[2] = {s.level[row0], s.level[row0 + 8]};
-      highest[0] = s.most[mine()].x, highest[1] = s.most[mine()].y;
+      highest[0] = s.most[fresh_thread()].x, highest[1] = s.most[fresh_thread()].y;
       add_in_row();
       raise_in_row(highest);
       CUTE_UNROLL

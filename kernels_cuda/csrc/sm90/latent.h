@@ -120,7 +120,7 @@ struct LatentBase {
   // ---- the keys of a thread block
 
   RA_DEV static Job job(Plan const& plan) { return job_of(plan, op::fresh_bid()); }
-  // The limit below which a query row may attend to positions.
+  // A query row attends only to positions below this limit.
   RA_DEV static int limit_of(Plan const& plan, Job const& job, int row, int length) {
     if (kSparse || !plan.call.causal) return length;
     return length - (plan.num_q_tokens - 1 - query_of(plan, job, row, kSparse).token);
@@ -142,8 +142,8 @@ struct LatentBase {
         int const seen = limit_of(plan, job, last, length);
         stop = ceil_div(seen > 0 ? seen : 0, kBlock);
       }
-      Segment const found = {seq++, length, extra, range.begin, range.end < stop ? range.end : stop, range.slot};
-      if (range.slot != kAbsent) return found;
+      Segment const segment = {seq++, length, extra, range.begin, range.end < stop ? range.end : stop, range.slot};
+      if (range.slot != kAbsent) return segment;
     }
     return {0, 0, 0, 0, 0, kAbsent};
   }
@@ -171,14 +171,14 @@ struct LatentBase {
     int const* const entries = extra ? lists.extra_entries : lists.entries;
     int const first = first_of(lists, block, extra);
     int const last = (extra ? lists.extra_length : lists.length) - 1;
-    Entries found;
+    Entries loaded;
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
       int const position = first + t / 8 + 16 * i;
       uint32_t const inside = position < last ? position : last;
-      found.of[i] = op::load_constant(entries + (kSparse ? inside : divide(inside, plan.keys.by_page_size)));
+      loaded.of[i] = op::load_constant(entries + (kSparse ? inside : divide(inside, plan.keys.by_page_size)));
     }
-    return found;
+    return loaded;
   }
   // The cache offsets of the same rows.
   template <Addressing kAddressing = Addressing::kAny>
@@ -190,9 +190,9 @@ struct LatentBase {
     uint32_t const gap = extra ? more.gap : keys.gap;
     Divisor const by = {extra ? more.by_page_size.multiplier : keys.by_page_size.multiplier,
                         extra ? more.by_page_size.shift : keys.by_page_size.shift};
-    Block found;
-    found.rows = extra ? more.cache + lists.share : lists.rows;
-    found.page = -1;
+    Block located;
+    located.rows = extra ? more.cache + lists.share : lists.rows;
+    located.page = -1;
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
       int const position = first + t / 8 + 16 * i;
@@ -204,9 +204,9 @@ struct LatentBase {
       } else if (kAddressing == Addressing::kAny) {
         at += divide(slot, by) * gap;
       }
-      found.at[i] = position < length && entry < count ? at : kUnseen;
+      located.at[i] = position < length && entry < count ? at : kUnseen;
     }
-    return found;
+    return located;
   }
   // Whether a sparse call has one list over pages without gaps between them.
   RA_DEV static bool is_packed(Plan const& plan) { return kSparse && plan.keys.gap == 0 && !plan.extra.lists; }

@@ -44,8 +44,8 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
   static constexpr int kColumnTiles = 8;                                             // tiles of 16 columns per group
   static constexpr int kKept = kByHeads ? kColumnTiles : kColumnTiles / kTeams;      // column tiles that a team writes
   static constexpr int kProducerRegisters = 40, kTeamRegisters = 232;
-  // kOwn is the number of heads whose weights a warp computes. Each of its threads computes the weights of kEach keys.
-  static constexpr int kOwn = kTeamHeads / kWarps, kEach = kTeamKeys * kOwn / 32;
+  // kWarpHeads is the number of heads whose weights a warp computes, kThreadKeys the number of weights per thread.
+  static constexpr int kWarpHeads = kTeamHeads / kWarps, kThreadKeys = kTeamKeys * kWarpHeads / 32;
 
   enum { kLogits, kWeights = kLogits + kTeams, kMerge = kWeights + kTeams, kMerged = kMerge + kTeams };
   static constexpr int kMerging = kByHeads ? kWarps * 32 : kTeams * kWarps * 32;  // threads at kMerge and kMerged
@@ -70,11 +70,11 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
 
   // ---- producer
 
-  struct Found {
+  struct Source {
     uint32_t at;
     bool seen;
   };
-  RA_DEV static Found find(Plan const& plan, int position, int length, int entry) {
+  RA_DEV static Source find(Plan const& plan, int position, int length, int entry) {
     uint32_t const slot = uint32_t(entry);
     return {slot * plan.keys.slot + divide(slot, plan.keys.by_page_size) * plan.keys.gap,
             position < length && slot < plan.keys.count};
@@ -84,12 +84,12 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
     for (int i = 0; i < kRow / 16; ++i) op::store(reinterpret_cast<uint4*>(row) + i, uint4{0, 0, 0, 0});
   }
   // Fills this thread's row of a block. An unseen row becomes zeros, because a weight of 0 times NaN would be NaN.
-  RA_DEV static void fill(Plan const& plan, Found const& found, int t, int stage, Smem& s) {
+  RA_DEV static void fill(Plan const& plan, Source const& source, int t, int stage, Smem& s) {
     unsigned char* const row = s.rows[stage][t];
-    s.seen[stage][t] = found.seen;
-    if (found.seen) {
+    s.seen[stage][t] = source.seen;
+    if (source.seen) {
       s.full[stage].arrive_expect(kRow);
-      op::bulk_load(row, plan.keys.cache + uint64_t(found.at) * kUnit, kRow, s.full[stage]);
+      op::bulk_load(row, plan.keys.cache + uint64_t(source.at) * kUnit, kRow, s.full[stage]);
     } else {
       clear(row);
       op::fence_async_shared();  // a later bulk copy writes the same bytes
@@ -106,16 +106,16 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
       if (segment.begin >= segment.end) continue;
       int const* const list = Base::lists_of(plan, segment, 0).entries;
       // List entries are loaded two blocks in advance. After the end of the list, its last entry is loaded again.
-      auto const ask = [&](int block) {
+      auto const load_entry = [&](int block) {
         int const position = block * kBlock + t;
         return op::load_constant(list + (position < segment.length ? position : segment.length - 1));
       };
-      int next[2] = {ask(segment.begin), ask(segment.begin + 1)};
+      int next[2] = {load_entry(segment.begin), load_entry(segment.begin + 1)};
       for (int block = segment.begin; block < segment.end; ++block, ++turn) {
-        Found const found = find(plan, block * kBlock + t, segment.length, next[0]);
-        next[0] = next[1], next[1] = ask(block + 2);
+        Source const source = find(plan, block * kBlock + t, segment.length, next[0]);
+        next[0] = next[1], next[1] = load_entry(block + 2);
         s.empty[turn % kStages].wait((turn / kStages & 1) ^ 1);
-        fill(plan, found, t, turn % kStages, s);
+        fill(plan, source, t, turn % kStages, s);
       }
     }
   }
@@ -134,7 +134,8 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
     float unit[kTiles][2];                           // q's divisor times plan.scale, for head 8 t + 2 pair + c
     float out[kColumnTiles][kTiles][4];              // element c + 2 r: column 16 group + 2 j + r of head 8 t + 2 pair + c
     float level[kTiles];                             // level of head 8 t + group
-    float maximum, sum;                              // maximum of head warp * kOwn + lane % kOwn; this thread's sum
+    // The maximum of head warp * kWarpHeads + lane % kWarpHeads, and the sum of its weights for this thread's keys.
+    float maximum, sum;
 
     RA_DEV Worker(Plan const& plan, Smem& s) : plan(plan), s(s) {}
 
@@ -231,27 +232,27 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
 
     // Turns the logits of this warp's heads into weights relative to each head's new maximum.
     RA_DEV void weigh(int stage) {
-      int const head = warp * kOwn + lane % kOwn;
-      float logit[kEach], m_new = maximum;
+      int const head = warp * kWarpHeads + lane % kWarpHeads;
+      float logit[kThreadKeys], m_new = maximum;
       CUTE_UNROLL
-      for (int i = 0; i < kEach; ++i) {
-        int const key = lane / kOwn + i * (32 / kOwn), at = part_at(key, head);
+      for (int i = 0; i < kThreadKeys; ++i) {
+        int const key = lane / kWarpHeads + i * (32 / kWarpHeads), at = part_at(key, head);
         float const whole = (s.part[kTeam][0][at] + s.part[kTeam][1][at]) + (s.part[kTeam][2][at] + s.part[kTeam][3][at]);
         logit[i] = s.seen[stage][kFirstKey + key] ? whole : -INFINITY;
         m_new = fmaxf(m_new, logit[i]);
       }
       CUTE_UNROLL
-      for (int mask = kOwn; mask < 32; mask *= 2) m_new = fmaxf(m_new, op::shfl_xor(m_new, mask));
+      for (int mask = kWarpHeads; mask < 32; mask *= 2) m_new = fmaxf(m_new, op::shfl_xor(m_new, mask));
       float const reference = finite(m_new);
       sum *= op::exp2(maximum - reference);
       maximum = m_new;
       CUTE_UNROLL
-      for (int i = 0; i < kEach; ++i) {
+      for (int i = 0; i < kThreadKeys; ++i) {
         float const weight = op::exp2(logit[i] - reference);
         sum += weight;
-        s.weight[kTeam][head][lane / kOwn + i * (32 / kOwn)] = weight;
+        s.weight[kTeam][head][lane / kWarpHeads + i * (32 / kWarpHeads)] = weight;
       }
-      if (lane < kOwn) s.maximum[kTeam][head] = m_new;
+      if (lane < kWarpHeads) s.maximum[kTeam][head] = m_new;
     }
     RA_DEV static float finite(float x) { return x == -INFINITY ? 0.f : x; }
 
@@ -340,11 +341,11 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
     RA_DEV void share(bool first) {
       constexpr int kWhich = kByHeads ? kTeam : 0;
       CUTE_UNROLL
-      for (int mask = kOwn; mask < 32; mask *= 2) sum += op::shfl_xor(sum, mask);
+      for (int mask = kWarpHeads; mask < 32; mask *= 2) sum += op::shfl_xor(sum, mask);
       if (!first) op::named_sync(kMerged + kWhich, kMerging);
-      if (lane < kOwn) {
-        s.top[kTeam][warp * kOwn + lane] = maximum;
-        s.sum[kTeam][warp * kOwn + lane] = sum;
+      if (lane < kWarpHeads) {
+        s.top[kTeam][warp * kWarpHeads + lane] = maximum;
+        s.sum[kTeam][warp * kWarpHeads + lane] = sum;
       }
       CUTE_UNROLL
       for (int t = 0; t < kTiles; ++t)

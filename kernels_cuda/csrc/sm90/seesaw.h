@@ -161,16 +161,16 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
       lists.rows = op::opaque(lists.rows);
       int const last = segment.end - 1;
       // List entries are loaded one pair of blocks in advance.
-      auto const ahead = [&](int block) {
+      auto const load_entries = [&](int block) {
         return Base::template look_up<kAddressing>(plan, lists, block < last ? block : last, t);
       };
-      Entries entries[2] = {ahead(segment.begin), ahead(segment.begin + 1)};
+      Entries entries[2] = {load_entries(segment.begin), load_entries(segment.begin + 1)};
       for (int index = segment.begin; index <= last; index += 2) {
         bool const two = index < last;
         Block const first = locate<kAddressing>(params, lists, entries[0], index, t);
         Block const second = locate<kAddressing>(params, lists, entries[1], index + two, t);
-        entries[0] = ahead(index + 2);
-        entries[1] = ahead(index + 3);
+        entries[0] = load_entries(index + 2);
+        entries[1] = load_entries(index + 3);
         fill<0, 0>(params, first, turns[0], s, t);
         if (two) fill<1, 1>(params, second, turns[1], s, t);
         fill<0, 1>(params, first, turns[0]++, s, t);
@@ -318,7 +318,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
     // Attends to a pair of blocks, or to its first block alone if `two` is false.
     RA_DEV void attend(int first, bool two, int const (&limit)[2]) {
       constexpr float kOne[2] = {1.f, 1.f}, kNone[2] = {0.f, 0.f};
-      float m_new[2], l_new[2], others[2], factor[2] = {1.f, 1.f};
+      float m_new[2], l_new[2], other_maximum[2], factor[2] = {1.f, 1.f};
       if constexpr (W == 0) {
         logits();
         mask(first, limit, m_new);
@@ -330,8 +330,8 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
         add_own();
         if (two) {
           both_sync(kSecondWeights);
-          read_maximum(others);
-          Parent::factors(reference, others, factor);
+          read_maximum(other_maximum);
+          Parent::factors(reference, other_maximum, factor);
         } else if constexpr (kRest) {
           op::named_sync(kRestRead, 128);  // other warps may still read slab 8, which the weights will overwrite
         }
@@ -340,7 +340,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
         op::wgmma_wait<0>(tOrO);
         release(s.empty[0][0]);
         if (two) {
-          move(others, kNone);
+          move(other_maximum, kNone);
           add_other();
           op::wgmma_wait<0>(tOrO);
           release(s.empty[1][0]);
@@ -351,9 +351,9 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
           mask(first + kBlock, limit, m_new);
         }
         both_sync(kFirstMaximum);
-        read_maximum(others);
+        read_maximum(other_maximum);
         if (two) {
-          Parent::raise(m_new, others);
+          Parent::raise(m_new, other_maximum);
           weigh(m_new, l_new);
           share_maximum(m_new);
           share_weights(kOne);
@@ -361,7 +361,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
           move(m_new, l_new);
           add_own();
         } else {
-          move(others, kNone);
+          move(other_maximum, kNone);
         }
         both_sync(kFirstWeights);
         add_other();
