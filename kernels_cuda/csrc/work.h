@@ -235,7 +235,7 @@ RA_HD int unit_exponent(uint32_t largest_bits, uint32_t rest_bits = 0) {
   int const value = int(largest_bits >> 23) - 127 - 8, rest = int(rest_bits >> 23) - 127 - 68;
   return clamped(value > rest ? value : rest, -118, 119);
 }
-// The power of two by which a key's scales are divided has this exponent: the largest scale's, clamped to [-60, 122].
+// The exponent of the power of two by which a key's scales are divided: that of the largest scale, in [-60, 122].
 // Scales below 2^-60 change no logit noticeably. If the largest is above 2^122, the excess stays in the quotients.
 RA_HD int scale_exponent(uint32_t largest_bits) { return clamped(int(largest_bits >> 23) - 127, -60, 122); }
 RA_HD uint32_t bits_of(float x) {

@@ -3,16 +3,16 @@
 //
 // A code is converted exactly to a float16 operand and is never multiplied by its scale. Instead, the scale of a group
 // of 128 columns multiplies the group's part of the logits and the weights of the group's values. To keep the scaled
-// weights near 1, they are relative to 2^`level`. The level follows the running maximum of (logit + exponent of
-// the key's largest scale), and is raised only if it lags by more than kLag. Queries are float16 as well, after each
-// row is divided by a power of two. The 64 rotary columns stay bfloat16.
+// weights near 1, they are relative to 2^`level`. The level follows the running maximum of (logit + exponent of the
+// key's largest scale), and is raised only if it lags by more than kLag. Queries are float16 as well, after each row
+// is divided by a power of two. The 64 rotary columns stay bfloat16.
 //
 // A producer warpgroup decodes rows into two stages. Warpgroup 0 (`SoftmaxConsumer`) computes logits and weights, and
 // holds the left half of the output. Warpgroup 1 (`ValuesConsumer`) holds the right half. Both multiply the same
 // weights. After a block's logits are computed, warpgroup 0 stores the weights over the block's rotary columns in slab
 // 8. While warpgroup 0 computes exponentials, the tensor cores compute warpgroup 1's product for the previous block.
 //
-// Consumers wait for q_full and full, the producer waits for q_empty and empty. `turn` counts segments.
+// The consumers wait for q_full and full, and the producer waits for q_empty and empty. `turn` counts segments.
 //
 //   barrier       who arrives                             count  one phase per   protects
 //   q_full        each producer thread; thread 0 twice    129    segment         q, unit, nan, segments[turn % 2]
@@ -477,7 +477,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
         finish_segment();
       }
     }
-    // Scales each row's sum to between 1 and 2 and adjusts its reference. Then a sink may be far from the logits.
+    // Scales each row's sum to a value between 1 and 2 and adjusts its reference, so that a sink may be far from the logits.
     RA_DEV void finish_segment() {
       op::syncwarp();
       int const t = fresh_thread(), row0 = t / 32 * 16 + t % 32 / 4, pair = t % 4;
@@ -522,7 +522,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       s.full[stage][1].wait(phases >> 1 & 1);
       float const factor[2] = {s.factor[stage][row0], s.factor[stage][row0 + 8]};
       if (op::any_in_warp(factor[0] != 1.f || factor[1] != 1.f)) rescale(factor);
-      int const t = op::fresh_tid() % 128;  // fresh_tid makes the compiler recompute offsets
+      int const t = op::fresh_tid() % 128;  // fresh_tid: recomputed offsets take no registers
       add_values<1>(stage, t % 4, [&](int keys) { return SharedWeights{load_weights(s.keys[stage][8], t, 2 * keys)}; });
       op::wgmma_wait<0>(tOrO);
       release(s.empty[stage][1]);

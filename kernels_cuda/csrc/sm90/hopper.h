@@ -60,8 +60,8 @@ struct MBar {
   RA_DEV void wait(uint32_t parity) { reinterpret_cast<Barrier*>(&state)->wait(parity); }
 };
 
-// Data that will be read again soon is evicted last, from L2 after copies and from L1 after loads, because two loads
-// often share a sector. L2 fetches 256 bytes of such data at once, because the rest of the row is read next.
+// Data that will be read again soon is evicted last: from L2 after copies; from L1 after loads, because two loads often
+// share a sector. L2 fetches 256 bytes of such data at once, because the rest of the row is read next.
 template <Reuse kReuse>
 RA_DEV void copy16(void* shared, void const* global, bool valid) {
   auto const to = cute::cast_smem_ptr_to_uint(shared);

@@ -15,10 +15,10 @@
 // warpgroup copies rows, each by one bulk copy of 656 bytes, which takes no registers. Only 16 threads of each of its
 // warps copy, because a warp issues its bulk copies one by one.
 //
-// Teams wait for full, the producer waits for empty.
+// The teams wait for full, and the producer waits for empty.
 //
 //   barrier          who arrives                             count  one phase per   protects
-//   full[S]          one producer thread per row; its bytes  64     use of stage S  rows and seen of stage S
+//   full[S]          one producer thread per row, with bytes 64     use of stage S  rows and seen of stage S
 //   empty[S]         one thread of each warp of both teams   8      use of stage S  rows and seen of stage S
 //   kLogits + team   the team arrives and waits              128    block           part; weight until it has been read
 //   kWeights + team  the team arrives and waits              128    block           weight, maximum; part until it has

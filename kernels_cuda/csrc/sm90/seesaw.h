@@ -8,7 +8,7 @@
 // d_qk is 576, slab 8 holds the last 64 columns of each key. They are not part of the value, so after the logits are
 // computed, the block's weights overwrite them.
 //
-// Consumers wait for q_full and full, the producer waits for q_empty and empty. `turn` counts segments.
+// The consumers wait for q_full and full, and the producer waits for q_empty and empty. `turn` counts segments.
 //
 //   barrier         who arrives                             count  one phase per        protects
 //   q_full          each producer thread's copies;          129    segment              q, segments[turn % 2]
