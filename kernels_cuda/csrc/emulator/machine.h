@@ -380,7 +380,7 @@ struct Machine {
     take(bar, parity);
   }
 
-  // -------------------------------------------------------------------------------------------------- memory of proxies
+  // -------------------------------------------------------------------------------------------------- both proxies' memory
   bool is_shared(void const* pointer, size_t size) const {
     auto const* const byte = static_cast<unsigned char const*>(pointer);
     return byte >= shared && byte + size <= shared + shared_bytes;
@@ -401,7 +401,7 @@ struct Machine {
       memcpy(shared + apart + list[covered].offset, list[covered].bytes, list[covered].size);
     list.erase(list.begin(), list.begin() + covered);
   }
-  // Whether a write that no fence has covered overlaps these bytes. Such a write might land after one by the async proxy.
+  // Whether a write that no fence has covered overlaps these bytes. It might land after one by the async proxy.
   bool is_unfenced(uint32_t offset, uint32_t size) const {
     auto const meets = [&](Write const& write) {
       return write.offset < offset + size && offset < write.offset + write.size;

@@ -477,7 +477,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
         finish_segment();
       }
     }
-    // Scales each row's sum to a value between 1 and 2 and adjusts its reference, so that a sink may be far from the logits.
+    // Scales each row's sum to a value from 1 to 2 and adjusts its reference, so that a sink may be far from the logits.
     RA_DEV void finish_segment() {
       op::syncwarp();
       int const t = fresh_thread(), row0 = t / 32 * 16 + t % 32 / 4, pair = t % 4;

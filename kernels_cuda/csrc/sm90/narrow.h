@@ -18,7 +18,7 @@
 // The teams wait for full, and the producer waits for empty.
 //
 //   barrier          who arrives                             count  one phase per   protects
-//   full[S]          one producer thread per row, with bytes 64     use of stage S  rows and seen of stage S
+//   full[S]          one thread per row, with its bytes      64     use of stage S  rows and seen of stage S
 //   empty[S]         one thread of each warp of both teams   8      use of stage S  rows and seen of stage S
 //   kLogits + team   the team arrives and waits              128    block           part; weight until it has been read
 //   kWeights + team  the team arrives and waits              128    block           weight, maximum; part until it has
