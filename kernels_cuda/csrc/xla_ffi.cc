@@ -1,11 +1,12 @@
-// The C ABI for XLA: operands, results and numbers in the order of the records in api.h.
+// XLA handlers for the C ABI. Operands, results and numbers are in the order of the records in api.h.
 //
-// Every array is packed. An array that the call lacks has no entries, and the record gets null for it. `numbers` is one
-// array of the record's integers in their order, and `sm_scale` is a separate attribute. Anyone who knows a handler's name
-// can call it, so the counts, types and sizes of arrays are checked against the numbers first.
+// Every array is contiguous. An array without entries stands for one that the call lacks, and the record gets null for
+// it. `numbers` is one attribute with the record's integers in their order, and `sm_scale` is a separate attribute.
+// Anyone who knows a handler's name can call it, so the handler first checks the counts, types and sizes of arrays
+// against the numbers.
 //
-// With RA_EMULATE the handlers are for XLA's CPU platform, which has no stream. They fill results with NaN before the call,
-// so that entries which no kernel writes are detected.
+// With RA_EMULATE, the handlers are for XLA's CPU platform, which has no stream. They then fill results with NaN before
+// the call, to detect entries that no kernel writes.
 #include <stdint.h>
 #include <string.h>
 
@@ -21,7 +22,7 @@ namespace {
 
 constexpr int64_t kDv = 512;
 
-// An array as XLA hands it over.
+// An array that XLA passes to a handler.
 struct Array {
   ffi::AnyBuffer buffer;
   const char* name;
@@ -29,7 +30,7 @@ struct Array {
   void* data() const { return count() ? buffer.untyped_data() : nullptr; }
 };
 
-// The product of sizes; -1, which matches no array, if it overflows.
+// The product of sizes, or -1 if it overflows. No array has -1 entries.
 int64_t product(std::initializer_list<int64_t> sizes) {
   int64_t all = 1;
   bool countable = true;
@@ -54,7 +55,7 @@ const char* name_of(ffi::DataType type) {
   }
 }
 
-// Keeps the first error of a call.
+// Checks a call and keeps its first error.
 class Check {
  public:
   explicit Check(const char* function) : function_(function) {}
@@ -74,13 +75,13 @@ class Check {
     bool const byte = wanted == ffi::U8 && (got == ffi::S8 || got == ffi::F8E4M3FN);
     that(got == wanted || byte, std::string(array.name) + " of " + name_of(wanted), name_of(got));
   }
-  // Checks the number of entries; an optional array may have none.
+  // Checks the number of entries. An optional array may have none.
   void entries(Array const& array, int64_t wanted, bool optional = false) {
     that(array.count() == wanted || (optional && !array.count()),
          std::string(array.name) + " of " + (wanted < 0 ? "too many" : std::to_string(wanted)) + " entries",
          text_of(array.buffer.dimensions()));
   }
-  // Checks that all elements that these sizes and strides address, each the start of a row, lie within the array.
+  // Checks that the array contains all rows, of `row` elements each, that these sizes and strides address.
   void within(Array const& array, std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides,
               int64_t row) {
     int64_t last = row;
@@ -105,7 +106,7 @@ class Check {
   std::string error_message_;
 };
 
-// The arrays of a call. `complete` has to be called before any is used.
+// The arrays of a call. A handler must call `complete` before it uses any of them.
 template <size_t kOperands, size_t kResults>
 struct Arrays {
   const char* const (&names)[kOperands + kResults];
@@ -308,7 +309,7 @@ auto bind() {
 #define RA_STREAM stream
 #endif
 
-// A call only enqueues on the stream, so it may become part of a CUDA graph.
+// A call only enqueues work on the stream, so it may become part of a CUDA graph.
 #define RA_LATENT_HANDLER(name)                                                                                \
   extern "C" RA_API XLA_FFI_Error* name##_ffi(XLA_FFI_CallFrame* frame);                                       \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                               \
