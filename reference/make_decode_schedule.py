@@ -5,10 +5,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import why_not as why_not
-
 BLOCK = 64  # keys of a block
 FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 
@@ -62,8 +58,7 @@ def make_decode_schedule(
     return parts, num_splits
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
+def run(call: Any, tile: Any, launch: Any) -> Any:
     num_ranges = call.num_ranges
 
     def define(*, num_parts: int | None, programs: int, **arguments: Any) -> tuple[Any, Any]:

@@ -6,9 +6,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.reference._kv_layout import Float64, widened
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import why_not as why_not
 
 FEATURES = frozenset({"sinks", "out_dtype"})
 
@@ -38,7 +35,6 @@ def merge_attention_states(
     return out, lse
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
+def run(call: Any, tile: Any, launch: Any) -> Any:
     outputs = [(result.shape, result.dtype) for result in call.results()]
     return launch.on_host(merge_attention_states, call, outputs)

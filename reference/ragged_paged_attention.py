@@ -13,15 +13,12 @@ from ragged_attention.reference._kv_layout import (
     split_pages,
     true_queries,
 )
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
-from ragged_attention.reference._no_tuning import why_not as why_not
 
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
     "draft_mask", "out_dtype",
 })  # fmt: skip
+BATCH_INVARIANT = True
 
 
 def visible(
@@ -131,8 +128,7 @@ def ragged_paged_attention(
     return (out, lse) if return_lse else out
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
+def run(call: Any, tile: Any, launch: Any) -> Any:
     outputs = [(result.shape, result.dtype) for result in call.results()]
     out = launch.on_host(ragged_paged_attention, call, outputs, cache_dtype=call.cache_dtype)
     return out if call.return_lse else out[0]

@@ -6,14 +6,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.reference._kv_layout import Float64, latent_rows, widened
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
-from ragged_attention.reference._no_tuning import why_not as why_not
 
 FEATURES = frozenset({
     "sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic", "out_dtype",
 })  # fmt: skip
+BATCH_INVARIANT = True
 
 
 def attend_latent(
@@ -87,6 +84,5 @@ def sparse_mla_prefill(
     return out * left_by_sinks(lse, sinks)[..., None], max_logits, lse
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
+def run(call: Any, tile: Any, launch: Any) -> Any:
     return launch.on_host(sparse_mla_prefill, call, [(result.shape, result.dtype) for result in call.results()])

@@ -7,9 +7,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.reference._kv_layout import Float64, widened
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import why_not as why_not
 from ragged_attention.reference.sparse_mla_prefill import left_by_sinks
 from ragged_attention.reference.varlen_attention import sequences
 
@@ -106,6 +103,5 @@ def run_gradient(definition: Callable[..., Any], call: Any, of: Sequence[Any], l
     return launch.on_host(gradients, call, outputs)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
+def run(call: Any, tile: Any, launch: Any) -> Any:
     return run_gradient(varlen_attention_backward, call, (call.q, call.k, call.v, call.sinks), launch)

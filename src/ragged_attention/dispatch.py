@@ -21,7 +21,7 @@ from ragged_attention import config, tuning
 from ragged_attention.calls import Call, Device
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.host import forking
-from ragged_attention.protocols import Implementation, Launcher
+from ragged_attention.protocols import Implementation, Launcher, complete
 
 ENTRY_POINTS = "ragged_attention.backends"
 
@@ -57,7 +57,7 @@ class Choice:
 
     def leaves(self, call: Call) -> list[str]:
         """The fields of a call that another operation has to handle before this one runs."""
-        return [name for name in call.changed() if name in call.SEPARABLE - features(self.module)]
+        return [name for name in call.changed() if name in call.SEPARABLE - self.module.FEATURES]
 
     def run(self, call: Call, launch: Launcher) -> Any:
         return self.module.run(call, self.tile, launch)
@@ -127,8 +127,7 @@ def load(operation: str, backend: str) -> Implementation:
     if not _exists(f"{package}.{operation}"):
         raise BackendMissing(f"does not offer {operation}")
     with importing(f"{package}.{operation}"):
-        module: Any = importlib.import_module(f"{package}.{operation}")
-    return module
+        return complete(importlib.import_module(f"{package}.{operation}"))
 
 
 def backends_offering(operation: str, names: str | None) -> str | None:
@@ -182,14 +181,9 @@ def refusal(backend: str, call: Call, *, named: bool = True) -> str | None:
     return reason
 
 
-def features(module: Implementation) -> frozenset[str]:
-    """The optional arguments that a module honours, none if it does not list any."""
-    return getattr(module, "FEATURES", frozenset())
-
-
 def _not_honoured(module: Implementation, call: Call) -> str | None:
     """Why to refuse a call that sets an optional field which the module does not list in its FEATURES, or None."""
-    taken = features(module) | call.SEPARABLE
+    taken = module.FEATURES | call.SEPARABLE
     names = [name for name in call.changed() if name not in taken and not call.KINDS[name].hint]
     return f"does not honour {names[0]}" if names else None
 

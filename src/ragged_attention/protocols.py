@@ -1,5 +1,6 @@
 """The two seams, typed: what a backend's module offers to the dispatch, and what a front end offers to a backend."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -10,35 +11,58 @@ Shaped = tuple[Sequence[int], Any]  # the shape of a result to allocate, and its
 
 
 class Implementation(Protocol):
-    """What each module `<backend's package>.<operation>` offers.
+    """What each module `<backend's package>.<operation>` offers. Only `run` is required: `complete` adds the others.
 
-    It may offer two more functions. `why_not_by_default(call)` is asked after `why_not` if a call reaches the backend
-    in its platform's order without naming it: it declines for kernels that are not yet shown to be the fastest ones.
-    An attention operation may have `invariant_tile(call)`, a `Tile` that makes results batch-invariant; without it,
-    calls under `batch_invariant` are refused.
+    A module may offer two more functions. `why_not_by_default(call)` is asked after `why_not` if a call reaches the
+    backend in its platform's order without naming it: it declines for kernels that are not yet shown to be the fastest
+    ones. `invariant_tile(call)` returns a `Tile` that makes an attention's results batch-invariant. A module whose
+    heuristic returns such a tile says `BATCH_INVARIANT = True` instead. Without either, calls under `batch_invariant`
+    are refused.
     """
 
     @property
     def Tile(self) -> type[Any]:
-        """A frozen dataclass of what may be tuned, its constraints checked."""
+        """A frozen dataclass of the tunables, which checks its constraints. By default it has no fields."""
         ...
 
     @property
     def FEATURES(self) -> frozenset[str]:
-        """The optional fields of the record that are honoured; dispatch refuses a call that sets any other."""
+        """The optional fields of the record that are honoured, by default none.
+
+        The dispatch refuses a call that sets any other.
+        """
         ...
 
     def heuristic(self, call: Any, /) -> Any:
-        """A sound `Tile` for a call."""
+        """A sound `Tile` for a call, by default `Tile()`."""
         ...
 
     def why_not(self, call: Any, /) -> str | None:
-        """None if it takes the call, else one sentence: argument, value, limit. It depends on static facts only."""
+        """None if the module takes the call, else one sentence: argument, value, limit. By default it is None.
+
+        The answer depends on static facts only.
+        """
         ...
 
     def run(self, call: Any, tile: Any, launch: Any, /) -> Any:
         """The operation's results; may assume that `why_not` returned None."""
         ...
+
+
+def complete(module: Any) -> Implementation:
+    """The module itself, to which the names that it leaves out are added with their defaults."""
+    defaults: dict[str, Any] = {
+        "Tile": dataclasses.make_dataclass("Tile", [], frozen=True, slots=True),
+        "FEATURES": frozenset(),
+        "heuristic": lambda call: module.Tile(),
+        "why_not": lambda call: None,
+    }
+    if getattr(module, "BATCH_INVARIANT", False):
+        defaults["invariant_tile"] = lambda call: module.heuristic(call)
+    for name, default in defaults.items():
+        if not hasattr(module, name):
+            setattr(module, name, default)
+    return module
 
 
 class Launcher(Protocol):
