@@ -26,4 +26,4 @@ def dequantize_mla_cache(
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:
-    return launch.on_host(dequantize_mla_cache, call, [(call.out_shape, call.dtype)])[0]
+    return launch.on_host(dequantize_mla_cache, call, call.results())

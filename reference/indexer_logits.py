@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ragged_attention.calls import dtype_name
 from ragged_attention.reference._indexer import seen_in_pages, seen_of_ranges
 from ragged_attention.reference._kv_layout import Float64, decode, widened
 
@@ -53,5 +54,5 @@ def indexer_logits(
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:
-    formats = {"q_dtype": str(call.q.dtype).rpartition(".")[2], "key_dtype": call.key_dtype}
-    return launch.on_host(indexer_logits, call, [((call.num_tokens, call.columns), "float32")], **formats)[0]
+    formats = {"q_dtype": dtype_name(call.q), "key_dtype": call.key_dtype}
+    return launch.on_host(indexer_logits, call, call.results(), **formats)

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ragged_attention.calls import dtype_name
 from ragged_attention.reference._indexer import largest
 from ragged_attention.reference.indexer_logits import FEATURES as FEATURES_OF_LOGITS
 from ragged_attention.reference.indexer_logits import indexer_logits
@@ -34,5 +35,5 @@ def indexer_topk(
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:
-    formats = {"q_dtype": str(call.q.dtype).rpartition(".")[2], "key_dtype": call.key_dtype}
-    return launch.on_host(indexer_topk, call, [((call.num_tokens, call.top_k), "int32")], **formats)[0]
+    formats = {"q_dtype": dtype_name(call.q), "key_dtype": call.key_dtype}
+    return launch.on_host(indexer_topk, call, call.results(), **formats)

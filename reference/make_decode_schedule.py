@@ -65,4 +65,4 @@ def run(call: Any, tile: Any, launch: Any) -> Any:
         del num_parts, programs  # from which the record derives the number of ranges
         return make_decode_schedule(**arguments, num_parts=num_ranges)
 
-    return launch.on_host(define, call, [((num_ranges, 8), "int32"), ((call.num_seqs + 1,), "int32")])
+    return launch.on_host(define, call, call.results())

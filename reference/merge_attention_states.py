@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.reference._kv_layout import Float64, widened
+from ragged_attention.reference._softmax import left_by_sinks
 
 FEATURES = frozenset({"sinks", "out_dtype"})
 
@@ -28,13 +29,8 @@ def merge_attention_states(
     with np.errstate(divide="ignore"):
         lse = np.where(some, m_i + np.log(l_i), -np.inf)
     out = (weights[..., None] * parts).sum(axis=0) / l_i[..., None]
-    if sinks is not None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            share = 1 / (1 + np.exp(widened(sinks) - lse))
-        out *= np.where(some, share, 0.0)[..., None]
-    return out, lse
+    return out * left_by_sinks(lse, sinks)[..., None], lse
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:
-    outputs = [(result.shape, result.dtype) for result in call.results()]
-    return launch.on_host(merge_attention_states, call, outputs)
+    return launch.on_host(merge_attention_states, call, call.results())

@@ -7,8 +7,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.reference._kv_layout import Float64, latent_rows, widened
+from ragged_attention.reference._softmax import left_by_sinks
 from ragged_attention.reference.merge_attention_states import merge_attention_states
-from ragged_attention.reference.sparse_mla_prefill import attend_latent, left_by_sinks, selected
+from ragged_attention.reference.sparse_mla_prefill import attend_latent, selected
 
 FEATURES = frozenset({
     "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks",
@@ -118,4 +119,4 @@ def mla_decode(
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:
-    return launch.on_host(mla_decode, call, [(call.out_shape, call.result_dtype), (call.lse_shape, "float32")])
+    return launch.on_host(mla_decode, call, call.results())

@@ -22,4 +22,4 @@ def page_indices_to_slots(positions: ArrayLike, page_indices: ArrayLike, page_si
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:
-    return launch.on_host(page_indices_to_slots, call, [(call.positions.shape, "int32")])[0]
+    return launch.on_host(page_indices_to_slots, call, call.results())

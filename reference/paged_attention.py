@@ -49,5 +49,4 @@ def paged_attention(
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:
-    outputs = [(call.out_shape, call.q.dtype)]
-    return launch.on_host(paged_attention, call, outputs, cache_dtype=call.cache_dtype)[0]
+    return launch.on_host(paged_attention, call, call.results(), cache_dtype=call.cache_dtype)

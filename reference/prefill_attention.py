@@ -47,5 +47,4 @@ def rows_of_the_last_chunk(length: int, chunk: int) -> int:
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:
-    outputs = [(call.out_shape, call.q.dtype)]
-    return launch.on_host(prefill_attention, call, outputs, cache_dtype=call.cache_dtype)[0]
+    return launch.on_host(prefill_attention, call, call.results(), cache_dtype=call.cache_dtype)

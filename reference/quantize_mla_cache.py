@@ -24,4 +24,4 @@ def quantize_mla_cache(
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:
-    return launch.on_host(quantize_mla_cache, call, [(call.out_shape, "uint8")])[0]
+    return launch.on_host(quantize_mla_cache, call, call.results())

@@ -73,6 +73,4 @@ def ragged_mla_attention(
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:
-    outputs = [(result.shape, result.dtype) for result in call.results()]
-    found = launch.on_host(ragged_mla_attention, call, outputs, code_dtype=call.kv_format.code_dtype)
-    return found if call.return_lse else found[0]
+    return launch.on_host(ragged_mla_attention, call, call.results(), code_dtype=call.kv_format.code_dtype)

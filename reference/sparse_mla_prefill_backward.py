@@ -53,4 +53,4 @@ def sparse_mla_prefill_backward(
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:
-    return run_gradient(sparse_mla_prefill_backward, call, (call.q, call.kv, call.sinks), launch)
+    return run_gradient(sparse_mla_prefill_backward, call, launch)

@@ -27,4 +27,4 @@ def top_k_indices(
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:
-    return launch.on_host(top_k_indices, call, [((call.num_tokens, call.top_k), "int32")])[0]
+    return launch.on_host(top_k_indices, call, call.results())

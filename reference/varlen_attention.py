@@ -62,5 +62,4 @@ def varlen_attention(
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:
-    outputs = [(call.out_shape, call.q.dtype), (call.q.shape[:2], call.lse_dtype)]
-    return launch.on_host(varlen_attention, call, outputs)
+    return launch.on_host(varlen_attention, call, call.results())

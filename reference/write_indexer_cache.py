@@ -29,4 +29,4 @@ def write_indexer_cache(
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:
-    return launch.on_host(write_indexer_cache, call, "cache")[0]
+    return launch.on_host(write_indexer_cache, call, "cache")

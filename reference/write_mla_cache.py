@@ -57,4 +57,4 @@ def write_mla_cache(
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:
-    return launch.on_host(write_mla_cache, call, "cache", code_dtype=call.kv_format.code_dtype)[0]
+    return launch.on_host(write_mla_cache, call, "cache", code_dtype=call.kv_format.code_dtype)

@@ -20,7 +20,6 @@ FEATURES = FEATURES_OF_LOGITS | {"candidate_blocks", "candidate_block_size"}
 
 
 def run(call: IndexerTopk, tile: Tile, launch: Any) -> torch.Tensor:
-    del launch
     given: Any = call
     positions = torch.full((call.num_tokens, call.top_k), -1, dtype=torch.int32, device=given.q.device)
     candidates = Candidates(call) if call.candidate_blocks is not None else None

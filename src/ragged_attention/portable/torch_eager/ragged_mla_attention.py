@@ -32,7 +32,6 @@ FEATURES = frozenset({
 
 
 def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
-    del launch
     attention = Attention(call, tile, call.q, call.kv_scale)
     attention.run(sequence_bounds(call))
     return (attention.out, attention.lse) if call.return_lse else attention.out

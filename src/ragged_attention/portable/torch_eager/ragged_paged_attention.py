@@ -264,7 +264,6 @@ class Attention:
 
 
 def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
-    del launch
     attention = Attention(call, tile)
     attention.run()
     return (attention.out, attention.lse) if call.return_lse else attention.out

@@ -36,7 +36,6 @@ def heuristic(call: RaggedPagedAttention) -> Tile:
 
 
 def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
-    del launch  # XLA launches
     out, lse = attention(call, tile, KeyValueBlocks(call.kv_pages, call.page_indices, call.q.dtype))
     return (out, lse) if call.return_lse else out
 

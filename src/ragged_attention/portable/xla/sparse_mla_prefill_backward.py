@@ -35,7 +35,6 @@ def heuristic(call: SparseMlaPrefillBackward) -> Tile:
 
 def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> Arrays:
     """A token is a query for each KV head, which has a list of its own."""
-    del launch  # XLA launches
     given = [array for array in (call.q, call.kv, call.sinks) if array is not None]
     if 0 in (call.num_tokens, call.num_slots):
         return tuple(map(jnp.zeros_like, given))

@@ -29,7 +29,6 @@ FEATURES = frozenset({
 
 
 def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Arrays:
-    del launch  # XLA launches
     num_kv_heads, group, dtype = call.num_kv_heads, call.group, wide(call.q.dtype)
 
     def of_heads(array: jax.Array) -> jax.Array:
