@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 SLOTS = 2**31  # that an int32 can number
-FEATURES: frozenset[str] = frozenset()
 
 
 def page_indices_to_slots(positions: ArrayLike, page_indices: ArrayLike, page_size: int) -> NDArray[np.int32]:

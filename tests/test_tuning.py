@@ -63,4 +63,5 @@ def test_without_a_heuristic_a_tile_has_its_own_defaults() -> None:
 
 def test_what_a_module_offers_stays() -> None:
     offered = dict(vars(BACKEND), BATCH_INVARIANT=True, FEATURES=frozenset({"sinks"}), why_not=lambda call: "never")
+    offered["why_not_by_default"] = lambda call: "not yet"
     assert vars(complete(SimpleNamespace(**offered))) == offered

@@ -176,9 +176,7 @@ def refusal(backend: str, call: Call, *, named: bool = True) -> str | None:
         or module.why_not(call)
         or _depends_on_batch(module, call)
     )
-    if reason is None and not named and hasattr(module, "why_not_by_default"):
-        return module.why_not_by_default(call)  # type: ignore[attr-defined]
-    return reason
+    return reason if reason or named else module.why_not_by_default(call)
 
 
 def _not_honoured(module: Implementation, call: Call) -> str | None:

@@ -13,11 +13,9 @@ Shaped = tuple[Sequence[int], Any]  # the shape of a result to allocate, and its
 class Implementation(Protocol):
     """What each module `<backend's package>.<operation>` offers. Only `run` is required: `complete` adds the others.
 
-    A module may offer two more functions. `why_not_by_default(call)` is asked after `why_not` if a call reaches the
-    backend in its platform's order without naming it: it declines for kernels that are not yet shown to be the fastest
-    ones. `invariant_tile(call)` returns a `Tile` that makes an attention's results batch-invariant. A module whose
-    heuristic returns such a tile says `BATCH_INVARIANT = True` instead. Without either, calls under `batch_invariant`
-    are refused.
+    A module may also offer `invariant_tile(call)`, which returns a `Tile` that makes an attention's results
+    batch-invariant. A module whose heuristic returns such a tile says `BATCH_INVARIANT = True` instead. Without either,
+    calls under `batch_invariant` are refused.
     """
 
     @property
@@ -44,6 +42,13 @@ class Implementation(Protocol):
         """
         ...
 
+    def why_not_by_default(self, call: Any, /) -> str | None:
+        """A reason to leave a call that does not name the backend to the next one in order, by default None.
+
+        It is called after `why_not`, and declines for kernels that are not yet shown to be the fastest ones.
+        """
+        ...
+
     def run(self, call: Any, tile: Any, launch: Any, /) -> Any:
         """The operation's results; may assume that `why_not` returned None."""
         ...
@@ -56,6 +61,7 @@ def complete(module: Any) -> Implementation:
         "FEATURES": frozenset(),
         "heuristic": lambda call: module.Tile(),
         "why_not": lambda call: None,
+        "why_not_by_default": lambda call: None,
     }
     if getattr(module, "BATCH_INVARIANT", False):
         defaults["invariant_tile"] = lambda call: module.heuristic(call)

@@ -15,7 +15,6 @@ FIELDS = Fields(
     numbers=("num_seqs", "num_positions", "pages_per_seq", "table_stride", "page_size", "num_threads"),
 )
 call_of = FIELDS.at
-FEATURES: frozenset[str] = frozenset()
 SLOTS = 2**31  # the number of slots that an int32 can index
 why_not = cannot_run
 

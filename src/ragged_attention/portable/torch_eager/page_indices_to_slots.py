@@ -7,8 +7,6 @@ import torch
 from ragged_attention.calls import PageIndicesToSlots
 from ragged_attention.portable.torch_eager._framework import why_not as why_not
 
-FEATURES: frozenset[str] = frozenset()
-
 
 def run(call: PageIndicesToSlots, tile: Any, launch: Any) -> torch.Tensor:
     tables, page_size = call.page_indices, call.page_size

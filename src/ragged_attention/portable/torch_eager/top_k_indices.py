@@ -13,13 +13,12 @@ BATCH_INVARIANT = True  # a choice is exact
 
 
 def run(call: TopKIndices, tile: Any, launch: Any) -> torch.Tensor:
-    given: Any = call
-    chosen = torch.empty((call.num_tokens, call.top_k), dtype=torch.int32, device=given.logits.device)
-    column = torch.arange(call.columns, dtype=torch.int32, device=given.logits.device)
+    chosen = torch.empty((call.num_tokens, call.top_k), dtype=torch.int32, device=call.logits.device)
+    column = torch.arange(call.columns, dtype=torch.int32, device=call.logits.device)
     step = max(LOGITS // max(call.columns, 1), 1)
     for first in range(0, call.num_tokens, step):
         rows = slice(first, first + step)
-        logits = given.logits[rows]
+        logits = call.logits[rows]
         if call.starts is not None:
             logits = logits.masked_fill(column < call.starts[rows, None], -torch.inf)
         if call.stops is not None:

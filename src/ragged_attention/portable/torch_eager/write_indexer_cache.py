@@ -14,12 +14,11 @@ FEATURES = frozenset({"power_of_two"})
 
 
 def run(call: WriteIndexerCache, tile: Any, launch: Any) -> torch.Tensor:
-    given: Any = call
-    values, scales = planes_of(given.cache)
-    slots, tokens = last_writers(given.slot_mapping.to(torch.int64), call.num_slots)
+    values, scales = planes_of(call.cache)
+    slots, tokens = last_writers(call.slot_mapping.to(torch.int64), call.num_slots)
     for some, rows in zip(slots.split(CHUNK), tokens.split(CHUNK), strict=True):
         where = (some // call.page_size, some % call.page_size)
-        codes, factors = quantized_groups(given.k[rows].to(torch.float32), call.power_of_two)
+        codes, factors = quantized_groups(call.k[rows].to(torch.float32), call.power_of_two)
         values[where] = codes
         scales[where] = factors.unsqueeze(-1).view(torch.uint8)
-    return given.cache
+    return call.cache

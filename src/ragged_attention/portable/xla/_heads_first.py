@@ -9,6 +9,7 @@ from jax import lax
 from ragged_attention.calls import HeadsFirstCall
 from ragged_attention.portable.xla import ragged_paged_attention
 from ragged_attention.portable.xla._pages import BITS, addresses_of
+from ragged_attention.portable.xla._ragged import at
 from ragged_attention.portable.xla._tile import Tile
 from ragged_attention.portable.xla.ragged_paged_attention import attention
 
@@ -37,7 +38,7 @@ class HeadsFirstBlocks:
 def _rows(array: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
     """Positions of pages [K, P, G, D] as [K, N, D]."""
     bits = lax.bitcast_convert_type(array, BITS[array.dtype.itemsize])
-    return lax.bitcast_convert_type(bits.at[:, page, offset].get(mode="promise_in_bounds"), array.dtype)
+    return lax.bitcast_convert_type(at(bits, slice(None), page, offset), array.dtype)
 
 
 def heuristic(call: HeadsFirstCall) -> Tile:

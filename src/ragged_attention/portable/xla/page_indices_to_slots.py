@@ -9,8 +9,6 @@ from ragged_attention.calls import PageIndicesToSlots
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._ragged import at
 
-FEATURES: frozenset[str] = frozenset()
-
 
 def run(call: PageIndicesToSlots, tile: Any, launch: Any) -> jax.Array:
     positions, page_size = call.positions, min(call.page_size, 2**31 - 1)
