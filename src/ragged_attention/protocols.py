@@ -1,4 +1,4 @@
-"""The two seams, typed: what a backend's module offers to the dispatch, and what a front end offers to a backend."""
+"""The types of a backend's module, which the dispatch calls, and of a front end's launcher, which a backend calls."""
 
 import dataclasses
 import math
@@ -55,7 +55,7 @@ class Implementation(Protocol):
 
 
 def complete(module: Any) -> Implementation:
-    """The module itself, to which the names that it leaves out are added with their defaults."""
+    """The given module, with defaults for the names that it leaves out."""
     defaults: dict[str, Any] = {
         "Tile": dataclasses.make_dataclass("Tile", [], frozen=True, slots=True),
         "FEATURES": frozenset(),
@@ -72,9 +72,9 @@ def complete(module: Any) -> Implementation:
 
 
 class Launcher(Protocol):
-    """How a backend's work is done on the arrays of the front end that was called.
+    """Runs a backend's kernels and functions on the arrays of the calling front end.
 
-    Arrays are those of the call's record, or of earlier results; `dtype` is the framework's, or a dtype's name.
+    Arrays come from the call's record or from earlier results. A dtype is the framework's or a name.
     """
 
     def __call__(
@@ -83,13 +83,13 @@ class Launcher(Protocol):
     ) -> list[Any]:  # fmt: skip
         """Enqueue the Triton kernel `kernel[grid](*inputs, *outputs, **arguments)` and return the outputs.
 
-        After the new outputs come, once more, the inputs numbered in `inplace`, which the kernel may write.
+        The inputs numbered in `inplace`, which the kernel may write, follow the new outputs.
         """
         ...
 
     @property
     def num_threads(self) -> int:
-        """How many threads of a CPU a call may use; 0 leaves it to the framework."""
+        """The number of CPU threads that a call may use; with 0 the framework decides."""
         ...
 
     def native(
@@ -98,7 +98,7 @@ class Launcher(Protocol):
     ) -> dict[str, Any]:  # fmt: skip
         """Call a compiled function and return its results by name; None stands for an absent array.
 
-        A result given as the name of an operand is written in that one's place.
+        A result given as the name of an operand overwrites that operand.
         """
         ...
 

@@ -15,8 +15,8 @@ from jax import lax
 from ragged_attention.calls import IndexerTopk
 from ragged_attention.jax_shared.axes import cond, fori_loop
 from ragged_attention.portable.xla._latents import spans
-from ragged_attention.portable.xla._pages import BITS, addresses_of
-from ragged_attention.portable.xla._ragged import at, walk_tiles, put, sequences
+from ragged_attention.portable.xla._pages import addresses_of, stored_at
+from ragged_attention.portable.xla._ragged import at, put, sequences, walk_tiles
 from ragged_attention.portable.xla._tile import Tile
 
 LARGEST = 2**31 - 1
@@ -134,9 +134,7 @@ def _queries(call: Any, row: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rows of q in a dtype that holds them and the keys exactly, and their weights."""
     narrow = {call.q.dtype.name, call.key_dtype} <= {"bfloat16", "float8_e4m3fn"}
     q, row = lax.optimization_barrier((call.q, row))  # otherwise all of q is converted ahead of the loop
-    q = at(lax.bitcast_convert_type(q, BITS[q.dtype.itemsize]), row)
-    q = lax.bitcast_convert_type(q, call.q.dtype)
-    return q.astype(jnp.bfloat16 if narrow else jnp.float32), at(call.weights, row)
+    return stored_at(q, row).astype(jnp.bfloat16 if narrow else jnp.float32), at(call.weights, row)
 
 
 def _keys(call: Any, seq: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array | None, jax.Array]:
@@ -154,8 +152,7 @@ def _keys(call: Any, seq: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.
         values = lax.bitcast_convert_type(spans(units, page, offset * count, count), jnp.float8_e4m3fn)
         stored = spans(units, page, call.page_size * count + offset, 1)
         return values, lax.bitcast_convert_type(stored, jnp.float32), known
-    values = at(lax.bitcast_convert_type(keys, BITS[keys.dtype.itemsize]), *where)
-    return lax.bitcast_convert_type(values, keys.dtype), None if scales is None else at(scales, *where), known
+    return stored_at(keys, *where), None if scales is None else at(scales, *where), known
 
 
 class _Candidates:

@@ -47,8 +47,8 @@ def walk_tiles(
 ) -> Any:  # fmt: skip
     """`state` after `step(seq, first, row, state)` for each tile of the sequences that are `taken`, in order.
 
-    A tile is `size` consecutive rows of `num_rows`, i32 [size]. Its own rows begin with `first`. Near the end of all
-    rows a tile begins earlier.
+    A tile has `size` consecutive rows, i32 [size], and those from `first` on are its own. A tile that would exceed
+    `num_rows` begins earlier.
     """
     tiles = jnp.where(taken, (stops - starts + (size - 1)) // size, 0)
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
@@ -63,7 +63,7 @@ def walk_tiles(
 
 
 def put(whole: jax.Array, part: jax.Array, row: jax.Array, own: jax.Array, axis: int = 0) -> jax.Array:
-    """An array with the consecutive rows `row` along an axis taken from `part`, as far as they are a tile's `own`."""
+    """The array `whole` with a tile's `own` rows taken from `part`; `row` numbers the tile's rows along the axis."""
     old = lax.dynamic_slice_in_dim(whole, row[0], len(row), axis)
     own = own.reshape(-1, *(1,) * (whole.ndim - axis - 1))
     return lax.dynamic_update_slice_in_dim(whole, jnp.where(own, part.reshape(old.shape), old), row[0], axis)
