@@ -160,7 +160,6 @@ def fits(plan: Plan, call: Any, budget: int) -> bool:
 
 
 def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
-    del launch  # Pallas launches
     check(call, tile)
     plan = plan_of(call, tile)
     if (asked := tile.pages_per_compute_block) != 0:

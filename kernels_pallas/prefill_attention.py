@@ -152,7 +152,6 @@ def used_memory(plan: Plan, call: Any) -> int:
 
 
 def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
-    del launch  # Pallas launches
     plan = plan_of(call, tile)
     if (asked := tile.num_kv_pages_per_block) != 0:
         expect_block(call, "num_kv_pages_per_block", asked, used_memory(plan, call))

@@ -69,7 +69,6 @@ def rows_that_fit(num_rows: int, columns: int) -> int:
 
 def run(call: TopKIndices, tile: Tile, launch: Any) -> Any:
     """Columns [T, top_k]."""
-    del launch  # pallas_call launches
     columns, shape = call.columns, (call.num_tokens,)
     starts = jnp.zeros(shape, jnp.int32) if call.starts is None else jnp.clip(call.starts, 0, columns)
     stops = jnp.full(shape, columns, jnp.int32) if call.stops is None else jnp.clip(call.stops, 0, columns)

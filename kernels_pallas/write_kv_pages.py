@@ -126,7 +126,6 @@ def kernel(codes: Any, rows: Any, given: Any, pages: Any, semaphores: Any, *, ru
 
 def run(call: Any, tile: Tile, launch: Any) -> list[jax.Array]:
     """The new pages, in the memory of the old ones if those are donated."""
-    del launch
     arrays = [call.kv_pages] if call.combined else list(call.kv_pages)
     if 0 in (call.num_tokens, call.num_pages):
         return arrays

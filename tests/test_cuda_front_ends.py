@@ -293,8 +293,6 @@ def test_splits_fill_the_multiprocessors_and_no_more() -> None:
     assert splits_of("mla_decode", **dense, max_len=8192) == 2
     assert splits_of("sparse_mla_prefill", cache_format="plain", num_tokens=4096, topk=2048) == 1
     assert splits_of("sparse_mla_prefill", cache_format="plain", num_tokens=4, topk=2048) > 1
-    call: Any = LatentSample().call("make_decode_schedule", HOPPER)
-    assert isinstance(make_decode_schedule.heuristic(call), make_decode_schedule.Tile)
 
 
 def test_tuning_keys_are_of_static_facts() -> None:

@@ -79,9 +79,7 @@ class Kernel:
 
     def results_of(self, call: Call) -> dict[str, Any]:
         """The shapes and dtypes of the results, by name, of a call that has all of them."""
-        return {
-            name: (result.shape, result.dtype) for name, result in zip(self.fields.results, call.results(), strict=True)
-        }
+        return dict(zip(self.fields.results, call.results(), strict=True))
 
     @property
     def compiled(self) -> tuple[Any, Any]:

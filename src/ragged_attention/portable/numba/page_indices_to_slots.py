@@ -4,8 +4,6 @@ import math
 from typing import Any
 
 from ragged_attention.calls import PageIndicesToSlots
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._records import Fields, claimed
@@ -17,7 +15,6 @@ FIELDS = Fields(
     numbers=("num_seqs", "num_positions", "pages_per_seq", "table_stride", "page_size", "num_threads"),
 )
 call_of = FIELDS.at
-FEATURES: frozenset[str] = frozenset()
 SLOTS = 2**31  # the number of slots that an int32 can index
 why_not = cannot_run
 
@@ -42,7 +39,7 @@ def work(address):
 KERNEL = Kernel("page_indices_to_slots", FIELDS, plan, work)
 
 
-def run(call: PageIndicesToSlots, tile: Tile, launch: Any) -> Any:
+def run(call: PageIndicesToSlots, tile: Any, launch: Any) -> Any:
     positions, tables = launch.contiguous(call.positions), launch.packed(call.page_indices)
     numbers = {
         "num_seqs": positions.shape[0],

@@ -3,8 +3,6 @@
 from typing import Any
 
 from ragged_attention.calls import QuantizeIndexerKeys, dtype_name
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
@@ -43,7 +41,7 @@ def work(address):
 KERNEL = Kernel("quantize_indexer_keys", FIELDS, plan, work)
 
 
-def run(call: QuantizeIndexerKeys, tile: Tile, launch: Any) -> Any:
+def run(call: QuantizeIndexerKeys, tile: Any, launch: Any) -> Any:
     k = launch.packed(call.k)
     numbers = {
         "num_rows": k.shape[0], "head_dim": k.shape[1], "format": CODES[dtype_name(k)],

@@ -3,8 +3,6 @@
 from typing import Any
 
 from ragged_attention.calls import QuantizeMlaCache, dtype_name
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
@@ -43,7 +41,7 @@ def work(address):
 KERNEL = Kernel("quantize_mla_cache", FIELDS, plan, work)
 
 
-def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> Any:
+def run(call: QuantizeMlaCache, tile: Any, launch: Any) -> Any:
     kv = launch.packed(call.kv)
     num_pages, page_size, _, width = kv.shape
     page_stride, slot_stride = launch.strides(kv)[:2]

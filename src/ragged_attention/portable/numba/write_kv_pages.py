@@ -6,8 +6,6 @@ A program writes the tokens of some pages in their order, so the later one of tw
 from typing import Any
 
 from ragged_attention.calls import WriteKvPages, dtype_name
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba import _slots
 from ragged_attention.portable.numba._call import AXES, cannot_run, strides_of_pages, strides_of_rows
 from ragged_attention.portable.numba._formats import CODES, narrow, size_of, widen
@@ -72,7 +70,7 @@ def work(address):
 KERNEL = Kernel("write_kv_pages", FIELDS, plan, work)
 
 
-def run(call: WriteKvPages, tile: Tile, launch: Any) -> list[Any]:
+def run(call: WriteKvPages, tile: Any, launch: Any) -> list[Any]:
     k, v = launch.packed(call.k), launch.packed(call.v)
     k_pages, v_pages = (call.kv_pages, None) if call.combined else call.kv_pages
     # Values that are copied pass through float32 as 8-bit integers, which keeps their bits.

@@ -6,8 +6,6 @@ A program writes the tokens of some pages in their order, so the later one of tw
 from typing import Any
 
 from ragged_attention.calls import WriteMlaCache, dtype_name
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba import _slots
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, narrow, size_of, widen
@@ -73,7 +71,7 @@ def work(address):
 KERNEL = Kernel("write_mla_cache", FIELDS, plan, work)
 
 
-def run(call: WriteMlaCache, tile: Tile, launch: Any) -> Any:
+def run(call: WriteMlaCache, tile: Any, launch: Any) -> Any:
     kv, places = launch.packed(call.kv), _slots.operands_of(call, launch)
     _, num_kv_heads, width = kv.shape
     token_stride, kv_head_stride = launch.strides(kv)[:2]
