@@ -2,12 +2,13 @@
 
 import abc
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
 import numpy as np
 
-from ragged_attention.calls.fields import Arrays, Kind, Sizes, field, is_array
+from ragged_attention.calls.fields import Arrays, Kind, Sizes, field, is_array, wide_dtype
 from ragged_attention.errors import InvalidInput
 
 
@@ -72,6 +73,7 @@ Record = TypeVar("Record", bound="Call")
 def record(cls: type[Record]) -> type[Record]:
     """Make a class a record: a frozen dataclass whose fields are `fields.field(kind, default)`."""
     cls = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
+    cls.OPERATION = re.sub("(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
     fields = [each for each in dataclasses.fields(cls) if each.metadata]  # type: ignore[arg-type]
     cls.KINDS = {each.name: each.metadata["kind"] for each in fields}
     cls.DEFAULTS = {each.name: each.default for each in fields if each.default is not dataclasses.MISSING}
@@ -85,7 +87,7 @@ def record(cls: type[Record]) -> type[Record]:
 class Call(abc.ABC):
     """What all records share. Building one checks each field by its kind, in their order, then how they go together."""
 
-    OPERATION: ClassVar[str]
+    OPERATION: ClassVar[str]  # the name of the class in snake case
     KINDS: ClassVar[Mapping[str, Kind]]  # of the fields
     DEFAULTS: ClassVar[Mapping[str, Any]]  # of the optional ones
     RANGES: ClassVar[Mapping[str, tuple[int, int]]]  # where each lies among the flat arguments
@@ -123,9 +125,11 @@ class Call(abc.ABC):
     def results(self) -> tuple[Result, ...]:
         """What the operation returns."""
 
-    @abc.abstractmethod
-    def check_values(self) -> None:
-        """Raise `InvalidInput` naming the first invalid value in an index array. Expects NumPy arrays."""
+    def check_values(self) -> None:  # noqa: B027
+        """Raise `InvalidInput` naming the first invalid value in an index array. Expects NumPy arrays.
+
+        Without a check of its own an operation takes every value: it ignores those that name nothing.
+        """
 
     @classmethod
     def no_gradient(cls) -> str:
@@ -225,7 +229,7 @@ class WritingCall(Call):
 
     SEPARABLE: ClassVar[frozenset[str]] = frozenset({"new_kv"})
     WRITE: ClassVar[type[Call]]  # the operation that writes
-    CACHE: ClassVar[str]  # the argument that is written, both here and there
+    CACHE: ClassVar[str]  # the argument that holds the cache, both here and there
 
     @classmethod
     @abc.abstractmethod
@@ -244,10 +248,11 @@ class WritingCall(Call):
 
 
 class GroupedCall(Call):
-    """What the records share in which queries [T, H, D] attend to keys of fewer heads."""
+    """What the records share in which queries [..., H, D] attend to keys of fewer heads."""
 
     q: Any
     sm_scale: Any
+    out_dtype: str | None = None
 
     @property
     @abc.abstractmethod
@@ -255,11 +260,16 @@ class GroupedCall(Call):
 
     @property
     def num_q_heads(self) -> int:
-        return self.q.shape[1]
+        return self.q.shape[-2]
 
     @property
     def head_dim(self) -> int:
-        return self.q.shape[2]
+        return self.q.shape[-1]
+
+    @property
+    def v_head_dim(self) -> int:
+        """The columns of a value."""
+        return self.head_dim
 
     @property
     def group(self) -> int:
@@ -269,6 +279,19 @@ class GroupedCall(Call):
     @property
     def scale(self) -> float:
         return self.head_dim**-0.5 if self.sm_scale is None else float(self.sm_scale)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return (*self.q.shape[:-1], self.v_head_dim)
+
+    @property
+    def result_dtype(self) -> Any:
+        """The dtype of `out`."""
+        return self.out_dtype or self.q.dtype
+
+    @property
+    def lse_dtype(self) -> str:
+        return wide_dtype(self.q)
 
 
 def gradients_of(call: Call, forward: type[Call]) -> tuple[Result, ...]:

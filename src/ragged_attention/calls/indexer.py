@@ -19,14 +19,20 @@ from ragged_attention.calls.fields import (
     expect_array,
     field,
 )
-from ragged_attention.calls.paged import check_ragged_values, check_slots, live_sequences
+from ragged_attention.calls.paged import (
+    TABLES,
+    PagesCall,
+    check_ragged_values,
+    check_slots,
+    expect_packed_rows,
+    live_sequences,
+)
 from ragged_attention.errors import InvalidInput
 
 E4M3 = "float8_e4m3fn"
 SCALE_BYTES = 4  # of a key in a page of bytes
 A_CHOICE = "it serves to choose keys, and a choice has none"
 LARGEST_TOP_K = 4096
-TABLES = ("page_indices", "kv_lens", "cu_q_lens")
 
 
 def expect_index_dim(name: str, size: int) -> None:
@@ -37,14 +43,6 @@ def expect_index_dim(name: str, size: int) -> None:
 def expect_top_k(top_k: int) -> None:
     if top_k > LARGEST_TOP_K:
         raise InvalidInput(f"expected top_k <= {LARGEST_TOP_K}, got {top_k}")
-
-
-def rows_apart(name: str, pages: Any, strides: Callable[[Any], tuple[int, ...]]) -> str | None:
-    """What is wrong if a page of bytes is not one block: the values of its keys, then their scales."""
-    row, got = pages.shape[3], strides(pages)[1]
-    if pages.shape[1] > 1 and 0 not in pages.shape and got != row:
-        return f"expected {name} with rows packed in each page (stride {row}), got {got}"
-    return None
 
 
 @record
@@ -127,8 +125,9 @@ class IndexerCall(IndexerQueries):
         return live_sequences(super().prepare(arguments, arrays))
 
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
-        if self.bytes and (wrong := rows_apart("keys", self.keys, strides)):
-            raise InvalidInput(wrong)
+        """Refuse pages of bytes that are not one block: the values of their keys, then the scales."""
+        if self.bytes:
+            expect_packed_rows("keys", self.keys, strides)
 
     @property
     def paged(self) -> bool:
@@ -198,8 +197,6 @@ def check_ranges(starts: Any, stops: Any, limit: int) -> None:
 class IndexerLogits(IndexerCall):
     """The arguments of `indexer_logits`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "indexer_logits"
-
     def results(self) -> tuple[Result, ...]:
         return (Result((self.num_tokens, self.columns), "float32"),)
 
@@ -207,8 +204,6 @@ class IndexerLogits(IndexerCall):
 @record
 class IndexerTopk(IndexerCall, IndexerChoice):
     """The arguments of `indexer_topk`, which says what they mean."""
-
-    OPERATION: ClassVar[str] = "indexer_topk"
 
     candidate_blocks: Any = field(ArrayKind("T B", INT32), default=None)
     candidate_block_size: int | None = field(Integer(least=1), default=None)
@@ -230,7 +225,6 @@ class IndexerTopk(IndexerCall, IndexerChoice):
 class TopKIndices(Call):
     """The arguments of `top_k_indices`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "top_k_indices"
     WHY_NO_GRADIENT: ClassVar[str] = A_CHOICE
 
     logits: Any = field(ArrayKind("T N", ("float32",)))
@@ -261,7 +255,6 @@ class TopKIndices(Call):
 class QuantizeIndexerKeys(Call):
     """The arguments of `quantize_indexer_keys`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "quantize_indexer_keys"
     NUM_RESULTS: ClassVar[int | None] = 2
 
     k: Any = field(ArrayKind("N D", FLOATS))
@@ -273,16 +266,13 @@ class QuantizeIndexerKeys(Call):
     def results(self) -> tuple[Result, ...]:
         return Result(self.k.shape, E4M3), Result(self.k.shape[:1], "float32")
 
-    def check_values(self) -> None:
-        """No value is invalid."""
-
 
 @record
-class WriteIndexerCache(Call):
+class WriteIndexerCache(PagesCall):
     """The arguments of `write_indexer_cache`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "write_indexer_cache"
     NUM_RESULTS: ClassVar[int | None] = 0
+    CACHE: ClassVar[str] = "cache"
 
     k: Any = field(ArrayKind("T D", FLOATS))
     cache: Any = field(ArrayKind("P G 1 D+4", ("uint8",), unit_stride=True, written=True))
@@ -302,17 +292,8 @@ class WriteIndexerCache(Call):
     def head_dim(self) -> int:
         return self.k.shape[1]
 
-    @property
-    def page_size(self) -> int:
-        return self.cache.shape[1]
-
-    @property
-    def num_slots(self) -> int:
-        return self.cache.shape[0] * self.page_size
-
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
-        if wrong := rows_apart("cache", self.cache, strides):
-            raise InvalidInput(wrong)
+        expect_packed_rows("cache", self.cache, strides)
 
     def check_values(self) -> None:
         """Raise `InvalidInput` naming the first slot outside the cache. Expects NumPy arrays."""

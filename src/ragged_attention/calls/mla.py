@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ragged_attention.calls.base import Call, Result, expect_groups, gradients_of, record
+from ragged_attention.calls.base import GroupedCall, Result, expect_groups, gradients_of, record
 from ragged_attention.calls.cache_formats import CACHE_FORMATS, PLAIN_FORMATS, CacheFormat, stored_format
 from ragged_attention.calls.fields import (
     FLOATS,
@@ -25,7 +25,6 @@ from ragged_attention.calls.fields import (
     expect_array,
     field,
     is_array,
-    wide_dtype,
 )
 from ragged_attention.calls.mla_cache import CacheKind, LatentPagesCall, expect_cache, expect_layout, format_of
 from ragged_attention.calls.mla_schedule import expect_list_lens, schedule_arrays, scheduled_lens
@@ -40,13 +39,10 @@ def expect_width(name: str, width: int) -> None:
         raise InvalidInput(f"expected {name} to be a multiple of 16 from 16 to {MAX_WIDTH}, got {width}")
 
 
-class LatentCall(Call):
+class LatentCall(GroupedCall):
     """What the attentions over latents share."""
 
-    q: Any
     d_v: Any
-    sm_scale: Any
-    out_dtype: str | None = None
 
     def _check_queries(self) -> None:
         expect_width(f"q.shape[{len(self.q.shape) - 1}]", self.d_qk)
@@ -69,25 +65,12 @@ class LatentCall(Call):
         expect_groups(self.num_q_heads, cache.shape[-2])
 
     @property
-    def num_q_heads(self) -> int:
-        return self.q.shape[-2]
-
-    @property
     def d_qk(self) -> int:
-        return self.q.shape[-1]
+        return self.head_dim
 
     @property
-    def scale(self) -> float:
-        return self.d_qk**-0.5 if self.sm_scale is None else float(self.sm_scale)
-
-    @property
-    def result_dtype(self) -> Any:
-        """The dtype of `out`."""
-        return self.out_dtype or self.q.dtype
-
-    @property
-    def lse_dtype(self) -> str:
-        return wide_dtype(self.q)
+    def v_head_dim(self) -> int:
+        return self.d_v
 
 
 class Lists(ArrayKind):
@@ -126,13 +109,6 @@ class SparsePrefillCall(LatentCall):
     def num_slots(self) -> int:
         return self.kv.shape[0] * self.page_size
 
-    @property
-    def out_shape(self) -> tuple[int, int, int]:
-        return (self.num_tokens, self.num_q_heads, self.d_v)
-
-    def check_values(self) -> None:
-        """No value is invalid: an index out of range selects nothing, lengths are clamped to the list."""
-
 
 Q_PACKED = ArrayKind("T H D", WIDE_FLOATS)
 LISTS = Lists("T K N", INT32, checked_last=True)
@@ -142,7 +118,6 @@ LISTS = Lists("T K N", INT32, checked_last=True)
 class SparseMlaPrefill(SparsePrefillCall):
     """The arguments of `sparse_mla_prefill`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "sparse_mla_prefill"
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = 3
@@ -196,7 +171,6 @@ class SparseMlaPrefill(SparsePrefillCall):
 class SparseMlaPrefillBackward(SparsePrefillCall):
     """The arguments of `sparse_mla_prefill_backward`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "sparse_mla_prefill_backward"
     NUM_RESULTS: ClassVar[int | None] = 3
 
     d_out: Any = field(ArrayKind("T H d_v", like_q, checked_last=True))
@@ -231,10 +205,9 @@ class SparseMlaPrefillBackward(SparsePrefillCall):
 
 
 @record
-class MlaDecode(LatentCall, LatentPagesCall):
+class MlaDecode(LatentPagesCall, LatentCall):
     """The arguments of `mla_decode`, which says what they mean; its schedule as the arrays that it consists of."""
 
-    OPERATION: ClassVar[str] = "mla_decode"
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = 2
@@ -363,26 +336,13 @@ class MlaDecode(LatentCall, LatentPagesCall):
         return stored_format(self.extra_format, self.cache_layout, dtype_name(self.extra_kv_cache))
 
     @property
-    def out_shape(self) -> tuple[int, int, int, int]:
-        return (self.num_seqs, self.num_q_tokens, self.num_q_heads, self.d_v)
-
-    @property
     def lse_shape(self) -> tuple[int, int, int]:
         return (self.num_seqs, self.num_q_heads, self.num_q_tokens)
 
     def check_values(self) -> None:
         """Raise `InvalidInput` naming the first invalid value. Expects NumPy arrays."""
         if not self.sparse:
-            pages_per_seq, num_pages = self.page_indices.shape[1], self.kv_cache.shape[0]
-            for seq, kv_len in enumerate(self.kv_lens.tolist()):
-                if not 0 <= kv_len <= pages_per_seq * self.page_size:
-                    limit = f"pages_per_seq * page_size = {pages_per_seq * self.page_size}"
-                    raise InvalidInput(f"expected kv_lens[{seq}] between 0 and {limit}, got {kv_len}")
-                pages = self.page_indices[seq, : -(-kv_len // self.page_size)]
-                bad = np.flatnonzero((pages < 0) | (pages >= num_pages))
-                if bad.size:
-                    where = f"page_indices[{seq}, {bad[0]}]"
-                    raise InvalidInput(f"expected {where} between 0 and {num_pages - 1}, got {pages[bad[0]]}")
+            self._check_table("kv_lens", self.kv_lens)
         if self.schedule is not None:
             self._check_schedule()
 

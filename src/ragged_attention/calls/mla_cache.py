@@ -11,7 +11,6 @@ from ragged_attention.calls.fields import (
     INT32,
     QUANTIZED,
     WIDE_FLOATS,
-    Array,
     ArrayKind,
     Arrays,
     Count,
@@ -28,7 +27,7 @@ from ragged_attention.calls.fields import (
     field,
     is_array,
 )
-from ragged_attention.calls.paged import TableWrite, live_sequences, table_capacity, tables_for_slots
+from ragged_attention.calls.paged import PagesCall, TableWrite, expect_packed_rows, live_sequences, tables_for_slots
 from ragged_attention.errors import InvalidInput
 
 BYTES = ("uint8", "float8_e4m3fn", "int8")
@@ -128,8 +127,6 @@ class CacheKind(Kind):
 class QuantizeMlaCache(Call):
     """The arguments of `quantize_mla_cache`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "quantize_mla_cache"
-
     kv: Any = field(ArrayKind())
     format: str = field(Text())
     power_of_two_scales: bool = field(Flag(), default=True)
@@ -155,9 +152,6 @@ class QuantizeMlaCache(Call):
     def out_shape(self) -> tuple[int, ...]:
         return (*self.kv.shape[:3], CACHE_FORMATS[self.format].token_bytes)
 
-    def check_values(self) -> None:
-        """No value is invalid."""
-
 
 def with_heads(kv: Any) -> Any:
     """Rows [T, d_qk] as those of one KV head, [T, 1, d_qk]; anything else as it is, for the record to judge."""
@@ -177,8 +171,6 @@ def _expect_powers(name: str, value: str, power_of_two_scales: Any) -> None:
 @record
 class DequantizeMlaCache(Call):
     """The arguments of `dequantize_mla_cache`, which says what they mean."""
-
-    OPERATION: ClassVar[str] = "dequantize_mla_cache"
 
     cache: Any = field(ArrayKind(unit_stride=True))
     format: str | None = field(Text(), default=None)
@@ -203,23 +195,12 @@ class DequantizeMlaCache(Call):
     def out_shape(self) -> tuple[int, ...]:
         return (*self.cache.shape[:3], self.kv_format.width)
 
-    def check_values(self) -> None:
-        """No value is invalid."""
 
-
-class LatentPagesCall(Call):
+class LatentPagesCall(PagesCall):
     """What the records with a paged latent cache share, the argument that `CACHE` names."""
 
-    CACHE: ClassVar[str]
-
-    page_indices: Any
     cache_format: str | None
     cache_layout: str | None
-
-    @property
-    def pages(self) -> Array:
-        """The cache."""
-        return getattr(self, self.CACHE)
 
     @property
     def row_width(self) -> int | None:
@@ -227,41 +208,23 @@ class LatentPagesCall(Call):
         return None
 
     @property
-    def num_pages(self) -> int:
-        return self.pages.shape[0]
-
-    @property
-    def page_size(self) -> int:
-        return self.pages.shape[1]
-
-    @property
-    def num_slots(self) -> int:
-        return self.num_pages * self.page_size
-
-    @property
     def num_kv_heads(self) -> int:
-        return self.pages.shape[2]
-
-    @property
-    def capacity(self) -> int:
-        """The most positions one sequence's row of `page_indices` can hold; longer lengths count as this."""
-        return table_capacity(self.page_indices, self.page_size)
+        return self.k_pages_like.shape[2]
 
     @property
     def format(self) -> str:
-        return format_of(self.CACHE, self.pages, self.cache_format, self.row_width)
+        return format_of(self.CACHE, self.k_pages_like, self.cache_format, self.row_width)
 
     @property
     def kv_format(self) -> CacheFormat:
         """How the cache stores its rows."""
-        return stored_format(self.format, self.cache_layout, dtype_name(self.pages))
+        return stored_format(self.format, self.cache_layout, self.cache_dtype)
 
 
 @record
 class WriteMlaCache(LatentPagesCall, TableWrite):
     """The arguments of `write_mla_cache`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "write_mla_cache"
     NUM_RESULTS: ClassVar[int | None] = 0
     CACHE: ClassVar[str] = "cache"
 
@@ -305,11 +268,8 @@ class WriteMlaCache(LatentPagesCall, TableWrite):
 
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
         """Refuse what cannot be written in place: the layout "page" addresses a page's bytes, not its rows."""
-        row, got, planar = self.cache.shape[3], strides(self.cache)[1], self.kv_format.planar
-        if planar and self.page_size > 1 and 0 not in self.cache.shape and got != row:
-            raise InvalidInput(
-                f"expected cache with rows packed in each page (stride {row}) for {self.format!r}, got {got}"
-            )
+        if self.kv_format.planar:
+            expect_packed_rows("cache", self.cache, strides, f" for {self.format!r}")
 
     def check_values(self) -> None:
         """Raise `InvalidInput` naming the first value that points outside the cache. Expects NumPy arrays."""
@@ -319,8 +279,6 @@ class WriteMlaCache(LatentPagesCall, TableWrite):
 @record
 class PageIndicesToSlots(Call):
     """The arguments of `page_indices_to_slots`, which says what they mean."""
-
-    OPERATION: ClassVar[str] = "page_indices_to_slots"
 
     positions: Any = field(ArrayKind())
     page_indices: Any = field(ArrayKind())
@@ -334,6 +292,3 @@ class PageIndicesToSlots(Call):
 
     def results(self) -> tuple[Result, ...]:
         return (Result(self.positions.shape, "int32"),)
-
-    def check_values(self) -> None:
-        """No value is invalid: what names no slot becomes -1."""

@@ -77,7 +77,6 @@ class MakeDecodeSchedule(Call):
     That function describes a decode call, by `kv_lens` or by top-k lists; `prepare` says how one becomes the other.
     """
 
-    OPERATION: ClassVar[str] = "make_decode_schedule"
     NUM_RESULTS: ClassVar[int | None] = 2
 
     lens: Any = field(ArrayKind("S", INT32))  # positions of each sequence, or of its longest list
@@ -132,9 +131,6 @@ class MakeDecodeSchedule(Call):
     @property
     def num_seqs(self) -> int:
         return self.lens.shape[0]
-
-    def check_values(self) -> None:
-        """No value is invalid: a negative length counts as 0."""
 
 
 SHAPE_ARGUMENTS = {"batch_size": 0, "num_q_tokens": 1, "num_q_heads": 1, "num_kv_heads": 1}  # and the least of each

@@ -1,7 +1,6 @@
 """The records of the operations over a paged KV cache of K and V heads."""
 
-import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -101,11 +100,6 @@ def live_sequences(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def table_capacity(page_indices: Array, page_size: int) -> int:
-    """The most positions that a row of a page table can hold, as far as int32 counts them with room for a block."""
-    return min(page_indices.shape[1] * page_size, 2**31 - 2**16)
-
-
 def with_wide_queries(arguments: dict[str, Any], cache: Any, arrays: Arrays) -> dict[str, Any]:
     """The arguments with queries of float8_e4m3fn widened to the dtype of `cache`, to bfloat16 where that is of 8 bits.
 
@@ -174,21 +168,79 @@ class TableWrite(Call):
         )
 
 
-class RaggedCall(WritingCall):
+class PagesCall(Call):
+    """What the records share whose keys lie in pages: the sizes of a cache [P, G, ...]."""
+
+    CACHE: ClassVar[str]  # the argument that holds the cache
+
+    page_indices: Any
+
+    @property
+    def k_pages_like(self) -> Array:
+        """The cache, or the first array if the cache is a pair."""
+        cache = getattr(self, self.CACHE)
+        return cache[0] if isinstance(cache, (tuple, list)) else cache
+
+    @property
+    def cache_dtype(self) -> str:
+        return dtype_name(self.k_pages_like)
+
+    @property
+    def kv_format(self) -> CacheFormat:
+        """How the pages store their elements."""
+        return PLAIN_FORMATS[self.cache_dtype]
+
+    @property
+    def num_pages(self) -> int:
+        return self.k_pages_like.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        return self.k_pages_like.shape[1]
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
+    def pages_per_seq(self) -> int:
+        return self.page_indices.shape[-1]
+
+    @property
+    def capacity(self) -> int:
+        """The most positions that one sequence's row of `page_indices` can hold; longer lengths count as this.
+
+        Positions are int32, and a block of them must fit after the last one.
+        """
+        return min(self.pages_per_seq * self.page_size, 2**31 - 2**16)
+
+    def _check_table(self, lengths_name: str, lengths: Any) -> None:
+        """Raise `InvalidInput` naming the first sequence whose length or pages are invalid. Expects NumPy arrays."""
+        for seq, (length, row) in enumerate(zip(lengths, self.page_indices, strict=True)):
+            self._check_row(f"{lengths_name}[{seq}]", length, f"page_indices[{seq}, *]", row)
+
+    def _check_row(self, length_name: str, length: Any, row_name: str, row: Any) -> None:
+        """Check the values of one sequence: its length, and the pages it takes."""
+        limit = self.pages_per_seq * self.page_size
+        if not 0 <= length <= limit:
+            raise InvalidInput(
+                f"expected {length_name} between 0 and pages_per_seq * page_size = {limit}, got {length}"
+            )
+        expect_page_indices(row_name, row[: -(-int(length) // self.page_size)], self.num_pages)
+
+
+class RaggedCall(PagesCall, GroupedCall, WritingCall):
     """What the attentions of packed queries of many sequences over pages share."""
 
     NUM_RESULTS: ClassVar[int | None] = None
 
-    q: Any
     kv_lens: Any
-    page_indices: Any
     cu_q_lens: Any
     num_seqs: Any
     max_q_len: int | None
     causal: bool
     sliding_window: int | None
     return_lse: bool
-    out_dtype: str | None
 
     @classmethod
     def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
@@ -199,23 +251,6 @@ class RaggedCall(WritingCall):
     def results(self) -> tuple[Result, ...]:
         out, lse = Result(self.out_shape, self.result_dtype), Result(self.q.shape[:2], "float32")
         return (out, lse) if self.return_lse else (out,)
-
-    @property
-    @abc.abstractmethod
-    def num_pages(self) -> int: ...
-
-    @property
-    @abc.abstractmethod
-    def page_size(self) -> int: ...
-
-    @property
-    @abc.abstractmethod
-    def out_shape(self) -> tuple[int, int, int]: ...
-
-    @property
-    def result_dtype(self) -> Any:
-        """The dtype of `out`."""
-        return self.out_dtype or self.q.dtype
 
     @property
     def num_tokens(self) -> int:
@@ -234,11 +269,12 @@ class RaggedCall(WritingCall):
         )  # fmt: skip
 
 
-class PagedCall(Call):
+class PagedCall(PagesCall):
     """What the records with `kv_pages` share: sizes, whichever of the two cache layouts is given."""
 
+    CACHE: ClassVar[str] = "kv_pages"
+
     kv_pages: Any
-    page_indices: Any
 
     def _expect_cache(self, name: str, array: Array) -> None:
         """Check the pages beside an array whose dtype is theirs unless they are 8-bit."""
@@ -256,39 +292,9 @@ class PagedCall(Call):
         return not isinstance(self.kv_pages, (tuple, list))
 
     @property
-    def k_pages_like(self) -> Array:
-        return self.kv_pages if self.combined else self.kv_pages[0]
-
-    @property
-    def cache_dtype(self) -> str:
-        return dtype_name(self.k_pages_like)
-
-    @property
-    def kv_format(self) -> CacheFormat:
-        """How the pages store their elements."""
-        return PLAIN_FORMATS[self.cache_dtype]
-
-    @property
     def code_dtypes(self) -> tuple[str, ...]:
         """The dtype of 8-bit pages, in which new keys and values may come as well; none of others."""
         return (self.cache_dtype,) if self.cache_dtype in QUANTIZED else ()
-
-    @property
-    def num_pages(self) -> int:
-        return self.k_pages_like.shape[0]
-
-    @property
-    def page_size(self) -> int:
-        return self.k_pages_like.shape[1]
-
-    @property
-    def num_slots(self) -> int:
-        return self.num_pages * self.page_size
-
-    @property
-    def capacity(self) -> int:
-        """The most positions one sequence's row of `page_indices` can hold; longer lengths count as this."""
-        return table_capacity(self.page_indices, self.page_size)
 
     @property
     def num_kv_heads(self) -> int:
@@ -303,7 +309,6 @@ class PagedCall(Call):
 class WriteKvPages(PagedCall, TableWrite):
     """The arguments of `write_kv_pages`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "write_kv_pages"
     NUM_RESULTS: ClassVar[int | None] = 0
 
     k: Any = field(ArrayKind())  # [T, K, D], checked when the pages have said K and D
@@ -349,14 +354,12 @@ class WriteKvPages(PagedCall, TableWrite):
 
 
 @record
-class RaggedPagedAttention(PagedCall, GroupedCall, RaggedCall):
+class RaggedPagedAttention(PagedCall, RaggedCall):
     """The arguments of `ragged_paged_attention`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "ragged_paged_attention"
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
     WRITE: ClassVar[type[Call]] = WriteKvPages
-    CACHE: ClassVar[str] = "kv_pages"
 
     q: Any = field(ArrayKind("T H D", FLOATS))
     kv_pages: Any = field(Pair(("kv_pages", "v_pages"), expect_pages, unit_stride=True))
@@ -395,10 +398,6 @@ class RaggedPagedAttention(PagedCall, GroupedCall, RaggedCall):
         names = ("kv_pages", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale")
         return {"k": k, "v": v, "slot_mapping": None, **{name: arguments[name] for name in names}}
 
-    @property
-    def out_shape(self) -> tuple[int, int, int]:
-        return (self.num_tokens, self.num_q_heads, self.v_head_dim)
-
 
 def check_ragged_values(
     kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any, num_tokens: int, num_pages: int, page_size: int,
@@ -430,10 +429,22 @@ def check_ragged_values(
         if within and q_len > kv_len:
             raise InvalidInput(f"expected q_len <= kv_lens[{seq}] = {kv_len}, got q_len {q_len} of sequence {seq}")
         pages = page_indices[seq, : -(-(kv_len // ratio) // page_size)] if q_len else page_indices[seq, :0]
-        bad = np.flatnonzero((pages < 0) | (pages >= num_pages))
-        if bad.size:
-            where = f"page_indices[{seq}, {bad[0]}]"
-            raise InvalidInput(f"expected {where} between 0 and {num_pages - 1}, got {pages[bad[0]]}")
+        expect_page_indices(f"page_indices[{seq}, *]", pages, num_pages)
+
+
+def expect_page_indices(name: str, pages: Any, num_pages: int) -> None:
+    """Raise `InvalidInput` naming the first entry outside [0, num_pages); its index replaces the * in `name`."""
+    bad = np.flatnonzero((pages < 0) | (pages >= num_pages))
+    if bad.size:
+        address = name.replace("*", str(bad[0]))
+        raise InvalidInput(f"expected {address} between 0 and {num_pages - 1}, got {pages[bad[0]]}")
+
+
+def expect_packed_rows(name: str, pages: Any, strides: Callable[[Any], tuple[int, ...]], condition: str = "") -> None:
+    """Raise `InvalidInput` unless the rows of each page follow each other in memory; `condition` says why they must."""
+    row, got = pages.shape[3], strides(pages)[1]
+    if pages.shape[1] > 1 and 0 not in pages.shape and got != row:
+        raise InvalidInput(f"expected {name} with rows packed in each page (stride {row}){condition}, got {got}")
 
 
 def check_slots(slot_mapping: Any, num_slots: int) -> None:
@@ -448,7 +459,6 @@ def check_slots(slot_mapping: Any, num_slots: int) -> None:
 class MergeAttentionStates(Call):
     """The arguments of `merge_attention_states`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "merge_attention_states"
     TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = 2
 
@@ -464,6 +474,3 @@ class MergeAttentionStates(Call):
     def results(self) -> tuple[Result, ...]:
         out, lse = Result(self.outs.shape[1:], self.out_dtype or self.outs.dtype), self.lses
         return out, Result(lse.shape[1:], lse.dtype)
-
-    def check_values(self) -> None:
-        """No value is invalid: a part whose lse is -inf weighs nothing."""

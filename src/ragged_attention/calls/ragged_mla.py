@@ -22,23 +22,16 @@ from ragged_attention.calls.fields import (
     field,
 )
 from ragged_attention.calls.mla import LatentCall
-from ragged_attention.calls.mla_cache import (
-    CacheKind,
-    LatentPagesCall,
-    WriteMlaCache,
-    expect_scale,
-    with_heads,
-)
+from ragged_attention.calls.mla_cache import CacheKind, LatentPagesCall, WriteMlaCache, expect_scale, with_heads
 from ragged_attention.calls.paged import RaggedCall
 from ragged_attention.calls.varlen import SINKS
 from ragged_attention.errors import InvalidInput
 
 
 @record
-class RaggedMlaAttention(LatentCall, LatentPagesCall, RaggedCall):
+class RaggedMlaAttention(LatentPagesCall, LatentCall, RaggedCall):
     """The arguments of `ragged_mla_attention`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "ragged_mla_attention"
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
     WRITE: ClassVar[type[Call]] = WriteMlaCache
@@ -88,7 +81,3 @@ class RaggedMlaAttention(LatentCall, LatentPagesCall, RaggedCall):
     @property
     def row_width(self) -> int:
         return self.d_qk
-
-    @property
-    def out_shape(self) -> tuple[int, int, int]:
-        return (self.num_tokens, self.num_q_heads, self.d_v)
