@@ -202,7 +202,6 @@ class Kind(abc.ABC):
 
     def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
         """The flat arguments of a value; raises for what a schema would misread."""
-        del name
         return (value,)
 
     def unflatten(self, values: Sequence[Any]) -> Any:
@@ -229,7 +228,6 @@ class _Scalar(Kind):
     """A value that is not an array."""
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
-        del name, arrays
         return value.item() if isinstance(value, np.generic) else value
 
     def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
@@ -246,7 +244,6 @@ class Number(_Scalar):
     schema_type = "float"
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        del call, sizes
         expect_number(name, value, positive=self.positive)
 
     def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
@@ -266,7 +263,6 @@ class Integer(_Scalar):
         return "SymInt" if self.symbolic else "int"
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        del call, sizes
         expect_count(name, value, self.least)
 
     def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
@@ -285,7 +281,6 @@ class Flag(_Scalar):
     schema_type = "bool"
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        del call, sizes
         expect_bool(name, value)
 
 
@@ -297,7 +292,6 @@ class Text(_Scalar):
     schema_type = "str"
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        del call, sizes
         expect_text(name, value)
         if self.choices and value not in self.choices:
             raise InvalidInput(f"expected {name} to be {' or '.join(map(repr, self.choices))}, got {value!r}")
@@ -320,7 +314,6 @@ class Count(Kind):
     """How many sequences are live: an int, an i32 array of one that stays on its device, or None for all."""
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        del call
         if is_integer(value):
             if "S" in sizes:  # else there are no sequences to count, as the record will say
                 expect_num_seqs(value, sizes["S"])
@@ -344,7 +337,6 @@ class Length(Kind):
         return arrays.int32((1,), int(value))
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        del call, sizes
         _expect_one_int32(name, value)
 
 
@@ -365,7 +357,6 @@ class Scale(Kind):
     divides: bool = False  # always
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        del sizes
         if is_number(value):
             divides = self.divides or getattr(call, "new_kv", None) is not None
             (expect_divisor if divides else expect_number)(name, value)
@@ -408,15 +399,13 @@ class QueryScale(Kind):
         """The record's `prepare` checks it."""
 
     def schema(self, name: str) -> tuple[str, ...]:
-        del name
         return ()
 
     def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
-        del name, value
         return ()
 
     def unflatten(self, values: Sequence[Any]) -> Any:
-        del values
+        return None
 
 
 @dataclasses.dataclass(frozen=True)

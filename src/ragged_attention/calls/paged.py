@@ -37,7 +37,6 @@ from ragged_attention.errors import InvalidInput
 
 def expect_pages(name: str, kv_pages: Any, call: Any, sizes: Sizes) -> None:
     """Check `kv_pages` by itself: combined `[P, G, 2K, D]`, or a `(k_pages, v_pages)` pair of `[P, G, K, D]`."""
-    del call
     dtypes = (*FLOATS, *QUANTIZED)
     if not isinstance(kv_pages, (tuple, list)):
         expect_array(name, kv_pages, "P G 2K D", dtypes, {})

@@ -15,7 +15,7 @@ from jax._src import config as jax_config  # has the TPU interpret mode in force
 from ragged_attention.calls import Call, Device, is_array
 from ragged_attention.calls.base import shared_memory_of
 from ragged_attention.host.interpreting import interpreting
-from ragged_attention.protocols import PackedArrays
+from ragged_attention.protocols import OPTIONS, PackedArrays
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
@@ -137,15 +137,12 @@ class HostArray:
         return self
 
     def copy_(self, other: Any) -> "HostArray":
-        del other
         return self
 
     def new_empty(self, *sizes: Any, **options: Any) -> "HostArray":
-        del sizes, options
         return HostArray()
 
     def set_(self, storage: Any, *layout: Any) -> None:
-        del layout
         self.array = storage.array
 
     def storage_offset(self) -> int:
@@ -227,8 +224,6 @@ class Launcher(PackedArrays):
         outputs: Sequence[tuple[Sequence[int], Any]],
         *,
         inplace: Sequence[int] = (),
-        num_warps: int = 4,
-        num_stages: int = 2,
         **arguments: Any,
     ) -> list[Any]:
         """`kernel[grid](*inputs, *outputs, **arguments)`; see the torch launcher, whose twin this is.
@@ -244,19 +239,27 @@ class Launcher(PackedArrays):
         if 0 in grid:
             results = [*(jnp.zeros(shape.shape, shape.dtype) for shape in new), *(inputs[index] for index in inplace)]
         else:
-            results = self._launch(kernel, grid, inputs, new, inplace, num_warps, num_stages, arguments)
+            results = self._launch(kernel, grid, inputs, new, inplace, OPTIONS | arguments)
         dtypes += [given[index].dtype for index in inplace]
         return [_from_bits(array, dtype) for array, dtype in zip(results, dtypes, strict=True)]
 
     def _launch(
-        self, kernel: Any, grid: Any, inputs: Any, new: Any, inplace: Any, num_warps: int, num_stages: int,
-        arguments: dict[str, Any],
-    ) -> list[Any]:  # fmt: skip
+        self, kernel: Any, grid: Any, inputs: Any, new: Any, inplace: Any, arguments: dict[str, Any]
+    ) -> list[Any]:
         """A launch that has programs; to it 8-bit floats are uint8, among the inputs and among the new arrays."""
         shapes = [*new, *(jax.ShapeDtypeStruct(inputs[index].shape, inputs[index].dtype) for index in inplace)]
         aliases = {index: len(new) + output for output, index in enumerate(inplace)}
         if hasattr(kernel, "cache_key") and self.device.platform != "cpu":
-            return self._compiled(kernel, grid, inputs, shapes, aliases, arguments, num_warps, num_stages)
+            capability = int(self.device.arch.removeprefix("sm_")) if self.device.platform == "cuda" else None
+
+            @jax.custom_batching.sequential_vmap
+            def call(*arrays: Any) -> Any:
+                return jax_triton().triton_call(
+                    *arrays, kernel=kernel, out_shape=shapes, grid=grid, compute_capability=capability,
+                    input_output_aliases=aliases, **arguments,
+                )  # fmt: skip
+
+            return list(call(*inputs))
 
         def host(*arrays: Any) -> list[np.ndarray]:
             held = [np.array(array) for array in arrays]
@@ -267,28 +270,6 @@ class Launcher(PackedArrays):
             return results
 
         return list(jax.pure_callback(host, shapes, *inputs, vmap_method="sequential"))
-
-    def _compiled(
-        self,
-        kernel: Any,
-        grid: Any,
-        inputs: Any,
-        shapes: Any,
-        aliases: Any,
-        arguments: Any,
-        num_warps: int,
-        num_stages: int,
-    ) -> list[Any]:
-        capability = int(self.device.arch.removeprefix("sm_")) if self.device.platform == "cuda" else None
-
-        @jax.custom_batching.sequential_vmap
-        def call(*arrays: Any) -> Any:
-            return jax_triton().triton_call(
-                *arrays, kernel=kernel, out_shape=shapes, grid=grid, num_warps=num_warps, num_stages=num_stages,
-                compute_capability=capability, input_output_aliases=aliases, **arguments,
-            )  # fmt: skip
-
-        return list(call(*inputs))
 
     @property
     def num_threads(self) -> int:

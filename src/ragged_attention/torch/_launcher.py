@@ -13,6 +13,7 @@ from ragged_attention.calls import Call, Device
 from ragged_attention.calls.base import shared_memory_of
 from ragged_attention.errors import TooLarge
 from ragged_attention.host.interpreting import interpreting
+from ragged_attention.protocols import OPTIONS
 
 DTYPES = {
     "float64": torch.float64,
@@ -69,7 +70,6 @@ def _assign(tensor: torch.Tensor, values: np.ndarray) -> None:
     to_bits(tensor).copy_(torch.from_numpy(np.asarray(values)))
 
 
-OPTIONS = {"num_warps": 4, "num_stages": 2}  # of a launch that does not set others
 _HERE = contextlib.nullcontext()
 
 

@@ -326,7 +326,6 @@ def _request(operation: str, backend: str | None) -> tuple[str | None, str | Non
 
 def _not_differentiable(record: type[Call]) -> Callable[..., Any]:
     def backward(ctx: Any, *gradients: Any) -> Any:
-        del ctx, gradients
         raise RuntimeError(record.no_gradient())
 
     return backward

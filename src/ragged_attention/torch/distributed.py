@@ -84,7 +84,6 @@ def _on_shards(
     record: type[Call], cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
 ) -> Any:
     """An operator's call on DTensors: the same call on what this rank has of them."""
-    del cls, types
     values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
     heads = heads_of_arguments(record) | ({"out": Heads(-2, "H")} if record.TAKES_OUT else {})
     division = _divide(record, heads, values)
