@@ -131,12 +131,12 @@ def load(operation: str, backend: str) -> Implementation:
     return module
 
 
-def backends_offering(operation: str, names: str | None) -> str | None:
+def backends_offering(operation: str, backend: str | Sequence[str] | None) -> str | None:
     """Those of a call's backends, joined by commas, that also offer `operation`, such as the call's gradient.
 
     None if none of them does: then that operation follows the configuration.
     """
-    packages = {name: package_of(name) for name in names.split(",")} if names else {}
+    packages = {} if backend is None else {name: package_of(name) for name in config.parse_names(backend)}
     offer = [name for name, package in packages.items() if package is None or _exists(f"{package}.{operation}")]
     return ",".join(offer) or None
 

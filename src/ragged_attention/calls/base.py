@@ -99,6 +99,7 @@ class Call(abc.ABC):
 
     ATTENDS: ClassVar[bool] = False  # whether results are sums over the keys of sequences
     WHY_NO_GRADIENT: ClassVar[str] = "it works on a KV cache, for inference"
+    CACHE: ClassVar[str]  # the argument that holds the KV cache; a write writes it
     SEPARABLE: ClassVar[frozenset[str]] = frozenset()  # arguments that ask for what another operation can do before
 
     device: Device = NOWHERE
@@ -187,11 +188,6 @@ class Call(abc.ABC):
         """The optional arguments that are not at their defaults."""
         return [name for name, default in self.DEFAULTS.items() if not _is(getattr(self, name), default)]
 
-    def written(self) -> tuple[Any, ...]:
-        """The arrays that the operation writes."""
-        values = [getattr(self, name) for name, kind in self.KINDS.items() if kind.written]
-        return tuple(array for value in values for array in (value if isinstance(value, (tuple, list)) else (value,)))
-
     @classmethod
     def unchecked(cls, **values: Any) -> Self:
         """A record whose values are known to be valid, every field given."""
@@ -229,7 +225,6 @@ class WritingCall(Call):
 
     SEPARABLE: ClassVar[frozenset[str]] = frozenset({"new_kv"})
     WRITE: ClassVar[type[Call]]  # the operation that writes
-    CACHE: ClassVar[str]  # the argument that holds the cache, both here and there
 
     @classmethod
     @abc.abstractmethod

@@ -170,8 +170,6 @@ class TableWrite(Call):
 class PagesCall(Call):
     """What the records share whose keys lie in pages: the sizes of a cache [P, G, ...]."""
 
-    CACHE: ClassVar[str]  # the argument that holds the cache
-
     page_indices: Any
 
     @property
@@ -332,7 +330,8 @@ class WriteKvPages(PagedCall, TableWrite):
         return live_sequences(super().prepare(tables_for_slots(arguments), arrays))
 
     def results(self) -> tuple[Result, ...]:
-        return tuple(Result(pages.shape, pages.dtype) for pages in self.written())
+        caches = (self.kv_pages,) if self.combined else self.kv_pages
+        return tuple(Result(pages.shape, pages.dtype) for pages in caches)
 
     @property
     def num_tokens(self) -> int:

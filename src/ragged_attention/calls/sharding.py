@@ -86,11 +86,6 @@ def _heads_of(name: str, kind: Kind) -> Heads | None:
     return Heads(-2, "K") if name in LATENTS and not letters else None
 
 
-def written_fields(record: type[Call]) -> list[str]:
-    """The arguments that the operation writes."""
-    return [name for name, kind in record.KINDS.items() if kind.written]
-
-
 def expect_each_its_own_heads(record: type[Call]) -> None:
     """Raise `InvalidInput` for an operation that a rank cannot compute from its own heads alone."""
     if record.OPERATION in NEEDS_ALL_HEADS:
@@ -109,6 +104,14 @@ def heads_of_results(record: type[Call], ranks: list[int]) -> list[tuple[str, He
     if record.OPERATION == "mla_decode":  # whose lse is [S, H, Q]
         return [(query, Heads(-2, "H"))] * len(ranks)
     return [(query, Heads(-2 if rank == 3 else -1, "H")) for rank in ranks]
+
+
+def is_sum_over_heads(record: type[Call], heads: Heads, shape: tuple[int, ...]) -> bool:
+    """Whether each rank has a part of a result's sum; `heads` and `shape` are those of `heads_of_results`' argument.
+
+    The gradient of a single KV head, which serves all query heads, is such a sum.
+    """
+    return record.OPERATION in SUMS_OVER_HEADS or (heads.letter == "K" and heads.count(shape) == 1)
 
 
 # ---- positions

@@ -112,8 +112,22 @@ class JaxFrontEnd(Operations[jax.Array, Never]):
     def run_prepared(
         self, record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any, out: None = None
     ) -> Any:
+        """Check the call, choose its backend and run it; requests are read now, at trace time under `jit`."""
         _expect_absent(record, out=out)
-        results = run_prepared(record, prepared, backend, options)
+        call = record(**prepared, device=device_facts(default_platform()))
+        if config.validates_values():
+            _check_values(call)
+        request = Request.of(record.OPERATION, backend, options)
+        _load_candidates(record.OPERATION, request.names)
+        gradient = None
+        if record.DIFFERENTIABLE:
+            name = f"{record.OPERATION}_backward"
+            gradient = Request.of(name, dispatch.backends_offering(name, backend), None)
+        held = {name: held_by_jax(call, name, value) for name, value in prepared.items()}
+        arrays, statics = split(record.flatten(held))
+        traced = any(isinstance(value, jax.core.Tracer) for value in arrays.values())
+        with _own_rules():
+            results = _run(record, arrays, statics, request, gradient, traced, dispatch.state())
         return results[0] if record.NUM_RESULTS == 1 else results
 
     def run_with_write(
@@ -139,25 +153,6 @@ def _expect_absent(record: type[Call], **arguments: Any) -> None:
 
 
 FRONT_END = JaxFrontEnd()
-
-
-def run_prepared(record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any) -> tuple[jax.Array, ...]:
-    """Check the call, choose its backend and run it; requests are read now, at trace time under `jit`."""
-    call = record(**prepared, device=device_facts(default_platform()))
-    if config.validates_values():
-        _check_values(call)
-    request = Request.of(record.OPERATION, backend, options)
-    _load_candidates(record.OPERATION, request.names)
-    gradient = None
-    if record.DIFFERENTIABLE:
-        name = f"{record.OPERATION}_backward"
-        named = dispatch.backends_offering(name, None if backend is None else ",".join(config.parse_names(backend)))
-        gradient = Request.of(name, named, None)
-    held = {name: held_by_jax(call, name, value) for name, value in prepared.items()}
-    arrays, statics = split(record.flatten(held))
-    traced = any(isinstance(value, jax.core.Tracer) for value in arrays.values())
-    with _own_rules():
-        return _run(record, arrays, statics, request, gradient, traced, dispatch.state())
 
 
 @functools.cache

@@ -22,10 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ragged_attention import config, dispatch
+from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, Call, expect_bool, is_array
 from ragged_attention.calls.sharding import (
-    SUMS_OVER_HEADS,
     WITHOUT_HEADS,
     Heads,
     KvShard,
@@ -35,7 +34,7 @@ from ragged_attention.calls.sharding import (
     expect_ring,
     heads_of_fields,
     heads_of_results,
-    written_fields,
+    is_sum_over_heads,
     zigzag_order,
     zigzag_pairs,
 )
@@ -146,15 +145,12 @@ def _of_results(
 ) -> tuple[list[bool], Any]:
     """Of each result whether it is a sum over devices, and how it is divided."""
     leaves, structure = jax.tree.flatten(whole)
-    cache = next((name for name in (*written_fields(record), getattr(record, "CACHE", "")) if name in arrays), "")
-    pages = jax.tree.leaves(specs[cache]) if record.NUM_RESULTS == 0 or "new_kv" in arrays else []
+    pages = jax.tree.leaves(specs[record.CACHE]) if record.NUM_RESULTS == 0 or "new_kv" in arrays else []
     attended = leaves[: len(leaves) - len(pages)]
     summed, divided = [], []
     for leaf, home in zip(attended, heads_of_results(record, [len(leaf.shape) for leaf in attended]), strict=False):
         name, heads = home if home is not None else ("", Heads(-1, "H"))
-        sums = home is not None and (
-            record.OPERATION in SUMS_OVER_HEADS or (heads.letter == "K" and heads.count(arrays[name].shape) == 1)
-        )
+        sums = home is not None and is_sum_over_heads(record, heads, arrays[name].shape)
         summed.append(sums)
         axis = len(leaf.shape) + heads.axis
         divided.append(PartitionSpec() if sums or home is None else PartitionSpec(*[None] * axis, axis_name))
@@ -419,8 +415,7 @@ def context_parallel_varlen_attention(
     expect_held(q=q, k=k, v=v, sinks=sinks, cu_lens=cu_lens)
     expect_ring(q, k, v)
     keywords = {"sm_scale": sm_scale, "soft_cap": soft_cap, "deterministic": deterministic, "backend": backend}
-    named = None if backend is None else ",".join(config.parse_names(backend))
-    gradients = keywords | {"backend": dispatch.backends_offering("varlen_attention_backward", named)}
+    gradients = keywords | {"backend": dispatch.backends_offering("varlen_attention_backward", backend)}
     ring = _Ring(axis_name, causal, keywords | {"options": options}, gradients)
 
     @jax.custom_vjp

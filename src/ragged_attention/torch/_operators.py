@@ -115,7 +115,7 @@ class TorchFrontEnd(Operations[torch.Tensor, torch.Tensor]):
 
     def write(self, record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any) -> Any:
         self.run(record, arguments, backend, options)
-        return arguments[next(name for name, kind in record.KINDS.items() if kind.written)]
+        return arguments[record.CACHE]
 
 
 FRONT_END = TorchFrontEnd()
@@ -167,7 +167,7 @@ def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager
     return torch.autocast(device.type, enabled=False)
 
 
-def _mark_written(operation: str, name: str, tensor: torch.Tensor) -> None:
+def _mark_written(operation: str, name: str, tensor: torch.Tensor | None) -> None:
     """What torch does by itself for its own operations in place: refuse what cannot be written, count versions."""
     if tensor is None:
         return  # which the record will refuse
@@ -200,10 +200,10 @@ def _apart(arguments: dict[str, Any], targets: Sequence[tuple[int, int]]) -> dic
     return {name: apart(value) for name, value in arguments.items()}
 
 
-def _written(record: type[Call], arguments: Mapping[str, Any]) -> dict[str, tuple[torch.Tensor, ...]]:
-    """The tensors that an operation writes, by the names of their arguments."""
-    given = {name: arguments[name] for name, kind in record.KINDS.items() if kind.written}
-    return {name: value if isinstance(value, tuple) else (value,) for name, value in given.items()}
+def _written(record: type[Call], arguments: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    """The tensors that a write writes."""
+    cache = arguments[record.CACHE]
+    return cache if isinstance(cache, tuple) else (cache,)
 
 
 def _implementation(record: type[Call]) -> Callable[..., Any]:
@@ -215,12 +215,11 @@ def _implementation(record: type[Call]) -> Callable[..., Any]:
         assert first is not None
         if record.NUM_RESULTS == 0:
             written = _written(record, arguments)
-            targets = [_span(tensor) for tensors in written.values() for tensor in tensors if tensor is not None]
-            sources = {name: value for name, value in arguments.items() if name not in written}
+            targets = [_span(tensor) for tensor in written if tensor is not None]
+            sources = {name: value for name, value in arguments.items() if name != record.CACHE}
             arguments |= _apart(sources, targets)
-            for name, tensors in written.items():
-                for tensor in tensors:
-                    _mark_written(record.OPERATION, name, tensor)
+            for tensor in written:
+                _mark_written(record.OPERATION, record.CACHE, tensor)
         if out is not None:
             _mark_written(record.OPERATION, "out", out)
         with _without_autocast(first.device):
@@ -320,8 +319,7 @@ def _request(operation: str, backend: str | None) -> tuple[str | None, str | Non
     named = dispatch.backends_offering(operation, backend)
     if torch.compiler.is_compiling():
         return named, None
-    names = config.requested(operation, named)
-    return None if names is None else ",".join(names), encode_options(config.requested_options(operation))
+    return _names(config.requested(operation, named)), encode_options(config.requested_options(operation))
 
 
 def _not_differentiable(record: type[Call]) -> Callable[..., Any]:
@@ -340,12 +338,10 @@ def _refuse_gradient_into(record: type[Call], flat: Sequence[Any], out: torch.Te
 
 def _refuse_gradient_of_write(record: type[Call], flat: Sequence[Any]) -> None:
     arguments = record.unflatten(flat)
-    written = _written(record, arguments)
-    for name, tensors in written.items():
-        for tensor in tensors:
-            _refuse_gradient_of_memory(record.OPERATION, name, tensor)
+    for tensor in _written(record, arguments):
+        _refuse_gradient_of_memory(record.OPERATION, record.CACHE, tensor)
     for name, value in arguments.items():
-        if name not in written and isinstance(value, torch.Tensor) and value.requires_grad:
+        if name != record.CACHE and isinstance(value, torch.Tensor) and value.requires_grad:
             reason = f"detach {name}, or write it under torch.no_grad()"
             raise RuntimeError(f"{record.no_gradient()}; {reason}")
 

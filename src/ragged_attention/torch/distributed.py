@@ -12,7 +12,8 @@ bit depends on which of them is first.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, Call, expect_bool
 from ragged_attention.calls.sharding import (
-    SUMS_OVER_HEADS,
     Heads,
     KvShard,
     dtype_of_parts,
@@ -32,7 +32,7 @@ from ragged_attention.calls.sharding import (
     expect_ring,
     heads_of_arguments,
     heads_of_results,
-    written_fields,
+    is_sum_over_heads,
     zigzag_order,
     zigzag_pairs,
 )
@@ -71,10 +71,7 @@ class _Division:
 
     @property
     def size(self) -> int:
-        size = 1
-        for dim in self.dims:
-            size *= self.mesh.size(dim)
-        return size
+        return math.prod(self.mesh.size(dim) for dim in self.dims)
 
     def placements(self, where_heads_are: Placement) -> tuple[Placement, ...]:
         return tuple(where_heads_are if dim in self.dims else Replicate() for dim in range(self.mesh.ndim))
@@ -143,10 +140,11 @@ def _local(
         value = DTensor.from_local(value, division.mesh, division.placements(Replicate()), run_check=False)
     if value.placements == wanted:
         return value.to_local()
-    written = {flat for field in written_fields(record) for flat in record.KINDS[field].schema(field)}
-    is_written = any(flat.endswith(f" {name}") for flat in written) or (name == "out" and record.TAKES_OUT)
+    written = ("out",) if record.TAKES_OUT else ()
+    if record.NUM_RESULTS == 0:
+        written = [flat.split()[-1] for flat in record.KINDS[record.CACHE].schema(record.CACHE)]
     replicated = all(own in (need, Replicate()) for own, need in zip(value.placements, wanted, strict=True))
-    if name not in GRADIENTS and (is_written or not replicated):
+    if name not in GRADIENTS and (name in written or not replicated):
         raise InvalidInput(
             f"expected {name} placed as {_said(wanted)}, as its heads are, got {_said(value.placements)}"
         )
@@ -165,7 +163,7 @@ def _placed(
     if home is None or result.shape == (0,):  # an empty tensor in place of an absent one
         return division.placements(Replicate())
     argument, heads = home
-    if record.OPERATION in SUMS_OVER_HEADS or (heads.letter == "K" and heads.count(values[argument].shape) == 1):
+    if is_sum_over_heads(record, heads, values[argument].shape):
         return division.placements(Partial())
     return division.placements(Shard(result.ndim + heads.axis))
 
@@ -464,8 +462,8 @@ def context_parallel_varlen_attention(
     expect_bool("causal", causal)
     expect_ring(q, k, v)
     keywords = {"sm_scale": sm_scale, "soft_cap": soft_cap, "deterministic": deterministic, "backend": backend}
-    job = _RingJob(group, causal, keywords | {"options": options}, keywords | _gradients_request(backend))
-    out, lse = _RingAttention.apply(q, k, v, sinks, cu_lens, job)
+    ring = _Ring(group, causal, keywords | {"options": options}, keywords | _gradients_request(backend))
+    out, lse = _RingAttention.apply(q, k, v, sinks, cu_lens, ring)
     return (out, lse) if return_lse else out
 
 
@@ -497,62 +495,49 @@ def zigzag_whole(part: torch.Tensor, *, group: Group = None) -> torch.Tensor:
 def _gradients_request(backend: Any) -> dict[str, Any]:
     """The backend and options of the gradient, which are those in force now: autograd runs it in another thread."""
     operation = "varlen_attention_backward"
-    named = None if backend is None else ",".join(config.parse_names(backend))
-    names = config.requested(operation, dispatch.backends_offering(operation, named))
+    names = config.requested(operation, dispatch.backends_offering(operation, backend))
     return {"backend": names, "options": dict(config.requested_options(operation))}
 
 
 class _Ring:
-    """Sends a tensor to the next rank and gets the previous rank's of the same shape."""
+    """The ring of ranks of one call: what its forward and its backward pass share besides arrays."""
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, causal: bool, keywords: Mapping[str, Any], gradients: Mapping[str, Any]) -> None:
+        self.group, self.causal = group, causal
+        self.keywords, self.gradients = keywords, gradients  # of varlen_attention, and of its gradient
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         world = dist.group.WORLD if group is None else group
         assert world is not None
         self.peers = [dist.get_global_rank(world, (self.rank + step) % self.size) for step in (1, -1)]
 
-    def pass_on(self, tensor: torch.Tensor) -> "_Passing":
+    def pass_on(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Send a tensor to the next rank; the returned function waits for the previous rank's tensor.
+
+        The caller keeps the sent tensor alive until that function has returned.
+        """
         received = torch.empty_like(tensor)
         send = dist.P2POp(dist.isend, tensor, self.peers[0], self.group)
         receive = dist.P2POp(dist.irecv, received, self.peers[1], self.group)
-        return _Passing(dist.batch_isend_irecv([send, receive]), tensor, received)
+        works = dist.batch_isend_irecv([send, receive])
 
+        def wait() -> torch.Tensor:
+            for work in works:
+                work.wait()
+            return received
 
-@dataclasses.dataclass(slots=True)
-class _Passing:
-    """A tensor on its way, which has to live until it has been sent."""
+        return wait
 
-    works: list[Any]
-    sent: torch.Tensor
-    received: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        for work in self.works:
-            work.wait()
-        return self.received
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _RingJob:
-    """What the forward and the backward pass of a call share besides arrays."""
-
-    group: Group
-    causal: bool
-    keywords: Any  # of varlen_attention
-    gradients: Any  # of varlen_attention_backward
-
-    def edges(self, cu_lens: torch.Tensor, rank: int, size: int, rows: int) -> list[torch.Tensor]:
+    def edges(self, cu_lens: torch.Tensor, rank: int, rows: int) -> list[torch.Tensor]:
         """The sequences' edges within each of the two pieces of a rank."""
-        return [(cu_lens - piece * rows).clip(0, rows) for piece in (rank, 2 * size - 1 - rank)]
+        return [(cu_lens - piece * rows).clip(0, rows) for piece in (rank, 2 * self.size - 1 - rank)]
 
-    def steps(self, ring: _Ring, cu_lens: torch.Tensor, rows: int) -> Any:
+    def steps(self, cu_lens: torch.Tensor, rows: int) -> Any:
         """For each rank whose keys pass by: the pairs of pieces that attend, with their edges and causality."""
-        own = self.edges(cu_lens, ring.rank, ring.size, rows)
-        for step in range(ring.size):
-            source = (ring.rank - step) % ring.size
-            others = self.edges(cu_lens, source, ring.size, rows)
-            yield [(i, j, own[i], others[j], causal) for i, j, causal in zigzag_pairs(ring.rank, source, self.causal)]
+        own = self.edges(cu_lens, self.rank, rows)
+        for step in range(self.size):
+            source = (self.rank - step) % self.size
+            others = self.edges(cu_lens, source, rows)
+            yield [(i, j, own[i], others[j], causal) for i, j, causal in zigzag_pairs(self.rank, source, self.causal)]
 
 
 def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -572,31 +557,31 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
-        cu_lens: torch.Tensor, job: _RingJob,
+        cu_lens: torch.Tensor, ring: _Ring,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        ring, queries, packed = _Ring(job.group), q.chunk(2), _packed(k, v)
+        queries, packed = q.chunk(2), _packed(k, v)
         parts: list[Any] = [None, None]
-        for step, pairs in enumerate(job.steps(ring, cu_lens, queries[0].shape[0])):
+        for step, pairs in enumerate(ring.steps(cu_lens, queries[0].shape[0])):
             passing = ring.pass_on(packed) if step < ring.size - 1 else None
             keys = _unpacked(packed, k, v)
             for i, j, q_edges, kv_edges, causal in pairs:
                 k_piece, v_piece = keys[j]
                 out, lse = varlen_attention(
-                    queries[i], k_piece, v_piece, q_edges, kv_edges, causal=causal, return_lse=True, **job.keywords
+                    queries[i], k_piece, v_piece, q_edges, kv_edges, causal=causal, return_lse=True, **ring.keywords
                 )
                 parts[i] = _added(parts[i], out.float(), lse)
-            packed = packed if passing is None else passing.wait()
+            packed = packed if passing is None else passing()
         merged = [merge_attention_states([out], [lse], sinks=sinks, out_dtype=q.dtype) for out, lse in parts]
         out, lse = (torch.cat(pieces) for pieces in zip(*merged, strict=True))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, sinks, cu_lens, out, lse)
-        ctx.job = job
+        ctx.ring = ring
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         q, k, v, sinks, cu_lens, out, lse = ctx.saved_tensors
-        job, ring = ctx.job, _Ring(ctx.job.group)
+        ring: _Ring = ctx.ring
         d_out, d_lse = gradients
         d_out = torch.zeros_like(out) if d_out is None else d_out
         d_lses = (None, None) if d_lse is None else d_lse.chunk(2)
@@ -605,7 +590,7 @@ class _RingAttention(torch.autograd.Function):
         d_sinks = None if sinks is None else torch.zeros_like(sinks)
         packed = _packed(k, v)
         d_packed = torch.zeros_like(packed, dtype=torch.float32)
-        for step, pairs in enumerate(job.steps(ring, cu_lens, by_piece[0][0].shape[0])):
+        for step, pairs in enumerate(ring.steps(cu_lens, by_piece[0][0].shape[0])):
             passing = ring.pass_on(packed) if step < ring.size - 1 else None
             keys, d_keys = _unpacked(packed, k, v), _unpacked(d_packed, k, v)
             for i, j, q_edges, kv_edges, causal in pairs:
@@ -613,7 +598,7 @@ class _RingAttention(torch.autograd.Function):
                 k_piece, v_piece = keys[j]
                 found = varlen_attention_backward(
                     d_piece, q_piece, k_piece, v_piece, out_piece, lse_piece, q_edges, kv_edges, d_lse=d_lse_piece,
-                    causal=causal, sinks=sinks, **job.gradients,
+                    causal=causal, sinks=sinks, **ring.gradients,
                 )  # fmt: skip
                 for total, part in zip((dq.chunk(2)[i], *d_keys[j]), found[:3], strict=True):
                     total += part
@@ -621,8 +606,8 @@ class _RingAttention(torch.autograd.Function):
                 if own and d_sinks is not None and found[3] is not None:
                     d_sinks += found[3]
             if ring.size > 1:
-                d_packed = ring.pass_on(d_packed).wait()
-            packed = packed if passing is None else passing.wait()
+                d_packed = ring.pass_on(d_packed)()
+            packed = packed if passing is None else passing()
         dk, dv = d_packed[: k.numel()].view(k.shape), d_packed[k.numel() :].view(v.shape)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None
 
