@@ -156,6 +156,11 @@ class IndexerCall(IndexerQueries):
         return self.q.shape[2]
 
     @property
+    def num_pages(self) -> int:
+        """Pages of paged keys."""
+        return self.keys.shape[0]
+
+    @property
     def page_size(self) -> int:
         """Positions of a page; packed keys are one page."""
         return self.keys.shape[1] if self.paged else self.keys.shape[0]
@@ -175,10 +180,7 @@ class IndexerCall(IndexerQueries):
     def check_values(self) -> None:
         """Raise `InvalidInput` naming the first range or sequence that is invalid. Expects NumPy arrays."""
         if self.paged:
-            check_ragged_values(
-                self.kv_lens, self.page_indices, self.cu_q_lens, self.num_seqs,
-                self.num_tokens, self.keys.shape[0], self.page_size, ratio=self.ratio,
-            )  # fmt: skip
+            check_ragged_values(self, ratio=self.ratio)
         else:
             check_ranges(self.starts, self.stops, self.keys.shape[0])
 

@@ -324,16 +324,12 @@ class MlaDecode(LatentPagesCall, LatentCall):
         return self.topk + self.extra_topk if self.sparse else super().capacity
 
     @property
-    def extra_format(self) -> str:
-        """The format of the second cache; where there is none, that of the first."""
-        return self.format if self.extra_kv_cache is None else format_of("extra_kv_cache", self.extra_kv_cache, None)
-
-    @property
     def extra_kv_format(self) -> CacheFormat:
         """How the second cache stores its rows; where there is none, how the first does."""
         if self.extra_kv_cache is None:
             return self.kv_format
-        return stored_format(self.extra_format, self.cache_layout, dtype_name(self.extra_kv_cache))
+        extra = format_of("extra_kv_cache", self.extra_kv_cache, None)
+        return stored_format(extra, self.cache_layout, dtype_name(self.extra_kv_cache))
 
     @property
     def lse_shape(self) -> tuple[int, int, int]:

@@ -225,7 +225,6 @@ class LatentPagesCall(PagesCall):
 class WriteMlaCache(LatentPagesCall, TableWrite):
     """The arguments of `write_mla_cache`, which says what they mean."""
 
-    NUM_RESULTS: ClassVar[int | None] = 0
     CACHE: ClassVar[str] = "cache"
 
     kv: Any = field(ArrayKind())
@@ -270,10 +269,6 @@ class WriteMlaCache(LatentPagesCall, TableWrite):
         """Refuse what cannot be written in place: the layout "page" addresses a page's bytes, not its rows."""
         if self.kv_format.planar:
             expect_packed_rows("cache", self.cache, strides, f" for {self.format!r}")
-
-    def check_values(self) -> None:
-        """Raise `InvalidInput` naming the first value that points outside the cache. Expects NumPy arrays."""
-        self._check_places(self.num_tokens, self.num_pages, self.page_size)
 
 
 @record

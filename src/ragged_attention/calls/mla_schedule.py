@@ -31,9 +31,8 @@ class DecodeSchedule:
     under `validate="full"` only. With other lengths results stay correct, but the work is divided badly.
     """
 
-    parts: (
-        Any  # i32 [programs, 8]: first sequence, first block in it, last sequence, end block in it, first split, 0 0 0
-    )
+    # i32 [programs, 8]: first sequence, first block in it, last sequence, end block in it, first split, 0 0 0
+    parts: Any
     num_splits: Any  # i32 [S + 1], prefix sums of the number of splits of each sequence
     lens: Any = None  # i32 [S], the lengths it was made for; None is unknown
     extra_lens: Any = None  # i32 [S], those of the lists into the second cache

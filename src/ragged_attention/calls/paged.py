@@ -1,5 +1,6 @@
 """The records of the operations over a paged KV cache of K and V heads."""
 
+import abc
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -140,33 +141,6 @@ def tables_for_slots(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**arguments, **given, "slot_mapping": None}
 
 
-class TableWrite(Call):
-    """What the writes of this step's rows share: these go to slots, or to where an attention's tables have them."""
-
-    slot_mapping: Any
-    page_indices: Any
-    kv_lens: Any
-    cu_q_lens: Any
-    num_seqs: Any
-
-    def _expect_slots_or_tables(self) -> None:
-        tables = [name for name in TABLES if getattr(self, name) is not None]
-        if (self.slot_mapping is not None) == bool(tables) or len(tables) not in (0, 3):
-            got = ", ".join(tables + ["slot_mapping"] * (self.slot_mapping is not None)) or "neither"
-            raise InvalidInput(f"expected slot_mapping, or page_indices with kv_lens and cu_q_lens, got {got}")
-        if self.slot_mapping is not None and self.num_seqs is not None:
-            raise InvalidInput("expected num_seqs only with page_indices, got it with slot_mapping")
-
-    def _check_places(self, num_tokens: int, num_pages: int, page_size: int) -> None:
-        """Raise `InvalidInput` naming the first value that points outside the cache. Expects NumPy arrays."""
-        if self.slot_mapping is not None:
-            check_slots(self.slot_mapping, num_pages * page_size)
-            return
-        check_ragged_values(
-            self.kv_lens, self.page_indices, self.cu_q_lens, self.num_seqs, num_tokens, num_pages, page_size
-        )
-
-
 class PagesCall(Call):
     """What the records share whose keys lie in pages: the sizes of a cache [P, G, ...]."""
 
@@ -226,6 +200,36 @@ class PagesCall(Call):
         expect_page_indices(row_name, row[: -(-int(length) // self.page_size)], self.num_pages)
 
 
+class TableWrite(PagesCall):
+    """What the writes of this step's rows share: these go to slots, or to where an attention's tables have them."""
+
+    NUM_RESULTS: ClassVar[int | None] = 0
+
+    slot_mapping: Any
+    kv_lens: Any
+    cu_q_lens: Any
+    num_seqs: Any
+
+    @property
+    @abc.abstractmethod
+    def num_tokens(self) -> int: ...
+
+    def _expect_slots_or_tables(self) -> None:
+        tables = [name for name in TABLES if getattr(self, name) is not None]
+        if (self.slot_mapping is not None) == bool(tables) or len(tables) not in (0, 3):
+            got = ", ".join(tables + ["slot_mapping"] * (self.slot_mapping is not None)) or "neither"
+            raise InvalidInput(f"expected slot_mapping, or page_indices with kv_lens and cu_q_lens, got {got}")
+        if self.slot_mapping is not None and self.num_seqs is not None:
+            raise InvalidInput("expected num_seqs only with page_indices, got it with slot_mapping")
+
+    def check_values(self) -> None:
+        """Raise `InvalidInput` naming the first value that points outside the cache. Expects NumPy arrays."""
+        if self.slot_mapping is not None:
+            check_slots(self.slot_mapping, self.num_slots)
+        else:
+            check_ragged_values(self)
+
+
 class RaggedCall(PagesCall, GroupedCall, WritingCall):
     """What the attentions of packed queries of many sequences over pages share."""
 
@@ -259,11 +263,8 @@ class RaggedCall(PagesCall, GroupedCall, WritingCall):
 
     def check_values(self) -> None:
         """Raise `InvalidInput` naming the first sequence whose index values are invalid. Expects NumPy arrays."""
-        check_ragged_values(
-            self.kv_lens, self.page_indices, self.cu_q_lens, self.num_seqs,
-            self.num_tokens, self.num_pages, self.page_size, self.max_q_len,
-            within=self.causal or self.sliding_window is not None,
-        )  # fmt: skip
+        within = self.causal or self.sliding_window is not None
+        check_ragged_values(self, max_q_len=self.max_q_len, within=within)
 
 
 class PagedCall(PagesCall):
@@ -306,8 +307,6 @@ class PagedCall(PagesCall):
 class WriteKvPages(PagedCall, TableWrite):
     """The arguments of `write_kv_pages`, which says what they mean."""
 
-    NUM_RESULTS: ClassVar[int | None] = 0
-
     k: Any = field(ArrayKind())  # [T, K, D], checked when the pages have said K and D
     v: Any = field(ArrayKind("T K D_v", lambda call: (dtype_name(call.k),), checked_last=True))
     kv_pages: Any = field(Pair(("kv_pages", "v_pages"), expect_pages, unit_stride=True, written=True))
@@ -345,10 +344,6 @@ class WriteKvPages(PagedCall, TableWrite):
     def copies(self) -> bool:
         """Whether keys and values come as the pages store them, so that they are copied whatever the scales."""
         return dtype_name(self.k) in QUANTIZED
-
-    def check_values(self) -> None:
-        """Raise `InvalidInput` naming the first value that points outside the pages. Expects NumPy arrays."""
-        self._check_places(self.num_tokens, self.num_pages, self.page_size)
 
 
 @record
@@ -397,20 +392,18 @@ class RaggedPagedAttention(PagedCall, RaggedCall):
         return {"k": k, "v": v, "slot_mapping": None, **{name: arguments[name] for name in names}}
 
 
-def check_ragged_values(
-    kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any, num_tokens: int, num_pages: int, page_size: int,
-    max_q_len: int | None = None, ratio: int = 1, within: bool = True,
-) -> None:  # fmt: skip
-    """Raise `InvalidInput` naming the first invalid value of a ragged batch's tables. Expects NumPy arrays.
+def check_ragged_values(call: Any, *, max_q_len: int | None = None, ratio: int = 1, within: bool = True) -> None:
+    """Raise `InvalidInput` naming the first invalid value of the tables of a ragged call. Expects NumPy arrays.
 
     A page holds `page_size` rows, each of which stands for `ratio` tokens. The queries are the last of a sequence's
     positions where it matters to them (`within`); else, as over a part of a cache, they may be more than its keys.
     """
-    max_num_seqs, pages_per_seq = page_indices.shape
-    count = max_num_seqs if num_seqs is None else int(np.asarray(num_seqs).reshape(()))
+    kv_lens, num_tokens, page_size = call.kv_lens, call.num_tokens, call.page_size
+    max_num_seqs, pages_per_seq = call.page_indices.shape
+    count = max_num_seqs if call.num_seqs is None else int(np.asarray(call.num_seqs).reshape(()))
     if not 0 <= count <= max_num_seqs:
         raise InvalidInput(f"expected num_seqs between 0 and {max_num_seqs=}, got {count}")
-    starts = cu_q_lens[: count + 1].astype(np.int64)
+    starts = call.cu_q_lens[: count + 1].astype(np.int64)
     if count and starts[0] != 0:
         raise InvalidInput(f"expected cu_q_lens[0] = 0, got {starts[0]}")
     for seq in range(count):
@@ -426,8 +419,8 @@ def check_ragged_values(
             raise InvalidInput(f"expected kv_lens[{seq}] between 0 and {limit}, got {kv_len}")
         if within and q_len > kv_len:
             raise InvalidInput(f"expected q_len <= kv_lens[{seq}] = {kv_len}, got q_len {q_len} of sequence {seq}")
-        pages = page_indices[seq, : -(-(kv_len // ratio) // page_size)] if q_len else page_indices[seq, :0]
-        expect_page_indices(f"page_indices[{seq}, *]", pages, num_pages)
+        used = -(-(kv_len // ratio) // page_size) if q_len else 0
+        expect_page_indices(f"page_indices[{seq}, *]", call.page_indices[seq, :used], call.num_pages)
 
 
 def expect_page_indices(name: str, pages: Any, num_pages: int) -> None:

@@ -15,7 +15,7 @@ from jax._src import config as jax_config  # has the TPU interpret mode in force
 from ragged_attention.calls import Call, Device, is_array
 from ragged_attention.calls.base import shared_memory_of
 from ragged_attention.host.interpreting import interpreting
-from ragged_attention.protocols import OPTIONS, PackedArrays
+from ragged_attention.protocols import OPTIONS, PackedArrays, Shaped
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
@@ -217,15 +217,9 @@ class Launcher(PackedArrays):
         self.device = device
 
     def __call__(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        inputs: Sequence[Any],
-        outputs: Sequence[tuple[Sequence[int], Any]],
-        *,
-        inplace: Sequence[int] = (),
-        **arguments: Any,
-    ) -> list[Any]:
+        self, kernel: Any, grid: tuple[int, ...], inputs: Sequence[Any], outputs: Sequence[Shaped], *,
+        inplace: Sequence[int] = (), **arguments: Any,
+    ) -> list[Any]:  # fmt: skip
         """`kernel[grid](*inputs, *outputs, **arguments)`; see the torch launcher, whose twin this is.
 
         The inputs numbered in `inplace` come back as new arrays, in their old memory where that is donated.
@@ -277,12 +271,9 @@ class Launcher(PackedArrays):
         return 0
 
     def native(
-        self,
-        function: Any,
-        operands: Mapping[str, Any],
-        outputs: Mapping[str, tuple[Sequence[int], Any] | str | None],
+        self, function: Any, operands: Mapping[str, Any], outputs: Mapping[str, Shaped | str | None],
         numbers: Mapping[str, int | float],
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any]:  # fmt: skip
         """Call a compiled function through XLA's FFI; see the torch launcher, whose twin this is.
 
         To XLA absent arrays are arrays without entries, integers one attribute, other numbers one each.
@@ -313,13 +304,7 @@ class Launcher(PackedArrays):
         values, order = jax.lax.sort((numbers, indices), num_keys=1, is_stable=True)
         return values, order
 
-    def on_host(
-        self,
-        function: Callable[..., Any],
-        call: Call,
-        outputs: str | Sequence[tuple[Sequence[int], Any]],
-        **extra: Any,
-    ) -> Any:
+    def on_host(self, function: Callable[..., Any], call: Call, outputs: str | Sequence[Shaped], **extra: Any) -> Any:
         """Run a NumPy function on the call's arguments through a host callback; see the torch launcher."""
         if isinstance(outputs, str):
             given = getattr(call, outputs)

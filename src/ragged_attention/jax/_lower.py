@@ -109,12 +109,15 @@ class JaxFrontEnd(Operations[jax.Array, Never]):
         _expect_absent(record, device=arguments.get("device"))
         return record.prepare(arguments, ARRAYS)
 
+    def checked(self, record: type[Call], prepared: Mapping[str, Any]) -> Call:
+        return record(**prepared, device=device_facts(default_platform()))
+
     def run_prepared(
         self, record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any, out: None = None
     ) -> Any:
         """Check the call, choose its backend and run it; requests are read now, at trace time under `jit`."""
         _expect_absent(record, out=out)
-        call = record(**prepared, device=device_facts(default_platform()))
+        call = self.checked(record, prepared)
         if config.validates_values():
             _check_values(call)
         request = Request.of(record.OPERATION, backend, options)

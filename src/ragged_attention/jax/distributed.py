@@ -97,7 +97,7 @@ def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.
     def divided(*arguments: Any, **keywords: Any) -> Any:
         expect_each_its_own_heads(record)
         given = signature.bind(*arguments, **keywords).arguments
-        call = record(**FRONT_END.prepare(record, absent | given), device=device_facts(default_platform()))
+        call = FRONT_END.call_of(operation.__name__, absent | given)
         given = {name: held_by_jax(call, name, to_jax(value)) for name, value in given.items()}
         arrays = {name: value for name, value in given.items() if any(map(is_array, jax.tree.leaves(value)))}
         others = {name: value for name, value in given.items() if name not in arrays}

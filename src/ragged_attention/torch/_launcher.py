@@ -13,7 +13,7 @@ from ragged_attention.calls import Call, Device
 from ragged_attention.calls.base import shared_memory_of
 from ragged_attention.errors import TooLarge
 from ragged_attention.host.interpreting import interpreting
-from ragged_attention.protocols import OPTIONS
+from ragged_attention.protocols import OPTIONS, Shaped
 
 DTYPES = {
     "float64": torch.float64,
@@ -90,15 +90,9 @@ class Launcher:
         self.out = out
 
     def __call__(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[tuple[Sequence[int], Any]],
-        *,
-        inplace: Sequence[int] = (),
-        **arguments: Any,
-    ) -> list[torch.Tensor]:
+        self, kernel: Any, grid: tuple[int, ...], inputs: Sequence[torch.Tensor], outputs: Sequence[Shaped], *,
+        inplace: Sequence[int] = (), **arguments: Any,
+    ) -> list[torch.Tensor]:  # fmt: skip
         """Enqueue `kernel[grid](*inputs, *outputs, **arguments)` and return the outputs.
 
         `outputs` are (shape, dtype) to allocate, uninitialised; behind them stand the inputs numbered in `inplace`,
@@ -124,12 +118,9 @@ class Launcher:
         return torch.get_num_threads()
 
     def native(
-        self,
-        function: Any,
-        operands: Mapping[str, torch.Tensor | None],
-        outputs: Mapping[str, tuple[Sequence[int], Any] | str | None],
+        self, function: Any, operands: Mapping[str, torch.Tensor | None], outputs: Mapping[str, Shaped | str | None],
         numbers: Mapping[str, int | float],
-    ) -> dict[str, torch.Tensor | None]:
+    ) -> dict[str, torch.Tensor | None]:  # fmt: skip
         """Call a compiled function on the current stream and return its results by name; None is an array left out.
 
         A result given as the name of an operand is that operand, which the function writes in place.
@@ -138,7 +129,7 @@ class Launcher:
         """
         device = next(tensor.device for tensor in operands.values() if tensor is not None)
 
-        def memory(name: str, given: tuple[Sequence[int], Any] | str | None) -> torch.Tensor | None:
+        def memory(name: str, given: Shaped | str | None) -> torch.Tensor | None:
             if given is None or isinstance(given, str):
                 return None if given is None else operands[given]
             shape, dtype = tuple(given[0]), DTYPES.get(given[1], given[1])
@@ -200,13 +191,7 @@ class Launcher:
         odd = page % 4 or row % 4 or tensor.data_ptr() % 4
         return tensor.clone(memory_format=torch.contiguous_format) if apart or odd or byte != 1 else tensor
 
-    def on_host(
-        self,
-        function: Callable[..., Any],
-        call: Call,
-        outputs: str | Sequence[tuple[Sequence[int], Any]],
-        **extra: Any,
-    ) -> Any:
+    def on_host(self, function: Callable[..., Any], call: Call, outputs: str | Sequence[Shaped], **extra: Any) -> Any:
         """Run a NumPy function on the call's arguments: floats as float64, 8-bit floats as bits.
 
         `outputs` are (shape, dtype) of the results, or the name of the argument that takes them.

@@ -71,6 +71,9 @@ class TorchFrontEnd(Operations[torch.Tensor, torch.Tensor]):
                 raise error from None  # a nested tensor has no shape to look at
             raise
 
+    def checked(self, record: type[Call], prepared: Mapping[str, Any]) -> Call:
+        return _plan.checked(record, prepared)
+
     def run_prepared(
         self, record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any,
         out: torch.Tensor | None = None,

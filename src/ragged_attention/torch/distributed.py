@@ -118,11 +118,6 @@ def _divide(record: type[Call], heads: Mapping[str, Heads], values: Mapping[str,
     return _Division(mesh, frozenset(dims))
 
 
-def _is_combined(name: str, values: Mapping[str, Any]) -> bool:
-    """Whether an array is of pages that hold keys and values by turns."""
-    return name == "kv_pages" and values["v_pages"] is None
-
-
 def _local(
     record: type[Call], name: str, value: Any, heads: Heads | None, values: Mapping[str, Any], division: _Division
 ) -> Any:
@@ -132,7 +127,8 @@ def _local(
     if not isinstance(value, torch.Tensor):
         return value
     wanted = division.placements(Replicate())
-    if heads is not None and heads.are_divided(name, tuple(value.shape), division.size, _is_combined(name, values)):
+    combined = name == "kv_pages" and values["v_pages"] is None  # pages that hold keys and values by turns
+    if heads is not None and heads.are_divided(name, tuple(value.shape), division.size, combined):
         wanted = division.placements(Shard(value.ndim + heads.axis))
     if not isinstance(value, DTensor):
         if value.is_floating_point() and value.numel() != 1:
