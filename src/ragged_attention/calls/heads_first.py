@@ -84,6 +84,8 @@ class HeadsFirstSizes(PagesCall):
 class HeadsFirstCall(HeadsFirstSizes, GroupedCall):
     """What the records with heads-first pages share."""
 
+    ATTENDS: ClassVar[bool] = True
+    TAKES_OUT: ClassVar[bool] = True
     CACHE: ClassVar[str] = "k_pages"
 
     k_pages: Any
@@ -154,9 +156,6 @@ def _pages(name: str) -> HeadsFirstPages:
 class PagedAttention(HeadsFirstCall):
     """The arguments of `paged_attention`, which says what they mean."""
 
-    ATTENDS: ClassVar[bool] = True
-    TAKES_OUT: ClassVar[bool] = True
-
     q: Any = field(ArrayKind("S H D", FLOATS))
     k_pages: Any = field(_pages("k_pages"))
     v_pages: Any = field(_pages("v_pages"))
@@ -180,9 +179,6 @@ class PagedAttention(HeadsFirstCall):
 @record
 class PrefillAttention(HeadsFirstCall):
     """The arguments of `prefill_attention`, which says what they mean."""
-
-    ATTENDS: ClassVar[bool] = True
-    TAKES_OUT: ClassVar[bool] = True
 
     q: Any = field(ArrayKind("T H D", FLOATS))
     k_pages: Any = field(_pages("k_pages"))

@@ -34,20 +34,17 @@ from ragged_attention.errors import InvalidInput
 MAX_WIDTH = 1024
 
 
-def expect_width(name: str, width: int) -> None:
-    if width % 16 or not 16 <= width <= MAX_WIDTH:
-        raise InvalidInput(f"expected {name} to be a multiple of 16 from 16 to {MAX_WIDTH}, got {width}")
-
-
 class LatentCall(GroupedCall):
     """What the attentions over latents share."""
 
     d_v: Any
 
     def _check_queries(self) -> None:
-        expect_width(f"q.shape[{len(self.q.shape) - 1}]", self.d_qk)
-        if self.d_v % 16 or not 16 <= self.d_v <= self.d_qk:
-            d_qk = self.d_qk
+        d_qk = self.d_qk
+        if d_qk % 16 or not 16 <= d_qk <= MAX_WIDTH:
+            name = f"q.shape[{len(self.q.shape) - 1}]"
+            raise InvalidInput(f"expected {name} to be a multiple of 16 from 16 to {MAX_WIDTH}, got {d_qk}")
+        if self.d_v % 16 or not 16 <= self.d_v <= d_qk:
             raise InvalidInput(f"expected d_v to be a multiple of 16 from 16 to {d_qk=}, got {self.d_v}")
 
     def _check_rows(self, name: str, cache: Any, found: str) -> None:

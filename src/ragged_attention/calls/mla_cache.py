@@ -52,23 +52,16 @@ def expect_layout(name: str, cache_layout: Any) -> None:
         raise InvalidInput(f"expected cache_layout={has[0]!r} with cache_format={name!r}, got {cache_layout!r}")
 
 
-def is_plain_8bit(cache: Any, row_width: int | None) -> bool:
-    """Whether a cache holds rows of this width as 8-bit numbers, which share one scale that the caller knows.
-
-    No quantised format has as many bytes to a token as it has columns.
-    """
-    return dtype_name(cache) in QUANTIZED and cache.shape[-1] == row_width
-
-
 def format_of(name: str, cache: Any, given: str | None, row_width: int | None = None) -> str:
     """The format of a cache whose dtype and rank are known to be valid: `plain` or a name in CACHE_FORMATS.
 
-    With `row_width`, the columns of a row, 8-bit numbers can be plain as well.
+    With `row_width`, the columns of a row, 8-bit numbers can be plain as well; then they share one scale that the
+    caller knows. No quantised format has as many bytes per token as it has columns.
     """
     if given is not None:
         expect_format("cache_format", given, plain=True)
     dtype, width = dtype_name(cache), cache.shape[-1]
-    if given in (None, "plain") and is_plain_8bit(cache, row_width):
+    if given in (None, "plain") and dtype in QUANTIZED and width == row_width:
         return "plain"
     if dtype in WIDE_FLOATS:
         if given not in (None, "plain"):

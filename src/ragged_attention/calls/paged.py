@@ -66,11 +66,7 @@ def expect_new_kv(name: str, new_kv: Any, call: Any, sizes: Sizes) -> None:
         raise TypeError(f"expected {name} to be a pair (k, v), got {len(new_kv)} values")
     for index, shape in enumerate(("T K D", "T K D_v")):
         expect_array(f"{name}[{index}]", new_kv[index], shape, (dtype_name(call.q), *call.code_dtypes), sizes)
-    expect_one_dtype(name, new_kv)
-
-
-def expect_one_dtype(name: str, arrays: Any) -> None:
-    dtypes = [dtype_name(array) for array in arrays]
+    dtypes = [dtype_name(array) for array in new_kv]
     if len(set(dtypes)) > 1:
         raise InvalidInput(f"expected {name} to have one dtype, got {' and '.join(dtypes)}")
 
@@ -233,6 +229,8 @@ class TableWrite(PagesCall):
 class RaggedCall(PagesCall, GroupedCall, WritingCall):
     """What the attentions of packed queries of many sequences over pages share."""
 
+    ATTENDS: ClassVar[bool] = True
+    TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = None
 
     kv_lens: Any
@@ -350,8 +348,6 @@ class WriteKvPages(PagedCall, TableWrite):
 class RaggedPagedAttention(PagedCall, RaggedCall):
     """The arguments of `ragged_paged_attention`, which says what they mean."""
 
-    ATTENDS: ClassVar[bool] = True
-    TAKES_OUT: ClassVar[bool] = True
     WRITE: ClassVar[type[Call]] = WriteKvPages
 
     q: Any = field(ArrayKind("T H D", FLOATS))

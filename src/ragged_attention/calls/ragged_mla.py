@@ -32,8 +32,6 @@ from ragged_attention.errors import InvalidInput
 class RaggedMlaAttention(LatentPagesCall, LatentCall, RaggedCall):
     """The arguments of `ragged_mla_attention`, which says what they mean."""
 
-    ATTENDS: ClassVar[bool] = True
-    TAKES_OUT: ClassVar[bool] = True
     WRITE: ClassVar[type[Call]] = WriteMlaCache
     CACHE: ClassVar[str] = "kv_cache"
 

@@ -66,10 +66,6 @@ def indices_to_numpy(tensor: torch.Tensor) -> Any:
     return to_numpy(tensor) if tensor.dtype in (torch.int32, torch.int64) else tensor
 
 
-def _assign(tensor: torch.Tensor, values: np.ndarray) -> None:
-    to_bits(tensor).copy_(torch.from_numpy(np.asarray(values)))
-
-
 _HERE = contextlib.nullcontext()
 
 
@@ -205,7 +201,7 @@ class Launcher:
             device = next(value for value in call.arguments().values() if isinstance(value, torch.Tensor)).device
             new = [torch.empty(tuple(shape), dtype=DTYPES.get(dtype, dtype), device=device) for shape, dtype in outputs]
         for tensor, values in zip(new, results, strict=True):
-            _assign(tensor, values)
+            to_bits(tensor).copy_(torch.from_numpy(np.asarray(values)))
         return new
 
 
