@@ -26,7 +26,7 @@ from ragged_attention.calls.paged import PagesCall, RaggedPagedAttention, expect
 from ragged_attention.errors import InvalidInput
 
 ALIGNMENTS = ("chunk", "end")
-JAX_LARGEST = 127.5  # by which jax's QuantizedTensor multiplies its scales; see `is_jax_quantized`
+JAX_LARGEST = 127.5  # the factor in the scales of jax's QuantizedTensor; see `is_jax_quantized`
 
 
 def is_jax_quantized(pages: Any) -> bool:
@@ -35,7 +35,7 @@ def is_jax_quantized(pages: Any) -> bool:
 
 
 def expect_heads_first(name: str, pages: Any, call: Any, sizes: Sizes) -> None:
-    """Check heads-first pages: an array [K, P, G, D], or 8-bit ones in a pair with f32 [K, P, G, 1]; V is as K is."""
+    """Check heads-first pages: an array [K, P, G, D], or a pair of 8-bit pages and f32 [K, P, G, 1]; V must match K."""
     if isinstance(pages, (tuple, list)) and len(pages) != 2:
         raise TypeError(f"expected {name} to be an array or a pair (weight, scales), got {len(pages)} values")
     is_pair = isinstance(pages, (tuple, list))
@@ -82,7 +82,7 @@ class HeadsFirstSizes(PagesCall):
 
 
 class HeadsFirstCall(HeadsFirstSizes, GroupedCall):
-    """What the records with heads-first pages share."""
+    """The base of records with heads-first pages."""
 
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
@@ -123,7 +123,7 @@ class HeadsFirstCall(HeadsFirstSizes, GroupedCall):
         return (Result(self.out_shape, self.q.dtype),)
 
     def as_ragged(self, **changes: Any) -> "RaggedHeadsFirst":
-        """The same call as one of ragged paged attention, whose index arrays are among `changes`.
+        """This call as a call of ragged paged attention, whose index arrays are in `changes`.
 
         It holds the pages as they are stored: their scales, if any, are left to the caller.
         """
@@ -134,7 +134,7 @@ class HeadsFirstCall(HeadsFirstSizes, GroupedCall):
 
 
 class RaggedHeadsFirst(HeadsFirstSizes, RaggedPagedAttention):
-    """A call of ragged paged attention whose pair of pages is heads-first, for backends that can read those.
+    """A call of ragged paged attention with a pair of heads-first pages, for backends that can read them.
 
     Without a second axis `page_indices` is the row of the one sequence there is.
     """
@@ -195,7 +195,7 @@ class PrefillAttention(HeadsFirstCall):
         return 1
 
     def as_ragged(self, **changes: Any) -> RaggedHeadsFirst:
-        """As the base's; the rows that belong to the sequence come first, so `cu_q_lens` is [0, their count]."""
+        """The sequence's rows come first, so `cu_q_lens` is [0, their count]."""
         return HeadsFirstCall.as_ragged(self, **{"sliding_window": self.sliding_window} | changes)
 
     def check_values(self) -> None:

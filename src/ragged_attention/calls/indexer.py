@@ -1,4 +1,4 @@
-"""The records of the lightning indexer: logits of queries over keys, the top-k of them, its quantised keys."""
+"""The records of the lightning indexer: its logits, their top-k, and its quantised keys."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -30,7 +30,7 @@ from ragged_attention.calls.paged import (
 from ragged_attention.errors import InvalidInput
 
 E4M3 = "float8_e4m3fn"
-SCALE_BYTES = 4  # of a key in a page of bytes
+SCALE_BYTES = 4  # per key in a page of bytes
 A_CHOICE = "it serves to choose keys, and a choice has none"
 LARGEST_TOP_K = 4096
 
@@ -47,7 +47,7 @@ def expect_top_k(top_k: int) -> None:
 
 @record
 class IndexerQueries(Call):
-    """The arguments that the public functions have first."""
+    """The first arguments of the public functions."""
 
     WHY_NO_GRADIENT: ClassVar[str] = A_CHOICE
 
@@ -58,14 +58,14 @@ class IndexerQueries(Call):
 
 @record
 class IndexerChoice(IndexerQueries):
-    """The one that stands behind them where keys are chosen."""
+    """The argument that follows them if keys are chosen."""
 
     top_k: int = field(Integer(least=1))
 
 
 @record
 class IndexerCall(IndexerQueries):
-    """What the logits and the top-k of them have in common: queries, weights, and the keys that each query sees."""
+    """The base of the logits and of their top-k: queries, weights, and the keys that each query sees."""
 
     key_scale: Any = field(ArrayKind(), default=None)
     starts: Any = field(ArrayKind("T", INT32), default=None)
@@ -88,7 +88,7 @@ class IndexerCall(IndexerQueries):
             raise InvalidInput(f"expected max_keys only with relative=True, got {self.max_keys}")
 
     def _expect_one_form(self) -> None:
-        """Packed keys with ranges, or paged ones with tables."""
+        """Raise unless keys are packed and have ranges, or are paged and have tables."""
         ranges = [name for name in ("starts", "stops") if getattr(self, name) is not None]
         tables = [name for name in TABLES if getattr(self, name) is not None]
         if (len(ranges), len(tables)) not in ((2, 0), (0, 3)):
@@ -135,7 +135,7 @@ class IndexerCall(IndexerQueries):
 
     @property
     def bytes(self) -> bool:
-        """Whether keys are pages of e4m3 values with their scales behind them."""
+        """Whether keys are pages of e4m3 values that their scales follow."""
         return self.paged and len(self.keys.shape) == 4
 
     @property
@@ -167,7 +167,7 @@ class IndexerCall(IndexerQueries):
 
     @property
     def columns(self) -> int:
-        """How many positions a query can tell apart: columns of its logits."""
+        """The columns of the logits, one per position that a query can see."""
         if self.paged:
             return self.page_indices.shape[1] * self.page_size
         return self.keys.shape[0] if self.max_keys is None else self.max_keys

@@ -1,11 +1,11 @@
-"""The records of multi-head latent attention (MLA): one latent row per token serves as K and, its first part, as V."""
+"""The records of multi-head latent attention (MLA): a token's latent row is its K, and the first columns are its V."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ragged_attention.calls.base import GroupedCall, Result, expect_groups, gradients_of, record
+from ragged_attention.calls.base import Call, GroupedCall, Result, expect_groups, gradients_of, record
 from ragged_attention.calls.cache_formats import CACHE_FORMATS, PLAIN_FORMATS, CacheFormat, stored_format
 from ragged_attention.calls.fields import (
     FLOATS,
@@ -15,10 +15,13 @@ from ragged_attention.calls.fields import (
     ArrayKind,
     Arrays,
     ArrayTuple,
+    Count,
     Dtype,
     Flag,
     Integer,
     Number,
+    QueryScale,
+    Scale,
     Sizes,
     Text,
     dtype_name,
@@ -26,8 +29,18 @@ from ragged_attention.calls.fields import (
     field,
     is_array,
 )
-from ragged_attention.calls.mla_cache import CacheKind, LatentPagesCall, expect_cache, expect_layout, format_of
+from ragged_attention.calls.mla_cache import (
+    CacheKind,
+    LatentPagesCall,
+    WriteMlaCache,
+    expect_cache,
+    expect_layout,
+    expect_scale,
+    format_of,
+    with_heads,
+)
 from ragged_attention.calls.mla_schedule import expect_list_lens, schedule_arrays, scheduled_lens
+from ragged_attention.calls.paged import RaggedCall
 from ragged_attention.calls.varlen import SINKS, like_lse, like_q
 from ragged_attention.errors import InvalidInput
 
@@ -35,7 +48,7 @@ MAX_WIDTH = 1024
 
 
 class LatentCall(GroupedCall):
-    """What the attentions over latents share."""
+    """The base of attentions over latents."""
 
     d_v: Any
 
@@ -48,7 +61,7 @@ class LatentCall(GroupedCall):
             raise InvalidInput(f"expected d_v to be a multiple of 16 from 16 to {d_qk=}, got {self.d_v}")
 
     def _check_rows(self, name: str, cache: Any, found: str) -> None:
-        """The rows of a cache against the queries."""
+        """Check that the rows of a cache fit the queries."""
         width = cache.shape[-1] if found == "plain" else CACHE_FORMATS[found].width
         d_qk = self.d_qk
         if found != "plain" and width != d_qk:
@@ -71,7 +84,7 @@ class LatentCall(GroupedCall):
 
 
 class Lists(ArrayKind):
-    """Lists of keys, of which none is empty."""
+    """Lists of at least one key."""
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
         super().check(name, value, call, sizes)
@@ -80,7 +93,7 @@ class Lists(ArrayKind):
 
 
 class SparsePrefillCall(LatentCall):
-    """What sparse prefill and its gradient share."""
+    """The base of sparse prefill and its gradient."""
 
     kv: Any
     indices: Any
@@ -99,7 +112,7 @@ class SparsePrefillCall(LatentCall):
 
     @property
     def page_size(self) -> int:
-        """Rows of a page; of packed rows each is one."""
+        """Rows of a page; packed rows are pages of one row."""
         return 1 if len(self.kv.shape) == 3 else self.kv.shape[1]
 
     @property
@@ -225,7 +238,7 @@ class MlaDecode(LatentPagesCall, LatentCall):
     extra_kv_cache: Any = field(ArrayKind(unit_stride=True), default=None)
     extra_indices: Any = field(Lists("S Q N'", INT32), default=None)
     extra_topk_lens: Any = field(ArrayKind(), default=None)  # [S] or [S, Q]
-    schedule: Any = field(ArrayTuple(hint=True), default=None)  # as `DecodeSchedule`, what is None left out
+    schedule: Any = field(ArrayTuple(hint=True), default=None)  # the arrays of a `DecodeSchedule`, without None
     cache_format: str | None = field(Text(), default=None)
     cache_layout: str | None = field(Text(), default=None)
     out_dtype: str | None = field(Dtype(choices=FLOATS), default=None)
@@ -322,7 +335,7 @@ class MlaDecode(LatentPagesCall, LatentCall):
 
     @property
     def extra_kv_format(self) -> CacheFormat:
-        """How the second cache stores its rows; where there is none, how the first does."""
+        """The format of the second cache, or of the first cache if there is no second one."""
         if self.extra_kv_cache is None:
             return self.kv_format
         extra = format_of("extra_kv_cache", self.extra_kv_cache, None)
@@ -356,3 +369,52 @@ class MlaDecode(LatentPagesCall, LatentCall):
                     f"expected a schedule made for these {name}, got one made for {then[seq]} where "
                     f"{name}[{seq}] = {now[seq]}"
                 )
+
+
+@record
+class RaggedMlaAttention(LatentPagesCall, LatentCall, RaggedCall):
+    """The arguments of `ragged_mla_attention`, which says what they mean."""
+
+    WRITE: ClassVar[type[Call]] = WriteMlaCache
+    CACHE: ClassVar[str] = "kv_cache"
+
+    q: Any = field(ArrayKind("T H D", FLOATS))
+    kv_cache: Any = field(CacheKind(unit_stride=True))
+    kv_lens: Any = field(ArrayKind("S", INT32))
+    page_indices: Any = field(ArrayKind("S M", INT32))
+    cu_q_lens: Any = field(ArrayKind("S+1", INT32))
+    num_seqs: Any = field(Count(), default=None)
+    max_q_len: int | None = field(Integer(symbolic=True, hint=True), default=None)
+    d_v: int = field(Integer(), default=512)
+    sm_scale: float | None = field(Number(), default=None)
+    causal: bool = field(Flag(), default=True)
+    sliding_window: int | None = field(Integer(least=1, symbolic=True), default=None)
+    soft_cap: float | None = field(Number(positive=True), default=None)
+    sinks: Any = field(SINKS, default=None)
+    q_scale: Any = field(QueryScale(), default=None)
+    kv_scale: Any = field(Scale(), default=None)
+    return_lse: bool = field(Flag(), default=False)
+    new_kv: Any = field(ArrayKind("T K D", like_q), default=None)
+    cache_format: str | None = field(Text(), default=None)
+    cache_layout: str | None = field(Text(), default=None)
+    out_dtype: str | None = field(Dtype(choices=FLOATS), default=None)
+
+    def _check(self, sizes: Sizes) -> None:
+        self._check_queries()
+        if (got := self.kv_cache.shape[2]) != 1:
+            raise InvalidInput(f"expected kv_cache to have num_kv_heads = 1, a row that serves all heads, got {got}")
+        self._check_rows("kv_cache", self.kv_cache, self.format)
+        expect_scale(self.format, self.kv_scale)
+
+    @classmethod
+    def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        prepared = super().prepare(arguments, arrays)
+        return prepared | {"new_kv": with_heads(prepared["new_kv"])}
+
+    @classmethod
+    def arguments_of_write(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return super().arguments_of_write(arguments) | {"kv": arguments["new_kv"], "cache": arguments["kv_cache"]}
+
+    @property
+    def row_width(self) -> int:
+        return self.d_qk

@@ -41,7 +41,7 @@ def expect_format(name: str, value: Any, plain: bool) -> None:
 
 
 def expect_layout(name: str, cache_layout: Any) -> None:
-    """Check a layout against the format `name`, `plain` among them."""
+    """Check a layout of the format `name`, which may be `plain`."""
     if cache_layout is None:
         return
     expect_text("cache_layout", cache_layout)
@@ -147,7 +147,7 @@ class QuantizeMlaCache(Call):
 
 
 def with_heads(kv: Any) -> Any:
-    """Rows [T, d_qk] as those of one KV head, [T, 1, d_qk]; anything else as it is, for the record to judge."""
+    """Rows [T, d_qk] with an axis for their one KV head, [T, 1, d_qk]; any other value unchanged."""
     return kv[:, None] if is_array(kv) and len(kv.shape) == 2 else kv
 
 
@@ -190,14 +190,14 @@ class DequantizeMlaCache(Call):
 
 
 class LatentPagesCall(PagesCall):
-    """What the records with a paged latent cache share, the argument that `CACHE` names."""
+    """The base of records with a paged latent cache, the argument `CACHE`."""
 
     cache_format: str | None
     cache_layout: str | None
 
     @property
     def row_width(self) -> int | None:
-        """The columns of a row, of a record that takes plain 8-bit caches."""
+        """The columns of a row, if the record takes plain 8-bit caches."""
         return None
 
     @property
@@ -259,7 +259,7 @@ class WriteMlaCache(LatentPagesCall, TableWrite):
         return self.kv.shape[0]
 
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
-        """Refuse what cannot be written in place: the layout "page" addresses a page's bytes, not its rows."""
+        """Refuse rows with gaps in the layout "page", which addresses a page's bytes and not its rows."""
         if self.kv_format.planar:
             expect_packed_rows("cache", self.cache, strides, f" for {self.format!r}")
 

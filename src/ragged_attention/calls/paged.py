@@ -80,9 +80,9 @@ def expect_head_dim(name: str, head_dim: int) -> None:
 
 
 def live_sequences(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with a Python count of sequences taken into account, which narrows the tables to those.
+    """The arguments with the tables cut to the live sequences, if the count of those is a Python int.
 
-    A count in an array stays where it is.
+    A count in an array stays on its device.
     """
     count = arguments["num_seqs"]
     if not is_integer(count) or not is_array(arguments["kv_lens"]):
@@ -128,7 +128,7 @@ def tables_for_slots(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """The arguments of a write; a tuple (page_indices, kv_lens, cu_q_lens) given for the slots becomes those three."""
     tables = arguments["slot_mapping"]
     if not isinstance(tables, (tuple, list)) or any(map(is_number, tables)):
-        return arguments  # a list of slots is not an array, as the record will say
+        return arguments  # the record refuses a list of slots, which is not an array
     if len(tables) != 3:
         raise InvalidInput(
             f"expected slot_mapping to be an array or (page_indices, kv_lens, cu_q_lens), got {len(tables)} values"
@@ -138,7 +138,7 @@ def tables_for_slots(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class PagesCall(Call):
-    """What the records share whose keys lie in pages: the sizes of a cache [P, G, ...]."""
+    """The base of records with pages: the sizes of a cache [P, G, ...]."""
 
     page_indices: Any
 
@@ -197,7 +197,7 @@ class PagesCall(Call):
 
 
 class TableWrite(PagesCall):
-    """What the writes of this step's rows share: these go to slots, or to where an attention's tables have them."""
+    """The base of writes of this step's rows: their places are slots, or follow from the tables of an attention."""
 
     NUM_RESULTS: ClassVar[int | None] = 0
 
@@ -227,7 +227,7 @@ class TableWrite(PagesCall):
 
 
 class RaggedCall(PagesCall, GroupedCall, WritingCall):
-    """What the attentions of packed queries of many sequences over pages share."""
+    """The base of attentions of packed queries over pages of many sequences."""
 
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
@@ -266,14 +266,14 @@ class RaggedCall(PagesCall, GroupedCall, WritingCall):
 
 
 class PagedCall(PagesCall):
-    """What the records with `kv_pages` share: sizes, whichever of the two cache layouts is given."""
+    """The base of records with `kv_pages`: their sizes in either of the two cache layouts."""
 
     CACHE: ClassVar[str] = "kv_pages"
 
     kv_pages: Any
 
     def _expect_cache(self, name: str, array: Array) -> None:
-        """Check the pages beside an array whose dtype is theirs unless they are 8-bit."""
+        """Check the pages, whose dtype is that of `array` unless they are 8-bit."""
         if self.page_size < 1:
             raise InvalidInput(f"expected page_size >= 1, got {self.page_size}")
         if self.cache_dtype not in (dtype_name(array), *QUANTIZED):
@@ -284,12 +284,12 @@ class PagedCall(PagesCall):
 
     @property
     def combined(self) -> bool:
-        """Whether K and V lie interleaved in one array."""
+        """Whether one array holds K and V, interleaved."""
         return not isinstance(self.kv_pages, (tuple, list))
 
     @property
     def code_dtypes(self) -> tuple[str, ...]:
-        """The dtype of 8-bit pages, in which new keys and values may come as well; none of others."""
+        """The dtype of 8-bit pages, which new keys and values may have too; empty for other pages."""
         return (self.cache_dtype,) if self.cache_dtype in QUANTIZED else ()
 
     @property
@@ -305,7 +305,7 @@ class PagedCall(PagesCall):
 class WriteKvPages(PagedCall, TableWrite):
     """The arguments of `write_kv_pages`, which says what they mean."""
 
-    k: Any = field(ArrayKind())  # [T, K, D], checked when the pages have said K and D
+    k: Any = field(ArrayKind())  # [T, K, D]; `_check` checks it against the K and D of the pages
     v: Any = field(ArrayKind("T K D_v", lambda call: (dtype_name(call.k),), checked_last=True))
     kv_pages: Any = field(Pair(("kv_pages", "v_pages"), expect_pages, unit_stride=True, written=True))
     slot_mapping: Any = field(ArrayKind("T", ("int32", "int64"), checked_last=True), default=None)
@@ -340,7 +340,7 @@ class WriteKvPages(PagedCall, TableWrite):
 
     @property
     def copies(self) -> bool:
-        """Whether keys and values come as the pages store them, so that they are copied whatever the scales."""
+        """Whether keys and values already have the dtype of 8-bit pages, so they are copied and scales are ignored."""
         return dtype_name(self.k) in QUANTIZED
 
 
@@ -384,15 +384,14 @@ class RaggedPagedAttention(PagedCall, RaggedCall):
     @classmethod
     def arguments_of_write(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
         k, v = arguments["new_kv"]
-        names = ("kv_pages", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale")
-        return {"k": k, "v": v, "slot_mapping": None, **{name: arguments[name] for name in names}}
+        return super().arguments_of_write(arguments) | {"k": k, "v": v}
 
 
 def check_ragged_values(call: Any, *, max_q_len: int | None = None, ratio: int = 1, within: bool = True) -> None:
     """Raise `InvalidInput` naming the first invalid value of the tables of a ragged call. Expects NumPy arrays.
 
-    A page holds `page_size` rows, each of which stands for `ratio` tokens. The queries are the last of a sequence's
-    positions where it matters to them (`within`); else, as over a part of a cache, they may be more than its keys.
+    A page holds `page_size` rows, each of which stands for `ratio` tokens. With `within`, the queries are the last
+    positions of their sequence; otherwise, as in a call over a part of the cache, a sequence may have fewer keys.
     """
     kv_lens, num_tokens, page_size = call.kv_lens, call.num_tokens, call.page_size
     max_num_seqs, pages_per_seq = call.page_indices.shape

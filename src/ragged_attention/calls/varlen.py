@@ -31,7 +31,7 @@ def like_lse(call: Any) -> tuple[str, ...]:
 
 
 class VarlenCall(GroupedCall):
-    """What the attention over packed sequences and its gradient share."""
+    """The base of attention over packed sequences and its gradient."""
 
     k: Any
     v: Any

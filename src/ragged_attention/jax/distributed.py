@@ -548,9 +548,8 @@ class _Ring:
                     **self.gradients,
                 )  # fmt: skip
                 dq, dk, dv = dq.at[i].add(found[0]), dk.at[j].add(found[1]), dv.at[j].add(found[2])
-                if (
-                    sinks is not None and own and i == j
-                ):  # every call returns the gradient of all its queries, so add it once
+                # Every call returns the gradient of all its queries, so add it once.
+                if sinks is not None and own and i == j:
                     d_sinks += found[3]
             return (dq, d_sinks), (dk, dv)
 
