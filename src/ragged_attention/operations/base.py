@@ -1,4 +1,4 @@
-"""What the public functions need from a front end, which knows the framework's arrays and how an operation runs."""
+"""The base of both front ends, which run operations on a framework's arrays for the public functions."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -27,15 +27,15 @@ class AttentionKeywords(TypedDict, Generic[Array, Memory], total=False):
 
 
 class FrontEnd(abc.ABC, Generic[Array, Memory]):
-    """How a front end runs a call. Arguments go by name; `backend`, `options` and `out` go with every call."""
+    """Runs calls on the arrays of a framework. Arguments go by name, next to `backend`, `options` and `out`."""
 
     @abc.abstractmethod
     def prepare(self, record: type[Call], arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The record's arguments from those of the public function."""
+        """The record's arguments, converted from those of the public function."""
 
     @abc.abstractmethod
     def checked(self, record: type[Call], prepared: Mapping[str, Any]) -> Call:
-        """The record of arguments that are prepared, for the device that the call runs on."""
+        """The record of prepared arguments, on the device that runs the call."""
 
     @abc.abstractmethod
     def run_prepared(
@@ -52,7 +52,7 @@ class FrontEnd(abc.ABC, Generic[Array, Memory]):
 
     @abc.abstractmethod
     def write(self, record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any) -> Any:
-        """The written cache of a write, in the form in which it was given: an array or a pair."""
+        """The written cache of a write, an array or a pair, like the given one."""
 
     def call_of(self, operation: str, arguments: Mapping[str, Any]) -> Call:
         """The checked record of a call by the public function's arguments, every one given by name."""

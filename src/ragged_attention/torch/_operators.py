@@ -1,8 +1,8 @@
 """The operators `torch.ops.ragged_attention.*`, derived from the records, and how a public function calls one.
 
-A public function hands its arguments over by name, each written out, so that every torch's Dynamo, a type checker and a
-reader can follow them; the record says how they become those of its operator. Everything else (checks, choice of
-backend, launch) happens inside the operator, out of sight of `torch.compile`.
+A public function passes each argument by name, so that Dynamo of every torch, type checkers and readers can follow it.
+The record converts the arguments to those of its operator. Everything else (checks, choice of backend, launch) happens
+inside the operator, where `torch.compile` does not look.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _library = torch.library.Library("ragged_attention", "DEF")
 
 
 class TorchArrays:
-    """How public arguments become the records' on torch tensors."""
+    """Converts public arguments to those of the records, on torch tensors."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.arguments = arguments
@@ -89,11 +89,11 @@ class TorchFrontEnd(Operations[torch.Tensor, torch.Tensor]):
         try:
             if compiling or _may_differentiate(flat if out is None else [*flat, out]):
                 return operator(*flat, _names(backend), encode_options(options))
-            with torch._C._AutoDispatchBelowAutograd():  # which would find the same, at the price of a second dispatch
+            with torch._C._AutoDispatchBelowAutograd():  # autograd would only add a second dispatch
                 return operator(*flat, _names(backend), encode_options(options))
         except (RuntimeError, TypeError):
             if (error := _plan.fault(record, prepared, out)) is not None:
-                raise error from None  # which names our argument, as a schema's error does not
+                raise error from None  # it names our argument, unlike the error of a schema
             raise
 
     def run_with_write(
@@ -102,8 +102,8 @@ class TorchFrontEnd(Operations[torch.Tensor, torch.Tensor]):
     ) -> tuple[Any, ...]:  # fmt: skip
         """Run an attention after another operation has written its `new_kv`, in place.
 
-        Nothing is written for a call that will be refused. Under `torch.compile` all checks but those of the backend
-        are made by the operators' fake kernels, before anything runs.
+        A call that will be refused writes nothing. Under `torch.compile` the fake kernels of the operators make all
+        checks, except the backend's, before anything runs.
         """
         prepared = self.prepare(record, arguments)
         if not torch.compiler.is_compiling():
@@ -113,7 +113,7 @@ class TorchFrontEnd(Operations[torch.Tensor, torch.Tensor]):
                 _refuse_gradient_into(record, record.flatten(prepared))
         self.run_prepared(record.WRITE, record.arguments_of_write(prepared), backend, None)
         results = self.run_prepared(record, prepared | {"new_kv": None}, backend, options, out)
-        count = 2 if arguments["return_lse"] else 1  # with `out` an lse that nobody asked for is an empty tensor
+        count = 2 if arguments["return_lse"] else 1  # with `out`, an lse that is not requested is an empty tensor
         return *results[:count], arguments[record.CACHE]
 
     def write(self, record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any) -> Any:
@@ -143,7 +143,7 @@ def _requires_gradient(flat: Sequence[Any]) -> bool:
 
 
 def _refuse_tangents(operation: str, flat: Sequence[Any]) -> None:
-    """Forward-mode differentiation, which torch would let pass with tangents of zero."""
+    """Raise for forward-mode differentiation, for which torch would use tangents of zero."""
     for value in flat:
         if isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None:
             raise RuntimeError(f"{operation} has no forward-mode derivative (jvp); use reverse mode where it has that")
@@ -154,26 +154,26 @@ def _names(backend: Any) -> str | None:
 
 
 def encode_options(options: Any) -> str | None:
-    """The options mapping as the string that a schema can carry, in a way that `torch.compile` can follow."""
+    """The options as a string for an operator's schema, built by code that `torch.compile` can trace."""
     if options is None:
         return None
     return "{" + ", ".join([f"{name!r}: {value!r}" for name, value in expect_options(options).items()]) + "}"
 
 
-# ---- what an operator does
+# ---- the body of an operator
 
 
 def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Where autocast, which would change dtypes within an operation, is off."""
+    """A context without autocast, which would change dtypes within an operation."""
     if not torch._C._is_any_autocast_enabled():  # type: ignore[attr-defined]
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def _mark_written(operation: str, name: str, tensor: torch.Tensor | None) -> None:
-    """What torch does by itself for its own operations in place: refuse what cannot be written, count versions."""
+    """Refuse a tensor that cannot be written, and count its version, as torch's own in-place operations do."""
     if tensor is None:
-        return  # which the record will refuse
+        return  # the record will refuse it
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
     elif not torch.is_inference_mode_enabled():
@@ -181,15 +181,15 @@ def _mark_written(operation: str, name: str, tensor: torch.Tensor | None) -> Non
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses between which a tensor's elements lie."""
+    """The first address of a tensor's elements, and the address after the last one."""
     first = tensor.data_ptr()
     return first, first + _plan.extent_of(tensor)
 
 
 def _apart(arguments: dict[str, Any], targets: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """The arguments with copies of the tensors that lie between the addresses of what is written.
+    """The arguments, with copies of the tensors that overlap the written memory.
 
-    Kernels read and write in any order, so that a row to be copied could be overwritten before it is read.
+    Kernels read and write in any order, so they could overwrite a row before they read it.
     """
 
     def apart(value: Any) -> Any:
@@ -239,12 +239,12 @@ def _implementation(record: type[Call]) -> Callable[..., Any]:
 
 
 def _num_others(record: type[Call]) -> int:
-    """How many results an operator returns beside the one that it writes to `out`."""
+    """The number of results that an operator returns besides the result in `out`."""
     return 1 if record.NUM_RESULTS is None else record.NUM_RESULTS - 1
 
 
 def _as_declared(found: list[torch.Tensor], count: int | None, like: torch.Tensor) -> Any:
-    """A backend's results as a schema has them: an empty tensor in place of an absent one."""
+    """The results of a backend as its schema declares them, with an empty tensor for an absent one."""
     if count is None:
         return found
     if count == 0:
@@ -274,10 +274,10 @@ def _fake(record: type[Call]) -> Callable[..., Any]:
 
 
 def _gradient(record: type[Call]) -> tuple[Callable[..., Any], Callable[..., None]]:
-    """The backward function, and what saves for it, as `torch.library.register_autograd` takes them.
+    """The backward function and the function that saves tensors for it, for `torch.library.register_autograd`.
 
-    The gradient is the operation `<operation>_backward`. Of a call's results the first, out, and the last, lse, have
-    gradients; its own arguments are those of the forward by name. The backend is chosen as at the time of the forward.
+    The gradient is the operation `<operation>_backward`, which takes the arguments of the forward by name. The first
+    result, out, and the last one, lse, have gradients. Its backend is that of the requests during the forward.
     """
     gradient = CALLS[f"{record.OPERATION}_backward"]
 
@@ -315,9 +315,9 @@ def _gradient(record: type[Call]) -> tuple[Callable[..., Any], Callable[..., Non
 
 
 def _request(operation: str, backend: str | None) -> tuple[str | None, str | None]:
-    """The backend and options that the gradient of a call will run with, which are those in force now.
+    """The backend and options for the gradient of a call, read now.
 
-    Autograd's own threads are outside any `with use_backend(...)`. A compiled function asks when it runs.
+    The threads of autograd are outside any `with use_backend(...)`. A compiled function reads them when it runs.
     """
     named = dispatch.backends_offering(operation, backend)
     if torch.compiler.is_compiling():
@@ -333,7 +333,7 @@ def _not_differentiable(record: type[Call]) -> Callable[..., Any]:
 
 
 def _refuse_gradient_into(record: type[Call], flat: Sequence[Any], out: torch.Tensor | None = None) -> None:
-    """As torch does for its own operations with `out=`."""
+    """Refuse gradients through `out=`, as torch's own operations do."""
     if _requires_gradient(flat):
         raise RuntimeError(f"{record.OPERATION} with out= has no gradient: expected arguments that do not require one")
     _refuse_gradient_of_memory(record.OPERATION, "out", out)
@@ -355,7 +355,7 @@ def _refuse_gradient_of_memory(operation: str, name: str, tensor: torch.Tensor |
 
 
 def _refusing(record: type[Call], overload: str, refuse: Callable[..., None]) -> Callable[..., Any]:
-    """What autograd does for an operator that writes: without it a gradient would be lost and nothing said."""
+    """The autograd kernel of an operator that writes: it raises where a gradient would be lost silently."""
 
     def refusing(*values: Any, **out: torch.Tensor) -> Any:
         if torch.is_grad_enabled():
