@@ -27,7 +27,6 @@ from ragged_attention.calls.fields import (
     dtype_name,
     expect_array,
     field,
-    is_array,
 )
 from ragged_attention.calls.mla_cache import (
     CacheKind,
@@ -92,8 +91,10 @@ class Lists(ArrayKind):
             raise InvalidInput(f"expected {name} to list at least one key per query, got 0")
 
 
-class SparsePrefillCall(LatentCall):
-    """The base of sparse prefill and its gradient."""
+class SparsePrefillCall(LatentPagesCall, LatentCall):
+    """The base of sparse prefill and its gradient, whose rows lie in pages or are packed."""
+
+    CACHE: ClassVar[str] = "kv"
 
     kv: Any
     indices: Any
@@ -103,10 +104,6 @@ class SparsePrefillCall(LatentCall):
         return self.q.shape[0]
 
     @property
-    def num_kv_heads(self) -> int:
-        return self.kv.shape[-2]
-
-    @property
     def topk(self) -> int:
         return self.indices.shape[2]
 
@@ -114,10 +111,6 @@ class SparsePrefillCall(LatentCall):
     def page_size(self) -> int:
         """Rows of a page; packed rows are pages of one row."""
         return 1 if len(self.kv.shape) == 3 else self.kv.shape[1]
-
-    @property
-    def num_slots(self) -> int:
-        return self.kv.shape[0] * self.page_size
 
 
 Q_PACKED = ArrayKind("T H D", WIDE_FLOATS)
@@ -168,14 +161,6 @@ class SparseMlaPrefill(SparsePrefillCall):
         if got not in (None, own):
             raise InvalidInput(f"expected out_dtype to be that of q, {own}, where a gradient is required, got {got}")
 
-    @property
-    def format(self) -> str:
-        return format_of("kv", self.kv, self.cache_format)
-
-    @property
-    def kv_format(self) -> CacheFormat:
-        return stored_format(self.format, self.cache_layout, dtype_name(self.kv))
-
 
 @record
 class SparseMlaPrefillBackward(SparsePrefillCall):
@@ -198,7 +183,7 @@ class SparseMlaPrefillBackward(SparsePrefillCall):
 
     def _check(self, sizes: Sizes) -> None:
         self._check_queries()
-        pages = is_array(self.kv) and len(self.kv.shape) == 4
+        pages = len(self.kv.shape) == 4
         expect_array("kv", self.kv, "P G K D" if pages else "s_kv K D", (dtype_name(self.q),), {})
         for name, size in (("num_kv_heads", self.num_kv_heads), ("page_size", self.page_size)):
             if size < 1:

@@ -1,6 +1,5 @@
 """The records of the operations on a latent cache: its quantised formats, writing, reading, the slots of positions."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -71,13 +70,12 @@ def format_of(name: str, cache: Any, given: str | None, row_width: int | None = 
         return "plain"
     if given == "plain":
         raise InvalidInput(f"expected {name}.dtype to be {' or '.join(FLOATS)} with cache_format='plain', got {dtype}")
-    for layout in CACHE_FORMATS.values():
-        if given in (None, layout.name) and layout.token_bytes == width:
-            return layout.name
-    wanted = [
-        f"{layout.token_bytes} ({layout.name})" for layout in CACHE_FORMATS.values() if given in (None, layout.name)
-    ]
-    raise InvalidInput(f"expected {name}.shape[3] to be {' or '.join(wanted)} for a cache of bytes, got {width}")
+    forms = [form for form in CACHE_FORMATS.values() if given in (None, form.name)]
+    for form in forms:
+        if form.token_bytes == width:
+            return form.name
+    wanted = " or ".join(f"{form.token_bytes} ({form.name})" for form in forms)
+    raise InvalidInput(f"expected {name}.shape[3] to be {wanted} for a cache of bytes, got {width}")
 
 
 def expect_cache(
@@ -102,17 +100,14 @@ def expect_cache(
     return found
 
 
-@dataclasses.dataclass(frozen=True)
 class CacheKind(Kind):
     """A paged latent cache, plain or quantised; its format is the call's, or follows from its dtype and width.
 
-    It may be 8-bit and plain where the call has a `row_width`.
+    It may be 8-bit and plain if the call has a `row_width`.
     """
 
-    floats: tuple[str, ...] = FLOATS
-
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        expect_cache(name, value, call.cache_format, call.cache_layout, self.floats, call.row_width)
+        expect_cache(name, value, call.cache_format, call.cache_layout, row_width=call.row_width)
         sizes.setdefault("K", value.shape[2])
 
 
@@ -202,7 +197,7 @@ class LatentPagesCall(PagesCall):
 
     @property
     def num_kv_heads(self) -> int:
-        return self.k_pages_like.shape[2]
+        return self.k_pages_like.shape[-2]
 
     @property
     def format(self) -> str:
