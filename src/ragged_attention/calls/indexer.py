@@ -64,8 +64,10 @@ class IndexerChoice(IndexerQueries):
 
 
 @record
-class IndexerCall(IndexerQueries):
+class IndexerCall(IndexerQueries, PagesCall):
     """The base of the logits and of their top-k: queries, weights, and the keys that each query sees."""
+
+    CACHE: ClassVar[str] = "keys"
 
     key_scale: Any = field(ArrayKind(), default=None)
     starts: Any = field(ArrayKind("T", INT32), default=None)
@@ -156,11 +158,6 @@ class IndexerCall(IndexerQueries):
         return self.q.shape[2]
 
     @property
-    def num_pages(self) -> int:
-        """Pages of paged keys."""
-        return self.keys.shape[0]
-
-    @property
     def page_size(self) -> int:
         """Positions of a page; packed keys are one page."""
         return self.keys.shape[1] if self.paged else self.keys.shape[0]
@@ -169,7 +166,7 @@ class IndexerCall(IndexerQueries):
     def columns(self) -> int:
         """The columns of the logits, one per position that a query can see."""
         if self.paged:
-            return self.page_indices.shape[1] * self.page_size
+            return self.pages_per_seq * self.page_size
         return self.keys.shape[0] if self.max_keys is None else self.max_keys
 
     @property

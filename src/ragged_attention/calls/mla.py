@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ragged_attention.calls.base import Call, GroupedCall, Result, expect_groups, gradients_of, record
-from ragged_attention.calls.cache_formats import CACHE_FORMATS, PLAIN_FORMATS, CacheFormat, stored_format
+from ragged_attention.calls.cache_formats import CACHE_FORMATS, CacheFormat, stored_format
 from ragged_attention.calls.fields import (
     FLOATS,
     INT32,
@@ -98,6 +98,8 @@ class SparsePrefillCall(LatentPagesCall, LatentCall):
 
     kv: Any
     indices: Any
+    cache_format: str | None = None  # a gradient takes plain rows only
+    cache_layout: str | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -190,10 +192,6 @@ class SparseMlaPrefillBackward(SparsePrefillCall):
                 raise InvalidInput(f"expected kv to have {name} >= 1, got 0")
         self._check_rows("kv", self.kv, "plain")
         sizes |= {"K": self.num_kv_heads, "d_v": self.d_v}
-
-    @property
-    def kv_format(self) -> CacheFormat:
-        return PLAIN_FORMATS[dtype_name(self.kv)]
 
     def results(self) -> tuple[Result, ...]:
         return gradients_of(self, SparseMlaPrefill)
