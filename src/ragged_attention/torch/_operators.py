@@ -31,11 +31,9 @@ class TorchArrays:
         self.arguments = arguments
 
     def array(self, name: str, value: Any) -> Any:
-        if value is None or isinstance(value, (torch.Tensor, bool, int, float, str)):
-            return value
         if isinstance(value, np.generic):
             return value.item()
-        if is_array(value):
+        if not isinstance(value, torch.Tensor) and is_array(value):
             raise TypeError(f"expected {name} to be a torch.Tensor, got {type(value).__name__}")
         return value
 

@@ -185,11 +185,8 @@ def fault(
     try:
         call = checked(record, arguments)
         if out is not None:
-            expect_out(
-                call.results()[0],
-                out,
-                next(each for each in arguments.values() if isinstance(each, torch.Tensor)).device,
-            )
+            first = next(each for each in arguments.values() if isinstance(each, torch.Tensor))
+            expect_out(call.results()[0], out, first.device)
     except (InvalidInput, TypeError) as error:
         return error
     return None
