@@ -130,12 +130,12 @@ def load(operation: str, backend: str) -> Implementation:
         return complete(importlib.import_module(f"{package}.{operation}"))
 
 
-def backends_offering(operation: str, names: str | None) -> str | None:
-    """The backends among a call's comma-separated `names` that offer `operation`, such as the call's gradient.
+def backends_offering(operation: str, backend: str | Sequence[str] | None) -> str | None:
+    """The backends among a call's `backend` that also offer `operation`, such as the call's gradient, comma-separated.
 
     The result is None if no backend offers it. Then that operation follows the configuration.
     """
-    packages = {name: package_of(name) for name in names.split(",")} if names else {}
+    packages = {} if backend is None else {name: package_of(name) for name in config.parse_names(backend)}
     offer = [name for name, package in packages.items() if package is None or _exists(f"{package}.{operation}")]
     return ",".join(offer) or None
 

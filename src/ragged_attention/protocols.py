@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from ragged_attention.calls import Call
 
+OPTIONS = {"num_warps": 4, "num_stages": 2}  # of a launch that does not set others
 Shaped = tuple[Sequence[int], Any]  # the shape of a result to allocate, and its dtype or that dtype's name
 
 
