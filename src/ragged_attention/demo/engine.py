@@ -41,7 +41,7 @@ class Limits:
         return min(self.pages_per_seq, self.num_pages) * self.page_size
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Batch:
     """One step's input, padded to the limits. Unused page indices are -1."""
 

@@ -21,12 +21,11 @@ class GroupedQueries(Transformer):
         return FakeArray((limits.num_pages, limits.page_size, 2 * num_kv_heads, head_dim), "float32")
 
     def served(
-        self, weights: Weights, layer: int, h: Any, positions: Any, cache: Any, tables: Mapping[str, Any],
-        backend: str | None,
-    ) -> tuple[Any, Any]:  # fmt: skip
+        self, weights: Weights, layer: int, h: Any, positions: Any, cache: Any, shared: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
         q, k, v = self.heads(weights, layer, h, positions)
-        written = self.framework.operations.write_kv_pages(k, v, cache, **tables, backend=backend)
-        return self.framework.operations.ragged_paged_attention(q, written, **tables, backend=backend), written
+        written = self.framework.operations.write_kv_pages(k, v, cache, **shared)
+        return self.framework.operations.ragged_paged_attention(q, written, **shared), written
 
     def calls(
         self, weights: Weights, limits: Limits, tables: Mapping[str, Any], device: Device

@@ -49,18 +49,15 @@ class LatentAttention(Transformer):
         return FakeArray((limits.num_pages, limits.page_size, 1, weights["latent"].shape[-1]), "float8_e4m3fn")
 
     def served(
-        self, weights: Weights, layer: int, h: Any, positions: Any, cache: Any, tables: Mapping[str, Any],
-        backend: str | None,
-    ) -> tuple[Any, Any]:  # fmt: skip
-        operations, common = self.framework.operations, {"kv_scale": weights["kv_scale"][layer], "backend": backend}
+        self, weights: Weights, layer: int, h: Any, positions: Any, cache: Any, shared: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        operations, shared = self.framework.operations, {**shared, "kv_scale": weights["kv_scale"][layer]}
         part, turned = self.queries(weights, layer, h, positions)
         absorbed = self.xp.einsum("thn,chn->thc", part, weights["k"][layer])
         rows = self.latent_rows(weights, layer, h, positions)
-        written = operations.write_mla_cache(rows, cache, **tables, **common)
-        latents = operations.ragged_mla_attention(
-            self.xp.concatenate((absorbed, turned), -1), written, **tables, **common, d_v=absorbed.shape[-1],
-            sm_scale=weights["q"].shape[-1] ** -0.5,
-        )  # fmt: skip
+        written = operations.write_mla_cache(rows, cache, **shared)
+        q, scale = self.xp.concatenate((absorbed, turned), -1), weights["q"].shape[-1] ** -0.5
+        latents = operations.ragged_mla_attention(q, written, **shared, d_v=absorbed.shape[-1], sm_scale=scale)
         return self.xp.einsum("thc,chn->thn", latents, weights["v"][layer]), written
 
     def calls(

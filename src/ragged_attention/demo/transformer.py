@@ -42,10 +42,12 @@ class Transformer(abc.ABC):
 
     @abc.abstractmethod
     def served(
-        self, weights: Weights, layer: int, h: Any, positions: Any, cache: Any, tables: Mapping[str, Any],
-        backend: str | None,
-    ) -> tuple[Any, Any]:  # fmt: skip
-        """Write a step's rows into the cache and attend over it: the result of each head [T, heads, D], the cache."""
+        self, weights: Weights, layer: int, h: Any, positions: Any, cache: Any, shared: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        """The result of each head [T, heads, D] and the cache with a step's rows.
+
+        `shared` holds the arguments that the write and the attention share: the tables and the backend.
+        """
 
     @abc.abstractmethod
     def calls(self, weights: Weights, limits: Limits, tables: Mapping[str, Any], device: Device) -> tuple[Call, Call]:
@@ -79,6 +81,19 @@ class Transformer(abc.ABC):
             gate = self.framework.nn.silu(h @ weights["gate"][layer])
             x = x + (gate * (h @ weights["up"][layer])) @ weights["down"][layer]
         return self.norm(x, weights["last_norm"])
+
+    def paged_logits(
+        self, weights: Weights, caches: list[Any], arrays: Mapping[str, Any], backend: str | None
+    ) -> tuple[Any, list[Any]]:
+        """Logits of each sequence's last token [S, V], and the caches with a step's rows."""
+        caches, shared = list(caches), {name: arrays[name] for name in STEP_TABLES} | {"backend": backend}
+
+        def attended(layer: int, h: Any) -> Any:
+            attention, caches[layer] = self.served(weights, layer, h, arrays["positions"], caches[layer], shared)
+            return attention
+
+        hidden = self.forward(weights, arrays["tokens"], attended)
+        return hidden[arrays["last_rows"]] @ weights["embed"].T, caches
 
     def forward_by_heads(
         self, weights: Weights, tokens: Any, positions: Any, attend: Callable[[Any, Any, Any], Any]
