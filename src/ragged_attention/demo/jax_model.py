@@ -1,4 +1,4 @@
-"""The demo's transformers in jax, served and judged: one jitted function per step, compiled once."""
+"""The demo's transformers in jax. A step is one jitted function, which is compiled once."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ paged_logits = jax.jit(Transformer.paged_logits, static_argnames=("self", "backe
 
 
 def device_named(name: str | None) -> str:
-    """The requested platform, made that of this process, or the best one here."""
+    """The requested platform, which becomes that of this process, or else jax's default one."""
     if name is None:
         return default_platform()
     before = jax.config.jax_platforms  # type: ignore[attr-defined]
@@ -40,7 +40,7 @@ def device_named(name: str | None) -> str:
 
 
 class Model:
-    """A transformer with its paged cache, and once more without one."""
+    """A transformer with its paged cache."""
 
     def __init__(
         self, kind: str, weights: Weights, limits: Limits, *, device: str = "cpu", backend: str | None = None
@@ -60,6 +60,6 @@ class Model:
         return np.asarray(logits)
 
     def full(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits [N, T, V] by plain attention over whole sequences [N, T]."""
+        """Logits [N, T, V] of whole sequences [N, T], by attention without a cache."""
         with jax.default_matmul_precision("highest"):
             return np.asarray(full_logits(self.transformer, self.weights, jnp.asarray(tokens)))

@@ -1,4 +1,4 @@
-"""The demo's transformers in torch, served and judged."""
+"""The demo's transformers in torch."""
 
 import contextlib
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ TRANSFORMERS = {"gqa": GQA, "mla": MLA}
 
 
 def device_named(name: str | None) -> str:
-    """The requested device, or the best one here."""
+    """The requested device, or else a GPU if there is one."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return str(torch.zeros(1, device=name).device)
@@ -33,7 +33,7 @@ def device_named(name: str | None) -> str:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """On a CPU the work of a step is so small that several threads would only wait for one another."""
+    """Use one thread, because a step on a CPU has too little work for several."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -43,7 +43,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Model:
-    """A transformer with its paged cache, and once more without one."""
+    """A transformer with its paged cache."""
 
     def __init__(
         self, kind: str, weights: Weights, limits: Limits, *, device: str = "cpu", backend: str | None = None
@@ -67,5 +67,5 @@ class Model:
 
     @torch.no_grad()
     def full(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits [N, T, V] by plain attention over whole sequences [N, T]."""
+        """Logits [N, T, V] of whole sequences [N, T], by attention without a cache."""
         return self.transformer.full_logits(self.weights, torch.from_numpy(tokens).to(self.device)).cpu().numpy()
