@@ -169,7 +169,3 @@ def _doctor(parsed: argparse.Namespace) -> int:
     del parsed
     report: Callable[[Console], int] = importlib.import_module("ragged_attention.tools.doctor").report
     return report(Console())
-
-
-if __name__ == "__main__":
-    sys.exit(main())
