@@ -64,14 +64,13 @@ def _queries_last(pattern: Pattern, q_len: int) -> torch.Tensor | None:
     shown = pattern.shown
     if shown is None or not pattern.causal or q_len == 1:
         return None
+    return found_once(shown, ("padding first", q_len), lambda: _padding_first(queries_shown(pattern, shown, q_len)))
 
-    def padding_first() -> torch.Tensor | None:
-        real = queries_shown(pattern, shown, q_len)
-        if not torch.compiler.is_compiling() and bool((real[:, 1:] >= real[:, :-1]).all()):
-            return None
-        return torch.argsort(real, dim=1, stable=True)[:, :, None, None]
 
-    return found_once(shown, ("padding first", q_len), padding_first)
+def _padding_first(shown: torch.Tensor) -> torch.Tensor | None:
+    if not torch.compiler.is_compiling() and bool((shown[:, 1:] >= shown[:, :-1]).all()):
+        return None
+    return torch.argsort(shown, dim=1, stable=True)[:, :, None, None]
 
 
 def row_edges(rows: int, length: int, device: torch.device) -> torch.Tensor:
