@@ -186,7 +186,7 @@ class _Attention:
         }
         local = functools.partial(_attend, settings, 1.0 if v_scale is None else v_scale)
         tables = shared_md.seq_lens, md.block_tables, shared_md.query_start_loc, shared_md.request_distribution
-        return _over_heads(local, mesh, kv_cache, q, k, v, update_kv_cache, tables, sinks)
+        return _over_heads(local, mesh, kv_cache, q, (k, v), update_kv_cache, tables, sinks)
 
 
 def _refuse(kv_cache: Any, k: Any, v: Any, md: Any, mesh: Any, scales: dict[str, Any], update_kv_cache: bool) -> None:
@@ -209,15 +209,7 @@ def _refuse(kv_cache: Any, k: Any, v: Any, md: Any, mesh: Any, scales: dict[str,
 
 
 def _over_heads(
-    local: Callable[..., Any],
-    mesh: Any,
-    kv_cache: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    is_written: bool,
-    tables: Any,
-    sinks: Any,
+    local: Callable[..., Any], mesh: Any, kv_cache: Any, q: Any, new_kv: Any, is_written: bool, tables: Any, sinks: Any
 ) -> Any:
     """Run `local` on each device of the mesh, with its heads and, over the axes of data, its own batch."""
     import jax
@@ -227,19 +219,14 @@ def _over_heads(
     names = importlib.import_module("tpu_inference.layers.common.sharding").ShardingAxisName
     data, heads = names.ATTN_DATA, names.ATTN_HEAD
     devices = math.prod(mesh.shape.get(axis, 1) for axis in ((heads,) if isinstance(heads, str) else heads or ()))
-    if (num_kv_heads := k.shape[1]) < devices:
+    if (num_kv_heads := new_kv[0].shape[1]) < devices:
         # The cache was allotted a head for each device; those with the same head keep the same keys and values.
         if devices % num_kv_heads:
             raise Unsupported(f"expected the number of KV heads to divide {devices} devices, got {num_kv_heads}")
-        k, v = (jnp.repeat(new, devices // num_kv_heads, axis=1) for new in (k, v))
+        new_kv = tuple(jnp.repeat(new, devices // num_kv_heads, axis=1) for new in new_kv)
     rows, pages = PartitionSpec(data, heads, None), PartitionSpec(data, None, heads, None)
-    arguments = (
-        kv_cache,
-        q,
-        (k, v) if is_written else None,
-        tables,
-        None if sinks is None else sinks.astype(jnp.float32),
-    )
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    arguments = kv_cache, q, new_kv if is_written else None, tables, sinks
     specs = pages, rows, rows, PartitionSpec(data), PartitionSpec(heads)
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(pages, rows), check_vma=False)(*arguments)
 

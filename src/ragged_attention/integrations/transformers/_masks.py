@@ -377,13 +377,13 @@ def _pattern(
 ) -> Pattern | None:
     end = q_offset + q_length - kv_offset
     is_whole_row = not isinstance(end, torch.Tensor) and end == kv_length and torch.device(device).type == "cpu"
-    if q_length > 1 or (is_whole_row and not torch.compiler.is_compiling()):  # a CPU reads a whole row where it lies
+    if q_length != 1 or (is_whole_row and not torch.compiler.is_compiling()):  # a CPU reads a whole row where it lies
         said = said_by(mask_function)
         if said is not None:
             pattern = _of_many(said, batch_size, q_length, kv_length, end, kv_offset, attention_mask, device)
             if pattern is not None:
                 return pattern
-    if q_length > 1:
+    if q_length != 1:
         return None
     # The keys that a row's only query sees are a list, whatever the function is. A device makes it without the host,
     # and all layers share it.
