@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -31,14 +32,16 @@ def cannot_run(call: Any) -> str | None:
     return None
 
 
-def expect_sizes(tile: Any, **limits: tuple[int, int]) -> None:
-    """Check that each named field of a tile is an int within its (low, high)."""
-    for name, (low, high) in limits.items():
+def expect_sizes(tile: Any, **limits: tuple[int, int] | tuple[int, int, int]) -> None:
+    """Check that each named field of a tile is an int within its (low, high), and a multiple of a third number."""
+    for name, (low, high, *multiples) in limits.items():
         value = getattr(tile, name)
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
         if not low <= value <= high:
             raise InvalidInput(f"expected {name} between {low} and {high}, got {value}")
+        if multiples and value % multiples[0]:
+            raise InvalidInput(f"expected {name} to be a multiple of {multiples[0]}, got {value}")
 
 
 def cdiv(a: Any, b: Any) -> Any:
@@ -74,6 +77,16 @@ def vector_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     *rest, rows, lanes = shape
     tile = min(32 // size, max(next_power_of_2(rows), 4 // size))
     return math.prod(rest) * round_up(rows, tile) * round_up(lanes, LANES) * size
+
+
+def product(left: Any, right: Any, left_axis: int = 1, right_axis: int = 0) -> Any:
+    """The matrix product over one axis of each operand, accumulated in float32.
+
+    The precision is explicit, so `jax_default_matmul_precision` does not affect it; float32 operands keep all bits.
+    """
+    precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else lax.Precision.DEFAULT
+    dimensions = (((left_axis,), (right_axis,)), ((), ()))
+    return lax.dot_general(left, right, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
 def in_pieces(count: Any, most: int, do: Callable[[Any, int], None]) -> None:

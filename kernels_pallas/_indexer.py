@@ -22,7 +22,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.calls import dtype_name
-from ragged_attention.errors import InvalidInput
 from ragged_attention.jax_shared.pages import live_edges
 from ragged_attention.kernels_pallas._blocks import (
     LANES,
@@ -32,6 +31,7 @@ from ragged_attention.kernels_pallas._blocks import (
     compiler_params,
     expect_sizes,
     next_power_of_2,
+    product,
     round_up,
 )
 from ragged_attention.kernels_pallas._latent_rows import numbers
@@ -63,10 +63,11 @@ class Tile:
 
     def __post_init__(self) -> None:
         expect_sizes(
-            self, num_keys_per_block=(LANES, 4096), num_queries_per_block=(1, 64), vmem_limit_bytes=(0, LARGEST_INT)
+            self,
+            num_keys_per_block=(LANES, 4096, LANES),
+            num_queries_per_block=(1, 64),
+            vmem_limit_bytes=(0, LARGEST_INT),
         )
-        if self.num_keys_per_block % LANES:
-            raise InvalidInput(f"expected num_keys_per_block to be a multiple of 128, got {self.num_keys_per_block}")
 
 
 def why_not(call: Any) -> str | None:
@@ -411,10 +412,7 @@ def _operand(fetched: Any, plan: Plan) -> Any:
 
 def _logits(q: Any, keys: Any, weights: Any, plan: Plan) -> Any:
     """The weighted sum of each row's products over heads, [rows, keys]."""
-    precision = lax.Precision.HIGHEST if plan.dtype == jnp.float32 else None
-    products = lax.dot_general(
-        q, keys, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
+    products = product(q, keys, 1, 1)
     products = jnp.where(products < 0, 0.0, products)  # a ReLU that keeps NaN
     weights = weights.T
     rows = []

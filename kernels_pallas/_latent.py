@@ -30,7 +30,6 @@ from jax.experimental.layout import Layout
 from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.calls import CacheFormat, MlaDecode, RaggedMlaAttention, SparseMlaPrefill, dtype_name
-from ragged_attention.errors import InvalidInput
 from ragged_attention.jax_shared.logits import soft_capped
 from ragged_attention.jax_shared.pages import per_head
 from ragged_attention.kernels_pallas import _latent_rows
@@ -41,6 +40,7 @@ from ragged_attention.kernels_pallas._blocks import (
     cdiv,
     compiler_params,
     expect_sizes,
+    product,
     round_up,
     written_dtype,
 )
@@ -67,9 +67,7 @@ class Tile:
     vmem_limit_bytes: int = 0
 
     def __post_init__(self) -> None:
-        expect_sizes(self, num_keys_per_block=(16, MOST_KEYS), vmem_limit_bytes=(0, LARGEST_INT))
-        if self.num_keys_per_block % 16:
-            raise InvalidInput(f"expected num_keys_per_block to be a multiple of 16, got {self.num_keys_per_block}")
+        expect_sizes(self, num_keys_per_block=(16, MOST_KEYS, 16), vmem_limit_bytes=(0, LARGEST_INT))
 
 
 def rows_per_word(dtype: Any) -> int:
@@ -227,10 +225,6 @@ class Plan:
     def unpacks_pages(self) -> bool:
         """Whether rows of pages are shifted out of shared words, which orders keys by their index within a word."""
         return self.packing > 1 and self.decodes
-
-
-def precision(dtype: Any) -> Any:
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 def most_rows(call: Any) -> int:
@@ -712,12 +706,11 @@ def _operands(raw: Any, plan: Plan) -> list[tuple[Any, Any]]:
 def _extend(plan: Plan, refs: Refs, parts: list[tuple[Any, Any]], seen: Any, few: Any) -> None:
     """Add a block of keys to the online softmax; for `few` keys, also add what rounding cuts off the weights."""
     q, m_i, l_i, acc = refs.q, refs.m_i, refs.l_i, refs.acc
-    dot = functools.partial(lax.dot_general, precision=precision(plan.dtype), preferred_element_type=jnp.float32)
     products, column = [], 0
     for operand, scale in parts:
         width = operand.shape[1]
-        product = dot(q[:, column : column + width], operand, (((1,), (1,)), ((), ())))
-        products.append(product if scale is None else product * scale)
+        part = product(q[:, column : column + width], operand, 1, 1)
+        products.append(part if scale is None else part * scale)
         column += width
     logits = sum(products[1:], products[0]) * refs.factors[0]
     if plan.soft_cap is not None:
@@ -736,7 +729,7 @@ def _extend(plan: Plan, refs: Refs, parts: list[tuple[Any, Any]], seen: Any, few
         if width <= 0:
             break
         scaled = weights if scale is None else weights * jnp.where(seen, scale, 0.0)
-        values = dot(scaled.astype(plan.dtype), operand[:, :width], (((1,), (0,)), ((), ())))
+        values = product(scaled.astype(plan.dtype), operand[:, :width])
         acc[:, column : column + width] = acc[:, column : column + width] * alpha + values
         mixed.append((slice(column, column + width), scaled, operand[:, :width]))
         column += width
@@ -744,7 +737,7 @@ def _extend(plan: Plan, refs: Refs, parts: list[tuple[Any, Any]], seen: Any, few
     def add_rounding_errors() -> None:
         for columns, scaled, operand in mixed:
             error = scaled - scaled.astype(plan.dtype).astype(jnp.float32)
-            acc[:, columns] = acc[:, columns] + dot(error.astype(plan.dtype), operand, (((1,), (0,)), ((), ())))
+            acc[:, columns] = acc[:, columns] + product(error.astype(plan.dtype), operand)
 
     if plan.split_weights_below:
         pl.when(few)(add_rounding_errors)

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.calls import CacheFormat
-from ragged_attention.kernels_pallas._blocks import LANES, round_up
+from ragged_attention.kernels_pallas._blocks import LANES, product, round_up
 
 FLOAT_BITS = {  # bits of the exponent and of the mantissa
     "float16": (5, 10), "float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2), "float4_e2m1fn": (2, 1),
@@ -164,6 +164,4 @@ def _per_byte(scales: Any, form: CacheFormat) -> Any:
     shape = (LANES, form.value_bytes)
     scale, byte = lax.broadcasted_iota(jnp.int32, shape, 0), lax.broadcasted_iota(jnp.int32, shape, 1)
     selects = jnp.where(scale == byte // (form.value_bytes // form.num_groups), 1.0, 0.0).astype(jnp.bfloat16)
-    return lax.dot_general(
-        scales.astype(jnp.bfloat16), selects, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    return product(scales.astype(jnp.bfloat16), selects)

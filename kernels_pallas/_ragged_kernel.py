@@ -15,7 +15,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.jax_shared.logits import soft_capped
-from ragged_attention.kernels_pallas._blocks import LANES, LN2, LOG2E, MASKED, NOWHERE, cdiv, in_pieces, round_up
+from ragged_attention.kernels_pallas._blocks import (
+    LANES,
+    LN2,
+    LOG2E,
+    MASKED,
+    NOWHERE,
+    cdiv,
+    in_pieces,
+    product,
+    round_up,
+)
 
 CHUNK = 16  # tokens transposed to heads-first order at a time, so that they stay in registers
 UPDATES = 128  # copies of new rows in flight at once
@@ -102,10 +112,6 @@ class Plan(NamedTuple):
     @property
     def acc_shape(self) -> tuple[int, int]:
         return (self.v_head_dim, self.rows) if self.in_columns else (self.rows, self.v_head_dim)
-
-    @property
-    def precision(self) -> Any:
-        return lax.Precision.HIGHEST if self.dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
 class Refs(NamedTuple):
@@ -241,7 +247,7 @@ def kernel(plan: Plan, refs: Refs) -> None:
     def _() -> None:
         span = span_of(plan, refs, first)
         begin = first._replace(block=span.low // plan.block)
-        fetch_queries(plan, refs, span, begin.q_slot)
+        query_copy(plan, refs, span, begin.q_slot).start()
         fetch_pages(plan, refs, span, begin)
         lax.while_loop(lambda step: step.index < refs.count[0], lambda step: run_step(plan, refs, step), begin)
         wait_results(plan, refs)
@@ -299,7 +305,7 @@ def run_step(plan: Plan, refs: Refs, step: Step) -> Step:
 
         @pl.when(ends)
         def _() -> None:
-            fetch_queries(plan, refs, next_span, next_step.q_slot)
+            query_copy(plan, refs, next_span, next_step.q_slot).start()
 
     @pl.when(begins)
     def _() -> None:
@@ -320,11 +326,6 @@ def query_copy(plan: Plan, refs: Refs, span: Span, slot: Any) -> Any:
     return pltpu.make_async_copy(
         refs.q.at[pl.ds(span.source, plan.block_q)], refs.q_buffer.at[slot], refs.q_arrived.at[slot]
     )
-
-
-def fetch_queries(plan: Plan, refs: Refs, span: Span, slot: Any) -> None:
-    """Start the copy of a tile's queries."""
-    query_copy(plan, refs, span, slot).start()
 
 
 def page_range(plan: Plan, span: Span, step: Step) -> tuple[Any, Any]:
@@ -536,7 +537,7 @@ def multiply_keys(plan: Plan, refs: Refs, head: int, first: int) -> Any:
     """
     k = operand(plan, refs, 0, 2 * head if plan.combined else head)
     q = refs.q_rows[head, pl.ds(first, plan.columns), :]
-    return product(plan, *((k, q) if plan.in_columns else (q, k)), 1, 1)
+    return product(*((k, q) if plan.in_columns else (q, k)), 1, 1)
 
 
 def update_softmax(plan: Plan, refs: Refs, head: int, first: int, logits: Any, seen: Any) -> tuple[Any, Any]:
@@ -561,7 +562,7 @@ def mix_values(plan: Plan, refs: Refs, group: tuple[int, int], weights: Any, alp
     v = operand(plan, refs, 0, 2 * head + 1) if plan.combined else operand(plan, refs, 1, head)
     acc = jnp.float32(0)
     for part in weight_operands(plan, weights, split_weights):
-        acc += product(plan, v, part, 0, 0) if plan.in_columns else product(plan, part, v, 1, 0)
+        acc += product(v, part, 0, 0) if plan.in_columns else product(part, v)
     refs.acc[own] = refs.acc[own] * alpha + acc
 
 
@@ -588,14 +589,6 @@ def weight_operands(plan: Plan, weights: Any, split_weights: bool) -> list[Any]:
     """
     rounded = weights.astype(plan.dtype)
     return [rounded, (weights - rounded.astype(jnp.float32)).astype(plan.dtype)] if split_weights else [rounded]
-
-
-def product(plan: Plan, left: Any, right: Any, left_axis: int, right_axis: int) -> Any:
-    """The matrix product over one axis of each operand, accumulated in float32."""
-    return lax.dot_general(
-        left, right, (((left_axis,), (right_axis,)), ((), ())),
-        precision=plan.precision, preferred_element_type=jnp.float32,
-    )  # fmt: skip
 
 
 def end_tile(plan: Plan, refs: Refs, span: Span) -> None:

@@ -17,7 +17,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.calls import RaggedPagedAttention, dtype_name, expect_bool
-from ragged_attention.errors import InvalidInput
 from ragged_attention.jax_shared.pages import live_edges, per_head
 from ragged_attention.kernels_pallas import write_kv_pages
 from ragged_attention.kernels_pallas._blocks import (
@@ -71,12 +70,9 @@ class Tile:
 
     def __post_init__(self) -> None:
         expect_sizes(
-            self, num_kv_pages_per_block=(1, 4096), num_queries_per_block=(1, 1024), block_kv=(128, 4096),
-            decode_block_kv=(128, 4096), split_weights_below=(0, LARGEST_INT), vmem_limit_bytes=(0, LARGEST_INT),
+            self, num_kv_pages_per_block=(1, 4096), num_queries_per_block=(1, 1024), block_kv=(128, 4096, LANES),
+            decode_block_kv=(128, 4096, LANES), split_weights_below=(0, LARGEST_INT), vmem_limit_bytes=(0, LARGEST_INT),
         )  # fmt: skip
-        for name in ("block_kv", "decode_block_kv"):
-            if (value := getattr(self, name)) % LANES:
-                raise InvalidInput(f"expected {name} to be a multiple of {LANES}, got {value}")
         expect_bool("fused_update", self.fused_update)
 
 
