@@ -34,7 +34,7 @@ from ragged_attention.kernels_pallas._blocks import (
     product,
     round_up,
 )
-from ragged_attention.kernels_pallas._latent_rows import numbers
+from ragged_attention.kernels_pallas._latent_rows import numbers, words_of
 
 FEATURES = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
@@ -181,9 +181,7 @@ def _keys_and_scales(call: Any) -> tuple[Any, Any]:
             return values.reshape(page_size, head_dim), scales
 
         return lax.map(separated, keys, batch_size=PAGES_AT_ONCE)
-    if dtype_name(keys) == "float16":
-        return lax.bitcast_convert_type(keys, jnp.int16), scales
-    return lax.bitcast_convert_type(keys, jnp.uint8) if keys.dtype.itemsize == 1 else keys, scales
+    return words_of(keys), scales
 
 
 def rows_of(call: Any, rows: int) -> Rows:
@@ -318,31 +316,25 @@ def _launch(plan: Plan, lists: Any, operands: tuple[Any, ...], keys: Any, column
     def block_of(core: Any, step: Any) -> Any:
         return core * plan.steps + step
 
-    def of_block(core: Any, step: Any) -> tuple[Any, ...]:
-        return block_of(core, step), 0, 0
-
-    def of_next(core: Any, step: Any) -> tuple[Any, ...]:
-        return block_of(core, jnp.minimum(step + 1, plan.steps - 1)), 0, 0
-
-    def of_tile(core: Any, step: Any) -> tuple[Any, ...]:
-        return block_of(core, step) // plan.blocks, 0, 0
-
     def of_columns(core: Any, step: Any) -> tuple[Any, ...]:
         return block_of(core, step) // plan.blocks, 0, block_of(core, step) % plan.blocks
 
-    def of_shared_columns(core: Any, step: Any) -> tuple[Any, ...]:
-        return 0, 0, block_of(core, step) % plan.blocks
-
-    specs: list[Any] = [pl.BlockSpec((None, *array.shape[1:]), of_tile) for array in operands[:3]]
-    of_scales = of_shared_columns if scales is None or len(scales) != tiles else of_columns
+    specs: list[Any] = [
+        pl.BlockSpec((None, *array.shape[1:]), lambda core, step: (block_of(core, step) // plan.blocks, 0, 0))
+        for array in operands[:3]
+    ]
+    shared = scales is None or len(scales) != tiles
+    of_scales = (lambda core, step: (0, 0, block_of(core, step) % plan.blocks)) if shared else of_columns
     specs.append(None if scales is None else pl.BlockSpec((None, 1, plan.keys), of_scales))
-    entries = (None, *lists.shape[1:])
+    entries, last = (None, *lists.shape[1:]), plan.steps - 1
     return pl.pallas_call(
         functools.partial(_kernel, plan),
         grid=(tiles * plan.blocks // plan.steps, plan.steps),
         in_specs=[
-            pl.BlockSpec(entries, of_block, memory_space=pltpu.SMEM),
-            pl.BlockSpec(entries, of_next, memory_space=pltpu.SMEM),
+            pl.BlockSpec(entries, lambda core, step: (block_of(core, step), 0, 0), memory_space=pltpu.SMEM),
+            pl.BlockSpec(
+                entries, lambda core, step: (block_of(core, jnp.minimum(step + 1, last)), 0, 0), memory_space=pltpu.SMEM
+            ),
             *specs,
             pl.BlockSpec(memory_space=pltpu.HBM),
         ],
@@ -385,7 +377,7 @@ def _kernel(
         if scales is not None:
             logits *= scales[...]
         lane = lax.broadcasted_iota(jnp.int32, (1, plan.keys), 1)
-        column = block_column(step, plan) + lane
+        column = step % plan.blocks * plan.keys + lane  # each core computes whole tiles
         seen = (column >= edges[:, :1]) & (column < edges[:, 1:2])
         if plan.pieces > 1:  # a block of one piece is live only if the piece is valid
             seen &= (valid >> (lane >> (plan.unit.bit_length() - 1))) & 1 != 0
@@ -394,11 +386,6 @@ def _kernel(
     @pl.when(jnp.logical_not(live))
     def _() -> None:
         out[...] = jnp.full(out.shape, -jnp.inf, jnp.float32)
-
-
-def block_column(step: Any, plan: Plan) -> Any:
-    """The first column of a step's block; each core computes whole tiles."""
-    return step % plan.blocks * plan.keys
 
 
 def _operand(fetched: Any, plan: Plan) -> Any:

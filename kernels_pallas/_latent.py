@@ -121,13 +121,6 @@ class Keys:
     selects: bool = False  # pieces are single rows
 
 
-def words_of(cache: Any) -> Any:
-    """The cache in a dtype that the kernel can load: 8-bit numbers and float16 are viewed as integers."""
-    if dtype_name(cache) == "float16":
-        return lax.bitcast_convert_type(cache, jnp.int16)
-    return lax.bitcast_convert_type(cache, jnp.uint8) if cache.dtype.itemsize == 1 else cache
-
-
 def valid_slots(indices: Any, lens: Any, num_slots: int) -> Any:
     """Lists of slots [..., N] with -1 for entries that are out of range or beyond the list's length."""
     seen = (indices >= 0) & (indices < num_slots)
@@ -139,7 +132,7 @@ def valid_slots(indices: Any, lens: Any, num_slots: int) -> Any:
 
 def selected_rows(cache: Any, rows: Any, lens: Any = None) -> Keys:
     """Lists of single rows, by their numbers [L, N] in `cache` [..., columns]; -1 selects nothing."""
-    cache = words_of(cache).reshape(-1, cache.shape[-1])
+    cache = _latent_rows.words_of(cache).reshape(-1, cache.shape[-1])
     packing = rows_per_word(cache.dtype)
     if missing := -len(cache) % packing:
         cache = jnp.pad(cache, ((0, missing), (0, 0)))
@@ -155,7 +148,7 @@ def unit_of(page_size: int, dtype: Any) -> int | None:
 def whole_pages(cache: Any, page_indices: Any, kv_lens: Any, unit: int) -> Keys:
     """Lists of pieces of `unit` rows of the pages of `cache` [P, G, 1, columns], up to each sequence's `kv_lens`."""
     num_pages, page_size, _, width = cache.shape
-    cache = words_of(cache)
+    cache = _latent_rows.words_of(cache)
     packing = rows_per_word(cache.dtype)
     units = page_size // unit
     first = jnp.where((page_indices >= 0) & (page_indices < num_pages), page_indices * units, -1)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention.calls import CacheFormat
+from ragged_attention.calls import CacheFormat, dtype_name
 from ragged_attention.kernels_pallas._blocks import LANES, product, round_up
 
 FLOAT_BITS = {  # bits of the exponent and of the mantissa
@@ -35,6 +35,13 @@ def refusal(form: CacheFormat) -> str | None:
     if form.folded and (form.packed_codes or form.group != LANES):
         return f"takes float32 scales of {LANES} 8-bit codes each, got {form.group} codes of {form.codes}"
     return None
+
+
+def words_of(cache: Any) -> Any:
+    """The cache in a dtype that a kernel can load: 8-bit numbers and float16 are viewed as integers."""
+    if dtype_name(cache) == "float16":
+        return lax.bitcast_convert_type(cache, jnp.int16)
+    return lax.bitcast_convert_type(cache, jnp.uint8) if cache.dtype.itemsize == 1 else cache
 
 
 def tail_lanes(form: CacheFormat) -> int:

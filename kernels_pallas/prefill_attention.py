@@ -135,33 +135,26 @@ def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
         return jnp.zeros(call.out_shape, call.q.dtype)
     chunk, _, width = call.q.shape
     length = jnp.clip(call.length.reshape(()), 0, call.capacity)
-    base = length - chunk if call.align == "end" else (length - 1) // chunk * chunk
+    base = length - chunk if call.align == "end" else (length - 1) // chunk * chunk  # the first row's position
     # Rows ordered by KV head, then by block, then by head of the group: [K, blocks, group * block_q, D].
     split = (plan.q_blocks, plan.block_q, call.num_kv_heads, plan.group, width)
     blocks = jnp.pad(call.q, ((0, plan.q_blocks * plan.block_q - chunk), (0, 0), (0, 0))).reshape(split)
     blocks = blocks.transpose(2, 0, 3, 1, 4).reshape(call.num_kv_heads, plan.q_blocks, plan.rows, width)
-    out = prefill(blocks, _heads_first.operands_of(call), length, base, plan, call, tile)
-    out = out.reshape(call.num_kv_heads, plan.q_blocks, plan.group, plan.block_q, width).transpose(1, 3, 0, 2, 4)
-    return out.reshape(-1, *call.q.shape[1:])[:chunk]
-
-
-def prefill(
-    blocks: jax.Array, operands: list[jax.Array], length: jax.Array, base: jax.Array, plan: Plan, call: Any,
-    tile: Tile,
-) -> jax.Array:  # fmt: skip
-    """The launch; `base` is the position of the chunk's first row."""
+    operands = _heads_first.operands_of(call)
     lows, highs, following, first = ranges(length, base, plan)
 
     def index_map(core: Any, head_step: Any, q_block: Any, *_: Any) -> tuple[Any, ...]:
         return core * plan.head_steps + head_step, q_block, 0, 0
 
     scalars = Scalars(lows, highs, following, jnp.stack([length, base, first]), call.page_indices)
-    return _heads_first.launch(
+    out = _heads_first.launch(
         kernel, plan, call, scalars, blocks, operands, grid=(plan.cores, plan.head_steps, plan.q_blocks),
-        block=(plan.heads, 1, plan.rows, call.head_dim), index_map=index_map, state=3, with_present=True,
+        block=(plan.heads, 1, plan.rows, width), index_map=index_map, state=3, with_present=True,
         vmem_limit_bytes=_heads_first.vmem_limit(call, tile.vmem_limit_bytes, used_memory(plan, call)),
         name="ragged_attention_prefill_attention",
     )  # fmt: skip
+    out = out.reshape(call.num_kv_heads, plan.q_blocks, plan.group, plan.block_q, width).transpose(1, 3, 0, 2, 4)
+    return out.reshape(-1, *call.q.shape[1:])[:chunk]
 
 
 def ranges(length: jax.Array, base: jax.Array, plan: Plan) -> tuple[jax.Array, ...]:

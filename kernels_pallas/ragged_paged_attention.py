@@ -35,7 +35,7 @@ from ragged_attention.kernels_pallas._blocks import (
     written_dtype,
 )
 from ragged_attention.kernels_pallas._new_rows import new_rows, sent_once, slots_from_tables
-from ragged_attention.kernels_pallas._ragged_kernel import UPDATES, Plan, Refs, kernel, scratch
+from ragged_attention.kernels_pallas._ragged_kernel import UPDATES, Factors, Plan, Refs, Sequences, kernel, scratch
 
 SUBLANES = 16  # rows of a bfloat16 tile
 FEATURES = frozenset({
@@ -84,12 +84,10 @@ def heuristic(call: Any) -> Tile:
     pages = max(1, min(1024, max(call.capacity, 1)) // call.page_size)
     tile = Tile(num_kv_pages_per_block=pages, num_queries_per_block=block_q)
     while used_memory(call, tile) > call.device.shared_memory // 2:
-        if pages * call.page_size > 256 and pages > 1:
+        if pages > 1 and (pages * call.page_size > 256 or block_q <= SUBLANES):
             pages = cdiv(pages, 2)
         elif block_q > SUBLANES:
             block_q //= 2
-        elif pages > 1:
-            pages = cdiv(pages, 2)
         else:
             break
         tile = Tile(num_kv_pages_per_block=pages, num_queries_per_block=block_q)
@@ -201,28 +199,11 @@ class Update(NamedTuple):
     slots: Any  # i32 [T]
 
 
-class Sequences(NamedTuple):
-    """Each sequence's first row, its lengths (clamped to what the arrays hold) and its pages: i32 [S] and [S, M]."""
-
-    starts: jax.Array
-    q_lens: jax.Array
-    kv_lens: jax.Array
-    pages: jax.Array
-
-
 def sequences(call: Any) -> Sequences:
     """The sequences of a call, safe for any values in its index arrays. Sequences from `num_seqs` on have no rows."""
     edges = live_edges(call.cu_q_lens, call.num_seqs, call.num_tokens)
     lens = jnp.maximum(edges[1:] - edges[:-1], 0)
     return Sequences(edges[:-1], lens, jnp.clip(call.kv_lens, 0, call.capacity), call.page_indices)
-
-
-class Factors(NamedTuple):
-    """The factors of logits and of values per KV head, f32 [K], and the sinks, f32 [H]."""
-
-    logits: jax.Array
-    values: jax.Array
-    sinks: Any
 
 
 def factors_of(call: Any) -> Factors:
@@ -253,11 +234,8 @@ def attend(
     scalars = (
         jnp.sum(computed, dtype=jnp.int32)[None],
         order.astype(jnp.int32),
-        *seqs[:3],
-        seqs.pages.reshape(-1),
-        factors.logits,
-        factors.values,
-        factors.sinks,
+        seqs._replace(pages=seqs.pages.reshape(-1)),
+        factors,
         None if update is None else update.slots,
     )
     inputs = (q, None, pages) if update is None else (q, update.rows, None)

@@ -27,8 +27,8 @@ from ragged_attention.kernels_pallas._blocks import (
     next_power_of_2,
     round_up,
 )
-from ragged_attention.kernels_pallas._latent import rows_per_word, words_of
-from ragged_attention.kernels_pallas._latent_rows import refusal
+from ragged_attention.kernels_pallas._latent import rows_per_word
+from ragged_attention.kernels_pallas._latent_rows import refusal, words_of
 from ragged_attention.kernels_pallas._new_rows import slots, too_many_slots
 
 CHUNK = 8  # groups whose words are changed together
