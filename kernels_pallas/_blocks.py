@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -66,17 +67,18 @@ def written_dtype(call: Any) -> Any:
     return jnp.dtype(jnp.float32) if wanted == jnp.float16 else wanted
 
 
-def is_vector_memory(scratch: Any) -> bool:
-    """Whether a scratch shape lies in VMEM."""
-    return getattr(scratch, "memory_space", None) == pltpu.VMEM
-
-
 def vector_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     """The size of an array in VMEM, in bytes, with its last two dimensions padded to whole tiles."""
     size = jnp.dtype(dtype).itemsize
     *rest, rows, lanes = shape
     tile = min(32 // size, max(next_power_of_2(rows), 4 // size))
     return math.prod(rest) * round_up(rows, tile) * round_up(lanes, LANES) * size
+
+
+def bytes_of(scratch: Any) -> int:
+    """Bytes of VMEM that a tree of scratch shapes takes."""
+    shapes = [item for item in jax.tree.leaves(scratch) if getattr(item, "memory_space", None) == pltpu.VMEM]
+    return sum(vector_bytes(item.shape, item.dtype) for item in shapes)
 
 
 def product(left: Any, right: Any, left_axis: int = 1, right_axis: int = 0) -> Any:

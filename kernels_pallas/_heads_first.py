@@ -29,7 +29,6 @@ from ragged_attention.kernels_pallas._blocks import (
     in_pieces,
     next_power_of_2,
     product,
-    vector_bytes,
 )
 
 SUBLANES = 8
@@ -191,11 +190,6 @@ def scratch_of(call: Any, plan: Any) -> list[Any]:
     return [pages + scales, *states]
 
 
-def bytes_of(scratch: list[Any]) -> int:
-    """Bytes of VMEM that a tree of scratch shapes takes."""
-    return sum(vector_bytes(item.shape, item.dtype) for item in jax.tree.leaves(scratch))
-
-
 def refusal(call: Any, fits: bool, rows: int) -> str | None:
     """Why no kernel over heads-first pages takes a call, or None.
 
@@ -223,8 +217,8 @@ def table_bytes(call: Any) -> int:
 
 
 def expect_block(call: Any, name: str, pages: int, used: int) -> None:
-    """Check that the requested number of pages per block fits in VMEM; a launch with it takes `used` bytes."""
-    if used > (most := call.device.shared_memory):
+    """Check that a requested number of pages per block, or 0, fits in VMEM; a launch with it takes `used` bytes."""
+    if pages and used > (most := call.device.shared_memory):
         raise InvalidInput(f"expected {name} to fit in {most} bytes of vector memory, got {pages}, which take {used}")
 
 

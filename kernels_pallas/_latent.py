@@ -219,6 +219,39 @@ class Plan:
         """Whether rows of pages are shifted out of shared words, which orders keys by their index within a word."""
         return self.packing > 1 and self.decodes
 
+    @property
+    def steps(self) -> int:
+        """Grid steps per core."""
+        return self.jobs_per_core * self.chunks
+
+    # The following functions find the part of each array that a core's step needs, given the prefetched scalars.
+
+    def job(self, core: Any, step: Any) -> tuple[Any, Any]:
+        """The call's job that a step computes, and which tile of the job's rows."""
+        index = core * self.jobs_per_core + step // self.chunks
+        return index // self.tiles, index % self.tiles
+
+    def of_queries(self, core: Any, step: Any, _: Any, jobs: Jobs | None) -> tuple[Any, ...]:
+        job, tile = self.job(core, step)
+        return (job if jobs is None else jobs.tiles[job]) * self.tiles + tile, 0, 0
+
+    def of_tile(self, core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
+        return self.job(core, step)[1], 0, 0
+
+    def list_of(self, core: Any, step: Any, jobs: Jobs | None) -> Any:
+        job = self.job(core, step)[0]
+        return job if jobs is None else jobs.lists[job]
+
+    def of_kind(self, core: Any, step: Any, _: Any, jobs: Jobs | None) -> tuple[Any, ...]:
+        kind = self.list_of(core, step, jobs) % self.kinds
+        return kind * self.tiles + self.job(core, step)[1], 0, 0
+
+    def of_chunk(self, core: Any, step: Any, _: Any, jobs: Jobs | None) -> tuple[Any, ...]:
+        return self.list_of(core, step, jobs) * self.chunks + step % self.chunks, 0, 0
+
+    def of_next_chunk(self, core: Any, step: Any, *scalars: Any) -> tuple[Any, ...]:
+        return self.of_chunk(core, jnp.minimum(step + 1, self.steps - 1), *scalars)
+
 
 def most_rows(call: Any) -> int:
     """Query rows that the kernel computes at once."""
@@ -364,40 +397,6 @@ def _lists(keys: Keys, plan: Plan) -> list[Any]:
     return [scalars[:, :, None]]
 
 
-class Maps:
-    """The index maps of the launch: which block of each array a core's step needs, given the prefetched scalars."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.steps = plan.jobs_per_core * plan.chunks
-
-    def job(self, core: Any, step: Any) -> tuple[Any, Any]:
-        """The call's job that a step computes, and which tile of the job's rows."""
-        index = core * self.plan.jobs_per_core + step // self.plan.chunks
-        return index // self.plan.tiles, index % self.plan.tiles
-
-    def of_queries(self, core: Any, step: Any, _: Any, jobs: Jobs | None) -> tuple[Any, ...]:
-        job, tile = self.job(core, step)
-        return (job if jobs is None else jobs.tiles[job]) * self.plan.tiles + tile, 0, 0
-
-    def of_tile(self, core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
-        return self.job(core, step)[1], 0, 0
-
-    def list(self, core: Any, step: Any, jobs: Jobs | None) -> Any:
-        job = self.job(core, step)[0]
-        return job if jobs is None else jobs.lists[job]
-
-    def of_kind(self, core: Any, step: Any, _: Any, jobs: Jobs | None) -> tuple[Any, ...]:
-        kind = self.list(core, step, jobs) % self.plan.kinds
-        return kind * self.plan.tiles + self.job(core, step)[1], 0, 0
-
-    def of_chunk(self, core: Any, step: Any, _: Any, jobs: Jobs | None) -> tuple[Any, ...]:
-        return self.list(core, step, jobs) * self.plan.chunks + step % self.plan.chunks, 0, 0
-
-    def of_next_chunk(self, core: Any, step: Any, *scalars: Any) -> tuple[Any, ...]:
-        return self.of_chunk(core, jnp.minimum(step + 1, self.steps - 1), *scalars)
-
-
 def _launch(
     plan: Plan, work: Work, queries: tuple[Any, Any | None, Any | None], out_dtype: Any, tile: Tile
 ) -> tuple[Any, Any]:
@@ -406,7 +405,6 @@ def _launch(
     chunked = [jnp.concatenate(arrays, axis=1) for arrays in zip(*(_lists(keys, plan) for keys in parts), strict=True)]
     scalars, indices = [array.reshape(-1, *array.shape[2:]) for array in chunked] + [None] * (not plan.selects)
     tiles, rows, _ = queries[0].shape
-    maps = Maps(plan)
 
     def block(array: Any, index: Any, memory: Any = pltpu.VMEM) -> pl.BlockSpec | None:
         return None if array is None else pl.BlockSpec((None, *array.shape[1:]), index, memory_space=memory)
@@ -422,15 +420,15 @@ def _launch(
         lambda *refs: _kernel(plan, Refs(*refs)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(plan.cores, maps.steps),
+            grid=(plan.cores, plan.steps),
             in_specs=[
-                block(scalars, maps.of_chunk, pltpu.SMEM),
-                block(scalars, maps.of_next_chunk, pltpu.SMEM),
-                block(indices, maps.of_chunk),
-                *map(block, queries, (maps.of_queries, maps.of_tile, maps.of_kind)),
+                block(scalars, plan.of_chunk, pltpu.SMEM),
+                block(scalars, plan.of_next_chunk, pltpu.SMEM),
+                block(indices, plan.of_chunk),
+                *map(block, queries, (plan.of_queries, plan.of_tile, plan.of_kind)),
                 [whole] * len(parts),
             ],
-            out_specs=[block(result, maps.of_queries) for result in results],
+            out_specs=[block(result, plan.of_queries) for result in results],
             scratch_shapes=[
                 pltpu.VMEM(buffer, work.keys.cache.dtype),
                 pltpu.VMEM((rows, LANES), jnp.float32),
@@ -487,7 +485,7 @@ def _span(plan: Plan, refs: Refs, lists: Any, step: Any) -> Span:
     count, nothing = lists[0, lists.shape[1] - 1], jnp.int32(0)
     if refs.jobs is None:
         return Span(nothing, nothing, nothing, nothing, nothing, nothing, count)
-    job = Maps(plan).job(pl.program_id(0), step)[0]
+    job = plan.job(pl.program_id(0), step)[0]
     position, begin, end = refs.jobs.positions[job], refs.jobs.begins[job], refs.jobs.ends[job]
     low, high = nothing, lists[0, lists.shape[1] - 2]
     if plan.causal:
@@ -585,7 +583,7 @@ def _store(plan: Plan, refs: Refs, span: Span) -> None:
 
 def _store_own(plan: Plan, refs: Refs, span: Span, out: Any, stats: Any) -> None:
     """Store the rows of a job's own tokens; the tile's other rows belong to other jobs, or to no sequence."""
-    tiles, job = refs.jobs.tiles, Maps(plan).job(pl.program_id(0), pl.program_id(1))[0]  # type: ignore[union-attr]
+    tiles, job = refs.jobs.tiles, plan.job(pl.program_id(0), pl.program_id(1))[0]  # type: ignore[union-attr]
     is_first = pl.program_id(1) < plan.chunks * plan.tiles  # the first job of its core
 
     @pl.when(is_first | (tiles[jnp.maximum(job - 1, 0)] != tiles[job]))

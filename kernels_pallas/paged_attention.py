@@ -19,7 +19,7 @@ from ragged_attention.calls import PagedAttention, dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.jax_shared.logits import soft_capped
 from ragged_attention.kernels_pallas import _heads_first
-from ragged_attention.kernels_pallas._blocks import LARGEST_INT, cdiv, expect_sizes, product, round_up
+from ragged_attention.kernels_pallas._blocks import LARGEST_INT, bytes_of, cdiv, expect_sizes, product, round_up
 from ragged_attention.kernels_pallas._heads_first import (
     BUDGET,
     SUBLANES,
@@ -121,15 +121,15 @@ def used_memory(plan: Plan, call: Any) -> int:
     """Bytes of VMEM of a launch: its scratch, the queries, the results, and the rows of one head in float32."""
     tiles = [pltpu.VMEM((2 * plan.tiles, plan.rows, call.head_dim), jnp.dtype(dtype_name(call.q)))] * 2
     rows = [pltpu.VMEM((2, plan.columns, call.head_dim), jnp.float32)]
-    return _heads_first.bytes_of([_heads_first.scratch_of(call, plan), *tiles, *rows])
+    return bytes_of([_heads_first.scratch_of(call, plan), *tiles, *rows])
 
 
 def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
     del launch  # Pallas launches
     check(call, tile)
     plan = plan_of(call, tile)
-    if (asked := tile.pages_per_compute_block) != 0:
-        _heads_first.expect_block(call, "pages_per_compute_block", asked, used_memory(plan, call))
+    used = used_memory(plan, call)
+    _heads_first.expect_block(call, "pages_per_compute_block", tile.pages_per_compute_block, used)
     if 0 in call.out_shape or call.pages_per_seq == 0 or call.num_pages == 0:
         return jnp.zeros(call.out_shape, call.q.dtype)
     split = plan.cores if plan.megacore_mode == "batch" else 1

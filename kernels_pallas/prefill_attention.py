@@ -22,6 +22,7 @@ from ragged_attention.kernels_pallas import _heads_first
 from ragged_attention.kernels_pallas._blocks import (
     LARGEST_INT,
     NOWHERE,
+    bytes_of,
     cdiv,
     expect_sizes,
     next_power_of_2,
@@ -123,14 +124,14 @@ def used_memory(plan: Plan, call: Any) -> int:
     rows = [pltpu.VMEM((2 * plan.heads, plan.rows, call.head_dim), jnp.dtype(dtype_name(call.q)))] * 2
     logits = [pltpu.VMEM((plan.rows, plan.columns), jnp.float32)] * 3
     keys = [pltpu.VMEM((2, plan.columns, call.head_dim), jnp.float32)]
-    return _heads_first.bytes_of([_heads_first.scratch_of(call, plan), *rows, *logits, *keys])
+    return bytes_of([_heads_first.scratch_of(call, plan), *rows, *logits, *keys])
 
 
 def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
     del launch  # Pallas launches
     plan = plan_of(call, tile)
-    if (asked := tile.num_kv_pages_per_block) != 0:
-        _heads_first.expect_block(call, "num_kv_pages_per_block", asked, used_memory(plan, call))
+    used = used_memory(plan, call)
+    _heads_first.expect_block(call, "num_kv_pages_per_block", tile.num_kv_pages_per_block, used)
     if 0 in call.out_shape or call.pages_per_seq == 0 or call.num_pages == 0:
         return jnp.zeros(call.out_shape, call.q.dtype)
     chunk, _, width = call.q.shape
@@ -150,7 +151,7 @@ def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
     out = _heads_first.launch(
         kernel, plan, call, scalars, blocks, operands, grid=(plan.cores, plan.head_steps, plan.q_blocks),
         block=(plan.heads, 1, plan.rows, width), index_map=index_map, state=3, with_present=True,
-        vmem_limit_bytes=_heads_first.vmem_limit(call, tile.vmem_limit_bytes, used_memory(plan, call)),
+        vmem_limit_bytes=_heads_first.vmem_limit(call, tile.vmem_limit_bytes, used),
         name="ragged_attention_prefill_attention",
     )  # fmt: skip
     out = out.reshape(call.num_kv_heads, plan.q_blocks, plan.group, plan.block_q, width).transpose(1, 3, 0, 2, 4)

@@ -23,15 +23,14 @@ from ragged_attention.kernels_pallas._blocks import (
     LANES,
     LARGEST_INT,
     LOG2E,
+    bytes_of,
     cannot_run,
     cdiv,
     compiler_params,
     expect_sizes,
-    is_vector_memory,
     item_size,
     next_power_of_2,
     round_up,
-    vector_bytes,
     written_dtype,
 )
 from ragged_attention.kernels_pallas._new_rows import new_rows, sent_once, slots_from_tables
@@ -98,11 +97,8 @@ def heuristic(call: Any) -> Tile:
 def used_memory(call: Any, tile: Tile) -> int:
     """Bytes of VMEM that the buffers of a launch take."""
     pages = [call.kv_pages] if call.combined else list(call.kv_pages)
-    sizes = []
-    for block_q in (1, queries_per_tile(tile)):
-        shapes = jax.tree.leaves(scratch(plan_of(call, tile, block_q, call.num_tokens), call.q, pages))
-        sizes.append(sum(vector_bytes(item.shape, item.dtype) for item in shapes if is_vector_memory(item)))
-    return max(sizes)
+    plans = [plan_of(call, tile, block_q, call.num_tokens) for block_q in (1, queries_per_tile(tile))]
+    return max(bytes_of(scratch(plan, call.q, pages)) for plan in plans)
 
 
 def why_not(call: RaggedPagedAttention) -> str | None:
