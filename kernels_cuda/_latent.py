@@ -80,13 +80,13 @@ def cannot_run(call: Call) -> str | None:
     return _native.why_not()
 
 
-def why_not_by_default(call: Call, key: str | None) -> str | None:
+def why_not_by_default(call: Call, kind: str | None) -> str | None:
     """Why a call that names no backend gets another one; None if a run on the call's device has proven its kind.
 
-    `key` names the kind, as the operation's `tuning_key` returns it; a call with None is never proven. A kind counts as
-    proven for the front ends from which the suite passed on that device.
+    `kind` is that of the operation's `kind_of`; a call with None is never proven. A kind counts as proven for the front
+    ends from which the suite passed on that device.
     """
-    entry = _proven(call.OPERATION).get(call.device.name, {}).get(key or "", {})
+    entry = _proven(call.OPERATION).get(call.device.name, {}).get(kind or "", {})
     return None if call.device.framework in entry.get("frameworks", ()) else NOT_BY_DEFAULT
 
 
@@ -164,16 +164,44 @@ def splits(call: Attention, jobs: int, rows: int, keys: int, *, narrow: bool = F
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Extra:
-    """A second cache with its own lists, as the C ABI takes it."""
+class Keys:
+    """A cache and its lists as the C ABI takes them, and the integers of the record that describe them, by name."""
 
-    cache: Any
     form: CacheFormat
-    lists: Any  # i32 [S, Q, N']
-    lens: Any  # i32 [S] or [S, Q], or None
+    cache: Any
+    lists: Any
+    lens: Any
+    numbers: dict[str, int]
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
+def keys_of(
+    cache: Any, form: CacheFormat, lists: Any, lens: Any, launch: Any, axes: tuple[str, ...] = ("seq", "token")
+) -> Keys:
+    """The keys of a cache [P, G, K, d_qk], [P, G, 1, bytes] or, if its rows are packed, [s_kv, K, d_qk].
+
+    `lists` are i32 lists of slots, or the page table of a dense call. `axes` names their dimensions, "seq", "token" or
+    "head", except the last one. `lens` are i32 [S] or [S, Q], or None.
+    """
+    cache, lists = aligned(cache, form, launch), launch.packed(lists)
+    num_pages, *page_size, _, width = cache.shape
+    page_stride, *slot_stride, head_stride, _ = strides_of(cache, launch)
+    list_strides = dict(zip(axes, launch.strides(lists)[:-1], strict=True))
+    lens_strides = () if lens is None else launch.strides(lens)
+    numbers = {
+        "num_pages": num_pages,
+        "page_size": page_size[0] if page_size else 1,
+        "page_stride": page_stride,
+        "slot_stride": slot_stride[0] if slot_stride else width,
+        "head_stride": head_stride,
+        **{f"list_{axis}_stride": list_strides.get(axis, 0) for axis in ("seq", "token", "head")},
+        "list_length": lists.shape[-1],
+        "lens_seq_stride": lens_strides[0] if lens_strides else 0,
+        "lens_token_stride": lens_strides[1] if len(lens_strides) > 1 else 0,
+    }
+    return Keys(form=form, cache=cache, lists=lists, lens=lens, numbers=numbers)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """One call as the C ABI takes it."""
 
@@ -182,14 +210,10 @@ class Work:
     q_shape: tuple[int, int, int, int]  # sequences, query tokens per sequence, heads, d_qk
     q_strides: tuple[int, ...]  # of the first three axes
     lse_shape: tuple[int, ...]
-    cache: Any  # [P, G, K, d_qk] or [P, G, 1, bytes], or packed rows [s_kv, K, d_qk]
-    form: CacheFormat
-    lists: Any  # i32, packed: lists of slots, or the page table of a dense call
-    list_strides: tuple[int, int, int]  # of sequence, query token, KV head
-    lens: Any  # i32 [S] or [S, Q], or None
+    keys: Keys
     causal: bool = False
     schedule: Any = None  # (parts, ...) or None
-    extra: Extra | None = None
+    extra: Keys | None = None  # a second cache with its own lists
 
 
 def function_of(call: Attention, tile: Tile) -> Native:
@@ -212,72 +236,41 @@ def strides_of(array: Any, launch: Any) -> tuple[int, ...]:
     return tuple([shape[-1] if size == 1 else step for size, step in zip(shape, strides, strict=True)])
 
 
-def _numbers(work: Work, scale: float, num_splits: int, launch: Any) -> dict[str, int | float]:
+def _numbers(work: Work, schedule: Any, num_splits: int) -> dict[str, int]:
+    """The integers of the record."""
     num_seqs, num_q_tokens, num_q_heads, d_qk = work.q_shape
-    num_pages, *page_size, num_kv_heads, width = work.cache.shape
-    page_stride, *slot_stride, head_stride, _ = strides_of(work.cache, launch)
-    lens_strides = () if work.lens is None else launch.strides(work.lens)
-    parts = work.schedule[0].shape[0] if work.schedule else num_seqs * num_splits
+    extra = work.extra.numbers if work.extra else dict.fromkeys(work.keys.numbers, 0) | {"page_size": 1}
+    extra = {f"extra_{name}": number for name, number in extra.items()}
+    parts = schedule[0].shape[0] if schedule else num_seqs * num_splits
     return {
         "num_seqs": num_seqs,
         "num_q_tokens": num_q_tokens,
         "num_q_heads": num_q_heads,
-        "num_kv_heads": num_kv_heads,
+        "num_kv_heads": work.keys.cache.shape[-2],
         "d_qk": d_qk,
         "dtype": _abi.DTYPES[dtype_name(work.q)],
-        "format": _abi.code_of(work.form),
-        "extra_format": _abi.code_of(work.extra.form if work.extra else work.form),
+        "format": _abi.code_of(work.keys.form),
+        "extra_format": _abi.code_of((work.extra or work.keys).form),
         "sparse": work.function is not DENSE,
         "causal": work.causal,
         "q_seq_stride": work.q_strides[0],
         "q_token_stride": work.q_strides[1],
         "q_head_stride": work.q_strides[2],
-        "num_pages": num_pages,
-        "page_size": page_size[0] if page_size else 1,
-        "page_stride": page_stride,
-        "slot_stride": slot_stride[0] if slot_stride else width,
-        "head_stride": head_stride,
-        "list_seq_stride": work.list_strides[0],
-        "list_token_stride": work.list_strides[1],
-        "list_head_stride": work.list_strides[2],
-        "list_length": work.lists.shape[-1],
-        "lens_seq_stride": lens_strides[0] if lens_strides else 0,
-        "lens_token_stride": lens_strides[1] if len(lens_strides) > 1 else 0,
-        **_extra_numbers(work.extra, launch),
+        **work.keys.numbers,
+        **{name: number for name, number in extra.items() if name in _abi.Latent.NUMBERS},  # it has no head strides
         "num_parts": parts,
         "num_splits": num_splits,
-        "num_partials": 2 * parts if work.schedule else 0 if num_splits == 1 else parts,
-        "sm_scale": scale,
-    }
-
-
-def _extra_numbers(extra: Extra | None, launch: Any) -> dict[str, int]:
-    if extra is None:
-        names = [name for name in _abi.Latent.NUMBERS if name.startswith("extra_")]
-        return dict.fromkeys(names, 0) | {"extra_page_size": 1}
-    num_pages, page_size, *_ = extra.cache.shape
-    page_stride, slot_stride, *_ = strides_of(extra.cache, launch)
-    steps, lens = launch.strides(extra.lists), () if extra.lens is None else launch.strides(extra.lens)
-    return {
-        "extra_num_pages": num_pages,
-        "extra_page_size": page_size,
-        "extra_page_stride": page_stride,
-        "extra_slot_stride": slot_stride,
-        "extra_list_seq_stride": steps[0],
-        "extra_list_token_stride": steps[1],
-        "extra_list_length": extra.lists.shape[-1],
-        "extra_lens_seq_stride": lens[0] if lens else 0,
-        "extra_lens_token_stride": lens[1] if len(lens) > 1 else 0,
+        "num_partials": 2 * parts if schedule else 0 if num_splits == 1 else parts,
     }
 
 
 def run(call: Attention, work: Work, tile: Tile, launch: Any, *, max_logits: bool = False) -> dict[str, Any]:
     """Enqueue the kernels, and return the results by name."""
     num_seqs, num_q_tokens, num_q_heads, _ = work.q_shape
-    schedule = work.schedule
+    schedule, keys, extra = work.schedule, work.keys, work.extra
     if schedule and not (num_seqs and schedule[0].shape[0]):  # no sequences, or no parts
-        schedule = work.schedule = None
-    numbers = _numbers(work, call.scale, 1 if schedule else tile.num_splits, launch)
+        schedule = None
+    numbers = _numbers(work, schedule, 1 if schedule else tile.num_splits)
     partials = (numbers["num_partials"], num_q_tokens, num_q_heads)
     lse, partial = (work.lse_shape, "float32"), (partials, "float32")
     split = partials[0] > 0
@@ -285,14 +278,14 @@ def run(call: Attention, work: Work, tile: Tile, launch: Any, *, max_logits: boo
         work.function,
         {
             "q": work.q,
-            "kv": work.cache,
-            "lists": work.lists,
-            "lens": work.lens,
+            "kv": keys.cache,
+            "lists": keys.lists,
+            "lens": keys.lens,
             "sinks": None if call.sinks is None else launch.packed(call.sinks),
             "parts": launch.contiguous(schedule[0]) if schedule else None,
-            "extra_kv": work.extra and work.extra.cache,
-            "extra_lists": work.extra and work.extra.lists,
-            "extra_lens": work.extra and work.extra.lens,
+            "extra_kv": extra and extra.cache,
+            "extra_lists": extra and extra.lists,
+            "extra_lens": extra and extra.lens,
         },
         {
             "out": (call.out_shape, call.q.dtype),
@@ -302,5 +295,5 @@ def run(call: Attention, work: Work, tile: Tile, launch: Any, *, max_logits: boo
             "partial_lse": partial if split else None,
             "partial_max": partial if split and max_logits else None,
         },
-        numbers,
+        {**numbers, "sm_scale": call.scale},
     )

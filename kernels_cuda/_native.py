@@ -114,11 +114,7 @@ _emulated: contextvars.ContextVar[Emulation | None] = contextvars.ContextVar("em
 
 @contextlib.contextmanager
 def emulating(mode: str = "eager", seed: int = 0) -> Iterator[None]:
-    """Inside, calls with backend="cuda" on CPU arrays run the kernels' own code on threads of the CPU.
-
-    `mode` says when copies land and products are computed: "eager" at once, "late" only when they are waited for,
-    "crossed" copies at once and products late. `seed` shuffles the order in which threads run.
-    """
+    """The emulation of `kernels_cuda.emulating`, which describes `mode` and `seed`."""
     if mode not in MODES:
         raise InvalidInput(f"expected mode to be one of {', '.join(MODES)}, got {mode!r}")
     emulator, outer = emulation(), _emulated.get() or Emulation(MODES[0], 0)

@@ -1,6 +1,5 @@
 """Dividing the work of a decode step among thread blocks on Hopper, as `reference` defines it."""
 
-import dataclasses
 from typing import Any
 
 from ragged_attention.calls import MakeDecodeSchedule
@@ -11,11 +10,6 @@ FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 SCHEDULE = Native("ra_make_decode_schedule")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """There is nothing to tune."""
-
-
 def why_not(call: MakeDecodeSchedule) -> str | None:
     return _latent.cannot_run(call)
 
@@ -24,14 +18,8 @@ def why_not_by_default(call: MakeDecodeSchedule) -> str | None:
     return _latent.why_not_by_default(call, None)
 
 
-def heuristic(call: MakeDecodeSchedule) -> Tile:
-    del call
-    return Tile()
-
-
-def run(call: MakeDecodeSchedule, tile: Tile, launch: Any) -> Any:
+def run(call: MakeDecodeSchedule, tile: Any, launch: Any) -> Any:
     """Enqueue the kernel, and return parts and num_splits."""
-    del tile
     results = launch.native(
         SCHEDULE,
         {

@@ -12,8 +12,8 @@ FEATURES = frozenset({
 })  # fmt: skip
 
 
-def tuning_key(call: MlaDecode) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
+def kind_of(call: MlaDecode) -> str:
+    """The kind of a call, from static facts alone, under which a device's file in `proven/` lists it."""
     keys = (
         f"topk={call.topk}{f'+{call.extra_topk}' * bool(call.extra_topk)}"
         if call.sparse
@@ -32,7 +32,7 @@ def why_not(call: MlaDecode) -> str | None:
 
 
 def why_not_by_default(call: MlaDecode) -> str | None:
-    return _latent.why_not_by_default(call, tuning_key(call))
+    return _latent.why_not_by_default(call, kind_of(call))
 
 
 def heuristic(call: MlaDecode) -> Tile:
@@ -44,32 +44,26 @@ def heuristic(call: MlaDecode) -> Tile:
 
 def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels, and return out and lse."""
-    sparse, q, cache = call.sparse, launch.aligned(call.q), _latent.aligned(call.kv_cache, call.kv_format, launch)
-    lists = launch.packed(call.indices if sparse else call.page_indices)
-    steps = launch.strides(lists)
+    q = launch.aligned(call.q)
+    if call.sparse:
+        lists, lens, axes = call.indices, call.topk_lens, ("seq", "token")
+    else:
+        lists, lens, axes = call.page_indices, call.kv_lens, ("seq",)
+    extra = None
+    if call.extra_kv_cache is not None:
+        extra = _latent.keys_of(
+            call.extra_kv_cache, call.extra_kv_format, call.extra_indices, call.extra_topk_lens, launch
+        )
     work = _latent.Work(
-        function=_latent.function_of(call, tile) if sparse else _latent.DENSE,
+        function=_latent.function_of(call, tile) if call.sparse else _latent.DENSE,
         q=q,
         q_shape=q.shape,
         q_strides=_latent.strides_of(q, launch)[:3],
         lse_shape=call.lse_shape,
-        cache=cache,
-        form=call.kv_format,
-        lists=lists,
-        list_strides=(steps[0], steps[1] if sparse else 0, 0),
-        lens=call.topk_lens if sparse else call.kv_lens,
+        keys=_latent.keys_of(call.kv_cache, call.kv_format, lists, lens, launch, axes),
         causal=bool(call.causal),
         schedule=call.schedule,
-        extra=None if call.extra_kv_cache is None else _extra(call, launch),
+        extra=extra,
     )
     results = _latent.run(call, work, tile, launch)
     return results["out"], results["lse"]
-
-
-def _extra(call: MlaDecode, launch: Any) -> _latent.Extra:
-    return _latent.Extra(
-        cache=_latent.aligned(call.extra_kv_cache, call.extra_kv_format, launch),
-        form=call.extra_kv_format,
-        lists=launch.packed(call.extra_indices),
-        lens=call.extra_topk_lens,
-    )

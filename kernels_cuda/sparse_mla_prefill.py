@@ -9,8 +9,8 @@ from ragged_attention.kernels_cuda._latent import Tile as Tile
 FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic"})
 
 
-def tuning_key(call: SparseMlaPrefill) -> str:
-    """The bucket of static facts that a tuned file is keyed by."""
+def kind_of(call: SparseMlaPrefill) -> str:
+    """The kind of a call, from static facts alone, under which a device's file in `proven/` lists it."""
     return (
         f"heads={call.num_q_heads}/{call.num_kv_heads} d={call.d_qk} cache={call.kv_format.name} "
         f"tokens<={_latent.power_of_2(call.num_tokens)} topk={call.topk}"
@@ -22,7 +22,7 @@ def why_not(call: SparseMlaPrefill) -> str | None:
 
 
 def why_not_by_default(call: SparseMlaPrefill) -> str | None:
-    return _latent.why_not_by_default(call, tuning_key(call))
+    return _latent.why_not_by_default(call, kind_of(call))
 
 
 def heuristic(call: SparseMlaPrefill) -> Tile:
@@ -33,21 +33,16 @@ def heuristic(call: SparseMlaPrefill) -> Tile:
 
 def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels, and return out, max_logits and lse."""
-    q, lists = launch.aligned(call.q), launch.packed(call.indices)
+    q = launch.aligned(call.q)
     num_tokens, num_q_heads, d_qk = q.shape
     token_stride, head_stride, _ = _latent.strides_of(q, launch)
-    list_token_stride, list_head_stride, _ = launch.strides(lists)
     work = _latent.Work(
         function=_latent.function_of(call, tile),
         q=q,
         q_shape=(num_tokens, 1, num_q_heads, d_qk),
         q_strides=(token_stride, d_qk, head_stride),
         lse_shape=(num_tokens, num_q_heads),
-        cache=_latent.aligned(call.kv, call.kv_format, launch),
-        form=call.kv_format,
-        lists=lists,
-        list_strides=(list_token_stride, 0, list_head_stride),
-        lens=call.topk_lens,
+        keys=_latent.keys_of(call.kv, call.kv_format, call.indices, call.topk_lens, launch, ("seq", "head")),
     )
     results = _latent.run(call, work, tile, launch, max_logits=True)
     return results["out"], results["max_logits"], results["lse"]

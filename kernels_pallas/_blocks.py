@@ -9,7 +9,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -31,14 +33,16 @@ def cannot_run(call: Any) -> str | None:
     return None
 
 
-def expect_sizes(tile: Any, **limits: tuple[int, int]) -> None:
-    """Check that each named field of a tile is an int within its (low, high)."""
-    for name, (low, high) in limits.items():
+def expect_sizes(tile: Any, **limits: tuple[int, int] | tuple[int, int, int]) -> None:
+    """Check that each named field of a tile is an int within its (low, high), and a multiple of a third number."""
+    for name, (low, high, *multiples) in limits.items():
         value = getattr(tile, name)
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
         if not low <= value <= high:
             raise InvalidInput(f"expected {name} between {low} and {high}, got {value}")
+        if multiples and value % multiples[0]:
+            raise InvalidInput(f"expected {name} to be a multiple of {multiples[0]}, got {value}")
 
 
 def cdiv(a: Any, b: Any) -> Any:
@@ -63,17 +67,28 @@ def written_dtype(call: Any) -> Any:
     return jnp.dtype(jnp.float32) if wanted == jnp.float16 else wanted
 
 
-def is_vector_memory(scratch: Any) -> bool:
-    """Whether a scratch shape lies in VMEM."""
-    return getattr(scratch, "memory_space", None) == pltpu.VMEM
-
-
 def vector_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     """The size of an array in VMEM, in bytes, with its last two dimensions padded to whole tiles."""
     size = jnp.dtype(dtype).itemsize
     *rest, rows, lanes = shape
     tile = min(32 // size, max(next_power_of_2(rows), 4 // size))
     return math.prod(rest) * round_up(rows, tile) * round_up(lanes, LANES) * size
+
+
+def bytes_of(scratch: Any) -> int:
+    """Bytes of VMEM that a tree of scratch shapes takes."""
+    shapes = [item for item in jax.tree.leaves(scratch) if getattr(item, "memory_space", None) == pltpu.VMEM]
+    return sum(vector_bytes(item.shape, item.dtype) for item in shapes)
+
+
+def product(left: Any, right: Any, left_axis: int = 1, right_axis: int = 0) -> Any:
+    """The matrix product over one axis of each operand, accumulated in float32.
+
+    The precision is explicit, so `jax_default_matmul_precision` does not affect it; float32 operands keep all bits.
+    """
+    precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else lax.Precision.DEFAULT
+    dimensions = (((left_axis,), (right_axis,)), ((), ()))
+    return lax.dot_general(left, right, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
 def in_pieces(count: Any, most: int, do: Callable[[Any, int], None]) -> None:

@@ -8,8 +8,8 @@ sequence, head or grid step.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,19 @@ from ragged_attention.calls import dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_pallas._blocks import (
     LANES,
+    MASKED,
     NOWHERE,
     cannot_run,
     cdiv,
+    compiler_params,
     in_pieces,
     next_power_of_2,
-    vector_bytes,
+    product,
 )
 
 SUBLANES = 8
+KEYS = 512  # per block, if they fit: 2 MiB in flight with 8 heads of 128 in bfloat16
+HEADS = 8  # the most KV heads per step, since `paged_attention` unrolls their code
 FEWEST_COLUMNS = 128  # of a block's logits: blocks shrink to this size before the heads per step are reduced
 DEFAULT_LIMIT = 2**24  # the least VMEM that the compiler gives a kernel, bytes
 BUDGET = DEFAULT_LIMIT * 3 // 4  # the share of it for the arrays of a launch
@@ -44,11 +48,33 @@ class Operand:
     buffer: Any
     semaphores: Any
 
-    @classmethod
-    def all_of(cls, refs: Any) -> "list[Operand]":
-        """The operands of a kernel: K and V, then their scales if the pages are quantised."""
-        pairs = enumerate(zip(refs.pages, refs.buffers, strict=True))
-        return [cls(pages, buffer, refs.semaphores.at[i]) for i, (pages, buffer) in pairs]
+
+class Refs(NamedTuple):
+    """References to a kernel's memory, in the order in which Pallas passes them."""
+
+    scalars: Any  # a tuple of the kernel's own arrays in scalar memory
+    q: Any
+    pages: list[Any]
+    out: Any
+    buffers: list[Any]
+    m_i: Any
+    l_i: Any
+    acc: Any
+    state: Any  # the current slot, then for each slot the pages in flight, then what else the kernel keeps
+    present: Any  # i32 [2, pages], which pages of each slot are valid; None if the kernel does not ask for it
+    semaphores: Any
+
+    @property
+    def operands(self) -> list[Operand]:
+        """K and V, then their scales if the pages are quantised."""
+        pairs = enumerate(zip(self.pages, self.buffers, strict=True))
+        return [Operand(pages, buffer, self.semaphores.at[i]) for i, (pages, buffer) in pairs]
+
+    def begin(self) -> None:
+        """Reset the online softmax."""
+        self.m_i[...] = jnp.full_like(self.m_i, MASKED)
+        self.l_i[...] = jnp.zeros_like(self.l_i)
+        self.acc[...] = jnp.zeros_like(self.acc)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +103,43 @@ class Plan:
         return self.pages_per_block * self.page_rows
 
 
-def of_call(call: Any) -> dict[str, Any]:
-    """The fields of a plan that follow from the call alone."""
-    return {
-        "scale": call.scale,
-        "soft_cap": None if call.soft_cap is None else float(call.soft_cap),
-        "page_size": call.page_size,
-        "page_rows": padded_page(call.page_size, call.quantized),
-        "group": call.group,
-        "quantized": call.quantized,
-    }
+def largest_plan(
+    call: Any, make: Callable[..., Any], used_memory: Callable[[Any, Any], int], *, limit: int, cores: int,
+    own_heads: int, pages: int, queries: int = 1, fewest_queries: int = 1,
+) -> Any:  # fmt: skip
+    """The plan with the most keys, heads and queries per step that fits in VMEM.
+
+    `make(queries, **fields)` makes a plan of `queries` per block from all fields of the base class. `own_heads` is the
+    number of KV heads per core. `pages` per block are as requested, or 0. `limit` is the requested `vmem_limit_bytes`.
+    """
+    page_rows, may_shrink = padded_page(call.page_size, call.quantized), not pages
+    pages = pages or max(1, min(KEYS // page_rows, call.pages_per_seq))
+    heads = most_heads(own_heads, HEADS)
+
+    def plan() -> Any:
+        return make(
+            queries, scale=call.scale, soft_cap=None if call.soft_cap is None else float(call.soft_cap),
+            page_size=call.page_size, page_rows=page_rows, pages_per_block=pages, heads=heads,
+            head_steps=own_heads // heads, cores=cores, group=call.group, quantized=call.quantized,
+        )  # fmt: skip
+
+    while used_memory(plan(), call) > (min(BUDGET, limit * 3 // 4) if limit else BUDGET):
+        if may_shrink and pages > 1 and pages * page_rows > FEWEST_COLUMNS:
+            pages //= 2
+        elif heads > 1:
+            heads = most_heads(own_heads, heads - 1)
+        elif queries > fewest_queries:
+            queries //= 2
+        elif may_shrink and pages > 1:
+            pages //= 2
+        else:
+            break
+    return plan()
+
+
+def most_heads(own_heads: int, most: int) -> int:
+    """The largest divisor of `own_heads` up to `most`."""
+    return max(count for count in range(1, most + 1) if own_heads % count == 0)
 
 
 def operands_of(call: Any) -> list[jax.Array]:
@@ -95,21 +148,46 @@ def operands_of(call: Any) -> list[jax.Array]:
     return [*call.arrays, *scales]
 
 
-def scratch_of(call: Any, plan: Any, tiles: int) -> list[Any]:
+def launch(
+    kernel: Callable[[Refs, Any], None], plan: Any, call: Any, scalars: Any, q: jax.Array, operands: list[jax.Array], *,
+    grid: tuple[int, ...], block: tuple[int, ...], index_map: Callable[..., tuple[Any, ...]], state: int,
+    with_present: bool, vmem_limit_bytes: int | None, name: str,
+) -> jax.Array:  # fmt: skip
+    """The results of a launch, in the shape and the blocks of `q`. Cores divide the first dimension of the grid.
+
+    `state` is the number of integers in `Refs.state`, and `with_present` tells whether the kernel has `Refs.present`.
+    """
+    own = pl.BlockSpec(block, index_map)
+    return pl.pallas_call(
+        lambda *refs: kernel(Refs(*refs), plan),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=grid,
+            in_specs=[own, [pl.BlockSpec(memory_space=pl.ANY) for _ in operands]],
+            out_specs=own,
+            scratch_shapes=[
+                *scratch_of(call, plan),
+                pltpu.SMEM((state,), jnp.int32),
+                pltpu.SMEM((2, plan.pages_per_block), jnp.int32) if with_present else None,
+                pltpu.SemaphoreType.DMA((len(operands), 2)),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        compiler_params=compiler_params(vmem_limit_bytes, "parallel", *["arbitrary"] * (len(grid) - 1)),
+        name=name,
+    )(scalars, q, operands)
+
+
+def scratch_of(call: Any, plan: Any) -> list[Any]:
     """The VMEM that persists over the steps of a launch: the operands' buffers; m_i, l_i and acc of each tile of rows.
 
-    `plan` has the fields `heads`, `pages_per_block` and `rows`.
+    `plan` has the fields `heads`, `pages_per_block`, `tiles` and `rows`.
     """
     shape = (2, plan.heads, plan.pages_per_block)
     scales = [pltpu.VMEM((*shape, 1, call.page_size), jnp.float32)] * (2 * call.quantized)
     pages = [pltpu.VMEM((*shape, call.page_size, call.head_dim), jnp.dtype(call.cache_dtype))] * 2
-    states = [pltpu.VMEM((tiles, plan.rows, width), jnp.float32) for width in (LANES, LANES, call.head_dim)]
+    states = [pltpu.VMEM((plan.tiles, plan.rows, width), jnp.float32) for width in (LANES, LANES, call.head_dim)]
     return [pages + scales, *states]
-
-
-def bytes_of(scratch: list[Any]) -> int:
-    """Bytes of VMEM that a tree of scratch shapes takes."""
-    return sum(vector_bytes(item.shape, item.dtype) for item in jax.tree.leaves(scratch))
 
 
 def refusal(call: Any, fits: bool, rows: int) -> str | None:
@@ -139,8 +217,8 @@ def table_bytes(call: Any) -> int:
 
 
 def expect_block(call: Any, name: str, pages: int, used: int) -> None:
-    """Check that the requested number of pages per block fits in VMEM; a launch with it takes `used` bytes."""
-    if used > (most := call.device.shared_memory):
+    """Check that a requested number of pages per block, or 0, fits in VMEM; a launch with it takes `used` bytes."""
+    if pages and used > (most := call.device.shared_memory):
         raise InvalidInput(f"expected {name} to fit in {most} bytes of vector memory, got {pages}, which take {used}")
 
 
@@ -270,13 +348,6 @@ def update_softmax(s: jax.Array, m_i: Any, l_i: Any, index: Any) -> tuple[jax.Ar
     return p, alpha
 
 
-def product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """A matrix product accumulated in float32, at full precision if the operands are float32."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    dimensions = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
-
-
 def weighted_sum(weights: jax.Array, values: jax.Array, split_weights: bool) -> jax.Array:
     """Weights [rows, columns] in float32 times values [columns, D].
 
@@ -284,9 +355,9 @@ def weighted_sum(weights: jax.Array, values: jax.Array, split_weights: bool) -> 
     leading bits and the remainder. That doubles the rows, which costs a matrix unit nothing if rows are few.
     """
     if values.dtype == jnp.float32 or not split_weights:
-        return product(weights.astype(values.dtype), values, (1, 0))
+        return product(weights.astype(values.dtype), values)
     bits = lax.bitcast_convert_type(weights, jnp.int32) & TOP_HALF
     leading = lax.bitcast_convert_type(bits, jnp.float32)
     both = jnp.concatenate([leading, weights - leading], axis=0)
-    mixed = product(both.astype(values.dtype), values, (1, 0))
+    mixed = product(both.astype(values.dtype), values)
     return mixed[: len(weights)] + mixed[len(weights) :]

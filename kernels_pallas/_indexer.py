@@ -22,7 +22,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.calls import dtype_name
-from ragged_attention.errors import InvalidInput
 from ragged_attention.jax_shared.pages import live_edges
 from ragged_attention.kernels_pallas._blocks import (
     LANES,
@@ -32,9 +31,10 @@ from ragged_attention.kernels_pallas._blocks import (
     compiler_params,
     expect_sizes,
     next_power_of_2,
+    product,
     round_up,
 )
-from ragged_attention.kernels_pallas._latent_rows import numbers
+from ragged_attention.kernels_pallas._latent_rows import numbers, words_of
 
 FEATURES = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
@@ -63,10 +63,11 @@ class Tile:
 
     def __post_init__(self) -> None:
         expect_sizes(
-            self, num_keys_per_block=(LANES, 4096), num_queries_per_block=(1, 64), vmem_limit_bytes=(0, LARGEST_INT)
+            self,
+            num_keys_per_block=(LANES, 4096, LANES),
+            num_queries_per_block=(1, 64),
+            vmem_limit_bytes=(0, LARGEST_INT),
         )
-        if self.num_keys_per_block % LANES:
-            raise InvalidInput(f"expected num_keys_per_block to be a multiple of 128, got {self.num_keys_per_block}")
 
 
 def why_not(call: Any) -> str | None:
@@ -180,9 +181,7 @@ def _keys_and_scales(call: Any) -> tuple[Any, Any]:
             return values.reshape(page_size, head_dim), scales
 
         return lax.map(separated, keys, batch_size=PAGES_AT_ONCE)
-    if dtype_name(keys) == "float16":
-        return lax.bitcast_convert_type(keys, jnp.int16), scales
-    return lax.bitcast_convert_type(keys, jnp.uint8) if keys.dtype.itemsize == 1 else keys, scales
+    return words_of(keys), scales
 
 
 def rows_of(call: Any, rows: int) -> Rows:
@@ -317,31 +316,25 @@ def _launch(plan: Plan, lists: Any, operands: tuple[Any, ...], keys: Any, column
     def block_of(core: Any, step: Any) -> Any:
         return core * plan.steps + step
 
-    def of_block(core: Any, step: Any) -> tuple[Any, ...]:
-        return block_of(core, step), 0, 0
-
-    def of_next(core: Any, step: Any) -> tuple[Any, ...]:
-        return block_of(core, jnp.minimum(step + 1, plan.steps - 1)), 0, 0
-
-    def of_tile(core: Any, step: Any) -> tuple[Any, ...]:
-        return block_of(core, step) // plan.blocks, 0, 0
-
     def of_columns(core: Any, step: Any) -> tuple[Any, ...]:
         return block_of(core, step) // plan.blocks, 0, block_of(core, step) % plan.blocks
 
-    def of_shared_columns(core: Any, step: Any) -> tuple[Any, ...]:
-        return 0, 0, block_of(core, step) % plan.blocks
-
-    specs: list[Any] = [pl.BlockSpec((None, *array.shape[1:]), of_tile) for array in operands[:3]]
-    of_scales = of_shared_columns if scales is None or len(scales) != tiles else of_columns
+    specs: list[Any] = [
+        pl.BlockSpec((None, *array.shape[1:]), lambda core, step: (block_of(core, step) // plan.blocks, 0, 0))
+        for array in operands[:3]
+    ]
+    shared = scales is None or len(scales) != tiles
+    of_scales = (lambda core, step: (0, 0, block_of(core, step) % plan.blocks)) if shared else of_columns
     specs.append(None if scales is None else pl.BlockSpec((None, 1, plan.keys), of_scales))
-    entries = (None, *lists.shape[1:])
+    entries, last = (None, *lists.shape[1:]), plan.steps - 1
     return pl.pallas_call(
         functools.partial(_kernel, plan),
         grid=(tiles * plan.blocks // plan.steps, plan.steps),
         in_specs=[
-            pl.BlockSpec(entries, of_block, memory_space=pltpu.SMEM),
-            pl.BlockSpec(entries, of_next, memory_space=pltpu.SMEM),
+            pl.BlockSpec(entries, lambda core, step: (block_of(core, step), 0, 0), memory_space=pltpu.SMEM),
+            pl.BlockSpec(
+                entries, lambda core, step: (block_of(core, jnp.minimum(step + 1, last)), 0, 0), memory_space=pltpu.SMEM
+            ),
             *specs,
             pl.BlockSpec(memory_space=pltpu.HBM),
         ],
@@ -384,7 +377,7 @@ def _kernel(
         if scales is not None:
             logits *= scales[...]
         lane = lax.broadcasted_iota(jnp.int32, (1, plan.keys), 1)
-        column = block_column(step, plan) + lane
+        column = step % plan.blocks * plan.keys + lane  # each core computes whole tiles
         seen = (column >= edges[:, :1]) & (column < edges[:, 1:2])
         if plan.pieces > 1:  # a block of one piece is live only if the piece is valid
             seen &= (valid >> (lane >> (plan.unit.bit_length() - 1))) & 1 != 0
@@ -393,11 +386,6 @@ def _kernel(
     @pl.when(jnp.logical_not(live))
     def _() -> None:
         out[...] = jnp.full(out.shape, -jnp.inf, jnp.float32)
-
-
-def block_column(step: Any, plan: Plan) -> Any:
-    """The first column of a step's block; each core computes whole tiles."""
-    return step % plan.blocks * plan.keys
 
 
 def _operand(fetched: Any, plan: Plan) -> Any:
@@ -411,10 +399,7 @@ def _operand(fetched: Any, plan: Plan) -> Any:
 
 def _logits(q: Any, keys: Any, weights: Any, plan: Plan) -> Any:
     """The weighted sum of each row's products over heads, [rows, keys]."""
-    precision = lax.Precision.HIGHEST if plan.dtype == jnp.float32 else None
-    products = lax.dot_general(
-        q, keys, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
+    products = product(q, keys, 1, 1)
     products = jnp.where(products < 0, 0.0, products)  # a ReLU that keeps NaN
     weights = weights.T
     rows = []

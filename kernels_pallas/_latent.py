@@ -30,7 +30,6 @@ from jax.experimental.layout import Layout
 from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.calls import CacheFormat, MlaDecode, RaggedMlaAttention, SparseMlaPrefill, dtype_name
-from ragged_attention.errors import InvalidInput
 from ragged_attention.jax_shared.logits import soft_capped
 from ragged_attention.jax_shared.pages import per_head
 from ragged_attention.kernels_pallas import _latent_rows
@@ -41,6 +40,7 @@ from ragged_attention.kernels_pallas._blocks import (
     cdiv,
     compiler_params,
     expect_sizes,
+    product,
     round_up,
     written_dtype,
 )
@@ -67,9 +67,7 @@ class Tile:
     vmem_limit_bytes: int = 0
 
     def __post_init__(self) -> None:
-        expect_sizes(self, num_keys_per_block=(16, MOST_KEYS), vmem_limit_bytes=(0, LARGEST_INT))
-        if self.num_keys_per_block % 16:
-            raise InvalidInput(f"expected num_keys_per_block to be a multiple of 16, got {self.num_keys_per_block}")
+        expect_sizes(self, num_keys_per_block=(16, MOST_KEYS, 16), vmem_limit_bytes=(0, LARGEST_INT))
 
 
 def rows_per_word(dtype: Any) -> int:
@@ -123,13 +121,6 @@ class Keys:
     selects: bool = False  # pieces are single rows
 
 
-def words_of(cache: Any) -> Any:
-    """The cache in a dtype that the kernel can load: 8-bit numbers and float16 are viewed as integers."""
-    if dtype_name(cache) == "float16":
-        return lax.bitcast_convert_type(cache, jnp.int16)
-    return lax.bitcast_convert_type(cache, jnp.uint8) if cache.dtype.itemsize == 1 else cache
-
-
 def valid_slots(indices: Any, lens: Any, num_slots: int) -> Any:
     """Lists of slots [..., N] with -1 for entries that are out of range or beyond the list's length."""
     seen = (indices >= 0) & (indices < num_slots)
@@ -141,7 +132,7 @@ def valid_slots(indices: Any, lens: Any, num_slots: int) -> Any:
 
 def selected_rows(cache: Any, rows: Any, lens: Any = None) -> Keys:
     """Lists of single rows, by their numbers [L, N] in `cache` [..., columns]; -1 selects nothing."""
-    cache = words_of(cache).reshape(-1, cache.shape[-1])
+    cache = _latent_rows.words_of(cache).reshape(-1, cache.shape[-1])
     packing = rows_per_word(cache.dtype)
     if missing := -len(cache) % packing:
         cache = jnp.pad(cache, ((0, missing), (0, 0)))
@@ -157,7 +148,7 @@ def unit_of(page_size: int, dtype: Any) -> int | None:
 def whole_pages(cache: Any, page_indices: Any, kv_lens: Any, unit: int) -> Keys:
     """Lists of pieces of `unit` rows of the pages of `cache` [P, G, 1, columns], up to each sequence's `kv_lens`."""
     num_pages, page_size, _, width = cache.shape
-    cache = words_of(cache)
+    cache = _latent_rows.words_of(cache)
     packing = rows_per_word(cache.dtype)
     units = page_size // unit
     first = jnp.where((page_indices >= 0) & (page_indices < num_pages), page_indices * units, -1)
@@ -228,9 +219,38 @@ class Plan:
         """Whether rows of pages are shifted out of shared words, which orders keys by their index within a word."""
         return self.packing > 1 and self.decodes
 
+    @property
+    def steps(self) -> int:
+        """Grid steps per core."""
+        return self.jobs_per_core * self.chunks
 
-def precision(dtype: Any) -> Any:
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    # The following functions find the part of each array that a core's step needs, given the prefetched scalars.
+
+    def job(self, core: Any, step: Any) -> tuple[Any, Any]:
+        """The call's job that a step computes, and which tile of the job's rows."""
+        index = core * self.jobs_per_core + step // self.chunks
+        return index // self.tiles, index % self.tiles
+
+    def of_queries(self, core: Any, step: Any, _: Any, jobs: Jobs | None) -> tuple[Any, ...]:
+        job, tile = self.job(core, step)
+        return (job if jobs is None else jobs.tiles[job]) * self.tiles + tile, 0, 0
+
+    def of_tile(self, core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
+        return self.job(core, step)[1], 0, 0
+
+    def list_of(self, core: Any, step: Any, jobs: Jobs | None) -> Any:
+        job = self.job(core, step)[0]
+        return job if jobs is None else jobs.lists[job]
+
+    def of_kind(self, core: Any, step: Any, _: Any, jobs: Jobs | None) -> tuple[Any, ...]:
+        kind = self.list_of(core, step, jobs) % self.kinds
+        return kind * self.tiles + self.job(core, step)[1], 0, 0
+
+    def of_chunk(self, core: Any, step: Any, _: Any, jobs: Jobs | None) -> tuple[Any, ...]:
+        return self.list_of(core, step, jobs) * self.chunks + step % self.chunks, 0, 0
+
+    def of_next_chunk(self, core: Any, step: Any, *scalars: Any) -> tuple[Any, ...]:
+        return self.of_chunk(core, jnp.minimum(step + 1, self.steps - 1), *scalars)
 
 
 def most_rows(call: Any) -> int:
@@ -377,40 +397,6 @@ def _lists(keys: Keys, plan: Plan) -> list[Any]:
     return [scalars[:, :, None]]
 
 
-class Maps:
-    """The index maps of the launch: which block of each array a core's step needs, given the prefetched scalars."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.steps = plan.jobs_per_core * plan.chunks
-
-    def job(self, core: Any, step: Any) -> tuple[Any, Any]:
-        """The call's job that a step computes, and which tile of the job's rows."""
-        index = core * self.plan.jobs_per_core + step // self.plan.chunks
-        return index // self.plan.tiles, index % self.plan.tiles
-
-    def of_queries(self, core: Any, step: Any, _: Any, jobs: Jobs | None) -> tuple[Any, ...]:
-        job, tile = self.job(core, step)
-        return (job if jobs is None else jobs.tiles[job]) * self.plan.tiles + tile, 0, 0
-
-    def of_tile(self, core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
-        return self.job(core, step)[1], 0, 0
-
-    def list(self, core: Any, step: Any, jobs: Jobs | None) -> Any:
-        job = self.job(core, step)[0]
-        return job if jobs is None else jobs.lists[job]
-
-    def of_kind(self, core: Any, step: Any, _: Any, jobs: Jobs | None) -> tuple[Any, ...]:
-        kind = self.list(core, step, jobs) % self.plan.kinds
-        return kind * self.plan.tiles + self.job(core, step)[1], 0, 0
-
-    def of_chunk(self, core: Any, step: Any, _: Any, jobs: Jobs | None) -> tuple[Any, ...]:
-        return self.list(core, step, jobs) * self.plan.chunks + step % self.plan.chunks, 0, 0
-
-    def of_next_chunk(self, core: Any, step: Any, *scalars: Any) -> tuple[Any, ...]:
-        return self.of_chunk(core, jnp.minimum(step + 1, self.steps - 1), *scalars)
-
-
 def _launch(
     plan: Plan, work: Work, queries: tuple[Any, Any | None, Any | None], out_dtype: Any, tile: Tile
 ) -> tuple[Any, Any]:
@@ -419,7 +405,6 @@ def _launch(
     chunked = [jnp.concatenate(arrays, axis=1) for arrays in zip(*(_lists(keys, plan) for keys in parts), strict=True)]
     scalars, indices = [array.reshape(-1, *array.shape[2:]) for array in chunked] + [None] * (not plan.selects)
     tiles, rows, _ = queries[0].shape
-    maps = Maps(plan)
 
     def block(array: Any, index: Any, memory: Any = pltpu.VMEM) -> pl.BlockSpec | None:
         return None if array is None else pl.BlockSpec((None, *array.shape[1:]), index, memory_space=memory)
@@ -435,15 +420,15 @@ def _launch(
         lambda *refs: _kernel(plan, Refs(*refs)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(plan.cores, maps.steps),
+            grid=(plan.cores, plan.steps),
             in_specs=[
-                block(scalars, maps.of_chunk, pltpu.SMEM),
-                block(scalars, maps.of_next_chunk, pltpu.SMEM),
-                block(indices, maps.of_chunk),
-                *map(block, queries, (maps.of_queries, maps.of_tile, maps.of_kind)),
+                block(scalars, plan.of_chunk, pltpu.SMEM),
+                block(scalars, plan.of_next_chunk, pltpu.SMEM),
+                block(indices, plan.of_chunk),
+                *map(block, queries, (plan.of_queries, plan.of_tile, plan.of_kind)),
                 [whole] * len(parts),
             ],
-            out_specs=[block(result, maps.of_queries) for result in results],
+            out_specs=[block(result, plan.of_queries) for result in results],
             scratch_shapes=[
                 pltpu.VMEM(buffer, work.keys.cache.dtype),
                 pltpu.VMEM((rows, LANES), jnp.float32),
@@ -500,7 +485,7 @@ def _span(plan: Plan, refs: Refs, lists: Any, step: Any) -> Span:
     count, nothing = lists[0, lists.shape[1] - 1], jnp.int32(0)
     if refs.jobs is None:
         return Span(nothing, nothing, nothing, nothing, nothing, nothing, count)
-    job = Maps(plan).job(pl.program_id(0), step)[0]
+    job = plan.job(pl.program_id(0), step)[0]
     position, begin, end = refs.jobs.positions[job], refs.jobs.begins[job], refs.jobs.ends[job]
     low, high = nothing, lists[0, lists.shape[1] - 2]
     if plan.causal:
@@ -598,7 +583,7 @@ def _store(plan: Plan, refs: Refs, span: Span) -> None:
 
 def _store_own(plan: Plan, refs: Refs, span: Span, out: Any, stats: Any) -> None:
     """Store the rows of a job's own tokens; the tile's other rows belong to other jobs, or to no sequence."""
-    tiles, job = refs.jobs.tiles, Maps(plan).job(pl.program_id(0), pl.program_id(1))[0]  # type: ignore[union-attr]
+    tiles, job = refs.jobs.tiles, plan.job(pl.program_id(0), pl.program_id(1))[0]  # type: ignore[union-attr]
     is_first = pl.program_id(1) < plan.chunks * plan.tiles  # the first job of its core
 
     @pl.when(is_first | (tiles[jnp.maximum(job - 1, 0)] != tiles[job]))
@@ -712,12 +697,11 @@ def _operands(raw: Any, plan: Plan) -> list[tuple[Any, Any]]:
 def _extend(plan: Plan, refs: Refs, parts: list[tuple[Any, Any]], seen: Any, few: Any) -> None:
     """Add a block of keys to the online softmax; for `few` keys, also add what rounding cuts off the weights."""
     q, m_i, l_i, acc = refs.q, refs.m_i, refs.l_i, refs.acc
-    dot = functools.partial(lax.dot_general, precision=precision(plan.dtype), preferred_element_type=jnp.float32)
     products, column = [], 0
     for operand, scale in parts:
         width = operand.shape[1]
-        product = dot(q[:, column : column + width], operand, (((1,), (1,)), ((), ())))
-        products.append(product if scale is None else product * scale)
+        part = product(q[:, column : column + width], operand, 1, 1)
+        products.append(part if scale is None else part * scale)
         column += width
     logits = sum(products[1:], products[0]) * refs.factors[0]
     if plan.soft_cap is not None:
@@ -736,7 +720,7 @@ def _extend(plan: Plan, refs: Refs, parts: list[tuple[Any, Any]], seen: Any, few
         if width <= 0:
             break
         scaled = weights if scale is None else weights * jnp.where(seen, scale, 0.0)
-        values = dot(scaled.astype(plan.dtype), operand[:, :width], (((1,), (0,)), ((), ())))
+        values = product(scaled.astype(plan.dtype), operand[:, :width])
         acc[:, column : column + width] = acc[:, column : column + width] * alpha + values
         mixed.append((slice(column, column + width), scaled, operand[:, :width]))
         column += width
@@ -744,7 +728,7 @@ def _extend(plan: Plan, refs: Refs, parts: list[tuple[Any, Any]], seen: Any, few
     def add_rounding_errors() -> None:
         for columns, scaled, operand in mixed:
             error = scaled - scaled.astype(plan.dtype).astype(jnp.float32)
-            acc[:, columns] = acc[:, columns] + dot(error.astype(plan.dtype), operand, (((1,), (0,)), ((), ())))
+            acc[:, columns] = acc[:, columns] + product(error.astype(plan.dtype), operand)
 
     if plan.split_weights_below:
         pl.when(few)(add_rounding_errors)

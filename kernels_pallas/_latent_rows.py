@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from ragged_attention.calls import CacheFormat
-from ragged_attention.kernels_pallas._blocks import LANES, round_up
+from ragged_attention.calls import CacheFormat, dtype_name
+from ragged_attention.kernels_pallas._blocks import LANES, product, round_up
 
 FLOAT_BITS = {  # bits of the exponent and of the mantissa
     "float16": (5, 10), "float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2), "float4_e2m1fn": (2, 1),
@@ -35,6 +35,13 @@ def refusal(form: CacheFormat) -> str | None:
     if form.folded and (form.packed_codes or form.group != LANES):
         return f"takes float32 scales of {LANES} 8-bit codes each, got {form.group} codes of {form.codes}"
     return None
+
+
+def words_of(cache: Any) -> Any:
+    """The cache in a dtype that a kernel can load: 8-bit numbers and float16 are viewed as integers."""
+    if dtype_name(cache) == "float16":
+        return lax.bitcast_convert_type(cache, jnp.int16)
+    return lax.bitcast_convert_type(cache, jnp.uint8) if cache.dtype.itemsize == 1 else cache
 
 
 def tail_lanes(form: CacheFormat) -> int:
@@ -164,6 +171,4 @@ def _per_byte(scales: Any, form: CacheFormat) -> Any:
     shape = (LANES, form.value_bytes)
     scale, byte = lax.broadcasted_iota(jnp.int32, shape, 0), lax.broadcasted_iota(jnp.int32, shape, 1)
     selects = jnp.where(scale == byte // (form.value_bytes // form.num_groups), 1.0, 0.0).astype(jnp.bfloat16)
-    return lax.dot_general(
-        scales.astype(jnp.bfloat16), selects, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    return product(scales.astype(jnp.bfloat16), selects)

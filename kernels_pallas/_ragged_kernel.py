@@ -15,7 +15,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.jax_shared.logits import soft_capped
-from ragged_attention.kernels_pallas._blocks import LANES, LN2, LOG2E, MASKED, NOWHERE, cdiv, in_pieces, round_up
+from ragged_attention.kernels_pallas._blocks import (
+    LANES,
+    LN2,
+    LOG2E,
+    MASKED,
+    NOWHERE,
+    cdiv,
+    in_pieces,
+    product,
+    round_up,
+)
 
 CHUNK = 16  # tokens transposed to heads-first order at a time, so that they stay in registers
 UPDATES = 128  # copies of new rows in flight at once
@@ -103,9 +113,22 @@ class Plan(NamedTuple):
     def acc_shape(self) -> tuple[int, int]:
         return (self.v_head_dim, self.rows) if self.in_columns else (self.rows, self.v_head_dim)
 
-    @property
-    def precision(self) -> Any:
-        return lax.Precision.HIGHEST if self.dtype == jnp.float32 else lax.Precision.DEFAULT
+
+class Sequences(NamedTuple):
+    """Each sequence's first row, its lengths (clamped to what the arrays hold) and its pages: i32 [S] and [S, M]."""
+
+    starts: Any
+    q_lens: Any
+    kv_lens: Any
+    pages: Any
+
+
+class Factors(NamedTuple):
+    """The factors of logits and of values per KV head, f32 [K], and the sinks, f32 [H]."""
+
+    logits: Any
+    values: Any
+    sinks: Any
 
 
 class Refs(NamedTuple):
@@ -113,13 +136,8 @@ class Refs(NamedTuple):
 
     count: Any  # i32 [1], the number of sequences that the launch computes
     order: Any  # the indices of these sequences
-    starts: Any
-    q_lens: Any
-    kv_lens: Any
-    table: Any  # i32 [S * M]
-    factor: Any  # f32 [K], the scale of logits
-    v_scale: Any
-    sinks: Any
+    seqs: Sequences  # its pages are i32 [S * M]
+    factors: Factors
     slots: Any  # the slots of new rows
     q: Any
     new_rows: Any
@@ -215,7 +233,7 @@ class Span(NamedTuple):
 def span_of(plan: Plan, refs: Refs, step: Step) -> Span:
     """The span of a step's tile. For a step past the last one, the span is arbitrary and not used."""
     seq = refs.order[jnp.minimum(step.index, refs.count[0] - 1)]
-    start, q_len, kv_len = refs.starts[seq], refs.q_lens[seq], refs.kv_lens[seq]
+    start, q_len, kv_len = refs.seqs.starts[seq], refs.seqs.q_lens[seq], refs.seqs.kv_lens[seq]
     first = step.tile * plan.block_q
     count = jnp.clip(q_len - first, 0, plan.block_q)
     source = jnp.clip(start + first, 0, plan.num_tokens - plan.block_q)
@@ -241,7 +259,7 @@ def kernel(plan: Plan, refs: Refs) -> None:
     def _() -> None:
         span = span_of(plan, refs, first)
         begin = first._replace(block=span.low // plan.block)
-        fetch_queries(plan, refs, span, begin.q_slot)
+        query_copy(plan, refs, span, begin.q_slot).start()
         fetch_pages(plan, refs, span, begin)
         lax.while_loop(lambda step: step.index < refs.count[0], lambda step: run_step(plan, refs, step), begin)
         wait_results(plan, refs)
@@ -282,7 +300,7 @@ def run_step(plan: Plan, refs: Refs, step: Step) -> Step:
     span = span_of(plan, refs, step)
     begins = step.block == span.low // plan.block
     ends = (step.block + 1) * plan.block >= span.high
-    next_tile = ends & ((step.tile + 1) * plan.block_q < refs.q_lens[span.seq])
+    next_tile = ends & ((step.tile + 1) * plan.block_q < refs.seqs.q_lens[span.seq])
     next_step = Step(
         index=step.index + jnp.where(ends & ~next_tile, plan.cores, 0),
         tile=jnp.where(ends, jnp.where(next_tile, step.tile + 1, 0), step.tile),
@@ -299,7 +317,7 @@ def run_step(plan: Plan, refs: Refs, step: Step) -> Step:
 
         @pl.when(ends)
         def _() -> None:
-            fetch_queries(plan, refs, next_span, next_step.q_slot)
+            query_copy(plan, refs, next_span, next_step.q_slot).start()
 
     @pl.when(begins)
     def _() -> None:
@@ -322,11 +340,6 @@ def query_copy(plan: Plan, refs: Refs, span: Span, slot: Any) -> Any:
     )
 
 
-def fetch_queries(plan: Plan, refs: Refs, span: Span, slot: Any) -> None:
-    """Start the copy of a tile's queries."""
-    query_copy(plan, refs, span, slot).start()
-
-
 def page_range(plan: Plan, span: Span, step: Step) -> tuple[Any, Any]:
     """The range of a block's pages with keys that the tile sees, relative to the block's first page."""
     first = step.block * plan.pages
@@ -337,7 +350,7 @@ def page_range(plan: Plan, span: Span, step: Step) -> tuple[Any, Any]:
 def page_of(plan: Plan, refs: Refs, span: Span, step: Step, offset: Any) -> Any:
     """The page table's entry for the page at `offset` in a block; it may be invalid."""
     column = jnp.minimum(step.block * plan.pages + offset, plan.pages_per_seq - 1)
-    return refs.table[span.seq * plan.pages_per_seq + column]
+    return refs.seqs.pages[span.seq * plan.pages_per_seq + column]
 
 
 def page_copies(plan: Plan, refs: Refs, page: Any, slot: Any, offset: Any) -> list[Any]:
@@ -536,13 +549,13 @@ def multiply_keys(plan: Plan, refs: Refs, head: int, first: int) -> Any:
     """
     k = operand(plan, refs, 0, 2 * head if plan.combined else head)
     q = refs.q_rows[head, pl.ds(first, plan.columns), :]
-    return product(plan, *((k, q) if plan.in_columns else (q, k)), 1, 1)
+    return product(*((k, q) if plan.in_columns else (q, k)), 1, 1)
 
 
 def update_softmax(plan: Plan, refs: Refs, head: int, first: int, logits: Any, seen: Any) -> tuple[Any, Any]:
     """One step of the online softmax: returns the keys' weights and alpha, the factor of the accumulator."""
     keys, own = 0 if plan.in_columns else 1, own_queries(plan, head, first)
-    logits = logits * refs.factor[head]
+    logits = logits * refs.factors.logits[head]
     if plan.soft_cap is not None:
         logits = soft_capped(logits, plan.soft_cap) * LOG2E
     logits = jnp.where(seen, logits, MASKED)
@@ -561,7 +574,7 @@ def mix_values(plan: Plan, refs: Refs, group: tuple[int, int], weights: Any, alp
     v = operand(plan, refs, 0, 2 * head + 1) if plan.combined else operand(plan, refs, 1, head)
     acc = jnp.float32(0)
     for part in weight_operands(plan, weights, split_weights):
-        acc += product(plan, v, part, 0, 0) if plan.in_columns else product(plan, part, v, 1, 0)
+        acc += product(v, part, 0, 0) if plan.in_columns else product(part, v)
     refs.acc[own] = refs.acc[own] * alpha + acc
 
 
@@ -590,14 +603,6 @@ def weight_operands(plan: Plan, weights: Any, split_weights: bool) -> list[Any]:
     return [rounded, (weights - rounded.astype(jnp.float32)).astype(plan.dtype)] if split_weights else [rounded]
 
 
-def product(plan: Plan, left: Any, right: Any, left_axis: int, right_axis: int) -> Any:
-    """The matrix product over one axis of each operand, accumulated in float32."""
-    return lax.dot_general(
-        left, right, (((left_axis,), (right_axis,)), ((), ())),
-        precision=plan.precision, preferred_element_type=jnp.float32,
-    )  # fmt: skip
-
-
 def end_tile(plan: Plan, refs: Refs, span: Span) -> None:
     """Normalise a tile's rows, and start their copies to HBM."""
     wait_results(plan, refs)
@@ -609,12 +614,12 @@ def end_tile(plan: Plan, refs: Refs, span: Span) -> None:
         sees_keys = m_i > MASKED
         l_i = jnp.where(sees_keys, l_i, 1.0)
         lse = jnp.where(sees_keys, m_i * LN2 + jnp.log(l_i), -jnp.inf)
-        factor = jnp.where(sees_keys, refs.v_scale[head] / l_i, 0.0)
+        factor = jnp.where(sees_keys, refs.factors.values[head] / l_i, 0.0)
         if plan.has_sinks:
             sink = jnp.zeros(plan.per_query, jnp.float32)
             for member in range(group):
                 own = (query >= member * size) & (query < (member + 1) * size)
-                sink = jnp.where(own, refs.sinks[head * group + member], sink)
+                sink = jnp.where(own, refs.factors.sinks[head * group + member], sink)
             factor = jnp.where(sees_keys, factor / (1.0 + jnp.exp(sink - lse)), 0.0)
         acc = jnp.where(sees_keys, refs.acc[head] * factor, 0.0)
         acc = acc.astype(refs.out_buffer.dtype)

@@ -13,7 +13,6 @@ from ragged_attention.kernels_pallas._indexer import why_not as why_not
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
     """Logits [T, columns]."""
-    del launch  # pallas_call launches
     if _indexer.sees_nothing(call):
         return jnp.full((call.num_tokens, call.columns), -jnp.inf, jnp.float32)
     rows = _indexer.rows_of(call, tile.num_queries_per_block)

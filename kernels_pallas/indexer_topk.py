@@ -55,7 +55,6 @@ def heuristic(call: IndexerTopk) -> Tile:
 
 def run(call: IndexerTopk, tile: Tile, launch: Any) -> Any:
     """Positions [T, top_k]."""
-    del launch  # pallas_call launches
     if _indexer.sees_nothing(call):
         return jnp.full((call.num_tokens, call.top_k), -1, jnp.int32)
     rows, pieces = _indexer.rows_of(call, tile.num_queries_per_block), _indexer.pieces_of(call, tile)

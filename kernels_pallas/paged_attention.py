@@ -7,7 +7,6 @@ KV head's keys are multiplied with all eight rows, and each row keeps the result
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -20,40 +19,21 @@ from ragged_attention.calls import PagedAttention, dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.jax_shared.logits import soft_capped
 from ragged_attention.kernels_pallas import _heads_first
-from ragged_attention.kernels_pallas._blocks import (
-    LARGEST_INT,
-    MASKED,
-    cdiv,
-    compiler_params,
-    expect_sizes,
-    round_up,
-)
+from ragged_attention.kernels_pallas._blocks import LARGEST_INT, bytes_of, cdiv, expect_sizes, product, round_up
 from ragged_attention.kernels_pallas._heads_first import (
     BUDGET,
-    FEWEST_COLUMNS,
     SUBLANES,
-    Operand,
+    Refs,
     block_rows,
-    bytes_of,
-    expect_block,
-    fetch,
-    operands_of,
     positions,
-    product,
-    refusal,
     row_bytes,
     scale_row,
-    scratch_of,
     spread,
     table_bytes,
     update_softmax,
-    vmem_limit,
-    wait,
     weighted_sum,
 )
 
-KEYS = 512  # per block, if they fit: 2 MiB in flight with 8 heads of 128 in bfloat16
-HEADS = 8  # the most KV heads per step, since their code is unrolled
 MEGACORE_MODES = (None, "batch", "kv_head")
 FEATURES = frozenset({"sm_scale", "soft_cap"})
 
@@ -94,7 +74,8 @@ def heuristic(call: Any) -> Tile:
 
 
 def why_not(call: PagedAttention) -> str | None:
-    return refusal(call, fits(plan_of(call, heuristic(call)), call, BUDGET), rows=call.device.num_multiprocessors)
+    fits = used_memory(plan_of(call, heuristic(call)), call) <= BUDGET
+    return _heads_first.refusal(call, fits, rows=call.device.num_multiprocessors)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,56 +103,39 @@ def plan_of(call: Any, tile: Tile) -> Plan:
     """The plan with the most heads and keys per step that fit in VMEM."""
     cores = call.device.num_multiprocessors if tile.megacore_mode is not None else 1
     own_heads = max(1, call.num_kv_heads // cores if tile.megacore_mode == "kv_head" else call.num_kv_heads)
-    common = _heads_first.of_call(call)
-    page_rows = common["page_rows"]
-    pages = tile.pages_per_compute_block or max(1, min(KEYS // page_rows, call.pages_per_seq))
-    heads = max(n for n in range(1, HEADS + 1) if own_heads % n == 0)
-    budget = min(BUDGET, tile.vmem_limit_bytes * 3 // 4) if tile.vmem_limit_bytes else BUDGET
 
-    def plan() -> Plan:
-        fitting = [n for n in range(2, heads + 1) if heads % n == 0 and n * call.group <= SUBLANES]
-        per_tile = max(fitting, default=1)
+    def make(_: int, *, heads: int, group: int, **fields: Any) -> Plan:
+        per_tile = _heads_first.most_heads(heads, max(1, SUBLANES // group))
         return Plan(
-            **common, pages_per_block=pages, heads=heads, per_tile=per_tile,
-            rows=round_up(per_tile * call.group, SUBLANES), head_steps=own_heads // heads, cores=cores,
+            **fields, heads=heads, group=group, per_tile=per_tile, rows=round_up(per_tile * group, SUBLANES),
             megacore_mode=tile.megacore_mode, inline_seq_dim=tile.inline_seq_dim,
         )  # fmt: skip
 
-    while not fits(plan(), call, budget):
-        may_shrink = pages > 1 and not tile.pages_per_compute_block
-        if may_shrink and (pages * page_rows > FEWEST_COLUMNS or heads == 1):
-            pages //= 2
-        elif heads > 1:
-            heads = max(n for n in range(1, heads) if own_heads % n == 0)
-        else:
-            break
-    return plan()
+    return _heads_first.largest_plan(
+        call, make, used_memory, limit=tile.vmem_limit_bytes, cores=cores, own_heads=own_heads,
+        pages=tile.pages_per_compute_block,
+    )  # fmt: skip
 
 
 def used_memory(plan: Plan, call: Any) -> int:
     """Bytes of VMEM of a launch: its scratch, the queries, the results, and the rows of one head in float32."""
     tiles = [pltpu.VMEM((2 * plan.tiles, plan.rows, call.head_dim), jnp.dtype(dtype_name(call.q)))] * 2
     rows = [pltpu.VMEM((2, plan.columns, call.head_dim), jnp.float32)]
-    return bytes_of([scratch_of(call, plan, plan.tiles), *tiles, *rows])
-
-
-def fits(plan: Plan, call: Any, budget: int) -> bool:
-    return used_memory(plan, call) <= budget
+    return bytes_of([_heads_first.scratch_of(call, plan), *tiles, *rows])
 
 
 def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
-    del launch  # Pallas launches
     check(call, tile)
     plan = plan_of(call, tile)
-    if (asked := tile.pages_per_compute_block) != 0:
-        expect_block(call, "pages_per_compute_block", asked, used_memory(plan, call))
+    used = used_memory(plan, call)
+    _heads_first.expect_block(call, "pages_per_compute_block", tile.pages_per_compute_block, used)
     if 0 in call.out_shape or call.pages_per_seq == 0 or call.num_pages == 0:
         return jnp.zeros(call.out_shape, call.q.dtype)
     split = plan.cores if plan.megacore_mode == "batch" else 1
     batch = call.max_num_seqs
     at_once = max(1, table_bytes(call) // row_bytes(call) // split) * split
     lengths = jnp.clip(call.lengths, 0, call.capacity)
-    operands = operands_of(call)
+    operands = _heads_first.operands_of(call)
     parts = [slice(start, min(start + at_once, batch)) for start in range(0, batch, at_once)]
     outs = [decode(call.q[part], operands, lengths[part], call.page_indices[part], plan, call, tile) for part in parts]
     return jnp.concatenate(outs) if len(outs) > 1 else outs[0]
@@ -203,30 +167,16 @@ def decode(
     def index_map(core: Any, row: Any, head_step: Any, *_: Any) -> tuple[Any, ...]:
         return *plan.address(core, row, head_step), 0, 0
 
-    own = pl.BlockSpec((1, plan.tiles, plan.rows, width), index_map)
     grid = (plan.cores, batch // split, plan.head_steps)
     if not plan.inline_seq_dim:
         grid = (*grid, cdiv(call.pages_per_seq, plan.pages_per_block))
-    out = pl.pallas_call(
-        functools.partial(kernel, plan=plan),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=grid,
-            in_specs=[own, [pl.BlockSpec(memory_space=pl.ANY) for _ in operands]],
-            out_specs=own,
-            scratch_shapes=[
-                *scratch_of(call, plan, plan.tiles),
-                pltpu.SMEM((5,), jnp.int32),
-                pltpu.SemaphoreType.DMA((len(operands), 2)),
-            ],
-        ),
-        out_shape=jax.ShapeDtypeStruct(tiled.shape, q.dtype),
-        compiler_params=compiler_params(
-            vmem_limit(call, tile.vmem_limit_bytes, used_memory(plan, call)),
-            *("parallel", "arbitrary", "arbitrary", "arbitrary")[: len(grid)],
-        ),
+    scalars = Scalars(lengths, page_indices.reshape(-1), following, jnp.broadcast_to(first, (plan.cores,)))
+    out = _heads_first.launch(
+        kernel, plan, call, scalars, tiled, operands, grid=grid, block=(1, plan.tiles, plan.rows, width),
+        index_map=index_map, state=5, with_present=False,
+        vmem_limit_bytes=_heads_first.vmem_limit(call, tile.vmem_limit_bytes, used_memory(plan, call)),
         name="ragged_attention_paged_attention",
-    )(lengths, page_indices.reshape(-1), following, jnp.broadcast_to(first, (plan.cores,)), tiled, operands)
+    )  # fmt: skip
     return out[:, :, :members].reshape(q.shape)
 
 
@@ -243,51 +193,35 @@ def schedule(lengths: jax.Array, cores: int) -> tuple[jax.Array, jax.Array]:
     return after.reshape(batch), least[0]
 
 
-class Refs(NamedTuple):
-    """References to the kernel's memory, in the order in which Pallas passes them."""
+class Scalars(NamedTuple):
+    """The arrays in scalar memory."""
 
     lengths: Any
     table: Any
     following: Any
     first: Any
-    q: Any
-    pages: Any
-    out: Any
-    buffers: Any
-    m_i: Any
-    l_i: Any
-    acc: Any
-    state: Any  # the current slot, then for each slot the pages in flight, then for each slot the keys in them
-    semaphores: Any
-
-    @property
-    def operands(self) -> list[Operand]:
-        return Operand.all_of(self)
 
 
-def kernel(*arguments: Any, plan: Plan) -> None:
-    """One grid step: some heads of a sequence, over all its keys or one block of them."""
-    refs = Refs(*arguments)
+def kernel(refs: Refs, plan: Plan) -> None:
+    """One grid step: some heads of a sequence, over all its keys or one block of them.
+
+    `refs.state` ends with the number of keys in each slot.
+    """
     core = pl.program_id(0)
     row, head_step = plan.address(core, pl.program_id(1), pl.program_id(2))
-    blocks = cdiv(refs.lengths[row], plan.block)
-
-    def begin() -> None:
-        refs.m_i[...] = jnp.full_like(refs.m_i, MASKED)
-        refs.l_i[...] = jnp.zeros_like(refs.l_i)
-        refs.acc[...] = jnp.zeros_like(refs.acc)
+    blocks = cdiv(refs.scalars.lengths[row], plan.block)
 
     def finish() -> None:
         weight = jnp.sum(refs.l_i[...], axis=2, keepdims=True)
         refs.out[0] = (refs.acc[...] / jnp.where(weight == 0, 1.0, weight)).astype(refs.out.dtype)
 
     if plan.inline_seq_dim:
-        begin()
+        refs.begin()
         lax.fori_loop(0, blocks, lambda block, _: visit(refs, plan, core, row, head_step, block), None)
         finish()
     else:
         block = pl.program_id(3)
-        pl.when(block == 0)(begin)
+        pl.when(block == 0)(refs.begin)
         pl.when(block < blocks)(lambda: visit(refs, plan, core, row, head_step, block))
         pl.when(block == pl.num_programs(3) - 1)(finish)
 
@@ -295,24 +229,24 @@ def kernel(*arguments: Any, plan: Plan) -> None:
 def visit(refs: Refs, plan: Plan, core: Any, row: Any, head_step: Any, block: Any) -> None:
     """Compute one block of a sequence while the next one is fetched."""
     _, first_head = plan.address(core, 0, 0)
-    state = refs.state
+    state, lengths = refs.state, refs.scalars.lengths
 
-    @pl.when((row == refs.first[core]) & (head_step == first_head) & (block == 0))
+    @pl.when((row == refs.scalars.first[core]) & (head_step == first_head) & (block == 0))
     def _() -> None:
         state[0] = 0
         start(refs, plan, row, head_step, block, 0)
 
     slot = state[0]
-    more = (block + 1) * plan.block < refs.lengths[row]
+    more = (block + 1) * plan.block < lengths[row]
     same = head_step + 1 < first_head + plan.head_steps
-    next_row = jnp.where(more | same, row, refs.following[row])
+    next_row = jnp.where(more | same, row, refs.scalars.following[row])
     next_head = jnp.where(more, head_step, jnp.where(same, head_step + 1, first_head))
 
-    @pl.when(next_row < refs.lengths.shape[0])
+    @pl.when(next_row < lengths.shape[0])
     def _() -> None:
         start(refs, plan, next_row, next_head, jnp.where(more, block + 1, 0), 1 - slot)
 
-    wait(state[1 + slot], slot, refs.operands)
+    _heads_first.wait(state[1 + slot], slot, refs.operands)
     state[0] = 1 - slot
     clear_tail(refs.operands[1].buffer, slot, state[3 + slot], plan)
     attend(refs, plan, slot, state[3 + slot])
@@ -320,13 +254,14 @@ def visit(refs: Refs, plan: Plan, core: Any, row: Any, head_step: Any, block: An
 
 def start(refs: Refs, plan: Plan, row: Any, head_step: Any, block: Any, slot: Any) -> None:
     """Start to fetch a block into a slot, and record the number of its pages and keys."""
-    length, before = refs.lengths[row], block * plan.pages_per_block
+    lengths, table = refs.scalars.lengths, refs.scalars.table
+    length, before = lengths[row], block * plan.pages_per_block
     used = jnp.minimum(plan.pages_per_block, cdiv(length, plan.page_size) - before)
-    at = row * (refs.table.shape[0] // refs.lengths.shape[0]) + before
+    at = row * (table.shape[0] // lengths.shape[0]) + before
     heads = pl.ds(head_step * plan.heads, plan.heads)
-    valid = fetch(refs.table, at, (0, used), heads, slot, refs.operands)
+    valid = _heads_first.fetch(table, at, (0, used), heads, slot, refs.operands)
     # All fetched pages are full, except perhaps the last page of the sequence.
-    last = refs.table[at + used - 1]
+    last = table[at + used - 1]
     is_fetched = (last >= 0) & (last < refs.operands[0].pages.shape[1])
     unused = jnp.maximum((before + used) * plan.page_size - length, 0)
     refs.state[1 + slot] = valid
@@ -368,7 +303,7 @@ def attend(refs: Refs, plan: Plan, slot: Any, keys: Any) -> None:
         logits = []
         for head in heads:
             k = block_rows(k_buffer[slot, head], plan.page_rows, q.dtype)
-            logits.append(product(q[0, tile], k, (1, 1)))
+            logits.append(product(q[0, tile], k, 1, 1))
             if scale_buffers:
                 logits[-1] *= scale_row(scale_buffers[0][slot, head], plan.page_rows)
         s = own(logits) * plan.scale

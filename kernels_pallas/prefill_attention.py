@@ -7,7 +7,6 @@ of 0 times NaN is NaN.
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -22,38 +21,26 @@ from ragged_attention.jax_shared.logits import soft_capped
 from ragged_attention.kernels_pallas import _heads_first
 from ragged_attention.kernels_pallas._blocks import (
     LARGEST_INT,
-    MASKED,
     NOWHERE,
+    bytes_of,
     cdiv,
-    compiler_params,
     expect_sizes,
     next_power_of_2,
+    product,
 )
 from ragged_attention.kernels_pallas._heads_first import (
     BUDGET,
-    FEWEST_COLUMNS,
     SUBLANES,
-    Operand,
+    Refs,
     block_rows,
-    bytes_of,
-    expect_block,
-    fetch,
-    operands_of,
     positions,
-    product,
-    refusal,
     scale_row,
-    scratch_of,
     spread,
     update_softmax,
-    vmem_limit,
-    wait,
     weighted_sum,
 )
 
-KEYS = 512  # per block, if they fit
 ROWS = 256  # per KV head in a block of rows: enough work for the matrix unit per load of keys
-HEADS = 8  # the most KV heads per step
 FEATURES = frozenset({"sm_scale", "soft_cap", "sliding_window", "align"})
 
 
@@ -89,7 +76,7 @@ def heuristic(call: Any) -> Tile:
 
 
 def why_not(call: PrefillAttention) -> str | None:
-    return refusal(call, used_memory(plan_of(call, heuristic(call)), call) <= BUDGET, rows=1)
+    return _heads_first.refusal(call, used_memory(plan_of(call, heuristic(call)), call) <= BUDGET, rows=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,41 +93,30 @@ class Plan(_heads_first.Plan):
         """Query rows of one KV head per block; the rows of each head of its group are consecutive."""
         return self.group * self.block_q
 
+    @property
+    def tiles(self) -> int:
+        """Tiles of query rows per step."""
+        return self.heads
+
 
 def plan_of(call: Any, tile: Tile) -> Plan:
     """The plan with the most rows, heads and keys per step that fit in VMEM."""
     cores = call.device.num_multiprocessors
     cores = cores if call.num_kv_heads % cores == 0 else 1
-    own_heads = call.num_kv_heads // cores
-    common = _heads_first.of_call(call)
-    page_rows = common["page_rows"]
-    pages = tile.num_kv_pages_per_block or max(1, min(KEYS // page_rows, call.pages_per_seq))
-    heads = max(n for n in range(1, HEADS + 1) if own_heads % n == 0)
     most = next_power_of_2(ROWS // call.group + 1) // 2
-    block_q = tile.num_queries_per_block or max(SUBLANES, min(most, next_power_of_2(call.num_tokens)))
-    window = call.sliding_window
-    budget = min(BUDGET, tile.vmem_limit_bytes * 3 // 4) if tile.vmem_limit_bytes else BUDGET
+    window, asked = call.sliding_window, tile.num_queries_per_block
 
-    def plan() -> Plan:
+    def make(block_q: int, **fields: Any) -> Plan:
         return Plan(
-            **common, window=None if window is None or window >= call.capacity else int(window), pages_per_block=pages,
-            heads=heads, head_steps=own_heads // heads, cores=cores, block_q=block_q,
+            **fields, window=None if window is None or window >= call.capacity else int(window), block_q=block_q,
             q_blocks=cdiv(call.num_tokens, block_q), split_weights_below=tile.split_weights_below,
         )  # fmt: skip
 
-    while used_memory(plan(), call) > budget:
-        may_shrink = pages > 1 and not tile.num_kv_pages_per_block
-        if may_shrink and pages * page_rows > FEWEST_COLUMNS:
-            pages //= 2
-        elif heads > 1:
-            heads = max(n for n in range(1, heads) if own_heads % n == 0)
-        elif block_q > SUBLANES and not tile.num_queries_per_block:
-            block_q //= 2
-        elif may_shrink:
-            pages //= 2
-        else:
-            break
-    return plan()
+    return _heads_first.largest_plan(
+        call, make, used_memory, limit=tile.vmem_limit_bytes, cores=cores, own_heads=call.num_kv_heads // cores,
+        pages=tile.num_kv_pages_per_block, fewest_queries=asked or SUBLANES,
+        queries=asked or max(SUBLANES, min(most, next_power_of_2(call.num_tokens))),
+    )  # fmt: skip
 
 
 def used_memory(plan: Plan, call: Any) -> int:
@@ -148,59 +124,37 @@ def used_memory(plan: Plan, call: Any) -> int:
     rows = [pltpu.VMEM((2 * plan.heads, plan.rows, call.head_dim), jnp.dtype(dtype_name(call.q)))] * 2
     logits = [pltpu.VMEM((plan.rows, plan.columns), jnp.float32)] * 3
     keys = [pltpu.VMEM((2, plan.columns, call.head_dim), jnp.float32)]
-    return bytes_of([scratch_of(call, plan, plan.heads), *rows, *logits, *keys])
+    return bytes_of([_heads_first.scratch_of(call, plan), *rows, *logits, *keys])
 
 
 def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
-    del launch  # Pallas launches
     plan = plan_of(call, tile)
-    if (asked := tile.num_kv_pages_per_block) != 0:
-        expect_block(call, "num_kv_pages_per_block", asked, used_memory(plan, call))
+    used = used_memory(plan, call)
+    _heads_first.expect_block(call, "num_kv_pages_per_block", tile.num_kv_pages_per_block, used)
     if 0 in call.out_shape or call.pages_per_seq == 0 or call.num_pages == 0:
         return jnp.zeros(call.out_shape, call.q.dtype)
     chunk, _, width = call.q.shape
     length = jnp.clip(call.length.reshape(()), 0, call.capacity)
-    base = length - chunk if call.align == "end" else (length - 1) // chunk * chunk
+    base = length - chunk if call.align == "end" else (length - 1) // chunk * chunk  # the first row's position
     # Rows ordered by KV head, then by block, then by head of the group: [K, blocks, group * block_q, D].
     split = (plan.q_blocks, plan.block_q, call.num_kv_heads, plan.group, width)
     blocks = jnp.pad(call.q, ((0, plan.q_blocks * plan.block_q - chunk), (0, 0), (0, 0))).reshape(split)
     blocks = blocks.transpose(2, 0, 3, 1, 4).reshape(call.num_kv_heads, plan.q_blocks, plan.rows, width)
-    out = prefill(blocks, operands_of(call), length, base, plan, call, tile)
-    out = out.reshape(call.num_kv_heads, plan.q_blocks, plan.group, plan.block_q, width).transpose(1, 3, 0, 2, 4)
-    return out.reshape(-1, *call.q.shape[1:])[:chunk]
-
-
-def prefill(
-    blocks: jax.Array, operands: list[jax.Array], length: jax.Array, base: jax.Array, plan: Plan, call: Any,
-    tile: Tile,
-) -> jax.Array:  # fmt: skip
-    """The launch; `base` is the position of the chunk's first row."""
+    operands = _heads_first.operands_of(call)
     lows, highs, following, first = ranges(length, base, plan)
 
     def index_map(core: Any, head_step: Any, q_block: Any, *_: Any) -> tuple[Any, ...]:
         return core * plan.head_steps + head_step, q_block, 0, 0
 
-    own = pl.BlockSpec((plan.heads, 1, plan.rows, call.head_dim), index_map)
-    return pl.pallas_call(
-        functools.partial(kernel, plan=plan),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=5,
-            grid=(plan.cores, plan.head_steps, plan.q_blocks),
-            in_specs=[own, [pl.BlockSpec(memory_space=pl.ANY) for _ in operands]],
-            out_specs=own,
-            scratch_shapes=[
-                *scratch_of(call, plan, plan.heads),
-                pltpu.SMEM((3,), jnp.int32),
-                pltpu.SMEM((2, plan.pages_per_block), jnp.int32),
-                pltpu.SemaphoreType.DMA((len(operands), 2)),
-            ],
-        ),
-        out_shape=jax.ShapeDtypeStruct(blocks.shape, blocks.dtype),
-        compiler_params=compiler_params(
-            vmem_limit(call, tile.vmem_limit_bytes, used_memory(plan, call)), "parallel", "arbitrary", "arbitrary"
-        ),
+    scalars = Scalars(lows, highs, following, jnp.stack([length, base, first]), call.page_indices)
+    out = _heads_first.launch(
+        kernel, plan, call, scalars, blocks, operands, grid=(plan.cores, plan.head_steps, plan.q_blocks),
+        block=(plan.heads, 1, plan.rows, width), index_map=index_map, state=3, with_present=True,
+        vmem_limit_bytes=_heads_first.vmem_limit(call, tile.vmem_limit_bytes, used),
         name="ragged_attention_prefill_attention",
-    )(lows, highs, following, jnp.stack([length, base, first]), call.page_indices, blocks, operands)
+    )  # fmt: skip
+    out = out.reshape(call.num_kv_heads, plan.q_blocks, plan.group, plan.block_q, width).transpose(1, 3, 0, 2, 4)
+    return out.reshape(-1, *call.q.shape[1:])[:chunk]
 
 
 def ranges(length: jax.Array, base: jax.Array, plan: Plan) -> tuple[jax.Array, ...]:
@@ -217,39 +171,23 @@ def ranges(length: jax.Array, base: jax.Array, plan: Plan) -> tuple[jax.Array, .
     return jnp.where(live, lows, highs), highs, jnp.append(least[1:], jnp.int32(plan.q_blocks)), least[0]
 
 
-class Refs(NamedTuple):
-    """References to the kernel's memory, in the order in which Pallas passes them."""
+class Scalars(NamedTuple):
+    """The arrays in scalar memory."""
 
     lows: Any
     highs: Any
     following: Any
     facts: Any  # the sequence's length, the position of the chunk's first row, the first block of rows with keys
     table: Any
-    q: Any
-    pages: Any
-    out: Any
-    buffers: Any
-    m_i: Any
-    l_i: Any
-    acc: Any
-    state: Any  # the current slot, then for each slot the pages in flight
-    present: Any  # i32 [2, pages], which pages of each slot are valid
-    semaphores: Any
-
-    @property
-    def operands(self) -> list[Operand]:
-        return Operand.all_of(self)
 
 
-def kernel(*arguments: Any, plan: Plan) -> None:
+def kernel(refs: Refs, plan: Plan) -> None:
     """One grid step: one block of the chunk's rows for some heads, over all keys that the rows see."""
-    refs = Refs(*arguments)
+    scalars = refs.scalars
     first_head = pl.program_id(0) * plan.head_steps
     head_step, q_block = first_head + pl.program_id(1), pl.program_id(2)
-    low, high = refs.lows[q_block], refs.highs[q_block]
-    refs.m_i[...] = jnp.full_like(refs.m_i, MASKED)
-    refs.l_i[...] = jnp.zeros_like(refs.l_i)
-    refs.acc[...] = jnp.zeros_like(refs.acc)
+    low, high = scalars.lows[q_block], scalars.highs[q_block]
+    refs.begin()
 
     @pl.when(low < high)
     def _() -> None:
@@ -257,15 +195,16 @@ def kernel(*arguments: Any, plan: Plan) -> None:
         lax.fori_loop(*blocks, lambda block, _: visit(refs, plan, first_head, head_step, q_block, block), None)
 
     weight = jnp.sum(refs.l_i[...], axis=2, keepdims=True)
-    position = refs.facts[1] + q_block * plan.block_q + row_tokens(weight.shape, 1, plan)
-    live = (weight != 0) & (position >= 0) & (position < refs.facts[0])
+    position = scalars.facts[1] + q_block * plan.block_q + row_tokens(weight.shape, 1, plan)
+    live = (weight != 0) & (position >= 0) & (position < scalars.facts[0])
     refs.out[:, 0] = jnp.where(live, refs.acc[...] / jnp.where(live, weight, 1.0), 0.0).astype(refs.out.dtype)
 
 
 def visit(refs: Refs, plan: Plan, first_head: Any, head_step: Any, q_block: Any, block: Any) -> None:
     """Compute one block of pages for a block of rows while the next one is fetched."""
-    state, (length, base, first) = refs.state, (refs.facts[i] for i in range(3))
-    low, high, following = refs.lows[q_block], refs.highs[q_block], refs.following[q_block]
+    state, scalars = refs.state, refs.scalars
+    length, base, first = (scalars.facts[i] for i in range(3))
+    low, high, following = scalars.lows[q_block], scalars.highs[q_block], scalars.following[q_block]
 
     @pl.when((head_step == first_head) & (q_block == first) & (block == low // plan.block))
     def _() -> None:
@@ -280,11 +219,11 @@ def visit(refs: Refs, plan: Plan, first_head: Any, head_step: Any, q_block: Any,
 
     @pl.when(next_head < first_head + plan.head_steps)
     def _() -> None:
-        next_block = jnp.where(more, block + 1, refs.lows[next_q] // plan.block)
+        next_block = jnp.where(more, block + 1, scalars.lows[next_q] // plan.block)
         start(refs, plan, next_head, next_q, next_block, 1 - slot)
 
     fetched = state[1 + slot]
-    wait(fetched, slot, refs.operands)
+    _heads_first.wait(fetched, slot, refs.operands)
     state[0] = 1 - slot
     # All rows see the whole block if the first row sees its last position, and the last row its first.
     begins, top = block * plan.block, base + q_block * plan.block_q
@@ -309,10 +248,12 @@ def visit(refs: Refs, plan: Plan, first_head: Any, head_step: Any, q_block: Any,
 def start(refs: Refs, plan: Plan, head_step: Any, q_block: Any, block: Any, slot: Any) -> None:
     """Start to fetch into a slot the pages of a block that hold positions which the rows see."""
     before = block * plan.pages_per_block
-    left = jnp.maximum(refs.lows[q_block] // plan.page_size - before, 0)
-    right = jnp.minimum(cdiv(refs.highs[q_block], plan.page_size) - before, plan.pages_per_block)
+    left = jnp.maximum(refs.scalars.lows[q_block] // plan.page_size - before, 0)
+    right = jnp.minimum(cdiv(refs.scalars.highs[q_block], plan.page_size) - before, plan.pages_per_block)
     heads = pl.ds(head_step * plan.heads, plan.heads)
-    refs.state[1 + slot] = fetch(refs.table, before, (left, right), heads, slot, refs.operands, refs.present)
+    refs.state[1 + slot] = _heads_first.fetch(
+        refs.scalars.table, before, (left, right), heads, slot, refs.operands, refs.present
+    )
 
 
 def row_tokens(shape: tuple[int, ...], axis: int, plan: Plan) -> jax.Array:
@@ -363,7 +304,7 @@ def attend(refs: Refs, plan: Plan, slot: Any, mask: jax.Array | None, split_weig
 
     def one_head(head: Any, _: None) -> None:
         k = block_rows(k_buffer[slot, head], plan.page_rows, q.dtype)
-        s = product(q[head, 0], k, (1, 1)) * plan.scale
+        s = product(q[head, 0], k, 1, 1) * plan.scale
         if scale_buffers:
             s = s * scale_row(scale_buffers[0][slot, head], plan.page_rows)
         if plan.soft_cap is not None:

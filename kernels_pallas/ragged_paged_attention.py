@@ -17,26 +17,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.calls import RaggedPagedAttention, dtype_name, expect_bool
-from ragged_attention.errors import InvalidInput
 from ragged_attention.jax_shared.pages import live_edges, per_head
 from ragged_attention.kernels_pallas import write_kv_pages
 from ragged_attention.kernels_pallas._blocks import (
     LANES,
     LARGEST_INT,
     LOG2E,
+    bytes_of,
     cannot_run,
     cdiv,
     compiler_params,
     expect_sizes,
-    is_vector_memory,
     item_size,
     next_power_of_2,
     round_up,
-    vector_bytes,
     written_dtype,
 )
 from ragged_attention.kernels_pallas._new_rows import new_rows, sent_once, slots_from_tables
-from ragged_attention.kernels_pallas._ragged_kernel import UPDATES, Plan, Refs, kernel, scratch
+from ragged_attention.kernels_pallas._ragged_kernel import UPDATES, Factors, Plan, Refs, Sequences, kernel, scratch
 
 SUBLANES = 16  # rows of a bfloat16 tile
 FEATURES = frozenset({
@@ -71,12 +69,9 @@ class Tile:
 
     def __post_init__(self) -> None:
         expect_sizes(
-            self, num_kv_pages_per_block=(1, 4096), num_queries_per_block=(1, 1024), block_kv=(128, 4096),
-            decode_block_kv=(128, 4096), split_weights_below=(0, LARGEST_INT), vmem_limit_bytes=(0, LARGEST_INT),
+            self, num_kv_pages_per_block=(1, 4096), num_queries_per_block=(1, 1024), block_kv=(128, 4096, LANES),
+            decode_block_kv=(128, 4096, LANES), split_weights_below=(0, LARGEST_INT), vmem_limit_bytes=(0, LARGEST_INT),
         )  # fmt: skip
-        for name in ("block_kv", "decode_block_kv"):
-            if (value := getattr(self, name)) % LANES:
-                raise InvalidInput(f"expected {name} to be a multiple of {LANES}, got {value}")
         expect_bool("fused_update", self.fused_update)
 
 
@@ -88,12 +83,10 @@ def heuristic(call: Any) -> Tile:
     pages = max(1, min(1024, max(call.capacity, 1)) // call.page_size)
     tile = Tile(num_kv_pages_per_block=pages, num_queries_per_block=block_q)
     while used_memory(call, tile) > call.device.shared_memory // 2:
-        if pages * call.page_size > 256 and pages > 1:
+        if pages > 1 and (pages * call.page_size > 256 or block_q <= SUBLANES):
             pages = cdiv(pages, 2)
         elif block_q > SUBLANES:
             block_q //= 2
-        elif pages > 1:
-            pages = cdiv(pages, 2)
         else:
             break
         tile = Tile(num_kv_pages_per_block=pages, num_queries_per_block=block_q)
@@ -104,11 +97,8 @@ def heuristic(call: Any) -> Tile:
 def used_memory(call: Any, tile: Tile) -> int:
     """Bytes of VMEM that the buffers of a launch take."""
     pages = [call.kv_pages] if call.combined else list(call.kv_pages)
-    sizes = []
-    for block_q in (1, queries_per_tile(tile)):
-        shapes = jax.tree.leaves(scratch(plan_of(call, tile, block_q, call.num_tokens), call.q, pages))
-        sizes.append(sum(vector_bytes(item.shape, item.dtype) for item in shapes if is_vector_memory(item)))
-    return max(sizes)
+    plans = [plan_of(call, tile, block_q, call.num_tokens) for block_q in (1, queries_per_tile(tile))]
+    return max(bytes_of(scratch(plan, call.q, pages)) for plan in plans)
 
 
 def why_not(call: RaggedPagedAttention) -> str | None:
@@ -205,28 +195,11 @@ class Update(NamedTuple):
     slots: Any  # i32 [T]
 
 
-class Sequences(NamedTuple):
-    """Each sequence's first row, its lengths (clamped to what the arrays hold) and its pages: i32 [S] and [S, M]."""
-
-    starts: jax.Array
-    q_lens: jax.Array
-    kv_lens: jax.Array
-    pages: jax.Array
-
-
 def sequences(call: Any) -> Sequences:
     """The sequences of a call, safe for any values in its index arrays. Sequences from `num_seqs` on have no rows."""
     edges = live_edges(call.cu_q_lens, call.num_seqs, call.num_tokens)
     lens = jnp.maximum(edges[1:] - edges[:-1], 0)
     return Sequences(edges[:-1], lens, jnp.clip(call.kv_lens, 0, call.capacity), call.page_indices)
-
-
-class Factors(NamedTuple):
-    """The factors of logits and of values per KV head, f32 [K], and the sinks, f32 [H]."""
-
-    logits: jax.Array
-    values: jax.Array
-    sinks: Any
 
 
 def factors_of(call: Any) -> Factors:
@@ -257,11 +230,8 @@ def attend(
     scalars = (
         jnp.sum(computed, dtype=jnp.int32)[None],
         order.astype(jnp.int32),
-        *seqs[:3],
-        seqs.pages.reshape(-1),
-        factors.logits,
-        factors.values,
-        factors.sinks,
+        seqs._replace(pages=seqs.pages.reshape(-1)),
+        factors,
         None if update is None else update.slots,
     )
     inputs = (q, None, pages) if update is None else (q, update.rows, None)

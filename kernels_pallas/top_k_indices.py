@@ -21,7 +21,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.calls import TopKIndices
-from ragged_attention.kernels_pallas._blocks import LANES, LARGEST_INT, cannot_run, cdiv, expect_sizes, round_up
+from ragged_attention.kernels_pallas._blocks import (
+    LANES,
+    LARGEST_INT,
+    cannot_run,
+    cdiv,
+    expect_sizes,
+    product,
+    round_up,
+)
 
 FEATURES = frozenset({"starts", "stops"})
 MOST_LINES = 128  # computed together
@@ -69,7 +77,6 @@ def rows_that_fit(num_rows: int, columns: int) -> int:
 
 def run(call: TopKIndices, tile: Tile, launch: Any) -> Any:
     """Columns [T, top_k]."""
-    del launch  # pallas_call launches
     columns, shape = call.columns, (call.num_tokens,)
     starts = jnp.zeros(shape, jnp.int32) if call.starts is None else jnp.clip(call.starts, 0, columns)
     stops = jnp.full(shape, columns, jnp.int32) if call.stops is None else jnp.clip(call.stops, 0, columns)
@@ -269,9 +276,4 @@ def _triangle(size: int, *, strict: bool) -> Any:
 
 def _product(left: Any, right: Any, contracted: int = 1) -> Any:
     """An exact matrix product of integers up to 256, which bfloat16 holds."""
-    return lax.dot_general(
-        left.astype(jnp.bfloat16),
-        right.astype(jnp.bfloat16),
-        (((contracted,), (0,)), ((), ())),
-        preferred_element_type=jnp.float32,
-    )
+    return product(left.astype(jnp.bfloat16), right.astype(jnp.bfloat16), contracted)

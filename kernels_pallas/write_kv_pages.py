@@ -126,21 +126,16 @@ def kernel(codes: Any, rows: Any, given: Any, pages: Any, semaphores: Any, *, ru
 
 def run(call: Any, tile: Tile, launch: Any) -> list[jax.Array]:
     """The new pages, in the memory of the old ones if those are donated."""
-    del launch
     arrays = [call.kv_pages] if call.combined else list(call.kv_pages)
     if 0 in (call.num_tokens, call.num_pages):
         return arrays
-    spare = -call.num_tokens % tile.num_tokens_per_block
-    k, v = (jnp.pad(new, ((0, spare), (0, 0), (0, 0))) for new in (call.k, call.v))
-    return write_rows(arrays, new_rows(call, k, v), slots(call), tile)
-
-
-def write_rows(arrays: list[jax.Array], rows: list[jax.Array], slots: jax.Array, tile: Tile) -> list[jax.Array]:
-    """`arrays` [P, G, ...] with `rows` written at `slots` [T], where -1 skips a row. The rows fill whole blocks."""
     block = tile.num_tokens_per_block
+    spare = -call.num_tokens % block
+    k, v = (jnp.pad(new, ((0, spare), (0, 0), (0, 0))) for new in (call.k, call.v))
+    rows, slot = new_rows(call, k, v), slots(call)
     flat = [pages.reshape(-1, *pages.shape[2:]) for pages in arrays]
     together = min(RUN, block, len(flat[0]))
-    codes = codes_of(slots, block, together)
+    codes = codes_of(slot, block, together)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     (written,) = pl.pallas_call(
         functools.partial(kernel, run=together),

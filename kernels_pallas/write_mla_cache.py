@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.calls import WriteMlaCache
-from ragged_attention.errors import InvalidInput
 from ragged_attention.jax_shared.latents import new_rows
 from ragged_attention.kernels_pallas._blocks import (
     LANES,
@@ -28,8 +27,8 @@ from ragged_attention.kernels_pallas._blocks import (
     next_power_of_2,
     round_up,
 )
-from ragged_attention.kernels_pallas._latent import rows_per_word, words_of
-from ragged_attention.kernels_pallas._latent_rows import refusal
+from ragged_attention.kernels_pallas._latent import rows_per_word
+from ragged_attention.kernels_pallas._latent_rows import refusal, words_of
 from ragged_attention.kernels_pallas._new_rows import slots, too_many_slots
 
 CHUNK = 8  # groups whose words are changed together
@@ -52,11 +51,7 @@ class Tile:
     vmem_limit_bytes: int = 0
 
     def __post_init__(self) -> None:
-        expect_sizes(self, num_groups_per_block=(CHUNK, 8192), vmem_limit_bytes=(0, LARGEST_INT))
-        if self.num_groups_per_block % CHUNK:
-            raise InvalidInput(
-                f"expected num_groups_per_block to be a multiple of {CHUNK}, got {self.num_groups_per_block}"
-            )
+        expect_sizes(self, num_groups_per_block=(CHUNK, 8192, CHUNK), vmem_limit_bytes=(0, LARGEST_INT))
 
 
 def why_not(call: WriteMlaCache) -> str | None:
@@ -80,7 +75,6 @@ def heuristic(call: Any) -> Tile:
 
 def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
     """The new cache, in the memory of the old one if that is donated."""
-    del launch
     if 0 in (call.num_tokens, *call.cache.shape):
         return call.cache
     words = words_of(call.cache)

@@ -193,8 +193,8 @@ def e4m3_values(codes):
 def encode_float4(x):
     """float32 as e2m1 codes, one in each element, rounded to nearest even and saturated.
 
-    The code of a magnitude is the number of midpoints between neighbouring e2m1 values that lie below it. At a midpoint
-    the even code wins. NaN becomes a zero of its sign. All devices produce identical codes.
+    The code of a magnitude is the number of midpoints, between neighbouring e2m1 values, below the magnitude. At a
+    midpoint the even code wins. NaN becomes 0 with the NaN's sign. All devices produce identical codes.
     """
     size = tl.abs(x)
     code = (size > 0.25).to(tl.uint32) + (size >= 0.75).to(tl.uint32) + (size > 1.25).to(tl.uint32)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ragged_attention.kernels_triton import ragged_paged_attention
 from ragged_attention.kernels_triton._formats import decode, narrow
-from ragged_attention.kernels_triton._mask import Mask, MaskKind, Visible, hide, key_range
+from ragged_attention.kernels_triton._mask import Mask, MaskKind, Visible, hide, key_range, window_of
 from ragged_attention.kernels_triton._rows import Output, QueryArray, Rows, load_rows, logit_scales, store_rows
 from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, online_softmax, soft_capped
@@ -89,7 +89,7 @@ def scaled_kernel(
         tokens = num_tokens
         live = live_rows(kv_len, num_tokens, ALIGN)
     row = first_row + tl.arange(0, BLOCK_Q)
-    mask = Mask(window, q_ptr, 0, 0)
+    mask = Mask(window)
     low, high = kv_len - live + first_row // GROUP, kv_len - live + (first_row + BLOCK_Q - 1) // GROUP
     first, last = key_range(low, high, kv_len, mask, MASK)
     last = tl.where(first_row < live * GROUP, last, first)
@@ -180,8 +180,7 @@ def attend_scaled(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) 
     decodes = align == "decode"
     (k_pages, v_pages), (k_scales, v_scales) = call.arrays, call.scales
     q, lengths, page_indices = map(launch.packed, (call.q, lengths, call.page_indices))
-    window = None if decodes else call.sliding_window
-    window = window if window and window < call.capacity else None
+    window = None if decodes else window_of(call)
     rows = call.group * (1 if decodes else call.num_tokens)
     if decodes:
         block_q, block_kv = tile.split_block_q, tile.split_block_kv

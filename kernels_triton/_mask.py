@@ -1,8 +1,10 @@
-"""Masks: this is the only module that knows causal masks, sliding windows and draft masks.
+"""Causal masks, sliding windows and draft masks.
 
 A mask gives each query position one range of keys, [first_key, end_key). Both ends never decrease from one position to
 the next. The keys that some query of a block sees, and those that all its queries see, follow from these two functions.
-Their inverses, first_query and end_query, give the queries that see a key. A draft mask hides further individual keys.
+So a new kind of mask changes them, `mask_arguments`, and the functions that use more than both ends: `fewest_keys`,
+`sees`, and for gradients the inverses `first_query` and `end_query`, the queries that see a key. The attention kernels
+and the combine kernel take its numbers as arguments. A draft mask hides further individual keys.
 """
 
 import dataclasses
@@ -21,6 +23,11 @@ class MaskKind(Constants):
     CAUSAL: bool  # whether a query sees no key after its own position
     HAS_WINDOW: bool
     HAS_DRAFT_MASK: bool = False  # if True, CAUSAL is False, because the draft mask decides which new keys a query sees
+    HAS_FIRST_KEY: bool = dataclasses.field(init=False)  # whether a query may not see the first keys of its sequence
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "HAS_FIRST_KEY", self.HAS_WINDOW)
+        super().__post_init__()
 
 
 class Mask(NamedTuple):
@@ -46,8 +53,18 @@ class Visible(NamedTuple):
 
 
 def window_of(call: Any) -> int | None:
-    """The call's window, or None if no sequence can be longer than it."""
+    """The call's window, or None if no sequence can be longer than it.
+
+    Tile sizes depend on `call.sliding_window` instead: the capacity is a property of the batch, and tiles of
+    batch-invariant calls must not depend on the batch.
+    """
     return call.sliding_window if call.sliding_window and call.sliding_window < call.capacity else None
+
+
+def most_keys(call: Any, tokens: int) -> int:
+    """The maximum number of keys that `tokens` consecutive queries of a sequence see together."""
+    window = window_of(call)
+    return call.capacity if window is None else min(call.capacity, window + tokens)
 
 
 def mask_arguments(call: Any, draft_stride: int) -> tuple[MaskKind, dict[str, int]]:
@@ -118,7 +135,7 @@ def sees(position, key, kv_len, mask, KIND: tl.constexpr):
         seen = (position - key).to(tl.uint32, bitcast=True) < width
     elif KIND.CAUSAL:
         seen = key <= position
-    elif KIND.HAS_WINDOW:
+    elif KIND.HAS_FIRST_KEY:
         seen = (key >= first_key(position, mask, KIND)) & (key < kv_len)
     else:
         seen = key < kv_len
@@ -129,7 +146,7 @@ def sees(position, key, kv_len, mask, KIND: tl.constexpr):
 def key_range(low, high, kv_len, mask, KIND: tl.constexpr):
     """The range [first, last) of keys that at least one query at positions [low, high] sees."""
     first = 0
-    if KIND.HAS_WINDOW:
+    if KIND.HAS_FIRST_KEY:
         first = tl.maximum(first_key(low, mask, KIND), 0)
     return first, tl.maximum(end_key(high, kv_len, KIND), first)
 
@@ -155,7 +172,7 @@ def hide(logits, keys, readable, visible, mask, KIND: tl.constexpr):
     seen = readable[None, :]
     if KIND.CAUSAL:
         seen = seen & (keys[None, :] <= visible.position[:, None])
-    if KIND.HAS_WINDOW:
+    if KIND.HAS_FIRST_KEY:
         seen = seen & (keys[None, :] >= first_key(visible.position, mask, KIND)[:, None])
     if KIND.HAS_DRAFT_MASK:
         new = keys - visible.num_old
@@ -172,7 +189,7 @@ def seen_by_all(start, stop, end, visible, mask, KIND: tl.constexpr, BLOCK_KV: t
     Both are multiples of BLOCK_KV. The argument `end` is `stop`, rounded up to whole blocks of the masked loop.
     """
     whole_start = start
-    if KIND.HAS_WINDOW:
+    if KIND.HAS_FIRST_KEY:
         whole_start = tl.maximum(first_key(visible.high, mask, KIND), start)
         whole_start = tl.minimum((whole_start + BLOCK_KV - 1) // BLOCK_KV * BLOCK_KV, end)
     whole_stop = tl.minimum(stop, end_key(visible.low, visible.kv_len, KIND))

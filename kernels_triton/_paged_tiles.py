@@ -127,8 +127,9 @@ def fit_pages(call: Any, rows: int, keys: int, stages: int) -> tuple[int, int]:
     width = next_power_of_2(call.head_dim)
     both = width + next_power_of_2(call.v_head_dim)
 
-    # A pipeline of n stages keeps n - 1 blocks in shared memory. With asynchronous products (wgmma) it keeps n, except
-    # for WIDE rows, which look up pages in the same iteration (`_pages.attend`). wgmma reads weights from registers.
+    # A pipeline of n stages keeps n - 1 blocks in shared memory. With wgmma it keeps n, except in loops over WIDE rows,
+    # which look up a block's pages in the iteration that uses it (`_pages.attend`). wgmma reads weights from registers,
+    # so they take no shared memory.
     wide = call.device.arch in WGMMA and rows >= 64
     more = 0 if wide else 1
     fewer = 1 if width >= 512 else more

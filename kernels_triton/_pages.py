@@ -39,7 +39,7 @@ class Loop(Constants):
     BLOCK_KV: int  # keys per block of the unmasked loop
     EDGE_KV: int  # keys per block of the masked loop
     WEIGHT_TERMS: int  # terms per weight in the unmasked loop: 1, the rounded weight, or 2, with its rounding error
-    CAREFUL_BELOW: int  # rows that see fewer keys than this get two-term weights in all blocks
+    MASKED_BELOW: int  # rows that see fewer keys visit all blocks in the masked loop: in order, with two-term weights
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -235,7 +235,7 @@ def divide_keys(start, stop, visible, mask, pages, ATTENTION: tl.constexpr):
     """The `Edges` of the keys [start, stop), where `start` is the first key of a block.
 
     In two cases the masked loop takes all blocks. One is an invalid page index among them. The other is a row that sees
-    fewer keys than CAREFUL_BELOW: its rounding errors would not average out, and the masked loop has two-term weights.
+    fewer keys than MASKED_BELOW: its rounding errors would not average out, and the masked loop has two-term weights.
     """
     BLOCK_KV: tl.constexpr = ATTENTION.LOOP.BLOCK_KV
     EDGE_KV: tl.constexpr = ATTENTION.LOOP.EDGE_KV
@@ -245,7 +245,7 @@ def divide_keys(start, stop, visible, mask, pages, ATTENTION: tl.constexpr):
     # If no block is whole, no page is scanned: with a window, whole_start may lie beyond the page table.
     last_page = tl.where(whole_stop > whole_start, (whole_stop + PAGE_SIZE - 1) // PAGE_SIZE, 0)
     valid = pages_are_valid(pages.table_ptr, whole_start // PAGE_SIZE, last_page, pages.num_pages)
-    unmasked = (valid == 1) & (fewest_keys(visible, mask, ATTENTION.MASK) >= ATTENTION.LOOP.CAREFUL_BELOW)
+    unmasked = (valid == 1) & (fewest_keys(visible, mask, ATTENTION.MASK) >= ATTENTION.LOOP.MASKED_BELOW)
     return Edges(start, whole_start, tl.where(unmasked, whole_stop, whole_start), end)
 
 

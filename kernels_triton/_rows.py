@@ -102,7 +102,7 @@ def load_queries(array, rows, factors, SCALING: tl.constexpr, SHAPE: tl.constexp
     scale = load_scale(factors.k_scale_ptr, rows.kv_head, factors.k_scale, SCALING.K_SCALE_STRIDE) * factors.sm_scale
     inner, cap, outer = logit_scales(scale, factors.soft_cap, SCALING.HAS_SOFT_CAP)
     q = load_rows(array, rows, scale < 0, SCALING.SIGNED, SHAPE)
-    unit = outer
+    unit = outer  # a stand-in, not used without Q_UNITS
     if SHAPE.Q_UNITS:
         q, unit = in_float16(q)
     return Queries(q, unit, inner, cap, outer)

@@ -1,7 +1,7 @@
 """The division of work among programs: blocks of rows for long sequences, KV splits for short ones.
 
-*Rows* are (query token, head) pairs; all rows of a sequence share its keys. A sequence is *short* if its rows fit one
-block, as in decode and speculative decode. Its keys may be divided into several splits with a program each, whose
+*Rows* are (query token, head) pairs; all rows of a sequence share its keys. A sequence is *short* if it has few rows,
+as in decode and speculative decode. Its keys may be divided into several splits with programs of their own, whose
 results the combine kernel merges. A long sequence has one program per block of rows, which visits all keys that the
 rows see. Each program finds its own sequence and keys, so grids follow from shapes alone.
 
@@ -40,7 +40,7 @@ class Division(Constants):
     COMPACT: bool = False  # whether sequences with one split take no memory for split results
     ALL_SEQUENCES: bool = False  # whether the launch also computes long sequences and the rows of no sequence
     MIN_BLOCKS: int = 1  # minimum blocks per split, unless the sequence has fewer
-    MAX_SEQS: int = 1  # sequences that a program reads together: all of the batch, unless BATCH_INVARIANT
+    MAX_SEQS: int = 1  # sequences that a program reads together, to balance splits or to find later rows
 
 
 class Batch(NamedTuple):
@@ -61,23 +61,29 @@ class Split(NamedTuple):
     start: tl.tensor  # the sequence's first token
     q_len: tl.tensor  # 0 if the program has no work
     kv_len: tl.tensor
-    first: tl.tensor  # the sequence's rows see the keys [first, last)
-    last: tl.tensor
+    seen_first: tl.tensor  # the sequence's rows see the keys [seen_first, seen_end)
+    seen_end: tl.tensor
     number: tl.tensor  # the index of this split in its sequence
     splits: tl.tensor  # the sequence's number of splits
-    blocks: tl.tensor  # key blocks in each split except the last
+    blocks_each: tl.tensor  # key blocks in each split except the last
     place: tl.tensor  # the index at which this split's result is stored, if the sequence has several splits
     first_row: tl.tensor  # the program's first row in the sequence; above 0 only for long sequences
 
 
 def most_tokens(call: Any) -> int:
-    """The host's upper bound on the query tokens of a sequence, at least 1."""
+    """The query tokens that the host expects a sequence to have at most, at least 1. The caller's hint may be wrong."""
     return max(1, call.num_tokens if call.max_q_len is None else min(call.max_q_len, call.num_tokens))
 
 
 def sequences_together(max_num_seqs: int) -> int:
     """`Division.MAX_SEQS` for a page table with `max_num_seqs` rows."""
     return next((count for count in SEQUENCES if count >= max_num_seqs), SEQUENCES[-1])
+
+
+def possible_tile(call: Any, tile: Any) -> Any:
+    """The tile, without splits if they cannot be balanced, because a program cannot sum over so many lengths."""
+    balanced = tile.num_splits > 1 and not tile.invariant
+    return dataclasses.replace(tile, num_splits=1) if balanced and call.max_num_seqs > SEQUENCES[-1] else tile
 
 
 def splits_at_most(max_num_seqs: int, num_splits: int, *, invariant: bool) -> tuple[int, int]:

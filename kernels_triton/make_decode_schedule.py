@@ -34,11 +34,6 @@ def why_not(call: MakeDecodeSchedule) -> str | None:
     return launchable(call, schedule_kernel)
 
 
-def heuristic(call: MakeDecodeSchedule) -> Tile:
-    del call
-    return Tile()
-
-
 @triton.jit
 def length_of(seq, num_seqs, lens_ptr, extra_lens_ptr, SPARSE: tl.constexpr, HAS_EXTRA: tl.constexpr):
     """The number of keys of each sequence in `seq`. Extra keys begin a new block."""

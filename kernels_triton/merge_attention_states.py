@@ -61,7 +61,7 @@ def run(call: MergeAttentionStates, tile: Tile, launch: Any) -> Any:
         merge_kernel,
         (num_tokens * num_heads,),
         (outs, lses, sinks),
-        [(result.shape, result.dtype) for result in call.results()],
+        call.results(),
         num_warps=tile.num_warps,
         num_stages=1,
         count=count,

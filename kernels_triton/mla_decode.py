@@ -6,7 +6,7 @@ from typing import Any
 from ragged_attention.calls import CacheFormat, MlaDecode
 from ragged_attention.kernels_triton._latent import kernel, plan
 from ragged_attention.kernels_triton._latent.plan import Tile as Tile
-from ragged_attention.kernels_triton._mask import window_of
+from ragged_attention.kernels_triton._mask import most_keys, window_of
 from ragged_attention.kernels_triton._tiles import launchable
 
 FEATURES = frozenset({
@@ -17,7 +17,7 @@ FEATURES = frozenset({
 
 
 def why_not(call: MlaDecode) -> str | None:
-    return launchable(call, kernel.latent_kernel) or plan.too_wide(call, plan.Walk())
+    return launchable(call, kernel.latent_kernel) or plan.too_wide(call, plan.KeyAccess())
 
 
 def heuristic(call: MlaDecode) -> Tile:
@@ -26,15 +26,14 @@ def heuristic(call: MlaDecode) -> Tile:
     jobs *= call.num_seqs * call.num_kv_heads
     extra = call.extra_topk > 0
     page_sizes = (call.page_size, call.extra_kv_cache.shape[1]) if extra else (call.page_size,)
-    window = window_of(call)
-    walk = plan.Walk(dense=not call.sparse, extra=extra, page_sizes=page_sizes, windowed=window is not None)
-    keys = call.capacity if window is None else min(call.capacity, window + call.num_q_tokens)
-    return plan.tile_for(call, rows, jobs, keys, walk)
+    windowed = call.sliding_window is not None
+    access = plan.KeyAccess(dense=not call.sparse, extra=extra, page_sizes=page_sizes, windowed=windowed)
+    return plan.tile_for(call, rows, jobs, most_keys(call, call.num_q_tokens), access)
 
 
 def invariant_tile(call: MlaDecode) -> Tile:
     """A batch-invariant tile: no size depends on the batch."""
-    return dataclasses.replace(heuristic(call), num_splits=plan.OWN_SPLITS, invariant=True)
+    return dataclasses.replace(heuristic(call), num_splits=plan.MAX_INVARIANT_SPLITS, invariant=True)
 
 
 def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:

@@ -25,7 +25,7 @@ def run(call: QuantizeIndexerKeys, tile: Tile, launch: Any) -> Any:
         write_indexer_cache.quantize_keys_kernel,
         (cdiv(k.shape[0], tile.block_t),),
         (k,),
-        [(result.shape, result.dtype) for result in call.results()],
+        call.results(),
         **write_indexer_cache.arguments_of(k, call.power_of_two, tile, launch),
     )
     return codes, scales

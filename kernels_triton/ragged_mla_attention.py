@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ragged_attention.calls import RaggedMlaAttention
-from ragged_attention.kernels_triton._combine import combine
+from ragged_attention.kernels_triton._combine import combine_sequences
 from ragged_attention.kernels_triton._compiler import zero_after
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import load_scale, scale_arguments
@@ -39,7 +39,7 @@ from ragged_attention.kernels_triton._latent.softmax import (
     restoring_factor,
     sum_of_each_row,
 )
-from ragged_attention.kernels_triton._mask import Mask, MaskKind, key_range, window_of
+from ragged_attention.kernels_triton._mask import Mask, MaskKind, key_range, most_keys, window_of
 from ragged_attention.kernels_triton._sequences import VARYING, count_sequences
 from ragged_attention.kernels_triton._softmax import LOG2E, finish
 from ragged_attention.kernels_triton._splits import (
@@ -50,8 +50,8 @@ from ragged_attention.kernels_triton._splits import (
     Division,
     find_rows,
     find_split,
-    merged_at_once,
     most_tokens,
+    possible_tile,
     sequences_together,
     splits_at_most,
 )
@@ -65,7 +65,7 @@ from ragged_attention.kernels_triton._tiles import (
 )
 
 MANY_TOKENS = 8  # a batch with more query tokens per sequence on average is assumed to have prompts
-EVEN = 1024  # up to this capacity per sequence, unequal lengths do not matter
+SMALL_CAPACITY = 1024  # up to this capacity per sequence, unequal lengths do not matter
 WAVES = 4  # maximum waves of programs for splits: more would only take memory
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
@@ -120,7 +120,7 @@ class Tile:
 
 
 def why_not(call: RaggedMlaAttention) -> str | None:
-    return launchable(call, ragged_latent_kernel) or plan.too_wide(call, plan.Walk())
+    return launchable(call, ragged_latent_kernel) or plan.too_wide(call, plan.KeyAccess())
 
 
 def heuristic(call: RaggedMlaAttention) -> Tile:
@@ -134,20 +134,20 @@ def heuristic(call: RaggedMlaAttention) -> Tile:
 def invariant_tile(call: RaggedMlaAttention) -> Tile:
     """A batch-invariant tile: no size depends on the batch."""
     tile = sizes(call, plan.LARGEST_INT, call.num_q_heads * FEW_TOKENS)
-    split = most_keys(call) > plan.OWN_SPLIT
-    return dataclasses.replace(tile, num_splits=plan.OWN_SPLITS if split else 1, invariant=True)
+    split = most_keys(call, FEW_TOKENS) > plan.MIN_INVARIANT_SPLIT
+    return dataclasses.replace(tile, num_splits=plan.MAX_INVARIANT_SPLITS if split else 1, invariant=True)
 
 
 def sizes(call: RaggedMlaAttention, rows: int, short_rows: int) -> Tile:
     """The tile, without splits, for `rows` rows in the batch and `short_rows` rows per short sequence."""
-    walk = plan.Walk(
+    access = plan.KeyAccess(
         dense=True,
         ragged=True,
         page_sizes=(call.page_size,),
-        windowed=window_of(call) is not None,
+        windowed=call.sliding_window is not None,
     )
-    block_h, block_kv, num_warps, num_stages = plan.fitting_sizes(call, rows, walk)
-    split_block_h, split_block_kv, split_num_warps, split_num_stages = plan.fitting_sizes(call, short_rows, walk)
+    block_h, block_kv, num_warps, num_stages = plan.fitting_sizes(call, rows, access)
+    split_block_h, split_block_kv, split_num_warps, split_num_stages = plan.fitting_sizes(call, short_rows, access)
     return Tile(
         block_h=block_h,
         block_kv=block_kv,
@@ -161,23 +161,17 @@ def sizes(call: RaggedMlaAttention, rows: int, short_rows: int) -> Tile:
     )
 
 
-def most_keys(call: RaggedMlaAttention) -> int:
-    """The maximum number of keys that a short sequence can see."""
-    window = window_of(call)
-    return call.capacity if window is None else min(call.capacity, window + FEW_TOKENS)
-
-
 def splits(call: RaggedMlaAttention, tile: Tile) -> int:
     """The total number of splits that is fastest if all sequences are short and have equally many keys.
 
     If lengths differ, longer sequences get more of these splits, so that all splits have about equally many keys.
     """
-    keys, blocks = most_keys(call), tile.short_rows // tile.split_block_h
+    keys, blocks = most_keys(call, FEW_TOKENS), tile.short_rows // tile.split_block_h
     programs = plan.programs_at_once(call, tile.split_block_h)
     if not 0 < call.max_num_seqs <= SEQUENCES[-1]:
         return 1
     each = plan.splits(call.max_num_seqs * blocks, programs, keys, tile.split_block_kv)
-    if each == 1 and keys <= EVEN:
+    if each == 1 and keys <= SMALL_CAPACITY:
         return 1
     return min(call.max_num_seqs * each, max(1, WAVES * programs // blocks), MAX_SPLITS)
 
@@ -222,11 +216,11 @@ def find_key_split(batch, mask, num_splits, KIND: tl.constexpr, DIVISION: tl.con
     """The tuple of `find_row_block` for a program that has a block of a short sequence's rows and one KV split."""
     ROW_BLOCKS: tl.constexpr = DIVISION.SHORT_ROWS // BLOCK_H
     split = find_split(tl.program_id(0) // ROW_BLOCKS, batch, mask, num_splits, KIND, DIVISION)
-    begin = split.first // DIVISION.BLOCK_KV
-    end = (split.last + DIVISION.BLOCK_KV - 1) // DIVISION.BLOCK_KV
+    begin = split.seen_first // DIVISION.BLOCK_KV
+    end = (split.seen_end + DIVISION.BLOCK_KV - 1) // DIVISION.BLOCK_KV
     if DIVISION.SPLIT_KV:
-        begin += split.number * split.blocks
-        end = tl.where(split.splits > 1, tl.minimum(begin + split.blocks, end), end)
+        begin += split.number * split.blocks_each
+        end = tl.where(split.splits > 1, tl.minimum(begin + split.blocks_each, end), end)
     row_block = tl.program_id(0) % ROW_BLOCKS
     return split.seq, split.start, split.q_len, split.kv_len, row_block, begin, end, split.splits, split.place
 
@@ -276,16 +270,16 @@ def ragged_latent_kernel(
         gdc_launch_dependents()
     num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, CONFIG.HAS_NUM_SEQS)
     batch = Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
-    mask = Mask(window, cu_q_lens_ptr, 0, 0)
+    mask = Mask(window)
     if CONFIG.HAS_LONG:
         work = find_row_block(batch, NUM_HEADS, BLOCK_H, CONFIG.DIVISION)
     if CONFIG.HAS_SHORT:
         split = find_key_split(batch, mask, num_splits, KIND, CONFIG.DIVISION, BLOCK_H)
         if CONFIG.HAS_LONG:
             is_short = tl.program_id(0) < num_parts * (SHORT_ROWS // BLOCK_H)
-            work = selected(is_short, split, work, not KIND.HAS_WINDOW)
+            work = selected(is_short, split, work, not KIND.HAS_FIRST_KEY)
         else:
-            work = selected(True, split, split, not KIND.HAS_WINDOW)
+            work = selected(True, split, split, not KIND.HAS_FIRST_KEY)
     seq, start, q_len, kv_len, row_block, begin, end, count, place = work  # pyright: ignore[reportAssignmentType]
     first_row = row_block * BLOCK_H
     num_rows = q_len * NUM_HEADS
@@ -344,7 +338,7 @@ def ragged_latent_kernel(
 class Shared:
     """The arguments that all launches of a call share."""
 
-    arrays: tuple[Any, ...]
+    arrays: dict[str, Any]  # in the kernel's order
     numbers: dict[str, Any]
     constants: dict[str, Any]  # fields of `Config`
 
@@ -392,7 +386,17 @@ def shared_by_launches(call: RaggedMlaAttention, launch: Any) -> Shared:
         "KV_SCALE_STRIDE": kv_scale_stride,
         "PDL": overlaps(call),
     }
-    return Shared((q, cache, kv_lens, page_indices, cu_q_lens, num_seqs, sinks, kv_scale), numbers, constants)
+    arrays = {
+        "q": q,
+        "kv_cache": cache,
+        "kv_lens": kv_lens,
+        "page_indices": page_indices,
+        "cu_q_lens": cu_q_lens,
+        "num_seqs": num_seqs,
+        "sinks": sinks,
+        "kv_scale": kv_scale,
+    }
+    return Shared(arrays, numbers, constants)
 
 
 def division_of(call: RaggedMlaAttention, tile: Tile, block_kv: int, *, splits: bool) -> Division:
@@ -406,7 +410,7 @@ def division_of(call: RaggedMlaAttention, tile: Tile, block_kv: int, *, splits: 
         SPLIT_KV=split_kv,
         BATCH_INVARIANT=split_kv and tile.invariant,
         COMPACT=balanced,
-        MIN_BLOCKS=cdiv(plan.OWN_SPLIT if tile.invariant else plan.MIN_SPLIT, block_kv) if split_kv else 1,
+        MIN_BLOCKS=cdiv(plan.MIN_INVARIANT_SPLIT if tile.invariant else plan.MIN_SPLIT, block_kv) if split_kv else 1,
         MAX_SEQS=sequences_together(call.max_num_seqs) if balanced else 1,
     )
 
@@ -451,11 +455,11 @@ def long_programs(call: RaggedMlaAttention, body: plan.Tile) -> int:
 
 def run_long(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared) -> Any:
     """Enqueue the kernel for long sequences and the rows of no sequence; returns out and lse."""
-    nothing = ((1,), "float32")
+    nothing, q = ((1,), "float32"), shared.arrays["q"]  # q is a stand-in for absent arrays
     *_, out, lse = launch(
         ragged_latent_kernel,
         (long_programs(call, tile.long) if call.num_tokens else 0,),
-        (*shared.arrays, *shared.arrays[:1] * 2),
+        (*shared.arrays.values(), q, q),
         [nothing, nothing, *results(call)],
         num_parts=0,
         **launch_arguments(call, tile, tile.long, shared, short=False, long=True),
@@ -473,11 +477,11 @@ def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared,
     entries, stored = splits_at_most(call.max_num_seqs, tile.num_splits, invariant=tile.invariant)
     programs = entries * (tile.short_rows // tile.split_block_h)
     parts = (stored, tile.short_rows) if split_kv else (1,)
-    out, lse = given or shared.arrays[:1] * 2  # q is a stand-in for absent arrays
+    out, lse = given or (shared.arrays["q"],) * 2  # q is a stand-in for absent arrays
     *partial, out, lse = launch(
         ragged_latent_kernel,
         (programs + (0 if given else long_programs(call, tile.short)),),
-        (*shared.arrays, out, lse),
+        (*shared.arrays.values(), out, lse),
         [
             ((*parts, call.d_v) if split_kv else (1,), "float32"),
             (parts, "float32"),
@@ -490,36 +494,12 @@ def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared,
     )
     if not split_kv:
         return out, lse
-    _, _, kv_lens, _, cu_q_lens, num_seqs, sinks, kv_scale = shared.arrays
-    return combine(
-        launch,
-        call,
-        (*partial, partial[1], cu_q_lens),
-        (out, lse),
-        (cu_q_lens, num_seqs, sinks, kv_scale, kv_lens, kv_lens),
-        {
-            "num_tokens": call.num_tokens,
-            "max_num_seqs": call.max_num_seqs,
-            "v_scale_factor": shared.numbers["kv_scale_factor"],
-            "num_parts": stored,
-            "num_splits": tile.num_splits,
-            "longest": call.capacity,
-            "extra_longest": 0,
-            "window": shared.numbers["window"],
-        },
-        GROUP=call.num_q_heads,
-        ROWS=tile.short_rows,
-        Q_TOKENS=0,
-        ITEMS=1,
-        DIVISION=division_of(call, tile, tile.split_block_kv, splits=True),
-        MASK=shared.constants["MASK"],
-        LISTS=None,
-        LSE_BY_HEAD=False,
-        HAS_NUM_SEQS=call.num_seqs is not None,
-        V_SCALE_STRIDE=shared.constants["KV_SCALE_STRIDE"],
-        MERGED=merged_at_once(tile.num_splits, call.d_v, invariant=tile.invariant),
-        most_rows=min(tile.short_rows, most_tokens(call) * call.num_q_heads),
-    )
+    scale = (shared.arrays["kv_scale"], shared.numbers["kv_scale_factor"], shared.constants["KV_SCALE_STRIDE"])
+    division = division_of(call, tile, tile.split_block_kv, splits=True)
+    return combine_sequences(
+        launch, call, shared.arrays, shared.numbers, partial, (out, lse), scale=scale, division=division,
+        mask=shared.constants["MASK"], num_parts=stored, num_splits=tile.num_splits,
+    )  # fmt: skip
 
 
 def results(call: RaggedMlaAttention) -> list[Any]:
@@ -529,7 +509,7 @@ def results(call: RaggedMlaAttention) -> list[Any]:
 
 def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; see the module's docstring."""
-    shared = shared_by_launches(call, launch)
+    tile, shared = possible_tile(call, tile), shared_by_launches(call, launch)
     given: Any = None
     empty = not (call.num_tokens and call.max_num_seqs)
     if empty or not (all_are_short(call, tile) or tile.long == tile.short):

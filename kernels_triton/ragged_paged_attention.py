@@ -34,7 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ragged_attention.calls import RaggedPagedAttention, dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_triton import _paged_tiles as sizes
-from ragged_attention.kernels_triton._combine import combine
+from ragged_attention.kernels_triton._combine import combine_sequences
 from ragged_attention.kernels_triton._constants import INTERPRETED, Constants
 from ragged_attention.kernels_triton._formats import (
     array_heads,
@@ -44,7 +44,7 @@ from ragged_attention.kernels_triton._formats import (
     load_scale,
     scale_arguments,
 )
-from ragged_attention.kernels_triton._mask import Mask, mask_arguments, visible_keys
+from ragged_attention.kernels_triton._mask import Mask, mask_arguments, most_keys, visible_keys
 from ragged_attention.kernels_triton._pages import Attention, Loop, Pages, Shape, attend_range
 from ragged_attention.kernels_triton._rows import (
     Factors,
@@ -67,8 +67,8 @@ from ragged_attention.kernels_triton._splits import (
     Division,
     find_rows,
     find_split,
-    merged_at_once,
     most_tokens,
+    possible_tile,
     sequences_together,
     splits_at_most,
 )
@@ -139,7 +139,7 @@ def invariant_tile(call: RaggedPagedAttention) -> Tile:
 
 def splits(call: Any) -> int:
     """The number of splits that gives each multiprocessor eight programs, unless splits would get too few keys."""
-    keys = call.capacity if call.sliding_window is None else min(call.capacity, call.sliding_window + 8)
+    keys = most_keys(call, 8)
     if keys <= MIN_SPLIT or not 0 < call.max_num_seqs <= SEQUENCES[-1]:
         return 1
     wanted = cdiv(8 * call.device.num_multiprocessors, max(call.num_kv_heads, 1))
@@ -245,12 +245,12 @@ def split_kernel(
         clear_rows(output, batch, entry, kv_head, BLOCK_Q, SHAPE)
     split = find_split(entry, batch, mask, num_splits, KIND, DIVISION)
     num_rows = split.q_len * SHAPE.GROUP
-    begin = split.first // BLOCK_KV * BLOCK_KV
-    stop = split.last
+    begin = split.seen_first // BLOCK_KV * BLOCK_KV
+    stop = split.seen_end
     if DIVISION.SPLIT_KV:
-        begin += split.number * split.blocks * BLOCK_KV
-        end = begin + tl.minimum(split.blocks * BLOCK_KV, split.last - begin)
-        stop = tl.where(split.splits > 1, end, split.last)
+        begin += split.number * split.blocks_each * BLOCK_KV
+        end = begin + tl.minimum(split.blocks_each * BLOCK_KV, split.seen_end - begin)
+        stop = tl.where(split.splits > 1, end, split.seen_end)
     if num_rows > split.first_row:
         rows = Rows(split.first_row + tl.arange(0, BLOCK_Q), num_rows, split.start, kv_head)
         queries = load_queries(
@@ -280,7 +280,7 @@ def split_kernel(
 class Operands:
     """The arguments that both attention kernels of a call share."""
 
-    arrays: tuple[Any, ...]
+    arrays: dict[str, Any]  # in the kernels' order
     numbers: dict[str, Any]
     constants: dict[str, Any]  # fields of `Config`
     attention: dict[str, Any]  # fields of `Attention`
@@ -320,7 +320,19 @@ def operands_of(call: Any, launch: Any) -> Operands:
         **mask_numbers,
     }
     return Operands(
-        (q, k_pages, v_pages, kv_lens, page_indices, cu_q_lens, num_seqs, sinks, k_scale, v_scale, draft_mask),
+        {
+            "q": q,
+            "k_pages": k_pages,
+            "v_pages": v_pages,
+            "kv_lens": kv_lens,
+            "page_indices": page_indices,
+            "cu_q_lens": cu_q_lens,
+            "num_seqs": num_seqs,
+            "sinks": sinks,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "draft_mask": draft_mask,
+        },
         numbers,
         {
             "SCALING": scaling,
@@ -365,12 +377,12 @@ def results(call: Any) -> list[Any]:
 
 def run_tile(call: Any, tile: Tile, launch: Any, operands: Operands) -> list[Any]:
     """Enqueue the tile kernel, for long sequences and the rows of no sequence; returns out and lse."""
-    careful_below = tile.split_weights_below if in_bfloat16(call) else 0
+    masked_below = tile.split_weights_below if in_bfloat16(call) else 0
     loop = Loop(
         BLOCK_KV=tile.block_kv,
         EDGE_KV=min(tile.edge_kv, tile.block_kv),
         WEIGHT_TERMS=1,
-        CAREFUL_BELOW=LARGEST_INT.value if tile.invariant else careful_below,
+        MASKED_BELOW=LARGEST_INT.value if tile.invariant else masked_below,  # the masked loop visits keys in order
     )
     division = Division(
         GROUP=call.group, SHORT_ROWS=tile.split_block_q, BLOCK_KV=tile.block_kv, SPLIT_KV=False
@@ -379,7 +391,7 @@ def run_tile(call: Any, tile: Tile, launch: Any, operands: Operands) -> list[Any
     return launch(
         tile_kernel,
         (blocks if call.num_tokens else 0, call.num_kv_heads),
-        operands.arrays,
+        tuple(operands.arrays.values()),
         results(call),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -414,17 +426,17 @@ def run_split(call: Any, tile: Tile, launch: Any, operands: Operands, given: Any
         BLOCK_KV=tile.split_block_kv,
         EDGE_KV=tile.split_block_kv,
         WEIGHT_TERMS=2 if in_bfloat16(call) else 1,
-        CAREFUL_BELOW=0,
+        MASKED_BELOW=0,
     )
     entries, _ = splits_at_most(call.max_num_seqs, tile.num_splits, invariant=tile.invariant)
     later = 0 if given else call.num_tokens * call.group // tile.split_block_q
     parts = (entries, call.num_kv_heads, tile.split_block_q) if split_kv else (1,)
-    out, lse = given or operands.arrays[:1] * 2  # q is a stand-in for absent arrays
+    out, lse = given or (operands.arrays["q"],) * 2  # q is a stand-in for absent arrays
     overlap = dependent(operands.constants["PDL"])
     *partial, out, lse = launch(
         split_kernel,
         (entries + later, call.num_kv_heads),
-        (*operands.arrays, out, lse),
+        (*operands.arrays.values(), out, lse),
         [
             ((*parts, call.v_head_dim) if split_kv else (1,), "float32"),
             (parts, "float32"),
@@ -445,38 +457,17 @@ def run_split(call: Any, tile: Tile, launch: Any, operands: Operands, given: Any
     )
     if not split_kv:
         return [out, lse]
-    _, _, _, kv_lens, _, cu_q_lens, num_seqs, sinks, _, v_scale, _ = operands.arrays
-    return combine(
-        launch,
-        call,
-        (*partial, partial[1], cu_q_lens),
-        (out, lse),
-        (cu_q_lens, num_seqs, sinks, v_scale, kv_lens, kv_lens),
-        {
-            **{name: operands.numbers[name] for name in ("num_tokens", "max_num_seqs", "v_scale_factor", "window")},
-            "num_parts": entries,
-            "num_splits": tile.num_splits,
-            "longest": call.capacity,
-            "extra_longest": 0,
-        },
-        GROUP=call.group,
-        ROWS=tile.split_block_q,
-        Q_TOKENS=0,
-        ITEMS=1,
-        DIVISION=division,
-        MASK=operands.attention["MASK"],
-        LISTS=None,
-        LSE_BY_HEAD=False,
-        HAS_NUM_SEQS=call.num_seqs is not None,
-        V_SCALE_STRIDE=operands.constants["SCALING"].V_SCALE_STRIDE,
-        MERGED=merged_at_once(tile.num_splits, call.v_head_dim, invariant=tile.invariant),
-        most_rows=min(tile.split_block_q, most_tokens(call) * call.group),
-    )
+    constants = operands.constants
+    scale = (operands.arrays["v_scale"], operands.numbers["v_scale_factor"], constants["SCALING"].plain.V_SCALE_STRIDE)
+    return combine_sequences(
+        launch, call, operands.arrays, operands.numbers, partial, (out, lse), scale=scale, division=division,
+        mask=operands.attention["MASK"], num_parts=entries, num_splits=tile.num_splits,
+    )  # fmt: skip
 
 
 def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; see the module's docstring."""
-    operands = operands_of(call, launch)
+    tile, operands = possible_tile(call, tile), operands_of(call, launch)
     found: Any = None if all_are_short(call, tile) else run_tile(call, tile, launch, operands)
     if call.num_tokens and call.max_num_seqs:
         found = run_split(call, tile, launch, operands, found)

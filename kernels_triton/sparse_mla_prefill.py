@@ -24,7 +24,7 @@ class Tile(plan.Tile):
 
 
 def why_not(call: SparseMlaPrefill) -> str | None:
-    return launchable_in_float32(call, kernel.latent_kernel) or plan.too_wide(call, plan.Walk())
+    return launchable_in_float32(call, kernel.latent_kernel) or plan.too_wide(call, plan.KeyAccess())
 
 
 def heuristic(call: SparseMlaPrefill) -> Tile:
@@ -38,8 +38,8 @@ def invariant_tile(call: SparseMlaPrefill) -> Tile:
 
 def tile_for(call: SparseMlaPrefill, *, decoded: bool) -> Tile:
     rows = call.num_q_heads // call.num_kv_heads
-    walk = plan.Walk(decoded=decoded)
-    sizes = plan.tile_for(call, rows, call.num_tokens * call.num_kv_heads, call.topk, walk)
+    access = plan.KeyAccess(decoded=decoded)
+    sizes = plan.tile_for(call, rows, call.num_tokens * call.num_kv_heads, call.topk, access)
     return Tile(**dataclasses.asdict(sizes), decoded=decoded)
 
 

@@ -33,6 +33,7 @@ from ragged_attention.kernels_triton._tiles import (
 )
 
 FEATURES = frozenset({"starts", "stops"})
+BATCH_INVARIANT = True  # results do not depend on the tile
 LEAST_NUMBER: tl.constexpr = tl.constexpr(0x007FFFFF)  # the ordered integer of -inf and of NaN
 LARGEST_UINT: tl.constexpr = tl.constexpr(0xFFFFFFFF)
 BIN_BITS: tl.constexpr = tl.constexpr(7)
@@ -59,11 +60,6 @@ def why_not(call: TopKIndices) -> str | None:
 
 def heuristic(call: TopKIndices) -> Tile:
     return tile_for(call, call.num_tokens, call.columns)
-
-
-def invariant_tile(call: TopKIndices) -> Tile:
-    """The heuristic's tile, because results do not depend on the tile."""
-    return heuristic(call)
 
 
 def tile_for(call: Any, num_rows: int, columns: int) -> Tile:

@@ -147,7 +147,8 @@ def dq_sizes(call: Any) -> tuple[int, int, int, int]:
     if call.device.platform == "cpu":
         return 64, 64, 4, 2
     if on_cuda_cores(call):
-        return 16, 16, 8 if arch.startswith("sm_") else 4, 1
+        spills = OLDER_COMPILER and arch == "sm_90"  # with eight warps
+        return 16, 16, 8 if arch.startswith("sm_") and not spills else 4, 1
     if not arch.startswith("sm_"):
         return 64 if columns <= 320 else 32, 32, 4, stages_on_amd(arch, columns)
     if arch == "sm_90" and columns <= 192:
@@ -329,7 +330,7 @@ def visit_rows(keys, sums, arrays, blocks, seeing, mask, CONFIG: tl.constexpr, M
         products = product(keys.k, q)
         seen = sees((row // GROUP)[None, :], seeing.key[:, None], seeing.q_len, mask, KIND)
         norm, offset, share = load_terms(arrays.terms_ptr, block, readable, MASKED, BLOCK_Q, TERMS_STEP)
-        HIDDEN: tl.constexpr = MASKED and (KIND.CAUSAL or KIND.HAS_WINDOW)  # otherwise every row sees every key
+        HIDDEN: tl.constexpr = MASKED and (KIND.CAUSAL or KIND.HAS_FIRST_KEY)  # otherwise every row sees every key
         weights, slope = weigh(products, norm[None, :], seen, keys.scales, HIDDEN, CONFIG.HAS_SOFT_CAP)
         shared = weights
         if CONFIG.HAS_SHARE:

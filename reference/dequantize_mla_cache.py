@@ -6,9 +6,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.reference._kv_layout import Float64, latent_rows
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import why_not as why_not
 
 FEATURES = frozenset({"format", "dtype", "cache_layout"})
 
@@ -28,6 +25,5 @@ def dequantize_mla_cache(
         return rows.astype(np.float32).astype(np.float64).reshape(num_pages, page_size, 1, rows.shape[-1])
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
-    return launch.on_host(dequantize_mla_cache, call, [(call.out_shape, call.dtype)])[0]
+def run(call: Any, tile: Any, launch: Any) -> Any:
+    return launch.on_host(dequantize_mla_cache, call, call.results())

@@ -5,16 +5,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ragged_attention.calls import dtype_name
 from ragged_attention.reference._indexer import seen_in_pages, seen_of_ranges
 from ragged_attention.reference._kv_layout import Float64, decode, widened
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
-from ragged_attention.reference._no_tuning import why_not as why_not
 
 FEATURES = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
 })  # fmt: skip
+BATCH_INVARIANT = True
 
 
 def indexer_logits(
@@ -55,7 +53,6 @@ def indexer_logits(
     return logits
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
-    formats = {"q_dtype": str(call.q.dtype).rpartition(".")[2], "key_dtype": call.key_dtype}
-    return launch.on_host(indexer_logits, call, [((call.num_tokens, call.columns), "float32")], **formats)[0]
+def run(call: Any, tile: Any, launch: Any) -> Any:
+    formats = {"q_dtype": dtype_name(call.q), "key_dtype": call.key_dtype}
+    return launch.on_host(indexer_logits, call, call.results(), **formats)

@@ -5,15 +5,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ragged_attention.calls import dtype_name
 from ragged_attention.reference._indexer import largest
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
-from ragged_attention.reference._no_tuning import why_not as why_not
 from ragged_attention.reference.indexer_logits import FEATURES as FEATURES_OF_LOGITS
 from ragged_attention.reference.indexer_logits import indexer_logits
 
 FEATURES = FEATURES_OF_LOGITS | {"candidate_blocks", "candidate_block_size"}
+BATCH_INVARIANT = True
 
 
 def indexer_topk(
@@ -36,7 +34,6 @@ def indexer_topk(
     return largest(logits, top_k)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
-    formats = {"q_dtype": str(call.q.dtype).rpartition(".")[2], "key_dtype": call.key_dtype}
-    return launch.on_host(indexer_topk, call, [((call.num_tokens, call.top_k), "int32")], **formats)[0]
+def run(call: Any, tile: Any, launch: Any) -> Any:
+    formats = {"q_dtype": dtype_name(call.q), "key_dtype": call.key_dtype}
+    return launch.on_host(indexer_topk, call, call.results(), **formats)

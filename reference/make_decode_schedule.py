@@ -5,10 +5,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import why_not as why_not
-
 BLOCK = 64  # keys of a block
 FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 
@@ -62,12 +58,11 @@ def make_decode_schedule(
     return parts, num_splits
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
+def run(call: Any, tile: Any, launch: Any) -> Any:
     num_ranges = call.num_ranges
 
     def define(*, num_parts: int | None, programs: int, **arguments: Any) -> tuple[Any, Any]:
         del num_parts, programs  # from which the record derives the number of ranges
         return make_decode_schedule(**arguments, num_parts=num_ranges)
 
-    return launch.on_host(define, call, [((num_ranges, 8), "int32"), ((call.num_seqs + 1,), "int32")])
+    return launch.on_host(define, call, call.results())

@@ -6,9 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.reference._kv_layout import Float64, widened
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import why_not as why_not
+from ragged_attention.reference._softmax import left_by_sinks
 
 FEATURES = frozenset({"sinks", "out_dtype"})
 
@@ -31,14 +29,8 @@ def merge_attention_states(
     with np.errstate(divide="ignore"):
         lse = np.where(some, m_i + np.log(l_i), -np.inf)
     out = (weights[..., None] * parts).sum(axis=0) / l_i[..., None]
-    if sinks is not None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            share = 1 / (1 + np.exp(widened(sinks) - lse))
-        out *= np.where(some, share, 0.0)[..., None]
-    return out, lse
+    return out * left_by_sinks(lse, sinks)[..., None], lse
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
-    outputs = [(result.shape, result.dtype) for result in call.results()]
-    return launch.on_host(merge_attention_states, call, outputs)
+def run(call: Any, tile: Any, launch: Any) -> Any:
+    return launch.on_host(merge_attention_states, call, call.results())

@@ -7,18 +7,16 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.reference._kv_layout import Float64, latent_rows, widened
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
-from ragged_attention.reference._no_tuning import why_not as why_not
+from ragged_attention.reference._softmax import left_by_sinks
 from ragged_attention.reference.merge_attention_states import merge_attention_states
-from ragged_attention.reference.sparse_mla_prefill import attend_latent, left_by_sinks, selected
+from ragged_attention.reference.sparse_mla_prefill import attend_latent, selected
 
 FEATURES = frozenset({
     "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks",
     "topk_lens", "extra_kv_cache", "extra_indices", "extra_topk_lens", "schedule", "cache_format", "cache_layout",
     "out_dtype",
 })  # fmt: skip
+BATCH_INVARIANT = True
 
 
 def attend_in_splits(
@@ -120,6 +118,5 @@ def mla_decode(
     return out * left_by_sinks(lse, sinks)[..., None], np.swapaxes(lse, 1, 2)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
-    return launch.on_host(mla_decode, call, [(call.out_shape, call.result_dtype), (call.lse_shape, "float32")])
+def run(call: Any, tile: Any, launch: Any) -> Any:
+    return launch.on_host(mla_decode, call, call.results())

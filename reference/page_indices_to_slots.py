@@ -5,12 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import why_not as why_not
-
 SLOTS = 2**31  # that an int32 can number
-FEATURES: frozenset[str] = frozenset()
 
 
 def page_indices_to_slots(positions: ArrayLike, page_indices: ArrayLike, page_size: int) -> NDArray[np.int32]:
@@ -25,6 +20,5 @@ def page_indices_to_slots(positions: ArrayLike, page_indices: ArrayLike, page_si
     return np.where(slots < SLOTS, slots, -1).astype(np.int32)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
-    return launch.on_host(page_indices_to_slots, call, [(call.positions.shape, "int32")])[0]
+def run(call: Any, tile: Any, launch: Any) -> Any:
+    return launch.on_host(page_indices_to_slots, call, call.results())

@@ -9,13 +9,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.reference._kv_layout import Float64, decode, widened
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
-from ragged_attention.reference._no_tuning import why_not as why_not
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention
 
 FEATURES = frozenset({"sm_scale", "soft_cap"})
+BATCH_INVARIANT = True
 
 
 def values_of(pages: Any, cache_dtype: str | None = None) -> Float64:
@@ -51,7 +48,5 @@ def paged_attention(
     )
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
-    outputs = [(call.out_shape, call.q.dtype)]
-    return launch.on_host(paged_attention, call, outputs, cache_dtype=call.cache_dtype)[0]
+def run(call: Any, tile: Any, launch: Any) -> Any:
+    return launch.on_host(paged_attention, call, call.results(), cache_dtype=call.cache_dtype)

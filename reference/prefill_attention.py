@@ -6,14 +6,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.reference._kv_layout import Float64
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
-from ragged_attention.reference._no_tuning import why_not as why_not
 from ragged_attention.reference.paged_attention import values_of
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention
 
 FEATURES = frozenset({"sm_scale", "soft_cap", "sliding_window", "align"})
+BATCH_INVARIANT = True
 
 
 def prefill_attention(
@@ -49,7 +46,5 @@ def rows_of_the_last_chunk(length: int, chunk: int) -> int:
     return (length - 1) % chunk + 1 if length > 0 and chunk > 0 else 0
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
-    outputs = [(call.out_shape, call.q.dtype)]
-    return launch.on_host(prefill_attention, call, outputs, cache_dtype=call.cache_dtype)[0]
+def run(call: Any, tile: Any, launch: Any) -> Any:
+    return launch.on_host(prefill_attention, call, call.results(), cache_dtype=call.cache_dtype)

@@ -6,9 +6,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.reference._indexer import quantized
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import why_not as why_not
 
 FEATURES = frozenset({"power_of_two"})
 
@@ -18,7 +15,5 @@ def quantize_indexer_keys(k: ArrayLike, power_of_two: bool = False) -> tuple[NDA
     return quantized(k, power_of_two)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
-    outputs = [(result.shape, result.dtype) for result in call.results()]
-    return launch.on_host(quantize_indexer_keys, call, outputs)
+def run(call: Any, tile: Any, launch: Any) -> Any:
+    return launch.on_host(quantize_indexer_keys, call, call.results())

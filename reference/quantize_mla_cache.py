@@ -7,9 +7,6 @@ from numpy.typing import ArrayLike
 
 from ragged_attention.calls.cache_formats import laid_out
 from ragged_attention.reference._kv_layout import Bytes, planes, quantize_rows
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import why_not as why_not
 
 FEATURES = frozenset({"power_of_two_scales", "cache_layout"})
 
@@ -26,6 +23,5 @@ def quantize_mla_cache(
     return cache
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
-    return launch.on_host(quantize_mla_cache, call, [(call.out_shape, "uint8")])[0]
+def run(call: Any, tile: Any, launch: Any) -> Any:
+    return launch.on_host(quantize_mla_cache, call, call.results())

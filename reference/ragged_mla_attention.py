@@ -6,10 +6,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.reference._kv_layout import latent_rows, per_head, sequence_bounds, sink_of_each, true_queries
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
-from ragged_attention.reference._no_tuning import why_not as why_not
 from ragged_attention.reference.mla_decode import dense_slots
 from ragged_attention.reference.ragged_paged_attention import attend, visible
 
@@ -17,6 +13,7 @@ FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
     "cache_format", "cache_layout", "out_dtype",
 })  # fmt: skip
+BATCH_INVARIANT = True
 
 
 def ragged_mla_attention(
@@ -75,8 +72,5 @@ def ragged_mla_attention(
     return (out * factor, lse) if return_lse else out * factor
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
-    outputs = [(result.shape, result.dtype) for result in call.results()]
-    found = launch.on_host(ragged_mla_attention, call, outputs, code_dtype=call.kv_format.code_dtype)
-    return found if call.return_lse else found[0]
+def run(call: Any, tile: Any, launch: Any) -> Any:
+    return launch.on_host(ragged_mla_attention, call, call.results(), code_dtype=call.kv_format.code_dtype)

@@ -13,15 +13,13 @@ from ragged_attention.reference._kv_layout import (
     split_pages,
     true_queries,
 )
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
-from ragged_attention.reference._no_tuning import why_not as why_not
+from ragged_attention.reference._softmax import left_by_sinks, logits_of, softmax
 
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
     "draft_mask", "out_dtype",
 })  # fmt: skip
+BATCH_INVARIANT = True
 
 
 def visible(
@@ -53,20 +51,8 @@ def attend(
     """One head: q [q_len, D], k [kv_len, D], v [kv_len, D_v] -> out [q_len, D_v] and lse [q_len]."""
     used = seen.any(axis=0)  # what no query sees takes no part at all, so that garbage there cannot leak
     k, v, seen = k[used], v[used], seen[:, used]
-    with np.errstate(invalid="ignore"):  # a query that sees nothing may hold infinities
-        logits = q @ k.T * scale
-    if soft_cap is not None:
-        logits = soft_cap * np.tanh(logits / soft_cap)
-    logits = np.where(seen, logits, -np.inf)
-    m_i = logits.max(axis=1, initial=-np.inf)
-    some = m_i != -np.inf
-    weights = np.exp(logits - np.where(some, m_i, 0.0)[:, None])
-    l_i = weights.sum(axis=1)
-    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        lse = np.where(some, m_i + np.log(l_i), -np.inf)
-        share = 1 / (1 + np.exp(sink - lse))  # what the sink leaves to the keys
-    share = np.where(some, share, 0.0)
-    return weights @ v / np.where(some, l_i, 1.0)[:, None] * share[:, None], lse
+    out, _, lse = softmax(np.where(seen, logits_of(q, k, scale, soft_cap), -np.inf), v)
+    return out * left_by_sinks(lse, sink)[:, None], lse
 
 
 def ragged_paged_attention(
@@ -131,8 +117,5 @@ def ragged_paged_attention(
     return (out, lse) if return_lse else out
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
-    outputs = [(result.shape, result.dtype) for result in call.results()]
-    out = launch.on_host(ragged_paged_attention, call, outputs, cache_dtype=call.cache_dtype)
-    return out if call.return_lse else out[0]
+def run(call: Any, tile: Any, launch: Any) -> Any:
+    return launch.on_host(ragged_paged_attention, call, call.results(), cache_dtype=call.cache_dtype)

@@ -6,14 +6,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.reference._kv_layout import Float64, latent_rows, widened
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
-from ragged_attention.reference._no_tuning import why_not as why_not
+from ragged_attention.reference._softmax import left_by_sinks, logits_of, softmax
 
 FEATURES = frozenset({
     "sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic", "out_dtype",
 })  # fmt: skip
+BATCH_INVARIANT = True
 
 
 def attend_latent(
@@ -23,26 +21,7 @@ def attend_latent(
 
     A row is the key, its first `d_v` columns are the value. Without any rows out is 0 and the others are -inf.
     """
-    with np.errstate(invalid="ignore", divide="ignore"):  # selected rows may hold infinities
-        logits = q @ rows.T * scale
-        if soft_cap is not None:
-            logits = soft_cap * np.tanh(logits / soft_cap)
-        m_i = logits.max(axis=1, initial=-np.inf)
-        some = m_i != -np.inf
-        weights = np.exp(logits - np.where(some, m_i, 0.0)[:, None])
-        l_i = weights.sum(axis=1)
-        lse = np.where(some, m_i + np.log(l_i), -np.inf)
-        out = weights @ rows[:, :d_v] / np.where(some, l_i, 1.0)[:, None]
-    return out, m_i, lse
-
-
-def left_by_sinks(lse: Float64, sinks: ArrayLike | None) -> Float64:
-    """What the sinks leave to the keys: sigmoid(lse - sink), 1 without sinks; `sinks` goes along `lse`'s last axis."""
-    if sinks is None:
-        return np.ones(lse.shape)
-    with np.errstate(over="ignore", invalid="ignore"):
-        left = 1 / (1 + np.exp(widened(sinks) - lse))
-    return np.where(lse == -np.inf, 0.0, left)
+    return softmax(logits_of(q, rows, scale, soft_cap), rows[:, :d_v])
 
 
 def selected(indices: ArrayLike, topk_len: ArrayLike, num_slots: int) -> Any:
@@ -87,6 +66,5 @@ def sparse_mla_prefill(
     return out * left_by_sinks(lse, sinks)[..., None], max_logits, lse
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
-    return launch.on_host(sparse_mla_prefill, call, [(result.shape, result.dtype) for result in call.results()])
+def run(call: Any, tile: Any, launch: Any) -> Any:
+    return launch.on_host(sparse_mla_prefill, call, call.results())

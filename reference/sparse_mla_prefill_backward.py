@@ -6,9 +6,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.reference._kv_layout import Float64, widened
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import why_not as why_not
 from ragged_attention.reference.sparse_mla_prefill import selected
 from ragged_attention.reference.varlen_attention_backward import attend_backward, row_terms, run_gradient
 
@@ -55,6 +52,5 @@ def sparse_mla_prefill_backward(
     return dq, d_rows.reshape(kv.shape), d_sinks
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
-    return run_gradient(sparse_mla_prefill_backward, call, (call.q, call.kv, call.sinks), launch)
+def run(call: Any, tile: Any, launch: Any) -> Any:
+    return run_gradient(sparse_mla_prefill_backward, call, launch)

@@ -7,12 +7,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.reference._indexer import largest
 from ragged_attention.reference._kv_layout import widened
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
-from ragged_attention.reference._no_tuning import why_not as why_not
 
 FEATURES = frozenset({"starts", "stops"})
+BATCH_INVARIANT = True
 
 
 def top_k_indices(
@@ -29,6 +26,5 @@ def top_k_indices(
     return largest(np.where(counts, logits, -np.inf), top_k)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
-    return launch.on_host(top_k_indices, call, [((call.num_tokens, call.top_k), "int32")])[0]
+def run(call: Any, tile: Any, launch: Any) -> Any:
+    return launch.on_host(top_k_indices, call, call.results())

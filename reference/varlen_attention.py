@@ -7,15 +7,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.reference._kv_layout import Float64, sequence_bounds, sink_of_each, widened
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import invariant_tile as invariant_tile
-from ragged_attention.reference._no_tuning import why_not as why_not
 from ragged_attention.reference.ragged_paged_attention import attend, visible
 
 FEATURES = frozenset({
     "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
 })  # fmt: skip
+BATCH_INVARIANT = True
 
 
 def sequences(
@@ -64,7 +61,5 @@ def varlen_attention(
     return out, lse
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
-    outputs = [(call.out_shape, call.q.dtype), (call.q.shape[:2], call.lse_dtype)]
-    return launch.on_host(varlen_attention, call, outputs)
+def run(call: Any, tile: Any, launch: Any) -> Any:
+    return launch.on_host(varlen_attention, call, call.results())

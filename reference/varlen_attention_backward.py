@@ -1,16 +1,13 @@
 """The gradient of attention over packed sequences."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.reference._kv_layout import Float64, widened
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import why_not as why_not
-from ragged_attention.reference.sparse_mla_prefill import left_by_sinks
+from ragged_attention.reference._softmax import left_by_sinks
 from ragged_attention.reference.varlen_attention import sequences
 
 FEATURES = frozenset({
@@ -96,16 +93,14 @@ def varlen_attention_backward(
     return dq, dk, dv, d_sinks
 
 
-def run_gradient(definition: Callable[..., Any], call: Any, of: Sequence[Any], launch: Any) -> Any:
-    """The gradients of the arrays `of`, by a definition that has None for those that are None."""
-    outputs = [(array.shape, array.dtype) for array in of if array is not None]
+def run_gradient(definition: Callable[..., Any], call: Any, launch: Any) -> Any:
+    """The gradients of a call, by a definition that returns None for an absent one; an empty array stands for it."""
 
     def gradients(**arguments: Any) -> tuple[Float64, ...]:
-        return tuple(array for array in definition(**arguments) if array is not None)
+        return tuple(np.zeros(0) if array is None else array for array in definition(**arguments))
 
-    return launch.on_host(gradients, call, outputs)
+    return launch.on_host(gradients, call, call.results())
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
-    return run_gradient(varlen_attention_backward, call, (call.q, call.k, call.v, call.sinks), launch)
+def run(call: Any, tile: Any, launch: Any) -> Any:
+    return run_gradient(varlen_attention_backward, call, launch)

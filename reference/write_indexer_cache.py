@@ -6,9 +6,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.reference._indexer import planes, quantized
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import why_not as why_not
 
 FEATURES = frozenset({"power_of_two"})
 
@@ -31,6 +28,5 @@ def write_indexer_cache(
     return cache
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
-    return launch.on_host(write_indexer_cache, call, "cache")[0]
+def run(call: Any, tile: Any, launch: Any) -> Any:
+    return launch.on_host(write_indexer_cache, call, "cache")

@@ -6,9 +6,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.reference._kv_layout import divisors, encode, sequence_bounds
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import why_not as why_not
 
 FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})
 
@@ -77,6 +74,5 @@ def write_kv_pages(
     return arrays[0] if combined else tuple(arrays)
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
+def run(call: Any, tile: Any, launch: Any) -> Any:
     return launch.on_host(write_kv_pages, call, "kv_pages", cache_dtype=call.cache_dtype, copies=call.copies)

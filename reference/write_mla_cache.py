@@ -6,9 +6,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.reference._kv_layout import divisors, encode, latent_format, planes, quantize_rows, widened
-from ragged_attention.reference._no_tuning import Tile as Tile
-from ragged_attention.reference._no_tuning import heuristic as heuristic
-from ragged_attention.reference._no_tuning import why_not as why_not
 from ragged_attention.reference.write_kv_pages import slots_from_tables
 
 FEATURES = frozenset({
@@ -59,6 +56,5 @@ def write_mla_cache(
     return cache
 
 
-def run(call: Any, tile: Tile, launch: Any) -> Any:
-    del tile
-    return launch.on_host(write_mla_cache, call, "cache", code_dtype=call.kv_format.code_dtype)[0]
+def run(call: Any, tile: Any, launch: Any) -> Any:
+    return launch.on_host(write_mla_cache, call, "cache", code_dtype=call.kv_format.code_dtype)

@@ -115,7 +115,7 @@ MUTANTS = {
     "queries are not waited for": Mutant("sm90/seesaw.h", "        s.q_full.wait(phases >> 2);\n", ""),
     # What each proxy sees.
     "copies are not fenced": Mutant(
-        "sm90/seesaw.h", "      op::fence_async_shared();  // copies are ordinary writes\n", "", "lists"
+        "sm90/seesaw.h", "      op::fence_async_shared();  // cp.async writes through the generic proxy\n", "", "lists"
     ),
     # Products that are late are computed after the fence that the reader puts for the rest.
     "codes are not fenced": Mutant(

@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention import dispatch
-from ragged_attention.portable._no_tuning import Tile, heuristic
 from ragged_attention.testing import tpu_interpreter
 
 ROOM, BACKEND = "planted_pallas_room", "planted"
@@ -84,10 +83,7 @@ def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
         del tile, launch
         return list(merge(call.outs, call.lses, fault))
 
-    vars(module).update(
-        Tile=Tile, FEATURES=frozenset(), heuristic=heuristic,
-        why_not=lambda call: call.device.why_unavailable("pallas"), run=run,
-    )  # fmt: skip
+    vars(module).update(why_not=lambda call: call.device.why_unavailable("pallas"), run=run)
     jax.clear_caches()
     patch.setitem(sys.modules, ROOM, parent)
     patch.setitem(sys.modules, module.__name__, module)

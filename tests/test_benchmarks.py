@@ -25,8 +25,6 @@ from ragged_attention.reference.ragged_paged_attention import ragged_paged_atten
 from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
 
 SMALL = ("mixed_2q2k_32q1s1k_small", "gpt_oss_window_64x4k_small", "fp8_64x4k_page64_small", "gemma2_prefill_4k_small")
-
-
 LATENT = (
     "mla_dense_h128_128q2s4k_small", "mla_sparse_h16_b8_small", "mla_sparse_v4_h64_128q2_small",
     "mla_prefill_h128_8k_small", "mla_prefill_fp8_h128_32k_small",

@@ -293,21 +293,19 @@ def test_splits_fill_the_multiprocessors_and_no_more() -> None:
     assert splits_of("mla_decode", **dense, max_len=8192) == 2
     assert splits_of("sparse_mla_prefill", cache_format="plain", num_tokens=4096, topk=2048) == 1
     assert splits_of("sparse_mla_prefill", cache_format="plain", num_tokens=4, topk=2048) > 1
-    call: Any = LatentSample().call("make_decode_schedule", HOPPER)
-    assert isinstance(make_decode_schedule.heuristic(call), make_decode_schedule.Tile)
 
 
-def test_tuning_keys_are_of_static_facts() -> None:
-    def key(operation: str, **sample: Any) -> str:
-        return ROOMS[operation].tuning_key(LatentSample(**sample).call(operation, HOPPER))
+def test_kinds_are_of_static_facts() -> None:
+    def kind(operation: str, **sample: Any) -> str:
+        return ROOMS[operation].kind_of(LatentSample(**sample).call(operation, HOPPER))
 
-    assert key("mla_decode", topk=0, cache_format="plain", max_num_seqs=5, num_tokens=5, max_len=5000) == (
+    assert kind("mla_decode", topk=0, cache_format="plain", max_num_seqs=5, num_tokens=5, max_len=5000) == (
         "heads=128/1 q=1 d=576 cache=plain seqs<=8 blocks<=128"
     )
-    assert key("mla_decode", topk=2048, cache_format="fp8_v32", max_num_seqs=1, num_tokens=1) == (
+    assert kind("mla_decode", topk=2048, cache_format="fp8_v32", max_num_seqs=1, num_tokens=1) == (
         "heads=128/1 q=1 d=576 cache=fp8_v32 seqs<=1 topk=2048"
     )
-    assert key("sparse_mla_prefill", topk=2048, cache_format="plain", num_tokens=4000) == (
+    assert kind("sparse_mla_prefill", topk=2048, cache_format="plain", num_tokens=4000) == (
         "heads=128/1 d=576 cache=plain tokens<=4096 topk=2048"
     )
 

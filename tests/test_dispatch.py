@@ -341,7 +341,30 @@ def test_every_operation_is_offered_by_definition_and_fallback():
         for backend in ("reference", "eager", "xla"):
             pytest.importorskip({"eager": "torch", "xla": "jax"}.get(backend, "numpy"))
             module = dispatch.load(operation, backend)
-            assert [name for name in ("Tile", "heuristic", "why_not", "run") if not hasattr(module, name)] == []
+            assert callable(module.run)
+
+
+def test_a_module_may_offer_run_alone(install):
+    install("bare", module="def run(call, tile, launch):\n    return tile")
+    choice = dispatch.choose(sample(), backend="bare")
+    assert dispatch.refusal("bare", sample()) is None
+    changed = dataclasses.replace(sample(), out_dtype="float32")
+    assert dispatch.refusal("bare", changed) == "does not honour out_dtype"
+    assert choice.run(sample(), None) == choice.tile == choice.module.Tile()  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="expected options among none for this backend, got 'block'"):
+        dispatch.choose(sample(), backend="bare", options={"block": 1})
+
+
+def test_only_a_promise_makes_an_attention_batch_invariant(install, tmp_path):
+    refusals = {}
+    for name, text in {"bare": "", "promising": "BATCH_INVARIANT = True"}.items():
+        install(name)
+        (tmp_path / "site" / f"{name}_attention" / f"{ATTENTION}.py").write_text(f"run = None\n{text}")
+        with ra.use_backend(batch_invariant=True):
+            refusals[name] = dispatch.refusal(name, sample(ATTENTION))
+    assert refusals == {
+        "bare": "does not promise the same bits in every batch (batch_invariant)", "promising": None,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])

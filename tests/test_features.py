@@ -14,6 +14,7 @@ import pytest
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, Call, Device
 from ragged_attention.errors import BackendMissing, InvalidInput
+from ragged_attention.protocols import complete
 from ragged_attention.reference.make_decode_schedule import make_decode_schedule
 from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
 from ragged_attention.tools.samples import device_of, sample_of
@@ -202,7 +203,7 @@ def test_what_is_not_listed_is_refused_by_name(operation, index, monkeypatch):
     record, arguments = CALLS[operation], arguments_of(operation, index)
     fields = record.DEFAULTS
     given = [name for name in refusable(operation) if name in arguments]
-    module = types.SimpleNamespace(why_not=lambda call: "asked")
+    module: Any = complete(types.SimpleNamespace(why_not=lambda call: "asked"))
     monkeypatch.setattr(dispatch, "load", lambda operation, backend: module)
     call = record(**arguments)  # type: ignore[call-arg]
     assert dispatch.refusal("other", call) == (f"does not honour {given[0]}" if given else "asked")

@@ -11,6 +11,7 @@ import pytest
 
 import ragged_attention as ra
 from benchmarks.compiled import compiling
+from ragged_attention import dispatch
 from ragged_attention.calls import CACHE_FORMATS, CacheFormat, IndexerTopk, SparseMlaPrefill, SparseMlaPrefillBackward
 from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
@@ -21,7 +22,7 @@ from ragged_attention.testing.mla.specs import PrefillSpec
 from ragged_attention.testing.paged.oracle import check_attention
 from ragged_attention.testing.paged.specs import Spec
 from ragged_attention.testing.runner import runner_for
-from ragged_attention.tools.samples import FakeArray, LatentSample, device_of
+from ragged_attention.tools.samples import FakeArray, LatentSample, Sample, device_of
 
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
@@ -233,13 +234,43 @@ def test_ragged_latents_in_parts(options: dict[str, Any], limit: str | None) -> 
     check_attention(runner_for("triton", "torch"), RaggedLatentSpec(tables=tables).build(), options)
 
 
+MANY = tuple((1, 40 + 9 * number) for number in range(12))
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("latent", [False, True], ids=["keys and values", "latents"])
+def test_splits_of_more_sequences_than_a_program_sums_over(
+    latent: bool, invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches with more than 4096 sequences are simulated by a lower limit. Splits are then given up."""
+    operation = "ragged_mla_attention" if latent else "ragged_paged_attention"
+    for module in (_splits, dispatch.load(operation, "triton")):
+        monkeypatch.setattr(module, "SEQUENCES", (4, 8))
+    spec = Spec(lens=MANY, group=2, dtype="float32", poison="nan")
+    batch = RaggedLatentSpec(tables=spec).build() if latent else spec.build()
+    check_attention(runner_for("triton", "torch"), batch, {"num_splits": 3, "invariant": invariant})
+
+
+@pytest.mark.parametrize("window", [None, 100, 300, 5000])
+@pytest.mark.parametrize("operation", ["ragged_mla_attention", "mla_decode", "ragged_paged_attention"])
+def test_no_batch_invariant_tile_depends_on_the_page_table(operation: str, window: int | None) -> None:
+    def tile(max_len: int) -> Any:
+        sample: Any = Sample if operation == "ragged_paged_attention" else LatentSample
+        latent = {} if sample is Sample else {"topk": 0, "causal": True}
+        call = sample(max_len=max_len, sliding_window=window, **latent).call(operation, device_of("torch", "sm_90"))
+        module: Any = dispatch.load(operation, "triton")
+        return dataclasses.replace(module.invariant_tile(call), num_splits=1)
+
+    assert tile(256) == tile(4096) == tile(2**20)  # a table for 256 keys needs no splits
+
+
 @triton.jit
 def count_kernel(
     cu_q_lens_ptr, kv_lens_ptr, counts_ptr, each_ptr, num_seqs, num_tokens, max_num_seqs, capacity, num_splits,
     MASK: tl.constexpr, DIVISION: tl.constexpr,
 ):  # fmt: skip
     batch = _splits.Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
-    mask = _mask.Mask(0, cu_q_lens_ptr, 0, 0)  # pyright: ignore[reportArgumentType]
+    mask = _mask.Mask(0)  # pyright: ignore[reportArgumentType]
     counts, each = _splits.balanced_splits(batch, mask, num_splits, MASK, DIVISION)
     tl.store(counts_ptr + tl.arange(0, DIVISION.MAX_SEQS), counts)  # pyright: ignore[reportAttributeAccessIssue]
     tl.store(each_ptr, each)

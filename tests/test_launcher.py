@@ -6,7 +6,6 @@ both ways launch. There this file is a script, which runs its functions `check_.
 """
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import importlib
@@ -114,9 +113,7 @@ def toy_room() -> Iterator[types.ModuleType]:
     """The Triton room with the toy in it."""
     module = types.ModuleType("ragged_attention.kernels_triton.toy")
     module.__spec__ = ModuleSpec(module.__name__, None)
-    tile = dataclasses.make_dataclass("Tile", [], frozen=True)
-    vars(module).update(FEATURES=frozenset(Toy.DEFAULTS))
-    vars(module).update(Tile=tile, heuristic=lambda call: tile(), why_not=lambda call: None, run=run_toy)
+    vars(module).update(FEATURES=frozenset(Toy.DEFAULTS), run=run_toy)
     with mock.patch.dict(CALLS, toy=Toy), mock.patch.dict(sys.modules, {module.__name__: module}):
         yield module
 

@@ -287,8 +287,6 @@ def test_one_function_lowers_to_triton_for_cuda_and_to_xla_for_a_cpu():
 
 
 BYTES = [(name, dtype) for name in CACHE_FORMATS for dtype in ("uint8", "int8", "float8_e4m3fn")]
-
-
 WRITTEN = [*(("plain", dtype) for dtype in ("float32", "bfloat16", *QUANTIZED)), *BYTES]
 
 

@@ -18,8 +18,6 @@ Tensor = Any
 
 DIRECT = ("numba", "triton")  # backends that write a packed `out` themselves
 BACKENDS = ("reference", "eager", *DIRECT)
-
-
 HEADS_FIRST = {"k_pages": normal(2, 5, 4, 16), "v_pages": normal(2, 5, 4, 16)}
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "ragged_paged_attention": {

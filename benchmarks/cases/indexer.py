@@ -17,13 +17,13 @@ from ragged_attention.calls import Call, Device
 from ragged_attention.calls.indexer import E4M3, SCALE_BYTES
 from ragged_attention.reference._kv_layout import encode
 from ragged_attention.reference.indexer_topk import indexer_topk
-from ragged_attention.tools.samples import FakeArray
+from ragged_attention.tools.samples import FakeArray, IndexerSample
 
 PAGES = 509  # random pages; a larger cache repeats them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IndexerCase(Case):
+class IndexerCase(Case, IndexerSample):
     """One batch of the indexer. The defaults are those of DeepSeek-V3.2, with 8-bit queries and keys."""
 
     name: str
@@ -32,16 +32,7 @@ class IndexerCase(Case):
     num_q_tokens: int  # per sequence
     max_len: int
     num_tokens: int = dataclasses.field(init=False)
-    num_q_heads: int = 64
-    head_dim: int = 128
-    page_size: int = 64
-    dtype: str = E4M3
-    cache_dtype: str = "uint8"  # bytes that hold the keys and their scales
-    packed: bool = False  # keys are packed, without pages, and their scales are a separate array
     relative: bool = False
-    topk: int = 2 * K
-    candidates: tuple[int, int] | None = None  # the number of blocks, and the positions in each
-    sinks: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_tokens", self.max_num_seqs * self.num_q_tokens)
@@ -72,7 +63,7 @@ class IndexerCase(Case):
     def needed_bytes(self) -> int:
         """The bytes of queries, weights, keys and the result, each counted once."""
         queries = self.num_tokens * self.num_q_heads * (self.head_dim * ITEMSIZE[self.dtype] + 4)
-        return queries + self.max_num_seqs * self.max_len * self.key_bytes + 4 * self.num_tokens * self.topk
+        return queries + self.max_num_seqs * self.max_len * self.key_bytes + 4 * self.num_tokens * self.top_k
 
     def visible_pairs(self) -> int:
         hidden = self.num_q_tokens * (self.num_q_tokens - 1) // 2
@@ -95,7 +86,7 @@ class IndexerCase(Case):
             num_q_tokens=min(self.num_q_tokens, 9),
             max_len=int(self.max_len / factor),
             num_q_heads=min(self.num_q_heads, 16),
-            topk=max(9, int(self.topk / factor)),
+            top_k=max(9, int(self.top_k / factor)),
         )
 
     def calls(self, device: Device) -> Iterator[Call]:
@@ -108,55 +99,13 @@ class IndexerCase(Case):
     # ---- arguments
 
     @property
-    def pages_per_seq(self) -> int:
-        return -(-self.max_len // self.page_size)
-
-    def _keys(self) -> dict[str, Any]:
-        tokens = FakeArray((self.num_tokens,), "int32")
-        if self.packed:
-            count = self.max_num_seqs * self.max_len
-            keys = {"keys": FakeArray((count, self.head_dim), self.stored), "starts": tokens, "stops": tokens}
-            return keys | {"key_scale": FakeArray((count,), "float32"), "relative": self.relative}
-        return {"keys": self._cache()} | {
-            "page_indices": FakeArray((self.max_num_seqs, self.pages_per_seq), "int32"),
-            "kv_lens": FakeArray((self.max_num_seqs,), "int32"),
-            "cu_q_lens": FakeArray((self.max_num_seqs + 1,), "int32"),
-        }
-
-    def _cache(self) -> FakeArray:
+    def num_pages(self) -> int:
         """The number of pages, one of which is unused."""
-        pages = (self.max_num_seqs * self.pages_per_seq + 1, self.page_size)
-        if self.cache_dtype == "uint8":
-            return FakeArray((*pages, 1, self.head_dim + SCALE_BYTES), "uint8")
-        return FakeArray((*pages, self.head_dim), self.cache_dtype)
+        return super().num_pages + 1
 
-    def _indexer_logits(self) -> dict[str, Any]:
-        return self._keys() | {
-            "q": FakeArray((self.num_tokens, self.num_q_heads, self.head_dim), self.dtype),
-            "weights": FakeArray((self.num_tokens, self.num_q_heads), "float32"),
-        }
-
-    def _indexer_topk(self) -> dict[str, Any]:
-        listed = {}
-        if self.candidates:
-            count, size = self.candidates
-            listed = {"candidate_blocks": FakeArray((self.num_tokens, count), "int32"), "candidate_block_size": size}
-        return self._indexer_logits() | {"top_k": self.topk} | listed
-
-    def _top_k_indices(self) -> dict[str, Any]:
-        edges = FakeArray((self.num_tokens,), "int32")
+    def _axes(self) -> dict[str, int]:
         columns = self.max_num_seqs * self.max_len if self.packed else self.pages_per_seq * self.page_size
-        logits = FakeArray((self.num_tokens, columns), "float32")
-        return {"logits": logits, "top_k": self.topk, "starts": edges, "stops": edges}
-
-    def _new_keys(self) -> FakeArray:
-        return FakeArray((self.num_tokens, self.head_dim), "bfloat16" if self.dtype == E4M3 else self.dtype)
-
-    def _quantize_indexer_keys(self) -> dict[str, Any]:
-        return {"k": self._new_keys()}
-
-    def _write_indexer_cache(self) -> dict[str, Any]:
-        return {"k": self._new_keys(), "cache": self._cache(), "slot_mapping": FakeArray((self.num_tokens,), "int64")}
+        return super()._axes() | {"N": columns}
 
     # ---- inputs
 
@@ -175,10 +124,10 @@ class IndexerCase(Case):
             found["page_indices"] = order.reshape(self.max_num_seqs, -1)
             found["kv_lens"] = np.full(self.max_num_seqs, self.max_len, np.int32)
             found["cu_q_lens"] = (np.arange(self.max_num_seqs + 1) * self.num_q_tokens).astype(np.int32)
-        if self.candidates:
-            count, size = self.candidates
-            blocks = max(1, self.max_len // size)
-            found["candidate_blocks"] = generator.integers(0, blocks, (self.num_tokens, count), np.int32)
+        if self.candidate_blocks:
+            blocks = max(1, self.max_len // self.candidate_block_size)
+            listed = generator.integers(0, blocks, (self.num_tokens, self.candidate_blocks), np.int32)
+            found["candidate_blocks"] = listed
         return found
 
     def changed(self) -> "Iterator[tuple[IndexerCase, Tables]]":
@@ -209,11 +158,11 @@ class IndexerCase(Case):
         for token in sorted({0, self.num_tokens // 2, self.num_tokens - 1}):
             rows = slice(token, token + 1)
             given = {name: to_numpy(inputs[name][rows]) for name in ("q", "weights")}
-            if self.candidates:
+            if self.candidate_blocks:
                 given["candidate_blocks"] = to_numpy(inputs["candidate_blocks"][rows])
-                given["candidate_block_size"] = self.candidates[1]
+                given["candidate_block_size"] = self.candidate_block_size
             want = indexer_topk(
-                **given, **self._seen(inputs, token, to_numpy), top_k=self.topk, q_dtype=self.dtype,
+                **given, **self._seen(inputs, token, to_numpy), top_k=self.top_k, q_dtype=self.dtype,
                 key_dtype=self.stored,
             )  # fmt: skip
             yield f"token {token}", to_numpy(out[rows]).astype(np.float64), want.astype(np.float64)
@@ -267,7 +216,7 @@ _MORE = (
     _decode("decode_bf16_queries", 64, 32 * K, workload="-", dtype="bfloat16"),
     _decode("decode_bf16", 64, 32 * K, **PLAIN),
     _decode("decode_float32", 64, 8 * K, **FLOAT32),
-    _decode("candidates", 64, 32 * K, workload="-", candidates=(64, 128)),
+    _decode("candidates", 64, 32 * K, workload="-", candidate_blocks=64, candidate_block_size=128),
     _prefill("prefill_bf16_queries", 4 * K, 4 * K, workload="-", dtype="bfloat16"),
     _prefill("prefill_bf16", 4 * K, 4 * K, **PLAIN),
     _prefill("prefill_float32", 512, 4 * K, **FLOAT32),
@@ -278,6 +227,6 @@ _MORE = (
     _decode("decode_8_heads", 64, 32 * K, workload="-", num_q_heads=8, head_dim=80),
     _prefill("128_heads", 4 * K, 4 * K, workload="-", num_q_heads=128),
     _prefill("packed", 4 * K, 4 * K, workload="-", packed=True, cache_dtype=E4M3),
-    _prefill("packed_relative", 4 * K, 4 * K, workload="-", packed=True, cache_dtype=E4M3, relative=True, topk=512),
+    _prefill("packed_relative", 4 * K, 4 * K, workload="-", packed=True, cache_dtype=E4M3, relative=True, top_k=512),
 )  # fmt: skip
 COMPILED_ONLY = {case.name: case for case in _MORE}

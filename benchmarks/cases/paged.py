@@ -11,7 +11,7 @@ from benchmarks.cases.base import Case, Compared, K, Span, Tables, drawn, spans,
 from benchmarks.compiled.compiling import ITEMSIZE
 from ragged_attention.calls import Call, Device
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention
-from ragged_attention.tools.samples import FakeArray, Sample
+from ragged_attention.tools.samples import TABLES, FakeArray, Sample
 
 LARGEST_WGMMA_HEAD = 256  # 64 rows of a wider output do not fit the registers under Triton 3.6
 
@@ -118,7 +118,7 @@ class PagedCase(Case, Sample):
         yield self.attention_call(device)
         yield self.call("write_kv_pages", device)
         slots = {"slot_mapping": FakeArray((self.num_tokens,), "int64")}
-        yield self.call("write_kv_pages", device, **dict.fromkeys(self._tables(self.pages_per_seq)), **slots)
+        yield self.call("write_kv_pages", device, **dict.fromkeys(TABLES), **slots)
         for operation in ("merge_attention_states", "paged_attention", "prefill_attention"):
             yield self.call(operation, device)
 

@@ -57,7 +57,7 @@ def refusal(case: TpuCase) -> str | None:
 def traceable(case: TpuCase) -> Traceable:
     """The case's call through the jax front end on the Pallas kernels."""
     from ragged_attention.jax._launcher import join, split
-    from ragged_attention.jax._lower import run_prepared
+    from ragged_attention.jax._lower import FRONT_END
 
     record = CALLS[case.operation]
     arrays, statics = split(record.flatten(case.call(Device(framework="jax", platform="tpu")).arguments()))
@@ -66,7 +66,7 @@ def traceable(case: TpuCase) -> Traceable:
         if reason := refusal(case):
             raise Unsupported(reason)
         given = {index: values[f"array_{index}"] for index in arrays}
-        return run_prepared(record, join(record, given, statics), "pallas", dict(case.options))
+        return FRONT_END.run_prepared(record, join(record, given, statics), "pallas", dict(case.options))
 
     shapes = {f"array_{index}": (tuple(array.shape), str(array.dtype)) for index, array in arrays.items()}
     return Traceable(run, shapes)

@@ -227,7 +227,7 @@ def _faster(record: Record) -> Iterator[tuple[str, str, dict[str, Any]]]:
         if phase not in (BENCH, BENCH_ALONE) or name not in CASES or not seconds.keys() >= {"cuda", "triton"}:
             continue
         call = CASES[name].attention_call(device_of("torch", "sm_90"))
-        key = importlib.import_module(f"ragged_attention.kernels_cuda.{call.OPERATION}").tuning_key(call)
+        key = importlib.import_module(f"ragged_attention.kernels_cuda.{call.OPERATION}").kind_of(call)
         entry = {"us": 1e6 * seconds["cuda"], "triton_us": 1e6 * seconds["triton"], "case": name}
         cases[call.OPERATION, key].append(entry | {"commit": line["commit"], "date": date(line)})
     for (operation, key), entries in cases.items():

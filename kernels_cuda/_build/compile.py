@@ -69,12 +69,15 @@ class Recipe:
     name: str
     digest: str
     texts: tuple[Path, ...]  # the sources that the digest covers
-    as_read: str  # the digest of these sources alone, to detect changes during the build
     units: tuple[Path, ...]
     compiler: tuple[str, ...]
     linker: tuple[str, ...]
     libraries: tuple[str, ...] = ()
     refused: str = ""  # a pattern in a compiler's output that makes the build fail, even with exit code 0
+    as_read: str = dataclasses.field(init=False)  # the digest of the sources alone, to detect changes during the build
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "as_read", digest_of(*self.texts))
 
     @property
     def path(self) -> Path:
@@ -117,7 +120,6 @@ def kernels_recipe() -> Recipe:
         name=name,
         digest=digest_of(name, nvcc.release, toolchain.cutlass_release(include)),
         texts=texts,
-        as_read=digest_of(*texts),
         units=tuple(SOURCES / f"{unit}.cu" for unit in UNITS),
         compiler=(nvcc.path, *NVCC_FLAGS, f"-I{SOURCES}", f"-I{include}"),
         linker=(
@@ -175,7 +177,6 @@ def emulation_recipe(extra_flags: Sequence[str] = (), sources: Path = SOURCES) -
         name=name,
         digest=digest,
         texts=texts,
-        as_read=digest_of(*texts),
         units=(*(sources / f"{unit}.cu" for unit in UNITS if unit != "common"), entry),  # which includes common.cu
         compiler=(gxx, *flags, *includes, "-x", "c++"),
         linker=(gxx, "-shared", *flags, "-pthread", f"-Wl,-soname,{name}"),
@@ -195,7 +196,6 @@ def recorder_recipe(unit: str) -> Recipe:
         name=f"libragged_attention_recorder-{digest}.so",
         digest=digest,
         texts=texts,
-        as_read=digest_of(*texts),
         units=(SOURCES / f"{unit}.cu", texts[-1]),
         compiler=(nvcc.path, *RECORDER_FLAGS, f"-I{SOURCES}", f"-I{include}"),
         # The library uses its own functions, even if the process has loaded a CUDA runtime; and no symbol may be missing.
@@ -220,7 +220,6 @@ def ffi_recipe(jax_include: str, kernels: Path, emulated: bool = False) -> Recip
         name=f"libragged_attention_ffi-{digest}.so",
         digest=digest,
         texts=texts,
-        as_read=digest_of(*texts),
         units=(SOURCES / "xla_ffi.cc",),
         compiler=(gxx, *flags, *includes),
         linker=(gxx, "-shared", f"-Wl,-rpath,$ORIGIN:{kernels.parent}"),

@@ -1,4 +1,4 @@
-// The parts of the library beside the attention kernels: the schedule, and queries about devices, versions and errors.
+// The library's functions other than attention: the schedule, and queries about devices, versions and errors.
 #include "schedule.h"
 
 extern "C" {
@@ -22,7 +22,7 @@ int ra_status(int, int* major, int* minor, int* num_multiprocessors) {
   return 0;
 }
 void ra_versions(int* driver, int* runtime) { *driver = *runtime = 0; }
-// For RA_DEADLOCK: what the threads of the last failed launch wait for, or which undefined operation one of them did.
+// The text for RA_DEADLOCK says what the threads of the last launch waited for, or which undefined operation one did.
 static char const* text_of(int code) { return code == RA_DEADLOCK ? emu::machine.report.c_str() : "no error"; }
 
 #else

@@ -1,35 +1,45 @@
-// The machine layer: a kernel body is written once, in terms of `op`, and compiled twice.
+// The machine layer. A kernel body is written once, in terms of `op`, and compiled for two machines:
 //
-//   nvcc                     sm90/hopper.h: the instructions of sm_90a
-//   g++ -DRA_EMULATE         emulator/emulated.h: an emulation on CPU threads that exposes undefined behaviour
+//   nvcc                     sm90/hopper.h: instructions of sm_90a
+//   g++ -DRA_EMULATE         emulator/emulated.h: an emulation on a CPU thread that detects undefined behaviour
 //
-// Both define
-//   tid, bid, fresh_tid, fresh_bid              the thread in its block, the block in its grid; fresh: read again
-//   opaque                                      its argument, a pointer whose origin is hidden from the compiler
-//   bytes_of                                    four bytes of two words, selected by the digits of a number
+// An "ordinary write" is a write to shared memory by the generic proxy. wgmma and TMA use the async proxy, which sees
+// the write only after a proxy fence. Both machines define
+//
+//   tid, bid                                    the thread's index in its block, the block's index in the grid
+//   fresh_tid, fresh_bid                        the same indices, read anew so that no register holds them in between
+//   opaque                                      returns a pointer, but hides its origin from the compiler
+//   bytes_of                                    selects four bytes of two words by the hex digits of a selector
 //   reg_alloc<N>, reg_dealloc<N>                set the registers per thread of this warpgroup
 //   syncthreads, syncwarp, named_sync, named_arrive, shfl_xor, shfl
-//   any_in_warp                                 whether a condition holds for some thread of the warp
-//   MBar: init, arrive, arrive_expect, wait     an mbarrier of arrivals and bytes, with a phase bit
-//   fence_barrier_init, fence_async_shared      the latter makes ordinary writes visible to wgmma and TMA
-//   load_constant                               a load from global memory that no running kernel writes
-//   load16<Reuse>, load8<Reuse>, load4          loads of 16, 8 or 4 bytes; zeros if a load is not valid
-//   copy16<Reuse>, arrive_after_copies          an asynchronous copy of 16 bytes, or zeros, to shared memory
-//   bulk_load                                   a copy of a row's bytes, which an mbarrier counts
-//   make_tma, descriptor_of, tma_load           loads of 64 x 64 tiles of a (rows, columns, (heads, pages)) tensor
-//   store                                       an ordinary write to shared memory that wgmma will read
-//   store_matrices                              such a write of four matrices of 8 x 8 16-bit numbers, by a warp
-//   load_matrices                               the inverse of store_matrices
-//   wgmma_ss, wgmma_rs, wgmma_wait<N>           asynchronous products; the wait names the accumulators it completes
-//   mma<T>                                      synchronous products of a warp, 16 x 8 x 16 each, from registers
-//   exp2, log2, reciprocal, pack<T>             2^x, the base-2 logarithm, 1/x, two floats as one word of T
-//   multiply                                    the products of two pairs of bfloat16
-//   half_pair, low_half, high_half              two e4m3 codes as a word of float16; its halves as float
-//   half_pairs                                  four e4m3 codes as two words of float16
+//   any_in_warp                                 returns whether a condition holds for any thread of the warp
+//   MBar: init, arrive, arrive_expect, wait     an mbarrier, which counts arrivals and bytes and has a phase bit
+//   fence_barrier_init                          makes initialised mbarriers visible to the async proxy
+//   fence_async_shared                          makes ordinary writes visible to the async proxy
+//   load_constant                               loads from global memory that no running kernel writes
+//   load16<Reuse>, load8<Reuse>, load4          load 16, 8 or 4 bytes, or return zeros if `valid` is false
+//   copy16<Reuse>                               copies 16 bytes, or zeros, to shared memory asynchronously
+//   arrive_after_copies                         arrives at an mbarrier once this thread's earlier copies have landed
+//   bulk_load                                   copies a row's bytes asynchronously; an mbarrier counts the bytes
+//   make_tma, descriptor_of, tma_load           load 64 x 64 tiles of a (rows, columns, (heads, pages)) tensor
+//   store                                       an ordinary write of data that wgmma will read
+//   store_matrices                              a warp's ordinary write of four 8 x 8 matrices of 16 bits (stmatrix)
+//   load_matrices                               the inverse of store_matrices (ldmatrix)
+//   wgmma_ss, wgmma_rs                          issue asynchronous products into an accumulator
+//   wgmma_wait<N>                               waits until at most N products are in flight; its arguments are the
+//                                               accumulators that are then complete
+//   mma<T>                                      computes a warp's 16 x 8 x 16 products synchronously, from registers
+//   exp2, log2, reciprocal                      2^x, the base-2 logarithm, 1/x
+//   pack<T>                                     packs two floats into a word of two T
+//   multiply                                    multiplies two pairs of bfloat16
+//   half_pair, half_pairs                       convert two e4m3 codes to a word of float16, four codes to two words
+//   low_half, high_half                         convert the low or the high float16 of a word to float
 //   launch                                      launches blocks that run Body::run(params, shared memory)
-//   launch_dependent                            launches a grid once all blocks of the previous one allow it or have ended
-//   let_dependents_launch                       allows it for this block
-//   wait_for_previous_grid, load_result         every thread waits for the previous grid, then reads its results
+//   launch_dependent                            launches a grid that may start once each block of the previous grid has
+//                                               called let_dependents_launch or ended
+//   let_dependents_launch                       lets the dependent grid start, as far as this block is concerned
+//   wait_for_previous_grid                      waits for the end of the previous grid; every thread must call it
+//   load_result                                 loads a result of the previous grid, after that wait
 #pragma once
 #include <cute/tensor.hpp>
 #include <cutlass/bfloat16.h>
@@ -38,7 +48,7 @@
 using bf16 = cutlass::bfloat16_t;
 using f16 = cutlass::half_t;
 
-// Whether loaded data will be read again, as rows of keys are by neighbouring threads and other thread blocks.
+// Whether loaded data will be read again soon. Rows of keys are, by adjacent threads and other thread blocks.
 enum Reuse { kOnce, kAgain };
 
 #ifdef RA_EMULATE

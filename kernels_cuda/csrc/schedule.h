@@ -1,9 +1,9 @@
-// Divides the blocks of a batch among parts, with the same numbers as reference/make_decode_schedule.py.
+// Divides the blocks of a batch among parts. The result equals that of reference/make_decode_schedule.py.
 #pragma once
 #include "ops.h"
 #include "work.h"
 
-// The blocks of a sequence. A list counts as at least one key, and a second list begins with a new block.
+// The number of blocks of a sequence. A list counts as at least one key, and a second list begins with a new block.
 RA_HD int blocks_of(RaSchedule const& call, int64_t seq) {
   int64_t keys = call.lens[seq];
   if (call.sparse && keys < 1) keys = 1;
@@ -19,10 +19,11 @@ struct Deal {
   static constexpr int kThreads = 32, kAtOnce = 2048;
   struct Smem {
     int64_t costs[kThreads];
-    int blocks[kAtOnce];  // of the sequences being divided
+    int blocks[kAtOnce];  // block counts of up to kAtOnce sequences
   };
 
-  // The part that is being filled, the cost that it may still take, and the last block of the previous sequence.
+  // The state of the division. `payload` is the budget of each part, and `budget` is the rest of the current part's. A
+  // part pays 1 per block and `overhead` per sequence. `last_end` is the number of blocks of the previous sequence.
   struct State {
     int64_t payload, budget;
     int part, last_end;
@@ -59,7 +60,8 @@ struct Deal {
     }
   }
 
-  // Divides one sequence: each part takes as many of its remaining blocks as its budget allows, then the next part begins.
+  // Divides one sequence. A part that cannot afford the rest of the sequence takes as many blocks as its budget allows,
+  // and the next part begins there. The last part takes all remaining blocks.
   RA_DEV static void deal(RaSchedule const& call, State& state, int seq, int blocks) {
     int64_t block = 0;
     int split = 0;

@@ -1,4 +1,5 @@
-// The division of work: pure functions of a call and of its index arrays, which may hold any values.
+// Divides the work of a call among thread blocks. All functions are pure. They may read index arrays (lengths, lists,
+// schedules) of any values, because they clamp each value to its range.
 #pragma once
 #include <string.h>
 
@@ -6,20 +7,21 @@
 #include "ops.h"
 
 constexpr double kLog2e = 1.4426950408889634;
-constexpr int kBlock = 64;                     // keys
-constexpr int kMostKeys = 2147483647 - 65535;  // per list, so that positions fit 32 bits
-constexpr int kMostSplits = 65535;             // per list
-constexpr int kWhole = -1, kAbsent = -2;       // in place of the number of a partial result
+constexpr int kBlock = 64;                     // keys per block
+constexpr int kMostKeys = 2147483647 - 65535;  // keys per list; rounding it up does not overflow 32 bits
+constexpr int kMostSplits = 65535;             // KV splits per list
+constexpr int kWhole = -1, kAbsent = -2;       // values of `slot` that name no partial result; see Range
 
 RA_HD int clamped(int64_t value, int64_t low, int64_t high) {
   return static_cast<int>(value < low ? low : value > high ? high : value);
 }
 RA_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// A divisor known before the launch. Dividing a number below 2^31 by it takes a multiplication and a shift.
+// A divisor that is known before the launch. `divide` divides a number below 2^31 by it with one multiplication and a
+// shift.
 struct Divisor {
   uint32_t multiplier;  // 2^(31 + shift) / divisor, rounded up
-  int shift;            // 2^shift is the divisor, or the next power of two
+  int shift;            // exponent of the divisor rounded up to a power of two
 };
 inline Divisor divisor_of(uint32_t number) {
   int shift = 0;
@@ -30,35 +32,35 @@ RA_HD uint32_t divide(uint32_t number, Divisor by) {
   return uint32_t(uint64_t(number * 2) * by.multiplier >> 32) >> by.shift;
 }
 
-// The rows of a cache, and the lists that name them. The offset of a row is counted in units of a number of bytes, in 32
-// bits, and intermediate sums may wrap: slot s of a sparse call is at s * slot + (s / page_size) * gap, position p of a
-// page at p % page_size * slot + page * (page_size * slot + gap).
+// One cache and the lists that select its rows. Row offsets are 32-bit counts of a unit, a fixed number of bytes. In a
+// sparse call, slot s begins at s * slot + (s / page_size) * gap. In a dense call, position p of a sequence, which lies
+// in page n, begins at p % page_size * slot + n * (page_size * slot + gap). Intermediate sums may wrap around.
 struct Keys {
   char const* cache;
-  int const* lists;  // of slots, or in a dense call of pages
+  int const* lists;  // lists of slots; in a dense call, lists of pages
   int const* lens;
   int64_t seq_stride, token_stride, head_stride, lens_seq_stride, lens_token_stride;
-  int longest;       // the most keys of a list
-  uint32_t count;    // of slots, or of pages; entries from this number on are invalid
+  int longest;       // maximum number of keys per list
+  uint32_t count;    // number of slots, or of pages in a dense call; valid list entries are below it
   int page_size;
   Divisor by_page_size;
   uint32_t slot, gap, head;
-  // For formats with 8-bit scales: the offset of the scales of slot 0, and the `slot` and `gap` of scales.
+  // In formats with 8-bit scales: the offset of slot 0's scales, and `slot` and `gap` for scales instead of rows.
   uint32_t scales, scale_slot, scale_gap;
 };
 
-// A call with numbers derived from it, which fit registers.
+// A call and numbers derived from it. The derived numbers fit 32-bit registers.
 struct Plan {
   RaLatent call;
   Keys keys, extra;
   int num_seqs, num_q_tokens, num_q_heads, num_kv_heads, group, num_parts, num_splits;
-  int rows;     // that share a list: the tokens and heads of a KV head; in sparse calls the heads of one token
-  int tiles;    // of 64 rows
-  int tokens;   // with their own lists
-  float scale;  // of logits to base 2
+  int rows;     // query rows per list: (token, head) pairs of a KV head; in sparse calls, one token's heads
+  int tiles;    // tiles of 64 query rows per list
+  int tokens;   // lists per sequence and KV head: one per query token in sparse calls, else 1
+  float scale;  // factor that turns q . k into a base-2 logit
 };
 
-// Whether a byte holds the codes of two columns: formats with 4-bit codes are the last ones.
+// Whether a byte of the format holds the codes of two columns. Formats with 4-bit codes have the highest numbers.
 RA_HD bool has_packed_codes(int64_t format) { return format >= RA_FP4_V41; }
 
 inline Keys keys_of(RaLatent const& call, int unit) {
@@ -77,7 +79,7 @@ inline Keys keys_of(RaLatent const& call, int unit) {
       page - page_size * slot, units(call.head_stride), scales, scale_slot, page - page_size * scale_slot,
   };
 }
-// The call with its second cache in place of the first.
+// The call with its second cache and lists in place of the first.
 inline RaLatent extra_call_of(RaLatent call) {
   call.format = call.extra_format;
   call.kv = call.extra_kv, call.lists = call.extra_lists, call.lens = call.extra_lens;
@@ -88,7 +90,7 @@ inline RaLatent extra_call_of(RaLatent call) {
   call.lens_seq_stride = call.extra_lens_seq_stride, call.lens_token_stride = call.extra_lens_token_stride;
   return call;
 }
-// The plan of a call; `unit` is the number of bytes in which offsets of rows are counted.
+// The plan of a call. `unit` is the number of bytes per unit of row offsets.
 inline Plan plan_of(RaLatent const& call, int unit) {
   Plan plan{};
   plan.call = call;
@@ -108,7 +110,7 @@ inline Plan plan_of(RaLatent const& call, int unit) {
   return plan;
 }
 
-// Whether sizes fit the 32 bits in which kernels count rows, keys and parts. Products with strides have 64 bits.
+// Whether all sizes fit the 32 bits in which kernels count rows, keys and parts. Products with strides have 64 bits.
 inline bool sizes_fit(RaLatent const& call) {
   auto const fits = [](int64_t size, int64_t least) { return size >= least && size <= kMostKeys; };
   for (int64_t size : {call.num_seqs, call.num_q_tokens, call.num_q_heads, call.num_pages, call.list_length,
@@ -116,25 +118,27 @@ inline bool sizes_fit(RaLatent const& call) {
     if (!fits(size, 0)) return false;
   if (!fits(call.num_kv_heads, 1) || !fits(call.page_size, 1) || !fits(call.num_q_tokens * call.num_q_heads, 0)) return false;
   if (call.extra_lists && (!call.sparse || call.num_kv_heads != 1 || !fits(call.extra_page_size, 1))) return false;
-  if (!fits(call.list_length + call.extra_list_length, 0)) return false;  // positions continue in the second list
+  // Positions of the second list continue those of the first.
+  if (!fits(call.list_length + call.extra_list_length, 0)) return false;
   if (call.parts) return fits(call.num_parts, 1) && fits(2 * call.num_parts, 0);
   return call.num_splits >= 1 && call.num_splits <= kMostSplits && call.num_parts == call.num_seqs * call.num_splits &&
          fits(call.num_parts, 0);
 }
 
-// The keys of a sequence, or in sparse calls of the list of one of its query tokens.
+// The number of keys of a sequence or, in a sparse call, of a query token's list.
 RA_HD int length_of(Keys const& keys, int seq, int token) {
   if (keys.lens == nullptr) return keys.longest;
   return clamped(keys.lens[seq * keys.lens_seq_stride + token * keys.lens_token_stride], 0, keys.longest);
 }
-// The blocks of a sequence; a second list begins with a new block.
+// The number of blocks of a sequence or list. A second list begins with a new block.
 RA_HD int blocks_of(Plan const& plan, int seq, int token) {
   int const blocks = ceil_div(length_of(plan.keys, seq, token), kBlock);
   return plan.extra.lists ? blocks + ceil_div(length_of(plan.extra, seq, token), kBlock) : blocks;
 }
 
-// The beginning of a part: a sequence and one of its blocks. Each part ends where the next one begins, so all parts
-// together cover all blocks, even if the schedule was made for other lengths.
+// The first sequence of a part, and the part's first block in it. A part is a run of blocks, possibly over several
+// sequences. It ends where the next part begins, so all parts together cover all blocks, even if the schedule was made
+// for other lengths.
 struct Start {
   int seq, block;
 };
@@ -144,7 +148,7 @@ RA_HD Start start_of(Plan const& plan, int part) {
   return {clamped(row[0], 0, plan.num_seqs), clamped(row[1], 0, kMostKeys)};
 }
 
-// The first and the last sequence of a part.
+// The first and the last sequence of a part. A part without blocks may have `last` < `first`.
 struct Seqs {
   int first, last;
 };
@@ -154,8 +158,8 @@ RA_HD Seqs seqs_of(Plan const& plan, int part) {
   return {begin.seq, end.block > 0 && end.seq < plan.num_seqs ? end.seq : end.seq - 1};
 }
 
-// Which of a sequence's `blocks` a part computes, and where it writes: `slot` is kWhole (the output), kAbsent (nothing to
-// compute), or the number of a partial result.
+// The blocks [begin, end) of a sequence that a part computes, and where it writes their result. `slot` is kWhole (the
+// output, because the part has all blocks), kAbsent (nowhere, because it has none), or the index of a partial result.
 struct Range {
   int begin, end, slot;
 };
@@ -178,7 +182,7 @@ RA_HD Range range_of(Plan const& plan, int part, int seq, int blocks) {
   return {begin, end, slot};
 }
 
-// The part that computes the first block of a sequence.
+// The part that computes a sequence's first block.
 RA_HD int first_part_of(Plan const& plan, int seq) {
   if (plan.call.parts == nullptr) return seq * plan.num_splits;
   int low = 0, high = plan.num_parts - 1;
@@ -196,8 +200,8 @@ RA_HD bool continues(Plan const& plan, int part, int seq) {
   return plan.call.parts == nullptr ? part / plan.num_splits == seq : start_of(plan, part).seq == seq;
 }
 
-// The job of a thread block: 64 of the rows that share a list, over the blocks of a part. Thread blocks that share keys
-// have neighbouring numbers, so that the second one finds the keys in L2.
+// The work of a thread block: one tile of 64 query rows that share a list, and the blocks of one part. Thread blocks
+// that read the same keys have adjacent numbers, so that all except the first find the keys in L2.
 struct Job {
   int part, token, kv_head, tile;
 };
@@ -217,21 +221,22 @@ RA_HD Query query_of(Plan const& plan, Job const& job, int row, bool sparse) {
   return {row / plan.group, job.kv_head * plan.group + row % plan.group};
 }
 
-// Whether all bytes are zero.
+// Whether all bytes of an object are zero.
 inline bool is_zero(void const* memory, size_t size) {
   for (size_t i = 0; i < size; ++i)
     if (static_cast<unsigned char const*>(memory)[i]) return false;
   return true;
 }
 
-// The exponent of the power of two that divides a row of queries with this largest magnitude to bring it below 2^9. If the
-// rotary columns are far larger, the power is greater, to bring them below 2^69: then their products fit float32.
+// The exponent of the power of two by which a row of queries is divided. The row's largest magnitude is then below 2^9.
+// If the rotary columns are far larger, the power is the one that brings them below 2^69: their products then fit
+// float32.
 RA_HD int unit_exponent(uint32_t largest_bits, uint32_t rest_bits = 0) {
   int const value = int(largest_bits >> 23) - 127 - 8, rest = int(rest_bits >> 23) - 127 - 68;
   return clamped(value > rest ? value : rest, -118, 119);
 }
-// The exponent to which a key's scales are relative: that of the largest scale, clamped. Scales below 2^-60 add nothing
-// to a logit that could be told from 0; above 2^122, the excess stays in the scales.
+// The exponent of the power of two by which a key's scales are divided: that of the largest scale, in [-60, 122].
+// Scales below 2^-60 change no logit noticeably. If the largest is above 2^122, the excess stays in the quotients.
 RA_HD int scale_exponent(uint32_t largest_bits) { return clamped(int(largest_bits >> 23) - 127, -60, 122); }
 RA_HD uint32_t bits_of(float x) {
   uint32_t bits;

@@ -1,11 +1,12 @@
-// The C ABI for XLA: operands, results and numbers in the order of the records in api.h.
+// XLA handlers for the C ABI. Operands, results and numbers are in the order of the records in api.h.
 //
-// Every array is packed. An array that the call lacks has no entries, and the record gets null for it. `numbers` is one
-// array of the record's integers in their order, and `sm_scale` is a separate attribute. Anyone who knows a handler's name
-// can call it, so the counts, types and sizes of arrays are checked against the numbers first.
+// Every array is contiguous. An array without entries stands for one that the call lacks, and the record gets null for
+// it. `numbers` is one attribute with the record's integers in their order, and `sm_scale` is a separate attribute.
+// Anyone who knows a handler's name can call it, so the handler first checks the counts, types and sizes of arrays
+// against the numbers.
 //
-// With RA_EMULATE the handlers are for XLA's CPU platform, which has no stream. They fill results with NaN before the call,
-// so that entries which no kernel writes are detected.
+// With RA_EMULATE, the handlers are for XLA's CPU platform, which has no stream. They then fill results with NaN before
+// the call, to detect entries that no kernel writes.
 #include <stdint.h>
 #include <string.h>
 
@@ -21,7 +22,7 @@ namespace {
 
 constexpr int64_t kDv = 512;
 
-// An array as XLA hands it over.
+// An array that XLA passes to a handler.
 struct Array {
   ffi::AnyBuffer buffer;
   const char* name;
@@ -29,7 +30,7 @@ struct Array {
   void* data() const { return count() ? buffer.untyped_data() : nullptr; }
 };
 
-// The product of sizes; -1, which matches no array, if it overflows.
+// The product of sizes, or -1 if it overflows. No array has -1 entries.
 int64_t product(std::initializer_list<int64_t> sizes) {
   int64_t all = 1;
   bool countable = true;
@@ -54,7 +55,7 @@ const char* name_of(ffi::DataType type) {
   }
 }
 
-// Keeps the first error of a call.
+// Checks a call and keeps its first error.
 class Check {
  public:
   explicit Check(const char* function) : function_(function) {}
@@ -74,13 +75,13 @@ class Check {
     bool const byte = wanted == ffi::U8 && (got == ffi::S8 || got == ffi::F8E4M3FN);
     that(got == wanted || byte, std::string(array.name) + " of " + name_of(wanted), name_of(got));
   }
-  // Checks the number of entries; an optional array may have none.
+  // Checks the number of entries. An optional array may have none.
   void entries(Array const& array, int64_t wanted, bool optional = false) {
     that(array.count() == wanted || (optional && !array.count()),
          std::string(array.name) + " of " + (wanted < 0 ? "too many" : std::to_string(wanted)) + " entries",
          text_of(array.buffer.dimensions()));
   }
-  // Checks that all elements that these sizes and strides address, each the start of a row, lie within the array.
+  // Checks that the array contains all rows, of `row` elements each, that these sizes and strides address.
   void within(Array const& array, std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides,
               int64_t row) {
     int64_t last = row;
@@ -105,7 +106,7 @@ class Check {
   std::string error_message_;
 };
 
-// The arrays of a call. `complete` has to be called before any is used.
+// The arrays of a call. A handler must call `complete` before it uses any of them.
 template <size_t kOperands, size_t kResults>
 struct Arrays {
   const char* const (&names)[kOperands + kResults];
@@ -228,66 +229,54 @@ void check_numbers(Check& check, RaLatent const& call) {
     check.that(size >= 1 && size < (int64_t(1) << 31), "sizes from 1 to 2^31", std::to_string(size));
 }
 
-ffi::Error latent(const char* function, int (*launch)(const RaLatent*, void*), void* stream,
-                  ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int64_t> numbers,
-                  double sm_scale) {
-  LatentArrays const arrays{kLatentNames, operands, results};
+// Checks the arrays and numbers of a call, and launches it. A record begins with the addresses of all arrays, and its
+// integers follow. `checks(check, arrays, call)` checks a record whose integers are set.
+template <class Record, size_t kOperands, size_t kResults, class Checks>
+ffi::Error run(const char* function, int (*launch)(const Record*, void*), void* stream,
+               Arrays<kOperands, kResults> const& arrays, ffi::Span<const int64_t> numbers, size_t count, Record call,
+               Checks checks) {
+  static_assert(offsetof(Record, num_seqs) == (kOperands + kResults) * sizeof(void*), "numbers follow all arrays");
   Check check(function);
-  check.count("numbers", kLatentNumbers, numbers.size());
+  check.count("numbers", count, numbers.size());
   if (!arrays.complete(check)) return check.error();
-  RaLatent call = {};
-  memcpy(&call.num_seqs, numbers.begin(), sizeof(int64_t) * kLatentNumbers);
-  call.sm_scale = sm_scale;
-  check_numbers(check, call);
+  memcpy(&call.num_seqs, numbers.begin(), sizeof(int64_t) * count);
+  checks(check, arrays, call);
   if (check.failed()) return check.error();
-  check_types(check, arrays, call);
-  check_sizes(check, arrays, call);
-  check_strides(check, arrays, call);
-  if (check.failed()) return check.error();
-  call.q = arrays[kQ].data();
-  call.kv = arrays[kKv].data();
-  call.lists = static_cast<const int32_t*>(arrays[kLists].data());
-  call.lens = static_cast<const int32_t*>(arrays[kLens].data());
-  call.sinks = static_cast<const float*>(arrays[kSinks].data());
-  call.parts = static_cast<const int32_t*>(arrays[kParts].data());
-  call.extra_kv = arrays[kExtraKv].data();
-  call.extra_lists = static_cast<const int32_t*>(arrays[kExtraLists].data());
-  call.extra_lens = static_cast<const int32_t*>(arrays[kExtraLens].data());
-  call.out = arrays[kOut].data();
-  call.lse = static_cast<float*>(arrays[kLse].data());
-  call.max_logits = static_cast<float*>(arrays[kMaxLogits].data());
-  call.partial_out = static_cast<float*>(arrays[kPartialOut].data());
-  call.partial_lse = static_cast<float*>(arrays[kPartialLse].data());
-  call.partial_max = static_cast<float*>(arrays[kPartialMax].data());
+  for (size_t index = 0; index < kOperands + kResults; ++index) {
+    void* const data = arrays[index].data();
+    memcpy(reinterpret_cast<char*>(&call) + index * sizeof data, &data, sizeof data);
+  }
   arrays.poison();
   return arrays.outcome(function, launch(&call, stream));
 }
 
+ffi::Error latent(const char* function, int (*launch)(const RaLatent*, void*), void* stream,
+                  ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int64_t> numbers,
+                  double sm_scale) {
+  RaLatent call = {};
+  call.sm_scale = sm_scale;
+  return run(function, launch, stream, LatentArrays{kLatentNames, operands, results}, numbers, kLatentNumbers, call,
+             [](Check& check, LatentArrays const& arrays, RaLatent const& call) {
+               check_numbers(check, call);
+               if (check.failed()) return;  // sizes of arrays could overflow
+               check_types(check, arrays, call);
+               check_sizes(check, arrays, call);
+               check_strides(check, arrays, call);
+             });
+}
+
 enum { kScheduleLens, kScheduleExtraLens, kScheduleParts, kNumSplits };
 constexpr const char* kScheduleNames[] = {"lens", "extra_lens", "parts", "num_splits"};
+using ScheduleArrays = Arrays<2, 2>;
 constexpr size_t kScheduleNumbers = (sizeof(RaSchedule) - offsetof(RaSchedule, num_seqs)) / sizeof(int64_t);
 
-ffi::Error schedule(const char* function, int (*launch)(const RaSchedule*, void*), void* stream,
-                    ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int64_t> numbers) {
-  Arrays<2, 2> const arrays{kScheduleNames, operands, results};
-  Check check(function);
-  check.count("numbers", kScheduleNumbers, numbers.size());
-  if (!arrays.complete(check)) return check.error();
-  RaSchedule call = {};
-  memcpy(&call.num_seqs, numbers.begin(), sizeof(int64_t) * kScheduleNumbers);
+void check_schedule(Check& check, ScheduleArrays const& arrays, RaSchedule const& call) {
   check.that(call.num_parts >= 1, "num_parts of at least 1", std::to_string(call.num_parts));
   for (size_t index : {kScheduleLens, kScheduleExtraLens, kScheduleParts, kNumSplits}) check.type(arrays[index], ffi::S32);
   check.entries(arrays[kScheduleLens], call.num_seqs);
   check.entries(arrays[kScheduleExtraLens], call.num_seqs, true);
   check.entries(arrays[kScheduleParts], product({call.num_parts, 8}));
   check.entries(arrays[kNumSplits], product({call.num_seqs}) + 1);
-  if (check.failed()) return check.error();
-  call.lens = static_cast<const int32_t*>(arrays[kScheduleLens].data());
-  call.extra_lens = static_cast<const int32_t*>(arrays[kScheduleExtraLens].data());
-  call.parts = static_cast<int32_t*>(arrays[kScheduleParts].data());
-  call.num_splits = static_cast<int32_t*>(arrays[kNumSplits].data());
-  arrays.poison();
-  return arrays.outcome(function, launch(&call, stream));
 }
 
 auto bind() {
@@ -308,7 +297,7 @@ auto bind() {
 #define RA_STREAM stream
 #endif
 
-// A call only enqueues on the stream, so it may become part of a CUDA graph.
+// A call only enqueues work on the stream, so it may become part of a CUDA graph.
 #define RA_LATENT_HANDLER(name)                                                                                \
   extern "C" RA_API XLA_FFI_Error* name##_ffi(XLA_FFI_CallFrame* frame);                                       \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                               \
@@ -330,7 +319,9 @@ extern "C" RA_API XLA_FFI_Error* ra_make_decode_schedule_ffi(XLA_FFI_CallFrame* 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     ra_make_decode_schedule_ffi,
     [](RA_STREAM_PARAMETER ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Span<const int64_t> numbers) {
-      return schedule("ra_make_decode_schedule", ra_make_decode_schedule, RA_STREAM, operands, results, numbers);
+      return run("ra_make_decode_schedule", ra_make_decode_schedule, RA_STREAM,
+                 ScheduleArrays{kScheduleNames, operands, results}, numbers, kScheduleNumbers, RaSchedule{},
+                 check_schedule);
     },
     bind().RemainingArgs().RemainingRets().Attr<ffi::Span<const int64_t>>("numbers"),
     {ffi::Traits::kCmdBufferCompatible});

@@ -13,7 +13,7 @@ from ragged_attention.kernels_triton._compiler import zero_after
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._latent.lists import ListKind, Lists, list_blocks, token_and_head
 from ragged_attention.kernels_triton._latent.operands import is_copied, operands
-from ragged_attention.kernels_triton._latent.plan import MIN_SPLIT, OWN_SPLIT, Tile, Work
+from ragged_attention.kernels_triton._latent.plan import MIN_INVARIANT_SPLIT, MIN_SPLIT, Tile, Work
 from ragged_attention.kernels_triton._latent.rows import Finished, RowFormat, load_queries, store_groups, zeros_like
 from ragged_attention.kernels_triton._latent.softmax import (
     SEPARATE_QK_ROWS,
@@ -72,7 +72,7 @@ def latent_kernel(
 
     The result of a job with one split is final. Otherwise the split's normalised result goes to parts [entries, jobs of
     a sequence, K, ROWS, DV]; its base-2 lse and largest logit go to arrays without the last axis. Without a schedule,
-    the program of a job's first split also writes, for the combine kernel, the job's range of splits.
+    the combine kernel computes again how many splits a job has.
     """
     LOOP: tl.constexpr = CONFIG.LOOP
     FORMAT: tl.constexpr = CONFIG.FORMAT
@@ -92,12 +92,12 @@ def latent_kernel(
     row = tl.program_id(0) % ROW_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
     job = tl.program_id(0) // ROW_BLOCKS % JOBS
     entry = tl.program_id(0) // (ROW_BLOCKS * JOBS)
-    mask = Mask(window, list_ptr, 0, 0)
+    mask = Mask(window)
     seq, split, count = find_entry(entry, num_splits_ptr, num_seqs, num_entries, fixed_splits, CONFIG.SCHEDULED)
-    last, extra_last, skipped, blocks = list_blocks(
+    num_keys, num_extra_keys, skipped, num_blocks = list_blocks(
         Lists(lens_ptr, extra_lens_ptr, longest, extra_longest), seq, job, mask, CONFIG.LISTS
     )
-    all_blocks = blocks + (extra_last + BLOCK_KV - 1) // BLOCK_KV
+    all_blocks = num_blocks + (num_extra_keys + BLOCK_KV - 1) // BLOCK_KV
     splits, blocks_each = divide_blocks(all_blocks, count, CONFIG.SCHEDULED, CONFIG.LISTS.MIN_BLOCKS)
     if split < splits:
         begin = tl.minimum(split * blocks_each, all_blocks)
@@ -105,18 +105,20 @@ def latent_kernel(
         valid = row < ROWS
         token, head = token_and_head(row, job, kv_head, GROUP, LOOP.SPARSE)
         sequence = seq.to(tl.int64)
-        limit = last - (Q_TOKENS - 1) + token
-        first = 0
-        if KIND.HAS_WINDOW:  # keys before the windows of all rows are not read
-            blocks += skipped
+        limit = num_keys - (Q_TOKENS - 1) + token
+        seen_first = 0
+        seen_end = num_keys
+        extra_start = num_blocks  # the first block of the second list
+        if KIND.HAS_FIRST_KEY:  # the first keys, which no row sees, are not read
+            extra_start += skipped
             first_token = tl.program_id(0) % ROW_BLOCKS * BLOCK_H // GROUP
-            first = tl.maximum(first_key(last - Q_TOKENS + first_token, mask, KIND), 0)
-            begin = tl.maximum(begin + skipped, first // BLOCK_KV)
+            seen_first = tl.maximum(first_key(num_keys - Q_TOKENS + first_token, mask, KIND), 0)
+            begin = tl.maximum(begin + skipped, seen_first // BLOCK_KV)
             end += skipped
         if KIND.CAUSAL:  # keys that no row sees yet are not read
             last_token = tl.minimum((tl.program_id(0) % ROW_BLOCKS * BLOCK_H + BLOCK_H - 1) // GROUP, Q_TOKENS - 1)
-            last = tl.maximum(last - (Q_TOKENS - 1) + last_token, 0)
-            end = tl.minimum(end, (last + BLOCK_KV - 1) // BLOCK_KV)
+            seen_end = tl.maximum(num_keys - (Q_TOKENS - 1) + last_token, 0)
+            end = tl.minimum(end, (seen_end + BLOCK_KV - 1) // BLOCK_KV)
         q_rows = (
             q_ptr + sequence * q_seq_stride + token.to(tl.int64) * q_token_stride + head.to(tl.int64) * q_head_stride
         )
@@ -125,10 +127,10 @@ def latent_kernel(
         list_row = list_ptr + sequence * list_seq_stride + wide_job * list_token_stride
         list_row += kv_head.to(tl.int64) * list_head_stride
         extra_row = extra_list_ptr + sequence * extra_list_seq_stride + wide_job * extra_list_token_stride
-        first_extra = tl.maximum(begin - blocks, 0)
-        last_extra = tl.maximum(end - blocks, 0)
-        begin = tl.minimum(begin, blocks)
-        end = tl.minimum(end, blocks)
+        extra_begin = tl.maximum(begin - extra_start, 0)
+        extra_end = tl.maximum(end - extra_start, 0)
+        begin = tl.minimum(begin, extra_start)
+        end = tl.minimum(end, extra_start)
         groups, lost, q_rest, lost_rest, unit = load_queries(q_rows, valid, OPERANDS)
         state = first_state(BLOCK_H, LOOP)
         # Compilers (Triton 3.6 to 3.9) leave queries that were just loaded in shared memory, where wgmma reads them,
@@ -143,13 +145,13 @@ def latent_kernel(
             queries = Queries(groups, lost, q_rest, lost_rest, unit)
             state = attend(
                 queries, state, Cache(cache, page_stride, slot_stride, num_slots),
-                KeyList(list_row, begin, end, first, last), Seen(limit - window, limit),
+                KeyList(list_row, begin, end, seen_first, seen_end), Seen(limit - window, limit),
                 Scales(logit_scale, soft_cap, LOG2E / CONFIG.CAP_UNIT), FORMAT, LOOP,
             )  # fmt: skip
             if CONFIG.LISTS.HAS_EXTRA:
                 state = attend(
                     queries, state, Cache(extra_cache_ptr, extra_page_stride, extra_slot_stride, extra_num_slots),
-                    KeyList(extra_row, first_extra, last_extra, 0, extra_last), Seen(limit - window, limit),
+                    KeyList(extra_row, extra_begin, extra_end, 0, num_extra_keys), Seen(limit - window, limit),
                     Scales(logit_scale, soft_cap, LOG2E / CONFIG.CAP_UNIT), CONFIG.EXTRA_FORMAT, LOOP,
                 )  # fmt: skip
             if CARRIED:
@@ -250,7 +252,7 @@ def list_kind(work: Work, tile: Tile) -> ListKind:
         HAS_EXTRA_LENS=extra_lens is not None,
         EXTRA_LENS_OF_TOKENS=extra_lens is not None and len(extra_lens.shape) == 2,
         BLOCK_KV=tile.block_kv,
-        MIN_BLOCKS=cdiv(OWN_SPLIT if tile.invariant else MIN_SPLIT, tile.block_kv),
+        MIN_BLOCKS=cdiv(MIN_INVARIANT_SPLIT if tile.invariant else MIN_SPLIT, tile.block_kv),
     )
 
 

@@ -14,7 +14,7 @@ from ragged_attention.kernels_triton._splits import splits_of_sequence
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class ListKind(Constants):
-    """Which lists of keys a call has, and into which blocks they are divided."""
+    """The kinds of key lists in a call, and their block sizes."""
 
     MASK: MaskKind
     Q_TOKENS: int  # query tokens per sequence
@@ -61,7 +61,7 @@ def list_length(lens_ptr, index, longest, HAS_LENS: tl.constexpr):
 def blocks_before(position, mask, KIND: tl.constexpr, BLOCK_KV: tl.constexpr):
     """The number of whole key blocks before the first key that the query at `position` sees."""
     blocks = 0
-    if KIND.HAS_WINDOW:
+    if KIND.HAS_FIRST_KEY:
         blocks = tl.maximum(first_key(position, mask, KIND), 0) // BLOCK_KV
     return blocks
 
@@ -70,22 +70,22 @@ def blocks_before(position, mask, KIND: tl.constexpr, BLOCK_KV: tl.constexpr):
 def list_blocks(lists, seq, job, mask, KIND: tl.constexpr):
     """(keys in a job's list, keys in its second list, blocks that no query sees, other blocks of the first list)."""
     index = seq * KIND.Q_TOKENS + job if KIND.LENS_OF_TOKENS else seq
-    last = list_length(lists.lens_ptr, index, lists.longest, KIND.HAS_LENS)
-    skipped = blocks_before(last - KIND.Q_TOKENS, mask, KIND.MASK, KIND.BLOCK_KV)
-    blocks = (last + KIND.BLOCK_KV - 1) // KIND.BLOCK_KV - skipped
-    extra_last = 0
+    num_keys = list_length(lists.lens_ptr, index, lists.longest, KIND.HAS_LENS)
+    skipped = blocks_before(num_keys - KIND.Q_TOKENS, mask, KIND.MASK, KIND.BLOCK_KV)
+    num_blocks = (num_keys + KIND.BLOCK_KV - 1) // KIND.BLOCK_KV - skipped
+    num_extra_keys = 0
     if KIND.HAS_EXTRA:
         index = seq * KIND.Q_TOKENS + job if KIND.EXTRA_LENS_OF_TOKENS else seq
-        extra_last = list_length(lists.extra_lens_ptr, index, lists.extra_longest, KIND.HAS_EXTRA_LENS)
-    return last, extra_last, skipped, blocks
+        num_extra_keys = list_length(lists.extra_lens_ptr, index, lists.extra_longest, KIND.HAS_EXTRA_LENS)
+    return num_keys, num_extra_keys, skipped, num_blocks
 
 
 @triton.jit
 def list_splits(lists, seq, job, num_splits, mask, KIND: tl.constexpr):
     """The number of splits of a job without a schedule."""
-    _, extra_last, _, blocks = list_blocks(lists, seq, job, mask, KIND)
-    splits, _ = splits_of_sequence(blocks + (extra_last + KIND.BLOCK_KV - 1) // KIND.BLOCK_KV, num_splits,
-                                   KIND.MIN_BLOCKS)  # fmt: skip
+    _, num_extra_keys, _, num_blocks = list_blocks(lists, seq, job, mask, KIND)
+    all_blocks = num_blocks + (num_extra_keys + KIND.BLOCK_KV - 1) // KIND.BLOCK_KV
+    splits, _ = splits_of_sequence(all_blocks, num_splits, KIND.MIN_BLOCKS)
     return splits
 
 

@@ -20,38 +20,16 @@ from ragged_attention.kernels_triton._tiles import (
 )
 
 MAX_SPLITS = 128
-
-
 MIN_SPLIT = 64  # minimum keys per split: a smaller split is not worth its program
-
-
-OWN_SPLIT = 512  # minimum keys per split in batch-invariant mode (larger: other jobs may already fill the GPU)
-
-
-OWN_SPLITS = 16  # maximum splits per job in batch-invariant mode
-
-
+MIN_INVARIANT_SPLIT = 512  # minimum keys per split in batch-invariant mode: other jobs may already fill the GPU
+MAX_INVARIANT_SPLITS = 16  # maximum splits per job in batch-invariant mode
 START_COST = 128  # cost of starting a program, in keys
-
-
 MERGE_COST = 4  # cost of merging one more split, in keys
-
-
 DECODED_EACH = 16  # a cache is decoded first if lists name each slot at least this often on average
-
-
 DECODED_LEAST = 2**17  # list entries below which decoding first is not worth one more kernel
-
-
 DECODED_MOST = 2**30  # bytes that a decoded cache may take
-
-
 DECODED_SHARED_MEMORY = 128 * 1024  # bytes that 32 rows and 32 decoded keys need
-
-
 LARGEST_INT = 2**31 - 1
-
-
 LEAST = 16  # rows and keys of the smallest tile
 
 
@@ -155,7 +133,7 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Walk:
+class KeyAccess:
     """How a program finds its keys. With the format, this determines how many registers the loop takes."""
 
     dense: bool = False  # keys come through a page table, not a list of slots
@@ -176,18 +154,18 @@ def has_small_groups(form: CacheFormat) -> bool:
     return form.quantized and form.group < 64
 
 
-def mixes_formats(call: Any, walk: Walk) -> bool:
+def mixes_formats(call: Any, access: KeyAccess) -> bool:
     """Whether the second cache has another format than the first."""
-    return walk.extra and call.kv_format != call.extra_kv_format
+    return access.extra and call.kv_format != call.extra_kv_format
 
 
-def tile_for(call: Any, rows: int, jobs: int, keys: int, walk: Walk) -> Tile:
+def tile_for(call: Any, rows: int, jobs: int, keys: int, access: KeyAccess) -> Tile:
     """The tile with the smallest row blocks that suffice, 64 rows for wgmma if possible, and splits that fill the GPU.
 
     `jobs` is the number of jobs times KV heads, and `keys` the maximum length of a list. Block sizes depend on neither,
     so that results with `num_splits` 1 are batch-invariant.
     """
-    block_h, block_kv, num_warps, num_stages = fitting_sizes(call, rows, walk)
+    block_h, block_kv, num_warps, num_stages = fitting_sizes(call, rows, access)
     work, multiprocessors = jobs * cdiv(rows, block_h), call.device.num_multiprocessors
     num_splits = splits(work, programs_at_once(call, block_h), keys, block_kv)
     one_each = work * num_splits <= multiprocessors  # each multiprocessor then has only one program to run
@@ -207,21 +185,21 @@ def programs_at_once(call: Any, block_h: int) -> int:
     return call.device.num_multiprocessors * (2 if block_h <= 16 else 1)
 
 
-def fitting_sizes(call: Any, rows: int, walk: Walk) -> tuple[int, int, int, int]:
+def fitting_sizes(call: Any, rows: int, access: KeyAccess) -> tuple[int, int, int, int]:
     """(rows, keys, warps, stages) of a tile for `rows` rows that fits the device's shared memory."""
     block_h, block_kv, num_warps, num_stages = sizes(
-        call, min(max(16, next_power_of_2(rows)), 16 if item_size(call.q) == 4 else 64), walk
+        call, min(max(16, next_power_of_2(rows)), 16 if item_size(call.q) == 4 else 64), access
     )
-    size = functools.partial(shared_bytes, call, walk, block_h)
+    size = functools.partial(shared_bytes, call, access, block_h)
     block_kv, num_stages = fit(call, block_kv, num_stages, size, good_keys=32, good_stages=num_stages)
     return block_h, block_kv, num_warps, num_stages
 
 
-def sizes(call: Any, rows: int, walk: Walk) -> tuple[int, int, int, int]:
+def sizes(call: Any, rows: int, access: KeyAccess) -> tuple[int, int, int, int]:
     """(rows, keys, warps, stages) of the preferred tile, whether or not it fits shared memory."""
     arch, form = call.device.arch, call.kv_format
     decodes = form.quantized or form.eight_bit
-    if walk.decoded:
+    if access.decoded:
         return (64, 32, 8, 3) if form.folded else (64, 64, 8, 2)
     if operand_size(call) == 4 and arch:  # no matrix unit is exact in float32
         return (16, 16, 8, 2 if OLDER_COMPILER else 1) if arch.startswith("sm_") else (16, 16, 4, 1)
@@ -231,31 +209,34 @@ def sizes(call: Any, rows: int, walk: Walk) -> tuple[int, int, int, int]:
     budget = call.device.shared_memory or SMALLEST_SHARED_MEMORY
     little = budget < DECODED_SHARED_MEMORY
     if decodes and item_size(call.q) == 4:  # float32 products take three passes
-        return 16, 16 if form.folded or (little and mixes_formats(call, walk)) else 32, 8, 2
-    if has_small_groups(form) and ((little and OLDER_COMPILER) or (rows <= 16 and mixes_formats(call, walk))):
+        return 16, 16 if form.folded or (little and mixes_formats(call, access)) else 32, 8, 2
+    if has_small_groups(form) and ((little and OLDER_COMPILER) or (rows <= 16 and mixes_formats(call, access))):
         return 16, 16, 4, 2  # scales of many groups or of two formats take registers
-    crowded = walk.ragged and walk.windowed and form.folded  # here 32 rows would spill
+    crowded = access.ragged and access.windowed and form.folded  # here 32 rows would spill
     if rows <= 16 or crowded or (decodes and little):
-        return 16, 32, 4, 3 if not decodes and arch == "sm_90" else 2
+        num_warps = 8 if decodes and little and OLDER_COMPILER else 4  # with four warps, sm_120 spills
+        return 16, 32, num_warps, 3 if not decodes and arch == "sm_90" else 2
     wgmma = rows >= 64 and arch == "sm_90" and call.d_v <= 512
     if not decodes:
-        if wgmma and not (OLDER_COMPILER and walk.extra):
-            fewer = walk.windowed or (walk.ragged and OLDER_COMPILER) or (walk.dense and walk.page_sizes[0] % 64)
+        if wgmma and not (OLDER_COMPILER and access.extra):
+            partial_pages = access.dense and access.page_sizes[0] % 64 != 0
+            fewer = access.windowed or (access.ragged and OLDER_COMPILER) or partial_pages
             return (64, 32, 8, 3) if fewer else (64, 64, 8, 2)
-        return 32, 32, 4 if arch.startswith("sm_8") and not walk.windowed else 8, 2
-    if wgmma and fits_wgmma(call, walk):
-        return 64, 32, 8, 2 if has_small_groups(form) and walk.extra else 3  # the scales of two formats take registers
+        return 32, 32, 4 if arch.startswith("sm_8") and not access.windowed else 8, 2
+    if wgmma and fits_wgmma(call, access):
+        scales = has_small_groups(form) and access.extra  # the scales of two formats take registers
+        return 64, 32, 8, 2 if scales else 3
     if form.folded:
-        return 32, 32 if walk.windowed or OLDER_COMPILER else 64, 8, 2
+        return 32, 32 if access.windowed or OLDER_COMPILER else 64, 8, 2
     return 32, 32, 8, 2
 
 
-def too_wide(call: Any, walk: Walk) -> str | None:
+def too_wide(call: Any, access: KeyAccess) -> str | None:
     """Why no tile fits the device's shared memory, or None. AMD GPUs hold operands in registers, so any tile fits."""
     budget = call.device.shared_memory
     if call.device.platform != "cuda" or not budget:
         return None
-    least = shared_bytes(call, walk, LEAST, LEAST, 1)
+    least = shared_bytes(call, access, LEAST, LEAST, 1)
     if least <= budget:
         return None
     return (
@@ -264,20 +245,20 @@ def too_wide(call: Any, walk: Walk) -> str | None:
     )
 
 
-def fits_wgmma(call: Any, walk: Walk) -> bool:
+def fits_wgmma(call: Any, access: KeyAccess) -> bool:
     """Whether a tile of 64 rows, with wgmma, leaves registers for decoding."""
     form, dtype = call.kv_format, dtype_name(call.q)
-    if walk.windowed:
+    if access.windowed:
         return False
     if form.eight_bit:
         return dtype == "bfloat16" and form.codes != "int8"
     if form.folded:
-        return not walk.extra and not (OLDER_COMPILER and (walk.ragged or dtype == "float16"))
+        return not access.extra and not (OLDER_COMPILER and (access.ragged or dtype == "float16"))
     if dtype != "bfloat16" or OLDER_COMPILER:
         return False
     if has_small_groups(form):
-        return not (form.packed_codes and walk.extra)
-    return not walk.extra or all(size.bit_count() == 1 for size in walk.page_sizes)
+        return not (form.packed_codes and access.extra)
+    return not access.extra or all(size.bit_count() == 1 for size in access.page_sizes)
 
 
 def decodes_first(call: Any, rows: int) -> bool:
@@ -295,7 +276,7 @@ def decodes_first(call: Any, rows: int) -> bool:
     return often and 2 * call.num_slots * decoded_width(call.kv_format) <= DECODED_MOST
 
 
-def shared_bytes(call: Any, walk: Walk, rows: int, keys: int, stages: int) -> int:
+def shared_bytes(call: Any, access: KeyAccess, rows: int, keys: int, stages: int) -> int:
     """An estimate of a program's shared memory, in bytes.
 
     It includes queries, weights, the rows in flight and, if the program decodes rows, both operands of each row.
@@ -305,7 +286,7 @@ def shared_bytes(call: Any, walk: Walk, rows: int, keys: int, stages: int) -> in
     queries = rows * (values + rest + keys)
     if form.eight_bit:
         return (2 * keys * (values + rest) + queries) * operand_size(call) + (stages - 1) * keys * call.d_qk
-    if walk.decoded or not form.quantized:
+    if access.decoded or not form.quantized:
         # Products that run asynchronously (wgmma) hold one buffer more.
         return (max(stages - (rows < 64), 1) * keys * (values + rest) + queries) * operand_size(call)
     staged = 0 if form.folded else 128

@@ -254,7 +254,7 @@ def attend(queries, state, cache, keys_of_list, seen_by_row, factors, FORMAT: tl
         rows = Rows(values_at, scales_at, readable)
         scales = group_scales(rows, factors.inner, OPERANDS.GROUPS, FORMAT.FOLDED)
         keys = key_groups(rows, FORMAT, OPERANDS)
-        rest = keys[0]
+        rest = keys[0]  # a stand-in
         if OPERANDS.REST > 0:
             rest = rest_columns(rows, FORMAT, OPERANDS)
         if ROWS < SEPARATE_QK_ROWS:

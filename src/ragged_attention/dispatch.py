@@ -1,10 +1,10 @@
-"""From (operation, device, requests) to the one implementation that runs, and why the others would not.
+"""Chooses the implementation that runs a call, and says why the others do not.
 
-An implementation of operation X on backend Y is the module `<package of Y>.X`, of the form `protocols.Implementation`.
-The path is the registry: nothing is registered by hand, and a backend is imported only when a call first asks for it.
-Its package may offer two hooks: `state()`, what its answers depend on besides the call, and `report()`, rows for
-`doctor`. Backends of other distributions join through the entry-point group `ragged_attention.backends`: backend name
--> a package that holds such modules.
+The module `<package of Y>.X` implements operation X on backend Y, in the form `protocols.Implementation`. The path is
+the registry: nothing is registered by hand, and a backend is imported only when a call first asks for it. A backend's
+package may offer two functions: `state()` returns what its answers depend on besides the call, and `report()` returns
+rows for `doctor`. Other distributions announce their backends in the entry-point group `ragged_attention.backends`,
+which maps the backend's name to its package.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from ragged_attention import config, tuning
 from ragged_attention.calls import Call, Device
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.host import forking
-from ragged_attention.protocols import Implementation, Launcher
+from ragged_attention.protocols import Implementation, Launcher, complete
 
 ENTRY_POINTS = "ragged_attention.backends"
 
@@ -34,9 +34,9 @@ PACKAGES = {
     "xla": "ragged_attention.portable.xla",
     "reference": "ragged_attention.reference",
 }
-TAKEN = (*PACKAGES, "auto", "portable")  # names that another package's backend cannot have
+TAKEN = (*PACKAGES, "auto", "portable")  # names that a backend of another package cannot have
 NEEDS = {"triton": "triton", "pallas": "jax", "numba": "numba", "eager": "torch", "xla": "jax"}
-EXTRAS = {"triton": "triton", "jax": "jax", "numba": "cpu", "torch": "torch"}  # of this package, that bring those
+EXTRAS = {"triton": "triton", "jax": "jax", "numba": "cpu", "torch": "torch"}  # the extra that installs each
 PORTABLE = {"torch": "eager", "jax": "xla", "numpy": "reference"}
 ORDER: Mapping[str, tuple[str, ...]] = {
     "cuda": ("cuda", "triton", "portable"),
@@ -49,15 +49,15 @@ ORDER: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """One implementation, ready to run."""
+    """A backend's implementation with the tile for one call."""
 
     backend: str
     module: Implementation
     tile: Any
 
     def leaves(self, call: Call) -> list[str]:
-        """The fields of a call that another operation has to handle before this one runs."""
-        return [name for name in call.changed() if name in call.SEPARABLE - features(self.module)]
+        """The call's arguments that another operation must handle before this implementation runs."""
+        return [name for name in call.changed() if name in call.SEPARABLE - self.module.FEATURES]
 
     def run(self, call: Call, launch: Launcher) -> Any:
         return self.module.run(call, self.tile, launch)
@@ -70,17 +70,17 @@ def _announced() -> dict[str, str]:
 
 @functools.cache
 def third_party_packages() -> dict[str, str]:
-    """Backend name -> package, as installed packages announce them, except under names that are taken."""
+    """The packages that installed distributions announce, by backend name, without the names in `TAKEN`."""
     return {name: package for name, package in _announced().items() if name not in TAKEN}
 
 
 def shadowed() -> dict[str, str]:
-    """Name -> package of those announced under a name that is taken, so that no call reaches them."""
+    """The packages announced under a name in `TAKEN`, by name. No call reaches them."""
     return {name: package for name, package in _announced().items() if name in TAKEN}
 
 
 def backends() -> tuple[str, ...]:
-    """Every backend name that a call may ask for."""
+    """The names of all backends."""
     return (*PACKAGES, *third_party_packages())
 
 
@@ -90,7 +90,7 @@ def why_shadowed(name: str) -> str:
 
 @contextlib.contextmanager
 def importing(module: str) -> Iterator[None]:
-    """Around an import of another's package: it may fail, but not end the process."""
+    """A context in which an imported package that exits raises `ImportError` instead."""
     try:
         yield
     except SystemExit as stop:
@@ -113,9 +113,9 @@ def package_of(backend: str) -> str | None:
 
 
 @functools.cache
-@forking.postponed()  # a module that is half imported would stay so in a copy of the process
+@forking.postponed()  # a forked process would keep a partly imported module
 def load(operation: str, backend: str) -> Implementation:
-    """Import one implementation. Absence raises `BackendMissing`; if it is found, its import error is raised as is."""
+    """Import an implementation. An absent one raises `BackendMissing`; an error of its import is raised unchanged."""
     package = package_of(backend)
     if package is None:
         raise BackendMissing(f"unknown backend {backend!r}; known are {', '.join(backends())}")
@@ -127,22 +127,21 @@ def load(operation: str, backend: str) -> Implementation:
     if not _exists(f"{package}.{operation}"):
         raise BackendMissing(f"does not offer {operation}")
     with importing(f"{package}.{operation}"):
-        module: Any = importlib.import_module(f"{package}.{operation}")
-    return module
+        return complete(importlib.import_module(f"{package}.{operation}"))
 
 
-def backends_offering(operation: str, names: str | None) -> str | None:
-    """Those of a call's backends, joined by commas, that also offer `operation`, such as the call's gradient.
+def backends_offering(operation: str, backend: str | Sequence[str] | None) -> str | None:
+    """The backends among a call's `backend` that also offer `operation`, such as the call's gradient, comma-separated.
 
-    None if none of them does: then that operation follows the configuration.
+    The result is None if no backend offers it. Then that operation follows the configuration.
     """
-    packages = {name: package_of(name) for name in names.split(",")} if names else {}
+    packages = {} if backend is None else {name: package_of(name) for name in config.parse_names(backend)}
     offer = [name for name, package in packages.items() if package is None or _exists(f"{package}.{operation}")]
     return ",".join(offer) or None
 
 
 def candidates(operation: str, device: Device, backend: str | Sequence[str] | None = None) -> tuple[str, ...]:
-    """The backends to ask, in order: the request in force, else the platform's order."""
+    """The backends to try, in order: those of the request in force, or the platform's order."""
     names: list[str] = []
     for name in config.requested(operation, backend) or ("auto",):
         names += ORDER.get(device.platform, ORDER["*"]) if name == "auto" else (name,)
@@ -155,21 +154,21 @@ def candidates(operation: str, device: Device, backend: str | Sequence[str] | No
 
 
 def state() -> tuple[Any, ...]:
-    """What answers depend on besides the call and the configuration, by the `state` hooks of the packages loaded."""
+    """What the choice depends on besides the call and the configuration: the `state()` of each loaded package."""
     names = (*PACKAGES.values(), *third_party_packages().values())
     loaded: Any = (sys.modules.get(name) for name in names)
     return tuple([package.state() for package in loaded if callable(getattr(package, "state", None))])
 
 
 def by_default(operation: str, device: Device, backend: str | Sequence[str] | None = None) -> frozenset[str]:
-    """The candidates that only the platform's order put there."""
+    """The candidates that the platform's order adds and the request does not name."""
     request = config.requested(operation, backend) or ("auto",)
     order = ORDER.get(device.platform, ORDER["*"]) if "auto" in request else ()
     return frozenset(order) - frozenset(request)
 
 
 def refusal(backend: str, call: Call, *, named: bool = True) -> str | None:
-    """Why a backend does not run a call, None if it does; one that the call does not name may have more to say."""
+    """Why a backend does not run a call, or None; a backend that is not `named` may give more reasons."""
     module = load(call.OPERATION, backend)
     reason = (
         call.device.why_unavailable(backend)
@@ -177,37 +176,30 @@ def refusal(backend: str, call: Call, *, named: bool = True) -> str | None:
         or module.why_not(call)
         or _depends_on_batch(module, call)
     )
-    if reason is None and not named and hasattr(module, "why_not_by_default"):
-        return module.why_not_by_default(call)  # type: ignore[attr-defined]
-    return reason
-
-
-def features(module: Implementation) -> frozenset[str]:
-    """The optional arguments that a module honours, none if it does not list any."""
-    return getattr(module, "FEATURES", frozenset())
+    return reason if reason or named else module.why_not_by_default(call)
 
 
 def _not_honoured(module: Implementation, call: Call) -> str | None:
-    """Why to refuse a call that sets an optional field which the module does not list in its FEATURES, or None."""
-    taken = features(module) | call.SEPARABLE
+    """The reason to refuse a call that sets an optional argument outside the module's FEATURES, or None."""
+    taken = module.FEATURES | call.SEPARABLE
     names = [name for name in call.changed() if name not in taken and not call.KINDS[name].hint]
     return f"does not honour {names[0]}" if names else None
 
 
 def _is_invariant(call: Call) -> bool:
-    """Whether the bits of a call's results are to depend on nothing but a sequence."""
+    """Whether a call's results must be batch-invariant."""
     return call.ATTENDS and config.is_batch_invariant()
 
 
 def _depends_on_batch(module: Implementation, call: Call) -> str | None:
-    """Why to refuse a call that is to be invariant, or None."""
+    """The reason to refuse a call whose results must be batch-invariant, or None."""
     if _is_invariant(call) and not hasattr(module, "invariant_tile"):
         return "does not promise the same bits in every batch (batch_invariant)"
     return None
 
 
 def verdicts(call: Call, names: Sequence[str], by_default: Collection[str] = ()) -> dict[str, str | None]:
-    """For each backend: None if it takes the call, else why not; those in `by_default` are not named by the call."""
+    """The refusal of each backend, None if it takes the call; the call does not name those in `by_default`."""
     reasons: dict[str, str | None] = {}
     for name in names:
         try:
@@ -220,9 +212,9 @@ def verdicts(call: Call, names: Sequence[str], by_default: Collection[str] = ())
 def choose(
     call: Call, *, backend: str | Sequence[str] | None = None, options: Mapping[str, Any] | None = None
 ) -> Choice:
-    """The first backend in order that takes the call, with its tile.
+    """The first candidate that takes the call, with its tile.
 
-    Raises `Unsupported` (`BackendMissing` if none of them is installed) with every candidate's reason.
+    Raises `Unsupported` with every candidate's reason, or `BackendMissing` if no candidate is installed.
     """
     names = candidates(call.OPERATION, call.device, backend)
     unnamed = by_default(call.OPERATION, call.device, backend)

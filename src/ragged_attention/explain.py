@@ -1,6 +1,6 @@
-"""What every backend says to a call, as a table: which one runs it, and why the others would not.
+"""Tables of which backend runs a call, and why the others do not.
 
-This module stands above the front ends, since they turn a call's arguments into its record.
+This module imports the front ends, because they turn a call's arguments into its record.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ VIEWED = ("ragged_paged_attention", "mla_decode")  # operations whose plan `ragg
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """What one backend says to a call."""
+    """Whether one backend takes a call, with its reason."""
 
     backend: str
     chosen: bool
@@ -28,7 +28,7 @@ class Answer:
 
 
 def answers(call: Call, *, backend: str | Sequence[str] | None = None) -> list[Answer]:
-    """What every backend says to a call, the requested ones first; an import error that fails the call is raised."""
+    """The answer of every backend, requested backends first. An import error that would fail the call is raised."""
     asked = dispatch.candidates(call.OPERATION, call.device, backend)
     by_default = dispatch.by_default(call.OPERATION, call.device, backend)
     found: list[Answer] = []
@@ -50,7 +50,7 @@ def answers(call: Call, *, backend: str | Sequence[str] | None = None) -> list[A
 
 
 def explanation(call: Call, *, backend: str | Sequence[str] | None = None) -> str:
-    """A table: each backend, whether it is the one chosen, and why the others would not run the call."""
+    """A table of all backends, which marks the chosen one and gives the reasons of the others."""
     rows = [f"{call.OPERATION} from {call.device.framework} on {call.device.name or call.device.platform}"]
     for answer in answers(call, backend=backend):
         rows.append(f"{'*' if answer.chosen else ' '} {answer.backend:10} {answer.text}")
@@ -60,10 +60,10 @@ def explanation(call: Call, *, backend: str | Sequence[str] | None = None) -> st
 
 
 def explain(operation: str, *arguments: Any, backend: str | Sequence[str] | None = None, **keywords: Any) -> str:
-    """Which backend would run `operation(*arguments, **keywords)`, and why the others would not, as a table.
+    """A table of which backend would run `operation(*arguments, **keywords)`, and why the others would not.
 
-    `operation` is a name such as "ragged_paged_attention" or a front end's function; the rest are
-    the arguments of the call itself. The first array tells the framework.
+    `operation` is a name such as "ragged_paged_attention" or a front end's function. The framework is that of the first
+    array among the arguments.
     """
     name = operation if isinstance(operation, str) else getattr(operation, "__name__", repr(operation))
     if name not in CALLS:

@@ -1,39 +1,53 @@
-"""The two seams, typed: what a backend's module offers to the dispatch, and what a front end offers to a backend."""
+"""The types of a backend's module, which the dispatch calls, and of a front end's launcher, which a backend calls."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ragged_attention.calls import Call
 
+OPTIONS = {"num_warps": 4, "num_stages": 2}  # of a launch that does not set others
 Shaped = tuple[Sequence[int], Any]  # the shape of a result to allocate, and its dtype or that dtype's name
 
 
 class Implementation(Protocol):
-    """What each module `<backend's package>.<operation>` offers.
+    """What each module `<backend's package>.<operation>` offers. Only `run` is required: `complete` adds the others.
 
-    It may offer two more functions. `why_not_by_default(call)` is asked after `why_not` if a call reaches the backend
-    in its platform's order without naming it: it declines for kernels that are not yet shown to be the fastest ones.
-    An attention operation may have `invariant_tile(call)`, a `Tile` that makes results batch-invariant; without it,
+    A module may also offer `invariant_tile(call)`, which returns a `Tile` that makes an attention's results
+    batch-invariant. A module whose heuristic returns such a tile says `BATCH_INVARIANT = True` instead. Without either,
     calls under `batch_invariant` are refused.
     """
 
     @property
     def Tile(self) -> type[Any]:
-        """A frozen dataclass of what may be tuned, its constraints checked."""
+        """A frozen dataclass of the tunables, which checks its constraints. By default it has no fields."""
         ...
 
     @property
     def FEATURES(self) -> frozenset[str]:
-        """The optional fields of the record that are honoured; dispatch refuses a call that sets any other."""
+        """The optional fields of the record that are honoured, by default none.
+
+        The dispatch refuses a call that sets any other.
+        """
         ...
 
     def heuristic(self, call: Any, /) -> Any:
-        """A sound `Tile` for a call."""
+        """A sound `Tile` for a call, by default `Tile()`."""
         ...
 
     def why_not(self, call: Any, /) -> str | None:
-        """None if it takes the call, else one sentence: argument, value, limit. It depends on static facts only."""
+        """None if the module takes the call, else one sentence: argument, value, limit. By default it is None.
+
+        The answer depends on static facts only.
+        """
+        ...
+
+    def why_not_by_default(self, call: Any, /) -> str | None:
+        """A reason to leave a call that does not name the backend to the next one in order, by default None.
+
+        It is called after `why_not`, and declines for kernels that are not yet shown to be the fastest ones.
+        """
         ...
 
     def run(self, call: Any, tile: Any, launch: Any, /) -> Any:
@@ -41,10 +55,27 @@ class Implementation(Protocol):
         ...
 
 
-class Launcher(Protocol):
-    """How a backend's work is done on the arrays of the front end that was called.
+def complete(module: Any) -> Implementation:
+    """The given module, with defaults for the names that it leaves out."""
+    defaults: dict[str, Any] = {
+        "Tile": dataclasses.make_dataclass("Tile", [], frozen=True, slots=True),
+        "FEATURES": frozenset(),
+        "heuristic": lambda call: module.Tile(),
+        "why_not": lambda call: None,
+        "why_not_by_default": lambda call: None,
+    }
+    if getattr(module, "BATCH_INVARIANT", False):
+        defaults["invariant_tile"] = lambda call: module.heuristic(call)
+    for name, default in defaults.items():
+        if not hasattr(module, name):
+            setattr(module, name, default)
+    return module
 
-    Arrays are those of the call's record, or of earlier results; `dtype` is the framework's, or a dtype's name.
+
+class Launcher(Protocol):
+    """Runs a backend's kernels and functions on the arrays of the calling front end.
+
+    Arrays come from the call's record or from earlier results. A dtype is the framework's or a name.
     """
 
     def __call__(
@@ -53,13 +84,13 @@ class Launcher(Protocol):
     ) -> list[Any]:  # fmt: skip
         """Enqueue the Triton kernel `kernel[grid](*inputs, *outputs, **arguments)` and return the outputs.
 
-        After the new outputs come, once more, the inputs numbered in `inplace`, which the kernel may write.
+        The inputs numbered in `inplace`, which the kernel may write, follow the new outputs.
         """
         ...
 
     @property
     def num_threads(self) -> int:
-        """How many threads of a CPU a call may use; 0 leaves it to the framework."""
+        """The number of CPU threads that a call may use; with 0 the framework decides."""
         ...
 
     def native(
@@ -68,7 +99,7 @@ class Launcher(Protocol):
     ) -> dict[str, Any]:  # fmt: skip
         """Call a compiled function and return its results by name; None stands for an absent array.
 
-        A result given as the name of an operand is written in that one's place.
+        A result given as the name of an operand overwrites that operand.
         """
         ...
 

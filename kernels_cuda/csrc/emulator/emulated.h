@@ -1,10 +1,10 @@
-// The machine layer on a CPU; see ops.h for its functions and machine.h for the order in which threads run.
+// The machine layer on a CPU. ops.h describes its functions, and machine.h describes the order in which threads run.
 //
-// Undefined behaviour is exposed. Shared memory starts as NaN and exists twice. wgmma reads the async proxy's copy, where
-// ordinary writes (`store`, `copy16`) appear only once a proxy fence covers them: a fence by the writer after the write has
-// landed, or by a thread that knows of the write through a barrier. A product belongs to one warp. It is computed when the
-// warp's last lane issues it, or when the warp waits for it, and each lane gets the elements of the accumulator that CuTe's
-// layout assigns to it.
+// The emulation exposes undefined behaviour. Shared memory starts as NaN and has two copies, one per proxy. wgmma reads
+// the async proxy's copy. An ordinary write (`store`, `copy16`) appears there only after a proxy fence covers it: a
+// fence by the writer after the write has landed, or by a thread that knows of the write through a barrier. A product
+// belongs to one warp. It is computed when the warp's last lane issues it, or when the warp waits for it. Each lane
+// gets the accumulator elements that CuTe's layout assigns to it.
 #pragma once
 #include <math.h>
 
@@ -26,31 +26,31 @@ float widened(uint16_t bits) {
     return value;
   }
   static_assert(std::is_same_v<T, bf16> || std::is_same_v<T, f16>, "operands are bfloat16 or float16");
-  word = uint32_t(bits & 0x7fff) << 13;  // as a float32, it is too small by a factor of 2^112
+  word = uint32_t(bits & 0x7fff) << 13;  // as a float32, too small by a factor of 2^112
   memcpy(&value, &word, 4);
   value *= 0x1p112f;
   if ((bits & 0x7c00) == 0x7c00) value = (bits & 0x3ff) != 0 ? NAN : INFINITY;
   return (bits & 0x8000) != 0 ? -value : value;
 }
 
-// The offsets of a tensor's elements from its first one, in elements, with rows varying fastest. Layout and swizzle give the
-// same offsets to all tensors of a type that begin at the same place in the swizzle's period.
+// The offsets of a tensor's elements from its first one, in elements, with rows varying fastest. Tensors of one type
+// have the same offsets if they begin at the same place in the swizzle's period, so the last result is kept.
 template <class Tensor>
 std::vector<int> const& offsets_of(Tensor const& tensor) {
-  static std::vector<int> found;
+  static std::vector<int> offsets;
   static uintptr_t phase;
   constexpr int rows = decltype(cute::size<0>(tensor))::value, columns = decltype(cute::size<1>(tensor))::value;
   auto const* const first = &tensor(0, 0);
-  uintptr_t const here = reinterpret_cast<uintptr_t>(first) % kSwizzle;
-  if (!found.empty() && phase == here) return found;
-  phase = here;
-  found.clear();
+  uintptr_t const start = reinterpret_cast<uintptr_t>(first) % kSwizzle;
+  if (!offsets.empty() && phase == start) return offsets;
+  phase = start;
+  offsets.clear();
   for (int column = 0; column < columns; ++column)
-    for (int row = 0; row < rows; ++row) found.push_back(&tensor(row, column) - first);
-  return found;
+    for (int row = 0; row < rows; ++row) offsets.push_back(&tensor(row, column) - first);
+  return offsets;
 }
 
-// The address of a tensor's first element in the async proxy's memory.
+// The address of a tensor's first element in the async proxy's copy of memory.
 template <class Tensor>
 auto* seen_by_async(Tensor const& tensor) {
   auto* const first = &tensor(0, 0);
@@ -58,7 +58,7 @@ auto* seen_by_async(Tensor const& tensor) {
   return reinterpret_cast<decltype(first)>(reinterpret_cast<uintptr_t>(first) + machine.apart);
 }
 
-// Gathers rows [from, from + rows) of each column as float32, one column after another.
+// Gathers rows [from, from + rows) of each column as float32 in `wide`, one column after another.
 template <class Tensor>
 void gather(Tensor const& tensor, int from, int rows, std::vector<float>& wide) {
   using T = std::remove_const_t<typename Tensor::value_type>;
@@ -74,7 +74,7 @@ void gather(Tensor const& tensor, int from, int rows, std::vector<float>& wide) 
   }
 }
 
-// sums[16][n] += left[k][16]^T right[k][n]
+// Computes sums[16][n] += left[k][16]^T right[k][n].
 inline void multiply(float const* left, float const* right, float* sums, int n, int depth) {
   typedef float Four __attribute__((vector_size(16)));
   for (int row = 0; row < 16; row += 4)
@@ -94,14 +94,15 @@ inline void multiply(float const* left, float const* right, float* sums, int n, 
     }
 }
 
-// Computes a product of a warp, m16n8k16 in PTX's layouts, from its offsets in each lane's operands and accumulators.
+// Computes one m16n8k16 product of a warp in PTX's layouts. The integers are the product's offsets in each lane's
+// operands and accumulators.
 template <class T>
 void multiply_tile(Warp& warp, int left, int right, int sums) {
-  float a[16][16], b[8][16];  // both along k
+  float a[16][16], b[8][16];  // operands, contiguous along k
   for (int lane = 0; lane < kWarp; ++lane) {
     Fragment const& own = warp.fragments[lane];
     int const group = lane / 4, pair = lane % 4;
-    for (int half = 0; half < 2; ++half)  // of a word
+    for (int half = 0; half < 2; ++half)  // halves of a word
       for (int i = 0; i < 4; ++i) {
         int const k = 2 * pair + half + i / 2 * 8;
         a[group + i % 2 * 8][k] = widened<T>(uint16_t(own.a[left + i] >> 16 * half));
@@ -117,8 +118,8 @@ void multiply_tile(Warp& warp, int left, int right, int sums) {
     }
 }
 
-// The elements of a 16 x n accumulator or 16 x depth left operand that each lane of a warp holds: their offsets in the tile
-// and in the lane's registers.
+// For each lane of a warp, the elements that it holds of a 16 x n accumulator or a 16 x depth left operand: their
+// offsets in the tile and in the lane's registers.
 struct Share {
   std::vector<int> in_tile[kWarp], in_registers;
 };
@@ -157,7 +158,8 @@ Share const& share_of_left(Left const& left) {
   return share;
 }
 
-// Computes a whole product from the left operand that `left_of` returns, on top of the accumulators unless `zero`.
+// Computes a whole product. `left_of` returns the left operand. The product is added to the accumulators, or replaces
+// them if `zero` is true.
 template <class SB, class LeftOf>
 void compute(Product& product, Share const& share, SB const& b, bool zero, LeftOf left_of) {
   constexpr int n = decltype(cute::size<0>(b))::value, depth = decltype(cute::size<1>(b))::value;
@@ -183,7 +185,7 @@ inline void finish(Product& product) {
   product.done = true;
 }
 
-// Adds this lane's accumulators to its warp's next product.
+// Adds this lane's accumulators to its warp's next product. Returns that product.
 template <class SB, class Acc>
 Product& enlist(int t, SB const& b, Acc& acc) {
   Warp& warp = machine.warps[machine.current / kWarp];
@@ -198,28 +200,28 @@ Product& enlist(int t, SB const& b, Acc& acc) {
   watch::release(&warp.begun);
   return product;
 }
-// Counts this lane's arrival at a product. A product that is computed at once must be computed before any lane continues: a
+// Counts this lane's arrival at a product. In eager mode the product is computed before any lane continues, because a
 // fence after the product must not affect its operands.
 inline void enlisted(Product& product) {
   ++product.lanes;
   if (machine.products_at_once()) machine.meet(false, "warp %ld at a product", [&] { finish(product); });
 }
 
-// The values of all lanes of the warp, which meet at one instruction.
+// The values of all lanes of the warp. Each lane waits until all lanes have executed this instruction.
 inline float const* of_lanes(float value, char const* what) {
   Warp& warp = machine.warps[machine.current / kWarp];
   warp.lanes[warp.turn & 1][machine.current % kWarp] = value;
   return warp.lanes[machine.meet(false, what, [] {}) & 1];
 }
 
-// Whether a pointer suits instructions that move 16 bytes.
+// Whether an address is aligned for instructions that move 16 bytes.
 inline bool is_aligned(void const* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 inline void expect_row_of_matrices(void const* row) {
   if (!machine.is_shared(row, 16) || !is_aligned(row))
     machine.fault("expected rows of matrices at 16 aligned bytes of shared memory");
 }
 
-// Performs a load by TMA, which `fill` writes, at once or as late as possible. `bar` counts its bytes.
+// Performs a TMA load, at once or as late as possible. `fill` writes the data, and `bar` counts the bytes.
 template <class Fill>
 void land(CountedBarrier& bar, int number, int64_t bytes, Fill fill) {
   if (machine.copies_at_once()) {
@@ -249,7 +251,7 @@ inline void settle(size_t most) {
   watch::acquire(&warp.ended);
 }
 
-// Writes a box of TMA to both proxies' memories. Elements outside the source are 0.
+// Writes a TMA box to both proxies' copies of memory. Elements outside the source are 0.
 template <class Source, class Target>
 void fill(Source const& source, int row_tile, int column_tile, int head, int page, Target const& target) {
   using namespace cute;
@@ -307,10 +309,10 @@ inline uint32_t shfl_xor(uint32_t value, int mask) {
 }
 inline bool any_in_warp(bool condition) {
   emu::watch::Unseen unseen;
-  float const* const said = emu::of_lanes(condition, "warp %ld at a vote");
-  return std::any_of(said, said + emu::kWarp, [](float one) { return one != 0; });
+  float const* const votes = emu::of_lanes(condition, "warp %ld at a vote");
+  return std::any_of(votes, votes + emu::kWarp, [](float one) { return one != 0; });
 }
-// The first eight hardware barriers are CUTLASS's own.
+// CUTLASS reserves the first eight hardware barriers for itself.
 inline void named_sync(int id, int threads) {
   emu::watch::Unseen unseen;
   machine.stir();
@@ -322,7 +324,7 @@ inline void named_arrive(int id, int threads) {
   machine.stir();
 }
 
-// Registers that one warpgroup returns become available to others.
+// Registers that a warpgroup releases become available to other warpgroups.
 template <int N>
 void reg_dealloc() {
   emu::watch::Unseen unseen;
@@ -343,7 +345,7 @@ void reg_alloc() {
 }
 
 struct MBar {
-  uint64_t state;  // a mark, and the index in the machine's list
+  uint64_t state;  // a mark, and the barrier's index in machine.counted
 
   void init(int arrivals) {
     emu::watch::Unseen unseen;
@@ -448,9 +450,9 @@ void store(T* shared, T value) {
   machine.write(self.stored, machine.current, offset, self.clock[machine.current], &value, sizeof(T));
 }
 
-// Each thread writes the row at its address, from the words of the four threads that hold the row.
+// Each thread writes the row at its address. Four threads hold the words of each row.
 inline void store_matrices(void* row, uint32_t const (&words)[4]) {
-  uint4 found;
+  uint4 row_words;
   {
     emu::watch::Unseen unseen;
     emu::Warp& warp = machine.warps[machine.current / emu::kWarp];
@@ -458,13 +460,13 @@ inline void store_matrices(void* row, uint32_t const (&words)[4]) {
     emu::expect_row_of_matrices(row);
     memcpy(warp.matrices[warp.turn & 1][lane], words, sizeof words);
     unsigned const turn = machine.meet(false, "warp %ld at a store of matrices", [] {});
-    auto const* const given = &warp.matrices[turn & 1][lane % 8 * 4];
-    found = {given[0][lane / 8], given[1][lane / 8], given[2][lane / 8], given[3][lane / 8]};
+    auto const* const holders = &warp.matrices[turn & 1][lane % 8 * 4];
+    row_words = {holders[0][lane / 8], holders[1][lane / 8], holders[2][lane / 8], holders[3][lane / 8]};
   }
-  store(static_cast<uint4*>(row), found);
+  store(static_cast<uint4*>(row), row_words);
 }
 
-// Each thread reads its words of rows whose addresses other threads give.
+// Each thread reads its words of four rows, whose addresses come from other threads.
 inline uint4 load_matrices(void const* row) {
   uint32_t const* rows[4];
   int const lane = machine.current % emu::kWarp;
@@ -485,7 +487,7 @@ Tensor make_tma(Tensor const& global, Layout const&) {
 }
 template <class Tensor>
 Tensor const* descriptor_of(Tensor const& tensor) {
-  return &tensor;  // it contains a shape, so not all its bytes are zero
+  return &tensor;  // the tensor contains a shape, so its bytes are not all zero
 }
 template <class Source, class Target>
 void tma_load(Source const& source, int row_tile, int column_tile, int head, int page, MBar& mbar, Target&& target) {
@@ -524,7 +526,7 @@ inline void bulk_load(void* shared, void const* global, int bytes, MBar& mbar) {
   emu::land(bar, number, bytes, fill);
 }
 
-// Products of one warp, computed when its last lane arrives with its share of operands and accumulators.
+// Computes products of one warp when its last lane arrives. Each lane brings its share of operands and accumulators.
 template <class T, int M, int N>
 void mma(float (&acc)[M][N][4], uint32_t const (&a)[M][4], uint32_t const (&b)[N][2]) {
   emu::watch::Unseen unseen;
@@ -536,7 +538,7 @@ void mma(float (&acc)[M][N][4], uint32_t const (&a)[M][4], uint32_t const (&b)[N
   });
 }
 
-// Both functions take `t`, the thread's index in its warpgroup, and only issue a product.
+// These two functions only issue a product. `t` is the thread's index in its warpgroup.
 template <class Mma, class SA, class SB, class Acc>
 void wgmma_ss(Mma, int t, SA const& a, SB const& b, Acc& acc, bool zero) {
   emu::watch::Unseen unseen;
@@ -563,7 +565,8 @@ void wgmma_rs(Mma, int t, RA& a, SB const& b, Acc& acc, bool zero = false) {
   std::vector<int> const& offsets = left.in_tile[t % emu::kWarp];
   for (size_t i = 0; i < offsets.size(); ++i) {
     product.left[offsets[i]] = float(a(int(i)));
-    // The hardware may read these registers until the wait for the product, so the code must not use them before that.
+    // The hardware may read these registers until the product has been waited for. NaN exposes code that uses them
+    // earlier.
     a(int(i)) = std::remove_reference_t<decltype(a(0))>(NAN);
   }
   if (product.lanes == 0)
@@ -578,10 +581,10 @@ void wgmma_wait(Acc&...) {
   emu::settle(N);
 }
 
-// The hardware's functions are approximate. Here they err by up to 2 units in the last place, by an amount that depends on
-// the argument, and flush subnormal arguments and results to 0.
+// The hardware's functions are approximate. These versions err by up to 2 units in the last place, by an amount that
+// depends on the argument. They flush subnormal arguments and results to 0.
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }
-inline float off(float exact, float argument) {
+inline float perturbed(float exact, float argument) {
   uint32_t word, mixed;
   memcpy(&word, &exact, sizeof word);
   memcpy(&mixed, &argument, sizeof mixed);
@@ -591,9 +594,9 @@ inline float off(float exact, float argument) {
   memcpy(&exact, &word, sizeof word);
   return flushed(exact);
 }
-inline float exp2(float x) { return off(std::exp2(flushed(x)), x); }
-inline float reciprocal(float x) { return off(1.f / flushed(x), x); }
-inline float log2(float x) { return off(std::log2(flushed(x)), x); }
+inline float exp2(float x) { return perturbed(std::exp2(flushed(x)), x); }
+inline float reciprocal(float x) { return perturbed(1.f / flushed(x), x); }
+inline float log2(float x) { return perturbed(std::log2(flushed(x)), x); }
 template <class T>
 uint32_t pack(float low, float high) {
   return uint32_t(T(low).storage) | uint32_t(T(high).storage) << 16;
@@ -603,15 +606,15 @@ inline uint32_t multiply(uint32_t a, uint32_t b) {
   return pack<bf16>(wide(a) * wide(b), wide(a >> 16) * wide(b >> 16));
 }
 inline uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t selector) {
-  uint64_t const both = uint64_t(b) << 32 | a;
+  uint64_t const bytes = uint64_t(b) << 32 | a;
   uint32_t word = 0;
   for (int i = 0; i < 4; ++i) {
-    uint32_t const digit = selector >> 4 * i & 15, byte = both >> 8 * (digit & 7) & 0xff;
+    uint32_t const digit = selector >> 4 * i & 15, byte = bytes >> 8 * (digit & 7) & 0xff;
     word |= (digit < 8 ? byte : byte < 0x80 ? 0 : 0xff) << 8 * i;
   }
   return word;
 }
-// Converts two e4m3 codes, the first in the low byte, to two float16.
+// Converts two e4m3 codes to two float16. The low byte has the first code.
 inline uint32_t half_pair(uint16_t codes) {
   uint32_t word = 0;
   for (int i = 0; i < 2; ++i) {
@@ -637,7 +640,7 @@ T load_result(T const* global) {
   return *global;
 }
 
-// Runs the whole grid before returning.
+// Runs the whole grid before it returns.
 template <class Body, class Params>
 int launch(int64_t grid, int shared_bytes, void*, Params const& params, bool dependent = false) {
   static_assert(Body::kThreads % emu::kWarp == 0 && Body::kThreads <= emu::kMostThreads);

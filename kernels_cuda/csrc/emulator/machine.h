@@ -1,15 +1,17 @@
-// Runs a block of threads on one CPU thread, for emulated.h: each emulated thread is a fiber that runs until it has to wait.
+// Runs the threads of a block on one CPU thread, for emulated.h. Each emulated thread is a fiber that runs until it has
+// to wait.
 //
-// The machine decides which thread runs next and when asynchronous operations happen, as the hardware does. There are three
-// modes. Eager: copies and products happen at once. Late: copies happen when no thread can run, and products when they are
-// waited for. Crossed: copies happen at once and products late, and a warpgroup runs only while none before it in the order
-// can, which exposes memory that is released too early. With seed 0, threads run in turn, and in crossed mode the last
-// warpgroup comes first. Any other seed gives a random order, the same in each run, and in crossed mode an order of the
-// warpgroups drawn for each block. If no thread can run and nothing is in flight, the machine reports a deadlock.
+// Like the hardware, the machine decides which thread runs next and when asynchronous operations happen. It has three
+// modes. In eager mode, copies and products happen at once. In late mode, copies happen when no thread can run, and
+// products when they are waited for. In crossed mode, copies happen at once and products late, and warpgroups have an
+// order: a warpgroup runs only while no earlier one can. This exposes memory that is released too early. With seed 0,
+// threads run in turn, and in crossed mode the last warpgroup is the first in the order. Any other seed selects a
+// reproducible random order of threads and, in crossed mode, of warpgroups. If no thread can run and nothing is in
+// flight, the machine reports a deadlock.
 //
-// Two mechanisms track which thread knows of which operation. Vector clocks tell whether a proxy fence covers a write. And
-// ThreadSanitizer, if it is compiled in, sees each fiber and each engine that copies or multiplies as a thread; for it, only
-// operations that order memory on the hardware are synchronisation (a shuffle is not).
+// Two mechanisms track which thread knows of which operation. Vector clocks tell whether a proxy fence covers a write.
+// ThreadSanitizer, if compiled in, treats each fiber and each copy or matrix engine as a thread. It is told of an
+// operation as synchronisation only if the operation orders memory on the hardware, which a shuffle does not.
 #pragma once
 #include <stdarg.h>
 #include <stdint.h>
@@ -43,13 +45,13 @@ void AnnotateIgnoreWritesEnd(char const* file, int line);
 
 namespace emu {
 
-// ThreadSanitizer, or nothing.
+// Calls of ThreadSanitizer. Without the sanitizer, these functions do nothing.
 namespace watch {
 #ifdef __SANITIZE_THREAD__
 inline void acquire(void* tag) { __tsan_acquire(tag); }
 inline void release(void* tag) { __tsan_release(tag); }
 inline void* self() { return __tsan_get_current_fiber(); }
-inline void become(void* who) { __tsan_switch_to_fiber(who, 1); }  // 1: the switch is no synchronisation
+inline void become(void* who) { __tsan_switch_to_fiber(who, 1); }  // 1: the switch does not synchronise
 inline void* create() { return __tsan_create_fiber(0); }
 inline void hide() { AnnotateIgnoreReadsBegin(__FILE__, __LINE__), AnnotateIgnoreWritesBegin(__FILE__, __LINE__); }
 inline void show() { AnnotateIgnoreReadsEnd(__FILE__, __LINE__), AnnotateIgnoreWritesEnd(__FILE__, __LINE__); }
@@ -65,12 +67,12 @@ inline void show() {}
 constexpr bool kOn = false;
 #endif
 
-// A scope whose memory accesses are the emulator's own, and are hidden from the sanitizer.
+// A scope whose memory accesses are the emulator's own. It hides them from the sanitizer.
 struct Unseen {
   Unseen() { hide(); }
   ~Unseen() { show(); }
 };
-// Accesses within an `Unseen` scope that count as the kernel's.
+// These functions make accesses within an `Unseen` scope that count as the kernel's.
 template <class T>
 void reads(T const* values, int const* offsets, int count) {
   if (!kOn) return;
@@ -85,13 +87,14 @@ inline void writes(unsigned char volatile* bytes, uint32_t size) {
   hide();
 }
 
-// The sanitizer's view of one thread of the block, for all blocks of a grid.
+// The sanitizer's fiber for one thread of a block. All blocks of a grid reuse it.
 struct Thread {
   void* who = create();
   bool hidden = false;
 };
 
-// An engine that works beside the threads. Its work is ordered after `begin` and before `end`, and by nothing else.
+// An engine that works concurrently with the threads. The sanitizer orders its work only after `begin` and before
+// `end`.
 struct Engine {
   void* who = nullptr;
   template <class Work>
@@ -110,25 +113,25 @@ struct Engine {
 constexpr int kMostThreads = 1024, kNobody = -1, kWarp = 32, kGroup = 128;
 constexpr size_t kStack = 256 << 10, kPage = 4096, kSwizzle = 1024;
 constexpr int kMostShared = 232448;  // bytes of shared memory per block on sm_90
-constexpr int kRegisters = 65536;    // per multiprocessor
-constexpr int kMostRegisters = 255;  // per thread
+constexpr int kRegisters = 65536;    // registers per multiprocessor
+constexpr int kMostRegisters = 255;  // registers per thread
 
 enum Mode { kEager = 0, kLate = 1, kCrossed = 2 };
 
-// A vector clock: how much is known of each thread's operations, and in the second half of its asynchronous copies. An
-// arrival of copies covers only copies; any other arrival covers both.
+// A vector clock. The first half has the last known epoch of each thread's operations, the second half that of its
+// asynchronous copies. An arrival of copies passes on only the latter; any other arrival passes on both.
 using Clock = std::array<uint32_t, 2 * kMostThreads>;
 
-// A write of the generic proxy that no proxy fence has covered yet.
+// A write by the generic proxy that no proxy fence has covered yet.
 struct Write {
   uint32_t offset, epoch, size;
   unsigned char bytes[16];
 };
 
-// Threads that wait for the same event.
+// The threads that wait for one event.
 using Line = std::vector<int>;
 
-// The clock that passes from threads that arrive at a barrier to those that it lets through, phase after phase.
+// The clock that a barrier passes on in each phase, from the arriving threads to the threads that it releases.
 struct Passage {
   Clock given{}, taken{};
   unsigned turn = 0;
@@ -145,19 +148,19 @@ struct CountedBarrier : Passage {  // an mbarrier
   int64_t bytes = 0;
   uint32_t made_at = 0;
   bool fenced = false;
-  char loads;  // a tag
+  char loads;  // tag for the sanitizer
 };
 
-// An asynchronous copy of a thread, or its arrival once those before it have landed.
+// An asynchronous copy of a thread, or an arrival at a barrier after the thread's earlier copies have landed.
 struct Copy {
   uint32_t offset, epoch;
-  void const* source;   // null: zeros
-  CountedBarrier* bar;  // null: not an arrival
+  void const* source;   // null: copy zeros
+  CountedBarrier* bar;  // null: this is a copy, not an arrival
 };
 
-// The event that a thread waits for, to report a deadlock.
+// The event that a thread waits for. Reports of deadlocks name it.
 struct Reason {
-  char const* what = nullptr;  // with two %ld
+  char const* what = nullptr;  // format with two %ld
   long first, second;
 };
 
@@ -168,48 +171,48 @@ struct Fiber {
   int registers;
   Reason waits_for;
   std::deque<Copy> copies;
-  std::vector<Write> stored, landed;  // each in the order of its epochs
-  char copied;                        // a tag
-  bool waited = false;                // for the previous grid
+  std::vector<Write> stored, landed;  // writes in the order of their epochs
+  char copied;                        // tag for the sanitizer
+  bool waited = false;                // whether it has waited for the previous grid
 };
 
-// A product of a warp, which is complete once each lane has added its share.
+// A product of a warp. It can be computed once each lane has added its share.
 struct Product {
   int lanes = 0;
   bool done = false;
   std::array<float*, kWarp> sums{};
   void const* operand = nullptr;
-  std::vector<float> left;  // the left operand, if it is in registers
+  std::vector<float> left;  // left operand, if it is in registers
   std::function<void(Product&)> multiply;
 };
 
-// A lane's share of synchronous products.
+// A lane's operands and accumulators of synchronous products.
 struct Fragment {
   uint32_t const *a, *b;
   float* acc;
 };
 
 struct Warp : Passage {
-  int count = 0;              // lanes that have arrived
-  char const* at = nullptr;  // the instruction at which
+  int count = 0;              // number of lanes that have arrived
+  char const* at = nullptr;  // instruction at which they have arrived
   float lanes[2][kWarp];
   Fragment fragments[kWarp];
   uint32_t matrices[2][kWarp][4];
   std::deque<Product> products;
-  uint64_t settled = 0;                   // completed products, which are no longer in the list
+  uint64_t settled = 0;                   // number of completed products, which have left the list
   std::array<uint64_t, kWarp> issued{};
-  char begun, ended;                      // tags
+  char begun, ended;                      // tags for the sanitizer
 };
 
 struct Machine {
   Mode mode = kEager;
   uint64_t seed = 0;
-  int64_t most_blocks = INT64_MAX;  // only this many of a grid's last blocks run, for tests of large offsets
+  int64_t most_blocks = INT64_MAX;  // number of last blocks of a grid that run, for tests of large offsets
   std::string report;
 
   int current = kNobody, threads = 0, block = 0, done = 0;
   bool failed = false;
-  unsigned char* shared = nullptr;  // the generic proxy's view; the async proxy's view is `apart` bytes after it
+  unsigned char* shared = nullptr;  // memory of the generic proxy; that of the async proxy begins `apart` bytes later
   size_t shared_bytes = 0, apart = 0;
   int free_registers = 0;
   Line for_registers;
@@ -217,7 +220,7 @@ struct Machine {
   std::vector<Warp> warps;
   std::array<NamedBarrier, 16> named;
   std::deque<CountedBarrier> counted;
-  std::deque<std::function<void()>> loads;  // by TMA, in flight
+  std::deque<std::function<void()>> loads;  // TMA loads in flight
   std::vector<int> copying;                 // threads with copies in flight
   std::vector<int> unfenced;                // threads with writes that no fence has covered
 
@@ -229,7 +232,7 @@ struct Machine {
   }
 
   std::deque<int> ready;
-  std::array<int, kMostThreads / kGroup> rank;  // of the warpgroups
+  std::array<int, kMostThreads / kGroup> rank;  // rank of each warpgroup; in crossed mode, the highest goes first
   ucontext_t caller;
   void* caller_seen = nullptr;
 
@@ -263,7 +266,7 @@ struct Machine {
   }
   bool copies_at_once() const { return mode != kLate; }
   bool products_at_once() const { return mode == kEager; }
-  // Lets another thread run now and then, at points where any order is allowed.
+  // Sometimes lets another thread run. It is called only where the hardware allows any order of threads.
   void stir() {
     if (mode != kCrossed && (seed == 0 || random(8) != 0)) return;
     ready.push_back(current);
@@ -334,7 +337,8 @@ struct Machine {
     while (named[id].turn == turn) wait(named[id].line, {"barrier %ld of %ld threads", id, count});
     take(named[id], turn);
   }
-  // Waits for all lanes of the warp to arrive at the same instruction, which `what` identifies. Returns the phase.
+  // Waits until all lanes of the warp have arrived at one instruction, which `what` identifies. Returns the number of
+  // the phase.
   template <class Last>
   unsigned meet(bool orders_memory, char const* what, Last last) {
     Warp& warp = warps[current / kWarp];
@@ -376,12 +380,12 @@ struct Machine {
     take(bar, parity);
   }
 
-  // -------------------------------------------------------------------------------------------------- both proxies
+  // -------------------------------------------------------------------------------------------------- both proxies' memory
   bool is_shared(void const* pointer, size_t size) const {
     auto const* const byte = static_cast<unsigned char const*>(pointer);
     return byte >= shared && byte + size <= shared + shared_bytes;
   }
-  // Writes for the generic proxy, and records the write until the async proxy sees it too.
+  // Writes to the generic proxy's memory, and records the write until the async proxy sees it too.
   void write(std::vector<Write>& list, int thread, uint32_t offset, uint32_t epoch, void const* bytes, uint32_t size) {
     Write record{offset, epoch, size, {}};
     memcpy(record.bytes, bytes, size);
@@ -389,7 +393,7 @@ struct Machine {
     list.push_back(record);
     memcpy(shared + offset, record.bytes, size);
     watch::writes(shared + offset, size);
-    watch::writes(shared + apart + offset, size);  // counts as a write of this thread now, not of the one that fences
+    watch::writes(shared + apart + offset, size);  // counts as a write by this thread now, not by the one that fences
   }
   void flush(std::vector<Write>& list, uint32_t known) {
     size_t covered = 0;
@@ -397,8 +401,7 @@ struct Machine {
       memcpy(shared + apart + list[covered].offset, list[covered].bytes, list[covered].size);
     list.erase(list.begin(), list.begin() + covered);
   }
-  // Whether a write that no fence has covered yet overlaps these bytes: it might land after what the async proxy writes there
-  // now.
+  // Whether a write that no fence has covered overlaps these bytes. It might land after one by the async proxy.
   bool is_unfenced(uint32_t offset, uint32_t size) const {
     auto const meets = [&](Write const& write) {
       return write.offset < offset + size && offset < write.offset + write.size;
@@ -431,7 +434,8 @@ struct Machine {
     if (copy.source != nullptr) memcpy(bytes, copy.source, sizeof bytes);
     write(fibers[thread].landed, thread, copy.offset, copy.epoch, copy.source ? bytes : kZeros, 16);
   }
-  // Lets one asynchronous operation happen: a load, or a thread's copies up to its next arrival. Returns whether there is one.
+  // Completes one operation that is in flight: a TMA load, or a thread's copies up to its next arrival. Returns false
+  // if none is in flight.
   bool land() {
     size_t const in_flight = loads.size() + copying.size();
     if (in_flight == 0) return false;
@@ -467,13 +471,14 @@ struct Machine {
   // -------------------------------------------------------------------------------------------------- a launch
   void (*body)(void const* params, void* shared) = nullptr;
   void const* params = nullptr;
-  bool dependent = false;  // the grid may begin before the previous grid has ended
-  char started, ended;  // tags
+  bool dependent = false;  // whether the grid may begin before the previous grid has ended
+  char started, ended;  // tags for the sanitizer
   unsigned char* stacks = nullptr;
   std::vector<unsigned char> memory;
   std::vector<watch::Thread> sanitized;
-  // The engines of each thread (copiers), warp (multipliers) and mbarrier (loaders). A thread's asker starts its copies: it
-  // knows what barriers told the thread, but not what the thread itself wrote, since copies are not ordered after that.
+  // Each thread has a copier, each warp a multiplier and each mbarrier a loader. A thread's asker passes on to the
+  // copier what the thread has learnt from barriers. It does not pass on the thread's own writes, because copies are
+  // not ordered after them.
   std::deque<watch::Engine> copiers, multipliers, loaders, askers;
   std::mutex busy;
 
@@ -481,9 +486,9 @@ struct Machine {
 
   void prepare(int count, size_t bytes) {
     if (stacks == nullptr) {
-      void* const found = mmap(nullptr, kMostThreads * kStack, PROT_READ | PROT_WRITE,
+      void* const mapping = mmap(nullptr, kMostThreads * kStack, PROT_READ | PROT_WRITE,
                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-      stacks = static_cast<unsigned char*>(found);
+      stacks = static_cast<unsigned char*>(mapping);
       for (int i = 0; i < kMostThreads; ++i) mprotect(stacks + i * kStack, kPage, PROT_NONE);
     }
     while (sanitized.size() < size_t(count)) sanitized.emplace_back();
@@ -497,7 +502,7 @@ struct Machine {
     auto const start = reinterpret_cast<uintptr_t>(memory.data());
     shared = memory.data() + (kSwizzle - start % kSwizzle) % kSwizzle;
   }
-  // Resets threads, memory and barriers to the state at the start of a block, where memory is full of NaN.
+  // Resets threads, memory and barriers to the state at the start of a block. All memory is then NaN.
   void reset() {
     memset(shared, 0xff, 2 * apart);
     fibers.clear();
@@ -553,7 +558,7 @@ struct Machine {
     watch::become(caller_seen);
     sanitized.clear();
   }
-  // Runs a grid, and returns whether every block came to its end.
+  // Runs a grid. Returns whether every block ran to its end.
   bool run(int64_t grid) {
     watch::Unseen unseen;
     caller_seen = watch::self();
@@ -575,7 +580,7 @@ struct Machine {
 
 inline Machine machine;
 
-// The whole run of a thread. It ends hidden from the sanitizer, since nothing resumes it.
+// Runs a thread from its start to its end. The thread then stays hidden from the sanitizer, because nothing resumes it.
 inline void Machine::enter() {
   watch::hide();
   watch::Thread& self = machine.sanitized[machine.current];
@@ -585,7 +590,7 @@ inline void Machine::enter() {
   watch::show();
   machine.body(machine.params, machine.shared);
   watch::hide();
-  // Otherwise this grid could end before the previous one, and let a later grid begin.
+  // Without this check, the grid could end before the previous one, and a later grid could begin.
   if (machine.dependent && !machine.fibers[machine.current].waited)
     machine.fault("expected every thread to wait for the grid before");
   watch::release(&machine.ended);

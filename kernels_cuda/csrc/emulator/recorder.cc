@@ -1,6 +1,6 @@
-// Replaces the CUDA runtime and driver on a machine without either. Launches and tensor maps that the kernels' host code
-// requests are passed to callbacks, and nothing runs. It is linked with nvcc's output for the kernels, so their PTX is in
-// the library.
+// Replaces the CUDA runtime and driver on a machine without them. The launches and tensor maps that the kernels' host
+// code requests go to callbacks, and nothing runs. The library is linked with nvcc's output for the kernels, so it
+// contains their PTX.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -12,10 +12,12 @@
 
 extern "C" {
 
-// Receives a launch: the kernel's name in the PTX, its arguments, and the numbers below. Returns a cudaError_t.
+// The callback for a launch. It receives the kernel's name in the PTX, its arguments, and an array of numbers with the
+// indices below (grid and block have three numbers each). It returns a cudaError_t.
 enum { RA_GRID = 0, RA_BLOCK = 3, RA_SHARED = 6, RA_DEPENDENT = 7, RA_LAUNCH_NUMBERS = 8 };
 typedef int (*RaLaunched)(char const* kernel, void** arguments, int64_t const* numbers);
-// Receives the arguments of cuTensorMapEncodeTiled; `codes` are type, interleaving, swizzle and filling. Returns a CUresult.
+// The callback for cuTensorMapEncodeTiled. It receives the arguments of that function. `codes` are the data type,
+// interleaving, swizzle and out-of-bounds fill. It returns a CUresult.
 typedef int (*RaEncoded)(void* map, void* address, uint32_t rank, uint64_t const* dims, uint64_t const* strides,
                          uint32_t const* box, uint32_t const* steps, int32_t const* codes);
 
@@ -24,8 +26,8 @@ static RaEncoded encoded;
 static void const* binary;
 
 static std::map<void const*, std::string>& kernels() {
-  static std::map<void const*, std::string> found;  // made on first use, which may be while libraries are loaded
-  return found;
+  static std::map<void const*, std::string> names;  // made on first use, possibly while libraries are loaded
+  return names;
 }
 
 RA_API void ra_listen(RaLaunched on_launch, RaEncoded on_encode) { launched = on_launch, encoded = on_encode; }
@@ -38,9 +40,9 @@ struct FatBinary {
   void const* data;
   void const* unused;
 };
-void** __cudaRegisterFatBinary(void* given) {
+void** __cudaRegisterFatBinary(void* wrapper) {
   static void* handle;
-  binary = static_cast<FatBinary*>(given)->data;
+  binary = static_cast<FatBinary*>(wrapper)->data;
   return &handle;
 }
 void __cudaRegisterFatBinaryEnd(void**) {}
@@ -48,10 +50,10 @@ void __cudaUnregisterFatBinary(void**) {}
 void __cudaRegisterFunction(void**, char const* function, char*, char const* name, int, void*, void*, void*, void*, int*) {
   kernels()[function] = name;
 }
-// Device variables; the kernels read none.
+// Registers a device variable. The kernels have none.
 void __cudaRegisterVar(void**, char*, char*, char const*, int, size_t, int, int) {}
-// Launches by <<< >>>. The kernels' host code has none, but nvcc's generated code refers to these functions, either those of
-// CUDA 12 or those of CUDA 13.
+// These functions serve launches by <<< >>>. The kernels' host code has no such launches, but nvcc's generated code
+// needs the symbols. CUDA 12 and CUDA 13 need different ones.
 cudaError_t __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { return cudaErrorNotSupported; }
 cudaError_t __cudaGetKernel(cudaKernel_t*, void const*) { return cudaErrorNotSupported; }
 cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) { return cudaErrorNotSupported; }
@@ -66,12 +68,12 @@ cudaError_t cudaLaunchKernelExC(cudaLaunchConfig_t const* config, void const* fu
     if (config->attrs[i].id != cudaLaunchAttributeProgrammaticStreamSerialization) return cudaErrorNotSupported;
     dependent = config->attrs[i].val.programmaticStreamSerializationAllowed;
   }
-  auto const found = kernels().find(function);
-  if (!launched || found == kernels().end()) return cudaErrorInvalidDeviceFunction;
+  auto const entry = kernels().find(function);
+  if (!launched || entry == kernels().end()) return cudaErrorInvalidDeviceFunction;
   dim3 const grid = config->gridDim, block = config->blockDim;
   int64_t const numbers[RA_LAUNCH_NUMBERS] = {
       grid.x, grid.y, grid.z, block.x, block.y, block.z, int64_t(config->dynamicSmemBytes), dependent};
-  return cudaError_t(launched(found->second.c_str(), arguments, numbers));
+  return cudaError_t(launched(entry->second.c_str(), arguments, numbers));
 }
 
 static CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address, cuuint64_t const* dims,
@@ -91,7 +93,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(char const* name, void** function, 
   return cudaSuccess;
 }
 
-// Functions that query a device or describe an error; they are called only where there is a GPU.
+// These functions query a device or describe an error. They are called only on a machine with a GPU.
 cudaError_t cudaDeviceGetAttribute(int*, cudaDeviceAttr, int) { return cudaErrorNoDevice; }
 cudaError_t cudaDriverGetVersion(int*) { return cudaErrorNoDevice; }
 cudaError_t cudaRuntimeGetVersion(int*) { return cudaErrorNoDevice; }

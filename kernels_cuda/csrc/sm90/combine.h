@@ -1,5 +1,5 @@
-// Merges the partial results of sequences that several parts computed, in the order of the parts, with one warp per query
-// row. Its launch overlaps with the end of the grid that computes the partial results.
+// Merges the partial results of sequences that several parts computed. One warp merges a query row, in the order of the
+// parts. This grid may start while the grid that computes the partial results is ending, and waits for that end.
 #pragma once
 #include "latent.h"
 
@@ -21,9 +21,10 @@ struct MergedRow {
   RA_DEV int64_t index_of(int slot) const {
     return (int64_t(slot) * plan.call.num_q_tokens + token) * plan.call.num_q_heads + head;
   }
-  // The factor that normalises the sum of weighted parts, given their largest lse `m_i` and the sum of weights `l_i`.
+  // The factor that normalises the weighted sum of a row's partial outputs, sink included. `m_i` is the largest lse of
+  // the partial results, and `l_i` is the sum of their weights.
   RA_DEV float factor(float m_i, float l_i) const {
-    if (m_i == -INFINITY) return 0.f;  // fully masked
+    if (m_i == -INFINITY) return 0.f;  // the row is fully masked
     return 1.f / (plan.call.sinks ? l_i + op::exp2(plan.call.sinks[head] * float(kLog2e) - m_i) : l_i);
   }
   RA_DEV void write_sums(float m_i, float l_i, float maximum) const {
@@ -68,10 +69,10 @@ struct Combine {
       if (lse == -INFINITY) continue;
       float const weight = op::exp2(lse - m_i);
       l_i += weight;
-      float4 const* const given = reinterpret_cast<float4 const*>(call.partial_out + index * kValue);
+      float4 const* const partial_row = reinterpret_cast<float4 const*>(call.partial_out + index * kValue);
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
-        float4 const part_out = op::load_result(given + lane + 32 * i);
+        float4 const part_out = op::load_result(partial_row + lane + 32 * i);
         acc[i].x += weight * part_out.x;
         acc[i].y += weight * part_out.y;
         acc[i].z += weight * part_out.z;

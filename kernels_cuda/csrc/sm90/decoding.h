@@ -1,5 +1,5 @@
-// Sparse attention over quantised rows: the producer decodes them to bfloat16, and all else is as in `Seesaw`. A derived
-// class has `fill<S, H>`, which fills half H of stage S by calling `decode`.
+// Sparse attention over quantised rows. The producer decodes rows to bfloat16, and everything else is as in `Seesaw`.
+// The derived class `Format` has `fill<S, H>`, which fills half H of stage S by calling `decode`.
 #pragma once
 #include "seesaw.h"
 
@@ -10,15 +10,15 @@ struct Decoding : SeesawBase<bf16, 512, true, kUnit> {
   using Smem = typename Body::Smem;
   static constexpr int kProducerRegisters = 80, kConsumerRegisters[2] = {208, 216};
 
-  // A thread's rows of a block.
+  // A thread's four rows of a block.
   struct Rows {
     Block block;
-    uint32_t scales[4];  // the offsets of their scales, in units
+    uint32_t scales[4];  // offsets of the rows' scales, in units
     bool extra;          // whether the block is in the second cache
   };
   RA_DEV static Rows find(Plan const& plan, Lists const& lists, Entries const& entries, int index, int t) {
     bool const extra = Base::is_extra(lists, index);
-    Rows found = {Base::locate(plan, lists, entries, index, t), {}, extra};
+    Rows rows = {Base::locate(plan, lists, entries, index, t), {}, extra};
     Keys const &keys = plan.keys, &more = plan.extra;
     uint32_t const begin = extra ? more.scales : keys.scales, step = extra ? more.scale_slot : keys.scale_slot;
     uint32_t const gap = extra ? more.scale_gap : keys.scale_gap;
@@ -27,13 +27,13 @@ struct Decoding : SeesawBase<bf16, 512, true, kUnit> {
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
       uint32_t const slot = uint32_t(entries.of[i]);
-      found.scales[i] = begin + slot * step + divide(slot, by) * gap;
+      rows.scales[i] = begin + slot * step + divide(slot, by) * gap;
     }
-    return found;
+    return rows;
   }
 
-  // Fills half H of stage S: `load` loads a thread's share of its rows, `store` decodes it to shared memory. The loads are in
-  // flight while this thread waits for the half's reader.
+  // Fills half H of stage S. `load` loads this thread's share of the rows, and `store` decodes it to shared memory. The
+  // loads are in flight while the thread waits until the half's last reader has released it.
   template <int S, int H, class Share, class Load, class Store>
   RA_DEV static void decode(Rows const& rows, int turn, Smem& s, Load load, Store store) {
     Share share = {};
@@ -52,18 +52,18 @@ struct Decoding : SeesawBase<bf16, 512, true, kUnit> {
     Body::produce(plan, s, [&](Segment const& segment, int t) {
       Lists const lists = Base::lists_of(plan, segment, 0);
       int const last = segment.end - 1;
-      // List entries are loaded one fill before they are needed, and no sooner, because registers are scarce.
-      auto const ask = [&](int index) { return Base::look_up(plan, lists, index < last ? index : last, t); };
-      Entries next = ask(segment.begin);
+      // List entries are loaded only one fill before they are needed, because registers are scarce.
+      auto const load_entries = [&](int index) { return Base::look_up(plan, lists, index < last ? index : last, t); };
+      Entries next = load_entries(segment.begin);
       for (int index = segment.begin; index <= last; index += 2) {
         bool const two = index < last;
         Rows const first = find(plan, lists, next, index, t);
-        next = ask(index + 1);
+        next = load_entries(index + 1);
         Format::template fill<0, 0>(plan, first, turns[0], s);
         Rows const second = find(plan, lists, next, index + two, t);
         if (two) Format::template fill<1, 1>(plan, second, turns[1], s);
         Format::template fill<0, 1>(plan, first, turns[0]++, s);
-        next = ask(index + 2);
+        next = load_entries(index + 2);
         if (two) Format::template fill<1, 0>(plan, second, turns[1]++, s);
       }
     });

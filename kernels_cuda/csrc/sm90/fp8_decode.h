@@ -1,54 +1,60 @@
-// Sparse attention over an `fp8_v32` cache: rows of 512 e4m3 codes, four float32 scales and 64 bfloat16 rotary columns.
+// Sparse attention over an `fp8_v32` cache. A row has 512 e4m3 codes, four float32 scales and 64 bfloat16 rotary
+// columns.
 //
-// A code is converted exactly to a float16 operand, and never multiplied by its scale. The scale of a group of 128 columns is
-// folded into the group's share of the logits and into the weights of its values. To keep these weights near 1, they are
-// relative to `level`, a running maximum of the logit plus the exponent of the key's largest scale, which is raised only
-// when it falls too far behind. Queries are float16 as well, each row divided by a power of two. The 64 rotary columns stay
-// bfloat16.
+// A code is converted exactly to a float16 operand and is never multiplied by its scale. Instead, the scale of a group
+// of 128 columns multiplies the group's part of the logits and the weights of the group's values. To keep the scaled
+// weights near 1, they are relative to 2^`level`. The level follows the running maximum of (logit + exponent of the
+// key's largest scale), and is raised only if it lags by more than kLag. Queries are float16 as well, after each row
+// is divided by a power of two. The 64 rotary columns stay bfloat16.
 //
-// A producer warpgroup decodes rows into two stages. Warpgroup 0 (`SoftmaxConsumer`) computes logits and weights, and holds
-// the left half of the output. Warpgroup 1 (`ValuesConsumer`) holds the right half. Both multiply the same weights, which
-// warpgroup 0 stores over the block's rotary columns in slab 8 once their logits are computed. While warpgroup 0 computes
-// exponentials, the tensor cores compute warpgroup 1's product for the previous block.
+// A producer warpgroup decodes rows into two stages. Warpgroup 0 (`SoftmaxConsumer`) computes logits and weights, and
+// holds the left half of the output. Warpgroup 1 (`ValuesConsumer`) holds the right half. Both multiply the same
+// weights. After a block's logits are computed, warpgroup 0 stores the weights over the block's rotary columns in slab
+// 8. While warpgroup 0 computes exponentials, the tensor cores compute warpgroup 1's product for the previous block.
 //
-//   barrier       who arrives                                count  a phase is    protects
-//   q_full        each producer thread; one for the segment  129    a segment     q, unit, nan, segments[turn % 2]
-//   q_empty       a thread of each consumer warp             8      a segment     q, unit, nan
-//   full[S][0]    each producer thread                       128    a use of S    left half of stage S, scales
-//   full[S][1]    each producer thread, and its copies       256    a use of S    right half of stage S, slab 8
-//   empty[S][H]   a thread of each warp of warpgroup H       4      a use of S    half H of stage S; both: slab 8, scales
-//   kWeights + S  warpgroup 0; 1 waits                       256    a use of S    weights in slab 8, factor[S]
-//   kSums         both warpgroups, which wait                256    a segment     sums, reference, scale
-//   kRestRead     warpgroup 0, which waits                   128    a block       slab 8 until weights overwrite it; level
+// The consumers wait for q_full and full, and the producer waits for q_empty and empty. `turn` counts segments.
+//
+//   barrier       who arrives                             count  one phase per   protects
+//   q_full        each producer thread; thread 0 twice    129    segment         q, unit, nan, segments[turn % 2]
+//   q_empty       one thread of each consumer warp        8      segment         q, unit, nan
+//   full[S][0]    each producer thread                    128    use of stage S  left half of stage S, scales
+//   full[S][1]    each producer thread, and its copies    256    use of stage S  right half of stage S, slab 8
+//   empty[S][H]   one thread of each warp of warpgroup H  4      use of stage S  half H of stage S; both barriers
+//                                                                                together: slab 8, scales
+//   kWeights + S  warpgroup 0 arrives, warpgroup 1 waits  256    use of stage S  weights in slab 8, factor[S]
+//   kSums         both warpgroups arrive and wait         256    segment         sums, reference, scale
+//   kRestRead     warpgroup 0 arrives and waits           128    block           slab 8 before weights overwrite it;
+//                                                                                `level`
 #pragma once
 #include "latent.h"
 
 struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
   using Base = LatentBase<f16, bf16, true, 16, 1>;
   static constexpr int kColumns = 576, kGroups = 4;
-  static constexpr float kSmallestRatio = 8.67361737988403547e-19f;  // 2^-60, in place of a scale of 0 in logits
-  // The weights in a row's sum are 2^20 times those of the values, and do not include the key's exponent, -60 to 122. So the
-  // largest lies between 2^-102 and 2^86; then neither the weights that count beside it nor the sum of 2^28 weights leave
-  // the range of float32. A larger headroom would cost precision: the larger an exponent is, the coarser the rounding of
-  // its sum with a logit. With usual scales, whose exponents are -7 to -11, it stays below 32.
+  static constexpr float kSmallestRatio = 8.67361737988403547e-19f;  // 2^-60; replaces smaller ratios in logits
+  // A row's `sum` adds weights 2^20 times as large as those of the values, and without the exponent of the key's scales
+  // (-60 to 122). So the largest weight in it lies between 2^-102 and 2^86. Then float32 can represent both the smaller
+  // weights that still count and the sum of 2^28 weights. A larger headroom would cost precision: the argument of
+  // exp2, which includes the headroom, is rounded more coarsely the larger it is. With usual scales, whose exponents
+  // are -7 to -11, the argument stays below 32.
   static constexpr int kHeadroom = 20;
 
-  // Named barriers: the weights of a block are stored, one for each stage; the rows' sums are; and, within warpgroup 0, slab
-  // 8 is no longer read.
+  // Named barriers. kWeights + S: the weights of the block in stage S are stored. kSums: the rows' sums are stored.
+  // kRestRead, within warpgroup 0: slab 8 is no longer read.
   enum { kWeights, kSums = 2, kRestRead };
 
   struct alignas(1024) Smem {
-    f16 q[9][kSlab];                  // slab 8: bfloat16
-    f16 keys[2][9][kSlab];            // slab 8: the rotary columns in bfloat16, then the block's weights
-    float ratio[2][kGroups][64];      // a group's scale divided by 2^exponent
-    float step[2][kGroups - 1][64];   // the factors of the logits after groups 0 to 2
-    float2 last[2][64];               // the factor after group 3, and an addend: 0, or -inf if the key does not exist
-    float exponent[2][64], power[2][64];  // power: 2^(exponent - kHeadroom); -inf and 0 if the key does not exist
-    float unit[64], nan[64];          // per row: the factor of its logits; an addend of its sum, 0 or NaN
-    float factor[2][64];              // rescales the output of the previous blocks
+    f16 q[9][kSlab];                  // slab 8 holds bfloat16
+    f16 keys[2][9][kSlab];            // slab 8 holds rotary columns in bfloat16, then the block's weights
+    float ratio[2][kGroups][64];      // scale of each group divided by 2^exponent
+    float step[2][kGroups - 1][64];   // factors of the accumulators after groups 0 to 2
+    float2 last[2][64];               // factor of the accumulator after group 3; addend, 0 or for a missing key -inf
+    float exponent[2][64], power[2][64];  // the key's exponent, or -inf; 2^(exponent - kHeadroom), or 0
+    float unit[64], nan[64];          // factor of a row's logits; addend of its sum, 0 or NaN
+    float factor[2][64];              // factor by which the output of earlier blocks is rescaled
     float reference[2][64], scale[2][64], sums[2][64];
-    float level[64];                  // the exponent to which a row's output is relative
-    float2 most[128];                 // of each thread of warpgroup 0, the largest logits of its two rows
+    float level[64];                  // exponent that a row's output is relative to
+    float2 most[128];                 // largest logits of the two rows of each thread in warpgroup 0
     Segment segments[2];              // the producer's segment, and the one that consumers may still be finishing
     op::MBar q_full, q_empty, full[2][2], empty[2][2];
   };
@@ -59,7 +65,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
 
   // ---- producer
 
-  // A thread's share of half H of a block: for each of its rows, 16 codes of both groups.
+  // A thread's share of half H of a block: 16 codes of each of the half's two groups, for each of its four rows.
   struct Codes {
     uint4 of[4][2];
   };
@@ -69,8 +75,8 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     CUTE_UNROLL
     for (int j = 0; j < 2; ++j) codes.of[i][j] = op::load16<kAgain>(row + j * 128, block.at[i] != kUnseen);
   }
-  // Each of a row's first four threads handles the scales of one of its own four rows. The row is selected before the load,
-  // so that one load is enough.
+  // Eight threads share four rows. Each of the first four of them handles the scales of one row. It selects the row
+  // before the load, so that one load is enough.
   struct Scales {
     uint4 of;
     bool seen;
@@ -82,7 +88,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     return {op::load16<kAgain>(row_at(plan.keys.cache, at) + 512, chunk < 4 && at != kUnseen), at != kUnseen};
   }
 
-  // Stores 16 codes of a row as 32 bytes of float16. The order of the two stores spreads a row's eight threads over banks.
+  // Stores 16 codes of a row as 32 bytes of float16. The stores' order spreads a row's eight threads over the banks.
   RA_DEV static void decode(uint4 const& codes, f16* slab, int row, int chunk_pair, bool high_first) {
     uint32_t const words[4] = {high_first ? codes.z : codes.x, high_first ? codes.w : codes.y,
                                high_first ? codes.x : codes.z, high_first ? codes.y : codes.w};
@@ -96,9 +102,9 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     }
   }
 
-  // Logits are accumulated group by group, even groups in one accumulator and odd ones in another. Following Horner's scheme,
-  // an accumulator is multiplied after each group by the quotient of that group's ratio and the next one's, while the other
-  // accumulator grows. After its last group it is multiplied by that group's ratio and by the power of two.
+  // Stores a key's scales as factors. Logits are accumulated group by group, even groups in one accumulator and odd
+  // groups in another. By Horner's scheme, after group i an accumulator is multiplied by ratio[i] / ratio[i + 2], while
+  // products go to the other accumulator. After its last group, it is multiplied by that group's ratio and 2^exponent.
   RA_DEV static void store_scales(Scales const& scales, int stage, int row, Smem& s) {
     bool const seen = scales.seen;
     float ratio[kGroups] = {float_of(scales.of.x), float_of(scales.of.y), float_of(scales.of.z), float_of(scales.of.w)};
@@ -121,7 +127,8 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     s.last[stage][row] = {divisor[3] * power_of_two(exponent), seen ? 0.f : -INFINITY};
   }
 
-  // Fills the parts of a stage that belong to neither half, once both are free: scales, and rotary columns unchanged.
+  // Fills the regions of a stage that belong to neither half, once both halves are free: the scales, and the rotary
+  // columns, which are copied unchanged.
   RA_DEV static void begin(Plan const& plan, Block const& block, Scales const& scales, int turn, Smem& s, int t) {
     int const stage = turn & 1, row = t / 8, chunk = t % 8;
     for (int half = 0; half < 2; ++half) s.empty[stage][half].wait((turn >> 1 & 1) ^ 1);
@@ -132,7 +139,8 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     op::arrive_after_copies(s.full[stage][1]);
     if (chunk < 4) store_scales(scales, stage, row + 16 * chunk, s);
   }
-  // Decodes half H. Once row i is decoded and its registers are free, `load(i)` loads codes that are decoded six rows later.
+  // Decodes half H. After row i is decoded, its registers are free, and `load(i)` loads codes that are decoded six rows
+  // later.
   template <int H, class Load>
   RA_DEV static void fill(Codes const& codes, int turn, Smem& s, Load load) {
     int const t = op::fresh_tid() % 128;
@@ -148,16 +156,17 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     s.full[stage][H].arrive();
   }
 
-  // Stores a row of queries as float16, divided by a power of two that brings its largest element below 2^9; the rotary
-  // columns, divided by the same power, as bfloat16. The row takes the sign of the scale, so that the largest product is the
-  // largest logit. A row that is not finite is stored as zeros, so that its products with missing keys are not NaN.
+  // Stores a row of queries as float16, divided by a power of two that brings its largest element below 2^9. The rotary
+  // columns are divided by the same power and stored as bfloat16. The row takes the sign of the logits' scale, so that
+  // the largest product is the largest logit. A row with an element that is not finite is stored as zeros. Otherwise
+  // its products with missing keys would be NaN.
   RA_DEV static void fill_query(char const* at, bool valid, int row, int chunk, float scale, Smem& s) {
     uint32_t largest[2] = {0, 0};
-    uint4 given[8];
+    uint4 loaded[8];
     CUTE_UNROLL
-    for (int slab = 8; slab >= 0; --slab) {  // slab 8 is loaded a second time below
+    for (int slab = 8; slab >= 0; --slab) {  // slab 8 is loaded again below
       uint4 const words = op::load16<kOnce>(at + (slab * 64 + chunk * 8) * 2, valid);
-      if (slab < 8) given[slab] = words;
+      if (slab < 8) loaded[slab] = words;
       raise_magnitude(largest[slab == 8], words);
     }
     CUTE_UNROLL
@@ -167,14 +176,15 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     int const exponent = unit_exponent(largest[0] << 16, largest[1] << 16);
     bool const finite = larger(largest[0], largest[1]) < 0x7f80;
     if (chunk == 0) {
-      // The unit must be a normal number, since -inf times 0 is NaN. If all logits are 0, any unit will do.
+      // The unit must be a normal number, because -inf times 0 is NaN. If the scale is 0, all logits are 0 and any unit
+      // will do.
       s.unit[row] = scale == 0.f ? 1.f : fmaxf(power_of_two(exponent) * fabsf(scale), power_of_two(-126));
       s.nan[row] = finite ? 0.f : NAN;
     }
     float const factor = power_of_two(-exponent) * (scale == 0.f ? 0.f : scale < 0.f ? -1.f : 1.f);
     CUTE_UNROLL
     for (int slab = 0; slab < 9; ++slab) {
-      uint4 const words = slab < 8 ? given[slab] : op::load16<kOnce>(at + 1024 + chunk * 16, valid);
+      uint4 const words = slab < 8 ? loaded[slab] : op::load16<kOnce>(at + 1024 + chunk * 16, valid);
       uint32_t divided[4] = {words.x, words.y, words.z, words.w};
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
@@ -186,19 +196,19 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     }
   }
   RA_HD static uint32_t larger(uint32_t a, uint32_t b) { return a < b ? b : a; }
-  // Raises `largest` to the largest magnitude of eight bfloat16, whose bits without the sign compare like integers.
+  // Raises `largest` to the largest magnitude of eight bfloat16. Without the sign, their bits compare like integers.
   RA_HD static void raise_magnitude(uint32_t& largest, uint4 const& words) {
     for (uint32_t word : {words.x, words.y, words.z, words.w})
       largest = larger(largest, larger(word & 0x7fff, word >> 16 & 0x7fff));
   }
-  // The low and the high bfloat16 of a word.
+  // These functions return the low and the high bfloat16 of a word as float32.
   RA_HD static float low_of(uint32_t word) { return float_of(word << 16); }
   RA_HD static float high_of(uint32_t word) { return float_of(word & 0xffff0000u); }
 
   static constexpr int kSoftmaxRegisters = 224, kValuesRegisters = 168, kProducerRegisters = 112;
   RA_DEV static void produce(Plan const& plan, Smem& s) {
     op::reg_dealloc<kProducerRegisters>();
-    // The thread's number is read again at each use, so that it takes no register beside the many codes.
+    // The thread's index is read anew at each use, so that it takes no register beside the many codes.
     auto const t = [] { return op::fresh_tid() % 128; };
     int turn = 0, segment_turn = 0, seq = 0;
     for (bool more = true; more; ++segment_turn) {
@@ -215,11 +225,11 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       if (segment.begin >= segment.end) continue;
       Lists const lists = lists_of(plan, segment, 0);
       int const last = segment.end - 1;
-      // A block's rows are loaded in eight steps, four left halves and four right ones, each six steps before it is decoded.
-      // List entries are loaded a block before that.
-      auto const ahead = [&](int index) { return look_up(plan, lists, index < last ? index : last, t()); };
-      Block block = locate(plan, lists, ahead(segment.begin), segment.begin, t());
-      Entries entries = ahead(segment.begin + 1);
+      // A block's rows are loaded in eight steps, four left halves and then four right halves. Each step's loads are
+      // issued six steps before its codes are decoded. List entries are loaded one block before that.
+      auto const load_entries = [&](int index) { return look_up(plan, lists, index < last ? index : last, t()); };
+      Block block = locate(plan, lists, load_entries(segment.begin), segment.begin, t());
+      Entries entries = load_entries(segment.begin + 1);
       Codes left, right;
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) load<0>(plan, block, i, left);
@@ -228,7 +238,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       Scales scales = load_scales(plan, block, t() % 8);
       for (int index = segment.begin; index <= last; ++index, ++turn) {
         Block const next = locate(plan, lists, entries, index + 1, t());
-        entries = ahead(index + 2);
+        entries = load_entries(index + 2);
         begin(plan, block, scales, turn, s, t());
         scales = load_scales(plan, next, t() % 8);
         fill<0>(left, turn, s, [&](int i) {
@@ -247,7 +257,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     Job const job = Base::job(plan);
     CUTE_NO_UNROLL
     for (int first = 0; first < 64; first += 16) {
-      int const t = op::fresh_tid() % 128, inside = first + t / 8, row = job.tile * 64 + inside;  // as in `fill`
+      int const t = op::fresh_tid() % 128, inside = first + t / 8, row = job.tile * 64 + inside;
       fill_query(query_at(plan, job, seq, row < plan.rows ? row : 0), row < plan.rows, inside, t % 8, plan.scale, s);
     }
   }
@@ -255,13 +265,14 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
 
   struct Consumer : Base::Consumer {
     Smem& s;
-    uint32_t phases = 0;  // bit 0: the stage; bit 1: the phase of its barriers; bit 2: that of the queries' barriers
+    uint32_t phases = 0;  // bit 0: stage; bit 1: parity of its barriers; bit 2: parity of the queries' barriers
 
     RA_DEV Consumer(Smem& s, Plan const& plan) : Base::Consumer(plan), s(s) {}
 
-    // tOrO += the weights x half W of the stage's values, 16 keys at a time, for each of the two groups of columns with its own
-    // scales. `weigh(keys).of(r + 2 * j)` has the weights of row r and keys 8 j + 2 pair and the next one. Registers are scarce,
-    // so only one earlier product is in flight while the operands of the next two are computed.
+    // Computes tOrO += weights x half W of the stage's values, 16 keys at a time. Each of the half's two groups of
+    // columns has its own scales and therefore its own product. `weigh(keys).of(r + 2 * j)` has row r's weights of keys
+    // 8 j + 2 pair and 8 j + 2 pair + 1. Registers are scarce, so only one earlier product is in flight while the
+    // operands of the next two are computed.
     template <int W, class Weigh>
     RA_DEV void add_values(int stage, int pair, Weigh weigh) {
       CUTE_UNROLL
@@ -291,7 +302,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       op::wgmma_rs(MmaValuesR<128>{}, thread(), tOrP, values, columns);
     }
     RA_DEV void next_block() { phases = (phases & 4) | ((phases + 1) & 3); }
-    // Waits for the next segment, and returns whether there is one.
+    // Waits for the next segment. Returns whether there is one.
     RA_DEV bool begin() {
       s.q_full.wait(phases >> 2);
       cute::clear(tOrO);
@@ -301,13 +312,13 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
   };
 
   struct SoftmaxConsumer : Consumer {
-    // With two accumulators in use no register is left. So `level` and `most`, which a thread keeps from block to block, are in
-    // shared memory, and the thread's number is read again at each use.
-    RA_DEV static int mine() { return op::fresh_tid() % 128; }
+    // Two accumulators leave no register free. So `level` and `most`, which a thread keeps from block to block, are in
+    // shared memory, and the thread's index is read anew at each use.
+    RA_DEV static int fresh_thread() { return op::fresh_tid() % 128; }
     Logits tSrS;
     RA_DEV SoftmaxConsumer(Smem& s, Plan const& plan) : Consumer(s, plan) {}
 
-    // Weights in the registers where they were computed: wgmma's accumulators have the layout of its left operand.
+    // Weights in the registers in which they were computed: wgmma's accumulator and left operand have the same layout.
     struct OwnWeights {
       Logits const& tSrS;
       int first;
@@ -331,15 +342,15 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
           for (int r = 0; r < 2; ++r) logits(at(c, r, j)) *= factor;
         }
     }
-    // tSrS = q . keys divided by `unit`. Even groups and the rotary columns grow in one accumulator, odd groups in another: one
-    // accumulator is multiplied by its step while a product for the other one is in flight.
+    // Computes tSrS, the logits divided by `unit`. Even groups and rotary columns go to one accumulator, odd groups to
+    // another. One accumulator is multiplied by its step while a product for the other one is in flight.
     RA_DEV void logits(int stage) {
       Logits odd;
       s.full[stage][0].wait(phases >> 1 & 1);
       add_group<f16, 0>(stage, tSrS);
       add_group<f16, 1>(stage, odd);
       s.full[stage][1].wait(phases >> 1 & 1);
-      op::fence_async_shared();  // slab 8 was copied by ordinary writes
+      op::fence_async_shared();  // cp.async wrote slab 8 through the generic proxy
       op::wgmma_wait<1>(tSrS);
       take_step(s.step[stage][0], tSrS);
       add_group<f16, 2>(stage, tSrS);
@@ -364,8 +375,8 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       for (int i = 0; i < cute::size(tSrS); ++i) tSrS(i) += odd(i);
     }
 
-    // Raises the level to `reached` only if that is more than kLag higher. Until then weights grow up to 2^kLag, and nothing has
-    // to be rescaled. Computes the factor that rescales sums and output, and returns whether the level moved.
+    // Raises the level to `reached` only if that is more than kLag higher. Until then weights grow up to 2^kLag, and
+    // nothing has to be rescaled. Sets the factor that rescales sums and output, and returns whether the level rose.
     static constexpr float kLag = 6.f;
     RA_DEV static bool raise_level(float& level, float reached, float& factor) {
       bool const moves = reached > level + kLag;
@@ -373,7 +384,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       level = moves ? reached : level;
       return moves;
     }
-    // The maximum of each row's logits plus the exponents of their keys.
+    // Computes, for each row, the maximum over the keys of (logit + exponent of the key's largest scale).
     RA_DEV void reach(int stage, int pair, float const (&unit)[2], float (&reached)[2]) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) reached[r] = -INFINITY;
@@ -387,17 +398,17 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
         }
       raise_in_row(reached);
       if (__builtin_expect(plan.call.max_logits != nullptr, false)) {
-        float2 most = s.most[mine()];
+        float2 most = s.most[fresh_thread()];
         CUTE_UNROLL
         for (int i = 0; i < cute::size(tSrS); ++i) {
           float& largest = i / 2 % 2 ? most.y : most.x;
           largest = fmaxf(largest, tSrS(i));
         }
-        s.most[mine()] = most;
+        s.most[fresh_thread()] = most;
       }
     }
 
-    // Turns the logits into weights relative to `level`. The rows sum the weights without the keys' exponents.
+    // Turns the logits into weights relative to 2^`level`. Each row's `sum` adds them without the keys' exponents.
     RA_DEV void weigh(int stage, int pair, float const (&unit)[2], float const (&level)[2]) {
       float const least[2] = {kHeadroom - finite(level[0]), kHeadroom - finite(level[1])};
       CUTE_UNROLL
@@ -418,7 +429,8 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       auto words = cute::make_tensor<uint32_t>(cute::Layout<cute::_16>{});
       CUTE_UNROLL
       for (int i = 0; i < 16; ++i) words(i) = op::pack<f16>(tSrS(2 * i), tSrS(2 * i + 1));
-      // Other warps may still read slab 8, which the weights overwrite, and other threads of a row may read its level.
+      // Other warps may still read slab 8, which the weights overwrite. Other threads of a row may still read its
+      // level.
       op::named_sync(kRestRead, 128);
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
@@ -426,7 +438,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
         s.factor[stage][row0 + 8 * r] = factor[r];
         s.level[row0 + 8 * r] = level[r];
       }
-      store_weights(s.keys[stage][8], mine(), words);
+      store_weights(s.keys[stage][8], fresh_thread(), words);
       op::named_arrive(kWeights + stage, 256);
     }
 
@@ -434,7 +446,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       int const stage = phases & 1;
       float reached[2], factor[2];
       logits(stage);
-      int const t = mine(), row0 = t / 32 * 16 + t % 32 / 4, pair = t % 4;
+      int const t = fresh_thread(), row0 = t / 32 * 16 + t % 32 / 4, pair = t % 4;
       float const unit[2] = {s.unit[row0], s.unit[row0 + 8]};
       float level[2] = {s.level[row0], s.level[row0 + 8]};
       reach(stage, pair, unit, reached);
@@ -456,30 +468,30 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     RA_DEV void run() {
       op::reg_alloc<kSoftmaxRegisters>();
       for (; begin(); phases ^= 4) {
-        s.most[mine()] = {-INFINITY, -INFINITY};
+        s.most[fresh_thread()] = {-INFINITY, -INFINITY};
         sum[0] = sum[1] = 0.f;
         op::syncwarp();  // all threads have read the previous segment's levels
-        if (mine() % 32 < 16) s.level[mine() / 32 * 16 + mine() % 16] = -INFINITY;
+        if (fresh_thread() % 32 < 16) s.level[fresh_thread() / 32 * 16 + fresh_thread() % 16] = -INFINITY;
         op::syncwarp();
         for (int blocks = segment().end - segment().begin; blocks > 0; --blocks) attend();
         finish_segment();
       }
     }
-    // Scales each row's sum to between 1 and 2 and adjusts its reference, so that a sink may be far from the logits.
+    // Scales each row's sum to a value from 1 to 2 and adjusts its reference, so that a sink may be far from the logits.
     RA_DEV void finish_segment() {
       op::syncwarp();
-      int const t = mine(), row0 = t / 32 * 16 + t % 32 / 4, pair = t % 4;
+      int const t = fresh_thread(), row0 = t / 32 * 16 + t % 32 / 4, pair = t % 4;
       float scale[2], level[2] = {s.level[row0], s.level[row0 + 8]};
-      highest[0] = s.most[mine()].x, highest[1] = s.most[mine()].y;
+      highest[0] = s.most[fresh_thread()].x, highest[1] = s.most[fresh_thread()].y;
       add_in_row();
       raise_in_row(highest);
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        if (highest[r] != -INFINITY) highest[r] *= s.unit[row0 + 8 * r];  // without keys no unit was stored
+        if (highest[r] != -INFINITY) highest[r] *= s.unit[row0 + 8 * r];  // without keys, no unit was stored
         if (sum[r] > 0.f) sum[r] += s.nan[row0 + 8 * r];
         int const exponent = exponent_of(sum[r]);
         sum[r] *= power_of_two(-exponent);
-        reference[r] = level[r] - kHeadroom + exponent;  // the first difference rounded as `weigh` rounds it
+        reference[r] = level[r] - kHeadroom + exponent;  // rounds the first difference as `weigh` does
         scale[r] = power_of_two(kHeadroom) * power_of_two(-exponent);
         if (pair) continue;
         s.sums[phases >> 2][row0 + 8 * r] = sum[r];
@@ -495,7 +507,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
   struct ValuesConsumer : Consumer {
     RA_DEV ValuesConsumer(Smem& s, Plan const& plan) : Consumer(s, plan) {}
 
-    // Weights that warpgroup 0 has stored to shared memory.
+    // Weights that warpgroup 0 has stored in shared memory.
     struct SharedWeights {
       uint4 words;
       RA_DEV float2 of(int i) const {
@@ -510,7 +522,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       s.full[stage][1].wait(phases >> 1 & 1);
       float const factor[2] = {s.factor[stage][row0], s.factor[stage][row0 + 8]};
       if (op::any_in_warp(factor[0] != 1.f || factor[1] != 1.f)) rescale(factor);
-      int const t = op::fresh_tid() % 128;  // fresh: offsets are recomputed
+      int const t = op::fresh_tid() % 128;  // fresh_tid: recomputed offsets take no registers
       add_values<1>(stage, t % 4, [&](int keys) { return SharedWeights{load_weights(s.keys[stage][8], t, 2 * keys)}; });
       op::wgmma_wait<0>(tOrO);
       release(s.empty[stage][1]);
@@ -542,7 +554,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       s.q_empty.init(8);
       for (int stage = 0; stage < 2; ++stage)
         for (int half = 0; half < 2; ++half) {
-          s.full[stage][half].init(half ? 256 : 128);  // the copies of slab 8 arrive with the right half
+          s.full[stage][half].init(half ? 256 : 128);  // the right half's barrier also counts slab 8's copies
           s.empty[stage][half].init(4);
         }
       op::fence_barrier_init();

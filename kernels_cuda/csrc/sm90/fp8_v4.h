@@ -1,15 +1,16 @@
-// Sparse attention over an `fp8_v4` cache: rows of 448 e4m3 codes and 64 bfloat16 columns, and in the second part of a page
-// seven e8m0 scales for each row.
+// Sparse attention over an `fp8_v4` cache. A row has 448 e4m3 codes and 64 bfloat16 columns. A page stores its rows
+// first, then seven e8m0 scales for each row.
 //
-// All 512 columns are in the value, so operands of two types cannot be combined as in `Fp8Decode`. But a scale is a power of
-// two, so a code times its scale is exactly a bfloat16. Eight threads decode a row, each 8 columns of each of its eight
-// slabs. A group of 64 columns with one scale is a slab, and the last slab is copied unchanged.
+// The bfloat16 columns belong to the value too. Weights multiply all columns of the value and have one type, so codes
+// cannot stay float16 as in `Fp8Decode`. But a scale is a power of two, so the product of a code and its scale is exact
+// in bfloat16. Eight threads decode a row, each 8 columns of each of the row's eight slabs. One scale applies to a
+// whole slab of 64 columns. The last slab is copied unchanged.
 #pragma once
 #include "decoding.h"
 
 struct Fp8V4 : Decoding<Fp8V4, 8> {
-  // A thread's share of half H of a block: 8 codes per row and slab (8 bfloat16 in the last slab), and the scales of the
-  // half's four slabs.
+  // A thread's share of half H of a block: for each of its four rows, 8 codes of each slab and the scales of the half's
+  // four slabs. Of the last slab it has 8 bfloat16 numbers, the second four of them in `rest`.
   struct Share {
     uint2 codes[4][kHalf], rest[4];
     uint32_t scales[4];
@@ -28,15 +29,15 @@ struct Fp8V4 : Decoding<Fp8V4, 8> {
       for (int j = 0; j < kHalf; ++j)
         if (H * kHalf + j < 7) share.codes[i][j] = op::load8<kAgain>(row + (H * kHalf + j) * 64, seen);
       if (H == 0) continue;
-      share.codes[i][3] = op::load8<kAgain>(row + 448 + chunk * 8, seen);  // 16 bytes a thread: 8 of them here
+      share.codes[i][3] = op::load8<kAgain>(row + 448 + chunk * 8, seen);  // first 8 of this thread's 16 bytes
       share.rest[i] = op::load8<kAgain>(row + 456 + chunk * 8, seen);
     }
   }
-  // 2^(code - 127) as two bfloat16; code 255 is NaN.
+  // 2^(code - 127) as two bfloat16. Code 255 is NaN.
   RA_DEV static uint32_t scale_of(uint32_t code) {
     return (code == 255 ? 0x7fc0 : code == 0 ? 0x40 : code << 7) * 0x10001;
   }
-  // Two codes times their scale, as two bfloat16. This is exact, since a scale is a power of two.
+  // The products of two codes and their scale, as two bfloat16. They are exact, since the scale is a power of two.
   RA_DEV static uint32_t decoded(uint32_t codes, uint32_t scale) {
     uint32_t const halves = op::half_pair(uint16_t(codes));
     return op::multiply(op::pack<bf16>(op::low_half(halves), op::high_half(halves)), scale);

@@ -15,11 +15,11 @@
 namespace op {
 
 RA_DEV int tid() { return threadIdx.x; }
-// Reads %tid.x again: the compiler cannot reuse a volatile read, so the number needs no register in between.
+// Reads %tid.x anew. The compiler cannot reuse a volatile read, so no register holds the index between two calls.
 RA_DEV int fresh_tid() {
   int t;
   asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(t));
-  __builtin_assume(t >= 0 && t < 1024);  // so that division by a power of two is a shift
+  __builtin_assume(t >= 0 && t < 1024);  // makes division by a power of two a shift
   return t;
 }
 RA_DEV int bid() { return blockIdx.x; }
@@ -28,8 +28,8 @@ RA_DEV int fresh_bid() {
   asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(b));
   return b;
 }
-// Returns its argument, but hides from the compiler where the pointer comes from. Loads at constant offsets from it then
-// use immediate offsets; otherwise the compiler would compute each address by itself.
+// Returns its argument, but hides from the compiler where the pointer comes from. Loads at constant offsets from it
+// then use immediate offsets. Otherwise the compiler would compute each address separately.
 template <class T>
 RA_DEV T* opaque(T* pointer) {
   asm volatile("" : "+l"(pointer));
@@ -41,7 +41,7 @@ template <int N>
 RA_DEV void reg_alloc() { cutlass::arch::warpgroup_reg_alloc<N>(); }
 template <int N>
 RA_DEV void reg_dealloc() { cutlass::arch::warpgroup_reg_dealloc<N>(); }
-// The first eight hardware barriers are CUTLASS's own.
+// CUTLASS reserves the first eight hardware barriers for itself.
 RA_DEV void named_sync(int id, int threads) { cutlass::arch::NamedBarrier::sync(threads, id); }
 RA_DEV void named_arrive(int id, int threads) { cutlass::arch::NamedBarrier::arrive(threads, id); }
 RA_DEV float shfl_xor(float value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
@@ -60,8 +60,8 @@ struct MBar {
   RA_DEV void wait(uint32_t parity) { reinterpret_cast<Barrier*>(&state)->wait(parity); }
 };
 
-// Data that will be read again is evicted last: from L2, or from L1 by loads that take less than a sector. L2 fetches 256
-// bytes at once, because the rest of the row is read next.
+// Data that will be read again soon is evicted last: from L2 after copies; from L1 after loads, because two loads often
+// share a sector. L2 fetches 256 bytes of such data at once, because the rest of the row is read next.
 template <Reuse kReuse>
 RA_DEV void copy16(void* shared, void const* global, bool valid) {
   auto const to = cute::cast_smem_ptr_to_uint(shared);
@@ -74,7 +74,7 @@ RA_DEV void copy16(void* shared, void const* global, bool valid) {
                  : "memory");
 }
 RA_DEV int load_constant(int const* global) { return __ldg(global); }
-// Loads of 16, 8 or 4 bytes; zeros if `valid` is false. A predicate in place of a branch lets loads overlap.
+// These loads return zeros if `valid` is false. They use a predicate instead of a branch, so that loads overlap.
 #define RA_LOAD16(hints)                                                                                    \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.global.nc." hints ".v4.b32 {%0, %1, %2, %3}, [%4];\n}\n" \
                : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)                                  \
@@ -123,7 +123,8 @@ auto make_tma(Tensor const& global, Layout const& shared) {
   auto copy = cute::make_tma_copy(cute::SM90_TMA_LOAD{}, global, shared);
   return Tma<decltype(copy), std::decay_t<decltype(global.shape())>>{copy, global.shape()};
 }
-// The tensor map's descriptor. If the driver rejects the tensor, CuTe only prints that and leaves the descriptor zero.
+// The tensor map's descriptor. If the driver rejects the tensor, CuTe only prints an error and leaves the descriptor
+// zero.
 template <class Tma>
 auto const* descriptor_of(Tma const& tma) {
   return tma.copy.get_tma_descriptor();
@@ -137,23 +138,23 @@ RA_DEV void tma_load(Tma const& tma, int row_tile, int column_tile, int head, in
   copy(tma.copy.with(bar.state), slice.partition_S(source), slice.partition_D(target));
 }
 
-// Copies a multiple of 16 bytes between 16-byte aligned addresses; `bar` counts the bytes as it does for a load by TMA.
+// Copies a multiple of 16 bytes. Both addresses are aligned to 16 bytes. `bar` counts the bytes, as it does for a TMA
+// load.
 RA_DEV void bulk_load(void* shared, void const* global, int bytes, MBar& bar) {
   cute::SM90_BULK_COPY_G2S::copy(global, &bar.state, shared, bytes);
 }
 
 template <class T>
 RA_DEV void store(T* shared, T value) { *shared = value; }
-// stmatrix .x4 stores four matrices of 8 x 8 numbers. Each of the four groups of eight threads gives the addresses of one
-// matrix's rows. Each thread holds, of every matrix, the numbers of row lane / 4 in columns 2 (lane % 4) and the next one,
-// as in wgmma's accumulators.
+// stmatrix.x4 stores four 8 x 8 matrices. Threads 8 i to 8 i + 7 give the addresses of matrix i's rows. Of each matrix,
+// a thread holds row lane / 4 and columns 2 (lane % 4) and 2 (lane % 4) + 1, as in wgmma's accumulators.
 RA_DEV void store_matrices(void* row, uint32_t const (&words)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(
                    cute::cast_smem_ptr_to_uint(row)),
                "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
                : "memory");
 }
-// ldmatrix .x4, the inverse of `store_matrices`.
+// ldmatrix.x4 is the inverse of `store_matrices`.
 RA_DEV uint4 load_matrices(void const* row) {
   uint4 words;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
@@ -196,8 +197,9 @@ RA_DEV void wgmma_wait(Acc&... acc) {
   (cute::warpgroup_fence_operand(acc), ...);
 }
 
-// acc[m][n] += a[m] x b[n], 16 x 8 x 16 each, by one warp, with operands and accumulators in registers in the layouts of
-// PTX's mma.m16n8k16. A thread holds rows lane / 4 and lane / 4 + 8 of a, and column lane / 4 of b.
+// Computes acc[m][n] += a[m] x b[n] by one warp, as 16 x 8 x 16 products. Registers hold operands and accumulators in
+// the layouts of PTX's mma.m16n8k16: a thread holds rows lane / 4 and lane / 4 + 8 of each a[m], and column lane / 4 of
+// each b[n].
 template <class T, int M, int N>
 RA_DEV void mma(float (&acc)[M][N][4], uint32_t const (&a)[M][4], uint32_t const (&b)[N][2]) {
   CUTE_UNROLL
@@ -238,33 +240,33 @@ RA_DEV uint32_t pack(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(word) : "f"(high), "f"(low));
   return word;
 }
-// The products of two pairs of bfloat16.
+// Multiplies two pairs of bfloat16.
 RA_DEV uint32_t multiply(uint32_t a, uint32_t b) {
   uint32_t word;
   asm("mul.rn.bf16x2 %0, %1, %2;\n" : "=r"(word) : "r"(a), "r"(b));
   return word;
 }
-// Selects four bytes: `a` has bytes 0 to 3 and `b` bytes 4 to 7, and digit i of the selector is the number of byte i. A
-// digit of 8 or more gives eight copies of the sign of byte digit - 8.
+// Selects four of the eight bytes in `a` (bytes 0 to 3) and `b` (bytes 4 to 7). Hex digit i of the selector is the
+// number of the byte that becomes byte i of the result. A digit of 8 + n fills byte i with the sign bit of byte n.
 RA_DEV uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t word;
   asm("prmt.b32 %0, %1, %2, %3;\n" : "=r"(word) : "r"(a), "r"(b), "r"(selector));
   return word;
 }
-// Converts two e4m3 codes, the first in the low byte, to two float16.
+// Converts two e4m3 codes to two float16. The low byte has the first code.
 RA_DEV uint32_t half_pair(uint16_t codes) {
   uint32_t word;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;\n" : "=r"(word) : "h"(codes));
   return word;
 }
-// Converts four e4m3 codes to two words of two float16.
+// Converts four e4m3 codes to two words with two float16 each.
 RA_DEV void half_pairs(uint32_t codes, uint32_t& low, uint32_t& high) {
   asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}\n"
       : "=r"(low), "=r"(high)
       : "r"(codes));
 }
 
-// The low and the high float16 of a word, as float32.
+// These functions convert the low or the high float16 of a word to float32.
 RA_DEV float low_half(uint32_t word) { return __half2float(__ushort_as_half(uint16_t(word))); }
 RA_DEV float high_half(uint32_t word) { return __half2float(__ushort_as_half(uint16_t(word >> 16))); }
 
@@ -296,7 +298,7 @@ int launch(int64_t grid, int shared_bytes, void* stream, Params const& params, b
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
   config.numAttrs = dependent;
-  return cudaLaunchKernelEx(&config, function, params);  // only this launch's error, unlike cudaGetLastError
+  return cudaLaunchKernelEx(&config, function, params);  // returns only this launch's error, unlike cudaGetLastError
 }
 
 template <class Body, class Params>

@@ -1,51 +1,56 @@
-// The base of all kernels of attention over latent rows: tiles, the keys that a thread block reads, and the epilogue.
+// The base class of all kernels of attention over latent rows: tiles, the keys that a thread block reads, and the
+// epilogue.
 //
-// 64 query rows attend to blocks of 64 latent rows. A latent row is read once and is both key and (its first 512 columns,
-// transposed) value. The output, 64 x 512 in float32, is held by two warpgroups, W = 0 and 1, each with half the columns.
-// A tile in shared memory consists of slabs of 64 rows x 64 columns in the 128-byte swizzle. Logits are to base 2.
+// A thread block's 64 query rows attend to blocks of 64 latent rows. Each latent row is read once. It is the key, and
+// its first 512 columns, transposed, are the value. Two warpgroups, W = 0 and 1, hold the 64 x 512 output in float32.
+// Each has half of the columns. A tile in shared memory consists of slabs of 64 rows x 64 columns in the 128-byte
+// swizzle. Logits are in base 2.
 #pragma once
 #include "ops.h"
 #include "work.h"
 
 constexpr float kLn2 = 0.6931471805599453f;
 
-// log2 of a sum of weights that are relative to 2^reference. The error of the hardware's logarithm is 2^-22 relative to
-// its result, but 2^-22 absolute for arguments from 1/2 to 2, so the sum is scaled to that range first.
+// log2 of a sum of weights, plus the exponent `reference` that the weights are relative to. The hardware's logarithm
+// has a relative error of 2^-22, but for arguments from 1/2 to 2 an absolute error of 2^-22. So the sum is scaled to
+// that range first.
 RA_DEV float lse_of(float reference, float sum) {
   int const exponent = exponent_of(sum);
   return reference + exponent + op::log2(sum * power_of_two(-exponent));
 }
 
-// The share of a part in one sequence: blocks [begin, end) of a list of `length` keys.
+// The blocks [begin, end) of one sequence that a part computes. `length` and `extra` are the numbers of keys in the
+// first and in the second list. `slot` says where the result goes (see Range).
 struct Segment {
-  int seq, length, extra, begin, end, slot;  // extra: keys of the second list
+  int seq, length, extra, begin, end, slot;
 };
 
-// Eight producer threads copy a row, and each thread has four rows of a block, sixteen rows apart. For these rows:
-// the entries of the list, loaded long before they are needed,
+// The list entries of a producer thread's four rows of a block, loaded long before they are needed. Eight threads copy
+// a row, and a thread's rows are 16 apart.
 struct Entries {
   int of[4];
 };
 constexpr uint32_t kUnseen = ~0u;
-// and their offsets in the cache, in units.
+// The offsets `at` of the same four rows in the cache, in units. kUnseen marks a row that must not be read.
 struct Block {
-  char const* rows;  // the block's cache, at this thread's share of row 0
+  char const* rows;  // address of this thread's share of row 0 in the block's cache
   uint32_t at[4];
-  int page, tile;  // the block's place for TMA; page -1: TMA cannot fetch it
+  int page, tile;  // place of the block for TMA; page is -1 if TMA cannot fetch the block
 };
 
-// A segment's lists of keys, of the first and of the second cache.
+// A segment's lists of keys in the first and the second cache.
 struct Lists {
   int const *entries, *extra_entries;
   int length, extra_length;
-  uint32_t head;     // the offset of the KV head within a row's slot, in units
-  char const* rows;  // as in Block
-  int share;         // where this thread's share of a row begins
+  uint32_t head;     // offset of the KV head within a row's slot, in units
+  char const* rows;  // see Block
+  int share;         // first byte of this thread's share of a row
 };
-// Which cases the computation of offsets has to handle: one list over pages without gaps between them, or any lists.
+// The lists for which the computation of offsets is compiled. kPacked: one list, over pages without gaps between them.
+// kAny: any lists.
 enum class Addressing { kPacked, kAny };
 
-// A kernel's parameters: the call, and the tensor map to fetch pages that are whole numbers of blocks.
+// A kernel's parameters: the plan, and a tensor map of the cache, which is used if pages are whole numbers of blocks.
 template <class Tma>
 struct LatentParams {
   Plan plan;
@@ -55,11 +60,11 @@ struct LatentParams {
 
 template <class Element_, class Out_, bool kSparse, int kUnit_ = 16, int kCaches = 2>
 struct LatentBase {
-  using Element = Element_;  // of operands
-  using Out = Out_;          // of queries and results
-  static constexpr int kThreads = 384, kSlab = 64 * 64, kHalf = 4;  // elements of a slab; slabs of half a row
-  static constexpr int kValue = 512, kUnit = kUnit_;  // columns of a value; bytes per unit of offsets
-  static constexpr bool kLists = kSparse, kTwo = kSparse && kCaches == 2;  // kTwo: there may be a second cache
+  using Element = Element_;  // type of wgmma's operands
+  using Out = Out_;          // type of queries and results
+  static constexpr int kThreads = 384, kSlab = 64 * 64, kHalf = 4;  // elements per slab; slabs per half of a row
+  static constexpr int kValue = 512, kUnit = kUnit_;  // columns of a value; bytes per unit of row offsets
+  static constexpr bool kLists = kSparse, kTwo = kSparse && kCaches == 2;  // kTwo: a call may have a second cache
 
   // ---- tiles
 
@@ -81,9 +86,9 @@ struct LatentBase {
   using MmaValuesS = decltype(cute::make_tiled_mma(
       cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::_64>,
                                  cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
-  // Accumulators have CuTe's names: tSrS the logits, tOrO the output, tOrP the weights as a left operand. A thread holds two
-  // rows, 8 apart, and two neighbouring columns of every 8 (PTX, "WGMMA .m64nNk16 register fragment layout for accumulator
-  // matrix D"): `at` is the index of column 8 j + 2 (lane % 4) + c of row lane / 4 + 8 r.
+  // Accumulators and operands have CuTe's names: tSrS holds the logits, tOrO the output, and tOrP the weights as a left
+  // operand. A thread holds two rows, 8 apart, and two adjacent columns of every 8 (PTX, "WGMMA .m64nNk16 register
+  // fragment layout for accumulator matrix D"). `at` is the index of row lane / 4 + 8 r, column 8 j + 2 (lane % 4) + c.
   using Logits = decltype(cute::partition_fragment_C(MmaLogits<Element>{}, cute::Shape<cute::_64, cute::_64>{}));
   using Output = decltype(cute::partition_fragment_C(MmaValuesS<256>{}, cute::Shape<cute::_64, cute::_256>{}));
   RA_HD static constexpr int at(int c, int r, int j) { return c + 2 * r + 4 * j; }
@@ -92,21 +97,21 @@ struct LatentBase {
   RA_DEV static auto shared(T* pointer) {
     return cute::make_tensor(cute::make_smem_ptr(pointer), Layout{});
   }
-  // The offset in a slab of a chunk of 8 columns of a row.
+  // The offset in a slab of row `row`, columns 8 chunk to 8 chunk + 7.
   RA_HD static int offset_of(int row, int chunk) { return row * 64 + ((chunk ^ (row & 7)) * 8); }
-  // Writes a warpgroup's 64 x 64 weights to a slab, four matrices of 8 x 8 at a time. words(r + 2 * j) has row r and columns
-  // 8 j + 2 pair and the next one.
+  // Writes a warpgroup's 64 x 64 weights to a slab, four 8 x 8 matrices at a time. words(r + 2 * j) has this thread's row
+  // r, columns 8 j + 2 pair and 8 j + 2 pair + 1.
   template <class Words>
   RA_DEV static void store_weights(Element* slab, int t, Words const& words) {
     CUTE_UNROLL
     for (int j = 0; j < 8; j += 2)
       op::store_matrices(weights_at(slab, t, j), {words(2 * j), words(2 * j + 1), words(2 * j + 2), words(2 * j + 3)});
   }
-  // The word of weights of row `row` and columns 8 j + 2 pair and the next one in a slab.
+  // The address in a slab of the word that holds the weights of row `row`, columns 8 j + 2 pair and 8 j + 2 pair + 1.
   RA_DEV static uint32_t* weight_word(Element* slab, int row, int j, int pair) {
     return reinterpret_cast<uint32_t*>(slab + offset_of(row, j)) + pair;
   }
-  // Reads the weights of 16 columns from chunk j on: word i has row r and chunk j + i / 2, where r = i % 2.
+  // Reads the weights of 16 columns, from chunk j on. Word i has this thread's row r = i % 2, and chunk j + i / 2.
   RA_DEV static uint4 load_weights(Element* slab, int t, int j) { return op::load_matrices(weights_at(slab, t, j)); }
   RA_DEV static Element* weights_at(Element* slab, int t, int j) {
     return slab + offset_of(t / 32 * 16 + t % 16, j + t % 32 / 16);
@@ -115,13 +120,14 @@ struct LatentBase {
   // ---- the keys of a thread block
 
   RA_DEV static Job job(Plan const& plan) { return job_of(plan, op::fresh_bid()); }
-  // A row sees only the positions below this limit.
+  // A query row attends only to positions below this limit.
   RA_DEV static int limit_of(Plan const& plan, Job const& job, int row, int length) {
     if (kSparse || !plan.call.causal) return length;
     return length - (plan.num_q_tokens - 1 - query_of(plan, job, row, kSparse).token);
   }
-  // The segment of the next sequence, from `seq` on, for which this part writes a result, even if it has no keys. Its slot
-  // is kAbsent after the last one.
+  // The next segment for which this part writes a result, even if the segment has no keys. The search begins with
+  // sequence `seq`, and `seq` becomes the sequence after the segment. After the last segment, the returned slot is
+  // kAbsent.
   RA_DEV static Segment next_segment(Plan const& plan, int& seq) {
     Job const job = LatentBase::job(plan);
     Seqs const seqs = seqs_of(plan, job.part);
@@ -136,8 +142,8 @@ struct LatentBase {
         int const seen = limit_of(plan, job, last, length);
         stop = ceil_div(seen > 0 ? seen : 0, kBlock);
       }
-      Segment const found = {seq++, length, extra, range.begin, range.end < stop ? range.end : stop, range.slot};
-      if (range.slot != kAbsent) return found;
+      Segment const segment = {seq++, length, extra, range.begin, range.end < stop ? range.end : stop, range.slot};
+      if (range.slot != kAbsent) return segment;
     }
     return {0, 0, 0, 0, 0, kAbsent};
   }
@@ -152,29 +158,29 @@ struct LatentBase {
     return {op::opaque(entries), kTwo ? extra_entries : nullptr, segment.length, segment.extra, job.kv_head * keys.head,
             keys.cache + share, share};
   }
-  // Whether a block is in the second list; and the position in its list at which it begins.
+  // These functions return whether a block is in the second list, and the position in its list at which a block begins.
   RA_DEV static bool is_extra(Lists const& lists, int block) { return kTwo && block * kBlock >= lists.length; }
   RA_DEV static int first_of(Lists const& lists, int block, bool extra) {
     return block * kBlock - (extra ? (lists.length + kBlock - 1) / kBlock * kBlock : 0);
   }
-  // The list entries of this thread's rows. All loads are independent: after the end of a list its last entry is loaded, so
-  // the list must not be empty.
+  // The list entries of this thread's four rows. After the end of the list its last entry is loaded again, so that all
+  // loads are independent. The list must not be empty.
   template <Addressing kAddressing = Addressing::kAny>
   RA_DEV static Entries look_up(Plan const& plan, Lists const& lists, int block, int t) {
     bool const extra = kAddressing == Addressing::kAny && is_extra(lists, block);
     int const* const entries = extra ? lists.extra_entries : lists.entries;
     int const first = first_of(lists, block, extra);
     int const last = (extra ? lists.extra_length : lists.length) - 1;
-    Entries found;
+    Entries loaded;
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
       int const position = first + t / 8 + 16 * i;
       uint32_t const inside = position < last ? position : last;
-      found.of[i] = op::load_constant(entries + (kSparse ? inside : divide(inside, plan.keys.by_page_size)));
+      loaded.of[i] = op::load_constant(entries + (kSparse ? inside : divide(inside, plan.keys.by_page_size)));
     }
-    return found;
+    return loaded;
   }
-  // The offsets of these rows.
+  // The cache offsets of the same rows.
   template <Addressing kAddressing = Addressing::kAny>
   RA_DEV static Block locate(Plan const& plan, Lists const& lists, Entries const& entries, int block, int t) {
     bool const extra = kAddressing == Addressing::kAny && is_extra(lists, block);
@@ -184,9 +190,9 @@ struct LatentBase {
     uint32_t const gap = extra ? more.gap : keys.gap;
     Divisor const by = {extra ? more.by_page_size.multiplier : keys.by_page_size.multiplier,
                         extra ? more.by_page_size.shift : keys.by_page_size.shift};
-    Block found;
-    found.rows = extra ? more.cache + lists.share : lists.rows;
-    found.page = -1;
+    Block located;
+    located.rows = extra ? more.cache + lists.share : lists.rows;
+    located.page = -1;
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
       int const position = first + t / 8 + 16 * i;
@@ -198,14 +204,14 @@ struct LatentBase {
       } else if (kAddressing == Addressing::kAny) {
         at += divide(slot, by) * gap;
       }
-      found.at[i] = position < length && entry < count ? at : kUnseen;
+      located.at[i] = position < length && entry < count ? at : kUnseen;
     }
-    return found;
+    return located;
   }
   // Whether a sparse call has one list over pages without gaps between them.
   RA_DEV static bool is_packed(Plan const& plan) { return kSparse && plan.keys.gap == 0 && !plan.extra.lists; }
-  // The address of a thread's share of a row, given its share of row 0. The address of an unseen row is invalid, and is
-  // never read.
+  // The address of a thread's share of the row at offset `at`; `cache` is the address of its share of row 0. If `at` is
+  // kUnseen, the address is invalid and must not be read.
   RA_DEV static char const* row_at(char const* cache, uint32_t at) {
     return op::opaque(cache + uint64_t(at) * kUnit);
   }
@@ -216,13 +222,14 @@ struct LatentBase {
            2 * (seq * call.q_seq_stride + query.token * call.q_token_stride + query.head * call.q_head_stride);
   }
 
-  // ---- rows of the consumers
+  // ---- the consumers' rows
 
   struct Consumer {
     Plan const& plan;
-    // This thread's first row, and its pair of columns among 8.
+    // This thread's first row in the tile, and the index of its pair of columns within every 8 columns.
     int const row0 = op::tid() % 128 / 32 * 16 + op::tid() % 32 / 4, pair = op::tid() % 4;
-    // The exponent to which the weights in the sum are relative (in `Seesaw`, the largest logit), and the largest logit.
+    // For each of the two rows: the exponent that the weights in `sum` are relative to (in `Seesaw` the running
+    // maximum), the sum of weights, and the largest logit.
     float reference[2], sum[2], highest[2];
     Output tOrO;
 
@@ -230,11 +237,11 @@ struct LatentBase {
 
     RA_DEV static int thread() { return op::tid() % 128; }
     RA_DEV void release(op::MBar& bar) const {
-      op::syncwarp();  // all products of this warp are done
-      if (op::fresh_tid() % 32 == 0) bar.arrive();  // fresh: keeps no register through the loop
+      op::syncwarp();  // every thread of the warp has waited for its products
+      if (op::fresh_tid() % 32 == 0) bar.arrive();  // fresh_tid takes no register during the loop
     }
     RA_DEV static float finite(float x) { return x == -INFINITY ? 0.f : x; }
-    // The factors that change the reference of weights from `from` to `to`.
+    // Computes the factors that change the reference of weights from `from` to `to`.
     RA_DEV static void factors(float const (&from)[2], float const (&to)[2], float (&factor)[2]) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) factor[r] = op::exp2(from[r] - finite(to[r]));
@@ -243,7 +250,7 @@ struct LatentBase {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) value[r] = fmaxf(value[r], least[r]);
     }
-    // The maximum over the four threads of a row.
+    // Raises each value to the maximum over the four threads that share the row.
     RA_DEV static void raise_in_row(float (&value)[2]) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r)
@@ -266,15 +273,15 @@ struct LatentBase {
       finish<W, 0>(segment, first_scale, op::fresh_tid());
       finish<W, 1>(segment, second_scale, op::fresh_tid());
     }
-    // Writes half W of row R; its accumulator times `scale` is relative to the same reference as its sum. Offsets are
-    // recomputed from the thread's number, to keep no registers through the loop.
+    // Writes half W of this thread's row R. The accumulator times `scale` has the same reference as `sum`. Offsets are
+    // recomputed from the thread's index, so that they take no registers during the loop.
     template <int W, int R>
     RA_DEV void finish(Segment const& segment, float scale, int thread) {
       Job const job = LatentBase::job(plan);
       RaLatent const& call = plan.call;
       bool const whole = segment.slot == kWhole;
       int const row = job.tile * 64 + thread % 128 / 32 * 16 + thread % 32 / 4 + 8 * R;
-      bool const exists = row < plan.rows;  // threads without a row still take part in the shuffles
+      bool const exists = row < plan.rows;  // threads without a row still take part in shuffles
       Query const query = query_of(plan, job, row, kSparse);
       int64_t const index =
           ((whole ? segment.seq : segment.slot) * call.num_q_tokens + query.token) * call.num_q_heads + query.head;
@@ -285,8 +292,8 @@ struct LatentBase {
       float const factor = fully_masked ? 0.f : scale / denominator;
       int64_t const column = index * kValue + W * 256;
       if (whole) {
-        // Neighbouring threads exchange words of two chunks of 8 columns. Then each thread has four adjacent columns, and the
-        // four threads of a row write a whole sector of 32 bytes.
+        // Two adjacent threads exchange words. The even one then has four adjacent columns of chunk j, and the odd one
+        // of chunk j + 1. So the four threads of a row write a whole 32-byte sector.
         bool const odd = thread % 2;
         Out* const to = static_cast<Out*>(call.out) + column + 8 * odd + thread % 4 / 2 * 4;
         CUTE_UNROLL

@@ -1,22 +1,23 @@
-// Launching the kernels of a call.
+// Launches the kernels of a call.
 #pragma once
 #include "combine.h"
 
-// The offset of a row is counted in units, in 32 bits.
+// The size in bytes of the largest cache that 32-bit row offsets can address. `unit` is the number of bytes per unit.
 constexpr int64_t most_bytes(int unit) { return ((int64_t(1) << 32) - 1) * unit; }
 inline int64_t cache_bytes(RaLatent const& call) {
   return (call.num_pages * call.page_stride + call.page_size * call.slot_stride + call.num_kv_heads * call.head_stride) *
          (format_of(call.format).token ? 1 : 2);
 }
 
-// Whether TMA can fetch pages block by block: they must be whole numbers of blocks.
+// Whether TMA can fetch the cache block by block. It can if pages are whole numbers of blocks.
 inline bool pages_by_tma(RaLatent const& call) { return call.page_size % kBlock == 0 && call.num_pages > 0; }
 
-// The cache as a tensor (rows of a page, columns, (KV heads, pages)); any valid tensor if TMA is not used.
+// The cache as a tensor (rows of a page, columns, (KV heads, pages)). If TMA is not used, it is an arbitrary valid
+// tensor.
 template <class Kernel>
 auto pages_of(RaLatent const& call) {
   bool const serves = pages_by_tma(call);
-  // The stride of an axis of one entry may be anything, but a descriptor accepts only valid strides.
+  // An axis of length 1 may have any stride, but a tensor map accepts only valid strides.
   int64_t const head_stride = serves && call.num_kv_heads > 1 ? call.head_stride : call.d_qk;
   int64_t const page_stride = serves && call.num_pages > 1 ? call.page_stride : call.d_qk;
   return cute::make_tensor(
@@ -26,7 +27,7 @@ auto pages_of(RaLatent const& call) {
       cute::make_stride(serves ? call.slot_stride : call.d_qk, cute::_1{}, cute::make_stride(head_stride, page_stride)));
 }
 
-// The kernel that merges the partial results of another kernel.
+// The kernel that merges the partial results of `Kernel`: Kernel::Merge if there is one, else Combine.
 template <class Kernel, class = void>
 struct MergeOf {
   using type = Combine<typename Kernel::Out>;
@@ -42,7 +43,7 @@ int launch_latent(RaLatent const& call, void* stream) {
   if (!sizes_fit(call)) return RA_NO_KERNEL;
   Plan const plan = plan_of(call, Kernel::kUnit);
   int64_t const jobs = num_jobs(plan), rows = call.num_seqs * call.num_q_tokens * call.num_q_heads;
-  constexpr int64_t kMostRows = int64_t(INT32_MAX) * Merge::kRowsOfBlock;  // that the merging grid can have
+  constexpr int64_t kMostRows = int64_t(INT32_MAX) * Merge::kRowsOfBlock;  // maximum rows of the merging grid
   if (jobs <= 0) return 0;
   bool const splits = call.parts != nullptr || call.num_splits > 1;
   if (jobs > INT32_MAX || cache_bytes(call) > most_bytes(Kernel::kUnit)) return RA_NO_KERNEL;

@@ -1,74 +1,80 @@
-// Sparse attention of at most 32 query heads over an `fp8_v32` cache: rows of 512 e4m3 codes, four float32 scales and 64
-// bfloat16 rotary columns. Bytes and latency bound such a call, so this kernel differs from those for 64 rows. Keys, 16 at a
-// time, are the rows of the products, so heads are padded only to 8. Rows stay in shared memory as the cache stores them, in
-// four stages, and are decoded on the way to registers.
+// Sparse attention of at most 32 query heads over an `fp8_v32` cache. A row has 512 e4m3 codes, four float32 scales and
+// 64 bfloat16 rotary columns. Memory traffic and latency bound such a call, so this kernel differs from those for 64
+// rows. Keys are the rows of the products, 16 at a time, so heads are padded only to a multiple of 8. Rows of the cache
+// stay in shared memory in their stored format, in four stages, and are decoded on the way to registers.
 //
-// Two teams have four warps each. Warp w of a team handles group w of columns, the 128 codes that share a scale, both as keys
-// and as values, and 16 of the 64 rotary columns. Its part of a logit is (codes . q) * scale + rotary. The four parts are
-// added through shared memory: each warp turns the logits of a quarter of the heads into weights, and stores them for all
-// warps. A warp's weights times its group's scales are a float16 operand, which a running `level` of the warp keeps near 1:
-// the output of group w is relative to level[w], and the sum of weights to the maximum. Queries are float16 too, each group
-// of a row divided by a power of two.
+// There are two teams of four warps. Warp w of a team handles group w of the columns, both as keys and as values, and
+// 16 of the 64 rotary columns. A group is the 128 codes that share a scale. The warp's part of a logit is (codes . q) *
+// scale + rotary. The four parts are added through shared memory: each warp turns the logits of a quarter of the heads
+// into weights, and stores them for all warps. The product of a weight and a scale is a float16 operand. A running
+// `level` of the warp keeps it near 1: the output of group w is relative to level[w], and the sum of weights to the
+// maximum. Queries are float16 too, after each group of a row is divided by a power of two.
 //
-// With at most 16 heads, each team has 32 of a block's 64 keys, and the teams merge their results at the end of a segment.
-// With more, each team has half the heads and all keys, and nothing has to be merged. A third warpgroup copies rows, each by
-// a bulk copy of 656 bytes, which takes no registers. Only 16 threads of each of its warps copy, because a warp issues its
-// bulk copies one by one.
+// With at most 16 heads, each team has 32 of a block's 64 keys, and the teams merge their results at the end of a
+// segment. With more heads, each team has half of the heads and all keys, and nothing has to be merged. A third
+// warpgroup copies rows, each by one bulk copy of 656 bytes, which takes no registers. Only 16 threads of each of its
+// warps copy, because a warp issues its bulk copies one by one.
 //
-//   barrier          who arrives                              count    a phase is    protects
-//   full[S]          one producer thread per row, its bytes   64       a use of S    rows and seen of stage S
-//   empty[S]         a thread of each warp of the teams       8        a use of S    rows and seen of stage S
-//   kLogits + team   the team, which waits                    128      a block       part; weight while it is read
-//   kWeights + team  the team, which waits                    128      a block       weight, maximum; part while it is read
-//   kMerge           both teams, which wait; if teams have    256      a segment     sent, top, sum, level
-//   kMerged          heads, each team separately (+ team)     or 128   a segment     sent, top, sum, level while they are read
+// The teams wait for full, and the producer waits for empty.
+//
+//   barrier          who arrives                             count  one phase per   protects
+//   full[S]          one thread per row, with its bytes      64     use of stage S  rows and seen of stage S
+//   empty[S]         one thread of each warp of both teams   8      use of stage S  rows and seen of stage S
+//   kLogits + team   the team arrives and waits              128    block           part; weight until it has been read
+//   kWeights + team  the team arrives and waits              128    block           weight, maximum; part until it has
+//                                                                                   been read
+//   kMerge           both teams arrive and wait              256    segment         sent, top, sum, level
+//   kMerged          both teams arrive and wait              256    segment         sent, top, sum, level until they
+//                                                                                   have been read
+//
+// If the teams divide the heads, each team has its own kMerge + team and kMerged + team, with a count of 128.
 #pragma once
 #include "latent.h"
 #include "narrow_combine.h"
 
-// kTiles: tiles of 8 heads per team. kByHeads: the teams divide the heads, not the keys.
+// kTiles is the number of 8-head tiles per team. kByHeads: the teams divide the heads instead of the keys.
 template <int kTiles, bool kByHeads>
 struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
   using Base = LatentBase<f16, bf16, true, 16, 1>;
   using Merge = NarrowCombine<bf16>;
   static constexpr int kTeams = 2, kWarps = 4, kThreads = (kTeams + 1) * 128;
-  static constexpr int kStages = 4, kRow = 656, kScales = 512, kRest = 528;  // a row's bytes; where scales, rotary columns begin
+  static constexpr int kStages = 4, kRow = 656, kScales = 512, kRest = 528;  // kScales, kRest: offsets in a row
   static constexpr int kTeamHeads = 8 * kTiles, kHeads = kTeamHeads * (kByHeads ? kTeams : 1);
   static constexpr int kTeamKeys = kByHeads ? kBlock : kBlock / kTeams, kSteps = kTeamKeys / 16;
   static constexpr int kColumnTiles = 8;                                             // tiles of 16 columns per group
-  static constexpr int kKept = kByHeads ? kColumnTiles : kColumnTiles / kTeams;      // those that a team writes
+  static constexpr int kKept = kByHeads ? kColumnTiles : kColumnTiles / kTeams;      // column tiles that a team writes
   static constexpr int kProducerRegisters = 40, kTeamRegisters = 232;
-  // The number of heads whose weights a warp computes, and of keys that each of its threads has of them.
-  static constexpr int kOwn = kTeamHeads / kWarps, kEach = kTeamKeys * kOwn / 32;
+  // kWarpHeads is the number of heads whose weights a warp computes, kThreadKeys the number of weights per thread.
+  static constexpr int kWarpHeads = kTeamHeads / kWarps, kThreadKeys = kTeamKeys * kWarpHeads / 32;
 
   enum { kLogits, kWeights = kLogits + kTeams, kMerge = kWeights + kTeams, kMerged = kMerge + kTeams };
-  static constexpr int kMerging = kByHeads ? kWarps * 32 : kTeams * kWarps * 32;  // threads
+  static constexpr int kMerging = kByHeads ? kWarps * 32 : kTeams * kWarps * 32;  // threads at kMerge and kMerged
 
   struct alignas(128) Smem {
     unsigned char rows[kStages][kBlock][kRow];
-    float part[kTeams][kWarps][kTeamKeys * kTeamHeads];  // the parts of logits, in the order of `part_at`
-    float weight[kTeams][kTeamHeads][kTeamKeys + 8];     // padded by 8, so that four heads are in different banks
-    float4 sent[kByHeads ? 1 : kTeams][kWarps][kByHeads ? 1 : kTiles * kKept][32];  // output that the other team finishes
-    float maximum[kTeams][kTeamHeads];  // over the blocks so far
-    float top[kTeams][kTeamHeads], sum[kTeams][kTeamHeads], level[kTeams][kWarps][kTeamHeads];  // over the whole segment
+    float part[kTeams][kWarps][kTeamKeys * kTeamHeads];  // parts of logits, indexed by `part_at`
+    float weight[kTeams][kTeamHeads][kTeamKeys + 8];     // rows padded by 8, so that four heads are in different banks
+    float4 sent[kByHeads ? 1 : kTeams][kWarps][kByHeads ? 1 : kTiles * kKept][32];  // output that the other team writes
+    float maximum[kTeams][kTeamHeads];  // running maximum of the blocks so far
+    float top[kTeams][kTeamHeads], sum[kTeams][kTeamHeads], level[kTeams][kWarps][kTeamHeads];  // values of a whole segment
     uint8_t seen[kStages][kBlock];
     op::MBar full[kStages], empty[kStages];
   };
   static_assert(sizeof(Smem) <= 232448, "more than a block of sm_90 can have");
 
-  // The index of the part of a logit. Neighbouring heads are adjacent, and no two threads of a warp access one bank at once,
-  // neither when they write 8 keys of 4 pairs of heads nor when they read all keys of the heads whose weights they compute.
+  // The index of a logit in `part`. Pairs of heads are adjacent. Threads of a warp never access one bank at the same
+  // time, neither when they write 8 keys of 4 pairs of heads nor when they read the keys of the heads that they weigh.
   RA_HD static constexpr int part_at(int key, int head) {
     return kTiles == 2 ? key * 16 + (head ^ (key & 2) * 4 ^ (key & 4)) : key * 8 + (head ^ (key >> 2 & 3) * 2);
   }
 
   // ---- producer
 
-  struct Found {
+  struct Source {
     uint32_t at;
     bool seen;
   };
-  RA_DEV static Found find(Plan const& plan, int position, int length, int entry) {
+  RA_DEV static Source find(Plan const& plan, int position, int length, int entry) {
     uint32_t const slot = uint32_t(entry);
     return {slot * plan.keys.slot + divide(slot, plan.keys.by_page_size) * plan.keys.gap,
             position < length && slot < plan.keys.count};
@@ -77,13 +83,13 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
     CUTE_NO_UNROLL
     for (int i = 0; i < kRow / 16; ++i) op::store(reinterpret_cast<uint4*>(row) + i, uint4{0, 0, 0, 0});
   }
-  // Fills this thread's row of a block; zeros for an unseen row, because a weight of 0 times NaN is NaN.
-  RA_DEV static void fill(Plan const& plan, Found const& found, int t, int stage, Smem& s) {
+  // Fills this thread's row of a block. An unseen row becomes zeros, because a weight of 0 times NaN would be NaN.
+  RA_DEV static void fill(Plan const& plan, Source const& source, int t, int stage, Smem& s) {
     unsigned char* const row = s.rows[stage][t];
-    s.seen[stage][t] = found.seen;
-    if (found.seen) {
+    s.seen[stage][t] = source.seen;
+    if (source.seen) {
       s.full[stage].arrive_expect(kRow);
-      op::bulk_load(row, plan.keys.cache + uint64_t(found.at) * kUnit, kRow, s.full[stage]);
+      op::bulk_load(row, plan.keys.cache + uint64_t(source.at) * kUnit, kRow, s.full[stage]);
     } else {
       clear(row);
       op::fence_async_shared();  // a later bulk copy writes the same bytes
@@ -99,17 +105,17 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
       if (segment.slot == kAbsent) return;
       if (segment.begin >= segment.end) continue;
       int const* const list = Base::lists_of(plan, segment, 0).entries;
-      // List entries are loaded two blocks ahead; after the end of a list its last entry is loaded.
-      auto const ask = [&](int block) {
+      // List entries are loaded two blocks in advance. After the end of the list, its last entry is loaded again.
+      auto const load_entry = [&](int block) {
         int const position = block * kBlock + t;
         return op::load_constant(list + (position < segment.length ? position : segment.length - 1));
       };
-      int next[2] = {ask(segment.begin), ask(segment.begin + 1)};
+      int next[2] = {load_entry(segment.begin), load_entry(segment.begin + 1)};
       for (int block = segment.begin; block < segment.end; ++block, ++turn) {
-        Found const found = find(plan, block * kBlock + t, segment.length, next[0]);
-        next[0] = next[1], next[1] = ask(block + 2);
+        Source const source = find(plan, block * kBlock + t, segment.length, next[0]);
+        next[0] = next[1], next[1] = load_entry(block + 2);
         s.empty[turn % kStages].wait((turn / kStages & 1) ^ 1);
-        fill(plan, found, t, turn % kStages, s);
+        fill(plan, source, t, turn % kStages, s);
       }
     }
   }
@@ -120,23 +126,24 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
   struct Worker {
     Plan const& plan;
     Smem& s;
-    // A thread holds rows `group` and `group` + 8 of a product, and two of 8 columns, which `pair` numbers.
+    // A thread holds rows `group` and `group` + 8 of a product, and columns 2 pair and 2 pair + 1 of every 8.
     int const warp = op::tid() % 128 / 32, lane = op::tid() % 32, group = lane / 4, pair = lane % 4;
     static constexpr int kFirstKey = kByHeads ? 0 : kTeam * kTeamKeys, kFirstHead = kByHeads ? kTeam * kTeamHeads : 0;
 
-    uint32_t q[8][kTiles][2], q_rest[1][kTiles][2];  // right operands, of head 8 t + group
-    float unit[kTiles][2];                           // the divisor of q times the scale, of heads 8 t + 2 pair + c
+    uint32_t q[8][kTiles][2], q_rest[1][kTiles][2];  // right operands for head 8 t + group
+    float unit[kTiles][2];                           // q's divisor times plan.scale, for head 8 t + 2 pair + c
     float out[kColumnTiles][kTiles][4];              // element c + 2 r: column 16 group + 2 j + r of head 8 t + 2 pair + c
-    float level[kTiles];                             // of head 8 t + group
-    float maximum, sum;                              // of head warp * kOwn + lane % kOwn; the sum is over this thread's keys
+    float level[kTiles];                             // level of head 8 t + group
+    // The maximum of head warp * kWarpHeads + lane % kWarpHeads, and the sum of its weights for this thread's keys.
+    float maximum, sum;
 
     RA_DEV Worker(Plan const& plan, Smem& s) : plan(plan), s(s) {}
 
-    // The value for head 8 t + 2 pair + c, which the threads of that head hold.
+    // Returns the value of head 8 t + 2 pair + c. Each thread passes the value of head 8 t + group.
     RA_DEV float of_head(float value, int c) const { return op::shfl(value, (2 * pair + c) * 4); }
 
-    // Loads this warp's columns of the queries in the order in which a thread reads codes: step i of the product has columns
-    // 32 pair + 4 i to 32 pair + 4 i + 3 of the group.
+    // Loads this warp's columns of the queries in the order in which a thread reads codes. Step i of the product has
+    // columns 32 pair + 4 i to 32 pair + 4 i + 3 of the group.
     RA_DEV void load_queries(int seq) {
       Job const job = Base::job(plan);
       CUTE_UNROLL
@@ -223,41 +230,41 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
       return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
     }
 
-    // Turns the logits of this warp's heads into weights relative to the heads' new maxima.
+    // Turns the logits of this warp's heads into weights relative to each head's new maximum.
     RA_DEV void weigh(int stage) {
-      int const head = warp * kOwn + lane % kOwn;
-      float logit[kEach], m_new = maximum;
+      int const head = warp * kWarpHeads + lane % kWarpHeads;
+      float logit[kThreadKeys], m_new = maximum;
       CUTE_UNROLL
-      for (int i = 0; i < kEach; ++i) {
-        int const key = lane / kOwn + i * (32 / kOwn), at = part_at(key, head);
+      for (int i = 0; i < kThreadKeys; ++i) {
+        int const key = lane / kWarpHeads + i * (32 / kWarpHeads), at = part_at(key, head);
         float const whole = (s.part[kTeam][0][at] + s.part[kTeam][1][at]) + (s.part[kTeam][2][at] + s.part[kTeam][3][at]);
         logit[i] = s.seen[stage][kFirstKey + key] ? whole : -INFINITY;
         m_new = fmaxf(m_new, logit[i]);
       }
       CUTE_UNROLL
-      for (int mask = kOwn; mask < 32; mask *= 2) m_new = fmaxf(m_new, op::shfl_xor(m_new, mask));
+      for (int mask = kWarpHeads; mask < 32; mask *= 2) m_new = fmaxf(m_new, op::shfl_xor(m_new, mask));
       float const reference = finite(m_new);
       sum *= op::exp2(maximum - reference);
       maximum = m_new;
       CUTE_UNROLL
-      for (int i = 0; i < kEach; ++i) {
+      for (int i = 0; i < kThreadKeys; ++i) {
         float const weight = op::exp2(logit[i] - reference);
         sum += weight;
-        s.weight[kTeam][head][lane / kOwn + i * (32 / kOwn)] = weight;
+        s.weight[kTeam][head][lane / kWarpHeads + i * (32 / kWarpHeads)] = weight;
       }
-      if (lane < kOwn) s.maximum[kTeam][head] = m_new;
+      if (lane < kWarpHeads) s.maximum[kTeam][head] = m_new;
     }
     RA_DEV static float finite(float x) { return x == -INFINITY ? 0.f : x; }
 
-    // out += this group's codes, transposed, x (weights times scales). Of 16 keys, a thread has 2 pair, 2 pair + 1, and the
-    // keys 8 after these.
+    // Computes out += transposed codes of this group x (weights times scales). Of every 16 keys, a thread has four:
+    // 2 pair, 2 pair + 1, 2 pair + 8 and 2 pair + 9.
     RA_DEV void add_values(int stage) {
       unsigned char const* const rows = s.rows[stage][kFirstKey + 2 * pair];
       float scaled[kSteps][kTiles][4], shift[kTiles];
       CUTE_UNROLL
       for (int step = 0; step < kSteps; ++step) scale_weights(rows, step, scaled[step]);
       raise_levels(scaled, shift);
-      if (kByHeads) op::syncwarp();  // too few registers to keep all weights, so they are read again
+      if (kByHeads) op::syncwarp();  // not all weights fit registers: this barrier makes the compiler reload them
       CUTE_UNROLL
       for (int step = 0; step < kSteps; ++step) {
         if (kByHeads) scale_weights(rows, step, scaled[step]);
@@ -276,7 +283,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
         for (int j = 0; j < kColumnTiles; ++j)
           CUTE_UNROLL
           for (int i = 0; i < 2; ++i) {
-            // The codes of two columns for two keys, those of the first column first.
+            // The codes of two columns for two keys. Those of the first column come first.
             uint32_t const four = op::bytes_of(word_of(codes[2 * i], j / 2), word_of(codes[2 * i + 1], j / 2),
                                                j % 2 ? 0x7362 : 0x5140);
             op::half_pairs(four, a[j][2 * i], a[j][2 * i + 1]);
@@ -299,11 +306,11 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
           scaled[t][i + 1] = two.y * scale[i + 1];
         }
     }
-    // The offset of a thread's key i, of four, from its first key.
+    // A thread has four of every 16 keys. This is the distance of key i from the first of them.
     RA_HD static constexpr int key_of(int i) { return i % 2 + i / 2 * 8; }
 
-    // Raises the levels so that weights times scales are below 2, and rescales the output. `shift` converts weights relative to
-    // the maximum into weights relative to the level.
+    // Raises the levels so that products of weights and scales are below 2, and rescales the output. `shift` is the
+    // factor that converts weights relative to the maximum into weights relative to the level.
     RA_DEV void raise_levels(float const (&scaled)[kSteps][kTiles][4], float (&shift)[kTiles]) {
       CUTE_UNROLL
       for (int t = 0; t < kTiles; ++t) {
@@ -312,7 +319,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
         for (int i = 0; i < 4 * kSteps; ++i) largest = fmaxf(largest, fabsf(scaled[i / 4][t][i % 4]));
         largest = fmaxf(largest, op::shfl_xor(largest, 1));
         largest = fmaxf(largest, op::shfl_xor(largest, 2));
-        int const exponent = int(bits_of(largest) >> 23);  // 0: all are zero or subnormal
+        int const exponent = int(bits_of(largest) >> 23);  // 0 if all are zero or subnormal
         float const reference = s.maximum[kTeam][8 * t + group];
         float const reached = fmaxf(level[t], exponent ? reference + float(exponent - 127) : -INFINITY);
         float const factor = op::exp2(level[t] - finite(reached));
@@ -329,15 +336,16 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
 
     // ---- the end of a segment
 
-    // Stores what other warps need to finish: sums, maxima, levels, and the output of the columns that the other team writes.
+    // Stores values that other warps need to finish: sums, maxima, levels, and the output of columns that the other
+    // team writes.
     RA_DEV void share(bool first) {
       constexpr int kWhich = kByHeads ? kTeam : 0;
       CUTE_UNROLL
-      for (int mask = kOwn; mask < 32; mask *= 2) sum += op::shfl_xor(sum, mask);
+      for (int mask = kWarpHeads; mask < 32; mask *= 2) sum += op::shfl_xor(sum, mask);
       if (!first) op::named_sync(kMerged + kWhich, kMerging);
-      if (lane < kOwn) {
-        s.top[kTeam][warp * kOwn + lane] = maximum;
-        s.sum[kTeam][warp * kOwn + lane] = sum;
+      if (lane < kWarpHeads) {
+        s.top[kTeam][warp * kWarpHeads + lane] = maximum;
+        s.sum[kTeam][warp * kWarpHeads + lane] = sum;
       }
       CUTE_UNROLL
       for (int t = 0; t < kTiles; ++t)
@@ -353,7 +361,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
       }
       op::named_sync(kMerge + kWhich, kMerging);
     }
-    // The maximum and the sum of a head over all keys of the segment.
+    // A head's maximum and sum over all keys of the segment.
     struct Total {
       float maximum, sum;
     };
@@ -366,7 +374,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
       }
       return total;
     }
-    static constexpr int kFirst = kByHeads ? 0 : kTeam * kKept;  // the first tile of columns that this team writes
+    static constexpr int kFirst = kByHeads ? 0 : kTeam * kKept;  // first column tile that this team writes
     RA_DEV void finish(Segment const& segment) {
       if constexpr (!kByHeads) {
         CUTE_UNROLL

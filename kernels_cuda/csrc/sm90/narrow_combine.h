@@ -1,18 +1,20 @@
-// Merges the partial results of sequences that several parts computed, in the order of the parts, with one thread block per
-// query row. It is for calls with few rows and many parts, for which one warp per row (`combine.h`) would leave most of the
-// GPU idle and wait for one part after another. Here each thread loads the lse of one part, all at once, then 4 columns of
-// 16 parts at a time. Its launch overlaps with the end of the grid that computes the partial results.
+// Merges the partial results of sequences that several parts computed. One thread block merges a query row, in the
+// order of the parts. This suits calls with few rows and many parts: one warp per row (`combine.h`) would leave most of
+// the GPU idle and would wait for one part after another. Here all threads first load one part's lse each, at the same
+// time. Then each thread loads 4 columns of 16 parts at a time. This grid may start while the grid that computes the
+// partial results is ending.
 #pragma once
 #include "combine.h"
 
 template <class Out>
 struct NarrowCombine {
   static constexpr int kThreads = 128, kRowsOfBlock = 1, kValue = 512, kAtOnce = 16;
-  // The current parts, one per thread: the slot of the result, or kAbsent, and the row's lse and maximum.
+  // The current parts, one per thread: the index of the part's result (kAbsent if it has none), and the row's lse and
+  // largest logit over the part.
   struct Smem {
     int slot[kThreads];
     float lse[kThreads], maximum[kThreads];
-    int exists[kThreads];  // whether the sequence has this part, empty or not
+    int exists[kThreads];  // whether the sequence has this part, even if it is empty
   };
   struct Params {
     Plan plan;
@@ -28,7 +30,7 @@ struct NarrowCombine {
     if (merged.slot_of(merged.first) == kWhole) return;
     float m_i = -INFINITY, maximum = -INFINITY, l_i = 0.f;
     float4 acc = {};
-    // kThreads parts at a time, which usually are all parts.
+    // Each iteration merges kThreads parts, which are usually all parts.
     bool more = true;
     for (int from = merged.first; more; from += kThreads) {
       look(merged, s, from + t);
@@ -53,7 +55,7 @@ struct NarrowCombine {
     if (t == 0) merged.write_sums(m_i, l_i, maximum);
   }
 
-  // Loads the lse and the maximum of this thread's part.
+  // Loads the lse and the largest logit of this thread's part.
   RA_DEV static void look(MergedRow const& merged, Smem& s, int part) {
     RaLatent const& call = merged.plan.call;
     int const t = op::tid();
@@ -67,7 +69,8 @@ struct NarrowCombine {
     if (call.max_logits) s.maximum[t] = op::load_result(call.partial_max + merged.index_of(slot));
     if (s.lse[t] != -INFINITY) s.slot[t] = slot;
   }
-  // Adds this thread's columns of kAtOnce parts, all loaded before any is used.
+  // Adds this thread's four columns of kAtOnce parts. All of them are loaded before any is used, so that the loads
+  // overlap.
   RA_DEV static void add(MergedRow const& merged, Smem const& s, int from, float reference, int t, float& sum, float4& acc) {
     float const* const partial_out = merged.plan.call.partial_out;
     float4 out[kAtOnce];

@@ -1,24 +1,29 @@
-// Attention over plain rows, dense or sparse: two consumer warpgroups that alternate on the blocks of a pair.
+// Attention over plain rows, dense or sparse. Two consumer warpgroups alternate on the two blocks of a pair.
 //
-// Warpgroup W computes the logits and weights of block W of the pair, and holds half W of the output columns. It multiplies
-// its own weights with its half of its block's values, and the other warpgroup's weights, from shared memory, with its half
-// of the other block's values. While one warpgroup computes exponentials, the other uses the tensor cores ("seesaw"). A
-// producer warpgroup fills two stages in halves of columns. Warpgroup H is the last reader of half H of both stages, and
-// it alone releases that half, which is then filled again at once. Slab 8 has the last 64 columns of 576, which are in the
-// key but not in the value. Once the logits are computed, the block's weights replace that slab.
+// Warpgroup W computes the logits and weights of block W, and holds half W of the output columns. It multiplies its own
+// weights with half W of its block's values. Then it reads the other warpgroup's weights from shared memory and
+// multiplies them with half W of the other block's values. While one warpgroup computes exponentials, the other uses
+// the tensor cores ("seesaw"). A producer warpgroup fills two stages, one half of the columns at a time. Warpgroup H is
+// the last reader of half H of both stages. It alone releases that half, and the producer fills it again at once. If
+// d_qk is 576, slab 8 holds the last 64 columns of each key. They are not part of the value, so after the logits are
+// computed, the block's weights overwrite them.
 //
-//   barrier         who arrives                                              count    a phase is     protects
-//   q_full          the copies of each producer thread; one for the segment  129      a segment      q, segments[turn % 2]
-//   q_empty         a thread of each consumer warp                           8        a segment      q
-//   full[S][H]      the copies of each producer thread, or with TMA one      128      a use of S     half H of stage S; slab 8
-//                   for its bytes and the others at once; for H = S also     144                     with half 1 - S, `seen`
-//                   the 16 writers of `seen`                                                         with half S
-//   empty[S][H]     a thread of each warp of warpgroup H                     4        a use of S     half H of stage S
-//   kFirstMaximum   warpgroup 0; 1 waits                                     256      a pair         maximum[0]
-//   kSecondWeights  warpgroup 1; 0 waits                                     256      a whole pair   maximum[1], weights of block 1
-//   kFirstWeights   warpgroup 0; 1 waits                                     256      a pair         weights of block 0
-//   kSums           both warpgroups, which wait                              256      a segment      sums[turn % 2]
-//   kRestRead       warpgroup 0, which waits                                 128      a lone block   slab 8 of stage 0
+// The consumers wait for q_full and full, and the producer waits for q_empty and empty. `turn` counts segments.
+//
+//   barrier         who arrives                             count  one phase per        protects
+//   q_full          each producer thread's copies;          129    segment              q, segments[turn % 2]
+//                   thread 0 also for the segment
+//   q_empty         one thread of each consumer warp        8      segment              q
+//   full[S][1 - S]  each producer thread's copies; with     128    use of stage S       half 1 - S of stage S, slab 8
+//                   TMA, each thread and TMA's bytes
+//   full[S][S]      the same, and the 16 writers of `seen`  144    use of stage S       half S of stage S, `seen`
+//                   once more
+//   empty[S][H]     one thread of each warp of warpgroup H  4      use of stage S       half H of stage S
+//   kFirstMaximum   warpgroup 0 arrives, warpgroup 1 waits  256    pair                 maximum[0]
+//   kSecondWeights  warpgroup 1 arrives, warpgroup 0 waits  256    pair of two blocks   maximum[1], weights of block 1
+//   kFirstWeights   warpgroup 0 arrives, warpgroup 1 waits  256    pair                 weights of block 0
+//   kSums           both warpgroups arrive and wait         256    segment with blocks  sums[turn % 2]
+//   kRestRead       warpgroup 0 arrives and waits           128    pair of one block    slab 8 of stage 0
 #pragma once
 #include "latent.h"
 
@@ -31,16 +36,17 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
   template <int kColumns>
   using Values = typename Base::template Values<kColumns>;
   static constexpr int kColumns = kWidth;
-  static constexpr bool kRest = kWidth == 576;  // whether the key has columns after those of the value
+  static constexpr bool kRest = kWidth == 576;  // whether the key has more columns than the value
   static_assert(kWidth == 512 || kWidth == 576);
 
-  // Named barriers: the maximum of block 0 is stored; the maximum and the weights of block 1 are; the weights of block 0
-  // are; both warpgroups' sums are. The last one is within a warpgroup: slab 8 is no longer read.
+  // Named barriers. kFirstMaximum: block 0's maximum is stored. kSecondWeights: block 1's maximum and weights are
+  // stored. kFirstWeights: block 0's weights are stored. kSums: both warpgroups' sums are stored. kRestRead: slab 8 is
+  // no longer read.
   enum { kFirstMaximum, kSecondWeights, kFirstWeights, kSums, kRestRead };
 
   struct alignas(1024) Smem {
     Element q[kWidth / 64][kSlab];
-    Element keys[2][9][kSlab];           // slab 8: the last columns of a key, then the block's weights
+    Element keys[2][9][kSlab];           // slab 8 holds the key's last columns, then the block's weights
     float maximum[2][64], sums[2][2][64];
     uint8_t seen[2][64];
     Segment segments[2];                 // the producer's segment, and the one that consumers may still be finishing
@@ -54,7 +60,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
   // ---- producer
 
   template <int S, int H>
-  static constexpr int kFilled = kHalf + (kRest && H != S);  // slabs of a half; slab 8 comes with the half read last
+  static constexpr int kFilled = kHalf + (kRest && H != S);  // slabs per half; slab 8 comes with the half read second
   template <int S, int H>
   RA_HD static constexpr int slab_of(int i) {
     return i < kHalf ? H * kHalf + i : 8;
@@ -73,8 +79,8 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
     return Base::template locate<kAddressing>(params.plan, lists, entries, block, t);
   }
 
-  // Stores which keys of a block exist. The sixteen writers arrive once more than other threads, because the arrival of
-  // asynchronous copies does not cover ordinary writes.
+  // Stores which keys of a block exist. The arrival of asynchronous copies does not cover ordinary writes, so the
+  // sixteen threads that write `seen` arrive a second time.
   static constexpr int kWriters = 16;
   RA_DEV static void store_seen(uint8_t (&seen)[64], Block const& block, int t, op::MBar& bar) {
     if (t % 8) return;
@@ -83,7 +89,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
     bar.arrive();
   }
 
-  // Fills half H of stage S once its last reader has released it.
+  // Fills half H of stage S after its last reader has released it.
   template <int S, int H, class Tma>
   RA_DEV static void fill(Params<Tma> const& params, Block const& block, int turn, Smem& s, int t) {
     s.empty[S][H].wait((turn & 1) ^ 1);
@@ -127,8 +133,9 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
     }
   }
 
-  // Produces the segments of this thread block: for each, its queries, then `pairs(segment, thread)`, which fills the stages
-  // with its blocks. The thread's number is read again each time, so that nothing derived from it takes a register between.
+  // Produces this thread block's segments. For each segment, it copies the queries and calls `pairs(segment, thread)`,
+  // which fills the stages with the segment's blocks. The thread's index is read anew each time, so that no value
+  // derived from it takes a register in between.
   template <class Pairs>
   RA_DEV static void produce(Plan const& plan, Smem& s, Pairs pairs) {
     int turn = 0, seq = 0;
@@ -153,17 +160,17 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
       Lists lists = Base::lists_of(plan, segment, t % 8 * 16);
       lists.rows = op::opaque(lists.rows);
       int const last = segment.end - 1;
-      // List entries are loaded a pair of blocks ahead.
-      auto const ahead = [&](int block) {
+      // List entries are loaded one pair of blocks in advance.
+      auto const load_entries = [&](int block) {
         return Base::template look_up<kAddressing>(plan, lists, block < last ? block : last, t);
       };
-      Entries entries[2] = {ahead(segment.begin), ahead(segment.begin + 1)};
+      Entries entries[2] = {load_entries(segment.begin), load_entries(segment.begin + 1)};
       for (int index = segment.begin; index <= last; index += 2) {
         bool const two = index < last;
         Block const first = locate<kAddressing>(params, lists, entries[0], index, t);
         Block const second = locate<kAddressing>(params, lists, entries[1], index + two, t);
-        entries[0] = ahead(index + 2);
-        entries[1] = ahead(index + 3);
+        entries[0] = load_entries(index + 2);
+        entries[1] = load_entries(index + 3);
         fill<0, 0>(params, first, turns[0], s, t);
         if (two) fill<1, 1>(params, second, turns[1], s, t);
         fill<0, 1>(params, first, turns[0]++, s, t);
@@ -180,8 +187,9 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
 
   // ---- consumers
 
-  // A thread's elements of 64 x 64 weights as wgmma's left operand from registers: four fragments of 64 x 16 (PTX, "WGMMA
-  // .m64k16 register fragment layout for matrix A"), whose words have the order of the logits' accumulators.
+  // The layout of a thread's share of 64 x 64 weights as wgmma's left operand in registers: four 64 x 16 fragments
+  // (PTX, "WGMMA .m64k16 register fragment layout for matrix A"). Its words are in the order of the logits'
+  // accumulator.
   using WeightsA = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::_4>,
                                 cute::Stride<cute::Stride<cute::_1, cute::_2, cute::_4>, cute::_0, cute::_8>>;
 
@@ -190,19 +198,19 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
     using Parent = typename Base::Consumer;
     using Parent::tOrO, Parent::reference, Parent::sum, Parent::row0, Parent::plan, Parent::release, Parent::thread;
     Smem& s;
-    uint32_t phases = 0;  // bit S: the phase of the barriers of stage S; bit 2: that of the queries' barriers
+    uint32_t phases = 0;  // bit S: parity of stage S's barriers; bit 2: parity of the queries' barriers
     typename Base::Logits tSrS;
 
     RA_DEV Consumer(Smem& s, Plan const& plan) : Base::Consumer(plan), s(s) {}
 
     RA_DEV void wait_full(int stage, int half) {
       s.full[stage][half].wait(phases >> stage & 1);
-      op::fence_async_shared();  // copies are ordinary writes
+      op::fence_async_shared();  // cp.async writes through the generic proxy
     }
     RA_DEV static void both_arrive(int id) { op::named_arrive(id, 256); }
     RA_DEV static void both_sync(int id) { op::named_sync(id, 256); }
 
-    // tSrS = q . keys of stage W, first over half W.
+    // Computes tSrS = q . keys of stage W. The columns of half W come first, because they are filled first.
     RA_DEV void logits() {
       wait_full(W, W);
       add_logits<kHalf>(W * kHalf, true);
@@ -236,7 +244,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
         }
       Parent::raise_in_row(m_new);
     }
-    // Turns the logits into weights relative to `m_new`, and sums them for each row.
+    // Turns the logits into weights relative to `m_new`, and sums each row's weights.
     RA_DEV void weigh(float const (&m_new)[2], float (&l_new)[2]) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
@@ -259,7 +267,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
         words(i) = op::template pack<Element>(tSrS(2 * i) * factor[i % 2], tSrS(2 * i + 1) * factor[i % 2]);
       if constexpr (W == 0) {
         Base::store_weights(s.keys[W][8], thread(), words);
-      } else {  // this warpgroup's product waits for these stores, so each word is stored as soon as it is ready
+      } else {  // this warpgroup's product follows these stores, so each word is stored as soon as it is ready
         CUTE_UNROLL
         for (int i = 0; i < 16; ++i)
           op::store(Base::weight_word(s.keys[W][8], row0 + i % 2 * 8, i / 2, this->pair), words(i));
@@ -276,7 +284,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
       for (int r = 0; r < 2; ++r) m_new[r] = s.maximum[1 - W][row0 + 8 * r];
     }
 
-    // tOrO += this warpgroup's weights x half W of the values of stage W.
+    // Computes tOrO += this warpgroup's weights x half W of stage W's values.
     RA_DEV void add_own() {
       auto tOrP = cute::make_tensor<Element>(WeightsA{});
       auto words = cute::recast<uint32_t>(cute::make_tensor(tOrP.data(), cute::Layout<cute::_32>{}));
@@ -288,14 +296,14 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
       op::wgmma_rs(typename Base::template MmaValuesR<256>{}, thread(), tOrP,
                    Base::template shared<Values<256>>(s.keys[W][W * kHalf]), tOrO);
     }
-    // tOrO += the other warpgroup's weights x half W of the values of the other stage.
+    // Computes tOrO += the other warpgroup's weights x half W of the other stage's values.
     RA_DEV void add_other() {
       wait_full(1 - W, W);
       op::wgmma_ss(typename Base::template MmaValuesS<256>{}, thread(), Base::template shared<Rows<64>>(s.keys[1 - W][8]),
                    Base::template shared<Values<256>>(s.keys[1 - W][W * kHalf]), tOrO, false);
     }
 
-    // Rescales sums and output to a new maximum, and adds `l_new` to the sums.
+    // Rescales the sums and the output to a new maximum, and adds `l_new` to the sums.
     RA_DEV void move(float const (&m_new)[2], float const (&l_new)[2]) {
       float factor[2];
       Parent::factors(reference, m_new, factor);
@@ -307,10 +315,10 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
       Parent::rescale(factor);
     }
 
-    // Attends to a pair of blocks, or to one block if the second does not exist.
+    // Attends to a pair of blocks, or to its first block alone if `two` is false.
     RA_DEV void attend(int first, bool two, int const (&limit)[2]) {
       constexpr float kOne[2] = {1.f, 1.f}, kNone[2] = {0.f, 0.f};
-      float m_new[2], l_new[2], others[2], factor[2] = {1.f, 1.f};
+      float m_new[2], l_new[2], other_maximum[2], factor[2] = {1.f, 1.f};
       if constexpr (W == 0) {
         logits();
         mask(first, limit, m_new);
@@ -322,8 +330,8 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
         add_own();
         if (two) {
           both_sync(kSecondWeights);
-          read_maximum(others);
-          Parent::factors(reference, others, factor);
+          read_maximum(other_maximum);
+          Parent::factors(reference, other_maximum, factor);
         } else if constexpr (kRest) {
           op::named_sync(kRestRead, 128);  // other warps may still read slab 8, which the weights will overwrite
         }
@@ -332,7 +340,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
         op::wgmma_wait<0>(tOrO);
         release(s.empty[0][0]);
         if (two) {
-          move(others, kNone);
+          move(other_maximum, kNone);
           add_other();
           op::wgmma_wait<0>(tOrO);
           release(s.empty[1][0]);
@@ -343,9 +351,9 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
           mask(first + kBlock, limit, m_new);
         }
         both_sync(kFirstMaximum);
-        read_maximum(others);
+        read_maximum(other_maximum);
         if (two) {
-          Parent::raise(m_new, others);
+          Parent::raise(m_new, other_maximum);
           weigh(m_new, l_new);
           share_maximum(m_new);
           share_weights(kOne);
@@ -353,7 +361,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
           move(m_new, l_new);
           add_own();
         } else {
-          move(others, kNone);
+          move(other_maximum, kNone);
         }
         both_sync(kFirstWeights);
         add_other();
@@ -395,7 +403,8 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
       }
     }
 
-    // Adds the other warpgroup's sums. There are two buffers because one warpgroup may be a segment ahead of the other.
+    // Adds the other warpgroup's sums. There are two buffers, because one warpgroup may be a segment ahead of the
+    // other.
     RA_DEV void add_sums(int buffer) {
       Parent::add_in_row();
       CUTE_UNROLL
@@ -407,7 +416,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
     }
   };
 
-  // Runs the kernel; `Kernel` derives from this class, and may replace the producer.
+  // Runs the kernel. `Kernel` derives from this class and may replace `produce`.
   template <class Kernel, class Tma>
   RA_DEV static void run_as(Params<Tma> const& params, Smem& s) {
     if (op::tid() == 0) {

@@ -1,26 +1,26 @@
-// Sparse attention over `fp8_v41` and `fp4_v41` caches, or over one of each. A row has 512 e4m3 codes with an e8m0 scale per
-// 32 codes, or 512 e2m1 codes, two per byte, with an e4m3 scale per 16 codes. A row's scales follow its codes, or the scales
-// of all rows of a page follow all its codes.
+// Sparse attention over `fp8_v41` and `fp4_v41` caches, or over one of each. A row of `fp8_v41` has 512 e4m3 codes and
+// an e8m0 scale per 32 codes. A row of `fp4_v41` has 512 e2m1 codes, two per byte, and an e4m3 scale per 16 codes. The
+// scales follow either each row's codes or all codes of a page.
 //
-// A code times its scale is exactly a bfloat16: an e4m3 code because its scale is a power of two, an e2m1 code because the
-// product has six significant bits. Eight threads decode a row, each 16 of every 128 columns, which share a scale in both
-// formats. e2m1 codes are first converted to e4m3 codes of equal value. All rows of a block are in one cache, so threads do
-// not diverge on the format.
+// The product of a code and its scale is exact in bfloat16: an e8m0 scale is a power of two, and an e2m1 code times an
+// e4m3 scale has six significant bits. Eight threads decode a row, each 16 of every 128 columns. Such a 16-column piece
+// has one scale in both formats. e2m1 codes are first converted to e4m3 codes of equal value. All rows of a block are
+// in one cache, so threads do not diverge on the format.
 #pragma once
 #include "fp8_v4.h"
 
 struct V41 : Decoding<V41, 16> {
-  static constexpr int kPieces = 2;  // pieces of 16 columns that a thread has of half a row
+  static constexpr int kPieces = 2;  // 16-column pieces per thread in half a row
 
-  // A thread's share of half H of a block. A piece of e2m1 codes takes only the first two words.
+  // A thread's share of half H of a block. The e2m1 codes of a piece take only the first two words.
   struct Share {
     uint4 codes[4][kPieces];
-    uint32_t scales[4][kPieces];  // four scales, one of which is the piece's
+    uint32_t scales[4][kPieces];  // words of four scales, one of which is the piece's
   };
 
   template <int H, bool kFour>
   RA_DEV static void load(Plan const& plan, Rows const& rows, Share& share) {
-    constexpr int kBytes = kFour ? 8 : 16, kScales = kFour ? 8 : 4;  // of a piece's codes; of the scales of 128 columns
+    constexpr int kBytes = kFour ? 8 : 16, kScales = kFour ? 8 : 4;  // bytes of a piece's codes, of 128 columns' scales
     char const* const cache = rows.extra ? plan.extra.cache : plan.keys.cache;
     int const chunk = op::fresh_tid() % 8;
     CUTE_UNROLL
@@ -40,13 +40,13 @@ struct V41 : Decoding<V41, 16> {
       }
     }
   }
-  // Converts the four e2m1 codes in the low 16 bits to e4m3 codes of equal value: a table of eight magnitudes, and the signs.
+  // Converts the four e2m1 codes in the low 16 bits to e4m3 codes of equal value. A table has the eight magnitudes.
   RA_DEV static uint32_t widened(uint32_t codes) {
     uint32_t const magnitudes = op::bytes_of(0x3c383000, 0x4c484440, codes & 0x7777);
-    uint32_t const signs = op::bytes_of(0x80808080, 0x80808080, codes);  // 0xff for each digit with its high bit set
+    uint32_t const signs = op::bytes_of(0x80808080, 0x80808080, codes);  // 0xff for a negative code, else 0x80
     return magnitudes | (signs << 1 & 0x80808080);
   }
-  // The scale of an e8m0 code, or with `four` of an e4m3 code, as two bfloat16.
+  // The value of a scale as two bfloat16. Its code is e4m3 if `four` is true, else e8m0.
   RA_DEV static uint32_t scale_of(uint32_t code, bool four) {
     if (!four) return Fp8V4::scale_of(code);
     float const value = op::low_half(op::half_pair(uint16_t(code)));
@@ -55,7 +55,7 @@ struct V41 : Decoding<V41, 16> {
   template <int S, int H, bool kFour>
   RA_DEV static void store(Share const& share, Smem& s, int t) {
     int const chunk = t % 8;
-    bool const high_first = chunk >= 4;  // spreads the eight threads of a row over the banks
+    bool const high_first = chunk >= 4;  // spreads a row's eight threads over the banks
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i)
       CUTE_UNROLL

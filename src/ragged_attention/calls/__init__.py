@@ -41,6 +41,7 @@ from ragged_attention.calls.indexer import QuantizeIndexerKeys as QuantizeIndexe
 from ragged_attention.calls.indexer import TopKIndices as TopKIndices
 from ragged_attention.calls.indexer import WriteIndexerCache as WriteIndexerCache
 from ragged_attention.calls.mla import MlaDecode as MlaDecode
+from ragged_attention.calls.mla import RaggedMlaAttention as RaggedMlaAttention
 from ragged_attention.calls.mla import SparseMlaPrefill as SparseMlaPrefill
 from ragged_attention.calls.mla import SparseMlaPrefillBackward as SparseMlaPrefillBackward
 from ragged_attention.calls.mla_cache import DequantizeMlaCache as DequantizeMlaCache
@@ -53,7 +54,6 @@ from ragged_attention.calls.paged import MergeAttentionStates as MergeAttentionS
 from ragged_attention.calls.paged import PagedCall as PagedCall
 from ragged_attention.calls.paged import RaggedPagedAttention as RaggedPagedAttention
 from ragged_attention.calls.paged import WriteKvPages as WriteKvPages
-from ragged_attention.calls.ragged_mla import RaggedMlaAttention as RaggedMlaAttention
 from ragged_attention.calls.varlen import VarlenAttention as VarlenAttention
 from ragged_attention.calls.varlen import VarlenAttentionBackward as VarlenAttentionBackward
 from ragged_attention.calls.varlen import VarlenCall as VarlenCall

@@ -1,27 +1,28 @@
-"""What every record shares: its fields' kinds and what follows from them, facts of devices, groups of heads."""
+"""The bases of all records, which derive schemas and checks from the fields, and the static facts about a device."""
 
 import abc
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, dataclass_transform
 
 import numpy as np
 
-from ragged_attention.calls.fields import Arrays, Kind, Sizes, field, is_array
+from ragged_attention.calls.fields import Arrays, Kind, Sizes, field, is_array, wide_dtype
 from ragged_attention.errors import InvalidInput
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Static facts about where a call runs; what `why_not` and `heuristic` may depend on."""
+    """Static facts about the device that runs a call; `why_not` and `heuristic` may depend on them."""
 
     framework: str  # torch | jax
     platform: str  # cuda | rocm | tpu | cpu | mps | xpu
     name: str = ""
     arch: str = ""  # sm_90, gfx942, ...
-    num_multiprocessors: int = 1  # of a TPU its cores
-    shared_memory: int = 0  # bytes one program can have; of a TPU a core's vector memory (VMEM)
-    scalar_memory: int = 0  # of a TPU a core's scalar memory (SMEM), bytes
+    num_multiprocessors: int = 1  # on a TPU its cores
+    shared_memory: int = 0  # bytes that one program can have; on a TPU the vector memory (VMEM) of a core
+    scalar_memory: int = 0  # on a TPU the scalar memory (SMEM) of a core, in bytes
     unavailable: tuple[tuple[str, str], ...] = ()  # backends that the front end cannot launch here, each with a reason
 
     def why_unavailable(self, backend: str) -> str | None:
@@ -47,18 +48,17 @@ SHARED_MEMORY = {
 
 
 def shared_memory_of(arch: str) -> int:
-    """The shared memory of one program on `arch`; an unknown architecture counts as one that has the least."""
+    """The shared memory of one program on `arch`, for an unknown architecture the smallest known size."""
     return SHARED_MEMORY.get(arch, min(SHARED_MEMORY.values()))
 
 
 def expect_groups(num_q_heads: int, num_kv_heads: int) -> None:
-    """Check that every KV head serves as many query heads."""
+    """Check that all KV heads serve equal numbers of query heads."""
     if num_q_heads < 1 or num_q_heads % num_kv_heads:
         raise InvalidInput(f"expected num_q_heads to be a multiple of {num_kv_heads=}, got {num_q_heads}")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """Shape and dtype of one result."""
 
     shape: tuple[int, ...]
@@ -72,6 +72,7 @@ Record = TypeVar("Record", bound="Call")
 def record(cls: type[Record]) -> type[Record]:
     """Make a class a record: a frozen dataclass whose fields are `fields.field(kind, default)`."""
     cls = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
+    cls.OPERATION = re.sub("(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
     fields = [each for each in dataclasses.fields(cls) if each.metadata]  # type: ignore[arg-type]
     cls.KINDS = {each.name: each.metadata["kind"] for each in fields}
     cls.DEFAULTS = {each.name: each.default for each in fields if each.default is not dataclasses.MISSING}
@@ -83,21 +84,22 @@ def record(cls: type[Record]) -> type[Record]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Call(abc.ABC):
-    """What all records share. Building one checks each field by its kind, in their order, then how they go together."""
+    """The base of all records. Building one checks each field by its kind, in order, and then how the fields fit."""
 
-    OPERATION: ClassVar[str]
-    KINDS: ClassVar[Mapping[str, Kind]]  # of the fields
-    DEFAULTS: ClassVar[Mapping[str, Any]]  # of the optional ones
-    RANGES: ClassVar[Mapping[str, tuple[int, int]]]  # where each lies among the flat arguments
-    ABSENT: ClassVar[Mapping[str, tuple[Any, ...]]]  # the flat arguments of those that may be None, if they are
-    REGROUPED: ClassVar[Mapping[str, Kind]]  # those that are not their one flat argument
-    NUM_RESULTS: ClassVar[int | None] = 1  # None where it depends on the arguments; 0 where an argument is written
-    TAKES_OUT: ClassVar[bool] = False  # whether from torch the first result, out, may be memory that the caller gives
-    DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ()  # arguments that `<operation>_backward` gives the gradients of
+    OPERATION: ClassVar[str]  # the name of the class in snake case
+    KINDS: ClassVar[Mapping[str, Kind]]  # each field's kind
+    DEFAULTS: ClassVar[Mapping[str, Any]]  # the defaults of optional fields
+    RANGES: ClassVar[Mapping[str, tuple[int, int]]]  # each field's range of the flat arguments
+    ABSENT: ClassVar[Mapping[str, tuple[Any, ...]]]  # the flat arguments that stand for None
+    REGROUPED: ClassVar[Mapping[str, Kind]]  # fields that differ from their flat arguments
+    NUM_RESULTS: ClassVar[int | None] = 1  # None if it depends on the arguments; 0 if an argument is written
+    TAKES_OUT: ClassVar[bool] = False  # whether torch callers may give memory for the first result
+    DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ()  # arguments with gradients in `<operation>_backward`
 
     ATTENDS: ClassVar[bool] = False  # whether results are sums over the keys of sequences
     WHY_NO_GRADIENT: ClassVar[str] = "it works on a KV cache, for inference"
-    SEPARABLE: ClassVar[frozenset[str]] = frozenset()  # arguments that ask for what another operation can do before
+    CACHE: ClassVar[str]  # the argument that holds the KV cache; a write writes it
+    SEPARABLE: ClassVar[frozenset[str]] = frozenset()  # arguments whose work another operation can do first
 
     device: Device = NOWHERE
 
@@ -112,24 +114,26 @@ class Call(abc.ABC):
                 self._check(sizes)
 
     def _check(self, sizes: Sizes) -> None:
-        """Raise unless the fields, each of which is valid by itself, go together."""
+        """Raise unless the fields fit together; each is already valid by itself."""
         del sizes
 
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
-        """Raise if the operation cannot have the arrays as they lie in memory; `strides` gives those of one."""
+        """Raise if the operation cannot use arrays with such strides; `strides` returns those of an array."""
         del strides
 
     @abc.abstractmethod
     def results(self) -> tuple[Result, ...]:
-        """What the operation returns."""
+        """The shapes and dtypes of the results."""
 
-    @abc.abstractmethod
-    def check_values(self) -> None:
-        """Raise `InvalidInput` naming the first invalid value in an index array. Expects NumPy arrays."""
+    def check_values(self) -> None:  # noqa: B027
+        """Raise `InvalidInput` naming the first invalid value in an index array. Expects NumPy arrays.
+
+        Without a check of its own an operation takes every value: it ignores those that name nothing.
+        """
 
     @classmethod
     def no_gradient(cls) -> str:
-        """Why differentiating the operation fails, where nothing gives its gradient."""
+        """The error message for differentiating an operation that has no gradient."""
         is_gradient = cls.OPERATION.endswith("_backward")
         reason = "it is a gradient itself" if is_gradient else cls.WHY_NO_GRADIENT
         return f"{cls.OPERATION} has no gradient: {reason}"
@@ -145,7 +149,7 @@ class Call(abc.ABC):
 
     @classmethod
     def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
-        """The record's arguments from those of the public function, which may be more convenient ones."""
+        """The record's arguments, converted from those of the public function, which accepts more forms."""
         return {
             name: None if (value := arguments[name]) is None else kind.prepare(name, value, arrays)
             for name, kind in cls.KINDS.items()
@@ -183,21 +187,16 @@ class Call(abc.ABC):
         """The optional arguments that are not at their defaults."""
         return [name for name, default in self.DEFAULTS.items() if not _is(getattr(self, name), default)]
 
-    def written(self) -> tuple[Any, ...]:
-        """The arrays that the operation writes."""
-        values = [getattr(self, name) for name, kind in self.KINDS.items() if kind.written]
-        return tuple(array for value in values for array in (value if isinstance(value, (tuple, list)) else (value,)))
-
     @classmethod
     def unchecked(cls, **values: Any) -> Self:
-        """A record whose values are known to be valid, every field given."""
+        """A record of values that are known to be valid; every field must be given."""
         record = object.__new__(cls)
         for name, value in values.items():
             object.__setattr__(record, name, value)
         return record
 
     def map(self, change: Callable[[Any], Any]) -> Self:
-        """The same call with every array changed; nothing is checked again, so only kind or storage may differ."""
+        """The call with `change` applied to every array, without new checks; `change` must keep the shapes."""
         values = self.arguments()
         for name, value in values.items():
             if isinstance(value, (tuple, list)):
@@ -221,33 +220,34 @@ def _is(value: Any, default: Any) -> bool:
 
 
 class WritingCall(Call):
-    """What the attentions share whose `new_kv`, this step's rows, another operation can write before."""
+    """The base of attentions with `new_kv`, this step's rows, which another operation can write first."""
 
     SEPARABLE: ClassVar[frozenset[str]] = frozenset({"new_kv"})
     WRITE: ClassVar[type[Call]]  # the operation that writes
-    CACHE: ClassVar[str]  # the argument that is written, both here and there
 
     @classmethod
-    @abc.abstractmethod
     def arguments_of_write(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of the write that those of an attention with `new_kv` ask for."""
+        """The arguments of the write that `new_kv` asks for: the shared ones, to which a record adds the rows."""
+        shared = {name: arguments[name] for name in cls.WRITE.KINDS if name in arguments}
+        return {**cls.WRITE.DEFAULTS, **shared}
 
     def write_of_new_kv(self) -> Any:
-        """The write that `new_kv` asks for, as a call of its own."""
+        """The write that `new_kv` asks for, as a separate call."""
         return self.WRITE(**self.arguments_of_write(self.arguments()), device=self.device)
 
     def after_write(self, written: Sequence[Any]) -> Self:
-        """The same call once `new_kv` is written, with what that gave."""
+        """The call that remains after `new_kv` is written, with the written caches."""
         pair = isinstance(getattr(self, self.CACHE), (tuple, list))
         changed = {self.CACHE: tuple(written) if pair else written[0], "new_kv": None}
         return self.unchecked(**self.arguments() | changed, device=self.device)
 
 
 class GroupedCall(Call):
-    """What the records share in which queries [T, H, D] attend to keys of fewer heads."""
+    """The base of records in which queries [..., H, D] attend to keys with fewer heads."""
 
     q: Any
     sm_scale: Any
+    out_dtype: str | None = None
 
     @property
     @abc.abstractmethod
@@ -255,11 +255,16 @@ class GroupedCall(Call):
 
     @property
     def num_q_heads(self) -> int:
-        return self.q.shape[1]
+        return self.q.shape[-2]
 
     @property
     def head_dim(self) -> int:
-        return self.q.shape[2]
+        return self.q.shape[-1]
+
+    @property
+    def v_head_dim(self) -> int:
+        """The columns of a value."""
+        return self.head_dim
 
     @property
     def group(self) -> int:
@@ -270,8 +275,21 @@ class GroupedCall(Call):
     def scale(self) -> float:
         return self.head_dim**-0.5 if self.sm_scale is None else float(self.sm_scale)
 
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return (*self.q.shape[:-1], self.v_head_dim)
+
+    @property
+    def result_dtype(self) -> Any:
+        """The dtype of `out`."""
+        return self.out_dtype or self.q.dtype
+
+    @property
+    def lse_dtype(self) -> str:
+        return wide_dtype(self.q)
+
 
 def gradients_of(call: Call, forward: type[Call]) -> tuple[Result, ...]:
-    """What a gradient returns: an array like each differentiable argument, an empty one in place of an absent one."""
+    """The results of a gradient: an array like each differentiable argument, empty if the argument is absent."""
     given = [getattr(call, name) for name in forward.DIFFERENTIABLE]
     return tuple(Result((0,), "float32") if array is None else Result(array.shape, array.dtype) for array in given)

@@ -1,4 +1,4 @@
-"""Kinds of arguments: what a field of a record may hold, how it is checked, and how it travels.
+"""The kinds of arguments: the valid values of a record's field, their checks, and their flat form.
 
 A record's field names its kind once. The kind carries the check with the wording of its errors, what the value becomes
 as arguments of a torch operator (tensors, numbers and strings in a fixed order) and how it is restored from those.
@@ -18,14 +18,14 @@ import numpy as np
 from ragged_attention.errors import InvalidInput
 
 FLOATS = ("float32", "float16", "bfloat16")
-WIDE_FLOATS = (*FLOATS, "float64")  # where gradients are checked by finite differences, which need it
+WIDE_FLOATS = (*FLOATS, "float64")  # finite differences, which check gradients, need float64
 QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
 INT32 = ("int32",)  # of index arrays
 SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 LARGEST_INT32 = int(np.iinfo(np.int32).max)
 
-Dtypes = tuple[str, ...] | Callable[[Any], tuple[str, ...]]  # of a record, where they depend on another field
+Dtypes = tuple[str, ...] | Callable[[Any], tuple[str, ...]]  # a function of the record if another field decides
 
 
 class Array(Protocol):
@@ -41,7 +41,7 @@ class Arrays(Protocol):
     """How a front end converts an argument to the form that records take."""
 
     def array(self, name: str, value: Any) -> Any:
-        """What the front end takes for arrays and numbers, as its own but of the dtype given; anything else as it is.
+        """An array or number as one of the front end's own, with its dtype; any other value unchanged.
 
         Raises `TypeError` for an array of another framework.
         """
@@ -56,7 +56,7 @@ class Arrays(Protocol):
     def stack(self, parts: list[Any]) -> Any: ...
 
     def copy(self, array: Any) -> Any:
-        """The array as it is now, whatever its owner writes into it later."""
+        """A snapshot of the array, which later writes into the array do not change."""
         ...
 
     def largest_of_rows(self, array: Any) -> Any: ...
@@ -66,12 +66,12 @@ class Arrays(Protocol):
 
 
 def dtype_name(array: Array) -> str:
-    """`"bfloat16"`, `"float8_e4m3fn"`, `"int32"`, ..., whichever framework the array is of."""
+    """`"bfloat16"`, `"float8_e4m3fn"`, `"int32"`, ..., for an array of any framework."""
     return str(array.dtype).rpartition(".")[2]
 
 
 def wide_dtype(array: Any) -> str:
-    """The dtype of logits, of their log-sum-exp and of sinks beside queries of a dtype."""
+    """The dtype of the logits, their log-sum-exp and the sinks that go with these queries."""
     return "float64" if dtype_name(array) == "float64" else "float32"
 
 
@@ -93,7 +93,7 @@ def expect_any_array(name: str, value: Any) -> None:
 
 
 def expect_array(name: str, value: Any, shape: str, dtypes: tuple[str, ...], sizes: Mapping[str, int]) -> None:
-    """Check one array's kind, dtype and shape; `shape` is letters such as "S M", each a size or a new axis."""
+    """Check an array's type, dtype and shape; each letter of `shape`, such as "S M", is in `sizes` or is free."""
     expect_any_array(name, value)
     if (dtype := dtype_name(value)) not in dtypes:
         advice = ": convert it once a step, not in every layer" if dtype == "int64" and dtypes == INT32 else ""
@@ -107,16 +107,16 @@ def expect_array(name: str, value: Any, shape: str, dtypes: tuple[str, ...], siz
 
 
 def _kind(value: Any) -> str:
-    """What an error message calls a value that is of the wrong kind."""
+    """The name of a value's type in an error message, with advice for a tracer."""
     name = type(value).__name__
     return f"{name}: make it static, this is fixed when jax traces the call" if name.endswith("Tracer") else name
 
 
 def expect_number(name: str, value: Any, *, positive: bool = False) -> None:
-    """Check a number that float32 can hold; a positive one without losing digits."""
+    """Check a number that is finite in float32; a positive one must be a normal float32."""
     if not is_number(value):
         raise TypeError(f"expected {name} to be a number, got {_kind(value)}")
-    # Comparisons alone, which torch.compile follows with a float that it leaves open.
+    # Only comparisons, because torch.compile can trace them for a symbolic float.
     if not abs(value) <= LARGEST_FLOAT32:
         if value != value or abs(value) == math.inf:
             raise InvalidInput(f"expected {name} to be finite, got {value}")
@@ -136,7 +136,7 @@ def expect_divisor(name: str, value: Any) -> None:
 
 
 def expect_count(name: str, value: Any, least: int) -> None:
-    """Check a plain integer from `least` to what int32 can hold."""
+    """Check an integer between `least` and the largest int32."""
     if not is_integer(value):
         raise TypeError(f"expected {name} to be an int, got {_kind(value)}")
     if value < least:
@@ -159,7 +159,7 @@ def expect_text(name: str, value: Any) -> None:
 
 
 def field(kind: "Kind", *, default: Any = dataclasses.MISSING) -> Any:
-    """A record's field of a kind; a default of None makes it optional."""
+    """A field of a record; a default of None makes it optional."""
     kind = dataclasses.replace(kind, optional=default is None)
     metadata = {"kind": kind}
     if default is dataclasses.MISSING:
@@ -168,7 +168,7 @@ def field(kind: "Kind", *, default: Any = dataclasses.MISSING) -> Any:
 
 
 class Sizes(dict[str, int]):
-    """The axes of a call by their letters, as its arrays bind them one after another; S also binds S+1."""
+    """The sizes of a call's axes by letter, bound by one array after another; S also binds S+1."""
 
     def bind(self, shape: str, value: Array) -> None:
         for letter, size in zip(shape.split(), value.shape, strict=True):
@@ -178,15 +178,15 @@ class Sizes(dict[str, int]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind(abc.ABC):
-    """What a field may hold. The flat form of most is the value itself, under the field's own name."""
+    """A kind of field. The flat form of most kinds is the value itself, under the field's name."""
 
     optional: bool = False  # whether None is valid
-    checked_last: bool = False  # after the fields behind it, whose sizes it must have
+    checked_last: bool = False  # after later fields, because it must match their sizes
     hint: bool = False  # whether results do not depend on it
-    unit_stride: bool = False  # whether rows must be contiguous: torch's last stride has to be 1
+    unit_stride: bool = False  # whether rows must be contiguous, with a last stride of 1 in torch
     written: bool = False  # whether the operation writes it: in torch in place, in jax into a new array
 
-    schema_type = "Tensor"  # torch's, without the mark of an optional one
+    schema_type = "Tensor"  # torch's name of the type, without the mark for optional
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
         """A public function's argument as the record takes it."""
@@ -194,15 +194,14 @@ class Kind(abc.ABC):
 
     @abc.abstractmethod
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        """Raise `InvalidInput` or `TypeError` unless the value is valid; a None that is allowed is not passed here."""
+        """Raise `InvalidInput` or `TypeError` unless the value is valid. It is never an allowed None."""
 
     def schema(self, name: str) -> tuple[str, ...]:
-        """The flat arguments as torch declares them; `{}` stands where a written one is marked."""
+        """The flat arguments as torch declares them; `{}` is the place for the mark of a written argument."""
         return (f"{self.schema_type}{'{}' if self.written else ''}{'?' if self.optional else ''} {name}",)
 
     def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
-        """The flat arguments of a value; raises for what a schema would misread."""
-        del name
+        """The flat arguments of a value. Raises for a value that a torch schema would misread."""
         return (value,)
 
     def unflatten(self, values: Sequence[Any]) -> Any:
@@ -211,7 +210,7 @@ class Kind(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class ArrayKind(Kind):
-    """An array of a shape in letters; without a shape the record checks it."""
+    """An array with a shape in letters. Without a shape, the record checks the array."""
 
     shape: str | None = None
     dtypes: Dtypes = ()
@@ -229,7 +228,6 @@ class _Scalar(Kind):
     """A value that is not an array."""
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
-        del name, arrays
         return value.item() if isinstance(value, np.generic) else value
 
     def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
@@ -246,7 +244,6 @@ class Number(_Scalar):
     schema_type = "float"
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        del call, sizes
         expect_number(name, value, positive=self.positive)
 
     def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
@@ -259,14 +256,13 @@ class Integer(_Scalar):
     """An integer of at least `least`."""
 
     least: int = 0
-    symbolic: bool = False  # whether torch.compile may leave it open; as long as it is, it counts as None
+    symbolic: bool = False  # whether torch.compile may keep it symbolic; a symbolic value counts as None
 
     @property
     def schema_type(self) -> str:  # type: ignore[override]
         return "SymInt" if self.symbolic else "int"
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        del call, sizes
         expect_count(name, value, self.least)
 
     def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
@@ -285,26 +281,24 @@ class Flag(_Scalar):
     schema_type = "bool"
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        del call, sizes
         expect_bool(name, value)
 
 
 @dataclasses.dataclass(frozen=True)
 class Text(_Scalar):
-    """A string, one of `choices` unless the record judges it."""
+    """A string, one of `choices` if there are any; otherwise the record checks it."""
 
     choices: tuple[str, ...] = ()
     schema_type = "str"
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        del call, sizes
         expect_text(name, value)
         if self.choices and value not in self.choices:
             raise InvalidInput(f"expected {name} to be {' or '.join(map(repr, self.choices))}, got {value!r}")
 
 
 class Dtype(Text):
-    """The name of a float dtype; a framework's own dtype stands for its name."""
+    """The name of a float dtype, which may also be given as the framework's dtype."""
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
         if value is None or isinstance(value, str):
@@ -317,10 +311,9 @@ class Dtype(Text):
 
 
 class Count(Kind):
-    """How many sequences are live: an int, an i32 array of one that stays on its device, or None for all."""
+    """The number of live sequences: an int, an i32 array of one element that stays on its device, or None for all."""
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        del call
         if is_integer(value):
             if "S" in sizes:  # else there are no sequences to count, as the record will say
                 expect_num_seqs(value, sizes["S"])
@@ -334,7 +327,7 @@ def expect_num_seqs(value: int, max_num_seqs: int) -> None:
 
 
 class Length(Kind):
-    """One length: an int, of which an array is made, or an i32 array of one."""
+    """One length: an int, which becomes an array, or an i32 array of one element."""
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
         if not is_integer(value):
@@ -344,7 +337,6 @@ class Length(Kind):
         return arrays.int32((1,), int(value))
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        del call, sizes
         _expect_one_int32(name, value)
 
 
@@ -357,15 +349,14 @@ def _expect_one_int32(name: str, value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Scale(Kind):
-    """What cached values are multiplied by: a number, an array of one or of one per KV head, or None for 1.
+    """The factor of cached values: a number, an array of one element or of one per KV head, or None for 1.
 
-    What is written to a cache, by a write or as an attention's `new_kv`, is divided by it.
+    New rows are divided by it when they are written to the cache, by a write or as an attention's `new_kv`.
     """
 
-    divides: bool = False  # always
+    divides: bool = False  # in every call, with or without `new_kv`
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        del sizes
         if is_number(value):
             divides = self.divides or getattr(call, "new_kv", None) is not None
             (expect_divisor if divides else expect_number)(name, value)
@@ -394,7 +385,7 @@ class Scale(Kind):
 
 
 class QueryScale(Kind):
-    """What 8-bit queries are multiplied by; `prepare` of the record applies it, so that no backend sees it."""
+    """The factor of 8-bit queries. The record's `prepare` applies it, so no backend sees it."""
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
         value = arrays.array(name, value)
@@ -408,23 +399,21 @@ class QueryScale(Kind):
         """The record's `prepare` checks it."""
 
     def schema(self, name: str) -> tuple[str, ...]:
-        del name
         return ()
 
     def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
-        del name, value
         return ()
 
     def unflatten(self, values: Sequence[Any]) -> Any:
-        del values
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair(Kind):
-    """One array or a pair of them, as a function of the record's family has it."""
+    """One array or a pair of arrays, which a function of the record's family checks."""
 
     names: tuple[str, str]  # of the flat arguments
-    expect: Callable[[str, Any, Any, Sizes], None]  # of the name, the value, the record and its sizes
+    expect: Callable[[str, Any, Any, Sizes], None]  # takes the name, the value, the record and its sizes
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
         if isinstance(value, (tuple, list)):
@@ -461,7 +450,7 @@ class Stack(ArrayKind):
             raise InvalidInput(f"expected {name} to hold at least one part, got 0")
         parts = [arrays.array(f"{name}[{index}]", part) for index, part in enumerate(value)]
         shape, sizes, dtypes = str(self.shape).partition(" ")[2], Sizes(), self.dtypes
-        for index, part in enumerate(parts):  # frameworks would stack what differs in dtype
+        for index, part in enumerate(parts):  # frameworks would stack arrays of different dtypes
             assert not callable(dtypes)
             expect_array(f"{name}[{index}]", part, shape, dtypes, sizes)
             sizes.bind(shape, part)
@@ -471,7 +460,7 @@ class Stack(ArrayKind):
 
 @dataclasses.dataclass(frozen=True)
 class ArrayTuple(Kind):
-    """A tuple of arrays, of any number; the record checks them."""
+    """A tuple of any number of arrays, which the record checks."""
 
     schema_type = "Tensor[]"
 

@@ -1,17 +1,14 @@
 """The records of the operations over heads-first pages: paged decode, and the chunked prefill of one sequence."""
 
-import abc
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ragged_attention.calls.base import GroupedCall, Result, expect_groups, record
-from ragged_attention.calls.cache_formats import PLAIN_FORMATS, CacheFormat
 from ragged_attention.calls.fields import (
     FLOATS,
     INT32,
     QUANTIZED,
-    Array,
     ArrayKind,
     Arrays,
     Integer,
@@ -25,11 +22,11 @@ from ragged_attention.calls.fields import (
     field,
     is_array,
 )
-from ragged_attention.calls.paged import RaggedPagedAttention, expect_head_dim
+from ragged_attention.calls.paged import PagesCall, RaggedPagedAttention, expect_head_dim
 from ragged_attention.errors import InvalidInput
 
 ALIGNMENTS = ("chunk", "end")
-JAX_LARGEST = 127.5  # by which jax's QuantizedTensor multiplies its scales; see `is_jax_quantized`
+JAX_LARGEST = 127.5  # the factor in the scales of jax's QuantizedTensor; see `is_jax_quantized`
 
 
 def is_jax_quantized(pages: Any) -> bool:
@@ -38,7 +35,7 @@ def is_jax_quantized(pages: Any) -> bool:
 
 
 def expect_heads_first(name: str, pages: Any, call: Any, sizes: Sizes) -> None:
-    """Check heads-first pages: an array [K, P, G, D], or 8-bit ones in a pair with f32 [K, P, G, 1]; V is as K is."""
+    """Check heads-first pages: an array [K, P, G, D], or a pair of 8-bit pages and f32 [K, P, G, 1]; V must match K."""
     if isinstance(pages, (tuple, list)) and len(pages) != 2:
         raise TypeError(f"expected {name} to be an array or a pair (weight, scales), got {len(pages)} values")
     is_pair = isinstance(pages, (tuple, list))
@@ -68,23 +65,8 @@ class HeadsFirstPages(Pair):
         return super().prepare(name, value, arrays)
 
 
-class HeadsFirstSizes:
+class HeadsFirstSizes(PagesCall):
     """The sizes of a call whose pages are [K, P, G, D]."""
-
-    page_indices: Any
-
-    @property
-    @abc.abstractmethod
-    def k_pages_like(self) -> Array: ...
-
-    @property
-    def cache_dtype(self) -> str:
-        return dtype_name(self.k_pages_like)
-
-    @property
-    def kv_format(self) -> CacheFormat:
-        """How the pages store their elements."""
-        return PLAIN_FORMATS[self.cache_dtype]
 
     @property
     def num_kv_heads(self) -> int:
@@ -98,33 +80,22 @@ class HeadsFirstSizes:
     def page_size(self) -> int:
         return self.k_pages_like.shape[2]
 
-    @property
-    def pages_per_seq(self) -> int:
-        return self.page_indices.shape[-1]
-
-    @property
-    def capacity(self) -> int:
-        """The most positions one sequence's row of `page_indices` can hold; longer lengths count as this."""
-        return min(self.pages_per_seq * self.page_size, 2**31 - 2**16)
-
 
 class HeadsFirstCall(HeadsFirstSizes, GroupedCall):
-    """What the records with heads-first pages share."""
+    """The base of records with heads-first pages."""
 
-    q: Any
+    ATTENDS: ClassVar[bool] = True
+    TAKES_OUT: ClassVar[bool] = True
+    CACHE: ClassVar[str] = "k_pages"
+
     k_pages: Any
     v_pages: Any
-    sm_scale: float | None
     soft_cap: float | None
 
     @property
     def quantized(self) -> bool:
         """Whether the pages are pairs of 8-bit values and their scales."""
         return isinstance(self.k_pages, (tuple, list))
-
-    @property
-    def k_pages_like(self) -> Array:
-        return self.k_pages[0] if self.quantized else self.k_pages
 
     @property
     def arrays(self) -> tuple[Any, Any]:
@@ -140,10 +111,6 @@ class HeadsFirstCall(HeadsFirstSizes, GroupedCall):
     def num_tokens(self) -> int:
         return self.q.shape[0]
 
-    @property
-    def out_shape(self) -> tuple[int, int, int]:
-        return tuple(self.q.shape)  # type: ignore[return-value]
-
     def _check(self, sizes: Sizes) -> None:
         expect_head_dim("q.shape[2]", self.head_dim)
         if self.page_size < 1:
@@ -155,21 +122,8 @@ class HeadsFirstCall(HeadsFirstSizes, GroupedCall):
     def results(self) -> tuple[Result, ...]:
         return (Result(self.out_shape, self.q.dtype),)
 
-    def _check_row(self, length_name: str, length: Any, row_name: str, row: Any) -> None:
-        """Check the values of one sequence: its length, and the pages it takes."""
-        limit = self.pages_per_seq * self.page_size
-        if not 0 <= length <= limit:
-            raise InvalidInput(
-                f"expected {length_name} between 0 and pages_per_seq * page_size = {limit}, got {length}"
-            )
-        pages = row[: -(-int(length) // self.page_size)]
-        bad = np.flatnonzero((pages < 0) | (pages >= self.num_pages))
-        if bad.size:
-            address = row_name.replace("*", str(bad[0]))
-            raise InvalidInput(f"expected {address} between 0 and {self.num_pages - 1}, got {pages[bad[0]]}")
-
     def as_ragged(self, **changes: Any) -> "RaggedHeadsFirst":
-        """The same call as one of ragged paged attention, whose index arrays are among `changes`.
+        """This call as a call of ragged paged attention, whose index arrays are in `changes`.
 
         It holds the pages as they are stored: their scales, if any, are left to the caller.
         """
@@ -180,14 +134,10 @@ class HeadsFirstCall(HeadsFirstSizes, GroupedCall):
 
 
 class RaggedHeadsFirst(HeadsFirstSizes, RaggedPagedAttention):
-    """A call of ragged paged attention whose pair of pages is heads-first, for backends that can read those.
+    """A call of ragged paged attention with a pair of heads-first pages, for backends that can read them.
 
     Without a second axis `page_indices` is the row of the one sequence there is.
     """
-
-    @property
-    def k_pages_like(self) -> Array:
-        return self.kv_pages[0]
 
     @property
     def v_head_dim(self) -> int:
@@ -206,10 +156,6 @@ def _pages(name: str) -> HeadsFirstPages:
 class PagedAttention(HeadsFirstCall):
     """The arguments of `paged_attention`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "paged_attention"
-    ATTENDS: ClassVar[bool] = True
-    TAKES_OUT: ClassVar[bool] = True
-
     q: Any = field(ArrayKind("S H D", FLOATS))
     k_pages: Any = field(_pages("k_pages"))
     v_pages: Any = field(_pages("v_pages"))
@@ -227,17 +173,12 @@ class PagedAttention(HeadsFirstCall):
 
     def check_values(self) -> None:
         """Raise `InvalidInput` naming the first sequence whose index values are invalid. Expects NumPy arrays."""
-        for seq, (length, row) in enumerate(zip(self.lengths, self.page_indices, strict=True)):
-            self._check_row(f"lengths[{seq}]", length, f"page_indices[{seq}, *]", row)
+        self._check_table("lengths", self.lengths)
 
 
 @record
 class PrefillAttention(HeadsFirstCall):
     """The arguments of `prefill_attention`, which says what they mean."""
-
-    OPERATION: ClassVar[str] = "prefill_attention"
-    ATTENDS: ClassVar[bool] = True
-    TAKES_OUT: ClassVar[bool] = True
 
     q: Any = field(ArrayKind("T H D", FLOATS))
     k_pages: Any = field(_pages("k_pages"))
@@ -254,7 +195,7 @@ class PrefillAttention(HeadsFirstCall):
         return 1
 
     def as_ragged(self, **changes: Any) -> RaggedHeadsFirst:
-        """As the base's; the rows that belong to the sequence come first, so `cu_q_lens` is [0, their count]."""
+        """The sequence's rows come first, so `cu_q_lens` is [0, their count]."""
         return HeadsFirstCall.as_ragged(self, **{"sliding_window": self.sliding_window} | changes)
 
     def check_values(self) -> None:

@@ -1,4 +1,4 @@
-"""The records of the lightning indexer: logits of queries over keys, the top-k of them, its quantised keys."""
+"""The records of the lightning indexer: its logits, their top-k, and its quantised keys."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -19,14 +19,20 @@ from ragged_attention.calls.fields import (
     expect_array,
     field,
 )
-from ragged_attention.calls.paged import check_ragged_values, check_slots, live_sequences
+from ragged_attention.calls.paged import (
+    TABLES,
+    PagesCall,
+    check_ragged_values,
+    check_slots,
+    expect_packed_rows,
+    live_sequences,
+)
 from ragged_attention.errors import InvalidInput
 
 E4M3 = "float8_e4m3fn"
-SCALE_BYTES = 4  # of a key in a page of bytes
+SCALE_BYTES = 4  # per key in a page of bytes
 A_CHOICE = "it serves to choose keys, and a choice has none"
 LARGEST_TOP_K = 4096
-TABLES = ("page_indices", "kv_lens", "cu_q_lens")
 
 
 def expect_index_dim(name: str, size: int) -> None:
@@ -39,17 +45,9 @@ def expect_top_k(top_k: int) -> None:
         raise InvalidInput(f"expected top_k <= {LARGEST_TOP_K}, got {top_k}")
 
 
-def rows_apart(name: str, pages: Any, strides: Callable[[Any], tuple[int, ...]]) -> str | None:
-    """What is wrong if a page of bytes is not one block: the values of its keys, then their scales."""
-    row, got = pages.shape[3], strides(pages)[1]
-    if pages.shape[1] > 1 and 0 not in pages.shape and got != row:
-        return f"expected {name} with rows packed in each page (stride {row}), got {got}"
-    return None
-
-
 @record
 class IndexerQueries(Call):
-    """The arguments that the public functions have first."""
+    """The first arguments of the public functions."""
 
     WHY_NO_GRADIENT: ClassVar[str] = A_CHOICE
 
@@ -60,14 +58,16 @@ class IndexerQueries(Call):
 
 @record
 class IndexerChoice(IndexerQueries):
-    """The one that stands behind them where keys are chosen."""
+    """The argument that follows them if keys are chosen."""
 
     top_k: int = field(Integer(least=1))
 
 
 @record
-class IndexerCall(IndexerQueries):
-    """What the logits and the top-k of them have in common: queries, weights, and the keys that each query sees."""
+class IndexerCall(IndexerQueries, PagesCall):
+    """The base of the logits and of their top-k: queries, weights, and the keys that each query sees."""
+
+    CACHE: ClassVar[str] = "keys"
 
     key_scale: Any = field(ArrayKind(), default=None)
     starts: Any = field(ArrayKind("T", INT32), default=None)
@@ -90,7 +90,7 @@ class IndexerCall(IndexerQueries):
             raise InvalidInput(f"expected max_keys only with relative=True, got {self.max_keys}")
 
     def _expect_one_form(self) -> None:
-        """Packed keys with ranges, or paged ones with tables."""
+        """Raise unless keys are packed and have ranges, or are paged and have tables."""
         ranges = [name for name in ("starts", "stops") if getattr(self, name) is not None]
         tables = [name for name in TABLES if getattr(self, name) is not None]
         if (len(ranges), len(tables)) not in ((2, 0), (0, 3)):
@@ -127,8 +127,9 @@ class IndexerCall(IndexerQueries):
         return live_sequences(super().prepare(arguments, arrays))
 
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
-        if self.bytes and (wrong := rows_apart("keys", self.keys, strides)):
-            raise InvalidInput(wrong)
+        """Refuse pages of bytes that are not one block: the values of their keys, then the scales."""
+        if self.bytes:
+            expect_packed_rows("keys", self.keys, strides)
 
     @property
     def paged(self) -> bool:
@@ -136,7 +137,7 @@ class IndexerCall(IndexerQueries):
 
     @property
     def bytes(self) -> bool:
-        """Whether keys are pages of e4m3 values with their scales behind them."""
+        """Whether keys are pages of e4m3 values that their scales follow."""
         return self.paged and len(self.keys.shape) == 4
 
     @property
@@ -163,9 +164,9 @@ class IndexerCall(IndexerQueries):
 
     @property
     def columns(self) -> int:
-        """How many positions a query can tell apart: columns of its logits."""
+        """The columns of the logits, one per position that a query can see."""
         if self.paged:
-            return self.page_indices.shape[1] * self.page_size
+            return self.pages_per_seq * self.page_size
         return self.keys.shape[0] if self.max_keys is None else self.max_keys
 
     @property
@@ -176,10 +177,7 @@ class IndexerCall(IndexerQueries):
     def check_values(self) -> None:
         """Raise `InvalidInput` naming the first range or sequence that is invalid. Expects NumPy arrays."""
         if self.paged:
-            check_ragged_values(
-                self.kv_lens, self.page_indices, self.cu_q_lens, self.num_seqs,
-                self.num_tokens, self.keys.shape[0], self.page_size, ratio=self.ratio,
-            )  # fmt: skip
+            check_ragged_values(self, ratio=self.ratio)
         else:
             check_ranges(self.starts, self.stops, self.keys.shape[0])
 
@@ -198,8 +196,6 @@ def check_ranges(starts: Any, stops: Any, limit: int) -> None:
 class IndexerLogits(IndexerCall):
     """The arguments of `indexer_logits`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "indexer_logits"
-
     def results(self) -> tuple[Result, ...]:
         return (Result((self.num_tokens, self.columns), "float32"),)
 
@@ -207,8 +203,6 @@ class IndexerLogits(IndexerCall):
 @record
 class IndexerTopk(IndexerCall, IndexerChoice):
     """The arguments of `indexer_topk`, which says what they mean."""
-
-    OPERATION: ClassVar[str] = "indexer_topk"
 
     candidate_blocks: Any = field(ArrayKind("T B", INT32), default=None)
     candidate_block_size: int | None = field(Integer(least=1), default=None)
@@ -230,7 +224,6 @@ class IndexerTopk(IndexerCall, IndexerChoice):
 class TopKIndices(Call):
     """The arguments of `top_k_indices`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "top_k_indices"
     WHY_NO_GRADIENT: ClassVar[str] = A_CHOICE
 
     logits: Any = field(ArrayKind("T N", ("float32",)))
@@ -261,7 +254,6 @@ class TopKIndices(Call):
 class QuantizeIndexerKeys(Call):
     """The arguments of `quantize_indexer_keys`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "quantize_indexer_keys"
     NUM_RESULTS: ClassVar[int | None] = 2
 
     k: Any = field(ArrayKind("N D", FLOATS))
@@ -273,16 +265,13 @@ class QuantizeIndexerKeys(Call):
     def results(self) -> tuple[Result, ...]:
         return Result(self.k.shape, E4M3), Result(self.k.shape[:1], "float32")
 
-    def check_values(self) -> None:
-        """No value is invalid."""
-
 
 @record
-class WriteIndexerCache(Call):
+class WriteIndexerCache(PagesCall):
     """The arguments of `write_indexer_cache`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "write_indexer_cache"
     NUM_RESULTS: ClassVar[int | None] = 0
+    CACHE: ClassVar[str] = "cache"
 
     k: Any = field(ArrayKind("T D", FLOATS))
     cache: Any = field(ArrayKind("P G 1 D+4", ("uint8",), unit_stride=True, written=True))
@@ -302,17 +291,8 @@ class WriteIndexerCache(Call):
     def head_dim(self) -> int:
         return self.k.shape[1]
 
-    @property
-    def page_size(self) -> int:
-        return self.cache.shape[1]
-
-    @property
-    def num_slots(self) -> int:
-        return self.cache.shape[0] * self.page_size
-
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
-        if wrong := rows_apart("cache", self.cache, strides):
-            raise InvalidInput(wrong)
+        expect_packed_rows("cache", self.cache, strides)
 
     def check_values(self) -> None:
         """Raise `InvalidInput` naming the first slot outside the cache. Expects NumPy arrays."""

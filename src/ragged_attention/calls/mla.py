@@ -1,12 +1,12 @@
-"""The records of multi-head latent attention (MLA): one latent row per token serves as K and, its first part, as V."""
+"""The records of multi-head latent attention (MLA): a token's latent row is its K, and the first columns are its V."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ragged_attention.calls.base import Call, Result, expect_groups, gradients_of, record
-from ragged_attention.calls.cache_formats import CACHE_FORMATS, PLAIN_FORMATS, CacheFormat, stored_format
+from ragged_attention.calls.base import Call, GroupedCall, Result, expect_groups, gradients_of, record
+from ragged_attention.calls.cache_formats import CACHE_FORMATS, CacheFormat, stored_format
 from ragged_attention.calls.fields import (
     FLOATS,
     INT32,
@@ -15,47 +15,52 @@ from ragged_attention.calls.fields import (
     ArrayKind,
     Arrays,
     ArrayTuple,
+    Count,
     Dtype,
     Flag,
     Integer,
     Number,
+    QueryScale,
+    Scale,
     Sizes,
     Text,
     dtype_name,
     expect_array,
     field,
-    is_array,
-    wide_dtype,
 )
-from ragged_attention.calls.mla_cache import CacheKind, LatentPagesCall, expect_cache, expect_layout, format_of
+from ragged_attention.calls.mla_cache import (
+    CacheKind,
+    LatentPagesCall,
+    WriteMlaCache,
+    expect_cache,
+    expect_layout,
+    expect_scale,
+    format_of,
+    with_heads,
+)
 from ragged_attention.calls.mla_schedule import expect_list_lens, schedule_arrays, scheduled_lens
+from ragged_attention.calls.paged import RaggedCall
 from ragged_attention.calls.varlen import SINKS, like_lse, like_q
 from ragged_attention.errors import InvalidInput
 
 MAX_WIDTH = 1024
 
 
-def expect_width(name: str, width: int) -> None:
-    if width % 16 or not 16 <= width <= MAX_WIDTH:
-        raise InvalidInput(f"expected {name} to be a multiple of 16 from 16 to {MAX_WIDTH}, got {width}")
+class LatentCall(GroupedCall):
+    """The base of attentions over latents."""
 
-
-class LatentCall(Call):
-    """What the attentions over latents share."""
-
-    q: Any
     d_v: Any
-    sm_scale: Any
-    out_dtype: str | None = None
 
     def _check_queries(self) -> None:
-        expect_width(f"q.shape[{len(self.q.shape) - 1}]", self.d_qk)
-        if self.d_v % 16 or not 16 <= self.d_v <= self.d_qk:
-            d_qk = self.d_qk
+        d_qk = self.d_qk
+        if d_qk % 16 or not 16 <= d_qk <= MAX_WIDTH:
+            name = f"q.shape[{len(self.q.shape) - 1}]"
+            raise InvalidInput(f"expected {name} to be a multiple of 16 from 16 to {MAX_WIDTH}, got {d_qk}")
+        if self.d_v % 16 or not 16 <= self.d_v <= d_qk:
             raise InvalidInput(f"expected d_v to be a multiple of 16 from 16 to {d_qk=}, got {self.d_v}")
 
     def _check_rows(self, name: str, cache: Any, found: str) -> None:
-        """The rows of a cache against the queries."""
+        """Check that the rows of a cache fit the queries."""
         width = cache.shape[-1] if found == "plain" else CACHE_FORMATS[found].width
         d_qk = self.d_qk
         if found != "plain" and width != d_qk:
@@ -69,29 +74,16 @@ class LatentCall(Call):
         expect_groups(self.num_q_heads, cache.shape[-2])
 
     @property
-    def num_q_heads(self) -> int:
-        return self.q.shape[-2]
-
-    @property
     def d_qk(self) -> int:
-        return self.q.shape[-1]
+        return self.head_dim
 
     @property
-    def scale(self) -> float:
-        return self.d_qk**-0.5 if self.sm_scale is None else float(self.sm_scale)
-
-    @property
-    def result_dtype(self) -> Any:
-        """The dtype of `out`."""
-        return self.out_dtype or self.q.dtype
-
-    @property
-    def lse_dtype(self) -> str:
-        return wide_dtype(self.q)
+    def v_head_dim(self) -> int:
+        return self.d_v
 
 
 class Lists(ArrayKind):
-    """Lists of keys, of which none is empty."""
+    """Lists of at least one key."""
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
         super().check(name, value, call, sizes)
@@ -99,19 +91,19 @@ class Lists(ArrayKind):
             raise InvalidInput(f"expected {name} to list at least one key per query, got 0")
 
 
-class SparsePrefillCall(LatentCall):
-    """What sparse prefill and its gradient share."""
+class SparsePrefillCall(LatentPagesCall, LatentCall):
+    """The base of sparse prefill and its gradient, whose rows lie in pages or are packed."""
+
+    CACHE: ClassVar[str] = "kv"
 
     kv: Any
     indices: Any
+    cache_format: str | None = None  # a gradient takes plain rows only
+    cache_layout: str | None = None
 
     @property
     def num_tokens(self) -> int:
         return self.q.shape[0]
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.kv.shape[-2]
 
     @property
     def topk(self) -> int:
@@ -119,19 +111,8 @@ class SparsePrefillCall(LatentCall):
 
     @property
     def page_size(self) -> int:
-        """Rows of a page; of packed rows each is one."""
+        """Rows of a page; packed rows are pages of one row."""
         return 1 if len(self.kv.shape) == 3 else self.kv.shape[1]
-
-    @property
-    def num_slots(self) -> int:
-        return self.kv.shape[0] * self.page_size
-
-    @property
-    def out_shape(self) -> tuple[int, int, int]:
-        return (self.num_tokens, self.num_q_heads, self.d_v)
-
-    def check_values(self) -> None:
-        """No value is invalid: an index out of range selects nothing, lengths are clamped to the list."""
 
 
 Q_PACKED = ArrayKind("T H D", WIDE_FLOATS)
@@ -142,7 +123,6 @@ LISTS = Lists("T K N", INT32, checked_last=True)
 class SparseMlaPrefill(SparsePrefillCall):
     """The arguments of `sparse_mla_prefill`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "sparse_mla_prefill"
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = 3
@@ -183,20 +163,11 @@ class SparseMlaPrefill(SparsePrefillCall):
         if got not in (None, own):
             raise InvalidInput(f"expected out_dtype to be that of q, {own}, where a gradient is required, got {got}")
 
-    @property
-    def format(self) -> str:
-        return format_of("kv", self.kv, self.cache_format)
-
-    @property
-    def kv_format(self) -> CacheFormat:
-        return stored_format(self.format, self.cache_layout, dtype_name(self.kv))
-
 
 @record
 class SparseMlaPrefillBackward(SparsePrefillCall):
     """The arguments of `sparse_mla_prefill_backward`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "sparse_mla_prefill_backward"
     NUM_RESULTS: ClassVar[int | None] = 3
 
     d_out: Any = field(ArrayKind("T H d_v", like_q, checked_last=True))
@@ -214,7 +185,7 @@ class SparseMlaPrefillBackward(SparsePrefillCall):
 
     def _check(self, sizes: Sizes) -> None:
         self._check_queries()
-        pages = is_array(self.kv) and len(self.kv.shape) == 4
+        pages = len(self.kv.shape) == 4
         expect_array("kv", self.kv, "P G K D" if pages else "s_kv K D", (dtype_name(self.q),), {})
         for name, size in (("num_kv_heads", self.num_kv_heads), ("page_size", self.page_size)):
             if size < 1:
@@ -222,19 +193,14 @@ class SparseMlaPrefillBackward(SparsePrefillCall):
         self._check_rows("kv", self.kv, "plain")
         sizes |= {"K": self.num_kv_heads, "d_v": self.d_v}
 
-    @property
-    def kv_format(self) -> CacheFormat:
-        return PLAIN_FORMATS[dtype_name(self.kv)]
-
     def results(self) -> tuple[Result, ...]:
         return gradients_of(self, SparseMlaPrefill)
 
 
 @record
-class MlaDecode(LatentCall, LatentPagesCall):
+class MlaDecode(LatentPagesCall, LatentCall):
     """The arguments of `mla_decode`, which says what they mean; its schedule as the arrays that it consists of."""
 
-    OPERATION: ClassVar[str] = "mla_decode"
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = 2
@@ -255,7 +221,7 @@ class MlaDecode(LatentCall, LatentPagesCall):
     extra_kv_cache: Any = field(ArrayKind(unit_stride=True), default=None)
     extra_indices: Any = field(Lists("S Q N'", INT32), default=None)
     extra_topk_lens: Any = field(ArrayKind(), default=None)  # [S] or [S, Q]
-    schedule: Any = field(ArrayTuple(hint=True), default=None)  # as `DecodeSchedule`, what is None left out
+    schedule: Any = field(ArrayTuple(hint=True), default=None)  # the arrays of a `DecodeSchedule`, without None
     cache_format: str | None = field(Text(), default=None)
     cache_layout: str | None = field(Text(), default=None)
     out_dtype: str | None = field(Dtype(choices=FLOATS), default=None)
@@ -351,20 +317,12 @@ class MlaDecode(LatentCall, LatentPagesCall):
         return self.topk + self.extra_topk if self.sparse else super().capacity
 
     @property
-    def extra_format(self) -> str:
-        """The format of the second cache; where there is none, that of the first."""
-        return self.format if self.extra_kv_cache is None else format_of("extra_kv_cache", self.extra_kv_cache, None)
-
-    @property
     def extra_kv_format(self) -> CacheFormat:
-        """How the second cache stores its rows; where there is none, how the first does."""
+        """The format of the second cache, or of the first cache if there is no second one."""
         if self.extra_kv_cache is None:
             return self.kv_format
-        return stored_format(self.extra_format, self.cache_layout, dtype_name(self.extra_kv_cache))
-
-    @property
-    def out_shape(self) -> tuple[int, int, int, int]:
-        return (self.num_seqs, self.num_q_tokens, self.num_q_heads, self.d_v)
+        extra = format_of("extra_kv_cache", self.extra_kv_cache, None)
+        return stored_format(extra, self.cache_layout, dtype_name(self.extra_kv_cache))
 
     @property
     def lse_shape(self) -> tuple[int, int, int]:
@@ -373,16 +331,7 @@ class MlaDecode(LatentCall, LatentPagesCall):
     def check_values(self) -> None:
         """Raise `InvalidInput` naming the first invalid value. Expects NumPy arrays."""
         if not self.sparse:
-            pages_per_seq, num_pages = self.page_indices.shape[1], self.kv_cache.shape[0]
-            for seq, kv_len in enumerate(self.kv_lens.tolist()):
-                if not 0 <= kv_len <= pages_per_seq * self.page_size:
-                    limit = f"pages_per_seq * page_size = {pages_per_seq * self.page_size}"
-                    raise InvalidInput(f"expected kv_lens[{seq}] between 0 and {limit}, got {kv_len}")
-                pages = self.page_indices[seq, : -(-kv_len // self.page_size)]
-                bad = np.flatnonzero((pages < 0) | (pages >= num_pages))
-                if bad.size:
-                    where = f"page_indices[{seq}, {bad[0]}]"
-                    raise InvalidInput(f"expected {where} between 0 and {num_pages - 1}, got {pages[bad[0]]}")
+            self._check_table("kv_lens", self.kv_lens)
         if self.schedule is not None:
             self._check_schedule()
 
@@ -403,3 +352,52 @@ class MlaDecode(LatentCall, LatentPagesCall):
                     f"expected a schedule made for these {name}, got one made for {then[seq]} where "
                     f"{name}[{seq}] = {now[seq]}"
                 )
+
+
+@record
+class RaggedMlaAttention(LatentPagesCall, LatentCall, RaggedCall):
+    """The arguments of `ragged_mla_attention`, which says what they mean."""
+
+    WRITE: ClassVar[type[Call]] = WriteMlaCache
+    CACHE: ClassVar[str] = "kv_cache"
+
+    q: Any = field(ArrayKind("T H D", FLOATS))
+    kv_cache: Any = field(CacheKind(unit_stride=True))
+    kv_lens: Any = field(ArrayKind("S", INT32))
+    page_indices: Any = field(ArrayKind("S M", INT32))
+    cu_q_lens: Any = field(ArrayKind("S+1", INT32))
+    num_seqs: Any = field(Count(), default=None)
+    max_q_len: int | None = field(Integer(symbolic=True, hint=True), default=None)
+    d_v: int = field(Integer(), default=512)
+    sm_scale: float | None = field(Number(), default=None)
+    causal: bool = field(Flag(), default=True)
+    sliding_window: int | None = field(Integer(least=1, symbolic=True), default=None)
+    soft_cap: float | None = field(Number(positive=True), default=None)
+    sinks: Any = field(SINKS, default=None)
+    q_scale: Any = field(QueryScale(), default=None)
+    kv_scale: Any = field(Scale(), default=None)
+    return_lse: bool = field(Flag(), default=False)
+    new_kv: Any = field(ArrayKind("T K D", like_q), default=None)
+    cache_format: str | None = field(Text(), default=None)
+    cache_layout: str | None = field(Text(), default=None)
+    out_dtype: str | None = field(Dtype(choices=FLOATS), default=None)
+
+    def _check(self, sizes: Sizes) -> None:
+        self._check_queries()
+        if (got := self.kv_cache.shape[2]) != 1:
+            raise InvalidInput(f"expected kv_cache to have num_kv_heads = 1, a row that serves all heads, got {got}")
+        self._check_rows("kv_cache", self.kv_cache, self.format)
+        expect_scale(self.format, self.kv_scale)
+
+    @classmethod
+    def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        prepared = super().prepare(arguments, arrays)
+        return prepared | {"new_kv": with_heads(prepared["new_kv"])}
+
+    @classmethod
+    def arguments_of_write(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return super().arguments_of_write(arguments) | {"kv": arguments["new_kv"], "cache": arguments["kv_cache"]}
+
+    @property
+    def row_width(self) -> int:
+        return self.d_qk

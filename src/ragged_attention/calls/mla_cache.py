@@ -1,6 +1,5 @@
 """The records of the operations on a latent cache: its quantised formats, writing, reading, the slots of positions."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -11,7 +10,6 @@ from ragged_attention.calls.fields import (
     INT32,
     QUANTIZED,
     WIDE_FLOATS,
-    Array,
     ArrayKind,
     Arrays,
     Count,
@@ -28,7 +26,7 @@ from ragged_attention.calls.fields import (
     field,
     is_array,
 )
-from ragged_attention.calls.paged import TableWrite, live_sequences, table_capacity, tables_for_slots
+from ragged_attention.calls.paged import PagesCall, TableWrite, expect_packed_rows, live_sequences, tables_for_slots
 from ragged_attention.errors import InvalidInput
 
 BYTES = ("uint8", "float8_e4m3fn", "int8")
@@ -42,7 +40,7 @@ def expect_format(name: str, value: Any, plain: bool) -> None:
 
 
 def expect_layout(name: str, cache_layout: Any) -> None:
-    """Check a layout against the format `name`, `plain` among them."""
+    """Check a layout of the format `name`, which may be `plain`."""
     if cache_layout is None:
         return
     expect_text("cache_layout", cache_layout)
@@ -53,23 +51,16 @@ def expect_layout(name: str, cache_layout: Any) -> None:
         raise InvalidInput(f"expected cache_layout={has[0]!r} with cache_format={name!r}, got {cache_layout!r}")
 
 
-def is_plain_8bit(cache: Any, row_width: int | None) -> bool:
-    """Whether a cache holds rows of this width as 8-bit numbers, which share one scale that the caller knows.
-
-    No quantised format has as many bytes to a token as it has columns.
-    """
-    return dtype_name(cache) in QUANTIZED and cache.shape[-1] == row_width
-
-
 def format_of(name: str, cache: Any, given: str | None, row_width: int | None = None) -> str:
     """The format of a cache whose dtype and rank are known to be valid: `plain` or a name in CACHE_FORMATS.
 
-    With `row_width`, the columns of a row, 8-bit numbers can be plain as well.
+    With `row_width`, the columns of a row, 8-bit numbers can be plain as well; then they share one scale that the
+    caller knows. No quantised format has as many bytes per token as it has columns.
     """
     if given is not None:
         expect_format("cache_format", given, plain=True)
     dtype, width = dtype_name(cache), cache.shape[-1]
-    if given in (None, "plain") and is_plain_8bit(cache, row_width):
+    if given in (None, "plain") and dtype in QUANTIZED and width == row_width:
         return "plain"
     if dtype in WIDE_FLOATS:
         if given not in (None, "plain"):
@@ -79,13 +70,12 @@ def format_of(name: str, cache: Any, given: str | None, row_width: int | None = 
         return "plain"
     if given == "plain":
         raise InvalidInput(f"expected {name}.dtype to be {' or '.join(FLOATS)} with cache_format='plain', got {dtype}")
-    for layout in CACHE_FORMATS.values():
-        if given in (None, layout.name) and layout.token_bytes == width:
-            return layout.name
-    wanted = [
-        f"{layout.token_bytes} ({layout.name})" for layout in CACHE_FORMATS.values() if given in (None, layout.name)
-    ]
-    raise InvalidInput(f"expected {name}.shape[3] to be {' or '.join(wanted)} for a cache of bytes, got {width}")
+    forms = [form for form in CACHE_FORMATS.values() if given in (None, form.name)]
+    for form in forms:
+        if form.token_bytes == width:
+            return form.name
+    wanted = " or ".join(f"{form.token_bytes} ({form.name})" for form in forms)
+    raise InvalidInput(f"expected {name}.shape[3] to be {wanted} for a cache of bytes, got {width}")
 
 
 def expect_cache(
@@ -110,25 +100,20 @@ def expect_cache(
     return found
 
 
-@dataclasses.dataclass(frozen=True)
 class CacheKind(Kind):
     """A paged latent cache, plain or quantised; its format is the call's, or follows from its dtype and width.
 
-    It may be 8-bit and plain where the call has a `row_width`.
+    It may be 8-bit and plain if the call has a `row_width`.
     """
 
-    floats: tuple[str, ...] = FLOATS
-
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        expect_cache(name, value, call.cache_format, call.cache_layout, self.floats, call.row_width)
+        expect_cache(name, value, call.cache_format, call.cache_layout, row_width=call.row_width)
         sizes.setdefault("K", value.shape[2])
 
 
 @record
 class QuantizeMlaCache(Call):
     """The arguments of `quantize_mla_cache`, which says what they mean."""
-
-    OPERATION: ClassVar[str] = "quantize_mla_cache"
 
     kv: Any = field(ArrayKind())
     format: str = field(Text())
@@ -155,12 +140,9 @@ class QuantizeMlaCache(Call):
     def out_shape(self) -> tuple[int, ...]:
         return (*self.kv.shape[:3], CACHE_FORMATS[self.format].token_bytes)
 
-    def check_values(self) -> None:
-        """No value is invalid."""
-
 
 def with_heads(kv: Any) -> Any:
-    """Rows [T, d_qk] as those of one KV head, [T, 1, d_qk]; anything else as it is, for the record to judge."""
+    """Rows [T, d_qk] with an axis for their one KV head, [T, 1, d_qk]; any other value unchanged."""
     return kv[:, None] if is_array(kv) and len(kv.shape) == 2 else kv
 
 
@@ -177,8 +159,6 @@ def _expect_powers(name: str, value: str, power_of_two_scales: Any) -> None:
 @record
 class DequantizeMlaCache(Call):
     """The arguments of `dequantize_mla_cache`, which says what they mean."""
-
-    OPERATION: ClassVar[str] = "dequantize_mla_cache"
 
     cache: Any = field(ArrayKind(unit_stride=True))
     format: str | None = field(Text(), default=None)
@@ -203,66 +183,36 @@ class DequantizeMlaCache(Call):
     def out_shape(self) -> tuple[int, ...]:
         return (*self.cache.shape[:3], self.kv_format.width)
 
-    def check_values(self) -> None:
-        """No value is invalid."""
 
+class LatentPagesCall(PagesCall):
+    """The base of records with a paged latent cache, the argument `CACHE`."""
 
-class LatentPagesCall(Call):
-    """What the records with a paged latent cache share, the argument that `CACHE` names."""
-
-    CACHE: ClassVar[str]
-
-    page_indices: Any
     cache_format: str | None
     cache_layout: str | None
 
     @property
-    def pages(self) -> Array:
-        """The cache."""
-        return getattr(self, self.CACHE)
-
-    @property
     def row_width(self) -> int | None:
-        """The columns of a row, of a record that takes plain 8-bit caches."""
+        """The columns of a row, if the record takes plain 8-bit caches."""
         return None
 
     @property
-    def num_pages(self) -> int:
-        return self.pages.shape[0]
-
-    @property
-    def page_size(self) -> int:
-        return self.pages.shape[1]
-
-    @property
-    def num_slots(self) -> int:
-        return self.num_pages * self.page_size
-
-    @property
     def num_kv_heads(self) -> int:
-        return self.pages.shape[2]
-
-    @property
-    def capacity(self) -> int:
-        """The most positions one sequence's row of `page_indices` can hold; longer lengths count as this."""
-        return table_capacity(self.page_indices, self.page_size)
+        return self.k_pages_like.shape[-2]
 
     @property
     def format(self) -> str:
-        return format_of(self.CACHE, self.pages, self.cache_format, self.row_width)
+        return format_of(self.CACHE, self.k_pages_like, self.cache_format, self.row_width)
 
     @property
     def kv_format(self) -> CacheFormat:
         """How the cache stores its rows."""
-        return stored_format(self.format, self.cache_layout, dtype_name(self.pages))
+        return stored_format(self.format, self.cache_layout, self.cache_dtype)
 
 
 @record
 class WriteMlaCache(LatentPagesCall, TableWrite):
     """The arguments of `write_mla_cache`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "write_mla_cache"
-    NUM_RESULTS: ClassVar[int | None] = 0
     CACHE: ClassVar[str] = "cache"
 
     kv: Any = field(ArrayKind())
@@ -304,23 +254,14 @@ class WriteMlaCache(LatentPagesCall, TableWrite):
         return self.kv.shape[0]
 
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
-        """Refuse what cannot be written in place: the layout "page" addresses a page's bytes, not its rows."""
-        row, got, planar = self.cache.shape[3], strides(self.cache)[1], self.kv_format.planar
-        if planar and self.page_size > 1 and 0 not in self.cache.shape and got != row:
-            raise InvalidInput(
-                f"expected cache with rows packed in each page (stride {row}) for {self.format!r}, got {got}"
-            )
-
-    def check_values(self) -> None:
-        """Raise `InvalidInput` naming the first value that points outside the cache. Expects NumPy arrays."""
-        self._check_places(self.num_tokens, self.num_pages, self.page_size)
+        """Refuse rows with gaps in the layout "page", which addresses a page's bytes and not its rows."""
+        if self.kv_format.planar:
+            expect_packed_rows("cache", self.cache, strides, f" for {self.format!r}")
 
 
 @record
 class PageIndicesToSlots(Call):
     """The arguments of `page_indices_to_slots`, which says what they mean."""
-
-    OPERATION: ClassVar[str] = "page_indices_to_slots"
 
     positions: Any = field(ArrayKind())
     page_indices: Any = field(ArrayKind())
@@ -334,6 +275,3 @@ class PageIndicesToSlots(Call):
 
     def results(self) -> tuple[Result, ...]:
         return (Result(self.positions.shape, "int32"),)
-
-    def check_values(self) -> None:
-        """No value is invalid: what names no slot becomes -1."""

@@ -20,23 +20,22 @@ from ragged_attention.calls.fields import (
 )
 from ragged_attention.errors import InvalidInput
 
-BLOCK_ROWS = 64  # rows of queries that one program works on
+BLOCK_ROWS = 64  # query rows of a program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeSchedule:
-    """How `mla_decode` divides its work, for reuse over the layers of a model; made by `make_decode_schedule`.
+    """The division of the work of `mla_decode`, which `make_decode_schedule` returns for all layers of a model.
 
     Valid for calls of the shapes it was made for, which is checked, as long as lengths are the same, which is checked
     under `validate="full"` only. With other lengths results stay correct, but the work is divided badly.
     """
 
-    parts: (
-        Any  # i32 [programs, 8]: first sequence, first block in it, last sequence, end block in it, first split, 0 0 0
-    )
+    # i32 [programs, 8]: first sequence, first block in it, last sequence, end block in it, first split, 0 0 0
+    parts: Any
     num_splits: Any  # i32 [S + 1], prefix sums of the number of splits of each sequence
-    lens: Any = None  # i32 [S], the lengths it was made for; None is unknown
-    extra_lens: Any = None  # i32 [S], those of the lists into the second cache
+    lens: Any = None  # i32 [S], the lengths in that step; None is unknown
+    extra_lens: Any = None  # i32 [S], the lengths of the lists into the second cache
     made_for: tuple[int, ...] = ()  # sequences, query tokens of each, query heads, KV heads, top-k, extra top-k
 
 
@@ -44,14 +43,14 @@ SHAPES = ("batch_size", "num_q_tokens", "num_q_heads", "num_kv_heads", "topk", "
 
 
 def schedule_arrays(schedule: Any, q: Any, kv_cache: Any, indices: Any, extra_indices: Any) -> tuple[Any, ...] | None:
-    """The argument `schedule` of `mla_decode` as the record's, once it is known to be made for calls of such shapes."""
+    """The arrays of the argument `schedule` of `mla_decode`; raises unless it was made for these shapes."""
     if schedule is None:
         return None
     if not isinstance(schedule, DecodeSchedule):
         raise TypeError(f"expected schedule to be a DecodeSchedule, got {type(schedule).__name__}")
     lists = [value for value in (indices, extra_indices) if value is not None]
     if not all(is_array(value) and len(value.shape) > 2 for value in (q, kv_cache, *lists)):
-        return None  # which the record will say better
+        return None  # the record has a better message
     counts = [0 if value is None else value.shape[-1] for value in (indices, extra_indices)]
     needed = (*q.shape[:3], kv_cache.shape[2], *counts)
     for name, need, made in zip(SHAPES, needed, schedule.made_for, strict=False):
@@ -63,7 +62,7 @@ def schedule_arrays(schedule: Any, q: Any, kv_cache: Any, indices: Any, extra_in
 
 
 def scheduled_lens(lens: Any, most: int) -> Any:
-    """What a schedule takes as the lengths of a sequence's lists: the longest, clamped to [0, most]. NumPy."""
+    """The length of each sequence's longest list, clamped to [0, most], as in a schedule. Expects NumPy arrays."""
     if lens is None:
         return np.int32(most)
     lens = np.clip(lens, 0, most)
@@ -77,15 +76,14 @@ class MakeDecodeSchedule(Call):
     That function describes a decode call, by `kv_lens` or by top-k lists; `prepare` says how one becomes the other.
     """
 
-    OPERATION: ClassVar[str] = "make_decode_schedule"
     NUM_RESULTS: ClassVar[int | None] = 2
 
     lens: Any = field(ArrayKind("S", INT32))  # positions of each sequence, or of its longest list
-    extra_lens: Any = field(ArrayKind("S", INT32), default=None)  # of the longest list into the second cache
+    extra_lens: Any = field(ArrayKind("S", INT32), default=None)  # the longest list into the second cache
     sparse: bool = field(Flag(), default=False)
     num_parts: int | None = field(Integer(least=1), default=None)
     overhead: int = field(Integer(), default=5)
-    programs: int = field(Integer(least=1, hint=True), default=1)  # that work side by side on one range of keys
+    programs: int = field(Integer(least=1, hint=True), default=1)  # that share a range of keys
 
     @classmethod
     def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
@@ -126,22 +124,19 @@ class MakeDecodeSchedule(Call):
 
     @property
     def num_ranges(self) -> int:
-        """The number of ranges of the work: as many as requested, or as fill the device."""
+        """The number of ranges of the work: the requested number, or enough to fill the device."""
         return self.num_parts or max(self.device.num_multiprocessors // self.programs, 1)
 
     @property
     def num_seqs(self) -> int:
         return self.lens.shape[0]
 
-    def check_values(self) -> None:
-        """No value is invalid: a negative length counts as 0."""
 
-
-SHAPE_ARGUMENTS = {"batch_size": 0, "num_q_tokens": 1, "num_q_heads": 1, "num_kv_heads": 1}  # and the least of each
+SHAPE_ARGUMENTS = {"batch_size": 0, "num_q_tokens": 1, "num_q_heads": 1, "num_kv_heads": 1}  # with their least values
 
 
 def _list_lens(name: str, given: Mapping[str, Any], arrays: Arrays) -> Any:
-    """For each sequence the length of its longest list, no more than the list can hold; None without such lists."""
+    """The length of each sequence's longest list, at most the entries of a list; None without such lists."""
     topk, lens = given[name], given[f"{name}_lens"]
     if topk is None:
         return None
@@ -154,14 +149,14 @@ def _list_lens(name: str, given: Mapping[str, Any], arrays: Arrays) -> Any:
 
 
 def expect_list_lens(name: str, lens: Any, sizes: Mapping[str, int]) -> None:
-    """Check the lengths of lists, i32 of [S] or [S, Q], unless there are none."""
+    """Check the lengths of lists, i32 [S] or [S, Q], unless they are None."""
     if lens is not None:
         rank = len(lens.shape) if is_array(lens) else 1
         expect_array(name, lens, "S Q" if rank == 2 else "S", INT32, sizes)
 
 
 def schedule_for(arguments: Mapping[str, Any], prepared: Mapping[str, Any], results: Any) -> DecodeSchedule:
-    """The schedule that the operation's results make, beside what it was made for."""
+    """The schedule of the operation's results, with the lengths and shapes that it was made for."""
     parts, num_splits = results
     shapes = tuple(int(arguments[name]) for name in SHAPE_ARGUMENTS)
     topks = tuple(int(arguments[name] or 0) for name in ("topk", "extra_topk"))

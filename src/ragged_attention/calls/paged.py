@@ -1,7 +1,7 @@
 """The records of the operations over a paged KV cache of K and V heads."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -38,7 +38,6 @@ from ragged_attention.errors import InvalidInput
 
 def expect_pages(name: str, kv_pages: Any, call: Any, sizes: Sizes) -> None:
     """Check `kv_pages` by itself: combined `[P, G, 2K, D]`, or a `(k_pages, v_pages)` pair of `[P, G, K, D]`."""
-    del call
     dtypes = (*FLOATS, *QUANTIZED)
     if not isinstance(kv_pages, (tuple, list)):
         expect_array(name, kv_pages, "P G 2K D", dtypes, {})
@@ -67,11 +66,7 @@ def expect_new_kv(name: str, new_kv: Any, call: Any, sizes: Sizes) -> None:
         raise TypeError(f"expected {name} to be a pair (k, v), got {len(new_kv)} values")
     for index, shape in enumerate(("T K D", "T K D_v")):
         expect_array(f"{name}[{index}]", new_kv[index], shape, (dtype_name(call.q), *call.code_dtypes), sizes)
-    expect_one_dtype(name, new_kv)
-
-
-def expect_one_dtype(name: str, arrays: Any) -> None:
-    dtypes = [dtype_name(array) for array in arrays]
+    dtypes = [dtype_name(array) for array in new_kv]
     if len(set(dtypes)) > 1:
         raise InvalidInput(f"expected {name} to have one dtype, got {' and '.join(dtypes)}")
 
@@ -85,9 +80,9 @@ def expect_head_dim(name: str, head_dim: int) -> None:
 
 
 def live_sequences(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with a Python count of sequences taken into account, which narrows the tables to those.
+    """The arguments with the tables cut to the live sequences, if the count of those is a Python int.
 
-    A count in an array stays where it is.
+    A count in an array stays on its device.
     """
     count = arguments["num_seqs"]
     if not is_integer(count) or not is_array(arguments["kv_lens"]):
@@ -99,11 +94,6 @@ def live_sequences(arguments: dict[str, Any]) -> dict[str, Any]:
         "cu_q_lens": arguments["cu_q_lens"][: count + 1],
         "num_seqs": None,
     }
-
-
-def table_capacity(page_indices: Array, page_size: int) -> int:
-    """The most positions that a row of a page table can hold, as far as int32 counts them with room for a block."""
-    return min(page_indices.shape[1] * page_size, 2**31 - 2**16)
 
 
 def with_wide_queries(arguments: dict[str, Any], cache: Any, arrays: Arrays) -> dict[str, Any]:
@@ -138,7 +128,7 @@ def tables_for_slots(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """The arguments of a write; a tuple (page_indices, kv_lens, cu_q_lens) given for the slots becomes those three."""
     tables = arguments["slot_mapping"]
     if not isinstance(tables, (tuple, list)) or any(map(is_number, tables)):
-        return arguments  # a list of slots is not an array, as the record will say
+        return arguments  # the record refuses a list of slots, which is not an array
     if len(tables) != 3:
         raise InvalidInput(
             f"expected slot_mapping to be an array or (page_indices, kv_lens, cu_q_lens), got {len(tables)} values"
@@ -147,117 +137,16 @@ def tables_for_slots(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**arguments, **given, "slot_mapping": None}
 
 
-class TableWrite(Call):
-    """What the writes of this step's rows share: these go to slots, or to where an attention's tables have them."""
+class PagesCall(Call):
+    """The base of records with pages: the sizes of a cache [P, G, ...]."""
 
-    slot_mapping: Any
     page_indices: Any
-    kv_lens: Any
-    cu_q_lens: Any
-    num_seqs: Any
-
-    def _expect_slots_or_tables(self) -> None:
-        tables = [name for name in TABLES if getattr(self, name) is not None]
-        if (self.slot_mapping is not None) == bool(tables) or len(tables) not in (0, 3):
-            got = ", ".join(tables + ["slot_mapping"] * (self.slot_mapping is not None)) or "neither"
-            raise InvalidInput(f"expected slot_mapping, or page_indices with kv_lens and cu_q_lens, got {got}")
-        if self.slot_mapping is not None and self.num_seqs is not None:
-            raise InvalidInput("expected num_seqs only with page_indices, got it with slot_mapping")
-
-    def _check_places(self, num_tokens: int, num_pages: int, page_size: int) -> None:
-        """Raise `InvalidInput` naming the first value that points outside the cache. Expects NumPy arrays."""
-        if self.slot_mapping is not None:
-            check_slots(self.slot_mapping, num_pages * page_size)
-            return
-        check_ragged_values(
-            self.kv_lens, self.page_indices, self.cu_q_lens, self.num_seqs, num_tokens, num_pages, page_size
-        )
-
-
-class RaggedCall(WritingCall):
-    """What the attentions of packed queries of many sequences over pages share."""
-
-    NUM_RESULTS: ClassVar[int | None] = None
-
-    q: Any
-    kv_lens: Any
-    page_indices: Any
-    cu_q_lens: Any
-    num_seqs: Any
-    max_q_len: int | None
-    causal: bool
-    sliding_window: int | None
-    return_lse: bool
-    out_dtype: str | None
-
-    @classmethod
-    def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
-        prepared = live_sequences(super().prepare(arguments, arrays))
-        cache = prepared[cls.CACHE]
-        return with_wide_queries(prepared, cache[0] if isinstance(cache, tuple) and cache else cache, arrays)
-
-    def results(self) -> tuple[Result, ...]:
-        out, lse = Result(self.out_shape, self.result_dtype), Result(self.q.shape[:2], "float32")
-        return (out, lse) if self.return_lse else (out,)
-
-    @property
-    @abc.abstractmethod
-    def num_pages(self) -> int: ...
-
-    @property
-    @abc.abstractmethod
-    def page_size(self) -> int: ...
-
-    @property
-    @abc.abstractmethod
-    def out_shape(self) -> tuple[int, int, int]: ...
-
-    @property
-    def result_dtype(self) -> Any:
-        """The dtype of `out`."""
-        return self.out_dtype or self.q.dtype
-
-    @property
-    def num_tokens(self) -> int:
-        return self.q.shape[0]
-
-    @property
-    def max_num_seqs(self) -> int:
-        return self.kv_lens.shape[0]
-
-    def check_values(self) -> None:
-        """Raise `InvalidInput` naming the first sequence whose index values are invalid. Expects NumPy arrays."""
-        check_ragged_values(
-            self.kv_lens, self.page_indices, self.cu_q_lens, self.num_seqs,
-            self.num_tokens, self.num_pages, self.page_size, self.max_q_len,
-            within=self.causal or self.sliding_window is not None,
-        )  # fmt: skip
-
-
-class PagedCall(Call):
-    """What the records with `kv_pages` share: sizes, whichever of the two cache layouts is given."""
-
-    kv_pages: Any
-    page_indices: Any
-
-    def _expect_cache(self, name: str, array: Array) -> None:
-        """Check the pages beside an array whose dtype is theirs unless they are 8-bit."""
-        if self.page_size < 1:
-            raise InvalidInput(f"expected page_size >= 1, got {self.page_size}")
-        if self.cache_dtype not in (dtype_name(array), *QUANTIZED):
-            raise InvalidInput(
-                f"expected kv_pages.dtype to be that of {name}, {dtype_name(array)}, or {' or '.join(QUANTIZED)}, "
-                f"got {self.cache_dtype}"
-            )
-
-    @property
-    def combined(self) -> bool:
-        """Whether K and V lie interleaved in one array."""
-        return not isinstance(self.kv_pages, (tuple, list))
 
     @property
     def k_pages_like(self) -> Array:
-        return self.kv_pages if self.combined else self.kv_pages[0]
+        """The cache, or the first array if the cache is a pair."""
+        cache = getattr(self, self.CACHE)
+        return cache[0] if isinstance(cache, (tuple, list)) else cache
 
     @property
     def cache_dtype(self) -> str:
@@ -267,11 +156,6 @@ class PagedCall(Call):
     def kv_format(self) -> CacheFormat:
         """How the pages store their elements."""
         return PLAIN_FORMATS[self.cache_dtype]
-
-    @property
-    def code_dtypes(self) -> tuple[str, ...]:
-        """The dtype of 8-bit pages, in which new keys and values may come as well; none of others."""
-        return (self.cache_dtype,) if self.cache_dtype in QUANTIZED else ()
 
     @property
     def num_pages(self) -> int:
@@ -286,9 +170,127 @@ class PagedCall(Call):
         return self.num_pages * self.page_size
 
     @property
+    def pages_per_seq(self) -> int:
+        return self.page_indices.shape[-1]
+
+    @property
     def capacity(self) -> int:
-        """The most positions one sequence's row of `page_indices` can hold; longer lengths count as this."""
-        return table_capacity(self.page_indices, self.page_size)
+        """The most positions that one sequence's row of `page_indices` can hold; longer lengths count as this.
+
+        Positions are int32, and a block of them must fit after the last one.
+        """
+        return min(self.pages_per_seq * self.page_size, 2**31 - 2**16)
+
+    def _check_table(self, lengths_name: str, lengths: Any) -> None:
+        """Raise `InvalidInput` naming the first sequence whose length or pages are invalid. Expects NumPy arrays."""
+        for seq, (length, row) in enumerate(zip(lengths, self.page_indices, strict=True)):
+            self._check_row(f"{lengths_name}[{seq}]", length, f"page_indices[{seq}, *]", row)
+
+    def _check_row(self, length_name: str, length: Any, row_name: str, row: Any) -> None:
+        """Check the values of one sequence: its length, and the pages it takes."""
+        limit = self.pages_per_seq * self.page_size
+        if not 0 <= length <= limit:
+            raise InvalidInput(
+                f"expected {length_name} between 0 and pages_per_seq * page_size = {limit}, got {length}"
+            )
+        expect_page_indices(row_name, row[: -(-int(length) // self.page_size)], self.num_pages)
+
+
+class TableWrite(PagesCall):
+    """The base of writes of this step's rows: their places are slots, or follow from the tables of an attention."""
+
+    NUM_RESULTS: ClassVar[int | None] = 0
+
+    slot_mapping: Any
+    kv_lens: Any
+    cu_q_lens: Any
+    num_seqs: Any
+
+    @property
+    @abc.abstractmethod
+    def num_tokens(self) -> int: ...
+
+    def _expect_slots_or_tables(self) -> None:
+        tables = [name for name in TABLES if getattr(self, name) is not None]
+        if (self.slot_mapping is not None) == bool(tables) or len(tables) not in (0, 3):
+            got = ", ".join(tables + ["slot_mapping"] * (self.slot_mapping is not None)) or "neither"
+            raise InvalidInput(f"expected slot_mapping, or page_indices with kv_lens and cu_q_lens, got {got}")
+        if self.slot_mapping is not None and self.num_seqs is not None:
+            raise InvalidInput("expected num_seqs only with page_indices, got it with slot_mapping")
+
+    def check_values(self) -> None:
+        """Raise `InvalidInput` naming the first value that points outside the cache. Expects NumPy arrays."""
+        if self.slot_mapping is not None:
+            check_slots(self.slot_mapping, self.num_slots)
+        else:
+            check_ragged_values(self)
+
+
+class RaggedCall(PagesCall, GroupedCall, WritingCall):
+    """The base of attentions of packed queries over pages of many sequences."""
+
+    ATTENDS: ClassVar[bool] = True
+    TAKES_OUT: ClassVar[bool] = True
+    NUM_RESULTS: ClassVar[int | None] = None
+
+    kv_lens: Any
+    cu_q_lens: Any
+    num_seqs: Any
+    max_q_len: int | None
+    causal: bool
+    sliding_window: int | None
+    return_lse: bool
+
+    @classmethod
+    def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        prepared = live_sequences(super().prepare(arguments, arrays))
+        cache = prepared[cls.CACHE]
+        return with_wide_queries(prepared, cache[0] if isinstance(cache, tuple) and cache else cache, arrays)
+
+    def results(self) -> tuple[Result, ...]:
+        out, lse = Result(self.out_shape, self.result_dtype), Result(self.q.shape[:2], "float32")
+        return (out, lse) if self.return_lse else (out,)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.kv_lens.shape[0]
+
+    def check_values(self) -> None:
+        """Raise `InvalidInput` naming the first sequence whose index values are invalid. Expects NumPy arrays."""
+        within = self.causal or self.sliding_window is not None
+        check_ragged_values(self, max_q_len=self.max_q_len, within=within)
+
+
+class PagedCall(PagesCall):
+    """The base of records with `kv_pages`: their sizes in either of the two cache layouts."""
+
+    CACHE: ClassVar[str] = "kv_pages"
+
+    kv_pages: Any
+
+    def _expect_cache(self, name: str, array: Array) -> None:
+        """Check the pages, whose dtype is that of `array` unless they are 8-bit."""
+        if self.page_size < 1:
+            raise InvalidInput(f"expected page_size >= 1, got {self.page_size}")
+        if self.cache_dtype not in (dtype_name(array), *QUANTIZED):
+            raise InvalidInput(
+                f"expected kv_pages.dtype to be that of {name}, {dtype_name(array)}, or {' or '.join(QUANTIZED)}, "
+                f"got {self.cache_dtype}"
+            )
+
+    @property
+    def combined(self) -> bool:
+        """Whether one array holds K and V, interleaved."""
+        return not isinstance(self.kv_pages, (tuple, list))
+
+    @property
+    def code_dtypes(self) -> tuple[str, ...]:
+        """The dtype of 8-bit pages, which new keys and values may have too; empty for other pages."""
+        return (self.cache_dtype,) if self.cache_dtype in QUANTIZED else ()
 
     @property
     def num_kv_heads(self) -> int:
@@ -303,10 +305,7 @@ class PagedCall(Call):
 class WriteKvPages(PagedCall, TableWrite):
     """The arguments of `write_kv_pages`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "write_kv_pages"
-    NUM_RESULTS: ClassVar[int | None] = 0
-
-    k: Any = field(ArrayKind())  # [T, K, D], checked when the pages have said K and D
+    k: Any = field(ArrayKind())  # [T, K, D]; `_check` checks it against the K and D of the pages
     v: Any = field(ArrayKind("T K D_v", lambda call: (dtype_name(call.k),), checked_last=True))
     kv_pages: Any = field(Pair(("kv_pages", "v_pages"), expect_pages, unit_stride=True, written=True))
     slot_mapping: Any = field(ArrayKind("T", ("int32", "int64"), checked_last=True), default=None)
@@ -328,7 +327,8 @@ class WriteKvPages(PagedCall, TableWrite):
         return live_sequences(super().prepare(tables_for_slots(arguments), arrays))
 
     def results(self) -> tuple[Result, ...]:
-        return tuple(Result(pages.shape, pages.dtype) for pages in self.written())
+        caches = (self.kv_pages,) if self.combined else self.kv_pages
+        return tuple(Result(pages.shape, pages.dtype) for pages in caches)
 
     @property
     def num_tokens(self) -> int:
@@ -340,23 +340,15 @@ class WriteKvPages(PagedCall, TableWrite):
 
     @property
     def copies(self) -> bool:
-        """Whether keys and values come as the pages store them, so that they are copied whatever the scales."""
+        """Whether keys and values already have the dtype of 8-bit pages, so they are copied and scales are ignored."""
         return dtype_name(self.k) in QUANTIZED
-
-    def check_values(self) -> None:
-        """Raise `InvalidInput` naming the first value that points outside the pages. Expects NumPy arrays."""
-        self._check_places(self.num_tokens, self.num_pages, self.page_size)
 
 
 @record
-class RaggedPagedAttention(PagedCall, GroupedCall, RaggedCall):
+class RaggedPagedAttention(PagedCall, RaggedCall):
     """The arguments of `ragged_paged_attention`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "ragged_paged_attention"
-    ATTENDS: ClassVar[bool] = True
-    TAKES_OUT: ClassVar[bool] = True
     WRITE: ClassVar[type[Call]] = WriteKvPages
-    CACHE: ClassVar[str] = "kv_pages"
 
     q: Any = field(ArrayKind("T H D", FLOATS))
     kv_pages: Any = field(Pair(("kv_pages", "v_pages"), expect_pages, unit_stride=True))
@@ -392,28 +384,21 @@ class RaggedPagedAttention(PagedCall, GroupedCall, RaggedCall):
     @classmethod
     def arguments_of_write(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
         k, v = arguments["new_kv"]
-        names = ("kv_pages", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale")
-        return {"k": k, "v": v, "slot_mapping": None, **{name: arguments[name] for name in names}}
-
-    @property
-    def out_shape(self) -> tuple[int, int, int]:
-        return (self.num_tokens, self.num_q_heads, self.v_head_dim)
+        return super().arguments_of_write(arguments) | {"k": k, "v": v}
 
 
-def check_ragged_values(
-    kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any, num_tokens: int, num_pages: int, page_size: int,
-    max_q_len: int | None = None, ratio: int = 1, within: bool = True,
-) -> None:  # fmt: skip
-    """Raise `InvalidInput` naming the first invalid value of a ragged batch's tables. Expects NumPy arrays.
+def check_ragged_values(call: Any, *, max_q_len: int | None = None, ratio: int = 1, within: bool = True) -> None:
+    """Raise `InvalidInput` naming the first invalid value of the tables of a ragged call. Expects NumPy arrays.
 
-    A page holds `page_size` rows, each of which stands for `ratio` tokens. The queries are the last of a sequence's
-    positions where it matters to them (`within`); else, as over a part of a cache, they may be more than its keys.
+    A page holds `page_size` rows, each of which stands for `ratio` tokens. With `within`, the queries are the last
+    positions of their sequence; otherwise, as in a call over a part of the cache, a sequence may have fewer keys.
     """
-    max_num_seqs, pages_per_seq = page_indices.shape
-    count = max_num_seqs if num_seqs is None else int(np.asarray(num_seqs).reshape(()))
+    kv_lens, num_tokens, page_size = call.kv_lens, call.num_tokens, call.page_size
+    max_num_seqs, pages_per_seq = call.page_indices.shape
+    count = max_num_seqs if call.num_seqs is None else int(np.asarray(call.num_seqs).reshape(()))
     if not 0 <= count <= max_num_seqs:
         raise InvalidInput(f"expected num_seqs between 0 and {max_num_seqs=}, got {count}")
-    starts = cu_q_lens[: count + 1].astype(np.int64)
+    starts = call.cu_q_lens[: count + 1].astype(np.int64)
     if count and starts[0] != 0:
         raise InvalidInput(f"expected cu_q_lens[0] = 0, got {starts[0]}")
     for seq in range(count):
@@ -429,11 +414,23 @@ def check_ragged_values(
             raise InvalidInput(f"expected kv_lens[{seq}] between 0 and {limit}, got {kv_len}")
         if within and q_len > kv_len:
             raise InvalidInput(f"expected q_len <= kv_lens[{seq}] = {kv_len}, got q_len {q_len} of sequence {seq}")
-        pages = page_indices[seq, : -(-(kv_len // ratio) // page_size)] if q_len else page_indices[seq, :0]
-        bad = np.flatnonzero((pages < 0) | (pages >= num_pages))
-        if bad.size:
-            where = f"page_indices[{seq}, {bad[0]}]"
-            raise InvalidInput(f"expected {where} between 0 and {num_pages - 1}, got {pages[bad[0]]}")
+        used = -(-(kv_len // ratio) // page_size) if q_len else 0
+        expect_page_indices(f"page_indices[{seq}, *]", call.page_indices[seq, :used], call.num_pages)
+
+
+def expect_page_indices(name: str, pages: Any, num_pages: int) -> None:
+    """Raise `InvalidInput` naming the first entry outside [0, num_pages); its index replaces the * in `name`."""
+    bad = np.flatnonzero((pages < 0) | (pages >= num_pages))
+    if bad.size:
+        address = name.replace("*", str(bad[0]))
+        raise InvalidInput(f"expected {address} between 0 and {num_pages - 1}, got {pages[bad[0]]}")
+
+
+def expect_packed_rows(name: str, pages: Any, strides: Callable[[Any], tuple[int, ...]], condition: str = "") -> None:
+    """Raise `InvalidInput` unless the rows of each page follow each other in memory; `condition` says why they must."""
+    row, got = pages.shape[3], strides(pages)[1]
+    if pages.shape[1] > 1 and 0 not in pages.shape and got != row:
+        raise InvalidInput(f"expected {name} with rows packed in each page (stride {row}){condition}, got {got}")
 
 
 def check_slots(slot_mapping: Any, num_slots: int) -> None:
@@ -448,7 +445,6 @@ def check_slots(slot_mapping: Any, num_slots: int) -> None:
 class MergeAttentionStates(Call):
     """The arguments of `merge_attention_states`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "merge_attention_states"
     TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = 2
 
@@ -464,6 +460,3 @@ class MergeAttentionStates(Call):
     def results(self) -> tuple[Result, ...]:
         out, lse = Result(self.outs.shape[1:], self.out_dtype or self.outs.dtype), self.lses
         return out, Result(lse.shape[1:], lse.dtype)
-
-    def check_values(self) -> None:
-        """No value is invalid: a part whose lse is -inf weighs nothing."""

@@ -1,4 +1,4 @@
-"""How attention is divided among devices: the axes of heads in its arrays, and the positions that each rank holds.
+"""The division of attention among devices: the axes of heads in its arrays, and the positions of each rank.
 
 The rules need no framework: `ragged_attention.torch.distributed` and `ragged_attention.jax.distributed` apply them and
 add the communication.
@@ -14,8 +14,8 @@ from ragged_attention.errors import InvalidInput
 
 # ---- heads
 
-LATENTS = frozenset({"k", "kv", "kv_cache", "cache", "extra_kv_cache"})  # [..., K, D]; their kinds give no letters
-SUMS_OVER_HEADS = frozenset({"indexer_logits"})  # the result is a sum over heads, to which each rank adds its part
+LATENTS = frozenset({"k", "kv", "kv_cache", "cache", "extra_kv_cache"})  # [..., K, D]; their kinds have no letters
+SUMS_OVER_HEADS = frozenset({"indexer_logits"})  # each rank has a part of the sum over heads
 NEEDS_ALL_HEADS = frozenset({"indexer_topk"})  # the choice depends on the sum over all heads
 
 # One latent row serves all heads, so there is nothing to divide.
@@ -34,12 +34,12 @@ class Heads:
         return "num_q_heads" if self.letter == "H" else "num_kv_heads"
 
     def count(self, shape: tuple[int, ...], combined: bool = False) -> int:
-        """How many heads an array of a shape has; in combined pages each KV head takes two entries."""
+        """The number of heads of an array; in combined pages each KV head takes two entries."""
         size = shape[self.axis] if len(shape) >= -self.axis else 1
         return size // 2 if combined else size
 
     def are_divided(self, argument: str, shape: tuple[int, ...], size: int, combined: bool = False) -> bool:
-        """Whether `size` ranks divide the heads; a single KV head, or a single scale, serves all queries undivided.
+        """Whether `size` ranks divide the heads; a single KV head or a single scale serves all queries undivided.
 
         Raises:
             InvalidInput: the number of heads is not a multiple of `size`.
@@ -59,7 +59,7 @@ def heads_of_fields(record: type[Call]) -> dict[str, Heads]:
 
 
 def heads_of_arguments(record: type[Call]) -> dict[str, Heads]:
-    """`heads_of_fields` by the names of the flat arguments, which are those of torch's operators."""
+    """`heads_of_fields` by the names of the flat arguments, as torch's operators have them."""
     return {
         flat.split()[-1]: heads
         for name, heads in heads_of_fields(record).items()
@@ -86,11 +86,6 @@ def _heads_of(name: str, kind: Kind) -> Heads | None:
     return Heads(-2, "K") if name in LATENTS and not letters else None
 
 
-def written_fields(record: type[Call]) -> list[str]:
-    """The arguments that the operation writes."""
-    return [name for name, kind in record.KINDS.items() if kind.written]
-
-
 def expect_each_its_own_heads(record: type[Call]) -> None:
     """Raise `InvalidInput` for an operation that a rank cannot compute from its own heads alone."""
     if record.OPERATION in NEEDS_ALL_HEADS:
@@ -98,7 +93,7 @@ def expect_each_its_own_heads(record: type[Call]) -> None:
 
 
 def heads_of_results(record: type[Call], ranks: list[int]) -> list[tuple[str, Heads] | None]:
-    """The heads of each result, and an argument with as many heads; `ranks` are the results' numbers of axes."""
+    """For each result its heads, and an argument with equally many; `ranks` are the results' numbers of axes."""
     arguments = heads_of_arguments(record)
     if record.OPERATION.endswith("_backward"):
         forward = CALLS[record.OPERATION.removesuffix("_backward")]
@@ -106,9 +101,17 @@ def heads_of_results(record: type[Call], ranks: list[int]) -> list[tuple[str, He
     query = next((name for name, heads in arguments.items() if heads.letter == "H"), None)
     if query is None:
         return [None] * len(ranks)
-    if record.OPERATION == "mla_decode":  # whose lse is [S, H, Q]
+    if record.OPERATION == "mla_decode":  # its lse is [S, H, Q]
         return [(query, Heads(-2, "H"))] * len(ranks)
     return [(query, Heads(-2 if rank == 3 else -1, "H")) for rank in ranks]
+
+
+def is_sum_over_heads(record: type[Call], heads: Heads, shape: tuple[int, ...]) -> bool:
+    """Whether each rank has a part of a result's sum; `heads` and `shape` are those of `heads_of_results`' argument.
+
+    The gradient of a single KV head, which serves all query heads, is such a sum.
+    """
+    return record.OPERATION in SUMS_OVER_HEADS or (heads.letter == "K" and heads.count(shape) == 1)
 
 
 # ---- positions
@@ -116,20 +119,20 @@ def heads_of_results(record: type[Call], ranks: list[int]) -> list[tuple[str, He
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KvShard:
-    """Which positions of every sequence a rank holds: `interleave` of them a turn, the ranks taking turns in order.
+    """The positions of every sequence that a rank holds: ranks take turns, with `interleave` positions each.
 
-    Position p belongs to rank `p // interleave % size`, whose own positions are numbered from 0 without gaps. With
-    the page size as `interleave` pages are dealt round; with `pages * page_size` the first rank has the first `pages`
-    pages of a sequence, the next rank the next, as long as a sequence is no longer than all of them. vLLM's
-    `cp_kv_cache_interleave_size` is the same number.
+    Position p belongs to rank `p // interleave % size`, which numbers its positions from 0 without gaps. If
+    `interleave` is the page size, ranks take pages in turn. If it is `pages * page_size`, the first rank has the first
+    `pages` pages of a sequence, the second rank the next `pages`, up to `size * pages` pages. vLLM calls this number
+    `cp_kv_cache_interleave_size`.
 
     Args:
-        size: how many ranks there are.
-        interleave: positions of a turn.
-        rank: whose part this is, an int or (in jax) a traced i32; None where it is only known where the work is done.
+        size: the number of ranks.
+        interleave: the positions of a turn.
+        rank: the rank, an int or (in jax) a traced i32; None if only the device knows it.
 
     Raises:
-        InvalidInput, TypeError: numbers that are none or out of range.
+        InvalidInput, TypeError: a value that is not a number, or is out of range.
     """
 
     size: int
@@ -143,25 +146,25 @@ class KvShard:
             raise InvalidInput(f"expected rank between 0 and {self.size - 1}, got {self.rank}")
 
     def at(self, rank: Any) -> "KvShard":
-        """This rule for another rank."""
+        """This rule for the rank `rank`."""
         return dataclasses.replace(self, rank=rank)
 
     def lengths(self, kv_lens: Any) -> Any:
-        """How many of the first `kv_lens` positions the rank holds: integers of any shape, of any framework."""
+        """The number of the first `kv_lens` positions that the rank holds; integers of any shape and framework."""
         rounds, rest = kv_lens // (self.size * self.interleave), kv_lens % (self.size * self.interleave)
         return rounds * self.interleave + (rest - self._rank() * self.interleave).clip(0, self.interleave)
 
     def local(self, positions: Any) -> Any:
-        """The rank's own numbers of positions, -1 for those of other ranks and for negative ones."""
+        """The rank's numbers of positions; -1 for positions of other ranks and for negative ones."""
         turn, within = positions // self.interleave, positions % self.interleave
         mine = (positions >= 0) & (turn % self.size == self._rank())
         return mine * (turn // self.size * self.interleave + within + 1) - 1
 
     def columns(self, pages_per_seq: int, page_size: int) -> list[int]:
-        """The columns of a whole page table [S, pages_per_seq] that are the rank's, in order.
+        """The rank's columns of the block table [S, pages_per_seq] of all ranks, in order.
 
         Raises:
-            InvalidInput: the rule divides pages, so that none is one rank's alone.
+            InvalidInput: the rule divides the positions of a page among ranks.
         """
         if self.interleave % page_size:
             raise InvalidInput(f"expected interleave to be a multiple of {page_size=}, got {self.interleave}")
@@ -189,7 +192,7 @@ def expect_divisible(name: str, count: int, size: int, what: str) -> int:
 
 
 def dtype_of_parts(q: Any) -> str | None:
-    """The `out_dtype` that makes partial results float32; None where they are, since not every backend takes it."""
+    """The `out_dtype` for float32 partial results: None if q is float32, since not every backend takes `out_dtype`."""
     return None if dtype_name(q) == "float32" else "float32"
 
 
@@ -207,14 +210,13 @@ def expect_ring(q: Any, k: Any, v: Any) -> None:
 
 
 def zigzag_order(num_tokens: int, size: int) -> list[range]:
-    """The rows of packed tokens that each rank has in zigzag order, as `2 * size` ranges, two for each rank in turn.
+    """Each rank's rows of packed tokens in zigzag order: `2 * size` ranges, two per rank.
 
-    The tokens are cut into `2 * size` pieces of one length, and rank r has pieces r and `2 * size - 1 - r`: causal
-    attention is the same work for every rank.
+    The tokens are cut into `2 * size` pieces of one length. Rank r has pieces r and `2 * size - 1 - r`, which divides
+    the work of causal attention evenly.
 
     Raises:
-        InvalidInput: the number of tokens is no multiple of `2 * size`; pad the batch, rows after the last sequence
-            belong to none.
+        InvalidInput: the number of tokens is no multiple of `2 * size`. Pad the batch after its last sequence.
     """
     piece = expect_divisible("the number of tokens", num_tokens, 2 * size, "2 * the group's size")
     pieces = [index for rank in range(size) for index in (rank, 2 * size - 1 - rank)]
@@ -222,9 +224,9 @@ def zigzag_order(num_tokens: int, size: int) -> list[range]:
 
 
 def zigzag_pairs(rank: int, source: int, causal: bool) -> list[tuple[int, int, bool]]:
-    """Which of a rank's two pieces of queries attend to which of another rank's two pieces of keys, and if causally.
+    """The pairs of a rank's piece of queries and a source's piece of keys that attend, each with its causality.
 
-    Between two ranks it is always two pairs of four, so that in a ring nobody waits for another's work.
+    Between two different ranks, causal attention has two of the four pairs, so no rank of a ring waits for another.
     """
     if not causal:
         return [(0, 0, False), (0, 1, False), (1, 0, False), (1, 1, False)]

@@ -31,7 +31,7 @@ def like_lse(call: Any) -> tuple[str, ...]:
 
 
 class VarlenCall(GroupedCall):
-    """What the attention over packed sequences and its gradient share."""
+    """The base of attention over packed sequences and its gradient."""
 
     k: Any
     v: Any
@@ -74,14 +74,6 @@ class VarlenCall(GroupedCall):
     def num_seqs(self) -> int:
         return self.cu_q_lens.shape[0] - 1
 
-    @property
-    def out_shape(self) -> tuple[int, int, int]:
-        return (self.num_q_tokens, self.num_q_heads, self.v_head_dim)
-
-    @property
-    def lse_dtype(self) -> str:
-        return wide_dtype(self.q)
-
     def check_values(self) -> None:
         """Raise `InvalidInput` naming the first sequence whose edges are invalid. Expects NumPy arrays."""
         for name, tokens, limit_name in (("cu_q_lens", self.q, "max_q_len"), ("cu_kv_lens", self.k, "max_kv_len")):
@@ -113,7 +105,6 @@ SINKS = ArrayKind("H", like_lse)
 class VarlenAttention(VarlenCall):
     """The arguments of `varlen_attention`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "varlen_attention"
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = 2
@@ -141,7 +132,6 @@ class VarlenAttention(VarlenCall):
 class VarlenAttentionBackward(VarlenCall):
     """The arguments of `varlen_attention_backward`, which says what they mean."""
 
-    OPERATION: ClassVar[str] = "varlen_attention_backward"
     NUM_RESULTS: ClassVar[int | None] = 4
 
     d_out: Any = field(ArrayKind("T_q H D_v", like_q, checked_last=True))

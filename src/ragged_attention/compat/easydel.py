@@ -10,10 +10,19 @@ import jax
 import jax.numpy as jnp
 
 from ragged_attention import jax as operations
-from ragged_attention.calls import is_array, is_jax_quantized
-from ragged_attention.compat.jax_arguments import as_int32, widened
-from ragged_attention.compat.jax_pallas import DEFAULT_MASK_VALUE, decode
-from ragged_attention.jax._lower import to_jax
+from ragged_attention.calls import PagedAttention, expect_bool, expect_count, is_array, is_jax_quantized
+from ragged_attention.compat.jax_arguments import (
+    DEFAULT_MASK_VALUE,
+    as_int32,
+    even,
+    expect_number_or_none,
+    held_as_int32,
+    known_options,
+    widened,
+)
+from ragged_attention.compat.names import say_in
+from ragged_attention.errors import InvalidInput
+from ragged_attention.jax._lower import FRONT_END, to_jax
 
 __all__ = ["DEFAULT_MASK_VALUE", "paged_attention", "prefill_attention"]
 
@@ -42,14 +51,46 @@ def paged_attention(
         pages_per_compute_block, megacore_mode, inline_seq_dim: as there.
         backend: a name or an ordered list of them, as everywhere in `ragged_attention`.
     """
-    arguments: dict[str, Any] = dict(
+    expect_number_or_none("mask_value", mask_value)
+    arguments: dict[str, Any] = FRONT_END.prepare(PagedAttention, dict(
         q=q, k_pages=k_pages, v_pages=v_pages, lengths=lengths, page_indices=page_indices, sm_scale=sm_scale,
         soft_cap=attn_logits_soft_cap,
-    )  # fmt: skip
+    ))  # fmt: skip
+    (arguments["lengths"],) = held_as_int32(lengths=arguments["lengths"])
     tunables: dict[str, Any] = dict(
-        pages_per_compute_block=pages_per_compute_block, megacore_mode=megacore_mode, inline_seq_dim=inline_seq_dim
-    )
-    return decode(arguments, tunables, mask_value, backend)
+        pages_per_compute_block=to_jax(pages_per_compute_block), megacore_mode=to_jax(megacore_mode),
+        inline_seq_dim=to_jax(inline_seq_dim),
+    )  # fmt: skip
+    q = arguments["q"]
+    rows = ("q", "k_pages", "v_pages")
+    arguments |= dict(zip(rows, widened(*(arguments[name] for name in rows)), strict=True))
+    arguments["page_indices"] = as_int32("page_indices", arguments["page_indices"])
+    arguments["soft_cap"] = even(arguments["soft_cap"])
+    try:
+        _expect_tunables(PagedAttention(**arguments), **tunables)
+        options = known_options("paged_attention", arguments, backend, tunables)
+        out = operations.paged_attention(**arguments, backend=backend, options=options)
+    except (InvalidInput, TypeError) as error:
+        say_in({"soft_cap": "attn_logits_soft_cap"}, error)
+    return out.astype(q.dtype)
+
+
+def _expect_tunables(
+    call: PagedAttention, pages_per_compute_block: Any, megacore_mode: Any, inline_seq_dim: Any
+) -> None:
+    expect_count("pages_per_compute_block", pages_per_compute_block, 1)
+    if (pages_per_seq := call.pages_per_seq) % pages_per_compute_block:
+        raise InvalidInput(
+            f"expected pages_per_compute_block to divide {pages_per_seq=} of page_indices, "
+            f"got {pages_per_compute_block}"
+        )
+    expect_bool("inline_seq_dim", inline_seq_dim)
+    divided = {None: 2, "kv_head": call.num_kv_heads, "batch": call.num_tokens}
+    if megacore_mode not in divided:
+        raise InvalidInput(f"expected megacore_mode to be 'kv_head', 'batch' or None, got {megacore_mode!r}")
+    if (count := divided[megacore_mode]) % 2:
+        what = "the number of KV heads" if megacore_mode == "kv_head" else "the batch size"
+        raise InvalidInput(f"expected {what} to be even with {megacore_mode=}, got {count}")
 
 
 def prefill_attention(

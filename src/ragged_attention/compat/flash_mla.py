@@ -16,7 +16,6 @@ head counts, head sizes, page sizes, top-k, dtypes and gradients do not hold her
 
 import contextlib
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -56,7 +55,6 @@ DECODE_NAMES = {
     "extra_indices": "extra_indices_in_kvcache",
     "extra_topk_lens": "extra_topk_length",
 }
-METADATA_NAMES = {"kv_lens": "cache_seqlens"}
 VARLEN_NAMES = {
     "cu_q_lens": "cu_seqlens_qo",
     "cu_kv_lens": "cu_seqlens_kv",
@@ -64,16 +62,16 @@ VARLEN_NAMES = {
     "max_kv_len": "max_seqlen_kv",
     "sm_scale": "softmax_scale",
 }
-KV_PACKED_NAMES = {**VARLEN_NAMES, "k": "kv[..., :head_dim_qk]", "v": "kv[..., head_dim_qk:]"}
+# The arguments of `flash_attn_varlen_func` and those of the functions that take packed tensors.
+KV_PACKED_NAMES = {"k": "kv[..., :head_dim_qk]", "v": "kv[..., head_dim_qk:]"}
 QKV_PACKED_NAMES = {
     "q": "qkv[..., :head_dim_qk]",
     "k": "qkv[..., head_dim_qk:2 * head_dim_qk]",
     "v": "qkv[..., 2 * head_dim_qk:]",
-    "cu_q_lens": "cu_seqlens",
-    "cu_kv_lens": "cu_seqlens",
-    "max_q_len": "max_seqlen",
-    "max_kv_len": "max_seqlen",
-    "sm_scale": "softmax_scale",
+    "cu_seqlens_qo": "cu_seqlens",
+    "cu_seqlens_kv": "cu_seqlens",
+    "max_seqlen_qo": "max_seqlen",
+    "max_seqlen_kv": "max_seqlen",
 }
 
 _conventions: Scope[str] = Scope("ragged_attention_flash_mla_convention")
@@ -127,9 +125,6 @@ class FlashMLASchedMeta:
         self.have_initialized = False
         self.config: dict[str, Any] = {}
         self.schedule: DecodeSchedule | None = None
-
-    def fill(self, schedule: DecodeSchedule, made_for: dict[str, Any]) -> None:
-        self.schedule, self.config, self.have_initialized = schedule, made_for, True
 
 
 def get_mla_metadata(
@@ -188,7 +183,7 @@ def get_mla_metadata(
             device=cache_seqlens.device,
         )
     except (InvalidInput, TypeError) as error:
-        say_in(METADATA_NAMES, error)
+        say_in(DECODE_NAMES, error)
     return schedule.parts, schedule.num_splits
 
 
@@ -262,8 +257,8 @@ def flash_mla_with_kvcache(
             out, lse = mla_decode(**call, schedule=schedule)
     except (InvalidInput, TypeError) as error:
         say_in(DECODE_NAMES, error)
-    if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
-        tile_scheduler_metadata.fill(schedule, made_for)
+    if isinstance(metadata := tile_scheduler_metadata, FlashMLASchedMeta):
+        metadata.schedule, metadata.config, metadata.have_initialized = schedule, made_for, True
     return out, _fully_masked_at_infinity(lse)
 
 
@@ -341,10 +336,18 @@ def flash_attn_varlen_func(
         out [total_q, h, d_v], and lse f32 [total_q, h], natural, -inf where a query sees no key. Gradients flow through
         both; FlashMLA drops that of lse.
     """
-    return _varlen(
-        VARLEN_NAMES, q, k, v, cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv, dropout_p, softmax_scale,
-        causal, deterministic, is_varlen,
-    )  # fmt: skip
+    if dropout_p != 0:
+        raise InvalidInput(f"expected dropout_p=0, got {dropout_p}")
+    if not is_varlen:
+        cu_seqlens_qo, max_seqlen_qo = _equal_lengths("cu_seqlens_qo", cu_seqlens_qo, "q", q)
+        cu_seqlens_kv, max_seqlen_kv = _equal_lengths("cu_seqlens_kv", cu_seqlens_kv, "k", k)
+    try:
+        return varlen_attention(
+            q, k, v, cu_seqlens_qo, cu_seqlens_kv, max_q_len=max_seqlen_qo, max_kv_len=max_seqlen_kv,
+            sm_scale=softmax_scale, causal=causal, return_lse=True, deterministic=deterministic,
+        )  # fmt: skip
+    except (InvalidInput, TypeError) as error:
+        say_in(VARLEN_NAMES, error)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -360,10 +363,13 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`flash_attn_varlen_func` of q, k and v packed in one tensor [total, h, 2 * head_dim_qk + d_v], in this order."""
     q, k, v = _unpacked("qkv", qkv, head_dim_qk, 2)
-    return _varlen(
-        QKV_PACKED_NAMES, q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
-        causal, deterministic, is_varlen,
-    )  # fmt: skip
+    try:
+        return flash_attn_varlen_func(
+            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, deterministic,
+            is_varlen,
+        )  # fmt: skip
+    except (InvalidInput, TypeError) as error:
+        say_in(QKV_PACKED_NAMES, error)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -382,10 +388,13 @@ def flash_attn_varlen_kvpacked_func(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`flash_attn_varlen_func` of k and v packed in one tensor [total_kv, h_k, head_dim_qk + d_v], in this order."""
     k, v = _unpacked("kv", kv, head_dim_qk, 1)
-    return _varlen(
-        KV_PACKED_NAMES, q, k, v, cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv, dropout_p,
-        softmax_scale, causal, deterministic, is_varlen,
-    )  # fmt: skip
+    try:
+        return flash_attn_varlen_func(
+            q, k, v, cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv, dropout_p, softmax_scale, causal,
+            deterministic, is_varlen,
+        )  # fmt: skip
+    except (InvalidInput, TypeError) as error:
+        say_in(KV_PACKED_NAMES, error)
 
 
 def _unpacked(name: str, packed: Any, head_dim_qk: Any, count: int) -> tuple[torch.Tensor, ...]:
@@ -399,30 +408,9 @@ def _unpacked(name: str, packed: Any, head_dim_qk: Any, count: int) -> tuple[tor
     return packed.split((*(head_dim_qk,) * count, width - count * head_dim_qk), dim=2)
 
 
-def _varlen(
-    names: Mapping[str, str], q: Any, k: Any, v: Any, cu_q_lens: Any, cu_kv_lens: Any, max_q_len: Any,
-    max_kv_len: Any, dropout_p: float, softmax_scale: float | None, causal: bool, deterministic: bool, is_varlen: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The attention under our names, its errors under those of `names`."""
-    if dropout_p != 0:
-        raise InvalidInput(f"expected dropout_p=0, got {dropout_p}")
-    if not is_varlen:
-        cu_q_lens, max_q_len = _equal_lengths("cu_q_lens", cu_q_lens, names.get("q", "q"), q, names)
-        cu_kv_lens, max_kv_len = _equal_lengths("cu_kv_lens", cu_kv_lens, names.get("k", "k"), k, names)
-    try:
-        return varlen_attention(
-            q, k, v, cu_q_lens, cu_kv_lens, max_q_len=max_q_len, max_kv_len=max_kv_len, sm_scale=softmax_scale,
-            causal=causal, return_lse=True, deterministic=deterministic,
-        )  # fmt: skip
-    except (InvalidInput, TypeError) as error:
-        say_in(names, error)
-
-
-def _equal_lengths(
-    name: str, cu_lens: Any, rows_name: str, rows: Any, names: Mapping[str, str]
-) -> tuple[torch.Tensor, int]:
+def _equal_lengths(name: str, cu_lens: Any, rows_name: str, rows: Any) -> tuple[torch.Tensor, int]:
     """The edges of as many sequences as there are, all equally long, and their length."""
-    _expect_tensor(names[name], cu_lens, 1)
+    _expect_tensor(name, cu_lens, 1)
     _expect_tensor(rows_name, rows, 3)
     b, total = cu_lens.shape[0] - 1, rows.shape[0]
     if b < 1 or total % b:
@@ -512,7 +500,8 @@ def _schedule_of_tables(parts: torch.Tensor, num_splits: Any, made_for: dict[str
         if dtype_name(table) != "int32" or tuple(table.shape) != wanted:
             got = f"{dtype_name(table)} {list(table.shape)}"
             raise InvalidInput(f"expected {name} to be int32 {list(wanted)} with {b=}, got {got}")
-    return DecodeSchedule(parts=parts, num_splits=num_splits, made_for=_core_shapes(made_for))
+    shapes = tuple(made_for[name] or 0 for name in ("b", "s_q", "h_q", "h_k", "topk", "extra_topk"))
+    return DecodeSchedule(parts=parts, num_splits=num_splits, made_for=shapes)
 
 
 def _new_schedule(call: dict[str, Any], made_for: dict[str, Any]) -> DecodeSchedule:
@@ -533,12 +522,3 @@ def _new_schedule(call: dict[str, Any], made_for: dict[str, Any]) -> DecodeSched
     except (InvalidInput, TypeError):
         MlaDecode(**call)  # its error names the call's arguments, not the schedule's
         raise
-
-
-def _core_shapes(made_for: dict[str, Any]) -> tuple[int, ...]:
-    """`DecodeSchedule.made_for`, in its order."""
-    return (
-        *(made_for[name] for name in ("b", "s_q", "h_q", "h_k")),
-        made_for["topk"] or 0,
-        made_for["extra_topk"] or 0,
-    )

@@ -14,6 +14,8 @@ from ragged_attention.jax import _lower
 from ragged_attention.jax._launcher import device_facts
 from ragged_attention.jax._lower import to_jax
 
+DEFAULT_MASK_VALUE = -0.7 * float(np.finfo(np.float32).max)
+
 
 def as_int32(name: str, value: Any) -> jax.Array:
     """An integer array of any width as int32; what does not fit is clamped to int32's range."""

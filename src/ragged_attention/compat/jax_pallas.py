@@ -22,17 +22,10 @@ import numpy as np
 
 from ragged_attention import dispatch, tuning
 from ragged_attention import jax as operations
-from ragged_attention.calls import (
-    FLOATS,
-    PagedAttention,
-    RaggedPagedAttention,
-    dtype_name,
-    expect_bool,
-    expect_count,
-    is_array,
-    is_number,
-)
+from ragged_attention.calls import FLOATS, RaggedPagedAttention, dtype_name, is_array, is_number
+from ragged_attention.compat import easydel
 from ragged_attention.compat.jax_arguments import (
+    DEFAULT_MASK_VALUE,
     as_int32,
     even,
     expect_number_or_none,
@@ -40,10 +33,9 @@ from ragged_attention.compat.jax_arguments import (
     known_options,
     widened,
 )
-from ragged_attention.compat.names import say_in
 from ragged_attention.errors import InvalidInput
 from ragged_attention.jax._launcher import device_facts
-from ragged_attention.jax._lower import FRONT_END, to_jax
+from ragged_attention.jax._lower import to_jax
 
 __all__ = [
     "DEFAULT_MASK_VALUE",
@@ -54,8 +46,6 @@ __all__ = [
     "ref_ragged_paged_attention",
     "static_validate_inputs",
 ]
-
-DEFAULT_MASK_VALUE = -0.7 * float(np.finfo(np.float32).max)
 
 
 def ragged_paged_attention(
@@ -218,12 +208,7 @@ def dynamic_validate_inputs(
     Beside what JAX refuses (too many sequences or tokens, more keys than the table has pages for, more queries than
     keys) also what it leaves to chance: lengths that are negative, or pages of a live sequence that do not exist.
     """
-    static_validate_inputs(
-        q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, sm_scale=sm_scale, sliding_window=sliding_window,
-        soft_cap=soft_cap, mask_value=mask_value, k_scale=k_scale, v_scale=v_scale,
-        num_kv_pages_per_block=num_kv_pages_per_block, num_queries_per_block=num_queries_per_block,
-        vmem_limit_bytes=vmem_limit_bytes,
-    )  # fmt: skip
+    static_validate_inputs(**locals())
     lens, table = np.asarray(kv_lens), np.asarray(page_indices)
     RaggedPagedAttention(
         **_stand_ins(q, kv_pages), kv_lens=lens, page_indices=table, cu_q_lens=np.asarray(cu_q_lens),
@@ -297,54 +282,11 @@ def paged_attention(
     Raises:
         InvalidInput: (a ValueError) shapes, dtypes or tunables that do not go together.
     """
-    arguments: dict[str, Any] = dict(
-        q=q, k_pages=k_pages, v_pages=v_pages, lengths=lengths, page_indices=page_indices, sm_scale=1.0,
-        soft_cap=attn_logits_soft_cap,
+    return easydel.paged_attention(
+        q, k_pages, v_pages, lengths, page_indices, sm_scale=1.0, mask_value=mask_value,
+        attn_logits_soft_cap=attn_logits_soft_cap, pages_per_compute_block=pages_per_compute_block,
+        megacore_mode=megacore_mode, inline_seq_dim=inline_seq_dim, backend=backend,
     )  # fmt: skip
-    tunables: dict[str, Any] = dict(
-        pages_per_compute_block=pages_per_compute_block, megacore_mode=megacore_mode, inline_seq_dim=inline_seq_dim
-    )
-    return decode(arguments, tunables, mask_value, backend)
-
-
-def decode(
-    arguments: dict[str, Any], tunables: dict[str, Any], mask_value: float | None, backend: str | Sequence[str] | None
-) -> jax.Array:
-    """`ragged_attention.jax.paged_attention` of a call by JAX's rules; its tunables are JAX's."""
-    expect_number_or_none("mask_value", mask_value)
-    arguments = FRONT_END.prepare(PagedAttention, arguments)
-    (arguments["lengths"],) = held_as_int32(lengths=arguments["lengths"])
-    tunables = {name: to_jax(value) for name, value in tunables.items()}
-    q = arguments["q"]
-    pages = ("q", "k_pages", "v_pages")
-    arguments |= dict(zip(pages, widened(*(arguments[name] for name in pages)), strict=True))
-    arguments["page_indices"] = as_int32("page_indices", arguments["page_indices"])
-    arguments["soft_cap"] = even(arguments["soft_cap"])
-    try:
-        _expect_tunables(PagedAttention(**arguments), **tunables)
-        options = known_options("paged_attention", arguments, backend, tunables)
-        out = operations.paged_attention(**arguments, backend=backend, options=options)
-    except (InvalidInput, TypeError) as error:
-        say_in({"soft_cap": "attn_logits_soft_cap"}, error)
-    return out.astype(q.dtype)
-
-
-def _expect_tunables(
-    call: PagedAttention, pages_per_compute_block: Any, megacore_mode: Any, inline_seq_dim: Any
-) -> None:
-    expect_count("pages_per_compute_block", pages_per_compute_block, 1)
-    if (pages_per_seq := call.pages_per_seq) % pages_per_compute_block:
-        raise InvalidInput(
-            f"expected pages_per_compute_block to divide {pages_per_seq=} of page_indices, "
-            f"got {pages_per_compute_block}"
-        )
-    expect_bool("inline_seq_dim", inline_seq_dim)
-    divided = {None: 2, "kv_head": call.num_kv_heads, "batch": call.num_tokens}
-    if megacore_mode not in divided:
-        raise InvalidInput(f"expected megacore_mode to be 'kv_head', 'batch' or None, got {megacore_mode!r}")
-    if (count := divided[megacore_mode]) % 2:
-        what = "the number of KV heads" if megacore_mode == "kv_head" else "the batch size"
-        raise InvalidInput(f"expected {what} to be even with {megacore_mode=}, got {count}")
 
 
 def _stand_ins(q: Any, kv_pages: Any) -> dict[str, Any]:

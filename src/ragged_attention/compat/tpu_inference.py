@@ -47,10 +47,9 @@ def get_kv_cache_shape(
     That is [total_num_pages, page_size / kv_packing, kv_packing, kv_dim], with the page's size rounded up to a multiple
     of `kv_packing`, by default as many as 32 bits hold, and kv_dim rounded up to a multiple of 128.
     """
-    if transpose_kv_cache:
-        _refuse_transposed()
+    _refuse_transposed(transpose_kv_cache)
     packing = 32 // _bits(kv_dtype) if kv_packing is None else kv_packing
-    return total_num_pages, -(-page_size // packing), packing, -(-kv_dim // LANES) * LANES
+    return total_num_pages, -(-page_size // packing), packing, _whole(kv_dim)
 
 
 def static_validate_inputs(
@@ -85,8 +84,7 @@ def static_validate_inputs(
     It looks at no values, so that it also takes traced arrays and `jax.ShapeDtypeStruct`.
     """
     del sm_scale, mask_value, q_scale, k_scale, v_scale, debug_mode  # no constraints
-    if transpose_kv_cache:
-        _refuse_transposed()
+    _refuse_transposed(transpose_kv_cache)
     _expect_rows(ql_nope, q_pe, new_kv_c, new_k_pe)
     _expect_cache(cache_kv, ql_nope.shape[2], q_pe.shape[2], {"new_kv_c": new_kv_c, "new_k_pe": new_k_pe})
     _expect_tables(kv_lens, page_indices, cu_q_lens, distribution)
@@ -181,9 +179,7 @@ def mla_ragged_paged_attention(
         expect_bool(name, flag)
     expect_bool("p_same_dtype_as_v", p_same_dtype_as_v)
     rows = to_jax((ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv))
-    tables = tuple(
-        held_as_int32(kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, distribution=distribution)
-    )
+    tables = held_as_int32(kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, distribution=distribution)
     pages = _of_cases("num_kv_pages_per_block", num_kv_pages_per_block)
     queries = _of_cases("num_queries_per_block", num_queries_per_block)
     static_validate_inputs(
@@ -192,10 +188,7 @@ def mla_ragged_paged_attention(
         decode_batch_size=decode_batch_size, mixed_q_split=mixed_q_split, transpose_kv_cache=transpose_kv_cache,
     )  # fmt: skip
     factors = [factor for factor in (sm_scale, q_scale, k_scale) if factor is not None]
-    settings = {
-        "sm_scale": math.prod(factors),
-        "sliding_window": sliding_window, "soft_cap": even(soft_cap),
-    }  # fmt: skip
+    settings = {"sm_scale": math.prod(factors), "sliding_window": sliding_window, "soft_cap": even(soft_cap)}
     tunables = {
         "num_kv_pages_per_block": pages and pages[-1], "num_queries_per_block": queries and queries[-1],
         "vmem_limit_bytes": vmem_limit_bytes,
@@ -208,7 +201,7 @@ def mla_ragged_paged_attention(
 
 def _attend(
     rows: tuple[jax.Array, ...],
-    tables: tuple[jax.Array, ...],
+    tables: list[jax.Array],
     settings: dict[str, Any],
     v_scale: float | None,
     tunables: dict[str, int | None],
@@ -273,8 +266,9 @@ def _expect_tables(kv_lens: Any, page_indices: Any, cu_q_lens: Any, distribution
     expect_array("distribution", distribution, "3", INT32, {"3": 3})
 
 
-def _refuse_transposed() -> None:
-    raise Unsupported("expected transpose_kv_cache=False, a cache whose positions are rows, got True")
+def _refuse_transposed(transpose_kv_cache: bool) -> None:
+    if transpose_kv_cache:
+        raise Unsupported("expected transpose_kv_cache=False, a cache whose positions are rows, got True")
 
 
 def _of_cases(name: str, sizes: Any) -> tuple[int, ...] | None:

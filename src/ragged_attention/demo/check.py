@@ -1,4 +1,4 @@
-"""The judge: plain full attention over each whole text, with no cache, must choose the same tokens."""
+"""The check: full attention over each whole text, without a cache, must choose the served tokens."""
 
 import dataclasses
 from typing import Protocol
@@ -17,7 +17,7 @@ class FullModel(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A token that full attention would not have chosen, and how far ahead it sees its own choice."""
+    """A served token that full attention does not choose, and the lead of its choice over the next best logit."""
 
     sequence: int
     index: int  # among the new tokens
@@ -30,8 +30,8 @@ class Mismatch:
 class Verdict:
     num_tokens: int
     mismatches: tuple[Mismatch, ...]
-    largest_difference: float  # of any logit
-    closest_choice: float  # the least that a best logit is ahead of the second
+    largest_difference: float  # between the logits of both
+    closest_choice: float  # the least lead of a best logit over the second best
 
     @property
     def agrees(self) -> bool:
@@ -39,10 +39,10 @@ class Verdict:
 
 
 def check(model: FullModel, sequences: list[Sequence]) -> Verdict:
-    """Compare every new token, each with all tokens served before it as its context."""
+    """Compare every new token with the choice of full attention over the tokens before it."""
     tokens = np.zeros((len(sequences), max(len(sequence.tokens) for sequence in sequences)), np.int32)
     for row, sequence in zip(tokens, sequences, strict=True):
-        row[: len(sequence.tokens)] = sequence.tokens  # padding stands behind, where causal attention never looks
+        row[: len(sequence.tokens)] = sequence.tokens  # causal attention never sees the padding, which follows
     everything = model.full(tokens)
     mismatches: list[Mismatch] = []
     differences, margins = [0.0], [np.inf]

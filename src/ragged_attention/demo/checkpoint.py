@@ -1,8 +1,7 @@
-"""The demo of a checkpoint of transformers: served with our attention, checked against transformers' own.
+"""Serves a checkpoint of transformers with our attention, and checks it against the eager attention of transformers.
 
-Prompts are served together: by continuous batching where the model's cache allows, else in one padded batch, latent
-attention absorbed. Then the eager attention of transformers reads the answers along, and every token is compared with
-what that would have written there.
+Prompts are served together: by continuous batching if the model's cache allows it, else in one padded batch. Latent
+attention is absorbed. Then eager attention reads the answers, and every token is compared with its choice.
 """
 
 import copy
@@ -13,27 +12,28 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch.nn.utils.rnn import pad_sequence
 
 from ragged_attention.demo.prompts import PROMPTS
 from ragged_attention.demo.tiny import save_tiny
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.integrations import transformers as ragged
 
-CLOSE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}  # logits that rounding may put in either order
+CLOSE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}  # rounding may swap closer logits
 PAGE_SIZE, STEP_TOKENS = 16, 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of so many tokens, how many are eager's own; by how much the worst other one lies below eager's in its logits."""
+    """The comparison of the served tokens with those that eager attention chooses."""
 
     num_tokens: int
     num_equal: int
-    furthest: float
+    furthest: float  # the largest lead of eager's choice over the served token, in its logits
 
 
 def main(folder: Path, family: str | None, max_new_tokens: int, device: str | None) -> int:
-    """Serve the demo's prompts with a checkpoint; 1 if a token is none that eager attention could have written."""
+    """Serve the demo's prompts with a checkpoint. Returns 1 if rounding cannot explain a token, else 0."""
     console = Console(soft_wrap=True, highlight=False)
     if family is not None:
         save_tiny(family, folder)
@@ -57,7 +57,7 @@ def main(folder: Path, family: str | None, max_new_tokens: int, device: str | No
 
 
 def load(folder: Path, device: str) -> tuple[Any, Any]:
-    """A model with our attention, and its tokenizer, None where it has none."""
+    """A model with our attention, and its tokenizer or None."""
     if not (folder / "config.json").is_file():
         raise InvalidInput(f"expected a folder with a checkpoint of transformers, got {folder} without config.json")
     ragged.register()
@@ -72,7 +72,7 @@ def load(folder: Path, device: str) -> tuple[Any, Any]:
 
 
 def has_latents(model: Any) -> bool:
-    """Whether attention is over cached latents, of which a module's `expand_kv` makes keys and values."""
+    """Whether the model caches latents, from which a module's `expand_kv` computes keys and values."""
     return any(hasattr(module, "expand_kv") for module in model.modules())
 
 
@@ -87,7 +87,7 @@ def decoded(tokens: list[int], tokenizer: Any) -> str:
 
 
 def serve(model: Any, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
-    """What the model writes after each prompt, the likeliest token each time, whatever it is."""
+    """The tokens that the model writes after each prompt by greedy decoding. No token ends an answer."""
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -99,8 +99,8 @@ def serve(model: Any, prompts: list[list[int]], max_new_tokens: int) -> list[lis
         page_size=PAGE_SIZE, num_blocks=len(prompts) * -(-longest // PAGE_SIZE) + 8, max_batch_tokens=STEP_TOKENS,
         max_requests_per_batch=len(prompts),
     )  # fmt: skip
-    wanted = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    out = model.generate_batch(prompts, generation_config=wanted, continuous_batching_config=config, warmup=False)
+    options = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    out = model.generate_batch(prompts, generation_config=options, continuous_batching_config=config, warmup=False)
     if len(out) < len(prompts):
         raise Unsupported(
             f"expected an answer to each of {len(prompts)} prompts, got {len(out)} of continuous batching"
@@ -109,37 +109,36 @@ def serve(model: Any, prompts: list[list[int]], max_new_tokens: int) -> list[lis
 
 
 def _left_padded(model: Any, prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts as rows that end together, and where they are not padding."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
-    lens = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
-    return ids, (torch.arange(longest, device=model.device) >= longest - lens[:, None]).long()
+    """Prompts as rows that are padded on the left, and a mask that is 0 for padding."""
+    rows = [torch.tensor(prompt, device=model.device) for prompt in prompts]
+    ids, mask = (pad_sequence(each, True, padding_side="left") for each in (rows, list(map(torch.ones_like, rows))))
+    return ids, mask
 
 
 def _padded(model: Any, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
-    ids, shown = _left_padded(model, prompts)
-    wanted = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    return model.generate(ids, attention_mask=shown, **wanted)[:, ids.shape[1] :].tolist()
+    ids, mask = _left_padded(model, prompts)
+    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :].tolist()
 
 
 @torch.no_grad()
 def check(model: Any, prompts: list[list[int]], answers: list[list[int]]) -> Verdict:
-    """Have eager attention read along, in one padded batch over a cache, and judge each token before it is read."""
+    """Compare each token with the choice of eager attention, which reads all answers in one padded batch."""
     judge = _with_eager_attention(model)
-    ids, shown = _left_padded(model, prompts)
+    ids, mask = _left_padded(model, prompts)
     written, read, cache, below = torch.tensor(answers, device=model.device), ids, None, []
     for step in range(written.shape[1]):
-        positions = (shown.cumsum(1) - 1).clamp(min=0)[:, -read.shape[1] :]
-        found = judge(read, attention_mask=shown, position_ids=positions, past_key_values=cache, use_cache=True)
-        logits, cache, read = found.logits[:, -1].float(), found.past_key_values, written[:, step, None]
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -read.shape[1] :]
+        output = judge(read, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+        logits, cache, read = output.logits[:, -1].float(), output.past_key_values, written[:, step, None]
         below.append(logits.max(1).values - logits.gather(1, read)[:, 0])
-        shown = torch.cat((shown, torch.ones_like(read)), 1)
+        mask = torch.cat((mask, torch.ones_like(read)), 1)
     gaps = torch.stack(below)
     return Verdict(gaps.numel(), int((gaps == 0).sum()), float(gaps.max()))
 
 
 def _with_eager_attention(model: Any) -> Any:
-    """Another model of the same weights as transformers made it."""
+    """A copy of the model as transformers makes it, with eager attention."""
     judge = type(model)(copy.deepcopy(model.config)).to(device=model.device, dtype=model.dtype).eval()
     judge.load_state_dict(model.state_dict())
     judge.set_attn_implementation("eager")

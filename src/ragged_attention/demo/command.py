@@ -23,7 +23,7 @@ FRAMEWORKS = ("torch", "jax")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve the prompts and check every token; 1 if any differs. A user's mistake is raised."""
+    """Serve the prompts and check every token. Returns 1 if any token differs, else 0; raises a user's mistake."""
     arguments = _parser().parse_args(argv)
     if arguments.max_new_tokens < 1:
         raise InvalidInput(f"expected max_new_tokens >= 1, got {arguments.max_new_tokens}")
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def serve_checkpoint(arguments: argparse.Namespace) -> int:
-    """The same prompts with a checkpoint of transformers."""
+    """Serve the prompts with a checkpoint of transformers."""
     if arguments.framework == "jax":
         raise InvalidInput("expected --framework torch with a checkpoint, got jax")
     for package in ("torch", "transformers"):
@@ -68,12 +68,12 @@ def serve_checkpoint(arguments: argparse.Namespace) -> int:
 
 
 def serve(engine: Engine, sequences: list[Sequence], view: View) -> int:
-    """Step until all prompts have come and all sequences have ended; the number of steps."""
+    """Step until all prompts have arrived and all sequences have ended. Returns the number of steps."""
     arriving = sorted(zip([prompt.arrives for prompt in PROMPTS], sequences, strict=True), key=lambda pair: pair[0])
     number = clock = 0
     while arriving or engine.busy:
         if not engine.busy:
-            clock = max(clock, arriving[0][0])  # nothing to do until then
+            clock = max(clock, arriving[0][0])  # skip the steps without work
         while arriving and arriving[0][0] <= clock:
             engine.submit(arriving.pop(0)[1])
         view.step(number, engine.step(), sequences)
@@ -97,14 +97,13 @@ def chosen_framework(request: str | None) -> str:
 def build_model(kind: str, framework: str, limits: Limits, device: str | None, backend: str | None) -> Any:
     module = importlib.import_module(f"ragged_attention.demo.{framework}_model")
     device = module.device_named(device)
-    operation = KINDS[kind].operation
-    if device == "cpu" and "triton" in (config.requested(operation, backend) or ()):
+    if device == "cpu" and "triton" in (config.requested(KINDS[kind].operation, backend) or ()):
         interpret_triton()
     return module.Model(kind, load_weights(kind), limits, device=device, backend=backend)
 
 
 def interpret_triton() -> None:
-    """Have Triton's interpreter run the kernels; Triton reads the environment when it is imported."""
+    """Run the kernels with Triton's interpreter. Triton reads the environment when it is imported."""
     if os.environ.get("TRITON_INTERPRET") != "1" and "triton" in sys.modules:
         raise Unsupported("expected TRITON_INTERPRET=1 before triton is imported, got it imported without")
     os.environ["TRITON_INTERPRET"] = "1"

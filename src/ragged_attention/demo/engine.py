@@ -1,8 +1,8 @@
 """Continuous batching in miniature: sequences join and leave between steps, and every step is one ragged batch.
 
 A sequence is its tokens and how many of them the cache holds. A step computes some tokens of each running sequence;
-where that reaches the last token, a new one is chosen. So a chunk of a prompt, a decode, and the recomputation of a
-sequence that had lost its pages are the same thing.
+if that includes the last token, a new token is chosen. So the engine treats a chunk of a prompt, a decode, and the
+recomputation of a preempted sequence alike.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ Int32 = NDArray[np.int32]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """The fixed sizes of a step, so that compiled functions see one shape only."""
+    """The fixed sizes of a step. Since they are fixed, functions are compiled for one shape only."""
 
     max_tokens: int = 16
     max_num_seqs: int = 8
@@ -31,7 +31,7 @@ class Limits:
     pages_per_seq: int = 16
 
     def __post_init__(self) -> None:
-        # So decodes alone cannot use up a step, and the oldest sequence always advances.
+        # Then decodes alone cannot use up a step, and the oldest sequence always advances.
         if self.max_tokens < self.max_num_seqs:
             raise InvalidInput(f"expected max_tokens >= max_num_seqs={self.max_num_seqs}, got {self.max_tokens}")
 
@@ -41,7 +41,7 @@ class Limits:
         return min(self.pages_per_seq, self.num_pages) * self.page_size
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Batch:
     """One step's input, padded to the limits. Unused page indices are -1."""
 
@@ -68,7 +68,7 @@ class Batch:
 
 
 class Model(Protocol):
-    """What a framework provides: one step over the paged cache."""
+    """A model of a framework, with its paged cache."""
 
     def step(self, batch: Batch) -> NDArray[np.float32]:
         """Write the batch's keys and values, attend, and return the logits of each sequence's last token [S, V]."""
@@ -77,13 +77,13 @@ class Model(Protocol):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
-    """One request and how far it has come."""
+    """A request, its tokens, and its part of the cache."""
 
     number: int
     prompt: bytes
     max_new_tokens: int
     tokens: list[int] = dataclasses.field(init=False)
-    computed: int = 0  # so many tokens are in the cache
+    computed: int = 0  # the number of its tokens in the cache
     pages: list[int] = dataclasses.field(default_factory=list)
     digests: list[bytes] = dataclasses.field(default_factory=list)  # of the full pages
     logits: list[NDArray[np.float32]] = dataclasses.field(default_factory=list)  # one per new token
@@ -111,19 +111,19 @@ class Sequence:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step did."""
+    """The counts of one step."""
 
     prefill_tokens: int
     decode_tokens: int
     running: int
     waiting: int
     pages_used: int
-    shared_hits: int  # pages that this step's newcomers found written already
+    shared_hits: int  # pages that new sequences share instead of computing them
     preempted: int
 
 
 class Engine:
-    """Admits, schedules and advances sequences; greedy, so that the result can be checked token by token."""
+    """Admits, schedules and advances sequences. Decoding is greedy, so that every token can be checked."""
 
     def __init__(self, model: Model, limits: Limits) -> None:
         self.model = model
@@ -138,7 +138,7 @@ class Engine:
         return bool(self.running or self.waiting)
 
     def expect_servable(self, sequence: Sequence) -> None:
-        """Raise `InvalidInput` for a sequence that could never be served, however long it waits."""
+        """Raise `InvalidInput` for a sequence that is too long or has no prompt."""
         if not sequence.prompt:
             raise InvalidInput(f"expected prompt {sequence.number} to have at least one byte, got none")
         if (longest := len(sequence.prompt) + sequence.max_new_tokens) > (max_len := self.limits.max_len):
@@ -149,7 +149,7 @@ class Engine:
         self.waiting.append(sequence)
 
     def step(self) -> StepReport:
-        """Schedule, run the model once, and give each sequence that has been computed to its end a new token."""
+        """Schedule, run the model once, and append a new token to each sequence whose last token was computed."""
         hits, self._preempted = self.pages.hits, 0
         chunks = self._schedule()
         decodes = sum(sequence.decoding for sequence in chunks)
@@ -168,7 +168,7 @@ class Engine:
         return report
 
     def _schedule(self) -> dict[Sequence, int]:
-        """How many tokens of each sequence this step computes: decodes, then started prompts, then newcomers."""
+        """This step's number of tokens for each sequence: decodes first, then started prompts, then new sequences."""
         chunks: dict[Sequence, int] = {}
         for sequence in sorted(self.running, key=lambda sequence: not sequence.decoding):
             length = min(self.limits.max_tokens - sum(chunks.values()), sequence.pending)
@@ -185,12 +185,10 @@ class Engine:
         return chunks
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Share what the cache holds of a waiting sequence; False if there are too few free pages for the rest."""
+        """Share cached pages with a waiting sequence; False if there are too few free pages for the rest of it."""
         size = self.limits.page_size
-        digest = b""
-        # The last token is computed in any case, for its logits.
-        for start in range(0, (len(sequence.tokens) - 1) // size * size, size):
-            digest = chained_digest(digest, sequence.tokens[start : start + size])
+        for _ in range((len(sequence.tokens) - 1) // size):  # the last token is always computed, for its logits
+            digest = self._next_digest(sequence)
             if (page := self.pages.share(digest)) is None:
                 break
             sequence.pages.append(page)
@@ -198,7 +196,7 @@ class Engine:
         sequence.computed = len(sequence.pages) * size
         if -(-len(sequence.tokens) // size) - len(sequence.pages) <= self.pages.num_free:
             return True
-        self.pages.hits -= len(sequence.pages)  # taken back: it will look again
+        self.pages.hits -= len(sequence.pages)  # they count when the sequence is admitted
         self._release(sequence)
         return False
 
@@ -211,7 +209,7 @@ class Engine:
         return True
 
     def _make_space(self, sequence: Sequence, length: int, chunks: dict[Sequence, int]) -> bool:
-        """Grow, at the expense of the youngest sequence if need be; False if that is `sequence` itself."""
+        """Grow, and preempt the youngest sequences if necessary; False if `sequence` itself was preempted."""
         while not self._grow(sequence, length):
             youngest = self.running.pop()
             self._release(youngest)
@@ -256,8 +254,12 @@ class Engine:
             self._release(sequence)
 
     def _publish(self, sequence: Sequence) -> None:
-        size = self.limits.page_size
-        for index in range(len(sequence.digests), sequence.computed // size):
-            before = sequence.digests[-1] if sequence.digests else b""
-            sequence.digests.append(chained_digest(before, sequence.tokens[index * size : (index + 1) * size]))
-            self.pages.publish(sequence.pages[index], sequence.digests[-1])
+        for page in sequence.pages[len(sequence.digests) : sequence.computed // self.limits.page_size]:
+            sequence.digests.append(self._next_digest(sequence))
+            self.pages.publish(page, sequence.digests[-1])
+
+    def _next_digest(self, sequence: Sequence) -> bytes:
+        """The digest of the first page that has none yet."""
+        digests, size = sequence.digests, self.limits.page_size
+        start = len(digests) * size
+        return chained_digest(digests[-1] if digests else b"", sequence.tokens[start : start + size])

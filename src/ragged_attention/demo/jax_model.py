@@ -1,6 +1,4 @@
-"""The demo's transformers in jax, served and judged: one jitted function per step, compiled once."""
-
-import functools
+"""The demo's transformers in jax. A step is one jitted function, which is compiled once."""
 
 import jax
 import jax.numpy as jnp
@@ -10,43 +8,22 @@ import ragged_attention.jax
 from ragged_attention.demo.engine import Batch, Limits
 from ragged_attention.demo.gqa import GroupedQueries
 from ragged_attention.demo.mla import LatentAttention
-from ragged_attention.demo.model import STEP_TABLES, Weights
-from ragged_attention.demo.transformer import Framework
+from ragged_attention.demo.model import Weights
+from ragged_attention.demo.transformer import Framework, Transformer
 from ragged_attention.errors import InvalidInput
 from ragged_attention.jax._launcher import device_facts
 from ragged_attention.jax._lower import default_platform
 
-Arrays = dict[str, jax.Array]
 JAX = Framework(jnp, jax.nn, ragged_attention.jax, lambda array, like: jnp.asarray(array))
 TRANSFORMERS = {"gqa": GroupedQueries(JAX), "mla": LatentAttention(JAX)}
 
 
-@functools.partial(jax.jit, static_argnames="kind")
-def full_logits(kind: str, weights: Arrays, tokens: jax.Array) -> jax.Array:
-    """Logits [N, T, V] of whole sequences [N, T]."""
-    return TRANSFORMERS[kind].full_logits(weights, tokens)
-
-
-@functools.partial(jax.jit, static_argnames=("kind", "backend"), donate_argnames="caches")
-def paged_logits(
-    kind: str, weights: Arrays, caches: list[jax.Array], arrays: Arrays, backend: str | None
-) -> tuple[jax.Array, list[jax.Array]]:
-    """Logits of each sequence's last token [S, V], and the caches with this step's rows."""
-    tables = {name: arrays[name] for name in STEP_TABLES}
-    caches = list(caches)
-
-    def attended(layer: int, h: jax.Array) -> jax.Array:
-        attention, caches[layer] = TRANSFORMERS[kind].served(
-            weights, layer, h, arrays["positions"], caches[layer], tables, backend
-        )
-        return attention
-
-    hidden = TRANSFORMERS[kind].forward(weights, arrays["tokens"], attended)
-    return hidden[arrays["last_rows"]] @ weights["embed"].T, caches
+full_logits = jax.jit(Transformer.full_logits, static_argnames="self")
+paged_logits = jax.jit(Transformer.paged_logits, static_argnames=("self", "backend"), donate_argnames="caches")
 
 
 def device_named(name: str | None) -> str:
-    """The requested platform, made that of this process, or the best one here."""
+    """The requested platform, which becomes that of this process, or else jax's default one."""
     if name is None:
         return default_platform()
     before = jax.config.jax_platforms  # type: ignore[attr-defined]
@@ -63,31 +40,26 @@ def device_named(name: str | None) -> str:
 
 
 class Model:
-    """A transformer with its paged cache, and once more without one."""
+    """A transformer with its paged cache."""
 
     def __init__(
         self, kind: str, weights: Weights, limits: Limits, *, device: str = "cpu", backend: str | None = None
     ) -> None:
         self.platform = device
-        self.kind = kind
         self.backend = backend
-        transformer = TRANSFORMERS[kind]
+        self.transformer = TRANSFORMERS[kind]
         self.weights = {name: jnp.asarray(value) for name, value in weights.items()}
-        cache = transformer.cache(weights, limits)
+        cache = self.transformer.cache(weights, limits)
         self.caches = [jnp.zeros(cache.shape, cache.dtype) for _ in weights["q"]]
-        self.backends = transformer.backends(weights, limits, device_facts(device), backend)
+        self.backends = self.transformer.backends(weights, limits, device_facts(device), backend)
 
     def step(self, batch: Batch) -> np.ndarray:
         with jax.default_matmul_precision("highest"):
-            arrays = self._on_device(batch)
-            logits, self.caches = paged_logits(self.kind, self.weights, self.caches, arrays, self.backend)
+            arrays = {name: jnp.asarray(value) for name, value in vars(batch).items()}
+            logits, self.caches = paged_logits(self.transformer, self.weights, self.caches, arrays, self.backend)
         return np.asarray(logits)
 
     def full(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits [N, T, V] by plain attention over whole sequences [N, T]."""
+        """Logits [N, T, V] of whole sequences [N, T], by attention without a cache."""
         with jax.default_matmul_precision("highest"):
-            return np.asarray(full_logits(self.kind, self.weights, jnp.asarray(tokens)))
-
-    def _on_device(self, batch: Batch) -> Arrays:
-        names = ("tokens", "positions", "last_rows", *STEP_TABLES)
-        return {name: jnp.asarray(getattr(batch, name)) for name in names}
+            return np.asarray(full_logits(self.transformer, self.weights, jnp.asarray(tokens)))

@@ -1,14 +1,13 @@
 """Multi-head latent attention over pages of 8-bit latents.
 
-`k` makes a head's key from the latent, `v` its value. Serving makes neither: since q . (c k) = (q k^T) . c, each query
-is multiplied by k^T and attends to the latents themselves, and the result is multiplied by `v` afterwards. So all heads
-read the same cached row.
+A head's key is the latent times `k`, and its value is the latent times `v`. Serving computes neither: since q . (c k)
+= (q k^T) . c, each query is multiplied by k^T and attends to the latents themselves. The result is multiplied by `v`
+afterwards. So all heads read one cached row per token.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from ragged_attention.calls import Device, RaggedMlaAttention, WriteMlaCache
 from ragged_attention.demo.engine import Limits
 from ragged_attention.demo.model import LARGEST_CODE
 from ragged_attention.demo.transformer import Transformer, Weights
@@ -19,20 +18,20 @@ class LatentAttention(Transformer):
     """The transformer that caches one 8-bit row of latents per token."""
 
     def latent_rows(self, weights: Weights, layer: int, h: Any, positions: Any) -> Any:
-        """The cached row of each token [..., T, C + R]: its latent, and the rotary key of all heads."""
+        """The cached row of each token [..., T, C + R]: its latent, and the rotary key that all heads share."""
         latent, key = _split_row(weights, h @ weights["latent"][layer])
-        turned = self.rope(key[..., None, :], positions)[..., 0, :]
-        return self.xp.concatenate((self.norm(latent, weights["latent_norm"][layer]), turned), -1)
+        rotated = self.rope(key[..., None, :], positions)[..., 0, :]
+        return self.xp.concatenate((self.norm(latent, weights["latent_norm"][layer]), rotated), -1)
 
     def queries(self, weights: Weights, layer: int, h: Any, positions: Any) -> tuple[Any, Any]:
-        """The two parts of each head's query: one for the key made from the latent, one for the rotary key."""
+        """The two parts of each head's query: one for the key from the latent, one for the rotary key."""
         q = self.xp.einsum("...e,ehd->...hd", h, weights["q"][layer])
         size = weights["k"].shape[-1]
         return q[..., :size], self.rope(q[..., size:], positions)
 
     def heads(self, weights: Weights, layer: int, h: Any, positions: Any) -> tuple[Any, Any, Any]:
         rows = self.latent_rows(weights, layer, h, positions)
-        if "kv_scale" in weights:  # training chooses the scales last
+        if "kv_scale" in weights:  # training computes the scales at its end
             rows = self.rounded(rows, weights["kv_scale"][layer])
         latent, key = _split_row(weights, rows)
         k, v = (self.xp.einsum("...c,chn->...hn", latent, weights[name][layer]) for name in "kv")
@@ -41,7 +40,7 @@ class LatentAttention(Transformer):
         return q, self.xp.concatenate((k, shared), -1), v
 
     def rounded(self, rows: Any, kv_scale: Any) -> Any:
-        """Rows as an 8-bit cache returns them."""
+        """Rows rounded as by an 8-bit cache."""
         codes = self.xp.asarray((rows / kv_scale).clip(-LARGEST_CODE, LARGEST_CODE), dtype=self.xp.float8_e4m3fn)
         return self.xp.asarray(codes, dtype=rows.dtype) * kv_scale
 
@@ -49,34 +48,29 @@ class LatentAttention(Transformer):
         return FakeArray((limits.num_pages, limits.page_size, 1, weights["latent"].shape[-1]), "float8_e4m3fn")
 
     def served(
-        self, weights: Weights, layer: int, h: Any, positions: Any, cache: Any, tables: Mapping[str, Any],
-        backend: str | None,
-    ) -> tuple[Any, Any]:  # fmt: skip
-        operations, common = self.framework.operations, {"kv_scale": weights["kv_scale"][layer], "backend": backend}
-        part, turned = self.queries(weights, layer, h, positions)
+        self, weights: Weights, layer: int, h: Any, positions: Any, cache: Any, shared: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        operations, shared = self.framework.operations, {**shared, "kv_scale": weights["kv_scale"][layer]}
+        part, rotated = self.queries(weights, layer, h, positions)
         absorbed = self.xp.einsum("thn,chn->thc", part, weights["k"][layer])
         rows = self.latent_rows(weights, layer, h, positions)
-        written = operations.write_mla_cache(rows, cache, **tables, **common)
-        latents = operations.ragged_mla_attention(
-            self.xp.concatenate((absorbed, turned), -1), written, **tables, **common, d_v=absorbed.shape[-1],
-            sm_scale=weights["q"].shape[-1] ** -0.5,
-        )  # fmt: skip
+        written = operations.write_mla_cache(rows, cache, **shared)
+        q, scale = self.xp.concatenate((absorbed, rotated), -1), weights["q"].shape[-1] ** -0.5
+        latents = operations.ragged_mla_attention(q, written, **shared, d_v=absorbed.shape[-1], sm_scale=scale)
         return self.xp.einsum("thc,chn->thn", latents, weights["v"][layer]), written
 
-    def calls(
-        self, weights: Weights, limits: Limits, tables: Mapping[str, Any], device: Device
-    ) -> tuple[RaggedMlaAttention, WriteMlaCache]:
+    def calls(self, weights: Weights, limits: Limits) -> dict[str, dict[str, Any]]:
         d_v, width = weights["k"].shape[1], weights["latent"].shape[-1]
         q = FakeArray((limits.max_tokens, weights["q"].shape[2], width), "float32")
         rows, kv_scale = self.cache(weights, limits), FakeArray((), "float32")
         new = FakeArray((limits.max_tokens, 1, width), "float32")
-        return (
-            RaggedMlaAttention(q=q, kv_cache=rows, **tables, d_v=d_v, kv_scale=kv_scale, device=device),
-            WriteMlaCache(kv=new, cache=rows, **tables, kv_scale=kv_scale, device=device),
-        )
+        return {
+            "ragged_mla_attention": {"q": q, "kv_cache": rows, "d_v": d_v, "kv_scale": kv_scale},
+            "write_mla_cache": {"kv": new, "cache": rows, "kv_scale": kv_scale},
+        }
 
 
 def _split_row(weights: Weights, row: Any) -> tuple[Any, Any]:
-    """The latent of C numbers and the rotary key of R."""
+    """The latent of C numbers, and the rotary key of R numbers."""
     size = weights["k"].shape[1]
     return row[..., :size], row[..., size:]

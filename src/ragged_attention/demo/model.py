@@ -1,16 +1,16 @@
-"""The demo's transformers, apart from any framework: their weights and shapes.
+"""The weights of the demo's transformers and their shapes, without a framework.
 
-Bytes in, bytes out; RMSNorm, rotary positions, a gated feed-forward layer, embeddings shared by input and output. The
-shapes of the weights define the size:
+Tokens are bytes. The models have RMSNorm, rotary positions, a gated feed-forward layer, and embeddings that input and
+output share. The shapes of the weights define the sizes:
 
     embed [V, E]    gate, up [L, E, F]    down [L, F, E]    attention_norm, feed_norm [L, E]    last_norm [E]
 
-The first has grouped queries, H of them and K keys and values per token:
+The first model has H query heads and K KV heads:
 
     q [L, E, H, D]    k, v [L, E, K, D]    o [L, H, D, E]
 
-The other caches a latent of C numbers and one rotary key of R, from which each head has a key of N + R numbers and a
-value of N; what is cached is divided by kv_scale and rounded to 8 bits:
+The other model caches a latent of C numbers and a rotary key of R numbers per token. From these, each head computes a
+key of N + R numbers and a value of N numbers. Cached rows are divided by kv_scale and rounded to 8 bits:
 
     q [L, E, H, N + R]    latent [L, E, C + R]    latent_norm [L, C]    k, v [L, C, H, N]    o [L, H, N, E]
     kv_scale [L]
@@ -25,14 +25,14 @@ from numpy.typing import NDArray
 ROPE_BASE = 10_000.0
 NORM_EPSILON = 1e-5
 STEP_TABLES = ("kv_lens", "page_indices", "cu_q_lens", "num_seqs")
-LARGEST_CODE = 448.0  # of float8_e4m3fn, in which latents are cached
+LARGEST_CODE = 448.0  # the largest float8_e4m3fn, the dtype of cached latents
 
 Weights = dict[str, NDArray[np.float32]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
-    """One of the two models: its file, its attention, and what its tokens are compared with."""
+    """One of the two models: its file, its attention, and a description of the attention that checks its tokens."""
 
     file: str
     operation: str
@@ -50,7 +50,7 @@ KINDS = {
 
 
 def load_weights(kind: str) -> Weights:
-    """The weights that come with the package, stored in half precision, computed with in single."""
+    """The weights that come with the package, as float32. The files hold float16."""
     folder = resources.files("ragged_attention.demo")
     with resources.as_file(folder / KINDS[kind].file) as path, np.load(path) as stored:
         return {name: stored[name].astype(np.float32) for name in stored.files}

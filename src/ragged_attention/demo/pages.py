@@ -1,4 +1,4 @@
-"""The pages of the cache: who holds which, and which can be shared because their content is known."""
+"""The pages of the cache: their holders, and the pages that prompts can share because their content is known."""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ import numpy as np
 
 
 def chained_digest(before: bytes, tokens: Sequence[int]) -> bytes:
-    """The name of a full page's content: its tokens and, through `before`, all tokens in front of them.
+    """The digest of a full page's tokens and, through `before`, of all tokens before them.
 
-    Keys and values depend on everything in front of a token, so equal tokens alone would not make equal pages.
+    Keys and values depend on all tokens before a token, so pages with equal tokens may still differ.
     """
     return hashlib.blake2b(before + np.asarray(tokens, "<i4").tobytes(), digest_size=16).digest()
 
@@ -17,15 +17,15 @@ def chained_digest(before: bytes, tokens: Sequence[int]) -> bytes:
 class PageAllocator:
     """Reference counts, a free list, and a directory of full pages by content.
 
-    A page that nobody holds keeps its content and its entry in the directory until it is reused, the longest
-    unheld first; so a prompt may find pages of a sequence that has ended.
+    A page without a holder keeps its content and its entry in the directory until it is reused. The page that has been
+    free the longest is reused first. So a prompt may find pages of a sequence that has ended.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.hits = 0
         self._holders = [0] * num_pages
-        self._free = dict.fromkeys(range(num_pages))  # ordered: the longest unheld first
+        self._free = dict.fromkeys(range(num_pages))  # in the order in which they became free
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
 
@@ -52,7 +52,7 @@ class PageAllocator:
         return page
 
     def publish(self, page: int, digest: bytes) -> None:
-        """Let later prompts find a page that is full and written; of equal pages the first one is listed."""
+        """Let later prompts find a page that is full. The directory lists the first of several equal pages."""
         if not self._holders[page]:
             raise ValueError(f"expected a page that somebody holds, got page {page}")
         if digest not in self._page_of and page not in self._digest_of:
@@ -60,7 +60,7 @@ class PageAllocator:
             self._digest_of[page] = digest
 
     def share(self, digest: bytes) -> int | None:
-        """The page with this content, held once more, or None if there is none."""
+        """The page with this content, which gets one more holder, or None if there is no such page."""
         page = self._page_of.get(digest)
         if page is None:
             return None
@@ -70,7 +70,7 @@ class PageAllocator:
         return page
 
     def release(self, page: int) -> None:
-        """One holder less."""
+        """Remove one holder of a page."""
         if not self._holders[page]:
             raise ValueError(f"expected a page that somebody holds, got page {page}")
         self._holders[page] -= 1

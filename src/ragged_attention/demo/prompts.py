@@ -1,4 +1,4 @@
-"""What the demo serves: beginnings of this project's own texts, and the step at which each arrives."""
+"""The prompts of the demo, which are beginnings of this project's texts, and the step at which each arrives."""
 
 import dataclasses
 
@@ -9,8 +9,8 @@ class Prompt:
     text: str
 
 
-# Both models know by heart what these go on with, so their choices are clear and rounding does not decide any.
-# Several prompts begin alike, as prompts with common instructions do; their pages are computed once.
+# Both models know the continuations by heart, so the best logit is far ahead and rounding does not change a choice.
+# Several prompts share a beginning, as prompts with common instructions do. Its pages are computed once.
 _COMMON = "This page explains the words that the rest of the project uses, from the beginning.\n"
 
 PROMPTS = (

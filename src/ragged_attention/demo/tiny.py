@@ -13,9 +13,9 @@ WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attent
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 16, "qk_rope_head_dim": 8,
           "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
           "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}  # fmt: skip
-# So many heads that hardly a key has a score of 0 by all of them: among equal scores an indexer may choose any.
+# With 16 heads, hardly any key has a score of 0 from all heads. An indexer may choose any of several equal scores.
 INDEXED = LATENT | {"index_topk": 8, "index_n_heads": 16, "index_head_dim": 16}
-# By family: the beginning of the names of its classes, that of its configuration, and what that gets beside COMMON.
+# By family: the prefix of its classes' names, the name of its configuration, and the values that differ from COMMON.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("Llama", "LlamaConfig", {}),
     "qwen3": ("Qwen3", "Qwen3Config", HEADS),
@@ -30,12 +30,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
-    """A random model of two layers, in float32; its tokens are bytes, and three more for padding, begin and end.
+    """A random model of two layers, in float32. Its tokens are bytes, and three more for padding, begin and end.
 
     Args:
         family: a name of FAMILIES.
-        seed: of its weights, which are larger than at a usual beginning so that its logits are far apart.
-        changes: what its configuration is to have otherwise.
+        seed: the seed of its weights. They are larger than usual initial weights, so that its logits are far apart.
+        changes: values of its configuration that differ from the family's.
     """
     import torch
     import transformers
@@ -57,7 +57,7 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def save_tiny(family: str, folder: Path) -> None:
-    """Write a checkpoint of a tiny model, without a tokenizer, to a folder that is not there yet or is empty."""
+    """Write a checkpoint of a tiny model, without a tokenizer, to a new or empty folder."""
     if folder.exists() and any(folder.iterdir()):
         raise InvalidInput(f"expected an empty folder for the new checkpoint, got {folder}")
     tiny_model(family).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The demo's transformers in torch, served and judged."""
+"""The demo's transformers in torch."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import ragged_attention.torch
 from ragged_attention.demo.engine import Batch, Limits
 from ragged_attention.demo.gqa import GroupedQueries
 from ragged_attention.demo.mla import LatentAttention
-from ragged_attention.demo.model import STEP_TABLES, Weights
+from ragged_attention.demo.model import Weights
 from ragged_attention.demo.transformer import Framework
 from ragged_attention.errors import InvalidInput
 from ragged_attention.torch._launcher import DTYPES, device_facts
@@ -22,7 +22,7 @@ TRANSFORMERS = {"gqa": GQA, "mla": MLA}
 
 
 def device_named(name: str | None) -> str:
-    """The requested device, or the best one here."""
+    """The requested device, or else a GPU if there is one."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return str(torch.zeros(1, device=name).device)
@@ -33,7 +33,7 @@ def device_named(name: str | None) -> str:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """On a CPU the work of a step is so small that several threads would only wait for one another."""
+    """Use one thread, because a step on a CPU has too little work for several."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -43,7 +43,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Model:
-    """A transformer with its paged cache, and once more without one."""
+    """A transformer with its paged cache."""
 
     def __init__(
         self, kind: str, weights: Weights, limits: Limits, *, device: str = "cpu", backend: str | None = None
@@ -61,23 +61,11 @@ class Model:
     @torch.no_grad()
     @one_thread()
     def step(self, batch: Batch) -> np.ndarray:
-        arrays = self._on_device(batch)
-        tables = {name: arrays[name] for name in STEP_TABLES}
-
-        def attended(layer: int, h: torch.Tensor) -> torch.Tensor:
-            cache = self.caches[layer]
-            return self.transformer.served(
-                self.weights, layer, h, arrays["positions"], cache, tables, self.backend
-            )[0]  # fmt: skip
-
-        hidden = self.transformer.forward(self.weights, arrays["tokens"], attended)
-        return (hidden[arrays["last_rows"]] @ self.weights["embed"].T).cpu().numpy()
+        arrays = {name: torch.from_numpy(value).to(self.device) for name, value in vars(batch).items()}
+        logits, self.caches = self.transformer.paged_logits(self.weights, self.caches, arrays, self.backend)
+        return logits.cpu().numpy()
 
     @torch.no_grad()
     def full(self, tokens: np.ndarray) -> np.ndarray:
-        """Logits [N, T, V] by plain attention over whole sequences [N, T]."""
+        """Logits [N, T, V] of whole sequences [N, T], by attention without a cache."""
         return self.transformer.full_logits(self.weights, torch.from_numpy(tokens).to(self.device)).cpu().numpy()
-
-    def _on_device(self, batch: Batch) -> dict[str, torch.Tensor]:
-        names = ("tokens", "positions", "last_rows", *STEP_TABLES)
-        return {name: torch.from_numpy(getattr(batch, name)).to(self.device) for name in names}

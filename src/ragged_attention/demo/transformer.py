@@ -1,4 +1,4 @@
-"""What both of the demo's transformers are made of, on arrays of torch or of jax, and full attention as their judge."""
+"""The layers that both of the demo's transformers share, on arrays of torch or jax, and full attention as a check."""
 
 import abc
 import dataclasses
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ragged_attention import dispatch
-from ragged_attention.calls import Call, Device
+from ragged_attention.calls import CALLS, Device
 from ragged_attention.demo.engine import Batch, Limits
 from ragged_attention.demo.model import NORM_EPSILON, STEP_TABLES, rope_frequencies
 from ragged_attention.tools.samples import FakeArray
@@ -18,59 +18,62 @@ Weights = Mapping[str, Any]  # the arrays of `ragged_attention.demo.model`, each
 
 @dataclasses.dataclass(frozen=True)
 class Framework:
-    """The modules of a framework, whose functions on arrays have the same names in both."""
+    """The modules of a framework. Functions on arrays have the same names in both frameworks."""
 
     xp: Any  # torch or jax.numpy
     nn: Any  # torch.nn.functional or jax.nn
     operations: Any  # ragged_attention.torch or ragged_attention.jax
-    beside: Callable[[np.ndarray, Any], Any]  # a NumPy array as one of the framework's, on the device of another array
+    beside: Callable[[np.ndarray, Any], Any]  # converts a NumPy array, and puts it on the device of another array
 
 
 class Transformer(abc.ABC):
-    """One of the two models; they differ in their attention alone."""
+    """One of the two models, which differ only in their attention."""
 
     def __init__(self, framework: Framework) -> None:
         self.framework, self.xp = framework, framework.xp
 
     @abc.abstractmethod
     def heads(self, weights: Weights, layer: int, h: Any, positions: Any) -> tuple[Any, Any, Any]:
-        """Queries, keys and values [..., T, heads, D] of a layer's input h [..., T, E], as if there were no cache."""
+        """Queries, keys and values [..., T, heads, D] of a layer's input h [..., T, E], computed without a cache."""
 
     @abc.abstractmethod
     def cache(self, weights: Weights, limits: Limits) -> FakeArray:
-        """The shape and dtype of the cache of one layer, which begins with zeros."""
+        """The shape and dtype of a layer's cache, which is filled with zeros at first."""
 
     @abc.abstractmethod
     def served(
-        self, weights: Weights, layer: int, h: Any, positions: Any, cache: Any, tables: Mapping[str, Any],
-        backend: str | None,
-    ) -> tuple[Any, Any]:  # fmt: skip
-        """Write a step's rows into the cache and attend over it: the result of each head [T, heads, D], the cache."""
+        self, weights: Weights, layer: int, h: Any, positions: Any, cache: Any, shared: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        """The result of each head [T, heads, D] and the cache with a step's rows.
+
+        `shared` holds the arguments that the write and the attention share: the tables and the backend.
+        """
 
     @abc.abstractmethod
-    def calls(self, weights: Weights, limits: Limits, tables: Mapping[str, Any], device: Device) -> tuple[Call, Call]:
-        """The attention and the write of a step, as records."""
+    def calls(self, weights: Weights, limits: Limits) -> dict[str, dict[str, Any]]:
+        """The attention of a step and then its write: the arguments except the tables, by operation."""
 
     def backends(self, weights: Weights, limits: Limits, device: Device, backend: str | None) -> str:
-        """Which backend a step's calls run on, by the choice that the calls themselves will make."""
+        """The backends of a step's calls. The calls themselves choose in the same way."""
         empty = Batch.empty(limits)
         tables = {name: FakeArray(getattr(empty, name).shape, "int32") for name in STEP_TABLES}
-        calls = self.calls(weights, limits, tables, device)
-        attends, writes = (dispatch.choose(call, backend=backend).backend for call in calls)
+        calls = self.calls(weights, limits).items()
+        records = [CALLS[operation](**arguments, **tables, device=device) for operation, arguments in calls]
+        attends, writes = (dispatch.choose(record, backend=backend).backend for record in records)
         return attends if attends == writes else f"{attends}, writes {writes}"
 
     def norm(self, x: Any, weight: Any) -> Any:
         return x / self.xp.sqrt(self.xp.square(x).mean(-1)[..., None] + NORM_EPSILON) * weight
 
     def rope(self, x: Any, positions: Any) -> Any:
-        """Turn the channel pairs (i, i + D/2) of [..., T, heads, D] by their angles."""
+        """Rotate the channel pairs (i, i + D/2) of [..., T, heads, D] by their angles."""
         half = x.shape[-1] // 2
         angles = (positions[..., None] * self.framework.beside(rope_frequencies(2 * half), x))[..., None, :]
         low, high, cos, sin = x[..., :half], x[..., half:], self.xp.cos(angles), self.xp.sin(angles)
         return self.xp.concatenate((low * cos - high * sin, high * cos + low * sin), -1)
 
     def forward(self, weights: Weights, tokens: Any, attended: Callable[[int, Any], Any]) -> Any:
-        """Hidden states [..., T, E]; `attended(layer, h)` is everything that is not token by token."""
+        """Hidden states [..., T, E]. `attended(layer, h)` is the attention, in which tokens depend on one another."""
         x = weights["embed"][tokens]
         for layer in range(len(weights["q"])):
             attention = attended(layer, self.norm(x, weights["attention_norm"][layer]))
@@ -80,21 +83,34 @@ class Transformer(abc.ABC):
             x = x + (gate * (h @ weights["up"][layer])) @ weights["down"][layer]
         return self.norm(x, weights["last_norm"])
 
+    def paged_logits(
+        self, weights: Weights, caches: list[Any], arrays: Mapping[str, Any], backend: str | None
+    ) -> tuple[Any, list[Any]]:
+        """Logits of each sequence's last token [S, V], and the caches with a step's rows."""
+        caches, shared = list(caches), {name: arrays[name] for name in STEP_TABLES} | {"backend": backend}
+
+        def attended(layer: int, h: Any) -> Any:
+            attention, caches[layer] = self.served(weights, layer, h, arrays["positions"], caches[layer], shared)
+            return attention
+
+        hidden = self.forward(weights, arrays["tokens"], attended)
+        return hidden[arrays["last_rows"]] @ weights["embed"].T, caches
+
     def forward_by_heads(
         self, weights: Weights, tokens: Any, positions: Any, attend: Callable[[Any, Any, Any], Any]
     ) -> Any:
-        """Hidden states [..., T, E] with no cache; `attend(q, k, v)` gets arrays [..., T, heads, D]."""
+        """Hidden states [..., T, E], computed without a cache. `attend(q, k, v)` gets arrays [..., T, heads, D]."""
         return self.forward(weights, tokens, lambda layer, h: attend(*self.heads(weights, layer, h, positions)))
 
     def full_logits(self, weights: Weights, tokens: Any) -> Any:
         """Logits [N, T, V] of whole sequences [N, T], by attention over all tokens at once."""
         positions = self.framework.beside(np.arange(tokens.shape[1], dtype=np.int32), tokens)
-        seen = positions[:, None] >= positions
+        visible = positions[:, None] >= positions
 
         def attend(q: Any, k: Any, v: Any) -> Any:
             grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
             logits = self.xp.einsum("nqkgd,nskd->nkgqs", grouped, k) * q.shape[3] ** -0.5
-            weights = self.framework.nn.softmax(self.xp.where(seen, logits, -np.inf), -1)
+            weights = self.framework.nn.softmax(self.xp.where(visible, logits, -np.inf), -1)
             return self.xp.einsum("nkgqs,nskd->nqkgd", weights, v).reshape(*q.shape[:3], -1)
 
         return self.forward_by_heads(weights, tokens, positions, attend) @ weights["embed"].T

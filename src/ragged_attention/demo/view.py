@@ -1,6 +1,6 @@
-"""What the demo shows: one line per step, the texts as they grow (live on a terminal), and the verdict."""
+"""The output of the demo: a line per step, the texts as they grow (live on a terminal), and the verdict."""
 
-from types import TracebackType
+import dataclasses
 from typing import Self
 
 from rich.console import Console
@@ -16,12 +16,12 @@ SHOWN_MISMATCHES = 8
 
 
 def readable(tokens: bytes | list[int]) -> str:
-    """Bytes as text on one line; half a character and the like as a replacement mark."""
+    """Bytes as text on one line, with a replacement mark for an incomplete character."""
     return bytes(tokens).decode("utf-8", "replace").replace("\n", "\\n")
 
 
 class View:
-    """Everything goes through one console; without a terminal it is plain lines."""
+    """Prints everything to one console. Without a terminal the output is plain lines."""
 
     def __init__(self, console: Console, title: str, num_pages: int, backends: str) -> None:
         self.console = console
@@ -37,9 +37,7 @@ class View:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live:
             self._live.stop()
 
@@ -47,17 +45,9 @@ class View:
         self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
     def step(self, number: int, report: StepReport, sequences: list[Sequence]) -> None:
-        values = (
-            number,
-            report.prefill_tokens,
-            report.decode_tokens,
-            report.running,
-            report.waiting,
-            f"{report.pages_used}/{self.num_pages}",
-            report.shared_hits,
-            report.preempted,
-        )
-        numbers = "".join(f"{value:>{len(name) + 2}}" for name, value in zip(COLUMNS, values, strict=True))
+        counts = dataclasses.asdict(report) | {"pages_used": f"{report.pages_used}/{self.num_pages}"}
+        values = zip(COLUMNS, (number, *counts.values()), strict=True)
+        numbers = "".join(f"{value:>{len(name) + 2}}" for name, value in values)
         self.line(f"{numbers}  {self.backends}")
         if self._live:
             self._live.update(Text("\n").join(map(self._tail, sequences)), refresh=True)
@@ -96,7 +86,7 @@ class View:
         )
 
     def _tail(self, sequence: Sequence) -> Text:
-        """One line of the live part: as much of the text's end as fits."""
+        """A line of the live part, with the end of the text that fits."""
         state = "done" if sequence.finished else "run" if sequence.pages else "wait"
         text = Text.assemble((readable(sequence.prompt), "dim"), (readable(sequence.new_tokens), "bold"))
         width = max(self.console.width - 12, 8)

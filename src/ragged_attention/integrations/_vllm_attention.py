@@ -24,52 +24,48 @@ FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": 
 PLAIN = ("auto", "float16", "bfloat16")
 
 
-class AnyPages:
-    """What vLLM asks all of our backends about pages: they may be of any size that it makes."""
+class RaggedBackend:
+    """The answers of all our backends to vLLM, and the layers that they refuse."""
+
+    NAME: ClassVar[str]
+    IMPL: ClassVar[type]
+    BUILDER: ClassVar[type]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]]
+
+    @classmethod
+    def get_name(cls) -> str:
+        return cls.NAME
+
+    @classmethod
+    def get_impl_cls(cls) -> type:
+        return cls.IMPL
+
+    @classmethod
+    def get_builder_cls(cls) -> type:
+        return cls.BUILDER
+
+    @classmethod
+    def yes(cls) -> bool:
+        """The answer of a backend to vLLM's question whether it supports something."""
+        return True
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [_vllm.MultipleOf(16)]
 
-
-class RaggedAttentionBackend(AnyPages, _vllm.AttentionBackend):
-    """What vLLM asks about us before it chooses: see `ragged_attention.integrations.vllm`."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = [*PLAIN, *FP8]
-    forward_includes_kv_cache_update = False
-
-    @staticmethod
-    def get_name() -> str:
-        return "RAGGED"
-
-    @staticmethod
-    def get_impl_cls() -> type["RaggedAttentionImpl"]:
-        return RaggedAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["RaggedMetadataBuilder"]:
-        return RaggedMetadataBuilder
-
     @classmethod
-    def supports_head_size(cls, head_size: int) -> bool:
-        return 16 <= head_size <= 512 and head_size % 8 == 0
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_per_head_quant_scales(cls) -> bool:
-        return True
+    def expect_layer(cls, attn_type: str, kv_cache_dtype: str, **absent: Any) -> None:
+        """Refuse what the operations cannot do, for platforms on which vLLM does not ask beforehand."""
+        if attn_type != "decoder":
+            got = getattr(attn_type, "value", attn_type)
+            raise Unsupported(f"expected attn_type='decoder' for {cls.NAME}, got {got!r}")
+        for name, value in absent.items():
+            if value is not None:
+                raise Unsupported(f"expected {name} to be None for {cls.NAME}, got {value!r}")
+        if kv_cache_dtype not in cls.supported_kv_cache_dtypes:
+            names = ", ".join(cls.supported_kv_cache_dtypes)
+            raise Unsupported(f"expected kv_cache_dtype to be one of {names}, got {kv_cache_dtype!r}")
 
 
 def as_vllm_asks() -> contextlib.AbstractContextManager[Any]:
@@ -145,8 +141,7 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        expect_plain_decoder("RAGGED", alibi_slopes=alibi_slopes, attn_type=attn_type)
-        expect_cache_dtype(kv_cache_dtype, RaggedAttentionBackend.supported_kv_cache_dtypes)
+        RaggedAttentionBackend.expect_layer(attn_type, kv_cache_dtype, alibi_slopes=alibi_slopes)
         if sinks is not None and sinks.shape != (num_heads,):
             raise Unsupported(f"expected sinks of shape [num_heads={num_heads}], got {list(sinks.shape)}")
         self.num_heads = num_heads
@@ -230,16 +225,17 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
         return layer._k_scale, layer._v_scale
 
 
-def expect_plain_decoder(backend: str, *, attn_type: str, **absent: Any) -> None:
-    """Refuse what the operations cannot do, for platforms on which vLLM does not ask beforehand."""
-    if attn_type != "decoder":
-        raise Unsupported(f"expected attn_type='decoder' for {backend}, got {getattr(attn_type, 'value', attn_type)!r}")
-    for name, value in absent.items():
-        if value is not None:
-            raise Unsupported(f"expected {name} to be None for {backend}, got {value!r}")
+class RaggedAttentionBackend(RaggedBackend, _vllm.AttentionBackend):
+    """What vLLM asks about us before it chooses: see `ragged_attention.integrations.vllm`."""
 
+    NAME, IMPL, BUILDER = "RAGGED", RaggedAttentionImpl, RaggedMetadataBuilder
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [*PLAIN, *FP8]
+    forward_includes_kv_cache_update = False
 
-def expect_cache_dtype(kv_cache_dtype: str, supported: list[str]) -> None:
-    """Refuse a format of the cache that we could neither write nor read."""
-    if kv_cache_dtype not in supported:
-        raise Unsupported(f"expected kv_cache_dtype to be one of {', '.join(supported)}, got {kv_cache_dtype!r}")
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return 16 <= head_size <= 512 and head_size % 8 == 0
+
+    supports_sink = supports_sliding_window = supports_batch_invariance = supports_per_head_quant_scales = (
+        RaggedBackend.yes
+    )

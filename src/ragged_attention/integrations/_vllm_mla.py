@@ -12,13 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from ragged_attention.errors import Unsupported
-from ragged_attention.integrations._vllm_attention import (
-    FP8,
-    PLAIN,
-    AnyPages,
-    expect_cache_dtype,
-    expect_plain_decoder,
-)
+from ragged_attention.integrations._vllm_attention import FP8, PLAIN, RaggedBackend
 from ragged_attention.torch import (
     dequantize_mla_cache,
     merge_attention_states,
@@ -39,8 +33,8 @@ SCALED = ("fp8", "fp8_e4m3")  # e4m3 with one scale of the layer
 ABSORBED = 128
 
 
-class LatentPages(AnyPages):
-    """What vLLM asks our backends for latents about the formats of their pages."""
+class LatentBackend(RaggedBackend):
+    """The answers of our backends for latent attention about cache formats."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = [*CACHE_FORMATS]
 
@@ -54,11 +48,37 @@ class LatentPages(AnyPages):
 
 
 class LatentImpl:
-    """What our implementations of latent attention answer vLLM, and the write of a step's new latents."""
+    """A layer of latent attention: its arguments, its answers to vLLM, and the write of a step's new latents."""
 
+    BACKEND: ClassVar[type[RaggedBackend]]
     can_return_lse_for_decode = True
     lse_base_on_e = True
     supports_pcp = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **mla_args: Any,
+    ) -> None:
+        self.BACKEND.expect_layer(
+            attn_type, kv_cache_dtype, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap or None,
+        )  # fmt: skip
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_lora_rank: int = mla_args["kv_lora_rank"]
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
@@ -89,25 +109,6 @@ class LatentImpl:
         )
 
 
-class RaggedMLABackend(LatentPages, _mla.MLACommonBackend):
-    """What vLLM asks about us before it chooses us for dense latent attention."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = [*CACHE_FORMATS, *SCALED]
-
-    @staticmethod
-    def get_name() -> str:
-        return "RAGGED_MLA"
-
-    @staticmethod
-    def get_impl_cls() -> type["RaggedMLAImpl"]:
-        return RaggedMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["RaggedMLAMetadataBuilder"]:
-        return RaggedMLAMetadataBuilder
-
-
 class RaggedMLAMetadataBuilder(_mla.MLACommonMetadataBuilder):
     """vLLM's own builder, told that what it counts as decodes may have several queries, any number for each request."""
 
@@ -121,26 +122,9 @@ class RaggedMLAImpl(LatentImpl, _mla.MLACommonImpl):
 
     supports_dcp = True
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        **mla_args: Any,
-    ) -> None:
-        expect_latent_decoder("RAGGED_MLA", alibi_slopes, sliding_window, logits_soft_cap, attn_type)
-        expect_cache_dtype(kv_cache_dtype, RaggedMLABackend.supported_kv_cache_dtypes)
-        super().__init__(
-            num_heads, head_size, scale, num_kv_heads, alibi_slopes,  # type: ignore[call-arg]
-            sliding_window, kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name, **mla_args,
-        )  # fmt: skip
+    def __init__(self, *layer_args: Any, **mla_args: Any) -> None:
+        LatentImpl.__init__(self, *layer_args, **mla_args)
+        _mla.MLACommonImpl.__init__(self, *layer_args, **mla_args)
         self.supports_quant_query_input = False
 
     def forward_mqa(
@@ -265,18 +249,11 @@ def stored(cache: torch.Tensor, kv_cache_dtype: str) -> tuple[torch.Tensor, str]
     return cache.unsqueeze(2), CACHE_FORMATS[kv_cache_dtype]
 
 
-def expect_latent_decoder(
-    backend: str,
-    alibi_slopes: list[float] | None,
-    sliding_window: int | None,
-    logits_soft_cap: float | None,
-    attn_type: str,
-) -> None:
-    """Refuse what no latent attention of ours can do."""
-    expect_plain_decoder(
-        backend,
-        attn_type=attn_type,
-        alibi_slopes=alibi_slopes,
-        sliding_window=sliding_window,
-        logits_soft_cap=logits_soft_cap or None,
-    )
+class RaggedMLABackend(LatentBackend, _mla.MLACommonBackend):
+    """What vLLM asks about us before it chooses us for dense latent attention."""
+
+    NAME, IMPL, BUILDER = "RAGGED_MLA", RaggedMLAImpl, RaggedMLAMetadataBuilder
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [*CACHE_FORMATS, *SCALED]
+
+
+RaggedMLAImpl.BACKEND = RaggedMLABackend

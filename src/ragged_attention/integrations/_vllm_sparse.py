@@ -9,50 +9,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from ragged_attention.integrations._vllm_attention import expect_cache_dtype
-from ragged_attention.integrations._vllm_mla import (
-    CACHE_FORMATS,
-    LatentImpl,
-    LatentPages,
-    expect_latent_decoder,
-    joined,
-)
+from ragged_attention.integrations._vllm_mla import LatentBackend, LatentImpl, joined, stored
 from ragged_attention.torch import mla_decode, page_indices_to_slots, sparse_mla_prefill
 
 _vllm: Any = importlib.import_module("vllm.v1.attention.backend")
 _sparse: Any = importlib.import_module("vllm.model_executor.layers.attention.sparse_mla_attention")
 
 _INT32_MAX = 2**31 - 1
-
-
-class RaggedSparseMLABackend(LatentPages, _vllm.AttentionBackend):
-    """What vLLM asks about us before it chooses us for sparse latent attention."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-
-    @staticmethod
-    def get_name() -> str:
-        return "RAGGED_SPARSE_MLA"
-
-    @staticmethod
-    def get_impl_cls() -> type["RaggedSparseMLAImpl"]:
-        return RaggedSparseMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["RaggedSparseMLAMetadataBuilder"]:
-        return RaggedSparseMLAMetadataBuilder
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return [576]
-
-    @classmethod
-    def is_mla(cls) -> bool:
-        return True
-
-    @classmethod
-    def is_sparse(cls) -> bool:
-        return True
 
 
 @dataclasses.dataclass
@@ -120,29 +83,9 @@ class RaggedSparseMLAImpl(LatentImpl, _vllm.MLAAttentionImpl, _sparse.SharedTopk
     masked_mha_available = False
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        topk_indices_buffer: torch.Tensor | None = None,
-        indexer: Any = None,
-        **mla_args: Any,
+        self, *layer_args: Any, topk_indices_buffer: torch.Tensor | None = None, indexer: Any = None, **mla_args: Any
     ) -> None:
-        expect_latent_decoder("RAGGED_SPARSE_MLA", alibi_slopes, sliding_window, logits_soft_cap, attn_type)
-        expect_cache_dtype(kv_cache_dtype, RaggedSparseMLABackend.supported_kv_cache_dtypes)
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = float(scale)
-        self.num_kv_heads = num_kv_heads
-        self.kv_cache_dtype = kv_cache_dtype
-        self.kv_lora_rank: int = mla_args["kv_lora_rank"]
+        super().__init__(*layer_args, **mla_args)
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
 
     def forward_mqa(
@@ -168,18 +111,31 @@ class RaggedSparseMLAImpl(LatentImpl, _vllm.MLAAttentionImpl, _sparse.SharedTopk
         slots = slots_of_tokens(
             chosen, attn_metadata.request_of_token, attn_metadata.block_table, kv_c_and_k_pe_cache.shape[1]
         )
-        keywords: dict[str, Any] = {
-            "indices": slots.unsqueeze(1),
-            "d_v": self.kv_lora_rank,
-            "sm_scale": self.scale,
-            "cache_format": CACHE_FORMATS[self.kv_cache_dtype],
-        }
-        cache = kv_c_and_k_pe_cache.unsqueeze(2)
+        cache, cache_format = stored(kv_c_and_k_pe_cache, self.kv_cache_dtype)
+        keywords: dict[str, Any] = dict(
+            indices=slots.unsqueeze(1), d_v=self.kv_lora_rank, sm_scale=self.scale, cache_format=cache_format
+        )
         if attn_metadata.max_query_len == 1:  # few tokens: the kernel that divides a list among programs
             out, lse = mla_decode(q.unsqueeze(1), cache, **keywords)
             return out.squeeze(1), lse.squeeze(2)
         out, _, lse = sparse_mla_prefill(q, cache, **keywords)
         return out, lse
+
+
+class RaggedSparseMLABackend(LatentBackend, _vllm.AttentionBackend):
+    """What vLLM asks about us before it chooses us for sparse latent attention."""
+
+    NAME, IMPL, BUILDER = "RAGGED_SPARSE_MLA", RaggedSparseMLAImpl, RaggedSparseMLAMetadataBuilder
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [576]
+
+    is_mla = is_sparse = LatentBackend.yes
+
+
+RaggedSparseMLAImpl.BACKEND = RaggedSparseMLABackend
 
 
 def slots_of_tokens(

@@ -17,6 +17,7 @@ import functools
 import importlib
 import importlib.metadata
 import logging
+import math
 import os
 import re
 from collections.abc import Callable
@@ -183,9 +184,9 @@ class _Attention:
             "soft_cap": attn_logits_soft_cap,
             "q_scale": q_scale,
         }
-        local = functools.partial(_attend, settings, 1.0 if v_scale is None else v_scale, update_kv_cache)
+        local = functools.partial(_attend, settings, 1.0 if v_scale is None else v_scale)
         tables = shared_md.seq_lens, md.block_tables, shared_md.query_start_loc, shared_md.request_distribution
-        return _over_heads(local, mesh, kv_cache, q, k, v, tables, sinks)
+        return _over_heads(local, mesh, kv_cache, q, (k, v), update_kv_cache, tables, sinks)
 
 
 def _refuse(kv_cache: Any, k: Any, v: Any, md: Any, mesh: Any, scales: dict[str, Any], update_kv_cache: bool) -> None:
@@ -208,7 +209,7 @@ def _refuse(kv_cache: Any, k: Any, v: Any, md: Any, mesh: Any, scales: dict[str,
 
 
 def _over_heads(
-    local: Callable[..., Any], mesh: Any, kv_cache: Any, q: Any, k: Any, v: Any, tables: Any, sinks: Any
+    local: Callable[..., Any], mesh: Any, kv_cache: Any, q: Any, new_kv: Any, is_written: bool, tables: Any, sinks: Any
 ) -> Any:
     """Run `local` on each device of the mesh, with its heads and, over the axes of data, its own batch."""
     import jax
@@ -217,39 +218,23 @@ def _over_heads(
 
     names = importlib.import_module("tpu_inference.layers.common.sharding").ShardingAxisName
     data, heads = names.ATTN_DATA, names.ATTN_HEAD
-    devices = 1
-    for axis in (heads,) if isinstance(heads, str) else heads or ():
-        devices *= mesh.shape.get(axis, 1)
-    if (num_kv_heads := k.shape[1]) < devices:
+    devices = math.prod(mesh.shape.get(axis, 1) for axis in ((heads,) if isinstance(heads, str) else heads or ()))
+    if (num_kv_heads := new_kv[0].shape[1]) < devices:
         # The cache was allotted a head for each device; those with the same head keep the same keys and values.
         if devices % num_kv_heads:
             raise Unsupported(f"expected the number of KV heads to divide {devices} devices, got {num_kv_heads}")
-        k, v = (jnp.repeat(new, devices // num_kv_heads, axis=1) for new in (k, v))
+        new_kv = tuple(jnp.repeat(new, devices // num_kv_heads, axis=1) for new in new_kv)
     rows, pages = PartitionSpec(data, heads, None), PartitionSpec(data, None, heads, None)
-    arguments = [kv_cache, q, k, v, *tables]
-    specs = [pages, rows, rows, rows, *[PartitionSpec(data)] * len(tables)]
-    if sinks is not None:
-        arguments.append(sinks.astype(jnp.float32))
-        specs.append(PartitionSpec(heads))
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=(pages, rows), check_vma=False)
-    return mapped(*arguments)
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    arguments = kv_cache, q, new_kv if is_written else None, tables, sinks
+    specs = pages, rows, rows, PartitionSpec(data), PartitionSpec(heads)
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(pages, rows), check_vma=False)(*arguments)
 
 
 def _attend(
-    settings: dict[str, Any],
-    v_scale: float,
-    update_kv_cache: bool,
-    kv_cache: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    kv_lens: Any,
-    block_tables: Any,
-    cu_q_lens: Any,
-    distribution: Any,
-    sinks: Any = None,
+    settings: dict[str, Any], v_scale: float, kv_cache: Any, q: Any, new_kv: Any, tables: Any, sinks: Any
 ) -> Any:
-    """The cache and the results of one device."""
+    """The cache and the results of one device; without `new_kv` nothing is written."""
     import jax.numpy as jnp
 
     from ragged_attention.jax import ragged_paged_attention
@@ -266,14 +251,14 @@ def _attend(
 
     # The new rows are stored as they come. `k_scale=` would divide them by it once more, so the scales go to the
     # logits, by way of sm_scale, and to the result. `dtype` holds every value of an 8-bit cache.
+    kv_lens, block_tables, cu_q_lens, distribution = tables
     settings = settings | {"num_seqs": distribution[2:], "sinks": sinks}
     given = widened(queries), kv_cache, kv_lens, block_tables.reshape(len(kv_lens), -1), cu_q_lens
-    if update_kv_cache:
-        out, kv_cache = ragged_paged_attention(
-            *given, new_kv=(widened(k.astype(dtype)), widened(v.astype(dtype))), **settings
-        )
-    else:
+    if new_kv is None:
         out = ragged_paged_attention(*given, **settings)
+    else:
+        new_kv = tuple(widened(rows.astype(dtype)) for rows in new_kv)
+        out, kv_cache = ragged_paged_attention(*given, new_kv=new_kv, **settings)
     out = out[..., : q.shape[-1]]
     return kv_cache, (out if v_scale == 1.0 else out.astype(jnp.float32) * v_scale).astype(q.dtype)
 

@@ -6,13 +6,9 @@ traced.
 One export can serve several platforms, except that jax-triton refuses one for CUDA together with others.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from ragged_attention.jax._lower import FRONT_END
 
-from ragged_attention.calls import CALLS, Call
-from ragged_attention.jax._launcher import device_facts
-from ragged_attention.jax._lower import FRONT_END, default_platform
-
+call_of = FRONT_END.call_of
 paged_attention = FRONT_END.paged_attention
 prefill_attention = FRONT_END.prefill_attention
 indexer_logits = FRONT_END.indexer_logits
@@ -34,9 +30,3 @@ write_kv_pages = FRONT_END.write_kv_pages
 ragged_mla_attention = FRONT_END.ragged_mla_attention
 varlen_attention = FRONT_END.varlen_attention
 varlen_attention_backward = FRONT_END.varlen_attention_backward
-
-
-def call_of(operation: str, arguments: Mapping[str, Any]) -> Call:
-    """The checked record of a call by the public function's arguments, every one given by name."""
-    record = CALLS[operation]
-    return record(**FRONT_END.prepare(record, arguments), device=device_facts(default_platform()))

@@ -1,4 +1,4 @@
-"""How a backend's work is done on jax arrays: Triton by jax-triton or the interpreter, NumPy on the host."""
+"""Runs the work of backends on jax arrays: Triton by jax-triton or its interpreter, NumPy functions on the host."""
 
 import dataclasses
 import functools
@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import config as jax_config  # has the TPU interpret mode in force, which jax shows nowhere else
+from jax._src import config as jax_config  # the only place that tells the TPU interpret mode in force
 
 from ragged_attention.calls import Call, Device, is_array
 from ragged_attention.calls.base import shared_memory_of
 from ragged_attention.host.interpreting import interpreting
-from ragged_attention.protocols import PackedArrays
+from ragged_attention.protocols import OPTIONS, PackedArrays, Shaped
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
@@ -46,7 +46,7 @@ def _why_no_triton(platform: str) -> str | None:
 
 
 def device_facts(platform: str) -> Device:
-    """The static facts about a platform that backends are chosen by.
+    """The static facts about a platform, by which a backend is chosen.
 
     Where this process has no such device (lowering for another machine), `cuda` stands for an H100 or H200, and `tpu`
     for the device of the mesh in force (`jax.sharding.use_abstract_mesh`).
@@ -80,12 +80,12 @@ def _facts(platform: str) -> Device:
 
 
 def interpreted_tpu() -> Any:
-    """The parameters of jax's TPU interpret mode where the caller is in it, else None."""
+    """The parameters of jax's TPU interpret mode if it is in force, else None."""
     return jax_config.pallas_tpu_interpret_mode_context_manager.value
 
 
 def _mesh_device() -> Any:
-    """The device that the mesh in force stands for, or None."""
+    """The abstract device of the mesh in force, or None."""
     return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
 
 
@@ -101,7 +101,7 @@ def _why_no_pallas(platform: str) -> str | None:
 
 
 def tpu_facts() -> dict[str, Any]:
-    """Facts about the TPU at hand; without one, about a v5e unless the mesh in force names another."""
+    """Facts about this machine's TPU or that of the mesh in force; without either, about a v5e."""
     pltpu = importlib.import_module("jax.experimental.pallas.tpu")
     parameters, device = interpreted_tpu(), _mesh_device()
     if jax.default_backend() == "tpu" or getattr(device, "platform", None) == "tpu":
@@ -137,15 +137,12 @@ class HostArray:
         return self
 
     def copy_(self, other: Any) -> "HostArray":
-        del other
         return self
 
     def new_empty(self, *sizes: Any, **options: Any) -> "HostArray":
-        del sizes, options
         return HostArray()
 
     def set_(self, storage: Any, *layout: Any) -> None:
-        del layout
         self.array = storage.array
 
     def storage_offset(self) -> int:
@@ -159,12 +156,12 @@ class HostArray:
 
 
 def is_bits(dtype: Any) -> bool:
-    """Whether a dtype is an 8-bit float, which kernels and NumPy take as its bits."""
+    """Whether a dtype is an 8-bit float, whose bits kernels and NumPy take."""
     return dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
 def to_numpy(array: Any) -> np.ndarray:
-    """Floats as float64, 8-bit floats as their bits, integers as they are."""
+    """An array in NumPy: floats as float64, 8-bit floats as their bits, integers unchanged."""
     array = np.asarray(array)
     if is_bits(array.dtype):
         return array.view(np.uint8)
@@ -175,7 +172,7 @@ def to_numpy(array: Any) -> np.ndarray:
 
 
 def to_bits(array: Any) -> Any:
-    """An array of 8-bit floats or of bools as uint8, anything else as it is."""
+    """An array of 8-bit floats or bools as uint8, any other array unchanged."""
     if array.dtype == jnp.bool_:
         return array.astype(jnp.uint8)
     return jax.lax.bitcast_convert_type(array, jnp.uint8) if is_bits(array.dtype) else array
@@ -194,7 +191,7 @@ def _from_numpy(array: Any, like: jax.ShapeDtypeStruct) -> np.ndarray:
 
 
 def unwritten(like: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Fresh memory in which an output that no kernel writes shows."""
+    """New memory of NaNs or the largest integer, which shows elements that no kernel writes."""
     floating = jnp.issubdtype(like.dtype, jnp.floating)
     return np.full(like.shape, np.nan if floating else np.iinfo(like.dtype).max, like.dtype)
 
@@ -203,7 +200,7 @@ _registered: set[str] = set()
 
 
 def _target(function: Any, platform: str) -> str:
-    """The name that XLA calls a backend's compiled function by, registered unless it is lowered for another machine."""
+    """XLA's name of a backend's compiled function, which is registered unless another machine will run it."""
     if platform != "cpu" and jax.default_backend() != "gpu":
         return function.name
     name, handler = function.handler(platform, jax.ffi.include_dir())
@@ -214,26 +211,18 @@ def _target(function: Any, platform: str) -> str:
 
 
 class Launcher(PackedArrays):
-    """Runs kernels for calls that hold jax arrays, traced or not; XLA packs its arrays."""
+    """Runs kernels for calls on jax arrays, traced or not, which XLA packs."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
 
     def __call__(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        inputs: Sequence[Any],
-        outputs: Sequence[tuple[Sequence[int], Any]],
-        *,
-        inplace: Sequence[int] = (),
-        num_warps: int = 4,
-        num_stages: int = 2,
-        **arguments: Any,
-    ) -> list[Any]:
-        """`kernel[grid](*inputs, *outputs, **arguments)`; see the torch launcher, whose twin this is.
+        self, kernel: Any, grid: tuple[int, ...], inputs: Sequence[Any], outputs: Sequence[Shaped], *,
+        inplace: Sequence[int] = (), **arguments: Any,
+    ) -> list[Any]:  # fmt: skip
+        """`kernel[grid](*inputs, *outputs, **arguments)`, as in the torch launcher.
 
-        The inputs numbered in `inplace` come back as new arrays, in their old memory where that is donated.
+        The inputs numbered in `inplace` come back as new arrays, in their old memory if that is donated.
         """
         given, inputs = inputs, [to_bits(array) for array in inputs]
         dtypes = [jnp.dtype(dtype) for _, dtype in outputs]
@@ -244,72 +233,55 @@ class Launcher(PackedArrays):
         if 0 in grid:
             results = [*(jnp.zeros(shape.shape, shape.dtype) for shape in new), *(inputs[index] for index in inplace)]
         else:
-            results = self._launch(kernel, grid, inputs, new, inplace, num_warps, num_stages, arguments)
+            results = self._launch(kernel, grid, inputs, new, inplace, OPTIONS | arguments)
         dtypes += [given[index].dtype for index in inplace]
         return [_from_bits(array, dtype) for array, dtype in zip(results, dtypes, strict=True)]
 
     def _launch(
-        self, kernel: Any, grid: Any, inputs: Any, new: Any, inplace: Any, num_warps: int, num_stages: int,
-        arguments: dict[str, Any],
-    ) -> list[Any]:  # fmt: skip
-        """A launch that has programs; to it 8-bit floats are uint8, among the inputs and among the new arrays."""
+        self, kernel: Any, grid: Any, inputs: Any, new: Any, inplace: Any, arguments: dict[str, Any]
+    ) -> list[Any]:
+        """Launch at least one program; 8-bit floats are already uint8 in `inputs` and `new`."""
         shapes = [*new, *(jax.ShapeDtypeStruct(inputs[index].shape, inputs[index].dtype) for index in inplace)]
         aliases = {index: len(new) + output for output, index in enumerate(inplace)}
         if hasattr(kernel, "cache_key") and self.device.platform != "cpu":
-            return self._compiled(kernel, grid, inputs, shapes, aliases, arguments, num_warps, num_stages)
+            capability = int(self.device.arch.removeprefix("sm_")) if self.device.platform == "cuda" else None
+
+            @jax.custom_batching.sequential_vmap
+            def call(*arrays: Any) -> Any:
+                return jax_triton().triton_call(
+                    *arrays, kernel=kernel, out_shape=shapes, grid=grid, compute_capability=capability,
+                    input_output_aliases=aliases, **arguments,
+                )  # fmt: skip
+
+            return list(call(*inputs))
 
         def host(*arrays: Any) -> list[np.ndarray]:
             held = [np.array(array) for array in arrays]
             results = [unwritten(shape) for shape in new]
             results += [held[index] for index in inplace]
-            with interpreting():  # XLA may run callbacks that need nothing of each other side by side
+            with interpreting():  # XLA may run independent callbacks in parallel
                 kernel[grid](*map(HostArray, held), *map(HostArray, results), **arguments)
             return results
 
         return list(jax.pure_callback(host, shapes, *inputs, vmap_method="sequential"))
 
-    def _compiled(
-        self,
-        kernel: Any,
-        grid: Any,
-        inputs: Any,
-        shapes: Any,
-        aliases: Any,
-        arguments: Any,
-        num_warps: int,
-        num_stages: int,
-    ) -> list[Any]:
-        capability = int(self.device.arch.removeprefix("sm_")) if self.device.platform == "cuda" else None
-
-        @jax.custom_batching.sequential_vmap
-        def call(*arrays: Any) -> Any:
-            return jax_triton().triton_call(
-                *arrays, kernel=kernel, out_shape=shapes, grid=grid, num_warps=num_warps, num_stages=num_stages,
-                compute_capability=capability, input_output_aliases=aliases, **arguments,
-            )  # fmt: skip
-
-        return list(call(*inputs))
-
     @property
     def num_threads(self) -> int:
-        """0, which leaves it to XLA."""
+        """0, so that XLA decides."""
         return 0
 
     def native(
-        self,
-        function: Any,
-        operands: Mapping[str, Any],
-        outputs: Mapping[str, tuple[Sequence[int], Any] | str | None],
+        self, function: Any, operands: Mapping[str, Any], outputs: Mapping[str, Shaped | str | None],
         numbers: Mapping[str, int | float],
-    ) -> dict[str, Any]:
-        """Call a compiled function through XLA's FFI; see the torch launcher, whose twin this is.
+    ) -> dict[str, Any]:  # fmt: skip
+        """Call a compiled function through XLA's FFI, as in the torch launcher.
 
-        To XLA absent arrays are arrays without entries, integers one attribute, other numbers one each.
+        XLA gets empty arrays for absent ones, all integers in one attribute, and an attribute for each other number.
         """
         record, nothing = function.record, jnp.zeros(0, jnp.int32)
         shapes, aliases = [], {}
         for index, given in enumerate(map(outputs.__getitem__, record.RESULTS)):
-            if isinstance(given, str):  # written in place where XLA may, else into a copy
+            if isinstance(given, str):  # written in place if XLA can do so, else into a copy
                 aliases[record.OPERANDS.index(given)] = index
                 given = (operands[given].shape, operands[given].dtype)
             shape, dtype = ((0,), jnp.int32) if given is None else given
@@ -332,13 +304,7 @@ class Launcher(PackedArrays):
         values, order = jax.lax.sort((numbers, indices), num_keys=1, is_stable=True)
         return values, order
 
-    def on_host(
-        self,
-        function: Callable[..., Any],
-        call: Call,
-        outputs: str | Sequence[tuple[Sequence[int], Any]],
-        **extra: Any,
-    ) -> Any:
+    def on_host(self, function: Callable[..., Any], call: Call, outputs: str | Sequence[Shaped], **extra: Any) -> Any:
         """Run a NumPy function on the call's arguments through a host callback; see the torch launcher."""
         if isinstance(outputs, str):
             given = getattr(call, outputs)
@@ -368,6 +334,6 @@ def split(flat: list[Any]) -> tuple[dict[int, Any], Statics]:
 
 
 def join(record: type[Call], arrays: Mapping[int, Any], statics: Statics) -> dict[str, Any]:
-    """The record's arguments from what `split` made of them."""
+    """The record's arguments from the results of `split`."""
     flat = dict(statics) | dict(arrays)
     return record.unflatten([flat[index] for index in range(len(flat))])

@@ -1,4 +1,4 @@
-"""From a call on jax arrays to jax operations, with the backend chosen per platform when the call is lowered."""
+"""Turns calls on jax arrays into jax operations; the backend is chosen for each platform when a call is lowered."""
 
 import contextlib
 import functools
@@ -18,11 +18,11 @@ from ragged_attention.jax._launcher import PLATFORMS, Launcher, Statics, device_
 from ragged_attention.jax_shared.axes import as_varied_as, varied_axes, varying
 from ragged_attention.operations import Operations
 
-PORTABLE = ("xla", "reference")  # the same operations on every platform
+PORTABLE = ("xla", "reference")  # they lower to equal operations on every platform
 
 
 class JaxArrays:
-    """How public arguments become the records' on jax arrays."""
+    """Converts public arguments to those of the records, on jax arrays."""
 
     def array(self, name: str, value: Any) -> Any:
         if not is_array(value):
@@ -54,10 +54,10 @@ ARRAYS = JaxArrays()
 
 
 def to_jax(value: Any) -> Any:
-    """NumPy arrays as jax arrays, NumPy numbers as Python's; anything else as it is, for the record to judge.
+    """NumPy arrays as jax arrays, NumPy numbers as Python numbers, any other value unchanged.
 
-    A NumPy array of a dtype that jax does not hold, int64 or float64 without `jax_enable_x64`, stays what it is: jax
-    would wrap or round its values.
+    A NumPy array stays one if jax does not hold its dtype, such as int64 or float64 without `jax_enable_x64`, because
+    jax would wrap or round its values.
     """
     if isinstance(value, tuple | list):
         return type(value)(to_jax(item) for item in value)
@@ -67,7 +67,7 @@ def to_jax(value: Any) -> Any:
 
 
 def _is_held(dtype: np.dtype) -> bool:
-    """Whether jax has arrays of a dtype as things are; V is the kind of NumPy's for bfloat16 and the like."""
+    """Whether jax has arrays of a dtype in its current configuration; bfloat16 and 8-bit floats have the kind V."""
     return dtype.kind in "biufV" and dtype.itemsize <= 8 and jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
@@ -86,7 +86,7 @@ def held_by_jax(call: Any, name: str, value: Any) -> Any:
         expect_held(**{name: value})
         return value
     limits = np.iinfo(np.int32)
-    if isinstance(value, jax.core.Tracer):  # of an array that was made with jax_enable_x64
+    if isinstance(value, jax.core.Tracer):  # its array was made with jax_enable_x64
         with jax.enable_x64(True):
             return jnp.where((limits.min <= value) & (value <= limits.max), value, -1).astype(jnp.int32)
     slots = np.asarray(value)
@@ -94,7 +94,7 @@ def held_by_jax(call: Any, name: str, value: Any) -> Any:
     lost = slots[~fits & (slots >= 0) & (slots < call.num_slots)]
     if lost.size:
         raise InvalidInput(f"expected {name} within int32 without jax_enable_x64, got {lost[0]}")
-    return jnp.asarray(np.where(fits, slots, -1).astype(np.int32))  # what is in no page is skipped, as -1 is
+    return jnp.asarray(np.where(fits, slots, -1).astype(np.int32))  # slots in no page are skipped, like -1
 
 
 jax.tree_util.register_dataclass(
@@ -109,11 +109,28 @@ class JaxFrontEnd(Operations[jax.Array, Never]):
         _expect_absent(record, device=arguments.get("device"))
         return record.prepare(arguments, ARRAYS)
 
+    def checked(self, record: type[Call], prepared: Mapping[str, Any]) -> Call:
+        return record(**prepared, device=device_facts(default_platform()))
+
     def run_prepared(
         self, record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any, out: None = None
     ) -> Any:
+        """Check the call, choose its backend and run it; requests are read now, at trace time under `jit`."""
         _expect_absent(record, out=out)
-        results = run_prepared(record, prepared, backend, options)
+        call = self.checked(record, prepared)
+        if config.validates_values():
+            _check_values(call)
+        request = Request.of(record.OPERATION, backend, options)
+        _load_candidates(record.OPERATION, request.names)
+        gradient = None
+        if record.DIFFERENTIABLE:
+            name = f"{record.OPERATION}_backward"
+            gradient = Request.of(name, dispatch.backends_offering(name, backend), None)
+        held = {name: held_by_jax(call, name, value) for name, value in prepared.items()}
+        arrays, statics = split(record.flatten(held))
+        traced = any(isinstance(value, jax.core.Tracer) for value in arrays.values())
+        with _own_rules():
+            results = _run(record, arrays, statics, request, gradient, traced, dispatch.state())
         return results[0] if record.NUM_RESULTS == 1 else results
 
     def run_with_write(
@@ -141,28 +158,9 @@ def _expect_absent(record: type[Call], **arguments: Any) -> None:
 FRONT_END = JaxFrontEnd()
 
 
-def run_prepared(record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any) -> tuple[jax.Array, ...]:
-    """Check the call, choose its backend and run it; requests are read now, at trace time under `jit`."""
-    call = record(**prepared, device=device_facts(default_platform()))
-    if config.validates_values():
-        _check_values(call)
-    request = Request.of(record.OPERATION, backend, options)
-    _load_candidates(record.OPERATION, request.names)
-    gradient = None
-    if record.DIFFERENTIABLE:
-        name = f"{record.OPERATION}_backward"
-        named = dispatch.backends_offering(name, None if backend is None else ",".join(config.parse_names(backend)))
-        gradient = Request.of(name, named, None)
-    held = {name: held_by_jax(call, name, value) for name, value in prepared.items()}
-    arrays, statics = split(record.flatten(held))
-    traced = any(isinstance(value, jax.core.Tracer) for value in arrays.values())
-    with _own_rules():
-        return _run(record, arrays, statics, request, gradient, traced, dispatch.state())
-
-
 @functools.cache
 def _load_candidates(operation: str, names: tuple[str, ...] | None) -> None:
-    """Import the backends that may be chosen before jax traces: an import adds to what a trace depends on.
+    """Import the backends that may be chosen, before jax traces, because a trace depends on what is imported.
 
     Pallas adds a setting of jax's own and Numba's package its `state`, so that the second call would be traced again.
     """
@@ -174,7 +172,7 @@ def _load_candidates(operation: str, names: tuple[str, ...] | None) -> None:
 
 @contextlib.contextmanager
 def _own_rules() -> Iterator[None]:
-    """Within which arrays are promoted as this package's code expects, whatever the caller's rules."""
+    """The context with jax's default promotion rules, which this package expects, whatever the caller has set."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -208,7 +206,7 @@ def _run(
     traced: bool,
     state: Any,
 ) -> tuple[jax.Array, ...]:
-    """The operation as one that jax can differentiate, or refuses to differentiate, with our own message."""
+    """The operation as a function that jax differentiates, or refuses to differentiate with our message."""
 
     @jax.custom_vjp
     def compute(arrays: dict[int, Any]) -> tuple[jax.Array, ...]:
@@ -231,7 +229,7 @@ def _run(
         known["d_out"] = jnp.zeros_like(out) if d_out is None else d_out
         backward = CALLS[f"{record.OPERATION}_backward"]
         taken = {name: known[name] for name in backward.KINDS}
-        backward(**taken)  # so that an error names an argument
+        backward(**taken)  # its error names an argument
         given, others = split(backward.flatten(taken))
         with _own_rules():
             found = _run(backward, given, others, gradient, None, traced, state)
@@ -246,10 +244,10 @@ def _run(
 def _on_the_platform(
     record: type[Call], arrays: dict[int, Any], statics: Statics, request: Request, traced: bool
 ) -> tuple[jax.Array, ...]:
-    """The operation by the backend that is chosen for each platform it may be lowered for."""
+    """The operation on each platform that it may be lowered for, by the backend chosen there."""
 
     def on(platform: str) -> tuple[dispatch.Choice, Any]:
-        """What runs this call on a platform, and the function of its arrays that does."""
+        """The choice for this call on a platform, and the function of its arrays that runs it."""
         device = device_facts(platform)
 
         def build(values: dict[int, Any]) -> Call:
@@ -269,14 +267,14 @@ def _on_the_platform(
         try:
             choices[platform] = on(platform)
         except (Unsupported, InvalidInput) as error:
-            refusals[platform] = error  # then the traced function cannot be lowered for it
-    # Traced by the caller, it may be meant for another machine; called plainly, it runs here and now.
+            refusals[platform] = error  # the traced function cannot be lowered for this platform
+    # A call that the caller traces may be for another machine; any other call runs here and now.
     if here in refusals and not (choices and traced):
         raise refusals[here]
     if not traced:
         return choices[here][1](arrays)
     branches: dict[str, Any] = {}
-    portable: dict[Any, Any] = {}  # one branch for all platforms that share it, so that it is traced once
+    portable: dict[Any, Any] = {}  # platforms that share a branch trace it once
     for platform, (choice, branch) in choices.items():
         if choice.backend in PORTABLE:
             branch = portable.setdefault((choice.backend, choice.tile), branch)
@@ -287,14 +285,14 @@ def _on_the_platform(
 
 
 def _results(choice: dispatch.Choice, call: Any, request: Request, launch: Launcher) -> tuple[jax.Array, ...]:
-    """A backend's results; what it leaves to another operation, writing `new_kv`, is done before."""
+    """A backend's results. If the backend does not write `new_kv`, another operation writes it first."""
     written: tuple[Any, ...] = ()
     if choice.leaves(call):
         write = call.write_of_new_kv()
         written = _tuple(dispatch.choose(write, backend=request.names or "auto").run(write, launch))
         call = call.after_write(written)
     found = _tuple(choice.run(call, launch))
-    missing = (call.NUM_RESULTS or len(found)) - len(found)  # an absent gradient, as in torch
+    missing = (call.NUM_RESULTS or len(found)) - len(found)  # absent gradients are empty, as in torch
     return *found, *[jnp.zeros(0, jnp.float32)] * missing, *written
 
 
@@ -303,7 +301,7 @@ def _tuple(results: Any) -> tuple[Any, ...]:
 
 
 def _check_values(call: Call) -> None:
-    """Check the index arrays' values, now where they are known, else when the compiled function runs."""
+    """Check the values of index arrays, known ones now and traced ones when the compiled function runs."""
     record = type(call)
     arrays, statics = split(record.flatten(call.arguments()))
     leaves, structure = jax.tree.flatten(arrays)

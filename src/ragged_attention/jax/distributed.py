@@ -1,14 +1,14 @@
-"""Attention over several devices, by `jax.shard_map` as it is.
+"""Attention over several devices, on `jax.shard_map` without additions of our own.
 
-**Heads.** `over_heads` makes any operation one whose heads are divided over an axis of a mesh, under `jit` and for
-arrays with a `NamedSharding`; no device hears of another.
+**Heads.** `over_heads` divides the heads of any operation over an axis of a mesh, under `jit` and for arrays with a
+`NamedSharding`. The devices exchange nothing.
 
 **Positions.** Within a `jax.shard_map` of the caller, `context_parallel_decode` and `context_parallel_mla_decode`
-attend to a KV cache whose positions are dealt among devices, and exchange `(out, lse)` once.
+attend to a KV cache whose positions are divided among devices, and exchange `(out, lse)` once.
 `context_parallel_varlen_attention` passes the keys and values of packed sequences around a ring, forward and backward.
 Every sum is taken in the order of the ranks.
 
-A rank is a device's index along the axis, the group's size the axis's.
+A rank is a device's index along the axis, and the group's size is the size of the axis.
 """
 
 import functools
@@ -22,10 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ragged_attention import config, dispatch
+from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, Call, expect_bool, is_array
 from ragged_attention.calls.sharding import (
-    SUMS_OVER_HEADS,
     WITHOUT_HEADS,
     Heads,
     KvShard,
@@ -35,7 +34,7 @@ from ragged_attention.calls.sharding import (
     expect_ring,
     heads_of_fields,
     heads_of_results,
-    written_fields,
+    is_sum_over_heads,
     zigzag_order,
     zigzag_pairs,
 )
@@ -69,23 +68,23 @@ Operation = TypeVar("Operation", bound=Callable[..., Any])
 
 
 def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.Mesh | None = None) -> Operation:
-    """An operation of `ragged_attention.jax` whose heads are divided over an axis of a mesh.
+    """An operation of `ragged_attention.jax` with its heads divided over an axis of a mesh.
 
     Args:
         operation: a public function, such as `ragged_paged_attention`.
         axis_name: the axis, or axes, of the mesh that divide heads.
-        mesh: None is the one in force (`jax.set_mesh`).
+        mesh: None is the mesh in force (`jax.set_mesh`).
 
     Returns:
-        the same function of the same whole arrays. Queries, caches, sinks and scales of each KV head go to the devices
-        by heads, index arrays to all of them; results come divided by heads. Nothing is exchanged where the arrays
-        already lie like this, but for what is a sum over heads: the logits of an indexer, and the gradient of a single
-        KV head that serves all query heads. The bits are those of one device under `batch_invariant=True`; else a
-        kernel may divide the keys of fewer heads otherwise.
+        a function of the operation's arguments, which are whole arrays. Queries, caches, sinks and scales per KV head
+        are divided by heads, index arrays are replicated, and results are divided by heads. If the arrays already lie
+        like this, devices exchange only sums over heads: the logits of an indexer, and the gradient of a single KV head
+        that serves all query heads. Under `batch_invariant=True` the bits are those of one device; otherwise a kernel
+        may choose other KV splits for fewer heads.
 
     Raises (when called):
-        InvalidInput: a number of heads that the axis does not divide; an operation that needs all heads, or has none.
-        All that the operation raises.
+        InvalidInput: the axis does not divide the number of heads; the operation needs all heads, or has none.
+        Every error of the operation.
     """
     record = CALLS[operation.__name__]
     signature = inspect.signature(operation)
@@ -98,7 +97,7 @@ def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.
     def divided(*arguments: Any, **keywords: Any) -> Any:
         expect_each_its_own_heads(record)
         given = signature.bind(*arguments, **keywords).arguments
-        call = record(**FRONT_END.prepare(record, absent | given), device=device_facts(default_platform()))
+        call = FRONT_END.call_of(operation.__name__, absent | given)
         given = {name: held_by_jax(call, name, to_jax(value)) for name, value in given.items()}
         arrays = {name: value for name, value in given.items() if any(map(is_array, jax.tree.leaves(value)))}
         others = {name: value for name, value in given.items() if name not in arrays}
@@ -115,7 +114,7 @@ def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.
             leaves = [lax.psum(leaf, axis_name) if sums else leaf for leaf, sums in zip(leaves, summed, strict=True)]
             return jax.tree.unflatten(structure, leaves)
 
-        if getattr(on, "explicit_axes", ()):  # else jax moves arrays that lie otherwise
+        if getattr(on, "explicit_axes", ()):  # on other axes jax moves the arrays itself
             arrays = jax.tree.map(
                 lambda array, spec: jax.sharding.reshard(array, NamedSharding(on, spec)), arrays, specs
             )
@@ -128,7 +127,7 @@ def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.
 
 
 def _specs(heads: Heads | None, name: str, value: Any, size: int, axis_name: AxisName) -> Any:
-    """How the arrays of an argument are divided."""
+    """The partition specs of the arrays of an argument."""
     combined = name == "kv_pages" and is_array(value)
 
     def spec(array: Any) -> PartitionSpec:
@@ -144,17 +143,14 @@ def _specs(heads: Heads | None, name: str, value: Any, size: int, axis_name: Axi
 def _of_results(
     record: type[Call], whole: Any, arrays: Mapping[str, Any], specs: Mapping[str, Any], axis_name: AxisName
 ) -> tuple[list[bool], Any]:
-    """Of each result whether it is a sum over devices, and how it is divided."""
+    """For each result whether it is a sum over devices, and its partition spec."""
     leaves, structure = jax.tree.flatten(whole)
-    cache = next((name for name in (*written_fields(record), getattr(record, "CACHE", "")) if name in arrays), "")
-    pages = jax.tree.leaves(specs[cache]) if record.NUM_RESULTS == 0 or "new_kv" in arrays else []
+    pages = jax.tree.leaves(specs[record.CACHE]) if record.NUM_RESULTS == 0 or "new_kv" in arrays else []
     attended = leaves[: len(leaves) - len(pages)]
     summed, divided = [], []
     for leaf, home in zip(attended, heads_of_results(record, [len(leaf.shape) for leaf in attended]), strict=False):
         name, heads = home if home is not None else ("", Heads(-1, "H"))
-        sums = home is not None and (
-            record.OPERATION in SUMS_OVER_HEADS or (heads.letter == "K" and heads.count(arrays[name].shape) == 1)
-        )
+        sums = home is not None and is_sum_over_heads(record, heads, arrays[name].shape)
         summed.append(sums)
         axis = len(leaf.shape) + heads.axis
         divided.append(PartitionSpec() if sums or home is None else PartitionSpec(*[None] * axis, axis_name))
@@ -186,35 +182,36 @@ def context_parallel_decode(
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`ragged_paged_attention`, causal, of few queries over a cache whose positions are dealt among devices.
+    """Causal `ragged_paged_attention` of few queries over a KV cache whose positions are divided among devices.
 
-    Letters as in `ragged_paged_attention`. To be called within `jax.shard_map`, by every device of the axis with the
-    same of all but its own pages.
+    Letters as in `ragged_paged_attention`. Call it within `jax.shard_map`, on every device of the axis with equal
+    arguments, except for the device's pages.
 
     Args:
-        q, kv_lens, cu_q_lens, num_seqs: of the whole batch, as `ragged_paged_attention` takes them: [T, H, D], i32 [S]
-            lengths over all devices, i32 [S + 1].
+        q, kv_lens, cu_q_lens, num_seqs: the whole batch, as in `ragged_paged_attention`: [T, H, D], i32 [S] lengths
+            over all devices, i32 [S + 1].
         kv_pages: this device's pages, as `ragged_paged_attention` takes them.
-        page_indices: i32 [S, M], this device's pages of each sequence, numbered as they are on it: its own positions,
-            without gaps, in order.
-        axis_name: the axis, or axes, over which positions are dealt.
-        shard: which positions are whose, its rank None; None deals pages round (`interleave` is the page size).
-        own_heads: give each device its own H / size heads of the result alone, in order. The exchange is then an
-            all-to-all of as much less, instead of an all-gather: for layers whose heads the same axis divides.
-        max_q_len: 1 says that no sequence has more queries, which spares a gather of the page table.
+        page_indices: i32 [S, M], this device's pages of each sequence, as indices into its `kv_pages`; they hold its
+            positions in order, without gaps.
+        axis_name: the axis, or axes, that divide positions.
+        shard: the rule that divides positions, with the rank None; None deals pages in turn (`interleave` is the page
+            size).
+        own_heads: return only this device's H / size heads, in order. An all-to-all of 1 / size of the data then
+            replaces the all-gather; it is for layers whose heads the same axis divides.
+        max_q_len: 1 says that no sequence has more than one query, which saves a gather of the page table.
         sinks: f32 [H]; they count once, in the merged result.
         sm_scale, soft_cap, k_scale, v_scale, out_dtype, backend, options: as in `ragged_paged_attention`.
-        return_lse: also return the log-sum-exp over all devices' keys.
+        return_lse: also return the log-sum-exp over the keys of all devices.
 
     Returns:
-        out [T, H, D_v] (or [T, H / size, D_v]) of q's dtype or `out_dtype`, the same bits on every device; with
-        `return_lse` also lse [T, H] float32. One exchange of T * H * (D_v + 1) float32 for each device. It has no
-        gradient. jax does not see that the devices' results are the same, where they are: `check_vma=False`, or an
-        axis in `out_specs`.
+        out [T, H, D_v] (or [T, H / size, D_v]) of q's dtype or `out_dtype`, with equal bits on every device; with
+        `return_lse` also lse [T, H] float32. Devices exchange T * H * (D_v + 1) float32 each, once. There is no
+        gradient. jax does not know that the results of all devices are equal: use `check_vma=False`, or an axis in
+        `out_specs`.
 
     Raises:
-        InvalidInput: what `ragged_paged_attention` raises; a shard of another size than the axis's, or of one rank;
-            heads that the axis does not divide.
+        InvalidInput: as `ragged_paged_attention`; also if the shard has another size than the axis, or a rank, or if
+            the axis does not divide the heads.
         TypeError, Unsupported: as `ragged_paged_attention`.
     """
     expect_bool("own_heads", own_heads)
@@ -259,30 +256,30 @@ def context_parallel_mla_decode(
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`mla_decode`, dense or sparse, over a latent cache whose positions are dealt among devices.
+    """`mla_decode`, dense or sparse, over a latent cache whose positions are divided among devices.
 
-    Letters as in `mla_decode`. To be called within `jax.shard_map`, by every device of the axis with the same of all
-    but its own cache and pages.
+    Letters as in `mla_decode`. Call it within `jax.shard_map`, on every device of the axis with equal arguments, except
+    for the device's cache and pages.
 
     Args:
         q: [S, Q, H, d_qk], as `mla_decode` takes it.
         kv_cache: this device's pages, in any format.
-        page_indices: i32 [S, M], this device's pages of each sequence: its own positions, without gaps, in order.
-        kv_lens: i32 [S], lengths over all devices; of dense calls, as in `mla_decode`.
-        indices: i32 [S, Q, N], makes the call sparse: **positions** of each query's own sequence, over all devices, as
-            indexers give them; not slots. Each device takes those that are its own, in their order, and works on no
-            more than those. Negative ones select nothing.
+        page_indices: i32 [S, M], this device's pages of each sequence; they hold its positions in order, without gaps.
+        kv_lens: i32 [S], lengths over all devices, for dense calls, as in `mla_decode`.
+        indices: i32 [S, Q, N], makes the call sparse: **positions** in each query's sequence, over all devices, as an
+            indexer returns them, not slots. Each device selects its positions in their order and reads no others.
+            Negative ones select nothing.
         topk_lens: i32 [S] or [S, Q]; entries of `indices` from there on are ignored.
         axis_name, shard, own_heads: as in `context_parallel_decode`.
         sinks: f32 [H]; they count once, in the merged result.
         d_v, sm_scale, causal, soft_cap, cache_format, cache_layout, out_dtype, backend, options: as in `mla_decode`.
 
     Returns:
-        out [S, Q, H, d_v] (or H / size heads of it) of q's dtype or `out_dtype`, and lse [S, H, Q] float32; the same
-        bits on every device. One exchange of S * Q * H * (d_v + 1) float32 for each device. It has no gradient.
+        out [S, Q, H, d_v] (or H / size heads of it) of q's dtype or `out_dtype`, and lse [S, H, Q] float32, with equal
+        bits on every device. Devices exchange S * Q * H * (d_v + 1) float32 each, once. There is no gradient.
 
     Raises:
-        InvalidInput, TypeError, Unsupported: as `context_parallel_decode`, and what `mla_decode` raises.
+        InvalidInput, TypeError, Unsupported: as `context_parallel_decode` and `mla_decode`.
     """
     expect_bool("own_heads", own_heads)
     expect_held(
@@ -296,7 +293,7 @@ def context_parallel_mla_decode(
     if indices is not None:
         chosen, given["topk_lens"] = _own_of_lists(shard, indices, topk_lens)
         given["indices"] = page_indices_to_slots(chosen, page_indices, kv_cache.shape[1])
-    elif causal and num_q > 1 and kv_lens is not None:  # of each query the positions that it sees, as a sequence
+    elif causal and num_q > 1 and kv_lens is not None:  # each query becomes a sequence of the positions that it sees
         seen = kv_lens[:, None] - jnp.arange(num_q - 1, -1, -1, dtype=jnp.int32)
         given["kv_lens"] = shard.lengths(seen.clip(0).reshape(-1))
         given["page_indices"] = jnp.repeat(page_indices, num_q, axis=0)
@@ -313,7 +310,7 @@ def context_parallel_mla_decode(
 
 
 def _shard_of(axis_name: AxisName, shard: KvShard | None, page_size: int) -> KvShard:
-    """This device's part by the caller's rule, or by that of pages dealt round."""
+    """The rule of the caller, by default pages dealt in turn, with this device's rank."""
     size = lax.axis_size(axis_name)
     if shard is None:
         shard = KvShard(size, page_size)
@@ -326,14 +323,14 @@ def _shard_of(axis_name: AxisName, shard: KvShard | None, page_size: int) -> KvS
 def _one_query_each(
     q: jax.Array, kv_lens: jax.Array, page_indices: jax.Array, cu_q_lens: jax.Array, num_seqs: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The lengths, tables and edges of the same batch in which every query is a sequence of its own.
+    """The lengths, block table and prefix sums of the batch with every query as a sequence.
 
-    A device's keys are not the last of a sequence, so that causality cannot be counted from their end: of each query
-    the positions that it sees are counted instead. A padding row sees none.
+    A device's keys are not the last ones of a sequence, so a causal mask cannot be aligned at their end. Instead each
+    query gets the number of positions that it sees. A padding row sees none.
     """
     tokens, ends = jnp.arange(q.shape[0], dtype=jnp.int32), cu_q_lens[1:]
     count = jnp.reshape(kv_lens.shape[0] if num_seqs is None else num_seqs, ())
-    live_ends = jnp.where(jnp.arange(len(ends)) < count, ends, jnp.iinfo(jnp.int32).max)  # what lies behind may be any
+    live_ends = jnp.where(jnp.arange(len(ends)) < count, ends, jnp.iinfo(jnp.int32).max)  # the rest may hold anything
     seqs = jnp.minimum(jnp.sum(live_ends[None] <= tokens[:, None], axis=1, dtype=jnp.int32), kv_lens.shape[0] - 1)
     seen = kv_lens[seqs] - (ends[seqs] - 1 - tokens)
     live = (tokens < ends[seqs]) & (seqs < count)
@@ -341,7 +338,7 @@ def _one_query_each(
 
 
 def _own_of_lists(shard: KvShard, positions: jax.Array, topk_lens: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """This device's numbers of the positions that are its own, [S, Q, N] with those first, and their count [S, Q]."""
+    """This device's positions of each list, in its own numbering, first in [S, Q, N], and their count [S, Q]."""
     own = shard.local(positions)
     if topk_lens is not None:
         lens = topk_lens[:, None] if topk_lens.ndim == 1 else topk_lens
@@ -353,7 +350,7 @@ def _own_of_lists(shard: KvShard, positions: jax.Array, topk_lens: jax.Array | N
 def _merge_over(
     axis_name: AxisName, out: jax.Array, lse: jax.Array, sinks: jax.Array | None, own_heads: bool, out_dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Exchange partial results [T, H, D_v] and [T, H], float32, in one message and merge them in order of rank."""
+    """Exchange partial results [T, H, D_v] and [T, H], float32, in one message, and merge them in rank order."""
     size, (tokens, heads, width) = lax.axis_size(axis_name), out.shape
     if own_heads:
         heads = expect_divisible("num_q_heads of q", heads, size, "the axis's size")
@@ -389,29 +386,29 @@ def context_parallel_varlen_attention(
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`varlen_attention` of packed sequences to themselves, their tokens divided among devices in zigzag order.
+    """Self-attention of packed sequences whose tokens are divided among devices in zigzag order.
 
-    To be called within `jax.shard_map`. With T tokens over all devices, each has T / size rows: `zigzag_part` puts
-    them in order. Keys and values go around a ring, each device sending to the next while it works on what it has.
+    Call it within `jax.shard_map`. Each of `size` devices has T / size rows of the T tokens, in the order of
+    `zigzag_part`. Keys and values go around a ring: a device sends them to the next one while it works on them.
 
     Args:
         q, k, v: this device's rows, [T / size, H, D], [T / size, K, D] and [T / size, K, D_v], float32, float16 or
             bfloat16.
-        cu_lens: i32 [S + 1], prefix sums of the sequences' lengths over all devices, the same on each; up to T, rows
-            from the last one on are padding.
+        cu_lens: i32 [S + 1], prefix sums of the sequences' lengths over all devices, equal on all of them; up to T,
+            rows from the last one on are padding.
         axis_name: the axis that divides tokens.
-        sinks: f32 [H], the same on every device.
-        causal, sm_scale, soft_cap, return_lse, deterministic, backend, options: as in `varlen_attention`. A window
-            is not offered.
+        sinks: f32 [H], equal on all devices.
+        causal, sm_scale, soft_cap, return_lse, deterministic, backend, options: as in `varlen_attention`. There is no
+            window.
 
     Returns:
-        out [T / size, H, D_v] of q's dtype, in the same order; with `return_lse` also lse [T / size, H] float32.
-        Differentiable like `varlen_attention`, once. Partial results are merged, and gradients of keys summed, in
-        float32 and in an order that is fixed by the rank. A device sends its keys and values size - 1 times, and for
-        the gradient again, with their float32 gradients size times.
+        out [T / size, H, D_v] of q's dtype, in the order of q; with `return_lse` also lse [T / size, H] float32.
+        Differentiable like `varlen_attention`, once. Partial results and gradients of keys are added in float32, in an
+        order that the rank determines. A device sends its keys and values size - 1 times. For the gradient it does so
+        again, and sends their float32 gradients size times.
 
     Raises:
-        InvalidInput: what `varlen_attention` raises; an odd number of rows, another number of keys than of queries.
+        InvalidInput: as `varlen_attention`; also for an odd number of rows, or unequal numbers of queries and keys.
         TypeError, Unsupported: as `varlen_attention`.
     """
     expect_bool("return_lse", return_lse)
@@ -419,8 +416,7 @@ def context_parallel_varlen_attention(
     expect_held(q=q, k=k, v=v, sinks=sinks, cu_lens=cu_lens)
     expect_ring(q, k, v)
     keywords = {"sm_scale": sm_scale, "soft_cap": soft_cap, "deterministic": deterministic, "backend": backend}
-    named = None if backend is None else ",".join(config.parse_names(backend))
-    gradients = keywords | {"backend": dispatch.backends_offering("varlen_attention_backward", named)}
+    gradients = keywords | {"backend": dispatch.backends_offering("varlen_attention_backward", backend)}
     ring = _Ring(axis_name, causal, keywords | {"options": options}, gradients)
 
     @jax.custom_vjp
@@ -437,11 +433,11 @@ def context_parallel_varlen_attention(
 
 
 def zigzag_part(whole: jax.Array, size: int) -> jax.Array:
-    """Rows over all tokens [T, ...] so ordered that the first T / size are those of the first device, and so on.
+    """Rows of all tokens [T, ...] in zigzag order: the first T / size are those of the first device, and so on.
 
-    The tokens are cut into 2 * size pieces; rank r has piece r and then piece 2 * size - 1 - r, which for causal
-    attention makes the same work for each. For use outside of `jax.shard_map`, whose spec then divides the first
-    axis. Positions and labels go the same way.
+    The tokens are cut into 2 * size pieces. Rank r has the pieces r and 2 * size - 1 - r, which divides the work of
+    causal attention evenly. Call it outside `jax.shard_map`, whose spec then divides the first axis. Divide positions
+    and labels likewise.
 
     Raises:
         InvalidInput: T is no multiple of 2 * size; pad the batch.
@@ -460,9 +456,9 @@ Keys = tuple[jax.Array, jax.Array]
 
 
 class _Ring:
-    """Attention over a ring of devices: one call's forward and backward pass.
+    """The forward and the backward pass of one call of attention over a ring of devices.
 
-    A device's rows are two pieces, so that its arrays are [2, rows of a piece, ...] here.
+    A device's rows are two pieces, so its arrays are [2, rows of a piece, ...] here.
     """
 
     def __init__(self, axis_name: AxisName, causal: bool, keywords: Any, gradients: Any) -> None:
@@ -475,41 +471,41 @@ class _Ring:
         return lax.axis_index(self.axis_name)
 
     def pass_on(self, arrays: Any) -> Any:
-        """Send to the next device, and get the previous one's."""
+        """Send arrays to the next device, and return those of the previous one."""
         turns = [(rank, (rank + 1) % self.size) for rank in range(self.size)]
         return jax.tree.map(lambda array: lax.ppermute(array, self.axis_name, turns), arrays)
 
-    def around(self, attend: Callable[..., Any], keys: Keys, stays: Any, follows: Any) -> tuple[Any, Any]:
-        """What stays, and what follows the keys, after `attend(source, own, keys, stays, follows)` for all keys.
+    def around(self, attend: Callable[..., Any], keys: Keys, state: Any, followers: Any) -> tuple[Any, Any]:
+        """The state and the followers of the keys after `attend(source, own, keys, state, followers)` for all keys.
 
-        A device's own keys come first. Keys are sent on while they are worked with, size - 1 times; what follows them
-        is sent after, and comes home.
+        A device's own keys come first. Keys are sent on size - 1 times, while they are in use. The arrays that follow
+        them, such as their gradients, are sent afterwards and come home.
         """
         work = functools.partial(attend, self.rank, True)
-        axes = varied_axes((keys, self.rank)) | varied_axes(jax.eval_shape(work, keys, stays, follows))
-        stays, follows = varying((stays, follows), axes)
+        axes = varied_axes((keys, self.rank)) | varied_axes(jax.eval_shape(work, keys, state, followers))
+        state, followers = varying((state, followers), axes)
         if self.size == 1:
-            return work(keys, stays, follows)
+            return work(keys, state, followers)
 
-        def turn(index: Any, own: bool, keys: Keys, stays: Any, follows: Any) -> tuple[Keys, Any, Any]:
+        def turn(index: Any, own: bool, keys: Keys, state: Any, followers: Any) -> tuple[Keys, Any, Any]:
             following = self.pass_on(keys)
-            stays, follows = attend((self.rank - index) % self.size, own, keys, stays, follows)
-            return following, stays, self.pass_on(follows)
+            state, followers = attend((self.rank - index) % self.size, own, keys, state, followers)
+            return following, state, self.pass_on(followers)
 
-        carried = turn(0, True, keys, stays, follows)
+        carried = turn(0, True, keys, state, followers)
         if self.size > 2:
             carried = fori_loop(1, self.size - 1, lambda index, carried: turn(index, False, *carried), carried)
-        stays, follows = attend((self.rank + 1) % self.size, False, *carried)
-        return stays, self.pass_on(follows)
+        state, followers = attend((self.rank + 1) % self.size, False, *carried)
+        return state, self.pass_on(followers)
 
     def edges(self, cu_lens: jax.Array, rank: Any, rows: int) -> jax.Array:
-        """The sequences' edges within each of the two pieces of a rank, i32 [2, S + 1]."""
+        """The prefix sums of the sequences within each of the two pieces of a rank, i32 [2, S + 1]."""
         return jnp.stack([jnp.clip(cu_lens - piece * rows, 0, rows) for piece in (rank, 2 * self.size - 1 - rank)])
 
     def pairs(self, source: Any, own: bool) -> list[tuple[Any, Any, bool]]:
-        """Which pieces of queries attend to which pieces of a source's keys, and if causally.
+        """The pairs of a piece of queries and a piece of a source's keys that attend, each with its causality.
 
-        As `sharding.zigzag_pairs` has it, but that only the device knows whether the source is earlier.
+        They are those of `sharding.zigzag_pairs`, but only the device knows whether the source is earlier.
         """
         if own or not self.causal:
             return zigzag_pairs(0, 0, self.causal)
@@ -520,7 +516,7 @@ class _Ring:
         q, k, v = map(_halves, (q, k, v))
         rows = q.shape[1]
 
-        def attend(source: Any, own: bool, keys: Keys, state: Any, follows: Any) -> Any:
+        def attend(source: Any, own: bool, keys: Keys, state: Any, followers: Any) -> Any:
             edges = self.edges(cu_lens, self.rank, rows), self.edges(cu_lens, source, rows)
             for i, j, causal in self.pairs(source, own):
                 out, lse = varlen_attention(
@@ -530,7 +526,7 @@ class _Ring:
                 before, before_lse = (_at(each, i) for each in state)
                 merged = merge_attention_states([before, out.astype(jnp.float32)], [before_lse, lse])
                 state = tuple(each.at[i].set(part) for each, part in zip(state, merged, strict=True))
-            return state, follows
+            return state, followers
 
         out = jnp.zeros((*q.shape[:-1], v.shape[-1]), jnp.float32)
         (out, lse), _ = self.around(attend, (k, v), (out, jnp.full(q.shape[:-1], -jnp.inf, jnp.float32)), ())
@@ -542,9 +538,9 @@ class _Ring:
         q, k, v, out, lse, d_out, d_lse = map(_halves, (*given[:3], *saved[5:], d_out, d_lse))
         rows = q.shape[1]
 
-        def attend(source: Any, own: bool, keys: Keys, state: Any, follows: Any) -> Any:
+        def attend(source: Any, own: bool, keys: Keys, state: Any, followers: Any) -> Any:
             edges = self.edges(cu_lens, self.rank, rows), self.edges(cu_lens, source, rows)
-            (dq, d_sinks), (dk, dv) = state, follows
+            (dq, d_sinks), (dk, dv) = state, followers
             for i, j, causal in self.pairs(source, own):
                 found = varlen_attention_backward(
                     _at(d_out, i), _at(q, i), _at(keys[0], j), _at(keys[1], j), _at(out, i), _at(lse, i),
@@ -552,7 +548,8 @@ class _Ring:
                     **self.gradients,
                 )  # fmt: skip
                 dq, dk, dv = dq.at[i].add(found[0]), dk.at[j].add(found[1]), dv.at[j].add(found[2])
-                if sinks is not None and own and i == j:  # every call gives that of all its queries
+                # Every call returns the gradient of all its queries, so add it once.
+                if sinks is not None and own and i == j:
                     d_sinks += found[3]
             return (dq, d_sinks), (dk, dv)
 
@@ -574,5 +571,5 @@ def _joined(pieces: jax.Array) -> jax.Array:
 
 
 def _at(pieces: jax.Array, index: Any) -> jax.Array:
-    """One of two pieces, by an index that may be known on the device alone."""
+    """One of two pieces, by an index that may be traced."""
     return pieces[index] if isinstance(index, int) else lax.dynamic_index_in_dim(pieces, index, keepdims=False)

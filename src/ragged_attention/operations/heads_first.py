@@ -4,9 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ragged_attention.calls import PagedAttention, PrefillAttention
-from ragged_attention.operations.base import Array, FrontEnd, Memory
-
-Pages = Array | tuple[Array, Array]
+from ragged_attention.operations.base import Array, FrontEnd, Memory, Pages
 
 
 class HeadsFirst(FrontEnd[Array, Memory]):

@@ -1,31 +1,20 @@
 """Attention over a paged KV cache, writing it, and merging partial results."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from ragged_attention.calls import MergeAttentionStates, RaggedPagedAttention, WriteKvPages
-from ragged_attention.operations.base import Array, FrontEnd, Memory
-
-Pages = Array | tuple[Array, Array]
+from ragged_attention.operations.base import Array, AttentionKeywords, FrontEnd, Memory, Pages
 
 
-class AttentionKeywords(TypedDict, Generic[Array, Memory], total=False):
+class PagedKeywords(AttentionKeywords[Array, Memory], total=False):
     """The keyword arguments of `ragged_paged_attention` that do not change how many results it returns."""
 
-    max_q_len: int | None
-    sm_scale: float | None
-    causal: bool
-    sliding_window: int | None
-    soft_cap: float | None
-    sinks: Array | None
     q_scale: float | Array | None
     k_scale: float | Array | None
     v_scale: float | Array | None
     draft_mask: Array | None
     out_dtype: Any
-    out: Memory | None
-    backend: str | Sequence[str] | None
-    options: Mapping[str, Any] | None
 
 
 class Paged(FrontEnd[Array, Memory]):
@@ -35,25 +24,25 @@ class Paged(FrontEnd[Array, Memory]):
     def ragged_paged_attention(
         self, q: Array, kv_pages: Pages[Array], kv_lens: Array, page_indices: Array, cu_q_lens: Array,
         num_seqs: int | Array | None = None, *, return_lse: Literal[False] = False, new_kv: None = None,
-        **keywords: Unpack[AttentionKeywords[Array, Memory]],
+        **keywords: Unpack[PagedKeywords[Array, Memory]],
     ) -> Array: ...  # fmt: skip
     @overload
     def ragged_paged_attention(
         self, q: Array, kv_pages: Pages[Array], kv_lens: Array, page_indices: Array, cu_q_lens: Array,
         num_seqs: int | Array | None = None, *, return_lse: Literal[True], new_kv: None = None,
-        **keywords: Unpack[AttentionKeywords[Array, Memory]],
+        **keywords: Unpack[PagedKeywords[Array, Memory]],
     ) -> tuple[Array, Array]: ...  # fmt: skip
     @overload
     def ragged_paged_attention(
         self, q: Array, kv_pages: Pages[Array], kv_lens: Array, page_indices: Array, cu_q_lens: Array,
         num_seqs: int | Array | None = None, *, return_lse: Literal[False] = False, new_kv: tuple[Array, Array],
-        **keywords: Unpack[AttentionKeywords[Array, Memory]],
+        **keywords: Unpack[PagedKeywords[Array, Memory]],
     ) -> tuple[Array, Pages[Array]]: ...  # fmt: skip
     @overload
     def ragged_paged_attention(
         self, q: Array, kv_pages: Pages[Array], kv_lens: Array, page_indices: Array, cu_q_lens: Array,
         num_seqs: int | Array | None = None, *, return_lse: Literal[True], new_kv: tuple[Array, Array],
-        **keywords: Unpack[AttentionKeywords[Array, Memory]],
+        **keywords: Unpack[PagedKeywords[Array, Memory]],
     ) -> tuple[Array, Array, Pages[Array]]: ...  # fmt: skip
     def ragged_paged_attention(
         self,

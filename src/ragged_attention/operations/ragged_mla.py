@@ -1,30 +1,21 @@
 """Multi-head latent attention of ragged queries over a paged latent cache."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from ragged_attention.calls import RaggedMlaAttention
-from ragged_attention.operations.base import Array, FrontEnd, Memory
+from ragged_attention.operations.base import Array, AttentionKeywords, FrontEnd, Memory
 
 
-class RaggedMlaKeywords(TypedDict, Generic[Array, Memory], total=False):
+class RaggedMlaKeywords(AttentionKeywords[Array, Memory], total=False):
     """The keyword arguments of `ragged_mla_attention` that do not change how many results it returns."""
 
-    max_q_len: int | None
     d_v: int
-    sm_scale: float | None
-    causal: bool
-    sliding_window: int | None
-    soft_cap: float | None
-    sinks: Array | None
     q_scale: float | Array | None
     kv_scale: float | Array | None
     cache_format: str | None
     cache_layout: str | None
     out_dtype: Any
-    out: Memory | None
-    backend: str | Sequence[str] | None
-    options: Mapping[str, Any] | None
 
 
 class RaggedLatent(FrontEnd[Array, Memory]):

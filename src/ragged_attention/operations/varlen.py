@@ -1,26 +1,17 @@
 """Attention over packed sequences, and its gradient."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from ragged_attention.calls import VarlenAttention, VarlenAttentionBackward, expect_bool
-from ragged_attention.operations.base import Array, FrontEnd, Memory
+from ragged_attention.operations.base import Array, AttentionKeywords, FrontEnd, Memory
 
 
-class VarlenKeywords(TypedDict, Generic[Array, Memory], total=False):
+class VarlenKeywords(AttentionKeywords[Array, Memory], total=False):
     """The keyword arguments of `varlen_attention` that do not change how many results it returns."""
 
-    max_q_len: int | None
     max_kv_len: int | None
-    sm_scale: float | None
-    causal: bool
-    sliding_window: int | None
-    soft_cap: float | None
-    sinks: Array | None
     deterministic: bool
-    out: Memory | None
-    backend: str | Sequence[str] | None
-    options: Mapping[str, Any] | None
 
 
 class Varlen(FrontEnd[Array, Memory]):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ragged_attention import dispatch
+from ragged_attention import dispatch, tuning
 from ragged_attention.calls import CALLS, DecodeSchedule
 from ragged_attention.errors import BackendMissing, TooLarge, Unsupported
 from ragged_attention.testing import formats
@@ -188,7 +188,7 @@ class Runner:
     def tunables(self, operation: str) -> tuple[str, ...]:
         """The options that the backend takes for an operation, none if it has not that."""
         try:
-            return tuple(field.name for field in dataclasses.fields(dispatch.load(operation, self.backend).Tile))
+            return tuning.options_of(dispatch.load(operation, self.backend).Tile)
         except BackendMissing:
             return ()
 

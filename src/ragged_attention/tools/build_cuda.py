@@ -1,7 +1,7 @@
 """`ragged-attention build-cuda`: build the CUDA kernels ahead of time, so that no call waits for a compiler.
 
-This needs nvcc, g++ and the CUTLASS headers (`doctor` shows which are found), but no GPU. Where jax is installed, the
-library that hands its arrays to the kernels is built too, against the installed jaxlib.
+This needs nvcc, g++ and the CUTLASS headers (`doctor` shows which are found), but no GPU. If jax is installed, the
+library that passes its arrays to the kernels is built too, against the installed jaxlib.
 """
 
 import argparse
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 when everything is built; what is missing or does not compile raises `BackendMissing`."""
+    """Build the kernels. Returns 0; raises `BackendMissing` if a tool is missing or a kernel does not compile."""
     parser = argparse.ArgumentParser(prog="ragged-attention build-cuda", description=__doc__)
     parser.add_argument(
         "--out", type=Path, metavar="DIR",
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def shown(build: Callable[[Callable[[int, int, str], None]], Result], console: Console) -> Result:
-    """The result of `build`, which reports its steps to a progress bar through the function that it gets."""
+    """The result of `build`. Its argument is a function that shows a step in a progress bar."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("compiling", total=None)

@@ -1,7 +1,7 @@
 """The command line: `ragged-attention demo | doctor | explain | view | bench | conformance | build-cuda | warmup`.
 
-Each command is imported when it is called, so that asking for help loads no framework. A user's mistake ends in
-one line and exit code 2.
+Each command is imported when it is called, so that help loads no framework. A user's mistake gives one line of text
+and exit code 2.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -63,12 +63,12 @@ def _fail(message: str, code: int) -> int:
 
 def _elsewhere(command: str, arguments: Sequence[str]) -> int:
     module, _ = ELSEWHERE[command]
-    if command == "bench" and not _found(module):
+    if command == "bench" and not _exists(module):
         return _fail("bench needs the folder benchmarks/: run it in a checkout of the repository", 2)
     return importlib.import_module(module).main(arguments) or 0
 
 
-def _found(module: str) -> bool:
+def _exists(module: str) -> bool:
     if "" not in sys.path:
         sys.path.insert(0, "")  # a console script does not search the working directory by itself
     try:
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, (_, purpose) in ELSEWHERE.items():
         commands.add_parser(name, help=purpose, add_help=False)
     doctor = commands.add_parser("doctor", help="versions, devices, backends, configuration, and what would be picked")
-    doctor.set_defaults(run=_doctor)
+    doctor.set_defaults(run=lambda _: importlib.import_module("ragged_attention.tools.doctor").report(Console()))
     _add_explain(commands.add_parser("explain", help="what each backend says to a representative call"))
     return parser
 
@@ -94,10 +94,10 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     paged, latent, varlen = Sample(), LatentSample(), VarlenSample()
 
     def default(name: str) -> str:
-        found = {str(getattr(paged, name)): ""}
+        values = {str(getattr(paged, name)): ""}
         for kind, sample in (("of latents", latent), ("without a cache", varlen)):
-            found.setdefault(str(getattr(sample, name, getattr(paged, name))), f"{kind}, ")
-        return f"default: {' or, '.join(kind + value for value, kind in found.items())}"
+            values.setdefault(str(getattr(sample, name, getattr(paged, name))), f"{kind}, ")
+        return f"default: {' or, '.join(kind + value for value, kind in values.items())}"
 
     add("operation", metavar="OPERATION", help=", ".join(CALLS))
     add("--framework", choices=FRAMEWORKS, help="default: torch if it is installed, else jax")
@@ -137,25 +137,25 @@ def _explain(parsed: argparse.Namespace) -> int:
         what = f"{framework} is not" if parsed.framework else "neither torch nor jax is"
         raise BackendMissing(f"{what} installed: install ragged-attention[{framework}]")
     fields = {field.name for kind in KINDS for field in dataclasses.fields(kind)}
-    given = {name: value for name, value in vars(parsed).items() if name in fields and value is not None}
+    options = {name: value for name, value in vars(parsed).items() if name in fields and value is not None}
     if parsed.heads:
-        given |= dict(zip(("num_q_heads", "num_kv_heads"), parsed.heads, strict=True))
+        options |= dict(zip(("num_q_heads", "num_kv_heads"), parsed.heads, strict=True))
     for name in ("page_size", "max_num_seqs", "max_len"):
-        if given.get(name, 1) < 1:
-            raise InvalidInput(f"expected --{name.replace('_', '-')} >= 1, got {given[name]}")
-    sample = sample_of(parsed.operation, **given)
+        if options.get(name, 1) < 1:
+            raise InvalidInput(f"expected --{name.replace('_', '-')} >= 1, got {options[name]}")
+    sample = sample_of(parsed.operation, **options)
     call = sample.call(parsed.operation, device_of(framework, parsed.device))
-    found = answers(call, backend=parsed.backend)
+    verdicts = answers(call, backend=parsed.backend)
     where = call.device.name or call.device.arch or call.device.platform
     table = Table(title=f"{call.OPERATION} from {framework} on {where}", title_justify="left")
     for heading in ("", "backend", "answer"):
         table.add_column(heading, overflow="fold")
-    for answer in found:
+    for answer in verdicts:
         style = "bold green" if answer.chosen else "" if answer.takes else "dim"
         table.add_row("*" if answer.chosen else "", answer.backend, escape(answer.text), style=style)
     console = Console()
     console.print(table)
-    if not any(answer.chosen for answer in found):
+    if not any(answer.chosen for answer in verdicts):
         console.print("[red]no backend asked for takes this call[/]")
         return 1
     choice = dispatch.choose(call, backend=parsed.backend)
@@ -163,13 +163,3 @@ def _explain(parsed: argparse.Namespace) -> int:
     if (request := config.requested(parsed.operation, parsed.backend)) is not None:
         console.print(f"asked for: {escape(', '.join(request))}", highlight=False)
     return 0
-
-
-def _doctor(parsed: argparse.Namespace) -> int:
-    del parsed
-    report: Callable[[Console], int] = importlib.import_module("ragged_attention.tools.doctor").report
-    return report(Console())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

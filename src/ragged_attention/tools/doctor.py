@@ -1,13 +1,12 @@
 """`ragged-attention doctor`: which software and devices are present, and which backends would be used.
 
-Nothing here hides a fault: where an import fails, the table shows the exception itself.
+No fault is hidden: if an import fails, the table shows the exception.
 """
 
 import importlib
 import importlib.metadata
 import os
 import platform
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -40,8 +39,7 @@ def report(console: Console) -> int:
         ]
     for section in sections:
         console.print(section)
-    broken = [name for name, module in found.items() if is_broken(module)]
-    return 1 if broken else 0
+    return int(any(map(is_broken, found.values())))
 
 
 def _table(title: str, headings: tuple[str, ...], rows: Any) -> Table:
@@ -56,20 +54,16 @@ def _table(title: str, headings: tuple[str, ...], rows: Any) -> Table:
 
 
 def imported(name: str) -> ModuleType | Exception:
-    """A module, or the exception that its import raised."""
+    """A module, or the exception that its import raised; `BackendMissing` if it is not installed."""
     try:
-        if name == "jax_triton":  # the launcher knows how to import it safely
-            found = importlib.import_module("ragged_attention.jax._launcher").jax_triton()
-            return found if isinstance(found, ModuleType) else absent_or(found, name)
-        return importlib.import_module(name)
+        if name != "jax_triton":
+            return importlib.import_module(name)
+        # The launcher knows how to import this module safely, and returns an exception instead of raising it.
+        result = importlib.import_module("ragged_attention.jax._launcher").jax_triton()
     except Exception as error:
-        return absent_or(error, name)
-
-
-def absent_or(error: Exception, name: str) -> Exception:
-    """`BackendMissing` if the module itself is not installed, else the error."""
-    missing = isinstance(error, ModuleNotFoundError) and error.name in (name, "jax")
-    return BackendMissing("not installed") if missing else error
+        result = error
+    missing = isinstance(result, ModuleNotFoundError) and result.name in (name, "jax")
+    return BackendMissing("not installed") if missing else result
 
 
 def is_broken(module: ModuleType | Exception) -> bool:
@@ -102,7 +96,7 @@ def _version_of(distribution: str) -> str:
 
 
 def reports() -> Iterator[tuple[str, str]]:
-    """What the installed backends report, by the `report` hooks of their packages."""
+    """The rows that the installed backends report, from the `report` hooks of their packages."""
     for backend in dispatch.backends():
         package = dispatch.package_of(backend) or ""
         try:
@@ -205,7 +199,3 @@ def _pick(operation: str, framework: str, module: ModuleType | Exception) -> str
     except Exception as error:
         return one_line(error)
     return f"{choice.backend} on {device.name or device.platform}: {choice.tile}"
-
-
-if __name__ == "__main__":
-    sys.exit(report(Console()))

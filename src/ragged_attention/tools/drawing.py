@@ -1,4 +1,4 @@
-"""Pictures of a batch and of what becomes of it, as SVG that is readable on light and on dark pages."""
+"""Pictures of a batch and its schedule, as SVG that is readable on light and on dark pages."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from ragged_attention.tools.schedule import Launch, Program, timeline
 
 Box = tuple[float, float, float, float]  # x, y, width, height
 
-LEFT, WIDTH, RIGHT = 200, 560, 40  # of what is drawn: labels are on its left
+LEFT, WIDTH, RIGHT = 200, 560, 40  # the columns of a picture: labels, boxes, margin
 LIGHT = """
 text { font: 12px system-ui, sans-serif; fill: #24292f } .small { font-size: 10px } .quiet { fill: #57606a }
 .head { font-weight: 600 } .one { fill: #0969da } .two { fill: #bf8700 } .three { fill: #8250df }
@@ -32,7 +32,7 @@ def number(value: float) -> str:
 
 
 class Drawing:
-    """Marks in the order in which they are drawn, and how far down they reach."""
+    """SVG elements in the order in which they are drawn, and the height that they need."""
 
     def __init__(self, title: str, description: str, width: int = LEFT + WIDTH + RIGHT) -> None:
         self.title, self.description, self.width = title, description, width
@@ -46,7 +46,7 @@ class Drawing:
         self.height = max(self.height, y + 6)
 
     def boxes(self, kind: str, boxes: Iterable[Box]) -> None:
-        """Any number of boxes of one colour, as one path."""
+        """Draw boxes of one colour as one path."""
         path = ""
         for x, y, width, height in boxes:
             path += f"M{number(x)} {number(y)}h{number(width)}v{number(height)}h{number(-width)}z"
@@ -60,14 +60,14 @@ class Drawing:
         self.height = max(self.height, y1 + 6, y2 + 6)
 
     def legend(self, x: float, y: float, entries: Iterable[tuple[str, str]]) -> None:
-        """Coloured boxes side by side, each with what it stands for."""
+        """Draw coloured boxes side by side, each with its meaning."""
         for kind, text in entries:
             self.boxes(kind, [(x, y - 9, 10, 10)])
             self.text(x + 15, y, text, "small")
             x += 32 + 5.4 * len(text)
 
     def svg(self, scheme: str = "as the page") -> str:
-        """The picture as a file, in the colours of one of STYLES."""
+        """The text of the SVG file, in the colours of one of STYLES."""
         height = round(self.height + 6)
         lines = [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" height="{height}" '
@@ -82,12 +82,9 @@ class Drawing:
 
 
 def runs(lengths: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sequences [first, last] that stand one after another and are alike."""
-    found: list[tuple[int, int]] = []
-    for _, group in itertools.groupby(enumerate(lengths), key=lambda pair: pair[1]):
-        members = [seq for seq, _ in group]
-        found.append((members[0], members[-1]))
-    return found
+    """The first and the last sequence of each run of sequences with equal lengths."""
+    groups = (list(group) for _, group in itertools.groupby(enumerate(lengths), key=lambda pair: pair[1]))
+    return [(group[0][0], group[-1][0]) for group in groups]
 
 
 def named(first: int, last: int) -> str:
@@ -97,9 +94,9 @@ def named(first: int, last: int) -> str:
 def draw_pages(
     drawing: Drawing, y: float, lengths: Sequence[tuple[int, int]], page_size: int, most_rows: int = 24
 ) -> float:
-    """Each sequence's slots, in pages: cached keys, those of this step's tokens, and slots that are not used.
+    """Draw each sequence's slots by page: cached keys, keys of this step's tokens, and unused slots.
 
-    Sequences that are alike, one after another, share a row. Returns how far down it reaches.
+    A run of sequences with equal lengths shares a row. Returns the y coordinate below the last row.
     """
     longest = max(-(-kv_len // page_size) for _, kv_len in lengths) * page_size
     scale = WIDTH / max(longest, 1)
@@ -118,34 +115,35 @@ def draw_pages(
 
 
 def _cut(start: int, stop: int, page_size: int, scale: float, gap: float, y: float) -> list[Box]:
-    """The slots [start, stop) as boxes, none of them across a page; with a page size of 0 as one."""
+    """The slots [start, stop) as one box per page, with a gap after each page. A page size of 0 gives one box."""
     edges = [start, *range((start // page_size + 1) * page_size, stop, page_size), stop] if page_size else [start, stop]
-    boxes: list[Box] = []
-    for left, right in itertools.pairwise(edges):
-        if right > left:
-            ends_page = gap if page_size and right % page_size == 0 else 0.0
-            boxes.append((LEFT + left * scale, y, (right - left) * scale - ends_page, 14))
-    return boxes
+    return [
+        (LEFT + left * scale, y, (right - left) * scale - (0.0 if not page_size or right % page_size else gap), 14)
+        for left, right in itertools.pairwise(edges)
+        if right > left
+    ]
 
 
 def alike(programs: Iterable[Program]) -> list[list[Program]]:
-    """Programs that visit the same keys for the same tokens, such as those of other heads, together; in the order of
-    their tokens and keys."""
-    found: dict[Any, list[Program]] = {}
+    """Groups of programs that visit equal keys for equal tokens, such as those of other heads.
+
+    The groups are sorted by their tokens and keys.
+    """
+    groups: dict[Any, list[Program]] = {}
     for program in sorted(programs, key=lambda program: (program.tokens, program.span)):
-        found.setdefault((program.tokens, program.visits), []).append(program)
-    return list(found.values())
+        groups.setdefault((program.tokens, program.visits), []).append(program)
+    return list(groups.values())
 
 
 def evenly(rows: Sequence[Any], most: int) -> list[Any]:
-    """No more than so many of them, the first and the last among these."""
+    """At most `most` of the rows, with the first and the last."""
     if len(rows) <= most:
         return list(rows)
     return [rows[round(index * (len(rows) - 1) / (most - 1))] for index in range(most)]
 
 
 def label_of(group: Sequence[Program]) -> str:
-    """Which programs these are; of several the first, and how many."""
+    """The index of the first program, and the number of the other programs."""
     first = group[0].index
     return f"{first}" if len(group) == 1 else f"{first} and {len(group) - 1} more"
 
@@ -156,21 +154,18 @@ def tokens_of(program: Program) -> str:
 
 
 def draw_keys(drawing: Drawing, y: float, programs: Sequence[Program], kv_len: int, most_rows: int = 32) -> float:
-    """The blocks of a sequence's keys that its programs visit, a row for each program or for those that are alike."""
+    """Draw the blocks of a sequence's keys that its programs visit, with a row for each group of programs."""
     scale = WIDTH / max(kv_len, 1)
-    kinds = [("one", "without masks"), ("two", "with masks"), ("faint", "not visited")]
-    drawing.legend(LEFT, y, kinds)
+    drawing.legend(LEFT, y, [("one", "without masks"), ("two", "with masks"), ("faint", "not visited")])
     y += 10
     shown = evenly(alike(programs), most_rows)
     drawing.boxes("faint", [(LEFT, y + 11 * row, kv_len * scale, 9) for row in range(len(shown))])
     for masked, kind in ((False, "one"), (True, "two")):
-        boxes: list[Box] = []
-        for row, group in enumerate(shown):
-            for visit in group[0].visits:
-                if visit.masked == masked:
-                    stop = min(visit.stop, kv_len)
-                    boxes.append((LEFT + visit.start * scale, y + 11 * row, (stop - visit.start) * scale, 9))
-        drawing.boxes(kind, boxes)
+        visits = [(row, visit) for row, group in enumerate(shown) for visit in group[0].visits]
+        spans = [(row, visit.start, min(visit.stop, kv_len)) for row, visit in visits if visit.masked == masked]
+        drawing.boxes(
+            kind, [(LEFT + start * scale, y + 11 * row, (stop - start) * scale, 9) for row, start, stop in spans]
+        )
     for row, group in enumerate(shown):
         text = f"{label_of(group)}: {tokens_of(group[0])}"
         drawing.text(LEFT - 8, y + 11 * row + 8, text, "small", "end")
@@ -180,31 +175,26 @@ def draw_keys(drawing: Drawing, y: float, programs: Sequence[Program], kv_len: i
     return y + 10
 
 
-Piece = tuple[int, int, bool]  # a program on a multiprocessor: from when, to when, of the chosen sequence or not
+Piece = tuple[int, int, bool]  # a program on a multiprocessor: start, stop, whether its sequence is highlighted
 
 
 def _joined(pieces: Sequence[Piece], least: float) -> list[Piece]:
-    """The same with programs of one kind, one after another, as one where they are too short to be told apart."""
-    found: list[Piece] = []
-    for start, stop, chosen in pieces:
-        if found and found[-1][1:] == (start, chosen) and stop - start < least:
-            found[-1] = (found[-1][0], stop, chosen)
+    """The pieces. A piece shorter than `least` is joined with an adjacent piece of its kind before it."""
+    joined: list[Piece] = []
+    for start, stop, highlighted in pieces:
+        if joined and joined[-1][1:] == (start, highlighted) and stop - start < least:
+            joined[-1] = (joined[-1][0], stop, highlighted)
         else:
-            found.append((start, stop, chosen))
-    return found
-
-
-def _of_the_chosen(pieces: Sequence[Piece]) -> tuple[int, Sequence[Piece]]:
-    """Sorts multiprocessors by how long they work on the chosen sequence, most first."""
-    return -sum(stop - start for start, stop, chosen in pieces if chosen), pieces
+            joined.append((start, stop, highlighted))
+    return joined
 
 
 def draw_timeline(
     drawing: Drawing, y: float, launch: Launch, lanes: int, seq: int, end: int | None = None, height: int = 132
 ) -> float:
-    """Multiprocessors from top to bottom, each with the programs that it runs; those of one sequence stand out.
+    """Draw the programs of each multiprocessor, from top to bottom. Programs of the sequence `seq` are highlighted.
 
-    Multiprocessors are drawn in the order of how long they work on it, those with the same work as one.
+    Multiprocessors that work longest on this sequence come first. Multiprocessors with equal work share a box.
     """
     work: dict[int, list[Piece]] = {lane: [] for lane in range(lanes)}
     turns = timeline(launch, lanes)
@@ -215,15 +205,15 @@ def draw_timeline(
     scale, row = WIDTH / end, height / lanes
     drawing.boxes("faint", [(LEFT, y, WIDTH, height)])
     boxes: dict[bool, list[Box]] = {True: [], False: []}
-    done = 0
-    for pieces, group in itertools.groupby(
-        sorted((_joined(pieces, 5 / scale) for pieces in work.values()), key=_of_the_chosen)
-    ):
+    rows = sorted(_joined(pieces, 5 / scale) for pieces in work.values())
+    rows.sort(key=lambda pieces: -sum(stop - start for start, stop, highlighted in pieces if highlighted))
+    drawn = 0
+    for pieces, group in itertools.groupby(rows):
         count = len(list(group))
-        for start, stop, chosen in pieces:
+        for start, stop, highlighted in pieces:
             left, right = LEFT + start * scale, LEFT + stop * scale
-            boxes[chosen].append((left, y + done * row, max(right - left - 0.5, 0.5), count * row))
-        done += count
+            boxes[highlighted].append((left, y + drawn * row, max(right - left - 0.5, 0.5), count * row))
+        drawn += count
     drawing.boxes("one", boxes[False])
     drawing.boxes("two", boxes[True])
     drawing.line(LEFT + last * scale, y - 4, LEFT + last * scale, y + height + 4, "dotted")

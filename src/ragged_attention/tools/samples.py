@@ -1,22 +1,24 @@
 """Representative calls without arrays, on devices that need not be present, to ask backends which calls they take.
 
-The arguments of each operation are described here once. A sample's sizes are chosen freely; a case in `benchmarks/` is
-a sample too, whose sizes follow from the lengths of its sequences.
+A sample's sizes are chosen freely; a case in `benchmarks/` is a sample too, whose sizes follow from the lengths of its
+sequences.
 """
 
 import dataclasses
 import importlib
 import importlib.util
+import types
 from typing import Any
 
 from ragged_attention.calls import CACHE_FORMATS, CALLS, QUANTIZED, Call, Device
 from ragged_attention.calls.base import SHARED_MEMORY, shared_memory_of
-from ragged_attention.calls.fields import wide_dtype
+from ragged_attention.calls.fields import ArrayKind
 from ragged_attention.errors import InvalidInput
 
 FRAMEWORKS = ("torch", "jax")
 # Multiprocessors of one GPU of each architecture: A100, RTX 3090, H200, B200, RTX PRO 6000, MI300X, MI355X.
 MULTIPROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256}
+TABLES = {"kv_lens": True, "page_indices": True, "cu_q_lens": True}  # these say which keys each sequence has
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,9 +30,16 @@ class FakeArray:
 
 
 class AnySample:
-    """The sizes and options of a representative call."""
+    """The sizes and options of a representative call.
 
+    An operation's record lists its arguments, with the axes and dtypes of most arrays. A sample adds the lengths of
+    the axes (`_axes`), and values by the names of arguments: its fields, or else what `_arguments` returns. True stands
+    for an optional array as the record describes it.
+    """
+
+    dtype: str
     num_q_heads: int
+    num_tokens: int
     max_num_seqs: int
     sinks: bool
 
@@ -38,24 +47,36 @@ class AnySample:
         """The arguments of `operation` by name, among them arrays of these shapes."""
         if operation not in CALLS:
             raise InvalidInput(f"expected operation to be one of {', '.join(CALLS)}, got {operation!r}")
-        return getattr(self, f"_{operation}")()
+        given, axes, arguments = self._arguments(operation), self._axes(), {}
+        for name, kind in CALLS[operation].KINDS.items():
+            value = given.get(name, getattr(self, name, None))
+            if isinstance(kind, ArrayKind) and not isinstance(value, FakeArray):
+                value = self._array(kind, axes) if value or not kind.optional else None
+            if value is not None:
+                arguments[name] = value
+        return arguments
 
     def call(self, operation: str, device: Device, **changed: Any) -> Call:
         """The record of `operation` on `device`; `changed` replaces some of the arguments."""
         arguments: dict[str, Any] = self.arguments(operation) | changed
         return CALLS[operation](**arguments, device=device)
 
-    def _tables(self, pages_per_seq: int) -> dict[str, Any]:
-        """The arrays that say which keys the sequences of a ragged batch have."""
-        seqs = self.max_num_seqs
-        return {
-            "kv_lens": FakeArray((seqs,), "int32"),
-            "page_indices": FakeArray((seqs, pages_per_seq), "int32"),
-            "cu_q_lens": FakeArray((seqs + 1,), "int32"),
-        }
+    def _array(self, kind: ArrayKind, axes: dict[str, int]) -> FakeArray:
+        """An array of the sample's dtype if the record allows floats, else of the last dtype that it allows."""
+        like = FakeArray((), self.dtype)
+        dtypes = kind.dtypes(types.SimpleNamespace(q=like, k=like)) if callable(kind.dtypes) else kind.dtypes
+        shape = tuple(axes[letter] for letter in str(kind.shape).split())
+        return FakeArray(shape, self.dtype if "float16" in dtypes else dtypes[-1])
 
-    def _sinks(self, dtype: str = "float32") -> FakeArray | None:
-        return FakeArray((self.num_q_heads,), dtype) if self.sinks else None
+    def _axes(self) -> dict[str, int]:
+        """The length of each axis by its letter in the records."""
+        seqs = self.max_num_seqs
+        return {"T": self.num_tokens, "H": self.num_q_heads, "S": seqs, "S+1": seqs + 1}
+
+    def _arguments(self, operation: str) -> dict[str, Any]:
+        """Values by the names of arguments, of which the operation may take only some."""
+        del operation
+        return {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,60 +118,28 @@ class Sample(AnySample):
     def q_shape(self) -> tuple[int, int, int]:
         return (self.num_tokens, self.num_q_heads, self.head_dim)
 
-    def _pages(self) -> Any:
+    def _axes(self) -> dict[str, int]:
+        heads = {"K": self.num_kv_heads, "D": self.head_dim, "D_v": self.head_dim}
+        return super()._axes() | heads | {"M": self.pages_per_seq, "N": 2, "W": self.draft or 0}
+
+    def _arguments(self, operation: str) -> dict[str, Any]:
         heads = self.num_kv_heads * (1 if self.split_pages else 2)
         pages = FakeArray((self.num_pages, self.page_size, heads, self.head_dim), self.stored)
-        return (pages, pages) if self.split_pages else pages
-
-    def _cache(self) -> dict[str, Any]:
-        return self._tables(self.pages_per_seq) | {
-            "kv_pages": self._pages(),
+        shape = (self.num_kv_heads, self.num_pages, self.page_size)
+        heads_first: Any = FakeArray((*shape, self.head_dim), self.stored)
+        if self.stored in QUANTIZED:  # with scales
+            heads_first = (heads_first, FakeArray((*shape, 1), "float32"))
+        return {
+            "k": FakeArray((self.num_tokens, self.num_kv_heads, self.head_dim), self.dtype),
+            "kv_pages": (pages, pages) if self.split_pages else pages,
+            "k_pages": heads_first,
+            "v_pages": heads_first,
+            "length": FakeArray((1,), "int32"),
             "k_scale": self.scale,
             "v_scale": self.scale,
-        }
-
-    def _ragged_paged_attention(self) -> dict[str, Any]:
-        return self._cache() | {
-            "q": FakeArray(self.q_shape, self.dtype),
-            "sliding_window": self.sliding_window,
-            "soft_cap": self.soft_cap,
-            "sinks": self._sinks(),
-            "return_lse": self.return_lse,
-            "draft_mask": None if self.draft is None else FakeArray((self.num_tokens, self.draft), "bool"),
-            "max_q_len": self.max_q_len,
-        }
-
-    def _write_kv_pages(self) -> dict[str, Any]:
-        new = FakeArray((self.num_tokens, self.num_kv_heads, self.head_dim), self.dtype)
-        return self._cache() | {"k": new, "v": new}
-
-    def _heads_first(self) -> dict[str, Any]:
-        """The arguments that the operations over heads-first pages share; an 8-bit cache has scales."""
-        shape = (self.num_kv_heads, self.num_pages, self.page_size)
-        pages: Any = FakeArray((*shape, self.head_dim), self.stored)
-        if self.stored in QUANTIZED:
-            pages = (pages, FakeArray((*shape, 1), "float32"))
-        return {"k_pages": pages, "v_pages": pages, "soft_cap": self.soft_cap}
-
-    def _paged_attention(self) -> dict[str, Any]:
-        tables = self._tables(self.pages_per_seq)
-        return self._heads_first() | {
-            "q": FakeArray((self.max_num_seqs, *self.q_shape[1:]), self.dtype),
-            "lengths": tables["kv_lens"],
-            "page_indices": tables["page_indices"],
-        }
-
-    def _prefill_attention(self) -> dict[str, Any]:
-        return self._heads_first() | {
-            "q": FakeArray(self.q_shape, self.dtype),
-            "length": FakeArray((1,), "int32"),
-            "page_indices": FakeArray((self.pages_per_seq,), "int32"),
-            "sliding_window": self.sliding_window,
-        }
-
-    def _merge_attention_states(self) -> dict[str, Any]:
-        outs = (2, *self.q_shape)
-        return {"outs": FakeArray(outs, self.dtype), "lses": FakeArray(outs[:-1], "float32")}
+            "draft_mask": self.draft is not None,
+            "sinks": self.sinks and operation != "merge_attention_states",  # a part of a merge may have them already
+        } | TABLES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,75 +194,41 @@ class LatentSample(AnySample):
         """The rows that a prefill reads."""
         return self._cache(self.page_size)
 
-    def _attention(self, tokens: tuple[int, ...]) -> dict[str, Any]:
-        return {
-            "q": FakeArray((*tokens, self.num_q_heads, self.width), self.dtype),
-            "d_v": self.d_v,
-            "sinks": self._sinks(),
-            "cache_format": self.cache_format,
-            "cache_layout": self.cache_layout,
+    def _kv(self, operation: str) -> FakeArray:
+        """The argument `kv`: the rows that a prefill reads, or rows of the dtype of the queries."""
+        if operation == "sparse_mla_prefill":
+            return self._rows()
+        written = operation == "write_mla_cache"
+        rows = (self.num_tokens, self.num_kv_heads) if written else self._rows().shape[:-1]
+        return FakeArray((*rows, self.width), self.dtype)
+
+    def _axes(self) -> dict[str, int]:
+        return super()._axes() | {
+            "K": self.num_kv_heads, "D": self.width, "d_v": self.d_v, "M": self.pages_per_seq(self.page_size),
+            "Q": self.num_q_tokens, "N": self.topk, "N'": self.extra_topk,
+        }  # fmt: skip
+
+    def _arguments(self, operation: str) -> dict[str, Any]:
+        cache, seqs = self._cache(self.page_size), self.max_num_seqs
+        arguments: dict[str, Any] = {
+            "kv_cache": cache,
+            "cache": cache,
+            "kv": self._kv(operation),
+            "format": self.cache_format,
+            "positions": FakeArray((seqs, self.num_q_tokens, self.topk), "int32"),
+            "sparse": self.topk > 0,
+            "num_parts": 132,
+            "slot_mapping": True,
+            "indices": self.topk > 0,
+            "extra_indices": self.extra_topk > 0,
+            "extra_lens": self.extra_topk > 0,
         }
-
-    def _sparse_mla_prefill(self) -> dict[str, Any]:
-        lists = FakeArray((self.num_tokens, self.num_kv_heads, self.topk), "int32")
-        return self._attention((self.num_tokens,)) | {"kv": self._rows(), "indices": lists}
-
-    def _sparse_mla_prefill_backward(self) -> dict[str, Any]:
-        """The rows are plain whatever the format is, since quantised rows have no gradient."""
-        given = self._sparse_mla_prefill()
-        del given["cache_format"], given["cache_layout"]
-        outs = FakeArray((self.num_tokens, self.num_q_heads, self.d_v), self.dtype)
-        rows = FakeArray((*given["kv"].shape[:-1], self.width), self.dtype)
-        return given | {"kv": rows, "d_out": outs, "out": outs, "lse": FakeArray(outs.shape[:-1], "float32")}
-
-    def _mla_decode(self) -> dict[str, Any]:
-        tokens = (self.max_num_seqs, self.num_q_tokens)
-        keys = self._tables(self.pages_per_seq(self.page_size))
-        del keys["cu_q_lens"]
-        if self.topk:
-            keys = {"indices": FakeArray((*tokens, self.topk), "int32")}
+        if operation == "page_indices_to_slots" or (operation == "mla_decode" and not self.topk):
+            arguments["page_indices"] = FakeArray((seqs, self.pages_per_seq(self.page_size)), "int32")
+            arguments["kv_lens"] = FakeArray((seqs,), "int32")
         if self.extra_topk:
-            keys["extra_kv_cache"] = self._cache(self.extra_page_size, self.extra_format)
-            keys["extra_indices"] = FakeArray((*tokens, self.extra_topk), "int32")
-        more = {"causal": self.causal, "sliding_window": self.sliding_window, "soft_cap": self.soft_cap}
-        return self._attention(tokens) | keys | {"kv_cache": self._cache(self.page_size)} | more
-
-    def _ragged_mla_attention(self) -> dict[str, Any]:
-        return (
-            self._attention((self.num_tokens,))
-            | self._tables(self.pages_per_seq(self.page_size))
-            | {
-                "kv_cache": self._cache(self.page_size),
-                "causal": self.causal,
-                "sliding_window": self.sliding_window,
-                "soft_cap": self.soft_cap,
-            }
-        )
-
-    def _make_decode_schedule(self) -> dict[str, Any]:
-        lens = FakeArray((self.max_num_seqs,), "int32")
-        extra_lens = lens if self.extra_topk else None
-        return {"lens": lens, "extra_lens": extra_lens, "sparse": self.topk > 0, "num_parts": 132}
-
-    def _quantize_mla_cache(self) -> dict[str, Any]:
-        kv = FakeArray((*self._cache(self.page_size).shape[:3], self.width), self.dtype)
-        return {"kv": kv, "format": self.cache_format, "cache_layout": self.cache_layout}
-
-    def _dequantize_mla_cache(self) -> dict[str, Any]:
-        said = {"format": self.cache_format, "dtype": self.dtype, "cache_layout": self.cache_layout}
-        return {"cache": self._cache(self.page_size), **said}
-
-    def _write_mla_cache(self) -> dict[str, Any]:
-        new = FakeArray((self.num_tokens, self.num_kv_heads, self.width), self.dtype)
-        slots = FakeArray((self.num_tokens,), "int64")
-        cache = self._cache(self.page_size)
-        said = {"cache_format": self.cache_format, "cache_layout": self.cache_layout}
-        return {"kv": new, "cache": cache, "slot_mapping": slots, **said}
-
-    def _page_indices_to_slots(self) -> dict[str, Any]:
-        table = FakeArray((self.max_num_seqs, self.pages_per_seq(self.page_size)), "int32")
-        positions = FakeArray((self.max_num_seqs, self.num_q_tokens, self.topk), "int32")
-        return {"positions": positions, "page_indices": table, "page_size": self.page_size}
+            arguments["extra_kv_cache"] = self._cache(self.extra_page_size, self.extra_format)
+        return arguments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -301,24 +256,9 @@ class VarlenSample(AnySample):
     def out_shape(self) -> tuple[int, int, int]:
         return (self.num_tokens, self.num_q_heads, self.head_dim if self.d_v is None else self.d_v)
 
-    def _varlen_attention(self) -> dict[str, Any]:
-        edges = FakeArray((self.max_num_seqs + 1,), "int32")
-        return {
-            "q": FakeArray((self.num_tokens, self.num_q_heads, self.head_dim), self.dtype),
-            "k": FakeArray((self.num_kv_tokens, self.num_kv_heads, self.head_dim), self.dtype),
-            "v": FakeArray((self.num_kv_tokens, self.num_kv_heads, self.out_shape[2]), self.dtype),
-            "cu_q_lens": edges,
-            "cu_kv_lens": edges,
-            "causal": self.causal,
-            "sliding_window": self.sliding_window,
-            "soft_cap": self.soft_cap,
-            "sinks": self._sinks(wide_dtype(self)),
-        }
-
-    def _varlen_attention_backward(self) -> dict[str, Any]:
-        outs, lse = FakeArray(self.out_shape, self.dtype), FakeArray(self.out_shape[:2], wide_dtype(self))
-        d_lse = lse if self.d_lse else None
-        return self._varlen_attention() | {"d_out": outs, "out": outs, "lse": lse, "d_lse": d_lse}
+    def _axes(self) -> dict[str, int]:
+        heads = {"K": self.num_kv_heads, "D": self.head_dim, "D_v": self.out_shape[2]}
+        return super()._axes() | heads | {"T_q": self.num_tokens, "T_k": self.num_kv_tokens}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -345,59 +285,44 @@ class IndexerSample(AnySample):
         return -(-self.max_len // (self.page_size * self.ratio))
 
     @property
-    def new_dtype(self) -> str:
-        """The dtype of keys before they are quantised."""
-        return "bfloat16" if self.dtype == "float8_e4m3fn" else self.dtype
+    def num_pages(self) -> int:
+        return self.max_num_seqs * self.pages_per_seq
 
-    def _cache(self) -> FakeArray:
-        pages = (self.max_num_seqs * self.pages_per_seq, self.page_size)
-        if self.cache_dtype == "uint8":
-            return FakeArray((*pages, 1, self.head_dim + 4), "uint8")
-        return FakeArray((*pages, self.head_dim), self.cache_dtype)
+    def _cache(self, dtype: str) -> FakeArray:
+        pages = (self.num_pages, self.page_size)
+        return FakeArray((*pages, 1, self.head_dim + 4) if dtype == "uint8" else (*pages, self.head_dim), dtype)
 
-    def _keys(self) -> dict[str, Any]:
-        tokens, seqs = self.num_tokens, self.max_num_seqs
-        if self.packed:
-            edges, count = FakeArray((tokens,), "int32"), seqs * self.max_len
-            keys = FakeArray((count, self.head_dim), self.dtype)
-            scale = FakeArray((count,), "float32") if self.dtype == "float8_e4m3fn" else None
-            return {"keys": keys, "key_scale": scale, "starts": edges, "stops": edges}
-        return self._tables(self.pages_per_seq) | {"keys": self._cache(), "ratio": self.ratio}
+    def _axes(self) -> dict[str, int]:
+        axes = {"D": self.head_dim, "N": self.max_len, "M": self.pages_per_seq, "B": self.candidate_blocks}
+        return super()._axes() | axes
 
-    def _indexer_logits(self) -> dict[str, Any]:
-        heads = (self.num_tokens, self.num_q_heads)
-        return self._keys() | {
-            "q": FakeArray((*heads, self.head_dim), self.dtype),
-            "weights": FakeArray(heads, "float32"),
+    def _arguments(self, operation: str) -> dict[str, Any]:
+        is_8_bit = self.dtype == "float8_e4m3fn"
+        arguments: dict[str, Any] = {
+            "k": FakeArray((self.num_tokens, self.head_dim), "bfloat16" if is_8_bit else self.dtype),
+            "cache": self._cache("uint8"),
+            "candidate_block_size": self.candidate_block_size if self.candidate_blocks else None,
         }
-
-    def _indexer_topk(self) -> dict[str, Any]:
-        lists = {
-            "candidate_blocks": FakeArray((self.num_tokens, self.candidate_blocks), "int32"),
-            "candidate_block_size": self.candidate_block_size,
-        }
-        return self._indexer_logits() | {"top_k": self.top_k} | (lists if self.candidate_blocks else {})
-
-    def _top_k_indices(self) -> dict[str, Any]:
-        edges = FakeArray((self.num_tokens,), "int32")
-        logits = FakeArray((self.num_tokens, self.max_len), "float32")
-        return {"logits": logits, "top_k": self.top_k, "starts": edges, "stops": edges}
-
-    def _quantize_indexer_keys(self) -> dict[str, Any]:
-        return {"k": FakeArray((self.num_tokens, self.head_dim), self.new_dtype)}
-
-    def _write_indexer_cache(self) -> dict[str, Any]:
-        cache = dataclasses.replace(self, cache_dtype="uint8")._cache()
-        slots = FakeArray((self.num_tokens,), "int64")
-        return self._quantize_indexer_keys() | {"cache": cache, "slot_mapping": slots}
+        if self.packed or operation == "top_k_indices":
+            arguments |= {"starts": True, "stops": True}
+        else:
+            arguments |= TABLES
+        if not self.packed:
+            return arguments | {"keys": self._cache(self.cache_dtype)}
+        count = self.max_num_seqs * self.max_len
+        scale = FakeArray((count,), "float32") if is_8_bit else None
+        return arguments | {"keys": FakeArray((count, self.head_dim), self.dtype), "key_scale": scale}
 
 
 KINDS = (Sample, LatentSample, VarlenSample, IndexerSample)
+# By the modules of records; all others are of latents.
+MODULES = {"paged": Sample, "heads_first": Sample, "varlen": VarlenSample, "indexer": IndexerSample}
 
 
 def sample_of(operation: str, **options: Any) -> Sample | LatentSample | VarlenSample | IndexerSample:
     """A representative sample for an operation, changed by `options`, which are fields of it."""
-    kind = next((kind for kind in KINDS if hasattr(kind, f"_{operation}")), LatentSample)
+    module = CALLS.get(operation, Call).__module__.rpartition(".")[2]
+    kind = MODULES.get(module, LatentSample)
     known = [field.name for field in dataclasses.fields(kind)]
     for name in options:
         if name not in known:

@@ -11,7 +11,7 @@ import dataclasses
 import heapq
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -133,13 +133,13 @@ def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
     """The integers at a pointer, or `other` where the mask is false. An index out of bounds is an error."""
     elements = pointer.array.ravel()
     shape = np.broadcast_shapes(np.shape(pointer.offset), np.shape(mask))
-    there = np.broadcast_to(True if mask is None else mask, shape)
-    offset = np.broadcast_to(pointer.offset, shape)[there]
+    mask = np.broadcast_to(True if mask is None else mask, shape)
+    offset = np.broadcast_to(pointer.offset, shape)[mask]
     if offset.size and offset.min() < 0:
         raise IndexError(f"index {offset.min()} of an array of {elements.size}")
-    found = np.full(shape, other, np.int64)
-    found[there] = elements[offset]
-    return numbers(found)
+    values = np.full(shape, other, np.int64)
+    values[mask] = elements[offset]
+    return numbers(values)
 
 
 def _known(function: Callable[..., Any]) -> Any:
@@ -156,11 +156,10 @@ class Language:
 
     int32 = int64 = "int64"
     bfloat16, float32, int1 = "bfloat16", "float32", "int1"
-    math = UNKNOWN
+    math = zeros = full = store = UNKNOWN  # products and results are not computed
     where, minimum, maximum = map(_known, (np.where, np.minimum, np.maximum))
     sum, cumsum, max, min = map(_known, (np.sum, np.cumsum, np.max, np.min))
-    arange = _known(np.arange)
-    zeros_like = _known(np.zeros_like)
+    arange, zeros_like = map(_known, (np.arange, np.zeros_like))
     load = staticmethod(load)
 
     def __init__(self, grid: Sequence[int]) -> None:
@@ -176,15 +175,6 @@ class Language:
     def cast(self, value: Any, dtype: Any) -> Any:
         return value
 
-    def zeros(self, shape: Any, dtype: Any) -> Unknown:
-        return UNKNOWN
-
-    def full(self, shape: Any, value: Any, dtype: Any) -> Unknown:
-        return UNKNOWN
-
-    def store(self, pointer: Any, value: Any, mask: Any = None) -> None:
-        """Do nothing: results are not computed."""
-
 
 # Functions of the kernels' modules that handle queries, keys or results, and the number of values that each returns.
 STUBS = {
@@ -197,15 +187,16 @@ STUBS = {
 class Walk:
     """Runs the programs of one launch, one after another."""
 
-    def __init__(self, kernel: Any, grid: Sequence[int], operands: Sequence[Any], given: Mapping[str, Any]) -> None:
-        self.language = Language(grid)
+    def __init__(self, launch: recording.Launch) -> None:
+        kernel = launch.kernel
+        self.language = Language(launch.grid)
         self.visits: list[Visit] = []
         self.found: dict[str, Any] = {}
         self.tokens = (0, 0)
         self.merges = False
-        self.arguments: dict[str, Any] = dict(zip(kernel.arg_names, map(Pointer, operands), strict=False))
-        known = {name: getattr(value, "plain", value) for name, value in given.items()}
-        self.arguments |= {name: value for name, value in known.items() if name in kernel.arg_names}
+        self.arguments: dict[str, Any] = dict(zip(kernel.arg_names, map(Pointer, launch.operands), strict=False))
+        for name in launch.arguments.keys() & kernel.arg_names:
+            self.arguments[name] = getattr(launch.arguments[name], "plain", launch.arguments[name])
         self.stubs: dict[str, Any] = {name: self._stub(count) for name, count in STUBS.items()}
         self.stubs["merge_parts"] = self._merge
         self.plain: dict[Any, Callable[..., Any]] = {}
@@ -301,9 +292,9 @@ def launches_of(call: Call, tile: Any = None) -> list[Launch]:
 
 def walked(launch: recording.Launch) -> Launch:
     """A recorded launch with the blocks that each program visits."""
-    walked = list(Walk(launch.kernel, launch.grid, launch.operands, launch.arguments).programs())
-    working = tuple(program for program, _ in walked if program)
-    return Launch(launch.name, launch.grid, working, sum(merges for _, merges in walked))
+    programs = list(Walk(launch).programs())
+    working = tuple(program for program, _ in programs if program)
+    return Launch(launch.name, launch.grid, working, sum(merges for _, merges in programs))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,11 +1,12 @@
 """`ragged-attention view`: a batch, its pages, the keys that each program visits, and how the programs fill a GPU.
 
-Nothing is launched. Tiles are those that the Triton backend would choose for the device, and what its programs do is
-found by running the kernels' own plan (`ragged_attention.tools.schedule`). Times are counted in keys: how many of them
-a program visits. That shows who waits for whom, and says nothing about microseconds.
+Nothing is launched. The tiles are those that the Triton backend would choose for the device. The keys that a program
+visits follow from the kernels' own index arithmetic (`ragged_attention.tools.schedule`). The time of a program is its
+number of keys, so the schedule shows which programs wait for others, but no microseconds.
 """
 
 import argparse
+import collections
 import dataclasses
 import importlib.util
 import math
@@ -31,22 +32,26 @@ DEVICES = {
     "a100": "sm_80", "rtx3090": "sm_86", "h100": "sm_90", "h200": "sm_90", "b200": "sm_100", "rtxpro6000": "sm_120",
     "mi300x": "gfx942", "mi355x": "gfx950",
 }  # fmt: skip
-CELLS = (12, 64)  # of a bar in the terminal, by its width
-BESIDE = 60  # columns of a terminal that a row needs for what is beside the bar
+CELLS = (12, 64)  # the least and the most cells of a bar in the terminal
+BESIDE = 60  # columns of the terminal that a row needs beside its bar
 SHADES = " ▁▂▃▄▅▆▇█"
 MOST_ROWS = 24
-MOST_ENTRIES = 2**26  # of page tables, which are made in full
+MOST_ENTRIES = 2**26  # of page tables, which are arrays with values here
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The lengths of a batch, and what else a plan depends on."""
+    """The lengths of a batch, its sample, and its device, which determine the launches."""
 
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
     sample: Sample | LatentSample
     device: Device
     scheduled: bool = False
+
+    @property
+    def device_name(self) -> str:
+        return self.device.name or self.device.arch or self.device.platform
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
@@ -58,12 +63,12 @@ class Batch:
 
     @property
     def keys(self) -> list[int]:
-        """How many keys the programs of each sequence choose from: its own, or those of its list."""
+        """The number of keys of each sequence, or of its list."""
         topk = self.sample.topk if isinstance(self.sample, LatentSample) else 0
         return [min(kv_len, topk) if topk else kv_len for kv_len in self.kv_lens]
 
     def table(self) -> Any:
-        """Page tables, as if the pages had been handed out one after another."""
+        """Page tables. The pages are assigned in ascending order."""
         ends = np.cumsum(self.pages)
         columns = np.arange(max(self.pages))
         pages = (ends - self.pages)[:, None] + columns
@@ -74,7 +79,7 @@ class Batch:
         return "ragged_paged_attention" if isinstance(self.sample, Sample) else "mla_decode"
 
     def arrays(self) -> dict[str, Any]:
-        """The arguments that say who does what: lengths and tables."""
+        """The lengths and tables, as arrays with values."""
         kv_lens = np.asarray(self.kv_lens, np.int32)
         if isinstance(self.sample, Sample):
             edges = np.cumsum([0, *self.q_lens]).astype(np.int32)
@@ -84,12 +89,12 @@ class Batch:
         return {"kv_lens": kv_lens, "page_indices": self.table()}
 
     def call(self) -> Call:
-        """The record of the call, all but those arrays as shapes."""
+        """The record of the call. All arrays except lengths and tables are only shapes."""
         scheduled = {"schedule": self.schedule()} if self.scheduled else {}
         return self.sample.call(self.operation, self.device, **self.arrays(), **scheduled)
 
     def schedule(self) -> Any:
-        """What `make_decode_schedule` divides the work of latent attention into, by its definition."""
+        """The schedule that the reference of `make_decode_schedule` gives."""
         sample: Any = self.sample
         rows = sample.num_q_heads if sample.topk else sample.num_q_tokens * sample.num_q_heads // sample.num_kv_heads
         side_by_side = sample.num_q_tokens if sample.topk else sample.num_kv_heads
@@ -99,19 +104,19 @@ class Batch:
             programs=side_by_side * -(-rows // 64),
             device=self.device,
         )
-        define: Any = dispatch.load("make_decode_schedule", "reference")
-        return define.make_decode_schedule(made.lens, None, made.sparse, made.num_ranges, made.overhead)
+        reference: Any = dispatch.load("make_decode_schedule", "reference")
+        return reference.make_decode_schedule(made.lens, None, made.sparse, made.num_ranges, made.overhead)
 
     def launches(self) -> list[Launch]:
         call = self.call()
-        room: Any = dispatch.load(call.OPERATION, "triton")
-        if self.device.platform != "cpu" and (reason := room.why_not(call)):
+        backend: Any = dispatch.load(call.OPERATION, "triton")
+        if self.device.platform != "cpu" and (reason := backend.why_not(call)):
             raise Unsupported(f"triton: {reason}")
         return launches_of(call)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Show a batch that the arguments describe; with --svg draw it too."""
+    """Show the batch that the arguments describe, and draw it if they name a file."""
     parsed = _parser().parse_args(argv)
     batch = batch_of(parsed)
     seq = max(range(len(batch.kv_lens)), key=batch.keys.__getitem__) if parsed.sequence is None else parsed.sequence
@@ -156,12 +161,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _lengths(text: str) -> tuple[int, ...]:
-    found: list[int] = []
+    lengths: list[int] = []
     for word in text.split(","):
         if not (match := re.fullmatch(r"\s*(?:([1-9]\d{0,5})x)?(\d{1,9})\s*", word)):
             raise InvalidInput(f"expected lengths such as 1,1,512 or 63x1,512, got {text!r}")
-        found += [int(match[2])] * int(match[1] or 1)
-    return tuple(found)
+        lengths += [int(match[2])] * int(match[1] or 1)
+    return tuple(lengths)
 
 
 def _heads(text: str) -> tuple[int, int]:
@@ -171,8 +176,8 @@ def _heads(text: str) -> tuple[int, int]:
 
 
 def device_named(name: str | None) -> Device:
-    """A device that Triton's kernels run on, by its own name, its architecture's or the framework's."""
-    framework = next((found for found in FRAMEWORKS if importlib.util.find_spec(found)), FRAMEWORKS[0])
+    """A device that runs Triton kernels, by its name, its architecture, or the framework's name for it."""
+    framework = next((name for name in FRAMEWORKS if importlib.util.find_spec(name)), FRAMEWORKS[0])
     device = device_of(framework, DEVICES.get((name or "").lower(), name))
     if name is None and device.platform not in ("cuda", "rocm"):
         device = device_of(framework, DEVICES["h200"])
@@ -182,7 +187,7 @@ def device_named(name: str | None) -> Device:
 
 
 def batch_of(parsed: argparse.Namespace) -> Batch:
-    """The batch that the arguments describe, checked."""
+    """The batch that the arguments describe. Raises `InvalidInput` for invalid arguments."""
     q_lens, kv_lens = _lengths(parsed.q_lens), _lengths(parsed.kv_lens)
     if len(q_lens) != len(kv_lens):
         raise InvalidInput(f"expected as many --kv-lens as --q-lens, {len(q_lens)}, got {len(kv_lens)}")
@@ -194,8 +199,7 @@ def batch_of(parsed: argparse.Namespace) -> Batch:
     if (size := len(kv_lens) * -(-max(kv_lens) // (parsed.page_size or 16))) > MOST_ENTRIES:
         raise InvalidInput(f"expected page tables of at most {MOST_ENTRIES} entries, got {size}")
     latent = parsed.operation == MlaDecode.OPERATION
-    of_other = ("head_dim", "cache_dtype", "window", "draft") if latent else ("cache_format", "topk", "schedule")
-    for name in of_other:
+    for name in ("head_dim", "cache_dtype", "window", "draft") if latent else ("cache_format", "topk", "schedule"):
         if getattr(parsed, name):
             raise InvalidInput(f"expected no --{name.replace('_', '-')} of {parsed.operation}, got one")
     shapes = {"num_tokens": sum(q_lens), "max_num_seqs": len(q_lens), "max_len": max(kv_lens), "dtype": parsed.dtype}
@@ -218,16 +222,15 @@ def short(kernel: str) -> str:
 
 
 def programs_of(launches: Sequence[Launch], seq: int) -> list[tuple[Launch, Program]]:
-    """What works on a sequence, for one KV head."""
+    """The programs that work on a sequence, for one KV head."""
     return [(launch, program) for launch in launches for program in launch.programs if program.seq == seq]
 
 
 def show_batch(console: Console, batch: Batch, launches: Sequence[Launch]) -> None:
-    """Each sequence, its pages and its programs; those that are alike, one after another, in one row."""
+    """Print each sequence, its pages and its programs. A run of sequences with equal lengths shares a row."""
     sample, size = batch.sample, batch.sample.page_size
-    where = batch.device.name or batch.device.arch or batch.device.platform
     heads = f"{sample.num_q_heads}/{sample.num_kv_heads} heads"
-    title = f"sequences: {len(batch.q_lens)}, tokens: {sum(batch.q_lens)}, {heads}, on {where}"
+    title = f"sequences: {len(batch.q_lens)}, tokens: {sum(batch.q_lens)}, {heads}, on {batch.device_name}"
     table = Table(title=title, title_justify="left")
     for heading in ("sequence", "tokens", "keys", "pages", "unused slots", "programs per KV head"):
         table.add_column(heading, justify="left" if heading.startswith(("sequence", "programs")) else "right")
@@ -235,9 +238,7 @@ def show_batch(console: Console, batch: Batch, launches: Sequence[Launch]) -> No
     for first, last in rows[:MOST_ROWS]:
         q_len, kv_len = batch.lengths[first]
         pages = batch.pages[first]
-        counts: dict[str, int] = {}
-        for launch, _ in programs_of(launches, first):
-            counts[launch.kernel] = counts.get(launch.kernel, 0) + 1
+        counts = collections.Counter(launch.kernel for launch, _ in programs_of(launches, first))
         text = ", ".join(f"{short(name)} {count}" for name, count in counts.items())
         table.add_row(drawing.named(first, last), str(q_len), str(kv_len), str(pages), str(pages * size - kv_len), text)
     console.print(table)
@@ -261,7 +262,7 @@ def cells_of(console: Console) -> int:
 
 
 def bar(program: Program, num_keys: int, cells: int) -> str:
-    """A sequence's keys from left to right: █ visited without masks, ▒ with masks, · not at all."""
+    """A sequence's keys from left to right: █ visited without masks, ▒ visited with masks, · not visited."""
     line = ["·"] * cells
     for visit in sorted(program.visits, key=lambda visit: visit.masked):
         start, stop = visit.start * cells // num_keys, -(-min(visit.stop, num_keys) * cells // num_keys)
@@ -270,14 +271,14 @@ def bar(program: Program, num_keys: int, cells: int) -> str:
 
 
 def show_keys(console: Console, batch: Batch, launches: Sequence[Launch], seq: int) -> None:
-    """Which blocks of a sequence's keys each of its programs visits."""
-    found = programs_of(launches, seq)
+    """Print the blocks of a sequence's keys that each of its programs visits."""
+    programs = programs_of(launches, seq)
     keys = batch.keys[seq]
     table = Table(title=f"Keys of sequence {seq}: █ without masks, ▒ with masks, · not visited", title_justify="left")
     for heading in ("program", "tokens", "blocks of keys", f"keys 0 - {keys - 1}"):
         table.add_column(heading, no_wrap=not heading.startswith("blocks"))
-    kernel = {program: launch.kernel for launch, program in found}
-    groups = drawing.alike(program for _, program in found)
+    kernel = {program: launch.kernel for launch, program in programs}
+    groups = drawing.alike(program for _, program in programs)
     for group in drawing.evenly(groups, MOST_ROWS):
         visits = sorted(group[0].visits, key=lambda visit: visit.start)
         blocks = ", ".join(f"{shade(visit)} {visit.start} - {visit.stop} by {visit.block}" for visit in visits)
@@ -289,7 +290,7 @@ def show_keys(console: Console, batch: Batch, launches: Sequence[Launch], seq: i
 
 
 def show_launches(console: Console, batch: Batch, launches: Sequence[Launch]) -> None:
-    """Grids, how many programs have something to do, and how they fill the multiprocessors one kernel after another."""
+    """Print each launch: its grid, its programs that have work, and the multiprocessors that they fill over time."""
     lanes = max(batch.device.num_multiprocessors, 1)
     table = Table(title="Launches, in order", title_justify="left")
     for heading in ("kernel", "grid", "work for", "longest", f"{lanes} multiprocessors over time"):
@@ -307,28 +308,24 @@ def show_launches(console: Console, batch: Batch, launches: Sequence[Launch]) ->
 
 
 def busy(turns: Sequence[Turn], lanes: int, end: int, cells: int) -> str:
-    """The share of multiprocessors that have something to do, from a kernel's begin to its end."""
+    """The share of multiprocessors that have work, from a kernel's start to its end."""
     edges = np.linspace(0, end, cells + 1)
-    done = np.zeros(cells)
+    work = np.zeros(cells)
     for turn in turns:
-        done += np.clip(np.minimum(edges[1:], turn.stop) - np.maximum(edges[:-1], turn.start), 0, None)
-    shares = done / (max(end, 1) / cells * lanes)
+        work += np.clip(np.minimum(edges[1:], turn.stop) - np.maximum(edges[:-1], turn.start), 0, None)
+    shares = work / (max(end, 1) / cells * lanes)
     return "".join(SHADES[math.ceil(share * (len(SHADES) - 1) - 0.5) or int(share > 0)] for share in shares)
 
 
 def picture(batch: Batch, launches: Sequence[Launch], seq: int) -> drawing.Drawing:
     """The batch and its pages, the keys of one sequence, and each kernel's programs on the multiprocessors."""
-    lanes = max(batch.device.num_multiprocessors, 1)
-    where = batch.device.name or batch.device.arch or batch.device.platform
-    text = f"{len(batch.q_lens)} sequences on {where}: their pages, the keys of sequence {seq}, and the schedule"
-    drawn = drawing.Drawing("A batch of ragged-attention", text)
-    drawn.text(
-        10,
-        20,
-        f"Sequence: this step's tokens, of so many keys, in so many pages of {batch.sample.page_size} slots",
-        "head",
+    lanes, size = max(batch.device.num_multiprocessors, 1), batch.sample.page_size
+    where = f"{len(batch.q_lens)} sequences on {batch.device_name}"
+    drawn = drawing.Drawing(
+        "A batch of ragged-attention", f"{where}: their pages, the keys of sequence {seq}, and the schedule"
     )
-    y = drawing.draw_pages(drawn, 40, batch.lengths, batch.sample.page_size) + 24
+    drawn.text(10, 20, f"Sequence: this step's tokens, of so many keys, in so many pages of {size} slots", "head")
+    y = drawing.draw_pages(drawn, 40, batch.lengths, size) + 24
     drawn.text(10, y, f"Programs of sequence {seq}, and the keys that they visit", "head")
     programs = [program for _, program in programs_of(launches, seq)]
     y = drawing.draw_keys(drawn, y + 20, programs, batch.keys[seq]) + 24

@@ -5,7 +5,7 @@ The compiled kernels are stored on disk for this CPU, this version of Numba and 
 
 import argparse
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +19,7 @@ BACKEND = "numba"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 when everything is compiled; raises `BackendMissing` where Numba is not installed."""
+    """Compile the kernels. Returns 0; raises `BackendMissing` if Numba is not installed."""
     parser = argparse.ArgumentParser(prog="ragged-attention warmup", description=__doc__)
     parser.add_argument("operations", nargs="*", metavar="OPERATION", help="default: all that have a kernel for CPUs")
     operations = parser.parse_args(argv).operations
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name not in CALLS:
             raise InvalidInput(f"expected OPERATION to be one of {', '.join(CALLS)}, got {name!r}")
     console = Console(stderr=True, soft_wrap=True)
-    kernels = list(_kernels(operations))
+    kernels = _kernels(operations)
 
     def compile_all(report: Any) -> None:
         for done, kernel in enumerate(kernels):
@@ -39,9 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _kernels(operations: Sequence[str]) -> Iterator[Any]:
-    """The kernels of the named operations, each once; of all operations that have a kernel if none is named."""
-    found: dict[str, Any] = {}
+def _kernels(operations: Sequence[str]) -> list[Any]:
+    """The kernels of the named operations without duplicates, or of all operations if none is named."""
+    kernels: dict[str, Any] = {}
     for name in operations or CALLS:
         try:
             kernel: Any = dispatch.load(name, BACKEND).KERNEL  # type: ignore[attr-defined]
@@ -49,6 +49,5 @@ def _kernels(operations: Sequence[str]) -> Iterator[Any]:
             if operations or importlib.util.find_spec(BACKEND) is None:
                 raise
             continue
-        if kernel.name not in found:
-            yield kernel
-        found[kernel.name] = kernel
+        kernels.setdefault(kernel.name, kernel)
+    return list(kernels.values())

@@ -5,13 +5,9 @@ Each function is a `torch.library` operator underneath (`torch.ops.ragged_attent
 or `reference`, or `validate="full"`, is in force.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from ragged_attention.calls import CALLS, Call
-from ragged_attention.torch import _plan
 from ragged_attention.torch._operators import FRONT_END
 
+call_of = FRONT_END.call_of
 paged_attention = FRONT_END.paged_attention
 prefill_attention = FRONT_END.prefill_attention
 indexer_logits = FRONT_END.indexer_logits
@@ -33,9 +29,3 @@ write_kv_pages = FRONT_END.write_kv_pages
 ragged_mla_attention = FRONT_END.ragged_mla_attention
 varlen_attention = FRONT_END.varlen_attention
 varlen_attention_backward = FRONT_END.varlen_attention_backward
-
-
-def call_of(operation: str, arguments: Mapping[str, Any]) -> Call:
-    """The checked record of a call by the public function's arguments, every one given by name."""
-    record = CALLS[operation]
-    return _plan.checked(record, FRONT_END.prepare(record, arguments))

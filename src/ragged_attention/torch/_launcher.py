@@ -1,4 +1,4 @@
-"""How a backend's work is done on torch tensors: Triton kernels on the current stream, NumPy on the host."""
+"""Runs the work of backends on torch tensors: Triton kernels on the current stream, NumPy functions on the host."""
 
 import contextlib
 import ctypes
@@ -13,6 +13,7 @@ from ragged_attention.calls import Call, Device
 from ragged_attention.calls.base import shared_memory_of
 from ragged_attention.errors import TooLarge
 from ragged_attention.host.interpreting import interpreting
+from ragged_attention.protocols import OPTIONS, Shaped
 
 DTYPES = {
     "float64": torch.float64,
@@ -27,7 +28,7 @@ DTYPES = {
 
 @functools.cache
 def device_facts(device: torch.device) -> Device:
-    """The static facts about a torch device that backends are chosen by."""
+    """The static facts about a torch device, by which a backend is chosen."""
     if device.type != "cuda":
         return Device(framework="torch", platform=device.type)
     facts = torch.cuda.get_device_properties(device)
@@ -43,17 +44,17 @@ def device_facts(device: torch.device) -> Device:
 
 
 def is_bits(dtype: torch.dtype) -> bool:
-    """Whether a dtype is an 8-bit float, which kernels and NumPy take as its bits."""
+    """Whether a dtype is an 8-bit float, whose bits kernels and NumPy take."""
     return dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def to_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of 8-bit floats or of bools as uint8, anything else as it is."""
+    """A tensor of 8-bit floats or bools as uint8, any other tensor unchanged."""
     return tensor.view(torch.uint8) if is_bits(tensor.dtype) or tensor.dtype == torch.bool else tensor
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Floats as float64, 8-bit floats as their bits, integers as they are."""
+    """A tensor in NumPy: floats as float64, 8-bit floats as their bits, integers unchanged."""
     tensor = tensor.detach()
     if tensor.dtype.is_floating_point and not is_bits(tensor.dtype):
         tensor = tensor.to(torch.float64)
@@ -61,49 +62,38 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def indices_to_numpy(tensor: torch.Tensor) -> Any:
-    """Index arrays in NumPy, anything else as it is: all that a check of values looks into."""
+    """An index array in NumPy, any other tensor unchanged; checks of values read nothing else."""
     return to_numpy(tensor) if tensor.dtype in (torch.int32, torch.int64) else tensor
 
 
-def _assign(tensor: torch.Tensor, values: np.ndarray) -> None:
-    to_bits(tensor).copy_(torch.from_numpy(np.asarray(values)))
-
-
-OPTIONS = {"num_warps": 4, "num_stages": 2}  # of a launch that does not set others
 _HERE = contextlib.nullcontext()
 
 
 def on(device: torch.device, *, interpreted: bool = True) -> contextlib.AbstractContextManager[Any]:
-    """Where a tensor's kernels are launched: on its device, which need not be the current one."""
+    """The context of launches on a device, which need not be the current one."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
     return interpreting() if device.type == "cpu" and interpreted else _HERE
 
 
 class Launcher:
-    """Runs kernels for calls that hold torch tensors.
+    """Runs kernels for calls on torch tensors.
 
-    `out`, if given, is memory of the caller's for the result of that name, where a backend asks for it by name.
+    `out`, if given, is the caller's memory for the result that a backend calls by that name.
     """
 
     def __init__(self, out: torch.Tensor | None = None) -> None:
         self.out = out
 
     def __call__(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[tuple[Sequence[int], Any]],
-        *,
-        inplace: Sequence[int] = (),
-        **arguments: Any,
-    ) -> list[torch.Tensor]:
+        self, kernel: Any, grid: tuple[int, ...], inputs: Sequence[torch.Tensor], outputs: Sequence[Shaped], *,
+        inplace: Sequence[int] = (), **arguments: Any,
+    ) -> list[torch.Tensor]:  # fmt: skip
         """Enqueue `kernel[grid](*inputs, *outputs, **arguments)` and return the outputs.
 
-        `outputs` are (shape, dtype) to allocate, uninitialised; behind them stand the inputs numbered in `inplace`,
-        once more, which the kernel may write. 8-bit floats and bools reach the kernel as uint8. `num_warps` and
-        `num_stages` are among the arguments where they are not as in OPTIONS, and `launch_pdl` where it is True.
+        `outputs` are (shape, dtype) to allocate, uninitialised. After them come, once more, the inputs numbered in
+        `inplace`, which the kernel may write. 8-bit floats and bools reach the kernel as uint8. The arguments include
+        `num_warps` and `num_stages` if they differ from OPTIONS, and `launch_pdl` if it is True.
         """
         device = inputs[0].device
         new = [torch.empty(tuple(shape), dtype=DTYPES.get(dtype, dtype), device=device) for shape, dtype in outputs]
@@ -113,32 +103,29 @@ class Launcher:
                 try:
                     kernel[grid](*map(to_bits, inputs), *map(to_bits, new), **OPTIONS | arguments)
                 except Exception as error:
-                    if type(error).__name__ != "OutOfResources":  # Triton's, which need not be importable
+                    if type(error).__name__ != "OutOfResources":  # of Triton, which may not be installed
                         raise
                     raise TooLarge(f"expected options that fit this device: {error}") from error
         return new
 
     @property
     def num_threads(self) -> int:
-        """How many threads of a CPU a call may use."""
+        """The number of CPU threads that a call may use."""
         return torch.get_num_threads()
 
     def native(
-        self,
-        function: Any,
-        operands: Mapping[str, torch.Tensor | None],
-        outputs: Mapping[str, tuple[Sequence[int], Any] | str | None],
+        self, function: Any, operands: Mapping[str, torch.Tensor | None], outputs: Mapping[str, Shaped | str | None],
         numbers: Mapping[str, int | float],
-    ) -> dict[str, torch.Tensor | None]:
-        """Call a compiled function on the current stream and return its results by name; None is an array left out.
+    ) -> dict[str, torch.Tensor | None]:  # fmt: skip
+        """Call a compiled function on the current stream and return its results by name; None is an absent array.
 
-        A result given as the name of an operand is that operand, which the function writes in place.
-        `function` is a backend's: `record` is the ctypes structure that it takes, `on(platform)` the function itself.
-        It reads the record before it returns, so nothing has to outlive the call; results are uninitialised memory.
+        A result given as the name of an operand is that operand, which the function writes in place. `function` belongs
+        to a backend: `record` is the ctypes structure of its arguments, and `on(platform)` is the function itself. It
+        reads the record before it returns, so nothing must outlive the call. Results are uninitialised memory.
         """
         device = next(tensor.device for tensor in operands.values() if tensor is not None)
 
-        def memory(name: str, given: tuple[Sequence[int], Any] | str | None) -> torch.Tensor | None:
+        def memory(name: str, given: Shaped | str | None) -> torch.Tensor | None:
             if given is None or isinstance(given, str):
                 return None if given is None else operands[given]
             shape, dtype = tuple(given[0]), DTYPES.get(given[1], given[1])
@@ -154,7 +141,7 @@ class Launcher:
         return results
 
     def _enqueue(self, function: Any, record: Any, arrays: Mapping[str, torch.Tensor]) -> int:
-        """Call a compiled function with a record of these arrays; returns the code that it does."""
+        """Call a compiled function with a record of these arrays; returns its error code."""
         device = next(iter(arrays.values())).device
         for name, tensor in arrays.items():
             setattr(record, name, tensor.data_ptr())
@@ -165,7 +152,7 @@ class Launcher:
             return launch(ctypes.byref(record), torch.cuda.current_stream(device).cuda_stream)
 
     def sorted(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers [N] in ascending order, and their i32 indices before sorting; equal ones keep their order."""
+        """Numbers [N] in ascending order, and their i32 indices before sorting; equal numbers keep their order."""
         values, places = torch.sort(numbers, stable=True)
         return values, places.to(torch.int32)
 
@@ -191,22 +178,16 @@ class Launcher:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def words(self, tensor: torch.Tensor, *, packed_rows: bool) -> torch.Tensor:
-        """A paged cache of bytes, copied if a page or row of it does not begin at a multiple of 4 bytes.
+        """A paged cache of bytes, copied if one of its pages or rows does not begin at a multiple of 4 bytes.
 
-        With `packed_rows` also if the rows of a page do not follow each other.
+        With `packed_rows` it is also copied if there are gaps between the rows of a page.
         """
         page, row, _, byte = tensor.stride()
         apart = packed_rows and tensor.shape[1] > 1 and row != tensor.shape[3]
         odd = page % 4 or row % 4 or tensor.data_ptr() % 4
         return tensor.clone(memory_format=torch.contiguous_format) if apart or odd or byte != 1 else tensor
 
-    def on_host(
-        self,
-        function: Callable[..., Any],
-        call: Call,
-        outputs: str | Sequence[tuple[Sequence[int], Any]],
-        **extra: Any,
-    ) -> Any:
+    def on_host(self, function: Callable[..., Any], call: Call, outputs: str | Sequence[Shaped], **extra: Any) -> Any:
         """Run a NumPy function on the call's arguments: floats as float64, 8-bit floats as bits.
 
         `outputs` are (shape, dtype) of the results, or the name of the argument that takes them.
@@ -220,8 +201,8 @@ class Launcher:
             device = next(value for value in call.arguments().values() if isinstance(value, torch.Tensor)).device
             new = [torch.empty(tuple(shape), dtype=DTYPES.get(dtype, dtype), device=device) for shape, dtype in outputs]
         for tensor, values in zip(new, results, strict=True):
-            _assign(tensor, values)
+            to_bits(tensor).copy_(torch.from_numpy(np.asarray(values)))
         return new
 
 
-LAUNCHER = Launcher()  # of all calls that are given no memory
+LAUNCHER = Launcher()  # for all calls without memory of the caller

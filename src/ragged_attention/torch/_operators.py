@@ -1,8 +1,8 @@
 """The operators `torch.ops.ragged_attention.*`, derived from the records, and how a public function calls one.
 
-A public function hands its arguments over by name, each written out, so that every torch's Dynamo, a type checker and a
-reader can follow them; the record says how they become those of its operator. Everything else (checks, choice of
-backend, launch) happens inside the operator, out of sight of `torch.compile`.
+A public function passes each argument by name, so that Dynamo of every torch, type checkers and readers can follow it.
+The record converts the arguments to those of its operator. Everything else (checks, choice of backend, launch) happens
+inside the operator, where `torch.compile` does not look.
 """
 
 import contextlib
@@ -25,17 +25,15 @@ _library = torch.library.Library("ragged_attention", "DEF")
 
 
 class TorchArrays:
-    """How public arguments become the records' on torch tensors."""
+    """Converts public arguments to those of the records, on torch tensors."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.arguments = arguments
 
     def array(self, name: str, value: Any) -> Any:
-        if value is None or isinstance(value, (torch.Tensor, bool, int, float, str)):
-            return value
         if isinstance(value, np.generic):
             return value.item()
-        if is_array(value):
+        if not isinstance(value, torch.Tensor) and is_array(value):
             raise TypeError(f"expected {name} to be a torch.Tensor, got {type(value).__name__}")
         return value
 
@@ -71,6 +69,9 @@ class TorchFrontEnd(Operations[torch.Tensor, torch.Tensor]):
                 raise error from None  # a nested tensor has no shape to look at
             raise
 
+    def checked(self, record: type[Call], prepared: Mapping[str, Any]) -> Call:
+        return _plan.checked(record, prepared)
+
     def run_prepared(
         self, record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any,
         out: torch.Tensor | None = None,
@@ -86,11 +87,11 @@ class TorchFrontEnd(Operations[torch.Tensor, torch.Tensor]):
         try:
             if compiling or _may_differentiate(flat if out is None else [*flat, out]):
                 return operator(*flat, _names(backend), encode_options(options))
-            with torch._C._AutoDispatchBelowAutograd():  # which would find the same, at the price of a second dispatch
+            with torch._C._AutoDispatchBelowAutograd():  # autograd would only add a second dispatch
                 return operator(*flat, _names(backend), encode_options(options))
         except (RuntimeError, TypeError):
             if (error := _plan.fault(record, prepared, out)) is not None:
-                raise error from None  # which names our argument, as a schema's error does not
+                raise error from None  # it names our argument, unlike the error of a schema
             raise
 
     def run_with_write(
@@ -99,8 +100,8 @@ class TorchFrontEnd(Operations[torch.Tensor, torch.Tensor]):
     ) -> tuple[Any, ...]:  # fmt: skip
         """Run an attention after another operation has written its `new_kv`, in place.
 
-        Nothing is written for a call that will be refused. Under `torch.compile` all checks but those of the backend
-        are made by the operators' fake kernels, before anything runs.
+        A call that will be refused writes nothing. Under `torch.compile` the fake kernels of the operators make all
+        checks, except the backend's, before anything runs.
         """
         prepared = self.prepare(record, arguments)
         if not torch.compiler.is_compiling():
@@ -110,12 +111,12 @@ class TorchFrontEnd(Operations[torch.Tensor, torch.Tensor]):
                 _refuse_gradient_into(record, record.flatten(prepared))
         self.run_prepared(record.WRITE, record.arguments_of_write(prepared), backend, None)
         results = self.run_prepared(record, prepared | {"new_kv": None}, backend, options, out)
-        count = 2 if arguments["return_lse"] else 1  # with `out` an lse that nobody asked for is an empty tensor
+        count = 2 if arguments["return_lse"] else 1  # with `out`, an lse that is not requested is an empty tensor
         return *results[:count], arguments[record.CACHE]
 
     def write(self, record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any) -> Any:
         self.run(record, arguments, backend, options)
-        return arguments[next(name for name, kind in record.KINDS.items() if kind.written)]
+        return arguments[record.CACHE]
 
 
 FRONT_END = TorchFrontEnd()
@@ -140,7 +141,7 @@ def _requires_gradient(flat: Sequence[Any]) -> bool:
 
 
 def _refuse_tangents(operation: str, flat: Sequence[Any]) -> None:
-    """Forward-mode differentiation, which torch would let pass with tangents of zero."""
+    """Raise for forward-mode differentiation, for which torch would use tangents of zero."""
     for value in flat:
         if isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None:
             raise RuntimeError(f"{operation} has no forward-mode derivative (jvp); use reverse mode where it has that")
@@ -151,26 +152,26 @@ def _names(backend: Any) -> str | None:
 
 
 def encode_options(options: Any) -> str | None:
-    """The options mapping as the string that a schema can carry, in a way that `torch.compile` can follow."""
+    """The options as a string for an operator's schema, built by code that `torch.compile` can trace."""
     if options is None:
         return None
     return "{" + ", ".join([f"{name!r}: {value!r}" for name, value in expect_options(options).items()]) + "}"
 
 
-# ---- what an operator does
+# ---- the body of an operator
 
 
 def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Where autocast, which would change dtypes within an operation, is off."""
+    """A context without autocast, which would change dtypes within an operation."""
     if not torch._C._is_any_autocast_enabled():  # type: ignore[attr-defined]
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
-def _mark_written(operation: str, name: str, tensor: torch.Tensor) -> None:
-    """What torch does by itself for its own operations in place: refuse what cannot be written, count versions."""
+def _mark_written(operation: str, name: str, tensor: torch.Tensor | None) -> None:
+    """Refuse a tensor that cannot be written, and count its version, as torch's own in-place operations do."""
     if tensor is None:
-        return  # which the record will refuse
+        return  # the record will refuse it
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
     elif not torch.is_inference_mode_enabled():
@@ -178,15 +179,15 @@ def _mark_written(operation: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses between which a tensor's elements lie."""
+    """The first address of a tensor's elements, and the address after the last one."""
     first = tensor.data_ptr()
     return first, first + _plan.extent_of(tensor)
 
 
 def _apart(arguments: dict[str, Any], targets: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """The arguments with copies of the tensors that lie between the addresses of what is written.
+    """The arguments, with copies of the tensors that overlap the written memory.
 
-    Kernels read and write in any order, so that a row to be copied could be overwritten before it is read.
+    Kernels read and write in any order, so they could overwrite a row before they read it.
     """
 
     def apart(value: Any) -> Any:
@@ -200,10 +201,10 @@ def _apart(arguments: dict[str, Any], targets: Sequence[tuple[int, int]]) -> dic
     return {name: apart(value) for name, value in arguments.items()}
 
 
-def _written(record: type[Call], arguments: Mapping[str, Any]) -> dict[str, tuple[torch.Tensor, ...]]:
-    """The tensors that an operation writes, by the names of their arguments."""
-    given = {name: arguments[name] for name, kind in record.KINDS.items() if kind.written}
-    return {name: value if isinstance(value, tuple) else (value,) for name, value in given.items()}
+def _written(record: type[Call], arguments: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    """The tensors that a write writes."""
+    cache = arguments[record.CACHE]
+    return cache if isinstance(cache, tuple) else (cache,)
 
 
 def _implementation(record: type[Call]) -> Callable[..., Any]:
@@ -215,12 +216,11 @@ def _implementation(record: type[Call]) -> Callable[..., Any]:
         assert first is not None
         if record.NUM_RESULTS == 0:
             written = _written(record, arguments)
-            targets = [_span(tensor) for tensors in written.values() for tensor in tensors if tensor is not None]
-            sources = {name: value for name, value in arguments.items() if name not in written}
+            targets = [_span(tensor) for tensor in written if tensor is not None]
+            sources = {name: value for name, value in arguments.items() if name != record.CACHE}
             arguments |= _apart(sources, targets)
-            for name, tensors in written.items():
-                for tensor in tensors:
-                    _mark_written(record.OPERATION, name, tensor)
+            for tensor in written:
+                _mark_written(record.OPERATION, record.CACHE, tensor)
         if out is not None:
             _mark_written(record.OPERATION, "out", out)
         with _without_autocast(first.device):
@@ -237,12 +237,12 @@ def _implementation(record: type[Call]) -> Callable[..., Any]:
 
 
 def _num_others(record: type[Call]) -> int:
-    """How many results an operator returns beside the one that it writes to `out`."""
+    """The number of results that an operator returns besides the result in `out`."""
     return 1 if record.NUM_RESULTS is None else record.NUM_RESULTS - 1
 
 
 def _as_declared(found: list[torch.Tensor], count: int | None, like: torch.Tensor) -> Any:
-    """A backend's results as a schema has them: an empty tensor in place of an absent one."""
+    """The results of a backend as its schema declares them, with an empty tensor for an absent one."""
     if count is None:
         return found
     if count == 0:
@@ -272,10 +272,10 @@ def _fake(record: type[Call]) -> Callable[..., Any]:
 
 
 def _gradient(record: type[Call]) -> tuple[Callable[..., Any], Callable[..., None]]:
-    """The backward function, and what saves for it, as `torch.library.register_autograd` takes them.
+    """The backward function and the function that saves tensors for it, for `torch.library.register_autograd`.
 
-    The gradient is the operation `<operation>_backward`. Of a call's results the first, out, and the last, lse, have
-    gradients; its own arguments are those of the forward by name. The backend is chosen as at the time of the forward.
+    The gradient is the operation `<operation>_backward`, which takes the arguments of the forward by name. The first
+    result, out, and the last one, lse, have gradients. Its backend is that of the requests during the forward.
     """
     gradient = CALLS[f"{record.OPERATION}_backward"]
 
@@ -313,27 +313,25 @@ def _gradient(record: type[Call]) -> tuple[Callable[..., Any], Callable[..., Non
 
 
 def _request(operation: str, backend: str | None) -> tuple[str | None, str | None]:
-    """The backend and options that the gradient of a call will run with, which are those in force now.
+    """The backend and options for the gradient of a call, read now.
 
-    Autograd's own threads are outside any `with use_backend(...)`. A compiled function asks when it runs.
+    The threads of autograd are outside any `with use_backend(...)`. A compiled function reads them when it runs.
     """
     named = dispatch.backends_offering(operation, backend)
     if torch.compiler.is_compiling():
         return named, None
-    names = config.requested(operation, named)
-    return None if names is None else ",".join(names), encode_options(config.requested_options(operation))
+    return _names(config.requested(operation, named)), encode_options(config.requested_options(operation))
 
 
 def _not_differentiable(record: type[Call]) -> Callable[..., Any]:
     def backward(ctx: Any, *gradients: Any) -> Any:
-        del ctx, gradients
         raise RuntimeError(record.no_gradient())
 
     return backward
 
 
 def _refuse_gradient_into(record: type[Call], flat: Sequence[Any], out: torch.Tensor | None = None) -> None:
-    """As torch does for its own operations with `out=`."""
+    """Refuse gradients through `out=`, as torch's own operations do."""
     if _requires_gradient(flat):
         raise RuntimeError(f"{record.OPERATION} with out= has no gradient: expected arguments that do not require one")
     _refuse_gradient_of_memory(record.OPERATION, "out", out)
@@ -341,12 +339,10 @@ def _refuse_gradient_into(record: type[Call], flat: Sequence[Any], out: torch.Te
 
 def _refuse_gradient_of_write(record: type[Call], flat: Sequence[Any]) -> None:
     arguments = record.unflatten(flat)
-    written = _written(record, arguments)
-    for name, tensors in written.items():
-        for tensor in tensors:
-            _refuse_gradient_of_memory(record.OPERATION, name, tensor)
+    for tensor in _written(record, arguments):
+        _refuse_gradient_of_memory(record.OPERATION, record.CACHE, tensor)
     for name, value in arguments.items():
-        if name not in written and isinstance(value, torch.Tensor) and value.requires_grad:
+        if name != record.CACHE and isinstance(value, torch.Tensor) and value.requires_grad:
             reason = f"detach {name}, or write it under torch.no_grad()"
             raise RuntimeError(f"{record.no_gradient()}; {reason}")
 
@@ -357,7 +353,7 @@ def _refuse_gradient_of_memory(operation: str, name: str, tensor: torch.Tensor |
 
 
 def _refusing(record: type[Call], overload: str, refuse: Callable[..., None]) -> Callable[..., Any]:
-    """What autograd does for an operator that writes: without it a gradient would be lost and nothing said."""
+    """The autograd kernel of an operator that writes: it raises where a gradient would be lost silently."""
 
     def refusing(*values: Any, **out: torch.Tensor) -> Any:
         if torch.is_grad_enabled():

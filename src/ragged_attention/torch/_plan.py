@@ -1,4 +1,4 @@
-"""How an operator's call runs: by the plan of an earlier one like it, or after checks and the choice of a backend."""
+"""Runs an operator's call by the plan of an earlier similar call, or after checks and the choice of a backend."""
 
 import ast
 import dataclasses
@@ -17,24 +17,24 @@ from ragged_attention.torch._replay import ALIGNMENT, LaunchRecording, alignment
 
 
 def _static(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """All of an argument that a plan may depend on, everything but a tensor's contents; adds its tensors to a list."""
+    """The static facts of an argument, which a plan may depend on; appends its tensors to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, tuple):
         return tuple([_static(item, tensors) for item in value])
-    return repr(value) if type(value) is float and not value else value  # -0.0 is equal to 0.0 but not the same
+    return repr(value) if type(value) is float and not value else value  # -0.0 equals 0.0 but is another value
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What calls of one kind share: the choice, and what it launches by how the tensors lie in memory."""
+    """The choice of a backend for calls with equal static facts, and its launches by the alignments of the tensors."""
 
     device: Device
     choice: dispatch.Choice
-    validates: bool  # whether values are to be checked
-    result: Result | None  # the first one, of an operation that takes memory for it
-    extents: tuple[int, ...]  # how many bytes of memory each tensor reaches over
+    validates: bool  # whether to check values
+    result: Result | None  # the first result, if the operation takes memory for it
+    extents: tuple[int, ...]  # the bytes that each tensor spans
     recordings: dict[tuple[int, ...], LaunchRecording | None] = dataclasses.field(default_factory=dict)
 
 
@@ -42,7 +42,7 @@ _NONE_YET: Any = object()
 _plans: dict[Any, Plan] = {}
 _MOST_PLANS = 4096
 _MOST_RECORDINGS = 64  # of a plan
-RECORDED = {"triton"}  # the backends known to do nothing but launch kernels; without any, nothing is replayed
+RECORDED = {"triton"}  # backends that only launch kernels; if empty, nothing is replayed
 
 
 def execute(
@@ -54,7 +54,7 @@ def execute(
 ) -> Any:
     """Run a call on the backend that is chosen for it.
 
-    Kernels write the first result to `out`, if one is given and they can; whoever gives it copies it there if not.
+    Kernels write the first result to `out` if it is given and suits them; otherwise the caller copies it there.
     """
     plan, tensors = _plan(record, arguments, backend, options)
     addresses = [tensor.data_ptr() for tensor in tensors]
@@ -72,14 +72,14 @@ def execute(
             try:
                 return recording.replay(tensors, addresses, out)
             except Exception as error:
-                results = plan.choice.run(_call(record, arguments, plan), LAUNCHER)  # raises if that is what is wrong
+                results = plan.choice.run(_call(record, arguments, plan), LAUNCHER)  # raises if this fails too
                 _stop_replaying(error)
                 return results
     return plan.choice.run(_call(record, arguments, plan), LAUNCHER if out is None else Launcher(out))
 
 
 def _takes_results(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether kernels may write a tensor as one that they allocated: packed, aligned, apart from what they read."""
+    """Whether kernels may write a tensor like a new one: it is packed, aligned, and shares no storage with inputs."""
     first = out.data_ptr()
     if not out.is_contiguous() or first % ALIGNMENT:
         return False
@@ -89,7 +89,7 @@ def _takes_results(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def extent_of(tensor: torch.Tensor) -> int:
-    """How many bytes of memory a tensor reaches over, from its address."""
+    """The bytes that a tensor spans, from its address."""
     if not tensor.numel():
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -99,7 +99,7 @@ def extent_of(tensor: torch.Tensor) -> int:
 def _expect_memory(
     arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor], addresses: Sequence[int], extents: Sequence[int]
 ) -> None:
-    """Raise unless each tensor's storage holds all of it, as one does not that was resized to 0."""
+    """Raise unless each tensor's storage holds all of it; a storage that was resized to 0 does not."""
     for tensor, address, extent in zip(tensors, addresses, extents, strict=True):
         storage = tensor.untyped_storage()
         if extent and not address + extent <= storage.data_ptr() + storage.nbytes():
@@ -120,7 +120,7 @@ def _recording(
 
 
 def _stop_replaying(error: Exception) -> None:
-    """Launch through Triton from now on: a replay failed where that did not, so this Triton is not as expected."""
+    """Launch through Triton from now on, because it worked where a replay failed: its internals have changed."""
     RECORDED.clear()
     warnings.warn(
         f"kernels are launched through Triton from now on, since replaying launches failed: "
@@ -145,7 +145,7 @@ def _plan(
         plan = _plans.get(key)
     except (RuntimeError, TypeError):
         if (error := fault(record, arguments)) is not None:
-            raise error from None  # what has no strides, or cannot be a part of a key, is no valid argument
+            raise error from None  # a value without strides, or not hashable, is no valid argument
         raise
     if plan is None or plan.choice.module is not dispatch.load(record.OPERATION, plan.choice.backend):
         call = checked(record, arguments)
@@ -162,14 +162,14 @@ def _plan(
 def expect_runnable(
     record: type[Call], arguments: dict[str, Any], backend: str | None, options: str | None, out: torch.Tensor | None
 ) -> None:
-    """Raise what running an operator would raise before anything is launched."""
+    """Raise the errors that an operator's call raises before any launch."""
     plan, tensors = _plan(record, arguments, backend, options)
     if out is not None:
         expect_out(plan.result, out, tensors[0].device)
 
 
 def checked(record: type[Call], arguments: Mapping[str, Any]) -> Any:
-    """The call's record, which checks what can be known without reading an array; for fake tensors too."""
+    """The call's record, checked without reading an array; for fake tensors too."""
     if (error := fault_of_layout(arguments)) is not None:
         raise error
     first = next((value for value in arguments.values() if isinstance(value, torch.Tensor)), None)
@@ -181,22 +181,19 @@ def checked(record: type[Call], arguments: Mapping[str, Any]) -> Any:
 def fault(
     record: type[Call], arguments: Mapping[str, Any], out: torch.Tensor | None = None
 ) -> InvalidInput | TypeError | None:
-    """What is wrong with a call's arguments, as the record says it."""
+    """The record's error for a call's arguments, or None."""
     try:
         call = checked(record, arguments)
         if out is not None:
-            expect_out(
-                call.results()[0],
-                out,
-                next(each for each in arguments.values() if isinstance(each, torch.Tensor)).device,
-            )
+            first = next(each for each in arguments.values() if isinstance(each, torch.Tensor))
+            expect_out(call.results()[0], out, first.device)
     except (InvalidInput, TypeError) as error:
         return error
     return None
 
 
 def fault_of_layout(arguments: Mapping[str, Any]) -> InvalidInput | None:
-    """What is wrong if a tensor has no strides: a sparse or nested one."""
+    """The error for a tensor without strides, a sparse or nested one, or None."""
     for name, value in arguments.items():
         for tensor in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(tensor, torch.Tensor) and (tensor.is_nested or tensor.layout is not torch.strided):
@@ -206,7 +203,7 @@ def fault_of_layout(arguments: Mapping[str, Any]) -> InvalidInput | None:
 
 
 def _check_tensors(call: Call, device: torch.device) -> None:
-    """Arrays must be torch tensors on one device, rows of caches contiguous, what is written not expanded."""
+    """Check that arrays are tensors on one device, rows of caches contiguous, and written tensors not expanded."""
     for name, kind in call.KINDS.items():
         value = getattr(call, name)
         for item in value if isinstance(value, (tuple, list)) else (value,):
@@ -224,7 +221,7 @@ def _check_tensors(call: Call, device: torch.device) -> None:
 
 
 def expect_memory(name: str, tensor: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-    """What is written must not be expanded, and must hold the values that it stands for."""
+    """Raise unless a written tensor has one element per address and holds its values unnegated."""
     if isinstance(tensor, tuple):
         for item in tensor:
             expect_memory(name, item)

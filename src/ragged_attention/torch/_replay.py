@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import Call
-from ragged_attention.torch._launcher import DTYPES, OPTIONS, Launcher, on, to_bits
+from ragged_attention.protocols import OPTIONS, Shaped
+from ragged_attention.torch._launcher import DTYPES, Launcher, on, to_bits
 
 
 class Unrecorded(Exception):
@@ -227,15 +228,9 @@ class ReplayRecorder(Launcher):
         return StandIn(self.inputs + len(self.asked) - 1, tensor)
 
     def __call__(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        inputs: Sequence[Any],
-        outputs: Sequence[tuple[Sequence[int], Any]],
-        *,
-        inplace: Sequence[int] = (),
-        **arguments: Any,
-    ) -> list[Any]:
+        self, kernel: Any, grid: tuple[int, ...], inputs: Sequence[Any], outputs: Sequence[Shaped], *,
+        inplace: Sequence[int] = (), **arguments: Any,
+    ) -> list[Any]:  # fmt: skip
         new = [self._ask(*output) for output in outputs] + [inputs[index] for index in inplace]
         indices = tuple(array.index for array in (*inputs, *new))
         self.steps.append(Step(kernel, grid, indices, OPTIONS | arguments))

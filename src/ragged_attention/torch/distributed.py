@@ -1,18 +1,19 @@
-"""Attention over several devices, by `torch.distributed` as it is.
+"""Attention over several devices, on `torch.distributed` without additions of our own.
 
-**Heads.** Importing this module tells DTensor how each operator is divided by heads: arrays whose axis of heads is
-sharded go in, results sharded over heads come out, and no rank hears of another. Index arrays are replicated, as
-DTensors or as plain tensors.
+**Heads.** Importing this module tells DTensor how to divide each operator by heads: if the heads of the arguments are
+sharded, so are those of the results, and the ranks exchange nothing. Index arrays are replicated, as DTensors or as
+plain tensors.
 
 **Positions.** `context_parallel_decode` and `context_parallel_mla_decode` attend to a KV cache whose positions are
-dealt among the ranks of a group, and exchange `(out, lse)` once. `context_parallel_varlen_attention` passes the keys
-and values of packed sequences around a ring, forward and backward. Every sum is taken in the order of the ranks, so no
-bit depends on which of them is first.
+divided among the ranks of a group, and exchange `(out, lse)` once. `context_parallel_varlen_attention` passes the keys
+and values of packed sequences around a ring, forward and backward. Every sum is taken in the order of the ranks, so
+results do not depend on timing.
 """
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, Call, expect_bool
 from ragged_attention.calls.sharding import (
-    SUMS_OVER_HEADS,
     Heads,
     KvShard,
     dtype_of_parts,
@@ -32,7 +32,7 @@ from ragged_attention.calls.sharding import (
     expect_ring,
     heads_of_arguments,
     heads_of_results,
-    written_fields,
+    is_sum_over_heads,
     zigzag_order,
     zigzag_pairs,
 )
@@ -57,24 +57,21 @@ __all__ = [
 
 Group = dist.ProcessGroup | None
 
-# ---- heads: what DTensor asks of each operator
+# ---- heads: how DTensor divides each operator
 
-GRADIENTS = ("d_out", "d_lse")  # which autograd brings as it has them; all else is the caller's to place
+GRADIENTS = ("d_out", "d_lse")  # autograd places these; the caller places all other arguments
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Division:
-    """How one call is divided: the mesh, and its dimensions over which heads are sharded."""
+    """The division of one call: the mesh, and its dimensions over which heads are sharded."""
 
     mesh: DeviceMesh
     dims: frozenset[int]
 
     @property
     def size(self) -> int:
-        size = 1
-        for dim in self.dims:
-            size *= self.mesh.size(dim)
-        return size
+        return math.prod(self.mesh.size(dim) for dim in self.dims)
 
     def placements(self, where_heads_are: Placement) -> tuple[Placement, ...]:
         return tuple(where_heads_are if dim in self.dims else Replicate() for dim in range(self.mesh.ndim))
@@ -83,8 +80,7 @@ class _Division:
 def _on_shards(
     record: type[Call], cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
 ) -> Any:
-    """An operator's call on DTensors: the same call on what this rank has of them."""
-    del cls, types
+    """An operator's call on DTensors: a call on this rank's parts, whose results become DTensors."""
     values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
     heads = heads_of_arguments(record) | ({"out": Heads(-2, "H")} if record.TAKES_OUT else {})
     division = _divide(record, heads, values)
@@ -93,7 +89,7 @@ def _on_shards(
     if found is None:
         return None
     results = list(found) if isinstance(found, (tuple, list)) else [found]
-    given = 1 if "out" in values and record.TAKES_OUT else 0  # the first result is the caller's memory
+    given = 1 if "out" in values and record.TAKES_OUT else 0  # the caller has the first result
     homes = heads_of_results(record, [3] * given + [result.ndim for result in results])[given:]
     wrapped = [
         DTensor.from_local(result, division.mesh, _placed(record, result, home, values, division), run_check=False)
@@ -103,7 +99,7 @@ def _on_shards(
 
 
 def _divide(record: type[Call], heads: Mapping[str, Heads], values: Mapping[str, Any]) -> _Division:
-    """The mesh of a call's DTensors and the dimensions of it that divide heads."""
+    """The mesh of a call's DTensors, and its dimensions that divide heads."""
     given = [(name, each) for name, value in values.items() for each in (value if isinstance(value, list) else [value])]
     distributed = {name: value for name, value in given if isinstance(value, DTensor)}
     first, mesh = next((name, value.device_mesh) for name, value in distributed.items())
@@ -122,11 +118,6 @@ def _divide(record: type[Call], heads: Mapping[str, Heads], values: Mapping[str,
     return _Division(mesh, frozenset(dims))
 
 
-def _is_combined(name: str, values: Mapping[str, Any]) -> bool:
-    """Whether an array is of pages that hold keys and values by turns."""
-    return name == "kv_pages" and values["v_pages"] is None
-
-
 def _local(
     record: type[Call], name: str, value: Any, heads: Heads | None, values: Mapping[str, Any], division: _Division
 ) -> Any:
@@ -136,7 +127,8 @@ def _local(
     if not isinstance(value, torch.Tensor):
         return value
     wanted = division.placements(Replicate())
-    if heads is not None and heads.are_divided(name, tuple(value.shape), division.size, _is_combined(name, values)):
+    combined = name == "kv_pages" and values["v_pages"] is None  # pages that hold keys and values by turns
+    if heads is not None and heads.are_divided(name, tuple(value.shape), division.size, combined):
         wanted = division.placements(Shard(value.ndim + heads.axis))
     if not isinstance(value, DTensor):
         if value.is_floating_point() and value.numel() != 1:
@@ -144,10 +136,11 @@ def _local(
         value = DTensor.from_local(value, division.mesh, division.placements(Replicate()), run_check=False)
     if value.placements == wanted:
         return value.to_local()
-    written = {flat for field in written_fields(record) for flat in record.KINDS[field].schema(field)}
-    is_written = any(flat.endswith(f" {name}") for flat in written) or (name == "out" and record.TAKES_OUT)
+    written = ("out",) if record.TAKES_OUT else ()
+    if record.NUM_RESULTS == 0:
+        written = [flat.split()[-1] for flat in record.KINDS[record.CACHE].schema(record.CACHE)]
     replicated = all(own in (need, Replicate()) for own, need in zip(value.placements, wanted, strict=True))
-    if name not in GRADIENTS and (is_written or not replicated):
+    if name not in GRADIENTS and (name in written or not replicated):
         raise InvalidInput(
             f"expected {name} placed as {_said(wanted)}, as its heads are, got {_said(value.placements)}"
         )
@@ -162,11 +155,11 @@ def _placed(
     record: type[Call], result: torch.Tensor, home: tuple[str, Heads] | None, values: Mapping[str, Any],
     division: _Division,
 ) -> tuple[Placement, ...]:  # fmt: skip
-    """How a result's parts make the whole."""
+    """How the parts of a result form the whole."""
     if home is None or result.shape == (0,):  # an empty tensor in place of an absent one
         return division.placements(Replicate())
     argument, heads = home
-    if record.OPERATION in SUMS_OVER_HEADS or (heads.letter == "K" and heads.count(values[argument].shape) == 1):
+    if is_sum_over_heads(record, heads, values[argument].shape):
         return division.placements(Partial())
     return division.placements(Shard(result.ndim + heads.axis))
 
@@ -203,33 +196,33 @@ def context_parallel_decode(
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`ragged_paged_attention`, causal, of few queries over a cache whose positions are dealt among ranks.
+    """Causal `ragged_paged_attention` of few queries over a KV cache whose positions are divided among ranks.
 
-    Letters as in `ragged_paged_attention`; every rank calls it, with the same of all but its own pages.
+    Letters as in `ragged_paged_attention`. All ranks pass equal arguments, except for their pages.
 
     Args:
-        q, kv_lens, cu_q_lens, num_seqs: of the whole batch, as `ragged_paged_attention` takes them: [T, H, D], i32 [S]
-            lengths over all ranks, i32 [S + 1].
+        q, kv_lens, cu_q_lens, num_seqs: the whole batch, as in `ragged_paged_attention`: [T, H, D], i32 [S] lengths
+            over all ranks, i32 [S + 1].
         kv_pages: this rank's pages, as `ragged_paged_attention` takes them.
-        page_indices: i32 [S, M], this rank's pages of each sequence: its own positions, without gaps, in order.
+        page_indices: i32 [S, M], this rank's pages of each sequence; they hold its positions in order, without gaps.
         group: the process group; None is the default one.
-        shard: which positions are whose; None deals pages round (`interleave` is the page size).
-        own_heads: give each rank its own H / size heads of the result alone, in order of rank. The exchange is then an
-            all-to-all of as much less, instead of an all-gather: for layers whose heads the same ranks divide.
-        max_q_len: 1 says that no sequence has more queries, which spares a gather of the page table.
+        shard: the rule that divides positions; None deals pages in turn (`interleave` is the page size).
+        own_heads: return only this rank's H / size heads, in the order of the ranks. An all-to-all of 1 / size of the
+            data then replaces the all-gather; it is for layers whose heads the same ranks divide.
+        max_q_len: 1 says that no sequence has more than one query, which saves a gather of the page table.
         sinks: f32 [H]; they count once, in the merged result.
         sm_scale, soft_cap, k_scale, v_scale, out_dtype, backend, options: as in `ragged_paged_attention`.
-        return_lse: also return the log-sum-exp over all ranks' keys.
+        return_lse: also return the log-sum-exp over the keys of all ranks.
 
     Returns:
-        out [T, H, D_v] (or [T, H / size, D_v]) of q's dtype or `out_dtype`, the same bits on every rank and in every
-        run; with `return_lse` also lse [T, H] float32. One exchange of T * H * (D_v + 1) float32 for each rank. A
-        sequence of which a rank has no key costs it nothing but the exchange. It has no gradient.
+        out [T, H, D_v] (or [T, H / size, D_v]) of q's dtype or `out_dtype`, with equal bits on every rank and in every
+        run; with `return_lse` also lse [T, H] float32. Ranks exchange T * H * (D_v + 1) float32 each, once. A rank
+        without keys of a sequence spends nothing else on it. There is no gradient.
 
     Raises:
-        InvalidInput: what `ragged_paged_attention` raises; a shard of another size or rank than the group's, or heads
-            that the group does not divide. Under `validate="full"` also a rule, or a shape of q, that differs among
-            ranks, at the price of another exchange.
+        InvalidInput: as `ragged_paged_attention`; also if the shard has another size or rank than the group, or if the
+            group does not divide the heads. `validate="full"` adds an exchange that compares the ranks' rules and
+            shapes of q.
         TypeError, Unsupported: as `ragged_paged_attention`.
         RuntimeError: an argument requires grad; a rank of the group is gone.
     """
@@ -272,30 +265,30 @@ def context_parallel_mla_decode(
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`mla_decode`, dense or sparse, over a latent cache whose positions are dealt among ranks.
+    """`mla_decode`, dense or sparse, over a latent cache whose positions are divided among ranks.
 
-    Letters as in `mla_decode`; every rank calls it, with the same of all but its own cache and pages.
+    Letters as in `mla_decode`. All ranks pass equal arguments, except for their cache and pages.
 
     Args:
         q: [S, Q, H, d_qk], as `mla_decode` takes it.
         kv_cache: this rank's pages, in any format.
-        page_indices: i32 [S, M], this rank's pages of each sequence: its own positions, without gaps, in order.
-        kv_lens: i32 [S], lengths over all ranks; of dense calls, as in `mla_decode`.
-        indices: i32 [S, Q, N], makes the call sparse: **positions** of each query's own sequence, over all ranks, as
-            indexers give them; not slots. Each rank takes those that are its own, in their order, and works on no
-            more than those. Negative ones select nothing.
+        page_indices: i32 [S, M], this rank's pages of each sequence; they hold its positions in order, without gaps.
+        kv_lens: i32 [S], lengths over all ranks, for dense calls, as in `mla_decode`.
+        indices: i32 [S, Q, N], makes the call sparse: **positions** in each query's sequence, over all ranks, as an
+            indexer returns them, not slots. Each rank selects its positions in their order and reads no others.
+            Negative ones select nothing.
         topk_lens: i32 [S] or [S, Q]; entries of `indices` from there on are ignored.
         group, shard, own_heads: as in `context_parallel_decode`.
         sinks: f32 [H]; they count once, in the merged result.
         d_v, sm_scale, causal, soft_cap, cache_format, cache_layout, out_dtype, backend, options: as in `mla_decode`.
 
     Returns:
-        out [S, Q, H, d_v] (or H / size heads of it) of q's dtype or `out_dtype`, and lse [S, H, Q] float32; the same
-        bits on every rank and in every run. One exchange of S * Q * H * (d_v + 1) float32 for each rank. It has no
+        out [S, Q, H, d_v] (or H / size heads of it) of q's dtype or `out_dtype`, and lse [S, H, Q] float32, with equal
+        bits on every rank and in every run. Ranks exchange S * Q * H * (d_v + 1) float32 each, once. There is no
         gradient.
 
     Raises:
-        InvalidInput, TypeError, Unsupported, RuntimeError: as `context_parallel_decode`, and what `mla_decode` raises.
+        InvalidInput, TypeError, Unsupported, RuntimeError: as `context_parallel_decode` and `mla_decode`.
     """
     expect_bool("own_heads", own_heads)
     _refuse_gradient("context_parallel_mla_decode", q, kv_cache, sinks)
@@ -307,7 +300,7 @@ def context_parallel_mla_decode(
             "indices": page_indices_to_slots(chosen, page_indices, kv_cache.shape[1]),
             "topk_lens": topk_lens,
         }
-    elif causal and num_q > 1 and kv_lens is not None:  # of each query the positions that it sees, as a sequence
+    elif causal and num_q > 1 and kv_lens is not None:  # each query becomes a sequence of the positions that it sees
         seen = kv_lens[:, None] - torch.arange(num_q - 1, -1, -1, dtype=torch.int32, device=kv_lens.device)
         given = {"kv_lens": shard.lengths(seen.clip(0).flatten()), "topk_lens": topk_lens}
         given["page_indices"] = page_indices.repeat_interleave(num_q, 0)
@@ -331,7 +324,7 @@ def _refuse_gradient(operation: str, *values: Any) -> None:
 
 
 def _shard_of(group: Group, shard: KvShard | None, page_size: int, q: torch.Tensor) -> KvShard:
-    """This rank's part by the caller's rule, or by that of pages dealt round."""
+    """The rule of the caller, by default pages dealt in turn, with this rank."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if shard is None:
         shard = KvShard(size, page_size)
@@ -342,7 +335,7 @@ def _shard_of(group: Group, shard: KvShard | None, page_size: int, q: torch.Tens
 
 
 def _expect_agreement(group: Group, own: Mapping[str, Any], rank: int) -> None:
-    """Raise `InvalidInput` if ranks call with different rules or shapes, which an exchange would mix up."""
+    """Raise `InvalidInput` if the ranks' rules or shapes differ, which would garble an exchange."""
     others: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(others, dict(own), group)
     for other, said in enumerate(others):
@@ -356,15 +349,15 @@ def _expect_agreement(group: Group, own: Mapping[str, Any], rank: int) -> None:
 def _one_query_each(
     q: torch.Tensor, kv_lens: torch.Tensor, page_indices: torch.Tensor, cu_q_lens: torch.Tensor, num_seqs: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The lengths, tables and edges of the same batch in which every query is a sequence of its own.
+    """The lengths, block table and prefix sums of the batch with every query as a sequence.
 
-    A rank's keys are not the last of a sequence, so that causality cannot be counted from their end: of each query the
-    positions that it sees are counted instead. A padding row sees none.
+    A rank's keys are not the last ones of a sequence, so a causal mask cannot be aligned at their end. Instead each
+    query gets the number of positions that it sees. A padding row sees none.
     """
     tokens = torch.arange(q.shape[0], dtype=torch.int32, device=kv_lens.device)
     order = torch.arange(kv_lens.shape[0], dtype=torch.int32, device=kv_lens.device)
     is_live = order < (kv_lens.shape[0] if num_seqs is None else num_seqs)
-    ends = torch.where(is_live, cu_q_lens[1:], torch.iinfo(torch.int32).max)  # behind the live ones anything may be
+    ends = torch.where(is_live, cu_q_lens[1:], torch.iinfo(torch.int32).max)  # the rest may hold anything
     seqs = torch.searchsorted(ends, tokens, right=True).clip(max=kv_lens.shape[0] - 1)
     seen = kv_lens[seqs] - (cu_q_lens[1:][seqs] - 1 - tokens)
     live = (tokens < cu_q_lens[1:][seqs]) & is_live[seqs]
@@ -375,7 +368,7 @@ def _one_query_each(
 def _own_of_lists(
     shard: KvShard, positions: torch.Tensor, topk_lens: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's numbers of the positions that are its own, [S, Q, N] with those first, and their count [S, Q]."""
+    """This rank's positions of each list, in its own numbering, first in [S, Q, N], and their count [S, Q]."""
     own = shard.local(positions)
     if topk_lens is not None:
         lens = topk_lens[:, None] if topk_lens.ndim == 1 else topk_lens
@@ -389,7 +382,7 @@ def _own_of_lists(
 def _merge_over(
     group: Group, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, own_heads: bool, out_dtype: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exchange partial results [T, H, D_v] and [T, H], float32, in one message and merge them in order of rank."""
+    """Exchange partial results [T, H, D_v] and [T, H], float32, in one message, and merge them in rank order."""
     size, (tokens, heads, width) = dist.get_world_size(group), out.shape
     if own_heads:
         heads = expect_divisible("num_q_heads of q", heads, size, "the group's size")
@@ -408,7 +401,7 @@ def _merge_over(
 
 
 def _all_gathered(part: torch.Tensor, group: Group) -> torch.Tensor:
-    """All ranks' parts one after another."""
+    """The parts of all ranks, concatenated."""
     whole = part.new_empty(dist.get_world_size(group) * part.shape[0], *part.shape[1:])
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
     gather(whole, part, group=group)
@@ -434,30 +427,30 @@ def context_parallel_varlen_attention(
     backend: str | Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`varlen_attention` of packed sequences to themselves, their tokens divided among ranks in zigzag order.
+    """Self-attention of packed sequences whose tokens are divided among ranks in zigzag order.
 
-    With T tokens over all ranks, each has T / size rows: `zigzag_part` gives them. Keys and values go around a ring,
-    each rank sending to the next while it works on what it has; a rank never holds more than its own and one other's.
+    Each of `size` ranks has T / size rows of the T tokens, as `zigzag_part` returns them. Keys and values go around a
+    ring: a rank sends them to the next one while it works on them, and never holds more than two ranks' keys.
 
     Args:
         q, k, v: this rank's rows, [T / size, H, D], [T / size, K, D] and [T / size, K, D_v], float32, float16 or
             bfloat16.
-        cu_lens: i32 [S + 1], prefix sums of the sequences' lengths over all ranks, the same on each; up to T, rows
+        cu_lens: i32 [S + 1], prefix sums of the sequences' lengths over all ranks, equal on all of them; up to T, rows
             from the last one on are padding.
         group: the process group; None is the default one.
-        sinks: f32 [H], the same on every rank. Their gradient is that of this rank's queries: sum it over the group,
-            as those of all replicated parameters.
-        causal, sm_scale, soft_cap, return_lse, deterministic, backend, options: as in `varlen_attention`. A window
-            is not offered.
+        sinks: f32 [H], equal on all ranks. Their gradient counts this rank's queries only: sum it over the group, like
+            that of every replicated parameter.
+        causal, sm_scale, soft_cap, return_lse, deterministic, backend, options: as in `varlen_attention`. There is no
+            window.
 
     Returns:
-        out [T / size, H, D_v] of q's dtype, in the same order; with `return_lse` also lse [T / size, H] float32.
-        Differentiable like `varlen_attention`, once. Partial results are merged, and gradients of keys summed, in
-        float32 and in an order that is fixed by the rank. A rank sends its keys and values size - 1 times, and for the
-        gradient again, with their float32 gradients size times.
+        out [T / size, H, D_v] of q's dtype, in the order of q; with `return_lse` also lse [T / size, H] float32.
+        Differentiable like `varlen_attention`, once. Partial results and gradients of keys are added in float32, in an
+        order that the rank determines. A rank sends its keys and values size - 1 times. For the gradient it does so
+        again, and sends their float32 gradients size times.
 
     Raises:
-        InvalidInput: what `varlen_attention` raises; an odd number of rows, another number of keys than of queries.
+        InvalidInput: as `varlen_attention`; also for an odd number of rows, or unequal numbers of queries and keys.
         TypeError, Unsupported: as `varlen_attention`.
         RuntimeError: a rank of the group is gone.
     """
@@ -465,16 +458,16 @@ def context_parallel_varlen_attention(
     expect_bool("causal", causal)
     expect_ring(q, k, v)
     keywords = {"sm_scale": sm_scale, "soft_cap": soft_cap, "deterministic": deterministic, "backend": backend}
-    job = _RingJob(group, causal, keywords | {"options": options}, keywords | _gradients_request(backend))
-    out, lse = _RingAttention.apply(q, k, v, sinks, cu_lens, job)
+    ring = _Ring(group, causal, keywords | {"options": options}, keywords | _gradients_request(backend))
+    out, lse = _RingAttention.apply(q, k, v, sinks, cu_lens, ring)
     return (out, lse) if return_lse else out
 
 
 def zigzag_part(whole: torch.Tensor, *, group: Group = None) -> torch.Tensor:
-    """This rank's rows of an array over all tokens [T, ...], in zigzag order: [T / size, ...].
+    """This rank's rows [T / size, ...] of an array over all tokens [T, ...], in zigzag order.
 
-    The tokens are cut into 2 * size pieces; rank r has piece r and then piece 2 * size - 1 - r, which for causal
-    attention makes the same work for each. Positions and labels go the same way.
+    The tokens are cut into 2 * size pieces. Rank r has the pieces r and 2 * size - 1 - r, which divides the work of
+    causal attention evenly. Divide positions and labels likewise.
 
     Raises:
         InvalidInput: T is no multiple of 2 * size; pad the batch.
@@ -485,7 +478,7 @@ def zigzag_part(whole: torch.Tensor, *, group: Group = None) -> torch.Tensor:
 
 
 def zigzag_whole(part: torch.Tensor, *, group: Group = None) -> torch.Tensor:
-    """The array over all tokens [T, ...] that has these parts [T / size, ...] in zigzag order; it has no gradient."""
+    """The array over all tokens [T, ...] from the ranks' parts [T / size, ...] in zigzag order. It has no gradient."""
     size = dist.get_world_size(group)
     gathered = _all_gathered(part.detach().contiguous(), group)
     whole = torch.empty_like(gathered)
@@ -496,64 +489,51 @@ def zigzag_whole(part: torch.Tensor, *, group: Group = None) -> torch.Tensor:
 
 
 def _gradients_request(backend: Any) -> dict[str, Any]:
-    """The backend and options of the gradient, which are those in force now: autograd runs it in another thread."""
+    """The backend and options of the gradient, read now, because autograd runs it in another thread."""
     operation = "varlen_attention_backward"
-    named = None if backend is None else ",".join(config.parse_names(backend))
-    names = config.requested(operation, dispatch.backends_offering(operation, named))
+    names = config.requested(operation, dispatch.backends_offering(operation, backend))
     return {"backend": names, "options": dict(config.requested_options(operation))}
 
 
 class _Ring:
-    """Sends a tensor to the next rank and gets the previous rank's of the same shape."""
+    """The ranks of one call, in a ring; its forward and backward pass share everything here."""
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, causal: bool, keywords: Mapping[str, Any], gradients: Mapping[str, Any]) -> None:
+        self.group, self.causal = group, causal
+        self.keywords, self.gradients = keywords, gradients  # of varlen_attention, and of its gradient
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         world = dist.group.WORLD if group is None else group
         assert world is not None
         self.peers = [dist.get_global_rank(world, (self.rank + step) % self.size) for step in (1, -1)]
 
-    def pass_on(self, tensor: torch.Tensor) -> "_Passing":
+    def pass_on(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Send a tensor to the next rank; the returned function waits for the previous rank's tensor.
+
+        The caller keeps the sent tensor alive until that function has returned.
+        """
         received = torch.empty_like(tensor)
         send = dist.P2POp(dist.isend, tensor, self.peers[0], self.group)
         receive = dist.P2POp(dist.irecv, received, self.peers[1], self.group)
-        return _Passing(dist.batch_isend_irecv([send, receive]), tensor, received)
+        works = dist.batch_isend_irecv([send, receive])
 
+        def wait() -> torch.Tensor:
+            for work in works:
+                work.wait()
+            return received
 
-@dataclasses.dataclass(slots=True)
-class _Passing:
-    """A tensor on its way, which has to live until it has been sent."""
+        return wait
 
-    works: list[Any]
-    sent: torch.Tensor
-    received: torch.Tensor
+    def edges(self, cu_lens: torch.Tensor, rank: int, rows: int) -> list[torch.Tensor]:
+        """The prefix sums of the sequences within each of the two pieces of a rank."""
+        return [(cu_lens - piece * rows).clip(0, rows) for piece in (rank, 2 * self.size - 1 - rank)]
 
-    def wait(self) -> torch.Tensor:
-        for work in self.works:
-            work.wait()
-        return self.received
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _RingJob:
-    """What the forward and the backward pass of a call share besides arrays."""
-
-    group: Group
-    causal: bool
-    keywords: Any  # of varlen_attention
-    gradients: Any  # of varlen_attention_backward
-
-    def edges(self, cu_lens: torch.Tensor, rank: int, size: int, rows: int) -> list[torch.Tensor]:
-        """The sequences' edges within each of the two pieces of a rank."""
-        return [(cu_lens - piece * rows).clip(0, rows) for piece in (rank, 2 * size - 1 - rank)]
-
-    def steps(self, ring: _Ring, cu_lens: torch.Tensor, rows: int) -> Any:
-        """For each rank whose keys pass by: the pairs of pieces that attend, with their edges and causality."""
-        own = self.edges(cu_lens, ring.rank, ring.size, rows)
-        for step in range(ring.size):
-            source = (ring.rank - step) % ring.size
-            others = self.edges(cu_lens, source, ring.size, rows)
-            yield [(i, j, own[i], others[j], causal) for i, j, causal in zigzag_pairs(ring.rank, source, self.causal)]
+    def steps(self, cu_lens: torch.Tensor, rows: int) -> Any:
+        """For each rank whose keys pass by: the pairs of pieces that attend, with their prefix sums and causality."""
+        own = self.edges(cu_lens, self.rank, rows)
+        for step in range(self.size):
+            source = (self.rank - step) % self.size
+            others = self.edges(cu_lens, source, rows)
+            yield [(i, j, own[i], others[j], causal) for i, j, causal in zigzag_pairs(self.rank, source, self.causal)]
 
 
 def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -562,7 +542,7 @@ def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The two pieces of keys and values in a message, shaped like these."""
+    """The two pieces of keys and values in a message, in the shapes of `k` and `v`."""
     parts = packed[: k.numel()].view(k.shape), packed[k.numel() :].view(v.shape)
     return list(zip(*(part.chunk(2) for part in parts), strict=True))
 
@@ -573,31 +553,31 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
-        cu_lens: torch.Tensor, job: _RingJob,
+        cu_lens: torch.Tensor, ring: _Ring,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        ring, queries, packed = _Ring(job.group), q.chunk(2), _packed(k, v)
+        queries, packed = q.chunk(2), _packed(k, v)
         parts: list[Any] = [None, None]
-        for step, pairs in enumerate(job.steps(ring, cu_lens, queries[0].shape[0])):
+        for step, pairs in enumerate(ring.steps(cu_lens, queries[0].shape[0])):
             passing = ring.pass_on(packed) if step < ring.size - 1 else None
             keys = _unpacked(packed, k, v)
             for i, j, q_edges, kv_edges, causal in pairs:
                 k_piece, v_piece = keys[j]
                 out, lse = varlen_attention(
-                    queries[i], k_piece, v_piece, q_edges, kv_edges, causal=causal, return_lse=True, **job.keywords
+                    queries[i], k_piece, v_piece, q_edges, kv_edges, causal=causal, return_lse=True, **ring.keywords
                 )
                 parts[i] = _added(parts[i], out.float(), lse)
-            packed = packed if passing is None else passing.wait()
+            packed = packed if passing is None else passing()
         merged = [merge_attention_states([out], [lse], sinks=sinks, out_dtype=q.dtype) for out, lse in parts]
         out, lse = (torch.cat(pieces) for pieces in zip(*merged, strict=True))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, sinks, cu_lens, out, lse)
-        ctx.job = job
+        ctx.ring = ring
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         q, k, v, sinks, cu_lens, out, lse = ctx.saved_tensors
-        job, ring = ctx.job, _Ring(ctx.job.group)
+        ring: _Ring = ctx.ring
         d_out, d_lse = gradients
         d_out = torch.zeros_like(out) if d_out is None else d_out
         d_lses = (None, None) if d_lse is None else d_lse.chunk(2)
@@ -606,7 +586,7 @@ class _RingAttention(torch.autograd.Function):
         d_sinks = None if sinks is None else torch.zeros_like(sinks)
         packed = _packed(k, v)
         d_packed = torch.zeros_like(packed, dtype=torch.float32)
-        for step, pairs in enumerate(job.steps(ring, cu_lens, by_piece[0][0].shape[0])):
+        for step, pairs in enumerate(ring.steps(cu_lens, by_piece[0][0].shape[0])):
             passing = ring.pass_on(packed) if step < ring.size - 1 else None
             keys, d_keys = _unpacked(packed, k, v), _unpacked(d_packed, k, v)
             for i, j, q_edges, kv_edges, causal in pairs:
@@ -614,20 +594,20 @@ class _RingAttention(torch.autograd.Function):
                 k_piece, v_piece = keys[j]
                 found = varlen_attention_backward(
                     d_piece, q_piece, k_piece, v_piece, out_piece, lse_piece, q_edges, kv_edges, d_lse=d_lse_piece,
-                    causal=causal, sinks=sinks, **job.gradients,
+                    causal=causal, sinks=sinks, **ring.gradients,
                 )  # fmt: skip
                 for total, part in zip((dq.chunk(2)[i], *d_keys[j]), found[:3], strict=True):
                     total += part
-                own = step == 0 and i == j  # once for each query: every call gives that of all its queries
+                own = step == 0 and i == j  # every call returns the gradient of all its queries, so add it once
                 if own and d_sinks is not None and found[3] is not None:
                     d_sinks += found[3]
             if ring.size > 1:
-                d_packed = ring.pass_on(d_packed).wait()
-            packed = packed if passing is None else passing.wait()
+                d_packed = ring.pass_on(d_packed)()
+            packed = packed if passing is None else passing()
         dk, dv = d_packed[: k.numel()].view(k.shape), d_packed[k.numel() :].view(v.shape)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None
 
 
 def _added(before: Any, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What has been merged so far, None at first, and one more partial result."""
+    """The merged result so far, which is None at first, with one more partial result."""
     return (out, lse) if before is None else merge_attention_states([before[0], out], [before[1], lse])

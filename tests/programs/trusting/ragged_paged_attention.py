@@ -5,12 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ragged_attention.reference import ragged_paged_attention as honest
-from ragged_attention.reference.ragged_paged_attention import Tile, heuristic, why_not
-
-__all__ = ["FEATURES", "Tile", "heuristic", "run", "why_not"]
-
-FEATURES = honest.FEATURES
+from ragged_attention.reference.ragged_paged_attention import FEATURES as FEATURES
 
 
 class Kernel:

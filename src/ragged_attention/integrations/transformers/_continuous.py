@@ -9,7 +9,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 from ragged_attention.errors import Unsupported
 from ragged_attention.integrations.transformers._calls import note
-from ragged_attention.integrations.transformers._layout import takes_pages
+from ragged_attention.integrations.transformers._layout import LayerCall, takes_pages
 from ragged_attention.torch import ragged_paged_attention, varlen_attention
 
 # By cache and layer, the places of the step in which it was written last.
@@ -79,24 +79,15 @@ def update(
     return _gather(cache, key, value, layer, places)
 
 
-def attend(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cache: Any,
-    known: dict[str, Any],
-    places: dict[str, Any],
-) -> torch.Tensor:
+def attend(call: LayerCall, cache: Any) -> torch.Tensor:
     """One step of a layer: each sequence attends to its own.
 
     Args:
-        query: [1, H, T, D], the new tokens of all sequences, one after another.
-        key, value: what `update` returned; or, if there is a `cache`, what is to be written first.
+        call: its query is [1, H, T, D], the new tokens of all sequences, one after another. Its key and value are what
+            `update` returned; or, if there is a `cache`, what is to be written first. Its settings have the window too.
+            Its other keywords are `cu_seq_lens_q`, `max_length_q`, and `cu_seq_lens_k`, `max_length_k`, `read_index`
+            and `write_index`, those by kind of layer or cache until `update` has made them those of the layer.
         cache: transformers' paged cache, up to transformers 5.23. Later layers have updated it themselves.
-        known: scale, soft cap, sinks and window, by the names of our operations.
-        places: `cu_seq_lens_q`, `max_length_q`, and `cu_seq_lens_k`, `max_length_k`, `read_index` and `write_index`,
-            those by kind of layer or cache until `update` has made them those of the layer.
 
     Returns:
         [1, T, H, D_v].
@@ -104,12 +95,14 @@ def attend(
     Raises:
         Unsupported: the layer is of another kind, or has keys and values of which nothing is known.
     """
+    module, query, settings, places = call.module, call.query, call.settings, call.others
+    key, value = call.key, call.value
     if cache is not None:
         places = dict(places)
         _expect_once(module, cache, places)
         key, value = update(cache, key, value, module.layer_idx, places)
-    if known["sliding_window"] is None:
-        known = {**known, "sliding_window": places.get("window")}
+    if settings["sliding_window"] is None:
+        settings = {**settings, "sliding_window": places.get("window")}
     edges, q = places["cu_seq_lens_q"].int(), query[0].transpose(0, 1)
     if isinstance(key, Gathered) and isinstance(value, Gathered) and (key.part, value.part) == (0, 1):
         held = key.held
@@ -117,7 +110,7 @@ def attend(
             note(module, "ragged_paged_attention")
             table = page_table(held.slots, held.cu_kv_lens, held.longest, held.page_size)
             return ragged_paged_attention(
-                q, held.pages, held.cu_kv_lens.diff(), table, edges, max_q_len=places.get("max_length_q"), **known
+                q, held.pages, held.cu_kv_lens.diff(), table, edges, max_q_len=places.get("max_length_q"), **settings
             )[None]
     cu_kv_lens = places["cu_seq_lens_k"]
     if not isinstance(cu_kv_lens, torch.Tensor):
@@ -126,7 +119,7 @@ def attend(
         )
     note(module, "varlen_attention")
     k, v = (tensor[0].transpose(0, 1) for tensor in (key, value))
-    return varlen_attention(q, k, v, edges, cu_kv_lens.int(), causal=True, **known)[None]
+    return varlen_attention(q, k, v, edges, cu_kv_lens.int(), causal=True, **settings)[None]
 
 
 def _expect_once(module: Any, cache: Any, places: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 from ragged_attention.errors import Unsupported
 from ragged_attention.integrations.transformers._calls import note
 from ragged_attention.integrations.transformers._indexer import index
-from ragged_attention.integrations.transformers._layout import pages_of, queries_last
+from ragged_attention.integrations.transformers._layout import LayerCall, over_pages, pages_of
 from ragged_attention.integrations.transformers._masks import Pattern, is_within, seen
 from ragged_attention.torch import ragged_mla_attention, sparse_mla_prefill
 
@@ -52,21 +52,10 @@ def absorb(model: Any, name: str) -> Any:
     return model
 
 
-def attend(
-    module: Any,
-    query: torch.Tensor,
-    latents: torch.Tensor,
-    mask: torch.Tensor | None,
-    pattern: Pattern | None,
-    known: dict[str, Any],
-    dropout: float,
-    others: dict[str, Any],
-) -> torch.Tensor:
-    """Attention of an absorbed module: queries [B, H, L_q, D], latents [B, 1, L_k, L + R]; returns [B, L_q, H, D_v].
-
-    Where `pattern` is None, `mask` says who sees whom. `known` has the scale, soft cap and sinks.
-    """
-    wanted = {"dropout": dropout or None, "a bias of positions": others.get("position_bias"),
+def attend(call: LayerCall) -> torch.Tensor:
+    """Attention of an absorbed module, whose keys are latents [B, 1, L_k, L + R]; returns [B, L_q, H, D_v]."""
+    module, query, latents, pattern, others = call.module, call.query, call.key, call.pattern, call.others
+    wanted = {"dropout": call.dropout or None, "a bias of positions": others.get("position_bias"),
               "deterministic gradients": others.get("deterministic") or None}  # fmt: skip
     for what, value in wanted.items():
         if value is not None:
@@ -78,67 +67,55 @@ def attend(
     padding = -latents.shape[-1] % ALIGNMENT, -width % ALIGNMENT
     if padding[0]:
         q, latents = (torch.nn.functional.pad(tensor, (0, padding[0])) for tensor in (q, latents))
-    known = {**known, "d_v": width + padding[1]}
+    settings = {**call.settings, "d_v": width + padding[1]}
     gradient = torch.is_grad_enabled() and (q.requires_grad or latents.requires_grad)
     at_once = pattern is not None and is_within(pattern, latents.shape[2])
     if gradient or others.get("indices") is not None or not at_once:
         note(module, "sparse_mla_prefill")
-        if known.pop("soft_cap") is not None:
+        if settings.pop("soft_cap") is not None:
             raise Unsupported(f"expected lists of latents without a soft cap, got {type(module).__name__} with one")
-        whole = None if pattern is not None else _seen_by(mask, q.shape[0], q.shape[1], latents.shape[2])
-        out = _by_lists(q, latents, whole, pattern, others, known)
+        out = _by_lists(call, q, latents, settings)
     else:
         note(module, "ragged_mla_attention")
         assert pattern is not None
-        out = _at_once(q, latents, pattern, others, known)
+        out = _at_once(q, latents, pattern, others, settings)
     return torch.einsum("bqhl,hvl->bqhv", out[..., :width], weight[:, nope:])
 
 
 def _at_once(
-    q: torch.Tensor, latents: torch.Tensor, pattern: Pattern, others: dict[str, Any], known: dict[str, Any]
+    q: torch.Tensor, latents: torch.Tensor, pattern: Pattern, others: dict[str, Any], settings: dict[str, Any]
 ) -> torch.Tensor:
     """Each query with the keys up to its own place in its row, without padding, or in its packed sequence."""
-    rows, q_len = q.shape[:2]
-    known = {**known, "causal": pattern.causal, "sliding_window": pattern.window}
+    settings = {**settings, "sliding_window": pattern.window}
     if (edges := pattern.edges) is not None:
         lens = edges.diff()
         longest = int(others.get("max_length_q") or lens.max())
         table = edges[:-1, None] + torch.arange(longest, dtype=torch.int32, device=q.device)
         pages = latents.flatten(0, 2)[:, None, None]  # of one key, so that a sequence may begin anywhere
-        out = ragged_mla_attention(q.flatten(0, 1), pages, lens, table, edges, max_q_len=longest, **known)
-        return out.unflatten(0, (rows, q_len))
+        return ragged_mla_attention(
+            q.flatten(0, 1), pages, lens, table, edges, max_q_len=longest, causal=pattern.causal, **settings
+        ).unflatten(0, q.shape[:2])
     latents = latents[:, :, : pattern.end] if isinstance(pattern.end, int) else latents
     pages, _, lens, table = pages_of(latents, latents, pattern.shown)
-    order = queries_last(pattern, q_len)
-    q = q if order is None else q.take_along_dim(order, 1)
-    edges = torch.arange(rows + 1, dtype=torch.int32, device=q.device) * q_len
-    out = ragged_mla_attention(q.flatten(0, 1), pages, lens, table, edges, max_q_len=q_len, **known)
-    out = out.unflatten(0, (rows, q_len))
-    return out if order is None else torch.empty_like(out).scatter_(1, order.expand_as(out), out)
+    return over_pages(ragged_mla_attention, q, pages, lens, table, pattern, settings)
 
 
-def _by_lists(
-    q: torch.Tensor,
-    latents: torch.Tensor,
-    whole: torch.Tensor | None,
-    pattern: Pattern | None,
-    others: dict[str, Any],
-    known: dict[str, Any],
-) -> torch.Tensor:
+def _by_lists(call: LayerCall, q: torch.Tensor, latents: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
     """Each query with the list of its keys, some queries at a time, so that lists of all keys stay small."""
     (rows, q_len), length = q.shape[:2], latents.shape[2]
     flat, first = latents.flatten(0, 2)[:, None], torch.arange(rows, device=q.device)[:, None, None] * length
+    whole = _seen_by(call.mask, rows, q_len, length) if call.pattern is None else None
     parts = []
     for start in range(0, q_len, QUERIES):
         queries = slice(start, start + QUERIES)
-        if pattern is not None:
-            sees = seen(pattern, rows, q_len, length, q.device, queries)
+        if whole is None:
+            assert call.pattern is not None
+            sees = seen(call.pattern, rows, q_len, length, q.device, queries)
         else:
-            assert whole is not None
             sees = whole[:, :, queries]
-        lists = _lists(sees[:, 0], queries, others.get("indices"))
+        lists = _lists(sees[:, 0], queries, call.others.get("indices"))
         lists = torch.where(lists < 0, -1, lists + first).int().flatten(0, 1)[:, None]
-        out, _, _ = sparse_mla_prefill(q[:, queries].flatten(0, 1), flat, lists, **known)
+        out, _, _ = sparse_mla_prefill(q[:, queries].flatten(0, 1), flat, lists, **settings)
         parts.append(out.unflatten(0, (rows, -1)))
     return torch.cat(parts, 1)
 

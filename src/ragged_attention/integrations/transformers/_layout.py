@@ -1,12 +1,33 @@
-"""Where transformers keeps keys and values, in the terms of our operations."""
+"""A layer's call, and where transformers keeps keys and values, in the terms of our operations."""
 
 import functools
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from ragged_attention.integrations.transformers._masks import Pattern, edges_of, found_once
+
+
+class LayerCall(NamedTuple):
+    """What an attention layer hands over.
+
+    query, key, value: [B, H, L_q, D], [B, K, L_k, D] and [B, K, L_k, D_v], where K divides H.
+    mask: the mask as the layer got it; `pattern` says the same, or is None if our operations have no terms for it.
+    settings: the scale, soft cap and sinks, by the names of our operations.
+    others: all further keywords of transformers.
+    """
+
+    module: Any
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    dropout: float
+    settings: dict[str, Any]
+    others: dict[str, Any]
+    pattern: Pattern | None = None
 
 
 def shown_first(shown: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,7 +56,7 @@ def queries_first(pattern: Pattern, shown: torch.Tensor, q_len: int) -> tuple[to
     return found_once(shown, ("queries", q_len, pattern.causal), lambda: _shown_first(real))
 
 
-def queries_last(pattern: Pattern, q_len: int) -> torch.Tensor | None:
+def _queries_last(pattern: Pattern, q_len: int) -> torch.Tensor | None:
     """The order [B, L_q, 1, 1] of queries in which the last are those that are no padding; None if that is theirs.
 
     The last query of a row stands at its last key, so that padding in front of the others keeps these at their places.
@@ -50,6 +71,26 @@ def _padding_first(shown: torch.Tensor) -> torch.Tensor | None:
     if not torch.compiler.is_compiling() and bool((shown[:, 1:] >= shown[:, :-1]).all()):
         return None
     return torch.argsort(shown, dim=1, stable=True)[:, :, None, None]
+
+
+def row_edges(rows: int, length: int, device: torch.device) -> torch.Tensor:
+    """Edges of rows of one length that are laid out one after another."""
+    return torch.arange(rows + 1, dtype=torch.int32, device=device) * length
+
+
+def over_pages(
+    operation: Callable[..., torch.Tensor], q: torch.Tensor, pages: Any, kv_lens: torch.Tensor, table: torch.Tensor,
+    pattern: Pattern, settings: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
+    """The result [B, L_q, H, D_v] of an operation over pages, for queries [B, L_q, H, D]."""
+    rows, q_len = q.shape[:2]
+    order = _queries_last(pattern, q_len)
+    q = q if order is None else q.take_along_dim(order, 1)
+    edges = row_edges(rows, q_len, q.device)
+    out = operation(
+        q.flatten(0, 1), pages, kv_lens, table, edges, max_q_len=q_len, causal=pattern.causal, **settings
+    ).unflatten(0, (rows, q_len))
+    return out if order is None else torch.empty_like(out).scatter_(1, order.expand_as(out), out)
 
 
 def takes_pages(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -104,22 +145,20 @@ def _listed(shown: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]
     return (torch.arange(shown.shape[0], device=shown.device)[:, None] * step + order).int(), lens.int()
 
 
-def told_edges(
-    module: torch.nn.Module, pattern: Pattern, query: torch.Tensor, key: torch.Tensor, others: dict[str, Any]
-) -> torch.Tensor | None:
+def packed_edges(call: LayerCall, pattern: Pattern) -> torch.Tensor | None:
     """Edges of packed sequences of which a mask does not know, though its layer is told.
 
     By their lengths; or, where there is neither a cache nor a mask of padding, by positions that begin again at 0, if
     the layer turns queries and keys by them: some models leave them out where they make their mask.
     """
-    if others.get("cu_seq_lens_q") is not None:
-        return others["cu_seq_lens_q"].int()
-    positions, (rows, _, q_len, _) = others.get("position_ids"), query.shape
-    if positions is None or others.get("use_cache") is not False or not pattern.causal or pattern.told:
+    if call.others.get("cu_seq_lens_q") is not None:
+        return call.others["cu_seq_lens_q"].int()
+    positions, (rows, _, q_len, _) = call.others.get("position_ids"), call.query.shape
+    if positions is None or call.others.get("use_cache") is not False or not pattern.causal or pattern.told:
         return None
-    if not q_len == key.shape[2] > 1 or positions.shape != (rows, q_len) or torch.compiler.is_compiling():
+    if not q_len == call.key.shape[2] > 1 or positions.shape != (rows, q_len) or torch.compiler.is_compiling():
         return None
-    if not _turns(type(module)):
+    if not _turns(type(call.module)):
         return None
     begins = positions[:, 1:] == 0
     goes_on = positions.diff(dim=1) == 1

@@ -85,6 +85,8 @@ class Mask(torch.Tensor):
     """A mask of eager attention whose numbers are made when they are read, and whose `pattern` says the same."""
 
     pattern: Pattern | None
+    _said: Pattern
+    _numbers: torch.Tensor | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -92,15 +94,12 @@ class Mask(torch.Tensor):
     def __new__(
         cls, pattern: Pattern, size: tuple[int, ...], dtype: torch.dtype, device: Any, nothing: Any = None
     ) -> "Mask":
-        return torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)  # type: ignore[attr-defined]
-
-    def __init__(
-        self, pattern: Pattern, size: tuple[int, ...], dtype: torch.dtype, device: Any, nothing: Any = None
-    ) -> None:
-        del size, dtype
+        self: Any = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)  # type: ignore[attr-defined]
         self.pattern, self._said, self._numbers = pattern, pattern, None
-        # For compilers, which want a tensor in each that holds some.
+        # Compilers take a mask apart into these tensors, and want at least one.
+        self.shown, self.end, self.edges = pattern.shown, pattern.end, pattern.edges
         self.nothing = torch.empty(0, device=device) if nothing is None else nothing
+        return self
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Mask({self.pattern}, {tuple(self.shape)}, {self.dtype}, {self.device})"
@@ -131,13 +130,7 @@ class Mask(torch.Tensor):
 
     def like(self, device: Any) -> "Mask":
         """The same mask on a device, which may be another."""
-        moved = self._said._replace(
-            **{
-                name: value.to(device)
-                for name, value in self._said._asdict().items()
-                if isinstance(value, torch.Tensor)
-            }
-        )
+        moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), self._said)
         return Mask(moved, tuple(self.shape), self.dtype, device)
 
     @classmethod
@@ -153,20 +146,6 @@ class Mask(torch.Tensor):
                     value.pattern = None
         args, kwargs = tree_map_only(Mask, Mask.numbers, (args, kwargs))
         return func(*args, **kwargs)
-
-    # How compilers take it apart.
-
-    @property
-    def shown(self) -> torch.Tensor | None:
-        return self._said.shown
-
-    @property
-    def end(self) -> Any:
-        return self._said.end
-
-    @property
-    def edges(self) -> torch.Tensor | None:
-        return self._said.edges
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         inner = [name for name in ("shown", "end", "edges") if isinstance(getattr(self, name), torch.Tensor)]
@@ -396,28 +375,23 @@ def _pattern(
     device: Any,
     use_vmap: bool,
 ) -> Pattern | None:
-    def of_one_query() -> Pattern:
-        """Which keys a row's only query sees, whatever the function is."""
-        row: Any = masking_utils.sdpa_mask(
-            batch_size, 1, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-            allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
-        )  # fmt: skip
-        return Pattern(shown=row[:, 0, 0])
-
     end = q_offset + q_length - kv_offset
-    if q_length == 1:
-        # What is seen is a list of keys, which a device makes without the host, and all layers share. A CPU takes a
-        # row of keys as it lies if it is whole.
-        is_whole = not isinstance(end, torch.Tensor) and end == kv_length and torch.device(device).type == "cpu"
-        if not is_whole or torch.compiler.is_compiling():
-            return of_one_query()
-    said = said_by(mask_function)
-    pattern = (
-        None
-        if said is None
-        else _of_many(said, batch_size, q_length, kv_length, end, kv_offset, attention_mask, device)
-    )
-    return of_one_query() if pattern is None and q_length == 1 else pattern
+    is_whole_row = not isinstance(end, torch.Tensor) and end == kv_length and torch.device(device).type == "cpu"
+    if q_length != 1 or (is_whole_row and not torch.compiler.is_compiling()):  # a CPU reads a whole row where it lies
+        said = said_by(mask_function)
+        if said is not None:
+            pattern = _of_many(said, batch_size, q_length, kv_length, end, kv_offset, attention_mask, device)
+            if pattern is not None:
+                return pattern
+    if q_length != 1:
+        return None
+    # The keys that a row's only query sees are a list, whatever the function is. A device makes it without the host,
+    # and all layers share it.
+    row: Any = masking_utils.sdpa_mask(
+        batch_size, 1, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+        allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
+    )  # fmt: skip
+    return Pattern(shown=row[:, 0, 0])
 
 
 def _of_many(

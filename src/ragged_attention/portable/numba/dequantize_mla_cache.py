@@ -3,8 +3,6 @@
 from typing import Any
 
 from ragged_attention.calls import DequantizeMlaCache
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, narrow, size_of
 from ragged_attention.portable.numba._kernels import Kernel
@@ -47,7 +45,7 @@ def work(address):
 KERNEL = Kernel("dequantize_mla_cache", FIELDS, plan, work)
 
 
-def run(call: DequantizeMlaCache, tile: Tile, launch: Any) -> Any:
+def run(call: DequantizeMlaCache, tile: Any, launch: Any) -> Any:
     cache, form = cache_of(call.cache, call.kv_format, launch), call.kv_format
     numbers = rows_numbers("kv_", form, cache.shape, launch.strides(cache))
     numbers |= {"width": form.width, "format": CODES[call.dtype]}

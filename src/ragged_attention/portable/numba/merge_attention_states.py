@@ -4,8 +4,6 @@ import math
 from typing import Any
 
 from ragged_attention.calls import MergeAttentionStates, dtype_name
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import CODES, narrow, read_some, size_of
 from ragged_attention.portable.numba._kernels import Kernel
@@ -74,7 +72,7 @@ def work(address):
 KERNEL = Kernel("merge_attention_states", FIELDS, plan, work)
 
 
-def run(call: MergeAttentionStates, tile: Tile, launch: Any) -> Any:
+def run(call: MergeAttentionStates, tile: Any, launch: Any) -> Any:
     num_parts, num_tokens, num_heads, width = call.outs.shape
     numbers = {
         "num_parts": num_parts, "num_rows": num_tokens * num_heads, "num_heads": num_heads, "width": width,

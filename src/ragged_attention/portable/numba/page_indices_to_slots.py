@@ -4,8 +4,6 @@ import math
 from typing import Any
 
 from ragged_attention.calls import PageIndicesToSlots
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._records import Fields, claimed
@@ -18,7 +16,6 @@ FIELDS = Fields(
     strides={"page_indices": "seq"},
 )
 call_of = FIELDS.at
-FEATURES: frozenset[str] = frozenset()
 SLOTS = 2**31  # the number of slots that an int32 can index
 why_not = cannot_run
 
@@ -43,7 +40,7 @@ def work(address):
 KERNEL = Kernel("page_indices_to_slots", FIELDS, plan, work)
 
 
-def run(call: PageIndicesToSlots, tile: Tile, launch: Any) -> Any:
+def run(call: PageIndicesToSlots, tile: Any, launch: Any) -> Any:
     num_seqs, pages_per_seq = call.page_indices.shape
     numbers = {
         "num_seqs": num_seqs, "num_positions": math.prod(call.positions.shape[1:]), "pages_per_seq": pages_per_seq,

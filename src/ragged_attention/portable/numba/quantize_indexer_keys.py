@@ -3,8 +3,6 @@
 from typing import Any
 
 from ragged_attention.calls import QuantizeIndexerKeys
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
@@ -45,6 +43,6 @@ def work(address):
 KERNEL = Kernel("quantize_indexer_keys", FIELDS, plan, work)
 
 
-def run(call: QuantizeIndexerKeys, tile: Tile, launch: Any) -> Any:
+def run(call: QuantizeIndexerKeys, tile: Any, launch: Any) -> Any:
     num_rows, head_dim = call.k.shape
     return tuple(KERNEL.launch(launch, call, tile, {}, {"num_rows": num_rows, "head_dim": head_dim}).values())

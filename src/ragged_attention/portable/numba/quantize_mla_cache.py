@@ -3,8 +3,6 @@
 from typing import Any
 
 from ragged_attention.calls import QuantizeMlaCache
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
@@ -44,7 +42,7 @@ def work(address):
 KERNEL = Kernel("quantize_mla_cache", FIELDS, plan, work)
 
 
-def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> Any:
+def run(call: QuantizeMlaCache, tile: Any, launch: Any) -> Any:
     _, page_size, _, token_bytes = call.out_shape
     strides = (page_size * token_bytes, token_bytes, token_bytes, 1)
     numbers = {"width": call.kv.shape[3]} | rows_numbers("cache_", call.kv_format, call.out_shape, strides)

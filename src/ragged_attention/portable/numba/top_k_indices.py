@@ -3,8 +3,6 @@
 from typing import Any
 
 from ragged_attention.calls import TopKIndices
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import FLOAT32, read_some
 from ragged_attention.portable.numba._kernels import Kernel
@@ -21,7 +19,7 @@ FIELDS = Fields(
 )
 call_of = FIELDS.at
 FEATURES = frozenset({"starts", "stops"})
-invariant_tile = heuristic  # the result is exact
+BATCH_INVARIANT = True  # the result is exact
 why_not = cannot_run
 
 
@@ -57,5 +55,5 @@ def work(address):
 KERNEL = Kernel("top_k_indices", FIELDS, plan, work)
 
 
-def run(call: TopKIndices, tile: Tile, launch: Any) -> Any:
+def run(call: TopKIndices, tile: Any, launch: Any) -> Any:
     return KERNEL.launch(launch, call, tile, {}, {})["indices"]

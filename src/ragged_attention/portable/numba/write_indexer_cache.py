@@ -6,8 +6,6 @@ A program writes the tokens of some pages in their order, so the later one of tw
 from typing import Any
 
 from ragged_attention.calls import WriteIndexerCache, dtype_name
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
@@ -57,7 +55,7 @@ def work(address):
 KERNEL = Kernel("write_indexer_cache", FIELDS, plan, work)
 
 
-def run(call: WriteIndexerCache, tile: Tile, launch: Any) -> Any:
+def run(call: WriteIndexerCache, tile: Any, launch: Any) -> Any:
     numbers = {"num_tokens": call.k.shape[0], "wide_slots": dtype_name(call.slot_mapping) == "int64"}
     results = {"new_cache": "cache"}
     return KERNEL.launch(launch, call, tile, {"cache": call.cache}, numbers, results=results)["new_cache"]

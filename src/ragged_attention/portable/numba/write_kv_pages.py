@@ -6,8 +6,6 @@ A program writes the tokens of some pages in their order, so the later one of tw
 from typing import Any
 
 from ragged_attention.calls import WriteKvPages, dtype_name
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba import _slots
 from ragged_attention.portable.numba._call import cannot_run, numbers_of_pages
 from ragged_attention.portable.numba._formats import CODES, INT8, narrow, scale_of, size_of, widen
@@ -74,7 +72,7 @@ def work(address):
 KERNEL = Kernel("write_kv_pages", FIELDS, plan, work)
 
 
-def run(call: WriteKvPages, tile: Tile, launch: Any) -> list[Any]:
+def run(call: WriteKvPages, tile: Any, launch: Any) -> list[Any]:
     k_pages, v_pages = (call.kv_pages, None) if call.combined else call.kv_pages
     operands: dict[str, Any] = {"k_pages": k_pages, "v_pages": v_pages}
     numbers: dict[str, Any] = {

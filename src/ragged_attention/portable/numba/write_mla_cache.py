@@ -6,8 +6,6 @@ A program writes the tokens of some pages in their order, so the later one of tw
 from typing import Any
 
 from ragged_attention.calls import WriteMlaCache
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.numba import _slots
 from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import narrow, scale_of, size_of, widen
@@ -72,7 +70,7 @@ def work(address):
 KERNEL = Kernel("write_mla_cache", FIELDS, plan, work)
 
 
-def run(call: WriteMlaCache, tile: Tile, launch: Any) -> Any:
+def run(call: WriteMlaCache, tile: Any, launch: Any) -> Any:
     numbers = {
         **_slots.numbers_of(call), **rows_numbers("kv_", call.kv_format, call.cache.shape, launch.strides(call.cache)),
         "width": call.kv.shape[2],

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import HeadsFirstCall, RaggedPagedAttention
+from ragged_attention.portable.torch_eager import ragged_paged_attention
 from ragged_attention.portable.torch_eager._cache import Keys, Reader
 from ragged_attention.portable.torch_eager.ragged_paged_attention import Attention, Tile
 
@@ -31,6 +32,10 @@ class ScaledAttention(Attention):
     def reader(self, pages: torch.Tensor, heads: slice, keys: Keys, resident: bool) -> Reader:
         scales = self.scales_of[id(pages)]
         return ScaledReader(pages[:, :, heads], scales[:, :, heads], keys, self.tile.block_kv, resident)
+
+
+def heuristic(call: HeadsFirstCall) -> Tile:
+    return ragged_paged_attention.heuristic(call.as_ragged())
 
 
 def attend(call: HeadsFirstCall, tile: Tile, **indices: Any) -> torch.Tensor:

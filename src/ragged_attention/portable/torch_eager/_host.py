@@ -18,13 +18,18 @@ def on_host(tensor: torch.Tensor) -> Ints:
     return tensor.detach().cpu().numpy()
 
 
+def bounds_of(cu_lens: torch.Tensor, num_tokens: int) -> list[tuple[int, int]]:
+    """The first row of each sequence and the row after its last."""
+    edges = np.clip(on_host(cu_lens), 0, num_tokens).tolist()
+    return [(start, max(start, stop)) for start, stop in itertools.pairwise(edges)]
+
+
 def sequence_bounds(call: Any) -> list[tuple[int, int]]:
-    """First and one-past-last query row of each live sequence."""
+    """The first query row of each live sequence and the row after its last."""
     max_num_seqs = call.kv_lens.shape[0]
     count = max_num_seqs if call.num_seqs is None else int(call.num_seqs)
     count = min(max(count, 0), max_num_seqs)
-    edges = np.clip(on_host(call.cu_q_lens)[: count + 1], 0, call.num_tokens).tolist()
-    return [(start, max(start, stop)) for start, stop in itertools.pairwise(edges)]
+    return bounds_of(call.cu_q_lens[: count + 1], call.num_tokens)
 
 
 def result_dtype(call: Any) -> torch.dtype:
@@ -39,7 +44,7 @@ def held_kv_lens(call: Any, count: int) -> list[int]:
 
 
 def why_not(call: Call) -> str | None:
-    """The reason to decline where index arrays cannot be read on the host, or a call that is not torch's."""
+    """The reason to decline a call that is not torch's, or one whose index arrays cannot be read on the host."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "expected a stream that is not being captured, since lengths are read on the host, got one that is"
     return _framework.why_not(call)

@@ -6,7 +6,6 @@ rows of one matrix, so keys and values are never repeated.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 
 from ragged_attention.calls import expect_count
-from ragged_attention.portable.torch_eager._host import on_host
+from ragged_attention.portable.torch_eager._host import bounds_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +52,9 @@ class Sequence(NamedTuple):
     heads: list[slice]
 
 
-def _bounds(cu_lens: torch.Tensor, num_tokens: int) -> list[tuple[int, int]]:
-    edges = np.clip(on_host(cu_lens), 0, num_tokens).tolist()
-    return [(start, max(start, stop)) for start, stop in itertools.pairwise(edges)]
-
-
 def sequences(call: Any, tile: Tile) -> Iterator[Sequence]:
     """The sequences of a call in which some query sees some key."""
-    queries, keys = _bounds(call.cu_q_lens, call.num_q_tokens), _bounds(call.cu_kv_lens, call.num_kv_tokens)
+    queries, keys = bounds_of(call.cu_q_lens, call.num_q_tokens), bounds_of(call.cu_kv_lens, call.num_kv_tokens)
     # Logits that stay in a CPU's cache, and as many as keep other devices busy.
     budget = (2**19 if call.device.platform == "cpu" else 2**24) // call.group
     for (start, stop), (kv_start, kv_stop) in zip(queries, keys, strict=True):
@@ -86,15 +80,16 @@ def _blocks(call: Any, start: int, stop: int, kv_len: int, block_q: int) -> Iter
         low, high, right, left = 0, kv_len, None, None
         if call.causal:
             high = int(own[-1, 0]) + 1
-            right = _mask(np.arange(own[0, 0] + 1, high) > own, call)
+            right = mask_of(np.arange(own[0, 0] + 1, high) > own, call)
         if call.sliding_window is not None:
             edge = own - min(call.sliding_window, kv_len)
             low = max(int(edge[0, 0]) + 1, 0)
-            left = _mask(np.arange(low, min(int(edge[-1, 0]) + 1, high)) <= edge, call)
+            left = mask_of(np.arange(low, min(int(edge[-1, 0]) + 1, high)) <= edge, call)
         yield Block(slice(first, last), slice(low, high), right, left)
 
 
-def _mask(hidden: np.ndarray, call: Any) -> torch.Tensor | None:
+def mask_of(hidden: np.ndarray, call: Any) -> torch.Tensor | None:
+    """A mask on the call's device, None if it has no columns."""
     return torch.from_numpy(hidden).to(call.q.device) if hidden.size else None
 
 
@@ -110,7 +105,7 @@ def by_token(rows: torch.Tensor, group: int) -> torch.Tensor:
     return rows.unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2)
 
 
-def hide(scores: torch.Tensor, block: Block, group: int) -> torch.Tensor:
+def hide(scores: torch.Tensor, block: Any, group: int) -> torch.Tensor:
     """Scores [heads, rows * group, keys] of a block, -inf where a query does not see a key; in place."""
     by_row = scores.unflatten(1, (-1, group))
     if block.right is not None:

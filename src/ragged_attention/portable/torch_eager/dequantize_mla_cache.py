@@ -5,16 +5,13 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import DequantizeMlaCache
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._framework import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import chunks, dequantized, parts_of
 
 FEATURES = frozenset({"format", "dtype", "cache_layout"})
 
 
-def run(call: DequantizeMlaCache, tile: Tile, launch: Any) -> torch.Tensor:
-    del tile, launch
+def run(call: DequantizeMlaCache, tile: Any, launch: Any) -> torch.Tensor:
     layout = call.kv_format
     rows = torch.empty(call.out_shape, dtype=getattr(torch, call.dtype), device=call.cache.device)
     parts = parts_of(call.cache, layout)

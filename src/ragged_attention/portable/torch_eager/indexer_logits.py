@@ -13,10 +13,8 @@ from ragged_attention.portable.torch_eager._latents import Tile as Tile
 
 
 def run(call: IndexerLogits, tile: Tile, launch: Any) -> torch.Tensor:
-    del launch
-    given: Any = call
     shape = (call.num_tokens, call.columns)
-    logits = torch.full(shape, -torch.inf, dtype=torch.float32, device=given.q.device)
+    logits = torch.full(shape, -torch.inf, dtype=torch.float32, device=call.q.device)
     keys = None
     for block in blocks_of(call):
         keys = keys or Keys(call)

@@ -20,9 +20,7 @@ FEATURES = FEATURES_OF_LOGITS | {"candidate_blocks", "candidate_block_size"}
 
 
 def run(call: IndexerTopk, tile: Tile, launch: Any) -> torch.Tensor:
-    del launch
-    given: Any = call
-    positions = torch.full((call.num_tokens, call.top_k), -1, dtype=torch.int32, device=given.q.device)
+    positions = torch.full((call.num_tokens, call.top_k), -1, dtype=torch.int32, device=call.q.device)
     candidates = Candidates(call) if call.candidate_blocks is not None else None
     keys = None
     for block in blocks_of(call):

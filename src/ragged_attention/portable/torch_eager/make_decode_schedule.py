@@ -6,8 +6,6 @@ import numpy as np
 import torch
 
 from ragged_attention.calls import MakeDecodeSchedule
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import on_host
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 
@@ -15,9 +13,8 @@ BLOCK = 64  # keys
 FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 
 
-def run(call: MakeDecodeSchedule, tile: Tile, launch: Any) -> list[torch.Tensor]:
+def run(call: MakeDecodeSchedule, tile: Any, launch: Any) -> list[torch.Tensor]:
     """Each part may spend `payload` blocks, and every sequence that it works on costs `overhead` of them."""
-    del tile, launch
     ends = _blocks(call)
     blocks = [max(end, 1) for end in ends]  # a sequence without keys is work too
     payload = -(-(sum(blocks) + len(blocks) * call.overhead) // call.num_ranges) + call.overhead

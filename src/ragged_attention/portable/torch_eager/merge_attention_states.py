@@ -5,16 +5,13 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import MergeAttentionStates
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._framework import why_not as why_not
 
 FEATURES = frozenset({"sinks", "out_dtype"})
 
 
-def run(call: MergeAttentionStates, tile: Tile, launch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def run(call: MergeAttentionStates, tile: Any, launch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Part by part, so that no more than one part is held in float32."""
-    del tile, launch
     m_i = call.lses.amax(dim=0)
     some = m_i != -torch.inf
     base = torch.where(some, m_i, 0.0)

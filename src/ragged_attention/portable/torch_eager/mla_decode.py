@@ -28,7 +28,6 @@ def why_not(call: MlaDecode) -> str | None:
 
 
 def run(call: MlaDecode, tile: Tile, launch: Any) -> list[torch.Tensor]:
-    del launch
     return _sparse(call, tile) if call.sparse else _dense(call, tile)
 
 

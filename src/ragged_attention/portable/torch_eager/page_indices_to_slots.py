@@ -5,15 +5,10 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import PageIndicesToSlots
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._framework import why_not as why_not
 
-FEATURES: frozenset[str] = frozenset()
 
-
-def run(call: PageIndicesToSlots, tile: Tile, launch: Any) -> torch.Tensor:
-    del tile, launch
+def run(call: PageIndicesToSlots, tile: Any, launch: Any) -> torch.Tensor:
     tables, page_size = call.page_indices, call.page_size
     positions = call.positions.to(torch.int64).contiguous()  # whose strides the result takes over
     if positions.numel() == 0 or tables.shape[1] == 0:

@@ -5,23 +5,19 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import PrefillAttention
-from ragged_attention.portable.torch_eager import _heads_first, ragged_paged_attention
+from ragged_attention.portable.torch_eager._heads_first import attend
+from ragged_attention.portable.torch_eager._heads_first import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager.ragged_paged_attention import Tile as Tile
 
 FEATURES = frozenset({"sm_scale", "soft_cap", "sliding_window", "align"})
 
 
-def heuristic(call: PrefillAttention) -> Tile:
-    return ragged_paged_attention.heuristic(call.as_ragged())
-
-
 def run(call: PrefillAttention, tile: Tile, launch: Any) -> torch.Tensor:
-    del launch
     length, live = min(max(int(call.length), 0), call.capacity), call.num_tokens
     if call.align == "chunk" and live:
         live = (length - 1) % live + 1 if length else 0
-    return _heads_first.attend(
+    return attend(
         call,
         tile,
         kv_lens=torch.tensor([length], dtype=torch.int32),

@@ -5,16 +5,13 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import QuantizeIndexerKeys
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._framework import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import CHUNK, quantized_groups
 
 FEATURES = frozenset({"power_of_two"})
 
 
-def run(call: QuantizeIndexerKeys, tile: Tile, launch: Any) -> list[torch.Tensor]:
-    del tile, launch
+def run(call: QuantizeIndexerKeys, tile: Any, launch: Any) -> list[torch.Tensor]:
     k: Any = call.k
     codes = torch.empty(k.shape, dtype=torch.uint8, device=k.device)
     scales = torch.empty(k.shape[:1], dtype=torch.float32, device=k.device)

@@ -5,16 +5,13 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import QuantizeMlaCache
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._framework import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import chunks, fields_of, parts_of, quantized
 
 FEATURES = frozenset({"power_of_two_scales", "cache_layout"})
 
 
-def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> torch.Tensor:
-    del tile, launch
+def run(call: QuantizeMlaCache, tile: Any, launch: Any) -> torch.Tensor:
     layout = call.kv_format
     cache = torch.empty(call.out_shape, dtype=torch.uint8, device=call.kv.device)
     fields = fields_of(parts_of(cache, layout), layout)

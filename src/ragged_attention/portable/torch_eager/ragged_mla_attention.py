@@ -11,13 +11,7 @@ import numpy as np
 import torch
 
 from ragged_attention.calls import RaggedMlaAttention
-from ragged_attention.portable.torch_eager._host import (
-    Ints,
-    held_kv_lens,
-    on_host,
-    result_dtype,
-    sequence_bounds,
-)
+from ragged_attention.portable.torch_eager._host import Ints, held_kv_lens, on_host, result_dtype, sequence_bounds
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import Rows
 from ragged_attention.portable.torch_eager._latents import Tile as Tile
@@ -32,7 +26,6 @@ FEATURES = frozenset({
 
 
 def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
-    del launch
     attention = Attention(call, tile, call.q, call.kv_scale)
     attention.run(sequence_bounds(call))
     return (attention.out, attention.lse) if call.return_lse else attention.out

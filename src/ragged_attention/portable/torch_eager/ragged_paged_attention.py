@@ -17,15 +17,10 @@ import torch
 
 from ragged_attention.calls import RaggedPagedAttention, expect_count
 from ragged_attention.portable.torch_eager._cache import Keys, Reader, keys_of
-from ragged_attention.portable.torch_eager._host import (
-    Ints,
-    held_kv_lens,
-    on_host,
-    result_dtype,
-    sequence_bounds,
-)
+from ragged_attention.portable.torch_eager._host import Ints, held_kv_lens, on_host, result_dtype, sequence_bounds
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._softmax import soft_capped
+from ragged_attention.portable.torch_eager._varlen import hide, mask_of
 
 SMALL = 2 * 2**20  # bytes of working memory that are always allowed
 SCORES = 2 * 2**20  # bytes of scores that stay in a CPU's cache
@@ -120,11 +115,11 @@ class Attention:
             low, high, right, left = 0, keys.count, None, None
             if causal:
                 common, high = np.searchsorted(position, (own[0], own[-1]), side="right").tolist()
-                right = self._mask(position[None, common:high] > own[:, None])
+                right = mask_of(position[None, common:high] > own[:, None], call)
             if call.sliding_window is not None:
                 edge = own - call.sliding_window
                 low, common = np.searchsorted(position, (edge[0], edge[-1]), side="right").tolist()
-                left = self._mask(position[None, low : min(common, high)] <= edge[:, None])
+                left = mask_of(position[None, low : min(common, high)] <= edge[:, None], call)
             fully_masked, unseen = None if keys.whole else self._fully_masked(position, own), None
             if call.draft_mask is not None:
                 new = position[max(np.searchsorted(position, first_new), low) :]
@@ -136,9 +131,6 @@ class Attention:
                 right = right if len(new) else None  # the new tokens' pages are missing
             if low < high:
                 yield Block(first, last, low, high, right, left, fully_masked, unseen)
-
-    def _mask(self, hidden: np.ndarray) -> torch.Tensor | None:
-        return torch.from_numpy(hidden).to(self.call.q.device) if hidden.size else None
 
     def _fully_masked(self, position: Ints, own: Ints) -> torch.Tensor:
         """Which queries see no key; in a block that sees some keys, only missing pages make such queries."""
@@ -223,12 +215,7 @@ class Attention:
         if self.call.soft_cap is not None:
             # Not by dividing the queries by the cap: with a tiny one their products would be infinity minus infinity.
             scores = soft_capped(scores, self.call.soft_cap)
-        by_row = scores.view(q.shape[0], block.last - block.first, self.group, -1)
-        if block.left is not None:
-            by_row[..., : block.left.shape[1]].masked_fill_(block.left[:, None], -torch.inf)
-        if block.right is not None:
-            by_row[..., -block.right.shape[1] :].masked_fill_(block.right[:, None], -torch.inf)
-        return scores
+        return hide(scores, block, self.group)
 
     def _weights(self, scores: torch.Tensor, block: Block) -> tuple[torch.Tensor, Any]:
         """Softmax over the keys and, if needed, its log-sum-exp [heads, rows, group]."""
@@ -264,7 +251,6 @@ class Attention:
 
 
 def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
-    del launch
     attention = Attention(call, tile)
     attention.run()
     return (attention.out, attention.lse) if call.return_lse else attention.out

@@ -22,7 +22,6 @@ FEATURES = frozenset({
 
 
 def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> list[torch.Tensor]:
-    del launch
     q, cache = call.q, call.kv.unsqueeze(1) if call.kv.dim() == 3 else call.kv
     out = q.new_empty(call.out_shape, dtype=result_dtype(call))
     max_logits, lse = (q.new_empty(call.out_shape[:2], dtype=wide(q)) for _ in range(2))

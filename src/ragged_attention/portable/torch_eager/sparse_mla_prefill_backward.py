@@ -26,7 +26,6 @@ def why_not(call: SparseMlaPrefillBackward) -> str | None:
 
 
 def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> list[torch.Tensor]:
-    del launch
     dq, dkv = (torch.zeros_like(array, memory_format=torch.contiguous_format) for array in (call.q, call.kv))
     d_sinks = None if call.sinks is None else torch.zeros_like(call.sinks)
     cache = call.kv.unsqueeze(1) if call.kv.dim() == 3 else call.kv

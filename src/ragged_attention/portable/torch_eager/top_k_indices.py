@@ -5,24 +5,20 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import TopKIndices
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._framework import why_not as why_not
 from ragged_attention.portable.torch_eager._indexer import LOGITS, largest
 
 FEATURES = frozenset({"starts", "stops"})
-invariant_tile = heuristic  # a choice is exact
+BATCH_INVARIANT = True  # a choice is exact
 
 
-def run(call: TopKIndices, tile: Tile, launch: Any) -> torch.Tensor:
-    del tile, launch
-    given: Any = call
-    chosen = torch.empty((call.num_tokens, call.top_k), dtype=torch.int32, device=given.logits.device)
-    column = torch.arange(call.columns, dtype=torch.int32, device=given.logits.device)
+def run(call: TopKIndices, tile: Any, launch: Any) -> torch.Tensor:
+    chosen = torch.empty((call.num_tokens, call.top_k), dtype=torch.int32, device=call.logits.device)
+    column = torch.arange(call.columns, dtype=torch.int32, device=call.logits.device)
     step = max(LOGITS // max(call.columns, 1), 1)
     for first in range(0, call.num_tokens, step):
         rows = slice(first, first + step)
-        logits = given.logits[rows]
+        logits = call.logits[rows]
         if call.starts is not None:
             logits = logits.masked_fill(column < call.starts[rows, None], -torch.inf)
         if call.stops is not None:

@@ -21,7 +21,6 @@ FEATURES = frozenset({
 
 
 def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> list[torch.Tensor]:
-    del launch
     dtype, group = wide(call.q), call.group
     dq, dk, dv = (torch.zeros_like(array, memory_format=torch.contiguous_format) for array in (call.q, call.k, call.v))
     d_sinks = None if call.sinks is None else torch.zeros_like(call.sinks)

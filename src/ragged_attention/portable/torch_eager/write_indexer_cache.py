@@ -5,8 +5,6 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import WriteIndexerCache
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._indexer import planes_of
 from ragged_attention.portable.torch_eager._latents import CHUNK, quantized_groups
@@ -15,14 +13,12 @@ from ragged_attention.portable.torch_eager.write_kv_pages import last_writers
 FEATURES = frozenset({"power_of_two"})
 
 
-def run(call: WriteIndexerCache, tile: Tile, launch: Any) -> torch.Tensor:
-    del tile, launch
-    given: Any = call
-    values, scales = planes_of(given.cache)
-    slots, tokens = last_writers(given.slot_mapping.to(torch.int64), call.num_slots)
+def run(call: WriteIndexerCache, tile: Any, launch: Any) -> torch.Tensor:
+    values, scales = planes_of(call.cache)
+    slots, tokens = last_writers(call.slot_mapping.to(torch.int64), call.num_slots)
     for some, rows in zip(slots.split(CHUNK), tokens.split(CHUNK), strict=True):
         where = (some // call.page_size, some % call.page_size)
-        codes, factors = quantized_groups(given.k[rows].to(torch.float32), call.power_of_two)
+        codes, factors = quantized_groups(call.k[rows].to(torch.float32), call.power_of_two)
         values[where] = codes
         scales[where] = factors.unsqueeze(-1).view(torch.uint8)
-    return given.cache
+    return call.cache

@@ -10,8 +10,6 @@ import torch
 
 from ragged_attention.calls import WriteKvPages
 from ragged_attention.calls.fields import SMALLEST_FLOAT32
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import held_kv_lens, on_host, sequence_bounds
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 
@@ -69,8 +67,7 @@ def stored(tokens: torch.Tensor, scale: Any, dtype: torch.dtype) -> torch.Tensor
     return encode(values, dtype)
 
 
-def run(call: WriteKvPages, tile: Tile, launch: Any) -> list[torch.Tensor]:
-    del tile
+def run(call: WriteKvPages, tile: Any, launch: Any) -> list[torch.Tensor]:
     arrays = [call.kv_pages] if call.combined else list(call.kv_pages)
     dtype = arrays[0].dtype
     slots, tokens = last_writers(slots_of(call), call.num_pages * call.page_size)

@@ -5,8 +5,6 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import WriteMlaCache
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import CHUNK, fields_of, parts_of, quantized
 from ragged_attention.portable.torch_eager.write_kv_pages import last_writers, slots_of, stored
@@ -17,8 +15,7 @@ FEATURES = frozenset({
 })  # fmt: skip
 
 
-def run(call: WriteMlaCache, tile: Tile, launch: Any) -> torch.Tensor:
-    del tile, launch
+def run(call: WriteMlaCache, tile: Any, launch: Any) -> torch.Tensor:
     cache, layout = call.cache, call.kv_format
     if not layout.quantized:
         fields = (cache.view(torch.uint8) if cache.itemsize == 1 else cache,)

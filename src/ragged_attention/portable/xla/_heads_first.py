@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragged_attention.calls import HeadsFirstCall
-from ragged_attention.portable.xla._pages import BITS, addresses_of
+from ragged_attention.portable.xla import ragged_paged_attention
+from ragged_attention.portable.xla._pages import addresses_of, stored_at
 from ragged_attention.portable.xla._tile import Tile
 from ragged_attention.portable.xla.ragged_paged_attention import attention
 
@@ -24,19 +25,17 @@ class HeadsFirstBlocks:
         page, offset, valid = addresses_of(self.page_indices, seq, key, wanted, call.num_pages, call.page_size)
         # As in `KeyValueBlocks.read`: otherwise the whole cache would be converted.
         arrays, scales, page, offset = lax.optimization_barrier((call.arrays, call.scales, page, offset))
-        k, v = (_rows(array, page, offset) for array in arrays)
+        k, v = (stored_at(array, slice(None), page, offset) for array in arrays)
         if call.quantized:
-            k_scales, v_scales = (_rows(array, page, offset) for array in scales)
+            k_scales, v_scales = (stored_at(array, slice(None), page, offset) for array in scales)
             k, v = k.astype(jnp.float32) * k_scales, v.astype(jnp.float32) * v_scales
         else:
             k = k.astype(call.q.dtype)
         return k, jnp.where(valid[:, None], v.astype(jnp.float32), 0.0), valid
 
 
-def _rows(array: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
-    """Positions of pages [K, P, G, D] as [K, N, D]."""
-    bits = lax.bitcast_convert_type(array, BITS[array.dtype.itemsize])
-    return lax.bitcast_convert_type(bits.at[:, page, offset].get(mode="promise_in_bounds"), array.dtype)
+def heuristic(call: HeadsFirstCall) -> Tile:
+    return ragged_paged_attention.heuristic(call.as_ragged())
 
 
 def attend(call: HeadsFirstCall, tile: Tile, page_indices: jax.Array, **indices: Any) -> jax.Array:

@@ -15,8 +15,8 @@ from jax import lax
 from ragged_attention.calls import IndexerTopk
 from ragged_attention.jax_shared.axes import cond, fori_loop
 from ragged_attention.portable.xla._latents import spans
-from ragged_attention.portable.xla._pages import BITS, addresses_of
-from ragged_attention.portable.xla._ragged import at, sequences
+from ragged_attention.portable.xla._pages import addresses_of, stored_at
+from ragged_attention.portable.xla._ragged import at, put, sequences, walk_tiles
 from ragged_attention.portable.xla._tile import Tile
 
 LARGEST = 2**31 - 1
@@ -74,7 +74,7 @@ def _packed_tiles(call: Any, tile: Tile, results: jax.Array, rows: Rows) -> jax.
         first = jnp.minimum(index * size, call.num_tokens - size)
         row = first + jnp.arange(size, dtype=jnp.int32)
         seen = Seen(row, jnp.full(size, True), at(starts, row), at(stops, row), jnp.int32(0))
-        return _put(results, rows(seen, _logits(call, seen, limit, tile.block_kv)), seen)
+        return put(results, rows(seen, _logits(call, seen, limit, tile.block_kv)), row, seen.own)
 
     return fori_loop(0, -(-call.num_tokens // size), add, results)
 
@@ -82,29 +82,16 @@ def _packed_tiles(call: Any, tile: Tile, results: jax.Array, rows: Rows) -> jax.
 def _paged_tiles(call: Any, tile: Tile, size: int, results: jax.Array, rows: Rows) -> jax.Array:
     """The rows of the sequences of one token (`size` 1), or of all longer ones, by tiles of `size` tokens."""
     seqs = sequences(call.kv_lens, call.cu_q_lens, call.num_seqs, call.num_tokens, call.token_capacity)
-    lengths = seqs.stops - seqs.starts
-    taken = lengths == 1 if size == 1 else lengths > 1
-    tiles = jnp.where(taken, (lengths + (size - 1)) // size, 0)
-    ends = jnp.cumsum(tiles, dtype=jnp.int32)
 
-    def add(index: jax.Array, results: jax.Array) -> jax.Array:
-        seq = jnp.sum(ends <= index, dtype=jnp.int32)
+    def add(seq: jax.Array, first: jax.Array, row: jax.Array, results: jax.Array) -> jax.Array:
         stop = at(seqs.stops, seq)
-        first = at(seqs.starts, seq) + (index - (at(ends, seq) - at(tiles, seq))) * size
-        row = jnp.minimum(first, call.num_tokens - size) + jnp.arange(size, dtype=jnp.int32)
         own = (row >= first) & (row < stop)
         tokens = jnp.maximum(at(seqs.kv_lens, seq) - (stop - row) + 1, 0)
         stops = jnp.where(own, tokens // min(call.ratio, LARGEST), 0)
         seen = Seen(row, own, jnp.zeros_like(row), stops, seq)
-        return _put(results, rows(seen, _logits(call, seen, call.columns, tile.block_kv)), seen)
+        return put(results, rows(seen, _logits(call, seen, call.columns, tile.block_kv)), row, own)
 
-    return fori_loop(jnp.int32(0), ends[-1], add, results) if len(ends) else results
-
-
-def _put(results: jax.Array, rows: jax.Array, seen: Seen) -> jax.Array:
-    """Write a tile's own rows into the results."""
-    old = lax.dynamic_slice_in_dim(results, seen.row[0], len(seen.row))
-    return lax.dynamic_update_slice_in_dim(results, jnp.where(seen.own[:, None], rows, old), seen.row[0], 0)
+    return walk_tiles(seqs.starts, seqs.stops, seqs.taken(size), size, call.num_tokens, add, results)
 
 
 def _logits(call: Any, seen: Seen, width: int, block_kv: int) -> jax.Array:
@@ -147,9 +134,7 @@ def _queries(call: Any, row: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rows of q in a dtype that holds them and the keys exactly, and their weights."""
     narrow = {call.q.dtype.name, call.key_dtype} <= {"bfloat16", "float8_e4m3fn"}
     q, row = lax.optimization_barrier((call.q, row))  # otherwise all of q is converted ahead of the loop
-    q = at(lax.bitcast_convert_type(q, BITS[q.dtype.itemsize]), row)
-    q = lax.bitcast_convert_type(q, call.q.dtype)
-    return q.astype(jnp.bfloat16 if narrow else jnp.float32), at(call.weights, row)
+    return stored_at(q, row).astype(jnp.bfloat16 if narrow else jnp.float32), at(call.weights, row)
 
 
 def _keys(call: Any, seq: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array | None, jax.Array]:
@@ -167,8 +152,7 @@ def _keys(call: Any, seq: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.
         values = lax.bitcast_convert_type(spans(units, page, offset * count, count), jnp.float8_e4m3fn)
         stored = spans(units, page, call.page_size * count + offset, 1)
         return values, lax.bitcast_convert_type(stored, jnp.float32), known
-    values = at(lax.bitcast_convert_type(keys, BITS[keys.dtype.itemsize]), *where)
-    return lax.bitcast_convert_type(values, keys.dtype), None if scales is None else at(scales, *where), known
+    return stored_at(keys, *where), None if scales is None else at(scales, *where), known
 
 
 class _Candidates:

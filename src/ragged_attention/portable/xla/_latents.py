@@ -105,13 +105,11 @@ class Latents:
         return jnp.where(seen[..., None], rows, 0), seen
 
     def _token_rows(self, cache: jax.Array, page: jax.Array, offset: jax.Array) -> Stored:
-        assert self.layout.quantized
         # Gathered once, not again for each element that a scale goes into.
         tokens = lax.optimization_barrier(at(cache, page, offset, 0))
         return _token_major(tokens, self.layout)
 
     def _planar_rows(self, cache: jax.Array, page: jax.Array, offset: jax.Array) -> Stored:
-        assert self.layout.quantized
         num_pages, page_size = cache.shape[:2]
         units = cache.reshape(num_pages, -1, UNIT)
         count, more = planar_units(self.layout)

@@ -12,7 +12,7 @@ from jax import lax
 
 from ragged_attention.jax_shared.axes import fori_loop
 from ragged_attention.portable.xla._latents import Latents
-from ragged_attention.portable.xla._pages import BITS
+from ragged_attention.portable.xla._pages import BITS, stored_at
 from ragged_attention.portable.xla._ragged import at
 from ragged_attention.portable.xla._softmax import Softmax, wide
 from ragged_attention.portable.xla._tile import Tile
@@ -55,8 +55,7 @@ def attend(
         row = jnp.minimum(first + jnp.arange(size, dtype=jnp.int32), num_queries - 1)
         head = at(heads, row)
         queries, row = lax.optimization_barrier((q, row))  # otherwise all of q is converted ahead of the loop
-        queries = at(lax.bitcast_convert_type(queries, BITS[q.dtype.itemsize]), row)
-        queries = lax.bitcast_convert_type(queries, q.dtype)
+        queries = stored_at(queries, row)
         state = Softmax.of_no_keys(size, group, d_v=d_v, dtype=wide(q.dtype))
         for lists in all_lists:
             state = _over(lists, state, queries, row, head, scale, soft_cap, tile.block_kv)

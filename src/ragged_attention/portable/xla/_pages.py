@@ -20,6 +20,15 @@ def addresses_of(
     return jnp.where(valid, page, 0), key % page_size, valid
 
 
+def stored_at(array: jax.Array, *index: Any) -> jax.Array:
+    """`array[index]` for indices known to be in bounds.
+
+    The elements are gathered as bits, because XLA's CPU compiler would convert a whole array of 16 bits to float32.
+    """
+    bits = lax.bitcast_convert_type(array, BITS[array.dtype.itemsize])
+    return lax.bitcast_convert_type(at(bits, *index), array.dtype)
+
+
 class Blocks(Protocol):
     """What gathers the K and V of some positions of a sequence, heads first."""
 

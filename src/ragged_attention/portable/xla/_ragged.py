@@ -1,10 +1,13 @@
-"""The index arrays, clamped to what the arrays can hold, whatever their values."""
+"""The sequences of a batch and their tiles, by index arrays that are clamped to what the arrays can hold."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from ragged_attention.jax_shared.axes import fori_loop
 from ragged_attention.jax_shared.pages import live_edges
 
 
@@ -15,11 +18,55 @@ class Sequences(NamedTuple):
     stops: jax.Array
     kv_lens: jax.Array
 
+    def taken(self, size: int) -> jax.Array:
+        """Which sequences get tiles of `size` rows: those of one row if `size` is 1, otherwise those of more rows."""
+        lengths = self.stops - self.starts
+        return lengths == 1 if size == 1 else lengths > 1
+
 
 def sequences(kv_lens: Any, cu_q_lens: Any, num_seqs: Any, num_tokens: int, capacity: int) -> Sequences:
     """The sequences of a call whose rows of `page_indices` hold `capacity` positions each."""
-    edges = live_edges(cu_q_lens, num_seqs, num_tokens)
-    return Sequences(edges[:-1], jnp.maximum(edges[:-1], edges[1:]), jnp.clip(kv_lens, 0, capacity))
+    return Sequences(*bounds_of(cu_q_lens, num_tokens, num_seqs), jnp.clip(kv_lens, 0, capacity))
+
+
+def bounds_of(cu_lens: Any, num_tokens: int, num_seqs: Any = None) -> tuple[jax.Array, jax.Array]:
+    """The first row of each sequence and the row after its last, i32 [S] each."""
+    edges = live_edges(cu_lens, num_seqs, num_tokens)
+    return edges[:-1], jnp.maximum(edges[:-1], edges[1:])
+
+
+def window_of(call: Any, capacity: int) -> int | None:
+    """The sliding window if it hides any of `capacity` positions; a longer window could overflow positions."""
+    window = call.sliding_window
+    return None if window is None or window >= capacity else int(window)
+
+
+def walk_tiles(
+    starts: jax.Array, stops: jax.Array, taken: jax.Array, size: int, num_rows: int,
+    step: Callable[[jax.Array, jax.Array, jax.Array, Any], Any], state: Any,
+) -> Any:  # fmt: skip
+    """`state` after `step(seq, first, row, state)` for each tile of the sequences that are `taken`, in order.
+
+    A tile has `size` consecutive rows, i32 [size], and those from `first` on are its own. A tile that would exceed
+    `num_rows` begins earlier.
+    """
+    tiles = jnp.where(taken, (stops - starts + (size - 1)) // size, 0)
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+
+    def one(index: jax.Array, state: Any) -> Any:
+        seq = jnp.sum(ends <= index, dtype=jnp.int32)
+        first = at(starts, seq) + (index - (at(ends, seq) - at(tiles, seq))) * size
+        row = jnp.minimum(first, num_rows - size) + jnp.arange(size, dtype=jnp.int32)
+        return step(seq, first, row, state)
+
+    return fori_loop(jnp.int32(0), ends[-1], one, state) if len(ends) else state
+
+
+def put(whole: jax.Array, part: jax.Array, row: jax.Array, own: jax.Array, axis: int = 0) -> jax.Array:
+    """The array `whole` with a tile's `own` rows taken from `part`; `row` numbers the tile's rows along the axis."""
+    old = lax.dynamic_slice_in_dim(whole, row[0], len(row), axis)
+    own = own.reshape(-1, *(1,) * (whole.ndim - axis - 1))
+    return lax.dynamic_update_slice_in_dim(whole, jnp.where(own, part.reshape(old.shape), old), row[0], axis)
 
 
 def at(array: jax.Array, *index: Any) -> jax.Array:

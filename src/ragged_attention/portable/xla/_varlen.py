@@ -15,7 +15,7 @@ from jax import lax
 from ragged_attention.calls import VarlenCall
 from ragged_attention.jax_shared.axes import fori_loop
 from ragged_attention.portable.xla._framework import why_not as why_not
-from ragged_attention.portable.xla._ragged import at
+from ragged_attention.portable.xla._ragged import at, bounds_of, put, walk_tiles, window_of
 from ragged_attention.portable.xla._tile import Tile
 
 
@@ -60,10 +60,7 @@ class Queries(NamedTuple):
 
     def put(self, whole: jax.Array, part: jax.Array) -> jax.Array:
         """An array [K, T, G, ...] with the tile's own rows taken from `part` [K, size * G, ...]."""
-        old = lax.dynamic_slice_in_dim(whole, self.row[0], len(self.row), axis=1)
-        own = self.own.reshape(-1, *(1,) * (whole.ndim - 2))
-        new = jnp.where(own, part.reshape(old.shape), old)
-        return lax.dynamic_update_slice_in_dim(whole, new, self.row[0], axis=1)
+        return put(whole, part, self.row, self.own, axis=1)
 
 
 class Keys(NamedTuple):
@@ -89,31 +86,26 @@ def over_tiles(call: VarlenCall, tile: Tile, step: Callable[[Queries, Any], Any]
     if 0 in (call.num_q_tokens, call.num_kv_tokens, call.num_seqs):
         return state
     size = min(tile.block_q, call.num_q_tokens)
-    q_starts, q_stops = _edges(call.cu_q_lens, call.num_q_tokens)
-    kv_starts, kv_stops = _edges(call.cu_kv_lens, call.num_kv_tokens)
-    tiles = jnp.where(kv_stops > kv_starts, (q_stops - q_starts + (size - 1)) // size, 0)
-    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+    q_starts, q_stops = bounds_of(call.cu_q_lens, call.num_q_tokens)
+    kv_starts, kv_stops = bounds_of(call.cu_kv_lens, call.num_kv_tokens)
 
-    def one(index: jax.Array, state: Any) -> Any:
-        seq = jnp.sum(ends <= index, dtype=jnp.int32)
+    def one(seq: jax.Array, first: jax.Array, row: jax.Array, state: Any) -> Any:
         stop, kv_start, kv_stop = at(q_stops, seq), at(kv_starts, seq), at(kv_stops, seq)
-        first = at(q_starts, seq) + (index - (at(ends, seq) - at(tiles, seq))) * size
         last_row = jnp.minimum(first + size, stop) - 1
-        row = jnp.minimum(first, call.num_q_tokens - size) + jnp.arange(size, dtype=jnp.int32)
         last = kv_stop - (stop - row)  # for a row that is aligned at the end
         start, end = kv_start, kv_stop
         if call.causal:
             end = jnp.clip(kv_stop - (stop - last_row) + 1, kv_start, kv_stop)
-        if (window := _window(call)) is not None:
+        if (window := window_of(call, call.num_kv_tokens)) is not None:
             start = jnp.maximum(kv_stop - (stop - first) - (window - 1), kv_start)
         return step(Queries(row, (row >= first) & (row <= last_row), last, start, end), state)
 
-    return fori_loop(jnp.int32(0), ends[-1], one, state)
+    return walk_tiles(q_starts, q_stops, kv_stops > kv_starts, size, call.num_q_tokens, one, state)
 
 
 def over_keys(call: VarlenCall, tile: Tile, queries: Queries, step: Callable[[Keys, Any], Any], state: Any) -> Any:
     """`state` after `step(keys, state)` for each block of the keys that a tile sees."""
-    size, window = min(tile.block_kv, call.num_kv_tokens), _window(call)
+    size, window = min(tile.block_kv, call.num_kv_tokens), window_of(call, call.num_kv_tokens)
 
     def one(block: jax.Array, state: Any) -> Any:
         wanted = queries.start + block * size
@@ -129,14 +121,3 @@ def over_keys(call: VarlenCall, tile: Tile, queries: Queries, step: Callable[[Ke
 
     count = (jnp.maximum(queries.stop - queries.start, 0) + (size - 1)) // size
     return fori_loop(jnp.int32(0), count, one, state)
-
-
-def _edges(cu_lens: Any, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-    edges = jnp.clip(cu_lens, 0, num_tokens)
-    return edges[:-1], jnp.maximum(edges[:-1], edges[1:])
-
-
-def _window(call: VarlenCall) -> int | None:
-    """The sliding window where it hides anything; a longer one could overflow positions."""
-    window = call.sliding_window
-    return None if window is None or window >= call.num_kv_tokens else int(window)

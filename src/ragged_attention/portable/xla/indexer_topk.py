@@ -19,7 +19,6 @@ FEATURES = FEATURES_OF_LOGITS | {"candidate_blocks", "candidate_block_size"}
 
 
 def run(call: IndexerTopk, tile: Tile, launch: Any) -> jax.Array:
-    del launch  # XLA launches
 
     def rows(seen: Seen, logits: jax.Array) -> jax.Array:
         chosen = largest(logits, call.top_k)

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragged_attention.calls import MakeDecodeSchedule
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._ragged import at
 
@@ -26,8 +24,7 @@ class Begin(NamedTuple):
     num_splits: jax.Array  # i32 [S + 1]
 
 
-def run(call: MakeDecodeSchedule, tile: Tile, launch: Any) -> tuple[jax.Array, jax.Array]:
-    del tile, launch
+def run(call: MakeDecodeSchedule, tile: Any, launch: Any) -> tuple[jax.Array, jax.Array]:
     num_seqs, overhead = call.num_seqs, min(call.overhead, LARGEST)
     if num_seqs == 0:
         return jnp.zeros((call.num_ranges, 8), jnp.int32).at[:, 2].set(-1), jnp.zeros(1, jnp.int32)

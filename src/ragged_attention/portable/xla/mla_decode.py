@@ -31,7 +31,6 @@ def heuristic(call: MlaDecode) -> Tile:
 
 
 def run(call: MlaDecode, tile: Tile, launch: Any) -> tuple[jax.Array, jax.Array]:
-    del launch  # XLA launches
     caches = (call.kv_cache, call.extra_kv_cache)
     if 0 in (call.num_seqs, call.capacity) or all(cache is None or len(cache) == 0 for cache in caches):
         return jnp.zeros(call.out_shape, call.result_dtype), jnp.full(call.lse_shape, -jnp.inf, jnp.float32)

@@ -6,16 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from ragged_attention.calls import PageIndicesToSlots
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._ragged import at
 
-FEATURES: frozenset[str] = frozenset()
 
-
-def run(call: PageIndicesToSlots, tile: Tile, launch: Any) -> jax.Array:
-    del tile, launch
+def run(call: PageIndicesToSlots, tile: Any, launch: Any) -> jax.Array:
     positions, page_size = call.positions, min(call.page_size, 2**31 - 1)
     num_seqs, pages_per_seq = call.page_indices.shape
     if 0 in (num_seqs, pages_per_seq):

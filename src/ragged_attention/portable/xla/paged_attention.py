@@ -6,18 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from ragged_attention.calls import PagedAttention
-from ragged_attention.portable.xla import _heads_first, ragged_paged_attention
 from ragged_attention.portable.xla._framework import why_not as why_not
+from ragged_attention.portable.xla._heads_first import attend
+from ragged_attention.portable.xla._heads_first import heuristic as heuristic
 from ragged_attention.portable.xla._tile import Tile as Tile
 
 FEATURES = frozenset({"sm_scale", "soft_cap"})
 
 
-def heuristic(call: PagedAttention) -> Tile:
-    return ragged_paged_attention.heuristic(call.as_ragged())
-
-
 def run(call: PagedAttention, tile: Tile, launch: Any) -> jax.Array:
-    del launch
     edges = jnp.arange(call.num_tokens + 1, dtype=jnp.int32)
-    return _heads_first.attend(call, tile, call.page_indices, kv_lens=call.lengths, cu_q_lens=edges)
+    return attend(call, tile, call.page_indices, kv_lens=call.lengths, cu_q_lens=edges)

@@ -6,23 +6,19 @@ import jax
 import jax.numpy as jnp
 
 from ragged_attention.calls import PrefillAttention
-from ragged_attention.portable.xla import _heads_first, ragged_paged_attention
 from ragged_attention.portable.xla._framework import why_not as why_not
+from ragged_attention.portable.xla._heads_first import attend
+from ragged_attention.portable.xla._heads_first import heuristic as heuristic
 from ragged_attention.portable.xla._tile import Tile as Tile
 
 FEATURES = frozenset({"sm_scale", "soft_cap", "sliding_window", "align"})
 
 
-def heuristic(call: PrefillAttention) -> Tile:
-    return ragged_paged_attention.heuristic(call.as_ragged())
-
-
 def run(call: PrefillAttention, tile: Tile, launch: Any) -> jax.Array:
-    del launch
     chunk = call.num_tokens
     length = jnp.clip(call.length.reshape(1), 0, call.capacity)
     live = jnp.full(1, chunk, jnp.int32)
     if call.align == "chunk" and chunk:
         live = jnp.where(length > 0, (length - 1) % chunk + 1, 0)
     edges = jnp.concatenate([jnp.zeros(1, jnp.int32), live])
-    return _heads_first.attend(call, tile, call.page_indices[None], kv_lens=length, cu_q_lens=edges)
+    return attend(call, tile, call.page_indices[None], kv_lens=length, cu_q_lens=edges)

@@ -7,15 +7,12 @@ import jax.numpy as jnp
 
 from ragged_attention.calls import QuantizeMlaCache
 from ragged_attention.jax_shared.latents import quantized
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.xla._framework import why_not as why_not
 
 FEATURES = frozenset({"power_of_two_scales", "cache_layout"})
 
 
-def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> jax.Array:
-    del tile, launch
+def run(call: QuantizeMlaCache, tile: Any, launch: Any) -> jax.Array:
     layout = call.kv_format
     num_pages = len(call.kv)
     if num_pages == 0:

@@ -30,7 +30,6 @@ def heuristic(call: RaggedMlaAttention) -> Tile:
 
 
 def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
-    del launch  # XLA launches
     tables = {"cu_q_lens": call.cu_q_lens, "num_seqs": call.num_seqs}
     out, lse = attend(call, tile, **tables, k_scale=call.kv_scale, v_scale=call.kv_scale)
     return (out, lse) if call.return_lse else out

@@ -16,7 +16,7 @@ from ragged_attention.jax_shared.axes import fori_loop
 from ragged_attention.jax_shared.pages import per_head
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._pages import BITS, Blocks, KeyValueBlocks
-from ragged_attention.portable.xla._ragged import at, sequences
+from ragged_attention.portable.xla._ragged import at, put, sequences, walk_tiles, window_of
 from ragged_attention.portable.xla._softmax import Softmax, dot, logits_of
 from ragged_attention.portable.xla._tile import Tile as Tile
 
@@ -36,7 +36,6 @@ def heuristic(call: RaggedPagedAttention) -> Tile:
 
 
 def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
-    del launch  # XLA launches
     out, lse = attention(call, tile, KeyValueBlocks(call.kv_pages, call.page_indices, call.q.dtype))
     return (out, lse) if call.return_lse else out
 
@@ -80,34 +79,19 @@ class Queries(NamedTuple):
 def _attend_in_tiles(call: RaggedPagedAttention, blocks: Blocks, size: int, block_kv: int, results: Any) -> Any:
     """Fill in the rows of the sequences of one query (`size` 1), or of all longer ones, by tiles of `size` tokens."""
     seqs = sequences(call.kv_lens, call.cu_q_lens, call.num_seqs, call.num_tokens, call.capacity)
-    lengths = seqs.stops - seqs.starts
-    taken = lengths == 1 if size == 1 else lengths > 1
-    tiles = jnp.where(taken, (lengths + (size - 1)) // size, 0)
-    ends = jnp.cumsum(tiles, dtype=jnp.int32)
 
-    def attend(index: jax.Array, results: Any) -> Any:
-        seq = jnp.sum(ends <= index, dtype=jnp.int32)
+    def attend(seq: jax.Array, first: jax.Array, row: jax.Array, results: Any) -> Any:
         stop, kv_len = at(seqs.stops, seq), at(seqs.kv_lens, seq)
-        first = at(seqs.starts, seq) + (index - (at(ends, seq) - at(tiles, seq))) * size
-        row = jnp.minimum(first, call.num_tokens - size) + jnp.arange(size, dtype=jnp.int32)
         position = jnp.maximum(kv_len - (stop - row), -1)
         first_new = kv_len - (stop - at(seqs.starts, seq))
         tile = Queries(seq, first, jnp.minimum(stop, first + size), row, position, first_new)
-        return _put(results, _attend(call, blocks, tile, kv_len, block_kv), tile)
+        parts = _attend(call, blocks, tile, kv_len, block_kv)
+        return tuple(
+            put(whole, lax.bitcast_convert_type(part, whole.dtype), row, tile.own)
+            for whole, part in zip(results, parts, strict=True)
+        )
 
-    return fori_loop(jnp.int32(0), ends[-1], attend, results)
-
-
-def _put(results: Any, parts: Any, tile: Queries) -> Any:
-    """Write a tile's own rows into the results."""
-
-    def put(whole: jax.Array, part: jax.Array) -> jax.Array:
-        old = lax.dynamic_slice_in_dim(whole, tile.row[0], len(tile.row))
-        own = tile.own.reshape(-1, *(1,) * (part.ndim - 1))
-        new = jnp.where(own, lax.bitcast_convert_type(part, whole.dtype), old)
-        return lax.dynamic_update_slice_in_dim(whole, new, tile.row[0], 0)
-
-    return tuple(map(put, results, parts))
+    return walk_tiles(seqs.starts, seqs.stops, seqs.taken(size), size, call.num_tokens, attend, results)
 
 
 def _visible_range(call: RaggedPagedAttention, tile: Queries, kv_len: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -115,15 +99,9 @@ def _visible_range(call: RaggedPagedAttention, tile: Queries, kv_len: jax.Array)
     start, stop = jnp.int32(0), kv_len
     if call.causal and call.draft_mask is None:
         stop = jnp.clip(tile.position[tile.stop - 1 - tile.row[0]] + 1, 0, kv_len)
-    if (window := _window(call)) is not None:
+    if (window := window_of(call, call.capacity)) is not None:
         start = jnp.maximum(tile.position[tile.first - tile.row[0]] - (window - 1), 0)
     return start, stop
-
-
-def _window(call: RaggedPagedAttention) -> int | None:
-    """The sliding window where it hides anything; a longer one could overflow positions."""
-    window = call.sliding_window
-    return None if window is None or window >= call.capacity else int(window)
 
 
 def _attend(
@@ -136,7 +114,7 @@ def _attend(
     q = lax.bitcast_convert_type(q, call.q.dtype).reshape(size, num_kv_heads, group, call.head_dim)
     q = q.swapaxes(0, 1).reshape(num_kv_heads, -1, call.head_dim)
     start, stop = _visible_range(call, tile, kv_len)
-    window, scale = _window(call), per_head(call.k_scale, num_kv_heads) * jnp.float32(call.scale)
+    window, scale = window_of(call, call.capacity), per_head(call.k_scale, num_kv_heads) * jnp.float32(call.scale)
 
     def step(block: jax.Array, state: Softmax) -> Softmax:
         key = start + block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)

@@ -15,7 +15,7 @@ from ragged_attention.jax_shared.axes import fori_loop
 from ragged_attention.portable.xla import _framework
 from ragged_attention.portable.xla._latents import Latents
 from ragged_attention.portable.xla._lists import lens_within, tile_for
-from ragged_attention.portable.xla._ragged import at
+from ragged_attention.portable.xla._ragged import at, put
 from ragged_attention.portable.xla._softmax import RowTerms, dot, wide
 from ragged_attention.portable.xla._tile import Tile as Tile
 
@@ -35,7 +35,6 @@ def heuristic(call: SparseMlaPrefillBackward) -> Tile:
 
 def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> Arrays:
     """A token is a query for each KV head, which has a list of its own."""
-    del launch  # XLA launches
     given = [array for array in (call.q, call.kv, call.sinks) if array is not None]
     if 0 in (call.num_tokens, call.num_slots):
         return tuple(map(jnp.zeros_like, given))
@@ -50,11 +49,9 @@ def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> Arrays:
         row = first + jnp.arange(size, dtype=jnp.int32)
         some = jax.tree.map(lambda array: lax.dynamic_slice_in_dim(array, first, size), queries)
         of_queries, d_rows, of_sinks = _tile(call, some, row >= wanted, tile.block_kv, d_rows)
-        old = lax.dynamic_slice_in_dim(dq, first, size)
-        new = jnp.where((row >= wanted)[:, None, None], of_queries, old)
         is_head = some.head == jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]
         d_sinks += dot("kb,bg->kg", is_head.astype(dtype), of_sinks)
-        return lax.dynamic_update_slice_in_dim(dq, new, first, 0), d_rows, d_sinks
+        return put(dq, of_queries, row, row >= wanted), d_rows, d_sinks
 
     group = call.num_q_heads // num_kv_heads
     results = (

@@ -8,14 +8,7 @@ import jax.numpy as jnp
 from ragged_attention.calls import VarlenAttention
 from ragged_attention.portable.xla._softmax import Softmax, dot, logits_of, wide
 from ragged_attention.portable.xla._tile import Tile as Tile
-from ragged_attention.portable.xla._varlen import (
-    Keys,
-    Queries,
-    heads_first,
-    over_keys,
-    over_tiles,
-    tokens_first,
-)
+from ragged_attention.portable.xla._varlen import Keys, Queries, heads_first, over_keys, over_tiles, tokens_first
 from ragged_attention.portable.xla._varlen import heuristic as heuristic
 from ragged_attention.portable.xla._varlen import why_not as why_not
 
@@ -25,7 +18,6 @@ FEATURES = frozenset({
 
 
 def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[jax.Array, jax.Array]:
-    del launch  # XLA launches
     num_kv_heads, dtype = call.num_kv_heads, wide(call.q.dtype)
     q, k, v = (heads_first(array, num_kv_heads, dtype) for array in (call.q, call.k, call.v))
     k, v = k[:, :, 0], v[:, :, 0]

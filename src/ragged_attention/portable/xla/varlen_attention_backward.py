@@ -11,14 +11,7 @@ import jax.numpy as jnp
 from ragged_attention.calls import VarlenAttentionBackward
 from ragged_attention.portable.xla._softmax import RowTerms, dot, logits_of, wide
 from ragged_attention.portable.xla._tile import Tile as Tile
-from ragged_attention.portable.xla._varlen import (
-    Keys,
-    Queries,
-    heads_first,
-    over_keys,
-    over_tiles,
-    tokens_first,
-)
+from ragged_attention.portable.xla._varlen import Keys, Queries, heads_first, over_keys, over_tiles, tokens_first
 from ragged_attention.portable.xla._varlen import heuristic as heuristic
 from ragged_attention.portable.xla._varlen import why_not as why_not
 
@@ -29,7 +22,6 @@ FEATURES = frozenset({
 
 
 def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Arrays:
-    del launch  # XLA launches
     num_kv_heads, group, dtype = call.num_kv_heads, call.group, wide(call.q.dtype)
 
     def of_heads(array: jax.Array) -> jax.Array:

@@ -6,17 +6,14 @@ import jax
 
 from ragged_attention.calls import WriteKvPages
 from ragged_attention.jax_shared.pages import addresses_of_slots, addresses_of_tokens, new_rows
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._slots import put
 
 FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})
 
 
-def run(call: WriteKvPages, tile: Tile, launch: Any) -> list[jax.Array]:
+def run(call: WriteKvPages, tile: Any, launch: Any) -> list[jax.Array]:
     """The new pages, in the old ones' memory where those are donated."""
-    del tile, launch
     arrays = [call.kv_pages] if call.combined else list(call.kv_pages)
     if 0 in (call.num_tokens, call.num_pages):
         return arrays

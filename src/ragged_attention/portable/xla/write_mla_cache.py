@@ -10,8 +10,6 @@ from jax import lax
 from ragged_attention.calls import WriteMlaCache
 from ragged_attention.jax_shared.latents import new_rows
 from ragged_attention.jax_shared.pages import addresses_of_slots, addresses_of_tokens
-from ragged_attention.portable._no_tuning import Tile as Tile
-from ragged_attention.portable._no_tuning import heuristic as heuristic
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._latents import UNIT, planar_units
 from ragged_attention.portable.xla._ragged import at
@@ -23,9 +21,8 @@ FEATURES = frozenset({
 })  # fmt: skip
 
 
-def run(call: WriteMlaCache, tile: Tile, launch: Any) -> jax.Array:
+def run(call: WriteMlaCache, tile: Any, launch: Any) -> jax.Array:
     """The new cache, in the old one's memory where that is donated."""
-    del tile, launch
     cache, kv = call.cache, call.kv
     if 0 in (len(kv), len(cache)):
         return cache
