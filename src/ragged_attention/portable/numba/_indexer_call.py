@@ -28,7 +28,7 @@ def run(call: IndexerLogits | IndexerTopk, tile: Tile, launch: Any) -> Any:
     keys = launch.words(call.keys, packed_rows=True) if call.bytes else call.keys
     numbers = {
         "key_format": CODES[call.key_dtype], "in_bytes": call.bytes, "packed": not call.paged,
-        "layout": _sequences.PACKED, "num_pages": 1, "max_num_seqs": 1,
+        "layout": _sequences.PACKED, "num_pages": 1, "max_num_seqs": 1, "capacity": 0,
     }  # fmt: skip
     if call.paged:  # packed keys are one page, and all tokens are one sequence
         most = _sequences.most_sequences(call, call.kv_lens.shape[0])
