@@ -11,19 +11,24 @@ from ragged_attention.portable.numba import _paged, _sequences
 from ragged_attention.portable.numba._compiling import WHY_NOT
 from ragged_attention.portable.numba._formats import CODES
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._scales import numbers_of
+from ragged_attention.portable.numba._records import stride_names
 from ragged_attention.portable.numba._splits import expect_splits
 
 KERNEL = Kernel("paged_attention", _paged.FIELDS, _paged.plan, _paged.work)
 SPLITS_PER_SEQUENCE = 8  # in batch-invariant mode
 TILE_FLOATS = 384 * 256  # of queries and results: many rows share the keys read, and the second-level cache holds all
+MULTIPLES = {"block_q": 1, "block_rows": 1, "block_kv": 8}  # a block size is a multiple of its number here
 
 
-def expect_block(name: str, value: int, step: int = 1) -> None:
-    """Check a tile's number of rows or keys."""
-    if not isinstance(value, int) or value % step or not step <= value <= 1024:
-        condition = "from 1" if step == 1 else f"to be a multiple of {step} from {step}"
-        raise InvalidInput(f"expected {name} {condition} to 1024, got {value!r}")
+def expect_tile(tile: Any) -> None:
+    """Check a tile's numbers of rows and keys, and its number of splits if it has one."""
+    for field in dataclasses.fields(tile):
+        value, step = getattr(tile, field.name), MULTIPLES.get(field.name)
+        if step is None:
+            expect_splits(value)
+        elif not isinstance(value, int) or value % step or not step <= value <= 1024:
+            condition = "from 1" if step == 1 else f"to be a multiple of {step} from {step}"
+            raise InvalidInput(f"expected {field.name} {condition} to 1024, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,10 +42,7 @@ class Blocks:
 
     block_q: int
     block_kv: int
-
-    def __post_init__(self) -> None:
-        expect_block("block_q", self.block_q)
-        expect_block("block_kv", self.block_kv, 8)
+    __post_init__ = expect_tile
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,10 +55,6 @@ class Tile(Blocks):
     """
 
     num_splits: int = 0
-
-    def __post_init__(self) -> None:
-        Blocks.__post_init__(self)
-        expect_splits(self.num_splits)
 
 
 def block_q_of(call: Any) -> int:
@@ -99,86 +97,30 @@ def why_not(call: Any) -> str | None:
     return cannot_run(call)
 
 
-AXES = ("page", "slot", "head")  # whose strides a kernel gets
-
-
-def strides_of(array: Any, launch: Any, axes: str) -> tuple[int, int, int]:
-    """The strides of page, slot and head in an array whose axes are named by the letters `axes`."""
-    steps = launch.strides(array)
-    page, slot, head = (steps[axes.index(letter)] for letter in "PGK")
-    return page, slot, head
-
-
-def _named(steps: dict[str, tuple[int, int, int]]) -> dict[str, int]:
-    return {f"{name}_{axis}_stride": step for name, of in steps.items() for axis, step in zip(AXES, of, strict=True)}
-
-
-def strides_of_pages(call: Any, axes: str, launch: Any) -> dict[str, int]:
-    """The strides of K and of V, and the offset from K to V in pages that hold both."""
+def numbers_of_pages(call: Any, launch: Any) -> dict[str, int]:
+    """The numbers of pages that hold both K and V: the strides of both, and the offset from K to V."""
     if not call.combined:
-        pair = zip("kv", call.kv_pages, strict=True)
-        return _named({name: strides_of(pages, launch, axes) for name, pages in pair}) | {"v_offset": 0}
-    page, slot, head = strides_of(call.kv_pages, launch, axes)
-    return _named(dict.fromkeys("kv", (page, slot, 2 * head))) | {"v_offset": head}
-
-
-def strides_of_scales(scales: tuple[Any, Any], axes: str, launch: Any) -> dict[str, int]:
-    """The strides of arrays of scales laid out like the pages; 0 if there are none."""
-    pair = zip(("k_scales", "v_scales"), scales, strict=True)
-    return _named({name: (0, 0, 0) if array is None else strides_of(array, launch, axes) for name, array in pair})
-
-
-def strides_of_rows(name: str, array: Any, launch: Any) -> dict[str, int]:
-    """The strides of token and head of an array [T, H, D]."""
-    token, head, _ = launch.strides(array)
-    return {f"{name}_token_stride": token, f"{name}_head_stride": head}
-
-
-def attention_numbers(call: Any, q: Any, launch: Any) -> dict[str, Any]:
-    """The numbers that paged and packed attention share."""
-    return {
-        "num_q_heads": call.num_q_heads, "num_kv_heads": call.num_kv_heads, "head_dim": call.head_dim,
-        "v_head_dim": call.v_head_dim, "q_format": CODES[dtype_name(q)], **strides_of_rows("q", q, launch),
-        "causal": call.causal, "window": call.sliding_window or 0, "scale": call.scale,
-        "soft_cap": call.soft_cap or 0.0,
-    }  # fmt: skip
+        return {}
+    page, slot, head, _ = launch.strides(call.kv_pages)
+    names = (name for operand in ("k_pages", "v_pages") for name in stride_names(operand, "page slot head"))
+    return dict(zip(names, 2 * (page, slot, 2 * head), strict=True)) | {"v_offset": head}
 
 
 def run(
     call: RaggedPagedAttention, tile: Tile, launch: Any, *, layout: int = _sequences.PACKED,
-    scales: tuple[Any, Any] = (None, None), axes: str = "PGKD",
+    scales: tuple[Any, Any] = (None, None), axes: str = "page slot head",
 ) -> dict[str, Any]:  # fmt: skip
     """Enqueue the kernel; returns out and lse by name.
 
     `axes` names the axes of the pages; `scales` are arrays with one scale per position and head, laid out like the
     pages.
     """
-    q, tables = launch.packed(call.q), launch.packed(call.page_indices)
     k_pages, v_pages = (call.kv_pages, call.kv_pages) if call.combined else call.kv_pages
-    k_scale, k_numbers = numbers_of("k_scale", call.k_scale, launch)
-    v_scale, v_numbers = numbers_of("v_scale", call.v_scale, launch)
-    mask = None if call.draft_mask is None else launch.packed(call.draft_mask)
-    return KERNEL.launch(
-        launch,
-        tile,
-        {
-            "q": q, "k_pages": k_pages, "v_pages": v_pages, "kv_lens": launch.contiguous(call.kv_lens),
-            "page_indices": tables,
-            "cu_q_lens": launch.contiguous(call.cu_q_lens) if layout == _sequences.PACKED else None,
-            "num_seqs": None if isinstance(call.num_seqs, int) else call.num_seqs,
-            "sinks": None if call.sinks is None else launch.contiguous(call.sinks), "k_scale": k_scale,
-            "v_scale": v_scale, "k_scales": scales[0], "v_scales": scales[1], "draft_mask": mask,
-        },
-        {"out": (call.out_shape, call.result_dtype), "lse": (call.q.shape[:2], "float32") if call.return_lse else None},
-        {
-            **attention_numbers(call, q, launch), "out_format": CODES[call.out_dtype or dtype_name(q)],
-            "num_tokens": call.num_tokens,
-            "max_num_seqs": call.num_seqs if isinstance(call.num_seqs, int) else call.max_num_seqs, "layout": layout,
-            "num_pages": call.num_pages, "page_size": call.page_size, "capacity": call.capacity,
-            "table_stride": launch.strides(tables)[0] if len(tables.shape) > 1 else 0,
-            "cache_format": CODES[call.cache_dtype], "drafted": mask is not None,
-            "draft_width": 0 if mask is None else mask.shape[1],
-            "draft_stride": 0 if mask is None else launch.strides(mask)[0], **strides_of_pages(call, axes, launch),
-            **strides_of_scales(scales, axes, launch), **k_numbers, **v_numbers,
-        },
-    )  # fmt: skip
+    pages = {"k_pages": k_pages, "v_pages": v_pages, "k_scales": scales[0], "v_scales": scales[1]}
+    drafted = call.draft_mask is not None
+    numbers = {
+        "max_num_seqs": _sequences.most_sequences(call, call.max_num_seqs), "layout": layout, "drafted": drafted,
+        "draft_width": call.draft_mask.shape[1] if drafted else 0,
+        "out_format": CODES[call.out_dtype or dtype_name(call.q)], **numbers_of_pages(call, launch),
+    }  # fmt: skip
+    return KERNEL.launch(launch, call, tile, pages, numbers, axes=dict.fromkeys(pages, axes))

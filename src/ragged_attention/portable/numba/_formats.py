@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 
 from ragged_attention.calls.fields import SMALLEST_FLOAT32
 from ragged_attention.portable.numba._vectors import (
     F32,
     FLOATS,
-    I1,
     I8,
     I16,
     I32,
@@ -25,6 +24,7 @@ from ragged_attention.portable.numba._vectors import (
     INTS,
     LANES,
     PAIRS,
+    called,
     compiled,
     constant,
     element,
@@ -56,23 +56,22 @@ CONVERTS_HALVES = platform.machine() in ("aarch64", "arm64") or features_of_the_
 # ---- to float32
 
 
-def _from_bits(builder: Any, magnitude: Any, sign: Any, mantissa: int, bias: int, infinite: Any) -> Any:
-    """Floats from a narrower format: `magnitude` and `sign` are int32, `infinite` marks infinite and NaN lanes."""
+def _from_bits(builder: Any, codes: Any, size: int, mantissa: int, bias: int, special: int) -> Any:
+    """Floats from a narrower format of `size` bits; codes from `special` on are infinite or NaN."""
+    wide = builder.zext(codes, INTS)
+    magnitude = builder.and_(wide, constant(INTS, (1 << size - 1) - 1))
+    sign = builder.shl(builder.and_(wide, constant(INTS, 1 << size - 1)), constant(INTS, 32 - size))
     bits = builder.shl(magnitude, constant(INTS, 23 - mantissa))
     value = builder.fmul(builder.bitcast(bits, FLOATS), constant(FLOATS, 2.0 ** (127 - bias)))
-    special = builder.or_(bits, constant(INTS, 0x7F800000))
-    bits = builder.select(infinite, special, builder.bitcast(value, INTS))
+    infinite = builder.icmp_unsigned(">=", magnitude, constant(INTS, special))
+    bits = builder.select(infinite, builder.or_(bits, constant(INTS, 0x7F800000)), builder.bitcast(value, INTS))
     return builder.bitcast(builder.or_(bits, sign), FLOATS)
 
 
 def _from_half(builder: Any, codes: Any) -> Any:
     if CONVERTS_HALVES:
         return builder.fpext(builder.bitcast(codes, HALVES), FLOATS)
-    wide = builder.zext(codes, INTS)
-    magnitude = builder.and_(wide, constant(INTS, 0x7FFF))
-    sign = builder.shl(builder.and_(wide, constant(INTS, 0x8000)), constant(INTS, 16))
-    infinite = builder.icmp_unsigned(">=", magnitude, constant(INTS, 0x7C00))
-    return _from_bits(builder, magnitude, sign, 10, 15, infinite)
+    return _from_bits(builder, codes, 16, 10, 15, 0x7C00)
 
 
 def _from_bfloat16(builder: Any, codes: Any) -> Any:
@@ -96,11 +95,7 @@ def _half_from_e4m3(builder: Any, codes: Any) -> Any:
 def _from_e4m3(builder: Any, codes: Any) -> Any:
     if CONVERTS_HALVES:
         return builder.fmul(_from_half(builder, _half_from_e4m3(builder, codes)), constant(FLOATS, 256.0))
-    wide = builder.zext(codes, INTS)
-    magnitude = builder.and_(wide, constant(INTS, 0x7F))
-    sign = builder.shl(builder.and_(wide, constant(INTS, 0x80)), constant(INTS, 24))
-    nan = builder.icmp_unsigned("==", magnitude, constant(INTS, 0x7F))
-    return _from_bits(builder, magnitude, sign, 3, 7, nan)
+    return _from_bits(builder, codes, 8, 3, 7, 0x7F)
 
 
 def _from_e5m2(builder: Any, codes: Any) -> Any:
@@ -190,16 +185,9 @@ def _first_lanes(builder: Any, count: Any) -> Any:
     return builder.icmp_signed("<", ir.Constant(INTS, list(range(LANES))), shuffled(builder, [0] * LANES, lanes))
 
 
-def _masked(builder: Any, name: str, kind: Any, *values: Any, returns: bool) -> Any:
-    masks, pointer = ir.VectorType(I1, LANES), kind.as_pointer()
-    given = [pointer, I32, masks, kind] if returns else [kind, pointer, I32, masks]
+def _masked(builder: Any, name: str, result: Any, kind: Any, *values: Any) -> Any:
     bits = {"float": "f32", "i16": "i16", "i8": "i8"}[str(kind.element)]
-    function = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(kind if returns else ir.VoidType(), given),
-        f"llvm.masked.{name}.v{LANES}{bits}.p0v{LANES}{bits}",
-    )
-    return builder.call(function, values)
+    return called(builder, f"llvm.masked.{name}.v{LANES}{bits}.p0v{LANES}{bits}", result, *values)
 
 
 def _reader(kind: Any, decode: Callable[[Any, Any], Any], name: str) -> tuple[Any, Any]:
@@ -211,11 +199,8 @@ def _reader(kind: Any, decode: Callable[[Any, Any], Any], name: str) -> tuple[An
 
     def read_some(builder: Any, address: Any, index: Any, count: Any) -> Any:
         place = builder.bitcast(element(builder, address, index, kind.element), kind.as_pointer())
-        nothing = ir.Constant(kind, None)
-        mask = _first_lanes(builder, count)
-        return decode(
-            builder, _masked(builder, "load", kind, place, ir.Constant(I32, size), mask, nothing, returns=True)
-        )
+        given = (place, ir.Constant(I32, size), _first_lanes(builder, count), ir.Constant(kind, None))
+        return decode(builder, _masked(builder, "load", kind, kind, *given))
 
     read.__name__, read_some.__name__ = f"read_{name}", f"read_some_{name}"
     return (
@@ -233,8 +218,8 @@ def _writer(kind: Any, encode: Callable[[Any, Any], Any], name: str) -> tuple[An
 
     def write_some(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
         place = builder.bitcast(element(builder, address, index, kind.element), kind.as_pointer())
-        mask = _first_lanes(builder, count)
-        _masked(builder, "store", kind, encode(builder, value), place, ir.Constant(I32, size), mask, returns=False)
+        given = (place, ir.Constant(I32, size), _first_lanes(builder, count))
+        _masked(builder, "store", ir.VoidType(), kind, encode(builder, value), *given)
 
     write.__name__, write_some.__name__ = f"write_{name}", f"write_some_{name}"
     return (
@@ -400,9 +385,8 @@ def _lookup(builder: Any, table: Any, codes: Any) -> Any:
     """Pairs of bfloat16 from a table of the positive codes' bits; `codes` holds each code twice. Needs PAIRS."""
     kind = codes.type
     name = "llvm.x86.avx512.vpermi2var.qi.512"  # looks up the lower seven bits in a table of 128 bytes
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
     low, high = (
-        builder.call(function, [ir.Constant(kind, half[:64]), codes, ir.Constant(kind, half[64:])])
+        called(builder, name, kind, ir.Constant(kind, half[:64]), codes, ir.Constant(kind, half[64:]))
         for half in ((table & 255).tolist(), (table >> 8).tolist())
     )
     alternate = shuffled(builder, [place + 64 * (place % 2) for place in range(64)], low, high)
@@ -475,6 +459,12 @@ def first_of(builder: Any, value: Any) -> Any:
 def number_at(code, source, index):
     """One number of a format."""
     return first_of(read_some(code, source, index, 1))
+
+
+@inlined
+def scale_of(array, code, stride, number, head):
+    """A KV head's scale; `array`, the address of one or more scales in a format, is 0 if the scale is a number."""
+    return number_at(code, array, head * stride) if array else np.float32(number)
 
 
 @compiled

@@ -80,15 +80,15 @@ def read_row(call, tile, row, token, head, source):
 
     Returns False, and leaves zeros, if the query has seen no key.
     """
-    place, size, width = token * call.num_q_heads + head, size_of(call.format), call.v_head_dim
+    place, size, width = token * call.num_q_heads + head, size_of(call.q_format), call.v_head_dim
     q, d_out, lse = tile.q + 4 * row * tile.width, tile.d_out + 4 * row * tile.v_width, float_at(call.lse, place)
     if lse == NOTHING:
         zero(q, 4 * tile.width)
         zero(d_out, 4 * tile.v_width)
         return False
-    widen(call.format, source, q, call.head_dim)
-    widen(call.format, call.d_out + size * place * width, d_out, width)
-    widen(call.format, call.out + size * place * width, tile.out_row, width)
+    widen(call.q_format, source, q, call.head_dim)
+    widen(call.q_format, call.d_out + size * place * width, d_out, width)
+    widen(call.q_format, call.out + size * place * width, tile.out_row, width)
     set_float(tile.lse, row, lse)
     set_float(tile.share, row, share_of(lse, call.sinks, head))
     set_float(tile.delta, row, dot(d_out, tile.out_row, up_to(width, LANES)))
@@ -124,13 +124,13 @@ def differentiate(tile, row, left, right, count, scale, soft_cap):
 @compiled
 def sink_gradient(call, tile, head):
     """Write the gradient of a head's sink, a sum over all queries that have seen a key."""
-    gradient, size, width = 0.0, size_of(call.format), call.v_head_dim
+    gradient, size, width = 0.0, size_of(call.q_format), call.v_head_dim
     for token in range(call.num_tokens):
         place = token * call.num_q_heads + head
         lse = float_at(call.lse, place)
         if lse > NOTHING:
-            widen(call.format, call.d_out + size * place * width, tile.d_out, width)
-            widen(call.format, call.out + size * place * width, tile.out_row, width)
+            widen(call.q_format, call.d_out + size * place * width, tile.d_out, width)
+            widen(call.q_format, call.out + size * place * width, tile.out_row, width)
             delta = dot(tile.d_out, tile.out_row, up_to(width, LANES))
             gradient += (share_of(lse, call.sinks, head) - 1) * delta
     set_float(call.d_sinks, head, np.float32(gradient))

@@ -49,16 +49,17 @@ from ragged_attention.portable.numba._vectors import (
 
 FIELDS = _records.Fields(
     operands=("q", "keys", "weights", "key_scale", "starts", "stops", "page_indices", "kv_lens", "cu_q_lens",
-              "cu_kv_lens", "num_seqs", "candidates"),
+              "cu_kv_lens", "num_seqs", "candidate_blocks"),
     results=("logits", "indices"),
     numbers=(
-        "num_tokens", "num_heads", "head_dim", "q_format", "q_token_stride", "q_head_stride", "weights_token_stride",
-        "key_format", "in_bytes", "num_pages", "page_size", "page_stride", "slot_stride", "scales_page_stride",
-        "scales_slot_stride", "packed", "relative", "columns", "max_num_seqs", "layout", "capacity", "table_stride",
-        "ratio", "top_k", "num_candidates", "candidates_stride", "candidate_size", "block_q", "block_kv",
-        "num_threads",
+        "num_tokens", "num_heads", "head_dim", "key_format", "in_bytes", "num_pages", "page_size", "packed", "relative",
+        "columns", "max_num_seqs", "layout", "capacity", "ratio", "top_k", "num_candidates", "candidate_block_size",
+        "block_q", "block_kv",
     ),
     plan=("units", "num_units", "work", "counters", "rows", "row_floats", "longest"),
+    strides={"q": "token head", "weights": "token", "page_indices": "seq", "candidate_blocks": "token"}
+    | dict.fromkeys(("keys", "key_scale"), "page slot"),
+    formats=("q",),
     floats=("work",),
 )  # fmt: skip
 call_of = FIELDS.at
@@ -91,13 +92,13 @@ def seen_by(call, seq, token, stop):
 @inlined
 def places_of(call, keys):
     """The most keys among `keys` from which a row can choose."""
-    return min(keys, call.num_candidates * call.candidate_size) if call.candidate_size else keys
+    return min(keys, call.num_candidates * call.candidate_block_size) if call.candidate_block_size else keys
 
 
 @inlined
 def num_blocks(call):
     """The number of blocks of candidates."""
-    return (call.columns + call.candidate_size - 1) // call.candidate_size
+    return (call.columns + call.candidate_block_size - 1) // call.candidate_block_size
 
 
 @compiled
@@ -105,7 +106,7 @@ def block_of(call, seq, first, stop):
     """The end of a block of tokens, the range of keys that it sees, and the most keys that one of its tokens sees."""
     low, high = seen_by(call, seq, first, stop)
     longest, last = high - low, first + 1
-    if call.candidate_size:
+    if call.candidate_block_size:
         return last, 0, places_of(call, longest), places_of(call, longest)
     while last < min(stop, first + call.block_q):
         left, right = seen_by(call, seq, last, stop)
@@ -214,7 +215,7 @@ def new_tile(call):
     rows = scratch = places = blocks = 0
     if call.top_k:
         rows, scratch = 4 * (call.longest + LANES), scratch_size(call.top_k)
-        if call.candidate_size:
+        if call.candidate_block_size:
             places, blocks = 4 * places_of(call, call.columns), num_blocks(call)
     addresses, bounds = 8 * keys, 8 * tokens
     address = _records.allocate_arena(
@@ -239,10 +240,10 @@ def list_candidates(call, tile, token, low, high):
     """List the positions of a token's candidates that it sees; returns their number."""
     zero(tile.blocks, num_blocks(call))
     for index in range(call.num_candidates):
-        block = int32_at(call.candidates, token * call.candidates_stride + index)
+        block = int32_at(call.candidate_blocks, token * call.candidate_blocks_token_stride + index)
         if 0 <= block < num_blocks(call):
             set_byte(tile.blocks + block, 1)
-    count, size = 0, call.candidate_size
+    count, size = 0, call.candidate_block_size
     for block in range(low // size, (high + size - 1) // size):
         if byte_at(tile.blocks, block):
             for position in range(max(block * size, low), min((block + 1) * size, high)):
@@ -264,7 +265,7 @@ def read_queries(call, tile, unit):
     _, stop = tokens_of(call, seq)
     for token in range(first, unit.last):
         left, right = seen_by(call, seq, token, stop)
-        if call.candidate_size:
+        if call.candidate_block_size:
             base = base_of(call, seq, token, stop)
             left, right = 0, list_candidates(call, tile, token, left - base, right - base)
         set_int(tile.left, token - first, left)
@@ -291,19 +292,19 @@ def list_next(call, tile, seq, base, first, count):
     holes, key, size = 0, 0, size_of(call.key_format)
     while key < count:
         position, run = first + key, count - key
-        if call.candidate_size:
+        if call.candidate_block_size:
             position, run = int32_at(tile.places, position) + base, 1
         page, slot = 0, position
         if not call.packed:
             slot = position % call.page_size
-            page = int32_at(call.page_indices, seq * call.table_stride + position // call.page_size)
+            page = int32_at(call.page_indices, seq * call.page_indices_seq_stride + position // call.page_size)
         run = min(run, call.page_size - slot)
         source = scale = 0
         if 0 <= page < call.num_pages:
-            source = call.keys + size * (page * call.page_stride + slot * call.slot_stride)
-            scale = call.key_scale + 4 * (page * call.scales_page_stride + slot * call.scales_slot_stride)
+            source = call.keys + size * (page * call.keys_page_stride + slot * call.keys_slot_stride)
+            scale = call.key_scale + 4 * (page * call.key_scale_page_stride + slot * call.key_scale_slot_stride)
             if call.in_bytes:
-                scale = call.keys + page * call.page_stride + call.page_size * call.head_dim + 4 * slot
+                scale = call.keys + page * call.keys_page_stride + call.page_size * call.head_dim + 4 * slot
         else:
             holes += run
         for index in range(key, key + run):
@@ -311,7 +312,7 @@ def list_next(call, tile, seq, base, first, count):
             set_int(tile.next_v_sources, index, scale)
             if source:
                 prefetch(source, size * call.head_dim)
-                source, scale = source + size * call.slot_stride, scale + 4 * call.scales_slot_stride
+                source, scale = source + size * call.keys_slot_stride, scale + 4 * call.key_scale_slot_stride
         key += run
     return holes
 
@@ -461,7 +462,7 @@ def choose(call, tile, unit, rows):
     for token in range(first, unit.last):
         left, right = int_at(tile.left, token - first), int_at(tile.right, token - first)
         row, target = rows + 4 * (token - first) * length, call.indices + 4 * token * call.top_k
-        places = tile.places if call.candidate_size else 0
+        places = tile.places if call.candidate_block_size else 0
         base = base_of(call, seq, token, stop)
         select(row, right - left, call.top_k, left - base, places, target, tile.scratch)
 

@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ragged_attention.calls import Call
+from ragged_attention.calls import Call, dtype_name, is_array
 from ragged_attention.host import forking
-from ragged_attention.portable.numba import _threads, _xla
+from ragged_attention.portable.numba import _xla
 from ragged_attention.portable.numba._compiling import machine_code, quietly
-from ragged_attention.portable.numba._records import Fields, bits_of
+from ragged_attention.portable.numba._formats import CODES
+from ragged_attention.portable.numba._records import Fields, bits_of, runner, stride_names
 
 
 def _beside_torch() -> Iterator[Path]:
@@ -45,6 +46,12 @@ def _openmp() -> int:
     return 0
 
 
+@functools.cache
+def _names_of(record: type[Call]) -> frozenset[str]:
+    """The names of a record's arguments and properties."""
+    return frozenset((*record.KINDS, *dir(record)))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernel:
     """A kernel, in the form that the launchers' `native` takes."""
@@ -59,27 +66,49 @@ class Kernel:
         return self.fields.structure
 
     def launch(
-        self,
-        launch: Any,
-        tile: Any,
-        operands: Mapping[str, Any],
-        results: Mapping[str, Any],
-        numbers: Mapping[str, Any],
-    ) -> dict[str, Any]:
+        self, launch: Any, call: Call, tile: Any, operands: Mapping[str, Any], numbers: Mapping[str, Any], *,
+        axes: Mapping[str, str] | None = None, results: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
         """Launch the kernel and return its results by name.
 
-        An operand left out is None, and a number left out is 0. The fields of `tile` are numbers too.
+        An operand or a number that is not given is the call's argument or property of the same name; if the call has
+        none, it is None or 0. The fields of `tile` are numbers too. `axes` replaces axes that `fields.strides` names;
+        the stride of an axis that an operand lacks is 0. `results` replaces the call's results.
         """
-        given = {**dict.fromkeys(self.fields.numbers, 0), **numbers, "num_threads": launch.num_threads}
+        fields, names = self.fields, _names_of(type(call))
+        from_call = {name: getattr(call, name) for name in fields.operands if name in names and name not in operands}
+        arrays = {**dict.fromkeys(fields.operands), **operands}
+        for name, array in from_call.items():
+            if is_array(array) and not isinstance(array, float):
+                arrays[name] = launch.packed(array) if name in fields.strides else launch.contiguous(array)
+        given = {**self._describe(arrays, from_call, {**fields.strides, **(axes or {})}, launch), **numbers}
         given |= {field.name: getattr(tile, field.name) for field in dataclasses.fields(tile)}
-        for name in self.fields.floats:
-            if name in given:
-                given[name] = bits_of(given[name])
-        return launch.native(self, {**dict.fromkeys(self.fields.operands), **operands}, results, given)
+        given["num_threads"] = launch.num_threads
+        for name in fields.numbers:
+            if name not in given:
+                given[name] = getattr(call, name) or 0 if name in names else 0
+        given |= {name: bits_of(given[name]) for name in fields.floats if name in given}
+        if results is None:
+            shapes = ((result.shape, result.dtype) for result in call.results())
+            results = dict(zip(fields.results, shapes, strict=False))  # the last ones may be absent
+        return launch.native(self, arrays, {**dict.fromkeys(fields.results), **results}, given)
 
-    def results_of(self, call: Call) -> dict[str, Any]:
-        """The shapes and dtypes of the results, by name, of a call that has all of them."""
-        return dict(zip(self.fields.results, call.results(), strict=True))
+    def _describe(
+        self, arrays: Mapping[str, Any], from_call: Mapping[str, Any], axes: Mapping[str, str], launch: Any
+    ) -> dict[str, Any]:
+        """The numbers that describe arrays, by name; `from_call` has those of the call."""
+        numbers: dict[str, Any] = {}
+        for name, letters in axes.items():
+            if (array := arrays[name]) is not None:
+                numbers.update(zip(stride_names(name, letters), launch.strides(array), strict=False))
+        for name in (*self.fields.formats, *self.fields.scales):
+            if (array := arrays[name]) is not None:
+                numbers[f"{name}_format"] = CODES[dtype_name(array)]
+        for name in self.fields.scales:
+            array, scale = arrays[name], from_call.get(name)
+            numbers[f"{name}_stride"] = int(array is not None and array.shape not in ((), (1,)))
+            numbers[f"{name}_number"] = 1.0 if scale is None or array is not None else float(scale)
+        return numbers
 
     @property
     def compiled(self) -> tuple[Any, Any]:
@@ -89,9 +118,9 @@ class Kernel:
     def compile_ahead(self, *, for_jax: bool) -> None:
         """Compile the kernel now, without a message, and the code that calls it from torch and, on demand, from jax."""
         with quietly():
-            _ = self.compiled, _threads.runner()
+            _ = self.compiled, runner()
             if for_jax:
-                _xla.compile_ahead()
+                _xla.shared_code()
 
     def on(self, platform: str) -> Callable[[Any, Any], int]:
         """The function that takes a record and returns an error code."""
@@ -102,7 +131,7 @@ class Kernel:
         del stream
         record, (plan, work) = reference._obj, self.compiled
         team = 0 if forking.forked() else _openmp()
-        return _threads.runner().ctypes(ctypes.addressof(record), plan.address, work.address, team, record.num_threads)
+        return runner().ctypes(ctypes.addressof(record), plan.address, work.address, team, record.num_threads)
 
     def handler(self, platform: str, include: str) -> tuple[str, Any]:
         """A unique name and the handler that XLA calls."""

@@ -11,10 +11,9 @@ a ragged call query tokens are numbered across all sequences, otherwise from 0 i
 import numpy as np
 
 from ragged_attention.portable.numba import _splits, _tiles
-from ragged_attention.portable.numba._formats import BFLOAT16, size_of
+from ragged_attention.portable.numba._formats import BFLOAT16, scale_of, size_of
 from ragged_attention.portable.numba._latent_rows import ROWS, place_of, read_latents, rows_fields
-from ragged_attention.portable.numba._records import Fields, programs, record_in
-from ragged_attention.portable.numba._scales import fields_of, scale_of
+from ragged_attention.portable.numba._records import Fields, programs, record_in, stride_names
 from ragged_attention.portable.numba._sequences import gaps_by, num_sequences, packed_queries_of, within
 from ragged_attention.portable.numba._softmax import LN2, LOG2E
 from ragged_attention.portable.numba._vectors import (
@@ -34,16 +33,16 @@ FIELDS = Fields(
     results=("out", "lse", "max_logits"),
     numbers=(
         "max_num_seqs", "num_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "sparse", "causal",
-        "window", "scale", "soft_cap", *fields_of("kv_scale"), "q_format", "out_format", "q_seq_stride",
-        "q_token_stride", "q_head_stride", "out_seq_stride", "lse_seq_stride", "lse_token_stride", "lse_head_stride",
-        "head_step", "num_pages", "page_size", *rows_fields("kv_"),
-        "extra_num_pages", "extra_page_size", *rows_fields("extra_"),
-        "length", "list_seq_stride", "list_token_stride", "list_head_stride", "lens_seq_stride", "lens_token_stride",
-        "extra_length", "extra_list_seq_stride", "extra_list_token_stride", "extra_lens_seq_stride",
-        "extra_lens_token_stride", "block_rows", "block_kv", "num_splits", "num_threads",
+        "sliding_window", "scale", "soft_cap", "out_format", "out_seq_stride",
+        *stride_names("lse", "seq token head"), *rows_fields("kv_"), *rows_fields("extra_"), "length", "extra_length",
+        "block_rows", "block_kv", "num_splits",
     ),
     plan=_splits.SPLITS,
-    floats=("scale", "soft_cap", "kv_scale_number", "work"),
+    strides={"q": "seq token head", "lists": "seq token head"}
+    | dict.fromkeys(("lens", "extra_lists", "extra_lens"), "seq token"),
+    formats=("q",),
+    scales=("kv_scale",),
+    floats=("scale", "soft_cap", "work"),
 )  # fmt: skip
 call_of, kv_of, extra_of = FIELDS.at, record_in(ROWS, "kv_"), record_in(ROWS, "extra_")
 
@@ -82,7 +81,7 @@ def seen_from(call, token, stop, length):
     The last query token of a sequence, `stop` - 1, stands at the last of its `length` positions.
     """
     position = length - stop + token
-    left = position - call.window + 1 if call.window else 0
+    left = position - call.sliding_window + 1 if call.sliding_window else 0
     return left, position + 1 if call.causal else length
 
 
@@ -171,13 +170,13 @@ def read_queries(call, tile, unit, head):
 def slot_of(call, seq, token, head, position, length):
     """The page of a position, -1 if it has none, and the slot in that page; `length` is that of the first list."""
     if not call.sparse:
-        page = int32_at(call.lists, seq * call.list_seq_stride + position // call.page_size)
-        return page if page < call.num_pages else -1, position % call.page_size
+        page = int32_at(call.lists, seq * call.lists_seq_stride + position // call.kv_page_size)
+        return page if page < call.kv_num_pages else -1, position % call.kv_page_size
     if position < length:
-        index = seq * call.list_seq_stride + token * call.list_token_stride + head * call.list_head_stride
-        slot, page_size, num_pages = int32_at(call.lists, index + position), call.page_size, call.num_pages
+        index = seq * call.lists_seq_stride + token * call.lists_token_stride + head * call.lists_head_stride
+        slot, page_size, num_pages = int32_at(call.lists, index + position), call.kv_page_size, call.kv_num_pages
     else:
-        index = seq * call.extra_list_seq_stride + token * call.extra_list_token_stride
+        index = seq * call.extra_lists_seq_stride + token * call.extra_lists_token_stride
         slot = int32_at(call.extra_lists, index + position - length)
         page_size, num_pages = call.extra_page_size, call.extra_num_pages
     return slot // page_size if 0 <= slot < num_pages * page_size else -1, slot % page_size
@@ -190,7 +189,7 @@ def list_next(call, tile, unit, head, first, count, length):
     The rows before them are computed while these arrive.
     """
     holes, kv, extra = 0, kv_of(call), extra_of(call)
-    base = call.kv + head * call.head_step
+    base = call.kv + head * kv.head_step
     for key in range(count):
         page, slot = slot_of(call, unit.seq, unit.token, head, first + key, length)
         row = scale = 0

@@ -4,6 +4,8 @@ The host describes a cache to a kernel as a few numbers, the record `ROWS`: they
 with distances in bytes that hold for either layout. So no kernel knows a format by its name.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ragged_attention.calls import CacheFormat
@@ -33,9 +35,9 @@ STORED = _formats.CODES | {"float4_e2m1fn": E2M1, "float8_e8m0fnu": E8M0}
 LARGEST, SMALLEST_SCALE = np.float32(448), np.float32(1e-4)  # the largest e4m3; the smallest scale of e4m3 values
 LARGEST_E2M1, SMALLEST_E4M3 = np.float32(6), np.float32(2**-9)
 
-# The distances, in bytes, of pages, of rows in a page and of the scales of two rows; the offset of a page's first
-# scale from the page; the bytes of a row that lie together. Then the fields of the format.
-ROWS = ("page_step", "row_step", "scales_step", "scales_at", "row_bytes",
+# The distances, in bytes, of pages, of rows in a page, of the rows of two KV heads and of the scales of two rows; the
+# offset of a page's first scale from the page; the bytes of a row that lie together. Then the fields of the format.
+ROWS = ("num_pages", "page_size", "page_step", "row_step", "head_step", "scales_step", "scales_at", "row_bytes",
         "codes", "values", "group", "scales", "padding", "rotary", "rotary_at")  # fmt: skip
 
 
@@ -44,28 +46,24 @@ def rows_fields(prefix: str) -> tuple[str, ...]:
     return tuple(prefix + name for name in ROWS)
 
 
-def element_bytes(form: CacheFormat) -> int:
-    """Bytes of an element of a cache's array: quantised caches are arrays of bytes."""
-    return 1 if form.quantized else _formats.size_of.py_func(_formats.CODES[form.codes])
-
-
-def rows_numbers(
-    prefix: str, form: CacheFormat, *, width: int, page_size: int, page_stride: int, slot_stride: int
-) -> dict[str, int]:
-    """The numbers of a cache whose rows have `width` columns; the strides count elements of its array."""
-    size, planar = element_bytes(form), form.planar
-    row_step = size * slot_stride
-    row_bytes = size * width if not form.quantized else form.row_bytes if planar else form.token_bytes
+def rows_numbers(prefix: str, form: CacheFormat, shape: Sequence[int], strides: Sequence[int]) -> dict[str, int]:
+    """The numbers of a cache [P, G, K, C], or of packed rows [s_kv, K, C], which count as pages of one row."""
+    planar, quantized = form.planar, form.quantized
+    size = 1 if quantized else _formats.size_of.py_func(_formats.CODES[form.codes])  # of an element
+    page_size, row_step = (shape[1], size * strides[1]) if len(shape) == 4 else (1, 0)
     numbers = (
-        size * page_stride,
+        shape[0],
+        page_size,
+        size * strides[0],
         form.row_bytes if planar else row_step,
+        size * strides[-2],
         form.padded_scale_bytes if planar else row_step,
         form.row_bytes * page_size if planar else form.value_bytes,
-        row_bytes,
+        form.row_bytes if planar else form.token_bytes if quantized else size * shape[-1],
         STORED[form.codes],
         form.values,
         form.group,
-        STORED[form.scales] if form.quantized else 0,
+        STORED[form.scales] if quantized else 0,
         form.padded_scale_bytes - form.scale_bytes,
         form.rotary,
         form.rotary_at,

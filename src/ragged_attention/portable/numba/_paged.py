@@ -11,9 +11,8 @@ has several splits, and the split that ends last merges them. The division of th
 import numpy as np
 
 from ragged_attention.portable.numba import _splits, _tiles
-from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT32, size_of
+from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT32, scale_of, size_of
 from ragged_attention.portable.numba._records import Fields, programs
-from ragged_attention.portable.numba._scales import fields_of, scale_of
 from ragged_attention.portable.numba._sequences import first_key_of, gaps_by, kv_len_of, num_sequences, queries_of
 from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, scale_row
 from ragged_attention.portable.numba._vectors import (
@@ -36,18 +35,16 @@ FIELDS = Fields(
     ),
     results=("out", "lse"),
     numbers=(
-        "num_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "max_num_seqs", "layout",
-        "q_format", "out_format", "q_token_stride", "q_head_stride",
-        "num_pages", "page_size", "capacity", "table_stride", "cache_format",
-        "k_page_stride", "k_slot_stride", "k_head_stride",
-        "v_page_stride", "v_slot_stride", "v_head_stride", "v_offset",
-        "k_scales_page_stride", "k_scales_slot_stride", "k_scales_head_stride",
-        "v_scales_page_stride", "v_scales_slot_stride", "v_scales_head_stride",
-        "causal", "window", "drafted", "draft_width", "draft_stride", "scale", "soft_cap",
-        *fields_of("k_scale"), *fields_of("v_scale"), "block_q", "block_kv", "num_splits", "num_threads",
+        "num_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "max_num_seqs", "layout", "out_format",
+        "num_pages", "page_size", "capacity", "v_offset", "causal", "sliding_window", "drafted", "draft_width", "scale",
+        "soft_cap", "block_q", "block_kv", "num_splits",
     ),
     plan=_splits.SPLITS,
-    floats=("scale", "soft_cap", "k_scale_number", "v_scale_number", "work"),
+    strides={"q": "token head", "page_indices": "seq", "draft_mask": "token"}
+    | dict.fromkeys(("k_pages", "v_pages", "k_scales", "v_scales"), "page slot head"),
+    formats=("q", "k_pages"),
+    scales=("k_scale", "v_scale"),
+    floats=("scale", "soft_cap", "work"),
 )  # fmt: skip
 call_of = FIELDS.at
 gaps = gaps_by(queries_of)
@@ -62,8 +59,8 @@ def range_of(call, first_new, kv_len, first, last):
     low, high = 0, kv_len
     if call.causal and not call.drafted:
         high = min(first_new + last, kv_len)
-    if call.window:
-        low = max(first_new + first - call.window + 1, 0)
+    if call.sliding_window:
+        low = max(first_new + first - call.sliding_window + 1, 0)
     return low, max(high, low)
 
 
@@ -103,15 +100,15 @@ def plan(address):
 def pairs_up(call):
     """Whether the products use pairs of bfloat16: it holds all numbers exactly, and positions have no scales."""
     scaled = call.k_scales or call.v_scales
-    return not scaled and _tiles.pairs_with(call.q_format, call.cache_format, call.head_dim, call.v_head_dim)
+    return not scaled and _tiles.pairs_with(call.q_format, call.k_pages_format, call.head_dim, call.v_head_dim)
 
 
 @inlined
 def reads_in_place(call, tile):
     """Whether keys are multiplied where they lie in the cache."""
     if tile.paired:
-        return call.cache_format == BFLOAT16
-    return call.cache_format == FLOAT32 and call.head_dim % LANES == 0 and not call.k_scales
+        return call.k_pages_format == BFLOAT16
+    return call.k_pages_format == FLOAT32 and call.head_dim % LANES == 0 and not call.k_scales
 
 
 @inlined
@@ -131,7 +128,7 @@ def read_queries(call, tile, unit, head):
     _tiles.begin(tile, rows)
     for token in range(unit.first, unit.last):
         position = kv_len - stop + token
-        left = position - call.window + 1 if call.window else 0
+        left = position - call.sliding_window + 1 if call.sliding_window else 0
         right = min(position + 1, kv_len) if call.causal and not call.drafted else kv_len
         for q_head in range(head * group, (head + 1) * group):
             source = call.q + size_of(call.q_format) * (token * call.q_token_stride + q_head * call.q_head_stride)
@@ -153,7 +150,7 @@ def place_of(call, seq, position):
 @inlined
 def page_at(call, seq, number):
     """An entry of a sequence's block table; it may be any number."""
-    return number if call.cu_kv_lens else int32_at(call.page_indices + 4 * seq * call.table_stride, number)
+    return number if call.cu_kv_lens else int32_at(call.page_indices + 4 * seq * call.page_indices_seq_stride, number)
 
 
 @compiled
@@ -162,16 +159,16 @@ def list_next(call, tile, seq, head, first, count):
 
     The keys before them are computed while these arrive. Returns how many of the positions have no page.
     """
-    holes, key, size = 0, 0, size_of(call.cache_format)
+    holes, key, size = 0, 0, size_of(call.k_pages_format)
     number, slot = place_of(call, seq, first)
     while key < count:
         page, run = page_at(call, seq, number), min(call.page_size - slot, count - key)
         k = v = k_step = v_step = 0
         if 0 <= page < call.num_pages:
-            k = page * call.k_page_stride + slot * call.k_slot_stride + head * call.k_head_stride
-            v = page * call.v_page_stride + slot * call.v_slot_stride + head * call.v_head_stride
+            k = page * call.k_pages_page_stride + slot * call.k_pages_slot_stride + head * call.k_pages_head_stride
+            v = page * call.v_pages_page_stride + slot * call.v_pages_slot_stride + head * call.v_pages_head_stride
             k, v = call.k_pages + size * k, call.v_pages + size * (v + call.v_offset)
-            k_step, v_step = size * call.k_slot_stride, size * call.v_slot_stride
+            k_step, v_step = size * call.k_pages_slot_stride, size * call.v_pages_slot_stride
         else:
             holes += run
         for index in range(key, key + run):
@@ -190,7 +187,7 @@ def prefetch_values(call, tile, count):
     for key in range(count):
         source = int_at(tile.next_v_sources, key)
         if source:
-            prefetch(source, size_of(call.cache_format) * call.v_head_dim)
+            prefetch(source, size_of(call.k_pages_format) * call.v_head_dim)
 
 
 @compiled
@@ -216,7 +213,7 @@ def hide_undrafted(call, tile, unit, first, count):
         draft, seen = first + key - first_new, False
         for token in range(unit.first, unit.last):
             row = (token - unit.first) * group
-            if draft < call.draft_width and byte_at(call.draft_mask, token * call.draft_stride + draft):
+            if draft < call.draft_width and byte_at(call.draft_mask, token * call.draft_mask_token_stride + draft):
                 seen = seen or int_at(tile.left, row) <= first + key
             else:
                 for hidden in range(row, row + group):
@@ -228,17 +225,17 @@ def hide_undrafted(call, tile, unit, first, count):
 @inlined
 def read_keys(call, tile, count):
     if tile.paired:
-        _tiles.pair_keys(call.cache_format, tile.sources, tile.k, tile.width, count)
+        _tiles.pair_keys(call.k_pages_format, tile.sources, tile.k, tile.width, count)
     else:
-        _tiles.read_rows(call.cache_format, tile.sources, tile.k, tile.width, call.head_dim, count)
+        _tiles.read_rows(call.k_pages_format, tile.sources, tile.k, tile.width, call.head_dim, count)
 
 
 @inlined
 def read_values(call, tile, count):
     if tile.paired:
-        _tiles.pair_values(call.cache_format, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
+        _tiles.pair_values(call.k_pages_format, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
     else:
-        _tiles.read_rows(call.cache_format, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
+        _tiles.read_rows(call.k_pages_format, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
 
 
 @compiled

@@ -5,8 +5,9 @@ numbers of the call, then the fields that the kernel's plan adds.
 """
 
 import ctypes
+import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numba
@@ -15,7 +16,21 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ragged_attention.portable.numba._vectors import I64, add_to, allocate, compiled, inlined, int_at, release, set_int
+from ragged_attention.portable.numba._compiling import machine_code
+from ragged_attention.portable.numba._vectors import (
+    I64,
+    add_to,
+    allocate,
+    call_at,
+    compiled,
+    in_team,
+    inlined,
+    int_at,
+    join_thread,
+    release,
+    set_int,
+    start_thread,
+)
 
 NO_MEMORY = -1
 STATE = ("claimed", "num_programs", "workspace", "failed")  # the first fields of every record
@@ -73,19 +88,39 @@ def bits_of(number: float) -> int:
     return struct.unpack("<q", struct.pack("<d", number))[0]
 
 
+@functools.cache
+def stride_names(operand: str, axes: str) -> tuple[str, ...]:
+    """The names of the numbers that are an operand's strides."""
+    return tuple(f"{operand}_{axis}_stride" for axis in axes.split())
+
+
 class Fields:
-    """The fields of a kernel's record, each of eight bytes: arrays and numbers of the call, then fields of the plan."""
+    """The fields of a kernel's record, each of eight bytes: arrays and numbers of the call, then fields of the plan.
+
+    Some numbers describe operands: strides in elements, `q_token_stride`; the code of a format, `q_format`; and the
+    three numbers with which `_formats.scale_of` reads a cache's scale.
+    """
 
     def __init__(
         self, operands: Sequence[str], results: Sequence[str], numbers: Sequence[str], plan: Sequence[str] = (), *,
+        strides: Mapping[str, str] | None = None, formats: Sequence[str] = (), scales: Sequence[str] = (),
         floats: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """`floats` names the numbers that are float64; a launcher hands over their bits."""
-        self.operands, self.results, self.numbers = tuple(operands), tuple(results), tuple(numbers)
-        self.floats = tuple(floats)
-        names = (*STATE, *operands, *results, *numbers, *plan)
-        self.layout = layout_of(names, floats)
-        self.at = record_at(names, floats)
+        """`strides` names the axes of operands that need not be contiguous, such as {"q": "token head"}.
+
+        `formats` and `scales` name operands. `floats` names the numbers that are float64; a launcher hands over their
+        bits.
+        """
+        self.operands, self.results = tuple(operands), tuple(results)
+        self.strides, self.formats, self.scales = dict(strides or {}), tuple(formats), tuple(scales)
+        described = [name for operand, axes in self.strides.items() for name in stride_names(operand, axes)]
+        described += [f"{operand}_format" for operand in (*formats, *scales)]
+        described += [f"{operand}_{what}" for operand in scales for what in ("stride", "number")]
+        self.numbers = (*described, *numbers, "num_threads")
+        self.floats = (*floats, *(f"{operand}_number" for operand in scales))
+        names = (*STATE, *self.operands, *self.results, *self.numbers, *plan)
+        self.layout = layout_of(names, self.floats)
+        self.at = record_at(names, self.floats)
         members = {
             "OPERANDS": self.operands,
             "RESULTS": self.results,
@@ -126,6 +161,45 @@ def end(address, num_programs):
     A thread that finds no memory takes no program, so some programs are left if no thread found memory.
     """
     return add_to(address + 8 * CLAIMED, num_programs) >= num_programs
+
+
+@compiled
+def in_own_threads(work, record, num_threads):
+    """Call `work` in `num_threads` threads, the caller's included, or in fewer if the system refuses to start more."""
+    handles, started = allocate(8 * num_threads), 1
+    if handles:
+        while started < num_threads and start_thread(handles + 8 * started, work, record) == 0:
+            started += 1
+    call_at(work, record)
+    for index in range(1, started):
+        join_thread(int_at(handles, index))
+    release(handles)
+
+
+def run_kernel(record, plan, work, team, num_threads):
+    """Run a kernel, given the addresses of its two functions; returns 0 or NO_MEMORY.
+
+    `team` is the address of GOMP_parallel, or 0 to start threads here. The whole call is machine code, so no Python
+    exception, such as that of Ctrl-C, can end it while one of its threads runs.
+    """
+    count, complete = call_at(plan, record), True
+    if count > 0:
+        set_int(record, NUM_PROGRAMS, count)
+        num_threads = min(num_threads, count)
+        if num_threads < 2:
+            call_at(work, record)
+        elif team:
+            in_team(team, work, record, num_threads)
+        else:
+            in_own_threads(work, record, num_threads)
+        complete = end(record, count) and int_at(record, FAILED) == 0
+    release(int_at(record, WORKSPACE))
+    return 0 if count >= 0 and complete else NO_MEMORY
+
+
+def runner() -> Any:
+    """The compiled `run_kernel`."""
+    return machine_code("the threads of the kernels", {run_kernel: "int64(int64, int64, int64, int64, int64)"})[0]
 
 
 @compiled

@@ -1,8 +1,15 @@
 """The queries and keys of each sequence, clamped to the arrays, so that no value leads outside them."""
 
+from typing import Any
+
 from ragged_attention.portable.numba._vectors import compiled, inlined, int32_at
 
 ONE_EACH, CHUNK_END, CHUNK_START, PACKED = 0, 1, 2, 3  # `layout`: how queries belong to sequences
+
+
+def most_sequences(call: Any, num_rows: int) -> int:
+    """The most sequences that a call with tables of `num_rows` rows can have: an array may hold a smaller number."""
+    return call.num_seqs if isinstance(call.num_seqs, int) else num_rows
 
 
 @inlined

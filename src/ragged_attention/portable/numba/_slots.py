@@ -1,13 +1,12 @@
 """The slots to which this step's rows are written: given as such, or by the block tables of the attention call."""
 
-from typing import Any
-
 from ragged_attention.calls import WriteKvPages, WriteMlaCache, dtype_name
-from ragged_attention.portable.numba._sequences import num_sequences, packed_queries_of, within
+from ragged_attention.portable.numba._sequences import most_sequences, num_sequences, packed_queries_of, within
 from ragged_attention.portable.numba._vectors import allocate, compiled, int32_at, int_at, set_int
 
 OPERANDS = ("slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs")
-NUMBERS = ("num_tokens", "wide_slots", "max_num_seqs", "num_pages", "page_size", "capacity", "table_stride")
+NUMBERS = ("num_tokens", "wide_slots", "max_num_seqs", "num_pages", "page_size", "capacity")
+STRIDES = {"page_indices": "seq"}
 PLAN = ("slots",)
 PROGRAMS = 16
 
@@ -22,7 +21,7 @@ def slots_from_tables(call):
             position = first + token
             set_int(call.slots, token, -1)
             if position >= 0:
-                page = int32_at(call.page_indices, seq * call.table_stride + position // call.page_size)
+                page = int32_at(call.page_indices, seq * call.page_indices_seq_stride + position // call.page_size)
                 if 0 <= page < call.num_pages:
                     set_int(call.slots, token, page * call.page_size + position % call.page_size)
 
@@ -53,24 +52,9 @@ def tokens_of(call, index):
             yield token, slot
 
 
-def operands_of(call: WriteKvPages | WriteMlaCache, launch: Any) -> dict[str, Any]:
-    """The arrays that determine the slots."""
-    found = {
-        name: None if (array := getattr(call, name)) is None else launch.contiguous(array)
-        for name in ("slot_mapping", "kv_lens", "cu_q_lens")
-    }
-    tables = None if call.page_indices is None else launch.packed(call.page_indices)
-    num_seqs = None if isinstance(call.num_seqs, int) else call.num_seqs
-    return {**found, "page_indices": tables, "num_seqs": num_seqs}
-
-
-def numbers_of(call: Any, operands: dict[str, Any], num_pages: int, launch: Any) -> dict[str, int]:
-    """The numbers that go with these arrays."""
-    slots, tables = operands["slot_mapping"], operands["page_indices"]
-    wide_slots = slots is not None and dtype_name(slots) == "int64"
-    numbers = dict(num_tokens=call.num_tokens, wide_slots=wide_slots, num_pages=num_pages, page_size=call.page_size)
-    if tables is None:
-        return numbers
-    max_num_seqs = call.num_seqs if isinstance(call.num_seqs, int) else tables.shape[0]
-    capacity, table_stride = tables.shape[1] * call.page_size, launch.strides(tables)[0]
-    return numbers | dict(max_num_seqs=max_num_seqs, capacity=capacity, table_stride=table_stride)
+def numbers_of(call: WriteKvPages | WriteMlaCache) -> dict[str, int]:
+    """The numbers of these arrays that the call does not have under the same names."""
+    if call.page_indices is None:
+        return {"wide_slots": dtype_name(call.slot_mapping) == "int64", "capacity": 0}
+    num_rows, pages_per_seq = call.page_indices.shape
+    return {"max_num_seqs": most_sequences(call, num_rows), "capacity": pages_per_seq * call.page_size}

@@ -110,6 +110,12 @@ def function_of(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], 
     return decorated
 
 
+def called(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    """The result of a function of C or of LLVM."""
+    kind = ir.FunctionType(result, [value.type for value in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
 @function_of(vector, types.float32)
 def splat(builder: Any, value: Any) -> Any:
     """The number in every lane."""
@@ -120,8 +126,7 @@ def splat(builder: Any, value: Any) -> Any:
 @function_of(vector, vector, vector, vector)
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once where the CPU can."""
-    kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32"), [a, b, c])
+    return called(builder, f"llvm.fmuladd.v{LANES}f32", FLOATS, a, b, c)
 
 
 def instruction(builder: Any, text: str, result: Any, constraint: str, *values: Any) -> Any:
@@ -157,14 +162,19 @@ def where_less(builder: Any, a: Any, b: Any, then: Any, otherwise: Any) -> Any:
     return builder.select(builder.fcmp_ordered("<", a, b), then, otherwise)
 
 
+def bits_in(builder: Any, a: Any, mask: int) -> Any:
+    """The bits of a vector that are in `mask`, as integers."""
+    return builder.and_(builder.bitcast(a, INTS), constant(INTS, mask))
+
+
 @function_of(vector, vector)
 def magnitude(builder: Any, a: Any) -> Any:
-    return builder.bitcast(builder.and_(builder.bitcast(a, INTS), constant(INTS, 0x7FFFFFFF)), FLOATS)
+    return builder.bitcast(bits_in(builder, a, 0x7FFFFFFF), FLOATS)
 
 
 def _larger_magnitude(builder: Any, a: Any, b: Any) -> Any:
     """The larger magnitude in each lane, NaN if either is NaN: as integers, NaN is larger than infinity."""
-    x, y = (builder.and_(builder.bitcast(each, INTS), constant(INTS, 0x7FFFFFFF)) for each in (a, b))
+    x, y = (bits_in(builder, each, 0x7FFFFFFF) for each in (a, b))
     return builder.bitcast(builder.select(builder.icmp_signed(">", x, y), x, y), FLOATS)
 
 
@@ -174,7 +184,7 @@ larger_magnitude = function_of(vector, vector, vector)(_larger_magnitude)
 @function_of(vector, vector, vector)
 def with_sign(builder: Any, a: Any, sign: Any) -> Any:
     """`a`, not negative, with the sign of `sign`."""
-    bit = builder.and_(builder.bitcast(sign, INTS), constant(INTS, 0x80000000))
+    bit = bits_in(builder, sign, 0x80000000)
     return builder.bitcast(builder.or_(builder.bitcast(a, INTS), bit), FLOATS)
 
 
@@ -370,22 +380,17 @@ def bits_of_float(builder: Any, value: Any) -> Any:
     return builder.zext(builder.bitcast(value, I32), I64)
 
 
-def _external(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-    kind = ir.FunctionType(result, [value.type for value in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
-
-
 @function_of(types.int64, types.int64)
 def allocate(builder: Any, size: Any) -> Any:
     """Allocate `size` bytes at a multiple of 64; returns the address, 0 if there is no memory."""
     whole = builder.and_(builder.add(size, ir.Constant(I64, 63)), ir.Constant(I64, -64))
-    return builder.ptrtoint(_external(builder, "aligned_alloc", I8.as_pointer(), ir.Constant(I64, 64), whole), I64)
+    return builder.ptrtoint(called(builder, "aligned_alloc", I8.as_pointer(), ir.Constant(I64, 64), whole), I64)
 
 
 @function_of(types.none, types.int64)
 def release(builder: Any, address: Any) -> None:
     """Release memory from `allocate`; an address of 0 is ignored."""
-    _external(builder, "free", ir.VoidType(), builder.inttoptr(address, I8.as_pointer()))
+    called(builder, "free", ir.VoidType(), builder.inttoptr(address, I8.as_pointer()))
 
 
 @function_of(types.none, types.int64, types.int64)
@@ -409,16 +414,15 @@ def set_byte(builder: Any, address: Any, value: Any) -> None:
 @function_of(types.none, types.int64, types.int64)
 def prefetch(builder: Any, address: Any, size: Any) -> None:
     """Prefetch `size` bytes; the memory need not exist."""
-    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
     hints = [ir.Constant(I32, hint) for hint in (0, 2, 1)]  # for reading, into the second-level cache, data
     with cgutils.for_range_slice(builder, ir.Constant(I64, 0), size, ir.Constant(I64, 64)) as (offset, _):
-        builder.call(function, [builder.inttoptr(builder.add(address, offset), I8.as_pointer()), *hints])
+        place = builder.inttoptr(builder.add(address, offset), I8.as_pointer())
+        called(builder, "llvm.prefetch.p0i8", ir.VoidType(), place, *hints)
 
 
 @function_of(types.none)
 def let_others_run(builder: Any) -> None:
-    _external(builder, "sched_yield", I32)
+    called(builder, "sched_yield", I32)
 
 
 @function_of(types.int64, types.int64, types.int64)
@@ -439,14 +443,14 @@ def in_team(builder: Any, team: Any, function: Any, value: Any, num_threads: Any
 @function_of(types.int64, types.int64, types.int64, types.int64)
 def start_thread(builder: Any, place: Any, function: Any, value: Any) -> Any:
     """Call the function at an address in a new thread and write its handle to `place`; returns 0 on success."""
-    begun = _external(builder, "pthread_create", I32, place, ir.Constant(I64, 0), function, value)
+    begun = called(builder, "pthread_create", I32, place, ir.Constant(I64, 0), function, value)
     return builder.sext(begun, I64)
 
 
 @function_of(types.none, types.int64)
 def join_thread(builder: Any, handle: Any) -> None:
     """Wait until a thread ends."""
-    _external(builder, "pthread_join", I32, handle, ir.Constant(I64, 0))
+    called(builder, "pthread_join", I32, handle, ir.Constant(I64, 0))
 
 
 @inlined

@@ -137,13 +137,9 @@ def handle(frame, address):
 
 
 @functools.cache
-def _shared() -> tuple[Any, ...]:
+def shared_code() -> tuple[Any, ...]:
+    """The compiled code that the handlers of all kernels share."""
     return machine_code("the handler for jax", {handle: "int64(int64, int64)", task: "int64(int64)"})
-
-
-def compile_ahead() -> None:
-    """Compile the code that the handlers of all kernels share."""
-    _shared()
 
 
 @functools.cache
@@ -161,7 +157,7 @@ _alive: list[Any] = []  # the code and data of handlers, to which XLA holds poin
 @forking.postponed()
 def handler(kernel: Any, include: str) -> Any:
     """A kernel's handler, as a ctypes function."""
-    (plan, work), (shared, on_pool) = kernel.compiled, _shared()
+    (plan, work), (shared, on_pool) = kernel.compiled, shared_code()
     message = ctypes.create_string_buffer(str(kernel.error(-1, "cpu", {})).encode())
     no_memory = np.array([32, 0, ctypes.addressof(message), RESOURCE_EXHAUSTED], np.int64)  # of XLA_FFI_Error_Create
     fields = kernel.fields

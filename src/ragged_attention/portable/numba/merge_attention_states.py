@@ -25,7 +25,8 @@ from ragged_attention.portable.numba._vectors import (
 FIELDS = Fields(
     operands=("outs", "lses", "sinks"),
     results=("out", "lse"),
-    numbers=("num_parts", "num_rows", "num_heads", "width", "format", "out_format", "num_threads"),
+    numbers=("num_parts", "num_rows", "num_heads", "width", "out_format"),
+    formats=("outs",),
 )
 call_of = FIELDS.at
 FEATURES = frozenset({"sinks", "out_dtype"})
@@ -40,7 +41,7 @@ def plan(address):
 @compiled
 def merge(call, row, out):
     """Merge one row of all partial results, with its sums in `out`; a result over no keys is ignored, even a NaN."""
-    m_i, l_i, width, size = NOTHING, 0.0, call.width, size_of(call.format)
+    m_i, l_i, width, size = NOTHING, 0.0, call.width, size_of(call.outs_format)
     for part in range(call.num_parts):
         m_i = max(m_i, float_at(call.lses, part * call.num_rows + row))
     zero(out, 4 * (width + LANES))
@@ -49,7 +50,7 @@ def merge(call, row, out):
         weight = power((float_at(call.lses, place) - m_i) * LOG2E)
         l_i += weight
         for column in range(0, width if weight > 0 else 0, LANES):
-            values = read_some(call.format, call.outs + size * place * width, column, width - column)
+            values = read_some(call.outs_format, call.outs + size * place * width, column, width - column)
             store(out, column, fma(splat(weight), values, load(out, column)))
     divisor = 1.0
     if m_i > NOTHING:
@@ -72,16 +73,9 @@ KERNEL = Kernel("merge_attention_states", FIELDS, plan, work)
 
 
 def run(call: MergeAttentionStates, tile: Any, launch: Any) -> Any:
-    outs, lses = launch.contiguous(call.outs), launch.contiguous(call.lses)
-    num_parts, num_tokens, num_heads, width = outs.shape
-    results = KERNEL.launch(
-        launch,
-        tile,
-        {"outs": outs, "lses": lses, "sinks": None if call.sinks is None else launch.contiguous(call.sinks)},
-        KERNEL.results_of(call),
-        {
-            "num_parts": num_parts, "num_rows": num_tokens * num_heads, "num_heads": num_heads, "width": width,
-            "format": CODES[dtype_name(outs)], "out_format": CODES[call.out_dtype or dtype_name(outs)],
-        },
-    )  # fmt: skip
-    return tuple(results.values())
+    num_parts, num_tokens, num_heads, width = call.outs.shape
+    numbers = {
+        "num_parts": num_parts, "num_rows": num_tokens * num_heads, "num_heads": num_heads, "width": width,
+        "out_format": CODES[call.out_dtype or dtype_name(call.outs)],
+    }  # fmt: skip
+    return tuple(KERNEL.launch(launch, call, tile, {}, numbers).values())

@@ -21,24 +21,18 @@ FEATURES = frozenset({
 
 
 def run(call: MlaDecode, tile: Tile, launch: Any) -> tuple[Any, Any]:
-    q, lens = launch.packed(call.q), call.topk_lens if call.sparse else call.kv_lens
-    lists = launch.packed(call.indices if call.sparse else call.page_indices)
-    extra_lists = None if call.extra_indices is None else launch.packed(call.extra_indices)
     num_seqs, num_q_tokens, num_q_heads, d_v = call.out_shape
-    strides = {"q": launch.strides(q)[:3], "list": launch.strides(lists)[: 1 + call.sparse],
-               "lens": _latent_call.steps_of(lens, launch),
-               "extra_list": () if extra_lists is None else launch.strides(extra_lists)[:2],
-               "extra_lens": _latent_call.steps_of(call.extra_topk_lens, launch),
-               "out": (num_q_tokens * num_q_heads * d_v,),
-               "lse": (num_q_heads * num_q_tokens, 1, num_q_tokens)}  # fmt: skip
-    results = _latent_call.run(
-        call, tile, launch, cache=call.kv_cache, extra_cache=call.extra_kv_cache, lse_shape=call.lse_shape,
-        operands={"q": q, "lists": lists, "lens": lens, "extra_lists": extra_lists, "extra_lens": call.extra_topk_lens},
-        numbers={
-            "max_num_seqs": num_seqs, "num_tokens": num_q_tokens, "sparse": call.sparse, "causal": call.causal,
-            "window": call.sliding_window or 0, "soft_cap": call.soft_cap or 0.0,
-            "length": call.topk if call.sparse else call.capacity, "extra_length": call.extra_topk,
-            **_latent_call.named(strides),
-        },
-    )  # fmt: skip
+    operands = {
+        "lists": launch.packed(call.indices if call.sparse else call.page_indices),
+        "lens": call.topk_lens if call.sparse else call.kv_lens, "extra_kv": call.extra_kv_cache,
+        "extra_lists": None if call.extra_indices is None else launch.packed(call.extra_indices),
+        "extra_lens": call.extra_topk_lens,
+    }  # fmt: skip
+    numbers = {
+        "max_num_seqs": num_seqs, "num_tokens": num_q_tokens, "length": call.topk if call.sparse else call.capacity,
+        "extra_length": call.extra_topk, "out_seq_stride": num_q_tokens * num_q_heads * d_v,
+    }  # fmt: skip
+    axes = {"lists": "seq token" if call.sparse else "seq"}
+    lse_strides = (num_q_heads * num_q_tokens, 1, num_q_tokens)
+    results = _latent_call.run(call, tile, launch, call.kv_cache, operands, numbers, axes=axes, lse_strides=lse_strides)
     return results["out"], results["lse"]

@@ -12,7 +12,8 @@ from ragged_attention.portable.numba._vectors import int32_at, set_int32
 FIELDS = Fields(
     operands=("positions", "page_indices"),
     results=("slots",),
-    numbers=("num_seqs", "num_positions", "pages_per_seq", "table_stride", "page_size", "num_threads"),
+    numbers=("num_seqs", "num_positions", "pages_per_seq", "page_size"),
+    strides={"page_indices": "seq"},
 )
 call_of = FIELDS.at
 SLOTS = 2**31  # the number of slots that an int32 can index
@@ -30,7 +31,7 @@ def work(address):
         for index in range(seq * call.num_positions, (seq + 1) * call.num_positions):
             position, slot = int32_at(call.positions, index), -1
             if position >= 0 and position // call.page_size < call.pages_per_seq:
-                page = int32_at(call.page_indices, seq * call.table_stride + position // call.page_size)
+                page = int32_at(call.page_indices, seq * call.page_indices_seq_stride + position // call.page_size)
                 slot = page * call.page_size + position % call.page_size if page >= 0 else -1
             set_int32(call.slots, index, slot if slot < SLOTS else -1)
     return 0
@@ -40,13 +41,9 @@ KERNEL = Kernel("page_indices_to_slots", FIELDS, plan, work)
 
 
 def run(call: PageIndicesToSlots, tile: Any, launch: Any) -> Any:
-    positions, tables = launch.contiguous(call.positions), launch.packed(call.page_indices)
+    num_seqs, pages_per_seq = call.page_indices.shape
     numbers = {
-        "num_seqs": positions.shape[0],
-        "num_positions": math.prod(positions.shape[1:]),
-        "pages_per_seq": tables.shape[1],
-        "table_stride": launch.strides(tables)[0],
+        "num_seqs": num_seqs, "num_positions": math.prod(call.positions.shape[1:]), "pages_per_seq": pages_per_seq,
         "page_size": min(call.page_size, SLOTS),
-    }
-    operands = {"positions": positions, "page_indices": tables}
-    return KERNEL.launch(launch, tile, operands, {"slots": (positions.shape, "int32")}, numbers)["slots"]
+    }  # fmt: skip
+    return KERNEL.launch(launch, call, tile, {}, numbers)["slots"]

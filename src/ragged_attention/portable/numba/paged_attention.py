@@ -15,4 +15,4 @@ FEATURES = frozenset({"sm_scale", "soft_cap"})
 
 def run(call: PagedAttention, tile: Tile, launch: Any) -> Any:
     ragged = call.as_ragged(kv_lens=call.lengths)
-    return _call.run(ragged, tile, launch, layout=_sequences.ONE_EACH, scales=call.scales, axes="KPGD")["out"]
+    return _call.run(ragged, tile, launch, layout=_sequences.ONE_EACH, scales=call.scales, axes="head page slot")["out"]

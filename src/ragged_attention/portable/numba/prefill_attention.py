@@ -16,4 +16,4 @@ LAYOUTS = {"chunk": _sequences.CHUNK_START, "end": _sequences.CHUNK_END}
 
 def run(call: PrefillAttention, tile: Tile, launch: Any) -> Any:
     ragged = call.as_ragged(kv_lens=call.length)
-    return _call.run(ragged, tile, launch, layout=LAYOUTS[call.align], scales=call.scales, axes="KPGD")["out"]
+    return _call.run(ragged, tile, launch, layout=LAYOUTS[call.align], scales=call.scales, axes="head page slot")["out"]

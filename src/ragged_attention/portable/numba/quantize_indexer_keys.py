@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from ragged_attention.calls import QuantizeIndexerKeys, dtype_name
+from ragged_attention.calls import QuantizeIndexerKeys
 from ragged_attention.portable.numba._call import cannot_run
-from ragged_attention.portable.numba._formats import CODES, size_of, widen
+from ragged_attention.portable.numba._formats import size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import group_scale, quantize_group
 from ragged_attention.portable.numba._records import Fields, programs
@@ -13,7 +13,9 @@ from ragged_attention.portable.numba._vectors import allocate, set_float
 FIELDS = Fields(
     operands=("k",),
     results=("values", "scale"),
-    numbers=("num_rows", "head_dim", "format", "row_stride", "power_of_two", "num_threads"),
+    numbers=("num_rows", "head_dim", "power_of_two"),
+    strides={"k": "token"},
+    formats=("k",),
 )
 call_of = FIELDS.at
 FEATURES = frozenset({"power_of_two"})
@@ -31,7 +33,7 @@ def work(address):
     row = allocate(4 * call.head_dim)
     for index in programs(address, row):
         for place in range(index * ROWS, min((index + 1) * ROWS, call.num_rows)):
-            widen(call.format, call.k + size_of(call.format) * place * call.row_stride, row, call.head_dim)
+            widen(call.k_format, call.k + size_of(call.k_format) * place * call.k_token_stride, row, call.head_dim)
             scale = group_scale(row, call.head_dim, call.power_of_two)
             set_float(call.scale, place, scale)
             quantize_group(row, call.head_dim, scale, call.values + place * call.head_dim)
@@ -42,9 +44,5 @@ KERNEL = Kernel("quantize_indexer_keys", FIELDS, plan, work)
 
 
 def run(call: QuantizeIndexerKeys, tile: Any, launch: Any) -> Any:
-    k = launch.packed(call.k)
-    numbers = {
-        "num_rows": k.shape[0], "head_dim": k.shape[1], "format": CODES[dtype_name(k)],
-        "row_stride": launch.strides(k)[0], "power_of_two": call.power_of_two,
-    }  # fmt: skip
-    return tuple(KERNEL.launch(launch, tile, {"k": k}, KERNEL.results_of(call), numbers).values())
+    num_rows, head_dim = call.k.shape
+    return tuple(KERNEL.launch(launch, call, tile, {}, {"num_rows": num_rows, "head_dim": head_dim}).values())

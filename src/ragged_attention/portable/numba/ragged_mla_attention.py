@@ -9,6 +9,7 @@ from ragged_attention.portable.numba._latent_call import KERNEL as KERNEL
 from ragged_attention.portable.numba._latent_call import Tile as Tile
 from ragged_attention.portable.numba._latent_call import heuristic as heuristic
 from ragged_attention.portable.numba._latent_call import invariant_tile as invariant_tile
+from ragged_attention.portable.numba._sequences import most_sequences
 
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
@@ -17,21 +18,10 @@ FEATURES = frozenset({
 
 
 def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
-    q, tables, kv_lens = launch.packed(call.q), launch.packed(call.page_indices), launch.contiguous(call.kv_lens)
-    counted = isinstance(call.num_seqs, int)
-    token, head, _ = launch.strides(q)
-    strides = {"q": (0, token, head), "list": launch.strides(tables)[:1], "lens": (1,),
-               "lse": (0, call.num_q_heads, 1)}  # fmt: skip
+    operands = {"lists": launch.packed(call.page_indices), "lens": launch.contiguous(call.kv_lens)}
+    numbers = {"max_num_seqs": most_sequences(call, call.max_num_seqs), "length": call.capacity}
     results = _latent_call.run(
-        call, tile, launch, cache=call.kv_cache, lse_shape=call.q.shape[:2] if call.return_lse else None,
-        operands={
-            "q": q, "lists": tables, "lens": kv_lens, "cu_q_lens": launch.contiguous(call.cu_q_lens),
-            "num_seqs": None if counted else call.num_seqs,
-        },
-        numbers={
-            "max_num_seqs": call.num_seqs if counted else call.max_num_seqs, "num_tokens": call.num_tokens,
-            "causal": call.causal, "window": call.sliding_window or 0, "soft_cap": call.soft_cap or 0.0,
-            "length": call.capacity, **_latent_call.named(strides),
-        },
+        call, tile, launch, call.kv_cache, operands, numbers, axes={"q": "token head", "lists": "seq"},
+        lse_strides=(0, call.num_q_heads, 1),
     )  # fmt: skip
     return (results["out"], results["lse"]) if call.return_lse else results["out"]

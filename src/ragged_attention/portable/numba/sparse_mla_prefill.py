@@ -17,18 +17,15 @@ FEATURES = frozenset({
 
 def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> tuple[Any, Any, Any]:
     """Run the call as a decode with one token per sequence."""
-    q, kv, lists = launch.packed(call.q), launch.packed(call.kv), launch.packed(call.indices)
-    token, head, _ = launch.strides(q)
-    list_token, list_head, _ = launch.strides(lists)
     num_tokens, num_q_heads, d_v = call.out_shape
-    strides = {"q": (token, 0, head), "list": (list_token, 0, list_head), "out": (num_q_heads * d_v,),
-               "lens": _latent_call.steps_of(call.topk_lens, launch), "lse": (num_q_heads, 0, 1)}  # fmt: skip
+    numbers = {
+        "max_num_seqs": num_tokens, "num_tokens": 1, "sparse": True, "length": call.topk,
+        "out_seq_stride": num_q_heads * d_v,
+    }  # fmt: skip
+    out, max_logits, lse = ((result.shape, result.dtype) for result in call.results())
     results = _latent_call.run(
-        call, tile, launch, cache=kv, lse_shape=(num_tokens, num_q_heads), max_logits=True,
-        operands={"q": q, "lists": lists, "lens": call.topk_lens},
-        numbers={
-            "max_num_seqs": num_tokens, "num_tokens": 1, "sparse": True, "length": call.topk,
-            **_latent_call.named(strides),
-        },
+        call, tile, launch, launch.packed(call.kv), {"lists": launch.packed(call.indices), "lens": call.topk_lens},
+        numbers, axes={"q": "seq head", "lists": "seq head"}, lse_strides=(num_q_heads, 0, 1),
+        results={"out": out, "max_logits": max_logits, "lse": lse},
     )  # fmt: skip
     return results["out"], results["max_logits"], results["lse"]

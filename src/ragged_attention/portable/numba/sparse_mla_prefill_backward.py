@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ragged_attention.calls import SparseMlaPrefillBackward, dtype_name
-from ragged_attention.portable.numba._call import strides_of_rows
+from ragged_attention.calls import SparseMlaPrefillBackward
 from ragged_attention.portable.numba._call import why_not as why_not
-from ragged_attention.portable.numba._formats import CODES, narrow, size_of
+from ragged_attention.portable.numba._formats import narrow, size_of
 from ragged_attention.portable.numba._gradients import differentiate, new_tile, read_row, sink_gradient, tile_at
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent import length_of
@@ -37,11 +36,12 @@ FIELDS = Fields(
     operands=("d_out", "q", "kv", "indices", "out", "lse", "d_lse", "sinks", "topk_lens"),
     results=("dq", "dkv", "d_sinks"),
     numbers=(
-        "num_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "topk", "format", "num_slots",
-        "page_size", "q_token_stride", "q_head_stride", "page_stride", "slot_stride", "head_stride",
-        "list_token_stride", "list_head_stride", "scale", "block_rows", "block_kv", "num_threads",
+        "num_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "topk", "num_slots", "page_size",
+        "scale", "block_rows", "block_kv",
     ),
     plan=("sums", "blocks", "owners"),
+    strides={"q": "token head", "kv": "page slot head", "indices": "token head"},
+    formats=("q",),
     floats=("scale",),
 )  # fmt: skip
 call_of = FIELDS.at
@@ -70,13 +70,13 @@ def list_keys(call, tile, token, head, entry, length, owner, owners):
 
     Returns their number and the entry after the last one. Their addresses are in `sources`, their slots in `scales`.
     """
-    count, lists = 0, token * call.list_token_stride + head * call.list_head_stride
+    count, lists = 0, token * call.indices_token_stride + head * call.indices_head_stride
     while entry < length and count < tile.keys:
         slot = int32_at(call.indices, lists + entry)
         entry += 1
         if 0 <= slot < call.num_slots and slot % owners == owner:
-            place = slot // call.page_size * call.page_stride + slot % call.page_size * call.slot_stride
-            set_int(tile.sources, count, call.kv + size_of(call.format) * (place + head * call.head_stride))
+            place = slot // call.page_size * call.kv_page_stride + slot % call.page_size * call.kv_slot_stride
+            set_int(tile.sources, count, call.kv + size_of(call.q_format) * (place + head * call.kv_head_stride))
             set_int(tile.scales, count, slot)
             count += 1
     return count, entry
@@ -88,7 +88,7 @@ def read_queries(call, tile, token, head, first, last):
     group, rows = call.num_q_heads // call.num_kv_heads, last - first
     for row in range(rows):
         q_head = head * group + first + row
-        source = call.q + size_of(call.format) * (token * call.q_token_stride + q_head * call.q_head_stride)
+        source = call.q + size_of(call.q_format) * (token * call.q_token_stride + q_head * call.q_head_stride)
         set_int(tile.right, row, read_row(call, tile, row, token, q_head, source))
     zero(tile.q + 4 * rows * tile.width, 4 * (tile.rows - rows) * tile.width)
     zero(tile.d_out + 4 * rows * tile.v_width, 4 * (tile.rows - rows) * tile.v_width)
@@ -115,14 +115,14 @@ def query_gradients(call, tile, token, head, block):
     zero(tile.dk, 4 * tile.rows * tile.width)  # here it holds the gradients of queries
     while entry < length:
         count, entry = list_keys(call, tile, token, head, entry, length, 0, 1)
-        read_rows(call.format, tile.sources, tile.k, tile.width, call.head_dim, count)
+        read_rows(call.q_format, tile.sources, tile.k, tile.width, call.head_dim, count)
         differentiate_rows(call, tile, rows, count)
         width = tile.width
         mix(tile.d_s, tile.k, tile.dk, up_to(rows, ROWS), count, width, tile.keys, 1, width, width, False)
     for row in range(rows):
         place = (token * call.num_q_heads + head * group + first + row) * call.head_dim
-        target = call.dq + size_of(call.format) * place
-        narrow(call.format, tile.dk + 4 * row * tile.width, target, call.head_dim, 1.0)
+        target = call.dq + size_of(call.q_format) * place
+        narrow(call.q_format, tile.dk + 4 * row * tile.width, target, call.head_dim, 1.0)
 
 
 @compiled
@@ -147,7 +147,7 @@ def key_gradients(call, tile, head, owner):
             count, entry = list_keys(call, tile, token, head, entry, length, owner, call.owners)
             if count == 0:
                 continue
-            read_rows(call.format, tile.sources, tile.k, tile.width, call.head_dim, count)
+            read_rows(call.q_format, tile.sources, tile.k, tile.width, call.head_dim, count)
             zero(tile.dk, 4 * tile.keys * tile.width)
             written = up_to(count, ROWS)
             for first in range(0, group, call.block_rows):
@@ -159,8 +159,8 @@ def key_gradients(call, tile, head, owner):
             add_rows(call, tile, head, count)
     for slot in range(owner, call.num_slots, call.owners):
         place = slot * call.num_kv_heads + head
-        target = call.dkv + size_of(call.format) * place * call.head_dim
-        narrow(call.format, call.sums + 4 * place * width, target, call.head_dim, 1.0)
+        target = call.dkv + size_of(call.q_format) * place * call.head_dim
+        narrow(call.q_format, call.sums + 4 * place * width, target, call.head_dim, 1.0)
 
 
 @compiled
@@ -194,23 +194,6 @@ def heuristic(call: SparseMlaPrefillBackward) -> Blocks:
 
 
 def run(call: SparseMlaPrefillBackward, tile: Blocks, launch: Any) -> tuple[Any, ...]:
-    q, kv, indices = launch.packed(call.q), launch.packed(call.kv), launch.packed(call.indices)
-    steps = launch.strides(kv)
-    given = {name: getattr(call, name) for name in ("d_out", "out", "lse", "d_lse", "sinks", "topk_lens")}
-    results = KERNEL.launch(
-        launch,
-        tile,
-        {"q": q, "kv": kv, "indices": indices}
-        | {name: None if array is None else launch.contiguous(array) for name, array in given.items()},
-        KERNEL.results_of(call),
-        {
-            "num_tokens": call.num_tokens, "num_q_heads": call.num_q_heads, "num_kv_heads": call.num_kv_heads,
-            "head_dim": call.d_qk, "v_head_dim": call.d_v, "topk": call.topk, "format": CODES[dtype_name(q)],
-            "num_slots": call.num_slots, "page_size": call.page_size,
-            **strides_of_rows("q", q, launch),
-            "page_stride": steps[0], "slot_stride": steps[1] if len(steps) == 4 else 0, "head_stride": steps[-2],
-            **strides_of_rows("list", indices, launch),
-            "scale": call.scale,
-        },
-    )  # fmt: skip
-    return tuple(results.values())
+    axes = {"kv": "page slot head" if len(call.kv.shape) == 4 else "page head"}
+    numbers = {"head_dim": call.d_qk, "v_head_dim": call.d_v}
+    return tuple(KERNEL.launch(launch, call, tile, {}, numbers, axes=axes).values())

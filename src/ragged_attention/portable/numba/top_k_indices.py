@@ -14,7 +14,8 @@ from ragged_attention.portable.numba._vectors import LANES, allocate, compiled, 
 FIELDS = Fields(
     operands=("logits", "starts", "stops"),
     results=("indices",),
-    numbers=("num_tokens", "columns", "token_stride", "top_k", "num_threads"),
+    numbers=("num_tokens", "columns", "top_k"),
+    strides={"logits": "token"},
 )
 call_of = FIELDS.at
 FEATURES = frozenset({"starts", "stops"})
@@ -46,7 +47,7 @@ def work(address):
         start = within(int32_at(call.starts, token), call.columns) if call.starts else 0
         stop = within(int32_at(call.stops, token), call.columns) if call.stops else call.columns
         count = max(stop - start, 0)
-        read_ordered(call.logits + 4 * (token * call.token_stride + start), values, count)
+        read_ordered(call.logits + 4 * (token * call.logits_token_stride + start), values, count)
         select(values, count, call.top_k, start, 0, call.indices + 4 * token * call.top_k, scratch)
     return 0
 
@@ -55,17 +56,4 @@ KERNEL = Kernel("top_k_indices", FIELDS, plan, work)
 
 
 def run(call: TopKIndices, tile: Any, launch: Any) -> Any:
-    logits = launch.packed(call.logits)
-    operands = {
-        "logits": logits,
-        "starts": None if call.starts is None else launch.contiguous(call.starts),
-        "stops": None if call.stops is None else launch.contiguous(call.stops),
-    }
-    numbers = {
-        "num_tokens": call.num_tokens,
-        "columns": call.columns,
-        "token_stride": launch.strides(logits)[0],
-        "top_k": call.top_k,
-    }
-    results = {"indices": ((call.num_tokens, call.top_k), "int32")}
-    return KERNEL.launch(launch, tile, operands, results, numbers)["indices"]
+    return KERNEL.launch(launch, call, tile, {}, {})["indices"]

@@ -7,11 +7,10 @@ than the others has its keys split; the split that ends last sums the query grad
 
 from typing import Any
 
-from ragged_attention.calls import VarlenAttentionBackward, dtype_name
+from ragged_attention.calls import VarlenAttentionBackward
 from ragged_attention.portable.numba._call import Blocks as Tile
-from ragged_attention.portable.numba._call import strides_of_rows
 from ragged_attention.portable.numba._call import why_not as why_not
-from ragged_attention.portable.numba._formats import CODES, narrow, size_of, widen
+from ragged_attention.portable.numba._formats import narrow, size_of, widen
 from ragged_attention.portable.numba._gradients import differentiate, new_tile, read_row, sink_gradient, tile_at
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix, scores
@@ -37,10 +36,11 @@ FIELDS = Fields(
     results=("dq", "dk", "dv", "d_sinks"),
     numbers=(
         "num_tokens", "num_kv_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "max_num_seqs",
-        "layout", "format", "q_token_stride", "q_head_stride", "k_token_stride", "k_head_stride", "v_token_stride",
-        "v_head_stride", "causal", "window", "scale", "soft_cap", "block_q", "block_kv", "num_threads",
+        "layout", "causal", "sliding_window", "scale", "soft_cap", "block_q", "block_kv",
     ),
     plan=("capacity", "kv_lens", "units", "num_units", "work", "num_splits", "partials", "partial_size", "counters"),
+    strides=dict.fromkeys(("q", "k", "v"), "token head"),
+    formats=("q",),
     floats=("scale", "soft_cap", "work"),
 )  # fmt: skip
 call_of = FIELDS.at
@@ -90,7 +90,7 @@ def clear(array, first, stop, size):
 @compiled
 def clear_what_no_sequence_has(call):
     """Clear the gradients of tokens that belong to no sequence; those of all tokens if the edges do not ascend."""
-    size, q_done, kv_done, ascending = size_of(call.format), 0, 0, True
+    size, q_done, kv_done, ascending = size_of(call.q_format), 0, 0, True
     q_size = call.num_q_heads * call.head_dim * size
     k_size, v_size = call.num_kv_heads * call.head_dim * size, call.num_kv_heads * call.v_head_dim * size
     for seq in range(call.max_num_seqs):
@@ -134,19 +134,19 @@ def tokens_seeing(call, q_len, kv_len, first, stop):
     """The range of a sequence's queries that see any of the keys [first, stop)."""
     first_new = kv_len - q_len
     low = max(first - first_new, 0) if call.causal else 0
-    high = min(stop - 1 + call.window - first_new, q_len) if call.window else q_len
+    high = min(stop - 1 + call.sliding_window - first_new, q_len) if call.sliding_window else q_len
     return low, high
 
 
 @compiled
 def read_keys(call, tile, head, first, count):
     """Read `count` packed keys and values from row `first` on."""
-    size = size_of(call.format)
+    size = size_of(call.q_format)
     for key in range(count):
         k = call.k + size * ((first + key) * call.k_token_stride + head * call.k_head_stride)
         v = call.v + size * ((first + key) * call.v_token_stride + head * call.v_head_stride)
-        widen(call.format, k, tile.k + 4 * key * tile.width, call.head_dim)
-        widen(call.format, v, tile.v + 4 * key * tile.v_width, call.v_head_dim)
+        widen(call.q_format, k, tile.k + 4 * key * tile.width, call.head_dim)
+        widen(call.q_format, v, tile.v + 4 * key * tile.v_width, call.v_head_dim)
     zero(tile.dk, 4 * tile.keys * tile.width)
     zero(tile.dv, 4 * tile.keys * tile.v_width)
 
@@ -160,12 +160,12 @@ def read_queries(call, tile, seq, head, first, last):
     low, high = kv_len, 0
     for token in range(start + first, start + last):
         position = kv_len - stop + token
-        left = max(position - call.window + 1, 0) if call.window else 0
+        left = max(position - call.sliding_window + 1, 0) if call.sliding_window else 0
         right = min(position + 1, kv_len) if call.causal else kv_len
         if left < right:
             low, high = min(low, left), max(high, right)
         for q_head in range(head * group, (head + 1) * group):
-            source = call.q + size_of(call.format) * (token * call.q_token_stride + q_head * call.q_head_stride)
+            source = call.q + size_of(call.q_format) * (token * call.q_token_stride + q_head * call.q_head_stride)
             sees = read_row(call, tile, row, token, q_head, source)
             set_int(tile.left, row, left)
             set_int(tile.right, row, right if sees else left)
@@ -198,7 +198,7 @@ def add_gradients(call, tile, rows, first, offset, count, dq):
 @compiled
 def attend_backward(call, tile, unit, head, dq):
     """Write the gradients of a unit's keys and values, and add those of the sequence's queries to `dq`."""
-    seq, low, high, size = unit.seq, unit.low, unit.high, size_of(call.format)
+    seq, low, high, size = unit.seq, unit.low, unit.high, size_of(call.q_format)
     start, stop = queries_of(call, seq)
     kv_len, base, group = kv_len_of(call, seq), first_key_of(call, seq), call.num_q_heads // call.num_kv_heads
     for first in range(low, high, tile.keys):
@@ -215,17 +215,17 @@ def attend_backward(call, tile, unit, head, dq):
         for key in range(count):
             place = (base + first + key) * call.num_kv_heads + head
             k, v = tile.dk + 4 * key * tile.width, tile.dv + 4 * key * tile.v_width
-            narrow(call.format, k, call.dk + size * place * call.head_dim, call.head_dim, 1.0)
-            narrow(call.format, v, call.dv + size * place * call.v_head_dim, call.v_head_dim, 1.0)
+            narrow(call.q_format, k, call.dk + size * place * call.head_dim, call.head_dim, 1.0)
+            narrow(call.q_format, v, call.dv + size * place * call.v_head_dim, call.v_head_dim, 1.0)
 
 
 @compiled
 def write_query_gradients(call, tile, seq, head, dq):
-    group, size = call.num_q_heads // call.num_kv_heads, size_of(call.format)
+    group, size = call.num_q_heads // call.num_kv_heads, size_of(call.q_format)
     start, stop = queries_of(call, seq)
     for row in range((stop - start) * group):
         place = (start + row // group) * call.num_q_heads + head * group + row % group
-        narrow(call.format, dq + 4 * row * tile.width, call.dq + size * place * call.head_dim, call.head_dim, 1.0)
+        narrow(call.q_format, dq + 4 * row * tile.width, call.dq + size * place * call.head_dim, call.head_dim, 1.0)
 
 
 @compiled
@@ -274,25 +274,5 @@ KERNEL = Kernel("varlen_attention_backward", FIELDS, plan, work)
 
 
 def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> tuple[Any, ...]:
-    names = ("d_out", "q", "k", "v", "out", "lse", "cu_q_lens", "cu_kv_lens", "d_lse", "sinks")
-    in_rows = ("q", "k", "v")  # arrays whose rows need not follow one another
-    operands = {
-        name: None if (array := getattr(call, name)) is None
-        else launch.packed(array) if name in in_rows else launch.contiguous(array)
-        for name in names
-    }  # fmt: skip
-    results = KERNEL.launch(
-        launch,
-        tile,
-        operands,
-        KERNEL.results_of(call),
-        {
-            "num_tokens": call.num_q_tokens, "num_kv_tokens": call.num_kv_tokens, "num_q_heads": call.num_q_heads,
-            "num_kv_heads": call.num_kv_heads, "head_dim": call.head_dim, "v_head_dim": call.v_head_dim,
-            "max_num_seqs": call.num_seqs, "layout": PACKED, "format": CODES[dtype_name(call.q)],
-            **strides_of_rows("q", operands["q"], launch), **strides_of_rows("k", operands["k"], launch),
-            **strides_of_rows("v", operands["v"], launch), "causal": call.causal, "window": call.sliding_window or 0,
-            "scale": call.scale, "soft_cap": call.soft_cap or 0.0,
-        },
-    )  # fmt: skip
-    return tuple(results.values())
+    numbers = {"num_tokens": call.num_q_tokens, "max_num_seqs": call.num_seqs, "layout": PACKED}
+    return tuple(KERNEL.launch(launch, call, tile, {}, numbers).values())

@@ -7,7 +7,7 @@ from typing import Any
 
 from ragged_attention.calls import WriteIndexerCache, dtype_name
 from ragged_attention.portable.numba._call import cannot_run
-from ragged_attention.portable.numba._formats import CODES, size_of, widen
+from ragged_attention.portable.numba._formats import size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import group_scale, quantize_group
 from ragged_attention.portable.numba._records import Fields, programs
@@ -16,8 +16,9 @@ from ragged_attention.portable.numba._vectors import allocate, compiled, int32_a
 FIELDS = Fields(
     operands=("k", "cache", "slot_mapping"),
     results=("new_cache",),
-    numbers=("num_tokens", "head_dim", "format", "token_stride", "wide_slots", "num_pages", "page_size", "page_stride",
-             "power_of_two", "num_threads"),
+    numbers=("num_tokens", "head_dim", "wide_slots", "num_slots", "page_size", "power_of_two"),
+    strides={"k": "token", "cache": "page"},
+    formats=("k",),
 )  # fmt: skip
 call_of = FIELDS.at
 FEATURES = frozenset({"power_of_two"})
@@ -32,9 +33,9 @@ def plan(address):
 @compiled
 def write(call, token, slot, row):
     """Write one token's key into its slot; the values of a page come before its scales."""
-    widen(call.format, call.k + size_of(call.format) * token * call.token_stride, row, call.head_dim)
+    widen(call.k_format, call.k + size_of(call.k_format) * token * call.k_token_stride, row, call.head_dim)
     scale = group_scale(row, call.head_dim, call.power_of_two)
-    page, place = call.new_cache + slot // call.page_size * call.page_stride, slot % call.page_size
+    page, place = call.new_cache + slot // call.page_size * call.cache_page_stride, slot % call.page_size
     set_float(page + call.page_size * call.head_dim, place, scale)
     quantize_group(row, call.head_dim, scale, page + place * call.head_dim)
 
@@ -46,7 +47,7 @@ def work(address):
     for index in programs(address, row):
         for token in range(call.num_tokens):
             slot = int_at(call.slot_mapping, token) if call.wide_slots else int32_at(call.slot_mapping, token)
-            if 0 <= slot < call.num_pages * call.page_size and slot // call.page_size % call.num_programs == index:
+            if 0 <= slot < call.num_slots and slot // call.page_size % call.num_programs == index:
                 write(call, token, slot, row)
     return 0
 
@@ -55,12 +56,6 @@ KERNEL = Kernel("write_indexer_cache", FIELDS, plan, work)
 
 
 def run(call: WriteIndexerCache, tile: Any, launch: Any) -> Any:
-    k, slots = launch.packed(call.k), launch.contiguous(call.slot_mapping)
-    numbers = {
-        "num_tokens": k.shape[0], "head_dim": call.head_dim, "format": CODES[dtype_name(k)],
-        "token_stride": launch.strides(k)[0], "wide_slots": dtype_name(slots) == "int64",
-        "num_pages": call.cache.shape[0], "page_size": call.page_size, "page_stride": launch.strides(call.cache)[0],
-        "power_of_two": call.power_of_two,
-    }  # fmt: skip
-    operands = {"k": k, "cache": call.cache, "slot_mapping": slots}
-    return KERNEL.launch(launch, tile, operands, {"new_cache": "cache"}, numbers)["new_cache"]
+    numbers = {"num_tokens": call.k.shape[0], "wide_slots": dtype_name(call.slot_mapping) == "int64"}
+    results = {"new_cache": "cache"}
+    return KERNEL.launch(launch, call, tile, {"cache": call.cache}, numbers, results=results)["new_cache"]

@@ -5,25 +5,24 @@ A program writes the tokens of some pages in their order, so the later one of tw
 
 from typing import Any
 
-from ragged_attention.calls import WriteMlaCache, dtype_name
+from ragged_attention.calls import WriteMlaCache
 from ragged_attention.portable.numba import _slots
 from ragged_attention.portable.numba._call import cannot_run
-from ragged_attention.portable.numba._formats import CODES, narrow, size_of, widen
+from ragged_attention.portable.numba._formats import narrow, scale_of, size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._latent_call import cache_numbers
-from ragged_attention.portable.numba._latent_rows import ROWS, element_bytes, place_of, rows_fields, store_latent
+from ragged_attention.portable.numba._latent_rows import ROWS, place_of, rows_fields, rows_numbers, store_latent
 from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs, record_in
-from ragged_attention.portable.numba._scales import fields_of, numbers_of, scale_of
 from ragged_attention.portable.numba._slots import list_slots, tokens_of
 from ragged_attention.portable.numba._vectors import LANES, allocate, compiled, copy
 
 FIELDS = Fields(
     operands=("kv", "cache", *_slots.OPERANDS, "kv_scale"),
     results=("new_cache",),
-    numbers=(*_slots.NUMBERS, "num_kv_heads", "width", "format", "token_stride", "kv_head_stride", "head_step",
-             *rows_fields("kv_"), "power_of_two", *fields_of("kv_scale"), "num_threads"),
+    numbers=(*_slots.NUMBERS, "num_kv_heads", "width", "power_of_two_scales", *rows_fields("kv_")),
     plan=_slots.PLAN,
-    floats=("kv_scale_number",),
+    strides=_slots.STRIDES | {"kv": "token head"},
+    formats=("kv",),
+    scales=("kv_scale",),
 )  # fmt: skip
 call_of, cache_of = FIELDS.at, record_in(ROWS, "kv_")
 FEATURES = frozenset({
@@ -42,20 +41,20 @@ def plan(address):
 @compiled
 def write(call, token, slot, row):
     """Write one token's rows, one for each KV head, into its slot."""
-    cache, size = cache_of(call), size_of(call.format)
+    cache, size = cache_of(call), size_of(call.kv_format)
     values, scales = place_of(cache, slot // call.page_size, slot % call.page_size)
     for head in range(call.num_kv_heads):
         kv_scale = scale_of(call.kv_scale, call.kv_scale_format, call.kv_scale_stride, call.kv_scale_number, head)
-        source = call.kv + size * (token * call.token_stride + head * call.kv_head_stride)
-        target = call.new_cache + values + head * call.head_step
-        if cache.group == 0 and kv_scale == 1 and cache.codes == call.format:
+        source = call.kv + size * (token * call.kv_token_stride + head * call.kv_head_stride)
+        target = call.new_cache + values + head * cache.head_step
+        if cache.group == 0 and kv_scale == 1 and cache.codes == call.kv_format:
             copy(target, source, size * call.width)
             continue
-        widen(call.format, source, row, call.width)
+        widen(call.kv_format, source, row, call.width)
         if cache.group == 0:
             narrow(cache.codes, row, target, call.width, kv_scale)
         else:
-            store_latent(cache, row, target, call.new_cache + scales, call.power_of_two)
+            store_latent(cache, row, target, call.new_cache + scales, call.power_of_two_scales)
 
 
 def work(address):
@@ -72,16 +71,9 @@ KERNEL = Kernel("write_mla_cache", FIELDS, plan, work)
 
 
 def run(call: WriteMlaCache, tile: Any, launch: Any) -> Any:
-    kv, places = launch.packed(call.kv), _slots.operands_of(call, launch)
-    _, num_kv_heads, width = kv.shape
-    token_stride, kv_head_stride = launch.strides(kv)[:2]
-    kv_scale, scale_numbers = numbers_of("kv_scale", call.kv_scale, launch)
     numbers = {
-        **_slots.numbers_of(call, places, call.cache.shape[0], launch), "num_kv_heads": num_kv_heads, "width": width,
-        "format": CODES[dtype_name(kv)], "token_stride": token_stride, "kv_head_stride": kv_head_stride,
-        "head_step": element_bytes(call.kv_format) * launch.strides(call.cache)[2],
-        **cache_numbers(call.cache, call.kv_format, width, launch), "power_of_two": call.power_of_two_scales,
-        **scale_numbers,
+        **_slots.numbers_of(call), **rows_numbers("kv_", call.kv_format, call.cache.shape, launch.strides(call.cache)),
+        "width": call.kv.shape[2],
     }  # fmt: skip
-    operands = {"kv": kv, "cache": call.cache, **places, "kv_scale": kv_scale}
-    return KERNEL.launch(launch, tile, operands, {"new_cache": "cache"}, numbers)["new_cache"]
+    results = {"new_cache": "cache"}
+    return KERNEL.launch(launch, call, tile, {"cache": call.cache}, numbers, results=results)["new_cache"]
