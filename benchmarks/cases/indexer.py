@@ -28,9 +28,7 @@ class IndexerCase(Case, IndexerSample):
 
     name: str
     workload: str
-    max_num_seqs: int
-    num_q_tokens: int  # per sequence
-    max_len: int
+    num_q_tokens: int  # per sequence, of which there are `max_num_seqs`
     num_tokens: int = dataclasses.field(init=False)
     relative: bool = False
 
