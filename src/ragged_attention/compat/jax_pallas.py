@@ -208,7 +208,12 @@ def dynamic_validate_inputs(
     Beside what JAX refuses (too many sequences or tokens, more keys than the table has pages for, more queries than
     keys) also what it leaves to chance: lengths that are negative, or pages of a live sequence that do not exist.
     """
-    static_validate_inputs(**locals())
+    static_validate_inputs(
+        q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, sm_scale=sm_scale, sliding_window=sliding_window,
+        soft_cap=soft_cap, mask_value=mask_value, k_scale=k_scale, v_scale=v_scale,
+        num_kv_pages_per_block=num_kv_pages_per_block, num_queries_per_block=num_queries_per_block,
+        vmem_limit_bytes=vmem_limit_bytes,
+    )  # fmt: skip
     lens, table = np.asarray(kv_lens), np.asarray(page_indices)
     RaggedPagedAttention(
         **_stand_ins(q, kv_pages), kv_lens=lens, page_indices=table, cu_q_lens=np.asarray(cu_q_lens),
