@@ -190,7 +190,7 @@ def combine(launch: Any, call: Any, stored: Any, results: Any, operands: Any, nu
         inplace=(10, 11, 12) if wants_max else (10, 11),
         **({} if wants_max else {"max_ptr": None}),
         **dependent(overlaps(call)),
-        num_warps=min(max(combination.MERGED * combination.DV_PAD // VALUES_PER_WARP, 1), 4),
+        num_warps=min(max(constants["MERGED"] * combination.plain.DV_PAD // VALUES_PER_WARP, 1), 4),
         num_stages=1,
         COMBINATION=combination,
         **numbers,

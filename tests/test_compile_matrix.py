@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from benchmarks.cases import mla as mla_cases
 from benchmarks.compiled import compile_matrix, compiling, fences
 from ragged_attention import dispatch
 from ragged_attention.calls import dtype_name
-from ragged_attention.tools import samples
+from ragged_attention.tools import recording, samples
 from tests.apart import apart, printed
 
 ROOT = Path(__file__).parent.parent
@@ -89,6 +90,18 @@ def test_planted_kernels_are_reported() -> None:
     assert said["spilling"].startswith("spills ")
     assert "bytes of shared memory, the device has 101376" in said["too much shared memory"]
     assert said["wrong"].startswith("does not compile: ")
+
+
+@pytest.mark.parametrize("name", ["num_warps", "grid", "num_splits"])
+def test_a_launch_refuses_a_constant_in_place_of_its_value(name: str) -> None:
+    """With a constexpr as the number of warps, Triton 3.6 ends the process when it compiles for AMD."""
+    one = pytest.importorskip("triton.language").constexpr(1)
+    given: dict[str, Any] = {"num_warps": 4, "grid": (1, 1), "num_splits": 1}
+    given |= {name: (1, one) if name == "grid" else one}
+    arguments = {"num_splits": given.pop("num_splits")}
+    kernel = types.SimpleNamespace(__name__="some_kernel")
+    with pytest.raises(TypeError, match=f"some_kernel: expected a plain value for {name}, got constexpr"):
+        recording.Launch(kernel, (), arguments, num_stages=1, **given)
 
 
 def row(kernel: str = "some_kernel", case: str = "prefill_4k", **fields: object) -> compile_matrix.Row:

@@ -27,6 +27,14 @@ class Launch:
     grid: tuple[int, ...] = ()
     launch_pdl: bool = False  # whether it may start before the previous launch has ended; this does not change its code
 
+    def __post_init__(self) -> None:
+        """Raise TypeError for a field of a record that is passed on as Triton's constant instead of its plain value."""
+        numbers = {"num_warps": self.num_warps, "num_stages": self.num_stages, "grid": self.grid, **self.arguments}
+        for name, value in numbers.items():
+            for each in value if isinstance(value, tuple) else (value,):
+                if type(each).__name__ == "constexpr":
+                    raise TypeError(f"{self.name}: expected a plain value for {name}, got {each!r}")
+
     @property
     def name(self) -> str:
         return self.kernel.__name__
