@@ -44,9 +44,9 @@ def functions() -> dict[str, tuple[str, ast.FunctionDef]]:
 
 
 def offered(front_end: str) -> set[str]:
-    """The names of the functions that a front end's package offers."""
+    """The names of the operations that a front end's package offers."""
     body = ast.parse((SOURCE / front_end / "__init__.py").read_text()).body
-    return {ast.unparse(node.targets[0]) for node in body if isinstance(node, ast.Assign)}
+    return {ast.unparse(node.targets[0]) for node in body if isinstance(node, ast.Assign)} - {"call_of"}
 
 
 def signature(function: ast.FunctionDef, front_end: str) -> str:

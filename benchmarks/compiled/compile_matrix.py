@@ -60,7 +60,7 @@ TARGETS = (
     "decode_64x4k_page256", "speculative_tree_64q4s4k", "gpt_oss_full_64x4k", "gpt_oss_prefill_4k", "gemma2_32x4k",
     "gemma3_32x4k", "prefill_2k", "gemma4_global_32x4k", "fp8_64x4k_page64",
     "fp8_64x4k_head_scales", "fp8_prefill_4k", "fp8_prefill_4k_head_scales", "mla_dense_h128_128x4k",
-    "mla_sparse_h16_b1", "mla_sparse_h8_b64", "mla_prefill_h16_32k",
+    "mla_sparse_h16_b1", "mla_sparse_h32_b64", "mla_sparse_h8_b64", "mla_prefill_h16_32k",
     "mla_prefill_v4_h64_32k", "mha_128_4k_full", "mha_128_4k_full_backward", "mha_192_4k_full",
     "mha_192_4k_full_backward", "mha_gqa_8x2k", "mha_gqa_8x2k_backward", "indexer_decode_1x128k",
 )  # fmt: skip

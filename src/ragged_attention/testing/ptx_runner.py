@@ -123,9 +123,9 @@ def _jax_launcher() -> Any:
             self.emulator, self.notice = emulator, notice
 
         def _launch(
-            self, kernel: Any, grid: Any, inputs: Any, new: Any, inplace: Any, num_warps: int, num_stages: int,
-            arguments: dict[str, Any],
-        ) -> list[Any]:  # fmt: skip
+            self, kernel: Any, grid: Any, inputs: Any, new: Any, inplace: Any, arguments: dict[str, Any]
+        ) -> list[Any]:
+            options = {name: arguments.pop(name) for name in front.OPTIONS}
             given = [jax.ShapeDtypeStruct(inputs[index].shape, inputs[index].dtype) for index in inplace]
 
             def host(*arrays: Any) -> list[Any]:
@@ -134,7 +134,6 @@ def _jax_launcher() -> Any:
                 for array in results:
                     self.emulator.forget(array)
                 results += [held[index] for index in inplace]
-                options = {"num_warps": num_warps, "num_stages": num_stages}
                 with interpreting():  # XLA may run callbacks that need nothing of each other side by side
                     _run(self.emulator, self.notice, kernel, grid, [*held, *results], arguments, options)
                 return results
