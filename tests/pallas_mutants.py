@@ -58,7 +58,7 @@ MUTANTS = {
         "paged_attention", "s = jnp.where(seen, s, -jnp.inf)", "s = s", "eager", (f"{PAGED}lengths of every kind",)
     ),
     "the window of a chunk is one key wider": Mutant(
-        "prefill_attention", "column > own - plan.window", "column >= own - plan.window", "eager", (f"{CHUNK}window",)
+        "prefill_attention", "column > query - plan.window", "column >= query - plan.window", "eager", (f"{CHUNK}window",)
     ),
     "both buffers of latents have one semaphore": Mutant(
         "_latent", "arrived.at[slot]", "arrived.at[0]", "on_wait", (f"{LATENT}a long sequence",)
