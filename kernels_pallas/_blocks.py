@@ -5,6 +5,7 @@ has its own semaphore. Second, kernels must also run in jax's TPU interpret mode
 indexed. So kernels load whole blocks, and reshape or bitcast the loaded values.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -99,11 +100,7 @@ def in_pieces(count: Any, most: int, do: Callable[[Any, int], None]) -> None:
     offset = jnp.int32(0)
     while size:
         included = (count & size) != 0
-
-        @pl.when(included)
-        def _(offset: Any = offset, size: int = size) -> None:
-            do(offset, size)
-
+        pl.when(included)(functools.partial(do, offset, size))
         offset = offset + jnp.where(included, size, 0)
         size >>= 1
 

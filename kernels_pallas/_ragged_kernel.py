@@ -313,22 +313,12 @@ def run_step(plan: Plan, refs: Refs, step: Step) -> Step:
     @pl.when(next_step.index < refs.count[0])
     def _() -> None:
         fetch_pages(plan, refs, next_span, next_step)
+        pl.when(ends)(lambda: query_copy(plan, refs, next_span, next_step.q_slot).start())
 
-        @pl.when(ends)
-        def _() -> None:
-            query_copy(plan, refs, next_span, next_step.q_slot).start()
-
-    @pl.when(begins)
-    def _() -> None:
-        begin_tile(plan, refs, span, step)
-
+    pl.when(begins)(lambda: begin_tile(plan, refs, span, step))
     wait_pages(plan, refs, span, step)
     compute(plan, refs, span, step)
-
-    @pl.when(ends)
-    def _() -> None:
-        end_tile(plan, refs, span)
-
+    pl.when(ends)(lambda: end_tile(plan, refs, span))
     return next_step
 
 
@@ -370,7 +360,8 @@ def fetch_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
     offset = plan.order(lax.broadcasted_iota(jnp.int32, plan.per_key, 0 if plan.in_columns else 1))
     for part in range(plan.num_blocks_kv):
         own = offset + part * plan.block_kv
-        refs.position[slot, part] = jnp.where(own < plan.block, own + step.block * plan.block, NOWHERE)
+        position = own + step.block * plan.block
+        refs.position[slot, part] = jnp.where(own < plan.block, position, NOWHERE)
 
     refs.missing[slot] = 0
 
@@ -406,16 +397,11 @@ def wait_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
 
     def clear_if_missing(index: Any, _: Any) -> None:
         page = page_of(plan, refs, span, step, index)
-
-        @pl.when((page < 0) | (page >= plan.num_pages))
-        def _() -> None:
-            lax.fori_loop(index * plan.page_size, (index + 1) * plan.page_size, clear, None)
+        missing = (page < 0) | (page >= plan.num_pages)
+        pl.when(missing)(lambda: lax.fori_loop(index * plan.page_size, (index + 1) * plan.page_size, clear, None))
 
     lax.fori_loop(low, high, wait, None)
-
-    @pl.when(refs.missing[step.kv_slot] > 0)
-    def _() -> None:
-        lax.fori_loop(low, high, clear_if_missing, None)
+    pl.when(refs.missing[step.kv_slot] > 0)(lambda: lax.fori_loop(low, high, clear_if_missing, None))
 
 
 def begin_tile(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
@@ -424,8 +410,8 @@ def begin_tile(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
     group = plan.group
     if plan.block_q == 1:
         for head in range(plan.num_kv_heads):
-            rows = refs.q_buffer[step.q_slot, 0, pl.ds(head * group, group), :].astype(plan.dtype)
-            refs.q_rows[head, pl.ds(0, group), :] = rows
+            rows = refs.q_buffer[step.q_slot, 0, pl.ds(head * group, group), :]
+            refs.q_rows[head, pl.ds(0, group), :] = rows.astype(plan.dtype)
     else:
         for first in range(0, plan.block_q, CHUNK):
             tokens = refs.q_buffer[step.q_slot, pl.ds(first, CHUNK)].astype(plan.dtype)
@@ -622,10 +608,9 @@ def end_tile(plan: Plan, refs: Refs, span: Span) -> None:
     refs.pending[0] = span.count
     for copies in result_copies(plan, refs):
         in_pieces(
-            span.count,
-            size,
+            span.count, size,
             lambda at, rows, copies=copies: copies(span.shift + at, span.source + span.shift + at, rows).start(),
-        )
+        )  # fmt: skip
 
 
 def store_lses(plan: Plan, refs: Refs, lses: list[Any]) -> None:

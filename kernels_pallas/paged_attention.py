@@ -175,7 +175,8 @@ def schedule(lengths: jax.Array, cores: int) -> tuple[jax.Array, jax.Array]:
     Core i has the sequences i, i + cores, i + 2 * cores and so on.
     """
     batch = lengths.shape[0]
-    with_keys = jnp.where(lengths > 0, jnp.arange(batch, dtype=jnp.int32), batch).reshape(batch // cores, cores)
+    row = jnp.arange(batch, dtype=jnp.int32)
+    with_keys = jnp.where(lengths > 0, row, batch).reshape(batch // cores, cores)
     least = lax.cummin(with_keys, axis=0, reverse=True)
     after = jnp.concatenate([least[1:], jnp.full((1, cores), batch, jnp.int32)])
     return after.reshape(batch), least[0]

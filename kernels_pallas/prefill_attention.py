@@ -62,8 +62,7 @@ class Tile:
 
 
 def heuristic(call: Any) -> Tile:
-    del call  # `plan_of` replaces zeros by the largest sizes that fit in VMEM
-    return Tile()
+    return Tile()  # `plan_of` replaces zeros by the largest sizes that fit in VMEM
 
 
 def why_not(call: PrefillAttention) -> str | None:
@@ -238,9 +237,10 @@ def visit(refs: _heads_first.Refs, plan: Plan, first_head: Any, head_step: Any, 
 
 def start(refs: _heads_first.Refs, plan: Plan, head_step: Any, q_block: Any, block: Any, slot: Any) -> None:
     """Start to fetch those pages of a block of which the rows see a position."""
-    scalars, before, heads = refs.scalars, block * plan.pages_per_block, pl.ds(head_step * plan.heads, plan.heads)
+    scalars, before = refs.scalars, block * plan.pages_per_block
     left = jnp.maximum(scalars.lows[q_block] // plan.page_size - before, 0)
     right = jnp.minimum(cdiv(scalars.highs[q_block], plan.page_size) - before, plan.pages_per_block)
+    heads = pl.ds(head_step * plan.heads, plan.heads)
     count = _heads_first.fetch(scalars.table, before, (left, right), heads, slot, refs.operands, refs.present)
     refs.state[1 + slot] = count
 

@@ -97,8 +97,9 @@ MUTANTS = {
         (f"{LATENT_WRITE}fp8_v32, float32",),
     ),
     "groups of rows are changed before they are there": Mutant(
-        "write_mla_cache", "fetching=True), block, wait(arrived))",
-        "fetching=True), block, lambda _, size: None)", "on_wait", (f"{LATENT_WRITE}fp8_v32, float32",),
+        "write_mla_cache", "in_pieces(count, block, wait)",
+        "in_pieces(count, block, (lambda _, size: None) if fetching else wait)", "on_wait",
+        (f"{LATENT_WRITE}fp8_v32, float32",),
     ),
     "written rows are not waited for": Mutant(
         "write_kv_pages", "semaphores.at[i]).wait()", "semaphores.at[i])", "on_wait", (f"{WRITE}by slots: int8",)
