@@ -1,4 +1,4 @@
-"""The C ABI of csrc/api.h in ctypes. The header explains each field."""
+"""The C ABI of csrc/api.h, described for ctypes. The header explains each field."""
 
 import ctypes
 

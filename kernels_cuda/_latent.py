@@ -97,7 +97,7 @@ def _proven(operation: str) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
 
 
 def cannot_take(call: Attention, *, sparse: bool) -> str | None:
-    """Why the kernels take a call on no device, or None."""
+    """Why the kernels cannot take a call on any device, or None."""
     dtype, dense, form = dtype_name(call.q), "a dense call", call.kv_format
     for stored in (form, getattr(call, "extra_kv_format", form)):
         if _abi.code_of(stored) not in LIST_FUNCTIONS:

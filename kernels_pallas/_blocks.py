@@ -94,8 +94,8 @@ def product(left: Any, right: Any, left_axis: int = 1, right_axis: int = 0) -> A
     return lax.dot_general(left, right, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def in_pieces(count: Any, most: int, do: Callable[[Any, int], None]) -> None:
-    """Call `do(offset, size)` for ranges that together cover `count` rows, at most `most`; sizes are powers of two."""
+def in_powers_of_2(count: Any, most: int, do: Callable[[Any, int], None]) -> None:
+    """Call `do(offset, size)` for ranges that cover `count` rows, of at most `most`. The sizes are powers of two."""
     size = next_power_of_2(most + 1) >> 1 if most else 0
     offset = jnp.int32(0)
     while size:
@@ -111,13 +111,13 @@ def start_pieces(count: int, start: Callable[[Any], None]) -> None:
 
 
 def bits_of_valid(pieces: jax.Array) -> jax.Array:
-    """A 32-bit mask for each block of `pieces` [..., pieces per block]: bit i is set if number i is not negative."""
+    """A 32-bit mask for each block of `pieces` [..., pieces per block]: bit i is set if entry i is not negative."""
     bits = jnp.uint32(1) << jnp.arange(pieces.shape[-1], dtype=jnp.uint32)
     return lax.bitcast_convert_type(jnp.where(pieces >= 0, bits, 0).sum(axis=-1, dtype=jnp.uint32), jnp.int32)
 
 
 def reset_softmax(m_i: Any, l_i: Any, acc: Any, lowest: float) -> None:
-    """Reset an online softmax to that over no keys, whose maximum is `lowest`."""
+    """Reset an online softmax to its state before any key, with the maximum `lowest`."""
     m_i[...] = jnp.full(m_i.shape, lowest, jnp.float32)
     l_i[...] = jnp.zeros(l_i.shape, jnp.float32)
     acc[...] = jnp.zeros(acc.shape, jnp.float32)

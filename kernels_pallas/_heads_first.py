@@ -1,9 +1,9 @@
 """Functions that the kernels over heads-first pages [K, P, G, D] share: for plans, launches and blocks of pages.
 
-A block is a number of pages in one of two buffers in VMEM, [2, heads, pages, G, D]; an index 0 or 1 of a buffer is
-called *slot*. Each page is fetched by one asynchronous copy per operand (K, V, and their scales if there are any), for
-all heads of a grid step together. Each operand has one semaphore per buffer. While one block is computed, the next one
-is fetched, even if it belongs to another sequence, head or grid step.
+A block is a number of pages in one of two buffers in VMEM, [2, heads, pages, G, D]. The index of a buffer, 0 or 1, is
+called a *slot*. Each page is fetched by one asynchronous copy per operand (K, V, and their scales if there are any),
+for all heads of a grid step together. Each operand has one semaphore per buffer. While one block is computed, the next
+one is fetched, even if it belongs to another sequence, head or grid step.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from ragged_attention.kernels_pallas._blocks import (
     cannot_run,
     cdiv,
     compiler_params,
-    in_pieces,
+    in_powers_of_2,
     next_power_of_2,
     product,
     reset_softmax,
@@ -37,7 +37,7 @@ KEYS = 512  # keys per block, if they fit: 2 MiB in flight with 8 heads of 128 i
 MAX_HEADS = 8  # KV heads per step; `paged_attention` unrolls their code
 MIN_COLUMNS = 128  # blocks shrink to this number of rows before the heads per step are reduced
 DEFAULT_LIMIT = 2**24  # bytes of VMEM that the compiler lets a kernel use on any TPU
-BUDGET = DEFAULT_LIMIT * 3 // 4  # bytes of it for the arrays of a launch
+BUDGET = DEFAULT_LIMIT * 3 // 4  # bytes of VMEM for the arrays of a launch, unless a limit is requested
 TOP_HALF = -(2**16)  # masks the bits of a float32 that a bfloat16 keeps
 
 
@@ -53,7 +53,7 @@ class Operand:
 class Refs(NamedTuple):
     """References to a kernel's memory, in the order in which Pallas passes them."""
 
-    scalars: Any  # a tuple of arrays in scalar memory, different for each kernel
+    scalars: Any  # the `Scalars` of the kernel's module
     q: Any
     pages: list[Any]
     out: Any
@@ -61,7 +61,7 @@ class Refs(NamedTuple):
     m_i: Any
     l_i: Any
     acc: Any
-    state: Any  # i32: the current slot, each slot's number of pages in flight, then numbers of the kernel's own
+    state: Any  # i32: the current slot, each slot's number of pages in flight, then any numbers that a kernel adds
     present: Any  # i32 [2, pages], 1 for the valid pages of each slot; None if the kernel does not need it
     semaphores: Any
 
@@ -85,8 +85,8 @@ class Plan:
     page_rows: int  # rows per page of a loaded block, with padding
     pages_per_block: int
     heads: int  # KV heads per step
-    head_steps: int  # steps in which a core computes all of its heads
-    cores: int  # the cores among which the batch or the heads are divided
+    head_steps: int  # number of steps in which a core computes all its heads
+    cores: int  # number of cores among which the batch or the heads are divided
     group: int
     quantized: bool
 
@@ -219,7 +219,7 @@ def expect_block(call: Any, name: str, pages: int, used: int) -> None:
 
 
 def vmem_limit(call: Any, asked: int, used: int) -> int | None:
-    """The VMEM limit for the compiler: the requested one, else None (the default), or a higher one if that is tight."""
+    """The VMEM limit for the compiler: the requested one, else a higher one than the default if needed, else None."""
     needed = used * 3 // 2 + 2**22
     return asked or (min(needed, call.device.shared_memory) if needed > DEFAULT_LIMIT else None)
 
@@ -228,11 +228,11 @@ def fetch(
     table: Any, start: Any, offsets: tuple[Any, Any], heads: Any, slot: Any, operands: Sequence[Operand],
     present: Any = None,
 ) -> Any:  # fmt: skip
-    """Start to fetch the valid pages among a block's pages from `offsets[0]` to `offsets[1]`, and return their number.
+    """Start to fetch the valid pages at offsets from `offsets[0]` to `offsets[1] - 1` of a block. Returns their number.
 
-    The page at offset i is `table[start + i]`; it is valid if that is in [0, P). If `present` [2, pages] is given, each
-    page is copied to its own offset, and `present` says which pages are valid. Otherwise, the valid pages are copied to
-    consecutive offsets.
+    Offset i has the page index `table[start + i]`, which is valid in [0, P). If `present` [2, pages] is given, it gets
+    a flag for each page, and a page is copied to its own offset. Otherwise, valid pages are copied to consecutive
+    offsets.
     """
     num_pages = operands[0].pages.shape[1]
 
@@ -257,14 +257,14 @@ def fetch(
 
 
 def wait(count: Any, slot: Any, operands: Sequence[Operand]) -> None:
-    """Wait for `count` pages of each operand. A semaphore counts bytes, so it does not matter which pages these are."""
+    """Wait for `count` pages of each operand. A semaphore counts bytes, so the first pages can stand for any others."""
 
     def arrived(_: Any, size: int) -> None:
         for operand in operands:
             pages = operand.buffer.at[slot, :, pl.ds(0, size)]
             pltpu.make_async_copy(pages, pages, operand.semaphores.at[slot]).wait()
 
-    in_pieces(count, operands[0].buffer.shape[2], arrived)
+    in_powers_of_2(count, operands[0].buffer.shape[2], arrived)
 
 
 def padded_page(page_size: int, scaled: bool) -> int:

@@ -6,8 +6,8 @@ one of two buffers: while one block is computed, the next one is fetched, even i
 that no token of a tile sees are neither fetched nor computed.
 
 Keys are columns of the matrix product, so the contents of an invisible key affect only its own logit, which is masked
-at the end. Logits are multiplied by the key scales, which XLA puts in the order of the columns: 4 bytes per key, and
-the keys themselves have 16 to 1024 bytes.
+at the end. Logits are multiplied by the key scales, which XLA puts in the order of the columns. A scale has 4 bytes,
+and a key 16 to 1024 bytes.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ FEATURES = frozenset({
 })  # fmt: skip
 MAX_COLUMNS = 2**30
 MAX_PIECE_KEYS = 256
-MIN_PIECE_KEYS = 16  # these fill whole registers of 16-bit numbers; XLA first joins smaller pages
+MIN_PIECE_KEYS = 16  # the keys that fill a register with 16-bit numbers; XLA first joins smaller pages
 PAGES_AT_ONCE = 64  # pages that XLA separates into keys and scales together; for a whole cache, compiling takes minutes
 
 
@@ -64,11 +64,9 @@ class Tile:
 
     def __post_init__(self) -> None:
         expect_sizes(
-            self,
-            num_keys_per_block=(LANES, 4096, LANES),
-            num_queries_per_block=(1, 64),
+            self, num_keys_per_block=(LANES, 4096, LANES), num_queries_per_block=(1, 64),
             vmem_limit_bytes=(0, LARGEST_INT),
-        )
+        )  # fmt: skip
 
 
 def why_not(call: Any) -> str | None:
@@ -107,7 +105,7 @@ class Pieces:
     keys: Any  # [N, keys per piece, D]
     numbers: Any  # i32 [S, blocks, pieces per block]; -1 for a piece that does not exist
     scales: Any | None  # f32 [S, columns]
-    known: Any | None  # bool [S, columns], whether each column's page exists; None: `numbers` tells
+    known: Any | None  # bool [S, columns], whether each column's page exists; None if `numbers` tells it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +234,7 @@ def by_token(results: Any, rows: Rows, num_tokens: int, nothing: Any) -> Any:
 
 
 def from_own_start(call: Any, logits: Any, starts: Any) -> Any:
-    """Logits [R, columns] of the call from logits [R, N] of all keys: in a relative call, column 0 is a row's start."""
+    """The call's logits [R, columns], given those of all packed keys; relative columns count from a row's start."""
     if not call.relative:
         return logits
     logits = jnp.pad(logits, ((0, 0), (0, call.columns)), constant_values=-jnp.inf)
@@ -244,7 +242,7 @@ def from_own_start(call: Any, logits: Any, starts: Any) -> Any:
 
 
 def sees_nothing(call: Any) -> bool:
-    """Whether no token can see a key, as far as shapes tell."""
+    """Whether the shapes show that no token sees a key."""
     return 0 in (call.num_tokens, width_of(call), call.keys.shape[0]) or (call.paged and not call.kv_lens.shape[0])
 
 
@@ -377,7 +375,7 @@ def _kernel(
         if scales is not None:
             logits *= scales[...]
         lane = lax.broadcasted_iota(jnp.int32, (1, plan.keys), 1)
-        column = step % plan.blocks * plan.keys + lane  # each core computes whole tiles
+        column = step % plan.blocks * plan.keys + lane  # a core's first block is the first of a tile
         seen = (column >= edges[:, :1]) & (column < edges[:, 1:2])
         if plan.pieces > 1:  # a block of one piece is live only if the piece is valid
             seen &= (valid >> (lane >> (plan.piece_keys.bit_length() - 1))) & 1 != 0
@@ -398,7 +396,7 @@ def _operand(fetched: Any, plan: Plan) -> Any:
 
 
 def _logits(q: Any, keys: Any, weights: Any, plan: Plan) -> Any:
-    """The logits [rows, keys]: sums of products over a row's heads, weighted."""
+    """The logits [rows, keys]: weighted sums over a row's heads of the positive parts of the products."""
     products = product(q, keys, 1, 1)
     products = jnp.where(products < 0, 0.0, products)  # a ReLU that keeps NaN
     weights = weights.T

@@ -106,7 +106,7 @@ def why_not(call: MlaDecode | RaggedMlaAttention | SparseMlaPrefill) -> str | No
 
 
 def keys_per_block(longest: int, most: int = 128) -> int:
-    """Keys per block for lists of up to `longest` keys: at most `most`, and not far more than the lists have."""
+    """Keys per block for lists of up to `longest` keys: `longest`, rounded up to a multiple of 16, up to `most`."""
     return min(most, round_up(max(longest, 1), 16))
 
 
@@ -173,7 +173,7 @@ class Work:
     heads: int = 1  # query rows per token
     sinks: Any = None  # f32 [kinds, rows]; list i has sinks[i % kinds]
     form: CacheFormat | None = None  # the format of both caches; None: the call's
-    split_weights_below: int = 0  # jobs of at most this many keys represent each weight by two bfloat16 terms
+    split_weights_below: int = 0  # jobs of at most this many keys use two bfloat16 terms per weight
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +187,7 @@ class Plan:
     packing: int  # rows per group, whose rows share words
     blocks: int  # blocks per chunk, at most
     chunks: int  # chunks per list; a grid step computes one
-    first_extra: int  # the first chunk that is of the second cache
+    first_extra: int  # index of the first chunk of the second cache's list
     tiles: int  # tiles per job of the call; the kernel treats each tile as a job
     jobs_per_core: int
     cores: int

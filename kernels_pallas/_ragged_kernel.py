@@ -21,7 +21,7 @@ from ragged_attention.kernels_pallas._blocks import (
     MASKED,
     NOWHERE,
     cdiv,
-    in_pieces,
+    in_powers_of_2,
     product,
     reset_softmax,
     round_up,
@@ -66,7 +66,7 @@ class Plan(NamedTuple):
 
     @property
     def widths(self) -> list[tuple[int, int]]:
-        """(heads, head size) of each array of pages."""
+        """The number of heads and the head size of each array of pages."""
         if self.combined:
             return [(2 * self.num_kv_heads, self.head_dim)]
         return [(self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.v_head_dim)]
@@ -82,7 +82,7 @@ class Plan(NamedTuple):
         return self.widths[0][0] % self.per_word != 0
 
     def order(self, row: Any) -> Any:
-        """The offset within a part of the key in row `row` of an operand. A word has one key from each half."""
+        """The offset in its part of the key in row `row` of an operand. A word has one key from each half of a part."""
         if self.per_word == 1 or self.transposes:
             return row
         return (row >> 1) + (row & 1) * (self.block_kv // 2)
@@ -384,7 +384,7 @@ def fetch_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
 
 
 def wait_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
-    """Wait for all copies of a block, then zero its missing pages, in whose places there are other pages."""
+    """Wait for all copies of a block, then zero its missing pages; `fetch_pages` copied other pages in their place."""
     low, high = page_range(plan, span, step)
 
     def wait(index: Any, _: Any) -> None:
@@ -521,7 +521,7 @@ def own_queries(plan: Plan, head: int, first: int) -> tuple[Any, ...]:
 def multiply_keys(plan: Plan, refs: Refs, head: int, first: int) -> Any:
     """The products of a group of queries with the keys of a part of a block.
 
-    Queries are columns, so that maxima and sums over keys combine whole registers. Single queries are rows.
+    Queries are columns, so that maxima and sums over keys combine whole registers. A single query per head is a row.
     """
     k = operand(plan, refs, 0, 2 * head if plan.combined else head)
     q = refs.q_rows[head, pl.ds(first, plan.columns), :]
@@ -607,7 +607,7 @@ def end_tile(plan: Plan, refs: Refs, span: Span) -> None:
         store_lses(plan, refs, lses)
     refs.pending[0] = span.count
     for copies in result_copies(plan, refs):
-        in_pieces(
+        in_powers_of_2(
             span.count, size,
             lambda at, rows, copies=copies: copies(span.shift + at, span.source + span.shift + at, rows).start(),
         )  # fmt: skip
@@ -644,5 +644,5 @@ def result_copies(plan: Plan, refs: Refs) -> list[Any]:
 def wait_results(plan: Plan, refs: Refs) -> None:
     """Wait until the previous tile's rows have been copied out of their buffers."""
     for copies in result_copies(plan, refs):
-        in_pieces(refs.pending[0], plan.block_q, lambda _, rows, copies=copies: copies(0, 0, rows).wait())
+        in_powers_of_2(refs.pending[0], plan.block_q, lambda _, rows, copies=copies: copies(0, 0, rows).wait())
     refs.pending[0] = 0

@@ -34,7 +34,7 @@ class Tile:
         pages_per_compute_block: pages fetched and computed together, a divisor of the pages that a sequence can list.
             0 means the largest number that fits, which need not be a divisor.
         megacore_mode: "batch" divides the sequences among the cores of a TPU, "kv_head" the KV heads. The number of
-            cores must divide their number.
+            sequences or KV heads must be a multiple of the number of cores.
         inline_seq_dim: whether a grid step computes all keys of a sequence, or only one block of them.
         vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
     """
@@ -131,7 +131,7 @@ def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
 
 
 def check(call: Any, tile: Tile) -> None:
-    """Check that a tile divides the call."""
+    """Check that the tile's blocks and cores divide the sizes of the call."""
     cores, pages = call.device.num_multiprocessors, tile.pages_per_compute_block
     if pages and call.pages_per_seq % pages:
         raise InvalidInput(f"expected pages_per_compute_block to divide {call.pages_per_seq=}, got {pages}")
@@ -213,7 +213,7 @@ def kernel(refs: _heads_first.Refs, plan: Plan) -> None:
 
 
 def visit(refs: _heads_first.Refs, plan: Plan, core: Any, row: Any, head_step: Any, block: Any) -> None:
-    """Compute one block of a sequence while the next one is fetched."""
+    """Compute one block of a sequence, while the next block is fetched."""
     _, first_head = plan.address(core, 0, 0)
     state, lengths = refs.state, refs.scalars.lengths
 

@@ -39,10 +39,9 @@ class Tile:
 
     Attributes:
         num_kv_pages_per_block: pages fetched and computed together; 0 means the largest number that fits.
-        num_queries_per_block: rows of the chunk computed together, a power of two from 8; 0 means the largest that
-            fits.
-        split_weights_below: blocks of rows that see at most this many keys represent each weight by two bfloat16
-            terms; 0 is faster.
+        num_queries_per_block: query tokens computed together, a power of two from 8; 0 means the largest that fits.
+        split_weights_below: blocks of rows that see at most this many keys use two bfloat16 terms per weight; 0 is
+            faster.
         vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
     """
 
@@ -191,7 +190,7 @@ def kernel(refs: _heads_first.Refs, plan: Plan) -> None:
 
 
 def visit(refs: _heads_first.Refs, plan: Plan, first_head: Any, head_step: Any, q_block: Any, block: Any) -> None:
-    """Compute one block of pages for a block of rows while the next one is fetched."""
+    """Compute one block of pages for a block of rows, while the next block of pages is fetched."""
     state, scalars = refs.state, refs.scalars
     length, base, first = (scalars.facts[i] for i in range(3))
     low, high, following = scalars.lows[q_block], scalars.highs[q_block], scalars.following[q_block]
@@ -236,7 +235,7 @@ def visit(refs: _heads_first.Refs, plan: Plan, first_head: Any, head_step: Any, 
 
 
 def start(refs: _heads_first.Refs, plan: Plan, head_step: Any, q_block: Any, block: Any, slot: Any) -> None:
-    """Start to fetch those pages of a block of which the rows see a position."""
+    """Start to fetch the pages of a block that the rows see, at least in part."""
     scalars, before = refs.scalars, block * plan.pages_per_block
     left = jnp.maximum(scalars.lows[q_block] // plan.page_size - before, 0)
     right = jnp.minimum(cdiv(scalars.highs[q_block], plan.page_size) - before, plan.pages_per_block)

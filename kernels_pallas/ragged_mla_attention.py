@@ -24,7 +24,7 @@ class Tile(mla_decode.Tile):
     Args:
         num_keys_per_block, vmem_limit_bytes: as in `sparse_mla_prefill`.
         num_queries_per_block: consecutive query tokens computed together; fewer if their heads do not fit in a tile.
-        split_weights_below: jobs of at most this many keys represent each weight by two bfloat16 terms; 0 is faster.
+        split_weights_below: jobs of at most this many keys use two bfloat16 terms per weight; 0 is faster.
     """
 
     split_weights_below: int = 1024

@@ -53,8 +53,7 @@ class Tile:
             computes the sequences with one query token.
         block_kv: keys computed together, a multiple of 128.
         decode_block_kv: `block_kv` of the launch for sequences with one query token.
-        split_weights_below: tiles that see at most this many keys represent each weight by two bfloat16 terms; 0 is
-            faster.
+        split_weights_below: tiles that see at most this many keys use two bfloat16 terms per weight; 0 is faster.
         vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
         fused_update: write `new_kv` in the attention kernel, not in a kernel before it.
     """
@@ -123,7 +122,7 @@ def queries_per_tile(tile: Tile) -> int:
 
 
 def plan_of(call: Any, tile: Tile, block_q: int, num_tokens: int, num_updates: int | None = None) -> Plan:
-    """The plan of a launch over tiles of `block_q` queries; `num_tokens` counts the padding of `q` too."""
+    """The plan of a launch over tiles of `block_q` queries; `num_tokens` includes the padding of `q`."""
     block = tile.num_kv_pages_per_block * call.page_size
     block_kv = min(tile.block_kv if block_q > 1 else tile.decode_block_kv, round_up(block, LANES))
     window = call.sliding_window
@@ -205,7 +204,7 @@ def factors_of(call: Any) -> Factors:
     return Factors(factor, per_head(call.v_scale, call.num_kv_heads), call.sinks)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))  # traced once, even if a page table takes many launches
+@functools.partial(jax.jit, static_argnums=(0, 1))  # traced once, even if a page table needs many launches
 def attend(
     plan: Plan, vmem_limit_bytes: int, q: Any, pages: list[Any], seqs: Sequences, factors: Factors,
     update: Update | None, out: Any, lse: Any,

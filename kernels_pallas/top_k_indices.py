@@ -263,7 +263,7 @@ def _columns_of_entries(plan: Plan, selected: Any, before: Any, counts: Any, sta
 
 
 def _triangle(size: int, *, strict: bool) -> Any:
-    """The matrix [size, size] that, from the left, sums all rows up to each row; if `strict`, only those before it."""
+    """The matrix [size, size] whose product sums, for each row, all rows up to it; if `strict`, those before it."""
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in range(2))
     return jnp.where(column < row if strict else column <= row, 1.0, 0.0)
 

@@ -23,7 +23,7 @@ from ragged_attention.kernels_pallas._blocks import (
     cannot_run,
     compiler_params,
     expect_sizes,
-    in_pieces,
+    in_powers_of_2,
     item_size,
     next_power_of_2,
     round_up,
@@ -114,7 +114,7 @@ def kernel(codes: Any, rows: Any, initial: Any, pages: Any, semaphores: Any, *, 
             pltpu.make_async_copy(some, some, semaphores.at[i]).wait()
 
     _, copied = lax.while_loop(lambda state: state[0] < block, step, (jnp.int32(0), jnp.int32(0)))
-    in_pieces(copied, block, wait)
+    in_powers_of_2(copied, block, wait)
 
 
 def run(call: Any, tile: Tile, launch: Any) -> list[jax.Array]:

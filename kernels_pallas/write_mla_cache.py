@@ -23,7 +23,7 @@ from ragged_attention.kernels_pallas._blocks import (
     cannot_run,
     compiler_params,
     expect_sizes,
-    in_pieces,
+    in_powers_of_2,
     next_power_of_2,
     round_up,
 )
@@ -96,7 +96,7 @@ def changed_groups(rows: jax.Array, packing: int) -> tuple[jax.Array, jax.Array]
     """The groups of `packing` rows that change, i32 [N], and the new row for each of their rows, i32 [N, packing].
 
     `rows` [N] has the cache row of each new row, or -1. Each group is listed once, in ascending order; the rest of the
-    list is -1. If several new rows are written to a cache row, the last one remains; -1 if none is written to it.
+    list is -1. Of several new rows for the same cache row, the last is listed; a cache row without a new row has -1.
     """
     count = len(rows)
     order = jnp.argsort(jnp.where(rows >= 0, rows, LARGEST_INT), stable=True).astype(jnp.int32)
@@ -143,7 +143,7 @@ def kernel(groups: Any, new: Any, kept: Any, initial: Any, cache: Any, buffer: A
         count = lax.while_loop(
             lambda index: (index < block) & (groups[0, 0, jnp.minimum(index, block - 1)] >= 0), start, 0
         )
-        in_pieces(count, block, wait)
+        in_powers_of_2(count, block, wait)
 
     def change(chunk: Any, _: Any) -> Any:
         some = pl.ds(chunk * CHUNK, CHUNK)
@@ -172,11 +172,7 @@ def write_groups(cache: jax.Array, groups: jax.Array, new: jax.Array, kept: jax.
         ],
         out_specs=anywhere,
         out_shape=jax.ShapeDtypeStruct(cache.shape, cache.dtype),
-        scratch_shapes=[
-            pltpu.VMEM((block, packing, width), cache.dtype),
-            pltpu.SemaphoreType.DMA,
-            pltpu.SemaphoreType.DMA,
-        ],
+        scratch_shapes=[pltpu.VMEM((block, packing, width), cache.dtype), *[pltpu.SemaphoreType.DMA] * 2],
         input_output_aliases={3: 0},
         compiler_params=compiler_params(limit),
         name="write_mla_cache",

@@ -36,7 +36,7 @@ UNITS = (
     "sm90/mla_decode_dense", "sm90/sparse_mla_prefill", "sm90/mla_decode_sparse_fp8",
     "sm90/mla_decode_sparse_fp8_narrow", "sm90/mla_decode_sparse_fp8_v4", "sm90/mla_decode_sparse_v41", "common",
 )  # fmt: skip
-EMULATOR = "emulator"  # the folder of the sources for a CPU only
+EMULATOR = "emulator"  # the folder of the sources that are compiled only for a CPU
 NVCC_FLAGS = (
     "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr",
     "--expt-extended-lambda", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DNDEBUG", "-lineinfo", "-Xptxas=--warn-on-spills",
@@ -241,10 +241,10 @@ def is_whole(path: Path) -> bool:
 
 
 def build(recipe: Recipe, progress: Progress | None = None) -> Path:
-    """The recipe's library, cached or built now. Raises `BackendMissing`, with the compiler's output if that failed."""
+    """The recipe's library, cached or built now. Raises `BackendMissing`, with the output of a compiler that failed."""
     try:
         caches.expect_trusted(recipe.path)
-        if is_whole(recipe.path):  # checked before locking, since the cache may be root's, where we may take no lock
+        if is_whole(recipe.path):  # checked without a lock, which we may not take if the cache belongs to root
             return recipe.path
         caches.make_folder(recipe.path.parent)
         caches.expect_trusted(recipe.path)
