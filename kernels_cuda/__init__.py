@@ -11,9 +11,9 @@ _NATIVE = "ragged_attention.kernels_cuda._native"
 
 
 def emulating(mode: str = "eager", seed: int = 0) -> contextlib.AbstractContextManager[None]:
-    """Inside, calls with backend="cuda" on CPU arrays run the kernels' own code on the CPU.
+    """A context manager inside which calls with backend="cuda" on CPU arrays run the kernels' own code on the CPU.
 
-    `mode` says when copies land and products are computed: "eager" at once, "late" only when they are waited for,
+    `mode` says when copies and matrix products take effect: "eager" at once, "late" only when they are waited for,
     "crossed" copies at once and products late. `seed` shuffles the order in which threads run. The emulation is
     compiled on first use, which takes about a minute and needs g++ and the CUTLASS headers.
     """
@@ -21,21 +21,21 @@ def emulating(mode: str = "eager", seed: int = 0) -> contextlib.AbstractContextM
 
 
 def state() -> Hashable:
-    """What `why_not` depends on besides the call: the emulation in force, or None."""
+    """A value on which `why_not` depends besides the call: the emulation in use, or None."""
     native: Any = sys.modules.get(_NATIVE)
     return None if native is None or native.emulated() is None else native.emulation()._name
 
 
 def report() -> list[tuple[str, str]]:
-    """Rows for `ragged-attention doctor`: the tools found, and whether the kernels are built."""
+    """Rows for `ragged-attention doctor`: the tools that were found, and whether the kernels are built."""
     return importlib.import_module("ragged_attention.kernels_cuda._report").rows()
 
 
 def build(
     progress: Callable[[int, int, str], None] | None = None, copy_to: Path | None = None
 ) -> list[tuple[str, str]]:
-    """Build the libraries ahead of time, for `ragged-attention build-cuda`, and return rows that say where they are.
+    """Build the libraries ahead of time, for `ragged-attention build-cuda`. Returns rows with their paths.
 
-    If jax is installed, the library that passes its arrays to the kernels is built too, for the installed jaxlib.
+    If jax is installed, the library that passes jax arrays to the kernels is built too, for the installed jaxlib.
     """
     return importlib.import_module("ragged_attention.kernels_cuda._report").build(progress, copy_to)

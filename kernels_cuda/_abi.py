@@ -1,4 +1,4 @@
-"""The C ABI of csrc/api.h as ctypes sees it, field by field; the header explains each field."""
+"""The C ABI of csrc/api.h, described for ctypes. The header explains each field."""
 
 import ctypes
 
@@ -6,14 +6,13 @@ from ragged_attention.calls import CacheFormat
 from ragged_attention.errors import BackendMissing
 
 VERSION = 3
-# The codes of api.h; a positive code is CUDA's own.
+# The error codes of api.h; positive codes are those of CUDA.
 WRONG_DEVICE, NO_KERNEL, DEADLOCK, NO_TENSOR_MAP = -1, -2, -3, -4
 DTYPES = {"bfloat16": 0, "float16": 1}
 PLAIN, FP8_V32, FP8_V4, FP8_V41, FP8_V41_PAGE, FP4_V41, FP4_V41_PAGE = range(7)  # cache formats
 OTHER = -1  # any cache format without kernels
-# The code of each quantised format for which kernels are compiled, by the fields that say what the format stores.
+# The code of each quantised format for which kernels are compiled. `code_of` names the fields of a key.
 FORMATS = {
-    # codes, values, codes per scale, scales, rotary columns, bytes of a token, whether scales follow all rows of a page
     ("float8_e4m3fn", 512, 128, "float32", 64, 656, False): FP8_V32,
     ("float8_e4m3fn", 448, 64, "float8_e8m0fnu", 64, 584, True): FP8_V4,
     ("float8_e4m3fn", 512, 32, "float8_e8m0fnu", 0, 528, False): FP8_V41,
@@ -32,7 +31,7 @@ def code_of(form: CacheFormat) -> int:
 
 
 class Latent(ctypes.Structure):
-    """`RaLatent`: attention over latent rows, dense or of lists."""
+    """`RaLatent`: attention over latent rows, dense or sparse."""
 
     OPERANDS = ("q", "kv", "lists", "lens", "sinks", "parts", "extra_kv", "extra_lists", "extra_lens")
     RESULTS = ("out", "lse", "max_logits", "partial_out", "partial_lse", "partial_max")
@@ -80,7 +79,7 @@ LAUNCHERS = {
 
 
 def bind(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Set the types of the library's functions, after refusing a library of another ABI."""
+    """Set the types of the library's functions. Raises `BackendMissing` if it has another ABI."""
     version = library.ra_abi_version()
     if version != VERSION:
         raise BackendMissing(f"expected CUDA kernels of ABI version {VERSION}, got {version}")

@@ -1,10 +1,9 @@
 """Attention over latent rows on Hopper, for `mla_decode` and `sparse_mla_prefill`: limits, KV splits, the native call.
 
-All functions of the C ABI take the same record. They differ in how keys are found and how they are stored. Sparse
-prefill is sparse decode with one token per sequence, and packed rows are pages of one row. A *job* is a set of query
-rows that share a list of keys: in a dense call, the query tokens and heads of one KV head of a sequence; in a sparse
-call, the heads of one query token. A thread block computes up to 64 rows of a job over one KV split, and occupies a
-multiprocessor alone.
+All functions of the C ABI take the same record. They differ in how keys are found and stored. Sparse prefill is sparse
+decode with one token per sequence, and packed rows are pages of one row. A *job* is a set of query rows that share a
+list of keys: in a dense call, the query tokens and heads of one KV head of a sequence; in a sparse call, the heads of
+one query token. A thread block computes up to 64 rows of a job over one KV split, and occupies a whole multiprocessor.
 """
 
 import dataclasses
@@ -23,15 +22,15 @@ from ragged_attention.kernels_cuda._native import NOT_EMULATING, Native
 ROWS = 64  # query rows per thread block
 BLOCK = 64  # keys per step
 MAX_SPLITS = 128
-# Costs of splitting, in the time that a thread block takes for one block of keys.
-START_COST = 5  # of starting a thread block; a decode schedule counts as much for each sequence
-MERGE_COST = 3  # of the kernel that merges splits
-SPLITS_PER_BLOCK = 16  # splits that it merges in that time
+# The costs of splitting. Their unit is the time in which a thread block computes one block of keys.
+START_COST = 5  # cost of starting a thread block; a decode schedule assumes the same cost for each sequence
+MERGE_COST = 3  # fixed cost of the kernel that merges splits
+SPLITS_PER_BLOCK = 16  # number of splits that this kernel merges per unit
 # The kernel for few rows starts as soon as its first block has arrived, and its merge has more loads in flight.
 NARROW_START_COST, NARROW_SPLITS_PER_BLOCK = 2, 32
 ARCH = "sm_90"
 D_QK, D_V = (576, 512), 512
-MOST_UNITS = 2**32 - 1  # the largest offset of a row, which kernels count in units of the rows' alignment
+MAX_OFFSET = 2**32 - 1  # the largest offset of a row, as a multiple of the rows' alignment
 NOT_BY_DEFAULT = "not yet measured to beat Triton's kernel, so taken only where it is asked for by name"
 PROVEN = Path(__file__).parent / "proven"  # written by `python -m benchmarks.device.publish`
 
@@ -40,7 +39,7 @@ Attention = MlaDecode | SparseMlaPrefill
 DENSE = Native("ra_mla_decode_dense")
 LISTS = Native("ra_sparse_mla_prefill")
 V41 = Native("ra_mla_decode_sparse_v41")
-LISTS_OF = {  # the function for lists over a cache of each format
+LIST_FUNCTIONS = {  # for each cache format, the function for calls with lists
     _abi.PLAIN: LISTS,
     _abi.FP8_V32: Native("ra_mla_decode_sparse_fp8"),
     _abi.FP8_V4: Native("ra_mla_decode_sparse_fp8_v4"),
@@ -57,8 +56,8 @@ NARROW_ROWS = 32
 class Tile:
     """The tunable parameters."""
 
-    num_splits: int = 1  # the most thread blocks that share the keys of one job; 1: results are batch-invariant
-    narrow: bool = True  # whether calls with few heads use the kernel for few rows, if there is one
+    num_splits: int = 1  # maximum number of KV splits per job; with 1, results are batch-invariant
+    narrow: bool = True  # whether calls with few heads use the kernel for few rows, if the cache format has one
 
     def __post_init__(self) -> None:
         if not isinstance(self.narrow, bool):
@@ -71,7 +70,7 @@ class Tile:
 
 
 def cannot_run(call: Call) -> str | None:
-    """Why none of these kernels runs on the device of a call, or None."""
+    """Why these kernels cannot run on the device of a call, or None."""
     device = call.device
     if device.platform == "cpu":
         return NOT_EMULATING if _native.emulated() is None else None
@@ -81,10 +80,10 @@ def cannot_run(call: Call) -> str | None:
 
 
 def why_not_by_default(call: Call, kind: str | None) -> str | None:
-    """Why a call that names no backend gets another one; None if a run on the call's device has proven its kind.
+    """Why this backend is not the default for a call; None if the test suite has passed for such calls on its device.
 
-    `kind` is that of the operation's `kind_of`; a call with None is never proven. A kind counts as proven for the front
-    ends from which the suite passed on that device.
+    `kind` is the result of the operation's `kind_of`, or None if no call of the operation can be proven. A kind is
+    proven for the frameworks with which the suite has passed.
     """
     entry = _proven(call.OPERATION).get(call.device.name, {}).get(kind or "", {})
     return None if call.device.framework in entry.get("frameworks", ()) else NOT_BY_DEFAULT
@@ -92,17 +91,17 @@ def why_not_by_default(call: Call, kind: str | None) -> str | None:
 
 @functools.cache
 def _proven(operation: str) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-    """The proven kinds of an operation's calls, by the framework's name of the device and by kind."""
+    """The proven kinds of an operation's calls, by device name and kind."""
     path = PROVEN / f"{operation}.json"
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def cannot_take(call: Attention, *, sparse: bool) -> str | None:
-    """Why the kernels do not take a call, on any device, or None."""
+    """Why the kernels cannot take a call on any device, or None."""
     dtype, dense, form = dtype_name(call.q), "a dense call", call.kv_format
     for stored in (form, getattr(call, "extra_kv_format", form)):
-        if _abi.code_of(stored) not in LISTS_OF:
-            names = [name for name, known in CACHE_FORMATS.items() if _abi.code_of(known) in LISTS_OF]
+        if _abi.code_of(stored) not in LIST_FUNCTIONS:
+            names = [name for name, known in CACHE_FORMATS.items() if _abi.code_of(known) in LIST_FUNCTIONS]
             return f"takes cache_format {' or '.join(map(repr, ['plain', *names]))}, got {stored.name!r}"
     if form.quantized and not sparse:
         return f"takes cache_format 'plain' in {dense} (one without indices), got {form.name!r}"
@@ -113,25 +112,25 @@ def cannot_take(call: Attention, *, sparse: bool) -> str | None:
         return f"takes d_qk {' or '.join(map(str, D_QK))}, got {call.d_qk}"
     if call.d_v != D_V:
         return f"takes d_v {D_V}, got {call.d_v}"
-    most = MOST_UNITS * alignment(form)
+    most = MAX_OFFSET * alignment(form)
     if (size := cache_bytes(call)) > most:
         return f"takes a cache of at most {most} bytes, got {size}"
     return None
 
 
 def alignment(form: CacheFormat) -> int:
-    """Rows of a cache begin at multiples of this number of bytes."""
+    """The number of bytes at whose multiples the rows of a cache begin."""
     return math.gcd(16, form.token_bytes)
 
 
 def cache_bytes(call: Attention) -> int:
-    """The size of the larger cache if it is contiguous. The library refuses one that its strides make too large."""
+    """The size of the larger cache if it is contiguous. The library refuses a cache whose strides make it too large."""
     form, extra = call.kv_format, getattr(call, "extra_kv_cache", None)
     extra_bytes = 0 if extra is None else math.prod(extra.shape) * (1 if form.quantized else 2)
     return max(call.num_slots * call.num_kv_heads * (form.token_bytes or 2 * call.d_qk), extra_bytes)
 
 
-# ---- choosing the number of splits
+# ---- selecting the number of splits
 
 
 def cdiv(a: int, b: int) -> int:
@@ -144,13 +143,13 @@ def power_of_2(n: int) -> int:
 
 
 def is_narrow(call: Attention, tile: Tile | None = None) -> bool:
-    """Whether the kernel for few rows computes a call over lists."""
+    """Whether the kernel for few rows computes a call with lists."""
     few_heads = call.num_q_heads <= NARROW_ROWS
     return few_heads and _abi.code_of(call.kv_format) in NARROW and (tile is None or tile.narrow)
 
 
 def splits(call: Attention, jobs: int, rows: int, keys: int, *, narrow: bool = False) -> int:
-    """The fastest number of KV splits per job, assuming that every list has its full length."""
+    """The number of KV splits per job with the lowest cost, assuming that every list has its full length."""
     start_cost, at_once = (NARROW_START_COST, NARROW_SPLITS_PER_BLOCK) if narrow else (START_COST, SPLITS_PER_BLOCK)
     work, blocks = jobs * cdiv(rows, ROWS), max(1, cdiv(keys, BLOCK))
     slots = call.device.num_multiprocessors
@@ -165,7 +164,7 @@ def splits(call: Attention, jobs: int, rows: int, keys: int, *, narrow: bool = F
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """A cache and its lists as the C ABI takes them, and the integers of the record that describe them, by name."""
+    """A cache and its lists as the C ABI takes them, and the integers of the record that describe them."""
 
     form: CacheFormat
     cache: Any
@@ -179,8 +178,8 @@ def keys_of(
 ) -> Keys:
     """The keys of a cache [P, G, K, d_qk], [P, G, 1, bytes] or, if its rows are packed, [s_kv, K, d_qk].
 
-    `lists` are i32 lists of slots, or the page table of a dense call. `axes` names their dimensions, "seq", "token" or
-    "head", except the last one. `lens` are i32 [S] or [S, Q], or None.
+    `lists` are i32 lists of slots, or the page table of a dense call. `axes` names all their dimensions except the last
+    one: "seq", "token" or "head". `lens` are i32 [S] or [S, Q], or None.
     """
     cache, lists = aligned(cache, form, launch), launch.packed(lists)
     num_pages, *page_size, _, width = cache.shape
@@ -206,9 +205,9 @@ class Work:
     """One call as the C ABI takes it."""
 
     function: Native
-    q: Any  # rows begin at multiples of 16 bytes, like those of the cache
+    q: Any  # its rows must begin at multiples of 16 bytes
     q_shape: tuple[int, int, int, int]  # sequences, query tokens per sequence, heads, d_qk
-    q_strides: tuple[int, ...]  # of the first three axes
+    q_strides: tuple[int, ...]  # the strides of the first three axes
     lse_shape: tuple[int, ...]
     keys: Keys
     causal: bool = False
@@ -217,19 +216,19 @@ class Work:
 
 
 def function_of(call: Attention, tile: Tile) -> Native:
-    """The function that runs a call over lists."""
-    return (NARROW if is_narrow(call, tile) else LISTS_OF)[_abi.code_of(call.kv_format)]
+    """The function that computes a call with lists."""
+    return (NARROW if is_narrow(call, tile) else LIST_FUNCTIONS)[_abi.code_of(call.kv_format)]
 
 
 def aligned(cache: Any, form: CacheFormat, launch: Any) -> Any:
-    """A cache, copied if its rows are not aligned, or if they are not contiguous in pages that hold scales apart."""
+    """A cache, copied if its rows are not aligned, or if a page has its scales after all rows but is not contiguous."""
     if form.planar:
         cache = launch.words(cache, packed_rows=True)
     return launch.aligned(cache, alignment(form))
 
 
 def strides_of(array: Any, launch: Any) -> tuple[int, ...]:
-    """The strides of an array. An axis of one entry gets the stride of a packed row, since its own may be anything."""
+    """The strides of an array. For an axis of size 1, whose stride may be anything, it is that of a packed row."""
     shape, strides = array.shape, launch.strides(array)
     if 1 not in shape:
         return strides
@@ -257,7 +256,7 @@ def _numbers(work: Work, schedule: Any, num_splits: int) -> dict[str, int]:
         "q_token_stride": work.q_strides[1],
         "q_head_stride": work.q_strides[2],
         **work.keys.numbers,
-        **{name: number for name, number in extra.items() if name in _abi.Latent.NUMBERS},  # it has no head strides
+        **{name: number for name, number in extra.items() if name in _abi.Latent.NUMBERS},  # not the head strides
         "num_parts": parts,
         "num_splits": num_splits,
         "num_partials": 2 * parts if schedule else 0 if num_splits == 1 else parts,
@@ -265,10 +264,10 @@ def _numbers(work: Work, schedule: Any, num_splits: int) -> dict[str, int]:
 
 
 def run(call: Attention, work: Work, tile: Tile, launch: Any, *, max_logits: bool = False) -> dict[str, Any]:
-    """Enqueue the kernels, and return the results by name."""
+    """Enqueue the kernels. Returns the results by name."""
     num_seqs, num_q_tokens, num_q_heads, _ = work.q_shape
     schedule, keys, extra = work.schedule, work.keys, work.extra
-    if schedule and not (num_seqs and schedule[0].shape[0]):  # no sequences, or no parts
+    if schedule and not (num_seqs and schedule[0].shape[0]):  # there are no sequences, or no parts
         schedule = None
     numbers = _numbers(work, schedule, 1 if schedule else tile.num_splits)
     partials = (numbers["num_partials"], num_q_tokens, num_q_heads)

@@ -1,7 +1,7 @@
-"""The compiled kernels that this process has loaded, and the handles by which a front end's launcher calls them.
+"""The compiled kernels that this process has loaded, and `Native`, by which a front end's launcher calls them.
 
-library()                    the kernels for a GPU; it loads without a GPU too, which `status` then reports
-with emulating(): ...        inside, calls on a CPU run the same sources, compiled for CPU threads: `emulation()`
+library()                    the kernels for a GPU, which can be loaded without one; `status` tells whether they run
+with emulating(): ...        calls on a CPU run `emulation()`, the same sources compiled for CPU threads
 recorder(name)               a function's kernels as PTX, and its host code, which reports launches but makes none
 """
 
@@ -26,10 +26,10 @@ NOT_EMULATING = "runs on sm_90 GPUs, on a CPU inside ragged_attention.kernels_cu
 
 
 class Status(NamedTuple):
-    """The library's answer about a device: a code, 0 if the kernels run there, and the code in words."""
+    """What the library reports about a device."""
 
-    code: int
-    text: str
+    code: int  # 0 if the kernels can run on it
+    text: str  # the code in words
     major: int
     minor: int
     num_multiprocessors: int
@@ -49,16 +49,16 @@ def _once(
     opened: Callable[[Path], ctypes.CDLL],
     progress: Progress | None = None,
 ) -> ctypes.CDLL:
-    """The library of `source`, built and opened once per process. A failure is remembered too: building is slow."""
+    """The library of `source`, built and opened once per process. A failure is kept too, because building is slow."""
     if key in _loaded:
         return _loaded[key]
     with forking.postponed(), _lock:
         if key in _failed:
             raise BackendMissing(_failed[key])
         if key not in _loaded:
-            made_of = source()
+            recipe = source()
             try:
-                _loaded[key] = opened(made_of if isinstance(made_of, Path) else compile.build(made_of, progress))
+                _loaded[key] = opened(recipe if isinstance(recipe, Path) else compile.build(recipe, progress))
             except (BackendMissing, OSError) as error:
                 _failed[key] = str(error)
                 raise BackendMissing(_failed[key]) from error
@@ -66,7 +66,7 @@ def _once(
 
 
 def library(progress: Progress | None = None) -> ctypes.CDLL:
-    """The kernels, built if necessary. They load without a driver, so check `status` before any call."""
+    """The kernels, built if necessary. They can be loaded without a driver, so check `status` before any call."""
     return _once(KERNELS, lambda: compile.prebuilt() or compile.kernels_recipe(), _bound, progress)
 
 
@@ -75,7 +75,7 @@ def _bound(path: Path) -> ctypes.CDLL:
 
 
 def emulation(extra_flags: Sequence[str] = (), sources: Path = compile.SOURCES) -> ctypes.CDLL:
-    """The kernels for CPU threads: the same functions, which take host pointers. `extra_flags` go to g++."""
+    """The kernels for CPU threads, whose functions take host pointers. `extra_flags` are passed to g++."""
 
     def opened(path: Path) -> ctypes.CDLL:
         emulator = _bound(path)
@@ -87,13 +87,13 @@ def emulation(extra_flags: Sequence[str] = (), sources: Path = compile.SOURCES) 
 
 
 def recorder(function: str) -> Path:
-    """The library in which a function of the C ABI records its launches, with the kernels' PTX; built if necessary."""
+    """The library in which a function of the C ABI records its launches, with its kernels' PTX; built if necessary."""
     unit = f"sm90/{function.removeprefix('ra_')}"
     return compile.build(compile.recorder_recipe(unit if unit in compile.UNITS else "common"))
 
 
 def ffi_library(jax_include: str, emulated: bool = False) -> ctypes.CDLL:
-    """The XLA FFI handlers over the kernels or the emulation, for the jaxlib whose headers are in `jax_include`."""
+    """The XLA FFI handlers of the kernels or of the emulation, for the jaxlib whose headers are in `jax_include`."""
 
     def source() -> Recipe:
         kernels = emulation() if emulated else library()
@@ -103,7 +103,7 @@ def ffi_library(jax_include: str, emulated: bool = False) -> ctypes.CDLL:
 
 
 class Emulation(NamedTuple):
-    """How calls inside `emulating` run."""
+    """How calls run inside `emulating`."""
 
     mode: str
     seed: int
@@ -114,7 +114,7 @@ _emulated: contextvars.ContextVar[Emulation | None] = contextvars.ContextVar("em
 
 @contextlib.contextmanager
 def emulating(mode: str = "eager", seed: int = 0) -> Iterator[None]:
-    """The emulation of `kernels_cuda.emulating`, which describes `mode` and `seed`."""
+    """See `kernels_cuda.emulating`."""
     if mode not in MODES:
         raise InvalidInput(f"expected mode to be one of {', '.join(MODES)}, got {mode!r}")
     emulator, outer = emulation(), _emulated.get() or Emulation(MODES[0], 0)
@@ -128,12 +128,12 @@ def emulating(mode: str = "eager", seed: int = 0) -> Iterator[None]:
 
 
 def emulated() -> Emulation | None:
-    """The mode and seed of the emulation in force; None outside `emulating`."""
+    """The mode and seed of the emulation in use; None outside `emulating`."""
     return _emulated.get()
 
 
 def why_not() -> str | None:
-    """What `library()` lacks on this machine, in one sentence, or None. Never builds or raises."""
+    """Why `library()` cannot work on this machine, in one sentence, or None. Never builds or raises."""
     if KERNELS in _loaded:
         return _refusal(_loaded[KERNELS])
     if KERNELS in _failed:
@@ -142,7 +142,7 @@ def why_not() -> str | None:
 
 
 def status(device: int = 0) -> Status:
-    """What the kernels report about a CUDA device. Without a driver it has an error's code and text."""
+    """What the kernels report about a CUDA device; an error if there is no driver."""
     kernels = library()
     major, minor, processors = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     code = kernels.ra_status(device, major, minor, processors)
@@ -152,7 +152,7 @@ def status(device: int = 0) -> Status:
 
 @functools.cache
 def _refusal(kernels: ctypes.CDLL) -> str | None:
-    """Why the driver cannot run the loaded kernels, asked once; None if it can, or if there is no driver."""
+    """Why the driver cannot run the loaded kernels; None if it can, or if there is no driver."""
     driver, runtime = ctypes.c_int(), ctypes.c_int()
     kernels.ra_versions(driver, runtime)
     if driver.value == 0 or driver.value >= runtime.value:
@@ -165,7 +165,7 @@ def _refusal(kernels: ctypes.CDLL) -> str | None:
 
 
 def _library_for(platform: str) -> ctypes.CDLL:
-    """The library for a platform's arrays. Raises `Unsupported` for a CPU's outside `emulating`."""
+    """The library for a platform's arrays. Raises `Unsupported` for arrays of a CPU outside `emulating`."""
     if platform != "cpu":
         kernels = library()
         if reason := _refusal(kernels):
@@ -184,7 +184,7 @@ class Native:
 
     @property
     def record(self) -> type[Any]:
-        """The record that the function takes: a ctypes structure that lists OPERANDS, RESULTS and NUMBERS."""
+        """The record that the function takes: a ctypes structure with the lists OPERANDS, RESULTS and NUMBERS."""
         return _abi.LAUNCHERS[self.name]
 
     def on(self, platform: str) -> Any:
@@ -192,13 +192,13 @@ class Native:
         return getattr(_library_for(platform), self.name)
 
     def handler(self, platform: str, include: str) -> tuple[str, Any]:
-        """A unique name, and the function as an XLA FFI handler, compiled with the headers in `include`."""
+        """A unique name, and the function's XLA FFI handler, compiled with the headers in `include`."""
         emulated = platform == "cpu"
         name = f"{self.name}.{_library_for(platform)._name}" if emulated else self.name
         return name, getattr(ffi_library(include, emulated=emulated), f"{self.name}_ffi")
 
     def error(self, code: int, platform: str, shapes: Mapping[str, Any]) -> RuntimeError:
-        """The exception for a code that is not 0, with the shapes of the call's arrays."""
+        """The exception for a nonzero code, with the shapes of the call's arrays."""
         text = _library_for(platform).ra_error_string(code).decode()
         arrays = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
         return RuntimeError(f"{self.name} failed with code {code}, {text}: {arrays}")

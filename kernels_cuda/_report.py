@@ -1,4 +1,4 @@
-"""The CUDA backend in the command line's output: its tools, its libraries, and building them ahead of time."""
+"""Rows about the CUDA backend for the command line: its tools and libraries, which can be built ahead of time."""
 
 import importlib
 import importlib.util
@@ -12,12 +12,12 @@ from ragged_attention.kernels_cuda._build import compile, toolchain
 
 
 def rows() -> list[tuple[str, str]]:
-    """Each part of the backend with its state."""
+    """The parts of the backend and their states."""
     return [("CUDA toolchain", tools()), ("CUTLASS", cutlass()), ("CUDA kernels", kernels())]
 
 
 def tools() -> str:
-    """nvcc's release and path, and what is missing to compile with it."""
+    """The release and path of nvcc, and a sentence about anything else that is missing to compile."""
     compiler, missing = toolchain.nvcc(), toolchain.missing_to_compile()
     if compiler is None:
         return missing or f"{toolchain.nvcc_path()} does not run"
@@ -25,7 +25,7 @@ def tools() -> str:
 
 
 def cutlass() -> str:
-    """The release of the CUTLASS headers and their folder."""
+    """The release and folder of the CUTLASS headers."""
     include = toolchain.cutlass()
     return f"{toolchain.cutlass_release(include)} in {include}" if include else toolchain.NO_CUTLASS
 
@@ -44,7 +44,7 @@ def kernels() -> str:
 
 
 def build(progress: compile.Progress | None, copy_to: Path | None) -> list[tuple[str, str]]:
-    """Build every library, and return rows that say with which tools, and where it is."""
+    """Build every library. Returns rows with the tools and the libraries' paths."""
     path, for_jax = compile.build(compile.kernels_recipe(), progress), None
     if importlib.util.find_spec("jax") is not None:
         include: Any = importlib.import_module("jax.ffi").include_dir()

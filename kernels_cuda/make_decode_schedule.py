@@ -1,4 +1,4 @@
-"""Dividing the work of a decode step among thread blocks on Hopper, as `reference` defines it."""
+"""The schedule of a decode step, which divides its work among thread blocks, computed on Hopper."""
 
 from typing import Any
 

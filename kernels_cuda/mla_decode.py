@@ -1,4 +1,4 @@
-"""MLA decode on Hopper, dense and sparse, by the kernels that `_latent` calls."""
+"""MLA decode on Hopper, dense and sparse, with the kernels that `_latent` calls."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ FEATURES = frozenset({
 
 
 def kind_of(call: MlaDecode) -> str:
-    """The kind of a call, from static facts alone, under which a device's file in `proven/` lists it."""
+    """The kind of a call, which depends on static properties alone; `proven/` lists the proven kinds."""
     keys = (
         f"topk={call.topk}{f'+{call.extra_topk}' * bool(call.extra_topk)}"
         if call.sparse

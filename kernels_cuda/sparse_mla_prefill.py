@@ -10,7 +10,7 @@ FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "
 
 
 def kind_of(call: SparseMlaPrefill) -> str:
-    """The kind of a call, from static facts alone, under which a device's file in `proven/` lists it."""
+    """The kind of a call, which depends on static properties alone; `proven/` lists the proven kinds."""
     return (
         f"heads={call.num_q_heads}/{call.num_kv_heads} d={call.d_qk} cache={call.kv_format.name} "
         f"tokens<={_latent.power_of_2(call.num_tokens)} topk={call.topk}"

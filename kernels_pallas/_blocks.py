@@ -1,10 +1,11 @@
 """Constants and functions that all Pallas kernels share.
 
 Two rules shape the kernels. First, a kernel starts its own copies between memories and waits for them, so each buffer
-has its own semaphore. Second, kernels must also run in jax's TPU interpret mode, which supports only plain indexing of
-references. So kernels load whole blocks, and reshape or bitcast the loaded values.
+has its own semaphore. Second, kernels must also run in jax's TPU interpret mode, in which a reference can only be
+indexed. So kernels load whole blocks, and reshape or bitcast the loaded values.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,8 @@ LN2 = 0.6931471805599453
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # the logit of a key that a query does not see
 LARGEST_INT = 2**31 - 1
 NOWHERE = LARGEST_INT  # the position of a key that no query sees
+MAX_PIECES = 32  # copies per block of keys; a 32-bit mask has one bit per copy
+UNROLL = 8  # copies started per iteration of a loop
 
 
 def cannot_run(call: Any) -> str | None:
@@ -34,15 +37,15 @@ def cannot_run(call: Any) -> str | None:
 
 
 def expect_sizes(tile: Any, **limits: tuple[int, int] | tuple[int, int, int]) -> None:
-    """Check that each named field of a tile is an int within its (low, high), and a multiple of a third number."""
-    for name, (low, high, *multiples) in limits.items():
+    """Check that each named field of a tile is an int within its limits: (low, high) or (low, high, divisor)."""
+    for name, (low, high, *divisors) in limits.items():
         value = getattr(tile, name)
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
         if not low <= value <= high:
             raise InvalidInput(f"expected {name} between {low} and {high}, got {value}")
-        if multiples and value % multiples[0]:
-            raise InvalidInput(f"expected {name} to be a multiple of {multiples[0]}, got {value}")
+        if divisors and value % divisors[0]:
+            raise InvalidInput(f"expected {name} to be a multiple of {divisors[0]}, got {value}")
 
 
 def cdiv(a: Any, b: Any) -> Any:
@@ -68,7 +71,7 @@ def written_dtype(call: Any) -> Any:
 
 
 def vector_bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """The size of an array in VMEM, in bytes, with its last two dimensions padded to whole tiles."""
+    """Bytes that an array takes in VMEM, where its last two dimensions are padded to whole tiles."""
     size = jnp.dtype(dtype).itemsize
     *rest, rows, lanes = shape
     tile = min(32 // size, max(next_power_of_2(rows), 4 // size))
@@ -76,7 +79,7 @@ def vector_bytes(shape: tuple[int, ...], dtype: Any) -> int:
 
 
 def bytes_of(scratch: Any) -> int:
-    """Bytes of VMEM that a tree of scratch shapes takes."""
+    """Bytes that a tree of scratch shapes takes in VMEM."""
     shapes = [item for item in jax.tree.leaves(scratch) if getattr(item, "memory_space", None) == pltpu.VMEM]
     return sum(vector_bytes(item.shape, item.dtype) for item in shapes)
 
@@ -91,29 +94,40 @@ def product(left: Any, right: Any, left_axis: int = 1, right_axis: int = 0) -> A
     return lax.dot_general(left, right, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def in_pieces(count: Any, most: int, do: Callable[[Any, int], None]) -> None:
-    """Call `do(offset, size)` for pieces that together cover `count`, which is at most `most`.
-
-    The sizes of the pieces are powers of two.
-    """
-    piece = next_power_of_2(most + 1) >> 1 if most else 0
+def in_powers_of_2(count: Any, most: int, do: Callable[[Any, int], None]) -> None:
+    """Call `do(offset, size)` for ranges that cover `count` rows, of at most `most`. The sizes are powers of two."""
+    size = next_power_of_2(most + 1) >> 1 if most else 0
     offset = jnp.int32(0)
-    while piece:
-        taken = (count & piece) != 0
+    while size:
+        included = (count & size) != 0
+        pl.when(included)(functools.partial(do, offset, size))
+        offset = offset + jnp.where(included, size, 0)
+        size >>= 1
 
-        @pl.when(taken)
-        def _(offset: Any = offset, piece: int = piece) -> None:
-            do(offset, piece)
 
-        offset = offset + jnp.where(taken, piece, 0)
-        piece >>= 1
+def start_pieces(count: int, start: Callable[[Any], None]) -> None:
+    """Call `start(piece)` for each of `count` pieces of a block."""
+    pl.loop(0, count, unroll=math.gcd(count, UNROLL))(start)
+
+
+def bits_of_valid(pieces: jax.Array) -> jax.Array:
+    """A 32-bit mask for each block of `pieces` [..., pieces per block]: bit i is set if entry i is not negative."""
+    bits = jnp.uint32(1) << jnp.arange(pieces.shape[-1], dtype=jnp.uint32)
+    return lax.bitcast_convert_type(jnp.where(pieces >= 0, bits, 0).sum(axis=-1, dtype=jnp.uint32), jnp.int32)
+
+
+def reset_softmax(m_i: Any, l_i: Any, acc: Any, lowest: float) -> None:
+    """Reset an online softmax to its state before any key, with the maximum `lowest`."""
+    m_i[...] = jnp.full(m_i.shape, lowest, jnp.float32)
+    l_i[...] = jnp.zeros(l_i.shape, jnp.float32)
+    acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
 
 def compiler_params(vmem_limit_bytes: int | None, *semantics: str) -> Any:
     """The compiler parameters of a `pallas_call`; `semantics` describes the dimensions of its grid.
 
-    The compiler's bounds checks are off, because kernels clamp or check every index before a copy. The checks would be
-    most of a copy's scalar instructions.
+    The compiler's bounds checks are off, because kernels clamp or check every index before a copy. With checks, most
+    scalar instructions of a copy would be checks.
     """
     return pltpu.CompilerParams(
         vmem_limit_bytes=vmem_limit_bytes or None,

@@ -1,9 +1,9 @@
-"""The parts that the kernels over heads-first pages [K, P, G, D] share: fetching pages, and reading a block of them.
+"""Functions that the kernels over heads-first pages [K, P, G, D] share: for plans, launches and blocks of pages.
 
-A block is a number of pages in one of two buffers [2, heads, pages, G, D] in VMEM. Each page is fetched by one
-asynchronous copy per operand (K, V, and their scales if there are any), for all heads of a step at once. Each operand
-has one semaphore for each buffer. While one block is computed, the next one is fetched, even if it belongs to another
-sequence, head or grid step.
+A block is a number of pages in one of two buffers in VMEM, [2, heads, pages, G, D]. The index of a buffer, 0 or 1, is
+called a *slot*. Each page is fetched by one asynchronous copy per operand (K, V, and their scales if there are any),
+for all heads of a grid step together. Each operand has one semaphore per buffer. While one block is computed, the next
+one is fetched, even if it belongs to another sequence, head or grid step.
 """
 
 import dataclasses
@@ -26,17 +26,18 @@ from ragged_attention.kernels_pallas._blocks import (
     cannot_run,
     cdiv,
     compiler_params,
-    in_pieces,
+    in_powers_of_2,
     next_power_of_2,
     product,
+    reset_softmax,
 )
 
 SUBLANES = 8
-KEYS = 512  # per block, if they fit: 2 MiB in flight with 8 heads of 128 in bfloat16
-HEADS = 8  # the most KV heads per step, since `paged_attention` unrolls their code
-FEWEST_COLUMNS = 128  # of a block's logits: blocks shrink to this size before the heads per step are reduced
-DEFAULT_LIMIT = 2**24  # the least VMEM that the compiler gives a kernel, bytes
-BUDGET = DEFAULT_LIMIT * 3 // 4  # the share of it for the arrays of a launch
+KEYS = 512  # keys per block, if they fit: 2 MiB in flight with 8 heads of 128 in bfloat16
+MAX_HEADS = 8  # KV heads per step; `paged_attention` unrolls their code
+MIN_COLUMNS = 128  # blocks shrink to this number of rows before the heads per step are reduced
+DEFAULT_LIMIT = 2**24  # bytes of VMEM that the compiler lets a kernel use on any TPU
+BUDGET = DEFAULT_LIMIT * 3 // 4  # bytes of VMEM for the arrays of a launch, unless a limit is requested
 TOP_HALF = -(2**16)  # masks the bits of a float32 that a bfloat16 keeps
 
 
@@ -52,7 +53,7 @@ class Operand:
 class Refs(NamedTuple):
     """References to a kernel's memory, in the order in which Pallas passes them."""
 
-    scalars: Any  # a tuple of the kernel's own arrays in scalar memory
+    scalars: Any  # the `Scalars` of the kernel's module
     q: Any
     pages: list[Any]
     out: Any
@@ -60,8 +61,8 @@ class Refs(NamedTuple):
     m_i: Any
     l_i: Any
     acc: Any
-    state: Any  # the current slot, then for each slot the pages in flight, then what else the kernel keeps
-    present: Any  # i32 [2, pages], which pages of each slot are valid; None if the kernel does not ask for it
+    state: Any  # i32: the current slot, each slot's number of pages in flight, then any numbers that a kernel adds
+    present: Any  # i32 [2, pages], 1 for the valid pages of each slot; None if the kernel does not need it
     semaphores: Any
 
     @property
@@ -71,15 +72,12 @@ class Refs(NamedTuple):
         return [Operand(pages, buffer, self.semaphores.at[i]) for i, (pages, buffer) in pairs]
 
     def begin(self) -> None:
-        """Reset the online softmax."""
-        self.m_i[...] = jnp.full_like(self.m_i, MASKED)
-        self.l_i[...] = jnp.zeros_like(self.l_i)
-        self.acc[...] = jnp.zeros_like(self.acc)
+        reset_softmax(self.m_i, self.l_i, self.acc, MASKED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The static parameters that the launches of both kernels have."""
+    """The static parameters that both kernels have."""
 
     scale: float
     soft_cap: float | None
@@ -87,8 +85,8 @@ class Plan:
     page_rows: int  # rows per page of a loaded block, with padding
     pages_per_block: int
     heads: int  # KV heads per step
-    head_steps: int  # per core
-    cores: int  # that share the batch or the heads
+    head_steps: int  # number of steps in which a core computes all its heads
+    cores: int  # number of cores among which the batch or the heads are divided
     group: int
     quantized: bool
 
@@ -99,7 +97,7 @@ class Plan:
 
     @property
     def columns(self) -> int:
-        """Rows of a loaded block, with padding."""
+        """Rows of a loaded block, with padding; these are columns of the logits."""
         return self.pages_per_block * self.page_rows
 
 
@@ -109,12 +107,13 @@ def largest_plan(
 ) -> Any:  # fmt: skip
     """The plan with the most keys, heads and queries per step that fits in VMEM.
 
-    `make(queries, **fields)` makes a plan of `queries` per block from all fields of the base class. `own_heads` is the
-    number of KV heads per core. `pages` per block are as requested, or 0. `limit` is the requested `vmem_limit_bytes`.
+    `make(queries, **fields)` makes a plan with `queries` per block from the fields of the base class. `own_heads` is
+    the number of KV heads per core. `pages` per block and `limit`, a limit of VMEM in bytes, are the requested numbers,
+    or 0 if none is requested.
     """
     page_rows, may_shrink = padded_page(call.page_size, call.quantized), not pages
     pages = pages or max(1, min(KEYS // page_rows, call.pages_per_seq))
-    heads = most_heads(own_heads, HEADS)
+    heads = most_heads(own_heads, MAX_HEADS)
 
     def plan() -> Any:
         return make(
@@ -124,7 +123,7 @@ def largest_plan(
         )  # fmt: skip
 
     while used_memory(plan(), call) > (min(BUDGET, limit * 3 // 4) if limit else BUDGET):
-        if may_shrink and pages > 1 and pages * page_rows > FEWEST_COLUMNS:
+        if may_shrink and pages > 1 and pages * page_rows > MIN_COLUMNS:
             pages //= 2
         elif heads > 1:
             heads = most_heads(own_heads, heads - 1)
@@ -143,7 +142,7 @@ def most_heads(own_heads: int, most: int) -> int:
 
 
 def operands_of(call: Any) -> list[jax.Array]:
-    """K and V, then their scales if there are any, each [K, P, 1, G]: the scales of a page are a row of lanes."""
+    """K and V, then their scales if there are any, as [K, P, 1, G]: the scales of a page are a row of lanes."""
     scales = [array.reshape(*array.shape[:2], 1, call.page_size) for array in call.scales if array is not None]
     return [*call.arrays, *scales]
 
@@ -153,18 +152,18 @@ def launch(
     grid: tuple[int, ...], block: tuple[int, ...], index_map: Callable[..., tuple[Any, ...]], state: int,
     with_present: bool, vmem_limit_bytes: int | None, name: str,
 ) -> jax.Array:  # fmt: skip
-    """The results of a launch, in the shape and the blocks of `q`. Cores divide the first dimension of the grid.
+    """Launch a kernel, whose result has the shape and blocks of `q`. The grid's first dimension counts the cores.
 
     `state` is the number of integers in `Refs.state`, and `with_present` tells whether the kernel has `Refs.present`.
     """
-    own = pl.BlockSpec(block, index_map)
+    block_spec = pl.BlockSpec(block, index_map)
     return pl.pallas_call(
         lambda *refs: kernel(Refs(*refs), plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=grid,
-            in_specs=[own, [pl.BlockSpec(memory_space=pl.ANY) for _ in operands]],
-            out_specs=own,
+            in_specs=[block_spec, [pl.BlockSpec(memory_space=pl.ANY) for _ in operands]],
+            out_specs=block_spec,
             scratch_shapes=[
                 *scratch_of(call, plan),
                 pltpu.SMEM((state,), jnp.int32),
@@ -179,10 +178,7 @@ def launch(
 
 
 def scratch_of(call: Any, plan: Any) -> list[Any]:
-    """The VMEM that persists over the steps of a launch: the operands' buffers; m_i, l_i and acc of each tile of rows.
-
-    `plan` has the fields `heads`, `pages_per_block`, `tiles` and `rows`.
-    """
+    """The arrays that a launch keeps in VMEM: the operands' buffers, and m_i, l_i and acc of each tile."""
     shape = (2, plan.heads, plan.pages_per_block)
     scales = [pltpu.VMEM((*shape, 1, call.page_size), jnp.float32)] * (2 * call.quantized)
     pages = [pltpu.VMEM((*shape, call.page_size, call.head_dim), jnp.dtype(call.cache_dtype))] * 2
@@ -193,7 +189,7 @@ def scratch_of(call: Any, plan: Any) -> list[Any]:
 def refusal(call: Any, fits: bool, rows: int) -> str | None:
     """Why no kernel over heads-first pages takes a call, or None.
 
-    `fits` says whether the smallest launch fits in VMEM; scalar memory has to hold `rows` of the page table.
+    `fits` says whether the smallest launch fits in VMEM. Scalar memory must hold at least `rows` of the page table.
     """
     if (reason := cannot_run(call)) is not None:
         return reason
@@ -217,13 +213,13 @@ def table_bytes(call: Any) -> int:
 
 
 def expect_block(call: Any, name: str, pages: int, used: int) -> None:
-    """Check that a requested number of pages per block, or 0, fits in VMEM; a launch with it takes `used` bytes."""
+    """Check that `pages` per block, which take `used` bytes, fit in VMEM; 0 means that no number was requested."""
     if pages and used > (most := call.device.shared_memory):
         raise InvalidInput(f"expected {name} to fit in {most} bytes of vector memory, got {pages}, which take {used}")
 
 
 def vmem_limit(call: Any, asked: int, used: int) -> int | None:
-    """The compiler's limit of VMEM: the requested one, else the default (None), else more if the default is tight."""
+    """The VMEM limit for the compiler: the requested one, else a higher one than the default if needed, else None."""
     needed = used * 3 // 2 + 2**22
     return asked or (min(needed, call.device.shared_memory) if needed > DEFAULT_LIMIT else None)
 
@@ -232,11 +228,11 @@ def fetch(
     table: Any, start: Any, offsets: tuple[Any, Any], heads: Any, slot: Any, operands: Sequence[Operand],
     present: Any = None,
 ) -> Any:  # fmt: skip
-    """Start the copies of the valid pages at some offsets of a block, and return the number of these pages.
+    """Start to fetch the valid pages at offsets from `offsets[0]` to `offsets[1] - 1` of a block. Returns their number.
 
-    Offset i has the page index `table[start + i]`; an index outside [0, P) is skipped. With flags `present`
-    [2, pages], each page is copied to its own offset, and the flag says whether it is valid. Without them, the valid
-    pages are copied to consecutive offsets.
+    Offset i has the page index `table[start + i]`, which is valid in [0, P). If `present` [2, pages] is given, it gets
+    a flag for each page, and a page is copied to its own offset. Otherwise, valid pages are copied to consecutive
+    offsets.
     """
     num_pages = operands[0].pages.shape[1]
 
@@ -261,25 +257,25 @@ def fetch(
 
 
 def wait(count: Any, slot: Any, operands: Sequence[Operand]) -> None:
-    """Wait for `count` pages of each operand. A semaphore counts bytes, so it does not matter which pages are named."""
+    """Wait for `count` pages of each operand. A semaphore counts bytes, so the first pages can stand for any others."""
 
     def arrived(_: Any, size: int) -> None:
         for operand in operands:
-            piece = operand.buffer.at[slot, :, pl.ds(0, size)]
-            pltpu.make_async_copy(piece, piece, operand.semaphores.at[slot]).wait()
+            pages = operand.buffer.at[slot, :, pl.ds(0, size)]
+            pltpu.make_async_copy(pages, pages, operand.semaphores.at[slot]).wait()
 
-    in_pieces(count, operands[0].buffer.shape[2], arrived)
+    in_powers_of_2(count, operands[0].buffer.shape[2], arrived)
 
 
 def padded_page(page_size: int, scaled: bool) -> int:
-    """Rows that a page takes in a loaded block: whole tiles of sublanes, or of lanes if its rows have scales."""
+    """Rows per page of a loaded block: a multiple of the sublanes (with scales, of the lanes), or a power of two."""
     if page_size % (LANES if scaled else SUBLANES) == 0:
         return page_size
     return max(SUBLANES, next_power_of_2(page_size))
 
 
 def block_rows(pages: jax.Array, page_rows: int, dtype: Any) -> jax.Array:
-    """The pages [pages, G, D] of a block as rows [pages * page_rows, D] of `dtype`; rows of padding are zero."""
+    """The pages [pages, G, D] of a block as rows [pages * page_rows, D] of `dtype`, with zeros as padding."""
     count, page_size, width = pages.shape
     if page_size != page_rows or page_rows % (SUBLANES * 4 // jnp.dtype(dtype).itemsize):
         pages = pages.astype(jnp.float32)  # float32 rows need no packing
@@ -291,7 +287,7 @@ def block_rows(pages: jax.Array, page_rows: int, dtype: Any) -> jax.Array:
 
 
 def positions(columns: int, page_size: int, page_rows: int) -> jax.Array:
-    """The position of each row of a block, counted from the block's start, [1, columns]; NOWHERE for padding."""
+    """The position of each row relative to the block's start, [1, columns]; NOWHERE for padding."""
     column = lax.broadcasted_iota(jnp.int32, (1, columns), 1)
     if page_size == page_rows:
         return column
@@ -300,23 +296,23 @@ def positions(columns: int, page_size: int, page_rows: int) -> jax.Array:
 
 
 def scale_row(scales: jax.Array, page_rows: int) -> jax.Array:
-    """The scales [pages, 1, G] of a block as a row [1, pages * page_rows]; pages that were not fetched give garbage.
+    """The scales [pages, 1, G] of a block as a row [1, pages * page_rows]; those of pages not fetched are garbage.
 
-    Pages are on sublanes and their positions on lanes. If several pages share the lanes of a register, each page's
-    scales are repeated along the lanes, masked to the page's own lanes, and the sublanes are summed.
+    Pages are on sublanes and their positions on lanes. If the scales of several pages fit in the lanes of a register,
+    each page's scales are repeated along the lanes and masked to the page's own lanes, and the sublanes are summed.
     """
     pages, _, page_size = scales.shape
     scales = scales.reshape(pages, page_size)
     if page_size != page_rows:
         scales = jnp.pad(scales, ((0, 0), (0, page_rows - page_size)))
-    share = max(1, LANES // page_rows)
-    if share > 1:
+    together = max(1, LANES // page_rows)
+    if together > 1:
         while scales.shape[1] < LANES:
             scales = jnp.concatenate([scales, scales], axis=1)
         page, lane = (lax.broadcasted_iota(jnp.int32, scales.shape, axis) for axis in (0, 1))
-        own = (lane >> (page_rows.bit_length() - 1)) == (page & (share - 1))
-        scales = jnp.where(own, scales, 0.0)
-    rows = [jnp.sum(scales[at : at + share], axis=0, keepdims=True) for at in range(0, pages, share)]
+        is_own = (lane >> (page_rows.bit_length() - 1)) == (page & (together - 1))
+        scales = jnp.where(is_own, scales, 0.0)
+    rows = [jnp.sum(scales[at : at + together], axis=0, keepdims=True) for at in range(0, pages, together)]
     return jnp.concatenate(rows, axis=1)[:, : pages * page_rows]
 
 
@@ -335,10 +331,7 @@ def spread(row_values: jax.Array, width: int) -> jax.Array:
 
 
 def update_softmax(s: jax.Array, m_i: Any, l_i: Any, index: Any) -> tuple[jax.Array, jax.Array]:
-    """One step of the online softmax for the logits of a tile of rows.
-
-    Returns the weights, and alpha, which rescales the accumulator.
-    """
+    """Update the online softmax of a tile. Returns the keys' weights and alpha, the accumulator's factor."""
     before = m_i[index]
     after = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
     p = jnp.exp(s - spread(after, s.shape[1]))
@@ -349,10 +342,10 @@ def update_softmax(s: jax.Array, m_i: Any, l_i: Any, index: Any) -> tuple[jax.Ar
 
 
 def weighted_sum(weights: jax.Array, values: jax.Array, split_weights: bool) -> jax.Array:
-    """Weights [rows, columns] in float32 times values [columns, D].
+    """The product of weights [rows, columns] in float32 and values [columns, D].
 
-    If values have 16 bits, weights are rounded to their dtype. With `split_weights`, each is the sum of two terms: its
-    leading bits and the remainder. That doubles the rows, which costs a matrix unit nothing if rows are few.
+    If values have 16 bits, weights are rounded to their dtype. With `split_weights`, each weight is the sum of two
+    terms: its leading bits and the remainder. That doubles the rows, which takes no more time if there are few.
     """
     if values.dtype == jnp.float32 or not split_weights:
         return product(weights.astype(values.dtype), values)

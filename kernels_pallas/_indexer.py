@@ -1,13 +1,13 @@
 """The kernel of the lightning indexer's logits, which computes them tile by tile.
 
-A *tile* is a few query tokens of one sequence with all their heads. It visits its columns (the keys) in blocks. A block
-consists of *pieces*, each a run of keys of one page. A piece is fetched from HBM by one asynchronous copy, into one of
-two buffers: while one block is computed, the next one is fetched, even if it belongs to the next tile. Blocks that no
-token of a tile sees are neither fetched nor computed.
+A *tile* is a few query tokens of one sequence with all their heads. Its columns (the keys) are computed in blocks. A
+block consists of *pieces*, each a run of keys of one page. A piece is fetched from HBM by one asynchronous copy, into
+one of two buffers: while one block is computed, the next one is fetched, even if it belongs to the next tile. Blocks
+that no token of a tile sees are neither fetched nor computed.
 
-Keys are columns of the matrix product, so the contents of an invisible key reach no other logit; its own is masked at
-the end. Key scales multiply logits. XLA arranges them in the order of a tile's columns, which costs 4 bytes per key
-beside the 16 to 1024 bytes of the key.
+Keys are columns of the matrix product, so the contents of an invisible key affect only its own logit, which is masked
+at the end. Logits are multiplied by the key scales, which XLA puts in the order of the columns. A scale has 4 bytes,
+and a key 16 to 1024 bytes.
 """
 
 import dataclasses
@@ -26,6 +26,8 @@ from ragged_attention.jax_shared.pages import live_edges
 from ragged_attention.kernels_pallas._blocks import (
     LANES,
     LARGEST_INT,
+    MAX_PIECES,
+    bits_of_valid,
     cannot_run,
     cdiv,
     compiler_params,
@@ -33,18 +35,17 @@ from ragged_attention.kernels_pallas._blocks import (
     next_power_of_2,
     product,
     round_up,
+    start_pieces,
 )
 from ragged_attention.kernels_pallas._latent_rows import numbers, words_of
 
 FEATURES = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
 })  # fmt: skip
-MOST_COLUMNS = 2**30
-MOST_PIECES = 32  # per block; one word has a bit for each
-LARGEST_PIECE = 256  # keys
-SMALLEST_PIECE = 16  # keys, which fill whole registers of 16 bits; XLA joins smaller pieces first
-PAGES_AT_ONCE = 64  # pages that XLA separates into keys and scales at once; a whole cache takes minutes to compile
-UNROLL = 8  # copies started per iteration of a loop
+MAX_COLUMNS = 2**30
+MAX_PIECE_KEYS = 256
+MIN_PIECE_KEYS = 16  # the keys that fill a register with 16-bit numbers; XLA first joins smaller pages
+PAGES_AT_ONCE = 64  # pages that XLA separates into keys and scales together; for a whole cache, compiling takes minutes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class Tile:
     """The tunable parameters.
 
     Args:
-        num_keys_per_block: keys fetched and computed at once, a multiple of 128.
+        num_keys_per_block: keys fetched and computed together, a multiple of 128.
         num_queries_per_block: query tokens of a sequence that share one fetch of its keys.
         vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
     """
@@ -63,30 +64,28 @@ class Tile:
 
     def __post_init__(self) -> None:
         expect_sizes(
-            self,
-            num_keys_per_block=(LANES, 4096, LANES),
-            num_queries_per_block=(1, 64),
+            self, num_keys_per_block=(LANES, 4096, LANES), num_queries_per_block=(1, 64),
             vmem_limit_bytes=(0, LARGEST_INT),
-        )
+        )  # fmt: skip
 
 
 def why_not(call: Any) -> str | None:
     if reason := cannot_run(call):
         return reason
-    if (width := width_of(call)) > MOST_COLUMNS:
-        return f"takes at most {MOST_COLUMNS} columns, got {width}"
+    if (width := width_of(call)) > MAX_COLUMNS:
+        return f"takes at most {MAX_COLUMNS} columns, got {width}"
     if (rows := call.keys.shape[0] * (call.page_size if call.paged else 1)) > LARGEST_INT:
         return f"numbers keys in int32, got {rows}"
     return None
 
 
 def width_of(call: Any) -> int:
-    """Columns of the kernel's logits: with packed keys one for each key, even if the call's columns are relative."""
+    """Columns of the kernel's logits. With packed keys, there is one column per key, even in a relative call."""
     return call.columns if call.paged else call.keys.shape[0]
 
 
 def heuristic(call: Any) -> Tile:
-    """Tiles of as many queries as a sequence has on average, up to 8, and blocks of no more keys than the call has."""
+    """Tiles with the mean number of queries per sequence, up to 8; blocks have no more keys than the call."""
     queries = 8
     if call.paged:
         queries = min(next_power_of_2(cdiv(call.num_tokens, max(call.kv_lens.shape[0], 1))), 8)
@@ -103,19 +102,19 @@ def heuristic(call: Any) -> Tile:
 class Pieces:
     """The keys in pieces, and the pieces of each sequence's columns. Packed keys count as one sequence."""
 
-    keys: Any  # [N, unit, D]
-    numbers: Any  # i32 [S, blocks, pieces per block]; -1 for no piece
+    keys: Any  # [N, keys per piece, D]
+    numbers: Any  # i32 [S, blocks, pieces per block]; -1 for a piece that does not exist
     scales: Any | None  # f32 [S, columns]
-    known: Any | None  # bool [S, columns], whether a column's page exists; None: `numbers` says so
+    known: Any | None  # bool [S, columns], whether each column's page exists; None if `numbers` tells it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
     """The query tokens in tiles. A row without a token sees no column."""
 
-    token: Any  # i32 [tiles, rows], any valid one for rows without a token
+    token: Any  # i32 [tiles, rows]; for rows without a token, any valid token
     starts: Any  # i32 [tiles, rows], the first column that a row sees
-    stops: Any  # one past the last
+    stops: Any  # i32 [tiles, rows], one past the last column that a row sees
     seq: Any  # i32 [tiles]
     of_token: Any | None  # i32 [T], the row of each token, or -1; None: row i is token i
 
@@ -125,52 +124,51 @@ class Plan:
     """The static parameters of the kernel."""
 
     heads: int
-    padded_heads: int  # a multiple of the rows of a register
-    rows: int  # per tile
-    pieces: int  # per block
-    unit: int  # keys per piece
-    blocks: int  # per tile
-    dtype: Any  # of matrix operands
-    steps: int  # per core
+    padded_heads: int  # `heads`, rounded up to the rows of a register
+    rows: int  # rows per tile
+    pieces: int  # pieces per block
+    piece_keys: int  # keys per piece
+    blocks: int  # blocks per tile
+    dtype: Any  # the dtype of matrix operands
+    steps: int  # grid steps per core
 
     @property
     def keys(self) -> int:
         """Keys per block."""
-        return self.pieces * self.unit
+        return self.pieces * self.piece_keys
 
 
 def pieces_of(call: Any, tile: Tile) -> Pieces:
-    """The keys of a call in pieces: parts of pages where they lie, or whole blocks into which XLA has copied them."""
+    """The keys of a call in pieces: parts of pages, or whole blocks into which XLA copies them."""
     keys, scales = _keys_and_scales(call)
-    size = tile.num_keys_per_block
+    size, width, head_dim = tile.num_keys_per_block, width_of(call), keys.shape[-1]
     if not call.paged:
-        blocks = cdiv(width_of(call), size)
-        keys = jnp.pad(keys, ((0, blocks * size - width_of(call)), (0, 0))).reshape(blocks, size, -1)
-        numbers = jnp.arange(blocks, dtype=jnp.int32)[None, :, None]
-        return Pieces(keys=keys, numbers=numbers, scales=None if scales is None else scales[None], known=None)
-    num_pages, page_size, head_dim = keys.shape
-    exists = (call.page_indices >= 0) & (call.page_indices < num_pages)
-    table = jnp.where(exists, call.page_indices, 0)
-    num_seqs = len(table)
-    if scales is not None:
-        scales = scales[table].reshape(num_seqs, -1)
-    unit = min(page_size & -page_size, size & -size, LARGEST_PIECE)
-    pieces = math.gcd(size, MOST_PIECES * unit) // unit
-    if unit < SMALLEST_PIECE or pieces * unit % LANES:
-        blocks = cdiv(width_of(call), size)
-        keys = keys[table].reshape(num_seqs, -1, head_dim)
-        keys = jnp.pad(keys, ((0, 0), (0, blocks * size - width_of(call)), (0, 0))).reshape(-1, size, head_dim)
-        numbers = jnp.arange(num_seqs * blocks, dtype=jnp.int32).reshape(num_seqs, blocks, 1)
-        return Pieces(keys=keys, numbers=numbers, scales=scales, known=jnp.repeat(exists, page_size, axis=1))
-    numbers = table[..., None] * (page_size // unit) + jnp.arange(page_size // unit, dtype=jnp.int32)
-    numbers = jnp.where(exists[..., None], numbers, -1).reshape(num_seqs, -1)
-    numbers = jnp.pad(numbers, ((0, 0), (0, -numbers.shape[1] % pieces)), constant_values=-1)
-    numbers = numbers.reshape(num_seqs, -1, pieces)
-    return Pieces(keys=keys.reshape(-1, unit, head_dim), numbers=numbers, scales=scales, known=None)
+        keys, scales, known = keys[None], None if scales is None else scales[None], None
+    else:
+        num_pages, page_size, _ = keys.shape
+        exists = (call.page_indices >= 0) & (call.page_indices < num_pages)
+        table = jnp.where(exists, call.page_indices, 0)
+        num_seqs = len(table)
+        if scales is not None:
+            scales = scales[table].reshape(num_seqs, -1)
+        piece_keys = min(page_size & -page_size, size & -size, MAX_PIECE_KEYS)
+        count = math.gcd(size, MAX_PIECES * piece_keys) // piece_keys
+        if piece_keys >= MIN_PIECE_KEYS and count * piece_keys % LANES == 0:
+            per_page = page_size // piece_keys
+            numbers = table[..., None] * per_page + jnp.arange(per_page, dtype=jnp.int32)
+            numbers = jnp.where(exists[..., None], numbers, -1).reshape(num_seqs, -1)
+            numbers = jnp.pad(numbers, ((0, 0), (0, -numbers.shape[1] % count)), constant_values=-1)
+            numbers = numbers.reshape(num_seqs, -1, count)
+            return Pieces(keys=keys.reshape(-1, piece_keys, head_dim), numbers=numbers, scales=scales, known=None)
+        keys, known = keys[table].reshape(num_seqs, -1, head_dim), jnp.repeat(exists, page_size, axis=1)
+    blocks = cdiv(width, size)
+    numbers = jnp.arange(len(keys) * blocks, dtype=jnp.int32).reshape(-1, blocks, 1)
+    keys = jnp.pad(keys, ((0, 0), (0, blocks * size - width), (0, 0))).reshape(-1, size, head_dim)
+    return Pieces(keys=keys, numbers=numbers, scales=scales, known=known)
 
 
 def _keys_and_scales(call: Any) -> tuple[Any, Any]:
-    """The keys in a dtype that the kernel can load (8-bit numbers and float16 as integers), and their scales."""
+    """The keys in a dtype that the kernel can load (float16 and all 8-bit dtypes as integers), and their scales."""
     keys, scales = call.keys, call.key_scale
     if call.bytes:
         page_size, head_dim = call.page_size, call.head_dim
@@ -185,7 +183,7 @@ def _keys_and_scales(call: Any) -> tuple[Any, Any]:
 
 
 def rows_of(call: Any, rows: int) -> Rows:
-    """The tokens of a call in tiles of `rows`."""
+    """The tokens of a call in tiles of `rows` rows."""
     return _rows_in_pages(call, rows) if call.paged else _rows_of_ranges(call, rows)
 
 
@@ -236,7 +234,7 @@ def by_token(results: Any, rows: Rows, num_tokens: int, nothing: Any) -> Any:
 
 
 def from_own_start(call: Any, logits: Any, starts: Any) -> Any:
-    """Logits [R, N] of packed keys in the call's columns [R, columns]; relative ones count from each row's start."""
+    """The call's logits [R, columns], given those of all packed keys; relative columns count from a row's start."""
     if not call.relative:
         return logits
     logits = jnp.pad(logits, ((0, 0), (0, call.columns)), constant_values=-jnp.inf)
@@ -244,8 +242,13 @@ def from_own_start(call: Any, logits: Any, starts: Any) -> Any:
 
 
 def sees_nothing(call: Any) -> bool:
-    """Whether the shapes alone imply that no token sees a key."""
+    """Whether the shapes show that no token sees a key."""
     return 0 in (call.num_tokens, width_of(call), call.keys.shape[0]) or (call.paged and not call.kv_lens.shape[0])
+
+
+def pad_rows(array: Any, spare: int) -> Any:
+    """An array with `spare` zeros appended along its first axis."""
+    return jnp.pad(array, ((0, spare), *[(0, 0)] * (array.ndim - 1)))
 
 
 # ---- the launch
@@ -257,10 +260,7 @@ def logits_of(call: Any, pieces: Pieces, rows: Rows, tile: Tile) -> Any:
     cores = max(1, call.device.num_multiprocessors)
     plan = _plan(call, pieces, rows, cores)
     spare = -tiles % cores
-
-    def padded(array: Any) -> Any:
-        return jnp.pad(array, ((0, spare), *[(0, 0)] * (array.ndim - 1)))
-
+    padded = functools.partial(pad_rows, spare=spare)
     q = call.q[rows.token].astype(plan.dtype)
     q = jnp.pad(q, ((0, spare), (0, 0), (0, plan.padded_heads - plan.heads), (0, 0)))
     weights = jnp.pad(call.weights[rows.token], ((0, spare), (0, -plan.rows % 8), (0, -plan.heads % LANES)))
@@ -285,7 +285,7 @@ def _plan(call: Any, pieces: Pieces, rows: Rows, cores: int) -> Plan:
         padded_heads=round_up(call.num_heads, 8),
         rows=rows.token.shape[1],
         pieces=count,
-        unit=pieces.keys.shape[1],
+        piece_keys=pieces.keys.shape[1],
         blocks=blocks,
         dtype=jnp.dtype(jnp.bfloat16 if narrow else jnp.float32),
         steps=cdiv(len(rows.seq), cores) * blocks,
@@ -293,15 +293,13 @@ def _plan(call: Any, pieces: Pieces, rows: Rows, cores: int) -> Plan:
 
 
 def _lists(plan: Plan, pieces: Pieces, seq: Any, edges: Any) -> Any:
-    """For each block of each tile: its pieces, a bit for each valid piece, and whether some row sees the block.
+    """For each block of each tile: its pieces, a mask of the valid ones, and whether some row sees the block.
 
-    In place of invalid pieces, pieces all over the keys are fetched: fetching one and the same again would be slow.
+    Each invalid entry fetches a different piece, spread over the keys: repeated copies of one piece would be slow.
     """
     ordinal = jnp.arange(plan.blocks * plan.pieces, dtype=jnp.int32).reshape(plan.blocks, -1)
     numbers = jnp.where(pieces.numbers >= 0, pieces.numbers, ordinal % len(pieces.keys))
-    bits = jnp.uint32(1) << jnp.arange(plan.pieces, dtype=jnp.uint32)
-    bits = jnp.where(pieces.numbers >= 0, bits, 0).sum(axis=-1, keepdims=True, dtype=jnp.uint32)
-    lists = jnp.concatenate([numbers, lax.bitcast_convert_type(bits, jnp.int32)], axis=-1)[seq]
+    lists = jnp.concatenate([numbers, bits_of_valid(pieces.numbers)[..., None]], axis=-1)[seq]
     first = jnp.arange(plan.blocks, dtype=jnp.int32) * plan.keys
     low, high = edges[..., 0].min(axis=1)[:, None], edges[..., 1].max(axis=1)[:, None]
     live = (first < high) & (first + plan.keys > low) & (lists[..., -1] != 0)
@@ -361,14 +359,14 @@ def _kernel(
     valid, live = lists[0, plan.pieces], lists[0, plan.pieces + 1] != 0
 
     def start(numbers: Any, slot: Any) -> None:
-        def one(piece: Any) -> None:
+        def fetch_piece(piece: Any) -> None:
             pltpu.make_async_copy(keys.at[numbers[0, piece]], buffer.at[slot, piece], arrived.at[slot]).start()
 
-        pl.loop(0, plan.pieces, unroll=math.gcd(plan.pieces, UNROLL))(one)
+        start_pieces(plan.pieces, fetch_piece)
 
     pl.when((step == 0) & live)(lambda: start(lists, slot))
-    more = (step < plan.steps - 1) & (next_lists[0, plan.pieces + 1] != 0)
-    pl.when(more)(lambda: start(next_lists, 1 - slot))
+    next_live = (step < plan.steps - 1) & (next_lists[0, plan.pieces + 1] != 0)
+    pl.when(next_live)(lambda: start(next_lists, 1 - slot))
 
     @pl.when(live)
     def _() -> None:
@@ -377,10 +375,10 @@ def _kernel(
         if scales is not None:
             logits *= scales[...]
         lane = lax.broadcasted_iota(jnp.int32, (1, plan.keys), 1)
-        column = step % plan.blocks * plan.keys + lane  # each core computes whole tiles
+        column = step % plan.blocks * plan.keys + lane  # a core's first block is the first of a tile
         seen = (column >= edges[:, :1]) & (column < edges[:, 1:2])
         if plan.pieces > 1:  # a block of one piece is live only if the piece is valid
-            seen &= (valid >> (lane >> (plan.unit.bit_length() - 1))) & 1 != 0
+            seen &= (valid >> (lane >> (plan.piece_keys.bit_length() - 1))) & 1 != 0
         out[...] = jnp.where(seen, logits, -jnp.inf)
 
     @pl.when(jnp.logical_not(live))
@@ -389,7 +387,7 @@ def _kernel(
 
 
 def _operand(fetched: Any, plan: Plan) -> Any:
-    """The fetched pieces as an operand, [keys per block, D]."""
+    """The fetched pieces as a matrix operand [keys per block, D]."""
     if fetched.dtype == jnp.uint8:
         fetched = numbers(fetched.astype(jnp.int32), "float8_e4m3fn")
     elif fetched.dtype == jnp.int16:
@@ -398,7 +396,7 @@ def _operand(fetched: Any, plan: Plan) -> Any:
 
 
 def _logits(q: Any, keys: Any, weights: Any, plan: Plan) -> Any:
-    """The weighted sum of each row's products over heads, [rows, keys]."""
+    """The logits [rows, keys]: weighted sums over a row's heads of the positive parts of the products."""
     products = product(q, keys, 1, 1)
     products = jnp.where(products < 0, 0.0, products)  # a ReLU that keeps NaN
     weights = weights.T

@@ -1,11 +1,11 @@
-"""The one kernel behind every attention over a latent cache.
+"""The kernel that computes attention over a latent cache for all operations.
 
 A *job* is a set of query rows that share a list of keys. The rows are heads, or heads of several query tokens in a
-dense call. The list names *pieces* of the cache: either single rows (sparse calls) or runs of rows of a page. The
-kernel walks a job's list in blocks of keys. Dense lists are in order of position, so the kernel skips the blocks that
-no token of the job sees. Each piece of a block is fetched from HBM by one asynchronous copy, into one of two buffers:
-while one block is computed, the next one is fetched, even if it belongs to the next job. A buffer has one semaphore,
-and the kernel waits once for all copies into it.
+dense call. The list has *pieces* of the cache: single rows in a sparse call, otherwise runs of rows of a page. The
+kernel computes a job's list in blocks of keys. A dense list is in order of position, so the kernel skips the blocks
+that no token of the job sees. Each piece of a block is fetched from HBM by one asynchronous copy, into one of two
+buffers: while one block is computed, the next one is fetched, even if it belongs to the next job. A buffer has one
+semaphore, and the kernel waits once for all copies into it.
 
 A TPU packs 2 rows of 16 bits, or 4 rows of 8 bits, into the same 32-bit words, and copies whole words. So the kernel
 views the cache as groups of rows that share words, `[groups, 2 or 4, d]`: a selected row arrives with its group, and
@@ -36,22 +36,24 @@ from ragged_attention.kernels_pallas import _latent_rows
 from ragged_attention.kernels_pallas._blocks import (
     LANES,
     LARGEST_INT,
+    MAX_PIECES,
+    bits_of_valid,
     cannot_run,
     cdiv,
     compiler_params,
     expect_sizes,
     product,
+    reset_softmax,
     round_up,
+    start_pieces,
     written_dtype,
 )
 from ragged_attention.kernels_pallas._latent_jobs import Jobs, Tokens, jobs_of, num_tiles
 
-MOST_KEYS = 2048  # per block
-MOST_ROWS = 512  # query rows computed at once; half that many if they have 32 bits
-LONGEST_CHUNK = 2048  # entries of a list that scalar memory holds at once
-LARGEST_UNIT = 256  # rows of a page that one copy fetches
-MOST_UNITS = 32  # copies per block of pages; one word has a bit for each
-UNROLL = 8  # copies started per iteration of a loop
+MAX_KEYS = 2048  # keys per block
+MAX_ROWS = 512  # query rows computed together; half of that if they have 32 bits
+LONGEST_CHUNK = 2048  # pieces of a list that scalar memory holds at a time
+MAX_PIECE_ROWS = 256  # rows of a page that one copy fetches
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ class Tile:
     """The tunable parameters.
 
     Args:
-        num_keys_per_block: keys fetched and computed at once, a multiple of 16.
+        num_keys_per_block: keys fetched and computed together, a multiple of 16.
         vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
     """
 
@@ -67,11 +69,11 @@ class Tile:
     vmem_limit_bytes: int = 0
 
     def __post_init__(self) -> None:
-        expect_sizes(self, num_keys_per_block=(16, MOST_KEYS, 16), vmem_limit_bytes=(0, LARGEST_INT))
+        expect_sizes(self, num_keys_per_block=(16, MAX_KEYS, 16), vmem_limit_bytes=(0, LARGEST_INT))
 
 
 def rows_per_word(dtype: Any) -> int:
-    """Rows of a cache that share 32-bit words."""
+    """The number of a cache's rows that share 32-bit words."""
     return 4 // jnp.dtype(dtype).itemsize
 
 
@@ -103,8 +105,8 @@ def why_not(call: MlaDecode | RaggedMlaAttention | SparseMlaPrefill) -> str | No
     return None
 
 
-def keys_of_lists(longest: int, most: int = 128) -> int:
-    """Keys per block for lists of up to `longest` keys: at most `most`, and no more than the lists have."""
+def keys_per_block(longest: int, most: int = 128) -> int:
+    """Keys per block for lists of up to `longest` keys: `longest`, rounded up to a multiple of 16, up to `most`."""
     return min(most, round_up(max(longest, 1), 16))
 
 
@@ -115,23 +117,23 @@ def keys_of_lists(longest: int, most: int = 128) -> int:
 class Keys:
     """A cache as the kernel reads it, and L lists of its pieces."""
 
-    cache: Any  # [pieces, groups of rows, rows of a group, columns]
-    pieces: Any  # i32 [L, N], the pieces' numbers, or row numbers if `selects`; -1 names no piece
-    lens: Any | None = None  # i32 [L], the keys of lists in order of position; None: the lists have no order
-    selects: bool = False  # pieces are single rows
+    cache: Any  # [pieces, groups per piece, rows per group, columns]
+    pieces: Any  # i32 [L, N], the numbers of pieces, or of rows if `selects`; -1 for an invalid piece
+    lens: Any | None = None  # i32 [L], the number of keys in lists ordered by position; None: the lists have no order
+    selects: bool = False  # whether pieces are single rows
 
 
 def valid_slots(indices: Any, lens: Any, num_slots: int) -> Any:
-    """Lists of slots [..., N] with -1 for entries that are out of range or beyond the list's length."""
-    seen = (indices >= 0) & (indices < num_slots)
+    """Lists of slots [..., N], in which entries that are out of range or beyond a list's length are replaced by -1."""
+    valid = (indices >= 0) & (indices < num_slots)
     if lens is not None:
         lens = lens.reshape(lens.shape + (1,) * (indices.ndim - lens.ndim))
-        seen &= jnp.arange(indices.shape[-1], dtype=jnp.int32) < lens
-    return jnp.where(seen, indices, -1)
+        valid &= jnp.arange(indices.shape[-1], dtype=jnp.int32) < lens
+    return jnp.where(valid, indices, -1)
 
 
 def selected_rows(cache: Any, rows: Any, lens: Any = None) -> Keys:
-    """Lists of single rows, by their numbers [L, N] in `cache` [..., columns]; -1 selects nothing."""
+    """Lists of single rows, given by their numbers [L, N] in `cache` [..., columns]; -1 selects no row."""
     cache = _latent_rows.words_of(cache).reshape(-1, cache.shape[-1])
     packing = rows_per_word(cache.dtype)
     if missing := -len(cache) % packing:
@@ -139,39 +141,39 @@ def selected_rows(cache: Any, rows: Any, lens: Any = None) -> Keys:
     return Keys(cache=cache.reshape(-1, 1, packing, cache.shape[-1]), pieces=rows, lens=lens, selects=True)
 
 
-def unit_of(page_size: int, dtype: Any) -> int | None:
+def piece_rows_of(page_size: int, dtype: Any) -> int | None:
     """Rows of a page that one copy fetches, a power of two; None if rows of two pages share words."""
-    unit = min(page_size & -page_size, LARGEST_UNIT)
-    return unit if unit % rows_per_word(dtype) == 0 else None
+    piece_rows = min(page_size & -page_size, MAX_PIECE_ROWS)
+    return piece_rows if piece_rows % rows_per_word(dtype) == 0 else None
 
 
-def whole_pages(cache: Any, page_indices: Any, kv_lens: Any, unit: int) -> Keys:
-    """Lists of pieces of `unit` rows of the pages of `cache` [P, G, 1, columns], up to each sequence's `kv_lens`."""
+def whole_pages(cache: Any, page_indices: Any, kv_lens: Any, piece_rows: int) -> Keys:
+    """Lists of each sequence's pages of `cache` [P, G, 1, columns], up to `kv_lens`, in pieces of `piece_rows` rows."""
     num_pages, page_size, _, width = cache.shape
     cache = _latent_rows.words_of(cache)
     packing = rows_per_word(cache.dtype)
-    units = page_size // unit
-    first = jnp.where((page_indices >= 0) & (page_indices < num_pages), page_indices * units, -1)
-    pieces = first[..., None] + jnp.arange(units, dtype=jnp.int32)
+    per_page = page_size // piece_rows
+    first = jnp.where((page_indices >= 0) & (page_indices < num_pages), page_indices * per_page, -1)
+    pieces = first[..., None] + jnp.arange(per_page, dtype=jnp.int32)
     pieces = jnp.where(first[..., None] >= 0, pieces, -1).reshape(len(page_indices), -1)
-    in_sequence = jnp.arange(pieces.shape[1], dtype=jnp.int32) < cdiv(kv_lens, unit)[:, None]
-    cache = cache.reshape(-1, unit // packing, packing, width)
+    in_sequence = jnp.arange(pieces.shape[1], dtype=jnp.int32) < cdiv(kv_lens, piece_rows)[:, None]
+    cache = cache.reshape(-1, piece_rows // packing, packing, width)
     return Keys(cache=cache, pieces=jnp.where(in_sequence, pieces, -1), lens=kv_lens)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One launch: tiles of query rows, and lists of keys. Without `jobs`, tile i is computed over list i."""
+    """One launch: tiles of query rows, and lists of keys. Without `jobs`, tile i attends to list i."""
 
     call: Any
     q: Any  # [tiles, rows, d_qk]
     keys: Keys
-    extra: Keys | None = None  # a second list for each of `keys`, over another cache; both select single rows
-    jobs: Jobs | None = None  # on tiles of consecutive tokens, each with all of its heads
+    extra: Keys | None = None  # a second list of single rows for each list of `keys`, from another cache
+    jobs: Jobs | None = None  # the jobs of tiles whose rows are the heads of consecutive tokens
     heads: int = 1  # query rows per token
-    sinks: Any = None  # f32 [kinds of lists, rows]; list i has kind i % kinds
+    sinks: Any = None  # f32 [kinds, rows]; list i has sinks[i % kinds]
     form: CacheFormat | None = None  # the format of both caches; None: the call's
-    split_weights_below: int = 0  # jobs of at most this many keys add what rounding to bfloat16 cuts off their weights
+    split_weights_below: int = 0  # jobs of at most this many keys use two bfloat16 terms per weight
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,34 +182,34 @@ class Plan:
 
     form: CacheFormat
     selects: bool  # as in `Keys`
-    pieces: int  # per block
-    unit: int  # rows that the copy of one piece fetches
-    packing: int  # rows that share words
-    blocks: int  # per chunk, at most
-    chunks: int  # per list; a grid step computes one
-    first_extra: int  # the first chunk of the second cache
-    tiles: int  # parts that the rows of one of the call's jobs are divided into; here each part is a job
+    pieces: int  # pieces per block
+    piece_rows: int  # rows that are fetched for one piece
+    packing: int  # rows per group, whose rows share words
+    blocks: int  # blocks per chunk, at most
+    chunks: int  # chunks per list; a grid step computes one
+    first_extra: int  # index of the first chunk of the second cache's list
+    tiles: int  # tiles per job of the call; the kernel treats each tile as a job
     jobs_per_core: int
     cores: int
-    kinds: int  # of lists, by their sinks; 0 if there are no sinks
-    by_tokens: bool  # rows belong to tokens of sequences, and positions decide which keys they see
-    shares: bool  # a tile may have several jobs
+    kinds: int  # number of different sink vectors, see `Work.sinks`; 0 if there are no sinks
+    by_tokens: bool  # whether rows belong to tokens of sequences, whose positions decide which keys they see
+    shares: bool  # whether a tile may have several jobs
     split_weights_below: int  # as in `Work`; 0: never
     causal: bool
     window: int | None
     soft_cap: float | None
     d_v: int
-    dtype: Any  # of matrix operands
+    dtype: Any  # the dtype of matrix operands
 
     @property
     def keys(self) -> int:
         """Keys per block."""
-        return self.pieces if self.selects else self.pieces * self.unit
+        return self.pieces if self.selects else self.pieces * self.piece_rows
 
     @property
     def words(self) -> int:
         """Rows of 32-bit words per block."""
-        return self.pieces * self.unit // self.packing
+        return self.pieces * self.piece_rows // self.packing
 
     @property
     def decodes(self) -> bool:
@@ -216,7 +218,7 @@ class Plan:
 
     @property
     def unpacks_pages(self) -> bool:
-        """Whether rows of pages are shifted out of shared words, which orders keys by their index within a word."""
+        """Whether the kernel unpacks page rows from words. A block's keys are then ordered by their index in a word."""
         return self.packing > 1 and self.decodes
 
     @property
@@ -224,10 +226,10 @@ class Plan:
         """Grid steps per core."""
         return self.jobs_per_core * self.chunks
 
-    # The following functions find the part of each array that a core's step needs, given the prefetched scalars.
+    # The following functions find a core's job and list in a step, and the block of each array that the step needs.
 
     def job(self, core: Any, step: Any) -> tuple[Any, Any]:
-        """The call's job that a step computes, and which tile of the job's rows."""
+        """The call's job that a step computes, and the index of the tile among those of the job."""
         index = core * self.jobs_per_core + step // self.chunks
         return index // self.tiles, index % self.tiles
 
@@ -253,9 +255,9 @@ class Plan:
         return self.of_chunk(core, jnp.minimum(step + 1, self.steps - 1), *scalars)
 
 
-def most_rows(call: Any) -> int:
-    """Query rows that the kernel computes at once."""
-    return MOST_ROWS if dtype_name(call.q) == "bfloat16" else MOST_ROWS // 2
+def max_rows(call: Any) -> int:
+    """Query rows that the kernel computes together, at most."""
+    return MAX_ROWS if dtype_name(call.q) == "bfloat16" else MAX_ROWS // 2
 
 
 def cores_of(call: Any) -> int:
@@ -263,7 +265,7 @@ def cores_of(call: Any) -> int:
 
 
 def table_bytes(call: Any) -> int:
-    """Bytes of scalar memory for the tables of a launch's jobs."""
+    """Bytes of scalar memory for the table of a launch's jobs."""
     return call.device.scalar_memory // 2
 
 
@@ -273,18 +275,18 @@ def run_tokens(work: Work, tokens: Tokens, size: int, tile: Tile) -> tuple[Any, 
     Returns out [T, H, d_v] and lse [T, H].
     """
     call, (num_tokens, heads, d_qk) = work.call, work.q.shape
-    size = max(1, min(size, num_tokens, most_rows(call) // heads))
+    size = max(1, min(size, num_tokens, max_rows(call) // heads))
     step = size * cores_of(call)
-    # The tables of all jobs of a launch must fit scalar memory, and each tile has at least one job.
+    # The table of a launch's jobs must fit in scalar memory, and each tile has at least one job.
     together = max(table_bytes(call) // (4 * len(Jobs._fields)) // step, 1) * step
     sinks = None if work.sinks is None else jnp.tile(work.sinks, (1, size))
 
     def attend(first: int) -> tuple[Any, Any]:
-        some = tokens.part(first, together)
-        count, tiles = len(some.lists), num_tiles(len(some.lists), size, cores_of(call))
+        own = tokens.part(first, together)
+        count, tiles = len(own.lists), num_tiles(len(own.lists), size, cores_of(call))
         q = jnp.pad(work.q[first : first + count], ((0, tiles * size - count), (0, 0), (0, 0)))
         part = dataclasses.replace(
-            work, q=q.reshape(tiles, -1, d_qk), jobs=jobs_of(some, size, cores_of(call)), heads=heads, sinks=sinks
+            work, q=q.reshape(tiles, -1, d_qk), jobs=jobs_of(own, size, cores_of(call)), heads=heads, sinks=sinks
         )
         out, _, lse = run(part, tile)
         return out.reshape(-1, heads, call.d_v)[:count], lse.reshape(-1, heads)[:count]
@@ -297,8 +299,8 @@ def run_tokens(work: Work, tokens: Tokens, size: int, tile: Tile) -> tuple[Any, 
 def run(work: Work, tile: Tile) -> tuple[Any, Any, Any]:
     """Out [tiles, rows, d_v] in the call's dtype; max_logits and lse [tiles, rows] in float32."""
     call = work.call
-    given, rows, _ = work.q.shape
-    tiles = cdiv(rows, most_rows(call))
+    count, rows, _ = work.q.shape
+    tiles = cdiv(rows, max_rows(call))
     rows_per_tile = round_up(cdiv(rows, tiles), 16 if dtype_name(call.q) == "bfloat16" else 8)
 
     def tiled(array: Any) -> Any:
@@ -314,19 +316,18 @@ def run(work: Work, tile: Tile) -> tuple[Any, Any, Any]:
     q = tiled(_latent_rows.reorder(work.q.astype(plan.dtype), plan.form))
     tokens = jnp.arange(rows, dtype=jnp.int32)[None] // work.heads if plan.by_tokens else None
     out, stats = _launch(plan, work, (q, in_all_lanes(tokens), in_all_lanes(work.sinks)), written_dtype(call), tile)
-    out = out.reshape(given, tiles * rows_per_tile, -1)[:, :rows]
+    out = out.reshape(count, tiles * rows_per_tile, -1)[:, :rows]
     out = _latent_rows.restore(out, plan.form, plan.d_v).astype(call.result_dtype)
-    stats = stats.reshape(given, tiles, 8, rows_per_tile).swapaxes(1, 2).reshape(given, 8, -1)[:, :, :rows]
+    stats = stats.reshape(count, tiles, 8, rows_per_tile).swapaxes(1, 2).reshape(count, 8, -1)[:, :, :rows]
     return out, stats[:, 0], stats[:, 1]
 
 
 def _plan(work: Work, tile: Tile, tiles: int) -> Plan:
     call, keys = work.call, work.keys
     _, groups, packing, _ = keys.cache.shape
-    unit = groups * packing
-    pieces = tile.num_keys_per_block // (1 if keys.selects else unit)
+    pieces = tile.num_keys_per_block // (1 if keys.selects else groups * packing)
     if not keys.selects:
-        pieces = max(1, min(pieces, keys.pieces.shape[1], MOST_UNITS))
+        pieces = max(1, min(pieces, keys.pieces.shape[1], MAX_PIECES))
     lengths = [part.pieces.shape[1] for part in (keys, work.extra) if part is not None]
     blocks = min(max(1, LONGEST_CHUNK // pieces), max(cdiv(length, pieces) for length in lengths))
     chunks = [cdiv(length, blocks * pieces) for length in lengths]
@@ -337,7 +338,7 @@ def _plan(work: Work, tile: Tile, tiles: int) -> Plan:
         form=work.form or call.kv_format,
         selects=keys.selects,
         pieces=pieces,
-        unit=unit,
+        piece_rows=groups * packing,
         packing=packing,
         blocks=blocks,
         chunks=sum(chunks),
@@ -358,10 +359,9 @@ def _plan(work: Work, tile: Tile, tiles: int) -> Plan:
 
 
 def _factors(call: Any) -> Any:
-    """The factors of the logits and of the values, f32 [2]."""
+    """The factors that the logits and the values are multiplied by, f32 [2]."""
     (scale,) = per_head(getattr(call, "kv_scale", None), 1)
-    logits = scale * jnp.float32(call.scale)
-    return jnp.stack([logits, scale])
+    return jnp.stack([scale * jnp.float32(call.scale), scale])
 
 
 def log2(power: int) -> int:
@@ -369,11 +369,11 @@ def log2(power: int) -> int:
 
 
 def _lists(keys: Keys, plan: Plan) -> list[Any]:
-    """The lists divided into C chunks, as one array for scalar memory, and for lists of rows one for vector memory.
+    """The lists divided into C chunks, as an array for scalar memory and, if pieces are rows, one for vector memory.
 
-    The array for scalar memory [L, C, 1, ...] has in each chunk: the pieces to fetch; if they are pieces of pages, one
-    word per block with a bit for each valid piece; the list's length, if it has one; and the number of blocks.
-    The array for vector memory [L, C, blocks, rows] has each row's index among those that share its words, or -1.
+    A chunk in scalar memory, [L, C, 1, ...], has the numbers of the pieces to fetch; if they are pieces of pages, a
+    mask of the valid pieces of each block; the list's length, if it has one; and the number of blocks. The array for
+    vector memory [L, C, blocks, rows] has the index of each row in its group, or -1.
     """
     num_lists, length = keys.pieces.shape
     chunk = plan.blocks * plan.pieces
@@ -384,23 +384,20 @@ def _lists(keys: Keys, plan: Plan) -> list[Any]:
     used = used[:, None] - jnp.arange(chunks, dtype=jnp.int32) * chunk
     count = jnp.clip(cdiv(used, plan.pieces), 0, plan.blocks)[..., None]
     in_blocks = pieces.reshape(num_lists, chunks, plan.blocks, plan.pieces)
-    # In place of invalid pieces, pieces all over the cache are fetched: fetching one and the same again would be slow.
+    # Each invalid entry fetches a different piece, spread over the cache: repeated copies of one piece would be slow.
     numbers = jnp.where(pieces >= 0, pieces // (plan.packing if plan.selects else 1), (ordinal - 1) % len(keys.cache))
     numbers = numbers.reshape(num_lists, chunks, chunk)
     ends = [count] if keys.lens is None else [jnp.broadcast_to(keys.lens[:, None, None], count.shape), count]
     if plan.selects:
         scalars = jnp.concatenate([numbers, *ends], axis=-1)
         return [scalars[:, :, None], jnp.where(in_blocks >= 0, in_blocks % plan.packing, -1)]
-    bits = jnp.uint32(1) << jnp.arange(plan.pieces, dtype=jnp.uint32)
-    bits = jnp.where(in_blocks >= 0, bits, 0).sum(axis=-1, dtype=jnp.uint32)
-    scalars = jnp.concatenate([numbers, lax.bitcast_convert_type(bits, jnp.int32), *ends], axis=-1)
-    return [scalars[:, :, None]]
+    return [jnp.concatenate([numbers, bits_of_valid(in_blocks), *ends], axis=-1)[:, :, None]]
 
 
 def _launch(
     plan: Plan, work: Work, queries: tuple[Any, Any | None, Any | None], out_dtype: Any, tile: Tile
 ) -> tuple[Any, Any]:
-    """Out and stats of the kernel. `queries` are q, tokens and sinks as in `Refs`, for all tiles."""
+    """Launch the kernel. `queries` are q, tokens and sinks of all tiles; `Refs` describes them, and the results."""
     parts = [keys for keys in (work.keys, work.extra) if keys is not None]
     chunked = [jnp.concatenate(arrays, axis=1) for arrays in zip(*(_lists(keys, plan) for keys in parts), strict=True)]
     scalars, indices = [array.reshape(-1, *array.shape[2:]) for array in chunked] + [None] * (not plan.selects)
@@ -410,7 +407,7 @@ def _launch(
         return None if array is None else pl.BlockSpec((None, *array.shape[1:]), index, memory_space=memory)
 
     whole = pl.BlockSpec(memory_space=pltpu.HBM)
-    buffer = (2, plan.pieces, plan.unit // plan.packing, plan.packing, work.keys.cache.shape[-1])
+    buffer = (2, plan.pieces, plan.piece_rows // plan.packing, plan.packing, work.keys.cache.shape[-1])
     columns = _latent_rows.value_columns(plan.form, plan.d_v)
     results = [
         jax.ShapeDtypeStruct((tiles, rows, columns), out_dtype),
@@ -448,19 +445,19 @@ def _launch(
 
 
 class Refs(NamedTuple):
-    """References to the kernel's memory, in the order in which Pallas passes them; None for what a call lacks."""
+    """References to the kernel's memory, in the order in which Pallas passes them. Absent ones are None."""
 
-    factors: Any  # f32 [2], of logits and of values
+    factors: Any  # f32 [2], the result of `_factors`
     jobs: Jobs | None
-    lists: Any  # i32 [1, ...], this step's chunk as `_lists` lays it out
-    next_lists: Any  # the next step's
-    indices: Any  # i32 [blocks, pieces], of each row among those that share its words
-    q: Any
-    tokens: Any  # i32 [rows, LANES], each row's token within the tile
-    sinks: Any
-    caches: list[Any]  # in HBM
+    lists: Any  # i32 [1, ...], this step's chunk, as `_lists` describes it
+    next_lists: Any  # i32 [1, ...], the next step's chunk
+    indices: Any  # i32 [blocks, pieces], the index of each selected row in its group, or -1
+    q: Any  # [rows, d_qk]
+    tokens: Any  # i32 [rows, LANES], the index of each row's token in the tile
+    sinks: Any  # f32 [rows, LANES]
+    caches: list[Any]  # the caches in HBM
     out: Any
-    stats: Any
+    stats: Any  # f32 [8, rows]; the first two rows are max_logits and lse
     buffer: Any  # [2, pieces, ...]
     m_i: Any
     l_i: Any
@@ -470,15 +467,15 @@ class Refs(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The keys that one step computes, and for which of its tile's tokens."""
+    """The tokens and keys that one step computes."""
 
-    position: Any  # the position in the list's sequence that the tile's first token has, or would have
+    position: Any  # the position that the tile's first token has, or would have, in the list's sequence
     begin: Any  # the first of the tile's tokens that belong to the job
-    end: Any  # one past the last
+    end: Any  # one past the last of these tokens
     low: Any  # the first key that these tokens see
-    high: Any  # one past the last
+    high: Any  # one past the last key that they see
     first: Any  # the first block of the chunk with such keys
-    last: Any  # one past the last
+    last: Any  # one past the last block with such keys
 
 
 def _span(plan: Plan, refs: Refs, lists: Any, step: Any) -> Span:
@@ -500,7 +497,7 @@ def _span(plan: Plan, refs: Refs, lists: Any, step: Any) -> Span:
 
 
 def _kernel(plan: Plan, refs: Refs) -> None:
-    """Compute one chunk of a job's list: the first one starts the job's softmax, the last one stores its result."""
+    """Compute one chunk of a job's list. The first chunk resets the softmax, the last one stores the job's result."""
     buffer, half, arrived = refs.buffer, refs.half, refs.arrived
     step, last_step = pl.program_id(1), pl.num_programs(1) - 1
     chunk = step % plan.chunks
@@ -513,32 +510,33 @@ def _kernel(plan: Plan, refs: Refs) -> None:
     def _() -> None:
         half[0] = 0
 
-    pl.when(chunk == 0)(lambda: _begin(refs.m_i, refs.l_i, refs.acc))
+    pl.when(chunk == 0)(lambda: reset_softmax(refs.m_i, refs.l_i, refs.acc, -jnp.inf))
 
-    def start(block: Any, own: Any, slot: Any) -> None:
-        """Start to fetch a block: of this step's chunk if `own`, else of the next step's."""
+    def start(block: Any, is_own: Any, slot: Any) -> None:
+        """Start to fetch a block of this step's chunk if `is_own`, else of the next step's."""
 
-        def one(cache: Any, piece: Any) -> None:
+        def fetch_piece(cache: Any, piece: Any) -> None:
             index = block * plan.pieces + piece
-            number = jnp.where(own, refs.lists[0, index], refs.next_lists[0, index])
+            number = jnp.where(is_own, refs.lists[0, index], refs.next_lists[0, index])
             pltpu.make_async_copy(cache.at[number], buffer.at[slot, piece], arrived.at[slot]).start()
 
         def fetch(cache: Any) -> None:
-            pl.loop(0, plan.pieces, unroll=math.gcd(plan.pieces, UNROLL))(functools.partial(one, cache))
+            start_pieces(plan.pieces, functools.partial(fetch_piece, cache))
 
-        extra = jnp.where(own, chunk, next_chunk) >= plan.first_extra
+        extra = jnp.where(is_own, chunk, next_chunk) >= plan.first_extra
         pl.when(jnp.logical_not(extra))(lambda: fetch(refs.caches[0]))
         if len(refs.caches) == 2:
             pl.when(extra)(lambda: fetch(refs.caches[1]))
 
     def fetch_and_compute(block: Any, carry: None) -> None:
-        """Start to fetch the block after this one, then compute this one, unless it lies before the first."""
+        """Start to fetch the block after this one, then compute this one, unless it is before the first block."""
         slot = half[0]
-        own = block + 1 < span.last
+        is_own = block + 1 < span.last
 
-        @pl.when(own | next_has_blocks)
+        @pl.when(is_own | next_has_blocks)
         def _() -> None:
-            start(jnp.where(own, block + 1, next_span.first), own, jnp.where(block < span.first, slot, 1 - slot))
+            next_block = jnp.where(is_own, block + 1, next_span.first)
+            start(next_block, is_own, jnp.where(block < span.first, slot, 1 - slot))
 
         @pl.when(block >= span.first)
         def _() -> None:
@@ -548,15 +546,15 @@ def _kernel(plan: Plan, refs: Refs) -> None:
 
         return carry
 
-    # The previous step started to fetch this step's first block. Nobody did so for the first step, and a step without
-    # blocks of its own still has to start the next step's: these run one iteration more, which computes nothing.
+    # Usually the previous step has started to fetch this step's first block. The first step, and a step without blocks,
+    # run one extra iteration that only starts copies.
     before = jnp.where((step == 0) | (span.first == span.last), 1, 0)
     lax.fori_loop(span.first - before, span.last, fetch_and_compute, None)
     pl.when(chunk == plan.chunks - 1)(lambda: _store(plan, refs, span))
 
 
 def _compute(plan: Plan, refs: Refs, span: Span, block: Any, first: Any) -> None:
-    """Compute one block of the chunk, whose first key is key `first` of the list."""
+    """Compute one block of the chunk; `first` is the index of the block's first key in the list."""
     raw, seen, offset = _rows_of(plan, refs, span, block, first)
     if plan.causal or plan.window is not None:
         key, position = first + offset, span.position + refs.tokens[:, :1]
@@ -582,7 +580,7 @@ def _store(plan: Plan, refs: Refs, span: Span) -> None:
 
 
 def _store_own(plan: Plan, refs: Refs, span: Span, out: Any, stats: Any) -> None:
-    """Store the rows of a job's own tokens; the tile's other rows belong to other jobs, or to no sequence."""
+    """Store the rows of the job's tokens. The tile's other rows belong to other jobs or to no sequence."""
     tiles, job = refs.jobs.tiles, plan.job(pl.program_id(0), pl.program_id(1))[0]  # type: ignore[union-attr]
     is_first = pl.program_id(1) < plan.chunks * plan.tiles  # the first job of its core
 
@@ -598,25 +596,18 @@ def _store_own(plan: Plan, refs: Refs, span: Span, out: Any, stats: Any) -> None
     refs.stats[...] = jnp.where(stats[2:3] > 0, stats, refs.stats[...])
 
 
-def _begin(m_i: Any, l_i: Any, acc: Any) -> None:
-    """Start from the softmax over no keys."""
-    m_i[...] = jnp.full(m_i.shape, -jnp.inf, jnp.float32)
-    l_i[...] = jnp.zeros(l_i.shape, jnp.float32)
-    acc[...] = jnp.zeros(acc.shape, jnp.float32)
-
-
 def _finished(m_i: Any, l_i: Any, sinks: Any) -> tuple[Any, Any]:
-    """Each row's lse, and the factor that normalises its accumulator."""
-    some = m_i != -jnp.inf
-    lse = jnp.where(some, m_i + jnp.log(l_i), -jnp.inf)
-    factor = jnp.where(some, 1.0 / jnp.where(some, l_i, 1.0), 0.0)
+    """The lse of each row, and the factor that normalises its accumulator."""
+    sees_keys = m_i != -jnp.inf
+    lse = jnp.where(sees_keys, m_i + jnp.log(l_i), -jnp.inf)
+    factor = jnp.where(sees_keys, 1.0 / jnp.where(sees_keys, l_i, 1.0), 0.0)
     if sinks is not None:
-        factor *= jnp.where(some, 1.0 / (1.0 + jnp.exp(sinks - lse)), 0.0)
+        factor *= jnp.where(sees_keys, 1.0 / (1.0 + jnp.exp(sinks - lse)), 0.0)
     return lse, factor
 
 
 def _rows_of(plan: Plan, refs: Refs, span: Span, block: Any, first: Any) -> tuple[Any, Any, Any]:
-    """The bits of a block's keys, which of them are valid, and their offsets from `first`, where the block begins."""
+    """The bits of a block's keys, a mask of the valid ones, and their offsets in the block, which begins at `first`."""
     fetched = refs.buffer[refs.half[0]]
     bounds = (span.low - first, span.high - first) if plan.by_tokens else None
     if plan.selects:
@@ -626,8 +617,8 @@ def _rows_of(plan: Plan, refs: Refs, span: Span, block: Any, first: Any) -> tupl
 
 
 def _within(offset: Any, bounds: Any, plan: Plan) -> Any:
-    """Which offsets in a block some token of the job sees; only a window sets a lower bound."""
-    low, high = bounds
+    """A mask of the offsets in a block that some token of the job sees."""
+    low, high = bounds  # without a window, low is not positive
     return (offset < high) if plan.window is None else (offset >= low) & (offset < high)
 
 
@@ -637,9 +628,9 @@ def _words(fetched: Any) -> Any:
 
 
 def _selected(fetched: Any, index: Any, bounds: Any, plan: Plan) -> tuple[Any, Any, Any]:
-    """Selected rows: their bits [keys, columns], which are valid and their offsets in the block, both [1, keys].
+    """The bits of selected rows [keys, columns], and a mask of the valid rows and their offsets, both [1, keys].
 
-    `index` says which row of its words each is; rows with -1 are invalid, and all their bits are zero.
+    `index` is each row's index in its group; rows with -1 are invalid, and all their bits are zero.
     """
     bits = 32 // plan.packing
     offset = lax.broadcasted_iota(jnp.int32, (1, plan.keys), 1)
@@ -662,20 +653,20 @@ def _offsets(plan: Plan) -> Any:
 
 
 def _paged(fetched: Any, valid_pieces: Any, bounds: Any, plan: Plan) -> tuple[Any, Any, Any]:
-    """Rows of pages: their bits, which are valid and their offsets in the block, both [1, keys].
+    """The bits of page rows, and a mask of the valid rows and their offsets in the block, both [1, keys].
 
-    The bits are [keys, columns] after unpacking, or [words, columns] if words serve as they are. They are zero for rows
-    that no token of the job sees and for rows of pages that do not exist.
+    The bits are [keys, columns], or [words, columns] if they are not unpacked. They are zero for rows that no token of
+    the job sees and for rows of pages that do not exist.
     """
     offset = _offsets(plan)
-    seen = _within(offset, bounds, plan) & ((valid_pieces >> (offset >> log2(plan.unit))) & 1 != 0)
+    seen = _within(offset, bounds, plan) & ((valid_pieces >> (offset >> log2(plan.piece_rows))) & 1 != 0)
     bits = 32 // plan.packing
     row = lax.broadcasted_iota(jnp.int32, (plan.words, 1), 0) * plan.packing
     present = jnp.zeros_like(row)
     for index in range(plan.packing):
         field = ((1 << bits) - 1) << (bits * index)
         present |= jnp.where(_within(row + index, bounds, plan), field - ((field >> 31) << 32), 0)
-    present = jnp.where((valid_pieces >> (row >> log2(plan.unit))) & 1 != 0, present, 0)
+    present = jnp.where((valid_pieces >> (row >> log2(plan.piece_rows))) & 1 != 0, present, 0)
     words = _words(fetched) & present
     if not plan.unpacks_pages:
         return words, seen, offset
@@ -684,7 +675,7 @@ def _paged(fetched: Any, valid_pieces: Any, bounds: Any, plan: Plan) -> tuple[An
 
 
 def _operands(raw: Any, plan: Plan) -> list[tuple[Any, Any]]:
-    """The keys as matrix operands, as `_latent_rows.operands` returns them."""
+    """The keys as matrix operands, in the form in which `_latent_rows.operands` returns them."""
     if plan.decodes:
         return _latent_rows.operands(raw, plan.form, plan.dtype)
     if plan.selects or plan.packing == 1:
@@ -695,7 +686,7 @@ def _operands(raw: Any, plan: Plan) -> list[tuple[Any, Any]]:
 
 
 def _extend(plan: Plan, refs: Refs, parts: list[tuple[Any, Any]], seen: Any, few: Any) -> None:
-    """Add a block of keys to the online softmax; for `few` keys, also add what rounding cuts off the weights."""
+    """Add a block of keys to the online softmax; if the job sees `few` keys, also add the weights' rounding errors."""
     q, m_i, l_i, acc = refs.q, refs.m_i, refs.l_i, refs.acc
     products, column = [], 0
     for operand, scale in parts:
@@ -713,7 +704,7 @@ def _extend(plan: Plan, refs: Refs, parts: list[tuple[Any, Any]], seen: Any, few
     weights, alpha = jnp.exp(logits - base), jnp.exp(before - base)
     m_i[...] = jnp.broadcast_to(high, m_i.shape)
     l_i[...] = l_i[...] * alpha + weights.sum(axis=1, keepdims=True)
-    mixed = []  # the columns of each operand, their float32 weights, the operand
+    mixed = []  # for each operand: its columns of the result, its weights in float32, the operand
     column = 0
     for operand, scale in parts:
         width = min(operand.shape[1], acc.shape[1] - column)

@@ -1,9 +1,9 @@
 """Tables of the jobs of `_latent` whose queries are tokens of sequences.
 
-A tile of queries consists of consecutive tokens, which may belong to several sequences. So neither queries nor results
-have to be moved. A tile has one job for each sequence with tokens in it, one job after another. A job stores the rows
-of its own tokens, and the first job of a tile also stores the results of tokens that belong to no sequence. The number
-of jobs depends on shapes alone; surplus jobs have no tokens.
+A tile of queries consists of consecutive tokens, which may belong to several sequences, so neither queries nor results
+have to be moved. A tile has one job for each sequence that has tokens in it, and these jobs are consecutive. A job
+stores the rows of its own tokens, and the first job of a tile also stores the results of tokens that belong to no
+sequence. The number of jobs depends on shapes alone; surplus jobs have no tokens.
 """
 
 import dataclasses
@@ -20,28 +20,28 @@ from ragged_attention.kernels_pallas._blocks import cdiv
 class Tokens:
     """The list of keys and the position of each query token."""
 
-    lists: Any  # i32 [T], the list whose keys a token sees, or -1; tokens of one list are consecutive
-    positions: Any  # i32 [T], the token's position among the keys of its list
-    changes: int  # the most places in all tiles where two neighbouring tokens have different lists
+    lists: Any  # i32 [T], each token's list, or -1; tokens with the same list are consecutive
+    positions: Any  # i32 [T], each token's position in its list
+    changes: int  # upper bound on the pairs of neighbouring tokens, both in the same tile, that have different lists
 
     def part(self, first: int, count: int) -> "Tokens":
-        """`count` of the tokens, from `first` on."""
+        """Up to `count` of the tokens, from token `first` on."""
         part = slice(first, first + count)
         return dataclasses.replace(self, lists=self.lists[part], positions=self.positions[part])
 
 
 class Jobs(NamedTuple):
-    """The table of jobs, all i32 [jobs], with the jobs of each core together."""
+    """The table of jobs; each column is i32 [jobs], and the jobs of a core are consecutive."""
 
     lists: Any
     tiles: Any
     positions: Any  # the position that the tile's first token has, or would have, in the job's list
     begins: Any  # the first of the tile's tokens that belong to the job
-    ends: Any  # one past the last
+    ends: Any  # one past the last of these tokens
 
 
 def tokens_of_sequences(call: Any) -> Tokens:
-    """The packed tokens of a call with `cu_q_lens`, which may have any values; list s is that of sequence s."""
+    """The packed tokens of a call with `cu_q_lens`, which may have any values; list s has the keys of sequence s."""
     edges = live_edges(call.cu_q_lens, call.num_seqs, call.num_tokens)
     stops = jax.lax.cummax(jnp.maximum(edges[:-1], edges[1:]))
     token = jnp.arange(call.num_tokens, dtype=jnp.int32)
@@ -53,7 +53,7 @@ def tokens_of_sequences(call: Any) -> Tokens:
 
 
 def num_tiles(num_tokens: int, size: int, cores: int) -> int:
-    """Tiles of `size` tokens, rounded up so that all cores have the same number."""
+    """The number of tiles of `size` tokens, rounded up so that all cores have the same number of tiles."""
     return cdiv(num_tokens, size * cores) * cores
 
 
@@ -77,10 +77,10 @@ def jobs_of(tokens: Tokens, size: int, cores: int) -> Jobs:
     count = min(tiles + tokens.changes, per_core)
     first = jax.vmap(lambda row: jnp.nonzero(row, size=count, fill_value=per_core)[0])(begins).astype(jnp.int32)
     past = jnp.concatenate([first[:, 1:], jnp.full((cores, 1), per_core, jnp.int32)], axis=1)
-    own = jnp.minimum(first, per_core - 1)
-    tile = own // size
-    found, position = (jnp.take_along_axis(array, own, axis=1) for array in (lists, positions))
-    begin, end = (jnp.where((found >= 0) & (first < per_core), at - tile * size, 0) for at in (first, past))
+    token = jnp.minimum(first, per_core - 1)
+    tile = token // size
+    number, position = (jnp.take_along_axis(array, token, axis=1) for array in (lists, positions))
+    begin, end = (jnp.where((number >= 0) & (first < per_core), edge - tile * size, 0) for edge in (first, past))
     tile = tile * cores + jnp.arange(cores, dtype=jnp.int32)[:, None]
-    columns = (jnp.maximum(found, 0), tile, position - (own - own // size * size), begin, end)
+    columns = (jnp.maximum(number, 0), tile, position - (token - token // size * size), begin, end)
     return Jobs(*(column.reshape(-1) for column in columns))

@@ -2,16 +2,15 @@
 
 The kernel has a row as integers, one byte per lane, and computes on its columns in the order that suits the bytes:
 
-- 8-bit codes become numbers in the lane of their byte.
+- An 8-bit code becomes a number in the lane of its byte.
 - A byte of 4-bit codes holds an even and an odd column. The kernel has all even columns first, then all odd ones.
-- Rotary columns stay in the lanes of their low bytes, so every other lane after the scales holds one.
+- A rotary column stays in the lane of its low byte, so every other lane after the scales holds one.
 
 `reorder` puts the columns of the queries in that order, and `restore` undoes it for the columns of the result.
 
 float32 scales are not multiplied with codes, because no narrower operand would hold the products. The scale of a group
-of columns is multiplied into that group's logits, and into the weights of that group's values. Scales of 8 bits are
-powers of two or have few digits, so bfloat16 holds every product of code and scale exactly, and the operands are the
-dequantised values.
+of columns is multiplied into that group's logits, and into the weights of that group's values. 8-bit scales have so few
+significant bits that bfloat16 holds every product of code and scale exactly: these operands are dequantised values.
 """
 
 from typing import Any
@@ -23,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ragged_attention.calls import CacheFormat, dtype_name
 from ragged_attention.kernels_pallas._blocks import LANES, product, round_up
 
-FLOAT_BITS = {  # bits of the exponent and of the mantissa
+FLOAT_BITS = {  # the number of bits of the exponent and of the mantissa
     "float16": (5, 10), "float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2), "float4_e2m1fn": (2, 1),
 }  # fmt: skip
 
@@ -38,19 +37,19 @@ def refusal(form: CacheFormat) -> str | None:
 
 
 def words_of(cache: Any) -> Any:
-    """The cache in a dtype that a kernel can load: 8-bit numbers and float16 are viewed as integers."""
+    """The cache in a dtype that a kernel can load: float16 and all 8-bit dtypes are viewed as integers."""
     if dtype_name(cache) == "float16":
         return lax.bitcast_convert_type(cache, jnp.int16)
     return lax.bitcast_convert_type(cache, jnp.uint8) if cache.dtype.itemsize == 1 else cache
 
 
 def tail_lanes(form: CacheFormat) -> int:
-    """Lanes for the bytes of a row after its values: scales and rotary columns."""
+    """The number of lanes for the bytes of a row after its values: scales and rotary columns."""
     return round_up(form.token_bytes - form.value_bytes, LANES)
 
 
 def value_columns(form: CacheFormat, d_v: int) -> int:
-    """Columns of the accumulator from which `restore` takes the first `d_v` columns of a row."""
+    """The number of accumulator columns that `restore` needs for `d_v` result columns."""
     if form.rotary and d_v > form.values:
         return form.values + tail_lanes(form)
     if form.packed_codes:
@@ -59,7 +58,7 @@ def value_columns(form: CacheFormat, d_v: int) -> int:
 
 
 def reorder(q: Any, form: CacheFormat) -> Any:
-    """Queries [..., d_qk] with their columns in the kernel's order, and zeros where a row has no column."""
+    """Queries [..., d_qk] with their columns in the kernel's order, and zeros in lanes that hold no column."""
     if not (form.packed_codes or form.rotary):
         return q
     first, rotary = q[..., : form.values], (q[..., form.values :] if form.rotary else None)
@@ -74,7 +73,7 @@ def reorder(q: Any, form: CacheFormat) -> Any:
 
 
 def restore(out: Any, form: CacheFormat, d_v: int) -> Any:
-    """The first `d_v` columns of a row, in their own order, of results in the kernel's order."""
+    """The inverse of `reorder`: the first `d_v` columns of results, moved from the kernel's order to the cache's."""
     if not (form.packed_codes or form.rotary):
         return out[..., :d_v]
     first = out[..., : form.values]
@@ -89,7 +88,7 @@ def restore(out: Any, form: CacheFormat, d_v: int) -> Any:
 def operands(raw: Any, form: CacheFormat, dtype: Any) -> list[tuple[Any, Any]]:
     """Rows [keys, bytes], or numbers of a plain cache [keys, d_qk], as operands of `dtype` in the kernel's order.
 
-    Each operand [keys, ...] has some of the columns, and comes with their scale [1, keys], or None if it needs none.
+    Each operand [keys, ...] has some of the columns. With it comes their scale [1, keys], or None if they need none.
     """
     if not form.quantized:
         return [(numbers(raw, form.codes).astype(dtype), None)]
@@ -105,7 +104,7 @@ def operands(raw: Any, form: CacheFormat, dtype: Any) -> list[tuple[Any, Any]]:
         scales = numbers(_padded(tail[:, : form.scale_bytes], LANES), form.scales)
         scales = _per_byte(scales, form)
         columns = (codes & 0xF, codes >> 4) if form.packed_codes else (codes,)
-        products = [numbers(some, form.codes) * scales for some in columns]
+        products = [numbers(half, form.codes) * scales for half in columns]
         parts = [((jnp.concatenate(products, axis=1) if len(products) > 1 else products[0]).astype(dtype), None)]
     if form.rotary:
         lane, begin = lax.broadcasted_iota(jnp.int32, pairs.shape, 1), form.padded_scale_bytes
@@ -116,10 +115,10 @@ def operands(raw: Any, form: CacheFormat, dtype: Any) -> list[tuple[Any, Any]]:
 
 
 def numbers(raw: Any, dtype: str) -> Any:
-    """The float32 numbers whose bits in `dtype` are the integers `raw`; bfloat16 holds those of at most 8 bits too.
+    """The float32 numbers whose bits in `dtype` are the integers `raw`; bfloat16 too can hold the 8-bit ones exactly.
 
-    float8_e8m0fnu is the exponent of a float32, and its last code is NaN. Its smallest number, 2**-127, is subnormal in
-    float32. The matrix unit would flush it to 0, and it becomes 0 here.
+    A float8_e8m0fnu code is the exponent of a float32, and the last code is NaN. The smallest number, 2**-127, becomes
+    0: it is subnormal in float32, so the matrix unit would flush it.
     """
     if dtype == "int8":
         return ((raw << 24) >> 24).astype(jnp.float32)
@@ -130,7 +129,7 @@ def numbers(raw: Any, dtype: str) -> Any:
 
 
 def from_bits(raw: Any, *, exponent: int, mantissa: int) -> Any:
-    """Small floats, given as integers, in float32. Exact for subnormal numbers too, on units that flush them."""
+    """The float32 values of small floats, given as integers. Subnormals are exact even on devices that flush them."""
     magnitude = raw & ((1 << (exponent + mantissa)) - 1)
     up, bias = 23 - mantissa, 127 - ((1 << (exponent - 1)) - 1)
     smallest = 2.0 ** (bias + 1 - 127)
@@ -146,27 +145,27 @@ def from_bits(raw: Any, *, exponent: int, mantissa: int) -> Any:
 
 
 def _padded(raw: Any, lanes: int) -> Any:
-    """Integers [keys, ...] with zeros appended to fill `lanes`."""
+    """Integers [keys, n] with zeros appended to fill `lanes`."""
     if raw.shape[1] == lanes:
         return raw
     return jnp.concatenate([raw, jnp.zeros((raw.shape[0], lanes - raw.shape[1]), jnp.int32)], axis=1)
 
 
 def _left(lanes: Any, count: int) -> Any:
-    """Each lane's value moved `count` lanes to the left."""
+    """The values, moved `count` lanes to the left."""
     return pltpu.roll(lanes, lanes.shape[1] - count, 1)
 
 
 def _pairs(tail: Any) -> Any:
-    """Each byte with the next one as a little-endian 16-bit number."""
+    """The little-endian 16-bit number that each byte forms with the next one."""
     return tail | (_left(tail, 1) << 8)
 
 
 def _per_byte(scales: Any, form: CacheFormat) -> Any:
-    """Scales [keys, LANES], repeated for each byte of their groups' codes, [keys, value_bytes].
+    """The scale of each byte of codes [keys, value_bytes], from the scales of the groups [keys, LANES].
 
-    This is a product with a matrix of zeros and ones that has a single one in each column. A scale of NaN spreads to
-    the whole row, which changes nothing: the logit sums over the row, so it is NaN anyway.
+    This is a product with a matrix that has a single 1 in each column. A NaN scale spreads to the whole row, which
+    changes nothing: the row's logit sums over all columns, so it is NaN anyway.
     """
     shape = (LANES, form.value_bytes)
     scale, byte = lax.broadcasted_iota(jnp.int32, shape, 0), lax.broadcasted_iota(jnp.int32, shape, 1)

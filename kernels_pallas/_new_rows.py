@@ -23,26 +23,26 @@ def too_many_slots(call: Any) -> str | None:
     return None
 
 
-def sent_once(slots: jax.Array, block: int) -> jax.Array:
+def last_writes(slots: jax.Array, block: int) -> jax.Array:
     """The slots of each block of tokens, [blocks, block]; -1 if a later token of the block has the same slot.
 
-    Concurrent copies may arrive in any order, and may interleave. So of the copies to one slot only the last is made.
+    Concurrent copies may arrive in any order, and may interleave, so there must be only one copy to each slot.
     """
     slots = jnp.pad(slots, (0, -len(slots) % block), constant_values=-1).reshape(-1, block)
     token = jnp.arange(block)
-    again = (slots[:, :, None] == slots[:, None, :]) & (token[:, None] < token[None, :])
-    return jnp.where(again.any(axis=2), -1, slots)
+    overwritten = (slots[:, :, None] == slots[:, None, :]) & (token[:, None] < token[None, :])
+    return jnp.where(overwritten.any(axis=2), -1, slots)
 
 
 def slots(call: Any) -> jax.Array:
     """The slot, page * G + offset, of each token of a `write_kv_pages` call, i32 [T]; -1 for tokens without a slot."""
     if call.slot_mapping is None:
         return slots_from_tables(call, call.num_tokens)
-    given = call.slot_mapping
-    return jnp.where((given >= 0) & (given < call.num_pages * call.page_size), given, -1).astype(jnp.int32)
+    slot = call.slot_mapping
+    return jnp.where((slot >= 0) & (slot < call.num_pages * call.page_size), slot, -1).astype(jnp.int32)
 
 
 def slots_from_tables(call: Any, num_tokens: int) -> jax.Array:
-    """The slot of each of `num_tokens` packed tokens by the tables of `call`, i32 [T]; -1 for tokens without a slot."""
+    """The slot of each of `num_tokens` packed tokens, by the page table, i32 [T]; -1 for tokens without a slot."""
     page, offset = pages.addresses_of_tokens(call, num_tokens)
     return jnp.where(page < call.num_pages, page * call.page_size + offset, -1)

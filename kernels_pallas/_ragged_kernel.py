@@ -1,8 +1,7 @@
-"""The Pallas kernel of ragged paged attention. Each step attends with a tile of queries to one block of keys.
+"""The Pallas kernel of ragged paged attention. In each step, a tile of queries attends to one block of keys.
 
-`Plan` has the static parameters, and `Refs` the references to memory. The functions follow the order of work: find the
-step's tile and its range of keys, start the copies for the next step, compute this step, and store the results after
-the tile's last block.
+The functions follow the order of work: find the step's tile and its range of keys, start the copies for the next step,
+compute this step, and store the results after the tile's last block.
 """
 
 import functools
@@ -22,14 +21,14 @@ from ragged_attention.kernels_pallas._blocks import (
     MASKED,
     NOWHERE,
     cdiv,
-    in_pieces,
+    in_powers_of_2,
     product,
+    reset_softmax,
     round_up,
 )
 
 CHUNK = 16  # tokens transposed to heads-first order at a time, so that they stay in registers
 UPDATES = 128  # copies of new rows in flight at once
-WORDS, HEADS_FIRST = "words", "heads first"
 
 
 class Plan(NamedTuple):
@@ -39,8 +38,8 @@ class Plan(NamedTuple):
     rows: int  # query rows per KV head and tile, with padding
     pages: int  # pages per block
     block: int  # positions per block
-    block_kv: int  # keys per part; a part is computed at once
-    num_blocks_kv: int  # parts per block; the last part may be incomplete
+    block_kv: int  # keys per part of a block; the keys of a part are computed together
+    num_blocks_kv: int  # parts per block; the last one may be incomplete
     page_size: int
     num_pages: int
     pages_per_seq: int
@@ -67,7 +66,7 @@ class Plan(NamedTuple):
 
     @property
     def widths(self) -> list[tuple[int, int]]:
-        """(heads, head size) of each array of pages."""
+        """The number of heads and the head size of each array of pages."""
         if self.combined:
             return [(2 * self.num_kv_heads, self.head_dim)]
         return [(self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.v_head_dim)]
@@ -78,13 +77,13 @@ class Plan(NamedTuple):
         return 4 // self.dtype.itemsize
 
     @property
-    def forms(self) -> list[str]:
-        """The form in which heads are extracted from each array of pages: words, unless tokens share words."""
-        return [WORDS if count % self.per_word == 0 else HEADS_FIRST for count, _ in self.widths]
+    def transposes(self) -> bool:
+        """Whether a part's heads are transposed to the front, because tokens share 32-bit words."""
+        return self.widths[0][0] % self.per_word != 0
 
     def order(self, row: Any) -> Any:
-        """The offset, within a part, of the key in each row of an operand. A word has one key of each half."""
-        if self.per_word == 1 or HEADS_FIRST in self.forms:
+        """The offset in its part of the key in row `row` of an operand. A word has one key from each half of a part."""
+        if self.per_word == 1 or self.transposes:
             return row
         return (row >> 1) + (row & 1) * (self.block_kv // 2)
 
@@ -95,14 +94,14 @@ class Plan(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """The number of a KV head's query rows whose logits are computed at once."""
+        """Query rows of a KV head whose logits are computed together."""
         if not self.in_columns:
             return self.rows
         return LANES if self.rows % (2 * LANES) else 2 * LANES
 
     @property
     def per_query(self) -> tuple[int, int]:
-        """The shape of an array with one number per query."""
+        """The shape of an array with one number per query row."""
         return (1, self.rows) if self.in_columns else (self.rows, 1)
 
     @property
@@ -115,16 +114,16 @@ class Plan(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Each sequence's first row, its lengths (clamped to what the arrays hold) and its pages: i32 [S] and [S, M]."""
+    """The sequences, with all values clamped to the arrays' sizes."""
 
-    starts: Any
-    q_lens: Any
-    kv_lens: Any
-    pages: Any
+    starts: Any  # i32 [S], the first row of each sequence
+    q_lens: Any  # i32 [S]
+    kv_lens: Any  # i32 [S]
+    pages: Any  # i32 [S, M], the page table; [S * M] in the kernel
 
 
 class Factors(NamedTuple):
-    """The factors of logits and of values per KV head, f32 [K], and the sinks, f32 [H]."""
+    """The factors that each KV head's logits and values are multiplied by, f32 [K], and the sinks, f32 [H] or None."""
 
     logits: Any
     values: Any
@@ -135,31 +134,31 @@ class Refs(NamedTuple):
     """References to the kernel's memory, in the order in which Pallas passes them. Absent ones are None."""
 
     count: Any  # i32 [1], the number of sequences that the launch computes
-    order: Any  # the indices of these sequences
-    seqs: Sequences  # its pages are i32 [S * M]
+    order: Any  # i32 [S], the indices of these sequences, then padding
+    seqs: Sequences
     factors: Factors
-    slots: Any  # the slots of new rows
+    slots: Any  # i32 [T], the slot of each new row, or -1
     q: Any
     new_rows: Any
     read_pages: list[Any] | None  # the pages, if the launch only reads them
-    initial: Any  # the results' initial values, which share memory with the results
+    initial: Any  # the initial values of the results, in the same memory
     out: Any
     lse: Any
     written_pages: list[Any] | None  # the pages, if the launch writes them
     buffers: list[Any]  # [2, positions, heads, D] for each array of pages
-    position: Any  # i32 [2, num_blocks_kv, ...], the position of each key in a buffer
+    position: Any  # i32 [2, num_blocks_kv, ...], the position of each key in the buffers
     q_buffer: Any  # [2, block_q, H, D]
     q_rows: Any  # [K, rows, D]
-    heads: list[Any]  # [heads, block_kv, D] for each array of pages
+    heads: list[Any]  # one part of a block for each array of pages, in the form that `heads_buffer` describes
     m_i: Any  # f32 [K, ...], the running maximum of each query
     l_i: Any  # f32 [K, ...], the running sum of each query
     acc: Any  # f32 [K, D_v, rows], or [K, rows, D_v]
-    by_head: Any  # [H, block_q, D_v]
+    by_head: Any  # [H, block_q, D_v], a tile's result before it is transposed
     out_buffer: Any  # [block_q, H, D_v]
-    lse_heads: Any  # f32 [H, block_q], padded
+    lse_heads: Any  # f32 [H, block_q] with padding, a tile's lse before it is transposed
     lse_buffer: Any  # f32 [block_q, 1, H]
     pending: Any  # i32 [1], the number of result rows whose copies to HBM are in flight
-    missing: Any  # i32 [2], whether a page in the buffer does not exist
+    missing: Any  # i32 [2], 1 if a page of the block in the buffer does not exist
     kv_arrived: Any  # semaphores [2, 1 or 2]
     q_arrived: Any  # [2]
     out_copied: Any
@@ -172,15 +171,13 @@ class Refs(NamedTuple):
 
 
 def scratch(plan: Plan, q: Any, pages: Any) -> list[Any]:
-    """The kernel's buffers and semaphores, in the order of `Refs`. Buffers for arrays of pages are in lists."""
-    positions = plan.num_blocks_kv * plan.block_kv
-    f32, rows = jnp.float32, (plan.num_kv_heads, plan.rows)
-    heads = plan.num_q_heads
+    """The kernel's buffers and semaphores, in the order of `Refs`."""
+    positions, heads, f32 = plan.num_blocks_kv * plan.block_kv, plan.num_q_heads, jnp.float32
     return [
         [pltpu.VMEM((2, positions, *array.shape[2:]), array.dtype) for array in pages],
         pltpu.VMEM((2, plan.num_blocks_kv, *plan.per_key), jnp.int32),
         pltpu.VMEM((2, plan.block_q, heads, plan.head_dim), q.dtype),
-        pltpu.VMEM((*rows, plan.head_dim), plan.dtype),
+        pltpu.VMEM((plan.num_kv_heads, plan.rows, plan.head_dim), plan.dtype),
         [heads_buffer(plan, which) for which in range(len(pages))],
         pltpu.VMEM((plan.num_kv_heads, *plan.per_query), f32),
         pltpu.VMEM((plan.num_kv_heads, *plan.per_query), f32),
@@ -199,39 +196,42 @@ def scratch(plan: Plan, q: Any, pages: Any) -> list[Any]:
 
 
 def heads_buffer(plan: Plan, which: int) -> Any:
-    """The buffer for one part of a block, in the form from which `operand` extracts single heads."""
+    """The buffer from which `operand` extracts single heads of a part, for one array of pages.
+
+    It has heads first, [heads, block_kv, D], or rows of words, [D / 128, block_kv * heads / per_word, 128].
+    """
     count, dim = plan.widths[which]
-    if plan.forms[which] == HEADS_FIRST:
+    if plan.transposes:
         return pltpu.VMEM((count, plan.block_kv, dim), plan.dtype)
     dtype = plan.dtype if plan.per_word == 1 else jnp.uint32
     return pltpu.VMEM((cdiv(dim, LANES), plan.block_kv * count // plan.per_word, LANES), dtype)
 
 
 class Step(NamedTuple):
-    """One step of the iteration over sequences, tiles and blocks, and the buffers that it uses."""
+    """One step of the iteration over sequences, tiles and blocks."""
 
     index: Any  # the sequence's index in `order`
     tile: Any  # the tile's index in the sequence
     block: Any  # the index of the block of keys
-    kv_slot: Any
-    q_slot: Any
+    kv_slot: Any  # the buffer of the block, 0 or 1
+    q_slot: Any  # the buffer of the queries, 0 or 1
 
 
 class Span(NamedTuple):
     """A tile's queries and keys. Near the end of `q`, the fetched rows begin before the tile's first row."""
 
     seq: Any
-    source: Any  # the first fetched row
+    source: Any  # the index in `q` of the first fetched row
     shift: Any  # the number of fetched rows before the tile's first row
     count: Any  # the tile's number of rows
-    position: Any  # the position of the first fetched row in this sequence, even if the row is of another sequence
+    position: Any  # the position that the first fetched row has, or would have, in this sequence
     low: Any  # the first key that any row sees
     high: Any  # one past the last key that any row sees
     kv_len: Any
 
 
 def span_of(plan: Plan, refs: Refs, step: Step) -> Span:
-    """The span of a step's tile. For a step past the last one, the span is arbitrary and not used."""
+    """The span of a step's tile; for a step after the last one, an arbitrary span."""
     seq = refs.order[jnp.minimum(step.index, refs.count[0] - 1)]
     start, q_len, kv_len = refs.seqs.starts[seq], refs.seqs.q_lens[seq], refs.seqs.kv_lens[seq]
     first = step.tile * plan.block_q
@@ -248,7 +248,7 @@ def span_of(plan: Plan, refs: Refs, step: Step) -> Span:
 
 
 def kernel(plan: Plan, refs: Refs) -> None:
-    """Compute one core's share of the sequences. Of n cores, core i takes entries i, i + n, i + 2n ... of `order`."""
+    """Compute the sequences of one core. Of n cores, core i computes entries i, i + n, i + 2n and so on of `order`."""
     core = pl.program_id(0)
     first = Step(core, jnp.int32(0), jnp.int32(0), jnp.int32(0), jnp.int32(0))
     refs.pending[0] = 0
@@ -267,7 +267,6 @@ def kernel(plan: Plan, refs: Refs) -> None:
 
 def write_new_rows(plan: Plan, refs: Refs) -> None:
     """Copy the new rows to their slots, UPDATES at a time."""
-
     count: Any = plan.num_updates
 
     def copies(token: Any, slot: Any) -> list[Any]:
@@ -314,47 +313,37 @@ def run_step(plan: Plan, refs: Refs, step: Step) -> Step:
     @pl.when(next_step.index < refs.count[0])
     def _() -> None:
         fetch_pages(plan, refs, next_span, next_step)
+        pl.when(ends)(lambda: query_copy(plan, refs, next_span, next_step.q_slot).start())
 
-        @pl.when(ends)
-        def _() -> None:
-            query_copy(plan, refs, next_span, next_step.q_slot).start()
-
-    @pl.when(begins)
-    def _() -> None:
-        begin_tile(plan, refs, span, step)
-
+    pl.when(begins)(lambda: begin_tile(plan, refs, span, step))
     wait_pages(plan, refs, span, step)
     compute(plan, refs, span, step)
-
-    @pl.when(ends)
-    def _() -> None:
-        end_tile(plan, refs, span)
-
+    pl.when(ends)(lambda: end_tile(plan, refs, span))
     return next_step
 
 
 def query_copy(plan: Plan, refs: Refs, span: Span, slot: Any) -> Any:
-    """The copy of a tile's queries."""
+    """The copy of a tile's queries to their buffer."""
     return pltpu.make_async_copy(
         refs.q.at[pl.ds(span.source, plan.block_q)], refs.q_buffer.at[slot], refs.q_arrived.at[slot]
     )
 
 
 def page_range(plan: Plan, span: Span, step: Step) -> tuple[Any, Any]:
-    """The range of a block's pages with keys that the tile sees, relative to the block's first page."""
+    """The pages of a block that have keys which the tile sees, as a range of offsets in the block."""
     first = step.block * plan.pages
     low = jnp.maximum(span.low // plan.page_size - first, 0)
     return low, jnp.clip(cdiv(span.high, plan.page_size) - first, low, plan.pages)
 
 
 def page_of(plan: Plan, refs: Refs, span: Span, step: Step, offset: Any) -> Any:
-    """The page table's entry for the page at `offset` in a block; it may be invalid."""
+    """The entry of the page table for the page at `offset` in a block; it may be invalid."""
     column = jnp.minimum(step.block * plan.pages + offset, plan.pages_per_seq - 1)
     return refs.seqs.pages[span.seq * plan.pages_per_seq + column]
 
 
 def page_copies(plan: Plan, refs: Refs, page: Any, slot: Any, offset: Any) -> list[Any]:
-    """The copies of a page to `offset` in a buffer, one copy for each array of pages."""
+    """The copies of a page to the place of page `offset` in the buffers, one copy per array of pages."""
     return [
         pltpu.make_async_copy(
             array.at[page],
@@ -366,13 +355,13 @@ def page_copies(plan: Plan, refs: Refs, page: Any, slot: Any, offset: Any) -> li
 
 
 def fetch_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
-    """Start the copies of a block's pages. Keys of a missing page get the position NOWHERE."""
+    """Start the copies of a block's pages, and store the keys' positions: NOWHERE for keys of a missing page."""
     slot = step.kv_slot
     offset = plan.order(lax.broadcasted_iota(jnp.int32, plan.per_key, 0 if plan.in_columns else 1))
     for part in range(plan.num_blocks_kv):
         own = offset + part * plan.block_kv
-        seen = own + step.block * plan.block
-        refs.position[slot, part] = jnp.where(own < plan.block, seen, NOWHERE)
+        position = own + step.block * plan.block
+        refs.position[slot, part] = jnp.where(own < plan.block, position, NOWHERE)
 
     refs.missing[slot] = 0
 
@@ -395,10 +384,7 @@ def fetch_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
 
 
 def wait_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
-    """Wait for all copies of a block, then zero its missing pages.
-
-    In place of each missing page, `fetch_pages` copied another page, because a wait counts bytes.
-    """
+    """Wait for all copies of a block, then zero its missing pages; `fetch_pages` copied other pages in their place."""
     low, high = page_range(plan, span, step)
 
     def wait(index: Any, _: Any) -> None:
@@ -411,16 +397,11 @@ def wait_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
 
     def clear_if_missing(index: Any, _: Any) -> None:
         page = page_of(plan, refs, span, step, index)
-
-        @pl.when((page < 0) | (page >= plan.num_pages))
-        def _() -> None:
-            lax.fori_loop(index * plan.page_size, (index + 1) * plan.page_size, clear, None)
+        missing = (page < 0) | (page >= plan.num_pages)
+        pl.when(missing)(lambda: lax.fori_loop(index * plan.page_size, (index + 1) * plan.page_size, clear, None))
 
     lax.fori_loop(low, high, wait, None)
-
-    @pl.when(refs.missing[step.kv_slot] > 0)
-    def _() -> None:
-        lax.fori_loop(low, high, clear_if_missing, None)
+    pl.when(refs.missing[step.kv_slot] > 0)(lambda: lax.fori_loop(low, high, clear_if_missing, None))
 
 
 def begin_tile(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
@@ -429,8 +410,8 @@ def begin_tile(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
     group = plan.group
     if plan.block_q == 1:
         for head in range(plan.num_kv_heads):
-            rows = refs.q_buffer[step.q_slot, 0, pl.ds(head * group, group), :].astype(plan.dtype)
-            refs.q_rows[head, pl.ds(0, group), :] = rows
+            rows = refs.q_buffer[step.q_slot, 0, pl.ds(head * group, group), :]
+            refs.q_rows[head, pl.ds(0, group), :] = rows.astype(plan.dtype)
     else:
         for first in range(0, plan.block_q, CHUNK):
             tokens = refs.q_buffer[step.q_slot, pl.ds(first, CHUNK)].astype(plan.dtype)
@@ -438,29 +419,26 @@ def begin_tile(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
             for head in range(plan.num_q_heads):
                 row = head % group * plan.block_q + first
                 refs.q_rows[head // group, pl.ds(row, CHUNK), :] = by_head[head]
-    refs.m_i[...] = jnp.full(refs.m_i.shape, MASKED, jnp.float32)
-    refs.l_i[...] = jnp.zeros(refs.l_i.shape, jnp.float32)
-    refs.acc[...] = jnp.zeros(refs.acc.shape, jnp.float32)
+    reset_softmax(refs.m_i, refs.l_i, refs.acc, MASKED)
 
 
 def compute(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
-    """Attend to the keys of one block. Weights have two terms if the tile sees few keys."""
+    """Attend to the keys of one block. If the tile sees few keys, each weight has two terms."""
     base = step.block * plan.block
 
     def attend_part(split_weights: bool, part: Any) -> None:
         convert_heads(plan, refs, step, part)
         # The matrix unit multiplies for one group of queries while the weights of another are computed.
         groups = [(head, first) for head in range(plan.num_kv_heads) for first in range(0, plan.rows, plan.columns)]
-        logits = multiply_keys(plan, refs, *groups[0])
-        mix_last = functools.partial(lambda: None)
-        for group, after in zip(groups, [*groups[1:], groups[0]], strict=True):
-            next_logits = multiply_keys(plan, refs, *after) if after != groups[0] else None
+        logits, mix_previous = multiply_keys(plan, refs, *groups[0]), functools.partial(lambda: None)
+        for group, after in zip(groups, [*groups[1:], None], strict=True):
+            next_logits = multiply_keys(plan, refs, *after) if after else None
             seen = visible(plan, refs, span, step.kv_slot, part, group[1])
             weights, alpha = update_softmax(plan, refs, *group, logits, seen)
-            mix_last()
+            mix_previous()
             logits = next_logits
-            mix_last = functools.partial(mix_values, plan, refs, group, weights, alpha, split_weights)
-        mix_last()
+            mix_previous = functools.partial(mix_values, plan, refs, group, weights, alpha, split_weights)
+        mix_previous()
 
     def attend_parts(split_weights: bool) -> None:
         lax.fori_loop(low, high, lambda part, _: attend_part(split_weights, part), None)
@@ -479,7 +457,7 @@ def compute(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
 
 
 def zero_unseen(plan: Plan, refs: Refs, span: Span, step: Step, low: Any, high: Any) -> None:
-    """Zero the unseen keys in the parts from `low` to `high` of a block, because 0 times NaN is NaN."""
+    """Zero the keys of parts `low` to `high` that the tile does not see. Their weight is 0, but 0 times NaN is NaN."""
     base = step.block * plan.block
     seen_low = jnp.maximum(span.low - base, 0)
     seen_high = jnp.minimum(span.high - base, plan.block)
@@ -499,11 +477,11 @@ def zero_unseen(plan: Plan, refs: Refs, span: Span, step: Step, low: Any, high: 
 
 def convert_heads(plan: Plan, refs: Refs, step: Step, part: Any) -> None:
     """Convert one part of a block to the form from which `operand` extracts single heads."""
-    for buffer, heads, form in zip(refs.buffers, refs.heads, plan.forms, strict=True):
+    for buffer, heads in zip(refs.buffers, refs.heads, strict=True):
         for first in range(0, plan.block_kv, CHUNK):
             tokens = buffer[step.kv_slot, pl.ds(part * plan.block_kv + first, CHUNK)].astype(plan.dtype)
             count, dim = tokens.shape[1:]
-            if form == HEADS_FIRST:
+            if plan.transposes:
                 heads[:, pl.ds(first, CHUNK), :] = jnp.swapaxes(tokens, 0, 1)
                 continue
             words = tokens.reshape(CHUNK * count, dim)
@@ -511,16 +489,15 @@ def convert_heads(plan: Plan, refs: Refs, step: Step, part: Any) -> None:
                 words = pltpu.bitcast(words, jnp.uint32)
             rows = len(words)
             for lane in range(0, dim, LANES):
-                part_of_row = words[:, lane : lane + LANES]
-                index = (lane // LANES, pl.ds(first // CHUNK * rows, rows), pl.ds(0, part_of_row.shape[1]))
-                heads[index] = part_of_row
+                columns = words[:, lane : lane + LANES]
+                heads[lane // LANES, pl.ds(first // CHUNK * rows, rows), pl.ds(0, columns.shape[1])] = columns
 
 
 def operand(plan: Plan, refs: Refs, which: int, head: int) -> Any:
-    """One head's keys or values of the part that was converted last, [block_kv, D] in `plan.order`."""
+    """The keys or values of one head in the part that was converted last, [block_kv, D] in `plan.order`."""
     heads = refs.heads[which]
     count, dim = plan.widths[which]
-    if plan.forms[which] == HEADS_FIRST:
+    if plan.transposes:
         return heads[head]
     stride, lanes = count // plan.per_word, []
     for lane in range(cdiv(dim, LANES)):
@@ -544,8 +521,7 @@ def own_queries(plan: Plan, head: int, first: int) -> tuple[Any, ...]:
 def multiply_keys(plan: Plan, refs: Refs, head: int, first: int) -> Any:
     """The products of a group of queries with the keys of a part of a block.
 
-    Queries are columns, or rows if each head has only one query. With queries in columns, maxima and sums over keys
-    combine whole registers, and the online softmax keeps its numbers in rows.
+    Queries are columns, so that maxima and sums over keys combine whole registers. A single query per head is a row.
     """
     k = operand(plan, refs, 0, 2 * head if plan.combined else head)
     q = refs.q_rows[head, pl.ds(first, plan.columns), :]
@@ -553,7 +529,7 @@ def multiply_keys(plan: Plan, refs: Refs, head: int, first: int) -> Any:
 
 
 def update_softmax(plan: Plan, refs: Refs, head: int, first: int, logits: Any, seen: Any) -> tuple[Any, Any]:
-    """One step of the online softmax: returns the keys' weights and alpha, the factor of the accumulator."""
+    """Update the online softmax. Returns the keys' weights and alpha, by which the accumulator is multiplied."""
     keys, own = 0 if plan.in_columns else 1, own_queries(plan, head, first)
     logits = logits * refs.factors.logits[head]
     if plan.soft_cap is not None:
@@ -595,16 +571,13 @@ def visible(plan: Plan, refs: Refs, span: Span, slot: Any, part: Any, first: int
 
 
 def weight_operands(plan: Plan, weights: Any, split_weights: bool) -> list[Any]:
-    """The weights as a list of operands: the rounded weights and, if `split_weights`, their rounding errors.
-
-    The second term is for tiles that see few keys, because their rounding errors would not average out.
-    """
+    """The rounded weights and, if `split_weights`, their rounding errors, which do not average out over few keys."""
     rounded = weights.astype(plan.dtype)
     return [rounded, (weights - rounded.astype(jnp.float32)).astype(plan.dtype)] if split_weights else [rounded]
 
 
 def end_tile(plan: Plan, refs: Refs, span: Span) -> None:
-    """Normalise a tile's rows, and start their copies to HBM."""
+    """Normalise the rows of a tile, and start their copies to HBM."""
     wait_results(plan, refs)
     group, size = plan.group, plan.block_q
     query = lax.broadcasted_iota(jnp.int32, plan.per_query, 1 if plan.in_columns else 0)
@@ -621,27 +594,23 @@ def end_tile(plan: Plan, refs: Refs, span: Span) -> None:
                 own = (query >= member * size) & (query < (member + 1) * size)
                 sink = jnp.where(own, refs.factors.sinks[head * group + member], sink)
             factor = jnp.where(sees_keys, factor / (1.0 + jnp.exp(sink - lse)), 0.0)
-        acc = jnp.where(sees_keys, refs.acc[head] * factor, 0.0)
-        acc = acc.astype(refs.out_buffer.dtype)
-        acc = acc.T if plan.in_columns else acc
+        acc = jnp.where(sees_keys, refs.acc[head] * factor, 0.0).astype(refs.out_buffer.dtype)
         if plan.in_columns:
-            refs.by_head[pl.ds(head * group, group)] = acc[: group * size].reshape(group, size, plan.v_head_dim)
+            refs.by_head[pl.ds(head * group, group)] = acc.T[: group * size].reshape(group, size, plan.v_head_dim)
         else:
             refs.out_buffer[0, pl.ds(head * group, group)] = acc[:group]
         lses.append(lse)
     if plan.in_columns:
         for first in range(0, size, CHUNK):
-            chunk = jnp.swapaxes(refs.by_head[:, pl.ds(first, CHUNK), :], 0, 1)
-            refs.out_buffer[pl.ds(first, CHUNK)] = chunk
+            refs.out_buffer[pl.ds(first, CHUNK)] = jnp.swapaxes(refs.by_head[:, pl.ds(first, CHUNK), :], 0, 1)
     if plan.has_lse:
         store_lses(plan, refs, lses)
     refs.pending[0] = span.count
     for copies in result_copies(plan, refs):
-        in_pieces(
-            span.count,
-            size,
+        in_powers_of_2(
+            span.count, size,
             lambda at, rows, copies=copies: copies(span.shift + at, span.source + span.shift + at, rows).start(),
-        )
+        )  # fmt: skip
 
 
 def store_lses(plan: Plan, refs: Refs, lses: list[Any]) -> None:
@@ -661,7 +630,7 @@ def store_lses(plan: Plan, refs: Refs, lses: list[Any]) -> None:
 
 
 def result_copies(plan: Plan, refs: Refs) -> list[Any]:
-    """For each result, a function that makes the copy of `size` rows from an offset in its buffer to row `row`."""
+    """For each result, a function of (offset, row, size) that describes a copy of rows from the buffer to HBM."""
 
     def copy(buffer: Any, array: Any, semaphore: Any) -> Any:
         return lambda offset, row, size: pltpu.make_async_copy(
@@ -673,7 +642,7 @@ def result_copies(plan: Plan, refs: Refs) -> list[Any]:
 
 
 def wait_results(plan: Plan, refs: Refs) -> None:
-    """Wait for the copies of the last tile's rows from their buffers."""
+    """Wait until the previous tile's rows have been copied out of their buffers."""
     for copies in result_copies(plan, refs):
-        in_pieces(refs.pending[0], plan.block_q, lambda _, rows, copies=copies: copies(0, 0, rows).wait())
+        in_powers_of_2(refs.pending[0], plan.block_q, lambda _, rows, copies=copies: copies(0, 0, rows).wait())
     refs.pending[0] = 0

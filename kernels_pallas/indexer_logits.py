@@ -1,4 +1,4 @@
-"""The lightning indexer's logits on TPUs: `_indexer` computes them by tile, and here they are ordered by token."""
+"""The lightning indexer's logits on TPUs: `_indexer` computes them by tile, and this module orders them by token."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""The keys with the largest logits of the lightning indexer, on TPUs: the logits of some tiles, then their top k.
+"""The keys with the largest logits of the lightning indexer, on TPUs.
 
-Only the logits of a few tiles are in memory at a time, so the whole matrix of logits never exists.
+A chunk of tiles is processed at a time: their logits, then their top k. The whole matrix of logits never exists.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from ragged_attention.kernels_pallas import _indexer, top_k_indices
 from ragged_attention.kernels_pallas._blocks import LARGEST_INT, cdiv, expect_sizes
 
 FEATURES = _indexer.FEATURES | {"candidate_blocks", "candidate_block_size"}
-CHUNK_BYTES = 64 << 20  # of logits at a time
+CHUNK_BYTES = 64 << 20  # maximum size of a chunk's logits
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Tile(_indexer.Tile):
 
     Args:
         num_keys_per_block, num_queries_per_block, vmem_limit_bytes: as in `indexer_logits`.
-        num_rows_per_chunk: rows of logits in memory at a time, or those of one tile if these are more.
+        num_rows_per_chunk: rows of logits in memory at a time; at least the rows of one tile.
         num_rows_per_block: as in `top_k_indices`.
     """
 
@@ -73,18 +73,14 @@ def run(call: IndexerTopk, tile: Tile, launch: Any) -> Any:
             logits = jnp.where(_listed(call, token.reshape(-1)), logits, -jnp.inf)
         return top_k_indices.largest(logits, call.top_k, starts, stops, tile.selection())
 
-    chunks = []
-    for array in (rows.token, rows.starts, rows.stops, rows.seq):
-        spare = cdiv(tiles, together) * together - tiles
-        chunks.append(
-            jnp.pad(array, ((0, spare), *[(0, 0)] * (array.ndim - 1))).reshape(-1, together, *array.shape[1:])
-        )
+    arrays = (rows.token, rows.starts, rows.stops, rows.seq)
+    chunks = [_indexer.pad_rows(array, -tiles % together).reshape(-1, together, *array.shape[1:]) for array in arrays]
     selected = lax.map(select, tuple(chunks)).reshape(-1, call.top_k)
     return _indexer.by_token(selected, rows, call.num_tokens, -1)
 
 
 def _listed(call: Any, token: Any) -> Any:
-    """Which columns are in the candidate blocks of tokens [R], bool [R, columns]."""
+    """A mask of the columns in the candidate blocks of tokens [R], bool [R, columns]."""
     size = min(call.candidate_block_size, call.columns)
     blocks = cdiv(call.columns, size)
     lists = call.candidate_blocks[token]

@@ -12,7 +12,7 @@ from ragged_attention.kernels_pallas._latent import row_layout as row_layout
 from ragged_attention.kernels_pallas._latent import why_not as why_not
 from ragged_attention.kernels_pallas._latent_jobs import Tokens
 
-ROWS = 256  # query rows that a dense call computes together; more if a single token has more heads
+ROWS = 256  # query rows that a dense call computes together, unless a single token has more heads
 FEATURES = frozenset({
     "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks",
     "topk_lens", "extra_kv_cache", "extra_indices", "extra_topk_lens", "schedule", "cache_format", "cache_layout",
@@ -26,7 +26,7 @@ class Tile(_latent.Tile):
 
     Args:
         num_keys_per_block, vmem_limit_bytes: as in `sparse_mla_prefill`.
-        num_queries_per_block: in dense calls, the query tokens of a sequence that share one fetch of its pages.
+        num_queries_per_block: query tokens that share one fetch of their sequence's pages, in dense calls.
     """
 
     num_queries_per_block: int = 1
@@ -38,8 +38,8 @@ class Tile(_latent.Tile):
 
 def heuristic(call: Any) -> Tile:
     if call.sparse:
-        return Tile(num_keys_per_block=_latent.keys_of_lists(max(call.topk, call.extra_topk)))
-    keys = _latent.keys_of_lists(call.capacity, most=256)
+        return Tile(num_keys_per_block=_latent.keys_per_block(max(call.topk, call.extra_topk)))
+    keys = _latent.keys_per_block(call.capacity, most=256)
     group = call.num_q_heads // call.num_kv_heads
     return Tile(num_keys_per_block=keys, num_queries_per_block=max(1, min(call.num_q_tokens, ROWS // group)))
 
@@ -70,7 +70,7 @@ def _sparse(call: Any, tile: Tile) -> tuple[Any, Any]:
 
 
 def _in_one_format(call: Any, keys: list[_latent.Keys], forms: list[CacheFormat], tile: Tile) -> tuple[Any, Any]:
-    """Out [jobs, H, d_v] and lse [jobs, H] over one list, or two lists over caches in the same format."""
+    """Out [jobs, H, d_v] and lse [jobs, H] of queries with one list each, or two over caches in the same format."""
     work = _latent.Work(
         call=call,
         q=call.q.reshape(-1, *call.q.shape[2:]),
@@ -84,9 +84,9 @@ def _in_one_format(call: Any, keys: list[_latent.Keys], forms: list[CacheFormat]
 
 
 def _in_two_formats(call: Any, keys: list[_latent.Keys], forms: list[CacheFormat], tile: Tile) -> tuple[Any, Any]:
-    """Out and lse over two lists over caches in different formats: one launch for each, merged by their lse.
+    """Out and lse of queries with two lists over caches in different formats: two launches, merged by their lse.
 
-    One launch cannot read both, because the kernel orders the columns of the two formats differently.
+    One launch cannot read both caches, because the kernel orders the columns of the two formats differently.
     """
     part = dataclasses.replace(call, sinks=None, out_dtype="float32")
     outs, lses = zip(*(_in_one_format(part, [keys[i]], [forms[i]], tile) for i in range(2)), strict=True)
@@ -100,7 +100,7 @@ def _in_two_formats(call: Any, keys: list[_latent.Keys], forms: list[CacheFormat
 
 
 def _dense(call: Any, tile: Tile) -> tuple[Any, Any]:
-    """Out and lse of a dense call. A list has the keys of one KV head of a sequence, for all its tokens and heads."""
+    """Out and lse of a dense call. All tokens of a sequence and all heads of one of its KV heads share a list."""
     num_seqs, count, num_q_heads, d_qk = call.q.shape
     num_kv_heads = call.num_kv_heads
     lists, group = num_seqs * num_kv_heads, num_q_heads // num_kv_heads
@@ -123,13 +123,13 @@ def _dense(call: Any, tile: Tile) -> tuple[Any, Any]:
 
 
 def pages_or_rows(call: Any, kv_lens: Any) -> _latent.Keys:
-    """The lists of a dense call, one for each KV head of each sequence, of lengths `kv_lens` [S * K].
+    """The lists of a dense call, one for each KV head of each sequence, with lengths `kv_lens` [S * K].
 
-    Lists are of pieces of pages, or of single rows if rows of two pages share words or if a page has several KV heads.
+    A list has pieces of pages, or single rows if rows of two pages share words or if a page has several KV heads.
     """
-    unit, num_kv_heads = _latent.unit_of(call.page_size, call.kv_cache.dtype), call.num_kv_heads
-    if unit is not None and num_kv_heads == 1:
-        return _latent.whole_pages(call.kv_cache, call.page_indices, kv_lens, unit)
+    piece_rows, num_kv_heads = _latent.piece_rows_of(call.page_size, call.kv_cache.dtype), call.num_kv_heads
+    if piece_rows is not None and num_kv_heads == 1:
+        return _latent.whole_pages(call.kv_cache, call.page_indices, kv_lens, piece_rows)
     position = jnp.arange(call.page_indices.shape[1] * call.page_size, dtype=jnp.int32)[: call.capacity]
     pages = call.page_indices[:, position // call.page_size]
     seen = (pages >= 0) & (pages < call.kv_cache.shape[0]) & (position < kv_lens[::num_kv_heads, None])

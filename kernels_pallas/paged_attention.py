@@ -1,9 +1,9 @@
 """Paged decode on TPUs over heads-first pages: one query per sequence.
 
 A grid step computes several KV heads of one sequence, over all keys of the sequence, or over one block of them if
-`inline_seq_dim` is off. Invalid pages are left out of a block. So a block's keys are contiguous from its start, and
-their count is the only mask that it needs. The query heads of several KV heads share the eight rows of a register: each
-KV head's keys are multiplied with all eight rows, and each row keeps the results of its own KV head.
+`inline_seq_dim` is off. Invalid pages are left out of a block, so its valid keys come first, and the mask follows from
+their number. The query heads of several KV heads share the eight rows of a register: each KV head's keys are multiplied
+with all eight rows, and each row keeps the results of its own KV head.
 """
 
 import dataclasses
@@ -20,19 +20,7 @@ from ragged_attention.errors import InvalidInput
 from ragged_attention.jax_shared.logits import soft_capped
 from ragged_attention.kernels_pallas import _heads_first
 from ragged_attention.kernels_pallas._blocks import LARGEST_INT, bytes_of, cdiv, expect_sizes, product, round_up
-from ragged_attention.kernels_pallas._heads_first import (
-    BUDGET,
-    SUBLANES,
-    Refs,
-    block_rows,
-    positions,
-    row_bytes,
-    scale_row,
-    spread,
-    table_bytes,
-    update_softmax,
-    weighted_sum,
-)
+from ragged_attention.kernels_pallas._heads_first import block_rows, scale_row, spread, update_softmax, weighted_sum
 
 MEGACORE_MODES = (None, "batch", "kv_head")
 FEATURES = frozenset({"sm_scale", "soft_cap"})
@@ -44,9 +32,9 @@ class Tile:
 
     Attributes:
         pages_per_compute_block: pages fetched and computed together, a divisor of the pages that a sequence can list.
-            0 lets the kernel choose a number, which need not be a divisor.
-        megacore_mode: what is divided among the cores of a TPU, "batch" or "kv_head". The number of cores must divide
-            the number of sequences or KV heads.
+            0 means the largest number that fits, which need not be a divisor.
+        megacore_mode: "batch" divides the sequences among the cores of a TPU, "kv_head" the KV heads. The number of
+            sequences or KV heads must be a multiple of the number of cores.
         inline_seq_dim: whether a grid step computes all keys of a sequence, or only one block of them.
         vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
     """
@@ -66,7 +54,7 @@ class Tile:
 
 
 def heuristic(call: Any) -> Tile:
-    """All cores share the sequences or the heads if their number allows it."""
+    """The sequences, or else the KV heads, are divided among the cores if their number allows it."""
     cores = call.device.num_multiprocessors
     if cores > 1 and call.max_num_seqs % cores == 0:
         return Tile(megacore_mode="batch")
@@ -74,7 +62,7 @@ def heuristic(call: Any) -> Tile:
 
 
 def why_not(call: PagedAttention) -> str | None:
-    fits = used_memory(plan_of(call, heuristic(call)), call) <= BUDGET
+    fits = used_memory(plan_of(call, heuristic(call)), call) <= _heads_first.BUDGET
     return _heads_first.refusal(call, fits, rows=call.device.num_multiprocessors)
 
 
@@ -82,8 +70,8 @@ def why_not(call: PagedAttention) -> str | None:
 class Plan(_heads_first.Plan):
     """The static parameters of one launch."""
 
-    per_tile: int  # KV heads whose query rows share a tile of registers
-    rows: int  # per tile
+    per_tile: int  # KV heads whose query rows share a tile
+    rows: int  # query rows per tile, with padding
     megacore_mode: str | None
     inline_seq_dim: bool
 
@@ -93,7 +81,7 @@ class Plan(_heads_first.Plan):
         return self.heads // self.per_tile
 
     def address(self, core: Any, row: Any, head_step: Any) -> tuple[Any, Any]:
-        """The sequence and the head step, counted over all cores, of a core's own row and head step."""
+        """The sequence and the head step in the whole launch, given a core's own row and head step."""
         if self.megacore_mode == "batch":
             row = row * self.cores + core
         return row, core * self.head_steps + head_step if self.megacore_mode == "kv_head" else head_step
@@ -105,10 +93,11 @@ def plan_of(call: Any, tile: Tile) -> Plan:
     own_heads = max(1, call.num_kv_heads // cores if tile.megacore_mode == "kv_head" else call.num_kv_heads)
 
     def make(_: int, *, heads: int, group: int, **fields: Any) -> Plan:
-        per_tile = _heads_first.most_heads(heads, max(1, SUBLANES // group))
+        per_tile = _heads_first.most_heads(heads, max(1, _heads_first.SUBLANES // group))
+        rows = round_up(per_tile * group, _heads_first.SUBLANES)
         return Plan(
-            **fields, heads=heads, group=group, per_tile=per_tile, rows=round_up(per_tile * group, SUBLANES),
-            megacore_mode=tile.megacore_mode, inline_seq_dim=tile.inline_seq_dim,
+            **fields, heads=heads, group=group, per_tile=per_tile, rows=rows, megacore_mode=tile.megacore_mode,
+            inline_seq_dim=tile.inline_seq_dim,
         )  # fmt: skip
 
     return _heads_first.largest_plan(
@@ -118,7 +107,7 @@ def plan_of(call: Any, tile: Tile) -> Plan:
 
 
 def used_memory(plan: Plan, call: Any) -> int:
-    """Bytes of VMEM of a launch: its scratch, the queries, the results, and the rows of one head in float32."""
+    """Bytes of VMEM that a launch uses: for its scratch, queries and results, and one head's K and V in float32."""
     tiles = [pltpu.VMEM((2 * plan.tiles, plan.rows, call.head_dim), jnp.dtype(dtype_name(call.q)))] * 2
     rows = [pltpu.VMEM((2, plan.columns, call.head_dim), jnp.float32)]
     return bytes_of([_heads_first.scratch_of(call, plan), *tiles, *rows])
@@ -133,7 +122,7 @@ def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
         return jnp.zeros(call.out_shape, call.q.dtype)
     split = plan.cores if plan.megacore_mode == "batch" else 1
     batch = call.max_num_seqs
-    at_once = max(1, table_bytes(call) // row_bytes(call) // split) * split
+    at_once = max(1, _heads_first.table_bytes(call) // _heads_first.row_bytes(call) // split) * split
     lengths = jnp.clip(call.lengths, 0, call.capacity)
     operands = _heads_first.operands_of(call)
     parts = [slice(start, min(start + at_once, batch)) for start in range(0, batch, at_once)]
@@ -142,7 +131,7 @@ def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
 
 
 def check(call: Any, tile: Tile) -> None:
-    """Check a tile against the sizes of a call."""
+    """Check that the tile's blocks and cores divide the sizes of the call."""
     cores, pages = call.device.num_multiprocessors, tile.pages_per_compute_block
     if pages and call.pages_per_seq % pages:
         raise InvalidInput(f"expected pages_per_compute_block to divide {call.pages_per_seq=}, got {pages}")
@@ -155,7 +144,7 @@ def decode(
     q: jax.Array, operands: list[jax.Array], lengths: jax.Array, page_indices: jax.Array, plan: Plan, call: Any,
     tile: Tile,
 ) -> jax.Array:  # fmt: skip
-    """One launch, over as many sequences as have their page indices in scalar memory."""
+    """One launch, over sequences whose page indices fit in scalar memory."""
     batch, _, width = q.shape
     all_tiles, members = call.num_kv_heads // plan.per_tile, plan.per_tile * plan.group
     tiled = q.reshape(batch, all_tiles, members, width)
@@ -181,9 +170,9 @@ def decode(
 
 
 def schedule(lengths: jax.Array, cores: int) -> tuple[jax.Array, jax.Array]:
-    """For each row, the next row of its core that has keys, and for each core its first such row; S means none.
+    """For each sequence [S], the next one of its core that has keys; for each core, the first such sequence. S: none.
 
-    Core i has the rows i, i + cores, i + 2 * cores and so on.
+    Core i has the sequences i, i + cores, i + 2 * cores and so on.
     """
     batch = lengths.shape[0]
     row = jnp.arange(batch, dtype=jnp.int32)
@@ -202,11 +191,8 @@ class Scalars(NamedTuple):
     first: Any
 
 
-def kernel(refs: Refs, plan: Plan) -> None:
-    """One grid step: some heads of a sequence, over all its keys or one block of them.
-
-    `refs.state` ends with the number of keys in each slot.
-    """
+def kernel(refs: _heads_first.Refs, plan: Plan) -> None:
+    """Compute some heads of a sequence, over all its keys or one block. `refs.state[3:]` has each slot's key count."""
     core = pl.program_id(0)
     row, head_step = plan.address(core, pl.program_id(1), pl.program_id(2))
     blocks = cdiv(refs.scalars.lengths[row], plan.block)
@@ -226,8 +212,8 @@ def kernel(refs: Refs, plan: Plan) -> None:
         pl.when(block == pl.num_programs(3) - 1)(finish)
 
 
-def visit(refs: Refs, plan: Plan, core: Any, row: Any, head_step: Any, block: Any) -> None:
-    """Compute one block of a sequence while the next one is fetched."""
+def visit(refs: _heads_first.Refs, plan: Plan, core: Any, row: Any, head_step: Any, block: Any) -> None:
+    """Compute one block of a sequence, while the next block is fetched."""
     _, first_head = plan.address(core, 0, 0)
     state, lengths = refs.state, refs.scalars.lengths
 
@@ -252,16 +238,16 @@ def visit(refs: Refs, plan: Plan, core: Any, row: Any, head_step: Any, block: An
     attend(refs, plan, slot, state[3 + slot])
 
 
-def start(refs: Refs, plan: Plan, row: Any, head_step: Any, block: Any, slot: Any) -> None:
-    """Start to fetch a block into a slot, and record the number of its pages and keys."""
+def start(refs: _heads_first.Refs, plan: Plan, row: Any, head_step: Any, block: Any, slot: Any) -> None:
+    """Start to fetch a block, and store the number of its pages and keys."""
     lengths, table = refs.scalars.lengths, refs.scalars.table
     length, before = lengths[row], block * plan.pages_per_block
     used = jnp.minimum(plan.pages_per_block, cdiv(length, plan.page_size) - before)
-    at = row * (table.shape[0] // lengths.shape[0]) + before
+    first = row * (table.shape[0] // lengths.shape[0]) + before
     heads = pl.ds(head_step * plan.heads, plan.heads)
-    valid = _heads_first.fetch(table, at, (0, used), heads, slot, refs.operands)
+    valid = _heads_first.fetch(table, first, (0, used), heads, slot, refs.operands)
     # All fetched pages are full, except perhaps the last page of the sequence.
-    last = table[at + used - 1]
+    last = table[first + used - 1]
     is_fetched = (last >= 0) & (last < refs.operands[0].pages.shape[1])
     unused = jnp.maximum((before + used) * plan.page_size - length, 0)
     refs.state[1 + slot] = valid
@@ -269,7 +255,7 @@ def start(refs: Refs, plan: Plan, row: Any, head_step: Any, block: Any, slot: An
 
 
 def clear_tail(values: Any, slot: Any, keys: Any, plan: Plan) -> None:
-    """Zero the positions of a block of V after its `keys` valid ones. Their weight is 0, but 0 times NaN is NaN."""
+    """Zero the values of a block after those of its `keys` valid keys. Their weight is 0, but 0 times NaN is NaN."""
     full = keys // plan.page_size
 
     @pl.when(full < plan.pages_per_block)
@@ -284,19 +270,19 @@ def clear_tail(values: Any, slot: Any, keys: Any, plan: Plan) -> None:
         lax.fori_loop(full + 1, plan.pages_per_block, zero, None)
 
 
-def attend(refs: Refs, plan: Plan, slot: Any, keys: Any) -> None:
-    """Add a block's keys to the online softmax of every tile of query rows."""
+def attend(refs: _heads_first.Refs, plan: Plan, slot: Any, keys: Any) -> None:
+    """Add the keys of a block to the online softmax of every tile of query rows."""
     k_buffer, v_buffer, *scale_buffers = [operand.buffer for operand in refs.operands]
     q, m_i, l_i, acc = refs.q, refs.m_i, refs.l_i, refs.acc
-    seen = positions(plan.columns, plan.page_size, plan.page_rows) < keys
+    seen = _heads_first.positions(plan.columns, plan.page_size, plan.page_rows) < keys
 
-    def own(of_heads: list[jax.Array]) -> jax.Array:
+    def merged(results: list[jax.Array]) -> jax.Array:
         """The rows of a tile, each from the result of its own KV head."""
-        whole = of_heads[0]
-        row = lax.broadcasted_iota(jnp.int32, whole.shape, 0)
-        for member, other in enumerate(of_heads[1:], start=1):
-            whole = jnp.where(row < member * plan.group, whole, other)
-        return whole
+        rows = results[0]
+        row = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
+        for member, result in enumerate(results[1:], start=1):
+            rows = jnp.where(row < member * plan.group, rows, result)
+        return rows
 
     for tile in range(plan.tiles):
         heads = range(tile * plan.per_tile, (tile + 1) * plan.per_tile)
@@ -306,7 +292,7 @@ def attend(refs: Refs, plan: Plan, slot: Any, keys: Any) -> None:
             logits.append(product(q[0, tile], k, 1, 1))
             if scale_buffers:
                 logits[-1] *= scale_row(scale_buffers[0][slot, head], plan.page_rows)
-        s = own(logits) * plan.scale
+        s = merged(logits) * plan.scale
         if plan.soft_cap is not None:
             s = soft_capped(s, plan.soft_cap)
         s = jnp.where(seen, s, -jnp.inf)
@@ -318,4 +304,4 @@ def attend(refs: Refs, plan: Plan, slot: Any, keys: Any) -> None:
             if scale_buffers:
                 weights = jnp.where(seen, p * scale_row(scale_buffers[1][slot, head], plan.page_rows), 0.0)
             mixed.append(weighted_sum(weights, v, split_weights=True))
-        acc[tile] = acc[tile] * spread(alpha, acc.shape[-1]) + own(mixed)
+        acc[tile] = acc[tile] * spread(alpha, acc.shape[-1]) + merged(mixed)

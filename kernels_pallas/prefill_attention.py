@@ -1,9 +1,8 @@
 """Chunked prefill of one sequence on TPUs over heads-first pages.
 
-A grid step computes one block of the chunk's rows for several KV heads, over all keys that these rows see: blocks of
-pages before the rows' window or after their last position are not fetched. A block of keys that every row sees entirely
-needs no mask. In any other block, logits are masked, and the values that no row sees are zeroed, because even a weight
-of 0 times NaN is NaN.
+A grid step computes one block of the chunk's rows for several KV heads, over all keys that these rows see: pages before
+the rows' window or after their last position are not fetched. A block of keys that every row sees entirely needs no
+mask. In any other block, logits are masked and the values that no row sees are zeroed, because 0 times NaN is NaN.
 """
 
 import dataclasses
@@ -28,19 +27,9 @@ from ragged_attention.kernels_pallas._blocks import (
     next_power_of_2,
     product,
 )
-from ragged_attention.kernels_pallas._heads_first import (
-    BUDGET,
-    SUBLANES,
-    Refs,
-    block_rows,
-    positions,
-    scale_row,
-    spread,
-    update_softmax,
-    weighted_sum,
-)
+from ragged_attention.kernels_pallas._heads_first import block_rows, scale_row, spread, update_softmax, weighted_sum
 
-ROWS = 256  # per KV head in a block of rows: enough work for the matrix unit per load of keys
+ROWS = 256  # query rows per KV head in a block: enough work for the matrix unit per load of keys
 FEATURES = frozenset({"sm_scale", "soft_cap", "sliding_window", "align"})
 
 
@@ -49,10 +38,10 @@ class Tile:
     """The tunable parameters.
 
     Attributes:
-        num_kv_pages_per_block: pages fetched and computed together; 0 lets the kernel choose.
-        num_queries_per_block: rows of the chunk computed together, a power of two from 8; 0 lets the kernel choose.
-        split_weights_below: blocks of rows that see at most this many keys represent each weight by two bfloat16
-            terms; 0 is faster.
+        num_kv_pages_per_block: pages fetched and computed together; 0 means the largest number that fits.
+        num_queries_per_block: query tokens computed together, a power of two from 8; 0 means the largest that fits.
+        split_weights_below: blocks of rows that see at most this many keys use two bfloat16 terms per weight; 0 is
+            faster.
         vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
     """
 
@@ -66,17 +55,17 @@ class Tile:
             self, num_kv_pages_per_block=(0, 2**20), num_queries_per_block=(0, 1024),
             split_weights_below=(0, LARGEST_INT), vmem_limit_bytes=(0, LARGEST_INT),
         )  # fmt: skip
-        if (rows := self.num_queries_per_block) and (rows < SUBLANES or rows & (rows - 1)):
-            raise InvalidInput(f"expected num_queries_per_block to be a power of two from {SUBLANES}, got {rows}")
+        if (rows := self.num_queries_per_block) and (rows < _heads_first.SUBLANES or rows & (rows - 1)):
+            least = _heads_first.SUBLANES
+            raise InvalidInput(f"expected num_queries_per_block to be a power of two from {least}, got {rows}")
 
 
 def heuristic(call: Any) -> Tile:
-    del call  # `plan_of` replaces zeros by the largest sizes that fit in VMEM
-    return Tile()
+    return Tile()  # `plan_of` replaces zeros by the largest sizes that fit in VMEM
 
 
 def why_not(call: PrefillAttention) -> str | None:
-    return _heads_first.refusal(call, used_memory(plan_of(call, heuristic(call)), call) <= BUDGET, rows=1)
+    return _heads_first.refusal(call, used_memory(plan_of(call, heuristic(call)), call) <= _heads_first.BUDGET, rows=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +73,13 @@ class Plan(_heads_first.Plan):
     """The static parameters of one launch."""
 
     window: int | None
-    block_q: int
+    block_q: int  # query tokens per block
     q_blocks: int
     split_weights_below: int
 
     @property
     def rows(self) -> int:
-        """Query rows of one KV head per block; the rows of each head of its group are consecutive."""
+        """Query rows per KV head and block; the rows of each query head are consecutive."""
         return self.group * self.block_q
 
     @property
@@ -114,13 +103,13 @@ def plan_of(call: Any, tile: Tile) -> Plan:
 
     return _heads_first.largest_plan(
         call, make, used_memory, limit=tile.vmem_limit_bytes, cores=cores, own_heads=call.num_kv_heads // cores,
-        pages=tile.num_kv_pages_per_block, fewest_queries=asked or SUBLANES,
-        queries=asked or max(SUBLANES, min(most, next_power_of_2(call.num_tokens))),
+        pages=tile.num_kv_pages_per_block, fewest_queries=asked or _heads_first.SUBLANES,
+        queries=asked or max(_heads_first.SUBLANES, min(most, next_power_of_2(call.num_tokens))),
     )  # fmt: skip
 
 
 def used_memory(plan: Plan, call: Any) -> int:
-    """Bytes of VMEM of a launch: its scratch, the queries, the results, and the logits and rows of one head."""
+    """Bytes of VMEM that a launch uses: for its scratch, the queries, the results, and one head's logits, K and V."""
     rows = [pltpu.VMEM((2 * plan.heads, plan.rows, call.head_dim), jnp.dtype(dtype_name(call.q)))] * 2
     logits = [pltpu.VMEM((plan.rows, plan.columns), jnp.float32)] * 3
     keys = [pltpu.VMEM((2, plan.columns, call.head_dim), jnp.float32)]
@@ -158,9 +147,9 @@ def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
 
 
 def ranges(length: jax.Array, base: jax.Array, plan: Plan) -> tuple[jax.Array, ...]:
-    """For each block of rows, the range of positions that it sees and the next block that sees any.
+    """For each block of rows: the first position it sees, one past the last, and the next block that sees any position.
 
-    The last result is the first block that sees any.
+    The fourth result is the first block that sees any position.
     """
     block = jnp.arange(plan.q_blocks, dtype=jnp.int32)
     top = base + block * plan.block_q
@@ -174,15 +163,15 @@ def ranges(length: jax.Array, base: jax.Array, plan: Plan) -> tuple[jax.Array, .
 class Scalars(NamedTuple):
     """The arrays in scalar memory."""
 
-    lows: Any
+    lows: Any  # the first three results of `ranges`
     highs: Any
     following: Any
-    facts: Any  # the sequence's length, the position of the chunk's first row, the first block of rows with keys
+    facts: Any  # the sequence's length, the position of the chunk's first row, the first block of rows that sees keys
     table: Any
 
 
-def kernel(refs: Refs, plan: Plan) -> None:
-    """One grid step: one block of the chunk's rows for some heads, over all keys that the rows see."""
+def kernel(refs: _heads_first.Refs, plan: Plan) -> None:
+    """Compute one block of the chunk's rows for some heads, over all keys that the rows see."""
     scalars = refs.scalars
     first_head = pl.program_id(0) * plan.head_steps
     head_step, q_block = first_head + pl.program_id(1), pl.program_id(2)
@@ -200,8 +189,8 @@ def kernel(refs: Refs, plan: Plan) -> None:
     refs.out[:, 0] = jnp.where(live, refs.acc[...] / jnp.where(live, weight, 1.0), 0.0).astype(refs.out.dtype)
 
 
-def visit(refs: Refs, plan: Plan, first_head: Any, head_step: Any, q_block: Any, block: Any) -> None:
-    """Compute one block of pages for a block of rows while the next one is fetched."""
+def visit(refs: _heads_first.Refs, plan: Plan, first_head: Any, head_step: Any, q_block: Any, block: Any) -> None:
+    """Compute one block of pages for a block of rows, while the next block of pages is fetched."""
     state, scalars = refs.state, refs.scalars
     length, base, first = (scalars.facts[i] for i in range(3))
     low, high, following = scalars.lows[q_block], scalars.highs[q_block], scalars.following[q_block]
@@ -225,7 +214,7 @@ def visit(refs: Refs, plan: Plan, first_head: Any, head_step: Any, q_block: Any,
     fetched = state[1 + slot]
     _heads_first.wait(fetched, slot, refs.operands)
     state[0] = 1 - slot
-    # All rows see the whole block if the first row sees its last position, and the last row its first.
+    # All rows see the whole block if the first row sees its last position and the last row sees its first position.
     begins, top = block * plan.block, base + q_block * plan.block_q
     whole = (fetched == plan.pages_per_block) & (begins + plan.block <= jnp.minimum(top + 1, length))
     if plan.window is not None:
@@ -235,7 +224,7 @@ def visit(refs: Refs, plan: Plan, first_head: Any, head_step: Any, q_block: Any,
 
     @pl.when(whole)
     def _() -> None:
-        column = positions(plan.columns, plan.page_size, plan.page_rows)
+        column = _heads_first.positions(plan.columns, plan.page_size, plan.page_rows)
         attend(refs, plan, slot, None if plan.page_size == plan.page_rows else column < NOWHERE, False)
 
     @pl.when(jnp.logical_not(whole))
@@ -245,24 +234,23 @@ def visit(refs: Refs, plan: Plan, first_head: Any, head_step: Any, q_block: Any,
         attend(refs, plan, slot, visible(refs, plan, slot, seen, top - begins), plan.split_weights_below > 0)
 
 
-def start(refs: Refs, plan: Plan, head_step: Any, q_block: Any, block: Any, slot: Any) -> None:
-    """Start to fetch into a slot the pages of a block that hold positions which the rows see."""
-    before = block * plan.pages_per_block
-    left = jnp.maximum(refs.scalars.lows[q_block] // plan.page_size - before, 0)
-    right = jnp.minimum(cdiv(refs.scalars.highs[q_block], plan.page_size) - before, plan.pages_per_block)
+def start(refs: _heads_first.Refs, plan: Plan, head_step: Any, q_block: Any, block: Any, slot: Any) -> None:
+    """Start to fetch the pages of a block that the rows see, at least in part."""
+    scalars, before = refs.scalars, block * plan.pages_per_block
+    left = jnp.maximum(scalars.lows[q_block] // plan.page_size - before, 0)
+    right = jnp.minimum(cdiv(scalars.highs[q_block], plan.page_size) - before, plan.pages_per_block)
     heads = pl.ds(head_step * plan.heads, plan.heads)
-    refs.state[1 + slot] = _heads_first.fetch(
-        refs.scalars.table, before, (left, right), heads, slot, refs.operands, refs.present
-    )
+    count = _heads_first.fetch(scalars.table, before, (left, right), heads, slot, refs.operands, refs.present)
+    refs.state[1 + slot] = count
 
 
 def row_tokens(shape: tuple[int, ...], axis: int, plan: Plan) -> jax.Array:
-    """The token of each row, counted within its block."""
+    """The index of each row's token in the block of rows."""
     return lax.broadcasted_iota(jnp.int32, shape, axis) & (plan.block_q - 1)
 
 
-def clear_unseen(refs: Refs, plan: Plan, slot: Any, seen: tuple[Any, Any]) -> None:
-    """Zero the positions of a block of V outside the range `seen`. Their weight is 0, but 0 times NaN is NaN."""
+def clear_unseen(refs: _heads_first.Refs, plan: Plan, slot: Any, seen: tuple[Any, Any]) -> None:
+    """Zero the values of a block outside the range `seen`. Their weight is 0, but 0 times NaN is NaN."""
     values = refs.operands[1].buffer
 
     def clear(page: Any, _: None) -> None:
@@ -273,32 +261,32 @@ def clear_unseen(refs: Refs, plan: Plan, slot: Any, seen: tuple[Any, Any]) -> No
         def _() -> None:
             old = values[slot, :, page]
             offset = lax.broadcasted_iota(jnp.int32, old.shape, 1)
-            valid = (offset >= left) & (offset < jnp.where(has_seen, right, 0))
-            values[slot, :, page] = jnp.where(valid, old, jnp.zeros_like(old))
+            is_seen = (offset >= left) & (offset < jnp.where(has_seen, right, 0))
+            values[slot, :, page] = jnp.where(is_seen, old, jnp.zeros_like(old))
 
     lax.fori_loop(0, plan.pages_per_block, clear, None)
 
 
-def visible(refs: Refs, plan: Plan, slot: Any, seen: tuple[Any, Any], top: Any) -> jax.Array:
-    """Which columns of a block each row sees [rows, columns]; `top` is the first row's position in the block."""
+def visible(refs: _heads_first.Refs, plan: Plan, slot: Any, seen: tuple[Any, Any], top: Any) -> jax.Array:
+    """Which columns of a block each row sees, bool [rows, columns]; `top` is the first row's position in the block."""
     index = lax.broadcasted_iota(jnp.int32, (1, plan.columns), 1)
 
     def hide(page: Any, column: jax.Array) -> jax.Array:
-        own = (index >= page * plan.page_rows) & (index < (page + 1) * plan.page_rows)
-        return jnp.where(own & (refs.present[slot, page] == 0), NOWHERE, column)
+        in_page = (index >= page * plan.page_rows) & (index < (page + 1) * plan.page_rows)
+        return jnp.where(in_page & (refs.present[slot, page] == 0), NOWHERE, column)
 
     first = jnp.maximum(seen[0], 0) // plan.page_size
     last = cdiv(jnp.minimum(seen[1], plan.block), plan.page_size)
-    column = lax.fori_loop(first, last, hide, positions(plan.columns, plan.page_size, plan.page_rows))
-    own = top + row_tokens((plan.rows, 1), 0, plan)
-    mask = column <= own
+    column = lax.fori_loop(first, last, hide, _heads_first.positions(plan.columns, plan.page_size, plan.page_rows))
+    query = top + row_tokens((plan.rows, 1), 0, plan)
+    mask = column <= query
     if plan.window is not None:
-        mask &= column > own - plan.window
+        mask &= column > query - plan.window
     return mask
 
 
-def attend(refs: Refs, plan: Plan, slot: Any, mask: jax.Array | None, split_weights: bool) -> None:
-    """Add a block's keys to the online softmax of every row, one head after another."""
+def attend(refs: _heads_first.Refs, plan: Plan, slot: Any, mask: jax.Array | None, split_weights: bool) -> None:
+    """Add the keys of a block to the online softmax of every row, one head after another."""
     k_buffer, v_buffer, *scale_buffers = [operand.buffer for operand in refs.operands]
     q, m_i, l_i, acc = refs.q, refs.m_i, refs.l_i, refs.acc
 

@@ -23,8 +23,8 @@ class Tile(mla_decode.Tile):
 
     Args:
         num_keys_per_block, vmem_limit_bytes: as in `sparse_mla_prefill`.
-        num_queries_per_block: consecutive query tokens computed together, as far as their heads fit in one tile.
-        split_weights_below: jobs of at most this many keys represent each weight by two bfloat16 terms; 0 is faster.
+        num_queries_per_block: consecutive query tokens computed together; fewer if their heads do not fit in a tile.
+        split_weights_below: jobs of at most this many keys use two bfloat16 terms per weight; 0 is faster.
     """
 
     split_weights_below: int = 1024
@@ -35,18 +35,18 @@ class Tile(mla_decode.Tile):
 
 
 def heuristic(call: Any) -> Tile:
-    """Tiles of as many tokens as a sequence has on average, since a tile computes all its rows for each sequence."""
+    """Tiles with the mean number of tokens per sequence, because a tile computes all its rows for each sequence."""
     longest = call.num_tokens if call.max_q_len is None else max(call.max_q_len, 1)
     mean = cdiv(call.num_tokens, max(call.max_num_seqs, 1))
     most = max(1, mla_decode.ROWS // call.num_q_heads)
     return Tile(
-        num_keys_per_block=_latent.keys_of_lists(call.capacity, most=256),
+        num_keys_per_block=_latent.keys_per_block(call.capacity, most=256),
         num_queries_per_block=min(most, next_power_of_2(max(min(mean, longest), 1))),
     )
 
 
 def run(call: Any, tile: Tile, launch: Any) -> tuple[Any, ...]:
-    """Out, and lse if the call returns it."""
+    """Out, and lse if the call asks for it."""
     if 0 in (call.num_tokens, call.max_num_seqs, call.num_pages, call.capacity):
         out, lse = jnp.zeros(call.out_shape, call.result_dtype), jnp.full(call.q.shape[:2], -jnp.inf, jnp.float32)
     else:

@@ -1,8 +1,8 @@
 """Ragged paged attention on a TPU: one kernel, launched once for the decoding sequences and once for all others.
 
-A launch runs step after step. A step is one block of keys under one tile, and a tile is a run of consecutive queries of
-one sequence. While a step computes, the pages of the next step are copied into the other buffer, even if it belongs to
-another tile or sequence; if it begins a tile, so are its queries. Only pages that some query of the tile sees are
+A launch is a sequence of steps. In a step, a tile (consecutive query tokens of one sequence) attends to one block of
+keys. Meanwhile the pages of the next step are copied into the other buffer, even if it belongs to another tile or
+sequence; if it is the first step of a tile, so are its queries. Only pages that some query of the tile sees are
 fetched. The maximum, the sum and the accumulator stay in VMEM in float32 until the tile ends. Then the tile is
 normalised and its rows are copied to their place in the result; all other rows of the result keep their initial zeros.
 """
@@ -33,7 +33,7 @@ from ragged_attention.kernels_pallas._blocks import (
     round_up,
     written_dtype,
 )
-from ragged_attention.kernels_pallas._new_rows import new_rows, sent_once, slots_from_tables
+from ragged_attention.kernels_pallas._new_rows import last_writes, new_rows, slots_from_tables
 from ragged_attention.kernels_pallas._ragged_kernel import UPDATES, Factors, Plan, Refs, Sequences, kernel, scratch
 
 SUBLANES = 16  # rows of a bfloat16 tile
@@ -49,12 +49,11 @@ class Tile:
 
     Attributes:
         num_kv_pages_per_block: pages fetched together into one of the two buffers.
-        num_queries_per_block: query tokens computed together, rounded up to a power of two from 16. Sequences of one
-            query are computed by a launch of their own.
+        num_queries_per_block: query tokens computed together, rounded up to a power of two from 16. Another launch
+            computes the sequences with one query token.
         block_kv: keys computed together, a multiple of 128.
-        decode_block_kv: `block_kv` of the launch for sequences of one query.
-        split_weights_below: tiles that see at most this many keys represent each weight by two bfloat16 terms; 0 is
-            faster.
+        decode_block_kv: `block_kv` of the launch for sequences with one query token.
+        split_weights_below: tiles that see at most this many keys use two bfloat16 terms per weight; 0 is faster.
         vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
         fused_update: write `new_kv` in the attention kernel, not in a kernel before it.
     """
@@ -95,7 +94,7 @@ def heuristic(call: Any) -> Tile:
 
 
 def used_memory(call: Any, tile: Tile) -> int:
-    """Bytes of VMEM that the buffers of a launch take."""
+    """Bytes of VMEM that the buffers of the larger launch take."""
     pages = [call.kv_pages] if call.combined else list(call.kv_pages)
     plans = [plan_of(call, tile, block_q, call.num_tokens) for block_q in (1, queries_per_tile(tile))]
     return max(bytes_of(scratch(plan, call.q, pages)) for plan in plans)
@@ -123,7 +122,7 @@ def queries_per_tile(tile: Tile) -> int:
 
 
 def plan_of(call: Any, tile: Tile, block_q: int, num_tokens: int, num_updates: int | None = None) -> Plan:
-    """The plan of a launch over tiles of `block_q` queries; `num_tokens` counts the padding of `q` too."""
+    """The plan of a launch over tiles of `block_q` queries; `num_tokens` includes the padding of `q`."""
     block = tile.num_kv_pages_per_block * call.page_size
     block_kv = min(tile.block_kv if block_q > 1 else tile.decode_block_kv, round_up(block, LANES))
     window = call.sliding_window
@@ -157,10 +156,7 @@ def plan_of(call: Any, tile: Tile, block_q: int, num_tokens: int, num_updates: i
 
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
-    """The results, filled in by launch after launch; the first launch writes `new_kv` too if the tile says so.
-
-    Rows that no launch fills in keep their initial values, 0 and -inf.
-    """
+    """The results. Each launch fills in some rows; rows of no sequence keep their initial values, 0 and -inf."""
     if call.new_kv is not None and not tile.fused_update:
         write = call.write_of_new_kv()
         pages = write_kv_pages.run(write, write_kv_pages.heuristic(write), launch)
@@ -174,16 +170,15 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         q = jnp.pad(call.q, ((0, padded - num_tokens), (0, 0), (0, 0)))
         seqs, factors, update = sequences(call), factors_of(call), None
         if call.new_kv is not None:
-            update = Update(
-                new_rows(call, *call.new_kv), sent_once(slots_from_tables(call, num_tokens), UPDATES).reshape(-1)
-            )
+            rows = new_rows(call, *call.new_kv)
+            update = Update(rows, last_writes(slots_from_tables(call, num_tokens), UPDATES).reshape(-1))
         together = max(table_bytes(call) // 4 // call.page_indices.shape[1], 1)
         for first in range(0, call.max_num_seqs, together):
             part = Sequences(*(array[first : first + together] for array in seqs))
             for size in (1, block_q) if num_tokens > 1 else (1,):
                 plan = plan_of(call, tile, size, padded, None if update is None else num_tokens)
                 out, lse, pages = attend(plan, tile.vmem_limit_bytes, q, pages, part, factors, update, out, lse)
-                update = None
+                update = None  # only the first launch writes
     results = [out[:num_tokens].astype(call.result_dtype), *([lse[:num_tokens, 0]] if call.return_lse else [])]
     return [*results, *(pages if call.new_kv is not None else [])]
 
@@ -192,11 +187,11 @@ class Update(NamedTuple):
     """This step's keys and values as rows of the pages, and the slot of each row."""
 
     rows: list[Any]  # [T, heads, D] for each array of pages
-    slots: Any  # i32 [T]
+    slots: Any  # i32 [T] with padding; -1 for a row that is not written
 
 
 def sequences(call: Any) -> Sequences:
-    """The sequences of a call, safe for any values in its index arrays. Sequences from `num_seqs` on have no rows."""
+    """The sequences of a call, whose index arrays may have any values. Sequences from `num_seqs` on have no rows."""
     edges = live_edges(call.cu_q_lens, call.num_seqs, call.num_tokens)
     lens = jnp.maximum(edges[1:] - edges[:-1], 0)
     return Sequences(edges[:-1], lens, jnp.clip(call.kv_lens, 0, call.capacity), call.page_indices)
@@ -209,22 +204,12 @@ def factors_of(call: Any) -> Factors:
     return Factors(factor, per_head(call.v_scale, call.num_kv_heads), call.sinks)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))  # traced once, even if a page table takes many launches
+@functools.partial(jax.jit, static_argnums=(0, 1))  # traced once, even if a page table needs many launches
 def attend(
-    plan: Plan,
-    vmem_limit_bytes: int,
-    q: Any,
-    pages: list[Any],
-    seqs: Sequences,
-    factors: Factors,
-    update: Update | None,
-    out: Any,
-    lse: Any,
-) -> tuple[Any, Any, list[Any]]:
-    """Compute the sequences of one query, or all that have more, after writing the rows of an update.
-
-    Returns out, lse and pages.
-    """
+    plan: Plan, vmem_limit_bytes: int, q: Any, pages: list[Any], seqs: Sequences, factors: Factors,
+    update: Update | None, out: Any, lse: Any,
+) -> tuple[Any, Any, list[Any]]:  # fmt: skip
+    """Out, lse and pages after a launch, which writes `update`, then computes the sequences that `plan` is for."""
     computed = ((seqs.q_lens > 1) if plan.in_columns else (seqs.q_lens == 1)) & (seqs.kv_lens > 0)
     (order,) = jnp.nonzero(computed, size=len(computed), fill_value=0)
     scalars = (

@@ -1,4 +1,4 @@
-"""Sparse MLA prefill on TPUs: for each KV head, each query token is a job with its own list of rows."""
+"""Sparse MLA prefill on TPUs by the kernel in `_latent`: each KV head of each query token is a job."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ FEATURES = frozenset({
 
 
 def heuristic(call: Any) -> Tile:
-    return Tile(num_keys_per_block=_latent.keys_of_lists(call.topk))
+    return Tile(num_keys_per_block=_latent.keys_per_block(call.topk))
 
 
 def run(call: Any, tile: Tile, launch: Any) -> tuple[Any, Any, Any]:

@@ -1,13 +1,13 @@
 """The columns of the largest logits of each row, on TPUs: find the smallest selected logit, then list the columns.
 
 Logits become int32 *keys* in the same order. A row stays in VMEM. Bisection over the 32 bits of a key, with one count
-of the row per bit, finds the smallest selected key. If more columns have that key than are needed, the last of them are
-selected, and bisection over the bits of a column finds the first of these.
+over the row per bit, finds the smallest selected key. If more columns have that key than are needed, the last of them
+are selected, and bisection over the bits of a column number finds the first of these.
 
 A TPU has no scatter, so each entry of the result looks up its column instead. A row is divided into *lines* of 128
-columns. The prefix sums of the lines' numbers of selected columns tell which line has the column of an entry. One
-product with a one-hot matrix fetches that line's selection, another with a triangle of ones counts along it. The
-columns of a result come out in ascending order.
+columns. Prefix sums of the number of selected columns per line tell which line has the column of an entry. A product
+with a one-hot matrix fetches that line's selection, and a product with a triangle of ones counts along it. So the
+columns of a result are in ascending order.
 """
 
 import dataclasses
@@ -32,11 +32,11 @@ from ragged_attention.kernels_pallas._blocks import (
 )
 
 FEATURES = frozenset({"starts", "stops"})
-MOST_LINES = 128  # computed together
-MOST_ENTRIES = 512  # of the result, computed together
+MAX_LINES = 128  # lines computed together
+MAX_ENTRIES = 512  # entries of the result computed together
 ROWS = 8
-ROW_BYTES = 2 << 20  # of the logits in VMEM at once; their keys take the same number of bytes
-MOST_COLUMNS = 2**20
+ROW_BYTES = 2 << 20  # maximum size of a block's logits in VMEM; their keys have the same size
+MAX_COLUMNS = 2**20
 NOT_SELECTED = -(2**31)  # below the key of any logit
 
 
@@ -62,8 +62,8 @@ def why_not(call: TopKIndices) -> str | None:
 
 def too_wide(columns: int) -> str | None:
     """Why rows of logits do not fit, or None."""
-    if columns > MOST_COLUMNS:
-        return f"keeps a row of logits in vector memory, takes at most {MOST_COLUMNS} columns, got {columns}"
+    if columns > MAX_COLUMNS:
+        return f"keeps a row of logits in vector memory, takes at most {MAX_COLUMNS} columns, got {columns}"
     return None
 
 
@@ -84,7 +84,7 @@ def run(call: TopKIndices, tile: Tile, launch: Any) -> Any:
 
 
 def largest(logits: Any, top_k: int, starts: Any, stops: Any, tile: Tile) -> Any:
-    """The columns i32 [R, top_k] of the largest logits [R, n] from column `starts` on, up to before `stops`."""
+    """The columns i32 [R, top_k] of the largest logits [R, n] among columns `starts` to `stops - 1` of each row."""
     num_rows, columns = logits.shape
     if 0 in (num_rows, columns):
         return jnp.full((num_rows, top_k), -1, jnp.int32)
@@ -119,17 +119,17 @@ class Plan:
     """The static parameters of the kernel."""
 
     top_k: int
-    rows: int  # per block
-    lines: int  # per row
+    rows: int  # rows per block
+    lines: int  # lines per row
     together: int  # lines computed together: a block of lines
-    groups: int  # of entries of the result
-    entries: int  # per group
+    groups: int  # groups of entries of the result
+    entries: int  # entries per group
 
 
 def _plan(columns: int, top_k: int, rows: int) -> Plan:
     lines = cdiv(columns, LANES)
-    together = min(MOST_LINES, round_up(lines, 16))
-    entries = min(MOST_ENTRIES, round_up(top_k, LANES))
+    together = min(MAX_LINES, round_up(lines, 16))
+    entries = min(MAX_ENTRIES, round_up(top_k, LANES))
     return Plan(
         top_k=top_k,
         rows=rows,
@@ -144,17 +144,14 @@ def _plan(columns: int, top_k: int, rows: int) -> Plan:
 
 
 def _kernel(plan: Plan, edges: Any, logits: Any, out: Any, keys: Any, limits: Any) -> None:
-    """Compute a block of rows: their keys, the limits of what is selected, and the selected columns."""
+    """Compute a block of rows: their keys, the limits of the selection, and the selected columns."""
     starts, stops = edges[:, :, :1], edges[:, :, 1:2]
     used = cdiv(jnp.max(stops), plan.together * LANES)
     lax.fori_loop(0, used, functools.partial(_store_keys, plan, logits, keys, starts, stops), None)
 
-    def count(counts: Any) -> Any:
-        return _count(plan, keys, used, counts)
-
+    count = functools.partial(_count, plan, keys, used)
     least = _least_selected(plan, count)
-    above = count(lambda key, column: key > least)
-    wanted = plan.top_k - above
+    wanted = plan.top_k - count(lambda key, column: key > least)
     first = _first_of_equals(plan, count, least, wanted)
     sublane = lax.broadcasted_iota(jnp.int32, limits.shape, 1)
     limits[...] = jnp.where(sublane == 0, least, first)
@@ -163,7 +160,7 @@ def _kernel(plan: Plan, edges: Any, logits: Any, out: Any, keys: Any, limits: An
 
 
 def _lines(plan: Plan, block: Any) -> Any:
-    """The slice of the lines of a block."""
+    """The `pl.ds` that selects a block's lines."""
     return pl.ds(pl.multiple_of(block * plan.together, plan.together), plan.together)
 
 
@@ -175,22 +172,19 @@ def _columns(plan: Plan, block: Any, leading: tuple[int, ...] = ()) -> Any:
 
 
 def _store_keys(plan: Plan, logits: Any, keys: Any, starts: Any, stops: Any, block: Any, carry: None) -> None:
-    """Store int32 keys in the order of the logits, where -0.0 equals 0.0.
-
-    NaN, -inf and columns outside `starts` to `stops` get NOT_SELECTED.
-    """
+    """Store int32 keys in the order of the logits; NOT_SELECTED for NaN, -inf and columns outside [starts, stops)."""
     lines, column = _lines(plan, block), _columns(plan, block, (1,))
     logit = logits[:, lines, :]
-    counts = (logit > -jnp.inf) & (column >= starts) & (column < stops)
-    bits = lax.bitcast_convert_type(jnp.where(logit == 0, 0.0, logit), jnp.int32)
-    keys[:, lines, :] = jnp.where(counts, bits ^ ((bits >> 31) & LARGEST_INT), NOT_SELECTED)
+    selectable = (logit > -jnp.inf) & (column >= starts) & (column < stops)
+    bits = lax.bitcast_convert_type(jnp.where(logit == 0, 0.0, logit), jnp.int32)  # -0.0 equals 0.0
+    keys[:, lines, :] = jnp.where(selectable, bits ^ ((bits >> 31) & LARGEST_INT), NOT_SELECTED)
 
 
-def _count(plan: Plan, keys: Any, used: Any, counts: Any) -> Any:
-    """The exact number of each row's columns for which `counts(key, column)` holds, f32 [rows, 1, 1]."""
+def _count(plan: Plan, keys: Any, used: Any, holds: Any) -> Any:
+    """The exact number of each row's columns for which `holds(key, column)` is true, f32 [rows, 1, 1]."""
 
     def add(block: Any, total: Any) -> Any:
-        counted = counts(keys[:, _lines(plan, block), :], _columns(plan, block, (1,)))
+        counted = holds(keys[:, _lines(plan, block), :], _columns(plan, block, (1,)))
         return total + jnp.where(counted, 1.0, 0.0).reshape(plan.rows, -1, 8, LANES).sum(axis=1)
 
     total = lax.fori_loop(0, used, add, jnp.zeros((plan.rows, 8, LANES), jnp.float32))
@@ -209,7 +203,7 @@ def _least_selected(plan: Plan, count: Any) -> Any:
 
 
 def _first_of_equals(plan: Plan, count: Any, least: Any, wanted: Any) -> Any:
-    """The column from which on keys equal to `least` are selected, so that `wanted` of them are, i32 [rows, 1, 1]."""
+    """The first column whose key, equal to `least`, is among the last `wanted` such keys of a row, i32 [rows, 1, 1]."""
     bits = (plan.lines * LANES - 1).bit_length()
     equal = count(lambda key, column: (key == least) & (key > NOT_SELECTED))
 
@@ -223,7 +217,7 @@ def _first_of_equals(plan: Plan, count: Any, least: Any, wanted: Any) -> Any:
 
 
 def _list_columns(plan: Plan, out: Any, keys: Any, limits: Any, used: Any, row: Any, carry: None) -> None:
-    """Write the selected columns of a row in ascending order."""
+    """Store the selected columns of a row in ascending order."""
     least, first = limits[row, :1, :1], limits[row, 1:2, :1]
 
     def list_block(block: Any, base: Any) -> Any:
@@ -251,10 +245,10 @@ def _list_columns(plan: Plan, out: Any, keys: Any, limits: Any, used: Any, row: 
 
 
 def _columns_of_entries(plan: Plan, selected: Any, before: Any, counts: Any, start: Any) -> Any:
-    """The column within a block of each entry of a group, i32 [1, entries]; -1 if the block does not have it.
+    """The column of each entry of a group, relative to the block, i32 [1, entries]; -1 if it is not in the block.
 
-    `selected` [lines, LANES] is 1 or 0. `counts` [lines, 1] are the selected columns of each line, and `before` those
-    of all lines before it.
+    `selected` [lines, LANES] is 1 or 0. `counts` [lines, 1] are the numbers of selected columns per line, and `before`
+    those of all lines before it.
     """
     entry = start + lax.broadcasted_iota(jnp.int32, (1, plan.entries), 1).astype(jnp.float32)
     in_line = jnp.where((before <= entry) & (entry < before + counts), 1.0, 0.0)  # [lines, entries]
@@ -269,7 +263,7 @@ def _columns_of_entries(plan: Plan, selected: Any, before: Any, counts: Any, sta
 
 
 def _triangle(size: int, *, strict: bool) -> Any:
-    """The matrix [size, size] whose product sums all rows up to each row, or before it if `strict`."""
+    """The matrix [size, size] whose product sums, for each row, all rows up to it; if `strict`, those before it."""
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in range(2))
     return jnp.where(column < row if strict else column <= row, 1.0, 0.0)
 

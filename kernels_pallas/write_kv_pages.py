@@ -1,9 +1,9 @@
 """Writing this step's K and V into the pages on TPUs: rows are copied from VMEM to their slots.
 
-The grid is over blocks of tokens. While the pipeline loads the next block of rows into VMEM, the kernel starts one
-asynchronous copy for each token of the current block, from its row in VMEM to its slot in HBM. All copies share a
-semaphore, and the kernel then waits for all rows that it copied. Consecutive tokens with consecutive slots, as in a
-prompt, share one copy.
+Each grid step writes a block of tokens. While the pipeline loads the rows of the next block into VMEM, the kernel
+starts one asynchronous copy for each token of the current block, from its row in VMEM to its slot in HBM. All copies
+share a semaphore, and the kernel then waits for all rows that it copied. Eight consecutive tokens with consecutive
+slots, as in a prompt, share one copy.
 """
 
 import dataclasses
@@ -23,15 +23,15 @@ from ragged_attention.kernels_pallas._blocks import (
     cannot_run,
     compiler_params,
     expect_sizes,
-    in_pieces,
+    in_powers_of_2,
     item_size,
     next_power_of_2,
     round_up,
 )
-from ragged_attention.kernels_pallas._new_rows import new_rows, sent_once, slots, too_many_slots
+from ragged_attention.kernels_pallas._new_rows import last_writes, new_rows, slots, too_many_slots
 
 RUN = 8  # tokens that may share a copy
-SKIP, FIRST_RUN = -1, -2  # codes of `codes_of`: a token without a slot, and the first of those that start a run
+SKIP, FIRST_RUN = -1, -2  # see `codes_of`: SKIP marks a token without a slot, FIRST_RUN or less the start of a run
 FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})
 
 
@@ -60,7 +60,7 @@ def why_not(call: WriteKvPages) -> str | None:
 
 
 def row_bytes(call: Any) -> int:
-    """The bytes that a token takes in VMEM, which pads rows to tiles of 32 bytes by 128 lanes."""
+    """Bytes that a token takes in VMEM, where rows are padded to tiles of 32 bytes by 128 lanes."""
     size = item_size(call.k_pages_like)
     heads = [2 * call.num_kv_heads] if call.combined else [call.num_kv_heads] * 2
     dims = [call.head_dim] if call.combined else [call.head_dim, call.v_head_dim]
@@ -77,21 +77,21 @@ def heuristic(call: Any) -> Tile:
 def codes_of(slots: jax.Array, block: int, run: int) -> jax.Array:
     """The action at each token, i32 [blocks, 1, block]: its slot, SKIP, or FIRST_RUN - slot.
 
-    The last copies the token and its `run - 1` successors at once. Several blocks may write the same slot, since they
-    run one after another.
+    `FIRST_RUN - slot` is for a token that shares a copy with the `run - 1` tokens after it. Several blocks may write to
+    the same slot, because they run one after another.
     """
-    slots = sent_once(slots, block)
-    starts = block - run + 1
-    whole = slots[:, :starts] >= 0
+    slots = last_writes(slots, block)
+    count = block - run + 1
+    starts_run = slots[:, :count] >= 0
     for i in range(1, run):
-        whole &= slots[:, i : i + starts] == slots[:, :starts] + i
-    whole = jnp.pad(whole, ((0, 0), (0, run - 1)))
-    return jnp.where(whole, FIRST_RUN - slots, slots)[:, None, :]
+        starts_run &= slots[:, i : i + count] == slots[:, :count] + i
+    starts_run = jnp.pad(starts_run, ((0, 0), (0, run - 1)))
+    return jnp.where(starts_run, FIRST_RUN - slots, slots)[:, None, :]
 
 
-def kernel(codes: Any, rows: Any, given: Any, pages: Any, semaphores: Any, *, run: int) -> None:
+def kernel(codes: Any, rows: Any, initial: Any, pages: Any, semaphores: Any, *, run: int) -> None:
     """Write one block of tokens from `rows` in VMEM to `pages` [P * G, ...] in HBM, with one semaphore per array."""
-    del given  # aliases `pages`
+    del initial  # aliases `pages`
     block = codes.shape[-1]
 
     def copy(token: Any, slot: Any, size: int) -> None:
@@ -103,29 +103,22 @@ def kernel(codes: Any, rows: Any, given: Any, pages: Any, semaphores: Any, *, ru
         token, copied = state
         code = codes[0, 0, token]
         is_run = code <= FIRST_RUN
-
-        @pl.when(is_run)
-        def _() -> None:
-            copy(token, FIRST_RUN - code, run)
-
-        @pl.when(code >= 0)
-        def _() -> None:
-            copy(token, code, 1)
-
+        pl.when(is_run)(lambda: copy(token, FIRST_RUN - code, run))
+        pl.when(code >= 0)(lambda: copy(token, code, 1))
         size = jnp.where(is_run, run, 1)
         return token + size, copied + jnp.where(code == SKIP, 0, size)
 
     def wait(_: Any, size: int) -> None:
         for i, row in enumerate(rows):
-            piece = row.at[pl.ds(0, size)]  # a semaphore counts bytes, no matter of which rows
-            pltpu.make_async_copy(piece, piece, semaphores.at[i]).wait()
+            some = row.at[pl.ds(0, size)]  # any rows will do, because a semaphore counts bytes
+            pltpu.make_async_copy(some, some, semaphores.at[i]).wait()
 
     _, copied = lax.while_loop(lambda state: state[0] < block, step, (jnp.int32(0), jnp.int32(0)))
-    in_pieces(copied, block, wait)
+    in_powers_of_2(copied, block, wait)
 
 
 def run(call: Any, tile: Tile, launch: Any) -> list[jax.Array]:
-    """The new pages, in the memory of the old ones if those are donated."""
+    """The new pages, which reuse the memory of the old ones if those are donated."""
     arrays = [call.kv_pages] if call.combined else list(call.kv_pages)
     if 0 in (call.num_tokens, call.num_pages):
         return arrays
@@ -152,4 +145,4 @@ def run(call: Any, tile: Tile, launch: Any) -> list[jax.Array]:
         compiler_params=compiler_params(tile.vmem_limit_bytes),
         name="write_kv_pages",
     )(codes, rows, flat)
-    return [pages.reshape(given.shape) for pages, given in zip(written, arrays, strict=True)]
+    return [pages.reshape(old.shape) for pages, old in zip(written, arrays, strict=True)]

@@ -1,9 +1,9 @@
 """Writing this step's latent rows into the cache on TPUs: groups of rows are fetched, changed and copied back.
 
 Rows of 8 or 16 bits share 32-bit words with their neighbours, so a copy moves at least one group of rows that share
-words. Before the kernel runs, XLA lists the groups that the step changes, each once, and builds their new words. The
-grid is over blocks of groups. The kernel fetches the groups of a block, all at once, changes their words and copies
-them back. No group is listed twice, so copies of different blocks cannot touch the same memory.
+words. Before the kernel runs, XLA lists the groups that the step changes, each once, and builds their new words. Each
+grid step fetches all groups of a block together, changes their words and copies them back. No group is listed twice,
+so copies of different blocks cannot touch the same memory.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from ragged_attention.kernels_pallas._blocks import (
     cannot_run,
     compiler_params,
     expect_sizes,
-    in_pieces,
+    in_powers_of_2,
     next_power_of_2,
     round_up,
 )
@@ -74,7 +74,7 @@ def heuristic(call: Any) -> Tile:
 
 
 def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
-    """The new cache, in the memory of the old one if that is donated."""
+    """The new cache, which reuses the memory of the old one if that is donated."""
     if 0 in (call.num_tokens, *call.cache.shape):
         return call.cache
     words = words_of(call.cache)
@@ -96,14 +96,14 @@ def changed_groups(rows: jax.Array, packing: int) -> tuple[jax.Array, jax.Array]
     """The groups of `packing` rows that change, i32 [N], and the new row for each of their rows, i32 [N, packing].
 
     `rows` [N] has the cache row of each new row, or -1. Each group is listed once, in ascending order; the rest of the
-    list is -1. A row that gets several new rows keeps the last of them; one that gets none has -1.
+    list is -1. Of several new rows for the same cache row, the last is listed; a cache row without a new row has -1.
     """
     count = len(rows)
     order = jnp.argsort(jnp.where(rows >= 0, rows, LARGEST_INT), stable=True).astype(jnp.int32)
     rows = rows[order]
     group = jnp.where(rows >= 0, rows // packing, -1)
-    is_first = (group >= 0) & (group != jnp.roll(group, 1)).at[0].set(True)  # of its group
-    is_last = (rows >= 0) & (rows != jnp.roll(rows, -1)).at[-1].set(True)  # of those that go to one row
+    is_first = (group >= 0) & (group != jnp.roll(group, 1)).at[0].set(True)  # the first new row of its group
+    is_last = (rows >= 0) & (rows != jnp.roll(rows, -1)).at[-1].set(True)  # the last new row of its cache row
     place = jnp.cumsum(is_first.astype(jnp.int32)) - 1
     groups = jnp.full(count, -1, jnp.int32).at[jnp.where(is_first, place, count)].set(group, mode="drop")
     sources = jnp.full((count, packing), -1, jnp.int32)
@@ -111,7 +111,7 @@ def changed_groups(rows: jax.Array, packing: int) -> tuple[jax.Array, jax.Array]
 
 
 def new_words(bits: jax.Array, sources: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Each group's words [N, 1, columns], with zeros for unchanged rows, and a mask of the bits to keep [N, 1, 1]."""
+    """The words of each group [N, 1, columns], with zeros for unchanged rows, and a mask of bits to keep [N, 1, 1]."""
     width = bits.dtype.itemsize * 8
     words, kept = jnp.zeros((len(sources), bits.shape[1]), jnp.uint32), jnp.zeros(len(sources), jnp.uint32)
     for row in range(sources.shape[1]):
@@ -122,32 +122,28 @@ def new_words(bits: jax.Array, sources: jax.Array) -> tuple[jax.Array, jax.Array
     return words[:, None], kept[:, None, None]
 
 
-def kernel(groups: Any, new: Any, kept: Any, given: Any, cache: Any, buffer: Any, arrived: Any, left: Any) -> None:
-    """Change one block of groups. `groups` lists their numbers, then -1; `new` and `kept` are as in `new_words`."""
-    del given  # aliases `cache`
+def kernel(groups: Any, new: Any, kept: Any, initial: Any, cache: Any, buffer: Any, fetched: Any, stored: Any) -> None:
+    """Change one block of groups. `groups` lists their numbers, then -1; `new` and `kept` are those of `new_words`."""
+    del initial  # aliases `cache`
     block = groups.shape[-1]
 
-    def begin(semaphore: Any, *, fetching: bool) -> Any:
-        """Start all copies, and return their number."""
+    def move(semaphore: Any, *, fetching: bool) -> None:
+        """Copy all groups from the cache to the buffer, or back."""
 
-        def step(index: Any) -> Any:
-            ours, theirs = buffer.at[pl.ds(index, 1)], cache.at[pl.ds(groups[0, 0, index], 1)]
-            source, target = (theirs, ours) if fetching else (ours, theirs)
+        def start(index: Any) -> Any:
+            local, remote = buffer.at[pl.ds(index, 1)], cache.at[pl.ds(groups[0, 0, index], 1)]
+            source, target = (remote, local) if fetching else (local, remote)
             pltpu.make_async_copy(source, target, semaphore).start()
             return index + 1
 
-        return lax.while_loop(
-            lambda index: (index < block) & (groups[0, 0, jnp.minimum(index, block - 1)] >= 0), step, 0
+        def wait(_: Any, size: int) -> None:
+            some = buffer.at[pl.ds(0, size)]  # any groups will do, because a semaphore counts bytes
+            pltpu.make_async_copy(some, some, semaphore).wait()
+
+        count = lax.while_loop(
+            lambda index: (index < block) & (groups[0, 0, jnp.minimum(index, block - 1)] >= 0), start, 0
         )
-
-    def wait(semaphore: Any) -> Any:
-        def some(_: Any, size: int) -> None:
-            piece = buffer.at[pl.ds(0, size)]  # a semaphore counts bytes, no matter of which rows
-            pltpu.make_async_copy(piece, piece, semaphore).wait()
-
-        return some
-
-    in_pieces(begin(arrived, fetching=True), block, wait(arrived))
+        in_powers_of_2(count, block, wait)
 
     def change(chunk: Any, _: Any) -> Any:
         some = pl.ds(chunk * CHUNK, CHUNK)
@@ -155,8 +151,9 @@ def kernel(groups: Any, new: Any, kept: Any, given: Any, cache: Any, buffer: Any
         buffer[some] = pltpu.bitcast((words & kept[some]) | new[some], buffer.dtype)
         return _
 
+    move(fetched, fetching=True)
     lax.fori_loop(0, block // CHUNK, change, 0)
-    in_pieces(begin(left, fetching=False), block, wait(left))
+    move(stored, fetching=False)
 
 
 def write_groups(cache: jax.Array, groups: jax.Array, new: jax.Array, kept: jax.Array, limit: int) -> jax.Array:
@@ -175,11 +172,7 @@ def write_groups(cache: jax.Array, groups: jax.Array, new: jax.Array, kept: jax.
         ],
         out_specs=anywhere,
         out_shape=jax.ShapeDtypeStruct(cache.shape, cache.dtype),
-        scratch_shapes=[
-            pltpu.VMEM((block, packing, width), cache.dtype),
-            pltpu.SemaphoreType.DMA,
-            pltpu.SemaphoreType.DMA,
-        ],
+        scratch_shapes=[pltpu.VMEM((block, packing, width), cache.dtype), *[pltpu.SemaphoreType.DMA] * 2],
         input_output_aliases={3: 0},
         compiler_params=compiler_params(limit),
         name="write_mla_cache",

@@ -290,7 +290,7 @@ def judge(mutant: Mutant, folder: Path, flags: tuple[str, ...], modes: Sequence[
     _native.emulation = lambda *_: built
     known = {str(check): check for check in checks()}
     if mutant.kind in FP8:
-        _latent.NARROW, _latent.LISTS_OF[_abi.FP8_V32] = {}, _native.Native(FP8[mutant.kind])
+        _latent.NARROW, _latent.LIST_FUNCTIONS[_abi.FP8_V32] = {}, _native.Native(FP8[mutant.kind])
     for mode in modes:
         for name in CHECKS[mutant.kind][:most]:
             verdict = verdicts.verdict_of(EmulatedRunner(framework="torch", mode=mode), known[name], 10)

@@ -58,7 +58,8 @@ MUTANTS = {
         "paged_attention", "s = jnp.where(seen, s, -jnp.inf)", "s = s", "eager", (f"{PAGED}lengths of every kind",)
     ),
     "the window of a chunk is one key wider": Mutant(
-        "prefill_attention", "column > own - plan.window", "column >= own - plan.window", "eager", (f"{CHUNK}window",)
+        "prefill_attention", "column > query - plan.window", "column >= query - plan.window", "eager",
+        (f"{CHUNK}window",),
     ),
     "both buffers of latents have one semaphore": Mutant(
         "_latent", "arrived.at[slot]", "arrived.at[0]", "on_wait", (f"{LATENT}a long sequence",)
@@ -97,8 +98,9 @@ MUTANTS = {
         (f"{LATENT_WRITE}fp8_v32, float32",),
     ),
     "groups of rows are changed before they are there": Mutant(
-        "write_mla_cache", "fetching=True), block, wait(arrived))",
-        "fetching=True), block, lambda _, size: None)", "on_wait", (f"{LATENT_WRITE}fp8_v32, float32",),
+        "write_mla_cache", "in_powers_of_2(count, block, wait)",
+        "in_powers_of_2(count, block, (lambda _, size: None) if fetching else wait)", "on_wait",
+        (f"{LATENT_WRITE}fp8_v32, float32",),
     ),
     "written rows are not waited for": Mutant(
         "write_kv_pages", "semaphores.at[i]).wait()", "semaphores.at[i])", "on_wait", (f"{WRITE}by slots: int8",)

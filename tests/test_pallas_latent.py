@@ -156,16 +156,16 @@ def test_more_rows_than_int32_counts_are_refused() -> None:
 def test_a_table_may_list_more_positions_than_int32_counts() -> None:
     """Its last pages are never reached: no position of theirs wraps around to a small one."""
     cache, table = jnp.zeros((1, 2**20, 1, 8)), jnp.zeros((1, 2**11 + 1), jnp.int32)
-    pieces = _latent.whole_pages(cache, table, jnp.array([300], jnp.int32), unit=256).pieces
+    pieces = _latent.whole_pages(cache, table, jnp.array([300], jnp.int32), piece_rows=256).pieces
     assert pieces.shape == (1, (2**11 + 1) * 2**12)
     assert int((pieces >= 0).sum()) == 2
 
 
 def test_pages_are_fetched_in_pieces_that_are_whole_words() -> None:
     sizes = (1, 2, 4, 48, 61, 64, 1024)
-    assert [_latent.unit_of(size, jnp.bfloat16) for size in sizes] == [None, 2, 4, 16, None, 64, 256]
-    assert [_latent.unit_of(size, jnp.uint8) for size in sizes] == [None, None, 4, 16, None, 64, 256]
-    assert [_latent.unit_of(size, jnp.float32) for size in sizes] == [1, 2, 4, 16, 1, 64, 256]
+    assert [_latent.piece_rows_of(size, jnp.bfloat16) for size in sizes] == [None, 2, 4, 16, None, 64, 256]
+    assert [_latent.piece_rows_of(size, jnp.uint8) for size in sizes] == [None, None, 4, 16, None, 64, 256]
+    assert [_latent.piece_rows_of(size, jnp.float32) for size in sizes] == [1, 2, 4, 16, 1, 64, 256]
 
 
 def test_layouts_are_those_of_rows_that_share_words() -> None:

@@ -1,1 +1,1 @@
-"""Building the kernels and their emulation: finding the tools, the recipes, the cache of libraries."""
+"""Building the kernels and their emulation: a search for the tools, recipes, and a cache of libraries."""

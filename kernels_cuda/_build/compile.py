@@ -1,8 +1,8 @@
 """Builds the kernels, their emulation, the recorders of their launches and the library for XLA.
 
-A library is stored in ~/.cache/ragged_attention under a digest of everything that it is made of: sources, flags,
+A library is stored in ~/.cache/ragged_attention under a digest of everything from which it is made: sources, flags,
 architecture, and the releases of the compiler and of CUTLASS. A library built ahead of time may be in
-`kernels_cuda/prebuilt/`. Its name has the digest of sources and flags, so a library of other sources is never taken.
+`kernels_cuda/prebuilt/`. Its name has the digest of sources and flags, so a library of other sources is never used.
 """
 
 import concurrent.futures
@@ -36,36 +36,36 @@ UNITS = (
     "sm90/mla_decode_dense", "sm90/sparse_mla_prefill", "sm90/mla_decode_sparse_fp8",
     "sm90/mla_decode_sparse_fp8_narrow", "sm90/mla_decode_sparse_fp8_v4", "sm90/mla_decode_sparse_v41", "common",
 )  # fmt: skip
-EMULATOR = "emulator"  # the folder of the sources that are only for a CPU
+EMULATOR = "emulator"  # the folder of the sources that are compiled only for a CPU
 NVCC_FLAGS = (
     "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr",
     "--expt-extended-lambda", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DNDEBUG", "-lineinfo", "-Xptxas=--warn-on-spills",
     "-cudart", "static",
 )  # fmt: skip
-# PTX as text instead of machine code, so that it can be read out of the library.
+# These flags put PTX as text into the library, instead of machine code, so that it can be extracted.
 RECORDER_FLAGS = (
     "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=compute_90a", "--no-compress", "--expt-relaxed-constexpr",
     "--expt-extended-lambda", "-Xcompiler=-fPIC,-fvisibility=hidden", "-DNDEBUG", "-lineinfo", "-cudart", "none",
 )  # fmt: skip
-# CuTe reads fragments of registers through other types, and strict aliasing would turn them into zeros.
+# CuTe reads register fragments through pointers of other types, so with strict aliasing it would read zeros.
 EMULATION_FLAGS = (
     "-std=c++20", "-O2", "-fno-strict-aliasing", "-fPIC", "-fvisibility=hidden", "-w", "-DRA_EMULATE", "-DNDEBUG",
 )  # fmt: skip
 FFI_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden")
-SHOWN_LINES = 30  # of the output of a compiler that failed
+SHOWN_LINES = 30  # lines of a failed compiler's output in an error
 NO_CACHE = "no folder to store the CUDA kernels in: set HOME or XDG_CACHE_HOME"
-# The warnings of ptxas, C7510 and its neighbours, that it has serialised wgmma: each product waits for the previous one.
+# In these warnings, C7510 and others, ptxas says that it serialised wgmma: each product waits for the previous one.
 SERIALISED = r".*\(C75\d\d\).*"
-UNFINISHED = "building-"  # the prefix of the folders in which builds work
+UNFINISHED = "building-"  # the prefix of the folders in which libraries are built
 
-Progress = Callable[[int, int, str], None]  # steps done, all steps, the last or the next one in words
+Progress = Callable[[int, int, str], None]  # steps done, total steps, the name of the last or the next file
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a shared library is made: `compiler` with `-c` compiles each unit, then `linker` links all of them."""
+    """How a shared library is made: `compiler` with `-c` compiles each of the `units`, then `linker` links them."""
 
-    what: str
+    what: str  # a description of the library for messages
     name: str
     digest: str
     texts: tuple[Path, ...]  # the sources that the digest covers
@@ -93,7 +93,7 @@ def cache_folder() -> Path:
 
 
 def missing_to_store() -> str | None:
-    """Why there is no folder to store a built library in, or None."""
+    """Why a built library cannot be stored, or None."""
     try:
         cache_folder()
     except BackendMissing as error:
@@ -111,7 +111,7 @@ def digest_of(*parts: object) -> str:
 
 
 def kernels_recipe() -> Recipe:
-    """The recipe of the kernels, which nvcc compiles. Raises `BackendMissing` if a tool is missing."""
+    """The recipe of the kernels. Raises `BackendMissing` if a tool is missing."""
     nvcc, include = _nvcc()
     texts = _kernel_texts()
     name = _kernels_name(texts)
@@ -131,7 +131,7 @@ def kernels_recipe() -> Recipe:
 
 
 def _kernels_name(texts: Sequence[Path]) -> str:
-    """The kernels' file name, which identifies sources and flags but not the compiler."""
+    """The kernels' file name, which depends on sources and flags but not on the compiler."""
     return f"libragged_attention_cuda-{digest_of(*NVCC_FLAGS, *texts)}.so"
 
 
@@ -144,7 +144,7 @@ def _texts(sources: Path) -> list[Path]:
 
 
 def _nvcc() -> tuple[toolchain.Nvcc, Path]:
-    """nvcc, and the folder of the CUTLASS headers."""
+    """nvcc and the folder of the CUTLASS headers. Raises `BackendMissing`."""
     nvcc, include = toolchain.nvcc(), toolchain.cutlass()
     if (reason := toolchain.missing_to_compile()) or nvcc is None or include is None:
         raise BackendMissing(reason or f"{toolchain.nvcc_path()} does not run")
@@ -152,7 +152,7 @@ def _nvcc() -> tuple[toolchain.Nvcc, Path]:
 
 
 def _gxx() -> tuple[str, str]:
-    """g++ and its release."""
+    """g++ and its release. Raises `BackendMissing`."""
     path = toolchain.gxx()
     release = toolchain.gxx_release(path) if path else None
     if path is None or release is None:
@@ -177,16 +177,16 @@ def emulation_recipe(extra_flags: Sequence[str] = (), sources: Path = SOURCES) -
         name=name,
         digest=digest,
         texts=texts,
-        units=(*(sources / f"{unit}.cu" for unit in UNITS if unit != "common"), entry),  # which includes common.cu
+        units=(*(sources / f"{unit}.cu" for unit in UNITS if unit != "common"), entry),  # `entry` includes common.cu
         compiler=(gxx, *flags, *includes, "-x", "c++"),
         linker=(gxx, "-shared", *flags, "-pthread", f"-Wl,-soname,{name}"),
     )
 
 
 def recorder_recipe(unit: str) -> Recipe:
-    """The recipe of a recorder: one of `UNITS` as PTX, its host code linked with csrc/emulator/recorder.cc.
+    """The recipe of a recorder: one of `UNITS` as PTX, and its host code, linked with csrc/emulator/recorder.cc.
 
-    That replaces the CUDA runtime, so the functions of the C ABI work as on a GPU, up to the launch.
+    recorder.cc replaces the CUDA runtime, so the functions of the C ABI work as on a GPU, except that nothing is launched.
     """
     nvcc, include = _nvcc()
     texts = (*_kernel_texts(), SOURCES / EMULATOR / "recorder.cc")
@@ -198,7 +198,7 @@ def recorder_recipe(unit: str) -> Recipe:
         texts=texts,
         units=(SOURCES / f"{unit}.cu", texts[-1]),
         compiler=(nvcc.path, *RECORDER_FLAGS, f"-I{SOURCES}", f"-I{include}"),
-        # The library uses its own functions, even if the process has loaded a CUDA runtime; and no symbol may be missing.
+        # The library must use its own functions even if the process has loaded a CUDA runtime, and no symbol may be missing.
         linker=(nvcc.path, "-shared", *RECORDER_FLAGS, "-Xlinker", "-Bsymbolic,-z,defs"),
     )
 
@@ -206,8 +206,8 @@ def recorder_recipe(unit: str) -> Recipe:
 def ffi_recipe(jax_include: str, kernels: Path, emulated: bool = False) -> Recipe:
     """The recipe of the XLA FFI library over `kernels`, for the jaxlib whose headers are in `jax_include`.
 
-    Each jaxlib needs its own, because an older jaxlib cannot use a newer FFI. The library finds `kernels` by name, so they
-    must be loaded first.
+    Each jaxlib needs a library of its own, because an older jaxlib cannot use a newer FFI. The library finds `kernels` by
+    name, so they must be loaded first.
     """
     gxx, release = _gxx()
     interface = sorted(Path(jax_include, "xla", "ffi", "api").glob("*.h"))
@@ -228,7 +228,7 @@ def ffi_recipe(jax_include: str, kernels: Path, emulated: bool = False) -> Recip
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a library is as long as its ELF header says. A truncated one would crash the process that loads it."""
+    """Whether a library is as long as its ELF header says. A truncated library would crash the process that loads it."""
     try:
         with open(path, "rb") as file:
             header, size = file.read(64), os.fstat(file.fileno()).st_size
@@ -241,17 +241,18 @@ def is_whole(path: Path) -> bool:
 
 
 def build(recipe: Recipe, progress: Progress | None = None) -> Path:
-    """The recipe's library, from the cache or built now. A failure raises `BackendMissing` with the compiler's output."""
+    """The recipe's library, cached or built now. Raises `BackendMissing`, with the output of a compiler that failed."""
     try:
         caches.expect_trusted(recipe.path)
-        if is_whole(recipe.path):  # perhaps in a cache that root has filled, where we may not even take a lock
+        if is_whole(recipe.path):  # checked without a lock, which we may not take if the cache belongs to root
             return recipe.path
         caches.make_folder(recipe.path.parent)
         caches.expect_trusted(recipe.path)
         with _alone(recipe.path.parent) as alone:
             if not is_whole(recipe.path):
                 if alone:
-                    _clear(recipe.path.parent)
+                    for folder in recipe.path.parent.glob(f"{UNFINISHED}*"):  # left by builds that were killed
+                        shutil.rmtree(folder, ignore_errors=True)
                 _make(recipe, progress)
     except OSError as error:
         raise BackendMissing(f"the {recipe.what} cannot be stored in {cache_folder()}: {error}") from error
@@ -260,10 +261,10 @@ def build(recipe: Recipe, progress: Progress | None = None) -> Path:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
-    """Wait until no other process builds this library. Yields False if the file system has no locks, so none wait."""
-    import fcntl  # not on Windows, where nothing is built
+    """Wait until no other process builds in `folder`. Yields False without waiting if the file system has no locks."""
+    import fcntl  # does not exist on Windows, where nothing is built
 
-    # A lock needs no permission to write, and the file may be another user's.
+    # The file is opened for reading, which is enough for a lock, because it may be another user's.
     file = os.open(folder / "lock", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:
@@ -274,12 +275,6 @@ def _alone(folder: Path) -> Iterator[bool]:
             yield True
     finally:
         os.close(file)
-
-
-def _clear(folder: Path) -> None:
-    """Remove the files of builds that were killed."""
-    for path in folder.glob(f"{UNFINISHED}*"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _make(recipe: Recipe, progress: Progress | None) -> None:
@@ -308,14 +303,14 @@ def _make(recipe: Recipe, progress: Progress | None) -> None:
         run.later((*recipe.linker, "-o", str(linked), *map(str, objects), *recipe.libraries)).result()
         if digest_of(*recipe.texts) != recipe.as_read:
             raise BackendMissing(f"the sources of the {recipe.what} changed while they were compiled")
-        linked.chmod(linked.stat().st_mode & ~0o022)  # for any umask
+        linked.chmod(linked.stat().st_mode & ~0o022)  # others must not write to it, whatever the umask
         os.replace(linked, recipe.path)
     report(steps, recipe.name)
     logger.info("built the %s in %.0f s: %s", recipe.what, time.perf_counter() - start, recipe.path)
 
 
 class _Compilers:
-    """Runs a recipe's commands, one per core at a time. An exception, even by Ctrl-C, ends them all."""
+    """Runs a recipe's commands, at most one per core at a time. An exception, even Ctrl-C, ends them all."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._what, self._refused = recipe.what, recipe.refused
@@ -336,7 +331,7 @@ class _Compilers:
         self._pool.shutdown(cancel_futures=True)
 
     def later(self, command: Sequence[str]) -> concurrent.futures.Future[str]:
-        """The future of a command's output. It fails with the end of the output, or with a line that the recipe refuses."""
+        """The future of a command's output. Its `BackendMissing` has the end of the output, or a line that is refused."""
         return self._pool.submit(self._call, command)
 
     def _call(self, command: Sequence[str]) -> str:
@@ -357,13 +352,13 @@ class _Compilers:
             raise BackendMissing(
                 f"building the {self._what} failed with exit code {process.returncode}:\n{shlex.join(command)}\n{last}"
             )
-        if self._refused and (found := re.search(self._refused, printed)):
-            raise BackendMissing(f"building the {self._what} was given up, for the compiler said: {found[0].strip()}")
+        if self._refused and (match := re.search(self._refused, printed)):
+            raise BackendMissing(f"building the {self._what} was given up, for the compiler said: {match[0].strip()}")
         return printed
 
 
 def prebuilt() -> Path | None:
-    """The library that was built ahead of time from exactly these sources, or None."""
+    """The library that was built ahead of time from exactly the present sources, or None."""
     path = PREBUILT / _kernels_name(_kernel_texts())
     return path if is_whole(path) else None
 

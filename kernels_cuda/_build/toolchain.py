@@ -1,6 +1,6 @@
 """Finds the compilers and headers for building the kernels. Nothing here builds or raises.
 
-The search for nvcc has this order: $CUDACXX, $CUDA_HOME, the compiler from PyPI (extra `cuda-toolchain`), PATH,
+nvcc is searched for in this order: $CUDACXX, $CUDA_HOME, the compiler from PyPI (extra `cuda-toolchain`), PATH,
 /usr/local/cuda. CUTLASS consists of headers only, which are in the wheel `nvidia-cutlass` (extra `cuda`).
 """
 
@@ -13,22 +13,21 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 USUAL_HOME = Path("/usr/local/cuda")
-PYPI_HOME = "nvidia.cu13"  # the namespace package of the compiler's wheels, which together are a CUDA home
+PYPI_HOME = "nvidia.cu13"  # the namespace package of the compiler's wheels, which together form a CUDA home
 
 NO_NVCC = (
     "no nvcc in CUDACXX, CUDA_HOME, nvidia.cu13, PATH or /usr/local/cuda: set CUDA_HOME to a CUDA toolkit, or install "
     "ragged-attention[cuda-toolchain]"
 )
 NO_CUTLASS = "no CUTLASS headers: install ragged-attention[cuda] or nvidia-cutlass"
-LEAST_NVCC = (12, 8)  # the machine code of older releases has not been checked
+MIN_NVCC = (12, 8)  # the machine code of older releases has not been checked
 NO_GXX = "no g++ on PATH"
 NO_HEADERS = "no CUDA headers (cuda_runtime.h and cuda/std) beside nvcc or in nvidia.cu13"
 
-# jax for CUDA installs the first of these wheels only for its assembler, and pip may pick any release of the others.
+# jax for CUDA installs the first wheel alone, for its assembler, and pip may install any release of the others with it.
 WHEELS = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt")
 PARTS = ("nvvm/bin/cicc", "include/crt", "include/cccl", "include/cuda_runtime.h", "lib/libcudart_static.a")
 
@@ -45,8 +44,8 @@ class Nvcc:
     @property
     def number(self) -> tuple[int, int] | None:
         """The release as numbers, such as (13, 0); None if it cannot be parsed."""
-        found = re.search(r"release (\d+)\.(\d+)", self.release)
-        return (int(found[1]), int(found[2])) if found else None
+        match = re.search(r"release (\d+)\.(\d+)", self.release)
+        return (int(match[1]), int(match[2])) if match else None
 
 
 def missing_to_compile() -> str | None:
@@ -58,9 +57,9 @@ def missing_to_compile() -> str | None:
         return f"expected CUDACXX to name a compiler, got {wanted!r}"
     if nvcc_path() is None:
         return NO_NVCC
-    if (found := nvcc()) and (number := found.number) and number < LEAST_NVCC:
-        least, got = (".".join(map(str, release)) for release in (LEAST_NVCC, number))
-        return f"expected nvcc of release {least} or later, got {got} in {found.path}"
+    if (compiler := nvcc()) and (number := compiler.number) and number < MIN_NVCC:
+        least, got = (".".join(map(str, release)) for release in (MIN_NVCC, number))
+        return f"expected nvcc of release {least} or later, got {got} in {compiler.path}"
     return NO_GXX if gxx() is None else NO_CUTLASS if cutlass() is None else None
 
 
@@ -77,22 +76,14 @@ def _wrong_platform() -> str | None:
     return None if sys.platform == "linux" else f"the CUDA kernels are built on Linux, this is {sys.platform}"
 
 
-def nvcc_candidates() -> Iterator[tuple[str, str | None]]:
-    """Each place to search, in order, with its nvcc or None."""
-    environ = os.environ
-    yield "CUDACXX", _program(environ.get("CUDACXX"))
-    yield "CUDA_HOME", _program(environ.get("CUDA_HOME"), "bin", "nvcc")
-    yield PYPI_HOME, _program(_whole(pypi_home()), "bin", "nvcc")
-    yield "PATH", shutil.which("nvcc")
-    yield str(USUAL_HOME), _program(USUAL_HOME, "bin", "nvcc")
+def _nvcc_in(home: str | Path | None) -> str | None:
+    """The path of nvcc in a CUDA home, or None."""
+    return shutil.which(str(Path(home, "bin", "nvcc"))) if home else None
 
 
-def _program(*parts: str | Path | None) -> str | None:
-    return shutil.which(str(Path(*(part for part in parts if part)))) if parts[0] else None
-
-
-def _whole(home: Path | None) -> Path | None:
-    """The folder of the wheels if it has all parts of a compiler, in one release."""
+def _complete_wheels() -> Path | None:
+    """The folder of the wheels if it has all parts of a compiler, from the same release; otherwise None."""
+    home = pypi_home()
     if home is None or not all((home / part).exists() for part in PARTS):
         return None
     return home if len({_minor_release(wheel) for wheel in WHEELS}) == 1 else None
@@ -108,7 +99,14 @@ def _minor_release(distribution: str) -> str | None:
 
 def nvcc_path() -> str | None:
     """The path of the first nvcc found, or None."""
-    return next((path for _, path in nvcc_candidates() if path), None)
+    named = os.environ.get("CUDACXX")
+    return (
+        (shutil.which(named) if named else None)
+        or _nvcc_in(os.environ.get("CUDA_HOME"))
+        or _nvcc_in(_complete_wheels())
+        or shutil.which("nvcc")
+        or _nvcc_in(USUAL_HOME)
+    )
 
 
 def nvcc() -> Nvcc | None:
@@ -130,8 +128,8 @@ def _asked(path: str) -> Nvcc | None:
     # The wheels have the libraries in lib/, where nvcc's own profile does not look.
     libraries = [str(Path(top[1].strip(), "lib").resolve())] if top else []
     libraries = [folder for folder in libraries if Path(folder, "libcudart_static.a").is_file()]
-    found = re.search(r"release .*", release)
-    return Nvcc(path, found[0] if found else "unknown release", tuple(includes), tuple(libraries))
+    match = re.search(r"release .*", release)
+    return Nvcc(path, match[0] if match else "unknown release", tuple(includes), tuple(libraries))
 
 
 def _say(command: list[str]) -> str:
@@ -154,39 +152,36 @@ def gxx_release(path: str) -> str | None:
 
 def pypi_home() -> Path | None:
     """The folder into which the wheels of NVIDIA's compiler are installed, or None."""
+    return next(iter(_package_folders(PYPI_HOME)), None)
+
+
+def _package_folders(package: str) -> list[Path]:
+    """The folders of a package, which is not imported; none if it is not installed."""
     try:
-        found = importlib.util.find_spec(PYPI_HOME)
+        spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
-        return None
-    folders = list(found.submodule_search_locations or ()) if found else []
-    return Path(folders[0]) if folders else None
+        return []
+    return [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
 
 
 def cuda_headers() -> tuple[str, ...]:
-    """Include folders with the headers of CUDA and of its C++ library: those of nvcc, or of the wheels."""
+    """The include folders of CUDA and of its C++ library, which come with nvcc or with the wheels; () if there are none."""
     compiler, home = nvcc(), pypi_home()
     for folders in (compiler.includes if compiler else (), (str(home / "include"),) if home else ()):
-        beside = (str(Path(folder, "cccl")) for folder in folders if Path(folder, "cccl").is_dir())
-        searched = tuple(dict.fromkeys((*folders, *beside)))
-        if all(any(Path(folder, name).exists() for folder in searched) for name in ("cuda_runtime.h", "cuda/std")):
-            return searched
+        subfolders = (str(Path(folder, "cccl")) for folder in folders if Path(folder, "cccl").is_dir())
+        includes = tuple(dict.fromkeys((*folders, *subfolders)))
+        if all(any(Path(folder, name).exists() for folder in includes) for name in ("cuda_runtime.h", "cuda/std")):
+            return includes
     return ()
 
 
 def cutlass() -> Path | None:
     """The folder of the CUTLASS headers, or None. The wheel's Python code is slow to import, so it is not imported."""
-    try:
-        found = importlib.util.find_spec("cutlass_library")
-    except (ImportError, ValueError):
-        return None
-    for folder in (found.submodule_search_locations or ()) if found else ():
-        include = Path(folder, "source", "include")
-        if (include / "cute" / "tensor.hpp").is_file():
-            return include
-    return None
+    includes = (folder / "source" / "include" for folder in _package_folders("cutlass_library"))
+    return next((include for include in includes if (include / "cute" / "tensor.hpp").is_file()), None)
 
 
 def cutlass_release(include: Path) -> str:
-    """The release, such as 4.2.0, as the headers state it."""
+    """The release of CUTLASS that the headers state, such as 4.2.0."""
     text = (include / "cutlass" / "version.h").read_text()
     return ".".join(re.findall(r"#define CUTLASS_(?:MAJOR|MINOR|PATCH) (\d+)", text))
