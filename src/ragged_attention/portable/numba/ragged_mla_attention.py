@@ -4,13 +4,11 @@ from typing import Any
 
 from ragged_attention.calls import RaggedMlaAttention
 from ragged_attention.portable.numba import _latent_call
-from ragged_attention.portable.numba._call import why_not as why_not
-from ragged_attention.portable.numba._latent_call import KERNEL as KERNEL
-from ragged_attention.portable.numba._latent_call import Tile as Tile
-from ragged_attention.portable.numba._latent_call import heuristic as heuristic
-from ragged_attention.portable.numba._latent_call import invariant_tile as invariant_tile
+from ragged_attention.portable.numba._call import why_not
+from ragged_attention.portable.numba._latent_call import KERNEL, Tile, heuristic, invariant_tile
 from ragged_attention.portable.numba._sequences import most_sequences
 
+__all__ = ["FEATURES", "KERNEL", "Tile", "heuristic", "invariant_tile", "run", "why_not"]
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
     "cache_format", "cache_layout", "out_dtype",

@@ -16,7 +16,7 @@ from ragged_attention.portable.numba._formats import narrow, size_of
 from ragged_attention.portable.numba._gradients import differentiate, new_tile, read_row, sink_gradient, tile_at
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent import length_of
-from ragged_attention.portable.numba._latent_call import Blocks
+from ragged_attention.portable.numba._latent_call import Blocks as Tile
 from ragged_attention.portable.numba._products import ROWS, mix, scores
 from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs, up_to
 from ragged_attention.portable.numba._tiles import read_rows
@@ -185,15 +185,14 @@ def work(address):
 
 
 KERNEL = Kernel("sparse_mla_prefill_backward", FIELDS, plan, work)
-Tile = Blocks
 
 
-def heuristic(call: SparseMlaPrefillBackward) -> Blocks:
+def heuristic(call: SparseMlaPrefillBackward) -> Tile:
     del call
-    return Blocks(block_rows=32, block_kv=32)
+    return Tile(block_rows=32, block_kv=32)
 
 
-def run(call: SparseMlaPrefillBackward, tile: Blocks, launch: Any) -> tuple[Any, ...]:
+def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> tuple[Any, ...]:
     axes = {"kv": "page slot head" if len(call.kv.shape) == 4 else "page head"}
     numbers = {"head_dim": call.d_qk, "v_head_dim": call.d_v}
     return tuple(KERNEL.launch(launch, call, tile, {}, numbers, axes=axes).values())
