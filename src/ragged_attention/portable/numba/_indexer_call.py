@@ -1,4 +1,4 @@
-"""How calls of the indexer's logits and of their top-k become records of `_indexer`'s kernel."""
+"""Turns calls of `indexer_logits` and `indexer_topk` into records of `_indexer`'s kernel."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ FEATURES_OF_LOGITS = frozenset({
 
 
 def heuristic(call: IndexerLogits | IndexerTopk) -> Tile:
-    """A tile with enough tokens that reading keys costs little beside the products, and with few rows of logits."""
+    """A tile with few rows of logits, but enough tokens that reading keys costs little compared with the products."""
     del call
     return Tile(block_q=8, block_kv=64)
 
@@ -31,8 +31,8 @@ def run(call: IndexerLogits | IndexerTopk, tile: Tile, launch: Any) -> Any:
         "layout": _sequences.PACKED, "num_pages": 1, "max_num_seqs": 1, "capacity": 0,
     }  # fmt: skip
     if call.paged:  # packed keys are one page, and all tokens are one sequence
-        most = _sequences.most_sequences(call, call.kv_lens.shape[0])
-        numbers |= {"num_pages": keys.shape[0], "max_num_seqs": most, "capacity": call.token_capacity}
+        max_num_seqs = _sequences.max_sequences(call, call.kv_lens.shape[0])
+        numbers |= {"num_pages": keys.shape[0], "max_num_seqs": max_num_seqs, "capacity": call.token_capacity}
     if call.bytes:  # the rows of a page follow one another, and so do its scales
         numbers |= {"keys_slot_stride": call.head_dim, "key_scale_slot_stride": 1}
     name = "logits"
