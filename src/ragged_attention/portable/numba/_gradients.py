@@ -21,6 +21,7 @@ from ragged_attention.portable.numba._vectors import (
     fill,
     float_at,
     fma,
+    inlined,
     int_at,
     load,
     set_float,
@@ -124,7 +125,7 @@ def differentiate(tile, row, left, right, count, scale, soft_cap):
         fill(products, right, whole, np.float32(0))
 
 
-@compiled
+@inlined
 def differentiate_rows(call, tile, rows, first, offset, count, soft_cap):
     """Compute `s`, the weights of the tile's rows for `count` keys, and `d_s`, the gradients of these logits.
 
