@@ -270,7 +270,7 @@ def size_of(code):
 
 
 def by_code(functions: Sequence[Any], first: int = 0) -> Any:
-    """A function that calls one of `functions`: its first argument is a format's code, and they have `first`, ... ."""
+    """A function whose first argument, a format's code, selects one of `functions`; the first has the code `first`."""
     function, *others = functions
     if not others:
 
@@ -404,7 +404,7 @@ _pair_e5m2 = _pairs_by_table(
 
 @function_of(types.none, types.int64, types.int64, types.int64, types.int64)
 def pairs_of_four_e4m3(builder: Any, source: Any, index: Any, target: Any, stride: Any) -> None:
-    """Decode a vector of words of four e4m3 codes into pairs: bytes 0 and 1, then, `stride` further, bytes 2 and 3."""
+    """Decode words of four e4m3 codes into two vectors of pairs, bytes 0 and 1, and 2 and 3, `stride` floats apart."""
     kind = ir.VectorType(I8, 4 * LANES)
     codes = load_aligned(builder, element(builder, source, index, F32), kind, 4)
     for half in range(2):
@@ -448,7 +448,7 @@ def number_at(code, source, index):
 
 @inlined
 def scale_of(array, code, stride, number, head):
-    """A KV head's scale: from `array`, the address of one or more scales of format `code`, or `number` if it is 0."""
+    """A KV head's scale: `number` if `array` is 0, else an element of the array at this address, of format `code`."""
     return number_at(code, array, head * stride) if array else np.float32(number)
 
 

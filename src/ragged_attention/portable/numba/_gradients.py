@@ -127,7 +127,7 @@ def differentiate(tile, row, left, right, count, scale, soft_cap):
 
 @inlined
 def differentiate_rows(call, tile, rows, first, offset, count, soft_cap):
-    """Compute `s`, the weights of the tile's rows for `count` keys, and `d_s`, the gradients of these logits.
+    """Compute the weights `s` and the gradients of logits `d_s` of the tile's rows for `count` of its keys.
 
     The first of these keys is key `offset` of the tile, at position `first`.
     """

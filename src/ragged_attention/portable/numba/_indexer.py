@@ -379,7 +379,7 @@ score_of_pairs = _score_of(fma_pairs) if PAIRS else score
 
 @compiled
 def finish(call, tile, first, last, holes):
-    """Finish the logits of a tile's keys [first, last); for a top-k, turn them into integers in the same order."""
+    """Apply scales and `holes` to the logits of a tile's keys [first, last); for a top-k, convert them by `ordered`."""
     if call.in_bytes or call.key_scale:
         for key in range(first, last, LANES):
             store(tile.s, key, load(tile.s, key) * load(tile.scales, key))
@@ -432,7 +432,7 @@ def score_keys(call, tile, unit, rows):
 
 @compiled
 def clear_unseen(call, tile, unit):
-    """Write the logits of a unit's columns that its tokens do not see."""
+    """Write minus infinity to the columns of a unit that its tokens do not see."""
     seq, first = unit.seq, unit.first
     low, high = unit.low, min(unit.high, call.columns)
     _, stop = tokens_of(call, seq)

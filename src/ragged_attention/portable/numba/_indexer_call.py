@@ -9,7 +9,7 @@ from ragged_attention.portable.numba._formats import CODES
 from ragged_attention.portable.numba._kernels import Kernel
 
 KERNEL = Kernel("indexer", _indexer.FIELDS, _indexer.plan, _indexer.work)
-FEATURES_OF_LOGITS = frozenset({
+LOGITS_FEATURES = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
 })  # fmt: skip
 

@@ -18,16 +18,7 @@ from ragged_attention.portable.numba._latent_rows import ROWS, place_of, read_la
 from ragged_attention.portable.numba._records import Fields, record_in, stride_names
 from ragged_attention.portable.numba._sequences import gaps_by, num_sequences, packed_queries_of, within
 from ragged_attention.portable.numba._softmax import LN2, LOG2E
-from ragged_attention.portable.numba._vectors import (
-    compiled,
-    float_at,
-    inlined,
-    int32_at,
-    pasted,
-    prefetch,
-    set_float,
-    set_int,
-)
+from ragged_attention.portable.numba._vectors import compiled, float_at, inlined, int32_at, prefetch, set_float, set_int
 
 FIELDS = Fields(
     operands=("q", "kv", "extra_kv", "lists", "extra_lists", "lens", "extra_lens", "cu_q_lens", "num_seqs", "sinks",
@@ -211,7 +202,7 @@ def list_next(call, tile, unit, head, first, count, length):
     return holes
 
 
-@pasted
+@inlined
 def read_keys(call, tile, num_first, count):
     """Read `count` rows, the first `num_first` of them from the first cache.
 

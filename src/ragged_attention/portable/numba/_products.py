@@ -99,9 +99,9 @@ def times_number(fma):
 
 
 def _mix_of(fma):
-    """A function for out[rows, columns] += p[rows, keys] @ v[keys, columns], or = if `fresh`; `fma` as for scores.
+    """A function for out[rows, columns] += p[rows, keys] @ v[keys, columns], or = if `fresh`.
 
-    `p` has two strides, the others a row width. Columns are computed COLUMNS at a time.
+    `fma` is that of `_scores_of`. `p` has two strides, the others a row width. Columns are computed COLUMNS at a time.
     """
     add = times_number(fma)
 

@@ -64,7 +64,7 @@ def record_at(names: Sequence[str], floats: Sequence[str] = ()) -> Any:
 
 
 def record_in(names: Sequence[str], prefix: str) -> Any:
-    """An intrinsic that returns, of a call's record, the consecutive fields `prefix` + each of `names` as a record."""
+    """An intrinsic that returns a part of a call's record: the consecutive fields `prefix` + name, for all `names`."""
     inner = numba.from_dtype(layout_of(names))
 
     @intrinsic

@@ -95,7 +95,7 @@ def threshold_of(values, count, top_k, bins):
 
 @compiled
 def select(values, count, top_k, first, positions, target, scratch):
-    """Write the positions of the `top_k` largest of a row of ordered numbers in ascending order, then -1.
+    """Write the positions of the `top_k` largest numbers of an `ordered` row, in ascending order, then -1.
 
     The position of number i is `first` + i, or entry i of `positions`. Of equal numbers the last ones are selected.
     """

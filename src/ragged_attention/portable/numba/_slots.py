@@ -60,7 +60,7 @@ def write_tokens(address, call, size, write):
 
 
 def numbers_of(call: WriteKvPages | WriteMlaCache | WriteIndexerCache) -> dict[str, int]:
-    """Those of NUMBERS that are not properties of the call."""
+    """The NUMBERS that are not properties of the call."""
     if call.slot_mapping is not None:
         return {"wide_slots": dtype_name(call.slot_mapping) == "int64", "capacity": 0}
     num_rows, pages_per_seq = call.page_indices.shape

@@ -12,16 +12,7 @@ from ragged_attention.portable.numba._formats import narrow, size_of
 from ragged_attention.portable.numba._records import NO_MEMORY, programs, record_at
 from ragged_attention.portable.numba._softmax import NOTHING, log_sum_exp, power, scale_row, weight_of_sink
 from ragged_attention.portable.numba._tiles import begin, new_tile, tile_at
-from ragged_attention.portable.numba._vectors import (
-    add_to,
-    allocate,
-    compiled,
-    fill,
-    float_at,
-    inlined,
-    set_float,
-    zero,
-)
+from ragged_attention.portable.numba._vectors import add_to, allocate, compiled, fill, float_at, set_float, zero
 
 SPLITS = ("units", "num_units", "work", "partials", "num_partials", "counters", "partial_size")  # fields of the plan
 UNIT = ("seq", "token", "first", "last", "low", "high", "split", "num_splits", "partial")  # one split of a block
@@ -100,7 +91,7 @@ def lister(divide, sizes_of, unit_bytes):
 def planner(divide):
     """A function that lists the units of an attention call and returns the number of programs, or NO_MEMORY."""
 
-    @inlined
+    @compiled
     def sizes_of(call):
         counters = call.num_partials * call.num_kv_heads
         return counters, counters * call.partial_size

@@ -455,3 +455,10 @@ def fill(address, first, stop, value):
     """Set the floats [first, stop)."""
     for index in range(first, stop):
         set_float(address, index, value)
+
+
+@compiled
+def add_row(target, source, count):
+    """Add a row of `count` floats, in whole vectors, to another."""
+    for index in range(0, count, LANES):
+        store(target, index, load(target, index) + load(source, index))

@@ -20,17 +20,7 @@ from ragged_attention.portable.numba._latent_call import Blocks as Tile
 from ragged_attention.portable.numba._products import ROWS, mix
 from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs, up_to
 from ragged_attention.portable.numba._tiles import read_rows
-from ragged_attention.portable.numba._vectors import (
-    LANES,
-    allocate,
-    compiled,
-    int32_at,
-    int_at,
-    load,
-    set_int,
-    store,
-    zero,
-)
+from ragged_attention.portable.numba._vectors import LANES, add_row, allocate, compiled, int32_at, int_at, set_int, zero
 
 FIELDS = Fields(
     operands=("d_out", "q", "kv", "indices", "out", "lse", "d_lse", "sinks", "topk_lens"),
@@ -121,8 +111,7 @@ def add_rows(call, tile, head, count):
     width = up_to(call.head_dim, LANES)
     for key in range(count):
         row = call.sums + 4 * (int_at(tile.slots, key) * call.num_kv_heads + head) * width
-        for column in range(0, width, LANES):
-            store(row, column, load(row, column) + load(tile.dk, key * tile.width + column))
+        add_row(row, tile.dk + 4 * key * tile.width, width)
 
 
 @compiled

@@ -18,18 +18,7 @@ from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix
 from ragged_attention.portable.numba._records import NO_MEMORY, Fields, mark_failed, programs, record_at, up_to
 from ragged_attention.portable.numba._sequences import PACKED, first_key_of, kv_len_of, queries_of, within
 from ragged_attention.portable.numba._splits import lister, splits_of
-from ragged_attention.portable.numba._vectors import (
-    LANES,
-    add_to,
-    allocate,
-    compiled,
-    inlined,
-    load,
-    release,
-    set_int,
-    store,
-    zero,
-)
+from ragged_attention.portable.numba._vectors import LANES, add_row, add_to, allocate, compiled, release, set_int, zero
 
 FIELDS = Fields(
     operands=("d_out", "q", "k", "v", "out", "lse", "cu_q_lens", "cu_kv_lens", "d_lse", "sinks"),
@@ -108,7 +97,7 @@ def clear_unowned(call):
     clear(call.dv, kv_done if ascending else 0, call.num_kv_tokens, v_size)
 
 
-@inlined
+@compiled
 def sizes_of(call):
     return call.num_splits * call.num_kv_heads, call.partial_size * call.num_kv_heads
 
@@ -129,7 +118,7 @@ def plan(address):
 # ---- one program
 
 
-@inlined
+@compiled
 def tokens_seeing(call, q_len, kv_len, first, stop):
     """The range of a sequence's queries that see any of the keys [first, stop)."""
     first_new = kv_len - q_len
@@ -242,8 +231,7 @@ def program(call, tile, index):
         release(dq)
     elif add_to(call.counters + 8 * (unit.counter * call.num_kv_heads + head), 1) == num_splits - 1:
         for other in range(1, num_splits):
-            for column in range(0, count, LANES):
-                store(partials, column, load(partials, column) + load(partials + 4 * other * count, column))
+            add_row(partials, partials + 4 * other * count, count)
         write_query_gradients(call, tile, seq, head, partials)
     return True
 
