@@ -30,7 +30,7 @@ def run(call: IndexerLogits | IndexerTopk, tile: Tile, launch: Any) -> Any:
         "key_format": CODES[call.key_dtype], "in_bytes": call.bytes, "packed": not call.paged,
         "layout": _sequences.PACKED, "num_pages": 1, "max_num_seqs": 1, "capacity": 0,
     }  # fmt: skip
-    if call.paged:  # packed keys are one page, and all tokens are one sequence
+    if call.paged:  # packed keys are treated as one page and one sequence
         max_num_seqs = _sequences.max_sequences(call, call.kv_lens.shape[0])
         numbers |= {"num_pages": keys.shape[0], "max_num_seqs": max_num_seqs, "capacity": call.token_capacity}
     if call.bytes:  # the rows of a page follow one another, and so do its scales

@@ -2,10 +2,10 @@
 
 A tile is a record, followed by the buffers whose addresses it holds. Queries, keys, values and results are float32 in
 rows of whole vectors, and the number of rows is a multiple of ROWS. In a `paired` tile queries, keys, values and
-weights are bfloat16, two to a 32-bit place. A query or key has columns d and d + half in a place, or two adjacent
-columns if keys are multiplied in the cache; a value has one column of two keys. If few keys have most of a row's
-weight, rounding their weights to bfloat16 would show in the result. The rounding errors of such rows, which `uneven`
-counts, are therefore kept in `lost` and multiplied too. Each row sees the keys at the positions [left, right).
+weights are bfloat16, two to a 32-bit place. A query's or key's place holds columns d and d + half, or two
+adjacent columns if keys are multiplied in the cache; a value's place holds one column of two keys. If few keys have
+most of a row's weight, rounding their weights to bfloat16 would show in the result. The rounding errors of such rows,
+which `uneven` counts, are therefore kept in `lost` and multiplied too. Each row sees the positions [left, right).
 """
 
 from ragged_attention.portable.numba import _formats
@@ -67,7 +67,7 @@ def new_tile(rows, keys, width, columns, latent, paired):
 
 @compiled
 def begin(tile, rows):
-    """Reset the state of `rows` rows, and of those that pad them to a multiple of ROWS, whose queries are 0."""
+    """Reset the state of `rows` rows, and of those that pad them to a multiple of ROWS, whose queries become 0."""
     whole = up_to(rows, ROWS)
     zero(tile.q + 4 * rows * tile.width, 4 * (whole - rows) * tile.width)
     zero(tile.out, 4 * whole * tile.columns)
@@ -80,7 +80,7 @@ def begin(tile, rows):
 
 @pasted
 def read_query(tile, row, code, source, columns, in_place):
-    """Read one query, with its columns in the keys' order: keys that are multiplied `in_place` keep the cache's."""
+    """Read one query; if keys are multiplied `in_place`, its columns keep their order, as the keys' do."""
     target = tile.q + 4 * row * tile.width
     if not tile.paired:
         _formats.widen(code, source, target, columns)
@@ -169,7 +169,7 @@ def weigh_keys(tile, rows, first, count, holes):
 
 @compiled
 def first_to_see(tile, rows, position):
-    """The first group of ROWS rows of which one sees a key up to `position`; later rows see no fewer keys."""
+    """The start of the first group of ROWS rows in which a row may see `position`; later rows see no fewer keys."""
     row = 0
     while row < rows and int_at(tile.right, min(row + ROWS, rows) - 1) <= position:
         row += ROWS
@@ -193,7 +193,7 @@ def transpose_keys(tile, keys, count):
 
 @pasted
 def multiply(tile, p, p_row, v, v_width, out, out_width, rows, keys, columns, fresh):
-    """Call `mix` or `mix_of_pairs`, as the tile is."""
+    """Call `mix_of_pairs` for a `paired` tile, else `mix`."""
     if tile.paired:
         mix_of_pairs(p, v, out, up_to(rows, ROWS), keys, columns, p_row, 1, v_width, out_width, fresh)
     else:
@@ -202,7 +202,7 @@ def multiply(tile, p, p_row, v, v_width, out, out_width, rows, keys, columns, fr
 
 @compiled
 def multiply_keys(tile, keys, rows, first, count, factor, soft_cap):
-    """Write the logits of `count` keys, from position `first` on, times `factor` to `s`; `keys` lists their addresses.
+    """Set `s` to `factor` times the logits of `count` keys, from position `first` on; `keys` lists their addresses.
 
     A `soft_cap` of 0 means none; `factor` then includes log2(e), so that logits are in base 2.
     """

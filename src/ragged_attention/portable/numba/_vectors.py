@@ -192,7 +192,7 @@ def with_sign(builder: Any, a: Any, sign: Any) -> Any:
 
 @function_of(vector, vector)
 def without_signs_of_nan(builder: Any, a: Any) -> Any:
-    """The vector with the sign of each NaN made positive."""
+    """`a`, with a positive sign for each NaN."""
     nan = builder.bitcast(constant(INTS, 0x7FC00000), FLOATS)
     return builder.select(builder.fcmp_unordered("uno", a, a), nan, a)
 
@@ -411,7 +411,7 @@ def copy(builder: Any, target: Any, source: Any, size: Any) -> None:
 @function_of(types.none, types.int64, types.int64)
 def prefetch(builder: Any, address: Any, size: Any) -> None:
     """Prefetch `size` bytes; the memory need not exist."""
-    hints = [ir.Constant(I32, hint) for hint in (0, 2, 1)]  # for reading, into the second-level cache, data
+    hints = [ir.Constant(I32, hint) for hint in (0, 2, 1)]  # for a read, into the L2 cache, of data
     with cgutils.for_range_slice(builder, ir.Constant(I64, 0), size, ir.Constant(I64, 64)) as (offset, _):
         place = builder.inttoptr(builder.add(address, offset), I8.as_pointer())
         called(builder, "llvm.prefetch.p0i8", ir.VoidType(), place, *hints)
@@ -424,7 +424,7 @@ def let_others_run(builder: Any) -> None:
 
 @function_of(types.int64, types.int64, types.int64)
 def call_at(builder: Any, function: Any, value: Any) -> Any:
-    """Call the function at an address, which takes and returns one int64."""
+    """Call the function at an address with one int64; it also returns an int64."""
     kind = ir.FunctionType(I64, [I64]).as_pointer()
     return builder.call(builder.inttoptr(function, kind), [value])
 

@@ -70,7 +70,7 @@ def succeeds(api, function, arguments, size):
 
 @inlined
 def let_go(block):
-    """End a thread's use of a call's memory; the last thread to end it releases the memory."""
+    """End a thread's use of a call's memory; the last thread releases it."""
     if add_to(block + 8 * HOLDERS, -1) == 1:
         release(int_at(block, WORDS + WORKSPACE))
         release(block)

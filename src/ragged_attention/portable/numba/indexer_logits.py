@@ -1,4 +1,4 @@
-"""The lightning indexer's logits on a CPU."""
+"""Computes the lightning indexer's logits on a CPU."""
 
 from ragged_attention.portable.numba._call import cannot_run as why_not
 from ragged_attention.portable.numba._indexer_call import KERNEL, Tile, heuristic, invariant_tile, run

@@ -1,4 +1,4 @@
-"""Partial attention results over disjoint ranges of keys, merged on a CPU."""
+"""Merges partial attention results over disjoint ranges of keys on a CPU."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""This step's keys of the indexer, quantised and written into the indexer's pages on a CPU, in place."""
+"""Quantises this step's indexer keys and writes them into the indexer's pages in place on a CPU."""
 
 from typing import Any
 

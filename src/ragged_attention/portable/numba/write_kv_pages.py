@@ -1,4 +1,4 @@
-"""This step's K and V, written (and quantised) into the pages on a CPU, in place."""
+"""Writes this step's K and V into the pages in place on a CPU, and quantises them if the pages are quantised."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""This step's latent rows, written (and quantised) into the pages of the cache on a CPU, in place."""
+"""Writes this step's latent rows into the cache in place on a CPU, and quantises them if the cache is quantised."""
 
 from typing import Any
 
