@@ -51,7 +51,7 @@ class Tile(Blocks):
 
     Args:
         num_splits: the maximum number of KV splits per query; their number then depends only on how many keys the query
-            sees. 0: a block is split in proportion to its part of the call's total work.
+            sees. 0: blocks are split in proportion to their work.
     """
 
     num_splits: int = 0

@@ -6,8 +6,8 @@ programs until none is left; results do not depend on which thread runs a progra
 work runs no program.
 
 Calls from torch run on torch's own threads, since a second pool would compete with them for the CPUs. In a forked
-process, which has lost the threads of OpenMP, and where torch uses another thread library, each call starts threads of
-its own. Calls from jax run on the threads of XLA's pool.
+process, which has lost the threads of OpenMP, or if torch uses another thread library, each call starts its own
+threads. Calls from jax run on the threads of XLA's pool.
 """
 
 import contextlib

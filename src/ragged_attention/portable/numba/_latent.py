@@ -1,9 +1,9 @@
 """Attention over latent rows: the kernel of `ragged_mla_attention`, `mla_decode` and `sparse_mla_prefill`.
 
 A latent row is a key, and its first columns are the value, so it is read once for both. A *job* is a group of query
-rows that share keys: in a dense call those of all query tokens of a sequence, in a sparse call those of one token, with
-the heads of one KV head. A *unit* is a range of a job's rows with one split of the keys that they see, and a program
-computes one unit for one KV head. Sparse prefill is sparse decode with one token per sequence.
+rows that attend to the same keys: the query heads of one KV head, for all query tokens of a sequence in a dense call,
+for one token in a sparse call. A *unit* is a range of a job's rows with one split of the keys that they see, and a
+program computes one unit for one KV head. Sparse prefill is sparse decode with one token per sequence.
 
 In a dense call, positions are those of the sequence. In a sparse call, a position is an index into a list of slots,
 which a second list may continue. A position has no key if its page is not in the cache or its list entry is not a slot.
@@ -53,8 +53,8 @@ gaps = gaps_by(packed_queries_of)
 
 
 @inlined
-def length_of(lens, index, most):
-    return within(int32_at(lens, index), most) if lens else most
+def length_of(lens, index, limit):
+    return within(int32_at(lens, index), limit) if lens else limit
 
 
 @compiled

@@ -38,7 +38,7 @@ class Tile(Blocks):
 
     Args:
         num_splits: the maximum number of KV splits per query token; tokens that share their keys divide it among
-            themselves. 0: a job is split in proportion to its part of the call's total work.
+            themselves. 0: jobs are split in proportion to their work.
     """
 
     num_splits: int = 0

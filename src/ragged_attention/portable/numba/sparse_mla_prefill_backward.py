@@ -144,12 +144,12 @@ def key_gradients(call, tile, head, owner):
 
 @compiled
 def program(call, tile, index):
-    head, part = index % call.num_kv_heads, index // call.num_kv_heads
-    if part < call.owners:  # these programs come first because they take the longest
-        key_gradients(call, tile, head, part)
-    elif part < call.owners + call.num_tokens * call.blocks:
-        part -= call.owners
-        query_gradients(call, tile, part // call.blocks, head, part % call.blocks)
+    head, job = index % call.num_kv_heads, index // call.num_kv_heads
+    if job < call.owners:  # these programs come first because they take the longest
+        key_gradients(call, tile, head, job)
+    elif job < call.owners + call.num_tokens * call.blocks:
+        job -= call.owners
+        query_gradients(call, tile, job // call.blocks, head, job % call.blocks)
     else:
         sink_gradient(call, tile, index - (call.owners + call.num_tokens * call.blocks) * call.num_kv_heads)
 
