@@ -1,4 +1,4 @@
-"""How calls of attention over pages of K and V become records of `_paged`'s kernel."""
+"""Turns attention calls over pages of K and V into records of `_paged`'s kernel."""
 
 import dataclasses
 import sys
@@ -16,8 +16,8 @@ from ragged_attention.portable.numba._splits import expect_splits
 
 KERNEL = Kernel("paged_attention", _paged.FIELDS, _paged.plan, _paged.work)
 SPLITS_PER_SEQUENCE = 8  # in batch-invariant mode
-TILE_FLOATS = 384 * 256  # of queries and results: many rows share the keys read, and the second-level cache holds all
-MULTIPLES = {"block_q": 1, "block_rows": 1, "block_kv": 8}  # a block size is a multiple of its number here
+TILE_FLOATS = 384 * 256  # floats of a tile's queries and results: they fit the L2 cache, and many rows share each key
+MULTIPLES = {"block_q": 1, "block_rows": 1, "block_kv": 8}  # each block size must be a multiple of its number here
 
 
 def expect_tile(tile: Any) -> None:
@@ -50,8 +50,8 @@ class Tile(Blocks):
     """The tunable parameters.
 
     Args:
-        num_splits: the most splits of the keys that a query sees; the number depends on these keys alone. 0: a block
-            has splits according to its share of all work.
+        num_splits: the maximum number of KV splits per query; their number then depends only on how many keys the query
+            sees. 0: blocks are split in proportion to their work.
     """
 
     num_splits: int = 0
@@ -64,9 +64,9 @@ def block_q_of(call: Any) -> int:
 
 
 def heuristic(call: Any) -> Tile:
-    """A tile with few keys where memory bandwidth limits the call, so that the prefetches are spread evenly.
+    """A tile; it has few keys if memory bandwidth limits the call, so that prefetches are spread evenly.
 
-    Decoding 8-bit keys takes longer than fetching them, so their tile has more keys.
+    Converting 8-bit keys takes longer than fetching them, so a tile has more of them.
     """
     block_kv = 96
     if call.num_tokens <= 4 * call.max_num_seqs:
@@ -91,14 +91,14 @@ def cannot_run(call: Call) -> str | None:
 
 
 def why_not(call: Any) -> str | None:
-    """Why these kernels do not take a call with queries, or None."""
+    """Why these kernels do not take an attention call, or None."""
     if (dtype := dtype_name(call.q)) not in CODES:
         return f"takes q.dtype float32, bfloat16 or float16, got {dtype}"
     return cannot_run(call)
 
 
 def numbers_of_pages(call: Any, launch: Any) -> dict[str, int]:
-    """The numbers of pages that hold both K and V: the strides of both, and the offset from K to V."""
+    """The strides of K and V, and the offset from K to V, if the same pages hold both."""
     if not call.combined:
         return {}
     page, slot, head, _ = launch.strides(call.kv_pages)
@@ -112,14 +112,13 @@ def run(
 ) -> dict[str, Any]:  # fmt: skip
     """Enqueue the kernel; returns out and lse by name.
 
-    `axes` names the axes of the pages; `scales` are arrays with one scale per position and head, laid out like the
-    pages.
+    `axes` names the axes of the pages. `scales` are arrays with one scale per position and head, with the same axes.
     """
     k_pages, v_pages = (call.kv_pages, call.kv_pages) if call.combined else call.kv_pages
     pages = {"k_pages": k_pages, "v_pages": v_pages, "k_scales": scales[0], "v_scales": scales[1]}
     drafted = call.draft_mask is not None
     numbers = {
-        "max_num_seqs": _sequences.most_sequences(call, call.max_num_seqs), "layout": layout, "drafted": drafted,
+        "max_num_seqs": _sequences.max_sequences(call, call.max_num_seqs), "layout": layout, "drafted": drafted,
         "draft_width": call.draft_mask.shape[1] if drafted else 0,
         "out_format": CODES[call.out_dtype or dtype_name(call.q)], **numbers_of_pages(call, launch),
     }  # fmt: skip

@@ -33,19 +33,9 @@ def _cache_folder() -> Path:
     return caches.cache_folder() / "numba"
 
 
-def _why_not_kept() -> str | None:
-    """Why compiled kernels cannot be cached, or None; it only checks the folder."""
-    try:
-        folder = _cache_folder() / _digest()
-        caches.make_folder(folder)
-        return caches.why_untrusted(folder)
-    except (OSError, RuntimeError) as error:
-        return str(error)
-
-
 @functools.cache
 def _digest() -> str:
-    """A digest of the sources and versions that the code depends on; code with another digest is cached beside it."""
+    """A hash of the sources and versions that determine the machine code; the cache has a folder for each hash."""
     digest = hashlib.sha256()
     for part in (numba.__version__, llvmlite.__version__, platform.python_implementation(), sys.version):
         digest.update(part.encode() + b"\0")
@@ -55,7 +45,7 @@ def _digest() -> str:
 
 
 class _Shelf:
-    """The cache object that a CFunc expects: it stores the code of one function. Errors in it never fail a call."""
+    """The cache of a CFunc's machine code, with the methods that Numba expects. Its errors never fail a call."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
@@ -107,37 +97,29 @@ def _say_once(text: str) -> None:
         sys.stderr.write(f"ragged_attention: {text}\n")
 
 
-class _Teller:
-    """Prints a message if a compilation takes longer than PATIENCE."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._timer = threading.Timer(PATIENCE, self._say)
-        self._timer.daemon = True
-
-    def begin(self) -> None:
-        if not _quiet and self._timer.ident is None:
-            self._timer.start()
-
-    def end(self) -> None:
-        self._timer.cancel()
-
-    def _say(self) -> None:
-        reason = _why_not_kept()
-        kept = f"not kept, since {reason}" if reason else f"to be kept in {_cache_folder()}"
-        _say_once(f"compiling {self._name} for this CPU, once, 10 to 20 s; {kept}")
+def _announce(name: str) -> None:
+    """Say that `name` is being compiled, and whether the code can be cached."""
+    try:
+        folder = _cache_folder() / _digest()
+        caches.make_folder(folder)
+        reason = caches.why_untrusted(folder)
+    except (OSError, RuntimeError) as error:
+        reason = str(error)
+    kept = f"not kept, since {reason}" if reason else f"to be kept in {_cache_folder()}"
+    _say_once(f"compiling {name} for this CPU, once, 10 to 20 s; {kept}")
 
 
 class _Function(CFunc):
-    """A function compiled for C callers, or loaded from disk."""
+    """A function compiled for C callers, or loaded from disk; a compilation starts `announcement`."""
 
-    def __init__(self, function: Callable[..., Any], types: str, teller: _Teller) -> None:
+    def __init__(self, function: Callable[..., Any], types: str, announcement: threading.Timer) -> None:
         options = {key: value for key, value in OPTIONS.items() if key not in ("nogil", "no_cpython_wrapper")}
         super().__init__(function, sigutils.normalize_signature(types), {}, options)
-        self._cache, self._teller = _Shelf(function), teller
+        self._cache, self._announcement = _Shelf(function), announcement
 
     def _compile_uncached(self) -> Any:
-        self._teller.begin()
+        if not _quiet and self._announcement.ident is None:
+            self._announcement.start()
         result = super()._compile_uncached()  # type: ignore[misc]
         _keep_functions_apart(result.library, result.fndesc.llvm_cfunc_wrapper_name)
         return result
@@ -146,8 +128,8 @@ class _Function(CFunc):
 def _keep_functions_apart(library: Any, entry: str) -> None:
     """Give each function of a library, except its entry, a unique name. The library must not be linked yet.
 
-    Numba numbers the functions of a process, so two processes may give one name to different functions. If the code of
-    both were loaded, one of these functions would run in place of the other.
+    Numba names functions by numbers, so two processes may give the same name to different functions. If a process
+    loaded the code of both, one of these functions would run in place of the other.
     """
     optimize = library._optimize_final_module
 
@@ -167,9 +149,9 @@ _made: dict[tuple[Callable[..., Any], ...], tuple[Any, ...]] = {}
 
 
 def machine_code(name: str, functions: Mapping[Callable[..., Any], str]) -> tuple[Any, ...]:
-    """Compile functions for C callers, each with its signature, or load them from disk; later calls return the same.
+    """Compile functions for C callers, each with its signature, or load them from disk. Later calls reuse them.
 
-    The functions must be defined at module level, so that they can be cached.
+    The functions must be defined at module level, since their names identify them in the cache.
     """
     key = tuple(functions)
     if (found := _made.get(key)) is not None:
@@ -178,13 +160,14 @@ def machine_code(name: str, functions: Mapping[Callable[..., Any], str]) -> tupl
         raise RuntimeError(f"{name} is not compiled: {WHY_NOT}")
     with forking.postponed(), _compiling:
         if key not in _made:
-            teller = _Teller(name)
-            made = tuple(_Function(function, types, teller) for function, types in functions.items())
+            announcement = threading.Timer(PATIENCE, _announce, (name,))
+            announcement.daemon = True
+            made = tuple(_Function(function, types, announcement) for function, types in functions.items())
             try:
                 for function in made:
                     function.compile()
-                    _ = function.ctypes  # created now under a Python lock, so that no later call takes that lock
+                    _ = function.ctypes  # created under a Python lock, which no later call then needs
             finally:
-                teller.end()
+                announcement.cancel()
             _made[key] = made
         return _made[key]

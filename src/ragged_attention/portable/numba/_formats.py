@@ -4,7 +4,7 @@ Kernels get a format as a code at run time, so each kernel is compiled once for 
 as they are read, and narrowed as they are written.
 """
 
-import itertools
+import functools
 import platform
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +30,7 @@ from ragged_attention.portable.numba._vectors import (
     element,
     features_of_the_cpu,
     function_of,
+    in_all_lanes,
     inlined,
     instruction,
     join,
@@ -44,8 +45,8 @@ from ragged_attention.portable.numba._vectors import (
 )
 
 CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "float8_e4m3fn": 3, "float8_e5m2": 4, "int8": 5}
-LARGE = 2.0**100  # a factor below it can be multiplied by 256
-TWICE_E2M1 = 0xC8643210  # 0, 1, 2, 3, 4, 6, 8, 12 in 4 bits each
+LARGE = 2.0**100  # a factor below it does not overflow when it is multiplied by 256
+TWICE_E2M1 = 0xC8643210  # twice the positive e2m1 values, in 4 bits each: 0, 1, 2, 3, 4, 6, 8, 12
 FLOAT32, BFLOAT16, FLOAT16, E4M3, E5M2, INT8 = CODES.values()
 BYTES, SHORTS, HALVES = (ir.VectorType(kind, LANES) for kind in (I8, I16, ir.HalfType()))
 
@@ -79,7 +80,7 @@ def _from_bfloat16(builder: Any, codes: Any) -> Any:
 
 
 def _half_from_e4m3(builder: Any, codes: Any) -> Any:
-    """The float16 bits of the values over 256: so subnormal e4m3 cost no extra instructions, and NaN stays NaN."""
+    """The float16 bits of the values divided by 256, so that subnormals need no extra instructions; NaN stays NaN."""
     kind = ir.VectorType(I16, codes.type.count)
 
     def every(value: int) -> Any:
@@ -87,9 +88,8 @@ def _half_from_e4m3(builder: Any, codes: Any) -> Any:
 
     high = builder.shl(builder.zext(codes, kind), every(8))
     half = builder.and_(builder.ashr(high, every(1)), every(0xBF80))
-    return builder.or_(
-        half, builder.and_(builder.add(half, every(0x80)), every(0x4000))
-    )  # codes above the largest number: NaN
+    nan = builder.and_(builder.add(half, every(0x80)), every(0x4000))  # the exponent's top bit, for the codes of NaN
+    return builder.or_(half, nan)
 
 
 def _from_e4m3(builder: Any, codes: Any) -> Any:
@@ -118,28 +118,24 @@ def _from_e8m0(builder: Any, codes: Any) -> Any:
 # ---- from float32
 
 
-def _to_float(builder: Any, value: Any, mantissa: int, bias: int, most: int, nan: int) -> Any:
-    """The int32 codes in a narrower format: to nearest, ties to even; `most` is the code of larger numbers."""
+def _to_float(kind: Any, mantissa: int, bias: int, largest: int, nan: int, builder: Any, value: Any) -> Any:
+    """The codes in a narrower format, rounded to nearest, ties to even; larger numbers get the code `largest`."""
     shift = 23 - mantissa
     bits = builder.bitcast(value, INTS)
     magnitude = builder.and_(bits, constant(INTS, 0x7FFFFFFF))
-    sign = builder.lshr(builder.and_(bits, constant(INTS, 0x80000000)), constant(INTS, 31 - (7 if shift > 16 else 15)))
+    sign = builder.lshr(builder.and_(bits, constant(INTS, 0x80000000)), constant(INTS, 32 - kind.element.width))
     odd = builder.and_(builder.lshr(magnitude, constant(INTS, shift)), constant(INTS, 1))
     rounded = builder.add(builder.add(magnitude, constant(INTS, (1 << (shift - 1)) - 1)), odd)
     normal = builder.sub(builder.lshr(rounded, constant(INTS, shift)), constant(INTS, (127 - bias) << mantissa))
-    # Adding `step` rounds to its last place, which is the smallest subnormal number of the format.
+    # Adding `step` rounds to the last place of `step`, which is the smallest subnormal number of the format.
     step = 2.0 ** (23 + 1 - bias - mantissa)
     shifted = builder.fadd(builder.bitcast(magnitude, FLOATS), constant(FLOATS, step))
     subnormal = builder.sub(builder.bitcast(shifted, INTS), builder.bitcast(constant(FLOATS, step), INTS))
     small = builder.fcmp_ordered("<", builder.bitcast(magnitude, FLOATS), constant(FLOATS, 2.0 ** (1 - bias)))
     code = builder.select(small, subnormal, normal)
-    code = builder.select(builder.icmp_signed(">", code, constant(INTS, most)), constant(INTS, most), code)
+    code = builder.select(builder.icmp_signed(">", code, constant(INTS, largest)), constant(INTS, largest), code)
     code = builder.select(builder.fcmp_unordered("uno", value, value), constant(INTS, nan), code)
-    return builder.or_(code, sign)
-
-
-def _to_half(builder: Any, value: Any) -> Any:
-    return builder.trunc(_to_float(builder, value, 10, 15, 0x7C00, 0x7E00), SHORTS)
+    return builder.trunc(builder.or_(code, sign), kind)
 
 
 def _to_bfloat16(builder: Any, value: Any) -> Any:
@@ -151,23 +147,15 @@ def _to_bfloat16(builder: Any, value: Any) -> Any:
     return builder.trunc(builder.lshr(rounded, constant(INTS, 16)), SHORTS)
 
 
-def _to_bfloat16_at_once(builder: Any, value: Any) -> Any:
-    """Bfloat16 by the CPU's instruction where it exists; it flushes subnormal numbers to 0."""
+def _to_bfloat16_fast(builder: Any, value: Any) -> Any:
+    """The bfloat16 codes, by the CPU's instruction if it has one, which flushes subnormals to 0."""
     if not PAIRS:
         return _to_bfloat16(builder, value)
     return instruction(builder, "vcvtneps2bf16 $1, $0", SHORTS, "=v,v", value)
 
 
-def _to_e4m3(builder: Any, value: Any) -> Any:
-    return builder.trunc(_to_float(builder, value, 3, 7, 0x7E, 0x7F), BYTES)
-
-
-def _to_e5m2(builder: Any, value: Any) -> Any:
-    return builder.trunc(_to_float(builder, value, 2, 15, 0x7B, 0x7F), BYTES)
-
-
 def _to_int8(builder: Any, value: Any) -> Any:
-    """To nearest, ties to even, from -128 to 127; 0 for NaN."""
+    """The nearest integers from -128 to 127, ties to even; 0 for NaN."""
     least, most, step = (constant(FLOATS, bound) for bound in (-128.0, 127.0, 1.5 * 2**23))
     value = builder.select(builder.fcmp_unordered("uno", value, value), constant(FLOATS, 0.0), value)
     value = builder.select(builder.fcmp_ordered("<", value, least), least, value)
@@ -181,8 +169,9 @@ def _to_int8(builder: Any, value: Any) -> Any:
 
 def _first_lanes(builder: Any, count: Any) -> Any:
     """A mask of the first `count` lanes."""
-    lanes = builder.insert_element(ir.Constant(INTS, ir.Undefined), builder.trunc(count, I32), ir.Constant(I32, 0))
-    return builder.icmp_signed("<", ir.Constant(INTS, list(range(LANES))), shuffled(builder, [0] * LANES, lanes))
+    return builder.icmp_signed(
+        "<", ir.Constant(INTS, list(range(LANES))), in_all_lanes(builder, builder.trunc(count, I32))
+    )
 
 
 def _masked(builder: Any, name: str, result: Any, kind: Any, *values: Any) -> Any:
@@ -191,7 +180,7 @@ def _masked(builder: Any, name: str, result: Any, kind: Any, *values: Any) -> An
 
 
 def _reader(kind: Any, decode: Callable[[Any, Any], Any], name: str) -> tuple[Any, Any]:
-    """Functions that read a vector in a format, or its first few numbers followed by zeros."""
+    """Two functions: one reads a vector in a format, the other only its first numbers, followed by zeros."""
     size = 4 if kind is FLOATS else kind.element.width // 8
 
     def read(builder: Any, address: Any, index: Any) -> Any:
@@ -210,7 +199,7 @@ def _reader(kind: Any, decode: Callable[[Any, Any], Any], name: str) -> tuple[An
 
 
 def _writer(kind: Any, encode: Callable[[Any, Any], Any], name: str) -> tuple[Any, Any]:
-    """Functions that write a vector, or its first few numbers, in a format."""
+    """Two functions: one writes a vector in a format, the other only its first numbers."""
     size = 4 if kind is FLOATS else kind.element.width // 8
 
     def write(builder: Any, address: Any, index: Any, value: Any) -> None:
@@ -228,28 +217,25 @@ def _writer(kind: Any, encode: Callable[[Any, Any], Any], name: str) -> tuple[An
     )
 
 
-def _as_it_is(builder: Any, value: Any) -> Any:
-    del builder
-    return value
-
-
-READS, READS_SOME = zip(*itertools.starmap(_reader, (
-    (FLOATS, _as_it_is, "float32"), (SHORTS, _from_bfloat16, "bfloat16"), (SHORTS, _from_half, "float16"),
-    (BYTES, _from_e4m3, "e4m3"), (BYTES, _from_e5m2, "e5m2"), (BYTES, _from_int8, "int8"),
-)), strict=True)  # fmt: skip
-WRITES, WRITES_SOME = zip(*itertools.starmap(_writer, (
-    (FLOATS, _as_it_is, "float32"), (SHORTS, _to_bfloat16, "bfloat16"), (SHORTS, _to_half, "float16"),
-    (BYTES, _to_e4m3, "e4m3"), (BYTES, _to_e5m2, "e5m2"), (BYTES, _to_int8, "int8"),
-)), strict=True)  # fmt: skip
+_FORMATS = (  # in the order of CODES
+    (FLOATS, lambda _, value: value, lambda _, value: value, "float32"),
+    (SHORTS, _from_bfloat16, _to_bfloat16, "bfloat16"),
+    (SHORTS, _from_half, functools.partial(_to_float, SHORTS, 10, 15, 0x7C00, 0x7E00), "float16"),
+    (BYTES, _from_e4m3, functools.partial(_to_float, BYTES, 3, 7, 0x7E, 0x7F), "e4m3"),
+    (BYTES, _from_e5m2, functools.partial(_to_float, BYTES, 2, 15, 0x7B, 0x7F), "e5m2"),
+    (BYTES, _from_int8, _to_int8, "int8"),
+)
+READS, READS_SOME = zip(*(_reader(kind, decode, name) for kind, decode, _, name in _FORMATS), strict=True)
+WRITES, WRITES_SOME = zip(*(_writer(kind, encode, name) for kind, _, encode, name in _FORMATS), strict=True)
 read_bfloat16, read_e4m3, read_int8 = READS[BFLOAT16], READS[E4M3], READS[INT8]
 read_some_e4m3, write_some_e4m3 = READS_SOME[E4M3], WRITES_SOME[E4M3]
 _, read_some_e8m0 = _reader(BYTES, _from_e8m0, "e8m0")
-write_weights, _ = _writer(SHORTS, _to_bfloat16_at_once, "weights")
+write_weights, _ = _writer(SHORTS, _to_bfloat16_fast, "weights")
 
 
 @function_of(types.none, types.int64, types.int64, types.int64, vector)
 def widen_two_e4m3(builder: Any, source: Any, target: Any, index: Any, factor: Any) -> None:
-    """Write `factor`, which is below LARGE, times two vectors of e4m3 as float32; all bytes are decoded together."""
+    """Decode two vectors of e4m3 codes at once, multiply them by `factor` (below LARGE) and store them as float32."""
     kind = ir.VectorType(I8, 2 * LANES)
     codes = load_aligned(builder, element(builder, source, index, I8), kind, 1)
     if CONVERTS_HALVES:
@@ -263,14 +249,12 @@ def widen_two_e4m3(builder: Any, source: Any, target: Any, index: Any, factor: A
 
 @function_of(types.none, types.int64, types.int64, types.int64, vector)
 def widen_e2m1_vector(builder: Any, source: Any, target: Any, index: Any, factor: Any) -> None:
-    """Write `factor` times a vector of e2m1 as float32; the low half of a byte is the even column."""
+    """Decode a vector of e2m1 codes, the low half of a byte first, and store it times `factor` as float32."""
     kind = ir.VectorType(I8, LANES // 2)
     first = builder.lshr(index, ir.Constant(I64, 1))
-    stored = builder.zext(
-        load_aligned(builder, element(builder, source, first, I8), kind, 1), ir.VectorType(I32, LANES // 2)
-    )
+    stored = load_aligned(builder, element(builder, source, first, I8), kind, 1)
     twice = shuffled(builder, [lane // 2 for lane in range(LANES)], stored)
-    codes = builder.lshr(twice, ir.Constant(INTS, [lane % 2 * 4 for lane in range(LANES)]))
+    codes = builder.lshr(builder.zext(twice, INTS), ir.Constant(INTS, [lane % 2 * 4 for lane in range(LANES)]))
     places = builder.shl(builder.and_(codes, constant(INTS, 7)), constant(INTS, 2))
     doubled = builder.and_(builder.lshr(constant(INTS, TWICE_E2M1), places), constant(INTS, 15))
     sign = builder.shl(builder.and_(codes, constant(INTS, 8)), constant(INTS, 28))
@@ -286,7 +270,7 @@ def size_of(code):
 
 
 def by_code(functions: Sequence[Any], first: int = 0) -> Any:
-    """A function that calls one of several by the code of a format, its first argument; codes count from `first`."""
+    """A function whose first argument, a format's code, selects one of `functions`; the first has the code `first`."""
     function, *others = functions
     if not others:
 
@@ -306,7 +290,7 @@ def by_code(functions: Sequence[Any], first: int = 0) -> Any:
     return call_by_code
 
 
-read_some, write_some = by_code(READS_SOME), by_code(WRITES_SOME)  # at most a vector; reading adds zeros
+read_some, write_some = by_code(READS_SOME), by_code(WRITES_SOME)  # up to one vector; reading pads it with zeros
 
 
 def _widening(read: Any) -> Any:
@@ -329,7 +313,7 @@ def _narrowing(write: Any) -> Any:
 
 @inlined
 def over(source, index, divisor, divided):
-    """A vector of float32 from memory, divided if `divided`: see `widen` about subnormal numbers."""
+    """A float32 vector, divided only if `divided`, since arithmetic may flush subnormals to 0, see `widen`."""
     return load(source, index) / divisor if divided else load(source, index)
 
 
@@ -338,7 +322,7 @@ _widen_vectors, _narrow_vectors = by_code([*map(_widening, READS)]), by_code([*m
 
 @compiled
 def widen_e4m3(source, target, count, factor):
-    """Write `factor` times `count` e4m3 as float32, and zeros up to whole vectors."""
+    """Store `count` e4m3 numbers times `factor` as float32, then zeros to fill the last vector."""
     scale, whole = splat(factor), count // LANES * LANES
     pairs = whole // (2 * LANES) * (2 * LANES) if abs(factor) < LARGE else 0
     for index in range(0, pairs, 2 * LANES):
@@ -351,16 +335,17 @@ def widen_e4m3(source, target, count, factor):
 
 @compiled
 def widen_e2m1(source, target, count, factor):
-    """Write `factor` times `count` e2m1, whole vectors of them, as float32."""
+    """Store `count` e2m1 numbers times `factor` as float32; `count` is a multiple of LANES."""
     for index in range(0, count, LANES):
         widen_e2m1_vector(source, target, index, splat(factor))
 
 
 @compiled
 def widen(code, source, target, count):
-    """Write `count` numbers of a format as float32, and zeros up to whole vectors.
+    """Store `count` numbers of a format as float32, then zeros to fill the last vector.
 
-    Numbers of 16 and 32 bits are converted without arithmetic, which flushes subnormal numbers to 0 in XLA's threads.
+    Numbers of 16 and 32 bits are converted by bit operations, because arithmetic in XLA's threads flushes subnormals
+    to 0.
     """
     whole = count // LANES * LANES
     if code == E4M3:
@@ -372,7 +357,7 @@ def widen(code, source, target, count):
 
 
 def _bfloat16_of(mantissa: int, bias: int, special: Callable[[int], float | None]) -> Any:
-    """The bfloat16 bits of the positive codes of an 8-bit format; `special` gives the codes that are not finite."""
+    """The bfloat16 bits of an 8-bit format's positive codes; `special` returns the values of infinity and NaN."""
     values = []
     for code in range(128):
         exponent, fraction = code >> mantissa, (code & (1 << mantissa) - 1) / 2**mantissa
@@ -395,7 +380,7 @@ def _lookup(builder: Any, table: Any, codes: Any) -> Any:
 
 
 def _pairs_by_table(table: Any, decode: Callable[[Any, Any], Any], name: str) -> Any:
-    """A function that writes a vector for `pair`; it looks up both bytes of each number."""
+    """A function that writes one vector for `pair`; on CPUs with PAIRS it looks codes up in `table`."""
 
     def write(builder: Any, first: Any, second: Any, target: Any, index: Any) -> None:
         rows = [load_aligned(builder, element(builder, row, index, I8), BYTES, 1) for row in (first, second)]
@@ -419,7 +404,7 @@ _pair_e5m2 = _pairs_by_table(
 
 @function_of(types.none, types.int64, types.int64, types.int64, types.int64)
 def pairs_of_four_e4m3(builder: Any, source: Any, index: Any, target: Any, stride: Any) -> None:
-    """Write a vector of places of four e4m3 as two vectors of pairs, `stride` apart: bytes 0 and 1, bytes 2 and 3."""
+    """Decode words of four e4m3 codes into two vectors of pairs, bytes 0 and 1, and 2 and 3, `stride` floats apart."""
     kind = ir.VectorType(I8, 4 * LANES)
     codes = load_aligned(builder, element(builder, source, index, F32), kind, 4)
     for half in range(2):
@@ -435,7 +420,7 @@ def pairs_of_four_e4m3(builder: Any, source: Any, index: Any, target: Any, strid
 
 @compiled
 def pair(code, first, second, target, count):
-    """Write pairs of bfloat16, one number from each of two rows, in whole vectors; bfloat16 must hold the format."""
+    """Write pairs of bfloat16, one number from each of two rows, in whole vectors; bfloat16 must hold them exactly."""
     if code == BFLOAT16:
         for index in range(0, count, LANES):
             store(target, index, joined(read_bfloat16(first, index), read_bfloat16(second, index)))
@@ -463,15 +448,15 @@ def number_at(code, source, index):
 
 @inlined
 def scale_of(array, code, stride, number, head):
-    """A KV head's scale; `array`, the address of one or more scales in a format, is 0 if the scale is a number."""
+    """A KV head's scale: `number` if `array` is 0, else an element of the array at this address, of format `code`."""
     return number_at(code, array, head * stride) if array else np.float32(number)
 
 
 @compiled
 def narrow(code, source, target, count, divisor):
-    """Write `count` float32 over `divisor` in a format; `source` is read in whole vectors.
+    """Divide `count` float32 numbers by `divisor` and store them in a format; `source` is read in whole vectors.
 
-    A divisor below the smallest normal float32 counts as 0 of the same sign.
+    A divisor of magnitude below the smallest normal float32 is replaced by 0 with its sign.
     """
     if abs(divisor) < SMALLEST_FLOAT32:
         divisor *= np.float32(0)

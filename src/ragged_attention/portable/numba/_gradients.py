@@ -1,7 +1,8 @@
-"""The parts that both gradients share: the memory of a program, the terms of a row, the derivative of its softmax.
+"""Code that both gradients use: the memory of a program, and the derivative of the softmax.
 
-Let p be the weights, r the share of the weight that a sink leaves to the keys, and delta = out . d_out. Then the
-gradient of a logit is p (r (d_out . v - delta) + d_lse), and the gradient of a value is the sum of r p d_out.
+Let p be the softmax weights of a query's keys without the sink, r the fraction of all weight that the sink leaves to
+the keys (`share`), and delta = out . d_out. Then the gradient of a logit is p (r (d_out . v - delta) + d_lse), and the
+gradient of a value is the sum of r p d_out over queries.
 """
 
 import math
@@ -9,8 +10,9 @@ import math
 import numpy as np
 
 from ragged_attention.portable.numba._formats import size_of, widen
-from ragged_attention.portable.numba._products import COLUMNS, ROWS
+from ragged_attention.portable.numba._products import COLUMNS, ROWS, scores
 from ragged_attention.portable.numba._records import allocate_arena, list_rows, record_at, up_to
+from ragged_attention.portable.numba._sequences import within
 from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, soft_capped
 from ragged_attention.portable.numba._vectors import (
     LANES,
@@ -19,6 +21,8 @@ from ragged_attention.portable.numba._vectors import (
     fill,
     float_at,
     fma,
+    inlined,
+    int_at,
     load,
     set_float,
     splat,
@@ -27,25 +31,25 @@ from ragged_attention.portable.numba._vectors import (
     zero,
 )
 
-SIZES = ("rows", "keys", "width", "v_width")
-PARTS = ("q", "d_out", "k", "v", "k_rows", "v_rows", "s", "d_s", "dk", "dv", "out_row", "left", "right",
-         "sources", "scales", "lse", "share", "delta", "d_lse")  # fmt: skip
-tile_at = record_at((*SIZES, *PARTS))
+NUMBERS = ("rows", "keys", "width", "v_width")
+BUFFERS = ("q", "d_out", "k", "v", "k_rows", "v_rows", "s", "d_s", "dk", "dv", "out_row", "left", "right",
+         "sources", "slots", "lse", "share", "delta", "d_lse")  # fmt: skip
+tile_at = record_at((*NUMBERS, *BUFFERS))
 
 
 @compiled
 def new_tile(rows, keys, width, v_width, latent):
-    """The address of a new tile, whose numbers are all 0; 0 if there is no memory.
+    """Allocate a tile of zeros; returns its address, 0 if there is no memory.
 
-    In a `latent` tile keys and values share rows. Rows of queries, keys and values are padded with zeros to the step
-    of the products.
+    In a `latent` tile a value is the beginning of its key's row. Rows are padded with zeros to the width that the
+    products need.
     """
     rows, keys = up_to(rows, ROWS), up_to(keys, LANES)
     width, v_width = up_to(width, COLUMNS), up_to(v_width, COLUMNS)
     q, d_out, k, v = 4 * rows * width, 4 * rows * v_width, 4 * keys * width, 4 * keys * v_width
     logits, addresses, floats = 4 * rows * keys, 8 * keys, 4 * rows
     address = allocate_arena(
-        len(SIZES),
+        len(NUMBERS),
         (q, d_out, k, v, addresses, addresses, logits, logits, k, v, 4 * v_width, 2 * floats, 2 * floats,
          addresses, addresses, floats, floats, floats, floats),
     )  # fmt: skip
@@ -70,15 +74,15 @@ def dot(a, b, count):
 
 @compiled
 def share_of(lse, sinks, head):
-    """The share of the weight that a head's sink leaves to the keys."""
+    """The fraction of all weight that a head's sink leaves to the keys."""
     return np.float32(1 / (1 + math.exp(float_at(sinks, head) - lse))) if sinks else np.float32(1)
 
 
 @compiled
 def read_row(call, tile, row, token, head, source):
-    """Read the query at the address `source`, the gradient of its result, and its terms.
+    """Read the query at the address `source` and its result's gradient, and compute the scalars of its row.
 
-    Returns False, and leaves zeros, if the query has seen no key.
+    Returns False, and sets the query and the gradient to 0, if the query has seen no key.
     """
     place, size, width = token * call.num_q_heads + head, size_of(call.q_format), call.v_head_dim
     q, d_out, lse = tile.q + 4 * row * tile.width, tile.d_out + 4 * row * tile.v_width, float_at(call.lse, place)
@@ -98,7 +102,7 @@ def read_row(call, tile, row, token, head, source):
 
 @compiled
 def differentiate(tile, row, left, right, count, scale, soft_cap):
-    """Turn a row's products with keys and values into weights and gradients of logits, 0 outside [left, right)."""
+    """Replace a row of `s`, q . k, by weights, and of `d_s`, d_out . v, by gradients; 0 outside [left, right)."""
     s, d_s, whole = tile.s + 4 * row * tile.keys, tile.d_s + 4 * row * tile.keys, up_to(count, LANES)
     if right <= left:
         fill(s, 0, whole, np.float32(0))
@@ -110,8 +114,8 @@ def differentiate(tile, row, left, right, count, scale, soft_cap):
         logits, slope = load(s, index) * splat(scale), splat(scale)
         if soft_cap > 0:
             logits = soft_capped(logits, splat(soft_cap))
-            bent = logits / splat(soft_cap)
-            slope = slope * (splat(1.0) - bent * bent)
+            tanh = logits / splat(soft_cap)
+            slope = slope * (splat(1.0) - tanh * tanh)
         weights = exp2(logits * splat(LOG2E) - lse)
         gradients = fma(splat(share), load(d_s, index) - splat(delta), splat(d_lse))
         store(d_s, index, slope * weights * gradients)
@@ -121,9 +125,24 @@ def differentiate(tile, row, left, right, count, scale, soft_cap):
         fill(products, right, whole, np.float32(0))
 
 
+@inlined
+def differentiate_rows(call, tile, rows, first, offset, count, soft_cap):
+    """Compute the weights `s` and the gradients of logits `d_s` of the tile's rows for `count` of its keys.
+
+    The first of these keys is key `offset` of the tile, at position `first`.
+    """
+    whole, values = up_to(rows, ROWS), up_to(call.v_head_dim, LANES)
+    scores(tile.q, tile.k_rows + 8 * offset, tile.s, whole, count, tile.width, tile.width, tile.keys, 1.0)
+    scores(tile.d_out, tile.v_rows + 8 * offset, tile.d_s, whole, count, values, tile.v_width, tile.keys, 1.0)
+    for row in range(whole):
+        left = within(int_at(tile.left, row) - first, count) if row < rows else 0
+        right = within(int_at(tile.right, row) - first, count) if row < rows else 0
+        differentiate(tile, row, left, right, count, call.scale, soft_cap)
+
+
 @compiled
 def sink_gradient(call, tile, head):
-    """Write the gradient of a head's sink, a sum over all queries that have seen a key."""
+    """Write the gradient of a head's sink, summed over all queries that have seen a key."""
     gradient, size, width = 0.0, size_of(call.q_format), call.v_head_dim
     for token in range(call.num_tokens):
         place = token * call.num_q_heads + head

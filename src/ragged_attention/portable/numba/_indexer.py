@@ -1,29 +1,29 @@
 """The lightning indexer: logits of queries over keys, and the top-k of these logits; the kernel of two operations.
 
-Packed keys count as one page, in which each token has its own range of keys; over a sequence's pages ranges begin at 0.
-A *block* is some consecutive tokens of a sequence; packed keys have one sequence of all tokens. A program computes one
-block over one part of the keys, one tile of keys after another, and reads each tile once for all tokens of the block.
-It transposes a tile first, so that a vector holds the same column of LANES keys: products, the relu, weights and the
-sum over heads then stay in registers. No sum runs over keys, so the parts have nothing to merge: logits are written to
-the result or, for a top-k, to rows in memory, and the part of a block that ends last chooses from those rows.
+Packed keys are treated as one page and one sequence of all tokens, in which each token has its own range of keys. With
+pages, a token's range begins at its sequence's key 0. A *block* is a range of consecutive tokens of a sequence. A
+program computes one block over one split of its keys, one tile of keys after another, and reads each tile once for all
+tokens of the block. It transposes the tile first, so that a vector holds one column of LANES keys: products, relu,
+weights and the sum over heads then stay in registers. No sum runs over keys, so there is nothing to merge: logits are
+written to the result or, for a top-k, to memory, from which the split of a block that ends last selects.
 
-If candidates are listed, a block is one token, and `key` stands for an index into the list of candidate positions.
+With candidates, a block is one token, and a key's number is an index into the token's list of candidate positions.
 """
 
 import numpy as np
 
 from ragged_attention.portable.numba import _records
 from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT32, narrow, pairs_of_four_e4m3, size_of, widen
+from ragged_attention.portable.numba._products import times_number
 from ragged_attention.portable.numba._selection import ordered, scratch_size, select
 from ragged_attention.portable.numba._sequences import gaps_by, kv_len_of, num_sequences, queries_of, within
 from ragged_attention.portable.numba._softmax import NOTHING
-from ragged_attention.portable.numba._splits import splits_of
+from ragged_attention.portable.numba._splits import lister, splits_of
 from ragged_attention.portable.numba._tiles import advance, read_rows
 from ragged_attention.portable.numba._vectors import (
     LANES,
     PAIRS,
     add_to,
-    allocate,
     byte_at,
     compiled,
     copy,
@@ -56,19 +56,19 @@ FIELDS = _records.Fields(
         "columns", "max_num_seqs", "layout", "capacity", "ratio", "top_k", "num_candidates", "candidate_block_size",
         "block_q", "block_kv",
     ),
-    plan=("units", "num_units", "work", "counters", "rows", "row_floats", "longest"),
+    plan=("units", "num_units", "work", "counters", "partials", "row_floats", "longest"),
     strides={"q": "token head", "weights": "token", "page_indices": "seq", "candidate_blocks": "token"}
     | dict.fromkeys(("keys", "key_scale"), "page slot"),
     formats=("q",),
     floats=("work",),
 )  # fmt: skip
 call_of = FIELDS.at
-UNIT = ("seq", "first", "last", "low", "high", "part", "num_parts", "length", "row")
+UNIT = ("seq", "first", "last", "low", "high", "split", "num_splits", "length", "row")
 unit_at, UNIT_BYTES = _records.record_at(UNIT), 8 * len(UNIT)
-SPAN = 1024  # keys of a part if logits are the result
-SHARES = 32  # shares of all work: a block with more than one share is divided
-MOST_FLOATS = 2**18  # of the rows of a block, except that a single row may be longer
-HEADS, COLUMNS = 4, 2 * LANES  # the heads and columns whose products are computed together
+SPAN = 1024  # keys per split if logits are the result
+SHARES = 32  # for a top-k, a block with more than 1/SHARES of the total work is split
+MAX_FLOATS = 2**18  # logits per block, for a top-k; a single token may have more
+HEADS, COLUMNS = 4, 2 * LANES  # heads and keys whose products are computed together
 
 
 # ---- dividing the work
@@ -90,8 +90,8 @@ def seen_by(call, seq, token, stop):
 
 
 @inlined
-def places_of(call, keys):
-    """The most keys among `keys` from which a row can choose."""
+def max_candidates(call, keys):
+    """The maximum number of candidates among `keys` keys; without candidates, all of them."""
     return min(keys, call.num_candidates * call.candidate_block_size) if call.candidate_block_size else keys
 
 
@@ -103,15 +103,16 @@ def num_blocks(call):
 
 @compiled
 def block_of(call, seq, first, stop):
-    """The end of a block of tokens, the range of keys that it sees, and the most keys that one of its tokens sees."""
+    """The end of the block that begins at `first`, its range of keys, and the most keys that one of its tokens sees."""
     low, high = seen_by(call, seq, first, stop)
     longest, last = high - low, first + 1
     if call.candidate_block_size:
-        return last, 0, places_of(call, longest), places_of(call, longest)
+        longest = max_candidates(call, longest)
+        return last, 0, longest, longest
     while last < min(stop, first + call.block_q):
         left, right = seen_by(call, seq, last, stop)
         length = max(longest, right - left)
-        if call.top_k and (last + 1 - first) * length > MOST_FLOATS:
+        if call.top_k and (last + 1 - first) * length > MAX_FLOATS:
             break
         last, longest, low, high = last + 1, length, min(low, left), max(high, right)
     return last, low, high, longest
@@ -119,29 +120,26 @@ def block_of(call, seq, first, stop):
 
 @compiled
 def divide(call, units):
-    """Count the units, or also list them if `units` is their memory; returns the work of all.
-
-    `call.work` is the work of all, or 0 while it is unknown.
-    """
+    """Count the units, or list them if `units` is the address of their list; returns the total work."""
     work, count, call.longest, call.row_floats = 0.0, 0, 0, 0
     for seq in range(num_sequences(call)):
         first, stop = tokens_of(call, seq)
         while first < stop:
             last, low, high, longest = block_of(call, seq, first, stop)
             if call.top_k:
-                num_parts = splits_of((last - first) * (high - low), high - low, call.work, SHARES, 0)
-            else:  # all columns, including those that no token sees; packed keys may be more than the columns
+                num_splits = splits_of((last - first) * (high - low), high - low, call.work, SHARES, 0)
+            else:  # all columns, including those that no token sees; there may be more packed keys than columns
                 low, high = 0, max(call.columns, call.page_size) if call.packed else call.columns
-                num_parts = (high + SPAN - 1) // SPAN
-            step = _records.up_to((high - low + num_parts - 1) // max(num_parts, 1), COLUMNS)
-            for part in range(num_parts if units else 0):
-                unit = unit_at(units + UNIT_BYTES * (count + part))
+                num_splits = (high + SPAN - 1) // SPAN
+            step = _records.up_to((high - low + num_splits - 1) // max(num_splits, 1), COLUMNS)
+            for split in range(num_splits if units else 0):
+                unit = unit_at(units + UNIT_BYTES * (count + split))
                 unit.seq, unit.first, unit.last, unit.length = seq, first, last, longest
-                unit.low, unit.high = low + part * step, min(low + (part + 1) * step, high)
-                unit.part, unit.num_parts, unit.row = part, num_parts, call.row_floats
+                unit.low, unit.high = low + split * step, min(low + (split + 1) * step, high)
+                unit.split, unit.num_splits, unit.row = split, num_splits, call.row_floats
             work += (last - first) * (high - low)
-            count += num_parts
-            if num_parts > 1 and call.top_k:
+            count += num_splits
+            if num_splits > 1 and call.top_k:
                 call.row_floats += (last - first) * longest
             call.longest = max(call.longest, (last - first) * longest)
             first = last
@@ -151,7 +149,7 @@ def divide(call, units):
 
 @compiled
 def clear(call, first, stop):
-    """Write the results of tokens [first, stop) that see no key."""
+    """Write the results of the tokens [first, stop), which see no key."""
     if call.top_k:
         for index in range(first * call.top_k, stop * call.top_k):
             set_int32(call.indices, index, -1)
@@ -160,39 +158,29 @@ def clear(call, first, stop):
 
 
 gaps = gaps_by(tokens_of)
+list_units = lister(divide, compiled(lambda call: (call.num_units, call.row_floats)), UNIT_BYTES)
 
 
 def plan(address):
-    """List the units, and allocate the rows of blocks that have several parts."""
+    """List the units, and write the results of tokens that belong to no sequence."""
     call = call_of(address)
     for first, stop in gaps(call):
         clear(call, first, stop)
-    call.work = 0.0
-    call.work = divide(call, 0)
-    divide(call, 0)
-    table = UNIT_BYTES * call.num_units
-    call.workspace = allocate(table + 8 * call.num_units + 4 * call.row_floats + 64)
-    if call.workspace == 0:
-        return _records.NO_MEMORY
-    call.units, call.counters = call.workspace, call.workspace + table
-    call.rows = call.counters + 8 * call.num_units
-    zero(call.counters, 8 * call.num_units)
-    divide(call, call.units)
-    return call.num_units
+    return call.num_units if list_units(call) else _records.NO_MEMORY
 
 
 # ---- a program's memory
 
-SIZES = ("keys", "width", "heads", "paired")
-PARTS = ("q", "k", "k_rows", "transposed", "s", "scales", "left", "right", "sources", "v_sources", "next_sources",
+NUMBERS = ("keys", "width", "heads", "paired")
+BUFFERS = ("q", "k", "k_rows", "transposed", "s", "scales", "left", "right", "sources", "v_sources", "next_sources",
          "next_v_sources")  # fmt: skip
-CHOICE = ("rows", "scratch", "places", "blocks")
-tile_at = _records.record_at((*SIZES, *PARTS, *CHOICE))
+FOR_TOP_K = ("rows", "scratch", "places", "blocks")
+tile_at = _records.record_at((*NUMBERS, *BUFFERS, *FOR_TOP_K))
 
 
 @inlined
 def pairs_up(call):
-    """Whether the products use pairs of bfloat16: it holds all numbers exactly, and rows are whole vectors of bytes."""
+    """Whether to multiply pairs of bfloat16: it represents all numbers exactly, and a key fills whole vectors."""
     return (
         PAIRS
         and (call.q_format == BFLOAT16 or size_of(call.q_format) == 1)
@@ -203,11 +191,11 @@ def pairs_up(call):
 
 @compiled
 def new_tile(call):
-    """The address of a tile, 0 if there is no memory.
+    """Allocate a tile; returns its address, 0 if there is no memory.
 
-    Places of 32 bits hold a number or a pair of numbers, as in `_products`; `v_sources` are the addresses of the keys'
-    scales. The parts of CHOICE are memory for the top-k choice: ordered logits, the scratch of `select`, the positions
-    of candidates, and a flag for each block of candidates.
+    A 32-bit place holds a number or a pair of numbers, as in `_products`. `v_sources` lists the addresses of the keys'
+    scales. FOR_TOP_K are used by a top-k: ordered logits, the scratch memory of `select`, the positions of candidates,
+    and a flag for each block of candidates.
     """
     paired = pairs_up(call)
     tokens, keys, heads = call.block_q, _records.up_to(call.block_kv, COLUMNS), _records.up_to(call.num_heads, HEADS)
@@ -216,10 +204,10 @@ def new_tile(call):
     if call.top_k:
         rows, scratch = 4 * (call.longest + LANES), scratch_size(call.top_k)
         if call.candidate_block_size:
-            places, blocks = 4 * places_of(call, call.columns), num_blocks(call)
+            places, blocks = 4 * max_candidates(call, call.columns), num_blocks(call)
     addresses, bounds = 8 * keys, 8 * tokens
     address = _records.allocate_arena(
-        len(SIZES),
+        len(NUMBERS),
         (4 * tokens * heads * width, 4 * keys * call.head_dim, addresses, 4 * keys * width, 4 * keys, 4 * keys, bounds,
          bounds, addresses, addresses, addresses, addresses, rows, scratch, places, blocks),
     )  # fmt: skip
@@ -227,7 +215,7 @@ def new_tile(call):
         return address
     tile = tile_at(address)
     tile.keys, tile.width, tile.heads, tile.paired = keys, width, heads, paired
-    zero(tile.q, 4 * tokens * heads * width)  # the heads that fill up a multiple of HEADS stay 0
+    zero(tile.q, 4 * tokens * heads * width)  # the heads that pad their number to a multiple of HEADS stay 0
     _records.list_rows(tile.k_rows, keys, tile.k, 4 * call.head_dim)
     return address
 
@@ -237,12 +225,12 @@ def new_tile(call):
 
 @compiled
 def list_candidates(call, tile, token, low, high):
-    """List the positions of a token's candidates that it sees; returns their number."""
+    """List the positions of a token's candidates, of those in [low, high); returns their number."""
     zero(tile.blocks, num_blocks(call))
     for index in range(call.num_candidates):
         block = int32_at(call.candidate_blocks, token * call.candidate_blocks_token_stride + index)
         if 0 <= block < num_blocks(call):
-            set_byte(tile.blocks + block, 1)
+            set_byte(tile.blocks, block, 1)
     count, size = 0, call.candidate_block_size
     for block in range(low // size, (high + size - 1) // size):
         if byte_at(tile.blocks, block):
@@ -254,13 +242,13 @@ def list_candidates(call, tile, token, low, high):
 
 @inlined
 def base_of(call, seq, token, stop):
-    """The key at a token's position 0."""
+    """The key in column 0 of a token's logits."""
     return seen_by(call, seq, token, stop)[0] if call.relative else 0
 
 
 @compiled
 def read_queries(call, tile, unit):
-    """Read the queries of a block and, for each token, the keys that it sees."""
+    """Read a block's queries and set the range of keys that each token sees."""
     seq, first = unit.seq, unit.first
     _, stop = tokens_of(call, seq)
     for token in range(first, unit.last):
@@ -285,9 +273,9 @@ def read_queries(call, tile, unit):
 
 @compiled
 def list_next(call, tile, seq, base, first, count):
-    """List the next `count` keys from `first` on and their scales, and prefetch the keys.
+    """List the addresses of the next `count` keys, from `first` on, and of their scales, and prefetch the keys.
 
-    The keys before them are multiplied while these arrive. Returns how many of the positions have no page.
+    The prefetches overlap with the computation of the current keys. Returns how many positions have no page.
     """
     holes, key, size = 0, 0, size_of(call.key_format)
     while key < count:
@@ -319,7 +307,10 @@ def list_next(call, tile, seq, base, first, count):
 
 @compiled
 def transpose_keys(keys, count, otherwise, places, target, width):
-    """Transpose the first `places` places of the `count` rows at these addresses; later columns hold anything."""
+    """Transpose the first `places` places of the `count` rows whose addresses `keys` lists.
+
+    Columns of `target` from `count` on are undefined.
+    """
     for key in range(0, count, LANES):
         for place in range(0, places, LANES):
             transpose(keys + 8 * key, count - key, otherwise, place, target + 4 * (place * width + key), width)
@@ -330,7 +321,7 @@ def read_keys(call, tile, count):
     """Transpose a tile's keys, and read their scales."""
     if call.key_format == FLOAT32 or (tile.paired and call.key_format == BFLOAT16):
         transpose_keys(tile.sources, count, tile.q, tile.width, tile.transposed, tile.keys)
-    elif tile.paired:  # four bytes at a time, which become pairs afterwards
+    elif tile.paired:  # transpose words of four e4m3 codes, then turn each into two pairs
         transpose_keys(tile.sources, count, tile.q, tile.width // 2, tile.k, tile.keys)
         for row in range(tile.width // 2):
             source, target = tile.k + 4 * row * tile.keys, tile.transposed + 8 * row * tile.keys
@@ -346,7 +337,16 @@ def read_keys(call, tile, count):
 
 
 def _score_of(fma_of_products):
-    """A function: s[keys] = the sum over heads of weights * relu(q[heads, width] . transposed[width, keys])."""
+    """A function for s[keys] = the sum over heads of weights * relu(q[heads, width] @ transposed[width, keys])."""
+    add = times_number(fma_of_products)
+
+    @inlined
+    def add_head(weights, head, heads, a, b, first, second):
+        if head >= heads:
+            return first, second
+        weight, none = splat(float_at(weights, head)), splat(0.0)
+        # `maximum` keeps the NaN of its second argument.
+        return fma(weight, maximum(none, a), first), fma(weight, maximum(none, b), second)
 
     @compiled
     def score(q, transposed, weights, s, heads, keys, width, stride):
@@ -359,25 +359,14 @@ def _score_of(fma_of_products):
                 a0 = b0 = a1 = b1 = a2 = b2 = a3 = b3 = none
                 for place in range(width):
                     a, b = load(columns, place * stride), load(columns, place * stride + LANES)
-                    factor = splat(float_at(q0, place))
-                    a0, b0 = fma_of_products(factor, a, a0), fma_of_products(factor, b, b0)
-                    factor = splat(float_at(q1, place))
-                    a1, b1 = fma_of_products(factor, a, a1), fma_of_products(factor, b, b1)
-                    factor = splat(float_at(q2, place))
-                    a2, b2 = fma_of_products(factor, a, a2), fma_of_products(factor, b, b2)
-                    factor = splat(float_at(q3, place))
-                    a3, b3 = fma_of_products(factor, a, a3), fma_of_products(factor, b, b3)
-                factor = splat(float_at(weights, head))  # and `maximum` keeps the NaN of its second argument
-                first, second = fma(factor, maximum(none, a0), first), fma(factor, maximum(none, b0), second)
-                if head + 1 < heads:
-                    factor = splat(float_at(weights, head + 1))
-                    first, second = fma(factor, maximum(none, a1), first), fma(factor, maximum(none, b1), second)
-                if head + 2 < heads:
-                    factor = splat(float_at(weights, head + 2))
-                    first, second = fma(factor, maximum(none, a2), first), fma(factor, maximum(none, b2), second)
-                if head + 3 < heads:
-                    factor = splat(float_at(weights, head + 3))
-                    first, second = fma(factor, maximum(none, a3), first), fma(factor, maximum(none, b3), second)
+                    a0, b0 = add(q0, place, a, b, a0, b0)
+                    a1, b1 = add(q1, place, a, b, a1, b1)
+                    a2, b2 = add(q2, place, a, b, a2, b2)
+                    a3, b3 = add(q3, place, a, b, a3, b3)
+                first, second = add_head(weights, head, heads, a0, b0, first, second)
+                first, second = add_head(weights, head + 1, heads, a1, b1, first, second)
+                first, second = add_head(weights, head + 2, heads, a2, b2, first, second)
+                first, second = add_head(weights, head + 3, heads, a3, b3, first, second)
             store(s, key, first)
             store(s, key + LANES, second)
 
@@ -390,7 +379,7 @@ score_of_pairs = _score_of(fma_pairs) if PAIRS else score
 
 @compiled
 def finish(call, tile, first, last, holes):
-    """Finish the logits of a tile's keys [first, last); for a top-k, turn them into integers in the same order."""
+    """Apply scales and `holes` to the logits of a tile's keys [first, last); for a top-k, convert them by `ordered`."""
     if call.in_bytes or call.key_scale:
         for key in range(first, last, LANES):
             store(tile.s, key, load(tile.s, key) * load(tile.scales, key))
@@ -405,7 +394,7 @@ def finish(call, tile, first, last, holes):
 
 @compiled
 def score_keys(call, tile, unit, rows):
-    """Compute the logits of a block of tokens for a part of the keys; for a top-k they go to `rows`."""
+    """Compute a unit's logits and write them to the result or, for a top-k, to `rows`."""
     seq, first, length = unit.seq, unit.first, unit.length
     _, stop = tokens_of(call, seq)
     tokens, low, high = unit.last - first, unit.high, unit.low
@@ -443,7 +432,7 @@ def score_keys(call, tile, unit, rows):
 
 @compiled
 def clear_unseen(call, tile, unit):
-    """Clear the columns of a part that tokens do not see."""
+    """Write minus infinity to the columns of a unit that its tokens do not see."""
     seq, first = unit.seq, unit.first
     low, high = unit.low, min(unit.high, call.columns)
     _, stop = tokens_of(call, seq)
@@ -455,8 +444,8 @@ def clear_unseen(call, tile, unit):
 
 
 @compiled
-def choose(call, tile, unit, rows):
-    """Write the top-k of the rows of a block."""
+def select_keys(call, tile, unit, rows):
+    """Write the top-k of each token of a block."""
     seq, first, length = unit.seq, unit.first, unit.length
     _, stop = tokens_of(call, seq)
     for token in range(first, unit.last):
@@ -472,17 +461,17 @@ def choose(call, tile, unit, rows):
 
 @compiled
 def program(call, tile, address):
-    """Compute one part of the keys for one block; `address` is that of the unit."""
+    """Compute the unit at `address`: one block over one split of its keys."""
     unit = unit_at(address)
     read_queries(call, tile, unit)
-    rows = call.rows + 4 * unit.row if unit.num_parts > 1 else tile.rows
+    rows = call.partials + 4 * unit.row if unit.num_splits > 1 else tile.rows
     score_keys(call, tile, unit, rows)
     if not call.top_k:
         clear_unseen(call, tile, unit)
         return
-    first_unit = (address - call.units) // UNIT_BYTES - unit.part
-    if unit.num_parts == 1 or add_to(call.counters + 8 * first_unit, 1) == unit.num_parts - 1:
-        choose(call, tile, unit, rows)
+    first_unit = (address - call.units) // UNIT_BYTES - unit.split
+    if unit.num_splits == 1 or add_to(call.counters + 8 * first_unit, 1) == unit.num_splits - 1:
+        select_keys(call, tile, unit, rows)
 
 
 def work(address):

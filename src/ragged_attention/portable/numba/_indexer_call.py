@@ -1,4 +1,4 @@
-"""How calls of the indexer's logits and of their top-k become records of `_indexer`'s kernel."""
+"""Turns calls of `indexer_logits` and `indexer_topk` into records of `_indexer`'s kernel."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from ragged_attention.portable.numba._formats import CODES
 from ragged_attention.portable.numba._kernels import Kernel
 
 KERNEL = Kernel("indexer", _indexer.FIELDS, _indexer.plan, _indexer.work)
-FEATURES_OF_LOGITS = frozenset({
+LOGITS_FEATURES = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
 })  # fmt: skip
 
 
 def heuristic(call: IndexerLogits | IndexerTopk) -> Tile:
-    """A tile with enough tokens that reading keys costs little beside the products, and with few rows of logits."""
+    """A tile with few rows of logits, but enough tokens that reading keys costs little compared with the products."""
     del call
     return Tile(block_q=8, block_kv=64)
 
@@ -30,9 +30,9 @@ def run(call: IndexerLogits | IndexerTopk, tile: Tile, launch: Any) -> Any:
         "key_format": CODES[call.key_dtype], "in_bytes": call.bytes, "packed": not call.paged,
         "layout": _sequences.PACKED, "num_pages": 1, "max_num_seqs": 1, "capacity": 0,
     }  # fmt: skip
-    if call.paged:  # packed keys are one page, and all tokens are one sequence
-        most = _sequences.most_sequences(call, call.kv_lens.shape[0])
-        numbers |= {"num_pages": keys.shape[0], "max_num_seqs": most, "capacity": call.token_capacity}
+    if call.paged:  # packed keys are treated as one page and one sequence
+        max_num_seqs = _sequences.max_sequences(call, call.kv_lens.shape[0])
+        numbers |= {"num_pages": keys.shape[0], "max_num_seqs": max_num_seqs, "capacity": call.token_capacity}
     if call.bytes:  # the rows of a page follow one another, and so do its scales
         numbers |= {"keys_slot_stride": call.head_dim, "key_scale_slot_stride": 1}
     name = "logits"

@@ -1,13 +1,13 @@
 """From a kernel's two functions to the object that a front end's launcher calls: records, compiling, threads, XLA.
 
 A kernel is two functions of the address of a record. `plan` divides the call into programs and returns their number,
-which is negative if there is no memory; it may keep a table for them in one block of memory, `workspace`. `work` runs
-programs until none is left, and every thread calls it; results do not depend on the thread that runs a program. A
-thread that finds no memory for its work runs no program.
+or NO_MEMORY; it may allocate one block of memory for all of them, `workspace`. Every thread calls `work`, which runs
+programs until none is left; results do not depend on which thread runs a program. A thread that finds no memory for its
+work runs no program.
 
 Calls from torch run on torch's own threads, since a second pool would compete with them for the CPUs. In a forked
-process, which has lost the threads of OpenMP, and where torch uses another thread library, each call starts threads of
-its own. Calls from jax run on the threads of XLA's pool.
+process, which has lost the threads of OpenMP, or if torch uses another thread library, each call starts its own
+threads. Calls from jax run on the threads of XLA's pool.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +28,17 @@ from ragged_attention.portable.numba._formats import CODES
 from ragged_attention.portable.numba._records import Fields, bits_of, runner, stride_names
 
 
-def _beside_torch() -> Iterator[Path]:
-    """The OpenMP libraries that are installed with torch."""
-    if torch := sys.modules.get("torch"):
-        package = Path(str(torch.__file__)).parent
-        for folder in (package / "lib", package.parent / "torch.libs"):
-            yield from sorted(folder.glob("libgomp*.so*"))
-
-
 @functools.cache
 def _openmp() -> int:
     """The address of GOMP_parallel in the OpenMP library that torch has loaded; 0 if there is none."""
-    for file in _beside_torch():
-        with contextlib.suppress(OSError):
-            library = ctypes.CDLL(str(file), mode=os.RTLD_NOLOAD | os.RTLD_LOCAL)
-            return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
+    if (torch := sys.modules.get("torch")) is None:
+        return 0
+    package = Path(str(torch.__file__)).parent
+    for folder in (package / "lib", package.parent / "torch.libs"):
+        for file in sorted(folder.glob("libgomp*.so*")):
+            with contextlib.suppress(OSError):
+                library = ctypes.CDLL(str(file), mode=os.RTLD_NOLOAD | os.RTLD_LOCAL)
+                return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
     return 0
 
 
@@ -71,7 +67,7 @@ class Kernel:
     ) -> dict[str, Any]:  # fmt: skip
         """Launch the kernel and return its results by name.
 
-        An operand or a number that is not given is the call's argument or property of the same name; if the call has
+        An operand or number that is missing is taken from the call's argument or property of that name; if there is
         none, it is None or 0. The fields of `tile` are numbers too. `axes` replaces axes that `fields.strides` names;
         the stride of an axis that an operand lacks is 0. `results` replaces the call's results.
         """
@@ -90,13 +86,13 @@ class Kernel:
         given |= {name: bits_of(given[name]) for name in fields.floats if name in given}
         if results is None:
             shapes = ((result.shape, result.dtype) for result in call.results())
-            results = dict(zip(fields.results, shapes, strict=False))  # the last ones may be absent
+            results = dict(zip(fields.results, shapes, strict=False))  # the call may lack the last results
         return launch.native(self, arrays, {**dict.fromkeys(fields.results), **results}, given)
 
     def _describe(
         self, arrays: Mapping[str, Any], from_call: Mapping[str, Any], axes: Mapping[str, str], launch: Any
     ) -> dict[str, Any]:
-        """The numbers that describe arrays, by name; `from_call` has those of the call."""
+        """The numbers that describe `arrays`, by name; `from_call` has the operands as they are in the call."""
         numbers: dict[str, Any] = {}
         for name, letters in axes.items():
             if (array := arrays[name]) is not None:

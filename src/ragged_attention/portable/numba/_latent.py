@@ -1,11 +1,13 @@
-"""Attention over latent rows: the kernel of `ragged_mla_attention`, of `mla_decode` and of `sparse_mla_prefill`.
+"""Attention over latent rows: the kernel of `ragged_mla_attention`, `mla_decode` and `sparse_mla_prefill`.
 
-A row is a key, and its first columns are the value, so it is read once for both. A *job* is a group of queries that
-share keys: in a dense call all query tokens and heads of one KV head of a sequence, in a sparse call those of one
-token. Sparse prefill is sparse decode with one token per sequence. A program computes some rows of a job over one split
-of the keys that they see. A position is an index into the sequence's row of the block table, or into a list of slots
-continued by a second list; a position whose page is not in the cache, or whose list entry is not a slot, has no key. In
-a ragged call query tokens are numbered across all sequences, otherwise from 0 in each sequence.
+A latent row is a key, and its first columns are the value, so it is read once for both. A *job* is a group of query
+rows that attend to the same keys: the query heads of one KV head, for all query tokens of a sequence in a dense call,
+for one token in a sparse call. A *unit* is a range of a job's rows with one split of the keys that they see, and a
+program computes one unit for one KV head. Sparse prefill is sparse decode with one token per sequence.
+
+In a dense call, positions are those of the sequence. In a sparse call, a position is an index into a list of slots,
+which a second list may continue. A position has no key if its page is not in the cache or its list entry is not a slot.
+A ragged call numbers query tokens across all sequences, other calls from 0 in each sequence.
 """
 
 import numpy as np
@@ -13,19 +15,10 @@ import numpy as np
 from ragged_attention.portable.numba import _splits, _tiles
 from ragged_attention.portable.numba._formats import BFLOAT16, scale_of, size_of
 from ragged_attention.portable.numba._latent_rows import ROWS, place_of, read_latents, rows_fields
-from ragged_attention.portable.numba._records import Fields, programs, record_in, stride_names
+from ragged_attention.portable.numba._records import Fields, record_in, stride_names
 from ragged_attention.portable.numba._sequences import gaps_by, num_sequences, packed_queries_of, within
 from ragged_attention.portable.numba._softmax import LN2, LOG2E
-from ragged_attention.portable.numba._vectors import (
-    compiled,
-    float_at,
-    inlined,
-    int32_at,
-    pasted,
-    prefetch,
-    set_float,
-    set_int,
-)
+from ragged_attention.portable.numba._vectors import compiled, float_at, inlined, int32_at, prefetch, set_float, set_int
 
 FIELDS = Fields(
     operands=("q", "kv", "extra_kv", "lists", "extra_lists", "lens", "extra_lens", "cu_q_lens", "num_seqs", "sinks",
@@ -60,13 +53,13 @@ gaps = gaps_by(packed_queries_of)
 
 
 @inlined
-def length_of(lens, index, most):
-    return within(int32_at(lens, index), most) if lens else most
+def length_of(lens, index, limit):
+    return within(int32_at(lens, index), limit) if lens else limit
 
 
 @compiled
 def lengths_of(call, seq, token):
-    """The number of positions of a query token in the first list (or the block table) and in the second list."""
+    """The lengths of a query token's two lists; in a dense call the sequence's length and 0."""
     first = length_of(call.lens, seq * call.lens_seq_stride + token * call.lens_token_stride, call.length)
     if not call.extra_length:
         return first, 0
@@ -78,7 +71,7 @@ def lengths_of(call, seq, token):
 def seen_from(call, token, stop, length):
     """The first and one-past-last position that a query token sees.
 
-    The last query token of a sequence, `stop` - 1, stands at the last of its `length` positions.
+    A sequence's last query token, `stop` - 1, is at position `length` - 1.
     """
     position = length - stop + token
     left = position - call.sliding_window + 1 if call.sliding_window else 0
@@ -87,21 +80,21 @@ def seen_from(call, token, stop, length):
 
 @compiled
 def divide(call, units):
-    """Add the splits of all jobs; returns the work of all."""
-    work, group = 0.0, call.num_q_heads // call.num_kv_heads
+    """Split all jobs, see `add_splits`; returns the total work."""
+    work, group, call.num_units, call.num_partials = 0.0, call.num_q_heads // call.num_kv_heads, 0, 0
     for seq in range(num_sequences(call)):
         start, stop = tokens_of(call, seq)
-        tokens = 1 if call.sparse else stop - start  # of a job
+        tokens = 1 if call.sparse else stop - start  # query tokens per job
         for token in range(start, stop, max(tokens, 1)):
             length = sum(lengths_of(call, seq, token))
-            most = max(call.num_splits // tokens, 1) if call.num_splits else 0
+            max_splits = max(call.num_splits // tokens, 1) if call.num_splits else 0
             for first in range(0, tokens * group, call.block_rows):
                 last = min(first + call.block_rows, tokens * group)
                 low, high = 0, length
                 if not call.sparse:
                     low = max(seen_from(call, token + first // group, stop, length)[0], 0)
                     high = max(min(seen_from(call, token + (last - 1) // group, stop, length)[1], length), low)
-                work += _splits.add_splits(call, units, seq, token, first, last, low, high, most)
+                work += _splits.add_splits(call, units, seq, token, first, last, low, high, max_splits)
     return work
 
 
@@ -109,7 +102,7 @@ plan_units = _splits.planner(divide)
 
 
 def plan(address):
-    """List the units: some rows of a job over one split of their keys."""
+    """List the units, and in a ragged call write the results of queries that belong to no sequence."""
     call = call_of(address)
     if call.cu_q_lens:
         for first, stop in gaps(call):
@@ -122,9 +115,9 @@ def plan(address):
 
 @inlined
 def pairs_up(call):
-    """Whether the products use pairs of bfloat16: it holds all numbers exactly, and the call is dense.
+    """Whether to multiply pairs of bfloat16: it represents all numbers exactly, and the call is dense.
 
-    Sparse calls do not: a list may have the same key many times, and the rounding errors of its equal weights add up.
+    Sparse calls do not: a list may repeat a key many times, and the equal rounding errors of its weights would add up.
     """
     kv = kv_of(call)
     plain = kv.group == 0 and not call.sparse
@@ -133,7 +126,7 @@ def pairs_up(call):
 
 @inlined
 def reads_in_place(call, tile):
-    """Whether keys are multiplied where they lie in the cache."""
+    """Whether keys are multiplied in the cache itself, without being copied to the tile."""
     return tile.paired and kv_of(call).codes == BFLOAT16
 
 
@@ -151,7 +144,7 @@ def query_of(call, unit, head, row):
 
 @compiled
 def read_queries(call, tile, unit, head):
-    """Read a unit's queries and, for each row, the positions that it sees; returns the number of rows."""
+    """Read a unit's queries and set the range of positions that each row sees; returns the number of rows."""
     rows, length = unit.last - unit.first, sum(lengths_of(call, unit.seq, unit.token))
     _, stop = tokens_of(call, unit.seq)
     _tiles.begin(tile, rows)
@@ -168,7 +161,7 @@ def read_queries(call, tile, unit, head):
 
 @compiled
 def slot_of(call, seq, token, head, position, length):
-    """The page of a position, -1 if it has none, and the slot in that page; `length` is that of the first list."""
+    """A position's page, -1 if it has none, and its slot in that page; `length` is the first list's length."""
     if not call.sparse:
         page = int32_at(call.lists, seq * call.lists_seq_stride + position // call.kv_page_size)
         return page if page < call.kv_num_pages else -1, position % call.kv_page_size
@@ -184,9 +177,10 @@ def slot_of(call, seq, token, head, position, length):
 
 @compiled
 def list_next(call, tile, unit, head, first, count, length):
-    """List and prefetch the rows of the next `count` positions from `first` on; returns how many have no row.
+    """List and prefetch the rows of the next `count` positions, from `first` on; returns how many have no row.
 
-    The rows before them are computed while these arrive.
+    The prefetches overlap with the computation of the current rows. The addresses of the scales go to `next_v_sources`.
+    `length` is the first list's length.
     """
     holes, kv, extra = 0, kv_of(call), extra_of(call)
     base = call.kv + head * kv.head_step
@@ -208,9 +202,12 @@ def list_next(call, tile, unit, head, first, count, length):
     return holes
 
 
-@pasted
+@inlined
 def read_keys(call, tile, num_first, count):
-    """Read rows as keys, and unless they are paired as values too; `num_first` of them are from the first list."""
+    """Read `count` rows, the first `num_first` of them from the first cache.
+
+    In a tile without pairs the keys are also the values. Keys that are multiplied in place are not read.
+    """
     kv = kv_of(call)
     if not tile.paired:
         columns, width = call.head_dim, tile.width
@@ -222,7 +219,7 @@ def read_keys(call, tile, num_first, count):
         _tiles.pair_keys(kv.codes, tile.sources, tile.k, tile.width, count)
 
 
-@pasted
+@compiled
 def attend(call, tile, unit, head, rows):
     """Attend from a unit's rows to its keys, one tile of keys after another."""
     length, _ = lengths_of(call, unit.seq, unit.token)
@@ -243,7 +240,7 @@ def attend(call, tile, unit, head, rows):
 
 @compiled
 def finish(call, tile, unit, head, rows):
-    """Write the results of rows that have seen all their keys."""
+    """Write the results of a unit's rows after all their splits."""
     size, kv_scale = size_of(call.out_format), scale_of_cache(call, head)
     for row in range(rows):
         token, q_head = query_of(call, unit, head, row)
@@ -255,26 +252,7 @@ def finish(call, tile, unit, head, rows):
             set_float(call.max_logits, place, float_at(tile.m_i, row) * LN2)
 
 
-# ---- all programs
-
-
-@pasted
-def program(call, tile, index):
-    """Compute one unit for one KV head."""
-    unit = _splits.unit_at(call.units + _splits.UNIT_BYTES * (index // call.num_kv_heads))
-    head = index % call.num_kv_heads
-    rows = read_queries(call, tile, unit, head)
-    attend(call, tile, unit, head, rows)
-    if _splits.is_last(call, tile, unit, head, rows):
-        finish(call, tile, unit, head, rows)
-
-
 def work(address):
-    """Run programs until none is left."""
     call = call_of(address)
     paired = pairs_up(call)
-    width = call.head_dim // 2 if paired else call.head_dim
-    memory = _tiles.new_tile(call.block_rows, call.block_kv, width, call.v_head_dim, not paired, paired)
-    for index in programs(address, memory):
-        program(call, _tiles.tile_at(memory), index)
-    return 0
+    return _splits.run_units(address, call, call.block_rows, not paired, paired, read_queries, attend, finish)

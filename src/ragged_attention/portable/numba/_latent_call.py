@@ -1,4 +1,4 @@
-"""How calls of attention over latents become records of `_latent`'s kernel."""
+"""Turns attention calls over latents into records of `_latent`'s kernel."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,7 @@ from ragged_attention.portable.numba._vectors import LANES
 KERNEL = Kernel("latent_attention", _latent.FIELDS, _latent.plan, _latent.work)
 LatentCall = RaggedMlaAttention | MlaDecode | SparseMlaPrefill
 SPLITS_PER_TOKEN = 4  # in batch-invariant mode
-SIZE = 4 * LANES  # rows and keys of a tile: they fit the second-level cache, which is larger where vectors are larger
+SIZE = 4 * LANES  # rows and keys of a tile, which fit the L2 cache: CPUs with wider vectors have larger caches
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Tile(Blocks):
     """The tunable parameters.
 
     Args:
-        num_splits: the most splits of the keys of one query token; several tokens that share keys have fewer,
-            depending on their number alone. 0: a job has splits according to its share of all work.
+        num_splits: the maximum number of KV splits per query token; tokens that share their keys divide it among
+            themselves. 0: jobs are split in proportion to their work.
     """
 
     num_splits: int = 0
@@ -56,7 +56,7 @@ def invariant_tile(call: LatentCall) -> Tile:
 
 
 def cache_of(array: Any, form: CacheFormat, launch: Any) -> Any:
-    """A cache whose rows the kernel can address."""
+    """The cache in a form whose rows the kernel can address."""
     return launch.words(array, packed_rows=form.planar) if form.quantized else array
 
 
@@ -64,7 +64,7 @@ def run(
     call: LatentCall, tile: Tile, launch: Any, cache: Any, operands: dict[str, Any], numbers: dict[str, Any], *,
     axes: dict[str, str], lse_strides: tuple[int, int, int], results: dict[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Enqueue the kernel; `operands`, `numbers` and `axes` are those that only this operation has.
+    """Enqueue the kernel; `operands`, `numbers` and `axes` are those that only some latent operations have.
 
     `lse_strides` are the strides of sequence, query token and head.
     """

@@ -1,7 +1,7 @@
 """Rows of a latent cache in all its formats, to and from float32.
 
-The host describes a cache to a kernel as a few numbers, the record `ROWS`: they are the fields of its `CacheFormat`,
-with distances in bytes that hold for either layout. So no kernel knows a format by its name.
+The host passes a cache's format to a kernel as the record `ROWS`: the fields of its `CacheFormat` and strides in bytes.
+The strides cover both layouts: scales in each row, or after all rows of a page. So kernels need no code per format.
 """
 
 from collections.abc import Sequence
@@ -29,27 +29,27 @@ from ragged_attention.portable.numba._vectors import (
     zero,
 )
 
-# The codes of formats that only rows of a cache have.
+# The codes of formats that only latent caches use.
 E2M1, E8M0 = range(len(_formats.CODES), len(_formats.CODES) + 2)
 STORED = _formats.CODES | {"float4_e2m1fn": E2M1, "float8_e8m0fnu": E8M0}
-LARGEST, SMALLEST_SCALE = np.float32(448), np.float32(1e-4)  # the largest e4m3; the smallest scale of e4m3 values
+LARGEST, SMALLEST_SCALE = np.float32(448), np.float32(1e-4)  # the largest e4m3; the minimum scale of e4m3 values
 LARGEST_E2M1, SMALLEST_E4M3 = np.float32(6), np.float32(2**-9)
 
-# The distances, in bytes, of pages, of rows in a page, of the rows of two KV heads and of the scales of two rows; the
-# offset of a page's first scale from the page; the bytes of a row that lie together. Then the fields of the format.
+# The strides, in bytes, of pages, rows, KV heads and scales; the offset of a page's first scale from the page; the
+# contiguous bytes of a row. Then come the fields of the format.
 ROWS = ("num_pages", "page_size", "page_step", "row_step", "head_step", "scales_step", "scales_at", "row_bytes",
         "codes", "values", "group", "scales", "padding", "rotary", "rotary_at")  # fmt: skip
 
 
 def rows_fields(prefix: str) -> tuple[str, ...]:
-    """The names of a cache's `ROWS` among the numbers of a call."""
+    """The names that a cache's `ROWS` have in a call's record."""
     return tuple(prefix + name for name in ROWS)
 
 
 def rows_numbers(prefix: str, form: CacheFormat, shape: Sequence[int], strides: Sequence[int]) -> dict[str, int]:
-    """The numbers of a cache [P, G, K, C], or of packed rows [s_kv, K, C], which count as pages of one row."""
+    """The `ROWS` of a cache [P, G, K, C], or of packed rows [s_kv, K, C], which are treated as pages of one row."""
     planar, quantized = form.planar, form.quantized
-    size = 1 if quantized else _formats.size_of.py_func(_formats.CODES[form.codes])  # of an element
+    size = 1 if quantized else _formats.size_of.py_func(_formats.CODES[form.codes])  # bytes per element
     page_size, row_step = (shape[1], size * strides[1]) if len(shape) == 4 else (1, 0)
     numbers = (
         shape[0],
@@ -73,14 +73,14 @@ def rows_numbers(prefix: str, form: CacheFormat, shape: Sequence[int], strides: 
 
 @inlined
 def place_of(cache, page, slot):
-    """The offsets of a row and of its scales from the beginning of the cache, in bytes."""
+    """The offsets of a row and of its scales in the cache, in bytes."""
     start = page * cache.page_step
     return start + slot * cache.row_step, start + cache.scales_at + slot * cache.scales_step
 
 
 @compiled
 def widen_scales(code, source, target, count):
-    """Write `count` scales as float32, and zeros up to whole vectors."""
+    """Store `count` scales as float32, then zeros to fill the last vector."""
     if code == E8M0:
         for index in range(0, count, LANES):
             store(target, index, _formats.read_some_e8m0(source, index, count - index))
@@ -90,7 +90,7 @@ def widen_scales(code, source, target, count):
 
 @compiled
 def widen_groups_of_e4m3(source, target, values, group, factors):
-    """Write the e4m3 values of a row as float32, each group of them times its factor."""
+    """Store the e4m3 values of a row as float32, each group multiplied by its factor."""
     column, in_pairs = 0, group % (2 * LANES) == 0
     for index in range(values // group):
         factor, stop = float_at(factors, index), column + group
@@ -106,9 +106,9 @@ def widen_groups_of_e4m3(source, target, values, group, factors):
 
 @compiled
 def read_latents(cache, rows, scales, target, width, columns, count, factors):
-    """Read `count` rows at the addresses `rows`, whose scales are at the addresses `scales`, as float32.
+    """Read the `count` rows at the addresses `rows`, with scales at the addresses `scales`, as float32.
 
-    A row whose address is 0 becomes zeros. `width` is the distance of the rows written, and `factors` is memory for
+    A row whose address is 0 becomes zeros. The rows written are `width` floats apart. `factors` is scratch memory for
     the scales of a row.
     """
     codes, values, group = cache.codes, cache.values, cache.group
@@ -135,7 +135,7 @@ def read_latents(cache, rows, scales, target, width, columns, count, factors):
 
 @compiled
 def largest_magnitude(row, count):
-    """The largest magnitude in a group of float32, which is whole vectors; NaN if the group holds one."""
+    """The largest magnitude in a group of float32, padded to whole vectors; NaN if the group has a NaN."""
     vectors = splat(0.0)
     for index in range(0, count, LANES):
         vectors = larger_magnitude(vectors, load(row, index))
@@ -145,9 +145,9 @@ def largest_magnitude(row, count):
 
 @compiled
 def group_scale(row, count, power_of_two):
-    """The scale of a group of e4m3: its largest magnitude over that of e4m3, at least 1e-4, NaN if the group holds one.
+    """The e4m3 scale of a group: its largest magnitude / LARGEST, at least SMALLEST_SCALE; NaN if the group has a NaN.
 
-    With `power_of_two` a scale is rounded up to a power of two.
+    With `power_of_two` the scale is rounded up to a power of two.
     """
     high = largest_magnitude(row, count)
     if high != high:
@@ -160,7 +160,7 @@ def group_scale(row, count, power_of_two):
 
 @compiled
 def quantize_group(row, count, scale, target):
-    """Write a group as e4m3 over its scale; `row` holds whole vectors, and afterwards the scaled numbers."""
+    """Divide a group by `scale` and store it as e4m3; `row`, padded to whole vectors, then holds the quotients."""
     for index in range(0, count, LANES):
         store(row, index, without_signs_of_nan(load(row, index) / splat(scale)))
     _formats.narrow(_formats.E4M3, row, target, count, 1.0)
@@ -168,7 +168,7 @@ def quantize_group(row, count, scale, target):
 
 @inlined
 def e2m1_code(value):
-    """The code of the nearest e2m1, ties to the even code, saturating: it counts the midpoints of codes below."""
+    """The code of the nearest e2m1, ties to even, saturating; it is the number of midpoints below the magnitude."""
     size, sign = abs(value), bits_of_float(value) >> 28 & 8
     code = (size > 0.25) + (size >= 0.75) + (size > 1.25) + (size >= 1.75) + (size > 2.5) + (size >= 3.5) + (size > 5.0)
     return code | sign
@@ -176,22 +176,22 @@ def e2m1_code(value):
 
 @compiled
 def quantize_group_to_e2m1(row, count, scale, target):
-    """Write a group as e2m1 over its scale, two to a byte; zeros where the scale is NaN, which e2m1 does not have."""
+    """Divide a group by `scale` and store it as e2m1, two to a byte; zeros if it is NaN, which e2m1 does not have."""
     if scale != scale:
         zero(target, count // 2)
         return
     for pair in range(count // 2):
         even, odd = e2m1_code(float_at(row, 2 * pair) / scale), e2m1_code(float_at(row, 2 * pair + 1) / scale)
-        set_byte(target + pair, even | odd << 4)
+        set_byte(target, pair, even | odd << 4)
 
 
 @compiled
 def store_scale(code, scales, index, scale):
-    """Store a group's scale; returns the value that it has as stored."""
+    """Store a group's scale; returns the stored value, which may be rounded."""
     if code == _formats.FLOAT32:
         set_float(scales, index, scale)
     elif code == E8M0:  # the scale is a power of two
-        set_byte(scales + index, bits_of_float(scale) >> 23)
+        set_byte(scales, index, bits_of_float(scale) >> 23)
     else:
         _formats.write_some_e4m3(scales, index, splat(scale), 1)
         return _formats.number_at(_formats.E4M3, scales, index)
@@ -200,7 +200,7 @@ def store_scale(code, scales, index, scale):
 
 @compiled
 def store_latent(cache, row, target, scales, power_of_two):
-    """Write a row of float32 as the bytes of a token, at the places that `place_of` gives; the row is overwritten."""
+    """Quantise a row of float32 to `target` and its scales to `scales`, see `place_of`; the row is overwritten."""
     group, num_groups = cache.group, cache.values // cache.group
     for index in range(num_groups):
         values, start = row + 4 * index * group, index * group

@@ -1,18 +1,19 @@
-"""Attention over K and V heads, in pages of any layout or packed: the kernel of four operations.
+"""Attention over K and V, in pages of any layout or packed: the kernel of four operations.
 
-Packed keys count as pages of one key; a sequence's pages are numbered from its first row.
+Packed keys are treated as pages of one key each, and a sequence's page number is the row of that key.
 
-A *block* is some consecutive queries of a sequence. The query heads that share a KV head are rows of one tile, so K and
-V are read once for all of them. A program computes one block for one KV head over one split of the keys that the block
-sees: keys outside the causal range or the window are skipped, not masked. A block with much more work than the average
-has several splits, and the split that ends last merges them. The division of the work depends on the lengths alone.
+A *block* is a range of consecutive queries of a sequence. The query heads that share a KV head are rows of one tile, so
+each K and V is read once for all of them. A *unit* is a block with one split of the keys that it sees: keys outside the
+causal range or the window are skipped, not masked. A program computes one unit for one KV head. A block with much more
+work than the average has several splits, and the split that ends last merges them. How the work is divided depends on
+the lengths alone.
 """
 
 import numpy as np
 
 from ragged_attention.portable.numba import _splits, _tiles
 from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT32, scale_of, size_of
-from ragged_attention.portable.numba._records import Fields, programs
+from ragged_attention.portable.numba._records import Fields
 from ragged_attention.portable.numba._sequences import first_key_of, gaps_by, kv_len_of, num_sequences, queries_of
 from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, scale_row
 from ragged_attention.portable.numba._vectors import (
@@ -55,7 +56,7 @@ gaps = gaps_by(queries_of)
 
 @compiled
 def range_of(call, first_new, kv_len, first, last):
-    """The range of keys that the queries [first, last) of a sequence see; `first_new` is the position of query 0."""
+    """The range of keys that the queries [first, last) of a sequence see; query 0 is at position `first_new`."""
     low, high = 0, kv_len
     if call.causal and not call.drafted:
         high = min(first_new + last, kv_len)
@@ -66,8 +67,8 @@ def range_of(call, first_new, kv_len, first, last):
 
 @compiled
 def divide(call, units):
-    """Add the splits of all blocks; returns the work of all."""
-    work = 0.0
+    """Split all blocks, see `add_splits`; returns the total work."""
+    work, call.num_units, call.num_partials = 0.0, 0, 0
     for seq in range(num_sequences(call)):
         start, stop = queries_of(call, seq)
         kv_len = kv_len_of(call, seq)
@@ -76,8 +77,8 @@ def divide(call, units):
             last = min(first + call.block_q, stop - start)
             low, high = range_of(call, first_new, kv_len, first, last)
             # Each query has a partial result in each split, so blocks of more queries have fewer splits.
-            most = max(call.num_splits // (last - first), 1) if call.num_splits else 0
-            work += _splits.add_splits(call, units, seq, 0, start + first, start + last, low, high, most)
+            max_splits = max(call.num_splits // (last - first), 1) if call.num_splits else 0
+            work += _splits.add_splits(call, units, seq, 0, start + first, start + last, low, high, max_splits)
     return work
 
 
@@ -85,11 +86,11 @@ plan_units = _splits.planner(divide)
 
 
 def plan(address):
-    """List the units: blocks of queries over one split of their keys."""
+    """List the units, and write the results of queries that belong to no sequence."""
     call = call_of(address)
     for first, stop in gaps(call):
         _splits.clear(call, first, stop)
-    queries = min(call.block_q, call.num_splits) if call.num_splits else call.block_q
+    queries = min(call.block_q, call.num_splits) if call.num_splits else call.block_q  # of a unit that is split
     return plan_units(call, queries * (call.num_q_heads // call.num_kv_heads))
 
 
@@ -98,14 +99,14 @@ def plan(address):
 
 @inlined
 def pairs_up(call):
-    """Whether the products use pairs of bfloat16: it holds all numbers exactly, and positions have no scales."""
+    """Whether to multiply pairs of bfloat16: it represents all numbers exactly, and positions have no scales."""
     scaled = call.k_scales or call.v_scales
     return not scaled and _tiles.pairs_with(call.q_format, call.k_pages_format, call.head_dim, call.v_head_dim)
 
 
 @inlined
 def reads_in_place(call, tile):
-    """Whether keys are multiplied where they lie in the cache."""
+    """Whether keys are multiplied in the cache itself, without being copied to the tile."""
     if tile.paired:
         return call.k_pages_format == BFLOAT16
     return call.k_pages_format == FLOAT32 and call.head_dim % LANES == 0 and not call.k_scales
@@ -113,14 +114,14 @@ def reads_in_place(call, tile):
 
 @inlined
 def factor_of(call, head):
-    """The factor of the logits; it includes log2(e) unless a soft cap, which comes first, follows."""
+    """The factor of the logits; it includes log2(e), except with a soft cap, after which `capped` applies it."""
     k_scale = scale_of(call.k_scale, call.k_scale_format, call.k_scale_stride, call.k_scale_number, head)
     return call.scale * k_scale * (LOG2E if call.soft_cap == 0 else np.float32(1))
 
 
 @inlined
 def read_queries(call, tile, unit, head):
-    """Read the block's queries of a KV head and, for each row, the keys that it sees; returns the number of rows."""
+    """Read a block's queries for a KV head and set the range of keys that each row sees; returns the number of rows."""
     group, (_, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
     kv_len = kv_len_of(call, unit.seq)
     rows, row = (unit.last - unit.first) * group, 0
@@ -141,7 +142,7 @@ def read_queries(call, tile, unit, head):
 
 @inlined
 def place_of(call, seq, position):
-    """The page number of a position within its sequence's block table, and its slot in that page."""
+    """The index of a position's page in its sequence's block table, and the position's slot in that page."""
     if call.cu_kv_lens:
         return first_key_of(call, seq) + position, 0
     return position // call.page_size, position % call.page_size
@@ -149,15 +150,15 @@ def place_of(call, seq, position):
 
 @inlined
 def page_at(call, seq, number):
-    """An entry of a sequence's block table; it may be any number."""
+    """The page at an index of a sequence's block table; the table may hold any number."""
     return number if call.cu_kv_lens else int32_at(call.page_indices + 4 * seq * call.page_indices_seq_stride, number)
 
 
 @compiled
 def list_next(call, tile, seq, head, first, count):
-    """List the next `count` keys and values from position `first` on, and prefetch the keys.
+    """List the addresses of the next `count` keys and values, from position `first` on, and prefetch the keys.
 
-    The keys before them are computed while these arrive. Returns how many of the positions have no page.
+    The prefetches overlap with the computation of the current keys. Returns how many positions have no page.
     """
     holes, key, size = 0, 0, size_of(call.k_pages_format)
     number, slot = place_of(call, seq, first)
@@ -192,7 +193,7 @@ def prefetch_values(call, tile, count):
 
 @compiled
 def scale_rows(scales, page_stride, slot_stride, call, seq, head_offset, first, count, rows, width):
-    """Multiply the rows that were read by the scales of their positions."""
+    """Multiply the `count` rows that were read, from position `first` on, by their positions' scales."""
     for key in range(count):
         number, slot = place_of(call, seq, first + key)
         page = page_at(call, seq, number)
@@ -203,9 +204,9 @@ def scale_rows(scales, page_stride, slot_stride, call, seq, head_offset, first, 
 
 @compiled
 def hide_undrafted(call, tile, unit, first, count):
-    """Apply the draft mask to the new tokens.
+    """Apply the draft mask to the sequence's new tokens.
 
-    The value of a token that no row sees is dropped, so that a NaN in it does not reach the results.
+    The value of a token that no row sees is treated as missing, so that a NaN in it does not reach the results.
     """
     group, (start, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
     first_new = kv_len_of(call, unit.seq) - (stop - start)
@@ -222,26 +223,10 @@ def hide_undrafted(call, tile, unit, first, count):
             set_int(tile.v_sources, key, 0)
 
 
-@inlined
-def read_keys(call, tile, count):
-    if tile.paired:
-        _tiles.pair_keys(call.k_pages_format, tile.sources, tile.k, tile.width, count)
-    else:
-        _tiles.read_rows(call.k_pages_format, tile.sources, tile.k, tile.width, call.head_dim, count)
-
-
-@inlined
-def read_values(call, tile, count):
-    if tile.paired:
-        _tiles.pair_values(call.k_pages_format, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
-    else:
-        _tiles.read_rows(call.k_pages_format, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
-
-
 @compiled
 def attend(call, tile, unit, head, rows):
-    """Attend from the block's rows to the unit's keys, one tile of keys after another."""
-    seq, low, high = unit.seq, unit.low, unit.high
+    """Attend from a unit's rows to its keys, one tile of keys after another."""
+    seq, low, high, code = unit.seq, unit.low, unit.high, call.k_pages_format
     in_place, factor = reads_in_place(call, tile), factor_of(call, head)
     next_holes = list_next(call, tile, seq, head, low, min(tile.keys, high - low))
     prefetch_values(call, tile, min(tile.keys, high - low))
@@ -249,8 +234,10 @@ def attend(call, tile, unit, head, rows):
         count, holes, after = min(tile.keys, high - first), next_holes, first + tile.keys
         _tiles.advance(tile)
         keys = tile.sources if in_place else tile.k_rows
-        if not in_place:
-            read_keys(call, tile, count)
+        if tile.paired and not in_place:
+            _tiles.pair_keys(code, tile.sources, tile.k, tile.width, count)
+        elif not in_place:
+            _tiles.read_rows(code, tile.sources, tile.k, tile.width, call.head_dim, count)
         if call.k_scales:
             scale_rows(call.k_scales, call.k_scales_page_stride, call.k_scales_slot_stride, call, seq,
                        head * call.k_scales_head_stride, first, count, tile.k, tile.width)  # fmt: skip
@@ -260,7 +247,10 @@ def attend(call, tile, unit, head, rows):
             hide_undrafted(call, tile, unit, first, count)
         _tiles.weigh_keys(tile, rows, first, count, holes)
         prefetch_values(call, tile, min(tile.keys, high - after))
-        read_values(call, tile, count)
+        if tile.paired:
+            _tiles.pair_values(code, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
+        else:
+            _tiles.read_rows(code, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
         if call.v_scales:
             scale_rows(call.v_scales, call.v_scales_page_stride, call.v_scales_slot_stride, call, seq,
                        head * call.v_scales_head_stride, first, count, tile.v, tile.v_width)  # fmt: skip
@@ -269,7 +259,7 @@ def attend(call, tile, unit, head, rows):
 
 @compiled
 def finish(call, tile, unit, head, rows):
-    """Write the results of a block that has seen all its keys."""
+    """Write the results of a block after all its splits."""
     group, size = call.num_q_heads // call.num_kv_heads, call.v_head_dim * size_of(call.out_format)
     v_scale = scale_of(call.v_scale, call.v_scale_format, call.v_scale_stride, call.v_scale_number, head)
     for row in range(rows):
@@ -279,27 +269,7 @@ def finish(call, tile, unit, head, rows):
         _splits.write_lse(call, tile, row, place)
 
 
-# ---- all programs
-
-
-@compiled
-def program(call, tile, index):
-    """Compute one unit for one KV head."""
-    unit = _splits.unit_at(call.units + _splits.UNIT_BYTES * (index // call.num_kv_heads))
-    head = index % call.num_kv_heads
-    rows = read_queries(call, tile, unit, head)
-    attend(call, tile, unit, head, rows)
-    if _splits.is_last(call, tile, unit, head, rows):
-        finish(call, tile, unit, head, rows)
-
-
 def work(address):
-    """Run programs until none is left."""
     call = call_of(address)
     rows = call.block_q * (call.num_q_heads // call.num_kv_heads)
-    paired = pairs_up(call)
-    width = call.head_dim // 2 if paired else call.head_dim
-    memory = _tiles.new_tile(rows, call.block_kv, width, call.v_head_dim, False, paired)
-    for index in programs(address, memory):
-        program(call, _tiles.tile_at(memory), index)
-    return 0
+    return _splits.run_units(address, call, rows, False, pairs_up(call), read_queries, attend, finish)

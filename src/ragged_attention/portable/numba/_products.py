@@ -1,7 +1,7 @@
 """The two matrix products of an attention over tiles, computed four rows at a time.
 
-A tile holds float32 or pairs of bfloat16, one number or one pair in a place of 32 bits; sizes count places. In queries
-and keys a pair holds two columns; in weights and values it holds two keys.
+A tile holds float32 or pairs of bfloat16, one number or one pair in a 32-bit place; sizes are numbers of places. In
+queries and keys a pair holds two columns; in weights and values it holds two keys.
 """
 
 from ragged_attention.portable.numba._vectors import (
@@ -31,11 +31,11 @@ def key_at(k, key, keys, otherwise):
 
 
 def _scores_of(fma):
-    """A function: s[rows, keys] = factor * q[rows, columns] . keys[columns]; rows are whole vectors.
+    """A function for s[rows, keys] = factor * q[rows, columns] . keys[columns]; rows are whole vectors.
 
-    `fma` multiplies and adds two vectors of places. `k` lists the addresses of the keys, 0 for a missing key, whose
-    product is arbitrary, as are those that pad the keys to a multiple of LANES / 4. Keys need no transposition: each
-    lane sums a share of the columns, and then the lanes are summed.
+    `fma` multiplies and adds two vectors of places. `k` lists the addresses of the keys, 0 for a missing key. Products
+    with missing keys, and with those that pad the keys to a multiple of LANES / 4, are arbitrary. Keys need no
+    transposition: each lane sums some columns, and then the lanes are summed.
     """
 
     @compiled
@@ -84,15 +84,26 @@ def _scores_of(fma):
                     a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3,
                 )  # fmt: skip
 
-    return scores_four if LANES == 16 else scores_two  # the registers hold the sums of that many keys
+    return scores_four if LANES == 16 else scores_two  # the registers hold the sums of 4 or 2 keys
+
+
+def times_number(fma):
+    """A function that adds a number from memory times two vectors to two sums; `fma` is that of `_scores_of`."""
+
+    @inlined
+    def add_products(address, index, a, b, sum_a, sum_b):
+        factor = splat(float_at(address, index))
+        return fma(factor, a, sum_a), fma(factor, b, sum_b)
+
+    return add_products
 
 
 def _mix_of(fma):
-    """A function: out[rows, columns] += p[rows, keys] @ v[keys, columns], or = if `fresh`.
+    """A function for out[rows, columns] += p[rows, keys] @ v[keys, columns], or = if `fresh`.
 
-    `fma` multiplies and adds two vectors of places. `p` has two strides, the others a row width; columns are computed
-    COLUMNS at a time.
+    `fma` is that of `_scores_of`. `p` has two strides, the others a row width. Columns are computed COLUMNS at a time.
     """
+    add = times_number(fma)
 
     @compiled
     def mix(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width, fresh):
@@ -108,22 +119,13 @@ def _mix_of(fma):
                     b0, b1, b2, b3 = load(r0, LANES), load(r1, LANES), load(r2, LANES), load(r3, LANES)
                 for key in range(keys):
                     a, b = load(values, key * v_width), load(values, key * v_width + LANES)
-                    weight = splat(float_at(p0, key * p_key))
-                    a0, b0 = fma(weight, a, a0), fma(weight, b, b0)
-                    weight = splat(float_at(p1, key * p_key))
-                    a1, b1 = fma(weight, a, a1), fma(weight, b, b1)
-                    weight = splat(float_at(p2, key * p_key))
-                    a2, b2 = fma(weight, a, a2), fma(weight, b, b2)
-                    weight = splat(float_at(p3, key * p_key))
-                    a3, b3 = fma(weight, a, a3), fma(weight, b, b3)
-                store(r0, 0, a0)
-                store(r0, LANES, b0)
-                store(r1, 0, a1)
-                store(r1, LANES, b1)
-                store(r2, 0, a2)
-                store(r2, LANES, b2)
-                store(r3, 0, a3)
-                store(r3, LANES, b3)
+                    a0, b0 = add(p0, key * p_key, a, b, a0, b0)
+                    a1, b1 = add(p1, key * p_key, a, b, a1, b1)
+                    a2, b2 = add(p2, key * p_key, a, b, a2, b2)
+                    a3, b3 = add(p3, key * p_key, a, b, a3, b3)
+                for row_out, low, high in ((r0, a0, b0), (r1, a1, b1), (r2, a2, b2), (r3, a3, b3)):
+                    store(row_out, 0, low)
+                    store(row_out, LANES, high)
 
     return mix
 

@@ -1,4 +1,4 @@
-"""The record of a call, as a kernel reads it and as a launcher fills it, and how threads share its programs.
+"""The record of a call, which a launcher fills and a kernel reads, and the sharing of its programs among threads.
 
 Every field has eight bytes. The fields that the threads need come first, then the addresses of the arrays, then the
 numbers of the call, then the fields that the kernel's plan adds.
@@ -64,10 +64,7 @@ def record_at(names: Sequence[str], floats: Sequence[str] = ()) -> Any:
 
 
 def record_in(names: Sequence[str], prefix: str) -> Any:
-    """An intrinsic that takes a call's record and returns the record of some consecutive fields of it.
-
-    These fields are `names`, which the call's record has with `prefix` before each.
-    """
+    """An intrinsic that returns a part of a call's record: the consecutive fields `prefix` + name, for all `names`."""
     inner = numba.from_dtype(layout_of(names))
 
     @intrinsic
@@ -84,13 +81,13 @@ def record_in(names: Sequence[str], prefix: str) -> Any:
 
 
 def bits_of(number: float) -> int:
-    """The bits of a float64 as an int64: the form in which a launcher hands over a float."""
+    """The bits of a float64 as an int64, the form in which launchers pass floats."""
     return struct.unpack("<q", struct.pack("<d", number))[0]
 
 
 @functools.cache
 def stride_names(operand: str, axes: str) -> tuple[str, ...]:
-    """The names of the numbers that are an operand's strides."""
+    """The names of the record's fields for an operand's strides."""
     return tuple(f"{operand}_{axis}_stride" for axis in axes.split())
 
 
@@ -108,8 +105,7 @@ class Fields:
     ) -> None:  # fmt: skip
         """`strides` names the axes of operands that need not be contiguous, such as {"q": "token head"}.
 
-        `formats` and `scales` name operands. `floats` names the numbers that are float64; a launcher hands over their
-        bits.
+        `formats` and `scales` name operands. `floats` names the numbers that are float64; launchers pass their bits.
         """
         self.operands, self.results = tuple(operands), tuple(results)
         self.strides, self.formats, self.scales = dict(strides or {}), tuple(formats), tuple(scales)
@@ -121,18 +117,14 @@ class Fields:
         names = (*STATE, *self.operands, *self.results, *self.numbers, *plan)
         self.layout = layout_of(names, self.floats)
         self.at = record_at(names, self.floats)
-        members = {
-            "OPERANDS": self.operands,
-            "RESULTS": self.results,
-            "NUMBERS": self.numbers,
-            "_fields_": [(name, ctypes.c_int64) for name in names],
-        }
+        fields = [(name, ctypes.c_int64) for name in names]
+        members = {"OPERANDS": self.operands, "RESULTS": self.results, "NUMBERS": self.numbers, "_fields_": fields}
         self.structure: type[Any] = type("Record", (ctypes.Structure,), members)  # the record for ctypes
 
 
 @compiled
 def claimed(address):
-    """Yield the indices of programs that no other thread takes, until none is left; `address` is the record's."""
+    """Yield indices of programs, each to one thread only, until none is left; `address` is that of the record."""
     index, num_programs = add_to(address + 8 * CLAIMED, 1), int_at(address, NUM_PROGRAMS)
     while index < num_programs:
         yield index
@@ -141,7 +133,7 @@ def claimed(address):
 
 @compiled
 def programs(address, memory):
-    """Yield the programs that a thread runs in `memory`, which it then releases; none if the allocation returned 0."""
+    """Yield a thread's programs, then release its `memory`; none if `memory` is 0, since its allocation failed."""
     if memory:
         for index in claimed(address):  # noqa: UP028, Numba has no "yield from"
             yield index
@@ -149,14 +141,14 @@ def programs(address, memory):
 
 
 @compiled
-def fails(address):
+def mark_failed(address):
     """Mark a call as failed because one of its programs found no memory."""
     set_int(address, FAILED, 1)
 
 
 @compiled
 def end(address, num_programs):
-    """Stop threads from taking further programs; returns whether all programs were taken.
+    """Stop threads from taking more programs; returns whether all programs were taken.
 
     A thread that finds no memory takes no program, so some programs are left if no thread found memory.
     """
@@ -203,25 +195,25 @@ def runner() -> Any:
 
 
 @compiled
-def allocate_arena(num_sizes, parts):
-    """Allocate a tile: a record, then one part of memory for each entry of `parts`, which are sizes in bytes.
+def allocate_arena(num_numbers, sizes):
+    """Allocate a record and, after it, a buffer for each of `sizes`, which are in bytes.
 
-    The record has `num_sizes` numbers and then the address of each part. Returns its address, 0 if there is no memory.
+    The record has `num_numbers` numbers, then the buffers' addresses. Returns its address, 0 if there is no memory.
     """
-    total = header = up_to(8 * (num_sizes + len(parts)), ALIGNMENT)
-    for size in parts:
+    total = header = up_to(8 * (num_numbers + len(sizes)), ALIGNMENT)
+    for size in sizes:
         total += up_to(size, ALIGNMENT)
     address = allocate(total)
     if address:
         place = address + header
-        for index in range(len(parts)):
-            set_int(address, num_sizes + index, place)
-            place += up_to(parts[index], ALIGNMENT)
+        for index in range(len(sizes)):
+            set_int(address, num_numbers + index, place)
+            place += up_to(sizes[index], ALIGNMENT)
     return address
 
 
 @inlined
 def list_rows(rows, count, first, size):
-    """Write the addresses of `count` rows of `size` bytes, of which the first lies at `first`, to the list `rows`."""
+    """Write the addresses of `count` rows of `size` bytes each, the first of them at `first`, to the list `rows`."""
     for row in range(count):
         set_int(rows, row, first + row * size)

@@ -1,8 +1,8 @@
 """The top-k of a row: the positions of its largest numbers, in ascending order.
 
-Numbers are compared as integers in the same order, in which -0 equals 0, and NaN and minus infinity are `LEAST`, which
-is never chosen. The numbers of a row are counted in bins. The bin in which the choice ends is divided into narrower
-bins, until it is chosen as a whole or holds equal numbers only. Then one pass lists the positions.
+Floats are compared as integers that have their order: -0 equals 0, and NaN and minus infinity become `LEAST`, which is
+never selected. The numbers of a row are counted in bins. The bin of the smallest number to select is divided into
+narrower bins, until it is selected as a whole or holds only equal numbers. Then one pass lists the positions.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ from ragged_attention.portable.numba._vectors import (
 )
 
 INFINITY = 0x7F800000  # as an integer
-LEAST, MOST = -INFINITY, INFINITY
+LEAST = -INFINITY
 BINS = 2048
 INT32 = np.dtype(np.int32).itemsize
 
@@ -43,17 +43,17 @@ def ordered(builder: Any, a: Any) -> Any:
 
 @inlined
 def scratch_size(top_k):
-    """Bytes that `select` needs."""
+    """The bytes of scratch memory that `select` needs."""
     return INT32 * (BINS + top_k + 1 + LANES)
 
 
 @compiled
 def bounds_of(values, count):
     """The smallest and the largest number above LEAST, and the count of such numbers."""
-    low, high, num_found = MOST, LEAST, 0
+    low, high, num_found = INFINITY, LEAST, 0
     for index in range(count):
         value = int32_at(values, index)
-        low = min(low, value if value > LEAST else MOST)
+        low = min(low, value if value > LEAST else INFINITY)
         high = max(high, value)
         num_found += value > LEAST
     return low, high, num_found
@@ -71,15 +71,12 @@ def fill_bins(values, count, bins, low, high, shift):
 
 
 @compiled
-def edge_of(values, count, top_k, bins):
-    """The edge of the choice: larger numbers are chosen, and numbers equal to it except the first few.
-
-    The second result is how many equal numbers are skipped.
-    """
+def threshold_of(values, count, top_k, bins):
+    """The threshold of the top-k, and how many of the numbers equal to it, the first ones, are not selected."""
     low, high, num_found = bounds_of(values, count)
     if num_found <= top_k:
         return LEAST, count
-    left = top_k  # numbers to choose from `low` to `high`
+    left = top_k  # how many numbers to select of those from `low` to `high`
     while True:
         shift = 0
         while (high - low) >> shift >= BINS:
@@ -98,18 +95,18 @@ def edge_of(values, count, top_k, bins):
 
 @compiled
 def select(values, count, top_k, first, positions, target, scratch):
-    """Write the positions of the `top_k` largest of a row of ordered numbers in ascending order, then -1.
+    """Write the positions of the `top_k` largest numbers of an `ordered` row, in ascending order, then -1.
 
-    The position of number i is `first` + i, or entry i of `positions`. Of equal numbers the last ones are chosen.
+    The position of number i is `first` + i, or entry i of `positions`. Of equal numbers the last ones are selected.
     """
     bins, candidates = scratch, scratch + INT32 * BINS
-    edge, skipped = edge_of(values, count, top_k, bins)
+    threshold, skipped = threshold_of(values, count, top_k, bins)
     num_found = equal = 0
     for index in range(count):
         value = int32_at(values, index)
-        set_int32(candidates, num_found, index)  # the next candidate overwrites it unless it is counted
-        same = value == edge
-        num_found += (value > edge) | (same & (equal >= skipped))
+        set_int32(candidates, num_found, index)  # the next index overwrites this one unless it is selected
+        same = value == threshold
+        num_found += (value > threshold) | (same & (equal >= skipped))
         equal += same
     for index in range(num_found):
         place = int32_at(candidates, index)

@@ -1,21 +1,21 @@
-"""The queries and keys of each sequence, clamped to the arrays, so that no value leads outside them."""
+"""The rows of each sequence's queries and keys, clamped so that no length leads outside the arrays."""
 
 from typing import Any
 
 from ragged_attention.portable.numba._vectors import compiled, inlined, int32_at
 
-ONE_EACH, CHUNK_END, CHUNK_START, PACKED = 0, 1, 2, 3  # `layout`: how queries belong to sequences
+ONE_EACH, CHUNK_END, CHUNK_START, PACKED = 0, 1, 2, 3  # values of `layout`: which queries a sequence has
 
 
-def most_sequences(call: Any, num_rows: int) -> int:
-    """The most sequences that a call with tables of `num_rows` rows can have: an array may hold a smaller number."""
+def max_sequences(call: Any, num_rows: int) -> int:
+    """The maximum number of sequences, with tables of `num_rows` rows; an array `num_seqs` may hold a lower number."""
     return call.num_seqs if isinstance(call.num_seqs, int) else num_rows
 
 
 @inlined
-def within(value, most):
-    """A value, clamped to the range from 0 to `most`."""
-    return min(max(value, 0), most)
+def within(value, high):
+    """A value, clamped to the range from 0 to `high`."""
+    return min(max(value, 0), high)
 
 
 @inlined
@@ -62,7 +62,7 @@ def gaps_by(queries_of):
 
     @compiled
     def gaps(call):
-        """If the edges do not ascend, the last range is all rows."""
+        """If the sequences are not in ascending order of rows, the last range is all rows."""
         done = 0
         for seq in range(num_sequences(call)):
             first, stop = queries_of(call, seq)

@@ -1,7 +1,11 @@
-"""The slots to which this step's rows are written: given as such, or by the block tables of the attention call."""
+"""The slots that this step's rows are written to: those of `slot_mapping`, or those that block tables give.
 
-from ragged_attention.calls import WriteKvPages, WriteMlaCache, dtype_name
-from ragged_attention.portable.numba._sequences import most_sequences, num_sequences, packed_queries_of, within
+A program writes the tokens of some pages, in order, so if two tokens have the same slot, the later one wins.
+"""
+
+from ragged_attention.calls import WriteIndexerCache, WriteKvPages, WriteMlaCache, dtype_name
+from ragged_attention.portable.numba._records import NO_MEMORY, programs
+from ragged_attention.portable.numba._sequences import max_sequences, num_sequences, packed_queries_of, within
 from ragged_attention.portable.numba._vectors import allocate, compiled, int32_at, int_at, set_int
 
 OPERANDS = ("slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs")
@@ -13,7 +17,7 @@ PROGRAMS = 16
 
 @compiled
 def slots_from_tables(call):
-    """List the slots of the tokens of all sequences; new tokens are the last positions of their sequence."""
+    """List the slots of all sequences' tokens, which are at the last positions of their sequence."""
     for seq in range(num_sequences(call)):
         start, stop = packed_queries_of(call, seq)
         first = within(int32_at(call.kv_lens, seq), call.capacity) - stop
@@ -28,10 +32,10 @@ def slots_from_tables(call):
 
 @compiled
 def list_slots(call):
-    """Allocate and fill the list of slots, -1 for a token without one; returns False if there is no memory."""
+    """List the slot of each token, -1 if it has none; returns the number of programs, or NO_MEMORY."""
     call.workspace = allocate(8 * call.num_tokens + 8)
     if call.workspace == 0:
-        return False
+        return NO_MEMORY
     call.slots = call.workspace
     for token in range(call.num_tokens):
         slot = -1
@@ -40,21 +44,24 @@ def list_slots(call):
         set_int(call.slots, token, slot if 0 <= slot < call.num_pages * call.page_size else -1)
     if not call.slot_mapping:
         slots_from_tables(call)
-    return True
+    return min(PROGRAMS, call.num_tokens)
 
 
 @compiled
-def tokens_of(call, index):
-    """Yield the tokens whose pages belong to a program, with their slots; later tokens come later and so win."""
-    for token in range(call.num_tokens):
-        slot = int_at(call.slots, token)
-        if slot >= 0 and slot // call.page_size % call.num_programs == index:
-            yield token, slot
+def write_tokens(address, call, size, write):
+    """Run programs: each calls `write(call, token, slot, row)` for its tokens; `row` is memory for `size` floats."""
+    row = allocate(4 * size)
+    for index in programs(address, row):
+        for token in range(call.num_tokens):
+            slot = int_at(call.slots, token)
+            if slot >= 0 and slot // call.page_size % call.num_programs == index:
+                write(call, token, slot, row)
+    return 0
 
 
-def numbers_of(call: WriteKvPages | WriteMlaCache) -> dict[str, int]:
-    """The numbers of these arrays that the call does not have under the same names."""
-    if call.page_indices is None:
+def numbers_of(call: WriteKvPages | WriteMlaCache | WriteIndexerCache) -> dict[str, int]:
+    """The NUMBERS that are not properties of the call."""
+    if call.slot_mapping is not None:
         return {"wide_slots": dtype_name(call.slot_mapping) == "int64", "capacity": 0}
     num_rows, pages_per_seq = call.page_indices.shape
-    return {"max_num_seqs": most_sequences(call, num_rows), "capacity": pages_per_seq * call.page_size}
+    return {"max_num_seqs": max_sequences(call, num_rows), "capacity": pages_per_seq * call.page_size}

@@ -1,4 +1,4 @@
-"""Online softmax in powers of two: a row's largest logit `m_i`, its sum of weights `l_i`, its weighted values."""
+"""Online softmax in base 2: a row's state is its largest logit `m_i`, sum of weights `l_i` and weighted values."""
 
 import math
 
@@ -26,15 +26,14 @@ from ragged_attention.portable.numba._vectors import (
 
 LOG2E, LN2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
 NOTHING = np.float32(-np.inf)  # the largest logit of a row without keys
-MANY = np.float32(128)  # with this many keys of equal weight, errors of 2 ** -8 of a weight keep the result in bounds
+MANY = np.float32(128)  # with this many equal weights, rounding them to bfloat16 keeps the result in its error bounds
 
 
 @inlined
 def soft_capped(logits, cap):
     """cap * tanh(logits / cap); near 0 it is a polynomial (Cephes' tanhf) of the logits themselves.
 
-    So small logits keep their digits. With a huge cap, logits / cap is subnormal, and a caller that flushes subnormal
-    numbers would otherwise get 0.
+    Small logits thus keep their digits, even if `cap` is so large that logits / cap is subnormal and flushed to 0.
     """
     size = magnitude(logits)
     x = size / cap
@@ -82,11 +81,11 @@ def scale_row(row, columns, factor):
 
 
 @compiled
-def weigh(s, first, stop, count, row, m_i, l_i, out, columns, judged):
-    """Turn a row's logits into weights, 0 outside [first, stop), and rescale its softmax state.
+def weigh(s, first, stop, count, row, m_i, l_i, out, columns, paired):
+    """Replace a row's logits by weights, 0 outside [first, stop), and update its softmax state.
 
-    `count` is a multiple of LANES; `m_i` and `l_i` are arrays over all rows, `out` is the row's accumulator. If
-    `judged`, returns whether few keys have most of the row's weight, so that an error in these weights would show.
+    `count` is a multiple of LANES. `m_i` and `l_i` are arrays over all rows, `out` is the row's accumulator. In a
+    `paired` tile, returns whether few keys have most of the row's weight, so that rounding their weights would show.
     """
     if stop <= first:
         fill(s, 0, count, np.float32(0))
@@ -111,4 +110,4 @@ def weigh(s, first, stop, count, row, m_i, l_i, out, columns, judged):
     else:
         set_float(l_i, row, float_at(l_i, row) + total(sums))
     set_float(m_i, row, new_m_i)
-    return judged and total(squares) * MANY > float_at(l_i, row) * float_at(l_i, row)
+    return paired and total(squares) * MANY > float_at(l_i, row) * float_at(l_i, row)

@@ -1,56 +1,56 @@
-"""Splitting the keys of a block that has much more work than the average, and merging the results of the splits.
+"""Splits the keys of blocks that have much more work than the average, and merges the results of the splits.
 
-The partial result of a split is its sums of weights, its weighted values and its largest logits. The split that ends
-last merges the partial results of all, so no program waits for another. The number of splits follows from lengths
-alone and not from threads, so results do not depend on the number of threads.
+A split's partial result is the weighted sum of values, the largest logit and the sum of weights of each row. The split
+that ends last merges all of them, so no program waits for another. The number of splits depends only on lengths, so
+results do not depend on the number of threads.
 """
 
 import math
 
 from ragged_attention.errors import InvalidInput
 from ragged_attention.portable.numba._formats import narrow, size_of
-from ragged_attention.portable.numba._records import NO_MEMORY, record_at
+from ragged_attention.portable.numba._records import NO_MEMORY, programs, record_at
 from ragged_attention.portable.numba._softmax import NOTHING, log_sum_exp, power, scale_row, weight_of_sink
-from ragged_attention.portable.numba._tiles import begin
+from ragged_attention.portable.numba._tiles import begin, new_tile, tile_at
 from ragged_attention.portable.numba._vectors import add_to, allocate, compiled, fill, float_at, set_float, zero
 
 SPLITS = ("units", "num_units", "work", "partials", "num_partials", "counters", "partial_size")  # fields of the plan
 UNIT = ("seq", "token", "first", "last", "low", "high", "split", "num_splits", "partial")  # one split of a block
 unit_at = record_at(UNIT)
 UNIT_BYTES = 8 * len(UNIT)
-SHARES = 128  # the shares of all work of an attention: a block with more than one share is split
-FEWEST_KEYS = 512  # of a split
-MOST_SPLITS = 64
+SHARES = 128  # a block with more than 1/SHARES of the total work of an attention is split
+MIN_KEYS = 512  # per split
+MAX_SPLITS = 64
 
 
 def expect_splits(num_splits: int) -> None:
     """Check the `num_splits` of a tile."""
-    if not isinstance(num_splits, int) or not 0 <= num_splits <= MOST_SPLITS:
-        raise InvalidInput(f"expected num_splits from 0 to {MOST_SPLITS}, got {num_splits!r}")
+    if not isinstance(num_splits, int) or not 0 <= num_splits <= MAX_SPLITS:
+        raise InvalidInput(f"expected num_splits from 0 to {MAX_SPLITS}, got {num_splits!r}")
 
 
 @compiled
-def splits_of(work, keys, all_work, shares, most):
-    """The number of splits of a block of `work` over `keys`, where the whole call has `all_work`.
+def splits_of(work, keys, total_work, shares, max_splits):
+    """The number of splits of a block of `work`, counted in pairs of a query and a key, over `keys` keys.
 
-    A block is split if its work exceeds one of `shares` equal shares of all work; it has one split while `all_work` is
-    0, not known yet. A `most` above 0 decides instead: as many splits as the keys allow, up to that number.
+    With a `max_splits` above 0 it depends on `keys` alone. Otherwise a block with more than 1 / `shares` of the call's
+    `total_work` is split in proportion to its work, and no block is split while `total_work` is 0, not yet known.
     """
-    if most:
-        return max(min(most, keys // FEWEST_KEYS), 1)
-    if all_work == 0:
+    if max_splits:
+        return max(min(max_splits, keys // MIN_KEYS), 1)
+    if total_work == 0:
         return 1
-    return max(min(math.ceil(work * shares / all_work), keys // FEWEST_KEYS), 1)
+    return max(min(math.ceil(work * shares / total_work), keys // MIN_KEYS), 1)
 
 
 @compiled
-def add_splits(call, units, seq, token, first, last, low, high, most):
-    """Count the splits of the rows [first, last) over the keys [low, high); returns their work.
+def add_splits(call, units, seq, token, first, last, low, high, max_splits):
+    """Split the keys [low, high) of the rows [first, last): count the splits, and list them unless `units` is 0.
 
-    If `units` is the memory of the units, the splits are also written there.
+    Returns the work of the rows. `units` is the address of the list.
     """
     work, keys = (last - first) * (high - low), high - low
-    num_splits = splits_of(work, keys, call.work, SHARES, most)
+    num_splits = splits_of(work, keys, call.work, SHARES, max_splits)
     step = (keys + num_splits - 1) // num_splits
     for split in range(num_splits if units else 0):
         unit = unit_at(units + UNIT_BYTES * (call.num_units + split))
@@ -62,31 +62,47 @@ def add_splits(call, units, seq, token, first, last, low, high, most):
     return work
 
 
-def planner(divide):
-    """A function that lists the units of a call and returns the number of programs, NO_MEMORY if there is no memory.
+def lister(divide, sizes_of, unit_bytes):
+    """A function that allocates a call's workspace and lists its units there; it returns False without memory.
 
-    `divide(call, units)` adds the splits of all blocks and returns the work of all.
+    `divide(call, units)` counts the units, or lists them if `units` is the address of their list, and returns the total
+    work. `sizes_of(call)` returns how many counters and how many floats of partial results follow the list.
     """
 
     @compiled
-    def plan_units(call, rows):
-        """`rows` is the most rows of a unit. A program is one unit for one KV head."""
+    def list_units(call):
         call.work = 0.0
-        for _ in range(2):  # the number of splits depends on the work of all, so the first pass only finds that
-            call.num_units = call.num_partials = 0
-            call.work = divide(call, 0)
-        call.partial_size = rows * (call.v_head_dim + 2)
-        table, parts = UNIT_BYTES * call.num_units, call.num_partials * call.num_kv_heads
-        call.workspace = allocate(table + 8 * parts + 4 * parts * call.partial_size + 64)
+        call.work = divide(call, 0)  # this pass only finds the total work, on which the number of splits depends
+        divide(call, 0)
+        counters, floats = sizes_of(call)
+        table = unit_bytes * call.num_units
+        call.workspace = allocate(table + 8 * counters + 4 * floats + 64)
         if call.workspace == 0:
-            return NO_MEMORY
-        call.units = call.workspace
-        call.counters = call.units + table
-        call.partials = call.counters + 8 * parts
-        zero(call.counters, 8 * parts)
-        call.num_units = call.num_partials = 0
+            return False
+        call.units, call.counters = call.workspace, call.workspace + table
+        call.partials = call.counters + 8 * counters
+        zero(call.counters, 8 * counters)
         divide(call, call.units)
-        return call.num_units * call.num_kv_heads
+        return True
+
+    return list_units
+
+
+def planner(divide):
+    """A function that lists the units of an attention call and returns the number of programs, or NO_MEMORY."""
+
+    @compiled
+    def sizes_of(call):
+        counters = call.num_partials * call.num_kv_heads
+        return counters, counters * call.partial_size
+
+    list_units = lister(divide, sizes_of, UNIT_BYTES)
+
+    @compiled
+    def plan_units(call, rows):
+        """A unit has up to `rows` rows. A program is one unit for one KV head."""
+        call.partial_size = rows * (call.v_head_dim + 2)
+        return call.num_units * call.num_kv_heads if list_units(call) else NO_MEMORY
 
     return plan_units
 
@@ -96,7 +112,7 @@ def planner(divide):
 
 @compiled
 def clear(call, first, stop):
-    """Write the results of query tokens [first, stop) that see no key."""
+    """Write the results of the query tokens [first, stop), which see no key."""
     row = call.num_q_heads * call.v_head_dim * size_of(call.out_format)
     zero(call.out + first * row, (stop - first) * row)
     if call.lse:
@@ -105,7 +121,7 @@ def clear(call, first, stop):
 
 @compiled
 def write_row(call, tile, row, q_head, target, scale):
-    """Write the result of a row that has seen all its keys; `scale` multiplies its values."""
+    """Write the result of a row once its softmax state is final, with its values multiplied by `scale`."""
     m_i, out = float_at(tile.m_i, row), tile.out + 4 * row * tile.columns
     if m_i == NOTHING:
         zero(target, call.v_head_dim * size_of(call.out_format))
@@ -133,7 +149,7 @@ def keep_partial(tile, rows, columns, target):
 
 @compiled
 def merge(tile, rows, columns, partials, stride, num_splits):
-    """Merge the partial results of all splits into the tile."""
+    """Merge the partial results of all splits into the tile; they are `stride` bytes apart."""
     begin(tile, rows)
     for row in range(rows):
         m_i = NOTHING
@@ -155,9 +171,9 @@ def merge(tile, rows, columns, partials, stride, num_splits):
 
 @compiled
 def is_last(call, tile, unit, head, rows):
-    """Whether the tile now holds the whole result of its rows, with all splits merged.
+    """Whether this split is the last of its rows to end; if so, it has merged all splits into the tile.
 
-    If another split of these rows still runs, the partial result is stored for the split that ends last.
+    Every split stores its partial result first, except one that is alone.
     """
     if unit.num_splits == 1:
         return True
@@ -168,3 +184,21 @@ def is_last(call, tile, unit, head, rows):
         return False
     merge(tile, rows, call.v_head_dim, partials, stride, unit.num_splits)
     return True
+
+
+# ---- all programs
+
+
+@compiled
+def run_units(address, call, max_rows, latent, paired, read_queries, attend, finish):
+    """Run programs: each computes one unit for one KV head, by three functions of the kernel."""
+    width = call.head_dim // 2 if paired else call.head_dim
+    memory = new_tile(max_rows, call.block_kv, width, call.v_head_dim, latent, paired)
+    for index in programs(address, memory):
+        tile, head = tile_at(memory), index % call.num_kv_heads
+        unit = unit_at(call.units + UNIT_BYTES * (index // call.num_kv_heads))
+        rows = read_queries(call, tile, unit, head)
+        attend(call, tile, unit, head, rows)
+        if is_last(call, tile, unit, head, rows):
+            finish(call, tile, unit, head, rows)
+    return 0

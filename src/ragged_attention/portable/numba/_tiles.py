@@ -1,12 +1,11 @@
 """The memory of one program: a tile of queries, a tile of keys and values, and the softmax state of each row.
 
-A tile is a record, followed by the memory whose addresses it holds. Queries, keys, values and results are float32 in
-rows of whole vectors; the number of rows is a multiple of four, the step of the products. In a `paired` tile queries,
-keys, values and weights are bfloat16, two to a place of 32 bits. A place of a query or a key holds columns d and
-d + half, or two adjacent columns where keys are multiplied in the cache; a place of a value holds one column of two
-keys. The rounding error of the weights is stored in `lost` and multiplied too for rows in which few keys have most of
-the weight, since there an error of 2 ** -8 of a weight would show in the result; `uneven` counts those rows. Each row
-sees the keys at the positions from `left` to before `right`.
+A tile is a record, followed by the buffers whose addresses it holds. Queries, keys, values and results are float32 in
+rows of whole vectors, and the number of rows is a multiple of ROWS. In a `paired` tile queries, keys, values and
+weights are bfloat16, two to a 32-bit place. A query's or key's place holds columns d and d + half, or two
+adjacent columns if keys are multiplied in the cache; a value's place holds one column of two keys. If few keys have
+most of a row's weight, rounding their weights to bfloat16 would show in the result. The rounding errors of such rows,
+which `uneven` counts, are therefore kept in `lost` and multiplied too. Each row sees the positions [left, right).
 """
 
 from ragged_attention.portable.numba import _formats
@@ -29,18 +28,19 @@ from ragged_attention.portable.numba._vectors import (
     zero,
 )
 
-SIZES = ("rows", "keys", "width", "v_width", "columns", "s_width", "paired", "uneven")
-PARTS = ("q", "k", "k_rows", "transposed", "v", "s", "lost", "out", "m_i", "l_i", "left", "right", "factors",
+NUMBERS = ("rows", "keys", "width", "v_width", "columns", "s_width", "paired", "uneven")
+BUFFERS = ("q", "k", "k_rows", "transposed", "v", "s", "lost", "out", "m_i", "l_i", "left", "right", "factors",
          "sources", "v_sources", "next_sources", "next_v_sources")  # fmt: skip
-tile_at = record_at((*SIZES, *PARTS))
-FEW = 4 * ROWS  # the most rows for which keys are multiplied without a transposition
+tile_at = record_at((*NUMBERS, *BUFFERS))
+FEW_ROWS = 4 * ROWS  # with up to this many rows, keys are multiplied without transposing them
 
 
 @compiled
 def new_tile(rows, keys, width, columns, latent, paired):
-    """The address of a new tile, 0 if there is no memory.
+    """Allocate a tile; returns its address, 0 if there is no memory.
 
-    `width` is the number of places of a key, `columns` that of a value. In a `latent` tile keys and values share rows.
+    `width` is the number of places in a key, `columns` that in a value. In a `latent` tile a value is the beginning of
+    its key's row.
     """
     rows, keys = up_to(rows, ROWS), up_to(keys, LANES)
     width = up_to(width, LANES)
@@ -49,7 +49,7 @@ def new_tile(rows, keys, width, columns, latent, paired):
     values = 0 if latent else 4 * keys * v_width
     logits, floats, integers, addresses = 4 * rows * s_width, 4 * rows, 8 * rows, 8 * keys
     address = allocate_arena(
-        len(SIZES),
+        len(NUMBERS),
         (4 * rows * width, 4 * keys * width, addresses, 4 * s_width * width, values, logits, logits, 4 * rows * columns,
          floats, floats, integers, integers, 4 * width, addresses, addresses, addresses, addresses),
     )  # fmt: skip
@@ -58,7 +58,7 @@ def new_tile(rows, keys, width, columns, latent, paired):
     tile = tile_at(address)
     tile.rows, tile.keys, tile.width, tile.v_width, tile.columns = rows, keys, width, v_width, columns
     tile.s_width, tile.paired = s_width, paired
-    zero(tile.v, values)  # the places after a row's columns stay 0
+    zero(tile.v, values)  # the places that pad a row stay 0
     if latent:
         tile.v = tile.k
     list_rows(tile.k_rows, keys, tile.k, 4 * width)
@@ -67,7 +67,7 @@ def new_tile(rows, keys, width, columns, latent, paired):
 
 @compiled
 def begin(tile, rows):
-    """Reset the state of `rows` rows; the rows that fill up a multiple of four hold zeros."""
+    """Reset the state of `rows` rows, and of those that pad them to a multiple of ROWS, whose queries become 0."""
     whole = up_to(rows, ROWS)
     zero(tile.q + 4 * rows * tile.width, 4 * (whole - rows) * tile.width)
     zero(tile.out, 4 * whole * tile.columns)
@@ -80,7 +80,7 @@ def begin(tile, rows):
 
 @pasted
 def read_query(tile, row, code, source, columns, in_place):
-    """Read one query, with its columns in the order of the keys' columns: keys multiplied `in_place` are not paired."""
+    """Read one query; if keys are multiplied `in_place`, its columns keep their order, as the keys' do."""
     target = tile.q + 4 * row * tile.width
     if not tile.paired:
         _formats.widen(code, source, target, columns)
@@ -103,7 +103,7 @@ def read_rows(code, sources, target, width, columns, count):
 
 @compiled
 def pair_keys(code, sources, target, width, count):
-    """Read the keys at the addresses `sources`; a place holds a column of the first half and one of the second."""
+    """Read the keys at the addresses `sources` as pairs of a column of the first half and one of the second."""
     for key in range(count):
         source = int_at(sources, key)
         if source:
@@ -112,7 +112,7 @@ def pair_keys(code, sources, target, width, count):
 
 @compiled
 def pair_values(code, sources, target, width, columns, count):
-    """Read the values at the addresses `sources` in pairs of keys; if a key has no address, its neighbour is read."""
+    """Read the values at the addresses `sources` in pairs of keys; if one key is missing, the other is read twice."""
     for key in range(0, count, 2):
         first, second = int_at(sources, key), int_at(sources, key + 1) if key + 1 < count else 0
         first, second, row = first if first else second, second if second else first, target + 2 * key * width
@@ -124,21 +124,21 @@ def pair_values(code, sources, target, width, columns, count):
 
 @inlined
 def advance(tile):
-    """Make the addresses that were listed ahead the addresses of the current keys."""
+    """Make the next keys the current ones."""
     tile.sources, tile.next_sources = tile.next_sources, tile.sources
     tile.v_sources, tile.next_v_sources = tile.next_v_sources, tile.v_sources
 
 
 @inlined
 def pairs_with(q_format, kv_format, width, v_width):
-    """Whether bfloat16 holds all queries, keys and values exactly, in rows of whole vectors of pairs."""
+    """Whether pairs of bfloat16 hold all queries, keys and values exactly, and fill whole vectors."""
     held = q_format == _formats.BFLOAT16 and kv_format != _formats.FLOAT32 and kv_format != _formats.FLOAT16
     return PAIRS and held and width % (2 * LANES) == 0 and v_width % LANES == 0
 
 
 @inlined
 def round_weights(s, lost, count, keep):
-    """Round a row's weights to bfloat16 in place; write the rounding errors to `lost`, or zeros unless `keep`."""
+    """Round a row's weights to bfloat16 in place; write the rounding errors to `lost` if `keep`, else zeros."""
     for index in range(0, count, LANES):
         weights = load(s, index)
         _formats.write_weights(s, index, weights)
@@ -150,7 +150,7 @@ def round_weights(s, lost, count, keep):
 
 @compiled
 def weigh_keys(tile, rows, first, count, holes):
-    """Turn the logits of `count` keys from position `first` on into weights; with `holes` some keys are missing."""
+    """Replace the logits of `count` keys, from position `first` on, by weights; if `holes`, some keys are missing."""
     if holes:
         for key in range(count):
             if not int_at(tile.sources, key):
@@ -169,7 +169,7 @@ def weigh_keys(tile, rows, first, count, holes):
 
 @compiled
 def first_to_see(tile, rows, position):
-    """The first group of ROWS rows in which a row sees `position` or an earlier one; later rows see no fewer keys."""
+    """The start of the first group of ROWS rows in which a row may see `position`; later rows see no fewer keys."""
     row = 0
     while row < rows and int_at(tile.right, min(row + ROWS, rows) - 1) <= position:
         row += ROWS
@@ -177,14 +177,14 @@ def first_to_see(tile, rows, position):
 
 
 @compiled
-def parts_of(tile, first, count):
-    """The number of keys to multiply at a time: all, or COLUMNS if some rows do not see the last keys."""
+def keys_per_product(tile, first, count):
+    """The number of keys to multiply at a time: all `count`, or COLUMNS if some rows do not see the last of them."""
     return count if int_at(tile.right, 0) >= first + count else COLUMNS
 
 
 @compiled
 def transpose_keys(tile, keys, count):
-    """Transpose the `count` keys at these addresses into `transposed`; the columns after them hold anything."""
+    """Transpose `count` keys, at the addresses `keys`, into `transposed`; columns from `count` on are undefined."""
     for key in range(0, count, LANES):
         for place in range(0, tile.width, LANES):
             transpose(keys + 8 * key, count - key, tile.q, place, tile.transposed + 4 * (place * tile.s_width + key),
@@ -193,7 +193,7 @@ def transpose_keys(tile, keys, count):
 
 @pasted
 def multiply(tile, p, p_row, v, v_width, out, out_width, rows, keys, columns, fresh):
-    """`mix` for the number format of the tile."""
+    """Call `mix_of_pairs` for a `paired` tile, else `mix`."""
     if tile.paired:
         mix_of_pairs(p, v, out, up_to(rows, ROWS), keys, columns, p_row, 1, v_width, out_width, fresh)
     else:
@@ -202,16 +202,16 @@ def multiply(tile, p, p_row, v, v_width, out, out_width, rows, keys, columns, fr
 
 @compiled
 def multiply_keys(tile, keys, rows, first, count, factor, soft_cap):
-    """The logits, times `factor`, of the `count` keys at these addresses, whose positions begin at `first`.
+    """Set `s` to `factor` times the logits of `count` keys, from position `first` on; `keys` lists their addresses.
 
-    `soft_cap` is 0 for none. Without a soft cap `factor` includes log2(e), so that weights are powers of two.
+    A `soft_cap` of 0 means none; `factor` then includes log2(e), so that logits are in base 2.
     """
     width, s_width = tile.width, tile.s_width
-    if rows > FEW:
+    if rows > FEW_ROWS:
         transpose_keys(tile, keys, count)
-        part = parts_of(tile, first, count)
-        for key in range(0, count, part):
-            row, num_keys = first_to_see(tile, rows, first + key), up_to(min(part, count - key), COLUMNS)
+        step = keys_per_product(tile, first, count)
+        for key in range(0, count, step):
+            row, num_keys = first_to_see(tile, rows, first + key), up_to(min(step, count - key), COLUMNS)
             q, s = tile.q + 4 * row * width, tile.s + 4 * (row * s_width + key)
             multiply(tile, q, width, tile.transposed + 4 * key, s_width, s, s_width, rows - row, width, num_keys, True)
         if factor != 1:
@@ -227,10 +227,10 @@ def multiply_keys(tile, keys, rows, first, count, factor, soft_cap):
 
 @compiled
 def mix_values(tile, rows, first, count):
-    """Add the weighted values of `count` keys from position `first` on."""
-    part, s_width, v_width, columns = parts_of(tile, first, count), tile.s_width, tile.v_width, tile.columns
-    for key in range(0, count, part):
-        row, num_keys, place = first_to_see(tile, rows, first + key), min(part, count - key), key
+    """Add the weighted values of `count` keys, from position `first` on, to the results."""
+    step, s_width, v_width, columns = keys_per_product(tile, first, count), tile.s_width, tile.v_width, tile.columns
+    for key in range(0, count, step):
+        row, num_keys, place = first_to_see(tile, rows, first + key), min(step, count - key), key
         if tile.paired:
             num_keys, place = (num_keys + 1) // 2, key // 2
         offset, v, out = 4 * (row * s_width + place), tile.v + 4 * place * v_width, tile.out + 4 * row * columns

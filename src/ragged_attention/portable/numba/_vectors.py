@@ -1,8 +1,7 @@
 """Vectors of floats, and memory by address: the primitives of the kernels.
 
 An address is an int64, like a pointer in C, and an index counts elements from an address. Accesses are not checked. A
-vector has sixteen floats on CPUs with registers of that size, and eight on all others, where LLVM uses several smaller
-registers if it must.
+vector has sixteen floats on CPUs with AVX-512, and eight on all others, for which LLVM may use several registers.
 """
 
 import operator
@@ -25,7 +24,7 @@ def features_of_the_cpu() -> dict[str, bool]:
 
 
 LANES = 16 if features_of_the_cpu().get("avx512f") else 8
-# Whether bfloat16 are multiplied in pairs. All CPUs with this instruction except one old model also have AVX512-VBMI,
+# Whether to multiply pairs of bfloat16. All CPUs with this instruction, except one old model, also have AVX512-VBMI,
 # which looks bytes up in tables.
 PAIRS = LANES == 16 and all(features_of_the_cpu().get(name, False) for name in ("avx512bf16", "avx512vbmi"))
 if PAIRS:
@@ -86,13 +85,13 @@ def constant(kind: ir.VectorType, value: float) -> ir.Constant:
 
 
 def shuffled(builder: Any, lanes: list[int], first: Any, second: Any = None) -> Any:
-    """Lanes of two vectors; the lanes of the second are numbered after those of the first."""
+    """A vector of the given `lanes` of two vectors; the second's are numbered after those of the first."""
     second = ir.Constant(first.type, ir.Undefined) if second is None else second
     return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
 
 def function_of(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator: makes an intrinsic with these types of `emit(builder, *values)`, which emits its instructions."""
+    """A decorator that turns `emit(builder, *values)`, which emits instructions, into an intrinsic of these types."""
 
     def decorated(emit: Callable[..., Any]) -> Any:
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -116,27 +115,30 @@ def called(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
-@function_of(vector, types.float32)
-def splat(builder: Any, value: Any) -> Any:
-    """The number in every lane."""
-    first = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), value, ir.Constant(I32, 0))
+def in_all_lanes(builder: Any, value: Any) -> Any:
+    """A vector with the number in every lane."""
+    kind = ir.VectorType(value.type, LANES)
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
     return shuffled(builder, [0] * LANES, first)
+
+
+splat = function_of(vector, types.float32)(in_all_lanes)
 
 
 @function_of(vector, vector, vector, vector)
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once where the CPU can."""
+    """a * b + c, rounded only once if the CPU has such an instruction."""
     return called(builder, f"llvm.fmuladd.v{LANES}f32", FLOATS, a, b, c)
 
 
 def instruction(builder: Any, text: str, result: Any, constraint: str, *values: Any) -> Any:
-    """One instruction as inline assembly: llvmlite has no type for vectors of bfloat16."""
+    """One instruction as inline assembly, since llvmlite has no type for vectors of bfloat16."""
     return builder.asm(ir.FunctionType(result, [value.type for value in values]), text, constraint, values, False)
 
 
 @function_of(vector, vector, vector, vector)
 def fma_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """c + the two products of the pairs of bfloat16 in a lane; subnormal numbers count as 0. Needs PAIRS."""
+    """c + both products of the pairs of bfloat16 in a lane, with subnormals treated as 0. Needs PAIRS."""
     return instruction(builder, "vdpbf16ps $3, $2, $0", FLOATS, "=v,0,v,v", c, a, b)
 
 
@@ -183,14 +185,14 @@ larger_magnitude = function_of(vector, vector, vector)(_larger_magnitude)
 
 @function_of(vector, vector, vector)
 def with_sign(builder: Any, a: Any, sign: Any) -> Any:
-    """`a`, not negative, with the sign of `sign`."""
+    """`a`, which must not be negative, with the sign of `sign`."""
     bit = bits_in(builder, sign, 0x80000000)
     return builder.bitcast(builder.or_(builder.bitcast(a, INTS), bit), FLOATS)
 
 
 @function_of(vector, vector)
 def without_signs_of_nan(builder: Any, a: Any) -> Any:
-    """The vector with the sign of each NaN made positive."""
+    """`a`, with a positive sign for each NaN."""
     nan = builder.bitcast(constant(INTS, 0x7FC00000), FLOATS)
     return builder.select(builder.fcmp_unordered("uno", a, a), nan, a)
 
@@ -233,9 +235,9 @@ def largest_of_magnitudes(builder: Any, a: Any) -> Any:
     return _folded(builder, a, lambda x, y: _larger_magnitude(builder, x, y))
 
 
-def _quads(*lanes: int) -> list[int]:
-    """The lanes of these runs of four; the runs of a second vector are numbered after those of the first."""
-    return [4 * run + lane for run in lanes for lane in range(4)]
+def _quads(*runs: int) -> list[int]:
+    """The lane numbers of some runs of four lanes, for `shuffled`."""
+    return [4 * run + lane for run in runs for lane in range(4)]
 
 
 @function_of(types.none, types.int64, types.int64, vector, *(vector,) * LANES)
@@ -246,7 +248,7 @@ def store_totals(builder: Any, address: Any, stride: Any, factor: Any, *vectors:
         found = zip(pairs[::2], pairs[1::2], strict=True)
         return [builder.fadd(shuffled(builder, first, a, b), shuffled(builder, second, a, b)) for a, b in found]
 
-    # Sum within runs of four lanes first, which is cheapest: two adjacent lanes of each vector, and again.
+    # Sum within runs of four lanes first, which is cheapest: add adjacent lanes twice.
     even = [base + lane for run in range(0, LANES, 4) for base in (run, run + LANES) for lane in (0, 2)]
     sums: Any = vectors
     for _ in range(2):
@@ -266,7 +268,7 @@ def store_totals(builder: Any, address: Any, stride: Any, factor: Any, *vectors:
 def transpose(builder: Any, sources: Any, count: Any, otherwise: Any, place: Any, target: Any, stride: Any) -> None:
     """Transpose LANES floats, from float `place` on, of LANES rows; the rows written are `stride` floats apart.
 
-    `sources` lists the addresses of the rows. For rows from `count` on, and for addresses 0, `otherwise` is read.
+    `sources` lists the addresses of the rows. The row at `otherwise` replaces rows from `count` on and at address 0.
     """
     rows = []
     for index in range(LANES):
@@ -291,7 +293,7 @@ def transpose(builder: Any, sources: Any, count: Any, otherwise: Any, place: Any
 
 @inlined
 def exp2(x):
-    """2 ** x of x <= 0, to 2 units in the last place; 0 below -127, NaN of NaN."""
+    """2 ** x for x <= 0, with an error of at most 2 units in the last place; 0 below -127, NaN for NaN."""
     x = where_less(x, splat(-127.0), splat(-127.0), x)
     whole = truncated(x - splat(0.5))
     f = x - whole  # from -0.5 to 0.5; the coefficients are a least-squares fit at Chebyshev's points of that range
@@ -350,9 +352,8 @@ int_at = _reader(types.int64, I64, "int_at")
 
 def _setter(value_type: Any, kind: Any, name: str) -> Any:
     def write(builder: Any, address: Any, index: Any, value: Any) -> None:
-        builder.store(
-            value if kind in (F32, I64) else builder.trunc(value, kind), element(builder, address, index, kind)
-        )
+        narrow = value if kind in (F32, I64) else builder.trunc(value, kind)
+        builder.store(narrow, element(builder, address, index, kind))
 
     write.__name__ = name
     return function_of(types.none, types.int64, types.int64, value_type)(write)
@@ -361,6 +362,7 @@ def _setter(value_type: Any, kind: Any, name: str) -> Any:
 set_float = _setter(types.float32, F32, "set_float")
 set_int = _setter(types.int64, I64, "set_int")
 set_int32 = _setter(types.int64, I32, "set_int32")
+set_byte = _setter(types.int64, I8, "set_byte")
 
 
 @function_of(types.int64, types.int64, types.int64)
@@ -371,7 +373,7 @@ def add_to(builder: Any, address: Any, amount: Any) -> Any:
 
 @function_of(types.float32, types.int64)
 def float_of(builder: Any, bits: Any) -> Any:
-    """The float whose bits are the lower half of an int64."""
+    """The float32 whose bits are the lower half of an int64."""
     return builder.bitcast(builder.trunc(bits, I32), F32)
 
 
@@ -407,14 +409,9 @@ def copy(builder: Any, target: Any, source: Any, size: Any) -> None:
 
 
 @function_of(types.none, types.int64, types.int64)
-def set_byte(builder: Any, address: Any, value: Any) -> None:
-    builder.store(builder.trunc(value, I8), builder.inttoptr(address, I8.as_pointer()))
-
-
-@function_of(types.none, types.int64, types.int64)
 def prefetch(builder: Any, address: Any, size: Any) -> None:
     """Prefetch `size` bytes; the memory need not exist."""
-    hints = [ir.Constant(I32, hint) for hint in (0, 2, 1)]  # for reading, into the second-level cache, data
+    hints = [ir.Constant(I32, hint) for hint in (0, 2, 1)]  # for a read, into the L2 cache, of data
     with cgutils.for_range_slice(builder, ir.Constant(I64, 0), size, ir.Constant(I64, 64)) as (offset, _):
         place = builder.inttoptr(builder.add(address, offset), I8.as_pointer())
         called(builder, "llvm.prefetch.p0i8", ir.VoidType(), place, *hints)
@@ -427,7 +424,7 @@ def let_others_run(builder: Any) -> None:
 
 @function_of(types.int64, types.int64, types.int64)
 def call_at(builder: Any, function: Any, value: Any) -> Any:
-    """Call the function at an address, which takes and returns one int64."""
+    """Call the function at an address with one int64; it also returns an int64."""
     kind = ir.FunctionType(I64, [I64]).as_pointer()
     return builder.call(builder.inttoptr(function, kind), [value])
 
@@ -458,3 +455,10 @@ def fill(address, first, stop, value):
     """Set the floats [first, stop)."""
     for index in range(first, stop):
         set_float(address, index, value)
+
+
+@compiled
+def add_row(target, source, count):
+    """Add a row of `count` floats, in whole vectors, to another."""
+    for index in range(0, count, LANES):
+        store(target, index, load(target, index) + load(source, index))

@@ -1,7 +1,7 @@
 """How XLA calls a kernel: through a handler of its foreign function interface, on the threads of XLA's pool.
 
-The interface is a C ABI (xla/ffi/api/c_api.h): the handler gets the address of a call frame. `handle` serves every
-kernel. It needs a few numbers about a kernel, the record `about`, whose address a stub of three instructions passes on.
+The interface is a C ABI (xla/ffi/api/c_api.h): a handler gets the address of a call frame. A kernel's handler is a stub
+that calls `handle` with this address and that of `about`, a record of numbers that describe the kernel.
 """
 
 import ctypes
@@ -41,8 +41,8 @@ RESOURCE_EXHAUSTED = 8
 
 ABOUT = ("version", "words", "num_operands", "num_results", "num_numbers", "plan", "work", "task", "no_memory")
 about_at = record_at(ABOUT)
-# The words before a call's record: the number of threads that still hold it, the function `work`, the number of pool
-# threads that are running it, and arguments for XLA's functions.
+# The words before a call's record: the number of threads that still use it, the function `work`, the number of pool
+# threads that are running it, and the arguments of XLA's functions.
 HOLDERS, WORK, RUNNING, ARGUMENTS, WORDS = 0, 1, 2, 3, 17
 
 
@@ -57,7 +57,7 @@ def data_of(buffer):
 
 @compiled
 def succeeds(api, function, arguments, size):
-    """Call one of XLA's functions with `size` words of arguments and return its success; writes the first two words."""
+    """Call one of XLA's functions with `size` words of `arguments`, and write the first two; returns its success."""
     set_int(arguments, 0, 8 * size)
     set_int(arguments, 1, 0)
     error = call_at(int_at(api, function), arguments)
@@ -70,7 +70,7 @@ def succeeds(api, function, arguments, size):
 
 @inlined
 def let_go(block):
-    """Drop a thread's hold on a call's memory; the last thread releases it."""
+    """End a thread's use of a call's memory; the last thread releases it."""
     if add_to(block + 8 * HOLDERS, -1) == 1:
         release(int_at(block, WORDS + WORKSPACE))
         release(block)
@@ -86,7 +86,7 @@ def task(block):
 
 
 def handle(frame, address):
-    """Run the kernel that the record at `address` describes; returns an error of XLA's, or 0."""
+    """Run the kernel that the `about` at `address` describes; returns XLA's error, or 0."""
     about = about_at(address)
     extension = int_at(frame, EXTENSION)
     if extension:
@@ -144,13 +144,13 @@ def shared_code() -> tuple[Any, ...]:
 
 @functools.cache
 def _version(include: str) -> int:
-    """The interface's version in the installed headers: two int32 in one word, major and minor."""
+    """The interface's version in the installed headers, as one word of two int32: major and minor."""
     text = Path(include, "xla", "ffi", "api", "c_api.h").read_text()
     major, minor = (int(re.findall(rf"#define XLA_FFI_API_{part} (\d+)", text)[0]) for part in ("MAJOR", "MINOR"))
     return major | minor << 32
 
 
-_alive: list[Any] = []  # the code and data of handlers, to which XLA holds pointers for the life of the process
+_alive: list[Any] = []  # the code and data of handlers, to which XLA keeps pointers as long as the process lives
 
 
 @functools.cache  # every trace of a call asks for the handler
@@ -159,7 +159,8 @@ def handler(kernel: Any, include: str) -> Any:
     """A kernel's handler, as a ctypes function."""
     (plan, work), (shared, on_pool) = kernel.compiled, shared_code()
     message = ctypes.create_string_buffer(str(kernel.error(-1, "cpu", {})).encode())
-    no_memory = np.array([32, 0, ctypes.addressof(message), RESOURCE_EXHAUSTED], np.int64)  # of XLA_FFI_Error_Create
+    # The arguments of XLA_FFI_Error_Create: size, no extension, message, code.
+    no_memory = np.array([32, 0, ctypes.addressof(message), RESOURCE_EXHAUSTED], np.int64)
     fields = kernel.fields
     about = np.array(
         [_version(include), len(fields.layout), *map(len, (fields.operands, fields.results, fields.numbers)),

@@ -1,4 +1,4 @@
-"""The rows of a quantised latent cache, dequantised on a CPU."""
+"""Dequantises the rows of a latent cache on a CPU."""
 
 from typing import Any
 

@@ -1,12 +1,7 @@
-"""The keys with the largest logits in the lightning indexer, on a CPU."""
+"""Selects the keys with the largest logits of the lightning indexer on a CPU."""
 
-from ragged_attention.portable.numba._call import cannot_run
-from ragged_attention.portable.numba._indexer_call import FEATURES_OF_LOGITS
-from ragged_attention.portable.numba._indexer_call import KERNEL as KERNEL
-from ragged_attention.portable.numba._indexer_call import Tile as Tile
-from ragged_attention.portable.numba._indexer_call import heuristic as heuristic
-from ragged_attention.portable.numba._indexer_call import invariant_tile as invariant_tile
-from ragged_attention.portable.numba._indexer_call import run as run
+from ragged_attention.portable.numba._call import cannot_run as why_not
+from ragged_attention.portable.numba._indexer_call import KERNEL, LOGITS_FEATURES, Tile, heuristic, invariant_tile, run
 
-FEATURES = FEATURES_OF_LOGITS | {"candidate_blocks", "candidate_block_size"}
-why_not = cannot_run
+__all__ = ["FEATURES", "KERNEL", "Tile", "heuristic", "invariant_tile", "run", "why_not"]
+FEATURES = LOGITS_FEATURES | {"candidate_blocks", "candidate_block_size"}

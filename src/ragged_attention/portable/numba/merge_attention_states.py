@@ -1,4 +1,4 @@
-"""Partial attention results over disjoint ranges of keys, merged on a CPU."""
+"""Merges partial attention results over disjoint ranges of keys on a CPU."""
 
 import math
 from typing import Any
@@ -40,7 +40,7 @@ def plan(address):
 
 @compiled
 def merge(call, row, out):
-    """Merge one row of all partial results, with its sums in `out`; a result over no keys is ignored, even a NaN."""
+    """Merge one row of all partial results, with its sums in `out`; results over no keys are ignored, even NaN."""
     m_i, l_i, width, size = NOTHING, 0.0, call.width, size_of(call.outs_format)
     for part in range(call.num_parts):
         m_i = max(m_i, float_at(call.lses, part * call.num_rows + row))

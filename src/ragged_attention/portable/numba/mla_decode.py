@@ -7,12 +7,10 @@ from typing import Any
 
 from ragged_attention.calls import MlaDecode
 from ragged_attention.portable.numba import _latent_call
-from ragged_attention.portable.numba._call import why_not as why_not
-from ragged_attention.portable.numba._latent_call import KERNEL as KERNEL
-from ragged_attention.portable.numba._latent_call import Tile as Tile
-from ragged_attention.portable.numba._latent_call import heuristic as heuristic
-from ragged_attention.portable.numba._latent_call import invariant_tile as invariant_tile
+from ragged_attention.portable.numba._call import why_not
+from ragged_attention.portable.numba._latent_call import KERNEL, Tile, heuristic, invariant_tile
 
+__all__ = ["FEATURES", "KERNEL", "Tile", "heuristic", "invariant_tile", "run", "why_not"]
 FEATURES = frozenset({
     "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks",
     "topk_lens", "extra_kv_cache", "extra_indices", "extra_topk_lens", "schedule", "cache_format", "cache_layout",

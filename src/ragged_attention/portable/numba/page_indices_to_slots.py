@@ -1,4 +1,4 @@
-"""Token positions, converted to slots of the cache on a CPU."""
+"""Converts token positions to slots of the cache on a CPU."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ FIELDS = Fields(
     strides={"page_indices": "seq"},
 )
 call_of = FIELDS.at
-SLOTS = 2**31  # the number of slots that an int32 can index
+SLOTS = 2**31  # the number of slots that int32 can index
 why_not = cannot_run
 
 

@@ -4,12 +4,9 @@ from typing import Any
 
 from ragged_attention.calls import PrefillAttention
 from ragged_attention.portable.numba import _call, _sequences
-from ragged_attention.portable.numba._call import KERNEL as KERNEL
-from ragged_attention.portable.numba._call import Tile as Tile
-from ragged_attention.portable.numba._call import heuristic as heuristic
-from ragged_attention.portable.numba._call import invariant_tile as invariant_tile
-from ragged_attention.portable.numba._call import why_not as why_not
+from ragged_attention.portable.numba._call import KERNEL, Tile, heuristic, invariant_tile, why_not
 
+__all__ = ["FEATURES", "KERNEL", "Tile", "heuristic", "invariant_tile", "run", "why_not"]
 FEATURES = frozenset({"sm_scale", "soft_cap", "sliding_window", "align"})
 LAYOUTS = {"chunk": _sequences.CHUNK_START, "end": _sequences.CHUNK_END}
 

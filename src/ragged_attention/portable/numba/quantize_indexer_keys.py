@@ -1,4 +1,4 @@
-"""Keys of the indexer, quantised on a CPU."""
+"""Quantises the indexer's keys on a CPU."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The rows of a latent cache, quantised on a CPU."""
+"""Quantises the rows of a latent cache on a CPU."""
 
 from typing import Any
 

@@ -4,13 +4,11 @@ from typing import Any
 
 from ragged_attention.calls import RaggedMlaAttention
 from ragged_attention.portable.numba import _latent_call
-from ragged_attention.portable.numba._call import why_not as why_not
-from ragged_attention.portable.numba._latent_call import KERNEL as KERNEL
-from ragged_attention.portable.numba._latent_call import Tile as Tile
-from ragged_attention.portable.numba._latent_call import heuristic as heuristic
-from ragged_attention.portable.numba._latent_call import invariant_tile as invariant_tile
-from ragged_attention.portable.numba._sequences import most_sequences
+from ragged_attention.portable.numba._call import why_not
+from ragged_attention.portable.numba._latent_call import KERNEL, Tile, heuristic, invariant_tile
+from ragged_attention.portable.numba._sequences import max_sequences
 
+__all__ = ["FEATURES", "KERNEL", "Tile", "heuristic", "invariant_tile", "run", "why_not"]
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
     "cache_format", "cache_layout", "out_dtype",
@@ -19,7 +17,7 @@ FEATURES = frozenset({
 
 def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
     operands = {"lists": launch.packed(call.page_indices), "lens": launch.contiguous(call.kv_lens)}
-    numbers = {"max_num_seqs": most_sequences(call, call.max_num_seqs), "length": call.capacity}
+    numbers = {"max_num_seqs": max_sequences(call, call.max_num_seqs), "length": call.capacity}
     results = _latent_call.run(
         call, tile, launch, call.kv_cache, operands, numbers, axes={"q": "token head", "lists": "seq"},
         lse_strides=(0, call.num_q_heads, 1),

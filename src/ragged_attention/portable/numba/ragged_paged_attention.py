@@ -4,12 +4,9 @@ from typing import Any
 
 from ragged_attention.calls import RaggedPagedAttention
 from ragged_attention.portable.numba import _call
-from ragged_attention.portable.numba._call import KERNEL as KERNEL
-from ragged_attention.portable.numba._call import Tile as Tile
-from ragged_attention.portable.numba._call import heuristic as heuristic
-from ragged_attention.portable.numba._call import invariant_tile as invariant_tile
-from ragged_attention.portable.numba._call import why_not as why_not
+from ragged_attention.portable.numba._call import KERNEL, Tile, heuristic, invariant_tile, why_not
 
+__all__ = ["FEATURES", "KERNEL", "Tile", "heuristic", "invariant_tile", "run", "why_not"]
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
     "draft_mask", "out_dtype",

@@ -4,12 +4,10 @@ from typing import Any
 
 from ragged_attention.calls import SparseMlaPrefill
 from ragged_attention.portable.numba import _latent_call
-from ragged_attention.portable.numba._call import why_not as why_not
-from ragged_attention.portable.numba._latent_call import KERNEL as KERNEL
-from ragged_attention.portable.numba._latent_call import Tile as Tile
-from ragged_attention.portable.numba._latent_call import heuristic as heuristic
-from ragged_attention.portable.numba._latent_call import invariant_tile as invariant_tile
+from ragged_attention.portable.numba._call import why_not
+from ragged_attention.portable.numba._latent_call import KERNEL, Tile, heuristic, invariant_tile
 
+__all__ = ["FEATURES", "KERNEL", "Tile", "heuristic", "invariant_tile", "run", "why_not"]
 FEATURES = frozenset({
     "sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic", "out_dtype",
 })  # fmt: skip

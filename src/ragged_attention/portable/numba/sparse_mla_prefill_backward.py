@@ -1,9 +1,9 @@
 """The gradient of sparse MLA prefill on a CPU.
 
-There are two kinds of programs, so that each sum is computed by one program in one order. A program of the first kind
-takes some rows of a query token and sums their gradients over the token's list. A program of the second kind, an
-*owner*, takes every n-th slot of the cache, for n owners, and sums the gradients of these slots over all tokens that
-list them. Both kinds compute the weights again.
+There are two kinds of programs, so that one program computes each sum, in a fixed order. A program of the first kind
+takes a block of a query token's rows and sums their gradients over the token's list. A program of the second kind, an
+*owner*, takes every n-th slot of the cache, if there are n owners, and sums the gradients of these slots over all
+tokens that list them. Both kinds recompute the weights.
 """
 
 from typing import Any
@@ -13,24 +13,14 @@ import numpy as np
 from ragged_attention.calls import SparseMlaPrefillBackward
 from ragged_attention.portable.numba._call import why_not as why_not
 from ragged_attention.portable.numba._formats import narrow, size_of
-from ragged_attention.portable.numba._gradients import differentiate, new_tile, read_row, sink_gradient, tile_at
+from ragged_attention.portable.numba._gradients import differentiate_rows, new_tile, read_row, sink_gradient, tile_at
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent import length_of
-from ragged_attention.portable.numba._latent_call import Blocks
-from ragged_attention.portable.numba._products import ROWS, mix, scores
+from ragged_attention.portable.numba._latent_call import Blocks as Tile
+from ragged_attention.portable.numba._products import ROWS, mix
 from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs, up_to
 from ragged_attention.portable.numba._tiles import read_rows
-from ragged_attention.portable.numba._vectors import (
-    LANES,
-    allocate,
-    compiled,
-    int32_at,
-    int_at,
-    load,
-    set_int,
-    store,
-    zero,
-)
+from ragged_attention.portable.numba._vectors import LANES, add_row, allocate, compiled, int32_at, int_at, set_int, zero
 
 FIELDS = Fields(
     operands=("d_out", "q", "kv", "indices", "out", "lse", "d_lse", "sinks", "topk_lens"),
@@ -46,16 +36,16 @@ FIELDS = Fields(
 )  # fmt: skip
 call_of = FIELDS.at
 FEATURES = frozenset({"d_lse", "sm_scale", "d_v", "sinks", "topk_lens", "deterministic"})
-FEWEST_OWNERS, MOST_OWNERS = 4, 32
-KEYS_OF_AN_OWNER = 16  # in one list, on average
+MIN_OWNERS, MAX_OWNERS = 4, 32
+KEYS_OF_AN_OWNER = 16  # average number per list
 
 
 def plan(address):
-    """Programs: the owners of slots and the blocks of each token's rows, for every KV head; then one for each sink."""
+    """Count the programs: per KV head the owners and the blocks of each token's rows, then one per sink."""
     call = call_of(address)
     group = call.num_q_heads // call.num_kv_heads
     call.blocks = (group + call.block_rows - 1) // call.block_rows
-    call.owners = min(max(call.topk // KEYS_OF_AN_OWNER, FEWEST_OWNERS), MOST_OWNERS)
+    call.owners = min(max(call.topk // KEYS_OF_AN_OWNER, MIN_OWNERS), MAX_OWNERS)
     call.workspace = allocate(4 * call.num_slots * call.num_kv_heads * up_to(call.head_dim, LANES) + 64)
     if call.workspace == 0:
         return NO_MEMORY
@@ -66,9 +56,9 @@ def plan(address):
 
 @compiled
 def list_keys(call, tile, token, head, entry, length, owner, owners):
-    """List the next keys of a token's list, from `entry` on, whose slots belong to `owner`; at most a tile of them.
+    """List the keys of a token's list, from `entry` on, whose slots belong to `owner`, until the tile is full.
 
-    Returns their number and the entry after the last one. Their addresses are in `sources`, their slots in `scales`.
+    Writes their addresses to `sources` and their slots to `slots`. Returns their number and the next entry.
     """
     count, lists = 0, token * call.indices_token_stride + head * call.indices_head_stride
     while entry < length and count < tile.keys:
@@ -77,33 +67,23 @@ def list_keys(call, tile, token, head, entry, length, owner, owners):
         if 0 <= slot < call.num_slots and slot % owners == owner:
             place = slot // call.page_size * call.kv_page_stride + slot % call.page_size * call.kv_slot_stride
             set_int(tile.sources, count, call.kv + size_of(call.q_format) * (place + head * call.kv_head_stride))
-            set_int(tile.scales, count, slot)
+            set_int(tile.slots, count, slot)
             count += 1
     return count, entry
 
 
 @compiled
 def read_queries(call, tile, token, head, first, last):
-    """Read the rows [first, last) of a KV head's group."""
+    """Read the rows [first, last) of a KV head's group; those that have seen a key see all listed keys."""
     group, rows = call.num_q_heads // call.num_kv_heads, last - first
     for row in range(rows):
         q_head = head * group + first + row
         source = call.q + size_of(call.q_format) * (token * call.q_token_stride + q_head * call.q_head_stride)
-        set_int(tile.right, row, read_row(call, tile, row, token, q_head, source))
+        sees = read_row(call, tile, row, token, q_head, source)
+        set_int(tile.right, row, tile.keys if sees else 0)
     zero(tile.q + 4 * rows * tile.width, 4 * (tile.rows - rows) * tile.width)
     zero(tile.d_out + 4 * rows * tile.v_width, 4 * (tile.rows - rows) * tile.v_width)
     return rows
-
-
-@compiled
-def differentiate_rows(call, tile, rows, count):
-    """Compute the weights of the tile's rows for the `count` keys that were read, and the gradients of the logits."""
-    whole, values = up_to(rows, ROWS), up_to(call.v_head_dim, LANES)
-    scores(tile.q, tile.k_rows, tile.s, whole, count, tile.width, tile.width, tile.keys, 1.0)
-    scores(tile.d_out, tile.v_rows, tile.d_s, whole, count, values, tile.v_width, tile.keys, 1.0)
-    for row in range(whole):
-        seen = count if row < rows and int_at(tile.right, row) else 0
-        differentiate(tile, row, 0, seen, count, call.scale, np.float32(0))
 
 
 @compiled
@@ -112,11 +92,11 @@ def query_gradients(call, tile, token, head, block):
     group, entry, length = call.num_q_heads // call.num_kv_heads, 0, length_of(call.topk_lens, token, call.topk)
     first = block * call.block_rows
     rows = read_queries(call, tile, token, head, first, min(first + call.block_rows, group))
-    zero(tile.dk, 4 * tile.rows * tile.width)  # here it holds the gradients of queries
+    zero(tile.dk, 4 * tile.rows * tile.width)  # `dk` holds gradients of queries here
     while entry < length:
         count, entry = list_keys(call, tile, token, head, entry, length, 0, 1)
         read_rows(call.q_format, tile.sources, tile.k, tile.width, call.head_dim, count)
-        differentiate_rows(call, tile, rows, count)
+        differentiate_rows(call, tile, rows, 0, 0, count, np.float32(0))
         width = tile.width
         mix(tile.d_s, tile.k, tile.dk, up_to(rows, ROWS), count, width, tile.keys, 1, width, width, False)
     for row in range(rows):
@@ -130,14 +110,13 @@ def add_rows(call, tile, head, count):
     """Add the gradients of the tile's keys to the sums of their slots."""
     width = up_to(call.head_dim, LANES)
     for key in range(count):
-        row = call.sums + 4 * (int_at(tile.scales, key) * call.num_kv_heads + head) * width
-        for column in range(0, width, LANES):
-            store(row, column, load(row, column) + load(tile.dk, key * tile.width + column))
+        row = call.sums + 4 * (int_at(tile.slots, key) * call.num_kv_heads + head) * width
+        add_row(row, tile.dk + 4 * key * tile.width, width)
 
 
 @compiled
 def key_gradients(call, tile, head, owner):
-    """Write the gradients of an owner's slots, which are sums over all tokens."""
+    """Write the gradients of an owner's slots, summed over all tokens."""
     group, width = call.num_q_heads // call.num_kv_heads, up_to(call.head_dim, LANES)
     for slot in range(owner, call.num_slots, call.owners):
         zero(call.sums + 4 * (slot * call.num_kv_heads + head) * width, 4 * width)
@@ -152,7 +131,7 @@ def key_gradients(call, tile, head, owner):
             written = up_to(count, ROWS)
             for first in range(0, group, call.block_rows):
                 rows = read_queries(call, tile, token, head, first, min(first + call.block_rows, group))
-                differentiate_rows(call, tile, rows, count)
+                differentiate_rows(call, tile, rows, 0, 0, count, np.float32(0))
                 keys, v_width = tile.keys, tile.v_width
                 mix(tile.d_s, tile.q, tile.dk, written, rows, tile.width, 1, keys, tile.width, tile.width, False)
                 mix(tile.s, tile.d_out, tile.dk, written, rows, v_width, 1, keys, v_width, tile.width, False)
@@ -165,12 +144,12 @@ def key_gradients(call, tile, head, owner):
 
 @compiled
 def program(call, tile, index):
-    head, part = index % call.num_kv_heads, index // call.num_kv_heads
-    if part < call.owners:  # these programs come first because they take the longest
-        key_gradients(call, tile, head, part)
-    elif part < call.owners + call.num_tokens * call.blocks:
-        part -= call.owners
-        query_gradients(call, tile, part // call.blocks, head, part % call.blocks)
+    head, job = index % call.num_kv_heads, index // call.num_kv_heads
+    if job < call.owners:  # these programs come first because they take the longest
+        key_gradients(call, tile, head, job)
+    elif job < call.owners + call.num_tokens * call.blocks:
+        job -= call.owners
+        query_gradients(call, tile, job // call.blocks, head, job % call.blocks)
     else:
         sink_gradient(call, tile, index - (call.owners + call.num_tokens * call.blocks) * call.num_kv_heads)
 
@@ -185,15 +164,14 @@ def work(address):
 
 
 KERNEL = Kernel("sparse_mla_prefill_backward", FIELDS, plan, work)
-Tile = Blocks
 
 
-def heuristic(call: SparseMlaPrefillBackward) -> Blocks:
+def heuristic(call: SparseMlaPrefillBackward) -> Tile:
     del call
-    return Blocks(block_rows=32, block_kv=32)
+    return Tile(block_rows=32, block_kv=32)
 
 
-def run(call: SparseMlaPrefillBackward, tile: Blocks, launch: Any) -> tuple[Any, ...]:
+def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> tuple[Any, ...]:
     axes = {"kv": "page slot head" if len(call.kv.shape) == 4 else "page head"}
     numbers = {"head_dim": call.d_qk, "v_head_dim": call.d_v}
     return tuple(KERNEL.launch(launch, call, tile, {}, numbers, axes=axes).values())

@@ -1,4 +1,4 @@
-"""The columns of the largest logits of each row, on a CPU."""
+"""Selects the columns with the largest logits of each row on a CPU."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ FIELDS = Fields(
 )
 call_of = FIELDS.at
 FEATURES = frozenset({"starts", "stops"})
-BATCH_INVARIANT = True  # the result is exact
+BATCH_INVARIANT = True  # the selection is exact, whatever the batch
 why_not = cannot_run
 
 
@@ -29,7 +29,7 @@ def plan(address):
 
 @compiled
 def read_ordered(source, target, count):
-    """Write floats as integers in the same order, in whole vectors."""
+    """Store `count` floats as `ordered` integers, in whole vectors."""
     whole = count // LANES * LANES
     for index in range(0, whole, LANES):
         store(target, index, ordered(load(source, index)))

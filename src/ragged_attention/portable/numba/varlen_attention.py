@@ -3,13 +3,11 @@
 from typing import Any
 
 from ragged_attention.calls import VarlenAttention, dtype_name
-from ragged_attention.portable.numba._call import KERNEL, block_q_of
-from ragged_attention.portable.numba._call import Tile as Tile
-from ragged_attention.portable.numba._call import invariant_tile as invariant_tile
-from ragged_attention.portable.numba._call import why_not as why_not
+from ragged_attention.portable.numba._call import KERNEL, Tile, block_q_of, invariant_tile, why_not
 from ragged_attention.portable.numba._formats import CODES
 from ragged_attention.portable.numba._sequences import PACKED
 
+__all__ = ["FEATURES", "KERNEL", "Tile", "heuristic", "invariant_tile", "run", "why_not"]
 FEATURES = frozenset({
     "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
 })  # fmt: skip

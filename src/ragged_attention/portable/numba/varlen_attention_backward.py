@@ -1,8 +1,9 @@
 """The gradient of attention over packed sequences on a CPU.
 
-A program takes some keys of one sequence and KV head and all queries that see them. It alone computes the gradients of
-these keys and values, and it sums the gradients of the queries over its tiles of keys. A sequence with much more work
-than the others has its keys split; the split that ends last sums the query gradients of all splits, in their order.
+A program takes a range of keys of one sequence and KV head, and all queries that see them. It computes the whole
+gradients of these keys and values, and it sums the gradients of the queries over its tiles of keys. If a sequence has
+much more work than the others, its keys are split; the split that ends last sums the query gradients of all splits, in
+the order of the splits.
 """
 
 from typing import Any
@@ -11,25 +12,13 @@ from ragged_attention.calls import VarlenAttentionBackward
 from ragged_attention.portable.numba._call import Blocks as Tile
 from ragged_attention.portable.numba._call import why_not as why_not
 from ragged_attention.portable.numba._formats import narrow, size_of, widen
-from ragged_attention.portable.numba._gradients import differentiate, new_tile, read_row, sink_gradient, tile_at
+from ragged_attention.portable.numba._gradients import differentiate_rows, new_tile, read_row, sink_gradient, tile_at
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix, scores
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, fails, programs, record_at, up_to
+from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix
+from ragged_attention.portable.numba._records import NO_MEMORY, Fields, mark_failed, programs, record_at, up_to
 from ragged_attention.portable.numba._sequences import PACKED, first_key_of, kv_len_of, queries_of, within
-from ragged_attention.portable.numba._splits import splits_of
-from ragged_attention.portable.numba._vectors import (
-    LANES,
-    add_to,
-    allocate,
-    compiled,
-    inlined,
-    int_at,
-    load,
-    release,
-    set_int,
-    store,
-    zero,
-)
+from ragged_attention.portable.numba._splits import lister, splits_of
+from ragged_attention.portable.numba._vectors import LANES, add_row, add_to, allocate, compiled, release, set_int, zero
 
 FIELDS = Fields(
     operands=("d_out", "q", "k", "v", "out", "lse", "cu_q_lens", "cu_kv_lens", "d_lse", "sinks"),
@@ -47,7 +36,9 @@ call_of = FIELDS.at
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
 })  # fmt: skip
-SHARES = 16  # shares of all work; there are few, since every split stores gradients of all its queries
+# A sequence with more than 1/SHARES of the total work is split. There are few splits, since each of them stores the
+# gradients of all queries of its sequence.
+SHARES = 16
 UNIT = ("seq", "low", "high", "split", "num_splits", "partial", "counter")
 unit_at, UNIT_BYTES = record_at(UNIT), 8 * len(UNIT)
 
@@ -61,7 +52,7 @@ def heuristic(call: VarlenAttentionBackward) -> Tile:
 
 @compiled
 def divide(call, units):
-    """Count the units, or also list them if `units` is their memory; returns the work of all."""
+    """Count the units, or list them if `units` is the address of their list; returns the total work."""
     work, count, splits, size = 0.0, 0, 0, 0
     group, width = call.num_q_heads // call.num_kv_heads, up_to(call.head_dim, COLUMNS)
     for seq in range(call.max_num_seqs):
@@ -88,8 +79,8 @@ def clear(array, first, stop, size):
 
 
 @compiled
-def clear_what_no_sequence_has(call):
-    """Clear the gradients of tokens that belong to no sequence; those of all tokens if the edges do not ascend."""
+def clear_unowned(call):
+    """Zero the gradients of tokens that belong to no sequence, or of all tokens if the `cu_*_lens` do not ascend."""
     size, q_done, kv_done, ascending = size_of(call.q_format), 0, 0, True
     q_size = call.num_q_heads * call.head_dim * size
     k_size, v_size = call.num_kv_heads * call.head_dim * size, call.num_kv_heads * call.v_head_dim * size
@@ -106,30 +97,28 @@ def clear_what_no_sequence_has(call):
     clear(call.dv, kv_done if ascending else 0, call.num_kv_tokens, v_size)
 
 
+@compiled
+def sizes_of(call):
+    return call.num_splits * call.num_kv_heads, call.partial_size * call.num_kv_heads
+
+
+list_units = lister(divide, sizes_of, UNIT_BYTES)
+
+
 def plan(address):
-    """List the units, which are keys of a sequence. A program is one unit for one KV head, or one sink."""
+    """List the units. A program computes one unit for one KV head, or one sink's gradient."""
     call = call_of(address)
     call.capacity = call.num_kv_tokens
-    clear_what_no_sequence_has(call)
-    call.work = 0.0
-    call.work = divide(call, 0)
-    divide(call, 0)
-    table, counters = UNIT_BYTES * call.num_units, 8 * call.num_splits * call.num_kv_heads
-    call.workspace = allocate(table + counters + 4 * call.partial_size * call.num_kv_heads + 64)
-    if call.workspace == 0:
+    clear_unowned(call)
+    if not list_units(call):
         return NO_MEMORY
-    call.units = call.workspace
-    call.counters = call.units + table
-    call.partials = call.counters + counters
-    zero(call.counters, counters)
-    divide(call, call.units)
     return call.num_units * call.num_kv_heads + (call.num_q_heads if call.sinks else 0)
 
 
 # ---- one program
 
 
-@inlined
+@compiled
 def tokens_seeing(call, q_len, kv_len, first, stop):
     """The range of a sequence's queries that see any of the keys [first, stop)."""
     first_new = kv_len - q_len
@@ -153,7 +142,7 @@ def read_keys(call, tile, head, first, count):
 
 @compiled
 def read_queries(call, tile, seq, head, first, last):
-    """Read the queries [first, last) of a sequence; returns the range of keys that they see."""
+    """Read the queries [first, last) of a sequence for a KV head; returns the range of keys that they see."""
     group, row = call.num_q_heads // call.num_kv_heads, 0
     start, stop = queries_of(call, seq)
     kv_len = kv_len_of(call, seq)
@@ -177,20 +166,13 @@ def read_queries(call, tile, seq, head, first, last):
 
 @compiled
 def add_gradients(call, tile, rows, first, offset, count, dq):
-    """Add the gradients that the tile's rows and `count` of its keys contribute to each other.
+    """Add the products of the tile's rows and `count` of its keys, from key `offset` on, to the gradients of both.
 
-    The tile's first key is at position `first`, and these keys begin `offset` keys later. `dq` is the address of the
-    gradients of the rows.
+    The tile's first key is at position `first`. `dq` is the address of the rows' gradients.
     """
-    whole, values = up_to(rows, ROWS), up_to(call.v_head_dim, LANES)
-    scores(tile.q, tile.k_rows + 8 * offset, tile.s, whole, count, tile.width, tile.width, tile.keys, 1.0)
-    scores(tile.d_out, tile.v_rows + 8 * offset, tile.d_s, whole, count, values, tile.v_width, tile.keys, 1.0)
-    for row in range(whole):
-        left = within(int_at(tile.left, row) - first - offset, count) if row < rows else 0
-        right = within(int_at(tile.right, row) - first - offset, count) if row < rows else 0
-        differentiate(tile, row, left, right, count, call.scale, call.soft_cap)
+    differentiate_rows(call, tile, rows, first + offset, offset, count, call.soft_cap)
     keys, width, v_width, written = tile.keys, tile.width, tile.v_width, up_to(count, ROWS)
-    mix(tile.d_s, tile.k + 4 * offset * width, dq, whole, count, width, keys, 1, width, width, False)
+    mix(tile.d_s, tile.k + 4 * offset * width, dq, up_to(rows, ROWS), count, width, keys, 1, width, width, False)
     mix(tile.d_s, tile.q, tile.dk + 4 * offset * width, written, rows, width, 1, keys, width, width, False)
     mix(tile.s, tile.d_out, tile.dv + 4 * offset * v_width, written, rows, v_width, 1, keys, v_width, v_width, False)
 
@@ -230,7 +212,7 @@ def write_query_gradients(call, tile, seq, head, dq):
 
 @compiled
 def program(call, tile, index):
-    """Compute one unit for one KV head, or one sink; returns False if there is no memory for it."""
+    """Compute one unit for one KV head, or one sink's gradient; returns False if there is no memory for it."""
     if index >= call.num_units * call.num_kv_heads:
         sink_gradient(call, tile, index - call.num_units * call.num_kv_heads)
         return True
@@ -238,23 +220,18 @@ def program(call, tile, index):
     seq, num_splits = unit.seq, unit.num_splits
     start, stop = queries_of(call, seq)
     count = ((stop - start) * (call.num_q_heads // call.num_kv_heads) + ROWS) * tile.width
-    if num_splits == 1:
-        dq = allocate(4 * count)
-        if dq == 0:
-            return False
-        zero(dq, 4 * count)
-        attend_backward(call, tile, unit, head, dq)
-        write_query_gradients(call, tile, seq, head, dq)
-        release(dq)
-        return True
     partials = call.partials + 4 * (unit.partial * call.num_kv_heads + head * num_splits * count)
-    dq = partials + 4 * unit.split * count
+    dq = allocate(4 * count) if num_splits == 1 else partials + 4 * unit.split * count
+    if dq == 0:
+        return False
     zero(dq, 4 * count)
     attend_backward(call, tile, unit, head, dq)
-    if add_to(call.counters + 8 * (unit.counter * call.num_kv_heads + head), 1) == num_splits - 1:
+    if num_splits == 1:
+        write_query_gradients(call, tile, seq, head, dq)
+        release(dq)
+    elif add_to(call.counters + 8 * (unit.counter * call.num_kv_heads + head), 1) == num_splits - 1:
         for other in range(1, num_splits):
-            for column in range(0, count, LANES):
-                store(partials, column, load(partials, column) + load(partials + 4 * other * count, column))
+            add_row(partials, partials + 4 * other * count, count)
         write_query_gradients(call, tile, seq, head, partials)
     return True
 
@@ -266,7 +243,7 @@ def work(address):
     memory = new_tile(rows, call.block_kv, call.head_dim, call.v_head_dim, False)
     for index in programs(address, memory):
         if not program(call, tile_at(memory), index):
-            fails(address)
+            mark_failed(address)
     return 0
 
 

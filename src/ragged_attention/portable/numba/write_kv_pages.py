@@ -1,7 +1,4 @@
-"""This step's K and V, written (and quantised) into the pages on a CPU, in place.
-
-A program writes the tokens of some pages in their order, so the later one of two tokens for one slot wins.
-"""
+"""Writes this step's K and V into the pages in place on a CPU, and quantises them if the pages are quantised."""
 
 from typing import Any
 
@@ -10,9 +7,9 @@ from ragged_attention.portable.numba import _slots
 from ragged_attention.portable.numba._call import cannot_run, numbers_of_pages
 from ragged_attention.portable.numba._formats import CODES, INT8, narrow, scale_of, size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs
-from ragged_attention.portable.numba._slots import list_slots, tokens_of
-from ragged_attention.portable.numba._vectors import LANES, allocate, compiled
+from ragged_attention.portable.numba._records import Fields
+from ragged_attention.portable.numba._slots import list_slots, write_tokens
+from ragged_attention.portable.numba._vectors import LANES, compiled
 
 FIELDS = Fields(
     operands=("k", "v", "k_pages", "v_pages", *_slots.OPERANDS, "k_scale", "v_scale"),
@@ -30,9 +27,7 @@ why_not = cannot_run
 
 
 def plan(address):
-    """List the slot of each token."""
-    call = call_of(address)
-    return min(_slots.PROGRAMS, call.num_tokens) if list_slots(call) else NO_MEMORY
+    return list_slots(call_of(address))
 
 
 @compiled
@@ -49,24 +44,14 @@ def write(call, token, slot, row):
         narrow(call.cache_format, row, call.new_k_pages + stored * target, call.head_dim, scale)
         scale = scale_of(call.v_scale, call.v_scale_format, call.v_scale_stride, call.v_scale_number, head)
         source = call.v + size * (token * call.v_token_stride + head * call.v_head_stride)
-        target = (
-            page * call.v_pages_page_stride
-            + slot * call.v_pages_slot_stride
-            + head * call.v_pages_head_stride
-            + call.v_offset
-        )
+        target = page * call.v_pages_page_stride + slot * call.v_pages_slot_stride + head * call.v_pages_head_stride
         widen(call.format, source, row, call.v_head_dim)
-        narrow(call.cache_format, row, v_pages + stored * target, call.v_head_dim, scale)
+        narrow(call.cache_format, row, v_pages + stored * (target + call.v_offset), call.v_head_dim, scale)
 
 
 def work(address):
-    """Run programs; each writes the tokens of some pages."""
     call = call_of(address)
-    row = allocate(4 * (max(call.head_dim, call.v_head_dim) + LANES))
-    for index in programs(address, row):
-        for token, slot in tokens_of(call, index):
-            write(call, token, slot, row)
-    return 0
+    return write_tokens(address, call, max(call.head_dim, call.v_head_dim) + LANES, write)
 
 
 KERNEL = Kernel("write_kv_pages", FIELDS, plan, work)
@@ -79,7 +64,7 @@ def run(call: WriteKvPages, tile: Any, launch: Any) -> list[Any]:
         "format": CODES[dtype_name(call.k)], "cache_format": CODES[call.cache_dtype], **_slots.numbers_of(call),
         **numbers_of_pages(call, launch),
     }  # fmt: skip
-    if call.copies:  # through float32 as 8-bit integers, which keeps the bits, without scales
+    if call.copies:  # treat elements as int8 without scales, whose bits survive the conversion to float32 and back
         operands |= {"k_scale": None, "v_scale": None}
         numbers |= {"format": INT8, "cache_format": INT8}
     places = {"new_k_pages": "k_pages", "new_v_pages": None if call.combined else "v_pages"}

@@ -1,7 +1,4 @@
-"""This step's latent rows, written (and quantised) into the pages of the cache on a CPU, in place.
-
-A program writes the tokens of some pages in their order, so the later one of two tokens for one slot wins.
-"""
+"""Writes this step's latent rows into the cache in place on a CPU, and quantises them if the cache is quantised."""
 
 from typing import Any
 
@@ -11,9 +8,9 @@ from ragged_attention.portable.numba._call import cannot_run
 from ragged_attention.portable.numba._formats import narrow, scale_of, size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import ROWS, place_of, rows_fields, rows_numbers, store_latent
-from ragged_attention.portable.numba._records import NO_MEMORY, Fields, programs, record_in
-from ragged_attention.portable.numba._slots import list_slots, tokens_of
-from ragged_attention.portable.numba._vectors import LANES, allocate, compiled, copy
+from ragged_attention.portable.numba._records import Fields, record_in
+from ragged_attention.portable.numba._slots import list_slots, write_tokens
+from ragged_attention.portable.numba._vectors import LANES, compiled, copy
 
 FIELDS = Fields(
     operands=("kv", "cache", *_slots.OPERANDS, "kv_scale"),
@@ -33,9 +30,7 @@ why_not = cannot_run
 
 
 def plan(address):
-    """List the slot of each token."""
-    call = call_of(address)
-    return min(_slots.PROGRAMS, call.num_tokens) if list_slots(call) else NO_MEMORY
+    return list_slots(call_of(address))
 
 
 @compiled
@@ -58,13 +53,8 @@ def write(call, token, slot, row):
 
 
 def work(address):
-    """Run programs; each writes the tokens of some pages."""
     call = call_of(address)
-    row = allocate(4 * (call.width + LANES))
-    for index in programs(address, row):
-        for token, slot in tokens_of(call, index):
-            write(call, token, slot, row)
-    return 0
+    return write_tokens(address, call, call.width + LANES, write)
 
 
 KERNEL = Kernel("write_mla_cache", FIELDS, plan, work)
