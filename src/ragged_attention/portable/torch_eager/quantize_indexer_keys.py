@@ -1,4 +1,4 @@
-"""Rows for the indexer, quantised with plain torch operations; nothing waits for the device."""
+"""Quantises keys of the indexer in plain torch operations, without synchronising with the device."""
 
 from typing import Any
 

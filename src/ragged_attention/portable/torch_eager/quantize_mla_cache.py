@@ -1,4 +1,4 @@
-"""A latent cache, quantised with plain torch operations; nothing waits for the device."""
+"""Quantises a latent cache in plain torch operations, without synchronising with the device."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ def run(call: QuantizeMlaCache, tile: Any, launch: Any) -> torch.Tensor:
     layout = call.kv_format
     cache = torch.empty(call.out_shape, dtype=torch.uint8, device=call.kv.device)
     fields = fields_of(parts_of(cache, layout), layout)
-    for where in chunks(call.kv):
-        stored = quantized(call.kv[:, :, 0][where], layout, call.power_of_two_scales)
+    for chunk in chunks(call.kv):
+        stored = quantized(call.kv[:, :, 0][chunk], layout, call.power_of_two_scales)
         for field, new in zip(fields, stored, strict=True):
-            field[where] = new
+            field[chunk] = new
     return cache
