@@ -153,11 +153,14 @@ class Attention:
         step, resident = self._heads_at_once(blocks, keys)
         for head in range(0, self.num_kv_heads, step):
             heads = slice(head, min(head + step, self.num_kv_heads))
-            stored = (self.k_pages, self.k_slot_scales), (self.v_pages, self.v_slot_scales)
-            some = ([None if array is None else array[:, :, heads] for array in arrays] for arrays in stored)
-            k, v = (Reader(pages, scales, keys, self.tile.block_kv, resident) for pages, scales in some)
+            k = self._reader(self.k_pages, self.k_slot_scales, heads, keys, resident)
+            v = self._reader(self.v_pages, self.v_slot_scales, heads, keys, resident)
             for block in blocks:
                 self.block(block, heads, k, v)
+
+    def _reader(self, pages: torch.Tensor, scales: Any, heads: slice, keys: Keys, resident: bool) -> Reader:
+        scales = None if scales is None else scales[:, :, heads]
+        return Reader(pages[:, :, heads], scales, keys, self.tile.block_kv, resident)
 
     def _heads_at_once(self, blocks: list[Block], keys: Keys) -> tuple[int, bool]:
         """The number of KV heads to compute together, and whether their K and V stay in float32 between blocks.

@@ -1,4 +1,4 @@
-"""Whose calls these modules take."""
+"""The check that a call has jax arrays, without explicit sharding."""
 
 import jax
 
@@ -19,11 +19,11 @@ def why_not(call: Call) -> str | None:
 
 
 def _explicit_axes(array: jax.Array) -> tuple[str, ...]:
-    """The mesh axes for which the loops here would have to name the sharding of every intermediate array.
+    """The Explicit mesh axes for which these modules would have to give the sharding of every intermediate array.
 
-    Where the array is replicated over a mesh that is also the one in force, arrays made here match it anyway.
+    An array that is replicated over the current mesh has none: intermediate arrays are sharded alike by default.
     """
     sharding = jax.typeof(array).sharding
     replicated = all(axis is None for axis in sharding.spec)
-    matched = replicated and sharding.mesh == jax.sharding.get_abstract_mesh()
-    return () if matched else tuple(map(str, sharding.mesh.explicit_axes))
+    on_current_mesh = sharding.mesh == jax.sharding.get_abstract_mesh()
+    return () if replicated and on_current_mesh else tuple(map(str, sharding.mesh.explicit_axes))
