@@ -1,4 +1,4 @@
-"""The lightning indexer's logits: how much each query token wants each key."""
+"""The lightning indexer's logits, by which each query token selects keys."""
 
 from typing import Any
 
@@ -33,9 +33,9 @@ def indexer_logits(
     q_dtype: str | None = None,
     key_dtype: str | None = None,
 ) -> Float64:
-    """Logits [T, columns] in float64, -inf where nothing is seen; the arguments are those of the record.
+    """Logits [T, columns] in float64, -inf where a token does not see the key.
 
-    `q_dtype` and `key_dtype` name the format of what is given as the bits of 8-bit floats.
+    The arguments are those of the operation; `q_dtype` and `key_dtype` name the format of 8-bit floats given as bits.
     """
     q, weights, keys = decode(q, q_dtype), widened(weights), np.asarray(keys)
     if page_indices is not None:
@@ -47,7 +47,7 @@ def indexer_logits(
         tokens = seen_of_ranges(keys, key_dtype, key_scale, starts, stops, relative, max_keys)
     logits = np.full((len(q), columns), -np.inf)
     for seen in tokens:
-        with np.errstate(invalid="ignore"):  # of infinities
+        with np.errstate(invalid="ignore"):  # infinity minus infinity is NaN
             products = np.maximum(q[seen.token] @ seen.keys.T, 0.0)
             logits[seen.token, seen.columns] = weights[seen.token] @ products * seen.scales
     return logits

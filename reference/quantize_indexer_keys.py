@@ -1,4 +1,4 @@
-"""Rows for the indexer, quantised; `_indexer.quantized` has the arithmetic."""
+"""Quantises keys of the indexer; `_kv_layout.quantize_groups` has the arithmetic."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ FEATURES = frozenset({"power_of_two"})
 
 
 def quantize_indexer_keys(k: ArrayLike, power_of_two: bool = False) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Rows [N, D] as the bits of e4m3 values [N, D] and scales [N]."""
+    """The e4m3 codes [N, D] and the scales [N] of rows [N, D]."""
     return quantized(k, power_of_two)
 
 

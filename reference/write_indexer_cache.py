@@ -1,4 +1,4 @@
-"""This step's keys of the indexer, quantised and written into its pages."""
+"""Quantises this step's keys of the indexer and writes them to its pages."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ FEATURES = frozenset({"power_of_two"})
 def write_indexer_cache(
     k: ArrayLike, cache: ArrayLike, slot_mapping: ArrayLike, power_of_two: bool = False
 ) -> NDArray[np.uint8]:
-    """The new cache: the rows `k` [T, D] at their slots, anything else as it was.
+    """The new cache, with rows `k` [T, D] at their slots.
 
-    A slot outside [0, P*G) is skipped; of two tokens for one slot the later one wins.
+    A slot outside [0, P * G) is skipped; of two tokens with one slot the later one wins.
     """
     cache = np.array(cache, order="C")
     slots = np.asarray(slot_mapping)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ragged_attention.reference import _indexer as pieces
+from ragged_attention.reference import _kv_layout
 from ragged_attention.reference import indexer_logits as logits_module
 from ragged_attention.reference import indexer_topk as topk_module
 from ragged_attention.reference import quantize_indexer_keys as quantize_module
@@ -191,7 +192,7 @@ def candidates_count_from_the_end(*arguments: Any, **keywords: Any) -> Any:
 
 
 def scale_is_not_floored(k: Any, power_of_two: bool = False) -> Any:
-    with mock.patch.object(pieces, "group_scales", lambda rows, _: np.abs(rows).max(axis=-1) / np.float32(448)):
+    with mock.patch.object(_kv_layout, "group_scales", lambda rows, _: np.abs(rows).max(axis=-1) / np.float32(448)):
         return honest_quantize(k, power_of_two)
 
 

@@ -22,7 +22,7 @@ def e4m3_to_float32(bits: torch.Tensor) -> torch.Tensor:
     """The exact values of float8_e4m3fn codes, which are given as int8.
 
     e4m3 has one exponent bit fewer than float16, and a bias of 7 instead of 15. So the shifted bits, read as float16,
-    are 2**-8 times the value. The shift also copies the sign bit into bit 14, which is cleared.
+    are 2**-8 times the value. Sign extension also copies the sign to bit 14, which is cleared.
     """
     shifted = bits.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
     values = shifted.view(torch.float16).to(torch.float32).mul_(256.0)

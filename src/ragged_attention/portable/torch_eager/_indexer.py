@@ -79,11 +79,10 @@ def _paged_blocks(call: Any) -> Iterator[Block]:
 
 def _packed_blocks(call: Any) -> Iterator[Block]:
     """Group tokens whose key ranges nearly coincide. Relative calls need equal starts within a group."""
-    starts, stops = (
-        np.clip(on_host(edges).astype(np.int64), 0, call.keys.shape[0]) for edges in (call.starts, call.stops)
-    )
+    num_keys = call.keys.shape[0]
+    starts, stops = (np.clip(on_host(edges).astype(np.int64), 0, num_keys) for edges in (call.starts, call.stops))
     if call.relative:
-        stops = np.minimum(stops, starts + min(call.columns, call.keys.shape[0]))
+        stops = np.minimum(stops, starts + min(call.columns, num_keys))
     pairs = list(zip(starts.tolist(), stops.tolist(), strict=True))
     first = 0
     while first < len(pairs):
@@ -175,7 +174,7 @@ def logits_of(call: Any, tile: Tile, keys: Keys, block: Block, columns: Ints) ->
 
 
 def _weighted_sums(call: Any, tokens: slice, keys: torch.Tensor) -> torch.Tensor:
-    """sum over heads h of weight[h] * relu(q[h] . key), float32 [tokens, n]."""
+    """The sum over heads h of weight[h] * relu(q[h] . key), float32 [tokens, n]."""
     q = to_float32(call.q[tokens])
     products = torch.mm(q.flatten(0, 1), keys.t())
     torch.maximum(products, products.new_zeros(()), out=products)  # relu that keeps NaN

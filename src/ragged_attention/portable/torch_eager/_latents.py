@@ -19,9 +19,9 @@ CHUNK = 2048  # tokens whose rows are converted at a time
 
 
 def parts_of(cache: torch.Tensor, layout: CacheFormat) -> list[torch.Tensor]:
-    """Views [P, G, bytes] of a cache of bytes: each token's row, and in the layout "page" also each token's scales.
+    """Views [P, G, bytes] of a cache of bytes: each token's row and, in the layout "page", each token's scales.
 
-    That layout needs pages of contiguous bytes. If they are not, the views are of a copy, so writes would be lost.
+    If the bytes of such a page are not contiguous, the views are of a copy, and writes would be lost.
     """
     bits = cache.view(torch.uint8)
     if not layout.planar:
@@ -29,15 +29,9 @@ def parts_of(cache: torch.Tensor, layout: CacheFormat) -> list[torch.Tensor]:
     num_pages, page_size, _, token_bytes = bits.shape
     if (page_size > 1 and bits.stride(1) != token_bytes) or bits.stride(3) != 1:
         bits = bits.contiguous()
-    page_stride, start = bits.stride(0), bits.storage_offset()
-    row_bytes = layout.row_bytes
-    scale_bytes = token_bytes - row_bytes
-    return [
-        bits.as_strided((num_pages, page_size, row_bytes), (page_stride, row_bytes, 1), start),
-        bits.as_strided(
-            (num_pages, page_size, scale_bytes), (page_stride, scale_bytes, 1), start + page_size * row_bytes
-        ),
-    ]
+    start = bits.storage_offset()
+    sizes = (layout.row_bytes, start), (layout.padded_scale_bytes, start + page_size * layout.row_bytes)
+    return [bits.as_strided((num_pages, page_size, size), (bits.stride(0), size, 1), at) for size, at in sizes]
 
 
 def fields_of(parts: list[torch.Tensor], layout: CacheFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -58,7 +52,7 @@ def dequantized(parts: list[torch.Tensor], layout: CacheFormat) -> torch.Tensor:
         exponents = scales[..., : layout.num_groups].to(torch.int32)
         bits = (exponents << 23).masked_fill_(exponents == 0, 0x00400000).masked_fill_(exponents == 0xFF, 0x7FC00000)
         factors = bits.view(torch.float32)
-    values = e2m1_to_float32(codes) if layout.codes == "float4_e2m1fn" else e4m3_to_float32(codes.view(torch.int8))
+    values = e2m1_to_float32(codes) if layout.packed_codes else e4m3_to_float32(codes.view(torch.int8))
     values.unflatten(-1, (layout.num_groups, layout.group)).mul_(factors[..., None])
     if not layout.rotary:
         return values
@@ -83,15 +77,14 @@ def quantized(
     """The bytes of rows [..., d_qk], in the order of `fields_of`. Every NaN of e4m3 becomes the code 0x7F."""
     groups = rows[..., : layout.values].to(torch.float32).unflatten(-1, (-1, layout.group))
     rotary = bfloat16_bits(rows[..., layout.values :]).view(torch.uint8)
-    if layout.codes == "float4_e2m1fn":
+    if layout.packed_codes:
         return *_quantized_to_e2m1(groups), rotary
     codes, scales = quantized_groups(groups, power_of_two)
     if layout.scales == "float32":
         stored = scales.view(torch.uint8)
     else:
         exponents = (scales.view(torch.int32) >> 23).to(torch.uint8)  # 0xFF if the scale is not finite
-        padding = layout.token_bytes - layout.row_bytes - layout.num_groups
-        stored = torch.nn.functional.pad(exponents, (0, padding))
+        stored = torch.nn.functional.pad(exponents, (0, layout.padded_scale_bytes - layout.num_groups))
     return codes.flatten(-2), stored, rotary
 
 

@@ -23,8 +23,8 @@ class Lists:
     def of(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """The slots i64 [B, n] that some tokens list, and a mask [B, n] of entries that select nothing.
 
-        Such an entry repeats a valid slot of its own list, so that no unselected row, which may hold NaN, is read. In
-        a list that selects nothing it is slot 0, and the caller must drop the row.
+        Such an entry repeats a valid slot of its own list, so that no unselected row, which may hold NaN, is read. If
+        the list selects nothing, the slot is 0 and the caller must drop its row.
         """
         indices = self.indices[tokens]
         hidden = (indices < 0) | (indices > self.last_slot)
@@ -50,18 +50,15 @@ def attend(
         tokens = slice(first, first + step)
         softmax = Softmax(q[tokens], scale, results[0].shape[-1], soft_cap)
         for each in lists:
-            if each.rows is not None:
-                _add(softmax, each.rows, *each.of(tokens), block_kv)
+            if each.rows is None:
+                continue
+            slots, hidden = each.of(tokens)
+            keys = max(block_kv // len(slots), 1)
+            for low in range(0, slots.shape[1], keys):
+                block = slots[:, low : low + keys]
+                softmax.add(each.rows.at(block.reshape(-1)).view(*block.shape, -1), hidden[:, None, low : low + keys])
         for result, values in zip(results, softmax.finish(sinks), strict=True):
             result[tokens] = values
-
-
-def _add(softmax: Softmax, rows: Rows, slots: torch.Tensor, hidden: torch.Tensor, block_kv: int) -> None:
-    num_tokens, count = slots.shape
-    keys = max(block_kv // max(num_tokens, 1), 1)
-    for low in range(0, count, keys):
-        block = slots[:, low : low + keys]
-        softmax.add(rows.at(block.reshape(-1)).view(*block.shape, -1), hidden[:, None, low : low + keys])
 
 
 def lists_of(cache: Any, layout: CacheFormat, indices: torch.Tensor, lens: torch.Tensor | None) -> Lists:

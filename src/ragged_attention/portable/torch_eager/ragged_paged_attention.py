@@ -120,7 +120,10 @@ class Attention:
                 new = position[max(np.searchsorted(position, first_new), low) :]
                 right = self._not_drafted(call.draft_mask[first:last], new - first_new)
                 fully_masked = self._fully_masked(position[position < first_new], query)
-                hidden = right | self._outside_the_window(new, query)
+                hidden = right
+                if call.sliding_window is not None:
+                    outside = new[None] <= query[:, None] - call.sliding_window
+                    hidden = right | torch.from_numpy(outside).to(call.q.device)
                 fully_masked &= hidden.all(1)
                 unseen = torch.nn.functional.pad(hidden.all(0), (high - low - len(new), 0))
                 right = right if len(new) else None  # no new token lies on a valid page
@@ -140,12 +143,6 @@ class Attention:
         """Bool [rows, n]: True if the draft mask [rows, W] hides a new token; `new` [n] numbers the step's tokens."""
         columns = torch.from_numpy(new).to(mask.device).clamp(max=mask.shape[1])
         return ~torch.nn.functional.pad(mask, (0, 1))[:, columns]  # tokens beyond the mask are hidden
-
-    def _outside_the_window(self, position: Ints, query: Ints) -> torch.Tensor:
-        """Bool [rows, n]: True if the window of the query hides the key at `position` [n]."""
-        window = self.call.sliding_window
-        hidden = position[None] <= query[:, None] - window if window is not None else np.zeros((1, 1), bool)
-        return torch.from_numpy(hidden).to(self.call.q.device)
 
     def sequence(self, blocks: list[Block], keys: Keys) -> None:
         if not blocks:

@@ -22,17 +22,16 @@ def all_rows(cache: jax.Array, layout: CacheFormat) -> Stored:
     num_pages, page_size = cache.shape[:2]
     if not layout.planar:
         return _token_major(cache, layout)
-    row = layout.row_bytes
-    flat = cache.reshape(num_pages, page_size * layout.token_bytes)
-    data = flat[:, : page_size * row].reshape(num_pages, page_size, 1, row)
-    scales = flat[:, page_size * row :].reshape(num_pages, page_size, 1, layout.token_bytes - row)
+    flat, end = cache.reshape(num_pages, -1), page_size * layout.row_bytes
+    data = flat[:, :end].reshape(num_pages, page_size, 1, layout.row_bytes)
+    scales = flat[:, end:].reshape(num_pages, page_size, 1, layout.padded_scale_bytes)
     return _planar(data, scales, layout)
 
 
 def dequantized(stored: Stored, layout: CacheFormat) -> jax.Array:
     """The rows [..., d_qk] in float32: values times scales, then the rotary columns."""
     shape = stored.values.shape[:-1]
-    if layout.codes == "float4_e2m1fn":
+    if layout.packed_codes:
         values = _e2m1_values(stored.values)
     else:
         values = lax.bitcast_convert_type(stored.values, jnp.float8_e4m3fn).astype(jnp.float32)
@@ -100,25 +99,21 @@ class Latents:
             rows = lax.bitcast_convert_type(at(bits, page, offset, head), cache.dtype)
             rows = rows.astype(jnp.float32) if cache.dtype.itemsize == 1 else rows
         elif self.layout.planar:
-            rows = dequantized(self._planar_rows(bits, page, offset), self.layout)
+            units = bits.reshape(len(bits), -1, UNIT)
+            row_units, scale_units = planar_units(self.layout)
+            data = spans(units, page, row_units * offset, row_units)
+            scales = spans(units, page, row_units * self.page_size + scale_units * offset, scale_units)
+            rows = dequantized(_planar(data, scales, self.layout), self.layout)
         else:
             # With the barrier, bytes are gathered once; else a scale's bytes again for each of its elements.
             tokens = lax.optimization_barrier(at(bits, page, offset, 0))
             rows = dequantized(_token_major(tokens, self.layout), self.layout)
         return jnp.where(seen[..., None], rows, 0), seen
 
-    def _planar_rows(self, cache: jax.Array, page: jax.Array, offset: jax.Array) -> Stored:
-        num_pages, page_size = cache.shape[:2]
-        units = cache.reshape(num_pages, -1, UNIT)
-        row_units, scale_units = planar_units(self.layout)
-        data = spans(units, page, row_units * offset, row_units)
-        scales = spans(units, page, row_units * page_size + scale_units * offset, scale_units)
-        return _planar(data, scales, self.layout)
-
 
 def planar_units(layout: CacheFormat) -> tuple[int, int]:
     """The number of units of a token's values and rotary columns, and of its scales, in the layout "page"."""
-    return layout.row_bytes // UNIT, (layout.token_bytes - layout.row_bytes) // UNIT
+    return layout.row_bytes // UNIT, layout.padded_scale_bytes // UNIT
 
 
 def spans(units: jax.Array, page: jax.Array, first: jax.Array, count: int) -> jax.Array:
