@@ -1,4 +1,4 @@
-"""The keys that each query token of the indexer sees, with their scales and columns; also quantising and selection."""
+"""The keys that each query token of the indexer sees, the quantisation of keys, and the top-k selection."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple

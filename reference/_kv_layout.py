@@ -91,7 +91,7 @@ def divisors(scale: ArrayLike | None, num_kv_heads: int) -> NDArray[np.float32]:
 def true_queries(q: ArrayLike, q_scale: ArrayLike | None, sm_scale: float, dtype: str | None) -> tuple[Float64, float]:
     """Queries [T, H, D] and the scale of the logits, with `q_scale` applied to one of them.
 
-    A number multiplies the scale. An array, [] or [H], multiplies the queries in float32, which are rounded to `dtype`.
+    A number multiplies the scale. An array, [1] or [H], multiplies the queries in float32; they are rounded to `dtype`.
     """
     if q_scale is None or isinstance(q_scale, int | float):
         return widened(q), sm_scale * (1.0 if q_scale is None else q_scale)
@@ -232,7 +232,7 @@ def decode_e2m1(codes: Bytes) -> Float64:
 
 
 def group_scales(groups: NDArray[np.float32], power_of_two: bool) -> NDArray[np.float32]:
-    """The scale of each group [..., group]: its largest magnitude over 448, but at least 1e-4."""
+    """The scale of each group [..., group]: its largest magnitude / 448, at least 1e-4; maybe the next power of two."""
     scales = np.maximum(np.abs(groups).max(axis=-1) / np.float32(448), np.float32(1e-4))
     scales = np.where(np.isnan(scales), np.float32(np.nan), scales)
     if power_of_two:

@@ -32,7 +32,7 @@ def sink_of_each(sinks: ArrayLike | None, num_q_heads: int) -> Float64:
     return np.full(num_q_heads, -np.inf) if sinks is None else widened(sinks)
 
 
-def left_by_sinks(lse: Float64, sinks: ArrayLike | None) -> Float64:
+def share_of_keys(lse: Float64, sinks: ArrayLike | None) -> Float64:
     """The keys' share of the softmax: sigmoid(lse - sink), 1 without sinks; `sinks` runs along `lse`'s last axis."""
     if sinks is None:
         return np.ones(lse.shape)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.reference._kv_layout import Float64, widened
-from ragged_attention.reference._softmax import left_by_sinks
+from ragged_attention.reference._softmax import share_of_keys
 
 FEATURES = frozenset({"sinks", "out_dtype"})
 
@@ -29,7 +29,7 @@ def merge_attention_states(
     with np.errstate(divide="ignore"):
         lse = np.where(has_keys, m_i + np.log(l_i), -np.inf)
     out = (weights[..., None] * parts).sum(axis=0) / l_i[..., None]
-    return out * left_by_sinks(lse, sinks)[..., None], lse
+    return out * share_of_keys(lse, sinks)[..., None], lse
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:

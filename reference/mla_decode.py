@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.reference._kv_layout import Float64, latent_rows, widened
-from ragged_attention.reference._softmax import left_by_sinks
+from ragged_attention.reference._softmax import share_of_keys
 from ragged_attention.reference.merge_attention_states import merge_attention_states
 from ragged_attention.reference.sparse_mla_prefill import attend_latent, selected
 
@@ -115,7 +115,7 @@ def mla_decode(
             attend(
                 seq, token, np.concatenate([latent_rows(*selection, None, cache_layout) for selection in selections])
             )
-    return out * left_by_sinks(lse, sinks)[..., None], np.swapaxes(lse, 1, 2)
+    return out * share_of_keys(lse, sinks)[..., None], np.swapaxes(lse, 1, 2)
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Ragged attention over a paged latent cache: all heads share one row per position, which is K; its start is V."""
+"""Ragged attention over a paged latent cache: one row per position is K for all heads, and its first columns are V."""
 
 from typing import Any
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.reference._kv_layout import Float64, per_head, sequence_bounds, split_pages, true_queries
-from ragged_attention.reference._softmax import left_by_sinks, logits_of, sink_of_each, softmax
+from ragged_attention.reference._softmax import logits_of, share_of_keys, sink_of_each, softmax
 
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
@@ -45,7 +45,7 @@ def attend(
     used = seen.any(axis=0)  # a key that no query sees is left out, because it may hold NaN
     k, v, seen = k[used], v[used], seen[:, used]
     out, _, lse = softmax(np.where(seen, logits_of(q, k, scale, soft_cap), -np.inf), v)
-    return out * left_by_sinks(lse, sink)[:, None], lse
+    return out * share_of_keys(lse, sink)[:, None], lse
 
 
 def ragged_paged_attention(

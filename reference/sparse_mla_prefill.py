@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.reference._kv_layout import Float64, latent_rows, widened
-from ragged_attention.reference._softmax import left_by_sinks, logits_of, softmax
+from ragged_attention.reference._softmax import logits_of, share_of_keys, softmax
 
 FEATURES = frozenset({
     "sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic", "out_dtype",
@@ -63,7 +63,7 @@ def sparse_mla_prefill(
             out[token, heads], max_logits[token, heads], lse[token, heads] = attend_latent(
                 q[token, heads], rows[:, kv_head], d_v, scale
             )
-    return out * left_by_sinks(lse, sinks)[..., None], max_logits, lse
+    return out * share_of_keys(lse, sinks)[..., None], max_logits, lse
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:

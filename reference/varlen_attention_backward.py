@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.reference._kv_layout import Float64, widened
-from ragged_attention.reference._softmax import left_by_sinks
+from ragged_attention.reference._softmax import share_of_keys
 from ragged_attention.reference.varlen_attention import sequences
 
 FEATURES = frozenset({
@@ -45,7 +45,7 @@ def row_terms(
     """Share, delta and d_lse of each row and head [T, H], 0 where lse is -inf; and d_sinks [H], if there are sinks."""
     lse = widened(lse)
     has_keys = lse != -np.inf
-    share = np.where(has_keys, left_by_sinks(lse, sinks), 0.0)
+    share = np.where(has_keys, share_of_keys(lse, sinks), 0.0)
     delta = (widened(out) * np.where(has_keys[..., None], widened(d_out), 0.0)).sum(axis=-1)
     d_lse = np.where(has_keys, 0.0 if d_lse is None else widened(d_lse), 0.0)
     d_sinks = None if sinks is None else np.where(has_keys, (share - 1) * delta, 0.0).sum(axis=0)

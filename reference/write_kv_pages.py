@@ -65,9 +65,7 @@ def write_kv_pages(
     for pages, tokens, scale in ((new_k, k, k_scale), (new_v, v, v_scale)):
         stored = np.asarray(tokens)
         if not copies:
-            with np.errstate(
-                divide="ignore", invalid="ignore"
-            ):  # division by 0 gives infinity, which saturates, or NaN
+            with np.errstate(divide="ignore", invalid="ignore"):  # division by 0 gives infinity or NaN
                 quotients = stored.astype(np.float32) / divisors(scale, num_kv_heads)[None, :, None]
             stored = encode(quotients, cache_dtype)
         for token, slot in enumerate(slots):

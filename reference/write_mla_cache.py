@@ -46,7 +46,7 @@ def write_mla_cache(
     rows = np.asarray(kv)[valid]
     layout = None if code_dtype is not None else latent_format(cache, cache_format, cache_layout)
     if layout is None:
-        with np.errstate(divide="ignore", invalid="ignore"):  # division by 0 gives infinity, which saturates, or NaN
+        with np.errstate(divide="ignore", invalid="ignore"):  # division by 0 gives infinity or NaN
             scaled = widened(rows, np.float32) / divisors(kv_scale, num_kv_heads)[None, :, None]
         cache[page, offset] = encode(scaled, code_dtype)
     else:

@@ -13,7 +13,7 @@ from ragged_attention.portable.torch_eager.write_kv_pages import encode
 
 LARGEST_E4M3, SMALLEST_E4M3 = 448.0, 2.0**-9
 LARGEST_E2M1 = 6.0
-SMALLEST_SCALE = 1e-4  # of a group of e4m3 codes
+SMALLEST_SCALE = 1e-4  # for groups of e4m3 codes
 DOUBLED_E2M1 = 0xC8643210 - 2**32  # twice the values of the 8 magnitudes, 4 bits each: 0, 1, 2, 3, 4, 6, 8, 12
 CHUNK = 2048  # tokens whose rows are converted at a time
 

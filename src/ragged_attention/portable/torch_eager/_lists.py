@@ -20,7 +20,7 @@ class Lists:
     lens: torch.Tensor | None  # i32 [T], the number of leading entries that count; None if all count
     last_slot: int
 
-    def of(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def selected(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """The slots i64 [B, n] that some tokens list, and a mask [B, n] of entries that select nothing.
 
         Such an entry repeats a valid slot of its own list, so that no unselected row, which may hold NaN, is read. If
@@ -52,7 +52,7 @@ def attend(
         for each in lists:
             if each.rows is None:
                 continue
-            slots, hidden = each.of(tokens)
+            slots, hidden = each.selected(tokens)
             keys = max(block_kv // len(slots), 1)
             for low in range(0, slots.shape[1], keys):
                 block = slots[:, low : low + keys]

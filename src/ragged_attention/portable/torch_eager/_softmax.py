@@ -1,4 +1,4 @@
-"""Online softmax over blocks of keys, and the terms of its gradient that are the same for all keys."""
+"""Online softmax over blocks of keys, and the terms of its gradient that each query row has once."""
 
 import torch
 
@@ -70,7 +70,7 @@ class Softmax:
 
 
 class RowTerms:
-    """All that the gradient needs of query rows [B, R] besides their logits.
+    """The terms of the gradient that each query row [B, R] has once, for all keys.
 
     A row with log-sum-exp -inf saw no key and contributes nothing.
     """

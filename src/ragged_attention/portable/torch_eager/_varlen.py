@@ -20,7 +20,7 @@ from ragged_attention.portable.torch_eager._host import bounds_of
 class Tile:
     """The tunable size."""
 
-    block_q: int  # maximum queries in a block; fewer if the sequence has so many keys that memory for logits is short
+    block_q: int  # maximum queries in a block; a sequence with many keys has fewer, which limits the memory for logits
 
     def __post_init__(self) -> None:
         expect_count("block_q", self.block_q, 1)
@@ -50,7 +50,7 @@ class Heads(NamedTuple):
 
 
 def heads_of(call: Any, tile: Tile) -> Iterator[Heads]:
-    """The KV heads, in steps, of every sequence in which any query sees a key."""
+    """The KV heads, some at a time, of every sequence in which any query sees a key."""
     queries, keys = bounds_of(call.cu_q_lens, call.num_q_tokens), bounds_of(call.cu_kv_lens, call.num_kv_tokens)
     # Maximum logits at a time, per query head of a group: a CPU's cache must hold them; other devices need more work.
     budget = (2**19 if call.device.platform == "cpu" else 2**24) // call.group

@@ -9,7 +9,7 @@ from ragged_attention.calls import MakeDecodeSchedule
 from ragged_attention.portable.torch_eager._host import on_host
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 
-BLOCK = 64  # keys
+BLOCK = 64  # keys per block
 FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 
 

@@ -18,7 +18,7 @@ from ragged_attention.portable.torch_eager._latents import Tile as Tile
 from ragged_attention.portable.torch_eager._latents import heuristic as heuristic
 from ragged_attention.portable.torch_eager._softmax import Softmax
 
-QUERY_ROWS = 1024  # rows (a token's query head) per KV head in a block
+QUERY_ROWS = 1024  # (token, query head) rows of a block, per KV head
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
     "cache_format", "cache_layout", "out_dtype",
@@ -98,7 +98,7 @@ class Attention:
 
 
 def _keys(table: Ints, low: int, high: int, call: Any) -> tuple[Ints, torch.Tensor]:
-    """Those of a sequence's positions [low, high) that lie on valid pages, ascending, and their slots."""
+    """The positions in [low, high) that lie on valid pages of a sequence, ascending, and their slots."""
     positions = np.arange(low, high)
     pages = table[positions // call.page_size].astype(np.int64)
     slots = pages * call.page_size + positions % call.page_size

@@ -1,9 +1,9 @@
 """Ragged paged attention in plain torch operations.
 
 The lengths are read on the host, so a call synchronises with its device. Sequences are processed one by one, in blocks
-of queries, and for as many KV heads at a time as the limit on working memory allows. As in `_varlen`, a block leaves
-out keys that none of its queries sees, and query heads of a KV head are rows of one matrix. Everything is computed in
-float32: on CPUs this costs little, and 16-bit weights would miss the error bound if few keys have most of the weight.
+of queries and some KV heads at a time, to limit the working memory. As in `_varlen`, a block leaves out keys that none
+of its queries sees, and query heads of a KV head are rows of one matrix. Everything is computed in float32: on CPUs
+this costs little, and 16-bit weights would miss the error bound if few keys have most of the weight.
 """
 
 import dataclasses

@@ -45,7 +45,7 @@ def _block(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dq [B, R, d_qk] and d_sinks [R] of some tokens; their gradients of latent rows are added to `d_rows`."""
     dtype = d_rows.dtype
-    slots, hidden = lists.of(tokens)
+    slots, hidden = lists.selected(tokens)
     # A token that selects nothing reads slot 0. That row and the token's own q and d_out may hold NaN: drop all three.
     fully_masked = hidden.all(1)[:, None, None]
     q, d_out = (array[tokens, heads].to(dtype).masked_fill(fully_masked, 0.0) for array in (call.q, call.d_out))

@@ -19,9 +19,9 @@ def why_not(call: Call) -> str | None:
 
 
 def _explicit_axes(array: jax.Array) -> tuple[str, ...]:
-    """The Explicit mesh axes for which these modules would have to give the sharding of every intermediate array.
+    """The Explicit mesh axes of an array, for which these modules would have to name every intermediate sharding.
 
-    An array that is replicated over the current mesh has none: intermediate arrays are sharded alike by default.
+    An array that is replicated over the current mesh counts as having none: that is the default of intermediate arrays.
     """
     sharding = jax.typeof(array).sharding
     replicated = all(axis is None for axis in sharding.spec)

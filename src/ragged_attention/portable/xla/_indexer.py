@@ -1,8 +1,8 @@
 """The lightning indexer in plain jax operations: the logits, for tiles of tokens, and the top-k selection.
 
-A tile is some consecutive tokens; if the keys lie in pages, all of one sequence. It loops over the columns that its
-tokens see, a block at a time, and skips blocks that none of them sees. Both loop counts are run-time values. Memory
-holds the logits of one tile, never the products of all heads with all keys.
+A tile is a few consecutive tokens, which belong to one sequence if the keys lie in pages. A tile loops over the columns
+that its tokens see, a block at a time, and skips blocks that none of them sees. Both loop counts are run-time values.
+Memory holds the logits of one tile, never the products of all heads with all keys.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from ragged_attention.portable.xla._tile import Tile
 LARGEST_INT32 = 2**31 - 1
 MAX_PRODUCTS = 2**24  # maximum products q . key in memory
 MAX_LOGITS = 2**22  # maximum logits of a tile
-UNIT = 4  # bytes of a key's scale; the bytes of its values are a multiple
+UNIT = 4  # bytes; a key's scale is one unit, its values are several
 FEATURES = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
 })  # fmt: skip
@@ -50,7 +50,7 @@ Rows = Callable[[Seen, jax.Array], jax.Array]
 
 
 def over_tiles(call: Any, tile: Tile, results: jax.Array, rows: Rows) -> jax.Array:
-    """`results` [T, ...] with the rows `rows(seen, logits)` of every tile written to them.
+    """`results` [T, ...] with the rows that `rows(seen, logits)` returns for each tile.
 
     A tile's logits are [size, width]; a column is a row of packed keys, even in a relative call, or a position.
     """
@@ -95,7 +95,7 @@ def _paged_tiles(call: Any, tile: Tile, size: int, results: jax.Array, rows: Row
 
 
 def _logits(call: Any, seen: Seen, width: int, block_kv: int) -> jax.Array:
-    """Logits [size, width] of a tile, -inf where a token does not see the key."""
+    """The logits [size, width] of a tile, -inf where a token does not see the key."""
     size, block_kv = len(seen.row), min(block_kv, width)
     sees_keys = seen.stops > seen.starts
     low, high = jnp.where(sees_keys, seen.starts, width).min(), jnp.where(sees_keys, seen.stops, 0).max()
@@ -129,9 +129,9 @@ def _dot(letters: str, one: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def _queries(call: Any, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The queries of the tokens `row`, in a dtype that represents them and the keys exactly, and their weights."""
+    """The queries of the tokens `row`, in a dtype that represents them and the keys exactly, and the weights."""
     narrow = {call.q.dtype.name, call.key_dtype} <= {"bfloat16", "float8_e4m3fn"}
-    q, row = lax.optimization_barrier((call.q, row))  # else XLA converts all of q before the loop
+    q, row = lax.optimization_barrier((call.q, row))  # without it, XLA would convert all of q before the loop
     return stored_at(q, row).astype(jnp.bfloat16 if narrow else jnp.float32), at(call.weights, row)
 
 

@@ -105,7 +105,7 @@ class Latents:
             scales = spans(units, page, row_units * self.page_size + scale_units * offset, scale_units)
             rows = dequantized(_planar(data, scales, self.layout), self.layout)
         else:
-            # With the barrier, bytes are gathered once; else a scale's bytes again for each of its elements.
+            # Without the barrier, XLA would gather a scale again for each of its elements.
             tokens = lax.optimization_barrier(at(bits, page, offset, 0))
             rows = dequantized(_token_major(tokens, self.layout), self.layout)
         return jnp.where(seen[..., None], rows, 0), seen

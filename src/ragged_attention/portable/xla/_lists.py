@@ -27,14 +27,14 @@ class Lists(NamedTuple):
 
 
 def tile_for(num_queries: int, topk: int, width: int) -> Tile:
-    """Blocks that a core's cache holds; several queries per tile if lists are short."""
+    """Blocks that fit a core's cache; several queries per tile if lists are short."""
     block_kv = min(512, topk)
     block_q = max(1, min(64, num_queries, 2**17 // (block_kv * width)))
     return Tile(block_q=block_q, block_kv=block_kv)
 
 
 def lens_within(lens: Any, shape: tuple[int, ...], topk: int) -> jax.Array:
-    """List lengths clamped to [0, topk], broadcast to queries of this shape and flattened; None counts all entries."""
+    """List lengths clamped to [0, topk], broadcast to `shape` and flattened; None means `topk`."""
     lens = jnp.full((), topk, jnp.int32) if lens is None else jnp.clip(lens, 0, topk)
     return jnp.broadcast_to(lens.reshape(lens.shape + (1,) * (len(shape) - lens.ndim)), shape).reshape(-1)
 
@@ -42,7 +42,7 @@ def lens_within(lens: Any, shape: tuple[int, ...], topk: int) -> jax.Array:
 def slots_by_head(call: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The slots [R, N], list lengths [R] and KV heads [R] of a sparse prefill or its gradient.
 
-    A token is R / T = K queries, one for each KV head, which has a list of its own.
+    Each KV head has its own list, so each of the T tokens is K queries, and R = T * K.
     """
     num_tokens, num_kv_heads = call.num_tokens, call.num_kv_heads
     lens = lens_within(call.topk_lens, (num_tokens, num_kv_heads), call.topk)
@@ -65,9 +65,9 @@ def attend(
     def attend_tile(first: jax.Array) -> tuple[jax.Array, ...]:
         row = jnp.minimum(first + jnp.arange(size, dtype=jnp.int32), num_queries - 1)
         head = at(heads, row)
-        queries, row = lax.optimization_barrier((q, row))  # else XLA converts all of q before the loop
+        queries, row = lax.optimization_barrier((q, row))  # without it, XLA would convert all of q before the loop
         queries = stored_at(queries, row)
-        state = Softmax.of_no_keys(size, group, d_v=d_v, dtype=wide(q.dtype))
+        state = Softmax.empty(size, group, d_v=d_v, dtype=wide(q.dtype))
         for lists in all_lists:
             state = _over(lists, state, queries, row, head, scale, soft_cap, tile.block_kv)
         out, lse = state.finished(None if sinks is None else at(sinks, head))

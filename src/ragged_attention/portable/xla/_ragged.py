@@ -12,7 +12,7 @@ from ragged_attention.jax_shared.pages import live_edges
 
 
 class Sequences(NamedTuple):
-    """Each sequence's query rows [start, stop) and number of keys, i32 [S]; past `num_seqs` it has no rows."""
+    """Each sequence's query rows [start, stop) and number of keys, i32 [S]; those past `num_seqs` have no rows."""
 
     starts: jax.Array
     stops: jax.Array

@@ -1,7 +1,7 @@
 """Writes rows to their slots in the pages; a row whose page is out of range is skipped.
 
 XLA's CPU compiler has no scatter for bfloat16 and 8-bit floats: it would convert the whole cache to float32 and back.
-There `where` selects old or new bits for every element, in one loop that changes the cache in place.
+On a CPU, `jnp.where` therefore selects old or new bits for every element, in one loop that changes the cache in place.
 """
 
 import functools
@@ -23,7 +23,7 @@ def addresses_of(call: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def page_of_last(page: jax.Array, offset: jax.Array, num_pages: int, page_size: int) -> jax.Array:
-    """`page`, replaced by `num_pages` unless the token is the last one for its slot, so that no two rows are mixed."""
+    """`page`, or `num_pages` if a later token has the same slot, so that no two rows are mixed."""
     token = jnp.arange(len(page), dtype=jnp.int32)
     last = jnp.full((num_pages, page_size), -1, jnp.int32).at[page, offset].max(token, mode="drop")
     return jnp.where(last.at[page, offset].get(mode="fill", fill_value=-1) == token, page, num_pages)
@@ -91,7 +91,7 @@ def _select_units(
 ) -> jax.Array:
     page_size, (count, unit) = cache.shape[1], units.shape[1:]
     index = jnp.arange(page_size * count, dtype=jnp.int32)
-    slot, part = index // count, index % count  # the slot in its page and the unit in its token, of each unit of a page
+    slot, part = index // count, index % count  # a unit's slot in the page, and its number in the token
     if num_scale_units:
         num_others = count - num_scale_units
         scale = index - page_size * num_others

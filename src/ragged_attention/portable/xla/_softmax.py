@@ -1,4 +1,4 @@
-"""Online softmax over blocks of keys, and the terms of its gradient that are the same for all keys."""
+"""Online softmax over blocks of keys, and the terms of its gradient that each query row has once."""
 
 import functools
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ class Softmax(NamedTuple):
     acc: jax.Array  # [..., R, d_v], the weighted sum of the values
 
     @classmethod
-    def of_no_keys(cls, *rows: int, d_v: int, dtype: Any = jnp.float32) -> "Softmax":
+    def empty(cls, *rows: int, d_v: int, dtype: Any = jnp.float32) -> "Softmax":
         zeros = functools.partial(jnp.zeros, dtype=dtype)
         return cls(jnp.full(rows, -jnp.inf, dtype), zeros(rows), zeros((*rows, d_v)))
 
@@ -36,9 +36,9 @@ class Softmax(NamedTuple):
         """The state after adding `keys` [..., N, D], whose first columns are values; `seen` is a mask [..., R, N]."""
         logits = logits_of(dot("...rd,...nd->...rn", q, keys), scale, soft_cap)
         logits = jnp.where(seen, logits, -jnp.inf)
-        return self.mixed(logits, keys[..., : self.acc.shape[-1]].astype(logits.dtype))
+        return self.updated(logits, keys[..., : self.acc.shape[-1]].astype(logits.dtype))
 
-    def mixed(self, logits: jax.Array, values: jax.Array) -> "Softmax":
+    def updated(self, logits: jax.Array, values: jax.Array) -> "Softmax":
         """The state after adding keys with logits [..., R, N], -inf where hidden, and values [..., N, d_v]."""
         m_i = jnp.maximum(self.m_i, logits.max(axis=-1))
         base = jnp.where(m_i == -jnp.inf, 0.0, m_i)
@@ -59,11 +59,11 @@ class Softmax(NamedTuple):
 
 
 class RowTerms(NamedTuple):
-    """All that the gradient needs of query rows besides their logits."""
+    """The terms of the gradient that each query row has once, for all keys."""
 
     lse: jax.Array  # [..., R]; +inf for a row that contributes nothing, so that its weights are 0
     d_out: jax.Array  # [..., R, d_v], times the keys' share of the softmax, which is 1 - the sink's weight
-    offset: jax.Array  # [..., R]
+    offset: jax.Array  # [..., R], added to d_out . v to give d_logit / weight
     d_sinks: jax.Array  # [..., R]
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The `Tile` of every operation in jax."""
+"""The `Tile` of this backend's attentions and indexer."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from ragged_attention.errors import InvalidInput
 class Tile:
     """The tunable sizes."""
 
-    block_q: int = 64  # query tokens in a tile; each is a row per head
+    block_q: int = 64  # query tokens in a tile, each with a row per head
     block_kv: int = 512  # keys gathered at a time
 
     def __post_init__(self) -> None:

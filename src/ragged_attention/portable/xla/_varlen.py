@@ -1,4 +1,4 @@
-"""Packed sequences in tiles of queries; each tile loops over the keys that it can see, a block at a time.
+"""Cuts packed sequences into tiles of queries, each of which loops over the keys that it can see, a block at a time.
 
 Both loop counts are run-time values, so the cost depends on the visible keys, not on the shapes. Memory holds the
 arrays, one tile and one block. Arrays are heads-first and in the compute dtype, and the query heads of one KV head are
@@ -20,7 +20,7 @@ from ragged_attention.portable.xla._tile import Tile
 
 
 def heuristic(call: VarlenCall) -> Tile:
-    """Tiles near the mean query length, up to 256 rows per KV head; blocks that a core's cache holds."""
+    """Tiles near the mean query length, up to 256 rows per KV head; blocks that fit a core's cache."""
     mean, longest = -(-call.num_q_tokens // max(call.num_seqs, 1)), call.num_kv_tokens
     if call.max_q_len is not None:
         mean = min(mean, call.max_q_len)
@@ -92,7 +92,7 @@ def over_tiles(call: VarlenCall, tile: Tile, step: Callable[[Queries, Any], Any]
     def one(seq: jax.Array, first: jax.Array, row: jax.Array, state: Any) -> Any:
         stop, kv_start, kv_stop = at(q_stops, seq), at(kv_starts, seq), at(kv_stops, seq)
         last_row = jnp.minimum(first + size, stop) - 1
-        last = kv_stop - (stop - row)  # the last query sees the last key
+        last = kv_stop - (stop - row)  # the last query is aligned with the last key
         start, end = kv_start, kv_stop
         if call.causal:
             end = jnp.clip(kv_stop - (stop - last_row) + 1, kv_start, kv_stop)

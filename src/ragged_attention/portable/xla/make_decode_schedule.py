@@ -10,7 +10,7 @@ from ragged_attention.calls import MakeDecodeSchedule
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._ragged import at
 
-BLOCK = 64  # keys
+BLOCK = 64  # keys per block
 LARGEST_INT32 = 2**31 - 1
 FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 
@@ -31,7 +31,7 @@ def run(call: MakeDecodeSchedule, tile: Any, launch: Any) -> tuple[jax.Array, ja
     ends = _blocks(jnp.maximum(call.lens, int(call.sparse)))
     if call.extra_lens is not None:
         ends += _blocks(jnp.maximum(call.extra_lens, 0))
-    # The sums are int32: a longer sequence counts as the longest one for which they cannot overflow.
+    # The sums are int32, so the costs are clamped to values whose sums cannot overflow.
     overhead = min(overhead, LARGEST_INT32 // (num_seqs + 1) - 1)
     blocks = jnp.clip(ends, 1, LARGEST_INT32 // (num_seqs + 1) - overhead)
     payload = (jnp.sum(blocks + overhead, dtype=jnp.int32) - 1) // min(call.num_ranges, LARGEST_INT32) + 1 + overhead

@@ -27,7 +27,7 @@ FEATURES = frozenset({
 
 
 def heuristic(call: RaggedPagedAttention) -> Tile:
-    """Tiles near the mean query length, up to 256 rows per KV head; blocks that a core's cache holds."""
+    """Tiles near the mean query length, up to 256 rows per KV head; blocks that fit a core's cache."""
     mean = -(-call.num_tokens // max(call.max_num_seqs, 1))
     block_q = max(8, min(64, 256 // call.group, 1 << (mean - 1).bit_length() if mean else 1))
     floats = call.num_kv_heads * (call.head_dim + call.v_head_dim)
@@ -106,7 +106,7 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Out [size, H, D_v] and lse [size, H] of one tile."""
     size, num_kv_heads, group = len(tile.row), call.num_kv_heads, call.group
-    q, row = lax.optimization_barrier((call.q, tile.row[0]))  # else XLA converts all of q before the loop
+    q, row = lax.optimization_barrier((call.q, tile.row[0]))  # without it, XLA would convert all of q before the loop
     q = lax.dynamic_slice_in_dim(lax.bitcast_convert_type(q, BITS[q.dtype.itemsize]), row, size)
     q = lax.bitcast_convert_type(q, call.q.dtype).reshape(size, num_kv_heads, group, call.head_dim)
     q = q.swapaxes(0, 1).reshape(num_kv_heads, -1, call.head_dim)
@@ -127,7 +127,7 @@ def _attend(
         if call.draft_mask is not None:  # a weight of 0 does not remove a NaN
             v = jnp.where((seen & tile.own[:, None]).any(axis=0)[:, None], v, 0)
         seen = jnp.broadcast_to(seen[:, None], (size, group, block_kv)).reshape(-1, block_kv)
-        return state.mixed(jnp.where(seen, logits, -jnp.inf), v)
+        return state.updated(jnp.where(seen, logits, -jnp.inf), v)
 
     def by_token(rows: jax.Array) -> jax.Array:
         """Rows [K, size * group, ...] transposed to [size, H, ...]."""
@@ -135,7 +135,7 @@ def _attend(
         return rows.reshape(num_kv_heads, size, group, *inner).swapaxes(0, 1).reshape(size, -1, *inner)
 
     count = (jnp.maximum(stop - start, 0) + (block_kv - 1)) // block_kv
-    state = Softmax.of_no_keys(num_kv_heads, size * group, d_v=call.v_head_dim)
+    state = Softmax.empty(num_kv_heads, size * group, d_v=call.v_head_dim)
     sinks = None if call.sinks is None else jnp.tile(call.sinks.reshape(num_kv_heads, group), size)
     state = fori_loop(jnp.int32(0), count, step, state)
     out, lse = state.finished(sinks, per_head(call.v_scale, num_kv_heads)[:, None])
