@@ -1,4 +1,4 @@
-"""The keys that each query token of the indexer sees, the quantisation of keys, and the top-k selection."""
+"""The keys that each query token of the indexer sees, and the top-k selection."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -6,9 +6,25 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragged_attention.reference._kv_layout import Float64, decode, quantize_groups, sequence_bounds, widened
+from ragged_attention.reference._kv_layout import Float64, decode, sequence_bounds, widened
 
 E4M3 = "float8_e4m3fn"
+
+
+class Keys(NamedTuple):
+    """Stored keys: packed rows [N, D], pages [P, G, D], or pages of bytes [P, G, 1, D + 4], which hold scales too."""
+
+    stored: NDArray[Any]
+    dtype: str | None  # the format of 8-bit floats given as bits
+    scale: ArrayLike | None  # a scale per key
+
+    def at(self, *index: Any) -> tuple[Float64, Float64]:
+        """The keys [n, D] and their scales [n] at an index [n], or at pages [n] and offsets [n]."""
+        if self.stored.ndim == 4:
+            values, scales = planes(self.stored)
+            return decode(values[index], E4M3), widened(np.ascontiguousarray(scales[index]).view("<f4")[:, 0])
+        scales = np.ones(len(index[0])) if self.scale is None else widened(np.asarray(self.scale)[index])
+        return decode(self.stored[index], self.dtype), scales
 
 
 class Seen(NamedTuple):
@@ -20,36 +36,21 @@ class Seen(NamedTuple):
     scales: Float64  # [n]
 
 
-def seen_of_ranges(
-    keys: NDArray[Any],
-    key_dtype: str | None,
-    key_scale: ArrayLike | None,
-    starts: Any,
-    stops: Any,
-    relative: bool,
-    max_keys: int | None,
-) -> Iterator[Seen]:
+def seen_of_ranges(keys: Keys, starts: Any, stops: Any, relative: bool, max_keys: int | None) -> Iterator[Seen]:
     """Every token that sees a key, if each token has a range of packed keys; no other key is read."""
-    limit = len(keys)
-    for token, (start, stop) in enumerate(np.clip(np.stack([starts, stops], axis=-1).astype(np.int64), 0, limit)):
+    edges = np.clip(np.stack([starts, stops], axis=-1).astype(np.int64), 0, len(keys.stored))
+    for token, (start, stop) in enumerate(edges):
         rows = np.arange(start, stop if max_keys is None else min(stop, start + max_keys))
         if len(rows):
-            scales = np.ones(len(rows)) if key_scale is None else widened(np.asarray(key_scale)[rows])
-            yield Seen(token, rows - start if relative else rows, decode(keys[rows], key_dtype), scales)
+            yield Seen(token, rows - start if relative else rows, *keys.at(rows))
 
 
 def seen_in_pages(
-    num_tokens: int,
-    keys: NDArray[Any],
-    key_dtype: str | None,
-    key_scale: ArrayLike | None,
-    tables: tuple[Any, Any, Any],
-    num_seqs: ArrayLike | None,
-    ratio: int,
+    num_tokens: int, keys: Keys, tables: tuple[Any, Any, Any], num_seqs: ArrayLike | None, ratio: int
 ) -> Iterator[Seen]:
     """Every token that sees a key, if the keys lie in pages; no other key is read."""
     page_indices, kv_lens, cu_q_lens = map(np.asarray, tables)
-    num_pages, page_size = keys.shape[:2]
+    num_pages, page_size = keys.stored.shape[:2]
     for seq, (start, stop) in enumerate(sequence_bounds(cu_q_lens, num_seqs, num_tokens)):
         kv_len = int(np.clip(kv_lens[seq], 0, page_indices.shape[1] * page_size * ratio))
         for token in range(start, stop):
@@ -58,18 +59,7 @@ def seen_in_pages(
             valid = (page >= 0) & (page < num_pages)
             positions, page = positions[valid], page[valid]
             if len(positions):
-                yield Seen(token, positions, *rows_of(keys, key_dtype, key_scale, page, positions % page_size))
-
-
-def rows_of(
-    keys: NDArray[Any], key_dtype: str | None, key_scale: ArrayLike | None, page: Any, offset: Any
-) -> tuple[Float64, Float64]:
-    """The keys [n, D] and scales [n] at `page` [n] and `offset` [n]."""
-    if keys.ndim == 4:
-        values, scales = planes(keys)
-        return decode(values[page, offset], E4M3), widened(np.ascontiguousarray(scales[page, offset]).view("<f4")[:, 0])
-    scales = np.ones(len(page)) if key_scale is None else widened(np.asarray(key_scale)[page, offset])
-    return decode(keys[page, offset], key_dtype), scales
+                yield Seen(token, positions, *keys.at(page, positions % page_size))
 
 
 def planes(cache: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -78,11 +68,6 @@ def planes(cache: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint
     whole = cache.reshape(num_pages, page_size * row)
     values, scales = whole[:, : page_size * (row - 4)], whole[:, page_size * (row - 4) :]
     return values.reshape(num_pages, page_size, row - 4), scales.reshape(num_pages, page_size, 4)
-
-
-def quantized(k: ArrayLike, power_of_two: bool) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """The e4m3 codes of rows [N, D] and their scales [N]."""
-    return quantize_groups(widened(k, np.float32), power_of_two)
 
 
 def largest(logits: Float64, top_k: int) -> NDArray[np.int32]:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.calls import dtype_name
-from ragged_attention.reference._indexer import seen_in_pages, seen_of_ranges
+from ragged_attention.reference._indexer import Keys, seen_in_pages, seen_of_ranges
 from ragged_attention.reference._kv_layout import Float64, decode, widened
 
 FEATURES = frozenset({
@@ -37,14 +37,13 @@ def indexer_logits(
 
     The arguments are those of the operation; `q_dtype` and `key_dtype` name the format of 8-bit floats given as bits.
     """
-    q, weights, keys = decode(q, q_dtype), widened(weights), np.asarray(keys)
+    q, weights, all_keys = decode(q, q_dtype), widened(weights), Keys(np.asarray(keys), key_dtype, key_scale)
     if page_indices is not None:
-        columns = np.shape(page_indices)[1] * keys.shape[1]
-        tables = (page_indices, kv_lens, cu_q_lens)
-        tokens = seen_in_pages(len(q), keys, key_dtype, key_scale, tables, num_seqs, ratio)
+        columns = np.shape(page_indices)[1] * np.shape(keys)[1]
+        tokens = seen_in_pages(len(q), all_keys, (page_indices, kv_lens, cu_q_lens), num_seqs, ratio)
     else:
-        columns = len(keys) if max_keys is None else max_keys
-        tokens = seen_of_ranges(keys, key_dtype, key_scale, starts, stops, relative, max_keys)
+        columns = len(all_keys.stored) if max_keys is None else max_keys
+        tokens = seen_of_ranges(all_keys, starts, stops, relative, max_keys)
     logits = np.full((len(q), columns), -np.inf)
     for seen in tokens:
         with np.errstate(invalid="ignore"):  # infinity minus infinity is NaN

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a
 
 honest_logits, honest_topk = logits_module.indexer_logits, topk_module.indexer_topk
 honest_select, honest_quantize = select_module.top_k_indices, quantize_module.quantize_indexer_keys
-honest_write, honest_largest, honest_quantized = write_module.write_indexer_cache, pieces.largest, pieces.quantized
+honest_write, honest_largest = write_module.write_indexer_cache, pieces.largest
 honest_pages, honest_ranges = pieces.seen_in_pages, pieces.seen_of_ranges
 
 

@@ -1,4 +1,4 @@
-"""Index arrays, read on the host; their values are clamped to what the other arrays can hold."""
+"""The checks of a call's device, and its index arrays, read on the host and clamped to what other arrays can hold."""
 
 import itertools
 from typing import Any
@@ -8,7 +8,6 @@ import torch
 from numpy.typing import NDArray
 
 from ragged_attention.calls import Call
-from ragged_attention.portable.torch_eager import _framework
 
 Ints = NDArray[np.integer[Any]]
 
@@ -43,8 +42,13 @@ def clamped_kv_lens(call: Any, count: int) -> list[int]:
     return np.clip(on_host(call.kv_lens)[:count].astype(np.int64), 0, call.capacity).tolist()
 
 
+def why_not_torch(call: Call) -> str | None:
+    """Why a call is declined: its arrays are not torch's. None if they are."""
+    return None if call.device.framework == "torch" else f"expected torch tensors, got a {call.device.framework} call"
+
+
 def why_not(call: Call) -> str | None:
     """Why a call is declined: its index arrays cannot be read on the host, or are not torch's. None if neither."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "expected a stream that is not being captured, since lengths are read on the host, got one that is"
-    return _framework.why_not(call)
+    return why_not_torch(call)

@@ -126,10 +126,7 @@ class Keys:
         self.scales = None if scales is None else Windows(scales)
 
     def at(self, block: Block, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """The float32 keys [n, D] in columns i64 [n] of a block, their scales [n] and a mask [n] of valid keys.
-
-        The mask is None if all are valid.
-        """
+        """Float32 keys [n, D] in columns i64 [n], their scales [n] and a mask [n] of valid keys (None if all are)."""
         slots, valid = self._slots(block, columns)
         values = self.values.at(slots)
         values = e4m3_to_float32(values) if self.codes else to_float32(values)

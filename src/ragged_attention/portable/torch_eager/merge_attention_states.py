@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import MergeAttentionStates
-from ragged_attention.portable.torch_eager._framework import why_not as why_not
 
 FEATURES = frozenset({"sinks", "out_dtype"})
 

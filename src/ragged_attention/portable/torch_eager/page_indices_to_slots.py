@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import PageIndicesToSlots
-from ragged_attention.portable.torch_eager._framework import why_not as why_not
 
 
 def run(call: PageIndicesToSlots, tile: Any, launch: Any) -> torch.Tensor:

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import QuantizeIndexerKeys
-from ragged_attention.portable.torch_eager._framework import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import CHUNK, quantized_groups
 
 FEATURES = frozenset({"power_of_two"})

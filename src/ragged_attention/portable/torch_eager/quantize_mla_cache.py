@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import QuantizeMlaCache
-from ragged_attention.portable.torch_eager._framework import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import chunks, fields_of, parts_of, quantized
 
 FEATURES = frozenset({"power_of_two_scales", "cache_layout"})

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import SparseMlaPrefill
-from ragged_attention.portable.torch_eager._framework import why_not as why_not
 from ragged_attention.portable.torch_eager._host import result_dtype
 from ragged_attention.portable.torch_eager._latents import Tile as Tile
 from ragged_attention.portable.torch_eager._latents import heuristic as heuristic

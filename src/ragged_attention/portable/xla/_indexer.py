@@ -17,6 +17,7 @@ from ragged_attention.jax_shared.axes import cond, fori_loop
 from ragged_attention.portable.xla._latents import spans
 from ragged_attention.portable.xla._pages import addresses_of, stored_at
 from ragged_attention.portable.xla._ragged import at, put, sequences, walk_tiles
+from ragged_attention.portable.xla._softmax import dot
 from ragged_attention.portable.xla._tile import Tile
 
 LARGEST_INT32 = 2**31 - 1
@@ -113,8 +114,8 @@ def _logits(call: Any, seen: Seen, width: int, block_kv: int) -> jax.Array:
 
         def compute() -> jax.Array:
             keys, scales, valid = _keys(call, seen.seq, column)
-            products = jnp.maximum(_dot("thd,kd->thk", q, keys.astype(q.dtype)), 0.0)  # relu that keeps NaN
-            sums = _dot("th,thk->tk", weights, products)
+            products = jnp.maximum(dot("thd,kd->thk", q, keys.astype(q.dtype)), 0.0)  # relu that keeps NaN
+            sums = dot("th,thk->tk", weights, products)
             return jnp.where(visible & valid, sums if scales is None else sums * scales, -jnp.inf)
 
         new = cond(visible.any(), compute, unseen)
@@ -122,10 +123,6 @@ def _logits(call: Any, seen: Seen, width: int, block_kv: int) -> jax.Array:
 
     count = (jnp.maximum(high - low, 0) + (block_kv - 1)) // block_kv
     return fori_loop(jnp.int32(0), count, step, jnp.full((size, width), -jnp.inf, jnp.float32))
-
-
-def _dot(letters: str, one: jax.Array, other: jax.Array) -> jax.Array:
-    return jnp.einsum(letters, one, other, preferred_element_type=jnp.float32, precision="highest")
 
 
 def _queries(call: Any, row: jax.Array) -> tuple[jax.Array, jax.Array]:

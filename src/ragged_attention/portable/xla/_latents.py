@@ -68,10 +68,7 @@ def _planar(data: jax.Array, scales: jax.Array, layout: CacheFormat) -> Stored:
 
 
 class Latents:
-    """Gathers rows of packed latents [s_kv, K, d_qk] or of a paged cache, plain or quantised.
-
-    Quantised rows and other 8-bit rows are converted to float32.
-    """
+    """Gathers rows of packed latents [s_kv, K, d_qk] or of a paged cache; 8-bit and quantised rows become float32."""
 
     def __init__(self, cache: Any, layout: CacheFormat) -> None:
         self.cache = cache

@@ -54,10 +54,7 @@ def attend(
     q: jax.Array, all_lists: list[Lists], heads: jax.Array, sinks: jax.Array | None, scale: float, d_v: int,
     tile: Tile, dtype: Any, soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Out [R, G, d_v] in `dtype`, max_logits [R, G] and lse [R, G] of queries [R, G, D] with KV heads `heads` [R].
-
-    `sinks` is [K, G].
-    """
+    """Out [R, G, d_v] in `dtype`, max_logits [R, G] and lse [R, G] of q [R, G, D], `heads` [R] and `sinks` [K, G]."""
     dtype = jnp.dtype(dtype)
     num_queries, group = q.shape[:2]
     size = min(tile.block_q, num_queries)

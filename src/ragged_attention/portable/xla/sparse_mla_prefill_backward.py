@@ -84,10 +84,7 @@ def _queries(call: SparseMlaPrefillBackward) -> Queries:
 def _tile(
     call: SparseMlaPrefillBackward, queries: Queries, own: jax.Array, block_kv: int, d_rows: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq [B, G, D] of some queries, `d_rows` [slots * K, D] with their gradients added, and d_sinks [B, G].
-
-    Only `own` queries contribute.
-    """
+    """dq [B, G, D], `d_rows` [slots * K, D] with the gradients of `own` queries added, and d_sinks [B, G]."""
     dtype, num_kv_heads = d_rows.dtype, call.num_kv_heads
     live = own[:, None] & (queries.lse != -jnp.inf)
     q = jnp.where(live[..., None], queries.q, 0).astype(
