@@ -97,7 +97,7 @@ def bfloat16_bits(values: torch.Tensor) -> torch.Tensor:
 
 def quantized_groups(groups: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes of float32 groups [..., group], as uint8, and their scales [...]. Every NaN becomes the code 0x7F."""
-    # The divisor is a tensor: some devices multiply by the reciprocal of a Python number. `new_full` copies nothing.
+    # The divisor is a tensor: some devices multiply by the reciprocal of a number. `new_full` fills it on the device.
     largest, smallest = (groups.new_full((), value) for value in (LARGEST_E4M3, SMALLEST_SCALE))
     scales = torch.maximum(groups.abs().amax(-1) / largest, smallest)
     scales.masked_fill_(scales.isnan(), torch.nan)
