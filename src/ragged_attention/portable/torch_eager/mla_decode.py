@@ -34,7 +34,7 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> list[torch.Tensor]:
 def _sparse(call: Any, tile: Tile) -> list[torch.Tensor]:
     def lists(cache: Any, layout: CacheFormat, indices: torch.Tensor, lens: torch.Tensor | None) -> Lists:
         if lens is not None:
-            lens = lens.view(len(lens), -1).expand(-1, call.num_q_tokens).flatten()
+            lens = (lens if lens.dim() == 2 else lens[:, None]).expand(-1, call.num_q_tokens).flatten()
         return lists_of(cache, layout, indices.flatten(0, 1), lens)
 
     all_lists = [lists(call.kv_cache, call.kv_format, call.indices, call.topk_lens)]
