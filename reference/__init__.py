@@ -1,4 +1,4 @@
-"""NumPy definitions of every operation: read them first; every other backend is judged against them.
+"""The reference: every operation in NumPy, to be read first. The test suite compares every other backend with it.
 
-A definition takes every valid call, has nothing to tune, and computes one sequence after the other.
+It supports every valid call, has nothing to tune, and computes one sequence after the other.
 """

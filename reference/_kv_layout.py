@@ -1,11 +1,10 @@
-"""How the paged KV cache lies in memory: the page layouts, the 8-bit formats and the latent formats, exactly.
+"""The layouts of pages, and the 8-bit and latent formats of a KV cache.
 
-A page p holds the G positions p*G ... p*G + G-1 of whatever sequence lists it. *Combined* pages are one array
-[P, G, 2K, D] with K of head h at index 2h and V at 2h+1; *split* pages are a pair [P, G, K, D], [P, G, K, D_v].
-*Latent* pages hold one row per position that serves as K and, its first columns, as V: plain [P, G, K, d_qk], or bytes
-[P, G, 1, token_bytes] in one of `CACHE_FORMATS`.
-8-bit floats stay as their bits (uint8) here, so that nothing depends on a NumPy extension; `cache_dtype` names
-the format.
+A page holds G positions of any sequence that lists it. *Combined* pages are one array [P, G, 2K, D] with K of head h at
+index 2h and V at 2h + 1; *split* pages are a pair [P, G, K, D], [P, G, K, D_v]. *Latent* pages hold one row per
+position, which is K and whose first columns are V: plain [P, G, K, d_qk], or bytes [P, G, 1, token_bytes] in one of
+`CACHE_FORMATS`. 8-bit floats are given as their bits (uint8), so that no NumPy extension is needed; `cache_dtype` names
+their format.
 """
 
 import functools
@@ -23,7 +22,7 @@ Bytes = NDArray[np.uint8]
 
 # Exponent bits, mantissa bits, exponent bias, code of the largest finite value.
 FORMATS = {"float8_e4m3fn": (4, 3, 7, 0x7E), "float8_e5m2": (5, 2, 15, 0x7B)}
-E2M1_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # by code; bit 3 is the sign; no infinity, no NaN
+E2M1_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # by code without bit 3, the sign
 
 
 @functools.cache
@@ -42,16 +41,16 @@ def format_values(cache_dtype: str) -> Float64:
 
 
 def decode(stored: ArrayLike, cache_dtype: str | None = None) -> Float64:
-    """Stored elements as values: bits of an 8-bit float through its table, anything else as it is."""
+    """The values of stored elements: of the bits of an 8-bit float if `cache_dtype` names one, else as they are."""
     if cache_dtype in FORMATS:
         return format_values(cache_dtype)[np.asarray(stored)]
     return widened(stored)
 
 
 def encode(values: ArrayLike, cache_dtype: str | None = None) -> NDArray[Any]:
-    """Values as they are stored: to the nearest representable one, ties to even, saturating at the largest finite.
+    """Values rounded to the nearest that an 8-bit format represents, ties to even, saturating at the largest finite.
 
-    8-bit floats keep the sign of a NaN; int8 stores 0 for it. Formats of 16 and 32 bits are left to the caller's cast.
+    8-bit floats keep the sign of a NaN; int8 stores 0 for it. The caller casts to 16-bit and 32-bit formats.
     """
     values = widened(values)
     if cache_dtype == "int8":
@@ -70,7 +69,7 @@ def encode(values: ArrayLike, cache_dtype: str | None = None) -> NDArray[Any]:
 
 
 def split_pages(kv_pages: object, cache_dtype: str | None = None) -> tuple[Float64, Float64]:
-    """Either layout as values of K [P, G, K, D] and V [P, G, K, D_v]."""
+    """The values of K [P, G, K, D] and V [P, G, K, D_v] of combined or split pages."""
     if isinstance(kv_pages, tuple | list):
         k_pages, v_pages = kv_pages
         return decode(k_pages, cache_dtype), decode(v_pages, cache_dtype)
@@ -79,26 +78,20 @@ def split_pages(kv_pages: object, cache_dtype: str | None = None) -> tuple[Float
 
 
 def per_head(scale: ArrayLike | None, num_kv_heads: int) -> NDArray[np.float32]:
-    """A scale in any of its forms (None, number, [] or [K]) as one float32 per KV head."""
+    """A scale (None, a number, [] or [K]) as one float32 per KV head."""
     return np.broadcast_to(np.float32(1) if scale is None else widened(scale, np.float32), (num_kv_heads,))
 
 
-def sink_of_each(sinks: ArrayLike | None, num_q_heads: int) -> Float64:
-    """The sink of each query head, -inf where there are none."""
-    return np.full(num_q_heads, -np.inf) if sinks is None else widened(sinks)
-
-
 def divisors(scale: ArrayLike | None, num_kv_heads: int) -> NDArray[np.float32]:
-    """What new rows of each KV head are divided by: a scale below the smallest normal float32 is 0, of its sign."""
+    """The divisor of each KV head's new rows: its scale, or a zero of its sign if the scale is subnormal."""
     scales = per_head(scale, num_kv_heads)
     return np.where(np.abs(scales) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), scales), scales)
 
 
 def true_queries(q: ArrayLike, q_scale: ArrayLike | None, sm_scale: float, dtype: str | None) -> tuple[Float64, float]:
-    """Queries [T, H, D] and the factor on logits once the scale of 8-bit queries is applied.
+    """Queries [T, H, D] and the scale of the logits, with `q_scale` applied to one of them.
 
-    A number multiplies the logits; an array, of one or of one for each head, the queries, in float32, which are then
-    rounded to `dtype`.
+    A number multiplies the scale. An array, [1] or [H], multiplies the queries in float32; they are rounded to `dtype`.
     """
     if q_scale is None or isinstance(q_scale, int | float):
         return widened(q), sm_scale * (1.0 if q_scale is None else q_scale)
@@ -109,7 +102,7 @@ def true_queries(q: ArrayLike, q_scale: ArrayLike | None, sm_scale: float, dtype
 
 
 def sequence_bounds(cu_q_lens: ArrayLike, num_seqs: ArrayLike | None, num_tokens: int) -> list[tuple[int, int]]:
-    """First and one-past-last query row of every live sequence, clamped to the arrays whatever the values are."""
+    """The first query row and one past the last of each of the first `num_seqs` sequences, clamped to the arrays."""
     cu_q_lens = np.asarray(cu_q_lens)
     max_num_seqs = len(cu_q_lens) - 1
     count = max_num_seqs if num_seqs is None else int(np.asarray(num_seqs).reshape(()))
@@ -120,7 +113,7 @@ def sequence_bounds(cu_q_lens: ArrayLike, num_seqs: ArrayLike | None, num_tokens
 def latent_format(
     pages: NDArray[Any], cache_format: str | None = None, cache_layout: str | None = None
 ) -> CacheFormat | None:
-    """The format of latent pages, by the size of an element and of a token, in a layout; None is plain."""
+    """The format of latent pages, found by the sizes of an element and of a token; None for plain pages."""
     if pages.dtype.itemsize > 1:
         return None
     found = [layout for layout in CACHE_FORMATS.values() if cache_format in (None, layout.name)]
@@ -128,20 +121,18 @@ def latent_format(
 
 
 def planes(pages: NDArray[Any], layout: CacheFormat) -> tuple[Bytes, Bytes, Bytes]:
-    """The bytes of each token's values, scales and rotary columns, [P, G, ...] each: views of contiguous pages.
+    """Views of the bytes of each token's values, scales and rotary columns, [P, G, ...] each, in contiguous pages.
 
-    This is where layouts differ: "token" has all of a token together, "page" has the scales of all tokens of a page at
-    its end.
+    The layout "token" stores all bytes of a token together; "page" stores the scales of all tokens at the page's end.
     """
     num_pages, page_size, _, token_bytes = pages.shape
     tokens = pages.view(np.uint8).reshape(num_pages, page_size, token_bytes)
     if not layout.planar:
         bounds = np.cumsum([layout.value_bytes, layout.scale_bytes])
         return tokens[..., : bounds[0]], tokens[..., bounds[0] : bounds[1]], tokens[..., bounds[1] :]
-    row_bytes = layout.row_bytes
-    whole = tokens.reshape(num_pages, page_size * token_bytes)
-    rows = whole[:, : page_size * row_bytes].reshape(num_pages, page_size, row_bytes)
-    scales = whole[:, page_size * row_bytes :].reshape(num_pages, page_size, token_bytes - row_bytes)
+    whole, end = tokens.reshape(num_pages, page_size * token_bytes), page_size * layout.row_bytes
+    rows = whole[:, :end].reshape(num_pages, page_size, layout.row_bytes)
+    scales = whole[:, end:].reshape(num_pages, page_size, layout.padded_scale_bytes)
     return rows[..., : layout.value_bytes], scales, rows[..., layout.value_bytes :]
 
 
@@ -152,9 +143,9 @@ def latent_rows(
     cache_layout: str | None = None,
     code_dtype: str | None = None,
 ) -> Float64:
-    """The rows [n, K, d_qk] at `slots` [n], which lie within the cache; nothing else is read.
+    """The rows [n, K, d_qk] at `slots` [n], which lie within the cache; no other row is read.
 
-    `code_dtype` names the numbers of a plain 8-bit cache, whose common scale is left out.
+    `code_dtype` names the dtype of a plain 8-bit cache, whose scale is not applied.
     """
     pages = np.asarray(pages)
     page, offset = np.divmod(slots, pages.shape[1])
@@ -168,14 +159,14 @@ def latent_rows(
 
 
 def dequantize_rows(codes: Bytes, scales: Bytes, rotary: Bytes, layout: CacheFormat) -> Float64:
-    """What a token's bytes stand for: each value times its group's scale, then the rotary columns; [..., d_qk]."""
+    """The rows [..., d_qk] that bytes encode: each value times its group's scale, then the rotary columns."""
     if layout.scales == "float32":
         factors = widened(scales.view("<f4"))
     elif layout.scales == "float8_e8m0fnu":
         factors = e8m0_values(scales[..., : layout.num_groups])
     else:
         factors = decode(scales, layout.scales)
-    elements = decode_e2m1(codes) if layout.codes == "float4_e2m1fn" else decode(codes, layout.codes)
+    elements = decode_e2m1(codes) if layout.packed_codes else decode(codes, layout.codes)
     grouped = elements.reshape(*factors.shape, layout.group)
     with np.errstate(invalid="ignore"):  # zero times an infinite scale is NaN
         values = (grouped * factors[..., None]).reshape(elements.shape)
@@ -183,34 +174,38 @@ def dequantize_rows(codes: Bytes, scales: Bytes, rotary: Bytes, layout: CacheFor
 
 
 def quantize_rows(rows: ArrayLike, layout: CacheFormat, power_of_two_scales: bool) -> tuple[Bytes, Bytes, Bytes]:
-    """The bytes of rows [..., d_qk], as `planes` has them; all arithmetic is in float32.
-
-    A NaN among columns quantised to 8 bits is stored as 0x7F whatever its sign, since hardware differs about the sign
-    of one that a division makes; 4 bits have no NaN, all of its group is stored as 0. The byte of padding is 0.
-    """
+    """The bytes of rows [..., d_qk], in the order of `planes`; all arithmetic is in float32. Padding is 0."""
     rows = np.ascontiguousarray(widened(rows, np.float32))
     groups = rows[..., : layout.values].reshape(*rows.shape[:-1], layout.num_groups, layout.group)
     rotary = bfloat16_bits(rows[..., layout.values :]).astype("<u2").view(np.uint8)
-    if layout.codes == "float4_e2m1fn":
+    if layout.packed_codes:
         return *quantize_groups_to_e2m1(groups), rotary
-    scales = group_scales(groups, power_of_two_scales)
-    with np.errstate(invalid="ignore"):  # infinity over infinity is NaN
-        scaled = groups / scales[..., None]
-    codes = encode(np.where(np.isnan(scaled), np.float32(np.nan), scaled), "float8_e4m3fn")
+    codes, scales = quantize_groups(groups, power_of_two_scales)
     if layout.scales == "float32":
         stored = scales.astype("<f4").view(np.uint8)
     else:
-        stored = (scales.view(np.uint32) >> 23).astype(np.uint8)  # 0xFF, e8m0's NaN, where not finite
-        padding = layout.token_bytes - layout.row_bytes - layout.num_groups
-        stored = np.concatenate([stored, np.zeros((*stored.shape[:-1], padding), np.uint8)], axis=-1)
+        stored = (scales.view(np.uint32) >> 23).astype(np.uint8)  # 0xFF, e8m0's NaN, if not finite
+        padding = np.zeros((*stored.shape[:-1], layout.padded_scale_bytes - layout.num_groups), np.uint8)
+        stored = np.concatenate([stored, padding], axis=-1)
     return codes.reshape(*rows.shape[:-1], layout.values), stored, rotary
 
 
-def quantize_groups_to_e2m1(groups: NDArray[np.float32]) -> tuple[Bytes, Bytes]:
-    """The bytes of groups [..., groups, group] in 4 bits a value, and those of their e4m3 scales.
+def quantize_groups(groups: NDArray[np.float32], power_of_two: bool) -> tuple[Bytes, NDArray[np.float32]]:
+    """The e4m3 codes of groups [..., group] and their scales [...], in float32.
 
-    A scale is the largest magnitude over 6, from 2 ** -9 to 448, to the nearest e4m3; NaN, whose code is 0x7F, where
-    the group holds one.
+    A NaN is stored as 0x7F whatever its sign, because devices differ in the sign of a NaN that a division produces.
+    """
+    scales = group_scales(groups, power_of_two)
+    with np.errstate(invalid="ignore"):  # infinity over infinity is NaN
+        scaled = groups / scales[..., None]
+    return encode(np.where(np.isnan(scaled), np.float32(np.nan), scaled), "float8_e4m3fn"), scales
+
+
+def quantize_groups_to_e2m1(groups: NDArray[np.float32]) -> tuple[Bytes, Bytes]:
+    """The bytes of groups [..., groups, group] as 4-bit values, and the bytes of their e4m3 scales.
+
+    A scale is the largest magnitude over 6, clamped to [2 ** -9, 448] and rounded to e4m3. If a group holds a NaN, its
+    scale is NaN (0x7F) and its codes are 0, because e2m1 has no NaN.
     """
     with np.errstate(invalid="ignore"):
         largest = np.abs(groups).max(axis=-1) / np.float32(6)
@@ -222,22 +217,22 @@ def quantize_groups_to_e2m1(groups: NDArray[np.float32]) -> tuple[Bytes, Bytes]:
 
 
 def encode_e2m1(values: NDArray[np.float32]) -> Bytes:
-    """Values as codes of 4 bits: to nearest, ties to the even code, saturating."""
+    """The 4-bit codes of values: rounded to nearest, ties to the even code, saturating."""
     magnitude = np.minimum(np.abs(np.nan_to_num(values, nan=0.0, posinf=6.0, neginf=-6.0)), np.float32(6))
-    middles = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
-    above, at_least = np.searchsorted(middles, magnitude), np.searchsorted(middles, magnitude, side="right")
-    code = np.where(above % 2 == 0, above, at_least)  # these differ in the middle between two
+    midpoints = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
+    below, above = np.searchsorted(midpoints, magnitude), np.searchsorted(midpoints, magnitude, side="right")
+    code = np.where(below % 2 == 0, below, above)  # they differ only at a midpoint
     return (code | np.where(np.signbit(values), 8, 0)).astype(np.uint8)
 
 
 def decode_e2m1(codes: Bytes) -> Float64:
-    """Bytes [..., n] as values [..., 2 n]: the low half of a byte is the even one."""
+    """Bytes [..., n] as values [..., 2 n]; the low half of a byte is the value at the even index."""
     pairs = np.stack([codes & 0xF, codes >> 4], axis=-1).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
     return np.where(pairs & 8, -1.0, 1.0) * E2M1_VALUES[pairs & 7]
 
 
 def group_scales(groups: NDArray[np.float32], power_of_two: bool) -> NDArray[np.float32]:
-    """The scale of each group [..., group]: its largest magnitude over e4m3's, at least 1e-4, maybe rounded up."""
+    """The scale of each group [..., group]: its largest magnitude / 448, at least 1e-4; maybe the next power of two."""
     scales = np.maximum(np.abs(groups).max(axis=-1) / np.float32(448), np.float32(1e-4))
     scales = np.where(np.isnan(scales), np.float32(np.nan), scales)
     if power_of_two:
@@ -247,7 +242,7 @@ def group_scales(groups: NDArray[np.float32], power_of_two: bool) -> NDArray[np.
 
 
 def e8m0_values(codes: Bytes) -> Float64:
-    """Scales stored as an exponent alone: code b is 2 ** (b - 127), 0xFF is NaN."""
+    """The values of e8m0 codes: code b is 2 ** (b - 127), 0xFF is NaN."""
     return np.where(codes == 0xFF, np.nan, np.ldexp(1.0, codes.astype(np.int64) - 127))
 
 
@@ -258,11 +253,11 @@ def bfloat16_values(bits: NDArray[np.uint16]) -> Float64:
 def widened(values: ArrayLike, to: type[np.floating] = np.float64) -> NDArray[Any]:
     """Values in a wider dtype; signaling NaNs become quiet ones, without a warning."""
     with np.errstate(invalid="ignore"):
-        return np.asarray(values, to) * to(1)  # float16 is widened with the NaN still signaling; the product is quiet
+        return np.asarray(values, to) * to(1)  # a NaN of float16 is still signaling; the product is quiet
 
 
 def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """To nearest, ties to even; a NaN stays one of its sign."""
+    """The bits of values rounded to bfloat16, ties to even; a NaN keeps its sign."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     nearest = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16
     return np.where(np.isnan(values), bits >> 16 | 0x40, nearest).astype(np.uint16)

@@ -1,4 +1,4 @@
-"""The softmax of one head: logits, the mean of values by their weights, and the share of attention sinks."""
+"""The softmax of one head: its logits, the weighted mean of values, and attention sinks."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,21 +16,26 @@ def logits_of(q: Float64, k: Float64, scale: float, soft_cap: float | None) -> F
 def softmax(logits: Float64, values: Float64) -> tuple[Float64, Float64, Float64]:
     """Out [n, D_v], the largest logit [n] and the log-sum-exp [n] of logits [n, m] over values [m, D_v].
 
-    A hidden key has the logit -inf. For a row without visible keys, out is 0 and the others are -inf.
+    A hidden key has the logit -inf. For a row without visible keys, out is 0 and the other results are -inf.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         m_i = logits.max(axis=1, initial=-np.inf)
-        some = m_i != -np.inf
-        weights = np.exp(logits - np.where(some, m_i, 0.0)[:, None])
+        has_keys = m_i != -np.inf
+        weights = np.exp(logits - np.where(has_keys, m_i, 0.0)[:, None])
         l_i = weights.sum(axis=1)
-        lse = np.where(some, m_i + np.log(l_i), -np.inf)
-        return weights @ values / np.where(some, l_i, 1.0)[:, None], m_i, lse
+        lse = np.where(has_keys, m_i + np.log(l_i), -np.inf)
+        return weights @ values / np.where(has_keys, l_i, 1.0)[:, None], m_i, lse
 
 
-def left_by_sinks(lse: Float64, sinks: ArrayLike | None) -> Float64:
-    """What the sinks leave to the keys: sigmoid(lse - sink), 1 without sinks; `sinks` goes along `lse`'s last axis."""
+def sink_of_each(sinks: ArrayLike | None, num_q_heads: int) -> Float64:
+    """The sink of each query head, -inf if there are no sinks."""
+    return np.full(num_q_heads, -np.inf) if sinks is None else widened(sinks)
+
+
+def share_of_keys(lse: Float64, sinks: ArrayLike | None) -> Float64:
+    """The keys' share of the softmax: sigmoid(lse - sink), 1 without sinks; `sinks` runs along `lse`'s last axis."""
     if sinks is None:
         return np.ones(lse.shape)
     with np.errstate(over="ignore", invalid="ignore"):
-        left = 1 / (1 + np.exp(widened(sinks) - lse))
-    return np.where(lse == -np.inf, 0.0, left)
+        share = 1 / (1 + np.exp(widened(sinks) - lse))
+    return np.where(lse == -np.inf, 0.0, share)

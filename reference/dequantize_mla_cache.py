@@ -1,4 +1,4 @@
-"""The rows that a quantised latent cache holds; `_kv_layout.dequantize_rows` has the arithmetic."""
+"""Dequantises a latent cache; `_kv_layout.dequantize_rows` has the arithmetic."""
 
 from typing import Any
 
@@ -13,10 +13,7 @@ FEATURES = frozenset({"format", "dtype", "cache_layout"})
 def dequantize_mla_cache(
     cache: ArrayLike, format: str | None = None, dtype: str = "bfloat16", cache_layout: str | None = None
 ) -> Float64:
-    """Bytes [P, G, 1, token_bytes] as rows [P, G, 1, d_qk], each product rounded to float32.
-
-    Rounding to `dtype` is left to the caller's cast.
-    """
+    """The rows [P, G, 1, d_qk] of bytes [P, G, 1, token_bytes], rounded to float32; the caller casts to `dtype`."""
     del dtype
     cache = np.asarray(cache)
     num_pages, page_size = cache.shape[:2]

@@ -1,4 +1,4 @@
-"""The lightning indexer's logits: how much each query token wants each key."""
+"""The lightning indexer's logits, by which each query token selects keys."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.calls import dtype_name
-from ragged_attention.reference._indexer import seen_in_pages, seen_of_ranges
+from ragged_attention.reference._indexer import Keys, seen_in_pages, seen_of_ranges
 from ragged_attention.reference._kv_layout import Float64, decode, widened
 
 FEATURES = frozenset({
@@ -33,21 +33,20 @@ def indexer_logits(
     q_dtype: str | None = None,
     key_dtype: str | None = None,
 ) -> Float64:
-    """Logits [T, columns] in float64, -inf where nothing is seen; the arguments are those of the record.
+    """Logits [T, columns] in float64, -inf where a token does not see the key.
 
-    `q_dtype` and `key_dtype` name the format of what is given as the bits of 8-bit floats.
+    The arguments are those of the operation; `q_dtype` and `key_dtype` name the format of 8-bit floats given as bits.
     """
-    q, weights, keys = decode(q, q_dtype), widened(weights), np.asarray(keys)
+    q, weights, all_keys = decode(q, q_dtype), widened(weights), Keys(np.asarray(keys), key_dtype, key_scale)
     if page_indices is not None:
-        columns = np.shape(page_indices)[1] * keys.shape[1]
-        tables = (page_indices, kv_lens, cu_q_lens)
-        tokens = seen_in_pages(len(q), keys, key_dtype, key_scale, tables, num_seqs, ratio)
+        columns = np.shape(page_indices)[1] * np.shape(keys)[1]
+        tokens = seen_in_pages(len(q), all_keys, (page_indices, kv_lens, cu_q_lens), num_seqs, ratio)
     else:
-        columns = len(keys) if max_keys is None else max_keys
-        tokens = seen_of_ranges(keys, key_dtype, key_scale, starts, stops, relative, max_keys)
+        columns = len(all_keys.stored) if max_keys is None else max_keys
+        tokens = seen_of_ranges(all_keys, starts, stops, relative, max_keys)
     logits = np.full((len(q), columns), -np.inf)
     for seen in tokens:
-        with np.errstate(invalid="ignore"):  # of infinities
+        with np.errstate(invalid="ignore"):  # infinity minus infinity is NaN
             products = np.maximum(q[seen.token] @ seen.keys.T, 0.0)
             logits[seen.token, seen.columns] = weights[seen.token] @ products * seen.scales
     return logits

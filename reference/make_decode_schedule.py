@@ -1,18 +1,18 @@
-"""The work of one decode step, divided among programs; FlashMLA's `get_mla_metadata` of September 2025."""
+"""Divides the work of one decode step among programs, like FlashMLA's `get_mla_metadata` of September 2025."""
 
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-BLOCK = 64  # keys of a block
+BLOCK = 64  # keys per block
 FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 
 
 def scheduled_blocks(lens: ArrayLike, extra_lens: ArrayLike | None, sparse: bool) -> tuple[Any, Any]:
-    """The cost of each sequence in blocks, at least one, and the end block it is given, 0 where it has no keys.
+    """The cost of each sequence in blocks, at least 1, and its number of blocks, 0 if it has no keys.
 
-    A list has at least one entry; a second list begins at a new block.
+    A sparse sequence has at least one key. The keys of a second cache begin a new block.
     """
     keys = np.maximum(np.asarray(lens, np.int64), int(sparse))
     if extra_lens is not None:
@@ -22,26 +22,23 @@ def scheduled_blocks(lens: ArrayLike, extra_lens: ArrayLike | None, sparse: bool
 
 
 def make_decode_schedule(
-    lens: ArrayLike,
-    extra_lens: ArrayLike | None = None,
-    sparse: bool = False,
-    num_parts: int = 1,
-    overhead: int = 5,
+    lens: ArrayLike, extra_lens: ArrayLike | None = None, sparse: bool = False, num_parts: int = 1, overhead: int = 5
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Parts [num_parts, 8] and num_splits [S + 1].
+    """Parts [num_parts, 8] (a part is the work of one program) and num_splits [S + 1].
 
-    The sequences' blocks, laid end to end, are dealt to the parts in turn; each may spend `payload` blocks, and every
-    sequence it works on costs `overhead` on top. A part that cannot afford the rest of a sequence takes what it can,
-    and leaves the next split of it to the next part. A row of `parts` is: first sequence, first block in it, last
-    sequence, the block before which the part ends there, which split of the first sequence it begins with, 0, 0, 0.
-    A part that begins at sequence S is idle. Sequence s is computed in `num_splits[s + 1] - num_splits[s]` splits.
+    The blocks of all sequences, end to end, are assigned to the parts in order. A part has a budget of `payload`
+    blocks, and each sequence that it works on costs `overhead` in addition. A part that cannot afford the rest of a
+    sequence takes as many blocks as it can, and the next part continues with the sequence's next split. A row of
+    `parts` is: first sequence, first block in it, last sequence, end block in it (exclusive), number of the first
+    sequence's split, 0, 0, 0. A part that begins at sequence S is idle. Sequence s has
+    `num_splits[s + 1] - num_splits[s]` splits.
     """
     blocks, ends = scheduled_blocks(lens, extra_lens, sparse)
     num_seqs = len(blocks)
     payload = -(-int((blocks + overhead).sum()) // num_parts) + overhead
     parts = np.zeros((num_parts, 8), np.int32)
     num_splits = np.zeros(num_seqs + 1, np.int32)
-    seq = block = split = 0  # where the next part begins
+    seq = block = split = 0  # the start of the next part
     for part in parts:
         part[[0, 1, 4]] = seq, block, split
         budget = payload
@@ -62,7 +59,7 @@ def run(call: Any, tile: Any, launch: Any) -> Any:
     num_ranges = call.num_ranges
 
     def define(*, num_parts: int | None, programs: int, **arguments: Any) -> tuple[Any, Any]:
-        del num_parts, programs  # from which the record derives the number of ranges
+        del num_parts, programs  # the call derives the number of parts, `num_ranges`, from them
         return make_decode_schedule(**arguments, num_parts=num_ranges)
 
     return launch.on_host(define, call, call.results())

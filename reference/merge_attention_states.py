@@ -1,4 +1,4 @@
-"""Partial attention results over disjoint ranges of keys, merged through their log-sum-exps."""
+"""Merges attention results over disjoint ranges of keys through their log-sum-exps."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.reference._kv_layout import Float64, widened
-from ragged_attention.reference._softmax import left_by_sinks
+from ragged_attention.reference._softmax import share_of_keys
 
 FEATURES = frozenset({"sinks", "out_dtype"})
 
@@ -14,22 +14,22 @@ FEATURES = frozenset({"sinks", "out_dtype"})
 def merge_attention_states(
     outs: ArrayLike, lses: ArrayLike, *, sinks: ArrayLike | None = None, out_dtype: str | None = None
 ) -> tuple[Float64, Float64]:
-    """Parts `outs` [N, T, H, D_v] with `lses` [N, T, H] into out [T, H, D_v] and lse [T, H].
+    """Out [T, H, D_v] and lse [T, H] of partial results `outs` [N, T, H, D_v] with `lses` [N, T, H].
 
-    A part whose lse is -inf weighs nothing, whatever its out holds; where all are, out is 0 and lse -inf. A head's
-    sink takes its share of the merged softmax. `out_dtype` is what the result is rounded to, elsewhere.
+    A partial result whose lse is -inf has weight 0, whatever its out holds; if all are -inf, out is 0 and lse -inf.
+    Sinks take their share of the merged softmax. The caller casts to `out_dtype`.
     """
     del out_dtype
     outs, lses = widened(outs), widened(lses)
     m_i = lses.max(axis=0)
-    some = m_i != -np.inf
-    weights = np.exp(lses - np.where(some, m_i, 0.0))
-    l_i = np.where(some, weights.sum(axis=0), 1.0)
+    has_keys = m_i != -np.inf
+    weights = np.exp(lses - np.where(has_keys, m_i, 0.0))
+    l_i = np.where(has_keys, weights.sum(axis=0), 1.0)
     parts = np.where(weights[..., None] > 0, outs, 0.0)
     with np.errstate(divide="ignore"):
-        lse = np.where(some, m_i + np.log(l_i), -np.inf)
+        lse = np.where(has_keys, m_i + np.log(l_i), -np.inf)
     out = (weights[..., None] * parts).sum(axis=0) / l_i[..., None]
-    return out * left_by_sinks(lse, sinks)[..., None], lse
+    return out * share_of_keys(lse, sinks)[..., None], lse
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Attention of a few query tokens per sequence over a paged latent cache: over all of it, or over top-k lists."""
+"""Attention of a few query tokens per sequence over a paged latent cache: over all keys, or over top-k lists."""
 
 import itertools
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.reference._kv_layout import Float64, latent_rows, widened
-from ragged_attention.reference._softmax import left_by_sinks
+from ragged_attention.reference._softmax import share_of_keys
 from ragged_attention.reference.merge_attention_states import merge_attention_states
 from ragged_attention.reference.sparse_mla_prefill import attend_latent, selected
 
@@ -22,10 +22,10 @@ BATCH_INVARIANT = True
 def attend_in_splits(
     q: Float64, rows: Float64, d_v: int, scale: float, soft_cap: float | None, num_splits: int
 ) -> tuple[Float64, Float64]:
-    """Attention of q [h, d_qk] over `rows` [n, d_qk], cut into ranges as even as possible and merged through their lse.
+    """Attention of q [h, d_qk] over `rows` [n, d_qk], cut into KV splits that are merged through their lse.
 
-    This is how kernels fill a machine that the batch alone would not fill. The result does not depend on `num_splits`;
-    ranges may be empty.
+    Kernels do this if a batch has too few sequences to occupy the device. The result does not depend on `num_splits`;
+    a split may be empty.
     """
     edges = np.arange(num_splits + 1) * len(rows) // num_splits
     ranges = [rows[start:stop] for start, stop in itertools.pairwise(edges)]
@@ -35,7 +35,7 @@ def attend_in_splits(
 
 
 def dense_slots(page_indices: Any, kv_len: Any, num_pages: int, page_size: int) -> tuple[Any, Any]:
-    """The visible positions of one sequence and their slots; a page index outside [0, P) hides its positions."""
+    """The visible positions of one sequence and their slots; positions on a page outside [0, P) are not visible."""
     positions = np.arange(np.clip(kv_len, 0, len(page_indices) * page_size))
     pages = page_indices[positions // page_size].astype(np.int64)
     seen = (pages >= 0) & (pages < num_pages)
@@ -43,7 +43,7 @@ def dense_slots(page_indices: Any, kv_len: Any, num_pages: int, page_size: int) 
 
 
 def list_lens(lens: ArrayLike | None, lists: Any) -> Any:
-    """How many entries of each list [S, Q, N] count, [S, Q], given as that, as [S], or not at all."""
+    """The number of entries that count in each list [S, Q, N], as [S, Q]; `lens` is that, [S], or None for all."""
     if lens is None:
         return np.full(lists.shape[:2], lists.shape[2])
     lens = np.asarray(lens)
@@ -73,9 +73,9 @@ def mla_decode(
     *,
     num_splits: int = 1,
 ) -> tuple[Float64, Float64]:
-    """Out [S, Q, H, d_v] and lse [S, H, Q] in float64; the arguments are those of the record.
+    """Out [S, Q, H, d_v] and lse [S, H, Q] in float64; the arguments are those of the operation.
 
-    Neither `schedule` nor `num_splits`, the ranges that each query's keys are cut into, changes the result.
+    Neither `schedule` nor `num_splits`, the number of KV splits, changes the result.
     """
     del schedule, out_dtype
     q, kv_cache = widened(q), np.asarray(kv_cache)
@@ -98,7 +98,7 @@ def mla_decode(
             positions, slots = dense_slots(page_indices[seq], kv_lens[seq], num_pages, page_size)
             rows = latent_rows(kv_cache, slots, cache_format, cache_layout)
             for token in range(num_q_tokens):
-                later = num_q_tokens - 1 - token  # tokens of this step
+                later = num_q_tokens - 1 - token  # the number of this sequence's later queries
                 end = min(int(kv_lens[seq]), page_indices.shape[1] * page_size)
                 first = 0 if sliding_window is None else end - later - sliding_window
                 stop = end - later if causal else end
@@ -115,7 +115,7 @@ def mla_decode(
             attend(
                 seq, token, np.concatenate([latent_rows(*selection, None, cache_layout) for selection in selections])
             )
-    return out * left_by_sinks(lse, sinks)[..., None], np.swapaxes(lse, 1, 2)
+    return out * share_of_keys(lse, sinks)[..., None], np.swapaxes(lse, 1, 2)
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:

@@ -1,7 +1,4 @@
-"""Paged decode over heads-first pages, as JAX users know it: one query per sequence.
-
-It is ragged paged attention over the pages [K, P, G, D] turned to [P, G, K, D].
-"""
+"""JAX's paged decode: ragged paged attention with one query per sequence over heads-first pages [K, P, G, D]."""
 
 from typing import Any
 
@@ -16,10 +13,10 @@ BATCH_INVARIANT = True
 
 
 def values_of(pages: Any, cache_dtype: str | None = None) -> Float64:
-    """Heads-first pages [K, P, G, D], or a pair of those and their scales [K, P, G, 1], as values [P, G, K, D]."""
-    weight, scales = pages if isinstance(pages, tuple | list) else (pages, 1.0)
-    with np.errstate(invalid="ignore"):  # what no query sees may be zero times infinity
-        return np.moveaxis(decode(weight, cache_dtype) * widened(scales), 0, 2)
+    """The values [P, G, K, D] of heads-first pages [K, P, G, D], or of a pair of pages and scales [K, P, G, 1]."""
+    stored, scales = pages if isinstance(pages, tuple | list) else (pages, 1.0)
+    with np.errstate(invalid="ignore"):  # a key that no query sees may be zero times infinity
+        return np.moveaxis(decode(stored, cache_dtype) * widened(scales), 0, 2)
 
 
 def paged_attention(
@@ -33,9 +30,9 @@ def paged_attention(
     soft_cap: float | None = None,
     cache_dtype: str | None = None,
 ) -> Float64:
-    """Each q [S, H, D] sees the first `lengths` keys of its sequence; out [S, H, D] is 0 where there are none.
+    """Out [S, H, D] of queries q [S, H, D], each of which sees the first `lengths` keys of its sequence.
 
-    `cache_dtype` names the format of pages given as the bits of 8-bit floats.
+    `cache_dtype` names the format of pages that hold 8-bit floats as bits.
     """
     return ragged_paged_attention(
         q,

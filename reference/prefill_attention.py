@@ -1,4 +1,4 @@
-"""Chunked prefill over heads-first pages, as EasyDeL users know it: one chunk of one sequence's queries, causally."""
+"""EasyDeL's chunked prefill over heads-first pages: causal attention of one chunk of one sequence's queries."""
 
 from typing import Any
 
@@ -26,10 +26,10 @@ def prefill_attention(
     align: str = "chunk",
     cache_dtype: str | None = None,
 ) -> Float64:
-    """The chunk q [T, H, D] that contains position `length - 1`; rows past that are 0.
+    """Out [T, H, D] of the chunk q [T, H, D] that contains position `length - 1`; later rows are 0.
 
-    Row r stands at `(length - 1) // T * T + r`, or at `length - T + r` with `align="end"`. A length beyond what
-    the table holds counts as that. `cache_dtype` names the format of pages given as the bits of 8-bit floats.
+    Row r has position `(length - 1) // T * T + r`, or `length - T + r` with `align="end"`. The length is clamped to
+    what the table holds. `cache_dtype` names the format of pages that hold 8-bit floats as bits.
     """
     q, page_indices = np.asarray(q), np.asarray(page_indices)[None]
     pages = (values_of(k_pages, cache_dtype), values_of(v_pages, cache_dtype))
@@ -42,7 +42,7 @@ def prefill_attention(
 
 
 def rows_of_the_last_chunk(length: int, chunk: int) -> int:
-    """How many of `length` positions the last of their chunks holds."""
+    """The number of positions in the last chunk, if `length` positions are cut into chunks."""
     return (length - 1) % chunk + 1 if length > 0 and chunk > 0 else 0
 
 

@@ -1,4 +1,4 @@
-"""A latent cache, quantised; `_kv_layout.quantize_rows` has the arithmetic."""
+"""Quantises a latent cache; `_kv_layout.quantize_rows` has the arithmetic."""
 
 from typing import Any
 
@@ -14,9 +14,8 @@ FEATURES = frozenset({"power_of_two_scales", "cache_layout"})
 def quantize_mla_cache(
     kv: ArrayLike, format: str, power_of_two_scales: bool = True, cache_layout: str | None = None
 ) -> Bytes:
-    """Rows [P, G, 1, d_qk] as bytes [P, G, 1, token_bytes]."""
+    """The bytes [P, G, 1, token_bytes] of rows [P, G, 1, d_qk]."""
     rows, layout = np.asarray(kv)[:, :, 0], laid_out(format, cache_layout)
-    assert layout is not None  # there is nothing to quantise to "plain"
     cache = np.zeros((*rows.shape[:2], 1, layout.token_bytes), np.uint8)
     for plane, stored in zip(planes(cache, layout), quantize_rows(rows, layout, power_of_two_scales), strict=True):
         plane[...] = stored

@@ -1,11 +1,12 @@
-"""Ragged attention over a paged latent cache: one row per position serves all heads, as K and, its first part, as V."""
+"""Ragged attention over a paged latent cache: one row per position is K for all heads, and its first columns are V."""
 
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragged_attention.reference._kv_layout import latent_rows, per_head, sequence_bounds, sink_of_each, true_queries
+from ragged_attention.reference._kv_layout import latent_rows, per_head, sequence_bounds, true_queries
+from ragged_attention.reference._softmax import sink_of_each
 from ragged_attention.reference.mla_decode import dense_slots
 from ragged_attention.reference.ragged_paged_attention import attend, visible
 
@@ -41,12 +42,12 @@ def ragged_mla_attention(
     code_dtype: str | None = None,
     q_dtype: str | None = None,
 ) -> Any:
-    """Out [T, H, d_v] in float64, and lse [T, H] with `return_lse`; the arguments are those of the record.
+    """Out [T, H, d_v] in float64, and lse [T, H] with `return_lse`; the arguments are those of the operation.
 
-    `new_kv` is written by `write_mla_cache` before this is called. `code_dtype` names the numbers of a plain 8-bit
-    cache, `q_dtype` that to which queries with an array as `q_scale` are rounded.
+    `new_kv` is written by `write_mla_cache` before this is called. `code_dtype` names the dtype of a plain 8-bit cache,
+    `q_dtype` the dtype to which queries are rounded if `q_scale` is an array.
     """
-    del max_q_len, out_dtype  # which do not change the result
+    del max_q_len, out_dtype  # they do not change the result
     assert new_kv is None
     kv_cache, page_indices = np.asarray(kv_cache), np.asarray(page_indices)
     num_pages, page_size = kv_cache.shape[:2]

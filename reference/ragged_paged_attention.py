@@ -5,15 +5,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragged_attention.reference._kv_layout import (
-    Float64,
-    per_head,
-    sequence_bounds,
-    sink_of_each,
-    split_pages,
-    true_queries,
-)
-from ragged_attention.reference._softmax import left_by_sinks, logits_of, softmax
+from ragged_attention.reference._kv_layout import Float64, per_head, sequence_bounds, split_pages, true_queries
+from ragged_attention.reference._softmax import logits_of, share_of_keys, sink_of_each, softmax
 
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
@@ -30,12 +23,12 @@ def visible(
     sliding_window: int | None,
     drafted: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.bool_]:
-    """Which of a sequence's keys each of its queries sees, [q_len, kv_len]; `drafted` are their rows of a mask."""
+    """Bool [q_len, kv_len]: whether a query sees a key; `drafted` has the queries' rows of a draft mask."""
     position = (kv_len - q_len + np.arange(q_len))[:, None]
     key = np.arange(kv_len)[None, :]
     seen = np.broadcast_to(valid[None, :kv_len], (q_len, kv_len)).copy()
     if drafted is not None:
-        new = np.arange(kv_len) - (kv_len - q_len)  # indices of new tokens, negative for earlier ones
+        new = np.arange(kv_len) - (kv_len - q_len)  # the index among this step's tokens, negative for earlier keys
         rows = np.pad(drafted, ((0, 0), (0, max(q_len - drafted.shape[1], 0))))
         seen &= np.where(new < 0, True, rows[:, np.maximum(new, 0)])
     elif causal:
@@ -49,10 +42,10 @@ def attend(
     q: Float64, k: Float64, v: Float64, seen: NDArray[np.bool_], scale: float, soft_cap: float | None, sink: float
 ) -> tuple[Float64, Float64]:
     """One head: q [q_len, D], k [kv_len, D], v [kv_len, D_v] -> out [q_len, D_v] and lse [q_len]."""
-    used = seen.any(axis=0)  # what no query sees takes no part at all, so that garbage there cannot leak
+    used = seen.any(axis=0)  # a key that no query sees is left out, because it may hold NaN
     k, v, seen = k[used], v[used], seen[:, used]
     out, _, lse = softmax(np.where(seen, logits_of(q, k, scale, soft_cap), -np.inf), v)
-    return out * left_by_sinks(lse, sink)[:, None], lse
+    return out * share_of_keys(lse, sink)[:, None], lse
 
 
 def ragged_paged_attention(
@@ -79,12 +72,12 @@ def ragged_paged_attention(
     cache_dtype: str | None = None,
     q_dtype: str | None = None,
 ) -> Any:
-    """Out [T, H, D_v] in float64, and lse [T, H] with `return_lse`; the arguments are those of the record.
+    """Out [T, H, D_v] in float64, and lse [T, H] with `return_lse`; the arguments are those of the operation.
 
-    `new_kv` is written by `write_kv_pages` before this is called. `cache_dtype` names the format of a `kv_pages` given
-    as the bits of 8-bit floats, `q_dtype` that to which queries with an array as `q_scale` are rounded.
+    `new_kv` is written by `write_kv_pages` before this is called. `cache_dtype` names the format of pages that hold
+    8-bit floats as bits, `q_dtype` the dtype to which queries are rounded if `q_scale` is an array.
     """
-    del max_q_len, out_dtype  # which do not change the result
+    del max_q_len, out_dtype  # they do not change the result
     assert new_kv is None
     page_indices = np.asarray(page_indices)
     k_pages, v_pages = split_pages(kv_pages, cache_dtype)

@@ -1,4 +1,4 @@
-"""Attention of each query token over its own list of latent rows: DeepSeek sparse attention, prefill."""
+"""DeepSeek sparse attention, prefill: attention of each query token over its own list of latent rows."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.reference._kv_layout import Float64, latent_rows, widened
-from ragged_attention.reference._softmax import left_by_sinks, logits_of, softmax
+from ragged_attention.reference._softmax import logits_of, share_of_keys, softmax
 
 FEATURES = frozenset({
     "sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic", "out_dtype",
@@ -17,15 +17,15 @@ BATCH_INVARIANT = True
 def attend_latent(
     q: Float64, rows: Float64, d_v: int, scale: float, soft_cap: float | None = None
 ) -> tuple[Float64, Float64, Float64]:
-    """Queries q [h, d_qk] that each see every row of `rows` [n, d_qk] -> out [h, d_v], max_logits [h], lse [h].
+    """Out [h, d_v], max_logits [h] and lse [h] of queries q [h, d_qk] that each see every row of `rows` [n, d_qk].
 
-    A row is the key, its first `d_v` columns are the value. Without any rows out is 0 and the others are -inf.
+    A row is the key, its first `d_v` columns are the value. Without rows, out is 0 and the other results are -inf.
     """
     return softmax(logits_of(q, rows, scale, soft_cap), rows[:, :d_v])
 
 
 def selected(indices: ArrayLike, topk_len: ArrayLike, num_slots: int) -> Any:
-    """The valid ones among the first `topk_len` entries of one list, in its order, repetitions included."""
+    """The valid entries among the first `topk_len` of one list, in order and with repetitions."""
     indices = np.asarray(indices)
     indices = indices[: max(int(topk_len), 0)]  # type: ignore[arg-type]
     return indices[(indices >= 0) & (indices < num_slots)]
@@ -44,8 +44,8 @@ def sparse_mla_prefill(
     deterministic: bool = False,
     out_dtype: str | None = None,
 ) -> tuple[Float64, Float64, Float64]:
-    """Out [T, H, d_v], max_logits [T, H] and lse [T, H] in float64; the arguments are those of the record."""
-    del deterministic, out_dtype  # of which one is about the gradient, the other about how results are stored
+    """Out [T, H, d_v], max_logits [T, H] and lse [T, H] in float64; the arguments are those of the operation."""
+    del deterministic, out_dtype  # the former is for the gradient; the caller casts to the latter
     q, kv, indices = widened(q), np.asarray(kv), np.asarray(indices)
     pages = kv[:, None] if kv.ndim == 3 else kv  # packed rows are pages of one position
     num_tokens, num_q_heads, d_qk = q.shape
@@ -63,7 +63,7 @@ def sparse_mla_prefill(
             out[token, heads], max_logits[token, heads], lse[token, heads] = attend_latent(
                 q[token, heads], rows[:, kv_head], d_v, scale
             )
-    return out * left_by_sinks(lse, sinks)[..., None], max_logits, lse
+    return out * share_of_keys(lse, sinks)[..., None], max_logits, lse
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:

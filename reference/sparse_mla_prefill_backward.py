@@ -26,7 +26,7 @@ def sparse_mla_prefill_backward(
     topk_lens: ArrayLike | None = None,
     deterministic: bool = False,
 ) -> tuple[Float64, Float64, Float64 | None]:
-    """dq, dkv and d_sinks in float64, of the shapes of what they are gradients of; the record has the formulas."""
+    """dq, dkv and d_sinks, shaped like q, kv and sinks, in float64; `README.md` has the formulas."""
     del deterministic  # every sum here has one order
     q, kv, d_out = (widened(array) for array in (q, kv, d_out))
     indices, lse = np.asarray(indices), widened(lse)

@@ -15,7 +15,7 @@ BATCH_INVARIANT = True
 def top_k_indices(
     logits: ArrayLike, top_k: int, starts: ArrayLike | None = None, stops: ArrayLike | None = None
 ) -> NDArray[np.int32]:
-    """Columns [T, top_k] in ascending order, then -1; `starts` and `stops` say which of them count."""
+    """Columns [T, top_k] in ascending order, then -1; only columns from a row's start up to its stop count."""
     logits = widened(logits)
     columns = np.arange(logits.shape[1])
     counts = np.ones(logits.shape, bool)

@@ -1,4 +1,4 @@
-"""Attention of packed sequences to packed sequences, without a cache."""
+"""Attention over packed sequences, without a cache."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragged_attention.reference._kv_layout import Float64, sequence_bounds, sink_of_each, widened
+from ragged_attention.reference._kv_layout import Float64, sequence_bounds, widened
+from ragged_attention.reference._softmax import sink_of_each
 from ragged_attention.reference.ragged_paged_attention import attend, visible
 
 FEATURES = frozenset({
@@ -19,7 +20,7 @@ def sequences(
     cu_q_lens: ArrayLike, cu_kv_lens: ArrayLike, num_q_tokens: int, num_kv_tokens: int,
     causal: bool, sliding_window: int | None,
 ) -> Iterator[tuple[slice, slice, NDArray[np.bool_]]]:  # fmt: skip
-    """For each sequence its queries, its keys, and which of them each query sees, [q_len, kv_len]."""
+    """Each sequence's rows of q, its rows of k, and a mask [q_len, kv_len] of the keys that each query sees."""
     queries = sequence_bounds(cu_q_lens, None, num_q_tokens)
     keys = sequence_bounds(cu_kv_lens, None, num_kv_tokens)
     for (q_start, q_stop), (kv_start, kv_stop) in zip(queries, keys, strict=True):
@@ -43,8 +44,8 @@ def varlen_attention(
     sinks: ArrayLike | None = None,
     deterministic: bool = False,
 ) -> tuple[Float64, Float64]:
-    """Out [T_q, H, D_v] and lse [T_q, H] in float64; the arguments are those of the record."""
-    del max_q_len, max_kv_len, deterministic  # which do not change the result
+    """Out [T_q, H, D_v] and lse [T_q, H] in float64; the arguments are those of the operation."""
+    del max_q_len, max_kv_len, deterministic  # they do not change the result
     q, k, v = (widened(array) for array in (q, k, v))
     num_q_tokens, num_q_heads, head_dim = q.shape
     num_kv_tokens, num_kv_heads, _ = k.shape

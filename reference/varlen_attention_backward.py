@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.reference._kv_layout import Float64, widened
-from ragged_attention.reference._softmax import left_by_sinks
+from ragged_attention.reference._softmax import share_of_keys
 from ragged_attention.reference.varlen_attention import sequences
 
 FEATURES = frozenset({
@@ -21,10 +21,10 @@ def attend_backward(
 ) -> tuple[Float64, Float64, Float64]:  # fmt: skip
     """One head: the gradients dq, dk and dv of rows q [n, D] over k [m, D] and v [m, D_v].
 
-    Per row [n]: its log-sum-exp, the share that its sink leaves to the keys, delta = out . d_out and d_lse.
+    The other arguments are [n]: each row's log-sum-exp, the keys' share of its softmax, delta = out . d_out and d_lse.
     """
     dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
-    rows, keys = seen.any(axis=1), seen.any(axis=0)  # the others are left out, so that garbage there cannot leak
+    rows, keys = seen.any(axis=1), seen.any(axis=0)  # all others are left out, because they may hold NaN
     d_out, q, k, v, seen = d_out[rows], q[rows], k[keys], v[keys], seen[rows][:, keys]
     lse, share, delta, d_lse = (each[rows, None] for each in (lse, share, delta, d_lse))
     with np.errstate(invalid="ignore", over="ignore"):
@@ -42,14 +42,13 @@ def attend_backward(
 def row_terms(
     d_out: ArrayLike, out: ArrayLike, lse: ArrayLike, d_lse: ArrayLike | None, sinks: ArrayLike | None
 ) -> tuple[Float64, Float64, Float64, Float64 | None]:
-    """Per row and head [T, H]: share, delta and d_lse, each 0 where lse is -inf; and d_sinks [H], if any."""
+    """Share, delta and d_lse of each row and head [T, H], 0 where lse is -inf; and d_sinks [H], if there are sinks."""
     lse = widened(lse)
-    some = lse != -np.inf
-    share = np.where(some, left_by_sinks(lse, sinks), 0.0)
-    products = widened(out) * np.where(some[..., None], widened(d_out), 0.0)
-    delta = products.sum(axis=-1)
-    d_lse = np.where(some, 0.0 if d_lse is None else widened(d_lse), 0.0)
-    d_sinks = None if sinks is None else np.where(some, (share - 1) * delta, 0.0).sum(axis=0)
+    has_keys = lse != -np.inf
+    share = np.where(has_keys, share_of_keys(lse, sinks), 0.0)
+    delta = (widened(out) * np.where(has_keys[..., None], widened(d_out), 0.0)).sum(axis=-1)
+    d_lse = np.where(has_keys, 0.0 if d_lse is None else widened(d_lse), 0.0)
+    d_sinks = None if sinks is None else np.where(has_keys, (share - 1) * delta, 0.0).sum(axis=0)
     return share, delta, d_lse, d_sinks
 
 
@@ -72,8 +71,8 @@ def varlen_attention_backward(
     sinks: ArrayLike | None = None,
     deterministic: bool = False,
 ) -> tuple[Float64, Float64, Float64, Float64 | None]:
-    """dq, dk, dv and d_sinks in float64, of the shapes of what they are gradients of; the record has the formulas."""
-    del max_q_len, max_kv_len, deterministic  # which do not change the result
+    """dq, dk, dv and d_sinks, shaped like q, k, v and sinks, in float64; `README.md` has the formulas."""
+    del max_q_len, max_kv_len, deterministic  # they do not change the result
     q, k, v, d_out = (widened(array) for array in (q, k, v, d_out))
     lse = widened(lse)
     num_q_tokens, num_q_heads, head_dim = q.shape
@@ -93,11 +92,11 @@ def varlen_attention_backward(
     return dq, dk, dv, d_sinks
 
 
-def run_gradient(definition: Callable[..., Any], call: Any, launch: Any) -> Any:
-    """The gradients of a call, by a definition that returns None for an absent one; an empty array stands for it."""
+def run_gradient(function: Callable[..., Any], call: Any, launch: Any) -> Any:
+    """The gradients of a call; an empty array replaces a None, which `function` returns for an absent argument."""
 
     def gradients(**arguments: Any) -> tuple[Float64, ...]:
-        return tuple(np.zeros(0) if array is None else array for array in definition(**arguments))
+        return tuple(np.zeros(0) if array is None else array for array in function(**arguments))
 
     return launch.on_host(gradients, call, call.results())
 

@@ -1,4 +1,4 @@
-"""This step's K and V, written (and quantised) into the pages of the cache."""
+"""Writes this step's K and V, quantised if the cache is, to the pages."""
 
 from typing import Any
 
@@ -19,9 +19,9 @@ def slots_from_tables(
     num_pages: int,
     page_size: int,
 ) -> NDArray[np.int64]:
-    """The slot (page * G + offset) of each token, -1 for one that belongs nowhere.
+    """The slot (page * G + offset) of each token; -1 if it belongs to no sequence or its page is invalid.
 
-    Token i of a sequence stands at position `kv_len - q_len + i`: the step's tokens are the last ones of `kv_len`.
+    Token i of a sequence has position `kv_len - q_len + i`: this step's tokens are the last of the `kv_len` positions.
     """
     page_indices = np.asarray(page_indices)
     slots = np.full(num_tokens, -1, np.int64)
@@ -49,10 +49,10 @@ def write_kv_pages(
     cache_dtype: str | None = None,
     copies: bool = False,
 ) -> Any:
-    """The new pages, in the layout given. What is stored is `k / k_scale` in float32, encoded as `cache_dtype` says,
-    or, if it `copies`, `k` itself.
+    """The new pages, in the layout of `kv_pages`, with `k / k_scale`, computed in float32 and encoded as `cache_dtype`.
 
-    A slot outside [0, P*G) is skipped; of two tokens for one slot the later one wins.
+    If `copies`, `k` itself is stored; `v` likewise. A slot outside [0, P * G) is skipped; of two tokens with one slot
+    the later one wins.
     """
     combined = not isinstance(kv_pages, tuple | list)
     arrays = [np.array(pages) for pages in ([kv_pages] if combined else kv_pages)]
@@ -65,7 +65,7 @@ def write_kv_pages(
     for pages, tokens, scale in ((new_k, k, k_scale), (new_v, v, v_scale)):
         stored = np.asarray(tokens)
         if not copies:
-            with np.errstate(divide="ignore", invalid="ignore"):  # a quotient by 0 saturates, or is NaN
+            with np.errstate(divide="ignore", invalid="ignore"):  # division by 0 gives infinity or NaN
                 quotients = stored.astype(np.float32) / divisors(scale, num_kv_heads)[None, :, None]
             stored = encode(quotients, cache_dtype)
         for token, slot in enumerate(slots):

@@ -1,4 +1,4 @@
-"""This step's latent rows, written (and quantised) into the pages of the cache."""
+"""Writes this step's latent rows, quantised if the cache is, to its pages."""
 
 from typing import Any
 
@@ -29,10 +29,10 @@ def write_mla_cache(
     cache_layout: str | None = None,
     code_dtype: str | None = None,
 ) -> NDArray[Any]:
-    """The new cache: the rows `kv` [T, K, d_qk] at their slots, anything else as it was.
+    """The new cache, with rows `kv` [T, K, d_qk] at their slots.
 
-    A slot outside [0, P*G) is skipped; of two tokens for one slot the later one wins. What a plain cache stores is
-    `kv / kv_scale` in float32; `code_dtype` names the numbers of an 8-bit one.
+    A slot outside [0, P * G) is skipped; of two tokens with one slot the later one wins. A plain cache stores
+    `kv / kv_scale`, computed in float32; `code_dtype` names its dtype if that has 8 bits.
     """
     cache = np.array(cache, order="C")
     num_pages, page_size, num_kv_heads, _ = cache.shape
@@ -46,7 +46,7 @@ def write_mla_cache(
     rows = np.asarray(kv)[valid]
     layout = None if code_dtype is not None else latent_format(cache, cache_format, cache_layout)
     if layout is None:
-        with np.errstate(divide="ignore", invalid="ignore"):  # a quotient by 0 saturates, or is NaN
+        with np.errstate(divide="ignore", invalid="ignore"):  # division by 0 gives infinity or NaN
             scaled = widened(rows, np.float32) / divisors(kv_scale, num_kv_heads)[None, :, None]
         cache[page, offset] = encode(scaled, code_dtype)
     else:

@@ -31,7 +31,7 @@ def _module(honest: types.ModuleType, function: Function) -> types.ModuleType:
         with mock.patch.object(honest, operation, function):
             return honest.run(call, tile, launch)
 
-    vars(module).update(FEATURES=honest.FEATURES, run=run)
+    vars(module).update(FEATURES=getattr(honest, "FEATURES", frozenset()), run=run)
     return module
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ragged_attention.reference import _indexer as pieces
+from ragged_attention.reference import _kv_layout
 from ragged_attention.reference import indexer_logits as logits_module
 from ragged_attention.reference import indexer_topk as topk_module
 from ragged_attention.reference import quantize_indexer_keys as quantize_module
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a
 
 honest_logits, honest_topk = logits_module.indexer_logits, topk_module.indexer_topk
 honest_select, honest_quantize = select_module.top_k_indices, quantize_module.quantize_indexer_keys
-honest_write, honest_largest, honest_quantized = write_module.write_indexer_cache, pieces.largest, pieces.quantized
+honest_write, honest_largest = write_module.write_indexer_cache, pieces.largest
 honest_pages, honest_ranges = pieces.seen_in_pages, pieces.seen_of_ranges
 
 
@@ -191,7 +192,7 @@ def candidates_count_from_the_end(*arguments: Any, **keywords: Any) -> Any:
 
 
 def scale_is_not_floored(k: Any, power_of_two: bool = False) -> Any:
-    with mock.patch.object(pieces, "group_scales", lambda rows, _: np.abs(rows).max(axis=-1) / np.float32(448)):
+    with mock.patch.object(_kv_layout, "group_scales", lambda rows, _: np.abs(rows).max(axis=-1) / np.float32(448)):
         return honest_quantize(k, power_of_two)
 
 

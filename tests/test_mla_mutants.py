@@ -229,7 +229,7 @@ def _both(operation: str) -> dict[str, Function]:
         | {mutant.__name__: with_pieces(operation, dequantize_rows=mutant) for mutant in READ}
         | {mutant.__name__: with_pieces(operation, planes=mutant) for mutant in PLACED}
         | {
-            mutant.__name__: with_pieces(operation, left_by_sinks=mutant)
+            mutant.__name__: with_pieces(operation, share_of_keys=mutant)
             for mutant in (sinks_of_no_key_are_nan, sinks_are_ignored)
         }
     )

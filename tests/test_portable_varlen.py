@@ -125,12 +125,12 @@ def test_eager_holds_few_logits_of_long_sequences(group, options):
     whole = np.array([0, length], np.int32)
     call = torch_call(VarlenAttention, arrays | {"cu_q_lens": whole, "cu_kv_lens": whole}, **options)
     module = eager("_varlen")
-    (sequence,) = module.sequences(call, module.heuristic(call))
-    rows = [block.rows.stop - block.rows.start for block in sequence.blocks]
-    keys = [block.keys.stop - block.keys.start for block in sequence.blocks]
+    (heads,) = module.heads_of(call, module.heuristic(call))
+    rows = [block.rows.stop - block.rows.start for block in heads.blocks]
+    keys = [block.keys.stop - block.keys.start for block in heads.blocks]
     assert sum(rows) == length
     assert max(row * key for row, key in zip(rows, keys, strict=True)) * group <= max(2**21, 8 * length * group)
-    masks = [mask for block in sequence.blocks for mask in (block.left, block.right) if mask is not None]
+    masks = [mask for block in heads.blocks for mask in (block.left, block.right) if mask is not None]
     assert max((mask.numel() for mask in masks), default=0) <= max(rows) ** 2
 
 

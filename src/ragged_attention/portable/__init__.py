@@ -1,1 +1,1 @@
-"""Fallbacks that run wherever torch or jax runs; correct everywhere, tuned for CPUs."""
+"""Fallbacks for every device on which torch or jax runs, tuned for CPUs."""

@@ -1,1 +1,1 @@
-"""Fallback on plain torch operations: CPUs, and any device without a kernel of ours."""
+"""The fallback in plain torch operations, for CPUs and devices that have no kernel of ours."""

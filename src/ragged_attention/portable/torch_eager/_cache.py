@@ -1,4 +1,4 @@
-"""Keys and values of one sequence, from the pages to float32, a chunk of positions at a time."""
+"""Reads the keys and values of one sequence from the pages as float32, a chunk of positions at a time."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ from ragged_attention.portable.torch_eager._host import Ints
 
 def to_float32(stored: torch.Tensor) -> torch.Tensor:
     """Elements of any cache dtype in float32, exactly; the tensor itself if it is float32 already."""
-    if stored.dtype == torch.float8_e5m2:  # the upper half of a float16
+    if stored.dtype == torch.float8_e5m2:  # its bits are the upper half of a float16
         return (stored.view(torch.int8).to(torch.int16) << 8).view(torch.float16).to(torch.float32)
     if stored.dtype == torch.float8_e4m3fn:
         return e4m3_to_float32(stored.view(torch.int8))
@@ -19,14 +19,14 @@ def to_float32(stored: torch.Tensor) -> torch.Tensor:
 
 
 def e4m3_to_float32(bits: torch.Tensor) -> torch.Tensor:
-    """The values of float8_e4m3fn codes, which come as int8, exactly.
+    """The exact values of float8_e4m3fn codes, which are given as int8.
 
-    One exponent bit fewer than float16 and the bias 8 less: shifted to float16's fields the value is 2**-8 of the true
-    one. The int8 detour extends the sign, of which the copy next to the exponent is then cleared.
+    e4m3 has one exponent bit fewer than float16, and a bias of 7 instead of 15. So the shifted bits, read as float16,
+    are 2**-8 times the value. Sign extension also copies the sign to bit 14, which is cleared.
     """
     shifted = bits.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
     values = shifted.view(torch.float16).to(torch.float32).mul_(256.0)
-    # On a CPU looking for a NaN costs a tenth of what filling does; other devices would have to wait for it.
+    # On a CPU, a search for NaN takes a tenth of the time of `masked_fill_`. On other devices it would synchronise.
     if bits.device.type != "cpu" or (bits.numel() and int((bits | -0x80).amax()) == -1):
         values.masked_fill_((bits & 0x7F) == 0x7F, torch.nan)
     return values
@@ -34,13 +34,13 @@ def e4m3_to_float32(bits: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Keys:
-    """The positions of a sequence that some query sees, in ascending order and without those on invalid pages."""
+    """The positions of a sequence that any query sees, ascending; positions on invalid pages are left out."""
 
-    pages: torch.Tensor  # i32 [n], ids of the pages they lie on
-    page_ids: Ints  # the same on the host
-    first: int  # offset of the first of them in its page
+    pages: torch.Tensor  # i32 [n], the ids of the pages that hold the positions
+    page_ids: Ints  # a copy of `pages` on the host
+    first: int  # the first position's offset in its page
     positions: Ints  # i64 [count]
-    whole: bool  # whether no page is missing, so that positions are consecutive
+    whole: bool  # all pages are valid, so the positions are consecutive
 
     @property
     def count(self) -> int:
@@ -48,7 +48,7 @@ class Keys:
 
 
 def keys_of(tables: torch.Tensor, host_row: Ints, seq: int, low: int, high: int, call: Any) -> Keys:
-    """The keys at positions [low, high) of sequence `seq`, whose row of page ids is `host_row`."""
+    """The keys at positions [low, high) of sequence `seq`; `host_row` is its row of `tables` on the host."""
     size = call.page_size
     page = np.arange(low // size, -(-high // size))
     ids = host_row[page[0] : page[-1] + 1] if len(page) else host_row[:0]
@@ -64,18 +64,21 @@ def keys_of(tables: torch.Tensor, host_row: Ints, seq: int, low: int, high: int,
 
 
 class Reader:
-    """One side of the cache, K or V, for some of the KV heads."""
+    """Reads K, or V, of some of the KV heads."""
 
-    def __init__(self, pages: torch.Tensor, keys: Keys, chunk: int, resident: bool) -> None:
-        """`pages` is [P, G, heads, D]; `chunk` positions are converted at a time, or all at once if `resident`."""
+    def __init__(
+        self, pages: torch.Tensor, scales: torch.Tensor | None, keys: Keys, chunk: int, resident: bool
+    ) -> None:
+        """`pages` is [P, G, heads, D], `scales` [P, G, heads, 1]. `resident`: convert all keys now, not in `read`."""
         self.pages, self.keys = pages, keys
         self.page_size = pages.shape[1]
         self.flat = pages.view(-1, *pages.shape[2:]) if pages.stride(0) == self.page_size * pages.stride(1) else None
         self.chunk = max(chunk // self.page_size, 1) * self.page_size
+        self.scales = None if scales is None else Reader(scales, None, keys, chunk, resident)
         self.converted = self._convert_all() if resident else None
 
-    def pieces(self, low: int, high: int) -> list[tuple[int, int]]:
-        """Keys [low, high) cut into what one `read` should take: whole pages, about a chunk of them."""
+    def chunks(self, low: int, high: int) -> list[tuple[int, int]]:
+        """Keys [low, high) cut into ranges of at most a chunk, at page boundaries: one `read` for each."""
         if self.converted is not None:
             return [(low, high)]
         first = self.keys.first
@@ -85,8 +88,10 @@ class Reader:
     def read(self, low: int, high: int) -> torch.Tensor:
         """Keys [low, high) as float32 [heads, high - low, D]."""
         if self.converted is not None:
-            return self.converted[low:high].transpose(0, 1)
-        return to_float32(self._stored(low, high)).transpose(0, 1)
+            values = self.converted[low:high].transpose(0, 1)
+        else:
+            values = to_float32(self._stored(low, high)).transpose(0, 1)
+        return values if self.scales is None else values * self.scales.read(low, high)
 
     def _convert_all(self) -> torch.Tensor:
         count = self.keys.count
@@ -99,7 +104,7 @@ class Reader:
         return converted
 
     def _stored(self, low: int, high: int) -> torch.Tensor:
-        """Keys [low, high) as stored, [high - low, heads, D]: a view where they lie in one run, else gathered."""
+        """Keys [low, high) as stored, [high - low, heads, D]; a view if their pages are consecutive, else a copy."""
         size = self.page_size
         low, high = low + self.keys.first, high + self.keys.first
         first, last = low // size, -(-high // size)

@@ -1,4 +1,4 @@
-"""The index arrays, read on the host and clamped to what the arrays can hold, whatever their values."""
+"""The checks of a call's device, and its index arrays, read on the host and clamped to what other arrays can hold."""
 
 import itertools
 from typing import Any
@@ -8,13 +8,12 @@ import torch
 from numpy.typing import NDArray
 
 from ragged_attention.calls import Call
-from ragged_attention.portable.torch_eager import _framework
 
 Ints = NDArray[np.integer[Any]]
 
 
 def on_host(tensor: torch.Tensor) -> Ints:
-    """The tensor's values in NumPy, without a copy if it lies on a CPU."""
+    """A NumPy array of the tensor's values: a view if the tensor is on a CPU, else a copy."""
     return tensor.detach().cpu().numpy()
 
 
@@ -25,7 +24,7 @@ def bounds_of(cu_lens: torch.Tensor, num_tokens: int) -> list[tuple[int, int]]:
 
 
 def sequence_bounds(call: Any) -> list[tuple[int, int]]:
-    """The first query row of each live sequence and the row after its last."""
+    """The first query row of each live sequence (the first `num_seqs`) and the row after its last."""
     max_num_seqs = call.kv_lens.shape[0]
     count = max_num_seqs if call.num_seqs is None else int(call.num_seqs)
     count = min(max(count, 0), max_num_seqs)
@@ -33,18 +32,23 @@ def sequence_bounds(call: Any) -> list[tuple[int, int]]:
 
 
 def result_dtype(call: Any) -> torch.dtype:
-    """The dtype of out."""
-    given = call.result_dtype
-    return getattr(torch, given) if isinstance(given, str) else given
+    """The dtype of `out`; the call gives it as a dtype or by its name."""
+    dtype = call.result_dtype
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
-def held_kv_lens(call: Any, count: int) -> list[int]:
-    """The lengths of the first `count` sequences, each between 0 and what a row of `page_indices` can list."""
+def clamped_kv_lens(call: Any, count: int) -> list[int]:
+    """The first `count` entries of `kv_lens`, each clamped to what a row of `page_indices` can hold."""
     return np.clip(on_host(call.kv_lens)[:count].astype(np.int64), 0, call.capacity).tolist()
 
 
+def why_not_torch(call: Call) -> str | None:
+    """Why a call is declined: its arrays are not torch's. None if they are."""
+    return None if call.device.framework == "torch" else f"expected torch tensors, got a {call.device.framework} call"
+
+
 def why_not(call: Call) -> str | None:
-    """The reason to decline a call that is not torch's, or one whose index arrays cannot be read on the host."""
+    """Why a call is declined: its index arrays cannot be read on the host, or are not torch's. None if neither."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "expected a stream that is not being captured, since lengths are read on the host, got one that is"
-    return _framework.why_not(call)
+    return why_not_torch(call)

@@ -1,8 +1,8 @@
-"""The lightning indexer with plain torch operations: logits of tokens that see much the same keys, and the choice.
+"""The lightning indexer in plain torch operations: its logits, for blocks of tokens, and the top-k selection.
 
-Ranges and lengths are read on the host, page tables stay on the device. Keys are gathered and converted to float32 a
-piece at a time and meet a few tokens at a time, so that the products of all heads are never many; pieces that none of
-these tokens sees are skipped.
+Ranges and lengths are read on the host; page tables stay on the device. Keys are gathered and converted to float32 a
+tile at a time, and each tile is multiplied with a few tokens at a time, which bounds the memory for the products of
+all heads. A tile that none of these tokens sees is skipped.
 """
 
 from collections.abc import Iterator
@@ -16,31 +16,31 @@ from ragged_attention.portable.torch_eager._host import Ints, on_host, sequence_
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import Tile, Windows
 
-SCALE_BYTES = 4  # of a key in a page of bytes
-LOGITS = 2**22  # elements of one block's rows, which a choice needs together
+SCALE_BYTES = 4  # bytes of a key's float32 scale in a page of bytes
+LOGITS = 2**22  # maximum logits of a block, all of which a selection needs at once
 FEATURES = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
 })  # fmt: skip
 
 
 def heuristic(call: Any) -> Tile:
-    """As many keys as leave room for the products of some tokens."""
-    return Tile(block_kv=min(max(_products(call) // (8 * call.num_heads), 64), 2048))
+    """Tiles of keys so small that the products of 8 tokens with one stay within `_max_products`."""
+    return Tile(block_kv=min(max(_max_products(call) // (8 * call.num_heads), 64), 2048))
 
 
-def _products(call: Any) -> int:
-    """How many products q . key there may be at a time: about as many as stay in a CPU's cache."""
+def _max_products(call: Any) -> int:
+    """The maximum number of products q . key in memory; on a CPU, about what its cache holds."""
     return 2**20 if call.device.platform == "cpu" else 2**24
 
 
 class Block(NamedTuple):
-    """Consecutive tokens, each of which sees a key, and all of which see much the same ones."""
+    """Consecutive tokens whose key ranges nearly coincide. Each of them sees at least one key."""
 
     first: int
-    last: int
-    starts: Ints  # i64 [last - first], the columns that each sees, unless their pages are missing
+    last: int  # one past the last token
+    starts: Ints  # i64 [last - first]; a token sees columns [start, stop), except those on invalid pages
     stops: Ints
-    seq: int = 0  # whose pages the keys lie in; packed keys have none
+    seq: int = 0  # the sequence whose pages hold the keys; 0 for packed keys
     shift: int = 0  # the packed key in column 0
 
     @property
@@ -56,12 +56,12 @@ class Block(NamedTuple):
         return int(self.stops.max())
 
     def columns(self) -> Ints:
-        """Those that some token sees."""
+        """All columns from the first to the last that any token sees."""
         return np.arange(self.low, self.high)
 
 
 def blocks_of(call: Any) -> Iterator[Block]:
-    """All tokens that see a key."""
+    """The blocks of a call; a token that sees no key is in none."""
     if call.keys.shape[0] and call.columns:
         yield from _paged_blocks(call) if call.paged else _packed_blocks(call)
 
@@ -70,19 +70,19 @@ def _paged_blocks(call: Any) -> Iterator[Block]:
     kv_lens = np.clip(on_host(call.kv_lens).astype(np.int64), 0, call.columns * call.ratio)
     for seq, (start, stop) in enumerate(sequence_bounds(call)):
         stops = np.maximum(kv_lens[seq] - (stop - np.arange(start, stop)) + 1, 0) // call.ratio
-        blind = int(np.searchsorted(stops, 0, side="right"))  # tokens, the first ones
+        blind = int(np.searchsorted(stops, 0, side="right"))  # the number of leading tokens that see no key
         step = max(LOGITS // max(int(stops[-1]), 1), 1) if blind < len(stops) else 1
         for first in range(start + blind, stop, step):
-            own = stops[first - start : first - start + step]
-            yield Block(first, first + len(own), np.zeros_like(own), own, seq=seq)
+            some = stops[first - start : first - start + step]
+            yield Block(first, first + len(some), np.zeros_like(some), some, seq=seq)
 
 
 def _packed_blocks(call: Any) -> Iterator[Block]:
-    """Tokens together whose ranges are nearly one; rows from their own start have to have the same."""
-    edges = (np.clip(on_host(edge).astype(np.int64), 0, call.keys.shape[0]) for edge in (call.starts, call.stops))
-    starts, stops = edges
+    """Group tokens whose key ranges nearly coincide. Relative calls need equal starts within a group."""
+    num_keys = call.keys.shape[0]
+    starts, stops = (np.clip(on_host(edges).astype(np.int64), 0, num_keys) for edges in (call.starts, call.stops))
     if call.relative:
-        stops = np.minimum(stops, starts + min(call.columns, call.keys.shape[0]))
+        stops = np.minimum(stops, starts + min(call.columns, num_keys))
     pairs = list(zip(starts.tolist(), stops.tolist(), strict=True))
     first = 0
     while first < len(pairs):
@@ -103,7 +103,7 @@ def _packed_blocks(call: Any) -> Iterator[Block]:
 
 
 def planes_of(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes of the values [P, G, D] and of the scales [P, G, 4] in pages of bytes; views."""
+    """Views of the values' bytes [P, G, D] and of the scales' bytes [P, G, 4] in pages of bytes."""
     num_pages, page_size, _, row = cache.shape
     head_dim, page_stride, start = row - SCALE_BYTES, cache.stride(0), cache.storage_offset()
     values = cache.as_strided((num_pages, page_size, head_dim), (page_stride, head_dim, 1), start)
@@ -112,7 +112,7 @@ def planes_of(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Keys:
-    """The keys of a call, and their scales, converted only when they are read."""
+    """Gathers keys and scales of a call, and converts only what it gathers."""
 
     def __init__(self, call: Any) -> None:
         self.call = call
@@ -126,78 +126,79 @@ class Keys:
         self.scales = None if scales is None else Windows(scales)
 
     def at(self, block: Block, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Float32 keys [n, D] in columns i64 [n] of a block, their scales [n] and which of them exist; None: all."""
-        slots, known = self._slots(block, columns)
+        """Float32 keys [n, D] in columns i64 [n], their scales [n] and a mask [n] of valid keys (None if all are)."""
+        slots, valid = self._slots(block, columns)
         values = self.values.at(slots)
         values = e4m3_to_float32(values) if self.codes else to_float32(values)
         scales = None if self.scales is None else self.scales.at(slots)
         if scales is not None and self.call.bytes:
             scales = scales.view(torch.float32)[:, 0]
-        return values, scales, known
+        return values, scales, valid
 
     def _slots(self, block: Block, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Where the keys lie; what would lie on no page is taken from the first one."""
+        """The slots of columns and a mask of valid ones; an invalid page is replaced by page 0."""
         if not self.call.paged:
             return columns + block.shift, None
         page_size = self.call.page_size
         page = self.call.page_indices[block.seq].index_select(0, columns // page_size).to(torch.int64)
-        known = (page >= 0) & (page < self.call.keys.shape[0])
-        return torch.where(known, page, 0) * page_size + columns % page_size, known
+        valid = (page >= 0) & (page < self.call.keys.shape[0])
+        return torch.where(valid, page, 0) * page_size + columns % page_size, valid
 
 
 def logits_of(call: Any, tile: Tile, keys: Keys, block: Block, columns: Ints) -> torch.Tensor:
-    """Logits [tokens, n] of a block in ascending columns [n], -inf where a token does not see the key."""
+    """The logits [tokens, n] of a block in ascending columns [n], -inf where a token does not see the key."""
     device = call.q.device
     count = block.last - block.first
     logits = torch.full((count, len(columns)), -torch.inf, dtype=torch.float32, device=device)
     starts, stops = (torch.from_numpy(edge).to(device)[:, None] for edge in (block.starts, block.stops))
-    step = max(_products(call) // (call.num_heads * tile.block_kv), 1)
+    step = max(_max_products(call) // (call.num_heads * tile.block_kv), 1)
     for low in range(0, len(columns), tile.block_kv):
-        some = columns[low : low + tile.block_kv]
-        own = torch.from_numpy(some).to(device)
-        values, scales, known = keys.at(block, own)
+        tile_columns = columns[low : low + tile.block_kv]
+        column = torch.from_numpy(tile_columns).to(device)
+        values, scales, valid = keys.at(block, column)
         for first in range(0, count, step):
             rows = slice(first, min(first + step, count))
-            if some[-1] < block.starts[rows].min() or some[0] >= block.stops[rows].max():
+            if tile_columns[-1] < block.starts[rows].min() or tile_columns[0] >= block.stops[rows].max():
                 continue
-            found = _weighted(call, slice(block.first + rows.start, block.first + rows.stop), values)
+            tile_logits = _weighted_sums(call, slice(block.first + rows.start, block.first + rows.stop), values)
             if scales is not None:
-                found.mul_(scales)
-            hidden = (own < starts[rows]) | (own >= stops[rows])
-            if known is not None:
-                hidden |= ~known
-            logits[rows, low : low + len(some)] = found.masked_fill_(hidden, -torch.inf)
+                tile_logits.mul_(scales)
+            hidden = (column < starts[rows]) | (column >= stops[rows])
+            if valid is not None:
+                hidden |= ~valid
+            logits[rows, low : low + len(column)] = tile_logits.masked_fill_(hidden, -torch.inf)
     return logits
 
 
-def _weighted(call: Any, tokens: slice, keys: torch.Tensor) -> torch.Tensor:
-    """The weighted sum over the heads, float32 [tokens, n], of what is positive in the products."""
+def _weighted_sums(call: Any, tokens: slice, keys: torch.Tensor) -> torch.Tensor:
+    """The sum over heads h of weight[h] * relu(q[h] . key), float32 [tokens, n]."""
     q = to_float32(call.q[tokens])
     products = torch.mm(q.flatten(0, 1), keys.t())
-    torch.maximum(products, products.new_zeros(()), out=products)  # which keeps NaN
+    torch.maximum(products, products.new_zeros(()), out=products)  # relu that keeps NaN
     return torch.bmm(call.weights[tokens].unsqueeze(1), products.unflatten(0, q.shape[:2])).squeeze(1)
 
 
 def largest(logits: torch.Tensor, top_k: int) -> torch.Tensor:
     """The columns i32 [R, top_k] of the largest logits [R, n] in ascending order, then -1.
 
-    Logits and columns make one integer that is unique in its row, so that nothing depends on how ties are taken.
+    A logit and its column are packed into one integer. These are unique in a row, so the result does not depend on
+    how `torch.topk` breaks ties.
     """
     count, columns = min(top_k, logits.shape[1]), logits.shape[1]
-    chosen = torch.full((logits.shape[0], top_k), -1, dtype=torch.int32, device=logits.device)
+    selected = torch.full((logits.shape[0], top_k), -1, dtype=torch.int32, device=logits.device)
     if count == 0:
-        return chosen
+        return selected
     order = _ordered(logits.masked_fill(logits.isnan(), -torch.inf) + 0.0)  # -0.0 + 0.0 is 0.0
     keys = (order.to(torch.int64) << 32) | torch.arange(columns, device=logits.device)
     best = torch.topk(keys, count, sorted=False).values
     least = _ordered(logits.new_full((), -torch.inf))
-    # What is -inf goes behind all others.
+    # A logit of -inf selects nothing: its column is replaced by one that sorts last.
     found = torch.where(best >> 32 > least, best & 0xFFFFFFFF, columns).to(torch.int32).sort().values
-    chosen[:, :count] = found.masked_fill_(found == columns, -1)
-    return chosen
+    selected[:, :count] = found.masked_fill_(found == columns, -1)
+    return selected
 
 
 def _ordered(values: torch.Tensor) -> torch.Tensor:
-    """Int32 in the order of float32 values, none of which is NaN."""
+    """Int32 numbers that have the order of the given float32 values, none of which is NaN."""
     bits = values.view(torch.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

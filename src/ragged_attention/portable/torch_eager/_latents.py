@@ -1,4 +1,4 @@
-"""The rows of a latent cache in all its formats: read by slot as float32, and written as bytes."""
+"""Reads the rows of a latent cache, in any format, by slot as float32, and encodes rows as bytes."""
 
 import dataclasses
 import math
@@ -11,18 +11,17 @@ from ragged_attention.portable.torch_eager._cache import e4m3_to_float32, to_flo
 from ragged_attention.portable.torch_eager._softmax import wide
 from ragged_attention.portable.torch_eager.write_kv_pages import encode
 
-LARGEST = 448.0  # of float8_e4m3fn
-SMALLEST_SCALE = 1e-4
-LARGEST_E2M1, SMALLEST_E4M3 = 6.0, 2.0**-9
-TWICE_E2M1 = 0xC8643210 - 2**32  # 0, 1, 2, 3, 4, 6, 8, 12 in 4 bits each
+LARGEST_E4M3, SMALLEST_E4M3 = 448.0, 2.0**-9
+LARGEST_E2M1 = 6.0
+SMALLEST_SCALE = 1e-4  # for groups of e4m3 codes
+DOUBLED_E2M1 = 0xC8643210 - 2**32  # twice the values of the 8 magnitudes, 4 bits each: 0, 1, 2, 3, 4, 6, 8, 12
 CHUNK = 2048  # tokens whose rows are converted at a time
 
 
 def parts_of(cache: torch.Tensor, layout: CacheFormat) -> list[torch.Tensor]:
-    """A cache of bytes as views [P, G, bytes] of what each token has together; the layout "page" stores scales apart.
+    """Views [P, G, bytes] of a cache of bytes: each token's row and, in the layout "page", each token's scales.
 
-    A page of that layout is addressed by its bytes: the cache is copied where they do not follow each other, and must
-    not be written then.
+    If the bytes of such a page are not contiguous, the views are of a copy, and writes would be lost.
     """
     bits = cache.view(torch.uint8)
     if not layout.planar:
@@ -30,26 +29,20 @@ def parts_of(cache: torch.Tensor, layout: CacheFormat) -> list[torch.Tensor]:
     num_pages, page_size, _, token_bytes = bits.shape
     if (page_size > 1 and bits.stride(1) != token_bytes) or bits.stride(3) != 1:
         bits = bits.contiguous()
-    page_stride, start = bits.stride(0), bits.storage_offset()
-    row_bytes = layout.row_bytes
-    scale_bytes = token_bytes - row_bytes
-    return [
-        bits.as_strided((num_pages, page_size, row_bytes), (page_stride, row_bytes, 1), start),
-        bits.as_strided(
-            (num_pages, page_size, scale_bytes), (page_stride, scale_bytes, 1), start + page_size * row_bytes
-        ),
-    ]
+    start = bits.storage_offset()
+    sizes = (layout.row_bytes, start), (layout.padded_scale_bytes, start + page_size * layout.row_bytes)
+    return [bits.as_strided((num_pages, page_size, size), (bits.stride(0), size, 1), at) for size, at in sizes]
 
 
 def fields_of(parts: list[torch.Tensor], layout: CacheFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The bytes of the values, of the scales and of the rotary columns, as views of the parts of some tokens."""
+    """Views of the bytes of the values, the scales and the rotary columns; `parts` are as `parts_of` returns them."""
     first, values = parts[0], layout.value_bytes
     scales = parts[1] if len(parts) == 2 else first[..., values : values + layout.scale_bytes]
     return first[..., :values], scales, first[..., first.shape[-1] - 2 * layout.rotary :]
 
 
 def dequantized(parts: list[torch.Tensor], layout: CacheFormat) -> torch.Tensor:
-    """Rows float32 [..., d_qk] from the bytes of their parts: each value times its group's scale."""
+    """The rows, float32 [..., d_qk], that `parts` encode: each value times its group's scale, then rotary columns."""
     codes, scales, rotary = fields_of(parts, layout)
     if layout.scales == "float32":
         factors = _copy(scales).view(torch.float32)
@@ -59,7 +52,7 @@ def dequantized(parts: list[torch.Tensor], layout: CacheFormat) -> torch.Tensor:
         exponents = scales[..., : layout.num_groups].to(torch.int32)
         bits = (exponents << 23).masked_fill_(exponents == 0, 0x00400000).masked_fill_(exponents == 0xFF, 0x7FC00000)
         factors = bits.view(torch.float32)
-    values = e2m1_to_float32(codes) if layout.codes == "float4_e2m1fn" else e4m3_to_float32(codes.view(torch.int8))
+    values = e2m1_to_float32(codes) if layout.packed_codes else e4m3_to_float32(codes.view(torch.int8))
     values.unflatten(-1, (layout.num_groups, layout.group)).mul_(factors[..., None])
     if not layout.rotary:
         return values
@@ -67,37 +60,36 @@ def dequantized(parts: list[torch.Tensor], layout: CacheFormat) -> torch.Tensor:
 
 
 def e2m1_to_float32(codes: torch.Tensor) -> torch.Tensor:
-    """Bytes [..., n] as values [..., 2 n]: the low half of a byte is the even one."""
+    """Bytes [..., n] as values [..., 2 n]; the low half of a byte is the value at the even index."""
     pairs = torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2).to(torch.int32)
-    doubled = (TWICE_E2M1 >> ((pairs & 7) << 2)) & 0xF
+    doubled = (DOUBLED_E2M1 >> ((pairs & 7) << 2)) & 0xF
     return (doubled.to(torch.float32) * 0.5).copysign_(7.5 - pairs)
 
 
 def _copy(field: torch.Tensor) -> torch.Tensor:
-    """The bytes packed and aligned, so that they can be viewed as what they stand for; `contiguous` need not do it."""
+    """A packed copy, aligned so that the bytes can be viewed as their dtype; `contiguous` may return unaligned ones."""
     return field.clone(memory_format=torch.contiguous_format)
 
 
 def quantized(
     rows: torch.Tensor, layout: CacheFormat, power_of_two: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The bytes of rows [..., d_qk], as `fields_of` has them. Every NaN of 8 bits becomes the code 0x7F."""
+    """The bytes of rows [..., d_qk], in the order of `fields_of`. Every NaN of e4m3 becomes the code 0x7F."""
     groups = rows[..., : layout.values].to(torch.float32).unflatten(-1, (-1, layout.group))
     rotary = bfloat16_bits(rows[..., layout.values :]).view(torch.uint8)
-    if layout.codes == "float4_e2m1fn":
+    if layout.packed_codes:
         return *_quantized_to_e2m1(groups), rotary
     codes, scales = quantized_groups(groups, power_of_two)
     if layout.scales == "float32":
         stored = scales.view(torch.uint8)
     else:
-        exponents = (scales.view(torch.int32) >> 23).to(torch.uint8)  # 0xFF where not finite
-        padding = layout.token_bytes - layout.row_bytes - layout.num_groups
-        stored = torch.nn.functional.pad(exponents, (0, padding))
+        exponents = (scales.view(torch.int32) >> 23).to(torch.uint8)  # 0xFF if the scale is not finite
+        stored = torch.nn.functional.pad(exponents, (0, layout.padded_scale_bytes - layout.num_groups))
     return codes.flatten(-2), stored, rotary
 
 
 def bfloat16_bits(values: torch.Tensor) -> torch.Tensor:
-    """The bits of values as bfloat16, packed, as int16; a NaN stays one of its sign and payload, on every device."""
+    """Values rounded to bfloat16, as packed int16 bits; a NaN keeps its sign and payload on every device."""
     values = values.to(torch.float32).contiguous()
     nan = (values.view(torch.int32) >> 16 | 0x40).to(torch.int16)
     return torch.where(values.isnan(), nan, values.to(torch.bfloat16).view(torch.int16))
@@ -105,8 +97,8 @@ def bfloat16_bits(values: torch.Tensor) -> torch.Tensor:
 
 def quantized_groups(groups: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes of float32 groups [..., group], as uint8, and their scales [...]. Every NaN becomes the code 0x7F."""
-    # Tensors as divisors, since some devices divide by a Python number through its reciprocal; filled on the device.
-    largest, smallest = (groups.new_full((), value) for value in (LARGEST, SMALLEST_SCALE))
+    # The divisor is a tensor: some devices multiply by the reciprocal of a number. `new_full` fills it on the device.
+    largest, smallest = (groups.new_full((), value) for value in (LARGEST_E4M3, SMALLEST_SCALE))
     scales = torch.maximum(groups.abs().amax(-1) / largest, smallest)
     scales.masked_fill_(scales.isnan(), torch.nan)
     if power_of_two:
@@ -117,12 +109,12 @@ def quantized_groups(groups: torch.Tensor, power_of_two: bool) -> tuple[torch.Te
 
 
 def _quantized_to_e2m1(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes of groups [..., groups, group] of 4 bits a value, and those of their e4m3 scales."""
-    scales = (groups.abs().amax(-1) / groups.new_full((), LARGEST_E2M1)).clamp_(SMALLEST_E4M3, LARGEST)
+    """The bytes of groups [..., groups, group] as 4-bit values, and the bytes of their e4m3 scales."""
+    scales = (groups.abs().amax(-1) / groups.new_full((), LARGEST_E2M1)).clamp_(SMALLEST_E4M3, LARGEST_E4M3)
     stored = encode(scales.masked_fill_(scales.isnan(), torch.nan), torch.float8_e4m3fn)
     scaled = groups / e4m3_to_float32(stored.view(torch.int8))[..., None]
     magnitude = scaled.abs()
-    # A code is how many middles between two neighbours lie below; in the middle itself the even one is taken.
+    # A code is the number of midpoints between neighbouring values below the magnitude; at one, the even code wins.
     code = torch.zeros_like(magnitude, dtype=torch.uint8)
     for index, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
         code += magnitude >= middle if index % 2 else magnitude > middle
@@ -131,7 +123,7 @@ def _quantized_to_e2m1(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def chunks(array: torch.Tensor) -> list[tuple[slice, slice]]:
-    """An array [P, G, ...] as rectangles of at most CHUNK of its tokens: whole pages, or parts of one."""
+    """The indices that cut an array [P, G, ...] into chunks of at most CHUNK tokens: whole pages, or part of one."""
     num_pages, page_size = array.shape[0], array.shape[1]
     pages, offsets = max(CHUNK // page_size, 1), min(page_size, CHUNK)
     return [
@@ -143,60 +135,57 @@ def chunks(array: torch.Tensor) -> list[tuple[slice, slice]]:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What may be tuned.
+    """The tunable size."""
 
-    Args:
-        block_kv: rows converted to float32 at a time.
-    """
-
-    block_kv: int
+    block_kv: int  # rows converted to float32 at a time
 
     def __post_init__(self) -> None:
         expect_count("block_kv", self.block_kv, 1)
 
 
 def heuristic(call: Any) -> Tile:
-    """Rows and logits of about 3 MiB on a CPU, whose cache holds them, and of 64 MiB elsewhere."""
+    """Blocks whose rows and logits take about 3 MiB on a CPU, so that its cache holds them, and 64 MiB elsewhere."""
     budget = (3 if call.device.platform == "cpu" else 64) * 2**20
     return Tile(block_kv=max(budget // (8 * call.d_qk + 12 * call.num_q_heads), 64))
 
 
 class Windows:
-    """Equal pieces of memory, one at each slot of an array [P, G, ...] of any page and row strides."""
+    """Gathers the elements of an array [P, G, ...] by slot, for any page and row strides."""
 
     def __init__(self, array: torch.Tensor) -> None:
         num_pages, self.page_size, *inner = array.shape
         row_stride = array.stride(1) if self.page_size > 1 else 0
         page_stride = array.stride(0) if num_pages > 1 else self.page_size * row_stride
-        # Windows at every multiple of what divides both strides, most of which belong to no slot and overlap.
+        # One view has a window at every multiple of the strides' greatest common divisor. Windows may overlap, and
+        # most match no slot.
         step = math.gcd(page_stride, row_stride) or 1
         self.page_step, self.row_step = page_stride // step, row_stride // step
         count = (num_pages - 1) * self.page_step + (self.page_size - 1) * self.row_step + 1
         self.view = array.as_strided((count, *inner), (step, *array.stride()[2:]))
 
     def at(self, slots: torch.Tensor) -> torch.Tensor:
-        """The pieces at slots i64 [n], which lie within the array, in new memory."""
+        """A copy of the elements at slots i64 [n], which lie within the array."""
         if self.page_size == 1:
-            where = slots if self.page_step == 1 else slots * self.page_step
+            window = slots if self.page_step == 1 else slots * self.page_step
         elif self.row_step == 1 and self.page_step == self.page_size:
-            where = slots
+            window = slots
         else:
             page = slots // self.page_size
-            where = page * self.page_step + (slots - page * self.page_size) * self.row_step
-        return self.view.index_select(0, where)
+            window = page * self.page_step + (slots - page * self.page_size) * self.row_step
+        return self.view.index_select(0, window)
 
 
 class Rows:
-    """The rows of one cache, converted only when they are read."""
+    """Gathers rows of one cache, and converts only what it gathers."""
 
     def __init__(self, cache: torch.Tensor, layout: CacheFormat) -> None:
-        """`cache` is [P, G, K, d_qk], or bytes [P, G, 1, token_bytes]; it has at least one slot."""
+        """`cache` is [P, G, K, d_qk] or bytes [P, G, 1, token_bytes], and has at least one slot."""
         self.layout, self.dtype = layout, cache.dtype
         plain = cache.view(torch.int8) if cache.itemsize == 1 else cache
         self.windows = [Windows(part) for part in ([plain] if not layout.quantized else parts_of(cache, layout))]
 
     def at(self, slots: torch.Tensor) -> torch.Tensor:
-        """Float32 [n, K, d_qk], float64 for a cache of that, at slots i64 [n], which lie within the cache."""
+        """The rows [n, K, d_qk] at slots i64 [n], which lie within the cache, in float32 or as stored float64."""
         parts = [windows.at(slots) for windows in self.windows]
         if not self.layout.quantized:
             (stored,) = parts

@@ -1,25 +1,28 @@
-"""Attention of query rows over keys that come piece by piece, and what its gradient needs of each row."""
+"""Online softmax over blocks of keys, and the terms of its gradient that each query row has once."""
 
 import torch
 
 
 def wide(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype to compute in: 16-bit weights would miss the error bound, and float64 inputs ask for exactness."""
+    """The compute dtype: float64 for float64, else float32, because 16-bit weights would miss the error bound."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def soft_capped(scores: torch.Tensor, soft_cap: float) -> torch.Tensor:
-    """`soft_cap` * tanh(scores / `soft_cap`), known to torch's automatic differentiation."""
+def soft_capped(scores: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
+    """`soft_cap` * tanh(scores / `soft_cap`), which autograd can differentiate; the scores if there is no cap."""
+    if soft_cap is None:
+        return scores
+    # Near 0, tanh(x) == x, so return the score itself: under a huge cap x is subnormal, and some devices flush it to 0.
+    # With a tiny cap, scaling the queries by 1 / cap instead could make their products infinity minus infinity.
     x = scores / soft_cap
-    # Where x is its own tangent; over a huge cap it is subnormal, and some devices take that for 0.
     same = x.detach().abs() < torch.finfo(x.dtype).eps ** 0.5 / 2
     return torch.where(same, scores, x.tanh_() * soft_cap)
 
 
 class Softmax:
-    """A batch of query rows, and what they have seen of their keys so far: online softmax, all in the keys' dtype.
+    """The online softmax of a batch of query rows, in the keys' dtype.
 
-    Known to torch's automatic differentiation, for which m_i is a constant: it changes no result.
+    Autograd can differentiate it. It takes m_i for a constant, which is right because no result depends on m_i.
     """
 
     def __init__(self, q: torch.Tensor, scale: float | torch.Tensor, d_v: int, soft_cap: float | None = None) -> None:
@@ -27,23 +30,20 @@ class Softmax:
         self.q = q.to(wide(q)) * scale
         self.d_v, self.soft_cap = d_v, soft_cap
         self.m_i: torch.Tensor | None = None  # [B, R]
-        self.l_i = self.acc = self.q  # set with it: [B, R] and [B, R, d_v]
+        self.l_i = self.acc = self.q  # not read until `add` sets m_i, l_i [B, R] and acc [B, R, d_v]
 
     def add(self, rows: torch.Tensor, hidden: torch.Tensor | None) -> None:
-        """Keys `rows` [B, n, d_qk], n > 0, whose first columns are the values.
+        """Add the keys `rows` [B, n, d_qk], n > 0, whose first columns are the values.
 
-        `hidden`, which broadcasts against [B, R, n], tells which of them a query does not see. What is hidden from
-        some query must be finite, unless all of these keys are hidden from it.
+        `hidden` masks the keys that a query does not see; it broadcasts against [B, R, n]. A key hidden from a query
+        must be finite, unless all of these keys are hidden from that query.
         """
-        scores = torch.bmm(self.q, rows.transpose(1, 2))
-        if self.soft_cap is not None:
-            # Not by dividing the queries by the cap: with a tiny one their products would be infinity minus infinity.
-            scores = soft_capped(scores, self.soft_cap)
+        scores = soft_capped(torch.bmm(self.q, rows.transpose(1, 2)), self.soft_cap)
         if hidden is not None:
             scores.masked_fill_(hidden, -torch.inf)
-        found = scores.detach().amax(-1)
-        fully_masked = found == -torch.inf
-        m_i = found if self.m_i is None else torch.maximum(self.m_i, found)
+        largest = scores.detach().amax(-1)
+        fully_masked = largest == -torch.inf
+        m_i = largest if self.m_i is None else torch.maximum(self.m_i, largest)
         base = m_i.masked_fill(m_i == -torch.inf, 0.0)
         weights = scores.sub_(base[..., None]).exp_()
         l_i = weights.sum(-1)
@@ -57,7 +57,7 @@ class Softmax:
         self.m_i, self.l_i, self.acc = m_i, l_i, acc
 
     def finish(self, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Out [B, R, d_v], max_logits [B, R] and the log-sum-exp [B, R]; `sinks` goes along R."""
+        """Out [B, R, d_v], max_logits [B, R] and log-sum-exp [B, R]; `sinks` broadcasts against [B, R]."""
         if self.m_i is None:
             none = torch.full(self.q.shape[:2], -torch.inf, dtype=self.q.dtype, device=self.q.device)
             return self.q.new_zeros((*self.q.shape[:2], self.d_v)), none, none.clone()
@@ -70,23 +70,23 @@ class Softmax:
 
 
 class RowTerms:
-    """All that the gradient needs of a batch of query rows [B, R] besides their logits.
+    """The terms of the gradient that each query row [B, R] has once, for all keys.
 
-    A row whose log-sum-exp is -inf saw no key, and contributes nothing.
+    A row with log-sum-exp -inf saw no key and contributes nothing.
     """
 
     def __init__(
         self, d_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, d_lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """d_out, out [B, R, d_v] and lse, d_lse [B, R] of one wide dtype; `sinks` broadcasts against the latter."""
+        """d_out, out [B, R, d_v] and lse, d_lse [B, R] have one compute dtype; `sinks` broadcasts against `lse`."""
         fully_masked = lse == -torch.inf
         delta = (out * d_out).sum(-1).masked_fill_(fully_masked, 0.0)
         self.lse = lse.masked_fill(fully_masked, torch.inf)[..., None]
         self.d_out = d_out
         self.d_sinks = offset = -delta
         if sinks is not None:
-            share = torch.sigmoid(lse - sinks).masked_fill_(fully_masked, 0.0)  # of -inf and -inf it would be NaN
+            share = torch.sigmoid(lse - sinks).masked_fill_(fully_masked, 0.0)  # -inf - -inf is NaN
             self.d_out, offset = d_out * share[..., None], share * offset
             self.d_sinks = torch.sigmoid(sinks - lse).mul_(self.d_sinks).masked_fill_(fully_masked, 0.0)  # [B, R]
         if d_lse is not None:
@@ -94,7 +94,7 @@ class RowTerms:
         self.offset = offset[..., None]
 
     def weights(self, scores: torch.Tensor) -> torch.Tensor:
-        """Logits [B, R, n], -inf where hidden, as weights; in place."""
+        """The softmax weights of logits [B, R, n], -inf where hidden; overwrites the logits."""
         return scores.sub_(self.lse).exp_()
 
     def d_logits(self, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The lightning indexer's logits with plain torch operations, some tokens and some keys at a time."""
+"""The lightning indexer's logits in plain torch operations, for blocks of tokens and tiles of keys."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""The keys with the largest logits of the lightning indexer, with plain torch operations.
+"""The keys with the largest logits of the lightning indexer, in plain torch operations.
 
-Tokens are taken as many at a time as have few logits, which are chosen from before those of the next ones are made.
+Tokens are processed in blocks. Each block's top-k is selected before the next block's logits are computed.
 """
 
 from typing import Any
@@ -31,27 +31,27 @@ def run(call: IndexerTopk, tile: Tile, launch: Any) -> torch.Tensor:
         logits = logits_of(call, tile, keys, block, columns)
         if candidates is not None:
             logits.masked_fill_(~candidates.listed(block, columns), -torch.inf)
-        chosen = largest(logits, call.top_k)
-        columns = torch.from_numpy(columns.astype(np.int32)).to(chosen.device)
-        positions[block.tokens] = torch.where(chosen < 0, chosen, columns[chosen.clamp(min=0)])
+        selected = largest(logits, call.top_k)
+        columns = torch.from_numpy(columns.astype(np.int32)).to(selected.device)
+        positions[block.tokens] = torch.where(selected < 0, selected, columns[selected.clamp(min=0)])
     return positions
 
 
 class Candidates:
-    """The blocks of positions that each token lists."""
+    """The candidate blocks of positions that each token lists."""
 
     def __init__(self, call: Any) -> None:
         self.lists = call.candidate_blocks
         self.on_host = on_host(call.candidate_blocks)
-        self.size = min(call.candidate_block_size, max(call.columns, 1))  # one that holds all holds no more
+        self.size = min(call.candidate_block_size, max(call.columns, 1))
 
     def columns(self, block: Block) -> Ints:
-        """The columns that some token of a block sees and some token lists; the other keys are not read."""
+        """The columns of `block` that any of its tokens lists; other keys are not read."""
         columns = block.columns()
         return columns[np.isin(columns // self.size, self.on_host[block.tokens])]
 
     def listed(self, block: Block, columns: Ints) -> torch.Tensor:
-        """Which columns [n] each token of a block lists, bool [tokens, n]."""
+        """Bool [tokens, n]: True if the token of `block` lists the column of `columns` [n]."""
         lists = self.lists[block.tokens].to(torch.int64)
         count = int(columns[-1]) // self.size + 1
         table = torch.zeros((len(lists), count + 1), dtype=torch.bool, device=lists.device)

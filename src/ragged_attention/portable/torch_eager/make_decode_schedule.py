@@ -1,4 +1,4 @@
-"""The work of one decode step, divided among programs: on the host, where it takes a loop over the sequences."""
+"""Divides the work of one decode step among programs, with loops on the host over programs and sequences."""
 
 from typing import Any
 
@@ -9,17 +9,17 @@ from ragged_attention.calls import MakeDecodeSchedule
 from ragged_attention.portable.torch_eager._host import on_host
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 
-BLOCK = 64  # keys
+BLOCK = 64  # keys per block
 FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 
 
 def run(call: MakeDecodeSchedule, tile: Any, launch: Any) -> list[torch.Tensor]:
-    """Each part may spend `payload` blocks, and every sequence that it works on costs `overhead` of them."""
+    """Each program has a budget of `payload` blocks; each sequence it works on costs `overhead` in addition."""
     ends = _blocks(call)
-    blocks = [max(end, 1) for end in ends]  # a sequence without keys is work too
+    blocks = [max(end, 1) for end in ends]  # even a sequence without keys has a result to write
     payload = -(-(sum(blocks) + len(blocks) * call.overhead) // call.num_ranges) + call.overhead
     parts, num_splits = [], [0]
-    seq = done = split = 0  # where the next part begins
+    seq = done = split = 0  # the next program's first sequence, its first block there, and its split of the sequence
     for _ in range(call.num_ranges):
         start, left = (seq, done, split), payload
         while seq < len(blocks) and left >= blocks[seq] - done + call.overhead:
@@ -35,7 +35,7 @@ def run(call: MakeDecodeSchedule, tile: Any, launch: Any) -> list[torch.Tensor]:
 
 
 def _blocks(call: Any) -> list[int]:
-    """The number of blocks that each sequence's keys fill; those of a second cache begin a new one."""
+    """The number of blocks that each sequence's keys fill; the keys of a second cache begin a new block."""
     keys = np.maximum(on_host(call.lens).astype(np.int64), int(call.sparse))
     if call.extra_lens is not None:
         keys = -(-keys // BLOCK) * BLOCK + np.maximum(on_host(call.extra_lens).astype(np.int64), 0)

@@ -1,16 +1,15 @@
-"""Token positions as slots of the cache, with plain torch operations; nothing waits for the device."""
+"""Converts token positions to slots of the cache in plain torch operations, without synchronising with the device."""
 
 from typing import Any
 
 import torch
 
 from ragged_attention.calls import PageIndicesToSlots
-from ragged_attention.portable.torch_eager._framework import why_not as why_not
 
 
 def run(call: PageIndicesToSlots, tile: Any, launch: Any) -> torch.Tensor:
     tables, page_size = call.page_indices, call.page_size
-    positions = call.positions.to(torch.int64).contiguous()  # whose strides the result takes over
+    positions = call.positions.to(torch.int64).contiguous()  # so that the result is contiguous
     if positions.numel() == 0 or tables.shape[1] == 0:
         return torch.full_like(positions, -1, dtype=torch.int32)
     page = positions.flatten(1) if positions.dim() > 1 else positions[:, None]

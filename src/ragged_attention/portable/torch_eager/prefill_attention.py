@@ -1,4 +1,4 @@
-"""Chunked prefill over heads-first pages with plain torch operations: ragged paged attention of one sequence."""
+"""Chunked prefill over heads-first pages in plain torch operations: ragged paged attention of one sequence."""
 
 from typing import Any
 

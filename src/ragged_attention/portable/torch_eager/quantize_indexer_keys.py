@@ -1,11 +1,10 @@
-"""Rows for the indexer, quantised with plain torch operations; nothing waits for the device."""
+"""Quantises keys of the indexer in plain torch operations, without synchronising with the device."""
 
 from typing import Any
 
 import torch
 
 from ragged_attention.calls import QuantizeIndexerKeys
-from ragged_attention.portable.torch_eager._framework import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import CHUNK, quantized_groups
 
 FEATURES = frozenset({"power_of_two"})

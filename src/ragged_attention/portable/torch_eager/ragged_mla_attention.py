@@ -1,8 +1,8 @@
-"""Ragged attention over a paged latent cache with plain torch operations.
+"""Ragged attention over a paged latent cache in plain torch operations.
 
-The lengths and the page tables are read on the host, so a call waits for its device. Sequence by sequence, as many
-queries as make a matrix of QUERY_ROWS meet the keys that some of them sees, which are gathered and converted to float32
-piece by piece. All queries of a KV head are rows of one matrix; keys are never repeated, and values are their columns.
+The lengths and the page tables are read on the host, so a call synchronises with its device. Sequences are processed
+one by one, in blocks of QUERY_ROWS query rows per KV head. The keys that any query of a block sees are gathered and
+converted to float32 a block at a time; values are the keys' first columns.
 """
 
 from typing import Any
@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from ragged_attention.calls import RaggedMlaAttention
-from ragged_attention.portable.torch_eager._host import Ints, held_kv_lens, on_host, result_dtype, sequence_bounds
+from ragged_attention.portable.torch_eager._host import Ints, clamped_kv_lens, on_host, result_dtype, sequence_bounds
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import Rows
 from ragged_attention.portable.torch_eager._latents import Tile as Tile
 from ragged_attention.portable.torch_eager._latents import heuristic as heuristic
 from ragged_attention.portable.torch_eager._softmax import Softmax
 
-QUERY_ROWS = 1024  # of one KV head that meet the keys together
+QUERY_ROWS = 1024  # (token, query head) rows of a block, per KV head
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
     "cache_format", "cache_layout", "out_dtype",
@@ -32,12 +32,12 @@ def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
 
 
 class Attention:
-    """One call, of this operation or a dense one of `mla_decode`, and its results out [T, H, d_v] and lse [T, H]."""
+    """One call, of this operation or of dense `mla_decode`, and its results out [T, H, d_v] and lse [T, H]."""
 
     def __init__(self, call: Any, tile: Tile, q: torch.Tensor, kv_scale: Any = None) -> None:
         """`q` is [T, H, d_qk]."""
         self.call, self.tile, self.q = call, tile, q
-        self.num_kv_heads, self.group = call.num_kv_heads, call.num_q_heads // call.num_kv_heads
+        self.num_kv_heads, self.group = call.num_kv_heads, call.group
         self.scale, self.factor = call.scale, None
         if kv_scale is not None:
             self.factor = torch.as_tensor(kv_scale, dtype=torch.float32, device=q.device).reshape(())
@@ -47,11 +47,11 @@ class Attention:
         self.lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
 
     def run(self, bounds: list[tuple[int, int]]) -> None:
-        """Fill in the results of sequences whose first and one-past-last query rows are given."""
+        """Compute the results of the sequences, whose queries are the rows [start, stop) in `bounds`."""
         call = self.call
         if not call.num_slots:
             return
-        rows, kv_lens = Rows(call.kv_cache, call.kv_format), held_kv_lens(call, len(bounds))
+        rows, kv_lens = Rows(call.kv_cache, call.kv_format), clamped_kv_lens(call, len(bounds))
         tables = on_host(call.page_indices[:, : -(-max(kv_lens, default=0) // call.page_size)])
         for seq, ((start, stop), kv_len) in enumerate(zip(bounds, kv_lens, strict=True)):
             if start < stop and kv_len > 0:
@@ -62,19 +62,23 @@ class Attention:
         window = call.sliding_window
         low = 0 if window is None else max(kv_len - (stop - start) - window + 1, 0)
         positions, slots = _keys(table, low, kv_len, call)
-        first_seeing = max(start, stop - kv_len) if call.causal else start  # others stand before the first position
+        if call.causal:
+            start = max(start, stop - kv_len)  # earlier queries precede the first position
         step = max(QUERY_ROWS // self.group, 1)
-        for first in range(first_seeing, stop, step):
-            own = kv_len - stop + np.arange(first, min(first + step, stop))
-            lows = np.zeros_like(own) if window is None else np.searchsorted(positions, own - window, side="right")
-            highs = np.searchsorted(positions, own, side="right") if call.causal else np.full_like(own, len(positions))
+        for first in range(start, stop, step):
+            query = kv_len - stop + np.arange(first, min(first + step, stop))
+            lows, highs = np.zeros_like(query), np.full_like(query, len(positions))
+            if window is not None:
+                lows = np.searchsorted(positions, query - window, side="right")
+            if call.causal:
+                highs = np.searchsorted(positions, query, side="right")
             self._queries(rows, first, slots, lows, highs)
 
     def _queries(self, rows: Rows, first: int, slots: torch.Tensor, lows: Ints, highs: Ints) -> None:
-        """The queries from row `first` on, of which each sees the keys at `slots[low:high]`; both bounds ascend."""
+        """Compute the queries from row `first` on; query i sees `slots[lows[i]:highs[i]]`, and both bounds ascend."""
         call, count, heads = self.call, len(lows), (self.num_kv_heads, self.group)
-        own = slice(first, first + count)
-        q = self.q[own].unflatten(1, heads).transpose(0, 1)
+        queries = slice(first, first + count)
+        q = self.q[queries].unflatten(1, heads).transpose(0, 1)
         softmax = Softmax(q.flatten(1, 2), self.scale, call.d_v, call.soft_cap)
         stop = int(highs[-1])
         for low in range(int(lows[0]), stop, self.tile.block_kv):
@@ -89,19 +93,16 @@ class Attention:
         out, _, lse = softmax.finish(sinks)
         if self.factor is not None:
             out.mul_(self.factor)
-        self.out[own].unflatten(1, heads).copy_(out.unflatten(1, (count, self.group)).transpose(0, 1))
-        self.lse[own].unflatten(1, heads).copy_(lse.unflatten(1, (count, self.group)).transpose(0, 1))
+        for whole, part in ((self.out, out), (self.lse, lse)):
+            whole[queries].unflatten(1, heads).copy_(part.unflatten(1, (count, self.group)).transpose(0, 1))
 
 
 def _keys(table: Ints, low: int, high: int, call: Any) -> tuple[Ints, torch.Tensor]:
-    """The positions [low, high) of a sequence that lie on valid pages, ascending, and their slots."""
-    page_size = call.page_size
-    page = low // page_size
-    positions, own = np.arange(low, high), slice(low - page * page_size, high - page * page_size)
-    pages = table[page : -(-high // page_size)].astype(np.int64)
-    slots = (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)[own]
-    valid = (pages >= 0) & (pages < call.kv_cache.shape[0])
+    """The positions in [low, high) that lie on valid pages of a sequence, ascending, and their slots."""
+    positions = np.arange(low, high)
+    pages = table[positions // call.page_size].astype(np.int64)
+    slots = pages * call.page_size + positions % call.page_size
+    valid = (pages >= 0) & (pages < call.num_pages)
     if not valid.all():
-        seen = np.repeat(valid, page_size)[own]
-        positions, slots = positions[seen], slots[seen]
+        positions, slots = positions[valid], slots[valid]
     return positions, torch.from_numpy(slots).to(call.q.device)

@@ -1,7 +1,7 @@
-"""The gradient of attention over lists of latent rows, with plain torch operations.
+"""The gradient of attention over lists of latent rows, in plain torch operations.
 
-A few tokens at a time gather their rows once more, and what they contribute to them is added up in float32, or in
-float64 for float64 inputs.
+Tokens are processed a few at a time. Their rows are gathered again, and the rows' gradients are summed in float32, or
+in float64 for float64 inputs.
 """
 
 from typing import Any
@@ -9,37 +9,33 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import SparseMlaPrefillBackward
-from ragged_attention.portable.torch_eager import _framework
+from ragged_attention.portable.torch_eager._host import why_not_torch
 from ragged_attention.portable.torch_eager._latents import Tile as Tile
 from ragged_attention.portable.torch_eager._latents import heuristic as heuristic
-from ragged_attention.portable.torch_eager._lists import Lists, lists_of
+from ragged_attention.portable.torch_eager._lists import Lists, lists_by_head
 from ragged_attention.portable.torch_eager._softmax import RowTerms, wide
 
-ORDERED = ("cpu", "cuda", "rocm")  # platforms on which torch can sum by index in a fixed order
+ORDERED = ("cpu", "cuda", "rocm")  # platforms on which torch can accumulate by index in a fixed order
 FEATURES = frozenset({"d_lse", "sm_scale", "d_v", "sinks", "topk_lens", "deterministic"})
 
 
 def why_not(call: SparseMlaPrefillBackward) -> str | None:
     if call.deterministic and call.device.platform not in ORDERED:
         return f"adds up in a fixed order on {', '.join(ORDERED)}, got deterministic=True on {call.device.platform}"
-    return _framework.why_not(call)
+    return why_not_torch(call)
 
 
 def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> list[torch.Tensor]:
     dq, dkv = (torch.zeros_like(array, memory_format=torch.contiguous_format) for array in (call.q, call.kv))
     d_sinks = None if call.sinks is None else torch.zeros_like(call.sinks)
-    cache = call.kv.unsqueeze(1) if call.kv.dim() == 3 else call.kv
-    group = call.num_q_heads // call.num_kv_heads
     step = max(tile.block_kv // call.topk, 1)
-    for kv_head in range(call.num_kv_heads):
-        heads = slice(kv_head * group, (kv_head + 1) * group)
-        lists = lists_of(cache[:, :, kv_head : kv_head + 1], call.kv_format, call.indices[:, kv_head], call.topk_lens)
+    for kv_head, heads, lists in lists_by_head(call):
         d_rows = torch.zeros(call.num_slots, call.d_qk, dtype=wide(call.q), device=call.q.device)
         for first in range(0, call.num_tokens if lists.rows else 0, step):
             tokens = slice(first, first + step)
-            dq[tokens, heads], more = _block(call, lists, tokens, heads, tile.block_kv, d_rows)
+            dq[tokens, heads], d_sinks_of_block = _block(call, lists, tokens, heads, tile.block_kv, d_rows)
             if d_sinks is not None:
-                d_sinks[heads] += more
+                d_sinks[heads] += d_sinks_of_block
         dkv.view(call.num_slots, call.num_kv_heads, call.d_qk)[:, kv_head] = d_rows
     return [dq, dkv] if d_sinks is None else [dq, dkv, d_sinks]
 
@@ -47,10 +43,10 @@ def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> list[torch.T
 def _block(
     call: Any, lists: Lists, tokens: slice, heads: slice, block_kv: int, d_rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dq [B, R, d_qk] and d_sinks [R] of some tokens; what they contribute to their rows is added to `d_rows`."""
+    """dq [B, R, d_qk] and d_sinks [R] of some tokens; their gradients of latent rows are added to `d_rows`."""
     dtype = d_rows.dtype
-    slots, hidden = lists.of(tokens)
-    # A token that selects nothing reads some row instead of one it selects: neither may show, whatever they hold.
+    slots, hidden = lists.selected(tokens)
+    # A token that selects nothing reads slot 0. That row and the token's own q and d_out may hold NaN: drop all three.
     fully_masked = hidden.all(1)[:, None, None]
     q, d_out = (array[tokens, heads].to(dtype).masked_fill(fully_masked, 0.0) for array in (call.q, call.d_out))
     out, lse = call.out[tokens, heads].to(dtype), call.lse[tokens, heads]
@@ -65,14 +61,14 @@ def _block(
         weights = terms.weights(torch.bmm(scaled, rows.transpose(1, 2)).masked_fill_(off, -torch.inf))
         d_logits = terms.d_logits(weights, values)
         dq.baddbmm_(d_logits, rows, alpha=call.scale)
-        found = torch.bmm(d_logits.transpose(1, 2), scaled)
-        found[..., : call.d_v].baddbmm_(weights.transpose(1, 2), terms.d_out)
-        _add(d_rows, some.reshape(-1), found.flatten(0, 1), call.deterministic)
+        more = torch.bmm(d_logits.transpose(1, 2), scaled)
+        more[..., : call.d_v].baddbmm_(weights.transpose(1, 2), terms.d_out)
+        _add(d_rows, some.reshape(-1), more.flatten(0, 1), call.deterministic)
     return dq, terms.d_sinks.sum(0)
 
 
 def _add(total: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, deterministic: bool) -> None:
-    """Add rows to those at their slots; on a CPU one after the other, on a GPU in any order unless `deterministic`."""
+    """Add each row to `total` at its slot: in order on a CPU, on a GPU in any order unless `deterministic`."""
     if deterministic and total.device.type != "cpu":
         total.index_put_((slots,), rows, accumulate=True)
     else:

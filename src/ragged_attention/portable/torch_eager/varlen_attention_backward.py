@@ -1,7 +1,6 @@
-"""The gradient of attention over packed sequences with plain torch operations.
+"""The gradient of attention over packed sequences in plain torch operations.
 
-Blocks of queries meet the keys they see once more, and the weights come from the log-sum-exp without another softmax.
-Blocks follow one another, so the order of every sum is fixed.
+The weights are computed again, from the log-sum-exp. Blocks are processed in order, so the order of every sum is fixed.
 """
 
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from ragged_attention.calls import VarlenAttentionBackward
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._softmax import RowTerms, soft_capped, wide
-from ragged_attention.portable.torch_eager._varlen import Block, by_kv_head, by_token, hide, sequences
+from ragged_attention.portable.torch_eager._varlen import Block, by_kv_head, by_token, heads_of, hide
 from ragged_attention.portable.torch_eager._varlen import Tile as Tile
 from ragged_attention.portable.torch_eager._varlen import heuristic as heuristic
 
@@ -24,15 +23,13 @@ def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> list[torch.Te
     dtype, group = wide(call.q), call.group
     dq, dk, dv = (torch.zeros_like(array, memory_format=torch.contiguous_format) for array in (call.q, call.k, call.v))
     d_sinks = None if call.sinks is None else torch.zeros_like(call.sinks)
-    for seq in sequences(call, tile):
-        for heads in seq.heads:
-            k, v = (array[seq.keys, heads].transpose(0, 1).to(dtype) for array in (call.k, call.v))
-            more_dk, more_dv = (torch.zeros_like(array, memory_format=torch.contiguous_format) for array in (k, v))
-            q_heads = slice(heads.start * group, heads.stop * group)
-            for block in seq.blocks:
-                found = _block(call, block, heads, k, v, more_dk, more_dv, d_sinks)
-                dq[block.rows, q_heads] = by_token(found, group).to(dq.dtype)
-            dk[seq.keys, heads], dv[seq.keys, heads] = more_dk.transpose(0, 1), more_dv.transpose(0, 1)
+    for keys, heads, q_heads, blocks in heads_of(call, tile):
+        k, v = (array[keys, heads].transpose(0, 1).to(dtype) for array in (call.k, call.v))
+        more_dk, more_dv = (torch.zeros_like(array, memory_format=torch.contiguous_format) for array in (k, v))
+        for block in blocks:
+            dq_of_block = _block(call, block, heads, k, v, more_dk, more_dv, d_sinks)
+            dq[block.rows, q_heads] = by_token(dq_of_block, group).to(dq.dtype)
+        dk[keys, heads], dv[keys, heads] = more_dk.transpose(0, 1), more_dv.transpose(0, 1)
     return [dq, dk, dv] if d_sinks is None else [dq, dk, dv, d_sinks]
 
 
@@ -40,7 +37,7 @@ def _block(
     call: Any, block: Block, heads: slice, k: torch.Tensor, v: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
     d_sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """dq [heads, rows * group, D] of a block; its part is added to dk, dv [heads, keys, ...] and to d_sinks."""
+    """dq [heads, rows * group, D] of a block; its other gradients are added to dk, dv [heads, keys, ...], d_sinks."""
     group = call.group
 
     def of_rows(array: torch.Tensor) -> torch.Tensor:
@@ -51,11 +48,8 @@ def _block(
     sinks = None if call.sinks is None else of_rows(call.sinks.expand(q.shape[1] // group, -1))
     terms = RowTerms(d_out, out, lse, d_lse, sinks)
     k, v, dk, dv = (array[:, block.keys] for array in (k, v, dk, dv))
-    scores = torch.bmm(q * call.scale, k.transpose(1, 2))
-    slope = None
-    if call.soft_cap is not None:
-        scores = soft_capped(scores, call.soft_cap)
-        slope = 1 - (scores / call.soft_cap).square_()
+    scores = soft_capped(torch.bmm(q * call.scale, k.transpose(1, 2)), call.soft_cap)
+    slope = None if call.soft_cap is None else 1 - (scores / call.soft_cap).square_()
     weights = terms.weights(hide(scores, block, group))
     dv.baddbmm_(weights.transpose(1, 2), terms.d_out)
     d_scores = terms.d_logits(weights, v)

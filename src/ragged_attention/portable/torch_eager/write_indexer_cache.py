@@ -1,4 +1,4 @@
-"""This step's keys of the indexer, quantised and written into its pages with plain torch operations, in place."""
+"""Quantises this step's keys of the indexer and writes them to its pages, in place, in plain torch operations."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ def run(call: WriteIndexerCache, tile: Any, launch: Any) -> torch.Tensor:
     values, scales = planes_of(call.cache)
     slots, tokens = last_writers(call.slot_mapping.to(torch.int64), call.num_slots)
     for some, rows in zip(slots.split(CHUNK), tokens.split(CHUNK), strict=True):
-        where = (some // call.page_size, some % call.page_size)
+        page, offset = some // call.page_size, some % call.page_size
         codes, factors = quantized_groups(call.k[rows].to(torch.float32), call.power_of_two)
-        values[where] = codes
-        scales[where] = factors.unsqueeze(-1).view(torch.uint8)
+        values[page, offset] = codes
+        scales[page, offset] = factors.unsqueeze(-1).view(torch.uint8)
     return call.cache

@@ -1,6 +1,6 @@
-"""This step's K and V written into the pages with plain torch operations, in place.
+"""Writes this step's K and V to the pages, in place, in plain torch operations.
 
-The slots are worked out on the host where tables are given; the tokens themselves stay on their device.
+If the call gives tables, the slots are computed on the host; K and V stay on their device.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 
 from ragged_attention.calls import WriteKvPages
 from ragged_attention.calls.fields import SMALLEST_FLOAT32
-from ragged_attention.portable.torch_eager._host import held_kv_lens, on_host, sequence_bounds
+from ragged_attention.portable.torch_eager._host import clamped_kv_lens, on_host, sequence_bounds
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -18,15 +18,15 @@ FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "n
 
 
 def slots_of(call: Any) -> torch.Tensor:
-    """The slot of each token, given or by the tables; -1 for one that these have none for."""
+    """The slot of each token, as given or by the tables; -1 for a token without a slot in the tables."""
     if call.slot_mapping is not None:
         return call.slot_mapping.to(torch.int64)
     page_size, bounds = call.page_size, sequence_bounds(call)
     tables = on_host(call.page_indices)
     slots = np.full(call.num_tokens, -1, np.int64)
-    for seq, ((start, stop), kv_len) in enumerate(zip(bounds, held_kv_lens(call, len(bounds)), strict=True)):
+    for seq, ((start, stop), kv_len) in enumerate(zip(bounds, clamped_kv_lens(call, len(bounds)), strict=True)):
         positions = np.arange(kv_len - (stop - start), kv_len)
-        lost = int(np.count_nonzero(positions < 0))  # more queries than keys: the first ones have no position
+        lost = int(np.count_nonzero(positions < 0))  # leading tokens without a position, if kv_len < stop - start
         positions = positions[lost:]
         pages = tables[seq, positions // page_size].astype(np.int64)
         valid = (pages >= 0) & (pages < call.num_pages)
@@ -35,7 +35,7 @@ def slots_of(call: Any) -> torch.Tensor:
 
 
 def last_writers(slots: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slots to write, each once, and the last token listed for each."""
+    """The valid slots, each once, and the last token of each."""
     ordered, tokens = torch.sort(slots, stable=True)
     keep = (ordered >= 0) & (ordered < num_slots)
     keep[:-1] &= ordered[1:] != ordered[:-1]
@@ -43,7 +43,7 @@ def last_writers(slots: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, tor
 
 
 def encode(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Float32 values as they are stored: to nearest, ties to even; 8-bit formats saturate, and come as their bits."""
+    """Float32 values rounded to `dtype`, ties to even. 8-bit formats saturate; 8-bit floats are returned as bits."""
     if dtype == torch.int8:
         return torch.nan_to_num(values, nan=0.0).round_().clamp_(-128, 127).to(dtype)
     if dtype not in FLOAT8:
@@ -55,12 +55,12 @@ def encode(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def stored(tokens: torch.Tensor, scale: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Tokens [n, K, D] as they are stored; 8-bit floats come as their bits."""
+    """Rows [n, K, D] divided by their scale and rounded to `dtype`; 8-bit floats are returned as bits."""
     if scale is None and tokens.dtype == dtype:
         return tokens
     values = tokens.to(torch.float32)
     if scale is not None:
-        # A tensor even for a number: some devices divide by a Python number through its reciprocal.
+        # The divisor is a tensor: some devices multiply by the reciprocal of a Python number.
         scale = torch.as_tensor(scale, dtype=torch.float32, device=tokens.device)
         scale = torch.where(scale.abs() < SMALLEST_FLOAT32, scale * 0, scale)
         values = values / scale.reshape(1, -1, 1)

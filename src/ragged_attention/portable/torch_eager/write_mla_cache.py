@@ -1,4 +1,4 @@
-"""This step's latent rows written into the pages of the cache with plain torch operations, in place."""
+"""Writes this step's latent rows to the pages of the cache, in place, in plain torch operations."""
 
 from typing import Any
 
@@ -25,9 +25,9 @@ def run(call: WriteMlaCache, tile: Any, launch: Any) -> torch.Tensor:
     for some, rows in zip(slots.split(CHUNK), tokens.split(CHUNK), strict=True):
         new = call.kv[rows]
         if not layout.quantized:
-            found = (stored(new, call.kv_scale, cache.dtype),)
+            encoded = (stored(new, call.kv_scale, cache.dtype),)
         else:
-            found = quantized(new[:, 0], layout, call.power_of_two_scales)
-        for field, values in zip(fields, found, strict=True):
+            encoded = quantized(new[:, 0], layout, call.power_of_two_scales)
+        for field, values in zip(fields, encoded, strict=True):
             field[some // call.page_size, some % call.page_size] = values.view(field.dtype)
     return cache

@@ -1,1 +1,1 @@
-"""Fallback on plain jax operations, compiled by XLA: CPUs, and any device without a kernel of ours."""
+"""The fallback in plain jax operations, compiled by XLA, for CPUs and devices that have no kernel of ours."""

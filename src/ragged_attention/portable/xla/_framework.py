@@ -1,4 +1,4 @@
-"""Whose calls these modules take."""
+"""The check that a call has jax arrays, without explicit sharding."""
 
 import jax
 
@@ -19,11 +19,11 @@ def why_not(call: Call) -> str | None:
 
 
 def _explicit_axes(array: jax.Array) -> tuple[str, ...]:
-    """The mesh axes for which the loops here would have to name the sharding of every intermediate array.
+    """The Explicit mesh axes of an array, for which these modules would have to name every intermediate sharding.
 
-    Where the array is replicated over a mesh that is also the one in force, arrays made here match it anyway.
+    An array that is replicated over the current mesh counts as having none: that is the default of intermediate arrays.
     """
     sharding = jax.typeof(array).sharding
     replicated = all(axis is None for axis in sharding.spec)
-    matched = replicated and sharding.mesh == jax.sharding.get_abstract_mesh()
-    return () if matched else tuple(map(str, sharding.mesh.explicit_axes))
+    on_current_mesh = sharding.mesh == jax.sharding.get_abstract_mesh()
+    return () if replicated and on_current_mesh else tuple(map(str, sharding.mesh.explicit_axes))

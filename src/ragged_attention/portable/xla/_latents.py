@@ -1,4 +1,4 @@
-"""Rows of a latent cache: gathered as they are stored, dequantised after that."""
+"""Gathers rows of a latent cache as they are stored, then dequantises them."""
 
 from typing import Any
 
@@ -12,27 +12,26 @@ from ragged_attention.jax_shared.latents import Stored
 from ragged_attention.portable.xla._pages import BITS
 from ragged_attention.portable.xla._ragged import at
 
-UNIT = 8  # bytes; what lies in a page of the layout "page" begins at a multiple of it; their count stays within int32
-TWICE_E2M1 = np.uint32(0xC8643210)  # 0, 1, 2, 3, 4, 6, 8, 12 in 4 bits each
+UNIT = 8  # bytes; a page of the layout "page" is addressed in units, whose number fits int32
+DOUBLED_E2M1 = np.uint32(0xC8643210)  # twice the values of the 8 magnitudes, 4 bits each: 0, 1, 2, 3, 4, 6, 8, 12
 
 
 def all_rows(cache: jax.Array, layout: CacheFormat) -> Stored:
-    """The bytes [P, G, 1, ...] of all rows of a cache."""
+    """The bytes of all rows of a cache, [P, G, 1, ...]."""
     cache = lax.bitcast_convert_type(cache, jnp.uint8)
     num_pages, page_size = cache.shape[:2]
     if not layout.planar:
         return _token_major(cache, layout)
-    row = layout.row_bytes
-    flat = cache.reshape(num_pages, page_size * layout.token_bytes)
-    data = flat[:, : page_size * row].reshape(num_pages, page_size, 1, row)
-    scales = flat[:, page_size * row :].reshape(num_pages, page_size, 1, layout.token_bytes - row)
+    flat, end = cache.reshape(num_pages, -1), page_size * layout.row_bytes
+    data = flat[:, :end].reshape(num_pages, page_size, 1, layout.row_bytes)
+    scales = flat[:, end:].reshape(num_pages, page_size, 1, layout.padded_scale_bytes)
     return _planar(data, scales, layout)
 
 
 def dequantized(stored: Stored, layout: CacheFormat) -> jax.Array:
-    """Rows [..., d_qk] in float32: values times scales, then the rotary columns."""
+    """The rows [..., d_qk] in float32: values times scales, then the rotary columns."""
     shape = stored.values.shape[:-1]
-    if layout.codes == "float4_e2m1fn":
+    if layout.packed_codes:
         values = _e2m1_values(stored.values)
     else:
         values = lax.bitcast_convert_type(stored.values, jnp.float8_e4m3fn).astype(jnp.float32)
@@ -42,7 +41,7 @@ def dequantized(stored: Stored, layout: CacheFormat) -> jax.Array:
         scales = lax.bitcast_convert_type(stored.scales, jnp.float8_e4m3fn).astype(jnp.float32)
     else:
         exponents = stored.scales.astype(jnp.uint32)
-        bits = jnp.where(exponents == 0, 1 << 22, exponents << 23)  # 2**-127 is not a normal number
+        bits = jnp.where(exponents == 0, 1 << 22, exponents << 23)  # 2**-127 is subnormal
         scales = lax.bitcast_convert_type(jnp.where(exponents == 255, jnp.uint32(0x7FC00000), bits), jnp.float32)
     values = (values.reshape(*shape, -1, layout.group) * scales[..., None]).reshape(*shape, -1)
     if not layout.rotary:
@@ -52,9 +51,9 @@ def dequantized(stored: Stored, layout: CacheFormat) -> jax.Array:
 
 
 def _e2m1_values(codes: jax.Array) -> jax.Array:
-    """Bytes [..., n] as values [..., 2 n] in float32: the low half of a byte is the even one."""
+    """Bytes [..., n] as float32 values [..., 2 n]; the low half of a byte is the value at the even index."""
     pairs = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1).astype(jnp.uint32)
-    magnitude = ((TWICE_E2M1 >> ((pairs & 7) << 2)) & 15).astype(jnp.float32) * 0.5
+    magnitude = ((DOUBLED_E2M1 >> ((pairs & 7) << 2)) & 15).astype(jnp.float32) * 0.5
     return lax.bitcast_convert_type(lax.bitcast_convert_type(magnitude, jnp.uint32) | (pairs >> 3 << 31), jnp.float32)
 
 
@@ -64,15 +63,12 @@ def _token_major(tokens: jax.Array, layout: CacheFormat) -> Stored:
 
 
 def _planar(data: jax.Array, scales: jax.Array, layout: CacheFormat) -> Stored:
-    values = layout.value_bytes  # padding stands behind the scales
-    return Stored(data[..., :values], scales[..., : layout.num_groups], data[..., values:])
+    values = layout.value_bytes
+    return Stored(data[..., :values], scales[..., : layout.num_groups], data[..., values:])  # drops the padding
 
 
 class Latents:
-    """Gathers rows of packed latents [s_kv, K, d_qk], or of a paged cache, plain or quantised.
-
-    Plain rows come in their own dtype, quantised and other 8-bit ones in float32.
-    """
+    """Gathers rows of packed latents [s_kv, K, d_qk] or of a paged cache; 8-bit and quantised rows become float32."""
 
     def __init__(self, cache: Any, layout: CacheFormat) -> None:
         self.cache = cache
@@ -85,46 +81,40 @@ class Latents:
     def read(
         self, page: jax.Array, offset: jax.Array, head: jax.Array, wanted: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Rows [..., D], and which of the `wanted` ones exist; the others are zeros.
+        """The rows [..., D], and a mask of rows that are `wanted` and lie on a valid page.
 
-        A weight of 0 would not silence a NaN in them. All arguments are broadcast together; offsets are in bounds.
+        Other rows are 0, because a weight of 0 does not remove a NaN. All arguments are broadcast together; offsets are
+        in bounds.
         """
         seen = wanted & (page >= 0) & (page < self.cache.shape[0])
         page, offset, head, seen = jnp.broadcast_arrays(jnp.where(seen, page, 0), offset, head, seen)
-        # Without the barrier XLA moves the conversion of the rows out of the caller's loop, onto the whole cache.
+        # Without the barrier, XLA would convert the whole cache before the caller's loop.
         cache, page, offset, head = lax.optimization_barrier((self.cache, page, offset, head))
-        cache = cache if cache.ndim == 4 else cache[:, None]  # ahead of the loop it would be a copy
+        cache = cache if cache.ndim == 4 else cache[:, None]  # before the barrier this would copy the cache
         bits = lax.bitcast_convert_type(cache, BITS[cache.dtype.itemsize])
         if not self.layout.quantized:
             rows = lax.bitcast_convert_type(at(bits, page, offset, head), cache.dtype)
             rows = rows.astype(jnp.float32) if cache.dtype.itemsize == 1 else rows
+        elif self.layout.planar:
+            units = bits.reshape(len(bits), -1, UNIT)
+            row_units, scale_units = planar_units(self.layout)
+            data = spans(units, page, row_units * offset, row_units)
+            scales = spans(units, page, row_units * self.page_size + scale_units * offset, scale_units)
+            rows = dequantized(_planar(data, scales, self.layout), self.layout)
         else:
-            planar = self.layout.planar
-            stored = self._planar_rows(bits, page, offset) if planar else self._token_rows(bits, page, offset)
-            rows = dequantized(stored, self.layout)
+            # Without the barrier, XLA would gather a scale again for each of its elements.
+            tokens = lax.optimization_barrier(at(bits, page, offset, 0))
+            rows = dequantized(_token_major(tokens, self.layout), self.layout)
         return jnp.where(seen[..., None], rows, 0), seen
-
-    def _token_rows(self, cache: jax.Array, page: jax.Array, offset: jax.Array) -> Stored:
-        # Gathered once, not again for each element that a scale goes into.
-        tokens = lax.optimization_barrier(at(cache, page, offset, 0))
-        return _token_major(tokens, self.layout)
-
-    def _planar_rows(self, cache: jax.Array, page: jax.Array, offset: jax.Array) -> Stored:
-        num_pages, page_size = cache.shape[:2]
-        units = cache.reshape(num_pages, -1, UNIT)
-        count, more = planar_units(self.layout)
-        data = spans(units, page, count * offset, count)
-        scales = spans(units, page, count * page_size + more * offset, more)
-        return _planar(data, scales, self.layout)
 
 
 def planar_units(layout: CacheFormat) -> tuple[int, int]:
-    """Units of a token's values and rotary columns, and of its scales, in the layout "page"."""
-    return layout.row_bytes // UNIT, (layout.token_bytes - layout.row_bytes) // UNIT
+    """The number of units of a token's values and rotary columns, and of its scales, in the layout "page"."""
+    return layout.row_bytes // UNIT, layout.padded_scale_bytes // UNIT
 
 
 def spans(units: jax.Array, page: jax.Array, first: jax.Array, count: int) -> jax.Array:
-    """`count` units of pages [P, N, unit] from unit `first` on, as bytes [..., count * unit]."""
+    """The `count` units from unit `first` of page `page` on, as bytes [..., count * unit]; `units` is [P, N, unit]."""
     rank = page.ndim
     numbers = lax.GatherDimensionNumbers(
         offset_dims=(rank, rank + 1), collapsed_slice_dims=(0,), start_index_map=(0, 1)

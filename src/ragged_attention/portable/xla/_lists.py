@@ -1,7 +1,7 @@
-"""Attention of queries over lists of slots of latent caches.
+"""Attention of queries that each have their own list of slots of a latent cache.
 
-Queries go through in tiles, and a tile walks over its lists a block of entries at a time, as far as the longest of
-them reaches. Only what is listed is gathered, never more than one block.
+Queries are processed in tiles. A tile loops over its lists, a block of entries at a time, up to the length of its
+longest list. Only listed rows are gathered, one block at a time.
 """
 
 from typing import Any, NamedTuple
@@ -19,34 +19,42 @@ from ragged_attention.portable.xla._tile import Tile
 
 
 class Lists(NamedTuple):
-    """A list of slots per query, of which the first `lens` count."""
+    """A list of slots per query."""
 
     latents: Latents
     slots: jax.Array  # i32 [R, N]
-    lens: jax.Array  # i32 [R]
+    lens: jax.Array  # i32 [R], the number of leading entries that count
 
 
 def tile_for(num_queries: int, topk: int, width: int) -> Tile:
-    """Blocks that stay in a core's cache; several queries at once where lists are short."""
+    """Blocks that fit a core's cache; several queries per tile if lists are short."""
     block_kv = min(512, topk)
     block_q = max(1, min(64, num_queries, 2**17 // (block_kv * width)))
     return Tile(block_q=block_q, block_kv=block_kv)
 
 
 def lens_within(lens: Any, shape: tuple[int, ...], topk: int) -> jax.Array:
-    """Lengths of lists clamped to [0, topk], one per query; None is all entries."""
+    """List lengths clamped to [0, topk], broadcast to `shape` and flattened; None means `topk`."""
     lens = jnp.full((), topk, jnp.int32) if lens is None else jnp.clip(lens, 0, topk)
     return jnp.broadcast_to(lens.reshape(lens.shape + (1,) * (len(shape) - lens.ndim)), shape).reshape(-1)
+
+
+def slots_by_head(call: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The slots [R, N], list lengths [R] and KV heads [R] of a sparse prefill or its gradient.
+
+    Each KV head has its own list, so each of the T tokens is K queries, and R = T * K.
+    """
+    num_tokens, num_kv_heads = call.num_tokens, call.num_kv_heads
+    lens = lens_within(call.topk_lens, (num_tokens, num_kv_heads), call.topk)
+    heads = jnp.tile(jnp.arange(num_kv_heads, dtype=jnp.int32), num_tokens)
+    return call.indices.reshape(-1, call.topk), lens, heads
 
 
 def attend(
     q: jax.Array, all_lists: list[Lists], heads: jax.Array, sinks: jax.Array | None, scale: float, d_v: int,
     tile: Tile, dtype: Any, soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Out [R, G, d_v], max_logits [R, G] and lse [R, G] of queries [R, G, D] that see KV heads `heads` [R].
-
-    `sinks` has one per row of a KV head, [K, G]; out is of `dtype`.
-    """
+    """Out [R, G, d_v] in `dtype`, max_logits [R, G] and lse [R, G] of q [R, G, D], `heads` [R] and `sinks` [K, G]."""
     dtype = jnp.dtype(dtype)
     num_queries, group = q.shape[:2]
     size = min(tile.block_q, num_queries)
@@ -54,13 +62,13 @@ def attend(
     def attend_tile(first: jax.Array) -> tuple[jax.Array, ...]:
         row = jnp.minimum(first + jnp.arange(size, dtype=jnp.int32), num_queries - 1)
         head = at(heads, row)
-        queries, row = lax.optimization_barrier((q, row))  # otherwise all of q is converted ahead of the loop
+        queries, row = lax.optimization_barrier((q, row))  # without it, XLA would convert all of q before the loop
         queries = stored_at(queries, row)
-        state = Softmax.of_no_keys(size, group, d_v=d_v, dtype=wide(q.dtype))
+        state = Softmax.empty(size, group, d_v=d_v, dtype=wide(q.dtype))
         for lists in all_lists:
             state = _over(lists, state, queries, row, head, scale, soft_cap, tile.block_kv)
         out, lse = state.finished(None if sinks is None else at(sinks, head))
-        # As bits: XLA's CPU compiler would convert all of a bfloat16 array to update a part of it.
+        # Returned as bits, because XLA's CPU compiler would convert a whole bfloat16 array to update a part of it.
         return lax.bitcast_convert_type(out.astype(dtype), BITS[dtype.itemsize]), state.m_i, lse
 
     firsts = jnp.arange(0, num_queries, size, dtype=jnp.int32)
@@ -72,7 +80,7 @@ def _over(
     lists: Lists, state: Softmax, q: jax.Array, row: jax.Array, head: jax.Array, scale: float,
     soft_cap: float | None, block_kv: int,
 ) -> Softmax:  # fmt: skip
-    """The state with the keys that the rows of a tile list."""
+    """The state after adding the keys that the rows of a tile list."""
     lens = at(lists.lens, row)
     topk = lists.slots.shape[1]
     block_kv = min(block_kv, topk)

@@ -1,4 +1,4 @@
-"""Reading blocks of keys and values out of the pages."""
+"""Reads blocks of keys and values from the pages."""
 
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from ragged_attention.portable.xla._ragged import at
 def addresses_of(
     page_indices: jax.Array, seq: jax.Array, key: jax.Array, wanted: jax.Array, num_pages: int, page_size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Page and offset of positions `key` [N], and which of the `wanted` ones lie on a valid page; others get page 0."""
+    """The page and offset of positions `key` [N], and a mask of those wanted and on a valid page; others get page 0."""
     column = jnp.minimum(key // page_size, page_indices.shape[1] - 1)
     page = at(page_indices, seq, column)
     valid = wanted & (page >= 0) & (page < num_pages)
@@ -21,27 +21,24 @@ def addresses_of(
 
 
 def stored_at(array: jax.Array, *index: Any) -> jax.Array:
-    """`array[index]` for indices known to be in bounds.
-
-    The elements are gathered as bits, because XLA's CPU compiler would convert a whole array of 16 bits to float32.
-    """
+    """`array[index]`, in bounds, gathered as bits: XLA's CPU compiler would convert a whole 16-bit array to float32."""
     bits = lax.bitcast_convert_type(array, BITS[array.dtype.itemsize])
     return lax.bitcast_convert_type(at(bits, *index), array.dtype)
 
 
 class Blocks(Protocol):
-    """What gathers the K and V of some positions of a sequence, heads first."""
+    """Gathers K and V at some positions of a sequence, heads first."""
 
     def read(self, seq: jax.Array, key: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """K [K, N, D] and V [K, N, D_v] at positions `key` [N], and which of the `wanted` ones lie on a valid page.
+        """K [K, N, D] and V [K, N, D_v] at positions `key` [N], and a mask of those `wanted` and on a valid page.
 
-        V is float32, and zero where it is not wanted or not valid, since a weight of 0 does not silence a NaN.
+        V is float32. It is 0 where the mask is False, because a weight of 0 does not remove a NaN.
         """
         ...
 
 
 class KeyValueBlocks:
-    """Gathers from pages [P, G, ...]; K is in `dtype`."""
+    """Gathers blocks from pages [P, G, ...], with K in `dtype`."""
 
     def __init__(self, kv_pages: Any, page_indices: jax.Array, dtype: Any) -> None:
         self.arrays = tuple(kv_pages) if isinstance(kv_pages, tuple | list) else (kv_pages,)
@@ -51,7 +48,7 @@ class KeyValueBlocks:
     def read(self, seq: jax.Array, key: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         num_pages, page_size = self.arrays[0].shape[:2]
         page, offset, valid = addresses_of(self.page_indices, seq, key, wanted, num_pages, page_size)
-        # Without the barrier XLA moves the conversion of the values out of the caller's loop, onto the whole cache.
+        # Without the barrier, XLA would convert the whole cache before the caller's loop.
         arrays, page, offset = lax.optimization_barrier((self.arrays, page, offset))
         rows = [at(lax.bitcast_convert_type(array, BITS[array.dtype.itemsize]), page, offset) for array in arrays]
         if len(rows) == 1:  # K and V interleaved by head

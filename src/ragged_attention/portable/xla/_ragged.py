@@ -1,4 +1,4 @@
-"""The sequences of a batch and their tiles, by index arrays that are clamped to what the arrays can hold."""
+"""The sequences of a batch and their tiles; index values are clamped to what the other arrays can hold."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,20 +12,20 @@ from ragged_attention.jax_shared.pages import live_edges
 
 
 class Sequences(NamedTuple):
-    """Rows and keys of each sequence, i32 [S]; a sequence from `num_seqs` on has no rows."""
+    """Each sequence's query rows [start, stop) and number of keys, i32 [S]; those past `num_seqs` have no rows."""
 
     starts: jax.Array
     stops: jax.Array
     kv_lens: jax.Array
 
-    def taken(self, size: int) -> jax.Array:
-        """Which sequences get tiles of `size` rows: those of one row if `size` is 1, otherwise those of more rows."""
+    def tiled_by(self, size: int) -> jax.Array:
+        """A mask [S] of sequences with tiles of `size` rows: those of one row if `size` is 1, else those of more."""
         lengths = self.stops - self.starts
         return lengths == 1 if size == 1 else lengths > 1
 
 
 def sequences(kv_lens: Any, cu_q_lens: Any, num_seqs: Any, num_tokens: int, capacity: int) -> Sequences:
-    """The sequences of a call whose rows of `page_indices` hold `capacity` positions each."""
+    """The sequences of a call, each of which can hold `capacity` positions."""
     return Sequences(*bounds_of(cu_q_lens, num_tokens, num_seqs), jnp.clip(kv_lens, 0, capacity))
 
 
@@ -42,15 +42,15 @@ def window_of(call: Any, capacity: int) -> int | None:
 
 
 def walk_tiles(
-    starts: jax.Array, stops: jax.Array, taken: jax.Array, size: int, num_rows: int,
+    starts: jax.Array, stops: jax.Array, included: jax.Array, size: int, num_rows: int,
     step: Callable[[jax.Array, jax.Array, jax.Array, Any], Any], state: Any,
 ) -> Any:  # fmt: skip
-    """`state` after `step(seq, first, row, state)` for each tile of the sequences that are `taken`, in order.
+    """`state` after `step(seq, first, row, state)` for each tile, in order, of the sequences in the mask `included`.
 
-    A tile has `size` consecutive rows, i32 [size], and those from `first` on are its own. A tile that would exceed
-    `num_rows` begins earlier.
+    A tile has the `size` consecutive rows `row`, i32 [size], of which those from `first` on are its own: a tile that
+    would exceed `num_rows` begins earlier.
     """
-    tiles = jnp.where(taken, (stops - starts + (size - 1)) // size, 0)
+    tiles = jnp.where(included, (stops - starts + (size - 1)) // size, 0)
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
 
     def one(index: jax.Array, state: Any) -> Any:
@@ -63,7 +63,7 @@ def walk_tiles(
 
 
 def put(whole: jax.Array, part: jax.Array, row: jax.Array, own: jax.Array, axis: int = 0) -> jax.Array:
-    """The array `whole` with a tile's `own` rows taken from `part`; `row` numbers the tile's rows along the axis."""
+    """`whole` with a tile's `own` rows replaced by those of `part`; `row` has the tile's indices along the axis."""
     old = lax.dynamic_slice_in_dim(whole, row[0], len(row), axis)
     own = own.reshape(-1, *(1,) * (whole.ndim - axis - 1))
     return lax.dynamic_update_slice_in_dim(whole, jnp.where(own, part.reshape(old.shape), old), row[0], axis)

@@ -1,4 +1,4 @@
-"""Softmax over keys that come a block at a time, and what the gradient needs of rows."""
+"""Online softmax over blocks of keys, and the terms of its gradient that each query row has once."""
 
 import functools
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from ragged_attention.jax_shared.logits import soft_capped
 
 
 def wide(dtype: Any) -> Any:
-    """The dtype to compute in: float64 inputs ask for exactness."""
+    """The compute dtype: float64 for float64 inputs, else float32."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
@@ -19,27 +19,27 @@ def dot(letters: str, left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 class Softmax(NamedTuple):
-    """Per row of queries: the largest logit, the sum of the weights relative to it, and the weighted sum of values."""
+    """The state of an online softmax for query rows [..., R], in the compute dtype."""
 
-    m_i: jax.Array  # [..., R], all three in the dtype to compute in
-    l_i: jax.Array  # [..., R]
-    acc: jax.Array  # [..., R, d_v]
+    m_i: jax.Array  # [..., R], the largest logit
+    l_i: jax.Array  # [..., R], the sum of the weights exp(logit - m_i)
+    acc: jax.Array  # [..., R, d_v], the weighted sum of the values
 
     @classmethod
-    def of_no_keys(cls, *rows: int, d_v: int, dtype: Any = jnp.float32) -> "Softmax":
+    def empty(cls, *rows: int, d_v: int, dtype: Any = jnp.float32) -> "Softmax":
         zeros = functools.partial(jnp.zeros, dtype=dtype)
         return cls(jnp.full(rows, -jnp.inf, dtype), zeros(rows), zeros((*rows, d_v)))
 
     def extended(
         self, q: jax.Array, keys: jax.Array, seen: jax.Array, scale: float, soft_cap: float | None
     ) -> "Softmax":
-        """With the keys [..., N, D], whose first columns are their values, as far as they are `seen` [..., R, N]."""
+        """The state after adding `keys` [..., N, D], whose first columns are values; `seen` is a mask [..., R, N]."""
         logits = logits_of(dot("...rd,...nd->...rn", q, keys), scale, soft_cap)
         logits = jnp.where(seen, logits, -jnp.inf)
-        return self.mixed(logits, keys[..., : self.acc.shape[-1]].astype(logits.dtype))
+        return self.updated(logits, keys[..., : self.acc.shape[-1]].astype(logits.dtype))
 
-    def mixed(self, logits: jax.Array, values: jax.Array) -> "Softmax":
-        """With keys of these logits [..., R, N], -inf where hidden, and their values [..., N, d_v]."""
+    def updated(self, logits: jax.Array, values: jax.Array) -> "Softmax":
+        """The state after adding keys with logits [..., R, N], -inf where hidden, and values [..., N, d_v]."""
         m_i = jnp.maximum(self.m_i, logits.max(axis=-1))
         base = jnp.where(m_i == -jnp.inf, 0.0, m_i)
         weights, alpha = jnp.exp(logits - base[..., None]), jnp.exp(self.m_i - base)
@@ -47,26 +47,23 @@ class Softmax(NamedTuple):
         return Softmax(m_i, alpha * self.l_i + weights.sum(axis=-1), acc)
 
     def finished(self, sinks: jax.Array | None, v_scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """Out [..., R, d_v] and lse [..., R] in the state's dtype; sinks and the values' scales broadcast over rows."""
-        some = self.m_i != -jnp.inf
-        lse = jnp.where(some, self.m_i + jnp.log(self.l_i), -jnp.inf)
-        factor = jnp.where(some, 1.0 / jnp.where(some, self.l_i, 1.0), 0.0)
+        """Out [..., R, d_v] and lse [..., R] in the state's dtype; `sinks` and `v_scale` broadcast against [..., R]."""
+        has_keys = self.m_i != -jnp.inf
+        lse = jnp.where(has_keys, self.m_i + jnp.log(self.l_i), -jnp.inf)
+        factor = jnp.where(has_keys, 1.0 / jnp.where(has_keys, self.l_i, 1.0), 0.0)
         if sinks is not None:
-            factor *= jnp.where(some, jax.nn.sigmoid(lse - sinks), 0.0)
+            factor *= jnp.where(has_keys, jax.nn.sigmoid(lse - sinks), 0.0)
         if v_scale is not None:
             factor *= v_scale
         return self.acc * factor[..., None], lse
 
 
 class RowTerms(NamedTuple):
-    """All that the gradient needs of rows of queries besides their logits.
+    """The terms of the gradient that each query row has once, for all keys."""
 
-    A row whose log-sum-exp is -inf saw no key, and contributes nothing.
-    """
-
-    lse: jax.Array  # [..., R], +inf for a row that contributes nothing, so that its weights are 0
-    d_out: jax.Array  # [..., R, d_v] times what the sinks leave to the keys
-    offset: jax.Array  # [..., R]
+    lse: jax.Array  # [..., R]; +inf for a row that contributes nothing, so that its weights are 0
+    d_out: jax.Array  # [..., R, d_v], times the keys' share of the softmax, which is 1 - the sink's weight
+    offset: jax.Array  # [..., R], added to d_out . v to give d_logit / weight
     d_sinks: jax.Array  # [..., R]
 
     @classmethod
@@ -74,7 +71,7 @@ class RowTerms(NamedTuple):
         cls, d_out: jax.Array, out: jax.Array, lse: jax.Array, d_lse: jax.Array | None, sinks: jax.Array | None,
         live: jax.Array,
     ) -> "RowTerms":  # fmt: skip
-        """Rows that are not `live` [..., R] may hold anything; `sinks` broadcasts against `lse`."""
+        """Only `live` [..., R] rows contribute; others may hold NaN. `sinks` broadcasts against `lse`."""
         d_out = jnp.where(live[..., None], d_out, 0)
         delta = jnp.where(live, (out * d_out).sum(axis=-1), 0)
         offset, d_sinks = -delta, jnp.zeros_like(delta)
@@ -87,7 +84,7 @@ class RowTerms(NamedTuple):
         return cls(jnp.where(live, lse, jnp.inf), d_out, offset, d_sinks)
 
     def weights(self, logits: jax.Array) -> jax.Array:
-        """Of logits [..., R, N], -inf where hidden."""
+        """The softmax weights of logits [..., R, N], which are -inf where hidden."""
         return jnp.exp(logits - self.lse[..., None])
 
     def d_logits(self, weights: jax.Array, values: jax.Array) -> jax.Array:
@@ -96,6 +93,6 @@ class RowTerms(NamedTuple):
 
 
 def logits_of(products: jax.Array, scale: Any, soft_cap: float | None) -> jax.Array:
-    """Products of queries and keys as logits; `scale` broadcasts against them."""
+    """The logits of products q . k; `scale` broadcasts against them."""
     logits = products * scale
     return logits if soft_cap is None else soft_capped(logits, soft_cap)

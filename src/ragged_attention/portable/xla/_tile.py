@@ -1,4 +1,4 @@
-"""The `Tile` of the attentions."""
+"""The `Tile` of this backend's attentions and indexer."""
 
 import dataclasses
 
@@ -7,15 +7,10 @@ from ragged_attention.errors import InvalidInput
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile:
-    """What can be tuned.
+    """The tunable sizes."""
 
-    Attributes:
-        block_q: query tokens computed together; each has the rows of all its heads.
-        block_kv: keys gathered at a time.
-    """
-
-    block_q: int = 64
-    block_kv: int = 512
+    block_q: int = 64  # query tokens in a tile, each with a row per head
+    block_kv: int = 512  # keys gathered at a time
 
     def __post_init__(self) -> None:
         for name, limit in (("block_q", 1024), ("block_kv", 8192)):

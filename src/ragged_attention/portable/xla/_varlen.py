@@ -1,8 +1,8 @@
-"""Packed sequences in tiles of queries, each of which walks over the keys that it can see, a block at a time.
+"""Cuts packed sequences into tiles of queries, each of which loops over the keys that it can see, a block at a time.
 
-Both loops count at run time, so the cost follows the visible keys, whatever the shapes allow; memory beside the arrays
-themselves is that of one tile and one block. Arrays lie heads first, in what is computed in, and the query heads of one
-KV head are rows of one matrix, so keys and values are never repeated.
+Both loop counts are run-time values, so the cost depends on the visible keys, not on the shapes. Memory holds the
+arrays, one tile and one block. Arrays are heads-first and in the compute dtype, and the query heads of one KV head are
+rows of one matrix, so keys and values are never repeated.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from ragged_attention.portable.xla._tile import Tile
 
 
 def heuristic(call: VarlenCall) -> Tile:
-    """Tiles near the mean query length, up to 256 rows a KV head; blocks that stay in a core's cache."""
+    """Tiles near the mean query length, up to 256 rows per KV head; blocks that fit a core's cache."""
     mean, longest = -(-call.num_q_tokens // max(call.num_seqs, 1)), call.num_kv_tokens
     if call.max_q_len is not None:
         mean = min(mean, call.max_q_len)
@@ -33,7 +33,7 @@ def heuristic(call: VarlenCall) -> Tile:
 
 
 def heads_first(array: jax.Array, num_kv_heads: int, dtype: Any) -> jax.Array:
-    """[T, K * G, ...] as [K, T, G, ...]."""
+    """An array [T, K * G, ...] transposed to [K, T, G, ...]."""
     num_tokens, num_heads, *rest = array.shape
     return array.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, *rest).swapaxes(0, 1).astype(dtype)
 
@@ -45,34 +45,34 @@ def tokens_first(array: jax.Array, dtype: Any) -> jax.Array:
 
 
 class Queries(NamedTuple):
-    """One tile: `size` consecutive rows of q, some of which are its own, and the keys [start, stop) that these see."""
+    """One tile: `size` consecutive rows of q, and the keys [start, stop) that they see."""
 
     row: jax.Array  # i32 [size]
-    own: jax.Array  # bool [size]
-    last: jax.Array  # i32 [size], the last key that a row may see, as a row of k
+    own: jax.Array  # bool [size]; False for a row that belongs to another tile
+    last: jax.Array  # i32 [size], the last key that a row sees in causal attention, as a row of k
     start: jax.Array
     stop: jax.Array
 
     def rows(self, array: jax.Array) -> jax.Array:
-        """Its rows [K, size * G, ...] of an array [K, T, G, ...]."""
-        found = lax.dynamic_slice_in_dim(array, self.row[0], len(self.row), axis=1)
-        return found.reshape(found.shape[0], -1, *found.shape[3:])
+        """The tile's rows [K, size * G, ...] of an array [K, T, G, ...]."""
+        some = lax.dynamic_slice_in_dim(array, self.row[0], len(self.row), axis=1)
+        return some.reshape(some.shape[0], -1, *some.shape[3:])
 
     def put(self, whole: jax.Array, part: jax.Array) -> jax.Array:
-        """An array [K, T, G, ...] with the tile's own rows taken from `part` [K, size * G, ...]."""
+        """An array [K, T, G, ...] with the tile's own rows replaced by those of `part` [K, size * G, ...]."""
         return put(whole, part, self.row, self.own, axis=1)
 
 
 class Keys(NamedTuple):
-    """One block: consecutive rows of k and v, and which of them each row of a tile sees."""
+    """One block: `size` consecutive rows of k and v, and masks of those that the tile sees."""
 
     first: jax.Array
     size: int
-    seen: jax.Array  # bool [size of the tile * G, size]
-    any_seen: jax.Array  # bool [size, 1]
+    seen: jax.Array  # bool [the tile's size * G, size]: whether a query row sees a key
+    any_seen: jax.Array  # bool [size, 1]: whether any query row sees a key
 
     def rows(self, array: jax.Array) -> jax.Array:
-        """Its rows [K, size, ...] of an array [K, T, ...], 0 where no row sees them: they may hold NaN."""
+        """The block's rows [K, size, ...] of an array [K, T, ...]; 0 if no query sees the row, which may hold NaN."""
         return jnp.where(self.any_seen, lax.dynamic_slice_in_dim(array, self.first, self.size, axis=1), 0)
 
     def add(self, whole: jax.Array, part: jax.Array) -> jax.Array:
@@ -82,7 +82,7 @@ class Keys(NamedTuple):
 
 
 def over_tiles(call: VarlenCall, tile: Tile, step: Callable[[Queries, Any], Any], state: Any) -> Any:
-    """`state` after `step(queries, state)` for each tile of each sequence, one after the other."""
+    """`state` after `step(queries, state)` for each tile of each sequence, in order."""
     if 0 in (call.num_q_tokens, call.num_kv_tokens, call.num_seqs):
         return state
     size = min(tile.block_q, call.num_q_tokens)
@@ -92,7 +92,7 @@ def over_tiles(call: VarlenCall, tile: Tile, step: Callable[[Queries, Any], Any]
     def one(seq: jax.Array, first: jax.Array, row: jax.Array, state: Any) -> Any:
         stop, kv_start, kv_stop = at(q_stops, seq), at(kv_starts, seq), at(kv_stops, seq)
         last_row = jnp.minimum(first + size, stop) - 1
-        last = kv_stop - (stop - row)  # for a row that is aligned at the end
+        last = kv_stop - (stop - row)  # the last query is aligned with the last key
         start, end = kv_start, kv_stop
         if call.causal:
             end = jnp.clip(kv_stop - (stop - last_row) + 1, kv_start, kv_stop)

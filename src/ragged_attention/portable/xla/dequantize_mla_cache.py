@@ -1,4 +1,4 @@
-"""The rows of a quantised latent cache, on plain jax operations."""
+"""Dequantises a latent cache in plain jax operations."""
 
 from typing import Any
 

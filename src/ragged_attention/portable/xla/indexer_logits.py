@@ -1,4 +1,4 @@
-"""The lightning indexer's logits, on plain jax operations."""
+"""The lightning indexer's logits in plain jax operations."""
 
 from typing import Any
 
@@ -14,7 +14,6 @@ from ragged_attention.portable.xla._tile import Tile as Tile
 
 
 def run(call: IndexerLogits, tile: Tile, launch: Any) -> jax.Array:
-
     def rows(seen: Seen, logits: jax.Array) -> jax.Array:
         return from_own_start(logits, seen, call.columns) if call.relative else logits
 

@@ -1,7 +1,4 @@
-"""The keys with the largest logits of the lightning indexer, on plain jax operations.
-
-Each tile of tokens chooses from its own logits, so there is never a matrix of all of them.
-"""
+"""The keys with the largest logits of the lightning indexer, in plain jax operations, a tile of tokens at a time."""
 
 from typing import Any
 
@@ -19,9 +16,8 @@ FEATURES = FEATURES_OF_LOGITS | {"candidate_blocks", "candidate_block_size"}
 
 
 def run(call: IndexerTopk, tile: Tile, launch: Any) -> jax.Array:
-
     def rows(seen: Seen, logits: jax.Array) -> jax.Array:
-        chosen = largest(logits, call.top_k)
-        return jnp.where(chosen < 0, chosen, chosen - seen.starts[:, None]) if call.relative else chosen
+        selected = largest(logits, call.top_k)
+        return jnp.where(selected < 0, selected, selected - seen.starts[:, None]) if call.relative else selected
 
     return over_tiles(call, tile, jnp.full((call.num_tokens, call.top_k), -1, jnp.int32), rows)

@@ -1,7 +1,4 @@
-"""MLA decode on plain jax operations.
-
-A dense call is one of ragged attention over latents; the schedule is of no use here.
-"""
+"""MLA decode in plain jax operations. Dense calls are computed as ragged latent attention; a schedule is ignored."""
 
 from typing import Any
 
@@ -23,7 +20,7 @@ FEATURES = frozenset({
 
 
 def heuristic(call: MlaDecode) -> Tile:
-    """Up to 256 rows per KV head; blocks that stay in a core's cache."""
+    """Up to 256 rows per KV head; blocks that fit a core's cache."""
     if call.sparse:
         return tile_for(call.num_seqs * call.num_q_tokens, max(call.topk, call.extra_topk), call.d_qk)
     block_q = max(1, min(64, 256 * call.num_kv_heads // call.num_q_heads))
@@ -39,7 +36,7 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> tuple[jax.Array, jax.Array]
 
 
 def _sparse(call: MlaDecode, tile: Tile) -> tuple[jax.Array, jax.Array]:
-    """Out [S * Q, H, d_v] and lse [S * Q, H]: each query token is a query with a list of its own."""
+    """Out [S * Q, H, d_v] and lse [S * Q, H], where each query token has its own lists."""
     shape = call.q.shape[:2]
     given = [
         (call.kv_cache, call.kv_format, call.indices, call.topk_lens),
@@ -58,7 +55,7 @@ def _sparse(call: MlaDecode, tile: Tile) -> tuple[jax.Array, jax.Array]:
 
 
 def _dense(call: MlaDecode, tile: Tile) -> tuple[jax.Array, jax.Array]:
-    """Out [S * Q, H, d_v] and lse [S * Q, H]: ragged attention of sequences of as many queries."""
+    """Out [S * Q, H, d_v] and lse [S * Q, H], computed as ragged attention with Q queries per sequence."""
     count = call.num_q_tokens
     edges = jnp.arange(0, (call.num_seqs + 1) * count, count, dtype=jnp.int32)
     return attend_ragged(call, tile, count, q=call.q.reshape(-1, *call.q.shape[2:]), cu_q_lens=edges)

@@ -1,4 +1,4 @@
-"""Positions of sequences as slots, on plain jax operations."""
+"""Converts token positions to slots of the cache in plain jax operations."""
 
 from typing import Any
 

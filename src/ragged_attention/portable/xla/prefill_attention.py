@@ -1,4 +1,4 @@
-"""Chunked prefill over heads-first pages on plain jax operations: ragged paged attention of one sequence."""
+"""Chunked prefill over heads-first pages in plain jax operations: ragged paged attention of one sequence."""
 
 from typing import Any
 

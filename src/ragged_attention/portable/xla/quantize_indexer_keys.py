@@ -1,4 +1,4 @@
-"""Rows for the indexer quantised, on plain jax operations."""
+"""Quantises keys of the indexer in plain jax operations."""
 
 from typing import Any
 

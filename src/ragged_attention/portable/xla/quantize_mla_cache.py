@@ -1,4 +1,4 @@
-"""A latent cache quantised, on plain jax operations."""
+"""Quantises a latent cache in plain jax operations."""
 
 from typing import Any
 

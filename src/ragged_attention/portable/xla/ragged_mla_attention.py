@@ -1,7 +1,7 @@
-"""Ragged attention over a paged latent cache on plain jax operations.
+"""Ragged attention over a paged latent cache in plain jax operations.
 
-Ragged paged attention whose keys are the latent rows and whose values are their first columns: each block of rows is
-gathered once, as it is stored, and serves as both.
+It is ragged paged attention whose keys are the latent rows. Values are the keys' first columns, so a block of rows is
+gathered once for both.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ FEATURES = frozenset({
 
 
 def heuristic(call: RaggedMlaAttention) -> Tile:
-    """Tiles near the mean query length, up to 256 rows or 8 tokens; blocks that stay in a core's cache."""
+    """Tiles near the mean query length, up to 256 rows or 8 tokens; blocks that fit a core's cache."""
     mean = -(-call.num_tokens // max(call.max_num_seqs, 1))
     block_q = min(64, max(8, 256 // call.num_q_heads), 1 << max(mean - 1, 0).bit_length())
     return Tile(block_q=block_q, block_kv=512 if block_q < 8 else 256)
@@ -38,10 +38,10 @@ def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
 def attend(
     call: MlaDecode | RaggedMlaAttention, tile: Tile, num_q_tokens: int | None = None, **others: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Out [T, H, d_v] and lse [T, H] of a call over latents as one of ragged paged attention.
+    """Out [T, H, d_v] and lse [T, H] of a call over latents, computed as ragged paged attention.
 
-    What the latter has by another name or in another shape is among `others`. `num_q_tokens` is how many queries each
-    sequence has, where that is known.
+    `others` has the ragged arguments whose names or shapes differ. `num_q_tokens` is the number of queries per
+    sequence, if known.
     """
     names = (
         "q", "kv_lens", "page_indices", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "out_dtype",
@@ -55,7 +55,7 @@ def attend(
 
 
 class LatentBlocks:
-    """Gathers latent rows, which are K and, in their first columns, V."""
+    """Gathers latent rows as K, and their first columns as V."""
 
     def __init__(self, call: MlaDecode | RaggedMlaAttention) -> None:
         self.latents = Latents(call.kv_cache, call.kv_format)

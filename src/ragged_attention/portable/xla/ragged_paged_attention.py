@@ -1,8 +1,8 @@
-"""Ragged paged attention on plain jax operations.
+"""Ragged paged attention in plain jax operations.
 
-The queries of a sequence are cut into tiles of tokens, and a tile walks over the keys it can see, a block at a time,
-with an online softmax. Both loops count at run time, so the cost follows the visible keys; never more than one block
-of K and V is gathered. Sequences of one query get tiles of one token: a decode does not pay for a prefill's rows.
+The queries of a sequence are cut into tiles of tokens. A tile loops over the keys that it can see, a block at a time,
+with an online softmax. Both loop counts are run-time values, so the cost depends on the visible keys. One block of K
+and V is gathered at a time. Sequences of one query get tiles of one token, so that decode has no padded rows.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ FEATURES = frozenset({
 
 
 def heuristic(call: RaggedPagedAttention) -> Tile:
-    """Tiles near the mean query length, up to 256 rows per KV head; blocks that stay in a core's cache."""
+    """Tiles near the mean query length, up to 256 rows per KV head; blocks that fit a core's cache."""
     mean = -(-call.num_tokens // max(call.max_num_seqs, 1))
     block_q = max(8, min(64, 256 // call.group, 1 << (mean - 1).bit_length() if mean else 1))
     floats = call.num_kv_heads * (call.head_dim + call.v_head_dim)
@@ -43,33 +43,30 @@ def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
 def attention(
     call: RaggedPagedAttention, tile: Tile, blocks: Blocks, num_q_tokens: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Out and lse of a call whose keys and values `blocks` reads.
-
-    `num_q_tokens` is how many queries each sequence has, where that is known.
-    """
+    """Out and lse of a call; `blocks` reads K and V. `num_q_tokens` is the number of queries per sequence, if known."""
     dtype = jnp.dtype(call.result_dtype)
-    # As bits: XLA's CPU compiler would convert all of a bfloat16 array to update a part of it.
+    # `out` holds bits, because XLA's CPU compiler would convert a whole bfloat16 array to update a part of it.
     out = jnp.zeros(call.out_shape, BITS[2] if dtype == jnp.bfloat16 else dtype)
     lse = jnp.full(call.out_shape[:2], -jnp.inf, jnp.float32)
     if 0 not in (call.num_tokens, call.max_num_seqs, call.num_pages, call.page_indices.shape[1]):
         block_kv = min(tile.block_kv, call.capacity)
         if num_q_tokens in (None, 1):
             out, lse = _attend_in_tiles(call, blocks, 1, block_kv, (out, lse))
-        if (most := call.num_tokens if num_q_tokens is None else num_q_tokens) > 1:
-            size = max(2, min(tile.block_q, most))
+        if (longest := call.num_tokens if num_q_tokens is None else num_q_tokens) > 1:
+            size = max(2, min(tile.block_q, longest))
             out, lse = _attend_in_tiles(call, blocks, size, block_kv, (out, lse))
     return lax.bitcast_convert_type(out, dtype), lse
 
 
 class Queries(NamedTuple):
-    """One tile: `size` consecutive rows of q, of which those from `first` to `stop` are its own."""
+    """One tile: `size` consecutive rows of q; its own rows are [first, stop), the others belong to other tiles."""
 
     seq: jax.Array
     first: jax.Array
-    stop: jax.Array  # where the tile's own rows end
+    stop: jax.Array
     row: jax.Array  # i32 [size]
-    position: jax.Array  # i32 [size], -1 for any row that stands before its sequence's first key
-    first_new: jax.Array  # position of the sequence's first query, negative where it has fewer keys than queries
+    position: jax.Array  # i32 [size]; -1 if the row precedes its sequence's first key
+    first_new: jax.Array  # the position of the sequence's first query; negative if it has more queries than keys
 
     @property
     def own(self) -> jax.Array:
@@ -77,7 +74,7 @@ class Queries(NamedTuple):
 
 
 def _attend_in_tiles(call: RaggedPagedAttention, blocks: Blocks, size: int, block_kv: int, results: Any) -> Any:
-    """Fill in the rows of the sequences of one query (`size` 1), or of all longer ones, by tiles of `size` tokens."""
+    """Compute sequences in tiles of `size` tokens: those with one query token if `size` is 1, else all longer ones."""
     seqs = sequences(call.kv_lens, call.cu_q_lens, call.num_seqs, call.num_tokens, call.capacity)
 
     def attend(seq: jax.Array, first: jax.Array, row: jax.Array, results: Any) -> Any:
@@ -91,11 +88,11 @@ def _attend_in_tiles(call: RaggedPagedAttention, blocks: Blocks, size: int, bloc
             for whole, part in zip(results, parts, strict=True)
         )
 
-    return walk_tiles(seqs.starts, seqs.stops, seqs.taken(size), size, call.num_tokens, attend, results)
+    return walk_tiles(seqs.starts, seqs.stops, seqs.tiled_by(size), size, call.num_tokens, attend, results)
 
 
 def _visible_range(call: RaggedPagedAttention, tile: Queries, kv_len: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first key that some row of the tile sees, and one past the last."""
+    """The first key that any row of the tile sees, and one past the last."""
     start, stop = jnp.int32(0), kv_len
     if call.causal and call.draft_mask is None:
         stop = jnp.clip(tile.position[tile.stop - 1 - tile.row[0]] + 1, 0, kv_len)
@@ -109,7 +106,7 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Out [size, H, D_v] and lse [size, H] of one tile."""
     size, num_kv_heads, group = len(tile.row), call.num_kv_heads, call.group
-    q, row = lax.optimization_barrier((call.q, tile.row[0]))  # otherwise all of q is converted ahead of the loop
+    q, row = lax.optimization_barrier((call.q, tile.row[0]))  # without it, XLA would convert all of q before the loop
     q = lax.dynamic_slice_in_dim(lax.bitcast_convert_type(q, BITS[q.dtype.itemsize]), row, size)
     q = lax.bitcast_convert_type(q, call.q.dtype).reshape(size, num_kv_heads, group, call.head_dim)
     q = q.swapaxes(0, 1).reshape(num_kv_heads, -1, call.head_dim)
@@ -127,18 +124,18 @@ def _attend(
             seen &= key <= tile.position[:, None]
         if window is not None:
             seen &= key > tile.position[:, None] - window
-        if call.draft_mask is not None:  # a weight of 0 does not hide a NaN
+        if call.draft_mask is not None:  # a weight of 0 does not remove a NaN
             v = jnp.where((seen & tile.own[:, None]).any(axis=0)[:, None], v, 0)
         seen = jnp.broadcast_to(seen[:, None], (size, group, block_kv)).reshape(-1, block_kv)
-        return state.mixed(jnp.where(seen, logits, -jnp.inf), v)
+        return state.updated(jnp.where(seen, logits, -jnp.inf), v)
 
     def by_token(rows: jax.Array) -> jax.Array:
-        """Rows [K, size * group, ...] as [size, H, ...]."""
+        """Rows [K, size * group, ...] transposed to [size, H, ...]."""
         inner = rows.shape[2:]
         return rows.reshape(num_kv_heads, size, group, *inner).swapaxes(0, 1).reshape(size, -1, *inner)
 
     count = (jnp.maximum(stop - start, 0) + (block_kv - 1)) // block_kv
-    state = Softmax.of_no_keys(num_kv_heads, size * group, d_v=call.v_head_dim)
+    state = Softmax.empty(num_kv_heads, size * group, d_v=call.v_head_dim)
     sinks = None if call.sinks is None else jnp.tile(call.sinks.reshape(num_kv_heads, group), size)
     state = fori_loop(jnp.int32(0), count, step, state)
     out, lse = state.finished(sinks, per_head(call.v_scale, num_kv_heads)[:, None])
@@ -146,8 +143,8 @@ def _attend(
 
 
 def _drafted(mask: jax.Array, tile: Queries, key: jax.Array) -> jax.Array:
-    """Which keys a draft mask [T, W] lets the rows of a tile see, [size, keys]; all that are not new tokens."""
+    """Bool [size, keys]: True if a draft mask [T, W] lets a tile's row see the key. Keys of earlier steps are seen."""
     rows = lax.dynamic_slice_in_dim(mask, tile.row[0], len(tile.row))
-    rows = jnp.pad(rows, ((0, 0), (0, 1)))  # what lies beyond the mask is hidden
+    rows = jnp.pad(rows, ((0, 0), (0, 1)))  # tokens beyond the mask are hidden
     new = key - tile.first_new
     return (new < 0) | rows[:, jnp.clip(new, 0, mask.shape[1])]

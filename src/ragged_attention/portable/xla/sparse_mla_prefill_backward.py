@@ -1,7 +1,7 @@
-"""The gradient of sparse MLA prefill on plain jax operations.
+"""The gradient of sparse MLA prefill in plain jax operations.
 
-A few queries at a time gather the rows they list once more, a block of entries at a time, and what they contribute to
-these is added to one array of sums.
+Queries are processed a few at a time. Their listed rows are gathered again, block by block, and each row's gradient is
+accumulated in one array.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from ragged_attention.calls import SparseMlaPrefillBackward
 from ragged_attention.jax_shared.axes import fori_loop
 from ragged_attention.portable.xla import _framework
 from ragged_attention.portable.xla._latents import Latents
-from ragged_attention.portable.xla._lists import lens_within, tile_for
+from ragged_attention.portable.xla._lists import slots_by_head, tile_for
 from ragged_attention.portable.xla._ragged import at, put
 from ragged_attention.portable.xla._softmax import RowTerms, dot, wide
 from ragged_attention.portable.xla._tile import Tile as Tile
@@ -34,7 +34,6 @@ def heuristic(call: SparseMlaPrefillBackward) -> Tile:
 
 
 def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> Arrays:
-    """A token is a query for each KV head, which has a list of its own."""
     given = [array for array in (call.q, call.kv, call.sinks) if array is not None]
     if 0 in (call.num_tokens, call.num_slots):
         return tuple(map(jnp.zeros_like, given))
@@ -44,29 +43,24 @@ def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> Arrays:
 
     def on_tile(index: jax.Array, results: Arrays) -> Arrays:
         dq, d_rows, d_sinks = results
-        wanted = index * size
-        first = jnp.minimum(wanted, len(queries.head) - size)
+        first = jnp.minimum(index * size, len(queries.head) - size)
         row = first + jnp.arange(size, dtype=jnp.int32)
+        own = row >= index * size
         some = jax.tree.map(lambda array: lax.dynamic_slice_in_dim(array, first, size), queries)
-        of_queries, d_rows, of_sinks = _tile(call, some, row >= wanted, tile.block_kv, d_rows)
+        dq_of_tile, d_rows, d_sinks_of_tile = _tile(call, some, own, tile.block_kv, d_rows)
         is_head = some.head == jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]
-        d_sinks += dot("kb,bg->kg", is_head.astype(dtype), of_sinks)
-        return put(dq, of_queries, row, row >= wanted), d_rows, d_sinks
+        d_sinks += dot("kb,bg->kg", is_head.astype(dtype), d_sinks_of_tile)
+        return put(dq, dq_of_tile, row, own), d_rows, d_sinks
 
-    group = call.num_q_heads // num_kv_heads
-    results = (
-        jnp.zeros(queries.q.shape, dtype),
-        jnp.zeros((call.num_slots * num_kv_heads, call.d_qk), dtype),
-        jnp.zeros((num_kv_heads, group), dtype),
-    )
+    shapes = queries.q.shape, (call.num_slots * num_kv_heads, call.d_qk), (num_kv_heads, call.group)
     tiles = -(-len(queries.head) // size)
-    dq, d_rows, d_sinks = fori_loop(jnp.int32(0), jnp.int32(tiles), on_tile, results)
-    found = (dq, d_rows, d_sinks)[: len(given)]
-    return tuple(array.reshape(like.shape).astype(like.dtype) for array, like in zip(found, given, strict=True))
+    results = tuple(jnp.zeros(shape, dtype) for shape in shapes)
+    gradients = fori_loop(jnp.int32(0), jnp.int32(tiles), on_tile, results)[: len(given)]
+    return tuple(array.reshape(like.shape).astype(like.dtype) for array, like in zip(gradients, given, strict=True))
 
 
 class Queries(NamedTuple):
-    """Per query [R]: a token's query heads [R, G, ...] of one KV head, and their list."""
+    """The queries [R]: each is a token's query heads [G, ...] of one KV head, with a list of its own."""
 
     q: jax.Array
     d_out: jax.Array
@@ -79,32 +73,23 @@ class Queries(NamedTuple):
 
 
 def _queries(call: SparseMlaPrefillBackward) -> Queries:
-    num_tokens, num_kv_heads = call.num_tokens, call.num_kv_heads
-    rows = num_tokens * num_kv_heads
+    def by_query(array: jax.Array) -> jax.Array:
+        return array.reshape(-1, call.group, *array.shape[2:])
 
-    def of_queries(array: jax.Array) -> jax.Array:
-        return array.reshape(rows, -1, *array.shape[2:])
-
-    q, d_out, out, lse = map(of_queries, (call.q, call.d_out, call.out, call.lse))
-    return Queries(
-        q,
-        d_out,
-        out,
-        lse,
-        None if call.d_lse is None else of_queries(call.d_lse),
-        call.indices.reshape(rows, -1),
-        lens_within(call.topk_lens, (num_tokens, num_kv_heads), call.topk),
-        jnp.tile(jnp.arange(num_kv_heads, dtype=jnp.int32), num_tokens),
-    )
+    q, d_out, out, lse = map(by_query, (call.q, call.d_out, call.out, call.lse))
+    slots, lens, heads = slots_by_head(call)
+    return Queries(q, d_out, out, lse, None if call.d_lse is None else by_query(call.d_lse), slots, lens, heads)
 
 
 def _tile(
     call: SparseMlaPrefillBackward, queries: Queries, own: jax.Array, block_kv: int, d_rows: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq [B, G, D] and d_sinks [B, G] of some queries; `d_rows` [slots * K, D] with what their `own` ones add."""
+    """dq [B, G, D], `d_rows` [slots * K, D] with the gradients of `own` queries added, and d_sinks [B, G]."""
     dtype, num_kv_heads = d_rows.dtype, call.num_kv_heads
     live = own[:, None] & (queries.lse != -jnp.inf)
-    q = jnp.where(live[..., None], queries.q, 0).astype(dtype)  # otherwise a NaN of theirs would reach the rows
+    q = jnp.where(live[..., None], queries.q, 0).astype(
+        dtype
+    )  # else a NaN in a row that is not live would reach d_rows
     sinks = None if call.sinks is None else at(call.sinks.reshape(num_kv_heads, -1), queries.head)
     d_out, out = queries.d_out.astype(dtype), queries.out.astype(dtype)
     terms = RowTerms.of(d_out, out, queries.lse, queries.d_lse, sinks, live)
@@ -121,10 +106,10 @@ def _tile(
         logits = dot("bgd,bnd->bgn", q, rows) * call.scale
         weights = terms.weights(jnp.where(seen[:, None], logits, -jnp.inf))
         d_products = terms.d_logits(weights, values) * call.scale
-        found = dot("bgn,bgd->bnd", d_products, q)
-        found = found.at[..., : call.d_v].add(dot("bgn,bgd->bnd", weights, terms.d_out))
+        more = dot("bgn,bgd->bnd", d_products, q)
+        more = more.at[..., : call.d_v].add(dot("bgn,bgd->bnd", weights, terms.d_out))
         where = jnp.where(seen, slots * num_kv_heads + queries.head[:, None], len(d_rows)).reshape(-1)
-        d_rows = _added(call, d_rows, where, found.reshape(len(where), -1))
+        d_rows = _added(call, d_rows, where, more.reshape(len(where), -1))
         return dq + dot("bgn,bnd->bgd", d_products, rows), d_rows
 
     count = (jnp.where(own, queries.lens, 0).max() + (block_kv - 1)) // block_kv
@@ -133,10 +118,10 @@ def _tile(
 
 
 def _added(call: SparseMlaPrefillBackward, total: jax.Array, where: jax.Array, rows: jax.Array) -> jax.Array:
-    """The sums [M, D] with rows [n, D] added at `where` [n], which is M for those that do not count.
+    """`total` [M, D] with rows [n, D] added at `where` [n]; a row with `where` M is ignored.
 
-    XLA adds them one after the other on a CPU, but on GPUs in any order. There a fixed order takes a sort, after which
-    rows of one index are neighbours that a scan adds up in the same pairs each time, and each index is written once.
+    XLA adds rows in order on a CPU, but in any order on a GPU. For a fixed order there, the rows are sorted by index, a
+    scan sums the rows of each index, always in the same pairs, and each index is written once.
     """
     if not call.deterministic or call.device.platform == "cpu":
         return total.at[where].add(rows, mode="drop")
@@ -149,7 +134,7 @@ def _added(call: SparseMlaPrefillBackward, total: jax.Array, where: jax.Array, r
 
     _, sums = lax.associative_scan(join, (begins[:, None], rows))
     ends = jnp.concatenate([begins[1:], jnp.ones(1, bool)])
-    # Indices beyond the last one, all different, for the rows that are not the last of their index.
-    spread = len(total) + jnp.arange(len(where), dtype=where.dtype)
-    where = jnp.where(ends & (where < len(total)), where, spread)
+    # Rows that are not the last of their index get indices beyond `total`, all different, and are dropped.
+    dropped = len(total) + jnp.arange(len(where), dtype=where.dtype)
+    where = jnp.where(ends & (where < len(total)), where, dropped)
     return total.at[where].add(sums, mode="drop", unique_indices=True)

@@ -1,4 +1,4 @@
-"""Attention of packed sequences to packed sequences on plain jax operations."""
+"""Attention over packed sequences in plain jax operations."""
 
 from typing import Any
 
@@ -28,12 +28,12 @@ def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[jax.Array, jax.
 
         def on_keys(keys: Keys, state: Softmax) -> Softmax:
             logits = logits_of(dot("hrd,hnd->hrn", rows, keys.rows(k)), call.scale, call.soft_cap)
-            return state.mixed(jnp.where(keys.seen, logits, -jnp.inf), keys.rows(v))
+            return state.updated(jnp.where(keys.seen, logits, -jnp.inf), keys.rows(v))
 
-        state = Softmax.of_no_keys(*rows.shape[:2], d_v=call.v_head_dim, dtype=dtype)
+        state = Softmax.empty(*rows.shape[:2], d_v=call.v_head_dim, dtype=dtype)
         state = over_keys(call, tile, queries, on_keys, state)
-        found = state.finished(None if sinks is None else jnp.tile(sinks, len(queries.row)))
-        out, lse = (queries.put(whole, part) for whole, part in zip(results, found, strict=True))
+        parts = state.finished(None if sinks is None else jnp.tile(sinks, len(queries.row)))
+        out, lse = (queries.put(whole, part) for whole, part in zip(results, parts, strict=True))
         return out, lse
 
     shape = (num_kv_heads, call.num_q_tokens, call.group)

@@ -1,8 +1,9 @@
-"""The gradient of attention over packed sequences, on plain jax operations.
+"""The gradient of attention over packed sequences in plain jax operations.
 
-Tiles of queries meet the keys they see once more, one after the other, so the order of every sum is fixed.
+The weights are computed again, from the log-sum-exp. Tiles are processed in order, so the order of every sum is fixed.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -24,12 +25,9 @@ FEATURES = frozenset({
 def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Arrays:
     num_kv_heads, group, dtype = call.num_kv_heads, call.group, wide(call.q.dtype)
 
-    def of_heads(array: jax.Array) -> jax.Array:
-        return heads_first(array, num_kv_heads, dtype)
-
-    q, k, v = map(of_heads, (call.q, call.k, call.v))
-    d_out, out, lse = map(of_heads, (call.d_out, call.out, call.lse))
-    d_lse = None if call.d_lse is None else of_heads(call.d_lse)
+    by_head = functools.partial(heads_first, num_kv_heads=num_kv_heads, dtype=dtype)
+    q, k, v, d_out, out, lse = map(by_head, (call.q, call.k, call.v, call.d_out, call.out, call.lse))
+    d_lse = None if call.d_lse is None else by_head(call.d_lse)
     k, v = k[:, :, 0], v[:, :, 0]
     sinks = None if call.sinks is None else call.sinks.reshape(num_kv_heads, group)
 
@@ -37,7 +35,7 @@ def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Arrays:
         dq, dk, dv, d_sinks = results
         lse_of_rows = queries.rows(lse)
         live = jnp.repeat(queries.own, group) & (lse_of_rows != -jnp.inf)
-        rows = jnp.where(live[..., None], queries.rows(q), 0)  # otherwise a NaN of theirs would reach dk
+        rows = jnp.where(live[..., None], queries.rows(q), 0)  # else a NaN in a row that is not live would reach dk
         terms = RowTerms.of(
             queries.rows(d_out), queries.rows(out), lse_of_rows, None if d_lse is None else queries.rows(d_lse),
             None if sinks is None else jnp.tile(sinks, len(queries.row)), live,
@@ -55,9 +53,9 @@ def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Arrays:
             dk = keys.add(dk, dot("hrn,hrd->hnd", d_products, rows))
             return dq + dot("hrn,hnd->hrd", d_products, some_k), dk, dv
 
-        of_rows, dk, dv = over_keys(call, tile, queries, on_keys, (jnp.zeros_like(rows), dk, dv))
-        more = terms.d_sinks.reshape(num_kv_heads, -1, group).sum(axis=1)
-        return queries.put(dq, of_rows), dk, dv, d_sinks + more
+        dq_of_tile, dk, dv = over_keys(call, tile, queries, on_keys, (jnp.zeros_like(rows), dk, dv))
+        d_sinks += terms.d_sinks.reshape(num_kv_heads, -1, group).sum(axis=1)
+        return queries.put(dq, dq_of_tile), dk, dv, d_sinks
 
     nothing = (*map(jnp.zeros_like, (q, k, v)), jnp.zeros((num_kv_heads, group), dtype))
     dq, dk, dv, d_sinks = over_tiles(call, tile, on_tile, nothing)

@@ -1,24 +1,21 @@
-"""This step's K and V into the pages, on plain jax operations."""
+"""Writes this step's K and V to the pages, in plain jax operations."""
 
 from typing import Any
 
 import jax
 
 from ragged_attention.calls import WriteKvPages
-from ragged_attention.jax_shared.pages import addresses_of_slots, addresses_of_tokens, new_rows
+from ragged_attention.jax_shared.pages import new_rows
 from ragged_attention.portable.xla._framework import why_not as why_not
-from ragged_attention.portable.xla._slots import put
+from ragged_attention.portable.xla._slots import addresses_of, put
 
 FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})
 
 
 def run(call: WriteKvPages, tile: Any, launch: Any) -> list[jax.Array]:
-    """The new pages, in the old ones' memory where those are donated."""
+    """The new pages, in the old pages' memory if those are donated."""
     arrays = [call.kv_pages] if call.combined else list(call.kv_pages)
     if 0 in (call.num_tokens, call.num_pages):
         return arrays
-    if call.slot_mapping is None:
-        page, offset = addresses_of_tokens(call, call.num_tokens)
-    else:
-        page, offset = addresses_of_slots(call.slot_mapping, call.num_pages, call.page_size)
+    page, offset = addresses_of(call)
     return [put(pages, new, page, offset) for pages, new in zip(arrays, new_rows(call, call.k, call.v), strict=True)]
