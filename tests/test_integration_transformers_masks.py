@@ -231,8 +231,8 @@ def test_functions_that_only_look_like_ours_are_not_taken_for_them() -> None:
         return inner_mask
 
     functions = masking_utils.and_masks(sliding_window_overlay(2), masking_utils.causal_mask_function)
-    assert _masks.said_by(sliding_window_overlay(2)) is None
-    assert _masks.said_by(functions) is None
+    assert _masks.rules_of(sliding_window_overlay(2)) is None
+    assert _masks.rules_of(functions) is None
     mask = _masks.mask(1, 4, 4, mask_function=functions)
     assert [[number == 0 for number in row] for row in mask[0, 0].tolist()] == [
         [i - 2 <= j <= i for j in range(4)] for i in range(4)

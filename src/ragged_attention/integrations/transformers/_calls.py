@@ -1,4 +1,4 @@
-"""What attention calls became, for who wants to know."""
+"""Counts the operations that attention calls became."""
 
 from collections import Counter
 
@@ -8,13 +8,13 @@ _calls: Counter[tuple[str, str, str]] = Counter()
 
 
 def note(module: torch.nn.Module, operation: str, reason: str = "") -> None:
-    """Remember for `explain` what a call became."""
+    """Count a call for `explain`."""
     if not torch.compiler.is_compiling():
         _calls[type(module).__name__, operation, reason] += 1
 
 
 def counts() -> dict[tuple[str, str, str], int]:
-    """How often calls of a class of modules became an operation, for a reason or for none ("")."""
+    """The number of calls by class of module, operation and reason, which may be empty."""
     return dict(_calls)
 
 
@@ -27,5 +27,4 @@ def explain() -> str:
 
 
 def clear() -> None:
-    """Forget all calls."""
     _calls.clear()
