@@ -11,20 +11,14 @@ import jax.numpy as jnp
 
 from ragged_attention import jax as operations
 from ragged_attention.calls import PagedAttention, expect_bool, expect_count, is_array, is_jax_quantized
-from ragged_attention.compat.jax_arguments import (
-    DEFAULT_MASK_VALUE,
-    as_int32,
-    even,
-    expect_number_or_none,
-    held_as_int32,
-    known_options,
-    widened,
-)
+from ragged_attention.compat import jax_arguments
 from ragged_attention.compat.names import named_as
 from ragged_attention.errors import InvalidInput
 from ragged_attention.jax._lower import FRONT_END, to_jax
 
 __all__ = ["DEFAULT_MASK_VALUE", "paged_attention", "prefill_attention"]
+
+DEFAULT_MASK_VALUE = jax_arguments.DEFAULT_MASK_VALUE
 
 
 def paged_attention(
@@ -49,26 +43,24 @@ def paged_attention(
 
     The other arguments are those of `compat.jax_pallas.paged_attention`.
     """
-    expect_number_or_none("mask_value", mask_value)
+    jax_arguments.expect_number_or_none("mask_value", mask_value)
     arguments: dict[str, Any] = FRONT_END.prepare(PagedAttention, dict(
         q=q, k_pages=k_pages, v_pages=v_pages, lengths=lengths, page_indices=page_indices, sm_scale=sm_scale,
         soft_cap=attn_logits_soft_cap,
     ))  # fmt: skip
-    (arguments["lengths"],) = held_as_int32(lengths=arguments["lengths"])
+    (arguments["lengths"],) = jax_arguments.held_as_int32(lengths=arguments["lengths"])
     tunables: dict[str, Any] = dict(
         pages_per_compute_block=to_jax(pages_per_compute_block), megacore_mode=to_jax(megacore_mode),
         inline_seq_dim=to_jax(inline_seq_dim),
     )  # fmt: skip
     q = arguments["q"]
     rows = ("q", "k_pages", "v_pages")
-    arguments |= dict(zip(rows, widened(*(arguments[name] for name in rows)), strict=True))
-    arguments["page_indices"] = as_int32("page_indices", arguments["page_indices"])
-    arguments["soft_cap"] = even(arguments["soft_cap"])
+    arguments |= dict(zip(rows, jax_arguments.widened(*(arguments[name] for name in rows)), strict=True))
+    arguments["page_indices"] = jax_arguments.as_int32("page_indices", arguments["page_indices"])
+    arguments["soft_cap"] = jax_arguments.even(arguments["soft_cap"])
     with named_as({"soft_cap": "attn_logits_soft_cap"}):
         _expect_tunables(PagedAttention(**arguments), **tunables)
-        options = known_options("paged_attention", arguments, backend, tunables)
-        out = operations.paged_attention(**arguments, backend=backend, options=options)
-    return out.astype(q.dtype)
+        return jax_arguments.run("paged_attention", arguments, backend, tunables).astype(q.dtype)
 
 
 def _expect_tunables(
@@ -118,8 +110,8 @@ def prefill_attention(
     """
     q, length = to_jax((q, length))
     k_pages, v_pages = (pages if is_jax_quantized(pages) else to_jax(pages) for pages in (k_pages, v_pages))
-    wide_q, k_pages, v_pages = widened(q, k_pages, v_pages)
-    length = as_int32("length", length) if is_array(length) else length
-    table = as_int32("page_indices", to_jax(page_indices))
+    wide_q, k_pages, v_pages = jax_arguments.widened(q, k_pages, v_pages)
+    length = jax_arguments.as_int32("length", length) if is_array(length) else length
+    table = jax_arguments.as_int32("page_indices", to_jax(page_indices))
     out = operations.prefill_attention(wide_q, k_pages, v_pages, length, table, sm_scale=sm_scale, backend=backend)
     return jnp.reshape(out, (out.shape[0], -1)).astype(q.dtype)

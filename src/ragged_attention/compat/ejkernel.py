@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ragged_attention import jax as operations
 from ragged_attention.calls import dtype_name, expect_count, is_array
 from ragged_attention.calls.fields import Count, Sizes
-from ragged_attention.compat.jax_arguments import as_int32, even, expect_number_or_none, known_options, widened
+from ragged_attention.compat.jax_arguments import as_int32, even, expect_number_or_none, run, widened
 from ragged_attention.compat.names import named_as
 from ragged_attention.errors import InvalidInput
 from ragged_attention.jax._lower import to_jax
@@ -92,9 +91,7 @@ def ragged_page_attention_v2(
             num_seqs=_count(num_seqs, kv_lens), sm_scale=softmax_scale, soft_cap=even(logits_soft_cap),
             sliding_window=sliding_window, sinks=_sinks(softmax_aux),
         )  # fmt: skip
-        options = known_options("ragged_paged_attention", arguments, backend, tunables)
-        out = operations.ragged_paged_attention(**arguments, backend=backend, options=options)
-    return out.astype(q.dtype)
+        return run("ragged_paged_attention", arguments, backend, tunables).astype(q.dtype)
 
 
 def _count(num_seqs: Any, kv_lens: Any) -> jax.Array:

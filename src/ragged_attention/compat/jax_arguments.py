@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ragged_attention import dispatch, tuning
+from ragged_attention import jax as operations
 from ragged_attention.calls import CALLS, FLOATS, dtype_name, is_array, is_number
 from ragged_attention.errors import BackendMissing, InvalidInput
 from ragged_attention.jax import _lower
@@ -57,11 +58,16 @@ def widened(q: Any, *pages: Any) -> tuple[Any, ...]:
     return tuple(jnp.asarray(array).astype(jnp.float32) for array in arrays)
 
 
+def run(
+    operation: str, arguments: Mapping[str, Any], backend: str | Sequence[str] | None, tunables: Mapping[str, Any]
+) -> Any:
+    """The result of an operation with those of the tunables that its backend has."""
+    options = known_options(operation, arguments, backend, tunables)
+    return getattr(operations, operation)(**arguments, backend=backend, options=options)
+
+
 def known_options(
-    operation: str,
-    arguments: Mapping[str, Any],
-    backend: str | Sequence[str] | None,
-    tunables: Mapping[str, Any],
+    operation: str, arguments: Mapping[str, Any], backend: str | Sequence[str] | None, tunables: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """The given tunables that the call's backend on jax's default device has, or None without any.
 

@@ -21,18 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ragged_attention import dispatch, tuning
-from ragged_attention import jax as operations
 from ragged_attention.calls import FLOATS, RaggedPagedAttention, dtype_name, is_array, is_number
-from ragged_attention.compat import easydel
-from ragged_attention.compat.jax_arguments import (
-    DEFAULT_MASK_VALUE,
-    as_int32,
-    even,
-    expect_number_or_none,
-    held_as_int32,
-    known_options,
-    widened,
-)
+from ragged_attention.compat import easydel, jax_arguments
 from ragged_attention.errors import InvalidInput
 from ragged_attention.jax._launcher import device_facts
 from ragged_attention.jax._lower import to_jax
@@ -46,6 +36,8 @@ __all__ = [
     "ref_ragged_paged_attention",
     "static_validate_inputs",
 ]
+
+DEFAULT_MASK_VALUE = jax_arguments.DEFAULT_MASK_VALUE
 
 
 def ragged_paged_attention(
@@ -91,10 +83,12 @@ def ragged_paged_attention(
     Raises:
         InvalidInput: (a ValueError) from `static_validate_inputs`.
     """
-    expect_number_or_none("mask_value", mask_value)
+    jax_arguments.expect_number_or_none("mask_value", mask_value)
     if sm_scale is None:
         raise TypeError("expected sm_scale to be a number, got NoneType")
-    tables = held_as_int32(kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs)
+    tables = jax_arguments.held_as_int32(
+        kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs
+    )
     q, kv_pages = to_jax((q, kv_pages))
     tunables: dict[str, Any] = dict(
         num_kv_pages_per_block=num_kv_pages_per_block, num_queries_per_block=num_queries_per_block,
@@ -103,14 +97,12 @@ def ragged_paged_attention(
     settings: dict[str, Any] = dict(sm_scale=sm_scale, sliding_window=sliding_window, k_scale=k_scale, v_scale=v_scale)
     static_validate_inputs(q, kv_pages, *tables, soft_cap=soft_cap, **settings, **tunables)
     kv_lens, page_indices, cu_q_lens, num_seqs = tables
-    wide_q, kv_pages = widened(q, kv_pages)
+    wide_q, kv_pages = jax_arguments.widened(q, kv_pages)
     arguments = settings | dict(
         q=wide_q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens,
-        num_seqs=as_int32("num_seqs", num_seqs), soft_cap=even(soft_cap),
+        num_seqs=jax_arguments.as_int32("num_seqs", num_seqs), soft_cap=jax_arguments.even(soft_cap),
     )  # fmt: skip
-    options = known_options("ragged_paged_attention", arguments, backend, tunables)
-    out = operations.ragged_paged_attention(**arguments, backend=backend, options=options)
-    return out.astype(q.dtype)  # type: ignore[union-attr]
+    return jax_arguments.run("ragged_paged_attention", arguments, backend, tunables).astype(q.dtype)
 
 
 def ref_ragged_paged_attention(
@@ -177,7 +169,7 @@ def static_validate_inputs(
         raise InvalidInput(f"soft_cap must not be 0.0: expected None or another number, got {soft_cap}")
     RaggedPagedAttention(
         **_stand_ins(q, kv_pages), kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, sm_scale=sm_scale,
-        sliding_window=sliding_window, soft_cap=even(soft_cap), k_scale=k_scale, v_scale=v_scale,
+        sliding_window=sliding_window, soft_cap=jax_arguments.even(soft_cap), k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
     pages_per_seq = page_indices.shape[1]
     if num_kv_pages_per_block is not None and not 0 < num_kv_pages_per_block <= pages_per_seq:
@@ -296,5 +288,5 @@ def paged_attention(
 def _stand_ins(q: Any, kv_pages: Any) -> dict[str, Any]:
     """The shapes and dtypes of the queries and pages that the operation will get."""
     if all(is_array(array) and dtype_name(array) in FLOATS for array in (q, kv_pages)):
-        q, kv_pages = jax.eval_shape(widened, q, kv_pages)
+        q, kv_pages = jax.eval_shape(jax_arguments.widened, q, kv_pages)
     return {"q": q, "kv_pages": kv_pages}

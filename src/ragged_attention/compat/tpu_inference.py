@@ -19,10 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ragged_attention import jax as operations
 from ragged_attention.calls import FLOATS, QUANTIZED, dtype_name, expect_bool, is_array, is_number
 from ragged_attention.calls.fields import INT32, expect_array, is_integer
-from ragged_attention.compat.jax_arguments import even, expect_number_or_none, held_as_int32, known_options, widened
+from ragged_attention.compat.jax_arguments import even, expect_number_or_none, held_as_int32, run, widened
 from ragged_attention.compat.names import named_as
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.jax._lower import to_jax
@@ -217,8 +216,7 @@ def _attend(
         "d_v": _padded(ql_nope.shape[2]), "cache_format": "plain",
         "out_dtype": None if rounded_by_kernel else "float32",
     }  # fmt: skip
-    options = known_options("ragged_mla_attention", arguments, backend, tunables)
-    out, cache = operations.ragged_mla_attention(**arguments, backend=backend, options=options)
+    out, cache = run("ragged_mla_attention", arguments, backend, tunables)
     out = out[..., : ql_nope.shape[2]].swapaxes(0, 1)
     out = out if v_scale is None else out * v_scale
     return out.astype(ql_nope.dtype), cache.astype(cache_kv.dtype).reshape(cache_kv.shape)

@@ -33,17 +33,9 @@ class RaggedBackend:
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]]
 
-    @classmethod
-    def get_name(cls) -> str:
-        return cls.NAME
-
-    @classmethod
-    def get_impl_cls(cls) -> type:
-        return cls.IMPL
-
-    @classmethod
-    def get_builder_cls(cls) -> type:
-        return cls.BUILDER
+    get_name = classmethod(lambda cls: cls.NAME)
+    get_impl_cls = classmethod(lambda cls: cls.IMPL)
+    get_builder_cls = classmethod(lambda cls: cls.BUILDER)
 
     @classmethod
     def yes(cls) -> bool:

@@ -5,28 +5,11 @@ from typing import Any
 import torch
 
 from ragged_attention.errors import Unsupported
-from ragged_attention.integrations.transformers import _continuous, _dense, _latent
+from ragged_attention.integrations.transformers import _continuous, _dense, _latent, _layout, _masks
 from ragged_attention.integrations.transformers._calls import note
 from ragged_attention.integrations.transformers._keywords import expect_no_more_than_places, own_attention
-from ragged_attention.integrations.transformers._layout import (
-    LayerCall,
-    over_pages,
-    packed_edges,
-    pages_of,
-    queries_first,
-    row_edges,
-    shown_first,
-    takes_pages,
-)
-from ragged_attention.integrations.transformers._masks import (
-    Pattern,
-    as_numbers,
-    hides_nothing,
-    is_of_rows,
-    is_within,
-    pattern_of,
-    visible,
-)
+from ragged_attention.integrations.transformers._layout import LayerCall
+from ragged_attention.integrations.transformers._masks import Pattern, pattern_of
 from ragged_attention.torch import ragged_paged_attention, varlen_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -96,7 +79,7 @@ def attention(
     if eager is not None:
         note(module, "the model's own eager attention", "it has keywords that only that knows")
         mask = _shown(call)
-        mask = as_numbers(mask, query.dtype) if mask.dtype == torch.bool else mask
+        mask = _masks.as_numbers(mask, query.dtype) if mask.dtype == torch.bool else mask
         named = {"softcap": softcap, "s_aux": s_aux, **others}
         return eager(module, query, key, value, mask, scaling=settings["sm_scale"], dropout=dropout, **named)[0], None
     if is_absorbed:
@@ -115,9 +98,9 @@ def _attend(call: LayerCall) -> torch.Tensor:
     settings = {**call.settings, "sliding_window": pattern.window}
     if (call.query.shape[2] == 1 or _width(call) > LARGEST_HEAD) and _may_use_pages(call, pattern):
         note(call.module, "ragged_paged_attention")
-        k_pages, v_pages, kv_lens, table = pages_of(call.key, call.value, pattern.shown)
+        k_pages, v_pages, kv_lens, table = _layout.pages_of(call.key, call.value, pattern.shown)
         q = call.query.transpose(1, 2)
-        return over_pages(ragged_paged_attention, q, (k_pages, v_pages), kv_lens, table, pattern, settings)
+        return _layout.over_pages(ragged_paged_attention, q, (k_pages, v_pages), kv_lens, table, pattern, settings)
     note(call.module, "varlen_attention")
     settings["deterministic"] = bool(call.others.get("deterministic"))
     if pattern.shown is not None:
@@ -135,19 +118,19 @@ def _pattern(call: LayerCall, causal: bool) -> Pattern | None:
     if not isinstance(mask, torch.Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise Unsupported(f"expected a mask of bool or of numbers to add, got {getattr(mask, 'dtype', type(mask))}")
     pattern = pattern_of(mask)
-    if pattern is None or (not hides_nothing(pattern) and mask.shape[2:] != (q_len, kv_len)):
+    if pattern is None or (not _masks.hides_nothing(pattern) and mask.shape[2:] != (q_len, kv_len)):
         return None
-    if is_of_rows(pattern):
+    if _masks.is_of_rows(pattern):
         return pattern if mask.shape[0] == call.query.shape[0] else None
-    return pattern if pattern.end is not None else pattern._replace(edges=packed_edges(call, pattern))
+    return pattern if pattern.end is not None else pattern._replace(edges=_layout.packed_edges(call, pattern))
 
 
 def _shown(call: LayerCall) -> Any:
     """A call's mask as a tensor that can be broadcast to [B, H, L_q, L_k], either bool or numbers to add."""
     if call.pattern is None:
         return call.mask
-    rows = call.query.shape[0] if is_of_rows(call.pattern) else 1
-    return visible(call.pattern, rows, call.query.shape[2], call.key.shape[2], call.query.device)
+    rows = call.query.shape[0] if _masks.is_of_rows(call.pattern) else 1
+    return _masks.visible(call.pattern, rows, call.query.shape[2], call.key.shape[2], call.query.device)
 
 
 def _width(call: LayerCall) -> int:
@@ -157,7 +140,7 @@ def _width(call: LayerCall) -> int:
 def _may_use_pages(call: LayerCall, pattern: Pattern) -> bool:
     tensors = call.query, call.key, call.value
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return pattern.edges is None and takes_pages(call.query, call.value) and not needs_gradient
+    return pattern.edges is None and _layout.takes_pages(call.query, call.value) and not needs_gradient
 
 
 def _why_dense(call: LayerCall) -> str | None:
@@ -168,7 +151,7 @@ def _why_dense(call: LayerCall) -> str | None:
         return "it has a bias of positions"
     if call.others.get("indices") is not None:
         return "each query has its own list of keys"
-    if call.pattern is None or not is_within(call.pattern, call.key.shape[2]):
+    if call.pattern is None or not _masks.is_within(call.pattern, call.key.shape[2]):
         return OTHER_MASK
     if call.query.dtype not in DTYPES:
         return f"it is in {call.query.dtype}"
@@ -182,7 +165,7 @@ def _packed(call: LayerCall, pattern: Pattern, settings: dict[str, Any]) -> torc
     rows, heads, q_len, _ = call.query.shape
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (call.query, call.key, call.value))
     if pattern.edges is None:
-        edges = row_edges(rows, q_len, q.device), row_edges(rows, call.key.shape[2], q.device)
+        edges = _layout.row_edges(rows, q_len, q.device), _layout.row_edges(rows, call.key.shape[2], q.device)
     else:
         is_from_layer = call.mask is None or pattern_of(call.mask).edges is None  # type: ignore[union-attr]
         cu_kv_lens = call.others.get("cu_seq_lens_k") if is_from_layer else None
@@ -193,7 +176,7 @@ def _packed(call: LayerCall, pattern: Pattern, settings: dict[str, Any]) -> torc
 def _without_padding(call: LayerCall, pattern: Pattern, shown: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
     """Attention with each row as two sequences, its tokens and its padding, so that shapes do not depend on lengths."""
     rows, heads, q_len, _ = call.query.shape
-    (q_order, q_lens), (order, kv_lens) = queries_first(pattern, shown, q_len), shown_first(shown)
+    (q_order, q_lens), (order, kv_lens) = _layout.queries_first(pattern, shown, q_len), _layout.shown_first(shown)
 
     def ordered(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         tensor = tensor.transpose(1, 2)[:, : places.shape[1]]
