@@ -76,8 +76,8 @@ def set_convention(convention: str) -> None:
 class use_convention:  # reads as a verb, like `ragged_attention.use_backend`
     """A context manager that sets the default `convention` of `flash_mla_sparse_fwd` inside its `with` block.
 
-    Constructing it changes nothing. Until the next version, `use_convention(...)` as a statement of its own still does
-    what `set_convention(...)` does, with a DeprecationWarning.
+    Constructing it changes nothing. Until the next version, `use_convention(...)` as a statement of its own still acts
+    like `set_convention(...)`, with a DeprecationWarning.
 
     Args:
         convention: as for `set_convention`.
@@ -303,7 +303,7 @@ def flash_attn_varlen_func(
         dropout_p: 0.
         softmax_scale: default `d ** -0.5`.
         causal: aligned at the end.
-        deterministic: gradients have the same bits in every run.
+        deterministic: whether gradients have equal bits in every run.
         is_varlen: with False all sequences have equal lengths, and the values of `cu_seqlens_*` are not read.
 
     Returns:

@@ -21,7 +21,7 @@ def quantize_k_cache(input_k_cache: torch.Tensor, dv: int, tile_size: int = 128)
 
     Returns:
         float8_e4m3fn [num_blocks, block_size, 1, dv + 4 * (dv // tile_size) + 2 * (d - dv)]: the bytes of the values,
-        of the scales, and of the last columns. A tile whose values or whose scale are 0 has bytes of 0.
+        of the scales, and of the last columns. If a tile's values or its scale are 0, its bytes are 0.
     """
     _expect_tiles(input_k_cache, "input_k_cache", dv, tile_size)
     if not input_k_cache.is_floating_point() or input_k_cache.element_size() == 1:

@@ -1,7 +1,7 @@
 """Continuous batching in miniature: sequences join and leave between steps, and every step is one ragged batch.
 
 A sequence is its tokens and how many of them the cache holds. A step computes some tokens of each running sequence;
-if that includes the last token, a new token is chosen. So the engine treats a chunk of a prompt, a decode, and the
+if that includes the last token, a new token is appended. So the engine treats a chunk of a prompt, a decode, and the
 recomputation of a preempted sequence alike.
 """
 

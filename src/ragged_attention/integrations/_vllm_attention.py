@@ -24,6 +24,11 @@ FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": 
 PLAIN = ("auto", "float16", "bfloat16")
 
 
+def _getter(attribute: str) -> Any:
+    """A class method that returns an attribute of its class."""
+    return classmethod(lambda cls: getattr(cls, attribute))
+
+
 class RaggedBackend:
     """The properties that all our backends report to vLLM, and the check of a layer's arguments."""
 
@@ -33,9 +38,7 @@ class RaggedBackend:
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]]
 
-    get_name = classmethod(lambda cls: cls.NAME)
-    get_impl_cls = classmethod(lambda cls: cls.IMPL)
-    get_builder_cls = classmethod(lambda cls: cls.BUILDER)
+    get_name, get_impl_cls, get_builder_cls = map(_getter, ("NAME", "IMPL", "BUILDER"))
 
     @classmethod
     def yes(cls) -> bool:

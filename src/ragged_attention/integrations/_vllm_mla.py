@@ -130,12 +130,13 @@ class RaggedMLAImpl(LatentImpl, _mla.MLACommonImpl):
         if tokens > requests and attn_metadata.causal and self.dcp_world_size > 1:
             raise Unsupported("expected one decode query per request under context parallelism, got several")
         cache, cache_format = stored(kv_c_and_k_pe_cache, self.kv_cache_dtype)
-        return ragged_mla_attention(
+        out, lse = ragged_mla_attention(
             q, cache, decode.seq_lens, decode.block_table, attn_metadata.query_start_loc[: requests + 1],
             max_q_len=min(attn_metadata.max_query_len, tokens), d_v=self.kv_lora_rank, sm_scale=self.scale,
             causal=bool(attn_metadata.causal), kv_scale=layer._k_scale if self.kv_cache_dtype in SCALED else None,
             return_lse=True, cache_format=cache_format,
         )  # fmt: skip
+        return out, lse
 
     def forward_mha(
         self, q: torch.Tensor, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor,

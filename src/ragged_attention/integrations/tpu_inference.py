@@ -4,7 +4,7 @@
 `vllm.general_plugins` are called that early, and `plugin()` is meant to be one. Neither function imports jax, which
 most processes that load plugins do not need. Tested with tpu-inference 0.32.
 
-Models with latent attention (MLA) run by tpu-inference's own backend, whatever name is given. For them
+Models with latent attention (MLA) always run by tpu-inference's own backend. For them
 `register(mla=True)`, or `RAGGED_ATTENTION_TPU_MLA=1` in the environment, replaces the kernel that this backend calls by
 `ragged_mla_attention`.
 
@@ -53,7 +53,7 @@ def register(mla: bool | None = None) -> None:
     """
     host = _tested_host()
     path = f"{__name__}.RaggedPallasBackend"
-    # The plug-in for vLLM itself registers the same name. Under tpu-inference the name always leads here.
+    # The plug-in for vLLM itself registers this name too. Under tpu-inference the name always leads here.
     registry: Any = importlib.import_module("vllm.v1.attention.backends.registry")
     member = registry.AttentionBackendEnum.__members__.get(NAME.upper())
     if member is not None and member.get_path() == OTHER_PATH:

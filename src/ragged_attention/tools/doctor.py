@@ -53,7 +53,7 @@ def _table(title: str, headings: tuple[str, ...], rows: Any) -> Table:
 
 
 def imported(name: str) -> ModuleType | Exception:
-    """A module, or the exception that its import raised; `BackendMissing` if it is not installed."""
+    """A module, or the exception of its import, which is `BackendMissing` if it is not installed."""
     try:
         if name != "jax_triton":
             return importlib.import_module(name)
@@ -108,7 +108,7 @@ def reports() -> Iterator[tuple[str, str]]:
 
 
 def pallas(jax: ModuleType | Exception) -> str:
-    """Whether Pallas TPU kernels can run on jax's default device, and what jax knows about the device."""
+    """Whether Pallas TPU kernels can run on jax's default device, and the facts that jax knows about the device."""
     if isinstance(jax, Exception):
         return f"needs jax, {one_line(jax)}"
     try:

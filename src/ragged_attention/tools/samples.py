@@ -157,7 +157,7 @@ class LatentSample(AnySample):
     max_len: int = 4096
     causal: bool = False
     topk: int = 2048  # 0: dense
-    extra_topk: int = 0  # keys selected from a second cache of the same length
+    extra_topk: int = 0  # number of keys selected from a second cache with equal lengths
     extra_page_size: int = 64
     extra_format: str | None = None  # None: equal to cache_format
     cache_layout: str | None = None

@@ -83,7 +83,7 @@ def absorb_mla(model: Any) -> Any:
 
     Raises:
         Unsupported: the model has no latent attention of a known form. Its calls are refused with dropout, position
-            biases, or soft caps beside lists of keys, and in continuous batching.
+            biases, or soft caps with lists of keys, and in continuous batching.
     """
     register()
     from ragged_attention.integrations.transformers import _latent

@@ -123,7 +123,7 @@ def attend(call: LayerCall, cache: Any) -> torch.Tensor:
 
 
 def _expect_once(module: Any, cache: Any, places: dict[str, Any]) -> None:
-    """Refuse a layer that attends twice in a step, since it would overwrite what it has written."""
+    """Refuse a layer that attends twice in a step, since it would overwrite its first keys and values."""
     step, written = places.get("write_index"), _written.setdefault(cache, {})
     if step is not None and written.get(module.layer_idx) is step:
         raise Unsupported(

@@ -43,19 +43,19 @@ def own_attention(module: torch.nn.Module, others: dict[str, Any]) -> Callable[.
     Raises:
         Unsupported: neither takes a keyword that may matter, or weights are requested.
     """
-    unknown = _beside(KNOWN, others)
+    unknown = _unlisted(KNOWN, others)
     return _who_takes(type(module), unknown) if unknown else None
 
 
 def expect_no_more_than_places(module: torch.nn.Module, others: dict[str, Any]) -> None:
     """Refuse keywords that continuous batching does not take."""
-    unknown = _beside(PLACES, others)
+    unknown = _unlisted(PLACES, others)
     if unknown and (not KNOWN.isdisjoint(unknown) or _who_takes(type(module), unknown) is not None):
         names = ", ".join(unknown)
         raise Unsupported(f"expected continuous batching without {names}, got some from {type(module).__name__}")
 
 
-def _beside(known: frozenset[str], others: dict[str, Any]) -> tuple[str, ...]:
+def _unlisted(known: frozenset[str], others: dict[str, Any]) -> tuple[str, ...]:
     if others.get("output_attentions"):
         raise Unsupported("expected output_attentions=False, got True: weights are not kept")
     return tuple(

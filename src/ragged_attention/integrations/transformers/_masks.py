@@ -18,7 +18,7 @@ from transformers import masking_utils
 T = TypeVar("T")
 aten = torch.ops.aten
 PLAIN = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
-_results: Any = WeakTensorKeyDictionary()  # what `computed_once` has computed, by the `shown` of each mask in use
+_results: Any = WeakTensorKeyDictionary()  # the results of `computed_once`, by the `shown` of each mask in use
 
 
 class Pattern(NamedTuple):
