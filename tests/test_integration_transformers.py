@@ -561,9 +561,9 @@ def test_unregistering_leaves_nothing() -> None:
     from transformers.generation.continuous_batching import cache, continuous_api, initialization
 
     ragged.register()
-    assert hasattr(vars(cache.PagedAttentionCache)["update"], "asked")
+    assert hasattr(vars(cache.PagedAttentionCache)["update"], "original")
     ragged.unregister()
-    assert not hasattr(vars(cache.PagedAttentionCache)["update"], "asked")
+    assert not hasattr(vars(cache.PagedAttentionCache)["update"], "original")
     asked = transformers.utils.generic.is_flash_attention_requested
     assert all(module.is_flash_attention_requested is asked for module in (cache, continuous_api, initialization))
     with pytest.raises(ValueError, match='attn_implementation="ragged"` is not supported'):

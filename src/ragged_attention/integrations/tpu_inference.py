@@ -160,13 +160,10 @@ class _Attention:
         del head_dim_original, decode_query_size
         scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         _refuse(kv_cache, k, v, md, mesh, scales, update_kv_cache)
-        settings = {
-            "sm_scale": sm_scale * (1.0 if k_scale is None else k_scale),
-            "causal": use_causal_mask,
-            "sliding_window": attention_chunk_size,
-            "soft_cap": attn_logits_soft_cap,
-            "q_scale": q_scale,
-        }
+        settings = dict(
+            sm_scale=sm_scale * (1.0 if k_scale is None else k_scale), causal=use_causal_mask,
+            sliding_window=attention_chunk_size, soft_cap=attn_logits_soft_cap, q_scale=q_scale,
+        )  # fmt: skip
         local = functools.partial(_attend, settings, 1.0 if v_scale is None else v_scale)
         tables = shared_md.seq_lens, md.block_tables, shared_md.query_start_loc, shared_md.request_distribution
         return _over_heads(local, mesh, kv_cache, q, (k, v), update_kv_cache, tables, sinks)

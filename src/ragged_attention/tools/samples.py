@@ -210,18 +210,11 @@ class LatentSample(AnySample):
     def _arguments(self, operation: str) -> dict[str, Any]:
         cache, seqs = self._cache(self.page_size), self.max_num_seqs
         arguments: dict[str, Any] = {
-            "kv_cache": cache,
-            "cache": cache,
-            "kv": self._kv(operation),
-            "format": self.cache_format,
-            "positions": FakeArray((seqs, self.num_q_tokens, self.topk), "int32"),
-            "sparse": self.topk > 0,
-            "num_parts": 132,
-            "slot_mapping": True,
-            "indices": self.topk > 0,
-            "extra_indices": self.extra_topk > 0,
+            "kv_cache": cache, "cache": cache, "kv": self._kv(operation), "format": self.cache_format,
+            "positions": FakeArray((seqs, self.num_q_tokens, self.topk), "int32"), "sparse": self.topk > 0,
+            "num_parts": 132, "slot_mapping": True, "indices": self.topk > 0, "extra_indices": self.extra_topk > 0,
             "extra_lens": self.extra_topk > 0,
-        }
+        }  # fmt: skip
         if operation == "page_indices_to_slots" or (operation == "mla_decode" and not self.topk):
             arguments["page_indices"] = FakeArray((seqs, self.pages_per_seq(self.page_size)), "int32")
             arguments["kv_lens"] = FakeArray((seqs,), "int32")

@@ -184,7 +184,7 @@ STUBS = {
 }  # fmt: skip
 
 
-class Walk:
+class Simulation:
     """Runs the programs of one launch, one after another."""
 
     def __init__(self, launch: recording.Launch) -> None:
@@ -287,12 +287,12 @@ def launches_of(call: Call, tile: Any = None) -> list[Launch]:
     Lengths and tables of the call must be NumPy arrays. The other arrays need only shapes and dtypes. `tile` defaults
     to that of the backend's heuristic.
     """
-    return [walked(launch) for launch in recording.record(call, tile)]
+    return [simulated(launch) for launch in recording.record(call, tile)]
 
 
-def walked(launch: recording.Launch) -> Launch:
+def simulated(launch: recording.Launch) -> Launch:
     """A recorded launch with the blocks that each program visits."""
-    programs = list(Walk(launch).programs())
+    programs = list(Simulation(launch).programs())
     working = tuple(program for program, _ in programs if program)
     return Launch(launch.name, launch.grid, working, sum(merges for _, merges in programs))
 

@@ -99,11 +99,9 @@ class Batch:
         rows = sample.num_q_heads if sample.topk else sample.num_q_tokens * sample.num_q_heads // sample.num_kv_heads
         side_by_side = sample.num_q_tokens if sample.topk else sample.num_kv_heads
         made = MakeDecodeSchedule(
-            lens=np.asarray(self.keys, np.int32),
-            sparse=sample.topk > 0,
-            programs=side_by_side * -(-rows // 64),
+            lens=np.asarray(self.keys, np.int32), sparse=sample.topk > 0, programs=side_by_side * -(-rows // 64),
             device=self.device,
-        )
+        )  # fmt: skip
         reference: Any = dispatch.load("make_decode_schedule", "reference")
         return reference.make_decode_schedule(made.lens, None, made.sparse, made.num_ranges, made.overhead)
 

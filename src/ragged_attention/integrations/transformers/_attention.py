@@ -13,7 +13,7 @@ from ragged_attention.integrations.transformers._masks import Pattern, pattern_o
 from ragged_attention.torch import ragged_paged_attention, varlen_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LARGEST_HEAD = 256  # of `varlen_attention`
+MAX_HEAD_DIM = 256  # the limit of `varlen_attention`
 OTHER_MASK = "its mask is no causal one, window or padding"
 
 
@@ -38,8 +38,8 @@ def attention(
         query, key, value: [B, H, L_q, D], [B, K, L_k, D] and [B, K, L_k, D_v].
         attention_mask: a mask of `_masks.mask`, which alone decides visibility; or a tensor that can be broadcast to
             [B, H, L_q, L_k], either bool or numbers to add. Without a mask, each query sees all keys, or, as in
-            transformers' SDPA attention, query i sees keys 0 to i if `is_causal` or that attribute of the module says
-            so.
+            transformers' SDPA attention, query i sees keys 0 to i if `is_causal`, or else the module's attribute
+            of that name, is true.
         sliding_window: used only in continuous batching, which has no masks.
         cache: in continuous batching with transformers 5.23, the paged cache; `others` name its places.
 
@@ -96,7 +96,7 @@ def _attend(call: LayerCall) -> torch.Tensor:
     if isinstance(pattern.end, int):
         call = call._replace(key=call.key[:, :, : pattern.end], value=call.value[:, :, : pattern.end])
     settings = {**call.settings, "sliding_window": pattern.window}
-    if (call.query.shape[2] == 1 or _width(call) > LARGEST_HEAD) and _may_use_pages(call, pattern):
+    if (call.query.shape[2] == 1 or _width(call) > MAX_HEAD_DIM) and _may_use_pages(call, pattern):
         note(call.module, "ragged_paged_attention")
         k_pages, v_pages, kv_lens, table = _layout.pages_of(call.key, call.value, pattern.shown)
         q = call.query.transpose(1, 2)
@@ -155,7 +155,7 @@ def _why_dense(call: LayerCall) -> str | None:
         return OTHER_MASK
     if call.query.dtype not in DTYPES:
         return f"it is in {call.query.dtype}"
-    if (width := _width(call)) > LARGEST_HEAD and not _may_use_pages(call, call.pattern):
+    if (width := _width(call)) > MAX_HEAD_DIM and not _may_use_pages(call, call.pattern):
         return f"its heads have {width} dimensions"
     return None
 
