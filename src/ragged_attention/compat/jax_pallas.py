@@ -204,7 +204,12 @@ def dynamic_validate_inputs(
     Like JAX, it refuses too many sequences or tokens, more keys than the table has pages for, and more queries than
     keys. It also refuses negative lengths, and pages of a live sequence that do not exist, which JAX does not check.
     """
-    static_validate_inputs(**locals())  # the two functions have equal arguments
+    static_validate_inputs(
+        q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, sm_scale=sm_scale, sliding_window=sliding_window,
+        soft_cap=soft_cap, mask_value=mask_value, k_scale=k_scale, v_scale=v_scale,
+        num_kv_pages_per_block=num_kv_pages_per_block, num_queries_per_block=num_queries_per_block,
+        vmem_limit_bytes=vmem_limit_bytes,
+    )  # fmt: skip
     lens, table = np.asarray(kv_lens), np.asarray(page_indices)
     RaggedPagedAttention(
         **_stand_ins(q, kv_pages), kv_lens=lens, page_indices=table, cu_q_lens=np.asarray(cu_q_lens),
