@@ -402,15 +402,17 @@ def _expect_tensor(name: str, value: Any, rank: int) -> None:
         raise InvalidInput(f"expected {name} to have {rank} dimensions, got {value.dim()}")
 
 
+def _size(name: str, tensor: Any, rank: int, axis: int) -> int | None:
+    """The length of an optional tensor's axis."""
+    if tensor is not None:
+        _expect_tensor(DECODE_NAMES.get(name, name), tensor, rank)
+    return None if tensor is None else tensor.shape[axis]
+
+
 def _shapes(call: dict[str, Any], is_fp8_kvcache: bool) -> dict[str, Any]:
     """The facts for which a `FlashMLASchedMeta` is made, by FlashMLA's names."""
-
-    def size(name: str, rank: int, axis: int) -> int | None:
-        if call[name] is not None:
-            _expect_tensor(DECODE_NAMES.get(name, name), call[name], rank)
-        return None if call[name] is None else call[name].shape[axis]
-
-    topk, extra_topk, extra_page_size = size("indices", 3, 2), size("extra_indices", 3, 2), size("extra_kv_cache", 4, 1)
+    optional = ("indices", 3, 2), ("extra_indices", 3, 2), ("extra_kv_cache", 4, 1)
+    topk, extra_topk, extra_page_size = (_size(name, call[name], rank, axis) for name, rank, axis in optional)
     (b, s_q, h_q, _), (_, page_size, h_k, _) = call["q"].shape, call["kv_cache"].shape
     return dict(
         b=b, s_q=s_q, h_q=h_q, h_k=h_k, page_block_size=page_size, causal=call["causal"], is_fp8_kvcache=is_fp8_kvcache,
