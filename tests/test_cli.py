@@ -231,14 +231,14 @@ def test_what_a_command_raises_becomes_a_line_and_a_code(run_cli, monkeypatch, r
         raise raised
 
     monkeypatch.setitem(sys.modules, "a_demo", types.SimpleNamespace(main=main))  # type: ignore[arg-type]
-    monkeypatch.setitem(cli.ELSEWHERE, "demo", ("a_demo", ""))
+    monkeypatch.setitem(cli.OTHER_COMMANDS, "demo", ("a_demo", ""))
     assert run_cli("demo") == (code, "", f"{error_message}\n" if error_message else "")
 
 
 def test_commands_elsewhere_get_their_arguments(run_cli, monkeypatch):
     seen = []
     monkeypatch.setitem(sys.modules, "a_demo", types.SimpleNamespace(main=seen.append))  # type: ignore[arg-type]
-    monkeypatch.setitem(cli.ELSEWHERE, "demo", ("a_demo", ""))
+    monkeypatch.setitem(cli.OTHER_COMMANDS, "demo", ("a_demo", ""))
     assert run_cli("demo", "--device", "cpu")[0] == 0
     assert seen == [["--device", "cpu"]]
 
@@ -253,7 +253,7 @@ def test_commands_elsewhere_have_help_of_their_own(run_cli, command):
 
 
 def test_bench_outside_a_checkout_says_where_it_works(run_cli, monkeypatch):
-    monkeypatch.setitem(cli.ELSEWHERE, "bench", ("benchmarks_that_are_not_here.run", ""))
+    monkeypatch.setitem(cli.OTHER_COMMANDS, "bench", ("benchmarks_that_are_not_here.run", ""))
     code, _, err = run_cli("bench")
     assert code == 2
     assert "run it in a checkout of the repository" in err

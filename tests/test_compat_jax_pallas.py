@@ -20,6 +20,7 @@ from jax.experimental.pallas.ops.tpu.paged_attention import quantization_utils, 
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import ragged_attention as ra
+from ragged_attention.compat import jax_arguments
 from ragged_attention.compat import jax_pallas as module
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.reference.paged_attention import paged_attention as decode_definition
@@ -298,7 +299,7 @@ def test_tunables_that_a_backend_has_reach_it(monkeypatch):
     tiles = []
     run = room.run
     monkeypatch.setattr(room, "run", lambda call, tile, launch: tiles.append(tile) or run(call, tile, launch))
-    monkeypatch.setattr(jax_pallas, "known_options", renamed(num_queries_per_block="block_q"))
+    monkeypatch.setattr(jax_arguments, "known_options", renamed(num_queries_per_block="block_q"))
     batch = ragged(MIXED)
     jax_pallas.ragged_paged_attention(*batch.arrays, **TUNABLES, backend="xla")
     assert tiles[-1].block_q == 8
@@ -309,7 +310,7 @@ def test_tunables_that_a_backend_has_reach_it(monkeypatch):
 
 def renamed(**names: str) -> Callable[..., Any]:
     """`known_options` with JAX's tunables called as a backend of the tests calls its own."""
-    right = jax_pallas.known_options
+    right = jax_arguments.known_options
 
     def known(operation: str, arguments: Any, backend: Any, tunables: dict[str, Any]) -> Any:
         return right(operation, arguments, backend, {names.get(name, name): tunables[name] for name in tunables})

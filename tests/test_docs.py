@@ -87,7 +87,7 @@ def test_commands_exist(path):
     for target in re.findall(r"^make ([\w-]+)", quoted, re.MULTILINE):
         assert target in targets
     for command in re.findall(r"^ragged-attention ([\w-]+)", quoted, re.MULTILINE):
-        assert command in (*cli.ELSEWHERE, "doctor", "explain")
+        assert command in (*cli.OTHER_COMMANDS, "doctor", "explain")
     for module in re.findall(r"^python -m (benchmarks[\w.]*)", quoted, re.MULTILINE):
         found = ROOT / module.replace(".", "/")
         assert found.with_suffix(".py").is_file() or (found / "__main__.py").is_file(), module
@@ -118,7 +118,7 @@ def test_the_readme_fits_a_screen_and_says_what_has_been_run():
 
 def test_every_command_has_a_line():
     text = (ROOT / "docs" / "commands.md").read_text()
-    for command in (*cli.ELSEWHERE, "doctor", "explain"):
+    for command in (*cli.OTHER_COMMANDS, "doctor", "explain"):
         assert re.search(rf"^\| `ragged-attention {command}\b.*` \|", text, re.MULTILINE), command
 
 

@@ -184,15 +184,15 @@ def test_what_is_found_out_about_a_mask_is_kept_for_those_of_a_forward_pass_only
     assert _layout.shown_first(shown)[1].tolist() == [1]
     shown[:] = True
     assert _layout.shown_first(shown)[1].tolist() == [2]
-    before = set(_masks._found.keys())  # those that a compiler holds, for one
+    before = set(_masks._results.keys())  # those that a compiler holds, for one
     ours = _masks.mask(1, 1, 2, 1, attention_mask=torch.tensor([[0, 1]]))
     pattern = _masks.pattern_of(ours)
     assert pattern is not None
     assert pattern.shown is not None
     assert _layout.shown_first(pattern.shown) is _layout.shown_first(pattern.shown)
-    assert len(_masks._found) == len(before) + 1
+    assert len(_masks._results) == len(before) + 1
     del ours, pattern
-    assert len(_masks._found) == len(before)
+    assert len(_masks._results) == len(before)
 
 
 # ---- continuous batching
@@ -561,9 +561,9 @@ def test_unregistering_leaves_nothing() -> None:
     from transformers.generation.continuous_batching import cache, continuous_api, initialization
 
     ragged.register()
-    assert hasattr(vars(cache.PagedAttentionCache)["update"], "asked")
+    assert hasattr(vars(cache.PagedAttentionCache)["update"], "original")
     ragged.unregister()
-    assert not hasattr(vars(cache.PagedAttentionCache)["update"], "asked")
+    assert not hasattr(vars(cache.PagedAttentionCache)["update"], "original")
     asked = transformers.utils.generic.is_flash_attention_requested
     assert all(module.is_flash_attention_requested is asked for module in (cache, continuous_api, initialization))
     with pytest.raises(ValueError, match='attn_implementation="ragged"` is not supported'):

@@ -114,7 +114,7 @@ def test_masks_with_padding_over_every_cache(maker: str, cached: str) -> None:
     if maker == "chunked_causal":
         options["sliding_window"] = None
     for padded in ("none", "ones", "left", "right", "holes") if cached != "none+1" else ("none", "ones"):
-        _calls.clear()
+        _calls.calls.clear()
         cache, shown = cache_of(kind, past, windowed, options), padding(padded, past + q_len)
         whole, ours = masks(maker, q_len, cache, options, attention_mask=shown)
         kv_len, _ = cache.get_mask_sizes(q_len, 0) if cache is not None else (q_len, 0)
@@ -157,7 +157,7 @@ def test_packed_rows_and_functions_of_ones_own(maker: str) -> None:
         (True, {"position_ids": packed, "attention_mask": padding("left")}),
         (True, {"allow_is_causal_skip": False}),
     ):
-        _calls.clear()
+        _calls.calls.clear()
         whole, ours = masks(maker, LENGTH, None, options, **{"attention_mask": None, **arguments})
         shown: Any = arguments.get("attention_mask")
         assert_attends_alike(whole, ours, LENGTH, LENGTH, None if shown is None else shown.bool())
@@ -208,7 +208,7 @@ def test_heads_of_any_size(maker: str, widths: tuple[int, int]) -> None:
             q, k = random(ROWS, HEADS, q_len, widths[0]), random(ROWS, GROUPS, q_len, widths[0], seed=1)
             v = random(ROWS, GROUPS, q_len, widths[1], seed=2)
             expected, _ = eager_attention_forward(module_of(None), q, k, v, whole, scaling=0.1)
-            _calls.clear()
+            _calls.calls.clear()
             found = [attention(module_of(None), q, k, v, ours, scaling=0.1)[0]]
             assert "dense" not in ragged.explain()
             found.append(attention(module_of(None), q.requires_grad_(), k, v, ours, scaling=0.1)[0])
@@ -231,8 +231,8 @@ def test_functions_that_only_look_like_ours_are_not_taken_for_them() -> None:
         return inner_mask
 
     functions = masking_utils.and_masks(sliding_window_overlay(2), masking_utils.causal_mask_function)
-    assert _masks.said_by(sliding_window_overlay(2)) is None
-    assert _masks.said_by(functions) is None
+    assert _masks.rules_of(sliding_window_overlay(2)) is None
+    assert _masks.rules_of(functions) is None
     mask = _masks.mask(1, 4, 4, mask_function=functions)
     assert [[number == 0 for number in row] for row in mask[0, 0].tolist()] == [
         [i - 2 <= j <= i for j in range(4)] for i in range(4)
@@ -357,7 +357,7 @@ def test_checkpointed_layers_keep_the_pattern() -> None:
     q, k = random(1, HEADS, 4, WIDTH).requires_grad_(), random(1, GROUPS, 4, WIDTH, seed=1)
     mask = _masks.mask(1, 4, 4)
     for reentrant in (True, False):
-        _calls.clear()
+        _calls.calls.clear()
         out = torch.utils.checkpoint.checkpoint(
             lambda q, mask: attention(module_of(False), q, k, k, mask)[0], q, mask, use_reentrant=reentrant
         )

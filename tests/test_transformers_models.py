@@ -39,7 +39,7 @@ def left_as_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registered: N
     level = logging.root.manager.disable
     monkeypatch.setattr(sweep, "RAW", tmp_path / "raw.jsonl")
     yield
-    _calls.clear()
+    _calls.calls.clear()
     logging.disable(level)
 
 

@@ -16,7 +16,7 @@ def registered() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     ragged.register()
-    _calls.clear()
+    _calls.calls.clear()
     yield
     ragged.unregister()
     torch.set_num_threads(threads)

@@ -53,7 +53,7 @@ def attention(
 ) -> list[tuple[recording.Launch, tuple[schedule.Program, ...]]]:
     """The launches that compute attention, each with its programs; without those that have nothing to do."""
     launches = recording.record(case.call(case.operation, device, **case.tables()), tile)
-    walked = [(one, schedule.walked(one).programs) for one in launches if one.name != "combine_kernel"]
+    walked = [(one, schedule.simulated(one).programs) for one in launches if one.name != "combine_kernel"]
     return [(launch, programs) for launch, programs in walked if programs]
 
 

@@ -53,11 +53,11 @@ def judge(entry: Entry, dtype: torch.dtype = torch.float32) -> Iterator[dict[str
         except NoForm as error:
             yield {"text_only": str(error)}
     yield watched(model, images)
-    _calls.clear()
+    _calls.calls.clear()
     checks: dict[str, list[tuple[str, str]]] = {}
     for column, outcome in compare_all(model, exact, another, kind, images):
         checks.setdefault(column, []).append((outcome.word, outcome.why))
-        yield {"checks": checks, "calls": [list(call) for call in _calls.counts()]}
+        yield {"checks": checks, "calls": [list(call) for call in _calls.calls]}
 
 
 def watched(model: Any, images: Inputs | None) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Drop-in names and conventions of other projects, over the same operations."""
+"""Our operations under the names and conventions of other projects."""

@@ -1,35 +1,29 @@
-"""DeepGEMM's logits of the lightning indexer, by its argument names, order and conventions, on every device.
+"""DeepGEMM's logits of the lightning indexer, with its argument names, order and conventions, on every device.
 
 `import ragged_attention.compat.deep_gemm as deep_gemm` runs code written for these functions of the `deep_gemm`
-package, under their older names `fp8_*` and their newer ones `fp8_fp4_*`, of which the FP8 form is taken. DeepGEMM's
-limits on devices, head counts, head sizes and page sizes do not hold here. What it leaves unwritten is -inf here,
-whether or not `clean_logits` asks for it.
+package, under their older names `fp8_*` and their newer ones `fp8_fp4_*`, without FP4. DeepGEMM's limits on devices,
+head counts, head sizes and page sizes do not hold here. Logits that it leaves unwritten are -inf here, with or without
+`clean_logits`.
 """
 
 import torch
 
 from ragged_attention.calls import dtype_name
-from ragged_attention.compat.names import say_in
+from ragged_attention.compat.names import named_as
 from ragged_attention.errors import InvalidInput
 from ragged_attention.torch import indexer_logits
 
 __all__ = [
-    "fp8_fp4_mqa_logits",
-    "fp8_fp4_paged_mqa_logits",
-    "fp8_mqa_logits",
-    "fp8_paged_mqa_logits",
+    "fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits", "fp8_mqa_logits", "fp8_paged_mqa_logits",
     "get_paged_mqa_logits_metadata",
-]
+]  # fmt: skip
 
 Quantized = tuple[torch.Tensor, torch.Tensor | None]  # values and their scales
 # Our arguments' names and DeepGEMM's, for error messages.
 PACKED_NAMES = {
-    "keys": "kv[0]",
-    "key_scale": "kv[1]",
-    "starts": "cu_seq_len_k_start",
-    "stops": "cu_seq_len_k_end",
+    "keys": "kv[0]", "key_scale": "kv[1]", "starts": "cu_seq_len_k_start", "stops": "cu_seq_len_k_end",
     "max_keys": "max_seqlen_k",
-}
+}  # fmt: skip
 PAGED_NAMES = {"keys": "kv_cache", "page_indices": "block_table", "kv_lens": "context_lens"}
 
 
@@ -42,16 +36,16 @@ def fp8_mqa_logits(
     clean_logits: bool = True,
     max_seqlen_k: int = 0,
 ) -> torch.Tensor:
-    """How much each query wants each of the keys in its range.
+    """The indexer's logits of each query for the keys in its range.
 
     Args:
         q: [seq_len, num_heads, head_dim] float8_e4m3fn; bfloat16, float16 and float32 as well.
         kv: the keys [seq_len_kv, head_dim], float8_e4m3fn or q's dtype, and their scales f32 [seq_len_kv].
-        weights: f32 [seq_len, num_heads], the scales of q in them; 16-bit ones are widened.
+        weights: f32 [seq_len, num_heads], which include the scales of q; 16-bit weights are widened.
         cu_seq_len_k_start, cu_seq_len_k_end: i32 [seq_len], the range of each query.
-        clean_logits: without effect: what is outside of a range is -inf either way. With `max_seqlen_k` it has to be
+        clean_logits: without effect, because logits outside a range are always -inf. With `max_seqlen_k` it has to be
             False, as in DeepGEMM.
-        max_seqlen_k: columns of a result that counts each row from its own start; 0 counts from the first key.
+        max_seqlen_k: if not 0, the number of columns of the result, whose rows begin at their own ranges' starts.
 
     Returns:
         f32 [seq_len, seq_len_kv], or [seq_len, max_seqlen_k].
@@ -74,7 +68,7 @@ def fp8_fp4_mqa_logits(
 
     Args:
         logits_dtype: float32 or bfloat16, to which float32 logits are rounded.
-        schedule_meta: without effect: the work is divided by shapes.
+        schedule_meta: without effect, because the work is divided by shapes.
 
     The other arguments and the result are those of `fp8_mqa_logits`. FP4 values, and scales of q, are refused.
     """
@@ -83,29 +77,18 @@ def fp8_fp4_mqa_logits(
     if clean_logits and max_seqlen_k:
         raise InvalidInput(f"expected clean_logits=False with max_seqlen_k, got True with {max_seqlen_k=}")
     keys, scale = kv
-    try:
+    with named_as(PACKED_NAMES):
         logits = indexer_logits(
-            values,
-            keys,
-            _wide(weights),
-            key_scale=scale,
-            starts=cu_seq_len_k_start,
-            stops=cu_seq_len_k_end,
-            relative=max_seqlen_k > 0,
-            max_keys=max_seqlen_k or None,
-        )
-    except (InvalidInput, TypeError) as error:
-        say_in(PACKED_NAMES, error)
+            values, keys, _wide(weights), key_scale=scale, starts=cu_seq_len_k_start, stops=cu_seq_len_k_end,
+            relative=max_seqlen_k > 0, max_keys=max_seqlen_k or None,
+        )  # fmt: skip
     return _as(logits, logits_dtype)
 
 
 def get_paged_mqa_logits_metadata(
     context_lens: torch.Tensor, block_kv: int, num_sms: int, indices: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What `fp8_paged_mqa_logits` takes as `schedule_meta`: i32 [num_sms + 1, 2] of zeros.
-
-    Kernels here divide their work by shapes alone, so that there is nothing to schedule.
-    """
+    """A `schedule_meta` for `fp8_paged_mqa_logits`: i32 [num_sms + 1, 2] of zeros, because it has no effect here."""
     del block_kv, indices
     return torch.zeros(num_sms + 1, 2, dtype=torch.int32, device=context_lens.device)
 
@@ -121,20 +104,20 @@ def fp8_paged_mqa_logits(
     clean_logits: bool = False,
     indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """How much each query of a decode step wants each key in the pages of its sequence.
+    """The indexer's logits of each query of a decode step for the keys in its sequence's pages.
 
     Args:
         q: [batch_size, next_n, num_heads, head_dim] float8_e4m3fn; bfloat16, float16 and float32 as well.
         kv_cache: uint8 [num_blocks, block_kv, 1, head_dim + 4], the e4m3 values of all keys of a page, then their
-            float32 scales; what `write_indexer_cache` fills.
-        weights: f32 [batch_size * next_n, num_heads]; 16-bit ones are widened.
-        context_lens: i32 [batch_size, next_n], how many keys each query sees; or [batch_size], the length of each
-            sequence, whose last `next_n` tokens are the queries.
+            float32 scales, as `write_indexer_cache` writes them.
+        weights: f32 [batch_size * next_n, num_heads]; 16-bit weights are widened.
+        context_lens: i32 [batch_size, next_n], the number of keys that each query sees; or [batch_size], the length of
+            each sequence, whose last `next_n` tokens are the queries.
         block_table: i32 [batch_size, blocks].
         schedule_meta: without effect.
-        max_context_len: columns of the result.
-        clean_logits: without effect: what a query does not see is -inf either way.
-        indices: without effect: in DeepGEMM it says which rows belong to one sequence, to read its pages once.
+        max_context_len: number of columns of the result.
+        clean_logits: without effect, because logits of hidden keys are always -inf.
+        indices: without effect; in DeepGEMM it tells which rows share a sequence's pages.
 
     Returns:
         f32 [batch_size * next_n, max_context_len].
@@ -176,20 +159,14 @@ def fp8_fp4_paged_mqa_logits(
             f"got {list(context_lens.shape)}"
         )
     queries = next_n
-    if context_lens.dim() == 2:  # each query is a sequence of its own, which shares its pages
+    if context_lens.dim() == 2:  # treat each query as a sequence, with the pages of its own
         context_lens, block_table, queries = context_lens.flatten(), block_table.repeat_interleave(next_n, 0), 1
     edges = torch.arange(len(context_lens) + 1, dtype=torch.int32, device=values.device) * queries
-    try:
+    with named_as(PAGED_NAMES):
         logits = indexer_logits(
-            values.flatten(0, 1),
-            kv_cache,
-            _wide(weights),
-            page_indices=block_table,
-            kv_lens=context_lens,
+            values.flatten(0, 1), kv_cache, _wide(weights), page_indices=block_table, kv_lens=context_lens,
             cu_q_lens=edges,
-        )
-    except (InvalidInput, TypeError) as error:
-        say_in(PAGED_NAMES, error)
+        )  # fmt: skip
     missing = max_context_len - logits.shape[1]
     logits = torch.nn.functional.pad(logits, (0, max(missing, 0)), value=-torch.inf)
     return _as(logits[:, :max_context_len], logits_dtype)

@@ -1,6 +1,6 @@
-"""EasyDeL's decode and chunked prefill over heads-first pages, by its names and defaults, on every device.
+"""EasyDeL's decode and chunked prefill over heads-first pages, with its names and defaults, on every device.
 
-Its pages are those of `compat.jax_pallas.paged_attention`, and its `paged_attention` is that one with a scale.
+Its pages are those of `compat.jax_pallas.paged_attention`, and its `paged_attention` is that function with a scale.
 """
 
 from collections.abc import Sequence
@@ -11,20 +11,14 @@ import jax.numpy as jnp
 
 from ragged_attention import jax as operations
 from ragged_attention.calls import PagedAttention, expect_bool, expect_count, is_array, is_jax_quantized
-from ragged_attention.compat.jax_arguments import (
-    DEFAULT_MASK_VALUE,
-    as_int32,
-    even,
-    expect_number_or_none,
-    held_as_int32,
-    known_options,
-    widened,
-)
-from ragged_attention.compat.names import say_in
+from ragged_attention.compat import jax_arguments
+from ragged_attention.compat.names import named_as
 from ragged_attention.errors import InvalidInput
 from ragged_attention.jax._lower import FRONT_END, to_jax
 
 __all__ = ["DEFAULT_MASK_VALUE", "paged_attention", "prefill_attention"]
+
+DEFAULT_MASK_VALUE = jax_arguments.DEFAULT_MASK_VALUE
 
 
 def paged_attention(
@@ -45,34 +39,28 @@ def paged_attention(
     """Decode over a paged cache: `compat.jax_pallas.paged_attention` with a scale.
 
     Args:
-        q, k_pages, v_pages, lengths, page_indices: as there.
         sm_scale: factor on q . k; None is `head_dim ** -0.5`.
-        mask_value, attn_logits_soft_cap: as there.
-        pages_per_compute_block, megacore_mode, inline_seq_dim: as there.
-        backend: a name or an ordered list of them, as everywhere in `ragged_attention`.
+
+    The other arguments are those of `compat.jax_pallas.paged_attention`.
     """
-    expect_number_or_none("mask_value", mask_value)
+    jax_arguments.expect_number_or_none("mask_value", mask_value)
     arguments: dict[str, Any] = FRONT_END.prepare(PagedAttention, dict(
         q=q, k_pages=k_pages, v_pages=v_pages, lengths=lengths, page_indices=page_indices, sm_scale=sm_scale,
         soft_cap=attn_logits_soft_cap,
     ))  # fmt: skip
-    (arguments["lengths"],) = held_as_int32(lengths=arguments["lengths"])
+    (arguments["lengths"],) = jax_arguments.held_as_int32(lengths=arguments["lengths"])
     tunables: dict[str, Any] = dict(
         pages_per_compute_block=to_jax(pages_per_compute_block), megacore_mode=to_jax(megacore_mode),
         inline_seq_dim=to_jax(inline_seq_dim),
     )  # fmt: skip
     q = arguments["q"]
     rows = ("q", "k_pages", "v_pages")
-    arguments |= dict(zip(rows, widened(*(arguments[name] for name in rows)), strict=True))
-    arguments["page_indices"] = as_int32("page_indices", arguments["page_indices"])
-    arguments["soft_cap"] = even(arguments["soft_cap"])
-    try:
+    arguments |= dict(zip(rows, jax_arguments.widened(*(arguments[name] for name in rows)), strict=True))
+    arguments["page_indices"] = jax_arguments.as_int32("page_indices", arguments["page_indices"])
+    arguments["soft_cap"] = jax_arguments.even(arguments["soft_cap"])
+    with named_as({"soft_cap": "attn_logits_soft_cap"}):
         _expect_tunables(PagedAttention(**arguments), **tunables)
-        options = known_options("paged_attention", arguments, backend, tunables)
-        out = operations.paged_attention(**arguments, backend=backend, options=options)
-    except (InvalidInput, TypeError) as error:
-        say_in({"soft_cap": "attn_logits_soft_cap"}, error)
-    return out.astype(q.dtype)
+        return jax_arguments.run("paged_attention", arguments, backend, tunables).astype(q.dtype)
 
 
 def _expect_tunables(
@@ -103,15 +91,15 @@ def prefill_attention(
     *,
     backend: str | Sequence[str] | None = None,
 ) -> jax.Array:
-    """One chunk of a sequence's queries over its pages, causally.
+    """Causal attention of one chunk of a sequence's queries over its pages.
 
-    Chunks follow each other from position 0 on, each of q's size; this is the one that holds position `length - 1`.
+    The sequence is divided into chunks of q's size from position 0 on; this chunk holds position `length - 1`.
 
     Args:
         q: [chunk_size, num_q_heads, head_dim].
-        k_pages, v_pages: [num_kv_heads, num_pages, page_size, head_dim], or JAX's `QuantizedTensor` of such. Any page
-            size is taken, also one that does not divide the chunk.
-        length: positions of the sequence, those of this chunk included; an int or an array of one. A change of it
+        k_pages, v_pages: [num_kv_heads, num_pages, page_size, head_dim], or JAX's `QuantizedTensor` of that shape. The
+            page size need not divide the chunk's size.
+        length: number of the sequence's positions, including this chunk's; an int or an array of one. Another value
             does not recompile.
         page_indices: [pages] of any integer dtype.
         sm_scale: factor on q . k; default `head_dim ** -0.5`.
@@ -122,14 +110,8 @@ def prefill_attention(
     """
     q, length = to_jax((q, length))
     k_pages, v_pages = (pages if is_jax_quantized(pages) else to_jax(pages) for pages in (k_pages, v_pages))
-    wide_q, k_pages, v_pages = widened(q, k_pages, v_pages)
-    out = operations.prefill_attention(
-        wide_q,
-        k_pages,
-        v_pages,
-        as_int32("length", length) if is_array(length) else length,
-        as_int32("page_indices", to_jax(page_indices)),
-        sm_scale=sm_scale,
-        backend=backend,
-    )
+    wide_q, k_pages, v_pages = jax_arguments.widened(q, k_pages, v_pages)
+    length = jax_arguments.as_int32("length", length) if is_array(length) else length
+    table = jax_arguments.as_int32("page_indices", to_jax(page_indices))
+    out = operations.prefill_attention(wide_q, k_pages, v_pages, length, table, sm_scale=sm_scale, backend=backend)
     return jnp.reshape(out, (out.shape[0], -1)).astype(q.dtype)

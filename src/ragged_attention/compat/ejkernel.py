@@ -1,7 +1,7 @@
-"""ejKernel's `ragged_page_attention_v2`, by its names and defaults, on every device.
+"""ejKernel's `ragged_page_attention_v2`, with its names and defaults, on every device.
 
-It is correct where ejKernel's portable version is not: tables wider than 64 pages, a window that hides a whole block of
-keys, and NaN in slots that no query sees. All sums are in float32, whatever `compute_dtype` says.
+Unlike ejKernel's portable version, it is correct for tables wider than 64 pages, for a window that hides a whole block
+of keys, and for NaN in slots that no query sees. All sums are in float32 for any `compute_dtype`.
 """
 
 from collections.abc import Sequence
@@ -10,25 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ragged_attention import jax as operations
 from ragged_attention.calls import dtype_name, expect_count, is_array
 from ragged_attention.calls.fields import Count, Sizes
-from ragged_attention.compat.jax_arguments import as_int32, even, expect_number_or_none, known_options, widened
-from ragged_attention.compat.names import say_in
+from ragged_attention.compat.jax_arguments import as_int32, even, expect_number_or_none, run, widened
+from ragged_attention.compat.names import named_as
 from ragged_attention.errors import InvalidInput
 from ragged_attention.jax._lower import to_jax
 
 __all__ = ["ragged_page_attention_v2"]
 
 NAMES = {
-    "q": "queries",
-    "kv_lens": "context_lens",
-    "page_indices": "block_tables",
-    "cu_q_lens": "query_start_loc",
-    "sm_scale": "softmax_scale",
-    "soft_cap": "logits_soft_cap",
-    "sinks": "softmax_aux",
-}
+    "q": "queries", "kv_lens": "context_lens", "page_indices": "block_tables", "cu_q_lens": "query_start_loc",
+    "sm_scale": "softmax_scale", "soft_cap": "logits_soft_cap", "sinks": "softmax_aux",
+}  # fmt: skip
 
 
 def ragged_page_attention_v2(
@@ -61,32 +55,29 @@ def ragged_page_attention_v2(
         context_lens: [max_num_seqs], the new tokens included; of any integer dtype, like the two tables that follow.
         block_tables: [max_num_seqs, pages_per_seq].
         query_start_loc: [max_num_seqs + 1].
-        num_seqs: how many sequences are live, an int or an array of one; a change of it does not recompile.
+        num_seqs: number of live sequences, an int or an array of one; another value does not recompile.
         softmax_scale: factor on q . k; default `head_dim ** -0.5`.
         logits_soft_cap: logits become `cap * tanh(logits / cap)`, before masking.
         compute_dtype, optimized, mask_value: without effect.
-        sliding_window: number of keys that a query sees, itself included.
+        sliding_window: maximum number of keys that a query sees, including its own position's.
         softmax_aux: float [num_q_heads], one logit per head that joins the softmax's denominator but has no value.
-        num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: tunables of the TPU kernel, and
-        num_warps, num_stages: of the Triton kernel; all are checked, but have no effect on backends without them.
+        num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes, num_warps, num_stages: tunables of the TPU
+            kernel and of the Triton kernel; checked, but without effect on backends that lack them.
         backend: a name or an ordered list of them, as everywhere in `ragged_attention`.
 
     Returns:
         [total_tokens, num_q_heads, head_dim] of the queries' dtype; rows that belong to no sequence are 0.
 
     Raises:
-        InvalidInput: (a ValueError) shapes, dtypes or tunables that do not go together.
+        InvalidInput: (a ValueError) shapes, dtypes or tunables contradict each other.
     """
     del optimized
     jnp.dtype(compute_dtype)
     expect_number_or_none("mask_value", mask_value)
-    tunables = {
-        "num_kv_pages_per_block": num_kv_pages_per_block,
-        "num_queries_per_block": num_queries_per_block,
-        "vmem_limit_bytes": vmem_limit_bytes,
-        "num_warps": num_warps,
-        "num_stages": num_stages,
-    }
+    tunables = dict(
+        num_kv_pages_per_block=num_kv_pages_per_block, num_queries_per_block=num_queries_per_block,
+        vmem_limit_bytes=vmem_limit_bytes, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
     for name, value in tunables.items():
         if value is not None:
             expect_count(name, value, 1)
@@ -94,28 +85,17 @@ def ragged_page_attention_v2(
     wide_q, kv_pages = widened(q, kv_pages)
     tables = {"context_lens": context_lens, "block_tables": block_tables, "query_start_loc": query_start_loc}
     kv_lens, page_indices, cu_q_lens = (as_int32(name, to_jax(table)) for name, table in tables.items())
-    try:
-        arguments = {
-            "q": wide_q,
-            "kv_pages": kv_pages,
-            "kv_lens": kv_lens,
-            "page_indices": page_indices,
-            "cu_q_lens": cu_q_lens,
-            "num_seqs": _count(num_seqs, kv_lens),
-            "sm_scale": softmax_scale,
-            "soft_cap": even(logits_soft_cap),
-            "sliding_window": sliding_window,
-            "sinks": _sinks(softmax_aux),
-        }
-        options = known_options("ragged_paged_attention", arguments, backend, tunables)
-        out = operations.ragged_paged_attention(**arguments, backend=backend, options=options)
-    except (InvalidInput, TypeError) as error:
-        say_in(NAMES, error)
-    return out.astype(q.dtype)
+    with named_as(NAMES):
+        arguments = dict(
+            q=wide_q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens,
+            num_seqs=_count(num_seqs, kv_lens), sm_scale=softmax_scale, soft_cap=even(logits_soft_cap),
+            sliding_window=sliding_window, sinks=_sinks(softmax_aux),
+        )  # fmt: skip
+        return run("ragged_paged_attention", arguments, backend, tunables).astype(q.dtype)
 
 
 def _count(num_seqs: Any, kv_lens: Any) -> jax.Array:
-    """The number of sequences as an array, so that another number needs no recompilation."""
+    """The number of sequences as an array, so that another number does not recompile."""
     if is_array(num_seqs := to_jax(num_seqs)):
         return as_int32("num_seqs", num_seqs)
     if num_seqs is None:

@@ -1,17 +1,16 @@
-"""FlashMLA's six functions, by its argument names, order and conventions, on every device.
+"""FlashMLA's six functions, with its argument names, order and conventions, on every device.
 
-`import ragged_attention.compat.flash_mla as flash_mla` runs code written for the `flash_mla` package. All of its call
-forms are taken, and may be mixed:
+`import ragged_attention.compat.flash_mla as flash_mla` runs code written for the `flash_mla` package. The forms of its
+releases are supported, and may be mixed:
 
-- that of September 2025, where `get_mla_metadata` takes six arguments and returns two int32 tensors, which go into
-  `flash_mla_with_kvcache` as they are;
-- that of 2026, where it takes none and returns an empty object, filled by the first call that it goes into, and None;
-- that of September 2026, which is the same with `enable_batch_invariant` and the caches of 528 and 288 bytes a token,
-  where `is_fp8_kvcache` need not be said. That release dropped the older formats and dense decode; here they stay.
+- September 2025: `get_mla_metadata` takes six arguments and returns two int32 tensors for `flash_mla_with_kvcache`.
+- 2026: it takes no arguments and returns None and an empty object, which the first call fills.
+- September 2026: there are also `enable_batch_invariant` and caches of 528 and 288 bytes per token, and
+  `is_fp8_kvcache` is optional. That release dropped the older formats and dense decode; here they remain.
 
-What differs from `ragged_attention.torch` is said here and nowhere else: the names, the `lse` of a fully masked
-query, which is +inf in decode, the base of prefill's logarithms, and packed tensors. FlashMLA's limits on devices,
-head counts, head sizes, page sizes, top-k, dtypes and gradients do not hold here.
+The differences to `ragged_attention.torch` are the names, the `lse` of a fully masked query, which is +inf in decode,
+the base of prefill's logarithms, and packed tensors. FlashMLA's limits on devices, head counts, head sizes, page sizes,
+top-k, dtypes and gradients do not hold here.
 """
 
 import contextlib
@@ -21,22 +20,16 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import DecodeSchedule, MlaDecode, dtype_name, expect_bool, is_array
-from ragged_attention.compat.names import say_in
+from ragged_attention.compat.names import named_as
 from ragged_attention.config import Scope, use_backend
 from ragged_attention.errors import InvalidInput
 from ragged_attention.torch import make_decode_schedule, mla_decode, sparse_mla_prefill, varlen_attention
 from ragged_attention.torch._launcher import device_facts
 
 __all__ = [
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_mla_sparse_fwd",
-    "flash_mla_with_kvcache",
-    "get_mla_metadata",
-    "set_convention",
-    "use_convention",
-]
+    "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",
+    "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata", "set_convention", "use_convention",
+]  # fmt: skip
 
 CONVENTIONS = ("base2", "natural")  # the first is the default
 LOG2_E = math.log2(math.e)
@@ -44,54 +37,41 @@ BYTES = ("float8_e4m3fn", "int8", "uint8")
 
 # Our arguments' names and FlashMLA's, for error messages.
 PREFILL_NAMES = {"sinks": "attn_sink", "topk_lens": "topk_length"}
-DECODE_NAMES = {
-    **PREFILL_NAMES,
-    "kv_cache": "k_cache",
-    "page_indices": "block_table",
-    "kv_lens": "cache_seqlens",
-    "d_v": "head_dim_v",
-    "sm_scale": "softmax_scale",
-    "extra_kv_cache": "extra_k_cache",
-    "extra_indices": "extra_indices_in_kvcache",
+DECODE_NAMES = PREFILL_NAMES | {
+    "kv_cache": "k_cache", "page_indices": "block_table", "kv_lens": "cache_seqlens", "d_v": "head_dim_v",
+    "sm_scale": "softmax_scale", "extra_kv_cache": "extra_k_cache", "extra_indices": "extra_indices_in_kvcache",
     "extra_topk_lens": "extra_topk_length",
-}
+}  # fmt: skip
 VARLEN_NAMES = {
-    "cu_q_lens": "cu_seqlens_qo",
-    "cu_kv_lens": "cu_seqlens_kv",
-    "max_q_len": "max_seqlen_qo",
-    "max_kv_len": "max_seqlen_kv",
-    "sm_scale": "softmax_scale",
-}
-# The arguments of `flash_attn_varlen_func` and those of the functions that take packed tensors.
+    "cu_q_lens": "cu_seqlens_qo", "cu_kv_lens": "cu_seqlens_kv", "max_q_len": "max_seqlen_qo",
+    "max_kv_len": "max_seqlen_kv", "sm_scale": "softmax_scale",
+}  # fmt: skip
+# The arguments of `flash_attn_varlen_func`, by the names of the functions that take packed tensors.
 KV_PACKED_NAMES = {"k": "kv[..., :head_dim_qk]", "v": "kv[..., head_dim_qk:]"}
 QKV_PACKED_NAMES = {
-    "q": "qkv[..., :head_dim_qk]",
-    "k": "qkv[..., head_dim_qk:2 * head_dim_qk]",
-    "v": "qkv[..., 2 * head_dim_qk:]",
-    "cu_seqlens_qo": "cu_seqlens",
-    "cu_seqlens_kv": "cu_seqlens",
-    "max_seqlen_qo": "max_seqlen",
+    "q": "qkv[..., :head_dim_qk]", "k": "qkv[..., head_dim_qk:2 * head_dim_qk]", "v": "qkv[..., 2 * head_dim_qk:]",
+    "cu_seqlens_qo": "cu_seqlens", "cu_seqlens_kv": "cu_seqlens", "max_seqlen_qo": "max_seqlen",
     "max_seqlen_kv": "max_seqlen",
-}
+}  # fmt: skip
 
 _conventions: Scope[str] = Scope("ragged_attention_flash_mla_convention")
 
 
 def set_convention(convention: str) -> None:
-    """Choose the default `convention` of `flash_mla_sparse_fwd` for the whole process.
+    """Set the default `convention` of `flash_mla_sparse_fwd` for the whole process.
 
     Args:
-        convention: "base2" or "natural", see `flash_mla_sparse_fwd`; another raises `InvalidInput`.
+        convention: "base2" or "natural", see `flash_mla_sparse_fwd`; others raise `InvalidInput`.
     """
     _expect_convention(convention)
     _conventions.set(convention)
 
 
 class use_convention:  # reads as a verb, like `ragged_attention.use_backend`
-    """A context manager that chooses the default `convention` of `flash_mla_sparse_fwd` inside its `with` block.
+    """A context manager that sets the default `convention` of `flash_mla_sparse_fwd` inside its `with` block.
 
-    Constructing it changes nothing. Until the next version, `use_convention(...)` as a statement of its own still does
-    what `set_convention(...)` does, with a DeprecationWarning.
+    Constructing it changes nothing. Until the next version, `use_convention(...)` as a statement of its own still acts
+    like `set_convention(...)`, with a DeprecationWarning.
 
     Args:
         convention: as for `set_convention`.
@@ -115,10 +95,10 @@ def _expect_convention(convention: Any) -> None:
 
 
 class FlashMLASchedMeta:
-    """How a decode step's work is divided; empty until the first `flash_mla_with_kvcache` it goes into fills it.
+    """The schedule of a decode step; empty until the first `flash_mla_with_kvcache` that gets it fills it.
 
-    It serves every later call of the same shapes and lengths, such as those of the other layers. Another shape is
-    refused; other lengths only under `validate="full"`, since they cost only speed. It belongs to one device.
+    It serves every later call with these shapes and lengths, such as those of the other layers, on this device. Other
+    shapes are refused; other lengths only under `validate="full"`, since they only cost speed.
     """
 
     def __init__(self) -> None:
@@ -135,7 +115,7 @@ def get_mla_metadata(
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
 ) -> tuple[Any, Any]:
-    """How to divide the work of a decode step, to be reused over the layers of a model.
+    """The schedule of a decode step, for all layers of a model.
 
     Without arguments, returns a `FlashMLASchedMeta` and None. With them, as in September 2025:
 
@@ -144,12 +124,12 @@ def get_mla_metadata(
         num_q_tokens_per_head_k: query rows of one KV head, `s_q * h_q // h_kv`.
         num_heads_k: h_kv.
         num_heads_q: h_q; needed with `topk`.
-        is_fp8_kvcache: without effect, for the division does not depend on the format.
-        topk: keys that each query of a sparse call lists.
+        is_fp8_kvcache: without effect, because the schedule does not depend on the format.
+        topk: number of keys that each query of a sparse call lists.
 
     Returns:
-        tile_scheduler_metadata i32 [num_sm_parts, 8] and num_splits i32 [b + 1], to the bit the tables that FlashMLA
-        makes on a Hopper GPU with as many multiprocessors as this device.
+        tile_scheduler_metadata i32 [num_sm_parts, 8] and num_splits i32 [b + 1], bit for bit the tables that FlashMLA
+        makes on a Hopper GPU with this device's number of multiprocessors.
     """
     del is_fp8_kvcache
     if cache_seqlens is None:
@@ -171,19 +151,11 @@ def get_mla_metadata(
     else:
         s_q = max(num_q_tokens_per_head_k * num_heads_k // num_heads_q, 1)
         num_parts = multiprocessors // 2 // num_heads_k // (-(-num_heads_q // num_heads_k // 128) * s_q)
-    try:
+    with named_as(DECODE_NAMES):
         schedule = make_decode_schedule(
-            cache_seqlens if topk is None else None,
-            cache_seqlens.shape[0],
-            num_q_tokens_per_head_k,
-            num_heads_k,
-            num_heads_k,
-            topk=topk,
-            num_parts=max(num_parts, 1),
-            device=cache_seqlens.device,
-        )
-    except (InvalidInput, TypeError) as error:
-        say_in(DECODE_NAMES, error)
+            cache_seqlens if topk is None else None, cache_seqlens.shape[0], num_q_tokens_per_head_k, num_heads_k,
+            num_heads_k, topk=topk, num_parts=max(num_parts, 1), device=cache_seqlens.device,
+        )  # fmt: skip
     return schedule.parts, schedule.num_splits
 
 
@@ -208,33 +180,33 @@ def flash_mla_with_kvcache(
     *,
     cache_layout: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a few query tokens per sequence over a paged latent cache, all of it or a top-k list.
+    """Attention of a few query tokens per sequence over a paged latent cache, or over a top-k list of its slots.
 
     Args:
         q: [b, s_q, h_q, d_qk] bfloat16, float16 or float32.
         k_cache: [num_blocks, page_block_size, h_kv, d_qk] of q's dtype; or, with `is_fp8_kvcache`, bytes
-            [num_blocks, page_block_size, 1, 656, 584, 528 or 288] of dtype float8_e4m3fn, int8 or uint8. Each serves
-            dense and sparse calls, that of 288 bytes too, which FlashMLA takes as `extra_k_cache` alone.
+            [num_blocks, page_block_size, 1, 656, 584, 528 or 288] of dtype float8_e4m3fn, int8 or uint8. Each format
+            serves dense and sparse calls, even that of 288 bytes, which FlashMLA takes only as `extra_k_cache`.
         block_table, cache_seqlens: i32 [b, max_blocks], [b]; a sparse call ignores them.
-        head_dim_v: columns of a row that are its value.
-        tile_scheduler_metadata, num_splits: what `get_mla_metadata` returned.
+        head_dim_v: number of a row's columns that are its value.
+        tile_scheduler_metadata, num_splits: the results of `get_mla_metadata`.
         softmax_scale: default `d_qk ** -0.5`.
         causal: dense only; aligned at the end.
-        is_fp8_kvcache: whether `k_cache` is of bytes; default: by its dtype, so that callers may rely on the default of
-            any release (False until September 2026, True since).
-        indices: i32 [b, s_q, topk], `block * page_block_size + offset`; makes the call sparse. Any that is not a slot
-            of the cache, such as -1, is masked.
+        is_fp8_kvcache: whether `k_cache` holds bytes. By default its dtype decides, so callers may rely on the default
+            of any release (False until September 2026, True since).
+        indices: i32 [b, s_q, topk], `block * page_block_size + offset`; makes the call sparse. An index that is not a
+            slot of the cache, such as -1, is masked.
         attn_sink: f32 [h_q].
-        extra_k_cache, extra_indices_in_kvcache: a second cache and the lists into it; of the same format, or of 288
-            bytes beside one of 528, or the reverse.
+        extra_k_cache, extra_indices_in_kvcache: a second cache and the lists into it. Both caches have one format, or
+            one has 528 and the other 288 bytes.
         topk_length, extra_topk_length: i32 [b], or [b, s_q].
-        enable_batch_invariant: the bits of a sequence depend on nothing else, as under
+        enable_batch_invariant: the bits of a sequence's result depend only on that sequence, as under
             `ragged_attention.use_backend(batch_invariant=True)`.
-        cache_layout: ours alone; "page" for caches of 528 and 288 bytes that store the scales of a page behind all its
-            values, as the release of early September 2026 had them. Default: as in the newest.
+        cache_layout: not in FlashMLA; "page" for caches of 528 and 288 bytes that store the scales of a page after all
+            its values, as in the release of early September 2026. The default is the layout of the newest release.
 
     Returns:
-        out [b, s_q, h_q, head_dim_v], and lse f32 [b, h_q, s_q], natural, +inf where a query sees no key.
+        out [b, s_q, h_q, head_dim_v], and lse f32 [b, h_q, s_q], natural, +inf for a query that sees no key.
     """
     _expect_tensor("q", q, 4)
     _expect_tensor("k_cache", k_cache, 4)
@@ -251,12 +223,10 @@ def flash_mla_with_kvcache(
     )  # fmt: skip
     expect_bool("enable_batch_invariant", enable_batch_invariant)
     made_for = _shapes(call, is_fp8_kvcache) | {"enable_batch_invariant": enable_batch_invariant}
-    try:
+    with named_as(DECODE_NAMES):
         schedule = _schedule_of(tile_scheduler_metadata, num_splits, call, made_for)
         with use_backend(batch_invariant=True) if enable_batch_invariant else contextlib.nullcontext():
             out, lse = mla_decode(**call, schedule=schedule)
-    except (InvalidInput, TypeError) as error:
-        say_in(DECODE_NAMES, error)
     if isinstance(metadata := tile_scheduler_metadata, FlashMLASchedMeta):
         metadata.schedule, metadata.config, metadata.have_initialized = schedule, made_for, True
     return out, _fully_masked_at_infinity(lse)
@@ -278,14 +248,14 @@ def flash_mla_sparse_fwd(
     Args:
         q: [s_q, h_q, d_qk] bfloat16, float16 or float32.
         kv: [s_kv, h_kv, d_qk] of q's dtype; or a paged cache, plain or quantised, whose slots `indices` name.
-        indices: i32 [s_q, h_kv, topk]; any outside [0, s_kv) is masked.
+        indices: i32 [s_q, h_kv, topk]; an index outside [0, s_kv) is masked.
         sm_scale: factor on q . k.
-        d_v: columns of a row that are its value.
+        d_v: number of a row's columns that are its value.
         attn_sink: f32 [h_q].
-        topk_length: i32 [s_q], entries of `indices` from there on are ignored.
-        convention: of the two last results. "base2", FlashMLA's of September 2025: base-2 logarithms, and an lse of
-            -inf where a query selects nothing. "natural", that of 2026: natural ones, and +inf there. Default: what
-            `use_convention` or `set_convention` says, else "base2".
+        topk_length: i32 [s_q], the number of valid entries in each list of `indices`.
+        convention: for max_logits and lse. "base2" is FlashMLA's of September 2025: base-2 logarithms, and an lse of
+            -inf for a query that selects no key. "natural" is that of 2026: natural logarithms, and +inf. The default
+            is set by `use_convention` or `set_convention`, else "base2".
 
     Returns:
         out [s_q, h_q, d_v], max_logits f32 [s_q, h_q], lse f32 [s_q, h_q].
@@ -293,12 +263,10 @@ def flash_mla_sparse_fwd(
     if convention is None:
         convention = _default_convention()
     _expect_convention(convention)
-    try:
+    with named_as(PREFILL_NAMES):
         out, max_logits, lse = sparse_mla_prefill(
             q, kv, indices, sm_scale=sm_scale, d_v=d_v, sinks=attn_sink, topk_lens=topk_length
         )
-    except (InvalidInput, TypeError) as error:
-        say_in(PREFILL_NAMES, error)
     if convention == "natural":
         return out, max_logits, _fully_masked_at_infinity(lse)
     return out, max_logits * LOG2_E, lse * LOG2_E
@@ -324,30 +292,28 @@ def flash_attn_varlen_func(
         q: [total_q, h, d] bfloat16, float16 or float32, the queries of all sequences, one after another.
         k, v: [total_kv, h_k, d] and [total_kv, h_k, d_v] of q's dtype; h a multiple of h_k, also for gradients; d and
             d_v up to 256.
-        cu_seqlens_qo, cu_seqlens_kv: i32 [b + 1], where the sequences begin and end.
+        cu_seqlens_qo, cu_seqlens_kv: i32 [b + 1], the edges of the sequences.
         max_seqlen_qo, max_seqlen_kv: lengths that no sequence exceeds.
         dropout_p: 0.
         softmax_scale: default `d ** -0.5`.
         causal: aligned at the end.
-        deterministic: gradients have the same bits in every run.
-        is_varlen: False says that all sequences are equally long; then the values of `cu_seqlens_*` are not read.
+        deterministic: whether gradients have equal bits in every run.
+        is_varlen: with False all sequences have equal lengths, and the values of `cu_seqlens_*` are not read.
 
     Returns:
-        out [total_q, h, d_v], and lse f32 [total_q, h], natural, -inf where a query sees no key. Gradients flow through
-        both; FlashMLA drops that of lse.
+        out [total_q, h, d_v], and lse f32 [total_q, h], natural, -inf for a query that sees no key. Gradients flow
+        through both; FlashMLA drops that of lse.
     """
     if dropout_p != 0:
         raise InvalidInput(f"expected dropout_p=0, got {dropout_p}")
     if not is_varlen:
         cu_seqlens_qo, max_seqlen_qo = _equal_lengths("cu_seqlens_qo", cu_seqlens_qo, "q", q)
         cu_seqlens_kv, max_seqlen_kv = _equal_lengths("cu_seqlens_kv", cu_seqlens_kv, "k", k)
-    try:
+    with named_as(VARLEN_NAMES):
         return varlen_attention(
             q, k, v, cu_seqlens_qo, cu_seqlens_kv, max_q_len=max_seqlen_qo, max_kv_len=max_seqlen_kv,
             sm_scale=softmax_scale, causal=causal, return_lse=True, deterministic=deterministic,
         )  # fmt: skip
-    except (InvalidInput, TypeError) as error:
-        say_in(VARLEN_NAMES, error)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -363,13 +329,11 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`flash_attn_varlen_func` of q, k and v packed in one tensor [total, h, 2 * head_dim_qk + d_v], in this order."""
     q, k, v = _unpacked("qkv", qkv, head_dim_qk, 2)
-    try:
+    with named_as(QKV_PACKED_NAMES):
         return flash_attn_varlen_func(
             q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, deterministic,
             is_varlen,
         )  # fmt: skip
-    except (InvalidInput, TypeError) as error:
-        say_in(QKV_PACKED_NAMES, error)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -388,17 +352,15 @@ def flash_attn_varlen_kvpacked_func(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`flash_attn_varlen_func` of k and v packed in one tensor [total_kv, h_k, head_dim_qk + d_v], in this order."""
     k, v = _unpacked("kv", kv, head_dim_qk, 1)
-    try:
+    with named_as(KV_PACKED_NAMES):
         return flash_attn_varlen_func(
             q, k, v, cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv, dropout_p, softmax_scale, causal,
             deterministic, is_varlen,
         )  # fmt: skip
-    except (InvalidInput, TypeError) as error:
-        say_in(KV_PACKED_NAMES, error)
 
 
 def _unpacked(name: str, packed: Any, head_dim_qk: Any, count: int) -> tuple[torch.Tensor, ...]:
-    """Views of `count` parts of head_dim_qk columns each, and of what is left, which is v."""
+    """Views of `count` tensors of head_dim_qk columns each, and of the remaining columns, which are v."""
     _expect_tensor(name, packed, 3)
     if not isinstance(head_dim_qk, int) or isinstance(head_dim_qk, bool):
         raise TypeError(f"expected head_dim_qk to be an int, got {type(head_dim_qk).__name__}")
@@ -409,7 +371,7 @@ def _unpacked(name: str, packed: Any, head_dim_qk: Any, count: int) -> tuple[tor
 
 
 def _equal_lengths(name: str, cu_lens: Any, rows_name: str, rows: Any) -> tuple[torch.Tensor, int]:
-    """The edges of as many sequences as there are, all equally long, and their length."""
+    """The edges of the sequences if all have equal lengths, and that length."""
     _expect_tensor(name, cu_lens, 1)
     _expect_tensor(rows_name, rows, 3)
     b, total = cu_lens.shape[0] - 1, rows.shape[0]
@@ -425,7 +387,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 @torch.compiler.assume_constant_result
 def _default_convention() -> str:
-    """The convention in force; tracing reads it once, and it becomes part of the compiled function."""
+    """The convention in force, which tracing reads once and makes part of the compiled function."""
     return next(iter((*_conventions.blocks.get(), *_conventions.process_wide)), CONVENTIONS[0])
 
 
@@ -440,33 +402,26 @@ def _expect_tensor(name: str, value: Any, rank: int) -> None:
         raise InvalidInput(f"expected {name} to have {rank} dimensions, got {value.dim()}")
 
 
+def _size(name: str, tensor: Any, rank: int, axis: int) -> int | None:
+    """The length of an optional tensor's axis."""
+    if tensor is not None:
+        _expect_tensor(DECODE_NAMES.get(name, name), tensor, rank)
+    return None if tensor is None else tensor.shape[axis]
+
+
 def _shapes(call: dict[str, Any], is_fp8_kvcache: bool) -> dict[str, Any]:
-    """What a `FlashMLASchedMeta` is made for, by FlashMLA's names."""
-    counts, sizes = [], []
-    for lists, cache in (("indices", "kv_cache"), ("extra_indices", "extra_kv_cache")):
-        if call[lists] is not None:
-            _expect_tensor(DECODE_NAMES.get(lists, lists), call[lists], 3)
-        if call[cache] is not None:
-            _expect_tensor(DECODE_NAMES[cache], call[cache], 4)
-        counts.append(None if call[lists] is None else call[lists].shape[2])
-        sizes.append(None if call[cache] is None else call[cache].shape[1])
-    b, s_q, h_q, _ = call["q"].shape
-    return {
-        "b": b,
-        "s_q": s_q,
-        "h_q": h_q,
-        "h_k": call["kv_cache"].shape[2],
-        "page_block_size": sizes[0],
-        "causal": call["causal"],
-        "is_fp8_kvcache": is_fp8_kvcache,
-        "topk": counts[0],
-        "extra_page_block_size": sizes[1],
-        "extra_topk": counts[1],
-    }
+    """The facts for which a `FlashMLASchedMeta` is made, by FlashMLA's names."""
+    optional = ("indices", 3, 2), ("extra_indices", 3, 2), ("extra_kv_cache", 4, 1)
+    topk, extra_topk, extra_page_size = (_size(name, call[name], rank, axis) for name, rank, axis in optional)
+    (b, s_q, h_q, _), (_, page_size, h_k, _) = call["q"].shape, call["kv_cache"].shape
+    return dict(
+        b=b, s_q=s_q, h_q=h_q, h_k=h_k, page_block_size=page_size, causal=call["causal"], is_fp8_kvcache=is_fp8_kvcache,
+        topk=topk, extra_page_block_size=extra_page_size, extra_topk=extra_topk,
+    )  # fmt: skip
 
 
 def _schedule_of(metadata: Any, num_splits: Any, call: dict[str, Any], made_for: dict[str, Any]) -> DecodeSchedule:
-    """The schedule that either form of `get_mla_metadata`'s results stands for."""
+    """The schedule of a step, from the results of `get_mla_metadata` in any form."""
     if isinstance(metadata, torch.Tensor):
         return _schedule_of_tables(metadata, num_splits, made_for)
     if not isinstance(metadata, FlashMLASchedMeta):
@@ -505,20 +460,12 @@ def _schedule_of_tables(parts: torch.Tensor, num_splits: Any, made_for: dict[str
 
 
 def _new_schedule(call: dict[str, Any], made_for: dict[str, Any]) -> DecodeSchedule:
-    topk = made_for["topk"]
+    topk, sizes = made_for["topk"], (made_for[name] for name in ("b", "s_q", "h_q", "h_k"))
     try:
         return make_decode_schedule(
-            call["kv_lens"] if topk is None else None,
-            made_for["b"],
-            made_for["s_q"],
-            made_for["h_q"],
-            made_for["h_k"],
-            topk=topk,
-            topk_lens=call["topk_lens"],
-            extra_topk=made_for["extra_topk"],
-            extra_topk_lens=call["extra_topk_lens"],
-            device=call["q"].device,
-        )
+            call["kv_lens"] if topk is None else None, *sizes, topk=topk, topk_lens=call["topk_lens"],
+            extra_topk=made_for["extra_topk"], extra_topk_lens=call["extra_topk_lens"], device=call["q"].device,
+        )  # fmt: skip
     except (InvalidInput, TypeError):
         MlaDecode(**call)  # its error names the call's arguments, not the schedule's
         raise

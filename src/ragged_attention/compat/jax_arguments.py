@@ -1,4 +1,4 @@
-"""What the drop-ins on jax arrays share: dtypes that operations do not mix, tunables that only some backends have."""
+"""The arguments of the drop-ins for jax: index arrays of any width, mixed dtypes, and tunables of some backends."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ragged_attention import dispatch, tuning
+from ragged_attention import jax as operations
 from ragged_attention.calls import CALLS, FLOATS, dtype_name, is_array, is_number
 from ragged_attention.errors import BackendMissing, InvalidInput
 from ragged_attention.jax import _lower
@@ -18,25 +19,25 @@ DEFAULT_MASK_VALUE = -0.7 * float(np.finfo(np.float32).max)
 
 
 def as_int32(name: str, value: Any) -> jax.Array:
-    """An integer array of any width as int32; what does not fit is clamped to int32's range."""
+    """An integer array of any width as int32, with values clamped to int32's range."""
     if not is_array(value):
         raise TypeError(f"expected {name} to be an array, got {type(value).__name__}")
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise InvalidInput(f"expected {name}.dtype to be an integer one, got {dtype_name(value)}")
     limits, own = jnp.iinfo(jnp.int32), jnp.iinfo(value.dtype)
-    least, most = max(limits.min, own.min), min(limits.max, own.max)
-    held = value.clip(least, most) if (least, most) != (own.min, own.max) else value  # before jax narrows it
-    return jnp.asarray(held.astype(jnp.int32))
+    if own.min < limits.min or own.max > limits.max:  # clamp before jax narrows the array
+        value = value.clip(max(limits.min, own.min), min(limits.max, own.max))
+    return jnp.asarray(value.astype(jnp.int32))
 
 
 def held_as_int32(**tables: Any) -> list[Any]:
-    """Index arrays that jax holds; NumPy's of wider integers, which the other projects' functions wrap, are clamped."""
-    held = {name: to_jax(value) for name, value in tables.items()}
-    return [as_int32(name, value) if isinstance(value, np.ndarray) else value for name, value in held.items()]
+    """Index arrays for jax. NumPy arrays of wider integers, which the other projects' functions wrap, are clamped."""
+    arrays = {name: to_jax(value) for name, value in tables.items()}
+    return [as_int32(name, value) if isinstance(value, np.ndarray) else value for name, value in arrays.items()]
 
 
 def even(soft_cap: Any) -> Any:
-    """A cap without its sign, since the other projects allow negative ones: `c * tanh(x / c)` is even in c."""
+    """The absolute value of a cap, since the other projects allow negative ones: `c * tanh(x / c)` is even in c."""
     return abs(soft_cap) if is_number(soft_cap) else soft_cap
 
 
@@ -46,27 +47,31 @@ def expect_number_or_none(name: str, value: Any) -> None:
 
 
 def widened(q: Any, *pages: Any) -> tuple[Any, ...]:
-    """Queries and pages of different float dtypes, all as float32; of one dtype, or with 8-bit pages, as they are.
+    """Queries and pages as float32 if their float dtypes differ; otherwise, or if a dtype has 8 bits, unchanged.
 
-    The other projects multiply whatever dtypes meet. This is exact, but pages narrower than float32 are copied whole.
+    The other projects multiply arrays of different dtypes. This is exact, but copies all pages narrower than float32.
     """
     arrays = (q, *pages)
-    if not all(is_array(array) and dtype_name(array) in FLOATS for array in arrays):
-        return arrays
-    if len({dtype_name(array) for array in arrays}) == 1:
+    dtypes = {dtype_name(array) if is_array(array) else "" for array in arrays}
+    if len(dtypes) == 1 or not dtypes.issubset(FLOATS):
         return arrays
     return tuple(jnp.asarray(array).astype(jnp.float32) for array in arrays)
 
 
-def known_options(
-    operation: str,
-    arguments: Mapping[str, Any],
-    backend: str | Sequence[str] | None,
-    tunables: Mapping[str, Any],
-) -> dict[str, Any] | None:
-    """The given tunables that the backend of this call has; None if there are none.
+def run(
+    operation: str, arguments: Mapping[str, Any], backend: str | Sequence[str] | None, tunables: Mapping[str, Any]
+) -> Any:
+    """The result of an operation with those of the tunables that its backend has."""
+    options = known_options(operation, arguments, backend, tunables)
+    return getattr(operations, operation)(**arguments, backend=backend, options=options)
 
-    The backend is the one chosen for jax's default device, or, if none can run there, the first requested one.
+
+def known_options(
+    operation: str, arguments: Mapping[str, Any], backend: str | Sequence[str] | None, tunables: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The given tunables that the call's backend on jax's default device has, or None without any.
+
+    If no requested backend takes the call there, the first one counts.
     """
     given = {name: value for name, value in tunables.items() if value is not None}
     if not given:
@@ -74,9 +79,9 @@ def known_options(
     call = CALLS[operation](**arguments, device=device_facts(_lower.default_platform()))  # type: ignore[call-arg]
     names = dispatch.candidates(operation, call.device, backend)
     verdicts = dispatch.verdicts(call, names, dispatch.by_default(operation, call.device, backend))
-    chosen = next((name for name in names if verdicts[name] is None), names[0])
+    selected = next((name for name in names if verdicts[name] is None), names[0])
     try:
-        known = tuning.options_of(dispatch.load(operation, chosen).Tile)
+        known = tuning.options_of(dispatch.load(operation, selected).Tile)
     except BackendMissing:
-        return None  # the call itself says so
+        return None  # the call itself raises the error
     return {name: value for name, value in given.items() if name in known} or None

@@ -1,15 +1,15 @@
-"""The attention functions of `jax.experimental.pallas.ops.tpu`, by JAX's names, order and defaults, on every device.
+"""The attention functions of `jax.experimental.pallas.ops.tpu`, with JAX's names, order and defaults, on every device.
 
-`from ragged_attention.compat.jax_pallas import ragged_paged_attention` in place of JAX's own import, and the same for
-`paged_attention`, runs code written for a TPU on GPUs and CPUs as well. Calls that JAX's functions refuse by a
-`ValueError` or an assertion raise `InvalidInput`, a `ValueError`. What differs:
+With `ragged_paged_attention` or `paged_attention` imported from here instead of from JAX, code written for TPUs runs on
+GPUs and CPUs as well. Calls that JAX's functions refuse by a `ValueError` or an assertion raise `InvalidInput`, a
+`ValueError`. The differences are:
 
-- The result is defined where JAX's is not: padding rows and sequences without keys are 0, empty sequences may stand
-  anywhere, and nothing that no query sees, NaN included, reaches the result.
-- Keys that a query does not see have no part in its result, whatever `mask_value` is.
-- `num_kv_pages_per_block` and the other tunables are checked as JAX checks them. They reach the kernel where the
-  backend that is chosen on jax's default device has them, and are ignored otherwise.
-- NumPy index arrays of wider integers than jax holds are clamped to int32, where JAX wraps them; float64 is refused.
+- The result is always defined: padding rows and sequences without keys are 0, empty sequences may be anywhere, and
+  numbers that no query sees, even NaN, do not affect the result.
+- Keys that a query does not see have no effect on its result, for any `mask_value`.
+- `num_kv_pages_per_block` and the other tunables are checked as JAX checks them. They are used if the backend for jax's
+  default device has them, and otherwise ignored.
+- NumPy index arrays of wide integers are clamped to int32, where JAX wraps them; float64 is refused.
 - Keys, values and their scales are multiplied in float32; JAX rounds the products to the queries' dtype or to bfloat16.
 """
 
@@ -21,31 +21,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from ragged_attention import dispatch, tuning
-from ragged_attention import jax as operations
 from ragged_attention.calls import FLOATS, RaggedPagedAttention, dtype_name, is_array, is_number
-from ragged_attention.compat import easydel
-from ragged_attention.compat.jax_arguments import (
-    DEFAULT_MASK_VALUE,
-    as_int32,
-    even,
-    expect_number_or_none,
-    held_as_int32,
-    known_options,
-    widened,
-)
+from ragged_attention.compat import easydel, jax_arguments
 from ragged_attention.errors import InvalidInput
 from ragged_attention.jax._launcher import device_facts
 from ragged_attention.jax._lower import to_jax
 
 __all__ = [
-    "DEFAULT_MASK_VALUE",
-    "dynamic_validate_inputs",
-    "get_tuned_block_sizes",
-    "paged_attention",
-    "ragged_paged_attention",
-    "ref_ragged_paged_attention",
-    "static_validate_inputs",
-]
+    "DEFAULT_MASK_VALUE", "dynamic_validate_inputs", "get_tuned_block_sizes", "paged_attention",
+    "ragged_paged_attention", "ref_ragged_paged_attention", "static_validate_inputs",
+]  # fmt: skip
+
+DEFAULT_MASK_VALUE = jax_arguments.DEFAULT_MASK_VALUE
 
 
 def ragged_paged_attention(
@@ -72,29 +59,31 @@ def ragged_paged_attention(
     Args:
         q: [max_tokens, num_q_heads, head_dim], the queries of all sequences, one after another, then padding.
         kv_pages: [num_pages, page_size, 2 * num_kv_heads, head_dim], K of head h at 2h and V at 2h + 1.
-        kv_lens: i32 [max_num_seqs], the new tokens included.
+        kv_lens: i32 [max_num_seqs], including the new tokens.
         page_indices: i32 [max_num_seqs, pages_per_seq].
         cu_q_lens: i32 [max_num_seqs + 1]; entries past `num_seqs` are ignored, and may be 0.
         num_seqs: [1] of any integer dtype; another value does not recompile.
         sm_scale: factor on q . k, 1.0 by default.
-        sliding_window: number of keys that a query sees, itself included.
+        sliding_window: maximum number of keys that a query sees, including its own position's.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-        mask_value: without effect: keys that a query does not see have no part in its result.
-        k_scale, v_scale: floats, a cached value times its scale is the true one.
-        num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: tunables of the TPU kernel; checked, and
-            without effect on backends that do not have them.
+        mask_value: without effect, because keys that a query does not see have no effect on its result.
+        k_scale, v_scale: floats; a cached value times its scale is the true value.
+        num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: tunables of the TPU kernel; checked, but
+            without effect on backends that lack them.
         backend: a name or an ordered list of them, as everywhere in `ragged_attention`.
 
     Returns:
         [max_tokens, num_q_heads, head_dim] of q's dtype; padding rows are 0.
 
     Raises:
-        InvalidInput: (a ValueError) what `static_validate_inputs` refuses.
+        InvalidInput: (a ValueError) from `static_validate_inputs`.
     """
-    expect_number_or_none("mask_value", mask_value)
+    jax_arguments.expect_number_or_none("mask_value", mask_value)
     if sm_scale is None:
         raise TypeError("expected sm_scale to be a number, got NoneType")
-    tables = held_as_int32(kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs)
+    tables = jax_arguments.held_as_int32(
+        kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs
+    )
     q, kv_pages = to_jax((q, kv_pages))
     tunables: dict[str, Any] = dict(
         num_kv_pages_per_block=num_kv_pages_per_block, num_queries_per_block=num_queries_per_block,
@@ -103,14 +92,12 @@ def ragged_paged_attention(
     settings: dict[str, Any] = dict(sm_scale=sm_scale, sliding_window=sliding_window, k_scale=k_scale, v_scale=v_scale)
     static_validate_inputs(q, kv_pages, *tables, soft_cap=soft_cap, **settings, **tunables)
     kv_lens, page_indices, cu_q_lens, num_seqs = tables
-    wide_q, kv_pages = widened(q, kv_pages)
+    wide_q, kv_pages = jax_arguments.widened(q, kv_pages)
     arguments = settings | dict(
         q=wide_q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens,
-        num_seqs=as_int32("num_seqs", num_seqs), soft_cap=even(soft_cap),
+        num_seqs=jax_arguments.as_int32("num_seqs", num_seqs), soft_cap=jax_arguments.even(soft_cap),
     )  # fmt: skip
-    options = known_options("ragged_paged_attention", arguments, backend, tunables)
-    out = operations.ragged_paged_attention(**arguments, backend=backend, options=options)
-    return out.astype(q.dtype)  # type: ignore[union-attr]
+    return jax_arguments.run("ragged_paged_attention", arguments, backend, tunables).astype(q.dtype)
 
 
 def ref_ragged_paged_attention(
@@ -128,9 +115,9 @@ def ref_ragged_paged_attention(
     k_scale: float | None = None,
     v_scale: float | None = None,
 ) -> jax.Array:
-    """The definition of `ragged_paged_attention`, in float64 on the host, without the padding rows.
+    """The reference of `ragged_paged_attention`, in float64 on the host, without the padding rows.
 
-    Its arguments are those of `ragged_paged_attention`. As with JAX's, the lengths must be known: not for `jit`.
+    Its arguments are those of `ragged_paged_attention`. Like JAX's function, it needs known lengths, so not `jit`.
     """
     out = ragged_paged_attention(
         queries, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, sm_scale=sm_scale,
@@ -158,12 +145,16 @@ def static_validate_inputs(
     num_queries_per_block: int | None = None,
     vmem_limit_bytes: int | None = None,
 ) -> None:
-    """Raise `InvalidInput` for what `ragged_paged_attention` refuses by shapes, dtypes and options alone.
+    """Raise `InvalidInput` if `ragged_paged_attention` refuses the shapes, dtypes or options.
 
-    It looks at no values, so that it also takes traced arrays and `jax.ShapeDtypeStruct`.
+    It reads no values, so it also takes traced arrays and `jax.ShapeDtypeStruct`.
     """
     del mask_value  # no constraints
-    _expect_num_seqs(num_seqs)
+    if not is_array(num_seqs):
+        raise TypeError(f"expected num_seqs to be an array, got {type(num_seqs).__name__}")
+    if tuple(num_seqs.shape) != (1,) or not jnp.issubdtype(num_seqs.dtype, jnp.integer):
+        got = f"{dtype_name(num_seqs)}{list(num_seqs.shape)}"
+        raise InvalidInput(f"expected num_seqs to be an integer array of shape [1], got {got}")
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if not isinstance(scale, float | None):
             raise InvalidInput(f"expected {name} to be a float or None, got {type(scale).__name__}")
@@ -173,7 +164,7 @@ def static_validate_inputs(
         raise InvalidInput(f"soft_cap must not be 0.0: expected None or another number, got {soft_cap}")
     RaggedPagedAttention(
         **_stand_ins(q, kv_pages), kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, sm_scale=sm_scale,
-        sliding_window=sliding_window, soft_cap=even(soft_cap), k_scale=k_scale, v_scale=v_scale,
+        sliding_window=sliding_window, soft_cap=jax_arguments.even(soft_cap), k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
     pages_per_seq = page_indices.shape[1]
     if num_kv_pages_per_block is not None and not 0 < num_kv_pages_per_block <= pages_per_seq:
@@ -203,10 +194,10 @@ def dynamic_validate_inputs(
     num_queries_per_block: int | None = None,
     vmem_limit_bytes: int | None = None,
 ) -> None:
-    """`static_validate_inputs`, and the values of the index arrays, which must be known: not for `jit`.
+    """`static_validate_inputs`, and a check of the values of the index arrays, which must be known: not for `jit`.
 
-    Beside what JAX refuses (too many sequences or tokens, more keys than the table has pages for, more queries than
-    keys) also what it leaves to chance: lengths that are negative, or pages of a live sequence that do not exist.
+    Like JAX, it refuses too many sequences or tokens, more keys than the table has pages for, and more queries than
+    keys. It also refuses negative lengths, and pages of a live sequence that do not exist, which JAX does not check.
     """
     static_validate_inputs(
         q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, sm_scale=sm_scale, sliding_window=sliding_window,
@@ -220,7 +211,7 @@ def dynamic_validate_inputs(
         num_seqs=np.asarray(num_seqs).astype(np.int32),
     ).check_values()  # fmt: skip
     longest = table.shape[1] * kv_pages.shape[1]
-    over = np.flatnonzero(lens > longest)  # as in JAX, in the padding too
+    over = np.flatnonzero(lens > longest)  # including the padding, as in JAX
     if over.size:
         raise InvalidInput(f"expected kv_lens[{over[0]}] <= pages_per_seq * page_size = {longest}, got {lens[over[0]]}")
 
@@ -235,10 +226,10 @@ def get_tuned_block_sizes(
     max_num_batched_tokens: int,
     pages_per_seq: int,
 ) -> tuple[int, int]:
-    """The `num_kv_pages_per_block` and `num_queries_per_block` that our TPU kernel takes where none are given.
+    """The default `num_kv_pages_per_block` and `num_queries_per_block` of our TPU kernel.
 
-    They are those for the TPU here, or for a representative one if there is none; JAX then raises an error. Our kernel
-    works on all heads at once, so the numbers of heads are those of the whole call.
+    They are those for the TPU of this machine, or for a representative one if there is none; JAX then raises an error.
+    Our kernel processes all heads at once, so the numbers of heads are those of the whole call.
     """
 
     def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -268,24 +259,24 @@ def paged_attention(
     inline_seq_dim: bool = True,
     backend: str | Sequence[str] | None = None,
 ) -> jax.Array:
-    """Decode over a paged cache with heads first; the caller has scaled `q`.
+    """Decode over a paged cache with heads first. The caller scales `q`.
 
     Args:
         q: [batch_size, num_q_heads, head_dim], one query per sequence.
-        k_pages, v_pages: [num_kv_heads, num_pages, page_size, head_dim], or JAX's `QuantizedTensor` of such.
+        k_pages, v_pages: [num_kv_heads, num_pages, page_size, head_dim], or JAX's `QuantizedTensor` of that shape.
         lengths: i32 [batch_size]; for a length of 0 the result is 0.
         page_indices: [batch_size, pages_per_sequence] of any integer dtype; entries past the last used page are free.
-        mask_value: without effect: keys that a query does not see have no part in its result.
+        mask_value: without effect, because keys that a query does not see have no effect on its result.
         attn_logits_soft_cap: logits become `cap * tanh(logits / cap)`.
-        pages_per_compute_block, megacore_mode, inline_seq_dim: tunables of the TPU kernel; checked, and without effect
-            on backends that have no such.
+        pages_per_compute_block, megacore_mode, inline_seq_dim: tunables of the TPU kernel; checked, but without effect
+            on backends that lack them.
         backend: a name or an ordered list of them, as everywhere in `ragged_attention`.
 
     Returns:
         [batch_size, num_q_heads, head_dim] of q's dtype.
 
     Raises:
-        InvalidInput: (a ValueError) shapes, dtypes or tunables that do not go together.
+        InvalidInput: (a ValueError) shapes, dtypes or tunables contradict each other.
     """
     return easydel.paged_attention(
         q, k_pages, v_pages, lengths, page_indices, sm_scale=1.0, mask_value=mask_value,
@@ -295,15 +286,7 @@ def paged_attention(
 
 
 def _stand_ins(q: Any, kv_pages: Any) -> dict[str, Any]:
-    """Shapes and dtypes of the queries and pages that the operation will be given."""
+    """The shapes and dtypes of the queries and pages that the operation will get."""
     if all(is_array(array) and dtype_name(array) in FLOATS for array in (q, kv_pages)):
-        q, kv_pages = jax.eval_shape(widened, q, kv_pages)
+        q, kv_pages = jax.eval_shape(jax_arguments.widened, q, kv_pages)
     return {"q": q, "kv_pages": kv_pages}
-
-
-def _expect_num_seqs(num_seqs: Any) -> None:
-    if not is_array(num_seqs):
-        raise TypeError(f"expected num_seqs to be an array, got {type(num_seqs).__name__}")
-    if tuple(num_seqs.shape) != (1,) or not jnp.issubdtype(num_seqs.dtype, jnp.integer):
-        got = f"{dtype_name(num_seqs)}{list(num_seqs.shape)}"
-        raise InvalidInput(f"expected num_seqs to be an integer array of shape [1], got {got}")

@@ -1,11 +1,20 @@
-"""Error messages in the words of the project whose interface was called."""
+"""Error messages with the argument names of the project whose interface was called."""
 
 import re
 from collections.abc import Mapping
-from typing import NoReturn
+
+from ragged_attention.errors import InvalidInput
 
 
-def say_in(names: Mapping[str, str], error: Exception) -> NoReturn:
-    """Raise an error again, its arguments called by another project's names; `names` is from ours to theirs."""
-    words = r"\b(" + "|".join(names) + r")\b"
-    raise type(error)(re.sub(words, lambda found: names[found[0]], str(error))) from None
+class named_as:  # reads as a verb; a class, because Dynamo follows its `__exit__`
+    """A context that rewrites our argument names in error messages by a mapping to the other project's names."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self.names = names
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (InvalidInput, TypeError)):
+            words = r"\b(" + "|".join(self.names) + r")\b"
+            raise type(error)(re.sub(words, lambda match: self.names[match[0]], str(error))) from None

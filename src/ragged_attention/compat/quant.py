@@ -1,8 +1,7 @@
-"""The cache helpers of FlashMLA's tests of September 2025, by their names and to their rule for scales.
+"""The cache helpers of FlashMLA's tests of September 2025, with their names and their rule for scales.
 
-Where `ragged_attention.torch.quantize_mla_cache` takes scales in float32, at least 1e-4 and by default powers of two,
-these take them in the input's own dtype, of any size. Bytes of both are `fp8_v32` caches where dv is 512, tile_size 128
-and d 576; attention honours the scales of both.
+`ragged_attention.torch.quantize_mla_cache` computes scales in float32, at least 1e-4 and by default powers of two. Here
+scales of any size are computed in the input's dtype. Both make `fp8_v32` caches if dv=512, tile_size=128 and d=576.
 """
 
 import torch
@@ -13,16 +12,16 @@ E4M3_MAX = 448.0
 
 
 def quantize_k_cache(input_k_cache: torch.Tensor, dv: int, tile_size: int = 128) -> torch.Tensor:
-    """Quantise a latent cache: e4m3 values with a float32 scale for each `tile_size` of them, the rest in bfloat16.
+    """Quantise a latent cache: e4m3 values with a float32 scale per `tile_size` columns, then the rest in bfloat16.
 
     Args:
         input_k_cache: [num_blocks, block_size, 1, d] bfloat16, float16 or float32.
-        dv: columns that are quantised, the first ones; a multiple of `tile_size`.
-        tile_size: columns that share a scale, their largest magnitude over 448.
+        dv: number of columns that are quantised, from the first on; a multiple of `tile_size`.
+        tile_size: number of columns that share a scale, which is their largest magnitude over 448.
 
     Returns:
         float8_e4m3fn [num_blocks, block_size, 1, dv + 4 * (dv // tile_size) + 2 * (d - dv)]: the bytes of the values,
-        of the scales, and of the last columns. Where all values of a tile are 0, or its scale is, its bytes are 0.
+        of the scales, and of the last columns. If a tile's values or its scale are 0, its bytes are 0.
     """
     _expect_tiles(input_k_cache, "input_k_cache", dv, tile_size)
     if not input_k_cache.is_floating_point() or input_k_cache.element_size() == 1:
@@ -32,7 +31,7 @@ def quantize_k_cache(input_k_cache: torch.Tensor, dv: int, tile_size: int = 128)
     tiles = input_k_cache[..., :dv].unflatten(-1, (-1, tile_size))
     scales = (tiles.abs().amax(-1, keepdim=True) / E4M3_MAX).float()
     divisors = torch.where(scales == 0, 1.0, scales)
-    # A scale rounded down lets the largest value end beyond 448, and e4m3 has no infinity to show it.
+    # If a scale was rounded down, the largest value may exceed 448, which e4m3 would turn into NaN.
     values = (tiles.float() / divisors).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     rest = input_k_cache[..., dv:].to(torch.bfloat16).contiguous()
     parts = (values.flatten(-2), scales.flatten(-2).contiguous(), rest)
@@ -40,18 +39,17 @@ def quantize_k_cache(input_k_cache: torch.Tensor, dv: int, tile_size: int = 128)
 
 
 def dequantize_k_cache(quant_k_cache: torch.Tensor, dv: int = 512, tile_size: int = 128, d: int = 576) -> torch.Tensor:
-    """What a cache of `quantize_k_cache` holds, as bfloat16 [num_blocks, block_size, 1, d]."""
+    """The values of a cache of `quantize_k_cache`, as bfloat16 [num_blocks, block_size, 1, d]."""
     _expect_tiles(quant_k_cache, "quant_k_cache", dv, tile_size)
-    ends = (dv, dv + 4 * (dv // tile_size), dv + 4 * (dv // tile_size) + 2 * (d - dv))
-    if quant_k_cache.element_size() != 1 or d < dv or quant_k_cache.shape[3] != ends[2]:
+    sizes = dv, 4 * (dv // tile_size), 2 * (d - dv)
+    if quant_k_cache.element_size() != 1 or d < dv or quant_k_cache.shape[3] != sum(sizes):
         got = f"{quant_k_cache.shape[3]} of {quant_k_cache.dtype}"
         raise InvalidInput(
-            f"expected quant_k_cache to have rows of {ends[2]} bytes with {dv=}, {tile_size=}, {d=}, got {got}"
+            f"expected quant_k_cache to have rows of {sum(sizes)} bytes with {dv=}, {tile_size=}, {d=}, got {got}"
         )
-    codes = quant_k_cache.view(torch.uint8)
-    values = codes[..., : ends[0]].view(torch.float8_e4m3fn).float().unflatten(-1, (-1, tile_size))
-    scales = codes[..., ends[0] : ends[1]].contiguous().view(torch.float32)
-    rest = codes[..., ends[1] :].contiguous().view(torch.bfloat16)
+    codes, scales, rest = (part.contiguous() for part in quant_k_cache.view(torch.uint8).split(sizes, -1))
+    values = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, tile_size))
+    scales, rest = scales.view(torch.float32), rest.view(torch.bfloat16)
     return torch.cat([(values * scales[..., None]).flatten(-2).to(torch.bfloat16), rest], -1)
 
 

@@ -1,15 +1,15 @@
-"""The kernel of tpu-inference for latent attention (MLA), by its names, order and defaults, on every device.
+"""The kernel of tpu-inference for latent attention (MLA), with its names, order and defaults, on every device.
 
-`from ragged_attention.compat.tpu_inference import mla_ragged_paged_attention` in place of
+`from ragged_attention.compat.tpu_inference import mla_ragged_paged_attention` instead of
 `tpu_inference.kernels.mla.v2.kernel` runs code written for a TPU on GPUs and CPUs as well; `get_kv_cache_shape` and
 `static_validate_inputs` are that module's other public names. Calls that it refuses by a `ValueError` or an assertion
-raise `InvalidInput`, a `ValueError`. What differs:
+raise `InvalidInput`, a `ValueError`. The differences are:
 
-- The result is defined where that kernel's is not: padding rows and queries without keys are 0, empty sequences may
-  stand anywhere, and nothing that no query sees, NaN included, reaches the result.
-- `distribution` says how many sequences there are, and no more: they may come in any order.
-- Logits, weights and sums are in float32, whatever `s_dtype` and `p_same_dtype_as_v` are.
-- A cache with the positions of a page side by side (`transpose_kv_cache=True`) is refused: it is no view of rows.
+- The result is always defined: padding rows and queries without keys are 0, empty sequences may be anywhere, and
+  numbers that no query sees, even NaN, do not affect the result.
+- `distribution` only gives the number of sequences, which may come in any order.
+- Logits, weights and sums are in float32, for any `s_dtype` and `p_same_dtype_as_v`.
+- A transposed cache (`transpose_kv_cache=True`), whose positions are columns of a page, is refused.
 """
 
 import math
@@ -19,18 +19,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ragged_attention import jax as operations
 from ragged_attention.calls import FLOATS, QUANTIZED, dtype_name, expect_bool, is_array, is_number
 from ragged_attention.calls.fields import INT32, expect_array, is_integer
-from ragged_attention.compat.jax_arguments import even, expect_number_or_none, held_as_int32, known_options, widened
-from ragged_attention.compat.names import say_in
+from ragged_attention.compat.jax_arguments import even, expect_number_or_none, held_as_int32, run, widened
+from ragged_attention.compat.names import named_as
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.jax._lower import to_jax
 
 __all__ = ["get_kv_cache_shape", "mla_ragged_paged_attention", "static_validate_inputs"]
 
-LANES = 128  # to a multiple of which the two parts of a row are padded
-NARROW_FLOATS = ("float8_e4m3fn", "float8_e5m2")  # that queries may have
+LANES = 128  # both parts of a row are padded to a multiple of it
+NARROW_FLOATS = ("float8_e4m3fn", "float8_e5m2")  # 8-bit dtypes of queries
 NAMES = {"kv_cache": "cache_kv", "q": "ql_nope"}
 
 
@@ -42,14 +41,14 @@ def get_kv_cache_shape(
     kv_packing: int | None = None,
     transpose_kv_cache: bool = False,
 ) -> tuple[int, ...]:
-    """The shape of a cache for rows of `kv_dim` numbers.
+    """The shape of a cache for rows of `kv_dim` numbers: [total_num_pages, page_size / kv_packing, kv_packing, kv_dim].
 
-    That is [total_num_pages, page_size / kv_packing, kv_packing, kv_dim], with the page's size rounded up to a multiple
-    of `kv_packing`, by default as many as 32 bits hold, and kv_dim rounded up to a multiple of 128.
+    page_size is rounded up to a multiple of kv_packing, by default the number of elements in 32 bits; kv_dim is rounded
+    up to a multiple of 128.
     """
     _refuse_transposed(transpose_kv_cache)
     packing = 32 // _bits(kv_dtype) if kv_packing is None else kv_packing
-    return total_num_pages, -(-page_size // packing), packing, _whole(kv_dim)
+    return total_num_pages, -(-page_size // packing), packing, _padded(kv_dim)
 
 
 def static_validate_inputs(
@@ -79,9 +78,9 @@ def static_validate_inputs(
     transpose_kv_cache: bool = False,
     debug_mode: bool = False,
 ) -> None:
-    """Raise `InvalidInput` for what `mla_ragged_paged_attention` refuses by shapes, dtypes and options alone.
+    """Raise `InvalidInput` if `mla_ragged_paged_attention` refuses the shapes, dtypes or options.
 
-    It looks at no values, so that it also takes traced arrays and `jax.ShapeDtypeStruct`.
+    It reads no values, so it also takes traced arrays and `jax.ShapeDtypeStruct`.
     """
     del sm_scale, mask_value, q_scale, k_scale, v_scale, debug_mode  # no constraints
     _refuse_transposed(transpose_kv_cache)
@@ -142,32 +141,32 @@ def mla_ragged_paged_attention(
 
     Args:
         ql_nope: [N, T, L], absorbed queries, heads first; float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
-        q_pe: [T, N, R] of the same dtype, tokens first.
-        new_kv_c, new_k_pe: [T, L] and [T, R] of the cache's dtype, this step's latents, stored as they come.
+        q_pe: [T, N, R] of ql_nope's dtype, tokens first.
+        new_kv_c, new_k_pe: [T, L] and [T, R] of the cache's dtype, this step's latents, stored unchanged.
         cache_kv: [P, page_size / packing, packing, L' + R'], L' and R' being L and R rounded up to multiples of 128;
             float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8.
-        kv_lens: i32 [S], the new tokens included.
+        kv_lens: i32 [S], including the new tokens.
         page_indices: i32 [S * pages_per_seq].
         cu_q_lens: i32 [S + 1]; entries past the last sequence are ignored.
-        distribution: i32 [3], of which the last number counts the sequences.
+        distribution: i32 [3]; its last number counts the sequences.
         sm_scale: factor on q . k, 1.0 by default.
-        sliding_window: number of keys that a query sees, itself included.
+        sliding_window: maximum number of keys that a query sees, including its own position's.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-        mask_value: without effect: keys that a query does not see have no part in its result.
-        q_scale, k_scale, v_scale: numbers, by the first two of which logits are multiplied, by the third results.
+        mask_value: without effect, because keys that a query does not see have no effect on its result.
+        q_scale, k_scale, v_scale: logits are multiplied by q_scale and k_scale, results by v_scale.
         chunk_prefill_size, num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes, decode_batch_size,
-        mixed_q_split: tunables of the TPU kernel; checked. Those that the chosen backend has reach it, of three for
-            decode, prefill and mixed sequences the last; the others are without effect.
+        mixed_q_split: tunables of the TPU kernel; checked. The backend gets those that it has; of three values for
+            decode, prefill and mixed sequences, it gets the last.
         s_dtype, two_step_flash_attention, p_same_dtype_as_v, debug_mode: without effect.
         transpose_kv_cache: refused unless False.
         backend: a name or an ordered list of them, as everywhere in `ragged_attention`.
 
     Returns:
-        out [N, T, L] of ql_nope's dtype, heads first, whose padding rows are 0; and the cache, in the memory of the
-        given one where the caller's `jax.jit` donates that.
+        out [N, T, L] of ql_nope's dtype, heads first, with padding rows of 0; and the cache, in the memory of the given
+        one if the caller's `jax.jit` donates it.
 
     Raises:
-        InvalidInput: (a ValueError) what `static_validate_inputs` refuses.
+        InvalidInput: (a ValueError) from `static_validate_inputs`.
         Unsupported: the cache is transposed.
     """
     jnp.dtype(s_dtype)
@@ -175,8 +174,8 @@ def mla_ragged_paged_attention(
         raise TypeError(f"expected sm_scale to be a number, got {type(sm_scale).__name__}")
     for name, value in (("mask_value", mask_value), ("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
         expect_number_or_none(name, value)
-    for name, flag in (("two_step_flash_attention", two_step_flash_attention), ("debug_mode", debug_mode)):
-        expect_bool(name, flag)
+    expect_bool("two_step_flash_attention", two_step_flash_attention)
+    expect_bool("debug_mode", debug_mode)
     expect_bool("p_same_dtype_as_v", p_same_dtype_as_v)
     rows = to_jax((ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv))
     tables = held_as_int32(kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, distribution=distribution)
@@ -193,26 +192,20 @@ def mla_ragged_paged_attention(
         "num_kv_pages_per_block": pages and pages[-1], "num_queries_per_block": queries and queries[-1],
         "vmem_limit_bytes": vmem_limit_bytes,
     }  # fmt: skip
-    try:
+    with named_as(NAMES):
         return _attend(rows, tables, settings, v_scale, tunables, backend)
-    except (InvalidInput, TypeError) as error:
-        say_in(NAMES, error)
 
 
 def _attend(
-    rows: tuple[jax.Array, ...],
-    tables: list[jax.Array],
-    settings: dict[str, Any],
-    v_scale: float | None,
-    tunables: dict[str, int | None],
-    backend: str | Sequence[str] | None,
-) -> tuple[jax.Array, jax.Array]:
-    """The result and the cache of checked arguments."""
+    rows: tuple[jax.Array, ...], tables: list[jax.Array], settings: dict[str, Any], v_scale: float | None,
+    tunables: dict[str, int | None], backend: str | Sequence[str] | None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """The result and the cache for checked arguments."""
     ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv = rows
     kv_lens, page_indices, cu_q_lens, distribution = tables
     pages, groups, packing, width = cache_kv.shape
     q, new = _joined(ql_nope.swapaxes(0, 1), q_pe), _joined(new_kv_c, new_k_pe)
-    # bfloat16 has all numbers of 8 bits, of queries as of new rows, which the write turns back into the same bytes.
+    # bfloat16 represents all 8-bit queries and new rows exactly; the write converts rows back to their bytes.
     q, cache = widened(
         q if dtype_name(q) in FLOATS else q.astype(jnp.bfloat16), cache_kv.reshape(pages, groups * packing, 1, width)
     )
@@ -220,11 +213,10 @@ def _attend(
     arguments = settings | {
         "q": q, "kv_cache": cache, "new_kv": new[:, None].astype(q.dtype), "kv_lens": kv_lens,
         "page_indices": page_indices.reshape(len(kv_lens), -1), "cu_q_lens": cu_q_lens, "num_seqs": distribution[2:],
-        "d_v": _whole(ql_nope.shape[2]), "cache_format": "plain",
+        "d_v": _padded(ql_nope.shape[2]), "cache_format": "plain",
         "out_dtype": None if rounded_by_kernel else "float32",
     }  # fmt: skip
-    options = known_options("ragged_mla_attention", arguments, backend, tunables)
-    out, cache = operations.ragged_mla_attention(**arguments, backend=backend, options=options)
+    out, cache = run("ragged_mla_attention", arguments, backend, tunables)
     out = out[..., : ql_nope.shape[2]].swapaxes(0, 1)
     out = out if v_scale is None else out * v_scale
     return out.astype(ql_nope.dtype), cache.astype(cache_kv.dtype).reshape(cache_kv.shape)
@@ -245,8 +237,8 @@ def _expect_rows(ql_nope: Any, q_pe: Any, new_kv_c: Any, new_k_pe: Any) -> None:
 
 
 def _expect_cache(cache_kv: Any, latent: int, rotary: int, new: dict[str, Any]) -> None:
-    """Check the cache, and the rows that it will take up."""
-    width = _whole(latent) + _whole(rotary)
+    """Check the cache, and the dtype of the new rows."""
+    width = _padded(latent) + _padded(rotary)
     expect_array("cache_kv", cache_kv, "P G/packing packing L'+R'", (*FLOATS, *QUANTIZED), {"L'+R'": width})
     if (got := cache_kv.shape[2]) % (least := 32 // _bits(cache_kv.dtype)):
         raise InvalidInput(f"expected cache_kv.shape[2] to be a multiple of {least}, numbers in 32 bits, got {got}")
@@ -272,7 +264,7 @@ def _refuse_transposed(transpose_kv_cache: bool) -> None:
 
 
 def _of_cases(name: str, sizes: Any) -> tuple[int, ...] | None:
-    """A tunable of decode, prefill and mixed sequences, which may be one for all."""
+    """A tunable for decode, prefill and mixed sequences, which may be given once for all three."""
     if sizes is None:
         return None
     if is_integer(sizes):
@@ -283,12 +275,12 @@ def _of_cases(name: str, sizes: Any) -> tuple[int, ...] | None:
 
 
 def _joined(latent: jax.Array, rotary: jax.Array) -> jax.Array:
-    """[T, ..., L] and [T, ..., R] as rows like the cache's, each part with zeros up to a multiple of 128."""
+    """[T, ..., L] and [T, ..., R] joined to rows like the cache's, each padded with zeros to a multiple of 128."""
     parts = (jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, -part.shape[-1] % LANES)]) for part in (latent, rotary))
     return jnp.concatenate([*parts], -1)
 
 
-def _whole(width: int) -> int:
+def _padded(width: int) -> int:
     return -(-width // LANES) * LANES
 
 

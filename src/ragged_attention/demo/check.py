@@ -1,4 +1,4 @@
-"""The check: full attention over each whole text, without a cache, must choose the served tokens."""
+"""The check: full attention over each whole text, without a cache, must select the served tokens."""
 
 import dataclasses
 from typing import Protocol
@@ -17,7 +17,7 @@ class FullModel(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A served token that full attention does not choose, and the lead of its choice over the next best logit."""
+    """A served token that full attention does not select, and the lead of its best logit over the second best."""
 
     sequence: int
     index: int  # among the new tokens
@@ -31,7 +31,7 @@ class Verdict:
     num_tokens: int
     mismatches: tuple[Mismatch, ...]
     largest_difference: float  # between the logits of both
-    closest_choice: float  # the least lead of a best logit over the second best
+    closest_choice: float  # the smallest lead of a best logit over the second best
 
     @property
     def agrees(self) -> bool:
@@ -39,7 +39,7 @@ class Verdict:
 
 
 def check(model: FullModel, sequences: list[Sequence]) -> Verdict:
-    """Compare every new token with the choice of full attention over the tokens before it."""
+    """Compare every new token with the one that full attention over the earlier tokens selects."""
     tokens = np.zeros((len(sequences), max(len(sequence.tokens) for sequence in sequences)), np.int32)
     for row, sequence in zip(tokens, sequences, strict=True):
         row[: len(sequence.tokens)] = sequence.tokens  # causal attention never sees the padding, which follows

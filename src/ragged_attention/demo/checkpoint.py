@@ -1,7 +1,7 @@
 """Serves a checkpoint of transformers with our attention, and checks it against the eager attention of transformers.
 
 Prompts are served together: by continuous batching if the model's cache allows it, else in one padded batch. Latent
-attention is absorbed. Then eager attention reads the answers, and every token is compared with its choice.
+attention is absorbed. Then eager attention reads the answers, and every token is compared with the one it selects.
 """
 
 import copy
@@ -25,11 +25,11 @@ PAGE_SIZE, STEP_TOKENS = 16, 256
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """The comparison of the served tokens with those that eager attention chooses."""
+    """The comparison of the served tokens with those that eager attention selects."""
 
     num_tokens: int
     num_equal: int
-    furthest: float  # the largest lead of eager's choice over the served token, in its logits
+    furthest: float  # the largest lead of eager attention's best logit over that of the served token
 
 
 def main(folder: Path, family: str | None, max_new_tokens: int, device: str | None) -> int:
@@ -123,13 +123,13 @@ def _padded(model: Any, prompts: list[list[int]], max_new_tokens: int) -> list[l
 
 @torch.no_grad()
 def check(model: Any, prompts: list[list[int]], answers: list[list[int]]) -> Verdict:
-    """Compare each token with the choice of eager attention, which reads all answers in one padded batch."""
-    judge = _with_eager_attention(model)
+    """Compare each token with the one that eager attention selects, which reads all answers in one padded batch."""
+    eager = _with_eager_attention(model)
     ids, mask = _left_padded(model, prompts)
     written, read, cache, below = torch.tensor(answers, device=model.device), ids, None, []
     for step in range(written.shape[1]):
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -read.shape[1] :]
-        output = judge(read, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+        output = eager(read, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
         logits, cache, read = output.logits[:, -1].float(), output.past_key_values, written[:, step, None]
         below.append(logits.max(1).values - logits.gather(1, read)[:, 0])
         mask = torch.cat((mask, torch.ones_like(read)), 1)
@@ -139,7 +139,7 @@ def check(model: Any, prompts: list[list[int]], answers: list[list[int]]) -> Ver
 
 def _with_eager_attention(model: Any) -> Any:
     """A copy of the model as transformers makes it, with eager attention."""
-    judge = type(model)(copy.deepcopy(model.config)).to(device=model.device, dtype=model.dtype).eval()
-    judge.load_state_dict(model.state_dict())
-    judge.set_attn_implementation("eager")
-    return judge
+    eager = type(model)(copy.deepcopy(model.config)).to(device=model.device, dtype=model.dtype).eval()
+    eager.load_state_dict(model.state_dict())
+    eager.set_attn_implementation("eager")
+    return eager

@@ -18,8 +18,7 @@ from ragged_attention.demo.model import KINDS, load_weights
 from ragged_attention.demo.prompts import PROMPTS
 from ragged_attention.demo.view import View
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
-
-FRAMEWORKS = ("torch", "jax")
+from ragged_attention.tools.samples import FRAMEWORKS
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     view.texts(sequences)
     view.line(f"\n{num_steps} steps in {seconds:.1f} s; {engine.pages.hits} pages shared instead of computed")
     verdict = check(model, sequences)
-    view.verdict(verdict, KINDS[kind].judge)
+    view.verdict(verdict, KINDS[kind].checked_by)
     return 0 if verdict.agrees else 1
 
 

@@ -1,7 +1,7 @@
 """Continuous batching in miniature: sequences join and leave between steps, and every step is one ragged batch.
 
 A sequence is its tokens and how many of them the cache holds. A step computes some tokens of each running sequence;
-if that includes the last token, a new token is chosen. So the engine treats a chunk of a prompt, a decode, and the
+if that includes the last token, a new token is appended. So the engine treats a chunk of a prompt, a decode, and the
 recomputation of a preempted sequence alike.
 """
 
@@ -57,14 +57,11 @@ class Batch:
     def empty(cls, limits: Limits) -> "Batch":
         tokens, seqs = limits.max_tokens, limits.max_num_seqs
         return cls(
-            tokens=np.zeros(tokens, np.int32),
-            positions=np.zeros(tokens, np.int32),
-            last_rows=np.zeros(seqs, np.int32),
-            kv_lens=np.zeros(seqs, np.int32),
+            tokens=np.zeros(tokens, np.int32), positions=np.zeros(tokens, np.int32),
+            last_rows=np.zeros(seqs, np.int32), kv_lens=np.zeros(seqs, np.int32),
             page_indices=np.full((seqs, limits.pages_per_seq), -1, np.int32),
-            cu_q_lens=np.zeros(seqs + 1, np.int32),
-            num_seqs=np.zeros(1, np.int32),
-        )
+            cu_q_lens=np.zeros(seqs + 1, np.int32), num_seqs=np.zeros(1, np.int32),
+        )  # fmt: skip
 
 
 class Model(Protocol):
@@ -154,14 +151,10 @@ class Engine:
         chunks = self._schedule()
         decodes = sum(sequence.decoding for sequence in chunks)
         report = StepReport(
-            prefill_tokens=sum(chunks.values()) - decodes,
-            decode_tokens=decodes,
-            running=len(self.running),
-            waiting=len(self.waiting),
-            pages_used=self.pages.num_used,
-            shared_hits=self.pages.hits - hits,
+            prefill_tokens=sum(chunks.values()) - decodes, decode_tokens=decodes, running=len(self.running),
+            waiting=len(self.waiting), pages_used=self.pages.num_used, shared_hits=self.pages.hits - hits,
             preempted=self._preempted,
-        )
+        )  # fmt: skip
         logits = self.model.step(self._batch(chunks))
         for (sequence, length), scores in zip(chunks.items(), logits, strict=False):
             self._advance(sequence, length, scores)

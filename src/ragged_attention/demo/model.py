@@ -36,7 +36,7 @@ class Kind:
 
     file: str
     operation: str
-    judge: str
+    checked_by: str
 
 
 KINDS = {

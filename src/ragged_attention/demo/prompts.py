@@ -9,7 +9,7 @@ class Prompt:
     text: str
 
 
-# Both models know the continuations by heart, so the best logit is far ahead and rounding does not change a choice.
+# Both models know the continuations by heart, so the best logit is far ahead and rounding does not change a token.
 # Several prompts share a beginning, as prompts with common instructions do. Its pages are computed once.
 _COMMON = "This page explains the words that the rest of the project uses, from the beginning.\n"
 

@@ -13,7 +13,7 @@ WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attent
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 16, "qk_rope_head_dim": 8,
           "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
           "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}  # fmt: skip
-# With 16 heads, hardly any key has a score of 0 from all heads. An indexer may choose any of several equal scores.
+# With 16 heads, hardly any key has a score of 0 from all heads. An indexer may select any of several equal scores.
 INDEXED = LATENT | {"index_topk": 8, "index_n_heads": 16, "index_head_dim": 16}
 # By family: the prefix of its classes' names, the name of its configuration, and the values that differ from COMMON.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -18,12 +18,12 @@ Weights = Mapping[str, Any]  # the arrays of `ragged_attention.demo.model`, each
 
 @dataclasses.dataclass(frozen=True)
 class Framework:
-    """The modules of a framework. Functions on arrays have the same names in both frameworks."""
+    """The modules of a framework. Both frameworks use equal names for functions on arrays."""
 
     xp: Any  # torch or jax.numpy
     nn: Any  # torch.nn.functional or jax.nn
     operations: Any  # ragged_attention.torch or ragged_attention.jax
-    beside: Callable[[np.ndarray, Any], Any]  # converts a NumPy array, and puts it on the device of another array
+    placed: Callable[[np.ndarray, Any], Any]  # converts a NumPy array, for the device of another array
 
 
 class Transformer(abc.ABC):
@@ -54,7 +54,7 @@ class Transformer(abc.ABC):
         """The attention of a step and then its write: the arguments except the tables, by operation."""
 
     def backends(self, weights: Weights, limits: Limits, device: Device, backend: str | None) -> str:
-        """The backends of a step's calls. The calls themselves choose in the same way."""
+        """The backends of a step's calls, which the calls themselves select too."""
         empty = Batch.empty(limits)
         tables = {name: FakeArray(getattr(empty, name).shape, "int32") for name in STEP_TABLES}
         calls = self.calls(weights, limits).items()
@@ -68,7 +68,7 @@ class Transformer(abc.ABC):
     def rope(self, x: Any, positions: Any) -> Any:
         """Rotate the channel pairs (i, i + D/2) of [..., T, heads, D] by their angles."""
         half = x.shape[-1] // 2
-        angles = (positions[..., None] * self.framework.beside(rope_frequencies(2 * half), x))[..., None, :]
+        angles = (positions[..., None] * self.framework.placed(rope_frequencies(2 * half), x))[..., None, :]
         low, high, cos, sin = x[..., :half], x[..., half:], self.xp.cos(angles), self.xp.sin(angles)
         return self.xp.concatenate((low * cos - high * sin, high * cos + low * sin), -1)
 
@@ -104,7 +104,7 @@ class Transformer(abc.ABC):
 
     def full_logits(self, weights: Weights, tokens: Any) -> Any:
         """Logits [N, T, V] of whole sequences [N, T], by attention over all tokens at once."""
-        positions = self.framework.beside(np.arange(tokens.shape[1], dtype=np.int32), tokens)
+        positions = self.framework.placed(np.arange(tokens.shape[1], dtype=np.int32), tokens)
         visible = positions[:, None] >= positions
 
         def attend(q: Any, k: Any, v: Any) -> Any:

@@ -61,10 +61,10 @@ class View:
         for sequence in sequences:
             self.line(self._whole(sequence))
 
-    def verdict(self, verdict: Verdict, judge: str) -> None:
+    def verdict(self, verdict: Verdict, checked_by: str) -> None:
         right = verdict.num_tokens - len(verdict.mismatches)
         self.line(
-            f"\n{right} of {verdict.num_tokens} tokens equal those of {judge}",
+            f"\n{right} of {verdict.num_tokens} tokens equal those of {checked_by}",
             style="bold green" if verdict.agrees else "bold red",
         )
         self.line(

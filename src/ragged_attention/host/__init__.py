@@ -1,1 +1,1 @@
-"""The process that calls us and its disk: forks, kernels kept on disk, launches that Triton's interpreter runs."""
+"""Concerns of the host process: forks, kernels cached on disk, and launches that Triton's interpreter runs."""

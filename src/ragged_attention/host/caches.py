@@ -77,7 +77,7 @@ def _is_own(group: int) -> bool:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, writable by this user only, whatever the umask is. Raises `OSError`."""
+    """Make a folder and its parents, writable by this user only, for any umask. Raises `OSError`."""
     for place in (*reversed(folder.parents), folder):
         if not place.is_dir():
             place.mkdir(mode=0o755, exist_ok=True)
@@ -95,7 +95,7 @@ def read(path: Path) -> bytes | None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Store content at a path atomically, even if others write there at the same time. Raises `OSError`."""
+    """Store content at a path atomically, even if others write there simultaneously. Raises `OSError`."""
     make_folder(path.parent)
     expect_trusted(path.parent)
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")

@@ -19,7 +19,7 @@ _running = False
 def interpreting() -> Iterator[None]:
     """Run one launch at a time, without NumPy's floating-point warnings, since a GPU gives none.
 
-    Raises `RuntimeError` within another launch of the same thread, for example in a signal handler.
+    Raises `RuntimeError` within another launch of this thread, for example in a signal handler.
     """
     global _running
     with forking.postponed(), _one_at_a_time, np.errstate(all="ignore"):

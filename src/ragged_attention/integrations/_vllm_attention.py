@@ -1,7 +1,7 @@
-"""The classes behind `RAGGED`: prefill, decode and any mix of them in one call, over vLLM's own cache, without a copy.
+"""The backend `RAGGED`: prefill, decode and any mix of them in one call, over vLLM's own cache, without a copy.
 
-vLLM's cache of a layer is [blocks, K, block, D + D_v], K and V of a head side by side, in whatever order of memory the
-engine likes; its two halves are our pair of pages by strides alone.
+vLLM's cache of a layer is [blocks, K, block, D + D_v], in any order of memory. K and V of a head are side by side, so
+its two halves are views that serve as our pair of pages.
 """
 
 import contextlib
@@ -19,13 +19,18 @@ from ragged_attention.torch import ragged_paged_attention, write_kv_pages
 _vllm: Any = importlib.import_module("vllm.v1.attention.backend")
 _INVARIANT = use_backend(batch_invariant=True)
 
-# vLLM keeps 8-bit caches as bytes; the name of the dtype says what they are.
+# vLLM stores 8-bit caches as bytes, and names their dtype apart.
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 PLAIN = ("auto", "float16", "bfloat16")
 
 
+def _getter(attribute: str) -> Any:
+    """A class method that returns an attribute of its class."""
+    return classmethod(lambda cls: getattr(cls, attribute))
+
+
 class RaggedBackend:
-    """The answers of all our backends to vLLM, and the layers that they refuse."""
+    """The properties that all our backends report to vLLM, and the check of a layer's arguments."""
 
     NAME: ClassVar[str]
     IMPL: ClassVar[type]
@@ -33,21 +38,11 @@ class RaggedBackend:
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]]
 
-    @classmethod
-    def get_name(cls) -> str:
-        return cls.NAME
-
-    @classmethod
-    def get_impl_cls(cls) -> type:
-        return cls.IMPL
-
-    @classmethod
-    def get_builder_cls(cls) -> type:
-        return cls.BUILDER
+    get_name, get_impl_cls, get_builder_cls = map(_getter, ("NAME", "IMPL", "BUILDER"))
 
     @classmethod
     def yes(cls) -> bool:
-        """The answer of a backend to vLLM's question whether it supports something."""
+        """The answer to each of vLLM's `supports_*` questions that our backends affirm."""
         return True
 
     @staticmethod
@@ -56,7 +51,7 @@ class RaggedBackend:
 
     @classmethod
     def expect_layer(cls, attn_type: str, kv_cache_dtype: str, **absent: Any) -> None:
-        """Refuse what the operations cannot do, for platforms on which vLLM does not ask beforehand."""
+        """Refuse arguments that the operations do not support; vLLM does not ask beforehand on every platform."""
         if attn_type != "decoder":
             got = getattr(attn_type, "value", attn_type)
             raise Unsupported(f"expected attn_type='decoder' for {cls.NAME}, got {got!r}")
@@ -69,16 +64,13 @@ class RaggedBackend:
 
 
 def as_vllm_asks() -> contextlib.AbstractContextManager[Any]:
-    """The context of an attention call: batch-invariant where vLLM's own variable asks for it."""
+    """The context of an attention call, which is batch-invariant if vLLM's own variable asks for it."""
     return _INVARIANT if os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1" else contextlib.nullcontext()
 
 
 @dataclasses.dataclass
 class RaggedMetadata(_vllm.AttentionMetadata):
-    """One step's tables by our names, on the device, where the host never reads them.
-
-    It knows two numbers: `num_actual_tokens`, and `max_q_len`, which no query length exceeds.
-    """
+    """One step's tables by our names. The host reads only the two numbers; `max_q_len` bounds all query lengths."""
 
     num_actual_tokens: int
     max_q_len: int
@@ -89,9 +81,9 @@ class RaggedMetadata(_vllm.AttentionMetadata):
 
 
 class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
-    """vLLM's tables as ours; they mean the same, so there is nothing to compute."""
+    """Hands on vLLM's tables under our names; they have the same meaning."""
 
-    # Launches depend on shapes alone, so that a graph may be replayed with other lengths and tables.
+    # Launches depend on shapes alone, so a graph may be replayed with other lengths and tables.
     _cudagraph_support = _vllm.AttentionCGSupport.ALWAYS
     supports_update_block_table = True
 
@@ -101,7 +93,7 @@ class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RaggedMetadata:
         """The step's metadata; `common_prefix_len` is always 0 and nothing depends on `fast_build`."""
         common = common_attn_metadata
-        # vLLM's CPU platform does not ask `supports_*`, so what it would have refused is refused here.
+        # vLLM's CPU platform does not ask `supports_*` beforehand.
         if common.causal is not True:
             got = "a flag for each request" if isinstance(common.causal, torch.Tensor) else common.causal
             raise Unsupported(f"expected causal attention from vLLM (causal=True), got {got}")
@@ -109,18 +101,15 @@ class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
             if getattr(common, name, None) is not None:
                 raise Unsupported(f"expected vLLM's {name} to be None, got {type(getattr(common, name)).__name__}")
         return RaggedMetadata(
-            num_actual_tokens=common.num_actual_tokens,
-            max_q_len=common.max_query_len,
-            cu_q_lens=common.query_start_loc,
-            kv_lens=common.seq_lens,
-            page_indices=common.block_table_tensor,
+            num_actual_tokens=common.num_actual_tokens, max_q_len=common.max_query_len,
+            cu_q_lens=common.query_start_loc, kv_lens=common.seq_lens, page_indices=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
-        )
+        )  # fmt: skip
 
     def update_block_table(
         self, metadata: RaggedMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> RaggedMetadata:
-        """The same step for another group of layers, which keeps its own pages."""
+        """The metadata of the same step for another group of layers, which has its own pages."""
         return dataclasses.replace(metadata, page_indices=blk_table, slot_mapping=slot_mapping)
 
 
@@ -128,19 +117,11 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
     """One layer's attention, and the write of its new keys and values."""
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None, attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None, sinks: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         RaggedAttentionBackend.expect_layer(attn_type, kv_cache_dtype, alibi_slopes=alibi_slopes)
         if sinks is not None and sinks.shape != (num_heads,):
             raise Unsupported(f"expected sinks of shape [num_heads={num_heads}], got {list(sinks.shape)}")
@@ -150,31 +131,24 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.sliding_window = sliding_window
         self.kv_cache_dtype = kv_cache_dtype
-        self.logits_soft_cap = logits_soft_cap or None  # 0 is another way to say none
+        self.logits_soft_cap = logits_soft_cap or None  # 0 stands for none
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
 
     def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        attn_metadata: RaggedMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attention of the step's queries to the cache, which holds the new keys and values by now.
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None,
+        kv_cache: torch.Tensor, attn_metadata: RaggedMetadata | None, output: torch.Tensor,
+        output_scale: torch.Tensor | None = None, output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention of the step's queries over the cache, which already holds the new keys and values.
 
         Args:
-            layer: vLLM's layer; its `_k_scale` and `_v_scale` belong to an 8-bit cache.
+            layer: vLLM's layer; its `_k_scale` and `_v_scale` are the scales of an 8-bit cache.
             query: [tokens, H, D]; rows from `num_actual_tokens` on are padding.
-            key, value: not read; they are in the cache.
-            kv_cache: [blocks, K, block, D + D_v], any order of memory.
+            key, value: not read, because they are in the cache.
+            kv_cache: [blocks, K, block, D + D_v] in any order of memory.
             attn_metadata: None in vLLM's profiling run, which gets zeros.
-            output: [tokens, H, D_v], written and returned; padding rows are left as they are.
+            output: [tokens, H, D_v], written and returned; padding rows are not written.
             output_scale, output_block_scale: must be None.
         """
         if output_scale is not None or output_block_scale is not None:
@@ -186,20 +160,11 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
         pages = self._pages(kv_cache)
         with as_vllm_asks():
             ragged_paged_attention(
-                query[:tokens],
-                pages,
-                attn_metadata.kv_lens,
-                attn_metadata.page_indices,
-                attn_metadata.cu_q_lens,
-                max_q_len=attn_metadata.max_q_len,
-                sm_scale=self.scale,
-                sliding_window=self.sliding_window,
-                soft_cap=self.logits_soft_cap,
-                sinks=None if self.sinks is None else self.sinks.detach().to(torch.float32),
-                k_scale=k_scale,
-                v_scale=v_scale,
-                out=output[:tokens].view(tokens, self.num_heads, pages[1].shape[-1]),
-            )
+                query[:tokens], pages, attn_metadata.kv_lens, attn_metadata.page_indices, attn_metadata.cu_q_lens,
+                max_q_len=attn_metadata.max_q_len, sm_scale=self.scale, sliding_window=self.sliding_window,
+                soft_cap=self.logits_soft_cap, sinks=None if self.sinks is None else self.sinks.detach().float(),
+                k_scale=k_scale, v_scale=v_scale, out=output[:tokens].view(tokens, self.num_heads, pages[1].shape[-1]),
+            )  # fmt: skip
         return output
 
     def do_kv_cache_update(
@@ -207,7 +172,7 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
     ) -> None:
         """Write the step's keys and values to their slots; a slot of -1 is skipped."""
         k_scale, v_scale = self._scales(layer)
-        tokens = slot_mapping.shape[0]  # keys and values may be padded, slots need not be
+        tokens = slot_mapping.shape[0]  # keys and values may be padded when slots are not
         write_kv_pages(
             key[:tokens], value[:tokens], self._pages(kv_cache), slot_mapping, k_scale=k_scale, v_scale=v_scale
         )
@@ -220,13 +185,11 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
         return both[..., : self.head_size], both[..., self.head_size :]
 
     def _scales(self, layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        if self.kv_cache_dtype not in FP8:
-            return None, None
-        return layer._k_scale, layer._v_scale
+        return (layer._k_scale, layer._v_scale) if self.kv_cache_dtype in FP8 else (None, None)
 
 
 class RaggedAttentionBackend(RaggedBackend, _vllm.AttentionBackend):
-    """What vLLM asks about us before it chooses: see `ragged_attention.integrations.vllm`."""
+    """The answers to vLLM's questions before it selects a backend; see `ragged_attention.integrations.vllm`."""
 
     NAME, IMPL, BUILDER = "RAGGED", RaggedAttentionImpl, RaggedMetadataBuilder
     supported_kv_cache_dtypes: ClassVar[list[str]] = [*PLAIN, *FP8]

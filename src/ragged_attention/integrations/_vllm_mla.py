@@ -1,9 +1,9 @@
-"""The classes behind `RAGGED_MLA`: a step's short requests in one call over the cached latents, long prompts by keys.
+"""The backend `RAGGED_MLA`: short requests in one call over the cached latents, long ones by keys and values.
 
-vLLM's own classes split a batch by query lengths, absorb W_UK into the queries of the short requests, and plan in which
-pieces a long one reads the context that is already cached. What runs here are the attentions, the gathering of cached
-latents, and the merge. Short are decodes, drafts and chunks of up to `ABSORBED` tokens, of any mix of lengths. A longer
-request costs less by keys and values of each head, whose dimensions are a third of a latent's.
+vLLM's own classes split a batch by query lengths, absorb W_UK into the queries of short requests, and divide the cached
+context of long ones into chunks. Here are the attention, the gathering of cached latents, and the merge. Short requests
+are decodes, drafts and prompt chunks of up to `ABSORBED` tokens, with any mix of lengths. Longer requests cost less
+with keys and values of each head, which have a third of a latent's columns.
 """
 
 import importlib
@@ -25,16 +25,16 @@ _vllm: Any = importlib.import_module("vllm.v1.attention.backend")
 _mla: Any = importlib.import_module("vllm.model_executor.layers.attention.mla_attention")
 
 CACHE_FORMATS = dict.fromkeys(PLAIN, "plain") | {"fp8_ds_mla": "fp8_v32"}
-SCALED = ("fp8", "fp8_e4m3")  # e4m3 with one scale of the layer
+SCALED = ("fp8", "fp8_e4m3")  # e4m3 with one scale per layer
 
-# With latents of 512 and heads of 128, a key of the context costs a head 512 * 256 products to be made and 320 a query,
-# against 1088 a query as a latent: below 170 queries the latent is cheaper, and it is read where it lies. vLLM puts
-# requests of up to so many tokens first and counts them as decodes.
+# vLLM puts requests of up to this number of tokens first and counts them as decodes. With latents of 512 columns and
+# heads of 128, a head needs 512 * 256 products to compute a key and value, and then 320 products per query; with the
+# latent it needs 1088 per query. So for fewer than 170 queries latents are cheaper, and they are read in place.
 ABSORBED = 128
 
 
 class LatentBackend(RaggedBackend):
-    """The answers of our backends for latent attention about cache formats."""
+    """The cache formats that our backends for latent attention support."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = [*CACHE_FORMATS]
 
@@ -48,7 +48,7 @@ class LatentBackend(RaggedBackend):
 
 
 class LatentImpl:
-    """A layer of latent attention: its arguments, its answers to vLLM, and the write of a step's new latents."""
+    """A layer of latent attention: its arguments, its properties, and the write of a step's new latents."""
 
     BACKEND: ClassVar[type[RaggedBackend]]
     can_return_lse_for_decode = True
@@ -56,19 +56,10 @@ class LatentImpl:
     supports_pcp = False
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        **mla_args: Any,
-    ) -> None:
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: list[float] | None,
+        sliding_window: int | None, kv_cache_dtype: str, logits_soft_cap: float | None, attn_type: str,
+        kv_sharing_target_layer_name: str | None, **mla_args: Any,
+    ) -> None:  # fmt: skip
         self.BACKEND.expect_layer(
             attn_type, kv_cache_dtype, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
             logits_soft_cap=logits_soft_cap or None,
@@ -84,33 +75,23 @@ class LatentImpl:
         return False
 
     def do_kv_cache_update(
-        self,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
-        k_scale: torch.Tensor,
-        skip_scale: bool = False,
-    ) -> None:
+        self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor,
+        kv_cache_dtype: str, k_scale: torch.Tensor, skip_scale: bool = False,
+    ) -> None:  # fmt: skip
         """Write latents [tokens, L] with rotary keys [tokens, 1, R] to their slots; a slot of -1 is skipped."""
-        if kv_cache.numel() == 0:  # as in vLLM's profiling run
+        if kv_cache.numel() == 0:  # in vLLM's profiling run
             return
         slots = slot_mapping.flatten()
         rows = torch.cat((kv_c_normed, k_pe.squeeze(1)), dim=-1)[: slots.shape[0]]
         cache, cache_format = stored(kv_cache, kv_cache_dtype)
         write_mla_cache(
-            rows,
-            cache,
-            slots,
-            kv_scale=k_scale if kv_cache_dtype in SCALED else None,
-            power_of_two_scales=False,
+            rows, cache, slots, kv_scale=k_scale if kv_cache_dtype in SCALED else None, power_of_two_scales=False,
             cache_format=cache_format,
-        )
+        )  # fmt: skip
 
 
 class RaggedMLAMetadataBuilder(_mla.MLACommonMetadataBuilder):
-    """vLLM's own builder, told that what it counts as decodes may have several queries, any number for each request."""
+    """vLLM's own builder, for which requests with different numbers of queries can count as decodes."""
 
     _cudagraph_support = _vllm.AttentionCGSupport.UNIFORM_BATCH
     query_len_support = _mla.QueryLenSupport.VARLEN
@@ -128,23 +109,20 @@ class RaggedMLAImpl(LatentImpl, _mla.MLACommonImpl):
         self.supports_quant_query_input = False
 
     def forward_mqa(
-        self,
-        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        kv_c_and_k_pe_cache: torch.Tensor,
-        attn_metadata: Any,
-        layer: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Short requests of any lengths, by absorbed queries over the cached latents.
+        self, q: torch.Tensor | tuple[torch.Tensor, torch.Tensor], kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: Any, layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """Attention of short requests, by absorbed queries over the cached latents.
 
         Args:
             q: [tokens, H, L + R], or its two parts.
             kv_c_and_k_pe_cache: [blocks, block, L + R], or bytes [blocks, block, 656].
             attn_metadata: vLLM's `MLACommonMetadata`, in which these requests come first; under context parallelism
-                their lengths and tables are those of this rank's share of the cache.
-            layer: vLLM's layer; its `_k_scale` belongs to a cache of `fp8`.
+                their lengths and tables describe this rank's part of the cache.
+            layer: vLLM's layer; its `_k_scale` is the scale of an `fp8` cache.
 
         Returns:
-            out [tokens, H, L] and lse [tokens, H] float32, natural, by which vLLM merges ranks.
+            out [tokens, H, L], and lse [tokens, H] float32, natural, with which vLLM merges ranks.
         """
         q = joined(q)
         decode, tokens = attn_metadata.decode, q.shape[0]
@@ -153,40 +131,25 @@ class RaggedMLAImpl(LatentImpl, _mla.MLACommonImpl):
             raise Unsupported("expected one decode query per request under context parallelism, got several")
         cache, cache_format = stored(kv_c_and_k_pe_cache, self.kv_cache_dtype)
         out, lse = ragged_mla_attention(
-            q,
-            cache,
-            decode.seq_lens,
-            decode.block_table,
-            attn_metadata.query_start_loc[: requests + 1],
-            max_q_len=min(attn_metadata.max_query_len, tokens),
-            d_v=self.kv_lora_rank,
-            sm_scale=self.scale,
-            causal=bool(attn_metadata.causal),
-            kv_scale=layer._k_scale if self.kv_cache_dtype in SCALED else None,
-            return_lse=True,
-            cache_format=cache_format,
-        )
+            q, cache, decode.seq_lens, decode.block_table, attn_metadata.query_start_loc[: requests + 1],
+            max_q_len=min(attn_metadata.max_query_len, tokens), d_v=self.kv_lora_rank, sm_scale=self.scale,
+            causal=bool(attn_metadata.causal), kv_scale=layer._k_scale if self.kv_cache_dtype in SCALED else None,
+            return_lse=True, cache_format=cache_format,
+        )  # fmt: skip
         return out, lse
 
     def forward_mha(
-        self,
-        q: torch.Tensor,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_c_and_k_pe_cache: torch.Tensor,
-        attn_metadata: Any,
-        k_scale: torch.Tensor,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-    ) -> None:
-        """Prefill by materialised keys and values: the new tokens, then what is cached before them, merged.
+        self, q: torch.Tensor, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: Any, k_scale: torch.Tensor, output: torch.Tensor, output_scale: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Prefill with keys and values of each head: attention over the new tokens and the cached context, merged.
 
         Args:
             q: [tokens, H, nope + R] of the prefilling requests.
             kv_c_normed, k_pe: [tokens, L] and [tokens, 1, R], their latents.
-            kv_c_and_k_pe_cache: as in `forward_mqa`; read where a request has earlier chunks or a shared prefix.
+            kv_c_and_k_pe_cache: as in `forward_mqa`; read if a request has earlier chunks or a shared prefix.
             attn_metadata: vLLM's `MLACommonMetadata`.
-            k_scale: of a cache of `fp8`.
+            k_scale: the scale of an `fp8` cache.
             output: [tokens, H * v_head_dim], written.
             output_scale: must be None.
         """
@@ -195,7 +158,7 @@ class RaggedMLAImpl(LatentImpl, _mla.MLACommonImpl):
         prefill = attn_metadata.prefill
         context = prefill.chunked_context
         if context is not None and self.dcp_world_size > 1:
-            # The context lies on several ranks; gathering it is vLLM's, with the prefill backend it has chosen.
+            # The context lies on several ranks. vLLM gathers it, and runs its own prefill backend.
             super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output)
             return
         k, v = self._keys_and_values(kv_c_normed, k_pe)
@@ -222,13 +185,13 @@ class RaggedMLAImpl(LatentImpl, _mla.MLACommonImpl):
     def _gathered(
         self, cache: torch.Tensor, page_indices: torch.Tensor, chunk: Any, k_scale: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """The cached latents [tokens, L + R] of one of vLLM's pieces of context, found without asking the device."""
+        """The cached latents [tokens, L + R] of one of vLLM's chunks of context, without waiting for the device."""
         sequence = chunk.token_to_seq.long()
         token = torch.arange(sequence.shape[0], device=cache.device)
         position = token - chunk.cu_seq_lens[sequence] + chunk.starts[sequence]
         page_size = cache.shape[1]
         page = page_indices[sequence, position // page_size].long()
-        if self.kv_cache_dtype in SCALED:  # as bytes, since not all of torch's devices index 8-bit floats
+        if self.kv_cache_dtype in SCALED:  # as bytes, since some of torch's devices cannot index 8-bit floats
             codes = cache.view(torch.uint8)[page, position % page_size].view(FP8[self.kv_cache_dtype])
             return (codes.float() * k_scale).to(dtype)
         rows = cache[page, position % page_size]
@@ -238,19 +201,19 @@ class RaggedMLAImpl(LatentImpl, _mla.MLACommonImpl):
 
 
 def joined(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """The absorbed query, of which vLLM may hand the two parts."""
+    """The absorbed query, which vLLM may pass as two parts."""
     return torch.cat(q, dim=-1) if isinstance(q, tuple) else q
 
 
 def stored(cache: torch.Tensor, kv_cache_dtype: str) -> tuple[torch.Tensor, str]:
-    """A cache [blocks, block, width] of vLLM's as ours [P, G, 1, width], and its format; nothing is copied."""
-    if kv_cache_dtype in SCALED:  # which vLLM hands as bytes, or as its platform's own 8-bit floats
+    """vLLM's cache [blocks, block, width] as a view [P, G, 1, width], and its format."""
+    if kv_cache_dtype in SCALED:  # vLLM passes bytes, or the 8-bit floats of its platform
         return cache.view(FP8[kv_cache_dtype]).unsqueeze(2), "plain"
     return cache.unsqueeze(2), CACHE_FORMATS[kv_cache_dtype]
 
 
 class RaggedMLABackend(LatentBackend, _mla.MLACommonBackend):
-    """What vLLM asks about us before it chooses us for dense latent attention."""
+    """The answers to vLLM's questions before it selects a backend for dense latent attention."""
 
     NAME, IMPL, BUILDER = "RAGGED_MLA", RaggedMLAImpl, RaggedMLAMetadataBuilder
     supported_kv_cache_dtypes: ClassVar[list[str]] = [*CACHE_FORMATS, *SCALED]

@@ -1,16 +1,16 @@
 """vLLM on TPUs: the attention layers of tpu-inference run `ragged_paged_attention` under `--attention-backend ragged`.
 
-`register()` enters the name with tpu-inference. It has to run in every process of vLLM before the command line is
-parsed, which is what the entry-point group `vllm.general_plugins` is for; `plugin()` is for an entry point there.
-Neither imports jax, for which most processes that load plugins have no use. Tested with tpu-inference 0.32.
+`register()` has to be called in every process of vLLM before the command line is parsed. Entry points of the group
+`vllm.general_plugins` are called that early, and `plugin()` is meant to be one. Neither function imports jax, which
+most processes that load plugins do not need. Tested with tpu-inference 0.32.
 
-Models with latent attention (MLA) run by tpu-inference's own backend, whatever name is given. There
-`register(mla=True)`, or `RAGGED_ATTENTION_TPU_MLA=1` in the environment, puts `ragged_mla_attention` in the place of
-the kernel that this backend calls.
+Models with latent attention (MLA) always run by tpu-inference's own backend. For them
+`register(mla=True)`, or `RAGGED_ATTENTION_TPU_MLA=1` in the environment, replaces the kernel that this backend calls by
+`ragged_mla_attention`.
 
 A layer's cache is [P, G, 2K, D], K of head h at 2h and V at 2h + 1, with D the head size rounded up to a multiple of
-128. Keys and values arrive in the cache's dtype: tpu-inference quantises them before attention, and hands over the
-scales by which what was computed from them is to be multiplied.
+128. Keys and values arrive in the cache's dtype: tpu-inference quantises them before attention, and passes the scales
+by which the results have to be multiplied.
 """
 
 import functools
@@ -30,30 +30,30 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh
 
-NAME = "ragged"  # what --attention-backend gets
+NAME = "ragged"  # the value of --attention-backend
 PACKAGE = "tpu-inference"
-TESTED = (0, 32)  # the release whose interface this is, any patch of it
+TESTED = (0, 32)  # the supported release, with any patch version
 OTHER_PATH = "ragged_attention.integrations.vllm.RaggedAttentionBackend"
-LANES = 128  # columns of a TPU's tiles; XLA would copy a cache of narrower heads in each step
+LANES = 128  # columns of a TPU's tiles; XLA would copy a cache with narrower heads in each step
 MLA_VARIABLE = "RAGGED_ATTENTION_TPU_MLA"
-MLA_KERNEL = "mla_ragged_paged_attention"  # as the host's layers call it, whose caches it takes
+MLA_KERNEL = "mla_ragged_paged_attention"  # a name in the module of the host's layers
 CACHE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 
 
 def register(mla: bool | None = None) -> None:
-    """Make `--attention-backend ragged` known to tpu-inference and vLLM; calling it again changes nothing.
+    """Make `--attention-backend ragged` known to tpu-inference and vLLM. Calling it again changes nothing.
 
     Args:
-        mla: also replace the kernel of latent attention, whatever backend is chosen; that imports jax. None asks the
-            environment: `RAGGED_ATTENTION_TPU_MLA=1`.
+        mla: whether to replace the kernel of latent attention too, for every backend; this imports jax. With None,
+            the environment decides: `RAGGED_ATTENTION_TPU_MLA=1`.
 
     Raises:
-        ImportError: tpu-inference or something that it needs is missing, or its version is not one that was tested.
-        ValueError: vLLM has a backend of that name from somebody else.
+        ImportError: tpu-inference or a package that it needs is missing, or its version was not tested.
+        ValueError: another package has registered a backend of that name with vLLM.
     """
     host = _tested_host()
     path = f"{__name__}.RaggedPallasBackend"
-    # The plug-in for vLLM itself enters the same name. Whichever comes first, under tpu-inference it leads here.
+    # The plug-in for vLLM itself registers this name too. Under tpu-inference the name always leads here.
     registry: Any = importlib.import_module("vllm.v1.attention.backends.registry")
     member = registry.AttentionBackendEnum.__members__.get(NAME.upper())
     if member is not None and member.get_path() == OTHER_PATH:
@@ -67,10 +67,9 @@ def register(mla: bool | None = None) -> None:
 
 
 def plugin() -> None:
-    """`register()` for an entry point, which vLLM calls on every platform and under every version of its parts.
+    """`register()` for an entry point; it does nothing if tpu-inference is not installed.
 
-    Where tpu-inference is not installed nothing happens. Where `register` fails that is logged and no more, since vLLM
-    catches nothing: it would not start, whatever backend it is told to use.
+    If `register` fails, the error is only logged: vLLM does not catch it and would not start with any backend.
     """
     try:
         importlib.metadata.version(PACKAGE)
@@ -83,7 +82,7 @@ def plugin() -> None:
 
 
 def _tested_host() -> ModuleType:
-    """The module of tpu-inference with which backends are registered."""
+    """The module of tpu-inference that registers backends."""
     wanted = "expected tpu-inference >= {0}.{1}, < {0}.{2}".format(*TESTED, TESTED[1] + 1)
     try:
         version = importlib.metadata.version(PACKAGE)
@@ -102,12 +101,12 @@ def _imported(name: str) -> ModuleType:
 
 
 def _latent_attention(*arrays: Any, **settings: Any) -> "tuple[jax.Array, jax.Array]":
-    """What stands in for the host's kernel, by its arguments; the sizes among them are tuned for that kernel alone."""
+    """The replacement of the host's kernel, without the sizes that are tuned for that kernel."""
     from ragged_attention.compat import tpu_inference
 
-    sizes = ("num_kv_pages_per_block", "num_queries_per_block", "decode_batch_size", "mixed_q_split")
-    kept = {name: value for name, value in settings.items() if name not in sizes}
-    return tpu_inference.mla_ragged_paged_attention(*arrays, **kept)
+    for size in ("num_kv_pages_per_block", "num_queries_per_block", "decode_batch_size", "mixed_q_split"):
+        settings.pop(size, None)
+    return tpu_inference.mla_ragged_paged_attention(*arrays, **settings)
 
 
 class _Attention:
@@ -126,71 +125,52 @@ class _Attention:
         return total_num_pages, page_size, 2 * num_kv_heads, -(-head_dim // LANES) * LANES
 
     def attention(
-        self,
-        kv_cache: "jax.Array",
-        q: "jax.Array",
-        k: "jax.Array",
-        v: "jax.Array",
-        md: Any,
-        shared_md: Any,
-        mesh: "Mesh",
-        *,
-        head_dim_original: int,
-        sm_scale: float,
-        attention_chunk_size: int | None,
-        q_scale: float | None,
-        k_scale: float | None,
-        v_scale: float | None,
-        sinks: "jax.Array | None",
-        update_kv_cache: bool,
-        use_causal_mask: bool,
-        attn_logits_soft_cap: float | None,
-        decode_query_size: int,
-    ) -> "tuple[jax.Array, jax.Array]":
-        """Write this step's keys and values into the cache, unless told not to, and attend over it.
+        self, kv_cache: "jax.Array", q: "jax.Array", k: "jax.Array", v: "jax.Array", md: Any, shared_md: Any,
+        mesh: "Mesh", *, head_dim_original: int, sm_scale: float, attention_chunk_size: int | None,
+        q_scale: float | None, k_scale: float | None, v_scale: float | None, sinks: "jax.Array | None",
+        update_kv_cache: bool, use_causal_mask: bool, attn_logits_soft_cap: float | None, decode_query_size: int,
+    ) -> "tuple[jax.Array, jax.Array]":  # fmt: skip
+        """Write this step's keys and values into the cache if `update_kv_cache`, and attend over it.
 
         Args:
-            kv_cache: of the shape above, its heads sharded over the mesh.
-            q: [T, H, D]; k, v: [T, K, D] of the cache's dtype, one row a query.
-            md: with `block_tables` i32 [S * M].
-            shared_md: with `seq_lens` i32 [S], `query_start_loc` i32 [S + 1] and `request_distribution` i32 [3], the
-                last of which counts the sequences.
-            mesh: whose axes `ATTN_DATA` hold batches of their own and whose axes `ATTN_HEAD` share the heads.
-            head_dim_original: without effect, for `sm_scale` is given.
+            kv_cache: [P, G, 2K, D], its heads sharded over the mesh.
+            q: [T, H, D]; k, v: [T, K, D] of the cache's dtype, one row per query.
+            md: its `block_tables` are i32 [S * M].
+            shared_md: its `seq_lens` are i32 [S], `query_start_loc` i32 [S + 1] and `request_distribution` i32 [3],
+                whose last number counts the sequences.
+            mesh: its axes `ATTN_DATA` divide the batch, and its axes `ATTN_HEAD` divide the heads.
+            head_dim_original: without effect, because `sm_scale` is given.
             sm_scale: factor on q . k.
-            attention_chunk_size: what tpu-inference calls the sliding window here: keys that a query sees.
-            q_scale: a number by which queries are divided, to be rounded to the cache's float8_e4m3fn; logits are
-                multiplied by it again.
-            k_scale, v_scale: numbers, a cached value times its scale is the true one.
+            attention_chunk_size: the sliding window, by the name that tpu-inference uses here.
+            q_scale: queries are divided by this number and rounded to the cache's float8_e4m3fn; logits are multiplied
+                by it.
+            k_scale, v_scale: numbers; a cached value times its scale is the true value.
             sinks: [H], logits that join the softmax's denominator only.
-            update_kv_cache: whether k and v are written; otherwise the cache has them, and it is returned as it is.
-            use_causal_mask: whether a query sees no later positions than its own.
+            update_kv_cache: whether k and v are written; otherwise they are already in the cache.
+            use_causal_mask: whether later positions than a query's own are hidden from it.
             attn_logits_soft_cap: as in `ragged_paged_attention`.
-            decode_query_size: without effect, a hint for kernels that treat decoding apart.
+            decode_query_size: without effect; a hint for kernels that treat decodes separately.
 
         Returns:
             The cache and [T, H, D] of q's dtype.
 
         Raises:
-            Unsupported, InvalidInput: the argument at fault is named.
+            Unsupported, InvalidInput: an argument that is not supported, or that contradicts the others.
         """
         del head_dim_original, decode_query_size
         scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         _refuse(kv_cache, k, v, md, mesh, scales, update_kv_cache)
-        settings = {
-            "sm_scale": sm_scale * (1.0 if k_scale is None else k_scale),
-            "causal": use_causal_mask,
-            "sliding_window": attention_chunk_size,
-            "soft_cap": attn_logits_soft_cap,
-            "q_scale": q_scale,
-        }
+        settings = dict(
+            sm_scale=sm_scale * (1.0 if k_scale is None else k_scale), causal=use_causal_mask,
+            sliding_window=attention_chunk_size, soft_cap=attn_logits_soft_cap, q_scale=q_scale,
+        )  # fmt: skip
         local = functools.partial(_attend, settings, 1.0 if v_scale is None else v_scale)
         tables = shared_md.seq_lens, md.block_tables, shared_md.query_start_loc, shared_md.request_distribution
         return _over_heads(local, mesh, kv_cache, q, (k, v), update_kv_cache, tables, sinks)
 
 
 def _refuse(kv_cache: Any, k: Any, v: Any, md: Any, mesh: Any, scales: dict[str, Any], update_kv_cache: bool) -> None:
-    """Raise what calls raise that cannot be honoured; whatever `ragged_paged_attention` refuses is left to it."""
+    """Refuse arguments that are not supported; `ragged_paged_attention` checks the others."""
     for axis in ("dcp", "pcp"):
         if (size := mesh.shape.get(axis, 1)) > 1:
             raise Unsupported(f"expected mesh axis {axis!r} of size 1, since context is not shared out, got {size}")
@@ -211,7 +191,7 @@ def _refuse(kv_cache: Any, k: Any, v: Any, md: Any, mesh: Any, scales: dict[str,
 def _over_heads(
     local: Callable[..., Any], mesh: Any, kv_cache: Any, q: Any, new_kv: Any, is_written: bool, tables: Any, sinks: Any
 ) -> Any:
-    """Run `local` on each device of the mesh, with its heads and, over the axes of data, its own batch."""
+    """Run `local` on each device of the mesh, with the device's heads and, along the data axes, its own batch."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
@@ -220,7 +200,7 @@ def _over_heads(
     data, heads = names.ATTN_DATA, names.ATTN_HEAD
     devices = math.prod(mesh.shape.get(axis, 1) for axis in ((heads,) if isinstance(heads, str) else heads or ()))
     if (num_kv_heads := new_kv[0].shape[1]) < devices:
-        # The cache was allotted a head for each device; those with the same head keep the same keys and values.
+        # The cache has a head for each device, so devices that share a head store copies of its keys and values.
         if devices % num_kv_heads:
             raise Unsupported(f"expected the number of KV heads to divide {devices} devices, got {num_kv_heads}")
         new_kv = tuple(jnp.repeat(new, devices // num_kv_heads, axis=1) for new in new_kv)
@@ -234,7 +214,7 @@ def _over_heads(
 def _attend(
     settings: dict[str, Any], v_scale: float, kv_cache: Any, q: Any, new_kv: Any, tables: Any, sinks: Any
 ) -> Any:
-    """The cache and the results of one device; without `new_kv` nothing is written."""
+    """The cache and the results of one device. Without `new_kv` nothing is written."""
     import jax.numpy as jnp
 
     from ragged_attention.jax import ragged_paged_attention
@@ -243,56 +223,53 @@ def _attend(
     if scale is not None:
         largest = float(jnp.finfo(kv_cache.dtype).max)
         queries = jnp.clip(q.astype(jnp.float32) / scale, -largest, largest).astype(kv_cache.dtype)
-        dtype = jnp.bfloat16  # to which the operation widens them
+        dtype = jnp.bfloat16  # the operation widens the queries to it
 
-    def widened(rows: Any) -> Any:
-        """As wide as the cache's rows."""
+    def padded(rows: Any) -> Any:
+        """The rows with zeros up to the width of the cache's rows."""
         return jnp.pad(rows, ((0, 0), (0, 0), (0, kv_cache.shape[-1] - rows.shape[-1])))
 
-    # The new rows are stored as they come. `k_scale=` would divide them by it once more, so the scales go to the
-    # logits, by way of sm_scale, and to the result. `dtype` holds every value of an 8-bit cache.
+    # The new rows are already divided by their scales, and `k_scale=` would divide them again. So the scales go into
+    # sm_scale and into the result. `dtype` represents every value of an 8-bit cache.
     kv_lens, block_tables, cu_q_lens, distribution = tables
     settings = settings | {"num_seqs": distribution[2:], "sinks": sinks}
-    given = widened(queries), kv_cache, kv_lens, block_tables.reshape(len(kv_lens), -1), cu_q_lens
+    given = padded(queries), kv_cache, kv_lens, block_tables.reshape(len(kv_lens), -1), cu_q_lens
     if new_kv is None:
         out = ragged_paged_attention(*given, **settings)
     else:
-        new_kv = tuple(widened(rows.astype(dtype)) for rows in new_kv)
+        new_kv = tuple(padded(rows.astype(dtype)) for rows in new_kv)
         out, kv_cache = ragged_paged_attention(*given, new_kv=new_kv, **settings)
     out = out[..., : q.shape[-1]]
     return kv_cache, (out if v_scale == 1.0 else out.astype(jnp.float32) * v_scale).astype(q.dtype)
 
 
+def _class(name: str, doc: str, *bases: type, **members: Any) -> type:
+    """A class of this module, whose bases are known only at run time."""
+    return type(name, bases, {"__module__": __name__, "__doc__": doc, **members})
+
+
 @functools.cache
 def _attention_backend(host: ModuleType) -> type:
-    """The class by which tpu-inference lays out caches and runs attention."""
-    return type("RaggedAttentionBackend", (_Attention, host.AttentionBackend), {
-        "__module__": __name__,
-        "__doc__": "Attention by `ragged_paged_attention`, under tpu-inference's interface.",
-    })  # fmt: skip
+    """The class with which tpu-inference lays out caches and runs attention."""
+    doc = "Attention by `ragged_paged_attention`, under tpu-inference's interface."
+    return _class("RaggedAttentionBackend", doc, _Attention, host.AttentionBackend)
 
 
 @functools.cache
 def _vllm_backends(host: ModuleType) -> dict[str, type]:
-    """The classes by which vLLM knows the backend: tpu-inference's own, but for the name of what they run."""
-    impl = type("RaggedPallasImpl", (host.PallasAttentionBackendImpl,), {
-        "__module__": __name__,
-        "__doc__": "A layer's attention by the registered backend.",
-        "attention_backend": NAME,
-    })  # fmt: skip
-    backend = type("RaggedPallasBackend", (host.PallasAttentionBackend,), {
-        "__module__": __name__,
-        "__doc__": "What vLLM finds under the registered name.",
-        "get_name": staticmethod(lambda: NAME.upper()),
-        "get_impl_cls": staticmethod(lambda: impl),
-    })  # fmt: skip
+    """The classes that vLLM uses: tpu-inference's own, with the name of our backend."""
+    doc = "A layer's attention by the registered backend."
+    impl = _class("RaggedPallasImpl", doc, host.PallasAttentionBackendImpl, attention_backend=NAME)
+    getters = {"get_name": staticmethod(lambda: NAME.upper()), "get_impl_cls": staticmethod(lambda: impl)}
+    doc = "The class that vLLM loads for the registered name."
+    backend = _class("RaggedPallasBackend", doc, host.PallasAttentionBackend, **getters)
     return {"RaggedPallasBackend": backend, "RaggedPallasImpl": impl}
 
 
 def __getattr__(name: str) -> type:
-    """`RaggedAttentionBackend`, `RaggedPallasBackend` and `RaggedPallasImpl`, made when they are first asked for.
+    """`RaggedAttentionBackend`, `RaggedPallasBackend` and `RaggedPallasImpl`, which extend classes of tpu-inference.
 
-    Their bases are tpu-inference's, and vLLM gets the second of them by its path, this module's name included.
+    They are made on first use. vLLM imports `RaggedPallasBackend` by its path in this module.
     """
     if name == "RaggedAttentionBackend":
         return _attention_backend(_tested_host())

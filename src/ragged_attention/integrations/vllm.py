@@ -1,15 +1,15 @@
-"""vLLM's attention by our operations: its engine schedules and keeps the cache, our kernels read and write it.
+"""vLLM's attention by our operations: its engine schedules and owns the cache; our kernels read and write it.
 
-`register()` makes three names known to vLLM; the plug-in of this package calls it in every process of vLLM, so that
+`register()` makes three names known to vLLM. The plug-in of this package calls it in every process of vLLM, so one
+option is enough:
 
-    vllm serve MODEL --attention-backend RAGGED            # RAGGED_MLA, or RAGGED_SPARSE_MLA, for latent attention
+    vllm serve MODEL --attention-backend RAGGED            # for latent attention RAGGED_MLA or RAGGED_SPARSE_MLA
 
-is all it takes. On a CPU vLLM chooses its backend itself and listens to no name; there `register(cpu=True)`, or
-`RAGGED_ATTENTION_VLLM_CPU=1` in the environment, puts ours in the place of its own.
+On a CPU, vLLM ignores the option. There `register(cpu=True)`, or `RAGGED_ATTENTION_VLLM_CPU=1` in the environment,
+replaces vLLM's own backends by ours.
 
-vLLM is imported when one of the classes is first asked for: `RaggedAttentionBackend`, `RaggedMLABackend`,
-`RaggedSparseMLABackend`. They are built upon its abstract classes, whose interface changes between versions, so a vLLM
-outside `TESTED` is refused.
+vLLM is imported on the first use of `RaggedAttentionBackend`, `RaggedMLABackend` or `RaggedSparseMLABackend`. They
+extend its abstract classes, whose interface changes between versions, so versions outside `TESTED` are refused.
 """
 
 import functools
@@ -32,7 +32,7 @@ __all__ = ["TESTED", "RaggedAttentionBackend", "RaggedMLABackend", "RaggedSparse
 TESTED = ("0.32", "0.33")
 CPU_VARIABLE = "RAGGED_ATTENTION_VLLM_CPU"
 
-_HOMES = {
+_MODULES = {
     "RaggedAttentionBackend": "ragged_attention.integrations._vllm_attention",
     "RaggedMLABackend": "ragged_attention.integrations._vllm_mla",
     "RaggedSparseMLABackend": "ragged_attention.integrations._vllm_sparse",
@@ -42,20 +42,16 @@ _NAMES = {
     "RAGGED_MLA": "RaggedMLABackend",
     "RAGGED_SPARSE_MLA": "RaggedSparseMLABackend",
 }
-# What vLLM's CPU platform picks by itself, and what stands in for it.
-_ON_CPU = {
-    "CPU_ATTN": "RaggedAttentionBackend",
-    "CPU_MLA": "RaggedMLABackend",
-    "AMX_MLA": "RaggedMLABackend",
-}
+# The backends that vLLM's CPU platform selects, and ours that replace them.
+_ON_CPU = {"CPU_ATTN": "RaggedAttentionBackend", "CPU_MLA": "RaggedMLABackend", "AMX_MLA": "RaggedMLABackend"}
 
 
 def register(cpu: bool | None = None) -> None:
-    """Make our backends known to vLLM under `RAGGED`, `RAGGED_MLA` and `RAGGED_SPARSE_MLA`; again does no harm.
+    """Make `RAGGED`, `RAGGED_MLA` and `RAGGED_SPARSE_MLA` known to vLLM. Calling it again does no harm.
 
     Args:
-        cpu: also replace what vLLM runs on a CPU, dense attention and MLA (it offers no sparse MLA there), since its
-            CPU platform ignores the name that a user selects. None asks the environment: `RAGGED_ATTENTION_VLLM_CPU=1`.
+        cpu: whether to replace vLLM's own backends on a CPU too: dense attention and MLA (it has no sparse MLA there).
+            Its CPU platform ignores the name that a user selects. With None, `RAGGED_ATTENTION_VLLM_CPU` decides.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -66,11 +62,11 @@ def register(cpu: bool | None = None) -> None:
 
 
 def plugin() -> None:
-    """What the entry point in `vllm.general_plugins` calls: `register()` that never stops vLLM.
+    """`register()` for the entry point in `vllm.general_plugins`; it never raises.
 
-    vLLM runs the plug-ins of whatever is installed, also for users who have not asked for ours, and does not catch
-    what they raise. With a version that we do not know the names are registered all the same; choosing one of them
-    then raises the error that says which versions would do.
+    vLLM runs the plug-ins of all installed packages, also for users who have not asked for ours, and does not catch
+    their exceptions. With an unknown version of vLLM the names are registered too; selecting one of them then raises
+    an error that lists the supported versions.
     """
     try:
         _register(None)
@@ -84,22 +80,21 @@ def _register(cpu: bool | None) -> None:
     for name, attribute in _NAMES.items():
         if name not in registry.AttentionBackendEnum.__members__:
             registry.register_backend(name, f"{__name__}.{attribute}")
-        # vLLM sends its configuration to processes that read it before they load plug-ins, and there the name that it
-        # holds would not be known yet; so the name brings along what registers it.
-        member = registry.AttentionBackendEnum[name]
-        member.__reduce_ex__ = functools.partial(_reduced, name)
+        # Some of vLLM's processes unpickle its configuration before they load plug-ins, when the name in it is still
+        # unknown. So unpickling a name registers it.
+        registry.AttentionBackendEnum[name].__reduce_ex__ = functools.partial(_reduced, name)
     if os.environ.get(CPU_VARIABLE) == "1" if cpu is None else cpu:
         for name, attribute in _ON_CPU.items():
             registry.register_backend(registry.AttentionBackendEnum[name], f"{__name__}.{attribute}")
 
 
 def _reduced(name: str, protocol: int) -> tuple[Any, tuple[str]]:
-    """How one of our names is pickled."""
+    """The pickled form of one of our names."""
     return _member, (name,)
 
 
 def _member(name: str) -> Any:
-    """One of our names in vLLM's enumeration, where it is put if need be."""
+    """The member of vLLM's enumeration with one of our names, which is registered if necessary."""
     _register(None)
     return importlib.import_module("vllm.v1.attention.backends.registry").AttentionBackendEnum[name]
 
@@ -120,7 +115,7 @@ def _tested() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _check_version()
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""The mesh axes over which arrays vary within `jax.shard_map`, where jax keeps track of them (`check_vma`)."""
+"""The mesh axes over which arrays vary within `jax.shard_map`, if jax keeps track of them (`check_vma`)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from jax import lax
 
 
 def varied_axes(arrays: Any) -> frozenset[Any]:
-    """The axes over which any of the arrays varies; empty where jax does not keep track."""
+    """The axes over which any of the arrays varies; empty if jax does not keep track."""
     leaves = jax.tree.leaves(arrays)
     return frozenset().union(*(_axes(leaf) for leaf in leaves))
 
@@ -38,7 +38,7 @@ def as_varied_as(array: jax.Array, like: jax.Array) -> jax.Array:
 def fori_loop(lower: Any, upper: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
     """`lax.fori_loop` that also works within `jax.shard_map`.
 
-    There jax requires the initial state to vary over the same axes as the final one, but loops begin with constants.
+    There jax requires the initial and the final state to vary over equal axes, but loops begin with constants.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return lax.fori_loop(lower, upper, body, state)

@@ -24,7 +24,7 @@ def per_head(scale: Any, num_kv_heads: int) -> jax.Array:
 def new_rows(call: Any, k: jax.Array, v: jax.Array) -> list[jax.Array]:
     """The bits of K [T, K, D] and V [T, K, D_v] as rows of each array of `call`'s pages.
 
-    8-bit K and V are copied as they are, whatever the scales. The rows are [T, 2K, D] for combined pages, otherwise
+    8-bit K and V are copied unchanged, for any scales. The rows are [T, 2K, D] for combined pages, otherwise
     [T, K, D] and [T, K, D_v].
     """
     dtype, heads = call.k_pages_like.dtype, call.num_kv_heads
@@ -82,9 +82,9 @@ def codes(values: jax.Array, mantissa_bits: int, bias: int, largest: float) -> j
 
 
 def live_edges(cu_q_lens: Any, num_seqs: Any, num_tokens: int) -> jax.Array:
-    """`cu_q_lens` within [0, num_tokens], where entries past `num_seqs` repeat the last live one.
+    """`cu_q_lens` within [0, num_tokens], with entries past `num_seqs` replaced by the last live one.
 
-    So sequences past `num_seqs` are empty whatever those entries hold, and the edges ascend if the live ones do.
+    So sequences past `num_seqs` are empty for any content of those entries, and the edges ascend if the live ones do.
     """
     edges = jnp.clip(cu_q_lens, 0, num_tokens)
     if num_seqs is None:

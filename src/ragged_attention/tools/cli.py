@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 import ragged_attention
 from ragged_attention import config, dispatch
@@ -23,8 +23,8 @@ from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.explain import answers
 from ragged_attention.tools.samples import FRAMEWORKS, KINDS, LatentSample, Sample, VarlenSample, device_of, sample_of
 
-# Commands that parse their own arguments: module with `main(argv)`, what the command does.
-ELSEWHERE = {
+# Commands that parse their own arguments: the module with `main(argv)`, and a description.
+OTHER_COMMANDS = {
     "demo": ("ragged_attention.demo", "serve a dozen prompts with a tiny model and check every token"),
     "view": ("ragged_attention.tools.view", "show a batch: its pages, the keys of each program, how they fill a GPU"),
     "bench": ("benchmarks.run", "measure this machine (in a checkout of the repository)"),
@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments and arguments[0] in ELSEWHERE:
-            return _elsewhere(arguments[0], arguments[1:])
+        if arguments and arguments[0] in OTHER_COMMANDS:
+            return _run_other(arguments[0], arguments[1:])
         if not arguments:
             _parser().print_help(sys.stderr)
             return 2
@@ -61,8 +61,8 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _elsewhere(command: str, arguments: Sequence[str]) -> int:
-    module, _ = ELSEWHERE[command]
+def _run_other(command: str, arguments: Sequence[str]) -> int:
+    module, _ = OTHER_COMMANDS[command]
     if command == "bench" and not _exists(module):
         return _fail("bench needs the folder benchmarks/: run it in a checkout of the repository", 2)
     return importlib.import_module(module).main(arguments) or 0
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ragged-attention", description="Ragged paged attention for every device.")
     parser.add_argument("--version", action="version", version=ragged_attention.__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, (_, purpose) in ELSEWHERE.items():
+    for name, (_, purpose) in OTHER_COMMANDS.items():
         commands.add_parser(name, help=purpose, add_help=False)
     doctor = commands.add_parser("doctor", help="versions, devices, backends, configuration, and what would be picked")
     doctor.set_defaults(run=lambda _: importlib.import_module("ragged_attention.tools.doctor").report(Console()))
@@ -147,9 +147,8 @@ def _explain(parsed: argparse.Namespace) -> int:
     call = sample.call(parsed.operation, device_of(framework, parsed.device))
     verdicts = answers(call, backend=parsed.backend)
     where = call.device.name or call.device.arch or call.device.platform
-    table = Table(title=f"{call.OPERATION} from {framework} on {where}", title_justify="left")
-    for heading in ("", "backend", "answer"):
-        table.add_column(heading, overflow="fold")
+    columns = (Column(heading, overflow="fold") for heading in ("", "backend", "answer"))
+    table = Table(*columns, title=f"{call.OPERATION} from {framework} on {where}", title_justify="left")
     for answer in verdicts:
         style = "bold green" if answer.chosen else "" if answer.takes else "dim"
         table.add_row("*" if answer.chosen else "", answer.backend, escape(answer.text), style=style)

@@ -1,6 +1,6 @@
 """`ragged-attention doctor`: which software and devices are present, and which backends would be used.
 
-No fault is hidden: if an import fails, the table shows the exception.
+If an import fails, the table shows the exception.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 import ragged_attention
 from ragged_attention import config, dispatch
@@ -43,9 +43,8 @@ def report(console: Console) -> int:
 
 
 def _table(title: str, headings: tuple[str, ...], rows: Any) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
+    columns = (Column(heading, overflow="fold") for heading in headings)
+    table = Table(*columns, title=title, title_justify="left", title_style="bold")
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
     if not table.row_count:
@@ -54,7 +53,7 @@ def _table(title: str, headings: tuple[str, ...], rows: Any) -> Table:
 
 
 def imported(name: str) -> ModuleType | Exception:
-    """A module, or the exception that its import raised; `BackendMissing` if it is not installed."""
+    """A module, or the exception of its import, which is `BackendMissing` if it is not installed."""
     try:
         if name != "jax_triton":
             return importlib.import_module(name)
@@ -109,7 +108,7 @@ def reports() -> Iterator[tuple[str, str]]:
 
 
 def pallas(jax: ModuleType | Exception) -> str:
-    """Whether Pallas TPU kernels can run on jax's default device, and what jax knows about the device."""
+    """Whether Pallas TPU kernels can run on jax's default device, and the facts that jax knows about the device."""
     if isinstance(jax, Exception):
         return f"needs jax, {one_line(jax)}"
     try:
@@ -145,7 +144,7 @@ def devices(found: dict[str, ModuleType | Exception]) -> Iterator[tuple[str, str
         yield from (("jax", device) for device in seen)
 
 
-def _said(offered: list[str], lacking: list[str]) -> str:
+def _offer(offered: list[str], lacking: list[str]) -> str:
     """A short description of the operations that a backend offers."""
     if len(lacking) > len(offered):
         return ", ".join(offered)
@@ -165,7 +164,7 @@ def backends() -> Iterator[tuple[str, str, str]]:
             except Exception as error:
                 faults.append(f"{operation}: {one_line(error)}")
         state = "; ".join(faults) or ("present" if offered else f"absent: {', '.join(dict.fromkeys(absent))}")
-        yield backend, _said(offered, [operation for operation in CALLS if operation not in offered]), state
+        yield backend, _offer(offered, [operation for operation in CALLS if operation not in offered]), state
     for name in dispatch.shadowed():
         yield name, "", dispatch.why_shadowed(name)
 

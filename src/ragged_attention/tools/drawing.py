@@ -92,7 +92,7 @@ def named(first: int, last: int) -> str:
 
 
 def draw_pages(
-    drawing: Drawing, y: float, lengths: Sequence[tuple[int, int]], page_size: int, most_rows: int = 24
+    drawing: Drawing, y: float, lengths: Sequence[tuple[int, int]], page_size: int, max_rows: int = 24
 ) -> float:
     """Draw each sequence's slots by page: cached keys, keys of this step's tokens, and unused slots.
 
@@ -103,7 +103,7 @@ def draw_pages(
     gap = 1.0 if scale * page_size >= 6 else 0.0
     drawing.legend(LEFT, y, [("one", "cached before"), ("two", "this step's tokens"), ("faint", "unused slots")])
     y += 10
-    for first, last in runs(lengths)[:most_rows]:
+    for first, last in runs(lengths)[:max_rows]:
         q_len, kv_len = lengths[first]
         pages = -(-kv_len // page_size)
         drawing.text(LEFT - 8, y + 11, f"{named(first, last)}: {q_len} of {kv_len} in {pages}", "small", "end")
@@ -135,11 +135,11 @@ def alike(programs: Iterable[Program]) -> list[list[Program]]:
     return list(groups.values())
 
 
-def evenly(rows: Sequence[Any], most: int) -> list[Any]:
-    """At most `most` of the rows, with the first and the last."""
-    if len(rows) <= most:
+def evenly(rows: Sequence[Any], count: int) -> list[Any]:
+    """At most `count` of the rows, evenly spaced from the first to the last."""
+    if len(rows) <= count:
         return list(rows)
-    return [rows[round(index * (len(rows) - 1) / (most - 1))] for index in range(most)]
+    return [rows[round(index * (len(rows) - 1) / (count - 1))] for index in range(count)]
 
 
 def label_of(group: Sequence[Program]) -> str:
@@ -153,12 +153,12 @@ def tokens_of(program: Program) -> str:
     return f"token {low}" if low == high else f"tokens {low} - {high}"
 
 
-def draw_keys(drawing: Drawing, y: float, programs: Sequence[Program], kv_len: int, most_rows: int = 32) -> float:
+def draw_keys(drawing: Drawing, y: float, programs: Sequence[Program], kv_len: int, max_rows: int = 32) -> float:
     """Draw the blocks of a sequence's keys that its programs visit, with a row for each group of programs."""
     scale = WIDTH / max(kv_len, 1)
     drawing.legend(LEFT, y, [("one", "without masks"), ("two", "with masks"), ("faint", "not visited")])
     y += 10
-    shown = evenly(alike(programs), most_rows)
+    shown = evenly(alike(programs), max_rows)
     drawing.boxes("faint", [(LEFT, y + 11 * row, kv_len * scale, 9) for row in range(len(shown))])
     for masked, kind in ((False, "one"), (True, "two")):
         visits = [(row, visit) for row, group in enumerate(shown) for visit in group[0].visits]
@@ -175,14 +175,14 @@ def draw_keys(drawing: Drawing, y: float, programs: Sequence[Program], kv_len: i
     return y + 10
 
 
-Piece = tuple[int, int, bool]  # a program on a multiprocessor: start, stop, whether its sequence is highlighted
+Span = tuple[int, int, bool]  # a program on a multiprocessor: start, stop, whether its sequence is highlighted
 
 
-def _joined(pieces: Sequence[Piece], least: float) -> list[Piece]:
-    """The pieces. A piece shorter than `least` is joined with an adjacent piece of its kind before it."""
-    joined: list[Piece] = []
-    for start, stop, highlighted in pieces:
-        if joined and joined[-1][1:] == (start, highlighted) and stop - start < least:
+def _joined(spans: Sequence[Span], min_length: float) -> list[Span]:
+    """The spans. One that is shorter than `min_length` is joined with an adjacent span of its kind before it."""
+    joined: list[Span] = []
+    for start, stop, highlighted in spans:
+        if joined and joined[-1][1:] == (start, highlighted) and stop - start < min_length:
             joined[-1] = (joined[-1][0], stop, highlighted)
         else:
             joined.append((start, stop, highlighted))
@@ -196,7 +196,7 @@ def draw_timeline(
 
     Multiprocessors that work longest on this sequence come first. Multiprocessors with equal work share a box.
     """
-    work: dict[int, list[Piece]] = {lane: [] for lane in range(lanes)}
+    work: dict[int, list[Span]] = {lane: [] for lane in range(lanes)}
     turns = timeline(launch, lanes)
     for turn in turns:
         work[turn.lane].append((turn.start, turn.stop, turn.program.seq == seq))
@@ -205,12 +205,12 @@ def draw_timeline(
     scale, row = WIDTH / end, height / lanes
     drawing.boxes("faint", [(LEFT, y, WIDTH, height)])
     boxes: dict[bool, list[Box]] = {True: [], False: []}
-    rows = sorted(_joined(pieces, 5 / scale) for pieces in work.values())
-    rows.sort(key=lambda pieces: -sum(stop - start for start, stop, highlighted in pieces if highlighted))
+    rows = sorted(_joined(spans, 5 / scale) for spans in work.values())
+    rows.sort(key=lambda spans: -sum(stop - start for start, stop, highlighted in spans if highlighted))
     drawn = 0
-    for pieces, group in itertools.groupby(rows):
+    for spans, group in itertools.groupby(rows):
         count = len(list(group))
-        for start, stop, highlighted in pieces:
+        for start, stop, highlighted in spans:
             left, right = LEFT + start * scale, LEFT + stop * scale
             boxes[highlighted].append((left, y + drawn * row, max(right - left - 0.5, 0.5), count * row))
         drawn += count

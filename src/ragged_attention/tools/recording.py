@@ -1,6 +1,6 @@
-"""Records what the Triton backend launches for a call, without launching it.
+"""Records the launches of the Triton backend for a call, without running them.
 
-The arrays of the call need no values: shapes and dtypes decide what is launched.
+The call's arrays need no values, because launches depend on shapes and dtypes alone.
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ class Recorder(PackedArrays):
 
 
 def record(call: Call, tile: Any = None) -> list[Launch]:
-    """What the Triton backend launches for `call`; `tile` defaults to that of its heuristic."""
+    """The launches of the Triton backend for `call`; `tile` defaults to that of its heuristic."""
     module: Any = dispatch.load(call.OPERATION, "triton")
     recorder = Recorder()
     module.run(call, module.heuristic(call) if tile is None else tile, recorder)

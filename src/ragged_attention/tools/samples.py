@@ -1,7 +1,6 @@
 """Representative calls without arrays, on devices that need not be present, to ask backends which calls they take.
 
-A sample's sizes are chosen freely; a case in `benchmarks/` is a sample too, whose sizes follow from the lengths of its
-sequences.
+A sample's sizes are free. A case in `benchmarks/` is a sample whose sizes follow from the lengths of its sequences.
 """
 
 import dataclasses
@@ -18,12 +17,12 @@ from ragged_attention.errors import InvalidInput
 FRAMEWORKS = ("torch", "jax")
 # Multiprocessors of one GPU of each architecture: A100, RTX 3090, H200, B200, RTX PRO 6000, MI300X, MI355X.
 MULTIPROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256}
-TABLES = {"kv_lens": True, "page_indices": True, "cu_q_lens": True}  # these say which keys each sequence has
+TABLES = {"kv_lens": True, "page_indices": True, "cu_q_lens": True}  # the arguments that define each sequence's keys
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FakeArray:
-    """A shape and the name of a dtype, which is all that a record reads."""
+    """A shape and the name of a dtype, the only properties that a record reads."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -33,8 +32,8 @@ class AnySample:
     """The sizes and options of a representative call.
 
     An operation's record lists its arguments, with the axes and dtypes of most arrays. A sample adds the lengths of
-    the axes (`_axes`), and values by the names of arguments: its fields, or else what `_arguments` returns. True stands
-    for an optional array as the record describes it.
+    the axes (`_axes`) and values of arguments by name: those of `_arguments`, and its fields. True stands for an
+    optional array as the record describes it.
     """
 
     dtype: str
@@ -44,7 +43,7 @@ class AnySample:
     sinks: bool
 
     def arguments(self, operation: str) -> dict[str, Any]:
-        """The arguments of `operation` by name, among them arrays of these shapes."""
+        """The arguments of `operation` by name."""
         if operation not in CALLS:
             raise InvalidInput(f"expected operation to be one of {', '.join(CALLS)}, got {operation!r}")
         given, axes, arguments = self._arguments(operation), self._axes(), {}
@@ -74,7 +73,7 @@ class AnySample:
         return {"T": self.num_tokens, "H": self.num_q_heads, "S": seqs, "S+1": seqs + 1}
 
     def _arguments(self, operation: str) -> dict[str, Any]:
-        """Values by the names of arguments, of which the operation may take only some."""
+        """Values of arguments by name. The operation need not take all of them."""
         del operation
         return {}
 
@@ -84,7 +83,7 @@ class Sample(AnySample):
     """A call of paged attention; the defaults are an 8B model's decode of 32 sequences of up to 4096."""
 
     dtype: str = "bfloat16"
-    cache_dtype: str | None = None  # None: as dtype
+    cache_dtype: str | None = None  # None: equal to dtype
     num_q_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
@@ -96,9 +95,9 @@ class Sample(AnySample):
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
-    scale: float | None = None  # of a quantised cache, for both K and V
+    scale: float | None = None  # the scale of a quantised cache, for both K and V
     return_lse: bool = False
-    draft: int | None = None  # columns of a draft mask
+    draft: int | None = None  # number of a draft mask's columns
     max_q_len: int | None = None
 
     @property
@@ -138,7 +137,7 @@ class Sample(AnySample):
             "k_scale": self.scale,
             "v_scale": self.scale,
             "draft_mask": self.draft is not None,
-            "sinks": self.sinks and operation != "merge_attention_states",  # a part of a merge may have them already
+            "sinks": self.sinks and operation != "merge_attention_states",  # the states to merge may include them
         } | TABLES
 
 
@@ -150,7 +149,7 @@ class LatentSample(AnySample):
     cache_format: str = "fp8_v32"
     num_q_heads: int = 128
     num_kv_heads: int = 1
-    d_qk: int | None = None  # None: that of the format, 576 for plain
+    d_qk: int | None = None  # None: the format's width, or 576 for plain
     d_v: int = 512
     page_size: int = 64
     num_tokens: int = 32
@@ -158,9 +157,9 @@ class LatentSample(AnySample):
     max_len: int = 4096
     causal: bool = False
     topk: int = 2048  # 0: dense
-    extra_topk: int = 0  # keys selected from a second cache of the same length
+    extra_topk: int = 0  # number of keys selected from a second cache with equal lengths
     extra_page_size: int = 64
-    extra_format: str | None = None  # None: that of the first
+    extra_format: str | None = None  # None: equal to cache_format
     cache_layout: str | None = None
     stored: str | None = None  # the dtype of a plain 8-bit cache
     sliding_window: int | None = None
@@ -169,13 +168,13 @@ class LatentSample(AnySample):
 
     @property
     def width(self) -> int:
-        """Columns of queries and of latent rows."""
+        """The number of columns of queries and of latent rows."""
         layout = CACHE_FORMATS.get(self.cache_format)
         return self.d_qk or (layout.width if layout else 576)
 
     @property
     def num_q_tokens(self) -> int:
-        """Of each sequence of a decode."""
+        """The number of queries of each sequence in a decode."""
         return max(1, self.num_tokens // self.max_num_seqs)
 
     def pages_per_seq(self, page_size: int) -> int:
@@ -195,7 +194,7 @@ class LatentSample(AnySample):
         return self._cache(self.page_size)
 
     def _kv(self, operation: str) -> FakeArray:
-        """The argument `kv`: the rows that a prefill reads, or rows of the dtype of the queries."""
+        """The argument `kv`: the rows that a prefill reads, or rows of the queries' dtype."""
         if operation == "sparse_mla_prefill":
             return self._rows()
         written = operation == "write_mla_cache"
@@ -211,18 +210,11 @@ class LatentSample(AnySample):
     def _arguments(self, operation: str) -> dict[str, Any]:
         cache, seqs = self._cache(self.page_size), self.max_num_seqs
         arguments: dict[str, Any] = {
-            "kv_cache": cache,
-            "cache": cache,
-            "kv": self._kv(operation),
-            "format": self.cache_format,
-            "positions": FakeArray((seqs, self.num_q_tokens, self.topk), "int32"),
-            "sparse": self.topk > 0,
-            "num_parts": 132,
-            "slot_mapping": True,
-            "indices": self.topk > 0,
-            "extra_indices": self.extra_topk > 0,
+            "kv_cache": cache, "cache": cache, "kv": self._kv(operation), "format": self.cache_format,
+            "positions": FakeArray((seqs, self.num_q_tokens, self.topk), "int32"), "sparse": self.topk > 0,
+            "num_parts": 132, "slot_mapping": True, "indices": self.topk > 0, "extra_indices": self.extra_topk > 0,
             "extra_lens": self.extra_topk > 0,
-        }
+        }  # fmt: skip
         if operation == "page_indices_to_slots" or (operation == "mla_decode" and not self.topk):
             arguments["page_indices"] = FakeArray((seqs, self.pages_per_seq(self.page_size)), "int32")
             arguments["kv_lens"] = FakeArray((seqs,), "int32")
@@ -239,7 +231,7 @@ class VarlenSample(AnySample):
     num_q_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
-    d_v: int | None = None  # None: as head_dim
+    d_v: int | None = None  # None: equal to head_dim
     num_tokens: int = 4 * 4096
     max_num_seqs: int = 4
     causal: bool = True
@@ -266,7 +258,7 @@ class IndexerSample(AnySample):
     """A call of the lightning indexer; the defaults are DeepSeek-V3.2's decode of 32 sequences of up to 4096."""
 
     dtype: str = "float8_e4m3fn"
-    cache_dtype: str = "uint8"  # pages of bytes; else that of plain pages, or of packed keys
+    cache_dtype: str = "uint8"  # uint8: pages of bytes; else the dtype of plain pages or of packed keys
     num_q_heads: int = 64
     head_dim: int = 128
     page_size: int = 64
@@ -276,7 +268,7 @@ class IndexerSample(AnySample):
     packed: bool = False  # all keys in one array, with a range for each query
     ratio: int = 1
     top_k: int = 2048
-    candidate_blocks: int = 0  # in each query's list; 0: none
+    candidate_blocks: int = 0  # number of blocks in each query's list; 0: no lists
     candidate_block_size: int = 64
     sinks: bool = False
 
@@ -331,23 +323,24 @@ def sample_of(operation: str, **options: Any) -> Sample | LatentSample | VarlenS
 
 
 def device_of(framework: str, name: str | None = None) -> Device:
-    """The facts of a device: this machine's default one, one by its name, or a GPU architecture that need not be here.
+    """The facts of a device.
 
-    `name` is None, what the framework calls a device ("cpu", "cuda:0", "mps"), "tpu", or an architecture ("sm_90").
+    `name` is a framework's name for a device of this machine ("cpu", "cuda:0", "mps"), "tpu", or the architecture of a
+    GPU ("sm_90"); the latter two need not be here. None stands for this machine's default device.
     """
     if framework not in FRAMEWORKS:
         raise InvalidInput(f"expected framework to be one of {', '.join(FRAMEWORKS)}, got {framework!r}")
     known = tuple(dict.fromkeys((*MULTIPROCESSORS, *SHARED_MEMORY)))
     if name in known:
         return Device(
-            framework=framework,
-            platform="cuda" if name.startswith("sm_") else "rocm",
-            arch=name,
-            num_multiprocessors=MULTIPROCESSORS.get(name, 1),
-            shared_memory=shared_memory_of(name),
-        )
+            framework=framework, platform="cuda" if name.startswith("sm_") else "rocm", arch=name,
+            num_multiprocessors=MULTIPROCESSORS.get(name, 1), shared_memory=shared_memory_of(name),
+        )  # fmt: skip
     if name == "tpu":
-        return Device(framework=framework, platform="tpu", **_tpu_facts(framework))
+        facts: dict[str, Any] = {}  # no kernel that is called from torch asks for them
+        if framework == "jax" and importlib.util.find_spec("jax") is not None:
+            facts = importlib.import_module("ragged_attention.jax._launcher").tpu_facts()
+        return Device(framework=framework, platform="tpu", **facts)
     launcher = importlib.import_module(f"ragged_attention.{framework}._launcher")
     if framework == "jax":
         here = importlib.import_module("ragged_attention.jax._lower").default_platform()
@@ -355,21 +348,10 @@ def device_of(framework: str, name: str | None = None) -> Device:
             raise InvalidInput(f"expected device to be {here} or one of tpu, {', '.join(known)}, got {name!r}")
         return launcher.device_facts(here)
     torch = importlib.import_module("torch")
+    default = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     try:
-        return launcher.device_facts(torch.device(name or _default_torch_device(torch)))
+        return launcher.device_facts(torch.device(name or default))
     except (RuntimeError, AssertionError) as error:
         choices = f"a torch device of this machine, tpu, or one of {', '.join(known)}"
         reason = str(error).strip().splitlines()[0]
         raise InvalidInput(f"expected device to be {choices}, got {name!r} ({reason})") from None
-
-
-def _tpu_facts(framework: str) -> dict[str, Any]:
-    """The facts of a representative TPU, if jax is here to tell; no kernel called from torch asks for them."""
-    if framework != "jax" or importlib.util.find_spec("jax") is None:
-        return {}
-    return importlib.import_module("ragged_attention.jax._launcher").tpu_facts()
-
-
-def _default_torch_device(torch: Any) -> str:
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found.type if found else "cpu"

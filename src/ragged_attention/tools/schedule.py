@@ -41,7 +41,7 @@ class Program:
 
     @property
     def keys(self) -> int:
-        """How many keys it visits, masked keys included. The time of a program is proportional to this number."""
+        """The number of keys that it visits, including masked keys. The time of a program is proportional to it."""
         return sum(visit.stop - visit.start for visit in self.visits)
 
     @property
@@ -100,7 +100,7 @@ UNKNOWN = Unknown()
 
 
 class Numbers(np.ndarray):
-    """Integers of a kernel. Like Triton's, they have `to`, even if there is only one."""
+    """One or more of a kernel's integers, with the method `to` that Triton's have."""
 
     def to(self, dtype: Any) -> "Numbers":
         return self
@@ -130,7 +130,7 @@ class Pointer:
 
 
 def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
-    """The integers at a pointer, or `other` where the mask is false. An index out of bounds is an error."""
+    """The integers at a pointer, or `other` for elements with a false mask. An index out of bounds is an error."""
     elements = pointer.array.ravel()
     shape = np.broadcast_shapes(np.shape(pointer.offset), np.shape(mask))
     mask = np.broadcast_to(True if mask is None else mask, shape)
@@ -184,14 +184,14 @@ STUBS = {
 }  # fmt: skip
 
 
-class Walk:
+class Simulation:
     """Runs the programs of one launch, one after another."""
 
     def __init__(self, launch: recording.Launch) -> None:
         kernel = launch.kernel
         self.language = Language(launch.grid)
         self.visits: list[Visit] = []
-        self.found: dict[str, Any] = {}
+        self.work: dict[str, Any] = {}
         self.tokens = (0, 0)
         self.merges = False
         self.arguments: dict[str, Any] = dict(zip(kernel.arg_names, map(Pointer, launch.operands), strict=False))
@@ -218,7 +218,7 @@ class Walk:
         return self.plain[function]
 
     def _named(self, name: str, value: Any) -> Any:
-        """The replacement for a global name of a kernel's module."""
+        """The replacement for a global name in a kernel's module."""
         if name == "tl":
             return self.language
         if name == "attend":
@@ -237,7 +237,7 @@ class Walk:
         return (UNKNOWN,) * 3
 
     def _tokens(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """`token_and_head` of `_latent`, which also records the tokens; rows after the last token do not count."""
+        """`token_and_head` of `_latent` that also records the range of tokens, without rows after the last token."""
 
         def token_and_head(row: Any, *arguments: Any) -> Any:
             token, head = plain(row, *arguments)
@@ -252,33 +252,33 @@ class Walk:
             self.visits.append(Visit(first, first + blocks * block, block, masked))
 
     def _attend_pages(self, queries, state, blocks, visible, mask, pages, attention, masked):
-        """Replaces the loop of `_pages`, which visits two runs of blocks."""
+        """Replaces the loop of `_pages`, which visits two ranges of blocks."""
         block = attention.LOOP.EDGE_KV if masked else attention.LOOP.BLOCK_KV
         left = int(blocks.left_blocks) if masked else int(blocks.num_blocks)
         self._note(int(blocks.left), left, block, masked)
         self._note(int(blocks.right), int(blocks.num_blocks) - left, block, masked)
         seq = int(pages.table_ptr.offset) // self.arguments["table_stride"]
         tokens = (int(visible.low - visible.num_old), int(visible.high - visible.num_old))
-        self.found = {"seq": seq, "tokens": tokens}
+        self.work = {"seq": seq, "tokens": tokens}
         return state
 
     def _attend_list(self, queries, state, cache, keys_of_list, seen_by_row, factors, row_format, loop):
-        """Replaces the loop of `_latent`. Keys are positions in a list; in a second list they start at 0 again."""
+        """Replaces the loop of `_latent`. Keys are positions in a list; a second list starts at 0 again."""
         block, begin, end = loop.BLOCK_KV, int(keys_of_list.begin), int(keys_of_list.end)
         self._note(begin * block, end - begin, block, True)
-        if not self.found:
+        if not self.work:
             seq = int(keys_of_list.ptr.offset) // self.arguments["list_seq_stride"]
-            self.found = {"seq": seq, "tokens": self.tokens}
+            self.work = {"seq": seq, "tokens": self.tokens}
         return (UNKNOWN,) * 5
 
     def programs(self) -> Iterator[tuple[Program | None, bool]]:
-        """Each program of the first KV head in order, or None if it has no work, and whether it merges results."""
+        """Each program of the first KV head in order (None if it has no work), and whether it merges results."""
         for third in range(math.prod(self.language.grid[2:])):
             for index in range(self.language.grid[0]):
                 self.language.program = (index, 0, third)
-                self.visits, self.found, self.merges = [], {}, False
+                self.visits, self.work, self.merges = [], {}, False
                 self.run(**self.arguments)
-                yield Program(index=index, visits=tuple(self.visits), **self.found) if self.found else None, self.merges
+                yield Program(index=index, visits=tuple(self.visits), **self.work) if self.work else None, self.merges
 
 
 def launches_of(call: Call, tile: Any = None) -> list[Launch]:
@@ -287,12 +287,12 @@ def launches_of(call: Call, tile: Any = None) -> list[Launch]:
     Lengths and tables of the call must be NumPy arrays. The other arrays need only shapes and dtypes. `tile` defaults
     to that of the backend's heuristic.
     """
-    return [walked(launch) for launch in recording.record(call, tile)]
+    return [simulated(launch) for launch in recording.record(call, tile)]
 
 
-def walked(launch: recording.Launch) -> Launch:
+def simulated(launch: recording.Launch) -> Launch:
     """A recorded launch with the blocks that each program visits."""
-    programs = list(Walk(launch).programs())
+    programs = list(Simulation(launch).programs())
     working = tuple(program for program, _ in programs if program)
     return Launch(launch.name, launch.grid, working, sum(merges for _, merges in programs))
 

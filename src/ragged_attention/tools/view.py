@@ -1,6 +1,6 @@
 """`ragged-attention view`: a batch, its pages, the keys that each program visits, and how the programs fill a GPU.
 
-Nothing is launched. The tiles are those that the Triton backend would choose for the device. The keys that a program
+Nothing is launched. The tiles are those that the Triton backend would select for the device. The keys that a program
 visits follow from the kernels' own index arithmetic (`ragged_attention.tools.schedule`). The time of a program is its
 number of keys, so the schedule shows which programs wait for others, but no microseconds.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from ragged_attention import dispatch
 from ragged_attention.calls import CACHE_FORMATS, Call, Device, MakeDecodeSchedule, MlaDecode
@@ -32,11 +32,11 @@ DEVICES = {
     "a100": "sm_80", "rtx3090": "sm_86", "h100": "sm_90", "h200": "sm_90", "b200": "sm_100", "rtxpro6000": "sm_120",
     "mi300x": "gfx942", "mi355x": "gfx950",
 }  # fmt: skip
-CELLS = (12, 64)  # the least and the most cells of a bar in the terminal
-BESIDE = 60  # columns of the terminal that a row needs beside its bar
+CELLS = (12, 64)  # minimum and maximum number of a bar's cells in the terminal
+BESIDE = 60  # columns of the terminal that a row needs in addition to its bar
 SHADES = " ▁▂▃▄▅▆▇█"
-MOST_ROWS = 24
-MOST_ENTRIES = 2**26  # of page tables, which are arrays with values here
+MAX_ROWS = 24
+MAX_ENTRIES = 2**26  # maximum size of page tables, which are arrays with values here
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Batch:
 
     @property
     def keys(self) -> list[int]:
-        """The number of keys of each sequence, or of its list."""
+        """The number of keys of each sequence or, in sparse calls, of its list."""
         topk = self.sample.topk if isinstance(self.sample, LatentSample) else 0
         return [min(kv_len, topk) if topk else kv_len for kv_len in self.kv_lens]
 
@@ -99,11 +99,9 @@ class Batch:
         rows = sample.num_q_heads if sample.topk else sample.num_q_tokens * sample.num_q_heads // sample.num_kv_heads
         side_by_side = sample.num_q_tokens if sample.topk else sample.num_kv_heads
         made = MakeDecodeSchedule(
-            lens=np.asarray(self.keys, np.int32),
-            sparse=sample.topk > 0,
-            programs=side_by_side * -(-rows // 64),
+            lens=np.asarray(self.keys, np.int32), sparse=sample.topk > 0, programs=side_by_side * -(-rows // 64),
             device=self.device,
-        )
+        )  # fmt: skip
         reference: Any = dispatch.load("make_decode_schedule", "reference")
         return reference.make_decode_schedule(made.lens, None, made.sparse, made.num_ranges, made.overhead)
 
@@ -196,8 +194,8 @@ def batch_of(parsed: argparse.Namespace) -> Batch:
             raise InvalidInput(f"expected 1 <= q_len <= kv_len={kv_len} of sequence {seq}, got {q_len}")
     if parsed.page_size is not None and parsed.page_size < 1:
         raise InvalidInput(f"expected --page-size >= 1, got {parsed.page_size}")
-    if (size := len(kv_lens) * -(-max(kv_lens) // (parsed.page_size or 16))) > MOST_ENTRIES:
-        raise InvalidInput(f"expected page tables of at most {MOST_ENTRIES} entries, got {size}")
+    if (size := len(kv_lens) * -(-max(kv_lens) // (parsed.page_size or 16))) > MAX_ENTRIES:
+        raise InvalidInput(f"expected page tables of at most {MAX_ENTRIES} entries, got {size}")
     latent = parsed.operation == MlaDecode.OPERATION
     for name in ("head_dim", "cache_dtype", "window", "draft") if latent else ("cache_format", "topk", "schedule"):
         if getattr(parsed, name):
@@ -231,19 +229,18 @@ def show_batch(console: Console, batch: Batch, launches: Sequence[Launch]) -> No
     sample, size = batch.sample, batch.sample.page_size
     heads = f"{sample.num_q_heads}/{sample.num_kv_heads} heads"
     title = f"sequences: {len(batch.q_lens)}, tokens: {sum(batch.q_lens)}, {heads}, on {batch.device_name}"
-    table = Table(title=title, title_justify="left")
-    for heading in ("sequence", "tokens", "keys", "pages", "unused slots", "programs per KV head"):
-        table.add_column(heading, justify="left" if heading.startswith(("sequence", "programs")) else "right")
+    numbers = (Column(heading, justify="right") for heading in ("tokens", "keys", "pages", "unused slots"))
+    table = Table("sequence", *numbers, "programs per KV head", title=title, title_justify="left")
     rows = drawing.runs(batch.lengths)
-    for first, last in rows[:MOST_ROWS]:
+    for first, last in rows[:MAX_ROWS]:
         q_len, kv_len = batch.lengths[first]
         pages = batch.pages[first]
         counts = collections.Counter(launch.kernel for launch, _ in programs_of(launches, first))
         text = ", ".join(f"{short(name)} {count}" for name, count in counts.items())
         table.add_row(drawing.named(first, last), str(q_len), str(kv_len), str(pages), str(pages * size - kv_len), text)
     console.print(table)
-    if len(rows) > MOST_ROWS:
-        console.print(f"and {len(rows) - MOST_ROWS} more")
+    if len(rows) > MAX_ROWS:
+        console.print(f"and {len(rows) - MAX_ROWS} more")
     slots, used = sum(batch.pages) * size, sum(batch.kv_lens)
     padded = max(batch.pages) * size * len(batch.kv_lens)
     console.print(
@@ -274,27 +271,26 @@ def show_keys(console: Console, batch: Batch, launches: Sequence[Launch], seq: i
     """Print the blocks of a sequence's keys that each of its programs visits."""
     programs = programs_of(launches, seq)
     keys = batch.keys[seq]
-    table = Table(title=f"Keys of sequence {seq}: █ without masks, ▒ with masks, · not visited", title_justify="left")
-    for heading in ("program", "tokens", "blocks of keys", f"keys 0 - {keys - 1}"):
-        table.add_column(heading, no_wrap=not heading.startswith("blocks"))
+    title = f"Keys of sequence {seq}: █ without masks, ▒ with masks, · not visited"
+    program, tokens, bars = (Column(name, no_wrap=True) for name in ("program", "tokens", f"keys 0 - {keys - 1}"))
+    table = Table(program, tokens, "blocks of keys", bars, title=title, title_justify="left")
     kernel = {program: launch.kernel for launch, program in programs}
     groups = drawing.alike(program for _, program in programs)
-    for group in drawing.evenly(groups, MOST_ROWS):
+    for group in drawing.evenly(groups, MAX_ROWS):
         visits = sorted(group[0].visits, key=lambda visit: visit.start)
         blocks = ", ".join(f"{shade(visit)} {visit.start} - {visit.stop} by {visit.block}" for visit in visits)
         name = f"{short(kernel[group[0]])} {drawing.label_of(group)}"
         table.add_row(name, drawing.tokens_of(group[0]), blocks, bar(group[0], keys, cells_of(console)))
     console.print(table)
-    if len(groups) > MOST_ROWS:
-        console.print(f"{MOST_ROWS} of {len(groups)} rows")
+    if len(groups) > MAX_ROWS:
+        console.print(f"{MAX_ROWS} of {len(groups)} rows")
 
 
 def show_launches(console: Console, batch: Batch, launches: Sequence[Launch]) -> None:
     """Print each launch: its grid, its programs that have work, and the multiprocessors that they fill over time."""
     lanes = max(batch.device.num_multiprocessors, 1)
-    table = Table(title="Launches, in order", title_justify="left")
-    for heading in ("kernel", "grid", "work for", "longest", f"{lanes} multiprocessors over time"):
-        table.add_column(heading)
+    headings = "kernel", "grid", "work for", "longest", f"{lanes} multiprocessors over time"
+    table = Table(*headings, title="Launches, in order", title_justify="left")
     for launch in launches:
         turns = timeline(launch, lanes)
         end = max((turn.stop for turn in turns), default=0)

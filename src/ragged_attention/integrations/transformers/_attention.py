@@ -1,36 +1,19 @@
-"""The function that transformers calls for each attention layer, and the operations that it calls."""
+"""The function that transformers calls for each attention layer."""
 
 from typing import Any
 
 import torch
 
 from ragged_attention.errors import Unsupported
-from ragged_attention.integrations.transformers import _continuous, _dense, _latent
+from ragged_attention.integrations.transformers import _continuous, _dense, _latent, _layout, _masks
 from ragged_attention.integrations.transformers._calls import note
 from ragged_attention.integrations.transformers._keywords import expect_no_more_than_places, own_attention
-from ragged_attention.integrations.transformers._layout import (
-    LayerCall,
-    over_pages,
-    packed_edges,
-    pages_of,
-    queries_first,
-    row_edges,
-    shown_first,
-    takes_pages,
-)
-from ragged_attention.integrations.transformers._masks import (
-    Pattern,
-    as_numbers,
-    hides_nothing,
-    is_of_rows,
-    is_within,
-    pattern_of,
-    seen,
-)
+from ragged_attention.integrations.transformers._layout import LayerCall
+from ragged_attention.integrations.transformers._masks import Pattern, pattern_of
 from ragged_attention.torch import ragged_paged_attention, varlen_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LARGEST_HEAD = 256  # of `varlen_attention`
+MAX_HEAD_DIM = 256  # the limit of `varlen_attention`
 OTHER_MASK = "its mask is no causal one, window or padding"
 
 
@@ -49,23 +32,23 @@ def attention(
     cache: Any = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a layer of transformers; the arguments are those of its attention interface.
+    """Attention of a layer of transformers, with the arguments of its attention interface.
 
     Args:
         query, key, value: [B, H, L_q, D], [B, K, L_k, D] and [B, K, L_k, D_v].
-        attention_mask: what `_masks.mask` made, which alone says who sees whom; or any tensor that goes with
-            [B, H, L_q, L_k], bool, or numbers to add. Without one all see all, but that where `is_causal` or the
-            module's attribute of that name says so queries see the keys up to their own place, counted from the first,
-            as transformers' SDPA attention has it.
-        sliding_window: heeded in continuous batching only, which has no masks.
-        cache: in continuous batching with transformers 5.23 the paged cache; `others` name its places.
+        attention_mask: a mask of `_masks.mask`, which alone decides visibility; or a tensor that can be broadcast to
+            [B, H, L_q, L_k], either bool or numbers to add. Without a mask, each query sees all keys, or, as in
+            transformers' SDPA attention, query i sees keys 0 to i if `is_causal`, or else the module's attribute
+            of that name, is true.
+        sliding_window: used only in continuous batching, which has no masks.
+        cache: in continuous batching with transformers 5.23, the paged cache; `others` name its places.
 
     Returns:
-        [B, L_q, H, D_v], and None in the place of weights.
+        [B, L_q, H, D_v], and None in place of the weights.
 
     Raises:
-        Unsupported: the layer selects blocks of keys, attends to latents in continuous batching, wants weights, or
-            hands over what is not known here and not read by its own eager attention; the mask is of other numbers.
+        Unsupported: the layer selects blocks of keys, attends to latents in continuous batching, asks for weights, or
+            passes a keyword that neither we nor its own eager attention know; or the mask has a wrong dtype.
     """
     if others.get("block_indices") is not None:
         raise Unsupported(f"expected attention without block_indices, got some from {type(module).__name__}")
@@ -84,7 +67,7 @@ def attention(
             raise _latent.unsupported(module, "continuous batching")
         settings["sliding_window"] = sliding_window
         return _continuous.attend(call, cache), None
-    if query.shape[0] != key.shape[0]:  # either may be one for all
+    if query.shape[0] != key.shape[0]:  # one of them may be 1, for all rows
         rows = max(query.shape[0], key.shape[0])
         query, key, value = (tensor.expand(rows, -1, -1, -1) for tensor in (query, key, value))
         call = call._replace(query=query, key=key, value=value)
@@ -96,7 +79,7 @@ def attention(
     if eager is not None:
         note(module, "the model's own eager attention", "it has keywords that only that knows")
         mask = _shown(call)
-        mask = as_numbers(mask, query.dtype) if mask.dtype == torch.bool else mask
+        mask = _masks.as_numbers(mask, query.dtype) if mask.dtype == torch.bool else mask
         named = {"softcap": softcap, "s_aux": s_aux, **others}
         return eager(module, query, key, value, mask, scaling=settings["sm_scale"], dropout=dropout, **named)[0], None
     if is_absorbed:
@@ -105,7 +88,7 @@ def attention(
 
 
 def _attend(call: LayerCall) -> torch.Tensor:
-    """The attention of keys and values by one of our operations, or densely."""
+    """Attention over keys and values by one of our operations, or densely."""
     pattern, reason = call.pattern, _why_dense(call)
     if pattern is None or reason is not None:
         note(call.module, "dense attention in torch", reason or OTHER_MASK)
@@ -113,11 +96,11 @@ def _attend(call: LayerCall) -> torch.Tensor:
     if isinstance(pattern.end, int):
         call = call._replace(key=call.key[:, :, : pattern.end], value=call.value[:, :, : pattern.end])
     settings = {**call.settings, "sliding_window": pattern.window}
-    if (call.query.shape[2] == 1 or _width(call) > LARGEST_HEAD) and _may_lie_in_pages(call, pattern):
+    if (call.query.shape[2] == 1 or _width(call) > MAX_HEAD_DIM) and _may_use_pages(call, pattern):
         note(call.module, "ragged_paged_attention")
-        k_pages, v_pages, kv_lens, table = pages_of(call.key, call.value, pattern.shown)
+        k_pages, v_pages, kv_lens, table = _layout.pages_of(call.key, call.value, pattern.shown)
         q = call.query.transpose(1, 2)
-        return over_pages(ragged_paged_attention, q, (k_pages, v_pages), kv_lens, table, pattern, settings)
+        return _layout.over_pages(ragged_paged_attention, q, (k_pages, v_pages), kv_lens, table, pattern, settings)
     note(call.module, "varlen_attention")
     settings["deterministic"] = bool(call.others.get("deterministic"))
     if pattern.shown is not None:
@@ -126,7 +109,7 @@ def _attend(call: LayerCall) -> torch.Tensor:
 
 
 def _pattern(call: LayerCall, causal: bool) -> Pattern | None:
-    """What is said of who sees whom, by a mask, by a module where there is none, and by lengths of packed sequences."""
+    """The pattern of a call's mask, with the edges of packed sequences; without a mask, the module decides."""
     mask, q_len, kv_len = call.mask, call.query.shape[2], call.key.shape[2]
     if mask is None:
         if call.others.get("cu_seq_lens_q") is not None:
@@ -135,65 +118,65 @@ def _pattern(call: LayerCall, causal: bool) -> Pattern | None:
     if not isinstance(mask, torch.Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise Unsupported(f"expected a mask of bool or of numbers to add, got {getattr(mask, 'dtype', type(mask))}")
     pattern = pattern_of(mask)
-    if pattern is None or (not hides_nothing(pattern) and mask.shape[2:] != (q_len, kv_len)):
+    if pattern is None or (not _masks.hides_nothing(pattern) and mask.shape[2:] != (q_len, kv_len)):
         return None
-    if is_of_rows(pattern):
+    if _masks.is_of_rows(pattern):
         return pattern if mask.shape[0] == call.query.shape[0] else None
-    return pattern if pattern.end is not None else pattern._replace(edges=packed_edges(call, pattern))
+    return pattern if pattern.end is not None else pattern._replace(edges=_layout.packed_edges(call, pattern))
 
 
 def _shown(call: LayerCall) -> Any:
-    """Who sees whom as a tensor that goes with [B, H, L_q, L_k], bool or numbers to add."""
+    """A call's mask as a tensor that can be broadcast to [B, H, L_q, L_k], either bool or numbers to add."""
     if call.pattern is None:
         return call.mask
-    rows = call.query.shape[0] if is_of_rows(call.pattern) else 1
-    return seen(call.pattern, rows, call.query.shape[2], call.key.shape[2], call.query.device)
+    rows = call.query.shape[0] if _masks.is_of_rows(call.pattern) else 1
+    return _masks.visible(call.pattern, rows, call.query.shape[2], call.key.shape[2], call.query.device)
 
 
 def _width(call: LayerCall) -> int:
     return max(call.query.shape[-1], call.value.shape[-1])
 
 
-def _may_lie_in_pages(call: LayerCall, pattern: Pattern) -> bool:
+def _may_use_pages(call: LayerCall, pattern: Pattern) -> bool:
     tensors = call.query, call.key, call.value
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return pattern.edges is None and takes_pages(call.query, call.value) and not needs_gradient
+    return pattern.edges is None and _layout.takes_pages(call.query, call.value) and not needs_gradient
 
 
 def _why_dense(call: LayerCall) -> str | None:
-    """Why no operation of ours takes a call; None if one does."""
+    """Why none of our operations takes a call, or None if one does."""
     if call.dropout:
         return "it drops weights"
     if call.others.get("position_bias") is not None:
         return "it has a bias of positions"
     if call.others.get("indices") is not None:
         return "each query has its own list of keys"
-    if call.pattern is None or not is_within(call.pattern, call.key.shape[2]):
+    if call.pattern is None or not _masks.is_within(call.pattern, call.key.shape[2]):
         return OTHER_MASK
     if call.query.dtype not in DTYPES:
         return f"it is in {call.query.dtype}"
-    if (width := _width(call)) > LARGEST_HEAD and not _may_lie_in_pages(call, call.pattern):
+    if (width := _width(call)) > MAX_HEAD_DIM and not _may_use_pages(call, call.pattern):
         return f"its heads have {width} dimensions"
     return None
 
 
 def _packed(call: LayerCall, pattern: Pattern, settings: dict[str, Any]) -> torch.Tensor:
-    """Rows laid out one after another."""
+    """Attention by `varlen_attention` with the rows laid out one after another."""
     rows, heads, q_len, _ = call.query.shape
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (call.query, call.key, call.value))
     if pattern.edges is None:
-        edges = row_edges(rows, q_len, q.device), row_edges(rows, call.key.shape[2], q.device)
+        edges = _layout.row_edges(rows, q_len, q.device), _layout.row_edges(rows, call.key.shape[2], q.device)
     else:
-        told = call.mask is None or pattern_of(call.mask).edges is None  # type: ignore[union-attr]
-        cu_kv_lens = call.others.get("cu_seq_lens_k") if told else None
+        is_from_layer = call.mask is None or pattern_of(call.mask).edges is None  # type: ignore[union-attr]
+        cu_kv_lens = call.others.get("cu_seq_lens_k") if is_from_layer else None
         edges = pattern.edges, pattern.edges if cu_kv_lens is None else cu_kv_lens.int()
     return varlen_attention(q, k, v, *edges, causal=pattern.causal, **settings).view(rows, q_len, heads, -1)
 
 
 def _without_padding(call: LayerCall, pattern: Pattern, shown: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
-    """Each row's tokens before its padding, as two sequences, so that shapes do not depend on lengths."""
+    """Attention with each row as two sequences, its tokens and its padding, so that shapes do not depend on lengths."""
     rows, heads, q_len, _ = call.query.shape
-    (q_order, q_lens), (order, kv_lens) = queries_first(pattern, shown, q_len), shown_first(shown)
+    (q_order, q_lens), (order, kv_lens) = _layout.queries_first(pattern, shown, q_len), _layout.shown_first(shown)
 
     def ordered(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         tensor = tensor.transpose(1, 2)[:, : places.shape[1]]

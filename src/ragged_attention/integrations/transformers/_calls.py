@@ -1,31 +1,21 @@
-"""What attention calls became, for who wants to know."""
+"""Counts the operations that attention calls became."""
 
 from collections import Counter
 
 import torch
 
-_calls: Counter[tuple[str, str, str]] = Counter()
+calls: Counter[tuple[str, str, str]] = Counter()  # by class of module, operation and reason, which may be ""
 
 
 def note(module: torch.nn.Module, operation: str, reason: str = "") -> None:
-    """Remember for `explain` what a call became."""
+    """Count a call for `explain`."""
     if not torch.compiler.is_compiling():
-        _calls[type(module).__name__, operation, reason] += 1
-
-
-def counts() -> dict[tuple[str, str, str], int]:
-    """How often calls of a class of modules became an operation, for a reason or for none ("")."""
-    return dict(_calls)
+        calls[type(module).__name__, operation, reason] += 1
 
 
 def explain() -> str:
     lines = [
         f"{count:8d} {module}: {operation}" + (f", since {reason}" if reason else "")
-        for (module, operation, reason), count in sorted(_calls.items())
+        for (module, operation, reason), count in sorted(calls.items())
     ]
     return "\n".join(lines) or "no attention layer has been called"
-
-
-def clear() -> None:
-    """Forget all calls."""
-    _calls.clear()

@@ -12,13 +12,13 @@ from ragged_attention.integrations.transformers._calls import note
 from ragged_attention.integrations.transformers._layout import LayerCall, takes_pages
 from ragged_attention.torch import ragged_paged_attention, varlen_attention
 
-# By cache and layer, the places of the step in which it was written last.
+# The `write_index` of the step in which each layer was last written, by cache and layer.
 _written: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
-_gather: Any = vars(PagedAttentionCache)["update"]  # transformers' own, before which `_host` puts a function
+_gather: Any = vars(PagedAttentionCache)["update"]  # transformers' own function, which `_host` replaces
 
 
 class Pages(NamedTuple):
-    """A layer's part of a paged cache, and which of its tokens a step's sequences have, one sequence after another."""
+    """A layer's paged cache, and the slots of a step's sequences, one sequence after another."""
 
     tokens: tuple[torch.Tensor, torch.Tensor]
     pages: tuple[torch.Tensor, torch.Tensor]
@@ -29,7 +29,7 @@ class Pages(NamedTuple):
 
 
 class Gathered(torch.Tensor):
-    """Keys or values [1, K, N, D] of a step's sequences, which are gathered only if something reads them."""
+    """Keys or values [1, K, N, D] of a step's sequences, gathered only if something reads them."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -55,16 +55,16 @@ class Gathered(torch.Tensor):
 def update(
     cache: Any, key: torch.Tensor, value: torch.Tensor, layer: int, places: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `PagedAttentionCache.update` does, but that keys and values of full attention are not gathered.
+    """`PagedAttentionCache.update`, except that keys and values of full attention are not gathered.
 
-    `places` become those of the layer, in place, and `window` among them that of a cache which keeps no more.
+    The values of `places` are replaced by those of the layer. If the cache keeps only a window, `window` is its size.
     """
     allocator = cache.layer_to_allocator[layer]
     kind = allocator.layer_type
     if kind == "full_attention" and places["read_index"][allocator.index].numel():
         tokens = allocator._kv_token_views[layer]
-        for there, new in zip(tokens, (key, value), strict=True):
-            there.index_copy_(0, places["write_index"][allocator.index], new[0].transpose(0, 1))
+        for stored, new in zip(tokens, (key, value), strict=True):
+            stored.index_copy_(0, places["write_index"][allocator.index], new[0].transpose(0, 1))
         places["cu_seq_lens_k"] = places["cu_seq_lens_k"][kind].int()
         places["max_length_k"] = int(places["max_length_k"][kind])
         held = Pages(
@@ -80,20 +80,20 @@ def update(
 
 
 def attend(call: LayerCall, cache: Any) -> torch.Tensor:
-    """One step of a layer: each sequence attends to its own.
+    """One step of a layer: each sequence attends to its own keys.
 
     Args:
-        call: its query is [1, H, T, D], the new tokens of all sequences, one after another. Its key and value are what
-            `update` returned; or, if there is a `cache`, what is to be written first. Its settings have the window too.
-            Its other keywords are `cu_seq_lens_q`, `max_length_q`, and `cu_seq_lens_k`, `max_length_k`, `read_index`
-            and `write_index`, those by kind of layer or cache until `update` has made them those of the layer.
-        cache: transformers' paged cache, up to transformers 5.23. Later layers have updated it themselves.
+        call: its query is [1, H, T, D], the new tokens of all sequences, one after another. Its key and value are the
+            results of `update`, or, with a `cache`, the new ones, which are written first. Its settings include the
+            window. Its other keywords are `cu_seq_lens_q`, `max_length_q`, and `cu_seq_lens_k`, `max_length_k`,
+            `read_index` and `write_index`; the latter four hold values by kind of layer or cache until `update`.
+        cache: transformers' paged cache in transformers 5.23. In later releases, layers update it themselves.
 
     Returns:
         [1, T, H, D_v].
 
     Raises:
-        Unsupported: the layer is of another kind, or has keys and values of which nothing is known.
+        Unsupported: the layer is of another kind, or its keys and values are not those of a layer's cache.
     """
     module, query, settings, places = call.module, call.query, call.settings, call.others
     key, value = call.key, call.value
@@ -123,7 +123,7 @@ def attend(call: LayerCall, cache: Any) -> torch.Tensor:
 
 
 def _expect_once(module: Any, cache: Any, places: dict[str, Any]) -> None:
-    """A layer that attends again in a step would write again, over what it has written."""
+    """Refuse a layer that attends twice in a step, since it would overwrite its first keys and values."""
     step, written = places.get("write_index"), _written.setdefault(cache, {})
     if step is not None and written.get(module.layer_idx) is step:
         raise Unsupported(
@@ -133,7 +133,7 @@ def _expect_once(module: Any, cache: Any, places: dict[str, Any]) -> None:
 
 
 def page_table(slots: torch.Tensor, cu_kv_lens: torch.Tensor, longest: int, page_size: int) -> torch.Tensor:
-    """The pages [S, M] of sequences whose keys' slots are listed one sequence after another."""
+    """The page tables [S, M] of sequences, from the slots of their keys, one sequence after another."""
     starts = torch.arange(0, longest, page_size, device=slots.device)
     first = cu_kv_lens[:-1, None] + starts
     pages = slots[first.clamp(max=slots.numel() - 1)] // page_size

@@ -1,4 +1,4 @@
-"""Attention with all logits in memory, for calls that no operation of ours takes."""
+"""Attention with all logits in memory, for calls that none of our operations takes."""
 
 import torch
 
@@ -6,13 +6,10 @@ from ragged_attention.integrations.transformers._layout import LayerCall
 
 
 def attend(call: LayerCall, shown: torch.Tensor) -> torch.Tensor:
-    """Softmax in float32; `shown` is bool or numbers to add to the logits, of a shape like [B, H, L_q, L_k].
+    """Attention [B, L_q, H, D_v] with its softmax in float32; a query that sees no key gets 0.
 
-    A query that sees no key gets 0. The keywords `position_bias`, further numbers to add, and `indices`, a list of keys
-    for each query, are heeded.
-
-    Returns:
-        [B, L_q, H, D_v].
+    `shown` can be broadcast to [B, H, L_q, L_k] and is bool or numbers to add to the logits. The keyword
+    `position_bias` is added too, and `indices` limits each query to a list of keys.
     """
     group = call.query.shape[1] // call.key.shape[1]
     key, value = (tensor.repeat_interleave(group, 1) for tensor in (call.key, call.value))

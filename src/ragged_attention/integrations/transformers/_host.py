@@ -1,4 +1,4 @@
-"""Joining transformers, and leaving it: every place of it that is changed."""
+"""Registers our attention with transformers, and undoes it: all changes to transformers are here."""
 
 from typing import Any
 
@@ -9,50 +9,49 @@ from ragged_attention.integrations.transformers import _continuous
 from ragged_attention.integrations.transformers._attention import attention
 from ragged_attention.integrations.transformers._masks import mask
 
-# Where continuous batching asks whether an implementation is flash attention: packed queries, no mask.
-ASKING = (cache, continuous_api, initialization)
-QUESTION = "is_flash_attention_requested"
-# The cache whose `update` gathers all keys before a layer attends, which ours attends to where they lie.
-PAGED: Any = cache.PagedAttentionCache
 
-
-def _answer(asked: Any, ours: str) -> Any:
+def _recognising(original: Any, ours: str) -> Any:
     def is_flash_attention_requested(
         config: Any = None, requested_attention_implementation: str | None = None, version: Any = None
     ) -> bool:
         name = requested_attention_implementation if config is None else config._attn_implementation
         if name == ours:
             return version is None
-        return asked(config, requested_attention_implementation, version)
+        return original(config, requested_attention_implementation, version)
 
-    is_flash_attention_requested.asked = asked  # type: ignore[attr-defined]
     return is_flash_attention_requested
 
 
-def _instead(asked: Any, ours: str) -> Any:
+def _without_gathering(original: Any, ours: str) -> Any:
     def update(self: Any, key_states: Any, value_states: Any, layer_idx: int, kwargs: dict[str, Any]) -> Any:
-        mine = self.config._attn_implementation == ours
-        return (_continuous.update if mine else asked)(self, key_states, value_states, layer_idx, kwargs)
+        is_ours = self.config._attn_implementation == ours
+        return (_continuous.update if is_ours else original)(self, key_states, value_states, layer_idx, kwargs)
 
-    update.asked = asked  # type: ignore[attr-defined]
     return update
+
+
+# The functions that are replaced, by owner and name. Continuous batching packs queries and makes no mask if the first
+# one returns True. The second one gathers all keys before a layer attends; ours attends to them in place.
+REPLACED: list[tuple[Any, str, Any]] = [
+    *((module, "is_flash_attention_requested", _recognising) for module in (cache, continuous_api, initialization)),
+    (cache.PagedAttentionCache, "update", _without_gathering),
+]
 
 
 def register(name: str) -> None:
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
-    for module in ASKING:
-        asked = getattr(module, QUESTION)
-        if not hasattr(asked, "asked"):
-            setattr(module, QUESTION, _answer(asked, name))
-    if not hasattr(PAGED.update, "asked"):
-        PAGED.update = _instead(PAGED.update, name)
+    for owner, attribute, replacing in REPLACED:
+        original = getattr(owner, attribute)
+        if not hasattr(original, "original"):
+            replacement = replacing(original, name)
+            replacement.original = original
+            setattr(owner, attribute, replacement)
 
 
 def unregister(name: str) -> None:
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(name, None)
-    for module in ASKING:
-        asked = getattr(module, QUESTION)
-        setattr(module, QUESTION, getattr(asked, "asked", asked))
-    PAGED.update = getattr(PAGED.update, "asked", PAGED.update)
+    for owner, attribute, _ in REPLACED:
+        current = getattr(owner, attribute)
+        setattr(owner, attribute, getattr(current, "original", current))

@@ -1,7 +1,6 @@
-"""Indexers of sparse attention without the products of each head.
+"""Indexers of sparse attention that select the same keys as those of transformers, with less memory.
 
-transformers keeps the products of all queries, heads and keys in memory before it sums over the heads; what is chosen
-here is the same, from logits that are sums to begin with.
+transformers stores the products of all queries, heads and keys before it sums over the heads; here only sums exist.
 """
 
 import sys
@@ -12,28 +11,23 @@ import torch
 from ragged_attention.integrations.transformers._calls import note
 from ragged_attention.torch import indexer_logits, top_k_indices
 
-# The function by which an indexer's module rotates, for the families differ in it alone.
+# The rotary function of each indexer's module, the only difference between the families.
 ROTATE = {"DeepseekV32Indexer": "apply_rotary_pos_emb", "GlmMoeDsaIndexer": "apply_rotary_pos_emb_interleave"}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Indexed:
-    """What an indexer's class becomes a subclass of."""
+    """The mixin that gives an indexer's class our forward."""
 
     @torch.no_grad()
     def forward(
-        self: Any,
-        hidden_states: torch.Tensor,
-        q_resid: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        cache: Any = None,
-    ) -> torch.Tensor:
+        self: Any, hidden_states: torch.Tensor, q_resid: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor], attention_mask: torch.Tensor,
+        position_ids: torch.Tensor | None = None, past_key_values: Any = None, cache: Any = None,
+    ) -> torch.Tensor:  # fmt: skip
         """The keys [B, L_q, N] that each query attends to, in ascending order, then -1; `attention_mask` is 3D.
 
-        The cache is `past_key_values` up to transformers 5.23.
+        transformers up to 5.23 passes the cache as `past_key_values`.
         """
         del position_ids
         cache = past_key_values if cache is None else cache
@@ -53,18 +47,17 @@ class Indexed:
 
 
 def operands(
-    indexer: Any,
-    hidden_states: torch.Tensor,
-    q_resid: torch.Tensor,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    cache: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `indexer_logits` takes, by rows: q [B, L_q, H, D], keys [B, L_k, D] with those of the cache, weights."""
+    indexer: Any, hidden_states: torch.Tensor, q_resid: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor], cache: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The operands of `indexer_logits`: q [B, L_q, H, D], keys [B, L_k, D] of the whole cache, weights [B, L_q, H]."""
     rotary = indexer.qk_rope_head_dim
     q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     keys = indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2)
-    turned = rotate_of(indexer)(q[..., :rotary], keys[..., :rotary], *position_embeddings, unsqueeze_dim=2)
-    q, keys = (torch.cat((part, x[..., rotary:]), -1) for part, x in zip(turned, (q, keys), strict=True))
+    kind = next(kind for kind in type(indexer).__mro__ if kind.__name__ in ROTATE)
+    rotate = getattr(sys.modules[kind.__module__], ROTATE[kind.__name__])
+    rotated = rotate(q[..., :rotary], keys[..., :rotary], *position_embeddings, unsqueeze_dim=2)
+    q, keys = (torch.cat((part, x[..., rotary:]), -1) for part, x in zip(rotated, (q, keys), strict=True))
     keys = keys.squeeze(2)
     if cache is not None:
         keys = cache.update_indexer(keys, indexer.layer_idx)
@@ -74,13 +67,8 @@ def operands(
     return q.to(dtype), keys.to(dtype), weights
 
 
-def rotate_of(indexer: Any) -> Any:
-    kind = next(kind for kind in type(indexer).__mro__ if kind.__name__ in ROTATE)
-    return getattr(sys.modules[kind.__module__], ROTATE[kind.__name__])
-
-
 def index(model: Any) -> None:
-    """Give a model's indexers our forward, where it takes their heads; others stay as they are."""
+    """Give our forward to the model's indexers whose head size it takes."""
     for module in model.modules():
         kind = type(module)
         if kind.__name__ in ROTATE and module.head_dim % 16 == 0 and module.head_dim <= 256:

@@ -1,8 +1,7 @@
-"""What an attention layer is told beside queries, keys and values: what we know, and what nobody reads.
+"""The keywords of attention layers: those that we use, and those that may be ignored.
 
-Nothing is swallowed: a keyword that is in neither list below is computed with by the model's own eager attention if
-that takes it, is let by if the layer only hands on what it was given and its eager attention takes no such thing, and
-is refused otherwise.
+No other keyword is dropped silently. If the model's own eager attention takes it, that computes the layer. If not, it
+may be ignored if the layer's code does not name it, and so only passes it on. Otherwise the call is refused.
 """
 
 import inspect
@@ -13,50 +12,50 @@ import torch
 
 from ragged_attention.errors import Unsupported
 
-# Read by our attention.
+# Used by our attention.
 KNOWN = frozenset(
     ("position_bias", "indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
      "deterministic")
 )  # fmt: skip
-# Not for the attention itself.
+# Not meant for the attention itself.
 HARMLESS = frozenset(
     (
-        # Queries and keys come rotated, and who sees whom is said by the mask.
+        # Queries and keys are already rotated, and the mask decides visibility.
         "position_ids", "cache_position", "position_embeddings",
-        # The layer has put its keys and values into its cache, and has got all of them back.
+        # The layer has already updated its cache and passes all of its keys and values.
         "use_cache", "past_key_values",
-        # What a model returns, and how a loss is taken. Weights, which we have not, are refused.
+        # These affect a model's outputs and its loss. A request for weights, which we do not keep, is refused.
         "return_dict", "output_hidden_states", "output_router_logits", "output_attentions",
         "num_items_in_batch", "labels", "logits_to_keep",
     )
 )  # fmt: skip
-# Where continuous batching has put the keys of a step, for `_continuous`.
+# The places of a step's keys in continuous batching, for `_continuous`.
 PLACES = frozenset(
     ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "read_index", "write_index", "logits_indices",
      "block_table", "k_cache", "v_cache", "window")
 )  # fmt: skip
-EAGER = "eager_attention_forward"  # how the functions are called, or how their names end
+EAGER = "eager_attention_forward"  # the end of the functions' names
 
 
 def own_attention(module: torch.nn.Module, others: dict[str, Any]) -> Callable[..., Any] | None:
-    """The eager attention that alone knows what to do with a keyword; None where there is no such keyword.
+    """The module's eager attention if only that takes one of the keywords, else None.
 
     Raises:
-        Unsupported: nobody is known to take a keyword, or weights are asked for.
+        Unsupported: neither takes a keyword that may matter, or weights are requested.
     """
-    unknown = _beside(KNOWN, others)
+    unknown = _unlisted(KNOWN, others)
     return _who_takes(type(module), unknown) if unknown else None
 
 
 def expect_no_more_than_places(module: torch.nn.Module, others: dict[str, Any]) -> None:
-    """Continuous batching takes no keyword beside those of its own."""
-    unknown = _beside(PLACES, others)
+    """Refuse keywords that continuous batching does not take."""
+    unknown = _unlisted(PLACES, others)
     if unknown and (not KNOWN.isdisjoint(unknown) or _who_takes(type(module), unknown) is not None):
         names = ", ".join(unknown)
         raise Unsupported(f"expected continuous batching without {names}, got some from {type(module).__name__}")
 
 
-def _beside(known: frozenset[str], others: dict[str, Any]) -> tuple[str, ...]:
+def _unlisted(known: frozenset[str], others: dict[str, Any]) -> tuple[str, ...]:
     if others.get("output_attentions"):
         raise Unsupported("expected output_attentions=False, got True: weights are not kept")
     return tuple(

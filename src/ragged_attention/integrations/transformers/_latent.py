@@ -1,8 +1,8 @@
 """Latent attention without keys and values of each head.
 
-A module's `expand_kv` makes these of the cached latents. Here it hands the latents on, and the attention multiplies
-the projection to keys into the queries, and what comes out by that to values. Prompts, tokens and packed sequences are
-one call over the latents. Only where gradients are wanted, or queries have keys of their own, do they list them.
+A module's `expand_kv` computes these from the cached latents. Here it returns the latents; queries are multiplied by
+the key projection, and results by the value projection. Prefill, decode and packed sequences are one call over the
+latents. Queries list their keys only if gradients are required, the mask has no pattern, or an indexer selects keys.
 """
 
 from typing import Any
@@ -13,19 +13,19 @@ from ragged_attention.errors import Unsupported
 from ragged_attention.integrations.transformers._calls import note
 from ragged_attention.integrations.transformers._indexer import index
 from ragged_attention.integrations.transformers._layout import LayerCall, over_pages, pages_of
-from ragged_attention.integrations.transformers._masks import Pattern, is_within, seen
+from ragged_attention.integrations.transformers._masks import Pattern, is_within, visible
 from ragged_attention.torch import ragged_mla_attention, sparse_mla_prefill
 
 NEEDED = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_heads")
-QUERIES = 256  # at a time where each lists its keys
-ALIGNMENT = 16  # of the columns of latents
+QUERIES = 256  # maximum number of queries per call with lists of keys
+ALIGNMENT = 16  # columns of latents are padded to a multiple of it
 
 
 class Absorbed:
-    """What an attention class becomes a subclass of."""
+    """The mixin that makes an attention class absorbed."""
 
     def expand_kv(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents [B, 1, L, ...] with their rotary parts behind them, and as values the latents."""
+        """As keys, the latents [B, 1, L, ...] followed by their rotary columns; as values, the latents."""
         return torch.cat((kv_nope, k_rot), -1), kv_nope
 
 
@@ -38,14 +38,11 @@ def unsupported(module: Any, what: str) -> Unsupported:
 
 
 def absorb(model: Any, name: str) -> Any:
-    found = 0
     for module in model.modules():
-        if is_absorbed(module) or not all(hasattr(module, attribute) for attribute in NEEDED):
-            continue
-        kind = type(module)
-        module.__class__ = type(f"Absorbed{kind.__name__}", (Absorbed, kind), {})
-        found += 1
-    if not found and not any(map(is_absorbed, model.modules())):
+        if not is_absorbed(module) and all(hasattr(module, attribute) for attribute in NEEDED):
+            kind = type(module)
+            module.__class__ = type(f"Absorbed{kind.__name__}", (Absorbed, kind), {})
+    if not any(map(is_absorbed, model.modules())):
         raise Unsupported(f"expected a model with latent attention, got {type(model).__name__}")
     index(model)
     model.set_attn_implementation(name)
@@ -85,13 +82,13 @@ def attend(call: LayerCall) -> torch.Tensor:
 def _at_once(
     q: torch.Tensor, latents: torch.Tensor, pattern: Pattern, others: dict[str, Any], settings: dict[str, Any]
 ) -> torch.Tensor:
-    """Each query with the keys up to its own place in its row, without padding, or in its packed sequence."""
+    """All queries over the keys of their row without its padding, or of their packed sequence."""
     settings = {**settings, "sliding_window": pattern.window}
     if (edges := pattern.edges) is not None:
         lens = edges.diff()
         longest = int(others.get("max_length_q") or lens.max())
         table = edges[:-1, None] + torch.arange(longest, dtype=torch.int32, device=q.device)
-        pages = latents.flatten(0, 2)[:, None, None]  # of one key, so that a sequence may begin anywhere
+        pages = latents.flatten(0, 2)[:, None, None]  # pages of one key, so that a sequence may begin anywhere
         return ragged_mla_attention(
             q.flatten(0, 1), pages, lens, table, edges, max_q_len=longest, causal=pattern.causal, **settings
         ).unflatten(0, q.shape[:2])
@@ -101,18 +98,17 @@ def _at_once(
 
 
 def _by_lists(call: LayerCall, q: torch.Tensor, latents: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
-    """Each query with the list of its keys, some queries at a time, so that lists of all keys stay small."""
+    """Each query over the list of its keys, for some queries at a time, which bounds the memory of the lists."""
     (rows, q_len), length = q.shape[:2], latents.shape[2]
     flat, first = latents.flatten(0, 2)[:, None], torch.arange(rows, device=q.device)[:, None, None] * length
-    whole = _seen_by(call.mask, rows, q_len, length) if call.pattern is None else None
+    whole: Any = _as_bool(call.mask, rows, q_len, length) if call.pattern is None else None
     parts = []
     for start in range(0, q_len, QUERIES):
         queries = slice(start, start + QUERIES)
-        if whole is None:
-            assert call.pattern is not None
-            sees = seen(call.pattern, rows, q_len, length, q.device, queries)
-        else:
+        if call.pattern is None:
             sees = whole[:, :, queries]
+        else:
+            sees = visible(call.pattern, rows, q_len, length, q.device, queries)
         lists = _lists(sees[:, 0], queries, call.others.get("indices"))
         lists = torch.where(lists < 0, -1, lists + first).int().flatten(0, 1)[:, None]
         out, _, _ = sparse_mla_prefill(q[:, queries].flatten(0, 1), flat, lists, **settings)
@@ -120,8 +116,8 @@ def _by_lists(call: LayerCall, q: torch.Tensor, latents: torch.Tensor, settings:
     return torch.cat(parts, 1)
 
 
-def _seen_by(mask: Any, rows: int, q_len: int, length: int) -> torch.Tensor:
-    """A mask that no pattern stands for, bool [B, 1, L_q, L_k]: lists of keys can say no more than which are seen."""
+def _as_bool(mask: Any, rows: int, q_len: int, length: int) -> torch.Tensor:
+    """A mask without a pattern as bool [B, 1, L_q, L_k]. Lists of keys cannot express other numbers."""
     if mask.ndim > 2 and mask.shape[-3] != 1:
         raise Unsupported(f"expected one mask for all heads over latents, got one of shape {tuple(mask.shape)}")
     if mask.dtype != torch.bool:
@@ -135,7 +131,7 @@ def _seen_by(mask: Any, rows: int, q_len: int, length: int) -> torch.Tensor:
 
 
 def _lists(shown: torch.Tensor, queries: slice, indices: torch.Tensor | None) -> torch.Tensor:
-    """The keys [B, queries, N] that some queries see, and that `indices` [B, L_q, N] choose if given; -1 for none."""
+    """The keys [B, queries, N] that some queries see, among `indices` [B, L_q, N] if given; -1 stands for no key."""
     length = shown.shape[2]
     if indices is None:
         return torch.where(shown, torch.arange(length, device=shown.device), -1)

@@ -1,4 +1,4 @@
-"""A layer's call, and where transformers keeps keys and values, in the terms of our operations."""
+"""A layer's call, and its keys and values as the pages or packed sequences of our operations."""
 
 import functools
 import inspect
@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ragged_attention.integrations.transformers._masks import Pattern, edges_of, found_once
+from ragged_attention.integrations.transformers._masks import Pattern, computed_once, edges_of
 
 
 class LayerCall(NamedTuple):
-    """What an attention layer hands over.
+    """The arguments of an attention layer.
 
-    query, key, value: [B, H, L_q, D], [B, K, L_k, D] and [B, K, L_k, D_v], where K divides H.
-    mask: the mask as the layer got it; `pattern` says the same, or is None if our operations have no terms for it.
+    query, key, value: [B, H, L_q, D], [B, K, L_k, D] and [B, K, L_k, D_v]; K divides H.
     settings: the scale, soft cap and sinks, by the names of our operations.
-    others: all further keywords of transformers.
+    others: the other keywords of transformers.
+    pattern: the visible keys, or None if only `mask` can express them.
     """
 
     module: Any
@@ -31,8 +31,8 @@ class LayerCall(NamedTuple):
 
 
 def shown_first(shown: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys of each row, those that are shown first and in their order; and how many are shown."""
-    return found_once(shown, "order", lambda: _shown_first(shown))
+    """An order of each row's keys in which padding comes last, and the number of the other keys."""
+    return computed_once(shown, "order", lambda: _shown_first(shown))
 
 
 def _shown_first(shown: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,7 +40,7 @@ def _shown_first(shown: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def queries_shown(pattern: Pattern, shown: torch.Tensor, q_len: int) -> torch.Tensor:
-    """Which queries [B, L_q] are no padding; unless causal, none of them is known to be any."""
+    """Which queries [B, L_q] are not padding; without causality the positions of queries are unknown, so all count."""
     if not pattern.causal:
         return shown.new_ones(shown.shape[0], q_len)
     if isinstance(pattern.end, torch.Tensor):
@@ -49,22 +49,22 @@ def queries_shown(pattern: Pattern, shown: torch.Tensor, q_len: int) -> torch.Te
 
 
 def queries_first(pattern: Pattern, shown: torch.Tensor, q_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The queries of each row, those that are no padding first, in the same way as the keys."""
+    """`shown_first` for queries: their order, and their number in each row."""
     real = queries_shown(pattern, shown, q_len)
     if real is shown:
         return shown_first(shown)
-    return found_once(shown, ("queries", q_len, pattern.causal), lambda: _shown_first(real))
+    return computed_once(shown, ("queries", q_len, pattern.causal), lambda: _shown_first(real))
 
 
 def _queries_last(pattern: Pattern, q_len: int) -> torch.Tensor | None:
-    """The order [B, L_q, 1, 1] of queries in which the last are those that are no padding; None if that is theirs.
+    """An order [B, L_q, 1, 1] of queries in which padding comes first, or None if it already does.
 
-    The last query of a row stands at its last key, so that padding in front of the others keeps these at their places.
+    A row's last query is at its last key. So only padding before the other queries keeps their positions.
     """
     shown = pattern.shown
     if shown is None or not pattern.causal or q_len == 1:
         return None
-    return found_once(shown, ("padding first", q_len), lambda: _padding_first(queries_shown(pattern, shown, q_len)))
+    return computed_once(shown, ("padding first", q_len), lambda: _padding_first(queries_shown(pattern, shown, q_len)))
 
 
 def _padding_first(shown: torch.Tensor) -> torch.Tensor | None:
@@ -74,7 +74,7 @@ def _padding_first(shown: torch.Tensor) -> torch.Tensor | None:
 
 
 def row_edges(rows: int, length: int, device: torch.device) -> torch.Tensor:
-    """Edges of rows of one length that are laid out one after another."""
+    """The edges of rows of equal length that are laid out one after another."""
     return torch.arange(rows + 1, dtype=torch.int32, device=device) * length
 
 
@@ -94,23 +94,23 @@ def over_pages(
 
 
 def takes_pages(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether heads are of a size that operations over pages take."""
+    """Whether operations over pages take these head sizes."""
     return all(tensor.shape[-1] % 8 == 0 and 16 <= tensor.shape[-1] <= 512 for tensor in (query, value))
 
 
 def pages_of(
     key: torch.Tensor, value: torch.Tensor, shown: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A cache [B, K, L, D] as pages where it lies: k_pages, v_pages, kv_lens, page_indices.
+    """A cache [B, K, L, D] as k_pages, v_pages, kv_lens and page_indices, without a copy if possible.
 
-    Without padding a row is a page. With it a page is one key, so that a row's list can leave keys out: page p begins p
-    keys behind the cache's first number, which is the same place in every head. Keys and values that do not lie so, or
-    not alike, such as those that a layer has just computed from latents, are copied.
+    On a CPU, a row without padding is a page. Otherwise a page is one key, so that a row's table can omit keys: page p
+    begins p keys after the cache's first number, in every head. Keys and values whose strides do not allow this, or
+    differ, are copied, such as those that a layer has just computed from latents.
     """
     rows, _, length, _ = key.shape
     device = key.device
     in_rows = all(tensor.stride(3) == 1 for tensor in (key, value))
-    if shown is None and in_rows and device.type == "cpu":  # where kernels are not compiled for a page size
+    if shown is None and in_rows and device.type == "cpu":  # its kernels are not compiled for a page size
         table = torch.arange(rows, dtype=torch.int32, device=device)[:, None]
         return key.transpose(1, 2), value.transpose(1, 2), torch.full_like(table[:, 0], length), table
     step = _step(key)
@@ -122,7 +122,7 @@ def pages_of(
         )
     if shown is None:
         shown = torch.ones(rows, length, dtype=torch.bool, device=device)
-    table, lens = found_once(shown, step, lambda: _listed(shown, step))
+    table, lens = computed_once(shown, step, lambda: _listed(shown, step))
     pages = (
         tensor.as_strided(
             ((rows - 1) * step + length, 1, tensor.shape[1], tensor.shape[3]),
@@ -134,39 +134,37 @@ def pages_of(
 
 
 def _step(tensor: torch.Tensor) -> int | None:
-    """How many keys behind each other the rows of [B, K, L, D] begin; None if that is no whole number."""
+    """The distance between rows of [B, K, L, D], counted in keys, or None if it is not a whole number."""
     row, _, key, number = tensor.stride()
     return row // key if number == 1 and row % key == 0 else None
 
 
 def _listed(shown: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tables of pages of one key, and lengths."""
+    """The tables of pages of one key, and the rows' lengths."""
     order, lens = shown_first(shown)
     return (torch.arange(shown.shape[0], device=shown.device)[:, None] * step + order).int(), lens.int()
 
 
 def packed_edges(call: LayerCall, pattern: Pattern) -> torch.Tensor | None:
-    """Edges of packed sequences of which a mask does not know, though its layer is told.
+    """The edges of packed sequences that the layer's keywords name and its mask ignores, or None.
 
-    By their lengths; or, where there is neither a cache nor a mask of padding, by positions that begin again at 0, if
-    the layer turns queries and keys by them: some models leave them out where they make their mask.
+    They follow from `cu_seq_lens_q`. Without it, without a cache and without a padding mask, they follow from
+    positions that restart at 0, if the layer uses them for rotary embeddings: some models ignore them in their mask.
     """
     if call.others.get("cu_seq_lens_q") is not None:
         return call.others["cu_seq_lens_q"].int()
     positions, (rows, _, q_len, _) = call.others.get("position_ids"), call.query.shape
-    if positions is None or call.others.get("use_cache") is not False or not pattern.causal or pattern.told:
+    if positions is None or call.others.get("use_cache") is not False or not pattern.causal or pattern.has_padding_mask:
         return None
     if not q_len == call.key.shape[2] > 1 or positions.shape != (rows, q_len) or torch.compiler.is_compiling():
         return None
-    if not _turns(type(call.module)):
-        return None
-    begins = positions[:, 1:] == 0
-    goes_on = positions.diff(dim=1) == 1
-    if not bool(begins.any() & (begins | goes_on).all() & (positions[:, 0] == 0).all()):
+    begins, continues = positions[:, 1:] == 0, positions.diff(dim=1) == 1
+    is_packed = begins.any() & (begins | continues).all() & (positions[:, 0] == 0).all()
+    if not _rotates(type(call.module)) or not bool(is_packed):
         return None
     return edges_of(torch.nn.functional.pad(begins, (1, 0)).cumsum(1))
 
 
 @functools.cache
-def _turns(kind: type) -> bool:
+def _rotates(kind: type) -> bool:
     return "position_embeddings" in inspect.signature(kind.forward).parameters

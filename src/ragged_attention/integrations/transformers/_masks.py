@@ -1,10 +1,10 @@
-"""A model's mask, and what it says in few words beside it.
+"""The mask of our attention: a tensor like eager attention's mask, with a `pattern` that our operations understand.
 
-transformers describes who sees whom by a function of indices and has each attention implementation make its mask of
-it. Models pass that on as it is, or slice it, add to it, read it in indexers of their own. So ours is the mask of eager
-attention, [B, 1, L_q, L_k], 0 where a key is seen and the smallest number elsewhere, and what it says stands beside it
-as its `pattern`, if our operations can be told of it. The numbers are made when somebody reads them, which our
-operations do not. Whatever is made of the mask is a tensor like any other, without a pattern, and is taken by its word.
+transformers describes visibility by a function of indices, from which each attention implementation makes its mask.
+Models pass the mask on, slice it, add to it, or read it in their own indexers. So ours is the mask of eager attention
+[B, 1, L_q, L_k]: 0 for a visible key, else the smallest number. If our operations can express the visibility, the mask
+has a `pattern`, and its numbers are computed only if something reads them. A tensor computed from the mask has no
+pattern; it is applied as it is.
 """
 
 from collections.abc import Callable
@@ -17,18 +17,19 @@ from transformers import masking_utils
 
 T = TypeVar("T")
 aten = torch.ops.aten
-_found: Any = WeakTensorKeyDictionary()  # what was found out about the padding of each mask that is in use
+PLAIN = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
+_results: Any = WeakTensorKeyDictionary()  # the results of `computed_once`, by the `shown` of each mask in use
 
 
 class Pattern(NamedTuple):
-    """Who sees whom, in the terms of our operations; with every field at its default, all see all.
+    """The keys that each query sees, in the terms of our operations. By default each query sees all keys.
 
-    causal: a query sees the keys up to its own position; the last query stands at the last key before `end`.
-    window: the most keys that a query sees, the one at its own position among them.
-    shown: bool [B, N], which of the first N keys of each row are seen at all; those behind them are not.
-    end: where the keys end, a number or a tensor of one, if that is not the last key: a cache of fixed size has room.
-    edges: int32 [S + 1], edges of sequences that are packed into rows, all rows laid out one after another.
-    told: that no token is padding was said, by a mask of ones.
+    causal: a query sees the keys up to its own position; the last query is at the last key before `end`.
+    window: the maximum number of keys that a query sees, including the one at its own position.
+    shown: bool [B, N], which of the first N keys of each row are not padding; later keys are hidden.
+    end: the number of keys (an int or a tensor) if a cache of fixed size has unused places after them.
+    edges: int32 [S + 1], the edges of sequences packed into rows, with the rows laid out one after another.
+    has_padding_mask: whether the model got a padding mask, which may hide nothing.
     """
 
     causal: bool = False
@@ -36,56 +37,55 @@ class Pattern(NamedTuple):
     shown: torch.Tensor | None = None
     end: Any = None
     edges: torch.Tensor | None = None
-    told: bool = False
+    has_padding_mask: bool = False
 
 
-# Functions, not properties: Dynamo of torch 2.9 does not follow those of a tuple.
+# Functions, because the Dynamo of torch 2.9 does not follow properties of a tuple.
 
 
 def is_of_rows(pattern: Pattern) -> bool:
-    """Whether it says something of each row by itself."""
+    """Whether the pattern differs by row."""
     return pattern.shown is not None or pattern.edges is not None
 
 
 def hides_nothing(pattern: Pattern) -> bool:
-    """Whether all see all, however many they are."""
+    """Whether each query sees all keys, for any number of keys."""
     return not pattern.causal and pattern.window is None and pattern.end is None and not is_of_rows(pattern)
 
 
 def is_within(pattern: Pattern, kv_len: int) -> bool:
-    """Whether the keys end within the first `kv_len`, as those that a cache of fixed size has do."""
+    """Whether `end` lies within the first `kv_len` keys. A tensor does: it comes from a cache of fixed size."""
     return isinstance(pattern.end, torch.Tensor) or pattern.end is None or pattern.end <= kv_len
 
 
-def seen(
+def visible(
     pattern: Pattern, rows: int, q_len: int, kv_len: int, device: Any, queries: slice = slice(None)
 ) -> torch.Tensor:
-    """A pattern as a whole mask for some of the queries, bool [rows, 1, queries, kv_len]."""
+    """A pattern as a mask for some of the queries, bool [rows, 1, queries, kv_len]."""
     end = kv_len if pattern.end is None else pattern.end
     position = (torch.arange(q_len, device=device) + (end - q_len))[queries, None]
     key = torch.arange(kv_len, device=device)
-    found = key <= position if pattern.causal else (key < end).expand(position.shape[0], kv_len)
+    sees = key <= position if pattern.causal else (key < end).expand(position.shape[0], kv_len)
     if pattern.window is not None:
-        found = found & (key > position - pattern.window)
-    found = found.expand(rows, 1, -1, -1)
+        sees = sees & (key > position - pattern.window)
+    sees = sees.expand(rows, 1, -1, -1)
     if pattern.edges is not None:
         places = torch.arange(rows * kv_len, device=device)
         number = torch.bucketize(places, pattern.edges[1:], right=True).view(rows, kv_len)
-        found = found & (number[:, queries, None] == number[:, None])[:, None]
+        sees = sees & (number[:, queries, None] == number[:, None])[:, None]
     if pattern.shown is not None:
-        shown = torch.nn.functional.pad(pattern.shown, (0, kv_len - pattern.shown.shape[1]))
-        found = found & shown[:, None, None]
-    return found
-
-
-# ---- the mask that models get
+        sees = sees & torch.nn.functional.pad(pattern.shown, (0, kv_len - pattern.shown.shape[1]))[:, None, None]
+    return sees
 
 
 class Mask(torch.Tensor):
-    """A mask of eager attention whose numbers are made when they are read, and whose `pattern` says the same."""
+    """A mask of eager attention whose numbers are computed when they are read.
+
+    `pattern` becomes None when the numbers are written to.
+    """
 
     pattern: Pattern | None
-    _said: Pattern
+    _original: Pattern
     _numbers: torch.Tensor | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -95,8 +95,8 @@ class Mask(torch.Tensor):
         cls, pattern: Pattern, size: tuple[int, ...], dtype: torch.dtype, device: Any, nothing: Any = None
     ) -> "Mask":
         self: Any = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)  # type: ignore[attr-defined]
-        self.pattern, self._said, self._numbers = pattern, pattern, None
-        # Compilers take a mask apart into these tensors, and want at least one.
+        self.pattern, self._original, self._numbers = pattern, pattern, None
+        # Compilers take a mask apart into these tensors, and need at least one.
         self.shown, self.end, self.edges = pattern.shown, pattern.end, pattern.edges
         self.nothing = torch.empty(0, device=device) if nothing is None else nothing
         return self
@@ -107,11 +107,11 @@ class Mask(torch.Tensor):
     def numbers(self) -> torch.Tensor:
         if self._numbers is None:
             rows, _, q_len, kv_len = self.shape
-            with torch.inference_mode(False):  # in which nothing would tell whether they are written to
-                self._numbers = as_numbers(seen(self._said, rows, q_len, kv_len, self.device), self.dtype)
+            with torch.inference_mode(False):  # inference tensors do not count writes
+                self._numbers = as_numbers(visible(self._original, rows, q_len, kv_len, self.device), self.dtype)
         return self._numbers
 
-    # What is sliced here is a view that shares the numbers' count of writes, as none is that is made by dispatch.
+    # Slices are taken here, because a view made in `__torch_dispatch__` would not share the numbers' count of writes.
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         parts = index if isinstance(index, tuple) else (index,)
@@ -129,8 +129,8 @@ class Mask(torch.Tensor):
         self.numbers()[index] = value
 
     def like(self, device: Any) -> "Mask":
-        """The same mask on a device, which may be another."""
-        moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), self._said)
+        """An equal mask on a device."""
+        moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), self._original)
         return Mask(moved, tuple(self.shape), self.dtype, device)
 
     @classmethod
@@ -149,17 +149,17 @@ class Mask(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         inner = [name for name in ("shown", "end", "edges") if isinstance(getattr(self, name), torch.Tensor)]
-        return ["nothing", *inner], (self._said._replace(**dict.fromkeys(inner)), self.dtype, self.device)
+        return ["nothing", *inner], (self._original._replace(**dict.fromkeys(inner)), self.dtype, self.device)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> "Mask":
         pattern, dtype, device = context
-        said = {name: inner[name] for name in inner if name != "nothing"}
-        return Mask(pattern._replace(**said), tuple(size), dtype, device, inner["nothing"])
+        tensors = {name: inner[name] for name in inner if name != "nothing"}
+        return Mask(pattern._replace(**tensors), tuple(size), dtype, device, inner["nothing"])
 
 
 def _changes_nothing(func: Any, mask: Mask, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operation gives the same mask again: an alias, a copy, also on a device, a slice of everything."""
+    """Whether an operation returns an equal mask: an alias, a copy (on any device), or a slice of everything."""
     if func in (aten.detach.default, aten.alias.default, aten.clone.default):
         return True
     if func is aten.slice.Tensor:
@@ -170,25 +170,22 @@ def _changes_nothing(func: Any, mask: Mask, args: Any, kwargs: dict[str, Any]) -
     return False
 
 
-def as_numbers(shown: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to logits, as eager attention adds it."""
-    return torch.where(shown, torch.zeros((), dtype=dtype, device=shown.device), torch.finfo(dtype).min)
+def as_numbers(sees: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A bool mask as the numbers that eager attention adds to logits."""
+    return torch.where(sees, torch.zeros((), dtype=dtype, device=sees.device), torch.finfo(dtype).min)
 
 
 def pattern_of(mask: torch.Tensor) -> Pattern | None:
-    """What a mask says in few words, if it is ours and as we made it."""
+    """The pattern of a mask that `mask` made and nobody has changed, else None."""
     pattern = getattr(mask, "pattern", None)
     if pattern is None or torch.compiler.is_compiling():
         return pattern
     numbers = getattr(mask, "_numbers", None)
-    return pattern if numbers is None or numbers._version == 0 else None  # written to through a part of it
+    return pattern if numbers is None or numbers._version == 0 else None  # else written to through a view
 
 
-# ---- what a function of indices says
-
-
-class Said(NamedTuple):
-    """What a mask function stands for: of packed rows, the number of each token's sequence, and its position there."""
+class Rules(NamedTuple):
+    """The meaning of a mask function. For packed rows: the number of each token's sequence, and its position there."""
 
     causal: bool = False
     window: int | None = None
@@ -196,7 +193,7 @@ class Said(NamedTuple):
     positions: torch.Tensor | None = None
 
 
-# By the code of the functions that transformers makes: what else is handed to it is nobody's but its own.
+# The code objects identify the functions that transformers makes; their closures hold the arguments.
 WINDOW, PACKED, MOVED, ALL = (
     made.__code__
     for made in (
@@ -209,29 +206,27 @@ WINDOW, PACKED, MOVED, ALL = (
 
 
 @torch.compiler.assume_constant_result
-def said_by(function: Callable[..., Any]) -> Said | None:
-    """What a mask function stands for, None where that is nothing that our operations know."""
-    if function is masking_utils.causal_mask_function:
-        return Said(causal=True)
-    if function is masking_utils.bidirectional_mask_function:
-        return Said()
+def rules_of(function: Callable[..., Any]) -> Rules | None:
+    """The meaning of a mask function, or None if our operations cannot express it."""
+    if function in PLAIN:
+        return Rules(causal=function is masking_utils.causal_mask_function)
     code = getattr(function, "__code__", None)
     if code not in (WINDOW, PACKED, MOVED, ALL):
         return None
-    cells = function.__closure__ or ()
-    made = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    arguments = {name: cell.cell_contents for name, cell in cells}
     if code is WINDOW:
-        size = made["sliding_window"]
-        return Said(window=size) if type(size) is int and size > 0 else None
+        size = arguments["sliding_window"]
+        return Rules(window=size) if type(size) is int and size > 0 else None
     if code is PACKED:
-        return Said(packed=made["packed_sequence_mask"])
+        return Rules(packed=arguments["packed_sequence_mask"])
     if code is MOVED:
-        inner = said_by(made["mask_function"])
-        return None if inner is None or inner[2:] != (None, None) else inner._replace(positions=made["position_ids"])
-    return _all_of([said_by(each) for each in made["mask_functions"]])
+        rules, positions = rules_of(arguments["mask_function"]), arguments["position_ids"]
+        return None if rules is None or rules[2:] != (None, None) else rules._replace(positions=positions)
+    return _all_of([rules_of(each) for each in arguments["mask_functions"]])
 
 
-def _all_of(parts: list[Said | None]) -> Said | None:
+def _all_of(parts: list[Rules | None]) -> Rules | None:
     known = [each for each in parts if each is not None]
     windows, packed, positions = (
         [value for each in known if (value := getattr(each, name)) is not None]
@@ -239,77 +234,68 @@ def _all_of(parts: list[Said | None]) -> Said | None:
     )
     if len(known) < len(parts) or len(packed) > 1 or len(positions) > len(packed):
         return None
-    return Said(any(each.causal for each in known), min(windows, default=None), *(packed or [None]), *positions)
+    return Rules(any(each.causal for each in known), min(windows, default=None), *(packed or [None]), *positions)
 
 
-def _edges(said: Said, rows: int, length: int) -> torch.Tensor | None:
-    """Edges of packed sequences; None where tokens of one number do not lie together, or their positions jump."""
-    assert said.packed is not None
-    packed = said.packed.expand(rows, -1)
+def _edges(rules: Rules, rows: int, length: int) -> torch.Tensor | None:
+    """The edges of packed sequences, or None if a sequence's tokens lie apart or its positions jump."""
+    assert rules.packed is not None
+    packed = rules.packed.expand(rows, -1)
     if packed.shape[1] != length:
         return None
     steps = packed.diff(dim=1)
-    whole = (steps >= 0).all()
-    if said.positions is not None:
-        whole = whole & ((said.positions.diff(dim=1) == 1) | (steps != 0)).all()
-    return edges_of(packed) if bool(whole) else None
+    is_contiguous = (steps >= 0).all()
+    if rules.positions is not None:
+        is_contiguous = is_contiguous & ((rules.positions.diff(dim=1) == 1) | (steps != 0)).all()
+    return edges_of(packed) if bool(is_contiguous) else None
 
 
 def edges_of(packed: torch.Tensor) -> torch.Tensor:
-    """The edges of sequences by their numbers [B, L] in each row."""
+    """The edges of packed sequences, from the number of each token's sequence [B, L]."""
     starts = torch.ones_like(packed, dtype=torch.bool)
     starts[:, 1:] = packed[:, 1:] != packed[:, :-1]
     edges = starts.flatten().nonzero()[:, 0]
     return torch.cat((edges, edges.new_tensor([packed.numel()]))).int()
 
 
-# ---- padding
-
-
-def found_once(shown: torch.Tensor, name: Any, find: Callable[[], T]) -> T:
-    """What `find` gives for a mask: all layers of a forward pass have the same one, so it is kept while that lives."""
-    known = None if torch.compiler.is_compiling() else _found.get(shown)
-    if known is None:  # not made by `mask`, so its owner may change it
-        return find()
-    if name not in known:
-        known[name] = find()
-    return known[name]
+def computed_once(shown: torch.Tensor, name: Any, compute: Callable[[], T]) -> T:
+    """The result of `compute` for the `shown` of a mask, kept as long as the mask, which all layers of a pass share."""
+    results = None if torch.compiler.is_compiling() else _results.get(shown)
+    if results is None:  # not made by `mask`, so its owner may change it
+        return compute()
+    if name not in results:
+        results[name] = compute()
+    return results[name]
 
 
 def _padding(mask: torch.Tensor | None, rows: int, first: Any, length: int, device: Any) -> torch.Tensor | None:
-    """Which of `length` keys, the first of which stands at `first`, a mask of padding shows; None if it shows all."""
+    """Which of `length` keys from position `first` on are not padding, or None if none of them is padding."""
     if mask is None:
         return None
-    there: Any = masking_utils.prepare_padding_mask(mask, length, first)
-    shown = there[:, first : first + length].to(device=device, dtype=torch.bool).expand(rows, -1)
-    compiling = torch.compiler.is_compiling()  # when the host cannot look
-    return None if not compiling and bool(shown.all()) else shown
+    prepared: Any = masking_utils.prepare_padding_mask(mask, length, first)
+    shown = prepared[:, first : first + length].to(device=device, dtype=torch.bool).expand(rows, -1)
+    # A compiler cannot read values.
+    return shown if torch.compiler.is_compiling() or not bool(shown.all()) else None
 
 
 def _has_holes(shown: torch.Tensor) -> bool:
-    """Whether padding lies between what is not padding, so that leaving it out would bring keys nearer."""
+    """Whether padding lies between other tokens, so that keys would move closer if it were left out."""
     return bool(((shown[:, 1:] != shown[:, :-1]).sum(1) - (~shown[:, 0]).int() > 1).any())
-
-
-# ---- the interface
 
 
 def _is_plain(
     q_length: int, mask_function: Callable[..., Any], attention_mask: torch.Tensor | None, others: dict[str, Any]
 ) -> bool:
-    """Whether a compiler can follow how the pattern is found: no tensor is in the function, and none must be looked at.
+    """Whether a compiler can follow how the pattern is found: no tensor is in the function, and no value is read.
 
-    A function that transformers made in the graph can be looked into if it is made of numbers alone. That it is where
-    transformers would leave a plain mask out, but that of chunks has the padding in it.
+    A compiler can read a function that transformers makes in the graph only if it holds numbers alone. It does if
+    transformers would allow to skip the mask, except for chunked attention, whose function holds the padding.
     """
-    if q_length == 1 or mask_function in (
-        masking_utils.causal_mask_function,
-        masking_utils.bidirectional_mask_function,
-    ):
+    if q_length == 1 or mask_function in PLAIN:
         return True
-    plain = others.get("allow_is_causal_skip", True) or others.get("allow_is_bidirectional_skip", False)
+    may_skip = others.get("allow_is_causal_skip", True) or others.get("allow_is_bidirectional_skip", False)
     chunked = getattr(others.get("config"), "attention_chunk_size", None) is not None
-    return attention_mask is None and plain and not chunked
+    return attention_mask is None and may_skip and not chunked
 
 
 def mask(
@@ -324,7 +310,7 @@ def mask(
     device: Any = "cpu",
     **others: Any,
 ) -> torch.Tensor:
-    """The mask of our attention implementation; the arguments are those of transformers' mask interface."""
+    """The mask of our attention implementation, with the arguments of transformers' mask interface."""
     if attention_mask is not None:
         attention_mask = attention_mask.bool()
     known: dict[str, Any] = dict(
@@ -340,14 +326,14 @@ def mask(
     else:
         pattern = None
     mixed = q_length > 1 and getattr(others.get("config"), "compress_rates", None) is not None
-    if pattern is None or (mixed and pattern.shown is not None):  # what padding attends to reaches other tokens
+    if pattern is None or (mixed and pattern.shown is not None):  # results of padding reach other tokens
         return masking_utils.eager_mask(**whole)
-    if compiling:  # whose graph has the numbers only where they are read
+    if compiling:  # the graph computes the numbers only if something reads them
         made = masking_utils.eager_mask(**whole)
         made.pattern = pattern  # type: ignore[attr-defined]
         return made
     if pattern.shown is not None:
-        _found[pattern.shown] = {}
+        _results[pattern.shown] = {}
     return Mask(pattern, (batch_size, 1, q_length, kv_length), dtype, device)
 
 
@@ -365,28 +351,19 @@ def _outside_the_graph(**arguments: Any) -> torch.Tensor:
 
 
 def _pattern(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Any,
-    kv_offset: Any,
-    mask_function: Callable[..., Any],
-    attention_mask: torch.Tensor | None,
-    device: Any,
-    use_vmap: bool,
-) -> Pattern | None:
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any, kv_offset: Any, mask_function: Callable[..., Any],
+    attention_mask: torch.Tensor | None, device: Any, use_vmap: bool,
+) -> Pattern | None:  # fmt: skip
     end = q_offset + q_length - kv_offset
     is_whole_row = not isinstance(end, torch.Tensor) and end == kv_length and torch.device(device).type == "cpu"
-    if q_length != 1 or (is_whole_row and not torch.compiler.is_compiling()):  # a CPU reads a whole row where it lies
-        said = said_by(mask_function)
-        if said is not None:
-            pattern = _of_many(said, batch_size, q_length, kv_length, end, kv_offset, attention_mask, device)
-            if pattern is not None:
-                return pattern
-    if q_length != 1:
-        return None
-    # The keys that a row's only query sees are a list, whatever the function is. A device makes it without the host,
-    # and all layers share it.
+    rules = pattern = None
+    if q_length != 1 or (is_whole_row and not torch.compiler.is_compiling()):  # a CPU reads a whole row in place
+        rules = rules_of(mask_function)
+    if rules is not None:
+        pattern = _expressed(rules, batch_size, q_length, kv_length, end, kv_offset, attention_mask, device)
+    if pattern is not None or q_length != 1:
+        return pattern
+    # Any function gives a row's only query a list of keys. The device computes it without the host, for all layers.
     row: Any = masking_utils.sdpa_mask(
         batch_size, 1, kv_length, q_offset, kv_offset, mask_function, attention_mask,
         allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
@@ -394,34 +371,27 @@ def _pattern(
     return Pattern(shown=row[:, 0, 0])
 
 
-def _of_many(
-    said: Said,
-    rows: int,
-    q_length: int,
-    kv_length: int,
-    end: Any,
-    first: Any,
-    padding: torch.Tensor | None,
-    device: Any,
+def _expressed(
+    rules: Rules, rows: int, q_length: int, kv_length: int, end: Any, first: Any, padding: Any, device: Any
 ) -> Pattern | None:
-    """The pattern of what a function says, with padding; the keys end at `end`, in what is at hand of them."""
-    # Numbers and flags as such: to compilers, what is found in a constant is but something in a constant.
-    causal, window = bool(said.causal), None if said.window is None else int(said.window)
-    if not causal and window is None and said.packed is None:
+    """The pattern of a mask function's rules and the padding, if there is one; `end` of the `kv_length` keys count."""
+    # Convert to int and bool, so that compilers do not treat them as parts of a constant.
+    causal, window = bool(rules.causal), None if rules.window is None else int(rules.window)
+    if not causal and window is None and rules.packed is None:
         return Pattern(shown=_padding(padding, rows, first, kv_length, device))
     fixed = isinstance(end, torch.Tensor)
     is_at_end = not fixed and end == kv_length
-    if said.packed is not None:
-        alone = is_at_end and q_length == kv_length and padding is None
-        edges = _edges(said, rows, q_length) if alone else None
+    if rules.packed is not None:
+        is_self_attention = is_at_end and q_length == kv_length and padding is None
+        edges = _edges(rules, rows, q_length) if is_self_attention else None
         return None if edges is None else Pattern(causal, window, edges=edges)
-    if said.positions is not None or not (is_at_end if not causal else fixed or q_length <= end <= kv_length):
+    if rules.positions is not None or not (is_at_end if not causal else fixed or q_length <= end <= kv_length):
         return None
     shown = _padding(padding, rows, first, kv_length if fixed else end, device)
     if fixed:
-        there = torch.arange(kv_length, device=device) < end
-        shown = there.expand(rows, -1) if shown is None else shown & there
-    in_a_row = causal and q_length > 1 and not torch.compiler.is_compiling()  # or not for the host to see
-    if window is not None and shown is not None and not (in_a_row and not _has_holes(shown)):
+        is_used = torch.arange(kv_length, device=device) < end
+        shown = is_used.expand(rows, -1) if shown is None else shown & is_used
+    may_have_window = causal and q_length > 1 and not torch.compiler.is_compiling()  # the next test reads values
+    if window is not None and shown is not None and not (may_have_window and not _has_holes(shown)):
         return None
-    return Pattern(causal, window, shown, None if is_at_end else end, told=padding is not None)
+    return Pattern(causal, window, shown, None if is_at_end else end, has_padding_mask=padding is not None)
