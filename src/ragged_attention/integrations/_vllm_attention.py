@@ -117,11 +117,19 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
     """One layer's attention, and the write of its new keys and values."""
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None, attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None, sinks: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
         RaggedAttentionBackend.expect_layer(attn_type, kv_cache_dtype, alibi_slopes=alibi_slopes)
         if sinks is not None and sinks.shape != (num_heads,):
             raise Unsupported(f"expected sinks of shape [num_heads={num_heads}], got {list(sinks.shape)}")
@@ -136,10 +144,17 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
         self.sinks = sinks
 
     def forward(
-        self, layer: Any, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None,
-        kv_cache: torch.Tensor, attn_metadata: RaggedMetadata | None, output: torch.Tensor,
-        output_scale: torch.Tensor | None = None, output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: RaggedMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attention of the step's queries over the cache, which already holds the new keys and values.
 
         Args:

@@ -56,10 +56,19 @@ class LatentImpl:
     supports_pcp = False
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: list[float] | None,
-        sliding_window: int | None, kv_cache_dtype: str, logits_soft_cap: float | None, attn_type: str,
-        kv_sharing_target_layer_name: str | None, **mla_args: Any,
-    ) -> None:  # fmt: skip
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **mla_args: Any,
+    ) -> None:
         self.BACKEND.expect_layer(
             attn_type, kv_cache_dtype, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
             logits_soft_cap=logits_soft_cap or None,
@@ -75,9 +84,15 @@ class LatentImpl:
         return False
 
     def do_kv_cache_update(
-        self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor,
-        kv_cache_dtype: str, k_scale: torch.Tensor, skip_scale: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
         """Write latents [tokens, L] with rotary keys [tokens, 1, R] to their slots; a slot of -1 is skipped."""
         if kv_cache.numel() == 0:  # in vLLM's profiling run
             return
@@ -109,9 +124,12 @@ class RaggedMLAImpl(LatentImpl, _mla.MLACommonImpl):
         self.supports_quant_query_input = False
 
     def forward_mqa(
-        self, q: torch.Tensor | tuple[torch.Tensor, torch.Tensor], kv_c_and_k_pe_cache: torch.Tensor,
-        attn_metadata: Any, layer: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: Any,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of short requests, by absorbed queries over the cached latents.
 
         Args:
@@ -139,9 +157,16 @@ class RaggedMLAImpl(LatentImpl, _mla.MLACommonImpl):
         return out, lse
 
     def forward_mha(
-        self, q: torch.Tensor, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor,
-        attn_metadata: Any, k_scale: torch.Tensor, output: torch.Tensor, output_scale: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: Any,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
         """Prefill with keys and values of each head: attention over the new tokens and the cached context, merged.
 
         Args:

@@ -82,9 +82,12 @@ class RaggedSparseMLAImpl(LatentImpl, _vllm.MLAAttentionImpl, _sparse.SharedTopk
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
 
     def forward_mqa(
-        self, q: torch.Tensor | tuple[torch.Tensor, torch.Tensor], kv_c_and_k_pe_cache: torch.Tensor,
-        attn_metadata: RaggedSparseMLAMetadata, layer: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: RaggedSparseMLAMetadata,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of each token over the positions of its request that `topk_indices_buffer` lists.
 
         Args:

@@ -125,11 +125,27 @@ class _Attention:
         return total_num_pages, page_size, 2 * num_kv_heads, -(-head_dim // LANES) * LANES
 
     def attention(
-        self, kv_cache: "jax.Array", q: "jax.Array", k: "jax.Array", v: "jax.Array", md: Any, shared_md: Any,
-        mesh: "Mesh", *, head_dim_original: int, sm_scale: float, attention_chunk_size: int | None,
-        q_scale: float | None, k_scale: float | None, v_scale: float | None, sinks: "jax.Array | None",
-        update_kv_cache: bool, use_causal_mask: bool, attn_logits_soft_cap: float | None, decode_query_size: int,
-    ) -> "tuple[jax.Array, jax.Array]":  # fmt: skip
+        self,
+        kv_cache: "jax.Array",
+        q: "jax.Array",
+        k: "jax.Array",
+        v: "jax.Array",
+        md: Any,
+        shared_md: Any,
+        mesh: "Mesh",
+        *,
+        head_dim_original: int,
+        sm_scale: float,
+        attention_chunk_size: int | None,
+        q_scale: float | None,
+        k_scale: float | None,
+        v_scale: float | None,
+        sinks: "jax.Array | None",
+        update_kv_cache: bool,
+        use_causal_mask: bool,
+        attn_logits_soft_cap: float | None,
+        decode_query_size: int,
+    ) -> "tuple[jax.Array, jax.Array]":
         """Write this step's keys and values into the cache if `update_kv_cache`, and attend over it.
 
         Args:

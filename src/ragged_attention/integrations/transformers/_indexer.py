@@ -21,10 +21,15 @@ class Indexed:
 
     @torch.no_grad()
     def forward(
-        self: Any, hidden_states: torch.Tensor, q_resid: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor], attention_mask: torch.Tensor,
-        position_ids: torch.Tensor | None = None, past_key_values: Any = None, cache: Any = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self: Any,
+        hidden_states: torch.Tensor,
+        q_resid: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        cache: Any = None,
+    ) -> torch.Tensor:
         """The keys [B, L_q, N] that each query attends to, in ascending order, then -1; `attention_mask` is 3D.
 
         transformers up to 5.23 passes the cache as `past_key_values`.
@@ -47,9 +52,12 @@ class Indexed:
 
 
 def operands(
-    indexer: Any, hidden_states: torch.Tensor, q_resid: torch.Tensor,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor], cache: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    indexer: Any,
+    hidden_states: torch.Tensor,
+    q_resid: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    cache: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The operands of `indexer_logits`: q [B, L_q, H, D], keys [B, L_k, D] of the whole cache, weights [B, L_q, H]."""
     rotary = indexer.qk_rope_head_dim
     q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))

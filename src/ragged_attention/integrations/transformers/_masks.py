@@ -351,9 +351,16 @@ def _outside_the_graph(**arguments: Any) -> torch.Tensor:
 
 
 def _pattern(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any, kv_offset: Any, mask_function: Callable[..., Any],
-    attention_mask: torch.Tensor | None, device: Any, use_vmap: bool,
-) -> Pattern | None:  # fmt: skip
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any,
+    kv_offset: Any,
+    mask_function: Callable[..., Any],
+    attention_mask: torch.Tensor | None,
+    device: Any,
+    use_vmap: bool,
+) -> Pattern | None:
     end = q_offset + q_length - kv_offset
     is_whole_row = not isinstance(end, torch.Tensor) and end == kv_length and torch.device(device).type == "cpu"
     rules = pattern = None
