@@ -14,9 +14,12 @@ from ragged_attention.errors import InvalidInput
 from ragged_attention.torch import indexer_logits
 
 __all__ = [
-    "fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits", "fp8_mqa_logits", "fp8_paged_mqa_logits",
+    "fp8_fp4_mqa_logits",
+    "fp8_fp4_paged_mqa_logits",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
     "get_paged_mqa_logits_metadata",
-]  # fmt: skip
+]
 
 Quantized = tuple[torch.Tensor, torch.Tensor | None]  # values and their scales
 # Our arguments' names and DeepGEMM's, for error messages.

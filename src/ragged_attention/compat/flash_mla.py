@@ -27,9 +27,15 @@ from ragged_attention.torch import make_decode_schedule, mla_decode, sparse_mla_
 from ragged_attention.torch._launcher import device_facts
 
 __all__ = [
-    "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",
-    "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata", "set_convention", "use_convention",
-]  # fmt: skip
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
+    "set_convention",
+    "use_convention",
+]
 
 CONVENTIONS = ("base2", "natural")  # the first is the default
 LOG2_E = math.log2(math.e)

@@ -28,9 +28,14 @@ from ragged_attention.jax._launcher import device_facts
 from ragged_attention.jax._lower import to_jax
 
 __all__ = [
-    "DEFAULT_MASK_VALUE", "dynamic_validate_inputs", "get_tuned_block_sizes", "paged_attention",
-    "ragged_paged_attention", "ref_ragged_paged_attention", "static_validate_inputs",
-]  # fmt: skip
+    "DEFAULT_MASK_VALUE",
+    "dynamic_validate_inputs",
+    "get_tuned_block_sizes",
+    "paged_attention",
+    "ragged_paged_attention",
+    "ref_ragged_paged_attention",
+    "static_validate_inputs",
+]
 
 DEFAULT_MASK_VALUE = jax_arguments.DEFAULT_MASK_VALUE
 
