@@ -15,6 +15,10 @@ import triton.language as tl
 
 from ragged_attention.kernels_triton._constants import Constants
 
+# The run-time arguments of kernels about masks. Those that decide the range of keys are also the combine kernel's.
+RANGE_NUMBERS = ("window",)
+MASK_NUMBERS = (*RANGE_NUMBERS, "draft_stride", "draft_width")
+
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class MaskKind(Constants):

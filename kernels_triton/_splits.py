@@ -20,10 +20,11 @@ import triton.language as tl
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._mask import key_range
 from ragged_attention.kernels_triton._sequences import find_segment, query_edge, segment_edge
-from ragged_attention.kernels_triton._tiles import next_power_of_2
+from ragged_attention.kernels_triton._tiles import cdiv
 
 LARGEST_INT: tl.constexpr = tl.constexpr(2**31 - 1)
 FEW_TOKENS = 4  # in a mixed batch, a sequence with at most this many query tokens counts as decoding
+MANY_TOKENS = 8  # a batch with more query tokens per sequence on average is assumed to have prompts
 MAX_SPLITS = 4096
 SEQUENCES = (64, 256, 1024, 4096)  # a program can sum over this many lengths; each size has its own kernel
 
@@ -75,6 +76,15 @@ def most_tokens(call: Any) -> int:
     return max(1, call.num_tokens if call.max_q_len is None else min(call.max_q_len, call.num_tokens))
 
 
+def short_tokens(call: Any) -> int:
+    """The query tokens per short sequence for which the host selects tiles.
+
+    They are `max_q_len` or, if it is unknown, the average; but FEW_TOKENS if that exceeds MANY_TOKENS.
+    """
+    tokens = cdiv(call.num_tokens, max(call.max_num_seqs, 1)) if call.max_q_len is None else call.max_q_len
+    return tokens if tokens <= MANY_TOKENS else FEW_TOKENS
+
+
 def sequences_together(max_num_seqs: int) -> int:
     """`Division.MAX_SEQS` for a page table with `max_num_seqs` rows."""
     return next((count for count in SEQUENCES if count >= max_num_seqs), SEQUENCES[-1])
@@ -94,11 +104,6 @@ def splits_at_most(max_num_seqs: int, num_splits: int, *, invariant: bool) -> tu
         return max_num_seqs * num_splits, max_num_seqs * num_splits
     # All splits of a sequence except the last are full, so fewer than 2 * num_splits are stored.
     return max_num_seqs + num_splits, min(max_num_seqs + num_splits, 2 * num_splits)
-
-
-def merged_at_once(num_splits: int, width: int, *, invariant: bool) -> int:
-    """`Combination.MERGED` for rows of `width` columns, bounded so that the merged values fit registers."""
-    return min(next_power_of_2(num_splits), max(1, (512 if invariant else 2048) // next_power_of_2(width)))
 
 
 @triton.jit

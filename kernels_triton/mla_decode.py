@@ -21,8 +21,7 @@ def why_not(call: MlaDecode) -> str | None:
 
 
 def heuristic(call: MlaDecode) -> Tile:
-    group = call.num_q_heads // call.num_kv_heads
-    rows, jobs = (group, call.num_q_tokens) if call.sparse else (group * call.num_q_tokens, 1)
+    rows, jobs = (call.group, call.num_q_tokens) if call.sparse else (call.group * call.num_q_tokens, 1)
     jobs *= call.num_seqs * call.num_kv_heads
     extra = call.extra_topk > 0
     page_sizes = (call.page_size, call.extra_kv_cache.shape[1]) if extra else (call.page_size,)
@@ -40,16 +39,7 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns out and lse."""
     extra = None
     if not call.sparse:
-        table, lens = launch.packed(call.page_indices), call.kv_lens
-        keys = plan.Keys(
-            cache=plan.readable(call.kv_cache, call.kv_format, launch),
-            form=call.kv_format,
-            lists=table,
-            list_strides=(launch.strides(table)[0], 0, 0),
-            lens=lens,
-            longest=call.capacity,
-            page_size=call.page_size,
-        )
+        keys = plan.keys_of_tables(call, launch)
     else:
         keys = _selected(call.kv_cache, call.kv_format, call.indices, call.topk_lens, launch)
         if call.extra_indices is not None:
@@ -57,7 +47,7 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
                 call.extra_kv_cache, call.extra_kv_format, call.extra_indices, call.extra_topk_lens, launch
             )
     q = launch.packed(call.q)
-    seq_stride, token_stride, head_stride = launch.strides(q)[:3]
+    seq_stride, token_stride, head_stride, _ = launch.strides(q)
     work = plan.Work(
         call=call,
         q=q,
@@ -65,7 +55,6 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
         lse_shape=call.lse_shape,
         num_seqs=call.num_seqs,
         num_q_tokens=call.num_q_tokens,
-        num_kv_heads=call.num_kv_heads,
         sparse=call.sparse,
         causal=bool(call.causal),
         keys=keys,

@@ -28,7 +28,7 @@ def why_not(call: SparseMlaPrefill) -> str | None:
 
 
 def heuristic(call: SparseMlaPrefill) -> Tile:
-    return tile_for(call, decoded=plan.decodes_first(call, call.num_q_heads // call.num_kv_heads))
+    return tile_for(call, decoded=plan.decodes_first(call))
 
 
 def invariant_tile(call: SparseMlaPrefill) -> Tile:
@@ -37,10 +37,9 @@ def invariant_tile(call: SparseMlaPrefill) -> Tile:
 
 
 def tile_for(call: SparseMlaPrefill, *, decoded: bool) -> Tile:
-    rows = call.num_q_heads // call.num_kv_heads
-    access = plan.KeyAccess(decoded=decoded)
-    sizes = plan.tile_for(call, rows, call.num_tokens * call.num_kv_heads, call.topk, access)
-    return Tile(**dataclasses.asdict(sizes), decoded=decoded)
+    jobs = call.num_tokens * call.num_kv_heads
+    tile = plan.tile_for(call, call.group, jobs, call.topk, plan.KeyAccess(decoded=decoded))
+    return Tile(**dataclasses.asdict(tile), decoded=decoded)
 
 
 def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:
@@ -68,12 +67,8 @@ def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:
         lse_shape=(call.num_tokens, call.num_q_heads),
         num_seqs=call.num_tokens,
         num_q_tokens=1,
-        num_kv_heads=call.num_kv_heads,
         sparse=True,
-        causal=False,
         keys=decoding.decoded(keys, call, launch) if decoded else keys,
-        extra=None,
-        schedule=None,
     )
     out, lse, max_logits = kernel.run(work, tile, launch, max_logits=True)
     return out, max_logits, lse

@@ -33,7 +33,7 @@ from ragged_attention.kernels_triton._mask import Mask, MaskKind, first_key
 from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._softmax import LN2, LOG2E, finish
 from ragged_attention.kernels_triton._splits import divide_blocks, find_entry
-from ragged_attention.kernels_triton._tiles import OLDER_COMPILER, cdiv, next_power_of_2, overlaps
+from ragged_attention.kernels_triton._tiles import OLDER_COMPILER, Sizes, cdiv, next_power_of_2, overlaps
 
 MOST_PROGRAMS = 2**16 - 1  # the limit of a grid's third axis
 
@@ -193,7 +193,7 @@ def capped_scale(scale: float, soft_cap: float | None) -> tuple[dict[str, float]
     return {"logit_scale": scale * factor, "soft_cap": (soft_cap or 1.0) * unit}, unit
 
 
-def sums_by_column(call: Any, form: CacheFormat, tile: Tile, *, decoded: bool = False) -> bool:
+def sums_by_column(call: Any, form: CacheFormat, sizes: Sizes, *, decoded: bool = False) -> bool:
     """Whether the softmax keeps its sums by column; see `no_sums`.
 
     Such sums take registers. 32 rows on four warps leave too few, and so do 64 rows of two formats. 64 rows of a plain
@@ -203,8 +203,8 @@ def sums_by_column(call: Any, form: CacheFormat, tile: Tile, *, decoded: bool = 
     if call.d_v > 512:
         return False
     if is_copied(form, decoded):
-        return tile.block_h < SEPARATE_QK_ROWS.value and tile.num_warps * 8 > tile.block_h
-    return {16: tile.num_stages > 1, 32: not OLDER_COMPILER, 64: tile.num_stages > 2}.get(tile.block_h, True)
+        return sizes.rows < SEPARATE_QK_ROWS.value and sizes.warps * 8 > sizes.rows
+    return {16: sizes.stages > 1, 32: not OLDER_COMPILER, 64: sizes.stages > 2}.get(sizes.rows, True)
 
 
 def config_of(
@@ -222,12 +222,12 @@ def config_of(
             HAS_WINDOW=work.window is not None,
             HAS_SOFT_CAP=work.soft_cap is not None,
             BLOCK_KV=tile.block_kv,
-            SUMS_BY_COLUMN=sums_by_column(call, keys.form, tile, decoded=keys.decoded),
+            SUMS_BY_COLUMN=sums_by_column(call, keys.form, tile.sizes, decoded=keys.decoded),
             OPERANDS=operands(call, tile.block_h, decoded=keys.decoded),
         ),
         LISTS=lists,
         NUM_HEADS=call.num_q_heads,
-        GROUP=work.group,
+        GROUP=call.group,
         ROWS=work.rows,
         BLOCK_H=tile.block_h,
         DV=call.d_v,
@@ -269,11 +269,11 @@ def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
     sinks = absent if call.sinks is None else launch.packed(call.sinks)
     scales, cap_unit = capped_scale(call.scale, work.soft_cap)
     items, lists = work.jobs_per_seq, list_kind(work, tile)
-    parts = (entries, items, work.num_kv_heads, work.rows)
+    parts = (entries, items, call.num_kv_heads, work.rows)
     nothing = ((1,), "float32")
     out, lse, maxima, *partial = launch(
         latent_kernel,
-        (entries * items * cdiv(work.rows, tile.block_h), work.num_kv_heads),
+        (entries * items * cdiv(work.rows, tile.block_h), call.num_kv_heads),
         (work.q, keys.cache, keys.lists, lens, extra.cache, extra.lists, extra_lens, num_splits, sinks),
         [
             (call.out_shape, call.result_dtype),
@@ -313,7 +313,7 @@ def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
             "window": work.window or 0,
             "v_scale_factor": 1.0,
         },
-        GROUP=work.group,
+        GROUP=call.group,
         ROWS=work.rows,
         Q_TOKENS=work.num_q_tokens // items,
         ITEMS=items,
