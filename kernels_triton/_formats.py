@@ -7,6 +7,7 @@ import triton.language as tl
 
 from ragged_attention.kernels_triton._compiler import decoded_at_once as decoded_at_once
 from ragged_attention.kernels_triton._constants import INTERPRETED
+from ragged_attention.kernels_triton._tiles import stride_arguments
 
 
 def e4m3_format(arch: str) -> str:
@@ -39,11 +40,7 @@ def cache_views(call: Any, launch: Any) -> tuple[Any, Any, dict[str, int]]:
     If K and V are interleaved, both are the same array, in which heads 2i and 2i + 1 are K and V of KV head i.
     """
     k_pages, v_pages = (call.kv_pages, call.kv_pages) if call.combined else call.kv_pages
-    strides = {}
-    for name, array in {"k": k_pages, "v": v_pages}.items():
-        axes = zip(("page", "slot", "head"), launch.strides(array)[:3], strict=True)
-        strides |= {f"{name}_{axis}_stride": stride for axis, stride in axes}
-    return k_pages, v_pages, strides
+    return k_pages, v_pages, stride_arguments(launch, ("page", "slot", "head"), k=k_pages, v=v_pages)
 
 
 @triton.jit

@@ -1,7 +1,6 @@
 """The lightning indexer's logits in Triton: the choice of the kernel and its block sizes, and the launches."""
 
 import dataclasses
-import math
 from typing import Any
 
 from ragged_attention.calls import IndexerCall, IndexerLogits
@@ -14,6 +13,7 @@ from ragged_attention.kernels_triton._indexer import (
     tile_logits_kernel,
     walk_logits_kernel,
 )
+from ragged_attention.kernels_triton._splits import FEW_TOKENS
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
     WGMMA,
@@ -25,12 +25,13 @@ from ragged_attention.kernels_triton._tiles import (
     launchable,
     next_power_of_2,
     on_cuda_cores,
+    page_unit,
+    stride_arguments,
 )
 
 FEATURES = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
 })  # fmt: skip
-FEW_TOKENS = 4  # a sequence with at most this many query tokens counts as decoding
 PROGRAMS = 16  # programs of the walk kernel per multiprocessor; many, because lengths differ
 FILL_BLOCK = 4096  # logits that one program of `fill_kernel` sets to -inf
 MOST_HEADS = 64  # maximum heads per product
@@ -163,9 +164,8 @@ def work_of(call: Any, launch: Any) -> Work:
         addresses={
             "num_pages": keys.shape[0],
             "table_stride": launch.strides(given[2])[0],
-            "q_token_stride": launch.strides(q)[0],
-            "q_head_stride": launch.strides(q)[1],
             "weights_stride": launch.strides(weights)[0],
+            **stride_arguments(launch, ("token", "head"), q=q),
             **strides,
         },
         sight=Sight(
@@ -192,13 +192,12 @@ def key_strides(call: Any, keys: Any, launch: Any) -> tuple[dict[str, int], int]
     """(strides of keys and their scales, unit of the page stride in elements)."""
     page, slot = (launch.strides(keys) if call.paged else (0, *launch.strides(keys)))[:2]
     scale_page, scale_slot = (0, 0) if call.key_scale is None else (0, *launch.strides(call.key_scale))[-2:]
-    # Triton learns only whether an argument is a multiple of 16, but a page stride may be a multiple of 8 or less.
-    unit = math.gcd(page, 16)
+    unit = page_unit(page)
     strides = {"page_stride": page // unit, "slot_stride": slot}
     return strides | {"scale_page_stride": scale_page, "scale_slot_stride": scale_slot}, unit
 
 
-def shape_of(call: Any, page_unit: int) -> Shape:
+def shape_of(call: Any, unit: int) -> Shape:
     block_h, block_d = blocks(call)
     codes = "e4m3_units" if has_units(call) else e4m3_format(call.device.arch)
     return Shape(
@@ -209,7 +208,7 @@ def shape_of(call: Any, page_unit: int) -> Shape:
         Q_FORMAT=codes if item_size(call.q) == 1 else "plain",
         KEY_FORMAT=codes if call.key_dtype == "float8_e4m3fn" else "plain",
         PAGE_SIZE=call.page_size if call.paged else 0,
-        PAGE_UNIT=page_unit,
+        PAGE_UNIT=unit,
         SCALES="page" if call.bytes else "none" if call.key_scale is None else "array",
     )
 

@@ -30,13 +30,15 @@ from ragged_attention.kernels_triton._latent.rows import Columns, Finished, stor
 from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, matmul, sum_of_products
 from ragged_attention.kernels_triton._tiles import (
-    SMALLEST_SHARED_MEMORY,
+    Sizes,
     cdiv,
     expect_between,
     expect_power_of_two,
     item_size,
     launchable_in_float32,
     next_power_of_2,
+    shared_memory,
+    stride_arguments,
 )
 
 ENTRY_BYTES = 2**30  # maximum memory for rows of entries
@@ -73,37 +75,33 @@ def why_not(call: SparseMlaPrefillBackward) -> str | None:
 
 
 def heuristic(call: SparseMlaPrefillBackward) -> Tile:
-    block_h, block_kv, num_warps, num_stages = sizes(call)
-    blocks = cdiv(call.num_q_heads // call.num_kv_heads, block_h)
-    a_token = call.num_kv_heads * call.topk * blocks * call.d_qk * 4
+    tile = sizes(call)
+    bytes_per_token = call.num_kv_heads * call.topk * cdiv(call.group, tile.rows) * call.d_qk * 4
     return Tile(
-        block_h=block_h,
-        block_kv=block_kv,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        keys_first=has_wide_keys_first(call, block_h),
-        chunk_tokens=min(max(ENTRY_BYTES // a_token, 1), max(call.num_tokens, 1)),
+        **tile.fields("block_h"),
+        keys_first=has_wide_keys_first(call, tile.rows),
+        chunk_tokens=min(max(ENTRY_BYTES // bytes_per_token, 1), max(call.num_tokens, 1)),
     )
 
 
-def sizes(call: Any) -> tuple[int, int, int, int]:
-    """(heads, keys, warps, stages). Heads are as many as registers can hold, since each block of heads reads all rows.
+def sizes(call: Any) -> Sizes:
+    """Sizes with as many rows, which are heads, as registers can hold: each block of heads reads all rows of the list.
 
     More keys per step would leave no registers to prefetch the next block.
     """
     if item_size(call.q) == 4:
-        return 16, 16, 8, 1
-    rows = max(16, next_power_of_2(call.num_q_heads // call.num_kv_heads))
+        return Sizes(16, 16, 8, 1)
+    rows = max(16, next_power_of_2(call.group))
     if call.device.arch.startswith("gfx"):
-        return min(rows, 32 if call.device.arch == "gfx950" else 16), 16, 4, 2
+        return Sizes(min(rows, 32 if call.device.arch == "gfx950" else 16), 16, 4, 2)
     if call.device.arch == "sm_90" and rows == 16:
-        return 16, 16, 4, 2  # a multiprocessor then runs two independent programs
+        return Sizes(16, 16, 4, 2)  # a multiprocessor then runs two independent programs
     if has_wide_keys_first(call, min(rows, 32)):
-        return 32, 32, 8, 2
+        return Sizes(32, 32, 8, 2)
     for heads, keys in ((32, 16), (16, 32), (16, 16)):
         if heads <= rows and shared_bytes(call, heads, keys) + MARGIN <= shared_memory(call):
-            return heads, keys, 8, 2
-    return 16, 16, 8, 1
+            return Sizes(heads, keys, 8, 2)
+    return Sizes(16, 16, 8, 1)
 
 
 def has_wide_keys_first(call: Any, heads: int) -> bool:
@@ -111,11 +109,6 @@ def has_wide_keys_first(call: Any, heads: int) -> bool:
     if call.device.arch != "sm_90" or heads < 32 or item_size(call.q) == 4 or call.d_v <= 256:
         return False
     return shared_bytes(call, 2 * heads, 32) + MARGIN <= shared_memory(call)
-
-
-def shared_memory(call: Any) -> int:
-    """The device's shared memory in bytes, or SMALLEST_SHARED_MEMORY if it is unknown."""
-    return call.device.shared_memory or SMALLEST_SHARED_MEMORY
 
 
 def shared_bytes(call: Any, heads: int, keys: int) -> int:
@@ -424,18 +417,12 @@ def columns_of(call: Any) -> Columns:
 
 def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any) -> Any:
     """Enqueue the gradients of a chunk of tokens; returns the entries' rows (or a stand-in) and the updated `held`."""
-    group = call.num_q_heads // call.num_kv_heads
     q, d_out, out = launch.packed(call.q), launch.packed(call.d_out), launch.packed(call.out)
     kv, kv_strides = row_addresses(call, launch)
     lists, lens, of_lists = lists_of(call, launch)
     lse = launch.contiguous(call.lse)
-    blocks = cdiv(group, tile.block_h)
+    blocks = cdiv(call.group, tile.block_h)
     parts = (tokens * call.num_kv_heads * call.topk, blocks, call.d_qk) if call.deterministic else (1,)
-    strides = {
-        f"{name}_{axis}_stride": step
-        for name, array in (("d_out", d_out), ("q", q), ("out", out))
-        for axis, step in zip(("token", "head"), launch.strides(array), strict=False)
-    }
     return launch(
         gradient_kernel,
         (tokens * call.num_kv_heads * blocks,),
@@ -449,14 +436,14 @@ def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any)
         num_stages=tile.num_stages,
         first_token=first,
         scale=call.scale,
-        **strides,
+        **stride_arguments(launch, ("token", "head"), d_out=d_out, q=q, out=out),
         **kv_strides,
         **of_lists,
         HAS_SINKS=call.sinks is not None,
         HAS_D_LSE=call.d_lse is not None,
         BY_ENTRY=call.deterministic,
         PAGE_SIZE=call.page_size,
-        GROUP=group,
+        GROUP=call.group,
         COLUMNS=columns_of(call),
         PAIR_TILE=PairTile(BLOCK_H=tile.block_h, BLOCK_KV=tile.block_kv, KEYS_FIRST=tile.keys_first),
     )  # fmt: skip

@@ -20,6 +20,7 @@ from ragged_attention.kernels_triton._sequences import VARYING, block_start, end
 from ragged_attention.kernels_triton._softmax import finish, online_softmax, soft_capped
 from ragged_attention.kernels_triton._tiles import (
     WGMMA,
+    Sizes,
     expect_between,
     expect_power_of_two,
     launchable_in_float32,
@@ -70,26 +71,27 @@ def heuristic(call: VarlenAttention) -> Tile:
 
 def invariant_tile(call: VarlenAttention) -> Tile:
     """A batch-invariant tile: that of a large batch."""
-    block_q, block_kv, num_warps, num_stages = sizes(call)
-    block_kv, num_stages = _varlen.fit_rows(call, block_q * sum(_varlen.widths(call)[0]), block_kv, num_stages)
-    return Tile(block_q=block_q, block_kv=block_kv, num_warps=num_warps, num_stages=num_stages)
+    tile = sizes(call)
+    keys, stages = _varlen.fit_rows(call, tile.rows * sum(_varlen.widths(call)[0]), tile.keys, tile.stages)
+    return Tile(**tile._replace(keys=keys, stages=stages).fields("block_q"))
 
 
-def sizes(call: Any) -> tuple[int, int, int, int]:
-    """(rows per block, keys per block, warps, stages)."""
+def sizes(call: Any) -> Sizes:
+    """The preferred sizes, whether or not they fit shared memory."""
     arch, columns = call.device.arch, _varlen.columns(call)
     if call.device.platform == "cpu":
-        return 64, 64, 4, 2
+        return Sizes(64, 64, 4, 2)
     if on_cuda_cores(call):
-        return 16, 16, 4, 2
+        return Sizes(16, 16, 4, 2)
     if not arch.startswith("sm_"):
-        return (128, 32, 4, 2) if columns <= 320 else (64, 32, 4, 1)
+        return Sizes(128, 32, 4, 2) if columns <= 320 else Sizes(64, 32, 4, 1)
     whole = not any(rest for _, rest in _varlen.widths(call))
     if arch == "sm_90" and columns <= 256 and whole and call.soft_cap is None:
-        return 128, 128, 8, 3
-    if arch in WGMMA:
-        return (128, 64, 8, 3) if columns <= 320 else (128, 32, 8, 3)
-    return (128, 64, 8, 3) if columns <= 256 else (128, 32, 8, 3) if columns <= 320 else (64, 32, 8, 3)
+        return Sizes(128, 128, 8, 3)
+    most_columns = 320 if arch in WGMMA else 256  # for which 128 rows and 64 keys fit
+    if columns <= most_columns:
+        return Sizes(128, 64, 8, 3)
+    return Sizes(128 if arch in WGMMA or columns <= 320 else 64, 32, 8, 3)
 
 
 class Queries(NamedTuple):
