@@ -36,8 +36,8 @@ class Combination(Constants):
     Q_TOKENS: int  # query tokens per item; 0: `cu_q_lens` has their number
     ITEMS: int  # items per sequence
     DIVISION: Division | None  # how the attention kernel divided sequences; None for lists of keys
-    MASK: MaskKind | None  # its masks
-    LISTS: ListKind | None  # the lists that it divided; None if a schedule divided them
+    MASK: MaskKind | None  # the attention kernel's masks
+    LISTS: ListKind | None  # the lists that the attention kernel divided; None if a schedule divided them
     LSE_BY_HEAD: bool  # whether lse is [S, H, Q] instead of [T, H]
     HAS_NUM_SEQS: bool
     HAS_SINKS: bool
@@ -123,7 +123,7 @@ def combine(launch: Any, call: Any, stored: Any, results: Any, operands: Any, nu
     `stored` has the parts [splits, ITEMS, K, ROWS, DV], their lses and largest logits without the last axis (or a
     stand-in), and the schedule. `results` has out, lse and optionally the largest logits. `operands` has cu_q_lens,
     num_seqs, sinks, v_scale and the lengths of the sequences or of both lists. `constants` has the fields of
-    `Combination` that do not follow from the call, and `most_rows`, the most rows of an item.
+    `Combination` that do not follow from the call, and `most_rows`, the maximum rows of an item.
     """
     wants_max, most_rows = len(results) == 3, constants.pop("most_rows")
     combination = Combination(

@@ -76,7 +76,7 @@ def scaled_kernel(
     ALIGN: tl.constexpr, MASK: tl.constexpr, SHAPE: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, SIGNED: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """Attend with one block of a sequence's rows, of one KV head, to all its keys. Padding rows get 0."""
+    """Attend with one block of a sequence's rows of one KV head to all keys that they see. Padding rows get 0."""
     GROUP: tl.constexpr = SHAPE.GROUP
     PAGE_SIZE: tl.constexpr = SHAPE.PAGE_SIZE
     seq = tl.program_id(0) // blocks
@@ -130,7 +130,7 @@ def scaled_kernel(
         rounded = narrow(weights, q.dtype)
         values = decode(v, SHAPE.CODES, q.dtype)
         acc = matmul(rounded, values, acc * alpha[:, None])
-        if q.dtype == tl.bfloat16:  # add what the rounding of weights lost
+        if q.dtype == tl.bfloat16:  # add the rounding errors of the weights
             acc = matmul(lost_to_rounding(weights, rounded), values, acc)
     finished = Rows(row, tokens * GROUP, seq * tokens, kv_head)
     store_rows(Output(out_ptr, lse_ptr), (m_i, l_i, acc), finished, q_ptr, 1.0, False, SHAPE)
@@ -154,10 +154,7 @@ def for_scales(call: Any, tile: Tile) -> Tile:
 
 
 def attend(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) -> Any:
-    """Enqueue the kernels of a heads-first call; returns out.
-
-    `align` is "decode" for one query per sequence; otherwise it is the alignment of the prefill chunk.
-    """
+    """Enqueue a heads-first call's kernels; returns out. `align` is "decode" or the alignment of a prefill chunk."""
     if call.quantized:
         return attend_scaled(call, tile, launch, lengths, align)
     lengths = launch.packed(lengths)

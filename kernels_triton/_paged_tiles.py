@@ -19,10 +19,7 @@ from ragged_attention.kernels_triton._tiles import (
 
 
 def tile_fields(call: Any, short_rows: int, rows: int | None = None) -> dict[str, int]:
-    """The fields of a `Tile` except `num_splits`, for `rows` rows per KV head, or for any number if `rows` is None.
-
-    A sequence with at most `short_rows` rows is short.
-    """
+    """The fields of a `Tile` except `num_splits`, for `rows` rows per KV head, or for any number if `rows` is None."""
     tile = tile_sizes(call)
     if rows is not None:
         tile = tile._replace(rows=min(tile.rows, max(16, next_power_of_2(rows))))
@@ -74,10 +71,7 @@ def tile_sizes(call: Any) -> Sizes:
 
 
 def leaves_registers(call: Any) -> bool:
-    """Whether registers suffice for 64 rows of 512 columns.
-
-    The accumulator alone takes half of them, so this holds only for loops that do little more than matrix products.
-    """
+    """Whether registers suffice for 64 rows of 512 columns, although the accumulator alone takes half of them."""
     plain = not call.kv_format.eight_bit and call.soft_cap is None and call.draft_mask is None
     return plain and call.group & (call.group - 1) == 0 and not OLDER_COMPILER
 

@@ -11,7 +11,7 @@ from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_triton._compiler import VERSION
 
 SMALLEST_SHARED_MEMORY = 64 * 1024  # bytes, for GPUs whose shared memory size is unknown
-OLDER_COMPILER = VERSION < (3, 7)  # kernels take about 30 fewer registers than with Triton 3.9
+OLDER_COMPILER = VERSION < (3, 7)  # with such a Triton, kernels take about 30 fewer registers than with 3.9
 WGMMA = ("sm_90", "sm_100", "sm_103")  # GPUs whose matrix units read operands from shared memory
 
 

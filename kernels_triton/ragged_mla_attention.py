@@ -312,12 +312,13 @@ def ragged_latent_kernel(
 def shared_arguments(call: RaggedMlaAttention, launch: Any) -> Shared:
     """The arguments that all launches of a call share, with q as a stand-in for absent arrays."""
     q, keys = launch.packed(call.q), plan.keys_of_tables(call, launch)
-    kv_scale, scale_numbers = scale_arguments("kv_scale", call.kv_scale, q, launch)
-    kv_scale_stride, window = scale_numbers.pop("KV_SCALE_STRIDE"), window_of(call)
+    kv_scale, kv_scale_factor, kv_scale_stride = scale_arguments(call.kv_scale, q, launch)
+    window = window_of(call)
     scales, cap_unit = capped_scale(call.scale, call.soft_cap)
     sequences, numbers = sequence_arguments(call, launch, q)
     addresses = keys.addresses(launch)
     numbers |= {name: addresses[name] for name in ("page_stride", "slot_stride", "num_slots")}
+    numbers |= {"window": window or 0, "kv_scale_factor": kv_scale_factor, **scales}
     constants = {
         "FORMAT": keys.row_format(call.device.arch, launch),
         "MASK": MaskKind(CAUSAL=bool(call.causal), HAS_WINDOW=window is not None),
@@ -330,7 +331,7 @@ def shared_arguments(call: RaggedMlaAttention, launch: Any) -> Shared:
         "PDL": overlaps(call),
     }
     arrays = {"q": q, "kv_cache": keys.cache, **sequences, "kv_scale": kv_scale}
-    return Shared(arrays, {**numbers, **scales, **scale_numbers, "window": window or 0}, constants)
+    return Shared(arrays, numbers, constants)
 
 
 def division_of(call: RaggedMlaAttention, tile: Tile, block_kv: int, *, splits: bool) -> Division:

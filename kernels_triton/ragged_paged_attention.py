@@ -8,20 +8,9 @@ Grids are upper bounds that follow from shapes alone, so the host reads nothing 
 tile kernel finds its sequence by binary search over `cu_q_lens`. A program of the split kernel finds its split by sums
 over all lengths. A program without work returns at once.
 
-Both kernels do three things: find their rows and keys, run the loop over keys, and store the rows. The parts are in
-modules that other operations share:
-
-- `_splits`: the division of work. `Batch` bundles the call's sequences; `Split` is one program's share of a short one.
-- `_rows`: loads of query rows and stores of results. `Rows` says which rows a program has.
-- `_mask`: causal, window and draft masks. `Mask` bundles their numbers; `Visible` says which keys a block of rows sees.
-- `_pages`: the FlashAttention loop. `Queries` bundles the loaded query rows and their logit scales; `Pages` bundles the
-  addresses of one KV head's K and V and the sequence's row of the block table.
-- `_softmax`, `_formats`: the online softmax step, and how 8-bit caches are decoded.
-- `_combine`: the combine kernel.
-- `_paged_tiles`: the tile sizes for each GPU.
-
-A bundle of tensors is a named tuple. Compile-time constants are frozen dataclasses (`_constants`); `Config` has all
-constants of a launch. This file has the two kernels, and the host code that launches them.
+Both kernels find their rows and keys (`_splits`), load the rows (`_rows`), run the FlashAttention loop over keys
+(`_pages`, with the masks of `_mask`), and store the rows. A bundle of tensors is a named tuple. Compile-time constants
+are frozen dataclasses (`_constants`); `Config` has all constants of a launch. docs/kernels.md explains the design.
 """
 
 import dataclasses
@@ -37,10 +26,10 @@ from ragged_attention.kernels_triton import _paged_tiles
 from ragged_attention.kernels_triton._constants import INTERPRETED, Constants
 from ragged_attention.kernels_triton._formats import (
     array_heads,
-    cache_format,
     cache_views,
     decodes_by_integers,
     load_scale,
+    number_format,
     scale_arguments,
 )
 from ragged_attention.kernels_triton._mask import Mask, mask_arguments, most_keys, visible_keys
@@ -281,26 +270,25 @@ def shared_arguments(call: Any, launch: Any) -> Shared:
     """The arguments that both attention kernels share, with q as a stand-in for absent arrays."""
     q = launch.packed(call.q)
     k_pages, v_pages, kv_strides = cache_views(call, launch)
-    k_scale, k_numbers = scale_arguments("k_scale", call.k_scale, q, launch)
-    v_scale, v_numbers = scale_arguments("v_scale", call.v_scale, q, launch)
+    k_scale, k_factor, k_stride = scale_arguments(call.k_scale, q, launch)
+    v_scale, v_factor, v_stride = scale_arguments(call.v_scale, q, launch)
     draft_mask = q if call.draft_mask is None else launch.packed(call.draft_mask)
     mask, mask_numbers = mask_arguments(call, launch.strides(draft_mask)[0])
-    k_stride, v_stride = k_numbers.pop("K_SCALE_STRIDE"), v_numbers.pop("V_SCALE_STRIDE")
     has_soft_cap = call.soft_cap is not None
     sequences, numbers = sequence_arguments(call, launch, q)
     numbers |= {
         "num_pages": call.num_pages,
         "sm_scale": call.scale,
         "soft_cap": float(call.soft_cap or 1.0),
+        "k_scale_factor": k_factor,
+        "v_scale_factor": v_factor,
         **kv_strides,
-        **k_numbers,
-        **v_numbers,
         **mask_numbers,
     }
     scaling = Scaling(
         K_SCALE_STRIDE=k_stride,
         V_SCALE_STRIDE=v_stride,
-        SIGNED=k_stride >= 0 or call.scale * k_numbers["k_scale_factor"] < 0,
+        SIGNED=k_stride >= 0 or call.scale * k_factor < 0,
         HAS_SOFT_CAP=has_soft_cap,
         HAS_SINKS=call.sinks is not None,
     )
@@ -333,7 +321,7 @@ def shape_of(call: Any, v_head_dim: int) -> Shape:
         D_PAD=next_power_of_2(call.head_dim),
         DV=v_head_dim,
         DV_PAD=next_power_of_2(v_head_dim),
-        CODES=cache_format(call),
+        CODES=number_format(call.cache_dtype, call.device.arch),
         DECODED_AT_ONCE=call.kv_format.eight_bit and not decodes_by_integers(call) and not INTERPRETED,
         Q_UNITS=call.kv_format.eight_bit and dtype_name(call.q) == "bfloat16",
     )

@@ -47,19 +47,9 @@ def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:
     if tile.decoded and not call.kv_format.quantized:
         raise InvalidInput("expected decoded=False with a plain cache, got True")
     decoded = tile.decoded and call.num_slots > 0
-    lists = launch.packed(call.indices)
-    token_stride, head_stride, _ = launch.strides(lists)
     q = launch.packed(call.q)
     q_token_stride, q_head_stride, _ = launch.strides(q)
-    keys = plan.Keys(
-        cache=plan.readable(call.kv, call.kv_format, launch),
-        form=call.kv_format,
-        lists=lists,
-        list_strides=(token_stride, 0, head_stride),
-        lens=call.topk_lens,
-        longest=call.topk,
-        page_size=call.page_size,
-    )
+    keys = plan.keys_of_lists(call.kv, call.kv_format, call.indices, call.topk_lens, launch, by_head=True)
     work = plan.Work(
         call=call,
         q=q,

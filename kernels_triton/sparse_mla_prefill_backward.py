@@ -210,7 +210,7 @@ def give_columns(rows, gradients, q, d_out, FIRST: tl.constexpr, LAST: tl.conste
 
 @triton.jit
 def load_group(rows, readable, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
-    """One group of the rows' columns."""
+    """The group of the rows' columns with index GROUP."""
     FIRST: tl.constexpr = GROUP * COLUMNS.WIDTH
     return whole_columns(rows, readable, FIRST, COLUMNS.GROUPED - FIRST, COLUMNS.WIDTH)
 
@@ -415,8 +415,8 @@ def columns_of(call: Any) -> Columns:
     )
 
 
-def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any) -> Any:
-    """Enqueue the gradients of a chunk of tokens; returns the entries' rows (or a stand-in) and the updated `held`."""
+def add_chunk(call: Any, tile: Tile, launch: Any, first: int, tokens: int, sums: Any) -> Any:
+    """Enqueue the gradients of a chunk of tokens; returns the entries' rows (or a stand-in) and the updated `sums`."""
     q, d_out, out = launch.packed(call.q), launch.packed(call.d_out), launch.packed(call.out)
     kv, kv_strides = row_addresses(call, launch)
     lists, lens, of_lists = lists_of(call, launch)
@@ -428,7 +428,7 @@ def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any)
         (tokens * call.num_kv_heads * blocks,),
         (
             d_out, q, kv, lists, lens, out, lse, lse if call.d_lse is None else launch.contiguous(call.d_lse),
-            lse if call.sinks is None else launch.packed(call.sinks), *held,
+            lse if call.sinks is None else launch.packed(call.sinks), *sums,
         ),
         [(parts, "float32")],
         inplace=(9, 10, 11),
@@ -493,7 +493,7 @@ def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> Any:
     step = tile.chunk_tokens if call.deterministic else max(call.num_tokens, 1)
     for first in range(0, call.num_tokens, step):
         tokens = min(step, call.num_tokens - first)
-        parts, sums, dq, terms = give(call, tile, launch, first, tokens, (sums, dq, terms))
+        parts, sums, dq, terms = add_chunk(call, tile, launch, first, tokens, (sums, dq, terms))
         if call.deterministic:
             sums = gather(call, launch, first, tokens, parts, sums)
     dkv = sums

@@ -10,11 +10,11 @@ from ragged_attention.calls import WriteKvPages
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import (
     array_heads,
-    cache_format,
     cache_views,
     divided,
     encode,
     load_scale,
+    number_format,
     scale_arguments,
 )
 from ragged_attention.kernels_triton._sequences import VARYING, PageTable, count_sequences, query_edge
@@ -191,14 +191,12 @@ def run(call: WriteKvPages, tile: Tile, launch: Any) -> Any:
     k_pages, v_pages, strides = cache_views(call, launch)
     # 8-bit elements that are copied unchanged reach the kernel as integers, which float32 represents exactly.
     scales = (None, None) if call.copies else (call.k_scale, call.v_scale)
-    k_scale, k_arguments = scale_arguments("k_scale", scales[0], k, launch)
-    v_scale, v_arguments = scale_arguments("v_scale", scales[1], k, launch)
+    (k_scale, k_factor, k_stride), (v_scale, v_factor, v_stride) = (scale_arguments(one, k, launch) for one in scales)
     places, numbers = place_arguments(call, launch)
-    k_scale_stride, v_scale_stride = k_arguments.pop("K_SCALE_STRIDE"), v_arguments.pop("V_SCALE_STRIDE")
 
     def element(width: int, scale_stride: int) -> Element:
         return Element(
-            FORMAT="plain" if call.copies else cache_format(call),
+            FORMAT="plain" if call.copies else number_format(call.cache_dtype, call.device.arch),
             PAGE_SIZE=call.page_size,
             D=width,
             D_PAD=next_power_of_2(width),
@@ -221,11 +219,11 @@ def run(call: WriteKvPages, tile: Tile, launch: Any) -> Any:
         **dict(zip(("k_token_stride", "k_new_head_stride"), launch.strides(k), strict=False)),
         **dict(zip(("v_token_stride", "v_new_head_stride"), launch.strides(v), strict=False)),
         **strides,
-        **k_arguments,
-        **v_arguments,
+        k_scale_factor=k_factor,
+        v_scale_factor=v_factor,
         CONFIG=Config(
-            K=element(call.head_dim, k_scale_stride),
-            V=element(call.v_head_dim, v_scale_stride),
+            K=element(call.head_dim, k_stride),
+            V=element(call.v_head_dim, v_stride),
             BLOCK_T=tile.block_t,
             HAS_SLOTS=call.slot_mapping is not None,
             HAS_NUM_SEQS=call.num_seqs is not None,

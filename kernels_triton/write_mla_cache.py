@@ -215,7 +215,7 @@ def run(call: WriteMlaCache, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns the cache."""
     kv, cache = launch.packed(call.kv), call.cache
     num_tokens, num_kv_heads, _ = kv.shape
-    kv_scale, scale_numbers = scale_arguments("kv_scale", call.kv_scale, kv, launch)
+    kv_scale, factor, stride = scale_arguments(call.kv_scale, kv, launch)
     places, numbers = place_arguments(call, launch)
     (written,) = launch(
         write_rows_kernel,
@@ -228,7 +228,8 @@ def run(call: WriteMlaCache, tile: Tile, launch: Any) -> Any:
         PLACES="tables" if call.slot_mapping is None else "slots",
         HAS_NUM_SEQS=call.num_seqs is not None,
         **numbers,
-        **scale_numbers,
+        kv_scale_factor=factor,
+        KV_SCALE_STRIDE=stride,
         kv_page_stride=launch.strides(kv)[0],
         kv_row_stride=0,
         kv_head_stride=launch.strides(kv)[1],

@@ -35,15 +35,15 @@ from ragged_attention.kernels_triton._softmax import LN2, LOG2E, finish
 from ragged_attention.kernels_triton._splits import divide_blocks, find_entry
 from ragged_attention.kernels_triton._tiles import OLDER_COMPILER, Sizes, cdiv, next_power_of_2, overlaps
 
-MOST_PROGRAMS = 2**16 - 1  # the limit of a grid's third axis
+MAX_PROGRAMS = 2**16 - 1  # the limit of a grid's third axis
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Config(Constants):
     """The compile-time constants of a launch of the kernel."""
 
-    FORMAT: RowFormat  # of the cache
-    EXTRA_FORMAT: RowFormat  # of the second cache
+    FORMAT: RowFormat
+    EXTRA_FORMAT: RowFormat  # the format of the second cache's rows
     LOOP: Loop
     LISTS: ListKind
     NUM_HEADS: int
@@ -324,6 +324,6 @@ def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
         HAS_NUM_SEQS=False,
         V_SCALE_STRIDE=-1,
         MERGED=min(next_power_of_2(tile.num_splits), max(1, 4096 // next_power_of_2(call.d_v))),
-        most_rows=min(work.rows, MOST_PROGRAMS),
+        most_rows=min(work.rows, MAX_PROGRAMS),
     )
     return out, lse, *(largest or [maxima])

@@ -1,4 +1,4 @@
-"""Latent attention: a call in the terms of the kernel, and the choice of its tile."""
+"""Latent attention: a call in the terms of the kernel, and the selection of its tile."""
 
 import dataclasses
 import functools
@@ -26,12 +26,12 @@ MIN_INVARIANT_SPLIT = 512  # minimum keys per split in batch-invariant mode: oth
 MAX_INVARIANT_SPLITS = 16  # maximum splits per job in batch-invariant mode
 START_COST = 128  # cost of starting a program, in keys
 MERGE_COST = 4  # cost of merging one more split, in keys
-DECODED_EACH = 16  # a cache is decoded first if lists name each slot at least this often on average
-DECODED_LEAST = 2**17  # list entries below which decoding first is not worth one more kernel
-DECODED_MOST = 2**30  # bytes that a decoded cache may take
+MIN_MENTIONS = 16  # a cache is decoded first if lists name each slot at least this often on average
+MIN_ENTRIES = 2**17  # list entries below which decoding first is not worth one more kernel
+MAX_DECODED_BYTES = 2**30  # bytes that a decoded cache may take
 DECODED_SHARED_MEMORY = 128 * 1024  # bytes that 32 rows and 32 decoded keys need
 LARGEST_INT = 2**31 - 1
-LEAST = 16  # rows and keys of the smallest tile
+SMALLEST = 16  # rows and keys of the smallest tile
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +91,23 @@ class Keys:
 def readable(cache: Any, form: CacheFormat, launch: Any) -> Any:
     """The cache, or a copy if its alignment does not allow kernels to read scales and rotary columns as words."""
     return launch.words(cache, packed_rows=form.planar) if form.quantized else launch.packed(cache)
+
+
+def keys_of_lists(
+    cache: Any, form: CacheFormat, indices: Any, lens: Any, launch: Any, *, by_head: bool = False
+) -> Keys:  # fmt: skip
+    """The `Keys` of lists of slots: `indices` [S, Q, n] or, if `by_head`, [S, K, n]."""
+    lists = launch.packed(indices)
+    first, second, _ = launch.strides(lists)
+    return Keys(
+        cache=readable(cache, form, launch),
+        form=form,
+        lists=lists,
+        list_strides=(first, 0, second) if by_head else (first, second, 0),
+        lens=lens,
+        longest=indices.shape[2],
+        page_size=cache.shape[1] if len(cache.shape) == 4 else 1,
+    )
 
 
 def keys_of_tables(call: Any, launch: Any) -> Keys:
@@ -231,12 +248,12 @@ def too_wide(call: Any, access: KeyAccess) -> str | None:
     budget = call.device.shared_memory
     if call.device.platform != "cuda" or not budget:
         return None
-    least = shared_bytes(call, access, LEAST, LEAST, 1)
+    least = shared_bytes(call, access, SMALLEST, SMALLEST, 1)
     if least <= budget:
         return None
+    limit = f"{budget} bytes of shared memory beside {SMALLEST} keys"
     return (
-        f"takes rows of which {LEAST} fit {budget} bytes of shared memory beside {LEAST} keys, got d_qk {call.d_qk} in "
-        f"{dtype_name(call.q)}, for {least} bytes"
+        f"takes rows of which {SMALLEST} fit {limit}, got d_qk {call.d_qk} in {dtype_name(call.q)}, for {least} bytes"
     )
 
 
@@ -267,15 +284,12 @@ def decodes_first(call: Any) -> bool:
     if call.device.arch != "sm_90" or next_power_of_2(call.group) < 64:
         return False
     entries = call.num_tokens * call.topk
-    often = entries >= max(DECODED_EACH * call.num_slots, DECODED_LEAST)
-    return often and 2 * call.num_slots * decoded_width(call.kv_format) <= DECODED_MOST
+    often = entries >= max(MIN_MENTIONS * call.num_slots, MIN_ENTRIES)
+    return often and 2 * call.num_slots * decoded_width(call.kv_format) <= MAX_DECODED_BYTES
 
 
 def shared_bytes(call: Any, access: KeyAccess, rows: int, keys: int, stages: int) -> int:
-    """An estimate of a program's shared memory, in bytes.
-
-    It includes queries, weights, the rows in flight and, if the program decodes rows, both operands of each row.
-    """
+    """Estimated bytes of shared memory: queries, weights, rows in flight and, if decoded, both operands of each row."""
     form = call.kv_format
     values, rest = (next_power_of_2(n) if n else 0 for n in columns(call))
     queries = rows * (values + rest + keys)
@@ -288,16 +302,17 @@ def shared_bytes(call: Any, access: KeyAccess, rows: int, keys: int, stages: int
     return (keys * (2 * values + rest + staged) + queries) * operand_size(call) + (stages - 1) * keys * call.d_qk
 
 
-def splits(work: int, slots: int, keys: int, block_kv: int) -> int:
-    """The number of splits per job that is fastest if all lists have their maximum length.
+def splits(work: int, concurrent: int, keys: int, block_kv: int) -> int:
+    """The number of splits per job that is fastest if all lists have their maximum length, `keys`.
 
-    A split consists of whole key blocks. If several numbers give splits of equal length, the smallest is returned.
+    Without splits there would be `work` programs, and the device runs `concurrent` at once. A split consists of whole
+    key blocks. If several numbers are equally fast, the smallest is returned.
     """
     blocks, least = cdiv(keys, block_kv), cdiv(MIN_SPLIT, block_kv)
     most = max(1, min(MAX_SPLITS, cdiv(keys, MIN_SPLIT)))
 
     def cost(n: int) -> int:
         longest = max(cdiv(blocks, n), least) * block_kv
-        return cdiv(work * n, slots) * (longest + START_COST) + (n > 1) * n * MERGE_COST
+        return cdiv(work * n, concurrent) * (longest + START_COST) + (n > 1) * n * MERGE_COST
 
     return min(range(1, most + 1), key=cost)
