@@ -1,10 +1,9 @@
 """Causal masks, sliding windows and draft masks.
 
-A mask gives each query position one range of keys, [first_key, end_key). Both ends never decrease from one position to
-the next. The keys that some query of a block sees, and those that all its queries see, follow from these two functions.
-So a new kind of mask changes them, `mask_arguments`, and the functions that use more than both ends: `fewest_keys`,
-`sees`, and for gradients the inverses `first_query` and `end_query`, the queries that see a key. The attention kernels
-and the combine kernel take its numbers as arguments. A draft mask hides further individual keys.
+A mask gives each query position one range of keys, [first_key, end_key), whose ends never decrease from one position
+to the next. A new kind of mask changes these two functions, the numbers and arguments below, and the functions that use
+more than both ends: `fewest_keys`, `sees`, and for gradients the inverses `first_query` and `end_query`, which give the
+queries that see a key. A draft mask hides further individual keys.
 """
 
 import dataclasses

@@ -104,6 +104,11 @@ def segment_edge(cu_q_lens_ptr, segment, num_seqs, num_tokens):
     return tl.where(segment == 0, 0, tl.where(segment > num_seqs + 1, num_tokens, edge))
 
 
+def max_blocks(rows: int, block: int, num_seqs: int) -> int:
+    """The maximum number of blocks, each with one program, that `find_segment` numbers for `rows` rows."""
+    return rows // block + num_seqs + 2 if rows else 0
+
+
 @triton.jit
 def find_segment(block, cu_q_lens_ptr, num_seqs, num_tokens, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     """The segment (see `segment_edge`) that a block of rows belongs to, found by binary search.

@@ -40,7 +40,7 @@ from ragged_attention.kernels_triton._latent.softmax import (
 )
 from ragged_attention.kernels_triton._mask import Mask, MaskKind, key_range, most_keys, window_of
 from ragged_attention.kernels_triton._ragged import Shared, results, run_splits, sequence_arguments
-from ragged_attention.kernels_triton._sequences import VARYING, count_sequences
+from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, max_blocks
 from ragged_attention.kernels_triton._softmax import LOG2E, finish
 from ragged_attention.kernels_triton._splits import (
     FEW_TOKENS,
@@ -380,17 +380,12 @@ def launch_arguments(
     }
 
 
-def long_programs(call: RaggedMlaAttention, sizes: Sizes) -> int:
-    """The maximum number of row blocks, each with one program; see `find_segment`."""
-    return call.num_tokens * call.num_q_heads // sizes.rows + call.max_num_seqs + 2
-
-
 def run_long(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared) -> Any:
     """Enqueue the kernel for long sequences and the rows of no sequence; returns out and lse."""
     nothing, q = ((1,), "float32"), shared.arrays["q"]  # q is a stand-in for absent arrays
     *_, out, lse = launch(
         ragged_latent_kernel,
-        (long_programs(call, tile.long) if call.num_tokens else 0,),
+        (max_blocks(call.num_tokens * call.group, tile.block_h, call.max_num_seqs),),
         (*shared.arrays.values(), q, q),
         [nothing, nothing, *results(call)],
         num_parts=0,
@@ -403,7 +398,10 @@ def run_long(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared) 
 def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared, target: Any) -> Any:
     """Enqueue the kernels for short sequences; returns out and lse. See `run_splits`."""
     entries, stored = splits_at_most(call.max_num_seqs, tile.num_splits, invariant=tile.invariant)
-    programs = entries * (tile.short_rows // tile.split_block_h)
+    rows = 0 if target else call.num_tokens * call.group  # the rows of long sequences, which have programs of their own
+    programs = entries * (tile.short_rows // tile.split_block_h) + max_blocks(
+        rows, tile.split_block_h, call.max_num_seqs
+    )
     return run_splits(
         launch,
         call,
@@ -411,7 +409,7 @@ def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared,
         target,
         (stored, tile.short_rows),
         kernel=ragged_latent_kernel,
-        grid=(programs + (0 if target else long_programs(call, tile.short)),),
+        grid=(programs,),
         division=division_of(call, tile, tile.split_block_kv, splits=True),
         mask=shared.constants["MASK"],
         scale=("kv_scale", shared.constants["KV_SCALE_STRIDE"]),

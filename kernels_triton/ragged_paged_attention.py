@@ -46,7 +46,7 @@ from ragged_attention.kernels_triton._rows import (
     store_rows,
     store_split,
 )
-from ragged_attention.kernels_triton._sequences import VARYING, count_sequences
+from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, max_blocks
 from ragged_attention.kernels_triton._splits import (
     FEW_TOKENS,
     LARGEST_INT,
@@ -110,7 +110,7 @@ def why_not(call: RaggedPagedAttention) -> str | None:
 
 
 def heuristic(call: RaggedPagedAttention) -> Tile:
-    """A tile that fits registers and shared memory, wgmma-sized if there are enough rows; splits that fill the GPU."""
+    """A tile that fits registers and shared memory, for wgmma if rows suffice, and enough splits to fill the GPU."""
     short_rows = _paged_tiles.short_rows(call, short_tokens(call))
     fields = _paged_tiles.tile_fields(call, short_rows, call.num_tokens * call.group)
     return Tile(**fields, num_splits=splits(call))
@@ -348,10 +348,9 @@ def run_tile(call: Any, tile: Tile, launch: Any, shared: Shared) -> list[Any]:
         MASKED_BELOW=LARGEST_INT.value if tile.invariant else masked_below,  # the masked loop visits keys in order
     )
     division = Division(GROUP=call.group, SHORT_ROWS=tile.split_block_q, BLOCK_KV=tile.block_kv, SPLIT_KV=False)
-    blocks = call.num_tokens * call.group // tile.block_q + call.max_num_seqs + 2
     return launch(
         tile_kernel,
-        (blocks if call.num_tokens else 0, call.num_kv_heads),
+        (max_blocks(call.num_tokens * call.group, tile.block_q, call.max_num_seqs), call.num_kv_heads),
         tuple(shared.arrays.values()),
         results(call),
         num_warps=tile.num_warps,

@@ -51,8 +51,6 @@ FEATURES = frozenset({"d_lse", "sm_scale", "d_v", "sinks", "topk_lens", "determi
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """The tunable sizes."""
-
     block_h: int = 16  # heads per program
     block_kv: int = 16  # keys per step
     num_warps: int = 4
@@ -85,7 +83,7 @@ def heuristic(call: SparseMlaPrefillBackward) -> Tile:
 
 
 def sizes(call: Any) -> Sizes:
-    """Sizes with as many rows, which are heads, as registers can hold: each block of heads reads all rows of the list.
+    """The sizes, whose rows are heads: as many as registers can hold, since each block of heads reads the whole list.
 
     More keys per step would leave no registers to prefetch the next block.
     """
@@ -380,14 +378,6 @@ def gradient_kernel(
 # ---- launching
 
 
-def row_addresses(call: Any, launch: Any) -> tuple[Any, dict[str, int]]:
-    """(rows that kernels can read, the kernel's address arguments)."""
-    kv = launch.packed(call.kv)
-    *page_and_slot, head, _ = launch.strides(kv)
-    page, slot = (*page_and_slot, 0)[:2]
-    return kv, {"page_stride": page, "slot_stride": slot, "head_stride": head if call.num_kv_heads > 1 else 0}
-
-
 def lists_of(call: Any, launch: Any) -> tuple[Any, Any, dict[str, Any]]:
     """(lists, their lengths, the kernels' arguments about them)."""
     lists = launch.packed(call.indices)
@@ -418,7 +408,8 @@ def columns_of(call: Any) -> Columns:
 def add_chunk(call: Any, tile: Tile, launch: Any, first: int, tokens: int, sums: Any) -> Any:
     """Enqueue the gradients of a chunk of tokens; returns the entries' rows (or a stand-in) and the updated `sums`."""
     q, d_out, out = launch.packed(call.q), launch.packed(call.d_out), launch.packed(call.out)
-    kv, kv_strides = row_addresses(call, launch)
+    kv = launch.packed(call.kv)
+    page, *slot, head, _ = launch.strides(kv)
     lists, lens, of_lists = lists_of(call, launch)
     lse = launch.contiguous(call.lse)
     blocks = cdiv(call.group, tile.block_h)
@@ -437,7 +428,9 @@ def add_chunk(call: Any, tile: Tile, launch: Any, first: int, tokens: int, sums:
         first_token=first,
         scale=call.scale,
         **stride_arguments(launch, ("token", "head"), d_out=d_out, q=q, out=out),
-        **kv_strides,
+        page_stride=page,
+        slot_stride=slot[0] if slot else 0,
+        head_stride=head if call.num_kv_heads > 1 else 0,
         **of_lists,
         HAS_SINKS=call.sinks is not None,
         HAS_D_LSE=call.d_lse is not None,

@@ -43,8 +43,6 @@ MAX_SPLITS = 64
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """The tunable sizes."""
-
     block: int = 2048  # columns per step
     num_warps: int = 4
     num_splits: int = 1  # splits per row

@@ -16,7 +16,7 @@ from ragged_attention.kernels_triton._compiler import first_of_block
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._mask import Mask, sees
 from ragged_attention.kernels_triton._rows import Rows, logit_scales
-from ragged_attention.kernels_triton._sequences import VARYING, block_start, end_blocks, whole_blocks
+from ragged_attention.kernels_triton._sequences import VARYING, block_start, end_blocks, max_blocks, whole_blocks
 from ragged_attention.kernels_triton._softmax import finish, online_softmax, soft_capped
 from ragged_attention.kernels_triton._tiles import (
     WGMMA,
@@ -192,10 +192,9 @@ def run(call: VarlenAttention, tile: Tile, launch: Any) -> Any:
     k, v = (_varlen.near(array, 1, launch) for array in (call.k, call.v))
     cu_q_lens, cu_kv_lens = map(launch.packed, (call.cu_q_lens, call.cu_kv_lens))
     numbers, config = _varlen.shared_arguments(call, launch, q=q, k=k, v=v)
-    blocks = call.num_q_tokens * call.group // tile.block_q + call.num_seqs + 2
     return launch(
         forward_kernel,
-        (blocks if call.num_q_tokens else 0, call.num_kv_heads),
+        (max_blocks(call.num_q_tokens * call.group, tile.block_q, call.num_seqs), call.num_kv_heads),
         (q, k, v, cu_q_lens, cu_kv_lens, cu_q_lens if call.sinks is None else launch.packed(call.sinks)),
         [(call.out_shape, call.q.dtype), (call.q.shape[:2], "float32")],
         num_warps=tile.num_warps,

@@ -22,7 +22,7 @@ from ragged_attention.kernels_triton._compiler import aligned_down, first_of_blo
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._mask import Mask, end_query, first_key, first_query, sees
 from ragged_attention.kernels_triton._rows import Rows, logit_scales
-from ragged_attention.kernels_triton._sequences import VARYING, Edges, block_start, end_blocks, whole_blocks
+from ragged_attention.kernels_triton._sequences import VARYING, Edges, block_start, end_blocks, max_blocks, whole_blocks
 from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, soft_capped, sum_of_products
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
@@ -512,10 +512,9 @@ def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Any:
     inputs = (d_out, q, k, v, terms, cu_q_lens, cu_kv_lens)
     numbers, config = _varlen.shared_arguments(call, launch, d_out=d_out, q=q, k=k, v=v)
     config["HAS_SHARE"] = has_share(call)
-    row_programs = call.num_q_tokens * call.group // tile.dq_block_q + call.num_seqs + 2
     [dq] = launch(
         dq_kernel,
-        (row_programs if call.num_q_tokens else 0, call.num_kv_heads),
+        (max_blocks(call.num_q_tokens * call.group, tile.dq_block_q, call.num_seqs), call.num_kv_heads),
         inputs,
         [(call.q.shape, call.q.dtype)],
         num_warps=tile.dq_num_warps,
@@ -523,10 +522,9 @@ def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Any:
         CONFIG=Config(BLOCK_Q=tile.dq_block_q, BLOCK_KV=tile.dq_block_kv, **config),
         **numbers,
     )
-    key_programs = call.num_kv_tokens // tile.block_kv + call.num_seqs + 2
     dk, dv = launch(
         dkv_kernel,
-        (key_programs if call.num_kv_tokens else 0, call.num_kv_heads),
+        (max_blocks(call.num_kv_tokens, tile.block_kv, call.num_seqs), call.num_kv_heads),
         inputs,
         [(call.k.shape, call.k.dtype), (call.v.shape, call.v.dtype)],
         num_warps=tile.num_warps,

@@ -27,8 +27,6 @@ FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "n
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """The tunable sizes."""
-
     block_t: int = 16  # tokens per program
     num_warps: int = 4
 

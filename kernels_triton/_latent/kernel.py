@@ -197,7 +197,7 @@ def sums_by_column(call: Any, form: CacheFormat, sizes: Sizes, *, decoded: bool 
     """Whether the softmax keeps its sums by column; see `no_sums`.
 
     Such sums take registers. 32 rows on four warps leave too few, and so do 64 rows of two formats. 64 rows of a plain
-    cache leave enough, but there Triton 3.6 to 3.9 would give the sums an operand's layout and compute each exponential
+    cache leave enough, but Triton 3.6 to 3.9 would then give the sums an operand's layout and compute each exponential
     twice.
     """
     if call.d_v > 512:
@@ -212,7 +212,7 @@ def config_of(
 ) -> Config:
     """The `Config` of a call's launch."""
     call, keys, extra = work.call, work.keys, work.extra or work.keys
-    arch = call.device.arch
+    arch, sizes = call.device.arch, Sizes(tile.block_h, tile.block_kv, tile.num_warps, tile.num_stages)
     return Config(
         FORMAT=keys.row_format(arch, launch),
         EXTRA_FORMAT=extra.row_format(arch, launch),
@@ -222,7 +222,7 @@ def config_of(
             HAS_WINDOW=work.window is not None,
             HAS_SOFT_CAP=work.soft_cap is not None,
             BLOCK_KV=tile.block_kv,
-            SUMS_BY_COLUMN=sums_by_column(call, keys.form, tile.sizes, decoded=keys.decoded),
+            SUMS_BY_COLUMN=sums_by_column(call, keys.form, sizes, decoded=keys.decoded),
             OPERANDS=operands(call, tile.block_h, decoded=keys.decoded),
         ),
         LISTS=lists,

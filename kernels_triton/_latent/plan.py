@@ -36,18 +36,12 @@ SMALLEST = 16  # rows and keys of the smallest tile
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """The tunable sizes."""
-
     block_h: int = 16  # rows per program: heads or, in a dense call, heads times query tokens
     block_kv: int = 32  # keys per step
     num_warps: int = 4
     num_stages: int = 2
     num_splits: int = 1  # maximum splits per job; with 1, results are batch-invariant
     invariant: bool = False  # batch-invariant mode: splits depend on the job's length only, not on a schedule
-
-    @property
-    def sizes(self) -> Sizes:
-        return Sizes(self.block_h, self.block_kv, self.num_warps, self.num_stages)
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, block_h=(16, 128), block_kv=(16, 128), num_warps=(1, 16))
