@@ -18,7 +18,7 @@ from ragged_attention.kernels_triton._tiles import (
 )
 
 
-def tile_fields(call: Any, short_rows: int, rows: int | None = None) -> dict[str, int]:
+def tile_fields(call: Any, short_tokens: int, rows: int | None = None) -> dict[str, int]:
     """The fields of a `Tile` except `num_splits`, for `rows` rows per KV head, or for any number if `rows` is None."""
     tile = tile_sizes(call)
     if rows is not None:
@@ -26,6 +26,7 @@ def tile_fields(call: Any, short_rows: int, rows: int | None = None) -> dict[str
     if tile.rows < 64 and not on_cuda_cores(call):  # then single warps compute the products
         narrow = call.device.arch.startswith("sm_") and padded_width(call) <= 128
         tile = tile._replace(keys=min(tile.keys, 64), warps=4 if narrow else tile.warps)
+    short_rows = min(max(16, next_power_of_2(call.group * short_tokens)), 64 if call.group <= 64 else 128)
     split = split_sizes(call, short_rows)
     return fitting_pages(call, tile).fields("block_q") | fitting_pages(call, split).fields("block_q", "split_")
 
@@ -115,17 +116,12 @@ def fitting_pages(call: Any, sizes: Sizes) -> Sizes:
     # A pipeline of n stages keeps n - 1 blocks in shared memory. With wgmma it keeps n, except in loops over WIDE rows,
     # which look up a block's pages in the iteration that uses it (`_pages.attend`). wgmma reads weights from registers,
     # so they take no shared memory.
-    wide = call.device.arch in WGMMA and rows >= 64
-    more = 0 if wide else 1
-    fewer = 1 if width >= 512 else more
+    wgmma = call.device.arch in WGMMA and rows >= 64
+    one_less = not wgmma or width >= 512
 
     def size(keys: int, stages: int) -> int:
-        return (max(stages - fewer, 1) * keys * both + rows * (width + more * keys)) * item_size(call.q)
+        weights = 0 if wgmma else rows * keys
+        return (max(stages - one_less, 1) * keys * both + rows * width + weights) * item_size(call.q)
 
     keys, stages = fit(call, sizes.keys, sizes.stages, size, good_keys=32)
     return sizes._replace(keys=keys, stages=stages)
-
-
-def short_rows(call: Any, tokens: int) -> int:
-    """`Tile.split_block_q`, the maximum rows of a short sequence, for `tokens` query tokens per sequence."""
-    return min(max(16, next_power_of_2(call.group * tokens)), 64 if call.group <= 64 else 128)

@@ -354,9 +354,8 @@ def launch_arguments(
     call: RaggedMlaAttention, tile: Tile, sizes: Sizes, shared: Shared, *, short: bool, long: bool
 ) -> dict[str, Any]:
     """The options and constants of a launch for short sequences, long ones, or both."""
-    mixed = (
-        call.num_q_heads % sizes.rows != 0
-    )  # otherwise all rows of a block have the same token and see the same keys
+    # If every block has the heads of one token only, its rows see the same keys, and the loop needs no masks.
+    mixed = call.num_q_heads % sizes.rows != 0
     return {
         "num_splits": tile.num_splits,
         "num_warps": sizes.warps,
@@ -398,10 +397,9 @@ def run_long(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared) 
 def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared, target: Any) -> Any:
     """Enqueue the kernels for short sequences; returns out and lse. See `run_splits`."""
     entries, stored = splits_at_most(call.max_num_seqs, tile.num_splits, invariant=tile.invariant)
-    rows = 0 if target else call.num_tokens * call.group  # the rows of long sequences, which have programs of their own
-    programs = entries * (tile.short_rows // tile.split_block_h) + max_blocks(
-        rows, tile.split_block_h, call.max_num_seqs
-    )
+    programs = entries * (tile.short_rows // tile.split_block_h)
+    if target is None:  # with programs for long sequences
+        programs += max_blocks(call.num_tokens * call.group, tile.split_block_h, call.max_num_seqs)
     return run_splits(
         launch,
         call,

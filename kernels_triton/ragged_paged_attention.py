@@ -111,8 +111,7 @@ def why_not(call: RaggedPagedAttention) -> str | None:
 
 def heuristic(call: RaggedPagedAttention) -> Tile:
     """A tile that fits registers and shared memory, for wgmma if rows suffice, and enough splits to fill the GPU."""
-    short_rows = _paged_tiles.short_rows(call, short_tokens(call))
-    fields = _paged_tiles.tile_fields(call, short_rows, call.num_tokens * call.group)
+    fields = _paged_tiles.tile_fields(call, short_tokens(call), call.num_tokens * call.group)
     return Tile(**fields, num_splits=splits(call))
 
 
@@ -123,7 +122,7 @@ def invariant_tile(call: RaggedPagedAttention) -> Tile:
     are in its block.
     """
     split = call.sliding_window is None or call.sliding_window > MIN_INVARIANT_SPLIT
-    fields = _paged_tiles.tile_fields(call, _paged_tiles.short_rows(call, FEW_TOKENS))
+    fields = _paged_tiles.tile_fields(call, FEW_TOKENS)
     return Tile(**fields, num_splits=INVARIANT_SPLITS if split else 1, invariant=True)
 
 
