@@ -141,10 +141,7 @@ def short_sequence(seq, batch, mask, KIND: tl.constexpr, DIVISION: tl.constexpr)
 
 @triton.jit
 def balanced_splits(batch, mask, num_splits, KIND: tl.constexpr, DIVISION: tl.constexpr):
-    """(splits of each sequence, blocks per split), with about `num_splits` splits in total.
-
-    Each sequence has at least one split. A long sequence has exactly one.
-    """
+    """(splits of each sequence, blocks per split), about `num_splits` splits in total. A long sequence has only one."""
     BLOCK_KV: tl.constexpr = DIVISION.BLOCK_KV
     seqs = tl.arange(0, DIVISION.MAX_SEQS)
     _, q_len, _, first, last = short_sequence(seqs, batch, mask, KIND, DIVISION)

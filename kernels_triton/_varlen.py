@@ -103,8 +103,11 @@ def fit_rows(call: Any, kept: int, step: int, stages: int) -> tuple[int, int]:
     return fit(call, step, stages, size, good_keys=16)
 
 
-def shared_arguments(call: Any, launch: Any, **arrays: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(numeric arguments, fields of `Config`) of kernels whose `arrays` are q, k, v and, in the gradient, d_out."""
+def shared_arguments(
+    call: Any, launch: Any, *names: str
+) -> tuple[dict[str, Any], tuple[Any, Any], dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """(arrays by `names`, (cu_q_lens, cu_kv_lens), numeric arguments, fields of `Config`) that kernels share."""
+    arrays = {name: near(getattr(call, name), 1 if name in ("k", "v") else call.group, launch) for name in names}
     parts_of_keys, parts_of_values = widths(call)
     mask, numbers = packed_mask_arguments(call)
 
@@ -121,14 +124,14 @@ def shared_arguments(call: Any, launch: Any, **arrays: Any) -> tuple[dict[str, A
         "soft_cap": float(call.soft_cap or 1.0),
         **{f"{name}_head_stride": launch.strides(array)[1] for name, array in arrays.items()},
     }
-    return numbers, {
+    return arrays, (launch.packed(call.cu_q_lens), launch.packed(call.cu_kv_lens)), numbers, {
         "MASK": mask,
         "Q": layout("q", call.head_dim, parts_of_keys, call.group),
         "K": layout("k", call.head_dim, parts_of_keys),
         "V": layout("v", call.v_head_dim, parts_of_values),
         "OUT": layout("d_out", call.v_head_dim, parts_of_values, call.group),
         "HAS_SOFT_CAP": call.soft_cap is not None,
-    }
+    }  # fmt: skip
 
 
 # ---- where a program works

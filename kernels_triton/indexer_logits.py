@@ -136,16 +136,11 @@ class Work:
     """A call's arguments in the form of the kernels."""
 
     call: Any
-    arrays: tuple[Any, ...]
+    arrays: tuple[Any, ...]  # in the kernels' order; the first, q, is also the stand-in for absent arrays
     tables: dict[str, Any]  # numeric arguments about visible keys
     addresses: dict[str, Any]  # numeric arguments about the addresses of queries and keys
     sight: Sight
     shape: Shape
-
-    @property
-    def stand_in(self) -> Any:
-        """The stand-in for absent arrays."""
-        return self.arrays[0]
 
 
 def work_of(call: Any, launch: Any) -> Work:
@@ -154,12 +149,14 @@ def work_of(call: Any, launch: Any) -> Work:
     keys = launch.words(call.keys, packed_rows=True) if call.bytes else call.keys
     scale = q if call.key_scale is None else call.key_scale
     names = ("starts", "stops", "page_indices", "kv_lens", "cu_q_lens")
-    given = [q if (array := getattr(call, name)) is None else launch.packed(array) for name in names]
+    optional = [q if (array := getattr(call, name)) is None else launch.packed(array) for name in names]
     num_seqs = q if call.num_seqs is None else call.num_seqs
-    strides, unit = key_strides(call, keys, launch)
+    page, slot = (launch.strides(keys) if call.paged else (0, *launch.strides(keys)))[:2]
+    scale_page, scale_slot = (0, 0) if call.key_scale is None else (0, *launch.strides(call.key_scale))[-2:]
+    unit = page_unit(page)
     return Work(
         call=call,
-        arrays=(q, keys, weights, scale, *given, num_seqs),
+        arrays=(q, keys, weights, scale, *optional, num_seqs),
         tables={
             "num_tokens": call.num_tokens,
             "max_num_seqs": call.page_indices.shape[0] if call.paged else 0,
@@ -169,10 +166,13 @@ def work_of(call: Any, launch: Any) -> Work:
         },
         addresses={
             "num_pages": keys.shape[0],
-            "table_stride": launch.strides(given[2])[0],
+            "table_stride": launch.strides(optional[2])[0],
             "weights_stride": launch.strides(weights)[0],
+            "page_stride": page // unit,
+            "slot_stride": slot,
+            "scale_page_stride": scale_page,
+            "scale_slot_stride": scale_slot,
             **stride_arguments(launch, ("token", "head"), q=q),
-            **strides,
         },
         sight=Sight(
             PAGED=call.paged,
@@ -182,15 +182,6 @@ def work_of(call: Any, launch: Any) -> Work:
         ),
         shape=shape_of(call, unit),
     )
-
-
-def key_strides(call: Any, keys: Any, launch: Any) -> tuple[dict[str, int], int]:
-    """(strides of keys and their scales, unit of the page stride in elements)."""
-    page, slot = (launch.strides(keys) if call.paged else (0, *launch.strides(keys)))[:2]
-    scale_page, scale_slot = (0, 0) if call.key_scale is None else (0, *launch.strides(call.key_scale))[-2:]
-    unit = page_unit(page)
-    strides = {"page_stride": page // unit, "slot_stride": slot}
-    return strides | {"scale_page_stride": scale_page, "scale_slot_stride": scale_slot}, unit
 
 
 def shape_of(call: Any, unit: int) -> Shape:
@@ -243,14 +234,14 @@ def enqueue(
         ),
     }
     outputs = [((rows or num_rows, row_stride), "float32")] if target is None else []
-    last = work.stand_in if target is None else target
+    last = work.arrays[0] if target is None else target
     if not tile.walk and candidates is None:
         inputs = (*work.arrays, last)
         grid = (cdiv(work.tables["num_kv_tokens"], tile.block_n), cdiv(num_rows, tile.block_t))
         numbers = {"num_rows": num_rows}
         kernel = tile_logits_kernel
     else:
-        listed = work.stand_in if candidates is None else launch.packed(candidates)
+        listed = work.arrays[0] if candidates is None else launch.packed(candidates)
         inputs = (*work.arrays, listed, last)
         grid = (num_rows, tile.num_parts)
         numbers = {
@@ -268,7 +259,7 @@ def filled(work: Work, launch: Any, num_rows: int, row_stride: int, target: Any 
     (logits,) = launch(
         fill_kernel,
         (cdiv(num_rows * row_stride, FILL_BLOCK),),
-        (work.stand_in if target is None else target,),
+        (work.arrays[0] if target is None else target,),
         [((num_rows, row_stride), "float32")] if target is None else [],
         inplace=() if target is None else (0,),
         count=num_rows * row_stride,

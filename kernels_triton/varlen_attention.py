@@ -188,14 +188,11 @@ def forward_kernel(
 
 def run(call: VarlenAttention, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns out and lse."""
-    q = _varlen.near(call.q, call.group, launch)
-    k, v = (_varlen.near(array, 1, launch) for array in (call.k, call.v))
-    cu_q_lens, cu_kv_lens = map(launch.packed, (call.cu_q_lens, call.cu_kv_lens))
-    numbers, config = _varlen.shared_arguments(call, launch, q=q, k=k, v=v)
+    arrays, edges, numbers, config = _varlen.shared_arguments(call, launch, "q", "k", "v")
     return launch(
         forward_kernel,
         (max_blocks(call.num_q_tokens * call.group, tile.block_q, call.num_seqs), call.num_kv_heads),
-        (q, k, v, cu_q_lens, cu_kv_lens, cu_q_lens if call.sinks is None else launch.packed(call.sinks)),
+        (*arrays.values(), *edges, edges[0] if call.sinks is None else launch.packed(call.sinks)),
         [(call.out_shape, call.q.dtype), (call.q.shape[:2], "float32")],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -505,12 +505,9 @@ def has_share(call: Any) -> bool:
 
 def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns dq, dk, dv and, with sinks, d_sinks."""
-    d_out, q = (_varlen.near(array, call.group, launch) for array in (call.d_out, call.q))
-    k, v = (_varlen.near(array, 1, launch) for array in (call.k, call.v))
-    cu_q_lens, cu_kv_lens = map(launch.packed, (call.cu_q_lens, call.cu_kv_lens))
-    terms, parts = prepare(call, d_out, launch)
-    inputs = (d_out, q, k, v, terms, cu_q_lens, cu_kv_lens)
-    numbers, config = _varlen.shared_arguments(call, launch, d_out=d_out, q=q, k=k, v=v)
+    arrays, edges, numbers, config = _varlen.shared_arguments(call, launch, "d_out", "q", "k", "v")
+    terms, parts = prepare(call, arrays["d_out"], launch)
+    inputs = (*arrays.values(), terms, *edges)
     config["HAS_SHARE"] = has_share(call)
     [dq] = launch(
         dq_kernel,

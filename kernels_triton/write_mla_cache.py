@@ -100,10 +100,7 @@ def write_group(source, target, scale_target, live, POWERS: tl.constexpr, E8M0: 
 
 @triton.jit
 def write_group_of_4_bits(source, target, scale_target, live, GROUP: tl.constexpr):
-    """Quantise one group of columns to e2m1, and store it with its e4m3 scales.
-
-    A scale is the group's largest magnitude divided by 6, or NaN if the group has a NaN.
-    """
+    """Store a group of columns as e2m1 with e4m3 scales: its largest magnitude / 6, or NaN if it has a NaN."""
     columns = tl.arange(0, GROUP)
     values = tl.load(source[:, None] + columns[None, :], mask=live[:, None], other=0).to(tl.float32)
     largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # as an integer, NaN is the largest

@@ -181,11 +181,6 @@ def latent_kernel(
                 tl.store(part_maxima_ptr + index, m_i, mask=valid)
 
 
-def as_extra(arguments: dict[str, int]) -> dict[str, int]:
-    """The arguments renamed for the second cache, which has one KV head."""
-    return {f"extra_{name}": value for name, value in arguments.items() if "head" not in name}
-
-
 def capped_scale(scale: float, soft_cap: float | None) -> tuple[dict[str, float], float]:
     """The kernels' arguments for `Scales`, and the constant CAP_UNIT."""
     unit = 1.0 if soft_cap is None or soft_cap < 1 else 0.0625  # as `unit_under_cap` has it
@@ -290,7 +285,8 @@ def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
         fixed_splits=1 if scheduled else tile.num_splits,
         **dict(zip(("q_seq_stride", "q_token_stride", "q_head_stride"), work.q_strides, strict=True)),
         **keys.addresses(launch),
-        **as_extra(extra.addresses(launch)),  # not used without a second cache
+        # The second cache has one KV head. Without a second cache, these arguments are not used.
+        **{f"extra_{name}": number for name, number in extra.addresses(launch).items() if "head" not in name},
         window=work.window or 0,
         **scales,
         CONFIG=config_of(work, tile, launch, lists, split_kv=split_kv, cap_unit=cap_unit, max_logits=max_logits),
