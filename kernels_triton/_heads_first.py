@@ -182,7 +182,7 @@ def attend_scaled(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) 
     rows = call.group * (1 if decodes else call.num_tokens)
     if decodes:
         sizes = Sizes(tile.split_block_q, tile.split_block_kv, tile.split_num_warps, tile.split_num_stages)
-    else:  # the kernel masks every block
+    else:  # the kernel masks every block, so blocks may be no larger than those of a masked loop
         sizes = Sizes(tile.block_q, min(tile.block_kv, tile.edge_kv), tile.num_warps, tile.num_stages)
     blocks = cdiv(rows, sizes.rows)
     axes, pages = ("head", "page", "slot"), {"k": k_pages, "v": v_pages, "ks": k_scales, "vs": v_scales}

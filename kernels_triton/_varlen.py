@@ -140,7 +140,7 @@ def shared_arguments(
 class Array(NamedTuple):
     """The address of one sequence's rows of one KV head in an array; see `Layout`."""
 
-    ptr: tl.tensor  # the first row
+    ptr: tl.tensor  # the address of the first row
     head_stride: tl.tensor
 
 

@@ -70,7 +70,7 @@ def heuristic(call: VarlenAttention) -> Tile:
 
 
 def invariant_tile(call: VarlenAttention) -> Tile:
-    """A batch-invariant tile: that of a large batch."""
+    """A batch-invariant tile: the tile of a large batch."""
     tile = sizes(call)
     keys, stages = _varlen.fit_rows(call, tile.rows * sum(_varlen.widths(call)[0]), tile.keys, tile.stages)
     return Tile(**tile._replace(keys=keys, stages=stages).fields("block_q"))
