@@ -13,14 +13,7 @@ from ragged_attention.kernels_triton._latent.lists import ListKind, Lists, list_
 from ragged_attention.kernels_triton._mask import Mask, MaskKind
 from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, query_edge
 from ragged_attention.kernels_triton._softmax import LN2, finish, merge_parts
-from ragged_attention.kernels_triton._splits import (
-    Batch,
-    Division,
-    merged_at_once,
-    most_tokens,
-    schedule_edge,
-    stored_splits,
-)
+from ragged_attention.kernels_triton._splits import Batch, Division, schedule_edge, stored_splits
 from ragged_attention.kernels_triton._tiles import OLDER_COMPILER, dependent, next_power_of_2, overlaps
 
 # The values that a warp merges at a time. With other numbers of warps, some shapes spill 8 to 16 bytes on sm_80.
@@ -43,8 +36,8 @@ class Combination(Constants):
     Q_TOKENS: int  # query tokens per item; 0: `cu_q_lens` has their number
     ITEMS: int  # items per sequence
     DIVISION: Division | None  # how the attention kernel divided sequences; None for lists of keys
-    MASK: MaskKind | None  # its masks
-    LISTS: ListKind | None  # the lists that it divided; None if a schedule divided them
+    MASK: MaskKind | None  # the attention kernel's masks
+    LISTS: ListKind | None  # the lists that the attention kernel divided; None if a schedule divided them
     LSE_BY_HEAD: bool  # whether lse is [S, H, Q] instead of [T, H]
     HAS_NUM_SEQS: bool
     HAS_SINKS: bool
@@ -124,54 +117,13 @@ def combine_kernel(
                 tl.store(max_ptr + out, largest * LN2)
 
 
-def combine_sequences(
-    launch: Any, call: Any, arrays: Any, numbers: Any, stored: Any, results: Any, *, scale: tuple[Any, float, int],
-    division: Division, mask: MaskKind, num_parts: int, num_splits: int,
-) -> Any:  # fmt: skip
-    """`combine` for the short sequences of a ragged batch.
-
-    `arrays` and `numbers` are the attention kernel's arguments by name. `scale` has the values' scale as an array, a
-    factor, and the stride of the array.
-    """
-    v_scale, v_scale_factor, v_scale_stride = scale
-    divided, cu_q_lens, kv_lens = division.plain, arrays["cu_q_lens"], arrays["kv_lens"]
-    parts, part_lses = stored
-    return combine(
-        launch,
-        call,
-        (parts, part_lses, part_lses, cu_q_lens),
-        results,
-        (cu_q_lens, arrays["num_seqs"], arrays["sinks"], v_scale, kv_lens, kv_lens),
-        {
-            **{name: numbers[name] for name in ("num_tokens", "max_num_seqs", "window")},
-            "v_scale_factor": v_scale_factor,
-            "num_parts": num_parts,
-            "num_splits": num_splits,
-            "longest": call.capacity,
-            "extra_longest": 0,
-        },
-        GROUP=divided.GROUP,
-        ROWS=divided.SHORT_ROWS,
-        Q_TOKENS=0,
-        ITEMS=1,
-        DIVISION=division,
-        MASK=mask,
-        LISTS=None,
-        LSE_BY_HEAD=False,
-        HAS_NUM_SEQS=call.num_seqs is not None,
-        V_SCALE_STRIDE=v_scale_stride,
-        MERGED=merged_at_once(num_splits, call.out_shape[-1], invariant=divided.BATCH_INVARIANT),
-        most_rows=min(divided.SHORT_ROWS, most_tokens(call) * divided.GROUP),
-    )
-
-
 def combine(launch: Any, call: Any, stored: Any, results: Any, operands: Any, numbers: Any, **constants: Any) -> Any:
     """Enqueue the kernel; returns `results`, in which it writes the rows that were split.
 
     `stored` has the parts [splits, ITEMS, K, ROWS, DV], their lses and largest logits without the last axis (or a
     stand-in), and the schedule. `results` has out, lse and optionally the largest logits. `operands` has cu_q_lens,
     num_seqs, sinks, v_scale and the lengths of the sequences or of both lists. `constants` has the fields of
-    `Combination` that do not follow from the call, and `most_rows`, the most rows of an item.
+    `Combination` that do not follow from the call, and `most_rows`, the maximum rows of an item.
     """
     wants_max, most_rows = len(results) == 3, constants.pop("most_rows")
     combination = Combination(

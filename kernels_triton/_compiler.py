@@ -10,7 +10,6 @@ from ragged_attention.kernels_triton._constants import INTERPRETED
 
 VERSION = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3]))
 
-
 # Whether the compiler omits the proxy fence between copies to shared memory and the products that read it. The fix is
 # triton-lang/triton#9610, which is also in 3.7.1. The interpreter has neither such copies nor inline assembly.
 FENCELESS: tl.constexpr = tl.constexpr(VERSION < (3, 7, 1) and not INTERPRETED)

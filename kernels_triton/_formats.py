@@ -5,8 +5,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ragged_attention.kernels_triton._compiler import decoded_at_once as decoded_at_once
 from ragged_attention.kernels_triton._constants import INTERPRETED
+from ragged_attention.kernels_triton._tiles import stride_arguments
 
 
 def e4m3_format(arch: str) -> str:
@@ -14,11 +14,6 @@ def e4m3_format(arch: str) -> str:
     if arch.startswith("gfx"):  # gfx942 converts e4m3fnuz, which has no -0 and another exponent bias
         return "e4m3" if arch == "gfx950" else "e4m3_pairs"
     return "e4m3" if arch.startswith("sm_") and int(arch[3:]) >= 89 else "e4m3_bits"
-
-
-def cache_format(call: Any) -> str:
-    """How kernels decode the cache's elements; see `number_format`."""
-    return number_format(call.cache_dtype, call.device.arch)
 
 
 def decodes_by_integers(call: Any) -> bool:
@@ -34,16 +29,9 @@ def number_format(kind: str, arch: str) -> str:
 
 
 def cache_views(call: Any, launch: Any) -> tuple[Any, Any, dict[str, int]]:
-    """(K array, V array, stride arguments).
-
-    If K and V are interleaved, both are the same array, in which heads 2i and 2i + 1 are K and V of KV head i.
-    """
+    """(K array, V array, stride arguments). If K and V are interleaved, both are one array; see `array_heads`."""
     k_pages, v_pages = (call.kv_pages, call.kv_pages) if call.combined else call.kv_pages
-    strides = {}
-    for name, array in {"k": k_pages, "v": v_pages}.items():
-        axes = zip(("page", "slot", "head"), launch.strides(array)[:3], strict=True)
-        strides |= {f"{name}_{axis}_stride": stride for axis, stride in axes}
-    return k_pages, v_pages, strides
+    return k_pages, v_pages, stride_arguments(launch, ("page", "slot", "head"), k=k_pages, v=v_pages)
 
 
 @triton.jit
@@ -57,22 +45,16 @@ def array_heads(kv_head, COMBINED: tl.constexpr):
     return k_head, v_head
 
 
-def scale_arguments(name: str, scale: Any, stand_in: Any, launch: Any) -> tuple[Any, dict[str, Any]]:
-    """A scale as (array, arguments) for `load_scale`.
-
-    The argument `<name>_factor` is the value of a plain number. `<NAME>_STRIDE` is 1 for an array with one scale per KV
-    head, 0 for an array with one element, and -1 for a plain number, whose array is `stand_in`.
-    """
+def scale_arguments(scale: Any, stand_in: Any, launch: Any) -> tuple[Any, float, int]:
+    """A scale as (array, factor, stride) for `load_scale`; the array of a plain number is `stand_in`."""
     if scale is None or not hasattr(scale, "shape"):
-        factor = 1.0 if scale is None else float(scale)
-        return stand_in, {f"{name}_factor": factor, f"{name.upper()}_STRIDE": -1}
-    one = len(scale.shape) == 0 or scale.shape[0] == 1
-    return launch.packed(scale), {f"{name}_factor": 1.0, f"{name.upper()}_STRIDE": 0 if one else 1}
+        return stand_in, 1.0 if scale is None else float(scale), -1
+    return launch.packed(scale), 1.0, 0 if len(scale.shape) == 0 or scale.shape[0] == 1 else 1
 
 
 @triton.jit
 def load_scale(scale_ptr, kv_head, factor, STRIDE: tl.constexpr):
-    """A KV head's scale, loaded from an array if STRIDE is 0 or 1. If STRIDE is -1, it is the number `factor`."""
+    """A KV head's scale, from an array of one scale (STRIDE 0) or one per head (1), or the number `factor` (-1)."""
     scale = factor
     if STRIDE >= 0:
         scale = tl.load(scale_ptr + kv_head * STRIDE).to(tl.float32)
@@ -161,10 +143,7 @@ def in_float16(q):
 
 @triton.jit
 def encode_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
-    """float32 as codes of an 8-bit float type, rounded to nearest even and saturated. NaN keeps its sign.
-
-    All devices produce identical codes.
-    """
+    """float32 as 8-bit float codes, rounded to nearest even, saturated, equal on all devices. NaN keeps its sign."""
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     dropped: tl.constexpr = 23 - MANTISSA

@@ -14,10 +14,11 @@ import triton.language as tl
 from ragged_attention.kernels_triton import ragged_paged_attention
 from ragged_attention.kernels_triton._formats import decode, narrow
 from ragged_attention.kernels_triton._mask import Mask, MaskKind, Visible, hide, key_range, window_of
+from ragged_attention.kernels_triton._ragged import results
 from ragged_attention.kernels_triton._rows import Output, QueryArray, Rows, load_rows, logit_scales, store_rows
 from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, online_softmax, soft_capped
-from ragged_attention.kernels_triton._tiles import WGMMA, cdiv
+from ragged_attention.kernels_triton._tiles import WGMMA, Sizes, cdiv, stride_arguments
 from ragged_attention.kernels_triton.ragged_paged_attention import Tile, shape_of
 
 EDGES = 256  # elements of `cu_q_lens` that one program writes
@@ -75,7 +76,7 @@ def scaled_kernel(
     ALIGN: tl.constexpr, MASK: tl.constexpr, SHAPE: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, SIGNED: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """Attend with one block of a sequence's rows, of one KV head, to all its keys. Padding rows get 0."""
+    """Attend with one block of a sequence's rows of one KV head to all keys that they see. Padding rows get 0."""
     GROUP: tl.constexpr = SHAPE.GROUP
     PAGE_SIZE: tl.constexpr = SHAPE.PAGE_SIZE
     seq = tl.program_id(0) // blocks
@@ -129,7 +130,7 @@ def scaled_kernel(
         rounded = narrow(weights, q.dtype)
         values = decode(v, SHAPE.CODES, q.dtype)
         acc = matmul(rounded, values, acc * alpha[:, None])
-        if q.dtype == tl.bfloat16:  # add what the rounding of weights lost
+        if q.dtype == tl.bfloat16:  # add the rounding errors of the weights
             acc = matmul(lost_to_rounding(weights, rounded), values, acc)
     finished = Rows(row, tokens * GROUP, seq * tokens, kv_head)
     store_rows(Output(out_ptr, lse_ptr), (m_i, l_i, acc), finished, q_ptr, 1.0, False, SHAPE)
@@ -153,10 +154,7 @@ def for_scales(call: Any, tile: Tile) -> Tile:
 
 
 def attend(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) -> Any:
-    """Enqueue the kernels of a heads-first call; returns out.
-
-    `align` is "decode" for one query per sequence; otherwise it is the alignment of the prefill chunk.
-    """
+    """Enqueue a heads-first call's kernels; returns out. `align` is "decode" or the alignment of a prefill chunk."""
     if call.quantized:
         return attend_scaled(call, tile, launch, lengths, align)
     lengths = launch.packed(lengths)
@@ -183,33 +181,26 @@ def attend_scaled(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) 
     window = None if decodes else window_of(call)
     rows = call.group * (1 if decodes else call.num_tokens)
     if decodes:
-        block_q, block_kv = tile.split_block_q, tile.split_block_kv
-        num_warps, num_stages = tile.split_num_warps, tile.split_num_stages
-    else:
-        block_q, block_kv = tile.block_q, min(tile.block_kv, tile.edge_kv)  # this kernel masks every block
-        num_warps, num_stages = tile.num_warps, tile.num_stages
-    blocks = cdiv(rows, block_q)
-    strides = {}
-    for name, array in {"k": k_pages, "v": v_pages, "ks": k_scales, "vs": v_scales}.items():
-        axes = zip(("head", "page", "slot"), launch.strides(array), strict=False)
-        strides |= {f"{name}_{axis}_stride": step for axis, step in axes}
-    q_token_stride, q_head_stride = launch.strides(q)[:2]
+        sizes = Sizes(tile.split_block_q, tile.split_block_kv, tile.split_num_warps, tile.split_num_stages)
+    else:  # the kernel masks every block, so blocks may be no larger than those of a masked loop
+        sizes = Sizes(tile.block_q, min(tile.block_kv, tile.edge_kv), tile.num_warps, tile.num_stages)
+    blocks = cdiv(rows, sizes.rows)
+    axes, pages = ("head", "page", "slot"), {"k": k_pages, "v": v_pages, "ks": k_scales, "vs": v_scales}
     return launch(
         scaled_kernel,
         (blocks * (call.num_tokens if decodes else 1), call.num_kv_heads),
         (q, k_pages, v_pages, k_scales, v_scales, lengths, page_indices),
-        [(call.out_shape, call.q.dtype), (call.q.shape[:2], "float32")],
-        num_warps=num_warps,
-        num_stages=num_stages,
+        results(call),
+        num_warps=sizes.warps,
+        num_stages=sizes.stages,
         blocks=blocks,
         num_tokens=call.num_tokens,
         num_pages=call.num_pages,
         capacity=call.capacity,
         window=window or 0,
         table_stride=launch.strides(page_indices)[0],
-        q_token_stride=q_token_stride,
-        q_head_stride=q_head_stride,
-        **strides,
+        **stride_arguments(launch, ("token", "head"), q=q),
+        **stride_arguments(launch, axes, **pages),
         sm_scale=call.scale,
         soft_cap=float(call.soft_cap or 1.0),
         ALIGN=align,
@@ -217,6 +208,6 @@ def attend_scaled(call: Any, tile: Tile, launch: Any, lengths: Any, align: str) 
         SHAPE=shape_of(call, call.head_dim),
         HAS_SOFT_CAP=call.soft_cap is not None,
         SIGNED=call.scale < 0,
-        BLOCK_Q=block_q,
-        BLOCK_KV=block_kv,
+        BLOCK_Q=sizes.rows,
+        BLOCK_KV=sizes.keys,
     )[0]

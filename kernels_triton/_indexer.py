@@ -452,10 +452,7 @@ def walked_keys(block, walk, CONFIG: tl.constexpr):
 
 @triton.jit
 def walk_keys(token, seq, begin, walk, operands, row_ptr, CONFIG: tl.constexpr):
-    """Write one token's logits over the blocks of its walk from `begin` on, except those of unseen keys.
-
-    Pages are looked up one block ahead, as in paged attention.
-    """
+    """Write one token's logits of seen keys, from block `begin` of its walk on. Pages are looked up a block ahead."""
     SHAPE: tl.constexpr = CONFIG.SHAPE
     HOLD: tl.constexpr = SHAPE.HEADS <= SHAPE.BLOCK_H and SHAPE.D <= SHAPE.BLOCK_D
     BFLOAT16: tl.constexpr = operands.queries.ptr.dtype.element_ty == tl.bfloat16

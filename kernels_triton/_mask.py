@@ -1,10 +1,9 @@
 """Causal masks, sliding windows and draft masks.
 
-A mask gives each query position one range of keys, [first_key, end_key). Both ends never decrease from one position to
-the next. The keys that some query of a block sees, and those that all its queries see, follow from these two functions.
-So a new kind of mask changes them, `mask_arguments`, and the functions that use more than both ends: `fewest_keys`,
-`sees`, and for gradients the inverses `first_query` and `end_query`, the queries that see a key. The attention kernels
-and the combine kernel take its numbers as arguments. A draft mask hides further individual keys.
+A mask gives each query position one range of keys, [first_key, end_key), whose ends never decrease from one position
+to the next. A new kind of mask changes these two functions, the numbers and arguments below, and the functions that use
+more than both ends: `fewest_keys`, `sees`, and for gradients the inverses `first_query` and `end_query`, which give the
+queries that see a key. A draft mask hides further individual keys.
 """
 
 import dataclasses
@@ -14,6 +13,10 @@ import triton
 import triton.language as tl
 
 from ragged_attention.kernels_triton._constants import Constants
+
+# The run-time arguments of kernels about masks. Those that decide the range of keys are also the combine kernel's.
+RANGE_NUMBERS = ("window",)
+MASK_NUMBERS = (*RANGE_NUMBERS, "draft_stride", "draft_width")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -251,10 +251,7 @@ def divide_keys(start, stop, visible, mask, pages, ATTENTION: tl.constexpr):
 
 @triton.jit
 def attend_range(queries, start, stop, visible, mask, pages, ATTENTION: tl.constexpr):
-    """(m_i, l_i, acc) of query rows over the keys [start, stop), a part of their visible range.
-
-    Only the blocks at both edges, of which some row sees only a part, pay for masks; see `Edges`.
-    """
+    """(m_i, l_i, acc) of query rows over the keys [start, stop); see `Edges` for the two loops."""
     ROWS: tl.constexpr = queries.q.shape[0]
     edges = divide_keys(start, stop, visible, mask, pages, ATTENTION)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)

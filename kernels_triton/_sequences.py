@@ -12,14 +12,15 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ragged_attention.kernels_triton._mask import MASK_NUMBERS
+
 # Kernel arguments that change from step to step while a model is served. By default Triton compiles a kernel again if
 # one of them becomes 1, or begins or ceases to be a multiple of 16. Strides are not among them: they do not change, and
 # wide loads depend on their being multiples of 16.
 VARYING = (
-    "blocks", "capacity", "count", "draft_stride", "draft_width", "extra_longest", "extra_num_slots", "first_token",
-    "fixed_splits", "longest", "max_num_seqs", "num_entries", "num_kv_tokens", "num_pages", "num_parts", "num_q_tokens",
-    "num_rows", "num_seqs", "num_slots", "num_splits", "num_tokens", "overhead", "rows", "search_steps",
-    "table_stride", "window",
+    *MASK_NUMBERS, "blocks", "capacity", "count", "extra_longest", "extra_num_slots", "first_token", "fixed_splits",
+    "longest", "max_num_seqs", "num_entries", "num_kv_tokens", "num_pages", "num_parts", "num_q_tokens", "num_rows",
+    "num_seqs", "num_slots", "num_splits", "num_tokens", "overhead", "rows", "search_steps", "table_stride",
 )  # fmt: skip
 
 
@@ -101,6 +102,11 @@ def segment_edge(cu_q_lens_ptr, segment, num_seqs, num_tokens):
     """
     edge = query_edge(cu_q_lens_ptr, tl.minimum(tl.maximum(segment - 1, 0), num_seqs), num_tokens)
     return tl.where(segment == 0, 0, tl.where(segment > num_seqs + 1, num_tokens, edge))
+
+
+def max_blocks(rows: int, block: int, num_seqs: int) -> int:
+    """The maximum number of blocks, each with one program, that `find_segment` numbers for `rows` rows."""
+    return rows // block + num_seqs + 2 if rows else 0
 
 
 @triton.jit

@@ -20,12 +20,13 @@ import triton.language as tl
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._mask import key_range
 from ragged_attention.kernels_triton._sequences import find_segment, query_edge, segment_edge
-from ragged_attention.kernels_triton._tiles import next_power_of_2
+from ragged_attention.kernels_triton._tiles import cdiv
 
 LARGEST_INT: tl.constexpr = tl.constexpr(2**31 - 1)
 FEW_TOKENS = 4  # in a mixed batch, a sequence with at most this many query tokens counts as decoding
+MANY_TOKENS = 8  # a batch with more query tokens per sequence on average is assumed to have prompts
 MAX_SPLITS = 4096
-SEQUENCES = (64, 256, 1024, 4096)  # a program can sum over this many lengths; each size has its own kernel
+SEQUENCES = (64, 256, 1024, 4096)  # numbers of lengths that a program can sum over; a kernel is compiled for each
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -71,8 +72,17 @@ class Split(NamedTuple):
 
 
 def most_tokens(call: Any) -> int:
-    """The query tokens that the host expects a sequence to have at most, at least 1. The caller's hint may be wrong."""
+    """The maximum query tokens per sequence that the host expects, at least 1. The caller's hint may be wrong."""
     return max(1, call.num_tokens if call.max_q_len is None else min(call.max_q_len, call.num_tokens))
+
+
+def short_tokens(call: Any) -> int:
+    """The query tokens per short sequence for which the host selects tiles.
+
+    They are `max_q_len` or, if it is unknown, the average; but FEW_TOKENS if that exceeds MANY_TOKENS.
+    """
+    tokens = cdiv(call.num_tokens, max(call.max_num_seqs, 1)) if call.max_q_len is None else call.max_q_len
+    return tokens if tokens <= MANY_TOKENS else FEW_TOKENS
 
 
 def sequences_together(max_num_seqs: int) -> int:
@@ -81,7 +91,7 @@ def sequences_together(max_num_seqs: int) -> int:
 
 
 def possible_tile(call: Any, tile: Any) -> Any:
-    """The tile, without splits if they cannot be balanced, because a program cannot sum over so many lengths."""
+    """The tile, but without splits if balancing them would take sums over more than SEQUENCES[-1] lengths."""
     balanced = tile.num_splits > 1 and not tile.invariant
     return dataclasses.replace(tile, num_splits=1) if balanced and call.max_num_seqs > SEQUENCES[-1] else tile
 
@@ -94,11 +104,6 @@ def splits_at_most(max_num_seqs: int, num_splits: int, *, invariant: bool) -> tu
         return max_num_seqs * num_splits, max_num_seqs * num_splits
     # All splits of a sequence except the last are full, so fewer than 2 * num_splits are stored.
     return max_num_seqs + num_splits, min(max_num_seqs + num_splits, 2 * num_splits)
-
-
-def merged_at_once(num_splits: int, width: int, *, invariant: bool) -> int:
-    """`Combination.MERGED` for rows of `width` columns, bounded so that the merged values fit registers."""
-    return min(next_power_of_2(num_splits), max(1, (512 if invariant else 2048) // next_power_of_2(width)))
 
 
 @triton.jit
@@ -136,10 +141,7 @@ def short_sequence(seq, batch, mask, KIND: tl.constexpr, DIVISION: tl.constexpr)
 
 @triton.jit
 def balanced_splits(batch, mask, num_splits, KIND: tl.constexpr, DIVISION: tl.constexpr):
-    """(splits of each sequence, blocks per split), with about `num_splits` splits in total.
-
-    Each sequence has at least one split. A long sequence has exactly one.
-    """
+    """(splits of each sequence, blocks per split), about `num_splits` splits in total. A long sequence has only one."""
     BLOCK_KV: tl.constexpr = DIVISION.BLOCK_KV
     seqs = tl.arange(0, DIVISION.MAX_SEQS)
     _, q_len, _, first, last = short_sequence(seqs, batch, mask, KIND, DIVISION)
@@ -166,7 +168,7 @@ def splits_of_sequence(blocks, num_splits, MIN_BLOCKS: tl.constexpr):
 
 @triton.jit
 def find_later_rows(index, batch, DIVISION: tl.constexpr):
-    """(sequence, first row) of block `index` in the list of all sequences' later blocks, those after the first."""
+    """(sequence, first row) of block `index` in the list of all blocks of rows except each sequence's first one."""
     seqs = tl.arange(0, DIVISION.MAX_SEQS)
     row = tl.minimum(seqs, batch.max_num_seqs - 1)
     q_len = query_edge(batch.cu_q_lens_ptr, row + 1, batch.num_tokens)
@@ -180,7 +182,7 @@ def find_later_rows(index, batch, DIVISION: tl.constexpr):
 
 @triton.jit
 def most_splits(max_num_seqs, num_splits, DIVISION: tl.constexpr):
-    """The maximum number of splits of the batch. With ALL_SEQUENCES, later blocks of rows are numbered from here on."""
+    """The maximum number of splits of the batch. With ALL_SEQUENCES, the numbers of later blocks of rows follow it."""
     most = max_num_seqs
     if DIVISION.BATCH_INVARIANT:
         most = max_num_seqs * num_splits

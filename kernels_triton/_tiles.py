@@ -1,7 +1,8 @@
-"""Tiles and devices: validation of tunable sizes, fitting to shared memory, and whether Triton can run a call."""
+"""Host code of all kernels: tile sizes, devices, and launch arguments."""
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import triton
 
@@ -10,7 +11,7 @@ from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_triton._compiler import VERSION
 
 SMALLEST_SHARED_MEMORY = 64 * 1024  # bytes, for GPUs whose shared memory size is unknown
-OLDER_COMPILER = VERSION < (3, 7)  # kernels take about 30 fewer registers than with Triton 3.9
+OLDER_COMPILER = VERSION < (3, 7)  # with such a Triton, kernels take about 30 fewer registers than with 3.9
 WGMMA = ("sm_90", "sm_100", "sm_103")  # GPUs whose matrix units read operands from shared memory
 
 
@@ -31,6 +32,26 @@ def on_cuda_cores(call: Any) -> bool:
     return item_size(call.q) == 4 and call.device.platform != "cpu"
 
 
+class Sizes(NamedTuple):
+    """The sizes of one kernel's tile."""
+
+    rows: int  # rows of queries per block
+    keys: int  # keys per block
+    warps: int
+    stages: int
+    edge_keys: int | None = None  # keys per block of the masked loop, if it has a size of its own
+
+    def fields(self, rows: str, prefix: str = "") -> dict[str, int]:
+        """The sizes as the fields of a `Tile`, in which the number of rows is called `rows`."""
+        names = (rows, "block_kv", "num_warps", "num_stages", "edge_kv")
+        return {prefix + name: size for name, size in zip(names, self, strict=True) if size is not None}
+
+
+def shared_memory(call: Any) -> int:
+    """The device's shared memory in bytes, or SMALLEST_SHARED_MEMORY if it is unknown."""
+    return call.device.shared_memory or SMALLEST_SHARED_MEMORY
+
+
 def fit(
     call: Any, keys: int, stages: int, size: Callable[[int, int], int], *, good_keys: int, good_stages: int = 2
 ) -> tuple[int, int]:
@@ -38,8 +59,7 @@ def fit(
 
     Stages are first reduced to `good_stages`, then keys to `good_keys`, then stages to 1, and finally keys to 16.
     """
-    budget = call.device.shared_memory or SMALLEST_SHARED_MEMORY
-    while size(keys, stages) > budget and (stages > 1 or keys > 16):
+    while size(keys, stages) > shared_memory(call) and (stages > 1 or keys > 16):
         if stages > good_stages or (stages > 1 and keys <= good_keys):
             stages -= 1
         else:
@@ -61,6 +81,24 @@ def expect_between(tile: Any, **bounds: tuple[int, int]) -> None:
         value = getattr(tile, name)
         if not isinstance(value, int) or not low <= value <= high:
             raise InvalidInput(f"expected {name} from {low} to {high}, got {value!r}")
+
+
+def page_unit(stride: int) -> int:
+    """The unit, in elements, in which kernels get a page stride.
+
+    The compiler learns only whether an argument is a multiple of 16, but pages may begin at multiples of smaller powers
+    of two. The unit is a constant, so the compiler knows that alignment.
+    """
+    return math.gcd(stride, 16)
+
+
+def stride_arguments(launch: Any, axes: Sequence[str], **arrays: Any) -> dict[str, int]:
+    """The kernel arguments NAME_AXIS_stride of arrays by name; `axes` names their first axes."""
+    return {
+        f"{name}_{axis}_stride": stride
+        for name, array in arrays.items()
+        for axis, stride in zip(axes, launch.strides(array), strict=False)
+    }
 
 
 def overlaps(call: Any) -> bool:

@@ -46,7 +46,7 @@ class Config(Constants):
     Q: Layout
     K: Layout
     V: Layout
-    OUT: Layout  # of the forward kernel's output, and of that output's gradient
+    OUT: Layout  # the forward kernel's output, and the gradient of that output
     HAS_SOFT_CAP: bool
     HAS_SINKS: bool = False
     NEGATED: bool = False  # whether queries are negated, because the scale of logits is negative
@@ -103,18 +103,18 @@ def fit_rows(call: Any, kept: int, step: int, stages: int) -> tuple[int, int]:
     return fit(call, step, stages, size, good_keys=16)
 
 
-def shared_arguments(call: Any, launch: Any, **arrays: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(numeric arguments, fields of `Config`) that all kernels over keys or rows share.
-
-    `arrays` are the kernels' q, k, v and, in the gradient, d_out.
-    """
+def shared_arguments(
+    call: Any, launch: Any, *names: str
+) -> tuple[dict[str, Any], tuple[Any, Any], dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """(arrays by `names`, (cu_q_lens, cu_kv_lens), numeric arguments, fields of `Config`) that kernels share."""
+    arrays = {name: near(getattr(call, name), 1 if name in ("k", "v") else call.group, launch) for name in names}
     parts_of_keys, parts_of_values = widths(call)
     mask, numbers = packed_mask_arguments(call)
 
-    def layout(name: str, width: int, held: tuple[int, int], group: int = 1) -> Layout:
+    def layout(name: str, width: int, padded: tuple[int, int], group: int = 1) -> Layout:
         num_heads = call.num_kv_heads * group
         stride = launch.strides(arrays[name])[0] if name in arrays else num_heads * width
-        return Layout(NUM_HEADS=num_heads, GROUP=group, D=width, MAIN=held[0], REST=held[1], TOKEN_STRIDE=stride)
+        return Layout(NUM_HEADS=num_heads, GROUP=group, D=width, MAIN=padded[0], REST=padded[1], TOKEN_STRIDE=stride)
 
     numbers |= {
         "num_q_tokens": call.num_q_tokens,
@@ -124,14 +124,14 @@ def shared_arguments(call: Any, launch: Any, **arrays: Any) -> tuple[dict[str, A
         "soft_cap": float(call.soft_cap or 1.0),
         **{f"{name}_head_stride": launch.strides(array)[1] for name, array in arrays.items()},
     }
-    return numbers, {
+    return arrays, (launch.packed(call.cu_q_lens), launch.packed(call.cu_kv_lens)), numbers, {
         "MASK": mask,
         "Q": layout("q", call.head_dim, parts_of_keys, call.group),
         "K": layout("k", call.head_dim, parts_of_keys),
         "V": layout("v", call.v_head_dim, parts_of_values),
         "OUT": layout("d_out", call.v_head_dim, parts_of_values, call.group),
         "HAS_SOFT_CAP": call.soft_cap is not None,
-    }
+    }  # fmt: skip
 
 
 # ---- where a program works
@@ -140,7 +140,7 @@ def shared_arguments(call: Any, launch: Any, **arrays: Any) -> tuple[dict[str, A
 class Array(NamedTuple):
     """The address of one sequence's rows of one KV head in an array; see `Layout`."""
 
-    ptr: tl.tensor  # the first row
+    ptr: tl.tensor  # the address of the first row
     head_stride: tl.tensor
 
 
@@ -197,10 +197,7 @@ def visible_blocks(rows, first_row, q_len, kv_len, mask, CONFIG: tl.constexpr):
 @triton.jit
 def load_columns(ptr, offsets, readable, MASKED: tl.constexpr, WIDTH: tl.constexpr, FROM: tl.constexpr,
                  PAD: tl.constexpr):  # fmt: skip
-    """Columns [FROM, FROM + PAD) of the rows at `offsets`.
-
-    Columns from WIDTH on are 0. If MASKED, unreadable rows are 0, too.
-    """
+    """Columns [FROM, FROM + PAD) of the rows at `offsets`; 0 from WIDTH on and, if MASKED, in unreadable rows."""
     d = FROM + tl.arange(0, PAD)
     pointers = ptr + (offsets[:, None] + d[None, :])
     if MASKED and FROM + PAD > WIDTH:

@@ -1,7 +1,6 @@
-"""The lightning indexer's logits in Triton: the choice of the kernel and its block sizes, and the launches."""
+"""The lightning indexer's logits in Triton: the selection of a kernel and its block sizes, and the launches."""
 
 import dataclasses
-import math
 from typing import Any
 
 from ragged_attention.calls import IndexerCall, IndexerLogits
@@ -14,6 +13,7 @@ from ragged_attention.kernels_triton._indexer import (
     tile_logits_kernel,
     walk_logits_kernel,
 )
+from ragged_attention.kernels_triton._splits import FEW_TOKENS
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
     WGMMA,
@@ -25,20 +25,21 @@ from ragged_attention.kernels_triton._tiles import (
     launchable,
     next_power_of_2,
     on_cuda_cores,
+    page_unit,
+    stride_arguments,
 )
 
 FEATURES = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
 })  # fmt: skip
-FEW_TOKENS = 4  # a sequence with at most this many query tokens counts as decoding
 PROGRAMS = 16  # programs of the walk kernel per multiprocessor; many, because lengths differ
 FILL_BLOCK = 4096  # logits that one program of `fill_kernel` sets to -inf
-MOST_HEADS = 64  # maximum heads per product
+MAX_HEADS = 64  # maximum heads per product
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """The tunable sizes, and the choice of the kernel."""
+    """The tunable sizes, and which kernel runs."""
 
     walk: bool = False  # True selects the walk kernel, False the tile kernel
     block_n: int = 128  # keys per product
@@ -99,9 +100,9 @@ def sizes(call: Any, walk: bool) -> tuple[int, int, int]:
         return 64, 4, 3  # decoding takes registers: 4 programs with 64 keys fit, but only 2 with 128
     if walk or (arch in WGMMA and call.head_dim <= 128):
         return 128, 4, 3
-    if item_size(call.q) == 1 and not has_units(call) and call.num_heads <= MOST_HEADS:
+    if item_size(call.q) == 1 and not has_units(call) and call.num_heads <= MAX_HEADS:
         return 128, 8, 3  # decoding queries takes registers
-    return 64, 8 if OLDER_COMPILER and call.num_heads <= MOST_HEADS else 4, 3
+    return 64, 8 if OLDER_COMPILER and call.num_heads <= MAX_HEADS else 4, 3
 
 
 def fit_blocks(call: Any, walk: bool, block_n: int, stages: int) -> tuple[int, int]:
@@ -124,7 +125,7 @@ def has_units(call: Any) -> bool:
 
 def blocks(call: Any) -> tuple[int, int]:
     """(heads, columns) of one product."""
-    heads = min(next_power_of_2(max(call.num_heads, 16)), MOST_HEADS)
+    heads = min(next_power_of_2(max(call.num_heads, 16)), MAX_HEADS)
     if on_cuda_cores(call):
         return 32, 16
     return heads, max(next_power_of_2(call.head_dim), 32)
@@ -135,16 +136,11 @@ class Work:
     """A call's arguments in the form of the kernels."""
 
     call: Any
-    arrays: tuple[Any, ...]
+    arrays: tuple[Any, ...]  # in the kernels' order; the first, q, is also the stand-in for absent arrays
     tables: dict[str, Any]  # numeric arguments about visible keys
     addresses: dict[str, Any]  # numeric arguments about the addresses of queries and keys
     sight: Sight
     shape: Shape
-
-    @property
-    def stand_in(self) -> Any:
-        """The stand-in for absent arrays."""
-        return self.arrays[0]
 
 
 def work_of(call: Any, launch: Any) -> Work:
@@ -153,20 +149,30 @@ def work_of(call: Any, launch: Any) -> Work:
     keys = launch.words(call.keys, packed_rows=True) if call.bytes else call.keys
     scale = q if call.key_scale is None else call.key_scale
     names = ("starts", "stops", "page_indices", "kv_lens", "cu_q_lens")
-    given = [q if (array := getattr(call, name)) is None else launch.packed(array) for name in names]
+    optional = [q if (array := getattr(call, name)) is None else launch.packed(array) for name in names]
     num_seqs = q if call.num_seqs is None else call.num_seqs
-    strides, unit = key_strides(call, keys, launch)
+    page, slot = (launch.strides(keys) if call.paged else (0, *launch.strides(keys)))[:2]
+    scale_page, scale_slot = (0, 0) if call.key_scale is None else (0, *launch.strides(call.key_scale))[-2:]
+    unit = page_unit(page)
     return Work(
         call=call,
-        arrays=(q, keys, weights, scale, *given, num_seqs),
-        tables=tables_of(call),
+        arrays=(q, keys, weights, scale, *optional, num_seqs),
+        tables={
+            "num_tokens": call.num_tokens,
+            "max_num_seqs": call.page_indices.shape[0] if call.paged else 0,
+            "capacity": call.token_capacity if call.paged else 0,
+            "num_kv_tokens": call.columns if call.paged else call.keys.shape[0],
+            "longest": 0 if call.paged else min(call.columns, call.keys.shape[0]),
+        },
         addresses={
             "num_pages": keys.shape[0],
-            "table_stride": launch.strides(given[2])[0],
-            "q_token_stride": launch.strides(q)[0],
-            "q_head_stride": launch.strides(q)[1],
+            "table_stride": launch.strides(optional[2])[0],
             "weights_stride": launch.strides(weights)[0],
-            **strides,
+            "page_stride": page // unit,
+            "slot_stride": slot,
+            "scale_page_stride": scale_page,
+            "scale_slot_stride": scale_slot,
+            **stride_arguments(launch, ("token", "head"), q=q),
         },
         sight=Sight(
             PAGED=call.paged,
@@ -178,27 +184,7 @@ def work_of(call: Any, launch: Any) -> Work:
     )
 
 
-def tables_of(call: Any) -> dict[str, Any]:
-    return {
-        "num_tokens": call.num_tokens,
-        "max_num_seqs": call.page_indices.shape[0] if call.paged else 0,
-        "capacity": call.token_capacity if call.paged else 0,
-        "num_kv_tokens": call.columns if call.paged else call.keys.shape[0],
-        "longest": 0 if call.paged else min(call.columns, call.keys.shape[0]),
-    }
-
-
-def key_strides(call: Any, keys: Any, launch: Any) -> tuple[dict[str, int], int]:
-    """(strides of keys and their scales, unit of the page stride in elements)."""
-    page, slot = (launch.strides(keys) if call.paged else (0, *launch.strides(keys)))[:2]
-    scale_page, scale_slot = (0, 0) if call.key_scale is None else (0, *launch.strides(call.key_scale))[-2:]
-    # Triton learns only whether an argument is a multiple of 16, but a page stride may be a multiple of 8 or less.
-    unit = math.gcd(page, 16)
-    strides = {"page_stride": page // unit, "slot_stride": slot}
-    return strides | {"scale_page_stride": scale_page, "scale_slot_stride": scale_slot}, unit
-
-
-def shape_of(call: Any, page_unit: int) -> Shape:
+def shape_of(call: Any, unit: int) -> Shape:
     block_h, block_d = blocks(call)
     codes = "e4m3_units" if has_units(call) else e4m3_format(call.device.arch)
     return Shape(
@@ -209,7 +195,7 @@ def shape_of(call: Any, page_unit: int) -> Shape:
         Q_FORMAT=codes if item_size(call.q) == 1 else "plain",
         KEY_FORMAT=codes if call.key_dtype == "float8_e4m3fn" else "plain",
         PAGE_SIZE=call.page_size if call.paged else 0,
-        PAGE_UNIT=page_unit,
+        PAGE_UNIT=unit,
         SCALES="page" if call.bytes else "none" if call.key_scale is None else "array",
     )
 
@@ -220,13 +206,13 @@ def candidate_size(call: Any) -> int:
 
 
 def enqueue(
-    work: Work, tile: Tile, launch: Any, first_token: int, num_rows: int, row_stride: int, given: Any, *, fill: bool,
+    work: Work, tile: Tile, launch: Any, first_token: int, num_rows: int, row_stride: int, target: Any, *, fill: bool,
     rows: int | None = None,
 ) -> Any:  # fmt: skip
     """Enqueue the logits of `num_rows` tokens; returns them, [num_rows, row_stride].
 
-    The logits are written to the array `given` or, if it is None, to a new array with `rows` rows (`num_rows` by
-    default). With `fill`, all logits are written. Otherwise only those of seen keys are, and if tokens have lists of
+    The logits are written to the array `target` or, if it is None, to a new array with `rows` rows (`num_rows` by
+    default). With `fill`, all logits are written; otherwise only those of seen keys and, if tokens have lists of
     candidates, only those of candidates.
     """
     candidates = getattr(work.call, "candidate_blocks", None)
@@ -247,15 +233,15 @@ def enqueue(
             CANDIDATE_SIZE=1 if candidates is None else candidate_size(work.call),
         ),
     }
-    outputs = [((rows or num_rows, row_stride), "float32")] if given is None else []
-    last = work.stand_in if given is None else given
+    outputs = [((rows or num_rows, row_stride), "float32")] if target is None else []
+    last = work.arrays[0] if target is None else target
     if not tile.walk and candidates is None:
         inputs = (*work.arrays, last)
         grid = (cdiv(work.tables["num_kv_tokens"], tile.block_n), cdiv(num_rows, tile.block_t))
         numbers = {"num_rows": num_rows}
         kernel = tile_logits_kernel
     else:
-        listed = work.stand_in if candidates is None else launch.packed(candidates)
+        listed = work.arrays[0] if candidates is None else launch.packed(candidates)
         inputs = (*work.arrays, listed, last)
         grid = (num_rows, tile.num_parts)
         numbers = {
@@ -264,18 +250,18 @@ def enqueue(
             "candidates_stride": launch.strides(listed)[0],
         }
         kernel = walk_logits_kernel
-    inplace = () if given is None else (len(inputs) - 1,)
+    inplace = () if target is None else (len(inputs) - 1,)
     return launch(kernel, grid, inputs, outputs, inplace=inplace, **common, **numbers)[0]
 
 
-def filled(work: Work, launch: Any, num_rows: int, row_stride: int, given: Any = None) -> Any:
-    """Enqueue `fill_kernel`; returns logits that are all -inf, in the array `given` unless it is None."""
+def filled(work: Work, launch: Any, num_rows: int, row_stride: int, target: Any = None) -> Any:
+    """Enqueue `fill_kernel`; returns logits that are all -inf, in the array `target` unless it is None."""
     (logits,) = launch(
         fill_kernel,
         (cdiv(num_rows * row_stride, FILL_BLOCK),),
-        (work.stand_in if given is None else given,),
-        [((num_rows, row_stride), "float32")] if given is None else [],
-        inplace=() if given is None else (0,),
+        (work.arrays[0] if target is None else target,),
+        [((num_rows, row_stride), "float32")] if target is None else [],
+        inplace=() if target is None else (0,),
         count=num_rows * row_stride,
         BLOCK=FILL_BLOCK,
     )
@@ -285,5 +271,5 @@ def filled(work: Work, launch: Any, num_rows: int, row_stride: int, given: Any =
 def run(call: IndexerLogits, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns the logits."""
     work, shape = work_of(call, launch), (call.num_tokens, call.columns)
-    given = filled(work, launch, *shape) if call.relative else None
-    return enqueue(work, tile, launch, 0, *shape, given, fill=not call.relative)
+    target = filled(work, launch, *shape) if call.relative else None
+    return enqueue(work, tile, launch, 0, *shape, target, fill=not call.relative)

@@ -14,7 +14,7 @@ from ragged_attention.kernels_triton._tiles import cdiv, expect_between
 FEATURES = indexer_logits.FEATURES | {"candidate_blocks", "candidate_block_size"}
 CHUNK_BYTES = 64 * 2**20  # maximum size of a chunk's logits
 ALIGNMENT = 64  # rows of logits have a multiple of this many elements
-MOST_CANDIDATES = 2**30
+MAX_CANDIDATES = 2**30
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class Tile(indexer_logits.Tile):
 def why_not(call: IndexerTopk) -> str | None:
     if call.candidate_blocks is not None:
         size = indexer_logits.candidate_size(call)
-        if (candidates := call.candidate_blocks.shape[1] * size) > MOST_CANDIDATES:
-            return f"expected candidate_blocks of at most {MOST_CANDIDATES} positions, got {candidates}"
+        if (candidates := call.candidate_blocks.shape[1] * size) > MAX_CANDIDATES:
+            return f"expected candidate_blocks of at most {MAX_CANDIDATES} positions, got {candidates}"
     return indexer_logits.why_not(call)
 
 
@@ -57,7 +57,7 @@ def tile_for(call: Any, walk: bool) -> Tile:
     logits = indexer_logits.tile_for(call, walk)
     selection = top_k_indices.tile_for(call, chunk, call.columns)
     return Tile(
-        **{field.name: getattr(logits, field.name) for field in dataclasses.fields(logits)},
+        **dataclasses.asdict(logits),
         chunk=chunk,
         select_block=selection.block,
         select_num_warps=selection.num_warps,
@@ -80,7 +80,7 @@ def run(call: IndexerTopk, tile: Tile, launch: Any) -> Any:
         if call.candidate_blocks is not None:
             logits = indexer_logits.filled(work, launch, rows, width, logits)
         logits = indexer_logits.enqueue(work, tile, launch, first, count, width, logits, rows=rows, fill=False)
-        token_rows = top_k_indices.Rows(
+        token_rows = top_k_indices.LogitRows(
             logits=logits,
             num_rows=count,
             row_stride=width,

@@ -22,8 +22,6 @@ FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """The tunable sizes."""
-
     num_warps: int = 1
 
     def __post_init__(self) -> None:

@@ -17,8 +17,6 @@ FEATURES = frozenset({"sinks", "out_dtype"})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """The tunable sizes."""
-
     num_warps: int = 4
 
     def __post_init__(self) -> None:

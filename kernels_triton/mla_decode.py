@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from ragged_attention.calls import CacheFormat, MlaDecode
+from ragged_attention.calls import MlaDecode
 from ragged_attention.kernels_triton._latent import kernel, plan
 from ragged_attention.kernels_triton._latent.plan import Tile as Tile
 from ragged_attention.kernels_triton._mask import most_keys, window_of
@@ -21,8 +21,7 @@ def why_not(call: MlaDecode) -> str | None:
 
 
 def heuristic(call: MlaDecode) -> Tile:
-    group = call.num_q_heads // call.num_kv_heads
-    rows, jobs = (group, call.num_q_tokens) if call.sparse else (group * call.num_q_tokens, 1)
+    rows, jobs = (call.group, call.num_q_tokens) if call.sparse else (call.group * call.num_q_tokens, 1)
     jobs *= call.num_seqs * call.num_kv_heads
     extra = call.extra_topk > 0
     page_sizes = (call.page_size, call.extra_kv_cache.shape[1]) if extra else (call.page_size,)
@@ -40,32 +39,21 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns out and lse."""
     extra = None
     if not call.sparse:
-        table, lens = launch.packed(call.page_indices), call.kv_lens
-        keys = plan.Keys(
-            cache=plan.readable(call.kv_cache, call.kv_format, launch),
-            form=call.kv_format,
-            lists=table,
-            list_strides=(launch.strides(table)[0], 0, 0),
-            lens=lens,
-            longest=call.capacity,
-            page_size=call.page_size,
-        )
+        keys = plan.keys_of_tables(call, launch)
     else:
-        keys = _selected(call.kv_cache, call.kv_format, call.indices, call.topk_lens, launch)
+        keys = plan.keys_of_lists(call.kv_cache, call.kv_format, call.indices, call.topk_lens, launch)
         if call.extra_indices is not None:
-            extra = _selected(
+            extra = plan.keys_of_lists(
                 call.extra_kv_cache, call.extra_kv_format, call.extra_indices, call.extra_topk_lens, launch
             )
     q = launch.packed(call.q)
-    seq_stride, token_stride, head_stride = launch.strides(q)[:3]
     work = plan.Work(
         call=call,
         q=q,
-        q_strides=(seq_stride, token_stride, head_stride),
+        q_strides=launch.strides(q)[:3],
         lse_shape=call.lse_shape,
         num_seqs=call.num_seqs,
         num_q_tokens=call.num_q_tokens,
-        num_kv_heads=call.num_kv_heads,
         sparse=call.sparse,
         causal=bool(call.causal),
         keys=keys,
@@ -76,18 +64,3 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
     )
     out, lse, _ = kernel.run(work, tile, launch, max_logits=False)
     return out, lse
-
-
-def _selected(cache: Any, form: CacheFormat, indices: Any, lens: Any, launch: Any) -> plan.Keys:
-    """The `Keys` of a cache and lists of its slots."""
-    lists = launch.packed(indices)
-    seq_stride, token_stride, _ = launch.strides(lists)
-    return plan.Keys(
-        cache=plan.readable(cache, form, launch),
-        form=form,
-        lists=lists,
-        list_strides=(seq_stride, token_stride, 0),
-        lens=lens,
-        longest=indices.shape[2],
-        page_size=cache.shape[1],
-    )

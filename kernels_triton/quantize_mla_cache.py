@@ -3,7 +3,7 @@
 from typing import Any
 
 from ragged_attention.calls import QuantizeMlaCache
-from ragged_attention.kernels_triton import write_mla_cache
+from ragged_attention.kernels_triton import write_kv_pages, write_mla_cache
 from ragged_attention.kernels_triton._tiles import cdiv, launchable
 
 Tile = write_mla_cache.Tile
@@ -31,7 +31,7 @@ def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> Any:
         [(call.out_shape, "uint8")],
         num_tokens=num_pages * page_size,
         slots_stride=0,
-        **write_mla_cache.no_tables(),
+        **write_kv_pages.NO_TABLES,
         kv_scale_factor=1.0,
         KV_SCALE_STRIDE=-1,
         **dict(zip(("kv_page_stride", "kv_row_stride", "kv_head_stride"), launch.strides(kv), strict=False)),
@@ -39,6 +39,7 @@ def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> Any:
         row_stride=row,
         head_stride=row,
         PLACES="rows",
+        HAS_NUM_SEQS=False,
         SCALED=False,
         KV_PAGE=page_size,
         **write_mla_cache.constants(call, num_pages * page_size, page_size, tile),

@@ -17,7 +17,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ragged_attention.calls import RaggedMlaAttention
-from ragged_attention.kernels_triton._combine import combine_sequences
 from ragged_attention.kernels_triton._compiler import zero_after
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import load_scale, scale_arguments
@@ -40,7 +39,8 @@ from ragged_attention.kernels_triton._latent.softmax import (
     sum_of_each_row,
 )
 from ragged_attention.kernels_triton._mask import Mask, MaskKind, key_range, most_keys, window_of
-from ragged_attention.kernels_triton._sequences import VARYING, count_sequences
+from ragged_attention.kernels_triton._ragged import Shared, results, run_splits, sequence_arguments
+from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, max_blocks
 from ragged_attention.kernels_triton._softmax import LOG2E, finish
 from ragged_attention.kernels_triton._splits import (
     FEW_TOKENS,
@@ -53,18 +53,18 @@ from ragged_attention.kernels_triton._splits import (
     most_tokens,
     possible_tile,
     sequences_together,
+    short_tokens,
     splits_at_most,
 )
 from ragged_attention.kernels_triton._tiles import (
+    Sizes,
     cdiv,
-    dependent,
     expect_between,
     expect_power_of_two,
     launchable,
     overlaps,
 )
 
-MANY_TOKENS = 8  # a batch with more query tokens per sequence on average is assumed to have prompts
 SMALL_CAPACITY = 1024  # up to this capacity per sequence, unequal lengths do not matter
 WAVES = 4  # maximum waves of programs for splits: more would only take memory
 FEATURES = frozenset({
@@ -90,28 +90,20 @@ class Tile:
     invariant: bool = False  # batch-invariant mode: num_splits applies per sequence, by its own length
 
     def __post_init__(self) -> None:
-        expect_power_of_two(self, **dict.fromkeys(("block_h", "split_block_h"), (16, 128)))
-        expect_power_of_two(self, **dict.fromkeys(("block_kv", "split_block_kv"), (16, 128)))
-        expect_power_of_two(self, **dict.fromkeys(("num_warps", "split_num_warps"), (1, 16)))
+        blocks = ("block_h", "split_block_h", "block_kv", "split_block_kv")
+        expect_power_of_two(self, **dict.fromkeys(blocks, (16, 128)), num_warps=(1, 16), split_num_warps=(1, 16))
         expect_between(self, num_stages=(1, 8), split_num_stages=(1, 8), num_splits=(1, MAX_SPLITS))
         expect_between(self, split_rows=(1, 2**16))
 
     @property
-    def long(self) -> plan.Tile:
-        """The tile for long sequences."""
-        return plan.Tile(
-            block_h=self.block_h, block_kv=self.block_kv, num_warps=self.num_warps, num_stages=self.num_stages
-        )
+    def long(self) -> Sizes:
+        """The sizes for long sequences."""
+        return Sizes(self.block_h, self.block_kv, self.num_warps, self.num_stages)
 
     @property
-    def short(self) -> plan.Tile:
-        """The tile for short sequences."""
-        return plan.Tile(
-            block_h=self.split_block_h,
-            block_kv=self.split_block_kv,
-            num_warps=self.split_num_warps,
-            num_stages=self.split_num_stages,
-        )
+    def short(self) -> Sizes:
+        """The sizes for short sequences."""
+        return Sizes(self.split_block_h, self.split_block_kv, self.split_num_warps, self.split_num_stages)
 
     @property
     def short_rows(self) -> int:
@@ -125,40 +117,23 @@ def why_not(call: RaggedMlaAttention) -> str | None:
 
 def heuristic(call: RaggedMlaAttention) -> Tile:
     """The smallest row blocks that suffice, and enough splits of short sequences to fill the GPU."""
-    tokens = cdiv(call.num_tokens, max(call.max_num_seqs, 1)) if call.max_q_len is None else call.max_q_len
-    tokens = max(1, tokens) if tokens <= MANY_TOKENS else FEW_TOKENS
-    tile = sizes(call, call.num_q_heads * call.num_tokens, call.num_q_heads * tokens)
+    tile = tile_for(call, call.num_q_heads * call.num_tokens, call.num_q_heads * max(1, short_tokens(call)))
     return dataclasses.replace(tile, num_splits=splits(call, tile))
 
 
 def invariant_tile(call: RaggedMlaAttention) -> Tile:
     """A batch-invariant tile: no size depends on the batch."""
-    tile = sizes(call, plan.LARGEST_INT, call.num_q_heads * FEW_TOKENS)
+    tile = tile_for(call, plan.LARGEST_INT, call.num_q_heads * FEW_TOKENS)
     split = most_keys(call, FEW_TOKENS) > plan.MIN_INVARIANT_SPLIT
     return dataclasses.replace(tile, num_splits=plan.MAX_INVARIANT_SPLITS if split else 1, invariant=True)
 
 
-def sizes(call: RaggedMlaAttention, rows: int, short_rows: int) -> Tile:
+def tile_for(call: RaggedMlaAttention, rows: int, short_rows: int) -> Tile:
     """The tile, without splits, for `rows` rows in the batch and `short_rows` rows per short sequence."""
-    access = plan.KeyAccess(
-        dense=True,
-        ragged=True,
-        page_sizes=(call.page_size,),
-        windowed=call.sliding_window is not None,
-    )
-    block_h, block_kv, num_warps, num_stages = plan.fitting_sizes(call, rows, access)
-    split_block_h, split_block_kv, split_num_warps, split_num_stages = plan.fitting_sizes(call, short_rows, access)
-    return Tile(
-        block_h=block_h,
-        block_kv=block_kv,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        split_rows=short_rows,
-        split_block_h=split_block_h,
-        split_block_kv=split_block_kv,
-        split_num_warps=split_num_warps,
-        split_num_stages=split_num_stages,
-    )
+    windowed = call.sliding_window is not None
+    access = plan.KeyAccess(dense=True, ragged=True, page_sizes=(call.page_size,), windowed=windowed)
+    long, short = (plan.fitting_sizes(call, count, access) for count in (rows, short_rows))
+    return Tile(**long.fields("block_h"), **short.fields("block_h", "split_"), split_rows=short_rows)
 
 
 def splits(call: RaggedMlaAttention, tile: Tile) -> int:
@@ -334,47 +309,16 @@ def ragged_latent_kernel(
         gdc_wait()  # the next kernel waits for this launch only, but also needs the rows of the previous launch
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Shared:
-    """The arguments that all launches of a call share."""
-
-    arrays: dict[str, Any]  # in the kernel's order
-    numbers: dict[str, Any]
-    constants: dict[str, Any]  # fields of `Config`
-
-
-def shared_by_launches(call: RaggedMlaAttention, launch: Any) -> Shared:
-    """The arrays, numbers and constants of a call, with q as a stand-in for absent arrays."""
-    q = launch.packed(call.q)
-    page_indices, cu_q_lens, kv_lens = map(launch.packed, (call.page_indices, call.cu_q_lens, call.kv_lens))
-    cache = plan.readable(call.kv_cache, call.kv_format, launch)
-    kv_scale, scale_numbers = scale_arguments("kv_scale", call.kv_scale, q, launch)
-    kv_scale_stride = scale_numbers.pop("KV_SCALE_STRIDE")
-    num_seqs = kv_lens if call.num_seqs is None else call.num_seqs
-    sinks = q if call.sinks is None else launch.packed(call.sinks)
-    table_stride, window = launch.strides(page_indices)[0], window_of(call)
-    keys = plan.Keys(
-        cache=cache,
-        form=call.kv_format,
-        lists=page_indices,
-        list_strides=(table_stride, 0, 0),
-        lens=kv_lens,
-        longest=call.capacity,
-        page_size=call.page_size,
-    )
+def shared_arguments(call: RaggedMlaAttention, launch: Any) -> Shared:
+    """The arguments that all launches of a call share, with q as a stand-in for absent arrays."""
+    q, keys = launch.packed(call.q), plan.keys_of_tables(call, launch)
+    kv_scale, kv_scale_factor, kv_scale_stride = scale_arguments(call.kv_scale, q, launch)
+    window = window_of(call)
     scales, cap_unit = capped_scale(call.scale, call.soft_cap)
-    where = keys.addresses(launch)
-    numbers = {
-        "num_tokens": call.num_tokens,
-        "max_num_seqs": call.max_num_seqs,
-        "capacity": call.capacity,
-        "window": window or 0,
-        "table_stride": table_stride,
-        **{name: where[name] for name in ("page_stride", "slot_stride", "num_slots")},
-        **dict(zip(("q_token_stride", "q_head_stride"), launch.strides(q), strict=False)),
-        **scales,
-        **scale_numbers,
-    }
+    sequences, numbers = sequence_arguments(call, launch, q)
+    addresses = keys.addresses(launch)
+    numbers |= {name: addresses[name] for name in ("page_stride", "slot_stride", "num_slots")}
+    numbers |= {"window": window or 0, "kv_scale_factor": kv_scale_factor, **scales}
     constants = {
         "FORMAT": keys.row_format(call.device.arch, launch),
         "MASK": MaskKind(CAUSAL=bool(call.causal), HAS_WINDOW=window is not None),
@@ -386,16 +330,7 @@ def shared_by_launches(call: RaggedMlaAttention, launch: Any) -> Shared:
         "KV_SCALE_STRIDE": kv_scale_stride,
         "PDL": overlaps(call),
     }
-    arrays = {
-        "q": q,
-        "kv_cache": cache,
-        "kv_lens": kv_lens,
-        "page_indices": page_indices,
-        "cu_q_lens": cu_q_lens,
-        "num_seqs": num_seqs,
-        "sinks": sinks,
-        "kv_scale": kv_scale,
-    }
+    arrays = {"q": q, "kv_cache": keys.cache, **sequences, "kv_scale": kv_scale}
     return Shared(arrays, numbers, constants)
 
 
@@ -416,26 +351,27 @@ def division_of(call: RaggedMlaAttention, tile: Tile, block_kv: int, *, splits: 
 
 
 def launch_arguments(
-    call: RaggedMlaAttention, tile: Tile, body: plan.Tile, shared: Shared, *, short: bool, long: bool
+    call: RaggedMlaAttention, tile: Tile, sizes: Sizes, shared: Shared, *, short: bool, long: bool
 ) -> dict[str, Any]:
     """The options and constants of a launch for short sequences, long ones, or both."""
-    return shared.numbers | {
+    # If every block has the heads of one token only, its rows see the same keys, and the loop needs no masks.
+    mixed = call.num_q_heads % sizes.rows != 0
+    return {
         "num_splits": tile.num_splits,
-        "num_warps": body.num_warps,
-        "num_stages": body.num_stages,
+        "num_warps": sizes.warps,
+        "num_stages": sizes.stages,
         "CONFIG": Config(
             LOOP=Loop(
                 SPARSE=False,
-                # If all rows of a block have the same token, they all see the same keys, [first, last).
-                CAUSAL=bool(call.causal) and call.num_q_heads % body.block_h != 0,
-                HAS_WINDOW=window_of(call) is not None and call.num_q_heads % body.block_h != 0,
+                CAUSAL=bool(call.causal) and mixed,
+                HAS_WINDOW=window_of(call) is not None and mixed,
                 HAS_SOFT_CAP=call.soft_cap is not None,
-                BLOCK_KV=body.block_kv,
-                SUMS_BY_COLUMN=sums_by_column(call, call.kv_format, body),
-                OPERANDS=operands(call, body.block_h),
+                BLOCK_KV=sizes.keys,
+                SUMS_BY_COLUMN=sums_by_column(call, call.kv_format, sizes),
+                OPERANDS=operands(call, sizes.rows),
             ),
-            DIVISION=division_of(call, tile, body.block_kv, splits=short),
-            BLOCK_H=body.block_h,
+            DIVISION=division_of(call, tile, sizes.keys, splits=short),
+            BLOCK_H=sizes.rows,
             HAS_SHORT=short,
             HAS_LONG=long,
             **shared.constants,
@@ -443,76 +379,50 @@ def launch_arguments(
     }
 
 
-def all_are_short(call: RaggedMlaAttention, tile: Tile) -> bool:
-    """Whether the host expects all sequences to be short."""
-    return most_tokens(call) * call.num_q_heads <= tile.short_rows
-
-
-def long_programs(call: RaggedMlaAttention, body: plan.Tile) -> int:
-    """The maximum number of row blocks, each with one program; see `find_segment`."""
-    return call.num_tokens * call.num_q_heads // body.block_h + call.max_num_seqs + 2
-
-
 def run_long(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared) -> Any:
     """Enqueue the kernel for long sequences and the rows of no sequence; returns out and lse."""
     nothing, q = ((1,), "float32"), shared.arrays["q"]  # q is a stand-in for absent arrays
     *_, out, lse = launch(
         ragged_latent_kernel,
-        (long_programs(call, tile.long) if call.num_tokens else 0,),
+        (max_blocks(call.num_tokens * call.group, tile.block_h, call.max_num_seqs),),
         (*shared.arrays.values(), q, q),
         [nothing, nothing, *results(call)],
         num_parts=0,
+        **shared.numbers,
         **launch_arguments(call, tile, tile.long, shared, short=False, long=True),
     )
     return out, lse
 
 
-def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared, given: Any) -> Any:
-    """Enqueue the kernels for short sequences; returns out and lse.
-
-    `given` is the out and lse of `run_long`, in which these kernels fill the missing rows. If `given` is None, the
-    launch has programs for all rows.
-    """
-    split_kv = tile.num_splits > 1
+def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared, target: Any) -> Any:
+    """Enqueue the kernels for short sequences; returns out and lse. See `run_splits`."""
     entries, stored = splits_at_most(call.max_num_seqs, tile.num_splits, invariant=tile.invariant)
     programs = entries * (tile.short_rows // tile.split_block_h)
-    parts = (stored, tile.short_rows) if split_kv else (1,)
-    out, lse = given or (shared.arrays["q"],) * 2  # q is a stand-in for absent arrays
-    *partial, out, lse = launch(
-        ragged_latent_kernel,
-        (programs + (0 if given else long_programs(call, tile.short)),),
-        (*shared.arrays.values(), out, lse),
-        [
-            ((*parts, call.d_v) if split_kv else (1,), "float32"),
-            (parts, "float32"),
-            *([] if given else results(call)),
-        ],
-        inplace=(8, 9) if given else (),
-        **dependent(overlaps(call) and given is not None),
+    if target is None:  # with programs for long sequences
+        programs += max_blocks(call.num_tokens * call.group, tile.split_block_h, call.max_num_seqs)
+    return run_splits(
+        launch,
+        call,
+        shared,
+        target,
+        (stored, tile.short_rows),
+        kernel=ragged_latent_kernel,
+        grid=(programs,),
+        division=division_of(call, tile, tile.split_block_kv, splits=True),
+        mask=shared.constants["MASK"],
+        scale=("kv_scale", shared.constants["KV_SCALE_STRIDE"]),
         num_parts=entries,
-        **launch_arguments(call, tile, tile.short, shared, short=True, long=given is None),
+        **launch_arguments(call, tile, tile.short, shared, short=True, long=target is None),
     )
-    if not split_kv:
-        return out, lse
-    scale = (shared.arrays["kv_scale"], shared.numbers["kv_scale_factor"], shared.constants["KV_SCALE_STRIDE"])
-    division = division_of(call, tile, tile.split_block_kv, splits=True)
-    return combine_sequences(
-        launch, call, shared.arrays, shared.numbers, partial, (out, lse), scale=scale, division=division,
-        mask=shared.constants["MASK"], num_parts=stored, num_splits=tile.num_splits,
-    )  # fmt: skip
-
-
-def results(call: RaggedMlaAttention) -> list[Any]:
-    """The shapes and dtypes of out and lse, for the launcher to allocate."""
-    return [(call.out_shape, call.result_dtype), (call.q.shape[:2], "float32")]
 
 
 def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; see the module's docstring."""
-    tile, shared = possible_tile(call, tile), shared_by_launches(call, launch)
-    given: Any = None
+    tile, shared = possible_tile(call, tile), shared_arguments(call, launch)
     empty = not (call.num_tokens and call.max_num_seqs)
-    if empty or not (all_are_short(call, tile) or tile.long == tile.short):
-        given = run_long(call, tile, launch, shared)
-    out, lse = given if empty else run_short(call, tile, launch, shared, given)
+    all_are_short = most_tokens(call) * call.num_q_heads <= tile.short_rows  # as the host expects
+    target: Any = None
+    if empty or not (all_are_short or tile.long == tile.short):
+        target = run_long(call, tile, launch, shared)
+    out, lse = target if empty else run_short(call, tile, launch, shared, target)
     return (out, lse) if call.return_lse else out

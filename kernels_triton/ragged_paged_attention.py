@@ -8,20 +8,9 @@ Grids are upper bounds that follow from shapes alone, so the host reads nothing 
 tile kernel finds its sequence by binary search over `cu_q_lens`. A program of the split kernel finds its split by sums
 over all lengths. A program without work returns at once.
 
-Both kernels do three things: find their rows and keys, run the loop over keys, and store the rows. The parts are in
-modules that other operations share:
-
-- `_splits`: the division of work. `Batch` bundles the call's sequences; `Split` is one program's share of a short one.
-- `_rows`: loads of query rows and stores of results. `Rows` says which rows a program has.
-- `_mask`: causal, window and draft masks. `Mask` bundles their numbers; `Visible` says which keys a block of rows sees.
-- `_pages`: the FlashAttention loop. `Queries` bundles the loaded query rows and their logit scales; `Pages` bundles the
-  addresses of one KV head's K and V and the sequence's row of the block table.
-- `_softmax`, `_formats`: the online softmax step, and how 8-bit caches are decoded.
-- `_combine`: the combine kernel.
-- `_paged_tiles`: the tile sizes for each GPU.
-
-A bundle of tensors is a named tuple. Compile-time constants are frozen dataclasses (`_constants`); `Config` has all
-constants of a launch. This file has the two kernels, and the host code that launches them.
+Both kernels find their rows and keys (`_splits`), load the rows (`_rows`), run the FlashAttention loop over keys
+(`_pages`, with the masks of `_mask`), and store the rows. A bundle of tensors is a named tuple. Compile-time constants
+are frozen dataclasses (`_constants`); `Config` has all constants of a launch. docs/kernels.md explains the design.
 """
 
 import dataclasses
@@ -33,19 +22,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ragged_attention.calls import RaggedPagedAttention, dtype_name
 from ragged_attention.errors import InvalidInput
-from ragged_attention.kernels_triton import _paged_tiles as sizes
-from ragged_attention.kernels_triton._combine import combine_sequences
+from ragged_attention.kernels_triton import _paged_tiles
 from ragged_attention.kernels_triton._constants import INTERPRETED, Constants
 from ragged_attention.kernels_triton._formats import (
     array_heads,
-    cache_format,
     cache_views,
     decodes_by_integers,
     load_scale,
+    number_format,
     scale_arguments,
 )
 from ragged_attention.kernels_triton._mask import Mask, mask_arguments, most_keys, visible_keys
 from ragged_attention.kernels_triton._pages import Attention, Loop, Pages, Shape, attend_range
+from ragged_attention.kernels_triton._ragged import Shared, results, run_splits, sequence_arguments
 from ragged_attention.kernels_triton._rows import (
     Factors,
     Output,
@@ -57,7 +46,7 @@ from ragged_attention.kernels_triton._rows import (
     store_rows,
     store_split,
 )
-from ragged_attention.kernels_triton._sequences import VARYING, count_sequences
+from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, max_blocks
 from ragged_attention.kernels_triton._splits import (
     FEW_TOKENS,
     LARGEST_INT,
@@ -70,11 +59,11 @@ from ragged_attention.kernels_triton._splits import (
     most_tokens,
     possible_tile,
     sequences_together,
+    short_tokens,
     splits_at_most,
 )
 from ragged_attention.kernels_triton._tiles import (
     cdiv,
-    dependent,
     expect_between,
     expect_power_of_two,
     launchable,
@@ -121,9 +110,9 @@ def why_not(call: RaggedPagedAttention) -> str | None:
 
 
 def heuristic(call: RaggedPagedAttention) -> Tile:
-    """A tile that fits registers and shared memory, wgmma-sized if there are enough rows; splits that fill the GPU."""
-    tile = sizes.sizes(call, sizes.split_rows(call), call.num_tokens * call.group)
-    return Tile(**tile, num_splits=splits(call))
+    """A tile that fits registers and shared memory, for wgmma if rows suffice, and enough splits to fill the GPU."""
+    fields = _paged_tiles.tile_fields(call, short_tokens(call), call.num_tokens * call.group)
+    return Tile(**fields, num_splits=splits(call))
 
 
 def invariant_tile(call: RaggedPagedAttention) -> Tile:
@@ -133,8 +122,8 @@ def invariant_tile(call: RaggedPagedAttention) -> Tile:
     are in its block.
     """
     split = call.sliding_window is None or call.sliding_window > MIN_INVARIANT_SPLIT
-    tile = sizes.sizes(call, sizes.most_split_rows(call, FEW_TOKENS))
-    return Tile(**tile, num_splits=INVARIANT_SPLITS if split else 1, invariant=True)
+    fields = _paged_tiles.tile_fields(call, FEW_TOKENS)
+    return Tile(**fields, num_splits=INVARIANT_SPLITS if split else 1, invariant=True)
 
 
 def splits(call: Any) -> int:
@@ -276,72 +265,50 @@ def split_kernel(
         gdc_wait()  # the next kernel waits for this one only, but also needs the rows of the tile kernel
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Operands:
-    """The arguments that both attention kernels of a call share."""
-
-    arrays: dict[str, Any]  # in the kernels' order
-    numbers: dict[str, Any]
-    constants: dict[str, Any]  # fields of `Config`
-    attention: dict[str, Any]  # fields of `Attention`
-
-
-def operands_of(call: Any, launch: Any) -> Operands:
-    """The operands of a call, with q as a stand-in for absent arrays."""
+def shared_arguments(call: Any, launch: Any) -> Shared:
+    """The arguments that both attention kernels share, with q as a stand-in for absent arrays."""
     q = launch.packed(call.q)
-    page_indices, cu_q_lens, kv_lens = map(launch.packed, (call.page_indices, call.cu_q_lens, call.kv_lens))
     k_pages, v_pages, kv_strides = cache_views(call, launch)
-    k_scale, k_numbers = scale_arguments("k_scale", call.k_scale, q, launch)
-    v_scale, v_numbers = scale_arguments("v_scale", call.v_scale, q, launch)
-    num_seqs = kv_lens if call.num_seqs is None else call.num_seqs
-    sinks = q if call.sinks is None else launch.packed(call.sinks)
+    k_scale, k_factor, k_stride = scale_arguments(call.k_scale, q, launch)
+    v_scale, v_factor, v_stride = scale_arguments(call.v_scale, q, launch)
     draft_mask = q if call.draft_mask is None else launch.packed(call.draft_mask)
     mask, mask_numbers = mask_arguments(call, launch.strides(draft_mask)[0])
-    k_stride, v_stride = k_numbers.pop("K_SCALE_STRIDE"), v_numbers.pop("V_SCALE_STRIDE")
+    has_soft_cap = call.soft_cap is not None
+    sequences, numbers = sequence_arguments(call, launch, q)
+    numbers |= {
+        "num_pages": call.num_pages,
+        "sm_scale": call.scale,
+        "soft_cap": float(call.soft_cap or 1.0),
+        "k_scale_factor": k_factor,
+        "v_scale_factor": v_factor,
+        **kv_strides,
+        **mask_numbers,
+    }
     scaling = Scaling(
         K_SCALE_STRIDE=k_stride,
         V_SCALE_STRIDE=v_stride,
-        SIGNED=k_stride >= 0 or call.scale * k_numbers["k_scale_factor"] < 0,
-        HAS_SOFT_CAP=call.soft_cap is not None,
+        SIGNED=k_stride >= 0 or call.scale * k_factor < 0,
+        HAS_SOFT_CAP=has_soft_cap,
         HAS_SINKS=call.sinks is not None,
     )
-    numbers = {
-        "num_tokens": call.num_tokens,
-        "max_num_seqs": call.max_num_seqs,
-        "num_pages": call.num_pages,
-        "capacity": call.capacity,
-        "table_stride": launch.strides(page_indices)[0],
-        **dict(zip(("q_token_stride", "q_head_stride"), launch.strides(q), strict=False)),
-        **kv_strides,
-        "sm_scale": call.scale,
-        "soft_cap": float(call.soft_cap or 1.0),
-        **k_numbers,
-        **v_numbers,
-        **mask_numbers,
-    }
-    return Operands(
-        {
-            "q": q,
-            "k_pages": k_pages,
-            "v_pages": v_pages,
-            "kv_lens": kv_lens,
-            "page_indices": page_indices,
-            "cu_q_lens": cu_q_lens,
-            "num_seqs": num_seqs,
-            "sinks": sinks,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-            "draft_mask": draft_mask,
-        },
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    return Shared(
+        {"q": q, "k_pages": k_pages, "v_pages": v_pages, **sequences, **scales, "draft_mask": draft_mask},
         numbers,
         {
+            "ATTENTION": {"SHAPE": shape_of(call, call.v_head_dim), "MASK": mask, "HAS_SOFT_CAP": has_soft_cap},
             "SCALING": scaling,
             "COMBINED": call.combined,
             "HAS_NUM_SEQS": call.num_seqs is not None,
             "PDL": overlaps(call),
         },
-        {"SHAPE": shape_of(call, call.v_head_dim), "MASK": mask, "HAS_SOFT_CAP": call.soft_cap is not None},
     )
+
+
+def config_of(shared: Shared, loop: Loop, division: Division, block_q: int) -> Config:
+    """The `Config` of a launch whose programs have `block_q` rows."""
+    attention = Attention(LOOP=loop, **shared.constants["ATTENTION"])
+    return Config(**shared.constants | {"ATTENTION": attention}, DIVISION=division, BLOCK_Q=block_q)
 
 
 def shape_of(call: Any, v_head_dim: int) -> Shape:
@@ -353,7 +320,7 @@ def shape_of(call: Any, v_head_dim: int) -> Shape:
         D_PAD=next_power_of_2(call.head_dim),
         DV=v_head_dim,
         DV_PAD=next_power_of_2(v_head_dim),
-        CODES=cache_format(call),
+        CODES=number_format(call.cache_dtype, call.device.arch),
         DECODED_AT_ONCE=call.kv_format.eight_bit and not decodes_by_integers(call) and not INTERPRETED,
         Q_UNITS=call.kv_format.eight_bit and dtype_name(call.q) == "bfloat16",
     )
@@ -370,12 +337,7 @@ def all_are_short(call: Any, tile: Tile) -> bool:
     return few and call.num_tokens > 0 and 0 < call.max_num_seqs <= SEQUENCES[-1]
 
 
-def results(call: Any) -> list[Any]:
-    """The shapes and dtypes of out and lse, for the launcher to allocate."""
-    return [(call.out_shape, call.result_dtype), (call.q.shape[:2], "float32")]
-
-
-def run_tile(call: Any, tile: Tile, launch: Any, operands: Operands) -> list[Any]:
+def run_tile(call: Any, tile: Tile, launch: Any, shared: Shared) -> list[Any]:
     """Enqueue the tile kernel, for long sequences and the rows of no sequence; returns out and lse."""
     masked_below = tile.split_weights_below if in_bfloat16(call) else 0
     loop = Loop(
@@ -384,33 +346,21 @@ def run_tile(call: Any, tile: Tile, launch: Any, operands: Operands) -> list[Any
         WEIGHT_TERMS=1,
         MASKED_BELOW=LARGEST_INT.value if tile.invariant else masked_below,  # the masked loop visits keys in order
     )
-    division = Division(
-        GROUP=call.group, SHORT_ROWS=tile.split_block_q, BLOCK_KV=tile.block_kv, SPLIT_KV=False
-    )  # fmt: skip
-    blocks = call.num_tokens * call.group // tile.block_q + call.max_num_seqs + 2
+    division = Division(GROUP=call.group, SHORT_ROWS=tile.split_block_q, BLOCK_KV=tile.block_kv, SPLIT_KV=False)
     return launch(
         tile_kernel,
-        (blocks if call.num_tokens else 0, call.num_kv_heads),
-        tuple(operands.arrays.values()),
+        (max_blocks(call.num_tokens * call.group, tile.block_q, call.max_num_seqs), call.num_kv_heads),
+        tuple(shared.arrays.values()),
         results(call),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        CONFIG=Config(
-            ATTENTION=Attention(LOOP=loop, **operands.attention),
-            DIVISION=division,
-            BLOCK_Q=tile.block_q,
-            **operands.constants,
-        ),
-        **operands.numbers,
+        CONFIG=config_of(shared, loop, division, tile.block_q),
+        **shared.numbers,
     )
 
 
-def run_split(call: Any, tile: Tile, launch: Any, operands: Operands, given: Any) -> list[Any]:
-    """Enqueue the split kernel and, if needed, the combine kernel; returns out and lse.
-
-    `given` is the tile kernel's out and lse, in which these kernels fill the missing rows. If `given` is None, they
-    write all rows.
-    """
+def run_split(call: Any, tile: Tile, launch: Any, shared: Shared, target: Any) -> Any:
+    """Enqueue the split kernel and, if needed, the combine kernel; returns out and lse. See `run_splits`."""
     split_kv = tile.num_splits > 1
     division = Division(
         GROUP=call.group,
@@ -418,9 +368,9 @@ def run_split(call: Any, tile: Tile, launch: Any, operands: Operands, given: Any
         BLOCK_KV=tile.split_block_kv,
         SPLIT_KV=split_kv,
         BATCH_INVARIANT=split_kv and tile.invariant,
-        ALL_SEQUENCES=given is None,
+        ALL_SEQUENCES=target is None,
         MIN_BLOCKS=cdiv(MIN_INVARIANT_SPLIT if tile.invariant else MIN_SPLIT, tile.split_block_kv),
-        MAX_SEQS=sequences_together(call.max_num_seqs) if given is None or split_kv else 1,
+        MAX_SEQS=sequences_together(call.max_num_seqs) if target is None or split_kv else 1,
     )
     loop = Loop(
         BLOCK_KV=tile.split_block_kv,
@@ -429,47 +379,29 @@ def run_split(call: Any, tile: Tile, launch: Any, operands: Operands, given: Any
         MASKED_BELOW=0,
     )
     entries, _ = splits_at_most(call.max_num_seqs, tile.num_splits, invariant=tile.invariant)
-    later = 0 if given else call.num_tokens * call.group // tile.split_block_q
-    parts = (entries, call.num_kv_heads, tile.split_block_q) if split_kv else (1,)
-    out, lse = given or (operands.arrays["q"],) * 2  # q is a stand-in for absent arrays
-    overlap = dependent(operands.constants["PDL"])
-    *partial, out, lse = launch(
-        split_kernel,
-        (entries + later, call.num_kv_heads),
-        (*operands.arrays.values(), out, lse),
-        [
-            ((*parts, call.v_head_dim) if split_kv else (1,), "float32"),
-            (parts, "float32"),
-            *([] if given else results(call)),
-        ],
-        inplace=(11, 12) if given else (),
-        **(overlap if given else {}),
+    later = 0 if target else call.num_tokens * call.group // tile.split_block_q
+    return run_splits(
+        launch,
+        call,
+        shared,
+        target,
+        (entries, call.num_kv_heads, tile.split_block_q),
+        kernel=split_kernel,
+        grid=(entries + later, call.num_kv_heads),
+        division=division,
+        mask=shared.constants["ATTENTION"]["MASK"],
+        scale=("v_scale", shared.constants["SCALING"].plain.V_SCALE_STRIDE),
         num_warps=tile.split_num_warps,
         num_stages=tile.split_num_stages,
         num_splits=tile.num_splits,
-        CONFIG=Config(
-            ATTENTION=Attention(LOOP=loop, **operands.attention),
-            DIVISION=division,
-            BLOCK_Q=tile.split_block_q,
-            **operands.constants,
-        ),
-        **operands.numbers,
+        CONFIG=config_of(shared, loop, division, tile.split_block_q),
     )
-    if not split_kv:
-        return [out, lse]
-    constants = operands.constants
-    scale = (operands.arrays["v_scale"], operands.numbers["v_scale_factor"], constants["SCALING"].plain.V_SCALE_STRIDE)
-    return combine_sequences(
-        launch, call, operands.arrays, operands.numbers, partial, (out, lse), scale=scale, division=division,
-        mask=operands.attention["MASK"], num_parts=entries, num_splits=tile.num_splits,
-    )  # fmt: skip
 
 
 def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; see the module's docstring."""
-    tile, operands = possible_tile(call, tile), operands_of(call, launch)
-    found: Any = None if all_are_short(call, tile) else run_tile(call, tile, launch, operands)
-    if call.num_tokens and call.max_num_seqs:
-        found = run_split(call, tile, launch, operands, found)
-    out, lse = found
+    tile, shared = possible_tile(call, tile), shared_arguments(call, launch)
+    target: Any = None if all_are_short(call, tile) else run_tile(call, tile, launch, shared)
+    has_rows = call.num_tokens and call.max_num_seqs
+    out, lse = run_split(call, tile, launch, shared, target) if has_rows else target
     return (out, lse) if call.return_lse else out

@@ -28,7 +28,7 @@ def why_not(call: SparseMlaPrefill) -> str | None:
 
 
 def heuristic(call: SparseMlaPrefill) -> Tile:
-    return tile_for(call, decoded=plan.decodes_first(call, call.num_q_heads // call.num_kv_heads))
+    return tile_for(call, decoded=plan.decodes_first(call))
 
 
 def invariant_tile(call: SparseMlaPrefill) -> Tile:
@@ -37,10 +37,9 @@ def invariant_tile(call: SparseMlaPrefill) -> Tile:
 
 
 def tile_for(call: SparseMlaPrefill, *, decoded: bool) -> Tile:
-    rows = call.num_q_heads // call.num_kv_heads
-    access = plan.KeyAccess(decoded=decoded)
-    sizes = plan.tile_for(call, rows, call.num_tokens * call.num_kv_heads, call.topk, access)
-    return Tile(**dataclasses.asdict(sizes), decoded=decoded)
+    jobs = call.num_tokens * call.num_kv_heads
+    tile = plan.tile_for(call, call.group, jobs, call.topk, plan.KeyAccess(decoded=decoded))
+    return Tile(**dataclasses.asdict(tile), decoded=decoded)
 
 
 def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:
@@ -48,19 +47,9 @@ def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:
     if tile.decoded and not call.kv_format.quantized:
         raise InvalidInput("expected decoded=False with a plain cache, got True")
     decoded = tile.decoded and call.num_slots > 0
-    lists = launch.packed(call.indices)
-    token_stride, head_stride, _ = launch.strides(lists)
     q = launch.packed(call.q)
     q_token_stride, q_head_stride, _ = launch.strides(q)
-    keys = plan.Keys(
-        cache=plan.readable(call.kv, call.kv_format, launch),
-        form=call.kv_format,
-        lists=lists,
-        list_strides=(token_stride, 0, head_stride),
-        lens=call.topk_lens,
-        longest=call.topk,
-        page_size=call.page_size,
-    )
+    keys = plan.keys_of_lists(call.kv, call.kv_format, call.indices, call.topk_lens, launch, by_head=True)
     work = plan.Work(
         call=call,
         q=q,
@@ -68,12 +57,8 @@ def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> Any:
         lse_shape=(call.num_tokens, call.num_q_heads),
         num_seqs=call.num_tokens,
         num_q_tokens=1,
-        num_kv_heads=call.num_kv_heads,
         sparse=True,
-        causal=False,
         keys=decoding.decoded(keys, call, launch) if decoded else keys,
-        extra=None,
-        schedule=None,
     )
     out, lse, max_logits = kernel.run(work, tile, launch, max_logits=True)
     return out, max_logits, lse

@@ -30,13 +30,15 @@ from ragged_attention.kernels_triton._latent.rows import Columns, Finished, stor
 from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, matmul, sum_of_products
 from ragged_attention.kernels_triton._tiles import (
-    SMALLEST_SHARED_MEMORY,
+    Sizes,
     cdiv,
     expect_between,
     expect_power_of_two,
     item_size,
     launchable_in_float32,
     next_power_of_2,
+    shared_memory,
+    stride_arguments,
 )
 
 ENTRY_BYTES = 2**30  # maximum memory for rows of entries
@@ -49,8 +51,6 @@ FEATURES = frozenset({"d_lse", "sm_scale", "d_v", "sinks", "topk_lens", "determi
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """The tunable sizes."""
-
     block_h: int = 16  # heads per program
     block_kv: int = 16  # keys per step
     num_warps: int = 4
@@ -73,37 +73,33 @@ def why_not(call: SparseMlaPrefillBackward) -> str | None:
 
 
 def heuristic(call: SparseMlaPrefillBackward) -> Tile:
-    block_h, block_kv, num_warps, num_stages = sizes(call)
-    blocks = cdiv(call.num_q_heads // call.num_kv_heads, block_h)
-    a_token = call.num_kv_heads * call.topk * blocks * call.d_qk * 4
+    tile = sizes(call)
+    bytes_per_token = call.num_kv_heads * call.topk * cdiv(call.group, tile.rows) * call.d_qk * 4
     return Tile(
-        block_h=block_h,
-        block_kv=block_kv,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        keys_first=has_wide_keys_first(call, block_h),
-        chunk_tokens=min(max(ENTRY_BYTES // a_token, 1), max(call.num_tokens, 1)),
+        **tile.fields("block_h"),
+        keys_first=has_wide_keys_first(call, tile.rows),
+        chunk_tokens=min(max(ENTRY_BYTES // bytes_per_token, 1), max(call.num_tokens, 1)),
     )
 
 
-def sizes(call: Any) -> tuple[int, int, int, int]:
-    """(heads, keys, warps, stages). Heads are as many as registers can hold, since each block of heads reads all rows.
+def sizes(call: Any) -> Sizes:
+    """The sizes, whose rows are heads: as many as registers can hold, since each block of heads reads the whole list.
 
     More keys per step would leave no registers to prefetch the next block.
     """
     if item_size(call.q) == 4:
-        return 16, 16, 8, 1
-    rows = max(16, next_power_of_2(call.num_q_heads // call.num_kv_heads))
+        return Sizes(16, 16, 8, 1)
+    rows = max(16, next_power_of_2(call.group))
     if call.device.arch.startswith("gfx"):
-        return min(rows, 32 if call.device.arch == "gfx950" else 16), 16, 4, 2
+        return Sizes(min(rows, 32 if call.device.arch == "gfx950" else 16), 16, 4, 2)
     if call.device.arch == "sm_90" and rows == 16:
-        return 16, 16, 4, 2  # a multiprocessor then runs two independent programs
+        return Sizes(16, 16, 4, 2)  # a multiprocessor then runs two independent programs
     if has_wide_keys_first(call, min(rows, 32)):
-        return 32, 32, 8, 2
+        return Sizes(32, 32, 8, 2)
     for heads, keys in ((32, 16), (16, 32), (16, 16)):
         if heads <= rows and shared_bytes(call, heads, keys) + MARGIN <= shared_memory(call):
-            return heads, keys, 8, 2
-    return 16, 16, 8, 1
+            return Sizes(heads, keys, 8, 2)
+    return Sizes(16, 16, 8, 1)
 
 
 def has_wide_keys_first(call: Any, heads: int) -> bool:
@@ -111,11 +107,6 @@ def has_wide_keys_first(call: Any, heads: int) -> bool:
     if call.device.arch != "sm_90" or heads < 32 or item_size(call.q) == 4 or call.d_v <= 256:
         return False
     return shared_bytes(call, 2 * heads, 32) + MARGIN <= shared_memory(call)
-
-
-def shared_memory(call: Any) -> int:
-    """The device's shared memory in bytes, or SMALLEST_SHARED_MEMORY if it is unknown."""
-    return call.device.shared_memory or SMALLEST_SHARED_MEMORY
 
 
 def shared_bytes(call: Any, heads: int, keys: int) -> int:
@@ -217,7 +208,7 @@ def give_columns(rows, gradients, q, d_out, FIRST: tl.constexpr, LAST: tl.conste
 
 @triton.jit
 def load_group(rows, readable, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
-    """One group of the rows' columns."""
+    """The group of the rows' columns with index GROUP."""
     FIRST: tl.constexpr = GROUP * COLUMNS.WIDTH
     return whole_columns(rows, readable, FIRST, COLUMNS.GROUPED - FIRST, COLUMNS.WIDTH)
 
@@ -387,14 +378,6 @@ def gradient_kernel(
 # ---- launching
 
 
-def row_addresses(call: Any, launch: Any) -> tuple[Any, dict[str, int]]:
-    """(rows that kernels can read, the kernel's address arguments)."""
-    kv = launch.packed(call.kv)
-    *page_and_slot, head, _ = launch.strides(kv)
-    page, slot = (*page_and_slot, 0)[:2]
-    return kv, {"page_stride": page, "slot_stride": slot, "head_stride": head if call.num_kv_heads > 1 else 0}
-
-
 def lists_of(call: Any, launch: Any) -> tuple[Any, Any, dict[str, Any]]:
     """(lists, their lengths, the kernels' arguments about them)."""
     lists = launch.packed(call.indices)
@@ -422,26 +405,21 @@ def columns_of(call: Any) -> Columns:
     )
 
 
-def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any) -> Any:
-    """Enqueue the gradients of a chunk of tokens; returns the entries' rows (or a stand-in) and the updated `held`."""
-    group = call.num_q_heads // call.num_kv_heads
+def add_chunk(call: Any, tile: Tile, launch: Any, first: int, tokens: int, sums: Any) -> Any:
+    """Enqueue the gradients of a chunk of tokens; returns the entries' rows (or a stand-in) and the updated `sums`."""
     q, d_out, out = launch.packed(call.q), launch.packed(call.d_out), launch.packed(call.out)
-    kv, kv_strides = row_addresses(call, launch)
+    kv = launch.packed(call.kv)
+    page, *slot, head, _ = launch.strides(kv)
     lists, lens, of_lists = lists_of(call, launch)
     lse = launch.contiguous(call.lse)
-    blocks = cdiv(group, tile.block_h)
+    blocks = cdiv(call.group, tile.block_h)
     parts = (tokens * call.num_kv_heads * call.topk, blocks, call.d_qk) if call.deterministic else (1,)
-    strides = {
-        f"{name}_{axis}_stride": step
-        for name, array in (("d_out", d_out), ("q", q), ("out", out))
-        for axis, step in zip(("token", "head"), launch.strides(array), strict=False)
-    }
     return launch(
         gradient_kernel,
         (tokens * call.num_kv_heads * blocks,),
         (
             d_out, q, kv, lists, lens, out, lse, lse if call.d_lse is None else launch.contiguous(call.d_lse),
-            lse if call.sinks is None else launch.packed(call.sinks), *held,
+            lse if call.sinks is None else launch.packed(call.sinks), *sums,
         ),
         [(parts, "float32")],
         inplace=(9, 10, 11),
@@ -449,14 +427,16 @@ def give(call: Any, tile: Tile, launch: Any, first: int, tokens: int, held: Any)
         num_stages=tile.num_stages,
         first_token=first,
         scale=call.scale,
-        **strides,
-        **kv_strides,
+        **stride_arguments(launch, ("token", "head"), d_out=d_out, q=q, out=out),
+        page_stride=page,
+        slot_stride=slot[0] if slot else 0,
+        head_stride=head if call.num_kv_heads > 1 else 0,
         **of_lists,
         HAS_SINKS=call.sinks is not None,
         HAS_D_LSE=call.d_lse is not None,
         BY_ENTRY=call.deterministic,
         PAGE_SIZE=call.page_size,
-        GROUP=group,
+        GROUP=call.group,
         COLUMNS=columns_of(call),
         PAIR_TILE=PairTile(BLOCK_H=tile.block_h, BLOCK_KV=tile.block_kv, KEYS_FIRST=tile.keys_first),
     )  # fmt: skip
@@ -506,7 +486,7 @@ def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> Any:
     step = tile.chunk_tokens if call.deterministic else max(call.num_tokens, 1)
     for first in range(0, call.num_tokens, step):
         tokens = min(step, call.num_tokens - first)
-        parts, sums, dq, terms = give(call, tile, launch, first, tokens, (sums, dq, terms))
+        parts, sums, dq, terms = add_chunk(call, tile, launch, first, tokens, (sums, dq, terms))
         if call.deterministic:
             sums = gather(call, launch, first, tokens, parts, sums)
     dkv = sums

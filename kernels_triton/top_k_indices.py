@@ -38,20 +38,18 @@ LEAST_NUMBER: tl.constexpr = tl.constexpr(0x007FFFFF)  # the ordered integer of 
 LARGEST_UINT: tl.constexpr = tl.constexpr(0xFFFFFFFF)
 BIN_BITS: tl.constexpr = tl.constexpr(7)
 BINS: tl.constexpr = tl.constexpr(1 << 7)  # bins per pass
-MOST_SPLITS = 64
+MAX_SPLITS = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """The tunable sizes."""
-
     block: int = 2048  # columns per step
     num_warps: int = 4
     num_splits: int = 1  # splits per row
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, block=(64, 16384), num_warps=(1, 32))
-        expect_between(self, num_splits=(1, MOST_SPLITS))
+        expect_between(self, num_splits=(1, MAX_SPLITS))
 
 
 def why_not(call: TopKIndices) -> str | None:
@@ -65,10 +63,10 @@ def heuristic(call: TopKIndices) -> Tile:
 def tile_for(call: Any, num_rows: int, columns: int) -> Tile:
     """A tile with enough splits to fill the GPU, unless the second selection would take longer than the first."""
     count, arch = call.device.num_multiprocessors, call.device.arch
-    best = math.isqrt(columns // call.top_k)
-    splits = max(1, min(cdiv(2 * count, max(num_rows, 1)), best, MOST_SPLITS))
+    most_splits = math.isqrt(columns // call.top_k)
+    splits = max(1, min(cdiv(2 * count, max(num_rows, 1)), most_splits, MAX_SPLITS))
     # Four warps count faster, because each has more numbers. Eight or more fill a GPU that has few programs, and do not
-    # spill where four would.
+    # spill on GPUs on which four would.
     if num_rows * splits >= 4 * count and (arch == "sm_90" or arch not in WGMMA):
         num_warps = 4
     else:
@@ -207,10 +205,7 @@ def ranked(collected_ptr, count, span, wanted, TOP_K_PAD: tl.constexpr):
 
 @triton.jit
 def threshold_of(row, collected_ptr, SELECTION: tl.constexpr):
-    """(threshold, skipped) of a row.
-
-    The selection has all numbers above the threshold, and all numbers equal to it except the first `skipped`.
-    """
+    """(threshold, skipped): a row's selection has all numbers above, and all but the first `skipped` numbers equal."""
     TOP_K: tl.constexpr = SELECTION.TOP_K
     BLOCK: tl.constexpr = SELECTION.BLOCK
     count, low, largest = range_of(row, BLOCK)
@@ -320,12 +315,12 @@ def select_kernel(
         write_selected(row, threshold, skipped, results, True, SELECTION)
 
 
-UNSEEN = {"num_tokens": 0, "max_num_seqs": 0, "capacity": 0, "longest": 0}  # for rows that do not come from an indexer
+NO_INDEXER = {"num_tokens": 0, "max_num_seqs": 0, "capacity": 0, "longest": 0}  # for other rows than an indexer's
 ALL_SEEN = Sight(PAGED=False, RATIO=1, RELATIVE=False, HAS_NUM_SEQS=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class LogitRows:
     """Rows of logits, and their selectable columns."""
 
     logits: Any  # float32 [num_rows, at most row_stride]
@@ -336,69 +331,70 @@ class Rows:
     numbers: dict[str, int]  # the kernel's numeric arguments about these arrays
     counted: str  # COUNTED of `Selection`
     sight: Sight = ALL_SEEN
-    first_token: int = 0
+    first_token: int = 0  # the token of the first row
 
 
-def enqueue(
-    rows: Rows, top_k: int, num_tokens: int, tile: Any, launch: Any, given: Any = None
-) -> Any:  # fmt: skip
-    """Enqueue the selection from rows of logits; returns int32 [num_tokens, top_k], in `given` unless it is None.
-
-    The first row is that of token `first_token`.
-    """
-    common = {"num_warps": tile.num_warps, "num_stages": 1, "first_token": rows.first_token}
-    sizes: dict[str, Any] = {"TOP_K": top_k, "TOP_K_PAD": next_power_of_2(top_k), "BLOCK": tile.block}
-    logits, positions, row_stride = rows.logits, rows.logits, rows.row_stride
-    numbers = {"num_kv_tokens": rows.columns, **rows.numbers}
-    columns: dict[str, Any] = {"COUNTED": rows.counted, "SIGHT": rows.sight}
-    split = tile.num_splits > 1
-    if split:
-        shape = (rows.num_rows, tile.num_splits * top_k)
-        logits, positions = launch(
-            select_kernel,
-            (rows.num_rows, tile.num_splits),
-            (logits, logits, *rows.tables, logits),
-            [(shape, "float32"), (shape, "int32")],
-            num_splits=tile.num_splits,
-            row_stride=row_stride,
-            SELECTION=Selection(**sizes, **columns, HAS_MAP=False, HAS_VALUES=True),
-            **numbers,
-            **common,
+def enqueue(rows: LogitRows, top_k: int, num_tokens: int, tile: Any, launch: Any, target: Any = None) -> Any:
+    """Enqueue the selection from rows of logits; returns int32 [num_tokens, top_k], in `target` unless it is None."""
+    positions: Any = None
+    if tile.num_splits > 1:
+        columns = tile.num_splits * top_k
+        outputs = [((rows.num_rows, columns), "float32"), ((rows.num_rows, columns), "int32")]
+        logits, positions = select(rows, top_k, tile, launch, outputs, num_splits=tile.num_splits)
+        rows = dataclasses.replace(
+            rows, logits=logits, row_stride=columns, columns=columns, numbers=NO_INDEXER, counted="all", sight=ALL_SEEN
         )
-        row_stride = shape[1]
-        numbers = {**UNSEEN, "num_kv_tokens": row_stride}
-        columns = {"COUNTED": "all", "SIGHT": ALL_SEEN}
+    outputs = [
+        ((1,), "float32"),
+        *([((num_tokens, top_k), "int32")] if target is None else []),
+    ]  # no logits are written
+    return select(rows, top_k, tile, launch, outputs, positions=positions, target=target)[1]
+
+
+def select(
+    rows: LogitRows, top_k: int, tile: Any, launch: Any, outputs: list[Any], *, num_splits: int = 1,
+    positions: Any = None, target: Any = None,
+) -> Any:  # fmt: skip
+    """Enqueue one launch of the kernel; `positions` has the position of each column, unless columns are positions."""
+    logits = rows.logits  # also a stand-in for absent arrays
     return launch(
         select_kernel,
-        (rows.num_rows, 1),
-        (logits, positions, *rows.tables, logits if given is None else given),
-        [((1,), "float32"), *([((num_tokens, top_k), "int32")] if given is None else [])],  # no logits are written
-        inplace=() if given is None else (7,),
-        num_splits=1,
-        row_stride=row_stride,
-        SELECTION=Selection(**sizes, **columns, HAS_MAP=split, HAS_VALUES=False),
-        **numbers,
-        **common,
-    )[1]
+        (rows.num_rows, num_splits),
+        (logits, logits if positions is None else positions, *rows.tables, logits if target is None else target),
+        outputs,
+        inplace=() if target is None else (7,),
+        num_warps=tile.num_warps,
+        num_stages=1,
+        first_token=rows.first_token,
+        num_kv_tokens=rows.columns,
+        num_splits=num_splits,
+        row_stride=rows.row_stride,
+        SELECTION=Selection(
+            TOP_K=top_k,
+            TOP_K_PAD=next_power_of_2(top_k),
+            BLOCK=tile.block,
+            COUNTED=rows.counted,
+            SIGHT=rows.sight,
+            HAS_MAP=positions is not None,
+            HAS_VALUES=num_splits > 1,
+        ),
+        **rows.numbers,
+    )
 
 
 def run(call: TopKIndices, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns the columns."""
     logits = launch.packed(call.logits)
     edges = [logits if array is None else launch.packed(array) for array in (call.starts, call.stops)]
-    counted = {
-        (False, False): "all",
-        (True, False): "starts",
-        (False, True): "stops",
-        (True, True): "ranges",
-    }[call.starts is not None, call.stops is not None]
-    rows = Rows(
+    starts, stops = call.starts is not None, call.stops is not None
+    counted = "ranges" if starts and stops else "starts" if starts else "stops" if stops else "all"
+    rows = LogitRows(
         logits=logits,
         num_rows=call.num_tokens,
         row_stride=launch.strides(logits)[0],
         columns=call.columns,
         tables=(*edges, logits, logits, logits),
-        numbers=UNSEEN,
+        numbers=NO_INDEXER,
         counted=counted,
     )
     return enqueue(rows, call.top_k, call.num_tokens, tile, launch)

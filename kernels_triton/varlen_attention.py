@@ -1,7 +1,7 @@
 """Attention over packed sequences in Triton: one kernel, with online softmax over blocks of keys as in FlashAttention.
 
 A program computes a block of rows of one KV head and one sequence. It finds the sequence by binary search, so the grid
-follows from shapes alone. Only the key blocks at both edges, of which some row sees only a part, pay for masks.
+follows from shapes alone. Only the key blocks at both edges, which some row does not see in full, pay for masks.
 """
 
 import dataclasses
@@ -16,10 +16,11 @@ from ragged_attention.kernels_triton._compiler import first_of_block
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._mask import Mask, sees
 from ragged_attention.kernels_triton._rows import Rows, logit_scales
-from ragged_attention.kernels_triton._sequences import VARYING, block_start, end_blocks, whole_blocks
+from ragged_attention.kernels_triton._sequences import VARYING, block_start, end_blocks, max_blocks, whole_blocks
 from ragged_attention.kernels_triton._softmax import finish, online_softmax, soft_capped
 from ragged_attention.kernels_triton._tiles import (
     WGMMA,
+    Sizes,
     expect_between,
     expect_power_of_two,
     launchable_in_float32,
@@ -69,27 +70,28 @@ def heuristic(call: VarlenAttention) -> Tile:
 
 
 def invariant_tile(call: VarlenAttention) -> Tile:
-    """A batch-invariant tile: that of a large batch."""
-    block_q, block_kv, num_warps, num_stages = sizes(call)
-    block_kv, num_stages = _varlen.fit_rows(call, block_q * sum(_varlen.widths(call)[0]), block_kv, num_stages)
-    return Tile(block_q=block_q, block_kv=block_kv, num_warps=num_warps, num_stages=num_stages)
+    """A batch-invariant tile: the tile of a large batch."""
+    tile = sizes(call)
+    keys, stages = _varlen.fit_rows(call, tile.rows * sum(_varlen.widths(call)[0]), tile.keys, tile.stages)
+    return Tile(**tile._replace(keys=keys, stages=stages).fields("block_q"))
 
 
-def sizes(call: Any) -> tuple[int, int, int, int]:
-    """(rows per block, keys per block, warps, stages)."""
+def sizes(call: Any) -> Sizes:
+    """The preferred sizes, whether or not they fit shared memory."""
     arch, columns = call.device.arch, _varlen.columns(call)
     if call.device.platform == "cpu":
-        return 64, 64, 4, 2
+        return Sizes(64, 64, 4, 2)
     if on_cuda_cores(call):
-        return 16, 16, 4, 2
+        return Sizes(16, 16, 4, 2)
     if not arch.startswith("sm_"):
-        return (128, 32, 4, 2) if columns <= 320 else (64, 32, 4, 1)
+        return Sizes(128, 32, 4, 2) if columns <= 320 else Sizes(64, 32, 4, 1)
     whole = not any(rest for _, rest in _varlen.widths(call))
     if arch == "sm_90" and columns <= 256 and whole and call.soft_cap is None:
-        return 128, 128, 8, 3
-    if arch in WGMMA:
-        return (128, 64, 8, 3) if columns <= 320 else (128, 32, 8, 3)
-    return (128, 64, 8, 3) if columns <= 256 else (128, 32, 8, 3) if columns <= 320 else (64, 32, 8, 3)
+        return Sizes(128, 128, 8, 3)
+    most_columns = 320 if arch in WGMMA else 256  # for which 128 rows and 64 keys fit
+    if columns <= most_columns:
+        return Sizes(128, 64, 8, 3)
+    return Sizes(128 if arch in WGMMA or columns <= 320 else 64, 32, 8, 3)
 
 
 class Queries(NamedTuple):
@@ -186,15 +188,11 @@ def forward_kernel(
 
 def run(call: VarlenAttention, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns out and lse."""
-    q = _varlen.near(call.q, call.group, launch)
-    k, v = (_varlen.near(array, 1, launch) for array in (call.k, call.v))
-    cu_q_lens, cu_kv_lens = map(launch.packed, (call.cu_q_lens, call.cu_kv_lens))
-    numbers, config = _varlen.shared_arguments(call, launch, q=q, k=k, v=v)
-    blocks = call.num_q_tokens * call.group // tile.block_q + call.num_seqs + 2
+    arrays, edges, numbers, config = _varlen.shared_arguments(call, launch, "q", "k", "v")
     return launch(
         forward_kernel,
-        (blocks if call.num_q_tokens else 0, call.num_kv_heads),
-        (q, k, v, cu_q_lens, cu_kv_lens, cu_q_lens if call.sinks is None else launch.packed(call.sinks)),
+        (max_blocks(call.num_q_tokens * call.group, tile.block_q, call.num_seqs), call.num_kv_heads),
+        (*arrays.values(), *edges, edges[0] if call.sinks is None else launch.packed(call.sinks)),
         [(call.out_shape, call.q.dtype), (call.q.shape[:2], "float32")],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -22,17 +22,19 @@ from ragged_attention.kernels_triton._compiler import aligned_down, first_of_blo
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._mask import Mask, end_query, first_key, first_query, sees
 from ragged_attention.kernels_triton._rows import Rows, logit_scales
-from ragged_attention.kernels_triton._sequences import VARYING, Edges, block_start, end_blocks, whole_blocks
+from ragged_attention.kernels_triton._sequences import VARYING, Edges, block_start, end_blocks, max_blocks, whole_blocks
 from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, soft_capped, sum_of_products
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
     WGMMA,
+    Sizes,
     cdiv,
     expect_between,
     expect_power_of_two,
     launchable_in_float32,
     next_power_of_2,
     on_cuda_cores,
+    stride_arguments,
 )
 from ragged_attention.kernels_triton._varlen import (
     Array,
@@ -83,22 +85,14 @@ def why_not(call: VarlenAttentionBackward) -> str | None:
 def heuristic(call: VarlenAttentionBackward) -> Tile:
     """A tile that fits registers and shared memory; see docs/compile_matrix.md."""
     columns = _varlen.columns(call)
-    block_q, block_kv, num_warps, num_stages = dkv_sizes(call)
-    block_kv = min(block_kv, max(16, next_power_of_2(call.num_kv_tokens)))
-    block_q, num_stages = _varlen.fit_rows(call, block_kv * columns, block_q, num_stages)
-    dq_block_q, dq_block_kv, dq_num_warps, dq_num_stages = dq_sizes(call)
-    dq_block_q = _varlen.rows_at_most(call, dq_block_q)
-    dq_block_kv, dq_num_stages = _varlen.fit_rows(call, dq_block_q * columns, dq_block_kv, dq_num_stages)
-    return Tile(
-        block_q=block_q,
-        block_kv=block_kv,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        dq_block_q=dq_block_q,
-        dq_block_kv=dq_block_kv,
-        dq_num_warps=dq_num_warps,
-        dq_num_stages=dq_num_stages,
-    )
+    dkv, dq = dkv_sizes(call), dq_sizes(call)
+    keys = min(dkv.keys, max(16, next_power_of_2(call.num_kv_tokens)))
+    rows, stages = _varlen.fit_rows(call, keys * columns, dkv.rows, dkv.stages)
+    dkv = dkv._replace(rows=rows, keys=keys, stages=stages)
+    rows = _varlen.rows_at_most(call, dq.rows)
+    keys, stages = _varlen.fit_rows(call, rows * columns, dq.keys, dq.stages)
+    dq = dq._replace(rows=rows, keys=keys, stages=stages)
+    return Tile(**dkv.fields("block_q"), **dq.fields("block_q", "dq_"))
 
 
 def stages_on_amd(arch: str, columns: int, most: int = 320) -> int:
@@ -106,57 +100,56 @@ def stages_on_amd(arch: str, columns: int, most: int = 320) -> int:
     return 2 if arch == "gfx950" and columns <= most else 1
 
 
-def dkv_sizes(call: Any) -> tuple[int, int, int, int]:
-    """(rows per step, keys, warps, stages) of the dk and dv kernel, which holds two accumulators in registers."""
+def dkv_sizes(call: Any) -> Sizes:
+    """The preferred sizes of the dk and dv kernel, which holds two accumulators in registers."""
     arch, columns = call.device.arch, _varlen.columns(call)
     if call.device.platform == "cpu":
-        return 64, 64, 4, 2
+        return Sizes(64, 64, 4, 2)
     if on_cuda_cores(call):
-        return 16, 16, 4, 1
+        return Sizes(16, 16, 4, 1)
     if not arch.startswith("sm_"):
-        num_stages = stages_on_amd(arch, columns, 256 if OLDER_COMPILER else 320)
-        return 32, 64 if columns <= 320 and call.soft_cap is None else 32, 4, num_stages
+        stages = stages_on_amd(arch, columns, 256 if OLDER_COMPILER else 320)
+        return Sizes(32, 64 if columns <= 320 and call.soft_cap is None else 32, 4, stages)
     if arch == "sm_90":
         return dkv_sizes_of_hopper(call, columns)
     if arch in WGMMA:
-        return 64 if columns <= 256 else 32, 128 if columns <= 320 else 64, 8, 2
+        return Sizes(64 if columns <= 256 else 32, 128 if columns <= 320 else 64, 8, 2)
     if columns <= 128:
-        return 32, 128, 8, 2
-    return (64, 64, 8, 2) if columns <= 256 else (32, 64, 8, 2) if columns <= 384 else (32, 32, 8, 2)
+        return Sizes(32, 128, 8, 2)
+    return Sizes(64 if columns <= 256 else 32, 64 if columns <= 384 else 32, 8, 2)
 
 
-def dkv_sizes_of_hopper(call: Any, columns: int) -> tuple[int, int, int, int]:
+def dkv_sizes_of_hopper(call: Any, columns: int) -> Sizes:
     """`dkv_sizes` on Hopper: 64 keys and four warps if their registers can hold both accumulators.
 
     A multiprocessor then runs two independent programs. Accumulators with 320 columns leave few registers for masks,
     soft caps and shares.
     """
     if columns <= 256:
-        return 64 if columns <= 128 else 32, 64, 4, 3
+        return Sizes(64 if columns <= 128 else 32, 64, 4, 3)
     if columns > 320:
-        return 32, 32, 8, 3
+        return Sizes(32, 32, 8, 3)
     simple = call.soft_cap is None and not has_share(call)
     if OLDER_COMPILER:
-        return 32, 128 if simple and 64 % call.group == 0 else 64, 8, 3
-    return 32 if simple and call.causal else 16, 64, 4, 3
+        return Sizes(32, 128 if simple and 64 % call.group == 0 else 64, 8, 3)
+    return Sizes(32 if simple and call.causal else 16, 64, 4, 3)
 
 
-def dq_sizes(call: Any) -> tuple[int, int, int, int]:
-    """(rows, keys per step, warps, stages) of the dq kernel."""
+def dq_sizes(call: Any) -> Sizes:
+    """The preferred sizes of the dq kernel."""
     arch, columns = call.device.arch, _varlen.columns(call)
     if call.device.platform == "cpu":
-        return 64, 64, 4, 2
+        return Sizes(64, 64, 4, 2)
     if on_cuda_cores(call):
         spills = OLDER_COMPILER and arch == "sm_90"  # with eight warps
-        return 16, 16, 8 if arch.startswith("sm_") and not spills else 4, 1
+        return Sizes(16, 16, 8 if arch.startswith("sm_") and not spills else 4, 1)
     if not arch.startswith("sm_"):
-        return 64 if columns <= 320 else 32, 32, 4, stages_on_amd(arch, columns)
+        return Sizes(64 if columns <= 320 else 32, 32, 4, stages_on_amd(arch, columns))
     if arch == "sm_90" and columns <= 192:
-        return 64, 64, 4, 3
+        return Sizes(64, 64, 4, 3)
     if arch in WGMMA:
-        num_stages = 3 if arch == "sm_90" or columns <= 256 else 2
-        return 128, 64 if columns <= 320 else 32, 8, num_stages
-    return (64, 64, 8, 2) if columns <= 256 else (64, 32, 8, 2) if columns <= 384 else (32, 32, 8, 2)
+        return Sizes(128, 64 if columns <= 320 else 32, 8, 3 if arch == "sm_90" or columns <= 256 else 2)
+    return Sizes(64 if columns <= 384 else 32, 64 if columns <= 256 else 32, 8, 2)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -501,11 +494,7 @@ def prepare(call: Any, d_out: Any, launch: Any) -> tuple[Any, Any | None]:
         DV=call.v_head_dim,
         DV_PAD=pad,
         BLOCK=block,
-        **{
-            f"{name}_{axis}_stride": stride
-            for name, array in (("out", out), ("d_out", d_out))
-            for axis, stride in zip(("token", "head"), launch.strides(array), strict=False)
-        },
+        **stride_arguments(launch, ("token", "head"), out=out, d_out=d_out),
     )
     return terms, None if call.sinks is None else parts
 
@@ -516,17 +505,13 @@ def has_share(call: Any) -> bool:
 
 def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns dq, dk, dv and, with sinks, d_sinks."""
-    d_out, q = (_varlen.near(array, call.group, launch) for array in (call.d_out, call.q))
-    k, v = (_varlen.near(array, 1, launch) for array in (call.k, call.v))
-    cu_q_lens, cu_kv_lens = map(launch.packed, (call.cu_q_lens, call.cu_kv_lens))
-    terms, parts = prepare(call, d_out, launch)
-    inputs = (d_out, q, k, v, terms, cu_q_lens, cu_kv_lens)
-    numbers, config = _varlen.shared_arguments(call, launch, d_out=d_out, q=q, k=k, v=v)
+    arrays, edges, numbers, config = _varlen.shared_arguments(call, launch, "d_out", "q", "k", "v")
+    terms, parts = prepare(call, arrays["d_out"], launch)
+    inputs = (*arrays.values(), terms, *edges)
     config["HAS_SHARE"] = has_share(call)
-    row_programs = call.num_q_tokens * call.group // tile.dq_block_q + call.num_seqs + 2
     [dq] = launch(
         dq_kernel,
-        (row_programs if call.num_q_tokens else 0, call.num_kv_heads),
+        (max_blocks(call.num_q_tokens * call.group, tile.dq_block_q, call.num_seqs), call.num_kv_heads),
         inputs,
         [(call.q.shape, call.q.dtype)],
         num_warps=tile.dq_num_warps,
@@ -534,10 +519,9 @@ def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Any:
         CONFIG=Config(BLOCK_Q=tile.dq_block_q, BLOCK_KV=tile.dq_block_kv, **config),
         **numbers,
     )
-    key_programs = call.num_kv_tokens // tile.block_kv + call.num_seqs + 2
     dk, dv = launch(
         dkv_kernel,
-        (key_programs if call.num_kv_tokens else 0, call.num_kv_heads),
+        (max_blocks(call.num_kv_tokens, tile.block_kv, call.num_seqs), call.num_kv_heads),
         inputs,
         [(call.k.shape, call.k.dtype), (call.v.shape, call.v.dtype)],
         num_warps=tile.num_warps,

@@ -10,24 +10,23 @@ from ragged_attention.calls import WriteKvPages
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import (
     array_heads,
-    cache_format,
     cache_views,
     divided,
     encode,
     load_scale,
+    number_format,
     scale_arguments,
 )
 from ragged_attention.kernels_triton._sequences import VARYING, PageTable, count_sequences, query_edge
 from ragged_attention.kernels_triton._splits import Batch
 from ragged_attention.kernels_triton._tiles import cdiv, expect_power_of_two, launchable, next_power_of_2
 
+NO_TABLES = {"max_num_seqs": 0, "capacity": 0, "table_stride": 0, "search_steps": 0}  # if slots need no page table
 FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """The tunable sizes."""
-
     block_t: int = 16  # tokens per program
     num_warps: int = 4
 
@@ -169,62 +168,62 @@ def write_kernel(
     )  # fmt: skip
 
 
+def place_arguments(call: Any, launch: Any) -> tuple[tuple[Any, ...], dict[str, int]]:
+    """(arrays, numbers) by which kernels find the slots of a call's tokens: a slot mapping, or sequences and tables."""
+    if call.slot_mapping is not None:
+        return (call.slot_mapping,) * 5, NO_TABLES
+    page_indices, kv_lens, cu_q_lens = map(launch.packed, (call.page_indices, call.kv_lens, call.cu_q_lens))
+    max_num_seqs = kv_lens.shape[0]
+    arrays = (kv_lens, page_indices, kv_lens, cu_q_lens, kv_lens if call.num_seqs is None else call.num_seqs)
+    return arrays, {
+        "max_num_seqs": max_num_seqs,
+        "capacity": call.capacity,
+        "table_stride": launch.strides(page_indices)[0],
+        "search_steps": (max_num_seqs + 1).bit_length() + 1,
+    }
+
+
 def run(call: WriteKvPages, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns the page arrays."""
     k, v = launch.packed(call.k), launch.packed(call.v)
     k_pages, v_pages, strides = cache_views(call, launch)
     # 8-bit elements that are copied unchanged reach the kernel as integers, which float32 represents exactly.
     scales = (None, None) if call.copies else (call.k_scale, call.v_scale)
-    k_scale, k_arguments = scale_arguments("k_scale", scales[0], k, launch)
-    v_scale, v_arguments = scale_arguments("v_scale", scales[1], k, launch)
-    by_slot = call.slot_mapping is not None
-    if by_slot:
-        slots = page_indices = kv_lens = cu_q_lens = call.slot_mapping
-        max_num_seqs, capacity = 0, 0
-    else:
-        page_indices, kv_lens, cu_q_lens = map(launch.packed, (call.page_indices, call.kv_lens, call.cu_q_lens))
-        slots = kv_lens
-        max_num_seqs = kv_lens.shape[0]
-        capacity = call.capacity
-    k_scale_stride, v_scale_stride = k_arguments.pop("K_SCALE_STRIDE"), v_arguments.pop("V_SCALE_STRIDE")
+    (k_scale, k_factor, k_stride), (v_scale, v_factor, v_stride) = (scale_arguments(one, k, launch) for one in scales)
+    places, numbers = place_arguments(call, launch)
 
     def element(width: int, scale_stride: int) -> Element:
         return Element(
-            FORMAT="plain" if call.copies else cache_format(call),
+            FORMAT="plain" if call.copies else number_format(call.cache_dtype, call.device.arch),
             PAGE_SIZE=call.page_size,
             D=width,
             D_PAD=next_power_of_2(width),
             SCALE_STRIDE=scale_stride,
         )
 
-    inputs = [k, v, slots, page_indices, kv_lens, cu_q_lens, kv_lens if call.num_seqs is None else call.num_seqs]
-    pages = launch(
+    return launch(
         write_kernel,
         (cdiv(call.num_tokens, tile.block_t), call.num_kv_heads),
-        (*inputs, k_scale, v_scale, k_pages, k if call.combined else v_pages),
+        (k, v, *places, k_scale, v_scale, k_pages, k if call.combined else v_pages),
         [],
         inplace=(9,) if call.combined else (9, 10),
         **({"v_pages_ptr": None} if call.combined else {}),
         num_warps=tile.num_warps,
         num_stages=1,
         num_tokens=call.num_tokens,
-        max_num_seqs=max_num_seqs,
         num_pages=call.num_pages,
-        capacity=capacity,
-        table_stride=launch.strides(page_indices)[0],
-        slots_stride=launch.strides(slots)[0],
+        slots_stride=launch.strides(places[0])[0],
+        **numbers,
         **dict(zip(("k_token_stride", "k_new_head_stride"), launch.strides(k), strict=False)),
         **dict(zip(("v_token_stride", "v_new_head_stride"), launch.strides(v), strict=False)),
         **strides,
-        **k_arguments,
-        **v_arguments,
-        search_steps=(max_num_seqs + 1).bit_length() + 1,
+        k_scale_factor=k_factor,
+        v_scale_factor=v_factor,
         CONFIG=Config(
-            K=element(call.head_dim, k_scale_stride),
-            V=element(call.v_head_dim, v_scale_stride),
+            K=element(call.head_dim, k_stride),
+            V=element(call.v_head_dim, v_stride),
             BLOCK_T=tile.block_t,
-            HAS_SLOTS=by_slot,
+            HAS_SLOTS=call.slot_mapping is not None,
             HAS_NUM_SEQS=call.num_seqs is not None,
         ),
     )
-    return pages

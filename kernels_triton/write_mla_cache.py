@@ -28,7 +28,7 @@ from ragged_attention.kernels_triton._sequences import VARYING, PageTable, count
 from ragged_attention.kernels_triton._splits import Batch
 from ragged_attention.kernels_triton._tiles import cdiv, launchable, next_power_of_2
 from ragged_attention.kernels_triton.write_kv_pages import Tile as Tile
-from ragged_attention.kernels_triton.write_kv_pages import slots_from_tables
+from ragged_attention.kernels_triton.write_kv_pages import place_arguments, slots_from_tables
 
 FEATURES = frozenset({
     "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "kv_scale", "power_of_two_scales",
@@ -100,10 +100,7 @@ def write_group(source, target, scale_target, live, POWERS: tl.constexpr, E8M0: 
 
 @triton.jit
 def write_group_of_4_bits(source, target, scale_target, live, GROUP: tl.constexpr):
-    """Quantise one group of columns to e2m1, and store it with its e4m3 scales.
-
-    A scale is the group's largest magnitude divided by 6, or NaN if the group has a NaN.
-    """
+    """Store a group of columns as e2m1 with e4m3 scales: its largest magnitude / 6, or NaN if it has a NaN."""
     columns = tl.arange(0, GROUP)
     values = tl.load(source[:, None] + columns[None, :], mask=live[:, None], other=0).to(tl.float32)
     largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # as an integer, NaN is the largest
@@ -211,35 +208,11 @@ def constants(call: Any, num_slots: int, page_size: int, tile: Tile) -> dict[str
     }
 
 
-def place_arguments(call: WriteMlaCache, launch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(arrays, other arguments) by which the kernel finds the rows' slots."""
-    if call.slot_mapping is not None:
-        slots = call.slot_mapping
-        return (slots,) * 5, {"PLACES": "slots", **no_tables(), "slots_stride": launch.strides(slots)[0]}
-    page_indices, kv_lens, cu_q_lens = map(launch.packed, (call.page_indices, call.kv_lens, call.cu_q_lens))
-    max_num_seqs = kv_lens.shape[0]
-    arrays = (kv_lens, page_indices, kv_lens, cu_q_lens, kv_lens if call.num_seqs is None else call.num_seqs)
-    return arrays, {
-        "PLACES": "tables",
-        "HAS_NUM_SEQS": call.num_seqs is not None,
-        "max_num_seqs": max_num_seqs,
-        "capacity": call.capacity,
-        "table_stride": launch.strides(page_indices)[0],
-        "search_steps": (max_num_seqs + 1).bit_length() + 1,
-        "slots_stride": 0,
-    }
-
-
-def no_tables() -> dict[str, Any]:
-    """The kernel's arguments about page tables, for a call without them."""
-    return {"HAS_NUM_SEQS": False, "max_num_seqs": 0, "capacity": 0, "table_stride": 0, "search_steps": 0}
-
-
 def run(call: WriteMlaCache, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns the cache."""
     kv, cache = launch.packed(call.kv), call.cache
     num_tokens, num_kv_heads, _ = kv.shape
-    kv_scale, scale_numbers = scale_arguments("kv_scale", call.kv_scale, kv, launch)
+    kv_scale, factor, stride = scale_arguments(call.kv_scale, kv, launch)
     places, numbers = place_arguments(call, launch)
     (written,) = launch(
         write_rows_kernel,
@@ -248,8 +221,12 @@ def run(call: WriteMlaCache, tile: Tile, launch: Any) -> Any:
         [],
         inplace=(7,),
         num_tokens=num_tokens,
+        slots_stride=0 if call.slot_mapping is None else launch.strides(call.slot_mapping)[0],
+        PLACES="tables" if call.slot_mapping is None else "slots",
+        HAS_NUM_SEQS=call.num_seqs is not None,
         **numbers,
-        **scale_numbers,
+        kv_scale_factor=factor,
+        KV_SCALE_STRIDE=stride,
         kv_page_stride=launch.strides(kv)[0],
         kv_row_stride=0,
         kv_head_stride=launch.strides(kv)[1],

@@ -1,4 +1,6 @@
-"""Attention over latent rows, for `mla_decode` and `sparse_mla_prefill`: an attention kernel and its launch.
+"""Attention over latent rows: the kernel of `mla_decode` and `sparse_mla_prefill`, and its launch.
+
+`ragged_mla_attention` has a kernel of its own around the same loop.
 
 A *job* is a list of keys and the rows of queries that share it. In a dense call a job is a sequence, and its rows are
 query tokens times heads. In a sparse call a job is one query token, since every token has its own list, and its rows

@@ -33,17 +33,17 @@ from ragged_attention.kernels_triton._mask import Mask, MaskKind, first_key
 from ragged_attention.kernels_triton._sequences import VARYING
 from ragged_attention.kernels_triton._softmax import LN2, LOG2E, finish
 from ragged_attention.kernels_triton._splits import divide_blocks, find_entry
-from ragged_attention.kernels_triton._tiles import OLDER_COMPILER, cdiv, next_power_of_2, overlaps
+from ragged_attention.kernels_triton._tiles import OLDER_COMPILER, Sizes, cdiv, next_power_of_2, overlaps
 
-MOST_PROGRAMS = 2**16 - 1  # the limit of a grid's third axis
+MAX_PROGRAMS = 2**16 - 1  # the limit of a grid's third axis
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Config(Constants):
     """The compile-time constants of a launch of the kernel."""
 
-    FORMAT: RowFormat  # of the cache
-    EXTRA_FORMAT: RowFormat  # of the second cache
+    FORMAT: RowFormat
+    EXTRA_FORMAT: RowFormat  # the format of the second cache's rows
     LOOP: Loop
     LISTS: ListKind
     NUM_HEADS: int
@@ -181,11 +181,6 @@ def latent_kernel(
                 tl.store(part_maxima_ptr + index, m_i, mask=valid)
 
 
-def as_extra(arguments: dict[str, int]) -> dict[str, int]:
-    """The arguments renamed for the second cache, which has one KV head."""
-    return {f"extra_{name}": value for name, value in arguments.items() if "head" not in name}
-
-
 def capped_scale(scale: float, soft_cap: float | None) -> tuple[dict[str, float], float]:
     """The kernels' arguments for `Scales`, and the constant CAP_UNIT."""
     unit = 1.0 if soft_cap is None or soft_cap < 1 else 0.0625  # as `unit_under_cap` has it
@@ -193,18 +188,18 @@ def capped_scale(scale: float, soft_cap: float | None) -> tuple[dict[str, float]
     return {"logit_scale": scale * factor, "soft_cap": (soft_cap or 1.0) * unit}, unit
 
 
-def sums_by_column(call: Any, form: CacheFormat, tile: Tile, *, decoded: bool = False) -> bool:
+def sums_by_column(call: Any, form: CacheFormat, sizes: Sizes, *, decoded: bool = False) -> bool:
     """Whether the softmax keeps its sums by column; see `no_sums`.
 
     Such sums take registers. 32 rows on four warps leave too few, and so do 64 rows of two formats. 64 rows of a plain
-    cache leave enough, but there Triton 3.6 to 3.9 would give the sums an operand's layout and compute each exponential
+    cache leave enough, but Triton 3.6 to 3.9 would then give the sums an operand's layout and compute each exponential
     twice.
     """
     if call.d_v > 512:
         return False
     if is_copied(form, decoded):
-        return tile.block_h < SEPARATE_QK_ROWS.value and tile.num_warps * 8 > tile.block_h
-    return {16: tile.num_stages > 1, 32: not OLDER_COMPILER, 64: tile.num_stages > 2}.get(tile.block_h, True)
+        return sizes.rows < SEPARATE_QK_ROWS.value and sizes.warps * 8 > sizes.rows
+    return {16: sizes.stages > 1, 32: not OLDER_COMPILER, 64: sizes.stages > 2}.get(sizes.rows, True)
 
 
 def config_of(
@@ -212,7 +207,7 @@ def config_of(
 ) -> Config:
     """The `Config` of a call's launch."""
     call, keys, extra = work.call, work.keys, work.extra or work.keys
-    arch = call.device.arch
+    arch, sizes = call.device.arch, Sizes(tile.block_h, tile.block_kv, tile.num_warps, tile.num_stages)
     return Config(
         FORMAT=keys.row_format(arch, launch),
         EXTRA_FORMAT=extra.row_format(arch, launch),
@@ -222,12 +217,12 @@ def config_of(
             HAS_WINDOW=work.window is not None,
             HAS_SOFT_CAP=work.soft_cap is not None,
             BLOCK_KV=tile.block_kv,
-            SUMS_BY_COLUMN=sums_by_column(call, keys.form, tile, decoded=keys.decoded),
+            SUMS_BY_COLUMN=sums_by_column(call, keys.form, sizes, decoded=keys.decoded),
             OPERANDS=operands(call, tile.block_h, decoded=keys.decoded),
         ),
         LISTS=lists,
         NUM_HEADS=call.num_q_heads,
-        GROUP=work.group,
+        GROUP=call.group,
         ROWS=work.rows,
         BLOCK_H=tile.block_h,
         DV=call.d_v,
@@ -269,11 +264,11 @@ def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
     sinks = absent if call.sinks is None else launch.packed(call.sinks)
     scales, cap_unit = capped_scale(call.scale, work.soft_cap)
     items, lists = work.jobs_per_seq, list_kind(work, tile)
-    parts = (entries, items, work.num_kv_heads, work.rows)
+    parts = (entries, items, call.num_kv_heads, work.rows)
     nothing = ((1,), "float32")
     out, lse, maxima, *partial = launch(
         latent_kernel,
-        (entries * items * cdiv(work.rows, tile.block_h), work.num_kv_heads),
+        (entries * items * cdiv(work.rows, tile.block_h), call.num_kv_heads),
         (work.q, keys.cache, keys.lists, lens, extra.cache, extra.lists, extra_lens, num_splits, sinks),
         [
             (call.out_shape, call.result_dtype),
@@ -290,7 +285,8 @@ def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
         fixed_splits=1 if scheduled else tile.num_splits,
         **dict(zip(("q_seq_stride", "q_token_stride", "q_head_stride"), work.q_strides, strict=True)),
         **keys.addresses(launch),
-        **as_extra(extra.addresses(launch)),  # not used without a second cache
+        # The second cache has one KV head. Without a second cache, these arguments are not used.
+        **{f"extra_{name}": number for name, number in extra.addresses(launch).items() if "head" not in name},
         window=work.window or 0,
         **scales,
         CONFIG=config_of(work, tile, launch, lists, split_kv=split_kv, cap_unit=cap_unit, max_logits=max_logits),
@@ -313,7 +309,7 @@ def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
             "window": work.window or 0,
             "v_scale_factor": 1.0,
         },
-        GROUP=work.group,
+        GROUP=call.group,
         ROWS=work.rows,
         Q_TOKENS=work.num_q_tokens // items,
         ITEMS=items,
@@ -324,6 +320,6 @@ def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
         HAS_NUM_SEQS=False,
         V_SCALE_STRIDE=-1,
         MERGED=min(next_power_of_2(tile.num_splits), max(1, 4096 // next_power_of_2(call.d_v))),
-        most_rows=min(work.rows, MOST_PROGRAMS),
+        most_rows=min(work.rows, MAX_PROGRAMS),
     )
     return out, lse, *(largest or [maxima])

@@ -1,8 +1,7 @@
-"""Latent attention: a call in the terms of the kernel, and the choice of its tile."""
+"""Latent attention: a call in the terms of the kernel, and the selection of its tile."""
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 from ragged_attention.calls import CacheFormat, dtype_name
@@ -10,13 +9,15 @@ from ragged_attention.kernels_triton._latent.operands import columns, decoded_fo
 from ragged_attention.kernels_triton._latent.rows import RowFormat
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
-    SMALLEST_SHARED_MEMORY,
+    Sizes,
     cdiv,
     expect_between,
     expect_power_of_two,
     fit,
     item_size,
     next_power_of_2,
+    page_unit,
+    shared_memory,
 )
 
 MAX_SPLITS = 128
@@ -25,18 +26,16 @@ MIN_INVARIANT_SPLIT = 512  # minimum keys per split in batch-invariant mode: oth
 MAX_INVARIANT_SPLITS = 16  # maximum splits per job in batch-invariant mode
 START_COST = 128  # cost of starting a program, in keys
 MERGE_COST = 4  # cost of merging one more split, in keys
-DECODED_EACH = 16  # a cache is decoded first if lists name each slot at least this often on average
-DECODED_LEAST = 2**17  # list entries below which decoding first is not worth one more kernel
-DECODED_MOST = 2**30  # bytes that a decoded cache may take
+MIN_MENTIONS = 16  # a cache is decoded first if lists name each slot at least this often on average
+MIN_ENTRIES = 2**17  # list entries below which decoding first is not worth one more kernel
+MAX_DECODED_BYTES = 2**30  # bytes that a decoded cache may take
 DECODED_SHARED_MEMORY = 128 * 1024  # bytes that 32 rows and 32 decoded keys need
 LARGEST_INT = 2**31 - 1
-LEAST = 16  # rows and keys of the smallest tile
+SMALLEST = 16  # rows and keys of the smallest tile
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """The tunable sizes."""
-
     block_h: int = 16  # rows per program: heads or, in a dense call, heads times query tokens
     block_kv: int = 32  # keys per step
     num_warps: int = 4
@@ -83,18 +82,40 @@ class Keys:
         return decoded_format(self.form, unit) if self.decoded else row_format(self.form, arch, self.page_size, unit)
 
 
-def page_unit(stride: int) -> int:
-    """The unit, in elements, in which kernels get the page stride.
-
-    The compiler learns only whether an argument is a multiple of 16, but pages may begin at multiples of smaller powers
-    of two. The unit is a constant, so the compiler knows that alignment.
-    """
-    return math.gcd(stride, 16)
-
-
 def readable(cache: Any, form: CacheFormat, launch: Any) -> Any:
     """The cache, or a copy if its alignment does not allow kernels to read scales and rotary columns as words."""
     return launch.words(cache, packed_rows=form.planar) if form.quantized else launch.packed(cache)
+
+
+def keys_of_lists(
+    cache: Any, form: CacheFormat, indices: Any, lens: Any, launch: Any, *, by_head: bool = False
+) -> Keys:  # fmt: skip
+    """The `Keys` of lists of slots: `indices` [S, Q, n] or, if `by_head`, [S, K, n]."""
+    lists = launch.packed(indices)
+    first, second, _ = launch.strides(lists)
+    return Keys(
+        cache=readable(cache, form, launch),
+        form=form,
+        lists=lists,
+        list_strides=(first, 0, second) if by_head else (first, second, 0),
+        lens=lens,
+        longest=indices.shape[2],
+        page_size=cache.shape[1] if len(cache.shape) == 4 else 1,
+    )
+
+
+def keys_of_tables(call: Any, launch: Any) -> Keys:
+    """The `Keys` of a call whose sequences have rows of a page table."""
+    table = launch.packed(call.page_indices)
+    return Keys(
+        cache=readable(call.kv_cache, call.kv_format, launch),
+        form=call.kv_format,
+        lists=table,
+        list_strides=(launch.strides(table)[0], 0, 0),
+        lens=call.kv_lens,
+        longest=call.capacity,
+        page_size=call.page_size,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,24 +128,18 @@ class Work:
     lse_shape: tuple[int, ...]
     num_seqs: int
     num_q_tokens: int
-    num_kv_heads: int
     sparse: bool
-    causal: bool
     keys: Keys
-    extra: Keys | None
-    schedule: Any  # (parts, num_splits, ...) or None
+    causal: bool = False
+    extra: Keys | None = None
+    schedule: Any = None  # (parts, num_splits, ...) or None
     window: int | None = None  # None: queries see all keys
     soft_cap: float | None = None
 
     @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        return self.call.num_q_heads // self.num_kv_heads
-
-    @property
     def rows(self) -> int:
         """Rows per job and KV head."""
-        return self.group if self.sparse else self.group * self.num_q_tokens
+        return self.call.group * (1 if self.sparse else self.num_q_tokens)
 
     @property
     def jobs_per_seq(self) -> int:
@@ -165,19 +180,13 @@ def tile_for(call: Any, rows: int, jobs: int, keys: int, access: KeyAccess) -> T
     `jobs` is the number of jobs times KV heads, and `keys` the maximum length of a list. Block sizes depend on neither,
     so that results with `num_splits` 1 are batch-invariant.
     """
-    block_h, block_kv, num_warps, num_stages = fitting_sizes(call, rows, access)
-    work, multiprocessors = jobs * cdiv(rows, block_h), call.device.num_multiprocessors
-    num_splits = splits(work, programs_at_once(call, block_h), keys, block_kv)
+    tile = fitting_sizes(call, rows, access)
+    work, multiprocessors = jobs * cdiv(rows, tile.rows), call.device.num_multiprocessors
+    num_splits = splits(work, programs_at_once(call, tile.rows), keys, tile.keys)
     one_each = work * num_splits <= multiprocessors  # each multiprocessor then has only one program to run
-    if one_each and call.device.arch == "sm_90" and block_h <= 16 and num_stages == 2 and item_size(call.q) == 2:
-        num_stages = 3
-    return Tile(
-        block_h=block_h,
-        block_kv=block_kv,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        num_splits=num_splits,
-    )
+    if one_each and call.device.arch == "sm_90" and tile.rows <= 16 and tile.stages == 2 and item_size(call.q) == 2:
+        tile = tile._replace(stages=3)
+    return Tile(**tile.fields("block_h"), num_splits=num_splits)
 
 
 def programs_at_once(call: Any, block_h: int) -> int:
@@ -185,50 +194,47 @@ def programs_at_once(call: Any, block_h: int) -> int:
     return call.device.num_multiprocessors * (2 if block_h <= 16 else 1)
 
 
-def fitting_sizes(call: Any, rows: int, access: KeyAccess) -> tuple[int, int, int, int]:
-    """(rows, keys, warps, stages) of a tile for `rows` rows that fits the device's shared memory."""
-    block_h, block_kv, num_warps, num_stages = sizes(
-        call, min(max(16, next_power_of_2(rows)), 16 if item_size(call.q) == 4 else 64), access
-    )
-    size = functools.partial(shared_bytes, call, access, block_h)
-    block_kv, num_stages = fit(call, block_kv, num_stages, size, good_keys=32, good_stages=num_stages)
-    return block_h, block_kv, num_warps, num_stages
+def fitting_sizes(call: Any, rows: int, access: KeyAccess) -> Sizes:
+    """The sizes for `rows` rows that fit the device's shared memory."""
+    most_rows = 16 if item_size(call.q) == 4 else 64
+    tile = sizes(call, min(max(16, next_power_of_2(rows)), most_rows), access)
+    size = functools.partial(shared_bytes, call, access, tile.rows)
+    keys, stages = fit(call, tile.keys, tile.stages, size, good_keys=32, good_stages=tile.stages)
+    return tile._replace(keys=keys, stages=stages)
 
 
-def sizes(call: Any, rows: int, access: KeyAccess) -> tuple[int, int, int, int]:
-    """(rows, keys, warps, stages) of the preferred tile, whether or not it fits shared memory."""
+def sizes(call: Any, rows: int, access: KeyAccess) -> Sizes:
+    """The preferred sizes, whether or not they fit shared memory."""
     arch, form = call.device.arch, call.kv_format
     decodes = form.quantized or form.eight_bit
     if access.decoded:
-        return (64, 32, 8, 3) if form.folded else (64, 64, 8, 2)
+        return Sizes(64, 32, 8, 3) if form.folded else Sizes(64, 64, 8, 2)
     if operand_size(call) == 4 and arch:  # no matrix unit is exact in float32
-        return (16, 16, 8, 2 if OLDER_COMPILER else 1) if arch.startswith("sm_") else (16, 16, 4, 1)
+        return Sizes(16, 16, 8, 2 if OLDER_COMPILER else 1) if arch.startswith("sm_") else Sizes(16, 16, 4, 1)
     if arch.startswith("gfx"):
         # For plain rows, a second stage halves the iterations. With decoding, it takes a second program's registers.
-        return min(rows, 32), 16, 4, 1 if decodes else 2
-    budget = call.device.shared_memory or SMALLEST_SHARED_MEMORY
-    little = budget < DECODED_SHARED_MEMORY
+        return Sizes(min(rows, 32), 16, 4, 1 if decodes else 2)
+    little = shared_memory(call) < DECODED_SHARED_MEMORY
     if decodes and item_size(call.q) == 4:  # float32 products take three passes
-        return 16, 16 if form.folded or (little and mixes_formats(call, access)) else 32, 8, 2
+        return Sizes(16, 16 if form.folded or (little and mixes_formats(call, access)) else 32, 8, 2)
     if has_small_groups(form) and ((little and OLDER_COMPILER) or (rows <= 16 and mixes_formats(call, access))):
-        return 16, 16, 4, 2  # scales of many groups or of two formats take registers
+        return Sizes(16, 16, 4, 2)  # scales of many groups or of two formats take registers
     crowded = access.ragged and access.windowed and form.folded  # here 32 rows would spill
     if rows <= 16 or crowded or (decodes and little):
         num_warps = 8 if decodes and little and OLDER_COMPILER else 4  # with four warps, sm_120 spills
-        return 16, 32, num_warps, 3 if not decodes and arch == "sm_90" else 2
+        return Sizes(16, 32, num_warps, 3 if not decodes and arch == "sm_90" else 2)
     wgmma = rows >= 64 and arch == "sm_90" and call.d_v <= 512
     if not decodes:
         if wgmma and not (OLDER_COMPILER and access.extra):
             partial_pages = access.dense and access.page_sizes[0] % 64 != 0
             fewer = access.windowed or (access.ragged and OLDER_COMPILER) or partial_pages
-            return (64, 32, 8, 3) if fewer else (64, 64, 8, 2)
-        return 32, 32, 4 if arch.startswith("sm_8") and not access.windowed else 8, 2
+            return Sizes(64, 32, 8, 3) if fewer else Sizes(64, 64, 8, 2)
+        return Sizes(32, 32, 4 if arch.startswith("sm_8") and not access.windowed else 8, 2)
     if wgmma and fits_wgmma(call, access):
         scales = has_small_groups(form) and access.extra  # the scales of two formats take registers
-        return 64, 32, 8, 2 if scales else 3
-    if form.folded:
-        return 32, 32 if access.windowed or OLDER_COMPILER else 64, 8, 2
-    return 32, 32, 8, 2
+        return Sizes(64, 32, 8, 2 if scales else 3)
+    more_keys = form.folded and not (access.windowed or OLDER_COMPILER)
+    return Sizes(32, 64 if more_keys else 32, 8, 2)
 
 
 def too_wide(call: Any, access: KeyAccess) -> str | None:
@@ -236,12 +242,12 @@ def too_wide(call: Any, access: KeyAccess) -> str | None:
     budget = call.device.shared_memory
     if call.device.platform != "cuda" or not budget:
         return None
-    least = shared_bytes(call, access, LEAST, LEAST, 1)
+    least = shared_bytes(call, access, SMALLEST, SMALLEST, 1)
     if least <= budget:
         return None
+    limit = f"{budget} bytes of shared memory beside {SMALLEST} keys"
     return (
-        f"takes rows of which {LEAST} fit {budget} bytes of shared memory beside {LEAST} keys, got d_qk {call.d_qk} in "
-        f"{dtype_name(call.q)}, for {least} bytes"
+        f"takes rows of which {SMALLEST} fit {limit}, got d_qk {call.d_qk} in {dtype_name(call.q)}, for {least} bytes"
     )
 
 
@@ -261,7 +267,7 @@ def fits_wgmma(call: Any, access: KeyAccess) -> bool:
     return not access.extra or all(size.bit_count() == 1 for size in access.page_sizes)
 
 
-def decodes_first(call: Any, rows: int) -> bool:
+def decodes_first(call: Any) -> bool:
     """Whether a sparse prefill decodes its quantised cache once in advance, instead of once for each list entry.
 
     It does so only on Hopper with tiles of 64 rows, where this measured faster. The estimate includes list entries that
@@ -269,18 +275,15 @@ def decodes_first(call: Any, rows: int) -> bool:
     """
     if not call.kv_format.quantized or dtype_name(call.q) != "bfloat16" or call.d_v > 512:
         return False
-    if call.device.arch != "sm_90" or next_power_of_2(rows) < 64:
+    if call.device.arch != "sm_90" or next_power_of_2(call.group) < 64:
         return False
     entries = call.num_tokens * call.topk
-    often = entries >= max(DECODED_EACH * call.num_slots, DECODED_LEAST)
-    return often and 2 * call.num_slots * decoded_width(call.kv_format) <= DECODED_MOST
+    often = entries >= max(MIN_MENTIONS * call.num_slots, MIN_ENTRIES)
+    return often and 2 * call.num_slots * decoded_width(call.kv_format) <= MAX_DECODED_BYTES
 
 
 def shared_bytes(call: Any, access: KeyAccess, rows: int, keys: int, stages: int) -> int:
-    """An estimate of a program's shared memory, in bytes.
-
-    It includes queries, weights, the rows in flight and, if the program decodes rows, both operands of each row.
-    """
+    """Estimated bytes of shared memory: queries, weights, rows in flight and, if decoded, both operands of each row."""
     form = call.kv_format
     values, rest = (next_power_of_2(n) if n else 0 for n in columns(call))
     queries = rows * (values + rest + keys)
@@ -293,16 +296,17 @@ def shared_bytes(call: Any, access: KeyAccess, rows: int, keys: int, stages: int
     return (keys * (2 * values + rest + staged) + queries) * operand_size(call) + (stages - 1) * keys * call.d_qk
 
 
-def splits(work: int, slots: int, keys: int, block_kv: int) -> int:
-    """The number of splits per job that is fastest if all lists have their maximum length.
+def splits(work: int, concurrent: int, keys: int, block_kv: int) -> int:
+    """The number of splits per job that is fastest if all lists have their maximum length, `keys`.
 
-    A split consists of whole key blocks. If several numbers give splits of equal length, the smallest is returned.
+    Without splits there would be `work` programs, and the device runs `concurrent` at once. A split consists of whole
+    key blocks. If several numbers are equally fast, the smallest is returned.
     """
     blocks, least = cdiv(keys, block_kv), cdiv(MIN_SPLIT, block_kv)
     most = max(1, min(MAX_SPLITS, cdiv(keys, MIN_SPLIT)))
 
     def cost(n: int) -> int:
         longest = max(cdiv(blocks, n), least) * block_kv
-        return cdiv(work * n, slots) * (longest + START_COST) + (n > 1) * n * MERGE_COST
+        return cdiv(work * n, concurrent) * (longest + START_COST) + (n > 1) * n * MERGE_COST
 
     return min(range(1, most + 1), key=cost)

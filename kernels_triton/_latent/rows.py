@@ -6,8 +6,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ragged_attention.kernels_triton._compiler import decoded_at_once
 from ragged_attention.kernels_triton._constants import Constants
-from ragged_attention.kernels_triton._formats import decode, decoded_at_once, narrow, unit_of
+from ragged_attention.kernels_triton._formats import decode, narrow, unit_of
 from ragged_attention.kernels_triton._softmax import lost_to_rounding
 
 
@@ -246,7 +247,7 @@ def key_groups(rows, FORMAT: tl.constexpr, OPERANDS: tl.constexpr):
 
 @triton.jit
 def group_scale(rows, GROUP: tl.constexpr):
-    """The float32 scale of each row's columns in a group; the caller folds it."""
+    """The float32 scale of each row's columns in the group with index GROUP; the caller folds it."""
     EACH: tl.constexpr = 32 // rows.scales.dtype.element_ty.primitive_bitwidth  # elements of the cache per scale
     return tl.load((rows.scales + EACH * GROUP).to(tl.pointer_type(tl.float32)), mask=rows.readable, other=0)
 

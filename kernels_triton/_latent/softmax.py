@@ -56,7 +56,7 @@ class KeyList(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The range of positions that each row sees: those keys of its list at positions [lowest, limit)."""
+    """The positions [lowest, limit) in the list of keys that each row sees."""
 
     lowest: tl.tensor
     limit: tl.tensor
@@ -95,7 +95,7 @@ def query_times(q, q_lost, keys, logits, PRODUCTS: tl.constexpr):
 
 @triton.jit
 def scaled_product(queries, keys, scales, GROUP: tl.constexpr, PRODUCTS: tl.constexpr):
-    """The products of queries and keys over one group of columns, times its keys' scales."""
+    """The products of queries and keys over the group of columns with index GROUP, times its keys' scales."""
     none = tl.zeros([queries.groups[GROUP].shape[0], keys[GROUP].shape[0]], tl.float32)
     logits = query_times(queries.groups[GROUP], queries.lost[GROUP], keys[GROUP], none, PRODUCTS)
     return logits * scales[GROUP]
@@ -119,7 +119,7 @@ def block_logits(queries, keys, rest, scales, logit_scale, FOLDED: tl.constexpr,
 
 @triton.jit
 def logits_apart(present, queries, keys, rest, scales, logit_scale, FOLDED: tl.constexpr, OPERANDS: tl.constexpr):
-    """`block_logits` for at least SEPARATE_QK_ROWS rows; see there. `present` is the condition `always`.
+    """`block_logits` for at least SEPARATE_QK_ROWS rows (see that constant). `present` is the condition `always`.
 
     One product is computed before the branch, so that the branch not taken returns that product instead of zeros. With
     zeros, whose layout costs nothing to convert, the compiler would convert the layout of the logits inside the branch
