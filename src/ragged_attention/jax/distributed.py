@@ -24,12 +24,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, Call, expect_bool, is_array
+from ragged_attention.calls.context_parallel import Ranks, page_size_of
 from ragged_attention.calls.sharding import (
     WITHOUT_HEADS,
     Heads,
     KvShard,
-    dtype_of_parts,
-    expect_divisible,
     expect_each_its_own_heads,
     expect_ring,
     heads_of_fields,
@@ -39,14 +38,7 @@ from ragged_attention.calls.sharding import (
     zigzag_pairs,
 )
 from ragged_attention.errors import InvalidInput
-from ragged_attention.jax import (
-    merge_attention_states,
-    mla_decode,
-    page_indices_to_slots,
-    ragged_paged_attention,
-    varlen_attention,
-    varlen_attention_backward,
-)
+from ragged_attention.jax import merge_attention_states, varlen_attention, varlen_attention_backward
 from ragged_attention.jax._launcher import device_facts
 from ragged_attention.jax._lower import FRONT_END, default_platform, expect_held, held_by_jax, to_jax
 from ragged_attention.jax_shared.axes import as_varied_as, fori_loop, varied_axes, varying
@@ -214,24 +206,15 @@ def context_parallel_decode(
             the axis does not divide the heads.
         TypeError, Unsupported: as `ragged_paged_attention`.
     """
-    expect_bool("own_heads", own_heads)
-    expect_bool("return_lse", return_lse)
     expect_held(
         q=q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
         sinks=sinks, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
-    page_size = (kv_pages[0] if isinstance(kv_pages, tuple | list) else kv_pages).shape[1]
-    shard = _shard_of(axis_name, shard, page_size)
-    if max_q_len != 1:
-        kv_lens, page_indices, cu_q_lens = _one_query_each(q, kv_lens, page_indices, cu_q_lens, num_seqs)
-        num_seqs = None
-    out, lse = ragged_paged_attention(
-        q, kv_pages, shard.lengths(kv_lens), page_indices, cu_q_lens, num_seqs, max_q_len=1, sm_scale=sm_scale,
-        causal=False, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, return_lse=True, out_dtype=dtype_of_parts(q),
-        backend=backend, options=options,
+    return _ranks(axis_name, shard, kv_pages).decode(
+        q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, own_heads=own_heads, max_q_len=max_q_len,
+        sm_scale=sm_scale, soft_cap=soft_cap, sinks=to_jax(sinks), k_scale=k_scale, v_scale=v_scale,
+        return_lse=return_lse, out_dtype=out_dtype, backend=backend, options=options,
     )  # fmt: skip
-    merged, lse = _merge_over(axis_name, out, lse, sinks, own_heads, out_dtype or q.dtype)
-    return (merged, lse) if return_lse else merged
 
 
 def context_parallel_mla_decode(
@@ -281,90 +264,30 @@ def context_parallel_mla_decode(
     Raises:
         InvalidInput, TypeError, Unsupported: as `context_parallel_decode` and `mla_decode`.
     """
-    expect_bool("own_heads", own_heads)
     expect_held(
         q=q, kv_cache=kv_cache, page_indices=page_indices, kv_lens=kv_lens, indices=indices, topk_lens=topk_lens,
         sinks=sinks,
     )  # fmt: skip
-    shard = _shard_of(axis_name, shard, kv_cache.shape[1])
-    num_seqs, num_q, num_heads = q.shape[:3]
-    out_dtype = out_dtype or q.dtype
-    given: dict[str, Any] = {"topk_lens": topk_lens}
-    if indices is not None:
-        chosen, given["topk_lens"] = _own_of_lists(shard, indices, topk_lens)
-        given["indices"] = page_indices_to_slots(chosen, page_indices, kv_cache.shape[1])
-    elif causal and num_q > 1 and kv_lens is not None:  # each query becomes a sequence of the positions that it sees
-        seen = kv_lens[:, None] - jnp.arange(num_q - 1, -1, -1, dtype=jnp.int32)
-        given["kv_lens"] = shard.lengths(seen.clip(0).reshape(-1))
-        given["page_indices"] = jnp.repeat(page_indices, num_q, axis=0)
-        q = q.reshape(-1, 1, *q.shape[2:])
-    else:
-        given |= {"page_indices": page_indices, "kv_lens": None if kv_lens is None else shard.lengths(kv_lens)}
-    out, lse = mla_decode(
-        q, kv_cache, **given, d_v=d_v, sm_scale=sm_scale, soft_cap=soft_cap, cache_format=cache_format,
-        cache_layout=cache_layout, out_dtype=dtype_of_parts(q), backend=backend, options=options,
+    return _ranks(axis_name, shard, kv_cache).mla_decode(
+        q, kv_cache, to_jax(page_indices), kv_lens, indices=indices, topk_lens=topk_lens,
+        own_heads=own_heads, d_v=d_v, sm_scale=sm_scale, causal=causal, soft_cap=soft_cap, sinks=to_jax(sinks),
+        cache_format=cache_format, cache_layout=cache_layout, out_dtype=out_dtype, backend=backend, options=options,
     )  # fmt: skip
-    out, lse = out.reshape(-1, num_heads, d_v), lse.swapaxes(1, 2).reshape(-1, num_heads)
-    merged, lse = _merge_over(axis_name, out, lse, sinks, own_heads, out_dtype)
-    return merged.reshape(num_seqs, num_q, -1, d_v), lse.reshape(num_seqs, num_q, -1).swapaxes(1, 2)
 
 
-def _shard_of(axis_name: AxisName, shard: KvShard | None, page_size: int) -> KvShard:
-    """The rule of the caller, by default pages dealt in turn, with this device's rank."""
+def _ranks(axis_name: AxisName, shard: KvShard | None, cache: Any) -> Ranks:
+    """The devices of an axis, which divide positions by the caller's rule; by default they deal pages in turn."""
     size = lax.axis_size(axis_name)
-    if shard is None:
-        shard = KvShard(size, page_size)
+    shard = shard or KvShard(size, page_size_of(cache))
     shard.expect(size, None)
     if shard.rank is not None:
         raise InvalidInput(f"expected shard.rank=None in jax, where each device has its own, got {shard.rank}")
-    return shard.at(lax.axis_index(axis_name))
-
-
-def _one_query_each(
-    q: jax.Array, kv_lens: jax.Array, page_indices: jax.Array, cu_q_lens: jax.Array, num_seqs: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The lengths, block table and prefix sums of the batch with every query as a sequence.
-
-    A device's keys are not the last ones of a sequence, so a causal mask cannot be aligned at their end. Instead each
-    query gets the number of positions that it sees. A padding row sees none.
-    """
-    tokens, ends = jnp.arange(q.shape[0], dtype=jnp.int32), cu_q_lens[1:]
-    count = jnp.reshape(kv_lens.shape[0] if num_seqs is None else num_seqs, ())
-    live_ends = jnp.where(jnp.arange(len(ends)) < count, ends, jnp.iinfo(jnp.int32).max)  # the rest may hold anything
-    seqs = jnp.minimum(jnp.sum(live_ends[None] <= tokens[:, None], axis=1, dtype=jnp.int32), kv_lens.shape[0] - 1)
-    seen = kv_lens[seqs] - (ends[seqs] - 1 - tokens)
-    live = (tokens < ends[seqs]) & (seqs < count)
-    return jnp.where(live, seen.clip(0), 0), page_indices[seqs], jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
-
-
-def _own_of_lists(shard: KvShard, positions: jax.Array, topk_lens: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """This device's positions of each list, in its own numbering, first in [S, Q, N], and their count [S, Q]."""
-    own = shard.local(positions)
-    if topk_lens is not None:
-        lens = topk_lens[:, None] if topk_lens.ndim == 1 else topk_lens
-        own = jnp.where(jnp.arange(own.shape[-1], dtype=jnp.int32) < lens[..., None], own, -1)
-    order = jnp.argsort(own < 0, axis=-1, stable=True)
-    return jnp.take_along_axis(own, order, axis=-1), jnp.sum(own >= 0, axis=-1, dtype=jnp.int32)
-
-
-def _merge_over(
-    axis_name: AxisName, out: jax.Array, lse: jax.Array, sinks: jax.Array | None, own_heads: bool, out_dtype: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Exchange partial results [T, H, D_v] and [T, H], float32, in one message, and merge them in rank order."""
-    size, (tokens, heads, width) = lax.axis_size(axis_name), out.shape
-    if own_heads:
-        heads = expect_divisible("num_q_heads of q", heads, size, "the axis's size")
-        parts = out.reshape(tokens, size, heads, width), lse.reshape(tokens, size, heads)
-        sent = jnp.concatenate([part.swapaxes(0, 1).reshape(size, -1) for part in parts], axis=1)
-        received = lax.all_to_all(sent, axis_name, 0, 0)
-        if sinks is not None:
-            sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axis_name) * heads, heads)
-    else:
-        received = lax.all_gather(jnp.concatenate([out.reshape(-1), lse.reshape(-1)]), axis_name)
-    values = tokens * heads * width
-    outs = received[:, :values].reshape(size, tokens, heads, width)
-    lses = received[:, values:].reshape(size, tokens, heads)
-    return merge_attention_states(outs, lses, sinks=sinks, out_dtype=out_dtype)
+    return Ranks(
+        shard=shard.at(lax.axis_index(axis_name)), size_name="the axis's size", operations=FRONT_END, namespace=jnp,
+        take_along_axis=jnp.take_along_axis, arange=lambda stop, like: jnp.arange(stop, dtype=jnp.int32),
+        all_gather=lambda sent: lax.all_gather(sent, axis_name),
+        all_to_all=lambda sent: lax.all_to_all(sent, axis_name, 0, 0),
+    )  # fmt: skip
 
 
 # ---- positions: packed sequences

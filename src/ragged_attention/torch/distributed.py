@@ -23,11 +23,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, Call, expect_bool
+from ragged_attention.calls.context_parallel import Ranks, page_size_of
 from ragged_attention.calls.sharding import (
     Heads,
     KvShard,
-    dtype_of_parts,
-    expect_divisible,
     expect_each_its_own_heads,
     expect_ring,
     heads_of_arguments,
@@ -37,14 +36,8 @@ from ragged_attention.calls.sharding import (
     zigzag_pairs,
 )
 from ragged_attention.errors import InvalidInput
-from ragged_attention.torch import (
-    merge_attention_states,
-    mla_decode,
-    page_indices_to_slots,
-    ragged_paged_attention,
-    varlen_attention,
-    varlen_attention_backward,
-)
+from ragged_attention.torch import merge_attention_states, varlen_attention, varlen_attention_backward
+from ragged_attention.torch._operators import FRONT_END
 
 __all__ = [
     "KvShard",
@@ -226,21 +219,12 @@ def context_parallel_decode(
         TypeError, Unsupported: as `ragged_paged_attention`.
         RuntimeError: an argument requires grad; a rank of the group is gone.
     """
-    expect_bool("own_heads", own_heads)
-    expect_bool("return_lse", return_lse)
     _refuse_gradient("context_parallel_decode", q, kv_pages, sinks)
-    page_size = (kv_pages[0] if isinstance(kv_pages, (tuple, list)) else kv_pages).shape[1]
-    shard = _shard_of(group, shard, page_size, q)
-    if max_q_len != 1:
-        kv_lens, page_indices, cu_q_lens = _one_query_each(q, kv_lens, page_indices, cu_q_lens, num_seqs)
-        num_seqs = None
-    out, lse = ragged_paged_attention(
-        q, kv_pages, shard.lengths(kv_lens), page_indices, cu_q_lens, num_seqs, max_q_len=1, sm_scale=sm_scale,
-        causal=False, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, return_lse=True, out_dtype=dtype_of_parts(q),
-        backend=backend, options=options,
+    return _ranks(group, shard, kv_pages, q).decode(
+        q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, own_heads=own_heads, max_q_len=max_q_len,
+        sm_scale=sm_scale, soft_cap=soft_cap, sinks=sinks, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
+        out_dtype=out_dtype, backend=backend, options=options,
     )  # fmt: skip
-    merged, lse = _merge_over(group, out, lse, sinks, own_heads, out_dtype or q.dtype)
-    return (merged, lse) if return_lse else merged
 
 
 def context_parallel_mla_decode(
@@ -290,31 +274,12 @@ def context_parallel_mla_decode(
     Raises:
         InvalidInput, TypeError, Unsupported, RuntimeError: as `context_parallel_decode` and `mla_decode`.
     """
-    expect_bool("own_heads", own_heads)
     _refuse_gradient("context_parallel_mla_decode", q, kv_cache, sinks)
-    shard = _shard_of(group, shard, kv_cache.shape[1], q)
-    num_seqs, num_q, num_heads = q.shape[:3]
-    if indices is not None:
-        chosen, topk_lens = _own_of_lists(shard, indices, topk_lens)
-        given: dict[str, Any] = {
-            "indices": page_indices_to_slots(chosen, page_indices, kv_cache.shape[1]),
-            "topk_lens": topk_lens,
-        }
-    elif causal and num_q > 1 and kv_lens is not None:  # each query becomes a sequence of the positions that it sees
-        seen = kv_lens[:, None] - torch.arange(num_q - 1, -1, -1, dtype=torch.int32, device=kv_lens.device)
-        given = {"kv_lens": shard.lengths(seen.clip(0).flatten()), "topk_lens": topk_lens}
-        given["page_indices"] = page_indices.repeat_interleave(num_q, 0)
-        q = q.flatten(0, 1)[:, None]
-    else:
-        own_lens = None if kv_lens is None else shard.lengths(kv_lens)
-        given = {"page_indices": page_indices, "kv_lens": own_lens, "topk_lens": topk_lens}
-    out, lse = mla_decode(
-        q, kv_cache, **given, d_v=d_v, sm_scale=sm_scale, soft_cap=soft_cap, cache_format=cache_format,
-        cache_layout=cache_layout, out_dtype=dtype_of_parts(q), backend=backend, options=options,
+    return _ranks(group, shard, kv_cache, q).mla_decode(
+        q, kv_cache, page_indices, kv_lens, indices=indices, topk_lens=topk_lens, own_heads=own_heads,
+        d_v=d_v, sm_scale=sm_scale, causal=causal, soft_cap=soft_cap, sinks=sinks, cache_format=cache_format,
+        cache_layout=cache_layout, out_dtype=out_dtype, backend=backend, options=options,
     )  # fmt: skip
-    out, lse = out.reshape(-1, num_heads, d_v), lse.transpose(1, 2).reshape(-1, num_heads)
-    merged, lse = _merge_over(group, out, lse, sinks, own_heads, out_dtype or q.dtype)
-    return merged.unflatten(0, (num_seqs, num_q)), lse.unflatten(0, (num_seqs, num_q)).transpose(1, 2)
 
 
 def _refuse_gradient(operation: str, *values: Any) -> None:
@@ -323,15 +288,25 @@ def _refuse_gradient(operation: str, *values: Any) -> None:
         raise RuntimeError(f"{operation} has no gradient: it works on a KV cache, for inference")
 
 
-def _shard_of(group: Group, shard: KvShard | None, page_size: int, q: torch.Tensor) -> KvShard:
-    """The rule of the caller, by default pages dealt in turn, with this rank."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if shard is None:
-        shard = KvShard(size, page_size)
+def _ranks(group: Group, shard: KvShard | None, cache: Any, q: torch.Tensor) -> Ranks:
+    """The processes of a group, which divide positions by the caller's rule; by default they deal pages in turn."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    shard = shard or KvShard(size, page_size_of(cache))
     shard.expect(size, rank)
     if config.validates_values():
         _expect_agreement(group, {"shard.interleave": shard.interleave, "q.shape": list(q.shape)}, rank)
-    return shard.at(rank)
+
+    def all_to_all(sent: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
+
+    return Ranks(
+        shard=shard.at(rank), size_name="the group's size", operations=FRONT_END, namespace=torch,
+        take_along_axis=torch.take_along_dim, all_to_all=all_to_all,
+        arange=lambda stop, like: torch.arange(stop, dtype=torch.int32, device=like.device),
+        all_gather=lambda sent: _all_gathered(sent, group).view(size, -1),
+    )  # fmt: skip
 
 
 def _expect_agreement(group: Group, own: Mapping[str, Any], rank: int) -> None:
@@ -344,60 +319,6 @@ def _expect_agreement(group: Group, own: Mapping[str, Any], rank: int) -> None:
                 raise InvalidInput(
                     f"expected {name}={value} on every rank, as on rank {rank}, got {said[name]} on rank {other}"
                 )
-
-
-def _one_query_each(
-    q: torch.Tensor, kv_lens: torch.Tensor, page_indices: torch.Tensor, cu_q_lens: torch.Tensor, num_seqs: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The lengths, block table and prefix sums of the batch with every query as a sequence.
-
-    A rank's keys are not the last ones of a sequence, so a causal mask cannot be aligned at their end. Instead each
-    query gets the number of positions that it sees. A padding row sees none.
-    """
-    tokens = torch.arange(q.shape[0], dtype=torch.int32, device=kv_lens.device)
-    order = torch.arange(kv_lens.shape[0], dtype=torch.int32, device=kv_lens.device)
-    is_live = order < (kv_lens.shape[0] if num_seqs is None else num_seqs)
-    ends = torch.where(is_live, cu_q_lens[1:], torch.iinfo(torch.int32).max)  # the rest may hold anything
-    seqs = torch.searchsorted(ends, tokens, right=True).clip(max=kv_lens.shape[0] - 1)
-    seen = kv_lens[seqs] - (cu_q_lens[1:][seqs] - 1 - tokens)
-    live = (tokens < cu_q_lens[1:][seqs]) & is_live[seqs]
-    edges = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=kv_lens.device)
-    return (seen.clip(0) * live).to(torch.int32), page_indices[seqs], edges
-
-
-def _own_of_lists(
-    shard: KvShard, positions: torch.Tensor, topk_lens: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's positions of each list, in its own numbering, first in [S, Q, N], and their count [S, Q]."""
-    own = shard.local(positions)
-    if topk_lens is not None:
-        lens = topk_lens[:, None] if topk_lens.ndim == 1 else topk_lens
-        listed = torch.arange(own.shape[-1], dtype=torch.int32, device=own.device) < lens[..., None]
-        own = torch.where(listed, own, -1)
-    mine = own >= 0
-    order = torch.argsort(mine.to(torch.int8), dim=-1, descending=True, stable=True)
-    return own.gather(-1, order), mine.sum(-1, dtype=torch.int32)
-
-
-def _merge_over(
-    group: Group, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, own_heads: bool, out_dtype: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exchange partial results [T, H, D_v] and [T, H], float32, in one message, and merge them in rank order."""
-    size, (tokens, heads, width) = dist.get_world_size(group), out.shape
-    if own_heads:
-        heads = expect_divisible("num_q_heads of q", heads, size, "the group's size")
-        parts = out.unflatten(1, (size, heads)).transpose(0, 1), lse.unflatten(1, (size, heads)).transpose(0, 1)
-        sent = torch.cat([part.reshape(size, -1) for part in parts], 1)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        sinks = None if sinks is None else sinks.unflatten(0, (size, heads))[dist.get_rank(group)]
-    else:
-        sent = torch.cat([out.flatten(), lse.flatten()])
-        received = _all_gathered(sent, group).view(size, -1)
-    values = tokens * heads * width
-    outs = received[:, :values].view(size, tokens, heads, width)
-    lses = received[:, values:].view(size, tokens, heads)
-    return merge_attention_states(outs, lses, sinks=sinks, out_dtype=out_dtype)
 
 
 def _all_gathered(part: torch.Tensor, group: Group) -> torch.Tensor:
