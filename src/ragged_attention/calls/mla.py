@@ -1,4 +1,4 @@
-"""The records of multi-head latent attention (MLA): a token's latent row is its K, and the first columns are its V."""
+"""The records of multi-head latent attention (MLA): a latent row is a key, and its first columns are the value."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -26,6 +26,7 @@ from ragged_attention.calls.fields import (
     Text,
     dtype_name,
     expect_array,
+    expect_nonempty,
     field,
 )
 from ragged_attention.calls.mla_cache import (
@@ -83,7 +84,7 @@ class LatentCall(GroupedCall):
 
 
 class Lists(ArrayKind):
-    """Lists of at least one key."""
+    """Lists of at least one key per query."""
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
         super().check(name, value, call, sizes)
@@ -92,7 +93,7 @@ class Lists(ArrayKind):
 
 
 class SparsePrefillCall(LatentPagesCall, LatentCall):
-    """The base of sparse prefill and its gradient, whose rows lie in pages or are packed."""
+    """The base of sparse prefill and its gradient, with latent rows in pages or packed."""
 
     CACHE: ClassVar[str] = "kv"
 
@@ -111,7 +112,7 @@ class SparsePrefillCall(LatentPagesCall, LatentCall):
 
     @property
     def page_size(self) -> int:
-        """Rows of a page; packed rows are pages of one row."""
+        """The number of rows per page; packed rows are pages of one row."""
         return 1 if len(self.kv.shape) == 3 else self.kv.shape[1]
 
 
@@ -144,8 +145,7 @@ class SparseMlaPrefill(SparsePrefillCall):
         self._check_queries()
         if len(self.kv.shape) == 3:
             expect_array("kv", self.kv, "s_kv K D", WIDE_FLOATS, {})
-            if self.kv.shape[1] < 1:
-                raise InvalidInput("expected kv to have num_kv_heads >= 1, got 0")
+            expect_nonempty("kv", "num_kv_heads", self.kv.shape[1])
             found = format_of("kv", self.kv, self.cache_format)
             expect_layout(found, self.cache_layout)
         else:
@@ -187,9 +187,8 @@ class SparseMlaPrefillBackward(SparsePrefillCall):
         self._check_queries()
         pages = len(self.kv.shape) == 4
         expect_array("kv", self.kv, "P G K D" if pages else "s_kv K D", (dtype_name(self.q),), {})
-        for name, size in (("num_kv_heads", self.num_kv_heads), ("page_size", self.page_size)):
-            if size < 1:
-                raise InvalidInput(f"expected kv to have {name} >= 1, got 0")
+        expect_nonempty("kv", "num_kv_heads", self.num_kv_heads)
+        expect_nonempty("kv", "page_size", self.page_size)
         self._check_rows("kv", self.kv, "plain")
         sizes |= {"K": self.num_kv_heads, "d_v": self.d_v}
 
@@ -199,7 +198,7 @@ class SparseMlaPrefillBackward(SparsePrefillCall):
 
 @record
 class MlaDecode(LatentPagesCall, LatentCall):
-    """The arguments of `mla_decode`, which says what they mean; its schedule as the arrays that it consists of."""
+    """The arguments of `mla_decode`, which says what they mean; `schedule` is a tuple of the schedule's arrays."""
 
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
@@ -221,7 +220,7 @@ class MlaDecode(LatentPagesCall, LatentCall):
     extra_kv_cache: Any = field(ArrayKind(unit_stride=True), default=None)
     extra_indices: Any = field(Lists("S Q N'", INT32), default=None)
     extra_topk_lens: Any = field(ArrayKind(), default=None)  # [S] or [S, Q]
-    schedule: Any = field(ArrayTuple(hint=True), default=None)  # the arrays of a `DecodeSchedule`, without None
+    schedule: Any = field(ArrayTuple(hint=True), default=None)  # the arrays of a `DecodeSchedule` that are not None
     cache_format: str | None = field(Text(), default=None)
     cache_layout: str | None = field(Text(), default=None)
     out_dtype: str | None = field(Dtype(choices=FLOATS), default=None)
@@ -257,8 +256,7 @@ class MlaDecode(LatentPagesCall, LatentCall):
             raise InvalidInput(f"expected kv_cache to have num_kv_heads = 1 with indices, got {self.num_kv_heads}")
         if self.causal:
             raise InvalidInput("expected causal=False with indices, which select the keys themselves, got True")
-        if self.sliding_window is not None:
-            got = self.sliding_window
+        if (got := self.sliding_window) is not None:
             raise InvalidInput(
                 f"expected sliding_window=None with indices, which select the keys themselves, got {got}"
             )
@@ -299,12 +297,12 @@ class MlaDecode(LatentPagesCall, LatentCall):
 
     @property
     def num_q_tokens(self) -> int:
-        """Query tokens of each sequence."""
+        """The number of query tokens per sequence."""
         return self.q.shape[1]
 
     @property
     def topk(self) -> int:
-        """Entries of each list; 0 in a dense call."""
+        """The number of entries per list; 0 in a dense call."""
         return self.indices.shape[2] if self.sparse else 0
 
     @property
@@ -313,7 +311,7 @@ class MlaDecode(LatentPagesCall, LatentCall):
 
     @property
     def capacity(self) -> int:
-        """The most keys that one query can see."""
+        """The maximum number of keys per query."""
         return self.topk + self.extra_topk if self.sparse else super().capacity
 
     @property
@@ -329,29 +327,25 @@ class MlaDecode(LatentPagesCall, LatentCall):
         return (self.num_seqs, self.num_q_heads, self.num_q_tokens)
 
     def check_values(self) -> None:
-        """Raise `InvalidInput` naming the first invalid value. Expects NumPy arrays."""
         if not self.sparse:
             self._check_table("kv_lens", self.kv_lens)
         if self.schedule is not None:
             self._check_schedule()
 
     def _check_schedule(self) -> None:
-        parts, num_splits, *made_for = self.schedule
+        parts, num_splits, *lengths = self.schedule
         most = self.num_seqs + parts.shape[0]
         if num_splits[0] != 0 or (np.diff(num_splits) < 0).any() or num_splits[-1] > most:
             raise InvalidInput(f"expected schedule.num_splits to ascend from 0 to at most {most}, got {num_splits}")
         names = ("topk_lens", "extra_topk_lens") if self.sparse else ("kv_lens",)
-        for name, then in zip(names, made_for, strict=False):
+        for name, scheduled in zip(names, lengths, strict=False):
             count = self.topk if name == "topk_lens" else self.extra_topk
             lens = scheduled_lens(getattr(self, name), count) if self.sparse else self.kv_lens
-            now = np.broadcast_to(lens, then.shape)
-            bad = np.flatnonzero(then != now)
-            if bad.size:
+            lens = np.broadcast_to(lens, scheduled.shape)
+            if (bad := np.flatnonzero(scheduled != lens)).size:
                 seq = bad[0]
-                raise InvalidInput(
-                    f"expected a schedule made for these {name}, got one made for {then[seq]} where "
-                    f"{name}[{seq}] = {now[seq]}"
-                )
+                got = f"{scheduled[seq]} where {name}[{seq}] = {lens[seq]}"
+                raise InvalidInput(f"expected a schedule made for these {name}, got one made for {got}")
 
 
 @record
