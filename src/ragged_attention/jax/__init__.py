@@ -8,7 +8,6 @@ One export can serve several platforms, except that jax-triton refuses one for C
 
 from ragged_attention.jax._lower import FRONT_END
 
-call_of = FRONT_END.call_of
 paged_attention = FRONT_END.paged_attention
 prefill_attention = FRONT_END.prefill_attention
 indexer_logits = FRONT_END.indexer_logits
