@@ -1,8 +1,8 @@
-"""The torch front end: every operation on torch tensors, on any device torch has.
+"""The torch front end: every operation on torch tensors, on any device that torch has.
 
-Each function is a `torch.library` operator underneath (`torch.ops.ragged_attention.*`), so it works under
-`torch.compile(fullgraph=True)` and in CUDA graphs. Nothing synchronises with the device unless the backend `eager`
-or `reference`, or `validate="full"`, is in force.
+Each function calls a `torch.library` operator (`torch.ops.ragged_attention.*`), so it works under
+`torch.compile(fullgraph=True)` and in CUDA graphs. Nothing waits for the device except the backends `eager` and
+`reference`, and checks under `validate="full"`.
 """
 
 from ragged_attention.torch._operators import FRONT_END
