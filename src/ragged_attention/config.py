@@ -25,7 +25,6 @@ import tomllib
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -98,17 +97,13 @@ def parse_names(request: str | Sequence[str]) -> Names:
     return tuple(request)
 
 
-def _parse_request(request: BackendRequest | None) -> dict[str, Names]:
-    if request is None:
-        return {}
-    if isinstance(request, Mapping):
-        return {operation: parse_names(names) for operation, names in request.items()}
-    return {"*": parse_names(request)}
-
-
-def _parse(backend: Any, options: Any, validate: Any, batch_invariant: Any) -> Config:
+def _parse(backend: BackendRequest | None, options: Any, validate: Any, batch_invariant: Any) -> Config:
+    if backend is None:
+        backend = {}
+    elif not isinstance(backend, Mapping):
+        backend = {"*": backend}
     return Config(
-        backend=_parse_request(backend),
+        backend={operation: parse_names(names) for operation, names in backend.items()},
         options={} if options is None else expect_mapping(options),
         validate=validate,
         batch_invariant=batch_invariant,
@@ -249,9 +244,7 @@ class use_backend:  # reads as a verb, like torch.no_grad
         _scope.enter(self.config)
         return self.config
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         _scope.exit(self.config)
 
 

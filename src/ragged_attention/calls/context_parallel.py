@@ -17,7 +17,7 @@ def page_size_of(pages: Any) -> int:
 class Ranks:
     """The ranks that divide the positions of one call; a front end supplies its operations and communication."""
 
-    shard: KvShard  # this rank's
+    shard: KvShard  # the rule that divides positions, with this rank
     size_name: str  # the number of ranks, in error messages
     operations: Any  # the front end, whose methods are the operations
     namespace: Any  # torch or jax.numpy

@@ -36,28 +36,26 @@ class Array(Protocol):
 
 
 class Arrays(Protocol):
-    """How a front end converts an argument to the form that records take."""
+    """Converts a front end's arguments to the form that records take."""
+
+    namespace: Any  # torch or jax.numpy
 
     def array(self, name: str, value: Any) -> Any:
-        """An array or number as one of the front end's own, with its dtype; any other value unchanged.
+        """An array in the front end's form, a number as a Python number, or any other value unchanged.
 
         Raises `TypeError` for an array of another framework.
         """
         ...
 
     def int32(self, shape: tuple[int, ...], value: int) -> Any:
-        """A new array that holds one number everywhere, on the device of the call's arrays."""
+        """A new array filled with one number, on the device of the call's arrays."""
         ...
 
     def cast(self, array: Any, dtype: str) -> Any: ...
 
-    def stack(self, parts: list[Any]) -> Any: ...
-
     def copy(self, array: Any) -> Any:
         """A snapshot of the array, which later writes to the array do not change."""
         ...
-
-    def largest_of_rows(self, array: Any) -> Any: ...
 
 
 # ---- checks
@@ -190,7 +188,7 @@ class Kind:
     schema_type = "Tensor"  # the type in a torch schema, without the `?` of an optional one
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
-        """A public function's argument as the record takes it."""
+        """A public function's argument, converted to the record's."""
         return arrays.array(name, value)
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
@@ -454,7 +452,7 @@ class Stack(ArrayKind):
             expect_array(f"{name}[{index}]", part, shape, dtypes, sizes)
             sizes.bind(shape, part)
             dtypes = (dtype_name(part),)
-        return arrays.stack(parts)
+        return arrays.namespace.stack(parts)
 
 
 @dataclasses.dataclass(frozen=True)

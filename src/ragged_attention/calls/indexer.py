@@ -31,7 +31,7 @@ from ragged_attention.calls.paged import (
 from ragged_attention.errors import InvalidInput
 
 E4M3 = "float8_e4m3fn"
-SCALE_BYTES = 4  # per key in a page of bytes
+SCALE_BYTES = 4  # for each key in a page of bytes
 WHY_NO_GRADIENT = "it serves to choose keys, and a choice has none"
 MAX_TOP_K = 4096
 

@@ -77,7 +77,7 @@ class MakeDecodeSchedule(Call):
 
     NUM_RESULTS: ClassVar[int | None] = 2
 
-    lens: Any = field(ArrayKind("S", INT32))  # of each sequence, or of its longest list
+    lens: Any = field(ArrayKind("S", INT32))  # the length of each sequence or of its longest list
     extra_lens: Any = field(ArrayKind("S", INT32), default=None)  # the longest list into the second cache
     sparse: bool = field(Flag(), default=False)
     num_parts: int | None = field(Integer(least=1), default=None)
@@ -144,7 +144,7 @@ def _list_lens(name: str, given: Mapping[str, Any], arrays: Arrays) -> Any:
         return arrays.int32((given["batch_size"],), topk)
     expect_list_lens(f"{name}_lens", lens, {"S": given["batch_size"], "Q": given["num_q_tokens"]})
     clamped = lens.clip(0, topk)
-    return arrays.largest_of_rows(clamped) if len(clamped.shape) == 2 else clamped
+    return arrays.namespace.amax(clamped, 1) if len(clamped.shape) == 2 else clamped
 
 
 def expect_list_lens(name: str, lens: Any, sizes: Mapping[str, int]) -> None:

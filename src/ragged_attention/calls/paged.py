@@ -419,7 +419,7 @@ def expect_page_indices(name: str, pages: Any, num_pages: int) -> None:
 
 
 def expect_packed_rows(name: str, pages: Any, strides: Callable[[Any], tuple[int, ...]], condition: str = "") -> None:
-    """Raise `InvalidInput` unless each page's rows are contiguous; the message says so for caches of `condition`."""
+    """Raise `InvalidInput` unless each page's rows are contiguous. The message includes `condition`."""
     row, got = pages.shape[3], strides(pages)[1]
     if pages.shape[1] > 1 and 0 not in pages.shape and got != row:
         raise InvalidInput(f"expected {name} with rows packed in each page (stride {row}){condition}, got {got}")

@@ -230,3 +230,8 @@ def zigzag_pairs(rank: int, source: int, causal: bool) -> list[tuple[int, int, b
     if source == rank:
         return [(0, 0, True), (1, 0, False), (1, 1, True)]
     return [(0, 0, False), (1, 0, False)] if source < rank else [(1, 0, False), (1, 1, False)]
+
+
+def zigzag_edges(cu_lens: Any, rank: Any, size: int, rows: int) -> list[Any]:
+    """The prefix sums of the sequences within each of a rank's two pieces of `rows` tokens."""
+    return [(cu_lens - piece * rows).clip(0, rows) for piece in (rank, 2 * size - 1 - rank)]

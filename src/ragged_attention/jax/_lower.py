@@ -24,6 +24,8 @@ PORTABLE = ("xla", "reference")  # backends that lower to the same operations on
 class JaxArrays:
     """Converts the public functions' arguments to the records', on jax arrays."""
 
+    namespace = jnp
+
     def array(self, name: str, value: Any) -> Any:
         if not is_array(value):
             return value
@@ -40,14 +42,8 @@ class JaxArrays:
     def cast(self, array: Any, dtype: str) -> jax.Array:
         return jnp.asarray(array, dtype)
 
-    def stack(self, parts: list[Any]) -> jax.Array:
-        return jnp.stack(parts)
-
     def copy(self, array: jax.Array) -> jax.Array:
         return array
-
-    def largest_of_rows(self, array: jax.Array) -> jax.Array:
-        return array.max(axis=1)
 
 
 ARRAYS = JaxArrays()
@@ -129,7 +125,7 @@ class JaxFrontEnd(Operations[jax.Array, Never]):
         held = {name: held_by_jax(call, name, value) for name, value in prepared.items()}
         arrays, statics = split(record.flatten(held))
         traced = any(isinstance(value, jax.core.Tracer) for value in arrays.values())
-        with _own_rules():
+        with _default_promotion():
             results = _run(record, arrays, statics, request, gradient, traced, dispatch.state())
         return results[0] if record.NUM_RESULTS == 1 else results
 
@@ -171,7 +167,7 @@ def _load_candidates(operation: str, names: tuple[str, ...] | None) -> None:
 
 
 @contextlib.contextmanager
-def _own_rules() -> Iterator[None]:
+def _default_promotion() -> Iterator[None]:
     """The context with jax's default promotion rules, which this package needs, instead of the caller's."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
@@ -206,7 +202,7 @@ def _run(
     traced: bool,
     state: Any,
 ) -> tuple[jax.Array, ...]:
-    """Run an operation so that jax can differentiate it, or raises our message if it has no gradient."""
+    """Run an operation so that jax can differentiate it, or so that this raises our error if it has no gradient."""
 
     @jax.custom_vjp
     def compute(arrays: dict[int, Any]) -> tuple[jax.Array, ...]:
@@ -230,7 +226,7 @@ def _run(
         arguments = {name: known[name] for name in backward.KINDS}
         backward(**arguments)  # raises errors that name an argument
         given, others = split(backward.flatten(arguments))
-        with _own_rules():
+        with _default_promotion():
             results = _run(backward, given, others, gradient, None, traced, state)
         gradients: dict[int, Any] = dict.fromkeys(arrays)
         for name, value in zip(record.DIFFERENTIABLE, results, strict=False):

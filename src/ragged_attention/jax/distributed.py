@@ -34,6 +34,7 @@ from ragged_attention.calls.sharding import (
     heads_of_fields,
     heads_of_results,
     is_sum_over_heads,
+    zigzag_edges,
     zigzag_order,
     zigzag_pairs,
 )
@@ -401,7 +402,7 @@ class _Ring:
         """The state and the followers after `attend(source, own, keys, state, followers)` for the keys of all devices.
 
         A device's own keys come first. Keys are sent on size - 1 times, while they are in use. `followers` are arrays
-        that belong to the keys, such as their gradients: each call's result is sent on after it, back to the keys'
+        that belong to the keys, such as their gradients: they are sent on after each call, and return to the keys'
         device in the end.
         """
         work = functools.partial(attend, self.rank, True)
@@ -421,10 +422,6 @@ class _Ring:
         state, followers = attend((self.rank + 1) % self.size, False, *carried)
         return state, self.pass_on(followers)
 
-    def edges(self, cu_lens: jax.Array, rank: Any, rows: int) -> jax.Array:
-        """The prefix sums of the sequences within each of the two pieces of a rank, i32 [2, S + 1]."""
-        return jnp.stack([jnp.clip(cu_lens - piece * rows, 0, rows) for piece in (rank, 2 * self.size - 1 - rank)])
-
     def pairs(self, source: Any, own: bool, cu_lens: jax.Array, rows: int) -> list[tuple[Any, ...]]:
         """The pairs of pieces that attend: of this device's queries and of the keys of `source`.
 
@@ -435,7 +432,7 @@ class _Ring:
         if self.causal and not own:
             later = (source > self.rank).astype(jnp.int32)
             pairs = [(1, 0, False), (later, later, False)]
-        mine, theirs = self.edges(cu_lens, self.rank, rows), self.edges(cu_lens, source, rows)
+        mine, theirs = (jnp.stack(zigzag_edges(cu_lens, rank, self.size, rows)) for rank in (self.rank, source))
         return [(i, j, _at(mine, i), _at(theirs, j), causal) for i, j, causal in pairs]
 
     def forward(self, q: Any, k: Any, v: Any, sinks: Any, cu_lens: Any) -> tuple[jax.Array, jax.Array]:

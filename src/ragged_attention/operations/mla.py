@@ -81,9 +81,7 @@ class Latent(FrontEnd[Array, Memory]):
             constant), by reverse mode, once. Rows that are not selected get a gradient of 0.
 
         Raises:
-            InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above.
-            TypeError: a value of the wrong kind.
-            Unsupported: no requested backend takes the call; the message gives each one's reason.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
 
         The operation is FlashMLA's `flash_mla_sparse_fwd` (DeepSeek-V3.2), made general; `compat.flash_mla` has its own
         conventions (base-2 logits).
@@ -131,7 +129,7 @@ class Latent(FrontEnd[Array, Memory]):
             0, even if it holds NaN. Sums are in float32.
 
         Raises:
-            InvalidInput, TypeError, Unsupported: as `sparse_mla_prefill`.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
         """
         arguments = dict(
             d_out=d_out, q=q, kv=kv, indices=indices, out=out, lse=lse, d_lse=d_lse, sm_scale=sm_scale, d_v=d_v,
@@ -215,9 +213,8 @@ class Latent(FrontEnd[Array, Memory]):
             and sums are in float32, quantised rows as in `sparse_mla_prefill`.
 
         Raises:
-            InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the index
-                arrays, and a schedule made for other lengths, only under `validate="full"`.
-            TypeError, Unsupported: as `sparse_mla_prefill`.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`. A schedule made for other lengths is
+                refused only under `validate="full"`.
 
         The operation is FlashMLA's `flash_mla_with_kvcache` made general (any heads, pages, formats, top-k);
         `compat.flash_mla` has its own conventions (lse +inf for a query that sees no key).
@@ -270,7 +267,7 @@ class Latent(FrontEnd[Array, Memory]):
             a `DecodeSchedule`.
 
         Raises:
-            InvalidInput, TypeError, Unsupported: as `mla_decode`.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
 
         The algorithm and the order of the fields of `parts` are those of FlashMLA's `get_mla_metadata` of September
         2025.
@@ -314,7 +311,7 @@ class Latent(FrontEnd[Array, Memory]):
             has the scale NaN and values 0.
 
         Raises:
-            InvalidInput, TypeError, Unsupported: as `mla_decode`.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
         """
         arguments = dict(kv=kv, format=format, power_of_two_scales=power_of_two_scales, cache_layout=cache_layout)
         return self.run(QuantizeMlaCache, arguments, backend, options)
@@ -342,7 +339,7 @@ class Latent(FrontEnd[Array, Memory]):
             [P, G, 1, d_qk] of `dtype`: value times scale in float32, then rounded once.
 
         Raises:
-            InvalidInput, TypeError, Unsupported: as `mla_decode`.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
         """
         arguments = dict(cache=cache, format=format, dtype=dtype, cache_layout=cache_layout)
         return self.run(DequantizeMlaCache, arguments, backend, options)
@@ -385,7 +382,7 @@ class Latent(FrontEnd[Array, Memory]):
             A write has no gradient; asking for one raises RuntimeError.
 
         Raises:
-            InvalidInput, TypeError, Unsupported: as `mla_decode`; slots out of range, except -1, only under
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`; slots out of range, except -1, only under
                 `validate="full"`.
         """
         arguments = dict(
@@ -417,7 +414,7 @@ class Latent(FrontEnd[Array, Memory]):
             outside [0, M * G), for a negative page index, and for a slot beyond int32.
 
         Raises:
-            InvalidInput, TypeError, Unsupported: as `mla_decode`.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
         """
         arguments = dict(positions=positions, page_indices=page_indices, page_size=page_size)
         return self.run(PageIndicesToSlots, arguments, backend, options)

@@ -100,10 +100,7 @@ class RaggedLatent(FrontEnd[Array, Memory]):
             NaN. Softmax and sums are in float32, quantised rows as in `sparse_mla_prefill`.
 
         Raises:
-            InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the index arrays
-                are checked only under `validate="full"`.
-            TypeError: a value of the wrong kind.
-            Unsupported: no requested backend takes the call; the message gives each one's reason.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
 
         The result is that of `ragged_paged_attention` with one KV head whose values are the first `d_v` columns of its
         keys. If all sequences have the same number of queries, it is that of `mla_decode` with `causal=True`. The

@@ -89,10 +89,7 @@ class Varlen(FrontEnd[Array, Memory]):
             and values that no query sees get a gradient of 0, as do queries that see no key.
 
         Raises:
-            InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the prefix sums
-                only under `validate="full"`.
-            TypeError: a value of the wrong kind.
-            Unsupported: no requested backend takes the call; the message gives each one's reason.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
 
         The operation is FlashMLA's and FlashAttention's `flash_attn_varlen_func`; the online softmax follows Milakov
         and Gimelshein (2018), the recomputing gradient Dao et al. (FlashAttention, 2022).
@@ -153,7 +150,7 @@ class Varlen(FrontEnd[Array, Memory]):
             takes no part gets 0. Sums are in float32.
 
         Raises:
-            InvalidInput, TypeError, Unsupported: as `varlen_attention`.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
         """
         arguments = dict(
             d_out=d_out, q=q, k=k, v=v, out=out, lse=lse, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, d_lse=d_lse,

@@ -103,7 +103,7 @@ class Launcher:
                 try:
                     kernel[grid](*map(to_bits, inputs), *map(to_bits, new), **OPTIONS | arguments)
                 except Exception as error:
-                    if type(error).__name__ != "OutOfResources":  # of Triton, which may not be installed
+                    if type(error).__name__ != "OutOfResources":  # a class of Triton, which may not be installed
                         raise
                     raise TooLarge(f"expected options that fit this device: {error}") from error
         return new

@@ -27,6 +27,8 @@ _library = torch.library.Library("ragged_attention", "DEF")
 class TorchArrays:
     """Converts the public functions' arguments to the records', on torch tensors."""
 
+    namespace = torch
+
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.arguments = arguments
 
@@ -45,14 +47,8 @@ class TorchArrays:
     def cast(self, array: torch.Tensor, dtype: str) -> torch.Tensor:
         return array.to(DTYPES[dtype])
 
-    def stack(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(parts)
-
     def copy(self, array: torch.Tensor) -> torch.Tensor:
         return array.clone()
-
-    def largest_of_rows(self, array: torch.Tensor) -> torch.Tensor:
-        return array.amax(1)
 
 
 # ---- calling an operator

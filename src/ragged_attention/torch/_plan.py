@@ -42,7 +42,7 @@ _UNKNOWN: Any = object()
 _plans: dict[Any, Plan] = {}
 _MAX_PLANS = 4096
 _MAX_RECORDINGS = 64  # per plan
-RECORDED = {"triton"}  # backends that only launch kernels, so that a recording can replay them
+RECORDED = {"triton"}  # backends that only launch kernels; emptied to stop replaying
 
 
 def execute(

@@ -32,6 +32,7 @@ from ragged_attention.calls.sharding import (
     heads_of_arguments,
     heads_of_results,
     is_sum_over_heads,
+    zigzag_edges,
     zigzag_order,
     zigzag_pairs,
 )
@@ -442,10 +443,6 @@ class _Ring:
 
         return wait
 
-    def edges(self, cu_lens: torch.Tensor, rank: int, rows: int) -> list[torch.Tensor]:
-        """The prefix sums of the sequences within each of the two pieces of a rank."""
-        return [(cu_lens - piece * rows).clip(0, rows) for piece in (rank, 2 * self.size - 1 - rank)]
-
     def steps(self, k: torch.Tensor, v: torch.Tensor, cu_lens: torch.Tensor) -> Iterator[tuple[Any, Any]]:
         """For each rank's keys, this rank's first: their two pieces (k, v), and the pairs of pieces that attend.
 
@@ -453,11 +450,11 @@ class _Ring:
         both, and whether the mask is causal. Keys are sent on while the caller works on them.
         """
         rows = k.shape[0] // 2
-        own, packed = self.edges(cu_lens, self.rank, rows), torch.cat([k.flatten(), v.flatten()])
+        own, packed = zigzag_edges(cu_lens, self.rank, self.size, rows), torch.cat([k.flatten(), v.flatten()])
         for step in range(self.size):
             receive = self.pass_on(packed) if step < self.size - 1 else None
             source = (self.rank - step) % self.size
-            theirs = self.edges(cu_lens, source, rows)
+            theirs = zigzag_edges(cu_lens, source, self.size, rows)
             pairs = zigzag_pairs(self.rank, source, self.causal)
             yield _pieces(packed, k, v), [(i, j, own[i], theirs[j], causal) for i, j, causal in pairs]
             packed = packed if receive is None else receive()
