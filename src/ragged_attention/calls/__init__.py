@@ -56,26 +56,11 @@ from ragged_attention.calls.varlen import VarlenCall as VarlenCall
 CALLS: dict[str, type[Call]] = {
     record.OPERATION: record
     for record in (
-        RaggedPagedAttention,
-        WriteKvPages,
-        MergeAttentionStates,
-        PagedAttention,
-        PrefillAttention,
-        VarlenAttention,
-        VarlenAttentionBackward,
-        SparseMlaPrefill,
-        SparseMlaPrefillBackward,
-        MlaDecode,
-        RaggedMlaAttention,
-        MakeDecodeSchedule,
-        QuantizeMlaCache,
-        DequantizeMlaCache,
-        WriteMlaCache,
-        PageIndicesToSlots,
-        IndexerLogits,
-        IndexerTopk,
-        TopKIndices,
-        QuantizeIndexerKeys,
-        WriteIndexerCache,
+        RaggedPagedAttention, WriteKvPages, MergeAttentionStates,
+        PagedAttention, PrefillAttention,
+        VarlenAttention, VarlenAttentionBackward,
+        SparseMlaPrefill, SparseMlaPrefillBackward, MlaDecode, RaggedMlaAttention, MakeDecodeSchedule,
+        QuantizeMlaCache, DequantizeMlaCache, WriteMlaCache, PageIndicesToSlots,
+        IndexerLogits, IndexerTopk, TopKIndices, QuantizeIndexerKeys, WriteIndexerCache,
     )
-}
+}  # fmt: skip

@@ -31,25 +31,16 @@ class Device:
 
 NOWHERE = Device(framework="numpy", platform="cpu")
 
-# The maximum bytes of shared memory (LDS on AMD) per program.
+# The maximum shared memory (LDS on AMD) per program, in KiB.
 SHARED_MEMORY = {
-    "sm_75": 64 * 1024,
-    "sm_80": 163 * 1024,
-    "sm_86": 99 * 1024,
-    "sm_87": 163 * 1024,
-    "sm_89": 99 * 1024,
-    "sm_90": 227 * 1024,
-    "sm_100": 227 * 1024,
-    "sm_103": 227 * 1024,
-    "sm_120": 99 * 1024,
-    "sm_121": 99 * 1024,
-    "gfx950": 160 * 1024,
-}
+    "sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227,
+    "sm_120": 99, "sm_121": 99, "gfx950": 160,
+}  # fmt: skip
 
 
 def shared_memory_of(arch: str) -> int:
-    """The maximum shared memory per program on `arch`; for an unknown architecture, the smallest known size."""
-    return SHARED_MEMORY.get(arch, min(SHARED_MEMORY.values()))
+    """The maximum bytes of shared memory per program; for an unknown architecture, the smallest known size."""
+    return 1024 * SHARED_MEMORY.get(arch, min(SHARED_MEMORY.values()))
 
 
 def expect_groups(num_q_heads: int, num_kv_heads: int) -> None:

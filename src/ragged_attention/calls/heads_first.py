@@ -37,9 +37,9 @@ def is_jax_quantized(pages: Any) -> bool:
 
 def expect_heads_first(name: str, pages: Any, call: Any, sizes: Sizes) -> None:
     """Check heads-first pages: an array [K, P, G, D], or a pair of 8-bit pages and their scales, f32 [K, P, G, 1]."""
-    if isinstance(pages, (tuple, list)) and len(pages) != 2:
-        raise TypeError(f"expected {name} to be an array or a pair (weight, scales), got {len(pages)} values")
     is_pair = isinstance(pages, (tuple, list))
+    if is_pair and len(pages) != 2:
+        raise TypeError(f"expected {name} to be an array or a pair (weight, scales), got {len(pages)} values")
     dtypes = (dtype_name(call.q), *QUANTIZED) if name == "k_pages" else (call.cache_dtype,)
     if name == "v_pages" and is_pair != call.quantized:
         expected, got = ("a pair", "an array") if call.quantized else ("an array", "a pair")

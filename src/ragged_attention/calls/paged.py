@@ -61,10 +61,9 @@ def expect_pages(name: str, kv_pages: Any, call: Any, sizes: Sizes) -> None:
 
 def expect_new_kv(name: str, new_kv: Any, call: Any, sizes: Sizes) -> None:
     """Check this step's keys and values, a pair of `[T, K, D]` and `[T, K, D_v]`."""
-    if not isinstance(new_kv, (tuple, list)):
-        raise TypeError(f"expected {name} to be a pair (k, v), got {type(new_kv).__name__}")
-    if len(new_kv) != 2:
-        raise TypeError(f"expected {name} to be a pair (k, v), got {len(new_kv)} values")
+    if not isinstance(new_kv, (tuple, list)) or len(new_kv) != 2:
+        got = f"{len(new_kv)} values" if isinstance(new_kv, (tuple, list)) else type(new_kv).__name__
+        raise TypeError(f"expected {name} to be a pair (k, v), got {got}")
     for index, shape in enumerate(("T K D", "T K D_v")):
         expect_array(f"{name}[{index}]", new_kv[index], shape, (dtype_name(call.q), *call.code_dtypes), sizes)
     dtypes = [dtype_name(array) for array in new_kv]

@@ -65,15 +65,14 @@ def heads_of_arguments(record: type[Call]) -> dict[str, Heads]:
     }
 
 
+HEADS_OF_KINDS = {
+    HeadsFirstPages: Heads(-4, "K"), Pair: Heads(-2, "K"), Scale: Heads(-1, "K"), QueryScale: Heads(-1, "H"),
+}  # fmt: skip
+
+
 def _heads_of(name: str, kind: Kind) -> Heads | None:
-    if isinstance(kind, HeadsFirstPages):
-        return Heads(-4, "K")
-    if isinstance(kind, Pair):
-        return Heads(-2, "K")
-    if isinstance(kind, Scale):
-        return Heads(-1, "K")
-    if isinstance(kind, QueryScale):
-        return Heads(-1, "H")
+    if type(kind) in HEADS_OF_KINDS:
+        return HEADS_OF_KINDS[type(kind)]
     if not isinstance(kind, ArrayKind):
         return None
     letters = [] if kind.shape is None else kind.shape.split()

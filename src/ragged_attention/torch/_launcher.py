@@ -15,14 +15,9 @@ from ragged_attention.errors import TooLarge
 from ragged_attention.host.interpreting import interpreting
 from ragged_attention.protocols import OPTIONS, Shaped
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int32": torch.int32,
-    "uint8": torch.uint8,
-    "float8_e4m3fn": torch.float8_e4m3fn,
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in ("float64", "float32", "float16", "bfloat16", "int32", "uint8", "float8_e4m3fn")
 }
 
 

@@ -255,14 +255,13 @@ def context_parallel_mla_decode(
     Args:
         q: [S, Q, H, d_qk], as `mla_decode` takes it.
         kv_cache: this rank's pages, in any format.
-        page_indices: i32 [S, M], this rank's pages of each sequence; they hold its positions in order, without gaps.
+        page_indices: as in `context_parallel_decode`.
         kv_lens: i32 [S], lengths over all ranks, for dense calls, as in `mla_decode`.
         indices: i32 [S, Q, N], makes the call sparse: **positions** in each query's sequence, over all ranks, as an
             indexer returns them, not slots. Each rank reads the keys at its own positions, in their order. Negative
             positions select nothing.
         topk_lens: i32 [S] or [S, Q], the lengths of the lists; later entries of `indices` are ignored.
-        group, shard, own_heads: as in `context_parallel_decode`.
-        sinks: f32 [H]; they count once, in the merged result.
+        group, shard, own_heads, sinks: as in `context_parallel_decode`.
         d_v, sm_scale, causal, soft_cap, cache_format, cache_layout, out_dtype, backend, options: as in `mla_decode`.
 
     Returns:
