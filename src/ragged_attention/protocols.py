@@ -84,7 +84,9 @@ class Launcher(Protocol):
     ) -> list[Any]:  # fmt: skip
         """Enqueue the Triton kernel `kernel[grid](*inputs, *outputs, **arguments)` and return the outputs.
 
-        The inputs with the indices `inplace`, which the kernel may write, follow the new arrays as outputs.
+        `outputs` are uninitialised arrays to allocate. The inputs with the indices `inplace`, which the kernel may
+        write, follow them as further outputs. 8-bit floats and bools reach the kernel as uint8. The arguments include
+        `num_warps` and `num_stages` if they differ from OPTIONS, and `launch_pdl` if it is True.
         """
         ...
 
@@ -99,7 +101,9 @@ class Launcher(Protocol):
     ) -> dict[str, Any]:  # fmt: skip
         """Call a compiled function and return its results by name; None stands for an absent array.
 
-        A result given as the name of an operand overwrites that operand.
+        A result given as the name of an operand overwrites that operand. Other results are allocated uninitialised.
+        `function` belongs to a backend: `record` is the ctypes structure of its arguments, and `on(platform)` is the
+        function itself, which reads the record before it returns.
         """
         ...
 

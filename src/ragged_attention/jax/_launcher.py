@@ -211,7 +211,10 @@ def _target(function: Any, platform: str) -> str:
 
 
 class Launcher(PackedArrays):
-    """Runs kernels for calls on jax arrays, traced or not, which XLA keeps contiguous."""
+    """Runs kernels for calls on jax arrays, traced or not, which XLA keeps contiguous.
+
+    `protocols.Launcher` describes the methods.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -220,10 +223,7 @@ class Launcher(PackedArrays):
         self, kernel: Any, grid: tuple[int, ...], inputs: Sequence[Any], outputs: Sequence[Shaped], *,
         inplace: Sequence[int] = (), **arguments: Any,
     ) -> list[Any]:  # fmt: skip
-        """Launch `kernel[grid](*inputs, *outputs, **arguments)`, as in the torch launcher.
-
-        The inputs with the indices `inplace` are returned as new arrays, in the old memory if it is donated.
-        """
+        """The inputs with the indices `inplace` are returned as new arrays, in the old memory if it is donated."""
         dtypes = [jnp.dtype(dtype) for _, dtype in outputs]
         new = [
             jax.ShapeDtypeStruct(tuple(shape), jnp.uint8 if is_bits(dtype) else dtype)
@@ -274,10 +274,7 @@ class Launcher(PackedArrays):
         self, function: Any, operands: Mapping[str, Any], outputs: Mapping[str, Shaped | str | None],
         numbers: Mapping[str, int | float],
     ) -> dict[str, Any]:  # fmt: skip
-        """Call a compiled function through XLA's FFI, as in the torch launcher.
-
-        Absent arrays are passed as empty ones, all integers in one attribute, and each other number in its own.
-        """
+        """XLA gets empty arrays for absent ones, all integers in one attribute, and each other number in its own."""
         record, nothing = function.record, jnp.zeros(0, jnp.int32)
         shapes, aliases = [], {}
         for index, given in enumerate(map(outputs.__getitem__, record.RESULTS)):
@@ -299,13 +296,11 @@ class Launcher(PackedArrays):
         return {name: None if outputs[name] is None else array for name, array in named}
 
     def sorted(self, numbers: Any) -> tuple[Any, Any]:
-        """Numbers [N] in ascending order, and their indices before sorting; see the torch launcher."""
         indices = jax.lax.iota(jnp.int32, numbers.shape[0])
         values, order = jax.lax.sort((numbers, indices), num_keys=1, is_stable=True)
         return values, order
 
     def on_host(self, function: Callable[..., Any], call: Call, outputs: str | Sequence[Shaped], **extra: Any) -> Any:
-        """Run a NumPy function on the call's arguments through a host callback; see the torch launcher."""
         if isinstance(outputs, str):
             given = getattr(call, outputs)
             outputs = [(item.shape, item.dtype) for item in (given if isinstance(given, tuple | list) else (given,))]

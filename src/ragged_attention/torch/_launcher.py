@@ -72,7 +72,7 @@ def on(device: torch.device, *, interpreted: bool = True) -> contextlib.Abstract
 
 
 class Launcher:
-    """Runs kernels for calls on torch tensors.
+    """Runs kernels for calls on torch tensors, on the current stream; `protocols.Launcher` describes the methods.
 
     `out` is the caller's memory for the result that a backend names "out", or None.
     """
@@ -84,12 +84,6 @@ class Launcher:
         self, kernel: Any, grid: tuple[int, ...], inputs: Sequence[torch.Tensor], outputs: Sequence[Shaped], *,
         inplace: Sequence[int] = (), **arguments: Any,
     ) -> list[torch.Tensor]:  # fmt: skip
-        """Enqueue `kernel[grid](*inputs, *outputs, **arguments)` and return the outputs.
-
-        `outputs` are the (shape, dtype) of uninitialised tensors to allocate. The inputs with the indices `inplace`,
-        which the kernel may write, follow them as further outputs. 8-bit floats and bools reach the kernel as uint8.
-        The arguments include `num_warps` and `num_stages` if they differ from OPTIONS, and `launch_pdl` if it is True.
-        """
         device = inputs[0].device
         new = [torch.empty(tuple(shape), dtype=DTYPES.get(dtype, dtype), device=device) for shape, dtype in outputs]
         new += [inputs[index] for index in inplace]
@@ -105,19 +99,12 @@ class Launcher:
 
     @property
     def num_threads(self) -> int:
-        """The number of CPU threads that a call may use."""
         return torch.get_num_threads()
 
     def native(
         self, function: Any, operands: Mapping[str, torch.Tensor | None], outputs: Mapping[str, Shaped | str | None],
         numbers: Mapping[str, int | float],
     ) -> dict[str, torch.Tensor | None]:  # fmt: skip
-        """Call a compiled function on the current stream and return its results by name; None is an absent array.
-
-        A result given as the name of an operand is that operand, which the function writes in place. Other results are
-        allocated uninitialised. `function` belongs to a backend: `record` is the ctypes structure of its arguments, and
-        `on(platform)` is the function itself, which reads the record before it returns.
-        """
         device = next(tensor.device for tensor in operands.values() if tensor is not None)
 
         def memory(name: str, given: Shaped | str | None) -> torch.Tensor | None:
@@ -147,7 +134,6 @@ class Launcher:
             return launch(ctypes.byref(record), torch.cuda.current_stream(device).cuda_stream)
 
     def sorted(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers [N] in ascending order, and their i32 indices before sorting; equal numbers keep their order."""
         values, places = torch.sort(numbers, stable=True)
         return values, places.to(torch.int32)
 
@@ -158,11 +144,9 @@ class Launcher:
         return tensor.contiguous()
 
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, copied unless its last dimension is contiguous."""
         return tensor if tensor.dim() == 0 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1 else tensor.contiguous()
 
     def aligned(self, tensor: torch.Tensor, bytes: int = 16) -> torch.Tensor:
-        """The tensor, copied unless its rows are contiguous and begin at multiples of `bytes`."""
         if tensor.data_ptr() % bytes == 0:
             if tensor.is_contiguous():
                 return tensor
@@ -173,20 +157,12 @@ class Launcher:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def words(self, tensor: torch.Tensor, *, packed_rows: bool) -> torch.Tensor:
-        """A paged cache of bytes, copied unless its pages and rows begin at multiples of 4 bytes.
-
-        With `packed_rows` it is also copied if there are gaps between the rows of a page.
-        """
         page, row, _, byte = tensor.stride()
         gaps = packed_rows and tensor.shape[1] > 1 and row != tensor.shape[3]
         unaligned = page % 4 or row % 4 or tensor.data_ptr() % 4
         return tensor.clone(memory_format=torch.contiguous_format) if gaps or unaligned or byte != 1 else tensor
 
     def on_host(self, function: Callable[..., Any], call: Call, outputs: str | Sequence[Shaped], **extra: Any) -> Any:
-        """Run a NumPy function on the call's arguments: floats as float64, 8-bit floats as bits.
-
-        `outputs` are the (shape, dtype) of the results, or the name of the argument that is overwritten with them.
-        """
         results = function(**call.map(to_numpy).arguments(), **extra)
         results = results if isinstance(results, tuple) else (results,)
         if isinstance(outputs, str):
