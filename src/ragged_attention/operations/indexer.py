@@ -205,11 +205,7 @@ class Indexer(FrontEnd[Array, Memory]):
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
-            The cache. In torch the given tensor is written in place and returned; in jax the cache is a new array,
-            which takes the memory of the given one if that is donated. Of two tokens for one slot either may remain. k
-            may lie in the cache: it is read before the write.
-
-            A write has no gradient; asking for one raises RuntimeError.
+            The cache, as `write_kv_pages` returns the pages. k may lie in the cache: it is read before the write.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.

@@ -375,11 +375,7 @@ class Latent(FrontEnd[Array, Memory]):
             backend, options: as in `mla_decode`.
 
         Returns:
-            The cache. In torch the given tensor is written in place and returned; in jax the cache is a new array,
-            which takes the memory of the given one if that is donated. Only the tokens' slots change. Of two tokens for
-            one slot either may remain. kv may lie in the cache: it is read before the write.
-
-            A write has no gradient; asking for one raises RuntimeError.
+            The cache, as `write_kv_pages` returns the pages. kv may lie in the cache: it is read before the write.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`; slots out of range, except -1, only under

@@ -63,10 +63,6 @@ class _Division:
     mesh: DeviceMesh
     dims: frozenset[int]
 
-    @property
-    def size(self) -> int:
-        return math.prod(self.mesh.size(dim) for dim in self.dims)
-
     def placements(self, placement: Placement) -> tuple[Placement, ...]:
         """The given placement on the dimensions that divide heads; arrays are replicated on all others."""
         return tuple(placement if dim in self.dims else Replicate() for dim in range(self.mesh.ndim))
@@ -125,7 +121,8 @@ def _local(
         return value
     wanted = division.placements(Replicate())
     combined = name == "kv_pages" and values["v_pages"] is None  # pages with keys and values interleaved
-    if heads is not None and heads.are_divided(name, tuple(value.shape), division.size, combined):
+    size = math.prod(division.mesh.size(dim) for dim in division.dims)
+    if heads is not None and heads.are_divided(name, tuple(value.shape), size, combined):
         wanted = division.placements(Shard(value.ndim + heads.axis))
     if not isinstance(value, DTensor):
         if value.is_floating_point() and value.numel() != 1:
