@@ -351,9 +351,5 @@ def get_config() -> Config:
             backend = {}
         backend |= dict(source.backend)
         options |= dict(source.options)
-    return Config(
-        backend=backend,
-        options=options,
-        validate="full" if validates_values() else "static",
-        batch_invariant=is_batch_invariant(),
-    )
+    validate = "full" if validates_values() else "static"
+    return Config(backend=backend, options=options, validate=validate, batch_invariant=is_batch_invariant())

@@ -80,13 +80,9 @@ def format_of(name: str, cache: Any, given: str | None, row_width: int | None = 
 
 
 def expect_cache(
-    name: str,
-    cache: Any,
-    given: str | None,
-    cache_layout: str | None,
-    floats: tuple[str, ...] = FLOATS,
+    name: str, cache: Any, given: str | None, cache_layout: str | None, floats: tuple[str, ...] = FLOATS,
     row_width: int | None = None,
-) -> str:
+) -> str:  # fmt: skip
     """Check a paged cache by itself and return its format. With `row_width` it may be 8-bit and plain."""
     eight_bit = BYTES if row_width is None else (*BYTES, "float8_e5m2")
     expect_array(name, cache, "P G K C", (*floats, *eight_bit), {})

@@ -110,13 +110,9 @@ class MakeDecodeSchedule(Call):
             lens, extra_lens = (_list_lens(name, given, arrays) for name in ("topk", "extra_topk"))
             rows, side_by_side = num_q_heads, num_q_tokens
         return {
-            "lens": lens,
-            "extra_lens": extra_lens,
-            "sparse": topk is not None,
-            "num_parts": given["num_parts"],
-            "overhead": given["overhead"],
-            "programs": side_by_side * -(-rows // BLOCK_ROWS),
-        }
+            "lens": lens, "extra_lens": extra_lens, "sparse": topk is not None, "num_parts": given["num_parts"],
+            "overhead": given["overhead"], "programs": side_by_side * -(-rows // BLOCK_ROWS),
+        }  # fmt: skip
 
     def results(self) -> tuple[Result, ...]:
         return Result((self.num_ranges, 8), "int32"), Result((self.num_seqs + 1,), "int32")

@@ -69,14 +69,10 @@ def _facts(platform: str) -> Device:
     elif platform == "cuda":
         arch, count = "sm_90", 132
     return Device(
-        framework="jax",
-        platform=platform,
-        name=name,
-        arch=arch,
-        num_multiprocessors=count,
+        framework="jax", platform=platform, name=name, arch=arch, num_multiprocessors=count,
         shared_memory=shared_memory_of(arch),
         unavailable=() if (reason := _why_no_triton(platform)) is None else (("triton", reason),),
-    )
+    )  # fmt: skip
 
 
 def interpreted_tpu() -> Any:

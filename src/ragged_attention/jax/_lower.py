@@ -194,14 +194,9 @@ def default_platform() -> str:
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3, 4, 5, 6))
 def _run(
-    record: type[Call],
-    arrays: dict[int, Any],
-    statics: Statics,
-    request: Request,
-    gradient: Request | None,
-    traced: bool,
-    state: Any,
-) -> tuple[jax.Array, ...]:
+    record: type[Call], arrays: dict[int, Any], statics: Statics, request: Request, gradient: Request | None,
+    traced: bool, state: Any,
+) -> tuple[jax.Array, ...]:  # fmt: skip
     """Run an operation so that jax can differentiate it, or so that this raises our error if it has no gradient."""
 
     @jax.custom_vjp

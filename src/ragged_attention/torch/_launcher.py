@@ -29,13 +29,9 @@ def device_facts(device: torch.device) -> Device:
     facts = torch.cuda.get_device_properties(device)
     arch = facts.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{facts.major}{facts.minor}"
     return Device(
-        framework="torch",
-        platform="rocm" if torch.version.hip else "cuda",
-        name=facts.name,
-        arch=arch,
-        num_multiprocessors=facts.multi_processor_count,
-        shared_memory=shared_memory_of(arch),
-    )
+        framework="torch", platform="rocm" if torch.version.hip else "cuda", name=facts.name, arch=arch,
+        num_multiprocessors=facts.multi_processor_count, shared_memory=shared_memory_of(arch),
+    )  # fmt: skip
 
 
 def is_bits(dtype: torch.dtype) -> bool:

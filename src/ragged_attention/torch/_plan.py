@@ -46,12 +46,9 @@ RECORDED = {"triton"}  # backends that only launch kernels; emptied to stop repl
 
 
 def execute(
-    record: type[Call],
-    arguments: dict[str, Any],
-    backend: str | None,
-    options: str | None,
+    record: type[Call], arguments: dict[str, Any], backend: str | None, options: str | None,
     out: torch.Tensor | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Run a call on the backend of its plan.
 
     Kernels write the first result to `out` if it suits them; otherwise the caller copies the result there.
@@ -123,12 +120,8 @@ def _recording(
 def _stop_replaying(error: Exception) -> None:
     """Stop replaying: a launch through Triton worked after a replay failed, so Triton's internals have changed."""
     RECORDED.clear()
-    warnings.warn(
-        f"kernels are launched through Triton from now on, since replaying launches failed: "
-        f"{type(error).__name__}: {error}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    text = "kernels are launched through Triton from now on, since replaying launches failed"
+    warnings.warn(f"{text}: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
 
 
 def _call(record: type[Call], arguments: Mapping[str, Any], plan: Plan) -> Call:

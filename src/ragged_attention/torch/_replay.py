@@ -93,14 +93,11 @@ class Step:
         kernel = self.kernel[self.grid](*(to_bits(tensors[index]) for index in self.indices), **self.arguments)
         # A kernel with `launch_metadata` reports its arguments to tools at each launch, so it is not kept.
         if device is not None and type(kernel) is _triton().compiler.CompiledKernel and not self.kernel.launch_metadata:
+            rest = tuple(self.arguments.get(p.name, p.default) for p in self.kernel.params[len(self.indices) :])
             self.compiled[device] = Compiled(
-                kernel=kernel,
-                run=kernel.run,
-                function=kernel.function,
-                metadata=kernel.packed_metadata,
-                grid=(*self.grid, 1, 1)[:3],
-                rest=tuple(self.arguments.get(p.name, p.default) for p in self.kernel.params[len(self.indices) :]),
-            )
+                kernel=kernel, run=kernel.run, function=kernel.function, metadata=kernel.packed_metadata,
+                grid=(*self.grid, 1, 1)[:3], rest=rest,
+            )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
