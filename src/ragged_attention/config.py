@@ -302,7 +302,7 @@ def _environment() -> Config:
 
 
 def state() -> tuple[tuple[Config, ...], ...]:
-    """The configs of the open blocks and of the other sources. With equal states, every call runs alike."""
+    """The configs of the open blocks and of the other sources. With equal states, equal calls run alike."""
     global _outside
     outside = _outside
     if outside is None:

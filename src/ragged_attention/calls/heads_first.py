@@ -154,7 +154,7 @@ def _pages(name: str) -> HeadsFirstPages:
 
 @record
 class PagedAttention(HeadsFirstCall):
-    """The arguments of `paged_attention`, which says what they mean."""
+    """The arguments of `paged_attention`, whose docstring explains them."""
 
     q: Any = field(ArrayKind("S H D", FLOATS))
     k_pages: Any = field(_pages("k_pages"))
@@ -177,7 +177,7 @@ class PagedAttention(HeadsFirstCall):
 
 @record
 class PrefillAttention(HeadsFirstCall):
-    """The arguments of `prefill_attention`, which says what they mean."""
+    """The arguments of `prefill_attention`, whose docstring explains them."""
 
     q: Any = field(ArrayKind("T H D", FLOATS))
     k_pages: Any = field(_pages("k_pages"))

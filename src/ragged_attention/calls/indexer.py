@@ -193,7 +193,7 @@ def check_ranges(starts: Any, stops: Any, limit: int) -> None:
 
 @record
 class IndexerLogits(IndexerCall):
-    """The arguments of `indexer_logits`, which says what they mean."""
+    """The arguments of `indexer_logits`, whose docstring explains them."""
 
     def results(self) -> tuple[Result, ...]:
         return (Result((self.num_tokens, self.columns), "float32"),)
@@ -201,7 +201,7 @@ class IndexerLogits(IndexerCall):
 
 @record
 class IndexerTopk(IndexerCall, IndexerSelection):
-    """The arguments of `indexer_topk`, which says what they mean."""
+    """The arguments of `indexer_topk`, whose docstring explains them."""
 
     candidate_blocks: Any = field(ArrayKind("T B", INT32), default=None)
     candidate_block_size: int | None = field(Integer(least=1), default=None)
@@ -221,7 +221,7 @@ class IndexerTopk(IndexerCall, IndexerSelection):
 
 @record
 class TopKIndices(Call):
-    """The arguments of `top_k_indices`, which says what they mean."""
+    """The arguments of `top_k_indices`, whose docstring explains them."""
 
     WHY_NO_GRADIENT: ClassVar[str] = WHY_NO_GRADIENT
 
@@ -250,7 +250,7 @@ class TopKIndices(Call):
 
 @record
 class QuantizeIndexerKeys(Call):
-    """The arguments of `quantize_indexer_keys`, which says what they mean."""
+    """The arguments of `quantize_indexer_keys`, whose docstring explains them."""
 
     NUM_RESULTS: ClassVar[int | None] = 2
 
@@ -266,7 +266,7 @@ class QuantizeIndexerKeys(Call):
 
 @record
 class WriteIndexerCache(PagesCall):
-    """The arguments of `write_indexer_cache`, which says what they mean."""
+    """The arguments of `write_indexer_cache`, whose docstring explains them."""
 
     NUM_RESULTS: ClassVar[int | None] = 0
     CACHE: ClassVar[str] = "cache"

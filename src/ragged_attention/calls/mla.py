@@ -122,7 +122,7 @@ LISTS = Lists("T K N", INT32, checked_last=True)
 
 @record
 class SparseMlaPrefill(SparsePrefillCall):
-    """The arguments of `sparse_mla_prefill`, which says what they mean."""
+    """The arguments of `sparse_mla_prefill`, whose docstring explains them."""
 
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
@@ -166,7 +166,7 @@ class SparseMlaPrefill(SparsePrefillCall):
 
 @record
 class SparseMlaPrefillBackward(SparsePrefillCall):
-    """The arguments of `sparse_mla_prefill_backward`, which says what they mean."""
+    """The arguments of `sparse_mla_prefill_backward`, whose docstring explains them."""
 
     NUM_RESULTS: ClassVar[int | None] = 3
 
@@ -198,7 +198,7 @@ class SparseMlaPrefillBackward(SparsePrefillCall):
 
 @record
 class MlaDecode(LatentPagesCall, LatentCall):
-    """The arguments of `mla_decode`, which says what they mean; `schedule` is a tuple of the schedule's arrays."""
+    """The arguments of `mla_decode`, whose docstring explains them; `schedule` is a tuple of the schedule's arrays."""
 
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
@@ -350,7 +350,7 @@ class MlaDecode(LatentPagesCall, LatentCall):
 
 @record
 class RaggedMlaAttention(LatentPagesCall, LatentCall, RaggedCall):
-    """The arguments of `ragged_mla_attention`, which says what they mean."""
+    """The arguments of `ragged_mla_attention`, whose docstring explains them."""
 
     WRITE: ClassVar[type[Call]] = WriteMlaCache
     CACHE: ClassVar[str] = "kv_cache"

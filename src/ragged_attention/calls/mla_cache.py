@@ -109,7 +109,7 @@ class CacheKind(Kind):
 
 @record
 class QuantizeMlaCache(Call):
-    """The arguments of `quantize_mla_cache`, which says what they mean."""
+    """The arguments of `quantize_mla_cache`, whose docstring explains them."""
 
     kv: Any = field(ArrayKind())
     format: str = field(Text())
@@ -153,7 +153,7 @@ def _expect_powers(name: str, value: str, power_of_two_scales: Any) -> None:
 
 @record
 class DequantizeMlaCache(Call):
-    """The arguments of `dequantize_mla_cache`, which says what they mean."""
+    """The arguments of `dequantize_mla_cache`, whose docstring explains them."""
 
     cache: Any = field(ArrayKind(unit_stride=True))
     format: str | None = field(Text(), default=None)
@@ -205,7 +205,7 @@ class LatentPagesCall(PagesCall):
 
 @record
 class WriteMlaCache(LatentPagesCall, TableWrite):
-    """The arguments of `write_mla_cache`, which says what they mean."""
+    """The arguments of `write_mla_cache`, whose docstring explains them."""
 
     CACHE: ClassVar[str] = "cache"
 
@@ -255,7 +255,7 @@ class WriteMlaCache(LatentPagesCall, TableWrite):
 
 @record
 class PageIndicesToSlots(Call):
-    """The arguments of `page_indices_to_slots`, which says what they mean."""
+    """The arguments of `page_indices_to_slots`, whose docstring explains them."""
 
     positions: Any = field(ArrayKind())
     page_indices: Any = field(ArrayKind())

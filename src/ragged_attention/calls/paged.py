@@ -295,7 +295,7 @@ class PagedCall(PagesCall):
 
 @record
 class WriteKvPages(PagedCall, TableWrite):
-    """The arguments of `write_kv_pages`, which says what they mean."""
+    """The arguments of `write_kv_pages`, whose docstring explains them."""
 
     k: Any = field(ArrayKind())  # [T, K, D]; `_check` checks it against the K and D of the pages
     v: Any = field(ArrayKind("T K D_v", lambda call: (dtype_name(call.k),), checked_last=True))
@@ -338,7 +338,7 @@ class WriteKvPages(PagedCall, TableWrite):
 
 @record
 class RaggedPagedAttention(PagedCall, RaggedCall):
-    """The arguments of `ragged_paged_attention`, which says what they mean."""
+    """The arguments of `ragged_paged_attention`, whose docstring explains them."""
 
     WRITE: ClassVar[type[Call]] = WriteKvPages
 
@@ -434,7 +434,7 @@ def check_slots(slot_mapping: Any, num_slots: int) -> None:
 
 @record
 class MergeAttentionStates(Call):
-    """The arguments of `merge_attention_states`, which says what they mean."""
+    """The arguments of `merge_attention_states`, whose docstring explains them."""
 
     TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = 2

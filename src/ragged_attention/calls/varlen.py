@@ -101,7 +101,7 @@ SINKS = ArrayKind("H", like_lse)
 
 @record
 class VarlenAttention(VarlenCall):
-    """The arguments of `varlen_attention`, which says what they mean."""
+    """The arguments of `varlen_attention`, whose docstring explains them."""
 
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
@@ -128,7 +128,7 @@ class VarlenAttention(VarlenCall):
 
 @record
 class VarlenAttentionBackward(VarlenCall):
-    """The arguments of `varlen_attention_backward`, which says what they mean."""
+    """The arguments of `varlen_attention_backward`, whose docstring explains them."""
 
     NUM_RESULTS: ClassVar[int | None] = 4
 

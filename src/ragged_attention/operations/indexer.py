@@ -205,7 +205,7 @@ class Indexer(FrontEnd[Array, Memory]):
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
-            The cache, as `write_kv_pages` returns the pages. k may lie in the cache: it is read before the write.
+            The cache, as `write_kv_pages` returns the pages. k may be a view of the cache: it is read before the write.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.

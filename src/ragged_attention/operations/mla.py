@@ -375,7 +375,7 @@ class Latent(FrontEnd[Array, Memory]):
             backend, options: as in `mla_decode`.
 
         Returns:
-            The cache, as `write_kv_pages` returns the pages. kv may lie in the cache: it is read before the write.
+            The cache, as `write_kv_pages` returns the pages. kv may be a view of the cache: it is read first.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`; slots out of range, except -1, only under

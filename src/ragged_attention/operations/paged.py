@@ -90,7 +90,7 @@ class Paged(FrontEnd[Array, Memory]):
             num_seqs: the number of live sequences: an int, or an i32 array of one element (which stays on its device);
                 None means S.
             max_q_len: an upper bound on the queries per sequence, known to the host. It is a hint for the selection of
-                kernels: with 1, a batch that only decodes takes one launch less. Results do not depend on it.
+                kernels: with 1, a batch that only decodes needs one launch less. Results do not depend on it.
             sm_scale: factor on q . k; default `D ** -0.5`.
             causal: query i of a sequence is at position `kv_len - q_len + i` and sees positions up to its own;
                 otherwise it sees all `kv_len` positions.
@@ -187,7 +187,7 @@ class Paged(FrontEnd[Array, Memory]):
         Returns:
             The pages. In torch the given tensors are written in place and returned; in jax the pages are new arrays,
             which take the memory of the given ones if those are donated. Only the tokens' slots change. Of two tokens
-            for one slot either may remain. k and v may lie in the pages: they are read before the write.
+            for one slot either may remain. k and v may be views of the pages: they are read before the write.
 
             A write has no gradient; asking for one raises RuntimeError.
 
