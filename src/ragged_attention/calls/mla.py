@@ -60,15 +60,17 @@ class LatentCall(GroupedCall):
         if self.d_v % 16 or not 16 <= self.d_v <= d_qk:
             raise InvalidInput(f"expected d_v to be a multiple of 16 from 16 to {d_qk=}, got {self.d_v}")
 
-    def _check_rows(self, name: str, cache: Any, found: str) -> None:
+    def _check_rows(self, name: str, cache: Any, format_name: str) -> None:
         """Check that the rows of a cache fit the queries."""
-        width = cache.shape[-1] if found == "plain" else CACHE_FORMATS[found].width
+        width = cache.shape[-1] if format_name == "plain" else CACHE_FORMATS[format_name].width
         d_qk = self.d_qk
-        if found != "plain" and width != d_qk:
-            raise InvalidInput(f"expected q's last dimension to be {width} with cache_format={found!r}, got {d_qk}")
+        if format_name != "plain" and width != d_qk:
+            raise InvalidInput(
+                f"expected q's last dimension to be {width} with cache_format={format_name!r}, got {d_qk}"
+            )
         if width != d_qk:
             raise InvalidInput(f"expected {name}.shape[{len(cache.shape) - 1}] = {d_qk=}, got {width}")
-        if found == "plain" and dtype_name(cache) not in (dtype_name(self.q), *QUANTIZED):
+        if format_name == "plain" and dtype_name(cache) not in (dtype_name(self.q), *QUANTIZED):
             raise InvalidInput(
                 f"expected {name}.dtype to be that of q, {dtype_name(self.q)}, or bytes, got {dtype_name(cache)}"
             )
@@ -146,11 +148,11 @@ class SparseMlaPrefill(SparsePrefillCall):
         if len(self.kv.shape) == 3:
             expect_array("kv", self.kv, "s_kv K D", WIDE_FLOATS, {})
             expect_nonempty("kv", "num_kv_heads", self.kv.shape[1])
-            found = format_of("kv", self.kv, self.cache_format)
-            expect_layout(found, self.cache_layout)
+            format_name = format_of("kv", self.kv, self.cache_format)
+            expect_layout(format_name, self.cache_layout)
         else:
-            found = expect_cache("kv", self.kv, self.cache_format, self.cache_layout, WIDE_FLOATS)
-        self._check_rows("kv", self.kv, found)
+            format_name = expect_cache("kv", self.kv, self.cache_format, self.cache_layout, WIDE_FLOATS)
+        self._check_rows("kv", self.kv, format_name)
         sizes["K"] = self.num_kv_heads
 
     def results(self) -> tuple[Result, ...]:
@@ -229,10 +231,10 @@ class MlaDecode(LatentPagesCall, LatentCall):
         self._check_queries()
         if self.num_q_tokens < 1:
             raise InvalidInput("expected q to have at least one query token per sequence, got 0")
-        found = self.format
-        self._check_rows("kv_cache", self.kv_cache, found)
+        format_name = self.format
+        self._check_rows("kv_cache", self.kv_cache, format_name)
         if self.sparse:
-            self._check_sparse(sizes, found)
+            self._check_sparse(sizes, format_name)
         else:
             self._check_dense(sizes)
         if self.schedule is not None:
@@ -251,7 +253,7 @@ class MlaDecode(LatentPagesCall, LatentCall):
             if getattr(self, name) is not None:
                 raise InvalidInput(f"expected {name} only together with indices, got it without")
 
-    def _check_sparse(self, sizes: Sizes, found: str) -> None:
+    def _check_sparse(self, sizes: Sizes, format_name: str) -> None:
         if self.num_kv_heads != 1:
             raise InvalidInput(f"expected kv_cache to have num_kv_heads = 1 with indices, got {self.num_kv_heads}")
         if self.causal:
@@ -270,8 +272,8 @@ class MlaDecode(LatentPagesCall, LatentCall):
             return
         extra = expect_cache("extra_kv_cache", self.extra_kv_cache, None, self.cache_layout)
         mixable = [name for name, form in CACHE_FORMATS.items() if form.mixable]
-        if extra != found and not (extra in mixable and found in mixable):
-            allowed = " or ".join(mixable) if found in mixable else found
+        if extra != format_name and not (extra in mixable and format_name in mixable):
+            allowed = " or ".join(mixable) if format_name in mixable else format_name
             raise InvalidInput(f"expected extra_kv_cache in the format of kv_cache, {allowed}, got {extra}")
         self._check_rows("extra_kv_cache", self.extra_kv_cache, extra)
         if (got := self.extra_kv_cache.shape[2]) != 1:

@@ -86,14 +86,16 @@ def expect_cache(
     """Check a paged cache by itself and return its format. With `row_width` it may be 8-bit and plain."""
     eight_bit = BYTES if row_width is None else (*BYTES, "float8_e5m2")
     expect_array(name, cache, "P G K C", (*floats, *eight_bit), {})
-    found = format_of(name, cache, given, row_width)
-    expect_layout(found, cache_layout)
+    format_name = format_of(name, cache, given, row_width)
+    expect_layout(format_name, cache_layout)
     _, page_size, num_kv_heads, _ = cache.shape
     expect_nonempty(name, "page_size", page_size)
-    if num_kv_heads < 1 or (found != "plain" and num_kv_heads != 1):
-        condition = "num_kv_heads >= 1" if found == "plain" else f"num_kv_heads = 1 with cache_format={found!r}"
+    if num_kv_heads < 1 or (format_name != "plain" and num_kv_heads != 1):
+        condition = (
+            "num_kv_heads >= 1" if format_name == "plain" else f"num_kv_heads = 1 with cache_format={format_name!r}"
+        )
         raise InvalidInput(f"expected {name} to have {condition}, got {num_kv_heads}")
-    return found
+    return format_name
 
 
 class CacheKind(Kind):
@@ -141,9 +143,9 @@ def with_heads(kv: Any) -> Any:
     return kv[:, None] if is_array(kv) and len(kv.shape) == 2 else kv
 
 
-def expect_scale(found: str, kv_scale: Any) -> None:
-    if found != "plain" and kv_scale is not None:
-        raise InvalidInput(f"expected kv_scale=None with {found!r}, which stores scales of its own, got one")
+def expect_scale(format_name: str, kv_scale: Any) -> None:
+    if format_name != "plain" and kv_scale is not None:
+        raise InvalidInput(f"expected kv_scale=None with {format_name!r}, which stores scales of its own, got one")
 
 
 def _expect_powers(name: str, value: str, power_of_two_scales: Any) -> None:
@@ -223,13 +225,13 @@ class WriteMlaCache(LatentPagesCall, TableWrite):
 
     def _check(self, sizes: Sizes) -> None:
         self._expect_slots_or_tables()
-        found = self.format
-        expect_scale(found, self.kv_scale)
-        width = self.cache.shape[3] if found == "plain" else CACHE_FORMATS[found].width
-        dtypes = (dtype_name(self.cache),) if found == "plain" and not self.kv_format.eight_bit else FLOATS
+        format_name = self.format
+        expect_scale(format_name, self.kv_scale)
+        width = self.cache.shape[3] if format_name == "plain" else CACHE_FORMATS[format_name].width
+        dtypes = (dtype_name(self.cache),) if format_name == "plain" and not self.kv_format.eight_bit else FLOATS
         expect_array("kv", self.kv, "T K D", dtypes, {"K": sizes["K"], "D": width})
         sizes.bind("T K D", self.kv)
-        _expect_powers("cache_format", found, self.power_of_two_scales)
+        _expect_powers("cache_format", format_name, self.power_of_two_scales)
 
     @classmethod
     def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:

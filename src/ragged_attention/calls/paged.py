@@ -46,16 +46,16 @@ def expect_pages(name: str, kv_pages: Any, call: Any, sizes: Sizes) -> None:
         num_pages, page_size, combined, head_dim = kv_pages.shape
         if combined % 2 or combined == 0:
             raise InvalidInput(f"expected {name}.shape[2] to be 2 * num_kv_heads, an even number, got {combined}")
-        found = {"P": num_pages, "G": page_size, "K": combined // 2, "D": head_dim, "D_v": head_dim}
+        axes = {"P": num_pages, "G": page_size, "K": combined // 2, "D": head_dim, "D_v": head_dim}
     else:
         if len(kv_pages) != 2:
             raise TypeError(f"expected {name} to be an array or a pair (k_pages, v_pages), got {len(kv_pages)} values")
         expect_array("k_pages", kv_pages[0], "P G K D", dtypes, {})
-        found = dict(zip("PGKD", kv_pages[0].shape, strict=True))
-        expect_array("v_pages", kv_pages[1], "P G K D_v", (dtype_name(kv_pages[0]),), found)
-        found["D_v"] = kv_pages[1].shape[3]
-        expect_nonempty("k_pages", "num_kv_heads", found["K"])
-    for letter, size in found.items():
+        axes = dict(zip("PGKD", kv_pages[0].shape, strict=True))
+        expect_array("v_pages", kv_pages[1], "P G K D_v", (dtype_name(kv_pages[0]),), axes)
+        axes["D_v"] = kv_pages[1].shape[3]
+        expect_nonempty("k_pages", "num_kv_heads", axes["K"])
+    for letter, size in axes.items():
         sizes.setdefault(letter, size)
 
 
