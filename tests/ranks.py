@@ -306,7 +306,7 @@ def check_decode(rank: int, size: int) -> None:
                 pages, table = own_cache(rule.at(other), rows)
                 tables = (kv_lens, table, edges)
                 if max(lens_q) > 1:
-                    tables = rd._one_query_each(q, *tables, None)
+                    tables = rd._ranks(None, None, pages, q).one_query_each(q, *tables, None)
                 alone = rt.ragged_paged_attention(
                     q, pages, rule.at(other).lengths(tables[0]), *tables[1:], causal=False, return_lse=True,
                     max_q_len=1, **keywords,

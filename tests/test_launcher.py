@@ -532,7 +532,7 @@ def check_the_benchmark_adds_up() -> None:
 
 
 def check_there_is_an_end_to_recordings() -> None:
-    with noting() as driver, mock.patch.object(_plan, "_MOST_RECORDINGS", 3):
+    with noting() as driver, mock.patch.object(_plan, "_MAX_RECORDINGS", 3):
         for x, y in itertools.product(range(4), repeat=2):
             compare(driver, toy(x=rows(offset=x), y=rows(step=8, offset=y)))
             (plan,) = _plan._plans.values()

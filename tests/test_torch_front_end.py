@@ -188,7 +188,7 @@ def test_a_plan_serves_calls_alike_and_no_others() -> None:
 
 
 def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_plan, "_MOST_PLANS", 3)
+    monkeypatch.setattr(_plan, "_MAX_PLANS", 3)
     inputs = batch()
     for window in range(1, 9):
         rt.ragged_paged_attention(**inputs, sliding_window=window)

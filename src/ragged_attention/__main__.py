@@ -1,4 +1,4 @@
-"""`python -m ragged_attention`: the command line, where its script is not on the PATH."""
+"""`python -m ragged_attention`: the command line, for use if its script is not on the PATH."""
 
 import sys
 

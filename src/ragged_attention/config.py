@@ -1,4 +1,4 @@
-"""Which backend runs a call: the sources of requests, and their precedence.
+"""Requests for the backends that run calls: their sources, and the precedence of these sources.
 
 The first of these that names a backend for the operation decides:
 
@@ -10,9 +10,9 @@ The first of these that names a backend for the operation decides:
 5. the environment variable RAGGED_ATTENTION_BACKEND
 6. the platform's own order, `ragged_attention.dispatch.ORDER`
 
-Sources 1 to 4 can also give `options`, for each operation. Sources 2 to 5 can set `validate` and `batch_invariant`,
-each of which has an environment variable of its own. The file and the environment are read once, when a call first
-needs them, and again after `reload_config()`.
+Sources 1 to 4 can also give `options`, for each operation. Sources 2 to 5 can set `validate` and `batch_invariant`;
+both have environment variables of their own. The file and the environment are read when a call first needs them, and
+again after `reload_config()`.
 """
 
 import contextvars
@@ -25,7 +25,6 @@ import tomllib
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -47,7 +46,7 @@ BackendRequest = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Config:
-    """The requests of one source by operation; the key "*" of `backend` covers operations that have no key.
+    """The requests of one source by operation. The key "*" of `backend` covers operations without a key.
 
     Configs with equal content are equal.
     """
@@ -70,10 +69,9 @@ class Config:
         if self.batch_invariant is not None and not isinstance(self.batch_invariant, bool):
             raise TypeError(f"expected batch_invariant to be True or False, got {self.batch_invariant!r}")
         # 1, 1.0 and True are equal but mean different things, so values are compared by their representation.
-        said = frozenset(
-            (operation, name, repr(value)) for operation in options for name, value in options[operation].items()
-        )
-        key = (frozenset(self.backend.items()), frozenset(options), said, self.validate, self.batch_invariant)
+        written = {operation: repr(sorted(given.items())) for operation, given in options.items()}
+        backend = frozenset(self.backend.items())
+        key = (backend, frozenset(written.items()), self.validate, self.batch_invariant)
         for name, value in {"options": options, "_key": key, "_hash": hash(key)}.items():
             object.__setattr__(self, name, value)
 
@@ -84,7 +82,7 @@ class Config:
         return self._hash
 
     def names(self, operation: str) -> Names | None:
-        """The ordered request for `operation`, or None if this source has none."""
+        """The names requested for `operation`, in order, or None if this source has no request."""
         return self.backend.get(operation, self.backend.get("*"))
 
 
@@ -99,17 +97,13 @@ def parse_names(request: str | Sequence[str]) -> Names:
     return tuple(request)
 
 
-def _parse_request(request: BackendRequest | None) -> dict[str, Names]:
-    if request is None:
-        return {}
-    if isinstance(request, Mapping):
-        return {operation: parse_names(names) for operation, names in request.items()}
-    return {"*": parse_names(request)}
-
-
-def _parse(backend: Any, options: Any, validate: Any, batch_invariant: Any) -> Config:
+def _parse(backend: BackendRequest | None, options: Any, validate: Any, batch_invariant: Any) -> Config:
+    if backend is None:
+        backend = {}
+    elif not isinstance(backend, Mapping):
+        backend = {"*": backend}
     return Config(
-        backend=_parse_request(backend),
+        backend={operation: parse_names(names) for operation, names in backend.items()},
         options={} if options is None else expect_mapping(options),
         validate=validate,
         batch_invariant=batch_invariant,
@@ -124,8 +118,8 @@ def expect_mapping(options: Any, of: str | None = None) -> Mapping[str, Any]:
 
 
 def expect_options(options: Any, of: str | None = None) -> dict[str, Option]:
-    """Tunables as plain Python values, with NumPy's numbers converted; error messages name the operation `of`."""
-    found: dict[str, Option] = {}
+    """Tunables, with NumPy's numbers as Python numbers. Error messages name the operation `of`."""
+    plain: dict[str, Option] = {}
     for name, value in expect_mapping(options, of).items():
         if not isinstance(name, str):
             raise TypeError(f"expected options to have strings for names, got {name!r}")
@@ -137,22 +131,22 @@ def expect_options(options: Any, of: str | None = None) -> dict[str, Option]:
             )
         if isinstance(value, float) and not math.isfinite(value):
             raise InvalidInput(f"expected option {name} to be finite, got {value}")
-        found[name] = value
-    return found
+        plain[name] = value
+    return plain
 
 
 T = TypeVar("T")
 
-# What follows a call whose result is not used: the result is dropped, or shown at a prompt (by Python 3.11, by later).
+# The instructions after a call whose result is dropped, or shown at a prompt (in Python 3.11, in later versions).
 _UNUSED = {("POP_TOP", 0), ("PRINT_EXPR", 0), ("CALL_INTRINSIC_1", 1)}
 
 
 class Scope(Generic[T]):
-    """A setting with one value for the process, and values for blocks of the current thread or task."""
+    """A setting with a value for the process, and values for the open blocks of the current thread or task."""
 
     def __init__(self, name: str) -> None:
         self.blocks: contextvars.ContextVar[tuple[T, ...]] = contextvars.ContextVar(name, default=())  # innermost first
-        self.process_wide: tuple[T, ...] = ()  # one value once `set` was called
+        self.process_wide: tuple[T, ...] = ()  # the value, once `set` has been called
 
     def set(self, value: T) -> None:
         self.process_wide = (value,)
@@ -161,7 +155,7 @@ class Scope(Generic[T]):
         self.blocks.set((value, *self.blocks.get()))
 
     def exit(self, value: T) -> None:
-        """End the innermost block that was entered with `value`, even where blocks inside it are still open."""
+        """End the innermost block that was entered with `value`, even if blocks inside it are still open."""
         blocks = self.blocks.get()
         index = next((index for index, other in enumerate(blocks) if other is value), len(blocks))
         self.blocks.set(blocks[:index] + blocks[index + 1 :])
@@ -169,23 +163,21 @@ class Scope(Generic[T]):
     def set_by_statement(self, value: T, use: str, instead: str) -> None:
         """Deprecated: `use(...)` as a statement of its own sets the process-wide value, as it did in 0.2.
 
-        A context manager calls this when it is constructed. It does nothing unless the code that constructs the
-        context manager drops the new object at once, which the instruction after that call shows.
+        The constructor of a context manager calls this. It does nothing unless the constructor's caller drops the new
+        object at once, which the caller's next instruction shows.
         """
         caller = sys._getframe(2)
         code, after = caller.f_code.co_code, caller.f_lasti + 2
         while dis.opname[code[after]] == "CACHE":
             after += 2
         if (dis.opname[code[after]], code[after + 1]) in _UNUSED:
-            text = (
-                f"{use}(...) outside of a with statement will have no effect in the next version: call {instead}(...)"
-            )
-            warnings.warn(text, DeprecationWarning, stacklevel=3)
+            text = "outside of a with statement will have no effect in the next version"
+            warnings.warn(f"{use}(...) {text}: call {instead}(...)", DeprecationWarning, stacklevel=3)
             self.set(value)
 
 
 _scope: Scope[Config] = Scope("ragged_attention_blocks")
-_outside: tuple[Config, Config] | None = None  # the contents of the file and the environment, once read
+_outside: tuple[Config, Config] | None = None  # the requests of the file and the environment, once they are read
 
 
 def set_backend(
@@ -195,33 +187,33 @@ def set_backend(
     validate: str | None = None,
     batch_invariant: bool | None = None,
 ) -> None:
-    """Choose backends for the whole process, until the next `set_backend`.
+    """Select backends for the whole process, until the next `set_backend`.
 
-    Each `set_backend` replaces all that the earlier one set, so `set_backend()` removes it. The arguments of an
+    Each `set_backend` replaces all settings of the earlier one, so `set_backend()` removes them. The arguments of an
     operation's call and `use_backend` blocks take precedence.
 
     Args:
-        backend: a name such as "triton"; an ordered list, `["cuda", "triton"]` or "cuda,triton", of which the first
-            that takes the call runs it; or a mapping of operations to names or lists, in which "*" covers operations
-            without a key: `{"write_kv_pages": "eager", "*": "triton"}`. "auto" is the platform's order. None leaves the
-            choice to the config file, the environment and the platform.
+        backend: a name such as "triton"; an ordered list, `["cuda", "triton"]` or "cuda,triton", in which the first
+            backend that takes the call runs it; or a mapping of operations to names or lists, in which "*" covers
+            operations without a key: `{"write_kv_pages": "eager", "*": "triton"}`. "auto" is the platform's order. With
+            None, the config file, the environment and the platform decide.
         options: for each operation, the tunables of its backend: `{"ragged_paged_attention": {"block_kv": 64}}`.
         validate: "full" also checks the values of index arrays, which reads them back from the device; "static" does
             not.
-        batch_invariant: with True, the bits of a sequence's attention depend on that sequence alone: not on the other
-            sequences, their number, or the sizes of tables. Backends that cannot promise this refuse the call. Writes
-            and conversions always have this property. For gradients, use `deterministic`.
+        batch_invariant: with True, the bits of a sequence's attention depend on that sequence alone, and not on the
+            other sequences, their number, or the sizes of tables. Backends that cannot promise this refuse the call.
+            Writes and conversions always have this property. For gradients, use `deterministic`.
 
     Raises:
-        InvalidInput: an empty name, an unknown operation, an unknown `validate`, or an option that is not finite. An
-            unknown backend is reported by the first call that it concerns.
+        InvalidInput: an empty name, an unknown operation, an unknown `validate`, or an option that is not finite. For
+            an unknown backend, the first call that requests it raises.
         TypeError: an argument of a wrong type.
     """
     _scope.set(_parse(backend, options, validate, batch_invariant))
 
 
 class use_backend:  # reads as a verb, like torch.no_grad
-    """A context manager that chooses backends inside its `with` block, for the current thread or task.
+    """A context manager that selects backends inside its `with` block, for the current thread or task.
 
     Constructing it changes nothing. It can be entered several times, also inside itself, and blocks can be nested: the
     innermost block that names a backend for the operation decides.
@@ -230,8 +222,8 @@ class use_backend:  # reads as a verb, like torch.no_grad
     DeprecationWarning.
 
     Args:
-        backend, options, validate, batch_invariant: as for `set_backend`. What is None is left to the blocks around
-            this one and to the process-wide choice.
+        backend, options, validate, batch_invariant: as for `set_backend`. For an argument that is None, the outer
+            blocks and the sources with lower precedence decide.
 
     Raises:
         InvalidInput, TypeError: as `set_backend`.
@@ -252,9 +244,7 @@ class use_backend:  # reads as a verb, like torch.no_grad
         _scope.enter(self.config)
         return self.config
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         _scope.exit(self.config)
 
 
@@ -265,9 +255,9 @@ def reload_config() -> None:
 
 
 def _read_file(named: str | None) -> Config:
-    """The requests of the config file; the error about an unknown key names the key and the file.
+    """The requests of the config file. Errors name the file, and an unknown key.
 
-    Errors in the working directory's pyproject.toml are reported only where they are in this project's table.
+    Errors in the working directory's pyproject.toml are reported only if they are in this project's table.
     """
     path = Path(named or "pyproject.toml")
     try:
@@ -312,7 +302,7 @@ def _environment() -> Config:
 
 
 def state() -> tuple[tuple[Config, ...], ...]:
-    """The configs of the open blocks and of the other sources; equal states make equal choices for every call."""
+    """The configs of the open blocks and of the other sources. With equal states, equal calls run alike."""
     global _outside
     outside = _outside
     if outside is None:
@@ -321,13 +311,13 @@ def state() -> tuple[tuple[Config, ...], ...]:
 
 
 def _sources() -> tuple[Config, ...]:
-    """All sources except the call itself, in order of precedence."""
-    blocks, base = state()
-    return blocks + base
+    """The configs of all sources except the call itself, in order of precedence."""
+    blocks, others = state()
+    return blocks + others
 
 
 def requested(operation: str, backend: str | Sequence[str] | None = None) -> Names | None:
-    """The ordered request for a call of `operation`, or None if the platform's order decides."""
+    """The names requested for a call of `operation`, in order, or None if the platform's order decides."""
     if backend is not None:
         names = parse_names(backend)
     else:
@@ -343,17 +333,17 @@ def requested_options(operation: str, options: Mapping[str, Any] | None = None) 
 
 
 def validates_values() -> bool:
-    """Whether index values are checked too, by the first source that sets `validate`."""
+    """Whether to check the values of index arrays, according to the first source that sets `validate`."""
     return next((source.validate for source in _sources() if source.validate), "static") == "full"
 
 
 def is_batch_invariant() -> bool:
-    """Whether results must be batch-invariant, by the first source that sets `batch_invariant`."""
+    """Whether results must be batch-invariant, according to the first source that sets `batch_invariant`."""
     return next((source.batch_invariant for source in _sources() if source.batch_invariant is not None), False)
 
 
 def get_config() -> Config:
-    """All sources merged into the config that a call without `backend=` and `options=` follows."""
+    """The config that a call without `backend=` and `options=` follows: all sources, merged."""
     backend: dict[str, Names] = {}
     options: dict[str, Mapping[str, Any]] = {}
     for source in reversed(_sources()):
@@ -361,9 +351,5 @@ def get_config() -> Config:
             backend = {}
         backend |= dict(source.backend)
         options |= dict(source.options)
-    return Config(
-        backend=backend,
-        options=options,
-        validate="full" if validates_values() else "static",
-        batch_invariant=is_batch_invariant(),
-    )
+    validate = "full" if validates_values() else "static"
+    return Config(backend=backend, options=options, validate=validate, batch_invariant=is_batch_invariant())

@@ -1,10 +1,10 @@
-"""Chooses the implementation that runs a call, and says why the others do not.
+"""Selects the implementation that runs a call, and tells why the others do not.
 
-The module `<package of Y>.X` implements operation X on backend Y, in the form `protocols.Implementation`. The path is
-the registry: nothing is registered by hand, and a backend is imported only when a call first asks for it. A backend's
-package may offer two functions: `state()` returns what its answers depend on besides the call, and `report()` returns
-rows for `doctor`. Other distributions announce their backends in the entry-point group `ragged_attention.backends`,
-which maps the backend's name to its package.
+The module `<package of Y>.X` implements operation X on backend Y and has the interface `protocols.Implementation`.
+Modules are found by this name, without registration, and a backend is imported when a call first asks for it. A
+backend's package may offer two functions: `state()` returns the values other than the call on which its answers depend,
+and `report()` returns rows for `doctor`. Other distributions announce their backends in the entry-point group
+`ragged_attention.backends`, which maps a backend's name to its package.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ PACKAGES = {
     "xla": "ragged_attention.portable.xla",
     "reference": "ragged_attention.reference",
 }
-TAKEN = (*PACKAGES, "auto", "portable")  # names that a backend of another package cannot have
+TAKEN = (*PACKAGES, "auto", "portable")  # names that are not available to backends of other distributions
 NEEDS = {"triton": "triton", "pallas": "jax", "numba": "numba", "eager": "torch", "xla": "jax"}
-EXTRAS = {"triton": "triton", "jax": "jax", "numba": "cpu", "torch": "torch"}  # the extra that installs each
+EXTRAS = {"triton": "triton", "jax": "jax", "numba": "cpu", "torch": "torch"}  # the extras that install these packages
 PORTABLE = {"torch": "eager", "jax": "xla", "numpy": "reference"}
 ORDER: Mapping[str, tuple[str, ...]] = {
     "cuda": ("cuda", "triton", "portable"),
@@ -49,14 +49,14 @@ ORDER: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """A backend's implementation with the tile for one call."""
+    """The implementation that runs one call, and its tile."""
 
     backend: str
     module: Implementation
     tile: Any
 
     def leaves(self, call: Call) -> list[str]:
-        """The call's arguments that another operation must handle before this implementation runs."""
+        """The call's arguments that another operation must handle first."""
         return [name for name in call.changed() if name in call.SEPARABLE - self.module.FEATURES]
 
     def run(self, call: Call, launch: Launcher) -> Any:
@@ -75,7 +75,7 @@ def third_party_packages() -> dict[str, str]:
 
 
 def shadowed() -> dict[str, str]:
-    """The packages announced under a name in `TAKEN`, by name. No call reaches them."""
+    """The packages announced under a name in `TAKEN`, by name. No call can reach them."""
     return {name: package for name, package in _announced().items() if name in TAKEN}
 
 
@@ -90,7 +90,7 @@ def why_shadowed(name: str) -> str:
 
 @contextlib.contextmanager
 def importing(module: str) -> Iterator[None]:
-    """A context in which an imported package that exits raises `ImportError` instead."""
+    """A context in which an import that ends the program raises `ImportError` instead."""
     try:
         yield
     except SystemExit as stop:
@@ -104,18 +104,18 @@ def _exists(module: str) -> bool:
     except ModuleNotFoundError as error:
         if error.name and f"{module}.".startswith(f"{error.name}."):  # a parent package is absent
             return False
-        raise  # it exists, but what it imports does not
+        raise  # the module exists, but it imports a package that does not
 
 
 def package_of(backend: str) -> str | None:
-    """The package of a backend's modules, None for an unknown backend."""
+    """The package with a backend's modules, or None for an unknown backend."""
     return PACKAGES.get(backend) or third_party_packages().get(backend)
 
 
 @functools.cache
-@forking.postponed()  # a forked process would keep a partly imported module
+@forking.postponed()  # a process forked during the import would keep a partly imported module
 def load(operation: str, backend: str) -> Implementation:
-    """Import an implementation. An absent one raises `BackendMissing`; an error of its import is raised unchanged."""
+    """Import an implementation. Raises `BackendMissing` if there is none; errors of the import pass through."""
     package = package_of(backend)
     if package is None:
         raise BackendMissing(f"unknown backend {backend!r}; known are {', '.join(backends())}")
@@ -131,9 +131,9 @@ def load(operation: str, backend: str) -> Implementation:
 
 
 def backends_offering(operation: str, backend: str | Sequence[str] | None) -> str | None:
-    """The backends among a call's `backend` that also offer `operation`, such as the call's gradient, comma-separated.
+    """The names in a call's `backend` that also offer `operation`, such as the call's gradient, comma-separated.
 
-    The result is None if no backend offers it. Then that operation follows the configuration.
+    The result is None if there are none; then the configuration decides for that operation.
     """
     packages = {} if backend is None else {name: package_of(name) for name in config.parse_names(backend)}
     offer = [name for name, package in packages.items() if package is None or _exists(f"{package}.{operation}")]
@@ -141,7 +141,7 @@ def backends_offering(operation: str, backend: str | Sequence[str] | None) -> st
 
 
 def candidates(operation: str, device: Device, backend: str | Sequence[str] | None = None) -> tuple[str, ...]:
-    """The backends to try, in order: those of the request in force, or the platform's order."""
+    """The backends to try, in order: the requested ones, or the platform's order."""
     names: list[str] = []
     for name in config.requested(operation, backend) or ("auto",):
         names += ORDER.get(device.platform, ORDER["*"]) if name == "auto" else (name,)
@@ -154,7 +154,7 @@ def candidates(operation: str, device: Device, backend: str | Sequence[str] | No
 
 
 def state() -> tuple[Any, ...]:
-    """What the choice depends on besides the call and the configuration: the `state()` of each loaded package."""
+    """The `state()` of each loaded package, on which the selection depends besides the call and the configuration."""
     names = (*PACKAGES.values(), *third_party_packages().values())
     loaded: Any = (sys.modules.get(name) for name in names)
     return tuple([package.state() for package in loaded if callable(getattr(package, "state", None))])
@@ -168,7 +168,7 @@ def by_default(operation: str, device: Device, backend: str | Sequence[str] | No
 
 
 def refusal(backend: str, call: Call, *, named: bool = True) -> str | None:
-    """Why a backend does not run a call, or None; a backend that is not `named` may give more reasons."""
+    """The reason why a backend does not run a call, or None. Without `named`, `why_not_by_default` counts too."""
     module = load(call.OPERATION, backend)
     reason = (
         call.device.why_unavailable(backend)
@@ -199,7 +199,7 @@ def _depends_on_batch(module: Implementation, call: Call) -> str | None:
 
 
 def verdicts(call: Call, names: Sequence[str], by_default: Collection[str] = ()) -> dict[str, str | None]:
-    """The refusal of each backend, None if it takes the call; the call does not name those in `by_default`."""
+    """The refusal of each backend, or None if it takes the call. The request does not name those in `by_default`."""
     reasons: dict[str, str | None] = {}
     for name in names:
         try:

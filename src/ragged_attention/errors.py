@@ -1,20 +1,20 @@
-"""The three ways a call is refused before a kernel runs.
+"""The errors of calls that are refused before a kernel runs.
 
-A value of the wrong kind (a list instead of an array, a string instead of a number) raises Python's own `TypeError`.
+A value of the wrong type (a list instead of an array, a string instead of a number) raises Python's own `TypeError`.
 """
 
 
 class InvalidInput(ValueError):
-    """The arguments contradict the operation's definition, whatever the backend."""
+    """The arguments contradict the operation's definition, so no backend could run the call."""
 
 
 class TooLarge(InvalidInput):
-    """The options ask for more of the device than it has: smaller blocks or fewer stages would fit."""
+    """The options need more memory than a program can have on the device: smaller blocks or fewer stages would fit."""
 
 
 class Unsupported(RuntimeError):
-    """The arguments are valid, but no allowed backend takes them; the message lists each with its reason."""
+    """The arguments are valid, but no requested backend takes the call. The message gives each backend's reason."""
 
 
 class BackendMissing(Unsupported):
-    """The backend requested by name is not installed here, or does not offer the operation."""
+    """The requested backend is not installed, or does not offer the operation."""

@@ -1,6 +1,6 @@
 """Tables of which backend runs a call, and why the others do not.
 
-This module imports the front ends, because they turn a call's arguments into its record.
+This module imports the front ends when it needs them, because they turn a call's arguments into its record.
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, Call
 from ragged_attention.errors import InvalidInput
 
-VIEWED = ("ragged_paged_attention", "mla_decode")  # operations whose plan `ragged-attention view` shows
+VIEWED = ("ragged_paged_attention", "mla_decode")  # the operations whose plan `ragged-attention view` shows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """Whether one backend takes a call, with its reason."""
+    """Whether one backend takes a call, and why or why not."""
 
     backend: str
     chosen: bool
@@ -28,7 +28,7 @@ class Answer:
 
 
 def answers(call: Call, *, backend: str | Sequence[str] | None = None) -> list[Answer]:
-    """The answer of every backend, requested backends first. An import error that would fail the call is raised."""
+    """The answer of every backend, requested backends first. Raises an import error that would fail the call."""
     asked = dispatch.candidates(call.OPERATION, call.device, backend)
     by_default = dispatch.by_default(call.OPERATION, call.device, backend)
     found: list[Answer] = []
@@ -50,7 +50,7 @@ def answers(call: Call, *, backend: str | Sequence[str] | None = None) -> list[A
 
 
 def explanation(call: Call, *, backend: str | Sequence[str] | None = None) -> str:
-    """A table of all backends, which marks the chosen one and gives the reasons of the others."""
+    """A table of all backends, which marks the one that runs the call and gives the reasons of the others."""
     rows = [f"{call.OPERATION} from {call.device.framework} on {call.device.name or call.device.platform}"]
     for answer in answers(call, backend=backend):
         rows.append(f"{'*' if answer.chosen else ' '} {answer.backend:10} {answer.text}")
@@ -68,10 +68,10 @@ def explain(operation: str, *arguments: Any, backend: str | Sequence[str] | None
     name = operation if isinstance(operation, str) else getattr(operation, "__name__", repr(operation))
     if name not in CALLS:
         raise InvalidInput(f"expected operation to be one of {', '.join(CALLS)}, got {name!r}")
-    front = _front_end(arguments, keywords)
-    given = inspect.signature(getattr(front, name)).bind(*arguments, **keywords)
-    given.apply_defaults()
-    return explanation(front.call_of(name, given.arguments), backend=backend)
+    front_end = _front_end(arguments, keywords)
+    bound = inspect.signature(getattr(front_end, name)).bind(*arguments, **keywords)
+    bound.apply_defaults()
+    return explanation(front_end.call_of(name, bound.arguments), backend=backend)
 
 
 def _front_end(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
@@ -79,7 +79,7 @@ def _front_end(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
     for value in (*arguments, *keywords.values()):
         first = value[0] if isinstance(value, tuple | list) and value else value
         if torch is not None and isinstance(first, torch.Tensor):
-            return importlib.import_module("ragged_attention.torch")
+            return importlib.import_module("ragged_attention.torch").FRONT_END
         if type(first).__module__.partition(".")[0] in ("jax", "jaxlib", "numpy"):
-            return importlib.import_module("ragged_attention.jax")
+            return importlib.import_module("ragged_attention.jax").FRONT_END
     raise TypeError("expected a torch, jax or NumPy array among the arguments, got none")

@@ -1,4 +1,4 @@
-"""The types of a backend's module, which the dispatch calls, and of a front end's launcher, which a backend calls."""
+"""The interfaces of a backend's module, which the dispatch calls, and of a launcher, which a backend calls."""
 
 import dataclasses
 import math
@@ -7,16 +7,16 @@ from typing import Any, Protocol
 
 from ragged_attention.calls import Call
 
-OPTIONS = {"num_warps": 4, "num_stages": 2}  # of a launch that does not set others
-Shaped = tuple[Sequence[int], Any]  # the shape of a result to allocate, and its dtype or that dtype's name
+OPTIONS = {"num_warps": 4, "num_stages": 2}  # the default options of a launch
+Shaped = tuple[Sequence[int], Any]  # the shape of a result to allocate, and its dtype or the dtype's name
 
 
 class Implementation(Protocol):
-    """What each module `<backend's package>.<operation>` offers. Only `run` is required: `complete` adds the others.
+    """The interface of each module `<backend's package>.<operation>`. Only `run` is required; `complete` adds the rest.
 
     A module may also offer `invariant_tile(call)`, which returns a `Tile` that makes an attention's results
-    batch-invariant. A module whose heuristic returns such a tile says `BATCH_INVARIANT = True` instead. Without either,
-    calls under `batch_invariant` are refused.
+    batch-invariant. A module whose heuristic always returns such a tile sets `BATCH_INVARIANT = True` instead. A module
+    with neither refuses calls under `batch_invariant`.
     """
 
     @property
@@ -26,37 +26,37 @@ class Implementation(Protocol):
 
     @property
     def FEATURES(self) -> frozenset[str]:
-        """The optional fields of the record that are honoured, by default none.
+        """The optional fields of the record that the module supports, by default none.
 
-        The dispatch refuses a call that sets any other.
+        The dispatch refuses a call that sets any other field.
         """
         ...
 
     def heuristic(self, call: Any, /) -> Any:
-        """A sound `Tile` for a call, by default `Tile()`."""
+        """A valid `Tile` for a call, by default `Tile()`."""
         ...
 
     def why_not(self, call: Any, /) -> str | None:
-        """None if the module takes the call, else one sentence: argument, value, limit. By default it is None.
+        """None if the module takes the call, else a sentence with argument, value and limit; by default None.
 
         The answer depends on static facts only.
         """
         ...
 
     def why_not_by_default(self, call: Any, /) -> str | None:
-        """A reason to leave a call that does not name the backend to the next one in order, by default None.
+        """A reason to refuse a call that does not request the backend by name, by default None.
 
-        It is called after `why_not`, and declines for kernels that are not yet shown to be the fastest ones.
+        It is called after `why_not`, and refuses calls for which the backend is not known to be the fastest one.
         """
         ...
 
     def run(self, call: Any, tile: Any, launch: Any, /) -> Any:
-        """The operation's results; may assume that `why_not` returned None."""
+        """Run the operation and return its results. It is called only after `why_not` has returned None."""
         ...
 
 
 def complete(module: Any) -> Implementation:
-    """The given module, with defaults for the names that it leaves out."""
+    """The module, with defaults for the names that it does not define."""
     defaults: dict[str, Any] = {
         "Tile": dataclasses.make_dataclass("Tile", [], frozen=True, slots=True),
         "FEATURES": frozenset(),
@@ -73,9 +73,9 @@ def complete(module: Any) -> Implementation:
 
 
 class Launcher(Protocol):
-    """Runs a backend's kernels and functions on the arrays of the calling front end.
+    """Runs a backend's kernels and functions on the arrays of a front end.
 
-    Arrays come from the call's record or from earlier results. A dtype is the framework's or a name.
+    Arrays are those of the call's record or earlier results. A dtype is the framework's or a name.
     """
 
     def __call__(
@@ -84,13 +84,15 @@ class Launcher(Protocol):
     ) -> list[Any]:  # fmt: skip
         """Enqueue the Triton kernel `kernel[grid](*inputs, *outputs, **arguments)` and return the outputs.
 
-        The inputs numbered in `inplace`, which the kernel may write, follow the new outputs.
+        `outputs` are uninitialised arrays to allocate. The inputs with the indices `inplace`, which the kernel may
+        write, follow them as further outputs. 8-bit floats and bools reach the kernel as uint8. The arguments include
+        `num_warps` and `num_stages` if they differ from OPTIONS, and `launch_pdl` if it is True.
         """
         ...
 
     @property
     def num_threads(self) -> int:
-        """The number of CPU threads that a call may use; with 0 the framework decides."""
+        """The number of CPU threads that a call may use; if it is 0, the framework decides."""
         ...
 
     def native(
@@ -99,19 +101,21 @@ class Launcher(Protocol):
     ) -> dict[str, Any]:  # fmt: skip
         """Call a compiled function and return its results by name; None stands for an absent array.
 
-        A result given as the name of an operand overwrites that operand.
+        A result given as the name of an operand overwrites that operand. Other results are allocated uninitialised.
+        `function` belongs to a backend: `record` is the ctypes structure of its arguments, and `on(platform)` is the
+        function itself, which reads the record before it returns.
         """
         ...
 
     def on_host(self, function: Callable[..., Any], call: Call, outputs: str | Sequence[Shaped], **extra: Any) -> Any:
         """Run a NumPy function on the call's arguments: floats as float64, 8-bit floats as bits.
 
-        `outputs` are its results, or the name of the argument that takes them.
+        `outputs` are the shapes and dtypes of its results, or the name of the argument that is overwritten with them.
         """
         ...
 
     def sorted(self, numbers: Any, /) -> tuple[Any, Any]:
-        """Numbers [N] in ascending order, and their i32 indices before sorting; equal ones keep their order."""
+        """Numbers [N] in ascending order, and their i32 indices before sorting; equal numbers keep their order."""
         ...
 
     def strides(self, array: Any, /) -> tuple[int, ...]:
@@ -123,20 +127,23 @@ class Launcher(Protocol):
         ...
 
     def packed(self, array: Any, /) -> Any:
-        """The array, copied if its last dimension is strided."""
+        """The array, copied unless its last dimension is contiguous."""
         ...
 
     def aligned(self, array: Any, /, bytes: int = 16) -> Any:
-        """The array, copied if a row of it is strided or does not begin at a multiple of `bytes`."""
+        """The array, copied unless its rows are contiguous and begin at multiples of `bytes`."""
         ...
 
     def words(self, array: Any, /, *, packed_rows: bool) -> Any:
-        """A paged cache of bytes, copied if a page or row of it does not begin at a multiple of 4 bytes."""
+        """A paged cache of bytes, copied unless its pages and rows begin at multiples of 4 bytes.
+
+        With `packed_rows` it is also copied if there are gaps between the rows of a page.
+        """
         ...
 
 
 class PackedArrays:
-    """The methods of a launcher whose arrays are always contiguous and aligned, so that none is ever copied."""
+    """The methods of a launcher whose arrays are always contiguous and aligned, so that none is copied."""
 
     def strides(self, array: Any, /) -> tuple[int, ...]:
         return tuple(math.prod(array.shape[axis + 1 :]) for axis in range(len(array.shape)))
@@ -147,9 +154,7 @@ class PackedArrays:
     packed = contiguous
 
     def aligned(self, array: Any, /, bytes: int = 16) -> Any:
-        del bytes
         return array
 
     def words(self, array: Any, /, *, packed_rows: bool) -> Any:
-        del packed_rows
         return array

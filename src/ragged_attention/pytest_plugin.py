@@ -1,4 +1,4 @@
-"""The pytest options of `ragged_attention.testing`, which an installed package cannot add in any other way.
+"""The pytest options of `ragged_attention.testing`, which an installed package can add only by a plugin.
 
 They are `--backend`, `--framework` and `--device`, and exist only in a run of that suite: other users of pytest may
 have options of the same names. Nothing else is loaded until the suite is collected.

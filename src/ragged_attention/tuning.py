@@ -1,4 +1,4 @@
-"""Tile sizes: explicit options, then the backend's heuristic."""
+"""The tunables of a call: explicit options override the backend's heuristic."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ def options_of(tile_type: type) -> tuple[str, ...]:
 
 
 def tile_for(module: Any, call: Call, options: Mapping[str, Any], *, invariant: bool = False) -> Any:
-    """The `Tile` with which `module` runs `call`; each of the `options` overrides one field.
+    """The `Tile` with which `module` runs `call`. Each of the `options` overrides one field.
 
-    With `invariant`, the results are batch-invariant: `invariant_tile` replaces the heuristic.
+    With `invariant`, results must be batch-invariant, so `invariant_tile` replaces the heuristic.
     """
     tile = module.invariant_tile(call) if invariant else module.heuristic(call)
     known = options_of(module.Tile)

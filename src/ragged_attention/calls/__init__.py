@@ -1,9 +1,9 @@
 """The operations' arguments: one frozen record each, the only place that lists them with their kinds.
 
-A record is built from torch tensors, jax arrays or NumPy arrays alike: it looks at shapes and dtypes only, so it
-also stands for traced and fake arrays. Building one checks what can be known without reading an array and raises
-`InvalidInput` (or `TypeError` for a value of a wrong kind). `check_values` checks the contents of the index arrays,
-which reads the device back and is done only on request.
+A record is built from torch tensors, jax arrays or NumPy arrays. It reads only shapes and dtypes, so the arrays may be
+traced or fake. Building one checks everything that can be checked without reading an array, and raises `InvalidInput`,
+or `TypeError` for a value of a wrong type. `check_values` checks the contents of the index arrays. It runs only on
+request, because it has to read them back from the device.
 
 Axes: T query tokens, S sequences, P pages, G page size, M pages per sequence, H query heads, K KV heads, D head size,
 N selected keys.
@@ -12,7 +12,6 @@ N selected keys.
 from ragged_attention.calls.base import NOWHERE as NOWHERE
 from ragged_attention.calls.base import Call as Call
 from ragged_attention.calls.base import Device as Device
-from ragged_attention.calls.base import GroupedCall as GroupedCall
 from ragged_attention.calls.base import Result as Result
 from ragged_attention.calls.base import WritingCall as WritingCall
 from ragged_attention.calls.cache_formats import CACHE_FORMATS as CACHE_FORMATS
@@ -27,12 +26,9 @@ from ragged_attention.calls.fields import expect_bool as expect_bool
 from ragged_attention.calls.fields import expect_count as expect_count
 from ragged_attention.calls.fields import is_array as is_array
 from ragged_attention.calls.fields import is_number as is_number
-from ragged_attention.calls.fields import wide_dtype as wide_dtype
-from ragged_attention.calls.heads_first import ALIGNMENTS as ALIGNMENTS
 from ragged_attention.calls.heads_first import HeadsFirstCall as HeadsFirstCall
 from ragged_attention.calls.heads_first import PagedAttention as PagedAttention
 from ragged_attention.calls.heads_first import PrefillAttention as PrefillAttention
-from ragged_attention.calls.heads_first import RaggedHeadsFirst as RaggedHeadsFirst
 from ragged_attention.calls.heads_first import is_jax_quantized as is_jax_quantized
 from ragged_attention.calls.indexer import IndexerCall as IndexerCall
 from ragged_attention.calls.indexer import IndexerLogits as IndexerLogits
@@ -51,7 +47,6 @@ from ragged_attention.calls.mla_cache import WriteMlaCache as WriteMlaCache
 from ragged_attention.calls.mla_schedule import DecodeSchedule as DecodeSchedule
 from ragged_attention.calls.mla_schedule import MakeDecodeSchedule as MakeDecodeSchedule
 from ragged_attention.calls.paged import MergeAttentionStates as MergeAttentionStates
-from ragged_attention.calls.paged import PagedCall as PagedCall
 from ragged_attention.calls.paged import RaggedPagedAttention as RaggedPagedAttention
 from ragged_attention.calls.paged import WriteKvPages as WriteKvPages
 from ragged_attention.calls.varlen import VarlenAttention as VarlenAttention
@@ -61,26 +56,11 @@ from ragged_attention.calls.varlen import VarlenCall as VarlenCall
 CALLS: dict[str, type[Call]] = {
     record.OPERATION: record
     for record in (
-        RaggedPagedAttention,
-        WriteKvPages,
-        MergeAttentionStates,
-        PagedAttention,
-        PrefillAttention,
-        VarlenAttention,
-        VarlenAttentionBackward,
-        SparseMlaPrefill,
-        SparseMlaPrefillBackward,
-        MlaDecode,
-        RaggedMlaAttention,
-        MakeDecodeSchedule,
-        QuantizeMlaCache,
-        DequantizeMlaCache,
-        WriteMlaCache,
-        PageIndicesToSlots,
-        IndexerLogits,
-        IndexerTopk,
-        TopKIndices,
-        QuantizeIndexerKeys,
-        WriteIndexerCache,
+        RaggedPagedAttention, WriteKvPages, MergeAttentionStates,
+        PagedAttention, PrefillAttention,
+        VarlenAttention, VarlenAttentionBackward,
+        SparseMlaPrefill, SparseMlaPrefillBackward, MlaDecode, RaggedMlaAttention, MakeDecodeSchedule,
+        QuantizeMlaCache, DequantizeMlaCache, WriteMlaCache, PageIndicesToSlots,
+        IndexerLogits, IndexerTopk, TopKIndices, QuantizeIndexerKeys, WriteIndexerCache,
     )
-}
+}  # fmt: skip

@@ -1,4 +1,4 @@
-"""The bases of all records, which derive schemas and checks from the fields, and the static facts about a device."""
+"""The base classes of records, which derive schemas and checks from the fields, and the facts about a device."""
 
 import abc
 import dataclasses
@@ -14,15 +14,15 @@ from ragged_attention.errors import InvalidInput
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Static facts about the device that runs a call; `why_not` and `heuristic` may depend on them."""
+    """Static facts about the device that runs a call. A backend's `why_not` and `heuristic` may depend on them."""
 
     framework: str  # torch | jax
     platform: str  # cuda | rocm | tpu | cpu | mps | xpu
     name: str = ""
     arch: str = ""  # sm_90, gfx942, ...
-    num_multiprocessors: int = 1  # on a TPU its cores
-    shared_memory: int = 0  # bytes that one program can have; on a TPU the vector memory (VMEM) of a core
-    scalar_memory: int = 0  # on a TPU the scalar memory (SMEM) of a core, in bytes
+    num_multiprocessors: int = 1  # on a TPU, its cores
+    shared_memory: int = 0  # bytes per program; on a TPU, bytes of vector memory (VMEM) per core
+    scalar_memory: int = 0  # bytes of scalar memory (SMEM) per core of a TPU
     unavailable: tuple[tuple[str, str], ...] = ()  # backends that the front end cannot launch here, each with a reason
 
     def why_unavailable(self, backend: str) -> str | None:
@@ -31,29 +31,20 @@ class Device:
 
 NOWHERE = Device(framework="numpy", platform="cpu")
 
-# Bytes of shared memory (LDS on AMD) that one program can have, by architecture.
+# The maximum shared memory (LDS on AMD) per program, in KiB.
 SHARED_MEMORY = {
-    "sm_75": 64 * 1024,
-    "sm_80": 163 * 1024,
-    "sm_86": 99 * 1024,
-    "sm_87": 163 * 1024,
-    "sm_89": 99 * 1024,
-    "sm_90": 227 * 1024,
-    "sm_100": 227 * 1024,
-    "sm_103": 227 * 1024,
-    "sm_120": 99 * 1024,
-    "sm_121": 99 * 1024,
-    "gfx950": 160 * 1024,
-}
+    "sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227,
+    "sm_120": 99, "sm_121": 99, "gfx950": 160,
+}  # fmt: skip
 
 
 def shared_memory_of(arch: str) -> int:
-    """The shared memory of one program on `arch`, for an unknown architecture the smallest known size."""
-    return SHARED_MEMORY.get(arch, min(SHARED_MEMORY.values()))
+    """The maximum bytes of shared memory per program; for an unknown architecture, the smallest known size."""
+    return 1024 * SHARED_MEMORY.get(arch, min(SHARED_MEMORY.values()))
 
 
 def expect_groups(num_q_heads: int, num_kv_heads: int) -> None:
-    """Check that all KV heads serve equal numbers of query heads."""
+    """Check that every KV head serves the same number of query heads."""
     if num_q_heads < 1 or num_q_heads % num_kv_heads:
         raise InvalidInput(f"expected num_q_heads to be a multiple of {num_kv_heads=}, got {num_q_heads}")
 
@@ -87,19 +78,19 @@ class Call(abc.ABC):
     """The base of all records. Building one checks each field by its kind, in order, and then how the fields fit."""
 
     OPERATION: ClassVar[str]  # the name of the class in snake case
-    KINDS: ClassVar[Mapping[str, Kind]]  # each field's kind
+    KINDS: ClassVar[Mapping[str, Kind]]  # the kinds of the fields
     DEFAULTS: ClassVar[Mapping[str, Any]]  # the defaults of optional fields
-    RANGES: ClassVar[Mapping[str, tuple[int, int]]]  # each field's range of the flat arguments
-    ABSENT: ClassVar[Mapping[str, tuple[Any, ...]]]  # the flat arguments that stand for None
-    REGROUPED: ClassVar[Mapping[str, Kind]]  # fields that differ from their flat arguments
+    RANGES: ClassVar[Mapping[str, tuple[int, int]]]  # the first and end index of each field's flat arguments
+    ABSENT: ClassVar[Mapping[str, tuple[Any, ...]]]  # the flat arguments of None, for each field that may be None
+    REGROUPED: ClassVar[Mapping[str, Kind]]  # the kinds of fields that are not equal to one flat argument
     NUM_RESULTS: ClassVar[int | None] = 1  # None if it depends on the arguments; 0 if an argument is written
-    TAKES_OUT: ClassVar[bool] = False  # whether torch callers may give memory for the first result
-    DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ()  # arguments with gradients in `<operation>_backward`
+    TAKES_OUT: ClassVar[bool] = False  # whether torch callers may pass memory for the first result
+    DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ()  # arguments for which `<operation>_backward` returns gradients
 
     ATTENDS: ClassVar[bool] = False  # whether results are sums over the keys of sequences
     WHY_NO_GRADIENT: ClassVar[str] = "it works on a KV cache, for inference"
-    CACHE: ClassVar[str]  # the argument that holds the KV cache; a write writes it
-    SEPARABLE: ClassVar[frozenset[str]] = frozenset()  # arguments whose work another operation can do first
+    CACHE: ClassVar[str]  # the name of the KV cache's argument; a write writes it
+    SEPARABLE: ClassVar[frozenset[str]] = frozenset()  # arguments that another operation can handle before this one
 
     device: Device = NOWHERE
 
@@ -114,11 +105,11 @@ class Call(abc.ABC):
                 self._check(sizes)
 
     def _check(self, sizes: Sizes) -> None:
-        """Raise unless the fields fit together; each is already valid by itself."""
+        """Raise unless the fields fit together. Each of them is already valid by itself."""
         del sizes
 
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
-        """Raise if the operation cannot use arrays with such strides; `strides` returns those of an array."""
+        """Raise if the operation cannot use the arrays' strides, which `strides(array)` returns."""
         del strides
 
     @abc.abstractmethod
@@ -128,7 +119,7 @@ class Call(abc.ABC):
     def check_values(self) -> None:  # noqa: B027
         """Raise `InvalidInput` naming the first invalid value in an index array. Expects NumPy arrays.
 
-        Without a check of its own an operation takes every value: it ignores those that name nothing.
+        An operation without this check takes every value, and ignores those that refer to nothing.
         """
 
     @classmethod
@@ -140,7 +131,7 @@ class Call(abc.ABC):
 
     @classmethod
     def expect_gradient(cls, arguments: Mapping[str, Any]) -> None:
-        """Raise `InvalidInput` if a call of a differentiable operation has no gradient with these arguments."""
+        """Raise `InvalidInput` if a differentiable operation has no gradient with these arguments."""
         del arguments
 
     @classmethod
@@ -180,11 +171,11 @@ class Call(abc.ABC):
         return arguments
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments by name, as the operation's definition in `reference/` takes them."""
+        """The arguments by name, which are those of the operation's function in `reference/`."""
         return {name: getattr(self, name) for name in self.argument_names()}
 
     def changed(self) -> list[str]:
-        """The optional arguments that are not at their defaults."""
+        """The optional arguments that differ from their defaults."""
         return [name for name, default in self.DEFAULTS.items() if not _is(getattr(self, name), default)]
 
     @classmethod
@@ -223,27 +214,27 @@ class WritingCall(Call):
     """The base of attentions with `new_kv`, this step's rows, which another operation can write first."""
 
     SEPARABLE: ClassVar[frozenset[str]] = frozenset({"new_kv"})
-    WRITE: ClassVar[type[Call]]  # the operation that writes
+    WRITE: ClassVar[type[Call]]  # the record of that operation
 
     @classmethod
     def arguments_of_write(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of the write that `new_kv` asks for: the shared ones, to which a record adds the rows."""
+        """The write's arguments that it shares with this attention; a subclass adds the rows."""
         shared = {name: arguments[name] for name in cls.WRITE.KINDS if name in arguments}
         return {**cls.WRITE.DEFAULTS, **shared}
 
     def write_of_new_kv(self) -> Any:
-        """The write that `new_kv` asks for, as a separate call."""
+        """The call that writes `new_kv`."""
         return self.WRITE(**self.arguments_of_write(self.arguments()), device=self.device)
 
     def after_write(self, written: Sequence[Any]) -> Self:
-        """The call that remains after `new_kv` is written, with the written caches."""
+        """This call without `new_kv`, on the written caches."""
         pair = isinstance(getattr(self, self.CACHE), (tuple, list))
         changed = {self.CACHE: tuple(written) if pair else written[0], "new_kv": None}
         return self.unchecked(**self.arguments() | changed, device=self.device)
 
 
 class GroupedCall(Call):
-    """The base of records in which queries [..., H, D] attend to keys with fewer heads."""
+    """The base of records in which queries [..., H, D] attend to keys that may have fewer heads."""
 
     q: Any
     sm_scale: Any
@@ -263,12 +254,12 @@ class GroupedCall(Call):
 
     @property
     def v_head_dim(self) -> int:
-        """The columns of a value."""
+        """The head size of the values."""
         return self.head_dim
 
     @property
     def group(self) -> int:
-        """Query heads that share one KV head."""
+        """The number of query heads per KV head."""
         return self.num_q_heads // self.num_kv_heads
 
     @property
@@ -290,6 +281,6 @@ class GroupedCall(Call):
 
 
 def gradients_of(call: Call, forward: type[Call]) -> tuple[Result, ...]:
-    """The results of a gradient: an array like each differentiable argument, empty if the argument is absent."""
-    given = [getattr(call, name) for name in forward.DIFFERENTIABLE]
-    return tuple(Result((0,), "float32") if array is None else Result(array.shape, array.dtype) for array in given)
+    """The results of a gradient: one like each differentiable argument, and an empty one for an absent argument."""
+    arrays = [getattr(call, name) for name in forward.DIFFERENTIABLE]
+    return tuple(Result((0,), "float32") if array is None else Result(array.shape, array.dtype) for array in arrays)

@@ -1,4 +1,4 @@
-"""How a KV cache stores its elements: one table for keys and values per head and for latents."""
+"""The formats of KV caches: how the bytes of a token store its keys and values, or its latent row."""
 
 import dataclasses
 
@@ -10,34 +10,34 @@ SCALE_BYTES = {"float32": 4, "float8_e8m0fnu": 1, "float8_e4m3fn": 1}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFormat:
-    """What the bytes of one token of a cache hold, and where they lie.
+    """The bytes of one token of a cache: their content and order.
 
-    `plain` caches hold numbers of one dtype and no scales; where the numbers have 8 bits, the call may give a scale.
+    `plain` caches hold numbers of one dtype and no scales; for 8-bit numbers, the call may give a scale.
     `fp8_v32`: 512 e4m3 values, 4 float32 scales, 64 bfloat16 rotary values.
     `fp8_v4`: 448 e4m3 values, 64 bfloat16 rotary values, 7 e8m0 scales and a byte of padding.
     `fp8_v41`: 512 e4m3 values, 16 e8m0 scales; the rotary columns are quantised like the others.
-    `fp4_v41`: 512 e2m1 values, two to a byte, that of the even column in its low half; 32 e4m3 scales.
+    `fp4_v41`: 512 e2m1 values, two per byte with the even column in the low half; 32 e4m3 scales.
 
     In the layout "token" the bytes of a token follow one another: values, scales, rotary columns. In the layout "page"
     a page of G tokens holds G rows of values and rotary columns, then G rows of scales and padding; so the values of
-    token t of `fp8_v4` begin at byte 576 t of its page, its scales at 576 G + 8 t. `fp8_v32` is "token", `fp8_v4` is
-    "page", the others can be either.
+    token t of `fp8_v4` begin at byte 576 t of its page, its scales at 576 G + 8 t. `fp8_v32` is always "token",
+    `fp8_v4` is always "page", and the others can be either.
     """
 
     name: str
     codes: str  # the dtype of a stored value
-    values: int = 0  # columns stored as codes, the first ones of a row; 0: all columns of a row of any width
-    rotary: int = 0  # bfloat16 columns that follow them
-    group: int = 0  # stored columns that share a scale; 0: the cache holds no scales
-    scales: str = ""  # the dtype of a scale; empty: the cache holds no scales
-    token_bytes: int = 0  # 0: the width of a row decides
-    layouts: tuple[str, ...] = LAYOUTS[:1]  # those that exist, the format's own first
+    values: int = 0  # number of columns stored as codes, from the first one; 0 means all columns, of any number
+    rotary: int = 0  # number of bfloat16 columns after them
+    group: int = 0  # number of columns that share a scale; 0 if there are no scales
+    scales: str = ""  # the dtype of a scale; empty if there are no scales
+    token_bytes: int = 0  # 0 if it depends on the width of a row
+    layouts: tuple[str, ...] = LAYOUTS[:1]  # the layouts of this format, the default first
     layout: str = LAYOUTS[0]
-    mixable: bool = False  # whether the second cache may have another format that is mixable
+    mixable: bool = False  # whether the second cache of a call may have another mixable format
 
     @property
     def quantized(self) -> bool:
-        """Whether the cache holds scales beside its values."""
+        """Whether the cache holds values with scales."""
         return bool(self.scales)
 
     @property
@@ -52,7 +52,7 @@ class CacheFormat:
 
     @property
     def width(self) -> int:
-        """Columns of a row, `d_qk`."""
+        """The number of columns of a row, `d_qk`."""
         return self.values + self.rotary
 
     @property
@@ -62,12 +62,12 @@ class CacheFormat:
 
     @property
     def num_groups(self) -> int:
-        """Scales of a token."""
+        """The number of scales of a token."""
         return self.values // self.group if self.group else 0
 
     @property
     def packed_codes(self) -> bool:
-        """Whether a byte holds the codes of two columns, that of the even column in its low half."""
+        """Whether a byte holds the codes of two columns, with the even column in the low half."""
         return self.codes == "float4_e2m1fn"
 
     @property
@@ -87,7 +87,7 @@ class CacheFormat:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token's values and rotary columns: in the layout "page", the distance of two rows."""
+        """Bytes of a token's values and rotary columns: in the layout "page", the stride of rows."""
         return self.value_bytes + 2 * self.rotary
 
     @property
@@ -97,8 +97,11 @@ class CacheFormat:
 
     @property
     def folded(self) -> bool:
-        """Whether scales are multiplied into logits and weights: no 16-bit operand holds the product of a code and a
-        float32 scale, while bfloat16 holds the product of a code and an e8m0 or e4m3 scale exactly."""
+        """Whether scales are multiplied into logits and weights, not into operands.
+
+        bfloat16 holds the product of a code and an e8m0 or e4m3 scale exactly, but no 16-bit operand holds the product
+        of a code and a float32 scale.
+        """
         return self.scales == "float32"
 
 
@@ -127,11 +130,11 @@ PLAIN_FORMATS = {dtype: CacheFormat(name="plain", codes=dtype) for dtype in (*WI
 
 
 def laid_out(name: str, cache_layout: str | None) -> CacheFormat:
-    """The quantised format of that name in a layout, by default its own."""
+    """The quantised format `name` in a layout, by default its own."""
     form = CACHE_FORMATS[name]
     return form if cache_layout is None else dataclasses.replace(form, layout=cache_layout)
 
 
 def stored_format(name: str, cache_layout: str | None, dtype: str) -> CacheFormat:
-    """The format of that name, `plain` among them, in a layout; `dtype` is the cache's."""
+    """The format `name`, quantised or `plain`, in a layout, for a cache of `dtype`."""
     return PLAIN_FORMATS[dtype] if name == "plain" else laid_out(name, cache_layout)

@@ -1,12 +1,10 @@
 """The kinds of arguments: the valid values of a record's field, their checks, and their flat form.
 
-A record's field names its kind once. The kind carries the check with the wording of its errors, what the value becomes
-as arguments of a torch operator (tensors, numbers and strings in a fixed order) and how it is restored from those.
-Both front ends travel by that flat form: torch through its operators, jax through its transformations, where the
-arrays among the flat values are leaves and all else is static.
+A kind checks a value, converts it to arguments of a torch operator (tensors, numbers and strings in a fixed order) and
+restores it from them. Both front ends use that flat form: torch for its operators, jax for its transformations, where
+the arrays among the flat values are leaves and all other values are static.
 """
 
-import abc
 import dataclasses
 import math
 import numbers
@@ -18,18 +16,18 @@ import numpy as np
 from ragged_attention.errors import InvalidInput
 
 FLOATS = ("float32", "float16", "bfloat16")
-WIDE_FLOATS = (*FLOATS, "float64")  # finite differences, which check gradients, need float64
+WIDE_FLOATS = (*FLOATS, "float64")  # gradients are checked by finite differences, which need float64
 QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
-INT32 = ("int32",)  # of index arrays
+INT32 = ("int32",)  # for index arrays
 SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 LARGEST_INT32 = int(np.iinfo(np.int32).max)
 
-Dtypes = tuple[str, ...] | Callable[[Any], tuple[str, ...]]  # a function of the record if another field decides
+Dtypes = tuple[str, ...] | Callable[[Any], tuple[str, ...]]  # a function of the record if they depend on other fields
 
 
 class Array(Protocol):
-    """What torch tensors, jax arrays and NumPy arrays all offer."""
+    """A torch tensor, a jax array or a NumPy array."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -38,40 +36,38 @@ class Array(Protocol):
 
 
 class Arrays(Protocol):
-    """How a front end converts an argument to the form that records take."""
+    """Converts a front end's arguments to the form that records take."""
+
+    namespace: Any  # torch or jax.numpy
 
     def array(self, name: str, value: Any) -> Any:
-        """An array or number as one of the front end's own, with its dtype; any other value unchanged.
+        """An array in the front end's form, a number as a Python number, or any other value unchanged.
 
         Raises `TypeError` for an array of another framework.
         """
         ...
 
     def int32(self, shape: tuple[int, ...], value: int) -> Any:
-        """A new array that holds one number everywhere, on the device of the call's arrays."""
+        """A new array filled with one number, on the device of the call's arrays."""
         ...
 
     def cast(self, array: Any, dtype: str) -> Any: ...
 
-    def stack(self, parts: list[Any]) -> Any: ...
-
     def copy(self, array: Any) -> Any:
-        """A snapshot of the array, which later writes into the array do not change."""
+        """A snapshot of the array, which later writes to the array do not change."""
         ...
-
-    def largest_of_rows(self, array: Any) -> Any: ...
 
 
 # ---- checks
 
 
 def dtype_name(array: Array) -> str:
-    """`"bfloat16"`, `"float8_e4m3fn"`, `"int32"`, ..., for an array of any framework."""
+    """The name of an array's dtype in any framework, such as `"bfloat16"` or `"float8_e4m3fn"`."""
     return str(array.dtype).rpartition(".")[2]
 
 
 def wide_dtype(array: Any) -> str:
-    """The dtype of the logits, their log-sum-exp and the sinks that go with these queries."""
+    """The dtype of logits, log-sum-exp and sinks for queries `array`."""
     return "float64" if dtype_name(array) == "float64" else "float32"
 
 
@@ -93,7 +89,7 @@ def expect_any_array(name: str, value: Any) -> None:
 
 
 def expect_array(name: str, value: Any, shape: str, dtypes: tuple[str, ...], sizes: Mapping[str, int]) -> None:
-    """Check an array's type, dtype and shape; each letter of `shape`, such as "S M", is in `sizes` or is free."""
+    """Check an array's type, dtype and shape, such as "S M"; axes that are not in `sizes` may have any size."""
     expect_any_array(name, value)
     if (dtype := dtype_name(value)) not in dtypes:
         advice = ": convert it once a step, not in every layer" if dtype == "int64" and dtypes == INT32 else ""
@@ -106,6 +102,12 @@ def expect_array(name: str, value: Any, shape: str, dtypes: tuple[str, ...], siz
         raise InvalidInput(f"expected {name}.shape to be [{named}]{sized}, got {list(got)}")
 
 
+def expect_nonempty(name: str, size_name: str, size: int) -> None:
+    """Check that an axis of an array has at least one element."""
+    if size < 1:
+        raise InvalidInput(f"expected {name} to have {size_name} >= 1, got {size}")
+
+
 def _kind(value: Any) -> str:
     """The name of a value's type in an error message, with advice for a tracer."""
     name = type(value).__name__
@@ -116,7 +118,7 @@ def expect_number(name: str, value: Any, *, positive: bool = False) -> None:
     """Check a number that is finite in float32; a positive one must be a normal float32."""
     if not is_number(value):
         raise TypeError(f"expected {name} to be a number, got {_kind(value)}")
-    # Only comparisons, because torch.compile can trace them for a symbolic float.
+    # torch.compile can trace comparisons of a symbolic float, but not `math.isfinite`.
     if not abs(value) <= LARGEST_FLOAT32:
         if value != value or abs(value) == math.inf:
             raise InvalidInput(f"expected {name} to be finite, got {value}")
@@ -161,14 +163,11 @@ def expect_text(name: str, value: Any) -> None:
 def field(kind: "Kind", *, default: Any = dataclasses.MISSING) -> Any:
     """A field of a record; a default of None makes it optional."""
     kind = dataclasses.replace(kind, optional=default is None)
-    metadata = {"kind": kind}
-    if default is dataclasses.MISSING:
-        return dataclasses.field(metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata={"kind": kind})
 
 
 class Sizes(dict[str, int]):
-    """The sizes of a call's axes by letter, bound by one array after another; S also binds S+1."""
+    """The sizes of a call's axes by letter. Each checked array adds the sizes of its axes; S also adds S+1."""
 
     def bind(self, shape: str, value: Array) -> None:
         for letter, size in zip(shape.split(), value.shape, strict=True):
@@ -177,27 +176,26 @@ class Sizes(dict[str, int]):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kind(abc.ABC):
+class Kind:
     """A kind of field. The flat form of most kinds is the value itself, under the field's name."""
 
     optional: bool = False  # whether None is valid
-    checked_last: bool = False  # after later fields, because it must match their sizes
+    checked_last: bool = False  # whether it is checked after later fields, because it must match their sizes
     hint: bool = False  # whether results do not depend on it
-    unit_stride: bool = False  # whether rows must be contiguous, with a last stride of 1 in torch
-    written: bool = False  # whether the operation writes it: in torch in place, in jax into a new array
+    unit_stride: bool = False  # whether rows must be contiguous: in torch the last stride must be 1
+    written: bool = False  # whether the operation writes it: in torch in place, in jax as a new array
 
-    schema_type = "Tensor"  # torch's name of the type, without the mark for optional
+    schema_type = "Tensor"  # the type in a torch schema, without the `?` of an optional one
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
-        """A public function's argument as the record takes it."""
+        """A public function's argument, converted to the record's."""
         return arrays.array(name, value)
 
-    @abc.abstractmethod
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        """Raise `InvalidInput` or `TypeError` unless the value is valid. It is never an allowed None."""
+        """Raise unless the value, which is not an allowed None, is valid. By default, the record checks it."""
 
     def schema(self, name: str) -> tuple[str, ...]:
-        """The flat arguments as torch declares them; `{}` is the place for the mark of a written argument."""
+        """The flat arguments in a torch schema; `{}` is a placeholder for the mark of a written argument."""
         return (f"{self.schema_type}{'{}' if self.written else ''}{'?' if self.optional else ''} {name}",)
 
     def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
@@ -210,7 +208,7 @@ class Kind(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class ArrayKind(Kind):
-    """An array with a shape in letters. Without a shape, the record checks the array."""
+    """An array, whose shape is given in letters. Without a shape, the record checks the array."""
 
     shape: str | None = None
     dtypes: Dtypes = ()
@@ -256,7 +254,7 @@ class Integer(_Scalar):
     """An integer of at least `least`."""
 
     least: int = 0
-    symbolic: bool = False  # whether torch.compile may keep it symbolic; a symbolic value counts as None
+    symbolic: bool = False  # whether torch.compile may keep it symbolic; backends then see None
 
     @property
     def schema_type(self) -> str:  # type: ignore[override]
@@ -286,7 +284,7 @@ class Flag(_Scalar):
 
 @dataclasses.dataclass(frozen=True)
 class Text(_Scalar):
-    """A string, one of `choices` if there are any; otherwise the record checks it."""
+    """A string, one of `choices`; if they are empty, the record checks it."""
 
     choices: tuple[str, ...] = ()
     schema_type = "str"
@@ -311,11 +309,11 @@ class Dtype(Text):
 
 
 class Count(Kind):
-    """The number of live sequences: an int, an i32 array of one element that stays on its device, or None for all."""
+    """The number of live sequences: an int, or an i32 array of one element, which is never read back."""
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
         if is_integer(value):
-            if "S" in sizes:  # else there are no sequences to count, as the record will say
+            if "S" in sizes:  # otherwise an array is missing, and the record raises for that
                 expect_num_seqs(value, sizes["S"])
         else:
             _expect_one_int32(name, value)
@@ -347,28 +345,30 @@ def _expect_one_int32(name: str, value: Any) -> None:
         raise InvalidInput(f"expected {name} to be int32 of shape [1], got {dtype_name(value)}{list(value.shape)}")
 
 
+def expect_scales(name: str, value: Any, heads_name: str, num_heads: int) -> None:
+    """Check an array of scales, with one element or one per head."""
+    if not is_array(value):
+        raise TypeError(f"expected {name} to be a number or an array, got {type(value).__name__}")
+    if dtype_name(value) not in FLOATS or tuple(value.shape) not in ((), (1,), (num_heads,)):
+        expected, got = f"[] or [{heads_name}={num_heads}]", f"{dtype_name(value)}{list(value.shape)}"
+        raise InvalidInput(f"expected {name} to be a float array of shape {expected}, got {got}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Scale(Kind):
-    """The factor of cached values: a number, an array of one element or of one per KV head, or None for 1.
+    """The scale of cached values: a number, or an array with one element or one per KV head.
 
     New rows are divided by it when they are written to the cache, by a write or as an attention's `new_kv`.
     """
 
-    divides: bool = False  # in every call, with or without `new_kv`
+    divides: bool = False  # whether every call divides by it; otherwise only a call with `new_kv` does
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
         if is_number(value):
             divides = self.divides or getattr(call, "new_kv", None) is not None
             (expect_divisor if divides else expect_number)(name, value)
-            return
-        if not is_array(value):
-            raise TypeError(f"expected {name} to be a number or an array, got {type(value).__name__}")
-        num_kv_heads = call.num_kv_heads
-        if dtype_name(value) not in FLOATS or tuple(value.shape) not in ((), (1,), (num_kv_heads,)):
-            raise InvalidInput(
-                f"expected {name} to be a float array of shape [] or [{num_kv_heads=}], "
-                f"got {dtype_name(value)}{list(value.shape)}"
-            )
+        else:
+            expect_scales(name, value, "num_kv_heads", call.num_kv_heads)
 
     def schema(self, name: str) -> tuple[str, ...]:
         return f"Tensor? {name}", f"float? {name}_number"
@@ -385,7 +385,7 @@ class Scale(Kind):
 
 
 class QueryScale(Kind):
-    """The factor of 8-bit queries. The record's `prepare` applies it, so no backend sees it."""
+    """The scale of 8-bit queries. The record's `prepare` applies it, so no backend sees it."""
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
         value = arrays.array(name, value)
@@ -394,9 +394,6 @@ class QueryScale(Kind):
         elif not is_array(value):
             raise TypeError(f"expected {name} to be a number or an array, got {type(value).__name__}")
         return value
-
-    def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        """The record's `prepare` checks it."""
 
     def schema(self, name: str) -> tuple[str, ...]:
         return ()
@@ -410,10 +407,10 @@ class QueryScale(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Pair(Kind):
-    """One array or a pair of arrays, which a function of the record's family checks."""
+    """One array or a pair of arrays, which `expect(name, value, record, sizes)` checks."""
 
-    names: tuple[str, str]  # of the flat arguments
-    expect: Callable[[str, Any, Any, Sizes], None]  # takes the name, the value, the record and its sizes
+    names: tuple[str, str]  # the names of the flat arguments
+    expect: Callable[[str, Any, Any, Sizes], None]
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
         if isinstance(value, (tuple, list)):
@@ -441,7 +438,7 @@ class Pair(Kind):
 
 
 class Stack(ArrayKind):
-    """An array, or a sequence of arrays that are stacked."""
+    """An array, or a sequence of arrays, which `prepare` stacks."""
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
         if not isinstance(value, (tuple, list)):
@@ -455,7 +452,7 @@ class Stack(ArrayKind):
             expect_array(f"{name}[{index}]", part, shape, dtypes, sizes)
             sizes.bind(shape, part)
             dtypes = (dtype_name(part),)
-        return arrays.stack(parts)
+        return arrays.namespace.stack(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -466,9 +463,6 @@ class ArrayTuple(Kind):
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
         return tuple(arrays.array(f"{name}[{index}]", item) for index, item in enumerate(value))
-
-    def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        """The record checks it."""
 
     def schema(self, name: str) -> tuple[str, ...]:
         return (f"Tensor[] {name}",)

@@ -19,6 +19,7 @@ from ragged_attention.calls.fields import (
     Text,
     dtype_name,
     expect_array,
+    expect_nonempty,
     field,
     is_array,
 )
@@ -26,19 +27,19 @@ from ragged_attention.calls.paged import PagesCall, RaggedPagedAttention, expect
 from ragged_attention.errors import InvalidInput
 
 ALIGNMENTS = ("chunk", "end")
-JAX_LARGEST = 127.5  # the factor in the scales of jax's QuantizedTensor; see `is_jax_quantized`
+JAX_LARGEST = 127.5  # divides the scales of jax's QuantizedTensor; see `is_jax_quantized`
 
 
 def is_jax_quantized(pages: Any) -> bool:
-    """Whether pages are jax's `QuantizedTensor(weight, scales)`, whose values are weight * scales / 127.5."""
+    """Whether pages are jax's `QuantizedTensor(weight, scales)`. It stands for weight * scales / 127.5."""
     return hasattr(pages, "weight") and hasattr(pages, "scales")
 
 
 def expect_heads_first(name: str, pages: Any, call: Any, sizes: Sizes) -> None:
-    """Check heads-first pages: an array [K, P, G, D], or a pair of 8-bit pages and f32 [K, P, G, 1]; V must match K."""
-    if isinstance(pages, (tuple, list)) and len(pages) != 2:
-        raise TypeError(f"expected {name} to be an array or a pair (weight, scales), got {len(pages)} values")
+    """Check heads-first pages: an array [K, P, G, D], or a pair of 8-bit pages and their scales, f32 [K, P, G, 1]."""
     is_pair = isinstance(pages, (tuple, list))
+    if is_pair and len(pages) != 2:
+        raise TypeError(f"expected {name} to be an array or a pair (weight, scales), got {len(pages)} values")
     dtypes = (dtype_name(call.q), *QUANTIZED) if name == "k_pages" else (call.cache_dtype,)
     if name == "v_pages" and is_pair != call.quantized:
         expected, got = ("a pair", "an array") if call.quantized else ("an array", "a pair")
@@ -54,7 +55,7 @@ def expect_heads_first(name: str, pages: Any, call: Any, sizes: Sizes) -> None:
 
 
 class HeadsFirstPages(Pair):
-    """Heads-first pages; jax's quantised ones become a pair."""
+    """Heads-first pages. A `QuantizedTensor` of jax becomes a pair."""
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
         if is_jax_quantized(value):
@@ -99,7 +100,7 @@ class HeadsFirstCall(HeadsFirstSizes, GroupedCall):
 
     @property
     def arrays(self) -> tuple[Any, Any]:
-        """K and V as they are stored, without their scales."""
+        """The stored K and V, without their scales."""
         return (self.k_pages[0], self.v_pages[0]) if self.quantized else (self.k_pages, self.v_pages)
 
     @property
@@ -115,9 +116,8 @@ class HeadsFirstCall(HeadsFirstSizes, GroupedCall):
         expect_head_dim("q.shape[2]", self.head_dim)
         if self.page_size < 1:
             raise InvalidInput(f"expected page_size >= 1, got {self.page_size}")
-        if (num_kv_heads := self.num_kv_heads) < 1:
-            raise InvalidInput(f"expected k_pages to have num_kv_heads >= 1, got {num_kv_heads}")
-        expect_groups(self.num_q_heads, num_kv_heads)
+        expect_nonempty("k_pages", "num_kv_heads", self.num_kv_heads)
+        expect_groups(self.num_q_heads, self.num_kv_heads)
 
     def results(self) -> tuple[Result, ...]:
         return (Result(self.out_shape, self.q.dtype),)
@@ -125,7 +125,7 @@ class HeadsFirstCall(HeadsFirstSizes, GroupedCall):
     def as_ragged(self, **changes: Any) -> "RaggedHeadsFirst":
         """This call as a call of ragged paged attention, whose index arrays are in `changes`.
 
-        It holds the pages as they are stored: their scales, if any, are left to the caller.
+        It has the stored pages; if they have scales, the caller must apply them.
         """
         values: dict[str, Any] = dict.fromkeys(RaggedPagedAttention.argument_names())
         values |= {"q": self.q, "kv_pages": self.arrays, "page_indices": self.page_indices, "causal": True}
@@ -136,7 +136,7 @@ class HeadsFirstCall(HeadsFirstSizes, GroupedCall):
 class RaggedHeadsFirst(HeadsFirstSizes, RaggedPagedAttention):
     """A call of ragged paged attention with a pair of heads-first pages, for backends that can read them.
 
-    Without a second axis `page_indices` is the row of the one sequence there is.
+    `page_indices` may be i32 [M], the block table of a single sequence.
     """
 
     @property
@@ -154,7 +154,7 @@ def _pages(name: str) -> HeadsFirstPages:
 
 @record
 class PagedAttention(HeadsFirstCall):
-    """The arguments of `paged_attention`, which says what they mean."""
+    """The arguments of `paged_attention`, whose docstring explains them."""
 
     q: Any = field(ArrayKind("S H D", FLOATS))
     k_pages: Any = field(_pages("k_pages"))
@@ -172,13 +172,12 @@ class PagedAttention(HeadsFirstCall):
         return super().as_ragged(**{"max_q_len": 1} | changes)
 
     def check_values(self) -> None:
-        """Raise `InvalidInput` naming the first sequence whose index values are invalid. Expects NumPy arrays."""
         self._check_table("lengths", self.lengths)
 
 
 @record
 class PrefillAttention(HeadsFirstCall):
-    """The arguments of `prefill_attention`, which says what they mean."""
+    """The arguments of `prefill_attention`, whose docstring explains them."""
 
     q: Any = field(ArrayKind("T H D", FLOATS))
     k_pages: Any = field(_pages("k_pages"))
@@ -199,6 +198,5 @@ class PrefillAttention(HeadsFirstCall):
         return HeadsFirstCall.as_ragged(self, **{"sliding_window": self.sliding_window} | changes)
 
     def check_values(self) -> None:
-        """Raise `InvalidInput` naming the first invalid index value. Expects NumPy arrays."""
         length = np.asarray(self.length).reshape(())
         self._check_row("length", length, "page_indices[*]", self.page_indices)

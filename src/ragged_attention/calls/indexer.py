@@ -17,6 +17,7 @@ from ragged_attention.calls.fields import (
     Sizes,
     dtype_name,
     expect_array,
+    expect_nonempty,
     field,
 )
 from ragged_attention.calls.paged import (
@@ -30,9 +31,9 @@ from ragged_attention.calls.paged import (
 from ragged_attention.errors import InvalidInput
 
 E4M3 = "float8_e4m3fn"
-SCALE_BYTES = 4  # per key in a page of bytes
-A_CHOICE = "it serves to choose keys, and a choice has none"
-LARGEST_TOP_K = 4096
+SCALE_BYTES = 4  # for each key in a page of bytes
+WHY_NO_GRADIENT = "it serves to choose keys, and a choice has none"
+MAX_TOP_K = 4096
 
 
 def expect_index_dim(name: str, size: int) -> None:
@@ -41,15 +42,15 @@ def expect_index_dim(name: str, size: int) -> None:
 
 
 def expect_top_k(top_k: int) -> None:
-    if top_k > LARGEST_TOP_K:
-        raise InvalidInput(f"expected top_k <= {LARGEST_TOP_K}, got {top_k}")
+    if top_k > MAX_TOP_K:
+        raise InvalidInput(f"expected top_k <= {MAX_TOP_K}, got {top_k}")
 
 
 @record
 class IndexerQueries(Call):
-    """The first arguments of the public functions."""
+    """The first arguments of `indexer_logits` and `indexer_topk`."""
 
-    WHY_NO_GRADIENT: ClassVar[str] = A_CHOICE
+    WHY_NO_GRADIENT: ClassVar[str] = WHY_NO_GRADIENT
 
     q: Any = field(ArrayKind("T H D", (*FLOATS, E4M3)))
     keys: Any = field(ArrayKind(unit_stride=True))
@@ -57,15 +58,15 @@ class IndexerQueries(Call):
 
 
 @record
-class IndexerChoice(IndexerQueries):
-    """The argument that follows them if keys are chosen."""
+class IndexerSelection(IndexerQueries):
+    """The first arguments of `indexer_topk`."""
 
     top_k: int = field(Integer(least=1))
 
 
 @record
 class IndexerCall(IndexerQueries, PagesCall):
-    """The base of the logits and of their top-k: queries, weights, and the keys that each query sees."""
+    """The base of the records with queries, weights, and the keys that each query sees."""
 
     CACHE: ClassVar[str] = "keys"
 
@@ -82,15 +83,14 @@ class IndexerCall(IndexerQueries, PagesCall):
 
     def _check(self, sizes: Sizes) -> None:
         expect_index_dim("q.shape[2]", self.head_dim)
-        if self.num_heads < 1:
-            raise InvalidInput("expected q to have num_heads >= 1, got 0")
+        expect_nonempty("q", "num_heads", self.num_heads)
         self._expect_one_form()
         self._expect_keys()
         if self.max_keys is not None and not self.relative:
             raise InvalidInput(f"expected max_keys only with relative=True, got {self.max_keys}")
 
     def _expect_one_form(self) -> None:
-        """Raise unless keys are packed and have ranges, or are paged and have tables."""
+        """Raise unless keys are packed and given ranges, or paged and given tables."""
         ranges = [name for name in ("starts", "stops") if getattr(self, name) is not None]
         tables = [name for name in TABLES if getattr(self, name) is not None]
         if (len(ranges), len(tables)) not in ((2, 0), (0, 3)):
@@ -104,16 +104,16 @@ class IndexerCall(IndexerQueries, PagesCall):
                 raise InvalidInput(f"expected {name} only with {wanted}, got it with {other}")
 
     def _expect_keys(self) -> None:
-        own = (dtype_name(self.q), E4M3) if dtype_name(self.q) != E4M3 else (E4M3,)
+        dtypes = tuple(dict.fromkeys((dtype_name(self.q), E4M3)))
         if not self.paged:
-            expect_array("keys", self.keys, "N D", own, {"D": self.head_dim})
+            expect_array("keys", self.keys, "N D", dtypes, {"D": self.head_dim})
         elif self.bytes:
             sizes = {"1": 1, "D+4": self.head_dim + SCALE_BYTES}
             expect_array("keys", self.keys, "P G 1 D+4", ("uint8",), sizes)
         else:
-            expect_array("keys", self.keys, "P G D", own, {"D": self.head_dim})
-        if self.paged and self.page_size < 1:
-            raise InvalidInput(f"expected keys to have page_size >= 1, got {self.page_size}")
+            expect_array("keys", self.keys, "P G D", dtypes, {"D": self.head_dim})
+        if self.paged:
+            expect_nonempty("keys", "page_size", self.page_size)
         if self.key_scale is None:
             return
         if self.bytes:
@@ -127,7 +127,7 @@ class IndexerCall(IndexerQueries, PagesCall):
         return live_sequences(super().prepare(arguments, arrays))
 
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
-        """Refuse pages of bytes that are not one block: the values of their keys, then the scales."""
+        """Refuse gaps between the rows of a page of bytes, which holds all values and then all scales."""
         if self.bytes:
             expect_packed_rows("keys", self.keys, strides)
 
@@ -137,12 +137,12 @@ class IndexerCall(IndexerQueries, PagesCall):
 
     @property
     def bytes(self) -> bool:
-        """Whether keys are pages of e4m3 values that their scales follow."""
+        """Whether keys are pages of bytes: e4m3 values followed by their scales."""
         return self.paged and len(self.keys.shape) == 4
 
     @property
     def key_dtype(self) -> str:
-        """The dtype of the keys' values."""
+        """The dtype of the keys without their scales."""
         return E4M3 if self.bytes else dtype_name(self.keys)
 
     @property
@@ -159,23 +159,22 @@ class IndexerCall(IndexerQueries, PagesCall):
 
     @property
     def page_size(self) -> int:
-        """Positions of a page; packed keys are one page."""
+        """The number of positions per page; packed keys are one page."""
         return self.keys.shape[1] if self.paged else self.keys.shape[0]
 
     @property
     def columns(self) -> int:
-        """The columns of the logits, one per position that a query can see."""
+        """The number of columns of the logits, one per position that a query may see."""
         if self.paged:
             return self.pages_per_seq * self.page_size
         return self.keys.shape[0] if self.max_keys is None else self.max_keys
 
     @property
     def token_capacity(self) -> int:
-        """The most tokens that one sequence's row of `page_indices` can stand for; longer lengths count as this."""
+        """The maximum number of tokens per sequence; longer lengths are clamped to it. See `PagesCall.capacity`."""
         return min(self.columns * self.ratio, 2**31 - 2**16)
 
     def check_values(self) -> None:
-        """Raise `InvalidInput` naming the first range or sequence that is invalid. Expects NumPy arrays."""
         if self.paged:
             check_ragged_values(self, ratio=self.ratio)
         else:
@@ -194,15 +193,15 @@ def check_ranges(starts: Any, stops: Any, limit: int) -> None:
 
 @record
 class IndexerLogits(IndexerCall):
-    """The arguments of `indexer_logits`, which says what they mean."""
+    """The arguments of `indexer_logits`, whose docstring explains them."""
 
     def results(self) -> tuple[Result, ...]:
         return (Result((self.num_tokens, self.columns), "float32"),)
 
 
 @record
-class IndexerTopk(IndexerCall, IndexerChoice):
-    """The arguments of `indexer_topk`, which says what they mean."""
+class IndexerTopk(IndexerCall, IndexerSelection):
+    """The arguments of `indexer_topk`, whose docstring explains them."""
 
     candidate_blocks: Any = field(ArrayKind("T B", INT32), default=None)
     candidate_block_size: int | None = field(Integer(least=1), default=None)
@@ -222,9 +221,9 @@ class IndexerTopk(IndexerCall, IndexerChoice):
 
 @record
 class TopKIndices(Call):
-    """The arguments of `top_k_indices`, which says what they mean."""
+    """The arguments of `top_k_indices`, whose docstring explains them."""
 
-    WHY_NO_GRADIENT: ClassVar[str] = A_CHOICE
+    WHY_NO_GRADIENT: ClassVar[str] = WHY_NO_GRADIENT
 
     logits: Any = field(ArrayKind("T N", ("float32",)))
     top_k: int = field(Integer(least=1))
@@ -246,13 +245,12 @@ class TopKIndices(Call):
         return self.logits.shape[1]
 
     def check_values(self) -> None:
-        """Raise `InvalidInput` naming the first range that is invalid. Expects NumPy arrays."""
         check_ranges(self.starts, self.stops, self.columns)
 
 
 @record
 class QuantizeIndexerKeys(Call):
-    """The arguments of `quantize_indexer_keys`, which says what they mean."""
+    """The arguments of `quantize_indexer_keys`, whose docstring explains them."""
 
     NUM_RESULTS: ClassVar[int | None] = 2
 
@@ -268,7 +266,7 @@ class QuantizeIndexerKeys(Call):
 
 @record
 class WriteIndexerCache(PagesCall):
-    """The arguments of `write_indexer_cache`, which says what they mean."""
+    """The arguments of `write_indexer_cache`, whose docstring explains them."""
 
     NUM_RESULTS: ClassVar[int | None] = 0
     CACHE: ClassVar[str] = "cache"
@@ -281,8 +279,7 @@ class WriteIndexerCache(PagesCall):
     def _check(self, sizes: Sizes) -> None:
         expect_index_dim("k.shape[1]", self.head_dim)
         expect_array("cache", self.cache, "P G 1 D+4", ("uint8",), {"1": 1, "D+4": self.head_dim + SCALE_BYTES})
-        if self.page_size < 1:
-            raise InvalidInput(f"expected cache to have page_size >= 1, got {self.page_size}")
+        expect_nonempty("cache", "page_size", self.page_size)
 
     def results(self) -> tuple[Result, ...]:
         return (Result(self.cache.shape, "uint8"),)
@@ -295,5 +292,4 @@ class WriteIndexerCache(PagesCall):
         expect_packed_rows("cache", self.cache, strides)
 
     def check_values(self) -> None:
-        """Raise `InvalidInput` naming the first slot outside the cache. Expects NumPy arrays."""
         check_slots(self.slot_mapping, self.num_slots)

@@ -1,4 +1,4 @@
-"""The records of multi-head latent attention (MLA): a token's latent row is its K, and the first columns are its V."""
+"""The records of multi-head latent attention (MLA): a latent row is a key, and its first columns are the value."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -26,6 +26,7 @@ from ragged_attention.calls.fields import (
     Text,
     dtype_name,
     expect_array,
+    expect_nonempty,
     field,
 )
 from ragged_attention.calls.mla_cache import (
@@ -59,15 +60,17 @@ class LatentCall(GroupedCall):
         if self.d_v % 16 or not 16 <= self.d_v <= d_qk:
             raise InvalidInput(f"expected d_v to be a multiple of 16 from 16 to {d_qk=}, got {self.d_v}")
 
-    def _check_rows(self, name: str, cache: Any, found: str) -> None:
+    def _check_rows(self, name: str, cache: Any, format_name: str) -> None:
         """Check that the rows of a cache fit the queries."""
-        width = cache.shape[-1] if found == "plain" else CACHE_FORMATS[found].width
+        width = cache.shape[-1] if format_name == "plain" else CACHE_FORMATS[format_name].width
         d_qk = self.d_qk
-        if found != "plain" and width != d_qk:
-            raise InvalidInput(f"expected q's last dimension to be {width} with cache_format={found!r}, got {d_qk}")
+        if format_name != "plain" and width != d_qk:
+            raise InvalidInput(
+                f"expected q's last dimension to be {width} with cache_format={format_name!r}, got {d_qk}"
+            )
         if width != d_qk:
             raise InvalidInput(f"expected {name}.shape[{len(cache.shape) - 1}] = {d_qk=}, got {width}")
-        if found == "plain" and dtype_name(cache) not in (dtype_name(self.q), *QUANTIZED):
+        if format_name == "plain" and dtype_name(cache) not in (dtype_name(self.q), *QUANTIZED):
             raise InvalidInput(
                 f"expected {name}.dtype to be that of q, {dtype_name(self.q)}, or bytes, got {dtype_name(cache)}"
             )
@@ -83,7 +86,7 @@ class LatentCall(GroupedCall):
 
 
 class Lists(ArrayKind):
-    """Lists of at least one key."""
+    """Lists of at least one key per query."""
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
         super().check(name, value, call, sizes)
@@ -92,7 +95,7 @@ class Lists(ArrayKind):
 
 
 class SparsePrefillCall(LatentPagesCall, LatentCall):
-    """The base of sparse prefill and its gradient, whose rows lie in pages or are packed."""
+    """The base of sparse prefill and its gradient, with latent rows in pages or packed."""
 
     CACHE: ClassVar[str] = "kv"
 
@@ -111,7 +114,7 @@ class SparsePrefillCall(LatentPagesCall, LatentCall):
 
     @property
     def page_size(self) -> int:
-        """Rows of a page; packed rows are pages of one row."""
+        """The number of rows per page; packed rows are pages of one row."""
         return 1 if len(self.kv.shape) == 3 else self.kv.shape[1]
 
 
@@ -121,7 +124,7 @@ LISTS = Lists("T K N", INT32, checked_last=True)
 
 @record
 class SparseMlaPrefill(SparsePrefillCall):
-    """The arguments of `sparse_mla_prefill`, which says what they mean."""
+    """The arguments of `sparse_mla_prefill`, whose docstring explains them."""
 
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
@@ -144,13 +147,12 @@ class SparseMlaPrefill(SparsePrefillCall):
         self._check_queries()
         if len(self.kv.shape) == 3:
             expect_array("kv", self.kv, "s_kv K D", WIDE_FLOATS, {})
-            if self.kv.shape[1] < 1:
-                raise InvalidInput("expected kv to have num_kv_heads >= 1, got 0")
-            found = format_of("kv", self.kv, self.cache_format)
-            expect_layout(found, self.cache_layout)
+            expect_nonempty("kv", "num_kv_heads", self.kv.shape[1])
+            format_name = format_of("kv", self.kv, self.cache_format)
+            expect_layout(format_name, self.cache_layout)
         else:
-            found = expect_cache("kv", self.kv, self.cache_format, self.cache_layout, WIDE_FLOATS)
-        self._check_rows("kv", self.kv, found)
+            format_name = expect_cache("kv", self.kv, self.cache_format, self.cache_layout, WIDE_FLOATS)
+        self._check_rows("kv", self.kv, format_name)
         sizes["K"] = self.num_kv_heads
 
     def results(self) -> tuple[Result, ...]:
@@ -166,7 +168,7 @@ class SparseMlaPrefill(SparsePrefillCall):
 
 @record
 class SparseMlaPrefillBackward(SparsePrefillCall):
-    """The arguments of `sparse_mla_prefill_backward`, which says what they mean."""
+    """The arguments of `sparse_mla_prefill_backward`, whose docstring explains them."""
 
     NUM_RESULTS: ClassVar[int | None] = 3
 
@@ -187,9 +189,8 @@ class SparseMlaPrefillBackward(SparsePrefillCall):
         self._check_queries()
         pages = len(self.kv.shape) == 4
         expect_array("kv", self.kv, "P G K D" if pages else "s_kv K D", (dtype_name(self.q),), {})
-        for name, size in (("num_kv_heads", self.num_kv_heads), ("page_size", self.page_size)):
-            if size < 1:
-                raise InvalidInput(f"expected kv to have {name} >= 1, got 0")
+        expect_nonempty("kv", "num_kv_heads", self.num_kv_heads)
+        expect_nonempty("kv", "page_size", self.page_size)
         self._check_rows("kv", self.kv, "plain")
         sizes |= {"K": self.num_kv_heads, "d_v": self.d_v}
 
@@ -199,7 +200,7 @@ class SparseMlaPrefillBackward(SparsePrefillCall):
 
 @record
 class MlaDecode(LatentPagesCall, LatentCall):
-    """The arguments of `mla_decode`, which says what they mean; its schedule as the arrays that it consists of."""
+    """The arguments of `mla_decode`, whose docstring explains them; `schedule` is a tuple of the schedule's arrays."""
 
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
@@ -221,7 +222,7 @@ class MlaDecode(LatentPagesCall, LatentCall):
     extra_kv_cache: Any = field(ArrayKind(unit_stride=True), default=None)
     extra_indices: Any = field(Lists("S Q N'", INT32), default=None)
     extra_topk_lens: Any = field(ArrayKind(), default=None)  # [S] or [S, Q]
-    schedule: Any = field(ArrayTuple(hint=True), default=None)  # the arrays of a `DecodeSchedule`, without None
+    schedule: Any = field(ArrayTuple(hint=True), default=None)  # the arrays of a `DecodeSchedule` that are not None
     cache_format: str | None = field(Text(), default=None)
     cache_layout: str | None = field(Text(), default=None)
     out_dtype: str | None = field(Dtype(choices=FLOATS), default=None)
@@ -230,10 +231,10 @@ class MlaDecode(LatentPagesCall, LatentCall):
         self._check_queries()
         if self.num_q_tokens < 1:
             raise InvalidInput("expected q to have at least one query token per sequence, got 0")
-        found = self.format
-        self._check_rows("kv_cache", self.kv_cache, found)
+        format_name = self.format
+        self._check_rows("kv_cache", self.kv_cache, format_name)
         if self.sparse:
-            self._check_sparse(sizes, found)
+            self._check_sparse(sizes, format_name)
         else:
             self._check_dense(sizes)
         if self.schedule is not None:
@@ -252,13 +253,12 @@ class MlaDecode(LatentPagesCall, LatentCall):
             if getattr(self, name) is not None:
                 raise InvalidInput(f"expected {name} only together with indices, got it without")
 
-    def _check_sparse(self, sizes: Sizes, found: str) -> None:
+    def _check_sparse(self, sizes: Sizes, format_name: str) -> None:
         if self.num_kv_heads != 1:
             raise InvalidInput(f"expected kv_cache to have num_kv_heads = 1 with indices, got {self.num_kv_heads}")
         if self.causal:
             raise InvalidInput("expected causal=False with indices, which select the keys themselves, got True")
-        if self.sliding_window is not None:
-            got = self.sliding_window
+        if (got := self.sliding_window) is not None:
             raise InvalidInput(
                 f"expected sliding_window=None with indices, which select the keys themselves, got {got}"
             )
@@ -272,8 +272,8 @@ class MlaDecode(LatentPagesCall, LatentCall):
             return
         extra = expect_cache("extra_kv_cache", self.extra_kv_cache, None, self.cache_layout)
         mixable = [name for name, form in CACHE_FORMATS.items() if form.mixable]
-        if extra != found and not (extra in mixable and found in mixable):
-            allowed = " or ".join(mixable) if found in mixable else found
+        if extra != format_name and not (extra in mixable and format_name in mixable):
+            allowed = " or ".join(mixable) if format_name in mixable else format_name
             raise InvalidInput(f"expected extra_kv_cache in the format of kv_cache, {allowed}, got {extra}")
         self._check_rows("extra_kv_cache", self.extra_kv_cache, extra)
         if (got := self.extra_kv_cache.shape[2]) != 1:
@@ -299,12 +299,12 @@ class MlaDecode(LatentPagesCall, LatentCall):
 
     @property
     def num_q_tokens(self) -> int:
-        """Query tokens of each sequence."""
+        """The number of query tokens per sequence."""
         return self.q.shape[1]
 
     @property
     def topk(self) -> int:
-        """Entries of each list; 0 in a dense call."""
+        """The number of entries per list; 0 in a dense call."""
         return self.indices.shape[2] if self.sparse else 0
 
     @property
@@ -313,7 +313,7 @@ class MlaDecode(LatentPagesCall, LatentCall):
 
     @property
     def capacity(self) -> int:
-        """The most keys that one query can see."""
+        """The maximum number of keys per query."""
         return self.topk + self.extra_topk if self.sparse else super().capacity
 
     @property
@@ -329,34 +329,30 @@ class MlaDecode(LatentPagesCall, LatentCall):
         return (self.num_seqs, self.num_q_heads, self.num_q_tokens)
 
     def check_values(self) -> None:
-        """Raise `InvalidInput` naming the first invalid value. Expects NumPy arrays."""
         if not self.sparse:
             self._check_table("kv_lens", self.kv_lens)
         if self.schedule is not None:
             self._check_schedule()
 
     def _check_schedule(self) -> None:
-        parts, num_splits, *made_for = self.schedule
+        parts, num_splits, *lengths = self.schedule
         most = self.num_seqs + parts.shape[0]
         if num_splits[0] != 0 or (np.diff(num_splits) < 0).any() or num_splits[-1] > most:
             raise InvalidInput(f"expected schedule.num_splits to ascend from 0 to at most {most}, got {num_splits}")
         names = ("topk_lens", "extra_topk_lens") if self.sparse else ("kv_lens",)
-        for name, then in zip(names, made_for, strict=False):
+        for name, scheduled in zip(names, lengths, strict=False):
             count = self.topk if name == "topk_lens" else self.extra_topk
             lens = scheduled_lens(getattr(self, name), count) if self.sparse else self.kv_lens
-            now = np.broadcast_to(lens, then.shape)
-            bad = np.flatnonzero(then != now)
-            if bad.size:
+            lens = np.broadcast_to(lens, scheduled.shape)
+            if (bad := np.flatnonzero(scheduled != lens)).size:
                 seq = bad[0]
-                raise InvalidInput(
-                    f"expected a schedule made for these {name}, got one made for {then[seq]} where "
-                    f"{name}[{seq}] = {now[seq]}"
-                )
+                got = f"{scheduled[seq]} where {name}[{seq}] = {lens[seq]}"
+                raise InvalidInput(f"expected a schedule made for these {name}, got one made for {got}")
 
 
 @record
 class RaggedMlaAttention(LatentPagesCall, LatentCall, RaggedCall):
-    """The arguments of `ragged_mla_attention`, which says what they mean."""
+    """The arguments of `ragged_mla_attention`, whose docstring explains them."""
 
     WRITE: ClassVar[type[Call]] = WriteMlaCache
     CACHE: ClassVar[str] = "kv_cache"

@@ -1,4 +1,4 @@
-"""The records of the operations on a latent cache: its quantised formats, writing, reading, the slots of positions."""
+"""The records of the operations on a latent cache: quantise, dequantise, write, and convert positions to slots."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ from ragged_attention.calls.fields import (
     Text,
     dtype_name,
     expect_array,
+    expect_nonempty,
     expect_text,
     field,
     is_array,
@@ -40,22 +41,22 @@ def expect_format(name: str, value: Any, plain: bool) -> None:
 
 
 def expect_layout(name: str, cache_layout: Any) -> None:
-    """Check a layout of the format `name`, which may be `plain`."""
+    """Check a layout for the format `name`, which may be `plain`."""
     if cache_layout is None:
         return
     expect_text("cache_layout", cache_layout)
     if cache_layout not in LAYOUTS:
         raise InvalidInput(f"expected cache_layout to be one of {', '.join(LAYOUTS)}, got {cache_layout!r}")
-    has = CACHE_FORMATS[name].layouts if name != "plain" else ("token",)
-    if cache_layout not in has:
-        raise InvalidInput(f"expected cache_layout={has[0]!r} with cache_format={name!r}, got {cache_layout!r}")
+    layouts = CACHE_FORMATS[name].layouts if name != "plain" else ("token",)
+    if cache_layout not in layouts:
+        raise InvalidInput(f"expected cache_layout={layouts[0]!r} with cache_format={name!r}, got {cache_layout!r}")
 
 
 def format_of(name: str, cache: Any, given: str | None, row_width: int | None = None) -> str:
-    """The format of a cache whose dtype and rank are known to be valid: `plain` or a name in CACHE_FORMATS.
+    """The format of a cache of valid dtype and rank: `plain` or a name in CACHE_FORMATS.
 
-    With `row_width`, the columns of a row, 8-bit numbers can be plain as well; then they share one scale that the
-    caller knows. No quantised format has as many bytes per token as it has columns.
+    With `row_width`, the number of columns of a row, 8-bit numbers may be plain too: they share one scale, which the
+    caller knows. In every quantised format, the bytes per token differ from the number of columns.
     """
     if given is not None:
         expect_format("cache_format", given, plain=True)
@@ -79,29 +80,26 @@ def format_of(name: str, cache: Any, given: str | None, row_width: int | None = 
 
 
 def expect_cache(
-    name: str,
-    cache: Any,
-    given: str | None,
-    cache_layout: str | None,
-    floats: tuple[str, ...] = FLOATS,
+    name: str, cache: Any, given: str | None, cache_layout: str | None, floats: tuple[str, ...] = FLOATS,
     row_width: int | None = None,
-) -> str:
-    """Check a paged cache by itself; returns its format. With `row_width` it may be 8-bit and plain."""
-    more = BYTES if row_width is None else (*BYTES, "float8_e5m2")
-    expect_array(name, cache, "P G K C", (*floats, *more), {})
-    found = format_of(name, cache, given, row_width)
-    expect_layout(found, cache_layout)
+) -> str:  # fmt: skip
+    """Check a paged cache by itself and return its format. With `row_width` it may be 8-bit and plain."""
+    eight_bit = BYTES if row_width is None else (*BYTES, "float8_e5m2")
+    expect_array(name, cache, "P G K C", (*floats, *eight_bit), {})
+    format_name = format_of(name, cache, given, row_width)
+    expect_layout(format_name, cache_layout)
     _, page_size, num_kv_heads, _ = cache.shape
-    if page_size < 1:
-        raise InvalidInput(f"expected {name} to have page_size >= 1, got {page_size}")
-    if num_kv_heads < 1 or (found != "plain" and num_kv_heads != 1):
-        condition = "num_kv_heads >= 1" if found == "plain" else f"num_kv_heads = 1 with cache_format={found!r}"
+    expect_nonempty(name, "page_size", page_size)
+    if num_kv_heads < 1 or (format_name != "plain" and num_kv_heads != 1):
+        condition = (
+            "num_kv_heads >= 1" if format_name == "plain" else f"num_kv_heads = 1 with cache_format={format_name!r}"
+        )
         raise InvalidInput(f"expected {name} to have {condition}, got {num_kv_heads}")
-    return found
+    return format_name
 
 
 class CacheKind(Kind):
-    """A paged latent cache, plain or quantised; its format is the call's, or follows from its dtype and width.
+    """A paged latent cache, plain or quantised, in the call's format or the one that its dtype and width imply.
 
     It may be 8-bit and plain if the call has a `row_width`.
     """
@@ -113,7 +111,7 @@ class CacheKind(Kind):
 
 @record
 class QuantizeMlaCache(Call):
-    """The arguments of `quantize_mla_cache`, which says what they mean."""
+    """The arguments of `quantize_mla_cache`, whose docstring explains them."""
 
     kv: Any = field(ArrayKind())
     format: str = field(Text())
@@ -124,8 +122,7 @@ class QuantizeMlaCache(Call):
         expect_format("format", self.format, plain=False)
         expect_layout(self.format, self.cache_layout)
         expect_array("kv", self.kv, "P G 1 D", FLOATS, {"1": 1, "D": CACHE_FORMATS[self.format].width})
-        if self.kv.shape[1] < 1:
-            raise InvalidInput(f"expected kv to have page_size >= 1, got {self.kv.shape[1]}")
+        expect_nonempty("kv", "page_size", self.kv.shape[1])
         _expect_powers("format", self.format, self.power_of_two_scales)
 
     def results(self) -> tuple[Result, ...]:
@@ -142,13 +139,13 @@ class QuantizeMlaCache(Call):
 
 
 def with_heads(kv: Any) -> Any:
-    """Rows [T, d_qk] with an axis for their one KV head, [T, 1, d_qk]; any other value unchanged."""
+    """Rows [T, d_qk] as [T, 1, d_qk], with an axis for their one KV head; any other value unchanged."""
     return kv[:, None] if is_array(kv) and len(kv.shape) == 2 else kv
 
 
-def expect_scale(found: str, kv_scale: Any) -> None:
-    if found != "plain" and kv_scale is not None:
-        raise InvalidInput(f"expected kv_scale=None with {found!r}, which stores scales of its own, got one")
+def expect_scale(format_name: str, kv_scale: Any) -> None:
+    if format_name != "plain" and kv_scale is not None:
+        raise InvalidInput(f"expected kv_scale=None with {format_name!r}, which stores scales of its own, got one")
 
 
 def _expect_powers(name: str, value: str, power_of_two_scales: Any) -> None:
@@ -158,7 +155,7 @@ def _expect_powers(name: str, value: str, power_of_two_scales: Any) -> None:
 
 @record
 class DequantizeMlaCache(Call):
-    """The arguments of `dequantize_mla_cache`, which says what they mean."""
+    """The arguments of `dequantize_mla_cache`, whose docstring explains them."""
 
     cache: Any = field(ArrayKind(unit_stride=True))
     format: str | None = field(Text(), default=None)
@@ -192,7 +189,7 @@ class LatentPagesCall(PagesCall):
 
     @property
     def row_width(self) -> int | None:
-        """The columns of a row, if the record takes plain 8-bit caches."""
+        """The number of columns of a row if the record takes plain 8-bit caches, else None."""
         return None
 
     @property
@@ -205,13 +202,12 @@ class LatentPagesCall(PagesCall):
 
     @property
     def kv_format(self) -> CacheFormat:
-        """How the cache stores its rows."""
         return stored_format(self.format, self.cache_layout, self.cache_dtype)
 
 
 @record
 class WriteMlaCache(LatentPagesCall, TableWrite):
-    """The arguments of `write_mla_cache`, which says what they mean."""
+    """The arguments of `write_mla_cache`, whose docstring explains them."""
 
     CACHE: ClassVar[str] = "cache"
 
@@ -229,13 +225,13 @@ class WriteMlaCache(LatentPagesCall, TableWrite):
 
     def _check(self, sizes: Sizes) -> None:
         self._expect_slots_or_tables()
-        found = self.format
-        expect_scale(found, self.kv_scale)
-        width = self.cache.shape[3] if found == "plain" else CACHE_FORMATS[found].width
-        dtypes = (dtype_name(self.cache),) if found == "plain" and not self.kv_format.eight_bit else FLOATS
+        format_name = self.format
+        expect_scale(format_name, self.kv_scale)
+        width = self.cache.shape[3] if format_name == "plain" else CACHE_FORMATS[format_name].width
+        dtypes = (dtype_name(self.cache),) if format_name == "plain" and not self.kv_format.eight_bit else FLOATS
         expect_array("kv", self.kv, "T K D", dtypes, {"K": sizes["K"], "D": width})
         sizes.bind("T K D", self.kv)
-        _expect_powers("cache_format", found, self.power_of_two_scales)
+        _expect_powers("cache_format", format_name, self.power_of_two_scales)
 
     @classmethod
     def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
@@ -254,14 +250,14 @@ class WriteMlaCache(LatentPagesCall, TableWrite):
         return self.kv.shape[0]
 
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
-        """Refuse rows with gaps in the layout "page", which addresses a page's bytes and not its rows."""
+        """Refuse gaps between rows in the layout "page", where offsets are counted from the start of the page."""
         if self.kv_format.planar:
             expect_packed_rows("cache", self.cache, strides, f" for {self.format!r}")
 
 
 @record
 class PageIndicesToSlots(Call):
-    """The arguments of `page_indices_to_slots`, which says what they mean."""
+    """The arguments of `page_indices_to_slots`, whose docstring explains them."""
 
     positions: Any = field(ArrayKind())
     page_indices: Any = field(ArrayKind())

@@ -20,45 +20,44 @@ from ragged_attention.calls.fields import (
 )
 from ragged_attention.errors import InvalidInput
 
-BLOCK_ROWS = 64  # query rows of a program
+BLOCK_ROWS = 64  # query rows per program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeSchedule:
     """The division of the work of `mla_decode`, which `make_decode_schedule` returns for all layers of a model.
 
-    Valid for calls of the shapes it was made for, which is checked, as long as lengths are the same, which is checked
-    under `validate="full"` only. With other lengths results stay correct, but the work is divided badly.
+    It is valid for calls with the shapes and lengths that it was made for. Shapes are always checked, lengths only
+    under `validate="full"`. With other lengths results stay correct, but the work is divided badly.
     """
 
-    # i32 [programs, 8]: first sequence, first block in it, last sequence, end block in it, first split, 0 0 0
+    # i32 [programs, 8]: first sequence, its first block, last sequence, its end block, first split, 0 0 0
     parts: Any
-    num_splits: Any  # i32 [S + 1], prefix sums of the number of splits of each sequence
-    lens: Any = None  # i32 [S], the lengths in that step; None is unknown
+    num_splits: Any  # i32 [S + 1], prefix sums of the number of splits per sequence
+    lens: Any = None  # i32 [S], the lengths that it was made for; None if they are unknown
     extra_lens: Any = None  # i32 [S], the lengths of the lists into the second cache
-    made_for: tuple[int, ...] = ()  # sequences, query tokens of each, query heads, KV heads, top-k, extra top-k
+    made_for: tuple[int, ...] = ()  # sequences, query tokens per sequence, query heads, KV heads, top-k, extra top-k
 
 
 SHAPES = ("batch_size", "num_q_tokens", "num_q_heads", "num_kv_heads", "topk", "extra_topk")
 
 
 def schedule_arrays(schedule: Any, q: Any, kv_cache: Any, indices: Any, extra_indices: Any) -> tuple[Any, ...] | None:
-    """The arrays of the argument `schedule` of `mla_decode`; raises unless it was made for these shapes."""
+    """The arrays of `schedule`, an argument of `mla_decode`. Raises unless it was made for these shapes."""
     if schedule is None:
         return None
     if not isinstance(schedule, DecodeSchedule):
         raise TypeError(f"expected schedule to be a DecodeSchedule, got {type(schedule).__name__}")
     lists = [value for value in (indices, extra_indices) if value is not None]
     if not all(is_array(value) and len(value.shape) > 2 for value in (q, kv_cache, *lists)):
-        return None  # the record has a better message
+        return None  # the record raises a better message
     counts = [0 if value is None else value.shape[-1] for value in (indices, extra_indices)]
     needed = (*q.shape[:3], kv_cache.shape[2], *counts)
     for name, need, made in zip(SHAPES, needed, schedule.made_for, strict=False):
         if need != made:
             raise InvalidInput(f"expected a schedule made for {name}={need}, got one made for {name}={made}")
-    known = [schedule.parts, schedule.num_splits]
-    known += [lens for lens in (schedule.lens, schedule.extra_lens) if lens is not None]
-    return tuple(known)
+    lengths = [lens for lens in (schedule.lens, schedule.extra_lens) if lens is not None]
+    return (schedule.parts, schedule.num_splits, *lengths)
 
 
 def scheduled_lens(lens: Any, most: int) -> Any:
@@ -71,19 +70,19 @@ def scheduled_lens(lens: Any, most: int) -> Any:
 
 @record
 class MakeDecodeSchedule(Call):
-    """The arguments of `make_decode_schedule` as lengths of what each sequence reads.
+    """The arguments of `make_decode_schedule`, as the number of keys that each sequence reads.
 
-    That function describes a decode call, by `kv_lens` or by top-k lists; `prepare` says how one becomes the other.
+    That function takes the shapes of a decode call, and `kv_lens` or the sizes of lists; `prepare` converts them.
     """
 
     NUM_RESULTS: ClassVar[int | None] = 2
 
-    lens: Any = field(ArrayKind("S", INT32))  # positions of each sequence, or of its longest list
+    lens: Any = field(ArrayKind("S", INT32))  # the length of each sequence or of its longest list
     extra_lens: Any = field(ArrayKind("S", INT32), default=None)  # the longest list into the second cache
     sparse: bool = field(Flag(), default=False)
     num_parts: int | None = field(Integer(least=1), default=None)
     overhead: int = field(Integer(), default=5)
-    programs: int = field(Integer(least=1, hint=True), default=1)  # that share a range of keys
+    programs: int = field(Integer(least=1, hint=True), default=1)  # the number of programs per range of keys
 
     @classmethod
     def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
@@ -111,20 +110,16 @@ class MakeDecodeSchedule(Call):
             lens, extra_lens = (_list_lens(name, given, arrays) for name in ("topk", "extra_topk"))
             rows, side_by_side = num_q_heads, num_q_tokens
         return {
-            "lens": lens,
-            "extra_lens": extra_lens,
-            "sparse": topk is not None,
-            "num_parts": given["num_parts"],
-            "overhead": given["overhead"],
-            "programs": side_by_side * -(-rows // BLOCK_ROWS),
-        }
+            "lens": lens, "extra_lens": extra_lens, "sparse": topk is not None, "num_parts": given["num_parts"],
+            "overhead": given["overhead"], "programs": side_by_side * -(-rows // BLOCK_ROWS),
+        }  # fmt: skip
 
     def results(self) -> tuple[Result, ...]:
         return Result((self.num_ranges, 8), "int32"), Result((self.num_seqs + 1,), "int32")
 
     @property
     def num_ranges(self) -> int:
-        """The number of ranges of the work: the requested number, or enough to fill the device."""
+        """The number of ranges of keys: the requested number, or enough to fill the device."""
         return self.num_parts or max(self.device.num_multiprocessors // self.programs, 1)
 
     @property
@@ -132,11 +127,11 @@ class MakeDecodeSchedule(Call):
         return self.lens.shape[0]
 
 
-SHAPE_ARGUMENTS = {"batch_size": 0, "num_q_tokens": 1, "num_q_heads": 1, "num_kv_heads": 1}  # with their least values
+SHAPE_ARGUMENTS = {"batch_size": 0, "num_q_tokens": 1, "num_q_heads": 1, "num_kv_heads": 1}  # with their minima
 
 
 def _list_lens(name: str, given: Mapping[str, Any], arrays: Arrays) -> Any:
-    """The length of each sequence's longest list, at most the entries of a list; None without such lists."""
+    """The length of each sequence's longest list, clamped to the size of a list; None without such lists."""
     topk, lens = given[name], given[f"{name}_lens"]
     if topk is None:
         return None
@@ -144,8 +139,8 @@ def _list_lens(name: str, given: Mapping[str, Any], arrays: Arrays) -> Any:
     if lens is None:
         return arrays.int32((given["batch_size"],), topk)
     expect_list_lens(f"{name}_lens", lens, {"S": given["batch_size"], "Q": given["num_q_tokens"]})
-    held = lens.clip(0, topk)
-    return arrays.largest_of_rows(held) if len(held.shape) == 2 else held
+    clamped = lens.clip(0, topk)
+    return arrays.namespace.amax(clamped, 1) if len(clamped.shape) == 2 else clamped
 
 
 def expect_list_lens(name: str, lens: Any, sizes: Mapping[str, int]) -> None:
@@ -156,14 +151,10 @@ def expect_list_lens(name: str, lens: Any, sizes: Mapping[str, int]) -> None:
 
 
 def schedule_for(arguments: Mapping[str, Any], prepared: Mapping[str, Any], results: Any) -> DecodeSchedule:
-    """The schedule of the operation's results, with the lengths and shapes that it was made for."""
+    """The operation's results as a schedule, with the lengths and shapes that it was made for."""
     parts, num_splits = results
     shapes = tuple(int(arguments[name]) for name in SHAPE_ARGUMENTS)
     topks = tuple(int(arguments[name] or 0) for name in ("topk", "extra_topk"))
-    return DecodeSchedule(
-        parts=parts,
-        num_splits=num_splits,
-        lens=prepared["lens"],
-        extra_lens=prepared["extra_lens"],
-        made_for=(*shapes, *topks),
-    )
+    made_for = (*shapes, *topks)
+    lens, extra_lens = prepared["lens"], prepared["extra_lens"]
+    return DecodeSchedule(parts=parts, num_splits=num_splits, lens=lens, extra_lens=extra_lens, made_for=made_for)

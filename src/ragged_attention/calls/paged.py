@@ -27,7 +27,9 @@ from ragged_attention.calls.fields import (
     Stack,
     dtype_name,
     expect_array,
+    expect_nonempty,
     expect_num_seqs,
+    expect_scales,
     field,
     is_array,
     is_integer,
@@ -44,26 +46,24 @@ def expect_pages(name: str, kv_pages: Any, call: Any, sizes: Sizes) -> None:
         num_pages, page_size, combined, head_dim = kv_pages.shape
         if combined % 2 or combined == 0:
             raise InvalidInput(f"expected {name}.shape[2] to be 2 * num_kv_heads, an even number, got {combined}")
-        found = {"P": num_pages, "G": page_size, "K": combined // 2, "D": head_dim, "D_v": head_dim}
+        axes = {"P": num_pages, "G": page_size, "K": combined // 2, "D": head_dim, "D_v": head_dim}
     else:
         if len(kv_pages) != 2:
             raise TypeError(f"expected {name} to be an array or a pair (k_pages, v_pages), got {len(kv_pages)} values")
         expect_array("k_pages", kv_pages[0], "P G K D", dtypes, {})
-        found = dict(zip("PGKD", kv_pages[0].shape, strict=True))
-        expect_array("v_pages", kv_pages[1], "P G K D_v", (dtype_name(kv_pages[0]),), found)
-        found["D_v"] = kv_pages[1].shape[3]
-        if found["K"] == 0:
-            raise InvalidInput("expected k_pages to have num_kv_heads >= 1, got 0")
-    for letter, size in found.items():
+        axes = dict(zip("PGKD", kv_pages[0].shape, strict=True))
+        expect_array("v_pages", kv_pages[1], "P G K D_v", (dtype_name(kv_pages[0]),), axes)
+        axes["D_v"] = kv_pages[1].shape[3]
+        expect_nonempty("k_pages", "num_kv_heads", axes["K"])
+    for letter, size in axes.items():
         sizes.setdefault(letter, size)
 
 
 def expect_new_kv(name: str, new_kv: Any, call: Any, sizes: Sizes) -> None:
     """Check this step's keys and values, a pair of `[T, K, D]` and `[T, K, D_v]`."""
-    if not isinstance(new_kv, (tuple, list)):
-        raise TypeError(f"expected {name} to be a pair (k, v), got {type(new_kv).__name__}")
-    if len(new_kv) != 2:
-        raise TypeError(f"expected {name} to be a pair (k, v), got {len(new_kv)} values")
+    if not isinstance(new_kv, (tuple, list)) or len(new_kv) != 2:
+        got = f"{len(new_kv)} values" if isinstance(new_kv, (tuple, list)) else type(new_kv).__name__
+        raise TypeError(f"expected {name} to be a pair (k, v), got {got}")
     for index, shape in enumerate(("T K D", "T K D_v")):
         expect_array(f"{name}[{index}]", new_kv[index], shape, (dtype_name(call.q), *call.code_dtypes), sizes)
     dtypes = [dtype_name(array) for array in new_kv]
@@ -80,9 +80,9 @@ def expect_head_dim(name: str, head_dim: int) -> None:
 
 
 def live_sequences(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with the tables cut to the live sequences, if the count of those is a Python int.
+    """The arguments with the tables cut to the live sequences if their number is a Python int.
 
-    A count in an array stays on its device.
+    A number in an array is not read, since that would wait for the device.
     """
     count = arguments["num_seqs"]
     if not is_integer(count) or not is_array(arguments["kv_lens"]):
@@ -97,9 +97,9 @@ def live_sequences(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_wide_queries(arguments: dict[str, Any], cache: Any, arrays: Arrays) -> dict[str, Any]:
-    """The arguments with queries of float8_e4m3fn widened to the dtype of `cache`, to bfloat16 where that is of 8 bits.
+    """The arguments with float8_e4m3fn queries widened to the dtype of `cache`, or to bfloat16 if that is 8-bit.
 
-    Their scale is applied: a number joins that of the logits, an array multiplies the queries in float32 before they
+    `q_scale` is applied: a number is multiplied into `sm_scale`; an array multiplies the queries in float32 before they
     are rounded.
     """
     q, q_scale, sm_scale = (arguments[name] for name in ("q", "q_scale", "sm_scale"))
@@ -108,12 +108,7 @@ def with_wide_queries(arguments: dict[str, Any], cache: Any, arrays: Arrays) -> 
             raise InvalidInput(f"expected q_scale only with q of float8_e4m3fn, got q.dtype {dtype_name(q)}")
         return arguments
     if is_array(q_scale):
-        num_q_heads = q.shape[1] if len(q.shape) == 3 else 1
-        if dtype_name(q_scale) not in FLOATS or tuple(q_scale.shape) not in ((), (1,), (num_q_heads,)):
-            raise InvalidInput(
-                f"expected q_scale to be a float array of shape [] or [{num_q_heads=}], "
-                f"got {dtype_name(q_scale)}{list(q_scale.shape)}"
-            )
+        expect_scales("q_scale", q_scale, "num_q_heads", q.shape[1] if len(q.shape) == 3 else 1)
         q = arrays.cast(q, "float32") * arrays.cast(q_scale, "float32").reshape(-1, 1)
     elif q_scale is not None and (sm_scale is None or is_number(sm_scale)):
         sm_scale = (max(q.shape[-1], 1) ** -0.5 if sm_scale is None else sm_scale) * q_scale
@@ -125,20 +120,19 @@ TABLES = ("page_indices", "kv_lens", "cu_q_lens")
 
 
 def tables_for_slots(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a write; a tuple (page_indices, kv_lens, cu_q_lens) given for the slots becomes those three."""
+    """The arguments of a write. A tuple (page_indices, kv_lens, cu_q_lens) as `slot_mapping` becomes those three."""
     tables = arguments["slot_mapping"]
     if not isinstance(tables, (tuple, list)) or any(map(is_number, tables)):
-        return arguments  # the record refuses a list of slots, which is not an array
+        return arguments  # the record refuses a list of slots
     if len(tables) != 3:
         raise InvalidInput(
             f"expected slot_mapping to be an array or (page_indices, kv_lens, cu_q_lens), got {len(tables)} values"
         )
-    given = dict(zip(TABLES, tables, strict=True))
-    return {**arguments, **given, "slot_mapping": None}
+    return {**arguments, **dict(zip(TABLES, tables, strict=True)), "slot_mapping": None}
 
 
 class PagesCall(Call):
-    """The base of records with pages: the sizes of a cache [P, G, ...]."""
+    """The base of records with a cache of pages [P, G, ...]."""
 
     page_indices: Any
 
@@ -154,7 +148,7 @@ class PagesCall(Call):
 
     @property
     def kv_format(self) -> CacheFormat:
-        """How the pages store their elements."""
+        """The format of the cache."""
         return PLAIN_FORMATS[self.cache_dtype]
 
     @property
@@ -175,19 +169,19 @@ class PagesCall(Call):
 
     @property
     def capacity(self) -> int:
-        """The most positions that one sequence's row of `page_indices` can hold; longer lengths count as this.
+        """The maximum number of positions per sequence; longer lengths are clamped to it.
 
-        Positions are int32, and a block of them must fit after the last one.
+        It is the size of a row of `page_indices`, limited so that a block after the last position stays within int32.
         """
         return min(self.pages_per_seq * self.page_size, 2**31 - 2**16)
 
     def _check_table(self, lengths_name: str, lengths: Any) -> None:
-        """Raise `InvalidInput` naming the first sequence whose length or pages are invalid. Expects NumPy arrays."""
+        """Check the lengths and the pages of all sequences. Expects NumPy arrays."""
         for seq, (length, row) in enumerate(zip(lengths, self.page_indices, strict=True)):
             self._check_row(f"{lengths_name}[{seq}]", length, f"page_indices[{seq}, *]", row)
 
     def _check_row(self, length_name: str, length: Any, row_name: str, row: Any) -> None:
-        """Check the values of one sequence: its length, and the pages it takes."""
+        """Check the length of one sequence and the indices of the pages that it uses."""
         limit = self.pages_per_seq * self.page_size
         if not 0 <= length <= limit:
             raise InvalidInput(
@@ -197,7 +191,7 @@ class PagesCall(Call):
 
 
 class TableWrite(PagesCall):
-    """The base of writes of this step's rows: their places are slots, or follow from the tables of an attention."""
+    """The base of writes of this step's rows, to slots or to the positions that an attention's tables give them."""
 
     NUM_RESULTS: ClassVar[int | None] = 0
 
@@ -219,7 +213,6 @@ class TableWrite(PagesCall):
             raise InvalidInput("expected num_seqs only with page_indices, got it with slot_mapping")
 
     def check_values(self) -> None:
-        """Raise `InvalidInput` naming the first value that points outside the cache. Expects NumPy arrays."""
         if self.slot_mapping is not None:
             check_slots(self.slot_mapping, self.num_slots)
         else:
@@ -260,20 +253,19 @@ class RaggedCall(PagesCall, GroupedCall, WritingCall):
         return self.kv_lens.shape[0]
 
     def check_values(self) -> None:
-        """Raise `InvalidInput` naming the first sequence whose index values are invalid. Expects NumPy arrays."""
         within = self.causal or self.sliding_window is not None
         check_ragged_values(self, max_q_len=self.max_q_len, within=within)
 
 
 class PagedCall(PagesCall):
-    """The base of records with `kv_pages`: their sizes in either of the two cache layouts."""
+    """The base of records with `kv_pages`, one combined array or a pair."""
 
     CACHE: ClassVar[str] = "kv_pages"
 
     kv_pages: Any
 
     def _expect_cache(self, name: str, array: Array) -> None:
-        """Check the pages, whose dtype is that of `array` unless they are 8-bit."""
+        """Check the page size, and that the pages have the dtype of `array`, which is argument `name`, or are 8-bit."""
         if self.page_size < 1:
             raise InvalidInput(f"expected page_size >= 1, got {self.page_size}")
         if self.cache_dtype not in (dtype_name(array), *QUANTIZED):
@@ -284,12 +276,12 @@ class PagedCall(PagesCall):
 
     @property
     def combined(self) -> bool:
-        """Whether one array holds K and V, interleaved."""
+        """Whether one array holds K and V interleaved."""
         return not isinstance(self.kv_pages, (tuple, list))
 
     @property
     def code_dtypes(self) -> tuple[str, ...]:
-        """The dtype of 8-bit pages, which new keys and values may have too; empty for other pages."""
+        """The dtype of 8-bit pages, in which new keys and values are accepted too; empty for other pages."""
         return (self.cache_dtype,) if self.cache_dtype in QUANTIZED else ()
 
     @property
@@ -303,7 +295,7 @@ class PagedCall(PagesCall):
 
 @record
 class WriteKvPages(PagedCall, TableWrite):
-    """The arguments of `write_kv_pages`, which says what they mean."""
+    """The arguments of `write_kv_pages`, whose docstring explains them."""
 
     k: Any = field(ArrayKind())  # [T, K, D]; `_check` checks it against the K and D of the pages
     v: Any = field(ArrayKind("T K D_v", lambda call: (dtype_name(call.k),), checked_last=True))
@@ -340,13 +332,13 @@ class WriteKvPages(PagedCall, TableWrite):
 
     @property
     def copies(self) -> bool:
-        """Whether keys and values already have the dtype of 8-bit pages, so they are copied and scales are ignored."""
+        """Whether k and v have the dtype of the 8-bit pages already: they are copied, and scales are ignored."""
         return dtype_name(self.k) in QUANTIZED
 
 
 @record
 class RaggedPagedAttention(PagedCall, RaggedCall):
-    """The arguments of `ragged_paged_attention`, which says what they mean."""
+    """The arguments of `ragged_paged_attention`, whose docstring explains them."""
 
     WRITE: ClassVar[type[Call]] = WriteKvPages
 
@@ -390,19 +382,18 @@ class RaggedPagedAttention(PagedCall, RaggedCall):
 def check_ragged_values(call: Any, *, max_q_len: int | None = None, ratio: int = 1, within: bool = True) -> None:
     """Raise `InvalidInput` naming the first invalid value of the tables of a ragged call. Expects NumPy arrays.
 
-    A page holds `page_size` rows, each of which stands for `ratio` tokens. With `within`, the queries are the last
-    positions of their sequence; otherwise, as in a call over a part of the cache, a sequence may have fewer keys.
+    A page holds `page_size` rows, each of which stands for `ratio` tokens. `within` says whether the queries must be
+    within the keys of their sequence; a call over a part of the cache may have fewer keys.
     """
-    kv_lens, num_tokens, page_size = call.kv_lens, call.num_tokens, call.page_size
+    num_tokens, page_size = call.num_tokens, call.page_size
     max_num_seqs, pages_per_seq = call.page_indices.shape
     count = max_num_seqs if call.num_seqs is None else int(np.asarray(call.num_seqs).reshape(()))
-    if not 0 <= count <= max_num_seqs:
-        raise InvalidInput(f"expected num_seqs between 0 and {max_num_seqs=}, got {count}")
+    expect_num_seqs(count, max_num_seqs)
     starts = call.cu_q_lens[: count + 1].astype(np.int64)
     if count and starts[0] != 0:
         raise InvalidInput(f"expected cu_q_lens[0] = 0, got {starts[0]}")
     for seq in range(count):
-        q_len, kv_len = int(starts[seq + 1] - starts[seq]), int(kv_lens[seq])
+        q_len, kv_len = int(starts[seq + 1] - starts[seq]), int(call.kv_lens[seq])
         if q_len < 0:
             raise InvalidInput(f"expected cu_q_lens to ascend, got {starts[seq]}, {starts[seq + 1]} at sequence {seq}")
         if starts[seq + 1] > num_tokens:
@@ -419,7 +410,7 @@ def check_ragged_values(call: Any, *, max_q_len: int | None = None, ratio: int =
 
 
 def expect_page_indices(name: str, pages: Any, num_pages: int) -> None:
-    """Raise `InvalidInput` naming the first entry outside [0, num_pages); its index replaces the * in `name`."""
+    """Raise `InvalidInput` naming the first entry outside [0, num_pages). Its index replaces the * in `name`."""
     bad = np.flatnonzero((pages < 0) | (pages >= num_pages))
     if bad.size:
         address = name.replace("*", str(bad[0]))
@@ -427,7 +418,7 @@ def expect_page_indices(name: str, pages: Any, num_pages: int) -> None:
 
 
 def expect_packed_rows(name: str, pages: Any, strides: Callable[[Any], tuple[int, ...]], condition: str = "") -> None:
-    """Raise `InvalidInput` unless the rows of each page follow each other in memory; `condition` says why they must."""
+    """Raise `InvalidInput` unless each page's rows are contiguous. The message includes `condition`."""
     row, got = pages.shape[3], strides(pages)[1]
     if pages.shape[1] > 1 and 0 not in pages.shape and got != row:
         raise InvalidInput(f"expected {name} with rows packed in each page (stride {row}){condition}, got {got}")
@@ -443,7 +434,7 @@ def check_slots(slot_mapping: Any, num_slots: int) -> None:
 
 @record
 class MergeAttentionStates(Call):
-    """The arguments of `merge_attention_states`, which says what they mean."""
+    """The arguments of `merge_attention_states`, whose docstring explains them."""
 
     TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = 2

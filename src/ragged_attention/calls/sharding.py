@@ -14,12 +14,10 @@ from ragged_attention.errors import InvalidInput
 
 # ---- heads
 
-LATENTS = frozenset({"k", "kv", "kv_cache", "cache", "extra_kv_cache"})  # [..., K, D]; their kinds have no letters
-SUMS_OVER_HEADS = frozenset({"indexer_logits"})  # each rank has a part of the sum over heads
-NEEDS_ALL_HEADS = frozenset({"indexer_topk"})  # the choice depends on the sum over all heads
-
-# One latent row serves all heads, so there is nothing to divide.
-WITHOUT_HEADS = frozenset({"quantize_mla_cache", "dequantize_mla_cache"})
+LATENTS = ("k", "kv", "kv_cache", "cache", "extra_kv_cache")  # [..., K, D], but their kinds name no axes
+SUMS_OVER_HEADS = ("indexer_logits",)  # a rank's result is a partial sum
+NEEDS_ALL_HEADS = ("indexer_topk",)  # the selected keys depend on the sum over all heads
+WITHOUT_HEADS = ("quantize_mla_cache", "dequantize_mla_cache")  # one latent row serves all heads
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ class Heads:
         return size // 2 if combined else size
 
     def are_divided(self, argument: str, shape: tuple[int, ...], size: int, combined: bool = False) -> bool:
-        """Whether `size` ranks divide the heads; a single KV head or a single scale serves all queries undivided.
+        """Whether `size` ranks divide the heads. A single KV head or a single scale serves all queries undivided.
 
         Raises:
             InvalidInput: the number of heads is not a multiple of `size`.
@@ -53,13 +51,12 @@ class Heads:
 
 
 def heads_of_fields(record: type[Call]) -> dict[str, Heads]:
-    """The heads of each argument of an operation; arguments without heads are left out."""
-    found = {name: _heads_of(name, kind) for name, kind in record.KINDS.items()}
-    return {name: heads for name, heads in found.items() if heads is not None}
+    """The heads of each argument of an operation that has heads."""
+    return {name: heads for name, kind in record.KINDS.items() if (heads := _heads_of(name, kind)) is not None}
 
 
 def heads_of_arguments(record: type[Call]) -> dict[str, Heads]:
-    """`heads_of_fields` by the names of the flat arguments, as torch's operators have them."""
+    """`heads_of_fields` by the names of the flat arguments, which are those of torch's operators."""
     return {
         flat.split()[-1]: heads
         for name, heads in heads_of_fields(record).items()
@@ -68,15 +65,14 @@ def heads_of_arguments(record: type[Call]) -> dict[str, Heads]:
     }
 
 
+HEADS_OF_KINDS = {
+    HeadsFirstPages: Heads(-4, "K"), Pair: Heads(-2, "K"), Scale: Heads(-1, "K"), QueryScale: Heads(-1, "H"),
+}  # fmt: skip
+
+
 def _heads_of(name: str, kind: Kind) -> Heads | None:
-    if isinstance(kind, HeadsFirstPages):
-        return Heads(-4, "K")
-    if isinstance(kind, Pair):
-        return Heads(-2, "K")
-    if isinstance(kind, Scale):
-        return Heads(-1, "K")
-    if isinstance(kind, QueryScale):
-        return Heads(-1, "H")
+    if type(kind) in HEADS_OF_KINDS:
+        return HEADS_OF_KINDS[type(kind)]
     if not isinstance(kind, ArrayKind):
         return None
     letters = [] if kind.shape is None else kind.shape.split()
@@ -93,7 +89,10 @@ def expect_each_its_own_heads(record: type[Call]) -> None:
 
 
 def heads_of_results(record: type[Call], ranks: list[int]) -> list[tuple[str, Heads] | None]:
-    """For each result its heads, and an argument with equally many; `ranks` are the results' numbers of axes."""
+    """For each result, an argument with the same number of heads, and the result's heads.
+
+    `ranks` are the numbers of axes of the results.
+    """
     arguments = heads_of_arguments(record)
     if record.OPERATION.endswith("_backward"):
         forward = CALLS[record.OPERATION.removesuffix("_backward")]
@@ -107,9 +106,9 @@ def heads_of_results(record: type[Call], ranks: list[int]) -> list[tuple[str, He
 
 
 def is_sum_over_heads(record: type[Call], heads: Heads, shape: tuple[int, ...]) -> bool:
-    """Whether each rank has a part of a result's sum; `heads` and `shape` are those of `heads_of_results`' argument.
+    """Whether a result is a sum to which each rank adds a part, such as the gradient of a single KV head.
 
-    The gradient of a single KV head, which serves all query heads, is such a sum.
+    `heads` and `shape` are those of the argument that `heads_of_results` names for the result.
     """
     return record.OPERATION in SUMS_OVER_HEADS or (heads.letter == "K" and heads.count(shape) == 1)
 
@@ -119,7 +118,7 @@ def is_sum_over_heads(record: type[Call], heads: Heads, shape: tuple[int, ...]) 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KvShard:
-    """The positions of every sequence that a rank holds: ranks take turns, with `interleave` positions each.
+    """The positions of a sequence that a rank holds: ranks take turns, with `interleave` positions each.
 
     Position p belongs to rank `p // interleave % size`, which numbers its positions from 0 without gaps. If
     `interleave` is the page size, ranks take pages in turn. If it is `pages * page_size`, the first rank has the first
@@ -128,11 +127,11 @@ class KvShard:
 
     Args:
         size: the number of ranks.
-        interleave: the positions of a turn.
+        interleave: the number of positions in a turn.
         rank: the rank, an int or (in jax) a traced i32; None if only the device knows it.
 
     Raises:
-        InvalidInput, TypeError: a value that is not a number, or is out of range.
+        InvalidInput, TypeError: a value is not a number, or is out of range.
     """
 
     size: int
@@ -150,12 +149,12 @@ class KvShard:
         return dataclasses.replace(self, rank=rank)
 
     def lengths(self, kv_lens: Any) -> Any:
-        """The number of the first `kv_lens` positions that the rank holds; integers of any shape and framework."""
+        """How many of the first `kv_lens` positions the rank holds; integers of any shape and framework."""
         rounds, rest = kv_lens // (self.size * self.interleave), kv_lens % (self.size * self.interleave)
         return rounds * self.interleave + (rest - self._rank() * self.interleave).clip(0, self.interleave)
 
     def local(self, positions: Any) -> Any:
-        """The rank's numbers of positions; -1 for positions of other ranks and for negative ones."""
+        """Positions as the rank numbers them; -1 for positions of other ranks and for negative ones."""
         turn, within = positions // self.interleave, positions % self.interleave
         mine = (positions >= 0) & (turn % self.size == self._rank())
         return mine * (turn // self.size * self.interleave + within + 1) - 1
@@ -172,7 +171,7 @@ class KvShard:
         return [page for page in range(pages_per_seq) if page // pages % self.size == self._rank()]
 
     def expect(self, size: int, rank: int | None) -> None:
-        """Raise `InvalidInput` unless this is the rule of a group of that size, and the part of that rank."""
+        """Raise `InvalidInput` unless this is a rule for `size` ranks and, if it has a rank, for `rank`."""
         if self.size != size:
             raise InvalidInput(f"expected a shard of a group of size {size}, got one of a group of size {self.size}")
         if self.rank is not None and rank is not None and self.rank != rank:
@@ -185,14 +184,14 @@ class KvShard:
 
 
 def expect_divisible(name: str, count: int, size: int, what: str) -> int:
-    """The size of each part when `count` is divided among `size` ranks."""
+    """`count / size`; raises `InvalidInput` if `size` does not divide `count`. `what` describes `size`."""
     if count < 1 or count % size:
         raise InvalidInput(f"expected {name} to be a multiple of {what} = {size}, got {count}")
     return count // size
 
 
 def dtype_of_parts(q: Any) -> str | None:
-    """The `out_dtype` for float32 partial results: None if q is float32, since not every backend takes `out_dtype`."""
+    """The `out_dtype` for float32 partial results, None if q is float32: not every backend takes `out_dtype`."""
     return None if dtype_name(q) == "float32" else "float32"
 
 
@@ -210,13 +209,10 @@ def expect_ring(q: Any, k: Any, v: Any) -> None:
 
 
 def zigzag_order(num_tokens: int, size: int) -> list[range]:
-    """Each rank's rows of packed tokens in zigzag order: `2 * size` ranges, two per rank.
+    """The rows of packed tokens in zigzag order: `2 * size` ranges of equal length, two for each rank.
 
-    The tokens are cut into `2 * size` pieces of one length. Rank r has pieces r and `2 * size - 1 - r`, which divides
-    the work of causal attention evenly.
-
-    Raises:
-        InvalidInput: the number of tokens is no multiple of `2 * size`. Pad the batch after its last sequence.
+    Rank r has pieces r and `2 * size - 1 - r` of the tokens, which divides the work of causal attention evenly. Raises
+    `InvalidInput` if the number of tokens is not a multiple of `2 * size`.
     """
     piece = expect_divisible("the number of tokens", num_tokens, 2 * size, "2 * the group's size")
     pieces = [index for rank in range(size) for index in (rank, 2 * size - 1 - rank)]
@@ -224,12 +220,17 @@ def zigzag_order(num_tokens: int, size: int) -> list[range]:
 
 
 def zigzag_pairs(rank: int, source: int, causal: bool) -> list[tuple[int, int, bool]]:
-    """The pairs of a rank's piece of queries and a source's piece of keys that attend, each with its causality.
+    """The pairs of pieces that attend, of a rank's queries and a source's keys, each with whether its mask is causal.
 
-    Between two different ranks, causal attention has two of the four pairs, so no rank of a ring waits for another.
+    Between two different ranks, causal attention needs two of the four pairs, so no rank of a ring waits for another.
     """
     if not causal:
         return [(0, 0, False), (0, 1, False), (1, 0, False), (1, 1, False)]
     if source == rank:
         return [(0, 0, True), (1, 0, False), (1, 1, True)]
     return [(0, 0, False), (1, 0, False)] if source < rank else [(1, 0, False), (1, 1, False)]
+
+
+def zigzag_edges(cu_lens: Any, rank: Any, size: int, rows: int) -> list[Any]:
+    """The prefix sums of the sequences within each of a rank's two pieces of `rows` tokens."""
+    return [(cu_lens - piece * rows).clip(0, rows) for piece in (rank, 2 * size - 1 - rank)]

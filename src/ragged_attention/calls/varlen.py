@@ -1,4 +1,4 @@
-"""The records of attention over packed sequences, without a cache, and of its gradient: training and prefill."""
+"""The records of attention over packed sequences without a cache, and of its gradient, for training and prefill."""
 
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from ragged_attention.calls.fields import (
     Number,
     Sizes,
     dtype_name,
+    expect_nonempty,
     field,
     wide_dtype,
 )
@@ -45,8 +46,7 @@ class VarlenCall(GroupedCall):
     sinks: Any
 
     def _check(self, sizes: Sizes) -> None:
-        if self.num_kv_heads < 1:
-            raise InvalidInput("expected k to have num_kv_heads >= 1, got 0")
+        expect_nonempty("k", "num_kv_heads", self.num_kv_heads)
         for name, width in (("q.shape[2]", self.head_dim), ("v.shape[2]", self.v_head_dim)):
             if not 1 <= width <= MAX_HEAD_DIM:
                 raise InvalidInput(f"expected {name} from 1 to {MAX_HEAD_DIM}, got {width}")
@@ -75,19 +75,17 @@ class VarlenCall(GroupedCall):
         return self.cu_q_lens.shape[0] - 1
 
     def check_values(self) -> None:
-        """Raise `InvalidInput` naming the first sequence whose edges are invalid. Expects NumPy arrays."""
         for name, tokens, limit_name in (("cu_q_lens", self.q, "max_q_len"), ("cu_kv_lens", self.k, "max_kv_len")):
             edges, num_tokens = getattr(self, name).astype(np.int64), tokens.shape[0]
             if edges[0] != 0:
                 raise InvalidInput(f"expected {name}[0] = 0, got {edges[0]}")
             limit = getattr(self, limit_name)
             for seq, length in enumerate(np.diff(edges)):
+                start, stop = edges[seq : seq + 2]
                 if length < 0:
-                    raise InvalidInput(
-                        f"expected {name} to ascend, got {edges[seq]}, {edges[seq + 1]} at sequence {seq}"
-                    )
-                if edges[seq + 1] > num_tokens:
-                    raise InvalidInput(f"expected {name}[{seq + 1}] <= {num_tokens=}, got {edges[seq + 1]}")
+                    raise InvalidInput(f"expected {name} to ascend, got {start}, {stop} at sequence {seq}")
+                if stop > num_tokens:
+                    raise InvalidInput(f"expected {name}[{seq + 1}] <= {num_tokens=}, got {stop}")
                 if limit is not None and length > limit:
                     raise InvalidInput(f"expected no sequence longer than {limit_name}={limit}, got {length} at {seq}")
 
@@ -103,7 +101,7 @@ SINKS = ArrayKind("H", like_lse)
 
 @record
 class VarlenAttention(VarlenCall):
-    """The arguments of `varlen_attention`, which says what they mean."""
+    """The arguments of `varlen_attention`, whose docstring explains them."""
 
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
@@ -130,7 +128,7 @@ class VarlenAttention(VarlenCall):
 
 @record
 class VarlenAttentionBackward(VarlenCall):
-    """The arguments of `varlen_attention_backward`, which says what they mean."""
+    """The arguments of `varlen_attention_backward`, whose docstring explains them."""
 
     NUM_RESULTS: ClassVar[int | None] = 4
 

@@ -1,14 +1,12 @@
 """The jax front end: every operation on jax arrays, under `jit`, `vmap`, `lax.scan` and `jax.export`.
 
-The backend is chosen for each platform when a function is lowered, so one traced function runs on a CPU, a GPU
+A backend is selected for each platform when a function is lowered, so one traced function runs on a CPU, a GPU
 (through jax-triton) and a TPU. Requests (`set_backend`, `use_backend`, the environment) are read when a function is
-traced.
-One export can serve several platforms, except that jax-triton refuses one for CUDA together with others.
+traced. One export can serve several platforms, except that jax-triton refuses exports for CUDA and another platform.
 """
 
 from ragged_attention.jax._lower import FRONT_END
 
-call_of = FRONT_END.call_of
 paged_attention = FRONT_END.paged_attention
 prefill_attention = FRONT_END.prefill_attention
 indexer_logits = FRONT_END.indexer_logits

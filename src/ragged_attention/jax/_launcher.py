@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import config as jax_config  # the only place that tells the TPU interpret mode in force
+from jax._src import config as jax_config  # nothing public tells whether the TPU interpret mode is on
 
 from ragged_attention.calls import Call, Device, is_array
 from ragged_attention.calls.base import shared_memory_of
@@ -24,7 +24,7 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 def jax_triton() -> Any:
     """The module jax_triton, or the exception that its import raised.
 
-    It empties TRITON_CACHE_DIR, which would disturb other users of Triton in this process; that is undone.
+    Its import empties TRITON_CACHE_DIR, which other users of Triton in this process need; so it is restored.
     """
     before = os.environ.get("TRITON_CACHE_DIR")
     try:
@@ -46,10 +46,10 @@ def _why_no_triton(platform: str) -> str | None:
 
 
 def device_facts(platform: str) -> Device:
-    """The static facts about a platform, by which a backend is chosen.
+    """The static facts about a platform, by which a backend is selected.
 
-    Where this process has no such device (lowering for another machine), `cuda` stands for an H100 or H200, and `tpu`
-    for the device of the mesh in force (`jax.sharding.use_abstract_mesh`).
+    If this process has no such device and lowers for another machine, `cuda` means an H100 or H200, and `tpu` the
+    device of the current mesh (`jax.sharding.use_abstract_mesh`).
     """
     facts = _facts(platform)
     if (reason := _why_no_pallas(platform)) is not None:
@@ -69,23 +69,19 @@ def _facts(platform: str) -> Device:
     elif platform == "cuda":
         arch, count = "sm_90", 132
     return Device(
-        framework="jax",
-        platform=platform,
-        name=name,
-        arch=arch,
-        num_multiprocessors=count,
+        framework="jax", platform=platform, name=name, arch=arch, num_multiprocessors=count,
         shared_memory=shared_memory_of(arch),
         unavailable=() if (reason := _why_no_triton(platform)) is None else (("triton", reason),),
-    )
+    )  # fmt: skip
 
 
 def interpreted_tpu() -> Any:
-    """The parameters of jax's TPU interpret mode if it is in force, else None."""
+    """The parameters of jax's TPU interpret mode if it is on, else None."""
     return jax_config.pallas_tpu_interpret_mode_context_manager.value
 
 
 def _mesh_device() -> Any:
-    """The abstract device of the mesh in force, or None."""
+    """The abstract device of the current mesh, or None."""
     return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
 
 
@@ -101,7 +97,7 @@ def _why_no_pallas(platform: str) -> str | None:
 
 
 def tpu_facts() -> dict[str, Any]:
-    """Facts about this machine's TPU or that of the mesh in force; without either, about a v5e."""
+    """Facts about this machine's TPU, or about the current mesh's TPU, or else about a v5e."""
     pltpu = importlib.import_module("jax.experimental.pallas.tpu")
     parameters, device = interpreted_tpu(), _mesh_device()
     if jax.default_backend() == "tpu" or getattr(device, "platform", None) == "tpu":
@@ -118,7 +114,7 @@ def tpu_facts() -> dict[str, Any]:
 
 
 class HostArray:
-    """A NumPy array with the few tensor methods that Triton's interpreter calls; it never leaves the host."""
+    """A NumPy array with the tensor methods that Triton's interpreter calls. It never leaves the host."""
 
     def __init__(self, array: Any = None) -> None:
         self.array = array
@@ -156,7 +152,7 @@ class HostArray:
 
 
 def is_bits(dtype: Any) -> bool:
-    """Whether a dtype is an 8-bit float, whose bits kernels and NumPy take."""
+    """Whether a dtype is an 8-bit float, which kernels and NumPy take as uint8."""
     return dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
@@ -167,7 +163,7 @@ def to_numpy(array: Any) -> np.ndarray:
         return array.view(np.uint8)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return array
-    with np.errstate(invalid="ignore"):  # NaNs of the signaling kind
+    with np.errstate(invalid="ignore"):  # signaling NaNs
         return array.astype(np.float64)
 
 
@@ -186,12 +182,12 @@ def _from_numpy(array: Any, like: jax.ShapeDtypeStruct) -> np.ndarray:
     array = np.asarray(array)
     if is_bits(like.dtype):
         return array.view(like.dtype)
-    with np.errstate(over="ignore"):  # an infinity of the narrower dtype is intended
+    with np.errstate(over="ignore"):  # values beyond the narrower dtype's range become infinities, as intended
         return array.astype(like.dtype)
 
 
 def unwritten(like: jax.ShapeDtypeStruct) -> np.ndarray:
-    """New memory of NaNs or the largest integer, which shows elements that no kernel writes."""
+    """New memory filled with NaN or the largest integer, which reveals elements that no kernel writes."""
     floating = jnp.issubdtype(like.dtype, jnp.floating)
     return np.full(like.shape, np.nan if floating else np.iinfo(like.dtype).max, like.dtype)
 
@@ -200,7 +196,7 @@ _registered: set[str] = set()
 
 
 def _target(function: Any, platform: str) -> str:
-    """XLA's name of a backend's compiled function, which is registered unless another machine will run it."""
+    """XLA's name for a backend's compiled function. The function is registered unless another machine will run it."""
     if platform != "cpu" and jax.default_backend() != "gpu":
         return function.name
     name, handler = function.handler(platform, jax.ffi.include_dir())
@@ -211,7 +207,10 @@ def _target(function: Any, platform: str) -> str:
 
 
 class Launcher(PackedArrays):
-    """Runs kernels for calls on jax arrays, traced or not, which XLA packs."""
+    """Runs kernels for calls on jax arrays, traced or not, which XLA keeps contiguous.
+
+    `protocols.Launcher` describes the methods.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -220,27 +219,24 @@ class Launcher(PackedArrays):
         self, kernel: Any, grid: tuple[int, ...], inputs: Sequence[Any], outputs: Sequence[Shaped], *,
         inplace: Sequence[int] = (), **arguments: Any,
     ) -> list[Any]:  # fmt: skip
-        """`kernel[grid](*inputs, *outputs, **arguments)`, as in the torch launcher.
-
-        The inputs numbered in `inplace` come back as new arrays, in their old memory if that is donated.
-        """
-        given, inputs = inputs, [to_bits(array) for array in inputs]
+        """The inputs with the indices `inplace` are returned as new arrays, in the old memory if it is donated."""
         dtypes = [jnp.dtype(dtype) for _, dtype in outputs]
         new = [
             jax.ShapeDtypeStruct(tuple(shape), jnp.uint8 if is_bits(dtype) else dtype)
             for (shape, _), dtype in zip(outputs, dtypes, strict=True)
         ]
+        dtypes += [inputs[index].dtype for index in inplace]
+        inputs = [to_bits(array) for array in inputs]
         if 0 in grid:
             results = [*(jnp.zeros(shape.shape, shape.dtype) for shape in new), *(inputs[index] for index in inplace)]
         else:
             results = self._launch(kernel, grid, inputs, new, inplace, OPTIONS | arguments)
-        dtypes += [given[index].dtype for index in inplace]
         return [_from_bits(array, dtype) for array, dtype in zip(results, dtypes, strict=True)]
 
     def _launch(
         self, kernel: Any, grid: Any, inputs: Any, new: Any, inplace: Any, arguments: dict[str, Any]
     ) -> list[Any]:
-        """Launch at least one program; 8-bit floats are already uint8 in `inputs` and `new`."""
+        """Launch a grid that is not empty. In `inputs` and `new`, 8-bit floats are uint8 already."""
         shapes = [*new, *(jax.ShapeDtypeStruct(inputs[index].shape, inputs[index].dtype) for index in inplace)]
         aliases = {index: len(new) + output for output, index in enumerate(inplace)}
         if hasattr(kernel, "cache_key") and self.device.platform != "cpu":
@@ -256,32 +252,29 @@ class Launcher(PackedArrays):
             return list(call(*inputs))
 
         def host(*arrays: Any) -> list[np.ndarray]:
-            held = [np.array(array) for array in arrays]
+            copies = [np.array(array) for array in arrays]
             results = [unwritten(shape) for shape in new]
-            results += [held[index] for index in inplace]
+            results += [copies[index] for index in inplace]
             with interpreting():  # XLA may run independent callbacks in parallel
-                kernel[grid](*map(HostArray, held), *map(HostArray, results), **arguments)
+                kernel[grid](*map(HostArray, copies), *map(HostArray, results), **arguments)
             return results
 
         return list(jax.pure_callback(host, shapes, *inputs, vmap_method="sequential"))
 
     @property
     def num_threads(self) -> int:
-        """0, so that XLA decides."""
+        """0: XLA decides."""
         return 0
 
     def native(
         self, function: Any, operands: Mapping[str, Any], outputs: Mapping[str, Shaped | str | None],
         numbers: Mapping[str, int | float],
     ) -> dict[str, Any]:  # fmt: skip
-        """Call a compiled function through XLA's FFI, as in the torch launcher.
-
-        XLA gets empty arrays for absent ones, all integers in one attribute, and an attribute for each other number.
-        """
+        """XLA gets empty arrays for absent ones, all integers in one attribute, and each other number in its own."""
         record, nothing = function.record, jnp.zeros(0, jnp.int32)
         shapes, aliases = [], {}
         for index, given in enumerate(map(outputs.__getitem__, record.RESULTS)):
-            if isinstance(given, str):  # written in place if XLA can do so, else into a copy
+            if isinstance(given, str):  # XLA writes the operand in place if it can, else a copy
                 aliases[record.OPERANDS.index(given)] = index
                 given = (operands[given].shape, operands[given].dtype)
             shape, dtype = ((0,), jnp.int32) if given is None else given
@@ -299,20 +292,18 @@ class Launcher(PackedArrays):
         return {name: None if outputs[name] is None else array for name, array in named}
 
     def sorted(self, numbers: Any) -> tuple[Any, Any]:
-        """Numbers [N] in ascending order, and their indices before sorting; see the torch launcher."""
         indices = jax.lax.iota(jnp.int32, numbers.shape[0])
         values, order = jax.lax.sort((numbers, indices), num_keys=1, is_stable=True)
         return values, order
 
     def on_host(self, function: Callable[..., Any], call: Call, outputs: str | Sequence[Shaped], **extra: Any) -> Any:
-        """Run a NumPy function on the call's arguments through a host callback; see the torch launcher."""
         if isinstance(outputs, str):
             given = getattr(call, outputs)
             outputs = [(item.shape, item.dtype) for item in (given if isinstance(given, tuple | list) else (given,))]
         shapes = [jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in outputs]
         arrays, statics = split(call.flatten(call.arguments()))
         leaves, structure = jax.tree.flatten(arrays)
-        record = type(call)  # the callback outlives the trace, whose arrays the call holds
+        record = type(call)  # the callback must not hold the call, whose traced arrays end with the trace
 
         def host(*values: Any) -> list[np.ndarray]:
             given = join(record, jax.tree.unflatten(structure, list(map(to_numpy, values))), statics)
@@ -327,7 +318,7 @@ Statics = tuple[tuple[int, Any], ...]
 
 
 def split(flat: list[Any]) -> tuple[dict[int, Any], Statics]:
-    """Flat arguments as (arrays, everything else), each by its index; a list of arrays is among the arrays."""
+    """Flat arguments by index, as (arrays and lists of arrays, everything else)."""
     hashable = [() if isinstance(value, list) and not value else value for value in flat]
     arrays = {index: value for index, value in enumerate(hashable) if is_array(value) or isinstance(value, list)}
     return arrays, tuple((index, value) for index, value in enumerate(hashable) if index not in arrays)

@@ -1,4 +1,4 @@
-"""Turns calls on jax arrays into jax operations; the backend is chosen for each platform when a call is lowered."""
+"""Turns calls on jax arrays into jax operations. A backend is selected for each platform when a call is lowered."""
 
 import contextlib
 import functools
@@ -18,11 +18,13 @@ from ragged_attention.jax._launcher import PLATFORMS, Launcher, Statics, device_
 from ragged_attention.jax_shared.axes import as_varied_as, varied_axes, varying
 from ragged_attention.operations import Operations
 
-PORTABLE = ("xla", "reference")  # they lower to equal operations on every platform
+PORTABLE = ("xla", "reference")  # backends that lower to the same operations on every platform
 
 
 class JaxArrays:
-    """Converts public arguments to those of the records, on jax arrays."""
+    """Converts the public functions' arguments to the records', on jax arrays."""
+
+    namespace = jnp
 
     def array(self, name: str, value: Any) -> Any:
         if not is_array(value):
@@ -40,14 +42,8 @@ class JaxArrays:
     def cast(self, array: Any, dtype: str) -> jax.Array:
         return jnp.asarray(array, dtype)
 
-    def stack(self, parts: list[Any]) -> jax.Array:
-        return jnp.stack(parts)
-
     def copy(self, array: jax.Array) -> jax.Array:
         return array
-
-    def largest_of_rows(self, array: jax.Array) -> jax.Array:
-        return array.max(axis=1)
 
 
 ARRAYS = JaxArrays()
@@ -56,7 +52,7 @@ ARRAYS = JaxArrays()
 def to_jax(value: Any) -> Any:
     """NumPy arrays as jax arrays, NumPy numbers as Python numbers, any other value unchanged.
 
-    A NumPy array stays one if jax does not hold its dtype, such as int64 or float64 without `jax_enable_x64`, because
+    A NumPy array of a dtype that jax does not hold, such as int64 without `jax_enable_x64`, stays unchanged, because
     jax would wrap or round its values.
     """
     if isinstance(value, tuple | list):
@@ -67,7 +63,7 @@ def to_jax(value: Any) -> Any:
 
 
 def _is_held(dtype: np.dtype) -> bool:
-    """Whether jax has arrays of a dtype in its current configuration; bfloat16 and 8-bit floats have the kind V."""
+    """Whether jax, as configured, has arrays of a dtype. NumPy gives bfloat16 and 8-bit floats the kind V."""
     return dtype.kind in "biufV" and dtype.itemsize <= 8 and jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
@@ -81,7 +77,7 @@ def expect_held(**given: Any) -> None:
 
 
 def held_by_jax(call: Any, name: str, value: Any) -> Any:
-    """A valid argument in dtypes that jax holds; raises for values that it cannot hold."""
+    """A valid argument in dtypes that jax holds. Raises for values that jax cannot hold."""
     if name != "slot_mapping" or not is_array(value) or _is_held(value.dtype):
         expect_held(**{name: value})
         return value
@@ -94,7 +90,7 @@ def held_by_jax(call: Any, name: str, value: Any) -> Any:
     lost = slots[~fits & (slots >= 0) & (slots < call.num_slots)]
     if lost.size:
         raise InvalidInput(f"expected {name} within int32 without jax_enable_x64, got {lost[0]}")
-    return jnp.asarray(np.where(fits, slots, -1).astype(np.int32))  # slots in no page are skipped, like -1
+    return jnp.asarray(np.where(fits, slots, -1).astype(np.int32))  # slots outside all pages are skipped, like -1
 
 
 jax.tree_util.register_dataclass(
@@ -115,7 +111,7 @@ class JaxFrontEnd(Operations[jax.Array, Never]):
     def run_prepared(
         self, record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any, out: None = None
     ) -> Any:
-        """Check the call, choose its backend and run it; requests are read now, at trace time under `jit`."""
+        """Check the call, select its backend and run it. Under `jit`, requests are read at trace time."""
         _expect_absent(record, out=out)
         call = self.checked(record, prepared)
         if config.validates_values():
@@ -129,7 +125,7 @@ class JaxFrontEnd(Operations[jax.Array, Never]):
         held = {name: held_by_jax(call, name, value) for name, value in prepared.items()}
         arrays, statics = split(record.flatten(held))
         traced = any(isinstance(value, jax.core.Tracer) for value in arrays.values())
-        with _own_rules():
+        with _default_promotion():
             results = _run(record, arrays, statics, request, gradient, traced, dispatch.state())
         return results[0] if record.NUM_RESULTS == 1 else results
 
@@ -160,9 +156,9 @@ FRONT_END = JaxFrontEnd()
 
 @functools.cache
 def _load_candidates(operation: str, names: tuple[str, ...] | None) -> None:
-    """Import the backends that may be chosen, before jax traces, because a trace depends on what is imported.
+    """Import the backends that may run an operation before jax traces it, because traces depend on what is imported.
 
-    Pallas adds a setting of jax's own and Numba's package its `state`, so that the second call would be traced again.
+    The import of Pallas adds a setting to jax, and Numba's package a `state`, so the second call would be traced again.
     """
     for platform in PLATFORMS:
         for backend in dispatch.candidates(operation, device_facts(platform), names or "auto"):
@@ -171,14 +167,14 @@ def _load_candidates(operation: str, names: tuple[str, ...] | None) -> None:
 
 
 @contextlib.contextmanager
-def _own_rules() -> Iterator[None]:
-    """The context with jax's default promotion rules, which this package expects, whatever the caller has set."""
+def _default_promotion() -> Iterator[None]:
+    """The context with jax's default promotion rules, which this package needs, instead of the caller's."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 
 
 class Request(NamedTuple):
-    """A call's request, hashable: the ordered names of backends, None for the platform's order, and the options."""
+    """A call's request, hashable: the ordered names of backends, or None for the platform's order, and the options."""
 
     names: tuple[str, ...] | None
     options: tuple[tuple[str, Any], ...]
@@ -198,15 +194,10 @@ def default_platform() -> str:
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3, 4, 5, 6))
 def _run(
-    record: type[Call],
-    arrays: dict[int, Any],
-    statics: Statics,
-    request: Request,
-    gradient: Request | None,
-    traced: bool,
-    state: Any,
-) -> tuple[jax.Array, ...]:
-    """The operation as a function that jax differentiates, or refuses to differentiate with our message."""
+    record: type[Call], arrays: dict[int, Any], statics: Statics, request: Request, gradient: Request | None,
+    traced: bool, state: Any,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Run an operation so that jax can differentiate it, or so that this raises our error if it has no gradient."""
 
     @jax.custom_vjp
     def compute(arrays: dict[int, Any]) -> tuple[jax.Array, ...]:
@@ -223,19 +214,20 @@ def _run(
         arrays, out, lse = saved
         known = join(record, arrays, statics)
         record.expect_gradient(known)
-        # A result that is not used has no gradient.
+        # The cotangent of an unused result is a SymbolicZero.
         d_out, d_lse = (None if isinstance(each, SymbolicZero) else each for each in (cotangents[0], cotangents[-1]))
-        known |= {"out": out, "lse": lse, "d_lse": d_lse}
-        known["d_out"] = jnp.zeros_like(out) if d_out is None else d_out
+        known |= {"out": out, "lse": lse, "d_lse": d_lse, "d_out": jnp.zeros_like(out) if d_out is None else d_out}
         backward = CALLS[f"{record.OPERATION}_backward"]
-        taken = {name: known[name] for name in backward.KINDS}
-        backward(**taken)  # its error names an argument
-        given, others = split(backward.flatten(taken))
-        with _own_rules():
-            found = _run(backward, given, others, gradient, None, traced, state)
-        by_index = {record.RANGES[name][0]: value for name, value in zip(record.DIFFERENTIABLE, found, strict=False)}
-        found = {index: by_index.get(index) for index in arrays}
-        return ({i: each if each is None else as_varied_as(each, arrays[i]) for i, each in found.items()},)
+        arguments = {name: known[name] for name in backward.KINDS}
+        backward(**arguments)  # raises errors that name an argument
+        given, others = split(backward.flatten(arguments))
+        with _default_promotion():
+            results = _run(backward, given, others, gradient, None, traced, state)
+        gradients: dict[int, Any] = dict.fromkeys(arrays)
+        for name, value in zip(record.DIFFERENTIABLE, results, strict=False):
+            if (index := record.RANGES[name][0]) in arrays:
+                gradients[index] = as_varied_as(value, arrays[index])
+        return (gradients,)
 
     compute.defvjp(save, differentiate, symbolic_zeros=True)
     return compute(arrays)
@@ -244,10 +236,10 @@ def _run(
 def _on_the_platform(
     record: type[Call], arrays: dict[int, Any], statics: Statics, request: Request, traced: bool
 ) -> tuple[jax.Array, ...]:
-    """The operation on each platform that it may be lowered for, by the backend chosen there."""
+    """The operation on each platform for which it may be lowered, by the backend selected there."""
 
     def on(platform: str) -> tuple[dispatch.Choice, Any]:
-        """The choice for this call on a platform, and the function of its arrays that runs it."""
+        """The selected backend for this call on a platform, and a function of the arrays that runs it."""
         device = device_facts(platform)
 
         def build(values: dict[int, Any]) -> Call:
@@ -268,7 +260,7 @@ def _on_the_platform(
             choices[platform] = on(platform)
         except (Unsupported, InvalidInput) as error:
             refusals[platform] = error  # the traced function cannot be lowered for this platform
-    # A call that the caller traces may be for another machine; any other call runs here and now.
+    # A call that the caller traces may be lowered for another machine; any other call runs here and now.
     if here in refusals and not (choices and traced):
         raise refusals[here]
     if not traced:
@@ -285,15 +277,15 @@ def _on_the_platform(
 
 
 def _results(choice: dispatch.Choice, call: Any, request: Request, launch: Launcher) -> tuple[jax.Array, ...]:
-    """A backend's results. If the backend does not write `new_kv`, another operation writes it first."""
+    """A backend's results. If the backend does not support `new_kv`, another operation writes it first."""
     written: tuple[Any, ...] = ()
     if choice.leaves(call):
         write = call.write_of_new_kv()
         written = _tuple(dispatch.choose(write, backend=request.names or "auto").run(write, launch))
         call = call.after_write(written)
-    found = _tuple(choice.run(call, launch))
-    missing = (call.NUM_RESULTS or len(found)) - len(found)  # absent gradients are empty, as in torch
-    return *found, *[jnp.zeros(0, jnp.float32)] * missing, *written
+    results = _tuple(choice.run(call, launch))
+    missing = (call.NUM_RESULTS or len(results)) - len(results)  # absent gradients are empty, as in torch
+    return *results, *[jnp.zeros(0, jnp.float32)] * missing, *written
 
 
 def _tuple(results: Any) -> tuple[Any, ...]:
@@ -301,23 +293,20 @@ def _tuple(results: Any) -> tuple[Any, ...]:
 
 
 def _check_values(call: Call) -> None:
-    """Check the values of index arrays, known ones now and traced ones when the compiled function runs."""
+    """Check the values of index arrays: now, or if some are traced, when the compiled function runs."""
     record = type(call)
     arrays, statics = split(record.flatten(call.arguments()))
     leaves, structure = jax.tree.flatten(arrays)
-    known = [str(leaf.dtype) in ("int32", "int64") for leaf in leaves]
-    indices = [leaf for leaf, wanted in zip(leaves, known, strict=True) if wanted]
-    traced = [leaf for leaf in indices if isinstance(leaf, jax.core.Tracer)]
-    known_now = [None if isinstance(leaf, jax.core.Tracer) else leaf for leaf in indices]
-    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    shapes = {i: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)}
+    indices = {i: leaf for i, leaf in enumerate(leaves) if str(leaf.dtype) in ("int32", "int64")}
+    traced = {i: leaf for i, leaf in indices.items() if isinstance(leaf, jax.core.Tracer)}
+    known = {i: leaf for i, leaf in indices.items() if i not in traced}
 
-    def check(values: list[Any]) -> None:
-        later = iter(values)
-        rest = iter([next(later) if leaf is None else leaf for leaf in known_now])
-        held = [np.asarray(next(rest)) if wanted else shape for shape, wanted in zip(shapes, known, strict=True)]
-        record(**join(record, jax.tree.unflatten(structure, held), statics)).check_values()
+    def check(values: dict[int, Any]) -> None:
+        held = shapes | {i: np.asarray(array) for i, array in (known | values).items()}
+        record(**join(record, jax.tree.unflatten(structure, held.values()), statics)).check_values()
 
     if traced:
         jax.debug.callback(check, traced)
     else:
-        check([])
+        check({})

@@ -1,4 +1,4 @@
-"""Attention over several devices, on `jax.shard_map` without additions of our own.
+"""Attention over several devices, with the collectives of `jax.shard_map` alone.
 
 **Heads.** `over_heads` divides the heads of any operation over an axis of a mesh, under `jit` and for arrays with a
 `NamedSharding`. The devices exchange nothing.
@@ -24,29 +24,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, Call, expect_bool, is_array
+from ragged_attention.calls.context_parallel import Ranks, page_size_of
 from ragged_attention.calls.sharding import (
     WITHOUT_HEADS,
     Heads,
     KvShard,
-    dtype_of_parts,
-    expect_divisible,
     expect_each_its_own_heads,
     expect_ring,
     heads_of_fields,
     heads_of_results,
     is_sum_over_heads,
+    zigzag_edges,
     zigzag_order,
     zigzag_pairs,
 )
 from ragged_attention.errors import InvalidInput
-from ragged_attention.jax import (
-    merge_attention_states,
-    mla_decode,
-    page_indices_to_slots,
-    ragged_paged_attention,
-    varlen_attention,
-    varlen_attention_backward,
-)
+from ragged_attention.jax import merge_attention_states, varlen_attention, varlen_attention_backward
 from ragged_attention.jax._launcher import device_facts
 from ragged_attention.jax._lower import FRONT_END, default_platform, expect_held, held_by_jax, to_jax
 from ragged_attention.jax_shared.axes import as_varied_as, fori_loop, varied_axes, varying
@@ -73,17 +66,18 @@ def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.
     Args:
         operation: a public function, such as `ragged_paged_attention`.
         axis_name: the axis, or axes, of the mesh that divide heads.
-        mesh: None is the mesh in force (`jax.set_mesh`).
+        mesh: None means the current mesh (`jax.set_mesh`).
 
     Returns:
         a function of the operation's arguments, which are whole arrays. Queries, caches, sinks and scales per KV head
-        are divided by heads, index arrays are replicated, and results are divided by heads. If the arrays already lie
-        like this, devices exchange only sums over heads: the logits of an indexer, and the gradient of a single KV head
-        that serves all query heads. Under `batch_invariant=True` the bits are those of one device; otherwise a kernel
-        may choose other KV splits for fewer heads.
+        are divided by heads, index arrays are replicated, and results are divided by heads. If the arrays are already
+        sharded in this way, devices exchange only sums over heads: the logits of an indexer, and the gradient of a
+        single KV head that serves all query heads. Under `batch_invariant=True` the bits are those of one device;
+        otherwise a kernel may choose other KV splits for fewer heads.
 
     Raises (when called):
-        InvalidInput: the axis does not divide the number of heads; the operation needs all heads, or has none.
+        InvalidInput: the number of heads is not a multiple of the axis's size; the operation needs all heads, or has
+            none.
         Every error of the operation.
     """
     record = CALLS[operation.__name__]
@@ -101,9 +95,9 @@ def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.
         given = {name: held_by_jax(call, name, to_jax(value)) for name, value in given.items()}
         arrays = {name: value for name, value in given.items() if any(map(is_array, jax.tree.leaves(value)))}
         others = {name: value for name, value in given.items() if name not in arrays}
-        on = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+        current = jax.sharding.get_abstract_mesh() if mesh is None else mesh
         axes = (axis_name,) if isinstance(axis_name, str) else axis_name
-        size = math.prod(on.shape[axis] for axis in axes)
+        size = math.prod(current.shape[axis] for axis in axes)
         specs = {name: _specs(fields.get(name), name, value, size, axis_name) for name, value in arrays.items()}
         shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arrays)
         whole = jax.eval_shape(lambda arrays: operation(**others, **arrays), shapes)
@@ -114,14 +108,12 @@ def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.
             leaves = [lax.psum(leaf, axis_name) if sums else leaf for leaf, sums in zip(leaves, summed, strict=True)]
             return jax.tree.unflatten(structure, leaves)
 
-        if getattr(on, "explicit_axes", ()):  # on other axes jax moves the arrays itself
+        if getattr(current, "explicit_axes", ()):  # on other axes jax moves the arrays itself
             arrays = jax.tree.map(
-                lambda array, spec: jax.sharding.reshard(array, NamedSharding(on, spec)), arrays, specs
+                lambda array, spec: jax.sharding.reshard(array, NamedSharding(current, spec)), arrays, specs
             )
-        pallas_is_no_choice = device_facts(default_platform()).why_unavailable("pallas") is not None
-        return jax.shard_map(
-            local, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=pallas_is_no_choice
-        )(arrays)  # fmt: skip
+        without_pallas = device_facts(default_platform()).why_unavailable("pallas") is not None
+        return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=without_pallas)(arrays)
 
     return divided  # type: ignore[return-value]
 
@@ -131,8 +123,8 @@ def _specs(heads: Heads | None, name: str, value: Any, size: int, axis_name: Axi
     combined = name == "kv_pages" and is_array(value)
 
     def spec(array: Any) -> PartitionSpec:
-        rows_alone = name in ("kv", "new_kv") and len(array.shape) == 2  # latents without an axis of heads
-        if heads is None or rows_alone or not heads.are_divided(name, array.shape, size, combined):
+        without_heads = name in ("kv", "new_kv") and len(array.shape) == 2  # latents without an axis of heads
+        if heads is None or without_heads or not heads.are_divided(name, array.shape, size, combined):
             return PartitionSpec()
         axis = len(array.shape) + heads.axis
         return PartitionSpec(*[None] * axis, axis_name)
@@ -143,17 +135,17 @@ def _specs(heads: Heads | None, name: str, value: Any, size: int, axis_name: Axi
 def _of_results(
     record: type[Call], whole: Any, arrays: Mapping[str, Any], specs: Mapping[str, Any], axis_name: AxisName
 ) -> tuple[list[bool], Any]:
-    """For each result whether it is a sum over devices, and its partition spec."""
+    """For each result, whether it is a sum over devices; and the partition specs of the results."""
     leaves, structure = jax.tree.flatten(whole)
     pages = jax.tree.leaves(specs[record.CACHE]) if record.NUM_RESULTS == 0 or "new_kv" in arrays else []
     attended = leaves[: len(leaves) - len(pages)]
     summed, divided = [], []
-    for leaf, home in zip(attended, heads_of_results(record, [len(leaf.shape) for leaf in attended]), strict=False):
-        name, heads = home if home is not None else ("", Heads(-1, "H"))
-        sums = home is not None and is_sum_over_heads(record, heads, arrays[name].shape)
+    for leaf, source in zip(attended, heads_of_results(record, [len(leaf.shape) for leaf in attended]), strict=False):
+        name, heads = source if source is not None else ("", Heads(-1, "H"))
+        sums = source is not None and is_sum_over_heads(record, heads, arrays[name].shape)
         summed.append(sums)
         axis = len(leaf.shape) + heads.axis
-        divided.append(PartitionSpec() if sums or home is None else PartitionSpec(*[None] * axis, axis_name))
+        divided.append(PartitionSpec() if sums or source is None else PartitionSpec(*[None] * axis, axis_name))
     return [*summed, *[False] * len(pages)], jax.tree.unflatten(structure, [*divided, *pages])
 
 
@@ -188,17 +180,17 @@ def context_parallel_decode(
     arguments, except for the device's pages.
 
     Args:
-        q, kv_lens, cu_q_lens, num_seqs: the whole batch, as in `ragged_paged_attention`: [T, H, D], i32 [S] lengths
-            over all devices, i32 [S + 1].
+        q, kv_lens, cu_q_lens, num_seqs: as in `ragged_paged_attention`, for the whole batch: q [T, H, D], kv_lens i32
+            [S], the lengths over all devices, and cu_q_lens i32 [S + 1].
         kv_pages: this device's pages, as `ragged_paged_attention` takes them.
         page_indices: i32 [S, M], this device's pages of each sequence, as indices into its `kv_pages`; they hold its
             positions in order, without gaps.
         axis_name: the axis, or axes, that divide positions.
-        shard: the rule that divides positions, with the rank None; None deals pages in turn (`interleave` is the page
-            size).
+        shard: the rule that divides positions; its rank is None. With None, devices take pages in turn (`interleave`
+            is the page size).
         own_heads: return only this device's H / size heads, in order. An all-to-all of 1 / size of the data then
-            replaces the all-gather; it is for layers whose heads the same axis divides.
-        max_q_len: 1 says that no sequence has more than one query, which saves a gather of the page table.
+            replaces the all-gather. Use it if the same axis divides the heads of the layer.
+        max_q_len: 1 promises that no sequence has more than one query, which saves a gather of the page table.
         sinks: f32 [H]; they count once, in the merged result.
         sm_scale, soft_cap, k_scale, v_scale, out_dtype, backend, options: as in `ragged_paged_attention`.
         return_lse: also return the log-sum-exp over the keys of all devices.
@@ -210,28 +202,19 @@ def context_parallel_decode(
         `out_specs`.
 
     Raises:
-        InvalidInput: as `ragged_paged_attention`; also if the shard has another size than the axis, or a rank, or if
-            the axis does not divide the heads.
+        InvalidInput: as `ragged_paged_attention`; also if the shard's size differs from the axis's, if it has a rank,
+            or if the number of heads is not a multiple of the axis's size.
         TypeError, Unsupported: as `ragged_paged_attention`.
     """
-    expect_bool("own_heads", own_heads)
-    expect_bool("return_lse", return_lse)
     expect_held(
         q=q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
         sinks=sinks, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
-    page_size = (kv_pages[0] if isinstance(kv_pages, tuple | list) else kv_pages).shape[1]
-    shard = _shard_of(axis_name, shard, page_size)
-    if max_q_len != 1:
-        kv_lens, page_indices, cu_q_lens = _one_query_each(q, kv_lens, page_indices, cu_q_lens, num_seqs)
-        num_seqs = None
-    out, lse = ragged_paged_attention(
-        q, kv_pages, shard.lengths(kv_lens), page_indices, cu_q_lens, num_seqs, max_q_len=1, sm_scale=sm_scale,
-        causal=False, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, return_lse=True, out_dtype=dtype_of_parts(q),
-        backend=backend, options=options,
+    return _ranks(axis_name, shard, kv_pages).decode(
+        q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, own_heads=own_heads, max_q_len=max_q_len,
+        sm_scale=sm_scale, soft_cap=soft_cap, sinks=to_jax(sinks), k_scale=k_scale, v_scale=v_scale,
+        return_lse=return_lse, out_dtype=out_dtype, backend=backend, options=options,
     )  # fmt: skip
-    merged, lse = _merge_over(axis_name, out, lse, sinks, own_heads, out_dtype or q.dtype)
-    return (merged, lse) if return_lse else merged
 
 
 def context_parallel_mla_decode(
@@ -264,14 +247,13 @@ def context_parallel_mla_decode(
     Args:
         q: [S, Q, H, d_qk], as `mla_decode` takes it.
         kv_cache: this device's pages, in any format.
-        page_indices: i32 [S, M], this device's pages of each sequence; they hold its positions in order, without gaps.
+        page_indices: as in `context_parallel_decode`.
         kv_lens: i32 [S], lengths over all devices, for dense calls, as in `mla_decode`.
         indices: i32 [S, Q, N], makes the call sparse: **positions** in each query's sequence, over all devices, as an
-            indexer returns them, not slots. Each device selects its positions in their order and reads no others.
-            Negative ones select nothing.
-        topk_lens: i32 [S] or [S, Q]; entries of `indices` from there on are ignored.
-        axis_name, shard, own_heads: as in `context_parallel_decode`.
-        sinks: f32 [H]; they count once, in the merged result.
+            indexer returns them, not slots. Each device reads the keys at its own positions, in their order. Negative
+            positions select nothing.
+        topk_lens: i32 [S] or [S, Q], the lengths of the lists; later entries of `indices` are ignored.
+        axis_name, shard, own_heads, sinks: as in `context_parallel_decode`.
         d_v, sm_scale, causal, soft_cap, cache_format, cache_layout, out_dtype, backend, options: as in `mla_decode`.
 
     Returns:
@@ -281,90 +263,30 @@ def context_parallel_mla_decode(
     Raises:
         InvalidInput, TypeError, Unsupported: as `context_parallel_decode` and `mla_decode`.
     """
-    expect_bool("own_heads", own_heads)
     expect_held(
         q=q, kv_cache=kv_cache, page_indices=page_indices, kv_lens=kv_lens, indices=indices, topk_lens=topk_lens,
         sinks=sinks,
     )  # fmt: skip
-    shard = _shard_of(axis_name, shard, kv_cache.shape[1])
-    num_seqs, num_q, num_heads = q.shape[:3]
-    out_dtype = out_dtype or q.dtype
-    given: dict[str, Any] = {"topk_lens": topk_lens}
-    if indices is not None:
-        chosen, given["topk_lens"] = _own_of_lists(shard, indices, topk_lens)
-        given["indices"] = page_indices_to_slots(chosen, page_indices, kv_cache.shape[1])
-    elif causal and num_q > 1 and kv_lens is not None:  # each query becomes a sequence of the positions that it sees
-        seen = kv_lens[:, None] - jnp.arange(num_q - 1, -1, -1, dtype=jnp.int32)
-        given["kv_lens"] = shard.lengths(seen.clip(0).reshape(-1))
-        given["page_indices"] = jnp.repeat(page_indices, num_q, axis=0)
-        q = q.reshape(-1, 1, *q.shape[2:])
-    else:
-        given |= {"page_indices": page_indices, "kv_lens": None if kv_lens is None else shard.lengths(kv_lens)}
-    out, lse = mla_decode(
-        q, kv_cache, **given, d_v=d_v, sm_scale=sm_scale, soft_cap=soft_cap, cache_format=cache_format,
-        cache_layout=cache_layout, out_dtype=dtype_of_parts(q), backend=backend, options=options,
+    return _ranks(axis_name, shard, kv_cache).mla_decode(
+        q, kv_cache, to_jax(page_indices), kv_lens, indices=indices, topk_lens=topk_lens,
+        own_heads=own_heads, d_v=d_v, sm_scale=sm_scale, causal=causal, soft_cap=soft_cap, sinks=to_jax(sinks),
+        cache_format=cache_format, cache_layout=cache_layout, out_dtype=out_dtype, backend=backend, options=options,
     )  # fmt: skip
-    out, lse = out.reshape(-1, num_heads, d_v), lse.swapaxes(1, 2).reshape(-1, num_heads)
-    merged, lse = _merge_over(axis_name, out, lse, sinks, own_heads, out_dtype)
-    return merged.reshape(num_seqs, num_q, -1, d_v), lse.reshape(num_seqs, num_q, -1).swapaxes(1, 2)
 
 
-def _shard_of(axis_name: AxisName, shard: KvShard | None, page_size: int) -> KvShard:
-    """The rule of the caller, by default pages dealt in turn, with this device's rank."""
+def _ranks(axis_name: AxisName, shard: KvShard | None, cache: Any) -> Ranks:
+    """The devices of an axis, which divide positions by the caller's rule; by default they deal pages in turn."""
     size = lax.axis_size(axis_name)
-    if shard is None:
-        shard = KvShard(size, page_size)
+    shard = shard or KvShard(size, page_size_of(cache))
     shard.expect(size, None)
     if shard.rank is not None:
         raise InvalidInput(f"expected shard.rank=None in jax, where each device has its own, got {shard.rank}")
-    return shard.at(lax.axis_index(axis_name))
-
-
-def _one_query_each(
-    q: jax.Array, kv_lens: jax.Array, page_indices: jax.Array, cu_q_lens: jax.Array, num_seqs: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The lengths, block table and prefix sums of the batch with every query as a sequence.
-
-    A device's keys are not the last ones of a sequence, so a causal mask cannot be aligned at their end. Instead each
-    query gets the number of positions that it sees. A padding row sees none.
-    """
-    tokens, ends = jnp.arange(q.shape[0], dtype=jnp.int32), cu_q_lens[1:]
-    count = jnp.reshape(kv_lens.shape[0] if num_seqs is None else num_seqs, ())
-    live_ends = jnp.where(jnp.arange(len(ends)) < count, ends, jnp.iinfo(jnp.int32).max)  # the rest may hold anything
-    seqs = jnp.minimum(jnp.sum(live_ends[None] <= tokens[:, None], axis=1, dtype=jnp.int32), kv_lens.shape[0] - 1)
-    seen = kv_lens[seqs] - (ends[seqs] - 1 - tokens)
-    live = (tokens < ends[seqs]) & (seqs < count)
-    return jnp.where(live, seen.clip(0), 0), page_indices[seqs], jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
-
-
-def _own_of_lists(shard: KvShard, positions: jax.Array, topk_lens: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """This device's positions of each list, in its own numbering, first in [S, Q, N], and their count [S, Q]."""
-    own = shard.local(positions)
-    if topk_lens is not None:
-        lens = topk_lens[:, None] if topk_lens.ndim == 1 else topk_lens
-        own = jnp.where(jnp.arange(own.shape[-1], dtype=jnp.int32) < lens[..., None], own, -1)
-    order = jnp.argsort(own < 0, axis=-1, stable=True)
-    return jnp.take_along_axis(own, order, axis=-1), jnp.sum(own >= 0, axis=-1, dtype=jnp.int32)
-
-
-def _merge_over(
-    axis_name: AxisName, out: jax.Array, lse: jax.Array, sinks: jax.Array | None, own_heads: bool, out_dtype: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Exchange partial results [T, H, D_v] and [T, H], float32, in one message, and merge them in rank order."""
-    size, (tokens, heads, width) = lax.axis_size(axis_name), out.shape
-    if own_heads:
-        heads = expect_divisible("num_q_heads of q", heads, size, "the axis's size")
-        parts = out.reshape(tokens, size, heads, width), lse.reshape(tokens, size, heads)
-        sent = jnp.concatenate([part.swapaxes(0, 1).reshape(size, -1) for part in parts], axis=1)
-        received = lax.all_to_all(sent, axis_name, 0, 0)
-        if sinks is not None:
-            sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axis_name) * heads, heads)
-    else:
-        received = lax.all_gather(jnp.concatenate([out.reshape(-1), lse.reshape(-1)]), axis_name)
-    values = tokens * heads * width
-    outs = received[:, :values].reshape(size, tokens, heads, width)
-    lses = received[:, values:].reshape(size, tokens, heads)
-    return merge_attention_states(outs, lses, sinks=sinks, out_dtype=out_dtype)
+    return Ranks(
+        shard=shard.at(lax.axis_index(axis_name)), size_name="the axis's size", operations=FRONT_END, namespace=jnp,
+        take_along_axis=jnp.take_along_axis, arange=lambda stop, like: jnp.arange(stop, dtype=jnp.int32),
+        all_gather=lambda sent: lax.all_gather(sent, axis_name),
+        all_to_all=lambda sent: lax.all_to_all(sent, axis_name, 0, 0),
+    )  # fmt: skip
 
 
 # ---- positions: packed sequences
@@ -389,13 +311,13 @@ def context_parallel_varlen_attention(
     """Self-attention of packed sequences whose tokens are divided among devices in zigzag order.
 
     Call it within `jax.shard_map`. Each of `size` devices has T / size rows of the T tokens, in the order of
-    `zigzag_part`. Keys and values go around a ring: a device sends them to the next one while it works on them.
+    `zigzag_part`. Keys and values go around a ring: a device sends them to the next device while it works on them.
 
     Args:
         q, k, v: this device's rows, [T / size, H, D], [T / size, K, D] and [T / size, K, D_v], float32, float16 or
             bfloat16.
-        cu_lens: i32 [S + 1], prefix sums of the sequences' lengths over all devices, equal on all of them; up to T,
-            rows from the last one on are padding.
+        cu_lens: i32 [S + 1], prefix sums of the sequences' lengths over all devices, equal on all devices. If the last
+            one is less than T, the rows after it are padding.
         axis_name: the axis that divides tokens.
         sinks: f32 [H], equal on all devices.
         causal, sm_scale, soft_cap, return_lse, deterministic, backend, options: as in `varlen_attention`. There is no
@@ -404,11 +326,11 @@ def context_parallel_varlen_attention(
     Returns:
         out [T / size, H, D_v] of q's dtype, in the order of q; with `return_lse` also lse [T / size, H] float32.
         Differentiable like `varlen_attention`, once. Partial results and gradients of keys are added in float32, in an
-        order that the rank determines. A device sends its keys and values size - 1 times. For the gradient it does so
-        again, and sends their float32 gradients size times.
+        order that the rank determines. A device sends its keys and values size - 1 times, and again for the gradient.
+        It sends their float32 gradients size times.
 
     Raises:
-        InvalidInput: as `varlen_attention`; also for an odd number of rows, or unequal numbers of queries and keys.
+        InvalidInput: as `varlen_attention`; also if the number of rows is odd, or differs between q, k and v.
         TypeError, Unsupported: as `varlen_attention`.
     """
     expect_bool("return_lse", return_lse)
@@ -433,14 +355,14 @@ def context_parallel_varlen_attention(
 
 
 def zigzag_part(whole: jax.Array, size: int) -> jax.Array:
-    """Rows of all tokens [T, ...] in zigzag order: the first T / size are those of the first device, and so on.
+    """Rows of all tokens [T, ...] in zigzag order: first the T / size rows of the first device, and so on.
 
     The tokens are cut into 2 * size pieces. Rank r has the pieces r and 2 * size - 1 - r, which divides the work of
     causal attention evenly. Call it outside `jax.shard_map`, whose spec then divides the first axis. Divide positions
     and labels likewise.
 
     Raises:
-        InvalidInput: T is no multiple of 2 * size; pad the batch.
+        InvalidInput: T is not a multiple of 2 * size; pad the batch.
     """
     return jnp.concatenate([whole[rows.start : rows.stop] for rows in zigzag_order(whole.shape[0], size)])
 
@@ -463,7 +385,7 @@ class _Ring:
 
     def __init__(self, axis_name: AxisName, causal: bool, keywords: Any, gradients: Any) -> None:
         self.axis_name, self.causal = axis_name, causal
-        self.keywords, self.gradients = keywords, gradients  # of varlen_attention, and of its gradient
+        self.keywords, self.gradients = keywords, gradients  # for varlen_attention, and for its gradient
         self.size = lax.axis_size(axis_name)
 
     @property
@@ -471,15 +393,16 @@ class _Ring:
         return lax.axis_index(self.axis_name)
 
     def pass_on(self, arrays: Any) -> Any:
-        """Send arrays to the next device, and return those of the previous one."""
-        turns = [(rank, (rank + 1) % self.size) for rank in range(self.size)]
-        return jax.tree.map(lambda array: lax.ppermute(array, self.axis_name, turns), arrays)
+        """Send arrays to the next device, and return those of the previous device."""
+        routes = [(rank, (rank + 1) % self.size) for rank in range(self.size)]
+        return jax.tree.map(lambda array: lax.ppermute(array, self.axis_name, routes), arrays)
 
     def around(self, attend: Callable[..., Any], keys: Keys, state: Any, followers: Any) -> tuple[Any, Any]:
-        """The state and the followers of the keys after `attend(source, own, keys, state, followers)` for all keys.
+        """The state and the followers after `attend(source, own, keys, state, followers)` for the keys of all devices.
 
-        A device's own keys come first. Keys are sent on size - 1 times, while they are in use. The arrays that follow
-        them, such as their gradients, are sent afterwards and come home.
+        A device's own keys come first. Keys are sent on size - 1 times, while they are in use. `followers` are arrays
+        that belong to the keys, such as their gradients: they are sent on after each call, and return to the keys'
+        device in the end.
         """
         work = functools.partial(attend, self.rank, True)
         axes = varied_axes((keys, self.rank)) | varied_axes(jax.eval_shape(work, keys, state, followers))
@@ -487,41 +410,38 @@ class _Ring:
         if self.size == 1:
             return work(keys, state, followers)
 
-        def turn(index: Any, own: bool, keys: Keys, state: Any, followers: Any) -> tuple[Keys, Any, Any]:
-            following = self.pass_on(keys)
+        def step(index: Any, own: bool, keys: Keys, state: Any, followers: Any) -> tuple[Keys, Any, Any]:
+            next_keys = self.pass_on(keys)
             state, followers = attend((self.rank - index) % self.size, own, keys, state, followers)
-            return following, state, self.pass_on(followers)
+            return next_keys, state, self.pass_on(followers)
 
-        carried = turn(0, True, keys, state, followers)
+        carried = step(0, True, keys, state, followers)
         if self.size > 2:
-            carried = fori_loop(1, self.size - 1, lambda index, carried: turn(index, False, *carried), carried)
+            carried = fori_loop(1, self.size - 1, lambda index, carried: step(index, False, *carried), carried)
         state, followers = attend((self.rank + 1) % self.size, False, *carried)
         return state, self.pass_on(followers)
 
-    def edges(self, cu_lens: jax.Array, rank: Any, rows: int) -> jax.Array:
-        """The prefix sums of the sequences within each of the two pieces of a rank, i32 [2, S + 1]."""
-        return jnp.stack([jnp.clip(cu_lens - piece * rows, 0, rows) for piece in (rank, 2 * self.size - 1 - rank)])
+    def pairs(self, source: Any, own: bool, cu_lens: jax.Array, rows: int) -> list[tuple[Any, ...]]:
+        """The pairs of pieces that attend: of this device's queries and of the keys of `source`.
 
-    def pairs(self, source: Any, own: bool) -> list[tuple[Any, Any, bool]]:
-        """The pairs of a piece of queries and a piece of a source's keys that attend, each with its causality.
-
-        They are those of `sharding.zigzag_pairs`, but only the device knows whether the source is earlier.
+        Each is the two indices, the prefix sums within both pieces, and whether the mask is causal. They are the pairs
+        of `zigzag_pairs`, but only the running device knows whether `source` comes earlier.
         """
-        if own or not self.causal:
-            return zigzag_pairs(0, 0, self.causal)
-        later = (source > self.rank).astype(jnp.int32)
-        return [(1, 0, False), (later, later, False)]
+        pairs: list[tuple[Any, Any, bool]] = zigzag_pairs(0, 0, self.causal)
+        if self.causal and not own:
+            later = (source > self.rank).astype(jnp.int32)
+            pairs = [(1, 0, False), (later, later, False)]
+        mine, theirs = (jnp.stack(zigzag_edges(cu_lens, rank, self.size, rows)) for rank in (self.rank, source))
+        return [(i, j, _at(mine, i), _at(theirs, j), causal) for i, j, causal in pairs]
 
     def forward(self, q: Any, k: Any, v: Any, sinks: Any, cu_lens: Any) -> tuple[jax.Array, jax.Array]:
         q, k, v = map(_halves, (q, k, v))
-        rows = q.shape[1]
 
         def attend(source: Any, own: bool, keys: Keys, state: Any, followers: Any) -> Any:
-            edges = self.edges(cu_lens, self.rank, rows), self.edges(cu_lens, source, rows)
-            for i, j, causal in self.pairs(source, own):
+            for i, j, q_edges, kv_edges, causal in self.pairs(source, own, cu_lens, q.shape[1]):
                 out, lse = varlen_attention(
-                    _at(q, i), _at(keys[0], j), _at(keys[1], j), _at(edges[0], i), _at(edges[1], j), causal=causal,
-                    return_lse=True, **self.keywords,
+                    _at(q, i), _at(keys[0], j), _at(keys[1], j), q_edges, kv_edges, causal=causal, return_lse=True,
+                    **self.keywords,
                 )  # fmt: skip
                 before, before_lse = (_at(each, i) for each in state)
                 merged = merge_attention_states([before, out.astype(jnp.float32)], [before_lse, lse])
@@ -536,30 +456,26 @@ class _Ring:
         given, (d_out, d_lse) = saved[:5], cotangents
         sinks, cu_lens = given[3:]
         q, k, v, out, lse, d_out, d_lse = map(_halves, (*given[:3], *saved[5:], d_out, d_lse))
-        rows = q.shape[1]
 
         def attend(source: Any, own: bool, keys: Keys, state: Any, followers: Any) -> Any:
-            edges = self.edges(cu_lens, self.rank, rows), self.edges(cu_lens, source, rows)
             (dq, d_sinks), (dk, dv) = state, followers
-            for i, j, causal in self.pairs(source, own):
-                found = varlen_attention_backward(
-                    _at(d_out, i), _at(q, i), _at(keys[0], j), _at(keys[1], j), _at(out, i), _at(lse, i),
-                    _at(edges[0], i), _at(edges[1], j), d_lse=_at(d_lse, i), causal=causal, sinks=sinks,
-                    **self.gradients,
+            for i, j, q_edges, kv_edges, causal in self.pairs(source, own, cu_lens, q.shape[1]):
+                dq_part, dk_part, dv_part, d_sink = varlen_attention_backward(
+                    _at(d_out, i), _at(q, i), _at(keys[0], j), _at(keys[1], j), _at(out, i), _at(lse, i), q_edges,
+                    kv_edges, d_lse=_at(d_lse, i), causal=causal, sinks=sinks, **self.gradients,
                 )  # fmt: skip
-                dq, dk, dv = dq.at[i].add(found[0]), dk.at[j].add(found[1]), dv.at[j].add(found[2])
-                # Every call returns the gradient of all its queries, so add it once.
+                dq, dk, dv = dq.at[i].add(dq_part), dk.at[j].add(dk_part), dv.at[j].add(dv_part)
+                # Every call returns the gradient of the sinks for all its queries, so it is added once.
                 if sinks is not None and own and i == j:
-                    d_sinks += found[3]
+                    d_sinks += d_sink
             return (dq, d_sinks), (dk, dv)
 
         zeros = [jnp.zeros(each.shape, jnp.float32) for each in (q, k, v)]
         state = zeros[0], None if sinks is None else jnp.zeros_like(sinks)
         (dq, d_sinks), (dk, dv) = self.around(attend, (k, v), state, tuple(zeros[1:]))
-        found = [_joined(each).astype(q.dtype) for each in (dq, dk, dv)] + [d_sinks]
-        return *(
-            None if each is None else as_varied_as(each, like) for each, like in zip(found, given[:4], strict=True)
-        ), None  # fmt: skip
+        gradients = [*(_joined(each).astype(q.dtype) for each in (dq, dk, dv)), d_sinks]
+        pairs = zip(gradients, given[:4], strict=True)
+        return *(None if gradient is None else as_varied_as(gradient, like) for gradient, like in pairs), None
 
 
 def _halves(array: jax.Array) -> jax.Array:

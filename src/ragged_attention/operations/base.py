@@ -1,4 +1,4 @@
-"""The base of both front ends, which run operations on a framework's arrays for the public functions."""
+"""The base of both front ends. They run the public functions' calls on the arrays of a framework."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -7,13 +7,13 @@ from typing import Any, Generic, TypedDict, TypeVar
 from ragged_attention.calls import CALLS, Call, WritingCall
 
 Array = TypeVar("Array")  # torch.Tensor or jax.Array
-Memory = TypeVar("Memory")  # the type of `out`: torch.Tensor in torch, Never in jax, whose arrays cannot be written
+Memory = TypeVar("Memory")  # the type of `out`: torch.Tensor in torch; Never in jax, whose arrays are immutable
 
 Pages = Array | tuple[Array, Array]
 
 
 class AttentionKeywords(TypedDict, Generic[Array, Memory], total=False):
-    """Keyword arguments of the attentions with overloads; none of them changes the number of results."""
+    """Keyword arguments that all attentions with overloads share, and that do not change the number of results."""
 
     max_q_len: int | None
     sm_scale: float | None
@@ -27,40 +27,40 @@ class AttentionKeywords(TypedDict, Generic[Array, Memory], total=False):
 
 
 class FrontEnd(abc.ABC, Generic[Array, Memory]):
-    """Runs calls on the arrays of a framework. Arguments go by name, next to `backend`, `options` and `out`."""
+    """Runs calls on the arrays of a framework. A mapping holds the arguments except `backend`, `options` and `out`."""
 
     @abc.abstractmethod
     def prepare(self, record: type[Call], arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The record's arguments, converted from those of the public function."""
+        """The record's arguments, converted from the public function's."""
 
     @abc.abstractmethod
     def checked(self, record: type[Call], prepared: Mapping[str, Any]) -> Call:
-        """The record of prepared arguments, on the device that runs the call."""
+        """The record of prepared arguments, with the device that runs the call."""
 
     @abc.abstractmethod
     def run_prepared(
         self, record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any, out: Memory | None = None
     ) -> Any:
-        """The results of the record's arguments: an array if the operation always has one result, else a sequence."""
+        """Run an operation on prepared arguments. Returns an array if it always has one result, else a sequence."""
 
     @abc.abstractmethod
     def run_with_write(
         self, record: type[WritingCall], arguments: Mapping[str, Any], backend: Any, options: Any,
         out: Memory | None = None,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """The results of an attention that has `new_kv`; the last result is the written cache."""
+        """Run an attention with `new_kv`. The last result is the written cache."""
 
     @abc.abstractmethod
     def write(self, record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any) -> Any:
-        """The written cache of a write, an array or a pair, like the given one."""
+        """Run a write. Returns the written cache, an array or a pair like the given one."""
 
     def call_of(self, operation: str, arguments: Mapping[str, Any]) -> Call:
-        """The checked record of a call by the public function's arguments, every one given by name."""
+        """The checked record of a call, from all arguments of the public function by name."""
         record = CALLS[operation]
         return self.checked(record, self.prepare(record, arguments))
 
     def run(
         self, record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any, out: Memory | None = None
     ) -> Any:
-        """The results of a public function's call."""
+        """Run an operation on the public function's arguments."""
         return self.run_prepared(record, self.prepare(record, arguments), backend, options, out)

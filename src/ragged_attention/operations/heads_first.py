@@ -24,27 +24,25 @@ class HeadsFirst(FrontEnd[Array, Memory]):
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Array:
-        """Decode over a paged cache with heads first: one query per sequence, which sees all of its keys.
+        """Decode over a paged cache with heads first: one query per sequence, which sees all keys of its sequence.
 
-        Shapes in letters: S sequences, H query heads, D head size, K KV heads (K divides H), P pages of G positions, M
-        pages a sequence can list.
+        Shapes in letters: S sequences, H query heads, D head size, K KV heads (K divides H), P pages of G positions, at
+        most M pages per sequence.
 
         Args:
             q: [S, H, D] float32, float16 or bfloat16. D is a multiple of 8 from 16 to 512.
-            k_pages, v_pages: [K, P, G, D] each, of q's dtype, or float8_e4m3fn, float8_e5m2 or int8; or, quantised, a
-                pair `(weight, scales)` each, of such an 8-bit array and f32 [K, P, G, 1], whose values are weight *
-                scales. jax's `QuantizedTensor`, of which they are weight * scales / 127.5, is taken as well. In torch
-                any strides are accepted, provided that the last one is 1.
-            lengths: i32 [S], positions of each sequence in the cache.
-            page_indices: i32 [S, M], the block table: entry p of a row is the page that holds the positions from p * G
-                on; entries past the last used page are never read as pages.
+            k_pages, v_pages: [K, P, G, D] each, of q's dtype, or float8_e4m3fn, float8_e5m2 or int8. Or quantised: a
+                pair `(weight, scales)` each, an 8-bit array [K, P, G, D] and f32 [K, P, G, 1], which stand for weight *
+                scales; or jax's `QuantizedTensor`, which stands for weight * scales / 127.5. In torch any strides are
+                accepted if the last one is 1.
+            lengths: i32 [S], the number of positions of each sequence in the cache.
+            page_indices: i32 [S, M], as in `ragged_paged_attention`.
             sm_scale: factor on q . k; default `D ** -0.5`.
             soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling.
-            out: torch only: the tensor to write the result to, as in `ragged_paged_attention`.
-            backend, options: as in `ragged_paged_attention`.
+            out, backend, options: as in `ragged_paged_attention`.
 
         Returns:
-            out [S, H, D] of q's dtype; 0 for a sequence without keys, its pages missing included.
+            out [S, H, D] of q's dtype; 0 for a sequence that sees no key, because it has none or its pages are invalid.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
@@ -71,30 +69,28 @@ class HeadsFirst(FrontEnd[Array, Memory]):
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Array:
-        """One chunk of one sequence's queries over its pages, heads first, causally.
+        """Causal attention of one chunk of one sequence's queries over its pages, heads first.
 
         Shapes in letters: T rows of the chunk, H query heads, D head size, K KV heads (K divides H), P pages of G
-        positions, M pages that the sequence can list.
+        positions, at most M pages of the sequence.
 
         Args:
             q: [T, H, D] float32, float16 or bfloat16. D is a multiple of 8 from 16 to 512.
             k_pages, v_pages: as in `paged_attention`.
-            length: positions of the sequence in the cache, those of this chunk included: an int, or an i32 array of
-                one.
-            page_indices: i32 [M], the block table: entry p is the page that holds the positions from p * G on; entries
-                past the last used page are never read as pages.
+            length: the number of positions of the sequence in the cache, including this chunk: an int, or an i32 array
+                of one element.
+            page_indices: i32 [M], the sequence's row of the block table of `ragged_paged_attention`.
             sm_scale: factor on q . k; default `D ** -0.5`.
             soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
             sliding_window: a row sees only positions > its own - sliding_window (with 1, only its own).
-            align: where the chunk's rows stand. With "chunk" chunks follow each other from position 0 on, and this is
-                the one that holds position `length - 1`: row r stands at `(length - 1) // T * T + r`. With "end" the
-                chunk is the last T positions: row r stands at `length - T + r`.
-            out: torch only: the tensor to write the result to, as in `ragged_paged_attention`.
-            backend, options: as in `ragged_paged_attention`.
+            align: the positions of the chunk's rows. With "chunk", chunks of T rows follow each other from position 0,
+                and this chunk holds position `length - 1`: row r is at `(length - 1) // T * T + r`. With "end", the
+                chunk is the last T positions: row r is at `length - T + r`.
+            out, backend, options: as in `ragged_paged_attention`.
 
         Returns:
-            out [T, H, D] of q's dtype; 0 for a row that stands before position 0 or from `length` on, and for one
-            that sees no key, its pages being missing.
+            out [T, H, D] of q's dtype; 0 for a row whose position is below 0 or not below `length`, and for a row that
+            sees no key because its pages are invalid.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.

@@ -1,4 +1,4 @@
-"""The lightning indexer of DeepSeek sparse attention: which keys latent attention reads."""
+"""The lightning indexer of DeepSeek sparse attention, which selects the keys that latent attention reads."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from ragged_attention.operations.base import Array, FrontEnd, Memory
 
 
 class Indexer(FrontEnd[Array, Memory]):
-    """The lightning indexer, the choice of keys, and the cache of the indexer's keys."""
+    """The lightning indexer, the selection of keys, and the cache of the indexer's keys."""
 
     def indexer_logits(
         self,
@@ -29,37 +29,36 @@ class Indexer(FrontEnd[Array, Memory]):
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Array:
-        """How much each query token wants each key: the score by which sparse attention chooses its keys.
+        """The score of each key for each query token, by which sparse attention selects its keys.
 
             logits[t, s] = (sum over h of weights[t, h] * relu(q[t, h] . key[s])) * key_scale[s]
 
         Shapes in letters: T query tokens, H heads of the indexer, D its head size, N packed keys, P pages of G
-        positions, S sequences, M pages that a sequence can list. Keys have one head. They are packed, with a range for
-        each query in `starts` and `stops`, or paged, with the tables of ragged paged attention; both or neither is an
-        error.
+        positions, S sequences, at most M pages per sequence. Keys have one head. They are packed, with a range for each
+        query in `starts` and `stops`, or paged, with the tables of ragged paged attention; both or neither is an error.
 
         Args:
             q: [T, H, D] bfloat16, float16, float32, or float8_e4m3fn, whose scales belong in `weights`. D is a multiple
                 of 16 up to 256, H any number (64 heads of 128 in DeepSeek-V3.2).
             keys: packed [N, D]; or paged [P, G, D]; each of q's dtype, or float8_e4m3fn. Or pages of bytes, uint8
                 [P, G, 1, D + 4], as `write_indexer_cache` fills them: a page holds the e4m3 values of its G keys, then
-                their G float32 scales; its bytes follow each other, pages may lie apart.
+                their G float32 scales. Each page is contiguous; there may be gaps between pages.
             weights: f32 [T, H].
-            key_scale: f32 [N] or [P, G], a factor of each key's logits; None is 1. Pages[Array] of bytes hold theirs.
+            key_scale: f32 [N] or [P, G], a factor on each key's logits; None is 1. Pages of bytes hold their own.
             starts, stops: i32 [T], query t sees the rows [starts[t], stops[t]) of packed keys; clamped to [0, N].
             relative: column j of row t is key `starts[t] + j`, so that each row begins at its own start.
-            max_keys: the number of columns with `relative`; default N. Keys from there on are not seen.
-            page_indices, kv_lens, cu_q_lens, num_seqs: as in `ragged_paged_attention`: i32 [S, M], [S], [S + 1] and how
-                many sequences are live. Query i of a sequence sees the positions
+            max_keys: the number of columns with `relative`; default N. Later keys are not seen.
+            page_indices, kv_lens, cu_q_lens, num_seqs: as in `ragged_paged_attention`: i32 [S, M], [S], [S + 1] and the
+                number of live sequences. Query i of a sequence sees the positions
                 `j < (kv_len - q_len + i + 1) // ratio`. A page index outside [0, P) makes its positions invisible.
             ratio: the number of tokens that one row of a paged cache stands for, as in the compressed attention of
                 DeepSeek-V4; `kv_lens` counts tokens.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
-            f32 [T, N], [T, max_keys] or [T, M * G]; -inf for keys that a query does not see and in the rows of padding
-            queries, which belong to no sequence. Products and sums are in float32 (an e4m3 product on Hopper keeps
-            fewer bits). A NaN key makes the logits NaN for queries that see it, and for no others.
+            f32 [T, N], [T, max_keys] or [T, M * G]; -inf for keys that a query does not see, and in rows of padding.
+            Products and sums are in float32 (an e4m3 product on Hopper keeps fewer bits). A NaN key makes the logits
+            NaN for queries that see it, and for no others.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
@@ -96,26 +95,26 @@ class Indexer(FrontEnd[Array, Memory]):
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Array:
-        """The keys with the largest `indexer_logits` of each query: what sparse latent attention attends to.
+        """The keys with the largest `indexer_logits` of each query, to which sparse latent attention attends.
 
         Letters as in `indexer_logits`. No matrix of all logits is kept.
 
         Args:
             q, keys, weights, key_scale, starts, stops, relative, max_keys: as in `indexer_logits`.
             page_indices, kv_lens, cu_q_lens, num_seqs, ratio: as in `indexer_logits`.
-            top_k: the number of keys to choose, from 1 to 4096.
-            candidate_blocks: i32 [T, B], the B blocks of positions that each query may choose from, in any order: block
-                b is the positions `[b * candidate_block_size, (b + 1) * candidate_block_size)`. A block that is listed
+            top_k: the number of keys to select, from 1 to 4096.
+            candidate_blocks: i32 [T, B], the B blocks of positions from which each query selects, in any order: block b
+                is the positions `[b * candidate_block_size, (b + 1) * candidate_block_size)`. A block that is listed
                 twice counts once; -1, or any other number without positions, is skipped. With None all positions are
                 candidates.
-            candidate_block_size: positions in a block, with `candidate_blocks`.
+            candidate_block_size: the number of positions per block, with `candidate_blocks`.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
             i32 [T, top_k], in each row the positions of the largest logits in ascending order, then -1. Positions are
             the columns of `indexer_logits`: of a sequence (paged), rows of `keys` (packed), or counted from the row's
             start (`relative`). Of equal logits the one at the larger position, the newer token, is taken. NaN counts as
-            -inf, and -inf is never chosen. `page_indices_to_slots` makes slots of positions in pages.
+            -inf, and -inf is never selected. `page_indices_to_slots` converts positions in pages to slots.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
@@ -142,14 +141,14 @@ class Indexer(FrontEnd[Array, Memory]):
 
         Args:
             logits: f32 [T, N].
-            top_k: the number of keys to choose, from 1 to 4096.
-            starts, stops: i32 [T], the columns [starts[t], stops[t]) that count, clamped to [0, N]; the others are
-                never read. None is 0, and N.
+            top_k: the number of columns to select, from 1 to 4096.
+            starts, stops: i32 [T], row t selects from the columns [starts[t], stops[t]), clamped to [0, N]; others are
+                never read. The defaults are 0 and N.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
             i32 [T, top_k], in each row the columns in ascending order, then -1. Of equal logits the one in the larger
-            column is taken; NaN counts as -inf, and -inf is never chosen. Whether a subnormal number counts as 0
+            column is taken; NaN counts as -inf, and -inf is never selected. Whether a subnormal number counts as 0
             depends on the device.
 
         Raises:
@@ -166,7 +165,7 @@ class Indexer(FrontEnd[Array, Memory]):
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> tuple[Array, Array]:
-        """Quantise rows for the indexer: e4m3 values with one scale a row, for `keys` and `key_scale`.
+        """Quantise rows for the indexer: e4m3 values with one scale per row, for `keys` and `key_scale`.
 
         Args:
             k: [N, D] bfloat16, float16 or float32; D a multiple of 16 up to 256.
@@ -199,20 +198,14 @@ class Indexer(FrontEnd[Array, Memory]):
 
         Args:
             k: [T, D] bfloat16, float16 or float32; D a multiple of 16 up to 256.
-            cache: uint8 [P, G, 1, D + 4]: a page holds the e4m3 values of its G keys, then their G float32 scales. Its
-                bytes follow each other, pages may lie apart. This is DeepGEMM's layout.
-            slot_mapping: i32 or i64 [T], the slot `page * G + offset` of each token; -1, and anything else outside [0,
-                P * G), is skipped. In jax, NumPy arrays of i64 are accepted without `jax_enable_x64` too, but not as
-                arguments of the caller's own `jax.jit`, which wraps them before this function sees them.
+            cache: uint8 [P, G, 1, D + 4]: a page holds the e4m3 values of its G keys, then their G float32 scales. Each
+                page is contiguous; there may be gaps between pages. This is DeepGEMM's layout.
+            slot_mapping: i32 or i64 [T], as in `write_kv_pages`, but not a tuple.
             power_of_two: round scales up to a power of two.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
-            The cache. In torch the given tensor is written in place and returned; in jax the cache is a new array,
-            which takes the memory of the given one if that is donated. Of two tokens for one slot either may remain. k
-            may lie in the cache: it is read before the write.
-
-            A write has no gradient; asking for one raises RuntimeError.
+            The cache, as `write_kv_pages` returns the pages. k may be a view of the cache: it is read before the write.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.

@@ -42,7 +42,7 @@ class Latent(FrontEnd[Array, Memory]):
         """Attention of each query token over its own list of latent rows: DeepSeek sparse attention, prefill.
 
         Shapes in letters: T query tokens, H query heads, K KV heads (K divides H; 1 in every published model), N
-        selected keys, P pages of G positions.
+        selected keys per query, P pages of G positions.
 
         Args:
             q: [T, H, d_qk] bfloat16, float16 or float32, on the portable backends also float64 (for checking
@@ -50,44 +50,38 @@ class Latent(FrontEnd[Array, Memory]):
             kv: the latent rows, [s_kv, K, d_qk] of q's dtype, packed; or a paged cache [P, G, K, d_qk], or a quantised
                 one [P, G, 1, bytes], as `mla_decode` takes them. A row is the key; its first `d_v` columns are the
                 value.
-            indices: i32 [T, K, N], rows of `kv`, or slots `page * G + offset` of a paged cache. They may come in any
-                order. An index outside [0, s_kv) (or [0, P * G)), such as -1, selects nothing and is never read as a
-                row; an index that is listed twice counts twice.
+            indices: i32 [T, K, N], rows of `kv`, or slots `page * G + offset` of a paged cache, in any order. An index
+                outside [0, s_kv) (or [0, P * G)), such as -1, selects nothing and is never read as a row; an index that
+                is listed twice counts twice.
             sm_scale: factor on q . k; default `d_qk ** -0.5`.
-            d_v: columns of the value, a multiple of 16 up to d_qk.
-            sinks: f32 [H] (f64 beside float64 queries), one logit per head, which is added to the denominator of the
+            d_v: the number of columns of the value, a multiple of 16 up to d_qk.
+            sinks: f32 [H] (f64 with float64 queries), one logit per head, which is added to the denominator of the
                 softmax only.
-            topk_lens: i32 [T]; entries of `indices` from there on are ignored. Clamped to [0, N].
-            cache_format: `plain`, `fp8_v32`, `fp8_v4`, `fp8_v41` or `fp4_v41`; default by `kv`'s dtype and last
-                dimension.
-            cache_layout: as in `mla_decode`.
+            topk_lens: i32 [T], the lengths of the lists, clamped to [0, N]; later entries of `indices` are ignored.
+            cache_format, cache_layout: as in `mla_decode`.
             deterministic: give the gradient the same bits in every run: contributions to a row are added in the order
-                of the queries that select it, with the help of an index; without it GPUs add them in any order.
-            out_dtype: the dtype of `out`: "float32", "float16", "bfloat16", or the framework's dtype of that name;
-                default q's dtype. With another dtype there is no gradient.
-            out: torch only: the tensor to write the result to, as in `ragged_paged_attention`; the call then has no
-                gradient.
-            backend: the backend of this call: a name, or a list of names in order of preference; see
-                `ragged_attention.config`. The gradient runs on it too if it offers `sparse_mla_prefill_backward`.
-            options: the tunables of this call, which are fields of the chosen backend's `Tile`; the gradient uses those
-                that the configuration has for `sparse_mla_prefill_backward`.
+                of the queries that select it, which takes an extra index; without it GPUs add them in any order.
+            out_dtype: as in `ragged_paged_attention`. With another dtype than q's there is no gradient.
+            out: as in `ragged_paged_attention`; the call then has no gradient.
+            backend: as in `ragged_paged_attention`. The gradient runs on it too if it offers
+                `sparse_mla_prefill_backward`.
+            options: as in `ragged_paged_attention`. The gradient uses the options that the configuration has for
+                `sparse_mla_prefill_backward`.
 
         Returns:
             out [T, H, d_v]; max_logits [T, H] float32, the largest scaled logit; lse [T, H] float32, the natural
-            log-sum-exp of the logits (both float64 of float64 queries). Sinks multiply out by `sigmoid(lse - sink)` and
-            change neither of the others. A query that selects nothing gets out 0, max_logits -inf and lse -inf. Rows
-            that are not selected may hold NaN. Softmax and sums are in float32; a quantised value is its 8-bit or 4-bit
-            code times its scale. `triton` multiplies quantised rows by 16-bit weights even if q is float32, so that out
-            is then as accurate as with bfloat16 queries. An e8m0 scale of 2 ** -127, which `quantize_mla_cache` never
-            writes, counts as 0 on devices that flush subnormal numbers, as XLA does.
+            log-sum-exp of the logits (both float64 for float64 queries). Sinks multiply out by `sigmoid(lse - sink)`
+            and change neither of the others. A query that selects nothing gets out 0, max_logits -inf and lse -inf.
+            Rows that are not selected may hold NaN. Softmax and sums are in float32; a quantised value is its 8-bit or
+            4-bit code times its scale. `triton` multiplies quantised rows by 16-bit weights even if q is float32, so
+            that out is then as accurate as with bfloat16 queries. An e8m0 scale of 2 ** -127, which
+            `quantize_mla_cache` never writes, counts as 0 on devices that flush subnormal numbers, as XLA does.
 
             Differentiable with respect to q, a plain kv and sinks, through out and through lse (max_logits counts as a
             constant), by reverse mode, once. Rows that are not selected get a gradient of 0.
 
         Raises:
-            InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above.
-            TypeError: a value of the wrong kind.
-            Unsupported: no requested backend takes the call; the message gives each one's reason.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
 
         The operation is FlashMLA's `flash_mla_sparse_fwd` (DeepSeek-V3.2), made general; `compat.flash_mla` has its own
         conventions (base-2 logits).
@@ -116,26 +110,26 @@ class Latent(FrontEnd[Array, Memory]):
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> tuple[Array, Array, Array | None]:
-        """The gradient of `sparse_mla_prefill`: called by automatic differentiation, and where kernels are swapped.
+        """The gradient of `sparse_mla_prefill`, for automatic differentiation and for other training loops.
 
         Letters as in `sparse_mla_prefill`.
 
         Args:
             d_out: [T, H, d_v] of q's dtype, the gradient of a scalar with respect to `out`.
             kv: [s_kv, K, d_qk] or pages [P, G, K, d_qk], of q's dtype; a quantised cache has no gradient.
-            q, indices, sm_scale, d_v, sinks, topk_lens, deterministic: as `sparse_mla_prefill` was given them.
-            out, lse: what `sparse_mla_prefill` returned: [T, H, d_v] of q's dtype, [T, H] float32.
+            q, indices, sm_scale, d_v, sinks, topk_lens, deterministic: the arguments of `sparse_mla_prefill`.
+            out, lse: the results of `sparse_mla_prefill`: [T, H, d_v] of q's dtype, [T, H] float32.
             d_lse: [T, H] like `lse`, the gradient with respect to it; None is 0. Where `lse` is -inf it is ignored.
-            backend, options: as everywhere; see `sparse_mla_prefill`.
+            backend, options: as in `ragged_paged_attention`.
 
         Returns:
             dq and dkv of the shapes and dtypes of q and kv, and d_sinks like `sinks`, None without sinks. The formulas
-            are those of `varlen_attention_backward`; a row's gradient as key and, in its first `d_v` columns, as value
-            are added, over all entries of all lists that name it, each as often as it is listed. A row that no list
-            names gets 0, even if it holds NaN. Sums are in float32.
+            are those of `varlen_attention_backward`. The gradient of a row is the sum of its gradients as key and, in
+            the first `d_v` columns, as value, over all entries of all lists that name it. A row that no list names gets
+            0, even if it holds NaN. Sums are in float32.
 
         Raises:
-            InvalidInput, TypeError, Unsupported: as `sparse_mla_prefill`.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
         """
         arguments = dict(
             d_out=d_out, q=q, kv=kv, indices=indices, out=out, lse=lse, d_lse=d_lse, sm_scale=sm_scale, d_v=d_v,
@@ -173,7 +167,7 @@ class Latent(FrontEnd[Array, Memory]):
         """Attention of a few query tokens per sequence over a paged latent cache: over all of it, or over a top-k list.
 
         Shapes in letters: S sequences, Q query tokens of each, H query heads, K KV heads (K divides H), P pages of G
-        positions, M pages that a sequence can list, N selected keys.
+        positions, at most M pages per sequence, N selected keys per query.
 
         Args:
             q: [S, Q, H, d_qk] bfloat16, float16 or float32; d_qk a multiple of 16 up to 1024.
@@ -181,15 +175,12 @@ class Latent(FrontEnd[Array, Memory]):
                 [P, G, 1, 656] in the format `fp8_v32` (d_qk 576), or, of d_qk 512, [P, G, 1, 584] in `fp8_v4`, 528 in
                 `fp8_v41`, 288 in `fp4_v41`; see `quantize_mla_cache`. Any G. In torch there may be gaps between pages.
                 The first `d_v` columns are the value.
-            page_indices: i32 [S, M], the block table: entry p of a row is the page that holds the positions from p * G
-                on. Entries past the last used page are never read as pages; an entry outside [0, P) makes its positions
-                invisible. Only for dense calls.
-            kv_lens: i32 [S], positions of each sequence in the cache. Only for dense calls, which are those without
-                `indices`; calls with them ignore both.
+            page_indices, kv_lens: i32 [S, M] and [S], as in `ragged_paged_attention`, for dense calls, which are those
+                without `indices`; sparse calls ignore both.
             indices: i32 [S, Q, N], makes the call sparse (K must be 1): slots `page * G + offset` of the cache for each
-                query token. They may come in any order; a slot outside [0, P * G), such as -1, selects nothing; a slot
-                that is listed twice counts twice.
-            d_v: columns of the value, a multiple of 16 up to d_qk.
+                query token, in any order. A slot outside [0, P * G), such as -1, selects nothing; a slot that is listed
+                twice counts twice.
+            d_v: the number of columns of the value, a multiple of 16 up to d_qk.
             sm_scale: factor on q . k; default `d_qk ** -0.5`.
             causal: dense calls only. Queries are aligned at the end: query j of a sequence sees positions < kv_len - (Q
                 - 1 - j).
@@ -197,36 +188,33 @@ class Latent(FrontEnd[Array, Memory]):
                 1, only its own). With `causal=False` this bounds the left side only.
             soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling.
             sinks: f32 [H], one logit per head, which is added to the denominator of the softmax only.
-            topk_lens: i32 [S] or [S, Q]; entries of `indices` from there on are ignored. Clamped to [0, N].
+            topk_lens: i32 [S] or [S, Q], the lengths of the lists, clamped to [0, N]; later entries of `indices` are
+                ignored.
             extra_kv_cache, extra_indices, extra_topk_lens: a second cache, of the same format and its own number and
                 size of pages, with its own lists i32 [S, Q, N'] and lengths: each query attends to both selections. One
                 cache may be `fp8_v41` and the other `fp4_v41`. (FlashMLA takes `fp4_v41` only as the second cache
                 beside `fp8_v41`; here it may also be the only one, in dense calls too.)
             schedule: the division of the work that `make_decode_schedule` returns. Without a schedule the keys of each
                 sequence are divided among programs by shapes alone; results differ by rounding only.
-            cache_format: `plain`, `fp8_v32`, `fp8_v4`, `fp8_v41` or `fp4_v41`; default by the dtype and last dimension
-                of `kv_cache`.
+            cache_format: `plain`, `fp8_v32`, `fp8_v4`, `fp8_v41` or `fp4_v41`; by default, the dtype and last dimension
+                of the cache decide.
             cache_layout: the order of the bytes in both caches: "token", the bytes of each token together, or "page",
                 all values of a page and then all its scales. The default is "page" for `fp8_v4` and "token" for all
                 other formats; only `fp8_v41` and `fp4_v41` may have either.
-            out_dtype: the dtype of `out`: "float32", "float16", "bfloat16", or the framework's dtype of that name;
-                default q's dtype. Partial results that `merge_attention_states` will merge are best kept in float32.
-            out: torch only: the tensor to write the result to, as in `ragged_paged_attention`.
-            backend, options: as in `sparse_mla_prefill`. With the kernels of `triton` and `cuda`
-                `options={"num_splits": 1}`, without a schedule makes the bits of each sequence independent of the rest
-                of the batch.
+            out_dtype, out, backend, options: as in `ragged_paged_attention`. With the kernels of `triton` and `cuda`,
+                `options={"num_splits": 1}` without a schedule makes the bits of each sequence independent of the other
+                sequences.
 
         Returns:
             out [S, Q, H, d_v], and lse [S, H, Q] float32, the natural log-sum-exp of the scaled logits; sinks multiply
             out by `sigmoid(lse - sink)` and leave lse as it is. A query that sees no key gets out 0 and lse -inf. No
-            index value makes a kernel read outside the arrays: lengths are clamped to the arrays' sizes. Keys and
-            values that no query sees may be NaN. Softmax and sums are in float32, quantised rows as in
-            `sparse_mla_prefill`.
+            index value makes a kernel read outside the arrays: lengths are clamped to the arrays' sizes, and a page
+            index outside [0, P) makes its positions invisible. Keys and values that no query sees may be NaN. Softmax
+            and sums are in float32, quantised rows as in `sparse_mla_prefill`.
 
         Raises:
-            InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the index
-                arrays, and a schedule made for other lengths, only under `validate="full"`.
-            TypeError, Unsupported: as `sparse_mla_prefill`.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`. A schedule made for other lengths is
+                refused only under `validate="full"`.
 
         The operation is FlashMLA's `flash_mla_with_kvcache` made general (any heads, pages, formats, top-k);
         `compat.flash_mla` has its own conventions (lse +inf for a query that sees no key).
@@ -266,14 +254,12 @@ class Latent(FrontEnd[Array, Memory]):
 
         Args:
             kv_lens: i32 [S], the lengths of a dense call; None for a sparse one.
-            batch_size: S.
-            num_q_tokens: query tokens of each sequence.
-            num_q_heads, num_kv_heads: heads.
-            topk: entries in each list of a sparse call; None for a dense one.
+            batch_size, num_q_tokens, num_q_heads, num_kv_heads: S, Q, H and K of the call.
+            topk: the number of entries in each list of a sparse call; None for a dense one.
             topk_lens: i32 [S] or [S, Q], as in `mla_decode`; only with `topk`.
             extra_topk, extra_topk_lens: `topk` and `topk_lens` of the second cache.
-            num_parts: the number of ranges; by default as many as fill the device with blocks of 64 query rows.
-            device: torch only: the device of the schedule, used with `topk` and without `topk_lens`.
+            num_parts: the number of ranges; the default fills the device with blocks of 64 query rows.
+            device: torch only: the device of the schedule if there is `topk` and no `topk_lens`.
             overhead: the cost of starting a sequence, counted in blocks.
             backend, options: as in `mla_decode`.
 
@@ -281,7 +267,7 @@ class Latent(FrontEnd[Array, Memory]):
             a `DecodeSchedule`.
 
         Raises:
-            InvalidInput, TypeError, Unsupported: as `mla_decode`.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
 
         The algorithm and the order of the fields of `parts` are those of FlashMLA's `get_mla_metadata` of September
         2025.
@@ -311,8 +297,8 @@ class Latent(FrontEnd[Array, Memory]):
             format: `fp8_v32` (656 bytes per token) or `fp8_v4` (584 bytes), whose last 64 columns, the rotary ones,
                 stay in bfloat16; `fp8_v41` (528 bytes) or `fp4_v41` (288 bytes), which quantise every column.
                 `CacheFormat` describes the bytes.
-            power_of_two_scales: round scales up to a power of two; `fp8_v4` and `fp8_v41` can store no others. Those of
-                `fp4_v41` are e4m3 either way.
+            power_of_two_scales: round scales up to a power of two; `fp8_v4` and `fp8_v41` can store no others. The
+                scales of `fp4_v41` are e4m3 either way.
             cache_layout: as in `mla_decode`.
             backend, options: as in `mla_decode`.
 
@@ -325,7 +311,7 @@ class Latent(FrontEnd[Array, Memory]):
             has the scale NaN and values 0.
 
         Raises:
-            InvalidInput, TypeError, Unsupported: as `mla_decode`.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
         """
         arguments = dict(kv=kv, format=format, power_of_two_scales=power_of_two_scales, cache_layout=cache_layout)
         return self.run(QuantizeMlaCache, arguments, backend, options)
@@ -344,8 +330,8 @@ class Latent(FrontEnd[Array, Memory]):
 
         Args:
             cache: bytes (uint8, int8 or float8_e4m3fn) [P, G, 1, 656, 584, 528 or 288].
-            format: `fp8_v32`, `fp8_v4`, `fp8_v41` or `fp4_v41`; default by the last dimension.
-            dtype: of the result, "bfloat16", "float16" or "float32", or the framework's own dtype of that name.
+            format: `fp8_v32`, `fp8_v4`, `fp8_v41` or `fp4_v41`; by default, the last dimension decides.
+            dtype: the dtype of the result, "bfloat16", "float16" or "float32", or the framework's dtype of that name.
             cache_layout: as in `mla_decode`.
             backend, options: as in `mla_decode`.
 
@@ -353,7 +339,7 @@ class Latent(FrontEnd[Array, Memory]):
             [P, G, 1, d_qk] of `dtype`: value times scale in float32, then rounded once.
 
         Raises:
-            InvalidInput, TypeError, Unsupported: as `mla_decode`.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
         """
         arguments = dict(cache=cache, format=format, dtype=dtype, cache_layout=cache_layout)
         return self.run(DequantizeMlaCache, arguments, backend, options)
@@ -375,17 +361,12 @@ class Latent(FrontEnd[Array, Memory]):
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Array:
-        """Write this step's latent rows into a paged cache, quantising where it is quantised.
+        """Write this step's latent rows into a paged cache; into a quantised one, as `quantize_mla_cache` does.
 
         Args:
             kv: [T, K, d_qk], or [T, d_qk] for one KV head; float32, float16 or bfloat16.
             cache: as `ragged_mla_attention` takes it: plain, of kv's dtype or 8-bit, or quantised.
-            slot_mapping: i32 or i64 [T], the slot `page * G + offset` of each token; -1, and anything else outside [0,
-                P * G), is skipped. In jax, NumPy arrays of i64 are accepted without `jax_enable_x64` too, but not as
-                arguments of the caller's own `jax.jit`, which wraps them before this function sees them. A tuple
-                `(page_indices, kv_lens, cu_q_lens)` stands for those three arguments.
-            page_indices, kv_lens, cu_q_lens, num_seqs: the tables of the attention call instead of slots: token i of a
-                sequence goes to position `kv_len - q_len + i`. A page index outside [0, P) is skipped.
+            slot_mapping, page_indices, kv_lens, cu_q_lens, num_seqs: as in `write_kv_pages`.
             kv_scale: the scale of a plain cache: the stored value is `kv / kv_scale`, computed in float32, rounded to
                 nearest even and, in an 8-bit cache, saturated at the format's largest finite value; a float, or an
                 array [] or [K]. Small scales are treated as by `write_kv_pages`.
@@ -394,14 +375,10 @@ class Latent(FrontEnd[Array, Memory]):
             backend, options: as in `mla_decode`.
 
         Returns:
-            The cache. In torch the given tensor is written in place and returned; in jax the cache is a new array,
-            which takes the memory of the given one if that is donated. Only the tokens' slots change. Of two tokens for
-            one slot either may remain. kv may lie in the cache: it is read before the write.
-
-            A write has no gradient; asking for one raises RuntimeError.
+            The cache, as `write_kv_pages` returns the pages. kv may be a view of the cache: it is read first.
 
         Raises:
-            InvalidInput, TypeError, Unsupported: as `mla_decode`; slots out of range, except -1, only under
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`; slots out of range, except -1, only under
                 `validate="full"`.
         """
         arguments = dict(
@@ -420,11 +397,11 @@ class Latent(FrontEnd[Array, Memory]):
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Array:
-        """Token positions of sequences as slots of the cache: what an indexer selects as what sparse attention takes.
+        """Convert positions in sequences, which an indexer selects, to slots of the cache for sparse attention.
 
         Args:
-            positions: i32 [S, ...], positions in each sequence, such as the [S, Q, N] of a top-k indexer; -1 is none.
-            page_indices: i32 [S, M], the page table.
+            positions: i32 [S, ...], positions in each sequence, such as [S, Q, N] from an indexer; -1 is no position.
+            page_indices: i32 [S, M], the block table.
             page_size: G.
             backend, options: as in `mla_decode`.
 
@@ -433,7 +410,7 @@ class Latent(FrontEnd[Array, Memory]):
             outside [0, M * G), for a negative page index, and for a slot beyond int32.
 
         Raises:
-            InvalidInput, TypeError, Unsupported: as `mla_decode`.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
         """
         arguments = dict(positions=positions, page_indices=page_indices, page_size=page_size)
         return self.run(PageIndicesToSlots, arguments, backend, options)

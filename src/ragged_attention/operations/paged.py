@@ -8,7 +8,7 @@ from ragged_attention.operations.base import Array, AttentionKeywords, FrontEnd,
 
 
 class PagedKeywords(AttentionKeywords[Array, Memory], total=False):
-    """The keyword arguments of `ragged_paged_attention` that do not change how many results it returns."""
+    """The keyword arguments of `ragged_paged_attention` that do not change the number of its results."""
 
     q_scale: float | Array | None
     k_scale: float | Array | None
@@ -73,7 +73,7 @@ class Paged(FrontEnd[Array, Memory]):
         """Attention of ragged queries over a paged KV cache: prefill, chunked prefill, decode and any mix of them.
 
         Shapes in letters: T query tokens, H query heads, D head size, P pages of G positions, K KV heads (K divides H),
-        S sequences, M pages that a sequence can list.
+        S sequences, at most M pages per sequence.
 
         Args:
             q: [T, H, D] float32, float16 or bfloat16; the queries of all sequences, one after another. Rows from
@@ -82,18 +82,18 @@ class Paged(FrontEnd[Array, Memory]):
                 dtype" below means that wider dtype.
             kv_pages: the cache, [P, G, 2K, D] with K of head h at 2h and V at 2h + 1, or a pair `(k_pages, v_pages)` of
                 [P, G, K, D] and [P, G, K, D_v]. Its dtype is that of `q`, or float8_e4m3fn, float8_e5m2 or int8. In
-                torch any strides are accepted, provided that the last one is 1. Sequences may share pages.
-            kv_lens: i32 [S], positions of each sequence in the cache, those of this step included.
-            page_indices: i32 [S, M], the block table: entry p of a row is the page that holds the positions from p * G
-                on; entries past the last used page are never read as pages.
+                torch any strides are accepted if the last one is 1. Sequences may share pages.
+            kv_lens: i32 [S], the number of positions of each sequence in the cache, including this step's.
+            page_indices: i32 [S, M], the block table: entry p of a row is the page that holds the G positions from
+                p * G. Entries past the last used page are never read as pages.
             cu_q_lens: i32 [S + 1], prefix sums of the query lengths; entries past `num_seqs` are never read.
             num_seqs: the number of live sequences: an int, or an i32 array of one element (which stays on its device);
                 None means S.
-            max_q_len: an upper bound on the queries of a sequence, known to the host. It is a hint for the choice of
-                kernels: with 1, a batch that only decodes takes one launch less. Results do not depend on it.
+            max_q_len: an upper bound on the queries per sequence, known to the host. It is a hint for the selection of
+                kernels: with 1, a batch that only decodes needs one launch less. Results do not depend on it.
             sm_scale: factor on q . k; default `D ** -0.5`.
-            causal: query i of a sequence stands at position `kv_len - q_len + i` and sees positions up to its own;
-                otherwise it sees all of `kv_len`.
+            causal: query i of a sequence is at position `kv_len - q_len + i` and sees positions up to its own;
+                otherwise it sees all `kv_len` positions.
             sliding_window: a query sees only positions > its own - sliding_window (with 1, only its own). With
                 `causal=False` this bounds the left side only.
             soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
@@ -104,12 +104,12 @@ class Paged(FrontEnd[Array, Memory]):
             k_scale, v_scale: the scales of cached keys and values, whose true values are value * scale: a float, or an
                 array [] or [K]; `new_kv` is written with them as by `write_kv_pages`.
             return_lse: also return the log-sum-exp.
-            new_kv: this step's keys and values, a pair of [T, K, D] and [T, K, D_v] of q's dtype, or of the pages' own
+            new_kv: this step's keys and values, a pair of [T, K, D] and [T, K, D_v] of q's dtype, or of the pages'
                 8-bit dtype, one row per query. They are written into the pages before attention, as `write_kv_pages`
                 does by `page_indices`, `kv_lens` and `cu_q_lens`. A backend may do both at once.
             draft_mask: bool [T, W], for tree speculative decoding: entry [t, j] says whether query t sees its
                 sequence's new token at position `kv_len - q_len + j`. It replaces `causal` among the new tokens;
-                earlier positions are visible as usual, new tokens from the W-th on are not. A window applies as well.
+                earlier positions are visible as usual, new tokens with j >= W are not. A window applies as well.
             out_dtype: the dtype of `out`: "float32", "float16", "bfloat16", or the framework's dtype of that name;
                 default q's dtype. Partial results that `merge_attention_states` will merge are best kept in float32.
             out: torch only: the tensor to write the result to, which is then returned: of the result's shape and dtype,
@@ -118,7 +118,7 @@ class Paged(FrontEnd[Array, Memory]):
                 is copied to it. A call with `out` has no gradient.
             backend: the backend of this call: a name, or a list of names in order of preference; see
                 `ragged_attention.config`.
-            options: the tunables of this call, which are fields of the chosen backend's `Tile`.
+            options: the tunables of this call, which are fields of the selected backend's `Tile`.
 
         Returns:
             out [T, H, D_v]; with `return_lse` also lse [T, H] float32, the natural log-sum-exp of the visible logits,
@@ -163,19 +163,19 @@ class Paged(FrontEnd[Array, Memory]):
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Pages[Array]:
-        """Write this step's K and V into the pages of the cache, quantising where the pages are 8-bit.
+        """Write this step's K and V into the pages of the cache, quantised if the pages are 8-bit.
 
         Letters as in `ragged_paged_attention`.
 
         Args:
-            k, v: [T, K, D] and [T, K, D_v], float32, float16 or bfloat16; or of the pages' own 8-bit dtype: then they
-                are copied, since they are scaled already.
+            k, v: [T, K, D] and [T, K, D_v], float32, float16 or bfloat16; or of the pages' 8-bit dtype: then they are
+                copied, because they are scaled already.
             kv_pages: combined pages or a pair, as `ragged_paged_attention` takes them.
             slot_mapping: i32 or i64 [T], the slot `page * G + offset` of each token; -1, and anything else outside [0,
                 P * G), is skipped. In jax, NumPy arrays of i64 are accepted without `jax_enable_x64` too, but not as
                 arguments of the caller's own `jax.jit`, which wraps them before this function sees them. A tuple
                 `(page_indices, kv_lens, cu_q_lens)` stands for those three arguments.
-            page_indices, kv_lens, cu_q_lens, num_seqs: the tables of the attention call instead of slots: token i of a
+            page_indices, kv_lens, cu_q_lens, num_seqs: the attention's arguments, instead of slots: token i of a
                 sequence goes to position `kv_len - q_len + i`. A page index outside [0, P) is skipped.
             k_scale, v_scale: the stored value is `k / k_scale`, computed in float32, rounded to nearest even and
                 saturated at the format's largest finite value. A scale is a float whose magnitude is at least the
@@ -187,7 +187,7 @@ class Paged(FrontEnd[Array, Memory]):
         Returns:
             The pages. In torch the given tensors are written in place and returned; in jax the pages are new arrays,
             which take the memory of the given ones if those are donated. Only the tokens' slots change. Of two tokens
-            for one slot either may remain. k and v may lie in the pages: they are read before the write.
+            for one slot either may remain. k and v may be views of the pages: they are read before the write.
 
             A write has no gradient; asking for one raises RuntimeError.
 
@@ -215,17 +215,15 @@ class Paged(FrontEnd[Array, Memory]):
 
         Args:
             outs: [N, T, H, D_v] float32, float16 or bfloat16, or a sequence of N arrays [T, H, D_v].
-            lses: f32 [N, T, H], natural log-sum-exps as `ragged_paged_attention` returns them, or a sequence.
+            lses: f32 [N, T, H], natural log-sum-exps as `ragged_paged_attention` returns them, or N arrays [T, H].
             sinks: f32 [H], one logit per head, which is added to the denominator of the merged softmax only; for
                 partial results computed without sinks.
-            out_dtype: the dtype of the merged result: "float32", "float16", "bfloat16", or the framework's dtype of
-                that name; default that of `outs`.
-            out: torch only: the tensor to write the result to, as in `ragged_paged_attention`.
-            backend, options: as in `ragged_paged_attention`.
+            out_dtype: as in `ragged_paged_attention`; default the dtype of `outs`.
+            out, backend, options: as in `ragged_paged_attention`.
 
         Returns:
             out [T, H, D_v], and lse [T, H] float32, the sinks not counted. A partial result whose lse is -inf has no
-            weight, whatever its out holds; where all are -inf, out is 0 and lse -inf.
+            weight, whatever its out holds. If all are -inf, out is 0 and lse -inf.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.

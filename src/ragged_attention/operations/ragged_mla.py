@@ -8,7 +8,7 @@ from ragged_attention.operations.base import Array, AttentionKeywords, FrontEnd,
 
 
 class RaggedMlaKeywords(AttentionKeywords[Array, Memory], total=False):
-    """The keyword arguments of `ragged_mla_attention` that do not change how many results it returns."""
+    """The keyword arguments of `ragged_mla_attention` that do not change the number of its results."""
 
     d_v: int
     q_scale: float | Array | None
@@ -68,8 +68,8 @@ class RaggedLatent(FrontEnd[Array, Memory]):
     ) -> Array | tuple[Array, ...]:
         """Attention of ragged queries over a paged latent cache: prompts, chunks, decodes and drafts in one call.
 
-        Shapes in letters: T query tokens, H query heads, P pages of G positions, S sequences, M pages that a sequence
-        can list. One latent row per position serves all heads: as key, and in its first `d_v` columns as value.
+        Shapes in letters: T query tokens, H query heads, P pages of G positions, S sequences, at most M pages per
+        sequence. One latent row per position serves all heads: as key, and in its first `d_v` columns as value.
 
         Args:
             q: [T, H, d_qk] float32, float16 or bfloat16; the queries of all sequences, one after another, absorbed (in
@@ -79,39 +79,17 @@ class RaggedLatent(FrontEnd[Array, Memory]):
             kv_cache: the latents. Plain: [P, G, 1, d_qk] of q's dtype, or of float8_e4m3fn, float8_e5m2 or int8, which
                 go with `kv_scale`. Quantised: bytes [P, G, 1, 656, 584, 528 or 288] in the formats that `mla_decode`
                 takes. Sequences may share pages.
-            kv_lens: i32 [S], positions of each sequence in the cache, those of this step included.
-            page_indices: i32 [S, M], the block table: entry p of a row is the page that holds the positions from p * G
-                on; entries past the last used page are never read as pages.
-            cu_q_lens: i32 [S + 1], prefix sums of the query lengths; entries past `num_seqs` are never read.
-            num_seqs: the number of live sequences: an int, or an i32 array of one element (which stays on its device);
-                None means S.
-            max_q_len: an upper bound on the queries of a sequence, known to the host. It is a hint for the choice of
-                kernels; results do not depend on it.
-            d_v: columns of the value, a multiple of 16 up to d_qk.
+            kv_lens, page_indices, cu_q_lens: i32 [S], [S, M] and [S + 1], as in `ragged_paged_attention`.
+            num_seqs, max_q_len: as in `ragged_paged_attention`.
+            d_v: the number of columns of the value, a multiple of 16 up to d_qk.
             sm_scale: factor on q . k; default `d_qk ** -0.5`.
-            causal: query i of a sequence stands at position `kv_len - q_len + i` and sees positions up to its own;
-                otherwise it sees all of `kv_len`.
-            sliding_window: a query sees only positions > its own - sliding_window (with 1, only its own). With
-                `causal=False` this bounds the left side only.
-            soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
-            sinks: f32 [H], one logit per head, which is added to the denominator of the softmax only.
-            q_scale: the scale of float8_e4m3fn queries, whose true values are q * q_scale: a float, or an array [] or
-                [H]. A float is multiplied into `sm_scale`; an array multiplies the widened queries, which are then
-                rounded again.
+            causal, sliding_window, soft_cap, sinks, q_scale, return_lse: as in `ragged_paged_attention`.
             kv_scale: the scale of a plain cache, whose true values are value * kv_scale: a float, or an array [] or
                 [1]; `new_kv` is written with it as by `write_mla_cache`.
-            return_lse: also return the log-sum-exp.
             new_kv: this step's latents, [T, d_qk] or [T, 1, d_qk] of q's dtype, one per query. They are written into
                 the cache before attention, as `write_mla_cache` does by `page_indices`, `kv_lens` and `cu_q_lens`.
-            cache_format: `plain`, `fp8_v32`, `fp8_v4`, `fp8_v41` or `fp4_v41`; default by the dtype and last dimension
-                of `kv_cache`.
-            cache_layout: as in `mla_decode`.
-            out_dtype: the dtype of `out`: "float32", "float16", "bfloat16", or the framework's dtype of that name;
-                default q's dtype. Partial results that `merge_attention_states` will merge are best kept in float32.
-            out: torch only: the tensor to write the result to, as in `ragged_paged_attention`.
-            backend: the backend of this call: a name, or a list of names in order of preference; see
-                `ragged_attention.config`.
-            options: the tunables of this call, which are fields of the chosen backend's `Tile`.
+            cache_format, cache_layout: as in `mla_decode`.
+            out_dtype, out, backend, options: as in `ragged_paged_attention`.
 
         Returns:
             out [T, H, d_v]; with `return_lse` also lse [T, H] float32, the natural log-sum-exp of the visible logits,
@@ -122,14 +100,11 @@ class RaggedLatent(FrontEnd[Array, Memory]):
             NaN. Softmax and sums are in float32, quantised rows as in `sparse_mla_prefill`.
 
         Raises:
-            InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the index arrays
-                are checked only under `validate="full"`.
-            TypeError: a value of the wrong kind.
-            Unsupported: no requested backend takes the call; the message gives each one's reason.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
 
         The result is that of `ragged_paged_attention` with one KV head whose values are the first `d_v` columns of its
-        keys; where all sequences have as many queries, it is that of `mla_decode` with `causal=True`. The operation is
-        tpu-inference's `mla_ragged_paged_attention` with the cache formats of FlashMLA.
+        keys. If all sequences have the same number of queries, it is that of `mla_decode` with `causal=True`. The
+        operation is tpu-inference's `mla_ragged_paged_attention` with the cache formats of FlashMLA.
         """
         arguments = dict(
             q=q, kv_cache=kv_cache, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs,

@@ -8,7 +8,7 @@ from ragged_attention.operations.base import Array, AttentionKeywords, FrontEnd,
 
 
 class VarlenKeywords(AttentionKeywords[Array, Memory], total=False):
-    """The keyword arguments of `varlen_attention` that do not change how many results it returns."""
+    """The keyword arguments of `varlen_attention` that do not change the number of its results."""
 
     max_kv_len: int | None
     deterministic: bool
@@ -50,8 +50,8 @@ class Varlen(FrontEnd[Array, Memory]):
     ) -> Array | tuple[Array, Array]:
         """Attention of packed sequences to packed sequences, without a cache: training, and prefill of whole prompts.
 
-        Shapes in letters: S sequences, T_q query tokens and T_k keys of all of them, H query heads, K KV heads (K
-        divides H), D head size of queries and keys, D_v that of values.
+        Shapes in letters: S sequences, T_q query tokens and T_k keys in total, H query heads, K KV heads (K divides H),
+        D head size of queries and keys, D_v head size of values.
 
         Args:
             q: [T_q, H, D] bfloat16, float16 or float32, on the portable backends also float64 (for checking gradients);
@@ -60,28 +60,27 @@ class Varlen(FrontEnd[Array, Memory]):
             cu_q_lens, cu_kv_lens: i32 [S + 1] each, prefix sums of the lengths: sequence s has the queries
                 [cu_q_lens[s], cu_q_lens[s + 1]) and the keys [cu_kv_lens[s], cu_kv_lens[s + 1]). Empty sequences are
                 allowed. Rows from the last entry on are padding. Entries are clamped to [0, T_q] and [0, T_k].
-            max_q_len, max_kv_len: upper bounds on the sequences' lengths, a hint for the choice of tiles. Results do
-                not depend on them.
+            max_q_len, max_kv_len: upper bounds on the sequences' lengths, hints for tile sizes. Results do not depend
+                on them.
             sm_scale: factor on q . k; default `D ** -0.5`.
-            causal: aligned at the end: query i of a sequence stands at position `kv_len - q_len + i` and sees the keys
-                up to its own position (none if that is negative); otherwise it sees all keys of its sequence.
+            causal: aligned at the end: query i of a sequence is at position `kv_len - q_len + i` and sees the keys up
+                to its own position (none if that is negative); otherwise it sees all keys of its sequence.
             sliding_window: a query sees only keys at positions > its own - sliding_window (with 1, only its own). With
                 `causal=False` this bounds the left side only.
             soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
-            sinks: f32 [H] (f64 beside float64 queries), one logit per head, which is added to the denominator of the
+            sinks: f32 [H] (f64 with float64 queries), one logit per head, which is added to the denominator of the
                 softmax only.
             return_lse: also return the log-sum-exp.
-            deterministic: give the gradients the same bits in every run. Those of `triton`, `eager` and `reference`
-                always have them.
-            out: torch only: the tensor to write the result to, as in `ragged_paged_attention`; the call then has no
-                gradient.
-            backend: the backend of this call: a name, or a list of names in order of preference; see
-                `ragged_attention.config`. The gradient runs on it too if it offers `varlen_attention_backward`.
-            options: the tunables of this call, which are fields of the chosen backend's `Tile`; the gradient uses those
-                that the configuration has for `varlen_attention_backward`.
+            deterministic: give the gradients the same bits in every run, as `triton`, `eager` and `reference` always
+                do.
+            out: as in `ragged_paged_attention`; the call then has no gradient.
+            backend: as in `ragged_paged_attention`. The gradient runs on it too if it offers
+                `varlen_attention_backward`.
+            options: as in `ragged_paged_attention`. The gradient uses the options that the configuration has for
+                `varlen_attention_backward`.
 
         Returns:
-            out [T_q, H, D_v] of q's dtype; with `return_lse` also lse [T_q, H] float32 (float64 of float64 queries),
+            out [T_q, H, D_v] of q's dtype; with `return_lse` also lse [T_q, H] float32 (float64 for float64 queries),
             the natural log-sum-exp of the visible logits, sinks not counted. A query that sees no key, and a padding
             row, gets out 0 and lse -inf. Softmax and sums are in float32. No value of the prefix sums makes a kernel
             read outside the arrays. Keys and values that no query sees may be NaN.
@@ -90,10 +89,7 @@ class Varlen(FrontEnd[Array, Memory]):
             and values that no query sees get a gradient of 0, as do queries that see no key.
 
         Raises:
-            InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the prefix sums
-                only under `validate="full"`.
-            TypeError: a value of the wrong kind.
-            Unsupported: no requested backend takes the call; the message gives each one's reason.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
 
         The operation is FlashMLA's and FlashAttention's `flash_attn_varlen_func`; the online softmax follows Milakov
         and Gimelshein (2018), the recomputing gradient Dao et al. (FlashAttention, 2022).
@@ -130,17 +126,17 @@ class Varlen(FrontEnd[Array, Memory]):
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> tuple[Array, Array, Array, Array | None]:
-        """The gradient of `varlen_attention`: called by automatic differentiation, and where kernels are swapped.
+        """The gradient of `varlen_attention`, for automatic differentiation and for other training loops.
 
         Letters as in `varlen_attention`.
 
         Args:
             d_out: [T_q, H, D_v] of q's dtype, the gradient of a scalar with respect to `out`.
             q, k, v, cu_q_lens, cu_kv_lens, max_q_len, max_kv_len, sm_scale, causal, sliding_window, soft_cap, sinks,
-                deterministic: as `varlen_attention` was given them.
-            out, lse: what `varlen_attention` returned: [T_q, H, D_v] of q's dtype, [T_q, H] float32.
+                deterministic: the arguments of `varlen_attention`.
+            out, lse: the results of `varlen_attention`: [T_q, H, D_v] of q's dtype, [T_q, H] float32.
             d_lse: [T_q, H] like `lse`, the gradient with respect to it; None is 0. Where `lse` is -inf it is ignored.
-            backend, options: as everywhere; see `varlen_attention`.
+            backend, options: as in `ragged_paged_attention`.
 
         Returns:
             dq, dk, dv of the shapes and dtypes of q, k, v, and d_sinks like `sinks`, None without sinks. With
@@ -154,7 +150,7 @@ class Varlen(FrontEnd[Array, Memory]):
             takes no part gets 0. Sums are in float32.
 
         Raises:
-            InvalidInput, TypeError, Unsupported: as `varlen_attention`.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
         """
         arguments = dict(
             d_out=d_out, q=q, k=k, v=v, out=out, lse=lse, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, d_lse=d_lse,

@@ -1,13 +1,12 @@
-"""The torch front end: every operation on torch tensors, on any device torch has.
+"""The torch front end: every operation on torch tensors, on any device that torch has.
 
-Each function is a `torch.library` operator underneath (`torch.ops.ragged_attention.*`), so it works under
-`torch.compile(fullgraph=True)` and in CUDA graphs. Nothing synchronises with the device unless the backend `eager`
-or `reference`, or `validate="full"`, is in force.
+Each function calls a `torch.library` operator (`torch.ops.ragged_attention.*`), so it works under
+`torch.compile(fullgraph=True)` and in CUDA graphs. Nothing waits for the device except the backends `eager` and
+`reference`, and checks under `validate="full"`.
 """
 
 from ragged_attention.torch._operators import FRONT_END
 
-call_of = FRONT_END.call_of
 paged_attention = FRONT_END.paged_attention
 prefill_attention = FRONT_END.prefill_attention
 indexer_logits = FRONT_END.indexer_logits

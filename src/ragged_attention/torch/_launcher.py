@@ -15,36 +15,27 @@ from ragged_attention.errors import TooLarge
 from ragged_attention.host.interpreting import interpreting
 from ragged_attention.protocols import OPTIONS, Shaped
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int32": torch.int32,
-    "uint8": torch.uint8,
-    "float8_e4m3fn": torch.float8_e4m3fn,
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in ("float64", "float32", "float16", "bfloat16", "int32", "uint8", "float8_e4m3fn")
 }
 
 
 @functools.cache
 def device_facts(device: torch.device) -> Device:
-    """The static facts about a torch device, by which a backend is chosen."""
+    """The static facts about a torch device, by which a backend is selected."""
     if device.type != "cuda":
         return Device(framework="torch", platform=device.type)
     facts = torch.cuda.get_device_properties(device)
     arch = facts.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{facts.major}{facts.minor}"
     return Device(
-        framework="torch",
-        platform="rocm" if torch.version.hip else "cuda",
-        name=facts.name,
-        arch=arch,
-        num_multiprocessors=facts.multi_processor_count,
-        shared_memory=shared_memory_of(arch),
-    )
+        framework="torch", platform="rocm" if torch.version.hip else "cuda", name=facts.name, arch=arch,
+        num_multiprocessors=facts.multi_processor_count, shared_memory=shared_memory_of(arch),
+    )  # fmt: skip
 
 
 def is_bits(dtype: torch.dtype) -> bool:
-    """Whether a dtype is an 8-bit float, whose bits kernels and NumPy take."""
+    """Whether a dtype is an 8-bit float, which kernels and NumPy take as uint8."""
     return dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -56,13 +47,13 @@ def to_bits(tensor: torch.Tensor) -> torch.Tensor:
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A tensor in NumPy: floats as float64, 8-bit floats as their bits, integers unchanged."""
     tensor = tensor.detach()
-    if tensor.dtype.is_floating_point and not is_bits(tensor.dtype):
-        tensor = tensor.to(torch.float64)
-    return (to_bits(tensor) if is_bits(tensor.dtype) else tensor).cpu().numpy()
+    if is_bits(tensor.dtype):
+        return to_bits(tensor).cpu().numpy()
+    return (tensor.to(torch.float64) if tensor.dtype.is_floating_point else tensor).cpu().numpy()
 
 
 def indices_to_numpy(tensor: torch.Tensor) -> Any:
-    """An index array in NumPy, any other tensor unchanged; checks of values read nothing else."""
+    """An index array in NumPy, any other tensor unchanged, for checks of values, which read index arrays only."""
     return to_numpy(tensor) if tensor.dtype in (torch.int32, torch.int64) else tensor
 
 
@@ -70,16 +61,16 @@ _HERE = contextlib.nullcontext()
 
 
 def on(device: torch.device, *, interpreted: bool = True) -> contextlib.AbstractContextManager[Any]:
-    """The context of launches on a device, which need not be the current one."""
+    """The context for launches on a device, which need not be the current one."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
     return interpreting() if device.type == "cpu" and interpreted else _HERE
 
 
 class Launcher:
-    """Runs kernels for calls on torch tensors.
+    """Runs kernels for calls on torch tensors, on the current stream; `protocols.Launcher` describes the methods.
 
-    `out`, if given, is the caller's memory for the result that a backend calls by that name.
+    `out` is the caller's memory for the result that a backend names "out", or None.
     """
 
     def __init__(self, out: torch.Tensor | None = None) -> None:
@@ -89,12 +80,6 @@ class Launcher:
         self, kernel: Any, grid: tuple[int, ...], inputs: Sequence[torch.Tensor], outputs: Sequence[Shaped], *,
         inplace: Sequence[int] = (), **arguments: Any,
     ) -> list[torch.Tensor]:  # fmt: skip
-        """Enqueue `kernel[grid](*inputs, *outputs, **arguments)` and return the outputs.
-
-        `outputs` are (shape, dtype) to allocate, uninitialised. After them come, once more, the inputs numbered in
-        `inplace`, which the kernel may write. 8-bit floats and bools reach the kernel as uint8. The arguments include
-        `num_warps` and `num_stages` if they differ from OPTIONS, and `launch_pdl` if it is True.
-        """
         device = inputs[0].device
         new = [torch.empty(tuple(shape), dtype=DTYPES.get(dtype, dtype), device=device) for shape, dtype in outputs]
         new += [inputs[index] for index in inplace]
@@ -103,26 +88,19 @@ class Launcher:
                 try:
                     kernel[grid](*map(to_bits, inputs), *map(to_bits, new), **OPTIONS | arguments)
                 except Exception as error:
-                    if type(error).__name__ != "OutOfResources":  # of Triton, which may not be installed
+                    if type(error).__name__ != "OutOfResources":  # a class of Triton, which may not be installed
                         raise
                     raise TooLarge(f"expected options that fit this device: {error}") from error
         return new
 
     @property
     def num_threads(self) -> int:
-        """The number of CPU threads that a call may use."""
         return torch.get_num_threads()
 
     def native(
         self, function: Any, operands: Mapping[str, torch.Tensor | None], outputs: Mapping[str, Shaped | str | None],
         numbers: Mapping[str, int | float],
     ) -> dict[str, torch.Tensor | None]:  # fmt: skip
-        """Call a compiled function on the current stream and return its results by name; None is an absent array.
-
-        A result given as the name of an operand is that operand, which the function writes in place. `function` belongs
-        to a backend: `record` is the ctypes structure of its arguments, and `on(platform)` is the function itself. It
-        reads the record before it returns, so nothing must outlive the call. Results are uninitialised memory.
-        """
         device = next(tensor.device for tensor in operands.values() if tensor is not None)
 
         def memory(name: str, given: Shaped | str | None) -> torch.Tensor | None:
@@ -152,7 +130,6 @@ class Launcher:
             return launch(ctypes.byref(record), torch.cuda.current_stream(device).cuda_stream)
 
     def sorted(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers [N] in ascending order, and their i32 indices before sorting; equal numbers keep their order."""
         values, places = torch.sort(numbers, stable=True)
         return values, places.to(torch.int32)
 
@@ -163,11 +140,9 @@ class Launcher:
         return tensor.contiguous()
 
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, copied if its last dimension is strided."""
         return tensor if tensor.dim() == 0 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1 else tensor.contiguous()
 
     def aligned(self, tensor: torch.Tensor, bytes: int = 16) -> torch.Tensor:
-        """The tensor, copied if one of its rows is strided or does not begin at a multiple of `bytes`."""
         if tensor.data_ptr() % bytes == 0:
             if tensor.is_contiguous():
                 return tensor
@@ -178,20 +153,12 @@ class Launcher:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def words(self, tensor: torch.Tensor, *, packed_rows: bool) -> torch.Tensor:
-        """A paged cache of bytes, copied if one of its pages or rows does not begin at a multiple of 4 bytes.
-
-        With `packed_rows` it is also copied if there are gaps between the rows of a page.
-        """
         page, row, _, byte = tensor.stride()
-        apart = packed_rows and tensor.shape[1] > 1 and row != tensor.shape[3]
-        odd = page % 4 or row % 4 or tensor.data_ptr() % 4
-        return tensor.clone(memory_format=torch.contiguous_format) if apart or odd or byte != 1 else tensor
+        gaps = packed_rows and tensor.shape[1] > 1 and row != tensor.shape[3]
+        unaligned = page % 4 or row % 4 or tensor.data_ptr() % 4
+        return tensor.clone(memory_format=torch.contiguous_format) if gaps or unaligned or byte != 1 else tensor
 
     def on_host(self, function: Callable[..., Any], call: Call, outputs: str | Sequence[Shaped], **extra: Any) -> Any:
-        """Run a NumPy function on the call's arguments: floats as float64, 8-bit floats as bits.
-
-        `outputs` are (shape, dtype) of the results, or the name of the argument that takes them.
-        """
         results = function(**call.map(to_numpy).arguments(), **extra)
         results = results if isinstance(results, tuple) else (results,)
         if isinstance(outputs, str):
@@ -205,4 +172,4 @@ class Launcher:
         return new
 
 
-LAUNCHER = Launcher()  # for all calls without memory of the caller
+LAUNCHER = Launcher()  # for all calls without `out`

@@ -1,8 +1,8 @@
-"""The operators `torch.ops.ragged_attention.*`, derived from the records, and how a public function calls one.
+"""The operators `torch.ops.ragged_attention.*`, derived from the records, and the front end that calls them.
 
 A public function passes each argument by name, so that Dynamo of every torch, type checkers and readers can follow it.
-The record converts the arguments to those of its operator. Everything else (checks, choice of backend, launch) happens
-inside the operator, where `torch.compile` does not look.
+The record converts the arguments to the operator's. Checks, selection of a backend and launches happen inside the
+operator, where `torch.compile` does not look.
 """
 
 import contextlib
@@ -25,7 +25,9 @@ _library = torch.library.Library("ragged_attention", "DEF")
 
 
 class TorchArrays:
-    """Converts public arguments to those of the records, on torch tensors."""
+    """Converts the public functions' arguments to the records', on torch tensors."""
+
+    namespace = torch
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.arguments = arguments
@@ -45,14 +47,8 @@ class TorchArrays:
     def cast(self, array: torch.Tensor, dtype: str) -> torch.Tensor:
         return array.to(DTYPES[dtype])
 
-    def stack(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(parts)
-
     def copy(self, array: torch.Tensor) -> torch.Tensor:
         return array.clone()
-
-    def largest_of_rows(self, array: torch.Tensor) -> torch.Tensor:
-        return array.amax(1)
 
 
 # ---- calling an operator
@@ -66,7 +62,7 @@ class TorchFrontEnd(Operations[torch.Tensor, torch.Tensor]):
             return record.prepare(arguments, TorchArrays(arguments))
         except RuntimeError:
             if (error := _plan.fault_of_layout(arguments)) is not None:
-                raise error from None  # a nested tensor has no shape to look at
+                raise error from None  # a nested tensor has no shape to check
             raise
 
     def checked(self, record: type[Call], prepared: Mapping[str, Any]) -> Call:
@@ -76,7 +72,7 @@ class TorchFrontEnd(Operations[torch.Tensor, torch.Tensor]):
         self, record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any,
         out: torch.Tensor | None = None,
     ) -> Any:  # fmt: skip
-        """Run an operator on the record's arguments; `out` is written and returned in place of the first result."""
+        """Run an operator on the record's arguments. With `out`, it is written and returned as the first result."""
         flat = record.flatten(prepared)
         operator = getattr(torch.ops.ragged_attention, record.OPERATION)
         if out is not None:
@@ -87,21 +83,21 @@ class TorchFrontEnd(Operations[torch.Tensor, torch.Tensor]):
         try:
             if compiling or _may_differentiate(flat if out is None else [*flat, out]):
                 return operator(*flat, _names(backend), encode_options(options))
-            with torch._C._AutoDispatchBelowAutograd():  # autograd would only add a second dispatch
+            with torch._C._AutoDispatchBelowAutograd():  # without autograd, there is one dispatch less
                 return operator(*flat, _names(backend), encode_options(options))
         except (RuntimeError, TypeError):
             if (error := _plan.fault(record, prepared, out)) is not None:
-                raise error from None  # it names our argument, unlike the error of a schema
+                raise error from None  # unlike torch's error about the schema, it names our argument
             raise
 
     def run_with_write(
         self, record: type[WritingCall], arguments: Mapping[str, Any], backend: Any, options: Any,
         out: torch.Tensor | None = None,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Run an attention after another operation has written its `new_kv`, in place.
+        """Write `new_kv` in place by another operation, then run the attention without it.
 
-        A call that will be refused writes nothing. Under `torch.compile` the fake kernels of the operators make all
-        checks, except the backend's, before anything runs.
+        A call that will be refused writes nothing. Under `torch.compile`, the operators' fake kernels make all checks
+        except the backend's before anything runs.
         """
         prepared = self.prepare(record, arguments)
         if not torch.compiler.is_compiling():
@@ -130,10 +126,9 @@ def _run_into(record: type[Call], operator: Any, out: torch.Tensor, *values: Any
 
 
 def _may_differentiate(flat: Sequence[Any]) -> bool:
-    """Whether autograd may be involved in a call."""
-    if torch._C._functorch.maybe_current_level() is not None:  # type: ignore[attr-defined]
-        return True
-    return _requires_gradient(flat)
+    """Whether autograd or a functorch transformation may be involved in a call."""
+    in_transform = torch._C._functorch.maybe_current_level() is not None  # type: ignore[attr-defined]
+    return in_transform or _requires_gradient(flat)
 
 
 def _requires_gradient(flat: Sequence[Any]) -> bool:
@@ -141,7 +136,7 @@ def _requires_gradient(flat: Sequence[Any]) -> bool:
 
 
 def _refuse_tangents(operation: str, flat: Sequence[Any]) -> None:
-    """Raise for forward-mode differentiation, for which torch would use tangents of zero."""
+    """Raise for forward-mode differentiation, in which torch would treat the result's tangent as zero."""
     for value in flat:
         if isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None:
             raise RuntimeError(f"{operation} has no forward-mode derivative (jvp); use reverse mode where it has that")
@@ -152,7 +147,7 @@ def _names(backend: Any) -> str | None:
 
 
 def encode_options(options: Any) -> str | None:
-    """The options as a string for an operator's schema, built by code that `torch.compile` can trace."""
+    """The options as a string, since a schema has no type for them. `torch.compile` can trace this code."""
     if options is None:
         return None
     return "{" + ", ".join([f"{name!r}: {value!r}" for name, value in expect_options(options).items()]) + "}"
@@ -169,7 +164,7 @@ def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager
 
 
 def _mark_written(operation: str, name: str, tensor: torch.Tensor | None) -> None:
-    """Refuse a tensor that cannot be written, and count its version, as torch's own in-place operations do."""
+    """Refuse a tensor that cannot be written, and increment its version, as torch's own in-place operations do."""
     if tensor is None:
         return  # the record will refuse it
     if not tensor.is_inference():
@@ -184,25 +179,21 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return first, first + _plan.extent_of(tensor)
 
 
-def _apart(arguments: dict[str, Any], targets: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """The arguments, with copies of the tensors that overlap the written memory.
+def _without_overlap(value: Any, targets: Sequence[tuple[int, int]]) -> Any:
+    """An argument, with copies of its tensors that overlap the written memory.
 
     Kernels read and write in any order, so they could overwrite a row before they read it.
     """
-
-    def apart(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(apart, value))
-        if not isinstance(value, torch.Tensor):
-            return value
-        first, end = _span(value)
-        return value.clone() if any(first < stop and start < end for start, stop in targets) else value
-
-    return {name: apart(value) for name, value in arguments.items()}
+    if isinstance(value, tuple):
+        return tuple([_without_overlap(item, targets) for item in value])
+    if not isinstance(value, torch.Tensor):
+        return value
+    first, end = _span(value)
+    return value.clone() if any(first < stop and start < end for start, stop in targets) else value
 
 
 def _written(record: type[Call], arguments: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
-    """The tensors that a write writes."""
+    """The tensors that a write operation writes."""
     cache = arguments[record.CACHE]
     return cache if isinstance(cache, tuple) else (cache,)
 
@@ -211,24 +202,24 @@ def _implementation(record: type[Call]) -> Callable[..., Any]:
     def implementation(*values: Any, out: torch.Tensor | None = None) -> Any:
         arguments = record.unflatten(values[:-2])
         first = next((value for value in values if isinstance(value, torch.Tensor)), None)
-        if first is None:  # a schema takes None for a tensor
+        if first is None:  # the schema accepts None for tensors, but the record raises
             _plan.checked(record, arguments)
         assert first is not None
         if record.NUM_RESULTS == 0:
             written = _written(record, arguments)
             targets = [_span(tensor) for tensor in written if tensor is not None]
-            sources = {name: value for name, value in arguments.items() if name != record.CACHE}
-            arguments |= _apart(sources, targets)
+            for name in arguments.keys() - {record.CACHE}:
+                arguments[name] = _without_overlap(arguments[name], targets)
             for tensor in written:
                 _mark_written(record.OPERATION, record.CACHE, tensor)
         if out is not None:
             _mark_written(record.OPERATION, "out", out)
         with _without_autocast(first.device):
-            found = _plan.execute(record, arguments, *values[-2:], out=out)
-            found = list(found) if isinstance(found, (tuple, list)) else [found]
+            results = _plan.execute(record, arguments, *values[-2:], out=out)
+            results = list(results) if isinstance(results, (tuple, list)) else [results]
             if out is None:
-                return _as_declared(found, record.NUM_RESULTS, first)
-            result, *others = found
+                return _as_declared(results, record.NUM_RESULTS, first)
+            result, *others = results
             if result.data_ptr() != out.data_ptr():
                 out.copy_(result)
             return _as_declared(others, _num_others(record), first)
@@ -237,18 +228,18 @@ def _implementation(record: type[Call]) -> Callable[..., Any]:
 
 
 def _num_others(record: type[Call]) -> int:
-    """The number of results that an operator returns besides the result in `out`."""
+    """The number of results that an operator with `out` returns: all except the first."""
     return 1 if record.NUM_RESULTS is None else record.NUM_RESULTS - 1
 
 
-def _as_declared(found: list[torch.Tensor], count: int | None, like: torch.Tensor) -> Any:
-    """The results of a backend as its schema declares them, with an empty tensor for an absent one."""
+def _as_declared(results: list[torch.Tensor], count: int | None, like: torch.Tensor) -> Any:
+    """A backend's results in the form that the operator's schema declares, with empty tensors for absent results."""
     if count is None:
-        return found
+        return results
     if count == 0:
         return None
-    found += [like.new_empty(0, dtype=torch.float32) for _ in range(count - len(found))]
-    return found[0] if count == 1 else tuple(found)
+    results += [like.new_empty(0, dtype=torch.float32) for _ in range(count - len(results))]
+    return results[0] if count == 1 else tuple(results)
 
 
 def _fake(record: type[Call]) -> Callable[..., Any]:
@@ -274,13 +265,13 @@ def _fake(record: type[Call]) -> Callable[..., Any]:
 def _gradient(record: type[Call]) -> tuple[Callable[..., Any], Callable[..., None]]:
     """The backward function and the function that saves tensors for it, for `torch.library.register_autograd`.
 
-    The gradient is the operation `<operation>_backward`, which takes the arguments of the forward by name. The first
-    result, out, and the last one, lse, have gradients. Its backend is that of the requests during the forward.
+    The gradient is the operation `<operation>_backward`, which takes the forward arguments by name. Only the first
+    result, out, and the last one, lse, have gradients. The requests in force during the forward select its backend.
     """
     gradient = CALLS[f"{record.OPERATION}_backward"]
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.set_materialize_grads(False)  # a log-sum-exp that is not used has no gradient
+        ctx.set_materialize_grads(False)  # the gradient of an unused lse is None, not zeros
         ctx.mark_non_differentiable(*output[1:-1])
         ctx.indices = [index for index, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
         ctx.save_for_backward(*(inputs[index] for index in ctx.indices), output[0], output[-1])
@@ -292,20 +283,14 @@ def _gradient(record: type[Call]) -> tuple[Callable[..., Any], Callable[..., Non
         inputs = list(ctx.others)
         for index, tensor in zip(ctx.indices, tensors, strict=True):
             inputs[index] = tensor
-        known = record.unflatten(inputs[:-2])
-        record.expect_gradient(known)
-        known |= {
-            "out": out,
-            "lse": lse,
-            "d_out": torch.zeros_like(out) if d_out is None else d_out,
-            "d_lse": others[-1],
-        }
-        found = getattr(torch.ops.ragged_attention, gradient.OPERATION)(
-            *gradient.flatten({name: known[name] for name in gradient.KINDS}), *ctx.request
-        )
+        arguments = record.unflatten(inputs[:-2])
+        record.expect_gradient(arguments)
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        arguments |= {"out": out, "lse": lse, "d_out": d_out, "d_lse": others[-1]}
+        results = getattr(torch.ops.ragged_attention, gradient.OPERATION)(*gradient.flatten(arguments), *ctx.request)
         gradients: list[Any] = [None] * len(inputs)
-        for name, value in zip(record.DIFFERENTIABLE, found, strict=True):
-            if known[name] is not None:
+        for name, value in zip(record.DIFFERENTIABLE, results, strict=True):
+            if arguments[name] is not None:
                 gradients[record.RANGES[name][0]] = value
         return tuple(gradients)
 
@@ -313,14 +298,14 @@ def _gradient(record: type[Call]) -> tuple[Callable[..., Any], Callable[..., Non
 
 
 def _request(operation: str, backend: str | None) -> tuple[str | None, str | None]:
-    """The backend and options for the gradient of a call, read now.
+    """The backend and options for the gradient of a call, which are read during the forward pass.
 
-    The threads of autograd are outside any `with use_backend(...)`. A compiled function reads them when it runs.
+    Autograd's threads are outside any `with use_backend(...)`. A compiled function reads them when it runs.
     """
-    named = dispatch.backends_offering(operation, backend)
+    names = dispatch.backends_offering(operation, backend)
     if torch.compiler.is_compiling():
-        return named, None
-    return _names(config.requested(operation, named)), encode_options(config.requested_options(operation))
+        return names, None
+    return _names(config.requested(operation, names)), encode_options(config.requested_options(operation))
 
 
 def _not_differentiable(record: type[Call]) -> Callable[..., Any]:
@@ -353,7 +338,7 @@ def _refuse_gradient_of_memory(operation: str, name: str, tensor: torch.Tensor |
 
 
 def _refusing(record: type[Call], overload: str, refuse: Callable[..., None]) -> Callable[..., Any]:
-    """The autograd kernel of an operator that writes: it raises where a gradient would be lost silently."""
+    """The autograd kernel of an operator that writes. It raises if a gradient would be lost silently."""
 
     def refusing(*values: Any, **out: torch.Tensor) -> Any:
         if torch.is_grad_enabled():
@@ -383,7 +368,7 @@ def _tensors(count: int) -> str:
 
 
 def _define_operator(record: type[Call], name: str, more: str, returns: str) -> None:
-    """An operator of the record's arguments and `more`."""
+    """Define an operator with the record's arguments and those in `more`."""
     declared = f"{name}({record.schema()}, str? backend, str? options{more}) -> {returns}"
     _library.define(declared, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, _implementation(record), "CompositeExplicitAutograd")

@@ -1,4 +1,4 @@
-"""Runs an operator's call by the plan of an earlier similar call, or after checks and the choice of a backend."""
+"""Runs an operator's call by the plan of an earlier similar call; a new plan checks the call and selects a backend."""
 
 import ast
 import dataclasses
@@ -17,44 +17,41 @@ from ragged_attention.torch._replay import ALIGNMENT, LaunchRecording, alignment
 
 
 def _static(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The static facts of an argument, which a plan may depend on; appends its tensors to `tensors`."""
+    """The static facts of an argument, on which a plan may depend. Appends its tensors to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, tuple):
         return tuple([_static(item, tensors) for item in value])
-    return repr(value) if type(value) is float and not value else value  # -0.0 equals 0.0 but is another value
+    return repr(value) if type(value) is float and not value else value  # tells -0.0 from 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """The choice of a backend for calls with equal static facts, and its launches by the alignments of the tensors."""
+    """The backend for calls with equal static facts, and recordings of its launches by the tensors' alignments."""
 
     device: Device
     choice: dispatch.Choice
-    validates: bool  # whether to check values
-    result: Result | None  # the first result, if the operation takes memory for it
+    validates: bool  # whether to check the values of index arrays
+    result: Result | None  # the first result, if the operation takes `out`
     extents: tuple[int, ...]  # the bytes that each tensor spans
     recordings: dict[tuple[int, ...], LaunchRecording | None] = dataclasses.field(default_factory=dict)
 
 
-_NONE_YET: Any = object()
+_UNKNOWN: Any = object()
 _plans: dict[Any, Plan] = {}
-_MOST_PLANS = 4096
-_MOST_RECORDINGS = 64  # of a plan
-RECORDED = {"triton"}  # backends that only launch kernels; if empty, nothing is replayed
+_MAX_PLANS = 4096
+_MAX_RECORDINGS = 64  # per plan
+RECORDED = {"triton"}  # backends that only launch kernels; emptied to stop replaying
 
 
 def execute(
-    record: type[Call],
-    arguments: dict[str, Any],
-    backend: str | None,
-    options: str | None,
+    record: type[Call], arguments: dict[str, Any], backend: str | None, options: str | None,
     out: torch.Tensor | None = None,
-) -> Any:
-    """Run a call on the backend that is chosen for it.
+) -> Any:  # fmt: skip
+    """Run a call on the backend of its plan.
 
-    Kernels write the first result to `out` if it is given and suits them; otherwise the caller copies it there.
+    Kernels write the first result to `out` if it suits them; otherwise the caller copies the result there.
     """
     plan, tensors = _plan(record, arguments, backend, options)
     addresses = [tensor.data_ptr() for tensor in tensors]
@@ -79,7 +76,7 @@ def execute(
 
 
 def _takes_results(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether kernels may write a tensor like a new one: it is packed, aligned, and shares no storage with inputs."""
+    """Whether kernels may write a result to `out`: it is packed, aligned, and shares no storage with inputs."""
     first = out.data_ptr()
     if not out.is_contiguous() or first % ALIGNMENT:
         return False
@@ -111,23 +108,20 @@ def _expect_memory(
 def _recording(
     record: type[Call], arguments: Mapping[str, Any], plan: Plan, key: tuple[int, ...]
 ) -> LaunchRecording | None:
-    found = plan.recordings.get(key, _NONE_YET)
-    if found is _NONE_YET:
-        if len(plan.recordings) >= _MOST_RECORDINGS:
+    """The recording for tensors with the alignments `key`; None if the backend's work cannot be recorded."""
+    recording = plan.recordings.get(key, _UNKNOWN)
+    if recording is _UNKNOWN:
+        if len(plan.recordings) >= _MAX_RECORDINGS:
             plan.recordings.clear()
-        found = plan.recordings[key] = _replay.record(_call(record, arguments, plan), plan.choice.run)
-    return found
+        recording = plan.recordings[key] = _replay.record(_call(record, arguments, plan), plan.choice.run)
+    return recording
 
 
 def _stop_replaying(error: Exception) -> None:
-    """Launch through Triton from now on, because it worked where a replay failed: its internals have changed."""
+    """Stop replaying: a launch through Triton worked after a replay failed, so Triton's internals have changed."""
     RECORDED.clear()
-    warnings.warn(
-        f"kernels are launched through Triton from now on, since replaying launches failed: "
-        f"{type(error).__name__}: {error}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    text = "kernels are launched through Triton from now on, since replaying launches failed"
+    warnings.warn(f"{text}: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
 
 
 def _call(record: type[Call], arguments: Mapping[str, Any], plan: Plan) -> Call:
@@ -145,13 +139,13 @@ def _plan(
         plan = _plans.get(key)
     except (RuntimeError, TypeError):
         if (error := fault(record, arguments)) is not None:
-            raise error from None  # a value without strides, or not hashable, is no valid argument
+            raise error from None  # an invalid argument, which has no strides or is not hashable
         raise
     if plan is None or plan.choice.module is not dispatch.load(record.OPERATION, plan.choice.backend):
         call = checked(record, arguments)
         names = backend.split(",") if backend else None
         choice = dispatch.choose(call, backend=names, options=ast.literal_eval(options) if options else None)
-        if len(_plans) >= _MOST_PLANS:
+        if len(_plans) >= _MAX_PLANS:
             _plans.clear()
         result = call.results()[0] if record.TAKES_OUT else None
         extents = tuple(map(extent_of, tensors))
@@ -193,7 +187,7 @@ def fault(
 
 
 def fault_of_layout(arguments: Mapping[str, Any]) -> InvalidInput | None:
-    """The error for a tensor without strides, a sparse or nested one, or None."""
+    """The error for a sparse or nested tensor, which has no strides, or None."""
     for name, value in arguments.items():
         for tensor in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(tensor, torch.Tensor) and (tensor.is_nested or tensor.layout is not torch.strided):
@@ -221,7 +215,7 @@ def _check_tensors(call: Call, device: torch.device) -> None:
 
 
 def expect_memory(name: str, tensor: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-    """Raise unless a written tensor has one element per address and holds its values unnegated."""
+    """Raise unless each element of a written tensor has its own address and holds its value, not the negated one."""
     if isinstance(tensor, tuple):
         for item in tensor:
             expect_memory(name, item)

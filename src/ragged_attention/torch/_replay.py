@@ -2,8 +2,8 @@
 
 The launches of a backend depend on static facts alone. To record them, the backend runs on stand-ins for tensors, and
 a `LaunchRecording` keeps its launches. A later call with equal facts replays the recording on its own tensors. After
-the first launch of a kernel through Triton, a replay enqueues the compiled kernel directly, so Triton does not look at
-the types and values of the arguments again.
+the first launch of a kernel through Triton, a replay enqueues the compiled kernel directly. This saves Triton's
+inspection of the arguments.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class Unrecorded(Exception):
 
 
 class StandIn:
-    """Replaces a tensor while launches are recorded. A backend sees only shape and dtype."""
+    """Replaces a tensor while launches are recorded. The backend sees its shape and dtype only."""
 
     def __init__(self, index: int, tensor: torch.Tensor) -> None:
         self.index, self.tensor = index, tensor
@@ -33,7 +33,7 @@ class StandIn:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Compiled:
-    """The compiled kernel of one step, ready to be enqueued on other operands."""
+    """The compiled kernel of one step, which can be enqueued on other operands."""
 
     kernel: Any
     run: Any
@@ -44,25 +44,27 @@ class Compiled:
 
     def __call__(self, operands: Sequence[int], stream: Any, hooks: tuple[Any, Any]) -> None:
         """Enqueue the kernel as `kernel[grid](...)` does after compilation. `operands` are addresses."""
-        facts = None if hooks is NO_HOOKS else self.kernel.launch_metadata(self.grid, stream, *operands, *self.rest)
-        self.run(*self.grid, stream, self.function, self.metadata, facts, *hooks, *operands, *self.rest)
+        launch_metadata = (
+            None if hooks is NO_HOOKS else self.kernel.launch_metadata(self.grid, stream, *operands, *self.rest)
+        )
+        self.run(*self.grid, stream, self.function, self.metadata, launch_metadata, *hooks, *operands, *self.rest)
 
 
 NO_HOOKS = (None, None)
 
 
 def _triton() -> Any:
-    """The module `triton`, which the backend of a recorded kernel has imported."""
+    """The module `triton`, which the backend that launches the kernel has imported."""
     return sys.modules["triton"]
 
 
 def _is_jitted(kernel: Any) -> bool:
-    """Whether the kernel is compiled, neither interpreted nor autotuned."""
+    """Whether Triton compiles the kernel, and neither interprets nor autotunes it."""
     return "triton" in sys.modules and type(kernel) is _triton().JITFunction
 
 
 def _driver() -> Any:
-    """Triton's driver, or None if a tool observes or changes the compilation of kernels."""
+    """Triton's driver, or None if a tool watches or changes how kernels are compiled."""
     knobs = _triton().knobs
     if knobs.runtime.debug or knobs.compilation.instrumentation_mode or knobs.runtime.add_stages_inspection_hook:
         return None
@@ -70,7 +72,7 @@ def _driver() -> Any:
 
 
 def _hooks() -> tuple[Any, Any]:
-    """The hooks that a profiler has installed around launches. Triton's chains of hooks are usually empty."""
+    """The hooks that profilers have installed around launches, usually none."""
     knobs = _triton().knobs.runtime
     hooks = knobs.launch_enter_hook, knobs.launch_exit_hook
     return hooks if any(getattr(hook, "calls", hook) for hook in hooks) else NO_HOOKS
@@ -78,7 +80,7 @@ def _hooks() -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One launch. Its operands are indices in the recording; the other arguments are as the backend gave them."""
+    """One launch. Its operands are given by their indices in the recording, the other arguments by their values."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -87,72 +89,68 @@ class Step:
     compiled: dict[Any, Compiled] = dataclasses.field(default_factory=dict)  # by Triton's current device
 
     def through_triton(self, tensors: Sequence[torch.Tensor], device: Any) -> None:
-        """Launch through Triton, and keep the compiled kernel for later calls on `device` unless that is None."""
+        """Launch through Triton, and keep the compiled kernel for later calls on `device` unless it is None."""
         kernel = self.kernel[self.grid](*(to_bits(tensors[index]) for index in self.indices), **self.arguments)
         # A kernel with `launch_metadata` reports its arguments to tools at each launch, so it is not kept.
         if device is not None and type(kernel) is _triton().compiler.CompiledKernel and not self.kernel.launch_metadata:
+            rest = tuple(self.arguments.get(p.name, p.default) for p in self.kernel.params[len(self.indices) :])
             self.compiled[device] = Compiled(
-                kernel=kernel,
-                run=kernel.run,
-                function=kernel.function,
-                metadata=kernel.packed_metadata,
-                grid=(*self.grid, 1, 1)[:3],
-                rest=tuple(self.arguments.get(p.name, p.default) for p in self.kernel.params[len(self.indices) :]),
-            )
+                kernel=kernel, run=kernel.run, function=kernel.function, metadata=kernel.packed_metadata,
+                grid=(*self.grid, 1, 1)[:3], rest=rest,
+            )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class New:
-    """A tensor that a backend allocates: the allocation of the recording that holds it, and its offset in bytes."""
+    """A tensor that a backend allocates; `allocation` is the index of the memory that holds it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     allocation: int
-    offset: int = 0
+    offset: int = 0  # bytes
 
     def within(self, allocations: Sequence[torch.Tensor]) -> torch.Tensor:
-        found = allocations[self.allocation]
-        if found.shape == self.shape and found.dtype == self.dtype:
-            return found
+        memory = allocations[self.allocation]
+        if memory.shape == self.shape and memory.dtype == self.dtype:
+            return memory
         size = math.prod(self.shape) * self.dtype.itemsize
-        return found[self.offset : self.offset + size].view(self.dtype).view(self.shape)
+        return memory[self.offset : self.offset + size].view(self.dtype).view(self.shape)
 
 
 class LaunchRecording:
     """The launches of a backend for all calls with equal static facts and `alignments`.
 
-    The first indices are the tensors of a call in the order of its arguments. The new tensors follow in the order of
-    `asked`.
+    Tensors have indices: first the call's tensors in the order of its arguments, then the allocated tensors in the
+    order of `requests`, which are their shapes and dtypes. `results` are indices in nested tuples.
     """
 
     def __init__(
-        self, inputs: int, asked: Sequence[tuple[tuple[int, ...], torch.dtype]], steps: Sequence[Step], results: Any
+        self, inputs: int, requests: Sequence[tuple[tuple[int, ...], torch.dtype]], steps: Sequence[Step], results: Any
     ) -> None:
         self.steps = [step for step in steps if 0 not in step.grid]
         self.jitted = bool(self.steps) and all(_is_jitted(step.kernel) for step in self.steps)
-        whole = [index for index in range(len(asked)) if inputs + index in _flat(results) or not self.jitted]
-        self.allocations = [asked[index] for index in whole]
+        whole = [index for index in range(len(requests)) if inputs + index in _flat(results) or not self.jitted]
+        self.allocations = [requests[index] for index in whole]
         self.new: list[New] = []
-        end = 0  # of the single allocation for all tensors that only kernels use
-        for index, (shape, dtype) in enumerate(asked):
+        end = 0  # of one allocation for all tensors that are not results
+        for index, (shape, dtype) in enumerate(requests):
             if index in whole:
                 self.new.append(New(shape, dtype, whole.index(index)))
             else:
                 self.new.append(New(shape, dtype, len(whole), end))
                 end += -(-math.prod(shape) * dtype.itemsize // GRANULE) * GRANULE
-        if len(whole) < len(asked):
+        if len(whole) < len(requests):
             self.allocations.append(((end,), torch.uint8))
         indices = [*range(inputs), *[inputs + new.allocation for new in self.new]]
         self.results = _renamed(results, indices.__getitem__)
-        self.out = next((index - inputs for index in _flat(self.results)), -1)  # the first result, if any
+        self.out = next((index - inputs for index in _flat(self.results)), -1)  # the first result's allocation
 
     def replay(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int], out: torch.Tensor | None = None) -> Any:
         """Launch every step on the tensors of a call, and return the results. `out` is memory for the first result."""
         device = tensors[0].device
-        given = None if out is None else self.out
         with on(device, interpreted=not self.jitted):
             made: Any = [
-                out if index == given else torch.empty(shape, dtype=dtype, device=device)
+                out if out is not None and index == self.out else torch.empty(shape, dtype=dtype, device=device)
                 for index, (shape, dtype) in enumerate(self.allocations)
             ]
             starts = [tensor.data_ptr() for tensor in made]
@@ -169,7 +167,7 @@ class LaunchRecording:
     def _current(self, starts: Sequence[int]) -> tuple[Any, Any, tuple[Any, Any]]:
         """Triton's current device, its stream and the hooks around launches. The device is None if Triton must launch.
 
-        Kernels are compiled for tensors with the alignment of an allocator, so Triton launches them on other tensors.
+        Kept kernels were compiled for aligned allocations, so Triton must launch if an allocation is not aligned.
         """
         driver = _driver() if self.jitted and not any(start % ALIGNMENT for start in starts) else None
         if driver is None:
@@ -179,42 +177,43 @@ class LaunchRecording:
 
 
 def _flat(results: Any) -> list[int]:
+    """The indices in nested tuples."""
     return [results] if isinstance(results, int) else [index for result in results for index in _flat(result)]
 
 
 def _renamed(results: Any, name: Callable[[Any], Any]) -> Any:
-    """Apply `name` to every result in nested tuples."""
+    """Nested tuples with `name` applied to every item."""
     return tuple([_renamed(result, name) for result in results]) if isinstance(results, tuple) else name(results)
 
 
 GRANULE = 256  # bytes: tensors in a shared allocation start at multiples of it
-ALIGNMENT = 16  # bytes: the alignment that Triton specialises for
+ALIGNMENT = 16  # bytes: Triton specialises kernels for addresses with this alignment
 
 
 def alignments(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> tuple[int, ...]:
     """The facts about tensors in memory on which the launches of a call depend.
 
-    They are the alignment of each address, which also decides `words`, and on AMD whether a 32-bit offset reaches all
-    of the memory.
+    They are the alignment of each address, which Triton and `words` look at, and on AMD whether 32-bit offsets reach
+    the whole storage.
     """
-    found = tuple(address % ALIGNMENT for address in addresses)
+    facts = tuple(address % ALIGNMENT for address in addresses)
     if torch.version.hip:
-        found += tuple(tensor.untyped_storage().nbytes() < 2**31 for tensor in tensors)
-    return found
+        facts += tuple(tensor.untyped_storage().nbytes() < 2**31 for tensor in tensors)
+    return facts
 
 
 class ReplayRecorder(Launcher):
     """A launcher that launches nothing and records the steps of a `LaunchRecording`.
 
-    Unlike the recorder in `tools/recording.py`, which keeps launches of arrays without values to be read, it knows for
-    each operand which tensor of the call it is, so that the steps can run again on other tensors. It also looks at
-    real strides and alignments, and refuses what a replay could not repeat.
+    Unlike the recorder in `tools/recording.py`, which keeps launches for people to read, it identifies each operand, so
+    that the steps can run again on other tensors. It also uses the real strides and alignments, and refuses work that a
+    replay could not repeat.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.inputs = 0
-        self.asked: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self.requests: list[tuple[tuple[int, ...], torch.dtype]] = []
         self.steps: list[Step] = []
 
     def stand_in(self, tensor: torch.Tensor) -> Any:
@@ -222,16 +221,16 @@ class ReplayRecorder(Launcher):
         self.inputs += 1
         return StandIn(self.inputs - 1, tensor)
 
-    def _ask(self, shape: Sequence[int], dtype: Any) -> Any:
+    def _request(self, shape: Sequence[int], dtype: Any) -> Any:
         tensor = torch.empty(tuple(shape), dtype=DTYPES.get(dtype, dtype), device="meta")
-        self.asked.append((tuple(shape), tensor.dtype))
-        return StandIn(self.inputs + len(self.asked) - 1, tensor)
+        self.requests.append((tuple(shape), tensor.dtype))
+        return StandIn(self.inputs + len(self.requests) - 1, tensor)
 
     def __call__(
         self, kernel: Any, grid: tuple[int, ...], inputs: Sequence[Any], outputs: Sequence[Shaped], *,
         inplace: Sequence[int] = (), **arguments: Any,
     ) -> list[Any]:  # fmt: skip
-        new = [self._ask(*output) for output in outputs] + [inputs[index] for index in inplace]
+        new = [self._request(*output) for output in outputs] + [inputs[index] for index in inplace]
         indices = tuple(array.index for array in (*inputs, *new))
         self.steps.append(Step(kernel, grid, indices, OPTIONS | arguments))
         return new
@@ -240,17 +239,17 @@ class ReplayRecorder(Launcher):
         return super().strides(tensor.tensor)
 
     def contiguous(self, tensor: Any) -> Any:
-        return self._as_it_is(tensor, super().contiguous(tensor.tensor))
+        return self._uncopied(tensor, super().contiguous(tensor.tensor))
 
     def packed(self, tensor: Any) -> Any:
-        return self._as_it_is(tensor, super().packed(tensor.tensor))
+        return self._uncopied(tensor, super().packed(tensor.tensor))
 
     def words(self, tensor: Any, *, packed_rows: bool) -> Any:
-        return self._as_it_is(tensor, super().words(tensor.tensor, packed_rows=packed_rows))
+        return self._uncopied(tensor, super().words(tensor.tensor, packed_rows=packed_rows))
 
-    def _as_it_is(self, array: Any, found: torch.Tensor) -> Any:
+    def _uncopied(self, array: Any, prepared: torch.Tensor) -> Any:
         """Refuse to record a call that needs a copy: a copy is not a launch, and costs more than one."""
-        if found is not array.tensor:
+        if prepared is not array.tensor:
             raise Unrecorded
         return array
 
@@ -261,13 +260,13 @@ class ReplayRecorder(Launcher):
 
 
 def record(call: Call, run: Callable[[Any, Any], Any]) -> LaunchRecording | None:
-    """The recording of a call by the `run` of a backend, or None if that does more than launch kernels."""
+    """The recording of a call's launches by a backend's `run`, or None if it does more than launch kernels."""
     recorder = ReplayRecorder()
     try:
         results = _indices(run(call.map(recorder.stand_in), recorder))
     except Unrecorded:
         return None
-    return LaunchRecording(recorder.inputs, recorder.asked, recorder.steps, results)
+    return LaunchRecording(recorder.inputs, recorder.requests, recorder.steps, results)
 
 
 def _indices(results: Any) -> Any:

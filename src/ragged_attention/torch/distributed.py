@@ -1,4 +1,4 @@
-"""Attention over several devices, on `torch.distributed` without additions of our own.
+"""Attention over several devices, with the collectives and tensors of `torch.distributed` alone.
 
 **Heads.** Importing this module tells DTensor how to divide each operator by heads: if the heads of the arguments are
 sharded, so are those of the results, and the ranks exchange nothing. Index arrays are replicated, as DTensors or as
@@ -13,7 +13,7 @@ results do not depend on timing.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,28 +23,22 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, Call, expect_bool
+from ragged_attention.calls.context_parallel import Ranks, page_size_of
 from ragged_attention.calls.sharding import (
     Heads,
     KvShard,
-    dtype_of_parts,
-    expect_divisible,
     expect_each_its_own_heads,
     expect_ring,
     heads_of_arguments,
     heads_of_results,
     is_sum_over_heads,
+    zigzag_edges,
     zigzag_order,
     zigzag_pairs,
 )
 from ragged_attention.errors import InvalidInput
-from ragged_attention.torch import (
-    merge_attention_states,
-    mla_decode,
-    page_indices_to_slots,
-    ragged_paged_attention,
-    varlen_attention,
-    varlen_attention_backward,
-)
+from ragged_attention.torch import merge_attention_states, varlen_attention, varlen_attention_backward
+from ragged_attention.torch._operators import FRONT_END
 
 __all__ = [
     "KvShard",
@@ -59,7 +53,7 @@ Group = dist.ProcessGroup | None
 
 # ---- heads: how DTensor divides each operator
 
-GRADIENTS = ("d_out", "d_lse")  # autograd places these; the caller places all other arguments
+GRADIENTS = ("d_out", "d_lse")  # arguments that autograd places; the caller places all others
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,39 +63,38 @@ class _Division:
     mesh: DeviceMesh
     dims: frozenset[int]
 
-    @property
-    def size(self) -> int:
-        return math.prod(self.mesh.size(dim) for dim in self.dims)
-
-    def placements(self, where_heads_are: Placement) -> tuple[Placement, ...]:
-        return tuple(where_heads_are if dim in self.dims else Replicate() for dim in range(self.mesh.ndim))
+    def placements(self, placement: Placement) -> tuple[Placement, ...]:
+        """The given placement on the dimensions that divide heads; arrays are replicated on all others."""
+        return tuple(placement if dim in self.dims else Replicate() for dim in range(self.mesh.ndim))
 
 
 def _on_shards(
     record: type[Call], cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
 ) -> Any:
-    """An operator's call on DTensors: a call on this rank's parts, whose results become DTensors."""
+    """Run an operator on DTensors: call it on this rank's shards, and make DTensors of its results."""
     values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
     heads = heads_of_arguments(record) | ({"out": Heads(-2, "H")} if record.TAKES_OUT else {})
     division = _divide(record, heads, values)
     local = {name: _local(record, name, value, heads.get(name), values, division) for name, value in values.items()}
-    found = func(**local)
-    if found is None:
+    returned = func(**local)
+    if returned is None:
         return None
-    results = list(found) if isinstance(found, (tuple, list)) else [found]
-    given = 1 if "out" in values and record.TAKES_OUT else 0  # the caller has the first result
-    homes = heads_of_results(record, [3] * given + [result.ndim for result in results])[given:]
+    results = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+    written = 1 if "out" in values and record.TAKES_OUT else 0  # the operator does not return a result written to `out`
+    sources = heads_of_results(record, [3] * written + [result.ndim for result in results])[written:]
     wrapped = [
-        DTensor.from_local(result, division.mesh, _placed(record, result, home, values, division), run_check=False)
-        for result, home in zip(results, homes, strict=True)
+        DTensor.from_local(result, division.mesh, _placed(record, result, source, values, division), run_check=False)
+        for result, source in zip(results, sources, strict=True)
     ]
-    return type(found)(wrapped) if isinstance(found, (tuple, list)) else wrapped[0]
+    return type(returned)(wrapped) if isinstance(returned, (tuple, list)) else wrapped[0]
 
 
 def _divide(record: type[Call], heads: Mapping[str, Heads], values: Mapping[str, Any]) -> _Division:
     """The mesh of a call's DTensors, and its dimensions that divide heads."""
-    given = [(name, each) for name, value in values.items() for each in (value if isinstance(value, list) else [value])]
-    distributed = {name: value for name, value in given if isinstance(value, DTensor)}
+    arrays = [
+        (name, item) for name, value in values.items() for item in (value if isinstance(value, list) else [value])
+    ]
+    distributed = {name: array for name, array in arrays if isinstance(array, DTensor)}
     first, mesh = next((name, value.device_mesh) for name, value in distributed.items())
     for name, value in distributed.items():
         if value.device_mesh != mesh:
@@ -127,8 +120,9 @@ def _local(
     if not isinstance(value, torch.Tensor):
         return value
     wanted = division.placements(Replicate())
-    combined = name == "kv_pages" and values["v_pages"] is None  # pages that hold keys and values by turns
-    if heads is not None and heads.are_divided(name, tuple(value.shape), division.size, combined):
+    combined = name == "kv_pages" and values["v_pages"] is None  # pages with keys and values interleaved
+    size = math.prod(division.mesh.size(dim) for dim in division.dims)
+    if heads is not None and heads.are_divided(name, tuple(value.shape), size, combined):
         wanted = division.placements(Shard(value.ndim + heads.axis))
     if not isinstance(value, DTensor):
         if value.is_floating_point() and value.numel() != 1:
@@ -139,26 +133,21 @@ def _local(
     written = ("out",) if record.TAKES_OUT else ()
     if record.NUM_RESULTS == 0:
         written = [flat.split()[-1] for flat in record.KINDS[record.CACHE].schema(record.CACHE)]
-    replicated = all(own in (need, Replicate()) for own, need in zip(value.placements, wanted, strict=True))
+    replicated = all(got in (want, Replicate()) for got, want in zip(value.placements, wanted, strict=True))
     if name not in GRADIENTS and (name in written or not replicated):
-        raise InvalidInput(
-            f"expected {name} placed as {_said(wanted)}, as its heads are, got {_said(value.placements)}"
-        )
+        expected, got = (", ".join(map(repr, placements)) for placements in (wanted, value.placements))
+        raise InvalidInput(f"expected {name} placed as {expected}, as its heads are, got {got}")
     return value.redistribute(division.mesh, wanted).to_local()
 
 
-def _said(placements: Sequence[Placement]) -> str:
-    return ", ".join(map(repr, placements))
-
-
 def _placed(
-    record: type[Call], result: torch.Tensor, home: tuple[str, Heads] | None, values: Mapping[str, Any],
+    record: type[Call], result: torch.Tensor, source: tuple[str, Heads] | None, values: Mapping[str, Any],
     division: _Division,
 ) -> tuple[Placement, ...]:  # fmt: skip
-    """How the parts of a result form the whole."""
-    if home is None or result.shape == (0,):  # an empty tensor in place of an absent one
+    """The placements of a result; `source` is its entry in `heads_of_results`."""
+    if source is None or result.shape == (0,):  # an empty tensor stands for an absent result
         return division.placements(Replicate())
-    argument, heads = home
+    argument, heads = source
     if is_sum_over_heads(record, heads, values[argument].shape):
         return division.placements(Partial())
     return division.placements(Shard(result.ndim + heads.axis))
@@ -201,15 +190,15 @@ def context_parallel_decode(
     Letters as in `ragged_paged_attention`. All ranks pass equal arguments, except for their pages.
 
     Args:
-        q, kv_lens, cu_q_lens, num_seqs: the whole batch, as in `ragged_paged_attention`: [T, H, D], i32 [S] lengths
-            over all ranks, i32 [S + 1].
+        q, kv_lens, cu_q_lens, num_seqs: as in `ragged_paged_attention`, for the whole batch: q [T, H, D], kv_lens i32
+            [S], the lengths over all ranks, and cu_q_lens i32 [S + 1].
         kv_pages: this rank's pages, as `ragged_paged_attention` takes them.
         page_indices: i32 [S, M], this rank's pages of each sequence; they hold its positions in order, without gaps.
         group: the process group; None is the default one.
-        shard: the rule that divides positions; None deals pages in turn (`interleave` is the page size).
+        shard: the rule that divides positions. With None, ranks take pages in turn (`interleave` is the page size).
         own_heads: return only this rank's H / size heads, in the order of the ranks. An all-to-all of 1 / size of the
-            data then replaces the all-gather; it is for layers whose heads the same ranks divide.
-        max_q_len: 1 says that no sequence has more than one query, which saves a gather of the page table.
+            data then replaces the all-gather. Use it if the same ranks divide the heads of the layer.
+        max_q_len: 1 promises that no sequence has more than one query, which saves a gather of the page table.
         sinks: f32 [H]; they count once, in the merged result.
         sm_scale, soft_cap, k_scale, v_scale, out_dtype, backend, options: as in `ragged_paged_attention`.
         return_lse: also return the log-sum-exp over the keys of all ranks.
@@ -220,27 +209,18 @@ def context_parallel_decode(
         without keys of a sequence spends nothing else on it. There is no gradient.
 
     Raises:
-        InvalidInput: as `ragged_paged_attention`; also if the shard has another size or rank than the group, or if the
-            group does not divide the heads. `validate="full"` adds an exchange that compares the ranks' rules and
-            shapes of q.
+        InvalidInput: as `ragged_paged_attention`; also if the shard's size or rank differs from the group's, or if the
+            number of heads is not a multiple of the group's size. `validate="full"` adds an exchange that compares the
+            ranks' rules and shapes of q.
         TypeError, Unsupported: as `ragged_paged_attention`.
         RuntimeError: an argument requires grad; a rank of the group is gone.
     """
-    expect_bool("own_heads", own_heads)
-    expect_bool("return_lse", return_lse)
     _refuse_gradient("context_parallel_decode", q, kv_pages, sinks)
-    page_size = (kv_pages[0] if isinstance(kv_pages, (tuple, list)) else kv_pages).shape[1]
-    shard = _shard_of(group, shard, page_size, q)
-    if max_q_len != 1:
-        kv_lens, page_indices, cu_q_lens = _one_query_each(q, kv_lens, page_indices, cu_q_lens, num_seqs)
-        num_seqs = None
-    out, lse = ragged_paged_attention(
-        q, kv_pages, shard.lengths(kv_lens), page_indices, cu_q_lens, num_seqs, max_q_len=1, sm_scale=sm_scale,
-        causal=False, soft_cap=soft_cap, k_scale=k_scale, v_scale=v_scale, return_lse=True, out_dtype=dtype_of_parts(q),
-        backend=backend, options=options,
+    return _ranks(group, shard, kv_pages, q).decode(
+        q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, own_heads=own_heads, max_q_len=max_q_len,
+        sm_scale=sm_scale, soft_cap=soft_cap, sinks=sinks, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
+        out_dtype=out_dtype, backend=backend, options=options,
     )  # fmt: skip
-    merged, lse = _merge_over(group, out, lse, sinks, own_heads, out_dtype or q.dtype)
-    return (merged, lse) if return_lse else merged
 
 
 def context_parallel_mla_decode(
@@ -272,14 +252,13 @@ def context_parallel_mla_decode(
     Args:
         q: [S, Q, H, d_qk], as `mla_decode` takes it.
         kv_cache: this rank's pages, in any format.
-        page_indices: i32 [S, M], this rank's pages of each sequence; they hold its positions in order, without gaps.
+        page_indices: as in `context_parallel_decode`.
         kv_lens: i32 [S], lengths over all ranks, for dense calls, as in `mla_decode`.
         indices: i32 [S, Q, N], makes the call sparse: **positions** in each query's sequence, over all ranks, as an
-            indexer returns them, not slots. Each rank selects its positions in their order and reads no others.
-            Negative ones select nothing.
-        topk_lens: i32 [S] or [S, Q]; entries of `indices` from there on are ignored.
-        group, shard, own_heads: as in `context_parallel_decode`.
-        sinks: f32 [H]; they count once, in the merged result.
+            indexer returns them, not slots. Each rank reads the keys at its own positions, in their order. Negative
+            positions select nothing.
+        topk_lens: i32 [S] or [S, Q], the lengths of the lists; later entries of `indices` are ignored.
+        group, shard, own_heads, sinks: as in `context_parallel_decode`.
         d_v, sm_scale, causal, soft_cap, cache_format, cache_layout, out_dtype, backend, options: as in `mla_decode`.
 
     Returns:
@@ -290,31 +269,12 @@ def context_parallel_mla_decode(
     Raises:
         InvalidInput, TypeError, Unsupported, RuntimeError: as `context_parallel_decode` and `mla_decode`.
     """
-    expect_bool("own_heads", own_heads)
     _refuse_gradient("context_parallel_mla_decode", q, kv_cache, sinks)
-    shard = _shard_of(group, shard, kv_cache.shape[1], q)
-    num_seqs, num_q, num_heads = q.shape[:3]
-    if indices is not None:
-        chosen, topk_lens = _own_of_lists(shard, indices, topk_lens)
-        given: dict[str, Any] = {
-            "indices": page_indices_to_slots(chosen, page_indices, kv_cache.shape[1]),
-            "topk_lens": topk_lens,
-        }
-    elif causal and num_q > 1 and kv_lens is not None:  # each query becomes a sequence of the positions that it sees
-        seen = kv_lens[:, None] - torch.arange(num_q - 1, -1, -1, dtype=torch.int32, device=kv_lens.device)
-        given = {"kv_lens": shard.lengths(seen.clip(0).flatten()), "topk_lens": topk_lens}
-        given["page_indices"] = page_indices.repeat_interleave(num_q, 0)
-        q = q.flatten(0, 1)[:, None]
-    else:
-        own_lens = None if kv_lens is None else shard.lengths(kv_lens)
-        given = {"page_indices": page_indices, "kv_lens": own_lens, "topk_lens": topk_lens}
-    out, lse = mla_decode(
-        q, kv_cache, **given, d_v=d_v, sm_scale=sm_scale, soft_cap=soft_cap, cache_format=cache_format,
-        cache_layout=cache_layout, out_dtype=dtype_of_parts(q), backend=backend, options=options,
+    return _ranks(group, shard, kv_cache, q).mla_decode(
+        q, kv_cache, page_indices, kv_lens, indices=indices, topk_lens=topk_lens, own_heads=own_heads,
+        d_v=d_v, sm_scale=sm_scale, causal=causal, soft_cap=soft_cap, sinks=sinks, cache_format=cache_format,
+        cache_layout=cache_layout, out_dtype=out_dtype, backend=backend, options=options,
     )  # fmt: skip
-    out, lse = out.reshape(-1, num_heads, d_v), lse.transpose(1, 2).reshape(-1, num_heads)
-    merged, lse = _merge_over(group, out, lse, sinks, own_heads, out_dtype or q.dtype)
-    return merged.unflatten(0, (num_seqs, num_q)), lse.unflatten(0, (num_seqs, num_q)).transpose(1, 2)
 
 
 def _refuse_gradient(operation: str, *values: Any) -> None:
@@ -323,87 +283,43 @@ def _refuse_gradient(operation: str, *values: Any) -> None:
         raise RuntimeError(f"{operation} has no gradient: it works on a KV cache, for inference")
 
 
-def _shard_of(group: Group, shard: KvShard | None, page_size: int, q: torch.Tensor) -> KvShard:
-    """The rule of the caller, by default pages dealt in turn, with this rank."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if shard is None:
-        shard = KvShard(size, page_size)
+def _ranks(group: Group, shard: KvShard | None, cache: Any, q: torch.Tensor) -> Ranks:
+    """The processes of a group, which divide positions by the caller's rule; by default they deal pages in turn."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    shard = shard or KvShard(size, page_size_of(cache))
     shard.expect(size, rank)
     if config.validates_values():
         _expect_agreement(group, {"shard.interleave": shard.interleave, "q.shape": list(q.shape)}, rank)
-    return shard.at(rank)
 
-
-def _expect_agreement(group: Group, own: Mapping[str, Any], rank: int) -> None:
-    """Raise `InvalidInput` if the ranks' rules or shapes differ, which would garble an exchange."""
-    others: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(others, dict(own), group)
-    for other, said in enumerate(others):
-        for name, value in own.items():
-            if said[name] != value:
-                raise InvalidInput(
-                    f"expected {name}={value} on every rank, as on rank {rank}, got {said[name]} on rank {other}"
-                )
-
-
-def _one_query_each(
-    q: torch.Tensor, kv_lens: torch.Tensor, page_indices: torch.Tensor, cu_q_lens: torch.Tensor, num_seqs: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The lengths, block table and prefix sums of the batch with every query as a sequence.
-
-    A rank's keys are not the last ones of a sequence, so a causal mask cannot be aligned at their end. Instead each
-    query gets the number of positions that it sees. A padding row sees none.
-    """
-    tokens = torch.arange(q.shape[0], dtype=torch.int32, device=kv_lens.device)
-    order = torch.arange(kv_lens.shape[0], dtype=torch.int32, device=kv_lens.device)
-    is_live = order < (kv_lens.shape[0] if num_seqs is None else num_seqs)
-    ends = torch.where(is_live, cu_q_lens[1:], torch.iinfo(torch.int32).max)  # the rest may hold anything
-    seqs = torch.searchsorted(ends, tokens, right=True).clip(max=kv_lens.shape[0] - 1)
-    seen = kv_lens[seqs] - (cu_q_lens[1:][seqs] - 1 - tokens)
-    live = (tokens < cu_q_lens[1:][seqs]) & is_live[seqs]
-    edges = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=kv_lens.device)
-    return (seen.clip(0) * live).to(torch.int32), page_indices[seqs], edges
-
-
-def _own_of_lists(
-    shard: KvShard, positions: torch.Tensor, topk_lens: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's positions of each list, in its own numbering, first in [S, Q, N], and their count [S, Q]."""
-    own = shard.local(positions)
-    if topk_lens is not None:
-        lens = topk_lens[:, None] if topk_lens.ndim == 1 else topk_lens
-        listed = torch.arange(own.shape[-1], dtype=torch.int32, device=own.device) < lens[..., None]
-        own = torch.where(listed, own, -1)
-    mine = own >= 0
-    order = torch.argsort(mine.to(torch.int8), dim=-1, descending=True, stable=True)
-    return own.gather(-1, order), mine.sum(-1, dtype=torch.int32)
-
-
-def _merge_over(
-    group: Group, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, own_heads: bool, out_dtype: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exchange partial results [T, H, D_v] and [T, H], float32, in one message, and merge them in rank order."""
-    size, (tokens, heads, width) = dist.get_world_size(group), out.shape
-    if own_heads:
-        heads = expect_divisible("num_q_heads of q", heads, size, "the group's size")
-        parts = out.unflatten(1, (size, heads)).transpose(0, 1), lse.unflatten(1, (size, heads)).transpose(0, 1)
-        sent = torch.cat([part.reshape(size, -1) for part in parts], 1)
+    def all_to_all(sent: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
-        sinks = None if sinks is None else sinks.unflatten(0, (size, heads))[dist.get_rank(group)]
-    else:
-        sent = torch.cat([out.flatten(), lse.flatten()])
-        received = _all_gathered(sent, group).view(size, -1)
-    values = tokens * heads * width
-    outs = received[:, :values].view(size, tokens, heads, width)
-    lses = received[:, values:].view(size, tokens, heads)
-    return merge_attention_states(outs, lses, sinks=sinks, out_dtype=out_dtype)
+        return received
+
+    return Ranks(
+        shard=shard.at(rank), size_name="the group's size", operations=FRONT_END, namespace=torch,
+        take_along_axis=torch.take_along_dim, all_to_all=all_to_all,
+        arange=lambda stop, like: torch.arange(stop, dtype=torch.int32, device=like.device),
+        all_gather=lambda sent: _all_gathered(sent, group).view(size, -1),
+    )  # fmt: skip
+
+
+def _expect_agreement(group: Group, facts: Mapping[str, Any], rank: int) -> None:
+    """Raise `InvalidInput` if the ranks' rules or shapes differ, which would garble an exchange."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, dict(facts), group)
+    for other, theirs in enumerate(gathered):
+        for name, value in facts.items():
+            if (got := theirs[name]) != value:
+                raise InvalidInput(
+                    f"expected {name}={value} on every rank, as on rank {rank}, got {got} on rank {other}"
+                )
 
 
 def _all_gathered(part: torch.Tensor, group: Group) -> torch.Tensor:
     """The parts of all ranks, concatenated."""
     whole = part.new_empty(dist.get_world_size(group) * part.shape[0], *part.shape[1:])
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
     gather(whole, part, group=group)
     return whole
 
@@ -430,27 +346,27 @@ def context_parallel_varlen_attention(
     """Self-attention of packed sequences whose tokens are divided among ranks in zigzag order.
 
     Each of `size` ranks has T / size rows of the T tokens, as `zigzag_part` returns them. Keys and values go around a
-    ring: a rank sends them to the next one while it works on them, and never holds more than two ranks' keys.
+    ring: a rank sends them to the next rank while it works on them, and never holds more than two ranks' keys.
 
     Args:
         q, k, v: this rank's rows, [T / size, H, D], [T / size, K, D] and [T / size, K, D_v], float32, float16 or
             bfloat16.
-        cu_lens: i32 [S + 1], prefix sums of the sequences' lengths over all ranks, equal on all of them; up to T, rows
-            from the last one on are padding.
+        cu_lens: i32 [S + 1], prefix sums of the sequences' lengths over all ranks, equal on all ranks. If the last one
+            is less than T, the rows after it are padding.
         group: the process group; None is the default one.
         sinks: f32 [H], equal on all ranks. Their gradient counts this rank's queries only: sum it over the group, like
-            that of every replicated parameter.
+            the gradient of every replicated parameter.
         causal, sm_scale, soft_cap, return_lse, deterministic, backend, options: as in `varlen_attention`. There is no
             window.
 
     Returns:
         out [T / size, H, D_v] of q's dtype, in the order of q; with `return_lse` also lse [T / size, H] float32.
         Differentiable like `varlen_attention`, once. Partial results and gradients of keys are added in float32, in an
-        order that the rank determines. A rank sends its keys and values size - 1 times. For the gradient it does so
-        again, and sends their float32 gradients size times.
+        order that the rank determines. A rank sends its keys and values size - 1 times, and again for the gradient. It
+        sends their float32 gradients size times.
 
     Raises:
-        InvalidInput: as `varlen_attention`; also for an odd number of rows, or unequal numbers of queries and keys.
+        InvalidInput: as `varlen_attention`; also if the number of rows is odd, or differs between q, k and v.
         TypeError, Unsupported: as `varlen_attention`.
         RuntimeError: a rank of the group is gone.
     """
@@ -470,7 +386,7 @@ def zigzag_part(whole: torch.Tensor, *, group: Group = None) -> torch.Tensor:
     causal attention evenly. Divide positions and labels likewise.
 
     Raises:
-        InvalidInput: T is no multiple of 2 * size; pad the batch.
+        InvalidInput: T is not a multiple of 2 * size; pad the batch.
     """
     rank = dist.get_rank(group)
     pieces = zigzag_order(whole.shape[0], dist.get_world_size(group))[2 * rank : 2 * rank + 2]
@@ -489,25 +405,25 @@ def zigzag_whole(part: torch.Tensor, *, group: Group = None) -> torch.Tensor:
 
 
 def _gradients_request(backend: Any) -> dict[str, Any]:
-    """The backend and options of the gradient, read now, because autograd runs it in another thread."""
+    """The backend and options for the gradient. Autograd runs in another thread, so they are read now."""
     operation = "varlen_attention_backward"
     names = config.requested(operation, dispatch.backends_offering(operation, backend))
     return {"backend": names, "options": dict(config.requested_options(operation))}
 
 
 class _Ring:
-    """The ranks of one call, in a ring; its forward and backward pass share everything here."""
+    """The ranks of one call, in a ring. The forward and the backward pass share it."""
 
     def __init__(self, group: Group, causal: bool, keywords: Mapping[str, Any], gradients: Mapping[str, Any]) -> None:
         self.group, self.causal = group, causal
-        self.keywords, self.gradients = keywords, gradients  # of varlen_attention, and of its gradient
+        self.keywords, self.gradients = keywords, gradients  # for varlen_attention, and for its gradient
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         world = dist.group.WORLD if group is None else group
         assert world is not None
         self.peers = [dist.get_global_rank(world, (self.rank + step) % self.size) for step in (1, -1)]
 
     def pass_on(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Send a tensor to the next rank; the returned function waits for the previous rank's tensor.
+        """Send a tensor to the next rank. The returned function waits for the previous rank's tensor and returns it.
 
         The caller keeps the sent tensor alive until that function has returned.
         """
@@ -523,25 +439,24 @@ class _Ring:
 
         return wait
 
-    def edges(self, cu_lens: torch.Tensor, rank: int, rows: int) -> list[torch.Tensor]:
-        """The prefix sums of the sequences within each of the two pieces of a rank."""
-        return [(cu_lens - piece * rows).clip(0, rows) for piece in (rank, 2 * self.size - 1 - rank)]
+    def steps(self, k: torch.Tensor, v: torch.Tensor, cu_lens: torch.Tensor) -> Iterator[tuple[Any, Any]]:
+        """For each rank's keys, this rank's first: their two pieces (k, v), and the pairs of pieces that attend.
 
-    def steps(self, cu_lens: torch.Tensor, rows: int) -> Any:
-        """For each rank whose keys pass by: the pairs of pieces that attend, with their prefix sums and causality."""
-        own = self.edges(cu_lens, self.rank, rows)
+        A pair is the index of a piece of this rank's queries, the index of a piece of the keys, the prefix sums within
+        both, and whether the mask is causal. Keys are sent on while the caller works on them.
+        """
+        rows = k.shape[0] // 2
+        own, packed = zigzag_edges(cu_lens, self.rank, self.size, rows), torch.cat([k.flatten(), v.flatten()])
         for step in range(self.size):
+            receive = self.pass_on(packed) if step < self.size - 1 else None
             source = (self.rank - step) % self.size
-            others = self.edges(cu_lens, source, rows)
-            yield [(i, j, own[i], others[j], causal) for i, j, causal in zigzag_pairs(self.rank, source, self.causal)]
+            theirs = zigzag_edges(cu_lens, source, self.size, rows)
+            pairs = zigzag_pairs(self.rank, source, self.causal)
+            yield _pieces(packed, k, v), [(i, j, own[i], theirs[j], causal) for i, j, causal in pairs]
+            packed = packed if receive is None else receive()
 
 
-def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Keys and values as one message."""
-    return torch.cat([k.flatten(), v.flatten()])
-
-
-def _unpacked(packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _pieces(packed: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The two pieces of keys and values in a message, in the shapes of `k` and `v`."""
     parts = packed[: k.numel()].view(k.shape), packed[k.numel() :].view(v.shape)
     return list(zip(*(part.chunk(2) for part in parts), strict=True))
@@ -555,18 +470,15 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
         cu_lens: torch.Tensor, ring: _Ring,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        queries, packed = q.chunk(2), _packed(k, v)
+        queries = q.chunk(2)
         parts: list[Any] = [None, None]
-        for step, pairs in enumerate(ring.steps(cu_lens, queries[0].shape[0])):
-            passing = ring.pass_on(packed) if step < ring.size - 1 else None
-            keys = _unpacked(packed, k, v)
+        for keys, pairs in ring.steps(k, v, cu_lens):
             for i, j, q_edges, kv_edges, causal in pairs:
                 k_piece, v_piece = keys[j]
                 out, lse = varlen_attention(
                     queries[i], k_piece, v_piece, q_edges, kv_edges, causal=causal, return_lse=True, **ring.keywords
                 )
                 parts[i] = _added(parts[i], out.float(), lse)
-            packed = packed if passing is None else passing()
         merged = [merge_attention_states([out], [lse], sinks=sinks, out_dtype=q.dtype) for out, lse in parts]
         out, lse = (torch.cat(pieces) for pieces in zip(*merged, strict=True))
         ctx.set_materialize_grads(False)
@@ -584,26 +496,23 @@ class _RingAttention(torch.autograd.Function):
         by_piece = list(zip(d_out.chunk(2), q.chunk(2), out.chunk(2), lse.chunk(2), d_lses, strict=True))
         dq = torch.zeros_like(q, dtype=torch.float32)
         d_sinks = None if sinks is None else torch.zeros_like(sinks)
-        packed = _packed(k, v)
-        d_packed = torch.zeros_like(packed, dtype=torch.float32)
-        for step, pairs in enumerate(ring.steps(cu_lens, by_piece[0][0].shape[0])):
-            passing = ring.pass_on(packed) if step < ring.size - 1 else None
-            keys, d_keys = _unpacked(packed, k, v), _unpacked(d_packed, k, v)
+        d_packed = torch.zeros(k.numel() + v.numel(), dtype=torch.float32, device=k.device)
+        for step, (keys, pairs) in enumerate(ring.steps(k, v, cu_lens)):
+            d_keys = _pieces(d_packed, k, v)
             for i, j, q_edges, kv_edges, causal in pairs:
                 d_piece, q_piece, out_piece, lse_piece, d_lse_piece = by_piece[i]
                 k_piece, v_piece = keys[j]
-                found = varlen_attention_backward(
+                *parts, d_sink = varlen_attention_backward(
                     d_piece, q_piece, k_piece, v_piece, out_piece, lse_piece, q_edges, kv_edges, d_lse=d_lse_piece,
                     causal=causal, sinks=sinks, **ring.gradients,
                 )  # fmt: skip
-                for total, part in zip((dq.chunk(2)[i], *d_keys[j]), found[:3], strict=True):
+                for total, part in zip((dq.chunk(2)[i], *d_keys[j]), parts, strict=True):
                     total += part
-                own = step == 0 and i == j  # every call returns the gradient of all its queries, so add it once
-                if own and d_sinks is not None and found[3] is not None:
-                    d_sinks += found[3]
+                # Every call returns the gradient of the sinks for all its queries, so it is added once.
+                if d_sinks is not None and d_sink is not None and step == 0 and i == j:
+                    d_sinks += d_sink
             if ring.size > 1:
                 d_packed = ring.pass_on(d_packed)()
-            packed = packed if passing is None else passing()
         dk, dv = d_packed[: k.numel()].view(k.shape), d_packed[k.numel() :].view(v.shape)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None
 
