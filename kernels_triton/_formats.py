@@ -11,7 +11,7 @@ from ragged_attention.kernels_triton._tiles import stride_arguments
 
 def e4m3_format(arch: str) -> str:
     """How a GPU decodes e4m3: `e4m3` in hardware, `e4m3_pairs` two codes at a time, `e4m3_bits` one at a time."""
-    if arch.startswith("gfx"):  # gfx942 converts e4m3fnuz, which has no -0 and another exponent bias
+    if arch.startswith("gfx"):  # gfx942 converts e4m3fnuz, which has no -0 and a different exponent bias
         return "e4m3" if arch == "gfx950" else "e4m3_pairs"
     return "e4m3" if arch.startswith("sm_") and int(arch[3:]) >= 89 else "e4m3_bits"
 

@@ -43,10 +43,7 @@ class HeadsFirstStrides:
 
 @triton.jit
 def live_rows(length, num_tokens, ALIGN: tl.constexpr):
-    """The number of a chunk's query tokens that exist in a sequence of this length.
-
-    If ALIGN is "chunk", chunks begin at multiples of `num_tokens`, so the chunk may reach beyond the sequence's end.
-    """
+    """How many of a chunk's query tokens a sequence of this length has: with ALIGN "chunk", maybe fewer than all."""
     live = num_tokens
     if ALIGN == "chunk":
         live = tl.where(length > 0, (length - 1) % tl.maximum(num_tokens, 1) + 1, 0)

@@ -1,9 +1,8 @@
 """The lightning indexer's logits: visible keys, operands, and the two kernels.
 
-A matrix product multiplies a block of keys with the heads of one token. While the product is in registers, the kernel
-weights it and sums it over heads, which leaves one logit per key. The *tile* kernel, for prompts, holds a block of
-keys and visits neighbouring tokens. The *walk* kernel, for decoding, holds one token's queries and visits blocks of
-keys.
+A matrix product multiplies a block of keys with the heads of one token. The kernel weights it in registers and sums it
+over heads, which leaves one logit per key. The *tile* kernel, for prompts, holds a block of keys and visits
+neighbouring tokens. The *walk* kernel, for decoding, holds one token's queries and visits blocks of keys.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ class Sight(Constants):
     """The constants that determine which keys a token sees."""
 
     PAGED: bool  # whether keys are in pages and lengths decide what a token sees; otherwise each token has a range
-    RATIO: int  # tokens per key of a sequence
+    RATIO: int  # tokens of a sequence that each key represents
     RELATIVE: bool  # whether a row of logits begins at the first key that its token sees
     HAS_NUM_SEQS: bool
 
@@ -489,10 +488,7 @@ def walk_logits_kernel(
     q_token_stride, q_head_stride, weights_stride, page_stride, slot_stride, scale_page_stride, scale_slot_stride,
     row_stride, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Compute one token's logits over one part of its keys.
-
-    All parts have equally many blocks, except that the last one may be shorter and any after it are empty.
-    """
+    """Compute one token's logits over one part of its keys. The last parts may have fewer blocks than the others."""
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     token = first_token + tl.program_id(0)
     part = tl.program_id(1)

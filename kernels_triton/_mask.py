@@ -189,8 +189,7 @@ def hide(logits, keys, readable, visible, mask, KIND: tl.constexpr):
 def seen_by_all(start, stop, end, visible, mask, KIND: tl.constexpr, BLOCK_KV: tl.constexpr):
     """(first key, end) of those blocks of the keys [start, stop) in which every row sees every key.
 
-    Unless both are equal, they are multiples of BLOCK_KV. The argument `end` is `stop`, rounded up to whole blocks of
-    the masked loop.
+    Unless equal, both are multiples of BLOCK_KV. The argument `end` is `stop`, rounded up to blocks of the masked loop.
     """
     whole_start = start
     if KIND.HAS_FIRST_KEY:

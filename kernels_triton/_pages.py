@@ -171,8 +171,8 @@ def add_values(acc, weights, pages, slots, DTYPE: tl.constexpr, TERMS: tl.conste
     """acc + weights @ values.
 
     Rounding a weight to bfloat16 has a relative error of up to 2^-9. That is too much if few keys contribute to the
-    output, because the errors do not average out. With two TERMS, a second product adds the rounding errors. For large
-    accumulators, both products are computed as one; see `beside`.
+    output, because the errors do not average out. With two TERMS, a second product adds the rounding errors;
+    for large accumulators, `beside` joins both products.
     """
     ROWS: tl.constexpr = weights.shape[0]
     ONE_PRODUCT: tl.constexpr = TERMS == 2 and ROWS >= 64 and SHAPE.DV_PAD >= 512

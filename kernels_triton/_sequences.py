@@ -107,7 +107,7 @@ def segment_edge(cu_q_lens_ptr, segment, num_seqs, num_tokens):
 
 
 def max_blocks(rows: int, block: int, num_seqs: int) -> int:
-    """The number of programs, one per block, that `rows` rows in `num_seqs` sequences need; see `find_segment`."""
+    """The maximum number of blocks of `rows` rows in `num_seqs` sequences; each has a program. See `find_segment`."""
     return rows // block + num_seqs + 2 if rows else 0
 
 

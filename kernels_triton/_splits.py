@@ -182,7 +182,7 @@ def find_later_rows(index, batch, DIVISION: tl.constexpr):
 
 @triton.jit
 def most_splits(max_num_seqs, num_splits, DIVISION: tl.constexpr):
-    """The maximum number of splits of the batch. With ALL_SEQUENCES, programs from this index on compute later rows."""
+    """The maximum number of splits of the batch. With ALL_SEQUENCES, later programs run `find_later_rows`."""
     most = max_num_seqs
     if DIVISION.BATCH_INVARIANT:
         most = max_num_seqs * num_splits
@@ -264,7 +264,7 @@ def find_entry(entry, num_splits_ptr, num_seqs, num_entries, fixed_splits, SCHED
             seq = tl.where(found, middle, seq)
             high = tl.where(found, high, middle)
         first = schedule_edge(num_splits_ptr, seq, num_entries)
-        split = tl.where(entry < first, num_entries, entry - first)  # an entry before the first sequence's has no work
+        split = tl.where(entry < first, num_entries, entry - first)  # no work before the first sequence's splits
         count = schedule_edge(num_splits_ptr, seq + 1, num_entries) - first
     else:
         seq = entry // fixed_splits

@@ -11,7 +11,7 @@ from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_triton._compiler import VERSION
 
 SMALLEST_SHARED_MEMORY = 64 * 1024  # bytes, for GPUs whose shared memory size is unknown
-OLDER_COMPILER = VERSION < (3, 7)  # most kernels take more registers than with 3.9, a few take fewer
+OLDER_COMPILER = VERSION < (3, 7)  # most kernels then take more registers than with Triton 3.9, a few fewer
 WGMMA = ("sm_90", "sm_100", "sm_103")  # GPUs whose matrix units read operands from shared memory
 
 
@@ -28,7 +28,7 @@ def item_size(array: Any) -> int:
 
 
 def on_cuda_cores(call: Any) -> bool:
-    """Whether products are exact float32, which matrix units cannot compute. Threads then hold both operands."""
+    """Whether products are exact float32, which matrix units cannot compute. Operands are then in registers."""
     return item_size(call.q) == 4 and call.device.platform != "cpu"
 
 
@@ -93,7 +93,7 @@ def page_unit(stride: int) -> int:
 
 
 def stride_arguments(launch: Any, axes: Sequence[str], **arrays: Any) -> dict[str, int]:
-    """The kernel arguments NAME_AXIS_stride of arrays by name; `axes` names their first axes."""
+    """The kernel arguments NAME_AXIS_stride for each array NAME; `axes` names the leading axes of the arrays."""
     return {
         f"{name}_{axis}_stride": stride
         for name, array in arrays.items()

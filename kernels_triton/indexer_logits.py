@@ -58,7 +58,7 @@ def why_not(call: IndexerCall) -> str | None:
 
 
 def heuristic(call: IndexerLogits) -> Tile:
-    """The tile for a call, of the walk kernel if the call decodes (see `decodes`), else of the tile kernel."""
+    """The walk kernel's tile if sequences average at most FEW_TOKENS query tokens, else the tile kernel's."""
     return tile_for(call, decodes(call))
 
 

@@ -5,8 +5,8 @@ sequence are its query tokens times the heads; all of them share its keys. A pro
 long sequence the program visits all keys that the rows see. For a short one (decode, speculative decode) it visits one
 KV split, and `combine_kernel` merges the splits.
 
-If the tiles for long and short sequences are equal, one launch has programs for both kinds. Otherwise there are two
-launches, or one if the host knows that all sequences are short.
+If the tiles for long and short sequences are equal, or if the host expects short sequences only, one launch has
+programs for both kinds. Otherwise there are two launches.
 """
 
 import dataclasses
@@ -420,7 +420,7 @@ def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; see the module's docstring."""
     tile, shared = possible_tile(call, tile), shared_arguments(call, launch)
     empty = not (call.num_tokens and call.max_num_seqs)
-    all_are_short = most_tokens(call) * call.num_q_heads <= tile.short_rows  # as the host expects
+    all_are_short = most_tokens(call) * call.num_q_heads <= tile.short_rows  # the host's estimate
     target: Any = None
     if empty or not (all_are_short or tile.long == tile.short):
         target = run_long(call, tile, launch, shared)

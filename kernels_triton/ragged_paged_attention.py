@@ -6,7 +6,7 @@ merges the splits of each row. All other sequences go to the *tile* kernel, whic
 
 Grids are upper bounds that follow from shapes alone, so the host reads nothing back from the device. A program of the
 tile kernel finds its sequence by binary search over `cu_q_lens`. A program of the split kernel finds its split by sums
-over all lengths. A program without work returns at once.
+over all lengths or, in batch-invariant mode, from its index. A program without work returns at once.
 
 Both kernels find their rows and keys (`_splits`), load the rows (`_rows`), run the FlashAttention loop over keys
 (`_pages`, with the masks of `_mask`), and store the rows. A bundle of tensors is a named tuple. Compile-time constants

@@ -206,10 +206,7 @@ def ranked(collected_ptr, count, span, wanted, TOP_K_PAD: tl.constexpr):
 
 @triton.jit
 def threshold_of(row, collected_ptr, SELECTION: tl.constexpr):
-    """(threshold, skipped) of a row.
-
-    All numbers above the threshold are selected and, of those equal to it, all but the first `skipped`.
-    """
+    """(threshold, skipped): a row selects numbers above the threshold, and equal ones after the first `skipped`."""
     TOP_K: tl.constexpr = SELECTION.TOP_K
     BLOCK: tl.constexpr = SELECTION.BLOCK
     count, low, largest = range_of(row, BLOCK)
@@ -319,7 +316,7 @@ def select_kernel(
         write_selected(row, threshold, skipped, results, True, SELECTION)
 
 
-NO_INDEXER = {"num_tokens": 0, "max_num_seqs": 0, "capacity": 0, "longest": 0}  # if no indexer made the rows
+NO_INDEXER = {"num_tokens": 0, "max_num_seqs": 0, "capacity": 0, "longest": 0}  # for rows that no indexer computed
 ALL_SEEN = Sight(PAGED=False, RATIO=1, RELATIVE=False, HAS_NUM_SEQS=False)
 
 
@@ -327,7 +324,7 @@ ALL_SEEN = Sight(PAGED=False, RATIO=1, RELATIVE=False, HAS_NUM_SEQS=False)
 class LogitRows:
     """Rows of logits, and their selectable columns."""
 
-    logits: Any  # float32 [num_rows, at most row_stride]
+    logits: Any  # float32 [at least num_rows, at most row_stride]
     num_rows: int
     row_stride: int
     columns: int

@@ -52,7 +52,7 @@ from ragged_attention.kernels_triton._varlen import (
     zeros,
 )
 
-PREPARED = 2048  # elements of `out` that one program of the first kernel reads
+PREPARED = 2048  # elements of `out` that one program of `prepare_kernel` reads
 TERMS: tl.constexpr = tl.constexpr(4)  # numbers stored per row: norm, offset, share, and one unused number
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
@@ -258,7 +258,7 @@ def signed_scales(sm_scale, soft_cap, HAS_SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def weigh(products, norm, seen, scales, MASKED: tl.constexpr, HAS_SOFT_CAP: tl.constexpr):
-    """(2^(logit - norm), the soft cap's slope) for `products` = q . k of pairs of row and key."""
+    """(2^(logit - norm), the soft cap's slope) for `products` = q . k of rows and keys."""
     inner, cap, outer = scales
     slope = 1.0
     if HAS_SOFT_CAP:
@@ -369,7 +369,7 @@ def dkv_kernel(
     num_q_tokens, num_kv_tokens, num_seqs, window, d_out_head_stride, q_head_stride, k_head_stride, v_head_stride,
     sm_scale, soft_cap, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of a block of keys of one KV head over all rows that see them. Keys of padding get 0."""
+    """Compute dk and dv of one KV head's block of keys over all rows that see it. Keys without a sequence get 0."""
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     block = tl.program_id(0)  # start with the first keys, which the most rows see under a causal mask
     kv_head = tl.program_id(1)

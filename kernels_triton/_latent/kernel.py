@@ -252,7 +252,7 @@ def list_kind(work: Work, tile: Tile) -> ListKind:
 
 
 def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
-    """Enqueue the kernels; returns out, lse, and max_logits or, unless it is requested, a stand-in for max_logits."""
+    """Enqueue the kernels; returns out, lse and max_logits. Unless requested, max_logits is a stand-in."""
     call, keys, extra, scheduled = work.call, work.keys, work.extra or work.keys, work.schedule is not None
     entries = work.num_seqs * tile.num_splits
     if scheduled and work.num_seqs:  # programs search the schedule, so it must have a sequence

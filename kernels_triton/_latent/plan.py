@@ -133,7 +133,7 @@ class Work:
     causal: bool = False
     extra: Keys | None = None
     schedule: Any = None  # (parts, num_splits, ...) or None
-    window: int | None = None  # None: queries see all keys
+    window: int | None = None  # None if no window hides keys
     soft_cap: float | None = None
 
     @property
@@ -212,8 +212,8 @@ def sizes(call: Any, rows: int, access: KeyAccess) -> Sizes:
     if operand_size(call) == 4 and arch:  # no matrix unit is exact in float32
         return Sizes(16, 16, 8, 2 if OLDER_COMPILER else 1) if arch.startswith("sm_") else Sizes(16, 16, 4, 1)
     if arch.startswith("gfx"):
-        # A second stage loads a block ahead, which halves an iteration's time over plain rows. Over decoded rows, its
-        # registers would keep a second program from running.
+        # A second stage loads a block ahead, which halves an iteration's time over plain rows. In a loop that decodes,
+        # its registers would keep a second program from running.
         return Sizes(min(rows, 32), 16, 4, 1 if decodes else 2)
     little = shared_memory(call) < DECODED_SHARED_MEMORY
     if decodes and item_size(call.q) == 4:  # a float32 query has two terms, each with its own product

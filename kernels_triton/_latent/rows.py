@@ -59,7 +59,7 @@ class Rows(NamedTuple):
     """The cache rows of a block of list entries."""
 
     start: tl.tensor  # the address of each row
-    scales: tl.tensor  # the address of its scales
+    scales: tl.tensor  # the address of each row's scales
     readable: tl.tensor  # whether the row may be read
 
 
