@@ -18,7 +18,7 @@ from ragged_attention.kernels_triton._softmax import matmul, sum_of_products
 from ragged_attention.kernels_triton._splits import LARGEST_INT, Batch
 
 SEQUENCES: tl.constexpr = tl.constexpr(128)  # sequences that a program searches at a time
-LEAST_BLOCKS: tl.constexpr = tl.constexpr(4)  # minimum key blocks per program
+LEAST_BLOCKS: tl.constexpr = tl.constexpr(4)  # minimum key blocks per program, if there are enough
 FILLED: tl.constexpr = tl.constexpr(256)  # columns set to -inf at a time
 
 

@@ -100,7 +100,7 @@ def pages_of(table_ptr, block, first, last, exists, MASKED: tl.constexpr, PAGE_S
              BLOCK_KV: tl.constexpr):  # fmt: skip
     """The page of each key of the block that begins at key `block`, or a single page if it holds the whole block.
 
-    If the block does not exist, pages are -1 and nothing is read. If MASKED and the block has more than one page, the
+    If the block does not exist, pages are -1 and nothing is read. If MASKED and each key has its own page entry, the
     same holds for keys outside [first, last).
     """
     if PAGE_SIZE % BLOCK_KV == 0:
