@@ -29,8 +29,8 @@ def fence_copies(a):
     On Hopper such a product is a `wgmma`, which reads shared memory through the async proxy, while `cp.async` writes
     through the generic proxy. The PTX ISA requires a proxy fence after the wait for the copies and before the product.
     The compiler keeps this fence in place: after the wait and the barrier, where later versions put theirs, and in the
-    same iteration of a pipelined loop. It costs two to six machine instructions, as theirs does. With Triton 3.6.0, 78
-    of 89 kernels need it. One of them takes one more register, and none spills more.
+    same iteration of a pipelined loop. Either costs two to six machine instructions. With Triton 3.6.0, 78 of 89
+    kernels need it. One of them takes one more register, and none spills more.
 
     On Blackwell the fence would have no effect, because the compiler moves `tcgen05` products, but not the fence, to
     other iterations.

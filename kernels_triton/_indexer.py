@@ -43,7 +43,7 @@ class Shape(Constants):
     Q_FORMAT: str  # see `decode`; matrix units multiply codes of `e4m3_units` directly
     KEY_FORMAT: str
     PAGE_SIZE: int  # rows per page, or 0 if keys are packed
-    PAGE_UNIT: int  # page strides are counted in this many elements
+    PAGE_UNIT: int  # page strides are given in units of this many elements
     SCALES: str  # the keys' scales: "none", "array", or "page" if they follow the codes in each page
 
 

@@ -91,7 +91,7 @@ def sequences_together(max_num_seqs: int) -> int:
 
 
 def possible_tile(call: Any, tile: Any) -> Any:
-    """The tile, but without splits if balancing them would take sums over more than SEQUENCES[-1] lengths."""
+    """The tile, but without splits if balancing them would need sums over more than SEQUENCES[-1] lengths."""
     balanced = tile.num_splits > 1 and not tile.invariant
     return dataclasses.replace(tile, num_splits=1) if balanced and call.max_num_seqs > SEQUENCES[-1] else tile
 

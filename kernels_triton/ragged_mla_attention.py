@@ -87,7 +87,7 @@ class Tile:
     split_num_warps: int = 4
     split_num_stages: int = 2
     num_splits: int = 1  # total KV splits across the batch's short sequences; 1 disables splitting
-    invariant: bool = False  # batch-invariant mode: num_splits applies per sequence, by its own length
+    invariant: bool = False  # batch-invariant mode: num_splits is the maximum per sequence
 
     def __post_init__(self) -> None:
         blocks = ("block_h", "split_block_h", "block_kv", "split_block_kv")
@@ -417,7 +417,7 @@ def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared,
 
 
 def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
-    """Enqueue the kernels; see the module's docstring."""
+    """Enqueue the kernels; returns out or, with `return_lse`, (out, lse)."""
     tile, shared = possible_tile(call, tile), shared_arguments(call, launch)
     empty = not (call.num_tokens and call.max_num_seqs)
     all_are_short = most_tokens(call) * call.num_q_heads <= tile.short_rows  # the host's estimate

@@ -95,7 +95,7 @@ class Tile:
     split_num_warps: int = 4
     split_num_stages: int = 3
     num_splits: int = 1  # total KV splits per KV head across the batch; 1 disables splitting
-    invariant: bool = False  # batch-invariant mode: num_splits applies per sequence, and tiles visit keys in order
+    invariant: bool = False  # batch-invariant mode: num_splits is per sequence; the tile kernel visits keys in order
 
     def __post_init__(self) -> None:
         blocks = ("block_q", "block_kv", "edge_kv", "split_block_q", "split_block_kv")
@@ -399,7 +399,7 @@ def run_split(call: Any, tile: Tile, launch: Any, shared: Shared, target: Any) -
 
 
 def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
-    """Enqueue the kernels; see the module's docstring."""
+    """Enqueue the kernels; returns out or, with `return_lse`, (out, lse)."""
     tile, shared = possible_tile(call, tile), shared_arguments(call, launch)
     target: Any = None if all_are_short(call, tile) else run_tile(call, tile, launch, shared)
     has_rows = call.num_tokens and call.max_num_seqs

@@ -144,7 +144,7 @@ def range_of(row, BLOCK: tl.constexpr):
 
 @triton.jit
 def narrowed(row, low, span, wanted, BLOCK: tl.constexpr):
-    """Narrow the range [low, low + span] to the bin of its number with rank `wanted`, counted from the largest.
+    """Narrow the range [low, low + span] to the bin of its number with rank `wanted`; the largest has rank 1.
 
     Returns (low, span, wanted, inside): the bin's range, the number's rank in the bin, and the bin's count of numbers.
     """
@@ -185,7 +185,7 @@ def collect(row, low, span, collected_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def ranked(collected_ptr, count, span, wanted, TOP_K_PAD: tl.constexpr):
-    """(number, skipped) for `count` numbers: the number with rank `wanted`, counted from the largest, and `skipped`.
+    """(number, skipped) for `count` numbers: the one with rank `wanted`, where the largest has rank 1, and `skipped`.
 
     `skipped` is how many of the numbers equal to it are not among the `wanted` largest.
     """

@@ -241,7 +241,7 @@ class Seeing(NamedTuple):
     first: tl.tensor  # the rows [first, last) see at least one of the keys
     last: tl.tensor
     key: tl.tensor
-    q_len: tl.tensor  # the number of queries; in this count, the keys end here, too
+    q_len: tl.tensor  # the number of queries; also the end of the keys, counted from the first query
 
 
 @triton.jit

@@ -68,7 +68,7 @@ def latent_kernel(
     extra_page_stride, extra_slot_stride, extra_num_slots, extra_longest, extra_list_seq_stride,
     extra_list_token_stride, window, logit_scale, soft_cap, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Attend with BLOCK_H rows of one job for one KV head to one split of its keys.
+    """Attend with BLOCK_H rows of one job for one KV head to one split of the job's keys.
 
     The result of a job with one split is final. Otherwise the split's normalised result goes to parts [entries, JOBS,
     K, ROWS, DV]; its base-2 lse and largest logit go to arrays without the last axis. Without a schedule, the combine
@@ -115,7 +115,7 @@ def latent_kernel(
             seen_first = tl.maximum(first_key(num_keys - Q_TOKENS + first_token, mask, KIND), 0)
             begin = tl.maximum(begin + skipped, seen_first // BLOCK_KV)
             end += skipped
-        if KIND.CAUSAL:  # keys that no row sees yet are not read
+        if KIND.CAUSAL:  # the last keys, which no row sees, are not read
             last_token = tl.minimum((tl.program_id(0) % ROW_BLOCKS * BLOCK_H + BLOCK_H - 1) // GROUP, Q_TOKENS - 1)
             seen_end = tl.maximum(num_keys - (Q_TOKENS - 1) + last_token, 0)
             end = tl.minimum(end, (seen_end + BLOCK_KV - 1) // BLOCK_KV)

@@ -29,7 +29,7 @@ class RowFormat(Constants):
     FOLDED: bool  # whether scales multiply logits and weights instead of values
     RESCALED: bool  # whether weights times scales are float16, and a second running maximum keeps them near 1
     PAGE_SIZE: int  # rows of a page
-    PAGE_UNIT: int  # page strides are counted in this many elements
+    PAGE_UNIT: int  # page strides are given in units of this many elements
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
