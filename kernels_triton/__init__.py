@@ -1,1 +1,1 @@
-"""Triton kernels for all GPUs. No module in this package imports torch or jax."""
+"""Triton kernels for NVIDIA and AMD GPUs. No module in this package imports torch or jax."""

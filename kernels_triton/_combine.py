@@ -27,13 +27,13 @@ class Combination(Constants):
     An *item* is the unit that is split: a sequence, or one query token if every token has its own list of keys.
     """
 
-    GROUP: int  # query heads of a KV head
+    GROUP: int  # query heads per KV head
     NUM_HEADS: int
-    ROWS: int  # rows of memory per split; an item with more rows was not split
+    ROWS: int  # rows stored per split, padding included; an item with more rows was not split
     DV: int  # columns of a row
     DV_PAD: int
     MERGED: int  # splits merged at a time
-    Q_TOKENS: int  # query tokens per item; 0: `cu_q_lens` has their number
+    Q_TOKENS: int  # query tokens per item, or 0 if `cu_q_lens` determines them
     ITEMS: int  # items per sequence
     DIVISION: Division | None  # how the attention kernel divided sequences; None for lists of keys
     MASK: MaskKind | None  # the attention kernel's masks
@@ -54,7 +54,7 @@ def combine_kernel(
 ):  # fmt: skip
     """Merge the splits of an item's rows of one KV head; the programs along the grid's third axis share the rows.
 
-    The kernel finds the item's splits as the attention kernel did. An item with one split already has its result.
+    The kernel computes the item's splits as the attention kernel did. An item with one split already has its result.
     """
     if COMBINATION.PDL:
         gdc_wait()
@@ -120,10 +120,10 @@ def combine_kernel(
 def combine(launch: Any, call: Any, stored: Any, results: Any, operands: Any, numbers: Any, **constants: Any) -> Any:
     """Enqueue the kernel; returns `results`, in which it writes the rows that were split.
 
-    `stored` has the parts [splits, ITEMS, K, ROWS, DV], their lses and largest logits without the last axis (or a
-    stand-in), and the schedule. `results` has out, lse and optionally the largest logits. `operands` has cu_q_lens,
-    num_seqs, sinks, v_scale and the lengths of the sequences or of both lists. `constants` has the fields of
-    `Combination` that do not follow from the call, and `most_rows`, the maximum rows of an item.
+    `stored` has the parts [splits, ITEMS, K, ROWS, DV], their lses and largest logits without the last axis, and the
+    schedule. `results` has out, lse and optionally the largest logits. `operands` has cu_q_lens, num_seqs, sinks,
+    v_scale and the lengths of the sequences or of both lists. Stand-ins replace absent arrays. `constants` has the
+    fields of `Combination` that do not follow from the call, and `most_rows`, the programs per item and KV head.
     """
     wants_max, most_rows = len(results) == 3, constants.pop("most_rows")
     combination = Combination(

@@ -10,8 +10,9 @@ from ragged_attention.kernels_triton._constants import INTERPRETED
 
 VERSION = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3]))
 
-# Whether the compiler omits the proxy fence between copies to shared memory and the products that read it. The fix is
-# triton-lang/triton#9610, which is also in 3.7.1. The interpreter has neither such copies nor inline assembly.
+# Whether the compiler omits the proxy fence between copies to shared memory and the products that read it, which may
+# then read stale data. Triton 3.7.1 has the fix, triton-lang/triton#9610. The interpreter has neither such copies nor
+# inline assembly.
 FENCELESS: tl.constexpr = tl.constexpr(VERSION < (3, 7, 1) and not INTERPRETED)
 
 
@@ -28,8 +29,8 @@ def fence_copies(a):
     On Hopper such a product is a `wgmma`, which reads shared memory through the async proxy, while `cp.async` writes
     through the generic proxy. The PTX ISA requires a proxy fence after the wait for the copies and before the product.
     The compiler keeps this fence in place: after the wait and the barrier, where later versions put theirs, and in the
-    same iteration of a pipelined loop. It costs two to six machine instructions, as theirs does. With Triton 3.6.0, 78
-    of 89 kernels need it. One of them takes one more register, and none spills more.
+    same iteration of a pipelined loop. Either costs two to six machine instructions. With Triton 3.6.0, 78 of 89
+    kernels need it. One of them takes one more register, and none spills more.
 
     On Blackwell the fence would have no effect, because the compiler moves `tcgen05` products, but not the fence, to
     other iterations.
@@ -42,16 +43,16 @@ def fence_copies(a):
 def always(block, begin):
     """True, since a loop that begins at `begin` visits no earlier `block`; but the compiler cannot know this.
 
-    The value is the condition of a branch around the product of queries and keys, which ends the compiler's search for
-    dependent products. Without the branch, Triton 3.6 to 3.9 find the product with the values. With eight warps they
-    then give each warp its own rows, and half of the warps repeat the work of the other half.
+    The value is the condition of a branch around the product of queries and keys. The branch hides from Triton 3.6 to
+    3.9 that the product with the values depends on this product. Otherwise they assign whole rows to each warp, and
+    with 64 rows and eight warps, half of the warps repeat the work of the other half.
     """
     return block >= begin
 
 
 @triton.jit
 def decoded_at_once(values, readable):
-    """The decoded values [keys, columns], multiplied by 1.
+    """The decoded values [keys, columns], multiplied by 1, or by 0 for keys that are not readable.
 
     Without this multiplication, Triton 3.6 to 3.9 first convert the codes to an operand's layout, and then decode them
     byte by byte, again for each product and each warp. In the latent kernel that takes 70 more registers, and spills.
@@ -77,10 +78,10 @@ def beside(first, second):
 
 @triton.jit
 def zero_after(l_i):
-    """0, computed so that the compiler knows it only after the loop that sums `l_i` (never below 0).
+    """0, computed from the sums `l_i`, which are never negative; but the compiler cannot know this.
 
-    Adding this 0 to indices makes the compiler compute them after the loop. Otherwise Triton 3.6 to 3.9 compute them
-    before the loop and keep them in registers throughout.
+    Indices to which this 0 is added can only be computed after the loop that computes `l_i`. Otherwise Triton 3.6 to
+    3.9 compute them before the loop and keep them in registers throughout.
     """
     return (tl.min(l_i, 0) < 0).to(tl.int32)
 
@@ -89,7 +90,7 @@ def zero_after(l_i):
 def first_of_block(count, BLOCK: tl.constexpr):
     """A mask [BLOCK] of the first `count` rows of a block.
 
-    Comparing the kernel's row numbers would give the same mask. But a kernel that also uses these numbers after its
+    Comparing the kernel's row indices would give the same mask. But a kernel that also uses these indices after its
     loop would keep them in registers throughout the loop (Triton 3.6 to 3.9). The kernels for packed sequences then
     spill 16 to 80 bytes on sm_90.
     """

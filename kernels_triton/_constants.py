@@ -7,7 +7,7 @@ from typing import Any
 import triton.knobs
 import triton.language as tl
 
-INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)  # the setting at the time of import
+INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)  # whether TRITON_INTERPRET was set at import
 
 
 class Constants:

@@ -11,7 +11,7 @@ from ragged_attention.kernels_triton._tiles import stride_arguments
 
 def e4m3_format(arch: str) -> str:
     """How a GPU decodes e4m3: `e4m3` in hardware, `e4m3_pairs` two codes at a time, `e4m3_bits` one at a time."""
-    if arch.startswith("gfx"):  # gfx942 converts e4m3fnuz, which has no -0 and another exponent bias
+    if arch.startswith("gfx"):  # gfx942 converts e4m3fnuz, which has no -0 and a different exponent bias
         return "e4m3" if arch == "gfx950" else "e4m3_pairs"
     return "e4m3" if arch.startswith("sm_") and int(arch[3:]) >= 89 else "e4m3_bits"
 
@@ -65,7 +65,7 @@ def load_scale(scale_ptr, kv_head, factor, STRIDE: tl.constexpr):
 def divided(numbers, scale):
     """float32 numbers divided by a scale, rounded once. A subnormal scale counts as a zero of its sign."""
     scale = tl.where(tl.abs(scale) < 1.1754943508222875e-38, scale * 0, scale)
-    return tl.div_rn(numbers, scale - tl.zeros_like(numbers))  # adding zeros would turn -0 into +0
+    return tl.div_rn(numbers, scale - tl.zeros_like(numbers))  # `+` would turn -0 into +0
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def halves_of_e4m3(stored):
 
 @triton.jit
 def decode(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """Cache elements converted to DTYPE, without their scale. The conversion is exact for every format."""
+    """Cache elements as DTYPE ("plain" ones unchanged), exact in every format and not multiplied by their scale."""
     if FORMAT == "plain":
         value = stored
     elif FORMAT == "int8":
@@ -122,7 +122,7 @@ def decode(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def unit_of(q):
-    """The power of two that divides each query row, so that all magnitudes are below 2^9."""
+    """The power of two by which each query row is divided, so that all magnitudes are below 2^9."""
     # The bits of magnitudes, read as integers, have the same order; NaN is the largest.
     exponent = (tl.max(q.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) >> 23) - 127 - 8
     exponent = tl.minimum(tl.maximum(exponent, -118), 119)
@@ -143,7 +143,7 @@ def in_float16(q):
 
 @triton.jit
 def encode_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
-    """float32 as 8-bit float codes, rounded to nearest even, saturated, equal on all devices. NaN keeps its sign."""
+    """float32 as 8-bit float codes, rounded to nearest even, saturated, the same on all devices. NaN keeps its sign."""
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     dropped: tl.constexpr = 23 - MANTISSA

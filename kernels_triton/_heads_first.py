@@ -43,7 +43,7 @@ class HeadsFirstStrides:
 
 @triton.jit
 def live_rows(length, num_tokens, ALIGN: tl.constexpr):
-    """The number of a chunk's query tokens that belong to a sequence of this length."""
+    """The number of a chunk's query tokens that the sequence has; with ALIGN "chunk", this can be fewer than all."""
     live = num_tokens
     if ALIGN == "chunk":
         live = tl.where(length > 0, (length - 1) % tl.maximum(num_tokens, 1) + 1, 0)

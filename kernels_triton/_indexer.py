@@ -1,8 +1,8 @@
 """The lightning indexer's logits: visible keys, operands, and the two kernels.
 
-A matrix product multiplies a block of keys with all heads of one token. The kernel weights it and sums it over heads
-while it is in registers, which leaves one logit per key. The *tile* kernel, for prompts, holds a block of keys and
-visits neighbouring tokens. The *walk* kernel, for decoding, holds one token's queries and visits blocks of keys.
+A matrix product multiplies a block of keys with the heads of one token. The kernel weights it in registers and sums it
+over heads, which leaves one logit per key. The *tile* kernel, for prompts, holds a block of keys and visits
+neighbouring tokens. The *walk* kernel, for decoding, holds one token's queries and visits blocks of keys.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from ragged_attention.kernels_triton._sequences import VARYING, PageTable, count
 from ragged_attention.kernels_triton._softmax import matmul, sum_of_products
 from ragged_attention.kernels_triton._splits import LARGEST_INT, Batch
 
-SEQUENCES: tl.constexpr = tl.constexpr(128)  # sequences among which a program searches at a time
-LEAST_BLOCKS: tl.constexpr = tl.constexpr(4)  # minimum key blocks per program
+SEQUENCES: tl.constexpr = tl.constexpr(128)  # sequences that a program searches at a time
+LEAST_BLOCKS: tl.constexpr = tl.constexpr(4)  # minimum key blocks per program, if there are enough
 FILLED: tl.constexpr = tl.constexpr(256)  # columns set to -inf at a time
 
 
@@ -26,8 +26,8 @@ FILLED: tl.constexpr = tl.constexpr(256)  # columns set to -inf at a time
 class Sight(Constants):
     """The constants that determine which keys a token sees."""
 
-    PAGED: bool  # whether keys are in pages, and the sequences' lengths decide; otherwise each token has a range
-    RATIO: int  # tokens per key of a sequence
+    PAGED: bool  # whether keys are in pages and lengths decide what a token sees; otherwise each token has a range
+    RATIO: int  # tokens of a sequence that each key represents
     RELATIVE: bool  # whether a row of logits begins at the first key that its token sees
     HAS_NUM_SEQS: bool
 
@@ -43,7 +43,7 @@ class Shape(Constants):
     Q_FORMAT: str  # see `decode`; matrix units multiply codes of `e4m3_units` directly
     KEY_FORMAT: str
     PAGE_SIZE: int  # rows per page, or 0 if keys are packed
-    PAGE_UNIT: int  # page strides are counted in this many elements
+    PAGE_UNIT: int  # page strides are given in units of this many elements
     SCALES: str  # the keys' scales: "none", "array", or "page" if they follow the codes in each page
 
 
@@ -66,7 +66,7 @@ class Tables(NamedTuple):
     batch: Batch  # the sequences, if keys are in pages
     starts_ptr: tl.tensor  # each token's range [start, stop), if keys are packed
     stops_ptr: tl.tensor
-    num_columns: tl.tensor  # the number of packed keys
+    num_columns: tl.tensor  # columns of the logits: with packed keys, the number of keys
     longest: tl.tensor  # the maximum number of keys that a token sees in its range
 
 
@@ -109,14 +109,14 @@ class Operands(NamedTuple):
 
 
 class KeyBlock(NamedTuple):
-    """The addresses of a block of keys."""
+    """The locations of a block of keys."""
 
-    place: tl.tensor  # the address of each key's values
+    place: tl.tensor  # the offset of each key's values in the array of keys
     page: tl.tensor  # each key's page, or -1 for a key that may not be read
 
 
 class Held(NamedTuple):
-    """Operands that a loop keeps in registers or shared memory. An operand that is None is loaded in each iteration."""
+    """Operands that a loop holds in registers or shared memory. An operand that is None is loaded in each iteration."""
 
     keys: Any = None
     queries: Any = None  # transposed
@@ -126,7 +126,7 @@ class Held(NamedTuple):
 class Walk(NamedTuple):
     """The keys of one token that a program visits, in blocks."""
 
-    end: tl.tensor  # one past the last block's number
+    end: tl.tensor  # one past the index of the last block
     first: tl.tensor  # the token sees no keys outside [first, last)
     last: tl.tensor
     candidates_ptr: tl.tensor
@@ -199,7 +199,7 @@ def pages_of_keys(keys, readable, seq, table, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def key_places(keys, page, array, SHAPE: tl.constexpr):
-    """The addresses of the keys' values."""
+    """The offsets of the keys' values in the array of keys."""
     if SHAPE.PAGE_SIZE:
         slot = keys % SHAPE.PAGE_SIZE
         place = page.to(tl.int64) * array.page_stride * SHAPE.PAGE_UNIT
@@ -347,7 +347,7 @@ class Logits(NamedTuple):
 
 @triton.jit
 def logits_of_run(run, tile_start, sequence, tables, operands, logits, CONFIG: tl.constexpr):
-    """Write the logits of a run of tokens over a block of keys. If keys are in pages, all tokens are of `sequence`."""
+    """Write the logits of a run of tokens over a block of keys. With pages, all tokens belong to `sequence`."""
     SHAPE: tl.constexpr = CONFIG.SHAPE
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     keys = tile_start + tl.arange(0, BLOCK_N)
@@ -395,7 +395,7 @@ def tile_logits_kernel(
     q_token_stride, q_head_stride, weights_stride, page_stride, slot_stride, scale_page_stride, scale_slot_stride,
     row_stride, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Compute the logits of a block of tokens over a block of keys. In pages, each sequence is a separate run."""
+    """Compute the logits of a block of tokens over a block of keys. With pages, each sequence's tokens are one run."""
     BLOCK_T: tl.constexpr = CONFIG.BLOCK_T
     tile_start = tl.program_id(0) * CONFIG.BLOCK_N
     token = first_token + tl.program_id(1) * BLOCK_T
@@ -430,7 +430,7 @@ def walked_keys(block, walk, CONFIG: tl.constexpr):
     """(keys, seen) of block `block` of a walk; `seen` masks the keys that the token sees.
 
     Block 0 begins at `first`, rounded down to a multiple of BLOCK_N. With candidates, a walk has the keys of the
-    candidate blocks, which are counted from `first` if RELATIVE. After the last block, `seen` is False.
+    candidate blocks instead, whose positions count from `first` if RELATIVE. After the last block, `seen` is False.
     """
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     SIZE: tl.constexpr = CONFIG.CANDIDATE_SIZE
@@ -488,7 +488,7 @@ def walk_logits_kernel(
     q_token_stride, q_head_stride, weights_stride, page_stride, slot_stride, scale_page_stride, scale_slot_stride,
     row_stride, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Compute one token's logits over one part of its keys. All parts of a token have equal length."""
+    """Compute one token's logits over one part of its keys. The last parts may have fewer blocks than the others."""
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     token = first_token + tl.program_id(0)
     part = tl.program_id(1)

@@ -1,9 +1,9 @@
 """Causal masks, sliding windows and draft masks.
 
 A mask gives each query position one range of keys, [first_key, end_key), whose ends never decrease from one position
-to the next. A new kind of mask changes these two functions, the numbers and arguments below, and the functions that use
-more than both ends: `fewest_keys`, `sees`, and for gradients the inverses `first_query` and `end_query`, which give the
-queries that see a key. A draft mask hides further individual keys.
+to the next. To add a kind of mask, change these two functions, the numbers and arguments below, and the functions that
+do not go through these two alone: `fewest_keys`, `sees`, and for gradients the inverses `first_query` and `end_query`,
+which give the queries that see a key. A draft mask hides further individual keys.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ragged_attention.kernels_triton._constants import Constants
 
-# The run-time arguments of kernels about masks. Those that decide the range of keys are also the combine kernel's.
+# The kernels' run-time arguments about masks. The combine kernel takes only those that determine the range of keys.
 RANGE_NUMBERS = ("window",)
 MASK_NUMBERS = (*RANGE_NUMBERS, "draft_stride", "draft_width")
 
@@ -26,7 +26,7 @@ class MaskKind(Constants):
     CAUSAL: bool  # whether a query sees no key after its own position
     HAS_WINDOW: bool
     HAS_DRAFT_MASK: bool = False  # if True, CAUSAL is False, because the draft mask decides which new keys a query sees
-    HAS_FIRST_KEY: bool = dataclasses.field(init=False)  # whether a query may not see the first keys of its sequence
+    HAS_FIRST_KEY: bool = dataclasses.field(init=False)  # whether a sequence's first keys can be hidden from a query
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "HAS_FIRST_KEY", self.HAS_WINDOW)
@@ -36,7 +36,7 @@ class MaskKind(Constants):
 class Mask(NamedTuple):
     """The run-time values of a call's masks; those of an absent mask are not used."""
 
-    window: tl.tensor  # the number of keys that a query sees, including its own
+    window: tl.tensor  # the maximum number of keys that a query sees, including its own
     draft_ptr: Any = None  # the draft mask, one row for each query token
     draft_stride: Any = 0
     draft_width: Any = 0
@@ -65,7 +65,7 @@ def window_of(call: Any) -> int | None:
 
 
 def most_keys(call: Any, tokens: int) -> int:
-    """The maximum number of keys that `tokens` consecutive queries of a sequence see together."""
+    """An upper bound on the keys that `tokens` consecutive queries of a sequence see together."""
     window = window_of(call)
     return call.capacity if window is None else min(call.capacity, window + tokens)
 
@@ -92,7 +92,7 @@ def packed_mask_arguments(call: Any) -> tuple[MaskKind, dict[str, int]]:
 
 @triton.jit
 def first_key(position, mask, KIND: tl.constexpr):
-    """The first key that the query at `position` sees; the number may be negative."""
+    """The first key that the query at `position` sees; the index may be negative."""
     first = 0
     if KIND.HAS_WINDOW:
         first = position - mask.window + 1
@@ -130,8 +130,8 @@ def end_query(key, q_len, mask, KIND: tl.constexpr):
 def sees(position, key, kv_len, mask, KIND: tl.constexpr):
     """Whether the query at `position` sees `key`, with as few comparisons as possible.
 
-    For a row after its sequence's last query, the result may be True for keys that do not exist. Positions and keys may
-    be counted from any common origin.
+    For a row after its sequence's last query, the result may be True for keys that do not exist. `position`, `key` and
+    `kv_len` may be counted from any common origin.
     """
     if KIND.CAUSAL and KIND.HAS_WINDOW:  # a key after the position becomes a large unsigned number
         width = tl.cast(mask.window, tl.uint32, bitcast=True)
@@ -189,7 +189,7 @@ def hide(logits, keys, readable, visible, mask, KIND: tl.constexpr):
 def seen_by_all(start, stop, end, visible, mask, KIND: tl.constexpr, BLOCK_KV: tl.constexpr):
     """(first key, end) of those blocks of the keys [start, stop) in which every row sees every key.
 
-    Both are multiples of BLOCK_KV. The argument `end` is `stop`, rounded up to whole blocks of the masked loop.
+    Unless equal, both are multiples of BLOCK_KV. The argument `end` is `stop`, rounded up to blocks of the masked loop.
     """
     whole_start = start
     if KIND.HAS_FIRST_KEY:

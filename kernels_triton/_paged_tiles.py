@@ -1,6 +1,6 @@
-"""Tile sizes for attention over pages. For each GPU and head size, these compile without spills.
+"""Tile sizes for attention over pages. For each GPU and head size, kernels compile without spills.
 
-`make compile-matrix` compiles every one of them.
+`make compile-matrix` checks this.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ def tile_fields(call: Any, short_tokens: int, rows: int | None = None) -> dict[s
     tile = tile_sizes(call)
     if rows is not None:
         tile = tile._replace(rows=min(tile.rows, max(16, next_power_of_2(rows))))
-    if tile.rows < 64 and not on_cuda_cores(call):  # then single warps compute the products
+    if tile.rows < 64 and not on_cuda_cores(call):  # then there is no wgmma: each product belongs to a single warp
         narrow = call.device.arch.startswith("sm_") and padded_width(call) <= 128
         tile = tile._replace(keys=min(tile.keys, 64), warps=4 if narrow else tile.warps)
     short_rows = min(max(16, next_power_of_2(call.group * short_tokens)), 64 if call.group <= 64 else 128)
@@ -88,8 +88,8 @@ def split_sizes(call: Any, rows: int) -> Sizes:
         return Sizes(rows, 32, 8, 3)
     if width > 128 or call.draft_mask is not None:
         return Sizes(rows, 32, 4, 3)
-    # If single warps compute the products, blocks of 32 keys let more programs run at once. But 32 keys spill with a
-    # window, with integer decoding of e4m3 and, on sm_80 and sm_86, if the group or page size is not a power of two.
+    # On GPUs without wgmma, blocks of 32 keys let more programs run at once than 64 keys. But with a window, or with
+    # integer decoding of e4m3 by Triton 3.7 or newer, blocks of 32 keys would spill.
     spills = call.sliding_window is not None or (decodes_by_integers(call) and not OLDER_COMPILER)
     wide = arch in WGMMA and not (OLDER_COMPILER and width <= 64)
     return Sizes(rows, 64 if wide or spills else 32, 4, 3)

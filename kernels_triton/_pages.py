@@ -20,7 +20,7 @@ PAGE_SCAN: tl.constexpr = tl.constexpr(256)  # page indices that `pages_are_vali
 class Shape(Constants):
     """The sizes of heads and pages, and the element format of pages."""
 
-    GROUP: int  # query heads of a KV head
+    GROUP: int  # query heads per KV head
     NUM_HEADS: int
     PAGE_SIZE: int
     D: int  # head size of queries and keys
@@ -38,8 +38,8 @@ class Loop(Constants):
 
     BLOCK_KV: int  # keys per block of the unmasked loop
     EDGE_KV: int  # keys per block of the masked loop
-    WEIGHT_TERMS: int  # terms per weight in the unmasked loop: 1, the rounded weight, or 2, with its rounding error
-    MASKED_BELOW: int  # rows that see fewer keys visit all blocks in the masked loop: in order, with two-term weights
+    WEIGHT_TERMS: int  # terms per weight in the unmasked loop: 1 (the rounded weight) or 2 (also its rounding error)
+    MASKED_BELOW: int  # if a row sees fewer keys than this, the masked loop visits all blocks; see `divide_keys`
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -80,7 +80,7 @@ class Slots(NamedTuple):
 
     keys: tl.tensor  # the keys' positions in the sequence
     page: tl.tensor  # the page of each key, or the one page of all keys
-    readable: tl.tensor  # which keys may be read, in a masked block
+    readable: tl.tensor  # whether each key may be read
 
 
 @triton.jit
@@ -100,7 +100,8 @@ def pages_of(table_ptr, block, first, last, exists, MASKED: tl.constexpr, PAGE_S
              BLOCK_KV: tl.constexpr):  # fmt: skip
     """The page of each key of the block that begins at key `block`, or a single page if it holds the whole block.
 
-    Pages are -1, and nothing is read, if the block does not exist and, if MASKED, for keys outside [first, last).
+    If the block does not exist, pages are -1 and nothing is read. If MASKED and each key has its own page entry, the
+    same holds for keys outside [first, last).
     """
     if PAGE_SIZE % BLOCK_KV == 0:
         page = tl.load(table_ptr + block // PAGE_SIZE, mask=exists, other=-1)
@@ -170,7 +171,8 @@ def add_values(acc, weights, pages, slots, DTYPE: tl.constexpr, TERMS: tl.conste
     """acc + weights @ values.
 
     Rounding a weight to bfloat16 has a relative error of up to 2^-9. That is too much if few keys contribute to the
-    output, because the errors do not average out. With two TERMS, a second product adds the rounding errors.
+    output, because the errors do not average out. With two TERMS, a second product adds the rounding errors;
+    for large accumulators, `beside` joins both products.
     """
     ROWS: tl.constexpr = weights.shape[0]
     ONE_PRODUCT: tl.constexpr = TERMS == 2 and ROWS >= 64 and SHAPE.DV_PAD >= 512
@@ -234,8 +236,9 @@ def attend(queries, state, blocks, visible, mask, pages, ATTENTION: tl.constexpr
 def divide_keys(start, stop, visible, mask, pages, ATTENTION: tl.constexpr):
     """The `Edges` of the keys [start, stop), where `start` is the first key of a block.
 
-    In two cases the masked loop takes all blocks. One is an invalid page index among them. The other is a row that sees
-    fewer keys than MASKED_BELOW: its rounding errors would not average out, and the masked loop has two-term weights.
+    The masked loop visits all blocks if a page index among them is invalid, or if a row sees fewer keys than
+    MASKED_BELOW. The rounding errors of so few weights would not average out; in bfloat16, the masked loop therefore
+    has two-term weights. It also visits keys in order, so a batch-invariant call sets MASKED_BELOW to the maximum.
     """
     BLOCK_KV: tl.constexpr = ATTENTION.LOOP.BLOCK_KV
     EDGE_KV: tl.constexpr = ATTENTION.LOOP.EDGE_KV

@@ -67,7 +67,7 @@ def run_splits(
     if not divided.SPLIT_KV:
         return out, lse
     cu_q_lens, kv_lens, num_splits = shared.arrays["cu_q_lens"], shared.arrays["kv_lens"], arguments["num_splits"]
-    most_merged = (512 if divided.BATCH_INVARIANT else 2048) // next_power_of_2(call.v_head_dim)  # they fit registers
+    most_merged = (512 if divided.BATCH_INVARIANT else 2048) // next_power_of_2(call.v_head_dim)  # limited by registers
     return combine(
         launch,
         call,

@@ -126,7 +126,7 @@ def store_rows(output, state, rows, sinks_ptr, v_scale, HAS_SINKS: tl.constexpr,
 
 @triton.jit
 def store_split(parts_ptr, part_lses_ptr, state, rows, part, SHAPE: tl.constexpr):
-    """Write one split's normalised rows, and their base-2 lse, to the part with number `part`."""
+    """Write one split's normalised rows, and their base-2 lse, to index `part` of the splits."""
     m_i, l_i, acc = state
     dv = tl.arange(0, SHAPE.DV_PAD)
     index = part * rows.row.shape[0] + rows.row
@@ -142,7 +142,7 @@ def store_split(parts_ptr, part_lses_ptr, state, rows, part, SHAPE: tl.constexpr
 
 @triton.jit
 def clear_rows(output, batch, entry, kv_head, ROWS: tl.constexpr, SHAPE: tl.constexpr):
-    """Write 0 and -inf to the rows of no sequence. The programs along the grid's first axis share these rows."""
+    """Write 0 and -inf to rows that belong to no sequence. Programs along the grid's first axis share these rows."""
     first = query_edge(batch.cu_q_lens_ptr, 0, batch.num_tokens)
     last = query_edge(batch.cu_q_lens_ptr, batch.num_seqs, batch.num_tokens)
     dv = tl.arange(0, SHAPE.DV_PAD)

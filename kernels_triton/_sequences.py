@@ -29,12 +29,12 @@ class PageTable(NamedTuple):
 
     ptr: tl.tensor
     stride: tl.tensor
-    num_pages: tl.tensor  # pages of the cache; an index outside [0, num_pages) names no page
+    num_pages: tl.tensor  # pages in the cache; an index outside [0, num_pages) names no page
 
 
 class Blocks(NamedTuple):
-    """Blocks of keys or rows that one loop visits. The first `left_blocks` blocks start at `left`, the others at
-    `right`. In a loop without masks all blocks start at `left`."""
+    """Blocks of keys or rows that one loop visits: `left_blocks` blocks from `left` on, then the rest from `right` on.
+    A loop without masks visits all blocks from `left` on."""
 
     left: tl.tensor
     left_blocks: tl.tensor
@@ -47,8 +47,10 @@ class Edges(NamedTuple):
 
         first                                            last       keys that some query sees
       |  some see   |  every query sees these   |  some see   |
-    start      whole_start                 whole_stop        end    multiples of a block
-      | with masks  |       without masks       | with masks  |     one loop and another
+    start      whole_start                 whole_stop        end    edges of blocks
+
+    The unmasked loop visits the blocks in the middle, the masked loop those at both ends. For dk and dv, the edges
+    are those of the blocks of rows that see a program's keys.
     """
 
     start: tl.tensor
@@ -59,13 +61,13 @@ class Edges(NamedTuple):
 
 @triton.jit
 def whole_blocks(edges, BLOCK: tl.constexpr):
-    """The blocks between the edges, which need no masks."""
+    """The blocks in the middle, which need no masks."""
     return Blocks(edges.whole_start, 0, 0, (edges.whole_stop - edges.whole_start) // BLOCK)
 
 
 @triton.jit
 def end_blocks(edges, BLOCK: tl.constexpr):
-    """The blocks at both edges, which need masks. One loop for both edges takes fewer registers than two loops."""
+    """The blocks at both ends, which need masks. One loop for both ends takes fewer registers than two loops."""
     left_blocks = (edges.whole_start - edges.start) // BLOCK
     return Blocks(edges.start, left_blocks, edges.whole_stop, left_blocks + (edges.end - edges.whole_stop) // BLOCK)
 
@@ -105,7 +107,7 @@ def segment_edge(cu_q_lens_ptr, segment, num_seqs, num_tokens):
 
 
 def max_blocks(rows: int, block: int, num_seqs: int) -> int:
-    """The maximum number of blocks, each with one program, that `find_segment` numbers for `rows` rows."""
+    """The maximum number of blocks of `rows` rows in `num_seqs` sequences; each has a program. See `find_segment`."""
     return rows // block + num_seqs + 2 if rows else 0
 
 
@@ -113,8 +115,8 @@ def max_blocks(rows: int, block: int, num_seqs: int) -> int:
 def find_segment(block, cu_q_lens_ptr, num_seqs, num_tokens, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     """The segment (see `segment_edge`) that a block of rows belongs to, found by binary search.
 
-    The blocks of segment i begin at number `start_i * GROUP // BLOCK + i`. This gives each segment enough blocks, and
-    needs no count of the blocks of earlier segments. So the grid follows from shapes alone.
+    If segment i begins at token t, its first block has the index `t * GROUP // BLOCK + i`. So each segment has enough
+    blocks, and the blocks of earlier segments need not be counted. The grid follows from shapes alone.
     """
     low = 0
     high = num_seqs + 2

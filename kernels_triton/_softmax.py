@@ -68,7 +68,7 @@ def online_softmax(logits, m_i, l_i, scale):
 
 @triton.jit
 def finish(m_i, l_i, sinks_ptr, head, valid, v_scale, HAS_SINKS: tl.constexpr):
-    """(factor, lse) of finished rows. `acc * factor` is the result; `lse` is natural and excludes the sink.
+    """(factor, lse) of finished rows. `acc * factor` is the result; `lse`, in natural logarithms, excludes the sink.
 
     A row that has seen no key has a factor of 0 and an lse of -inf.
     """
@@ -102,7 +102,7 @@ def merge_parts(
     """Merge one row's `count` partial results into (acc [D_PAD], m_i, l_i); the merged result is acc / l_i.
 
     Partial results are `stride` rows apart, and PARTS of them are merged at a time. LSE_UNIT converts their lses to
-    base 2, the base of m_i and l_i. A partial result whose lse is -inf is not read.
+    base 2, the base of m_i. A partial result whose lse is -inf is not read.
     """
     m_i = float("-inf")
     for start in range(0, count, PARTS):

@@ -1,13 +1,13 @@
 """The division of work among programs: blocks of rows for long sequences, KV splits for short ones.
 
 *Rows* are (query token, head) pairs; all rows of a sequence share its keys. A sequence is *short* if it has few rows,
-as in decode and speculative decode. Its keys may be divided into several splits with programs of their own, whose
-results the combine kernel merges. A long sequence has one program per block of rows, which visits all keys that the
-rows see. Each program finds its own sequence and keys, so grids follow from shapes alone.
+as in decode and speculative decode. Its keys may be divided into several splits, each with its own program. The combine
+kernel then merges the splits' results. A long sequence has one program per block of rows, which visits all keys that
+the rows see. Each program finds its own sequence and keys, so grids follow from shapes alone.
 
 There are three ways to split the keys of short sequences:
 - Balanced: the whole batch gets about `num_splits` splits, all with the same number of key blocks.
-- Batch-invariant: each sequence gets up to `num_splits` splits, by its own length.
+- Batch-invariant: each sequence gets up to `num_splits` splits, which depend on its own length only.
 - Scheduled: the caller's schedule decides (`make_decode_schedule`).
 """
 
@@ -26,7 +26,7 @@ LARGEST_INT: tl.constexpr = tl.constexpr(2**31 - 1)
 FEW_TOKENS = 4  # in a mixed batch, a sequence with at most this many query tokens counts as decoding
 MANY_TOKENS = 8  # a batch with more query tokens per sequence on average is assumed to have prompts
 MAX_SPLITS = 4096
-SEQUENCES = (64, 256, 1024, 4096)  # numbers of lengths that a program can sum over; a kernel is compiled for each
+SEQUENCES = (64, 256, 1024, 4096)  # the values of `Division.MAX_SEQS` above 1; a kernel is compiled for each
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -39,9 +39,9 @@ class Division(Constants):
     SPLIT_KV: bool  # whether sequences can have several splits
     BATCH_INVARIANT: bool = False  # whether a sequence's splits depend on its own length only
     COMPACT: bool = False  # whether sequences with one split take no memory for split results
-    ALL_SEQUENCES: bool = False  # whether the launch also computes long sequences and the rows of no sequence
+    ALL_SEQUENCES: bool = False  # whether the launch also computes long sequences and rows that belong to no sequence
     MIN_BLOCKS: int = 1  # minimum blocks per split, unless the sequence has fewer
-    MAX_SEQS: int = 1  # sequences that a program reads together, to balance splits or to find later rows
+    MAX_SEQS: int = 1  # sequence lengths that a program loads at once, to balance splits or to find later rows; else 1
 
 
 class Batch(NamedTuple):
@@ -56,7 +56,7 @@ class Batch(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A short sequence's rows and one split of its keys."""
+    """The rows of one sequence that a program computes, and the split of the sequence's keys that they attend to."""
 
     seq: tl.tensor
     start: tl.tensor  # the sequence's first token
@@ -72,14 +72,14 @@ class Split(NamedTuple):
 
 
 def most_tokens(call: Any) -> int:
-    """The maximum query tokens per sequence that the host expects, at least 1. The caller's hint may be wrong."""
+    """The maximum query tokens per sequence that the host expects, at least 1. The call's `max_q_len` may be wrong."""
     return max(1, call.num_tokens if call.max_q_len is None else min(call.max_q_len, call.num_tokens))
 
 
 def short_tokens(call: Any) -> int:
     """The query tokens per short sequence for which the host selects tiles.
 
-    They are `max_q_len` or, if it is unknown, the average; but FEW_TOKENS if that exceeds MANY_TOKENS.
+    This is `max_q_len` if known, else the average. If the result exceeds MANY_TOKENS, it is FEW_TOKENS instead.
     """
     tokens = cdiv(call.num_tokens, max(call.max_num_seqs, 1)) if call.max_q_len is None else call.max_q_len
     return tokens if tokens <= MANY_TOKENS else FEW_TOKENS
@@ -91,7 +91,7 @@ def sequences_together(max_num_seqs: int) -> int:
 
 
 def possible_tile(call: Any, tile: Any) -> Any:
-    """The tile, but without splits if balancing them would take sums over more than SEQUENCES[-1] lengths."""
+    """The tile, but without splits if balancing them would need sums over more than SEQUENCES[-1] lengths."""
     balanced = tile.num_splits > 1 and not tile.invariant
     return dataclasses.replace(tile, num_splits=1) if balanced and call.max_num_seqs > SEQUENCES[-1] else tile
 
@@ -102,7 +102,7 @@ def splits_at_most(max_num_seqs: int, num_splits: int, *, invariant: bool) -> tu
         return max_num_seqs, 0
     if invariant:
         return max_num_seqs * num_splits, max_num_seqs * num_splits
-    # All splits of a sequence except the last are full, so fewer than 2 * num_splits are stored.
+    # A stored sequence has at least one full split, of at most num_splits in total, and at most one partial split.
     return max_num_seqs + num_splits, min(max_num_seqs + num_splits, 2 * num_splits)
 
 
@@ -141,7 +141,7 @@ def short_sequence(seq, batch, mask, KIND: tl.constexpr, DIVISION: tl.constexpr)
 
 @triton.jit
 def balanced_splits(batch, mask, num_splits, KIND: tl.constexpr, DIVISION: tl.constexpr):
-    """(splits of each sequence, blocks per split), about `num_splits` splits in total. A long sequence has only one."""
+    """(splits of each sequence, blocks per split), about `num_splits` splits in total. Long sequences have one each."""
     BLOCK_KV: tl.constexpr = DIVISION.BLOCK_KV
     seqs = tl.arange(0, DIVISION.MAX_SEQS)
     _, q_len, _, first, last = short_sequence(seqs, batch, mask, KIND, DIVISION)
@@ -168,7 +168,7 @@ def splits_of_sequence(blocks, num_splits, MIN_BLOCKS: tl.constexpr):
 
 @triton.jit
 def find_later_rows(index, batch, DIVISION: tl.constexpr):
-    """(sequence, first row) of block `index` in the list of all blocks of rows except each sequence's first one."""
+    """(sequence, first row) of a block of rows; `index` counts all sequences' blocks except the first of each."""
     seqs = tl.arange(0, DIVISION.MAX_SEQS)
     row = tl.minimum(seqs, batch.max_num_seqs - 1)
     q_len = query_edge(batch.cu_q_lens_ptr, row + 1, batch.num_tokens)
@@ -182,7 +182,7 @@ def find_later_rows(index, batch, DIVISION: tl.constexpr):
 
 @triton.jit
 def most_splits(max_num_seqs, num_splits, DIVISION: tl.constexpr):
-    """The maximum number of splits of the batch. With ALL_SEQUENCES, the numbers of later blocks of rows follow it."""
+    """The maximum number of splits of the batch. With ALL_SEQUENCES, later programs run `find_later_rows`."""
     most = max_num_seqs
     if DIVISION.BATCH_INVARIANT:
         most = max_num_seqs * num_splits
@@ -193,7 +193,7 @@ def most_splits(max_num_seqs, num_splits, DIVISION: tl.constexpr):
 
 @triton.jit
 def stored_splits(seq, batch, mask, num_splits, KIND: tl.constexpr, DIVISION: tl.constexpr):
-    """(number of its first split, splits) of a short sequence, for the combine kernel; see `find_split`."""
+    """(index at which a short sequence's first split is stored, number of its splits), for the combine kernel."""
     if DIVISION.BATCH_INVARIANT:
         _, q_len, _, first, last = short_sequence(seq, batch, mask, KIND, DIVISION)
         splits, _ = splits_of_sequence(blocks_of_sequence(q_len, first, last, DIVISION), num_splits,
@@ -212,7 +212,7 @@ def stored_splits(seq, batch, mask, num_splits, KIND: tl.constexpr, DIVISION: tl
 
 @triton.jit
 def find_split(entry, batch, mask, num_splits, KIND: tl.constexpr, DIVISION: tl.constexpr):
-    """The `Split` of a program whose number among all splits is `entry`."""
+    """The `Split` of the program with index `entry` along the grid's axis of splits."""
     seq = entry
     first_row = 0
     number = 0
@@ -245,7 +245,7 @@ def find_split(entry, batch, mask, num_splits, KIND: tl.constexpr, DIVISION: tl.
 
 @triton.jit
 def schedule_edge(num_splits_ptr, seq, num_entries):
-    """The number of splits that a schedule has before those of sequence `seq`."""
+    """A schedule's number of splits for all sequences before `seq`."""
     return tl.minimum(tl.maximum(tl.load(num_splits_ptr + seq), 0), num_entries)
 
 
@@ -264,7 +264,7 @@ def find_entry(entry, num_splits_ptr, num_seqs, num_entries, fixed_splits, SCHED
             seq = tl.where(found, middle, seq)
             high = tl.where(found, high, middle)
         first = schedule_edge(num_splits_ptr, seq, num_entries)
-        split = tl.where(entry < first, num_entries, entry - first)  # a split before the first sequence has no work
+        split = tl.where(entry < first, num_entries, entry - first)  # no work before the first sequence's splits
         count = schedule_edge(num_splits_ptr, seq + 1, num_entries) - first
     else:
         seq = entry // fixed_splits
@@ -275,7 +275,7 @@ def find_entry(entry, num_splits_ptr, num_seqs, num_entries, fixed_splits, SCHED
 
 @triton.jit
 def divide_blocks(blocks, count, SCHEDULED: tl.constexpr, MIN_BLOCKS: tl.constexpr):
-    """(splits, blocks per split) of a list with `blocks` key blocks. A schedule's number of splits is kept."""
+    """(splits, blocks per split) of a list with `blocks` key blocks; if SCHEDULED, there are `count` splits."""
     if SCHEDULED:
         splits = count
         each = (blocks + tl.maximum(count, 1) - 1) // tl.maximum(count, 1)

@@ -11,7 +11,7 @@ from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_triton._compiler import VERSION
 
 SMALLEST_SHARED_MEMORY = 64 * 1024  # bytes, for GPUs whose shared memory size is unknown
-OLDER_COMPILER = VERSION < (3, 7)  # with such a Triton, kernels take about 30 fewer registers than with 3.9
+OLDER_COMPILER = VERSION < (3, 7)  # most kernels then take more registers than with Triton 3.9, a few fewer
 WGMMA = ("sm_90", "sm_100", "sm_103")  # GPUs whose matrix units read operands from shared memory
 
 
@@ -28,7 +28,7 @@ def item_size(array: Any) -> int:
 
 
 def on_cuda_cores(call: Any) -> bool:
-    """Whether products are exact float32, which matrix units cannot compute. Threads then hold both operands."""
+    """Whether products are exact float32, which matrix units cannot compute. Operands are then in registers."""
     return item_size(call.q) == 4 and call.device.platform != "cpu"
 
 
@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
     keys: int  # keys per block
     warps: int
     stages: int
-    edge_keys: int | None = None  # keys per block of the masked loop, if it has a size of its own
+    edge_keys: int | None = None  # keys per block of the masked loop, if it differs from `keys`
 
     def fields(self, rows: str, prefix: str = "") -> dict[str, int]:
         """The sizes as the fields of a `Tile`, in which the number of rows is called `rows`."""
@@ -84,7 +84,7 @@ def expect_between(tile: Any, **bounds: tuple[int, int]) -> None:
 
 
 def page_unit(stride: int) -> int:
-    """The unit, in elements, in which kernels get a page stride.
+    """The unit, in elements, in which a page stride is passed to kernels.
 
     The compiler learns only whether an argument is a multiple of 16, but pages may begin at multiples of smaller powers
     of two. The unit is a constant, so the compiler knows that alignment.
@@ -93,7 +93,7 @@ def page_unit(stride: int) -> int:
 
 
 def stride_arguments(launch: Any, axes: Sequence[str], **arrays: Any) -> dict[str, int]:
-    """The kernel arguments NAME_AXIS_stride of arrays by name; `axes` names their first axes."""
+    """The kernel arguments NAME_AXIS_stride for each array NAME; `axes` names the leading axes of the arrays."""
     return {
         f"{name}_{axis}_stride": stride
         for name, array in arrays.items()
@@ -104,7 +104,7 @@ def stride_arguments(launch: Any, axes: Sequence[str], **arrays: Any) -> dict[st
 def overlaps(call: Any) -> bool:
     """Whether a kernel may start before the previous one has ended: programmatic dependent launch (PDL).
 
-    The dependent kernel starts when every program of the previous one has called `gdc_launch_dependents`. It calls
+    The dependent kernel starts when every program of the previous one has called `gdc_launch_dependents`, and calls
     `gdc_wait` before it needs the previous kernel's results.
     """
     device = call.device

@@ -59,7 +59,7 @@ class Config(Constants):
 def near(array: Any, rows: int, launch: Any) -> Any:
     """The array [tokens, heads, width], or a copy if 32 bits are too few for the offsets within a block of rows.
 
-    `rows` is the number of heads that a block has per token. Each row of the result is contiguous.
+    `rows` is the number of rows per token in a block. Each row of the result is contiguous.
     """
     array = launch.packed(array)
     token, head, _ = launch.strides(array)
@@ -77,7 +77,7 @@ def parts(width: int, split: bool = True) -> tuple[int, int]:
 def widths(call: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     """(parts of queries and keys, parts of values), in columns.
 
-    The gradient has only one part on GPUs whose matrix units read operands from registers: two parts would not fit.
+    The gradient has only one part on GPUs whose matrix units read operands from registers: two parts would exceed them.
     """
     arch = call.device.arch
     split = not call.OPERATION.endswith("backward") or arch in WGMMA or not arch.startswith("sm_")
@@ -165,8 +165,8 @@ def find_block(block, own_edges_ptr, other_edges_ptr, num_seqs, num_own, num_oth
 
     `start` and `length` describe the block's sequence, in tokens. `first row` is the block's first row, counted from
     `start`. If it is outside [0, length * GROUP), the block is empty. For a block of query rows, `other start` and
-    `other length` describe the sequence's keys; for a block of keys, its queries. `other length` is 0 for rows that
-    belong to no sequence.
+    `other length` describe the sequence's keys; for a block of keys, its queries. `other length` is 0 for rows or keys
+    that belong to no sequence.
     """
     segment = find_segment(block, own_edges_ptr, num_seqs, num_own, GROUP, BLOCK)
     start = segment_edge(own_edges_ptr, segment, num_seqs, num_own)
@@ -224,7 +224,7 @@ def row_offsets(array, first, TOKEN_STRIDE: tl.constexpr, GROUP: tl.constexpr, B
                 STEP: tl.constexpr):  # fmt: skip
     """(pointer, offsets) of the rows [first, first + BLOCK), where `first` is a multiple of BLOCK.
 
-    The 64-bit pointer is the address of a token whose number is a multiple of STEP. The offsets have 32 bits, which
+    The 64-bit pointer is the address of a token whose index is a multiple of STEP. The offsets have 32 bits, which
     `near` makes possible, unless tokens are very wide. With STEP = 1, all blocks have equal offsets if GROUP divides
     BLOCK. With a larger STEP, each iteration of a loop computes the offsets; see `aligned_down`.
     """

@@ -58,7 +58,7 @@ def why_not(call: IndexerCall) -> str | None:
 
 
 def heuristic(call: IndexerLogits) -> Tile:
-    """A tile that selects the walk kernel for sequences with few query tokens, the tile kernel for others."""
+    """The walk kernel's tile if sequences average at most FEW_TOKENS query tokens, else the tile kernel's."""
     return tile_for(call, decodes(call))
 
 
@@ -68,7 +68,7 @@ def invariant_tile(call: IndexerLogits) -> Tile:
 
 
 def decodes(call: Any) -> bool:
-    """Whether sequences have at most FEW_TOKENS query tokens on average."""
+    """Whether sequences have at most FEW_TOKENS query tokens on average. Packed keys count as one sequence."""
     return call.num_tokens <= FEW_TOKENS * (max(call.page_indices.shape[0], 1) if call.paged else 1)
 
 
@@ -88,7 +88,7 @@ def tile_for(call: Any, walk: bool) -> Tile:
 
 
 def sizes(call: Any, walk: bool) -> tuple[int, int, int]:
-    """(keys, warps, stages)."""
+    """(keys, warps, stages) of a tile, whether or not they fit shared memory."""
     arch = call.device.arch
     if on_cuda_cores(call):
         if walk or (arch == "sm_120" and not OLDER_COMPILER):
@@ -97,7 +97,7 @@ def sizes(call: Any, walk: bool) -> tuple[int, int, int]:
     if not arch.startswith("sm_"):
         return 64, 4, 2
     if walk and item_size(call.q) == 2 and call.key_dtype == "float8_e4m3fn":
-        return 64, 4, 3  # decoding takes registers: 4 programs with 64 keys fit, but only 2 with 128
+        return 64, 4, 3  # decoding takes registers: a multiprocessor fits 4 programs of 64 keys, 2 of 128
     if walk or (arch in WGMMA and call.head_dim <= 128):
         return 128, 4, 3
     if item_size(call.q) == 1 and not has_units(call) and call.num_heads <= MAX_HEADS:
@@ -133,7 +133,7 @@ def blocks(call: Any) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A call's arguments in the form of the kernels."""
+    """A call's arguments in the kernels' terms."""
 
     call: Any
     arrays: tuple[Any, ...]  # in the kernels' order; the first, q, is also the stand-in for absent arrays
@@ -209,11 +209,11 @@ def enqueue(
     work: Work, tile: Tile, launch: Any, first_token: int, num_rows: int, row_stride: int, target: Any, *, fill: bool,
     rows: int | None = None,
 ) -> Any:  # fmt: skip
-    """Enqueue the logits of `num_rows` tokens; returns them, [num_rows, row_stride].
+    """Enqueue the logits of `num_rows` tokens; returns the array to which they are written.
 
-    The logits are written to the array `target` or, if it is None, to a new array with `rows` rows (`num_rows` by
-    default). With `fill`, all logits are written; otherwise only those of seen keys and, if tokens have lists of
-    candidates, only those of candidates.
+    This is `target` or, if it is None, a new array [rows, row_stride], where `rows` is `num_rows` by default. With
+    `fill`, all logits are written; otherwise only those of seen keys and, if tokens have lists of candidates, only
+    those of candidates.
     """
     candidates = getattr(work.call, "candidate_blocks", None)
     common = {

@@ -31,7 +31,7 @@ def heuristic(call: MlaDecode) -> Tile:
 
 
 def invariant_tile(call: MlaDecode) -> Tile:
-    """A batch-invariant tile: no size depends on the batch."""
+    """A batch-invariant tile: block sizes do not depend on the batch."""
     return dataclasses.replace(heuristic(call), num_splits=plan.MAX_INVARIANT_SPLITS, invariant=True)
 
 

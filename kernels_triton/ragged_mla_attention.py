@@ -1,12 +1,12 @@
 """Ragged attention over latents in Triton.
 
-It divides work as `ragged_paged_attention` does, and uses the loop over keys of `_latent`. The rows of a sequence are
-its query tokens times the heads; all of them share its keys. A program computes a block of rows. For a long sequence it
-visits all keys that the rows see. For a short one (decode, speculative decode) it visits one KV split, and
-`combine_kernel` merges the splits.
+The kernel divides work as `ragged_paged_attention` does, and uses the loop over keys of `_latent`. The rows of a
+sequence are its query tokens times the heads; all of them share its keys. A program computes a block of rows. For a
+long sequence the program visits all keys that the rows see. For a short one (decode, speculative decode) it visits one
+KV split, and `combine_kernel` merges the splits.
 
-If the tiles for long and short sequences are equal, one launch has programs for both kinds. Otherwise there are two
-launches, or one if the host knows that all sequences are short.
+If the tiles for long and short sequences are equal, or if the host expects short sequences only, one launch has
+programs for both kinds. Otherwise there are two launches.
 """
 
 import dataclasses
@@ -65,8 +65,8 @@ from ragged_attention.kernels_triton._tiles import (
     overlaps,
 )
 
-SMALL_CAPACITY = 1024  # up to this capacity per sequence, unequal lengths do not matter
-WAVES = 4  # maximum waves of programs for splits: more would only take memory
+SMALL_CAPACITY = 1024  # up to this capacity per sequence, unequal lengths do not justify splits
+WAVES = 4  # maximum waves of programs that compute splits: more would only take memory
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
     "cache_format", "cache_layout", "out_dtype",
@@ -87,7 +87,7 @@ class Tile:
     split_num_warps: int = 4
     split_num_stages: int = 2
     num_splits: int = 1  # total KV splits across the batch's short sequences; 1 disables splitting
-    invariant: bool = False  # batch-invariant mode: num_splits applies per sequence, by its own length
+    invariant: bool = False  # batch-invariant mode: num_splits is the maximum per sequence
 
     def __post_init__(self) -> None:
         blocks = ("block_h", "split_block_h", "block_kv", "split_block_kv")
@@ -173,7 +173,7 @@ def selected(condition, first, second, UNIFORM: tl.constexpr):
 def find_row_block(batch, NUM_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, DIVISION: tl.constexpr):
     """(seq, start, q_len, kv_len, row_block, begin, end, count, place) of a program for a long sequence.
 
-    The program has a block of the sequence's rows and all its keys, or a block of the rows of no sequence and no keys.
+    The program has a block of the sequence's rows and all keys of the sequence. Rows without a sequence have no keys.
     `row_block` is the block's index in its sequence, and [begin, end) are the key blocks. `count` is the number of
     splits, here 1, and `place` the index at which a split is stored. `q_len` is 0 if the program has no work.
     """
@@ -213,7 +213,7 @@ class Config(Constants):
     DV: int  # columns of a result row
     CAP_UNIT: float  # see `unit_under_cap`
     HAS_SHORT: bool  # whether the launch has programs for short sequences
-    HAS_LONG: bool  # whether it has programs for long sequences and the rows of no sequence
+    HAS_LONG: bool  # whether the launch has programs for long sequences and rows that belong to no sequence
     HAS_NUM_SEQS: bool
     HAS_SINKS: bool
     KV_SCALE_STRIDE: int  # see `load_scale`
@@ -231,7 +231,7 @@ def ragged_latent_kernel(
 
     The first programs are those of short sequences: `num_parts` for each block of their SHORT_ROWS rows. If a sequence
     has several splits, their normalised results go to parts [splits, SHORT_ROWS, DV] float32, and their base-2 lse to
-    an array without the last axis. The other programs also write the rows of no sequence.
+    an array without the last axis. The other programs also write rows that belong to no sequence.
     """
     LOOP: tl.constexpr = CONFIG.LOOP
     FORMAT: tl.constexpr = CONFIG.FORMAT
@@ -354,7 +354,7 @@ def launch_arguments(
     call: RaggedMlaAttention, tile: Tile, sizes: Sizes, shared: Shared, *, short: bool, long: bool
 ) -> dict[str, Any]:
     """The options and constants of a launch for short sequences, long ones, or both."""
-    # If every block has the heads of one token only, its rows see the same keys, and the loop needs no masks.
+    # If each block has heads of one token only, all of its rows see the same keys, and the loop needs no masks.
     mixed = call.num_q_heads % sizes.rows != 0
     return {
         "num_splits": tile.num_splits,
@@ -380,7 +380,7 @@ def launch_arguments(
 
 
 def run_long(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared) -> Any:
-    """Enqueue the kernel for long sequences and the rows of no sequence; returns out and lse."""
+    """Enqueue the kernel for long sequences and rows that belong to no sequence; returns out and lse."""
     nothing, q = ((1,), "float32"), shared.arrays["q"]  # q is a stand-in for absent arrays
     *_, out, lse = launch(
         ragged_latent_kernel,
@@ -398,7 +398,7 @@ def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared,
     """Enqueue the kernels for short sequences; returns out and lse. See `run_splits`."""
     entries, stored = splits_at_most(call.max_num_seqs, tile.num_splits, invariant=tile.invariant)
     programs = entries * (tile.short_rows // tile.split_block_h)
-    if target is None:  # with programs for long sequences
+    if target is None:  # the launch also has programs for long sequences
         programs += max_blocks(call.num_tokens * call.group, tile.split_block_h, call.max_num_seqs)
     return run_splits(
         launch,
@@ -417,10 +417,10 @@ def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared,
 
 
 def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
-    """Enqueue the kernels; see the module's docstring."""
+    """Enqueue the kernels; returns out or, with `return_lse`, (out, lse)."""
     tile, shared = possible_tile(call, tile), shared_arguments(call, launch)
     empty = not (call.num_tokens and call.max_num_seqs)
-    all_are_short = most_tokens(call) * call.num_q_heads <= tile.short_rows  # as the host expects
+    all_are_short = most_tokens(call) * call.num_q_heads <= tile.short_rows  # the host's estimate
     target: Any = None
     if empty or not (all_are_short or tile.long == tile.short):
         target = run_long(call, tile, launch, shared)

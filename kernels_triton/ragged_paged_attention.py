@@ -6,7 +6,7 @@ merges the splits of each row. All other sequences go to the *tile* kernel, whic
 
 Grids are upper bounds that follow from shapes alone, so the host reads nothing back from the device. A program of the
 tile kernel finds its sequence by binary search over `cu_q_lens`. A program of the split kernel finds its split by sums
-over all lengths. A program without work returns at once.
+over all lengths or, in batch-invariant mode, from its index. A program without work returns at once.
 
 Both kernels find their rows and keys (`_splits`), load the rows (`_rows`), run the FlashAttention loop over keys
 (`_pages`, with the masks of `_mask`), and store the rows. A bundle of tensors is a named tuple. Compile-time constants
@@ -71,9 +71,9 @@ from ragged_attention.kernels_triton._tiles import (
     overlaps,
 )
 
-MIN_SPLIT = 256  # minimum keys per split: a smaller split is not worth its program
-MIN_INVARIANT_SPLIT = 1024  # the same minimum in batch-invariant mode: other sequences may already fill the GPU
-INVARIANT_SPLITS = 16  # maximum splits per sequence in that mode: one sequence with 8 KV heads then fills a GPU
+MIN_SPLIT = 256  # minimum keys per split: a smaller split does not pay for an extra program
+MIN_INVARIANT_SPLIT = 1024  # minimum keys per split in batch-invariant mode: other sequences may fill the GPU
+INVARIANT_SPLITS = 16  # maximum splits per sequence in batch-invariant mode: 128 programs with 8 KV heads
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
     "draft_mask", "out_dtype",
@@ -86,7 +86,7 @@ class Tile:
 
     block_q: int = 64  # rows per program of the tile kernel
     block_kv: int = 64  # keys per step of the tile kernel's unmasked loop
-    edge_kv: int = 64  # keys per step of its masked loop; at most block_kv
+    edge_kv: int = 64  # keys per step of the tile kernel's masked loop; at most block_kv
     num_warps: int = 4
     num_stages: int = 2
     split_weights_below: int = 1024  # rows that see fewer keys get two-term bfloat16 weights; 0 is faster
@@ -95,7 +95,7 @@ class Tile:
     split_num_warps: int = 4
     split_num_stages: int = 3
     num_splits: int = 1  # total KV splits per KV head across the batch; 1 disables splitting
-    invariant: bool = False  # batch-invariant mode: num_splits applies per sequence, and tiles visit keys in order
+    invariant: bool = False  # batch-invariant mode: num_splits is per sequence; the tile kernel visits keys in order
 
     def __post_init__(self) -> None:
         blocks = ("block_q", "block_kv", "edge_kv", "split_block_q", "split_block_kv")
@@ -127,7 +127,7 @@ def invariant_tile(call: RaggedPagedAttention) -> Tile:
 
 
 def splits(call: Any) -> int:
-    """The number of splits that gives each multiprocessor eight programs, unless splits would get too few keys."""
+    """The number of splits that gives each multiprocessor eight programs, but each split at least MIN_SPLIT keys."""
     keys = most_keys(call, 8)
     if keys <= MIN_SPLIT or not 0 < call.max_num_seqs <= SEQUENCES[-1]:
         return 1
@@ -157,7 +157,7 @@ def tile_kernel(
     v_page_stride, v_slot_stride, v_head_stride,
     sm_scale, soft_cap, k_scale_factor, v_scale_factor, window, draft_stride, draft_width, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Attend with one block of rows of one KV head to all keys that they see; also write the rows of no sequence."""
+    """Attend with one block of rows of one KV head to all keys that they see. Rows without a sequence get 0."""
     SHAPE: tl.constexpr = CONFIG.ATTENTION.SHAPE
     KIND: tl.constexpr = CONFIG.ATTENTION.MASK
     GROUP: tl.constexpr = SHAPE.GROUP
@@ -214,8 +214,8 @@ def split_kernel(
 
     If the sequence has one split, its result is final. Otherwise the split's normalised result goes to parts [splits,
     K, BLOCK_Q, DV] float32, and its base-2 lse to an array without the last axis. If the tile kernel does not run, this
-    kernel also writes the rows of no sequence. If a sequence turns out not to be short, the grid's last programs
-    compute its blocks of rows after the first.
+    kernel also writes the rows that belong to no sequence. If a sequence turns out not to be short, the grid's last
+    programs compute its blocks of rows after the first.
     """
     SHAPE: tl.constexpr = CONFIG.ATTENTION.SHAPE
     KIND: tl.constexpr = CONFIG.ATTENTION.MASK
@@ -224,7 +224,7 @@ def split_kernel(
     BLOCK_KV: tl.constexpr = CONFIG.ATTENTION.LOOP.BLOCK_KV
     if CONFIG.PDL:
         gdc_launch_dependents()
-    entry = tl.program_id(0)  # some GPUs limit the other axes to 65535 programs
+    entry = tl.program_id(0)  # axis 0, because some GPUs limit the other axes to 65535 programs
     kv_head = tl.program_id(1)
     num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, CONFIG.HAS_NUM_SEQS)
     batch = Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
@@ -338,7 +338,7 @@ def all_are_short(call: Any, tile: Tile) -> bool:
 
 
 def run_tile(call: Any, tile: Tile, launch: Any, shared: Shared) -> list[Any]:
-    """Enqueue the tile kernel, for long sequences and the rows of no sequence; returns out and lse."""
+    """Enqueue the tile kernel, for long sequences and rows that belong to no sequence; returns out and lse."""
     masked_below = tile.split_weights_below if in_bfloat16(call) else 0
     loop = Loop(
         BLOCK_KV=tile.block_kv,
@@ -399,7 +399,7 @@ def run_split(call: Any, tile: Tile, launch: Any, shared: Shared, target: Any) -
 
 
 def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
-    """Enqueue the kernels; see the module's docstring."""
+    """Enqueue the kernels; returns out or, with `return_lse`, (out, lse)."""
     tile, shared = possible_tile(call, tile), shared_arguments(call, launch)
     target: Any = None if all_are_short(call, tile) else run_tile(call, tile, launch, shared)
     has_rows = call.num_tokens and call.max_num_seqs

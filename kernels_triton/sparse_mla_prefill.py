@@ -32,7 +32,7 @@ def heuristic(call: SparseMlaPrefill) -> Tile:
 
 
 def invariant_tile(call: SparseMlaPrefill) -> Tile:
-    """A batch-invariant tile: no size depends on the batch. A prefill has enough tokens to fill the GPU unsplit."""
+    """A batch-invariant tile: block sizes do not depend on the batch. Most prefills fill the GPU without splits."""
     return dataclasses.replace(tile_for(call, decoded=False), num_splits=1)
 
 

@@ -1,10 +1,11 @@
 """The columns of each row's k largest logits, in Triton. Kernels find them by counting instead of sorting.
 
-Logits are mapped to integers with the same order. The first pass over a row finds the smallest and largest number and
-their count. The k-th largest number is the *threshold*. Each further pass divides the range that contains the threshold
-into bins and counts the numbers per bin, until the threshold's bin has at most k numbers. The program copies these to
-the row of results, where it finds the threshold bit by bit. The last pass writes, in order, the columns of all numbers
-above the threshold, and the last columns of those equal to it.
+Logits are mapped to integers, here called numbers, with the same order. The first pass over a row finds the smallest
+number, the largest number, and the count of selectable numbers. The k-th largest number is the *threshold*. Each
+further pass divides the range that contains the threshold into bins and counts the numbers per bin, until the
+threshold's bin has at most k numbers. The program copies these to the row of results, where it finds the threshold bit
+by bit. The last pass writes, in order, the columns of all numbers above the threshold, and the last columns of those
+equal to it.
 
 One program selects from one row. If there are too few rows to fill the GPU, rows are split: a first launch selects the
 largest logits of each split, and a second launch selects among these.
@@ -85,8 +86,8 @@ class Selection(Constants):
     TOP_K: int
     TOP_K_PAD: int  # TOP_K, rounded up to a power of two
     BLOCK: int  # columns per step
-    COUNTED: str  # the selectable columns: "all", those in "ranges", from "starts", up to "stops", or "seen" ones
-    SIGHT: Sight  # which columns are seen
+    COUNTED: str  # selectable columns: "all", "ranges" [start, stop), "starts" (from it), "stops" (below it), "seen"
+    SIGHT: Sight  # which columns a token sees, if COUNTED is "seen"
     HAS_MAP: bool  # whether columns are translated to positions
     HAS_VALUES: bool  # whether logits are also written
 
@@ -94,7 +95,7 @@ class Selection(Constants):
 class Results(NamedTuple):
     """The addresses of a row's results."""
 
-    map_ptr: tl.tensor  # the position of each column, if HAS_MAP
+    map_ptr: tl.tensor  # the position that each column stands for, if HAS_MAP
     out_ptr: tl.tensor
     values_ptr: tl.tensor
 
@@ -143,7 +144,7 @@ def range_of(row, BLOCK: tl.constexpr):
 
 @triton.jit
 def narrowed(row, low, span, wanted, BLOCK: tl.constexpr):
-    """Narrow the range [low, low + span] to the bin of its number with rank `wanted`, counted from the largest.
+    """Narrow the range [low, low + span] to the bin of its number with rank `wanted`; the largest has rank 1.
 
     Returns (low, span, wanted, inside): the bin's range, the number's rank in the bin, and the bin's count of numbers.
     """
@@ -184,7 +185,7 @@ def collect(row, low, span, collected_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def ranked(collected_ptr, count, span, wanted, TOP_K_PAD: tl.constexpr):
-    """(number, skipped) for `count` numbers: the number with rank `wanted`, counted from the largest, and `skipped`.
+    """(number, skipped) for `count` numbers: the one with rank `wanted`, where the largest has rank 1, and `skipped`.
 
     `skipped` is how many of the numbers equal to it are not among the `wanted` largest.
     """
@@ -205,7 +206,7 @@ def ranked(collected_ptr, count, span, wanted, TOP_K_PAD: tl.constexpr):
 
 @triton.jit
 def threshold_of(row, collected_ptr, SELECTION: tl.constexpr):
-    """(threshold, skipped): a row's selection has all numbers above, and all but the first `skipped` numbers equal."""
+    """(threshold, skipped): a row selects numbers above the threshold, and equal ones after the first `skipped`."""
     TOP_K: tl.constexpr = SELECTION.TOP_K
     BLOCK: tl.constexpr = SELECTION.BLOCK
     count, low, largest = range_of(row, BLOCK)
@@ -315,7 +316,7 @@ def select_kernel(
         write_selected(row, threshold, skipped, results, True, SELECTION)
 
 
-NO_INDEXER = {"num_tokens": 0, "max_num_seqs": 0, "capacity": 0, "longest": 0}  # for other rows than an indexer's
+NO_INDEXER = {"num_tokens": 0, "max_num_seqs": 0, "capacity": 0, "longest": 0}  # for rows that no indexer computed
 ALL_SEEN = Sight(PAGED=False, RATIO=1, RELATIVE=False, HAS_NUM_SEQS=False)
 
 
@@ -323,7 +324,7 @@ ALL_SEEN = Sight(PAGED=False, RATIO=1, RELATIVE=False, HAS_NUM_SEQS=False)
 class LogitRows:
     """Rows of logits, and their selectable columns."""
 
-    logits: Any  # float32 [num_rows, at most row_stride]
+    logits: Any  # float32 [at least num_rows, at most row_stride]
     num_rows: int
     row_stride: int
     columns: int
@@ -345,9 +346,9 @@ def enqueue(rows: LogitRows, top_k: int, num_tokens: int, tile: Any, launch: Any
             rows, logits=logits, row_stride=columns, columns=columns, numbers=NO_INDEXER, counted="all", sight=ALL_SEEN
         )
     outputs = [
-        ((1,), "float32"),
+        ((1,), "float32"),  # a stand-in, since no logits are written
         *([((num_tokens, top_k), "int32")] if target is None else []),
-    ]  # no logits are written
+    ]
     return select(rows, top_k, tile, launch, outputs, positions=positions, target=target)[1]
 
 

@@ -88,7 +88,7 @@ def sizes(call: Any) -> Sizes:
     whole = not any(rest for _, rest in _varlen.widths(call))
     if arch == "sm_90" and columns <= 256 and whole and call.soft_cap is None:
         return Sizes(128, 128, 8, 3)
-    most_columns = 320 if arch in WGMMA else 256  # for which 128 rows and 64 keys fit
+    most_columns = 320 if arch in WGMMA else 256  # the most for which 128 rows and 64 keys fit
     if columns <= most_columns:
         return Sizes(128, 64, 8, 3)
     return Sizes(128 if arch in WGMMA or columns <= 320 else 64, 32, 8, 3)
@@ -155,7 +155,7 @@ def forward_kernel(
     num_q_tokens, num_kv_tokens, num_seqs, window, q_head_stride, k_head_stride, v_head_stride, sm_scale, soft_cap,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Attend with one block of rows of one KV head to all keys that they see. Rows of no sequence see no key."""
+    """Attend with one block of rows of one KV head to all keys that they see. Rows without a sequence see no key."""
     GROUP: tl.constexpr = CONFIG.Q.GROUP
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # start with the last rows, which see the most keys

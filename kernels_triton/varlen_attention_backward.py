@@ -1,9 +1,9 @@
 """The gradient of attention over packed sequences in Triton. Kernels recompute the weights from the log-sum-exp.
 
-The first kernel computes a few numbers per row. The second computes dk and dv: a program holds a block of keys and
-visits the rows that see them. The third computes dq: a program holds a block of rows and visits the keys that they see.
-A single kernel that adds to dq in memory would need two products fewer, but its order of addition would vary. These
-kernels are deterministic.
+One kernel computes a few numbers per row. Another one computes dq: a program holds a block of rows and visits the keys
+that they see. A third one computes dk and dv: a program holds a block of keys and visits the rows that see them. A
+single kernel for all gradients, which adds to dq in memory, would need two products fewer, but its results would
+vary from run to run. These kernels are deterministic.
 
 A row needs only two numbers: `norm` in base 2, so that weight = 2^(logit - norm), and `offset`, so that d_logit =
 weight * (d_out . v + offset). The sink is included in `norm`. But if lse has a gradient, too, the sink is a separate
@@ -52,7 +52,7 @@ from ragged_attention.kernels_triton._varlen import (
     zeros,
 )
 
-PREPARED = 2048  # elements of `out` that one program of the first kernel reads
+PREPARED = 2048  # elements of `out` that one program of `prepare_kernel` reads
 TERMS: tl.constexpr = tl.constexpr(4)  # numbers stored per row: norm, offset, share, and one unused number
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
@@ -141,7 +141,7 @@ def dq_sizes(call: Any) -> Sizes:
     if call.device.platform == "cpu":
         return Sizes(64, 64, 4, 2)
     if on_cuda_cores(call):
-        spills = OLDER_COMPILER and arch == "sm_90"  # with eight warps
+        spills = OLDER_COMPILER and arch == "sm_90"  # if it has eight warps
         return Sizes(16, 16, 8 if arch.startswith("sm_") and not spills else 4, 1)
     if not arch.startswith("sm_"):
         return Sizes(64 if columns <= 320 else 32, 32, 4, stages_on_amd(arch, columns))
@@ -241,7 +241,7 @@ class Seeing(NamedTuple):
     first: tl.tensor  # the rows [first, last) see at least one of the keys
     last: tl.tensor
     key: tl.tensor
-    q_len: tl.tensor  # the sequence's keys end at its last query
+    q_len: tl.tensor  # the number of queries; also the end of the keys, counted from the first query
 
 
 @triton.jit
@@ -258,7 +258,7 @@ def signed_scales(sm_scale, soft_cap, HAS_SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def weigh(products, norm, seen, scales, MASKED: tl.constexpr, HAS_SOFT_CAP: tl.constexpr):
-    """(2^(logit - norm), the soft cap's slope) for `products` = q . k of pairs of row and key."""
+    """(2^(logit - norm), the soft cap's slope) for `products` = q . k of rows and keys."""
     inner, cap, outer = scales
     slope = 1.0
     if HAS_SOFT_CAP:
@@ -308,7 +308,7 @@ def visit_rows(keys, sums, arrays, blocks, seeing, mask, CONFIG: tl.constexpr, M
     GROUP: tl.constexpr = CONFIG.Q.GROUP
     KIND: tl.constexpr = CONFIG.MASK
     # If four warps have no registers to spare, each iteration computes its addresses; see `aligned_down`. With 128 keys
-    # and eight warps, it computes only the addresses of terms, which Triton 3.6 needs on sm_100.
+    # and eight warps, it computes only the addresses of terms; otherwise Triton 3.6 would spill on sm_100.
     MANY_KEYS: tl.constexpr = keys.k[0].shape[0] > 64
     FULL: tl.constexpr = not MANY_KEYS and (CONFIG.K.D > 128 or CONFIG.HAS_SHARE)
     STEP: tl.constexpr = 2 * BLOCK_Q if FULL and keys.k[0].dtype != tl.float32 else 1
@@ -369,7 +369,7 @@ def dkv_kernel(
     num_q_tokens, num_kv_tokens, num_seqs, window, d_out_head_stride, q_head_stride, k_head_stride, v_head_stride,
     sm_scale, soft_cap, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of one block of keys of one KV head, over all rows that see them. Keys of no sequence get 0."""
+    """Compute dk and dv of one KV head's block of keys over all rows that see it. Keys without a sequence get 0."""
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     block = tl.program_id(0)  # start with the first keys, which the most rows see under a causal mask
     kv_head = tl.program_id(1)
@@ -437,7 +437,7 @@ def dq_kernel(
     num_q_tokens, num_kv_tokens, num_seqs, window, d_out_head_stride, q_head_stride, k_head_stride, v_head_stride,
     sm_scale, soft_cap, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of one block of rows of one KV head, over all keys that they see. Rows of no sequence get 0."""
+    """Compute dq of a block of rows of one KV head over all keys that they see. Rows without a sequence get 0."""
     GROUP: tl.constexpr = CONFIG.Q.GROUP
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # start with the last rows, which see the most keys

@@ -117,7 +117,7 @@ def slots_from_tables(token, batch, table, search_steps, PAGE_SIZE: tl.constexpr
 
 @triton.jit
 def write_rows(new, pages, tokens, kv_head, ELEMENT: tl.constexpr):
-    """Write one KV head's K or V, scaled and encoded, to the tokens' slots."""
+    """Write one KV head's K or V, divided by its scale and encoded, to the tokens' slots."""
     PAGE_SIZE: tl.constexpr = ELEMENT.PAGE_SIZE
     d = tl.arange(0, ELEMENT.D_PAD)
     mask = tokens.live[:, None] & (d < ELEMENT.D)[None, :]

@@ -1,9 +1,9 @@
 """Writing latent rows into a plain or quantised cache, in Triton. `quantize_mla_cache` runs the same kernel.
 
-A program writes a block of rows. In a plain cache it writes one KV head of them. In a quantised cache it writes one
-group of columns that share a scale, or the rotary columns. Quantised rows are stored byte by byte, because padding
-between pages can give 32-bit scales and 16-bit values any alignment. If the strides are multiples of the word size, the
-compiler merges the byte stores.
+A program writes a part of a block of rows: in a plain cache one KV head, in a quantised cache one group of columns that
+share a scale, or the rotary columns. Quantised rows are stored byte by byte, because padding between pages can give
+32-bit scales and 16-bit values any alignment. If the strides are multiples of the word size, the compiler merges the
+byte stores.
 """
 
 from typing import Any
@@ -100,7 +100,7 @@ def write_group(source, target, scale_target, live, POWERS: tl.constexpr, E8M0: 
 
 @triton.jit
 def write_group_of_4_bits(source, target, scale_target, live, GROUP: tl.constexpr):
-    """Store a group of columns as e2m1 with e4m3 scales: its largest magnitude / 6, or NaN if it has a NaN."""
+    """Store a group of columns as e2m1 with e4m3 scales: a row's largest magnitude / 6, or NaN if the row has a NaN."""
     columns = tl.arange(0, GROUP)
     values = tl.load(source[:, None] + columns[None, :], mask=live[:, None], other=0).to(tl.float32)
     largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # as an integer, NaN is the largest
@@ -189,7 +189,7 @@ def write_rows_kernel(
 
 
 def programs_per_row(form: CacheFormat, num_kv_heads: int) -> int:
-    """Programs per row: one per group and one for rotary columns, or one per KV head if the cache is plain."""
+    """Programs per row: one per group and one for any rotary columns, or one per KV head if the cache is plain."""
     return form.num_groups + (form.rotary > 0) if form.quantized else num_kv_heads
 
 

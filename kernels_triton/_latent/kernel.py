@@ -68,11 +68,11 @@ def latent_kernel(
     extra_page_stride, extra_slot_stride, extra_num_slots, extra_longest, extra_list_seq_stride,
     extra_list_token_stride, window, logit_scale, soft_cap, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Attend with BLOCK_H rows of one job for one KV head to one split of its keys.
+    """Attend with BLOCK_H rows of one job for one KV head to one split of the job's keys.
 
-    The result of a job with one split is final. Otherwise the split's normalised result goes to parts [entries, jobs of
-    a sequence, K, ROWS, DV]; its base-2 lse and largest logit go to arrays without the last axis. Without a schedule,
-    the combine kernel computes again how many splits a job has.
+    The result of a job with one split is final. Otherwise the split's normalised result goes to parts [entries, JOBS,
+    K, ROWS, DV]; its base-2 lse and largest logit go to arrays without the last axis. Without a schedule, the combine
+    kernel computes again how many splits a job has.
     """
     LOOP: tl.constexpr = CONFIG.LOOP
     FORMAT: tl.constexpr = CONFIG.FORMAT
@@ -115,7 +115,7 @@ def latent_kernel(
             seen_first = tl.maximum(first_key(num_keys - Q_TOKENS + first_token, mask, KIND), 0)
             begin = tl.maximum(begin + skipped, seen_first // BLOCK_KV)
             end += skipped
-        if KIND.CAUSAL:  # keys that no row sees yet are not read
+        if KIND.CAUSAL:  # the last keys, which no row sees, are not read
             last_token = tl.minimum((tl.program_id(0) % ROW_BLOCKS * BLOCK_H + BLOCK_H - 1) // GROUP, Q_TOKENS - 1)
             seen_end = tl.maximum(num_keys - (Q_TOKENS - 1) + last_token, 0)
             end = tl.minimum(end, (seen_end + BLOCK_KV - 1) // BLOCK_KV)
@@ -183,7 +183,7 @@ def latent_kernel(
 
 def capped_scale(scale: float, soft_cap: float | None) -> tuple[dict[str, float], float]:
     """The kernels' arguments for `Scales`, and the constant CAP_UNIT."""
-    unit = 1.0 if soft_cap is None or soft_cap < 1 else 0.0625  # as `unit_under_cap` has it
+    unit = 1.0 if soft_cap is None or soft_cap < 1 else 0.0625  # as in `unit_under_cap`
     factor = LOG2E.value if soft_cap is None else unit
     return {"logit_scale": scale * factor, "soft_cap": (soft_cap or 1.0) * unit}, unit
 
@@ -252,10 +252,10 @@ def list_kind(work: Work, tile: Tile) -> ListKind:
 
 
 def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
-    """Enqueue the kernels; returns out, lse and max_logits, or a stand-in for the latter if it is not requested."""
+    """Enqueue the kernels; returns out, lse and max_logits. Unless requested, max_logits is a stand-in."""
     call, keys, extra, scheduled = work.call, work.keys, work.extra or work.keys, work.schedule is not None
     entries = work.num_seqs * tile.num_splits
-    if scheduled and work.num_seqs:  # programs search the schedule for their sequence, so one must exist
+    if scheduled and work.num_seqs:  # programs search the schedule, so it must have a sequence
         entries = work.num_seqs + work.schedule[0].shape[0]
     split_kv = tile.num_splits > 1 or scheduled
     absent = work.q  # a stand-in for absent arrays

@@ -14,7 +14,7 @@ from ragged_attention.kernels_triton._splits import splits_of_sequence
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class ListKind(Constants):
-    """The kinds of key lists in a call, and their block sizes."""
+    """The kinds of key lists in a call, and their block size."""
 
     MASK: MaskKind
     Q_TOKENS: int  # query tokens per sequence
@@ -32,8 +32,8 @@ class Lists(NamedTuple):
 
     lens_ptr: tl.tensor
     extra_lens_ptr: tl.tensor
-    longest: tl.tensor  # entries that a list has room for
-    extra_longest: tl.tensor
+    longest: tl.tensor  # the maximum number of keys in a list of the first cache
+    extra_longest: tl.tensor  # the maximum number of keys in a list of the second cache
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def blocks_before(position, mask, KIND: tl.constexpr, BLOCK_KV: tl.constexpr):
 
 @triton.jit
 def list_blocks(lists, seq, job, mask, KIND: tl.constexpr):
-    """(keys in a job's list, keys in its second list, blocks that no query sees, other blocks of the first list)."""
+    """(keys in a job's list, keys in its second list, blocks of its list that no query sees, its other blocks)."""
     index = seq * KIND.Q_TOKENS + job if KIND.LENS_OF_TOKENS else seq
     num_keys = list_length(lists.lens_ptr, index, lists.longest, KIND.HAS_LENS)
     skipped = blocks_before(num_keys - KIND.Q_TOKENS, mask, KIND.MASK, KIND.BLOCK_KV)
@@ -94,7 +94,7 @@ def entries_of(list_ptr, block, exists, first, last, SPARSE: tl.constexpr, PAGE_
                BLOCK_KV: tl.constexpr):  # fmt: skip
     """The entries of a list for a block of keys: slots or, in a dense call, pages.
 
-    They are -1 after the list's last key, and for a block that does not exist.
+    They are -1 for a block that does not exist and, unless the block has a single page, for keys outside [first, last).
     """
     if SPARSE:
         position = block * BLOCK_KV + tl.arange(0, BLOCK_KV)

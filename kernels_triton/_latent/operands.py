@@ -37,8 +37,8 @@ def row_format(form: CacheFormat, arch: str, page_size: int, page_unit: int) -> 
 def decoded_format(form: CacheFormat, page_unit: int) -> RowFormat:
     """The `RowFormat` of the bfloat16 rows that `decoding` makes from a quantised format, with one row per page.
 
-    The columns of all groups come first. If scales are folded, the columns exclude them, and the float32 scales follow,
-    each in the space of two elements. Rotary columns are last, unless they are part of a group.
+    The columns of all groups come first. If scales are folded, these columns are stored unscaled, and their float32
+    scales follow, each in the space of two elements. Rotary columns are last, unless they are part of a group.
     """
     grouped, rest = stored_columns(form)
     return RowFormat(
@@ -99,11 +99,11 @@ def groups_of(form: CacheFormat, width: int, rows: int, decoded: bool) -> int:
 
 def operands(call: Any, rows: int, *, decoded: bool = False) -> Operands:
     """The `Operands` of tiles with this many rows; `decoded` says whether `decoding` has decoded the cache."""
-    form, own = call.kv_format, DTYPES[dtype_name(call.q)]
+    form, q_dtype = call.kv_format, DTYPES[dtype_name(call.q)]
     grouped, rest = columns(call)
     groups = groups_of(form, grouped, rows, decoded)
-    kind = rest_kind = own
-    if form.eight_bit and own == tl.bfloat16:
+    kind = rest_kind = q_dtype
+    if form.eight_bit and q_dtype == tl.bfloat16:
         kind = rest_kind = tl.float16
     elif form.quantized:
         kind, rest_kind = tl.float16 if form.folded and not decoded else tl.bfloat16, tl.bfloat16
@@ -115,13 +115,13 @@ def operands(call: Any, rows: int, *, decoded: bool = False) -> Operands:
         REST_PAD=max(16, next_power_of_2(rest)),
         DTYPE=kind,
         REST_DTYPE=rest_kind,
-        PRODUCTS=products(own, kind),
-        REST_PRODUCTS=products(own, rest_kind),
-        DIVIDED=kind == tl.float16 and (form.quantized or own != kind),
+        PRODUCTS=products(q_dtype, kind),
+        REST_PRODUCTS=products(q_dtype, rest_kind),
+        DIVIDED=kind == tl.float16 and (form.quantized or q_dtype != kind),
         REST_IS_VALUE=call.d_v > grouped,
     )
 
 
-def products(own: tl.dtype, kind: tl.dtype) -> int:
-    """2 if rounding queries to an operand's dtype is inexact, else 1. Divided bfloat16 is exact in float16."""
-    return 1 if own == kind or (own, kind) == (tl.bfloat16, tl.float16) else 2
+def products(q_dtype: tl.dtype, kind: tl.dtype) -> int:
+    """1 if queries fit an operand's dtype, as divided bfloat16 rows fit float16; else 2, to add the rounding errors."""
+    return 1 if q_dtype == kind or (q_dtype, kind) == (tl.bfloat16, tl.float16) else 2

@@ -21,15 +21,15 @@ from ragged_attention.kernels_triton._tiles import (
 )
 
 MAX_SPLITS = 128
-MIN_SPLIT = 64  # minimum keys per split: a smaller split is not worth its program
+MIN_SPLIT = 64  # minimum keys per split: a smaller split does not pay for an extra program
 MIN_INVARIANT_SPLIT = 512  # minimum keys per split in batch-invariant mode: other jobs may already fill the GPU
 MAX_INVARIANT_SPLITS = 16  # maximum splits per job in batch-invariant mode
-START_COST = 128  # cost of starting a program, in keys
-MERGE_COST = 4  # cost of merging one more split, in keys
+START_COST = 128  # cost of starting a program, in multiples of the cost of a key
+MERGE_COST = 4  # cost of merging one more split, in multiples of the cost of a key
 MIN_MENTIONS = 16  # a cache is decoded first if lists name each slot at least this often on average
-MIN_ENTRIES = 2**17  # list entries below which decoding first is not worth one more kernel
-MAX_DECODED_BYTES = 2**30  # bytes that a decoded cache may take
-DECODED_SHARED_MEMORY = 128 * 1024  # bytes that 32 rows and 32 decoded keys need
+MIN_ENTRIES = 2**17  # minimum list entries for decoding first: fewer do not pay for an extra kernel
+MAX_DECODED_BYTES = 2**30  # maximum bytes of a decoded cache
+DECODED_SHARED_MEMORY = 128 * 1024  # bytes of shared memory for 32 rows and 32 decoded keys
 LARGEST_INT = 2**31 - 1
 SMALLEST = 16  # rows and keys of the smallest tile
 
@@ -41,7 +41,7 @@ class Tile:
     num_warps: int = 4
     num_stages: int = 2
     num_splits: int = 1  # maximum splits per job; with 1, results are batch-invariant
-    invariant: bool = False  # batch-invariant mode: splits depend on the job's length only, not on a schedule
+    invariant: bool = False  # batch-invariant mode: a job's splits depend on its length only, not on a schedule
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, block_h=(16, 128), block_kv=(16, 128), num_warps=(1, 16))
@@ -54,11 +54,11 @@ class Keys:
 
     cache: Any  # [P, G, K, d_qk] or [P, G, 1, bytes], or packed rows [s_kv, K, d_qk]
     form: CacheFormat  # the format of the caller's cache
-    lists: Any  # int32, contiguous: lists of slots, or the page table [S, M] of a dense call
+    lists: Any  # int32, with a contiguous last axis: lists of slots, or the page table [S, M] of a dense call
     list_strides: tuple[int, int, int]  # strides of sequence, query token and KV head
     lens: Any  # int32 [S] or [S, Q], or None
     longest: int  # the maximum number of keys in a list
-    page_size: int
+    page_size: int  # rows per page; 1 for packed rows
     decoded: bool = False  # whether `cache` holds the rows that `decoding` wrote, see `decoded_format`
 
     def addresses(self, launch: Any) -> dict[str, int]:
@@ -105,7 +105,7 @@ def keys_of_lists(
 
 
 def keys_of_tables(call: Any, launch: Any) -> Keys:
-    """The `Keys` of a call whose sequences have rows of a page table."""
+    """The `Keys` of a dense call, from its page table."""
     table = launch.packed(call.page_indices)
     return Keys(
         cache=readable(call.kv_cache, call.kv_format, launch),
@@ -133,7 +133,7 @@ class Work:
     causal: bool = False
     extra: Keys | None = None
     schedule: Any = None  # (parts, num_splits, ...) or None
-    window: int | None = None  # None: queries see all keys
+    window: int | None = None  # None if no window hides keys
     soft_cap: float | None = None
 
     @property
@@ -154,8 +154,8 @@ class KeyAccess:
     dense: bool = False  # keys come through a page table, not a list of slots
     ragged: bool = False  # each program searches for its sequence, tokens and keys
     extra: bool = False  # a second cache has further keys
-    page_sizes: tuple[int, ...] = (1,)
-    decoded: bool = False  # `decoding` has decoded the rows
+    page_sizes: tuple[int, ...] = (1,)  # rows per page of each cache
+    decoded: bool = False  # `decoding` has decoded the rows in advance
     windowed: bool = False  # a window masks keys
 
 
@@ -165,12 +165,12 @@ def operand_size(call: Any) -> int:
 
 
 def has_small_groups(form: CacheFormat) -> bool:
-    """Whether a row has more than two scales for an operand's columns, which then take registers."""
+    """Whether a row has more than two scales in one operand's columns, so that the scales take registers."""
     return form.quantized and form.group < 64
 
 
 def mixes_formats(call: Any, access: KeyAccess) -> bool:
-    """Whether the second cache has another format than the first."""
+    """Whether the second cache has a different format from the first."""
     return access.extra and call.kv_format != call.extra_kv_format
 
 
@@ -183,7 +183,7 @@ def tile_for(call: Any, rows: int, jobs: int, keys: int, access: KeyAccess) -> T
     tile = fitting_sizes(call, rows, access)
     work, multiprocessors = jobs * cdiv(rows, tile.rows), call.device.num_multiprocessors
     num_splits = splits(work, programs_at_once(call, tile.rows), keys, tile.keys)
-    one_each = work * num_splits <= multiprocessors  # each multiprocessor then has only one program to run
+    one_each = work * num_splits <= multiprocessors  # each multiprocessor then runs at most one program
     if one_each and call.device.arch == "sm_90" and tile.rows <= 16 and tile.stages == 2 and item_size(call.q) == 2:
         tile = tile._replace(stages=3)
     return Tile(**tile.fields("block_h"), num_splits=num_splits)
@@ -212,10 +212,11 @@ def sizes(call: Any, rows: int, access: KeyAccess) -> Sizes:
     if operand_size(call) == 4 and arch:  # no matrix unit is exact in float32
         return Sizes(16, 16, 8, 2 if OLDER_COMPILER else 1) if arch.startswith("sm_") else Sizes(16, 16, 4, 1)
     if arch.startswith("gfx"):
-        # For plain rows, a second stage halves the iterations. With decoding, it takes a second program's registers.
+        # A second stage loads a block ahead, which halves an iteration's time over plain rows. In a loop that decodes,
+        # its registers would keep a second program from running.
         return Sizes(min(rows, 32), 16, 4, 1 if decodes else 2)
     little = shared_memory(call) < DECODED_SHARED_MEMORY
-    if decodes and item_size(call.q) == 4:  # float32 products take three passes
+    if decodes and item_size(call.q) == 4:  # a float32 query has two terms, each with its own product
         return Sizes(16, 16 if form.folded or (little and mixes_formats(call, access)) else 32, 8, 2)
     if has_small_groups(form) and ((little and OLDER_COMPILER) or (rows <= 16 and mixes_formats(call, access))):
         return Sizes(16, 16, 4, 2)  # scales of many groups or of two formats take registers
@@ -270,8 +271,8 @@ def fits_wgmma(call: Any, access: KeyAccess) -> bool:
 def decodes_first(call: Any) -> bool:
     """Whether a sparse prefill decodes its quantised cache once in advance, instead of once for each list entry.
 
-    It does so only on Hopper with tiles of 64 rows, where this measured faster. The estimate includes list entries that
-    name no slot, because the host cannot tell them apart.
+    It does so only on Hopper with tiles of 64 rows, where measurements showed this to be faster. The estimate includes
+    list entries that name no slot, because the host cannot tell them apart.
     """
     if not call.kv_format.quantized or dtype_name(call.q) != "bfloat16" or call.d_v > 512:
         return False
@@ -283,14 +284,14 @@ def decodes_first(call: Any) -> bool:
 
 
 def shared_bytes(call: Any, access: KeyAccess, rows: int, keys: int, stages: int) -> int:
-    """Estimated bytes of shared memory: queries, weights, rows in flight and, if decoded, both operands of each row."""
+    """Estimated bytes of shared memory: queries, weights, rows in flight and, if the loop decodes, decoded operands."""
     form = call.kv_format
     values, rest = (next_power_of_2(n) if n else 0 for n in columns(call))
     queries = rows * (values + rest + keys)
     if form.eight_bit:
         return (2 * keys * (values + rest) + queries) * operand_size(call) + (stages - 1) * keys * call.d_qk
     if access.decoded or not form.quantized:
-        # Products that run asynchronously (wgmma) hold one buffer more.
+        # Asynchronous products (wgmma) need one more buffer.
         return (max(stages - (rows < 64), 1) * keys * (values + rest) + queries) * operand_size(call)
     staged = 0 if form.folded else 128
     return (keys * (2 * values + rest + staged) + queries) * operand_size(call) + (stages - 1) * keys * call.d_qk

@@ -29,7 +29,7 @@ class RowFormat(Constants):
     FOLDED: bool  # whether scales multiply logits and weights instead of values
     RESCALED: bool  # whether weights times scales are float16, and a second running maximum keeps them near 1
     PAGE_SIZE: int  # rows of a page
-    PAGE_UNIT: int  # page strides are counted in this many elements
+    PAGE_UNIT: int  # page strides are given in units of this many elements
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -49,7 +49,7 @@ class Operands(Columns):
 
     DTYPE: tl.dtype  # the dtype of the groups' operands
     REST_DTYPE: tl.dtype  # the dtype of the rest's operands
-    PRODUCTS: int  # products per group: 2 if rounding queries to DTYPE is inexact, so that its error is an operand too
+    PRODUCTS: int  # products per group: 2 if rounding queries to DTYPE is inexact and the error has its own product
     REST_PRODUCTS: int  # products for the rest
     DIVIDED: bool  # whether query rows are divided by a power of two to fit float16
     REST_IS_VALUE: bool  # whether the rest serves as values, too
@@ -59,7 +59,7 @@ class Rows(NamedTuple):
     """The cache rows of a block of list entries."""
 
     start: tl.tensor  # the address of each row
-    scales: tl.tensor  # the address of its scales
+    scales: tl.tensor  # the address of each row's scales
     readable: tl.tensor  # whether the row may be read
 
 
@@ -168,8 +168,8 @@ def e2m1_values(codes):
 @triton.jit
 def scaled_pairs(rows, FIRST: tl.constexpr, FORMAT: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
     """WIDTH e2m1 columns of rows, from FIRST on, multiplied by their scales. A byte has the codes of two columns."""
-    # Codes are loaded two bytes at a time. If an operand is loaded as single bytes and joined, Triton 3.6 gives each
-    # thread eight neighbouring keys out of 32, even if the product with the values has only 16 keys.
+    # Codes are loaded two bytes at a time. For an operand joined from single bytes, Triton 3.6 selects a layout with
+    # eight neighbouring keys of 32 per thread. A product with only 16 keys then pairs weights with the wrong keys.
     COUNT: tl.constexpr = WIDTH // 4
     both = whole_columns(rows.start.to(tl.pointer_type(tl.uint16)), rows.readable, FIRST // 4, COUNT, COUNT)
     pairs = tl.reshape(tl.join(both & 0xFF, both >> 8), [both.shape[0], WIDTH // 2]).to(tl.uint32)
@@ -203,7 +203,7 @@ def scaled_columns(rows, FIRST: tl.constexpr, FORMAT: tl.constexpr, WIDTH: tl.co
 @triton.jit
 def stored_columns(rows, first, FORMAT: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_PAD: tl.constexpr,
                    DTYPE: tl.constexpr):  # fmt: skip
-    """COLUMNS columns of rows, from column `first` on, decoded if they are codes, without scales."""
+    """COLUMNS columns of rows, from column `first` on, decoded if they are codes, but not multiplied by scales."""
     keys = whole_columns(rows.start, rows.readable, first, COLUMNS, COLUMNS_PAD)
     if FORMAT.CODES != "plain":
         if FORMAT.CODES != "int8":
@@ -214,7 +214,7 @@ def stored_columns(rows, first, FORMAT: tl.constexpr, COLUMNS: tl.constexpr, COL
 
 @triton.jit
 def key_columns(rows, FIRST: tl.constexpr, FORMAT: tl.constexpr, OPERANDS: tl.constexpr):
-    """The group of columns from FIRST on as an operand, without its scales if these are folded."""
+    """The group of columns from FIRST on as an operand, multiplied by scales unless these are folded."""
     if FORMAT.SCALES == "" or FORMAT.FOLDED:
         keys = stored_columns(rows, FIRST, FORMAT, OPERANDS.GROUPED - FIRST, OPERANDS.WIDTH, OPERANDS.DTYPE)
     elif FORMAT.CODES == "e2m1":
@@ -257,7 +257,7 @@ def query_columns(rows, valid, unit, FIRST: tl.constexpr, LAST: tl.constexpr, WI
                   DIVIDED: tl.constexpr):  # fmt: skip
     """(operand, rounding error) of the columns [FIRST, FIRST + WIDTH) of query rows; columns from LAST on are zero.
 
-    If DIVIDED, rows are divided by `unit` before they are rounded.
+    If DIVIDED, rows are divided by `unit` before they are rounded. If nothing is rounded, the error is a stand-in.
     """
     given = whole_columns(rows, valid, FIRST, LAST - FIRST, WIDTH)
     q = given
@@ -294,7 +294,7 @@ def load_queries(rows, valid, OPERANDS: tl.constexpr):
     if OPERANDS.DIVIDED:
         grouped = whole_columns(rows, valid, 0, OPERANDS.GROUPED, OPERANDS.GROUPS * OPERANDS.WIDTH)
         unit = unit_of(grouped.to(tl.float32))
-    if REST_DIVIDED and OPERANDS.REST > 0:  # the larger of two powers of two suits the whole row
+    if REST_DIVIDED and OPERANDS.REST > 0:  # the rest is divided, too, so the unit must be large enough for it
         rest = whole_columns(rows, valid, OPERANDS.GROUPED, OPERANDS.REST, OPERANDS.REST_PAD)
         unit = tl.maximum(unit, unit_of(rest.to(tl.float32)))
     groups, lost = query_groups(rows, valid, unit, OPERANDS)

@@ -20,9 +20,10 @@ from ragged_attention.kernels_triton._latent.rows import (
 )
 from ragged_attention.kernels_triton._softmax import matmul, online_softmax, soft_capped
 
-# With at least this many rows, eight warps should share each row. But if a product depends on another product, Triton
-# 3.6 to 3.9 give each warp its own rows, and half of the warps repeat the work of the other half. So `logits_apart`
-# makes the products of queries and keys independent: it scales each product before it adds them up.
+# With at least this many rows and eight warps, each row's columns should be divided between warps. But if a product
+# depends on another product, Triton 3.6 to 3.9 assign whole rows to each warp, and half of the warps repeat the work of
+# the other half. So `logits_apart` computes products of queries and keys in a branch (see `always`) and makes them
+# independent of one another: it scales each product before it adds them up.
 SEPARATE_QK_ROWS = tl.constexpr(64)
 
 
@@ -75,8 +76,8 @@ class Loop(Constants):
     """The compile-time constants of the loop over a list of keys."""
 
     SPARSE: bool  # whether list entries are slots; otherwise they are pages
-    CAUSAL: bool  # whether the last visible key differs between rows of a block
-    HAS_WINDOW: bool  # whether the first visible key differs between rows of a block
+    CAUSAL: bool  # whether the last visible key may differ between rows of a block
+    HAS_WINDOW: bool  # whether the first visible key may differ between rows of a block
     HAS_SOFT_CAP: bool
     BLOCK_KV: int
     SUMS_BY_COLUMN: bool  # see `no_sums`
@@ -95,7 +96,7 @@ def query_times(q, q_lost, keys, logits, PRODUCTS: tl.constexpr):
 
 @triton.jit
 def scaled_product(queries, keys, scales, GROUP: tl.constexpr, PRODUCTS: tl.constexpr):
-    """The products of queries and keys over the group of columns with index GROUP, times its keys' scales."""
+    """The products of queries and keys over column group GROUP, times `scales[GROUP]`; see `group_scales`."""
     none = tl.zeros([queries.groups[GROUP].shape[0], keys[GROUP].shape[0]], tl.float32)
     logits = query_times(queries.groups[GROUP], queries.lost[GROUP], keys[GROUP], none, PRODUCTS)
     return logits * scales[GROUP]
@@ -103,7 +104,7 @@ def scaled_product(queries, keys, scales, GROUP: tl.constexpr, PRODUCTS: tl.cons
 
 @triton.jit
 def block_logits(queries, keys, rest, scales, logit_scale, FOLDED: tl.constexpr, OPERANDS: tl.constexpr):
-    """The base-2 logits of query rows and a block of keys."""
+    """The products of query rows and a block of keys, times `logit_scale`."""
     logits = tl.zeros([queries.groups[0].shape[0], keys[0].shape[0]], tl.float32)
     for group in tl.static_range(OPERANDS.GROUPS):
         if FOLDED:
@@ -121,9 +122,9 @@ def block_logits(queries, keys, rest, scales, logit_scale, FOLDED: tl.constexpr,
 def logits_apart(present, queries, keys, rest, scales, logit_scale, FOLDED: tl.constexpr, OPERANDS: tl.constexpr):
     """`block_logits` for at least SEPARATE_QK_ROWS rows (see that constant). `present` is the condition `always`.
 
-    One product is computed before the branch, so that the branch not taken returns that product instead of zeros. With
-    zeros, whose layout costs nothing to convert, the compiler would convert the layout of the logits inside the branch
-    and compute each exponential twice.
+    If there are several products, one is computed before the branch, so that both paths return a computed product. If
+    one path returned zeros, whose layout costs nothing to convert, the compiler would convert the layout of the logits
+    inside the branch and compute each exponential twice.
     """
     logits = tl.zeros([queries.groups[0].shape[0], keys[0].shape[0]], tl.float32)
     BEFORE: tl.constexpr = 1 if OPERANDS.REST == 0 and OPERANDS.GROUPS > 1 else 0  # groups before the branch  # pyright: ignore[reportAssignmentType]
@@ -145,7 +146,7 @@ def logits_apart(present, queries, keys, rest, scales, logit_scale, FOLDED: tl.c
 
 @triton.jit
 def group_scales(rows, logit_scale, GROUPS: tl.constexpr, FOLDED: tl.constexpr):
-    """Each group's factor from products to logits, including the keys' scales if these are folded."""
+    """Each group's factor for `scaled_product`: the keys' scales if these are folded, else `logit_scale`."""
     scales = ()
     for group in tl.static_range(GROUPS):
         scale = logit_scale
@@ -192,7 +193,7 @@ def sum_of_each_row(sums):
 
 @triton.jit
 def largest_of(scales):
-    """The largest magnitude among each key's scales."""
+    """The largest magnitude of each key's scales."""
     largest = tl.abs(scales[0])
     for group in tl.static_range(1, len(scales)):
         largest = tl.maximum(largest, tl.abs(scales[group]))
@@ -206,7 +207,7 @@ def rescale(weights, logits, m_i, largest, scales):
     The argument `weights` is relative to `m_i`. The caller multiplies its accumulators by `alpha`.
     """
     exponent = (largest_of(scales).to(tl.int32, bitcast=True) >> 23).to(tl.float32) - 127.0
-    # The bound loses nothing: a weight with a scale below 2^-60 is negligible.
+    # The bound loses nothing, since values with scales below 2^-60 are negligible.
     larger = tl.maximum(largest, tl.max(logits + tl.maximum(exponent, -60.0)[None, :], 1))
     finite = tl.where(m_i == float("-inf"), 0.0, m_i)
     within = tl.where(larger == float("-inf"), 0.0, larger)
