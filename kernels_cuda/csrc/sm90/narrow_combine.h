@@ -9,8 +9,8 @@
 template <class Out>
 struct NarrowCombine {
   static constexpr int kThreads = 128, kRowsOfBlock = 1, kValue = 512, kAtOnce = 16;
-  // The current parts, one per thread: the index of the part's result (kAbsent if it has none), and the row's lse and
-  // largest logit over the part.
+  // The current parts, one per thread: the index of the part's result (kAbsent if it adds nothing), and the row's lse
+  // and largest logit over the part.
   struct Smem {
     int slot[kThreads];
     float lse[kThreads], maximum[kThreads];
@@ -30,7 +30,7 @@ struct NarrowCombine {
     if (merged.slot_of(merged.first) == kWhole) return;
     float m_i = -INFINITY, maximum = -INFINITY, l_i = 0.f;
     float4 acc = {};
-    // Each iteration merges kThreads parts, which are usually all parts.
+    // Each iteration merges up to kThreads parts. Usually that is all of them.
     bool more = true;
     for (int from = merged.first; more; from += kThreads) {
       look(merged, s, from + t);
