@@ -26,7 +26,7 @@ MAX_SPLITS = 128
 # The costs of splitting. Their unit is the time in which a thread block computes one block of keys.
 START_COST = 5  # cost of starting a thread block; a decode schedule assumes the same cost for each sequence
 MERGE_COST = 3  # fixed cost of the kernel that merges splits
-SPLITS_PER_BLOCK = 16  # number of splits that the merging kernel merges per unit
+SPLITS_PER_BLOCK = 16  # number of splits that the merging kernel merges per unit of cost
 # The kernel for few rows starts as soon as its first block has arrived, and its merge has more loads in flight.
 NARROW_START_COST, NARROW_SPLITS_PER_BLOCK = 2, 32
 ARCH = "sm_90"

@@ -207,8 +207,8 @@ def recorder_recipe(unit: str) -> Recipe:
 def ffi_recipe(jax_include: str, kernels: Path, emulated: bool = False) -> Recipe:
     """The recipe of the XLA FFI library over `kernels`, for the jaxlib whose headers are in `jax_include`.
 
-    Each jaxlib needs a library of its own, because an older jaxlib cannot use a newer FFI. The library uses
-    `kernels` if the process has loaded them. Otherwise the loader searches its own folder and that of `kernels`.
+    Each jaxlib needs a library of its own, because an older jaxlib cannot use a newer FFI. The library links
+    to `kernels`. If the process has not loaded them, they must be in the library's folder or in their present one.
     """
     gxx, release = _gxx()
     interface = sorted(Path(jax_include, "xla", "ffi", "api").glob("*.h"))

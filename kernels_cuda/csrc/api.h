@@ -16,7 +16,7 @@ extern "C" {
 enum {
   RA_WRONG_DEVICE = -1,   // the device's architecture is not the one that the kernels are compiled for
   RA_NO_KERNEL = -2,      // no kernel is compiled for these arguments
-  RA_DEADLOCK = -3,       // emulation only: every thread waits, or one did something that the hardware leaves undefined
+  RA_DEADLOCK = -3,       // emulation only: every thread waits, or a thread did something undefined on the hardware
   RA_NO_TENSOR_MAP = -4,  // the driver rejected the tensor map of the cache's pages: address, sizes or strides
 };
 

@@ -93,8 +93,8 @@ struct Thread {
   bool hidden = false;  // whether the thread of an earlier block has left its accesses hidden
 };
 
-// An engine that works concurrently with the threads. The sanitizer orders its work only after `begin` and before
-// `end`.
+// An engine that works concurrently with the threads. The sanitizer orders the engine's work only after `begin` and
+// before `end`.
 struct Engine {
   void* who = nullptr;
   template <class Work>
@@ -144,10 +144,10 @@ struct NamedBarrier : Passage {
 };
 
 struct CountedBarrier : Passage {  // an mbarrier
-  int of = 0, pending = 0, made_by = 0;
-  int64_t bytes = 0;
+  int of = 0, pending = 0, made_by = 0;  // arrivals per phase; arrivals still missing; thread that initialised it
+  int64_t bytes = 0;                     // expected bytes that have not landed yet
   uint32_t made_at = 0;
-  bool fenced = false;
+  bool fenced = false;  // whether fence_barrier_init has made it visible to the async proxy
   char loads;  // tag for the sanitizer
 };
 
@@ -171,7 +171,7 @@ struct Fiber {
   int registers;
   Reason waits_for;
   std::deque<Copy> copies;
-  std::vector<Write> stored, landed;  // writes in the order of their epochs
+  std::vector<Write> stored, landed;  // unfenced ordinary writes; unfenced copies; both in the order of their epochs
   char copied;                        // tag for the sanitizer
   bool waited = false;                // whether it has waited for the previous grid
 };
@@ -393,7 +393,7 @@ struct Machine {
     list.push_back(record);
     memcpy(shared + offset, record.bytes, size);
     watch::writes(shared + offset, size);
-    watch::writes(shared + apart + offset, size);  // counts as a write by this thread now, not by the one that fences
+    watch::writes(shared + apart + offset, size);  // for the sanitizer, this thread writes now, not the one that fences
   }
   void flush(std::vector<Write>& list, uint32_t known) {
     size_t covered = 0;

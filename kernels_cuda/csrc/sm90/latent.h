@@ -1,8 +1,8 @@
 // The base class of all kernels of attention over latent rows: tiles, the keys that a thread block reads, and the
 // epilogue.
 //
-// A thread block's query rows, at most 64, attend to blocks of 64 latent rows. Each latent row is loaded once. It is the
-// key, and its first 512 columns, transposed, are the value. Logits are in base 2.
+// A thread block's query rows, at most 64, attend to blocks of 64 latent rows. Each latent row is loaded once. It is
+// the key, and its first 512 columns, transposed, are the value. Logits are in base 2.
 //
 // In all kernels except `Narrow`, two warpgroups, W = 0 and 1, hold the 64 x 512 output in float32. Each has half of
 // the columns. A tile in shared memory consists of slabs of 64 rows x 64 columns in the 128-byte swizzle.

@@ -57,7 +57,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
     float part[kTeams][kWarps][kTeamKeys * kTeamHeads];  // parts of logits, indexed by `part_at`
     float weight[kTeams][kTeamHeads][kTeamKeys + 8];     // rows padded by 8, so that four heads are in different banks
     float4 sent[kByHeads ? 1 : kTeams][kWarps][kByHeads ? 1 : kTiles * kKept][32];  // output that the other team writes
-    float maximum[kTeams][kTeamHeads];  // running maximum of the blocks so far
+    float maximum[kTeams][kTeamHeads];  // running maximum over the segment's blocks so far
     float top[kTeams][kTeamHeads], sum[kTeams][kTeamHeads], level[kTeams][kWarps][kTeamHeads];  // values of a whole segment
     uint8_t seen[kStages][kBlock];
     op::MBar full[kStages], empty[kStages];
@@ -134,7 +134,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
 
     uint32_t q[8][kTiles][2], q_rest[1][kTiles][2];  // right operands for head 8 t + group
     float unit[kTiles][2];                           // q's divisor times plan.scale, for head 8 t + 2 pair + c
-    float out[kColumnTiles][kTiles][4];              // element c + 2 r: column 16 group + 2 j + r of head 8 t + 2 pair + c
+    float out[kColumnTiles][kTiles][4];              // [j][t][c + 2 r]: column 16 group + 2 j + r, head 8 t + 2 pair + c
     float level[kTiles];                             // level of head 8 t + group
     // The maximum of head warp * kWarpHeads + lane % kWarpHeads, and the sum of its weights for this thread's keys.
     float maximum, sum;

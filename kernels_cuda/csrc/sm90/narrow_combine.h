@@ -14,7 +14,7 @@ struct NarrowCombine {
   struct Smem {
     int slot[kThreads];
     float lse[kThreads], maximum[kThreads];
-    int exists[kThreads];  // whether the sequence has this part, even if it is empty
+    int exists[kThreads];  // whether this part belongs to the sequence, even if it has no blocks
   };
   struct Params {
     Plan plan;

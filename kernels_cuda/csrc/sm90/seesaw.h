@@ -60,7 +60,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
   // ---- producer
 
   template <int S, int H>
-  static constexpr int kFilled = kHalf + (kRest && H != S);  // slabs per half; slab 8 comes with the half read second
+  static constexpr int kFilled = kHalf + (kRest && H != S);  // slab 8 is filled with the half that is read second
   template <int S, int H>
   RA_HD static constexpr int slab_of(int i) {
     return i < kHalf ? H * kHalf + i : 8;
