@@ -57,7 +57,7 @@ NARROW_ROWS = 32
 class Tile:
     """The tunable parameters."""
 
-    num_splits: int = 1  # maximum number of KV splits per job; with 1, results are batch-invariant
+    num_splits: int = 1  # maximum KV splits per job, without a schedule; with 1, results are batch-invariant
     narrow: bool = True  # whether calls with few heads use the kernel for few rows, if the cache format has one
 
     def __post_init__(self) -> None:

@@ -34,9 +34,9 @@ enum {  // RaLatent::format of the cache and extra_format of the second cache
 // The arguments of attention over latent rows. There are S sequences of Q query tokens with H query heads, and a cache
 // of P pages of G slots with K KV heads. In a dense call, `lists` is the block table [S, M], and `lens` [S] has the
 // sequences' lengths. In a sparse call, `lists` [S, Q, K, N] has slots (page * page_size + offset), and `lens` [S, Q]
-// has the lists' lengths, or is null if each list has N entries. Both arrays may hold any values: lengths are
-// clamped, and entries outside the cache are skipped. A sparse call may have a second cache with its own lists. The
-// softmax is over the keys of both caches. Their formats are the same, or both are RA_FP8_V41 or a later format.
+// has the lists' lengths, or is null if each list has N entries. Both arrays may hold any values: lengths are clamped,
+// and entries outside the cache are skipped. A sparse call may have a second cache with its own lists. The softmax is
+// over the keys of both caches. Their formats are the same, or both are RA_FP8_V41 or a later format.
 //
 // The FFI library takes operands and results in the order of the pointers below, and numbers in the order of the
 // integers. Strides count elements of the array's dtype (bytes of a quantised cache). The elements of a row are

@@ -1,5 +1,5 @@
-// Divides the work of a call among thread blocks. All functions are pure. Lengths and schedules may hold any
-// values: each value is clamped to its range as it is read.
+// Divides the work of a call among thread blocks. All functions are pure. Lengths and schedules may hold any values:
+// each value is clamped to its range as it is read.
 #pragma once
 #include <string.h>
 
@@ -196,7 +196,7 @@ RA_HD int first_part_of(Plan const& plan, int seq) {
   }
   return low;
 }
-// Whether a part continues a sequence that an earlier part began.
+// Whether a part after a sequence's first one belongs to the sequence too.
 RA_HD bool continues(Plan const& plan, int part, int seq) {
   if (part >= plan.num_parts) return false;
   return plan.call.parts == nullptr ? part / plan.num_splits == seq : start_of(plan, part).seq == seq;

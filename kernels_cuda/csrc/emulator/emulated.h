@@ -221,7 +221,7 @@ inline void expect_row_of_matrices(void const* row) {
     machine.fault("expected rows of matrices at 16 aligned bytes of shared memory");
 }
 
-// Performs a TMA load, at once or as late as possible. `fill` writes the data, and `bar` counts the bytes.
+// Performs a TMA load or a bulk copy, at once or as late as possible. `fill` writes the data; `bar` counts the bytes.
 template <class Fill>
 void land(CountedBarrier& bar, int number, int64_t bytes, Fill fill) {
   if (machine.copies_at_once()) {
@@ -565,8 +565,8 @@ void wgmma_rs(Mma, int t, RA& a, SB const& b, Acc& acc, bool zero = false) {
   std::vector<int> const& offsets = left.in_tile[t % emu::kWarp];
   for (size_t i = 0; i < offsets.size(); ++i) {
     product.left[offsets[i]] = float(a(int(i)));
-    // The hardware may read these registers until the product has been waited for. The NaN exposes code that uses
-    // them earlier.
+    // The hardware may read these registers until the product has been waited for. They become NaN, which exposes code
+    // that uses them earlier.
     a(int(i)) = std::remove_reference_t<decltype(a(0))>(NAN);
   }
   if (product.lanes == 0)

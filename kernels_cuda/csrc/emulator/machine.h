@@ -220,7 +220,7 @@ struct Machine {
   std::vector<Warp> warps;
   std::array<NamedBarrier, 16> named;
   std::deque<CountedBarrier> counted;
-  std::deque<std::function<void()>> loads;  // TMA loads in flight
+  std::deque<std::function<void()>> loads;  // TMA loads and bulk copies in flight
   std::vector<int> copying;                 // threads with copies in flight
   std::vector<int> unfenced;                // threads with writes that no fence has covered
 
@@ -435,8 +435,8 @@ struct Machine {
     if (copy.source != nullptr) memcpy(bytes, copy.source, sizeof bytes);
     write(fibers[thread].landed, thread, copy.offset, copy.epoch, copy.source ? bytes : kZeros, 16);
   }
-  // Completes one operation that is in flight: a TMA load, or a thread's copies up to its next arrival. Returns false
-  // if none is in flight.
+  // Completes one operation that is in flight: a load of `loads`, or a thread's copies up to its next arrival. Returns
+  // false if none is in flight.
   bool land() {
     size_t const in_flight = loads.size() + copying.size();
     if (in_flight == 0) return false;

@@ -8,9 +8,9 @@
 // is divided by a power of two. The 64 rotary columns stay bfloat16.
 //
 // A producer warpgroup decodes rows into two stages. Warpgroup 0 (`SoftmaxConsumer`) computes logits and weights, and
-// holds the left half of the output. Warpgroup 1 (`ValuesConsumer`) holds the right half. Both use the same
-// weights: after a block's logits are computed, warpgroup 0 stores the weights over the block's rotary columns in slab
-// 8. While warpgroup 0 computes exponentials, the tensor cores compute warpgroup 1's product for the previous block.
+// holds the left half of the output. Warpgroup 1 (`ValuesConsumer`) holds the right half. Both use the same weights:
+// after a block's logits are computed, warpgroup 0 stores the weights over the block's rotary columns in slab 8. While
+// warpgroup 0 computes exponentials, the tensor cores compute warpgroup 1's product for the previous block.
 //
 // The consumers wait for q_full and full, and the producer waits for q_empty and empty. `turn` counts segments.
 //
@@ -478,7 +478,8 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
         finish_segment();
       }
     }
-    // Scales each row's sum to a value from 1 to 2 and adjusts its reference, so that a sink may be far from the logits.
+    // Scales each row's sum to a value from 1 to 2 and adjusts its reference. The weight of a sink, relative to this
+    // reference, then overflows only if the sink is far above all logits.
     RA_DEV void finish_segment() {
       op::syncwarp();
       int const t = fresh_thread(), row0 = t / 32 * 16 + t % 32 / 4, pair = t % 4;

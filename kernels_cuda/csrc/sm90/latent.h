@@ -26,8 +26,8 @@ struct Segment {
   int seq, length, extra, begin, end, slot;
 };
 
-// The list entries of a producer thread's four rows of a block, loaded before they are needed. Eight threads copy
-// a row, and a thread's rows are 16 apart.
+// The list entries of a producer thread's four rows of a block, loaded before they are needed. Eight threads copy a
+// row, and a thread's rows are 16 apart.
 struct Entries {
   int of[4];
 };

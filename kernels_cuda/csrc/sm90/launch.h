@@ -12,8 +12,8 @@ inline int64_t cache_bytes(RaLatent const& call) {
 // Whether TMA can fetch the cache block by block. It can if pages are whole numbers of blocks.
 inline bool pages_by_tma(RaLatent const& call) { return call.page_size % kBlock == 0 && call.num_pages > 0; }
 
-// The cache as a tensor (rows of a page, columns, (KV heads, pages)). If TMA is not used, the result is an
-// arbitrary valid tensor.
+// The cache as a tensor (rows of a page, columns, (KV heads, pages)). If TMA is not used, the result is an arbitrary
+// valid tensor.
 template <class Kernel>
 auto pages_of(RaLatent const& call) {
   bool const serves = pages_by_tma(call);

@@ -134,7 +134,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
 
     uint32_t q[8][kTiles][2], q_rest[1][kTiles][2];  // right operands for head 8 t + group
     float unit[kTiles][2];                           // q's divisor times plan.scale, for head 8 t + 2 pair + c
-    float out[kColumnTiles][kTiles][4];              // [j][t][c + 2 r]: column 16 group + 2 j + r, head 8 t + 2 pair + c
+    float out[kColumnTiles][kTiles][4];              // [j][t][c + 2r]: column 16 group + 2 j + r, head 8 t + 2 pair + c
     float level[kTiles];                             // level of head 8 t + group
     // The maximum of head warp * kWarpHeads + lane % kWarpHeads, and the sum of its weights for this thread's keys.
     float maximum, sum;
