@@ -246,7 +246,7 @@ RA_DEV uint32_t multiply(uint32_t a, uint32_t b) {
   return word;
 }
 // Selects four of the eight bytes in `a` (bytes 0 to 3) and `b` (bytes 4 to 7). Hex digit i of the selector is the
-// number of the byte that becomes byte i of the result. A digit of 8 + n fills byte i with the sign bit of byte n.
+// index of the byte that becomes byte i of the result. A digit of 8 + n fills byte i with the sign bit of byte n.
 RA_DEV uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t word;
   asm("prmt.b32 %0, %1, %2, %3;\n" : "=r"(word) : "r"(a), "r"(b), "r"(selector));
