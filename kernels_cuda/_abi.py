@@ -79,7 +79,7 @@ LAUNCHERS = {
 
 
 def bind(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Set the types of the library's functions. Raises `BackendMissing` if it has another ABI."""
+    """Set the types of the library's functions. Raises `BackendMissing` if its ABI is a different one."""
     version = library.ra_abi_version()
     if version != VERSION:
         raise BackendMissing(f"expected CUDA kernels of ABI version {VERSION}, got {version}")

@@ -1,9 +1,10 @@
 """Attention over latent rows on Hopper, for `mla_decode` and `sparse_mla_prefill`: limits, KV splits, the native call.
 
-All functions of the C ABI take the same record. They differ in how keys are found and stored. Sparse prefill is sparse
-decode with one token per sequence, and packed rows are pages of one row. A *job* is a set of query rows that share a
-list of keys: in a dense call, the query tokens and heads of one KV head of a sequence; in a sparse call, the heads of
-one query token. A thread block computes up to 64 rows of a job over one KV split, and occupies a whole multiprocessor.
+All attention functions of the C ABI take the same record. They differ in how keys are found and stored. Sparse prefill
+is sparse decode with one token per sequence, and packed rows are pages of one row. A *job* is a set of query rows that
+share a list of keys: in a dense call, the query tokens and heads of one KV head of a sequence; in a sparse call, the
+heads of one KV head of a query token. A thread block computes up to 64 rows of a job over one KV split, and occupies a
+whole multiprocessor.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ MAX_SPLITS = 128
 # The costs of splitting. Their unit is the time in which a thread block computes one block of keys.
 START_COST = 5  # cost of starting a thread block; a decode schedule assumes the same cost for each sequence
 MERGE_COST = 3  # fixed cost of the kernel that merges splits
-SPLITS_PER_BLOCK = 16  # number of splits that this kernel merges per unit
+SPLITS_PER_BLOCK = 16  # number of splits that the merging kernel merges per unit of cost
 # The kernel for few rows starts as soon as its first block has arrived, and its merge has more loads in flight.
 NARROW_START_COST, NARROW_SPLITS_PER_BLOCK = 2, 32
 ARCH = "sm_90"
@@ -56,7 +57,7 @@ NARROW_ROWS = 32
 class Tile:
     """The tunable parameters."""
 
-    num_splits: int = 1  # maximum number of KV splits per job; with 1, results are batch-invariant
+    num_splits: int = 1  # maximum KV splits per job, without a schedule; with 1, results are batch-invariant
     narrow: bool = True  # whether calls with few heads use the kernel for few rows, if the cache format has one
 
     def __post_init__(self) -> None:
@@ -119,12 +120,12 @@ def cannot_take(call: Attention, *, sparse: bool) -> str | None:
 
 
 def alignment(form: CacheFormat) -> int:
-    """The number of bytes at whose multiples the rows of a cache begin."""
+    """The alignment of a cache's rows, in bytes."""
     return math.gcd(16, form.token_bytes)
 
 
 def cache_bytes(call: Attention) -> int:
-    """The size of the larger cache if it is contiguous. The library refuses a cache whose strides make it too large."""
+    """The size in bytes of the larger cache, if contiguous. The library refuses one whose strides make it too large."""
     form, extra = call.kv_format, getattr(call, "extra_kv_cache", None)
     extra_bytes = 0 if extra is None else math.prod(extra.shape) * (1 if form.quantized else 2)
     return max(call.num_slots * call.num_kv_heads * (form.token_bytes or 2 * call.d_qk), extra_bytes)
@@ -221,14 +222,14 @@ def function_of(call: Attention, tile: Tile) -> Native:
 
 
 def aligned(cache: Any, form: CacheFormat, launch: Any) -> Any:
-    """A cache, copied if its rows are not aligned, or if a page has its scales after all rows but is not contiguous."""
+    """A cache, copied if its rows are not aligned, or if a page whose scales follow its rows has gaps between rows."""
     if form.planar:
         cache = launch.words(cache, packed_rows=True)
     return launch.aligned(cache, alignment(form))
 
 
 def strides_of(array: Any, launch: Any) -> tuple[int, ...]:
-    """The strides of an array. For an axis of size 1, whose stride may be anything, it is that of a packed row."""
+    """The strides of an array. An axis of size 1, whose stride may be anything, gets the stride of a packed row."""
     shape, strides = array.shape, launch.strides(array)
     if 1 not in shape:
         return strides
@@ -256,7 +257,7 @@ def _numbers(work: Work, schedule: Any, num_splits: int) -> dict[str, int]:
         "q_token_stride": work.q_strides[1],
         "q_head_stride": work.q_strides[2],
         **work.keys.numbers,
-        **{name: number for name, number in extra.items() if name in _abi.Latent.NUMBERS},  # not the head strides
+        **{name: number for name, number in extra.items() if name in _abi.Latent.NUMBERS},  # no head strides
         "num_parts": parts,
         "num_splits": num_splits,
         "num_partials": 2 * parts if schedule else 0 if num_splits == 1 else parts,

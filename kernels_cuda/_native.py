@@ -142,7 +142,7 @@ def why_not() -> str | None:
 
 
 def status(device: int = 0) -> Status:
-    """What the kernels report about a CUDA device; an error if there is no driver."""
+    """What the kernels report about a CUDA device. Without a driver, the status has an error code."""
     kernels = library()
     major, minor, processors = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     code = kernels.ra_status(device, major, minor, processors)

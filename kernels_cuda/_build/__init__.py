@@ -1,1 +1,1 @@
-"""Building the kernels and their emulation: a search for the tools, recipes, and a cache of libraries."""
+"""Builds the kernels and their emulation: finds the tools, defines recipes, and caches the libraries."""

@@ -1,8 +1,8 @@
 """Builds the kernels, their emulation, the recorders of their launches and the library for XLA.
 
-A library is stored in ~/.cache/ragged_attention under a digest of everything from which it is made: sources, flags,
-architecture, and the releases of the compiler and of CUTLASS. A library built ahead of time may be in
-`kernels_cuda/prebuilt/`. Its name has the digest of sources and flags, so a library of other sources is never used.
+A library is stored in ~/.cache/ragged_attention under a digest of everything from which it is made: sources, flags, and
+the releases of the compiler and of CUTLASS. A library built ahead of time may be in `kernels_cuda/prebuilt/`. Its name
+has the digest of its sources and flags, so it is used only if both are the present ones.
 """
 
 import concurrent.futures
@@ -52,13 +52,13 @@ EMULATION_FLAGS = (
     "-std=c++20", "-O2", "-fno-strict-aliasing", "-fPIC", "-fvisibility=hidden", "-w", "-DRA_EMULATE", "-DNDEBUG",
 )  # fmt: skip
 FFI_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden")
-SHOWN_LINES = 30  # lines of a failed compiler's output in an error
+SHOWN_LINES = 30  # maximum lines of a failed compiler's output that an error quotes
 NO_CACHE = "no folder to store the CUDA kernels in: set HOME or XDG_CACHE_HOME"
 # In these warnings, C7510 and others, ptxas says that it serialised wgmma: each product waits for the previous one.
 SERIALISED = r".*\(C75\d\d\).*"
 UNFINISHED = "building-"  # the prefix of the folders in which libraries are built
 
-Progress = Callable[[int, int, str], None]  # steps done, total steps, the name of the last or the next file
+Progress = Callable[[int, int, str], None]  # steps done, total steps, the last finished file (at first: the first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +186,8 @@ def emulation_recipe(extra_flags: Sequence[str] = (), sources: Path = SOURCES) -
 def recorder_recipe(unit: str) -> Recipe:
     """The recipe of a recorder: one of `UNITS` as PTX, and its host code, linked with csrc/emulator/recorder.cc.
 
-    recorder.cc replaces the CUDA runtime, so the functions of the C ABI work as on a GPU, except that nothing is launched.
+    recorder.cc replaces the CUDA runtime, so the functions of the C ABI work as on a GPU, but report launches
+    instead of making them.
     """
     nvcc, include = _nvcc()
     texts = (*_kernel_texts(), SOURCES / EMULATOR / "recorder.cc")
@@ -206,8 +207,8 @@ def recorder_recipe(unit: str) -> Recipe:
 def ffi_recipe(jax_include: str, kernels: Path, emulated: bool = False) -> Recipe:
     """The recipe of the XLA FFI library over `kernels`, for the jaxlib whose headers are in `jax_include`.
 
-    Each jaxlib needs a library of its own, because an older jaxlib cannot use a newer FFI. The library finds `kernels` by
-    name, so they must be loaded first.
+    Each jaxlib needs a library of its own, because an older jaxlib cannot use a newer FFI. The library links
+    to `kernels`. If the process has not loaded them, they must be in the library's folder or in their present one.
     """
     gxx, release = _gxx()
     interface = sorted(Path(jax_include, "xla", "ffi", "api").glob("*.h"))
@@ -228,7 +229,7 @@ def ffi_recipe(jax_include: str, kernels: Path, emulated: bool = False) -> Recip
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a library is as long as its ELF header says. A truncated library would crash the process that loads it."""
+    """Whether a library is at least as long as its ELF header says. To load a truncated one would crash the process."""
     try:
         with open(path, "rb") as file:
             header, size = file.read(64), os.fstat(file.fileno()).st_size
@@ -244,7 +245,7 @@ def build(recipe: Recipe, progress: Progress | None = None) -> Path:
     """The recipe's library, cached or built now. Raises `BackendMissing`, with the output of a compiler that failed."""
     try:
         caches.expect_trusted(recipe.path)
-        if is_whole(recipe.path):  # checked without a lock, which we may not take if the cache belongs to root
+        if is_whole(recipe.path):  # checked without the lock, which a cache of root's may not let us take
             return recipe.path
         caches.make_folder(recipe.path.parent)
         caches.expect_trusted(recipe.path)
@@ -264,7 +265,7 @@ def _alone(folder: Path) -> Iterator[bool]:
     """Wait until no other process builds in `folder`. Yields False without waiting if the file system has no locks."""
     import fcntl  # does not exist on Windows, where nothing is built
 
-    # The file is opened for reading, which is enough for a lock, because it may be another user's.
+    # The lock's file may belong to another user, so it is opened for reading, which is enough for a lock.
     file = os.open(folder / "lock", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:
@@ -331,7 +332,7 @@ class _Compilers:
         self._pool.shutdown(cancel_futures=True)
 
     def later(self, command: Sequence[str]) -> concurrent.futures.Future[str]:
-        """The future of a command's output. Its `BackendMissing` has the end of the output, or a line that is refused."""
+        """Start a command. Returns a future of its output, which raises `BackendMissing` if it fails or is refused."""
         return self._pool.submit(self._call, command)
 
     def _call(self, command: Sequence[str]) -> str:

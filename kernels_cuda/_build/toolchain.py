@@ -27,7 +27,7 @@ MIN_NVCC = (12, 8)  # the machine code of older releases has not been checked
 NO_GXX = "no g++ on PATH"
 NO_HEADERS = "no CUDA headers (cuda_runtime.h and cuda/std) beside nvcc or in nvidia.cu13"
 
-# jax for CUDA installs the first wheel alone, for its assembler, and pip may install any release of the others with it.
+# jax for CUDA installs only the first wheel, for its assembler. pip may combine it with any release of the others.
 WHEELS = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt")
 PARTS = ("nvvm/bin/cicc", "include/crt", "include/cccl", "include/cuda_runtime.h", "lib/libcudart_static.a")
 

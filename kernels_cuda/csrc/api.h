@@ -14,9 +14,9 @@ extern "C" {
 #endif
 
 enum {
-  RA_WRONG_DEVICE = -1,   // the kernels are compiled for another architecture than the device's
+  RA_WRONG_DEVICE = -1,   // the device's architecture is not the one that the kernels are compiled for
   RA_NO_KERNEL = -2,      // no kernel is compiled for these arguments
-  RA_DEADLOCK = -3,       // emulation only: every thread waits, or one did something undefined on the hardware
+  RA_DEADLOCK = -3,       // emulation only: every thread waits, or a thread did something undefined on the hardware
   RA_NO_TENSOR_MAP = -4,  // the driver rejected the tensor map of the cache's pages: address, sizes or strides
 };
 
@@ -34,9 +34,9 @@ enum {  // RaLatent::format of the cache and extra_format of the second cache
 // The arguments of attention over latent rows. There are S sequences of Q query tokens with H query heads, and a cache
 // of P pages of G slots with K KV heads. In a dense call, `lists` is the block table [S, M], and `lens` [S] has the
 // sequences' lengths. In a sparse call, `lists` [S, Q, K, N] has slots (page * page_size + offset), and `lens` [S, Q]
-// has the lists' lengths, or is null if each list has N entries. Both arrays may hold any values. A sparse call may
-// have a second cache with its own lists. The softmax is over the keys of both caches. Their formats are the same, or
-// both are RA_FP8_V41 or a later format.
+// has the lists' lengths, or is null if each list has N entries. Both arrays may hold any values: lengths are clamped,
+// and entries outside the cache are skipped. A sparse call may have a second cache with its own lists. The softmax is
+// over the keys of both caches. Their formats are the same, or both are RA_FP8_V41 or a later format.
 //
 // The FFI library takes operands and results in the order of the pointers below, and numbers in the order of the
 // integers. Strides count elements of the array's dtype (bytes of a quantised cache). The elements of a row are
@@ -81,7 +81,7 @@ typedef struct RaSchedule {
   const int32_t* lens;        // [S]
   const int32_t* extra_lens;  // [S], or null
   int32_t* parts;             // [num_parts, 8]
-  int32_t* num_splits;        // [S + 1]
+  int32_t* num_splits;        // [S + 1], cumulative
   int64_t num_seqs, num_parts, overhead, sparse;
 } RaSchedule;
 
@@ -90,12 +90,12 @@ RA_API int64_t ra_size_of_latent(void);    // sizeof(RaLatent), which bindings c
 RA_API int64_t ra_size_of_schedule(void);
 RA_API int ra_status(int device, int* major, int* minor, int* num_multiprocessors);
 // Writes the newest CUDA version that the driver supports (0 without a driver) and the linked runtime's version. 13020
-// stands for CUDA 13.2.
+// means CUDA 13.2.
 RA_API void ra_versions(int* driver, int* runtime);
 RA_API const char* ra_error_string(int code);
 
 RA_API int ra_mla_decode_dense(const RaLatent* call, void* stream);        // plain cache
-RA_API int ra_sparse_mla_prefill(const RaLatent* call, void* stream);      // plain cache, bfloat16; sparse decode too
+RA_API int ra_sparse_mla_prefill(const RaLatent* call, void* stream);      // plain cache, bfloat16; also sparse decode
 RA_API int ra_mla_decode_sparse_fp8(const RaLatent* call, void* stream);   // fp8_v32 cache, bfloat16 queries
 RA_API int ra_mla_decode_sparse_fp8_narrow(const RaLatent* call, void* stream);  // fp8_v32 cache, at most 32 heads
 RA_API int ra_mla_decode_sparse_fp8_v4(const RaLatent* call, void* stream);  // fp8_v4 cache, bfloat16 queries

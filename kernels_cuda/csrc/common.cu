@@ -22,7 +22,8 @@ int ra_status(int, int* major, int* minor, int* num_multiprocessors) {
   return 0;
 }
 void ra_versions(int* driver, int* runtime) { *driver = *runtime = 0; }
-// The text for RA_DEADLOCK says what the threads of the last launch waited for, or which undefined operation one did.
+// The text for RA_DEADLOCK says what the threads of the last launch waited for, or which undefined operation one of
+// them performed.
 static char const* text_of(int code) { return code == RA_DEADLOCK ? emu::machine.report.c_str() : "no error"; }
 
 #else

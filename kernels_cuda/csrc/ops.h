@@ -20,9 +20,11 @@
 //   load16<Reuse>, load8<Reuse>, load4          load 16, 8 or 4 bytes, or return zeros if `valid` is false
 //   copy16<Reuse>                               copies 16 bytes, or zeros, to shared memory asynchronously
 //   arrive_after_copies                         arrives at an mbarrier once this thread's earlier copies have landed
-//   bulk_load                                   copies a row's bytes asynchronously; an mbarrier counts the bytes
-//   make_tma, descriptor_of, tma_load           load 64 x 64 tiles of a (rows, columns, (heads, pages)) tensor
-//   store                                       an ordinary write of data that wgmma will read
+//   bulk_load                                   copies contiguous bytes asynchronously; an mbarrier counts them
+//   make_tma                                    describes a (rows, columns, (heads, pages)) tensor for TMA
+//   descriptor_of                               returns the tensor map of this description
+//   tma_load                                    loads a 64 x 64 tile of the tensor; an mbarrier counts the bytes
+//   store                                       an ordinary write to memory that the async proxy uses too
 //   store_matrices                              a warp's ordinary write of four 8 x 8 matrices of 16 bits (stmatrix)
 //   load_matrices                               the inverse of store_matrices (ldmatrix)
 //   wgmma_ss, wgmma_rs                          issue asynchronous products into an accumulator
@@ -48,7 +50,8 @@
 using bf16 = cutlass::bfloat16_t;
 using f16 = cutlass::half_t;
 
-// Whether loaded data will be read again soon. Rows of keys are, by adjacent threads and other thread blocks.
+// Whether loaded data will be read again soon. Rows of keys will be, because adjacent threads and other thread blocks
+// read them.
 enum Reuse { kOnce, kAgain };
 
 #ifdef RA_EMULATE

@@ -3,7 +3,8 @@
 #include "ops.h"
 #include "work.h"
 
-// The number of blocks of a sequence. A list counts as at least one key, and a second list begins with a new block.
+// The number of blocks of a sequence. In a sparse call, a list counts as at least one key. A second list begins with a
+// new block.
 RA_HD int blocks_of(RaSchedule const& call, int64_t seq) {
   int64_t keys = call.lens[seq];
   if (call.sparse && keys < 1) keys = 1;
@@ -22,8 +23,9 @@ struct Deal {
     int blocks[kAtOnce];  // block counts of up to kAtOnce sequences
   };
 
-  // The state of the division. `payload` is the budget of each part, and `budget` is the rest of the current part's. A
-  // part pays 1 per block and `overhead` per sequence. `last_end` is the number of blocks of the previous sequence.
+  // The state of the division. `payload` is the budget of each part, and `budget` is what remains of the current part's
+  // payload. A part pays `overhead` per sequence, and 1 per block (also 1 for a sequence without blocks). `last_end` is
+  // the number of blocks of the previous sequence.
   struct State {
     int64_t payload, budget;
     int part, last_end;

@@ -1,5 +1,5 @@
-// Divides the work of a call among thread blocks. All functions are pure. They may read index arrays (lengths, lists,
-// schedules) of any values, because they clamp each value to its range.
+// Divides the work of a call among thread blocks. All functions are pure. Lengths and schedules may hold any values:
+// each value is clamped to its range as it is read.
 #pragma once
 #include <string.h>
 
@@ -8,7 +8,7 @@
 
 constexpr double kLog2e = 1.4426950408889634;
 constexpr int kBlock = 64;                     // keys per block
-constexpr int kMostKeys = 2147483647 - 65535;  // keys per list; rounding it up does not overflow 32 bits
+constexpr int kMostKeys = 2147483647 - 65535;  // keys per list; the sum with kMostSplits fits 32 bits
 constexpr int kMostSplits = 65535;             // KV splits per list
 constexpr int kWhole = -1, kAbsent = -2;       // values of `slot` that name no partial result; see Range
 
@@ -32,9 +32,10 @@ RA_HD uint32_t divide(uint32_t number, Divisor by) {
   return uint32_t(uint64_t(number * 2) * by.multiplier >> 32) >> by.shift;
 }
 
-// One cache and the lists that select its rows. Row offsets are 32-bit counts of a unit, a fixed number of bytes. In a
-// sparse call, slot s begins at s * slot + (s / page_size) * gap. In a dense call, position p of a sequence, which lies
-// in page n, begins at p % page_size * slot + n * (page_size * slot + gap). Intermediate sums may wrap around.
+// One cache and the lists that select its rows. Offsets of rows are 32-bit and count units of a fixed number of bytes.
+// In a sparse call, slot s begins at s * slot + (s / page_size) * gap. In a dense call, position p of a sequence, which
+// lies in page n, begins at p % page_size * slot + n * (page_size * slot + gap). Intermediate sums may wrap around. KV
+// head h begins h * head later.
 struct Keys {
   char const* cache;
   int const* lists;  // lists of slots; in a dense call, lists of pages
@@ -49,12 +50,12 @@ struct Keys {
   uint32_t scales, scale_slot, scale_gap;
 };
 
-// A call and numbers derived from it. The derived numbers fit 32-bit registers.
+// A call, and 32-bit numbers derived from it.
 struct Plan {
   RaLatent call;
   Keys keys, extra;
   int num_seqs, num_q_tokens, num_q_heads, num_kv_heads, group, num_parts, num_splits;
-  int rows;     // query rows per list: (token, head) pairs of a KV head; in sparse calls, one token's heads
+  int rows;     // query rows per list: (token, head) pairs of a KV head; in a sparse call, of one token only
   int tiles;    // tiles of 64 query rows per list
   int tokens;   // lists per sequence and KV head: one per query token in sparse calls, else 1
   float scale;  // factor that turns q . k into a base-2 logit
@@ -110,7 +111,8 @@ inline Plan plan_of(RaLatent const& call, int unit) {
   return plan;
 }
 
-// Whether all sizes fit the 32 bits in which kernels count rows, keys and parts. Products with strides have 64 bits.
+// Whether the sizes are valid and fit the 32 bits in which kernels count rows, keys and parts. Products with strides
+// have 64 bits.
 inline bool sizes_fit(RaLatent const& call) {
   auto const fits = [](int64_t size, int64_t least) { return size >= least && size <= kMostKeys; };
   for (int64_t size : {call.num_seqs, call.num_q_tokens, call.num_q_heads, call.num_pages, call.list_length,
@@ -137,8 +139,8 @@ RA_HD int blocks_of(Plan const& plan, int seq, int token) {
 }
 
 // The first sequence of a part, and the part's first block in it. A part is a run of blocks, possibly over several
-// sequences. It ends where the next part begins, so all parts together cover all blocks, even if the schedule was made
-// for other lengths.
+// sequences. It ends where the next part begins. So the parts of a schedule cover all blocks of a call, even if the
+// schedule was made for different lengths.
 struct Start {
   int seq, block;
 };
@@ -194,14 +196,14 @@ RA_HD int first_part_of(Plan const& plan, int seq) {
   }
   return low;
 }
-// Whether a part continues a sequence that an earlier part began.
+// Whether a part after a sequence's first one belongs to the sequence too.
 RA_HD bool continues(Plan const& plan, int part, int seq) {
   if (part >= plan.num_parts) return false;
   return plan.call.parts == nullptr ? part / plan.num_splits == seq : start_of(plan, part).seq == seq;
 }
 
 // The work of a thread block: one tile of 64 query rows that share a list, and the blocks of one part. Thread blocks
-// that read the same keys have adjacent numbers, so that all except the first find the keys in L2.
+// that read the same keys have adjacent indices, so that all except the first find the keys in L2.
 struct Job {
   int part, token, kv_head, tile;
 };
@@ -228,9 +230,9 @@ inline bool is_zero(void const* memory, size_t size) {
   return true;
 }
 
-// The exponent of the power of two by which a row of queries is divided. The row's largest magnitude is then below 2^9.
-// If the rotary columns are far larger, the power is the one that brings them below 2^69: their products then fit
-// float32.
+// The exponent of the power of two by which a row of queries is divided. `largest_bits` are the bits of the row's
+// largest magnitude, which is then below 2^9. If the rotary columns are divided too, `rest_bits` are the bits of their
+// largest magnitude, which is then below 2^69, so that their products fit float32.
 RA_HD int unit_exponent(uint32_t largest_bits, uint32_t rest_bits = 0) {
   int const value = int(largest_bits >> 23) - 127 - 8, rest = int(rest_bits >> 23) - 127 - 68;
   return clamped(value > rest ? value : rest, -118, 119);

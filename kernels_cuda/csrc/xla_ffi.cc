@@ -5,8 +5,8 @@
 // Anyone who knows a handler's name can call it, so the handler first checks the counts, types and sizes of arrays
 // against the numbers.
 //
-// With RA_EMULATE, the handlers are for XLA's CPU platform, which has no stream. They then fill results with NaN before
-// the call, to detect entries that no kernel writes.
+// With RA_EMULATE, the handlers are for XLA's CPU platform, which has no stream. They then fill results with 0xff
+// bytes, which are NaN or -1, before the call, to detect entries that no kernel writes.
 #include <stdint.h>
 #include <string.h>
 
@@ -106,7 +106,7 @@ class Check {
   std::string error_message_;
 };
 
-// The arrays of a call. A handler must call `complete` before it uses any of them.
+// The arrays of a call. Before a handler uses any of them, it must call `complete`, which checks their number.
 template <size_t kOperands, size_t kResults>
 struct Arrays {
   const char* const (&names)[kOperands + kResults];
@@ -258,7 +258,7 @@ ffi::Error latent(const char* function, int (*launch)(const RaLatent*, void*), v
   return run(function, launch, stream, LatentArrays{kLatentNames, operands, results}, numbers, kLatentNumbers, call,
              [](Check& check, LatentArrays const& arrays, RaLatent const& call) {
                check_numbers(check, call);
-               if (check.failed()) return;  // sizes of arrays could overflow
+               if (check.failed()) return;  // the sizes that are computed below could overflow
                check_types(check, arrays, call);
                check_sizes(check, arrays, call);
                check_strides(check, arrays, call);

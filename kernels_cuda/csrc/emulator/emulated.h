@@ -185,7 +185,7 @@ inline void finish(Product& product) {
   product.done = true;
 }
 
-// Adds this lane's accumulators to its warp's next product. Returns that product.
+// Registers this lane's accumulators as targets of its warp's next product. Returns that product.
 template <class SB, class Acc>
 Product& enlist(int t, SB const& b, Acc& acc) {
   Warp& warp = machine.warps[machine.current / kWarp];
@@ -221,7 +221,7 @@ inline void expect_row_of_matrices(void const* row) {
     machine.fault("expected rows of matrices at 16 aligned bytes of shared memory");
 }
 
-// Performs a TMA load, at once or as late as possible. `fill` writes the data, and `bar` counts the bytes.
+// Performs a TMA load or a bulk copy, at once or as late as possible. `fill` writes the data; `bar` counts the bytes.
 template <class Fill>
 void land(CountedBarrier& bar, int number, int64_t bytes, Fill fill) {
   if (machine.copies_at_once()) {
@@ -312,7 +312,7 @@ inline bool any_in_warp(bool condition) {
   float const* const votes = emu::of_lanes(condition, "warp %ld at a vote");
   return std::any_of(votes, votes + emu::kWarp, [](float one) { return one != 0; });
 }
-// CUTLASS reserves the first eight hardware barriers for itself.
+// As in hopper.h, barrier `id` is hardware barrier 8 + `id`.
 inline void named_sync(int id, int threads) {
   emu::watch::Unseen unseen;
   machine.stir();
@@ -466,7 +466,7 @@ inline void store_matrices(void* row, uint32_t const (&words)[4]) {
   store(static_cast<uint4*>(row), row_words);
 }
 
-// Each thread reads its words of four rows, whose addresses come from other threads.
+// Each thread reads one word of each matrix. Other threads bring the addresses of the rows that have these words.
 inline uint4 load_matrices(void const* row) {
   uint32_t const* rows[4];
   int const lane = machine.current % emu::kWarp;
@@ -538,7 +538,7 @@ void mma(float (&acc)[M][N][4], uint32_t const (&a)[M][4], uint32_t const (&b)[N
   });
 }
 
-// These two functions only issue a product. `t` is the thread's index in its warpgroup.
+// These two functions issue a product. `t` is the thread's index in its warpgroup.
 template <class Mma, class SA, class SB, class Acc>
 void wgmma_ss(Mma, int t, SA const& a, SB const& b, Acc& acc, bool zero) {
   emu::watch::Unseen unseen;
@@ -565,8 +565,8 @@ void wgmma_rs(Mma, int t, RA& a, SB const& b, Acc& acc, bool zero = false) {
   std::vector<int> const& offsets = left.in_tile[t % emu::kWarp];
   for (size_t i = 0; i < offsets.size(); ++i) {
     product.left[offsets[i]] = float(a(int(i)));
-    // The hardware may read these registers until the product has been waited for. NaN exposes code that uses them
-    // earlier.
+    // The hardware may read these registers until the product has been waited for. They become NaN, which exposes code
+    // that uses them earlier.
     a(int(i)) = std::remove_reference_t<decltype(a(0))>(NAN);
   }
   if (product.lanes == 0)
@@ -581,8 +581,8 @@ void wgmma_wait(Acc&...) {
   emu::settle(N);
 }
 
-// The hardware's functions are approximate. These versions err by up to 2 units in the last place, by an amount that
-// depends on the argument. They flush subnormal arguments and results to 0.
+// The hardware's functions are approximate. The functions below err by up to 2 units in the last place, by an amount
+// that depends on the argument. They flush subnormal arguments and results to 0.
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }
 inline float perturbed(float exact, float argument) {
   uint32_t word, mixed;

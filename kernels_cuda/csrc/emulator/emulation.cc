@@ -11,7 +11,7 @@ RA_API void ra_emulate(int mode, uint64_t seed) {
   emu::machine.seed = emu::machine.random_state = seed;
 }
 
-// Makes later launches run only the last `blocks` blocks of a grid. Tests use it if a whole result takes too long.
+// Makes later launches run only the last `blocks` blocks of a grid. Tests use it if the whole grid would take too long.
 RA_API void ra_emulate_last(int64_t blocks) {
   std::lock_guard<std::mutex> const alone(emu::machine.busy);
   emu::machine.most_blocks = blocks;

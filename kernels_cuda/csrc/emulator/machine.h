@@ -10,8 +10,8 @@
 // flight, the machine reports a deadlock.
 //
 // Two mechanisms track which thread knows of which operation. Vector clocks tell whether a proxy fence covers a write.
-// ThreadSanitizer, if compiled in, treats each fiber and each copy or matrix engine as a thread. It is told of an
-// operation as synchronisation only if the operation orders memory on the hardware, which a shuffle does not.
+// ThreadSanitizer, if compiled in, treats each fiber and each copy or matrix engine as a thread. An operation is
+// reported to it as synchronisation only if it orders memory on the hardware; a shuffle does not.
 #pragma once
 #include <stdarg.h>
 #include <stdint.h>
@@ -45,7 +45,7 @@ void AnnotateIgnoreWritesEnd(char const* file, int line);
 
 namespace emu {
 
-// Calls of ThreadSanitizer. Without the sanitizer, these functions do nothing.
+// Calls to ThreadSanitizer. Without the sanitizer, these functions do nothing.
 namespace watch {
 #ifdef __SANITIZE_THREAD__
 inline void acquire(void* tag) { __tsan_acquire(tag); }
@@ -90,11 +90,11 @@ inline void writes(unsigned char volatile* bytes, uint32_t size) {
 // The sanitizer's fiber for one thread of a block. All blocks of a grid reuse it.
 struct Thread {
   void* who = create();
-  bool hidden = false;
+  bool hidden = false;  // whether the thread of an earlier block has left its accesses hidden
 };
 
-// An engine that works concurrently with the threads. The sanitizer orders its work only after `begin` and before
-// `end`.
+// An engine that works concurrently with the threads. The sanitizer orders the engine's work only after `begin` and
+// before `end`.
 struct Engine {
   void* who = nullptr;
   template <class Work>
@@ -140,14 +140,14 @@ struct Passage {
 };
 
 struct NamedBarrier : Passage {
-  int count = 0, of = 0;
+  int count = 0, of = 0;  // threads that have arrived; threads expected
 };
 
 struct CountedBarrier : Passage {  // an mbarrier
-  int of = 0, pending = 0, made_by = 0;
-  int64_t bytes = 0;
+  int of = 0, pending = 0, made_by = 0;  // arrivals per phase; arrivals still missing; thread that initialised it
+  int64_t bytes = 0;                     // expected bytes that have not landed yet
   uint32_t made_at = 0;
-  bool fenced = false;
+  bool fenced = false;  // whether fence_barrier_init has made it visible to the async proxy
   char loads;  // tag for the sanitizer
 };
 
@@ -171,7 +171,7 @@ struct Fiber {
   int registers;
   Reason waits_for;
   std::deque<Copy> copies;
-  std::vector<Write> stored, landed;  // writes in the order of their epochs
+  std::vector<Write> stored, landed;  // unfenced ordinary writes; unfenced copies; both in the order of their epochs
   char copied;                        // tag for the sanitizer
   bool waited = false;                // whether it has waited for the previous grid
 };
@@ -194,7 +194,7 @@ struct Fragment {
 
 struct Warp : Passage {
   int count = 0;              // number of lanes that have arrived
-  char const* at = nullptr;  // instruction at which they have arrived
+  char const* at = nullptr;  // instruction at which these lanes have arrived
   float lanes[2][kWarp];
   Fragment fragments[kWarp];
   uint32_t matrices[2][kWarp][4];
@@ -207,7 +207,7 @@ struct Warp : Passage {
 struct Machine {
   Mode mode = kEager;
   uint64_t seed = 0;
-  int64_t most_blocks = INT64_MAX;  // number of last blocks of a grid that run, for tests of large offsets
+  int64_t most_blocks = INT64_MAX;  // run only this many of a grid's last blocks, for tests of large offsets
   std::string report;
 
   int current = kNobody, threads = 0, block = 0, done = 0;
@@ -220,7 +220,7 @@ struct Machine {
   std::vector<Warp> warps;
   std::array<NamedBarrier, 16> named;
   std::deque<CountedBarrier> counted;
-  std::deque<std::function<void()>> loads;  // TMA loads in flight
+  std::deque<std::function<void()>> loads;  // TMA loads and bulk copies in flight
   std::vector<int> copying;                 // threads with copies in flight
   std::vector<int> unfenced;                // threads with writes that no fence has covered
 
@@ -337,8 +337,8 @@ struct Machine {
     while (named[id].turn == turn) wait(named[id].line, {"barrier %ld of %ld threads", id, count});
     take(named[id], turn);
   }
-  // Waits until all lanes of the warp have arrived at one instruction, which `what` identifies. Returns the number of
-  // the phase.
+  // Waits until all lanes of the warp have arrived at one instruction, which `what` identifies. Returns the phase's
+  // number.
   template <class Last>
   unsigned meet(bool orders_memory, char const* what, Last last) {
     Warp& warp = warps[current / kWarp];
@@ -393,7 +393,7 @@ struct Machine {
     list.push_back(record);
     memcpy(shared + offset, record.bytes, size);
     watch::writes(shared + offset, size);
-    watch::writes(shared + apart + offset, size);  // counts as a write by this thread now, not by the one that fences
+    watch::writes(shared + apart + offset, size);  // for the sanitizer, this thread writes now, not the one that fences
   }
   void flush(std::vector<Write>& list, uint32_t known) {
     size_t covered = 0;
@@ -401,7 +401,8 @@ struct Machine {
       memcpy(shared + apart + list[covered].offset, list[covered].bytes, list[covered].size);
     list.erase(list.begin(), list.begin() + covered);
   }
-  // Whether a write that no fence has covered overlaps these bytes. It might land after one by the async proxy.
+  // Whether a write that no fence has covered overlaps these bytes. On the hardware it might land after a write by the
+  // async proxy.
   bool is_unfenced(uint32_t offset, uint32_t size) const {
     auto const meets = [&](Write const& write) {
       return write.offset < offset + size && offset < write.offset + write.size;
@@ -434,8 +435,8 @@ struct Machine {
     if (copy.source != nullptr) memcpy(bytes, copy.source, sizeof bytes);
     write(fibers[thread].landed, thread, copy.offset, copy.epoch, copy.source ? bytes : kZeros, 16);
   }
-  // Completes one operation that is in flight: a TMA load, or a thread's copies up to its next arrival. Returns false
-  // if none is in flight.
+  // Completes one operation that is in flight: a load of `loads`, or a thread's copies up to its next arrival. Returns
+  // false if none is in flight.
   bool land() {
     size_t const in_flight = loads.size() + copying.size();
     if (in_flight == 0) return false;
@@ -590,7 +591,7 @@ inline void Machine::enter() {
   watch::show();
   machine.body(machine.params, machine.shared);
   watch::hide();
-  // Without this check, the grid could end before the previous one, and a later grid could begin.
+  // If a thread did not wait, the grid could end before the previous grid, and a later grid could begin.
   if (machine.dependent && !machine.fibers[machine.current].waited)
     machine.fault("expected every thread to wait for the grid before");
   watch::release(&machine.ended);

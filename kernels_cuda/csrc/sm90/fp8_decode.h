@@ -8,9 +8,9 @@
 // is divided by a power of two. The 64 rotary columns stay bfloat16.
 //
 // A producer warpgroup decodes rows into two stages. Warpgroup 0 (`SoftmaxConsumer`) computes logits and weights, and
-// holds the left half of the output. Warpgroup 1 (`ValuesConsumer`) holds the right half. Both multiply the same
-// weights. After a block's logits are computed, warpgroup 0 stores the weights over the block's rotary columns in slab
-// 8. While warpgroup 0 computes exponentials, the tensor cores compute warpgroup 1's product for the previous block.
+// holds the left half of the output. Warpgroup 1 (`ValuesConsumer`) holds the right half. Both use the same weights:
+// after a block's logits are computed, warpgroup 0 stores the weights over the block's rotary columns in slab 8. While
+// warpgroup 0 computes exponentials, the tensor cores compute warpgroup 1's product for the previous block.
 //
 // The consumers wait for q_full and full, and the producer waits for q_empty and empty. `turn` counts segments.
 //
@@ -31,12 +31,12 @@
 struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
   using Base = LatentBase<f16, bf16, true, 16, 1>;
   static constexpr int kColumns = 576, kGroups = 4;
-  static constexpr float kSmallestRatio = 8.67361737988403547e-19f;  // 2^-60; replaces smaller ratios in logits
+  static constexpr float kSmallestRatio = 8.67361737988403547e-19f;  // 2^-60; replaces smaller magnitudes in logits
   // A row's `sum` adds weights 2^20 times as large as those of the values, and without the exponent of the key's scales
   // (-60 to 122). So the largest weight in it lies between 2^-102 and 2^86. Then float32 can represent both the smaller
-  // weights that still count and the sum of 2^28 weights. A larger headroom would cost precision: the argument of
-  // exp2, which includes the headroom, is rounded more coarsely the larger it is. With usual scales, whose exponents
-  // are -7 to -11, the argument stays below 32.
+  // weights that still count and the sum of 2^28 weights. A larger headroom would cost precision: the argument of exp2,
+  // which includes the headroom, is rounded more coarsely the larger it is. With usual scales, whose exponents are -7
+  // to -11, the argument is at most 31, or 37 if the level lags.
   static constexpr int kHeadroom = 20;
 
   // Named barriers. kWeights + S: the weights of the block in stage S are stored. kSums: the rows' sums are stored.
@@ -48,13 +48,13 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     f16 keys[2][9][kSlab];            // slab 8 holds rotary columns in bfloat16, then the block's weights
     float ratio[2][kGroups][64];      // scale of each group divided by 2^exponent
     float step[2][kGroups - 1][64];   // factors of the accumulators after groups 0 to 2
-    float2 last[2][64];               // factor of the accumulator after group 3; addend, 0 or for a missing key -inf
-    float exponent[2][64], power[2][64];  // the key's exponent, or -inf; 2^(exponent - kHeadroom), or 0
-    float unit[64], nan[64];          // factor of a row's logits; addend of its sum, 0 or NaN
+    float2 last[2][64];               // factor of the accumulator after group 3; addend: 0, or -inf for a missing key
+    float exponent[2][64], power[2][64];  // a key's exponent and 2^(exponent - kHeadroom); if missing, -inf and 0
+    float unit[64], nan[64];          // factor of a row's logits; addend of its sum: 0 or NaN
     float factor[2][64];              // factor by which the output of earlier blocks is rescaled
     float reference[2][64], scale[2][64], sums[2][64];
     float level[64];                  // exponent that a row's output is relative to
-    float2 most[128];                 // largest logits of the two rows of each thread in warpgroup 0
+    float2 most[128];                 // largest logits (divided by `unit`) of each thread's two rows in warpgroup 0
     Segment segments[2];              // the producer's segment, and the one that consumers may still be finishing
     op::MBar q_full, q_empty, full[2][2], empty[2][2];
   };
@@ -156,15 +156,15 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     s.full[stage][H].arrive();
   }
 
-  // Stores a row of queries as float16, divided by a power of two that brings its largest element below 2^9. The rotary
-  // columns are divided by the same power and stored as bfloat16. The row takes the sign of the logits' scale, so that
-  // the largest product is the largest logit. A row with an element that is not finite is stored as zeros. Otherwise
-  // its products with missing keys would be NaN.
+  // Stores a row of queries as float16, divided by a power of two that brings its largest non-rotary element below 2^9.
+  // The rotary columns are divided by the same power and stored as bfloat16. The row is negated if the logits' scale is
+  // negative, so that the largest product belongs to the largest logit. A row with an element that is not finite is
+  // stored as zeros, because its products with missing keys, whose rows are zeros, would be NaN.
   RA_DEV static void fill_query(char const* at, bool valid, int row, int chunk, float scale, Smem& s) {
     uint32_t largest[2] = {0, 0};
     uint4 loaded[8];
     CUTE_UNROLL
-    for (int slab = 8; slab >= 0; --slab) {  // slab 8 is loaded again below
+    for (int slab = 8; slab >= 0; --slab) {  // slab 8 is not kept, but loaded again below
       uint4 const words = op::load16<kOnce>(at + (slab * 64 + chunk * 8) * 2, valid);
       if (slab < 8) loaded[slab] = words;
       raise_magnitude(largest[slab == 8], words);
@@ -176,8 +176,8 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     int const exponent = unit_exponent(largest[0] << 16, largest[1] << 16);
     bool const finite = larger(largest[0], largest[1]) < 0x7f80;
     if (chunk == 0) {
-      // The unit must be a normal number, because -inf times 0 is NaN. If the scale is 0, all logits are 0 and any unit
-      // will do.
+      // The unit is kept a normal number, because missing keys have logits of -inf, and -inf times 0 is NaN. If the
+      // scale is 0, all logits are 0 and any unit will do.
       s.unit[row] = scale == 0.f ? 1.f : fmaxf(power_of_two(exponent) * fabsf(scale), power_of_two(-126));
       s.nan[row] = finite ? 0.f : NAN;
     }
@@ -271,8 +271,8 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
 
     // Computes tOrO += weights x half W of the stage's values, 16 keys at a time. Each of the half's two groups of
     // columns has its own scales and therefore its own product. `weigh(keys).of(r + 2 * j)` has row r's weights of keys
-    // 8 j + 2 pair and 8 j + 2 pair + 1. Registers are scarce, so only one earlier product is in flight while the
-    // operands of the next two are computed.
+    // 8 j + 2 pair and 8 j + 2 pair + 1 of the 16. Registers are scarce, so only one earlier product is in flight while
+    // the operands of the next two are computed.
     template <int W, class Weigh>
     RA_DEV void add_values(int stage, int pair, Weigh weigh) {
       CUTE_UNROLL
@@ -312,8 +312,8 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
   };
 
   struct SoftmaxConsumer : Consumer {
-    // Two accumulators leave no register free. So `level` and `most`, which a thread keeps from block to block, are in
-    // shared memory, and the thread's index is read anew at each use.
+    // Two accumulators of logits and one of the output leave no register free. So `level` and `most`, which a thread
+    // keeps from block to block, are in shared memory, and the thread's index is read anew at each use.
     RA_DEV static int fresh_thread() { return op::fresh_tid() % 128; }
     Logits tSrS;
     RA_DEV SoftmaxConsumer(Smem& s, Plan const& plan) : Consumer(s, plan) {}
@@ -408,7 +408,8 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       }
     }
 
-    // Turns the logits into weights relative to 2^`level`. Each row's `sum` adds them without the keys' exponents.
+    // Turns the logits into weights times 2^exponent of the key, relative to 2^`level`. Each row's `sum` adds the
+    // weights times 2^kHeadroom, without that exponent.
     RA_DEV void weigh(int stage, int pair, float const (&unit)[2], float const (&level)[2]) {
       float const least[2] = {kHeadroom - finite(level[0]), kHeadroom - finite(level[1])};
       CUTE_UNROLL
@@ -477,7 +478,8 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
         finish_segment();
       }
     }
-    // Scales each row's sum to a value from 1 to 2 and adjusts its reference, so that a sink may be far from the logits.
+    // Scales each row's sum to a value from 1 to 2 and adjusts its reference. The weight of a sink, relative to this
+    // reference, then overflows only if the sink is far above all logits.
     RA_DEV void finish_segment() {
       op::syncwarp();
       int const t = fresh_thread(), row0 = t / 32 * 16 + t % 32 / 4, pair = t % 4;
@@ -491,7 +493,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
         if (sum[r] > 0.f) sum[r] += s.nan[row0 + 8 * r];
         int const exponent = exponent_of(sum[r]);
         sum[r] *= power_of_two(-exponent);
-        reference[r] = level[r] - kHeadroom + exponent;  // rounds the first difference as `weigh` does
+        reference[r] = level[r] - kHeadroom + exponent;  // level - kHeadroom is rounded as in `weigh`
         scale[r] = power_of_two(kHeadroom) * power_of_two(-exponent);
         if (pair) continue;
         s.sums[phases >> 2][row0 + 8 * r] = sum[r];
@@ -522,7 +524,7 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
       s.full[stage][1].wait(phases >> 1 & 1);
       float const factor[2] = {s.factor[stage][row0], s.factor[stage][row0 + 8]};
       if (op::any_in_warp(factor[0] != 1.f || factor[1] != 1.f)) rescale(factor);
-      int const t = op::fresh_tid() % 128;  // fresh_tid: recomputed offsets take no registers
+      int const t = op::fresh_tid() % 128;  // offsets from a fresh index take no registers until here
       add_values<1>(stage, t % 4, [&](int keys) { return SharedWeights{load_weights(s.keys[stage][8], t, 2 * keys)}; });
       op::wgmma_wait<0>(tOrO);
       release(s.empty[stage][1]);

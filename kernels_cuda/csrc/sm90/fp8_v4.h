@@ -1,5 +1,5 @@
 // Sparse attention over an `fp8_v4` cache. A row has 448 e4m3 codes and 64 bfloat16 columns. A page stores its rows
-// first, then seven e8m0 scales for each row.
+// first, then 8 bytes for each row, which are seven e8m0 scales and a byte of padding.
 //
 // The bfloat16 columns belong to the value too. Weights multiply all columns of the value and have one type, so codes
 // cannot stay float16 as in `Fp8Decode`. But a scale is a power of two, so the product of a code and its scale is exact
@@ -10,7 +10,7 @@
 
 struct Fp8V4 : Decoding<Fp8V4, 8> {
   // A thread's share of half H of a block: for each of its four rows, 8 codes of each slab and the scales of the half's
-  // four slabs. Of the last slab it has 8 bfloat16 numbers, the second four of them in `rest`.
+  // four slabs. Of the last slab it has 8 bfloat16 numbers, the last four of them in `rest`.
   struct Share {
     uint2 codes[4][kHalf], rest[4];
     uint32_t scales[4];

@@ -41,7 +41,7 @@ template <int N>
 RA_DEV void reg_alloc() { cutlass::arch::warpgroup_reg_alloc<N>(); }
 template <int N>
 RA_DEV void reg_dealloc() { cutlass::arch::warpgroup_reg_dealloc<N>(); }
-// CUTLASS reserves the first eight hardware barriers for itself.
+// CUTLASS reserves the first eight hardware barriers, so barrier `id` is hardware barrier 8 + `id`.
 RA_DEV void named_sync(int id, int threads) { cutlass::arch::NamedBarrier::sync(threads, id); }
 RA_DEV void named_arrive(int id, int threads) { cutlass::arch::NamedBarrier::arrive(threads, id); }
 RA_DEV float shfl_xor(float value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
@@ -60,8 +60,8 @@ struct MBar {
   RA_DEV void wait(uint32_t parity) { reinterpret_cast<Barrier*>(&state)->wait(parity); }
 };
 
-// Data that will be read again soon is evicted last: from L2 after copies; from L1 after loads, because two loads often
-// share a sector. L2 fetches 256 bytes of such data at once, because the rest of the row is read next.
+// kAgain asks that the data be evicted last. Copies set this hint for L2, and loads for L1, where two loads often share
+// a sector. kAgain also makes L2 fetch 256 bytes at once instead of 128, because the rest of the row is read next.
 template <Reuse kReuse>
 RA_DEV void copy16(void* shared, void const* global, bool valid) {
   auto const to = cute::cast_smem_ptr_to_uint(shared);
@@ -123,8 +123,7 @@ auto make_tma(Tensor const& global, Layout const& shared) {
   auto copy = cute::make_tma_copy(cute::SM90_TMA_LOAD{}, global, shared);
   return Tma<decltype(copy), std::decay_t<decltype(global.shape())>>{copy, global.shape()};
 }
-// The tensor map's descriptor. If the driver rejects the tensor, CuTe only prints an error and leaves the descriptor
-// zero.
+// The tensor map. If the driver rejects the tensor, CuTe only prints an error and leaves the tensor map zero.
 template <class Tma>
 auto const* descriptor_of(Tma const& tma) {
   return tma.copy.get_tma_descriptor();
@@ -247,7 +246,7 @@ RA_DEV uint32_t multiply(uint32_t a, uint32_t b) {
   return word;
 }
 // Selects four of the eight bytes in `a` (bytes 0 to 3) and `b` (bytes 4 to 7). Hex digit i of the selector is the
-// number of the byte that becomes byte i of the result. A digit of 8 + n fills byte i with the sign bit of byte n.
+// index of the byte that becomes byte i of the result. A digit of 8 + n fills byte i with the sign bit of byte n.
 RA_DEV uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t word;
   asm("prmt.b32 %0, %1, %2, %3;\n" : "=r"(word) : "r"(a), "r"(b), "r"(selector));

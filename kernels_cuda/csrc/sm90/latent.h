@@ -1,10 +1,11 @@
 // The base class of all kernels of attention over latent rows: tiles, the keys that a thread block reads, and the
 // epilogue.
 //
-// A thread block's 64 query rows attend to blocks of 64 latent rows. Each latent row is read once. It is the key, and
-// its first 512 columns, transposed, are the value. Two warpgroups, W = 0 and 1, hold the 64 x 512 output in float32.
-// Each has half of the columns. A tile in shared memory consists of slabs of 64 rows x 64 columns in the 128-byte
-// swizzle. Logits are in base 2.
+// A thread block's query rows, at most 64, attend to blocks of 64 latent rows. Each latent row is loaded once. It is
+// the key, and its first 512 columns, transposed, are the value. Logits are in base 2.
+//
+// In all kernels except `Narrow`, two warpgroups, W = 0 and 1, hold the 64 x 512 output in float32. Each has half of
+// the columns. A tile in shared memory consists of slabs of 64 rows x 64 columns in the 128-byte swizzle.
 #pragma once
 #include "ops.h"
 #include "work.h"
@@ -25,8 +26,8 @@ struct Segment {
   int seq, length, extra, begin, end, slot;
 };
 
-// The list entries of a producer thread's four rows of a block, loaded long before they are needed. Eight threads copy
-// a row, and a thread's rows are 16 apart.
+// The list entries of a producer thread's four rows of a block, loaded before they are needed. Eight threads copy a
+// row, and a thread's rows are 16 apart.
 struct Entries {
   int of[4];
 };
@@ -35,7 +36,7 @@ constexpr uint32_t kUnseen = ~0u;
 struct Block {
   char const* rows;  // address of this thread's share of row 0 in the block's cache
   uint32_t at[4];
-  int page, tile;  // place of the block for TMA; page is -1 if TMA cannot fetch the block
+  int page, tile;  // for TMA: the block's page (-1 if TMA cannot fetch it), and its index within the page
 };
 
 // A segment's lists of keys in the first and the second cache.
@@ -46,7 +47,7 @@ struct Lists {
   char const* rows;  // see Block
   int share;         // first byte of this thread's share of a row
 };
-// The lists for which the computation of offsets is compiled. kPacked: one list, over pages without gaps between them.
+// The kinds of lists for which offset code is compiled. kPacked: one list, over pages without gaps between them.
 // kAny: any lists.
 enum class Addressing { kPacked, kAny };
 
@@ -62,8 +63,8 @@ template <class Element_, class Out_, bool kSparse, int kUnit_ = 16, int kCaches
 struct LatentBase {
   using Element = Element_;  // type of wgmma's operands
   using Out = Out_;          // type of queries and results
-  static constexpr int kThreads = 384, kSlab = 64 * 64, kHalf = 4;  // elements per slab; slabs per half of a row
-  static constexpr int kValue = 512, kUnit = kUnit_;  // columns of a value; bytes per unit of row offsets
+  static constexpr int kThreads = 384, kSlab = 64 * 64, kHalf = 4;  // kHalf: slabs per half of the value's columns
+  static constexpr int kValue = 512, kUnit = kUnit_;  // kUnit: bytes per unit of row offsets
   static constexpr bool kLists = kSparse, kTwo = kSparse && kCaches == 2;  // kTwo: a call may have a second cache
 
   // ---- tiles
@@ -100,7 +101,7 @@ struct LatentBase {
   // The offset in a slab of row `row`, columns 8 chunk to 8 chunk + 7.
   RA_HD static int offset_of(int row, int chunk) { return row * 64 + ((chunk ^ (row & 7)) * 8); }
   // Writes a warpgroup's 64 x 64 weights to a slab, four 8 x 8 matrices at a time. words(r + 2 * j) has this thread's row
-  // r, columns 8 j + 2 pair and 8 j + 2 pair + 1.
+  // r, columns 8 j + 2 pair and 8 j + 2 pair + 1, where pair = t % 4.
   template <class Words>
   RA_DEV static void store_weights(Element* slab, int t, Words const& words) {
     CUTE_UNROLL
@@ -158,13 +159,14 @@ struct LatentBase {
     return {op::opaque(entries), kTwo ? extra_entries : nullptr, segment.length, segment.extra, job.kv_head * keys.head,
             keys.cache + share, share};
   }
-  // These functions return whether a block is in the second list, and the position in its list at which a block begins.
+  // These two functions return whether a block is in the second list, and the position in its list at which it begins,
+  // respectively.
   RA_DEV static bool is_extra(Lists const& lists, int block) { return kTwo && block * kBlock >= lists.length; }
   RA_DEV static int first_of(Lists const& lists, int block, bool extra) {
     return block * kBlock - (extra ? (lists.length + kBlock - 1) / kBlock * kBlock : 0);
   }
-  // The list entries of this thread's four rows. After the end of the list its last entry is loaded again, so that all
-  // loads are independent. The list must not be empty.
+  // The list entries of this thread's four rows. After the end of the list its last entry is loaded again, so that no
+  // load needs a branch. The list must not be empty.
   template <Addressing kAddressing = Addressing::kAny>
   RA_DEV static Entries look_up(Plan const& plan, Lists const& lists, int block, int t) {
     bool const extra = kAddressing == Addressing::kAny && is_extra(lists, block);
@@ -180,7 +182,7 @@ struct LatentBase {
     }
     return loaded;
   }
-  // The cache offsets of the same rows.
+  // The block whose entries `look_up` has loaded: the offsets of this thread's four rows in the cache.
   template <Addressing kAddressing = Addressing::kAny>
   RA_DEV static Block locate(Plan const& plan, Lists const& lists, Entries const& entries, int block, int t) {
     bool const extra = kAddressing == Addressing::kAny && is_extra(lists, block);
@@ -237,7 +239,7 @@ struct LatentBase {
 
     RA_DEV static int thread() { return op::tid() % 128; }
     RA_DEV void release(op::MBar& bar) const {
-      op::syncwarp();  // every thread of the warp has waited for its products
+      op::syncwarp();  // now all threads of the warp have waited for their products, so one may arrive for all
       if (op::fresh_tid() % 32 == 0) bar.arrive();  // fresh_tid takes no register during the loop
     }
     RA_DEV static float finite(float x) { return x == -INFINITY ? 0.f : x; }
@@ -274,7 +276,7 @@ struct LatentBase {
       finish<W, 1>(segment, second_scale, op::fresh_tid());
     }
     // Writes half W of this thread's row R. The accumulator times `scale` has the same reference as `sum`. Offsets are
-    // recomputed from the thread's index, so that they take no registers during the loop.
+    // recomputed from the thread's index, so that they take no registers during the loop over blocks.
     template <int W, int R>
     RA_DEV void finish(Segment const& segment, float scale, int thread) {
       Job const job = LatentBase::job(plan);

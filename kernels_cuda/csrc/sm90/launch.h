@@ -12,8 +12,8 @@ inline int64_t cache_bytes(RaLatent const& call) {
 // Whether TMA can fetch the cache block by block. It can if pages are whole numbers of blocks.
 inline bool pages_by_tma(RaLatent const& call) { return call.page_size % kBlock == 0 && call.num_pages > 0; }
 
-// The cache as a tensor (rows of a page, columns, (KV heads, pages)). If TMA is not used, it is an arbitrary valid
-// tensor.
+// The cache as a tensor (rows of a page, columns, (KV heads, pages)). If TMA is not used, the result is an arbitrary
+// valid tensor.
 template <class Kernel>
 auto pages_of(RaLatent const& call) {
   bool const serves = pages_by_tma(call);
@@ -43,7 +43,7 @@ int launch_latent(RaLatent const& call, void* stream) {
   if (!sizes_fit(call)) return RA_NO_KERNEL;
   Plan const plan = plan_of(call, Kernel::kUnit);
   int64_t const jobs = num_jobs(plan), rows = call.num_seqs * call.num_q_tokens * call.num_q_heads;
-  constexpr int64_t kMostRows = int64_t(INT32_MAX) * Merge::kRowsOfBlock;  // maximum rows of the merging grid
+  constexpr int64_t kMostRows = int64_t(INT32_MAX) * Merge::kRowsOfBlock;  // maximum rows that a grid can merge
   if (jobs <= 0) return 0;
   bool const splits = call.parts != nullptr || call.num_splits > 1;
   if (jobs > INT32_MAX || cache_bytes(call) > most_bytes(Kernel::kUnit)) return RA_NO_KERNEL;

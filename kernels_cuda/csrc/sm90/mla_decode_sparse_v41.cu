@@ -1,4 +1,4 @@
-// Sparse attention over an `fp8_v41` or `fp4_v41` cache, and over a second cache in either format.
+// Sparse attention over an `fp8_v41` or `fp4_v41` cache, and optionally over a second cache in either format.
 #include "launch.h"
 #include "v41.h"
 

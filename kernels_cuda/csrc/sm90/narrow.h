@@ -1,14 +1,16 @@
 // Sparse attention of at most 32 query heads over an `fp8_v32` cache. A row has 512 e4m3 codes, four float32 scales and
-// 64 bfloat16 rotary columns. Memory traffic and latency bound such a call, so this kernel differs from those for 64
-// rows. Keys are the rows of the products, 16 at a time, so heads are padded only to a multiple of 8. Rows of the cache
-// stay in shared memory in their stored format, in four stages, and are decoded on the way to registers.
+// 64 bfloat16 rotary columns. Such a call is limited by memory traffic and latency, so this kernel differs from those
+// with tiles of 64 query rows (seesaw.h, fp8_decode.h). Heads are the columns of all products, so they are padded only
+// to 8, 16 or 32. Rows of the cache stay in shared memory in their stored format, in four stages, and are decoded on
+// the way to registers.
 //
 // There are two teams of four warps. Warp w of a team handles group w of the columns, both as keys and as values, and
 // 16 of the 64 rotary columns. A group is the 128 codes that share a scale. The warp's part of a logit is (codes . q) *
-// scale + rotary. The four parts are added through shared memory: each warp turns the logits of a quarter of the heads
-// into weights, and stores them for all warps. The product of a weight and a scale is a float16 operand. A running
-// `level` of the warp keeps it near 1: the output of group w is relative to level[w], and the sum of weights to the
-// maximum. Queries are float16 too, after each group of a row is divided by a power of two.
+// scale + rotary. The four parts are added through shared memory: each warp turns the logits of a quarter of the team's
+// heads into weights, and stores the weights for all warps of the team. The product of a weight and a scale is a
+// float16 operand. A running `level` per warp and head keeps this product near 1: the warp's output is relative to the
+// level, and the sum of weights to the head's maximum. Queries are float16 too, after each group of a row is divided by
+// a power of two.
 //
 // With at most 16 heads, each team has 32 of a block's 64 keys, and the teams merge their results at the end of a
 // segment. With more heads, each team has half of the heads and all keys, and nothing has to be merged. A third
@@ -55,15 +57,15 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
     float part[kTeams][kWarps][kTeamKeys * kTeamHeads];  // parts of logits, indexed by `part_at`
     float weight[kTeams][kTeamHeads][kTeamKeys + 8];     // rows padded by 8, so that four heads are in different banks
     float4 sent[kByHeads ? 1 : kTeams][kWarps][kByHeads ? 1 : kTiles * kKept][32];  // output that the other team writes
-    float maximum[kTeams][kTeamHeads];  // running maximum of the blocks so far
+    float maximum[kTeams][kTeamHeads];  // running maximum over the segment's blocks so far
     float top[kTeams][kTeamHeads], sum[kTeams][kTeamHeads], level[kTeams][kWarps][kTeamHeads];  // values of a whole segment
     uint8_t seen[kStages][kBlock];
     op::MBar full[kStages], empty[kStages];
   };
   static_assert(sizeof(Smem) <= 232448, "more than a block of sm_90 can have");
 
-  // The index of a logit in `part`. Pairs of heads are adjacent. Threads of a warp never access one bank at the same
-  // time, neither when they write 8 keys of 4 pairs of heads nor when they read the keys of the heads that they weigh.
+  // The index of a logit in `part`. Pairs of heads are adjacent. There are no bank conflicts, neither when a warp
+  // writes the logits of 8 keys x 4 pairs of heads nor when it reads those of the heads whose weights it computes.
   RA_HD static constexpr int part_at(int key, int head) {
     return kTiles == 2 ? key * 16 + (head ^ (key & 2) * 4 ^ (key & 4)) : key * 8 + (head ^ (key >> 2 & 3) * 2);
   }
@@ -132,7 +134,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
 
     uint32_t q[8][kTiles][2], q_rest[1][kTiles][2];  // right operands for head 8 t + group
     float unit[kTiles][2];                           // q's divisor times plan.scale, for head 8 t + 2 pair + c
-    float out[kColumnTiles][kTiles][4];              // element c + 2 r: column 16 group + 2 j + r of head 8 t + 2 pair + c
+    float out[kColumnTiles][kTiles][4];              // [j][t][c + 2r]: column 16 group + 2 j + r, head 8 t + 2 pair + c
     float level[kTiles];                             // level of head 8 t + group
     // The maximum of head warp * kWarpHeads + lane % kWarpHeads, and the sum of its weights for this thread's keys.
     float maximum, sum;
@@ -142,8 +144,8 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
     // Returns the value of head 8 t + 2 pair + c. Each thread passes the value of head 8 t + group.
     RA_DEV float of_head(float value, int c) const { return op::shfl(value, (2 * pair + c) * 4); }
 
-    // Loads this warp's columns of the queries in the order in which a thread reads codes. Step i of the product has
-    // columns 32 pair + 4 i to 32 pair + 4 i + 3 of the group.
+    // Loads this warp's columns of the queries in the order in which a thread reads codes. In step i of the product, a
+    // thread has columns 32 pair + 4 i to 32 pair + 4 i + 3 of the 128.
     RA_DEV void load_queries(int seq) {
       Job const job = Base::job(plan);
       CUTE_UNROLL
@@ -256,15 +258,15 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
     }
     RA_DEV static float finite(float x) { return x == -INFINITY ? 0.f : x; }
 
-    // Computes out += transposed codes of this group x (weights times scales). Of every 16 keys, a thread has four:
-    // 2 pair, 2 pair + 1, 2 pair + 8 and 2 pair + 9.
+    // Computes out += transposed codes of this warp's columns x (weights times scales). Of every 16 keys, a thread has
+    // four: 2 pair, 2 pair + 1, 2 pair + 8 and 2 pair + 9.
     RA_DEV void add_values(int stage) {
       unsigned char const* const rows = s.rows[stage][kFirstKey + 2 * pair];
       float scaled[kSteps][kTiles][4], shift[kTiles];
       CUTE_UNROLL
       for (int step = 0; step < kSteps; ++step) scale_weights(rows, step, scaled[step]);
       raise_levels(scaled, shift);
-      if (kByHeads) op::syncwarp();  // not all weights fit registers: this barrier makes the compiler reload them
+      if (kByHeads) op::syncwarp();  // makes the compiler reload weights below, since not all fit registers
       CUTE_UNROLL
       for (int step = 0; step < kSteps; ++step) {
         if (kByHeads) scale_weights(rows, step, scaled[step]);

@@ -9,12 +9,12 @@
 template <class Out>
 struct NarrowCombine {
   static constexpr int kThreads = 128, kRowsOfBlock = 1, kValue = 512, kAtOnce = 16;
-  // The current parts, one per thread: the index of the part's result (kAbsent if it has none), and the row's lse and
-  // largest logit over the part.
+  // The current parts, one per thread: the index of the part's result (kAbsent if it adds nothing), and the row's lse
+  // and largest logit over the part.
   struct Smem {
     int slot[kThreads];
     float lse[kThreads], maximum[kThreads];
-    int exists[kThreads];  // whether the sequence has this part, even if it is empty
+    int exists[kThreads];  // whether this part belongs to the sequence, even if it has no blocks
   };
   struct Params {
     Plan plan;
@@ -30,7 +30,7 @@ struct NarrowCombine {
     if (merged.slot_of(merged.first) == kWhole) return;
     float m_i = -INFINITY, maximum = -INFINITY, l_i = 0.f;
     float4 acc = {};
-    // Each iteration merges kThreads parts, which are usually all parts.
+    // Each iteration merges up to kThreads parts. Usually that is all of them.
     bool more = true;
     for (int from = merged.first; more; from += kThreads) {
       look(merged, s, from + t);

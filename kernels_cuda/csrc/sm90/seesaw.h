@@ -16,8 +16,8 @@
 //   q_empty         one thread of each consumer warp        8      segment              q
 //   full[S][1 - S]  each producer thread's copies; with     128    use of stage S       half 1 - S of stage S, slab 8
 //                   TMA, each thread and TMA's bytes
-//   full[S][S]      the same, and the 16 writers of `seen`  144    use of stage S       half S of stage S, `seen`
-//                   once more
+//   full[S][S]      as above, plus a second arrival of      144    use of stage S       half S of stage S, `seen`
+//                   the 16 writers of `seen`
 //   empty[S][H]     one thread of each warp of warpgroup H  4      use of stage S       half H of stage S
 //   kFirstMaximum   warpgroup 0 arrives, warpgroup 1 waits  256    pair                 maximum[0]
 //   kSecondWeights  warpgroup 1 arrives, warpgroup 0 waits  256    pair of two blocks   maximum[1], weights of block 1
@@ -60,7 +60,7 @@ struct SeesawBase : LatentBase<Element, Element, kSparse, kUnit> {
   // ---- producer
 
   template <int S, int H>
-  static constexpr int kFilled = kHalf + (kRest && H != S);  // slabs per half; slab 8 comes with the half read second
+  static constexpr int kFilled = kHalf + (kRest && H != S);  // slab 8 is filled with the half that is read second
   template <int S, int H>
   RA_HD static constexpr int slab_of(int i) {
     return i < kHalf ? H * kHalf + i : 8;

@@ -20,7 +20,8 @@ struct V41 : Decoding<V41, 16> {
 
   template <int H, bool kFour>
   RA_DEV static void load(Plan const& plan, Rows const& rows, Share& share) {
-    constexpr int kBytes = kFour ? 8 : 16, kScales = kFour ? 8 : 4;  // bytes of a piece's codes, of 128 columns' scales
+    // kBytes: bytes of a piece's codes. kScales: bytes of 128 columns' scales.
+    constexpr int kBytes = kFour ? 8 : 16, kScales = kFour ? 8 : 4;
     char const* const cache = rows.extra ? plan.extra.cache : plan.keys.cache;
     int const chunk = op::fresh_tid() % 8;
     CUTE_UNROLL
