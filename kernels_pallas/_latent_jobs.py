@@ -1,8 +1,8 @@
 """Tables of the jobs of `_latent` whose queries are tokens of sequences.
 
 A tile of queries consists of consecutive tokens, which may belong to several sequences, so neither queries nor results
-have to be moved. A tile has one job for each sequence that has tokens in it, and these jobs are consecutive. A job
-stores the rows of its own tokens, and the first job of a tile also stores the results of tokens that belong to no
+have to be moved. A tile has one job for each list of keys that its tokens attend to, and these jobs are consecutive. A
+job stores the rows of its own tokens, and the first job of a tile also stores the results of tokens that belong to no
 sequence. The number of jobs depends on shapes alone; surplus jobs have no tokens.
 """
 
@@ -41,7 +41,7 @@ class Jobs(NamedTuple):
 
 
 def tokens_of_sequences(call: Any) -> Tokens:
-    """The packed tokens of a call with `cu_q_lens`, which may have any values; list s has the keys of sequence s."""
+    """The packed tokens of a call, whose `cu_q_lens` may have any values; list s has the keys of sequence s."""
     edges = live_edges(call.cu_q_lens, call.num_seqs, call.num_tokens)
     stops = jax.lax.cummax(jnp.maximum(edges[:-1], edges[1:]))
     token = jnp.arange(call.num_tokens, dtype=jnp.int32)

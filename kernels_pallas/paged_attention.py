@@ -2,8 +2,8 @@
 
 A grid step computes several KV heads of one sequence, over all keys of the sequence, or over one block of them if
 `inline_seq_dim` is off. Invalid pages are left out of a block, so its valid keys come first, and the mask follows from
-their number. The query heads of several KV heads share the eight rows of a register: each KV head's keys are multiplied
-with all eight rows, and each row keeps the results of its own KV head.
+their number. If groups are small, query heads of several KV heads share the eight rows of a register: each KV head's
+keys are multiplied with all eight rows, and each row keeps the results of its own KV head.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Tile:
 
     Attributes:
         pages_per_compute_block: pages fetched and computed together, a divisor of the pages that a sequence can list.
-            0 means the largest number that fits, which need not be a divisor.
+            0 means a number that fits in VMEM, which need not be a divisor.
         megacore_mode: "batch" divides the sequences among the cores of a TPU, "kv_head" the KV heads. The number of
             sequences or KV heads must be a multiple of the number of cores.
         inline_seq_dim: whether a grid step computes all keys of a sequence, or only one block of them.
