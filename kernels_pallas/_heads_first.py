@@ -213,7 +213,7 @@ def table_bytes(call: Any) -> int:
 
 
 def expect_block(call: Any, name: str, pages: int, used: int) -> None:
-    """Check that a launch fits in VMEM with `used` bytes. `pages` per block were requested; 0: none, and no check."""
+    """Check that a launch of `used` bytes fits in VMEM, if `pages` per block were requested (else `pages` is 0)."""
     if pages and used > (most := call.device.shared_memory):
         raise InvalidInput(f"expected {name} to fit in {most} bytes of vector memory, got {pages}, which take {used}")
 

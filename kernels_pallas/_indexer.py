@@ -109,7 +109,7 @@ class Pieces:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The query tokens in tiles. A row without a token sees no column."""
+    """The query tokens as rows of tiles. A row without a token sees no column."""
 
     token: Any  # i32 [tiles, rows]; for rows without a token, any valid token
     starts: Any  # i32 [tiles, rows], the first column that a row sees
@@ -233,7 +233,7 @@ def by_token(results: Any, rows: Rows, num_tokens: int, nothing: Any) -> Any:
 
 
 def from_own_start(call: Any, logits: Any, starts: Any) -> Any:
-    """The kernel's logits as the call's [R, columns]: in a relative call, a row's columns count from its start."""
+    """Convert the kernel's logits to the call's [R, columns]: in a relative call, columns count from a row's start."""
     if not call.relative:
         return logits
     logits = jnp.pad(logits, ((0, 0), (0, call.columns)), constant_values=-jnp.inf)

@@ -184,11 +184,11 @@ class Plan:
     selects: bool  # as in `Keys`
     pieces: int  # pieces per block
     piece_rows: int  # rows that are fetched for one piece
-    packing: int  # rows per group, whose rows share words
+    packing: int  # rows per group, which share words
     blocks: int  # maximum blocks per chunk
     chunks: int  # chunks per list; a grid step computes one
     first_extra: int  # index of the first chunk of the second cache's list
-    tiles: int  # tiles into which a job's rows are divided: more than 1 if a token has too many heads for one
+    tiles: int  # tiles into which a job's rows are divided; several if the heads of one token do not fit in one tile
     jobs_per_core: int
     cores: int
     kinds: int  # number of different sink vectors, see `Work.sinks`; 0 if there are no sinks
@@ -226,10 +226,10 @@ class Plan:
         """Grid steps per core."""
         return self.jobs_per_core * self.chunks
 
-    # The following functions find a core's job and list in a step, and the block of each array that the step needs.
+    # The following functions find the job and list of a core's step, and the block of each array that the step needs.
 
     def job(self, core: Any, step: Any) -> tuple[Any, Any]:
-        """The call's job that a step computes, and the index of the tile among those of the job."""
+        """The job that a step computes, and the index of the step's tile in that job."""
         index = core * self.jobs_per_core + step // self.chunks
         return index // self.tiles, index % self.tiles
 
@@ -620,7 +620,7 @@ def _rows_of(plan: Plan, refs: Refs, span: Span, block: Any, first: Any) -> tupl
 
 def _within(offset: Any, bounds: Any, plan: Plan) -> Any:
     """A mask of the offsets in a block that some token of the job sees."""
-    low, high = bounds  # without a window, low is not positive
+    low, high = bounds  # without a window, no offset is below low
     return (offset < high) if plan.window is None else (offset >= low) & (offset < high)
 
 

@@ -130,7 +130,7 @@ def numbers(raw: Any, dtype: str) -> Any:
 
 
 def from_bits(raw: Any, *, exponent: int, mantissa: int) -> Any:
-    """The float32 values of floats of 4 to 16 bits, given as integers. No intermediate value is subnormal in float32."""
+    """The float32 values of 4- to 16-bit floats, given as integers. No intermediate value is subnormal in float32."""
     magnitude = raw & ((1 << (exponent + mantissa)) - 1)
     up, bias = 23 - mantissa, 127 - ((1 << (exponent - 1)) - 1)
     smallest = 2.0 ** (bias + 1 - 127)

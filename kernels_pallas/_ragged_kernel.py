@@ -358,7 +358,7 @@ def page_copies(plan: Plan, refs: Refs, page: Any, slot: Any, offset: Any) -> li
 
 
 def fetch_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
-    """Start the copies of a block's pages, and store the keys' positions: NOWHERE for keys of a missing page."""
+    """Start the copies of a block's pages, and store the keys' positions: NOWHERE for missing pages and padding."""
     slot = step.kv_slot
     offset = plan.order(lax.broadcasted_iota(jnp.int32, plan.per_key, 0 if plan.in_columns else 1))
     for part in range(plan.num_blocks_kv):
@@ -426,7 +426,7 @@ def begin_tile(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
 
 
 def compute(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
-    """Attend to the keys of one block. bfloat16 weights may have two terms, always in decode, else if keys are few."""
+    """Attend to the keys of one block. In decode and in tiles that see few keys, bfloat16 weights can have two terms."""
     base = step.block * plan.block
 
     def attend_part(split_weights: bool, part: Any) -> None:
@@ -451,7 +451,7 @@ def compute(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
     zero_unseen(plan, refs, span, step, low, high)
     if plan.dtype == jnp.float32 or not plan.split_weights_below:
         attend_parts(False)
-    elif not plan.in_columns:  # there are few rows, so the second term costs nothing
+    elif not plan.in_columns:  # with so few rows, the second term costs no time
         attend_parts(True)
     else:
         few = span.high - span.low <= plan.split_weights_below
