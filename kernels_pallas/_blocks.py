@@ -117,7 +117,7 @@ def bits_of_valid(pieces: jax.Array) -> jax.Array:
 
 
 def reset_softmax(m_i: Any, l_i: Any, acc: Any, lowest: float) -> None:
-    """Reset an online softmax to its state before any key, with the maximum `lowest`."""
+    """Reset an online softmax to its state before any key, with `lowest` as the maximum."""
     m_i[...] = jnp.full(m_i.shape, lowest, jnp.float32)
     l_i[...] = jnp.zeros(l_i.shape, jnp.float32)
     acc[...] = jnp.zeros(acc.shape, jnp.float32)

@@ -18,7 +18,7 @@ from ragged_attention.kernels_pallas._blocks import cdiv
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """The list of keys and the position of each query token."""
+    """Each query token's list of keys, and its position in that list."""
 
     lists: Any  # i32 [T], each token's list, or -1; tokens with the same list are consecutive
     positions: Any  # i32 [T], each token's position in its list

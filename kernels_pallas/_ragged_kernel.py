@@ -426,7 +426,7 @@ def begin_tile(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
 
 
 def compute(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
-    """Attend to the keys of one block. In decode and in tiles that see few keys, bfloat16 weights can have two terms."""
+    """Attend to the keys of one block. In decode and in tiles with few keys, bfloat16 weights may get two terms."""
     base = step.block * plan.block
 
     def attend_part(split_weights: bool, part: Any) -> None:

@@ -38,8 +38,8 @@ class Tile:
     """The tunable parameters.
 
     Attributes:
-        num_kv_pages_per_block: pages fetched and computed together; 0 means a number that fits in VMEM.
-        num_queries_per_block: query tokens computed together, a power of two, at least 8; 0 means a number that fits.
+        num_kv_pages_per_block: pages fetched and computed together; 0 chooses a number that fits in VMEM.
+        num_queries_per_block: query tokens computed together, a power of two, at least 8; 0 chooses one that fits.
         split_weights_below: blocks of rows that see at most this many keys use two bfloat16 terms per weight, as do
             masked blocks of keys; 0 means one term everywhere, which is faster.
         vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
@@ -250,7 +250,7 @@ def row_tokens(shape: tuple[int, ...], axis: int, plan: Plan) -> jax.Array:
 
 
 def clear_unseen(refs: _heads_first.Refs, plan: Plan, slot: Any, seen: tuple[Any, Any]) -> None:
-    """Zero a block's values outside the range `seen` or of invalid pages. Their weight is 0, but 0 times NaN is NaN."""
+    """Zero a block's values that are outside `seen` or in invalid pages. Their weight is 0, but 0 times NaN is NaN."""
     values = refs.operands[1].buffer
 
     def clear(page: Any, _: None) -> None:

@@ -1,9 +1,9 @@
 """Writing this step's K and V into the pages on TPUs: rows are copied from VMEM to their slots.
 
 Each grid step writes a block of tokens. While the pipeline loads the rows of the next block into VMEM, the kernel
-starts one asynchronous copy for each token of the current block, from its row in VMEM to its slot in HBM. All copies
-share a semaphore, and the kernel then waits for all rows that it copied. Eight consecutive tokens with consecutive
-slots, as in a prompt, share one copy.
+starts one asynchronous copy for each token of the current block, from its row in VMEM to its slot in HBM. The copies to
+an array of pages share a semaphore, and the kernel then waits for all rows that it copied. Eight consecutive tokens
+with consecutive slots, as in a prompt, share one copy.
 """
 
 import dataclasses
