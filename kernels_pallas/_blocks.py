@@ -1,8 +1,8 @@
 """Constants and functions that all Pallas kernels share.
 
-Two rules shape the kernels. First, a kernel starts its own copies between memories and waits for them, so each buffer
-has its own semaphore. Second, kernels must also run in jax's TPU interpret mode, in which a reference can only be
-indexed. So kernels load whole blocks, and reshape or bitcast the loaded values.
+Two rules shape the kernels. First, a cache stays in HBM: a kernel itself starts the copies from or to it, and waits for
+them on semaphores. Second, kernels must also run in jax's TPU interpret mode, in which a reference can be indexed, but
+not reshaped or bitcast. So kernels reshape and bitcast the values that they have loaded.
 """
 
 import functools
@@ -22,11 +22,11 @@ from ragged_attention.errors import InvalidInput
 LANES = 128
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # the logit of a key that a query does not see
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # a finite stand-in for -inf: MASKED - MASKED is 0, not NaN
 LARGEST_INT = 2**31 - 1
 NOWHERE = LARGEST_INT  # the position of a key that no query sees
-MAX_PIECES = 32  # copies per block of keys; a 32-bit mask has one bit per copy
-UNROLL = 8  # copies started per iteration of a loop
+MAX_PIECES = 32  # maximum pieces of pages per block of keys: a 32-bit mask has one bit per piece
+UNROLL = 8  # maximum copies started per iteration of a loop
 
 
 def cannot_run(call: Any) -> str | None:
@@ -87,7 +87,7 @@ def bytes_of(scratch: Any) -> int:
 def product(left: Any, right: Any, left_axis: int = 1, right_axis: int = 0) -> Any:
     """The matrix product over one axis of each operand, accumulated in float32.
 
-    The precision is explicit, so `jax_default_matmul_precision` does not affect it; float32 operands keep all bits.
+    The precision is explicit, so `jax_default_matmul_precision` does not affect it. float32 operands are not rounded.
     """
     precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else lax.Precision.DEFAULT
     dimensions = (((left_axis,), (right_axis,)), ((), ()))
@@ -95,7 +95,7 @@ def product(left: Any, right: Any, left_axis: int = 1, right_axis: int = 0) -> A
 
 
 def in_powers_of_2(count: Any, most: int, do: Callable[[Any, int], None]) -> None:
-    """Call `do(offset, size)` for ranges that cover `count` rows, of at most `most`. The sizes are powers of two."""
+    """Call `do(offset, size)` for ranges that together cover `count` <= `most` rows; each size is a power of two."""
     size = next_power_of_2(most + 1) >> 1 if most else 0
     offset = jnp.int32(0)
     while size:
@@ -117,7 +117,7 @@ def bits_of_valid(pieces: jax.Array) -> jax.Array:
 
 
 def reset_softmax(m_i: Any, l_i: Any, acc: Any, lowest: float) -> None:
-    """Reset an online softmax to its state before any key, with the maximum `lowest`."""
+    """Reset an online softmax to its state before any key, with `lowest` as the maximum."""
     m_i[...] = jnp.full(m_i.shape, lowest, jnp.float32)
     l_i[...] = jnp.zeros(l_i.shape, jnp.float32)
     acc[...] = jnp.zeros(acc.shape, jnp.float32)

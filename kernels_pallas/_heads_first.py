@@ -1,9 +1,9 @@
 """Functions that the kernels over heads-first pages [K, P, G, D] share: for plans, launches and blocks of pages.
 
-A block is a number of pages in one of two buffers in VMEM, [2, heads, pages, G, D]. The index of a buffer, 0 or 1, is
-called a *slot*. Each page is fetched by one asynchronous copy per operand (K, V, and their scales if there are any),
-for all heads of a grid step together. Each operand has one semaphore per buffer. While one block is computed, the next
-one is fetched, even if it belongs to another sequence, head or grid step.
+A block is a run of a sequence's pages, fetched into one of two buffers in VMEM, [2, heads, pages, G, D]. The index of a
+buffer, 0 or 1, is called a *slot*. Each page is fetched by one asynchronous copy per operand (K, V, and their scales if
+there are any), for all heads of a grid step together. Each operand has one semaphore per buffer. While one block is
+computed, the next one is fetched, even if it belongs to another sequence, head or grid step.
 """
 
 import dataclasses
@@ -33,12 +33,12 @@ from ragged_attention.kernels_pallas._blocks import (
 )
 
 SUBLANES = 8
-KEYS = 512  # keys per block, if they fit: 2 MiB in flight with 8 heads of 128 in bfloat16
-MAX_HEADS = 8  # KV heads per step; `paged_attention` unrolls their code
-MIN_COLUMNS = 128  # blocks shrink to this number of rows before the heads per step are reduced
-DEFAULT_LIMIT = 2**24  # bytes of VMEM that the compiler lets a kernel use on any TPU
-BUDGET = DEFAULT_LIMIT * 3 // 4  # bytes of VMEM for the arrays of a launch, unless a limit is requested
-TOP_HALF = -(2**16)  # masks the bits of a float32 that a bfloat16 keeps
+KEYS = 512  # keys per block, if they fit: 2 MiB of K and V with 8 heads of 128 in bfloat16
+MAX_HEADS = 8  # maximum KV heads per step; `paged_attention` unrolls their code
+MIN_COLUMNS = 128  # blocks with more columns of logits than this shrink before the heads per step are reduced
+DEFAULT_LIMIT = 2**24  # bytes of VMEM that a kernel may use on any TPU without requesting a limit
+BUDGET = DEFAULT_LIMIT * 3 // 4  # maximum bytes of VMEM for a launch's arrays; less if a low limit is requested
+TOP_HALF = -(2**16)  # mask of the bits of a float32 that a bfloat16 has
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Refs(NamedTuple):
     l_i: Any
     acc: Any
     state: Any  # i32: the current slot, each slot's number of pages in flight, then any numbers that a kernel adds
-    present: Any  # i32 [2, pages], 1 for the valid pages of each slot; None if the kernel does not need it
+    present: Any  # i32 [2, pages], 1 if the page in that place of a slot is valid; None if the kernel does not need it
     semaphores: Any
 
     @property
@@ -77,7 +77,7 @@ class Refs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The static parameters that both kernels have."""
+    """The static parameters that paged attention and prefill attention share."""
 
     scale: float
     soft_cap: float | None
@@ -85,7 +85,7 @@ class Plan:
     page_rows: int  # rows per page of a loaded block, with padding
     pages_per_block: int
     heads: int  # KV heads per step
-    head_steps: int  # number of steps in which a core computes all its heads
+    head_steps: int  # grid steps for all KV heads of a core, `heads` at a time
     cores: int  # number of cores among which the batch or the heads are divided
     group: int
     quantized: bool
@@ -105,11 +105,11 @@ def largest_plan(
     call: Any, make: Callable[..., Any], used_memory: Callable[[Any, Any], int], *, limit: int, cores: int,
     own_heads: int, pages: int, queries: int = 1, fewest_queries: int = 1,
 ) -> Any:  # fmt: skip
-    """The plan with the most keys, heads and queries per step that fits in VMEM.
+    """The plan with the most keys, heads and queries per step that fits in VMEM; if none fits, the smallest plan.
 
-    `make(queries, **fields)` makes a plan with `queries` per block from the fields of the base class. `own_heads` is
-    the number of KV heads per core. `pages` per block and `limit`, a limit of VMEM in bytes, are the requested numbers,
-    or 0 if none is requested.
+    `make(count, **fields)` makes a plan with `count` queries per block, from the fields of the base class. The count is
+    at most `queries` and at least `fewest_queries`. `own_heads` is the number of KV heads per core. Users may request
+    `pages` per block and a `limit` of VMEM in bytes; each is 0 if not requested.
     """
     page_rows, may_shrink = padded_page(call.page_size, call.quantized), not pages
     pages = pages or max(1, min(KEYS // page_rows, call.pages_per_seq))
@@ -142,7 +142,7 @@ def most_heads(own_heads: int, most: int) -> int:
 
 
 def operands_of(call: Any) -> list[jax.Array]:
-    """K and V, then their scales if there are any, as [K, P, 1, G]: the scales of a page are a row of lanes."""
+    """K and V, then their scales if there are any. Scales become [K, P, 1, G]: those of a page are a row of lanes."""
     scales = [array.reshape(*array.shape[:2], 1, call.page_size) for array in call.scales if array is not None]
     return [*call.arrays, *scales]
 
@@ -187,9 +187,9 @@ def scratch_of(call: Any, plan: Any) -> list[Any]:
 
 
 def refusal(call: Any, fits: bool, rows: int) -> str | None:
-    """Why no kernel over heads-first pages takes a call, or None.
+    """Why the kernels over heads-first pages do not take a call, or None.
 
-    `fits` says whether the smallest launch fits in VMEM. Scalar memory must hold at least `rows` of the page table.
+    `fits` says whether the smallest launch fits in VMEM. Scalar memory must hold `rows` rows of the page table.
     """
     if (reason := cannot_run(call)) is not None:
         return reason
@@ -203,7 +203,7 @@ def refusal(call: Any, fits: bool, rows: int) -> str | None:
 
 
 def row_bytes(call: Any) -> int:
-    """Bytes of scalar memory per sequence: its page indices, its length and the number of the next sequence."""
+    """Bytes of scalar memory per sequence, for its page indices, its length and the index of the next sequence."""
     return 4 * (call.pages_per_seq + 2)
 
 
@@ -213,7 +213,7 @@ def table_bytes(call: Any) -> int:
 
 
 def expect_block(call: Any, name: str, pages: int, used: int) -> None:
-    """Check that `pages` per block, which take `used` bytes, fit in VMEM; 0 means that no number was requested."""
+    """Check that a launch of `used` bytes fits in VMEM, if `pages` per block were requested (else `pages` is 0)."""
     if pages and used > (most := call.device.shared_memory):
         raise InvalidInput(f"expected {name} to fit in {most} bytes of vector memory, got {pages}, which take {used}")
 
@@ -231,8 +231,8 @@ def fetch(
     """Start to fetch the valid pages at offsets from `offsets[0]` to `offsets[1] - 1` of a block. Returns their number.
 
     Offset i has the page index `table[start + i]`, which is valid in [0, P). If `present` [2, pages] is given, it gets
-    a flag for each page, and a page is copied to its own offset. Otherwise, valid pages are copied to consecutive
-    offsets.
+    a flag for each page, and a page is copied to its own offset. Otherwise, valid pages are copied to offsets 0, 1 and
+    so on, without gaps.
     """
     num_pages = operands[0].pages.shape[1]
 
@@ -268,7 +268,7 @@ def wait(count: Any, slot: Any, operands: Sequence[Operand]) -> None:
 
 
 def padded_page(page_size: int, scaled: bool) -> int:
-    """Rows per page of a loaded block: a multiple of the sublanes (with scales, of the lanes), or a power of two."""
+    """Rows per page of a loaded block: a multiple of 8 (of 128 if `scaled`), or a power of two, at least 8."""
     if page_size % (LANES if scaled else SUBLANES) == 0:
         return page_size
     return max(SUBLANES, next_power_of_2(page_size))
@@ -278,7 +278,7 @@ def block_rows(pages: jax.Array, page_rows: int, dtype: Any) -> jax.Array:
     """The pages [pages, G, D] of a block as rows [pages * page_rows, D] of `dtype`, with zeros as padding."""
     count, page_size, width = pages.shape
     if page_size != page_rows or page_rows % (SUBLANES * 4 // jnp.dtype(dtype).itemsize):
-        pages = pages.astype(jnp.float32)  # float32 rows need no packing
+        pages = pages.astype(jnp.float32)  # in float32, no rows share words, so pages of 8 rows can be joined
     elif pages.dtype != dtype:
         pages = pages.astype(dtype)
     if page_size != page_rows:
@@ -287,7 +287,7 @@ def block_rows(pages: jax.Array, page_rows: int, dtype: Any) -> jax.Array:
 
 
 def positions(columns: int, page_size: int, page_rows: int) -> jax.Array:
-    """The position of each row relative to the block's start, [1, columns]; NOWHERE for padding."""
+    """For each column of the logits, the offset of its key in the block, [1, columns]; NOWHERE for padding."""
     column = lax.broadcasted_iota(jnp.int32, (1, columns), 1)
     if page_size == page_rows:
         return column
@@ -296,7 +296,7 @@ def positions(columns: int, page_size: int, page_rows: int) -> jax.Array:
 
 
 def scale_row(scales: jax.Array, page_rows: int) -> jax.Array:
-    """The scales [pages, 1, G] of a block as a row [1, pages * page_rows]; those of pages not fetched are garbage.
+    """The scales [pages, 1, G] of a block as a row [1, pages * page_rows]. Pages not fetched get garbage.
 
     Pages are on sublanes and their positions on lanes. If the scales of several pages fit in the lanes of a register,
     each page's scales are repeated along the lanes and masked to the page's own lanes, and the sublanes are summed.
@@ -317,7 +317,7 @@ def scale_row(scales: jax.Array, page_rows: int) -> jax.Array:
 
 
 def lane_sums(p: jax.Array) -> jax.Array:
-    """The sum of each row, as one partial sum per lane."""
+    """The sum of each row as 128 partial sums, one per lane, [rows, 128]."""
     rows, columns = p.shape
     if columns % LANES:
         only_first = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1) == 0
@@ -326,12 +326,12 @@ def lane_sums(p: jax.Array) -> jax.Array:
 
 
 def spread(row_values: jax.Array, width: int) -> jax.Array:
-    """Values [rows, 128] that are equal in all lanes, widened to `width` without moving a lane."""
+    """Values [rows, 128] that are equal in all lanes, widened to `width` without moving data between lanes."""
     return jnp.concatenate([row_values] * cdiv(width, LANES), axis=1)[:, :width]
 
 
 def update_softmax(s: jax.Array, m_i: Any, l_i: Any, index: Any) -> tuple[jax.Array, jax.Array]:
-    """Update the online softmax of a tile. Returns the keys' weights and alpha, the accumulator's factor."""
+    """Update the online softmax of a tile. Returns the weights and alpha, by which the accumulator is multiplied."""
     before = m_i[index]
     after = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
     p = jnp.exp(s - spread(after, s.shape[1]))
@@ -344,8 +344,8 @@ def update_softmax(s: jax.Array, m_i: Any, l_i: Any, index: Any) -> tuple[jax.Ar
 def weighted_sum(weights: jax.Array, values: jax.Array, split_weights: bool) -> jax.Array:
     """The product of weights [rows, columns] in float32 and values [columns, D].
 
-    If values have 16 bits, weights are rounded to their dtype. With `split_weights`, each weight is the sum of two
-    terms: its leading bits and the remainder. That doubles the rows, which takes no more time if there are few.
+    If values are bfloat16, weights are rounded to bfloat16. With `split_weights`, each weight becomes two terms: its
+    leading bits and the rounded remainder. That doubles the rows, which takes no more time if there are few.
     """
     if values.dtype == jnp.float32 or not split_weights:
         return product(weights.astype(values.dtype), values)

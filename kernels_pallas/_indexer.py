@@ -1,13 +1,12 @@
 """The kernel of the lightning indexer's logits, which computes them tile by tile.
 
 A *tile* is a few query tokens of one sequence with all their heads. Its columns (the keys) are computed in blocks. A
-block consists of *pieces*, each a run of keys of one page. A piece is fetched from HBM by one asynchronous copy, into
-one of two buffers: while one block is computed, the next one is fetched, even if it belongs to the next tile. Blocks
-that no token of a tile sees are neither fetched nor computed.
+block consists of *pieces*, each a run of keys of one page; a block of packed keys is a single piece. A piece is fetched
+from HBM by one asynchronous copy, into one of two buffers: while one block is computed, the next one is fetched, even
+if it belongs to the next tile. Blocks that no token of a tile sees are neither fetched nor computed.
 
 Keys are columns of the matrix product, so the contents of an invisible key affect only its own logit, which is masked
-at the end. Logits are multiplied by the key scales, which XLA puts in the order of the columns. A scale has 4 bytes,
-and a key 16 to 1024 bytes.
+at the end. Logits are multiplied by the key scales, 4 bytes per key, which XLA first puts in the order of the columns.
 """
 
 import dataclasses
@@ -44,8 +43,8 @@ FEATURES = frozenset({
 })  # fmt: skip
 MAX_COLUMNS = 2**30
 MAX_PIECE_KEYS = 256
-MIN_PIECE_KEYS = 16  # the keys that fill a register with 16-bit numbers; XLA first joins smaller pages
-PAGES_AT_ONCE = 64  # pages that XLA separates into keys and scales together; for a whole cache, compiling takes minutes
+MIN_PIECE_KEYS = 16  # 16 rows of 16-bit numbers fill a register; if pieces would be smaller, XLA first joins the pages
+PAGES_AT_ONCE = 64  # pages that XLA separates into keys and scales at once; for a whole cache, compiling takes minutes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +84,7 @@ def width_of(call: Any) -> int:
 
 
 def heuristic(call: Any) -> Tile:
-    """Tiles with the mean number of queries per sequence, up to 8; blocks have no more keys than the call."""
+    """Tiles of 8 queries, or fewer if sequences have fewer on average, and blocks of up to 512 keys."""
     queries = 8
     if call.paged:
         queries = min(next_power_of_2(cdiv(call.num_tokens, max(call.kv_lens.shape[0], 1))), 8)
@@ -100,23 +99,23 @@ def heuristic(call: Any) -> Tile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """The keys in pieces, and the pieces of each sequence's columns. Packed keys count as one sequence."""
+    """The keys in pieces, and the list of each sequence's pieces. Packed keys count as one sequence."""
 
     keys: Any  # [N, keys per piece, D]
-    numbers: Any  # i32 [S, blocks, pieces per block]; -1 for a piece that does not exist
+    numbers: Any  # i32 [S, blocks, pieces per block], indices in `keys`; -1 for a piece of a page that does not exist
     scales: Any | None  # f32 [S, columns]
-    known: Any | None  # bool [S, columns], whether each column's page exists; None if `numbers` tells it
+    known: Any | None  # bool [S, columns], whether each column's page exists; None if `numbers` shows it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The query tokens in tiles. A row without a token sees no column."""
+    """The query tokens as rows of tiles. A row without a token sees no column."""
 
     token: Any  # i32 [tiles, rows]; for rows without a token, any valid token
     starts: Any  # i32 [tiles, rows], the first column that a row sees
     stops: Any  # i32 [tiles, rows], one past the last column that a row sees
-    seq: Any  # i32 [tiles]
-    of_token: Any | None  # i32 [T], the row of each token, or -1; None: row i is token i
+    seq: Any  # i32 [tiles], the sequence of each tile
+    of_token: Any | None  # i32 [T], the row of each token, or -1 if it has none; None: row i is token i
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +138,7 @@ class Plan:
 
 
 def pieces_of(call: Any, tile: Tile) -> Pieces:
-    """The keys of a call in pieces: parts of pages, or whole blocks into which XLA copies them."""
+    """The keys of a call in pieces: parts of pages, or whole blocks if keys are packed or XLA has to join pages."""
     keys, scales = _keys_and_scales(call)
     size, width, head_dim = tile.num_keys_per_block, width_of(call), keys.shape[-1]
     if not call.paged:
@@ -227,14 +226,14 @@ def _rows_in_pages(call: Any, rows: int) -> Rows:
 
 
 def by_token(results: Any, rows: Rows, num_tokens: int, nothing: Any) -> Any:
-    """Reorder the results of rows [tiles * rows, n] by token, [T, n]; tokens of no sequence get `nothing`."""
+    """Reorder the results of rows [tiles * rows, n] by token, [T, n]. Tokens outside all sequences get `nothing`."""
     if rows.of_token is None:
         return results[:num_tokens]
     return jnp.where(rows.of_token[:, None] >= 0, results[jnp.maximum(rows.of_token, 0)], nothing)
 
 
 def from_own_start(call: Any, logits: Any, starts: Any) -> Any:
-    """The call's logits [R, columns], given those of all packed keys; relative columns count from a row's start."""
+    """Convert the kernel's logits to the call's [R, columns]: in a relative call, columns count from a row's start."""
     if not call.relative:
         return logits
     logits = jnp.pad(logits, ((0, 0), (0, call.columns)), constant_values=-jnp.inf)
@@ -293,9 +292,10 @@ def _plan(call: Any, pieces: Pieces, rows: Rows, cores: int) -> Plan:
 
 
 def _lists(plan: Plan, pieces: Pieces, seq: Any, edges: Any) -> Any:
-    """For each block of each tile: its pieces, a mask of the valid ones, and whether some row sees the block.
+    """For each block of each tile: its pieces, a mask of the valid ones, and whether to compute the block.
 
-    Each invalid entry fetches a different piece, spread over the keys: repeated copies of one piece would be slow.
+    Invalid entries fetch different pieces (entry i fetches piece i, modulo the number of pieces), because repeated
+    copies of one piece would be slow.
     """
     ordinal = jnp.arange(plan.blocks * plan.pieces, dtype=jnp.int32).reshape(plan.blocks, -1)
     numbers = jnp.where(pieces.numbers >= 0, pieces.numbers, ordinal % len(pieces.keys))

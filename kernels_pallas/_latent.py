@@ -1,19 +1,19 @@
 """The kernel that computes attention over a latent cache for all operations.
 
 A *job* is a set of query rows that share a list of keys. The rows are heads, or heads of several query tokens in a
-dense call. The list has *pieces* of the cache: single rows in a sparse call, otherwise runs of rows of a page. The
-kernel computes a job's list in blocks of keys. A dense list is in order of position, so the kernel skips the blocks
-that no token of the job sees. Each piece of a block is fetched from HBM by one asynchronous copy, into one of two
-buffers: while one block is computed, the next one is fetched, even if it belongs to the next job. A buffer has one
+dense call. The list has *pieces* of the cache: single rows in a sparse call, usually runs of rows of a page in a dense
+one. The kernel computes a job's list in blocks of keys. A dense list is in order of position, so the kernel skips the
+blocks that no token of the job sees. Each piece of a block is fetched from HBM by one asynchronous copy, into one of
+two buffers: while one block is computed, the next one is fetched, even if it belongs to the next job. A buffer has one
 semaphore, and the kernel waits once for all copies into it.
 
 A TPU packs 2 rows of 16 bits, or 4 rows of 8 bits, into the same 32-bit words, and copies whole words. So the kernel
 views the cache as groups of rows that share words, `[groups, 2 or 4, d]`: a selected row arrives with its group, and
-its bits are shifted out of the words. `row_layout` is the memory layout in which that view moves no byte. XLA copies a
-cache in any other layout first, and copies a float16 cache always, because no TPU computes with float16.
+its bits are extracted from the words by shifts. `row_layout` is the memory layout in which that view moves no byte. XLA
+first copies a cache in any other layout. It always copies a float16 cache, because no TPU computes with float16.
 
-A row is fetched once and serves as both key and value. A row that the query does not see (its position is beyond the
-length, or its index is invalid) is zeroed while it is still in words, so its contents cannot matter. `_latent_rows`
+A row is fetched once and serves as both key and value. A row that no token of the job sees (its position is beyond
+the length, or its index is invalid) is zeroed while it is still in words, so its contents cannot matter. `_latent_rows`
 turns quantised rows into matrix operands.
 """
 
@@ -50,10 +50,10 @@ from ragged_attention.kernels_pallas._blocks import (
 )
 from ragged_attention.kernels_pallas._latent_jobs import Jobs, Tokens, jobs_of, num_tiles
 
-MAX_KEYS = 2048  # keys per block
-MAX_ROWS = 512  # query rows computed together; half of that if they have 32 bits
-LONGEST_CHUNK = 2048  # pieces of a list that scalar memory holds at a time
-MAX_PIECE_ROWS = 256  # rows of a page that one copy fetches
+MAX_KEYS = 2048  # maximum keys per block
+MAX_ROWS = 512  # maximum query rows computed together if they are bfloat16, else half as many
+LONGEST_CHUNK = 2048  # maximum pieces per chunk, the part of a list that a grid step has in scalar memory
+MAX_PIECE_ROWS = 256  # maximum rows of a page that one copy fetches
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Tile:
 
 
 def rows_per_word(dtype: Any) -> int:
-    """The number of a cache's rows that share 32-bit words."""
+    """How many rows of a cache share each 32-bit word."""
     return 4 // jnp.dtype(dtype).itemsize
 
 
@@ -106,7 +106,7 @@ def why_not(call: MlaDecode | RaggedMlaAttention | SparseMlaPrefill) -> str | No
 
 
 def keys_per_block(longest: int, most: int = 128) -> int:
-    """Keys per block for lists of up to `longest` keys: `longest`, rounded up to a multiple of 16, up to `most`."""
+    """Keys per block for lists of up to `longest` keys: that number, rounded up to a multiple of 16, at most `most`."""
     return min(most, round_up(max(longest, 1), 16))
 
 
@@ -118,8 +118,8 @@ class Keys:
     """A cache as the kernel reads it, and L lists of its pieces."""
 
     cache: Any  # [pieces, groups per piece, rows per group, columns]
-    pieces: Any  # i32 [L, N], the numbers of pieces, or of rows if `selects`; -1 for an invalid piece
-    lens: Any | None = None  # i32 [L], the number of keys in lists ordered by position; None: the lists have no order
+    pieces: Any  # i32 [L, N], indices of pieces, or of rows if `selects`; -1 for an invalid piece
+    lens: Any | None = None  # i32 [L], the keys of each list, if lists are in order of position; else None
     selects: bool = False  # whether pieces are single rows
 
 
@@ -133,7 +133,7 @@ def valid_slots(indices: Any, lens: Any, num_slots: int) -> Any:
 
 
 def selected_rows(cache: Any, rows: Any, lens: Any = None) -> Keys:
-    """Lists of single rows, given by their numbers [L, N] in `cache` [..., columns]; -1 selects no row."""
+    """Lists of single rows, by their indices [L, N] among all rows of `cache` [..., columns]; -1 selects no row."""
     cache = _latent_rows.words_of(cache).reshape(-1, cache.shape[-1])
     packing = rows_per_word(cache.dtype)
     if missing := -len(cache) % packing:
@@ -173,7 +173,7 @@ class Work:
     heads: int = 1  # query rows per token
     sinks: Any = None  # f32 [kinds, rows]; list i has sinks[i % kinds]
     form: CacheFormat | None = None  # the format of both caches; None: the call's
-    split_weights_below: int = 0  # jobs of at most this many keys use two bfloat16 terms per weight
+    split_weights_below: int = 0  # jobs that see at most this many keys use two bfloat16 terms per weight
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,11 +184,11 @@ class Plan:
     selects: bool  # as in `Keys`
     pieces: int  # pieces per block
     piece_rows: int  # rows that are fetched for one piece
-    packing: int  # rows per group, whose rows share words
-    blocks: int  # blocks per chunk, at most
+    packing: int  # rows per group, which share words
+    blocks: int  # maximum blocks per chunk
     chunks: int  # chunks per list; a grid step computes one
     first_extra: int  # index of the first chunk of the second cache's list
-    tiles: int  # tiles per job of the call; the kernel treats each tile as a job
+    tiles: int  # tiles into which a job's rows are divided; several if the heads of one token do not fit in one tile
     jobs_per_core: int
     cores: int
     kinds: int  # number of different sink vectors, see `Work.sinks`; 0 if there are no sinks
@@ -213,7 +213,7 @@ class Plan:
 
     @property
     def decodes(self) -> bool:
-        """Whether stored values reach the kernel as integers, because no TPU computes with their dtype."""
+        """Whether stored values reach the kernel as integers, which `_latent_rows` decodes."""
         return self.form.codes not in ("bfloat16", "float32")
 
     @property
@@ -226,10 +226,10 @@ class Plan:
         """Grid steps per core."""
         return self.jobs_per_core * self.chunks
 
-    # The following functions find a core's job and list in a step, and the block of each array that the step needs.
+    # The following functions find the job and list of a core's step, and the block of each array that the step needs.
 
     def job(self, core: Any, step: Any) -> tuple[Any, Any]:
-        """The call's job that a step computes, and the index of the tile among those of the job."""
+        """The job that a step computes, and the index of the step's tile in that job."""
         index = core * self.jobs_per_core + step // self.chunks
         return index // self.tiles, index % self.tiles
 
@@ -256,7 +256,7 @@ class Plan:
 
 
 def max_rows(call: Any) -> int:
-    """Query rows that the kernel computes together, at most."""
+    """The maximum number of query rows that the kernel computes together."""
     return MAX_ROWS if dtype_name(call.q) == "bfloat16" else MAX_ROWS // 2
 
 
@@ -270,14 +270,14 @@ def table_bytes(call: Any) -> int:
 
 
 def run_tokens(work: Work, tokens: Tokens, size: int, tile: Tile) -> tuple[Any, Any]:
-    """Compute `work`, whose q is [T, H, d_qk] and whose sinks are [kinds, H], in tiles of `size` tokens.
+    """Compute `work`, whose q is [T, H, d_qk] and whose sinks are [kinds, H], in tiles of up to `size` tokens.
 
     Returns out [T, H, d_v] and lse [T, H].
     """
     call, (num_tokens, heads, d_qk) = work.call, work.q.shape
     size = max(1, min(size, num_tokens, max_rows(call) // heads))
     step = size * cores_of(call)
-    # The table of a launch's jobs must fit in scalar memory, and each tile has at least one job.
+    # The table of a launch's jobs must fit in scalar memory. A launch has at most one job per token.
     together = max(table_bytes(call) // (4 * len(Jobs._fields)) // step, 1) * step
     sinks = None if work.sinks is None else jnp.tile(work.sinks, (1, size))
 
@@ -359,7 +359,7 @@ def _plan(work: Work, tile: Tile, tiles: int) -> Plan:
 
 
 def _factors(call: Any) -> Any:
-    """The factors that the logits and the values are multiplied by, f32 [2]."""
+    """The factors by which the logits and the values are multiplied, f32 [2]."""
     (scale,) = per_head(getattr(call, "kv_scale", None), 1)
     return jnp.stack([scale * jnp.float32(call.scale), scale])
 
@@ -371,9 +371,10 @@ def log2(power: int) -> int:
 def _lists(keys: Keys, plan: Plan) -> list[Any]:
     """The lists divided into C chunks, as an array for scalar memory and, if pieces are rows, one for vector memory.
 
-    A chunk in scalar memory, [L, C, 1, ...], has the numbers of the pieces to fetch; if they are pieces of pages, a
-    mask of the valid pieces of each block; the list's length, if it has one; and the number of blocks. The array for
-    vector memory [L, C, blocks, rows] has the index of each row in its group, or -1.
+    A chunk in scalar memory, [L, C, 1, ...], has the indices of the pieces to fetch, or of the rows' groups; a mask of
+    each block's valid pieces, unless pieces are rows; the list's length, if `keys.lens` is given; and the number of
+    blocks up to the last valid piece. The array for vector memory [L, C, blocks, rows] has the index of each row in its
+    group, or -1.
     """
     num_lists, length = keys.pieces.shape
     chunk = plan.blocks * plan.pieces
@@ -384,7 +385,8 @@ def _lists(keys: Keys, plan: Plan) -> list[Any]:
     used = used[:, None] - jnp.arange(chunks, dtype=jnp.int32) * chunk
     count = jnp.clip(cdiv(used, plan.pieces), 0, plan.blocks)[..., None]
     in_blocks = pieces.reshape(num_lists, chunks, plan.blocks, plan.pieces)
-    # Each invalid entry fetches a different piece, spread over the cache: repeated copies of one piece would be slow.
+    # Invalid entries fetch different pieces (entry i fetches piece i, modulo the number of pieces), because repeated
+    # copies of one piece would be slow.
     numbers = jnp.where(pieces >= 0, pieces // (plan.packing if plan.selects else 1), (ordinal - 1) % len(keys.cache))
     numbers = numbers.reshape(num_lists, chunks, chunk)
     ends = [count] if keys.lens is None else [jnp.broadcast_to(keys.lens[:, None, None], count.shape), count]
@@ -467,15 +469,15 @@ class Refs(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The tokens and keys that one step computes."""
+    """The tokens and keys that one step computes. Without `Refs.jobs`, all fields are 0 except `last`."""
 
     position: Any  # the position that the tile's first token has, or would have, in the list's sequence
     begin: Any  # the first of the tile's tokens that belong to the job
     end: Any  # one past the last of these tokens
     low: Any  # the first key that these tokens see
     high: Any  # one past the last key that they see
-    first: Any  # the first block of the chunk with such keys
-    last: Any  # one past the last block with such keys
+    first: Any  # the first block of the chunk to compute
+    last: Any  # one past the last block to compute
 
 
 def _span(plan: Plan, refs: Refs, lists: Any, step: Any) -> Span:
@@ -513,7 +515,7 @@ def _kernel(plan: Plan, refs: Refs) -> None:
     pl.when(chunk == 0)(lambda: reset_softmax(refs.m_i, refs.l_i, refs.acc, -jnp.inf))
 
     def start(block: Any, is_own: Any, slot: Any) -> None:
-        """Start to fetch a block of this step's chunk if `is_own`, else of the next step's."""
+        """Start to fetch a block of this step's chunk if `is_own`, else of the next step's chunk."""
 
         def fetch_piece(cache: Any, piece: Any) -> None:
             index = block * plan.pieces + piece
@@ -529,7 +531,7 @@ def _kernel(plan: Plan, refs: Refs) -> None:
             pl.when(extra)(lambda: fetch(refs.caches[1]))
 
     def fetch_and_compute(block: Any, carry: None) -> None:
-        """Start to fetch the block after this one, then compute this one, unless it is before the first block."""
+        """Start to fetch the block after `block`. Then compute `block`, unless it precedes the first block."""
         slot = half[0]
         is_own = block + 1 < span.last
 
@@ -607,7 +609,7 @@ def _finished(m_i: Any, l_i: Any, sinks: Any) -> tuple[Any, Any]:
 
 
 def _rows_of(plan: Plan, refs: Refs, span: Span, block: Any, first: Any) -> tuple[Any, Any, Any]:
-    """The bits of a block's keys, a mask of the valid ones, and their offsets in the block, which begins at `first`."""
+    """The bits of a block's keys, a mask of the valid ones, and their offsets from the block's first key, `first`."""
     fetched = refs.buffer[refs.half[0]]
     bounds = (span.low - first, span.high - first) if plan.by_tokens else None
     if plan.selects:
@@ -618,7 +620,7 @@ def _rows_of(plan: Plan, refs: Refs, span: Span, block: Any, first: Any) -> tupl
 
 def _within(offset: Any, bounds: Any, plan: Plan) -> Any:
     """A mask of the offsets in a block that some token of the job sees."""
-    low, high = bounds  # without a window, low is not positive
+    low, high = bounds  # without a window, no offset is below low
     return (offset < high) if plan.window is None else (offset >= low) & (offset < high)
 
 
@@ -630,7 +632,7 @@ def _words(fetched: Any) -> Any:
 def _selected(fetched: Any, index: Any, bounds: Any, plan: Plan) -> tuple[Any, Any, Any]:
     """The bits of selected rows [keys, columns], and a mask of the valid rows and their offsets, both [1, keys].
 
-    `index` is each row's index in its group; rows with -1 are invalid, and all their bits are zero.
+    `index` [1, keys] is each row's index in its group. Rows with -1 are invalid, and their bits are returned as zeros.
     """
     bits = 32 // plan.packing
     offset = lax.broadcasted_iota(jnp.int32, (1, plan.keys), 1)
@@ -644,7 +646,7 @@ def _selected(fetched: Any, index: Any, bounds: Any, plan: Plan) -> tuple[Any, A
 
 
 def _offsets(plan: Plan) -> Any:
-    """The offset of each key in a block of pages, [1, keys]."""
+    """The offset in a block of pages of each key, in the order in which keys are unpacked, [1, keys]."""
     lane = lax.broadcasted_iota(jnp.int32, (1, plan.keys), 1)
     if not plan.unpacks_pages:
         return lane
@@ -686,7 +688,7 @@ def _operands(raw: Any, plan: Plan) -> list[tuple[Any, Any]]:
 
 
 def _extend(plan: Plan, refs: Refs, parts: list[tuple[Any, Any]], seen: Any, few: Any) -> None:
-    """Add a block of keys to the online softmax; if the job sees `few` keys, also add the weights' rounding errors."""
+    """Add a block of keys to the online softmax. If the job sees `few` keys, add the weights' rounding errors, too."""
     q, m_i, l_i, acc = refs.q, refs.m_i, refs.l_i, refs.acc
     products, column = [], 0
     for operand, scale in parts:

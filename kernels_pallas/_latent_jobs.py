@@ -1,8 +1,8 @@
 """Tables of the jobs of `_latent` whose queries are tokens of sequences.
 
 A tile of queries consists of consecutive tokens, which may belong to several sequences, so neither queries nor results
-have to be moved. A tile has one job for each sequence that has tokens in it, and these jobs are consecutive. A job
-stores the rows of its own tokens, and the first job of a tile also stores the results of tokens that belong to no
+have to be moved. A tile has one job for each list of keys that its tokens attend to, and these jobs are consecutive. A
+job stores the rows of its own tokens, and the first job of a tile also stores the results of tokens that belong to no
 sequence. The number of jobs depends on shapes alone; surplus jobs have no tokens.
 """
 
@@ -18,7 +18,7 @@ from ragged_attention.kernels_pallas._blocks import cdiv
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """The list of keys and the position of each query token."""
+    """Each query token's list of keys, and its position in that list."""
 
     lists: Any  # i32 [T], each token's list, or -1; tokens with the same list are consecutive
     positions: Any  # i32 [T], each token's position in its list
@@ -41,7 +41,7 @@ class Jobs(NamedTuple):
 
 
 def tokens_of_sequences(call: Any) -> Tokens:
-    """The packed tokens of a call with `cu_q_lens`, which may have any values; list s has the keys of sequence s."""
+    """The packed tokens of a call, whose `cu_q_lens` may have any values; list s has the keys of sequence s."""
     edges = live_edges(call.cu_q_lens, call.num_seqs, call.num_tokens)
     stops = jax.lax.cummax(jnp.maximum(edges[:-1], edges[1:]))
     token = jnp.arange(call.num_tokens, dtype=jnp.int32)

@@ -8,9 +8,10 @@ The kernel has a row as integers, one byte per lane, and computes on its columns
 
 `reorder` puts the columns of the queries in that order, and `restore` undoes it for the columns of the result.
 
-float32 scales are not multiplied with codes, because no narrower operand would hold the products. The scale of a group
-of columns is multiplied into that group's logits, and into the weights of that group's values. 8-bit scales have so few
-significant bits that bfloat16 holds every product of code and scale exactly: these operands are dequantised values.
+float32 scales are not multiplied with codes, because bfloat16 operands could not hold the products exactly. Instead,
+the scale of a group of columns is multiplied into the group's part of the logits, and into the weights of the group's
+values. 8-bit scales have so few significant bits that bfloat16 holds every product of code and scale exactly, so the
+operands are dequantised values.
 """
 
 from typing import Any
@@ -86,9 +87,9 @@ def restore(out: Any, form: CacheFormat, d_v: int) -> Any:
 
 
 def operands(raw: Any, form: CacheFormat, dtype: Any) -> list[tuple[Any, Any]]:
-    """Rows [keys, bytes], or numbers of a plain cache [keys, d_qk], as operands of `dtype` in the kernel's order.
+    """Rows of integers, [keys, bytes], or [keys, d_qk] if not quantised, as operands of `dtype` in the kernel's order.
 
-    Each operand [keys, ...] has some of the columns. With it comes their scale [1, keys], or None if they need none.
+    Each operand [keys, ...] has some of the columns. It is paired with their scale [1, keys], or None if it needs none.
     """
     if not form.quantized:
         return [(numbers(raw, form.codes).astype(dtype), None)]
@@ -115,7 +116,7 @@ def operands(raw: Any, form: CacheFormat, dtype: Any) -> list[tuple[Any, Any]]:
 
 
 def numbers(raw: Any, dtype: str) -> Any:
-    """The float32 numbers whose bits in `dtype` are the integers `raw`; bfloat16 too can hold the 8-bit ones exactly.
+    """The float32 numbers whose bits in `dtype` are the integers `raw`. 8-bit numbers are exact in bfloat16, too.
 
     A float8_e8m0fnu code is the exponent of a float32, and the last code is NaN. The smallest number, 2**-127, becomes
     0: it is subnormal in float32, so the matrix unit would flush it.
@@ -129,7 +130,7 @@ def numbers(raw: Any, dtype: str) -> Any:
 
 
 def from_bits(raw: Any, *, exponent: int, mantissa: int) -> Any:
-    """The float32 values of small floats, given as integers. Subnormals are exact even on devices that flush them."""
+    """The float32 values of 4- to 16-bit floats, given as integers. No intermediate value is subnormal in float32."""
     magnitude = raw & ((1 << (exponent + mantissa)) - 1)
     up, bias = 23 - mantissa, 127 - ((1 << (exponent - 1)) - 1)
     smallest = 2.0 ** (bias + 1 - 127)
@@ -164,8 +165,8 @@ def _pairs(tail: Any) -> Any:
 def _per_byte(scales: Any, form: CacheFormat) -> Any:
     """The scale of each byte of codes [keys, value_bytes], from the scales of the groups [keys, LANES].
 
-    This is a product with a matrix that has a single 1 in each column. A NaN scale spreads to the whole row, which
-    changes nothing: the row's logit sums over all columns, so it is NaN anyway.
+    This is a product with a matrix that has a single 1 in each column. A NaN scale spreads to the whole row, but that
+    row's logits are NaN anyway, because they sum over all columns.
     """
     shape = (LANES, form.value_bytes)
     scale, byte = lax.broadcasted_iota(jnp.int32, shape, 0), lax.broadcasted_iota(jnp.int32, shape, 1)

@@ -35,7 +35,7 @@ def last_writes(slots: jax.Array, block: int) -> jax.Array:
 
 
 def slots(call: Any) -> jax.Array:
-    """The slot, page * G + offset, of each token of a `write_kv_pages` call, i32 [T]; -1 for tokens without a slot."""
+    """The slot, page * G + offset, of each token of a call that writes pages, i32 [T]; -1 for tokens without a slot."""
     if call.slot_mapping is None:
         return slots_from_tables(call, call.num_tokens)
     slot = call.slot_mapping

@@ -28,7 +28,7 @@ from ragged_attention.kernels_pallas._blocks import (
 )
 
 CHUNK = 16  # tokens transposed to heads-first order at a time, so that they stay in registers
-UPDATES = 128  # copies of new rows in flight at once
+UPDATES = 128  # tokens whose new rows are copied at a time
 
 
 class Plan(NamedTuple):
@@ -78,11 +78,14 @@ class Plan(NamedTuple):
 
     @property
     def transposes(self) -> bool:
-        """Whether a part's heads are transposed to the front, because tokens share 32-bit words."""
+        """Whether a part is transposed to heads-first order, because some words have elements of two tokens."""
         return self.widths[0][0] % self.per_word != 0
 
     def order(self, row: Any) -> Any:
-        """The offset in its part of the key in row `row` of an operand. A word has one key from each half of a part."""
+        """For row `row` of an operand: the offset, within the part, of the key in that row.
+
+        Two rows that share words have one key from each half of the part.
+        """
         if self.per_word == 1 or self.transposes:
             return row
         return (row >> 1) + (row & 1) * (self.block_kv // 2)
@@ -114,7 +117,7 @@ class Plan(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """The sequences, with all values clamped to the arrays' sizes."""
+    """The sequences. All values except those of the page table are clamped to the arrays' sizes."""
 
     starts: Any  # i32 [S], the first row of each sequence
     q_lens: Any  # i32 [S]
@@ -123,7 +126,7 @@ class Sequences(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """The factors that each KV head's logits and values are multiplied by, f32 [K], and the sinks, f32 [H] or None."""
+    """The factors by which each KV head's logits and values are multiplied, f32 [K], and the sinks, f32 [H] or None."""
 
     logits: Any
     values: Any
@@ -141,7 +144,7 @@ class Refs(NamedTuple):
     q: Any
     new_rows: Any
     read_pages: list[Any] | None  # the pages, if the launch only reads them
-    initial: Any  # the initial values of the results, in the same memory
+    initial: Any  # the initial values of the results, in the memory of the results
     out: Any
     lse: Any
     written_pages: list[Any] | None  # the pages, if the launch writes them
@@ -158,7 +161,7 @@ class Refs(NamedTuple):
     lse_heads: Any  # f32 [H, block_q] with padding, a tile's lse before it is transposed
     lse_buffer: Any  # f32 [block_q, 1, H]
     pending: Any  # i32 [1], the number of result rows whose copies to HBM are in flight
-    missing: Any  # i32 [2], 1 if a page of the block in the buffer does not exist
+    missing: Any  # i32 [2], for each buffer: 1 if a page of its block does not exist
     kv_arrived: Any  # semaphores [2, 1 or 2]
     q_arrived: Any  # [2]
     out_copied: Any
@@ -343,7 +346,7 @@ def page_of(plan: Plan, refs: Refs, span: Span, step: Step, offset: Any) -> Any:
 
 
 def page_copies(plan: Plan, refs: Refs, page: Any, slot: Any, offset: Any) -> list[Any]:
-    """The copies of a page to the place of page `offset` in the buffers, one copy per array of pages."""
+    """The copies of a page into buffer `slot`, as page `offset` of the block, one copy per array of pages."""
     return [
         pltpu.make_async_copy(
             array.at[page],
@@ -355,7 +358,7 @@ def page_copies(plan: Plan, refs: Refs, page: Any, slot: Any, offset: Any) -> li
 
 
 def fetch_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
-    """Start the copies of a block's pages, and store the keys' positions: NOWHERE for keys of a missing page."""
+    """Start the copies of a block's pages, and store the keys' positions: NOWHERE for missing pages and padding."""
     slot = step.kv_slot
     offset = plan.order(lax.broadcasted_iota(jnp.int32, plan.per_key, 0 if plan.in_columns else 1))
     for part in range(plan.num_blocks_kv):
@@ -423,12 +426,12 @@ def begin_tile(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
 
 
 def compute(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
-    """Attend to the keys of one block. If the tile sees few keys, each weight has two terms."""
+    """Attend to the keys of one block. In decode and in tiles with few keys, bfloat16 weights may get two terms."""
     base = step.block * plan.block
 
     def attend_part(split_weights: bool, part: Any) -> None:
         convert_heads(plan, refs, step, part)
-        # The matrix unit multiplies for one group of queries while the weights of another are computed.
+        # While the softmax of a group of queries is computed, the matrix unit multiplies for the groups around it.
         groups = [(head, first) for head in range(plan.num_kv_heads) for first in range(0, plan.rows, plan.columns)]
         logits, mix_previous = multiply_keys(plan, refs, *groups[0]), functools.partial(lambda: None)
         for group, after in zip(groups, [*groups[1:], None], strict=True):
@@ -448,7 +451,7 @@ def compute(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
     zero_unseen(plan, refs, span, step, low, high)
     if plan.dtype == jnp.float32 or not plan.split_weights_below:
         attend_parts(False)
-    elif not plan.in_columns:  # there are few rows, so the second term costs nothing
+    elif not plan.in_columns:  # with so few rows, the second term costs no time
         attend_parts(True)
     else:
         few = span.high - span.low <= plan.split_weights_below
@@ -457,7 +460,7 @@ def compute(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
 
 
 def zero_unseen(plan: Plan, refs: Refs, span: Span, step: Step, low: Any, high: Any) -> None:
-    """Zero the keys of parts `low` to `high` that the tile does not see. Their weight is 0, but 0 times NaN is NaN."""
+    """Zero the keys of parts [low, high) that the tile does not see. Their weight is 0, but 0 times NaN is NaN."""
     base = step.block * plan.block
     seen_low = jnp.maximum(span.low - base, 0)
     seen_high = jnp.minimum(span.high - base, plan.block)
@@ -494,7 +497,7 @@ def convert_heads(plan: Plan, refs: Refs, step: Step, part: Any) -> None:
 
 
 def operand(plan: Plan, refs: Refs, which: int, head: int) -> Any:
-    """The keys or values of one head in the part that was converted last, [block_kv, D] in `plan.order`."""
+    """The keys or values of one head in the part that was converted last, [block_kv, D], in `plan.order`."""
     heads = refs.heads[which]
     count, dim = plan.widths[which]
     if plan.transposes:
@@ -521,7 +524,7 @@ def own_queries(plan: Plan, head: int, first: int) -> tuple[Any, ...]:
 def multiply_keys(plan: Plan, refs: Refs, head: int, first: int) -> Any:
     """The products of a group of queries with the keys of a part of a block.
 
-    Queries are columns, so that maxima and sums over keys combine whole registers. A single query per head is a row.
+    In tiles of several tokens, queries are columns, so that maxima and sums over keys combine whole registers.
     """
     k = operand(plan, refs, 0, 2 * head if plan.combined else head)
     q = refs.q_rows[head, pl.ds(first, plan.columns), :]
@@ -630,7 +633,7 @@ def store_lses(plan: Plan, refs: Refs, lses: list[Any]) -> None:
 
 
 def result_copies(plan: Plan, refs: Refs) -> list[Any]:
-    """For each result, a function of (offset, row, size) that describes a copy of rows from the buffer to HBM."""
+    """For each result, a function that describes a copy of `size` rows from `offset` in its buffer to `row` in HBM."""
 
     def copy(buffer: Any, array: Any, semaphore: Any) -> Any:
         return lambda offset, row, size: pltpu.make_async_copy(

@@ -12,7 +12,7 @@ from ragged_attention.kernels_pallas._latent import row_layout as row_layout
 from ragged_attention.kernels_pallas._latent import why_not as why_not
 from ragged_attention.kernels_pallas._latent_jobs import Tokens
 
-ROWS = 256  # query rows that a dense call computes together, unless a single token has more heads
+ROWS = 256  # query rows per tile of a dense call, unless a single token has more heads
 FEATURES = frozenset({
     "page_indices", "kv_lens", "indices", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks",
     "topk_lens", "extra_kv_cache", "extra_indices", "extra_topk_lens", "schedule", "cache_format", "cache_layout",
@@ -100,7 +100,7 @@ def _in_two_formats(call: Any, keys: list[_latent.Keys], forms: list[CacheFormat
 
 
 def _dense(call: Any, tile: Tile) -> tuple[Any, Any]:
-    """Out and lse of a dense call. All tokens of a sequence and all heads of one of its KV heads share a list."""
+    """Out and lse of a dense call. The query heads of a KV head, for all tokens of a sequence, share a list."""
     num_seqs, count, num_q_heads, d_qk = call.q.shape
     num_kv_heads = call.num_kv_heads
     lists, group = num_seqs * num_kv_heads, num_q_heads // num_kv_heads

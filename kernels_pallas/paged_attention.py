@@ -2,8 +2,8 @@
 
 A grid step computes several KV heads of one sequence, over all keys of the sequence, or over one block of them if
 `inline_seq_dim` is off. Invalid pages are left out of a block, so its valid keys come first, and the mask follows from
-their number. The query heads of several KV heads share the eight rows of a register: each KV head's keys are multiplied
-with all eight rows, and each row keeps the results of its own KV head.
+their number. If groups are small, query heads of several KV heads share the eight rows of a register: each KV head's
+keys are multiplied with all eight rows, and each row keeps the results of its own KV head.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Tile:
 
     Attributes:
         pages_per_compute_block: pages fetched and computed together, a divisor of the pages that a sequence can list.
-            0 means the largest number that fits, which need not be a divisor.
+            0 chooses a number that fits in VMEM, which need not be a divisor.
         megacore_mode: "batch" divides the sequences among the cores of a TPU, "kv_head" the KV heads. The number of
             sequences or KV heads must be a multiple of the number of cores.
         inline_seq_dim: whether a grid step computes all keys of a sequence, or only one block of them.
@@ -54,7 +54,7 @@ class Tile:
 
 
 def heuristic(call: Any) -> Tile:
-    """The sequences, or else the KV heads, are divided among the cores if their number allows it."""
+    """Divide the sequences, or else the KV heads, evenly among the cores, if either is possible."""
     cores = call.device.num_multiprocessors
     if cores > 1 and call.max_num_seqs % cores == 0:
         return Tile(megacore_mode="batch")
@@ -170,7 +170,7 @@ def decode(
 
 
 def schedule(lengths: jax.Array, cores: int) -> tuple[jax.Array, jax.Array]:
-    """For each sequence [S], the next one of its core that has keys; for each core, the first such sequence. S: none.
+    """For each sequence [S], its core's next sequence with keys; for each core, its first such one. S means none.
 
     Core i has the sequences i, i + cores, i + 2 * cores and so on.
     """
@@ -239,7 +239,7 @@ def visit(refs: _heads_first.Refs, plan: Plan, core: Any, row: Any, head_step: A
 
 
 def start(refs: _heads_first.Refs, plan: Plan, row: Any, head_step: Any, block: Any, slot: Any) -> None:
-    """Start to fetch a block, and store the number of its pages and keys."""
+    """Start to fetch a block, and store the number of its valid pages and keys."""
     lengths, table = refs.scalars.lengths, refs.scalars.table
     length, before = lengths[row], block * plan.pages_per_block
     used = jnp.minimum(plan.pages_per_block, cdiv(length, plan.page_size) - before)

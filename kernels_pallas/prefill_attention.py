@@ -29,7 +29,7 @@ from ragged_attention.kernels_pallas._blocks import (
 )
 from ragged_attention.kernels_pallas._heads_first import block_rows, scale_row, spread, update_softmax, weighted_sum
 
-ROWS = 256  # query rows per KV head in a block: enough work for the matrix unit per load of keys
+ROWS = 256  # maximum query rows per KV head in a block: enough work for the matrix unit per load of keys
 FEATURES = frozenset({"sm_scale", "soft_cap", "sliding_window", "align"})
 
 
@@ -38,10 +38,10 @@ class Tile:
     """The tunable parameters.
 
     Attributes:
-        num_kv_pages_per_block: pages fetched and computed together; 0 means the largest number that fits.
-        num_queries_per_block: query tokens computed together, a power of two from 8; 0 means the largest that fits.
-        split_weights_below: blocks of rows that see at most this many keys use two bfloat16 terms per weight; 0 is
-            faster.
+        num_kv_pages_per_block: pages fetched and computed together; 0 chooses a number that fits in VMEM.
+        num_queries_per_block: query tokens computed together, a power of two, at least 8; 0 chooses one that fits.
+        split_weights_below: blocks of rows that see at most this many keys use two bfloat16 terms per weight, as do
+            masked blocks of keys; 0 means one term everywhere, which is faster.
         vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
     """
 
@@ -220,7 +220,7 @@ def visit(refs: _heads_first.Refs, plan: Plan, first_head: Any, head_step: Any, 
     if plan.window is not None:
         whole &= begins > top + plan.block_q - 1 - plan.window
     if refs.q.dtype != jnp.float32:
-        whole &= high - low > plan.split_weights_below
+        whole &= high - low > plan.split_weights_below  # only the other branch splits weights
 
     @pl.when(whole)
     def _() -> None:
@@ -250,7 +250,7 @@ def row_tokens(shape: tuple[int, ...], axis: int, plan: Plan) -> jax.Array:
 
 
 def clear_unseen(refs: _heads_first.Refs, plan: Plan, slot: Any, seen: tuple[Any, Any]) -> None:
-    """Zero the values of a block outside the range `seen`. Their weight is 0, but 0 times NaN is NaN."""
+    """Zero a block's values that are outside `seen` or in invalid pages. Their weight is 0, but 0 times NaN is NaN."""
     values = refs.operands[1].buffer
 
     def clear(page: Any, _: None) -> None:

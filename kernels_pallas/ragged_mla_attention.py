@@ -24,7 +24,8 @@ class Tile(mla_decode.Tile):
     Args:
         num_keys_per_block, vmem_limit_bytes: as in `sparse_mla_prefill`.
         num_queries_per_block: consecutive query tokens computed together; fewer if their heads do not fit in a tile.
-        split_weights_below: jobs of at most this many keys use two bfloat16 terms per weight; 0 is faster.
+        split_weights_below: tiles that see at most this many keys of a sequence use two bfloat16 terms per weight for
+            them; 0 is faster.
     """
 
     split_weights_below: int = 1024
@@ -35,7 +36,7 @@ class Tile(mla_decode.Tile):
 
 
 def heuristic(call: Any) -> Tile:
-    """Tiles with the mean number of tokens per sequence, because a tile computes all its rows for each sequence."""
+    """Tiles with the mean number of tokens per sequence, because a tile computes all rows for each of its sequences."""
     longest = call.num_tokens if call.max_q_len is None else max(call.max_q_len, 1)
     mean = cdiv(call.num_tokens, max(call.max_num_seqs, 1))
     most = max(1, mla_decode.ROWS // call.num_q_heads)

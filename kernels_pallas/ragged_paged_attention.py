@@ -1,9 +1,9 @@
-"""Ragged paged attention on a TPU: one kernel, launched once for the decoding sequences and once for all others.
+"""Ragged paged attention on a TPU: one kernel, launched for sequences with one query token, then for all others.
 
 A launch is a sequence of steps. In a step, a tile (consecutive query tokens of one sequence) attends to one block of
-keys. Meanwhile the pages of the next step are copied into the other buffer, even if it belongs to another tile or
-sequence; if it is the first step of a tile, so are its queries. Only pages that some query of the tile sees are
-fetched. The maximum, the sum and the accumulator stay in VMEM in float32 until the tile ends. Then the tile is
+keys. Meanwhile the pages of the next step are copied into the other buffer, even if that step belongs to another tile
+or sequence; if it is a tile's first step, the tile's queries are copied, too. Only pages that some query of the tile
+sees are fetched. The maximum, the sum and the accumulator stay in VMEM in float32 until the tile ends. Then the tile is
 normalised and its rows are copied to their place in the result; all other rows of the result keep their initial zeros.
 """
 
@@ -49,11 +49,12 @@ class Tile:
 
     Attributes:
         num_kv_pages_per_block: pages fetched together into one of the two buffers.
-        num_queries_per_block: query tokens computed together, rounded up to a power of two from 16. Another launch
-            computes the sequences with one query token.
+        num_queries_per_block: query tokens computed together, rounded up to a power of two, at least 16. Another
+            launch computes the sequences with one query token.
         block_kv: keys computed together, a multiple of 128.
         decode_block_kv: `block_kv` of the launch for sequences with one query token.
-        split_weights_below: tiles that see at most this many keys use two bfloat16 terms per weight; 0 is faster.
+        split_weights_below: tiles that see at most this many keys use two bfloat16 terms per weight, as does the launch
+            for sequences with one query token; 0 means one term everywhere, which is faster.
         vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
         fused_update: write `new_kv` in the attention kernel, not in a kernel before it.
     """
@@ -75,7 +76,7 @@ class Tile:
 
 
 def heuristic(call: Any) -> Tile:
-    """Tiles of about 256 rows per KV head and blocks of up to 1024 keys, reduced until they fit in half of VMEM."""
+    """Tiles of up to about 256 rows per KV head and blocks of up to 1024 keys, reduced to fit in half of VMEM."""
     most = max(512 // call.group * 2 // item_size(call.q) // 2, SUBLANES)
     mean = next_power_of_2(cdiv(call.num_tokens, max(call.max_num_seqs, 1)))
     block_q = min(max(mean, SUBLANES), next_power_of_2(most + 1) // 2)
@@ -147,7 +148,7 @@ def plan_of(call: Any, tile: Tile, block_q: int, num_tokens: int, num_updates: i
         soft_cap=None if call.soft_cap is None else float(call.soft_cap),
         has_sinks=call.sinks is not None,
         has_lse=call.return_lse,
-        cores=call.device.num_multiprocessors if num_updates is None else 1,  # cores cannot wait for each other
+        cores=call.device.num_multiprocessors if num_updates is None else 1,  # a core cannot wait for another's writes
         split_weights_below=tile.split_weights_below,
         num_updates=num_updates,
         dtype=jnp.dtype(dtype_name(call.q)),
@@ -156,7 +157,7 @@ def plan_of(call: Any, tile: Tile, block_q: int, num_tokens: int, num_updates: i
 
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
-    """The results. Each launch fills in some rows; rows of no sequence keep their initial values, 0 and -inf."""
+    """[out, lse if requested, pages if written]. Rows that see no key keep their initial values: 0, and -inf in lse."""
     if call.new_kv is not None and not tile.fused_update:
         write = call.write_of_new_kv()
         pages = write_kv_pages.run(write, write_kv_pages.heuristic(write), launch)
@@ -204,7 +205,7 @@ def factors_of(call: Any) -> Factors:
     return Factors(factor, per_head(call.v_scale, call.num_kv_heads), call.sinks)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))  # traced once, even if a page table needs many launches
+@functools.partial(jax.jit, static_argnums=(0, 1))  # traced once per plan, even if a page table needs many launches
 def attend(
     plan: Plan, vmem_limit_bytes: int, q: Any, pages: list[Any], seqs: Sequences, factors: Factors,
     update: Update | None, out: Any, lse: Any,

@@ -2,7 +2,7 @@
 
 Logits become int32 *keys* in the same order. A row stays in VMEM. Bisection over the 32 bits of a key, with one count
 over the row per bit, finds the smallest selected key. If more columns have that key than are needed, the last of them
-are selected, and bisection over the bits of a column number finds the first of these.
+are selected, and bisection over the bits of a column's index finds the first of these.
 
 A TPU has no scatter, so each entry of the result looks up its column instead. A row is divided into *lines* of 128
 columns. Prefix sums of the number of selected columns per line tell which line has the column of an entry. A product
@@ -32,10 +32,10 @@ from ragged_attention.kernels_pallas._blocks import (
 )
 
 FEATURES = frozenset({"starts", "stops"})
-MAX_LINES = 128  # lines computed together
-MAX_ENTRIES = 512  # entries of the result computed together
+MAX_LINES = 128  # maximum lines computed together
+MAX_ENTRIES = 512  # maximum entries of the result computed together
 ROWS = 8
-ROW_BYTES = 2 << 20  # maximum size of a block's logits in VMEM; their keys have the same size
+ROW_BYTES = 2 << 20  # maximum size of the logits in a block of several rows in VMEM; their keys take as much
 MAX_COLUMNS = 2**20
 NOT_SELECTED = -(2**31)  # below the key of any logit
 
@@ -45,7 +45,7 @@ class Tile:
     """The tunable parameters.
 
     Args:
-        num_rows_per_block: rows searched together.
+        num_rows_per_block: rows of logits searched together.
         vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
     """
 
@@ -165,7 +165,7 @@ def _lines(plan: Plan, block: Any) -> Any:
 
 
 def _columns(plan: Plan, block: Any, leading: tuple[int, ...] = ()) -> Any:
-    """The column numbers of a block of lines, i32 [*leading, lines, LANES]."""
+    """The indices of the columns in a block of lines, i32 [*leading, lines, LANES]."""
     shape = (*leading, plan.together, LANES)
     line, lane = (lax.broadcasted_iota(jnp.int32, shape, len(leading) + axis) for axis in range(2))
     return (block * plan.together + line) * LANES + lane
@@ -181,7 +181,7 @@ def _store_keys(plan: Plan, logits: Any, keys: Any, starts: Any, stops: Any, blo
 
 
 def _count(plan: Plan, keys: Any, used: Any, holds: Any) -> Any:
-    """The exact number of each row's columns for which `holds(key, column)` is true, f32 [rows, 1, 1]."""
+    """For each row, the exact number of columns for which `holds(key, column)` is true, f32 [rows, 1, 1]."""
 
     def add(block: Any, total: Any) -> Any:
         counted = holds(keys[:, _lines(plan, block), :], _columns(plan, block, (1,)))
@@ -247,8 +247,8 @@ def _list_columns(plan: Plan, out: Any, keys: Any, limits: Any, used: Any, row: 
 def _columns_of_entries(plan: Plan, selected: Any, before: Any, counts: Any, start: Any) -> Any:
     """The column of each entry of a group, relative to the block, i32 [1, entries]; -1 if it is not in the block.
 
-    `selected` [lines, LANES] is 1 or 0. `counts` [lines, 1] are the numbers of selected columns per line, and `before`
-    those of all lines before it.
+    `selected` [lines, LANES] is 1 or 0. `counts` [lines, 1] has the number of selected columns of each line, and
+    `before` [lines, 1] that of all earlier lines of the row together.
     """
     entry = start + lax.broadcasted_iota(jnp.int32, (1, plan.entries), 1).astype(jnp.float32)
     in_line = jnp.where((before <= entry) & (entry < before + counts), 1.0, 0.0)  # [lines, entries]
@@ -263,7 +263,7 @@ def _columns_of_entries(plan: Plan, selected: Any, before: Any, counts: Any, sta
 
 
 def _triangle(size: int, *, strict: bool) -> Any:
-    """The matrix [size, size] whose product sums, for each row, all rows up to it; if `strict`, those before it."""
+    """The matrix m [size, size] for which row i of m @ x is the sum of x's rows up to i, or before i if `strict`."""
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in range(2))
     return jnp.where(column < row if strict else column <= row, 1.0, 0.0)
 

@@ -1,9 +1,9 @@
 """Writing this step's K and V into the pages on TPUs: rows are copied from VMEM to their slots.
 
 Each grid step writes a block of tokens. While the pipeline loads the rows of the next block into VMEM, the kernel
-starts one asynchronous copy for each token of the current block, from its row in VMEM to its slot in HBM. All copies
-share a semaphore, and the kernel then waits for all rows that it copied. Eight consecutive tokens with consecutive
-slots, as in a prompt, share one copy.
+starts one asynchronous copy for each token of the current block, from its row in VMEM to its slot in HBM. The copies to
+an array of pages share a semaphore, and the kernel then waits for all rows that it copied. Eight consecutive tokens
+with consecutive slots, as in a prompt, share one copy.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from ragged_attention.kernels_pallas._blocks import (
 from ragged_attention.kernels_pallas._new_rows import last_writes, new_rows, slots, too_many_slots
 
 RUN = 8  # tokens that may share a copy
-SKIP, FIRST_RUN = -1, -2  # see `codes_of`: SKIP marks a token without a slot, FIRST_RUN or less the start of a run
+SKIP, FIRST_RUN = -1, -2  # see `codes_of`: SKIP marks a token that is not written, FIRST_RUN or less the start of a run
 FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})
 
 
@@ -68,7 +68,7 @@ def row_bytes(call: Any) -> int:
 
 
 def heuristic(call: Any) -> Tile:
-    """One block for all tokens, of up to 1024 tokens that take at most 4 MiB and a sixteenth of VMEM."""
+    """A block for all tokens, but of at most 1024 tokens, 4 MiB and a sixteenth of VMEM."""
     most = max(min(call.device.shared_memory // 16, 4 << 20) // row_bytes(call), 1)
     wanted = min(max(next_power_of_2(call.num_tokens), RUN), 1024)
     return Tile(num_tokens_per_block=min(wanted, 1 << most.bit_length() - 1))

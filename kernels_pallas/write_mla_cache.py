@@ -66,7 +66,7 @@ def why_not(call: WriteMlaCache) -> str | None:
 
 
 def heuristic(call: Any) -> Tile:
-    """One block for all rows, of up to 256 groups that take at most 4 MiB and a sixteenth of VMEM."""
+    """A block for all new rows, but of at most 256 groups, 4 MiB and a sixteenth of VMEM."""
     row = round_up(call.cache.shape[3], LANES) * 4 * 8  # VMEM pads a row of words to a tile of 8
     most = max(min(call.device.shared_memory // 16, 4 << 20) // row, CHUNK)
     wanted = min(max(next_power_of_2(call.num_tokens * call.num_kv_heads), CHUNK), 256)
@@ -123,7 +123,7 @@ def new_words(bits: jax.Array, sources: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def kernel(groups: Any, new: Any, kept: Any, initial: Any, cache: Any, buffer: Any, fetched: Any, stored: Any) -> None:
-    """Change one block of groups. `groups` lists their numbers, then -1; `new` and `kept` are those of `new_words`."""
+    """Change one block of groups. `groups` has their indices, then -1; `new_words` describes `new` and `kept`."""
     del initial  # aliases `cache`
     block = groups.shape[-1]
 
