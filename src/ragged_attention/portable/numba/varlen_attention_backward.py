@@ -1,8 +1,8 @@
 """The gradient of attention over packed sequences on a CPU.
 
-A program takes a range of keys of one sequence and KV head, and all queries that see them. It computes the whole
+A program takes a range of keys of one sequence and KV head, and all queries that see them. It computes the complete
 gradients of these keys and values, and it sums the gradients of the queries over its tiles of keys. If a sequence has
-much more work than the others, its keys are split; the split that ends last sums the query gradients of all splits, in
+much more work than the others, its keys are split; the last split to finish sums the query gradients of all splits, in
 the order of the splits.
 """
 
@@ -129,7 +129,7 @@ def tokens_seeing(call, q_len, kv_len, first, stop):
 
 @compiled
 def read_keys(call, tile, head, first, count):
-    """Read `count` packed keys and values from row `first` on."""
+    """Read `count` packed keys and values from row `first` on, and set the tile's gradients to 0."""
     size = size_of(call.q_format)
     for key in range(count):
         k = call.k + size * ((first + key) * call.k_token_stride + head * call.k_head_stride)
@@ -166,7 +166,7 @@ def read_queries(call, tile, seq, head, first, last):
 
 @compiled
 def add_gradients(call, tile, rows, first, offset, count, dq):
-    """Add the products of the tile's rows and `count` of its keys, from key `offset` on, to the gradients of both.
+    """Add the contributions of the tile's rows and `count` of its keys, from key `offset` on, to all gradients.
 
     The tile's first key is at position `first`. `dq` is the address of the rows' gradients.
     """
