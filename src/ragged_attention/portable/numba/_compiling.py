@@ -110,7 +110,7 @@ def _announce(name: str) -> None:
 
 
 class _Function(CFunc):
-    """A function compiled for C callers, or loaded from disk; a compilation starts the timer."""
+    """A function compiled for C callers, or loaded from disk; compiling it starts the timer `announcement`."""
 
     def __init__(self, function: Callable[..., Any], types: str, announcement: threading.Timer) -> None:
         options = {key: value for key, value in OPTIONS.items() if key not in ("nogil", "no_cpython_wrapper")}
@@ -128,7 +128,7 @@ class _Function(CFunc):
 def _keep_functions_apart(library: Any, entry: str) -> None:
     """Give each function of a library, except its entry, a unique name. The library must not be linked yet.
 
-    Numba's names end in numbers that every process counts anew, so two processes may give the same name to different
+    Numba's names contain numbers that every process counts anew, so two processes may give the same name to different
     functions. If a process loaded the code of both, one of these functions would run in place of the other.
     """
     optimize = library._optimize_final_module

@@ -6,8 +6,8 @@ returns their number, or NO_MEMORY; it may allocate one block of memory for all 
 finds no memory for its work runs no program.
 
 Calls from torch run on torch's own threads, since a second pool would compete with them for the CPUs. In a forked
-process, which has lost the threads of OpenMP, or if torch does not use libgomp, each call starts its own
-threads. Calls from jax run on the threads of XLA's pool.
+process, which has lost the threads of OpenMP, or if torch does not use libgomp, each call starts its own threads. Calls
+from jax run on the threads of XLA's pool.
 """
 
 import contextlib

@@ -161,7 +161,7 @@ def read_queries(call, tile, unit, head):
 
 @compiled
 def slot_of(call, seq, token, head, position, length):
-    """A position's page, -1 if it has none, and its slot in that page; `length` is the first list's length."""
+    """A position's page, negative if it has none, and its slot in that page; `length` is the first list's length."""
     if not call.sparse:
         page = int32_at(call.lists, seq * call.lists_seq_stride + position // call.kv_page_size)
         return page if page < call.kv_num_pages else -1, position % call.kv_page_size

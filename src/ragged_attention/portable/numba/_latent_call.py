@@ -56,7 +56,7 @@ def invariant_tile(call: LatentCall) -> Tile:
 
 
 def cache_of(array: Any, form: CacheFormat, launch: Any) -> Any:
-    """The cache, copied if it is quantised and its rows are not aligned as the kernels expect."""
+    """The cache, copied if it is quantised and its rows are not laid out as the kernels expect."""
     return launch.words(array, packed_rows=form.planar) if form.quantized else array
 
 

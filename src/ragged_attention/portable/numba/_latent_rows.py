@@ -36,8 +36,8 @@ LARGEST, SMALLEST_SCALE = np.float32(448), np.float32(1e-4)  # the largest e4m3;
 LARGEST_E2M1, SMALLEST_E4M3 = np.float32(6), np.float32(2**-9)
 
 # `*_step` are strides in bytes: of pages, rows, KV heads, and from one row's scales to the next row's. `scales_at` is
-# the offset of a page's first scale. `row_bytes` counts a row's contiguous bytes. `codes` and later fields are those of
-# the format.
+# the offset of a page's first scale. `row_bytes` counts a row's contiguous bytes. The fields
+# from `codes` on describe the format.
 ROWS = ("num_pages", "page_size", "page_step", "row_step", "head_step", "scales_step", "scales_at", "row_bytes",
         "codes", "values", "group", "scales", "padding", "rotary", "rotary_at")  # fmt: skip
 

@@ -5,8 +5,8 @@ Packed keys are treated as pages of one key each; the index of a page is the row
 A *block* is a range of consecutive queries of a sequence. The query heads that share a KV head are rows of one tile, so
 each K and V is read once for all of them. A *unit* is a block with one split of the keys that it sees: keys that the
 causal mask or the window hides from the whole block are skipped. A program computes one unit for one KV head. A block
-with much more work than the average has several splits, and the last of them to finish merges them. How the work is
-divided depends on the shapes and lengths alone.
+with a large share of the work has several splits, and the last of them to finish merges them. How the work is divided
+depends on the shapes and lengths alone.
 """
 
 import numpy as np
@@ -151,7 +151,7 @@ def place_of(call, seq, position):
 
 @inlined
 def page_at(call, seq, number):
-    """The page at an index of a sequence's block table; the table may hold any number."""
+    """The page at an index of a sequence's block table; the table may hold any int32."""
     return number if call.cu_kv_lens else int32_at(call.page_indices + 4 * seq * call.page_indices_seq_stride, number)
 
 

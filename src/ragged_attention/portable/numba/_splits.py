@@ -1,4 +1,4 @@
-"""Splits the keys of blocks that have much more work than the average, and merges the results of the splits.
+"""Splits the keys of blocks that have a large share of the call's work, and merges the results of the splits.
 
 A split's partial result is the weighted sum of values, the largest logit and the sum of weights of each row. The last
 split of a block to finish merges all of them, so no program waits for another. The number of splits depends only on

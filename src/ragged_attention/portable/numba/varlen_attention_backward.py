@@ -2,7 +2,7 @@
 
 A program takes a range of keys of one sequence and KV head, and all queries that see them. It computes the complete
 gradients of these keys and values, and it sums the gradients of the queries over its tiles of keys. If a sequence has
-much more work than the others, its keys are split; the last split to finish sums the query gradients of all splits, in
+a large share of the work, its keys are split; the last split to finish sums the query gradients of all splits, in
 the order of the splits.
 """
 
@@ -36,8 +36,8 @@ call_of = FIELDS.at
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
 })  # fmt: skip
-# A sequence with more than 1/SHARES of the total work is split. There are few splits, since each of them stores the
-# gradients of all queries of its sequence.
+# The keys of a sequence are split if one of its KV heads has more than 1/SHARES of the call's work. There are few
+# splits, since each of them stores the gradients of all queries of its sequence.
 SHARES = 16
 UNIT = ("seq", "low", "high", "split", "num_splits", "partial", "counter")
 unit_at, UNIT_BYTES = record_at(UNIT), 8 * len(UNIT)
