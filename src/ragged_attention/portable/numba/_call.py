@@ -16,12 +16,12 @@ from ragged_attention.portable.numba._splits import expect_splits
 
 KERNEL = Kernel("paged_attention", _paged.FIELDS, _paged.plan, _paged.work)
 SPLITS_PER_SEQUENCE = 8  # in batch-invariant mode
-TILE_FLOATS = 384 * 256  # floats of a tile's queries and results: they fit the L2 cache, and many rows share each key
+TILE_FLOATS = 384 * 256  # maximum floats in a tile's queries and results; they should fit the L2 cache
 MULTIPLES = {"block_q": 1, "block_rows": 1, "block_kv": 8}  # each block size must be a multiple of its number here
 
 
 def expect_tile(tile: Any) -> None:
-    """Check a tile's numbers of rows and keys, and its number of splits if it has one."""
+    """Check a tile's block sizes and, if it has one, its number of splits."""
     for field in dataclasses.fields(tile):
         value, step = getattr(tile, field.name), MULTIPLES.get(field.name)
         if step is None:
@@ -33,11 +33,11 @@ def expect_tile(tile: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Blocks:
-    """The tunable parameters of kernels that do not split the keys of a query.
+    """The tunable parameters of kernels without a tunable number of KV splits.
 
     Args:
-        block_q: queries of a sequence that a program takes.
-        block_kv: keys converted or multiplied at a time, a multiple of 8.
+        block_q: query tokens of a sequence in a tile.
+        block_kv: keys in a tile, a multiple of 8.
     """
 
     block_q: int
@@ -47,26 +47,26 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile(Blocks):
-    """The tunable parameters.
+    """The tunable parameters of `_paged`'s kernel.
 
     Args:
-        num_splits: the maximum number of KV splits per query; their number then depends only on how many keys the query
-            sees. 0: blocks are split in proportion to their work.
+        num_splits: a block of n query tokens has at most max(num_splits // n, 1) KV splits, whatever else the batch
+            holds. 0: blocks are split in proportion to their work.
     """
 
     num_splits: int = 0
 
 
 def block_q_of(call: Any) -> int:
-    """The number of queries that fill a tile."""
+    """The number of query tokens that fill a tile."""
     rows = min(TILE_FLOATS // (2 * call.head_dim), 512)
     return max(rows // call.group, 1)
 
 
 def heuristic(call: Any) -> Tile:
-    """A tile; it has few keys if memory bandwidth limits the call, so that prefetches are spread evenly.
+    """The tile for a call. Decode is limited by memory bandwidth: few keys per tile spread its prefetches evenly.
 
-    Converting 8-bit keys takes longer than fetching them, so a tile has more of them.
+    8-bit keys take longer to convert than to fetch, so decode has more of them per tile.
     """
     block_kv = 96
     if call.num_tokens <= 4 * call.max_num_seqs:
@@ -80,7 +80,7 @@ def invariant_tile(call: Any) -> Tile:
 
 
 def cannot_run(call: Call) -> str | None:
-    """Why these kernels do not run on the device of the call, or None."""
+    """Why no kernel of this backend can run on this machine or the call's device, or None."""
     if WHY_NOT:
         return WHY_NOT
     if call.device.platform != "cpu":
@@ -91,14 +91,14 @@ def cannot_run(call: Call) -> str | None:
 
 
 def why_not(call: Any) -> str | None:
-    """Why these kernels do not take an attention call, or None."""
+    """Why the attention kernels cannot run a call, or None."""
     if (dtype := dtype_name(call.q)) not in CODES:
         return f"takes q.dtype float32, bfloat16 or float16, got {dtype}"
     return cannot_run(call)
 
 
 def numbers_of_pages(call: Any, launch: Any) -> dict[str, int]:
-    """The strides of K and V, and the offset from K to V, if the same pages hold both."""
+    """The strides of K and V and the offset from K to V, if the same pages hold both; else nothing."""
     if not call.combined:
         return {}
     page, slot, head, _ = launch.strides(call.kv_pages)
@@ -110,9 +110,10 @@ def run(
     call: RaggedPagedAttention, tile: Tile, launch: Any, *, layout: int = _sequences.PACKED,
     scales: tuple[Any, Any] = (None, None), axes: str = "page slot head",
 ) -> dict[str, Any]:  # fmt: skip
-    """Enqueue the kernel; returns out and lse by name.
+    """Launch the kernel; returns out and lse by name.
 
-    `axes` names the axes of the pages. `scales` are arrays with one scale per position and head, with the same axes.
+    `axes` names the leading axes of the pages. `scales` are the scales of K and of V, one per slot and head, in arrays
+    with the same axes.
     """
     k_pages, v_pages = (call.kv_pages, call.kv_pages) if call.combined else call.kv_pages
     pages = {"k_pages": k_pages, "v_pages": v_pages, "k_scales": scales[0], "v_scales": scales[1]}

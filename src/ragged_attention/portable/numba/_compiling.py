@@ -45,7 +45,7 @@ def _digest() -> str:
 
 
 class _Shelf:
-    """The cache of a CFunc's machine code, with the methods that Numba expects. Its errors never fail a call."""
+    """The cache of a CFunc's machine code, with the methods that Numba expects. A cache error never fails a call."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
@@ -61,7 +61,7 @@ class _Shelf:
         try:
             kept = caches.read(self._path(signature, context))
             return None if kept is None else CompileResult._rebuild(context, *pickle.loads(kept))
-        except Exception:  # the file may hold anything: the code is compiled and written again
+        except Exception:  # the file may hold anything; None makes Numba compile the function and write the file again
             return None
 
     def save_overload(self, signature: Any, result: Any) -> None:
@@ -110,7 +110,7 @@ def _announce(name: str) -> None:
 
 
 class _Function(CFunc):
-    """A function compiled for C callers, or loaded from disk; a compilation starts `announcement`."""
+    """A function compiled for C callers, or loaded from disk; compiling it starts the timer `announcement`."""
 
     def __init__(self, function: Callable[..., Any], types: str, announcement: threading.Timer) -> None:
         options = {key: value for key, value in OPTIONS.items() if key not in ("nogil", "no_cpython_wrapper")}
@@ -128,8 +128,8 @@ class _Function(CFunc):
 def _keep_functions_apart(library: Any, entry: str) -> None:
     """Give each function of a library, except its entry, a unique name. The library must not be linked yet.
 
-    Numba names functions by numbers, so two processes may give the same name to different functions. If a process
-    loaded the code of both, one of these functions would run in place of the other.
+    Numba's names contain numbers that every process counts anew, so two processes may give the same name to different
+    functions. If a process loaded the code of both, one of these functions would run in place of the other.
     """
     optimize = library._optimize_final_module
 
@@ -166,7 +166,7 @@ def machine_code(name: str, functions: Mapping[Callable[..., Any], str]) -> tupl
             try:
                 for function in made:
                     function.compile()
-                    _ = function.ctypes  # created under a Python lock, which no later call then needs
+                    _ = function.ctypes  # cached, so later calls do not take the lock under which Python 3.11 makes it
             finally:
                 announcement.cancel()
             _made[key] = made

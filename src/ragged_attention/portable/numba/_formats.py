@@ -58,7 +58,7 @@ CONVERTS_HALVES = platform.machine() in ("aarch64", "arm64") or features_of_the_
 
 
 def _from_bits(builder: Any, codes: Any, size: int, mantissa: int, bias: int, special: int) -> Any:
-    """Floats from a narrower format of `size` bits; codes from `special` on are infinite or NaN."""
+    """Floats from a narrower format of `size` bits; without the sign, codes from `special` on are infinite or NaN."""
     wide = builder.zext(codes, INTS)
     magnitude = builder.and_(wide, constant(INTS, (1 << size - 1) - 1))
     sign = builder.shl(builder.and_(wide, constant(INTS, 1 << size - 1)), constant(INTS, 32 - size))
@@ -88,7 +88,7 @@ def _half_from_e4m3(builder: Any, codes: Any) -> Any:
 
     high = builder.shl(builder.zext(codes, kind), every(8))
     half = builder.and_(builder.ashr(high, every(1)), every(0xBF80))
-    nan = builder.and_(builder.add(half, every(0x80)), every(0x4000))  # the exponent's top bit, for the codes of NaN
+    nan = builder.and_(builder.add(half, every(0x80)), every(0x4000))  # the exponent's top bit, set for NaN only
     return builder.or_(half, nan)
 
 
@@ -119,7 +119,7 @@ def _from_e8m0(builder: Any, codes: Any) -> Any:
 
 
 def _to_float(kind: Any, mantissa: int, bias: int, largest: int, nan: int, builder: Any, value: Any) -> Any:
-    """The codes in a narrower format, rounded to nearest, ties to even; larger numbers get the code `largest`."""
+    """Codes in a narrower format, rounded to nearest, ties to even; `largest` and `nan` encode overflow and NaN."""
     shift = 23 - mantissa
     bits = builder.bitcast(value, INTS)
     magnitude = builder.and_(bits, constant(INTS, 0x7FFFFFFF))
@@ -127,7 +127,7 @@ def _to_float(kind: Any, mantissa: int, bias: int, largest: int, nan: int, build
     odd = builder.and_(builder.lshr(magnitude, constant(INTS, shift)), constant(INTS, 1))
     rounded = builder.add(builder.add(magnitude, constant(INTS, (1 << (shift - 1)) - 1)), odd)
     normal = builder.sub(builder.lshr(rounded, constant(INTS, shift)), constant(INTS, (127 - bias) << mantissa))
-    # Adding `step` rounds to the last place of `step`, which is the smallest subnormal number of the format.
+    # Adding `step` rounds to multiples of its last place, which is the format's smallest subnormal number.
     step = 2.0 ** (23 + 1 - bias - mantissa)
     shifted = builder.fadd(builder.bitcast(magnitude, FLOATS), constant(FLOATS, step))
     subnormal = builder.sub(builder.bitcast(shifted, INTS), builder.bitcast(constant(FLOATS, step), INTS))
@@ -148,7 +148,7 @@ def _to_bfloat16(builder: Any, value: Any) -> Any:
 
 
 def _to_bfloat16_fast(builder: Any, value: Any) -> Any:
-    """The bfloat16 codes, by the CPU's instruction if it has one, which flushes subnormals to 0."""
+    """The bfloat16 codes. With PAIRS, a single instruction computes them and flushes subnormals to 0."""
     if not PAIRS:
         return _to_bfloat16(builder, value)
     return instruction(builder, "vcvtneps2bf16 $1, $0", SHORTS, "=v,v", value)
@@ -180,7 +180,7 @@ def _masked(builder: Any, name: str, result: Any, kind: Any, *values: Any) -> An
 
 
 def _reader(kind: Any, decode: Callable[[Any, Any], Any], name: str) -> tuple[Any, Any]:
-    """Two functions: one reads a vector in a format, the other only its first numbers, followed by zeros."""
+    """Two functions that read a vector: all its numbers, or the first `count`, after which all codes are 0."""
     size = 4 if kind is FLOATS else kind.element.width // 8
 
     def read(builder: Any, address: Any, index: Any) -> Any:
@@ -199,7 +199,7 @@ def _reader(kind: Any, decode: Callable[[Any, Any], Any], name: str) -> tuple[An
 
 
 def _writer(kind: Any, encode: Callable[[Any, Any], Any], name: str) -> tuple[Any, Any]:
-    """Two functions: one writes a vector in a format, the other only its first numbers."""
+    """Two functions that write a vector: all its numbers, or only the first `count`."""
     size = 4 if kind is FLOATS else kind.element.width // 8
 
     def write(builder: Any, address: Any, index: Any, value: Any) -> None:
@@ -235,7 +235,7 @@ write_weights, _ = _writer(SHORTS, _to_bfloat16_fast, "weights")
 
 @function_of(types.none, types.int64, types.int64, types.int64, vector)
 def widen_two_e4m3(builder: Any, source: Any, target: Any, index: Any, factor: Any) -> None:
-    """Decode two vectors of e4m3 codes at once, multiply them by `factor` (below LARGE) and store them as float32."""
+    """Decode two vectors of e4m3 at once and store them times `factor` as float32; needs abs(factor) < LARGE."""
     kind = ir.VectorType(I8, 2 * LANES)
     codes = load_aligned(builder, element(builder, source, index, I8), kind, 1)
     if CONVERTS_HALVES:
@@ -270,7 +270,7 @@ def size_of(code):
 
 
 def by_code(functions: Sequence[Any], first: int = 0) -> Any:
-    """A function whose first argument, a format's code, selects one of `functions`; the first has the code `first`."""
+    """A function whose first argument, a format's code, selects one of `functions`, whose codes begin at `first`."""
     function, *others = functions
     if not others:
 
@@ -313,7 +313,7 @@ def _narrowing(write: Any) -> Any:
 
 @inlined
 def over(source, index, divisor, divided):
-    """A float32 vector, divided only if `divided`, since arithmetic may flush subnormals to 0, see `widen`."""
+    """A float32 vector, divided if `divided`, else unchanged bit for bit: arithmetic may flush subnormals to 0."""
     return load(source, index) / divisor if divided else load(source, index)
 
 
@@ -322,7 +322,7 @@ _widen_vectors, _narrow_vectors = by_code([*map(_widening, READS)]), by_code([*m
 
 @compiled
 def widen_e4m3(source, target, count, factor):
-    """Store `count` e4m3 numbers times `factor` as float32, then zeros to fill the last vector."""
+    """Store `count` e4m3 numbers, then zeros to fill the last vector, all times `factor`, as float32."""
     scale, whole = splat(factor), count // LANES * LANES
     pairs = whole // (2 * LANES) * (2 * LANES) if abs(factor) < LARGE else 0
     for index in range(0, pairs, 2 * LANES):
@@ -344,8 +344,8 @@ def widen_e2m1(source, target, count, factor):
 def widen(code, source, target, count):
     """Store `count` numbers of a format as float32, then zeros to fill the last vector.
 
-    Numbers of 16 and 32 bits are converted by bit operations, because arithmetic in XLA's threads flushes subnormals
-    to 0.
+    Numbers of 16 and 32 bits are converted without arithmetic (except float16 if CONVERTS_HALVES is false), because in
+    XLA's threads arithmetic flushes subnormals to 0.
     """
     whole = count // LANES * LANES
     if code == E4M3:
@@ -357,7 +357,7 @@ def widen(code, source, target, count):
 
 
 def _bfloat16_of(mantissa: int, bias: int, special: Callable[[int], float | None]) -> Any:
-    """The bfloat16 bits of an 8-bit format's positive codes; `special` returns the values of infinity and NaN."""
+    """The bfloat16 bits of an 8-bit format's positive codes; `special` is infinity, NaN, or None for finite codes."""
     values = []
     for code in range(128):
         exponent, fraction = code >> mantissa, (code & (1 << mantissa) - 1) / 2**mantissa
@@ -404,7 +404,10 @@ _pair_e5m2 = _pairs_by_table(
 
 @function_of(types.none, types.int64, types.int64, types.int64, types.int64)
 def pairs_of_four_e4m3(builder: Any, source: Any, index: Any, target: Any, stride: Any) -> None:
-    """Decode words of four e4m3 codes into two vectors of pairs, bytes 0 and 1, and 2 and 3, `stride` floats apart."""
+    """Decode words of four e4m3 codes into two vectors of pairs, `stride` floats apart.
+
+    The first vector has bytes 0 and 1 of each word, the second bytes 2 and 3.
+    """
     kind = ir.VectorType(I8, 4 * LANES)
     codes = load_aligned(builder, element(builder, source, index, F32), kind, 4)
     for half in range(2):
@@ -420,7 +423,7 @@ def pairs_of_four_e4m3(builder: Any, source: Any, index: Any, target: Any, strid
 
 @compiled
 def pair(code, first, second, target, count):
-    """Write pairs of bfloat16, one number from each of two rows, in whole vectors; bfloat16 must hold them exactly."""
+    """Pair the numbers of two rows as bfloat16, which must hold the format's numbers exactly; writes whole vectors."""
     if code == BFLOAT16:
         for index in range(0, count, LANES):
             store(target, index, joined(read_bfloat16(first, index), read_bfloat16(second, index)))
@@ -448,13 +451,13 @@ def number_at(code, source, index):
 
 @inlined
 def scale_of(array, code, stride, number, head):
-    """A KV head's scale: `number` if `array` is 0, else an element of the array at this address, of format `code`."""
+    """A KV head's scale: `number` if `array` is 0, else element `head * stride` of the array at that address."""
     return number_at(code, array, head * stride) if array else np.float32(number)
 
 
 @compiled
 def narrow(code, source, target, count, divisor):
-    """Divide `count` float32 numbers by `divisor` and store them in a format; `source` is read in whole vectors.
+    """Store the quotients of `count` float32 numbers and `divisor` in a format; `source` is read in whole vectors.
 
     A divisor of magnitude below the smallest normal float32 is replaced by 0 with its sign.
     """

@@ -1,7 +1,7 @@
 """Code that both gradients use: the memory of a program, and the derivative of the softmax.
 
-Let p be the softmax weights of a query's keys without the sink, r the fraction of all weight that the sink leaves to
-the keys (`share`), and delta = out . d_out. Then the gradient of a logit is p (r (d_out . v - delta) + d_lse), and the
+Let p be the softmax weights of a query over its keys alone, r the fraction of all weight that the sink leaves to the
+keys (`share`), and delta = out . d_out. Then the gradient of a logit is p (r (d_out . v - delta) + d_lse), and the
 gradient of a value is the sum of r p d_out over queries.
 """
 
@@ -74,15 +74,15 @@ def dot(a, b, count):
 
 @compiled
 def share_of(lse, sinks, head):
-    """The fraction of all weight that a head's sink leaves to the keys."""
+    """The fraction of all weight that a head's sink leaves to the keys; 1 without sinks."""
     return np.float32(1 / (1 + math.exp(float_at(sinks, head) - lse))) if sinks else np.float32(1)
 
 
 @compiled
 def read_row(call, tile, row, token, head, source):
-    """Read the query at the address `source` and its result's gradient, and compute the scalars of its row.
+    """Read the query at the address `source` and the gradient of its result, and compute the scalars of its row.
 
-    Returns False, and sets the query and the gradient to 0, if the query has seen no key.
+    If the query has seen no key, both become 0, and False is returned.
     """
     place, size, width = token * call.num_q_heads + head, size_of(call.q_format), call.v_head_dim
     q, d_out, lse = tile.q + 4 * row * tile.width, tile.d_out + 4 * row * tile.v_width, float_at(call.lse, place)
@@ -102,7 +102,10 @@ def read_row(call, tile, row, token, head, source):
 
 @compiled
 def differentiate(tile, row, left, right, count, scale, soft_cap):
-    """Replace a row of `s`, q . k, by weights, and of `d_s`, d_out . v, by gradients; 0 outside [left, right)."""
+    """Replace a row's products q . k in `s` by weights r p, and d_out . v in `d_s` by the gradients of q . k.
+
+    Outside [left, right) both become 0.
+    """
     s, d_s, whole = tile.s + 4 * row * tile.keys, tile.d_s + 4 * row * tile.keys, up_to(count, LANES)
     if right <= left:
         fill(s, 0, whole, np.float32(0))
@@ -127,7 +130,7 @@ def differentiate(tile, row, left, right, count, scale, soft_cap):
 
 @inlined
 def differentiate_rows(call, tile, rows, first, offset, count, soft_cap):
-    """Compute the weights `s` and the gradients of logits `d_s` of the tile's rows for `count` of its keys.
+    """Compute the weights `s` and the gradients `d_s` of q . k for the tile's rows and `count` of its keys.
 
     The first of these keys is key `offset` of the tile, at position `first`.
     """

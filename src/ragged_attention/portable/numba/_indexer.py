@@ -1,13 +1,13 @@
 """The lightning indexer: logits of queries over keys, and the top-k of these logits; the kernel of two operations.
 
 Packed keys are treated as one page and one sequence of all tokens, in which each token has its own range of keys. With
-pages, a token's range begins at its sequence's key 0. A *block* is a range of consecutive tokens of a sequence. A
+pages, a token's range begins at key 0 of its sequence. A *block* is a range of consecutive tokens of a sequence. A
 program computes one block over one split of its keys, one tile of keys after another, and reads each tile once for all
 tokens of the block. It transposes the tile first, so that a vector holds one column of LANES keys: products, relu,
 weights and the sum over heads then stay in registers. No sum runs over keys, so there is nothing to merge: logits are
-written to the result or, for a top-k, to memory, from which the split of a block that ends last selects.
+written to the result or, for a top-k, to scratch memory; the last split of a block to finish selects from it.
 
-With candidates, a block is one token, and a key's number is an index into the token's list of candidate positions.
+With candidates, a block is one token, and a key is identified by its index in the token's list of candidates.
 """
 
 import numpy as np
@@ -81,7 +81,7 @@ def tokens_of(call, seq):
 
 @compiled
 def seen_by(call, seq, token, stop):
-    """The first and one-past-last key that a token sees; `stop` is the one-past-last token of its sequence."""
+    """The range (first, one past the last) of keys that a token sees; its sequence's last token is `stop` - 1."""
     if call.packed:
         start = within(int32_at(call.starts, token), call.page_size)
         end = within(int32_at(call.stops, token), call.page_size)
@@ -91,19 +91,19 @@ def seen_by(call, seq, token, stop):
 
 @inlined
 def max_candidates(call, keys):
-    """The maximum number of candidates among `keys` keys; without candidates, all of them."""
+    """The maximum number of a token's candidates among `keys` keys; all keys are candidates if none are listed."""
     return min(keys, call.num_candidates * call.candidate_block_size) if call.candidate_block_size else keys
 
 
 @inlined
 def num_blocks(call):
-    """The number of blocks of candidates."""
+    """The number of blocks of `candidate_block_size` columns."""
     return (call.columns + call.candidate_block_size - 1) // call.candidate_block_size
 
 
 @compiled
 def block_of(call, seq, first, stop):
-    """The end of the block that begins at `first`, its range of keys, and the most keys that one of its tokens sees."""
+    """The end of the block that begins at `first`, its range of keys, and the maximum number that one token sees."""
     low, high = seen_by(call, seq, first, stop)
     longest, last = high - low, first + 1
     if call.candidate_block_size:
@@ -128,7 +128,7 @@ def divide(call, units):
             last, low, high, longest = block_of(call, seq, first, stop)
             if call.top_k:
                 num_splits = splits_of((last - first) * (high - low), high - low, call.work, SHARES, 0)
-            else:  # all columns, including those that no token sees; there may be more packed keys than columns
+            else:  # all columns, since those that no token sees are written too; packed keys may outnumber them
                 low, high = 0, max(call.columns, call.page_size) if call.packed else call.columns
                 num_splits = (high + SPAN - 1) // SPAN
             step = _records.up_to((high - low + num_splits - 1) // max(num_splits, 1), COLUMNS)
@@ -180,7 +180,7 @@ tile_at = _records.record_at((*NUMBERS, *BUFFERS, *FOR_TOP_K))
 
 @inlined
 def pairs_up(call):
-    """Whether to multiply pairs of bfloat16: it represents all numbers exactly, and a key fills whole vectors."""
+    """Whether to multiply pairs of bfloat16: queries and keys are exact in it, and a stored key fills whole vectors."""
     return (
         PAIRS
         and (call.q_format == BFLOAT16 or size_of(call.q_format) == 1)
@@ -193,9 +193,9 @@ def pairs_up(call):
 def new_tile(call):
     """Allocate a tile; returns its address, 0 if there is no memory.
 
-    A 32-bit place holds a number or a pair of numbers, as in `_products`. `v_sources` lists the addresses of the keys'
-    scales. FOR_TOP_K are used by a top-k: ordered logits, the scratch memory of `select`, the positions of candidates,
-    and a flag for each block of candidates.
+    A place is 32 bits: a float32 or a pair of bfloat16, as in `_products`. `v_sources` lists the addresses of the keys'
+    scales. The buffers FOR_TOP_K hold ordered logits, the scratch memory of `select`, the columns of a token's
+    candidates, and a flag for each block of columns.
     """
     paired = pairs_up(call)
     tokens, keys, heads = call.block_q, _records.up_to(call.block_kv, COLUMNS), _records.up_to(call.num_heads, HEADS)
@@ -215,7 +215,7 @@ def new_tile(call):
         return address
     tile = tile_at(address)
     tile.keys, tile.width, tile.heads, tile.paired = keys, width, heads, paired
-    zero(tile.q, 4 * tokens * heads * width)  # the heads that pad their number to a multiple of HEADS stay 0
+    zero(tile.q, 4 * tokens * heads * width)  # the rows that pad the heads to a multiple of HEADS stay 0
     _records.list_rows(tile.k_rows, keys, tile.k, 4 * call.head_dim)
     return address
 
@@ -225,7 +225,7 @@ def new_tile(call):
 
 @compiled
 def list_candidates(call, tile, token, low, high):
-    """List the positions of a token's candidates, of those in [low, high); returns their number."""
+    """List a token's candidates among the columns [low, high), in ascending order; returns their number."""
     zero(tile.blocks, num_blocks(call))
     for index in range(call.num_candidates):
         block = int32_at(call.candidate_blocks, token * call.candidate_blocks_token_stride + index)
@@ -273,9 +273,9 @@ def read_queries(call, tile, unit):
 
 @compiled
 def list_next(call, tile, seq, base, first, count):
-    """List the addresses of the next `count` keys, from `first` on, and of their scales, and prefetch the keys.
+    """List the addresses of the next `count` keys, from key `first` on, and of their scales, and prefetch the keys.
 
-    The prefetches overlap with the computation of the current keys. Returns how many positions have no page.
+    The prefetches overlap with the work on the current keys. Returns how many of the next keys have no page.
     """
     holes, key, size = 0, 0, size_of(call.key_format)
     while key < count:
@@ -307,7 +307,7 @@ def list_next(call, tile, seq, base, first, count):
 
 @compiled
 def transpose_keys(keys, count, otherwise, places, target, width):
-    """Transpose the first `places` places of the `count` rows whose addresses `keys` lists.
+    """Transpose the first `places` 32-bit places of the `count` rows whose addresses `keys` lists.
 
     Columns of `target` from `count` on are undefined.
     """
@@ -379,7 +379,7 @@ score_of_pairs = _score_of(fma_pairs) if PAIRS else score
 
 @compiled
 def finish(call, tile, first, last, holes):
-    """Apply scales and `holes` to the logits of a tile's keys [first, last); for a top-k, convert them by `ordered`."""
+    """Scale the logits of a tile's keys [first, last), hide missing keys if `holes`; for a top-k, apply `ordered`."""
     if call.in_bytes or call.key_scale:
         for key in range(first, last, LANES):
             store(tile.s, key, load(tile.s, key) * load(tile.scales, key))
@@ -432,7 +432,7 @@ def score_keys(call, tile, unit, rows):
 
 @compiled
 def clear_unseen(call, tile, unit):
-    """Write minus infinity to the columns of a unit that its tokens do not see."""
+    """Write minus infinity to those of the unit's columns that a token does not see."""
     seq, first = unit.seq, unit.first
     low, high = unit.low, min(unit.high, call.columns)
     _, stop = tokens_of(call, seq)
@@ -445,7 +445,7 @@ def clear_unseen(call, tile, unit):
 
 @compiled
 def select_keys(call, tile, unit, rows):
-    """Write the top-k of each token of a block."""
+    """Write the top-k of each token of a unit."""
     seq, first, length = unit.seq, unit.first, unit.length
     _, stop = tokens_of(call, seq)
     for token in range(first, unit.last):

@@ -15,16 +15,16 @@ LOGITS_FEATURES = frozenset({
 
 
 def heuristic(call: IndexerLogits | IndexerTopk) -> Tile:
-    """A tile with few rows of logits, but enough tokens that reading keys costs little compared with the products."""
+    """A tile of few query tokens, but enough that reading the keys costs little compared with the products."""
     del call
     return Tile(block_q=8, block_kv=64)
 
 
-invariant_tile = heuristic  # the order of a logit's sum does not depend on the batch
+invariant_tile = heuristic  # a logit is summed in an order that depends on neither the tile nor the batch
 
 
 def run(call: IndexerLogits | IndexerTopk, tile: Tile, launch: Any) -> Any:
-    """Enqueue the kernel; returns the indices of a top-k, or logits."""
+    """Launch the kernel; returns the indices of a top-k, or logits."""
     keys = launch.words(call.keys, packed_rows=True) if call.bytes else call.keys
     numbers = {
         "key_format": CODES[call.key_dtype], "in_bytes": call.bytes, "packed": not call.paged,

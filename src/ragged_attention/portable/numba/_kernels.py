@@ -1,13 +1,13 @@
-"""From a kernel's two functions to the object that a front end's launcher calls: records, compiling, threads, XLA.
+"""Turns a kernel's two functions into the object that a front end's launcher calls: records, compiling, threads, XLA.
 
-A kernel is two functions of the address of a record. `plan` divides the call into programs and returns their number,
-or NO_MEMORY; it may allocate one block of memory for all of them, `workspace`. Every thread calls `work`, which runs
-programs until none is left; results do not depend on which thread runs a program. A thread that finds no memory for its
-work runs no program.
+A kernel consists of two functions, which take the address of a record. `plan` divides the call into programs and
+returns their number, or NO_MEMORY; it may allocate one block of memory for all of them, `workspace`. Every thread calls
+`work`, which runs programs until none is left; results do not depend on which thread runs a program. A thread that
+finds no memory for its work runs no program.
 
 Calls from torch run on torch's own threads, since a second pool would compete with them for the CPUs. In a forked
-process, which has lost the threads of OpenMP, or if torch uses another thread library, each call starts its own
-threads. Calls from jax run on the threads of XLA's pool.
+process, which has lost the threads of OpenMP, or if torch does not use libgomp, each call starts its own threads. Calls
+from jax run on the threads of XLA's pool.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def _openmp() -> int:
 
 @functools.cache
 def _names_of(record: type[Call]) -> frozenset[str]:
-    """The names of a record's arguments and properties."""
+    """The names of the arguments and properties of a call's record."""
     return frozenset((*record.KINDS, *dir(record)))
 
 
@@ -67,9 +67,10 @@ class Kernel:
     ) -> dict[str, Any]:  # fmt: skip
         """Launch the kernel and return its results by name.
 
-        An operand or number that is missing is taken from the call's argument or property of that name; if there is
-        none, it is None or 0. The fields of `tile` are numbers too. `axes` replaces axes that `fields.strides` names;
-        the stride of an axis that an operand lacks is 0. `results` replaces the call's results.
+        An operand or number that is not given is the call's argument or property of that name; if there is none, it is
+        None or 0. The fields of `tile` are numbers too. `axes` replaces axes that `fields.strides` names; the stride of
+        an axis that an operand lacks is 0. `results` replaces the call's results: each is a shape and dtype, or the
+        name of the operand that the kernel writes in place.
         """
         fields, names = self.fields, _names_of(type(call))
         from_call = {name: getattr(call, name) for name in fields.operands if name in names and name not in operands}
@@ -92,7 +93,7 @@ class Kernel:
     def _describe(
         self, arrays: Mapping[str, Any], from_call: Mapping[str, Any], axes: Mapping[str, str], launch: Any
     ) -> dict[str, Any]:
-        """The numbers that describe `arrays`, by name; `from_call` has the operands as they are in the call."""
+        """The numbers that describe `arrays`; `from_call` has the call's own operands: a scale may be a float."""
         numbers: dict[str, Any] = {}
         for name, letters in axes.items():
             if (array := arrays[name]) is not None:
@@ -112,7 +113,7 @@ class Kernel:
         return machine_code(f"the kernel {self.name}", dict.fromkeys((self.plan, self.work), "int64(int64)"))
 
     def compile_ahead(self, *, for_jax: bool) -> None:
-        """Compile the kernel now, without a message, and the code that calls it from torch and, on demand, from jax."""
+        """Compile the kernel without a message, and the code that runs it from torch and, if `for_jax`, from jax."""
         with quietly():
             _ = self.compiled, runner()
             if for_jax:

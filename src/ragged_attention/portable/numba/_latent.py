@@ -1,13 +1,13 @@
 """Attention over latent rows: the kernel of `ragged_mla_attention`, `mla_decode` and `sparse_mla_prefill`.
 
-A latent row is a key, and its first columns are the value, so it is read once for both. A *job* is a group of query
-rows that attend to the same keys: the query heads of one KV head, for all query tokens of a sequence in a dense call,
-for one token in a sparse call. A *unit* is a range of a job's rows with one split of the keys that they see, and a
-program computes one unit for one KV head. Sparse prefill is sparse decode with one token per sequence.
+A latent row is a key, and its first columns are the value, so it is read once for both. A *job* is the set of query
+rows that share keys: for one KV head, those of all query tokens of a sequence in a dense call, those of one token in a
+sparse call. A *unit* is a range of a job's rows with one split of the keys that they see, and a program computes one
+unit for one KV head. Sparse prefill is sparse decode with one token per sequence.
 
 In a dense call, positions are those of the sequence. In a sparse call, a position is an index into a list of slots,
 which a second list may continue. A position has no key if its page is not in the cache or its list entry is not a slot.
-A ragged call numbers query tokens across all sequences, other calls from 0 in each sequence.
+A ragged call numbers query tokens across all sequences, other calls number them from 0 in each sequence.
 """
 
 import numpy as np
@@ -45,7 +45,7 @@ call_of, kv_of, extra_of = FIELDS.at, record_in(ROWS, "kv_"), record_in(ROWS, "e
 
 @inlined
 def tokens_of(call, seq):
-    """A sequence's first and one-past-last query token."""
+    """The range (first, one past the last) of a sequence's query tokens."""
     return packed_queries_of(call, seq) if call.cu_q_lens else (0, call.num_tokens)
 
 
@@ -59,7 +59,7 @@ def length_of(lens, index, limit):
 
 @compiled
 def lengths_of(call, seq, token):
-    """The lengths of a query token's two lists; in a dense call the sequence's length and 0."""
+    """The lengths of a query token's two lists; in a dense call, its sequence's length and 0."""
     first = length_of(call.lens, seq * call.lens_seq_stride + token * call.lens_token_stride, call.length)
     if not call.extra_length:
         return first, 0
@@ -69,9 +69,9 @@ def lengths_of(call, seq, token):
 
 @inlined
 def seen_from(call, token, stop, length):
-    """The first and one-past-last position that a query token sees.
+    """The range (first, one past the last) of positions that a query token sees; the first may be negative.
 
-    A sequence's last query token, `stop` - 1, is at position `length` - 1.
+    The sequence's last query token, `stop` - 1, is at position `length` - 1.
     """
     position = length - stop + token
     left = position - call.sliding_window + 1 if call.sliding_window else 0
@@ -80,7 +80,7 @@ def seen_from(call, token, stop, length):
 
 @compiled
 def divide(call, units):
-    """Split all jobs, see `add_splits`; returns the total work."""
+    """Split all jobs into units, which are listed unless `units` is 0 (see `add_splits`); returns the total work."""
     work, group, call.num_units, call.num_partials = 0.0, call.num_q_heads // call.num_kv_heads, 0, 0
     for seq in range(num_sequences(call)):
         start, stop = tokens_of(call, seq)
@@ -115,9 +115,9 @@ def plan(address):
 
 @inlined
 def pairs_up(call):
-    """Whether to multiply pairs of bfloat16: it represents all numbers exactly, and the call is dense.
+    """Whether to multiply pairs of bfloat16: queries and keys are exact in bfloat16, and the call is dense.
 
-    Sparse calls do not: a list may repeat a key many times, and the equal rounding errors of its weights would add up.
+    In a sparse call, a list may repeat a key many times, and the equal rounding errors of its weights would add up.
     """
     kv = kv_of(call)
     plain = kv.group == 0 and not call.sparse
@@ -137,7 +137,7 @@ def scale_of_cache(call, head):
 
 @inlined
 def query_of(call, unit, head, row):
-    """The query token and head of a unit's row."""
+    """The query token and query head of a unit's row."""
     group, row = call.num_q_heads // call.num_kv_heads, unit.first + row
     return unit.token + row // group, head * group + row % group
 
@@ -161,7 +161,7 @@ def read_queries(call, tile, unit, head):
 
 @compiled
 def slot_of(call, seq, token, head, position, length):
-    """A position's page, -1 if it has none, and its slot in that page; `length` is the first list's length."""
+    """A position's page, negative if it has none, and its slot in that page; `length` is the first list's length."""
     if not call.sparse:
         page = int32_at(call.lists, seq * call.lists_seq_stride + position // call.kv_page_size)
         return page if page < call.kv_num_pages else -1, position % call.kv_page_size
@@ -179,7 +179,7 @@ def slot_of(call, seq, token, head, position, length):
 def list_next(call, tile, unit, head, first, count, length):
     """List and prefetch the rows of the next `count` positions, from `first` on; returns how many have no row.
 
-    The prefetches overlap with the computation of the current rows. The addresses of the scales go to `next_v_sources`.
+    The prefetches overlap with the work on the current rows. The addresses of the scales go to `next_v_sources`.
     `length` is the first list's length.
     """
     holes, kv, extra = 0, kv_of(call), extra_of(call)
@@ -206,7 +206,7 @@ def list_next(call, tile, unit, head, first, count, length):
 def read_keys(call, tile, num_first, count):
     """Read `count` rows, the first `num_first` of them from the first cache.
 
-    In a tile without pairs the keys are also the values. Keys that are multiplied in place are not read.
+    In a tile without pairs the keys are also the values. Keys that are multiplied in the cache are not read here.
     """
     kv = kv_of(call)
     if not tile.paired:
@@ -240,7 +240,7 @@ def attend(call, tile, unit, head, rows):
 
 @compiled
 def finish(call, tile, unit, head, rows):
-    """Write the results of a unit's rows after all their splits."""
+    """Write the results of a unit's rows, whose splits are all merged."""
     size, kv_scale = size_of(call.out_format), scale_of_cache(call, head)
     for row in range(rows):
         token, q_head = query_of(call, unit, head, row)

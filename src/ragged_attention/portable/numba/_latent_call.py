@@ -15,7 +15,7 @@ from ragged_attention.portable.numba._vectors import LANES
 KERNEL = Kernel("latent_attention", _latent.FIELDS, _latent.plan, _latent.work)
 LatentCall = RaggedMlaAttention | MlaDecode | SparseMlaPrefill
 SPLITS_PER_TOKEN = 4  # in batch-invariant mode
-SIZE = 4 * LANES  # rows and keys of a tile, which fit the L2 cache: CPUs with wider vectors have larger caches
+SIZE = 4 * LANES  # rows and keys in a tile, which should fit the L2 cache; it is larger on CPUs with wider vectors
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Blocks:
     """The tunable parameters of the gradient.
 
     Args:
-        block_rows: rows of queries that a program takes.
-        block_kv: keys converted to float32 at a time, a multiple of 8.
+        block_rows: query rows in a tile.
+        block_kv: keys in a tile, a multiple of 8; the gradient's tile has room for at least `block_rows` keys.
     """
 
     block_rows: int
@@ -34,11 +34,11 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile(Blocks):
-    """The tunable parameters.
+    """The tunable parameters of `_latent`'s kernel.
 
     Args:
-        num_splits: the maximum number of KV splits per query token; tokens that share their keys divide it among
-            themselves. 0: jobs are split in proportion to their work.
+        num_splits: rows of a job with n query tokens have at most max(num_splits // n, 1) KV splits, whatever else the
+            batch holds. 0: blocks of rows are split in proportion to their work.
     """
 
     num_splits: int = 0
@@ -56,7 +56,7 @@ def invariant_tile(call: LatentCall) -> Tile:
 
 
 def cache_of(array: Any, form: CacheFormat, launch: Any) -> Any:
-    """The cache in a form whose rows the kernel can address."""
+    """The cache, copied if it is quantised and its rows are not laid out as the kernels expect."""
     return launch.words(array, packed_rows=form.planar) if form.quantized else array
 
 
@@ -64,9 +64,9 @@ def run(
     call: LatentCall, tile: Tile, launch: Any, cache: Any, operands: dict[str, Any], numbers: dict[str, Any], *,
     axes: dict[str, str], lse_strides: tuple[int, int, int], results: dict[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Enqueue the kernel; `operands`, `numbers` and `axes` are those that only some latent operations have.
+    """Launch the kernel; `operands`, `numbers` and `axes` are those in which the latent operations differ.
 
-    `lse_strides` are the strides of sequence, query token and head.
+    `lse_strides` are the strides of sequence, query token and head. Returns the results by name.
     """
     cache = cache_of(cache, call.kv_format, launch)
     extra_cache = operands.get("extra_kv")

@@ -35,8 +35,9 @@ STORED = _formats.CODES | {"float4_e2m1fn": E2M1, "float8_e8m0fnu": E8M0}
 LARGEST, SMALLEST_SCALE = np.float32(448), np.float32(1e-4)  # the largest e4m3; the minimum scale of e4m3 values
 LARGEST_E2M1, SMALLEST_E4M3 = np.float32(6), np.float32(2**-9)
 
-# The strides, in bytes, of pages, rows, KV heads and scales; the offset of a page's first scale from the page; the
-# contiguous bytes of a row. Then come the fields of the format.
+# `*_step` are strides in bytes: of pages, rows, KV heads, and from one row's scales to the next row's. `scales_at` is
+# the offset of a page's first scale. `row_bytes` counts a row's contiguous bytes. The fields
+# from `codes` on describe the format.
 ROWS = ("num_pages", "page_size", "page_step", "row_step", "head_step", "scales_step", "scales_at", "row_bytes",
         "codes", "values", "group", "scales", "padding", "rotary", "rotary_at")  # fmt: skip
 
@@ -47,7 +48,7 @@ def rows_fields(prefix: str) -> tuple[str, ...]:
 
 
 def rows_numbers(prefix: str, form: CacheFormat, shape: Sequence[int], strides: Sequence[int]) -> dict[str, int]:
-    """The `ROWS` of a cache [P, G, K, C], or of packed rows [s_kv, K, C], which are treated as pages of one row."""
+    """The `ROWS` of a cache [P, G, K, C], or of packed rows [s_kv, K, C], treated as pages of one row."""
     planar, quantized = form.planar, form.quantized
     size = 1 if quantized else _formats.size_of.py_func(_formats.CODES[form.codes])  # bytes per element
     page_size, row_step = (shape[1], size * strides[1]) if len(shape) == 4 else (1, 0)
@@ -80,7 +81,7 @@ def place_of(cache, page, slot):
 
 @compiled
 def widen_scales(code, source, target, count):
-    """Store `count` scales as float32, then zeros to fill the last vector."""
+    """Store `count` scales as float32, and padding to fill the last vector."""
     if code == E8M0:
         for index in range(0, count, LANES):
             store(target, index, _formats.read_some_e8m0(source, index, count - index))
@@ -108,8 +109,8 @@ def widen_groups_of_e4m3(source, target, values, group, factors):
 def read_latents(cache, rows, scales, target, width, columns, count, factors):
     """Read the `count` rows at the addresses `rows`, with scales at the addresses `scales`, as float32.
 
-    A row whose address is 0 becomes zeros. The rows written are `width` floats apart. `factors` is scratch memory for
-    the scales of a row.
+    A row whose address is 0 becomes zeros. The rows in `target` are `width` floats apart. `factors` is scratch memory
+    for the scales of a row.
     """
     codes, values, group = cache.codes, cache.values, cache.group
     num_groups = values // max(group, 1)
@@ -135,7 +136,7 @@ def read_latents(cache, rows, scales, target, width, columns, count, factors):
 
 @compiled
 def largest_magnitude(row, count):
-    """The largest magnitude in a group of float32, padded to whole vectors; NaN if the group has a NaN."""
+    """The largest magnitude of `count` floats, which zeros pad to whole vectors; NaN if any of them is NaN."""
     vectors = splat(0.0)
     for index in range(0, count, LANES):
         vectors = larger_magnitude(vectors, load(row, index))
@@ -160,7 +161,7 @@ def group_scale(row, count, power_of_two):
 
 @compiled
 def quantize_group(row, count, scale, target):
-    """Divide a group by `scale` and store it as e4m3; `row`, padded to whole vectors, then holds the quotients."""
+    """Divide a group by `scale` and store it as e4m3; `row` is overwritten in whole vectors."""
     for index in range(0, count, LANES):
         store(row, index, without_signs_of_nan(load(row, index) / splat(scale)))
     _formats.narrow(_formats.E4M3, row, target, count, 1.0)
@@ -168,7 +169,7 @@ def quantize_group(row, count, scale, target):
 
 @inlined
 def e2m1_code(value):
-    """The code of the nearest e2m1, ties to even, saturating; it is the number of midpoints below the magnitude."""
+    """The nearest e2m1 code, ties to even, saturating: the number of midpoints below the magnitude, plus the sign."""
     size, sign = abs(value), bits_of_float(value) >> 28 & 8
     code = (size > 0.25) + (size >= 0.75) + (size > 1.25) + (size >= 1.75) + (size > 2.5) + (size >= 3.5) + (size > 5.0)
     return code | sign
@@ -176,7 +177,7 @@ def e2m1_code(value):
 
 @compiled
 def quantize_group_to_e2m1(row, count, scale, target):
-    """Divide a group by `scale` and store it as e2m1, two to a byte; zeros if it is NaN, which e2m1 does not have."""
+    """Divide a group by `scale` and store it as e2m1, two codes per byte; if `scale` is NaN, store zeros."""
     if scale != scale:
         zero(target, count // 2)
         return
@@ -200,7 +201,7 @@ def store_scale(code, scales, index, scale):
 
 @compiled
 def store_latent(cache, row, target, scales, power_of_two):
-    """Quantise a row of float32 to `target` and its scales to `scales`, see `place_of`; the row is overwritten."""
+    """Quantise a float32 row, which is overwritten, to the addresses `target` and `scales` (see `place_of`)."""
     group, num_groups = cache.group, cache.values // cache.group
     for index in range(num_groups):
         values, start = row + 4 * index * group, index * group

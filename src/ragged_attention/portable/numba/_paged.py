@@ -1,12 +1,12 @@
 """Attention over K and V, in pages of any layout or packed: the kernel of four operations.
 
-Packed keys are treated as pages of one key each, and a sequence's page number is the row of that key.
+Packed keys are treated as pages of one key each; the index of a page is the row of its key.
 
 A *block* is a range of consecutive queries of a sequence. The query heads that share a KV head are rows of one tile, so
-each K and V is read once for all of them. A *unit* is a block with one split of the keys that it sees: keys outside the
-causal range or the window are skipped, not masked. A program computes one unit for one KV head. A block with much more
-work than the average has several splits, and the split that ends last merges them. How the work is divided depends on
-the lengths alone.
+each K and V is read once for all of them. A *unit* is a block with one split of the keys that it sees: keys that the
+causal mask or the window hides from the whole block are skipped. A program computes one unit for one KV head. A block
+with a large share of the work has several splits, and the last of them to finish merges them. How the work is divided
+depends on the shapes and lengths alone.
 """
 
 import numpy as np
@@ -67,7 +67,7 @@ def range_of(call, first_new, kv_len, first, last):
 
 @compiled
 def divide(call, units):
-    """Split all blocks, see `add_splits`; returns the total work."""
+    """Split all blocks into units, which are listed unless `units` is 0 (see `add_splits`); returns the total work."""
     work, call.num_units, call.num_partials = 0.0, 0, 0
     for seq in range(num_sequences(call)):
         start, stop = queries_of(call, seq)
@@ -76,7 +76,7 @@ def divide(call, units):
         for first in range(0, stop - start, call.block_q):
             last = min(first + call.block_q, stop - start)
             low, high = range_of(call, first_new, kv_len, first, last)
-            # Each query has a partial result in each split, so blocks of more queries have fewer splits.
+            # Every split stores a partial result for each query, so blocks of more queries have fewer splits.
             max_splits = max(call.num_splits // (last - first), 1) if call.num_splits else 0
             work += _splits.add_splits(call, units, seq, 0, start + first, start + last, low, high, max_splits)
     return work
@@ -90,7 +90,8 @@ def plan(address):
     call = call_of(address)
     for first, stop in gaps(call):
         _splits.clear(call, first, stop)
-    queries = min(call.block_q, call.num_splits) if call.num_splits else call.block_q  # of a unit that is split
+    # The maximum number of queries in a block with several splits.
+    queries = min(call.block_q, call.num_splits) if call.num_splits else call.block_q
     return plan_units(call, queries * (call.num_q_heads // call.num_kv_heads))
 
 
@@ -99,7 +100,7 @@ def plan(address):
 
 @inlined
 def pairs_up(call):
-    """Whether to multiply pairs of bfloat16: it represents all numbers exactly, and positions have no scales."""
+    """Whether to multiply pairs of bfloat16: q, K and V are exact in bfloat16 and have no scales per position."""
     scaled = call.k_scales or call.v_scales
     return not scaled and _tiles.pairs_with(call.q_format, call.k_pages_format, call.head_dim, call.v_head_dim)
 
@@ -114,7 +115,7 @@ def reads_in_place(call, tile):
 
 @inlined
 def factor_of(call, head):
-    """The factor of the logits; it includes log2(e), except with a soft cap, after which `capped` applies it."""
+    """The factor of q . k. It includes log2(e); with a soft cap, `capped` multiplies by log2(e) after capping."""
     k_scale = scale_of(call.k_scale, call.k_scale_format, call.k_scale_stride, call.k_scale_number, head)
     return call.scale * k_scale * (LOG2E if call.soft_cap == 0 else np.float32(1))
 
@@ -150,7 +151,7 @@ def place_of(call, seq, position):
 
 @inlined
 def page_at(call, seq, number):
-    """The page at an index of a sequence's block table; the table may hold any number."""
+    """The page at an index of a sequence's block table; the table may hold any int32."""
     return number if call.cu_kv_lens else int32_at(call.page_indices + 4 * seq * call.page_indices_seq_stride, number)
 
 
@@ -158,7 +159,7 @@ def page_at(call, seq, number):
 def list_next(call, tile, seq, head, first, count):
     """List the addresses of the next `count` keys and values, from position `first` on, and prefetch the keys.
 
-    The prefetches overlap with the computation of the current keys. Returns how many positions have no page.
+    The prefetches overlap with the work on the current keys. Returns how many of the positions have no page.
     """
     holes, key, size = 0, 0, size_of(call.k_pages_format)
     number, slot = place_of(call, seq, first)
@@ -193,7 +194,7 @@ def prefetch_values(call, tile, count):
 
 @compiled
 def scale_rows(scales, page_stride, slot_stride, call, seq, head_offset, first, count, rows, width):
-    """Multiply the `count` rows that were read, from position `first` on, by their positions' scales."""
+    """Multiply `count` rows of the tile, for the positions from `first` on, by the scales of their positions."""
     for key in range(count):
         number, slot = place_of(call, seq, first + key)
         page = page_at(call, seq, number)
@@ -204,7 +205,7 @@ def scale_rows(scales, page_stride, slot_stride, call, seq, head_offset, first, 
 
 @compiled
 def hide_undrafted(call, tile, unit, first, count):
-    """Apply the draft mask to the sequence's new tokens.
+    """Hide from the unit's rows the new tokens that the draft mask excludes.
 
     The value of a token that no row sees is treated as missing, so that a NaN in it does not reach the results.
     """
@@ -259,7 +260,7 @@ def attend(call, tile, unit, head, rows):
 
 @compiled
 def finish(call, tile, unit, head, rows):
-    """Write the results of a block after all its splits."""
+    """Write the results of a block, whose splits are all merged."""
     group, size = call.num_q_heads // call.num_kv_heads, call.v_head_dim * size_of(call.out_format)
     v_scale = scale_of(call.v_scale, call.v_scale_format, call.v_scale_stride, call.v_scale_number, head)
     for row in range(rows):

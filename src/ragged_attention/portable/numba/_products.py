@@ -1,7 +1,7 @@
 """The two matrix products of an attention over tiles, computed four rows at a time.
 
-A tile holds float32 or pairs of bfloat16, one number or one pair in a 32-bit place; sizes are numbers of places. In
-queries and keys a pair holds two columns; in weights and values it holds two keys.
+A tile holds float32 or pairs of bfloat16. A *place* is 32 bits, which hold one float32 or one pair; sizes count places.
+A pair holds two columns of a query or key, or two keys of the weights or values.
 """
 
 from ragged_attention.portable.numba._vectors import (
@@ -33,9 +33,9 @@ def key_at(k, key, keys, otherwise):
 def _scores_of(fma):
     """A function for s[rows, keys] = factor * q[rows, columns] . keys[columns]; rows are whole vectors.
 
-    `fma` multiplies and adds two vectors of places. `k` lists the addresses of the keys, 0 for a missing key. Products
-    with missing keys, and with those that pad the keys to a multiple of LANES / 4, are arbitrary. Keys need no
-    transposition: each lane sums some columns, and then the lanes are summed.
+    `fma` adds the products of two vectors of places to a third vector. `k` lists the addresses of the keys, 0 for a
+    missing key. Products with missing keys, and with those that pad the keys to a multiple of LANES / 4, are arbitrary.
+    Keys need no transposition: each lane sums some columns, and then the lanes are summed.
     """
 
     @compiled
@@ -84,11 +84,11 @@ def _scores_of(fma):
                     a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3,
                 )  # fmt: skip
 
-    return scores_four if LANES == 16 else scores_two  # the registers hold the sums of 4 or 2 keys
+    return scores_four if LANES == 16 else scores_two  # the registers hold the sums of 4 rows with 4 or 2 keys
 
 
 def times_number(fma):
-    """A function that adds a number from memory times two vectors to two sums; `fma` is that of `_scores_of`."""
+    """A function that adds a place from memory times two vectors to two sums; `fma` is that of `_scores_of`."""
 
     @inlined
     def add_products(address, index, a, b, sum_a, sum_b):
@@ -101,7 +101,7 @@ def times_number(fma):
 def _mix_of(fma):
     """A function for out[rows, columns] += p[rows, keys] @ v[keys, columns], or = if `fresh`.
 
-    `fma` is that of `_scores_of`. `p` has two strides, the others a row width. Columns are computed COLUMNS at a time.
+    `fma` is that of `_scores_of`. `p` has two strides, `v` and `out` have one. Columns are computed COLUMNS at a time.
     """
     add = times_number(fma)
 

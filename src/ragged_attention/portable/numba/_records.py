@@ -94,8 +94,8 @@ def stride_names(operand: str, axes: str) -> tuple[str, ...]:
 class Fields:
     """The fields of a kernel's record, each of eight bytes: arrays and numbers of the call, then fields of the plan.
 
-    Some numbers describe operands: strides in elements, `q_token_stride`; the code of a format, `q_format`; and the
-    three numbers with which `_formats.scale_of` reads a cache's scale.
+    Some numbers describe operands: strides in elements, such as `q_token_stride`; the code of a format, such as
+    `q_format`; and the three numbers with which `_formats.scale_of` reads a cache's scale.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ def claimed(address):
 
 @compiled
 def programs(address, memory):
-    """Yield a thread's programs, then release its `memory`; none if `memory` is 0, since its allocation failed."""
+    """Yield a thread's programs, then release its `memory`; yields none if the allocation of `memory` failed."""
     if memory:
         for index in claimed(address):  # noqa: UP028, Numba has no "yield from"
             yield index
@@ -150,7 +150,7 @@ def mark_failed(address):
 def end(address, num_programs):
     """Stop threads from taking more programs; returns whether all programs were taken.
 
-    A thread that finds no memory takes no program, so some programs are left if no thread found memory.
+    All were taken if `work` has ended in a thread that found memory, since that thread stops only when none is left.
     """
     return add_to(address + 8 * CLAIMED, num_programs) >= num_programs
 

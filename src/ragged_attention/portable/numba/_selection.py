@@ -2,7 +2,7 @@
 
 Floats are compared as integers that have their order: -0 equals 0, and NaN and minus infinity become `LEAST`, which is
 never selected. The numbers of a row are counted in bins. The bin of the smallest number to select is divided into
-narrower bins, until it is selected as a whole or holds only equal numbers. Then one pass lists the positions.
+narrower bins, until all its numbers are selected or are equal. Then one pass lists the positions.
 """
 
 from typing import Any
@@ -49,7 +49,7 @@ def scratch_size(top_k):
 
 @compiled
 def bounds_of(values, count):
-    """The smallest and the largest number above LEAST, and the count of such numbers."""
+    """The smallest and the largest number above LEAST, and the count of numbers above LEAST."""
     low, high, num_found = INFINITY, LEAST, 0
     for index in range(count):
         value = int32_at(values, index)
@@ -72,11 +72,11 @@ def fill_bins(values, count, bins, low, high, shift):
 
 @compiled
 def threshold_of(values, count, top_k, bins):
-    """The threshold of the top-k, and how many of the numbers equal to it, the first ones, are not selected."""
+    """The threshold of the top-k, and how many numbers equal to it are skipped, counted from the first."""
     low, high, num_found = bounds_of(values, count)
     if num_found <= top_k:
         return LEAST, count
-    left = top_k  # how many numbers to select of those from `low` to `high`
+    left = top_k  # how many numbers from `low` to `high` to select
     while True:
         shift = 0
         while (high - low) >> shift >= BINS:
@@ -97,7 +97,8 @@ def threshold_of(values, count, top_k, bins):
 def select(values, count, top_k, first, positions, target, scratch):
     """Write the positions of the `top_k` largest numbers of an `ordered` row, in ascending order, then -1.
 
-    The position of number i is `first` + i, or entry i of `positions`. Of equal numbers the last ones are selected.
+    The number at index i has the position `first` + i, or entry i of the list `positions` if that is not 0. Of equal
+    numbers the last ones are selected.
     """
     bins, candidates = scratch, scratch + INT32 * BINS
     threshold, skipped = threshold_of(values, count, top_k, bins)

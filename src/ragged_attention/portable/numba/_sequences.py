@@ -4,11 +4,11 @@ from typing import Any
 
 from ragged_attention.portable.numba._vectors import compiled, inlined, int32_at
 
-ONE_EACH, CHUNK_END, CHUNK_START, PACKED = 0, 1, 2, 3  # values of `layout`: which queries a sequence has
+ONE_EACH, CHUNK_END, CHUNK_START, PACKED = 0, 1, 2, 3  # values of `layout`, see `queries_of`
 
 
 def max_sequences(call: Any, num_rows: int) -> int:
-    """The maximum number of sequences, with tables of `num_rows` rows; an array `num_seqs` may hold a lower number."""
+    """The maximum number of sequences: `num_seqs` if it is an int, else `num_rows`, the rows of the tables."""
     return call.num_seqs if isinstance(call.num_seqs, int) else num_rows
 
 
@@ -39,14 +39,14 @@ def kv_len_of(call, seq):
 
 @compiled
 def packed_queries_of(call, seq):
-    """A sequence's first and one-past-last row in packed queries."""
+    """The range (first, one past the last) of a sequence's rows in packed queries."""
     first = within(int32_at(call.cu_q_lens, seq), call.num_tokens)
     return first, max(within(int32_at(call.cu_q_lens, seq + 1), call.num_tokens), first)
 
 
 @compiled
 def queries_of(call, seq):
-    """A sequence's first and one-past-last row in the queries of any layout."""
+    """The range (first, one past the last) of a sequence's rows in the queries of any layout."""
     if call.layout == ONE_EACH:
         return seq, seq + 1
     if call.layout == PACKED:
@@ -62,7 +62,7 @@ def gaps_by(queries_of):
 
     @compiled
     def gaps(call):
-        """If the sequences are not in ascending order of rows, the last range is all rows."""
+        """If the sequences' rows are not in ascending order, the last range is all rows."""
         done = 0
         for seq in range(num_sequences(call)):
             first, stop = queries_of(call, seq)

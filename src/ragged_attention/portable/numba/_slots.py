@@ -1,4 +1,4 @@
-"""The slots that this step's rows are written to: those of `slot_mapping`, or those that block tables give.
+"""The slots to which this step's rows are written: from `slot_mapping`, or from the block tables.
 
 A program writes the tokens of some pages, in order, so if two tokens have the same slot, the later one wins.
 """
@@ -17,7 +17,7 @@ PROGRAMS = 16
 
 @compiled
 def slots_from_tables(call):
-    """List the slots of all sequences' tokens, which are at the last positions of their sequence."""
+    """List the slots of all sequences' tokens; a sequence's tokens are at its last positions."""
     for seq in range(num_sequences(call)):
         start, stop = packed_queries_of(call, seq)
         first = within(int32_at(call.kv_lens, seq), call.capacity) - stop

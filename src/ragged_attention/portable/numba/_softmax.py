@@ -1,4 +1,4 @@
-"""Online softmax in base 2: a row's state is its largest logit `m_i`, sum of weights `l_i` and weighted values."""
+"""Online softmax in base 2: a row's state is its largest logit `m_i`, its sum of weights `l_i` and its accumulator."""
 
 import math
 
@@ -85,7 +85,7 @@ def weigh(s, first, stop, count, row, m_i, l_i, out, columns, paired):
     """Replace a row's logits by weights, 0 outside [first, stop), and update its softmax state.
 
     `count` is a multiple of LANES. `m_i` and `l_i` are arrays over all rows, `out` is the row's accumulator. In a
-    `paired` tile, returns whether few keys have most of the row's weight, so that rounding their weights would show.
+    `paired` tile, returns whether few keys have most of the row's weight; rounding it would show in the result.
     """
     if stop <= first:
         fill(s, 0, count, np.float32(0))

@@ -1,8 +1,8 @@
-"""Splits the keys of blocks that have much more work than the average, and merges the results of the splits.
+"""Splits the keys of blocks that have a large share of the call's work, and merges the results of the splits.
 
-A split's partial result is the weighted sum of values, the largest logit and the sum of weights of each row. The split
-that ends last merges all of them, so no program waits for another. The number of splits depends only on lengths, so
-results do not depend on the number of threads.
+A split's partial result is the weighted sum of values, the largest logit and the sum of weights of each row. The last
+split of a block to finish merges all of them, so no program waits for another. The number of splits depends only on
+lengths, so results do not depend on the number of threads.
 """
 
 import math
@@ -31,10 +31,10 @@ def expect_splits(num_splits: int) -> None:
 
 @compiled
 def splits_of(work, keys, total_work, shares, max_splits):
-    """The number of splits of a block of `work`, counted in pairs of a query and a key, over `keys` keys.
+    """The number of splits of a block that has `keys` keys and `work` pairs of a query and a key.
 
     With a `max_splits` above 0 it depends on `keys` alone. Otherwise a block with more than 1 / `shares` of the call's
-    `total_work` is split in proportion to its work, and no block is split while `total_work` is 0, not yet known.
+    `total_work` is split in proportion to its work; `total_work` is 0 until it is known, and then no block is split.
     """
     if max_splits:
         return max(min(max_splits, keys // MIN_KEYS), 1)
@@ -63,7 +63,7 @@ def add_splits(call, units, seq, token, first, last, low, high, max_splits):
 
 
 def lister(divide, sizes_of, unit_bytes):
-    """A function that allocates a call's workspace and lists its units there; it returns False without memory.
+    """A function that allocates a call's workspace and lists its units there; it returns False if allocation fails.
 
     `divide(call, units)` counts the units, or lists them if `units` is the address of their list, and returns the total
     work. `sizes_of(call)` returns how many counters and how many floats of partial results follow the list.
@@ -100,7 +100,7 @@ def planner(divide):
 
     @compiled
     def plan_units(call, rows):
-        """A unit has up to `rows` rows. A program is one unit for one KV head."""
+        """A unit of a split block has up to `rows` rows. A program computes one unit for one KV head."""
         call.partial_size = rows * (call.v_head_dim + 2)
         return call.num_units * call.num_kv_heads if list_units(call) else NO_MEMORY
 
@@ -171,9 +171,9 @@ def merge(tile, rows, columns, partials, stride, num_splits):
 
 @compiled
 def is_last(call, tile, unit, head, rows):
-    """Whether this split is the last of its rows to end; if so, it has merged all splits into the tile.
+    """Whether this split is the last of its rows' splits to finish; if so, all are now merged into the tile.
 
-    Every split stores its partial result first, except one that is alone.
+    Every split stores its partial result first, unless it is its rows' only split.
     """
     if unit.num_splits == 1:
         return True
@@ -191,7 +191,7 @@ def is_last(call, tile, unit, head, rows):
 
 @compiled
 def run_units(address, call, max_rows, latent, paired, read_queries, attend, finish):
-    """Run programs: each computes one unit for one KV head, by three functions of the kernel."""
+    """Run programs, each of which computes one unit for one KV head with three functions that the kernel supplies."""
     width = call.head_dim // 2 if paired else call.head_dim
     memory = new_tile(max_rows, call.block_kv, width, call.v_head_dim, latent, paired)
     for index in programs(address, memory):

@@ -2,10 +2,11 @@
 
 A tile is a record, followed by the buffers whose addresses it holds. Queries, keys, values and results are float32 in
 rows of whole vectors, and the number of rows is a multiple of ROWS. In a `paired` tile queries, keys, values and
-weights are bfloat16, two to a 32-bit place. A query's or key's place holds columns d and d + half, or two
-adjacent columns if keys are multiplied in the cache; a value's place holds one column of two keys. If few keys have
-most of a row's weight, rounding their weights to bfloat16 would show in the result. The rounding errors of such rows,
-which `uneven` counts, are therefore kept in `lost` and multiplied too. Each row sees the positions [left, right).
+weights are bfloat16, two in each *place* of 32 bits. A place of a query or key holds columns d and d + head_dim / 2, or
+two adjacent columns if keys are multiplied in the cache; a place of the weights or values holds two adjacent keys. If
+few keys have most of a row's weight, rounding their weights to bfloat16 would show in the result. The rounding errors
+of such rows, which `uneven` counts, are therefore kept in `lost` and multiplied too. Each row sees the range
+[left, right) of positions.
 """
 
 from ragged_attention.portable.numba import _formats
@@ -39,8 +40,8 @@ FEW_ROWS = 4 * ROWS  # with up to this many rows, keys are multiplied without tr
 def new_tile(rows, keys, width, columns, latent, paired):
     """Allocate a tile; returns its address, 0 if there is no memory.
 
-    `width` is the number of places in a key, `columns` that in a value. In a `latent` tile a value is the beginning of
-    its key's row.
+    `width` is the number of places in a key, `columns` the number of columns in a value. In a `latent` tile a value is
+    the beginning of its key's row.
     """
     rows, keys = up_to(rows, ROWS), up_to(keys, LANES)
     width = up_to(width, LANES)
@@ -67,7 +68,7 @@ def new_tile(rows, keys, width, columns, latent, paired):
 
 @compiled
 def begin(tile, rows):
-    """Reset the state of `rows` rows, and of those that pad them to a multiple of ROWS, whose queries become 0."""
+    """Reset the state of `rows` rows and of the rows that pad them to a multiple of ROWS, whose queries become 0."""
     whole = up_to(rows, ROWS)
     zero(tile.q + 4 * rows * tile.width, 4 * (whole - rows) * tile.width)
     zero(tile.out, 4 * whole * tile.columns)
@@ -80,7 +81,7 @@ def begin(tile, rows):
 
 @pasted
 def read_query(tile, row, code, source, columns, in_place):
-    """Read one query; if keys are multiplied `in_place`, its columns keep their order, as the keys' do."""
+    """Read one query; in a `paired` tile, its columns keep their order if keys are multiplied `in_place`."""
     target = tile.q + 4 * row * tile.width
     if not tile.paired:
         _formats.widen(code, source, target, columns)
@@ -103,7 +104,7 @@ def read_rows(code, sources, target, width, columns, count):
 
 @compiled
 def pair_keys(code, sources, target, width, count):
-    """Read the keys at the addresses `sources` as pairs of a column of the first half and one of the second."""
+    """Read the keys at the addresses `sources`, except 0, as pairs of columns d and d + `width`."""
     for key in range(count):
         source = int_at(sources, key)
         if source:
@@ -169,7 +170,7 @@ def weigh_keys(tile, rows, first, count, holes):
 
 @compiled
 def first_to_see(tile, rows, position):
-    """The start of the first group of ROWS rows in which a row may see `position`; later rows see no fewer keys."""
+    """The start of the first group of ROWS rows in which a row sees as far as `position`; `right` ascends over rows."""
     row = 0
     while row < rows and int_at(tile.right, min(row + ROWS, rows) - 1) <= position:
         row += ROWS
@@ -178,7 +179,7 @@ def first_to_see(tile, rows, position):
 
 @compiled
 def keys_per_product(tile, first, count):
-    """The number of keys to multiply at a time: all `count`, or COLUMNS if some rows do not see the last of them."""
+    """The number of keys to multiply at a time: all `count` if no row's range ends before the last, else COLUMNS."""
     return count if int_at(tile.right, 0) >= first + count else COLUMNS
 
 
@@ -202,9 +203,9 @@ def multiply(tile, p, p_row, v, v_width, out, out_width, rows, keys, columns, fr
 
 @compiled
 def multiply_keys(tile, keys, rows, first, count, factor, soft_cap):
-    """Set `s` to `factor` times the logits of `count` keys, from position `first` on; `keys` lists their addresses.
+    """Set `s` to the base-2 logits of `count` keys, from position `first` on; `keys` lists their addresses.
 
-    A `soft_cap` of 0 means none; `factor` then includes log2(e), so that logits are in base 2.
+    A logit is q . k times `factor`, then soft-capped. A `soft_cap` of 0 means none; `factor` then includes log2(e).
     """
     width, s_width = tile.width, tile.s_width
     if rows > FEW_ROWS:

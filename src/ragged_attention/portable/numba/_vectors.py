@@ -24,8 +24,8 @@ def features_of_the_cpu() -> dict[str, bool]:
 
 
 LANES = 16 if features_of_the_cpu().get("avx512f") else 8
-# Whether to multiply pairs of bfloat16. All CPUs with this instruction, except one old model, also have AVX512-VBMI,
-# which looks bytes up in tables.
+# Whether to use vdpbf16ps, which multiplies pairs of bfloat16. The code also needs AVX512-VBMI, to look bytes up in
+# tables; every CPU with AVX512-BF16 has it, except Cooper Lake.
 PAIRS = LANES == 16 and all(features_of_the_cpu().get(name, False) for name in ("avx512bf16", "avx512vbmi"))
 if PAIRS:
     binding.initialize_native_asmparser()  # for `instruction`
@@ -85,7 +85,7 @@ def constant(kind: ir.VectorType, value: float) -> ir.Constant:
 
 
 def shuffled(builder: Any, lanes: list[int], first: Any, second: Any = None) -> Any:
-    """A vector of the given `lanes` of two vectors; the second's are numbered after those of the first."""
+    """A vector of the given `lanes` of two vectors; lanes of the second are numbered after those of the first."""
     second = ir.Constant(first.type, ir.Undefined) if second is None else second
     return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
@@ -110,13 +110,13 @@ def function_of(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], 
 
 
 def called(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-    """The result of a function of C or of LLVM."""
+    """Call a C function or an LLVM intrinsic by name; returns its result."""
     kind = ir.FunctionType(result, [value.type for value in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
 def in_all_lanes(builder: Any, value: Any) -> Any:
-    """A vector with the number in every lane."""
+    """A vector with `value` in every lane."""
     kind = ir.VectorType(value.type, LANES)
     first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
     return shuffled(builder, [0] * LANES, first)
@@ -138,7 +138,7 @@ def instruction(builder: Any, text: str, result: Any, constraint: str, *values: 
 
 @function_of(vector, vector, vector, vector)
 def fma_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """c + both products of the pairs of bfloat16 in a lane, with subnormals treated as 0. Needs PAIRS."""
+    """In each lane, c + the two products of the pairs of bfloat16 in a and b; subnormals count as 0. Needs PAIRS."""
     return instruction(builder, "vdpbf16ps $3, $2, $0", FLOATS, "=v,0,v,v", c, a, b)
 
 
@@ -154,7 +154,7 @@ joined = function_of(vector, vector, vector)(join)
 
 @function_of(vector, vector, vector)
 def maximum(builder: Any, a: Any, b: Any) -> Any:
-    """The larger number of each lane; the second if either is NaN."""
+    """The larger number in each lane; b if either is NaN."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
@@ -175,7 +175,7 @@ def magnitude(builder: Any, a: Any) -> Any:
 
 
 def _larger_magnitude(builder: Any, a: Any, b: Any) -> Any:
-    """The larger magnitude in each lane, NaN if either is NaN: as integers, NaN is larger than infinity."""
+    """The larger magnitude in each lane; NaN if either is NaN, whose bits, as an integer, exceed those of infinity."""
     x, y = (bits_in(builder, each, 0x7FFFFFFF) for each in (a, b))
     return builder.bitcast(builder.select(builder.icmp_signed(">", x, y), x, y), FLOATS)
 
@@ -205,7 +205,7 @@ def truncated(builder: Any, a: Any) -> Any:
 
 @function_of(vector, vector)
 def power_of_two(builder: Any, a: Any) -> Any:
-    """2 ** a for integers from -127 to 127, with 0 for 2 ** -127."""
+    """2 ** a for integers from -127 to 127; 0 for -127."""
     biased = builder.add(builder.fptosi(a, INTS), constant(INTS, 127))
     return builder.bitcast(builder.shl(biased, constant(INTS, 23)), FLOATS)
 
@@ -236,7 +236,7 @@ def largest_of_magnitudes(builder: Any, a: Any) -> Any:
 
 
 def _quads(*runs: int) -> list[int]:
-    """The lane numbers of some runs of four lanes, for `shuffled`."""
+    """The lanes in some runs of four, for `shuffled`."""
     return [4 * run + lane for run in runs for lane in range(4)]
 
 
@@ -266,9 +266,10 @@ def store_totals(builder: Any, address: Any, stride: Any, factor: Any, *vectors:
 
 @function_of(types.none, *(types.int64,) * 6)
 def transpose(builder: Any, sources: Any, count: Any, otherwise: Any, place: Any, target: Any, stride: Any) -> None:
-    """Transpose LANES floats, from float `place` on, of LANES rows; the rows written are `stride` floats apart.
+    """Transpose LANES floats, from float `place` on, of LANES rows; the rows in `target` are `stride` floats apart.
 
-    `sources` lists the addresses of the rows. The row at `otherwise` replaces rows from `count` on and at address 0.
+    `sources` lists the addresses of `count` rows. For further rows, and for those at address 0, the row at `otherwise`
+    is read.
     """
     rows = []
     for index in range(LANES):
@@ -293,7 +294,7 @@ def transpose(builder: Any, sources: Any, count: Any, otherwise: Any, place: Any
 
 @inlined
 def exp2(x):
-    """2 ** x for x <= 0, with an error of at most 2 units in the last place; 0 below -127, NaN for NaN."""
+    """2 ** x for x <= 0, with an error of at most 2 units in the last place; 0 if x <= -126.5, NaN for NaN."""
     x = where_less(x, splat(-127.0), splat(-127.0), x)
     whole = truncated(x - splat(0.5))
     f = x - whole  # from -0.5 to 0.5; the coefficients are a least-squares fit at Chebyshev's points of that range
@@ -310,7 +311,7 @@ def exp2(x):
 
 
 def element(builder: Any, address: Any, index: Any, kind: Any) -> Any:
-    """A pointer to an element."""
+    """A pointer to element `index` of an array of `kind` at an address."""
     return builder.gep(builder.inttoptr(address, kind.as_pointer()), [index])
 
 
@@ -410,8 +411,8 @@ def copy(builder: Any, target: Any, source: Any, size: Any) -> None:
 
 @function_of(types.none, types.int64, types.int64)
 def prefetch(builder: Any, address: Any, size: Any) -> None:
-    """Prefetch `size` bytes; the memory need not exist."""
-    hints = [ir.Constant(I32, hint) for hint in (0, 2, 1)]  # for a read, into the L2 cache, of data
+    """Prefetch `size` bytes; the address need not be valid."""
+    hints = [ir.Constant(I32, hint) for hint in (0, 2, 1)]  # 0: read, 2: locality (L2 on x86), 1: data cache
     with cgutils.for_range_slice(builder, ir.Constant(I64, 0), size, ir.Constant(I64, 64)) as (offset, _):
         place = builder.inttoptr(builder.add(address, offset), I8.as_pointer())
         called(builder, "llvm.prefetch.p0i8", ir.VoidType(), place, *hints)
@@ -424,14 +425,14 @@ def let_others_run(builder: Any) -> None:
 
 @function_of(types.int64, types.int64, types.int64)
 def call_at(builder: Any, function: Any, value: Any) -> Any:
-    """Call the function at an address with one int64; it also returns an int64."""
+    """Call the function at the address `function` with one int64; returns its result, an int64."""
     kind = ir.FunctionType(I64, [I64]).as_pointer()
     return builder.call(builder.inttoptr(function, kind), [value])
 
 
 @function_of(types.none, types.int64, types.int64, types.int64, types.int64)
 def in_team(builder: Any, team: Any, function: Any, value: Any, num_threads: Any) -> None:
-    """Call the function at an address in `num_threads` OpenMP threads; `team` is the address of GOMP_parallel."""
+    """Call `function`, an address, in `num_threads` OpenMP threads; `team` is the address of GOMP_parallel."""
     kind = ir.FunctionType(ir.VoidType(), [I64, I64, I32, I32]).as_pointer()
     count = builder.trunc(num_threads, I32)
     builder.call(builder.inttoptr(team, kind), [function, value, count, ir.Constant(I32, 0)])
@@ -439,7 +440,7 @@ def in_team(builder: Any, team: Any, function: Any, value: Any, num_threads: Any
 
 @function_of(types.int64, types.int64, types.int64, types.int64)
 def start_thread(builder: Any, place: Any, function: Any, value: Any) -> Any:
-    """Call the function at an address in a new thread and write its handle to `place`; returns 0 on success."""
+    """Call `function`, an address, in a new thread, whose handle is written to `place`; returns 0 on success."""
     begun = called(builder, "pthread_create", I32, place, ir.Constant(I64, 0), function, value)
     return builder.sext(begun, I64)
 
@@ -452,13 +453,13 @@ def join_thread(builder: Any, handle: Any) -> None:
 
 @inlined
 def fill(address, first, stop, value):
-    """Set the floats [first, stop)."""
+    """Set the floats [first, stop) to `value`."""
     for index in range(first, stop):
         set_float(address, index, value)
 
 
 @compiled
 def add_row(target, source, count):
-    """Add a row of `count` floats, in whole vectors, to another."""
+    """Add `count` floats at `source` to those at `target`, in whole vectors."""
     for index in range(0, count, LANES):
         store(target, index, load(target, index) + load(source, index))

@@ -30,19 +30,19 @@ from ragged_attention.portable.numba._vectors import (
     set_int,
 )
 
-# The fields of a call frame and of the structures it points to, in words of eight bytes.
+# Offsets of fields in a call frame and in the structures it points to, in words of eight bytes.
 EXTENSION, API, CONTEXT, NUM_OPERANDS, OPERANDS, NUM_RESULTS, RESULTS, ATTRIBUTES = 1, 2, 3, 7, 9, 12, 14, 20
 DATA, RANK, DIMENSIONS = 3, 4, 5  # in a buffer
 VALUES = 2  # in an array of numbers
-IS_METADATA, TYPE, METADATA = 1, 2, 3  # in an extension; IS_METADATA is a value of TYPE, which counts 4-byte words
+IS_METADATA, TYPE, METADATA = 1, 2, 3  # in an extension; TYPE is in words of four bytes, IS_METADATA is a value there
 VERSION, TRAITS = 3, 4  # in the metadata
 CREATE_ERROR, DESTROY_ERROR, SCHEDULE, NUM_THREADS = 6, 8, 17, 18  # in the table of XLA's functions
 RESOURCE_EXHAUSTED = 8
 
 ABOUT = ("version", "words", "num_operands", "num_results", "num_numbers", "plan", "work", "task", "no_memory")
 about_at = record_at(ABOUT)
-# The words before a call's record: the number of threads that still use it, the function `work`, the number of pool
-# threads that are running it, and the arguments of XLA's functions.
+# The words before a call's record: the number of threads that still use the call's memory, the address of `work`, the
+# number of pool threads that are running `work`, and the arguments of XLA's functions.
 HOLDERS, WORK, RUNNING, ARGUMENTS, WORDS = 0, 1, 2, 3, 17
 
 
@@ -57,7 +57,7 @@ def data_of(buffer):
 
 @compiled
 def succeeds(api, function, arguments, size):
-    """Call one of XLA's functions with `size` words of `arguments`, and write the first two; returns its success."""
+    """Call one of XLA's functions with `size` words of arguments, and set the first two; returns its success."""
     set_int(arguments, 0, 8 * size)
     set_int(arguments, 1, 0)
     error = call_at(int_at(api, function), arguments)
@@ -86,7 +86,7 @@ def task(block):
 
 
 def handle(frame, address):
-    """Run the kernel that the `about` at `address` describes; returns XLA's error, or 0."""
+    """Run the kernel that the `about` at `address` describes; returns the address of XLA's error, or 0."""
     about = about_at(address)
     extension = int_at(frame, EXTENSION)
     if extension:
@@ -128,7 +128,8 @@ def handle(frame, address):
             if not succeeds(api, SCHEDULE, arguments, 5):
                 add_to(block + 8 * HOLDERS, -1)
         call_at(about.work, record)
-        complete = end(record, count)  # pool threads that start later find no program, so this does not wait for them
+        complete = end(record, count)
+        # A pool thread that starts later finds no program, so only running ones are waited for.
         while add_to(block + 8 * RUNNING, 0) > 0:
             let_others_run()
         complete = complete and int_at(record, FAILED) == 0

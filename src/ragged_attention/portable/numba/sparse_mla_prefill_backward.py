@@ -1,9 +1,9 @@
 """The gradient of sparse MLA prefill on a CPU.
 
-There are two kinds of programs, so that one program computes each sum, in a fixed order. A program of the first kind
-takes a block of a query token's rows and sums their gradients over the token's list. A program of the second kind, an
-*owner*, takes every n-th slot of the cache, if there are n owners, and sums the gradients of these slots over all
-tokens that list them. Both kinds recompute the weights.
+A single program computes each sum, in a fixed order. Besides the programs of the sinks, there are two kinds. A program
+of the first kind takes a block of a query token's rows and sums their gradients over the token's list. A program of the
+second kind, an *owner*, takes every n-th slot of the cache, if there are n owners, and sums the gradients of these
+slots over all tokens that list them. Both kinds recompute the weights.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ FIELDS = Fields(
 call_of = FIELDS.at
 FEATURES = frozenset({"d_lse", "sm_scale", "d_v", "sinks", "topk_lens", "deterministic"})
 MIN_OWNERS, MAX_OWNERS = 4, 32
-KEYS_OF_AN_OWNER = 16  # average number per list
+KEYS_OF_AN_OWNER = 16  # on average, in one list
 
 
 def plan(address):
@@ -74,7 +74,7 @@ def list_keys(call, tile, token, head, entry, length, owner, owners):
 
 @compiled
 def read_queries(call, tile, token, head, first, last):
-    """Read the rows [first, last) of a KV head's group; those that have seen a key see all listed keys."""
+    """Read the rows [first, last) of a KV head's group; those that have seen a key see all keys of the tile."""
     group, rows = call.num_q_heads // call.num_kv_heads, last - first
     for row in range(rows):
         q_head = head * group + first + row
@@ -92,7 +92,7 @@ def query_gradients(call, tile, token, head, block):
     group, entry, length = call.num_q_heads // call.num_kv_heads, 0, length_of(call.topk_lens, token, call.topk)
     first = block * call.block_rows
     rows = read_queries(call, tile, token, head, first, min(first + call.block_rows, group))
-    zero(tile.dk, 4 * tile.rows * tile.width)  # `dk` holds gradients of queries here
+    zero(tile.dk, 4 * tile.rows * tile.width)  # here `dk` holds the gradients of queries
     while entry < length:
         count, entry = list_keys(call, tile, token, head, entry, length, 0, 1)
         read_rows(call.q_format, tile.sources, tile.k, tile.width, call.head_dim, count)

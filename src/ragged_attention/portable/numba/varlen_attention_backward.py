@@ -1,8 +1,8 @@
 """The gradient of attention over packed sequences on a CPU.
 
-A program takes a range of keys of one sequence and KV head, and all queries that see them. It computes the whole
+A program takes a range of keys of one sequence and KV head, and all queries that see them. It computes the complete
 gradients of these keys and values, and it sums the gradients of the queries over its tiles of keys. If a sequence has
-much more work than the others, its keys are split; the split that ends last sums the query gradients of all splits, in
+a large share of the work, its keys are split; the last split to finish sums the query gradients of all splits, in
 the order of the splits.
 """
 
@@ -36,8 +36,8 @@ call_of = FIELDS.at
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
 })  # fmt: skip
-# A sequence with more than 1/SHARES of the total work is split. There are few splits, since each of them stores the
-# gradients of all queries of its sequence.
+# The keys of a sequence are split if one of its KV heads has more than 1/SHARES of the call's work. There are few
+# splits, since each of them stores the gradients of all queries of its sequence.
 SHARES = 16
 UNIT = ("seq", "low", "high", "split", "num_splits", "partial", "counter")
 unit_at, UNIT_BYTES = record_at(UNIT), 8 * len(UNIT)
@@ -129,7 +129,7 @@ def tokens_seeing(call, q_len, kv_len, first, stop):
 
 @compiled
 def read_keys(call, tile, head, first, count):
-    """Read `count` packed keys and values from row `first` on."""
+    """Read `count` packed keys and values from row `first` on, and set the tile's gradients to 0."""
     size = size_of(call.q_format)
     for key in range(count):
         k = call.k + size * ((first + key) * call.k_token_stride + head * call.k_head_stride)
@@ -166,7 +166,7 @@ def read_queries(call, tile, seq, head, first, last):
 
 @compiled
 def add_gradients(call, tile, rows, first, offset, count, dq):
-    """Add the products of the tile's rows and `count` of its keys, from key `offset` on, to the gradients of both.
+    """Add the contributions of the tile's rows and `count` of its keys, from key `offset` on, to all gradients.
 
     The tile's first key is at position `first`. `dq` is the address of the rows' gradients.
     """
