@@ -29,8 +29,8 @@ def make_decode_schedule(
     The blocks of all sequences, end to end, are assigned to the parts in order. A part has a budget of `payload`
     blocks, and each sequence that it works on costs `overhead` in addition. A part that cannot afford the rest of a
     sequence takes as many blocks as it can, and the next part continues with the sequence's next split. A row of
-    `parts` is: first sequence, first block in it, last sequence, end block in it (exclusive), number of the first
-    sequence's split, 0, 0, 0. A part that begins at sequence S is idle. Sequence s has
+    `parts` is: first sequence, first block in it, last sequence, end block in it (exclusive), index of the part's
+    split of the first sequence, 0, 0, 0. A part that begins at sequence S is idle. Sequence s has
     `num_splits[s + 1] - num_splits[s]` splits.
     """
     blocks, ends = scheduled_blocks(lens, extra_lens, sparse)

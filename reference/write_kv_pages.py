@@ -19,7 +19,7 @@ def slots_from_tables(
     num_pages: int,
     page_size: int,
 ) -> NDArray[np.int64]:
-    """The slot (page * G + offset) of each token; -1 if it belongs to no sequence or its page is invalid.
+    """The slot (page * G + offset) of each token; -1 for a token without a sequence, a position or a valid page.
 
     Token i of a sequence has position `kv_len - q_len + i`: this step's tokens are the last of the `kv_len` positions.
     """

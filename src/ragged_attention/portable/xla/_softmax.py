@@ -1,4 +1,4 @@
-"""Online softmax over blocks of keys, and the terms of its gradient that each query row has once."""
+"""Online softmax over blocks of keys, and the per-row terms of its gradient."""
 
 import functools
 from typing import Any, NamedTuple
@@ -59,7 +59,7 @@ class Softmax(NamedTuple):
 
 
 class RowTerms(NamedTuple):
-    """The terms of the gradient that each query row has once, for all keys."""
+    """The per-row terms of the gradient."""
 
     lse: jax.Array  # [..., R]; +inf for a row that contributes nothing, so that its weights are 0
     d_out: jax.Array  # [..., R, d_v], times the keys' share of the softmax, which is 1 - the sink's weight

@@ -40,7 +40,7 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Out [T, H, d_v] and lse [T, H] of a call over latents, computed as ragged paged attention.
 
-    `others` has the ragged arguments whose names or shapes differ. `num_q_tokens` is the number of queries per
+    `others` has the ragged call's arguments whose names or shapes differ. `num_q_tokens` is the number of queries per
     sequence, if known.
     """
     names = (
@@ -55,7 +55,7 @@ def attend(
 
 
 class LatentBlocks:
-    """Gathers latent rows as K, and their first columns as V."""
+    """`Blocks` that gathers latent rows as K, and their first columns as V."""
 
     def __init__(self, call: MlaDecode | RaggedMlaAttention) -> None:
         self.latents = Latents(call.kv_cache, call.kv_format)
