@@ -22,7 +22,7 @@ Bytes = NDArray[np.uint8]
 
 # Exponent bits, mantissa bits, exponent bias, code of the largest finite value.
 FORMATS = {"float8_e4m3fn": (4, 3, 7, 0x7E), "float8_e5m2": (5, 2, 15, 0x7B)}
-# By the lower 3 bits of an e2m1 code; bit 3 is the sign.
+# The magnitude of an e2m1 code, by its lower 3 bits; bit 3 is the sign.
 E2M1_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
@@ -42,7 +42,7 @@ def format_values(cache_dtype: str) -> Float64:
 
 
 def decode(stored: ArrayLike, cache_dtype: str | None = None) -> Float64:
-    """The values of stored elements: of the bits of an 8-bit float if `cache_dtype` names one, else as they are."""
+    """The values of stored elements; `cache_dtype` names their format if they are the bits of 8-bit floats."""
     if cache_dtype in FORMATS:
         return format_values(cache_dtype)[np.asarray(stored)]
     return widened(stored)
@@ -227,13 +227,13 @@ def encode_e2m1(values: NDArray[np.float32]) -> Bytes:
 
 
 def decode_e2m1(codes: Bytes) -> Float64:
-    """Bytes [..., n] as values [..., 2 n]; the low half of a byte is the value at the even index."""
+    """Bytes [..., n] as values [..., 2 n]; a byte's low 4 bits hold the first of its two values."""
     pairs = np.stack([codes & 0xF, codes >> 4], axis=-1).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
     return np.where(pairs & 8, -1.0, 1.0) * E2M1_VALUES[pairs & 7]
 
 
 def group_scales(groups: NDArray[np.float32], power_of_two: bool) -> NDArray[np.float32]:
-    """The scales of groups [..., group]: the largest magnitude / 448, at least 1e-4, or that rounded up to 2 ** n."""
+    """The scales of groups [..., group]: the largest magnitude / 448, at least 1e-4, or the next power of two."""
     scales = np.maximum(np.abs(groups).max(axis=-1) / np.float32(448), np.float32(1e-4))
     scales = np.where(np.isnan(scales), np.float32(np.nan), scales)
     if power_of_two:
@@ -243,7 +243,7 @@ def group_scales(groups: NDArray[np.float32], power_of_two: bool) -> NDArray[np.
 
 
 def e8m0_values(codes: Bytes) -> Float64:
-    """The values of e8m0 codes: code b is 2 ** (b - 127), 0xFF is NaN."""
+    """The values of e8m0 codes: code b is 2 ** (b - 127), and 0xFF is NaN."""
     return np.where(codes == 0xFF, np.nan, np.ldexp(1.0, codes.astype(np.int64) - 127))
 
 

@@ -69,7 +69,7 @@ class Reader:
     def __init__(
         self, pages: torch.Tensor, scales: torch.Tensor | None, keys: Keys, chunk: int, resident: bool
     ) -> None:
-        """`pages` is [P, G, heads, D], `scales` [P, G, heads, 1]. If `resident`, all keys are converted at once."""
+        """`pages` is [P, G, heads, D], `scales` is [P, G, heads, 1]. If `resident`, all keys are converted now."""
         self.pages, self.keys = pages, keys
         self.page_size = pages.shape[1]
         self.flat = pages.view(-1, *pages.shape[2:]) if pages.stride(0) == self.page_size * pages.stride(1) else None

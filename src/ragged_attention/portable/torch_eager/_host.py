@@ -38,7 +38,7 @@ def result_dtype(call: Any) -> torch.dtype:
 
 
 def clamped_kv_lens(call: Any, count: int) -> list[int]:
-    """The first `count` entries of `kv_lens`, clamped to the number of positions that a block table can hold."""
+    """The first `count` entries of `kv_lens`, clamped to the positions that one sequence's block table can hold."""
     return np.clip(on_host(call.kv_lens)[:count].astype(np.int64), 0, call.capacity).tolist()
 
 

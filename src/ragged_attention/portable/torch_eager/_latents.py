@@ -60,7 +60,7 @@ def dequantized(parts: list[torch.Tensor], layout: CacheFormat) -> torch.Tensor:
 
 
 def e2m1_to_float32(codes: torch.Tensor) -> torch.Tensor:
-    """Bytes [..., n] as values [..., 2 n]; the low half of a byte is the value at the even index."""
+    """Bytes [..., n] as values [..., 2 n]; a byte's low 4 bits hold the first of its two values."""
     pairs = torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2).to(torch.int32)
     doubled = (DOUBLED_E2M1 >> ((pairs & 7) << 2)) & 0xF
     return (doubled.to(torch.float32) * 0.5).copysign_(7.5 - pairs)
@@ -157,14 +157,14 @@ class Windows:
         row_stride = array.stride(1) if self.page_size > 1 else 0
         page_stride = array.stride(0) if num_pages > 1 else self.page_size * row_stride
         # `view` has a window at every multiple of the strides' greatest common divisor, so each slot is one of them.
-        # Windows may overlap, and some are at no slot.
+        # Windows may overlap, and some belong to no slot.
         step = math.gcd(page_stride, row_stride) or 1
         self.page_step, self.row_step = page_stride // step, row_stride // step
         count = (num_pages - 1) * self.page_step + (self.page_size - 1) * self.row_step + 1
         self.view = array.as_strided((count, *inner), (step, *array.stride()[2:]))
 
     def at(self, slots: torch.Tensor) -> torch.Tensor:
-        """A copy of the elements at slots i64 [n], which lie within the array."""
+        """A copy of the elements at slots i64 [n], which must lie within the array."""
         if self.page_size == 1:
             window = slots if self.page_step == 1 else slots * self.page_step
         elif self.row_step == 1 and self.page_step == self.page_size:
@@ -185,7 +185,7 @@ class Rows:
         self.windows = [Windows(part) for part in ([plain] if not layout.quantized else parts_of(cache, layout))]
 
     def at(self, slots: torch.Tensor) -> torch.Tensor:
-        """The rows [n, K, d_qk] at slots i64 [n], which lie within the cache, in float32 or as stored float64."""
+        """The rows [n, K, d_qk] at slots i64 [n] within the cache: in float32, or float64 as stored."""
         parts = [windows.at(slots) for windows in self.windows]
         if not self.layout.quantized:
             (stored,) = parts

@@ -4,7 +4,7 @@ import torch
 
 
 def wide(tensor: torch.Tensor) -> torch.dtype:
-    """The compute dtype: float64 for float64, else float32, because 16-bit weights would exceed the error bound."""
+    """The compute dtype: float64 for float64, else float32: 16-bit weights would exceed the tests' error bound."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""The keys with the largest logits of the lightning indexer, in plain torch operations.
+"""Selects each token's keys with the largest logits of the lightning indexer, in plain torch operations.
 
 Tokens are processed in blocks. Each block's top-k is selected before the next block's logits are computed.
 """

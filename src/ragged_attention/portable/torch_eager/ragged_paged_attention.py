@@ -1,9 +1,9 @@
 """Ragged paged attention in plain torch operations.
 
-The lengths are read on the host, so a call synchronises with its device. Sequences are processed one by one, in blocks
-of queries and some KV heads at a time, to limit the working memory. As in `_varlen`, a block leaves out keys that none
-of its queries sees, and query heads of a KV head are rows of one matrix. Everything is computed in float32: on CPUs
-this costs little, and 16-bit weights would miss the error bound if few keys have most of the weight.
+The lengths are read on the host, so a call synchronises with its device. Sequences are processed one by one, a
+block of queries and some KV heads at a time, to limit the working memory. As in `_varlen`, a block leaves out keys that
+none of its queries sees, and query heads of a KV head are rows of one matrix. Everything is computed in float32: on
+CPUs this costs little, and 16-bit weights would exceed the tests' error bound if few keys have most of the weight.
 """
 
 import dataclasses
@@ -131,7 +131,7 @@ class Attention:
                 yield Block(first, last, low, high, right, left, fully_masked, unseen)
 
     def _fully_masked(self, position: Ints, query: Ints) -> torch.Tensor:
-        """Which queries, at positions `query`, see none of the keys at positions `position`.
+        """A mask of the queries, at positions `query`, that see none of the keys at positions `position`.
 
         Without a draft mask, only invalid pages cause this within a block.
         """
@@ -165,7 +165,7 @@ class Attention:
     def _heads_at_once(self, blocks: list[Block], keys: Keys) -> tuple[int, bool]:
         """The number of KV heads to compute together, and whether their K and V stay in float32 between blocks.
 
-        The working memory is limited to the size of this sequence's K and V in the cache, or to MIN_BUDGET if larger.
+        The working memory is limited to the size of the sequence's K and V in the cache, or MIN_BUDGET if that is more.
         """
         call, rows = self.call, self.group * max(block.last - block.first for block in blocks)
         width, itemsize = call.head_dim + call.v_head_dim, self.k_pages.element_size()

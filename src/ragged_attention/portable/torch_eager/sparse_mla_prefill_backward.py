@@ -46,7 +46,7 @@ def _block(
     """dq [B, R, d_qk] and d_sinks [R] of some tokens; the gradients of the rows they list are added to `d_rows`."""
     dtype = d_rows.dtype
     slots, hidden = lists.selected(tokens)
-    # A token that selects nothing still reads a row. That row and the token's q and d_out may hold NaN: zero all three.
+    # A token that selects nothing still reads a row. That row and the token's q and d_out may hold NaN: all become 0.
     fully_masked = hidden.all(1)[:, None, None]
     q, d_out = (array[tokens, heads].to(dtype).masked_fill(fully_masked, 0.0) for array in (call.q, call.d_out))
     out, lse = call.out[tokens, heads].to(dtype), call.lse[tokens, heads]

@@ -26,11 +26,11 @@ def slots_of(call: Any) -> torch.Tensor:
     slots = np.full(call.num_tokens, -1, np.int64)
     for seq, ((start, stop), kv_len) in enumerate(zip(bounds, clamped_kv_lens(call, len(bounds)), strict=True)):
         positions = np.arange(kv_len - (stop - start), kv_len)
-        lost = int(np.count_nonzero(positions < 0))  # leading tokens without a position, if kv_len < stop - start
-        positions = positions[lost:]
+        skipped = int(np.count_nonzero(positions < 0))  # leading tokens without a position, if kv_len < stop - start
+        positions = positions[skipped:]
         pages = tables[seq, positions // page_size].astype(np.int64)
         valid = (pages >= 0) & (pages < call.num_pages)
-        slots[start + lost : stop] = np.where(valid, pages * page_size + positions % page_size, -1)
+        slots[start + skipped : stop] = np.where(valid, pages * page_size + positions % page_size, -1)
     return torch.from_numpy(slots).to(call.page_indices.device)
 
 

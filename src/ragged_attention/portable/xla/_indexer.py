@@ -41,7 +41,7 @@ class Seen(NamedTuple):
     """The tokens of a tile; each sees the columns [start, stop)."""
 
     row: jax.Array  # i32 [size], the tokens' rows of q
-    own: jax.Array  # bool [size]; False for a token that belongs to another tile
+    own: jax.Array  # bool [size]; True for tokens whose results this tile writes
     starts: jax.Array  # i32 [size]
     stops: jax.Array  # i32 [size]
     seq: jax.Array  # the sequence whose pages hold the keys; 0 for packed keys
@@ -51,7 +51,7 @@ Rows = Callable[[Seen, jax.Array], jax.Array]
 
 
 def over_tiles(call: Any, tile: Tile, results: jax.Array, rows: Rows) -> jax.Array:
-    """`results` [T, ...] with the rows that `rows(seen, logits)` returns for each tile.
+    """`results` [T, ...], with each tile's rows replaced by `rows(seen, logits)`.
 
     A tile's logits are [size, width]; a column is the index of a packed key, even in a relative call, or a position.
     """
@@ -133,7 +133,7 @@ def _queries(call: Any, row: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _keys(call: Any, seq: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """The keys [n, D] in columns [n], their scales [n], and a mask [n] of keys on valid pages."""
+    """The keys [n, D] in columns [n], their scales [n] or None, and a mask [n] of keys on valid pages."""
     keys, scales = call.keys, call.key_scale
     address, valid = (column,), jnp.full(column.shape, True)
     if call.paged:

@@ -51,7 +51,7 @@ def dequantized(stored: Stored, layout: CacheFormat) -> jax.Array:
 
 
 def _e2m1_values(codes: jax.Array) -> jax.Array:
-    """Bytes [..., n] as float32 values [..., 2 n]; the low half of a byte is the value at the even index."""
+    """Bytes [..., n] as float32 values [..., 2 n]; a byte's low 4 bits hold the first of its two values."""
     pairs = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1).astype(jnp.uint32)
     magnitude = ((DOUBLED_E2M1 >> ((pairs & 7) << 2)) & 15).astype(jnp.float32) * 0.5
     return lax.bitcast_convert_type(lax.bitcast_convert_type(magnitude, jnp.uint32) | (pairs >> 3 << 31), jnp.float32)

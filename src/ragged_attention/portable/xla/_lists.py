@@ -71,7 +71,7 @@ def attend(
         for lists in all_lists:
             state = _over(lists, state, queries, row, head, scale, soft_cap, tile.block_kv)
         out, lse = state.finished(None if sinks is None else at(sinks, head))
-        # Returned as bits, because XLA's CPU compiler would convert a whole bfloat16 array to update a part of it.
+        # Returned as bits, because XLA's CPU compiler would convert all of a bfloat16 array to update a part of it.
         return lax.bitcast_convert_type(out.astype(dtype), BITS[dtype.itemsize]), state.m_i, lse
 
     firsts = jnp.arange(0, num_queries, size, dtype=jnp.int32)

@@ -21,7 +21,7 @@ def addresses_of(
 
 
 def stored_at(array: jax.Array, *index: Any) -> jax.Array:
-    """`array[index]`, in bounds, gathered as bits: XLA's CPU compiler would convert all of a 16-bit `array`."""
+    """`array[index]`, in bounds, by a gather of bits: XLA on a CPU would convert a whole 16-bit array to float32."""
     bits = lax.bitcast_convert_type(array, BITS[array.dtype.itemsize])
     return lax.bitcast_convert_type(at(bits, *index), array.dtype)
 

@@ -62,7 +62,7 @@ class RowTerms(NamedTuple):
     """The per-row terms of the gradient."""
 
     lse: jax.Array  # [..., R]; +inf for a row that contributes nothing, so that its weights are 0
-    d_out: jax.Array  # [..., R, d_v], times the keys' share of the softmax, which is 1 - the sink's weight
+    d_out: jax.Array  # [..., R, d_v], times the keys' share of the softmax (1 - the sink's weight)
     offset: jax.Array  # [..., R], added to d_out . v to give d_logit / weight
     d_sinks: jax.Array  # [..., R]
 

@@ -20,7 +20,10 @@ from ragged_attention.portable.xla._tile import Tile
 
 
 def heuristic(call: VarlenCall) -> Tile:
-    """Tiles near the mean query length, up to 256 rows per KV head or 8 tokens; blocks that fit a core's cache."""
+    """Tiles of about the mean query length, from 8 to 64 tokens, and blocks that fit a core's cache.
+
+    Tiles of more than 8 tokens have at most 256 rows per KV head.
+    """
     mean, longest = -(-call.num_q_tokens // max(call.num_seqs, 1)), call.num_kv_tokens
     if call.max_q_len is not None:
         mean = min(mean, call.max_q_len)
@@ -48,7 +51,7 @@ class Queries(NamedTuple):
     """One tile: `size` consecutive rows of q, and the rows [start, stop) of k that they may see."""
 
     row: jax.Array  # i32 [size]
-    own: jax.Array  # bool [size]; False for a row that belongs to another tile
+    own: jax.Array  # bool [size]; True for rows whose results this tile writes
     last: jax.Array  # i32 [size], the key at a row's own position, as a row of k
     start: jax.Array
     stop: jax.Array
@@ -68,7 +71,7 @@ class Keys(NamedTuple):
 
     first: jax.Array
     size: int
-    seen: jax.Array  # bool [the tile's size * G, size]: whether a query row sees a key
+    seen: jax.Array  # bool [query rows, size]: whether a query row sees a key
     any_seen: jax.Array  # bool [size, 1]: whether any query row sees a key
 
     def rows(self, array: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ class Begin(NamedTuple):
     seq: jax.Array
     block: jax.Array
     split: jax.Array
-    num_splits: jax.Array  # i32 [S + 1], cumulative; filled in for sequences that earlier programs finish
+    num_splits: jax.Array  # i32 [S + 1], cumulative numbers of splits, of sequences finished so far
 
 
 def run(call: MakeDecodeSchedule, tile: Any, launch: Any) -> tuple[jax.Array, jax.Array]:

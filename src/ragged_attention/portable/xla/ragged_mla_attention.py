@@ -23,7 +23,7 @@ FEATURES = frozenset({
 
 
 def heuristic(call: RaggedMlaAttention) -> Tile:
-    """Tiles near the mean query length, up to 256 rows or 8 tokens; blocks that fit a core's cache."""
+    """Tiles near the mean query length, of at most 8 tokens or, if that is more, 256 rows; blocks that fit a cache."""
     mean = -(-call.num_tokens // max(call.max_num_seqs, 1))
     block_q = min(64, max(8, 256 // call.num_q_heads), 1 << max(mean - 1, 0).bit_length())
     return Tile(block_q=block_q, block_kv=512 if block_q < 8 else 256)

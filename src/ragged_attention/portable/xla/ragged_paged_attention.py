@@ -27,7 +27,10 @@ FEATURES = frozenset({
 
 
 def heuristic(call: RaggedPagedAttention) -> Tile:
-    """Tiles near the mean query length, up to 256 rows per KV head or 8 tokens; blocks that fit a core's cache."""
+    """Tiles of about the mean query length, from 8 to 64 tokens, and blocks that fit a core's cache.
+
+    Tiles of more than 8 tokens have at most 256 rows per KV head.
+    """
     mean = -(-call.num_tokens // max(call.max_num_seqs, 1))
     block_q = max(8, min(64, 256 // call.group, 1 << (mean - 1).bit_length() if mean else 1))
     floats = call.num_kv_heads * (call.head_dim + call.v_head_dim)
