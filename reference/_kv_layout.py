@@ -92,7 +92,8 @@ def divisors(scale: ArrayLike | None, num_kv_heads: int) -> NDArray[np.float32]:
 def true_queries(q: ArrayLike, q_scale: ArrayLike | None, sm_scale: float, dtype: str | None) -> tuple[Float64, float]:
     """Queries [T, H, D] and the scale of the logits, with `q_scale` applied to one of them.
 
-    A number multiplies the scale. An array [1] or [H] multiplies the queries in float32; the products get `dtype`.
+    A number multiplies the scale. An array, [1] or [H], multiplies the queries in float32, and the products are rounded
+    to `dtype`.
     """
     if q_scale is None or isinstance(q_scale, int | float):
         return widened(q), sm_scale * (1.0 if q_scale is None else q_scale)
@@ -233,7 +234,7 @@ def decode_e2m1(codes: Bytes) -> Float64:
 
 
 def group_scales(groups: NDArray[np.float32], power_of_two: bool) -> NDArray[np.float32]:
-    """The scales of groups [..., group]: the largest magnitude / 448, at least 1e-4, or the next power of two."""
+    """The scales of groups [..., group]: largest magnitude / 448, at least 1e-4, optionally rounded up to 2 ** n."""
     scales = np.maximum(np.abs(groups).max(axis=-1) / np.float32(448), np.float32(1e-4))
     scales = np.where(np.isnan(scales), np.float32(np.nan), scales)
     if power_of_two:

@@ -24,7 +24,7 @@ class Lists:
         """The slots i64 [B, n] that some tokens list, and a mask [B, n] of entries that select nothing.
 
         Such an entry is replaced by a valid slot of its list, because a row that is not selected may hold NaN. If the
-        list selects nothing, it is replaced by an arbitrary slot, and the caller must drop the row that it reads there.
+        list selects nothing, its entries become arbitrary slots, and the caller must drop the rows read from them.
         """
         indices = self.indices[tokens]
         hidden = (indices < 0) | (indices > self.last_slot)

@@ -1,4 +1,4 @@
-"""Cuts packed sequences into blocks: some queries, and the keys that any of them sees.
+"""Cuts packed sequences into blocks; a block is some queries and the keys that any of them sees.
 
 A block leaves out the keys that none of its queries sees, and queries that see no key. Only columns at the edges of
 the causal range and of the window need a mask. The query heads of a KV head are rows of one matrix, so keys and values

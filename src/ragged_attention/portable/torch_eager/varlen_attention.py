@@ -1,7 +1,7 @@
 """Attention over packed sequences in plain torch operations.
 
-The lengths are read on the host, so a call synchronises with its device. It computes in float64 if the inputs are
-float64, else in float32. Torch can differentiate every step, so autograd can check the gradient's formulas.
+The lengths are read on the host, so a call synchronises with its device. Results are computed in float64 if the
+inputs are float64, else in float32. Torch can differentiate every step, so autograd can check the gradient's formulas.
 """
 
 from typing import Any

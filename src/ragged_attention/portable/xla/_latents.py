@@ -109,7 +109,7 @@ class Latents:
 
 
 def planar_units(layout: CacheFormat) -> tuple[int, int]:
-    """The size of a token's values and rotary columns in units, and that of its scales, in the layout "page"."""
+    """The sizes, in units, of a token's row (values and rotary columns) and of its scales in the layout "page"."""
     return layout.row_bytes // UNIT, layout.padded_scale_bytes // UNIT
 
 
