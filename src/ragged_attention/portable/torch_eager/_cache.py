@@ -26,7 +26,7 @@ def e4m3_to_float32(bits: torch.Tensor) -> torch.Tensor:
     """
     shifted = bits.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
     values = shifted.view(torch.float16).to(torch.float32).mul_(256.0)
-    # On a CPU, `masked_fill_` takes ten times as long as a search for NaN. On other devices a search would synchronise.
+    # On a CPU, `masked_fill_` takes over ten times as long as a search for NaN. Elsewhere, a search would synchronise.
     if bits.device.type != "cpu" or (bits.numel() and int((bits | -0x80).amax()) == -1):
         values.masked_fill_((bits & 0x7F) == 0x7F, torch.nan)
     return values
