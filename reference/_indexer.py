@@ -15,11 +15,11 @@ class Keys(NamedTuple):
     """Stored keys: packed rows [N, D], pages [P, G, D], or pages of bytes [P, G, 1, D + 4], which hold scales too."""
 
     stored: NDArray[Any]
-    dtype: str | None  # the format of 8-bit floats given as bits
+    dtype: str | None  # the format of `stored` if it holds 8-bit floats as bits
     scale: ArrayLike | None  # a scale per key
 
     def at(self, *index: Any) -> tuple[Float64, Float64]:
-        """The keys [n, D] and their scales [n] at an index [n], or at pages [n] and offsets [n]."""
+        """The keys [n, D] and their scales [n] at indices [n], or at pages [n] and offsets [n]."""
         if self.stored.ndim == 4:
             values, scales = planes(self.stored)
             return decode(values[index], E4M3), widened(np.ascontiguousarray(scales[index]).view("<f4")[:, 0])
@@ -37,7 +37,7 @@ class Seen(NamedTuple):
 
 
 def seen_of_ranges(keys: Keys, starts: Any, stops: Any, relative: bool, max_keys: int | None) -> Iterator[Seen]:
-    """Every token that sees a key, if each token has a range of packed keys; no other key is read."""
+    """Yields each token that sees a key, if tokens see ranges of packed keys; keys that no token sees are not read."""
     edges = np.clip(np.stack([starts, stops], axis=-1).astype(np.int64), 0, len(keys.stored))
     for token, (start, stop) in enumerate(edges):
         rows = np.arange(start, stop if max_keys is None else min(stop, start + max_keys))
@@ -48,7 +48,7 @@ def seen_of_ranges(keys: Keys, starts: Any, stops: Any, relative: bool, max_keys
 def seen_in_pages(
     num_tokens: int, keys: Keys, tables: tuple[Any, Any, Any], num_seqs: ArrayLike | None, ratio: int
 ) -> Iterator[Seen]:
-    """Every token that sees a key, if the keys lie in pages; no other key is read."""
+    """Yields each token that sees a key, if the keys lie in pages; keys that no token sees are not read."""
     page_indices, kv_lens, cu_q_lens = map(np.asarray, tables)
     num_pages, page_size = keys.stored.shape[:2]
     for seq, (start, stop) in enumerate(sequence_bounds(cu_q_lens, num_seqs, num_tokens)):
@@ -63,7 +63,7 @@ def seen_in_pages(
 
 
 def planes(cache: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Views of the values' bytes [P, G, D] and of the scales' bytes [P, G, 4] in contiguous pages of bytes."""
+    """Views of the bytes of the values [P, G, D] and of the scales [P, G, 4] in contiguous pages [P, G, 1, D + 4]."""
     num_pages, page_size, _, row = cache.shape
     whole = cache.reshape(num_pages, page_size * row)
     values, scales = whole[:, : page_size * (row - 4)], whole[:, page_size * (row - 4) :]
@@ -71,7 +71,7 @@ def planes(cache: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint
 
 
 def largest(logits: Float64, top_k: int) -> NDArray[np.int32]:
-    """The columns of the largest logits [T, N] in ascending order, then -1; of equal logits the larger column wins."""
+    """Columns [T, top_k] of the largest logits [T, N], ascending, then -1; of equal logits the larger column wins."""
     values = np.where(np.isnan(logits), -np.inf, logits)
     num_tokens, columns = values.shape
     selected = np.full((num_tokens, top_k), -1, np.int32)

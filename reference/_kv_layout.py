@@ -22,7 +22,8 @@ Bytes = NDArray[np.uint8]
 
 # Exponent bits, mantissa bits, exponent bias, code of the largest finite value.
 FORMATS = {"float8_e4m3fn": (4, 3, 7, 0x7E), "float8_e5m2": (5, 2, 15, 0x7B)}
-E2M1_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # by code without bit 3, the sign
+# The magnitude of an e2m1 code, by its lower 3 bits; bit 3 is the sign.
+E2M1_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 @functools.cache
@@ -41,16 +42,16 @@ def format_values(cache_dtype: str) -> Float64:
 
 
 def decode(stored: ArrayLike, cache_dtype: str | None = None) -> Float64:
-    """The values of stored elements: of the bits of an 8-bit float if `cache_dtype` names one, else as they are."""
+    """The values of stored elements; `cache_dtype` names their format if they are the bits of 8-bit floats."""
     if cache_dtype in FORMATS:
         return format_values(cache_dtype)[np.asarray(stored)]
     return widened(stored)
 
 
 def encode(values: ArrayLike, cache_dtype: str | None = None) -> NDArray[Any]:
-    """Values rounded to the nearest that an 8-bit format represents, ties to even, saturating at the largest finite.
+    """Values encoded in an 8-bit format: rounded to nearest, ties to even, saturating at the largest finite value.
 
-    8-bit floats keep the sign of a NaN; int8 stores 0 for it. The caller casts to 16-bit and 32-bit formats.
+    8-bit floats keep the sign of a NaN; int8 stores 0 for a NaN. The caller casts to 16-bit and 32-bit formats.
     """
     values = widened(values)
     if cache_dtype == "int8":
@@ -83,7 +84,7 @@ def per_head(scale: ArrayLike | None, num_kv_heads: int) -> NDArray[np.float32]:
 
 
 def divisors(scale: ArrayLike | None, num_kv_heads: int) -> NDArray[np.float32]:
-    """The divisor of each KV head's new rows: its scale, or a zero of its sign if the scale is subnormal."""
+    """The divisor of each KV head's new rows: the head's scale, or a zero of the same sign if it is subnormal."""
     scales = per_head(scale, num_kv_heads)
     return np.where(np.abs(scales) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), scales), scales)
 
@@ -91,7 +92,8 @@ def divisors(scale: ArrayLike | None, num_kv_heads: int) -> NDArray[np.float32]:
 def true_queries(q: ArrayLike, q_scale: ArrayLike | None, sm_scale: float, dtype: str | None) -> tuple[Float64, float]:
     """Queries [T, H, D] and the scale of the logits, with `q_scale` applied to one of them.
 
-    A number multiplies the scale. An array, [1] or [H], multiplies the queries in float32; they are rounded to `dtype`.
+    A number multiplies the scale. An array, [1] or [H], multiplies the queries in float32, and the products are rounded
+    to `dtype`.
     """
     if q_scale is None or isinstance(q_scale, int | float):
         return widened(q), sm_scale * (1.0 if q_scale is None else q_scale)
@@ -102,7 +104,7 @@ def true_queries(q: ArrayLike, q_scale: ArrayLike | None, sm_scale: float, dtype
 
 
 def sequence_bounds(cu_q_lens: ArrayLike, num_seqs: ArrayLike | None, num_tokens: int) -> list[tuple[int, int]]:
-    """The first query row and one past the last of each of the first `num_seqs` sequences, clamped to the arrays."""
+    """The rows [start, stop) of each of the first `num_seqs` sequences, clamped to [0, num_tokens]."""
     cu_q_lens = np.asarray(cu_q_lens)
     max_num_seqs = len(cu_q_lens) - 1
     count = max_num_seqs if num_seqs is None else int(np.asarray(num_seqs).reshape(()))
@@ -113,7 +115,7 @@ def sequence_bounds(cu_q_lens: ArrayLike, num_seqs: ArrayLike | None, num_tokens
 def latent_format(
     pages: NDArray[Any], cache_format: str | None = None, cache_layout: str | None = None
 ) -> CacheFormat | None:
-    """The format of latent pages, found by the sizes of an element and of a token; None for plain pages."""
+    """The format of latent pages, found by their element and token sizes; None for plain pages."""
     if pages.dtype.itemsize > 1:
         return None
     found = [layout for layout in CACHE_FORMATS.values() if cache_format in (None, layout.name)]
@@ -202,9 +204,9 @@ def quantize_groups(groups: NDArray[np.float32], power_of_two: bool) -> tuple[By
 
 
 def quantize_groups_to_e2m1(groups: NDArray[np.float32]) -> tuple[Bytes, Bytes]:
-    """The bytes of groups [..., groups, group] as 4-bit values, and the bytes of their e4m3 scales.
+    """The bytes of groups [..., num_groups, group] as 4-bit values, and the bytes of their e4m3 scales.
 
-    A scale is the largest magnitude over 6, clamped to [2 ** -9, 448] and rounded to e4m3. If a group holds a NaN, its
+    A scale is the largest magnitude / 6, clamped to [2 ** -9, 448] and rounded to e4m3. If a group holds a NaN, its
     scale is NaN (0x7F) and its codes are 0, because e2m1 has no NaN.
     """
     with np.errstate(invalid="ignore"):
@@ -226,13 +228,13 @@ def encode_e2m1(values: NDArray[np.float32]) -> Bytes:
 
 
 def decode_e2m1(codes: Bytes) -> Float64:
-    """Bytes [..., n] as values [..., 2 n]; the low half of a byte is the value at the even index."""
+    """Bytes [..., n] as values [..., 2 n]; a byte's low 4 bits hold the first of its two values."""
     pairs = np.stack([codes & 0xF, codes >> 4], axis=-1).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
     return np.where(pairs & 8, -1.0, 1.0) * E2M1_VALUES[pairs & 7]
 
 
 def group_scales(groups: NDArray[np.float32], power_of_two: bool) -> NDArray[np.float32]:
-    """The scale of each group [..., group]: its largest magnitude / 448, at least 1e-4; maybe the next power of two."""
+    """The scales of groups [..., group]: largest magnitude / 448, at least 1e-4, optionally rounded up to 2 ** n."""
     scales = np.maximum(np.abs(groups).max(axis=-1) / np.float32(448), np.float32(1e-4))
     scales = np.where(np.isnan(scales), np.float32(np.nan), scales)
     if power_of_two:
@@ -242,7 +244,7 @@ def group_scales(groups: NDArray[np.float32], power_of_two: bool) -> NDArray[np.
 
 
 def e8m0_values(codes: Bytes) -> Float64:
-    """The values of e8m0 codes: code b is 2 ** (b - 127), 0xFF is NaN."""
+    """The values of e8m0 codes: code b is 2 ** (b - 127), and 0xFF is NaN."""
     return np.where(codes == 0xFF, np.nan, np.ldexp(1.0, codes.astype(np.int64) - 127))
 
 
@@ -253,7 +255,7 @@ def bfloat16_values(bits: NDArray[np.uint16]) -> Float64:
 def widened(values: ArrayLike, to: type[np.floating] = np.float64) -> NDArray[Any]:
     """Values in a wider dtype; signaling NaNs become quiet ones, without a warning."""
     with np.errstate(invalid="ignore"):
-        return np.asarray(values, to) * to(1)  # a NaN of float16 is still signaling; the product is quiet
+        return np.asarray(values, to) * to(1)  # a NaN cast from float16 may still be signaling; the product is quiet
 
 
 def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:

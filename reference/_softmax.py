@@ -33,7 +33,7 @@ def sink_of_each(sinks: ArrayLike | None, num_q_heads: int) -> Float64:
 
 
 def share_of_keys(lse: Float64, sinks: ArrayLike | None) -> Float64:
-    """The keys' share of the softmax: sigmoid(lse - sink), 1 without sinks; `sinks` runs along `lse`'s last axis."""
+    """The keys' share of the softmax: sigmoid(lse - sink), or 1 without sinks; `sinks` broadcasts against `lse`."""
     if sinks is None:
         return np.ones(lse.shape)
     with np.errstate(over="ignore", invalid="ignore"):

@@ -35,7 +35,7 @@ def indexer_logits(
 ) -> Float64:
     """Logits [T, columns] in float64, -inf where a token does not see the key.
 
-    The arguments are those of the operation; `q_dtype` and `key_dtype` name the format of 8-bit floats given as bits.
+    The arguments are those of the operation; `q_dtype` and `key_dtype` name the formats of 8-bit floats given as bits.
     """
     q, weights, all_keys = decode(q, q_dtype), widened(weights), Keys(np.asarray(keys), key_dtype, key_scale)
     if page_indices is not None:

@@ -24,7 +24,7 @@ def indexer_topk(
     candidate_block_size: int | None = None,
     **others: Any,
 ) -> NDArray[np.int32]:
-    """Positions [T, top_k] in ascending order, then -1; `others` are the arguments of `indexer_logits`."""
+    """Positions [T, top_k], ascending and padded with -1; `others` are the arguments of `indexer_logits`."""
     logits = indexer_logits(q, keys, weights, **others)
     if candidate_blocks is not None:
         assert candidate_block_size is not None

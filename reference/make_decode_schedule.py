@@ -12,7 +12,7 @@ FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 def scheduled_blocks(lens: ArrayLike, extra_lens: ArrayLike | None, sparse: bool) -> tuple[Any, Any]:
     """The cost of each sequence in blocks, at least 1, and its number of blocks, 0 if it has no keys.
 
-    A sparse sequence has at least one key. The keys of a second cache begin a new block.
+    A sparse sequence counts as having at least one key. The keys of a second cache begin a new block.
     """
     keys = np.maximum(np.asarray(lens, np.int64), int(sparse))
     if extra_lens is not None:
@@ -27,10 +27,10 @@ def make_decode_schedule(
     """Parts [num_parts, 8] (a part is the work of one program) and num_splits [S + 1].
 
     The blocks of all sequences, end to end, are assigned to the parts in order. A part has a budget of `payload`
-    blocks, and each sequence that it works on costs `overhead` in addition. A part that cannot afford the rest of a
+    blocks, and each sequence that it works on costs `overhead` more blocks. A part that cannot afford the rest of a
     sequence takes as many blocks as it can, and the next part continues with the sequence's next split. A row of
-    `parts` is: first sequence, first block in it, last sequence, end block in it (exclusive), number of the first
-    sequence's split, 0, 0, 0. A part that begins at sequence S is idle. Sequence s has
+    `parts` is: first sequence, first block in it, last sequence, end block in it (exclusive), index of the part's
+    split of the first sequence, 0, 0, 0. A part that begins at sequence S is idle. Sequence s has
     `num_splits[s + 1] - num_splits[s]` splits.
     """
     blocks, ends = scheduled_blocks(lens, extra_lens, sparse)

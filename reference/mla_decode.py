@@ -43,7 +43,7 @@ def dense_slots(page_indices: Any, kv_len: Any, num_pages: int, page_size: int) 
 
 
 def list_lens(lens: ArrayLike | None, lists: Any) -> Any:
-    """The number of entries that count in each list [S, Q, N], as [S, Q]; `lens` is that, [S], or None for all."""
+    """The number of entries of each list [S, Q, N] that count, as [S, Q]; `lens` is [S, Q], [S] or None (all count)."""
     if lens is None:
         return np.full(lists.shape[:2], lists.shape[2])
     lens = np.asarray(lens)

@@ -1,4 +1,4 @@
-"""Converts token positions, as an indexer selects them, to slots of the cache, as sparse attention takes them."""
+"""Converts token positions, which an indexer selects, to slots of the cache, which sparse attention takes."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ SLOTS = 2**31  # the number of slots that int32 can index
 
 
 def page_indices_to_slots(positions: ArrayLike, page_indices: ArrayLike, page_size: int) -> NDArray[np.int32]:
-    """The slot `page * G + offset` of each position [S, ...]; -1 if the position has no entry or no valid page."""
+    """The slot `page * G + offset` of each position [S, ...]; -1 if no page holds it or the slot exceeds int32."""
     positions, page_indices = np.asarray(positions, np.int64), np.asarray(page_indices, np.int64)
-    page_size = min(page_size, SLOTS)  # a larger page has the same slots
+    page_size = min(page_size, SLOTS)  # any larger page size has the same result
     listed = (positions >= 0) & (positions < page_indices.shape[1] * page_size)
     seq = np.broadcast_to(np.arange(len(positions)).reshape(-1, *(1,) * (positions.ndim - 1)), positions.shape)
     pages = page_indices[seq[listed], positions[listed] // page_size]

@@ -15,7 +15,7 @@ BATCH_INVARIANT = True
 def values_of(pages: Any, cache_dtype: str | None = None) -> Float64:
     """The values [P, G, K, D] of heads-first pages [K, P, G, D], or of a pair of pages and scales [K, P, G, 1]."""
     stored, scales = pages if isinstance(pages, tuple | list) else (pages, 1.0)
-    with np.errstate(invalid="ignore"):  # a key that no query sees may be zero times infinity
+    with np.errstate(invalid="ignore"):  # an unused slot may hold zero with an infinite scale
         return np.moveaxis(decode(stored, cache_dtype) * widened(scales), 0, 2)
 
 

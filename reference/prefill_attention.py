@@ -1,4 +1,4 @@
-"""EasyDeL's chunked prefill over heads-first pages: causal attention of one chunk of one sequence's queries."""
+"""EasyDeL's chunked prefill over heads-first pages: causal attention of one chunk of a sequence."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def prefill_attention(
     align: str = "chunk",
     cache_dtype: str | None = None,
 ) -> Float64:
-    """Out [T, H, D] of the chunk q [T, H, D] that contains position `length - 1`; later rows are 0.
+    """Out [T, H, D] of the chunk q [T, H, D] that contains position `length - 1`; rows after it are 0.
 
     Row r has position `(length - 1) // T * T + r`, or `length - T + r` with `align="end"`. The length is clamped to
     what the table holds. `cache_dtype` names the format of pages that hold 8-bit floats as bits.
@@ -42,7 +42,7 @@ def prefill_attention(
 
 
 def rows_of_the_last_chunk(length: int, chunk: int) -> int:
-    """The number of positions in the last chunk, if `length` positions are cut into chunks."""
+    """The number of positions in the last chunk, if `length` positions are cut into chunks of `chunk`."""
     return (length - 1) % chunk + 1 if length > 0 and chunk > 0 else 0
 
 

@@ -44,8 +44,8 @@ def ragged_mla_attention(
 ) -> Any:
     """Out [T, H, d_v] in float64, and lse [T, H] with `return_lse`; the arguments are those of the operation.
 
-    `new_kv` is written by `write_mla_cache` before this is called. `code_dtype` names the dtype of a plain 8-bit cache,
-    `q_dtype` the dtype to which queries are rounded if `q_scale` is an array.
+    `new_kv` is written by `write_mla_cache` before this is called. `code_dtype` names the dtype of a plain 8-bit cache.
+    `q_dtype` names the dtype to which queries are rounded if `q_scale` is an array.
     """
     del max_q_len, out_dtype  # they do not change the result
     assert new_kv is None

@@ -28,7 +28,7 @@ def visible(
     key = np.arange(kv_len)[None, :]
     seen = np.broadcast_to(valid[None, :kv_len], (q_len, kv_len)).copy()
     if drafted is not None:
-        new = np.arange(kv_len) - (kv_len - q_len)  # the index among this step's tokens, negative for earlier keys
+        new = np.arange(kv_len) - (kv_len - q_len)  # index among this step's tokens, negative for earlier keys
         rows = np.pad(drafted, ((0, 0), (0, max(q_len - drafted.shape[1], 0))))
         seen &= np.where(new < 0, True, rows[:, np.maximum(new, 0)])
     elif causal:
@@ -75,7 +75,7 @@ def ragged_paged_attention(
     """Out [T, H, D_v] in float64, and lse [T, H] with `return_lse`; the arguments are those of the operation.
 
     `new_kv` is written by `write_kv_pages` before this is called. `cache_dtype` names the format of pages that hold
-    8-bit floats as bits, `q_dtype` the dtype to which queries are rounded if `q_scale` is an array.
+    8-bit floats as bits. `q_dtype` names the dtype to which queries are rounded if `q_scale` is an array.
     """
     del max_q_len, out_dtype  # they do not change the result
     assert new_kv is None

@@ -19,7 +19,7 @@ def attend_latent(
 ) -> tuple[Float64, Float64, Float64]:
     """Out [h, d_v], max_logits [h] and lse [h] of queries q [h, d_qk] that each see every row of `rows` [n, d_qk].
 
-    A row is the key, its first `d_v` columns are the value. Without rows, out is 0 and the other results are -inf.
+    A row is a key, and its first `d_v` columns are the value. Without rows, out is 0 and the other results are -inf.
     """
     return softmax(logits_of(q, rows, scale, soft_cap), rows[:, :d_v])
 
@@ -45,7 +45,7 @@ def sparse_mla_prefill(
     out_dtype: str | None = None,
 ) -> tuple[Float64, Float64, Float64]:
     """Out [T, H, d_v], max_logits [T, H] and lse [T, H] in float64; the arguments are those of the operation."""
-    del deterministic, out_dtype  # the former is for the gradient; the caller casts to the latter
+    del deterministic, out_dtype  # `deterministic` is for the gradient; the caller casts to `out_dtype`
     q, kv, indices = widened(q), np.asarray(kv), np.asarray(indices)
     pages = kv[:, None] if kv.ndim == 3 else kv  # packed rows are pages of one position
     num_tokens, num_q_heads, d_qk = q.shape

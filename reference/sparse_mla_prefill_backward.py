@@ -27,7 +27,7 @@ def sparse_mla_prefill_backward(
     deterministic: bool = False,
 ) -> tuple[Float64, Float64, Float64 | None]:
     """dq, dkv and d_sinks, shaped like q, kv and sinks, in float64; `README.md` has the formulas."""
-    del deterministic  # every sum here has one order
+    del deterministic  # every sum here has a fixed order
     q, kv, d_out = (widened(array) for array in (q, kv, d_out))
     indices, lse = np.asarray(indices), widened(lse)
     num_tokens, num_q_heads, d_qk = q.shape

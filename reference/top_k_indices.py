@@ -1,4 +1,4 @@
-"""The columns of the largest logits of each row."""
+"""Selects the columns of each row's largest logits."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ BATCH_INVARIANT = True
 def top_k_indices(
     logits: ArrayLike, top_k: int, starts: ArrayLike | None = None, stops: ArrayLike | None = None
 ) -> NDArray[np.int32]:
-    """Columns [T, top_k] in ascending order, then -1; only columns from a row's start up to its stop count."""
+    """Columns [T, top_k], ascending and padded with -1; a row selects only columns in [start, stop)."""
     logits = widened(logits)
     columns = np.arange(logits.shape[1])
     counts = np.ones(logits.shape, bool)

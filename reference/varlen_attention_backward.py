@@ -21,7 +21,7 @@ def attend_backward(
 ) -> tuple[Float64, Float64, Float64]:  # fmt: skip
     """One head: the gradients dq, dk and dv of rows q [n, D] over k [m, D] and v [m, D_v].
 
-    The other arguments are [n]: each row's log-sum-exp, the keys' share of its softmax, delta = out . d_out and d_lse.
+    `lse`, `share`, `delta` and `d_lse` are [n]; `share` is the keys' share of a row's softmax, `delta` is out . d_out.
     """
     dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
     rows, keys = seen.any(axis=1), seen.any(axis=0)  # all others are left out, because they may hold NaN
@@ -93,7 +93,7 @@ def varlen_attention_backward(
 
 
 def run_gradient(function: Callable[..., Any], call: Any, launch: Any) -> Any:
-    """The gradients of a call; an empty array replaces a None, which `function` returns for an absent argument."""
+    """The gradients of a call; an empty array replaces a None, which `function` returns for an absent one."""
 
     def gradients(**arguments: Any) -> tuple[Float64, ...]:
         return tuple(np.zeros(0) if array is None else array for array in function(**arguments))

@@ -19,7 +19,7 @@ def slots_from_tables(
     num_pages: int,
     page_size: int,
 ) -> NDArray[np.int64]:
-    """The slot (page * G + offset) of each token; -1 if it belongs to no sequence or its page is invalid.
+    """The slot (page * G + offset) of each token; -1 for a token without a sequence, a position or a valid page.
 
     Token i of a sequence has position `kv_len - q_len + i`: this step's tokens are the last of the `kv_len` positions.
     """
@@ -51,8 +51,8 @@ def write_kv_pages(
 ) -> Any:
     """The new pages, in the layout of `kv_pages`, with `k / k_scale`, computed in float32 and encoded as `cache_dtype`.
 
-    If `copies`, `k` itself is stored; `v` likewise. A slot outside [0, P * G) is skipped; of two tokens with one slot
-    the later one wins.
+    `v` is stored likewise. If `copies`, both are stored unchanged. A slot outside [0, P * G) is skipped; of two tokens
+    with one slot the later one wins.
     """
     combined = not isinstance(kv_pages, tuple | list)
     arrays = [np.array(pages) for pages in ([kv_pages] if combined else kv_pages)]

@@ -32,7 +32,7 @@ def write_mla_cache(
     """The new cache, with rows `kv` [T, K, d_qk] at their slots.
 
     A slot outside [0, P * G) is skipped; of two tokens with one slot the later one wins. A plain cache stores
-    `kv / kv_scale`, computed in float32; `code_dtype` names its dtype if that has 8 bits.
+    `kv / kv_scale`, computed in float32; `code_dtype` names the cache's dtype if that has 8 bits.
     """
     cache = np.array(cache, order="C")
     num_pages, page_size, num_kv_heads, _ = cache.shape

@@ -1,1 +1,1 @@
-"""The fallback in plain torch operations, for CPUs and devices that have no kernel of ours."""
+"""The fallback in plain torch operations, for CPUs and for devices that have no kernels in this package."""

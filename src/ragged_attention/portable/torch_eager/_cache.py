@@ -26,7 +26,7 @@ def e4m3_to_float32(bits: torch.Tensor) -> torch.Tensor:
     """
     shifted = bits.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
     values = shifted.view(torch.float16).to(torch.float32).mul_(256.0)
-    # On a CPU, a search for NaN takes a tenth of the time of `masked_fill_`. On other devices it would synchronise.
+    # On a CPU, `masked_fill_` takes over ten times as long as a search for NaN. Elsewhere, a search would synchronise.
     if bits.device.type != "cpu" or (bits.numel() and int((bits | -0x80).amax()) == -1):
         values.masked_fill_((bits & 0x7F) == 0x7F, torch.nan)
     return values
@@ -34,13 +34,13 @@ def e4m3_to_float32(bits: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Keys:
-    """The positions of a sequence that any query sees, ascending; positions on invalid pages are left out."""
+    """The positions that a sequence's queries may see, ascending; positions on invalid pages are left out."""
 
     pages: torch.Tensor  # i32 [n], the ids of the pages that hold the positions
-    page_ids: Ints  # a copy of `pages` on the host
+    page_ids: Ints  # `pages` on the host
     first: int  # the first position's offset in its page
     positions: Ints  # i64 [count]
-    whole: bool  # all pages are valid, so the positions are consecutive
+    whole: bool  # True if all pages are valid, so that the positions are consecutive
 
     @property
     def count(self) -> int:
@@ -48,7 +48,7 @@ class Keys:
 
 
 def keys_of(tables: torch.Tensor, host_row: Ints, seq: int, low: int, high: int, call: Any) -> Keys:
-    """The keys at positions [low, high) of sequence `seq`; `host_row` is its row of `tables` on the host."""
+    """The keys at positions [low, high) of sequence `seq`; `host_row` is `tables[seq]` on the host."""
     size = call.page_size
     page = np.arange(low // size, -(-high // size))
     ids = host_row[page[0] : page[-1] + 1] if len(page) else host_row[:0]
@@ -64,12 +64,12 @@ def keys_of(tables: torch.Tensor, host_row: Ints, seq: int, low: int, high: int,
 
 
 class Reader:
-    """Reads K, or V, of some of the KV heads."""
+    """Reads K or V, or the scales of either, of some KV heads."""
 
     def __init__(
         self, pages: torch.Tensor, scales: torch.Tensor | None, keys: Keys, chunk: int, resident: bool
     ) -> None:
-        """`pages` is [P, G, heads, D], `scales` [P, G, heads, 1]. `resident`: convert all keys now, not in `read`."""
+        """`pages` is [P, G, heads, D], `scales` is [P, G, heads, 1]. If `resident`, all keys are converted now."""
         self.pages, self.keys = pages, keys
         self.page_size = pages.shape[1]
         self.flat = pages.view(-1, *pages.shape[2:]) if pages.stride(0) == self.page_size * pages.stride(1) else None
@@ -78,7 +78,7 @@ class Reader:
         self.converted = self._convert_all() if resident else None
 
     def chunks(self, low: int, high: int) -> list[tuple[int, int]]:
-        """Keys [low, high) cut into ranges of at most a chunk, at page boundaries: one `read` for each."""
+        """Ranges that cover keys [low, high), cut at page boundaries, each small enough for one `read`."""
         if self.converted is not None:
             return [(low, high)]
         first = self.keys.first
@@ -86,7 +86,7 @@ class Reader:
         return [(max(edge - first, low), min(edge - first + self.chunk, high)) for edge in edges]
 
     def read(self, low: int, high: int) -> torch.Tensor:
-        """Keys [low, high) as float32 [heads, high - low, D]."""
+        """Keys [low, high) as float32 [heads, high - low, D], times their scales if there are any."""
         if self.converted is not None:
             values = self.converted[low:high].transpose(0, 1)
         else:
@@ -104,7 +104,7 @@ class Reader:
         return converted
 
     def _stored(self, low: int, high: int) -> torch.Tensor:
-        """Keys [low, high) as stored, [high - low, heads, D]; a view if their pages are consecutive, else a copy."""
+        """Keys [low, high) as stored, [high - low, heads, D]; a view if they are contiguous, else a copy."""
         size = self.page_size
         low, high = low + self.keys.first, high + self.keys.first
         first, last = low // size, -(-high // size)

@@ -1,4 +1,4 @@
-"""Attention over heads-first pages [K, P, G, D]: ragged paged attention over their views [P, G, K, D]."""
+"""Attention over heads-first pages [K, P, G, D], computed as ragged paged attention over views [P, G, K, D]."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def heuristic(call: HeadsFirstCall) -> Tile:
 
 
 def attend(call: HeadsFirstCall, tile: Tile, **indices: Any) -> torch.Tensor:
-    """The result of a heads-first call; `indices` are the index arrays of the equivalent ragged call."""
+    """The result of a heads-first call; `indices` are index arrays of the equivalent ragged call."""
     kv_pages = tuple(pages.movedim(0, 2) for pages in call.arrays)
     values = call.as_ragged(kv_pages=kv_pages, **indices).arguments()
     scales = tuple(scales.movedim(0, 2) for scales in call.scales) if call.quantized else (None, None)

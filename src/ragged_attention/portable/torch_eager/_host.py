@@ -1,4 +1,4 @@
-"""The checks of a call's device, and its index arrays, read on the host and clamped to what other arrays can hold."""
+"""Reads index arrays on the host, clamped to what the other arrays can hold, and says why a call is declined."""
 
 import itertools
 from typing import Any
@@ -18,13 +18,13 @@ def on_host(tensor: torch.Tensor) -> Ints:
 
 
 def bounds_of(cu_lens: torch.Tensor, num_tokens: int) -> list[tuple[int, int]]:
-    """The first row of each sequence and the row after its last."""
+    """The rows [start, stop) of each sequence, clamped to [0, num_tokens]."""
     edges = np.clip(on_host(cu_lens), 0, num_tokens).tolist()
     return [(start, max(start, stop)) for start, stop in itertools.pairwise(edges)]
 
 
 def sequence_bounds(call: Any) -> list[tuple[int, int]]:
-    """The first query row of each live sequence (the first `num_seqs`) and the row after its last."""
+    """The query rows [start, stop) of each live sequence: only the first `num_seqs` are live."""
     max_num_seqs = call.kv_lens.shape[0]
     count = max_num_seqs if call.num_seqs is None else int(call.num_seqs)
     count = min(max(count, 0), max_num_seqs)
@@ -38,17 +38,17 @@ def result_dtype(call: Any) -> torch.dtype:
 
 
 def clamped_kv_lens(call: Any, count: int) -> list[int]:
-    """The first `count` entries of `kv_lens`, each clamped to what a row of `page_indices` can hold."""
+    """The first `count` entries of `kv_lens`, clamped to the positions that one sequence's block table can hold."""
     return np.clip(on_host(call.kv_lens)[:count].astype(np.int64), 0, call.capacity).tolist()
 
 
 def why_not_torch(call: Call) -> str | None:
-    """Why a call is declined: its arrays are not torch's. None if they are."""
+    """Why a call is declined: its arrays are not torch tensors. None if they are."""
     return None if call.device.framework == "torch" else f"expected torch tensors, got a {call.device.framework} call"
 
 
 def why_not(call: Call) -> str | None:
-    """Why a call is declined: its index arrays cannot be read on the host, or are not torch's. None if neither."""
+    """Why a call is declined: a CUDA graph is being captured, or its arrays are not torch tensors. Else None."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "expected a stream that is not being captured, since lengths are read on the host, got one that is"
     return why_not_torch(call)

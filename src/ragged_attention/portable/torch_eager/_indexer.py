@@ -17,14 +17,14 @@ from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import Tile, Windows
 
 SCALE_BYTES = 4  # bytes of a key's float32 scale in a page of bytes
-LOGITS = 2**22  # maximum logits of a block, all of which a selection needs at once
+LOGITS = 2**22  # maximum logits of a block of several tokens; top-k needs all logits of a token at once
 FEATURES = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
 })  # fmt: skip
 
 
 def heuristic(call: Any) -> Tile:
-    """Tiles of keys so small that the products of 8 tokens with one stay within `_max_products`."""
+    """Tiles of 64 to 2048 keys; if possible, the products of 8 tokens with a tile stay within `_max_products`."""
     return Tile(block_kv=min(max(_max_products(call) // (8 * call.num_heads), 64), 2048))
 
 
@@ -34,14 +34,14 @@ def _max_products(call: Any) -> int:
 
 
 class Block(NamedTuple):
-    """Consecutive tokens whose key ranges nearly coincide. Each of them sees at least one key."""
+    """Consecutive tokens: of one sequence if the keys are paged, else with similar key ranges. No range is empty."""
 
     first: int
     last: int  # one past the last token
     starts: Ints  # i64 [last - first]; a token sees columns [start, stop), except those on invalid pages
     stops: Ints
     seq: int = 0  # the sequence whose pages hold the keys; 0 for packed keys
-    shift: int = 0  # the packed key in column 0
+    shift: int = 0  # the index of the packed key in column 0
 
     @property
     def tokens(self) -> slice:
@@ -61,7 +61,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(call: Any) -> Iterator[Block]:
-    """The blocks of a call; a token that sees no key is in none."""
+    """The blocks of a call; a token whose key range is empty is in none of them."""
     if call.keys.shape[0] and call.columns:
         yield from _paged_blocks(call) if call.paged else _packed_blocks(call)
 
@@ -103,7 +103,7 @@ def _packed_blocks(call: Any) -> Iterator[Block]:
 
 
 def planes_of(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the values' bytes [P, G, D] and of the scales' bytes [P, G, 4] in pages of bytes."""
+    """Views of the bytes of the values [P, G, D] and of the scales [P, G, 4] in pages of bytes [P, G, 1, D + 4]."""
     num_pages, page_size, _, row = cache.shape
     head_dim, page_stride, start = row - SCALE_BYTES, cache.stride(0), cache.storage_offset()
     values = cache.as_strided((num_pages, page_size, head_dim), (page_stride, head_dim, 1), start)
@@ -126,7 +126,7 @@ class Keys:
         self.scales = None if scales is None else Windows(scales)
 
     def at(self, block: Block, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Float32 keys [n, D] in columns i64 [n], their scales [n] and a mask [n] of valid keys (None if all are)."""
+        """Float32 keys [n, D] in columns [n], their scales [n] or None, and a mask [n] as in `_slots`."""
         slots, valid = self._slots(block, columns)
         values = self.values.at(slots)
         values = e4m3_to_float32(values) if self.codes else to_float32(values)
@@ -136,7 +136,7 @@ class Keys:
         return values, scales, valid
 
     def _slots(self, block: Block, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The slots of columns and a mask of valid ones; an invalid page is replaced by page 0."""
+        """The slots of columns, with page 0 for invalid pages, and a mask of those on valid pages (None if packed)."""
         if not self.call.paged:
             return columns + block.shift, None
         page_size = self.call.page_size
@@ -179,10 +179,10 @@ def _weighted_sums(call: Any, tokens: slice, keys: torch.Tensor) -> torch.Tensor
 
 
 def largest(logits: torch.Tensor, top_k: int) -> torch.Tensor:
-    """The columns i32 [R, top_k] of the largest logits [R, n] in ascending order, then -1.
+    """The columns i32 [R, top_k] of the largest logits [R, n], ascending and padded with -1.
 
-    A logit and its column are packed into one integer. These are unique in a row, so the result does not depend on
-    how `torch.topk` breaks ties.
+    Each logit is packed with its column into one integer, so that no two of a row are equal: of equal logits, the one
+    in the larger column wins.
     """
     count, columns = min(top_k, logits.shape[1]), logits.shape[1]
     selected = torch.full((logits.shape[0], top_k), -1, dtype=torch.int32, device=logits.device)
@@ -192,13 +192,13 @@ def largest(logits: torch.Tensor, top_k: int) -> torch.Tensor:
     keys = (order.to(torch.int64) << 32) | torch.arange(columns, device=logits.device)
     best = torch.topk(keys, count, sorted=False).values
     least = _ordered(logits.new_full((), -torch.inf))
-    # A logit of -inf selects nothing: its column is replaced by one that sorts last.
+    # A logit of -inf is not selected: its column is replaced by `columns`, which sorts last.
     found = torch.where(best >> 32 > least, best & 0xFFFFFFFF, columns).to(torch.int32).sort().values
     selected[:, :count] = found.masked_fill_(found == columns, -1)
     return selected
 
 
 def _ordered(values: torch.Tensor) -> torch.Tensor:
-    """Int32 numbers that have the order of the given float32 values, none of which is NaN."""
+    """Int32 numbers in the same order as the float32 values, none of which may be NaN."""
     bits = values.view(torch.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

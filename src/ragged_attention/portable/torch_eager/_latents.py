@@ -1,4 +1,4 @@
-"""Reads the rows of a latent cache, in any format, by slot as float32, and encodes rows as bytes."""
+"""Gathers and dequantises rows of a latent cache, in any format, and quantises new rows."""
 
 import dataclasses
 import math
@@ -14,14 +14,14 @@ from ragged_attention.portable.torch_eager.write_kv_pages import encode
 LARGEST_E4M3, SMALLEST_E4M3 = 448.0, 2.0**-9
 LARGEST_E2M1 = 6.0
 SMALLEST_SCALE = 1e-4  # for groups of e4m3 codes
-DOUBLED_E2M1 = 0xC8643210 - 2**32  # twice the values of the 8 magnitudes, 4 bits each: 0, 1, 2, 3, 4, 6, 8, 12
+DOUBLED_E2M1 = 0xC8643210 - 2**32  # twice the 8 magnitudes, 4 bits each, as an int32: 0, 1, 2, 3, 4, 6, 8, 12
 CHUNK = 2048  # tokens whose rows are converted at a time
 
 
 def parts_of(cache: torch.Tensor, layout: CacheFormat) -> list[torch.Tensor]:
     """Views [P, G, bytes] of a cache of bytes: each token's row and, in the layout "page", each token's scales.
 
-    If the bytes of such a page are not contiguous, the views are of a copy, and writes would be lost.
+    If pages of the layout "page" are not contiguous, the views are of a copy, and writes to them would be lost.
     """
     bits = cache.view(torch.uint8)
     if not layout.planar:
@@ -60,21 +60,21 @@ def dequantized(parts: list[torch.Tensor], layout: CacheFormat) -> torch.Tensor:
 
 
 def e2m1_to_float32(codes: torch.Tensor) -> torch.Tensor:
-    """Bytes [..., n] as values [..., 2 n]; the low half of a byte is the value at the even index."""
+    """Bytes [..., n] as values [..., 2 n]; a byte's low 4 bits hold the first of its two values."""
     pairs = torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2).to(torch.int32)
     doubled = (DOUBLED_E2M1 >> ((pairs & 7) << 2)) & 0xF
     return (doubled.to(torch.float32) * 0.5).copysign_(7.5 - pairs)
 
 
 def _copy(field: torch.Tensor) -> torch.Tensor:
-    """A packed copy, aligned so that the bytes can be viewed as their dtype; `contiguous` may return unaligned ones."""
+    """A contiguous copy, aligned so that it can be viewed as a wider dtype; `contiguous` may return unaligned bytes."""
     return field.clone(memory_format=torch.contiguous_format)
 
 
 def quantized(
     rows: torch.Tensor, layout: CacheFormat, power_of_two: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The bytes of rows [..., d_qk], in the order of `fields_of`. Every NaN of e4m3 becomes the code 0x7F."""
+    """The bytes of rows [..., d_qk], in the order of `fields_of`. Every NaN in e4m3 is stored as 0x7F."""
     groups = rows[..., : layout.values].to(torch.float32).unflatten(-1, (-1, layout.group))
     rotary = bfloat16_bits(rows[..., layout.values :]).view(torch.uint8)
     if layout.packed_codes:
@@ -89,15 +89,15 @@ def quantized(
 
 
 def bfloat16_bits(values: torch.Tensor) -> torch.Tensor:
-    """Values rounded to bfloat16, as packed int16 bits; a NaN keeps its sign and payload on every device."""
+    """Values rounded to bfloat16, as int16 bits; a NaN keeps its sign and its upper payload bits on every device."""
     values = values.to(torch.float32).contiguous()
     nan = (values.view(torch.int32) >> 16 | 0x40).to(torch.int16)
     return torch.where(values.isnan(), nan, values.to(torch.bfloat16).view(torch.int16))
 
 
 def quantized_groups(groups: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes of float32 groups [..., group], as uint8, and their scales [...]. Every NaN becomes the code 0x7F."""
-    # The divisor is a tensor: some devices multiply by the reciprocal of a number. `new_full` fills it on the device.
+    """The codes of float32 groups [..., group], as uint8, and their scales [...]. A NaN gets the code 0x7F."""
+    # Divide by a tensor: some devices would replace a Python number by its reciprocal, and so round differently.
     largest, smallest = (groups.new_full((), value) for value in (LARGEST_E4M3, SMALLEST_SCALE))
     scales = torch.maximum(groups.abs().amax(-1) / largest, smallest)
     scales.masked_fill_(scales.isnan(), torch.nan)
@@ -109,12 +109,12 @@ def quantized_groups(groups: torch.Tensor, power_of_two: bool) -> tuple[torch.Te
 
 
 def _quantized_to_e2m1(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes of groups [..., groups, group] as 4-bit values, and the bytes of their e4m3 scales."""
+    """The bytes of groups [..., num_groups, group] as 4-bit values, and the bytes of their e4m3 scales."""
     scales = (groups.abs().amax(-1) / groups.new_full((), LARGEST_E2M1)).clamp_(SMALLEST_E4M3, LARGEST_E4M3)
     stored = encode(scales.masked_fill_(scales.isnan(), torch.nan), torch.float8_e4m3fn)
     scaled = groups / e4m3_to_float32(stored.view(torch.int8))[..., None]
     magnitude = scaled.abs()
-    # A code is the number of midpoints between neighbouring values below the magnitude; at one, the even code wins.
+    # A code is the number of midpoints between values that lie below the magnitude. On a midpoint, the even code wins.
     code = torch.zeros_like(magnitude, dtype=torch.uint8)
     for index, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
         code += magnitude >= middle if index % 2 else magnitude > middle
@@ -156,15 +156,15 @@ class Windows:
         num_pages, self.page_size, *inner = array.shape
         row_stride = array.stride(1) if self.page_size > 1 else 0
         page_stride = array.stride(0) if num_pages > 1 else self.page_size * row_stride
-        # One view has a window at every multiple of the strides' greatest common divisor. Windows may overlap, and
-        # most match no slot.
+        # `view` has a window at every multiple of the strides' greatest common divisor, so each slot is one of them.
+        # Windows may overlap, and some belong to no slot.
         step = math.gcd(page_stride, row_stride) or 1
         self.page_step, self.row_step = page_stride // step, row_stride // step
         count = (num_pages - 1) * self.page_step + (self.page_size - 1) * self.row_step + 1
         self.view = array.as_strided((count, *inner), (step, *array.stride()[2:]))
 
     def at(self, slots: torch.Tensor) -> torch.Tensor:
-        """A copy of the elements at slots i64 [n], which lie within the array."""
+        """A copy of the elements at slots i64 [n], which must lie within the array."""
         if self.page_size == 1:
             window = slots if self.page_step == 1 else slots * self.page_step
         elif self.row_step == 1 and self.page_step == self.page_size:
@@ -185,7 +185,7 @@ class Rows:
         self.windows = [Windows(part) for part in ([plain] if not layout.quantized else parts_of(cache, layout))]
 
     def at(self, slots: torch.Tensor) -> torch.Tensor:
-        """The rows [n, K, d_qk] at slots i64 [n], which lie within the cache, in float32 or as stored float64."""
+        """The rows [n, K, d_qk] at slots i64 [n] within the cache: in float32, or float64 as stored."""
         parts = [windows.at(slots) for windows in self.windows]
         if not self.layout.quantized:
             (stored,) = parts

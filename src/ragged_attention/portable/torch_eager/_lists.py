@@ -13,7 +13,7 @@ from ragged_attention.portable.torch_eager._softmax import Softmax
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lists:
-    """One list of slots of a cache for each of T tokens."""
+    """A list of cache slots for each of T tokens."""
 
     rows: Rows | None  # None if the cache has no slot
     indices: torch.Tensor  # i32 [T, N]
@@ -23,19 +23,19 @@ class Lists:
     def selected(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """The slots i64 [B, n] that some tokens list, and a mask [B, n] of entries that select nothing.
 
-        Such an entry repeats a valid slot of its own list, so that no unselected row, which may hold NaN, is read. If
-        the list selects nothing, the slot is 0 and the caller must drop its row.
+        Such an entry is replaced by a valid slot of its list, because a row that is not selected may hold NaN. If the
+        list selects nothing, its entries become arbitrary slots, and the caller must drop the rows read from them.
         """
         indices = self.indices[tokens]
         hidden = (indices < 0) | (indices > self.last_slot)
         if self.lens is not None:
             hidden |= torch.arange(indices.shape[1], device=indices.device) >= self.lens[tokens, None]
-        if indices.device.type == "cpu":  # lists are seldom full; on other devices the check would synchronise
+        if indices.device.type == "cpu":  # cut unused columns; on other devices the search would synchronise
             last = int((~hidden).any(0).nonzero().max()) + 1 if not hidden.all() else 0
             indices, hidden = indices[:, :last], hidden[:, :last]
         if indices.shape[1] == 0:
             return indices, hidden
-        valid = indices.gather(1, hidden.to(torch.uint8).argmin(1, keepdim=True))  # invalid only if no entry is valid
+        valid = indices.gather(1, hidden.to(torch.uint8).argmin(1, keepdim=True))  # arbitrary if none is valid
         slots = torch.where(hidden, valid.where((valid >= 0) & (valid <= self.last_slot), 0), indices)
         return slots.to(torch.int64), hidden
 
@@ -44,7 +44,7 @@ def attend(
     q: torch.Tensor, lists: Sequence[Lists], scale: float, sinks: torch.Tensor | None, block_kv: int,
     results: Sequence[torch.Tensor], soft_cap: float | None = None,
 ) -> None:  # fmt: skip
-    """Attention of q [T, R, d_qk], written to `results`: out [T, R, d_v], max_logits [T, R], log-sum-exp [T, R]."""
+    """Attention of q [T, R, d_qk], written to `results`: out [T, R, d_v], max_logits [T, R] and lse [T, R]."""
     step = max(block_kv // max(each.indices.shape[1] for each in lists), 1)
     for first in range(0, q.shape[0], step):
         tokens = slice(first, first + step)
@@ -62,9 +62,9 @@ def attend(
 
 
 def lists_of(cache: Any, layout: CacheFormat, indices: torch.Tensor, lens: torch.Tensor | None) -> Lists:
-    """Lists [T, N] of slots of a cache [P, G, 1, ...]."""
+    """The `Lists` of slots `indices` [T, N] of a cache [P, G, 1, ...]."""
     num_slots = cache.shape[0] * cache.shape[1]
-    last_slot = min(num_slots - 1, torch.iinfo(torch.int32).max)  # int32, to be compared with indices
+    last_slot = min(num_slots - 1, torch.iinfo(torch.int32).max)  # fits the int32 of `indices`
     return Lists(Rows(cache, layout) if num_slots else None, indices, lens, last_slot)
 
 

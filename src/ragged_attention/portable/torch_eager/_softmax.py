@@ -1,10 +1,10 @@
-"""Online softmax over blocks of keys, and the terms of its gradient that each query row has once."""
+"""Online softmax over blocks of keys, and the per-row terms of its gradient."""
 
 import torch
 
 
 def wide(tensor: torch.Tensor) -> torch.dtype:
-    """The compute dtype: float64 for float64, else float32, because 16-bit weights would miss the error bound."""
+    """The compute dtype: float64 for float64, else float32: 16-bit weights would exceed the tests' error bound."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
@@ -12,17 +12,17 @@ def soft_capped(scores: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
     """`soft_cap` * tanh(scores / `soft_cap`), which autograd can differentiate; the scores if there is no cap."""
     if soft_cap is None:
         return scores
-    # Near 0, tanh(x) == x, so return the score itself: under a huge cap x is subnormal, and some devices flush it to 0.
-    # With a tiny cap, scaling the queries by 1 / cap instead could make their products infinity minus infinity.
+    # Near 0, tanh(x) == x, so return the score itself: with a huge cap x is subnormal, and some devices flush it to 0.
+    # The queries are not divided by the cap, because with a tiny cap their products could be infinity minus infinity.
     x = scores / soft_cap
     same = x.detach().abs() < torch.finfo(x.dtype).eps ** 0.5 / 2
     return torch.where(same, scores, x.tanh_() * soft_cap)
 
 
 class Softmax:
-    """The online softmax of a batch of query rows, in the keys' dtype.
+    """The online softmax of a batch of query rows, in the compute dtype.
 
-    Autograd can differentiate it. It takes m_i for a constant, which is right because no result depends on m_i.
+    Autograd can differentiate out and lse. It treats m_i as a constant, because neither depends on the choice of m_i.
     """
 
     def __init__(self, q: torch.Tensor, scale: float | torch.Tensor, d_v: int, soft_cap: float | None = None) -> None:
@@ -30,13 +30,13 @@ class Softmax:
         self.q = q.to(wide(q)) * scale
         self.d_v, self.soft_cap = d_v, soft_cap
         self.m_i: torch.Tensor | None = None  # [B, R]
-        self.l_i = self.acc = self.q  # not read until `add` sets m_i, l_i [B, R] and acc [B, R, d_v]
+        self.l_i = self.acc = self.q  # placeholders until `add` sets l_i [B, R] and acc [B, R, d_v]
 
     def add(self, rows: torch.Tensor, hidden: torch.Tensor | None) -> None:
         """Add the keys `rows` [B, n, d_qk], n > 0, whose first columns are the values.
 
-        `hidden` masks the keys that a query does not see; it broadcasts against [B, R, n]. A key hidden from a query
-        must be finite, unless all of these keys are hidden from that query.
+        `hidden` is True where a query does not see a key, and broadcasts against [B, R, n]. A key that is hidden from a
+        query must be finite, unless all of `rows` are hidden from that query.
         """
         scores = soft_capped(torch.bmm(self.q, rows.transpose(1, 2)), self.soft_cap)
         if hidden is not None:
@@ -57,7 +57,7 @@ class Softmax:
         self.m_i, self.l_i, self.acc = m_i, l_i, acc
 
     def finish(self, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Out [B, R, d_v], max_logits [B, R] and log-sum-exp [B, R]; `sinks` broadcasts against [B, R]."""
+        """Out [B, R, d_v], max_logits [B, R] and lse [B, R]; `sinks` broadcasts against [B, R]."""
         if self.m_i is None:
             none = torch.full(self.q.shape[:2], -torch.inf, dtype=self.q.dtype, device=self.q.device)
             return self.q.new_zeros((*self.q.shape[:2], self.d_v)), none, none.clone()
@@ -70,9 +70,9 @@ class Softmax:
 
 
 class RowTerms:
-    """The terms of the gradient that each query row [B, R] has once, for all keys.
+    """The per-row terms of the gradient, for query rows [B, R].
 
-    A row with log-sum-exp -inf saw no key and contributes nothing.
+    A row whose log-sum-exp is -inf saw no key and contributes nothing.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class RowTerms:
         self.offset = offset[..., None]
 
     def weights(self, scores: torch.Tensor) -> torch.Tensor:
-        """The softmax weights of logits [B, R, n], -inf where hidden; overwrites the logits."""
+        """The softmax weights of logits [B, R, n], which are -inf where hidden and are overwritten."""
         return scores.sub_(self.lse).exp_()
 
     def d_logits(self, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Cuts packed sequences into blocks: some queries, and the keys that any of them sees.
+"""Cuts packed sequences into blocks; a block is some queries and the keys that any of them sees.
 
 A block leaves out the keys that none of its queries sees, and queries that see no key. Only columns at the edges of
 the causal range and of the window need a mask. The query heads of a KV head are rows of one matrix, so keys and values
@@ -20,14 +20,14 @@ from ragged_attention.portable.torch_eager._host import bounds_of
 class Tile:
     """The tunable size."""
 
-    block_q: int  # maximum queries in a block; a sequence with many keys has fewer, which limits the memory for logits
+    block_q: int  # maximum queries in a block; blocks with many keys have fewer, to limit the memory for logits
 
     def __post_init__(self) -> None:
         expect_count("block_q", self.block_q, 1)
 
 
 def heuristic(call: Any) -> Tile:
-    """Blocks of 256 query rows per KV head, but of 16 to 128 queries."""
+    """Blocks of about 256 query rows per KV head, with the number of queries clamped to 16 to 128."""
     return Tile(block_q=min(max(256 // call.group, 16), 128))
 
 
@@ -35,7 +35,7 @@ class Block(NamedTuple):
     """Consecutive queries of a sequence, the keys that any of them sees, and the masks of those keys."""
 
     rows: slice  # the rows of q
-    keys: slice  # the keys, numbered within the sequence
+    keys: slice  # the keys, as indices within the sequence
     right: torch.Tensor | None  # bool mask [rows, n] over the block's last n keys: True if the key is after the query
     left: torch.Tensor | None  # bool mask [rows, n] over the first n keys: True if the key is before the row's window
 
@@ -52,7 +52,8 @@ class Heads(NamedTuple):
 def heads_of(call: Any, tile: Tile) -> Iterator[Heads]:
     """The KV heads, some at a time, of every sequence in which any query sees a key."""
     queries, keys = bounds_of(call.cu_q_lens, call.num_q_tokens), bounds_of(call.cu_kv_lens, call.num_kv_tokens)
-    # Maximum logits at a time, per query head of a group: a CPU's cache must hold them; other devices need more work.
+    # Logits to compute at a time, for one query head of each group. On a CPU, the cache must hold those of all heads;
+    # other devices need more of them to be busy.
     budget = (2**19 if call.device.platform == "cpu" else 2**24) // call.group
     for (start, stop), (kv_start, kv_stop) in zip(queries, keys, strict=True):
         kv_len = kv_stop - kv_start
@@ -93,7 +94,7 @@ def mask_of(hidden: np.ndarray, call: Any) -> torch.Tensor | None:
 
 
 def by_kv_head(rows: torch.Tensor, heads: slice, group: int) -> torch.Tensor:
-    """Rows [n, H, ...] of the query heads of some KV heads, as [heads, n * group, ...]."""
+    """The rows [n, H, ...] of some KV heads' query heads, as [heads, n * group, ...]."""
     some = rows[:, heads.start * group : heads.stop * group]
     return some.unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2)
 

@@ -1,4 +1,4 @@
-"""The keys with the largest logits of the lightning indexer, in plain torch operations.
+"""Selects each token's keys with the largest logits of the lightning indexer, in plain torch operations.
 
 Tokens are processed in blocks. Each block's top-k is selected before the next block's logits are computed.
 """
@@ -38,7 +38,7 @@ def run(call: IndexerTopk, tile: Tile, launch: Any) -> torch.Tensor:
 
 
 class Candidates:
-    """The candidate blocks of positions that each token lists."""
+    """Each token's candidate blocks, of `size` consecutive positions each; a token selects no other position."""
 
     def __init__(self, call: Any) -> None:
         self.lists = call.candidate_blocks
@@ -46,12 +46,12 @@ class Candidates:
         self.size = min(call.candidate_block_size, max(call.columns, 1))
 
     def columns(self, block: Block) -> Ints:
-        """The columns of `block` that any of its tokens lists; other keys are not read."""
+        """The columns of `block` that are candidates of any of its tokens; other keys are not read."""
         columns = block.columns()
         return columns[np.isin(columns // self.size, self.on_host[block.tokens])]
 
     def listed(self, block: Block, columns: Ints) -> torch.Tensor:
-        """Bool [tokens, n]: True if the token of `block` lists the column of `columns` [n]."""
+        """Bool [tokens, n]: True if the column of `columns` [n] is a candidate of the token of `block`."""
         lists = self.lists[block.tokens].to(torch.int64)
         count = int(columns[-1]) // self.size + 1
         table = torch.zeros((len(lists), count + 1), dtype=torch.bool, device=lists.device)

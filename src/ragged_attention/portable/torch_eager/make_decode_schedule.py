@@ -14,12 +14,12 @@ FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 
 
 def run(call: MakeDecodeSchedule, tile: Any, launch: Any) -> list[torch.Tensor]:
-    """Each program has a budget of `payload` blocks; each sequence it works on costs `overhead` in addition."""
+    """Each program has a budget of `payload` blocks. Each sequence that it works on costs `overhead` more blocks."""
     ends = _blocks(call)
     blocks = [max(end, 1) for end in ends]  # even a sequence without keys has a result to write
     payload = -(-(sum(blocks) + len(blocks) * call.overhead) // call.num_ranges) + call.overhead
     parts, num_splits = [], [0]
-    seq = done = split = 0  # the next program's first sequence, its first block there, and its split of the sequence
+    seq = done = split = 0  # where the next program begins: a sequence, and a block and a split in it
     for _ in range(call.num_ranges):
         start, left = (seq, done, split), payload
         while seq < len(blocks) and left >= blocks[seq] - done + call.overhead:

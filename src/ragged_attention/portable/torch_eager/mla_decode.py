@@ -48,7 +48,7 @@ def _sparse(call: Any, tile: Tile) -> list[torch.Tensor]:
 
 
 def _dense(call: Any, tile: Tile) -> list[torch.Tensor]:
-    """Computed as ragged attention with Q queries per sequence."""
+    """Compute the call as ragged attention with Q queries per sequence."""
     count = call.num_q_tokens
     attention = Attention(call, tile, call.q.flatten(0, 1))
     attention.run([(seq * count, (seq + 1) * count) for seq in range(call.num_seqs)])

@@ -1,4 +1,4 @@
-"""Paged decode over heads-first pages in plain torch operations: ragged paged attention, one query per sequence."""
+"""Paged decode over heads-first pages in plain torch operations: ragged paged attention with one query per sequence."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
 """Ragged attention over a paged latent cache in plain torch operations.
 
 The lengths and the page tables are read on the host, so a call synchronises with its device. Sequences are processed
-one by one, in blocks of QUERY_ROWS query rows per KV head. The keys that any query of a block sees are gathered and
-converted to float32 a block at a time; values are the keys' first columns.
+one by one, in blocks of about QUERY_ROWS query rows per KV head. The keys that any query of a block sees are gathered
+and converted to float32, `block_kv` at a time; values are the keys' first columns.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from ragged_attention.portable.torch_eager._latents import Tile as Tile
 from ragged_attention.portable.torch_eager._latents import heuristic as heuristic
 from ragged_attention.portable.torch_eager._softmax import Softmax
 
-QUERY_ROWS = 1024  # (token, query head) rows of a block, per KV head
+QUERY_ROWS = 1024  # (token, query head) rows in a block, per KV head
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
     "cache_format", "cache_layout", "out_dtype",
@@ -47,7 +47,7 @@ class Attention:
         self.lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
 
     def run(self, bounds: list[tuple[int, int]]) -> None:
-        """Compute the results of the sequences, whose queries are the rows [start, stop) in `bounds`."""
+        """Compute the results of all sequences; `bounds` has the query rows [start, stop) of each."""
         call = self.call
         if not call.num_slots:
             return
@@ -75,7 +75,7 @@ class Attention:
             self._queries(rows, first, slots, lows, highs)
 
     def _queries(self, rows: Rows, first: int, slots: torch.Tensor, lows: Ints, highs: Ints) -> None:
-        """Compute the queries from row `first` on; query i sees `slots[lows[i]:highs[i]]`, and both bounds ascend."""
+        """Compute the rows from `first` on; the i-th of them sees `slots[lows[i]:highs[i]]`, and both bounds ascend."""
         call, count, heads = self.call, len(lows), (self.num_kv_heads, self.group)
         queries = slice(first, first + count)
         q = self.q[queries].unflatten(1, heads).transpose(0, 1)
@@ -98,7 +98,7 @@ class Attention:
 
 
 def _keys(table: Ints, low: int, high: int, call: Any) -> tuple[Ints, torch.Tensor]:
-    """The positions in [low, high) that lie on valid pages of a sequence, ascending, and their slots."""
+    """The positions in [low, high) of a sequence that lie on valid pages, ascending, and their slots."""
     positions = np.arange(low, high)
     pages = table[positions // call.page_size].astype(np.int64)
     slots = pages * call.page_size + positions % call.page_size

@@ -1,9 +1,9 @@
 """Ragged paged attention in plain torch operations.
 
-The lengths are read on the host, so a call synchronises with its device. Sequences are processed one by one, in blocks
-of queries and some KV heads at a time, to limit the working memory. As in `_varlen`, a block leaves out keys that none
-of its queries sees, and query heads of a KV head are rows of one matrix. Everything is computed in float32: on CPUs
-this costs little, and 16-bit weights would miss the error bound if few keys have most of the weight.
+The lengths are read on the host, so a call synchronises with its device. Sequences are processed one by one, a
+block of queries and some KV heads at a time, to limit the working memory. As in `_varlen`, a block leaves out keys that
+none of its queries sees, and query heads of a KV head are rows of one matrix. Everything is computed in float32: on
+CPUs this costs little, and 16-bit weights would exceed the tests' error bound if few keys have most of the weight.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class Tile:
 
 
 def heuristic(call: RaggedPagedAttention) -> Tile:
-    """Blocks of 256 query rows, and chunks of 2 MiB of K or V in float32, or of 1 MiB if they are converted."""
+    """Blocks of about 256 query rows per KV head; chunks of 2 MiB of float32 K or V, or of 1 MiB if converted to it."""
     width = call.num_kv_heads * max(call.head_dim, call.v_head_dim)
     floats = MIN_BUDGET // 4 if call.cache_dtype == "float32" else MIN_BUDGET // 8
     return Tile(block_q=min(max(256 // call.group, 16), 128), block_kv=max(floats // width, 16))
@@ -54,17 +54,17 @@ class Block(NamedTuple):
     last: int
     low: int  # keys [low, high), as indices into Keys.positions
     high: int
-    right: torch.Tensor | None  # bool mask [rows, n] over the block's last n keys: True if the row does not see the key
-    left: torch.Tensor | None  # bool mask [rows, n] over the first n keys: True if the key is before the row's window
-    fully_masked: torch.Tensor | None  # bool mask [rows]: True if the row sees no key
-    unseen: torch.Tensor | None  # bool mask [high - low]: True if a draft mask hides the key from every row
+    right: torch.Tensor | None  # bool [rows, n] over the last n keys: True if `causal` or the draft mask hides the key
+    left: torch.Tensor | None  # bool [rows, n] over the first n keys: True if the key is before the row's window
+    fully_masked: torch.Tensor | None  # bool [rows]: True if the row sees no key
+    unseen: torch.Tensor | None  # bool [high - low]: True if, for every row, the draft mask or the window hides the key
 
 
 class Attention:
     """One call: its arguments, prepared for the blocks, and its results."""
 
     def __init__(self, call: Any, tile: Tile, scales: Sequence[torch.Tensor | None] = (None, None)) -> None:
-        """`scales` are those of K and of V per slot and head, [P, G, K, 1]."""
+        """`scales` are K's and V's scales per slot and head, [P, G, K, 1]."""
         self.call, self.tile = call, tile
         self.k_slot_scales, self.v_slot_scales = scales
         self.num_kv_heads, self.group = call.num_kv_heads, call.group
@@ -99,7 +99,7 @@ class Attention:
             self.sequence(list(self.blocks(start, stop, kv_len, keys)), keys)
 
     def blocks(self, start: int, stop: int, kv_len: int, keys: Keys) -> Iterator[Block]:
-        """The blocks of a sequence, whose queries are rows [start, stop), except blocks that see no key."""
+        """The blocks of the sequence that has query rows [start, stop); a block without keys is left out."""
         call, position, first_new = self.call, keys.positions, kv_len - (stop - start)
         causal = call.causal and call.draft_mask is None
         if causal:
@@ -126,12 +126,15 @@ class Attention:
                     hidden = right | torch.from_numpy(outside).to(call.q.device)
                 fully_masked &= hidden.all(1)
                 unseen = torch.nn.functional.pad(hidden.all(0), (high - low - len(new), 0))
-                right = right if len(new) else None  # no new token lies on a valid page
+                right = right if len(new) else None  # None: no new token lies on a valid page
             if low < high:
                 yield Block(first, last, low, high, right, left, fully_masked, unseen)
 
     def _fully_masked(self, position: Ints, query: Ints) -> torch.Tensor:
-        """Which queries, at positions `query`, see no key at `position`; in a block, invalid pages cause this."""
+        """A mask of the queries, at positions `query`, that see none of the keys at positions `position`.
+
+        Without a draft mask, only invalid pages cause this within a block.
+        """
         call = self.call
         causal = call.causal and call.draft_mask is None
         seen = np.searchsorted(position, query, side="right") if causal else np.full(query.shape, len(position))
@@ -140,7 +143,7 @@ class Attention:
         return torch.from_numpy(seen <= 0).to(call.q.device)
 
     def _not_drafted(self, mask: torch.Tensor, new: Ints) -> torch.Tensor:
-        """Bool [rows, n]: True if the draft mask [rows, W] hides a new token; `new` [n] numbers the step's tokens."""
+        """Bool [rows, n]: True if a draft mask [rows, W] hides the key whose index is `new` [n] among new tokens."""
         columns = torch.from_numpy(new).to(mask.device).clamp(max=mask.shape[1])
         return ~torch.nn.functional.pad(mask, (0, 1))[:, columns]  # tokens beyond the mask are hidden
 
@@ -162,7 +165,7 @@ class Attention:
     def _heads_at_once(self, blocks: list[Block], keys: Keys) -> tuple[int, bool]:
         """The number of KV heads to compute together, and whether their K and V stay in float32 between blocks.
 
-        The working memory may be as large as this sequence's keys and values in the cache.
+        The working memory is limited to the size of the sequence's K and V in the cache, or MIN_BUDGET if that is more.
         """
         call, rows = self.call, self.group * max(block.last - block.first for block in blocks)
         width, itemsize = call.head_dim + call.v_head_dim, self.k_pages.element_size()
@@ -211,7 +214,7 @@ class Attention:
         weights = torch.softmax(scores, -1)
         if self.lse is None and self.sinks is None:
             return weights, None
-        # The largest logit has the weight exp(m_i - lse). Two cheap reductions replace a pass of exponentials.
+        # The largest weight is exp(m_i - lse), so two cheap reductions replace another pass of exponentials.
         lse = scores.amax(-1) - torch.log(weights.amax(-1))
         lse = lse.view(scores.shape[0], block.last - block.first, self.group)
         if block.fully_masked is not None:
@@ -232,7 +235,7 @@ class Attention:
         return out
 
     def _values(self, block: Block, v: Reader, start: int, stop: int) -> torch.Tensor:
-        """The values of keys [start, stop); 0 if no row sees the key, because a weight of 0 does not remove a NaN."""
+        """The values of keys [start, stop), with 0 for a key that no row sees: a weight of 0 would not remove a NaN."""
         values = v.read(start, stop)
         if block.unseen is None or not (unseen := block.unseen[start - block.low : stop - block.low]).any():
             return values

@@ -1,6 +1,6 @@
 """Attention of each query token over its own list of latent rows, in plain torch operations.
 
-Tokens are processed a few at a time: their rows are gathered, then converted to float32, without synchronising with
+Tokens are processed a few at a time: the rows that they list are gathered, then converted, without synchronising with
 the device. Torch can differentiate every step, so autograd can check the gradient's formulas.
 """
 

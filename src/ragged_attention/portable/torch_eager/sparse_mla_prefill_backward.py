@@ -1,7 +1,7 @@
 """The gradient of attention over lists of latent rows, in plain torch operations.
 
-Tokens are processed a few at a time. Their rows are gathered again, and the rows' gradients are summed in float32, or
-in float64 for float64 inputs.
+Tokens are processed a few at a time. The rows that they list are gathered again, and the rows' gradients are summed in
+float32, or in float64 for float64 inputs.
 """
 
 from typing import Any
@@ -43,10 +43,10 @@ def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> list[torch.T
 def _block(
     call: Any, lists: Lists, tokens: slice, heads: slice, block_kv: int, d_rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dq [B, R, d_qk] and d_sinks [R] of some tokens; their gradients of latent rows are added to `d_rows`."""
+    """dq [B, R, d_qk] and d_sinks [R] of some tokens; the gradients of the rows they list are added to `d_rows`."""
     dtype = d_rows.dtype
     slots, hidden = lists.selected(tokens)
-    # A token that selects nothing reads slot 0. That row and the token's own q and d_out may hold NaN: drop all three.
+    # A token that selects nothing still reads a row. That row and the token's q and d_out may hold NaN: all become 0.
     fully_masked = hidden.all(1)[:, None, None]
     q, d_out = (array[tokens, heads].to(dtype).masked_fill(fully_masked, 0.0) for array in (call.q, call.d_out))
     out, lse = call.out[tokens, heads].to(dtype), call.lse[tokens, heads]

@@ -1,4 +1,4 @@
-"""The columns of the largest logits of each row in plain torch operations, without synchronising with the device."""
+"""Selects the columns of each row's largest logits in plain torch operations, without synchronising with the device."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """Attention over packed sequences in plain torch operations.
 
-The lengths are read on the host, so a call synchronises with its device. It computes in float64 if the inputs are
-float64, else in float32. Torch can differentiate every step, so autograd can check the gradient's formulas.
+The lengths are read on the host, so a call synchronises with its device. Results are computed in float64 if the
+inputs are float64, else in float32. Torch can differentiate every step, so autograd can check the gradient's formulas.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ def _attend(
     q = by_kv_head(call.q[block.rows], heads, group).to(k.dtype) * call.scale
     scores = soft_capped(torch.bmm(q, k[:, block.keys].transpose(1, 2)), call.soft_cap)
     weights = torch.softmax(hide(scores, block, group), -1)
-    # The largest logit has the weight exp(m_i - lse). Two cheap reductions replace a pass of exponentials.
+    # The largest weight is exp(m_i - lse), so two cheap reductions replace another pass of exponentials.
     lse = scores.amax(-1) - torch.log(weights.amax(-1))
     out = torch.bmm(weights, v[:, block.keys])
     if call.sinks is not None:

@@ -37,7 +37,7 @@ def _block(
     call: Any, block: Block, heads: slice, k: torch.Tensor, v: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
     d_sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """dq [heads, rows * group, D] of a block; its other gradients are added to dk, dv [heads, keys, ...], d_sinks."""
+    """dq [heads, rows * group, D] of a block; adds its other gradients to dk, dv [heads, keys, ...] and d_sinks."""
     group = call.group
 
     def of_rows(array: torch.Tensor) -> torch.Tensor:

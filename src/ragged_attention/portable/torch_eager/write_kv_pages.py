@@ -18,7 +18,7 @@ FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "n
 
 
 def slots_of(call: Any) -> torch.Tensor:
-    """The slot of each token, as given or by the tables; -1 for a token without a slot in the tables."""
+    """The slot of each token, by `slot_mapping` if given, else by the tables; -1 if the tables have none."""
     if call.slot_mapping is not None:
         return call.slot_mapping.to(torch.int64)
     page_size, bounds = call.page_size, sequence_bounds(call)
@@ -26,16 +26,16 @@ def slots_of(call: Any) -> torch.Tensor:
     slots = np.full(call.num_tokens, -1, np.int64)
     for seq, ((start, stop), kv_len) in enumerate(zip(bounds, clamped_kv_lens(call, len(bounds)), strict=True)):
         positions = np.arange(kv_len - (stop - start), kv_len)
-        lost = int(np.count_nonzero(positions < 0))  # leading tokens without a position, if kv_len < stop - start
-        positions = positions[lost:]
+        skipped = int(np.count_nonzero(positions < 0))  # leading tokens without a position, if kv_len < stop - start
+        positions = positions[skipped:]
         pages = tables[seq, positions // page_size].astype(np.int64)
         valid = (pages >= 0) & (pages < call.num_pages)
-        slots[start + lost : stop] = np.where(valid, pages * page_size + positions % page_size, -1)
+        slots[start + skipped : stop] = np.where(valid, pages * page_size + positions % page_size, -1)
     return torch.from_numpy(slots).to(call.page_indices.device)
 
 
 def last_writers(slots: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The valid slots, each once, and the last token of each."""
+    """The valid slots, each once, and the last token that is written to each."""
     ordered, tokens = torch.sort(slots, stable=True)
     keep = (ordered >= 0) & (ordered < num_slots)
     keep[:-1] &= ordered[1:] != ordered[:-1]
@@ -55,12 +55,12 @@ def encode(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def stored(tokens: torch.Tensor, scale: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Rows [n, K, D] divided by their scale and rounded to `dtype`; 8-bit floats are returned as bits."""
+    """Rows [n, K, D] divided by their KV heads' scales and rounded to `dtype`; 8-bit floats are returned as bits."""
     if scale is None and tokens.dtype == dtype:
         return tokens
     values = tokens.to(torch.float32)
     if scale is not None:
-        # The divisor is a tensor: some devices multiply by the reciprocal of a Python number.
+        # Divide by a tensor: some devices would replace a Python number by its reciprocal, and so round differently.
         scale = torch.as_tensor(scale, dtype=torch.float32, device=tokens.device)
         scale = torch.where(scale.abs() < SMALLEST_FLOAT32, scale * 0, scale)
         values = values / scale.reshape(1, -1, 1)

@@ -1,1 +1,1 @@
-"""The fallback in plain jax operations, compiled by XLA, for CPUs and devices that have no kernel of ours."""
+"""The fallback in plain jax operations, compiled by XLA, for CPUs and devices without kernels in this package."""

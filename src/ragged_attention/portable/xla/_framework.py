@@ -1,4 +1,4 @@
-"""The check that a call has jax arrays, without explicit sharding."""
+"""Declines calls whose arrays are not jax arrays, or have explicit sharding."""
 
 import jax
 
@@ -19,9 +19,9 @@ def why_not(call: Call) -> str | None:
 
 
 def _explicit_axes(array: jax.Array) -> tuple[str, ...]:
-    """The Explicit mesh axes of an array, for which these modules would have to name every intermediate sharding.
+    """The Explicit mesh axes of an array; with any, these modules would have to name the sharding of all intermediates.
 
-    An array that is replicated over the current mesh counts as having none: that is the default of intermediate arrays.
+    A replicated array on the current mesh counts as having none, because intermediate arrays are replicated by default.
     """
     sharding = jax.typeof(array).sharding
     replicated = all(axis is None for axis in sharding.spec)

@@ -1,4 +1,4 @@
-"""Attention over heads-first pages [K, P, G, D]: ragged paged attention that reads its blocks from them."""
+"""Attention over heads-first pages [K, P, G, D]: ragged paged attention with blocks gathered from such pages."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from ragged_attention.portable.xla.ragged_paged_attention import attention
 
 
 class HeadsFirstBlocks:
-    """Gathers blocks from pages [K, P, G, ...], in the order of axes that the attention needs."""
+    """`Blocks` that gathers K and V from heads-first pages [K, P, G, ...]."""
 
     def __init__(self, call: HeadsFirstCall, page_indices: jax.Array) -> None:
         self.call = call
@@ -23,7 +23,7 @@ class HeadsFirstBlocks:
     def read(self, seq: jax.Array, key: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         call = self.call
         page, offset, valid = addresses_of(self.page_indices, seq, key, wanted, call.num_pages, call.page_size)
-        # As in `KeyValueBlocks.read`, the barrier keeps XLA from converting the whole cache.
+        # Without the barrier, XLA would convert the whole cache before the caller's loop.
         arrays, scales, page, offset = lax.optimization_barrier((call.arrays, call.scales, page, offset))
         k, v = (stored_at(array, slice(None), page, offset) for array in arrays)
         if call.quantized:
@@ -39,6 +39,6 @@ def heuristic(call: HeadsFirstCall) -> Tile:
 
 
 def attend(call: HeadsFirstCall, tile: Tile, page_indices: jax.Array, **indices: Any) -> jax.Array:
-    """The result of a heads-first call; `page_indices` and `indices` are those of the equivalent ragged call."""
+    """The result of a heads-first call; `page_indices` and `indices` are index arrays of the equivalent ragged call."""
     ragged = call.as_ragged(page_indices=page_indices, **indices)
     return attention(ragged, tile, HeadsFirstBlocks(call, page_indices))[0]

@@ -1,8 +1,8 @@
 """The lightning indexer in plain jax operations: the logits, for tiles of tokens, and the top-k selection.
 
 A tile is a few consecutive tokens, which belong to one sequence if the keys lie in pages. A tile loops over the columns
-that its tokens see, a block at a time, and skips blocks that none of them sees. Both loop counts are run-time values.
-Memory holds the logits of one tile, never the products of all heads with all keys.
+that its tokens see, a block at a time, and skips blocks that none of them sees; the number of blocks is a run-time
+value. Memory holds the logits of one tile, never the products of all heads with all keys.
 """
 
 from collections.abc import Callable
@@ -22,15 +22,15 @@ from ragged_attention.portable.xla._tile import Tile
 
 LARGEST_INT32 = 2**31 - 1
 MAX_PRODUCTS = 2**24  # maximum products q . key in memory
-MAX_LOGITS = 2**22  # maximum logits of a tile
-UNIT = 4  # bytes; a key's scale is one unit, its values are several
+MAX_LOGITS = 2**22  # maximum logits of a tile of several tokens
+UNIT = 4  # bytes; a key's scale takes one unit, its values take several
 FEATURES = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
 })  # fmt: skip
 
 
 def heuristic(call: Any) -> Tile:
-    """Tiles of about 1024 (token, head) rows, with at most the mean query length in tokens and MAX_LOGITS logits."""
+    """Tiles of at most 1024 (token, head) rows, 64 tokens, the mean query length and MAX_LOGITS logits."""
     mean = -(-call.num_tokens // max(call.kv_lens.shape[0], 1)) if call.paged else call.num_tokens
     few = max(MAX_LOGITS // max(call.columns, call.keys.shape[0] if call.relative else 1, 1), 1)
     block_q = max(min(1024 // call.num_heads, few, mean, 64), 1)
@@ -38,10 +38,10 @@ def heuristic(call: Any) -> Tile:
 
 
 class Seen(NamedTuple):
-    """The tokens of a tile; each sees the columns from its start up to its stop."""
+    """The tokens of a tile; each sees the columns [start, stop)."""
 
     row: jax.Array  # i32 [size], the tokens' rows of q
-    own: jax.Array  # bool [size]; False for a token that belongs to another tile
+    own: jax.Array  # bool [size]; True for tokens whose results this tile writes
     starts: jax.Array  # i32 [size]
     stops: jax.Array  # i32 [size]
     seq: jax.Array  # the sequence whose pages hold the keys; 0 for packed keys
@@ -51,9 +51,9 @@ Rows = Callable[[Seen, jax.Array], jax.Array]
 
 
 def over_tiles(call: Any, tile: Tile, results: jax.Array, rows: Rows) -> jax.Array:
-    """`results` [T, ...] with the rows that `rows(seen, logits)` returns for each tile.
+    """`results` [T, ...], with each tile's rows replaced by `rows(seen, logits)`.
 
-    A tile's logits are [size, width]; a column is a row of packed keys, even in a relative call, or a position.
+    A tile's logits are [size, width]; a column is the index of a packed key, even in a relative call, or a position.
     """
     if 0 in (call.num_tokens, call.columns, call.keys.shape[0]):
         return results
@@ -81,7 +81,7 @@ def _packed_tiles(call: Any, tile: Tile, results: jax.Array, rows: Rows) -> jax.
 
 
 def _paged_tiles(call: Any, tile: Tile, size: int, results: jax.Array, rows: Rows) -> jax.Array:
-    """Compute sequences in tiles of `size` tokens: those with one query token if `size` is 1, else all longer ones."""
+    """Compute sequences in tiles of `size` tokens: those with one query token if `size` is 1, else those with more."""
     seqs = sequences(call.kv_lens, call.cu_q_lens, call.num_seqs, call.num_tokens, call.token_capacity)
 
     def add(seq: jax.Array, first: jax.Array, row: jax.Array, results: jax.Array) -> jax.Array:
@@ -96,7 +96,7 @@ def _paged_tiles(call: Any, tile: Tile, size: int, results: jax.Array, rows: Row
 
 
 def _logits(call: Any, seen: Seen, width: int, block_kv: int) -> jax.Array:
-    """The logits [size, width] of a tile, -inf where a token does not see the key."""
+    """The logits [size, width] of a tile, -inf where a token does not see the key or it is not a candidate."""
     size, block_kv = len(seen.row), min(block_kv, width)
     sees_keys = seen.stops > seen.starts
     low, high = jnp.where(sees_keys, seen.starts, width).min(), jnp.where(sees_keys, seen.stops, 0).max()
@@ -126,14 +126,14 @@ def _logits(call: Any, seen: Seen, width: int, block_kv: int) -> jax.Array:
 
 
 def _queries(call: Any, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The queries of the tokens `row`, in a dtype that represents them and the keys exactly, and the weights."""
+    """The queries of the tokens `row`, in a dtype that represents them and the keys exactly, and the heads' weights."""
     narrow = {call.q.dtype.name, call.key_dtype} <= {"bfloat16", "float8_e4m3fn"}
-    q, row = lax.optimization_barrier((call.q, row))  # without it, XLA would convert all of q before the loop
+    q, row = lax.optimization_barrier((call.q, row))  # else XLA would convert all of q before the loop
     return stored_at(q, row).astype(jnp.bfloat16 if narrow else jnp.float32), at(call.weights, row)
 
 
 def _keys(call: Any, seq: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """The keys [n, D] in columns [n], their scales [n], and a mask [n] of keys on valid pages."""
+    """The keys [n, D] in columns [n], their scales [n] or None, and a mask [n] of keys on valid pages."""
     keys, scales = call.keys, call.key_scale
     address, valid = (column,), jnp.full(column.shape, True)
     if call.paged:
@@ -151,7 +151,7 @@ def _keys(call: Any, seq: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.
 
 
 class _Candidates:
-    """The candidate blocks of positions that the tokens of a tile list."""
+    """Each token's candidate blocks, of `size` consecutive positions each; a token selects no other position."""
 
     def __init__(self, call: Any, seen: Seen) -> None:
         self.size = min(call.candidate_block_size, call.columns)
@@ -163,13 +163,13 @@ class _Candidates:
         self.table = jnp.zeros((len(lists), self.count + 1), bool).at[self.rows, lists].set(True)
 
     def listed(self, column: jax.Array) -> jax.Array:
-        """Bool [size, n]: True if the token lists the column `column[n]`; arbitrary if it does not see the column."""
+        """Bool [tokens, n]: True if `column` [n] is a candidate of the token; arbitrary if the token cannot see it."""
         block = (column - self.first[:, None]) // self.size
         return at(self.table, self.rows, jnp.clip(block, 0, self.count - 1))
 
 
 def from_own_start(logits: jax.Array, seen: Seen, columns: int) -> jax.Array:
-    """Logits [size, N] of packed keys as [size, columns], whose column 0 is the first key that the token sees."""
+    """Logits [size, N] of packed keys as [size, columns], in which a token's column 0 is the first key that it sees."""
     column = jnp.arange(columns, dtype=jnp.int32)
     key = jnp.minimum(column, LARGEST_INT32 - seen.starts[:, None]) + seen.starts[:, None]
     shifted = jnp.take_along_axis(logits, jnp.minimum(key, logits.shape[1] - 1), axis=1, mode="promise_in_bounds")
@@ -177,9 +177,9 @@ def from_own_start(logits: jax.Array, seen: Seen, columns: int) -> jax.Array:
 
 
 def largest(logits: jax.Array, top_k: int) -> jax.Array:
-    """The columns i32 [R, top_k] of the largest logits [R, n] in ascending order, then -1.
+    """The columns i32 [R, top_k] of the largest logits [R, n], ascending and padded with -1.
 
-    Of equal logits the larger column is selected. `lax.top_k` prefers the first one, so it gets the columns in reverse.
+    Of equal logits the larger column is selected. `lax.top_k` prefers the first, so it gets the columns in reverse.
     Some devices order -0.0 before 0.0, so every zero becomes 0.0.
     """
     columns, count = logits.shape[1], min(top_k, logits.shape[1])

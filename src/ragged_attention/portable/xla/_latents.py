@@ -1,4 +1,4 @@
-"""Gathers rows of a latent cache as they are stored, then dequantises them."""
+"""Gathers rows of a latent cache and dequantises them."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ from ragged_attention.jax_shared.latents import Stored
 from ragged_attention.portable.xla._pages import BITS
 from ragged_attention.portable.xla._ragged import at
 
-UNIT = 8  # bytes; a page of the layout "page" is addressed in units, whose number fits int32
-DOUBLED_E2M1 = np.uint32(0xC8643210)  # twice the values of the 8 magnitudes, 4 bits each: 0, 1, 2, 3, 4, 6, 8, 12
+UNIT = 8  # bytes; a page of the layout "page" is indexed in units, so that indices fit int32
+DOUBLED_E2M1 = np.uint32(0xC8643210)  # twice the 8 magnitudes, 4 bits each: 0, 1, 2, 3, 4, 6, 8, 12
 
 
 def all_rows(cache: jax.Array, layout: CacheFormat) -> Stored:
-    """The bytes of all rows of a cache, [P, G, 1, ...]."""
+    """The bytes of all rows of a cache; each field is [P, G, 1, ...]."""
     cache = lax.bitcast_convert_type(cache, jnp.uint8)
     num_pages, page_size = cache.shape[:2]
     if not layout.planar:
@@ -41,7 +41,7 @@ def dequantized(stored: Stored, layout: CacheFormat) -> jax.Array:
         scales = lax.bitcast_convert_type(stored.scales, jnp.float8_e4m3fn).astype(jnp.float32)
     else:
         exponents = stored.scales.astype(jnp.uint32)
-        bits = jnp.where(exponents == 0, 1 << 22, exponents << 23)  # 2**-127 is subnormal
+        bits = jnp.where(exponents == 0, 1 << 22, exponents << 23)  # exponent 0 is 2**-127, a subnormal
         scales = lax.bitcast_convert_type(jnp.where(exponents == 255, jnp.uint32(0x7FC00000), bits), jnp.float32)
     values = (values.reshape(*shape, -1, layout.group) * scales[..., None]).reshape(*shape, -1)
     if not layout.rotary:
@@ -51,7 +51,7 @@ def dequantized(stored: Stored, layout: CacheFormat) -> jax.Array:
 
 
 def _e2m1_values(codes: jax.Array) -> jax.Array:
-    """Bytes [..., n] as float32 values [..., 2 n]; the low half of a byte is the value at the even index."""
+    """Bytes [..., n] as float32 values [..., 2 n]; a byte's low 4 bits hold the first of its two values."""
     pairs = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1).astype(jnp.uint32)
     magnitude = ((DOUBLED_E2M1 >> ((pairs & 7) << 2)) & 15).astype(jnp.float32) * 0.5
     return lax.bitcast_convert_type(lax.bitcast_convert_type(magnitude, jnp.uint32) | (pairs >> 3 << 31), jnp.float32)
@@ -83,14 +83,14 @@ class Latents:
     ) -> tuple[jax.Array, jax.Array]:
         """The rows [..., D], and a mask of rows that are `wanted` and lie on a valid page.
 
-        Other rows are 0, because a weight of 0 does not remove a NaN. All arguments are broadcast together; offsets are
-        in bounds.
+        Other rows are 0, because a weight of 0 does not remove a NaN. All arguments are broadcast together. Offsets
+        must be in bounds.
         """
         seen = wanted & (page >= 0) & (page < self.cache.shape[0])
         page, offset, head, seen = jnp.broadcast_arrays(jnp.where(seen, page, 0), offset, head, seen)
         # Without the barrier, XLA would convert the whole cache before the caller's loop.
         cache, page, offset, head = lax.optimization_barrier((self.cache, page, offset, head))
-        cache = cache if cache.ndim == 4 else cache[:, None]  # before the barrier this would copy the cache
+        cache = cache if cache.ndim == 4 else cache[:, None]  # before the barrier, this would copy it
         bits = lax.bitcast_convert_type(cache, BITS[cache.dtype.itemsize])
         if not self.layout.quantized:
             rows = lax.bitcast_convert_type(at(bits, page, offset, head), cache.dtype)
@@ -102,19 +102,19 @@ class Latents:
             scales = spans(units, page, row_units * self.page_size + scale_units * offset, scale_units)
             rows = dequantized(_planar(data, scales, self.layout), self.layout)
         else:
-            # Without the barrier, XLA would gather a scale again for each of its elements.
+            # Without the barrier, XLA would gather a scale again for each element of its group.
             tokens = lax.optimization_barrier(at(bits, page, offset, 0))
             rows = dequantized(_token_major(tokens, self.layout), self.layout)
         return jnp.where(seen[..., None], rows, 0), seen
 
 
 def planar_units(layout: CacheFormat) -> tuple[int, int]:
-    """The number of units of a token's values and rotary columns, and of its scales, in the layout "page"."""
+    """The sizes, in units, of a token's row (values and rotary columns) and of its scales in the layout "page"."""
     return layout.row_bytes // UNIT, layout.padded_scale_bytes // UNIT
 
 
 def spans(units: jax.Array, page: jax.Array, first: jax.Array, count: int) -> jax.Array:
-    """The `count` units from unit `first` of page `page` on, as bytes [..., count * unit]; `units` is [P, N, unit]."""
+    """`count` units of page `page`, from unit `first` on, as bytes [..., count * unit]; `units` is [P, N, unit]."""
     rank = page.ndim
     numbers = lax.GatherDimensionNumbers(
         offset_dims=(rank, rank + 1), collapsed_slice_dims=(0,), start_index_map=(0, 1)

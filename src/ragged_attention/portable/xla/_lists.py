@@ -19,7 +19,7 @@ from ragged_attention.portable.xla._tile import Tile
 
 
 class Lists(NamedTuple):
-    """A list of slots per query."""
+    """A list of cache slots for each of R queries."""
 
     latents: Latents
     slots: jax.Array  # i32 [R, N]
@@ -42,7 +42,7 @@ def lens_within(lens: Any, shape: tuple[int, ...], topk: int) -> jax.Array:
 def slots_by_head(call: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The slots [R, N], list lengths [R] and KV heads [R] of a sparse prefill or its gradient.
 
-    Each KV head has its own list, so each of the T tokens is K queries, and R = T * K.
+    Each KV head has its own lists, so each of the T tokens counts as K queries: R = T * K.
     """
     num_tokens, num_kv_heads = call.num_tokens, call.num_kv_heads
     lens = lens_within(call.topk_lens, (num_tokens, num_kv_heads), call.topk)
@@ -54,7 +54,10 @@ def attend(
     q: jax.Array, all_lists: list[Lists], heads: jax.Array, sinks: jax.Array | None, scale: float, d_v: int,
     tile: Tile, dtype: Any, soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Out [R, G, d_v] in `dtype`, max_logits [R, G] and lse [R, G] of q [R, G, D], `heads` [R] and `sinks` [K, G]."""
+    """Out [R, G, d_v] in `dtype`, max_logits [R, G] and lse [R, G] of queries q [R, G, D].
+
+    Query r belongs to KV head `heads[r]`; `sinks` is [K, G].
+    """
     dtype = jnp.dtype(dtype)
     num_queries, group = q.shape[:2]
     size = min(tile.block_q, num_queries)
@@ -62,13 +65,13 @@ def attend(
     def attend_tile(first: jax.Array) -> tuple[jax.Array, ...]:
         row = jnp.minimum(first + jnp.arange(size, dtype=jnp.int32), num_queries - 1)
         head = at(heads, row)
-        queries, row = lax.optimization_barrier((q, row))  # without it, XLA would convert all of q before the loop
+        queries, row = lax.optimization_barrier((q, row))  # else XLA would convert all of q before the loop
         queries = stored_at(queries, row)
         state = Softmax.empty(size, group, d_v=d_v, dtype=wide(q.dtype))
         for lists in all_lists:
             state = _over(lists, state, queries, row, head, scale, soft_cap, tile.block_kv)
         out, lse = state.finished(None if sinks is None else at(sinks, head))
-        # Returned as bits, because XLA's CPU compiler would convert a whole bfloat16 array to update a part of it.
+        # Returned as bits, because XLA's CPU compiler would convert all of a bfloat16 array to update a part of it.
         return lax.bitcast_convert_type(out.astype(dtype), BITS[dtype.itemsize]), state.m_i, lse
 
     firsts = jnp.arange(0, num_queries, size, dtype=jnp.int32)
@@ -80,7 +83,7 @@ def _over(
     lists: Lists, state: Softmax, q: jax.Array, row: jax.Array, head: jax.Array, scale: float,
     soft_cap: float | None, block_kv: int,
 ) -> Softmax:  # fmt: skip
-    """The state after adding the keys that the rows of a tile list."""
+    """The state after adding the keys in the lists of a tile's queries; `row` has the queries' indices."""
     lens = at(lists.lens, row)
     topk = lists.slots.shape[1]
     block_kv = min(block_kv, topk)

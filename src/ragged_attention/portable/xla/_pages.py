@@ -13,7 +13,7 @@ from ragged_attention.portable.xla._ragged import at
 def addresses_of(
     page_indices: jax.Array, seq: jax.Array, key: jax.Array, wanted: jax.Array, num_pages: int, page_size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The page and offset of positions `key` [N], and a mask of those wanted and on a valid page; others get page 0."""
+    """The page and offset of positions `key` [N], and a mask of those `wanted` on valid pages; others get page 0."""
     column = jnp.minimum(key // page_size, page_indices.shape[1] - 1)
     page = at(page_indices, seq, column)
     valid = wanted & (page >= 0) & (page < num_pages)
@@ -21,7 +21,7 @@ def addresses_of(
 
 
 def stored_at(array: jax.Array, *index: Any) -> jax.Array:
-    """`array[index]`, in bounds, gathered as bits: XLA's CPU compiler would convert a whole 16-bit array to float32."""
+    """`array[index]`, in bounds, by a gather of bits: XLA on a CPU would convert a whole 16-bit array to float32."""
     bits = lax.bitcast_convert_type(array, BITS[array.dtype.itemsize])
     return lax.bitcast_convert_type(at(bits, *index), array.dtype)
 
@@ -38,7 +38,7 @@ class Blocks(Protocol):
 
 
 class KeyValueBlocks:
-    """Gathers blocks from pages [P, G, ...], with K in `dtype`."""
+    """`Blocks` that gathers K and V from pages [P, G, ...], and converts K to `dtype`."""
 
     def __init__(self, kv_pages: Any, page_indices: jax.Array, dtype: Any) -> None:
         self.arrays = tuple(kv_pages) if isinstance(kv_pages, tuple | list) else (kv_pages,)

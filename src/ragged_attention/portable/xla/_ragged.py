@@ -1,4 +1,4 @@
-"""The sequences of a batch and their tiles; index values are clamped to what the other arrays can hold."""
+"""Walks the sequences of a batch in tiles; index values are clamped to what the other arrays can hold."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,14 +12,14 @@ from ragged_attention.jax_shared.pages import live_edges
 
 
 class Sequences(NamedTuple):
-    """Each sequence's query rows [start, stop) and number of keys, i32 [S]; those past `num_seqs` have no rows."""
+    """Each sequence's query rows [start, stop) and number of keys, i32 [S]; sequences past `num_seqs` have no rows."""
 
     starts: jax.Array
     stops: jax.Array
     kv_lens: jax.Array
 
     def tiled_by(self, size: int) -> jax.Array:
-        """A mask [S] of sequences with tiles of `size` rows: those of one row if `size` is 1, else those of more."""
+        """A mask [S] of sequences cut into tiles of `size` rows: those of one row if `size` is 1, else longer ones."""
         lengths = self.stops - self.starts
         return lengths == 1 if size == 1 else lengths > 1
 
@@ -30,13 +30,13 @@ def sequences(kv_lens: Any, cu_q_lens: Any, num_seqs: Any, num_tokens: int, capa
 
 
 def bounds_of(cu_lens: Any, num_tokens: int, num_seqs: Any = None) -> tuple[jax.Array, jax.Array]:
-    """The first row of each sequence and the row after its last, i32 [S] each."""
+    """The first row of each sequence, and one past its last, i32 [S] each."""
     edges = live_edges(cu_lens, num_seqs, num_tokens)
     return edges[:-1], jnp.maximum(edges[:-1], edges[1:])
 
 
 def window_of(call: Any, capacity: int) -> int | None:
-    """The sliding window if it hides any of `capacity` positions; a longer window could overflow positions."""
+    """The sliding window, or None if it hides none of `capacity` positions: such a window could overflow int32."""
     window = call.sliding_window
     return None if window is None or window >= capacity else int(window)
 
@@ -47,8 +47,8 @@ def walk_tiles(
 ) -> Any:  # fmt: skip
     """`state` after `step(seq, first, row, state)` for each tile, in order, of the sequences in the mask `included`.
 
-    A tile has the `size` consecutive rows `row`, i32 [size], of which those from `first` on are its own: a tile that
-    would exceed `num_rows` begins earlier.
+    A tile has the `size` consecutive rows `row`, i32 [size]. Its own rows are those from `first` up to the end of
+    sequence `seq`. A tile that would exceed `num_rows` begins before `first`.
     """
     tiles = jnp.where(included, (stops - starts + (size - 1)) // size, 0)
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
@@ -63,7 +63,7 @@ def walk_tiles(
 
 
 def put(whole: jax.Array, part: jax.Array, row: jax.Array, own: jax.Array, axis: int = 0) -> jax.Array:
-    """`whole` with a tile's `own` rows replaced by those of `part`; `row` has the tile's indices along the axis."""
+    """`whole` with a tile's `own` rows replaced by those of `part`; `row` has the tile's indices along `axis`."""
     old = lax.dynamic_slice_in_dim(whole, row[0], len(row), axis)
     own = own.reshape(-1, *(1,) * (whole.ndim - axis - 1))
     return lax.dynamic_update_slice_in_dim(whole, jnp.where(own, part.reshape(old.shape), old), row[0], axis)

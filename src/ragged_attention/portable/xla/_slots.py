@@ -23,14 +23,14 @@ def addresses_of(call: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def page_of_last(page: jax.Array, offset: jax.Array, num_pages: int, page_size: int) -> jax.Array:
-    """`page`, or `num_pages` if a later token has the same slot, so that no two rows are mixed."""
+    """`page`, or `num_pages` for a token whose slot a later token also has, so that their bytes are not mixed."""
     token = jnp.arange(len(page), dtype=jnp.int32)
     last = jnp.full((num_pages, page_size), -1, jnp.int32).at[page, offset].max(token, mode="drop")
     return jnp.where(last.at[page, offset].get(mode="fill", fill_value=-1) == token, page, num_pages)
 
 
 def put(pages: jax.Array, bits: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
-    """`pages` with `pages[page, offset] = bits`."""
+    """`pages` after `pages[page, offset] = bits`."""
     if pages.dtype.name in ("float32", "float16", "int8"):
         return _scatter(pages, bits, page, offset)
     return lax.platform_dependent(pages, bits, page, offset, cpu=_select, default=_scatter)
@@ -91,7 +91,7 @@ def _select_units(
 ) -> jax.Array:
     page_size, (count, unit) = cache.shape[1], units.shape[1:]
     index = jnp.arange(page_size * count, dtype=jnp.int32)
-    slot, part = index // count, index % count  # a unit's slot in the page, and its number in the token
+    slot, part = index // count, index % count  # a unit's slot in the page, and its index within the token
     if num_scale_units:
         num_others = count - num_scale_units
         scale = index - page_size * num_others

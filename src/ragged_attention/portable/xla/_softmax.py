@@ -1,4 +1,4 @@
-"""Online softmax over blocks of keys, and the terms of its gradient that each query row has once."""
+"""Online softmax over blocks of keys, and the per-row terms of its gradient."""
 
 import functools
 from typing import Any, NamedTuple
@@ -59,10 +59,10 @@ class Softmax(NamedTuple):
 
 
 class RowTerms(NamedTuple):
-    """The terms of the gradient that each query row has once, for all keys."""
+    """The per-row terms of the gradient."""
 
     lse: jax.Array  # [..., R]; +inf for a row that contributes nothing, so that its weights are 0
-    d_out: jax.Array  # [..., R, d_v], times the keys' share of the softmax, which is 1 - the sink's weight
+    d_out: jax.Array  # [..., R, d_v], times the keys' share of the softmax (1 - the sink's weight)
     offset: jax.Array  # [..., R], added to d_out . v to give d_logit / weight
     d_sinks: jax.Array  # [..., R]
 

@@ -9,7 +9,7 @@ from ragged_attention.errors import InvalidInput
 class Tile:
     """The tunable sizes."""
 
-    block_q: int = 64  # query tokens in a tile, each with a row per head
+    block_q: int = 64  # query tokens in a tile; each has a row per query head
     block_kv: int = 512  # keys gathered at a time
 
     def __post_init__(self) -> None:

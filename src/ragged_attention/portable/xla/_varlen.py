@@ -1,8 +1,8 @@
 """Cuts packed sequences into tiles of queries, each of which loops over the keys that it can see, a block at a time.
 
-Both loop counts are run-time values, so the cost depends on the visible keys, not on the shapes. Memory holds the
-arrays, one tile and one block. Arrays are heads-first and in the compute dtype, and the query heads of one KV head are
-rows of one matrix, so keys and values are never repeated.
+The numbers of tiles and blocks are run-time values, so the cost depends on the visible keys, not on the shapes. Memory
+holds the arrays, one tile and one block. Arrays are heads-first and in the compute dtype. The query heads of one KV
+head are rows of one matrix, so keys and values are never repeated.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,10 @@ from ragged_attention.portable.xla._tile import Tile
 
 
 def heuristic(call: VarlenCall) -> Tile:
-    """Tiles near the mean query length, up to 256 rows per KV head; blocks that fit a core's cache."""
+    """Tiles of about the mean query length, from 8 to 64 tokens, and blocks that fit a core's cache.
+
+    Tiles of more than 8 tokens have at most 256 rows per KV head.
+    """
     mean, longest = -(-call.num_q_tokens // max(call.num_seqs, 1)), call.num_kv_tokens
     if call.max_q_len is not None:
         mean = min(mean, call.max_q_len)
@@ -45,11 +48,11 @@ def tokens_first(array: jax.Array, dtype: Any) -> jax.Array:
 
 
 class Queries(NamedTuple):
-    """One tile: `size` consecutive rows of q, and the keys [start, stop) that they see."""
+    """One tile: `size` consecutive rows of q, and the rows [start, stop) of k that they may see."""
 
     row: jax.Array  # i32 [size]
-    own: jax.Array  # bool [size]; False for a row that belongs to another tile
-    last: jax.Array  # i32 [size], the last key that a row sees in causal attention, as a row of k
+    own: jax.Array  # bool [size]; True for rows whose results this tile writes
+    last: jax.Array  # i32 [size], the key at a row's own position, as a row of k
     start: jax.Array
     stop: jax.Array
 
@@ -64,11 +67,11 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """One block: `size` consecutive rows of k and v, and masks of those that the tile sees."""
+    """One block: `size` consecutive rows of k and v from `first` on, and masks of those that the tile sees."""
 
     first: jax.Array
     size: int
-    seen: jax.Array  # bool [the tile's size * G, size]: whether a query row sees a key
+    seen: jax.Array  # bool [query rows, size]: whether a query row sees a key
     any_seen: jax.Array  # bool [size, 1]: whether any query row sees a key
 
     def rows(self, array: jax.Array) -> jax.Array:

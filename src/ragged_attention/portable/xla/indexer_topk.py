@@ -1,4 +1,4 @@
-"""The keys with the largest logits of the lightning indexer, in plain jax operations, a tile of tokens at a time."""
+"""Selects each token's keys with the largest logits of the lightning indexer, in plain jax operations."""
 
 from typing import Any
 

@@ -16,12 +16,12 @@ FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 
 
 class Begin(NamedTuple):
-    """Where a program begins: the sequence, and the block and the split in it."""
+    """Where a program begins: its first sequence, and the block and the split in it."""
 
     seq: jax.Array
     block: jax.Array
     split: jax.Array
-    num_splits: jax.Array  # i32 [S + 1], cumulative; set for the sequences that earlier programs finish
+    num_splits: jax.Array  # i32 [S + 1], cumulative numbers of splits, of sequences finished so far
 
 
 def run(call: MakeDecodeSchedule, tile: Any, launch: Any) -> tuple[jax.Array, jax.Array]:

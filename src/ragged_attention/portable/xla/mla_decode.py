@@ -20,7 +20,7 @@ FEATURES = frozenset({
 
 
 def heuristic(call: MlaDecode) -> Tile:
-    """Up to 256 rows per KV head; blocks that fit a core's cache."""
+    """Tiles of up to 256 rows per KV head; blocks that fit a core's cache."""
     if call.sparse:
         return tile_for(call.num_seqs * call.num_q_tokens, max(call.topk, call.extra_topk), call.d_qk)
     block_q = max(1, min(64, 256 * call.num_kv_heads // call.num_q_heads))

@@ -23,7 +23,7 @@ FEATURES = frozenset({
 
 
 def heuristic(call: RaggedMlaAttention) -> Tile:
-    """Tiles near the mean query length, up to 256 rows or 8 tokens; blocks that fit a core's cache."""
+    """Tiles near the mean query length, of at most 8 tokens or, if that is more, 256 rows; blocks that fit a cache."""
     mean = -(-call.num_tokens // max(call.max_num_seqs, 1))
     block_q = min(64, max(8, 256 // call.num_q_heads), 1 << max(mean - 1, 0).bit_length())
     return Tile(block_q=block_q, block_kv=512 if block_q < 8 else 256)
@@ -40,7 +40,7 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Out [T, H, d_v] and lse [T, H] of a call over latents, computed as ragged paged attention.
 
-    `others` has the ragged arguments whose names or shapes differ. `num_q_tokens` is the number of queries per
+    `others` has the ragged call's arguments whose names or shapes differ. `num_q_tokens` is the number of queries per
     sequence, if known.
     """
     names = (
@@ -55,7 +55,7 @@ def attend(
 
 
 class LatentBlocks:
-    """Gathers latent rows as K, and their first columns as V."""
+    """`Blocks` that gathers latent rows as K, and their first columns as V."""
 
     def __init__(self, call: MlaDecode | RaggedMlaAttention) -> None:
         self.latents = Latents(call.kv_cache, call.kv_format)

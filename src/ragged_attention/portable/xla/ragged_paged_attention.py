@@ -27,7 +27,10 @@ FEATURES = frozenset({
 
 
 def heuristic(call: RaggedPagedAttention) -> Tile:
-    """Tiles near the mean query length, up to 256 rows per KV head; blocks that fit a core's cache."""
+    """Tiles of about the mean query length, from 8 to 64 tokens, and blocks that fit a core's cache.
+
+    Tiles of more than 8 tokens have at most 256 rows per KV head.
+    """
     mean = -(-call.num_tokens // max(call.max_num_seqs, 1))
     block_q = max(8, min(64, 256 // call.group, 1 << (mean - 1).bit_length() if mean else 1))
     floats = call.num_kv_heads * (call.head_dim + call.v_head_dim)
@@ -45,7 +48,7 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Out and lse of a call; `blocks` reads K and V. `num_q_tokens` is the number of queries per sequence, if known."""
     dtype = jnp.dtype(call.result_dtype)
-    # `out` holds bits, because XLA's CPU compiler would convert a whole bfloat16 array to update a part of it.
+    # A bfloat16 `out` is kept as bits, because XLA's CPU compiler would convert all of it to update a part.
     out = jnp.zeros(call.out_shape, BITS[2] if dtype == jnp.bfloat16 else dtype)
     lse = jnp.full(call.out_shape[:2], -jnp.inf, jnp.float32)
     if 0 not in (call.num_tokens, call.max_num_seqs, call.num_pages, call.page_indices.shape[1]):
@@ -59,14 +62,14 @@ def attention(
 
 
 class Queries(NamedTuple):
-    """One tile: `size` consecutive rows of q; its own rows are [first, stop), the others belong to other tiles."""
+    """One tile: `size` consecutive rows of q; only its own rows [first, stop) are written."""
 
     seq: jax.Array
     first: jax.Array
     stop: jax.Array
     row: jax.Array  # i32 [size]
     position: jax.Array  # i32 [size]; -1 if the row precedes its sequence's first key
-    first_new: jax.Array  # the position of the sequence's first query; negative if it has more queries than keys
+    first_new: jax.Array  # the position of the sequence's first query; negative if there are more queries than keys
 
     @property
     def own(self) -> jax.Array:
@@ -74,7 +77,7 @@ class Queries(NamedTuple):
 
 
 def _attend_in_tiles(call: RaggedPagedAttention, blocks: Blocks, size: int, block_kv: int, results: Any) -> Any:
-    """Compute sequences in tiles of `size` tokens: those with one query token if `size` is 1, else all longer ones."""
+    """Compute sequences in tiles of `size` tokens: those with one query token if `size` is 1, else those with more."""
     seqs = sequences(call.kv_lens, call.cu_q_lens, call.num_seqs, call.num_tokens, call.capacity)
 
     def attend(seq: jax.Array, first: jax.Array, row: jax.Array, results: Any) -> Any:
@@ -92,7 +95,7 @@ def _attend_in_tiles(call: RaggedPagedAttention, blocks: Blocks, size: int, bloc
 
 
 def _visible_range(call: RaggedPagedAttention, tile: Queries, kv_len: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first key that any row of the tile sees, and one past the last."""
+    """The first key that any row of the tile may see, and one past the last."""
     start, stop = jnp.int32(0), kv_len
     if call.causal and call.draft_mask is None:
         stop = jnp.clip(tile.position[tile.stop - 1 - tile.row[0]] + 1, 0, kv_len)
@@ -106,7 +109,7 @@ def _attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Out [size, H, D_v] and lse [size, H] of one tile."""
     size, num_kv_heads, group = len(tile.row), call.num_kv_heads, call.group
-    q, row = lax.optimization_barrier((call.q, tile.row[0]))  # without it, XLA would convert all of q before the loop
+    q, row = lax.optimization_barrier((call.q, tile.row[0]))  # else XLA would convert all of q before the loop
     q = lax.dynamic_slice_in_dim(lax.bitcast_convert_type(q, BITS[q.dtype.itemsize]), row, size)
     q = lax.bitcast_convert_type(q, call.q.dtype).reshape(size, num_kv_heads, group, call.head_dim)
     q = q.swapaxes(0, 1).reshape(num_kv_heads, -1, call.head_dim)
@@ -124,7 +127,7 @@ def _attend(
             seen &= key <= tile.position[:, None]
         if window is not None:
             seen &= key > tile.position[:, None] - window
-        if call.draft_mask is not None:  # a weight of 0 does not remove a NaN
+        if call.draft_mask is not None:  # clear values that no row sees, because 0 * NaN is NaN
             v = jnp.where((seen & tile.own[:, None]).any(axis=0)[:, None], v, 0)
         seen = jnp.broadcast_to(seen[:, None], (size, group, block_kv)).reshape(-1, block_kv)
         return state.updated(jnp.where(seen, logits, -jnp.inf), v)
@@ -143,7 +146,7 @@ def _attend(
 
 
 def _drafted(mask: jax.Array, tile: Queries, key: jax.Array) -> jax.Array:
-    """Bool [size, keys]: True if a draft mask [T, W] lets a tile's row see the key. Keys of earlier steps are seen."""
+    """Bool [size, keys]: True if the key is of an earlier step, or the draft mask [T, W] lets the tile's row see it."""
     rows = lax.dynamic_slice_in_dim(mask, tile.row[0], len(tile.row))
     rows = jnp.pad(rows, ((0, 0), (0, 1)))  # tokens beyond the mask are hidden
     new = key - tile.first_new

@@ -1,7 +1,7 @@
 """The gradient of sparse MLA prefill in plain jax operations.
 
-Queries are processed a few at a time. Their listed rows are gathered again, block by block, and each row's gradient is
-accumulated in one array.
+Queries are processed a few at a time. The rows that they list are gathered again, block by block, and the gradients of
+all rows are accumulated in one array.
 """
 
 from typing import Any, NamedTuple
@@ -60,7 +60,7 @@ def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> Arrays:
 
 
 class Queries(NamedTuple):
-    """The queries [R]: each is a token's query heads [G, ...] of one KV head, with a list of its own."""
+    """The queries [R]: each is the query heads [G, ...] of one token and KV head, which share a list."""
 
     q: jax.Array
     d_out: jax.Array
@@ -87,9 +87,8 @@ def _tile(
     """dq [B, G, D], `d_rows` [slots * K, D] with the gradients of `own` queries added, and d_sinks [B, G]."""
     dtype, num_kv_heads = d_rows.dtype, call.num_kv_heads
     live = own[:, None] & (queries.lse != -jnp.inf)
-    q = jnp.where(live[..., None], queries.q, 0).astype(
-        dtype
-    )  # else a NaN in a row that is not live would reach d_rows
+    # Zeros, because a NaN in a row that is not live would reach `d_rows`.
+    q = jnp.where(live[..., None], queries.q, 0).astype(dtype)
     sinks = None if call.sinks is None else at(call.sinks.reshape(num_kv_heads, -1), queries.head)
     d_out, out = queries.d_out.astype(dtype), queries.out.astype(dtype)
     terms = RowTerms.of(d_out, out, queries.lse, queries.d_lse, sinks, live)
@@ -118,10 +117,10 @@ def _tile(
 
 
 def _added(call: SparseMlaPrefillBackward, total: jax.Array, where: jax.Array, rows: jax.Array) -> jax.Array:
-    """`total` [M, D] with rows [n, D] added at `where` [n]; a row with `where` M is ignored.
+    """`total` [M, D] with rows [n, D] added at indices `where` [n]; a row with index M is ignored.
 
-    XLA adds rows in order on a CPU, but in any order on a GPU. For a fixed order there, the rows are sorted by index, a
-    scan sums the rows of each index, always in the same pairs, and each index is written once.
+    XLA adds rows in order on a CPU, but in any order on a GPU. For a fixed order on a GPU, the rows are sorted by
+    index, a scan sums the rows of each index in fixed pairs, and each index is written once.
     """
     if not call.deterministic or call.device.platform == "cpu":
         return total.at[where].add(rows, mode="drop")

@@ -1,4 +1,4 @@
-"""The columns of the largest logits of each row in plain jax operations, some rows at a time."""
+"""Selects the columns of each row's largest logits in plain jax operations, some rows at a time."""
 
 from typing import Any
 

@@ -35,7 +35,7 @@ def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Arrays:
         dq, dk, dv, d_sinks = results
         lse_of_rows = queries.rows(lse)
         live = jnp.repeat(queries.own, group) & (lse_of_rows != -jnp.inf)
-        rows = jnp.where(live[..., None], queries.rows(q), 0)  # else a NaN in a row that is not live would reach dk
+        rows = jnp.where(live[..., None], queries.rows(q), 0)  # a NaN in a row that is not live would reach dk
         terms = RowTerms.of(
             queries.rows(d_out), queries.rows(out), lse_of_rows, None if d_lse is None else queries.rows(d_lse),
             None if sinks is None else jnp.tile(sinks, len(queries.row)), live,
