@@ -1,8 +1,8 @@
 """Causal masks, sliding windows and draft masks.
 
 A mask gives each query position one range of keys, [first_key, end_key), whose ends never decrease from one position
-to the next. To add a kind of mask, change these two functions, the numbers and arguments below, and the functions that
-do not go through these two alone: `fewest_keys`, `sees`, and for gradients the inverses `first_query` and `end_query`,
+to the next. To add a kind of mask, change these two functions, `MaskKind`, `key_limit` and the arguments below. For
+packed sequences also change `sees`, which saves comparisons; for gradients, the inverses `first_query` and `end_query`,
 which give the queries that see a key. A draft mask hides further individual keys.
 """
 
@@ -55,19 +55,23 @@ class Visible(NamedTuple):
     draft_rows: tl.tensor  # the address of each row's entries in the draft mask
 
 
-def window_of(call: Any) -> int | None:
-    """The call's window, or None if no sequence can be longer than it.
+def key_limit(call: Any) -> int | None:
+    """The maximum number of keys that masks let one query see, or None if no mask sets one.
 
-    Tile sizes depend on `call.sliding_window` instead: the capacity is a property of the batch, and tiles of
-    batch-invariant calls must not depend on the batch.
+    Tile sizes may depend on it, even in batch-invariant mode, because it does not depend on the batch.
     """
+    return call.sliding_window
+
+
+def window_of(call: Any) -> int | None:
+    """The call's window, or None if no sequence can be longer than it."""
     return call.sliding_window if call.sliding_window and call.sliding_window < call.capacity else None
 
 
-def most_keys(call: Any, tokens: int) -> int:
+def max_visible_keys(call: Any, tokens: int) -> int:
     """An upper bound on the keys that `tokens` consecutive queries of a sequence see together."""
-    window = window_of(call)
-    return call.capacity if window is None else min(call.capacity, window + tokens)
+    limit = key_limit(call)
+    return call.capacity if limit is None else min(call.capacity, limit + tokens)
 
 
 def mask_arguments(call: Any, draft_stride: int) -> tuple[MaskKind, dict[str, int]]:
@@ -203,10 +207,15 @@ def seen_by_all(start, stop, end, visible, mask, KIND: tl.constexpr, BLOCK_KV: t
 
 @triton.jit
 def fewest_keys(visible, mask, KIND: tl.constexpr):
-    """A lower bound on the keys that each row of the block sees; a draft mask counts as hiding all new keys."""
-    fewest = end_key(visible.low, visible.kv_len, KIND)
-    if KIND.HAS_DRAFT_MASK:
-        fewest = tl.minimum(fewest, visible.num_old)
-    if KIND.HAS_WINDOW:
-        fewest = tl.minimum(fewest, mask.window)
+    """The fewest keys that a row of the block sees; a draft mask counts as hiding all new keys."""
+    if KIND.HAS_FIRST_KEY:  # rows after the last query count as that query
+        position = tl.minimum(visible.position, visible.high)
+        end = end_key(position, visible.kv_len, KIND)
+        if KIND.HAS_DRAFT_MASK:
+            end = tl.minimum(end, visible.num_old)
+        fewest = tl.min(end - tl.maximum(first_key(position, mask, KIND), 0))
+    else:
+        fewest = end_key(visible.low, visible.kv_len, KIND)
+        if KIND.HAS_DRAFT_MASK:
+            fewest = tl.minimum(fewest, visible.num_old)
     return fewest

@@ -7,6 +7,7 @@ from typing import Any
 
 from ragged_attention.calls import dtype_name
 from ragged_attention.kernels_triton._formats import decodes_by_integers
+from ragged_attention.kernels_triton._mask import key_limit
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
     WGMMA,
@@ -55,7 +56,7 @@ def tile_sizes(call: Any) -> Sizes:
         return Sizes(64, 32, 8, 2, edge_keys=32) if arch in WGMMA else Sizes(32, 32, 4, 2, edge_keys=32)
     if arch == "sm_90":
         powers = all(n & (n - 1) == 0 for n in (call.group, call.page_size))
-        windowed = call.sliding_window is not None and width > 64
+        windowed = key_limit(call) is not None and width > 64
         if call.kv_format.eight_bit or not powers or windowed:  # decoding, division and masks take registers
             return Sizes(128, 64, 8, 3, edge_keys=32)
         keys = 64 if call.page_size in (1, 32, 64) else 128
@@ -90,7 +91,7 @@ def split_sizes(call: Any, rows: int) -> Sizes:
         return Sizes(rows, 32, 4, 3)
     # On GPUs without wgmma, blocks of 32 keys let more programs run at once than 64 keys. But with a window, or with
     # integer decoding of e4m3 by Triton 3.7 or newer, blocks of 32 keys would spill.
-    spills = call.sliding_window is not None or (decodes_by_integers(call) and not OLDER_COMPILER)
+    spills = key_limit(call) is not None or (decodes_by_integers(call) and not OLDER_COMPILER)
     wide = arch in WGMMA and not (OLDER_COMPILER and width <= 64)
     return Sizes(rows, 64 if wide or spills else 32, 4, 3)
 

@@ -6,7 +6,7 @@ from typing import Any
 from ragged_attention.calls import MlaDecode
 from ragged_attention.kernels_triton._latent import kernel, plan
 from ragged_attention.kernels_triton._latent.plan import Tile as Tile
-from ragged_attention.kernels_triton._mask import most_keys, window_of
+from ragged_attention.kernels_triton._mask import key_limit, max_visible_keys, window_of
 from ragged_attention.kernels_triton._tiles import launchable
 
 FEATURES = frozenset({
@@ -25,9 +25,9 @@ def heuristic(call: MlaDecode) -> Tile:
     jobs *= call.num_seqs * call.num_kv_heads
     extra = call.extra_topk > 0
     page_sizes = (call.page_size, call.extra_kv_cache.shape[1]) if extra else (call.page_size,)
-    windowed = call.sliding_window is not None
+    windowed = key_limit(call) is not None
     access = plan.KeyAccess(dense=not call.sparse, extra=extra, page_sizes=page_sizes, windowed=windowed)
-    return plan.tile_for(call, rows, jobs, most_keys(call, call.num_q_tokens), access)
+    return plan.tile_for(call, rows, jobs, max_visible_keys(call, call.num_q_tokens), access)
 
 
 def invariant_tile(call: MlaDecode) -> Tile:

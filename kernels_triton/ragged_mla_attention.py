@@ -38,7 +38,7 @@ from ragged_attention.kernels_triton._latent.softmax import (
     restoring_factor,
     sum_of_each_row,
 )
-from ragged_attention.kernels_triton._mask import Mask, MaskKind, key_range, most_keys, window_of
+from ragged_attention.kernels_triton._mask import Mask, MaskKind, key_limit, key_range, max_visible_keys, window_of
 from ragged_attention.kernels_triton._ragged import Shared, results, run_splits, sequence_arguments
 from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, max_blocks
 from ragged_attention.kernels_triton._softmax import LOG2E, finish
@@ -124,13 +124,13 @@ def heuristic(call: RaggedMlaAttention) -> Tile:
 def invariant_tile(call: RaggedMlaAttention) -> Tile:
     """A batch-invariant tile: no size depends on the batch."""
     tile = tile_for(call, plan.LARGEST_INT, call.num_q_heads * FEW_TOKENS)
-    split = most_keys(call, FEW_TOKENS) > plan.MIN_INVARIANT_SPLIT
+    split = max_visible_keys(call, FEW_TOKENS) > plan.MIN_INVARIANT_SPLIT
     return dataclasses.replace(tile, num_splits=plan.MAX_INVARIANT_SPLITS if split else 1, invariant=True)
 
 
 def tile_for(call: RaggedMlaAttention, rows: int, short_rows: int) -> Tile:
     """The tile, without splits, for `rows` rows in the batch and `short_rows` rows per short sequence."""
-    windowed = call.sliding_window is not None
+    windowed = key_limit(call) is not None
     access = plan.KeyAccess(dense=True, ragged=True, page_sizes=(call.page_size,), windowed=windowed)
     long, short = (plan.fitting_sizes(call, count, access) for count in (rows, short_rows))
     return Tile(**long.fields("block_h"), **short.fields("block_h", "split_"), split_rows=short_rows)
@@ -141,7 +141,7 @@ def splits(call: RaggedMlaAttention, tile: Tile) -> int:
 
     If lengths differ, longer sequences get more of these splits, so that all splits have about equally many keys.
     """
-    keys, blocks = most_keys(call, FEW_TOKENS), tile.short_rows // tile.split_block_h
+    keys, blocks = max_visible_keys(call, FEW_TOKENS), tile.short_rows // tile.split_block_h
     programs = plan.programs_at_once(call, tile.split_block_h)
     if not 0 < call.max_num_seqs <= SEQUENCES[-1]:
         return 1

@@ -32,7 +32,7 @@ from ragged_attention.kernels_triton._formats import (
     number_format,
     scale_arguments,
 )
-from ragged_attention.kernels_triton._mask import Mask, mask_arguments, most_keys, visible_keys
+from ragged_attention.kernels_triton._mask import Mask, key_limit, mask_arguments, max_visible_keys, visible_keys
 from ragged_attention.kernels_triton._pages import Attention, Loop, Pages, Shape, attend_range
 from ragged_attention.kernels_triton._ragged import Shared, results, run_splits, sequence_arguments
 from ragged_attention.kernels_triton._rows import (
@@ -121,14 +121,15 @@ def invariant_tile(call: RaggedPagedAttention) -> Tile:
     The tile kernel visits all keys in order, in its masked loop. So a row's result does not depend on which other rows
     are in its block.
     """
-    split = call.sliding_window is None or call.sliding_window > MIN_INVARIANT_SPLIT
+    limit = key_limit(call)
+    split = limit is None or limit > MIN_INVARIANT_SPLIT
     fields = _paged_tiles.tile_fields(call, FEW_TOKENS)
     return Tile(**fields, num_splits=INVARIANT_SPLITS if split else 1, invariant=True)
 
 
 def splits(call: Any) -> int:
     """The number of splits that gives each multiprocessor eight programs, but each split at least MIN_SPLIT keys."""
-    keys = most_keys(call, 8)
+    keys = max_visible_keys(call, 8)
     if keys <= MIN_SPLIT or not 0 < call.max_num_seqs <= SEQUENCES[-1]:
         return 1
     wanted = cdiv(8 * call.device.num_multiprocessors, max(call.num_kv_heads, 1))

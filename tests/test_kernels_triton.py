@@ -324,6 +324,21 @@ def test_few_keys_are_exact_enough_in_a_table_for_many() -> None:
     agrees(np.asarray(got.float()), want, "bfloat16")
 
 
+def test_few_keys_between_a_window_and_drafts_are_exact_enough() -> None:
+    """The last of 96 drafts sees the 64 keys that its window of 160 leaves of those before the drafts, and itself."""
+    import ragged_attention.torch as rt
+
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(96, 1, 16, generator=generator).bfloat16()
+    pages = torch.randn(6, 50, 2, 16, generator=generator).bfloat16()
+    lens, table, edges = torch.tensor([296]), torch.arange(6)[None], torch.tensor([0, 96])
+    arguments = (q, pages, lens.int(), table.int(), edges.int())
+    options: dict[str, Any] = {"draft_mask": torch.eye(96) > 0, "sliding_window": 160, "out_dtype": torch.float32}
+    got = rt.ragged_paged_attention(*arguments, **options, backend="triton", options={"split_weights_below": 128})
+    want = rt.ragged_paged_attention(*arguments, **options, backend="reference")
+    assert (got - want)[64:].abs().max() < 1e-5  # 5e-4 with weights of one term
+
+
 @pytest.mark.parametrize(("smallest", "largest", "reach"), [(-20, -2, 1.0), (-3, 20, 1e-3), (-40, 3, 30.0)])
 def test_scales_far_apart_are_honoured(smallest: int, largest: int, reach: float) -> None:
     """A key of a small scale that is seen beside one of a large scale that is not keeps its digits."""

@@ -28,7 +28,12 @@ class Launch:
     launch_pdl: bool = False  # whether it may start before the previous launch has ended; this does not change its code
 
     def __post_init__(self) -> None:
-        """Raise TypeError for a field of a record that is passed on as Triton's constant instead of its plain value."""
+        """Raise TypeError for arguments that the kernel lacks (the interpreter ignores them) and for wrapped constants.
+
+        A field of a record is a wrapped constant; launches take its plain value.
+        """
+        if unknown := sorted(self.arguments.keys() - set(self.kernel.arg_names)):
+            raise TypeError(f"{self.name}: expected only arguments of the kernel, got {', '.join(unknown)}")
         numbers = {"num_warps": self.num_warps, "num_stages": self.num_stages, "grid": self.grid, **self.arguments}
         for name, value in numbers.items():
             for each in value if isinstance(value, tuple) else (value,):
