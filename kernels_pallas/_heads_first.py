@@ -228,7 +228,7 @@ def fetch(
     table: Any, start: Any, offsets: tuple[Any, Any], heads: Any, slot: Any, operands: Sequence[Operand],
     present: Any = None,
 ) -> Any:  # fmt: skip
-    """Start to fetch the valid pages at offsets from `offsets[0]` to `offsets[1] - 1` of a block. Returns their number.
+    """Start fetching the valid pages at offsets from `offsets[0]` to `offsets[1] - 1` of a block. Returns their number.
 
     Offset i has the page index `table[start + i]`, which is valid in [0, P). If `present` [2, pages] is given, it gets
     a flag for each page, and a page is copied to its own offset. Otherwise, valid pages are copied to offsets 0, 1 and

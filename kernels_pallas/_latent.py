@@ -120,7 +120,7 @@ class Keys:
     cache: Any  # [pieces, groups per piece, rows per group, columns]
     pieces: Any  # i32 [L, N], indices of pieces, or of rows if `selects`; -1 for an invalid piece
     lens: Any | None = None  # i32 [L], the keys of each list, if lists are in order of position; else None
-    selects: bool = False  # whether pieces are single rows
+    selects: bool = False  # whether entries of the lists select single rows, not whole pieces
 
 
 def valid_slots(indices: Any, lens: Any, num_slots: int) -> Any:
@@ -515,7 +515,7 @@ def _kernel(plan: Plan, refs: Refs) -> None:
     pl.when(chunk == 0)(lambda: reset_softmax(refs.m_i, refs.l_i, refs.acc, -jnp.inf))
 
     def start(block: Any, is_own: Any, slot: Any) -> None:
-        """Start to fetch a block of this step's chunk if `is_own`, else of the next step's chunk."""
+        """Start fetching a block of this step's chunk if `is_own`, else of the next step's chunk."""
 
         def fetch_piece(cache: Any, piece: Any) -> None:
             index = block * plan.pieces + piece
@@ -531,7 +531,7 @@ def _kernel(plan: Plan, refs: Refs) -> None:
             pl.when(extra)(lambda: fetch(refs.caches[1]))
 
     def fetch_and_compute(block: Any, carry: None) -> None:
-        """Start to fetch the block after `block`. Then compute `block`, unless it precedes the first block."""
+        """Start fetching the block after `block`. Then compute `block`, unless it precedes the first block."""
         slot = half[0]
         is_own = block + 1 < span.last
 

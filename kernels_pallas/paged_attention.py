@@ -239,7 +239,7 @@ def visit(refs: _heads_first.Refs, plan: Plan, core: Any, row: Any, head_step: A
 
 
 def start(refs: _heads_first.Refs, plan: Plan, row: Any, head_step: Any, block: Any, slot: Any) -> None:
-    """Start to fetch a block, and store the number of its valid pages and keys."""
+    """Start fetching a block, and store the number of its valid pages and keys."""
     lengths, table = refs.scalars.lengths, refs.scalars.table
     length, before = lengths[row], block * plan.pages_per_block
     used = jnp.minimum(plan.pages_per_block, cdiv(length, plan.page_size) - before)

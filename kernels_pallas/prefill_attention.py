@@ -235,7 +235,7 @@ def visit(refs: _heads_first.Refs, plan: Plan, first_head: Any, head_step: Any, 
 
 
 def start(refs: _heads_first.Refs, plan: Plan, head_step: Any, q_block: Any, block: Any, slot: Any) -> None:
-    """Start to fetch the pages of a block that the rows see, at least in part."""
+    """Start fetching the pages of a block that the rows see, at least in part."""
     scalars, before = refs.scalars, block * plan.pages_per_block
     left = jnp.maximum(scalars.lows[q_block] // plan.page_size - before, 0)
     right = jnp.minimum(cdiv(scalars.highs[q_block], plan.page_size) - before, plan.pages_per_block)
@@ -268,7 +268,11 @@ def clear_unseen(refs: _heads_first.Refs, plan: Plan, slot: Any, seen: tuple[Any
 
 
 def visible(refs: _heads_first.Refs, plan: Plan, slot: Any, seen: tuple[Any, Any], top: Any) -> jax.Array:
-    """Which columns of a block each row sees, bool [rows, columns]; `top` is the first row's position in the block."""
+    """Which columns of a block of keys each row sees, bool [rows, columns].
+
+    `seen` is the range [first, end) of keys that some row sees. It and `top`, the position of the first row's query,
+    are counted from the block's first key.
+    """
     index = lax.broadcasted_iota(jnp.int32, (1, plan.columns), 1)
 
     def hide(page: Any, column: jax.Array) -> jax.Array:

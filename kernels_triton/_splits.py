@@ -168,7 +168,7 @@ def splits_of_sequence(blocks, num_splits, MIN_BLOCKS: tl.constexpr):
 
 @triton.jit
 def find_later_rows(index, batch, DIVISION: tl.constexpr):
-    """(sequence, first row) of a block of rows; `index` counts all sequences' blocks except the first of each."""
+    """(sequence, first row) of a block of rows. Its `index` numbers all blocks but the first of each sequence."""
     seqs = tl.arange(0, DIVISION.MAX_SEQS)
     row = tl.minimum(seqs, batch.max_num_seqs - 1)
     q_len = query_edge(batch.cu_q_lens_ptr, row + 1, batch.num_tokens)

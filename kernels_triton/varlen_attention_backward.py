@@ -440,7 +440,7 @@ def dq_kernel(
     """Compute dq of a block of rows of one KV head over all keys that they see. Rows without a sequence get 0."""
     GROUP: tl.constexpr = CONFIG.Q.GROUP
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # start with the last rows, which see the most keys
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # a sequence's last rows come first: they may see the most keys
     kv_head = tl.program_id(1)
     mask = Mask(window)
     start, q_len, first_row, kv_start, kv_len = find_block(

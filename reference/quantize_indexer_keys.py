@@ -1,4 +1,4 @@
-"""Quantises keys of the indexer; `_kv_layout.quantize_groups` has the arithmetic."""
+"""Quantises indexer keys; `_kv_layout.quantize_groups` has the arithmetic."""
 
 from typing import Any
 

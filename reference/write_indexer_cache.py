@@ -1,4 +1,4 @@
-"""Quantises this step's keys of the indexer and writes them to its pages."""
+"""Quantises this step's indexer keys and writes them to the indexer's pages."""
 
 from typing import Any
 

@@ -149,7 +149,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KeyAccess:
-    """How a program finds its keys. With the format, this determines how many registers the loop takes."""
+    """How a program finds its keys. Like the cache's format, this affects how many registers the loop takes."""
 
     dense: bool = False  # keys come through a page table, not a list of slots
     ragged: bool = False  # each program searches for its sequence, tokens and keys
@@ -212,8 +212,8 @@ def sizes(call: Any, rows: int, access: KeyAccess) -> Sizes:
     if operand_size(call) == 4 and arch:  # no matrix unit is exact in float32
         return Sizes(16, 16, 8, 2 if OLDER_COMPILER else 1) if arch.startswith("sm_") else Sizes(16, 16, 4, 1)
     if arch.startswith("gfx"):
-        # A second stage loads a block ahead, which halves an iteration's time over plain rows. In a loop that decodes,
-        # its registers would keep a second program from running.
+        # A second stage loads a block ahead. It halves the time of an iteration if rows are plain. If the loop decodes
+        # rows, the stage takes so many registers that a compute unit runs one program instead of two.
         return Sizes(min(rows, 32), 16, 4, 1 if decodes else 2)
     little = shared_memory(call) < DECODED_SHARED_MEMORY
     if decodes and item_size(call.q) == 4:  # a float32 query has two terms, each with its own product

@@ -120,11 +120,11 @@ def block_logits(queries, keys, rest, scales, logit_scale, FOLDED: tl.constexpr,
 
 @triton.jit
 def logits_apart(present, queries, keys, rest, scales, logit_scale, FOLDED: tl.constexpr, OPERANDS: tl.constexpr):
-    """`block_logits` for at least SEPARATE_QK_ROWS rows (see that constant). `present` is the condition `always`.
+    """`block_logits` for at least SEPARATE_QK_ROWS rows (see that constant). `present` is a result of `always`.
 
-    If there are several products, one is computed before the branch, so that both paths return a computed product. If
-    one path returned zeros, whose layout costs nothing to convert, the compiler would convert the layout of the logits
-    inside the branch and compute each exponential twice.
+    If there are several products, one is computed before the branch on `present`, so that the logits are a product even
+    if the branch is not taken. If they were zeros then, whose layout costs nothing to convert, the compiler would
+    convert the layout of the logits inside the branch and compute each exponential twice.
     """
     logits = tl.zeros([queries.groups[0].shape[0], keys[0].shape[0]], tl.float32)
     BEFORE: tl.constexpr = 1 if OPERANDS.REST == 0 and OPERANDS.GROUPS > 1 else 0  # groups before the branch  # pyright: ignore[reportAssignmentType]

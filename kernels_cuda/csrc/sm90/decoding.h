@@ -13,7 +13,7 @@ struct Decoding : SeesawBase<bf16, 512, true, kUnit> {
   // A thread's four rows of a block.
   struct Rows {
     Block block;
-    uint32_t scales[4];  // offsets of the rows' scales, in units
+    uint32_t scales[4];  // offsets of the rows' scales, in units of kUnit bytes
     bool extra;          // whether the block is in the second cache
   };
   RA_DEV static Rows find(Plan const& plan, Lists const& lists, Entries const& entries, int index, int t) {

@@ -9,8 +9,8 @@
 #include "decoding.h"
 
 struct Fp8V4 : Decoding<Fp8V4, 8> {
-  // A thread's share of half H of a block: for each of its four rows, 8 codes of each slab and the scales of the half's
-  // four slabs. Of the last slab it has 8 bfloat16 numbers, the last four of them in `rest`.
+  // A thread's share of half H of a block: for each of its four rows, 8 codes and the scale of each of the half's four
+  // slabs. A row's slab 7 (H = 1) is bfloat16: of its 8 numbers, `codes[i][3]` has the first four, `rest[i]` the others.
   struct Share {
     uint2 codes[4][kHalf], rest[4];
     uint32_t scales[4];

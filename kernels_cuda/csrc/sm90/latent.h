@@ -32,7 +32,7 @@ struct Entries {
   int of[4];
 };
 constexpr uint32_t kUnseen = ~0u;
-// The offsets `at` of the same four rows in the cache, in units. kUnseen marks a row that must not be read.
+// The offsets `at` of the same four rows in the cache, in units of kUnit bytes. kUnseen marks a row that must not be read.
 struct Block {
   char const* rows;  // address of this thread's share of row 0 in the block's cache
   uint32_t at[4];
@@ -43,7 +43,7 @@ struct Block {
 struct Lists {
   int const *entries, *extra_entries;
   int length, extra_length;
-  uint32_t head;     // offset of the KV head within a row's slot, in units
+  uint32_t head;     // offset of the KV head within a row's slot, in units of kUnit bytes
   char const* rows;  // see Block
   int share;         // first byte of this thread's share of a row
 };

@@ -81,7 +81,10 @@ def begin(tile, rows):
 
 @pasted
 def read_query(tile, row, code, source, columns, in_place):
-    """Read one query; in a `paired` tile, its columns keep their order if keys are multiplied `in_place`."""
+    """Read one query. A `paired` tile pairs columns d and d + `width`, or keeps their order if keys are not copied.
+
+    `in_place` says that keys are read where they lie in the cache.
+    """
     target = tile.q + 4 * row * tile.width
     if not tile.paired:
         _formats.widen(code, source, target, columns)
@@ -104,7 +107,7 @@ def read_rows(code, sources, target, width, columns, count):
 
 @compiled
 def pair_keys(code, sources, target, width, count):
-    """Read the keys at the addresses `sources`, except 0, as pairs of columns d and d + `width`."""
+    """Read the keys at the addresses `sources` as pairs of columns d and d + `width`; skip a key whose address is 0."""
     for key in range(count):
         source = int_at(sources, key)
         if source:

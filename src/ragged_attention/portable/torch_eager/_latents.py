@@ -156,7 +156,7 @@ class Windows:
         num_pages, self.page_size, *inner = array.shape
         row_stride = array.stride(1) if self.page_size > 1 else 0
         page_stride = array.stride(0) if num_pages > 1 else self.page_size * row_stride
-        # `view` has a window at every multiple of the strides' greatest common divisor, so each slot is one of them.
+        # `view` has a window at every multiple of the page and row strides' common divisor, so each slot is a window.
         # Windows may overlap, and some belong to no slot.
         step = math.gcd(page_stride, row_stride) or 1
         self.page_step, self.row_step = page_stride // step, row_stride // step

@@ -1,4 +1,4 @@
-"""Quantises keys of the indexer in plain torch operations, without synchronising with the device."""
+"""Quantises indexer keys in plain torch operations, without synchronising with the device."""
 
 from typing import Any
 

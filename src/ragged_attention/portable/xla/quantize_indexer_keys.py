@@ -1,4 +1,4 @@
-"""Quantises keys of the indexer in plain jax operations."""
+"""Quantises indexer keys in plain jax operations."""
 
 from typing import Any
 

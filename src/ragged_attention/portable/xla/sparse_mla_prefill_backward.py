@@ -1,7 +1,7 @@
 """The gradient of sparse MLA prefill in plain jax operations.
 
-Queries are processed a few at a time. The rows that they list are gathered again, block by block, and the gradients of
-all rows are accumulated in one array.
+Queries are processed a few at a time. As in the forward pass, the cache rows in their lists are gathered block by
+block. The gradients of all cache rows accumulate in one array.
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Quantises this step's keys of the indexer and writes them to its pages, in plain jax operations."""
+"""Quantises this step's indexer keys and writes them to the indexer's pages, in plain jax operations."""
 
 from typing import Any
 
