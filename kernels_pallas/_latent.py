@@ -646,7 +646,7 @@ def _selected(fetched: Any, index: Any, bounds: Any, plan: Plan) -> tuple[Any, A
 
 
 def _offsets(plan: Plan) -> Any:
-    """The offset in a block of pages of each key, in the order in which keys are unpacked, [1, keys]."""
+    """Each key's offset in its block of pages, [1, keys]; keys are in the order in which they are unpacked."""
     lane = lax.broadcasted_iota(jnp.int32, (1, plan.keys), 1)
     if not plan.unpacks_pages:
         return lane

@@ -38,7 +38,7 @@ class Plan(NamedTuple):
     rows: int  # query rows per KV head and tile, with padding
     pages: int  # pages per block
     block: int  # positions per block
-    block_kv: int  # keys per part of a block; the keys of a part are computed together
+    block_kv: int  # keys per part of a block; a block is processed one part at a time
     num_blocks_kv: int  # parts per block; the last one may be incomplete
     page_size: int
     num_pages: int
@@ -155,14 +155,14 @@ class Refs(NamedTuple):
     heads: list[Any]  # one part of a block for each array of pages, in the form that `heads_buffer` describes
     m_i: Any  # f32 [K, ...], the running maximum of each query
     l_i: Any  # f32 [K, ...], the running sum of each query
-    acc: Any  # f32 [K, D_v, rows], or [K, rows, D_v]
+    acc: Any  # f32 [K, D_v, rows] or [K, rows, D_v]: [K, *acc_shape]
     by_head: Any  # [H, block_q, D_v], a tile's result before it is transposed
     out_buffer: Any  # [block_q, H, D_v]
     lse_heads: Any  # f32 [H, block_q] with padding, a tile's lse before it is transposed
     lse_buffer: Any  # f32 [block_q, 1, H]
     pending: Any  # i32 [1], the number of result rows whose copies to HBM are in flight
     missing: Any  # i32 [2], for each buffer: 1 if a page of its block does not exist
-    kv_arrived: Any  # semaphores [2, 1 or 2]
+    kv_arrived: Any  # semaphores [2, arrays of pages]
     q_arrived: Any  # [2]
     out_copied: Any
     lse_copied: Any

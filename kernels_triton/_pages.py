@@ -59,7 +59,7 @@ class Queries(NamedTuple):
     unit: tl.tensor  # the power of two that divided each row, if Q_UNITS
     inner: tl.tensor  # the factor before the soft cap
     cap: tl.tensor
-    outer: tl.tensor  # the factor after the soft cap, or the only factor without one; it makes logits base 2
+    outer: tl.tensor  # the factor after the soft cap; if there is no cap, the only factor. It makes logits base 2
 
 
 class Pages(NamedTuple):
@@ -194,7 +194,7 @@ def attend(queries, state, blocks, visible, mask, pages, ATTENTION: tl.constexpr
     """Online softmax of query rows over blocks of keys: updates `state` = (m_i, l_i, acc) and returns it.
 
     Without MASKED, every row must see every key of the blocks, and every page must be valid. With MASKED, only keys in
-    [first, last) on valid pages are read. A key that no row sees has no effect, even if it is NaN.
+    [visible.first, visible.last) on valid pages are read. A key that no row sees has no effect, even if it is NaN.
 
     The pages of a block are looked up one iteration ahead. A lookup in the same iteration would take pipeline stages
     from the copies of keys and values (Triton 3.6 to 3.9). For WIDE rows, no registers are left to look ahead.

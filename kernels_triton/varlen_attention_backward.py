@@ -246,7 +246,7 @@ class Seeing(NamedTuple):
 
 @triton.jit
 def signed_scales(sm_scale, soft_cap, HAS_SOFT_CAP: tl.constexpr):
-    """`logit_scales`, but with the sign of the scale."""
+    """`logit_scales`; the factor that contains `sm_scale` also has its sign."""
     inner, cap, outer = logit_scales(sm_scale, soft_cap, HAS_SOFT_CAP)
     sign = tl.where(sm_scale < 0, -1.0, 1.0)
     if HAS_SOFT_CAP:

@@ -19,7 +19,7 @@ class RowFormat(Constants):
     CODES: str  # the values' FORMAT, see `decode`; "e2m1" has two values per byte
     SCALES: str  # the dtype of the stored scales, or "" without scales
     GROUP: int  # columns that share a scale
-    VALUES: int  # columns stored as codes, or 0 if these are all columns
+    VALUES: int  # the number of columns in the format CODES, from the first on; 0 means all columns
     ROTARY: int  # bfloat16 columns stored after the values and scales
     ROTARY_AT: int  # distance of the rotary columns from the beginning of their row
     PLANAR: bool  # whether a page holds all of its scales after all of its rows

@@ -10,8 +10,8 @@
 // flight, the machine reports a deadlock.
 //
 // Two mechanisms track which thread knows of which operation. Vector clocks tell whether a proxy fence covers a write.
-// ThreadSanitizer, if compiled in, treats each fiber and each copy or matrix engine as a thread. An operation is
-// reported to it as synchronisation only if it orders memory on the hardware; a shuffle does not.
+// ThreadSanitizer, if compiled in, treats each fiber as a thread, and each engine that copies or multiplies. An
+// operation is reported to it as synchronisation only if it orders memory on the hardware; a shuffle does not.
 #pragma once
 #include <stdarg.h>
 #include <stdint.h>
@@ -93,8 +93,8 @@ struct Thread {
   bool hidden = false;  // whether the thread of an earlier block has left its accesses hidden
 };
 
-// An engine that works concurrently with the threads. The sanitizer orders the engine's work only after `begin` and
-// before `end`.
+// An engine that works concurrently with the threads. To the sanitizer, the engine's work comes after what was
+// released to the tag `begin` and before what acquires the tag `end`; it is concurrent with everything else.
 struct Engine {
   void* who = nullptr;
   template <class Work>

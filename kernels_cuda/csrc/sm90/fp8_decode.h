@@ -48,13 +48,13 @@ struct Fp8Decode : LatentBase<f16, bf16, true, 16, 1> {
     f16 keys[2][9][kSlab];            // slab 8 holds rotary columns in bfloat16, then the block's weights
     float ratio[2][kGroups][64];      // scale of each group divided by 2^exponent
     float step[2][kGroups - 1][64];   // factors of the accumulators after groups 0 to 2
-    float2 last[2][64];               // factor of the accumulator after group 3; addend: 0, or -inf for a missing key
+    float2 last[2][64];               // x: factor after group 3; y: added to it, 0 or, for a missing key, -inf
     float exponent[2][64], power[2][64];  // a key's exponent and 2^(exponent - kHeadroom); if missing, -inf and 0
     float unit[64], nan[64];          // factor of a row's logits; addend of its sum: 0 or NaN
     float factor[2][64];              // factor by which the output of earlier blocks is rescaled
     float reference[2][64], scale[2][64], sums[2][64];
     float level[64];                  // exponent that a row's output is relative to
-    float2 most[128];                 // largest logits (divided by `unit`) of each thread's two rows in warpgroup 0
+    float2 most[128];                 // per thread of warpgroup 0: its two rows' largest logits, divided by `unit`
     Segment segments[2];              // the producer's segment, and the one that consumers may still be finishing
     op::MBar q_full, q_empty, full[2][2], empty[2][2];
   };

@@ -32,7 +32,8 @@ struct Entries {
   int of[4];
 };
 constexpr uint32_t kUnseen = ~0u;
-// The offsets `at` of the same four rows in the cache, in units of kUnit bytes. kUnseen marks a row that must not be read.
+// The offsets `at` of the same four rows in the cache, in units of kUnit bytes. kUnseen marks a row that must not be
+// read.
 struct Block {
   char const* rows;  // address of this thread's share of row 0 in the block's cache
   uint32_t at[4];
@@ -47,8 +48,8 @@ struct Lists {
   char const* rows;  // see Block
   int share;         // first byte of this thread's share of a row
 };
-// The kinds of lists for which offset code is compiled. kPacked: one list, over pages without gaps between them.
-// kAny: any lists.
+// The cases for which `look_up` and `locate`, which compute rows' offsets, are compiled separately. kPacked: a sparse
+// call with one list, over pages without gaps between them. kAny: any lists.
 enum class Addressing { kPacked, kAny };
 
 // A kernel's parameters: the plan, and a tensor map of the cache, which is used if pages are whole numbers of blocks.
@@ -294,8 +295,8 @@ struct LatentBase {
       float const factor = fully_masked ? 0.f : scale / denominator;
       int64_t const column = index * kValue + W * 256;
       if (whole) {
-        // Two adjacent threads exchange words. The even one then has four adjacent columns of chunk j, and the odd one
-        // of chunk j + 1. So the four threads of a row write a whole 32-byte sector.
+        // Two adjacent threads exchange words. Then the even one has four adjacent columns of chunk j, and the odd one
+        // has the same four of chunk j + 1. So the four threads of a row write a whole 32-byte sector.
         bool const odd = thread % 2;
         Out* const to = static_cast<Out*>(call.out) + column + 8 * odd + thread % 4 / 2 * 4;
         CUTE_UNROLL

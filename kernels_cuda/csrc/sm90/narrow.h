@@ -54,7 +54,7 @@ struct Narrow : LatentBase<f16, bf16, true, 16, 1> {
 
   struct alignas(128) Smem {
     unsigned char rows[kStages][kBlock][kRow];
-    float part[kTeams][kWarps][kTeamKeys * kTeamHeads];  // parts of logits, indexed by `part_at`
+    float part[kTeams][kWarps][kTeamKeys * kTeamHeads];  // each warp's partial sums of logits, indexed by `part_at`
     float weight[kTeams][kTeamHeads][kTeamKeys + 8];     // rows padded by 8, so that four heads are in different banks
     float4 sent[kByHeads ? 1 : kTeams][kWarps][kByHeads ? 1 : kTiles * kKept][32];  // output that the other team writes
     float maximum[kTeams][kTeamHeads];  // running maximum over the segment's blocks so far

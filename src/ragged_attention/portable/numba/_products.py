@@ -84,7 +84,7 @@ def _scores_of(fma):
                     a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3,
                 )  # fmt: skip
 
-    return scores_four if LANES == 16 else scores_two  # the registers hold the sums of 4 rows with 4 or 2 keys
+    return scores_four if LANES == 16 else scores_two  # registers hold the products of 4 rows and 4 or 2 keys
 
 
 def times_number(fma):

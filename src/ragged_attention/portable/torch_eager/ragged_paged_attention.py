@@ -48,7 +48,7 @@ def heuristic(call: RaggedPagedAttention) -> Tile:
 
 
 class Block(NamedTuple):
-    """Consecutive queries of a sequence, the keys that any of them sees, and the masks of those keys."""
+    """Consecutive queries of a sequence, a range of keys that has all keys they see, and masks of both."""
 
     first: int  # rows [first, last) of q
     last: int

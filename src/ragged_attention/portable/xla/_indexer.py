@@ -22,7 +22,7 @@ from ragged_attention.portable.xla._tile import Tile
 
 LARGEST_INT32 = 2**31 - 1
 MAX_PRODUCTS = 2**24  # maximum products q . key in memory
-MAX_LOGITS = 2**22  # maximum logits of a tile of several tokens
+MAX_LOGITS = 2**22  # maximum size of a tile's logits; a tile of one token may exceed it
 UNIT = 4  # bytes; a key's scale takes one unit, its values take several
 FEATURES = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
