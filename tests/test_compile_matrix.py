@@ -99,7 +99,7 @@ def test_a_launch_refuses_a_constant_in_place_of_its_value(name: str) -> None:
     given: dict[str, Any] = {"num_warps": 4, "grid": (1, 1), "num_splits": 1}
     given |= {name: (1, one) if name == "grid" else one}
     arguments = {"num_splits": given.pop("num_splits")}
-    kernel = types.SimpleNamespace(__name__="some_kernel", arg_names=["num_splits"])
+    kernel = types.SimpleNamespace(__name__="some_kernel")
     with pytest.raises(TypeError, match=f"some_kernel: expected a plain value for {name}, got constexpr"):
         recording.Launch(kernel, (), arguments, num_stages=1, **given)
 
@@ -107,7 +107,7 @@ def test_a_launch_refuses_a_constant_in_place_of_its_value(name: str) -> None:
 def test_a_launch_refuses_arguments_that_its_kernel_lacks() -> None:
     kernel = types.SimpleNamespace(__name__="some_kernel", arg_names=["q_ptr", "num_splits"])
     with pytest.raises(TypeError, match=r"^some_kernel: expected only arguments of the kernel, got chunk$"):
-        recording.Launch(kernel, (), {"num_splits": 1, "chunk": 4}, num_warps=4, num_stages=1)
+        recording.Recorder()(kernel, (1,), (), (), num_splits=1, chunk=4)
 
 
 def row(kernel: str = "some_kernel", case: str = "prefill_4k", **fields: object) -> compile_matrix.Row:

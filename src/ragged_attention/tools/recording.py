@@ -28,12 +28,7 @@ class Launch:
     launch_pdl: bool = False  # whether it may start before the previous launch has ended; this does not change its code
 
     def __post_init__(self) -> None:
-        """Raise TypeError for arguments that the kernel lacks (the interpreter ignores them) and for wrapped constants.
-
-        A field of a record is a wrapped constant; launches take its plain value.
-        """
-        if unknown := sorted(self.arguments.keys() - set(self.kernel.arg_names)):
-            raise TypeError(f"{self.name}: expected only arguments of the kernel, got {', '.join(unknown)}")
+        """Raise TypeError for a field of a record that is passed on as Triton's constant instead of its plain value."""
         numbers = {"num_warps": self.num_warps, "num_stages": self.num_stages, "grid": self.grid, **self.arguments}
         for name, value in numbers.items():
             for each in value if isinstance(value, tuple) else (value,):
@@ -85,6 +80,8 @@ class Recorder(PackedArrays):
         launch_pdl: bool = False,
         **arguments: Any,
     ) -> list[Any]:
+        if unknown := sorted(arguments.keys() - set(kernel.arg_names)):  # the interpreter ignores them
+            raise TypeError(f"{kernel.__name__}: expected only arguments of the kernel, got {', '.join(unknown)}")
         new = [FakeArray(tuple(shape), str(dtype).rpartition(".")[2]) for shape, dtype in outputs]
         new += [inputs[index] for index in inplace]
         if 0 not in grid:
