@@ -355,6 +355,22 @@ def test_a_module_may_offer_run_alone(install):
         dispatch.choose(sample(), backend="bare", options={"block": 1})
 
 
+def test_a_package_may_answer_for_modules_that_have_no_why_not(install, tmp_path):
+    package = tmp_path / "site" / "careful_attention"
+    install("careful", module="run = None")
+    (package / "__init__.py").write_text("def why_not(call):\n    return 'the package says no'")
+    (package / f"{ATTENTION}.py").write_text("run = None\ndef why_not(call):\n    return 'the module says no'")
+    assert dispatch.refusal("careful", sample()) == "the package says no"
+    assert dispatch.refusal("careful", sample(ATTENTION)) == "the module says no"
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_every_module_of_the_eager_backend_refuses_jax_arrays(operation):
+    pytest.importorskip("torch")
+    call = sample_of(operation).call(operation, Device(framework="jax", platform="cpu"))
+    assert dispatch.load(operation, "eager").why_not(call) == "expected torch tensors, got a jax call"
+
+
 def test_only_a_promise_makes_an_attention_batch_invariant(install, tmp_path):
     refusals = {}
     for name, text in {"bare": "", "promising": "BATCH_INVARIANT = True"}.items():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -37,9 +38,10 @@ class Implementation(Protocol):
         ...
 
     def why_not(self, call: Any, /) -> str | None:
-        """None if the module takes the call, else a sentence with argument, value and limit; by default None.
+        """None if the module takes the call, else a sentence with argument, value and limit.
 
-        The answer depends on static facts only.
+        The default is the `why_not` of the module's package or, if the package has none, to take every call. The answer
+        depends on static facts only.
         """
         ...
 
@@ -56,12 +58,12 @@ class Implementation(Protocol):
 
 
 def complete(module: Any) -> Implementation:
-    """The module, with defaults for the names that it does not define."""
+    """The module, with defaults for the names that it does not define; its package may have a default `why_not`."""
     defaults: dict[str, Any] = {
         "Tile": dataclasses.make_dataclass("Tile", [], frozen=True, slots=True),
         "FEATURES": frozenset(),
         "heuristic": lambda call: module.Tile(),
-        "why_not": lambda call: None,
+        "why_not": getattr(sys.modules.get(module.__package__), "why_not", lambda call: None),
         "why_not_by_default": lambda call: None,
     }
     if getattr(module, "BATCH_INVARIANT", False):

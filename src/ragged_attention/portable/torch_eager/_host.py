@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from ragged_attention.calls import Call
+from ragged_attention.portable import torch_eager
 
 Ints = NDArray[np.integer[Any]]
 
@@ -42,13 +43,8 @@ def clamped_kv_lens(call: Any, count: int) -> list[int]:
     return np.clip(on_host(call.kv_lens)[:count].astype(np.int64), 0, call.capacity).tolist()
 
 
-def why_not_torch(call: Call) -> str | None:
-    """Why a call is declined: its arrays are not torch tensors. None if they are."""
-    return None if call.device.framework == "torch" else f"expected torch tensors, got a {call.device.framework} call"
-
-
 def why_not(call: Call) -> str | None:
     """Why a call is declined: a CUDA graph is being captured, or its arrays are not torch tensors. Else None."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "expected a stream that is not being captured, since lengths are read on the host, got one that is"
-    return why_not_torch(call)
+    return torch_eager.why_not(call)

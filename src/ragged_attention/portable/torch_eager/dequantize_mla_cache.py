@@ -5,11 +5,9 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import DequantizeMlaCache
-from ragged_attention.portable.torch_eager._host import why_not_torch
 from ragged_attention.portable.torch_eager._latents import chunks, dequantized, parts_of
 
 FEATURES = frozenset({"format", "dtype", "cache_layout"})
-why_not = why_not_torch
 
 
 def run(call: DequantizeMlaCache, tile: Any, launch: Any) -> torch.Tensor:

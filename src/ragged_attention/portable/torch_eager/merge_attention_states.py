@@ -5,10 +5,8 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import MergeAttentionStates
-from ragged_attention.portable.torch_eager._host import why_not_torch
 
 FEATURES = frozenset({"sinks", "out_dtype"})
-why_not = why_not_torch
 
 
 def run(call: MergeAttentionStates, tile: Any, launch: Any) -> tuple[torch.Tensor, torch.Tensor]:

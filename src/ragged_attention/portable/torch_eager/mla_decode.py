@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import CacheFormat, MlaDecode
+from ragged_attention.portable import torch_eager
 from ragged_attention.portable.torch_eager import _host
 from ragged_attention.portable.torch_eager._host import result_dtype
 from ragged_attention.portable.torch_eager._latents import Tile as Tile
@@ -24,7 +25,7 @@ FEATURES = frozenset({
 
 
 def why_not(call: MlaDecode) -> str | None:
-    return _host.why_not_torch(call) if call.sparse else _host.why_not(call)
+    return torch_eager.why_not(call) if call.sparse else _host.why_not(call)
 
 
 def run(call: MlaDecode, tile: Tile, launch: Any) -> list[torch.Tensor]:

@@ -5,9 +5,6 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import PageIndicesToSlots
-from ragged_attention.portable.torch_eager._host import why_not_torch
-
-why_not = why_not_torch
 
 
 def run(call: PageIndicesToSlots, tile: Any, launch: Any) -> torch.Tensor:

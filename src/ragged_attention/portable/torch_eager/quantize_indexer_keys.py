@@ -5,11 +5,9 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import QuantizeIndexerKeys
-from ragged_attention.portable.torch_eager._host import why_not_torch
 from ragged_attention.portable.torch_eager._latents import CHUNK, quantized_groups
 
 FEATURES = frozenset({"power_of_two"})
-why_not = why_not_torch
 
 
 def run(call: QuantizeIndexerKeys, tile: Any, launch: Any) -> list[torch.Tensor]:

@@ -5,11 +5,9 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import QuantizeMlaCache
-from ragged_attention.portable.torch_eager._host import why_not_torch
 from ragged_attention.portable.torch_eager._latents import chunks, fields_of, parts_of, quantized
 
 FEATURES = frozenset({"power_of_two_scales", "cache_layout"})
-why_not = why_not_torch
 
 
 def run(call: QuantizeMlaCache, tile: Any, launch: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import SparseMlaPrefill
-from ragged_attention.portable.torch_eager._host import result_dtype, why_not_torch
+from ragged_attention.portable.torch_eager._host import result_dtype
 from ragged_attention.portable.torch_eager._latents import Tile as Tile
 from ragged_attention.portable.torch_eager._latents import heuristic as heuristic
 from ragged_attention.portable.torch_eager._lists import attend, lists_by_head
@@ -18,7 +18,6 @@ from ragged_attention.portable.torch_eager._softmax import wide
 FEATURES = frozenset({
     "sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "cache_layout", "deterministic", "out_dtype",
 })  # fmt: skip
-why_not = why_not_torch
 
 
 def run(call: SparseMlaPrefill, tile: Tile, launch: Any) -> list[torch.Tensor]:

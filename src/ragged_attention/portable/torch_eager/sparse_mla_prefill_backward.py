@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import SparseMlaPrefillBackward
-from ragged_attention.portable.torch_eager._host import why_not_torch
+from ragged_attention.portable import torch_eager
 from ragged_attention.portable.torch_eager._latents import Tile as Tile
 from ragged_attention.portable.torch_eager._latents import heuristic as heuristic
 from ragged_attention.portable.torch_eager._lists import Lists, lists_by_head
@@ -22,7 +22,7 @@ FEATURES = frozenset({"d_lse", "sm_scale", "d_v", "sinks", "topk_lens", "determi
 def why_not(call: SparseMlaPrefillBackward) -> str | None:
     if call.deterministic and call.device.platform not in ORDERED:
         return f"adds up in a fixed order on {', '.join(ORDERED)}, got deterministic=True on {call.device.platform}"
-    return why_not_torch(call)
+    return torch_eager.why_not(call)
 
 
 def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> list[torch.Tensor]:

@@ -5,12 +5,10 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import TopKIndices
-from ragged_attention.portable.torch_eager._host import why_not_torch
 from ragged_attention.portable.torch_eager._indexer import LOGITS, largest
 
 FEATURES = frozenset({"starts", "stops"})
 BATCH_INVARIANT = True  # selection is exact, whatever the batch
-why_not = why_not_torch
 
 
 def run(call: TopKIndices, tile: Any, launch: Any) -> torch.Tensor:
