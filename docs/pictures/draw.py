@@ -45,8 +45,7 @@ def pages() -> drawing.Drawing:
         f"{len(batch.q_lens)} sequences of different lengths in one call; the cache of each lies in pages of {size} "
         "slots, of which the last may not be full.",
     )
-    drawn.text(10, 20, f"Sequence: this step's tokens, of so many keys, in so many pages of {size} slots", "head")
-    y = drawing.draw_pages(drawn, 42, batch.lengths, size) + 16
+    y = drawing.draw_pages(drawn, 20, batch.lengths, size) + 16
     slots, used = sum(batch.pages) * size, sum(batch.kv_lens)
     padded = len(batch.kv_lens) * max(batch.pages) * size
     text = f"{used} keys in {slots} slots; if every sequence had room for the longest there would be {padded}"

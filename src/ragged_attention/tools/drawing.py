@@ -98,6 +98,8 @@ def draw_pages(
 
     A run of sequences with equal lengths shares a row. Returns the y coordinate below the last row.
     """
+    drawing.text(10, y, f"Sequence: new tokens of all keys in pages of {page_size} slots", "head")
+    y += 22
     longest = max(-(-kv_len // page_size) for _, kv_len in lengths) * page_size
     scale = WIDTH / max(longest, 1)
     gap = 1.0 if scale * page_size >= 6 else 0.0

@@ -320,8 +320,7 @@ def picture(batch: Batch, launches: Sequence[Launch], seq: int) -> drawing.Drawi
     drawn = drawing.Drawing(
         "A batch of ragged-attention", f"{where}: their pages, the keys of sequence {seq}, and the schedule"
     )
-    drawn.text(10, 20, f"Sequence: this step's tokens, of so many keys, in so many pages of {size} slots", "head")
-    y = drawing.draw_pages(drawn, 40, batch.lengths, size) + 24
+    y = drawing.draw_pages(drawn, 20, batch.lengths, size) + 22
     drawn.text(10, y, f"Programs of sequence {seq}, and the keys that they visit", "head")
     programs = [program for _, program in programs_of(launches, seq)]
     y = drawing.draw_keys(drawn, y + 20, programs, batch.keys[seq]) + 24
