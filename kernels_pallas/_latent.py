@@ -30,7 +30,7 @@ from jax.experimental.layout import Layout
 from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.calls import CacheFormat, MlaDecode, RaggedMlaAttention, SparseMlaPrefill, dtype_name
-from ragged_attention.jax_shared.logits import soft_capped
+from ragged_attention.jax_shared.logits import soft_capped, window_of
 from ragged_attention.jax_shared.pages import per_head
 from ragged_attention.kernels_pallas import _latent_rows
 from ragged_attention.kernels_pallas._blocks import (
@@ -333,7 +333,7 @@ def _plan(work: Work, tile: Tile, tiles: int) -> Plan:
     chunks = [cdiv(length, blocks * pieces) for length in lengths]
     jobs = (len(work.q) if work.jobs is None else len(work.jobs.lists)) * tiles
     cores = cores_of(call) if jobs % cores_of(call) == 0 else 1
-    window, soft_cap = getattr(call, "sliding_window", None), getattr(call, "soft_cap", None)
+    soft_cap = getattr(call, "soft_cap", None)
     return Plan(
         form=work.form or call.kv_format,
         selects=keys.selects,
@@ -351,7 +351,7 @@ def _plan(work: Work, tile: Tile, tiles: int) -> Plan:
         shares=jobs > len(work.q) * tiles,
         split_weights_below=work.split_weights_below if dtype_name(call.q) == "bfloat16" else 0,
         causal=work.jobs is not None and call.causal,
-        window=None if window is None or window >= call.capacity else int(window),
+        window=window_of(call, call.capacity),
         soft_cap=None if soft_cap is None else float(soft_cap),
         d_v=call.d_v,
         dtype=jnp.dtype(jnp.bfloat16 if dtype_name(call.q) == "bfloat16" else jnp.float32),

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.calls import PrefillAttention, dtype_name
 from ragged_attention.errors import InvalidInput
-from ragged_attention.jax_shared.logits import soft_capped
+from ragged_attention.jax_shared.logits import soft_capped, window_of
 from ragged_attention.kernels_pallas import _heads_first
 from ragged_attention.kernels_pallas._blocks import (
     LARGEST_INT,
@@ -93,11 +93,11 @@ def plan_of(call: Any, tile: Tile) -> Plan:
     cores = call.device.num_multiprocessors
     cores = cores if call.num_kv_heads % cores == 0 else 1
     most = next_power_of_2(ROWS // call.group + 1) // 2
-    window, asked = call.sliding_window, tile.num_queries_per_block
+    asked = tile.num_queries_per_block
 
     def make(block_q: int, **fields: Any) -> Plan:
         return Plan(
-            **fields, window=None if window is None or window >= call.capacity else int(window), block_q=block_q,
+            **fields, window=window_of(call, call.capacity), block_q=block_q,
             q_blocks=cdiv(call.num_tokens, block_q), split_weights_below=tile.split_weights_below,
         )  # fmt: skip
 

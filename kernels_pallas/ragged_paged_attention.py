@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ragged_attention.calls import RaggedPagedAttention, dtype_name, expect_bool
+from ragged_attention.jax_shared.logits import window_of
 from ragged_attention.jax_shared.pages import live_edges, per_head
 from ragged_attention.kernels_pallas import write_kv_pages
 from ragged_attention.kernels_pallas._blocks import (
@@ -126,7 +127,6 @@ def plan_of(call: Any, tile: Tile, block_q: int, num_tokens: int, num_updates: i
     """The plan of a launch over tiles of `block_q` queries; `num_tokens` includes the padding of `q`."""
     block = tile.num_kv_pages_per_block * call.page_size
     block_kv = min(tile.block_kv if block_q > 1 else tile.decode_block_kv, round_up(block, LANES))
-    window = call.sliding_window
     return Plan(
         block_q=block_q,
         rows=round_up(call.group * block_q, LANES if block_q > 1 else 8),
@@ -144,7 +144,7 @@ def plan_of(call: Any, tile: Tile, block_q: int, num_tokens: int, num_updates: i
         v_head_dim=call.v_head_dim,
         combined=call.combined,
         causal=call.causal,
-        window=None if window is None or window >= call.capacity else int(window),
+        window=window_of(call, call.capacity),
         soft_cap=None if call.soft_cap is None else float(call.soft_cap),
         has_sinks=call.sinks is not None,
         has_lse=call.return_lse,

@@ -57,10 +57,15 @@ class Implementation(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class NoTunables:
+    """The `Tile` of a module that has nothing to tune."""
+
+
 def complete(module: Any) -> Implementation:
     """The module, with defaults for the names that it does not define; its package may have a default `why_not`."""
     defaults: dict[str, Any] = {
-        "Tile": dataclasses.make_dataclass("Tile", [], frozen=True, slots=True),
+        "Tile": NoTunables,
         "FEATURES": frozenset(),
         "heuristic": lambda call: module.Tile(),
         "why_not": getattr(sys.modules.get(module.__package__), "why_not", lambda call: None),

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from ragged_attention.calls.fields import expect_bool
+from ragged_attention.calls.fields import LARGEST_INT32
 from ragged_attention.calls.sharding import KvShard, dtype_of_parts, expect_divisible
 
 
@@ -31,8 +31,6 @@ class Ranks:
         own_heads: bool, max_q_len: int | None, sinks: Any, return_lse: bool, out_dtype: Any, **keywords: Any,
     ) -> Any:  # fmt: skip
         """The body of `context_parallel_decode`; `keywords` go to `ragged_paged_attention`."""
-        expect_bool("own_heads", own_heads)
-        expect_bool("return_lse", return_lse)
         if max_q_len != 1:
             kv_lens, page_indices, cu_q_lens = self.one_query_each(q, kv_lens, page_indices, cu_q_lens, num_seqs)
             num_seqs = None
@@ -48,7 +46,6 @@ class Ranks:
         d_v: int, causal: bool, sinks: Any, out_dtype: Any, **keywords: Any,
     ) -> tuple[Any, Any]:  # fmt: skip
         """The body of `context_parallel_mla_decode`; `keywords` go to `mla_decode`."""
-        expect_bool("own_heads", own_heads)
         (num_seqs, num_q, num_heads), out_dtype = q.shape[:3], out_dtype or q.dtype
         if indices is not None:
             own, topk_lens = self._own_entries(indices, topk_lens)
@@ -56,8 +53,11 @@ class Ranks:
         elif causal and num_q > 1 and kv_lens is not None:
             # Each query becomes a sequence of the positions that it sees.
             seen = kv_lens[:, None] - (num_q - 1 - self.arange(num_q, kv_lens))
-            rows = self.arange(page_indices.shape[0] * num_q, page_indices) // num_q
-            keywords |= {"kv_lens": self.shard.lengths(seen.clip(0).reshape(-1)), "page_indices": page_indices[rows]}
+            tables = self.namespace.broadcast_to(page_indices[:, None], (num_seqs, num_q, page_indices.shape[1]))
+            keywords |= {
+                "kv_lens": self.shard.lengths(seen.clip(0).reshape(-1)),
+                "page_indices": tables.reshape(num_seqs * num_q, -1),
+            }
             q = q.reshape(num_seqs * num_q, 1, *q.shape[2:])
         else:
             own_lens = None if kv_lens is None else self.shard.lengths(kv_lens)
@@ -81,10 +81,12 @@ class Ranks:
         count, ends = kv_lens.shape[0], cu_q_lens[1:]
         tokens = self.arange(q.shape[0], kv_lens)
         is_live = self.arange(count, kv_lens) < (count if num_seqs is None else num_seqs)
-        seqs = ((ends <= tokens[:, None]) & is_live).sum(1).clip(max=count - 1)
+        live_ends = self.namespace.where(is_live, ends, LARGEST_INT32)  # later entries may have any values
+        seqs = self.namespace.searchsorted(live_ends, tokens, side="right").clip(max=count - 1)
         seen = kv_lens[seqs] - (ends[seqs] - 1 - tokens)
         sees_keys = (tokens < ends[seqs]) & is_live[seqs]
-        return seen.clip(0) * sees_keys, page_indices[seqs], self.arange(q.shape[0] + 1, kv_lens)
+        lens = self.namespace.asarray(seen.clip(0) * sees_keys, dtype=self.namespace.int32)
+        return lens, page_indices[seqs], self.arange(q.shape[0] + 1, kv_lens)
 
     def _own_entries(self, positions: Any, topk_lens: Any) -> tuple[Any, Any]:
         """The rank's positions of each list, as the rank numbers them, first in [S, Q, N], and their count [S, Q]."""

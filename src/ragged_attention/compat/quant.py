@@ -47,9 +47,9 @@ def dequantize_k_cache(quant_k_cache: torch.Tensor, dv: int = 512, tile_size: in
         raise InvalidInput(
             f"expected quant_k_cache to have rows of {sum(sizes)} bytes with {dv=}, {tile_size=}, {d=}, got {got}"
         )
-    codes, scales, rest = (part.contiguous() for part in quant_k_cache.view(torch.uint8).split(sizes, -1))
+    codes, scales, rest = quant_k_cache.view(torch.uint8).split(sizes, -1)
     values = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, tile_size))
-    scales, rest = scales.view(torch.float32), rest.view(torch.bfloat16)
+    scales, rest = scales.contiguous().view(torch.float32), rest.contiguous().view(torch.bfloat16)
     return torch.cat([(values * scales[..., None]).flatten(-2).to(torch.bfloat16), rest], -1)
 
 

@@ -7,6 +7,7 @@ traced. One export can serve several platforms, except that jax-triton refuses e
 
 from ragged_attention.jax._lower import FRONT_END
 
+call_of = FRONT_END.call_of
 paged_attention = FRONT_END.paged_attention
 prefill_attention = FRONT_END.prefill_attention
 indexer_logits = FRONT_END.indexer_logits

@@ -206,6 +206,8 @@ def context_parallel_decode(
             or if the number of heads is not a multiple of the axis's size.
         TypeError, Unsupported: as `ragged_paged_attention`.
     """
+    expect_bool("own_heads", own_heads)
+    expect_bool("return_lse", return_lse)
     expect_held(
         q=q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
         sinks=sinks, k_scale=k_scale, v_scale=v_scale,
@@ -263,6 +265,7 @@ def context_parallel_mla_decode(
     Raises:
         InvalidInput, TypeError, Unsupported: as `context_parallel_decode` and `mla_decode`.
     """
+    expect_bool("own_heads", own_heads)
     expect_held(
         q=q, kv_cache=kv_cache, page_indices=page_indices, kv_lens=kv_lens, indices=indices, topk_lens=topk_lens,
         sinks=sinks,

@@ -1,4 +1,6 @@
-"""The soft cap on logits, as every backend in jax computes it."""
+"""The soft cap on logits and the sliding window, as every backend in jax computes them."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,3 +18,9 @@ def soft_capped(logits: jax.Array, soft_cap: float) -> jax.Array:
     x = jnp.clip(logits * unit, -32 * cap, 32 * cap) * (1 / cap)
     same = jnp.abs(x) < jnp.finfo(logits.dtype).eps ** 0.5 / 2
     return jnp.where(same, logits, soft_cap * jnp.tanh(x))
+
+
+def window_of(call: Any, capacity: int) -> int | None:
+    """The sliding window, or None if it hides none of `capacity` positions: such a window could overflow int32."""
+    window = getattr(call, "sliding_window", None)
+    return None if window is None or window >= capacity else int(window)

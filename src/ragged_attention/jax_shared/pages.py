@@ -93,6 +93,12 @@ def live_edges(cu_q_lens: Any, num_seqs: Any, num_tokens: int) -> jax.Array:
     return edges[jnp.minimum(jnp.arange(len(edges), dtype=jnp.int32), last)]
 
 
+def bounds_of(cu_lens: Any, num_tokens: int, num_seqs: Any = None) -> tuple[jax.Array, jax.Array]:
+    """The first row of each sequence, and one past its last, i32 [S] each."""
+    edges = live_edges(cu_lens, num_seqs, num_tokens)
+    return edges[:-1], jnp.maximum(edges[:-1], edges[1:])
+
+
 def addresses_of_slots(slots: jax.Array, num_pages: int, page_size: int) -> tuple[jax.Array, jax.Array]:
     """The page and the offset of each slot, i32 [T]; the page is `num_pages` for a slot outside the pages."""
     page, offset = slots // page_size, slots % page_size
@@ -109,14 +115,13 @@ def addresses_of_tokens(call: Any, num_tokens: int) -> tuple[jax.Array, jax.Arra
     max_num_seqs, pages_per_seq = call.page_indices.shape
     if 0 in (max_num_seqs, pages_per_seq):
         return jnp.full(num_tokens, call.num_pages, jnp.int32), jnp.zeros(num_tokens, jnp.int32)
-    edges = live_edges(call.cu_q_lens, call.num_seqs, num_tokens)
-    stops = jnp.maximum(edges[:-1], edges[1:])
+    starts, stops = bounds_of(call.cu_q_lens, num_tokens, call.num_seqs)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     seq = jnp.searchsorted(stops, token, side="right").astype(jnp.int32)
     valid = seq < max_num_seqs
     seq = jnp.minimum(seq, max_num_seqs - 1)
     position = jnp.clip(call.kv_lens, 0, call.capacity)[seq] - (stops[seq] - token)
-    valid &= (edges[seq] <= token) & (token < stops[seq]) & (position >= 0)
+    valid &= (starts[seq] <= token) & (token < stops[seq]) & (position >= 0)
     position = jnp.clip(position, 0, call.capacity - 1)
     page = call.page_indices[seq, position // call.page_size]
     valid &= (page >= 0) & (page < call.num_pages)

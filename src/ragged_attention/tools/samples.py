@@ -12,6 +12,7 @@ from typing import Any
 from ragged_attention.calls import CACHE_FORMATS, CALLS, QUANTIZED, Call, Device
 from ragged_attention.calls.base import SHARED_MEMORY, shared_memory_of
 from ragged_attention.calls.fields import ArrayKind
+from ragged_attention.calls.indexer import SCALE_BYTES
 from ragged_attention.errors import InvalidInput
 
 FRAMEWORKS = ("torch", "jax")
@@ -258,7 +259,7 @@ class IndexerSample(AnySample):
     """A call of the lightning indexer; the defaults are DeepSeek-V3.2's decode of 32 sequences of up to 4096."""
 
     dtype: str = "float8_e4m3fn"
-    cache_dtype: str = "uint8"  # uint8: pages of bytes; else the dtype of plain pages or of packed keys
+    cache_dtype: str = "uint8"  # uint8: pages of bytes; else the dtype of plain pages
     num_q_heads: int = 64
     head_dim: int = 128
     page_size: int = 64
@@ -282,7 +283,9 @@ class IndexerSample(AnySample):
 
     def _cache(self, dtype: str) -> FakeArray:
         pages = (self.num_pages, self.page_size)
-        return FakeArray((*pages, 1, self.head_dim + 4) if dtype == "uint8" else (*pages, self.head_dim), dtype)
+        return FakeArray(
+            (*pages, 1, self.head_dim + SCALE_BYTES) if dtype == "uint8" else (*pages, self.head_dim), dtype
+        )
 
     def _axes(self) -> dict[str, int]:
         axes = {"D": self.head_dim, "N": self.max_len, "M": self.pages_per_seq, "B": self.candidate_blocks}
@@ -348,9 +351,9 @@ def device_of(framework: str, name: str | None = None) -> Device:
             raise InvalidInput(f"expected device to be {here} or one of tpu, {', '.join(known)}, got {name!r}")
         return launcher.device_facts(here)
     torch = importlib.import_module("torch")
-    default = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     try:
-        return launcher.device_facts(torch.device(name or default))
+        where = name or torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        return launcher.device_facts(torch.device(where))
     except (RuntimeError, AssertionError) as error:
         choices = f"a torch device of this machine, tpu, or one of {', '.join(known)}"
         reason = str(error).strip().splitlines()[0]

@@ -7,6 +7,7 @@ Each function calls a `torch.library` operator (`torch.ops.ragged_attention.*`),
 
 from ragged_attention.torch._operators import FRONT_END
 
+call_of = FRONT_END.call_of
 paged_attention = FRONT_END.paged_attention
 prefill_attention = FRONT_END.prefill_attention
 indexer_logits = FRONT_END.indexer_logits

@@ -215,6 +215,8 @@ def context_parallel_decode(
         TypeError, Unsupported: as `ragged_paged_attention`.
         RuntimeError: an argument requires grad; a rank of the group is gone.
     """
+    expect_bool("own_heads", own_heads)
+    expect_bool("return_lse", return_lse)
     _refuse_gradient("context_parallel_decode", q, kv_pages, sinks)
     return _ranks(group, shard, kv_pages, q).decode(
         q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, own_heads=own_heads, max_q_len=max_q_len,
@@ -269,6 +271,7 @@ def context_parallel_mla_decode(
     Raises:
         InvalidInput, TypeError, Unsupported, RuntimeError: as `context_parallel_decode` and `mla_decode`.
     """
+    expect_bool("own_heads", own_heads)
     _refuse_gradient("context_parallel_mla_decode", q, kv_cache, sinks)
     return _ranks(group, shard, kv_cache, q).mla_decode(
         q, kv_cache, page_indices, kv_lens, indices=indices, topk_lens=topk_lens, own_heads=own_heads,

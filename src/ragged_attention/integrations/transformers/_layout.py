@@ -158,9 +158,11 @@ def packed_edges(call: LayerCall, pattern: Pattern) -> torch.Tensor | None:
         return None
     if not q_len == call.key.shape[2] > 1 or positions.shape != (rows, q_len) or torch.compiler.is_compiling():
         return None
+    if not _rotates(type(call.module)):
+        return None
     begins, continues = positions[:, 1:] == 0, positions.diff(dim=1) == 1
     is_packed = begins.any() & (begins | continues).all() & (positions[:, 0] == 0).all()
-    if not _rotates(type(call.module)) or not bool(is_packed):
+    if not bool(is_packed):
         return None
     return edges_of(torch.nn.functional.pad(begins, (1, 0)).cumsum(1))
 

@@ -23,10 +23,12 @@ MULTIPLES = {"block_q": 1, "block_rows": 1, "block_kv": 8}  # each block size mu
 def expect_tile(tile: Any) -> None:
     """Check a tile's block sizes and, if it has one, its number of splits."""
     for field in dataclasses.fields(tile):
-        value, step = getattr(tile, field.name), MULTIPLES.get(field.name)
-        if step is None:
+        value = getattr(tile, field.name)
+        if field.name == "num_splits":
             expect_splits(value)
-        elif not isinstance(value, int) or value % step or not step <= value <= 1024:
+            continue
+        step = MULTIPLES[field.name]
+        if not isinstance(value, int) or value % step or not step <= value <= 1024:
             condition = "from 1" if step == 1 else f"to be a multiple of {step} from {step}"
             raise InvalidInput(f"expected {field.name} {condition} to 1024, got {value!r}")
 

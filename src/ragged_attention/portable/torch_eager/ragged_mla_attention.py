@@ -99,10 +99,13 @@ class Attention:
 
 def _keys(table: Ints, low: int, high: int, call: Any) -> tuple[Ints, torch.Tensor]:
     """The positions in [low, high) of a sequence that lie on valid pages, ascending, and their slots."""
-    positions = np.arange(low, high)
-    pages = table[positions // call.page_size].astype(np.int64)
-    slots = pages * call.page_size + positions % call.page_size
+    page_size = call.page_size
+    page = low // page_size
+    positions, within = np.arange(low, high), slice(low - page * page_size, high - page * page_size)
+    pages = table[page : -(-high // page_size)].astype(np.int64)
+    slots = (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)[within]
     valid = (pages >= 0) & (pages < call.num_pages)
     if not valid.all():
-        positions, slots = positions[valid], slots[valid]
+        seen = np.repeat(valid, page_size)[within]
+        positions, slots = positions[seen], slots[seen]
     return positions, torch.from_numpy(slots).to(call.q.device)

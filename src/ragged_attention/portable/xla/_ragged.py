@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragged_attention.jax_shared.axes import fori_loop
-from ragged_attention.jax_shared.pages import live_edges
+from ragged_attention.jax_shared.pages import bounds_of
 
 
 class Sequences(NamedTuple):
@@ -27,18 +27,6 @@ class Sequences(NamedTuple):
 def sequences(kv_lens: Any, cu_q_lens: Any, num_seqs: Any, num_tokens: int, capacity: int) -> Sequences:
     """The sequences of a call, each of which can hold `capacity` positions."""
     return Sequences(*bounds_of(cu_q_lens, num_tokens, num_seqs), jnp.clip(kv_lens, 0, capacity))
-
-
-def bounds_of(cu_lens: Any, num_tokens: int, num_seqs: Any = None) -> tuple[jax.Array, jax.Array]:
-    """The first row of each sequence, and one past its last, i32 [S] each."""
-    edges = live_edges(cu_lens, num_seqs, num_tokens)
-    return edges[:-1], jnp.maximum(edges[:-1], edges[1:])
-
-
-def window_of(call: Any, capacity: int) -> int | None:
-    """The sliding window, or None if it hides none of `capacity` positions: such a window could overflow int32."""
-    window = call.sliding_window
-    return None if window is None or window >= capacity else int(window)
 
 
 def walk_tiles(

@@ -14,8 +14,10 @@ from jax import lax
 
 from ragged_attention.calls import VarlenCall
 from ragged_attention.jax_shared.axes import fori_loop
+from ragged_attention.jax_shared.logits import window_of
+from ragged_attention.jax_shared.pages import bounds_of
 from ragged_attention.portable.xla._framework import why_not as why_not
-from ragged_attention.portable.xla._ragged import at, bounds_of, put, walk_tiles, window_of
+from ragged_attention.portable.xla._ragged import at, put, walk_tiles
 from ragged_attention.portable.xla._tile import Tile
 
 

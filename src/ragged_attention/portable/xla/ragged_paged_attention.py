@@ -13,10 +13,11 @@ from jax import lax
 
 from ragged_attention.calls import RaggedPagedAttention
 from ragged_attention.jax_shared.axes import fori_loop
+from ragged_attention.jax_shared.logits import window_of
 from ragged_attention.jax_shared.pages import per_head
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._pages import BITS, Blocks, KeyValueBlocks
-from ragged_attention.portable.xla._ragged import at, put, sequences, walk_tiles, window_of
+from ragged_attention.portable.xla._ragged import at, put, sequences, walk_tiles
 from ragged_attention.portable.xla._softmax import Softmax, dot, logits_of
 from ragged_attention.portable.xla._tile import Tile as Tile
 
