@@ -64,11 +64,12 @@ class NoTunables:
 
 def complete(module: Any) -> Implementation:
     """The module, with defaults for the names that it does not define; its package may have a default `why_not`."""
+    package = sys.modules.get(getattr(module, "__package__", ""))
     defaults: dict[str, Any] = {
         "Tile": NoTunables,
         "FEATURES": frozenset(),
         "heuristic": lambda call: module.Tile(),
-        "why_not": getattr(sys.modules.get(module.__package__), "why_not", lambda call: None),
+        "why_not": getattr(package, "why_not", lambda call: None),
         "why_not_by_default": lambda call: None,
     }
     if getattr(module, "BATCH_INVARIANT", False):
