@@ -333,7 +333,8 @@ def _plan(work: Work, tile: Tile, tiles: int) -> Plan:
     chunks = [cdiv(length, blocks * pieces) for length in lengths]
     jobs = (len(work.q) if work.jobs is None else len(work.jobs.lists)) * tiles
     cores = cores_of(call) if jobs % cores_of(call) == 0 else 1
-    soft_cap = getattr(call, "soft_cap", None)
+    has_window = getattr(call, "sliding_window", None) is not None  # lists of keys have no window, and no capacity
+    window, soft_cap = window_of(call, call.capacity) if has_window else None, getattr(call, "soft_cap", None)
     return Plan(
         form=work.form or call.kv_format,
         selects=keys.selects,
@@ -351,7 +352,7 @@ def _plan(work: Work, tile: Tile, tiles: int) -> Plan:
         shares=jobs > len(work.q) * tiles,
         split_weights_below=work.split_weights_below if dtype_name(call.q) == "bfloat16" else 0,
         causal=work.jobs is not None and call.causal,
-        window=window_of(call, call.capacity),
+        window=window,
         soft_cap=None if soft_cap is None else float(soft_cap),
         d_v=call.d_v,
         dtype=jnp.dtype(jnp.bfloat16 if dtype_name(call.q) == "bfloat16" else jnp.float32),

@@ -22,5 +22,5 @@ def soft_capped(logits: jax.Array, soft_cap: float) -> jax.Array:
 
 def window_of(call: Any, capacity: int) -> int | None:
     """The sliding window, or None if it hides none of `capacity` positions: such a window could overflow int32."""
-    window = getattr(call, "sliding_window", None)
+    window = call.sliding_window
     return None if window is None or window >= capacity else int(window)
