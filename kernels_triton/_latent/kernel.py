@@ -293,33 +293,43 @@ def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
     )
     if not split_kv or not work.num_seqs:
         return out, lse, maxima
-    out, lse, *largest = combine(
+    results = (out, lse, maxima) if max_logits else (out, lse)
+    operands = (absent, absent, sinks, absent, lens, extra_lens)
+    numbers = {"num_parts": entries, "longest": keys.longest, "extra_longest": extra.longest}
+    lists = None if scheduled else lists
+    out, lse, *largest = _combine_lists(launch, work, tile, (*partial, num_splits), results, operands, numbers, lists)
+    return out, lse, *(largest or [maxima])
+
+
+def _combine_lists(
+    launch: Any, work: Work, tile: Tile, stored: Any, results: Any, operands: Any, numbers: dict[str, int], lists: Any
+) -> Any:
+    """`combine` for a call's lists of keys, or for its schedule if `lists` is None."""
+    call = work.call
+    sizes = {
+        "num_tokens": work.num_seqs * work.num_q_tokens,
+        "max_num_seqs": work.num_seqs,
+        "num_splits": tile.num_splits,
+        "window": work.window or 0,
+        "v_scale_factor": 1.0,
+    }
+    return combine(
         launch,
         call,
-        (*partial, num_splits),
-        (out, lse, maxima) if max_logits else (out, lse),
-        (absent, absent, sinks, absent, lens, extra_lens),
-        {
-            "num_tokens": work.num_seqs * work.num_q_tokens,
-            "max_num_seqs": work.num_seqs,
-            "num_parts": entries,
-            "num_splits": tile.num_splits,
-            "longest": keys.longest,
-            "extra_longest": extra.longest,
-            "window": work.window or 0,
-            "v_scale_factor": 1.0,
-        },
+        stored,
+        results,
+        operands,
+        sizes | numbers,
         GROUP=call.group,
         ROWS=work.rows,
-        Q_TOKENS=work.num_q_tokens // items,
-        ITEMS=items,
+        Q_TOKENS=work.num_q_tokens // work.jobs_per_seq,
+        ITEMS=work.jobs_per_seq,
         DIVISION=None,
         MASK=None,
-        LISTS=None if scheduled else lists,
+        LISTS=lists,
         LSE_BY_HEAD=True,
         HAS_NUM_SEQS=False,
         V_SCALE_STRIDE=-1,
         MERGED=min(next_power_of_2(tile.num_splits), max(1, 4096 // next_power_of_2(call.d_v))),
         most_rows=min(work.rows, MAX_PROGRAMS),
     )
-    return out, lse, *(largest or [maxima])
