@@ -100,9 +100,10 @@ def test_compiled_code_follows_changing_lengths() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.5, torch.tensor(0.5), torch.linspace(0.25, 2, NUM_Q_HEADS)])
-def test_e4m3_queries_are_widened_in_compiled_code_too(scale: Any) -> None:
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_e4m3_queries_are_widened_in_compiled_code_too(scale: Any, dynamic: bool | None) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     inputs: dict[str, Any] = batch() | {"backend": "eager"}
     inputs["kv_pages"], inputs["q"] = inputs["kv_pages"].bfloat16(), inputs["q"].to(torch.float8_e4m3fn)
     factor = scale.reshape(-1, 1) if isinstance(scale, torch.Tensor) else scale

@@ -72,6 +72,8 @@ def wide_dtype(array: Any) -> str:
 
 
 def is_array(value: Any) -> bool:
+    if isinstance(value, (int, float)):  # NumPy's float64 is a number too, and Dynamo's open numbers refuse `hasattr`
+        return False
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
@@ -304,7 +306,7 @@ class Dtype(Text):
         said = str(value)
         if said.startswith("torch."):
             return said.removeprefix("torch.")
-        is_dtype = isinstance(value, (np.dtype, type)) or (hasattr(value, "dtype") and not is_array(value))
+        is_dtype = isinstance(value, (np.dtype, type)) or (hasattr(value, "dtype") and not hasattr(value, "shape"))
         return np.dtype(value).name if is_dtype else value
 
 

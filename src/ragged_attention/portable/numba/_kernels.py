@@ -76,7 +76,7 @@ class Kernel:
         from_call = {name: getattr(call, name) for name in fields.operands if name in names and name not in operands}
         arrays = {**dict.fromkeys(fields.operands), **operands}
         for name, array in from_call.items():
-            if is_array(array) and not isinstance(array, float):
+            if is_array(array):
                 arrays[name] = launch.packed(array) if name in fields.strides else launch.contiguous(array)
         given = {**self._describe(arrays, from_call, {**fields.strides, **(axes or {})}, launch), **numbers}
         given |= {field.name: getattr(tile, field.name) for field in dataclasses.fields(tile)}
