@@ -242,6 +242,8 @@ def check_decode() -> None:
             function = over_keys(mesh, decode, WHOLE)
             found = function(cache, table, q)
             close(found, expected)
+            with jax.numpy_dtype_promotion("strict"):
+                same(over_keys(mesh, decode, WHOLE)(cache, table, q), found)
             if rule.interleave == PAGE:
                 assert collectives(function, cache, table, q) == {"all-gather": 1}
                 own = over_keys(
@@ -298,14 +300,23 @@ def check_mla_decode() -> None:
                 q, cache, table, kv_lens, causal=True, axis_name="keys", shard=rule, d_v=32, sinks=sinks, **more
             )
 
-        close(over_keys(mesh, sparse, WHOLE)(cache, table, q),
-              rj.mla_decode(q, whole, indices=slots, topk_lens=lens, d_v=32, sinks=sinks))  # fmt: skip
+        chosen = over_keys(mesh, sparse, WHOLE)(cache, table, q)
+        close(chosen, rj.mla_decode(q, whole, indices=slots, topk_lens=lens, d_v=32, sinks=sinks))
+        with jax.numpy_dtype_promotion("strict"):
+            same(over_keys(mesh, sparse, WHOLE)(cache, table, q), chosen)
         function = over_keys(mesh, dense, WHOLE)
         found = function(cache, table, q)
         close(found, rj.mla_decode(q, whole, whole_table, kv_lens, causal=True, d_v=32, sinks=sinks))
         own = over_keys(mesh, functools.partial(dense, own_heads=True), (PartitionSpec(None, None, "keys"), HEADS_KEYS))
         same(own(cache, table, q), found)
     assert collectives(function, cache, table, q) == {"all-gather": 1}
+
+    def of_nothing(cache: Any, table: Any, q: Any) -> Any:
+        return rd.context_parallel_mla_decode(q, cache, table, kv_lens[:0], causal=True, axis_name="keys", d_v=32)
+
+    out, lse = over_keys(mesh, of_nothing, WHOLE)(cache, table[:, :0], q[:0])
+    assert out.shape == (0, 2, HEADS, 32)
+    assert lse.shape == (0, HEADS, 2)
 
 
 def check_what_positions_refuse() -> None:

@@ -416,6 +416,9 @@ def check_mla_decode(rank: int, size: int) -> None:
         )
         same(own, found[0].chunk(size, 2)[rank], "own heads")
         same(lse, found[1].chunk(size, 1)[rank], "own heads")
+        out, lse = rd.context_parallel_mla_decode(q[:0], pages, table[:0], kv_lens[:0], causal=causal, d_v=32)
+        assert out.shape == (0, 2, HEADS, 32)
+        assert lse.shape == (0, HEADS, 2)
 
 
 def check_what_positions_refuse(rank: int, size: int) -> None:

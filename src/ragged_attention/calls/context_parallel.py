@@ -56,7 +56,7 @@ class Ranks:
             tables = self.namespace.broadcast_to(page_indices[:, None], (num_seqs, num_q, page_indices.shape[1]))
             keywords |= {
                 "kv_lens": self.shard.lengths(seen.clip(0).reshape(-1)),
-                "page_indices": tables.reshape(num_seqs * num_q, -1),
+                "page_indices": tables.reshape(num_seqs * num_q, page_indices.shape[1]),
             }
             q = q.reshape(num_seqs * num_q, 1, *q.shape[2:])
         else:
@@ -85,7 +85,8 @@ class Ranks:
         seqs = self.namespace.searchsorted(live_ends, tokens, side="right").clip(max=count - 1)
         seen = kv_lens[seqs] - (ends[seqs] - 1 - tokens)
         sees_keys = (tokens < ends[seqs]) & is_live[seqs]
-        lens = self.namespace.asarray(seen.clip(0) * sees_keys, dtype=self.namespace.int32)
+        lens = self.namespace.where(sees_keys, seen.clip(0), 0)
+        lens = self.namespace.asarray(lens, dtype=self.namespace.int32)
         return lens, page_indices[seqs], self.arange(q.shape[0] + 1, kv_lens)
 
     def _own_entries(self, positions: Any, topk_lens: Any) -> tuple[Any, Any]:

@@ -156,7 +156,8 @@ class KvShard:
     def local(self, positions: Any) -> Any:
         """Positions as the rank numbers them; -1 for positions of other ranks and for negative ones."""
         turn, within = positions // self.interleave, positions % self.interleave
-        mine = (positions >= 0) & (turn % self.size == self._rank())
+        # 1 or 0, since jax's strict promotion refuses to multiply integers by bools
+        mine = (1 - abs(turn % self.size - self._rank()).clip(0, 1)) * (1 + positions.clip(-1, 0))
         return mine * (turn // self.size * self.interleave + within + 1) - 1
 
     def columns(self, pages_per_seq: int, page_size: int) -> list[int]:

@@ -271,7 +271,7 @@ def context_parallel_mla_decode(
         sinks=sinks,
     )  # fmt: skip
     return _ranks(axis_name, shard, kv_cache).mla_decode(
-        q, kv_cache, to_jax(page_indices), kv_lens, indices=indices, topk_lens=topk_lens,
+        q, kv_cache, page_indices, kv_lens, indices=indices, topk_lens=topk_lens,
         own_heads=own_heads, d_v=d_v, sm_scale=sm_scale, causal=causal, soft_cap=soft_cap, sinks=to_jax(sinks),
         cache_format=cache_format, cache_layout=cache_layout, out_dtype=out_dtype, backend=backend, options=options,
     )  # fmt: skip
