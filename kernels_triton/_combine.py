@@ -126,10 +126,11 @@ def combine(launch: Any, call: Any, stored: Any, results: Any, operands: Any, nu
     fields of `Combination` that do not follow from the call, and `most_rows`, the programs per item and KV head.
     """
     wants_max, most_rows = len(results) == 3, constants.pop("most_rows")
+    width = next_power_of_2(call.out_shape[-1])
     combination = Combination(
         NUM_HEADS=call.num_q_heads,
         DV=call.out_shape[-1],
-        DV_PAD=next_power_of_2(call.out_shape[-1]),
+        DV_PAD=width,
         HAS_SINKS=call.sinks is not None,
         PDL=overlaps(call),
         **constants,
@@ -142,7 +143,7 @@ def combine(launch: Any, call: Any, stored: Any, results: Any, operands: Any, nu
         inplace=(10, 11, 12) if wants_max else (10, 11),
         **({} if wants_max else {"max_ptr": None}),
         **dependent(overlaps(call)),
-        num_warps=min(max(constants["MERGED"] * combination.plain.DV_PAD // VALUES_PER_WARP, 1), 4),
+        num_warps=min(max(constants["MERGED"] * width // VALUES_PER_WARP, 1), 4),
         num_stages=1,
         COMBINATION=combination,
         **numbers,

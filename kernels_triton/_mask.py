@@ -1,7 +1,7 @@
 """Causal masks, sliding windows and draft masks.
 
 A mask gives each query position one range of keys, [first_key, end_key), whose ends never decrease from one position
-to the next. To add a kind of mask, change these two functions, `MaskKind`, `key_limit` and the arguments below. For
+to the next. To add a kind of mask, change `first_key`, `end_key`, `MaskKind`, `key_limit` and the arguments below. For
 packed sequences also change `sees`, which saves comparisons; for gradients, the inverses `first_query` and `end_query`,
 which give the queries that see a key. A draft mask hides further individual keys.
 """
@@ -36,7 +36,7 @@ class MaskKind(Constants):
 class Mask(NamedTuple):
     """The run-time values of a call's masks; those of an absent mask are not used."""
 
-    window: tl.tensor  # the maximum number of keys that a query sees, including its own
+    window: tl.tensor  # the maximum number of keys that a query sees up to and including its own
     draft_ptr: Any = None  # the draft mask, one row for each query token
     draft_stride: Any = 0
     draft_width: Any = 0
@@ -56,7 +56,7 @@ class Visible(NamedTuple):
 
 
 def key_limit(call: Any) -> int | None:
-    """The maximum number of keys that masks let one query see, or None if no mask sets one.
+    """The maximum number of keys up to its own position that masks let a query see, or None if no mask sets one.
 
     Tile sizes may depend on it, even in batch-invariant mode, because it does not depend on the batch.
     """
@@ -74,16 +74,19 @@ def max_visible_keys(call: Any, tokens: int) -> int:
     return call.capacity if limit is None else min(call.capacity, limit + tokens)
 
 
+def range_arguments(call: Any, *, drafted: bool = False) -> tuple[MaskKind, dict[str, int]]:
+    """(`MaskKind`, the arguments in RANGE_NUMBERS) of a call over pages; `drafted` says whether it has a draft mask."""
+    window = window_of(call)
+    kind = MaskKind(CAUSAL=bool(call.causal) and not drafted, HAS_WINDOW=window is not None, HAS_DRAFT_MASK=drafted)
+    return kind, {"window": window or 0}
+
+
 def mask_arguments(call: Any, draft_stride: int) -> tuple[MaskKind, dict[str, int]]:
-    """(`MaskKind`, the kernels' mask arguments) of a call over pages."""
-    window, draft_mask = window_of(call), call.draft_mask
-    kind = MaskKind(
-        CAUSAL=bool(call.causal) and draft_mask is None,
-        HAS_WINDOW=window is not None,
-        HAS_DRAFT_MASK=draft_mask is not None,
-    )
+    """(`MaskKind`, the arguments in MASK_NUMBERS) of a call over pages."""
+    draft_mask = call.draft_mask
+    kind, numbers = range_arguments(call, drafted=draft_mask is not None)
     draft_width = 0 if draft_mask is None else draft_mask.shape[1]
-    return kind, {"window": window or 0, "draft_stride": draft_stride, "draft_width": draft_width}
+    return kind, {**numbers, "draft_stride": draft_stride, "draft_width": draft_width}
 
 
 def packed_mask_arguments(call: Any) -> tuple[MaskKind, dict[str, int]]:

@@ -11,7 +11,7 @@ from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_triton._compiler import VERSION
 
 SMALLEST_SHARED_MEMORY = 64 * 1024  # bytes, for GPUs whose shared memory size is unknown
-OLDER_COMPILER = VERSION < (3, 7)  # most kernels then take more registers than with Triton 3.9, a few fewer
+OLDER_COMPILER = VERSION < (3, 7)  # most kernels then take more registers than with Triton 3.9, and a few take fewer
 WGMMA = ("sm_90", "sm_100", "sm_103")  # GPUs whose matrix units read operands from shared memory
 
 
@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
     keys: int  # keys per block
     warps: int
     stages: int
-    edge_keys: int | None = None  # keys per block of the masked loop, if it differs from `keys`
+    edge_keys: int | None = None  # keys per block of the masked loop; None if the `Tile` has no `edge_kv`
 
     def fields(self, rows: str, prefix: str = "") -> dict[str, int]:
         """The sizes as the fields of a `Tile`, in which the number of rows is called `rows`."""

@@ -185,7 +185,7 @@ def work_of(call: Any, launch: Any) -> Work:
 
 
 def shape_of(call: Any, unit: int) -> Shape:
-    """The sizes of a call\'s arrays and the formats of its numbers, as the kernels take them."""
+    """The sizes of a call's arrays and the formats of its numbers, as the kernels take them."""
     block_h, block_d = blocks(call)
     codes = "e4m3_units" if has_units(call) else e4m3_format(call.device.arch)
     return Shape(

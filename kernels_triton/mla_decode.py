@@ -39,7 +39,7 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns out and lse."""
     extra = None
     if not call.sparse:
-        keys = plan.keys_of_tables(call, launch)
+        keys = plan.keys_of_tables(call, launch.packed(call.page_indices), launch)
     else:
         keys = plan.keys_of_lists(call.kv_cache, call.kv_format, call.indices, call.topk_lens, launch)
         if call.extra_indices is not None:

@@ -38,7 +38,14 @@ from ragged_attention.kernels_triton._latent.softmax import (
     restoring_factor,
     sum_of_each_row,
 )
-from ragged_attention.kernels_triton._mask import Mask, MaskKind, key_limit, key_range, max_visible_keys, window_of
+from ragged_attention.kernels_triton._mask import (
+    Mask,
+    MaskKind,
+    key_limit,
+    key_range,
+    max_visible_keys,
+    range_arguments,
+)
 from ragged_attention.kernels_triton._ragged import Shared, results, run_splits, sequence_arguments
 from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, max_blocks
 from ragged_attention.kernels_triton._softmax import LOG2E, finish
@@ -311,17 +318,18 @@ def ragged_latent_kernel(
 
 def shared_arguments(call: RaggedMlaAttention, launch: Any) -> Shared:
     """The arguments that all launches of a call share, with q as a stand-in for absent arrays."""
-    q, keys = launch.packed(call.q), plan.keys_of_tables(call, launch)
-    kv_scale, kv_scale_factor, kv_scale_stride = scale_arguments(call.kv_scale, q, launch)
-    window = window_of(call)
-    scales, cap_unit = capped_scale(call.scale, call.soft_cap)
+    q = launch.packed(call.q)
     sequences, numbers = sequence_arguments(call, launch, q)
+    keys = plan.keys_of_tables(call, sequences["page_indices"], launch)
+    kv_scale, kv_scale_factor, kv_scale_stride = scale_arguments(call.kv_scale, q, launch)
+    mask, mask_numbers = range_arguments(call)
+    scales, cap_unit = capped_scale(call.scale, call.soft_cap)
     addresses = keys.addresses(launch)
     numbers |= {name: addresses[name] for name in ("page_stride", "slot_stride", "num_slots")}
-    numbers |= {"window": window or 0, "kv_scale_factor": kv_scale_factor, **scales}
+    numbers |= {**mask_numbers, "kv_scale_factor": kv_scale_factor, **scales}
     constants = {
         "FORMAT": keys.row_format(call.device.arch, launch),
-        "MASK": MaskKind(CAUSAL=bool(call.causal), HAS_WINDOW=window is not None),
+        "MASK": mask,
         "NUM_HEADS": call.num_q_heads,
         "DV": call.d_v,
         "CAP_UNIT": cap_unit,
@@ -351,11 +359,11 @@ def division_of(call: RaggedMlaAttention, tile: Tile, block_kv: int, *, splits: 
 
 
 def launch_arguments(
-    call: RaggedMlaAttention, tile: Tile, sizes: Sizes, shared: Shared, *, short: bool, long: bool
+    call: RaggedMlaAttention, tile: Tile, sizes: Sizes, shared: Shared, division: Division, *, short: bool, long: bool
 ) -> dict[str, Any]:
     """The options and constants of a launch for short sequences, long ones, or both."""
     # If each block has heads of one token only, all of its rows see the same keys, and the loop needs no masks.
-    mixed = call.num_q_heads % sizes.rows != 0
+    mixed, mask = call.num_q_heads % sizes.rows != 0, shared.constants["MASK"].plain
     return {
         "num_splits": tile.num_splits,
         "num_warps": sizes.warps,
@@ -363,14 +371,14 @@ def launch_arguments(
         "CONFIG": Config(
             LOOP=Loop(
                 SPARSE=False,
-                CAUSAL=bool(call.causal) and mixed,
-                HAS_WINDOW=window_of(call) is not None and mixed,
+                CAUSAL=mask.CAUSAL and mixed,
+                HAS_WINDOW=mask.HAS_WINDOW and mixed,
                 HAS_SOFT_CAP=call.soft_cap is not None,
                 BLOCK_KV=sizes.keys,
                 SUMS_BY_COLUMN=sums_by_column(call, call.kv_format, sizes),
                 OPERANDS=operands(call, sizes.rows),
             ),
-            DIVISION=division_of(call, tile, sizes.keys, splits=short),
+            DIVISION=division,
             BLOCK_H=sizes.rows,
             HAS_SHORT=short,
             HAS_LONG=long,
@@ -382,6 +390,7 @@ def launch_arguments(
 def run_long(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared) -> Any:
     """Enqueue the kernel for long sequences and rows that belong to no sequence; returns out and lse."""
     nothing, q = ((1,), "float32"), shared.arrays["q"]  # q is a stand-in for absent arrays
+    division = division_of(call, tile, tile.block_kv, splits=False)
     *_, out, lse = launch(
         ragged_latent_kernel,
         (max_blocks(call.num_tokens * call.group, tile.block_h, call.max_num_seqs),),
@@ -389,7 +398,7 @@ def run_long(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared) 
         [nothing, nothing, *results(call)],
         num_parts=0,
         **shared.numbers,
-        **launch_arguments(call, tile, tile.long, shared, short=False, long=True),
+        **launch_arguments(call, tile, tile.long, shared, division, short=False, long=True),
     )
     return out, lse
 
@@ -398,6 +407,7 @@ def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared,
     """Enqueue the kernels for short sequences; returns out and lse. See `run_splits`."""
     entries, stored = splits_at_most(call.max_num_seqs, tile.num_splits, invariant=tile.invariant)
     programs = entries * (tile.short_rows // tile.split_block_h)
+    division = division_of(call, tile, tile.split_block_kv, splits=True)
     if target is None:  # the launch also has programs for long sequences
         programs += max_blocks(call.num_tokens * call.group, tile.split_block_h, call.max_num_seqs)
     return run_splits(
@@ -408,11 +418,11 @@ def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared,
         (stored, tile.short_rows),
         kernel=ragged_latent_kernel,
         grid=(programs,),
-        division=division_of(call, tile, tile.split_block_kv, splits=True),
+        division=division,
         mask=shared.constants["MASK"],
         scale=("kv_scale", shared.constants["KV_SCALE_STRIDE"]),
         num_parts=entries,
-        **launch_arguments(call, tile, tile.short, shared, short=True, long=target is None),
+        **launch_arguments(call, tile, tile.short, shared, division, short=True, long=target is None),
     )
 
 

@@ -294,10 +294,10 @@ def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
     if not split_kv or not work.num_seqs:
         return out, lse, maxima
     results = (out, lse, maxima) if max_logits else (out, lse)
-    operands = (absent, absent, sinks, absent, lens, extra_lens)
+    inputs = (absent, absent, sinks, absent, lens, extra_lens)
     numbers = {"num_parts": entries, "longest": keys.longest, "extra_longest": extra.longest}
     lists = None if scheduled else lists
-    out, lse, *largest = _combine_lists(launch, work, tile, (*partial, num_splits), results, operands, numbers, lists)
+    out, lse, *largest = _combine_lists(launch, work, tile, (*partial, num_splits), results, inputs, numbers, lists)
     return out, lse, *(largest or [maxima])
 
 

@@ -104,9 +104,8 @@ def keys_of_lists(
     )
 
 
-def keys_of_tables(call: Any, launch: Any) -> Keys:
-    """The `Keys` of a dense call, from its page table."""
-    table = launch.packed(call.page_indices)
+def keys_of_tables(call: Any, table: Any, launch: Any) -> Keys:
+    """The `Keys` of a dense call, from its packed page table."""
     return Keys(
         cache=readable(call.kv_cache, call.kv_format, launch),
         form=call.kv_format,
