@@ -95,7 +95,7 @@ def product(left: Any, right: Any, left_axis: int = 1, right_axis: int = 0) -> A
 
 
 def in_powers_of_2(count: Any, most: int, do: Callable[[Any, int], None]) -> None:
-    """Call `do(offset, size)` for ranges that together cover `count` <= `most` rows; each size is a power of two."""
+    """Call `do(offset, size)` for ranges that cover `range(count)`, `count` <= `most`; each size is a power of two."""
     size = next_power_of_2(most + 1) >> 1 if most else 0
     offset = jnp.int32(0)
     while size:

@@ -311,7 +311,7 @@ def run(work: Work, tile: Tile) -> tuple[Any, Any, Any]:
     plan = _plan(work, tile, tiles)
 
     def in_all_lanes(values: Any) -> Any:
-        return None if values is None else jnp.broadcast_to(tiled(values)[..., None], (*tiled(values).shape, LANES))
+        return None if values is None else tiled(jnp.broadcast_to(values[..., None], (*values.shape, LANES)))
 
     q = tiled(_latent_rows.reorder(work.q.astype(plan.dtype), plan.form))
     tokens = jnp.arange(rows, dtype=jnp.int32)[None] // work.heads if plan.by_tokens else None
@@ -325,7 +325,8 @@ def run(work: Work, tile: Tile) -> tuple[Any, Any, Any]:
 def _plan(work: Work, tile: Tile, tiles: int) -> Plan:
     call, keys = work.call, work.keys
     _, groups, packing, _ = keys.cache.shape
-    pieces = tile.num_keys_per_block // (1 if keys.selects else groups * packing)
+    piece_rows = groups * packing
+    pieces = tile.num_keys_per_block // (1 if keys.selects else piece_rows)
     if not keys.selects:
         pieces = max(1, min(pieces, keys.pieces.shape[1], MAX_PIECES))
     lengths = [part.pieces.shape[1] for part in (keys, work.extra) if part is not None]
@@ -333,13 +334,12 @@ def _plan(work: Work, tile: Tile, tiles: int) -> Plan:
     chunks = [cdiv(length, blocks * pieces) for length in lengths]
     jobs = (len(work.q) if work.jobs is None else len(work.jobs.lists)) * tiles
     cores = cores_of(call) if jobs % cores_of(call) == 0 else 1
-    has_window = getattr(call, "sliding_window", None) is not None  # lists of keys have no window, and no capacity
-    window, soft_cap = window_of(call, call.capacity) if has_window else None, getattr(call, "soft_cap", None)
+    by_tokens, soft_cap = work.jobs is not None, getattr(call, "soft_cap", None)
     return Plan(
         form=work.form or call.kv_format,
         selects=keys.selects,
         pieces=pieces,
-        piece_rows=groups * packing,
+        piece_rows=piece_rows,
         packing=packing,
         blocks=blocks,
         chunks=sum(chunks),
@@ -348,11 +348,11 @@ def _plan(work: Work, tile: Tile, tiles: int) -> Plan:
         jobs_per_core=jobs // cores,
         cores=cores,
         kinds=0 if work.sinks is None else len(work.sinks),
-        by_tokens=work.jobs is not None,
+        by_tokens=by_tokens,
         shares=jobs > len(work.q) * tiles,
         split_weights_below=work.split_weights_below if dtype_name(call.q) == "bfloat16" else 0,
-        causal=work.jobs is not None and call.causal,
-        window=window,
+        causal=by_tokens and call.causal,
+        window=window_of(call, call.capacity) if by_tokens else None,
         soft_cap=None if soft_cap is None else float(soft_cap),
         d_v=call.d_v,
         dtype=jnp.dtype(jnp.bfloat16 if dtype_name(call.q) == "bfloat16" else jnp.float32),

@@ -140,7 +140,7 @@ class Refs(NamedTuple):
     order: Any  # i32 [S], the indices of these sequences, then padding
     seqs: Sequences
     factors: Factors
-    slots: Any  # i32 [T], the slot of each new row, or -1
+    slots: Any  # i32 [T] with padding, the slot of each new row, or -1
     q: Any
     new_rows: Any
     read_pages: list[Any] | None  # the pages, if the launch only reads them

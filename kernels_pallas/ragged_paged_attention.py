@@ -157,7 +157,7 @@ def plan_of(call: Any, tile: Tile, block_q: int, num_tokens: int, num_updates: i
 
 
 def run(call: Any, tile: Tile, launch: Any) -> Any:
-    """[out, lse if requested, pages if written]. Rows that see no key keep their initial values: 0, and -inf in lse."""
+    """[out, lse if requested, pages if written]. Rows that see no key get 0, and -inf in lse."""
     if call.new_kv is not None and not tile.fused_update:
         write = call.write_of_new_kv()
         pages = write_kv_pages.run(write, write_kv_pages.heuristic(write), launch)

@@ -58,7 +58,7 @@ NO_CACHE = "no folder to store the CUDA kernels in: set HOME or XDG_CACHE_HOME"
 SERIALISED = r".*\(C75\d\d\).*"
 UNFINISHED = "building-"  # the prefix of the folders in which libraries are built
 
-Progress = Callable[[int, int, str], None]  # steps done, total steps, the last finished file (at first: the first)
+Progress = Callable[[int, int, str], None]  # steps done, total steps, the last finished file or, before any is, the first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,11 +250,12 @@ def build(recipe: Recipe, progress: Progress | None = None) -> Path:
         caches.make_folder(recipe.path.parent)
         caches.expect_trusted(recipe.path)
         with _alone(recipe.path.parent) as alone:
-            if not is_whole(recipe.path):
-                if alone:
-                    for folder in recipe.path.parent.glob(f"{UNFINISHED}*"):  # left by builds that were killed
-                        shutil.rmtree(folder, ignore_errors=True)
-                _make(recipe, progress)
+            if is_whole(recipe.path):  # another process has built it meanwhile
+                return recipe.path
+            if alone:
+                for folder in recipe.path.parent.glob(f"{UNFINISHED}*"):  # left by builds that were killed
+                    shutil.rmtree(folder, ignore_errors=True)
+            _make(recipe, progress)
     except OSError as error:
         raise BackendMissing(f"the {recipe.what} cannot be stored in {cache_folder()}: {error}") from error
     return recipe.path
