@@ -11,7 +11,7 @@ from typing import Any
 
 from ragged_attention import dispatch
 from ragged_attention.calls import Call, dtype_name
-from ragged_attention.protocols import PackedArrays
+from ragged_attention.protocols import OPTIONS, PackedArrays
 from ragged_attention.tools.samples import FakeArray
 
 
@@ -75,8 +75,8 @@ class Recorder(PackedArrays):
         outputs: Iterable[tuple[Sequence[int], Any]],
         *,
         inplace: Sequence[int] = (),
-        num_warps: int = 4,
-        num_stages: int = 2,
+        num_warps: int = OPTIONS["num_warps"],
+        num_stages: int = OPTIONS["num_stages"],
         launch_pdl: bool = False,
         **arguments: Any,
     ) -> list[Any]:

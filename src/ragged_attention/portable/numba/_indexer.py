@@ -19,7 +19,7 @@ from ragged_attention.portable.numba._selection import ordered, scratch_size, se
 from ragged_attention.portable.numba._sequences import gaps_by, kv_len_of, num_sequences, queries_of, within
 from ragged_attention.portable.numba._softmax import NOTHING
 from ragged_attention.portable.numba._splits import lister, splits_of
-from ragged_attention.portable.numba._tiles import advance, read_rows
+from ragged_attention.portable.numba._tiles import advance, read_rows, transpose_keys
 from ragged_attention.portable.numba._vectors import (
     LANES,
     PAIRS,
@@ -43,7 +43,6 @@ from ragged_attention.portable.numba._vectors import (
     set_int32,
     splat,
     store,
-    transpose,
     zero,
 )
 
@@ -303,17 +302,6 @@ def list_next(call, tile, seq, base, first, count):
                 source, scale = source + size * call.keys_slot_stride, scale + 4 * call.key_scale_slot_stride
         key += run
     return holes
-
-
-@compiled
-def transpose_keys(keys, count, otherwise, places, target, width):
-    """Transpose the first `places` 32-bit places of the `count` rows whose addresses `keys` lists.
-
-    Columns of `target` from `count` on are undefined.
-    """
-    for key in range(0, count, LANES):
-        for place in range(0, places, LANES):
-            transpose(keys + 8 * key, count - key, otherwise, place, target + 4 * (place * width + key), width)
 
 
 @compiled

@@ -90,8 +90,8 @@ def plan(address):
     call = call_of(address)
     for first, stop in gaps(call):
         _splits.clear(call, first, stop)
-    # The maximum number of queries in a block with several splits.
-    queries = min(call.block_q, call.num_splits) if call.num_splits else call.block_q
+    # The maximum number of queries in a block with several splits; see `divide`.
+    queries = min(call.block_q, call.num_splits // 2) if call.num_splits else call.block_q
     return plan_units(call, queries * (call.num_q_heads // call.num_kv_heads))
 
 

@@ -187,12 +187,14 @@ def keys_per_product(tile, first, count):
 
 
 @compiled
-def transpose_keys(tile, keys, count):
-    """Transpose `count` keys, at the addresses `keys`, into `transposed`; columns from `count` on are undefined."""
+def transpose_keys(keys, count, otherwise, places, target, width):
+    """Transpose the first `places` 32-bit places of the `count` rows whose addresses `keys` lists.
+
+    Columns of `target` from `count` on are undefined.
+    """
     for key in range(0, count, LANES):
-        for place in range(0, tile.width, LANES):
-            transpose(keys + 8 * key, count - key, tile.q, place, tile.transposed + 4 * (place * tile.s_width + key),
-                      tile.s_width)  # fmt: skip
+        for place in range(0, places, LANES):
+            transpose(keys + 8 * key, count - key, otherwise, place, target + 4 * (place * width + key), width)
 
 
 @pasted
@@ -212,7 +214,7 @@ def multiply_keys(tile, keys, rows, first, count, factor, soft_cap):
     """
     width, s_width = tile.width, tile.s_width
     if rows > FEW_ROWS:
-        transpose_keys(tile, keys, count)
+        transpose_keys(keys, count, tile.q, width, tile.transposed, s_width)
         step = keys_per_product(tile, first, count)
         for key in range(0, count, step):
             row, num_keys = first_to_see(tile, rows, first + key), up_to(min(step, count - key), COLUMNS)

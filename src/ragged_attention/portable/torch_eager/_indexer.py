@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ragged_attention.calls.indexer import SCALE_BYTES
 from ragged_attention.portable.torch_eager._cache import e4m3_to_float32, to_float32
 from ragged_attention.portable.torch_eager._host import Ints, on_host, sequence_bounds
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import Tile, Windows
 
-SCALE_BYTES = 4  # bytes of a key's float32 scale in a page of bytes
 LOGITS = 2**22  # maximum logits of a block of several tokens; top-k needs all logits of a token at once
 FEATURES = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ragged_attention.calls import RaggedMlaAttention
+from ragged_attention.portable.torch_eager._cache import Keys, keys_of
 from ragged_attention.portable.torch_eager._host import Ints, clamped_kv_lens, on_host, result_dtype, sequence_bounds
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import Rows
@@ -52,16 +53,20 @@ class Attention:
         if not call.num_slots:
             return
         rows, kv_lens = Rows(call.kv_cache, call.kv_format), clamped_kv_lens(call, len(bounds))
-        tables = on_host(call.page_indices[:, : -(-max(kv_lens, default=0) // call.page_size)])
+        tables = call.page_indices[:, : -(-max(kv_lens, default=0) // call.page_size)]
+        host_tables = on_host(tables)
         for seq, ((start, stop), kv_len) in enumerate(zip(bounds, kv_lens, strict=True)):
             if start < stop and kv_len > 0:
-                self._sequence(rows, tables[seq], start, stop, kv_len)
+                low = 0
+                if call.sliding_window is not None:
+                    low = max(kv_len - (stop - start) - call.sliding_window + 1, 0)
+                keys = keys_of(tables, host_tables[seq], seq, low, kv_len, call)
+                self._sequence(rows, keys, start, stop, kv_len)
 
-    def _sequence(self, rows: Rows, table: Ints, start: int, stop: int, kv_len: int) -> None:
+    def _sequence(self, rows: Rows, keys: Keys, start: int, stop: int, kv_len: int) -> None:
         call = self.call
         window = call.sliding_window
-        low = 0 if window is None else max(kv_len - (stop - start) - window + 1, 0)
-        positions, slots = _keys(table, low, kv_len, call)
+        positions, slots = keys.positions, _slots(keys, call)
         if call.causal:
             start = max(start, stop - kv_len)  # earlier queries precede the first position
         step = max(QUERY_ROWS // self.group, 1)
@@ -97,15 +102,7 @@ class Attention:
             whole[queries].unflatten(1, heads).copy_(part.unflatten(1, (count, self.group)).transpose(0, 1))
 
 
-def _keys(table: Ints, low: int, high: int, call: Any) -> tuple[Ints, torch.Tensor]:
-    """The positions in [low, high) of a sequence that lie on valid pages, ascending, and their slots."""
-    page_size = call.page_size
-    page = low // page_size
-    positions, within = np.arange(low, high), slice(low - page * page_size, high - page * page_size)
-    pages = table[page : -(-high // page_size)].astype(np.int64)
-    slots = (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)[within]
-    valid = (pages >= 0) & (pages < call.num_pages)
-    if not valid.all():
-        seen = np.repeat(valid, page_size)[within]
-        positions, slots = positions[seen], slots[seen]
-    return positions, torch.from_numpy(slots).to(call.q.device)
+def _slots(keys: Keys, call: Any) -> torch.Tensor:
+    """The slots of the keys."""
+    slots = keys.page_ids.astype(np.int64)[:, None] * call.page_size + np.arange(call.page_size)
+    return torch.from_numpy(slots.reshape(-1)[keys.first : keys.first + keys.count]).to(call.q.device)
