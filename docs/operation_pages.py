@@ -46,7 +46,7 @@ def functions() -> dict[str, tuple[str, ast.FunctionDef]]:
 def offered(front_end: str) -> set[str]:
     """The names of the operations that a front end's package offers."""
     body = ast.parse((SOURCE / front_end / "__init__.py").read_text()).body
-    return {ast.unparse(node.targets[0]) for node in body if isinstance(node, ast.Assign)} - {"call_of"}
+    return {ast.unparse(node.targets[0]) for node in body if isinstance(node, ast.Assign)} & functions().keys()
 
 
 def signature(function: ast.FunctionDef, front_end: str) -> str:

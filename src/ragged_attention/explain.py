@@ -79,7 +79,7 @@ def _front_end(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
     for value in (*arguments, *keywords.values()):
         first = value[0] if isinstance(value, tuple | list) and value else value
         if torch is not None and isinstance(first, torch.Tensor):
-            return importlib.import_module("ragged_attention.torch").FRONT_END
+            return importlib.import_module("ragged_attention.torch")
         if type(first).__module__.partition(".")[0] in ("jax", "jaxlib", "numpy"):
-            return importlib.import_module("ragged_attention.jax").FRONT_END
+            return importlib.import_module("ragged_attention.jax")
     raise TypeError("expected a torch, jax or NumPy array among the arguments, got none")

@@ -162,7 +162,7 @@ def fp8_fp4_paged_mqa_logits(
             f"got {list(context_lens.shape)}"
         )
     queries = next_n
-    if context_lens.dim() == 2:  # treat each query as a sequence, with the pages of its own
+    if context_lens.dim() == 2:  # treat each query as a sequence, which shares the pages of its own
         context_lens, block_table, queries = context_lens.flatten(), block_table.repeat_interleave(next_n, 0), 1
     edges = torch.arange(len(context_lens) + 1, dtype=torch.int32, device=values.device) * queries
     with named_as(PAGED_NAMES):

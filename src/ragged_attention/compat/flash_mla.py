@@ -8,7 +8,7 @@ releases are supported, and may be mixed:
 - September 2026: there are also `enable_batch_invariant` and caches of 528 and 288 bytes per token, and
   `is_fp8_kvcache` is optional. That release dropped the older formats and dense decode; here they remain.
 
-The differences to `ragged_attention.torch` are the names, the `lse` of a fully masked query, which is +inf in decode,
+The differences from `ragged_attention.torch` are the names, the `lse` of a fully masked query, which is +inf in decode,
 the base of prefill's logarithms, and packed tensors. FlashMLA's limits on devices, head counts, head sizes, page sizes,
 top-k, dtypes and gradients do not hold here.
 """
@@ -410,9 +410,10 @@ def _expect_tensor(name: str, value: Any, rank: int) -> None:
 
 def _size(name: str, tensor: Any, rank: int, axis: int) -> int | None:
     """The length of an optional tensor's axis."""
-    if tensor is not None:
-        _expect_tensor(DECODE_NAMES.get(name, name), tensor, rank)
-    return None if tensor is None else tensor.shape[axis]
+    if tensor is None:
+        return None
+    _expect_tensor(DECODE_NAMES.get(name, name), tensor, rank)
+    return tensor.shape[axis]
 
 
 def _shapes(call: dict[str, Any], is_fp8_kvcache: bool) -> dict[str, Any]:

@@ -24,11 +24,6 @@ FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": 
 PLAIN = ("auto", "float16", "bfloat16")
 
 
-def _getter(attribute: str) -> Any:
-    """A class method that returns an attribute of its class."""
-    return classmethod(lambda cls: getattr(cls, attribute))
-
-
 class RaggedBackend:
     """The properties that all our backends report to vLLM, and the check of a layer's arguments."""
 
@@ -38,7 +33,17 @@ class RaggedBackend:
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]]
 
-    get_name, get_impl_cls, get_builder_cls = map(_getter, ("NAME", "IMPL", "BUILDER"))
+    @classmethod
+    def get_name(cls) -> str:
+        return cls.NAME
+
+    @classmethod
+    def get_impl_cls(cls) -> type:
+        return cls.IMPL
+
+    @classmethod
+    def get_builder_cls(cls) -> type:
+        return cls.BUILDER
 
     @classmethod
     def yes(cls) -> bool:

@@ -261,7 +261,7 @@ class Latent(FrontEnd[Array, Memory]):
             num_parts: the number of ranges; the default fills the device with blocks of 64 query rows.
             device: torch only: the device of the schedule if there is `topk` and no `topk_lens`.
             overhead: the cost of starting a sequence, counted in blocks.
-            backend, options: as in `mla_decode`.
+            backend, options: as in `ragged_paged_attention`.
 
         Returns:
             a `DecodeSchedule`.
@@ -300,7 +300,7 @@ class Latent(FrontEnd[Array, Memory]):
             power_of_two_scales: round scales up to a power of two; `fp8_v4` and `fp8_v41` can store no others. The
                 scales of `fp4_v41` are e4m3 either way.
             cache_layout: as in `mla_decode`.
-            backend, options: as in `mla_decode`.
+            backend, options: as in `ragged_paged_attention`.
 
         Returns:
             uint8 [P, G, 1, bytes]. The scale of a group is its largest magnitude over 448, in float32, at least 1e-4;
@@ -333,7 +333,7 @@ class Latent(FrontEnd[Array, Memory]):
             format: `fp8_v32`, `fp8_v4`, `fp8_v41` or `fp4_v41`; by default, the last dimension decides.
             dtype: the dtype of the result, "bfloat16", "float16" or "float32", or the framework's dtype of that name.
             cache_layout: as in `mla_decode`.
-            backend, options: as in `mla_decode`.
+            backend, options: as in `ragged_paged_attention`.
 
         Returns:
             [P, G, 1, d_qk] of `dtype`: value times scale in float32, then rounded once.
@@ -372,7 +372,7 @@ class Latent(FrontEnd[Array, Memory]):
                 array [] or [K]. Small scales are treated as by `write_kv_pages`.
             power_of_two_scales: as in `quantize_mla_cache`.
             cache_format, cache_layout: as in `mla_decode`.
-            backend, options: as in `mla_decode`.
+            backend, options: as in `ragged_paged_attention`.
 
         Returns:
             The cache, as `write_kv_pages` returns the pages. kv may be a view of the cache: it is read first.
@@ -403,7 +403,7 @@ class Latent(FrontEnd[Array, Memory]):
             positions: i32 [S, ...], positions in each sequence, such as [S, Q, N] from an indexer; -1 is no position.
             page_indices: i32 [S, M], the block table.
             page_size: G.
-            backend, options: as in `mla_decode`.
+            backend, options: as in `ragged_paged_attention`.
 
         Returns:
             i32 of the shape of `positions`: `page_indices[s, position // G] * G + position % G`; -1 for a position

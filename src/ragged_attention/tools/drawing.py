@@ -94,11 +94,11 @@ def named(first: int, last: int) -> str:
 def draw_pages(
     drawing: Drawing, y: float, lengths: Sequence[tuple[int, int]], page_size: int, max_rows: int = 24
 ) -> float:
-    """Draw each sequence's slots by page: cached keys, keys of this step's tokens, and unused slots.
+    """Draw a heading and each sequence's slots by page: cached keys, keys of this step's tokens, and unused slots.
 
     A run of sequences with equal lengths shares a row. Returns the y coordinate below the last row.
     """
-    drawing.text(10, y, f"Sequence: new tokens of all keys in pages of {page_size} slots", "head")
+    drawing.text(10, y, f"Sequence: number of new tokens, of keys, and of pages of {page_size} slots", "head")
     y += 22
     longest = max(-(-kv_len // page_size) for _, kv_len in lengths) * page_size
     scale = WIDTH / max(longest, 1)

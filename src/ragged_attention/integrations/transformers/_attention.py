@@ -14,7 +14,6 @@ from ragged_attention.torch import ragged_paged_attention, varlen_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256  # the limit of `varlen_attention`
-OTHER_MASK = "its mask is no causal one, window or padding"
 
 
 def attention(
@@ -90,9 +89,10 @@ def attention(
 def _attend(call: LayerCall) -> torch.Tensor:
     """Attention over keys and values by one of our operations, or densely."""
     pattern, reason = call.pattern, _why_dense(call)
-    if pattern is None or reason is not None:
-        note(call.module, "dense attention in torch", reason or OTHER_MASK)
+    if reason is not None:
+        note(call.module, "dense attention in torch", reason)
         return _dense.attend(call, _shown(call))
+    assert pattern is not None  # otherwise there is a reason
     if isinstance(pattern.end, int):
         call = call._replace(key=call.key[:, :, : pattern.end], value=call.value[:, :, : pattern.end])
     settings = {**call.settings, "sliding_window": pattern.window}
@@ -152,7 +152,7 @@ def _why_dense(call: LayerCall) -> str | None:
     if call.others.get("indices") is not None:
         return "each query has its own list of keys"
     if call.pattern is None or not _masks.is_within(call.pattern, call.key.shape[2]):
-        return OTHER_MASK
+        return "its mask is no causal one, window or padding"
     if call.query.dtype not in DTYPES:
         return f"it is in {call.query.dtype}"
     if (width := _width(call)) > MAX_HEAD_DIM and not _may_use_pages(call, call.pattern):

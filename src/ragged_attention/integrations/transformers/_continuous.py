@@ -86,7 +86,7 @@ def attend(call: LayerCall, cache: Any) -> torch.Tensor:
         call: its query is [1, H, T, D], the new tokens of all sequences, one after another. Its key and value are the
             results of `update`, or, with a `cache`, the new ones, which are written first. Its settings include the
             window. Its other keywords are `cu_seq_lens_q`, `max_length_q`, and `cu_seq_lens_k`, `max_length_k`,
-            `read_index` and `write_index`; the latter four hold values by kind of layer or cache until `update`.
+            `read_index` and `write_index`; the last four hold values by kind of layer or cache until `update`.
         cache: transformers' paged cache in transformers 5.23. In later releases, layers update it themselves.
 
     Returns:

@@ -1,7 +1,8 @@
 """The keywords of attention layers: those that we use, and those that may be ignored.
 
-No other keyword is dropped silently. If the model's own eager attention takes it, that computes the layer. If not, it
-may be ignored if the layer's code does not name it, and so only passes it on. Otherwise the call is refused.
+No other keyword is dropped silently. If the model's own eager attention takes it, that computes the layer. If that
+does not take it, it may be ignored if the layer's code does not name it, and so only passes it on. Otherwise, or if
+there is no eager attention to ask, the call is refused.
 """
 
 import inspect

@@ -289,7 +289,7 @@ def _is_plain(
     """Whether a compiler can follow how the pattern is found: no tensor is in the function, and no value is read.
 
     A compiler can read a function that transformers makes in the graph only if it holds numbers alone. It does if
-    transformers would allow to skip the mask, except for chunked attention, whose function holds the padding.
+    transformers would allow skipping the mask, except for chunked attention, whose function holds the padding.
     """
     if q_length == 1 or mask_function in PLAIN:
         return True
