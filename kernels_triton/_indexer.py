@@ -408,7 +408,7 @@ def tile_logits_kernel(
         KeyArray(keys_ptr, page_stride, slot_stride, scale_ptr, scale_page_stride, scale_slot_stride),
         PageTable(page_indices_ptr, table_stride, num_pages),
     )
-    logits = Logits(logits_ptr - first_token.to(tl.int64) * row_stride, row_stride)
+    logits = Logits(logits_ptr - tl.cast(first_token, tl.int64) * row_stride, row_stride)
     if CONFIG.SIGHT.PAGED:
         while token < end:
             sequence = find_sequence(token, batch)

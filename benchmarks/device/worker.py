@@ -24,7 +24,8 @@ from typing import IO, Any
 from benchmarks.device import carried
 from benchmarks.device.record import FAILED
 
-DUMP = signal.SIGUSR1  # asks where the process hangs; it answers on standard error
+# It asks where the process hangs, which answers on standard error. LLVM, in Triton and XLA, handles SIGUSR1 and SIGUSR2.
+DUMP = signal.SIGVTALRM
 DUMPS = "(most recent call first)"  # in the first line of each thread that faulthandler lists
 LONGEST = 1500  # characters of a message
 # After one of these errors a process's further results mean nothing, or it holds memory that others need.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+SIGN, INFINITY, MANTISSA = np.int32(-(2**31)), np.int32(0x7F800000), np.int32(0x7FFFFF)  # of float32
 BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 # Mantissa bits, exponent bias, largest finite value.
 FORMATS = {"float8_e4m3fn": (3, 7, 448.0), "float8_e5m2": (2, 15, 57344.0)}
@@ -53,16 +54,38 @@ def stored_bits(values: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.A
 
 
 def quotient(values: jax.Array, divisor: jax.Array) -> jax.Array:
-    """`values / divisor` in float32, rounded once; the divisor is broadcast.
+    """`values / divisor` in float32, rounded to nearest; the divisor is broadcast.
 
-    XLA multiplies by the reciprocal of a divisor that is a constant or a broadcast, which rounds twice. So each
-    element gets its own divisor: the given one plus a zero that is known only at run time. A subnormal divisor counts
-    as 0 of its sign, as on devices that flush it.
+    XLA's own division is not rounded to nearest everywhere: on GPUs its error is up to two units in the last place,
+    and XLA multiplies by the reciprocal of a divisor that is a constant or a broadcast. A subnormal divisor counts as 0
+    of its sign, as on devices that flush it.
     """
-    bits, given = (lax.bitcast_convert_type(each, jnp.uint32) for each in (values, divisor))
-    given = jnp.where(given & np.uint32(0x7F800000) == 0, given & np.uint32(0x80000000), given)
-    own = given + (lax.population_count(bits) >> 6)
-    return values / lax.bitcast_convert_type(own, jnp.float32)
+    bits = lax.bitcast_convert_type(divisor, jnp.int32)
+    bits = jnp.where(bits & INFINITY == 0, bits & SIGN, bits)
+    divisor = jnp.broadcast_to(lax.bitcast_convert_type(bits, jnp.float32), values.shape)
+    return nearest_quotient(values, divisor, values / divisor)
+
+
+def nearest_quotient(values: jax.Array, divisor: jax.Array, estimate: jax.Array) -> jax.Array:
+    """The float32 nearest to `values / divisor`, from an estimate that is at most three units in the last place off.
+
+    If the dividend or the estimate is 0, subnormal or not finite, the result is the estimate. Otherwise the remainder
+    of a division of integers tells how many units the estimate is off. For a and b in [1, 2), the exponent of
+    a * 2^i / (b * 2^j) is i - j, or i - j - 1 if a < b. The nearest float is unique, for no quotient of two floats is
+    halfway between two others.
+    """
+    dividend, by, guess = (lax.bitcast_convert_type(each, jnp.int32) & ~SIGN for each in (values, divisor, estimate))
+    a, b = ((bits & MANTISSA) + MANTISSA + 1 for bits in (dividend, by))
+    less = (a < b).astype(jnp.int32)
+    power_of_two = ((dividend >> 23) - (by >> 23) + 127 - less) << 23  # as float32 bits
+    whole = guess - power_of_two + MANTISSA + 1
+    remainder = (a << (23 + less)) - whole * b  # modulo 2^32, and small
+    off = jnp.zeros_like(guess)
+    for halves in (1, 3, 5):
+        off += (2 * remainder > halves * b).astype(jnp.int32) - (2 * remainder < -halves * b).astype(jnp.int32)
+    exact = (dividend > MANTISSA) & (guess > MANTISSA) & (guess < INFINITY)
+    bits = lax.bitcast_convert_type(estimate, jnp.int32) + jnp.where(exact, off, 0)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def codes(values: jax.Array, mantissa_bits: int, bias: int, largest: float) -> jax.Array:
