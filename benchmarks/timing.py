@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 FLUSH_BYTES = 256 * 2**20  # more than any L2 cache holds
+WARM_UP, LONGEST = 20, 0.5  # of `host_seconds`: calls that do not count, and seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,17 +100,23 @@ def captured(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def host_seconds(function: Callable[[], Any], *, calls: int = 200, settle: Callable[[], Any] | None = None) -> float:
-    """What one call costs the host when the device never makes it wait: the median of many. `settle` waits for it."""
-    samples = []
-    for index in range(calls + 20):
-        if settle is not None and index % 20 == 0:
+    """What one call costs the host when the device never makes it wait: the median of many. `settle` waits for it.
+
+    The first calls do not count. A slow function is called less often: no call begins after `LONGEST` seconds.
+    """
+    samples: list[float] = []
+    until = time.perf_counter() + LONGEST
+    for index in range(calls + WARM_UP):
+        if settle is not None and index % WARM_UP == 0:
             settle()
         begin = time.perf_counter()
+        if begin > until and samples:
+            break
         function()
         samples.append(time.perf_counter() - begin)
     if settle is not None:
         settle()
-    return statistics.median(samples[20:])
+    return statistics.median(samples[min(WARM_UP, len(samples) // 2) :])
 
 
 def _wall_clock(function: Callable[[], Any]) -> float:

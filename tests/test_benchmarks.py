@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,13 @@ def test_every_candidate_runs_once_a_round() -> None:
     assert "".join(said) == "ab" + "ab" * 3
     assert all(len(one.samples) == 3 for one in times.values())
     assert timing.host_seconds(lambda: None, calls=5) < 0.1
+    slow: list[None] = []
+
+    def sleep() -> None:
+        slow.append(time.sleep(0.2))
+
+    assert timing.host_seconds(sleep) > 0.19
+    assert len(slow) <= 4
 
 
 # ---- run and peers
@@ -362,6 +370,15 @@ def test_flash_mla_gets_its_arguments_by_position(name: str, monkeypatch: pytest
     call = mla_peers.flash_mla(case, inputs, tmp_path)
     for _ in range(2):  # the second time with the schedule that the first one made
         case.check(inputs, call(), run.to_numpy)
+
+
+def test_arguments_without_a_default_that_an_operator_has_at_the_end_are_none() -> None:
+    torch: Any = pytest.importorskip("torch")
+    library = torch.library.Library("ragged_attention_peers", "DEF")
+    library.define("forward(Tensor q, float scale, Tensor(a!)? out_) -> Tensor")
+    library.impl("forward", lambda q, scale, out: q * scale if out is None else out, "CPU")
+    forward: Any = mla_peers.allocating(torch.ops.ragged_attention_peers.forward.default)
+    assert forward(torch.ones(2), 3.0).tolist() == [3.0, 3.0]
 
 
 def test_what_flash_mla_declines() -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from benchmarks.cases.mla import CASES
 from benchmarks.device import __main__ as device
-from benchmarks.device import carried, plan, prepare, publish, rehearse, summary, worker
+from benchmarks.device import carried, plan, precompile, prepare, publish, rehearse, summary, worker
 from benchmarks.device import cuda as device_cuda
 from benchmarks.device.pool import PhaseRun, Pool, environment, telling
 from benchmarks.device.record import NAME, Record
@@ -765,6 +765,18 @@ def test_a_record_becomes_rows_a_table_and_proven_kernels(checkout: Path) -> Non
     assert publish.main(["--check", "--root", str(checkout)]) == 1
 
 
+def test_a_check_that_had_no_end_is_not_said_to_be_wrong(checkout: Path) -> None:
+    """And it counts for the operations that it ran on another backend, not for those of checks like it."""
+    check = {"item": "corner: attention, two keys"}
+    late = changed(check["item"], message="no end after 40 s\nwhere it was")
+    elsewhere = late[4] | check | {"phase": "torch eager", "answered": ["write_kv_pages"]}
+    published([*late, elsewhere], checkout)
+    lines = [line for line in (checkout / "docs" / "status.md").read_text().splitlines() if "not ended" in line]
+    assert lines == [
+        f"| `write_kv_pages` | `triton` | {DEVICE} | torch | 2026-12-01 | abc | 0 checks passed, 1 not ended in time |"
+    ]
+
+
 def test_a_second_record_of_a_day_adds_to_the_first(checkout: Path) -> None:
     lines = lines_of_a_run()
     published(lines[:4], checkout)
@@ -856,3 +868,16 @@ def test_ended_by_a_signal_a_call_still_sums_up(tmp_path: Path) -> None:
     printed, _ = running.communicate(timeout=60)
     assert running.returncode == 143
     assert "prove is over" in printed
+
+
+def test_launchers_made_without_a_driver_name_it(tmp_path: Path) -> None:
+    """A linker may drop a library of which nothing is used; without the driver's a launcher would not load."""
+    pytest.importorskip("triton")
+    precompile.stub_of_the_driver(tmp_path)
+    source, launcher = tmp_path / "launcher.c", tmp_path / "launcher.so"
+    source.write_text("int cuPointerGetAttribute(void); int launch(void) { return cuPointerGetAttribute(); }")
+    driver = f"-l:{precompile.STUB}"
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", launcher, source, f"-L{tmp_path}", "-Wl,--as-needed", driver], check=True
+    )
+    assert precompile.STUB.encode() in launcher.read_bytes()

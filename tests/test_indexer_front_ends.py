@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ragged_attention.jax as rj
 import ragged_attention.torch as rt
+from tests.apart import triton_kernels
 from tests.far_strides import far
 from tests.operators import operator_arguments
 from tests.tensors import ints, strided
@@ -393,3 +394,10 @@ def test_what_is_not_seen_is_minus_infinity_for_both() -> None:
     assert np.isneginf(logits[6]).all()
     assert np.isneginf(logits[3:6, :4]).all()
     assert np.isfinite(logits[5, 4:9]).all()
+
+
+def test_the_indexer_lowers_to_triton_for_cuda_where_every_number_is_a_constant() -> None:
+    """As jax-triton passes them: the kernel that computes logits in tiles, the one that walks, and the selection."""
+    on_gpu, on_cpu = triton_kernels("indexer")
+    assert on_gpu >= 6
+    assert on_cpu == 0

@@ -64,14 +64,18 @@ def is_stale() -> bool:
 
 
 def commit() -> str:
-    """The commit of the checkout, marked if files differ from it; without git, the commit of the carried parts."""
+    """The commit of the carried parts, if they were made from the sources that are here; else that of the checkout.
+
+    What travels may be the files of a commit without that commit. A commit is marked if files differ from it.
+    """
+    if (known := manifest()) and not is_stale():
+        return known["commit"]
     command = ["git", "describe", "--always", f"--dirty={MODIFIED}", "--abbrev=12", "--exclude=*"]
     with contextlib.suppress(OSError):  # there is no git
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode == 0:
             return done.stdout.strip()
-    prepared = manifest().get("commit", "")
-    return prepared.removesuffix(MODIFIED) + MODIFIED if prepared and is_stale() else prepared
+    return known["commit"].removesuffix(MODIFIED) + MODIFIED if known else ""
 
 
 # ---- for the process that conducts a call

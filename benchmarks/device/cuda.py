@@ -58,7 +58,8 @@ def _valid(case: LatentCase, seed: int, device: str) -> None:
     if not case.prefill:
         schedule = front.make_decode_schedule(
             None if case.topk else inputs["kv_lens"], case.max_num_seqs, case.num_q_tokens, case.num_q_heads,
-            case.num_kv_heads, topk=case.topk or None, num_parts=4, device=device, backend="cuda",
+            case.num_kv_heads, topk=case.topk or None, extra_topk=case.extra_topk or None, num_parts=4, device=device,
+            backend="cuda",
         )  # fmt: skip
         case.check(inputs, operation(**inputs, backend="cuda", schedule=schedule)[0], to_numpy)
 

@@ -87,7 +87,7 @@ PROVE = (
     _checks("checks", "right", 6, 45),
     _suite("torch eager", "eager corner", 8, 30),
     _suite("jax cuda", "cuda corner", 6, 35, every=3),
-    _suite("jax triton", "triton corner", 12, 40, every=8, each=40),
+    _suite("jax triton", "triton corner", 12, 80, every=8, each=40),
     _suite("jax xla", "xla corner", 8, 30, every=8, each=15),
     _suite("torch cuda drawn", "cuda drawn", 8, 40, each=20),
     _suite("torch triton drawn", "triton drawn", 12, 60, each=20),

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.device import carried, worker
 from benchmarks.device.plan import ENOUGH, Phase, Start
-from benchmarks.device.record import CANNOT, FAILED, Record
+from benchmarks.device.record import CANNOT, FAILED, LATE, Record
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 120.0  # for a process's imports, while others import too
@@ -332,7 +332,7 @@ class PhaseRun:
             if limit < min(self.phase.item_seconds, ENOUGH):  # the phase's time was up, not the item's
                 self.todo.put(item)
             else:
-                failed(f"no end after {limit:.0f} s\n{last}")
+                failed(f"{LATE} {limit:.0f} s\n{last}")
             return False
         except Ended as ended:
             failed(f"{ended}\n{self.pool.drop(one)}")

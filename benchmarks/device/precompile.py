@@ -10,8 +10,10 @@ It must run with the Triton and the Python of the machine with the GPU; `prepare
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -33,9 +35,15 @@ COMPARISONS = ("agrees", "identical", "logits_agree", "chosen_agree")  # which h
 
 
 def stub_of_the_driver(folder: Path) -> None:
-    """A library with the driver's name and nothing in it: enough to link what Triton compiles."""
+    """A library with the driver's name and the functions that Triton's launchers call, which do nothing.
+
+    A linker may drop a library of which nothing is used, and a launcher without it does not load on the device.
+    """
+    launchers = Path(importlib.util.find_spec("triton").origin).parent / "backends" / "nvidia"  # type: ignore[union-attr,arg-type]
+    sources = [path.read_text() for path in launchers.glob("driver.*")]
+    functions = sorted({name for text in sources for name in re.findall(r"\bcu[A-Z]\w*(?=\()", text)})
     command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{STUB}", "-x", "c", "-", "-o", str(folder / STUB)]
-    subprocess.run(command, input="", text=True, check=True)
+    subprocess.run(command, input="".join(f"void {name}(void) {{}}\n" for name in functions), text=True, check=True)
 
 
 class Used:

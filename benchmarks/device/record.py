@@ -22,6 +22,7 @@ from typing import Any
 NAME = "record.jsonl"
 PASSED, DECLINED, FAILED, CANNOT = "passed", "declined", "FAILED", "cannot run"
 DONE = (PASSED, DECLINED)
+LATE = "no end after"  # how the message begins of an item that failed because its time was up
 Line = dict[str, Any]
 
 

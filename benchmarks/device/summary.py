@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from benchmarks.device.record import CANNOT, DECLINED, FAILED, PASSED, Line, Record
+from benchmarks.device.record import CANNOT, DECLINED, FAILED, LATE, PASSED, Line, Record
 
 LINES, WIDTH = 60, 200
 OURS = ("cuda", "triton", "eager")
@@ -14,7 +14,7 @@ MOST_GROUPS, MOST_CASES = 22, 14
 # How bad a failure is, by what its message contains; the worst first: a dead process is worse than a wrong number.
 SEVERITY = (
     ("the process ended", "crashed"),
-    ("no end after", "hung"),
+    (LATE, "hung"),
     ("out of memory", "no memory"),
     ("RESOURCE_EXHAUSTED", "no memory"),
     ("illegal", "poisoned"),

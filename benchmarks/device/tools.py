@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.cases.catalogue import CASES
 from benchmarks.device.plan import program
 from benchmarks.device.pool import ROOT, environment
-from benchmarks.device.record import CANNOT, FAILED, PASSED
+from benchmarks.device.record import CANNOT, FAILED, LATE, PASSED
 
 FOUND = 9  # the exit status by which a checker says that it found something
 LAST = 1200  # characters of what a command printed
@@ -30,7 +30,7 @@ class Items:
     def __init__(self, device: str) -> None:
         self.device = device
         self.limit = 600.0
-        few = "" if device == "cuda" else ", cuda.SMALL[3:4]"
+        few = "" if device == "cuda" else ", cuda.SMALL[3::6]"
         self.checked = {
             "triton": watched_code(device, f"checks.poke(2, device={device!r})"),
             "cuda": watched_code(device, f"cuda.exercise(1, {device!r}{few})"),
@@ -111,7 +111,7 @@ class Items:
                 ended = f"exit status {running.wait(max(1.0, self.limit - SPARE))}"
             except subprocess.TimeoutExpired:
                 running.kill()
-                ended = f"no end after {self.limit - SPARE:.0f} s"
+                ended = f"{LATE} {self.limit - SPARE:.0f} s"
             size = printed.seek(0, os.SEEK_END)
             printed.seek(max(0, size - LAST))
             text = printed.read().decode(errors="replace").strip()

@@ -24,7 +24,7 @@ from typing import IO, Any
 from benchmarks.device import carried
 from benchmarks.device.record import FAILED
 
-# It asks where the process hangs, which answers on standard error. LLVM, in Triton and XLA, handles SIGUSR1 and SIGUSR2.
+# It asks where the process hangs, which answers on standard error. LLVM (Triton, XLA) handles SIGUSR1 and SIGUSR2.
 DUMP = signal.SIGVTALRM
 DUMPS = "(most recent call first)"  # in the first line of each thread that faulthandler lists
 LONGEST = 1500  # characters of a message

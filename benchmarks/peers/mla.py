@@ -7,6 +7,7 @@ for are padded beforehand too.
 
 import importlib
 import importlib.util
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,13 @@ def _flash_mla_functions(folder: Path) -> Any:
 
     if not hasattr(torch.ops._flashmla_C, "sparse_decode_fwd"):
         torch.ops.load_library(str(flash_mla_files(folder)[0]))
-    return torch.ops._flashmla_C
+    names = ("dense_decode_fwd", "sparse_decode_fwd", "sparse_prefill_fwd")
+    return types.SimpleNamespace(**{name: allocating(getattr(torch.ops._flashmla_C, name).default) for name in names})
+
+
+def allocating(function: Any) -> Callable[..., Any]:
+    """An operator of torch whose last arguments, such as `out_`, have no default: None, where they are not given."""
+    return lambda *given: function(*given, *[None] * (len(function._schema.arguments) - len(given)))
 
 
 def flash_mla_declines(case: LatentCase) -> str | None:

@@ -1,6 +1,6 @@
 """Print how many Triton kernels the jax functions of an operation's family call, lowered for CUDA and for a CPU.
 
-Usage: lowered.py paged|latents|gradients
+Usage: lowered.py paged|latents|gradients|indexer
 """
 
 import sys
@@ -30,6 +30,16 @@ def latents(q: Any, kv: Any, cache: Any, slots: Any, lists: Any, table: Any, len
     return dense, sparse, prefill, cache
 
 
+def indexer(q: Any, weights: Any, keys: Any, table: Any, lens: Any, edges: Any) -> Any:
+    """A prefill, whose logits a kernel computes in tiles, and one query for each sequence."""
+    steps = (q, weights, edges), (q[: len(lens)], weights[: len(lens)], jnp.arange(len(lens) + 1, dtype=jnp.int32))
+    return [
+        operation(rows, keys, row_weights, page_indices=table, kv_lens=lens, cu_q_lens=row_edges, **more)
+        for rows, row_weights, row_edges in steps
+        for operation, more in ((ra.indexer_logits, {}), (ra.indexer_topk, {"top_k": 512}))
+    ]
+
+
 def gradients(q: Any, k: Any, v: Any, edges: Any, latent_q: Any, kv: Any, lists: Any) -> Any:
     def loss(q: Any, k: Any, v: Any, latent_q: Any, kv: Any) -> Any:
         out: Any = ra.varlen_attention(q, k, v, edges, edges, causal=True, sliding_window=64, soft_cap=30)
@@ -50,6 +60,11 @@ STEPS = {
         latents,
         (array("bfloat16", 2, 1, 16, 576), array("bfloat16", 2, 576), array("uint8", 4, 64, 1, 656)),
         (array("int32", 2), array("int32", 2, 1, 128), array("int32", 2, 2), array("int32", 2)),
+    ),
+    "indexer": (
+        indexer,
+        (array("bfloat16", 256, 64, 128), array("float32", 256, 64), array("bfloat16", 64, 64, 128)),
+        (array("int32", 2, 32), array("int32", 2), array("int32", 3)),
     ),
     "gradients": (
         gradients,

@@ -60,19 +60,22 @@ def _attention() -> Iterator[Alike]:
         yield check_chunk, ChunkSpec(spec=Spec(lens=lens, **size), length=9, chunk=4).build, {"k_pages": axis}
 
 
-def _latents() -> Iterator[Alike]:
-    for format, d_v in (("plain", 32), ("fp8_v32", 512), ("fp8_v4", 512), ("fp8_v41", 512), ("fp4_v41, page", 512)):
-        # A page whose parts lie apart has no rows that could be repeated.
-        for axis in (0,) if format in ("fp8_v4", "fp4_v41, page") else (0, 1):
-            of_format: dict[str, Any] = {"format": format, "d_v": d_v, "page_size": 3, "heads": 2}
-            tables = Spec(lens=((1, 9), (3, 7)), page_size=3, group=2)
-            yield check_decode, DecodeSpec(**of_format, topk=0, kv_lens=(9, 7)).build, {"kv_cache": axis}
-            yield check_decode, DecodeSpec(**of_format, topk=5, kv_lens=(9, 7)).build, {"kv_cache": axis}
-            yield check_prefill, PrefillSpec(**of_format).build, {"kv": axis}
-            yield check_attention, RaggedLatentSpec(tables=tables, format=format, d_v=d_v).build, {"kv_cache": axis}
-            if format != "plain":
-                yield check_dequantize, DequantizeSpec(format=format).build, {"cache": axis}
-                yield check_quantize, QuantizeSpec(format=format.partition(",")[0]).build, {"kv": axis}
+def _latents(format: str) -> Iterator[Alike]:
+    d_v = 32 if format == "plain" else 512
+    # A page whose parts lie apart has no rows that could be repeated.
+    for axis in (0,) if format in ("fp8_v4", "fp4_v41, page") else (0, 1):
+        of_format: dict[str, Any] = {"format": format, "d_v": d_v, "page_size": 3, "heads": 2}
+        tables = Spec(lens=((1, 9), (3, 7)), page_size=3, group=2)
+        yield check_decode, DecodeSpec(**of_format, topk=0, kv_lens=(9, 7)).build, {"kv_cache": axis}
+        yield check_decode, DecodeSpec(**of_format, topk=5, kv_lens=(9, 7)).build, {"kv_cache": axis}
+        yield check_prefill, PrefillSpec(**of_format).build, {"kv": axis}
+        yield check_attention, RaggedLatentSpec(tables=tables, format=format, d_v=d_v).build, {"kv_cache": axis}
+        if format != "plain":
+            yield check_dequantize, DequantizeSpec(format=format).build, {"cache": axis}
+            yield check_quantize, QuantizeSpec(format=format.partition(",")[0]).build, {"kv": axis}
+
+
+def _latent_lists() -> Iterator[Alike]:
     yield check_prefill, PrefillSpec(heads=2).build, {"kv": 0, "indices": 0}
     yield check_decode, DecodeSpec(topk=5, heads=2, lens="inside").build, {"indices": 0, "topk_lens": 0, "q": 0}
     yield check_slots, SlotsSpec().build, {"positions": 0, "page_indices": 0}
@@ -97,7 +100,14 @@ def _packed() -> Iterator[Alike]:
     yield check_merge, lambda: merge_batch((3, 4, 2, 16)), {"outs": 0, "lses": 0}
 
 
-FAMILIES = {"attention": _attention, "latents": _latents, "the indexer": _indexer, "packed sequences": _packed}
+FORMATS = ("plain", "fp8_v32", "fp8_v4", "fp8_v41", "fp4_v41, page")
+FAMILIES = {
+    "attention": _attention,
+    **{f"latents in {format}": functools.partial(_latents, format) for format in FORMATS},
+    "lists of latents": _latent_lists,
+    "the indexer": _indexer,
+    "packed sequences": _packed,
+}
 
 
 def _cases(family: Callable[[], Iterator[Alike]]) -> Iterator[Case]:
