@@ -97,6 +97,18 @@ class Kernel:
             end = found[name] + size
         return found
 
+    @functools.cached_property
+    def instructions(self) -> dict[int, str]:
+        """The text of each line's instructions."""
+        found: dict[int, str] = {}
+        for block in self.blocks:
+            for one in block.instructions:
+                text = f"{one.opcode} {', '.join(one.operands)}".rstrip()
+                found[one.line] = f"{found[one.line]}; {text}" if one.line in found else text
+            if block.opcode and block.line not in found:
+                found[block.line] = f"{block.opcode} {', '.join(block.barrier)}".rstrip()
+        return found
+
     def type_of(self, register: str) -> str | None:
         """The declared type of a register ("b32", "pred"), or None if there is no such register."""
         return self.widths.get(register) or self.widths.get(f"{register.rstrip('0123456789')}<")

@@ -145,7 +145,7 @@ def run(
         try:
             outcome = machine.launch(
                 kernel, space, params, launch.grid, launch.threads, launch.shared, lanes=emulator.lanes,
-                seed=emulator.seed,
+                seed=emulator.schedule,
             )  # fmt: skip
         except (machine.Fault, machine.Unknown) as error:
             error.add_note(f"in {launch.kernel}")
