@@ -80,7 +80,8 @@ class Report:
     kind: type[Hazard]
 
     def __str__(self) -> str:
-        return located(f"{self.text}, {self.count} times", self.line, self.source, self.thread, self.instruction)
+        times = f", {self.count} times" if self.count > 1 else ""
+        return located(f"{self.text}{times}", self.line, self.source, self.thread, self.instruction)
 
 
 def located(text: str, line: int, source: str | None, thread: str | None, instruction: str | None) -> str:

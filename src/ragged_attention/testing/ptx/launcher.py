@@ -231,9 +231,9 @@ class Emulator:
         shared: int,
     ) -> Outcome:
         """Run a kernel over memory that is not sealed yet, and copy what it wrote to the arrays."""
-        if shared > (most := shared_memory_of(self.arch)):
+        if (needed := program.shared + shared) > (most := shared_memory_of(self.arch)):
             raise TooLarge(
-                f"expected {program.name} to need at most {most} bytes of shared memory on {self.arch}, got {shared}"
+                f"expected {program.name} to need at most {most} bytes of shared memory on {self.arch}, got {needed}"
             )
         space.add_variables(program.variables)
         space.seal()
@@ -302,6 +302,8 @@ class Operand:
             low, high = np.lib.array_utils.byte_bounds(whole)
             offset = array.ctypes.data - low
             return cls(array, name, array.shape, array.strides, array.itemsize, low, high - low, offset)
+        if not hasattr(array, "untyped_storage"):
+            raise TypeError(f"expected NumPy arrays or torch tensors, got {type(array).__name__}")
         if array.device.type != "cpu":
             raise InvalidInput(f"expected arrays on the CPU, got one on {array.device}")
         storage, size = array.untyped_storage(), array.element_size()
@@ -429,7 +431,9 @@ def _as_operand(value: Any) -> Any:
         held = copy.copy(value)
         held.base = Operand.of(value.base)
         return held
-    return Operand.of(value) if hasattr(value, "shape") and hasattr(value, "dtype") else value
+    if isinstance(value, np.generic) or not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        return value
+    return Operand.of(value)
 
 
 def _is_descriptor(value: Any) -> bool:
@@ -477,7 +481,7 @@ def _expect_kind(name: str, kind: str, value: Any) -> None:
     elif isinstance(value, Operand):
         fits, expected = size == 8 and kind[0] != "f", "a number"
     else:
-        wanted = (int, float) if kind[0] in "fb" else int
+        wanted = (int, np.integer, float, np.floating) if kind[0] in "fb" else (int, np.integer)
         fits, expected = (
             isinstance(value, wanted),
             "an array or an integer" if size == 8 else f"a number of type {kind}",
@@ -512,6 +516,6 @@ def number(kind: str, value: Any) -> NDArray[Any]:
     if "[" in kind:
         return np.frombuffer(value, np.uint8)
     size = int(kind[1:]) // 8
-    if kind[0] == "f" or isinstance(value, float):
+    if kind[0] == "f" or isinstance(value, float | np.floating):
         return np.array(value, f"f{size}")
     return np.array(int(value) & ((1 << 8 * size) - 1), f"u{size}")

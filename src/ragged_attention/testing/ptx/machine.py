@@ -67,7 +67,7 @@ def launch(
     lanes: int = 2048,
     seed: int | None = None,
 ) -> Outcome:
-    """Run `kernel` with `threads` threads and `shared` bytes of shared memory a CTA over sealed memory.
+    """Run `kernel` over sealed memory, with `threads` threads and `shared` bytes of dynamic shared memory in a CTA.
 
     `params` are NumPy numbers of the parameters' types by name, or bytes; `lanes` is how many threads run at a time, at
     least one CTA's. Raises Fault for what no lawful kernel does, with what was reported before as its notes, and
@@ -120,7 +120,7 @@ class Machine:
         rng: np.random.Generator | None,
     ) -> None:
         self.kernel, self.lanes, self.rng = program.names.kernel, lanes, rng
-        self.shared = Shared(lanes, shared, self.kernel.text)
+        self.shared = Shared(lanes, self.kernel.shared + shared, self.kernel.text)
         access = GlobalAccess(memory, lanes, self.shared.clocks)
         self.copies = Copies(lanes, self.shared, access)
         self.mbarriers = Mbarriers(lanes, self.shared)

@@ -79,7 +79,9 @@ class Memory:
     def back(self) -> None:
         """Copy what kernels wrote to the buffers, and which bytes hold something by now."""
         for _, place, data, _, ready in self.buffers:
-            data[:] = self.bytes[place : place + data.size]
+            found = self.bytes[place : place + data.size]
+            if not np.array_equal(data, found):  # memory that was only read may be read-only
+                data[:] = found
             if ready is not None:
                 ready[:] = self.ready[place : place + data.size]
 
