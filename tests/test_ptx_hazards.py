@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ragged_attention.testing.ptx import Diverged, Misaligned, OutOfBounds, Race
+from ragged_attention.testing.ptx import Diverged, Misaligned, OutOfBounds, Race, Rounding
 from ragged_attention.testing.ptx.machine import Fault, Outcome, launch
 from ragged_attention.testing.ptx.memory import Memory
 from ragged_attention.testing.ptx.operands import SHARED_BASE
@@ -92,6 +92,30 @@ def test_two_warps_that_write_one_place():
     same = exchange(body.replace("VALUE", "7"))[0]
     assert not same.reports
     assert "two threads write different values" in texts_of(exchange(body.replace("VALUE", "%thread"))[0])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "kind"),
+    [
+        ("0f3F800000", "0f3F800001", Rounding),  # 1 and its neighbour
+        ("0f3F800000", "0f3F801000", Race),  # 1 and 1 + 2**-11
+        ("0f3F800000", "0fBF800000", Race),
+        ("0f3F800000", "0f7F800000", Race),
+        ("0f3F800000", "0f7FC00000", Race),
+        ("5000000", "5000001", Race),  # integers
+    ],
+)
+@pytest.mark.parametrize("space", ["shared", "global"])
+def test_values_that_differ_by_rounding_alone(space, one, other, kind):
+    place = "%r2" if space == "shared" else "%p_out"
+    body = f"""{PLACES}
+        and.b32 %r1, %r9, 127;  add.s32 %r2, %r8, %r1;
+        setp.lt.u32 %p1, %thread, 100;  mov.b32 %r3, {one};  mov.b32 %r4, {other};  selp.b32 %r3, %r3, %r4, %p1;
+        st.{space}.b32 [{place}], %r3;
+    """
+    (report,) = exchange(body)[0].reports.values()
+    assert report.kind is kind
+    assert f"two threads write different values to one place of {space} memory" in report.text
     turns = f"""{PLACES}
         setp.lt.u32 %p1, %thread, 32;
         @%p1 st.shared.b32 [%r8], 1;

@@ -554,6 +554,49 @@ def test_8_bit_floats(kind, last):
     same(pair, {"e4m3": 0x3838, "e5m2": 0x3C3C}[kind])
 
 
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_pairs_of_halves_towards_zero(kind):
+    bits, value = numbers.BITS[kind], numbers.VALUES[kind]
+    x = np.concatenate([HALF_INPUTS, f32([1.0009, -1.0009, 65519, 1e-8, 1 / 3, -2 / 3, INF, -INF, np.nan])])
+    found = evaluate(f"cvt.rz.{kind}x2.f32 %out, %a, %b;", x, -x, result="u4")
+    for half, given in ((found >> 16, x), (found & 0xFFFF, -x)):
+        half = half.astype(np.uint16)
+        down, number = value(half), ~np.isnan(given)
+        above = value((half + 1).astype(np.uint16))
+        assert (np.abs(down[number]) <= np.abs(given[number])).all()
+        assert ((np.abs(above) > np.abs(given)) | np.isinf(given) | np.isnan(above))[number].all()
+        same(np.isnan(down), np.isnan(given))
+        with np.errstate(over="ignore"):
+            exact = value(bits(given)) == given
+        same(down[exact], given[exact])
+
+
+def test_set_of_halves():
+    a, b = (f16(x).view(np.uint32) for x in ([1, 2, NAN, 0], [1, 3, 1, NAN]))
+    for comparison, wanted in (
+        ("nan", [0, 0, 1, 1]),
+        ("eq", [1, 0, 0, 0]),
+        ("lt", [0, 1, 0, 0]),
+        ("neu", [0, 1, 1, 1]),
+    ):
+        found = evaluate(f"set.{comparison}.f16x2.f16x2 %out, %a, %b;", a, b, result="u4")
+        same(found.view(np.float16), f16(wanted))
+
+
+def test_inline_assembly_has_the_line_that_it_stands_at():
+    body = """
+        .loc 1 7 3
+        // begin inline asm
+        .loc 1 7 3
+        mov.b32 %r1, 0;
+        .loc 1 8 3
+        trap;
+        // end inline asm
+    """
+    with pytest.raises(Fault, match=r"\(kernel.py:7\): a trap"):
+        run_text(kernel_text(body, [], 32) + '\n.file 1 "kernel.py"\n', {})
+
+
 def test_tf32():
     x = f32([1 + 2.0**-11, 1 + 3 * 2.0**-11, -(1 + 2.0**-11), 1 / 3, INF])
     away, even = (numbers.tf32_value(evaluate(f"cvt.{m}.tf32.f32 %out, %a;", x, result="u4")) for m in ("rna", "rn"))

@@ -18,6 +18,7 @@ from ragged_attention.testing.ptx.errors import (
     OutOfBounds,
     Race,
     Report,
+    Rounding,
     Uninitialised,
     Unknown,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "Outcome",
     "Race",
     "Report",
+    "Rounding",
     "Uninitialised",
     "Unknown",
     "compile",

@@ -285,6 +285,15 @@ def compare(s: Statement) -> list[str]:
     return lines
 
 
+def set_halves(s: Statement) -> list[str]:
+    """set: 1.0 where a comparison of 16-bit floats holds, else 0.0."""
+    t, comparison = s.type(), s.modifiers.pop(0)
+    s.expect(3)
+    if t.letter != "h" or s.type() != t:
+        raise s.refused("other than 16-bit floats that give such")
+    return halves(s, t, f"lambda a, b: ({_of_floats(s, comparison, 'a', 'b')}).astype('f8')", (1, 2))
+
+
 def _comparison(s: Statement, t: Type, name: str) -> str:
     if t.letter not in "fh":
         name = UNSIGNED.get(name, name) if t.letter == "u" else name
@@ -299,6 +308,10 @@ def _comparison(s: Statement, t: Type, name: str) -> str:
         a, b = s.values((1, 2), "f", t.size)
         if s.flag("ftz"):
             a, b = f"n.flush({a})", f"n.flush({b})"
+    return _of_floats(s, name, a, b)
+
+
+def _of_floats(s: Statement, name: str, a: str, b: str) -> str:
     if name in ("num", "nan"):
         return f"np.logical_not(n.either_nan({a}, {b}))" if name == "num" else f"n.either_nan({a}, {b})"
     ordered = name if name in COMPARISONS else name.removesuffix("u")
@@ -351,5 +364,5 @@ HANDLERS: Mapping[str, Handler] = {
     "abs": sign, "div": divide, "rem": divide,
     **dict.fromkeys(APPROXIMATE, function), **dict.fromkeys(BITWISE, bitwise),
     "shl": shift, "shr": shift, "shf": funnel_shift, "bfe": bfe, "bfi": bfi, "lop3": lop3, "prmt": prmt, "popc": count,
-    "clz": count, "brev": count, "copysign": copysign, "setp": compare, "selp": select, "mov": move,
+    "clz": count, "brev": count, "copysign": copysign, "setp": compare, "set": set_halves, "selp": select, "mov": move,
 }  # fmt: skip

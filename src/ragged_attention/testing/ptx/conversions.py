@@ -1,7 +1,7 @@
 """`cvt`: from one instruction to lines of Python.
 
-Floats are made by rounding to nearest even (tf32 also with ties away from zero); integers by any rounding, which
-saturates; 8-bit floats with `.satfinite`. Other modes and formats are not known.
+Floats are made by rounding to nearest even (tf32 also with ties away from zero, pairs of 16-bit floats also towards
+zero); integers by any rounding, which saturates; 8-bit floats with `.satfinite`. Other modes and formats are not known.
 """
 
 from ragged_attention.testing.ptx.numbers import WHOLE
@@ -22,8 +22,8 @@ def convert(s: Statement) -> list[str]:
         ties = {"rna": "away", "rn": "even"}[s.need("rna", "rn")]
         return s.assign(f"n.tf32_bits({s.value(1, 'f', 4)}, '{ties}')", "u", 4)
     if target in ("bf16x2", "f16x2") and source == "f32":
-        s.need("rn")
-        return s.assign(f"n.pack({s.value(1, 'f', 4)}, {s.value(2, 'f', 4)}, '{target[:-2]}')", "u", 4)
+        kind = target[:-2] if s.need("rn", "rz") == "rn" else f"{target[:-2]}_down"
+        return s.assign(f"n.pack({s.value(1, 'f', 4)}, {s.value(2, 'f', 4)}, '{kind}')", "u", 4)
     to, of = type_of(target), type_of(source)
     if to is None or of is None or "p" in to.letter + of.letter or "x2" in target + source:
         raise s.refused("a conversion between these")

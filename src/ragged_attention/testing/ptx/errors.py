@@ -50,8 +50,8 @@ class Diverged(Fault):
 class Hazard(AssertionError):
     """A run ended, but the kernel is wrong, or right only in some order of its threads; `reports` has all reports.
 
-    The class is that of the first report: `Race`, `Uninitialised`, or this one for asynchronous copies that were never
-    waited for and mbarriers that were not invalidated.
+    The class is that of the first report that raises: `Race`, `Uninitialised`, or this one for asynchronous copies that
+    were never waited for and mbarriers that were not invalidated.
     """
 
     def __init__(self, text: str, reports: "Sequence[Report]" = ()) -> None:
@@ -61,6 +61,14 @@ class Hazard(AssertionError):
 
 class Race(Hazard):
     """Two accesses that no barrier, fence, wait or atomic operation orders, at least one of which writes."""
+
+
+class Rounding(Race):
+    """Two threads write float32 numbers that differ in their last bits alone to one place; only reported, not raised.
+
+    Compilers make such code of a right kernel: threads that compute the same sum of products fuse other products into
+    their additions. The result is right within its rounding, but which of the numbers stays is not defined.
+    """
 
 
 class Uninitialised(Hazard):

@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 
 from ragged_attention.testing.ptx import numbers
 from ragged_attention.testing.ptx.clocks import Abroad, Clocks
-from ragged_attention.testing.ptx.errors import Hazard, Misaligned, OutOfBounds, Race, Uninitialised
+from ragged_attention.testing.ptx.errors import Hazard, Misaligned, OutOfBounds, Race, Rounding, Uninitialised
 from ragged_attention.testing.ptx.lanes import Indices, Lanes, Mask
 from ragged_attention.testing.ptx.ordering import Order, Shadow
+
+SAME = 2.0**-16  # how far apart, relatively, two roundings of one sum may be: 128 units in the last place of a float32
 
 
 class Memory:
@@ -218,7 +220,7 @@ class GlobalAccess:
         self._say(line, lanes, rows, size, changed, "writes what another CTA changes by atomic operations")
         table[rows] = data
         text = "two threads write different values to one place of global memory"
-        self._say(line, lanes, rows, size, table[rows] != data, text)
+        self._say(line, lanes, rows, size, table[rows] != data, text, kind_of_loss(table[rows], data))
         self.memory.ready.reshape(-1, size)[rows] = True
         order.mark(self.memory.writer, rows, size, lanes)
 
@@ -316,6 +318,18 @@ def in_turn(
         changed[now] = new != found[now]
         table[rows[now]] = new
     return found.view(f"u{size}"), changed
+
+
+def kind_of_loss(kept: NDArray[np.uint8], data: NDArray[np.uint8]) -> type[Race]:
+    """The kind of race by which the bytes [lanes, n] that lanes wrote at once are not those that are there now."""
+    if data.shape[1] % 4:
+        return Race
+    wrong = (kept.view("u4") != data.view("u4")).ravel()
+    one, other = (np.ascontiguousarray(words).view("f4").ravel()[wrong].astype(float) for words in (kept, data))
+    small, large = np.minimum(abs(one), abs(other)), np.maximum(abs(one), abs(other))
+    # Small integers are subnormal as floats, so they are never taken for rounded numbers.
+    near = (abs(one - other) <= large * SAME) & (small >= np.finfo("f4").tiny) & np.isfinite(large)
+    return Rounding if near.all() else Race
 
 
 def deal(elements: NDArray[Any], registers: Sequence[Any], lanes: Indices) -> None:

@@ -122,7 +122,23 @@ def f16_value(bits: Any) -> NDArray[np.float32]:
 
 
 VALUES = {"bf16": bf16_value, "f16": f16_value}
-BITS = {"bf16": bf16_bits, "f16": f16_bits}
+
+
+def bf16_bits_down(x: Any) -> NDArray[np.uint16]:
+    """float32 -> bfloat16, towards zero."""
+    x = np.atleast_1d(np.asarray(x, np.float32))
+    return np.where(np.isnan(x), np.uint32(0x7FFF), np.ascontiguousarray(x).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def f16_bits_down(x: Any) -> NDArray[np.uint16]:
+    """float32 -> float16, towards zero: the largest finite number beyond it, except for infinity."""
+    x = np.atleast_1d(x)
+    near = x.astype(np.float16)
+    beyond = np.abs(near.astype(np.float32)) > np.abs(x)
+    return np.where(np.isnan(x), np.uint16(0x7FFF), near.view(np.uint16) - beyond).astype(np.uint16)
+
+
+BITS = {"bf16": bf16_bits, "f16": f16_bits, "bf16_down": bf16_bits_down, "f16_down": f16_bits_down}
 
 
 def pack(high: Any, low: Any, kind: str) -> NDArray[np.uint32]:

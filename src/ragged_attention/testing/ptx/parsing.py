@@ -289,9 +289,13 @@ def _label(name: str, scope: Scope, labels: set[tuple[str, Scope]]) -> str:
 
 def _pieces(text: str, begin: int) -> Iterator[tuple[int, str, Scope]]:
     """(line, statement, scope) up to the brace that closes the kernel."""
-    number, scope, opened, pending = text[:begin].count("\n") + 1, (), 0, ""
+    number, scope, opened, pending, inline = text[:begin].count("\n") + 1, (), 0, "", False
     for offset, raw in enumerate(text[begin:].split("\n")):
+        if comment := re.search(r"// (begin|end) inline asm", raw):
+            inline = comment[1] == "begin"
         line = raw.split("//")[0].strip()
+        if inline and re.match(r"\.loc\b", line):
+            continue  # LLVM counts the lines of inline assembly onto the line that it stands at
         if not pending and re.match(r"\.(loc|file)\b", line):
             yield number + offset, line, scope
             continue

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ragged_attention.testing.ptx.clocks import Clocks
 from ragged_attention.testing.ptx.errors import Hazard, Misaligned, OutOfBounds, Race, Uninitialised
 from ragged_attention.testing.ptx.lanes import WARP, Indices, Lanes, Mask
-from ragged_attention.testing.ptx.memory import columns, deal, in_turn
+from ragged_attention.testing.ptx.memory import columns, deal, in_turn, kind_of_loss
 from ragged_attention.testing.ptx.operands import SHARED_BASE
 
 Cells = NDArray[np.int64]
@@ -152,7 +152,11 @@ class Shared:
         self.mark_written(cells, lanes, line)
         table[rows] = data
         if (lost := (table[rows] != data).any(-1)).any():
-            self.lanes.say(line, lanes[lost][0], "two threads write different values to one place of shared memory")
+            text, kind = (
+                "two threads write different values to one place of shared memory",
+                kind_of_loss(table[rows], data),
+            )
+            self.lanes.say(line, lanes[lost][0], text, kind=kind)
 
     def load(self, registers: Sequence[Any], address: Any, offset: int, dtype: str, mask: Mask, line: int) -> None:
         """ld.shared: each register gets an element of `dtype`, one behind the other."""
