@@ -388,14 +388,6 @@ def test_the_command_says_what_it_cannot_judge(
     assert reason in " ".join(capsys.readouterr().out.split())
 
 
-def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
-    (example,) = re.findall(r"^```py\n(.*?)^```$", (ROOT / "docs" / "ptx.md").read_text(), re.DOTALL | re.MULTILINE)
-    (tmp_path / "example.py").write_text(example)
-    counted, fault = printed(str(tmp_path / "example.py")).splitlines()
-    assert re.fullmatch(r"\d+ instructions, \d+ kinds of them", counted)
-    assert "outside" in fault
-
-
 def test_planted_faults_are_noticed() -> None:
     """A barrier, a wait, a group and a fence that are needed; what the emulator is worth in full is a benchmark."""
     answers = printed("-m", "benchmarks.ptx_faults", "--arch", "sm_90", "--kind", "dropped", "--most", "4")
