@@ -149,7 +149,7 @@ class Copies(Queue[Copy]):
         base = self.memory.place(lanes, source, offset, unit, line, "copy")
         if (wrong := np.flatnonzero(base % size)).size:
             where = self.memory.memory.name_of(int(base[wrong[0]]))
-            raise self.lanes.fault(line, lanes[wrong[0]], f"copy of {size} bytes unaligned: {where}", Misaligned)
+            raise self.lanes.fault(line, lanes[int(wrong[0])], f"copy of {size} bytes unaligned: {where}", Misaligned)
         parts = []
         for begin in range(0, length, unit):
             index = self.memory.place(lanes, source, offset + begin, unit, line, "copy")

@@ -64,7 +64,7 @@ class Shared:
             raise self.lanes.fault(line, lanes[at], f"an access outside shared memory: {where}", OutOfBounds)
         if (wrong := np.flatnonzero(index % size)).size:
             text = f"an access of {size} bytes unaligned in shared memory"
-            raise self.lanes.fault(line, lanes[wrong[0]], text, Misaligned)
+            raise self.lanes.fault(line, lanes[int(wrong[0])], text, Misaligned)
         return index + self.lanes.cta[lanes] * self.stride
 
     def cells(self, index: Indices, size: int) -> Cells:

@@ -15,9 +15,9 @@ from ragged_attention.testing.ptx.operands import LOCAL_BASE, PARAM_BASE
 def expect_inside(lanes: Lanes, at: Indices, index: Indices, size: int, end: int, line: int, what: str) -> None:
     """Raise if accesses of `size` bytes at `index`, by the lanes `at`, are not within `end` bytes and aligned."""
     if (wrong := np.flatnonzero((index < 0) | (index + size > end))).size:
-        raise lanes.fault(line, at[wrong[0]], f"an access of {size} bytes outside {what}", OutOfBounds)
+        raise lanes.fault(line, at[int(wrong[0])], f"an access of {size} bytes outside {what}", OutOfBounds)
     if (wrong := np.flatnonzero(index % size)).size:
-        raise lanes.fault(line, at[wrong[0]], f"an access of {size} bytes unaligned in {what}", Misaligned)
+        raise lanes.fault(line, at[int(wrong[0])], f"an access of {size} bytes unaligned in {what}", Misaligned)
 
 
 class Local:
