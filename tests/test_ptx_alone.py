@@ -8,6 +8,7 @@ for each of `KERNELS` and each architecture.
 
 import inspect
 import json
+import pickle
 import re
 import sys
 import traceback
@@ -145,7 +146,7 @@ def normal(*shape: int, seed: int = 0) -> Any:
 
 def vector_add(arch: str) -> None:
     x, y, out = normal(1000), normal(1000, seed=1), np.empty(1000, np.float32)
-    outcome = ptx.run(add_kernel, (4,), x, y, out, 1000, BLOCK=BLOCK, arch=arch, unwritten=[out])
+    outcome = ptx.run(add_kernel, (4,), x, y, out, 1000, BLOCK, arch=arch, unwritten=[out])
     np.testing.assert_array_equal(out, x + y)
     assert any(opcode.startswith("ld.global") for opcode in outcome.opcodes)
     out[:] = 0  # a torch tensor, a view, a grid of the constants, arguments by name, another order of warps
@@ -237,6 +238,8 @@ def access_out_of_bounds(arch: str) -> None:
     assert error.source.endswith(f"test_ptx_alone.py:{line}")
     text = ptx.compile(unmasked_kernel, (4,), x, out, BLOCK=BLOCK, arch=arch)
     assert "ld.global" in text.split("\n")[error.line - 1]
+    again = pickle.loads(pickle.dumps(error))  # as other processes give it back
+    assert (type(again), str(again), again.thread) == (ptx.OutOfBounds, str(error), error.thread)
 
 
 def race_of_programs(arch: str) -> None:
@@ -247,6 +250,7 @@ def race_of_programs(arch: str) -> None:
     assert report.thread == "CTA 0 thread 0"
     assert report.instruction is not None
     assert report.instruction.startswith("st.global")
+    assert pickle.loads(pickle.dumps(caught.value)).reports == caught.value.reports
     assert ptx.run(racing_kernel, (4,), out, arch=arch, strict=False).reports
     assert not ptx.run(racing_kernel, (1,), out, arch=arch).reports
 
@@ -467,8 +471,8 @@ def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
     page, example = PAGE.read_text(), tmp_path / "example.py"
     first, second = re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     assert len([line for line in first.splitlines() if line]) == 10
-    example.write_text(first)
-    assert printed(str(example)) == ""
+    example.write_text(f"{first}\nimport sys\nprint('torch' in sys.modules)")
+    assert printed(str(example)) == "False\n"
     example.write_text(first + second)
     said, shown = (re.sub(r"line \d+ \(\S*\)", "line", text) for text in (printed(str(example)), page))
     assert said.partition("[")[0] in shown  # the registers are the compiler's

@@ -24,7 +24,10 @@ class Fault(Exception):
         instruction: str | None = None,
     ) -> None:
         self.text, self.line, self.source, self.thread, self.instruction = text, line, source, thread, instruction
-        super().__init__(located(text, line, source, thread, instruction))
+        super().__init__(text, line, source, thread, instruction)
+
+    def __str__(self) -> str:
+        return located(self.text, self.line, self.source, self.thread, self.instruction)
 
 
 class Unknown(NotImplementedError):
