@@ -23,6 +23,7 @@ triton = pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 import triton.language as tl  # noqa: E402
+from triton.language.extra import libdevice  # noqa: E402
 
 from ragged_attention.testing import ptx  # noqa: E402
 from tests.apart import printed  # noqa: E402
@@ -106,6 +107,19 @@ def narrow_kernel(x_ptr, narrow_ptr, wide_ptr, BLOCK: tl.constexpr):
     narrow = tl.load(x_ptr + place).to(narrow_ptr.dtype.element_ty)
     tl.store(narrow_ptr + place, narrow)
     tl.store(wide_ptr + place, narrow.to(tl.float32))
+
+
+@triton.jit
+def functions_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + place)
+    tl.store(out_ptr + place, tl.sin(x * 1000))
+    tl.store(out_ptr + BLOCK + place, tl.erf(x))
+    tl.store(out_ptr + 2 * BLOCK + place, tl.clamp(x, -0.5, 0.5))
+    tl.store(out_ptr + 3 * BLOCK + place, libdevice.log1p(tl.abs(x)))
+    tl.store(out_ptr + 4 * BLOCK + place, libdevice.fmod(x, 0.3))
+    tl.store(out_ptr + 5 * BLOCK + place, tl.sort(x))
+    tl.store(out_ptr + 6 * BLOCK + place, tl.exp(x.to(tl.float64)).to(tl.float32))
 
 
 @triton.jit
@@ -218,6 +232,13 @@ def conversions_to_eight_bits(arch: str) -> None:
         ptx.run(narrow_kernel, (1,), x, narrow, wide, BLOCK=BLOCK, arch=arch, unwritten=[narrow, wide])
         torch.testing.assert_close(wide, x.to(dtype).float(), atol=0, rtol=0)
         torch.testing.assert_close(narrow.float(), wide, atol=0, rtol=0)
+
+
+def functions(arch: str) -> None:
+    x, out = torch.from_numpy(normal(BLOCK, seed=7)), torch.empty(7, BLOCK)
+    ptx.run(functions_kernel, (1,), x, out, BLOCK, arch=arch, unwritten=[out])
+    right = (x.mul(1000).sin(), x.erf(), x.clamp(-0.5, 0.5), x.abs().log1p(), x.fmod(0.3), x.sort().values, x.exp())
+    torch.testing.assert_close(out, torch.stack(right), atol=1e-6, rtol=1e-5)
 
 
 # ---- mistakes
@@ -336,6 +357,7 @@ KERNELS: dict[str, Callable[[str], None]] = {
         atomics,
         scans,
         conversions_to_eight_bits,
+        functions,
         access_out_of_bounds,
         race_of_programs,
         race_of_warps,

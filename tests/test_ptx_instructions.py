@@ -559,6 +559,7 @@ def test_pairs_of_halves_towards_zero(kind):
     bits, value = numbers.BITS[kind], numbers.VALUES[kind]
     x = np.concatenate([HALF_INPUTS, f32([1.0009, -1.0009, 65519, 1e-8, 1 / 3, -2 / 3, INF, -INF, np.nan])])
     found = evaluate(f"cvt.rz.{kind}x2.f32 %out, %a, %b;", x, -x, result="u4")
+    same(evaluate(f"cvt.rz.{kind}.f32 %out, %a;", x, result="u2"), (found >> 16).astype(np.uint16))
     for half, given in ((found >> 16, x), (found & 0xFFFF, -x)):
         half = half.astype(np.uint16)
         down, number = value(half), ~np.isnan(given)
@@ -569,6 +570,34 @@ def test_pairs_of_halves_towards_zero(kind):
         with np.errstate(over="ignore"):
             exact = value(bits(given)) == given
         same(down[exact], given[exact])
+
+
+def test_float32_towards_zero():
+    """Held to sums and products of fractions, which are exact."""
+    rng = np.random.default_rng(0)
+    a, b, c = (f32(rng.standard_normal(64) * 2.0 ** rng.integers(-40, 40, 64)) for _ in range(3))
+    b[:8] = -a[:8] * f32(1 + 2.0**-20)  # sums that cancel
+    exact = [[Fraction(float(x)) for x in array] for array in (a, b, c)]
+    for code, wanted in (
+        ("add.rz.f32 %out, %a, %b;", [x + y for x, y, _ in zip(*exact, strict=True)]),
+        ("sub.rz.ftz.f32 %out, %a, %b;", [x - y for x, y, _ in zip(*exact, strict=True)]),
+        ("mul.rz.f32 %out, %a, %b;", [x * y for x, y, _ in zip(*exact, strict=True)]),
+        ("fma.rz.f32 %out, %a, %b, %c;", [x * y + z for x, y, z in zip(*exact, strict=True)]),
+    ):
+        found = evaluate(code, a, b, c, result="f4")
+        beyond = np.nextafter(found, np.copysign(f32([INF]), found))
+        for value, next_one, right in zip(found, beyond, wanted, strict=True):
+            assert abs(Fraction(float(value))) <= abs(right) < abs(Fraction(float(next_one))), (code, value)
+            assert right == 0 or (right < 0) == bool(np.signbit(value))
+    largest = f32([np.finfo("f4").max])
+    same(evaluate("add.rz.f32 %out, %a, %a;", largest, result="f4"), largest)
+    same(evaluate("add.rz.f32 %out, %a, %a;", f32([INF, -INF]), result="f4"), f32([INF, -INF]))
+
+
+def test_sizes_with_the_sign_of_a_product():
+    a, b = f32([1, -2, 3, -4, 0, NAN]), f32([2, 1, -1, -5, -1, -7])
+    same(evaluate("min.xorsign.abs.f32 %out, %a, %b;", a, b, result="f4"), f32([1, -1, -1, 4, -0.0, -7]))
+    same(evaluate("max.xorsign.abs.f32 %out, %a, %b;", a, b, result="f4")[:5], f32([2, -2, -3, 5, -1]))
 
 
 def test_set_of_halves():
@@ -1206,13 +1235,13 @@ def test_wgmma_from_registers():
     [
         "madc.hi.s32 %r1, %r2, %r3, %r4;",
         "add.cc.u16 %h1, %h2, %h3;",
-        "add.rz.f32 %r1, %r2, %r3;",
+        "add.rm.f32 %r1, %r2, %r3;",
         "add.f64 %r1, %r2, %r3;",
         "fma.rz.f64 %d1, %d2, %d3, %d4;",
         "fma.rp.f32 %r1, %r2, %r3, %r4;",
-        "min.xorsign.abs.f32 %r1, %r2, %r3;",
+        "min.xorsign.f32 %r1, %r2, %r3;",
         "max.f32 %r1, %r2, %r3, %r4;",
-        "cvt.rz.bf16.f32 %h1, %r2;",
+        "cvt.rp.bf16.f32 %h1, %r2;",
         "cvt.f32.s32 %r1, %r2;",
         "cvt.rn.e4m3x2.f32 %h1, %r1, %r2;",
         "cvt.rn.relu.f16x2.f32 %r1, %r1, %r2;",

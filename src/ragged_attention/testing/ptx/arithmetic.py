@@ -61,6 +61,9 @@ def add(s: Statement) -> list[str]:
         return carrying(s, t)
     s.expect(3)
     function = BINARY[s.head]
+    if t == Type("f", 4) and s.flag("rz"):
+        exact = {"add": "n.odd_sum({}, {})", "sub": "n.odd_sum({}, -{})", "mul": "np.float64({}) * np.float64({})"}
+        return floats(s, t, f"n.toward_zero({exact[s.head]})", (1, 2))
     if t.letter in "fh":
         s.take("rn")
     if t.letter == "h":
@@ -136,6 +139,8 @@ def product(s: Statement, addend: int | None) -> list[str]:
 def fma(s: Statement) -> list[str]:
     t = s.type()
     s.expect(4)
+    if t == Type("f", 4) and s.flag("rz"):
+        return floats(s, t, "n.toward_zero(n.odd_sum(np.float64({}) * np.float64({}), {}))", (1, 2, 3))
     s.need("rn")
     if t.letter == "h":
         return halves(s, t, "n.fma_wide", (1, 2, 3))
@@ -156,6 +161,9 @@ def smaller(s: Statement) -> list[str]:
             return s.assign(f"np.maximum(np.{longer}({', '.join(s.values((1, 2), 's', t.size))}), 0)", "s", t.size)
         return s.apply(f"np.{longer}", s.values((1, 2), t.letter, t.size), t.letter, t.size)
     function = f"n.{longer}_nan" if s.flag("NaN") else f"n.{longer}"
+    if t.letter == "f" and s.flag("xorsign"):
+        s.need("abs")
+        return floats(s, t, f"n.signed_by_both({function}(np.abs({{0}}), np.abs({{1}})), {{0}}, {{1}})", (1, 2))
     return halves(s, t, function, (1, 2)) if t.letter == "h" else floats(s, t, function + "({}, {})", (1, 2))
 
 

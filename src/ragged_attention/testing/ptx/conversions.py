@@ -76,13 +76,14 @@ def _to_float(s: Statement, to: Type, of: Type, value: str) -> list[str]:
         value = f"n.flush({value})"
     if to.letter == "h":
         # Compilers write `cvt.bf16.f16` without `.rn`, which can only mean the same.
-        if s.take("rn") is None and of.letter != "h":
+        down = "_down" if of == Type("f", 4) and s.take("rz") else ""
+        if not down and s.take("rn") is None and of.letter != "h":
             raise s.refused("no rounding")
         if of.letter in "us":
             if of.size == 8:
                 raise s.refused("a conversion between these")
             value = f"{value}.astype('f8')"
-        return s.assign(f"n.{to.half}_bits({value})", "u", to.size)
+        return s.assign(f"n.{to.half}_bits{down}({value})", "u", to.size)
     if of.letter in "us":
         s.need("rn")
         return s.assign(value, "f", to.size)
