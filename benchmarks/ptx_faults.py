@@ -177,7 +177,7 @@ class Judge:
                 self.reached |= outcome.lines
 
         reports: list[str] = []
-        emulator = ptx.Emulator(self.arch, seed=self.seed, lanes=8192, change=change)
+        emulator = ptx.Emulator(self.arch, schedule=self.seed, lanes=8192, change=change)
         found = self.launch(ptx_runner.launcher_of(emulator, notice=notice))
         return [torch_front.take_back(array) for array in found], reports
 

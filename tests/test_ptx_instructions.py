@@ -554,6 +554,78 @@ def test_8_bit_floats(kind, last):
     same(pair, {"e4m3": 0x3838, "e5m2": 0x3C3C}[kind])
 
 
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_pairs_of_halves_towards_zero(kind):
+    bits, value = numbers.BITS[kind], numbers.VALUES[kind]
+    x = np.concatenate([HALF_INPUTS, f32([1.0009, -1.0009, 65519, 1e-8, 1 / 3, -2 / 3, INF, -INF, np.nan])])
+    found = evaluate(f"cvt.rz.{kind}x2.f32 %out, %a, %b;", x, -x, result="u4")
+    same(evaluate(f"cvt.rz.{kind}.f32 %out, %a;", x, result="u2"), (found >> 16).astype(np.uint16))
+    for half, given in ((found >> 16, x), (found & 0xFFFF, -x)):
+        half = half.astype(np.uint16)
+        down, number = value(half), ~np.isnan(given)
+        above = value((half + 1).astype(np.uint16))
+        assert (np.abs(down[number]) <= np.abs(given[number])).all()
+        assert ((np.abs(above) > np.abs(given)) | np.isinf(given) | np.isnan(above))[number].all()
+        same(np.isnan(down), np.isnan(given))
+        with np.errstate(over="ignore"):
+            exact = value(bits(given)) == given
+        same(down[exact], given[exact])
+
+
+def test_float32_towards_zero():
+    """Held to sums and products of fractions, which are exact."""
+    rng = np.random.default_rng(0)
+    a, b, c = (f32(rng.standard_normal(64) * 2.0 ** rng.integers(-40, 40, 64)) for _ in range(3))
+    b[:8] = -a[:8] * f32(1 + 2.0**-20)  # sums that cancel
+    exact = [[Fraction(float(x)) for x in array] for array in (a, b, c)]
+    for code, wanted in (
+        ("add.rz.f32 %out, %a, %b;", [x + y for x, y, _ in zip(*exact, strict=True)]),
+        ("sub.rz.ftz.f32 %out, %a, %b;", [x - y for x, y, _ in zip(*exact, strict=True)]),
+        ("mul.rz.f32 %out, %a, %b;", [x * y for x, y, _ in zip(*exact, strict=True)]),
+        ("fma.rz.f32 %out, %a, %b, %c;", [x * y + z for x, y, z in zip(*exact, strict=True)]),
+    ):
+        found = evaluate(code, a, b, c, result="f4")
+        beyond = np.nextafter(found, np.copysign(f32([INF]), found))
+        for value, next_one, right in zip(found, beyond, wanted, strict=True):
+            assert abs(Fraction(float(value))) <= abs(right) < abs(Fraction(float(next_one))), (code, value)
+            assert right == 0 or (right < 0) == bool(np.signbit(value))
+    largest = f32([np.finfo("f4").max])
+    same(evaluate("add.rz.f32 %out, %a, %a;", largest, result="f4"), largest)
+    same(evaluate("add.rz.f32 %out, %a, %a;", f32([INF, -INF]), result="f4"), f32([INF, -INF]))
+
+
+def test_sizes_with_the_sign_of_a_product():
+    a, b = f32([1, -2, 3, -4, 0, NAN]), f32([2, 1, -1, -5, -1, -7])
+    same(evaluate("min.xorsign.abs.f32 %out, %a, %b;", a, b, result="f4"), f32([1, -1, -1, 4, -0.0, -7]))
+    same(evaluate("max.xorsign.abs.f32 %out, %a, %b;", a, b, result="f4")[:5], f32([2, -2, -3, 5, -1]))
+
+
+def test_set_of_halves():
+    a, b = (f16(x).view(np.uint32) for x in ([1, 2, NAN, 0], [1, 3, 1, NAN]))
+    for comparison, wanted in (
+        ("nan", [0, 0, 1, 1]),
+        ("eq", [1, 0, 0, 0]),
+        ("lt", [0, 1, 0, 0]),
+        ("neu", [0, 1, 1, 1]),
+    ):
+        found = evaluate(f"set.{comparison}.f16x2.f16x2 %out, %a, %b;", a, b, result="u4")
+        same(found.view(np.float16), f16(wanted))
+
+
+def test_inline_assembly_has_the_line_that_it_stands_at():
+    body = """
+        .loc 1 7 3
+        // begin inline asm
+        .loc 1 7 3
+        mov.b32 %r1, 0;
+        .loc 1 8 3
+        trap;
+        // end inline asm
+    """
+    with pytest.raises(Fault, match=r"\(kernel.py:7\): a trap"):
+        run_text(kernel_text(body, [], 32) + '\n.file 1 "kernel.py"\n', {})
+
+
 def test_tf32():
     x = f32([1 + 2.0**-11, 1 + 3 * 2.0**-11, -(1 + 2.0**-11), 1 / 3, INF])
     away, even = (numbers.tf32_value(evaluate(f"cvt.{m}.tf32.f32 %out, %a;", x, result="u4")) for m in ("rna", "rn"))
@@ -1163,13 +1235,13 @@ def test_wgmma_from_registers():
     [
         "madc.hi.s32 %r1, %r2, %r3, %r4;",
         "add.cc.u16 %h1, %h2, %h3;",
-        "add.rz.f32 %r1, %r2, %r3;",
+        "add.rm.f32 %r1, %r2, %r3;",
         "add.f64 %r1, %r2, %r3;",
         "fma.rz.f64 %d1, %d2, %d3, %d4;",
         "fma.rp.f32 %r1, %r2, %r3, %r4;",
-        "min.xorsign.abs.f32 %r1, %r2, %r3;",
+        "min.xorsign.f32 %r1, %r2, %r3;",
         "max.f32 %r1, %r2, %r3, %r4;",
-        "cvt.rz.bf16.f32 %h1, %r2;",
+        "cvt.rp.bf16.f32 %h1, %r2;",
         "cvt.f32.s32 %r1, %r2;",
         "cvt.rn.e4m3x2.f32 %h1, %r1, %r2;",
         "cvt.rn.relu.f16x2.f32 %r1, %r1, %r2;",
@@ -1285,7 +1357,7 @@ def test_parameters_by_addresses():
     assert not run_text(kernel_text(body, ["out"], 32, ["map"]), {"out": out}, maps=maps).reports
     same(out, [8, 9, 0, 1])
     for place in ("[%d1+128]", "[%d1+-80]", "[%d1+42]"):
-        with pytest.raises(Fault, match="read of 8 bytes outside parameters, or unaligned"):
+        with pytest.raises(Fault, match=r"an access of 8 bytes (outside|unaligned in) parameters"):
             run_text(kernel_text(body.replace("[%d1+40]", place), ["out"], 32, ["map"]), {"out": out}, maps=maps)
 
 

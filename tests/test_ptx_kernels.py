@@ -115,9 +115,9 @@ def product(arch: str, specialised: bool = False, change: Any = None, seed: int 
         name: descriptors.TensorDescriptor.from_tensor(tensor, box) for name, (tensor, box) in tiles.items()
     }
     arguments |= {"K": 200, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "SPECIALISED": specialised}
-    emulator = ptx.Emulator(arch, seed=seed, change=change)
+    emulator = ptx.Emulator(arch, schedule=seed, change=change)
     emulator.forget(arguments["c"])
-    outcome = emulator.run(tiled_product_kernel, (2, 3), arguments, num_warps=4, num_stages=3)
+    outcome = emulator.run(tiled_product_kernel, (2, 3), **arguments, num_warps=4, num_stages=3)
     return outcome, c, a.float() @ b.float().T
 
 
@@ -152,7 +152,7 @@ def attention_by_descriptors_made_on_the_device(arch: str) -> None:
     out = torch.empty_like(q)
     blocks = {"HEAD": head, "BLOCK_M": 64, "BLOCK_N": 32}
     arguments = {"q": q, "k": k, "v": v, "out": out, "count": count, "scale": 0.125, **blocks}
-    outcome = ptx.run(attention_kernel, (3,), arguments, arch=arch, seed=1, unwritten=["out"])
+    outcome = ptx.run(attention_kernel, (3,), **arguments, arch=arch, schedule=1, unwritten=[out])
     scores = (q.float() @ k.float().T * 0.125).masked_fill(torch.ones(count, count).triu(1).bool(), float("-inf"))
     torch.testing.assert_close(out.float(), scores.softmax(1) @ v.float(), atol=4e-3, rtol=4e-3)
     if arch == "sm_90":
@@ -165,7 +165,7 @@ def turns_by_a_lock(arch: str) -> None:
     for seed, barrier in ((None, True), (1, True), (None, False)):
         total = torch.zeros(512)
         arguments = {"x": x, "total": total, "lock": lock, "WIDTH": 512, "BARRIER": barrier}
-        ptx.run(take_turns_kernel, (40,), arguments, arch=arch, seed=seed)
+        ptx.run(take_turns_kernel, (40,), **arguments, arch=arch, schedule=seed)
         torch.testing.assert_close(total, x.sum(0), atol=1e-4, rtol=1e-4)
         assert lock.item() == 0
 
@@ -177,13 +177,13 @@ def lines_of_ones_own(arch: str) -> None:
     sums = begin + next(n for n, line in enumerate(source) if "tl.sum(" in line)
     x, out = torch.randn(1000), torch.empty(1)
     arguments = {"x": x, "out": out, "count": 1000, "BLOCK": 256, "num_stages": 3}
-    ptx.run(sum_kernel, (1,), arguments, arch=arch, unwritten=["out"], num_stages=3)
+    ptx.run(sum_kernel, (1,), **arguments, arch=arch, unwritten=[out])
     torch.testing.assert_close(out[0], x.sum(), atol=1e-3, rtol=1e-3)
-    outcome = ptx.run(sum_kernel, (1,), arguments, arch=arch, unwritten=["x"], strict=False)
+    outcome = ptx.run(sum_kernel, (1,), **arguments, arch=arch, unwritten=[x], strict=False)
     (report,) = {one.source or "" for one in outcome.reports.values()}
     assert re.fullmatch(rf"\S*test_ptx_kernels.py:{loads} > \S*test_ptx_kernels.py:\d+", report), report
     emulator = ptx.Emulator(arch, change=lambda name, text: re.sub(r"bar\.sync\s+0;", "", text))
-    sources = [one.source or "" for one in emulator.run(sum_kernel, (1,), arguments).reports.values()]
+    sources = [one.source or "" for one in emulator.run(sum_kernel, (1,), **arguments).reports.values()]
     assert any(re.fullmatch(rf"\S*test_ptx_kernels.py:{sums} > \S*standard.py:\d+", one) for one in sources)
 
 

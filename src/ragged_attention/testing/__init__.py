@@ -18,29 +18,15 @@ on a backend. The parts, for tests of one's own:
 Hypothesis strategies.
 """
 
-from importlib.util import find_spec
+import importlib
+from typing import TYPE_CHECKING, Any
 
-if missing := [name for name in ("hypothesis", "pytest") if find_spec(name) is None]:
-    raise ImportError(
-        f"ragged_attention.testing needs {' and '.join(missing)}: install the extra, ragged-attention[testing]"
-    )
+if TYPE_CHECKING:
+    from ragged_attention.testing.names import *  # noqa: F403
 
-from ragged_attention.testing.compare import agrees as agrees
-from ragged_attention.testing.guarded import guarded as guarded
-from ragged_attention.testing.heads_first.specs import ChunkSpec as ChunkSpec
-from ragged_attention.testing.heads_first.specs import PagedSpec as PagedSpec
-from ragged_attention.testing.heads_first.suite import HEADS_FIRST_LAWS as HEADS_FIRST_LAWS
-from ragged_attention.testing.mla.laws import MLA_LAWS as MLA_LAWS
-from ragged_attention.testing.mla.specs import DecodeSpec as DecodeSpec
-from ragged_attention.testing.mla.specs import PrefillSpec as PrefillSpec
-from ragged_attention.testing.paged.corners import CORNERS as CORNERS
-from ragged_attention.testing.paged.laws import LAWS as LAWS
-from ragged_attention.testing.paged.specs import Batch as Batch
-from ragged_attention.testing.paged.specs import MergeBatch as MergeBatch
-from ragged_attention.testing.paged.specs import Spec as Spec
-from ragged_attention.testing.paged.specs import WriteBatch as WriteBatch
-from ragged_attention.testing.runner import runner_for as runner_for
-from ragged_attention.testing.varlen.gradients import GradientSpec as GradientSpec
-from ragged_attention.testing.varlen.laws import SPARSE_GRADIENT_LAWS as SPARSE_GRADIENT_LAWS
-from ragged_attention.testing.varlen.laws import VARLEN_LAWS as VARLEN_LAWS
-from ragged_attention.testing.varlen.specs import VarlenSpec as VarlenSpec
+
+def __getattr__(name: str) -> Any:
+    """Load what a name stands for: later than this package, because `ptx` needs none of it and stands alone."""
+    if name.startswith("__") or name == "ptx":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.names"), name)

@@ -19,7 +19,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -28,7 +28,7 @@ from ragged_attention.calls.base import shared_memory_of
 from ragged_attention.host.interpreting import interpreting
 from ragged_attention.kernels_cuda import _latent, _native
 from ragged_attention.kernels_cuda._build import compile, toolchain
-from ragged_attention.testing import apart, environment
+from ragged_attention.testing import apart, environment, ptx
 from ragged_attention.testing.drawing import examples_of
 from ragged_attention.testing.environment import PTX
 from ragged_attention.testing.ptx import Emulator, Hazard, launcher, machine, recorded
@@ -39,8 +39,9 @@ from ragged_attention.testing.verdicts import Verdict
 MODULE = "ragged_attention.testing.ptx_runner"
 BACKENDS = {"triton": FRAMEWORKS, "cuda": ("torch",)}  # and the front ends from which each is called
 MULTIPROCESSORS = 4  # few, so that small batches are split as large ones are on a real device
-# In jax's account of an error: what was found, without the traces around it.
-FOUND = re.compile(r"(?:Hazard: |(?=(?:Fault|Unknown): )).*?(?=^-{10}|\Z)", re.DOTALL | re.MULTILINE)
+# In jax's account of an error: the emulator's message, without the traces around it.
+ERRORS = [name for name, one in vars(ptx).items() if isinstance(one, type) and issubclass(one, Exception)]
+MESSAGE = re.compile(rf"\b(?:{'|'.join(ERRORS)}): .*?(?=^-{{10}}|\Z)", re.DOTALL | re.MULTILINE)
 SCHEDULES = (None, 1)  # the seeds of the orders in which warps run; None: in turn
 TIMEOUT = 600.0
 SLOWER = 100  # so many times fewer batches are drawn than elsewhere, unless a number is asked for: each is compiled
@@ -89,7 +90,7 @@ def _torch_launcher() -> Any:
                 arguments.pop("launch_pdl", None)  # here one kernel ends before the next begins
                 options = {name: arguments.pop(name, default) for name, default in front.OPTIONS.items()}
                 operands = map(front.to_bits, (*inputs, *new))
-                _run(self.emulator, self.notice, kernel, grid, operands, arguments, options)
+                _run(self.emulator, self.notice, kernel, grid, operands, arguments | options)
             return new
 
         def _enqueue(self, function: Any, record: Any, arrays: Any) -> int:
@@ -135,7 +136,7 @@ def _jax_launcher() -> Any:
                     self.emulator.forget(array)
                 results += [held[index] for index in inplace]
                 with interpreting():  # XLA may run callbacks that need nothing of each other side by side
-                    _run(self.emulator, self.notice, kernel, grid, [*held, *results], arguments, options)
+                    _run(self.emulator, self.notice, kernel, grid, [*held, *results], arguments | options)
                 return results
 
             return list(jax.pure_callback(host, [*new, *given], *inputs, vmap_method="sequential"))
@@ -145,17 +146,14 @@ def _jax_launcher() -> Any:
 
 def expect_no_fault(name: str, outcome: machine.Outcome, *, tolerated: Collection[str] = ()) -> None:
     """Raise `Hazard` if anything was reported of the kernel of this name but what contains a text that is tolerated."""
-    reports = {
-        key: report for key, report in outcome.reports.items() if not any(text in report.text for text in tolerated)
-    }
-    launcher.expect_none(name, dataclasses.replace(outcome, reports=reports))
+    reports = outcome.reports.values()
+    launcher.expect_none(name, [one for one in reports if not any(text in one.text for text in tolerated)])
 
 
 def _run(
-    emulator: Emulator, notice: Notice, kernel: Any, grid: Any, operands: Iterable[Any], arguments: Any, options: Any
+    emulator: Emulator, notice: Notice, kernel: Any, grid: Any, operands: Iterable[Any], named: Mapping[str, Any]
 ) -> None:
-    named = dict(zip((parameter.name for parameter in kernel.params), operands, strict=False))
-    notice(kernel.__name__, emulator.run(kernel, grid, named | arguments, **options))
+    notice(kernel.__name__, emulator.run(kernel, grid, *operands, **named))
 
 
 def launcher_of(emulator: Emulator, framework: str = "torch", notice: Notice = expect_no_fault) -> Any:
@@ -181,7 +179,7 @@ class CompiledRunner(Runner):
     @functools.cached_property
     def emulator(self) -> Emulator:
         """What has run all launches of this runner."""
-        return Emulator(self.arch, seed=self.seed)
+        return Emulator(self.arch, schedule=self.seed)
 
     @functools.cached_property
     def tolerated(self) -> set[str]:
@@ -205,7 +203,7 @@ class CompiledRunner(Runner):
         except (machine.Fault, machine.Unknown) as error:
             raise Hazard("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])) from error
         except RuntimeError as error:  # of jax, with all that a callback raised as text
-            if (found := FOUND.search(str(error))) is None:
+            if (found := MESSAGE.search(str(error))) is None:
                 raise
             raise Hazard(found[0].removeprefix("Hazard: ").strip()) from error
 

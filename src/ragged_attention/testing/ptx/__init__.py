@@ -1,12 +1,46 @@
-"""Compiled Triton kernels on a CPU: each launch is compiled for an NVIDIA GPU, and its PTX runs in NumPy, watched.
+"""Runs GPU kernels on a CPU as they are compiled: Triton's or others' PTX, executed in NumPy and watched.
 
     from ragged_attention.testing import ptx
-    ptx.run(kernel, (8,), {"x_ptr": x, "out_ptr": out, "n": 1000, "BLOCK": 128}, arch="sm_90")
+    ptx.run(kernel, (8,), x, out, 1000, BLOCK=128, num_warps=4, arch="sm_90")
 
-`parsing`, `machine` and `memory` run PTX; `launcher` compiles, and brings arrays there and back.
+`run` compiles and runs a `@triton.jit` kernel, `compile` returns its PTX, and `run_text` runs PTX of other compilers.
+Both runs change arrays in place, and raise if the kernel is wrong: `Hazard` (`Race`, `Uninitialised`), `Fault`
+(`OutOfBounds`, `Misaligned`, `Deadlock`, `Diverged`) or `Unknown`. `Emulator` runs several launches on the same arrays,
+or PTX that a function changes first. This package needs NumPy alone, and Triton once `run` or `compile` is called.
 """
 
-from ragged_attention.testing.ptx.launcher import ARCHITECTURES, Emulator, Hazard, run
-from ragged_attention.testing.ptx.machine import Fault, Outcome, Unknown
+from ragged_attention.testing.ptx.errors import (
+    Deadlock,
+    Diverged,
+    Fault,
+    Hazard,
+    Misaligned,
+    OutOfBounds,
+    Race,
+    Report,
+    Rounding,
+    Uninitialised,
+    Unknown,
+)
+from ragged_attention.testing.ptx.launcher import ARCHITECTURES, Emulator, compile, run, run_text
+from ragged_attention.testing.ptx.machine import Outcome
 
-__all__ = ["ARCHITECTURES", "Emulator", "Fault", "Hazard", "Outcome", "Unknown", "run"]
+__all__ = [
+    "ARCHITECTURES",
+    "Deadlock",
+    "Diverged",
+    "Emulator",
+    "Fault",
+    "Hazard",
+    "Misaligned",
+    "OutOfBounds",
+    "Outcome",
+    "Race",
+    "Report",
+    "Rounding",
+    "Uninitialised",
+    "Unknown",
+    "compile",
+    "run",
+    "run_text",
+]

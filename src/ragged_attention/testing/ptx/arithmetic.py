@@ -61,6 +61,9 @@ def add(s: Statement) -> list[str]:
         return carrying(s, t)
     s.expect(3)
     function = BINARY[s.head]
+    if t == Type("f", 4) and s.flag("rz"):
+        exact = {"add": "n.odd_sum({}, {})", "sub": "n.odd_sum({}, -{})", "mul": "np.float64({}) * np.float64({})"}
+        return floats(s, t, f"n.toward_zero({exact[s.head]})", (1, 2))
     if t.letter in "fh":
         s.take("rn")
     if t.letter == "h":
@@ -136,6 +139,8 @@ def product(s: Statement, addend: int | None) -> list[str]:
 def fma(s: Statement) -> list[str]:
     t = s.type()
     s.expect(4)
+    if t == Type("f", 4) and s.flag("rz"):
+        return floats(s, t, "n.toward_zero(n.odd_sum(np.float64({}) * np.float64({}), {}))", (1, 2, 3))
     s.need("rn")
     if t.letter == "h":
         return halves(s, t, "n.fma_wide", (1, 2, 3))
@@ -156,6 +161,9 @@ def smaller(s: Statement) -> list[str]:
             return s.assign(f"np.maximum(np.{longer}({', '.join(s.values((1, 2), 's', t.size))}), 0)", "s", t.size)
         return s.apply(f"np.{longer}", s.values((1, 2), t.letter, t.size), t.letter, t.size)
     function = f"n.{longer}_nan" if s.flag("NaN") else f"n.{longer}"
+    if t.letter == "f" and s.flag("xorsign"):
+        s.need("abs")
+        return floats(s, t, f"n.signed_by_both({function}(np.abs({{0}}), np.abs({{1}})), {{0}}, {{1}})", (1, 2))
     return halves(s, t, function, (1, 2)) if t.letter == "h" else floats(s, t, function + "({}, {})", (1, 2))
 
 
@@ -285,6 +293,15 @@ def compare(s: Statement) -> list[str]:
     return lines
 
 
+def set_halves(s: Statement) -> list[str]:
+    """set: 1.0 where a comparison of 16-bit floats holds, else 0.0."""
+    t, comparison = s.type(), s.modifiers.pop(0)
+    s.expect(3)
+    if t.letter != "h" or s.type() != t:
+        raise s.refused("other than 16-bit floats that give such")
+    return halves(s, t, f"lambda a, b: ({_of_floats(s, comparison, 'a', 'b')}).astype('f8')", (1, 2))
+
+
 def _comparison(s: Statement, t: Type, name: str) -> str:
     if t.letter not in "fh":
         name = UNSIGNED.get(name, name) if t.letter == "u" else name
@@ -299,6 +316,10 @@ def _comparison(s: Statement, t: Type, name: str) -> str:
         a, b = s.values((1, 2), "f", t.size)
         if s.flag("ftz"):
             a, b = f"n.flush({a})", f"n.flush({b})"
+    return _of_floats(s, name, a, b)
+
+
+def _of_floats(s: Statement, name: str, a: str, b: str) -> str:
     if name in ("num", "nan"):
         return f"np.logical_not(n.either_nan({a}, {b}))" if name == "num" else f"n.either_nan({a}, {b})"
     ordered = name if name in COMPARISONS else name.removesuffix("u")
@@ -351,5 +372,5 @@ HANDLERS: Mapping[str, Handler] = {
     "abs": sign, "div": divide, "rem": divide,
     **dict.fromkeys(APPROXIMATE, function), **dict.fromkeys(BITWISE, bitwise),
     "shl": shift, "shr": shift, "shf": funnel_shift, "bfe": bfe, "bfi": bfi, "lop3": lop3, "prmt": prmt, "popc": count,
-    "clz": count, "brev": count, "copysign": copysign, "setp": compare, "selp": select, "mov": move,
+    "clz": count, "brev": count, "copysign": copysign, "setp": compare, "set": set_halves, "selp": select, "mov": move,
 }  # fmt: skip

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragged_attention.testing.ptx.copies import Operation, Queue
-from ragged_attention.testing.ptx.errors import Unknown
+from ragged_attention.testing.ptx.errors import Hazard, Misaligned, OutOfBounds, Unknown
 from ragged_attention.testing.ptx.lanes import Indices, Lanes, Mask
 from ragged_attention.testing.ptx.mbarriers import Mbarriers
 from ragged_attention.testing.ptx.memory import GlobalAccess, Memory
@@ -61,7 +61,7 @@ class Bulk(Queue[Store]):
         where = _number(address, lane)
         begin = where - PARAM_WINDOW - PARAM_BASE
         if where % 64:
-            raise self.reporter.fault(line, "a tensor map that is not aligned to 64 bytes")
+            raise self.lanes.fault(line, lane, "a tensor map that is not aligned to 64 bytes", Misaligned)
         if 0 <= begin <= self.params.size - MAP:
             data = self.params[begin : begin + MAP]
         else:
@@ -72,7 +72,7 @@ class Bulk(Queue[Store]):
         except Unknown as error:
             raise Unknown(f"line {line}: {error}") from error
         if wrong:
-            raise self.reporter.fault(line, f"a tensor map that is not lawful: {wrong}")
+            raise self.lanes.fault(line, lane, f"a tensor map that is not lawful: {wrong}")
         return found
 
     def _map_in_memory(self, lane: int, where: int, line: int) -> NDArray[np.uint8]:
@@ -81,7 +81,7 @@ class Bulk(Queue[Store]):
         place = int(index[0])
         written = self.memory.memory.writer.cta[place : place + MAP].any()
         if written and (int(self.lanes.cta[lane]), place) not in self.acquired:
-            self.reporter.say(line, "uses a tensor map without a proxy fence after it was written")
+            self.lanes.say(line, lane, "uses a tensor map without a proxy fence after it was written")
         return self.memory.read(lanes, index, PIECE, line).ravel()
 
     def replace_field(self, address: Place, field: str, ordinal: int, value: Any, mask: Mask, line: int) -> None:
@@ -89,7 +89,8 @@ class Bulk(Queue[Store]):
         dtype, begin = LAYOUT.fields[field][:2]  # type: ignore[index]
         base, count = dtype.base, int(np.prod(dtype.shape, dtype=int))
         if not 0 <= ordinal < count:
-            raise self.reporter.fault(line, f"a tensor map has no {field} {ordinal}")
+            lane = int(self.lanes.active(mask)[0])
+            raise self.lanes.fault(line, lane, f"a tensor map has no {field} {ordinal}")
         given = np.asarray(value).astype(base)
         register, offset = address
         self.shared.store((given,), register, offset + begin + ordinal * base.itemsize, base.itemsize, mask, line)
@@ -116,7 +117,7 @@ class Bulk(Queue[Store]):
         byte = _number(address, lane) - SHARED_BASE
         if byte % alignment:
             text = f"shared byte {byte} is not aligned to {alignment}, as this copy asks for"
-            raise self.reporter.fault(line, text)
+            raise self.lanes.fault(line, lane, text, Misaligned)
         return byte + int(self.lanes.cta[lane]) * self.shared.stride
 
     def _inside(self, lane: int, places: NDArray[np.int64], piece: int, line: int) -> NDArray[np.int64]:
@@ -124,7 +125,7 @@ class Bulk(Queue[Store]):
         begin = int(self.lanes.cta[lane]) * self.shared.stride
         if places.min() < begin or places.max() + piece > begin + self.shared.size:
             span = f"bytes {places.min() - begin} to {places.max() + piece - begin} of {self.shared.size}"
-            raise self.reporter.fault(line, f"a bulk copy outside shared memory: {span}")
+            raise self.lanes.fault(line, lane, f"a bulk copy outside shared memory: {span}", OutOfBounds)
         return places[:, None] + np.arange(piece)
 
     def load_tile(
@@ -155,10 +156,11 @@ class Bulk(Queue[Store]):
         shared, who = self.shared, np.array([lane])
         barrier = self.mbarriers.at(lane, *mbarrier, line)
         cells = np.unique(places // shared.cell)
-        shared.hazard(line, cells, shared.pending[cells], "copies to where another copy is in flight")
+        shared.hazard(line, who, cells, shared.pending[cells], "copies to where another copy is in flight")
         warp = int(self.lanes.warp[lane])
         unfenced: Any = shared.written_at[cells] > shared.clocks.fenced[warp, shared.written_by[cells]]
-        shared.hazard(line, cells, unfenced, "a bulk copy overwrites what was written without a proxy fence after it")
+        text = "a bulk copy overwrites what was written without a proxy fence after it"
+        shared.hazard(line, who, cells, unfenced, text)
         shared.note_write(cells[None, :], who, line, np.zeros((1, len(cells)), bool))
         shared.bytes[places] = 0xFF
         shared.pending[cells] = True
@@ -256,7 +258,7 @@ class Bulk(Queue[Store]):
         for operation in self.flight:
             if not operation.free:
                 text = "the kernel ends before the reading of this bulk copy was waited for"
-                self.reporter.say(operation.line, text)
+                self.lanes.say(operation.line, operation.lanes[0], text, kind=Hazard)
             operation.write()
 
     # ---- operands
@@ -264,13 +266,13 @@ class Bulk(Queue[Store]):
     def _corner(self, found: TensorMap, corner: Sequence[Any], lane: int, line: int) -> list[int]:
         if len(corner) != len(found.dims):
             text = f"a tile at {len(corner)} coordinates of a tensor of {len(found.dims)} dimensions"
-            raise self.reporter.fault(line, text)
+            raise self.lanes.fault(line, lane, text)
         return [int(self.lanes.spread(one)[lane]) for one in corner]
 
     def _pieces(self, lane: int, size: Any, line: int) -> tuple[NDArray[np.int64], Indices]:
         count = int(self.lanes.spread(size)[lane])
         if count % PIECE or not count:
-            raise self.reporter.fault(line, f"a bulk copy of {count} bytes, no multiple of {PIECE}")
+            raise self.lanes.fault(line, lane, f"a bulk copy of {count} bytes, no multiple of {PIECE}", Misaligned)
         pieces = np.arange(0, count, PIECE)
         return pieces, np.full(len(pieces), lane)
 

@@ -1,7 +1,7 @@
 """`cvt`: from one instruction to lines of Python.
 
-Floats are made by rounding to nearest even (tf32 also with ties away from zero); integers by any rounding, which
-saturates; 8-bit floats with `.satfinite`. Other modes and formats are not known.
+Floats are made by rounding to nearest even (tf32 also with ties away from zero, pairs of 16-bit floats also towards
+zero); integers by any rounding, which saturates; 8-bit floats with `.satfinite`. Other modes and formats are not known.
 """
 
 from ragged_attention.testing.ptx.numbers import WHOLE
@@ -22,8 +22,8 @@ def convert(s: Statement) -> list[str]:
         ties = {"rna": "away", "rn": "even"}[s.need("rna", "rn")]
         return s.assign(f"n.tf32_bits({s.value(1, 'f', 4)}, '{ties}')", "u", 4)
     if target in ("bf16x2", "f16x2") and source == "f32":
-        s.need("rn")
-        return s.assign(f"n.pack({s.value(1, 'f', 4)}, {s.value(2, 'f', 4)}, '{target[:-2]}')", "u", 4)
+        kind = target[:-2] if s.need("rn", "rz") == "rn" else f"{target[:-2]}_down"
+        return s.assign(f"n.pack({s.value(1, 'f', 4)}, {s.value(2, 'f', 4)}, '{kind}')", "u", 4)
     to, of = type_of(target), type_of(source)
     if to is None or of is None or "p" in to.letter + of.letter or "x2" in target + source:
         raise s.refused("a conversion between these")
@@ -76,13 +76,14 @@ def _to_float(s: Statement, to: Type, of: Type, value: str) -> list[str]:
         value = f"n.flush({value})"
     if to.letter == "h":
         # Compilers write `cvt.bf16.f16` without `.rn`, which can only mean the same.
-        if s.take("rn") is None and of.letter != "h":
+        down = "_down" if of == Type("f", 4) and s.take("rz") else ""
+        if not down and s.take("rn") is None and of.letter != "h":
             raise s.refused("no rounding")
         if of.letter in "us":
             if of.size == 8:
                 raise s.refused("a conversion between these")
             value = f"{value}.astype('f8')"
-        return s.assign(f"n.{to.half}_bits({value})", "u", to.size)
+        return s.assign(f"n.{to.half}_bits{down}({value})", "u", to.size)
     if of.letter in "us":
         s.need("rn")
         return s.assign(value, "f", to.size)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragged_attention.testing.ptx.clocks import NOTHING, Knowledge, joined
+from ragged_attention.testing.ptx.errors import Hazard, Misaligned
 from ragged_attention.testing.ptx.lanes import Indices, Lanes, Mask
 from ragged_attention.testing.ptx.mbarriers import Mbarriers
 from ragged_attention.testing.ptx.memory import GlobalAccess
@@ -40,7 +41,7 @@ class Queue(Generic[Kind]):
     what = "operation"
 
     def __init__(self, lanes: Lanes) -> None:
-        self.lanes, self.reporter = lanes, lanes.reporter
+        self.lanes = lanes
         self.flight: list[Kind] = []
         self.committed = np.zeros(lanes.count, np.int64)
 
@@ -76,7 +77,8 @@ class Queue(Generic[Kind]):
     def end(self) -> None:
         """The kernel is over."""
         for operation in self.flight:
-            self.reporter.say(operation.line, f"the kernel ends before this {self.what} was waited for")
+            text = f"the kernel ends before this {self.what} was waited for"
+            self.lanes.say(operation.line, operation.lanes[0], text, kind=Hazard)
 
 
 @dataclasses.dataclass
@@ -128,7 +130,7 @@ class Copies(Queue[Copy]):
         index = self.shared.place(lanes, target, target_offset, size, line)
         count = np.full(len(lanes), size) if given is None else self.lanes.spread(given)[lanes].astype(np.int64)
         if (count > size).any():
-            raise self.reporter.fault(line, f"a copy of {count.max()} bytes to {size}")
+            raise self.lanes.fault(line, lanes[count.argmax()], f"a copy of {count.max()} bytes to {size}")
         data = np.zeros((len(lanes), size), np.uint8)
         for length in np.unique(count[count > 0]):
             some = count == length
@@ -145,10 +147,9 @@ class Copies(Queue[Copy]):
         """The first `length` bytes from an address aligned to `size`, by accesses of a power of two."""
         unit = length & -length
         base = self.memory.place(lanes, source, offset, unit, line, "copy")
-        if (base % size).any():
-            raise self.reporter.fault(
-                line, f"copy of {size} bytes unaligned: {self.memory.memory.name_of(int(base[0]))}"
-            )
+        if (wrong := np.flatnonzero(base % size)).size:
+            where = self.memory.memory.name_of(int(base[wrong[0]]))
+            raise self.lanes.fault(line, lanes[int(wrong[0])], f"copy of {size} bytes unaligned: {where}", Misaligned)
         parts = []
         for begin in range(0, length, unit):
             index = self.memory.place(lanes, source, offset + begin, unit, line, "copy")
@@ -166,13 +167,14 @@ class Copies(Queue[Copy]):
             for other in self.flight:
                 coming[other.places] = other.data
             same = pending & shared.same(coming[places], data, cells)
-            shared.hazard(line, cells, pending & ~same, "copies to where another copy is in flight")
+            shared.hazard(line, lanes, cells, pending & ~same, "copies to where another copy is in flight")
         shared.note_write(cells, lanes, line, same)
 
     def arrive(self, operation: Copy) -> None:
         self.shared.bytes[operation.places] = operation.data
-        if (self.shared.bytes[operation.places] != operation.data).any():
-            self.reporter.say(operation.line, "two threads copy different values to one place of shared memory")
+        if (lost := (self.shared.bytes[operation.places] != operation.data).any(-1)).any():
+            text = "two threads copy different values to one place of shared memory"
+            self.lanes.say(operation.line, operation.lanes[lost][0], text)
         self.shared.pending[operation.cells] = False
         now, told = self.shared.clocks.now[self.lanes.warp[operation.lanes]], operation.told
         own = np.where(told > 0, told, now)

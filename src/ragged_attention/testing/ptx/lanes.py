@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ragged_attention.testing.ptx.errors import Reporter
+from ragged_attention.testing.ptx.errors import Diverged, Fault, Hazard, Race, Reporter
 
 Mask = Any  # which lanes take part: bools [lanes], or True for all
 Indices = NDArray[np.int64]
@@ -64,9 +64,18 @@ class Lanes:
             return np.arange(self.ctas * self.warps)
         table = mask.reshape(-1, WARP)
         some, every = table.any(1), table.all(1)
-        if (some != every).any():
-            raise self.reporter.fault(line, "part of a warp executes an aligned instruction")
+        if (part := table & (some != every)[:, None]).any():
+            lane = int(np.flatnonzero(part)[0])
+            raise self.fault(line, lane, "part of a warp executes an aligned instruction", Diverged)
         return np.flatnonzero(every)
 
     def describe(self, lane: int) -> str:
         return f"CTA {self.number[lane]} thread {lane % self.threads}"
+
+    def say(self, line: int, lane: int | None, text: str, details: str = "", kind: type[Hazard] = Race) -> None:
+        """Report what a lane was seen to do at a line of the PTX; without a lane, what no single thread does."""
+        self.reporter.say(line, text, details, None if lane is None else self.describe(int(lane)), kind)
+
+    def fault(self, line: int, lane: int | None, text: str, kind: type[Fault] = Fault) -> Fault:
+        """The fault to raise for what a lane does at a line of the PTX."""
+        return self.reporter.fault(line, text, None if lane is None else self.describe(int(lane)), kind)

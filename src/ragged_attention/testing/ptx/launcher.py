@@ -1,4 +1,4 @@
-"""Launches of Triton kernels without a GPU: each is compiled for an NVIDIA architecture, and its PTX is emulated.
+"""Launches without a GPU: a Triton kernel is compiled for an NVIDIA architecture, and its PTX is emulated.
 
 Triton itself decides what a launch is specialised for, by the very arguments. A stand-in for its driver names the
 architecture; compiling needs no GPU.
@@ -24,16 +24,14 @@ from numpy.typing import NDArray
 from ragged_attention.calls.base import shared_memory_of
 from ragged_attention.errors import InvalidInput, TooLarge
 from ragged_attention.testing.ptx import machine, memory, parsing
+from ragged_attention.testing.ptx.errors import Fault, Report, Rounding, Unknown
+from ragged_attention.testing.ptx.machine import Outcome
 from ragged_attention.testing.ptx.tensor_maps import TensorMap
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90")
 NOBODY_WROTE = 0xFF  # in each byte of what no kernel wrote yet: a NaN as a float of any format, -1 as an integer
 
 Grid = Sequence[int] | Callable[[Mapping[str, Any]], Sequence[int]]
-
-
-class Hazard(AssertionError):
-    """A compiled kernel does what is not right, or right only in some order of its threads."""
 
 
 def why_not(arch: str) -> str | None:
@@ -51,57 +49,133 @@ def why_not(arch: str) -> str | None:
 def run(
     kernel: Any,
     grid: Grid,
-    arguments: Mapping[str, Any],
-    *,
+    /,
+    *arguments: Any,
     arch: str = "sm_90",
-    num_warps: int = 4,
-    num_stages: int = 2,
-    seed: int | None = None,
-    unwritten: Sequence[str] = (),
+    schedule: int | None = None,
+    unwritten: Sequence[Any] = (),
     strict: bool = True,
-) -> machine.Outcome:
-    """Run a `@triton.jit` kernel as it is compiled for `arch`, on torch CPU tensors or NumPy arrays, in place.
+    **named: Any,
+) -> Outcome:
+    """Run `kernel[grid](*arguments, **named)` without a GPU: compile it for `arch`, and execute the PTX on the CPU.
 
-    `arguments` are the kernel's by name, constants included; a tensor may stand in one of Triton's `TensorDescriptor`.
-    `grid` is as Triton takes it, in programs. The contents of the arrays named in `unwritten` are forgotten first, so
-    that reading what the kernel has not written shows. Warps run in turn, or in an order that `seed` draws. Raises
-    `Hazard` with what was found, and `machine.Fault` for what cannot go on; without `strict` what was found is only in
-    the outcome's `reports`.
+    Args:
+        kernel: a function under `@triton.jit`, in a file, from which Triton reads its source. Of an autotuned kernel
+            give the function that it wraps, `kernel.fn`.
+        grid: one to three numbers of programs, or a function from the arguments to them, as Triton takes it.
+        arguments, named: the kernel's arguments by position or name, and Triton's options, such as `num_warps`,
+            `num_stages` and `maxnreg`. Arrays are NumPy arrays or torch tensors on the CPU, of any shape, strides and
+            dtype that Triton knows; views of larger arrays are allowed. The kernel writes them in place. Numbers,
+            tuples, `tl.constexpr` values and `TensorDescriptor` are passed as on a GPU.
+        arch: one of `ARCHITECTURES`.
+        schedule: None runs the warps in turn; a number is the seed of another order.
+        unwritten: those of the arrays whose contents the kernel must not read before it writes them. Their contents
+            are lost.
+        strict: whether a report raises `Hazard`, unless it is of the kind `Rounding`. Otherwise reports are only in the
+            outcome.
+
+    Returns:
+        The `Outcome`: reports, the number of instructions, and the opcodes that ran.
+
+    Raises:
+        Hazard: the run ended, but something was reported; `Race` and `Uninitialised` are its kinds.
+        Fault: the run could not go on; `OutOfBounds`, `Misaligned`, `Deadlock` and `Diverged` are its kinds.
+        Unknown: the PTX has an instruction that the emulator does not know.
+        ragged_attention.InvalidInput (a ValueError): another architecture, arrays that are not on the CPU, or arrays
+            that share memory and are not views of one array. Its kind `TooLarge` says that the kernel needs more shared
+            memory than the architecture has.
+        TypeError: `kernel` is not a kernel that Triton compiles, or the arguments are not those of the kernel.
     """
-    emulator = Emulator(arch, seed=seed)
-    for name in unwritten:
-        emulator.forget(arguments[name])
-    outcome = emulator.run(kernel, grid, arguments, num_warps=num_warps, num_stages=num_stages)
+    emulator = Emulator(arch, schedule=schedule)
+    _expect_jitted(kernel)
+    _forget(emulator, unwritten, (*arguments, *named.values()))
+    return _judged(kernel.__name__, emulator.run(kernel, grid, *arguments, **named), strict)
+
+
+def compile(kernel: Any, grid: Grid, /, *arguments: Any, arch: str = "sm_90", **named: Any) -> str:
+    """The PTX that `run` with these arguments would execute. The lines that reports and faults name are its lines."""
+    _expect_arch(arch)
+    _expect_jitted(kernel)
+    bound = Bound.of(kernel, arguments, named)
+    return compile_for(arch, kernel, bound.grid(grid), bound).text
+
+
+def run_text(
+    text: str,
+    grid: Sequence[int],
+    /,
+    *arguments: Any,
+    entry: str = "",
+    threads: int = 0,
+    shared: int = 0,
+    arch: str = "sm_90",
+    schedule: int | None = None,
+    unwritten: Sequence[Any] = (),
+    strict: bool = True,
+) -> Outcome:
+    """Run a kernel of a PTX text, such as `nvcc --ptx` writes, on the CPU.
+
+    Args:
+        text: a PTX module.
+        grid: one to three numbers of CTAs (blocks).
+        arguments: one for each parameter of the kernel: an array for a pointer, a number, or the bytes of a struct.
+        entry: the name of the kernel as it is in the PTX; by default the first.
+        threads: the number of threads in a CTA, which has one dimension: a multiple of 32. By default the number that
+            the PTX asks for (`.reqntid`).
+        shared: the number of bytes of dynamic shared memory in a CTA.
+        arch: the architecture that limits shared memory; the text is not compiled for it.
+        schedule, unwritten, strict: as for `run`.
+
+    Returns and raises what `run` does.
+    """
+    emulator = Emulator(arch, schedule=schedule)
+    _forget(emulator, unwritten, arguments)
+    program = parsing.parse(text, entry)
+    return _judged(program.name, emulator.run_text(program, grid, arguments, threads, shared), strict)
+
+
+def _forget(emulator: "Emulator", unwritten: Sequence[Any], arguments: Sequence[Any]) -> None:
+    every = [part for one in arguments for part in (one if isinstance(one, tuple) else (one,))]
+    for array in unwritten:
+        if not any(array is one for one in every):
+            raise InvalidInput(f"expected unwritten to hold arrays that are arguments, got {array!r}")
+        emulator.forget(array)
+
+
+def _judged(name: str, outcome: Outcome, strict: bool) -> Outcome:
     if strict:
-        expect_none(kernel.__name__, outcome)
+        expect_none(name, [report for report in outcome.reports.values() if report.kind is not Rounding])
     return outcome
 
 
-def expect_none(name: str, outcome: machine.Outcome) -> None:
-    """Raise `Hazard` if anything was reported of the kernel of this name."""
-    if outcome.reports:
-        lines = [
-            f"PTX line {report.line} ({report.source}): {report.text}, {report.count} times"
-            for report in outcome.reports.values()
-        ]
-        raise Hazard(f"expected nothing to report of {name}, got\n" + "\n".join(f"    {line}" for line in lines))
+def expect_none(name: str, reports: Sequence[Report]) -> None:
+    """Raise `Hazard`, or the kind of it that was reported first, if there are reports of the kernel of this name."""
+    if reports:
+        lines = "\n".join(f"    {report}" for report in reports)
+        raise reports[0].kind(f"expected nothing to report of {name}, got\n{lines}", reports)
 
 
 class Emulator:
-    """Compiles launches for one architecture and runs them; knows across launches which bytes were written."""
+    """Compiles launches for one architecture and runs them; knows across launches which bytes were written.
+
+    It never raises `Hazard`: what it sees is in the outcomes of its launches.
+    """
 
     def __init__(
         self,
         arch: str,
         *,
-        seed: int | None = None,
+        schedule: int | None = None,
         lanes: int = 2048,
         change: Callable[[str, str], str] | None = None,
     ) -> None:
-        """`lanes`: how many threads run side by side. `change(name, ptx)`: the PTX to run in place of a kernel's."""
-        if reason := why_not(arch):
-            raise InvalidInput(reason)
-        self.arch, self.seed, self.lanes, self.change = arch, seed, lanes, change
+        """Choose an architecture.
+
+        `lanes` is the number of threads that run side by side, and `change(name, ptx)` returns the PTX to run in place
+        of a kernel's; `schedule` is as for `run`.
+        """
+        _expect_arch(arch)
+        self.arch, self.schedule, self.lanes, self.change = arch, schedule, lanes, change
         self.launches: Counter[str] = Counter()  # by the full names of kernels
         self._written: dict[int, NDArray[np.bool_]] = {}  # by where memory begins, of which not all holds something
 
@@ -115,40 +189,64 @@ class Emulator:
             self._written[found.base] = self._written.get(found.base, True) & ~elements
             weakref.finalize(found.owner, self._written.pop, found.base, None)
 
-    def run(
-        self, kernel: Any, grid: Grid, arguments: Mapping[str, Any], *, num_warps: int = 4, num_stages: int = 2
-    ) -> machine.Outcome:
-        """Run a kernel; see the function `run`."""
+    def run(self, kernel: Any, grid: Grid, /, *arguments: Any, **named: Any) -> Outcome:
+        """Run a kernel with arguments by position or name, and with Triton's options; see the function `run`."""
         _expect_jitted(kernel)
-        given = {parameter.name: parameter.default for parameter in kernel.params if parameter.has_default}
-        given |= {name: _as_operand(value) for name, value in arguments.items()}
-        grid = grid(given) if callable(grid) else grid
-        compiled = compile_for(self.arch, kernel, grid, given, num_warps, num_stages)
-        if compiled.shared > shared_memory_of(self.arch):
-            raise TooLarge(
-                f"expected {compiled.name} to need at most {shared_memory_of(self.arch)} bytes of shared memory on "
-                f"{self.arch}, got {compiled.shared}"
-            )
+        bound = Bound.of(kernel, arguments, named)
+        grid = bound.grid(grid)
+        compiled = compile_for(self.arch, kernel, grid, bound)
         text = compiled.text if self.change is None else self.change(compiled.name, compiled.text)
         program = parsing.parse(text)
-        values = list(compiled.values(given))
+        values = list(compiled.values(bound.all))
         operands = ((name, value.operand if isinstance(value, Tiles) else value) for name, value in values)
         space, addresses = self.mapped([(name, value) for name, value in operands if isinstance(value, Operand)])
         flat = [value.within(addresses) if isinstance(value, Operand | Tiles) else value for _, value in values]
         flat += self._for_triton(space, math.prod(grid) * compiled.scratch)[: len(program.params) - len(flat)]
         numbers = {name: number(kind, value) for (name, kind), value in zip(program.params, flat, strict=True)}
-        threads = program.threads or 32 * num_warps
+        outcome = self._launch(program, space, numbers, grid, compiled.threads, compiled.shared)
+        self.launches[f"{kernel.__module__}.{kernel.__name__}"] += 1
+        return outcome
+
+    def run_text(
+        self, program: parsing.Kernel, grid: Sequence[int], arguments: Sequence[Any], threads: int, shared: int
+    ) -> Outcome:
+        """Run a kernel that was read from a text; see the function `run_text`."""
+        if len(arguments) != len(program.params):
+            raise TypeError(f"expected {len(program.params)} arguments of {program.name}, got {len(arguments)}")
+        values = [_as_operand(value) for value in arguments]
+        for (name, kind), value in zip(program.params, values, strict=True):
+            _expect_kind(name, kind, value)
+        pairs = list(zip((name for name, _ in program.params), values, strict=True))
+        space, addresses = self.mapped([(name, value) for name, value in pairs if isinstance(value, Operand)])
+        flat = [value.within(addresses) if isinstance(value, Operand) else value for value in values]
+        numbers = {name: number(kind, value) for (name, kind), value in zip(program.params, flat, strict=True)}
+        return self._launch(program, space, numbers, grid, threads, shared)
+
+    def _launch(
+        self,
+        program: parsing.Kernel,
+        space: memory.Memory,
+        numbers: Mapping[str, Any],
+        grid: Sequence[int],
+        threads: int,
+        shared: int,
+    ) -> Outcome:
+        """Run a kernel over memory that is not sealed yet, and copy what it wrote to the arrays."""
+        if (needed := program.shared + shared) > (most := shared_memory_of(self.arch)):
+            raise TooLarge(
+                f"expected {program.name} to need at most {most} bytes of shared memory on {self.arch}, got {needed}"
+            )
         space.add_variables(program.variables)
         space.seal()
         try:
             outcome = machine.launch(
-                program, space, numbers, tuple(grid), threads, compiled.shared, lanes=self.lanes, seed=self.seed
-            )
-        except (machine.Fault, machine.Unknown) as error:
-            error.add_note(f"in {compiled.name} as it is compiled for {self.arch}")
+                program, space, numbers, tuple(grid), program.threads or threads, shared, lanes=self.lanes,
+                seed=self.schedule,
+            )  # fmt: skip
+        except (Fault, Unknown) as error:
+            error.add_note(f"in {program.name} on {self.arch}")
             raise
         space.back()
-        self.launches[f"{kernel.__module__}.{kernel.__name__}"] += 1
         return outcome
 
     @staticmethod
@@ -205,6 +303,8 @@ class Operand:
             low, high = np.lib.array_utils.byte_bounds(whole)
             offset = array.ctypes.data - low
             return cls(array, name, array.shape, array.strides, array.itemsize, low, high - low, offset)
+        if not hasattr(array, "untyped_storage"):
+            raise TypeError(f"expected NumPy arrays or torch tensors, got {type(array).__name__}")
         if array.device.type != "cpu":
             raise InvalidInput(f"expected arrays on the CPU, got one on {array.device}")
         storage, size = array.untyped_storage(), array.element_size()
@@ -242,7 +342,7 @@ class Tiles:
     def of(cls, descriptor: Any, asked: Mapping[str, Any]) -> "Tiles":
         """The map that Triton's launcher would make of a descriptor, as the compiled kernel asks for it."""
         if asked["fp4_padded"] or asked.get("is_im2col") or descriptor.round_f32_to_tf32:
-            raise machine.Unknown("a tensor descriptor of 4-bit elements, for convolutions or that rounds to tf32")
+            raise Unknown("a tensor descriptor of 4-bit elements, for convolutions or that rounds to tf32")
         width = asked["elem_size"]
         found = TensorMap(
             address=0,
@@ -267,6 +367,7 @@ class Compiled:
     name: str
     text: str  # PTX
     shared: int  # bytes of a CTA
+    threads: int  # of a CTA, where the PTX does not say it
     signature: Mapping[str, Any]  # types by the names of parameters, "constexpr" where the value is compiled in
     maps: Sequence[Mapping[str, Any]]  # what each tensor map has to be, none where there are no such instructions
     scratch: int  # bytes of global memory that a program needs for itself
@@ -331,7 +432,9 @@ def _as_operand(value: Any) -> Any:
         held = copy.copy(value)
         held.base = Operand.of(value.base)
         return held
-    return Operand.of(value) if hasattr(value, "shape") and hasattr(value, "dtype") else value
+    if isinstance(value, np.generic) or not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        return value
+    return Operand.of(value)
 
 
 def _is_descriptor(value: Any) -> bool:
@@ -346,6 +449,11 @@ def _expect_apart(operands: Sequence[tuple[str, Operand]]) -> None:
             raise InvalidInput(f"expected arrays that share memory to be views of one, got {name} and {other}")
 
 
+def _expect_arch(arch: str) -> None:
+    if reason := why_not(arch):
+        raise InvalidInput(reason)
+
+
 def _expect_jitted(kernel: Any) -> None:
     jitted = importlib.import_module("triton").JITFunction
     if not isinstance(kernel, jitted):
@@ -354,20 +462,63 @@ def _expect_jitted(kernel: Any) -> None:
         raise TypeError(f"expected a kernel of triton.jit that Triton compiles, got {type(kernel).__name__}: {hint}")
 
 
-def compile_for(
-    arch: str, kernel: Any, grid: Sequence[int], given: Mapping[str, Any], num_warps: int, num_stages: int
-) -> Compiled:
-    """The kernel as a launch with these arguments would have it compiled."""
-    options = {"num_warps": num_warps, "num_stages": num_stages}  # which a kernel may take as parameters, too
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """The arguments and options of a launch as they were given, arrays as operands, and `all` by name with defaults."""
+
+    positional: Sequence[Any]
+    named: Mapping[str, Any]
+    all: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, kernel: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> "Bound":
+        """Bind arguments to the parameters of a kernel, as Python binds those of a function."""
+        names = [parameter.name for parameter in kernel.params]
+        if len(arguments) > len(names):
+            raise TypeError(f"expected at most {len(names)} arguments of {kernel.__name__}, got {len(arguments)}")
+        if twice := [name for name in names[: len(arguments)] if name in named]:
+            raise TypeError(f"expected each argument of {kernel.__name__} once, got {', '.join(twice)} twice")
+        positional, by_name = [*map(_as_operand, arguments)], {name: _as_operand(one) for name, one in named.items()}
+        defaults = {parameter.name: parameter.default for parameter in kernel.params if parameter.has_default}
+        return cls(positional, by_name, defaults | dict(zip(names, positional, strict=False)) | by_name)
+
+    def grid(self, grid: Grid) -> Sequence[int]:
+        """The numbers of programs, which may depend on the arguments."""
+        return grid(self.all) if callable(grid) else grid
+
+
+def _expect_kind(name: str, kind: str, value: Any) -> None:
+    """Raise if a value cannot be a parameter of a PTX type."""
+    size = parsing.size_of(kind)
+    if "[" in kind:
+        fits, expected = isinstance(value, bytes) and len(value) == size, f"{size} bytes"
+    elif isinstance(value, Operand):
+        fits, expected = size == 8 and kind[0] != "f", "a number"
+    else:
+        wanted = (int, np.integer, float, np.floating) if kind[0] in "fb" else (int, np.integer)
+        fits, expected = (
+            isinstance(value, wanted),
+            "an array or an integer" if size == 8 else f"a number of type {kind}",
+        )
+    if not fits:
+        got = f"an array of {value.dtype}" if isinstance(value, Operand) else repr(value)
+        raise TypeError(f"expected {expected} for the parameter {name}, got {got}")
+
+
+def compile_for(arch: str, kernel: Any, grid: Sequence[int], bound: Bound) -> Compiled:
+    """The kernel as Triton compiles it for a launch with these arguments and options."""
     with _driving(arch):
-        compiled = kernel.warmup(grid=tuple(grid), **{**options, **given})
+        compiled = kernel.warmup(*bound.positional, grid=tuple(grid), **bound.named)
     facts = compiled.metadata
     if getattr(facts, "profile_scratch_size", 0):
-        raise machine.Unknown("a kernel that is compiled for a profiler")
+        raise Unknown("a kernel that is compiled for a profiler")
+    if facts.num_ctas != 1:
+        raise Unknown(f"clusters of {facts.num_ctas} CTAs (num_ctas)")
     return Compiled(
         name=compiled.name,
         text=compiled.asm["ptx"],
         shared=facts.shared,
+        threads=32 * facts.num_warps,
         signature=compiled.src.signature,
         maps=getattr(facts, "tensordesc_meta", None) or (),
         scratch=getattr(facts, "global_scratch_size", 0),
@@ -377,8 +528,8 @@ def compile_for(
 def number(kind: str, value: Any) -> NDArray[Any]:
     """A parameter of a PTX type such as u64 or f32, as an array without axes; one of several bytes as they are."""
     if "[" in kind:
-        return value
+        return np.frombuffer(value, np.uint8)
     size = int(kind[1:]) // 8
-    if kind[0] == "f" or isinstance(value, float):
+    if kind[0] == "f" or isinstance(value, float | np.floating):
         return np.array(value, f"f{size}")
     return np.array(int(value) & ((1 << 8 * size) - 1), f"u{size}")

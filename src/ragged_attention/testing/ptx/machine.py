@@ -23,7 +23,7 @@ from ragged_attention.testing.ptx import numbers
 from ragged_attention.testing.ptx.bulk import Bulk
 from ragged_attention.testing.ptx.clocks import Knowledge
 from ragged_attention.testing.ptx.copies import Copies
-from ragged_attention.testing.ptx.errors import Fault, Report, Reporter, Unknown
+from ragged_attention.testing.ptx.errors import Deadlock, Diverged, Fault, Report, Reporter, Unknown
 from ragged_attention.testing.ptx.lanes import WARP, Lanes
 from ragged_attention.testing.ptx.mbarriers import Mbarriers
 from ragged_attention.testing.ptx.memory import GlobalAccess, Memory
@@ -44,9 +44,10 @@ PATIENCE = 100  # so many times all that wait look again, before it is a deadloc
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run showed: reports by (line of the PTX, text without numbers), and what was executed.
+    """What a run showed, and what was executed.
 
-    `instructions` counts an instruction once for all the lanes that execute it together.
+    `reports` are by (line of the PTX, text without numbers). `instructions` counts an instruction once for all the
+    threads that execute it together. `opcodes` and `lines` are those of the basic blocks that ran.
     """
 
     reports: dict[tuple[int, str], Report]
@@ -66,7 +67,7 @@ def launch(
     lanes: int = 2048,
     seed: int | None = None,
 ) -> Outcome:
-    """Run `kernel` with `threads` threads and `shared` bytes of shared memory a CTA over sealed memory.
+    """Run `kernel` over sealed memory, with `threads` threads and `shared` bytes of dynamic shared memory in a CTA.
 
     `params` are NumPy numbers of the parameters' types by name, or bytes; `lanes` is how many threads run at a time, at
     least one CTA's. Raises Fault for what no lawful kernel does, with what was reported before as its notes, and
@@ -74,7 +75,7 @@ def launch(
     """
     if threads % WARP or not threads:
         raise Unknown(f"CTAs of {threads} threads, which are no whole warps")
-    program, reporter = translate(kernel), Reporter(kernel.sources)
+    program, reporter = translate(kernel), Reporter(kernel.sources, kernel.instructions)
     rng = None if seed is None else np.random.default_rng(seed)
     x, y, z = (*map(int, grid), 1, 1)[:3]
     ctas = [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
@@ -90,7 +91,7 @@ def launch(
             machine.run()
         except Fault as fault:
             for report in reporter.reports.values():
-                fault.add_note(f"before that, line {report.line} ({report.source}): {report.text}")
+                fault.add_note(f"before that, {report}")
             raise
         instructions += machine.executed
         reached |= machine.reached
@@ -119,7 +120,7 @@ class Machine:
         rng: np.random.Generator | None,
     ) -> None:
         self.kernel, self.lanes, self.rng = program.names.kernel, lanes, rng
-        self.shared = Shared(lanes, shared, self.kernel.text)
+        self.shared = Shared(lanes, self.kernel.shared + shared, self.kernel.text)
         access = GlobalAccess(memory, lanes, self.shared.clocks)
         self.copies = Copies(lanes, self.shared, access)
         self.mbarriers = Mbarriers(lanes, self.shared)
@@ -174,7 +175,7 @@ class Machine:
             line = self.kernel.blocks[int(self.at[lane])].line
             lacking = self.mbarriers.open() or "for other CTAs, which may not have begun"
             text = f"{int(stuck.sum())} threads wait in a loop: {lacking}"
-        return self.lanes.reporter.fault(line, f"deadlock: {text}, {self.lanes.describe(lane)}")
+        return self.lanes.fault(line, lane, f"deadlock: {text}", Deadlock)
 
     def _willing(self, free: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Of lanes that are free, those that do not wait, by whole warps if possible; if all wait, they look again."""
@@ -244,8 +245,9 @@ class Machine:
             return
         if block.aligned:
             table, ended = mask.reshape(-1, WARP), (self.at >= ENDED).reshape(-1, WARP)
-            if (table.any(1) & ~(table | ended).all(1)).any():
-                raise self.lanes.reporter.fault(block.line, "part of a warp executes an aligned barrier")
+            if (part := table & ~(table | ended).all(1, keepdims=True)).any():
+                lane = int(np.flatnonzero(part)[0])
+                raise self.lanes.fault(block.line, lane, "part of a warp executes an aligned barrier", Diverged)
         number, expected = (self.lanes.spread(-1 if one is None else one).astype(np.int64) for one in taken)
         for pair in set(zip(number[mask].tolist(), expected[mask].tolist(), strict=True)):
             self._come(index, block, pair, mask & (number == pair[0]) & (expected == pair[1]))
@@ -254,7 +256,8 @@ class Machine:
         """Threads come to a barrier; of `pair`, its number and the threads that it is for or -1, all know the same."""
         number, expected = pair
         if number > 15 or (expected >= 0 and (expected % WARP or not expected)):
-            raise self.lanes.reporter.fault(block.line, f"a barrier of number {number} for {expected} threads")
+            lane = int(np.flatnonzero(mask)[0])
+            raise self.lanes.fault(block.line, lane, f"a barrier of number {number} for {expected} threads")
         if block.ending == "arrive":
             self.at[mask] = index + 1
             self._leave_word(number, mask)

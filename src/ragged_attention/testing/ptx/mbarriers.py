@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragged_attention.testing.ptx.clocks import NOTHING, Knowledge, joined
+from ragged_attention.testing.ptx.errors import Hazard
 from ragged_attention.testing.ptx.lanes import WARP, Indices, Lanes, Mask
 from ragged_attention.testing.ptx.shared import Shared
 
@@ -53,7 +54,7 @@ class Mbarriers:
     """Those of some CTAs, by where they begin in `shared.bytes`."""
 
     def __init__(self, lanes: Lanes, shared: Shared) -> None:
-        self.lanes, self.shared, self.reporter = lanes, shared, lanes.reporter
+        self.lanes, self.shared = lanes, shared
         self.clocks = shared.clocks
         self.objects: dict[int, Mbarrier] = {}
 
@@ -70,11 +71,11 @@ class Mbarriers:
         """The object at a place, which lanes of its CTA use."""
         found = self.objects.get(place)
         if found is None:
-            byte, who = place % self.shared.stride, self.lanes.describe(int(lanes[0]))
-            raise self.reporter.fault(line, f"no mbarrier at shared byte {byte}, {who}")
+            raise self.lanes.fault(line, lanes[0], f"no mbarrier at shared byte {place % self.shared.stride}")
         warps = np.unique(self.lanes.warp[lanes])
-        if (self.clocks.seen[warps, found.maker] < found.made).any():
-            self.reporter.say(line, "uses an mbarrier that another warp initialised, no barrier between", str(found))
+        if (early := self.clocks.seen[self.lanes.warp[lanes], found.maker] < found.made).any():
+            text = "uses an mbarrier that another warp initialised, no barrier between"
+            self.lanes.say(line, lanes[early][0], text, str(found))
         found.used[warps % self.lanes.warps] = self.clocks.now[warps]
         return found
 
@@ -94,9 +95,10 @@ class Mbarriers:
         for place, lanes in self.each(address, offset, mask, line):
             lane, expected = lanes[:1], int(counts[lanes[0]])
             if not 1 <= expected <= MOST or (counts[lanes] != expected).any():
-                raise self.reporter.fault(line, f"an mbarrier for {expected} arrivals")
+                raise self.lanes.fault(line, lane[0], f"an mbarrier for {expected} arrivals")
             if place in self.objects:
-                self.reporter.say(line, "initialises an mbarrier that was not invalidated", str(self.objects[place]))
+                text, before = "initialises an mbarrier that was not invalidated", str(self.objects[place])
+                self.lanes.say(line, lane[0], text, before, Hazard)
             shared.opaque[self._cells(place)] = False
             shared.write(lane, np.array([place]), np.full((1, SIZE), 0xFF, np.uint8), line)
             shared.opaque[self._cells(place)], shared.watched = True, True
@@ -112,9 +114,9 @@ class Mbarriers:
             found = self.find(place, lanes, line)
             known = self.clocks.seen[self.lanes.warp[lanes[0]], : self.lanes.warps]
             if (found.used > known).any():
-                self.reporter.say(line, "invalidates an mbarrier that another warp uses, no barrier between")
+                self.lanes.say(line, lanes[0], "invalidates an mbarrier that another warp uses, no barrier between")
             if found.flight:
-                self.reporter.say(line, "invalidates an mbarrier that a copy in flight ends at", str(found))
+                self.lanes.say(line, lanes[0], "invalidates an mbarrier that a copy in flight ends at", str(found))
                 self._land(found, lambda: False)
             del self.objects[place]
             self.shared.opaque[self._cells(place)] = False
@@ -128,11 +130,12 @@ class Mbarriers:
             found.done, found.coming = joined(found.done, found.coming), NOTHING
             self.lanes.changes += 1
 
-    def expect(self, found: Mbarrier, count: int, line: int) -> None:
+    def expect(self, found: Mbarrier, count: int, line: int, lane: int | None = None) -> None:
         """Count `count` bytes more as still to come, or less if negative."""
         found.bytes += count
         if abs(found.bytes) > LARGEST:
-            raise self.reporter.fault(line, f"{found} has {found.bytes} bytes to come, more than it can count")
+            text = f"{found} has {found.bytes} bytes to come, more than it can count"
+            raise self.lanes.fault(line, lane, text)
 
     def expect_bytes(self, address: Any, offset: int, count: Any, sign: int, mask: Mask, line: int) -> None:
         """mbarrier.expect_tx, and complete_tx with a negative sign."""
@@ -140,7 +143,7 @@ class Mbarriers:
         for place, lanes in self.each(address, offset, mask, line):
             found = self.find(place, lanes, line)
             for lane in lanes.tolist():
-                self.expect(found, sign * int(counts[lane]), line)
+                self.expect(found, sign * int(counts[lane]), line, lane)
             self._complete(found)
 
     def arrive(
@@ -165,17 +168,17 @@ class Mbarriers:
             told = {warp: self.clocks.tell(warp) for warp in np.unique(self.lanes.warp[lanes]).tolist() if release}
             for lane in lanes.tolist():
                 if awaited is not None:
-                    self.expect(found, int(awaited[lane]), line)
+                    self.expect(found, int(awaited[lane]), line, lane)
                 if state is not None:
                     state[lane] = found.phase
                 if (warp := lane // WARP) in told:
                     found.coming = joined(found.coming, told[warp])
-                self._count(found, int(counts[lane]), line)
+                self._count(found, int(counts[lane]), line, lane)
 
-    def _count(self, found: Mbarrier, count: int, line: int) -> None:
+    def _count(self, found: Mbarrier, count: int, line: int, lane: int) -> None:
         if not 1 <= count <= found.pending:
             text = f"{count} arrive at {found}, which expects {found.pending} more in this phase"
-            raise self.reporter.fault(line, text)
+            raise self.lanes.fault(line, lane, text)
         found.pending -= count
         self._complete(found)
 
@@ -214,8 +217,8 @@ class Mbarriers:
             first = lanes if found.bytes else lanes[: found.pending]
             land(first)
             found.coming = joined(found.coming, told)
-            for _ in range(len(first)):
-                self._count(found, 1, line)
+            for lane in first.tolist():
+                self._count(found, 1, line, lane)
             if (rest := lanes[len(first) :]).size:
                 found.flight.insert(0, (lambda: come(rest), None))
 
@@ -258,4 +261,5 @@ class Mbarriers:
         """The kernel is over."""
         for found in self.objects.values():
             for line in (line for _, line in found.flight if line is not None):
-                self.reporter.say(line, "the kernel ends before this copy was waited for", str(found))
+                text = "the kernel ends before this copy was waited for"
+                self.lanes.say(line, None, text, str(found), Hazard)

@@ -18,8 +18,11 @@ from numpy.typing import NDArray
 
 from ragged_attention.testing.ptx import numbers
 from ragged_attention.testing.ptx.clocks import Abroad, Clocks
+from ragged_attention.testing.ptx.errors import Hazard, Misaligned, OutOfBounds, Race, Rounding, Uninitialised
 from ragged_attention.testing.ptx.lanes import Indices, Lanes, Mask
 from ragged_attention.testing.ptx.ordering import Order, Shadow
+
+SAME = 2.0**-16  # how far apart, relatively, two roundings of one sum may be: 128 units in the last place of a float32
 
 
 class Memory:
@@ -78,7 +81,9 @@ class Memory:
     def back(self) -> None:
         """Copy what kernels wrote to the buffers, and which bytes hold something by now."""
         for _, place, data, _, ready in self.buffers:
-            data[:] = self.bytes[place : place + data.size]
+            found = self.bytes[place : place + data.size]
+            if not np.array_equal(data, found):  # memory that was only read may be read-only
+                data[:] = found
             if ready is not None:
                 ready[:] = self.ready[place : place + data.size]
 
@@ -98,7 +103,7 @@ class GlobalAccess:
     """What some CTAs do to global memory."""
 
     def __init__(self, memory: Memory, lanes: Lanes, clocks: Clocks) -> None:
-        self.memory, self.lanes, self.reporter = memory, lanes, lanes.reporter
+        self.memory, self.lanes = memory, lanes
         self.order = Order(lanes, clocks, memory.released)
         self.found: dict[int, tuple[Any, Any]] = {}  # by line: what each lane found there, and whether it ever did
         self.early = np.full(lanes.count, memory.unfinished is not None)  # which did not wait for the launch before
@@ -116,21 +121,30 @@ class GlobalAccess:
         allowed = self.memory.allowed_before[safe + size] - self.memory.allowed_before[safe] == size
         if not (good := inside & allowed).all():
             at = int(np.flatnonzero(~good)[0])
-            raise self.reporter.fault(
-                line,
-                f"{what} of {size} bytes outside memory: {self.memory.name_of(int(index[at]))}, "
-                f"{self.lanes.describe(int(lanes[at]))}; {int((~good).sum())} threads",
-            )
+            where, threads = self.memory.name_of(int(index[at])), int((~good).sum())
+            text = f"{what} of {size} bytes outside memory: {where} ({threads} threads)"
+            raise self.lanes.fault(line, lanes[at], text, OutOfBounds)
         if (index % size).any():
             at = int(np.flatnonzero(index % size)[0])
             where = self.memory.name_of(int(index[at]))
-            raise self.reporter.fault(line, f"{what} of {size} bytes unaligned: {where}")
+            raise self.lanes.fault(line, lanes[at], f"{what} of {size} bytes unaligned: {where}", Misaligned)
         return index
 
-    def _say(self, line: int, rows: Indices, size: int, bad: NDArray[np.bool_], text: str) -> None:
+    def _say(
+        self,
+        line: int,
+        lanes: Indices,
+        rows: Indices,
+        size: int,
+        bad: NDArray[np.bool_],
+        text: str,
+        kind: type[Hazard] = Race,
+    ) -> None:
+        """Report the first of some lanes' accesses [lanes, size] that has bad bytes."""
         if bad.any():
             row = int(np.flatnonzero(bad.any(1))[0])
-            self.reporter.say(line, text, self.memory.name_of(int(rows[row]) * size + int(bad[row].argmax())))
+            where = self.memory.name_of(int(rows[row]) * size + int(bad[row].argmax()))
+            self.lanes.say(line, lanes[row], text, where, kind)
 
     def wait_for_launch_before(self, mask: Mask) -> None:
         """griddepcontrol.wait."""
@@ -141,16 +155,24 @@ class GlobalAccess:
         if self.memory.unfinished is not None and (early := self.early[lanes]).any():
             bad = self.memory.unfinished[writes].reshape(-1, size)[rows] & early[:, None]
             how = "writes what the launch before touches" if writes else "reads what the launch before writes"
-            self._say(line, rows, size, bad, f"{how}, and did not wait for it")
+            self._say(line, lanes, rows, size, bad, f"{how}, and did not wait for it")
 
     def read(self, lanes: Indices, index: Indices, size: int, line: int) -> NDArray[np.uint8]:
         """Bytes [lanes, size] at `index`."""
         rows = index // size
         self._expect_waited(lanes, rows, size, line, writes=False)
-        self._say(line, rows, size, ~self.memory.ready.reshape(-1, size)[rows], "reads what nobody wrote")
+        self._say(
+            line,
+            lanes,
+            rows,
+            size,
+            ~self.memory.ready.reshape(-1, size)[rows],
+            "reads what nobody wrote",
+            Uninitialised,
+        )
         for shadow, how in ((self.memory.writer, "wrote"), (self.memory.changer, "changes by atomic operations")):
             others = self.order.others(shadow, rows, size, lanes)
-            self._say(line, rows, size, others, f"reads what another CTA of this launch {how}")
+            self._say(line, lanes, rows, size, others, f"reads what another CTA of this launch {how}")
         self.order.mark(self.memory.reader, rows, size, lanes)
         return self.memory.bytes.reshape(-1, size)[rows]
 
@@ -174,7 +196,7 @@ class GlobalAccess:
         written = (memory.writer.cta.reshape(-1, size)[rows] | memory.changer.cta.reshape(-1, size)[rows]) != 0
         if memory.unfinished is not None:
             written |= memory.unfinished[0].reshape(-1, size)[rows]
-        self._say(line, rows, size, written, "reads by ld.nc what this launch or the one before it writes")
+        self._say(line, lanes, rows, size, written, "reads by ld.nc what this launch or the one before it writes")
         self.load(registers, address, offset, dtype, mask, line)
 
     def store(self, values: Sequence[Any], address: Any, offset: int, size: int, mask: Mask, line: int) -> None:
@@ -191,14 +213,14 @@ class GlobalAccess:
         rows, table = index // size, self.memory.bytes.reshape(-1, size)
         self._expect_waited(lanes, rows, size, line, writes=True)
         different = order.others(self.memory.writer, rows, size, lanes) & (table[rows] != data)
-        self._say(line, rows, size, different, "two CTAs write different values to one place of global memory")
+        self._say(line, lanes, rows, size, different, "two CTAs write different values to one place of global memory")
         read = order.others(self.memory.reader, rows, size, lanes) & (table[rows] != data)
-        self._say(line, rows, size, read, "writes what another CTA of this launch read")
+        self._say(line, lanes, rows, size, read, "writes what another CTA of this launch read")
         changed = order.others(self.memory.changer, rows, size, lanes)
-        self._say(line, rows, size, changed, "writes what another CTA changes by atomic operations")
+        self._say(line, lanes, rows, size, changed, "writes what another CTA changes by atomic operations")
         table[rows] = data
         text = "two threads write different values to one place of global memory"
-        self._say(line, rows, size, table[rows] != data, text)
+        self._say(line, lanes, rows, size, table[rows] != data, text, kind_of_loss(table[rows], data))
         self.memory.ready.reshape(-1, size)[rows] = True
         order.mark(self.memory.writer, rows, size, lanes)
 
@@ -253,11 +275,12 @@ class GlobalAccess:
         verb = "reads" if looks else "changes"
         self._expect_waited(lanes, rows, size, line, writes=not looks)
         if reads:
-            self._say(line, rows, size, ~self.memory.ready.reshape(-1, size)[rows], f"{verb} what nobody wrote")
+            unwritten = ~self.memory.ready.reshape(-1, size)[rows]
+            self._say(line, lanes, rows, size, unwritten, f"{verb} what nobody wrote", Uninitialised)
         shadows = ((self.memory.writer, "wrote"), (self.memory.reader, "read"))
         for shadow, how in shadows[:1] if looks else shadows:
             others = self.order.others(shadow, rows, size, lanes)
-            self._say(line, rows, size, others, f"{verb} what another CTA of this launch {how}")
+            self._say(line, lanes, rows, size, others, f"{verb} what another CTA of this launch {how}")
         found, changed = in_turn(self.memory.bytes, rows, operation, kind, size, operands)
         self.lanes.changes += bool(changed.any())
         if not looks:
@@ -295,6 +318,18 @@ def in_turn(
         changed[now] = new != found[now]
         table[rows[now]] = new
     return found.view(f"u{size}"), changed
+
+
+def kind_of_loss(kept: NDArray[np.uint8], data: NDArray[np.uint8]) -> type[Race]:
+    """The kind of race by which the bytes [lanes, n] that lanes wrote at once are not those that are there now."""
+    if data.shape[1] % 4:
+        return Race
+    wrong = (kept.view("u4") != data.view("u4")).ravel()
+    one, other = (np.ascontiguousarray(words).view("f4").ravel()[wrong].astype(float) for words in (kept, data))
+    small, large = np.minimum(abs(one), abs(other)), np.maximum(abs(one), abs(other))
+    # Small integers are subnormal as floats, so they are never taken for rounded numbers.
+    near = (abs(one - other) <= large * SAME) & (small >= np.finfo("f4").tiny) & np.isfinite(large)
+    return Rounding if near.all() else Race
 
 
 def deal(elements: NDArray[Any], registers: Sequence[Any], lanes: Indices) -> None:

@@ -62,6 +62,14 @@ def odd_sum(a: Any, b: Any) -> NDArray[np.float64]:
     return np.where(move, bits + step, bits).view(np.float64).reshape(a.shape)
 
 
+def toward_zero(x: Any) -> NDArray[np.float32]:
+    """float64 -> float32, rounded towards zero: `.rz`."""
+    x = np.asarray(x, np.float64)
+    near = np.atleast_1d(x.astype(np.float32))
+    beyond = np.abs(near.astype(np.float64)) > np.abs(np.atleast_1d(x))
+    return (near.view(np.int32) - beyond).astype(np.int32).view(np.float32).reshape(x.shape)
+
+
 def fma32(a: Any, b: Any, c: Any) -> NDArray[np.float32]:
     """a * b + c of float32, rounded once: the product of two float32 is exact in float64.
 
@@ -122,7 +130,23 @@ def f16_value(bits: Any) -> NDArray[np.float32]:
 
 
 VALUES = {"bf16": bf16_value, "f16": f16_value}
-BITS = {"bf16": bf16_bits, "f16": f16_bits}
+
+
+def bf16_bits_down(x: Any) -> NDArray[np.uint16]:
+    """float32 -> bfloat16, towards zero."""
+    x = np.atleast_1d(np.asarray(x, np.float32))
+    return np.where(np.isnan(x), np.uint32(0x7FFF), np.ascontiguousarray(x).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def f16_bits_down(x: Any) -> NDArray[np.uint16]:
+    """float32 -> float16, towards zero: the largest finite number beyond it, except for infinity."""
+    x = np.atleast_1d(x)
+    near = x.astype(np.float16)
+    beyond = np.abs(near.astype(np.float32)) > np.abs(x)
+    return np.where(np.isnan(x), np.uint16(0x7FFF), near.view(np.uint16) - beyond).astype(np.uint16)
+
+
+BITS = {"bf16": bf16_bits, "f16": f16_bits, "bf16_down": bf16_bits_down, "f16_down": f16_bits_down}
 
 
 def pack(high: Any, low: Any, kind: str) -> NDArray[np.uint32]:
@@ -241,6 +265,11 @@ def add_sums(before: NDArray[Any], product: NDArray[Any], kind: str, limited: bo
 
 def either_nan(a: Any, b: Any) -> NDArray[np.bool_]:
     return np.isnan(a) | np.isnan(b)
+
+
+def signed_by_both(x: Any, a: Any, b: Any) -> Floats:
+    """A float without a sign, with the sign of a product of `a` and `b`: `.xorsign`."""
+    return np.where(np.signbit(a) != np.signbit(b), -x, x)
 
 
 def minimum(a: Any, b: Any) -> Floats:

@@ -117,7 +117,7 @@ class Names:
             self.specials["special_" + text[1:].replace(".", "_")] = text
             return "special_" + text[1:].replace(".", "_")
         if text in self.kernel.symbols:
-            return self.constant(np.dtype(f"u{size}").type(SHARED_BASE))
+            return self.constant(np.dtype(f"u{size}").type(SHARED_BASE + self.kernel.symbols[text]))
         if text in self.kernel.variables and (letter, size) == ("u", 8):
             return self.variables.setdefault(text, f"variable{len(self.variables)}")
         if text in self.kernel.locals:
@@ -144,7 +144,7 @@ class Names:
         if param and base in self.kernel.offsets:
             return "None", PARAM_BASE + self.kernel.offsets[base] + offset
         if base in self.kernel.symbols and not param:
-            return "None", SHARED_BASE + offset
+            return "None", SHARED_BASE + self.kernel.symbols[base] + offset
         if re.fullmatch(r"\d+", base):
             return "None", int(base) + offset
         return self.register(base), offset

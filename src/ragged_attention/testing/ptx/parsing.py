@@ -1,13 +1,13 @@
 """PTX as text -> one kernel as basic blocks.
 
 A block ends at a branch, a return, a barrier of CTAs, or before a label that something branches to. Only what a kernel
-of Triton's has is read: one entry, registers, labels, instructions and the debug information that tells the lines of
-the Python source. A variable of the kernel's own (`.shared` or `.local` with a size) is refused where an instruction
-names it, for it is no register.
+of Triton's or nvcc's has is read: one entry, registers, labels, instructions, arrays in shared and local memory, and
+the debug information that tells the lines of the Python source.
 """
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Iterator, Mapping
 
@@ -69,10 +69,10 @@ class Kernel:
 
     `params` are (name, type) in order, such as ("k_param_0", "u64") or ("k_param_1", "b8[128]"); `widths` the type of
     each register or, with a `<` behind the prefix, of a numbered row of them; `sources` the Python line ("file:line")
-    of each PTX line, behind the lines that call the function it is in, outermost first; `symbols` the names of shared
-    memory of a size that the launch tells; `locals` where in a thread's own memory its arrays begin and, by the empty
-    name, end; `variables` what arrays of constants hold; `threads` those of a CTA and `most_registers` those of a
-    thread, 0 if not said.
+    of each PTX line, behind the lines that call the function it is in, outermost first; `symbols` where arrays in
+    shared memory begin, and `shared` the bytes of those whose size the launch does not tell; `locals` where in a
+    thread's own memory its arrays begin and, by the empty name, end; `variables` what arrays of constants hold;
+    `threads` those of a CTA and `most_registers` those of a thread, 0 if not said.
     """
 
     name: str
@@ -82,7 +82,8 @@ class Kernel:
     threads: int
     text: str
     sources: Mapping[int, str]
-    symbols: frozenset[str]
+    symbols: Mapping[str, int]
+    shared: int
     locals: Mapping[str, int]
     variables: Mapping[str, bytes]
     most_registers: int
@@ -95,6 +96,18 @@ class Kernel:
             size, alignment = size_of(kind), 64 if "[" in kind else size_of(kind)
             found[name] = -(-end // alignment) * alignment
             end = found[name] + size
+        return found
+
+    @functools.cached_property
+    def instructions(self) -> dict[int, str]:
+        """The text of each line's instructions."""
+        found: dict[int, str] = {}
+        for block in self.blocks:
+            for one in block.instructions:
+                text = f"{one.opcode} {', '.join(one.operands)}".rstrip()
+                found[one.line] = f"{found[one.line]}; {text}" if one.line in found else text
+            if block.opcode and block.line not in found:
+                found[block.line] = f"{block.opcode} {', '.join(block.barrier)}".rstrip()
         return found
 
     def type_of(self, register: str) -> str | None:
@@ -129,18 +142,21 @@ def parse(text: str, name: str = "") -> Kernel:
         raise Unknown("CTAs of more than one dimension (.reqntid)")
     body = _Body(text, header.end())
     behind = re.compile(r"^\s*(?:\.visible\s+)?\.(?:entry|func)\b", re.M).search(text, header.end())
+    own = text[header.start() : behind.start() if behind else len(text)]
+    symbols, shared = _shared(text[: header.start()], own)
     return Kernel(
         name=header[1],
         params=params,
         widths=body.widths,
         blocks=_blocks(body.statements, body.last_line),
         threads=int(threads[1]) if threads else 0,
-        text=text[header.start() : behind.start() if behind else len(text)],
+        text=own,
         sources=body.sources,
         locals=body.locals,
         variables=_variables(text),
         most_registers=int(registers[1]) if (registers := re.search(r"\.maxnreg\s+(\d+)", header[3])) else 0,
-        symbols=frozenset(re.findall(r"\.extern\s+\.shared\b[^;]*?([\w$]+)\s*\[\s*\]\s*;", text[: header.start()])),
+        symbols=symbols,
+        shared=shared,
     )
 
 
@@ -148,6 +164,25 @@ def size_of(kind: str) -> int:
     """Bytes of a parameter's type, such as u64 or b8[128]."""
     width, _, count = kind[1:].rstrip("]").partition("[")
     return int(width) // 8 * int(count or 1)
+
+
+def _shared(before: str, own: str) -> tuple[dict[str, int], int]:
+    """Where the arrays in shared memory begin that a kernel names, and the bytes of those with a size.
+
+    Those whose size the launch tells (`.extern`) begin together after the others.
+    """
+    places, end = {}, 0
+    array = r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.[busf](\d+)\s+([\w$]+)\s*((?:\[\d+\])*)\s*;"
+    named = set(re.findall(r"[\w$]+", re.sub(array, "", own)))
+    for alignment, bits, name, counts in re.findall(array, before + own):
+        if name in named:
+            size = int(bits) // 8
+            places[name] = -(-end // int(alignment or size)) * int(alignment or size)
+            end = places[name] + size * math.prod(map(int, re.findall(r"\d+", counts)))
+    dynamic = re.findall(r"\.extern\s+\.shared\b(?:\s+\.align\s+(\d+))?[^;]*?([\w$]+)\s*\[\s*\]\s*;", before)
+    alignment = max((int(alignment or 16) for alignment, _ in dynamic), default=1)
+    end = -(-end // alignment) * alignment
+    return places | {name: end for _, name in dynamic}, end
 
 
 def _variables(text: str) -> dict[str, bytes]:
@@ -254,9 +289,13 @@ def _label(name: str, scope: Scope, labels: set[tuple[str, Scope]]) -> str:
 
 def _pieces(text: str, begin: int) -> Iterator[tuple[int, str, Scope]]:
     """(line, statement, scope) up to the brace that closes the kernel."""
-    number, scope, opened, pending = text[:begin].count("\n") + 1, (), 0, ""
+    number, scope, opened, pending, inline = text[:begin].count("\n") + 1, (), 0, "", False
     for offset, raw in enumerate(text[begin:].split("\n")):
+        if comment := re.search(r"// (begin|end) inline asm", raw):
+            inline = comment[1] == "begin"
         line = raw.split("//")[0].strip()
+        if inline and re.match(r"\.loc\b", line):
+            continue  # LLVM counts the lines of inline assembly onto the line that it stands at
         if not pending and re.match(r"\.(loc|file)\b", line):
             yield number + offset, line, scope
             continue

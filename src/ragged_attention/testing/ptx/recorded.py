@@ -136,16 +136,16 @@ def run(
         setattr(record, name, addresses[id(operand)])
     code, launches = library.launches(function, record)
     for launch in launches:
-        if launch.shared > shared_memory_of(emulator.arch):
-            raise Unknown(f"a launch of {launch.kernel} with {launch.shared} bytes of shared memory")
         text = library.text if emulator.change is None else emulator.change(launch.kernel, library.text)
         kernel = parsing.parse(text, launch.kernel)
+        if (shared := kernel.shared + launch.shared) > shared_memory_of(emulator.arch):
+            raise Unknown(f"a launch of {launch.kernel} with {shared} bytes of shared memory")
         space.seal(overlapping=launch.dependent)
         params = {name: data for (name, _), data in zip(kernel.params, launch.params, strict=True)}
         try:
             outcome = machine.launch(
                 kernel, space, params, launch.grid, launch.threads, launch.shared, lanes=emulator.lanes,
-                seed=emulator.seed,
+                seed=emulator.schedule,
             )  # fmt: skip
         except (machine.Fault, machine.Unknown) as error:
             error.add_note(f"in {launch.kernel}")

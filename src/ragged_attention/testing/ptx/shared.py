@@ -11,15 +11,16 @@ writers, or after it, in the warps that go on to multiply.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragged_attention.testing.ptx.clocks import Clocks
-from ragged_attention.testing.ptx.lanes import Indices, Lanes, Mask
-from ragged_attention.testing.ptx.memory import columns, deal, in_turn
+from ragged_attention.testing.ptx.errors import Hazard, Misaligned, OutOfBounds, Race, Uninitialised
+from ragged_attention.testing.ptx.lanes import WARP, Indices, Lanes, Mask
+from ragged_attention.testing.ptx.memory import columns, deal, in_turn, kind_of_loss
 from ragged_attention.testing.ptx.operands import SHARED_BASE
 
 Cells = NDArray[np.int64]
@@ -34,7 +35,7 @@ class Shared:
     """
 
     def __init__(self, lanes: Lanes, size: int, text: str) -> None:
-        self.lanes, self.reporter, self.size = lanes, lanes.reporter, size
+        self.lanes, self.size = lanes, size
         self.clocks = Clocks(lanes)
         self.stride = -(-max(size, 1) // 1024) * 1024
         self.bytes = np.full(self.stride * lanes.ctas, 0xFF, np.uint8)
@@ -59,10 +60,11 @@ class Shared:
         outside = (index < 0) | (index + size > self.size)
         if outside.any():
             at = int(np.flatnonzero(outside)[0])
-            where = f"bytes {index[at]} to {index[at] + size} of {self.size}, {self.lanes.describe(int(lanes[at]))}"
-            raise self.reporter.fault(line, f"an access outside shared memory: {where}")
-        if (index % size).any():
-            raise self.reporter.fault(line, f"an access of {size} bytes unaligned in shared memory")
+            where = f"bytes {index[at]} to {index[at] + size} of {self.size}"
+            raise self.lanes.fault(line, lanes[at], f"an access outside shared memory: {where}", OutOfBounds)
+        if (wrong := np.flatnonzero(index % size)).size:
+            text = f"an access of {size} bytes unaligned in shared memory"
+            raise self.lanes.fault(line, lanes[int(wrong[0])], text, Misaligned)
         return index + self.lanes.cta[lanes] * self.stride
 
     def cells(self, index: Indices, size: int) -> Cells:
@@ -71,36 +73,39 @@ class Shared:
 
     # ---- what is noted
 
-    def hazard(self, line: int, cells: Cells, bad: NDArray[np.bool_], text: str) -> None:
-        """Report those of some cells that are bad."""
+    def hazard(
+        self, line: int, lanes: Indices, cells: Cells, bad: NDArray[np.bool_], text: str, kind: type[Hazard] = Race
+    ) -> None:
+        """Report the bad ones among cells that lanes access: [lanes, n], or [n] all accessed by one lane."""
         if bad.any():
+            lane = lanes[np.argwhere(bad)[0, 0] if bad.ndim == 2 else 0]
             where = int(cells[bad][0])
             byte, before = where * self.cell % self.stride, int(self.written_line[where])
             written = f"last written at line {before}; " if before else ""
-            self.reporter.say(line, text, f"shared byte {byte}, {written}{int(bad.sum())} of {bad.size} cells")
+            self.lanes.say(line, lane, text, f"shared byte {byte}, {written}{int(bad.sum())} of {bad.size} cells", kind)
 
     def note_read(self, cells: Cells, lanes: Indices, line: int) -> None:
         """Plain reads of cells [lanes, n]."""
         warp, local = self.lanes.warp[lanes][:, None], self.lanes.local[lanes][:, None]
         if self.watched:
-            self.hazard(line, cells, self.opaque[cells], "reads an mbarrier as if it were data")
-        self.hazard(line, cells, self.pending[cells], "reads shared memory before a copy to it was waited for")
+            self.hazard(line, lanes, cells, self.opaque[cells], "reads an mbarrier as if it were data")
+        self.hazard(line, lanes, cells, self.pending[cells], "reads shared memory before a copy to it was waited for")
         unordered: Any = self.written_at[cells] > self.clocks.seen[warp, self.written_by[cells]]
-        self.hazard(line, cells, unordered, "reads what another warp wrote, no barrier between")
-        self.hazard(line, cells, ~self.written[cells], "reads shared memory that nobody wrote")
+        self.hazard(line, lanes, cells, unordered, "reads what another warp wrote, no barrier between")
+        self.hazard(line, lanes, cells, ~self.written[cells], "reads shared memory that nobody wrote", Uninitialised)
         self.read_at[cells, local] = self.clocks.now[warp]
 
     def note_write(self, cells: Cells, lanes: Indices, line: int, same: NDArray[np.bool_]) -> None:
         """Writes, plain or asynchronous, to cells [lanes, n]; `same`: which hold their value already."""
         warp = self.lanes.warp[lanes]
-        self.hazard(line, cells, self.reading[cells] > 0, "writes what a wgmma in flight reads")
+        self.hazard(line, lanes, cells, self.reading[cells] > 0, "writes what a wgmma in flight reads")
         if self.watched:
-            self.hazard(line, cells, self.storing[cells] > 0, "writes what a bulk copy in flight reads")
-            self.hazard(line, cells, self.opaque[cells], "writes over an mbarrier that was not invalidated")
+            self.hazard(line, lanes, cells, self.storing[cells] > 0, "writes what a bulk copy in flight reads")
+            self.hazard(line, lanes, cells, self.opaque[cells], "writes over an mbarrier that was not invalidated")
         unordered: Any = (self.read_at[cells] > self.clocks.seen[warp][:, None, : self.lanes.warps]).any(-1)
-        self.hazard(line, cells, unordered, "overwrites what another warp read, no barrier between")
+        self.hazard(line, lanes, cells, unordered, "overwrites what another warp read, no barrier between")
         unordered = self.written_at[cells] > self.clocks.seen[warp[:, None], self.written_by[cells]]
-        self.hazard(line, cells, unordered & ~same, "overwrites what another warp wrote, no barrier between")
+        self.hazard(line, lanes, cells, unordered & ~same, "overwrites what another warp wrote, no barrier between")
 
     def mark_written(self, cells: Cells, lanes: Indices, line: int, clocks: Any = None, by: Any = None) -> None:
         """The writes of lanes, visible to their warps from now on, at these clocks [lanes] or those of now.
@@ -118,16 +123,18 @@ class Shared:
         """By cell, whether bytes [lanes, n] are equal."""
         return (bytes_there == data).reshape(*cells.shape, -1).all(-1)
 
-    def note_asynchronous(self, cells: Cells, warps: Iterable[int], line: int, who: str) -> None:
+    def note_asynchronous(self, cells: Cells, warps: Sequence[int], line: int, who: str) -> None:
         """A read of cells [n] by something asynchronous that warps started."""
-        self.hazard(line, cells, self.pending[cells], f"a {who} reads before a copy was waited for")
-        self.hazard(line, cells, ~self.written[cells], f"a {who} reads what nobody wrote")
+        lanes = np.array([min(warps) * WARP])
+        self.hazard(line, lanes, cells, self.pending[cells], f"a {who} reads before a copy was waited for")
+        self.hazard(line, lanes, cells, ~self.written[cells], f"a {who} reads what nobody wrote", Uninitialised)
         writer, when = self.written_by[cells], self.written_at[cells]
         for warp in warps:
+            lanes = np.array([warp * WARP])
             unordered: Any = when > self.clocks.seen[warp, writer]
-            self.hazard(line, cells, unordered, f"a {who} reads what another warp wrote, no barrier between")
+            self.hazard(line, lanes, cells, unordered, f"a {who} reads what another warp wrote, no barrier between")
             unfenced: Any = when > self.clocks.fenced[warp, writer]
-            self.hazard(line, cells, unfenced, f"a {who} reads what was written without a proxy fence after it")
+            self.hazard(line, lanes, cells, unfenced, f"a {who} reads what was written without a proxy fence after it")
 
     # ---- instructions
 
@@ -140,12 +147,16 @@ class Shared:
         """Bytes [lanes, n] to where `index` says."""
         size = data.shape[1]
         cells, rows, table = self.cells(index, size), index // size, self.bytes.reshape(-1, size)
-        self.hazard(line, cells, self.pending[cells], "writes shared memory before a copy to it was waited for")
+        self.hazard(line, lanes, cells, self.pending[cells], "writes shared memory before a copy to it was waited for")
         self.note_write(cells, lanes, line, self.same(table[rows], data, cells))
         self.mark_written(cells, lanes, line)
         table[rows] = data
-        if (table[rows] != data).any():
-            self.reporter.say(line, "two threads write different values to one place of shared memory")
+        if (lost := (table[rows] != data).any(-1)).any():
+            text, kind = (
+                "two threads write different values to one place of shared memory",
+                kind_of_loss(table[rows], data),
+            )
+            self.lanes.say(line, lanes[lost][0], text, kind=kind)
 
     def load(self, registers: Sequence[Any], address: Any, offset: int, dtype: str, mask: Mask, line: int) -> None:
         """ld.shared: each register gets an element of `dtype`, one behind the other."""
@@ -181,11 +192,11 @@ class Shared:
             return
         index = self.place(lanes, address, offset, size, line)
         cells, warp = self.cells(index, size), self.lanes.warp[lanes]
-        self.hazard(line, cells, self.pending[cells], "changes shared memory before a copy to it was waited for")
-        self.hazard(line, cells, ~self.written[cells], "changes shared memory that nobody wrote")
+        self.hazard(line, lanes, cells, self.pending[cells], "changes shared memory before a copy to it was waited for")
+        self.hazard(line, lanes, cells, ~self.written[cells], "changes shared memory that nobody wrote", Uninitialised)
         plain = ~self.atomic[cells]
         unordered: Any = self.written_at[cells] > self.clocks.seen[warp[:, None], self.written_by[cells]]
-        self.hazard(line, cells, unordered & plain, "changes what another warp wrote, no barrier between")
+        self.hazard(line, lanes, cells, unordered & plain, "changes what another warp wrote, no barrier between")
         self.note_write(cells, lanes, line, np.ones(cells.shape, bool))
         operands = [self.lanes.spread(row[0])[lanes] for row in values]
         before, changed = in_turn(self.bytes, index // size, operation, kind, size, operands)

@@ -6,16 +6,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ragged_attention.testing.ptx.errors import Misaligned, OutOfBounds, Uninitialised
 from ragged_attention.testing.ptx.lanes import Indices, Lanes, Mask
 from ragged_attention.testing.ptx.memory import columns, deal
 from ragged_attention.testing.ptx.operands import LOCAL_BASE, PARAM_BASE
+
+
+def expect_inside(lanes: Lanes, at: Indices, index: Indices, size: int, end: int, line: int, what: str) -> None:
+    """Raise if accesses of `size` bytes at `index`, by the lanes `at`, are not within `end` bytes and aligned."""
+    if (wrong := np.flatnonzero((index < 0) | (index + size > end))).size:
+        raise lanes.fault(line, at[int(wrong[0])], f"an access of {size} bytes outside {what}", OutOfBounds)
+    if (wrong := np.flatnonzero(index % size)).size:
+        raise lanes.fault(line, at[int(wrong[0])], f"an access of {size} bytes unaligned in {what}", Misaligned)
 
 
 class Local:
     """Memory of each thread's own, of `size` bytes."""
 
     def __init__(self, lanes: Lanes, size: int) -> None:
-        self.lanes, self.reporter = lanes, lanes.reporter
+        self.lanes = lanes
         self.bytes = np.full((lanes.count, size), 0xFF, np.uint8)
         self.written = np.zeros((lanes.count, size), bool)
 
@@ -23,16 +32,16 @@ class Local:
         """The rows and columns of accesses [lanes, size], which must be inside and aligned."""
         given = np.zeros(len(lanes), np.int64) if address is None else address[lanes].astype(np.int64)
         index = given + offset - LOCAL_BASE
-        if ((index < 0) | (index + size > self.bytes.shape[1]) | (index % size != 0)).any():
-            raise self.reporter.fault(line, f"an access of {size} bytes outside local memory, or unaligned")
+        expect_inside(self.lanes, lanes, index, size, self.bytes.shape[1], line, "local memory")
         return lanes[:, None], index[:, None] + np.arange(size)
 
     def load(self, registers: Sequence[Any], address: Any, offset: int, dtype: str, mask: Mask, line: int) -> None:
         """ld.local: each register gets an element of `dtype`, one behind the other."""
         lanes = self.lanes.active(mask)
         places = self._places(lanes, address, offset, int(dtype[1:]) * len(registers), line)
-        if not self.written[places].all():
-            self.reporter.say(line, "reads local memory that its thread did not write")
+        if (empty := ~self.written[places].all(1)).any():
+            text = "reads local memory that its thread did not write"
+            self.lanes.say(line, lanes[empty][0], text, kind=Uninitialised)
         elements = self.bytes[places].view(dtype)
         deal(elements, registers, lanes)
 
@@ -57,7 +66,6 @@ class Parameters:
         size = int(dtype[1:]) * len(registers)
         given = np.zeros(len(lanes), np.int64) if address is None else address[lanes].astype(np.int64)
         index = given + offset - PARAM_BASE
-        if ((index < 0) | (index + size > self.data.size) | (index % size != 0)).any():
-            raise self.lanes.reporter.fault(line, f"read of {size} bytes outside parameters, or unaligned")
+        expect_inside(self.lanes, lanes, index, size, self.data.size, line, "parameters")
         elements = self.data[index[:, None] + np.arange(size)].view(dtype)
         deal(elements, registers, lanes)

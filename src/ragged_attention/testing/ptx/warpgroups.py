@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ragged_attention.testing.ptx import numbers
 from ragged_attention.testing.ptx.copies import Operation, Queue
-from ragged_attention.testing.ptx.errors import Unknown
+from ragged_attention.testing.ptx.errors import Diverged, OutOfBounds, Unknown
 from ragged_attention.testing.ptx.lanes import WARP, Indices, Lanes, Mask
 from ragged_attention.testing.ptx.operands import SHARED_BASE
 from ragged_attention.testing.ptx.shared import Cells, Shared
@@ -90,9 +90,9 @@ class Warpgroups(Queue[Product]):
         if span > 16:
             place = place ^ (((place >> 7) & (span // 16 - 1)) << 4)
         index = place - SHARED_BASE
-        if ((index < 0) | (index + width > self.shared.size)).any():
+        if (outside := ((index < 0) | (index + width > self.shared.size)).any((1, 2))).any():
             where = f"bytes {index.min()} to {index.max() + width} of {self.shared.size}"
-            raise self.reporter.fault(line, f"wgmma outside shared memory: {where}")
+            raise self.lanes.fault(line, lanes[outside][0], f"wgmma outside shared memory: {where}", OutOfBounds)
         return index + (self.lanes.cta[lanes] * self.shared.stride)[:, None, None]
 
     def _read(self, places: NDArray[np.int64], groups: Indices, line: int) -> list[Cells]:
@@ -127,7 +127,7 @@ class Warpgroups(Queue[Product]):
         """
         warps = self.lanes.whole_warps(mask, line)
         if len(warps) % 4 or (warps.reshape(-1, 4) != warps[::4, None] // 4 * 4 + np.arange(4)).any():
-            raise self.reporter.fault(line, "part of a warpgroup executes wgmma")
+            raise self.lanes.fault(line, warps[0] * WARP, "part of a warpgroup executes wgmma", Diverged)
         groups = warps[::4]
         columns = (4 if kinds[2] == "f16" else 2) * len(out)
         right_value, cells = self._matrix(groups, right, columns, kinds[1], transposed[1], line)
@@ -161,7 +161,8 @@ class Warpgroups(Queue[Product]):
         """Put a product [values, threads] on its way."""
         mine = slice(int(operation.lanes[0]), int(operation.lanes[-1]) + 1)
         if any((name, operation.group) in self.loose for names in operation.names for name in names):
-            self.reporter.say(operation.line, "a wgmma uses registers that were written without a wgmma.fence after it")
+            text = "a wgmma uses registers that were written without a wgmma.fence after it"
+            self.lanes.say(operation.line, operation.lanes[0], text)
         before = self.sums.get(operation.key)
         if before is None:  # products in flight do not add to these very registers, so they must not use any of them
             self._clash(operation, [(name, writes) for name in operation.names[0] for writes in (True, False)])
@@ -181,7 +182,7 @@ class Warpgroups(Queue[Product]):
 
     def _clash(self, operation: Product, used: Iterable[tuple[str, bool]]) -> None:
         if any(self.busy[name, operation.group, writes] for name, writes in used):
-            self.reporter.say(operation.line, "a wgmma uses registers of another in flight")
+            self.lanes.say(operation.line, operation.lanes[0], "a wgmma uses registers of another in flight")
 
     def fence(self, mask: Mask, line: int) -> None:
         """wgmma.fence: what was written to registers is there for products to come."""
@@ -190,16 +191,19 @@ class Warpgroups(Queue[Product]):
 
     def touch(self, read: Sequence[str], written: Sequence[str], mask: Mask, line: int) -> None:
         """Another instruction is about to read and write registers that some wgmma has to do with."""
-        for group in np.unique(self.lanes.warp[self.lanes.active(mask)] // 4 * 4).tolist():
+        groups, first = np.unique(self.lanes.warp[active := self.lanes.active(mask)] // 4 * 4, return_index=True)
+        for group, lane in zip(groups.tolist(), active[first].tolist(), strict=True):
             if any((name, group, True) in self.busy for name in (*read, *written)):
-                self.reporter.say(line, "touches a register that a wgmma in flight writes")
+                self.lanes.say(line, lane, "touches a register that a wgmma in flight writes")
             if any((name, group, False) in self.busy for name in written):
-                self.reporter.say(line, "overwrites a register that a wgmma in flight reads")
+                self.lanes.say(line, lane, "overwrites a register that a wgmma in flight reads")
             self.loose.update((name, group) for name in written)
 
     def arrive(self, operation: Product) -> None:
         if len(operation.lanes) != GROUP:
-            raise self.reporter.fault(operation.line, "part of a warpgroup waits for a wgmma")
+            raise self.lanes.fault(
+                operation.line, operation.lanes[0], "part of a warpgroup waits for a wgmma", Diverged
+            )
         last = all(other.key != operation.key for other in self.flight)  # else others go on adding
         if last and operation.key in self.sums:
             words = numbers.pack_sums(self.sums.pop(operation.key), operation.kind)

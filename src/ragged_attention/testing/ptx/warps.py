@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragged_attention.testing.ptx import numbers
+from ragged_attention.testing.ptx.errors import Diverged, Uninitialised
 from ragged_attention.testing.ptx.lanes import WARP, Indices, Lanes, Mask
 from ragged_attention.testing.ptx.shared import Shared
 
@@ -73,7 +74,7 @@ class Warps:
     """
 
     def __init__(self, lanes: Lanes, shared: Shared, registers: int) -> None:
-        self.lanes, self.shared, self.reporter = lanes, shared, lanes.reporter
+        self.lanes, self.shared = lanes, shared
         self.registers = registers
         self.reserved: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
 
@@ -90,7 +91,7 @@ class Warps:
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
             text = f"threads {here[at // WARP]:#010x} of a warp execute what names {int(bits[at]) & 0xFFFFFFFF:#010x}"
-            raise self.reporter.fault(line, f"{text}, {lanes.describe(at)}")
+            raise lanes.fault(line, at, text, Diverged)
         return active
 
     def meet(self, named: Any, mask: Mask, line: int) -> None:
@@ -123,16 +124,17 @@ class Warps:
                 ]
                 if any(one != asked[0] for one in asked):
                     line = max(line for one in asked for _, line in one)
-                    raise self.reporter.fault(line, "part of a warpgroup executes setmaxnreg")
+                    raise self.lanes.fault(line, first * WARP, "part of a warpgroup executes setmaxnreg", Diverged)
                 total += (asked[0][-1][0] if asked[0] else self.registers) * len(asked) * WARP
             if total > (given := self.registers * self.lanes.threads):
                 line = max(line for one in self.reserved.values() for _, line in one)
-                raise self.reporter.fault(line, f"a CTA asks for {total} registers by setmaxnreg, and has {given}")
+                text = f"a CTA asks for {total} registers by setmaxnreg, and has {given}"
+                raise self.lanes.fault(line, cta * self.lanes.threads, text)
 
     def trap(self, mask: Mask, line: int) -> None:
         """trap: a fault if any thread comes here."""
         if (lanes := self.lanes.active(mask)).size:
-            raise self.reporter.fault(line, f"a trap: {self.lanes.describe(int(lanes[0]))}")
+            raise self.lanes.fault(line, lanes[0], "a trap")
 
     def shuffle(
         self, out: Any, inside: Any, mode: str, value: Any, by: Any, limit: Any, named: Any, mask: Mask, line: int
@@ -147,8 +149,8 @@ class Warps:
         source = {"bfly": lane ^ by, "idx": first | (by & ~segment), "up": lane - by, "down": lane + by}[mode]
         valid = np.asarray(source >= last if mode == "up" else source <= last)
         source = np.where(valid, source, lane) + self.lanes.every - lane
-        if (active & ~active[source]).any():
-            self.reporter.say(line, "shuffles from a lane that does not take part")
+        if (absent := np.flatnonzero(active & ~active[source])).size:
+            self.lanes.say(line, absent[0], "shuffles from a lane that does not take part", kind=Uninitialised)
         new = self.lanes.spread(value)[source]
         out[active] = new[active]
         if inside is not None:

@@ -1,0 +1,28 @@
+"""The names that `ragged_attention.testing` offers, loaded once one of them is asked for."""
+
+from importlib.util import find_spec
+
+if missing := [name for name in ("hypothesis", "pytest") if find_spec(name) is None]:
+    raise ImportError(
+        f"ragged_attention.testing needs {' and '.join(missing)}: install the extra, ragged-attention[testing]"
+    )
+
+from ragged_attention.testing.compare import agrees as agrees
+from ragged_attention.testing.guarded import guarded as guarded
+from ragged_attention.testing.heads_first.specs import ChunkSpec as ChunkSpec
+from ragged_attention.testing.heads_first.specs import PagedSpec as PagedSpec
+from ragged_attention.testing.heads_first.suite import HEADS_FIRST_LAWS as HEADS_FIRST_LAWS
+from ragged_attention.testing.mla.laws import MLA_LAWS as MLA_LAWS
+from ragged_attention.testing.mla.specs import DecodeSpec as DecodeSpec
+from ragged_attention.testing.mla.specs import PrefillSpec as PrefillSpec
+from ragged_attention.testing.paged.corners import CORNERS as CORNERS
+from ragged_attention.testing.paged.laws import LAWS as LAWS
+from ragged_attention.testing.paged.specs import Batch as Batch
+from ragged_attention.testing.paged.specs import MergeBatch as MergeBatch
+from ragged_attention.testing.paged.specs import Spec as Spec
+from ragged_attention.testing.paged.specs import WriteBatch as WriteBatch
+from ragged_attention.testing.runner import runner_for as runner_for
+from ragged_attention.testing.varlen.gradients import GradientSpec as GradientSpec
+from ragged_attention.testing.varlen.laws import SPARSE_GRADIENT_LAWS as SPARSE_GRADIENT_LAWS
+from ragged_attention.testing.varlen.laws import VARLEN_LAWS as VARLEN_LAWS
+from ragged_attention.testing.varlen.specs import VarlenSpec as VarlenSpec
