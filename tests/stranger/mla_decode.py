@@ -25,7 +25,7 @@ def latent_decode(
     inside = (heads < HEADS)[:, None]
     rows = query * HEADS + heads
     q = tl.load(q_ptr + rows[:, None] * D + dims[None, :], mask=inside & (dims < D)[None, :], other=0.0)
-    kv_len = tl.load(kv_lens_ptr + seq)
+    kv_len = tl.minimum(tl.load(kv_lens_ptr + seq), pages_per_seq * PAGE)
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_H], tl.float32)  # noqa: E741
     acc = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)

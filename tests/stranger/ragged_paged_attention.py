@@ -25,7 +25,8 @@ def paged_decode(
     alive = seq < num_seqs
     end = tl.load(edges_ptr + seq + 1, mask=alive, other=0)
     kv_len = tl.load(kv_lens_ptr + seq, mask=alive, other=0)
-    kv_len = kv_len - (end - token - 1)
+    kv_len = tl.minimum(kv_len, pages_per_seq * PAGE) - (end - token - 1)
+    kv_len = tl.where(alive, kv_len, 0)  # of rows behind the last sequence
 
     heads = tl.arange(0, BLOCK_H)
     dims = tl.arange(0, BLOCK_D)
