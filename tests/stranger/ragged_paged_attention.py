@@ -14,18 +14,19 @@ def why_not(call):
 @triton.jit
 def paged_decode(
     q_ptr, kv_ptr, kv_lens_ptr, tables_ptr, edges_ptr, out_ptr, lse_ptr,
-    sm_scale, num_seqs, pages_per_seq, num_pages, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+    sm_scale, num_tokens, num_seqs, pages_per_seq, num_pages,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     kv_head = tl.program_id(1)
     seqs = tl.arange(0, BLOCK_S)
-    ends = tl.load(edges_ptr + 1 + seqs, mask=seqs < num_seqs, other=2147483647)
+    ends = tl.load(edges_ptr + 1 + seqs, mask=seqs < num_seqs, other=num_tokens + 1)
     seq = tl.sum((ends <= token).to(tl.int32), 0)
     alive = seq < num_seqs
-    end = tl.load(edges_ptr + seq + 1, mask=alive, other=0)
+    end = tl.minimum(tl.load(edges_ptr + seq + 1, mask=alive, other=0), num_tokens)
     kv_len = tl.load(kv_lens_ptr + seq, mask=alive, other=0)
-    kv_len = tl.minimum(kv_len, pages_per_seq * PAGE) - (end - token - 1)
+    kv_len = tl.minimum(tl.maximum(kv_len, 0), pages_per_seq * PAGE) - (end - token - 1)
     kv_len = tl.where(alive, kv_len, 0)  # of rows behind the last sequence
 
     heads = tl.arange(0, BLOCK_H)
@@ -65,8 +66,8 @@ def run(call, tile, launch):
     out, lse = launch(
         paged_decode, (tokens, call.num_kv_heads), [launch.contiguous(array) for array in arrays],
         [(call.out_shape, call.q.dtype), ((tokens, heads), "float32")],
-        sm_scale=call.scale, num_seqs=call.kv_lens.shape[0], pages_per_seq=call.page_indices.shape[1],
-        num_pages=call.num_pages, KV_HEADS=call.num_kv_heads, GROUP=group, D=d, PAGE=call.page_size,
+        sm_scale=call.scale, num_tokens=tokens, num_seqs=call.kv_lens.shape[0],
+        pages_per_seq=call.page_indices.shape[1], num_pages=call.num_pages, KV_HEADS=call.num_kv_heads, GROUP=group, D=d, PAGE=call.page_size,
         BLOCK_H=max(16, triton.next_power_of_2(group)), BLOCK_D=triton.next_power_of_2(d), BLOCK_N=32,
         BLOCK_S=triton.next_power_of_2(max(1, call.kv_lens.shape[0])),
     )  # fmt: skip

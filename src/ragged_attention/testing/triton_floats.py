@@ -151,12 +151,12 @@ class Builder(interpreter.InterpreterBuilder):
         wide = (values_of(handle.data, handle.dtype).astype(np.float64) for handle in (x, y, z))
         return narrowed(interpreter.TensorHandle(numbers.fma_wide(*wide), tl.float64), z.dtype)
 
-    def create_dot(self, a: Any, b: Any, *others: Any) -> Any:
-        return super().create_dot(widened(a), widened(b), *others)
+    def create_dot(self, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        return super().create_dot(widened(a), widened(b), d, input_precision, max_num_imprecise_acc)
 
-    def create_atomic_rmw(self, rmwOp: Any, ptr: Any, val: Any, mask: Any, *others: Any) -> Any:
+    def create_atomic_rmw(self, rmwOp: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
         if not is_narrow(val.dtype) or rmwOp != interpreter._ir.ATOMIC_OP.FADD:
-            return super().create_atomic_rmw(rmwOp, ptr, val, mask, *others)
+            return super().create_atomic_rmw(rmwOp, ptr, val, mask, sem, scope)
         before, always = np.zeros_like(val.data), np.ones(1, np.bool_)
         for index in np.flatnonzero(mask.data):
             place = ptr.data.reshape(-1)[index : index + 1]
