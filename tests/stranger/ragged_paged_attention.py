@@ -67,7 +67,8 @@ def run(call, tile, launch):
         paged_decode, (tokens, call.num_kv_heads), [launch.contiguous(array) for array in arrays],
         [(call.out_shape, call.q.dtype), ((tokens, heads), "float32")],
         sm_scale=call.scale, num_tokens=tokens, num_seqs=call.kv_lens.shape[0],
-        pages_per_seq=call.page_indices.shape[1], num_pages=call.num_pages, KV_HEADS=call.num_kv_heads, GROUP=group, D=d, PAGE=call.page_size,
+        pages_per_seq=call.page_indices.shape[1], num_pages=call.num_pages,
+        KV_HEADS=call.num_kv_heads, GROUP=group, D=d, PAGE=call.page_size,
         BLOCK_H=max(16, triton.next_power_of_2(group)), BLOCK_D=triton.next_power_of_2(d), BLOCK_N=32,
         BLOCK_S=triton.next_power_of_2(max(1, call.kv_lens.shape[0])),
     )  # fmt: skip
