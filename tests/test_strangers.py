@@ -1,5 +1,6 @@
 """The suite passes right kernels of others: plain Triton that rounds by `.to`, by `tl.store` and in `tl.dot`."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,15 @@ from ragged_attention.testing.paged.specs import Spec
 from ragged_attention.testing.paged.strategies import WriteSpec
 from ragged_attention.testing.varlen.oracle import check_varlen
 from ragged_attention.testing.varlen.specs import VarlenSpec
+from tests.apart import ROOT, printed
 
 pytest.importorskip("triton")
 
-LENS = ((1, 70), (5, 9), (1, 33), (3, 3), (1, 0))
+LENS = ((1, 40), (5, 9), (1, 33), (3, 3), (1, 0))
 HEADS: dict[str, Any] = {"num_kv_heads": 2, "group": 3, "head_dim": 40}
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # the check, the structure, and its fields
     "ragged_paged_attention": (check_attention, Spec, {"lens": LENS, "poison": "nan", **HEADS}),
-    "mla_decode": (check_decode, DecodeSpec, {"kv_lens": (70, 5, 0, 33), "q_tokens": 2, "heads": 20, "topk": 0}),
+    "mla_decode": (check_decode, DecodeSpec, {"kv_lens": (40, 5, 0, 33), "q_tokens": 2, "heads": 20, "topk": 0}),
     "varlen_attention": (check_varlen, VarlenSpec, {"lens": LENS, "causal": True, "kv_heads": 2, "group": 3, "d": 40}),
     "indexer_logits": (check_logits, IndexerSpec, {"lens": LENS[:2], "packed": True, "heads": 5, "head_dim": 48}),
 }
@@ -47,6 +49,14 @@ def stranger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     forget()
     yield "stranger"
     forget()
+
+
+@pytest.mark.usefixtures("stranger")
+def test_compiled_kernels_of_others_pass_in_the_emulator_of_ptx(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    found = printed("-m", "tests.programs.compiled_strangers", PYTHONPATH=path)
+    assert [line.split()[0] for line in found.splitlines() if "result='passed'" in line] == list(FAMILIES)
 
 
 def passes(backend: str, framework: str, check: Any, structure: Any) -> None:

@@ -1,7 +1,9 @@
 """While the kit judges, Triton's interpreter converts and computes as GPUs do, in the floats that NumPy lacks too."""
 
+import importlib
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -17,6 +19,9 @@ pytest.importorskip("torch")
 import torch
 import triton
 import triton.language as tl
+
+from tests.apart import printed
+from tests.programs.compiled_conversions import every_conversion
 
 assert triton_interpreter.quicken()
 
@@ -256,3 +261,21 @@ def test_atomic_adds_round_each_sum(dtype: torch.dtype) -> None:
     launched(add_atomically, x, out, before)
     assert torch.equal(out, sums)
     assert torch.equal(before, want)
+
+
+def test_conversions_are_those_that_are_compiled_for_an_h100(tmp_path: Path) -> None:
+    """Bit for bit, saturation and integers included; only the bits of a float16 NaN are NumPy's."""
+    floats = np.concatenate([edges(torch.float8_e4m3fn), edges(torch.float8_e5m2), edges(torch.bfloat16)[::97]])
+    floats = np.concatenate(
+        [floats, np.float32([np.nan, np.inf, -np.inf, 1e9, -1e9, 3e10, -3e10, 300, -300, 4e4, -4e4])]
+    )
+    floats = np.resize(floats, -(-len(floats) // 256) * 256)
+    np.save(tmp_path / "floats.npy", floats)
+    printed("-m", "tests.programs.compiled_conversions", str(tmp_path / "floats.npy"), str(tmp_path / "compiled.npz"))
+    launch = importlib.import_module("ragged_attention.torch._launcher").Launcher()
+    compiled = np.load(tmp_path / "compiled.npz")
+    for name, tensor in every_conversion(launch, torch.from_numpy(floats)).items():
+        got, want = as_numbers(tensor), compiled[name].view(f"i{tensor.itemsize}")
+        if name == "float16":
+            got, want = (np.where(np.isnan(bits.view(np.float16)), 0x7FFF, bits) for bits in (got, want))
+        np.testing.assert_array_equal(got, want, err_msg=name)
