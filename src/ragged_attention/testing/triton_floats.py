@@ -1,9 +1,9 @@
 """Triton's interpreter, with the floats that NumPy lacks converted and computed as GPUs do.
 
 The interpreter holds a bfloat16 as a uint16 and an 8-bit float as a uint8. Triton 3.6 to 3.9 truncate where a GPU
-rounds to nearest even, and add, multiply, compare and `tl.dot` the codes as if they were integers. `install` replaces
-those parts. NVIDIA GPUs are the model: an 8-bit float saturates at its largest finite value, and so does an integer;
-`fp_downcast_rounding="rtz"` still truncates.
+rounds to nearest even, and they add, multiply, compare and `tl.dot` the codes as if they were integers. They also label
+the result of a comparison with the dtype of its operands, so that masks are refused. `install` replaces those parts.
+NVIDIA GPUs are the model: 8-bit floats and integers saturate, and `fp_downcast_rounding="rtz"` still truncates.
 """
 
 import functools
@@ -19,7 +19,7 @@ from ragged_attention.testing.ptx import numbers
 
 # fp8e4b15 is left to Triton: no framework has arrays of it.
 NARROW = ("bf16", "fp8e5", "fp8e4nv", "fp8e4b8", "fp8e5b16")
-NO_NEGATIVE_ZERO = ("fp8e4b8", "fp8e5b16")  # whose code for it is their only NaN
+NO_NEGATIVE_ZERO = ("fp8e4b8", "fp8e5b16")  # code 0x80 is NaN in these formats
 TOWARDS_ZERO = interpreter._ir.ROUNDING_MODE.RTZ
 
 
@@ -73,7 +73,7 @@ def to_8_bits(values: NDArray[Any], dtype: Any, towards_zero: bool) -> NDArray[n
 
 
 def converted(data: NDArray[Any], source: Any, target: Any, rounding: Any = None) -> NDArray[Any]:
-    """Floats of one dtype of Triton as another's, both as the interpreter holds them; what replaces `_convert_float`.
+    """Convert floats from one of Triton's dtypes to another, both in the NumPy dtypes that the interpreter uses.
 
     The result is rounded to nearest even, or towards zero if `rounding` is RTZ.
     """
@@ -81,12 +81,13 @@ def converted(data: NDArray[Any], source: Any, target: Any, rounding: Any = None
     values = values_of(data, source)
     if target.is_fp8():
         return to_8_bits(values, target, rounding == TOWARDS_ZERO)
-    held, shape = interpreter._get_np_dtype(target), values.shape
-    nearest = numbers.bf16_bits(values).reshape(shape) if target.is_bf16() else values.astype(held)
+    np_dtype = interpreter._get_np_dtype(target)
+    nearest = numbers.bf16_bits(values).reshape(values.shape) if target.is_bf16() else values.astype(np_dtype)
     if rounding != TOWARDS_ZERO:
         return nearest
     too_large = np.abs(values_of(nearest, target)) > np.abs(values)
-    return (nearest.view(f"u{held.itemsize}") - too_large.astype(f"u{held.itemsize}")).view(held)
+    bits = f"u{np_dtype.itemsize}"
+    return (nearest.view(bits) - too_large.astype(bits)).view(np_dtype)
 
 
 def to_integers(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -136,12 +137,12 @@ class Builder(interpreter.InterpreterBuilder):
 
     def binary_op(self, lhs: Any, rhs: Any, op: Any) -> Any:
         result = super().binary_op(widened(lhs), widened(rhs), op)
-        if result.data.dtype == np.bool_:  # Triton labels what a comparison gives with the dtype of its operands
+        if result.data.dtype == np.bool_:
             return interpreter.TensorHandle(result.data, tl.int1)
         return narrowed(result, lhs.dtype) if is_narrow(lhs.dtype) else result
 
     def ternary_op(self, lhs: Any, rhs: Any, other: Any, op: Any) -> Any:
-        if not is_narrow(lhs.dtype):  # so does `tl.where`, which only chooses: its condition stands first
+        if not is_narrow(lhs.dtype):  # `tl.where`, whose first operand is its condition, only selects codes
             return super().ternary_op(lhs, rhs, other, op)
         return narrowed(super().ternary_op(widened(lhs), widened(rhs), widened(other), op), lhs.dtype)
 
@@ -175,7 +176,7 @@ def _retyped(tensor: Any, handle: Any) -> Any:
 
 
 def _on_values(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A reduction or scan that NumPy does at once, on the values of narrow floats."""
+    """Wrap a reduction or scan by one NumPy function, so that it works on the values of narrow floats."""
 
     @functools.wraps(method)
     def on_values(self: Any, tensor: Any, *others: Any, **named: Any) -> Any:
@@ -194,7 +195,7 @@ def _on_values(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Let the interpreter of this process compute so."""
+    """Replace the operations, reductions and scans of this process's interpreter."""
     interpreter.interpreter_builder.__class__ = Builder
     for holder, names in ((interpreter.ReduceOps, ("sum", "min_max")), (interpreter.ScanOps, ("cumsum", "cumprod"))):
         for name in names:

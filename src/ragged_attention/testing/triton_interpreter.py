@@ -1,11 +1,11 @@
-"""Triton's interpreter made faster, and as right as a GPU.
+"""Triton's interpreter made faster, with a GPU's arithmetic on narrow floats.
 
 It leaves out work whose result nobody sees. At every call of a `@triton.jit` function from another one, the interpreter
 walks through all of `triton.language` to replace what it has replaced already when the kernel was launched. It computes
 in 64 bits whether a sum, difference or product of integers overflows, and drops the answer unless it debugs. Each time
 that it needs the NumPy dtype for one of Triton's, it builds a dictionary of them all.
 
-Where it converts floats, or computes in bfloat16 or 8-bit floats, `triton_floats` takes its place.
+`triton_floats` replaces its conversions of floats and its arithmetic in bfloat16 and 8-bit floats.
 """
 
 import dataclasses
