@@ -5,8 +5,9 @@ architecture: kernels, tiles, what is declined. A check fails if a result is wro
 anything: memory that is not an array's or that nobody wrote, what no barrier or wait orders, instructions by part of a
 warp. See `testing/ptx`.
 
-`ragged-attention conformance --backend triton --device ptx:sm_90` does this, and with `--backend cuda` the same from
-torch: nvcc compiles a file of kernels when one of them is first called, and their own host code asks for the launches.
+`ragged-attention conformance --backend triton --device ptx:sm_90` does this, also for a third-party backend of Triton
+kernels. With `--backend cuda` it does the same from torch: nvcc compiles a file of kernels when one of them is first
+called, and their own host code asks for the launches.
 `judged` does it in a process apart, for whoever has Triton interpret, or asks for another Triton.
 """
 
@@ -23,6 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 from unittest import mock
 
+from ragged_attention import dispatch
 from ragged_attention.calls import Device
 from ragged_attention.calls.base import shared_memory_of
 from ragged_attention.host.interpreting import interpreting
@@ -246,7 +248,7 @@ def missing(arch: str, framework: str = "torch", backend: str = "triton") -> str
     """Why nothing can be compiled and emulated in this process, or None."""
     if reason := launcher.why_not(arch):
         return reason
-    for name in (framework, *(("triton",) if backend == "triton" else ())):
+    for name in (framework, *(("triton",) if backend != "cuda" else ())):
         if importlib.util.find_spec(name) is None:
             return f"{name} is not installed"
     if backend == "cuda":
@@ -262,13 +264,14 @@ def runners(backend: str, framework: str | None, device: str | None) -> tuple[li
     """A runner for each schedule if the device's name asks for an emulated one, and why there is none."""
     if (arch := arch_of(device)) is None:
         return [], {}
-    if backend not in BACKENDS:
+    if backend not in BACKENDS and backend not in dispatch.third_party_packages():
         expected = " or ".join(BACKENDS)
         return [], {f"{backend} on {device}": f"expected the backend {expected} for {device}, got {backend}"}
-    if framework and framework not in BACKENDS[backend]:
-        return [], {f"{framework}-{backend} on {device}": f"{backend} is emulated from {BACKENDS[backend][0]} only"}
+    frameworks = BACKENDS.get(backend, FRAMEWORKS)  # a backend of others is expected to launch Triton kernels
+    if framework and framework not in frameworks:
+        return [], {f"{framework}-{backend} on {device}": f"{backend} is emulated from {frameworks[0]} only"}
     present, absent = [], {}
-    for name in (framework,) if framework else BACKENDS[backend]:
+    for name in (framework,) if framework else frameworks:
         every = [CompiledRunner(framework=name, backend=backend, arch=arch, seed=seed) for seed in SCHEDULES]
         if reason := every[0].absent():
             absent[str(every[0])] = reason

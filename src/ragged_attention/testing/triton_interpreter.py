@@ -1,9 +1,11 @@
-"""Triton's interpreter made faster: it leaves out work whose result nobody sees.
+"""Triton's interpreter made faster, with a GPU's arithmetic on narrow floats.
 
-At every call of a `@triton.jit` function from another one, the interpreter walks through all of `triton.language` to
-replace what it has replaced already when the kernel was launched. It computes in 64 bits whether a sum, difference or
-product of integers overflows, and drops the answer unless it debugs. Each time that it needs the NumPy dtype for one of
-Triton's, it builds a dictionary of them all.
+It leaves out work whose result nobody sees. At every call of a `@triton.jit` function from another one, the interpreter
+walks through all of `triton.language` to replace what it has replaced already when the kernel was launched. It computes
+in 64 bits whether a sum, difference or product of integers overflows, and drops the answer unless it debugs. Each time
+that it needs the NumPy dtype for one of Triton's, it builds a dictionary of them all.
+
+`triton_floats` replaces its conversions of floats and its arithmetic in bfloat16 and 8-bit floats.
 """
 
 import dataclasses
@@ -14,11 +16,14 @@ import inspect
 import os
 from typing import Any
 
-PRIVATE = ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "interpreter_builder")  # of Triton's
+PRIVATE = (  # of Triton's
+    "_patch_lang", "_LangPatchScope", "_get_np_dtype", "interpreter_builder",
+    "InterpreterBuilder", "TensorHandle", "ReduceOps", "ScanOps", "_interpreter", "_ir",
+)  # fmt: skip
 
 
 def quicken() -> bool:
-    """Let the interpreter of this process leave this work out; returns whether it does.
+    """Let the interpreter of this process leave this work out and compute as GPUs do; returns whether it does.
 
     Where a version of Triton lacks one of the private names, the interpreter stays as it is.
     """
@@ -31,6 +36,7 @@ def quicken() -> bool:
         _prepare_once(interpreter)
         _drop_overflow(interpreter.interpreter_builder)
         _look_up_once(interpreter)
+        importlib.import_module("ragged_attention.testing.triton_floats").install()
     return True
 
 
