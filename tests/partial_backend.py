@@ -18,8 +18,7 @@ FAULTS = (
     "window one too wide", "window one too narrow", "stale page", "unscaled softmax", "dropped tail",
     "first key dropped", "wrong head of a group", "NaN of unused slots", "key counted twice",
     "page listed twice counted once", "lse in base 2", "wrong page of a long sequence", "soft cap forgotten",
-    "length of another sequence",
-    "output scaled", "slots past the length",
+    "length of another sequence", "output scaled", "slots past the length", "unlisted page",
 )  # fmt: skip
 
 
@@ -62,6 +61,8 @@ def decode(fault: str) -> Callable[..., Any]:
         listed = np.array(table[:count])
         if fault == "stale page" and count > 1:
             listed[-1] = listed[-2]
+        if fault == "unlisted page" and count > 1:
+            listed[1] = next((page for page in range(len(pages)) if page not in given["page_indices"]), listed[1])
         if fault == "wrong page of a long sequence" and count > 2:
             listed[2:] = listed[0]
         valid = np.repeat((listed >= 0) & (listed < len(pages)), PAGE_SIZE)

@@ -41,13 +41,14 @@ def test_a_partial_backend_is_judged_by_the_asked_number(monkeypatch: pytest.Mon
 
 def test_drawn_batches_catch_the_faults_of_a_partial_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drawing, "PHASES", (drawing.Phase.generate,))  # a failure is wanted here, not a small one
-    check = check_named("attention on drawn batches")
-    results = {}
+    check, caught = check_named("attention on drawn batches"), []
     for fault in partial_backend.FAULTS:
-        results[fault] = verdict_of(partial_backend.plant(monkeypatch, fault), check, EXAMPLES).result
-    assert len(results) >= 10
-    missed = [fault for fault, result in results.items() if result != "FAILED"]
-    assert len(missed) <= len(results) // 10, missed
+        try:
+            check.run(partial_backend.plant(monkeypatch, fault), EXAMPLES)
+        except AssertionError:
+            caught.append(fault)
+    assert len(partial_backend.FAULTS) >= 10
+    assert len(caught) >= 0.9 * len(partial_backend.FAULTS), caught
 
 
 def test_a_backend_that_tells_no_reason_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:

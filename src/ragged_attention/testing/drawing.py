@@ -227,15 +227,14 @@ class _Tally:
         self.tried += 1
         self.values.append(value)
         try:
-            took = answers(lambda: self.check(value))
+            took = answers(self.check, value)
         except Declined as refusal:
             if not self.failed:
                 self.refusals.append(refusal)
                 DECLINED[reason_of(refusal)] += 1
             return False
-        except Exception as error:
+        except Exception:
             self.failed = True
-            error.batch = value  # type: ignore[attr-defined]
             raise
         self.judged += took
         return took
@@ -253,13 +252,24 @@ class _Tally:
         return not self.judged and bool(self.refusals) and isinstance(self.refusals[0], Absent)
 
 
-def answers(attempt: Callable[[], object]) -> bool:
-    """Whether an attempt has called the backend and got an answer."""
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """What an error of a check is told with, as the error's attribute `failure`: the batch and the check to repeat."""
+
+    batch: Any
+    check: Callable[[Any], object]
+
+
+def answers(check: Callable[[Any], object], batch: Any) -> bool:
+    """Whether a check of a batch has called the backend and got an answer; an error is given its `Failure`."""
     before = set(ANSWERED)
     ANSWERED.clear()
     try:
-        attempt()
+        check(batch)
         return bool(ANSWERED)
+    except Exception as error:
+        error.failure = Failure(batch, check)  # type: ignore[attr-defined]
+        raise
     finally:
         ANSWERED.update(before)
 
@@ -284,11 +294,14 @@ def built(check: Callable[[Runner, Any], None]) -> Callable[[Runner, Any], None]
 
 
 def taken_of(attempts: Iterable[Callable[[], object]]) -> int:
-    """How many attempts the backend takes; if it declines all, the first refusal is raised."""
+    """The number of attempts that the backend takes; if it declines all, the first refusal is raised.
+
+    An attempt that returns False has asked nothing of the backend.
+    """
     count, refusals = 0, []
     for attempt in attempts:
         try:
-            count += answers(attempt)
+            count += attempt() is not False
         except Declined as refusal:
             refusals.append(refusal)
             DECLINED[reason_of(refusal)] += 1
@@ -305,9 +318,9 @@ class Case:
     check: Callable[[Runner, Any], None]
     build: Callable[[], Any]
 
-    def attempt(self, runner: Runner) -> None:
+    def attempt(self, runner: Runner) -> bool:
         try:
-            self.check(runner, self.build())
+            return answers(functools.partial(self.check, runner), self.build())
         except Exception as error:
             error.add_note(self.name)
             raise
@@ -326,7 +339,7 @@ def on_cases(cases: Callable[[], Iterable[Case]]) -> Callable[[Runner, int], int
 def on_corner(check: Callable[[Runner, Any], None], build: Callable[[], Any]) -> Callable[[Runner, int], int]:
     def run(runner: Runner, examples: int) -> int:
         del examples
-        return int(answers(lambda: check(runner, build())))
+        return int(answers(functools.partial(check, runner), build()))
 
     return run
 
@@ -347,8 +360,10 @@ def on_every_path(
 
     def run(runner: Runner, examples: int) -> int:
         del examples
-        batch = build()
-        return taken_of(functools.partial(check, runner, batch, options) for options in paths(runner, operation)[1:])
+        pairs = [(build(), options) for options in paths(runner, operation)[1:]]
+        return taken_of(
+            functools.partial(answers, lambda pair: check(runner, pair[0], pair[1]), pair) for pair in pairs
+        )
 
     return run
 

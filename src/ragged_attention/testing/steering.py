@@ -118,7 +118,7 @@ def _equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def _lens(value: Any) -> dict[Path, Lens]:
+def lens_of(value: Any) -> dict[Path, Lens]:
     """The (q_len, kv_len) of a structure's sequences, by their place in it; empty if it has none."""
     return {path: leaf for path, leaf in leaves(value).items() if path[-1:] == ("lens",) and _pairs(leaf)}
 
@@ -129,7 +129,7 @@ def _pairs(leaf: Any) -> bool:
 
 def formed(value: Any, form: str) -> Any:
     """The structure with lengths of that form."""
-    return replaced(value, {path: FORMS[form](lens) for path, lens in _lens(value).items()})
+    return replaced(value, {path: FORMS[form](lens) for path, lens in lens_of(value).items()})
 
 
 def find_taken(value: Any, values: Sequence[Any], ask: Ask) -> Any:
@@ -138,7 +138,7 @@ def find_taken(value: Any, values: Sequence[Any], ask: Ask) -> Any:
     A change is kept if it makes the backend refuse for another reason, because then it has met the first one.
     """
     words = vocabulary([*values, plain(value), value])
-    for path, lens in _lens(value).items():
+    for path, lens in lens_of(value).items():
         words[path] = [form(lens) for form in FORMS.values()]
     limits = dict.fromkeys([path for path in words if path[-1] == "limit"], "exact")
     for base in [plain(value), *([replaced(plain(value), limits)] if limits else [])]:
@@ -219,7 +219,7 @@ def stretched(value: Any) -> Any:
     def longer(lens: Lens) -> Lens:
         return tuple((q_len, kv_len if q_len >= kv_len else kv_len * factor) for q_len, kv_len in lens)
 
-    return replaced(value, {path: longer(lens) for path, lens in _lens(value).items()})
+    return replaced(value, {path: longer(lens) for path, lens in lens_of(value).items()})
 
 
 def learn(values: Sequence[Any], ask: Ask) -> dict[type | tuple[Path, ...], Steering]:
@@ -236,7 +236,7 @@ def _learn(values: Sequence[Any], ask: Ask) -> Steering | None:
     telling = max(values, key=_variety)
     if (centre := find_taken(telling, values, ask)) is None:
         return None
-    form = next((name for name in FORMS if _lens(formed(telling, name)) == _lens(centre)), "as drawn")
+    form = next((name for name in FORMS if lens_of(formed(telling, name)) == lens_of(centre)), "as drawn")
     allowed = {}
     for path, words in vocabulary(values).items():
         now = leaves(centre)[path]
@@ -251,7 +251,7 @@ def _learn(values: Sequence[Any], ask: Ask) -> Steering | None:
 
 def _variety(value: Any) -> int:
     """How many kinds of lengths a structure has, so that the most telling one is asked for."""
-    lens = [pair for each in _lens(value).values() for pair in each]
+    lens = [pair for each in lens_of(value).values() for pair in each]
     return len(set(lens)) + 10 * (len({min(q_len, 2) for q_len, _ in lens}) > 1)
 
 
