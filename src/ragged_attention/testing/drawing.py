@@ -360,6 +360,8 @@ def on_every_path(
 
     def run(runner: Runner, examples: int) -> int:
         del examples
+        if not paths(runner, operation)[1:]:
+            raise Absent(f"{runner.backend} has no options for {operation} that change its path")
         pairs = [(build(), options) for options in paths(runner, operation)[1:]]
         return taken_of(
             functools.partial(answers, lambda pair: check(runner, pair[0], pair[1]), pair) for pair in pairs
