@@ -81,7 +81,8 @@ def decode(fault: str) -> Callable[..., Any]:
             weight[PAGE_SIZE] = 2
         if fault == "page listed twice counted once":
             first = {page: index for index, page in reversed([*enumerate(listed.tolist())])}
-            seen &= np.repeat([first[page] == index for index, page in enumerate(listed.tolist())], PAGE_SIZE)
+            is_first = np.array([first[page] == index for index, page in enumerate(listed.tolist())], bool)
+            seen &= np.repeat(is_first, PAGE_SIZE)
         scale = given.get("sm_scale")
         scale = (1.0 if fault == "unscaled softmax" else q.shape[-1] ** -0.5) if scale is None else scale
         return heads(q, slots, seen, weight, scale, None if fault == "soft cap forgotten" else given.get("soft_cap"))

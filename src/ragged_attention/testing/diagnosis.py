@@ -292,7 +292,7 @@ def share_of_each_key(batch: Batch, seq: int, lse: NDArray[np.float64]) -> NDArr
         )
         with np.errstate(invalid="ignore"):
             shares[:, head, : seen.shape[1]] = np.where(seen, np.exp(logits - lse[start:stop, head, None]), 0.0)
-    shares[..., 0] += ~seen.any(axis=1)[:, None]
+    shares[..., 0] += np.logical_not(seen).all(axis=1, keepdims=True)
     return shares
 
 
@@ -370,13 +370,13 @@ def of_lengths(value: Any, passes: Callable[[Any], bool | None]) -> Iterator[str
 
 def brief(value: Any) -> str:
     """A structure as the expression that makes it, without the fields that have their defaults, except for dtypes."""
+    if steering.is_structure(value):
+        told = {
+            field.name: brief(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.name == "dtype" or getattr(value, field.name) != field.default
+        }
+        return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in told.items())})"
     if isinstance(value, tuple) and any(map(steering.is_structure, value)):
         return ", ".join(brief(part) for part in value if part != {})
-    if not steering.is_structure(value):
-        return repr(value)
-    told = {
-        field.name: brief(getattr(value, field.name))
-        for field in dataclasses.fields(value)
-        if field.name == "dtype" or getattr(value, field.name) != field.default
-    }
-    return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in told.items())})"
+    return repr(value)

@@ -57,6 +57,7 @@ def details(runner: Any, line: Verdict, options: argparse.Namespace) -> dict[str
 
 
 def features_of(backend: str, operation: str) -> str:
+    """The optional arguments that a backend honours."""
     try:
         return ", ".join(sorted(dispatch.load(operation, backend).FEATURES)) or "no optional argument"
     except BackendMissing:
@@ -82,6 +83,7 @@ def _reason(message: str) -> str:
 
 
 def print_table(console: Console, title: str, lines: Sequence[Verdict]) -> None:
+    """Print one line for each verdict that is not folded, then the reasons to decline and the counts."""
     table = Table(title=title, title_justify="left")
     columns = (("check", "left"), ("judged", "right"), ("declined", "right"), ("seconds", "right"), ("result", "left"))
     for name, justify in columns:

@@ -80,21 +80,21 @@ def replaced(value: Any, changes: Mapping[Path, Any]) -> Any:
     if not inner:
         return value
     parts = {name: replaced(part, inner.get(name, {})) for name, part in _parts(value)}
-    return tuple(parts.values()) if isinstance(value, tuple) else type(value)(**parts)
+    if isinstance(value, tuple):
+        return tuple(parts.values())
+    return type(value)(**{str(name): part for name, part in parts.items()})
 
 
 def plain(value: Any) -> Any:
     """The structure with the default of every field that has one."""
-    if isinstance(value, tuple) and any(map(is_structure, value)):
-        return tuple(map(plain, value))
-    if not is_structure(value):
-        return value
-    parts = {}
-    for field in dataclasses.fields(value):
-        part = getattr(value, field.name)
-        known = field.default is not dataclasses.MISSING and not is_structure(part)
-        parts[field.name] = field.default if known else plain(part)
-    return type(value)(**parts)
+    if is_structure(value):
+        parts = {}
+        for field in dataclasses.fields(value):
+            part = getattr(value, field.name)
+            known = field.default is not dataclasses.MISSING and not is_structure(part)
+            parts[field.name] = field.default if known else plain(part)
+        return type(value)(**parts)
+    return tuple(map(plain, value)) if _parts(value) else value
 
 
 def template(reason: str) -> str:
