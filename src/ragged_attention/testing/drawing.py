@@ -1,18 +1,32 @@
 """A check of the suite, and how it is run: on a named batch, or on batches that Hypothesis draws and shrinks."""
 
+import collections
+import contextlib
 import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
 
-from ragged_attention.testing.runner import Declined, Runner
+from ragged_attention.testing import steering
+from ragged_attention.testing.runner import (
+    ANSWERED,
+    DECLINED,
+    Absent,
+    Declined,
+    Runner,
+    Taken,
+    asking,
+    reason_of,
+)
 
 PROFILES = {"dev": 25, "ci": 200, "nightly": 2000}
 PROFILE_VARIABLE = "HYPOTHESIS_PROFILE"
+ATTEMPTS = 10  # for each batch that is to be judged, before a check gives up
 PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 # Where a backend offers such tunables, the suite also asks for these, so that small batches take every path.
 PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
@@ -132,33 +146,150 @@ def examples_of(profile: str | None = None) -> int:
 
 
 def drawn(runner: Runner, strategy: st.SearchStrategy[Any], check: Callable[[Any], None], examples: int) -> int:
-    """Run a check on drawn batches, shrinking what fails; returns how many the backend took."""
-    taken, reasons = 0, []
+    """Run a check on drawn batches, shrinking the first failure; returns the number of batches that were judged.
 
-    @settings(
+    Batches that the backend declines do not count. If it declines some, more are drawn until `examples` are judged; if
+    it declines most, the search in `steering` finds out which batches it takes, and those are drawn. If nothing could
+    be judged, a refusal with the commonest reason is raised.
+    """
+    tally = _Tally(check)
+
+    @_given(strategy, examples)
+    def as_drawn(value: Any) -> None:
+        tally.attempt(value)
+
+    as_drawn()
+    if tally.missing(examples) and not tally.lacks_operation():
+        most = 2 * tally.judged > examples or not tally.refusals
+        by = {} if most else steering.learn(tally.values, lambda value: _refusal(check, value))
+        if by or tally.judged:
+            refusals, tally.refusals = tally.refusals, []
+            _draw_more(tally, steering.steered(strategy, by), examples)
+            tally.refusals = tally.refusals or refusals  # those of steered batches tell more
+    if tally.refusals and not tally.judged:
+        raise tally.commonest()
+    return tally.judged
+
+
+def _draw_more(tally: "_Tally", strategy: st.SearchStrategy[tuple[Any, bool]], examples: int) -> None:
+    """Draw steered batches until enough are judged or too many are declined."""
+    left = [ATTEMPTS * examples]
+    given_up = left[0] - max(ATTEMPTS, examples)  # where none of so many has been judged, none will be
+
+    @_given(strategy, examples - tally.judged, start=1)  # not the batches that were drawn before
+    def as_taken(drawn_value: tuple[Any, bool]) -> None:
+        value, changed = drawn_value
+        left[0] -= 1
+        spent = left[0] < 0 or (not tally.judged and left[0] < given_up)
+        if spent and not tally.failed:  # a failure can be shrunk and repeated all the same
+            reject()
+        if (changed and _refusal(tally.check, value) is not None) or not tally.attempt(value):
+            reject()
+
+    with contextlib.suppress(Unsatisfiable):  # the batches that were judged count all the same
+        as_taken()
+
+
+def _given(
+    strategy: st.SearchStrategy[Any], examples: int, *, start: int = 0
+) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+    """Hypothesis's decorators, with the settings of the suite.
+
+    From one `start` the same batches are drawn each time, so that a run says the same thing twice; nightly runs look
+    further.
+    """
+    chosen = settings(
         max_examples=examples,
         deadline=None,
         database=None,
-        # The same batches each time, so that a run says the same thing twice; nightly runs look further.
-        derandomize=examples < PROFILES["nightly"],
         phases=PHASES,
         report_multiple_bugs=False,
         suppress_health_check=[*HealthCheck],  # type: ignore[list-item]
         print_blob=False,
     )
-    @given(strategy)
-    def run(drawn_batch: Any) -> None:
-        nonlocal taken
-        try:
-            check(drawn_batch)
-            taken += 1
-        except Declined as refusal:
-            reasons.append(refusal)
+    from_start = seed(start) if examples < PROFILES["nightly"] else lambda function: function
+    return lambda function: from_start(chosen(given(strategy)(function)))  # type: ignore[return-value]
 
-    run()
-    if reasons and not taken:
-        raise type(reasons[0])(str(reasons[0]))
-    return taken
+
+class _Tally:
+    """What has become of the batches of one check."""
+
+    def __init__(self, check: Callable[[Any], None]) -> None:
+        self.check = check
+        self.judged = self.tried = 0
+        self.failed = False
+        self.values: list[Any] = []
+        self.refusals: list[Declined] = []
+
+    def attempt(self, value: Any) -> bool:
+        """Whether the check called the backend on a value; a failure is raised, with the value as `batch`."""
+        self.tried += 1
+        self.values.append(value)
+        try:
+            took = answers(self.check, value)
+        except Declined as refusal:
+            if not self.failed:
+                self.refusals.append(refusal)
+                DECLINED[reason_of(refusal)] += 1
+            return False
+        except Exception:
+            self.failed = True
+            raise
+        self.judged += took
+        return took
+
+    def commonest(self) -> Declined:
+        """The refusal with the commonest reason."""
+        counts = collections.Counter(map(reason_of, self.refusals))
+        return max(self.refusals, key=lambda refusal: counts[reason_of(refusal)])
+
+    def missing(self, examples: int) -> bool:
+        return self.judged < min(examples, self.tried)
+
+    def lacks_operation(self) -> bool:
+        """Whether no batch was taken because the backend does not offer the operation."""
+        return not self.judged and bool(self.refusals) and isinstance(self.refusals[0], Absent)
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """What an error of a check is told with, as the error's attribute `failure`: the batch and the check to repeat."""
+
+    batch: Any
+    check: Callable[[Any], object]
+
+
+def answers(check: Callable[[Any], object], batch: Any) -> bool:
+    """Whether a check of a batch has called the backend and got an answer; an error is given its `Failure`."""
+    before = set(ANSWERED)
+    ANSWERED.clear()
+    try:
+        check(batch)
+        return bool(ANSWERED)
+    except Exception as error:
+        error.failure = Failure(batch, check)  # type: ignore[attr-defined]
+        raise
+    finally:
+        ANSWERED.update(before)
+
+
+def _refusal(check: Callable[[Any], None], value: Any) -> str | None:
+    """Why a batch cannot be judged, or None; nothing is run for that, except by a runner that cannot only be asked."""
+    before = set(ANSWERED)
+    ANSWERED.clear()
+    try:
+        with asking():
+            check(value)
+    except Taken:
+        return None
+    except Declined as refusal:
+        return reason_of(refusal)
+    except Exception as error:  # either a fault, which drawn batches will show too, or the fields contradict each other
+        return None if ANSWERED else f"{type(error).__name__}: {error}"
+    else:
+        return None if ANSWERED else "the check asks nothing of the backend"
+    finally:
+        ANSWERED.update(before)
 
 
 def built(check: Callable[[Runner, Any], None]) -> Callable[[Runner, Any], None]:
@@ -167,14 +298,17 @@ def built(check: Callable[[Runner, Any], None]) -> Callable[[Runner, Any], None]
 
 
 def taken_of(attempts: Iterable[Callable[[], object]]) -> int:
-    """How many attempts the backend takes; if it declines all, the first refusal is raised."""
+    """The number of attempts that the backend takes; if it declines all, the first refusal is raised.
+
+    An attempt that returns False has asked nothing of the backend.
+    """
     count, refusals = 0, []
     for attempt in attempts:
         try:
-            attempt()
-            count += 1
+            count += attempt() is not False
         except Declined as refusal:
             refusals.append(refusal)
+            DECLINED[reason_of(refusal)] += 1
     if refusals and not count:
         raise refusals[0]
     return count
@@ -188,9 +322,9 @@ class Case:
     check: Callable[[Runner, Any], None]
     build: Callable[[], Any]
 
-    def attempt(self, runner: Runner) -> None:
+    def attempt(self, runner: Runner) -> bool:
         try:
-            self.check(runner, self.build())
+            return answers(functools.partial(self.check, runner), self.build())
         except Exception as error:
             error.add_note(self.name)
             raise
@@ -209,8 +343,7 @@ def on_cases(cases: Callable[[], Iterable[Case]]) -> Callable[[Runner, int], int
 def on_corner(check: Callable[[Runner, Any], None], build: Callable[[], Any]) -> Callable[[Runner, int], int]:
     def run(runner: Runner, examples: int) -> int:
         del examples
-        check(runner, build())
-        return 1
+        return int(answers(functools.partial(check, runner), build()))
 
     return run
 
@@ -231,8 +364,12 @@ def on_every_path(
 
     def run(runner: Runner, examples: int) -> int:
         del examples
-        batch = build()
-        return taken_of(functools.partial(check, runner, batch, options) for options in paths(runner, operation)[1:])
+        if not paths(runner, operation)[1:]:
+            raise Absent(f"{runner.backend} has no options for {operation} that change its path")
+        pairs = [(build(), options) for options in paths(runner, operation)[1:]]
+        return taken_of(
+            functools.partial(answers, lambda pair: check(runner, pair[0], pair[1]), pair) for pair in pairs
+        )
 
     return run
 
