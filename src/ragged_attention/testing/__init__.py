@@ -11,6 +11,7 @@ on a backend. The parts, for tests of one's own:
     agrees                                 the one comparison, with the one set of bounds
     LAWS, HEADS_FIRST_LAWS, MLA_LAWS       what holds without an oracle
     VARLEN_LAWS, SPARSE_GRADIENT_LAWS      the same of packed sequences and of gradients
+    judge                                  a report on a plain function, or on a command
     runner_for                             a backend, called through the torch or the jax front end
     guarded                                arrays that end where readable memory ends
 
@@ -20,7 +21,7 @@ Hypothesis strategies.
 
 from importlib.util import find_spec
 
-if missing := [name for name in ("hypothesis", "pytest") if find_spec(name) is None]:
+if missing := [name for name in ("hypothesis", "ml_dtypes", "pytest") if find_spec(name) is None]:
     raise ImportError(
         f"ragged_attention.testing needs {' and '.join(missing)}: install the extra, ragged-attention[testing]"
     )
@@ -30,6 +31,7 @@ from ragged_attention.testing.guarded import guarded as guarded
 from ragged_attention.testing.heads_first.specs import ChunkSpec as ChunkSpec
 from ragged_attention.testing.heads_first.specs import PagedSpec as PagedSpec
 from ragged_attention.testing.heads_first.suite import HEADS_FIRST_LAWS as HEADS_FIRST_LAWS
+from ragged_attention.testing.judging import judge as judge
 from ragged_attention.testing.mla.laws import MLA_LAWS as MLA_LAWS
 from ragged_attention.testing.mla.specs import DecodeSpec as DecodeSpec
 from ragged_attention.testing.mla.specs import PrefillSpec as PrefillSpec

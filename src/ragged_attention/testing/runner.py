@@ -167,6 +167,12 @@ class Runner:
         except BackendMissing as missing:
             raise Absent(str(missing)) from None
 
+    def expect_promise(self, operation: str) -> None:
+        """Raise `Absent` unless the backend promises `batch_invariant` for an operation."""
+        self._expect_offered(operation)
+        if not hasattr(dispatch.load(operation, self.backend), "invariant_tile"):
+            raise Absent(f"{self.backend} does not promise batch_invariant for {operation}")
+
     def _take_back(self, result: Any) -> Any:
         if isinstance(result, tuple | list):
             return tuple(map(self._take_back, result))
