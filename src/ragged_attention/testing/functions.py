@@ -131,7 +131,7 @@ class Command:
         results = tuple(_decoded(found, name) for name in names if name in found)
         if not results:
             raise AssertionError(f"expected {names[0]} in the output, got {', '.join(found) or 'nothing'}")
-        return results if len(results) > 1 else results[0]
+        return results if len(results) > 1 else next(iter(results))
 
 
 def _filled(word: str, places: Mapping[str, str]) -> str:
@@ -306,7 +306,7 @@ class FunctionRunner(Runner):
         return [name for name in names if name in accepted]
 
     def _expect_differentiable(self, result: Any, extra: Mapping[str, Any]) -> None:
-        """Raise `Declined` if a result has no gradient by its nature, because it depends on no argument or is missing."""
+        """Raise `Declined` if a result has no gradient, because it is missing or depends on no argument."""
         first, *others = result if isinstance(result, tuple | list) else (result,)
         if extra.get("return_lse") and not others:
             raise Declined(f"{self.backend} returns no lse that could be differentiated")
@@ -325,7 +325,7 @@ class FunctionRunner(Runner):
         names = RESULTS[operation] if several else ("out",)
         results = tuple(result) if isinstance(result, tuple | list) else (result,)
         if len(results) >= len(names):
-            return results if len(results) > 1 else results[0]
+            return results if len(results) > 1 else next(iter(results))
         self.not_returned.update(f"{name} of {operation}" for name in names[len(results) :])
         whole = batch.expected() if isinstance(batch, RaggedTables) else DEFINITIONS[operation](**batch.arguments())
         rest = [np.asarray(array, np.float32) for array in whole[len(results) : len(names)]]

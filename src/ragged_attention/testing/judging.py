@@ -8,6 +8,7 @@ docs/guides/judge_a_kernel.md has an example for each framework.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 
 from ragged_attention.calls import CALLS
 from ragged_attention.errors import InvalidInput
-from ragged_attention.testing.drawing import Check, examples_of
+from ragged_attention.testing.drawing import PATHS, Check, examples_of
 from ragged_attention.testing.functions import Command, FunctionRunner, q_lens_of
 from ragged_attention.testing.guarded import guarded
 from ragged_attention.testing.paged.specs import Arrays
@@ -321,6 +322,9 @@ class _Asked(Runner):
     def expect_promise(self, operation: str) -> None:
         self._expect_offered(operation)
 
+    def tunables(self, operation: str) -> tuple[str, ...]:
+        return tuple({name for options in PATHS.get(operation, ()) for name in options})
+
 
 def _concerns(runner: FunctionRunner, check: Check) -> bool:
     """Whether a check begins with an operation that was given, or with none that could be told."""
@@ -330,10 +334,8 @@ def _concerns(runner: FunctionRunner, check: Check) -> bool:
 @functools.cache
 def _first_operation(check: Check) -> str:
     asked = _Asked(framework="numpy", backend="")
-    try:
+    with contextlib.suppress(Declined):
         check.run(asked, 1)
-    except Declined:
-        pass
     return asked.asked[0] if asked.asked else ""
 
 
