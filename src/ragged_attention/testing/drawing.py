@@ -1,18 +1,32 @@
 """A check of the suite, and how it is run: on a named batch, or on batches that Hypothesis draws and shrinks."""
 
+import contextlib
 import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
 
-from ragged_attention.testing.runner import Declined, Runner
+from ragged_attention.errors import InvalidInput
+from ragged_attention.testing import steering
+from ragged_attention.testing.runner import (
+    ANSWERED,
+    DECLINED,
+    Absent,
+    Declined,
+    Runner,
+    Taken,
+    asking,
+    reason_of,
+)
 
 PROFILES = {"dev": 25, "ci": 200, "nightly": 2000}
 PROFILE_VARIABLE = "HYPOTHESIS_PROFILE"
+ATTEMPTS = 10  # for each batch that is to be judged, before a check gives up
 PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 # Where a backend offers such tunables, the suite also asks for these, so that small batches take every path.
 PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
@@ -132,10 +146,47 @@ def examples_of(profile: str | None = None) -> int:
 
 
 def drawn(runner: Runner, strategy: st.SearchStrategy[Any], check: Callable[[Any], None], examples: int) -> int:
-    """Run a check on drawn batches, shrinking what fails; returns how many the backend took."""
-    taken, reasons = 0, []
+    """Run a check on drawn batches, shrinking the first failure; returns the number of batches that were judged.
 
-    @settings(
+    Batches that the backend declines do not count. If it declines some, more are drawn until `examples` are judged; if
+    it declines most, the search in `steering` finds out which batches it takes, and those are drawn. If nothing could
+    be judged, the first refusal is raised.
+    """
+    tally = _Tally(check)
+
+    @_given(strategy, examples)
+    def as_drawn(value: Any) -> None:
+        tally.attempt(value)
+
+    as_drawn()
+    if tally.missing(examples) and not tally.lacks_operation():
+        by = {} if 2 * tally.judged > examples else steering.learn(tally.values, lambda value: _refusal(check, value))
+        if by or tally.judged:
+            _draw_more(tally, steering.steered(strategy, by), examples)
+    if tally.refusals and not tally.judged:
+        raise tally.commonest()
+    return tally.judged
+
+
+def _draw_more(tally: "_Tally", strategy: st.SearchStrategy[tuple[Any, bool]], examples: int) -> None:
+    """Draw steered batches until enough are judged or too many are declined."""
+    left = [ATTEMPTS * examples]
+
+    @seed(1)  # not the batches that were drawn before
+    @_given(strategy, examples - tally.judged)
+    def as_taken(drawn_value: tuple[Any, bool]) -> None:
+        value, changed = drawn_value
+        left[0] -= 1
+        if left[0] < 0 or (changed and _refusal(tally.check, value) is not None) or not tally.attempt(value):
+            reject()
+
+    with contextlib.suppress(Unsatisfiable):  # the batches that were judged count all the same
+        as_taken()
+
+
+def _given(strategy: st.SearchStrategy[Any], examples: int) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+    """Hypothesis's decorators, with the settings of the suite."""
+    chosen = settings(
         max_examples=examples,
         deadline=None,
         database=None,
@@ -146,19 +197,69 @@ def drawn(runner: Runner, strategy: st.SearchStrategy[Any], check: Callable[[Any
         suppress_health_check=[*HealthCheck],  # type: ignore[list-item]
         print_blob=False,
     )
-    @given(strategy)
-    def run(drawn_batch: Any) -> None:
-        nonlocal taken
-        try:
-            check(drawn_batch)
-            taken += 1
-        except Declined as refusal:
-            reasons.append(refusal)
+    return lambda function: chosen(given(strategy)(function))  # type: ignore[return-value]
 
-    run()
-    if reasons and not taken:
-        raise type(reasons[0])(str(reasons[0]))
-    return taken
+
+class _Tally:
+    """What has become of the batches of one check."""
+
+    def __init__(self, check: Callable[[Any], None]) -> None:
+        self.check = check
+        self.judged = self.tried = 0
+        self.values: list[Any] = []
+        self.refusals: list[Declined] = []
+
+    def attempt(self, value: Any) -> bool:
+        """Whether the check called the backend on a value; a failure is raised, with the value as `batch`."""
+        self.tried += 1
+        self.values.append(value)
+        try:
+            took = answers(lambda: self.check(value))
+        except Declined as refusal:
+            self.refusals.append(refusal)
+            DECLINED[reason_of(refusal)] += 1
+            return False
+        except Exception as error:
+            error.batch = value  # type: ignore[attr-defined]
+            raise
+        self.judged += took
+        return took
+
+    def commonest(self) -> Declined:
+        """The refusal with the commonest reason."""
+        return max(self.refusals, key=lambda refusal: DECLINED[reason_of(refusal)])
+
+    def missing(self, examples: int) -> bool:
+        return self.judged < min(examples, self.tried)
+
+    def lacks_operation(self) -> bool:
+        """Whether no batch was taken because the backend does not offer the operation."""
+        return not self.judged and bool(self.refusals) and isinstance(self.refusals[0], Absent)
+
+
+def answers(attempt: Callable[[], object]) -> bool:
+    """Whether an attempt has called the backend and got an answer."""
+    before = set(ANSWERED)
+    ANSWERED.clear()
+    try:
+        attempt()
+        return bool(ANSWERED)
+    finally:
+        ANSWERED.update(before)
+
+
+def _refusal(check: Callable[[Any], None], value: Any) -> str | None:
+    """Why a batch cannot be judged, or None; nothing is run for that."""
+    try:
+        with asking():
+            check(value)
+    except Taken:
+        return None
+    except Declined as refusal:
+        return reason_of(refusal)
+    except (InvalidInput, TypeError) as error:  # no batch: its fields contradict each other
+        return str(error)
+    return None
 
 
 def built(check: Callable[[Runner, Any], None]) -> Callable[[Runner, Any], None]:
@@ -171,10 +272,10 @@ def taken_of(attempts: Iterable[Callable[[], object]]) -> int:
     count, refusals = 0, []
     for attempt in attempts:
         try:
-            attempt()
-            count += 1
+            count += answers(attempt)
         except Declined as refusal:
             refusals.append(refusal)
+            DECLINED[reason_of(refusal)] += 1
     if refusals and not count:
         raise refusals[0]
     return count
@@ -209,8 +310,7 @@ def on_cases(cases: Callable[[], Iterable[Case]]) -> Callable[[Runner, int], int
 def on_corner(check: Callable[[Runner, Any], None], build: Callable[[], Any]) -> Callable[[Runner, int], int]:
     def run(runner: Runner, examples: int) -> int:
         del examples
-        check(runner, build())
-        return 1
+        return int(answers(lambda: check(runner, build())))
 
     return run
 

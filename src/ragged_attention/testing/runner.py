@@ -1,5 +1,6 @@
 """A backend as the suite sees it: called through a front end, NumPy in and NumPy out."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -7,14 +8,15 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
+from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragged_attention import dispatch, tuning
 from ragged_attention.calls import CALLS, DecodeSchedule
-from ragged_attention.errors import BackendMissing, TooLarge, Unsupported
-from ragged_attention.testing import formats
+from ragged_attention.errors import BackendMissing, InvalidInput, TooLarge, Unsupported
+from ragged_attention.testing import formats, steering
 from ragged_attention.testing.mla.cache_specs import LatentWriteBatch, ScheduleBatch
 from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec, as_it_is, at_tuned_widths, fitting
 from ragged_attention.testing.paged.specs import Arrays, Batch, Pages, Spec, WriteBatch, like_pages, pages_of
@@ -35,6 +37,8 @@ SAMPLES = {
 
 # The operations that runners have called, each with its backend, and got an answer for: what a run of tests has shown.
 ANSWERED: set[tuple[str, str]] = set()
+# How often a backend declined a batch, by its reason, since a verdict was begun.
+DECLINED: collections.Counter[str] = collections.Counter()
 
 
 def written_by(operation: str) -> str | None:
@@ -48,6 +52,27 @@ class Declined(Exception):
 
 class Absent(Declined):
     """The backend has not this operation at all."""
+
+
+class Taken(BaseException):
+    """The backend takes this call, which was not run; no `except Exception` may hide it."""
+
+
+@contextlib.contextmanager
+def asking() -> Iterator[None]:
+    """Inside this context a call that a backend takes raises `Taken` and is not run."""
+
+    def run(*_: Any) -> Any:
+        raise Taken
+
+    with mock.patch.object(dispatch.Choice, "run", run):
+        yield
+
+
+def reason_of(refusal: Exception) -> str:
+    """The first backend's reason in a refusal, which lists what each backend says."""
+    first, _, rest = str(refusal).partition("\n")
+    return (rest.partition("\n")[0].partition(": ")[2] or rest.partition("\n")[0] or first).strip()
 
 
 def as_given(array: NDArray[Any]) -> NDArray[Any]:
@@ -204,9 +229,24 @@ class Runner:
             return f"{self.framework} is not installed"
         with self.around():
             reasons = [self._refuses(operation) for operation in (*SAMPLES, *(CALLS.keys() - SAMPLES.keys()))]
-        if None in reasons:
-            return None
-        return next((text for text in reasons if text and "does not offer" not in text), reasons[0])
+            if None in reasons:
+                return None
+            offered = [text for text in reasons if text and "does not offer" not in text]
+            if offered and any(map(self._takes_some, CALLS)):
+                return None
+        return offered[0] if offered else reasons[0]
+
+    def _takes_some(self, operation: str) -> bool:
+        """Whether the backend takes any call of an operation, such as a decode in one dtype with one page size."""
+        device, sample = self.front.facts(self.device), sample_of(operation)
+
+        def ask(other: Any) -> str | None:
+            try:
+                return dispatch.refusal(self.backend, other.call(operation, device))
+            except (BackendMissing, InvalidInput, TypeError) as error:
+                return str(error)
+
+        return steering.find_taken(sample, [sample], ask) is not None
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:

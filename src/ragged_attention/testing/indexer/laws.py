@@ -98,7 +98,7 @@ def pages_are_where_keys_lie(runner: Runner, spec: IndexerSpec) -> None:
     q_len, kv_len = len(batch.q), int(batch.kv_lens[0])
     packed = IndexerBatch(
         q=batch.q, weights=batch.weights, dtype=batch.dtype, cache_dtype=batch.cache_dtype,
-        keys=batch.keys[pages].reshape(*rows, -1),
+        keys=batch.keys[pages].reshape(*rows, batch.keys.shape[-1]),
         key_scale=None if batch.key_scale is None else batch.key_scale[pages].reshape(rows),
         starts=np.zeros(q_len, np.int32),
         stops=(np.maximum(kv_len - q_len + np.arange(q_len) + 1, 0) // batch.ratio).astype(np.int32),

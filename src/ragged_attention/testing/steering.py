@@ -1,0 +1,250 @@
+"""Finds which batches a backend takes, and draws those.
+
+A partial backend refuses most drawn structures. Each structure is a nest of dataclasses, so the search needs no list of
+restrictions: it starts at the plainest structure, changes one field after another until the backend takes the batch,
+and then asks, for each value of each field, whether the batch with this value is taken too.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from ragged_attention.testing.paged.specs import Arrays
+
+Path = tuple[str | int, ...]  # the names of nested fields, and indices of nested tuples
+Ask = Callable[[Any], str | None]  # why the backend refuses a structure, or None
+Lens = tuple[tuple[int, int], ...]
+
+MOST_QUESTIONS = 400  # to find one batch that is taken
+# Values that the strategies rarely or never draw, and for which kernels are often written.
+USUAL: Mapping[str, tuple[Any, ...]] = {
+    "dtype": ("float32", "bfloat16", "float16"),
+    "page_size": (16, 32, 64, 128, 256),
+    "head_dim": (64, 128, 256),
+    "num_kv_heads": (1, 2, 4, 8),
+    "group": (1, 2, 4, 8),
+    "num_q_heads": (1, 8, 16, 128),
+    "heads": (1, 16, 64, 128),
+    "d": (64, 128),
+    "d_v": (64, 128),
+    "limit": ("exact",),
+    "max_q_len": (1,),
+    "split_pages": (False, True),
+}
+# A refusal depends on static facts only, and these fields change none.
+VALUES_ONLY = {"seed", "garbage", "poison", "invalid_pages", "sharing", "magnitude"}
+FORMS: Mapping[str, Callable[[Lens], Lens]] = {
+    "as drawn": lambda lens: lens,
+    "decode": lambda lens: tuple((1, kv_len) for _, kv_len in lens),
+    "prefill": lambda lens: tuple((max(q_len, 2), max(q_len, 2)) for q_len, _ in lens),
+    "one sequence": lambda lens: lens[:1],
+    "decode of one sequence": lambda lens: tuple((1, kv_len) for _, kv_len in lens[:1]),
+}
+LONG_PAGE = 32  # with longer pages the drawn lengths would fill one page only, so they are stretched
+
+
+def is_structure(value: Any) -> bool:
+    """Whether a drawn value is described by fields."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, (Arrays, type))
+
+
+def leaves(value: Any, path: Path = ()) -> dict[Path, Any]:
+    """The innermost fields of a structure, or of the structures in a tuple."""
+    found: dict[Path, Any] = {}
+    for name, part in _parts(value):
+        found |= leaves(part, (*path, name))
+    return found or {path: value}
+
+
+def _parts(value: Any) -> list[tuple[str | int, Any]]:
+    if is_structure(value):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, tuple) and any(map(is_structure, value)):
+        return [*enumerate(value)]
+    return []
+
+
+def replaced(value: Any, changes: Mapping[Path, Any]) -> Any:
+    """The structure with other values of some innermost fields."""
+    if () in changes:
+        return changes[()]
+    inner: dict[str | int, dict[Path, Any]] = {}
+    for path, new in changes.items():
+        inner.setdefault(path[0], {})[path[1:]] = new
+    if not inner:
+        return value
+    parts = {name: replaced(part, inner.get(name, {})) for name, part in _parts(value)}
+    return tuple(parts.values()) if isinstance(value, tuple) else type(value)(**parts)
+
+
+def plain(value: Any) -> Any:
+    """The structure with the default of every field that has one."""
+    if isinstance(value, tuple) and any(map(is_structure, value)):
+        return tuple(map(plain, value))
+    if not is_structure(value):
+        return value
+    parts = {}
+    for field in dataclasses.fields(value):
+        part = getattr(value, field.name)
+        known = field.default is not dataclasses.MISSING and not is_structure(part)
+        parts[field.name] = field.default if known else plain(part)
+    return type(value)(**parts)
+
+
+def template(reason: str) -> str:
+    """A refusal without numbers and dtypes: two refusals with one template were raised by one condition."""
+    return re.sub(r"\d+", "#", re.sub(r"b?float\d+\w*|int8|bf16|f16|f32|True|False", "#", reason))
+
+
+def vocabulary(values: Sequence[Any]) -> dict[Path, list[Any]]:
+    """The values to try for each field: those of the structures themselves, then the usual ones."""
+    found: dict[Path, list[Any]] = {}
+    for value in values:
+        for path, leaf in leaves(value).items():
+            if path and path[-1] not in VALUES_ONLY and not isinstance(leaf, Mapping):
+                known = found.setdefault(path, [*USUAL.get(str(path[-1]), ())])
+                if not any(_equal(leaf, other) for other in known):
+                    known.append(leaf)
+    return found
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and one == other
+
+
+def _lens(value: Any) -> dict[Path, Lens]:
+    """The (q_len, kv_len) of a structure's sequences, by their place in it; empty if it has none."""
+    return {path: leaf for path, leaf in leaves(value).items() if path[-1:] == ("lens",) and _pairs(leaf)}
+
+
+def _pairs(leaf: Any) -> bool:
+    return isinstance(leaf, tuple) and bool(leaf) and all(isinstance(pair, tuple) for pair in leaf)
+
+
+def formed(value: Any, form: str) -> Any:
+    """The structure with lengths of that form."""
+    return replaced(value, {path: FORMS[form](lens) for path, lens in _lens(value).items()})
+
+
+def find_taken(value: Any, values: Sequence[Any], ask: Ask) -> Any:
+    """A structure like `value` that the backend takes, or None if none is found.
+
+    A change is kept if it makes the backend refuse for another reason, because then it has met the first one.
+    """
+    words = vocabulary([*values, plain(value), value])
+    for path, lens in _lens(value).items():
+        words[path] = [form(lens) for form in FORMS.values()]
+    limits = dict.fromkeys([path for path in words if path[-1] == "limit"], "exact")
+    for base in [plain(value), *([replaced(plain(value), limits)] if limits else [])]:
+        if (reason := ask(base)) is None:
+            return base
+        if (found := _climb(base, reason, {template(reason)}, words, ask, [MOST_QUESTIONS])) is not None:
+            return found
+    return None
+
+
+def _climb(base: Any, reason: str, seen: set[str], words: Mapping[Path, Any], ask: Ask, left: list[int]) -> Any:
+    for path, new in _moves(base, reason, words):
+        left[0] -= 1
+        if left[0] < 0:
+            return None
+        other = replaced(base, {path: new})
+        if (why := ask(other)) is None:
+            return other
+        if template(why) not in seen:
+            seen.add(template(why))
+            if (found := _climb(other, why, seen, words, ask, left)) is not None:
+                return found
+    return None
+
+
+def _moves(base: Any, reason: str, words: Mapping[Path, Sequence[Any]]) -> Iterator[tuple[Path, Any]]:
+    """The changes of one field, those of fields that the refusal names first."""
+    now = leaves(base)
+    for path in sorted(words, key=lambda path: not _named(str(path[-1]), reason)):
+        if path in now:
+            yield from ((path, new) for new in words[path] if not _equal(new, now[path]))
+
+
+def _named(name: str, reason: str) -> bool:
+    return name in reason or name.replace("_", " ") in reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Steering:
+    """Which values of fields a backend takes, as far as they are restricted, and the form of lengths."""
+
+    allowed: Mapping[Path, tuple[Any, ...]]
+    form: str = "as drawn"
+
+    def steered(self, draw: Callable[[st.SearchStrategy[Any]], Any], value: Any) -> Any:
+        """The structure with other values where the backend does not take the drawn ones."""
+        now, changes = leaves(value), {}
+        for path, values in self.allowed.items():
+            if path in now and not any(_equal(now[path], other) for other in values):
+                changes[path] = draw(st.sampled_from(values))
+        return stretched(formed(replaced(value, changes), self.form))
+
+
+def stretched(value: Any) -> Any:
+    """The structure with sequences of several pages, if its pages are long."""
+    size = next((leaf for path, leaf in leaves(value).items() if path[-1:] == ("page_size",)), None)
+    if not isinstance(size, int) or size <= LONG_PAGE:
+        return value
+    factor = 2 * size // LONG_PAGE
+
+    def longer(lens: Lens) -> Lens:
+        return tuple((q_len, kv_len if q_len >= kv_len else kv_len * factor) for q_len, kv_len in lens)
+
+    return replaced(value, {path: longer(lens) for path, lens in _lens(value).items()})
+
+
+def learn(values: Sequence[Any], ask: Ask) -> dict[type | tuple[Path, ...], Steering]:
+    """How to steer structures with the fields of these, by their fields."""
+    kinds: dict[Any, list[Any]] = {}
+    for value in values:
+        if len(paths := leaves(value)) > 1:
+            kinds.setdefault(tuple(paths), []).append(value)
+    found = {kind: _learn(of_kind, ask) for kind, of_kind in kinds.items()}
+    return {kind: steering for kind, steering in found.items() if steering is not None}
+
+
+def _learn(values: Sequence[Any], ask: Ask) -> Steering | None:
+    telling = max(values, key=_variety)
+    if (centre := find_taken(telling, values, ask)) is None:
+        return None
+    form = next((name for name in FORMS if _lens(formed(telling, name)) == _lens(centre)), "as drawn")
+    allowed = {}
+    for path, words in vocabulary(values).items():
+        now = leaves(centre)[path]
+        if _pairs(now):
+            continue
+        drawn = [leaves(value)[path] for value in values]
+        taken = [now, *(new for new in words if not _equal(new, now) and ask(replaced(centre, {path: new})) is None)]
+        if not all(_among(leaf, taken) for leaf in drawn):
+            allowed[path] = tuple(taken)
+    return Steering(allowed, form)
+
+
+def _variety(value: Any) -> int:
+    """How many kinds of lengths a structure has, so that the most telling one is asked for."""
+    lens = [pair for each in _lens(value).values() for pair in each]
+    return len(set(lens)) + 10 * (len({min(q_len, 2) for q_len, _ in lens}) > 1)
+
+
+def _among(leaf: Any, values: Collection[Any]) -> bool:
+    return any(_equal(leaf, other) for other in values)
+
+
+@st.composite
+def steered(draw: st.DrawFn, strategy: st.SearchStrategy[Any], by: Mapping[Any, Steering]) -> tuple[Any, bool]:
+    """A value of the strategy as the backend takes it, and whether it was changed for that."""
+    value = draw(strategy)
+    steering = by.get(tuple(leaves(value)))
+    if steering is None:
+        return value, False
+    other = steering.steered(draw, value)
+    return other, other != value
