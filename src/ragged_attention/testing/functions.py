@@ -28,7 +28,17 @@ from ragged_attention.reference.mla_decode import mla_decode
 from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
 from ragged_attention.reference.varlen_attention import varlen_attention
 from ragged_attention.testing.paged.specs import Arrays, RaggedTables
-from ragged_attention.testing.runner import ANSWERED, SAMPLES, Absent, Declined, Runner, as_given, written_by
+from ragged_attention.testing.runner import (
+    ANSWERED,
+    ASKED,
+    SAMPLES,
+    Absent,
+    Declined,
+    Runner,
+    Taken,
+    as_given,
+    written_by,
+)
 
 DECLINED_STATUS = 77  # the exit status of a command that does not take a batch, as test programs skip elsewhere
 CODED = ("float8_e4m3fn", "float8_e5m2", "int8")
@@ -262,6 +272,8 @@ class FunctionRunner(Runner):
         if reason := self.why_not(operation, record):
             raise Declined(reason)
         names = self._passed(record, accepted, extra)
+        if ASKED.get():
+            raise Taken
         given = {name: self._bring(batch, name, arguments[name]) for name in names if name in arguments}
         given |= {name: value for name, value in extra.items() if name in names}
 
