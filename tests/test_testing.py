@@ -481,7 +481,7 @@ def test_the_command_has_a_line_for_each_reason_to_decline(capsys: pytest.Captur
     pytest.importorskip("numba")
     pytest.importorskip("torch")
     arguments = ["--backend", "numba", "--framework", "torch", "--only", "decode schedule, "]
-    assert conformance.main(arguments) == 0
+    assert conformance.main(arguments) == 2  # nothing could be judged
     printed = " ".join(re.sub("[│ \n]+", " ", capsys.readouterr().out).split())
     assert re.search(r"11 checks: numba: does not offer [0-9. ]*declined make_decode_schedule", printed)
     assert "0 passed, 11 declined, 0 FAILED" in printed

@@ -1,5 +1,6 @@
 """A check of the suite, and how it is run: on a named batch, or on batches that Hypothesis draws and shrinks."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -150,7 +151,7 @@ def drawn(runner: Runner, strategy: st.SearchStrategy[Any], check: Callable[[Any
 
     Batches that the backend declines do not count. If it declines some, more are drawn until `examples` are judged; if
     it declines most, the search in `steering` finds out which batches it takes, and those are drawn. If nothing could
-    be judged, the first refusal is raised.
+    be judged, a refusal with the commonest reason is raised.
     """
     tally = _Tally(check)
 
@@ -160,9 +161,12 @@ def drawn(runner: Runner, strategy: st.SearchStrategy[Any], check: Callable[[Any
 
     as_drawn()
     if tally.missing(examples) and not tally.lacks_operation():
-        by = {} if 2 * tally.judged > examples else steering.learn(tally.values, lambda value: _refusal(check, value))
+        most = 2 * tally.judged > examples or not tally.refusals
+        by = {} if most else steering.learn(tally.values, lambda value: _refusal(check, value))
         if by or tally.judged:
+            refusals, tally.refusals = tally.refusals, []
             _draw_more(tally, steering.steered(strategy, by), examples)
+            tally.refusals = tally.refusals or refusals  # those of steered batches tell more
     if tally.refusals and not tally.judged:
         raise tally.commonest()
     return tally.judged
@@ -171,33 +175,41 @@ def drawn(runner: Runner, strategy: st.SearchStrategy[Any], check: Callable[[Any
 def _draw_more(tally: "_Tally", strategy: st.SearchStrategy[tuple[Any, bool]], examples: int) -> None:
     """Draw steered batches until enough are judged or too many are declined."""
     left = [ATTEMPTS * examples]
+    given_up = left[0] - max(ATTEMPTS, examples)  # where none of so many has been judged, none will be
 
-    @seed(1)  # not the batches that were drawn before
-    @_given(strategy, examples - tally.judged)
+    @_given(strategy, examples - tally.judged, start=1)  # not the batches that were drawn before
     def as_taken(drawn_value: tuple[Any, bool]) -> None:
         value, changed = drawn_value
         left[0] -= 1
-        if left[0] < 0 or (changed and _refusal(tally.check, value) is not None) or not tally.attempt(value):
+        spent = left[0] < 0 or (not tally.judged and left[0] < given_up)
+        if spent and not tally.failed:  # a failure can be shrunk and repeated all the same
+            reject()
+        if (changed and _refusal(tally.check, value) is not None) or not tally.attempt(value):
             reject()
 
     with contextlib.suppress(Unsatisfiable):  # the batches that were judged count all the same
         as_taken()
 
 
-def _given(strategy: st.SearchStrategy[Any], examples: int) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
-    """Hypothesis's decorators, with the settings of the suite."""
+def _given(
+    strategy: st.SearchStrategy[Any], examples: int, *, start: int = 0
+) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+    """Hypothesis's decorators, with the settings of the suite.
+
+    From one `start` the same batches are drawn each time, so that a run says the same thing twice; nightly runs look
+    further.
+    """
     chosen = settings(
         max_examples=examples,
         deadline=None,
         database=None,
-        # The same batches each time, so that a run says the same thing twice; nightly runs look further.
-        derandomize=examples < PROFILES["nightly"],
         phases=PHASES,
         report_multiple_bugs=False,
         suppress_health_check=[*HealthCheck],  # type: ignore[list-item]
         print_blob=False,
     )
-    return lambda function: chosen(given(strategy)(function))  # type: ignore[return-value]
+    from_start = seed(start) if examples < PROFILES["nightly"] else lambda function: function
+    return lambda function: from_start(chosen(given(strategy)(function)))  # type: ignore[return-value]
 
 
 class _Tally:
@@ -206,6 +218,7 @@ class _Tally:
     def __init__(self, check: Callable[[Any], None]) -> None:
         self.check = check
         self.judged = self.tried = 0
+        self.failed = False
         self.values: list[Any] = []
         self.refusals: list[Declined] = []
 
@@ -214,20 +227,22 @@ class _Tally:
         self.tried += 1
         self.values.append(value)
         try:
-            took = answers(lambda: self.check(value))
+            took = answers(self.check, value)
         except Declined as refusal:
-            self.refusals.append(refusal)
-            DECLINED[reason_of(refusal)] += 1
+            if not self.failed:
+                self.refusals.append(refusal)
+                DECLINED[reason_of(refusal)] += 1
             return False
-        except Exception as error:
-            error.batch = value  # type: ignore[attr-defined]
+        except Exception:
+            self.failed = True
             raise
         self.judged += took
         return took
 
     def commonest(self) -> Declined:
         """The refusal with the commonest reason."""
-        return max(self.refusals, key=lambda refusal: DECLINED[reason_of(refusal)])
+        counts = collections.Counter(map(reason_of, self.refusals))
+        return max(self.refusals, key=lambda refusal: counts[reason_of(refusal)])
 
     def missing(self, examples: int) -> bool:
         return self.judged < min(examples, self.tried)
@@ -237,13 +252,24 @@ class _Tally:
         return not self.judged and bool(self.refusals) and isinstance(self.refusals[0], Absent)
 
 
-def answers(attempt: Callable[[], object]) -> bool:
-    """Whether an attempt has called the backend and got an answer."""
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """What an error of a check is told with, as the error's attribute `failure`: the batch and the check to repeat."""
+
+    batch: Any
+    check: Callable[[Any], object]
+
+
+def answers(check: Callable[[Any], object], batch: Any) -> bool:
+    """Whether a check of a batch has called the backend and got an answer; an error is given its `Failure`."""
     before = set(ANSWERED)
     ANSWERED.clear()
     try:
-        attempt()
+        check(batch)
         return bool(ANSWERED)
+    except Exception as error:
+        error.failure = Failure(batch, check)  # type: ignore[attr-defined]
+        raise
     finally:
         ANSWERED.update(before)
 
@@ -259,6 +285,8 @@ def _refusal(check: Callable[[Any], None], value: Any) -> str | None:
         return reason_of(refusal)
     except (InvalidInput, TypeError) as error:  # no batch: its fields contradict each other
         return str(error)
+    except Exception:  # a runner that cannot only be asked has judged the batch, and found a fault; drawn ones will too
+        return None
     return None
 
 
@@ -268,11 +296,14 @@ def built(check: Callable[[Runner, Any], None]) -> Callable[[Runner, Any], None]
 
 
 def taken_of(attempts: Iterable[Callable[[], object]]) -> int:
-    """How many attempts the backend takes; if it declines all, the first refusal is raised."""
+    """The number of attempts that the backend takes; if it declines all, the first refusal is raised.
+
+    An attempt that returns False has asked nothing of the backend.
+    """
     count, refusals = 0, []
     for attempt in attempts:
         try:
-            count += answers(attempt)
+            count += attempt() is not False
         except Declined as refusal:
             refusals.append(refusal)
             DECLINED[reason_of(refusal)] += 1
@@ -289,9 +320,9 @@ class Case:
     check: Callable[[Runner, Any], None]
     build: Callable[[], Any]
 
-    def attempt(self, runner: Runner) -> None:
+    def attempt(self, runner: Runner) -> bool:
         try:
-            self.check(runner, self.build())
+            return answers(functools.partial(self.check, runner), self.build())
         except Exception as error:
             error.add_note(self.name)
             raise
@@ -310,7 +341,7 @@ def on_cases(cases: Callable[[], Iterable[Case]]) -> Callable[[Runner, int], int
 def on_corner(check: Callable[[Runner, Any], None], build: Callable[[], Any]) -> Callable[[Runner, int], int]:
     def run(runner: Runner, examples: int) -> int:
         del examples
-        return int(answers(lambda: check(runner, build())))
+        return int(answers(functools.partial(check, runner), build()))
 
     return run
 
@@ -331,8 +362,12 @@ def on_every_path(
 
     def run(runner: Runner, examples: int) -> int:
         del examples
-        batch = build()
-        return taken_of(functools.partial(check, runner, batch, options) for options in paths(runner, operation)[1:])
+        if not paths(runner, operation)[1:]:
+            raise Absent(f"{runner.backend} has no options for {operation} that change its path")
+        pairs = [(build(), options) for options in paths(runner, operation)[1:]]
+        return taken_of(
+            functools.partial(answers, lambda pair: check(runner, pair[0], pair[1]), pair) for pair in pairs
+        )
 
     return run
 

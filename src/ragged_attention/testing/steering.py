@@ -6,8 +6,9 @@ and then asks, for each value of each field, whether the batch with this value i
 """
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ Path = tuple[str | int, ...]  # the names of nested fields, and indices of neste
 Ask = Callable[[Any], str | None]  # why the backend refuses a structure, or None
 Lens = tuple[tuple[int, int], ...]
 
-MOST_QUESTIONS = 400  # to find one batch that is taken
+MOST_QUESTIONS = 1200  # to find one batch that is taken
 # Values that the strategies rarely or never draw, and for which kernels are often written.
 USUAL: Mapping[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16", "float16"),
@@ -43,6 +44,8 @@ FORMS: Mapping[str, Callable[[Lens], Lens]] = {
     "one sequence": lambda lens: lens[:1],
     "decode of one sequence": lambda lens: tuple((1, kv_len) for _, kv_len in lens[:1]),
 }
+# How a refusal may name a field without its name.
+WORDS = {"lens": ("decode", "prefill", "query", "queries", "sequence"), "combined": ("pair", "one array")}
 LONG_PAGE = 32  # with longer pages the drawn lengths would fill one page only, so they are stretched
 
 
@@ -77,21 +80,21 @@ def replaced(value: Any, changes: Mapping[Path, Any]) -> Any:
     if not inner:
         return value
     parts = {name: replaced(part, inner.get(name, {})) for name, part in _parts(value)}
-    return tuple(parts.values()) if isinstance(value, tuple) else type(value)(**parts)
+    if isinstance(value, tuple):
+        return tuple(parts.values())
+    return type(value)(**{str(name): part for name, part in parts.items()})
 
 
 def plain(value: Any) -> Any:
     """The structure with the default of every field that has one."""
-    if isinstance(value, tuple) and any(map(is_structure, value)):
-        return tuple(map(plain, value))
-    if not is_structure(value):
-        return value
-    parts = {}
-    for field in dataclasses.fields(value):
-        part = getattr(value, field.name)
-        known = field.default is not dataclasses.MISSING and not is_structure(part)
-        parts[field.name] = field.default if known else plain(part)
-    return type(value)(**parts)
+    if is_structure(value):
+        parts = {}
+        for field in dataclasses.fields(value):
+            part = getattr(value, field.name)
+            known = field.default is not dataclasses.MISSING and not is_structure(part)
+            parts[field.name] = field.default if known else plain(part)
+        return type(value)(**parts)
+    return tuple(map(plain, value)) if _parts(value) else value
 
 
 def template(reason: str) -> str:
@@ -115,7 +118,7 @@ def _equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def _lens(value: Any) -> dict[Path, Lens]:
+def lens_of(value: Any) -> dict[Path, Lens]:
     """The (q_len, kv_len) of a structure's sequences, by their place in it; empty if it has none."""
     return {path: leaf for path, leaf in leaves(value).items() if path[-1:] == ("lens",) and _pairs(leaf)}
 
@@ -126,7 +129,7 @@ def _pairs(leaf: Any) -> bool:
 
 def formed(value: Any, form: str) -> Any:
     """The structure with lengths of that form."""
-    return replaced(value, {path: FORMS[form](lens) for path, lens in _lens(value).items()})
+    return replaced(value, {path: FORMS[form](lens) for path, lens in lens_of(value).items()})
 
 
 def find_taken(value: Any, values: Sequence[Any], ask: Ask) -> Any:
@@ -135,7 +138,7 @@ def find_taken(value: Any, values: Sequence[Any], ask: Ask) -> Any:
     A change is kept if it makes the backend refuse for another reason, because then it has met the first one.
     """
     words = vocabulary([*values, plain(value), value])
-    for path, lens in _lens(value).items():
+    for path, lens in lens_of(value).items():
         words[path] = [form(lens) for form in FORMS.values()]
     limits = dict.fromkeys([path for path in words if path[-1] == "limit"], "exact")
     for base in [plain(value), *([replaced(plain(value), limits)] if limits else [])]:
@@ -143,6 +146,19 @@ def find_taken(value: Any, values: Sequence[Any], ask: Ask) -> Any:
             return base
         if (found := _climb(base, reason, {template(reason)}, words, ask, [MOST_QUESTIONS])) is not None:
             return found
+        hinted = any(_named(str(path[-1]), reason) for path in words)
+        if not hinted and (found := _together(base, words, ask)) is not None:
+            return found
+    return None
+
+
+def _together(base: Any, words: Mapping[Path, Sequence[Any]], ask: Ask) -> Any:
+    """A structure with several changes at once, for backends whose refusals do not tell one condition from another."""
+    first = {"dtype": 3, "page_size": 5, "head_dim": 3, "lens": 3}
+    usual = [path for path in words if path[-1] in first]
+    for news in itertools.product(*(words[path][: first[str(path[-1])]] for path in usual)):
+        if ask(other := replaced(base, dict(zip(usual, news, strict=True)))) is None:
+            return other
     return None
 
 
@@ -161,16 +177,20 @@ def _climb(base: Any, reason: str, seen: set[str], words: Mapping[Path, Any], as
     return None
 
 
-def _moves(base: Any, reason: str, words: Mapping[Path, Sequence[Any]]) -> Iterator[tuple[Path, Any]]:
-    """The changes of one field, those of fields that the refusal names first."""
-    now = leaves(base)
-    for path in sorted(words, key=lambda path: not _named(str(path[-1]), reason)):
-        if path in now:
-            yield from ((path, new) for new in words[path] if not _equal(new, now[path]))
+def _moves(base: Any, reason: str, words: Mapping[Path, Sequence[Any]]) -> list[tuple[Path, Any]]:
+    """The changes of one field, first those that the refusal hints at."""
+    now, said = leaves(base), set(re.findall(r"\w+", reason))
+    moves = [(path, new) for path in words if path in now for new in words[path] if not _equal(new, now[path])]
+    return sorted(moves, key=lambda move: -_hints(str(move[0][-1]), move[1], reason, said))
+
+
+def _hints(name: str, value: Any, reason: str, said: Collection[str]) -> int:
+    """How much a refusal hints at a field, by its name, and at a value."""
+    return 2 * _named(name, reason) + (str(value) in said)
 
 
 def _named(name: str, reason: str) -> bool:
-    return name in reason or name.replace("_", " ") in reason
+    return any(word in reason for word in (name, name.replace("_", " "), *WORDS.get(name, ())))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +219,7 @@ def stretched(value: Any) -> Any:
     def longer(lens: Lens) -> Lens:
         return tuple((q_len, kv_len if q_len >= kv_len else kv_len * factor) for q_len, kv_len in lens)
 
-    return replaced(value, {path: longer(lens) for path, lens in _lens(value).items()})
+    return replaced(value, {path: longer(lens) for path, lens in lens_of(value).items()})
 
 
 def learn(values: Sequence[Any], ask: Ask) -> dict[type | tuple[Path, ...], Steering]:
@@ -216,7 +236,7 @@ def _learn(values: Sequence[Any], ask: Ask) -> Steering | None:
     telling = max(values, key=_variety)
     if (centre := find_taken(telling, values, ask)) is None:
         return None
-    form = next((name for name in FORMS if _lens(formed(telling, name)) == _lens(centre)), "as drawn")
+    form = next((name for name in FORMS if lens_of(formed(telling, name)) == lens_of(centre)), "as drawn")
     allowed = {}
     for path, words in vocabulary(values).items():
         now = leaves(centre)[path]
@@ -231,7 +251,7 @@ def _learn(values: Sequence[Any], ask: Ask) -> Steering | None:
 
 def _variety(value: Any) -> int:
     """How many kinds of lengths a structure has, so that the most telling one is asked for."""
-    lens = [pair for each in _lens(value).values() for pair in each]
+    lens = [pair for each in lens_of(value).values() for pair in each]
     return len(set(lens)) + 10 * (len({min(q_len, 2) for q_len, _ in lens}) > 1)
 
 

@@ -10,6 +10,7 @@ from ragged_attention.testing.suite import checks
 @pytest.mark.parametrize("check", checks(), ids=str)
 def test_conformance(runner: Runner, check: Check, examples: int) -> None:
     try:
-        check.run(runner, examples)
+        if not check.run(runner, examples):
+            pytest.skip("nothing was judged")
     except Declined as refusal:
         pytest.skip(str(refusal))

@@ -3,7 +3,8 @@
 import dataclasses
 import time
 
-from ragged_attention.testing.drawing import Check
+from ragged_attention.testing import diagnosis, steering
+from ragged_attention.testing.drawing import Check, Failure
 from ragged_attention.testing.runner import ANSWERED, DECLINED, Declined, Runner
 
 
@@ -20,13 +21,15 @@ class Verdict:
     answered: tuple[str, ...] = ()  # the operations that the backend ran
     declined: int = 0  # batches that it refused
     reasons: tuple[str, ...] = ()  # its commonest reasons to refuse, each with its count
+    batch: str = ""  # the smallest batch that fails, as the expression that makes it
+    causes: tuple[str, ...] = ()  # what is probably wrong, the most telling first
 
 
 def verdict_of(runner: Runner, check: Check, examples: int) -> Verdict:
     """Run a check on a backend."""
     ANSWERED.clear()
     DECLINED.clear()
-    begun, taken, result, message = time.perf_counter(), 0, "passed", ""
+    begun, taken, result, message, batch, causes = time.perf_counter(), 0, "passed", "", "", ()
     try:
         with runner.around():
             taken = check.run(runner, examples)
@@ -36,10 +39,11 @@ def verdict_of(runner: Runner, check: Check, examples: int) -> Verdict:
         result, message = "declined", str(refusal)
     except Exception as error:  # whatever a kernel of others may raise is a failure, and the next check goes on
         result, message = "FAILED", _described(error)
+        batch, causes = _diagnosed(runner, getattr(error, "failure", None))
     answered = tuple(sorted(operation for operation, backend in ANSWERED if backend == runner.backend))
     return Verdict(
         str(check), result, taken, time.perf_counter() - begun, message,
-        answered=answered, declined=DECLINED.total(), reasons=_reasons(),
+        answered=answered, declined=DECLINED.total(), reasons=_reasons(), batch=batch, causes=causes,
     )  # fmt: skip
 
 
@@ -51,9 +55,23 @@ def _commonest() -> str:
     return "".join(f": {reason}" for reason, _ in DECLINED.most_common(1))
 
 
+def _diagnosed(runner: Runner, failure: Failure | None) -> tuple[str, tuple[str, ...]]:
+    """The batch of a failure, if a structure describes it, and the likely causes."""
+    if failure is None:
+        return "", ()
+    batch = diagnosis.brief(failure.batch) if steering.is_structure(diagnosis.spec_of(failure.batch)) else ""
+    try:
+        with runner.around():
+            return batch, diagnosis.causes(runner, failure.batch, failure.check)
+    except Exception as error:  # of the kernel, which may fail on a batch like this one in another way
+        return batch, (f"a batch like it ends in {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}",)
+
+
 def _described(error: Exception) -> str:
-    """An error with the batch that Hypothesis shrank it to."""
-    lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+    """An error without Hypothesis's note of the batch if the verdict has the batch in a shorter form."""
+    known = hasattr(error, "failure")
+    notes = [note for note in getattr(error, "__notes__", ()) if not (known and note.startswith("Failing test case"))]
+    lines = [f"{type(error).__name__}: {error}", *notes]
     if "are NaN in one" in lines[0]:
         lines.append("What no query may see holds NaN in these batches, and a weight of 0 times NaN is NaN.")
     return "\n".join(lines)

@@ -65,7 +65,13 @@ def _run_other(command: str, arguments: Sequence[str]) -> int:
     module, _ = OTHER_COMMANDS[command]
     if command == "bench" and not _exists(module):
         return _fail("bench needs the folder benchmarks/: run it in a checkout of the repository", 2)
-    return importlib.import_module(module).main(arguments) or 0
+    try:
+        main = importlib.import_module(module).main
+    except ImportError as error:
+        if command != "conformance":  # whose exit code 1 says that a check failed
+            raise
+        return _fail(f"{type(error).__name__}: {error}", 2)
+    return main(arguments) or 0
 
 
 def _exists(module: str) -> bool:

@@ -1,0 +1,153 @@
+"""How `conformance` shows verdicts: failures by their likely causes, a table, and JUnit XML."""
+
+import argparse
+import collections
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+from xml.etree import ElementTree
+
+from rich.console import Console
+from rich.table import Table
+
+from ragged_attention import dispatch
+from ragged_attention.errors import BackendMissing
+from ragged_attention.testing.verdicts import Verdict
+
+UNKNOWN = "no likely cause was found"
+
+
+def print_report(console: Console, runner: Any, lines: Sequence[Verdict], options: argparse.Namespace) -> None:
+    """Print the failures of a runner, grouped by what they share, and a table of all checks."""
+    for cause, group in grouped(lines).items():
+        checks = "1 check fails" if len(group) == 1 else f"{len(group)} checks fail"
+        _say(console, f"{checks}: {cause}", style="bold red")
+        for line in group:
+            _say(console, f"  {line.check}", style="bold")
+            for name, text in details(runner, line, options).items():
+                _say(console, f"    {name}: {text}")
+    print_table(console, f"{runner} on {options.device}", lines)
+
+
+def _say(console: Console, text: str, **style: Any) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True, **style)
+
+
+def grouped(lines: Sequence[Verdict]) -> dict[str, list[Verdict]]:
+    """The failures by the likely cause that each shares with most others, the largest group first."""
+    failed = [line for line in lines if line.result == "FAILED"]
+    counts: dict[str, int] = {}
+    for line in failed:
+        for cause in line.causes:
+            counts[cause] = counts.get(cause, 0) + 1
+    groups: dict[str, list[Verdict]] = {}
+    for line in failed:
+        cause = max(line.causes[:2], key=lambda cause: counts[cause], default=UNKNOWN)
+        groups.setdefault(cause, []).append(line)
+    return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
+
+
+def details(runner: Any, line: Verdict, options: argparse.Namespace) -> dict[str, str]:
+    """What a failure is told with, by name."""
+    told = {"error": line.message, "smallest batch": line.batch, "likely causes": "; ".join(line.causes)}
+    for operation in line.answered:
+        told[f"{options.backend}'s {operation} takes"] = features_of(options.backend, operation)
+    return {name: text for name, text in told.items() if text} | {"repeat": command(runner, line, options)}
+
+
+def features_of(backend: str, operation: str) -> str:
+    """The optional arguments that a backend honours."""
+    try:
+        return ", ".join(sorted(dispatch.load(operation, backend).FEATURES)) or "no optional argument"
+    except BackendMissing:
+        return ""
+
+
+def command(runner: Any, line: Verdict, options: argparse.Namespace) -> str:
+    """The command that judges a check again, by the batches that it was judged by."""
+    words = ["ragged-attention", "conformance", "--backend", options.backend, "--framework", runner.framework]
+    if options.device != "cpu":
+        words += ["--device", options.device]
+    if options.examples:
+        words += ["--examples", str(options.examples)]
+    profile = os.environ.get("HYPOTHESIS_PROFILE")
+    prefix = f"HYPOTHESIS_PROFILE={shlex.quote(profile)} " if profile and not options.examples else ""
+    return prefix + shlex.join([*words, "--only", line.check])
+
+
+def _reason(message: str) -> str:
+    """Of a refusal that lists what each backend said, what the first did."""
+    first, _, rest = message.partition("\n")
+    return (rest.partition("\n")[0] or first).strip()
+
+
+def print_table(console: Console, title: str, lines: Sequence[Verdict]) -> None:
+    """Print one line for each verdict that is not folded, then the reasons to decline and the counts."""
+    table = Table(title=title, title_justify="left")
+    columns = (("check", "left"), ("judged", "right"), ("declined", "right"), ("seconds", "right"), ("result", "left"))
+    for name, justify in columns:
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    colours = {"passed": "green", "declined": "yellow", "FAILED": "bold red"}
+    for line in folded(lines):
+        result = f"[{colours[line.result]}]{line.result}[/]"
+        table.add_row(line.check, str(line.taken), str(line.declined or ""), f"{line.seconds:.1f}", result)
+    console.print(table)
+    if reasons := commonest(lines):
+        declined = sum(line.declined for line in lines)
+        _say(console, f"{declined} batches were declined; the commonest reasons are: {'; '.join(reasons)}")
+    counts = {result: sum(line.result == result for line in lines) for result in colours}
+    console.print(", ".join(f"{count} {result}" for result, count in counts.items()), highlight=False)
+
+
+def commonest(lines: Sequence[Verdict], most: int = 5) -> list[str]:
+    """The commonest reasons of all declined batches, each with its count."""
+    counts: collections.Counter[str] = collections.Counter()
+    for reason in (reason for line in lines for reason in line.reasons):
+        text, _, count = reason.rpartition(" (")
+        counts[text] += int(count.rstrip(")"))
+    return [f"{text} ({count})" for text, count in counts.most_common(most)]
+
+
+def folded(lines: Sequence[Verdict]) -> list[Verdict]:
+    """The corners that passed in one line, the declined checks in one line for each reason, and all others."""
+    reasons: dict[str, list[Verdict]] = {}
+    for line in lines:
+        if line.result == "declined":
+            reasons.setdefault(_reason(line.message), []).append(line)
+    told = [line for line in lines if line.result != "declined"]
+    for reason, same in reasons.items():
+        name = f"{len(same)} checks: {reason}" if len(same) > 1 else f"{same[0].check}: {reason}"
+        told.append(Verdict(name, "declined", seconds=sum(line.seconds for line in same)))
+    passed = [line for line in told if line.check.startswith("corner: ") and line.result == "passed"]
+    rest = [line for line in told if line not in passed]
+    if not passed:
+        return rest
+    name = f"corner: {len(passed)} named batches"
+    return [Verdict(name, "passed", len(passed), sum(line.seconds for line in passed)), *rest]
+
+
+def write_junit(path: str, judged: Mapping[str, Sequence[Verdict]]) -> None:
+    """Write the verdicts of each runner as a test suite of JUnit XML; a declined check is a skipped test."""
+    root = ElementTree.Element("testsuites")
+    for name, lines in judged.items():
+        counts = {result: sum(line.result == result for line in lines) for result in ("FAILED", "declined")}
+        suite = ElementTree.SubElement(
+            root, "testsuite", name=name, tests=str(len(lines)), failures=str(counts["FAILED"]), errors="0",
+            skipped=str(counts["declined"]), time=f"{sum(line.seconds for line in lines):.3f}",
+        )  # fmt: skip
+        for line in lines:
+            case = ElementTree.SubElement(
+                suite, "testcase", classname=name, name=line.check, time=f"{line.seconds:.3f}"
+            )
+            if line.result == "declined":
+                ElementTree.SubElement(case, "skipped", message=_reason(line.message))
+            elif line.result == "FAILED":
+                failure = ElementTree.SubElement(case, "failure", message="; ".join(line.causes) or UNKNOWN)
+                failure.text = _without_control("\n".join(filter(None, (line.message, line.batch))))
+    ElementTree.ElementTree(root).write(path, encoding="utf-8", xml_declaration=True)
+
+
+def _without_control(text: str) -> str:
+    """The text without characters that XML cannot hold."""
+    return "".join(letter for letter in text if letter in "\n\t" or letter.isprintable())

@@ -1,0 +1,99 @@
+"""A backend that takes few batches is judged by as many of them as one that takes all."""
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ragged_attention import dispatch
+from ragged_attention.testing import drawing
+from ragged_attention.testing.drawing import Check
+from ragged_attention.testing.paged.strategies import specs
+from ragged_attention.testing.suite import checks
+from ragged_attention.testing.verdicts import verdict_of
+from tests import partial_backend
+
+pytest.importorskip("torch", reason="the backend runs through the torch front end")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a fault lets it through
+EXAMPLES = drawing.PROFILES["dev"]
+
+
+@pytest.fixture(autouse=True)
+def _no_backend_stays() -> Iterator[None]:
+    yield
+    dispatch.load.cache_clear()
+
+
+def check_named(name: str) -> Check:
+    (found,) = [check for check in checks() if check.name == name]
+    return found
+
+
+def test_a_partial_backend_is_judged_by_the_asked_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = partial_backend.plant(monkeypatch)
+    assert runner.absent() is None
+    verdict = verdict_of(runner, check_named("attention on drawn batches"), EXAMPLES)
+    assert (verdict.result, verdict.taken, verdict.message) == ("passed", EXAMPLES, "")
+    assert verdict.declined > 10
+    assert any(reason.startswith("does not honour num_seqs (") for reason in verdict.reasons)
+
+
+def test_drawn_batches_catch_the_faults_of_a_partial_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drawing, "PHASES", (drawing.Phase.generate,))  # a failure is wanted here, not a small one
+    check, caught = check_named("attention on drawn batches"), []
+    for fault in partial_backend.FAULTS:
+        try:
+            check.run(partial_backend.plant(monkeypatch, fault), EXAMPLES)
+        except AssertionError:
+            caught.append(fault)
+    assert len(partial_backend.FAULTS) >= 10
+    assert len(caught) >= 0.9 * len(partial_backend.FAULTS), caught
+
+
+def test_a_backend_that_tells_no_reason_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    why_not = partial_backend.why_not
+    monkeypatch.setattr(partial_backend, "why_not", lambda call: why_not(call) and "unsupported")
+    verdict = verdict_of(partial_backend.plant(monkeypatch), check_named("attention without lse"), EXAMPLES)
+    assert (verdict.result, verdict.taken) == ("passed", EXAMPLES // 5)
+
+
+@pytest.mark.parametrize(("name", "reason"), [
+    ("write on drawn batches", "does not offer write_kv_pages"),
+    ("indexer, pages are but where keys lie", "does not offer indexer_logits"),
+    ("sinks take their share and leave the lse", "does not honour sinks"),
+    ("attention, window of 1", "takes bfloat16"),
+])  # fmt: skip
+def test_what_could_not_be_judged_has_not_passed(monkeypatch: pytest.MonkeyPatch, name: str, reason: str) -> None:
+    verdict = verdict_of(partial_backend.plant(monkeypatch), check_named(name), 5)
+    assert (verdict.result, verdict.taken) == ("declined", 0)
+    assert reason in verdict.message
+
+
+def test_a_check_that_asks_nothing_of_the_backend_has_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = Check("law", "of nothing", drawing.on_drawn(lambda runner, spec: None, specs()))
+    verdict = verdict_of(partial_backend.plant(monkeypatch), check, 5)
+    assert (verdict.result, verdict.message) == ("declined", "nothing was judged")
+
+
+OPERATIONS = {
+    "paged_attention": "paged decode on drawn batches",
+    "prefill_attention": "chunked prefill on drawn batches",
+    "varlen_attention": "packed on drawn batches",
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_one_operation_in_one_dtype_is_judged(monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
+    """No other operation is needed, neither of the same family nor a gradient."""
+    honest = importlib.import_module(f"ragged_attention.reference.{operation}")
+
+    def why_not(call: Any) -> str | None:
+        return None if str(call.q.dtype).endswith("bfloat16") else "takes bfloat16 only"
+
+    names = {"FEATURES": honest.FEATURES, "run": honest.run, "why_not": why_not}
+    runner = partial_backend.announce(monkeypatch, operation, **names)
+    assert runner.absent() is None
+    verdict = verdict_of(runner, check_named(OPERATIONS[operation]), 5)
+    assert (verdict.result, verdict.answered) == ("passed", (operation,))
+    assert verdict.taken >= 1
