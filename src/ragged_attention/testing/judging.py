@@ -22,6 +22,7 @@ from ragged_attention.testing.drawing import PATHS, Check, examples_of
 from ragged_attention.testing.functions import Command, FunctionRunner, q_lens_of
 from ragged_attention.testing.guarded import guarded
 from ragged_attention.testing.paged.specs import Arrays
+from ragged_attention.testing.reporting import grouped
 from ragged_attention.testing.runner import FRAMEWORKS, Absent, Declined, Runner
 from ragged_attention.testing.suite import checks
 from ragged_attention.testing.verdicts import Verdict, verdict_of
@@ -184,8 +185,11 @@ class Report:
         reasons = collections.Counter(each.message for each in self.verdicts if each.result == "declined")
         lines += [f"  declined, {count} checks: {reason}" for reason, count in reasons.most_common()]
         lines += [f"  left out, {what}: {reason}" for what, reason in self.left_out.items()]
-        for failure in self.failures:
-            lines += ["", f"FAILED  {failure.check}", *(f"  {line}" for line in failure.message.splitlines())]
+        for cause, group in grouped(self.verdicts).items():
+            lines += ["", f"{len(group)} failed: {cause}"]
+            for failure in group:
+                lines += [f"FAILED  {failure.check}", *(f"  {line}" for line in failure.message.splitlines())]
+                lines += [f"  smallest batch: {failure.batch}"] if failure.batch else []
         return "\n".join(lines)
 
     def _by_kind(self) -> dict[str, list[Verdict]]:
