@@ -1,7 +1,7 @@
 """Recipes that judge kernels of other projects: a function around each, with the names and layouts of ours.
 
-    python -m benchmarks.judged                 # all recipes whose packages are installed
-    python -m benchmarks.judged sdpa flex       # some
+python -m benchmarks.judged                 # all recipes whose packages are installed
+python -m benchmarks.judged sdpa flex       # some
 """
 
 import dataclasses

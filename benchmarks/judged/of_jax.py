@@ -39,14 +39,14 @@ def pallas_paged(
     q: Any, k_pages: Any, v_pages: Any, lengths: Any, page_indices: Any, sm_scale: float | None = None,
     soft_cap: float | None = None,
 ) -> Any:  # fmt: skip
-    """jax's `paged_attention`, interpreted. It leaves the scale to its caller."""
+    """jax's `paged_attention`, interpreted. It leaves the scale to its caller, who would round it in bfloat16."""
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 
     from ragged_attention.testing.tpu_interpreter import watched
 
     if isinstance(k_pages, tuple):
         raise NotImplementedError("pages without scales only")
-    scaled = (q * (q.shape[2] ** -0.5 if sm_scale is None else sm_scale)).astype(q.dtype)
+    scaled = q.astype("float32") * (q.shape[2] ** -0.5 if sm_scale is None else sm_scale)
     with watched("eager"):
         out = paged_attention(
             scaled, k_pages, v_pages, lengths, page_indices, pages_per_compute_block=1, attn_logits_soft_cap=soft_cap

@@ -46,8 +46,10 @@ def sdpa(
     parts = []
     for rows, keys in sequences(cu_q_lens, cu_kv_lens):
         mask = seen(rows.stop - rows.start, keys.stop - keys.start, causal, sliding_window)
-        heads = map(heads_first, (q[rows], k[keys], v[keys]))
-        out = functional.scaled_dot_product_attention(*heads, attn_mask=mask, scale=sm_scale, enable_gqa=True)
+        query, key, value = map(heads_first, (q[rows], k[keys], v[keys]))
+        out = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=sm_scale, enable_gqa=True
+        )
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts)
 
@@ -66,8 +68,10 @@ def sdpa_causal(
     for rows, keys in sequences(cu_q_lens, cu_kv_lens):
         if causal and rows.stop - rows.start != keys.stop - keys.start:
             raise NotImplementedError("is_causal is aligned at the first key")
-        heads = map(heads_first, (q[rows], k[keys], v[keys]))
-        out = functional.scaled_dot_product_attention(*heads, is_causal=causal, scale=sm_scale, enable_gqa=True)
+        query, key, value = map(heads_first, (q[rows], k[keys], v[keys]))
+        out = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=causal, scale=sm_scale, enable_gqa=True
+        )
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts)
 
@@ -83,11 +87,11 @@ def sdpa_nested(
     """`scaled_dot_product_attention` of jagged nested tensors, without a loop."""
     if q.shape[1] != k.shape[1]:
         raise NotImplementedError("as many query heads as KV heads")
-    parts = [
+    query, key, value = (
         torch.nested.nested_tensor_from_jagged(array, edges.long()).transpose(1, 2)
         for array, edges in ((q, cu_q_lens), (k, cu_kv_lens), (v, cu_kv_lens))
-    ]
-    return functional.scaled_dot_product_attention(*parts, scale=sm_scale).transpose(1, 2).values()
+    )
+    return functional.scaled_dot_product_attention(query, key, value, scale=sm_scale).transpose(1, 2).values()
 
 
 def flex(
@@ -120,11 +124,12 @@ def flex(
         return soft_cap * torch.tanh(score / soft_cap)  # type: ignore[operator]
 
     blocks = create_block_mask(mask, None, None, len(q), len(k), device="cpu")
-    heads = map(heads_first, (q, k, v))
+    query, key, value = map(heads_first, (q, k, v))
     out, aux = flex_attention(
-        *heads, score_mod=None if soft_cap is None else capped, block_mask=blocks, scale=sm_scale, enable_gqa=True,
+        query, key, value, score_mod=None if soft_cap is None else capped, block_mask=blocks, scale=sm_scale, enable_gqa=True,
         return_aux=AuxRequest(lse=True),
     )  # fmt: skip
+    assert aux.lse is not None  # for it was asked for
     out, lse = out[0].transpose(0, 1), aux.lse[0].transpose(0, 1)
     return (out, lse) if return_lse else out
 
@@ -149,8 +154,8 @@ def transformers_eager(
     for rows, keys in sequences(cu_q_lens, cu_kv_lens):
         visible = seen(rows.stop - rows.start, keys.stop - keys.start, causal, sliding_window)
         mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, torch.finfo(q.dtype).min)
-        heads = map(heads_first, (q[rows], k[keys], v[keys]))
-        parts.append(eager_attention_forward(module, *heads, mask[None, None], scale)[0][0])
+        query, key, value = map(heads_first, (q[rows], k[keys], v[keys]))
+        parts.append(eager_attention_forward(module, query, key, value, mask[None, None], scale)[0][0])
     return torch.cat(parts)
 
 
