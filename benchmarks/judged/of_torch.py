@@ -126,8 +126,8 @@ def flex(
     blocks = create_block_mask(mask, None, None, len(q), len(k), device="cpu")
     query, key, value = map(heads_first, (q, k, v))
     out, aux = flex_attention(
-        query, key, value, score_mod=None if soft_cap is None else capped, block_mask=blocks, scale=sm_scale, enable_gqa=True,
-        return_aux=AuxRequest(lse=True),
+        query, key, value, score_mod=None if soft_cap is None else capped, block_mask=blocks, scale=sm_scale,
+        enable_gqa=True, return_aux=AuxRequest(lse=True),
     )  # fmt: skip
     assert aux.lse is not None  # for it was asked for
     out, lse = out[0].transpose(0, 1), aux.lse[0].transpose(0, 1)
