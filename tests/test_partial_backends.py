@@ -76,6 +76,32 @@ def test_a_check_that_asks_nothing_of_the_backend_has_not_passed(monkeypatch: py
     assert (verdict.result, verdict.message) == ("declined", "nothing was judged")
 
 
+def test_a_write_that_takes_slots_only_is_present(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = importlib.import_module("ragged_attention.reference.write_kv_pages")
+
+    def why_not(call: Any) -> str | None:
+        return None if str(call.k.dtype).endswith("float16") else "takes 16 bits only"
+
+    names = {"FEATURES": frozenset({"slot_mapping"}), "run": honest.run, "why_not": why_not}
+    runner = partial_backend.announce(monkeypatch, "write_kv_pages", **names)
+    assert runner.absent() is None
+    assert verdict_of(runner, check_named("write on drawn batches"), 5).taken == 5
+
+
+def test_a_batch_that_a_search_makes_invalid_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The law asserts that its batches are dense, which the search may change."""
+    honest = importlib.import_module("ragged_attention.reference.mla_decode")
+
+    def why_not(call: Any) -> str | None:
+        return None if call.indices is not None else "takes lists only"
+
+    runner = partial_backend.announce(
+        monkeypatch, "mla_decode", FEATURES=honest.FEATURES, run=honest.run, why_not=why_not
+    )
+    assert runner.absent() is None
+    assert verdict_of(runner, check_named("decode, a list of all keys is the dense call"), 4).result == "declined"
+
+
 OPERATIONS = {
     "paged_attention": "paged decode on drawn batches",
     "prefill_attention": "chunked prefill on drawn batches",

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
-from ragged_attention.errors import InvalidInput
 from ragged_attention.testing import steering
 from ragged_attention.testing.runner import (
     ANSWERED,
@@ -275,7 +274,9 @@ def answers(check: Callable[[Any], object], batch: Any) -> bool:
 
 
 def _refusal(check: Callable[[Any], None], value: Any) -> str | None:
-    """Why a batch cannot be judged, or None; nothing is run for that."""
+    """Why a batch cannot be judged, or None; nothing is run for that, except by a runner that cannot only be asked."""
+    before = set(ANSWERED)
+    ANSWERED.clear()
     try:
         with asking():
             check(value)
@@ -283,11 +284,12 @@ def _refusal(check: Callable[[Any], None], value: Any) -> str | None:
         return None
     except Declined as refusal:
         return reason_of(refusal)
-    except (InvalidInput, TypeError) as error:  # no batch: its fields contradict each other
-        return str(error)
-    except Exception:  # a runner that cannot only be asked has judged the batch, and found a fault; drawn ones will too
-        return None
-    return None
+    except Exception as error:  # either a fault, which drawn batches will show too, or the fields contradict each other
+        return None if ANSWERED else f"{type(error).__name__}: {error}"
+    else:
+        return None if ANSWERED else "the check asks nothing of the backend"
+    finally:
+        ANSWERED.update(before)
 
 
 def built(check: Callable[[Runner, Any], None]) -> Callable[[Runner, Any], None]:

@@ -23,7 +23,7 @@ from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec, as_it_is
 from ragged_attention.testing.paged.specs import Arrays, Batch, Pages, Spec, WriteBatch, like_pages, pages_of
 from ragged_attention.testing.varlen.gradients import DIFFERENTIABLE, BackwardBatch, GradientBatch, Gradients
 from ragged_attention.testing.varlen.specs import VarlenSpec
-from ragged_attention.tools.samples import sample_of
+from ragged_attention.tools.samples import FakeArray, sample_of
 
 HeadsFirstPages = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]  # as they are stored, or with their scales
 FRAMEWORKS = ("torch", "jax")
@@ -245,12 +245,22 @@ class Runner:
 
     def _takes_some(self, operation: str) -> bool:
         """Whether the backend takes any call of an operation, such as a decode in one dtype with one page size."""
+        try:
+            features = dispatch.load(operation, self.backend).FEATURES
+        except BackendMissing:
+            return False
         device, sample = self.front.facts(self.device), sample_of(operation)
+        kinds = CALLS[operation].KINDS.items()
+        given: dict[str, Any] = {
+            name: None for name, kind in kinds if getattr(kind, "optional", False) and name not in features
+        }
+        if "slot_mapping" in features and "page_indices" in given:  # slots say without tables where tokens go
+            given["slot_mapping"] = FakeArray((sample.num_tokens,), "int32")
 
         def ask(other: Any) -> str | None:
             try:
-                return dispatch.refusal(self.backend, other.call(operation, device))
-            except (BackendMissing, InvalidInput, TypeError) as error:
+                return dispatch.refusal(self.backend, other.call(operation, device, **given))
+            except (InvalidInput, TypeError) as error:  # the fields contradict each other
                 return str(error)
 
         return steering.find_taken(sample, [sample], ask) is not None

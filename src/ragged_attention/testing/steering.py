@@ -45,7 +45,11 @@ FORMS: Mapping[str, Callable[[Lens], Lens]] = {
     "decode of one sequence": lambda lens: tuple((1, kv_len) for _, kv_len in lens[:1]),
 }
 # How a refusal may name a field without its name.
-WORDS = {"lens": ("decode", "prefill", "query", "queries", "sequence"), "combined": ("pair", "one array")}
+WORDS = {
+    "d": ("head_dim",),
+    "lens": ("decode", "prefill", "query", "queries", "sequence"),
+    "combined": ("pair", "one array"),
+}
 LONG_PAGE = 32  # with longer pages the drawn lengths would fill one page only, so they are stretched
 
 
@@ -146,18 +150,19 @@ def find_taken(value: Any, values: Sequence[Any], ask: Ask) -> Any:
             return base
         if (found := _climb(base, reason, {template(reason)}, words, ask, [MOST_QUESTIONS])) is not None:
             return found
-        hinted = any(_named(str(path[-1]), reason) for path in words)
-        if not hinted and (found := _together(base, words, ask)) is not None:
+        # The dispatch refuses by one field at a time, so that changes together would find no more.
+        if not reason.startswith("does not") and (found := _together(base, reason, words, ask)) is not None:
             return found
     return None
 
 
-def _together(base: Any, words: Mapping[Path, Sequence[Any]], ask: Ask) -> Any:
+def _together(base: Any, reason: str, words: Mapping[Path, Sequence[Any]], ask: Ask) -> Any:
     """A structure with several changes at once, for backends whose refusals do not tell one condition from another."""
-    first = {"dtype": 3, "page_size": 5, "head_dim": 3, "lens": 3}
-    usual = [path for path in words if path[-1] in first]
-    for news in itertools.product(*(words[path][: first[str(path[-1])]] for path in usual)):
-        if ask(other := replaced(base, dict(zip(usual, news, strict=True)))) is None:
+    first = {"dtype": 3, "page_size": 5, "head_dim": 3, "d": 3, "heads": 4, "lens": 3}
+    paths = [path for path in words if path[-1] in first or _named(str(path[-1]), reason)]
+    choices = [words[path][: first.get(str(path[-1]), 2)] for path in paths]
+    for news in itertools.islice(itertools.product(*choices), MOST_QUESTIONS):
+        if ask(other := replaced(base, dict(zip(paths, news, strict=True)))) is None:
             return other
     return None
 
