@@ -11,6 +11,7 @@ on a backend. The parts, for tests of one's own:
     agrees                                 the one comparison, with the one set of bounds
     LAWS, HEADS_FIRST_LAWS, MLA_LAWS       what holds without an oracle
     VARLEN_LAWS, SPARSE_GRADIENT_LAWS      the same of packed sequences and of gradients
+    judge                                  a report on a plain function, or on a command
     runner_for                             a backend, called through the torch or the jax front end
     guarded                                arrays that end where readable memory ends
 

@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ragged_attention import dispatch
 from ragged_attention.config import use_backend
-from ragged_attention.errors import BackendMissing
 from ragged_attention.testing.compare import identical
 from ragged_attention.testing.drawing import Check, on_corner, on_drawn
 from ragged_attention.testing.heads_first.specs import PagedBatch, PagedSpec
@@ -19,7 +17,7 @@ from ragged_attention.testing.mla.specs import DecodeBatch, DecodeSpec, PrefillB
 from ragged_attention.testing.mla.strategies import decode_specs, prefill_specs
 from ragged_attention.testing.paged.specs import Batch, Spec
 from ragged_attention.testing.paged.strategies import specs
-from ragged_attention.testing.runner import Absent, Runner
+from ragged_attention.testing.runner import Runner
 from ragged_attention.testing.varlen.specs import VarlenBatch, VarlenSpec
 from ragged_attention.testing.varlen.strategies import varlen_specs
 
@@ -69,7 +67,7 @@ def law(operation: str, alone: Alone, **keywords: Any) -> Callable[[Runner, Any]
     """A check of specs for an operation; `keywords` make it return all that it can."""
 
     def check(runner: Runner, spec: Any) -> None:
-        expect_promise(runner, operation)
+        runner.expect_promise(operation)
         batch = spec.build()
         with use_backend(batch_invariant=True):
             whole = results(runner.run(operation, batch, **keywords))
@@ -83,15 +81,6 @@ def law(operation: str, alone: Alone, **keywords: Any) -> Callable[[Runner, Any]
 
 def results(given: Any) -> tuple[Any, ...]:
     return given if isinstance(given, tuple) else (given,)
-
-
-def expect_promise(runner: Runner, operation: str) -> None:
-    try:
-        module = dispatch.load(operation, runner.backend)
-    except BackendMissing as missing:
-        raise Absent(str(missing)) from None
-    if not hasattr(module, "invariant_tile"):
-        raise Absent(f"{runner.backend} does not promise batch_invariant for {operation}")
 
 
 # Lengths that are split, and prompts beside them; the sequences' own kernels and tiles are what is to stay the same.

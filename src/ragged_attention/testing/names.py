@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-if missing := [name for name in ("hypothesis", "pytest") if find_spec(name) is None]:
+if missing := [name for name in ("hypothesis", "ml_dtypes", "pytest") if find_spec(name) is None]:
     raise ImportError(
         f"ragged_attention.testing needs {' and '.join(missing)}: install the extra, ragged-attention[testing]"
     )
@@ -12,6 +12,7 @@ from ragged_attention.testing.guarded import guarded as guarded
 from ragged_attention.testing.heads_first.specs import ChunkSpec as ChunkSpec
 from ragged_attention.testing.heads_first.specs import PagedSpec as PagedSpec
 from ragged_attention.testing.heads_first.suite import HEADS_FIRST_LAWS as HEADS_FIRST_LAWS
+from ragged_attention.testing.judging import judge as judge
 from ragged_attention.testing.mla.laws import MLA_LAWS as MLA_LAWS
 from ragged_attention.testing.mla.specs import DecodeSpec as DecodeSpec
 from ragged_attention.testing.mla.specs import PrefillSpec as PrefillSpec

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import importlib
@@ -37,6 +38,8 @@ SAMPLES = {
 
 # The operations that runners have called, each with its backend, and got an answer for: what a run of tests has shown.
 ANSWERED: set[tuple[str, str]] = set()
+# Whether calls are asked for only, for runners that call no backend through `dispatch`.
+ASKED: contextvars.ContextVar[bool] = contextvars.ContextVar("asked", default=False)
 # How often a backend declined a batch, by its reason, since a verdict was begun.
 DECLINED: collections.Counter[str] = collections.Counter()
 
@@ -65,8 +68,12 @@ def asking() -> Iterator[None]:
     def run(*_: Any) -> Any:
         raise Taken
 
-    with mock.patch.object(dispatch.Choice, "run", run):
-        yield
+    token = ASKED.set(True)
+    try:
+        with mock.patch.object(dispatch.Choice, "run", run):
+            yield
+    finally:
+        ASKED.reset(token)
 
 
 def reason_of(refusal: Exception) -> str:
@@ -191,6 +198,12 @@ class Runner:
             dispatch.load(operation, self.backend)
         except BackendMissing as missing:
             raise Absent(str(missing)) from None
+
+    def expect_promise(self, operation: str) -> None:
+        """Raise `Absent` unless the backend promises `batch_invariant` for an operation."""
+        self._expect_offered(operation)
+        if not hasattr(dispatch.load(operation, self.backend), "invariant_tile"):
+            raise Absent(f"{self.backend} does not promise batch_invariant for {operation}")
 
     def _take_back(self, result: Any) -> Any:
         if isinstance(result, tuple | list):

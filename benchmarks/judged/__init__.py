@@ -1,0 +1,27 @@
+"""Recipes that judge kernels of other projects: a function around each, with the names and layouts of ours.
+
+python -m benchmarks.judged                 # all recipes whose packages are installed
+python -m benchmarks.judged sdpa flex       # some
+"""
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# What the operations define and most kernels leave open.
+OPEN = ("invalid indices", "padding", "empty batches")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A function around a kernel, and what `judge` is told of it."""
+
+    package: str  # as it is imported
+    kernel: Callable[..., Any]
+    operation: str
+    limits: Mapping[str, Any]
+
+    @property
+    def is_installed(self) -> bool:
+        return importlib.util.find_spec(self.package) is not None

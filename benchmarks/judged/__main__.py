@@ -1,0 +1,40 @@
+"""Judge kernels of other projects and print the reports."""
+
+import argparse
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+
+from benchmarks.judged import of_cpus, of_jax, of_torch
+from ragged_attention.testing import environment, judge
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0 if all that ran passed, and 1 otherwise."""
+    recipes = {**of_torch.RECIPES, **of_jax.RECIPES, **of_cpus.RECIPES}
+    parser = argparse.ArgumentParser(prog="benchmarks.judged", description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(recipes)} (default: all)")
+    parser.add_argument("--examples", type=int, help="drawn batches for each check")
+    parser.add_argument("--only", default="", help="a part of the names of checks")
+    parser.add_argument("--non-finite", action="store_true", help="NaN and infinities where no query may see them too")
+    options = parser.parse_args(argv)
+    if unknown := {*options.names} - {*recipes}:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    environment.prepare()
+    passed = True
+    for name in options.names or recipes:
+        recipe = recipes[name]
+        if not recipe.is_installed:
+            print(f"{name}: {recipe.package} is not installed\n")
+            continue
+        limits = {"examples": options.examples, "only": options.only, **recipe.limits}
+        if not options.non_finite:
+            limits["declines"] = (*limits["declines"], "non-finite values")
+        report = judge(recipe.kernel, recipe.operation, **limits)
+        print(f"{name}, {recipe.package} {importlib.metadata.version(recipe.package)}\n{report}\n", flush=True)
+        passed = passed and report.passed
+    return int(not passed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""The paged attention of vLLM and of OpenVINO on a CPU, called as `benchmarks/cpu` calls them to measure them."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from benchmarks.cpu import peers
+from benchmarks.judged import OPEN, Recipe
+
+
+def paged(
+    kernel: Callable[..., peers.Found],
+    q: torch.Tensor,
+    kv_pages: Any,
+    kv_lens: torch.Tensor,
+    page_indices: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+) -> torch.Tensor:
+    """A kernel over pages of 32 positions, with the default scale and a causal mask."""
+    k, v = kv_pages if isinstance(kv_pages, tuple) else (kv_pages[:, :, 0::2], kv_pages[:, :, 1::2])
+    if k.shape[3] != v.shape[3]:
+        raise NotImplementedError("keys and values of one width")
+    inputs = {"q": q, "k": k.contiguous(), "v": v.contiguous(), "page_indices": page_indices}
+    found = kernel({**inputs, "kv_lens": kv_lens, "cu_q_lens": cu_q_lens})
+    if not found:
+        raise NotImplementedError("the library cannot be loaded")
+    (run,) = found.values()
+    return run()
+
+
+def vllm(inputs: dict[str, torch.Tensor]) -> peers.Found:
+    return peers.vllm_attention(inputs, 32)
+
+
+def openvino(inputs: dict[str, torch.Tensor]) -> peers.Found:
+    q_lens = inputs["cu_q_lens"].diff().tolist()
+    return peers.openvino_attention(inputs, list(zip(q_lens, inputs["kv_lens"].tolist(), strict=True)))
+
+
+def function(kernel: Callable[..., peers.Found]) -> Callable[..., torch.Tensor]:
+    """`paged` with a kernel, under that kernel's name."""
+
+    @functools.wraps(kernel)
+    def run(q: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: Any) -> torch.Tensor:
+        return paged(kernel, q, kv_pages, kv_lens, page_indices, cu_q_lens)
+
+    del run.__wrapped__  # whose parameters would be taken for these
+    return run
+
+
+PAGED: Mapping[str, Any] = {
+    "framework": "torch",
+    "page_sizes": (32,),
+    "dtypes": ("float32", "bfloat16"),
+    "declines": (*OPEN, "empty sequences"),
+    "contiguous": True,
+}
+RECIPES: Mapping[str, Recipe] = {
+    "vllm_cpu": Recipe("torch", function(vllm), "ragged_paged_attention", {**PAGED, "head_dims": (64, 80, 128)}),
+    "openvino": Recipe("openvino", function(openvino), "ragged_paged_attention", {**PAGED, "head_dims": (64, 80, 128)}),
+}

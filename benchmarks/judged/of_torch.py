@@ -1,0 +1,169 @@
+"""Attention of torch, of transformers, of vLLM and of OpenVINO on a CPU."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from benchmarks.judged import OPEN, Recipe
+
+Rows = tuple[slice, slice]
+
+
+def sequences(cu_q_lens: torch.Tensor, cu_kv_lens: torch.Tensor) -> Iterator[Rows]:
+    """The rows of the queries and of the keys of each sequence."""
+    edges = (cu_q_lens.tolist(), cu_kv_lens.tolist())
+    for row, stop, first, end in zip(edges[0], edges[0][1:], edges[1], edges[1][1:], strict=False):
+        yield slice(row, stop), slice(first, end)
+
+
+def heads_first(array: torch.Tensor) -> torch.Tensor:
+    """[1, H, T, D] of [T, H, D]."""
+    return array.transpose(0, 1)[None]
+
+
+def seen(num_queries: int, num_keys: int, causal: bool, sliding_window: int | None) -> torch.Tensor:
+    """The keys that each query of a sequence sees, [num_queries, num_keys]."""
+    query = torch.arange(num_queries)[:, None] + (num_keys - num_queries)
+    key = torch.arange(num_keys)
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool)
+    mask = mask & (key <= query) if causal else mask
+    return mask if sliding_window is None else mask & (key > query - sliding_window)
+
+
+def sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    cu_kv_lens: torch.Tensor,
+    sm_scale: float | None = None,
+    causal: bool = False,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention`, one sequence after another, with masks."""
+    parts = []
+    for rows, keys in sequences(cu_q_lens, cu_kv_lens):
+        mask = seen(rows.stop - rows.start, keys.stop - keys.start, causal, sliding_window)
+        query, key, value = map(heads_first, (q[rows], k[keys], v[keys]))
+        out = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=sm_scale, enable_gqa=True
+        )
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def sdpa_causal(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    cu_kv_lens: torch.Tensor,
+    sm_scale: float | None = None,
+    causal: bool = False,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` by its own flag `is_causal`, which aligns queries with the first keys."""
+    parts = []
+    for rows, keys in sequences(cu_q_lens, cu_kv_lens):
+        if causal and rows.stop - rows.start != keys.stop - keys.start:
+            raise NotImplementedError("is_causal is aligned at the first key")
+        query, key, value = map(heads_first, (q[rows], k[keys], v[keys]))
+        out = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=causal, scale=sm_scale, enable_gqa=True
+        )
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def sdpa_nested(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    cu_kv_lens: torch.Tensor,
+    sm_scale: float | None = None,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` of jagged nested tensors, without a loop."""
+    if q.shape[1] != k.shape[1]:
+        raise NotImplementedError("as many query heads as KV heads")
+    query, key, value = (
+        torch.nested.nested_tensor_from_jagged(array, edges.long()).transpose(1, 2)
+        for array, edges in ((q, cu_q_lens), (k, cu_kv_lens), (v, cu_kv_lens))
+    )
+    return functional.scaled_dot_product_attention(query, key, value, scale=sm_scale).transpose(1, 2).values()
+
+
+def flex(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    cu_kv_lens: torch.Tensor,
+    sm_scale: float | None = None,
+    causal: bool = False,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """FlexAttention over the packed rows: a mask keeps sequences apart, and the cap changes the scores."""
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+    of_query = torch.repeat_interleave(torch.arange(len(cu_q_lens) - 1), cu_q_lens.diff().long())
+    of_key = torch.repeat_interleave(torch.arange(len(cu_kv_lens) - 1), cu_kv_lens.diff().long())
+    shift = (cu_kv_lens[1:] - cu_q_lens[1:]).long()  # from a query's row to the row of its own key
+
+    def mask(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        del batch, head
+        apart = key - (query + shift[of_query[query]])
+        found = of_query[query] == of_key[key]
+        found = found & (apart <= 0) if causal else found
+        return found if sliding_window is None else found & (apart > -sliding_window)
+
+    def capped(score: torch.Tensor, *_: Any) -> torch.Tensor:
+        return soft_cap * torch.tanh(score / soft_cap)  # type: ignore[operator]
+
+    blocks = create_block_mask(mask, None, None, len(q), len(k), device="cpu")
+    query, key, value = map(heads_first, (q, k, v))
+    out, aux = flex_attention(
+        query, key, value, score_mod=None if soft_cap is None else capped, block_mask=blocks, scale=sm_scale,
+        enable_gqa=True, return_aux=AuxRequest(lse=True),
+    )  # fmt: skip
+    assert aux.lse is not None  # for it was asked for
+    out, lse = out[0].transpose(0, 1), aux.lse[0].transpose(0, 1)
+    return (out, lse) if return_lse else out
+
+
+def transformers_eager(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    cu_kv_lens: torch.Tensor,
+    sm_scale: float | None = None,
+    causal: bool = False,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """`eager_attention_forward` of transformers' Llama, one sequence after another, with masks of the lowest number."""
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    module = torch.nn.Module()
+    module.num_key_value_groups = q.shape[1] // k.shape[1]  # type: ignore[assignment]
+    module.eval()
+    scale, parts = q.shape[2] ** -0.5 if sm_scale is None else sm_scale, []
+    for rows, keys in sequences(cu_q_lens, cu_kv_lens):
+        visible = seen(rows.stop - rows.start, keys.stop - keys.start, causal, sliding_window)
+        mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, torch.finfo(q.dtype).min)
+        query, key, value = map(heads_first, (q[rows], k[keys], v[keys]))
+        parts.append(eager_attention_forward(module, query, key, value, mask[None, None], scale)[0][0])
+    return torch.cat(parts)
+
+
+PACKED: Mapping[str, Any] = {"framework": "torch", "declines": (*OPEN, "empty sequences"), "gradients": True}
+RECIPES: Mapping[str, Recipe] = {
+    "sdpa": Recipe("torch", sdpa, "varlen_attention", PACKED),
+    "sdpa_causal": Recipe("torch", sdpa_causal, "varlen_attention", PACKED),
+    "sdpa_nested": Recipe("torch", sdpa_nested, "varlen_attention", PACKED),
+    "flex": Recipe("torch", flex, "varlen_attention", PACKED),
+    "transformers_eager": Recipe("transformers", transformers_eager, "varlen_attention", PACKED),
+}

@@ -1,0 +1,345 @@
+"""A plain function, or a command, as the suite sees it: called with an operation's arguments by their public names.
+
+A function gets NumPy, torch or jax arrays. NumPy arrays of bfloat16 and of 8-bit floats have the dtypes of `ml_dtypes`.
+A command reads its arguments from one .npz file and writes its results to another.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention.calls import CALLS
+from ragged_attention.calls.base import NOWHERE
+from ragged_attention.calls.paged import live_sequences
+from ragged_attention.errors import Unsupported
+from ragged_attention.reference.mla_decode import mla_decode
+from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
+from ragged_attention.reference.varlen_attention import varlen_attention
+from ragged_attention.testing.paged.specs import Arrays, RaggedTables
+from ragged_attention.testing.runner import (
+    ANSWERED,
+    ASKED,
+    SAMPLES,
+    Absent,
+    Declined,
+    Runner,
+    Taken,
+    as_given,
+    written_by,
+)
+
+DECLINED_STATUS = 77  # the exit status of a command that does not take a batch, as test programs skip elsewhere
+CODED = ("float8_e4m3fn", "float8_e5m2", "int8")
+RESULTS: Mapping[str, tuple[str, ...]] = {
+    "ragged_paged_attention": ("out", "lse"),
+    "ragged_mla_attention": ("out", "lse"),
+    "varlen_attention": ("out", "lse"),
+    "mla_decode": ("out", "lse"),
+    "sparse_mla_prefill": ("out", "max_logits", "lse"),
+    "merge_attention_states": ("out", "lse"),
+    "indexer_logits": ("logits",),
+    "indexer_topk": ("indices",),
+    "top_k_indices": ("indices",),
+    "quantize_indexer_keys": ("codes", "scales"),
+    "quantize_mla_cache": ("cache",),
+    "dequantize_mla_cache": ("kv",),
+    "page_indices_to_slots": ("slots",),
+}  # the names under which a command writes its results; an operation that is not listed has one, `out`
+DEFINITIONS: Mapping[str, Callable[..., Any]] = {
+    "mla_decode": mla_decode,
+    "sparse_mla_prefill": sparse_mla_prefill,
+    "varlen_attention": varlen_attention,
+}
+
+
+class NumpyFront:
+    """NumPy batches as a function on NumPy arrays gets them; what `torch_front` and `jax_front` do for theirs."""
+
+    @staticmethod
+    def facts(device: str | None) -> Any:
+        return SimpleNamespace(framework="numpy", platform=device or "cpu")
+
+    @staticmethod
+    def bring(array: NDArray[Any], dtype: str, *, layout: str, place: Any, device: str | None) -> NDArray[Any]:
+        """A copy of one array, in memory that `place` lays out, without gaps."""
+        del layout, device
+        if dtype in CODED:
+            held = array.copy().view(_numpy_dtype(dtype))
+        else:
+            with np.errstate(over="ignore"):
+                held = array.astype(_numpy_dtype(dtype))
+        return place(np.ascontiguousarray(held).reshape(array.shape))
+
+    @staticmethod
+    def once(array: NDArray[Any], axis: int) -> NDArray[Any]:
+        """The array with a stride of 0 along an axis over which it is alike."""
+        return np.broadcast_to(np.take(array, range(min(1, array.shape[axis])), axis), array.shape)
+
+    @staticmethod
+    def take_back(array: NDArray[Any]) -> NDArray[Any]:
+        """Floats as float32, 8-bit floats as bits, integers as they are."""
+        if array.dtype.itemsize == 1 and array.dtype.kind not in "iub":
+            return array.view(np.uint8)
+        return array if array.dtype.kind in "iub" else array.astype(np.float32)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def careful() -> Iterator[None]:
+        """A function may compute with infinities and NaN, whose warnings say nothing."""
+        with np.errstate(all="ignore"):
+            yield
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A program that reads one call from `{input}`, an .npz file, and writes its results to `{output}`, another."""
+
+    words: Sequence[str]
+    operation: str
+    timeout: float = 60.0  # seconds
+
+    def __call__(self, **arguments: Any) -> Any:
+        """Run the program once. Raises `Unsupported` for exit status 77, AssertionError for any other failure."""
+        with tempfile.TemporaryDirectory() as folder:
+            places = {"input": str(Path(folder, "input.npz")), "output": str(Path(folder, "output.npz"))}
+            np.savez(places["input"], **dict(_entries({"operation": self.operation, **arguments})))
+            words = [_filled(word, {**places, "operation": self.operation}) for word in self.words]
+            try:
+                ended = subprocess.run(words, capture_output=True, text=True, timeout=self.timeout, check=False)
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"expected the command to end within {self.timeout:g} s") from None
+            said = ended.stderr.strip()[-2000:]
+            if ended.returncode == DECLINED_STATUS:
+                raise Unsupported(said or f"exit status {DECLINED_STATUS}")
+            if ended.returncode:
+                raise AssertionError(f"expected exit status 0, got {ended.returncode}: {said}")
+            if not Path(places["output"]).is_file():
+                raise AssertionError(f"expected the command to write {{output}}, got no file: {said}")
+            with np.load(places["output"]) as found:
+                return self._results(dict(found))
+
+    def _results(self, found: Mapping[str, NDArray[Any]]) -> Any:
+        names = RESULTS.get(self.operation, ("out",))
+        if (written := written_by(self.operation)) is not None:
+            names = (written, f"{written}.0", f"{written}.1")
+        results = tuple(_decoded(found, name) for name in names if name in found)
+        if not results:
+            raise AssertionError(f"expected {names[0]} in the output, got {', '.join(found) or 'nothing'}")
+        return results if len(results) > 1 else next(iter(results))
+
+
+def _filled(word: str, places: Mapping[str, str]) -> str:
+    for name, text in places.items():
+        word = word.replace(f"{{{name}}}", text)
+    return word
+
+
+def _entries(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The entries of a command's input: pairs as two, strings as bytes, foreign dtypes as bits beside their names."""
+    for name, value in arguments.items():
+        if isinstance(value, tuple):
+            yield from _entries({f"{name}.{index}": item for index, item in enumerate(value)})
+        elif isinstance(value, str):
+            yield name, np.bytes_(value)
+        elif isinstance(value, np.ndarray) and value.dtype.kind not in "fiub":
+            yield name, value.view(f"u{value.itemsize}")
+            yield f"{name}.dtype", np.bytes_(value.dtype.name)
+        else:
+            yield name, np.asarray(value)
+
+
+def _decoded(found: Mapping[str, NDArray[Any]], name: str) -> NDArray[Any]:
+    """One array of a command's output, bits in the dtype that is named beside them."""
+    if (given := found.get(f"{name}.dtype")) is None:
+        return found[name]
+    text = given.item()
+    return found[name].view(_numpy_dtype(text.decode() if isinstance(text, bytes) else text))
+
+
+def accepted_by(function: Callable[..., Any]) -> frozenset[str] | None:
+    """The names of the arguments that a function accepts; None if it accepts any, or does not say."""
+    if isinstance(function, Command):
+        return None
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # compiled functions need not have a signature
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(parameter.name for parameter in parameters)
+
+
+def record_of(operation: str, arguments: Mapping[str, Any]) -> Any:
+    """The record of a batch's arguments, which nothing has checked."""
+    cls = CALLS[operation]
+    return cls.unchecked(**{**cls.DEFAULTS, **arguments}, device=NOWHERE)
+
+
+def q_lens_of(record: Any) -> NDArray[np.int64]:
+    """The number of queries of each live sequence."""
+    count = getattr(record, "num_seqs", None)
+    edges = record.cu_q_lens if count is None else record.cu_q_lens[: int(np.asarray(count).reshape(())) + 1]
+    return np.diff(edges.astype(np.int64))
+
+
+def _one_query_each(record: Any) -> bool:
+    num_tokens = getattr(record, "num_tokens", None)
+    return num_tokens is not None and np.array_equal(record.cu_q_lens, np.arange(num_tokens + 1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FunctionRunner(Runner):
+    """Plain functions, one for each operation, in place of a backend."""
+
+    functions: Mapping[str, Callable[..., Any]]
+    why_not: Callable[[str, Any], str | None]  # the reason to decline a batch, by its record of NumPy arrays
+    contiguous: bool = False  # whether arrays come without gaps and strides of 0
+    differentiable: bool = False  # whether the framework can differentiate the functions
+    invariant: bool = False  # whether results of a sequence promise to have the same bits in every batch
+    not_returned: set[str] = dataclasses.field(default_factory=set)  # results that no function returned
+
+    notices_steps_outside = True  # there is no process that could be started apart with the function
+
+    def __str__(self) -> str:
+        return f"{self.framework}-{self.backend}"
+
+    @property
+    def front(self) -> Any:
+        return NumpyFront if self.framework == "numpy" else super().front
+
+    def absent(self) -> str | None:
+        known = self.framework == "numpy" or importlib.util.find_spec(self.framework) is not None
+        return None if known else f"{self.framework} is not installed"
+
+    def tunables(self, operation: str) -> tuple[str, ...]:
+        del operation
+        return ()
+
+    def expect_promise(self, operation: str) -> None:
+        self._function(operation)
+        if not self.invariant:
+            raise Absent(f"{self.backend} does not offer batch invariance")
+
+    def _expect_offered(self, operation: str) -> None:
+        self._function(operation.removesuffix("_backward"))
+        if not self.differentiable:
+            raise Absent(f"{self.backend} does not offer {operation}")
+
+    def _function(self, operation: str) -> Callable[..., Any]:
+        if operation not in self.functions:
+            raise Absent(f"{self.backend} does not offer {operation}")
+        return self.functions[operation]
+
+    def _refuses(self, operation: str) -> str | None:
+        try:
+            self._call(operation, SAMPLES[operation].build(), None)
+        except Declined as refusal:
+            return str(refusal)
+        except Exception:  # a function that fails is judged, so it has not refused
+            return None
+        return None
+
+    def _call(
+        self, operation: str, batch: Arrays, options: Any, *, through: Callable[..., Any] | None = None, **extra: Any
+    ) -> Any:
+        function = self._function(operation)
+        if options:
+            raise Declined("a function has no options")
+        if self.contiguous:
+            batch = batch.change(strided=False, alike={})
+        accepted = accepted_by(function)
+        arguments = batch.arguments()
+        if isinstance(arguments.get("num_seqs"), int) and accepted is not None and "num_seqs" not in accepted:
+            arguments = live_sequences(arguments)
+        in_numpy = dataclasses.replace(self, framework="numpy", place=as_given)
+        record = record_of(operation, {name: in_numpy._bring(batch, name, value) for name, value in arguments.items()})
+        if reason := self.why_not(operation, record):
+            raise Declined(reason)
+        names = self._passed(record, accepted, extra)
+        if ASKED.get():
+            raise Taken
+        given = {name: self._bring(batch, name, arguments[name]) for name in names if name in arguments}
+        given |= {name: value for name, value in extra.items() if name in names}
+
+        def call(**given: Any) -> Any:
+            result = function(**given)
+            if through is not None:
+                self._expect_differentiable(result, extra)
+            return self._completed(batch, result, record, extra)
+
+        try:
+            with self.front.careful():
+                if through is not None:
+                    result = through(call, given)
+                elif (written := written_by(operation)) is not None:
+                    result = function(**given)
+                    pages = given[written] if result is None else result
+                    result = [*map(self.front.take_back, pages if isinstance(pages, tuple | list) else [pages])]
+                else:
+                    result = call(**given)
+        except (Unsupported, NotImplementedError) as refusal:
+            raise Declined(str(refusal) or type(refusal).__name__) from None
+        ANSWERED.add((operation, self.backend))
+        return result
+
+    def _passed(self, record: Any, accepted: frozenset[str] | None, extra: Mapping[str, Any]) -> list[str]:
+        """The names of the arguments that the function gets: those without a default, and those not at theirs.
+
+        Raises `Declined` for one that the function does not accept, unless it says nothing in this call.
+        """
+        changed = {*record.changed(), *(name for name, value in extra.items() if value is not False)} - {"schedule"}
+        names = [name for name in record.KINDS if name not in record.DEFAULTS or name in changed]
+        names += [name for name in ("return_lse",) if name in changed and name not in record.KINDS]
+        if accepted is None:
+            return names
+        silent = {"return_lse"} | {name for name in names if name in record.KINDS and record.KINDS[name].hint}
+        if "cu_q_lens" in names and _one_query_each(record):
+            silent.add("cu_q_lens")  # one query for each sequence, as a decode kernel expects
+        if missing := [name for name in names if name not in accepted | silent]:
+            raise Declined(f"{self.backend} does not take {missing[0]}")
+        if "new_kv" in names and "return_lse" not in accepted:
+            raise Declined(f"{self.backend} takes new_kv without return_lse, which the checks of updates need")
+        return [name for name in names if name in accepted]
+
+    def _expect_differentiable(self, result: Any, extra: Mapping[str, Any]) -> None:
+        """Raise `Declined` if a result has no gradient, because it is missing or depends on no argument."""
+        first, *others = result if isinstance(result, tuple | list) else (result,)
+        if extra.get("return_lse") and not others:
+            raise Declined(f"{self.backend} returns no lse that could be differentiated")
+        if self.framework == "torch" and not first.requires_grad:
+            raise Declined(f"{self.backend} returns a result that depends on no argument")
+
+    def _completed(self, batch: Any, result: Any, record: Any, extra: Mapping[str, Any]) -> Any:
+        """The results of an attention; those that the function did not return are the definition's.
+
+        So a function that returns `out` alone is judged by every check of `out`.
+        """
+        operation = record.OPERATION
+        if operation not in DEFINITIONS and not isinstance(batch, RaggedTables):
+            return result
+        several = extra.get("return_lse") or operation in ("mla_decode", "sparse_mla_prefill")
+        names = RESULTS[operation] if several else ("out",)
+        results = tuple(result) if isinstance(result, tuple | list) else (result,)
+        if len(results) >= len(names):
+            return results if len(results) > 1 else next(iter(results))
+        self.not_returned.update(f"{name} of {operation}" for name in names[len(results) :])
+        whole = batch.expected() if isinstance(batch, RaggedTables) else DEFINITIONS[operation](**batch.arguments())
+        rest = [np.asarray(array, np.float32) for array in whole[len(results) : len(names)]]
+        bring = functools.partial(self.front.bring, dtype="float32", layout="", place=as_given, device=self.device)
+        return (*results, *map(bring, rest))

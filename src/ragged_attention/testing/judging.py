@@ -1,0 +1,362 @@
+"""`judge`: the suite on a plain function or on a command, without a backend's package around it.
+
+    def decode(q, kv_pages, kv_lens, page_indices): ...
+
+    judge(decode, "ragged_paged_attention", decode_only=True).check()
+
+docs/guides/judge_a_kernel.md has an example for each framework.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ragged_attention.calls import CALLS
+from ragged_attention.errors import InvalidInput
+from ragged_attention.testing.drawing import PATHS, Check, examples_of
+from ragged_attention.testing.functions import Command, FunctionRunner, q_lens_of
+from ragged_attention.testing.guarded import guarded
+from ragged_attention.testing.paged.specs import Arrays
+from ragged_attention.testing.reporting import grouped
+from ragged_attention.testing.runner import FRAMEWORKS, Absent, Declined, Runner
+from ragged_attention.testing.suite import checks
+from ragged_attention.testing.verdicts import Verdict, verdict_of
+
+FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "paged": ("ragged_paged_attention", "write_kv_pages", "merge_attention_states"),
+    "heads_first": ("paged_attention", "prefill_attention"),
+    "mla": (
+        "mla_decode",
+        "sparse_mla_prefill",
+        "ragged_mla_attention",
+        "write_mla_cache",
+        "quantize_mla_cache",
+        "dequantize_mla_cache",
+        "page_indices_to_slots",
+    ),
+    "indexer": ("indexer_logits", "indexer_topk", "top_k_indices", "write_indexer_cache", "quantize_indexer_keys"),
+    "varlen": ("varlen_attention",),
+}
+FLOATS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+IDLE = "nothing was judged"  # the message of a check that had no batch to try, such as one of tunable paths
+WIDE = ("sinks", "k_scale", "v_scale", "q_scale", "kv_scale", "lses", "key_scale")  # float32 beside any other dtype
+Predicate = Callable[[str, Any], bool]  # of an operation's name and its arguments in NumPy, by attribute
+
+
+def _floats(record: Any) -> Iterator[tuple[str, Any]]:
+    """The names and arrays of a call's queries, keys, values and caches, but not the scales beside them."""
+    for name, value in record.arguments().items():
+        for array in value[:1] if isinstance(value, tuple) and name != "kv_pages" else _each(value):
+            if isinstance(array, np.ndarray) and array.dtype.name in FLOATS and name not in WIDE:
+                yield name, array
+
+
+def _each(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _has_invalid_indices(operation: str, record: Any) -> bool:
+    try:
+        record.check_values()
+    except InvalidInput:
+        return True
+    return False
+
+
+def _lens(record: Any) -> tuple[Any, Any]:
+    """The numbers of queries and of keys of each live sequence, as far as the call has such lengths."""
+    queries = q_lens_of(record) if getattr(record, "cu_q_lens", None) is not None else None
+    lens = getattr(record, "kv_lens", getattr(record, "lengths", getattr(record, "length", None)))
+    if (edges := getattr(record, "cu_kv_lens", None)) is not None:
+        lens = np.diff(edges)
+    keys = None if lens is None else np.atleast_1d(lens)
+    return queries, keys if keys is None or queries is None else keys[: len(queries)]
+
+
+def _has_empty_sequences(operation: str, record: Any) -> bool:
+    return any(each is not None and bool((each < 1).any()) for each in _lens(record))
+
+
+def _has_more_queries_than_keys(operation: str, record: Any) -> bool:
+    queries, keys = _lens(record)
+    return queries is not None and keys is not None and bool((queries > keys).any())
+
+
+def _has_padding(operation: str, record: Any) -> bool:
+    edges = {"cu_q_lens": "q", "cu_kv_lens": "k"}
+    return any(
+        (edge := getattr(record, name, None)) is not None
+        and hasattr(record, rows)
+        and int(edge[: len(_lens(record)[0]) + 1][-1]) < len(getattr(record, rows))
+        for name, rows in edges.items()
+    )
+
+
+def _is_empty(operation: str, record: Any) -> bool:
+    arrays = [array for value in record.arguments().values() for array in _each(value)]
+    return any(isinstance(array, np.ndarray) and not array.size for array in arrays)
+
+
+# What kernels of others often do not promise, by the names that `declines` takes.
+UNPROMISED: Mapping[str, Predicate] = {
+    "invalid indices": _has_invalid_indices,
+    "padding": _has_padding,
+    "empty batches": _is_empty,
+    "empty sequences": _has_empty_sequences,
+    "more queries than keys": _has_more_queries_than_keys,
+    "non-finite values": lambda _, record: any(
+        not np.isfinite(array.astype(np.float32)).all() for _, array in _floats(record)
+    ),
+    "combined pages": lambda _, record: isinstance(getattr(record, "kv_pages", None), np.ndarray),
+    "pages in a pair": lambda _, record: isinstance(getattr(record, "kv_pages", None), tuple),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a function takes, beside what its parameters say. None sets no limit."""
+
+    features: Collection[str] | None = None
+    dtypes: Collection[str] | None = None
+    page_sizes: Collection[int] | None = None
+    head_dims: Collection[int] | None = None
+    decode_only: bool = False
+    declines: Sequence[str | Predicate] = ()
+
+    def why_not(self, operation: str, record: Any) -> str | None:
+        """The reason why a batch is beyond the limits, or None."""
+        changed = [name for name in record.changed() if not record.KINDS[name].hint and name != "return_lse"]
+        if self.features is not None and (other := [name for name in changed if name not in self.features]):
+            return f"{other[0]} is none of the features"
+        if self.dtypes is not None and (
+            other := sorted({array.dtype.name for _, array in _floats(record)} - {*self.dtypes})
+        ):
+            return f"expected dtypes of {', '.join(self.dtypes)}, got {other[0]}"
+        for name, size, allowed in (
+            ("page_size", getattr(record, "page_size", None), self.page_sizes),
+            ("head_dim", getattr(record, "head_dim", None), self.head_dims),
+        ):
+            if size is not None and allowed is not None and size not in allowed:
+                return f"expected {name} to be one of {', '.join(map(str, allowed))}, got {size}"
+        if self.decode_only and getattr(record, "cu_q_lens", None) is not None and (q_lens_of(record) != 1).any():
+            return "expected one query for each sequence (decode_only)"
+        for each in self.declines:
+            predicate = UNPROMISED[each] if isinstance(each, str) else each
+            if predicate(operation, record):
+                return f"declines {each if isinstance(each, str) else each.__name__}"
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What the suite says of a function: a table as text, and the same as data."""
+
+    name: str
+    verdicts: tuple[Verdict, ...]  # of every check of an operation that was given
+    left_out: Mapping[str, str]  # the kinds of checks that were not run, each with the reason
+
+    @property
+    def failures(self) -> tuple[Verdict, ...]:
+        return tuple(verdict for verdict in self.verdicts if verdict.result == "FAILED")
+
+    @property
+    def passed(self) -> bool:
+        """Whether at least one check ran, and none failed."""
+        return not self.failures and any(verdict.result == "passed" for verdict in self.verdicts)
+
+    def check(self) -> None:
+        """Raise AssertionError, with the report as its text, unless the function passed."""
+        if not self.passed:
+            raise AssertionError(str(self))
+
+    def __str__(self) -> str:
+        counts = collections.Counter(verdict.result for verdict in self.verdicts)
+        lines = [f"{self.name}: " + ", ".join(f"{counts[each]} {each}" for each in ("passed", "declined", "FAILED"))]
+        for kind, same in self._by_kind().items():
+            taken, seconds = sum(each.taken for each in same), sum(each.seconds for each in same)
+            results = collections.Counter(each.result for each in same)
+            row = ", ".join(f"{count} {result}" for result, count in results.items())
+            lines.append(f"  {kind:10} {row}; {taken} batches in {seconds:.1f} s")
+        reasons = collections.Counter(each.message for each in self.verdicts if each.result == "declined")
+        lines += [f"  declined, {count} checks: {reason}" for reason, count in reasons.most_common()]
+        lines += [f"  left out, {what}: {reason}" for what, reason in self.left_out.items()]
+        for cause, group in grouped(self.verdicts).items():
+            lines += ["", f"{len(group)} failed: {cause}"]
+            for failure in group:
+                lines += [f"FAILED  {failure.check}", *(f"  {line}" for line in failure.message.splitlines())]
+                lines += [f"  smallest batch: {failure.batch}"] if failure.batch else []
+        return "\n".join(lines)
+
+    def _by_kind(self) -> dict[str, list[Verdict]]:
+        kinds: dict[str, list[Verdict]] = {}
+        for verdict in self.verdicts:
+            kinds.setdefault(verdict.check.partition(":")[0], []).append(verdict)
+        return kinds
+
+
+def judge(
+    kernel: Callable[..., Any] | Mapping[str, Callable[..., Any]] | Sequence[str],
+    family: str = "ragged_paged_attention",
+    *,
+    framework: str = "numpy",
+    features: Collection[str] | None = None,
+    dtypes: Collection[str] | None = None,
+    page_sizes: Collection[int] | None = None,
+    head_dims: Collection[int] | None = None,
+    decode_only: bool = False,
+    declines: Sequence[str | Predicate] = (),
+    contiguous: bool = False,
+    gradients: bool = False,
+    batch_invariant: bool = False,
+    memory: bool = False,
+    device: str | None = None,
+    examples: int | None = None,
+    only: str = "",
+    timeout: float = 60.0,
+) -> Report:
+    """Judge a function, functions by the names of their operations, or a command, and return a report.
+
+    A function gets the operation's arguments by their public names: those without a default, and those that differ from
+    theirs. It returns `out`, or all results of the operation in order; the definition stands in for those that are
+    missing. It declines a batch by raising `Unsupported` or `NotImplementedError`, and by lacking a parameter that the
+    batch needs. A function that writes an argument may return it, or return None after writing in place.
+
+    Args:
+        kernel: a function; a mapping of operations to functions; or the words of a command, in which `{input}`,
+            `{output}` and `{operation}` are filled in.
+        family: the operation of a function or a command; or `paged`, `heads_first`, `mla`, `indexer`, `varlen`, for a
+            command that computes all operations of one. A mapping names its own.
+        framework: "numpy", "torch" or "jax": whose arrays a function gets. In NumPy, bfloat16 and 8-bit floats are the
+            dtypes of `ml_dtypes`. A command's .npz file has their bits as uint16 or uint8, and `<name>.dtype`.
+        features: the optional arguments that the kernel supports, such as `sliding_window` (default: its parameters).
+        dtypes: the dtypes of floats and caches that it takes, such as `bfloat16` (default: any).
+        page_sizes, head_dims: the sizes that it takes (default: any).
+        decode_only: whether it takes one query for each sequence only; then it may lack `cu_q_lens`.
+        declines: further batches that it does not take: names in `UNPROMISED`, or functions of the operation's name and
+            a record of its arguments that return a bool.
+        contiguous: whether torch tensors come contiguous; otherwise some are views with gaps, or have strides of 0.
+        gradients: whether torch or jax can differentiate the function, whose gradients are then judged.
+        batch_invariant: whether it promises that a sequence's results have the same bits in every batch.
+        memory: whether to try any int32 in every index array, in guarded memory. A step outside a function's arrays
+            ends this process; a command's ends the command.
+        device: a torch device.
+        examples: the number of batches drawn for a check (default: by HYPOTHESIS_PROFILE, 25).
+        only: a part of the names of the checks to run, such as `law: `.
+        timeout: the seconds that a command has for a batch.
+
+    Raises InvalidInput for a name that is not known.
+    """
+    functions = _functions(kernel, family, timeout)
+    if framework not in ("numpy", *FRAMEWORKS):
+        raise InvalidInput(f"expected framework to be numpy, torch or jax, got {framework!r}")
+    if unknown := [each for each in declines if isinstance(each, str) and each not in UNPROMISED]:
+        raise InvalidInput(f"expected declines to be of {', '.join(UNPROMISED)}, got {unknown[0]!r}")
+    limits = Limits(
+        features=features, dtypes=dtypes, page_sizes=page_sizes, head_dims=head_dims, decode_only=decode_only,
+        declines=declines,
+    )  # fmt: skip
+    name = _name(kernel, family)
+    runner = FunctionRunner(
+        framework=framework, backend=name, device=device, functions=functions, why_not=limits.why_not,
+        contiguous=contiguous, differentiable=gradients, invariant=batch_invariant,
+    )  # fmt: skip
+    if reason := runner.absent():
+        raise InvalidInput(reason)
+    asked = [check for check in checks() if only in str(check) and (memory or check.kind != "memory")]
+    absent: set[str] = set()
+    verdicts = [
+        verdict_of(where, _noting(check, absent), examples or examples_of())
+        for check in asked
+        if _concerns(runner, check)
+        for where in (_guarded(runner) if check.kind == "memory" else (runner,))
+    ]
+    judged = [each for each in verdicts if each.check not in absent and each.message != IDLE]
+    left_out = {
+        "every path": "a function has no options",
+        "batch invariance": "" if batch_invariant else "batch_invariant=True judges it",
+        "gradients": "" if gradients else "gradients=True judges them",
+        "memory": "" if memory else "memory=True judges it",
+        **dict.fromkeys(sorted(runner.not_returned), "the function does not return it"),
+    }
+    return Report(name, tuple(judged), {what: reason for what, reason in left_out.items() if reason})
+
+
+def _functions(kernel: Any, family: str, timeout: float) -> dict[str, Callable[..., Any]]:
+    if isinstance(kernel, Mapping):
+        names, found = tuple(kernel), dict(kernel)
+    else:
+        names = FAMILIES.get(family, (family,))
+        if not callable(kernel):
+            found = {name: Command(tuple(kernel), name, timeout) for name in names}
+        elif len(names) > 1:
+            raise InvalidInput(f"expected a mapping of operations to functions for the family {family}, got a function")
+        else:
+            found = dict.fromkeys(names, kernel)
+    if unknown := [name for name in names if name not in CALLS]:
+        raise InvalidInput(f"expected an operation or one of {', '.join(FAMILIES)}, got {unknown[0]!r}")
+    return found
+
+
+def _name(kernel: Any, family: str) -> str:
+    if isinstance(kernel, Mapping):
+        return ", ".join(kernel)
+    return getattr(kernel, "__name__", family) if callable(kernel) else str(kernel[0])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Asked(Runner):
+    """No backend: notes which operation a check begins with."""
+
+    asked: list[str] = dataclasses.field(default_factory=list)
+
+    def _call(self, operation: str, batch: Arrays, options: Any, **extra: Any) -> Any:
+        self._expect_offered(operation)
+
+    def _bring(self, batch: Any, name: str, value: Any) -> Any:
+        return value
+
+    def _expect_offered(self, operation: str) -> None:
+        self.asked.append(operation)
+        raise Absent("only asked")
+
+    def expect_promise(self, operation: str) -> None:
+        self._expect_offered(operation)
+
+    def tunables(self, operation: str) -> tuple[str, ...]:
+        return tuple({name for options in PATHS.get(operation, ()) for name in options})
+
+
+def _concerns(runner: FunctionRunner, check: Check) -> bool:
+    """Whether a check begins with an operation that was given, or with none that could be told."""
+    return check.kind == "memory" or _first_operation(check).removesuffix("_backward") in {*runner.functions, ""}
+
+
+@functools.cache
+def _first_operation(check: Check) -> str:
+    asked = _Asked(framework="numpy", backend="")
+    with contextlib.suppress(Declined):
+        check.run(asked, 1)
+    return asked.asked[0] if asked.asked else ""
+
+
+def _noting(check: Check, absent: set[str]) -> Check:
+    """The check, which adds its name to `absent` if it needs an operation that was not given."""
+
+    def run(runner: Runner, examples: int) -> int:
+        try:
+            return check.run(runner, examples)
+        except Absent:
+            absent.add(str(check))
+            raise
+
+    return dataclasses.replace(check, run=run)
+
+
+def _guarded(runner: FunctionRunner) -> Iterator[FunctionRunner]:
+    for side in ("end", "start"):
+        yield dataclasses.replace(runner, place=functools.partial(guarded, side=side))

@@ -1,0 +1,251 @@
+"""`judge` passes right plain functions and commands, and says which batch shows a fault of wrong ones."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ragged_attention.errors import InvalidInput, Unsupported
+from ragged_attention.testing import judge
+from ragged_attention.testing.functions import Command
+
+UNPROMISED = ("invalid indices", "padding", "empty sequences", "empty batches", "more queries than keys")
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+def decode(q, kv_pages, kv_lens, page_indices, sm_scale=None):
+    k_pages, v_pages = kv_pages if isinstance(kv_pages, tuple) else (kv_pages[:, :, 0::2], kv_pages[:, :, 1::2])
+    page_size, num_kv_heads = k_pages.shape[1:3]
+    out = np.zeros((*q.shape[:2], v_pages.shape[3]), np.float32)
+    for seq, kv_len in enumerate(kv_lens):
+        pages = page_indices[seq, : -(-kv_len // page_size)]
+        k, v = (a[pages].reshape(-1, *a.shape[2:])[:kv_len].astype(np.float32) for a in (k_pages, v_pages))
+        rows = q[seq].astype(np.float32).reshape(num_kv_heads, -1, q.shape[2])
+        logits = np.einsum("kgd,skd->kgs", rows, k) * (q.shape[2] ** -0.5 if sm_scale is None else sm_scale)
+        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        out[seq] = np.einsum("kgs,skd->kgd", weights, v).reshape(out.shape[1:])
+    return out
+
+
+def decode_faulty(fault: str) -> Callable[..., Any]:
+    def faulty(q, kv_pages, kv_lens, page_indices, sm_scale=None):
+        if fault == "last key dropped":
+            kv_lens = np.maximum(kv_lens - 1, 1)
+        if fault == "unscaled":
+            sm_scale = 1.0
+        if fault == "stale page":
+            page_indices = page_indices.copy()
+            page_indices[:, 1:] = page_indices[:, :1]
+        return decode(q, kv_pages, kv_lens, page_indices, sm_scale)
+
+    return faulty
+
+
+def judge_decode(function: Callable[..., Any], **limits: Any) -> Any:
+    return judge(function, decode_only=True, declines=UNPROMISED, dtypes=FLOATS, examples=5, **limits)
+
+
+def test_a_right_numpy_function_passes() -> None:
+    report = judge_decode(decode, only="attention")
+    report.check()
+    answered = {operation for verdict in report.verdicts for operation in verdict.answered}
+    assert report.passed
+    assert answered == {"ragged_paged_attention"}
+    assert "lse of ragged_paged_attention" in report.left_out
+    assert "declined" in str(report)
+    assert "expected one query for each sequence" in str(report)
+
+
+@pytest.mark.parametrize("fault", ["last key dropped", "unscaled", "stale page"])
+def test_a_fault_fails_with_the_batch_that_shows_it(fault: str) -> None:
+    report = judge_decode(decode_faulty(fault), only="corner: attention")
+    assert not report.passed
+    assert report.failures
+    with pytest.raises(AssertionError, match=r"FAILED  corner: attention, .*\n  AssertionError: out\["):
+        report.check()
+
+
+def test_a_drawn_failure_prints_its_structure() -> None:
+    report = judge(lambda outs, lses: (outs[0], lses[0]), "merge_attention_states", only="merge on drawn", examples=20)
+    assert "MergeSpec(parts=2" in str(report)
+
+
+def test_torch_and_its_gradients() -> None:
+    torch = pytest.importorskip("torch")
+
+    def packed(q, k, v, cu_q_lens, cu_kv_lens, sm_scale=None, causal=False):
+        parts = []
+        for row, stop, first, end in zip(cu_q_lens, cu_q_lens[1:], cu_kv_lens, cu_kv_lens[1:], strict=False):
+            seen = torch.ones(stop - row, end - first, dtype=torch.bool)
+            seen = seen.tril(int(len(seen[0]) - len(seen))) if causal else seen
+            heads = [array.transpose(0, 1)[None] for array in (q[row:stop], k[first:end], v[first:end])]
+            out = torch.nn.functional.scaled_dot_product_attention(
+                *heads, attn_mask=seen, scale=sm_scale, enable_gqa=True
+            )
+            parts.append(out[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    limits: dict[str, Any] = {"framework": "torch", "declines": UNPROMISED, "only": "corner: packed"}
+    report = judge(packed, "varlen_attention", gradients=True, **limits)
+    report.check()
+    answered = {operation for verdict in report.verdicts for operation in verdict.answered}
+    assert answered == {"varlen_attention", "varlen_attention_backward"}
+
+    def transposed(q, k, v, cu_q_lens, cu_kv_lens):
+        return packed(q, k, v.flip(0), cu_q_lens, cu_kv_lens)
+
+    failed = [verdict.check for verdict in judge(transposed, "varlen_attention", **limits).failures]
+    assert "corner: packed, not causal" in failed
+
+
+def test_jax() -> None:
+    jnp = pytest.importorskip("jax.numpy")
+
+    def decode_heads_first(q, k_pages, v_pages, lengths, page_indices, sm_scale=None):
+        if isinstance(k_pages, tuple):
+            raise NotImplementedError("no scales")
+        k, v = (
+            array[:, page_indices].reshape(len(array), len(q), -1, array.shape[3]).astype("float32")
+            for array in (k_pages, v_pages)
+        )
+        rows = q.astype("float32").reshape(len(q), len(k), -1, q.shape[2])
+        logits = jnp.einsum("skgd,ksnd->skgn", rows, k) * (q.shape[2] ** -0.5 if sm_scale is None else sm_scale)
+        seen = (jnp.arange(k.shape[2]) < lengths[:, None])[:, None, None]
+        weights = jnp.where(seen, jnp.exp(logits - jnp.where(seen, logits, -1e30).max(-1, keepdims=True)), 0)
+        weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
+        v = jnp.where(seen[None, :, 0, 0, :, None], v, 0)  # what no query sees may be NaN
+        return jnp.einsum("skgn,ksnd->skgd", weights, v).reshape(q.shape).astype(q.dtype)
+
+    limits: dict[str, Any] = {"declines": ("invalid indices",), "only": "corner: paged decode, i"}
+    report = judge(decode_heads_first, "paged_attention", framework="jax", **limits)
+    report.check()
+    assert any(verdict.message == "no scales" for verdict in report.verdicts)
+
+
+MERGE = """
+import sys
+
+import numpy as np
+
+given = np.load(sys.argv[1])
+if "outs.dtype" in given or "sinks" in given or "out_dtype" in given:
+    print("only plain float32 and float16 parts", file=sys.stderr)
+    sys.exit(77)
+outs, lses = given["outs"].astype(np.float64), given["lses"].astype(np.float64)
+highest = np.maximum(lses.max(0, initial=-np.inf), -1e30)
+weights = np.exp(lses - highest)
+total = weights.sum(0)
+out = np.where(weights[..., None] > 0, weights[..., None] * outs, 0).sum(0) / np.where(total, total, 1)[..., None]
+np.savez(sys.argv[2], out=out, lse=(np.log(total) if FAULT else highest + np.log(total)))
+"""
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_command_reads_and_writes_npz(fault: bool, tmp_path: Path) -> None:
+    program = tmp_path / "merge.py"
+    program.write_text(f"FAULT = {fault}\n{MERGE}")
+    words = [sys.executable, str(program), "{input}", "{output}"]
+    report = judge(words, "merge_attention_states", only="corner: merge", examples=1)
+    assert report.passed is not fault, report
+    assert any("only plain float32" in verdict.message for verdict in report.verdicts)
+    if fault:
+        assert "FAILED  corner: merge, " in str(report)
+        assert "lse[" in str(report)
+
+
+def run_command(program: str, **arguments: Any) -> Any:
+    return Command((sys.executable, "-c", program, "{input}", "{output}"), "ragged_paged_attention", 20)(**arguments)
+
+
+def test_a_command_gets_bits_and_names_of_dtypes_that_npz_does_not_have() -> None:
+    program = """
+import sys
+import numpy as np
+given = dict(np.load(sys.argv[1]))
+assert given["operation"].item() == b"ragged_paged_attention"
+assert given["sm_scale"].shape == () and given["sm_scale"] == 0.5
+assert given["kv_pages.0"].dtype == np.uint8 and given["kv_pages.1.dtype"].item() == b"float8_e4m3fn"
+np.savez(sys.argv[2], **{"out": given["q"], "out.dtype": given["q.dtype"], "lse": np.zeros(3, np.float32)})
+"""
+    q = np.arange(6).reshape(3, 2).astype(ml_dtypes.bfloat16)
+    pages = np.ones((2, 2), ml_dtypes.float8_e4m3fn)
+    out, lse = run_command(program, q=q, kv_pages=(pages, pages), sm_scale=0.5)
+    assert out.dtype == q.dtype
+    assert np.array_equal(out, q)
+    assert lse.shape == (3,)
+
+
+@pytest.mark.parametrize(("program", "error", "match"), [
+    ("import sys; sys.exit('out of luck')", AssertionError, "exit status 0, got 1: out of luck"),
+    ("import sys; sys.exit(77)", Unsupported, "exit status 77"),
+    ("pass", AssertionError, "got no file"),
+    ("import sys, numpy; numpy.savez(sys.argv[2], x=1)", AssertionError, "expected out in the output, got x"),
+    ("import time; time.sleep(60)", AssertionError, "end within 0.5 s"),
+])  # fmt: skip
+def test_a_command_that_fails_says_how(program: str, error: type[Exception], match: str) -> None:
+    timeout = 0.5 if "sleep" in program else 20
+    with pytest.raises(error, match=match):
+        Command((sys.executable, "-c", program, "{input}", "{output}"), "ragged_paged_attention", timeout)()
+
+
+def test_writes_may_happen_in_place_or_return() -> None:
+    def write(k, v, kv_pages, slot_mapping):
+        if isinstance(kv_pages, tuple) or slot_mapping is None:
+            raise NotImplementedError("only combined pages, by slots")
+        rows = kv_pages.reshape(-1, *kv_pages.shape[2:])
+        inside = (slot_mapping >= 0) & (slot_mapping < len(rows))
+        rows[slot_mapping[inside], 0::2], rows[slot_mapping[inside], 1::2] = k[inside], v[inside]
+
+    def returned(k, v, kv_pages, slot_mapping):
+        pages = np.array(kv_pages) if isinstance(kv_pages, np.ndarray) else kv_pages
+        write(k, v, pages, slot_mapping)
+        return pages
+
+    def faulty(k, v, kv_pages, slot_mapping):
+        write(v, k, kv_pages, slot_mapping)
+
+    limits: dict[str, Any] = {"dtypes": FLOATS, "examples": 3, "only": "corner: write"}
+    for function in (write, returned):
+        judge({"write_kv_pages": function}, **limits).check()
+    assert judge({"write_kv_pages": faulty}, **limits).failures
+
+
+@pytest.mark.parametrize(("keywords", "match"), [
+    ({"family": "flash"}, "expected an operation or one of paged, heads_first, mla, indexer, varlen, got 'flash'"),
+    ({"family": "paged"}, "expected a mapping of operations to functions for the family paged"),
+    ({"framework": "cupy"}, "expected framework to be numpy, torch or jax, got 'cupy'"),
+    ({"declines": ("prompts",)}, "expected declines to be of invalid indices, .*, got 'prompts'"),
+])  # fmt: skip
+def test_what_is_not_known_is_refused(keywords: dict[str, Any], match: str) -> None:
+    with pytest.raises(InvalidInput, match=match):
+        judge(decode, **keywords)
+
+
+def test_nothing_judged_is_not_passed() -> None:
+    report = judge(lambda q: q, only="corner: attention, one")
+    assert not report.passed
+    assert not report.failures
+    with pytest.raises(AssertionError, match="does not take"):
+        report.check()
+
+
+def test_memory_and_batch_invariance_are_judged_when_asked_for() -> None:
+    def merge(outs, lses):
+        weights = np.exp(lses - np.maximum(lses.max(0), -1e30))
+        total = weights.sum(0)
+        parts = np.where(weights[..., None] > 0, weights[..., None] * outs.astype(np.float32), 0)
+        return parts.sum(0) / np.where(total, total, 1)[..., None], np.maximum(lses.max(0), -1e30) + np.log(total)
+
+    report = judge({"merge_attention_states": merge}, memory=True, only="memory", examples=2)
+    assert report.passed
+    assert len(report.verdicts) == 2
+    assert "memory" not in report.left_out
+    assert "memory" in judge(decode, only="nothing").left_out
+
+    report = judge_decode(decode, only="batch invariant, heads", batch_invariant=True)
+    assert not report.verdicts  # an operation that was not given
