@@ -249,3 +249,13 @@ def test_memory_and_batch_invariance_are_judged_when_asked_for() -> None:
 
     report = judge_decode(decode, only="batch invariant, heads", batch_invariant=True)
     assert not report.verdicts  # an operation that was not given
+
+
+def test_a_recipe_for_a_kernel_of_others_runs() -> None:
+    pytest.importorskip("torch")
+    from benchmarks.judged.of_torch import RECIPES
+
+    recipe = RECIPES["sdpa"]
+    assert recipe.is_installed
+    report = judge(recipe.kernel, recipe.operation, **{**recipe.limits, "only": "corner: packed, causal"})
+    report.check()
