@@ -267,7 +267,7 @@ def test_conversions_are_those_that_are_compiled_for_an_h100(tmp_path: Path) -> 
     """Bit for bit, saturation and integers included; only the bits of a float16 NaN are NumPy's."""
     floats = np.concatenate([edges(torch.float8_e4m3fn), edges(torch.float8_e5m2), edges(torch.bfloat16)[::97]])
     floats = np.concatenate(
-        [floats, np.float32([np.nan, np.inf, -np.inf, 1e9, -1e9, 3e10, -3e10, 300, -300, 4e4, -4e4])]
+        [floats, np.array([np.nan, np.inf, -np.inf, 1e9, -1e9, 3e10, -3e10, 300, -300, 4e4, -4e4], np.float32)]
     )
     floats = np.resize(floats, -(-len(floats) // 256) * 256)
     np.save(tmp_path / "floats.npy", floats)

@@ -24,7 +24,7 @@ TARGETS = {
 def convert(x_ptr, out_ptr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i).to(DTYPE)
-    if DTYPE.is_fp8():
+    if x.dtype.is_fp8():
         x = x.to(tl.uint8, bitcast=True)
     tl.store(out_ptr + i, x)
 

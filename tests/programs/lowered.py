@@ -33,11 +33,12 @@ def latents(q: Any, kv: Any, cache: Any, slots: Any, lists: Any, table: Any, len
 def indexer(q: Any, weights: Any, keys: Any, table: Any, lens: Any, edges: Any) -> Any:
     """A prefill, whose logits a kernel computes in tiles, and one query for each sequence."""
     steps = (q, weights, edges), (q[: len(lens)], weights[: len(lens)], jnp.arange(len(lens) + 1, dtype=jnp.int32))
-    return [
-        operation(rows, keys, row_weights, page_indices=table, kv_lens=lens, cu_q_lens=row_edges, **more)
-        for rows, row_weights, row_edges in steps
-        for operation, more in ((ra.indexer_logits, {}), (ra.indexer_topk, {"top_k": 512}))
-    ]
+    results = []
+    for rows, row_weights, row_edges in steps:
+        lies: dict[str, Any] = {"page_indices": table, "kv_lens": lens, "cu_q_lens": row_edges}
+        results.append(ra.indexer_logits(rows, keys, row_weights, **lies))
+        results.append(ra.indexer_topk(rows, keys, row_weights, 512, **lies))
+    return results
 
 
 def gradients(q: Any, k: Any, v: Any, edges: Any, latent_q: Any, kv: Any, lists: Any) -> Any:

@@ -365,7 +365,7 @@ FAMILIES: Mapping[str, Cases] = {
 }
 
 
-def attempts(runner: Runner) -> Iterator[tuple[str, Callable[[], None]]]:
+def attempts(runner: Runner) -> Iterator[tuple[str, Callable[[], object]]]:
     """Every case by its name, to be run."""
     for family in FAMILIES:
         for case in cases_of(family):
