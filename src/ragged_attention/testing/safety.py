@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _survive(runner: Runner, what: str, attempt: Callable[[], None]) -> None:
+def _survive(runner: Runner, what: str, attempt: Callable[[], object]) -> None:
     """Say what is attempted, then attempt it: of a process that ends in it, that is the last line."""
     sys.stdout.write(f"{what}\n")
     sys.stdout.flush()
