@@ -284,6 +284,19 @@ def test_values_of_another_size_than_keys_may_be_declined() -> None:
     assert judge(narrow, declines=UNPROMISED, examples=5, **limits).failures
 
 
+def test_lists_beyond_the_rows_and_packed_caches_may_be_declined() -> None:
+    asked = []
+
+    def noted(q, kv, indices, **others):
+        asked.append((kv.dtype.name, bool((indices < np.prod(kv.shape[:-1])).all()), bool((indices >= -1).all())))
+        raise NotImplementedError
+
+    limits: dict[str, Any] = {"only": "corner: sparse prefill", "declines": ["invalid indices", "empty batches"]}
+    judge(noted, "sparse_mla_prefill", dtypes=FLOATS, **limits)
+    assert asked
+    assert all(dtype in FLOATS and below and above for dtype, below, above in asked)
+
+
 def test_the_line_that_ends_the_process_is_shown(tmp_path: Path) -> None:
     program = tmp_path / "judged.py"
     program.write_text(

@@ -44,7 +44,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "indexer": ("indexer_logits", "indexer_topk", "top_k_indices", "write_indexer_cache", "quantize_indexer_keys"),
     "varlen": ("varlen_attention",),
 }
-FLOATS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+FLOATS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")  # packed caches are uint8
 IDLE = "nothing was judged"  # the message of a check that had no batch to try, such as one of tunable paths
 WIDE = ("sinks", "k_scale", "v_scale", "q_scale", "kv_scale", "lses", "key_scale")  # float32 beside any other dtype
 Predicate = Callable[[str, Any], bool]  # of an operation's name and its arguments in NumPy, by attribute
@@ -67,7 +67,17 @@ def _has_invalid_indices(operation: str, record: Any) -> bool:
         record.check_values()
     except InvalidInput:
         return True
-    return False
+    pairs = [(name, getattr(record, name, None)) for name in ("indices", "extra_indices")]
+    return any(
+        indices is not None and bool(((indices < -1) | (indices >= _num_rows(record, name))).any())
+        for name, indices in pairs
+    )
+
+
+def _num_rows(record: Any, name: str) -> int:
+    """How many latent rows the lists of a sparse call may name."""
+    cache = record.kv if hasattr(record, "kv") else getattr(record, name.replace("indices", "kv_cache"))
+    return int(np.prod(cache.shape[:-1]))  # with lists there is one KV head
 
 
 def _lens(record: Any) -> tuple[Any, Any]:
