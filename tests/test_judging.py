@@ -1,5 +1,6 @@
 """`judge` passes right plain functions and commands, and says which batch shows a fault of wrong ones."""
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -220,10 +221,94 @@ def test_writes_may_happen_in_place_or_return() -> None:
     ({"family": "paged"}, "expected a mapping of operations to functions for the family paged"),
     ({"framework": "cupy"}, "expected framework to be numpy, torch or jax, got 'cupy'"),
     ({"declines": ("prompts",)}, "expected declines to be of invalid indices, .*, got 'prompts'"),
+    ({"declines": "padding"}, "expected declines to be a list, such as .'padding'., got 'padding'"),
+    ({"family": "ragged_paged_atention"}, "did you mean 'ragged_paged_attention'"),
+    ({"dtypes": ["bf16"]}, "expected dtypes to be of float32, .*, got 'bf16'"),
+    ({"dtypes": "bfloat16"}, "expected dtypes to be a list, such as .'bfloat16'., got 'bfloat16'"),
+    ({"features": ["sliding_windw"]}, "expected features to be of .*sliding_window.*, got 'sliding_windw'"),
+    ({"page_sizes": 16}, "expected page_sizes to be a list of ints, got 16"),
+    ({"head_dims": ["64"]}, "expected head_dims to be a list of ints, got ..64"),
+    ({"only": "cornr"}, "expected only to be a part of a check's name, .*, got 'cornr'"),
+    ({"gradients": True}, "expected framework to be torch or jax with gradients=True"),
 ])  # fmt: skip
 def test_what_is_not_known_is_refused(keywords: dict[str, Any], match: str) -> None:
     with pytest.raises(InvalidInput, match=match):
         judge(decode, **keywords)
+
+
+@pytest.mark.parametrize(("kernel", "match"), [
+    ("./kernel {input} {output}", "expected a function, a mapping or a list of a command's words, got './kernel"),
+    (None, "expected a function, a mapping or a list of a command's words, got None"),
+    (["./no_such_kernel", "{input}"], "expected the command to begin with a program that can be run, got './no_such_k"),
+    (lambda outs, lses, /: outs, "expected parameters that can be given by keyword, but outs cannot"),
+])  # fmt: skip
+def test_what_cannot_be_called_is_refused(kernel: Any, match: str) -> None:
+    with pytest.raises(InvalidInput, match=match):
+        judge(kernel, "merge_attention_states")
+
+
+@pytest.mark.parametrize(("result", "said"), [(None, "None"), (1.0, "float"), ((1, 2, 3), "3 results")])
+def test_results_that_are_none_or_too_few_say_what_to_return(result: Any, said: str) -> None:
+    report = judge(lambda outs, lses: result, "merge_attention_states", only="corner: merge, one part")
+    assert report.failures
+    assert f"expected the function to return out and lse, got {said}" in str(report)
+
+
+def test_laws_judge_a_kernel_that_declines_empty_sequences() -> None:
+    limits: dict[str, Any] = {"page_sizes": [16], "dtypes": ["bfloat16", "float16"], "decode_only": True}
+    report = judge(decode, declines=UNPROMISED, examples=10, only="law: pages may move", **limits)
+    report.check()
+    assert [verdict.taken for verdict in report.verdicts] == [5]
+
+
+def test_drawn_batches_reach_many_pages_of_one_size() -> None:
+    longest = []
+
+    def noted(q, kv_pages, kv_lens, page_indices, sm_scale=None):
+        longest.append(int(kv_lens.max()))
+        return decode(q, kv_pages, kv_lens, page_indices, sm_scale)
+
+    only = "agreement: attention on drawn"
+    judge(noted, decode_only=True, page_sizes=[16], declines=UNPROMISED, dtypes=FLOATS, only=only).check()
+    assert max(longest) > 8 * 16
+
+
+def test_values_of_another_size_than_keys_may_be_declined() -> None:
+    def narrow(q, kv_pages, kv_lens, page_indices, sm_scale=None):
+        k_pages, v_pages = kv_pages if isinstance(kv_pages, tuple) else (kv_pages, kv_pages)
+        assert k_pages.shape[3] == v_pages.shape[3]
+        return decode(q, kv_pages, kv_lens, page_indices, sm_scale)
+
+    limits: dict[str, Any] = {"decode_only": True, "dtypes": FLOATS, "only": "agreement: attention on drawn"}
+    judge(narrow, declines=[*UNPROMISED, "other value sizes"], **limits).check()
+    assert judge(narrow, declines=UNPROMISED, examples=5, **limits).failures
+
+
+def test_lists_beyond_the_rows_and_packed_caches_may_be_declined() -> None:
+    asked = []
+
+    def noted(q, kv, indices, **others):
+        asked.append((kv.dtype.name, bool((indices < np.prod(kv.shape[:-1])).all()), bool((indices >= -1).all())))
+        raise NotImplementedError
+
+    limits: dict[str, Any] = {"only": "corner: sparse prefill", "declines": ["invalid indices", "empty batches"]}
+    judge(noted, "sparse_mla_prefill", dtypes=FLOATS, **limits)
+    assert asked
+    assert all(dtype in FLOATS and below and above for dtype, below, above in asked)
+
+
+def test_the_line_that_ends_the_process_is_shown(tmp_path: Path) -> None:
+    program = tmp_path / "judged.py"
+    program.write_text(
+        "import ctypes\n"
+        "from ragged_attention.testing import judge\n"
+        "def merge(outs, lses):\n"
+        "    ctypes.string_at(0)\n"
+        "judge(merge, 'merge_attention_states', only='corner: merge, one part')\n"
+    )
+    ended = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert ended.returncode < 0
+    assert 'judged.py", line 4 in merge' in ended.stderr
 
 
 def test_nothing_judged_is_not_passed() -> None:
@@ -245,7 +330,7 @@ def test_memory_and_batch_invariance_are_judged_when_asked_for() -> None:
     assert report.passed
     assert len(report.verdicts) == 2
     assert "memory" not in report.left_out
-    assert "memory" in judge(decode, only="nothing").left_out
+    assert "memory" in judge(decode, only="memory").left_out
 
     report = judge_decode(decode, only="batch invariant, heads", batch_invariant=True)
     assert not report.verdicts  # an operation that was not given

@@ -245,6 +245,8 @@ def other_pages(batch: Any) -> Iterator[Changed]:
         return batch.change(page_indices=new.reshape(batch.page_indices.shape))
 
     yield "the last page of a sequence is a stale one: the page before it is read again", changed(stale), same
+    zero = np.where((np.arange(table.shape[1]) == last[:, None]) & (last[:, None] > 0), 0, table)
+    yield "page 0 is read in place of the last page of a sequence", changed(zero), same
     for count in range(1, min(table.shape[1], 9)):
         cause = f"the wrong page is read in sequences of more than {count} pages"
         again, first = np.arange(table.shape[1]) % count, table.copy()

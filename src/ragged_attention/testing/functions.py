@@ -185,6 +185,15 @@ def accepted_by(function: Callable[..., Any]) -> frozenset[str] | None:
     return frozenset(parameter.name for parameter in parameters)
 
 
+def positional_only(function: Callable[..., Any]) -> list[str]:
+    """The names of the parameters that a function does not take by keyword, as all arguments are given."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY and each.default is each.empty]
+
+
 def record_of(operation: str, arguments: Mapping[str, Any]) -> Any:
     """The record of a batch's arguments, which nothing has checked."""
     cls = CALLS[operation]
@@ -325,13 +334,25 @@ class FunctionRunner(Runner):
         if self.framework == "torch" and not first.requires_grad:
             raise Declined(f"{self.backend} returns a result that depends on no argument")
 
+    @staticmethod
+    def _expect_results(result: Any, names: Sequence[str]) -> None:
+        """Raise AssertionError unless the function returned all of several results, in a tuple or a list."""
+        count = len(result) if isinstance(result, tuple | list) else 1
+        if len(names) > 1 and count != len(names):
+            kind = f"{count} results" if isinstance(result, tuple | list) else type(result).__name__
+            raise AssertionError(f"expected the function to return {' and '.join(names)}, got {kind}")
+
     def _completed(self, batch: Any, result: Any, record: Any, extra: Mapping[str, Any]) -> Any:
         """The results of an attention; those that the function did not return are the definition's.
 
         So a function that returns `out` alone is judged by every check of `out`.
         """
         operation = record.OPERATION
+        names = RESULTS.get(operation, ("out",))
+        if result is None:
+            raise AssertionError(f"expected the function to return {' and '.join(names)}, got None")
         if operation not in DEFINITIONS and not isinstance(batch, RaggedTables):
+            self._expect_results(result, names)
             return result
         several = extra.get("return_lse") or operation in ("mla_decode", "sparse_mla_prefill")
         names = RESULTS[operation] if several else ("out",)

@@ -10,7 +10,9 @@ docs/guides/judge_a_kernel.md has an example for each framework.
 import collections
 import contextlib
 import dataclasses
+import difflib
 import functools
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +21,7 @@ import numpy as np
 from ragged_attention.calls import CALLS
 from ragged_attention.errors import InvalidInput
 from ragged_attention.testing.drawing import PATHS, Check, examples_of
-from ragged_attention.testing.functions import Command, FunctionRunner, q_lens_of
+from ragged_attention.testing.functions import Command, FunctionRunner, positional_only, q_lens_of
 from ragged_attention.testing.guarded import guarded
 from ragged_attention.testing.paged.specs import Arrays
 from ragged_attention.testing.reporting import grouped
@@ -42,7 +44,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "indexer": ("indexer_logits", "indexer_topk", "top_k_indices", "write_indexer_cache", "quantize_indexer_keys"),
     "varlen": ("varlen_attention",),
 }
-FLOATS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+FLOATS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")  # packed caches are uint8
 IDLE = "nothing was judged"  # the message of a check that had no batch to try, such as one of tunable paths
 WIDE = ("sinks", "k_scale", "v_scale", "q_scale", "kv_scale", "lses", "key_scale")  # float32 beside any other dtype
 Predicate = Callable[[str, Any], bool]  # of an operation's name and its arguments in NumPy, by attribute
@@ -65,7 +67,17 @@ def _has_invalid_indices(operation: str, record: Any) -> bool:
         record.check_values()
     except InvalidInput:
         return True
-    return False
+    pairs = [(name, getattr(record, name, None)) for name in ("indices", "extra_indices")]
+    return any(
+        indices is not None and bool(((indices < -1) | (indices >= _num_rows(record, name))).any())
+        for name, indices in pairs
+    )
+
+
+def _num_rows(record: Any, name: str) -> int:
+    """How many latent rows the lists of a sparse call may name."""
+    cache = record.kv if hasattr(record, "kv") else getattr(record, name.replace("indices", "kv_cache"))
+    return int(np.prod(cache.shape[:-1]))  # with lists there is one KV head
 
 
 def _lens(record: Any) -> tuple[Any, Any]:
@@ -97,6 +109,14 @@ def _has_padding(operation: str, record: Any) -> bool:
     )
 
 
+def _has_other_value_size(operation: str, record: Any) -> bool:
+    """Whether values have another head dim than keys have; the latents of MLA hold both and do not count."""
+    pages = getattr(record, "kv_pages", None)
+    pairs = [(getattr(record, k, None), getattr(record, v, None)) for k, v in (("k", "v"), ("k_pages", "v_pages"))]
+    pairs += [pages] if isinstance(pages, tuple) else []
+    return any(k is not None and v is not None and k.shape[-1] != v.shape[-1] for k, v in pairs)
+
+
 def _is_empty(operation: str, record: Any) -> bool:
     arrays = [array for value in record.arguments().values() for array in _each(value)]
     return any(isinstance(array, np.ndarray) and not array.size for array in arrays)
@@ -114,6 +134,7 @@ UNPROMISED: Mapping[str, Predicate] = {
     ),
     "combined pages": lambda _, record: isinstance(getattr(record, "kv_pages", None), np.ndarray),
     "pages in a pair": lambda _, record: isinstance(getattr(record, "kv_pages", None), tuple),
+    "other value sizes": _has_other_value_size,
 }
 
 
@@ -249,13 +270,14 @@ def judge(
         only: a part of the names of the checks to run, such as `law: `.
         timeout: the seconds that a command has for a batch.
 
-    Raises InvalidInput for a name that is not known.
+    Raises InvalidInput for a name that is not known, and for a command that cannot be run.
     """
     functions = _functions(kernel, family, timeout)
     if framework not in ("numpy", *FRAMEWORKS):
         raise InvalidInput(f"expected framework to be numpy, torch or jax, got {framework!r}")
-    if unknown := [each for each in declines if isinstance(each, str) and each not in UNPROMISED]:
-        raise InvalidInput(f"expected declines to be of {', '.join(UNPROMISED)}, got {unknown[0]!r}")
+    _expect_known(functions, features, dtypes, page_sizes, head_dims, declines)
+    if gradients and framework == "numpy":
+        raise InvalidInput("expected framework to be torch or jax with gradients=True, got 'numpy'")
     limits = Limits(
         features=features, dtypes=dtypes, page_sizes=page_sizes, head_dims=head_dims, decode_only=decode_only,
         declines=declines,
@@ -267,12 +289,14 @@ def judge(
     )  # fmt: skip
     if reason := runner.absent():
         raise InvalidInput(reason)
-    asked = [check for check in checks() if only in str(check) and (memory or check.kind != "memory")]
+    asked = [check for check in checks() if only in str(check)]
+    if not asked:
+        raise InvalidInput(f"expected only to be a part of a check's name, such as 'corner: ' or 'law: ', got {only!r}")
     absent: set[str] = set()
     verdicts = [
         verdict_of(where, _noting(check, absent), examples or examples_of())
         for check in asked
-        if _concerns(runner, check)
+        if (memory or check.kind != "memory") and _concerns(runner, check)
         for where in (_guarded(runner) if check.kind == "memory" else (runner,))
     ]
     judged = [each for each in verdicts if each.check not in absent and each.message != IDLE]
@@ -286,20 +310,50 @@ def judge(
     return Report(name, tuple(judged), {what: reason for what, reason in left_out.items() if reason})
 
 
+def _expect_known(
+    functions: Mapping[str, Any], features: Any, dtypes: Any, page_sizes: Any, head_dims: Any, declines: Any
+) -> None:
+    """Raise InvalidInput for a limit that would decline every batch because it is misspelt or no collection."""
+    arguments = sorted({name for operation in functions for name in (*CALLS[operation].KINDS, "return_lse")})
+    known = {"features": (features, arguments), "dtypes": (dtypes, FLOATS), "declines": (declines, UNPROMISED)}
+    for name, (given, names) in known.items():
+        if isinstance(given, str):
+            raise InvalidInput(f"expected {name} to be a list, such as [{given!r}], got {given!r}")
+        for each in given or ():
+            if each not in names and not (name == "declines" and callable(each)):
+                raise InvalidInput(f"expected {name} to be of {', '.join(names)}, got {each!r}")
+    for name, sizes in (("page_sizes", page_sizes), ("head_dims", head_dims)):
+        if sizes is not None and not (isinstance(sizes, Collection) and all(isinstance(each, int) for each in sizes)):
+            raise InvalidInput(f"expected {name} to be a list of ints, got {sizes!r}")
+
+
 def _functions(kernel: Any, family: str, timeout: float) -> dict[str, Callable[..., Any]]:
     if isinstance(kernel, Mapping):
         names, found = tuple(kernel), dict(kernel)
     else:
         names = FAMILIES.get(family, (family,))
         if not callable(kernel):
+            _expect_command(kernel)
             found = {name: Command(tuple(kernel), name, timeout) for name in names}
         elif len(names) > 1:
             raise InvalidInput(f"expected a mapping of operations to functions for the family {family}, got a function")
         else:
             found = dict.fromkeys(names, kernel)
     if unknown := [name for name in names if name not in CALLS]:
-        raise InvalidInput(f"expected an operation or one of {', '.join(FAMILIES)}, got {unknown[0]!r}")
+        close = difflib.get_close_matches(unknown[0], [*CALLS, *FAMILIES], 1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise InvalidInput(f"expected an operation or one of {', '.join(FAMILIES)}, got {unknown[0]!r}{hint}")
+    for name, function in found.items():
+        if names := positional_only(function):
+            raise InvalidInput(f"{name}: expected parameters that can be given by keyword, but {names[0]} cannot")
     return found
+
+
+def _expect_command(kernel: Any) -> None:
+    if isinstance(kernel, str) or not isinstance(kernel, Sequence) or not kernel:
+        raise InvalidInput(f"expected a function, a mapping or a list of a command's words, got {kernel!r}")
+    if shutil.which(kernel[0]) is None:
+        raise InvalidInput(f"expected the command to begin with a program that can be run, got {kernel[0]!r}")
 
 
 def _name(kernel: Any, family: str) -> str:

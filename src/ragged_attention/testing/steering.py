@@ -41,8 +41,10 @@ FORMS: Mapping[str, Callable[[Lens], Lens]] = {
     "as drawn": lambda lens: lens,
     "decode": lambda lens: tuple((1, kv_len) for _, kv_len in lens),
     "prefill": lambda lens: tuple((max(q_len, 2), max(q_len, 2)) for q_len, _ in lens),
+    "decode of some keys": lambda lens: tuple((1, max(kv_len, 1)) for _, kv_len in lens),
+    "queries and as many keys": lambda lens: tuple((max(q_len, 1), max(q_len, kv_len, 1)) for q_len, kv_len in lens),
     "one sequence": lambda lens: lens[:1],
-    "decode of one sequence": lambda lens: tuple((1, kv_len) for _, kv_len in lens[:1]),
+    "decode of one sequence": lambda lens: tuple((1, max(kv_len, 1)) for _, kv_len in lens[:1]),
 }
 # How a refusal may name a field without its name.
 WORDS = {
@@ -51,6 +53,7 @@ WORDS = {
     "combined": ("pair", "one array"),
 }
 LONG_PAGE = 32  # with longer pages the drawn lengths would fill one page only, so they are stretched
+FACTORS = (1, 8)  # the drawn lengths fill at most five pages of 16 slots, so some are multiplied to fill up to 35
 
 
 def is_structure(value: Any) -> bool:
@@ -211,15 +214,19 @@ class Steering:
         for path, values in self.allowed.items():
             if path in now and not any(_equal(now[path], other) for other in values):
                 changes[path] = draw(st.sampled_from(values))
-        return stretched(formed(replaced(value, changes), self.form))
+        pages = {path for path in now if path[-1:] == ("page_size",)}
+        times = draw(st.sampled_from(FACTORS)) if pages & {*self.allowed} else 1
+        return stretched(formed(replaced(value, changes), self.form), times)
 
 
-def stretched(value: Any) -> Any:
-    """The structure with sequences of several pages, if its pages are long."""
+def stretched(value: Any, times: int = 1) -> Any:
+    """The structure with longer sequences if its pages are long: of several pages, and of `times` as many."""
     size = next((leaf for path, leaf in leaves(value).items() if path[-1:] == ("page_size",)), None)
-    if not isinstance(size, int) or size <= LONG_PAGE:
+    if not isinstance(size, int) or 2 * size < LONG_PAGE:
         return value
-    factor = 2 * size // LONG_PAGE
+    factor = times * (2 * size // LONG_PAGE if size > LONG_PAGE else 1)
+    if factor == 1:
+        return value
 
     def longer(lens: Lens) -> Lens:
         return tuple((q_len, kv_len if q_len >= kv_len else kv_len * factor) for q_len, kv_len in lens)

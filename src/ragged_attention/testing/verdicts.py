@@ -1,7 +1,11 @@
 """What becomes of a check: the one place that distinguishes a failure, a refusal and a success."""
 
+import contextlib
 import dataclasses
+import faulthandler
+import sys
 import time
+from collections.abc import Iterator
 
 from ragged_attention.testing import diagnosis, steering
 from ragged_attention.testing.drawing import Check, Failure
@@ -31,7 +35,7 @@ def verdict_of(runner: Runner, check: Check, examples: int) -> Verdict:
     DECLINED.clear()
     begun, taken, result, message, batch, causes = time.perf_counter(), 0, "passed", "", "", ()
     try:
-        with runner.around():
+        with _traced(), runner.around():
             taken = check.run(runner, examples)
         if not taken:
             result, message = "declined", f"nothing was judged{_commonest()}"
@@ -45,6 +49,19 @@ def verdict_of(runner: Runner, check: Check, examples: int) -> Verdict:
         str(check), result, taken, time.perf_counter() - begun, message,
         answered=answered, declined=DECLINED.total(), reasons=_reasons(), batch=batch, causes=causes,
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _traced() -> Iterator[None]:
+    """If a kernel ends this process by a step outside its arrays, standard error shows the line that did it."""
+    if faulthandler.is_enabled() or sys.__stderr__ is None:
+        yield
+        return
+    faulthandler.enable(sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.disable()
 
 
 def _reasons() -> tuple[str, ...]:
@@ -61,7 +78,7 @@ def _diagnosed(runner: Runner, failure: Failure | None) -> tuple[str, tuple[str,
         return "", ()
     batch = diagnosis.brief(failure.batch) if steering.is_structure(diagnosis.spec_of(failure.batch)) else ""
     try:
-        with runner.around():
+        with _traced(), runner.around():
             return batch, diagnosis.causes(runner, failure.batch, failure.check)
     except Exception as error:  # of the kernel, which may fail on a batch like this one in another way
         return batch, (f"a batch like it ends in {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}",)
