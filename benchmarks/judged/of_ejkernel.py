@@ -1,9 +1,14 @@
 """ejKernel's versions in XLA, which it takes where it has no kernel for a device."""
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.judged import OPEN, Recipe
+
+
+def kernel(name: str) -> Any:
+    return getattr(importlib.import_module(f"ejkernel.kernels._xla.{name}"), name)
 
 
 def ragged(
@@ -19,9 +24,8 @@ def ragged(
 ) -> Any:
     """`ragged_page_attention_v2`, computed in float32."""
     import jax.numpy as jnp
-    from ejkernel.kernels._xla.ragged_page_attention_v2 import ragged_page_attention_v2
 
-    return ragged_page_attention_v2(
+    return kernel("ragged_page_attention_v2")(
         q, kv_pages, kv_lens, page_indices, cu_q_lens, jnp.array([len(kv_lens)], jnp.int32),
         softmax_scale=sm_scale, logits_soft_cap=soft_cap, compute_dtype=jnp.float32, sliding_window=sliding_window,
         softmax_aux=sinks,
@@ -44,9 +48,7 @@ def unified(
     k_pages, v_pages = kv_pages if isinstance(kv_pages, tuple) else (kv_pages[:, :, 0::2], kv_pages[:, :, 1::2])
     if k_pages.shape[3] != v_pages.shape[3]:
         raise NotImplementedError("keys and values of one width")
-    from ejkernel.kernels._xla.unified_attention import unified_attention
-
-    return unified_attention(
+    return kernel("unified_attention")(
         q, k_pages, v_pages, kv_lens, page_indices, cu_q_lens, softmax_aux=sinks, softmax_scale=sm_scale, causal=causal,
         sliding_window=sliding_window, logits_soft_cap=soft_cap,
     )  # fmt: skip
@@ -56,9 +58,7 @@ def heads_first(
     q: Any, k_pages: Any, v_pages: Any, lengths: Any, page_indices: Any, sm_scale: float | None = None
 ) -> Any:
     """`page_attention`. Which of its two layouts the pages have, it guesses from their shape."""
-    from ejkernel.kernels._xla.page_attention import page_attention
-
-    return page_attention(q, k_pages, v_pages, lengths, page_indices, attn_scale=sm_scale)
+    return kernel("page_attention")(q, k_pages, v_pages, lengths, page_indices, attn_scale=sm_scale)
 
 
 LIMITS: Mapping[str, Any] = {

@@ -16,7 +16,7 @@ from benchmarks.judged import OPEN, Recipe
 from ragged_attention.testing import triton_interpreter
 
 SEGMENTS = 16  # the KV splits that vLLM's backend asks for
-ROW_BLOCKS = 128  # of at most so many query blocks it splits the keys
+ROW_BLOCKS = 128  # it splits the keys of at most this number of blocks of queries
 
 
 @functools.cache
@@ -108,6 +108,8 @@ def vllm_mla(
     """`decode_attention_fwd` over the latents of DeepSeek's attention, one token for each sequence."""
     if page_indices is None or q.shape[1] != 1 or kv_cache.shape[2] != 1 or q.shape[2] == 1:
         raise NotImplementedError("one token for each sequence, several heads, and page tables")
+    if kv_cache.dtype != q.dtype:
+        raise NotImplementedError("plain rows of the dtype of the queries")
     scale = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
     out, lse = decoded(
         q[:, 0], kv_cache, kv_cache[..., :d_v], kv_lens, page_indices, scale, logit_cap=soft_cap or 0.0, is_mla=True
@@ -131,11 +133,10 @@ def fla_parallel(
     if not causal or bool((added < 0).any()):
         raise NotImplementedError("a causal mask, and no more queries than keys")
     triton_interpreter.quicken()
-    from fla.ops.attn.parallel import parallel_attn
-
+    kernels = importlib.import_module("fla.ops.attn.parallel")
     rows = torch.arange(len(q)) + torch.repeat_interleave(added.cumsum(0), cu_q_lens.diff().long())
     queries = q.new_zeros(len(k), *q.shape[1:]).index_copy(0, rows, q)
-    return parallel_attn(
+    return kernels.parallel_attn(
         queries[None], k[None], v[None], scale=sm_scale, window_size=sliding_window, cu_seqlens=cu_kv_lens.long(),
         sink_bias=sinks,
     )[0, rows]  # fmt: skip
@@ -152,12 +153,13 @@ def fla_decode(
 ) -> torch.Tensor:
     """`attn_decoding_one_step`, over the keys and values of all pages in one row each."""
     triton_interpreter.quicken()
-    from fla.ops.attn import decoding
-
+    decoding = importlib.import_module("fla.ops.attn.decoding")
     tuner = decoding.naive_attn_decoding_kernel.fn
     tuner.configs = tuner.configs[:1]  # they differ in warps alone, and timing them needs a GPU
     k, v = (
-        torch.cat([pages[table.long()].flatten(0, 1)[:kv_len] for table, kv_len in zip(page_indices, kv_lens, strict=True)])
+        torch.cat(
+            [pages[table.long()].flatten(0, 1)[:kv_len] for table, kv_len in zip(page_indices, kv_lens, strict=True)]
+        )
         for pages in pages_of(kv_pages)
     )
     edges = torch.nn.functional.pad(kv_lens.long().cumsum(0), (1, 0))
