@@ -1,4 +1,4 @@
-"""References in FlashInfer's package: files that need nothing but torch, read without FlashInfer, which needs CUDA."""
+"""A reference in FlashInfer's package: a file that needs nothing but torch, read without what FlashInfer imports."""
 
 import functools
 import importlib.util
