@@ -54,8 +54,10 @@ LONG_PAGE = 32  # with longer pages the drawn lengths would fill one page only, 
 
 
 def is_structure(value: Any) -> bool:
-    """Whether a drawn value is described by fields."""
-    return dataclasses.is_dataclass(value) and not isinstance(value, (Arrays, type))
+    """Whether a drawn value is described by fields. Neither a batch is, nor a batch together with its gradients."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, (Arrays, type)):
+        return False
+    return not any(isinstance(getattr(value, field.name), Arrays) for field in dataclasses.fields(value))
 
 
 def leaves(value: Any, path: Path = ()) -> dict[Path, Any]:
