@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from ragged_attention import dispatch
-from ragged_attention.testing import Spec, diagnosis
+from ragged_attention.testing import Spec, diagnosis, judge
 from ragged_attention.testing.drawing import Check, on_corner
 from ragged_attention.testing.paged.oracle import check_attention
 from ragged_attention.testing.suite import checks
@@ -97,3 +97,15 @@ def test_a_corner_is_told_by_its_cause_too(monkeypatch: pytest.MonkeyPatch) -> N
     runner = partial_backend.plant(monkeypatch, "lse in base 2")
     check = Check("corner", "a window", on_corner(check_attention, WINDOW.build))
     assert verdict_of(runner, check, 1).causes == ("lse is in base 2: multiply it by ln 2",)
+
+
+def test_a_gradient_that_fails_in_a_corner_is_told() -> None:
+    torch = pytest.importorskip("torch")
+
+    def zeros(q, k, v, cu_q_lens, cu_kv_lens, causal=False):
+        return torch.zeros(*q.shape[:2], v.shape[2]) + 0 * (q.sum() + k.sum() + v.sum())
+
+    only = "corner: packed gradient, causal"
+    (failure,) = judge(zeros, "varlen_attention", framework="torch", gradients=True, only=only).failures
+    assert "expected" in failure.message
+    assert not failure.batch  # it has no structure that could be printed

@@ -5,6 +5,7 @@ python -m benchmarks.judged sdpa flex       # some
 """
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,3 +26,9 @@ class Recipe:
     @property
     def is_installed(self) -> bool:
         return importlib.util.find_spec(self.package) is not None
+
+    @property
+    def version(self) -> str:
+        """The names and versions of the distributions that the package comes with."""
+        names = importlib.metadata.packages_distributions()[self.package]
+        return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in sorted(set(names)))

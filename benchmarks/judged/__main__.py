@@ -1,17 +1,17 @@
 """Judge kernels of other projects and print the reports."""
 
 import argparse
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from benchmarks.judged import of_cpus, of_jax, of_torch
+from benchmarks.judged import of_cpus, of_ejkernel, of_flashinfer, of_jax, of_torch, of_triton
 from ragged_attention.testing import environment, judge
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 if all that ran passed, and 1 otherwise."""
-    recipes = {**of_torch.RECIPES, **of_jax.RECIPES, **of_cpus.RECIPES}
+    modules = (of_torch, of_jax, of_cpus, of_triton, of_flashinfer, of_ejkernel)
+    recipes = {name: recipe for module in modules for name, recipe in module.RECIPES.items()}
     parser = argparse.ArgumentParser(prog="benchmarks.judged", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(recipes)} (default: all)")
     parser.add_argument("--examples", type=int, help="drawn batches for each check")
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not options.non_finite:
             limits["declines"] = (*limits["declines"], "non-finite values")
         report = judge(recipe.kernel, recipe.operation, **limits)
-        print(f"{name}, {recipe.package} {importlib.metadata.version(recipe.package)}\n{report}\n", flush=True)
+        print(f"{name}, {recipe.version}\n{report}\n", flush=True)
         passed = passed and report.passed
     return int(not passed)
 

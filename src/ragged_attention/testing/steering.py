@@ -57,8 +57,10 @@ FACTORS = (1, 8)  # the drawn lengths fill at most five pages of 16 slots, so so
 
 
 def is_structure(value: Any) -> bool:
-    """Whether a drawn value is described by fields."""
-    return dataclasses.is_dataclass(value) and not isinstance(value, (Arrays, type))
+    """Whether a drawn value is described by fields. Neither a batch is, nor a batch together with its gradients."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, (Arrays, type)):
+        return False
+    return not any(isinstance(getattr(value, field.name), Arrays) for field in dataclasses.fields(value))
 
 
 def leaves(value: Any, path: Path = ()) -> dict[Path, Any]:
