@@ -11,7 +11,7 @@ import pytest
 
 from ragged_attention.testing import guarded
 from ragged_attention.testing.drawing import Check
-from ragged_attention.testing.guarded import run_apart
+from ragged_attention.testing.guarding import run_apart
 from ragged_attention.testing.runner import FRAMEWORKS, Runner
 from ragged_attention.testing.safety import MODULE
 from ragged_attention.testing.suite import memory

@@ -548,3 +548,14 @@ def test_other_users_of_pytest_keep_their_options(tmp_path: Path) -> None:
 def test_a_missing_tool_is_named(absent: str) -> None:
     ended = apart("-m", "tests.programs.testing_without", absent)
     assert f"ImportError: ragged_attention.testing needs {absent}: install the extra" in ended.stderr
+
+
+def test_no_name_of_the_package_is_that_of_one_of_its_modules() -> None:
+    """A module that is imported becomes an attribute of its package, in front of what is loaded on demand."""
+    import pkgutil
+
+    import ragged_attention.testing
+    from ragged_attention.testing import names
+
+    modules = {module.name for module in pkgutil.iter_modules(ragged_attention.testing.__path__)}
+    assert not modules & {name for name in vars(names) if not name.startswith("_")} - {"find_spec"}

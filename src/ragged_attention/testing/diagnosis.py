@@ -171,6 +171,7 @@ def kv_heads_of(batch: Any) -> int:
 
 
 def other_options(batch: Any) -> Iterator[Changed]:
+    """Calls in which an option has another value, or is left out, as a kernel may have it by mistake."""
     if batch.sm_scale is None:
         yield (
             "the logits are not scaled: sm_scale is head_dim ** -0.5 where it is left out",
@@ -209,6 +210,7 @@ def page_size_of(batch: Any) -> int:
 
 
 def other_lengths(batch: Any) -> Iterator[Changed]:
+    """Calls with fewer or more keys, as a kernel has them that drops the last ones or reads past the end."""
     name = lens_name(batch)
     lens = np.asarray(getattr(batch, name), np.int32)
     if name == "length":  # a chunk's place follows from it

@@ -22,7 +22,7 @@ from ragged_attention.calls import CALLS
 from ragged_attention.errors import InvalidInput
 from ragged_attention.testing.drawing import PATHS, Check, examples_of
 from ragged_attention.testing.functions import Command, FunctionRunner, positional_only, q_lens_of
-from ragged_attention.testing.guarded import guarded
+from ragged_attention.testing.guarding import guarded
 from ragged_attention.testing.paged.specs import Arrays
 from ragged_attention.testing.reporting import grouped
 from ragged_attention.testing.runner import FRAMEWORKS, Absent, Declined, Runner

@@ -8,7 +8,7 @@ if missing := [name for name in ("hypothesis", "ml_dtypes", "pytest") if find_sp
     )
 
 from ragged_attention.testing.compare import agrees as agrees
-from ragged_attention.testing.guarded import guarded as guarded
+from ragged_attention.testing.guarding import guarded as guarded
 from ragged_attention.testing.heads_first.specs import ChunkSpec as ChunkSpec
 from ragged_attention.testing.heads_first.specs import PagedSpec as PagedSpec
 from ragged_attention.testing.heads_first.suite import HEADS_FIRST_LAWS as HEADS_FIRST_LAWS

@@ -15,7 +15,7 @@ import numpy as np
 from ragged_attention import dispatch
 from ragged_attention.testing import empties
 from ragged_attention.testing.drawing import paths, taken_of
-from ragged_attention.testing.guarded import guarded, run_apart
+from ragged_attention.testing.guarding import guarded, run_apart
 from ragged_attention.testing.heads_first import suite as heads_first_suite
 from ragged_attention.testing.indexer import garbage as indexer_safety
 from ragged_attention.testing.mla import garbage as mla_safety
