@@ -235,6 +235,7 @@ def other_lengths(batch: Any) -> Iterator[Changed]:
 
 
 def other_pages(batch: Any) -> Iterator[Changed]:
+    """Calls over other pages, as a kernel reads them that takes a wrong entry of the page table."""
     table = np.atleast_2d(batch.page_indices)
     lens = np.atleast_1d(np.asarray(getattr(batch, lens_name(batch))))
     last = np.clip(-(-lens // page_size_of(batch)), 0, table.shape[1]) - 1
@@ -353,6 +354,7 @@ def of_fields(value: Any, passes: Callable[[Any], bool | None]) -> Iterator[str]
 
 
 def of_lengths(value: Any, passes: Callable[[Any], bool | None]) -> Iterator[str]:
+    """Causes that the lengths of a failing batch show: tails of pages, and the number of keys where failures begin."""
     size = next((leaf for path, leaf in steering.leaves(value).items() if path[-1:] == ("page_size",)), None)
     for path, lens in steering.lens_of(value).items():
         whole = tuple((q_len, -(-kv_len // size) * size) for q_len, kv_len in lens) if size else lens
