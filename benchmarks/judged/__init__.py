@@ -12,6 +12,8 @@ from typing import Any
 
 # What the operations define and most kernels leave open.
 OPEN = ("invalid indices", "padding", "empty batches")
+FILLED = (*OPEN, "empty sequences")
+FLOATS = ("float32", "float16", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,3 +34,8 @@ class Recipe:
         """The names and versions of the distributions that the package comes with."""
         names = importlib.metadata.packages_distributions()[self.package]
         return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in sorted(set(names)))
+
+
+def pages_of(kv_pages: Any) -> tuple[Any, Any]:
+    """The pages of K and those of V, each [P, page_size, K, D], of either form of `kv_pages`."""
+    return kv_pages if isinstance(kv_pages, tuple) else (kv_pages[:, :, 0::2], kv_pages[:, :, 1::2])

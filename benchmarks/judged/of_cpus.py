@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.cpu import peers
-from benchmarks.judged import OPEN, Recipe
+from benchmarks.judged import FILLED, Recipe, pages_of
 
 
 def paged(
@@ -19,9 +19,7 @@ def paged(
     cu_q_lens: torch.Tensor,
 ) -> torch.Tensor:
     """A kernel over pages of 32 positions, with the default scale and a causal mask."""
-    k, v = kv_pages if isinstance(kv_pages, tuple) else (kv_pages[:, :, 0::2], kv_pages[:, :, 1::2])
-    if k.shape[3] != v.shape[3]:
-        raise NotImplementedError("keys and values of one width")
+    k, v = pages_of(kv_pages)
     inputs = {"q": q, "k": k.contiguous(), "v": v.contiguous(), "page_indices": page_indices}
     found = kernel({**inputs, "kv_lens": kv_lens, "cu_q_lens": cu_q_lens})
     if not found:
@@ -54,7 +52,7 @@ PAGED: Mapping[str, Any] = {
     "framework": "torch",
     "page_sizes": (32,),
     "dtypes": ("float32", "bfloat16"),
-    "declines": (*OPEN, "empty sequences"),
+    "declines": (*FILLED, "other value sizes"),
     "contiguous": True,
 }
 RECIPES: Mapping[str, Recipe] = {

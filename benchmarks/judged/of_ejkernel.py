@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.judged import OPEN, Recipe
+from benchmarks.judged import FILLED, FLOATS, Recipe, pages_of
 
 
 def kernel(name: str) -> Any:
@@ -45,9 +45,7 @@ def unified(
     sinks: Any = None,
 ) -> Any:
     """`unified_attention`, over pages of keys and pages of values."""
-    k_pages, v_pages = kv_pages if isinstance(kv_pages, tuple) else (kv_pages[:, :, 0::2], kv_pages[:, :, 1::2])
-    if k_pages.shape[3] != v_pages.shape[3]:
-        raise NotImplementedError("keys and values of one width")
+    k_pages, v_pages = pages_of(kv_pages)
     return kernel("unified_attention")(
         q, k_pages, v_pages, kv_lens, page_indices, cu_q_lens, softmax_aux=sinks, softmax_scale=sm_scale, causal=causal,
         sliding_window=sliding_window, logits_soft_cap=soft_cap,
@@ -61,14 +59,11 @@ def heads_first(
     return kernel("page_attention")(q, k_pages, v_pages, lengths, page_indices, attn_scale=sm_scale)
 
 
-LIMITS: Mapping[str, Any] = {
-    "framework": "jax",
-    "dtypes": ("float32", "float16", "bfloat16"),
-    "declines": (*OPEN, "empty sequences"),
-}
-COMBINED: Mapping[str, Any] = {**LIMITS, "declines": (*LIMITS["declines"], "pages in a pair")}
+LIMITS: Mapping[str, Any] = {"framework": "jax", "dtypes": FLOATS, "declines": FILLED}
+COMBINED: Mapping[str, Any] = {**LIMITS, "declines": (*FILLED, "pages in a pair")}
+PAIRED: Mapping[str, Any] = {**LIMITS, "declines": (*FILLED, "other value sizes")}
 RECIPES: Mapping[str, Recipe] = {
     "ejkernel_ragged": Recipe("ejkernel", ragged, "ragged_paged_attention", COMBINED),
-    "ejkernel_unified": Recipe("ejkernel", unified, "ragged_paged_attention", LIMITS),
+    "ejkernel_unified": Recipe("ejkernel", unified, "ragged_paged_attention", PAIRED),
     "ejkernel_paged": Recipe("ejkernel", heads_first, "paged_attention", LIMITS),
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.judged import OPEN, Recipe
+from benchmarks.judged import FILLED, FLOATS, Recipe, pages_of
 
 
 @functools.cache
@@ -41,7 +41,7 @@ def paged(
     return_lse: bool = False,
 ) -> Any:
     """`paged_attention_reference`. Its lse counts sinks, which ours leaves out."""
-    k_pages, v_pages = kv_pages if isinstance(kv_pages, tuple) else (kv_pages[:, :, 0::2], kv_pages[:, :, 1::2])
+    k_pages, v_pages = pages_of(kv_pages)
     result = reference("paged/reference.py").paged_attention_reference(
         q, k_pages, v_pages, page_indices, kv_lens, cu_q_lens, softmax_scale=sm_scale, causal=causal,
         window_left=-1 if sliding_window is None else sliding_window - 1, attention_sink_bias=sinks,
@@ -54,10 +54,6 @@ RECIPES: Mapping[str, Recipe] = {
         "flashinfer",
         paged,
         "ragged_paged_attention",
-        {
-            "framework": "torch",
-            "dtypes": ("float32", "float16", "bfloat16"),
-            "declines": (*OPEN, "empty sequences"),
-        },
+        {"framework": "torch", "dtypes": FLOATS, "declines": FILLED},
     ),
 }

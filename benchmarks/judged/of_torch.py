@@ -1,26 +1,33 @@
-"""Attention of torch, of transformers, of vLLM and of OpenVINO on a CPU."""
+"""Attention of torch and of transformers, on a CPU."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from benchmarks.judged import OPEN, Recipe
-
-Rows = tuple[slice, slice]
-
-
-def sequences(cu_q_lens: torch.Tensor, cu_kv_lens: torch.Tensor) -> Iterator[Rows]:
-    """The rows of the queries and of the keys of each sequence."""
-    edges = (cu_q_lens.tolist(), cu_kv_lens.tolist())
-    for row, stop, first, end in zip(edges[0], edges[0][1:], edges[1], edges[1][1:], strict=False):
-        yield slice(row, stop), slice(first, end)
+from benchmarks.judged import FILLED, Recipe
 
 
 def heads_first(array: torch.Tensor) -> torch.Tensor:
     """[1, H, T, D] of [T, H, D]."""
     return array.transpose(0, 1)[None]
+
+
+def one_by_one(
+    attend: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    cu_kv_lens: torch.Tensor,
+) -> torch.Tensor:
+    """An attention of heads-first queries, keys and values, on one sequence after another."""
+    parts = []
+    q_lens, kv_lens = cu_q_lens.diff().tolist(), cu_kv_lens.diff().tolist()
+    for rows in zip(q.split(q_lens), k.split(kv_lens), v.split(kv_lens), strict=True):
+        parts.append(attend(*map(heads_first, rows))[0].transpose(0, 1))
+    return torch.cat(parts)
 
 
 def seen(num_queries: int, num_keys: int, causal: bool, sliding_window: int | None) -> torch.Tensor:
@@ -43,15 +50,14 @@ def sdpa(
     sliding_window: int | None = None,
 ) -> torch.Tensor:
     """`scaled_dot_product_attention`, one sequence after another, with masks."""
-    parts = []
-    for rows, keys in sequences(cu_q_lens, cu_kv_lens):
-        mask = seen(rows.stop - rows.start, keys.stop - keys.start, causal, sliding_window)
-        query, key, value = map(heads_first, (q[rows], k[keys], v[keys]))
-        out = functional.scaled_dot_product_attention(
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        mask = seen(query.shape[2], key.shape[2], causal, sliding_window)
+        return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=sm_scale, enable_gqa=True
         )
-        parts.append(out[0].transpose(0, 1))
-    return torch.cat(parts)
+
+    return one_by_one(attend, q, k, v, cu_q_lens, cu_kv_lens)
 
 
 def sdpa_causal(
@@ -64,16 +70,15 @@ def sdpa_causal(
     causal: bool = False,
 ) -> torch.Tensor:
     """`scaled_dot_product_attention` by its own flag `is_causal`, which aligns queries with the first keys."""
-    parts = []
-    for rows, keys in sequences(cu_q_lens, cu_kv_lens):
-        if causal and rows.stop - rows.start != keys.stop - keys.start:
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if causal and query.shape[2] != key.shape[2]:
             raise NotImplementedError("is_causal is aligned at the first key")
-        query, key, value = map(heads_first, (q[rows], k[keys], v[keys]))
-        out = functional.scaled_dot_product_attention(
+        return functional.scaled_dot_product_attention(
             query, key, value, is_causal=causal, scale=sm_scale, enable_gqa=True
         )
-        parts.append(out[0].transpose(0, 1))
-    return torch.cat(parts)
+
+    return one_by_one(attend, q, k, v, cu_q_lens, cu_kv_lens)
 
 
 def sdpa_nested(
@@ -150,16 +155,17 @@ def transformers_eager(
     module = torch.nn.Module()
     module.num_key_value_groups = q.shape[1] // k.shape[1]  # type: ignore[assignment]
     module.eval()
-    scale, parts = q.shape[2] ** -0.5 if sm_scale is None else sm_scale, []
-    for rows, keys in sequences(cu_q_lens, cu_kv_lens):
-        visible = seen(rows.stop - rows.start, keys.stop - keys.start, causal, sliding_window)
+    scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        visible = seen(query.shape[2], key.shape[2], causal, sliding_window)
         mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, torch.finfo(q.dtype).min)
-        query, key, value = map(heads_first, (q[rows], k[keys], v[keys]))
-        parts.append(eager_attention_forward(module, query, key, value, mask[None, None], scale)[0][0])
-    return torch.cat(parts)
+        return eager_attention_forward(module, query, key, value, mask[None, None], scale)[0].transpose(1, 2)
+
+    return one_by_one(attend, q, k, v, cu_q_lens, cu_kv_lens)
 
 
-PACKED: Mapping[str, Any] = {"framework": "torch", "declines": (*OPEN, "empty sequences"), "gradients": True}
+PACKED: Mapping[str, Any] = {"framework": "torch", "declines": FILLED, "gradients": True}
 RECIPES: Mapping[str, Recipe] = {
     "sdpa": Recipe("torch", sdpa, "varlen_attention", PACKED),
     "sdpa_causal": Recipe("torch", sdpa_causal, "varlen_attention", PACKED),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.judged import OPEN, Recipe
+from benchmarks.judged import FILLED, FLOATS, Recipe, pages_of
 from ragged_attention.testing import triton_interpreter
 
 SEGMENTS = 16  # the KV splits that vLLM's backend asks for
@@ -32,11 +32,6 @@ def vllm_module(name: str) -> Any:
     return importlib.import_module(f"vllm.v1.attention.ops.{name}")
 
 
-def pages_of(kv_pages: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    k_pages, v_pages = kv_pages if isinstance(kv_pages, tuple) else (kv_pages[:, :, 0::2], kv_pages[:, :, 1::2])
-    return k_pages, v_pages
-
-
 def vllm_unified(
     q: torch.Tensor,
     kv_pages: Any,
@@ -51,8 +46,6 @@ def vllm_unified(
 ) -> torch.Tensor:
     """`unified_attention`, with the scratch memory that lets it split keys."""
     k_pages, v_pages = pages_of(kv_pages)
-    if k_pages.shape[3] != v_pages.shape[3]:
-        raise NotImplementedError("keys and values of one width")
     if sliding_window is not None and not causal:
         raise NotImplementedError("without a causal mask its window bounds both sides")
     (_, num_heads, head_dim), num_kv_heads = q.shape, k_pages.shape[2]
@@ -168,15 +161,10 @@ def fla_decode(
     )[0]
 
 
-FLOATS = ("float32", "float16", "bfloat16")
-LIMITS: Mapping[str, Any] = {
-    "framework": "torch",
-    "dtypes": FLOATS,
-    "declines": (*OPEN, "empty sequences"),
-    "contiguous": True,
-}
+LIMITS: Mapping[str, Any] = {"framework": "torch", "dtypes": FLOATS, "declines": FILLED, "contiguous": True}
+PAIRED: Mapping[str, Any] = {**LIMITS, "declines": (*FILLED, "other value sizes")}
 RECIPES: Mapping[str, Recipe] = {
-    "vllm_unified": Recipe("triton", vllm_unified, "ragged_paged_attention", LIMITS),
+    "vllm_unified": Recipe("triton", vllm_unified, "ragged_paged_attention", PAIRED),
     "vllm_decode": Recipe("triton", vllm_decode, "ragged_paged_attention", {**LIMITS, "decode_only": True}),
     "vllm_mla": Recipe("triton", vllm_mla, "mla_decode", LIMITS),
     "fla_parallel": Recipe("fla", fla_parallel, "varlen_attention", {**LIMITS, "gradients": True}),
