@@ -48,7 +48,7 @@ def causes(runner: Runner, value: Any, check: Callable[[Any], object]) -> tuple[
 
 def larger(spec: Any) -> Any:
     """The structure with two more sequences of several pages, because one key may leave several causes possible."""
-    size = next((leaf for path, leaf in steering.leaves(spec).items() if path[-1:] == ("page_size",)), None) or 1
+    size = steering.page_size_of(spec) or 1
     more = ((1, 3 * size + 5), (1, size + 1))
     return steering.replaced(spec, {path: (*lens, *more) for path, lens in steering.lens_of(spec).items()})
 
@@ -153,7 +153,7 @@ def other_calls(batch: Any) -> Iterator[Changed]:
     yield from other_options(batch)
     yield from other_lengths(batch)
     yield from other_pages(batch)
-    heads, num_kv_heads = batch.q.shape[1], kv_heads_of(batch)
+    heads, num_kv_heads = batch.q.shape[1], batch.num_kv_heads
     if 1 < num_kv_heads < heads:
         head = np.arange(heads)
         place = head % num_kv_heads * (heads // num_kv_heads) + head // num_kv_heads
@@ -162,12 +162,6 @@ def other_calls(batch: Any) -> Iterator[Changed]:
             changes["sinks"] = batch.sinks[np.argsort(place)]
         cause = "query heads read the wrong KV head: head h belongs to KV head h // group, not h % num_kv_heads"
         yield cause, batch.change(**changes), lambda found: {name: array[:, place] for name, array in found.items()}
-
-
-def kv_heads_of(batch: Any) -> int:
-    if isinstance(batch, Batch):
-        return batch.num_kv_heads
-    return (batch.k_pages[0] if isinstance(batch.k_pages, tuple) else batch.k_pages).shape[0]
 
 
 def other_options(batch: Any) -> Iterator[Changed]:
@@ -203,12 +197,6 @@ def without_keys(batch: Any) -> Any:
     return batch.change(**{lens_name(batch): np.zeros_like(getattr(batch, lens_name(batch)))})
 
 
-def page_size_of(batch: Any) -> int:
-    if isinstance(batch, Batch):
-        return batch.page_size
-    return (batch.k_pages[0] if isinstance(batch.k_pages, tuple) else batch.k_pages).shape[2]
-
-
 def other_lengths(batch: Any) -> Iterator[Changed]:
     """Calls with fewer or more keys, as a kernel has them that drops the last ones or reads past the end."""
     name = lens_name(batch)
@@ -238,7 +226,7 @@ def other_pages(batch: Any) -> Iterator[Changed]:
     """Calls over other pages, as a kernel reads them that takes a wrong entry of the page table."""
     table = np.atleast_2d(batch.page_indices)
     lens = np.atleast_1d(np.asarray(getattr(batch, lens_name(batch))))
-    last = np.clip(-(-lens // page_size_of(batch)), 0, table.shape[1]) - 1
+    last = np.clip(-(-lens // batch.page_size), 0, table.shape[1]) - 1
     stale = table.copy()
     for row, index in zip(stale, last, strict=False):
         if index > 0:
@@ -355,7 +343,7 @@ def of_fields(value: Any, passes: Callable[[Any], bool | None]) -> Iterator[str]
 
 def of_lengths(value: Any, passes: Callable[[Any], bool | None]) -> Iterator[str]:
     """Causes that the lengths of a failing batch show: tails of pages, and the number of keys where failures begin."""
-    size = next((leaf for path, leaf in steering.leaves(value).items() if path[-1:] == ("page_size",)), None)
+    size = steering.page_size_of(value)
     for path, lens in steering.lens_of(value).items():
         whole = tuple((q_len, -(-kv_len // size) * size) for q_len, kv_len in lens) if size else lens
         if whole != lens and passes(steering.replaced(value, {path: whole})):

@@ -4,8 +4,9 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
@@ -173,14 +174,14 @@ def drawn(runner: Runner, strategy: st.SearchStrategy[Any], check: Callable[[Any
 
 def _draw_more(tally: "_Tally", strategy: st.SearchStrategy[tuple[Any, bool]], examples: int) -> None:
     """Draw steered batches until enough are judged or too many are declined."""
-    left = [ATTEMPTS * examples]
-    given_up = left[0] - max(ATTEMPTS, examples)  # where none of so many has been judged, none will be
+    attempts = itertools.count(1)
+    hopeless = max(ATTEMPTS, examples)  # if the backend declines this many batches and takes none, it will take none
 
     @_given(strategy, examples - tally.judged, start=1)  # not the batches that were drawn before
     def as_taken(drawn_value: tuple[Any, bool]) -> None:
         value, changed = drawn_value
-        left[0] -= 1
-        spent = left[0] < 0 or (not tally.judged and left[0] < given_up)
+        attempt = next(attempts)
+        spent = attempt > ATTEMPTS * examples or (not tally.judged and attempt > hopeless)
         if spent and not tally.failed:  # a failure can be shrunk and repeated all the same
             reject()
         if (changed and _refusal(tally.check, value) is not None) or not tally.attempt(value):
@@ -259,37 +260,41 @@ class Failure:
     check: Callable[[Any], object]
 
 
-def answers(check: Callable[[Any], object], batch: Any) -> bool:
-    """Whether a check of a batch has called the backend and got an answer; an error is given its `Failure`."""
+@contextlib.contextmanager
+def _answered_apart() -> Iterator[None]:
+    """Inside this context `ANSWERED` has only what is answered there; afterwards it has that too."""
     before = set(ANSWERED)
     ANSWERED.clear()
     try:
-        check(batch)
-        return bool(ANSWERED)
+        yield
+    finally:
+        ANSWERED.update(before)
+
+
+def answers(check: Callable[[Any], object], batch: Any) -> bool:
+    """Whether a check of a batch has called the backend and got an answer; an error is given its `Failure`."""
+    try:
+        with _answered_apart():
+            check(batch)
+            return bool(ANSWERED)
     except Exception as error:
         error.failure = Failure(batch, check)  # type: ignore[attr-defined]
         raise
-    finally:
-        ANSWERED.update(before)
 
 
 def _refusal(check: Callable[[Any], None], value: Any) -> str | None:
     """Why a batch cannot be judged, or None; nothing is run for that, except by a runner that cannot only be asked."""
-    before = set(ANSWERED)
-    ANSWERED.clear()
-    try:
-        with asking():
-            check(value)
-    except Taken:
-        return None
-    except Declined as refusal:
-        return reason_of(refusal)
-    except Exception as error:  # either a fault, which drawn batches will show too, or the fields contradict each other
-        return None if ANSWERED else f"{type(error).__name__}: {error}"
-    else:
+    with _answered_apart():
+        try:
+            with asking():
+                check(value)
+        except Taken:
+            return None
+        except Declined as refusal:
+            return reason_of(refusal)
+        except Exception as error:  # a fault, which drawn batches will show too, or the fields contradict each other
+            return None if ANSWERED else f"{type(error).__name__}: {error}"
         return None if ANSWERED else "the check asks nothing of the backend"
-    finally:
-        ANSWERED.update(before)
 
 
 def built(check: Callable[[Runner, Any], None]) -> Callable[[Runner, Any], None]:

@@ -172,25 +172,25 @@ def _decoded(found: Mapping[str, NDArray[Any]], name: str) -> NDArray[Any]:
     return found[name].view(_numpy_dtype(text.decode() if isinstance(text, bytes) else text))
 
 
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """The parameters of a function; None if it does not tell, as compiled functions need not."""
+    try:
+        return [*inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError):
+        return None
+
+
 def accepted_by(function: Callable[..., Any]) -> frozenset[str] | None:
     """The names of the arguments that a function accepts; None if it accepts any, or does not say."""
-    if isinstance(function, Command):
+    parameters = None if isinstance(function, Command) else parameters_of(function)
+    if parameters is None or any(each.kind is each.VAR_KEYWORD for each in parameters):
         return None
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # compiled functions need not have a signature
-        return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return frozenset(parameter.name for parameter in parameters)
+    return frozenset(each.name for each in parameters)
 
 
 def positional_only(function: Callable[..., Any]) -> list[str]:
     """The names of the parameters that a function does not take by keyword, as all arguments are given."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return []
+    parameters = parameters_of(function) or []
     return [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY and each.default is each.empty]
 
 
@@ -224,9 +224,6 @@ class FunctionRunner(Runner):
     not_returned: set[str] = dataclasses.field(default_factory=set)  # results that no function returned
 
     notices_steps_outside = True  # there is no process that could be started apart with the function
-
-    def __str__(self) -> str:
-        return f"{self.framework}-{self.backend}"
 
     @property
     def front(self) -> Any:

@@ -47,6 +47,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 FLOATS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")  # packed caches are uint8
 IDLE = "nothing was judged"  # the message of a check that had no batch to try, such as one of tunable paths
 WIDE = ("sinks", "k_scale", "v_scale", "q_scale", "kv_scale", "lses", "key_scale")  # float32 beside any other dtype
+FIRST: dict[str, str] = {}  # the operations that checks begin with, by the checks' names
 Predicate = Callable[[str, Any], bool]  # of an operation's name and its arguments in NumPy, by attribute
 
 
@@ -390,12 +391,15 @@ def _concerns(runner: FunctionRunner, check: Check) -> bool:
     return check.kind == "memory" or _first_operation(check).removesuffix("_backward") in {*runner.functions, ""}
 
 
-@functools.cache
 def _first_operation(check: Check) -> str:
-    asked = _Asked(framework="numpy", backend="")
-    with contextlib.suppress(Declined):
-        check.run(asked, 1)
-    return asked.asked[0] if asked.asked else ""
+    """The operation that a check begins with, found once in a process; "" if it cannot be told."""
+    name = str(check)
+    if name not in FIRST:
+        asked = _Asked(framework="numpy", backend="")
+        with contextlib.suppress(Declined):
+            check.run(asked, 1)
+        FIRST[name] = asked.asked[0] if asked.asked else ""
+    return FIRST[name]
 
 
 def _noting(check: Check, absent: set[str]) -> Check:

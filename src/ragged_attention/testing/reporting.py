@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ragged_attention import dispatch
 from ragged_attention.errors import BackendMissing
+from ragged_attention.testing.runner import first_refusal
 from ragged_attention.testing.verdicts import Verdict
 
 UNKNOWN = "no likely cause was found"
@@ -76,12 +77,6 @@ def command(runner: Any, line: Verdict, options: argparse.Namespace) -> str:
     return prefix + shlex.join([*words, "--only", line.check])
 
 
-def _reason(message: str) -> str:
-    """Of a refusal that lists what each backend said, what the first did."""
-    first, _, rest = message.partition("\n")
-    return (rest.partition("\n")[0] or first).strip()
-
-
 def print_table(console: Console, title: str, lines: Sequence[Verdict]) -> None:
     """Print one line for each verdict that is not folded, then the reasons to decline and the counts."""
     table = Table(title=title, title_justify="left")
@@ -103,9 +98,8 @@ def print_table(console: Console, title: str, lines: Sequence[Verdict]) -> None:
 def commonest(lines: Sequence[Verdict], most: int = 5) -> list[str]:
     """The commonest reasons of all declined batches, each with its count."""
     counts: collections.Counter[str] = collections.Counter()
-    for reason in (reason for line in lines for reason in line.reasons):
-        text, _, count = reason.rpartition(" (")
-        counts[text] += int(count.rstrip(")"))
+    for line in lines:
+        counts.update(dict(line.refusals))
     return [f"{text} ({count})" for text, count in counts.most_common(most)]
 
 
@@ -114,7 +108,7 @@ def folded(lines: Sequence[Verdict]) -> list[Verdict]:
     reasons: dict[str, list[Verdict]] = {}
     for line in lines:
         if line.result == "declined":
-            reasons.setdefault(_reason(line.message), []).append(line)
+            reasons.setdefault(first_refusal(line.message), []).append(line)
     told = [line for line in lines if line.result != "declined"]
     for reason, same in reasons.items():
         name = f"{len(same)} checks: {reason}" if len(same) > 1 else f"{same[0].check}: {reason}"
@@ -141,7 +135,7 @@ def write_junit(path: str, judged: Mapping[str, Sequence[Verdict]]) -> None:
                 suite, "testcase", classname=name, name=line.check, time=f"{line.seconds:.3f}"
             )
             if line.result == "declined":
-                ElementTree.SubElement(case, "skipped", message=_reason(line.message))
+                ElementTree.SubElement(case, "skipped", message=first_refusal(line.message))
             elif line.result == "FAILED":
                 failure = ElementTree.SubElement(case, "failure", message="; ".join(line.causes) or UNKNOWN)
                 failure.text = _without_control("\n".join(filter(None, (line.message, line.batch))))

@@ -76,10 +76,16 @@ def asking() -> Iterator[None]:
         ASKED.reset(token)
 
 
+def first_refusal(message: str) -> str:
+    """What the first backend said, in the text of a refusal that lists what each of them says."""
+    first, _, rest = message.partition("\n")
+    return (rest.partition("\n")[0] or first).strip()
+
+
 def reason_of(refusal: Exception) -> str:
-    """The first backend's reason in a refusal, which lists what each backend says."""
-    first, _, rest = str(refusal).partition("\n")
-    return (rest.partition("\n")[0].partition(": ")[2] or rest.partition("\n")[0] or first).strip()
+    """What the first backend said, without its name."""
+    said = first_refusal(str(refusal))
+    return said.partition(": ")[2] or said if "\n" in str(refusal) else said
 
 
 def as_given(array: NDArray[Any]) -> NDArray[Any]:

@@ -127,6 +127,11 @@ def _equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
+def page_size_of(value: Any) -> int | None:
+    """The page size of a structure, or of the first one in a tuple; None if it has none."""
+    return next((leaf for path, leaf in leaves(value).items() if path[-1:] == ("page_size",)), None)
+
+
 def lens_of(value: Any) -> dict[Path, Lens]:
     """The (q_len, kv_len) of a structure's sequences, by their place in it; empty if it has none."""
     return {path: leaf for path, leaf in leaves(value).items() if path[-1:] == ("lens",) and _pairs(leaf)}
@@ -223,8 +228,8 @@ class Steering:
 
 def stretched(value: Any, times: int = 1) -> Any:
     """The structure with longer sequences if its pages are long: of several pages, and of `times` as many."""
-    size = next((leaf for path, leaf in leaves(value).items() if path[-1:] == ("page_size",)), None)
-    if not isinstance(size, int) or 2 * size < LONG_PAGE:
+    size = page_size_of(value)
+    if size is None or 2 * size < LONG_PAGE:
         return value
     factor = times * (2 * size // LONG_PAGE if size > LONG_PAGE else 1)
     if factor == 1:

@@ -28,25 +28,13 @@ def is_narrow(dtype: Any) -> bool:
 
 
 @functools.cache
-def magnitudes_of(name: str) -> NDArray[np.float32]:
-    """The values of an 8-bit float's codes 0 to 127."""
-    dtype, code = tl.core.dtype(name), np.arange(128)
-    exponent, fraction = np.divmod(code, 1 << dtype.fp_mantissa_width)
-    significand = np.where(exponent > 0, fraction + (1 << dtype.fp_mantissa_width), fraction)
-    values = np.ldexp(significand, np.maximum(exponent, 1) - dtype.exponent_bias - dtype.fp_mantissa_width)
-    if name == "fp8e5":
-        values[124], values[125:] = np.inf, np.nan
-    if name == "fp8e4nv":
-        values[127] = np.nan
-    return values.astype(np.float32)
-
-
-@functools.cache
 def values_by_code(name: str) -> NDArray[np.float32]:
     """The values of an 8-bit float's 256 codes."""
-    values = np.concatenate([magnitudes_of(name), -magnitudes_of(name)])
-    if name in NO_NEGATIVE_ZERO:
-        values[128] = np.nan
+    if name not in NO_NEGATIVE_ZERO:
+        return numbers.FP8["e4m3" if name == "fp8e4nv" else "e5m2"]
+    dtype = tl.core.dtype(name)
+    values = numbers.fp8_values(dtype.fp_mantissa_width, dtype.exponent_bias, {})
+    values[128] = np.nan
     return values
 
 
@@ -62,7 +50,8 @@ def values_of(data: NDArray[Any], dtype: Any) -> NDArray[Any]:
 
 def to_8_bits(values: NDArray[Any], dtype: Any, towards_zero: bool) -> NDArray[np.uint8]:
     """float32 or float64 as codes of an 8-bit float, saturated."""
-    finite = magnitudes_of(dtype.name)[np.isfinite(magnitudes_of(dtype.name))]
+    magnitudes = values_by_code(dtype.name)[:128]
+    finite = magnitudes[np.isfinite(magnitudes)]
     size = np.minimum(np.abs(values.astype(np.float64)), finite[-1])
     exponent = np.maximum(np.frexp(size)[1] - 1, 1 - dtype.exponent_bias)
     step = np.ldexp(1.0, exponent - dtype.fp_mantissa_width)
@@ -85,9 +74,7 @@ def converted(data: NDArray[Any], source: Any, target: Any, rounding: Any = None
     nearest = numbers.bf16_bits(values).reshape(values.shape) if target.is_bf16() else values.astype(np_dtype)
     if rounding != TOWARDS_ZERO:
         return nearest
-    too_large = np.abs(values_of(nearest, target)) > np.abs(values)
-    bits = f"u{np_dtype.itemsize}"
-    return (nearest.view(bits) - too_large.astype(bits)).view(np_dtype)
+    return numbers.step_back(nearest, values_of(nearest, target), values)
 
 
 def to_integers(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -24,9 +24,14 @@ class Verdict:
     hung: bool = False
     answered: tuple[str, ...] = ()  # the operations that the backend ran
     declined: int = 0  # batches that it refused
-    reasons: tuple[str, ...] = ()  # its commonest reasons to refuse, each with its count
+    refusals: tuple[tuple[str, int], ...] = ()  # its commonest reasons to refuse, each with its count
     batch: str = ""  # the smallest batch that fails, as the expression that makes it
     causes: tuple[str, ...] = ()  # what is probably wrong, the most telling first
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The commonest reasons to refuse a batch, in words."""
+        return tuple(f"{reason} ({count})" for reason, count in self.refusals)
 
 
 def verdict_of(runner: Runner, check: Check, examples: int) -> Verdict:
@@ -47,7 +52,8 @@ def verdict_of(runner: Runner, check: Check, examples: int) -> Verdict:
     answered = tuple(sorted(operation for operation, backend in ANSWERED if backend == runner.backend))
     return Verdict(
         str(check), result, taken, time.perf_counter() - begun, message,
-        answered=answered, declined=DECLINED.total(), reasons=_reasons(), batch=batch, causes=causes,
+        answered=answered, declined=DECLINED.total(), refusals=tuple(DECLINED.most_common(3)), batch=batch,
+        causes=causes,
     )  # fmt: skip
 
 
@@ -62,10 +68,6 @@ def _traced() -> Iterator[None]:
         yield
     finally:
         faulthandler.disable()
-
-
-def _reasons() -> tuple[str, ...]:
-    return tuple(f"{reason} ({count})" for reason, count in DECLINED.most_common(3))
 
 
 def _commonest() -> str:

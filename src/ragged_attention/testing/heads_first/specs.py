@@ -25,6 +25,19 @@ class HeadsFirstArrays(Arrays):
     sm_scale: float | None = None
     soft_cap: float | None = None
 
+    @property
+    def num_kv_heads(self) -> int:
+        return self._k_shape[0]
+
+    @property
+    def page_size(self) -> int:
+        return self._k_shape[2]
+
+    @property
+    def _k_shape(self) -> tuple[int, ...]:
+        """The shape of the pages of K, [K, P, page_size, D]."""
+        return (self.k_pages[0] if isinstance(self.k_pages, tuple) else self.k_pages).shape
+
     def dtype_of(self, name: str, array: NDArray[Any]) -> str:
         if name in ("k_pages", "v_pages"):
             return "float32" if array.shape[-1] == 1 else self.cache_dtype  # scales, or what they belong to

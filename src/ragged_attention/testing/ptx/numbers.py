@@ -8,6 +8,7 @@ ones. The approximate functions (`ex2.approx` and such) are NumPy's, which err l
 import ctypes
 import ctypes.util
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -66,8 +67,13 @@ def toward_zero(x: Any) -> NDArray[np.float32]:
     """float64 -> float32, rounded towards zero: `.rz`."""
     x = np.asarray(x, np.float64)
     near = np.atleast_1d(x.astype(np.float32))
-    beyond = np.abs(near.astype(np.float64)) > np.abs(np.atleast_1d(x))
-    return (near.view(np.int32) - beyond).astype(np.int32).view(np.float32).reshape(x.shape)
+    return step_back(near, near, np.atleast_1d(x)).reshape(x.shape)
+
+
+def step_back(near: NDArray[Any], values: NDArray[Any], x: NDArray[Any]) -> NDArray[Any]:
+    """`x` rounded towards zero, from the nearest floats to it: their bits or themselves, and their `values`."""
+    bits = near.view(f"u{near.dtype.itemsize}")
+    return (bits - (np.abs(values) > np.abs(x)).astype(bits.dtype)).view(near.dtype)
 
 
 def fma32(a: Any, b: Any, c: Any) -> NDArray[np.float32]:
@@ -142,8 +148,7 @@ def f16_bits_down(x: Any) -> NDArray[np.uint16]:
     """float32 -> float16, towards zero: the largest finite number beyond it, except for infinity."""
     x = np.atleast_1d(x)
     near = x.astype(np.float16)
-    beyond = np.abs(near.astype(np.float32)) > np.abs(x)
-    return np.where(np.isnan(x), np.uint16(0x7FFF), near.view(np.uint16) - beyond).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FFF), step_back(near, near, x).view(np.uint16))
 
 
 BITS = {"bf16": bf16_bits, "f16": f16_bits, "bf16_down": bf16_bits_down, "f16_down": f16_bits_down}
@@ -192,22 +197,20 @@ def tf32_bits(x: Any, ties: str) -> NDArray[np.uint32]:
 # ---- 8-bit floats
 
 
-def _fp8_values(kind: str) -> NDArray[np.float32]:
-    """The value of each of the 256 codes."""
-    code = np.arange(256)
-    mantissa, bias = (3, 7) if kind == "e4m3" else (2, 15)
-    exponent = (code & 127) >> mantissa
+def fp8_values(mantissa: int, bias: int, special: Mapping[int, float]) -> NDArray[np.float32]:
+    """The value of each of the 256 codes; `special` has those that are no finite number, without their sign."""
+    code = np.arange(128)
+    exponent = code >> mantissa
     fraction = (code & ((1 << mantissa) - 1)) / (1 << mantissa)
     x = np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias))
-    if kind == "e4m3":
-        x[(code & 127) == 127] = np.nan
-    else:
-        x[(code & 127) == 124] = np.inf
-        x[(code & 127) > 124] = np.nan
-    return np.where(code & 128, -x, x).astype(np.float32)
+    x[[*special]] = [*special.values()]
+    return np.concatenate([x, -x]).astype(np.float32)
 
 
-FP8 = {kind: _fp8_values(kind) for kind in ("e4m3", "e5m2")}
+FP8 = {
+    "e4m3": fp8_values(3, 7, {127: np.nan}),
+    "e5m2": fp8_values(2, 15, {124: np.inf, 125: np.nan, 126: np.nan, 127: np.nan}),
+}
 
 
 def fp8_to_f16(word: Any, kind: str) -> NDArray[np.uint32]:
