@@ -1,7 +1,7 @@
 """The pytest options of `ragged_attention.testing`, which an installed package can add only by a plugin.
 
-They are `--backend`, `--framework` and `--device`, and exist only in a run of that suite: other users of pytest may
-have options of the same names. Nothing else is loaded until the suite is collected.
+They are `--backend`, `--framework`, `--device` and `--rounded-weights`, and exist only in a run of that suite: other
+users of pytest may have options of the same names. Nothing else is loaded until the suite is collected.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ def add_options(parser: Any) -> None:
     group.addoption("--backend", help="this backend alone; an error if it cannot run here")
     group.addoption("--framework", choices=["torch", "jax"], help="through this front end alone")
     group.addoption("--device", default="cpu", help="cpu (the default), or a torch device such as cuda")
+    group.addoption("--rounded-weights", action="store_true", help="softmax weights may be rounded to 16 bits")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,6 +4,7 @@ A test that takes `runner` is run on every backend that is present, one that tak
 number of examples (HYPOTHESIS_PROFILE: dev, ci or nightly).
 """
 
+import dataclasses
 import functools
 
 import pytest
@@ -29,7 +30,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if backend and not present:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
         raise pytest.UsageError(f"--backend {backend} cannot run here: {reasons}")
-    metafunc.parametrize("runner", present, ids=str)
+    rounded = metafunc.config.getoption("--rounded-weights")
+    metafunc.parametrize("runner", [dataclasses.replace(each, rounded_weights=rounded) for each in present], ids=str)
 
 
 @pytest.fixture(scope="session")

@@ -38,9 +38,18 @@ MANY = 64
 OF_FEW = {"varlen out": 2.0**-15, "gradient": 2.0**-15}
 
 
-def agrees(got: ArrayLike, want: ArrayLike, kind: str, what: str = "out", *, constant: bool = False) -> bool:
+def agrees(
+    got: ArrayLike,
+    want: ArrayLike,
+    kind: str,
+    what: str = "out",
+    *,
+    constant: bool = False,
+    allowance: NDArray[np.float64] | float = 0.0,
+) -> bool:
     """Whether `got` is `want` within the bounds of `kind`; raises AssertionError, naming the worst element, if not.
 
+    Each element may be wrong by the `allowance` for it as well, which broadcasts against `want` (`rounded_weights`).
     Places of NaN and infinity are compared first, then each element, then (but for 32 bits) the cosine difference.
     That is not done for values that are all the same (`constant`): one rounding is the error of them all. Nor is it for
     a gradient that has cancelled to less than a tenth of the bound: what is left is rounding, without a direction.
@@ -48,6 +57,7 @@ def agrees(got: ArrayLike, want: ArrayLike, kind: str, what: str = "out", *, con
     got, want = _finite_alike(got, want, what)
     finite = np.isfinite(want)
     error = np.abs(np.where(finite, got, 0.0) - np.where(finite, want, 0.0))
+    error = np.maximum(error - allowance, 0.0) if np.any(allowance) else error
     excess, bound = _excess(error, np.abs(np.where(finite, want, 0.0)), kind)
     if excess.size and excess.max() > 1:
         index = _worst(excess)
@@ -61,8 +71,17 @@ def agrees(got: ArrayLike, want: ArrayLike, kind: str, what: str = "out", *, con
         cosine = OF_FEW[kind]
     cancelled = kind == "gradient" and bool((np.abs(want[finite]) < EITHER[kind][0] / 10).all())
     if cosine and not constant and not cancelled:
+        if np.any(allowance):
+            cosine = _wider(cosine, np.broadcast_to(allowance, want.shape)[finite], want[finite])
         _same_direction(got[finite], want[finite], what, cosine)
     return True
+
+
+def _wider(cosine: float, allowance: NDArray[np.float64], want: NDArray[np.float64]) -> float:
+    """The cosine difference if an error of the allowance's length is added: half the square of the relative error."""
+    length = float(np.sqrt((want**2).sum()))
+    added = float(np.sqrt((allowance**2).sum())) / length if length else 0.0
+    return (np.sqrt(2 * cosine) + added) ** 2 / 2
 
 
 def _excess(error: NDArray[np.float64], size: NDArray[np.float64], kind: str) -> tuple[NDArray[np.float64], str]:

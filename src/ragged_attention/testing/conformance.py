@@ -6,6 +6,7 @@ and their PTX is emulated, from torch under two schedules.
 """
 
 import argparse
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="cpu (default), a torch device such as cuda, or ptx:sm_90")
     parser.add_argument("--examples", type=_positive, help="drawn batches a check (default: by HYPOTHESIS_PROFILE)")
     parser.add_argument("--only", default="", help="checks whose name contains this, such as packed")
+    parser.add_argument(
+        "--rounded-weights",
+        action="store_true",
+        help="softmax weights may be rounded to 16 bits before they are multiplied with values",
+    )
     parser.add_argument("--fail-fast", action="store_true", help="stop at the first check that fails")
     parser.add_argument("--junit", metavar="FILE", help="also write the results to FILE as JUnit XML")
     options = parser.parse_args(argv)
@@ -56,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print(f"[bold red]{name} cannot run here:[/] {reason}", highlight=False)
         return NOTHING
     checks, judged = _chosen(options.only), {}
-    for runner in present:
+    for runner in (dataclasses.replace(each, rounded_weights=options.rounded_weights) for each in present):
         lines = judged[str(runner)] = _judge(console, runner, checks, options)
         reporting.print_report(console, runner, lines, options)
         if options.fail_fast and any(line.result == "FAILED" for line in lines):
@@ -140,7 +146,9 @@ def _verdicts(runner: Any, checks: Sequence[Any], examples: int | None) -> Itera
 
     if isinstance(runner, tpu_interpreter.InterpretedRunner):
         names = [str(check) for check in checks]
-        yield from tpu_interpreter.judged(runner.backend, names, mode=runner.mode, examples=examples)
+        yield from tpu_interpreter.judged(
+            runner.backend, names, mode=runner.mode, examples=examples, rounded_weights=runner.rounded_weights
+        )
         return
     for check in checks:
         yield verdicts.verdict_of(runner, check, examples or examples_of())

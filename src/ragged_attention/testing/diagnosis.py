@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ragged_attention.reference._softmax import logits_of
 from ragged_attention.testing import formats, steering
 from ragged_attention.testing.compare import agrees
-from ragged_attention.testing.heads_first.specs import ChunkBatch, PagedBatch, expected_chunk, expected_paged
+from ragged_attention.testing.heads_first.specs import ChunkBatch, PagedBatch
 from ragged_attention.testing.paged.specs import Batch, RaggedTables
 from ragged_attention.testing.runner import Declined, Runner
 
@@ -95,7 +95,7 @@ def results(runner: Runner, batch: Any, options: Mapping[str, Any]) -> Results:
 def expected(batch: Any) -> Results:
     if isinstance(batch, RaggedTables):
         return dict(zip(("out", "lse"), batch.expected(), strict=True))
-    return {"out": expected_paged(batch) if isinstance(batch, PagedBatch) else expected_chunk(batch)}
+    return {"out": batch.expected()}
 
 
 def alike(got: Results, want: Results, batch: Any) -> bool:

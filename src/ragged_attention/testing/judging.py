@@ -235,6 +235,7 @@ def judge(
     contiguous: bool = False,
     gradients: bool = False,
     batch_invariant: bool = False,
+    rounded_weights: bool = False,
     memory: bool = False,
     device: str | None = None,
     examples: int | None = None,
@@ -264,6 +265,8 @@ def judge(
         contiguous: whether torch tensors come contiguous; otherwise some are views with gaps, or have strides of 0.
         gradients: whether torch or jax can differentiate the function, whose gradients are then judged.
         batch_invariant: whether it promises that a sequence's results have the same bits in every batch.
+        rounded_weights: whether softmax weights may be rounded to the dtype of 16-bit queries before the product with
+            values, as kernels on matrix units do. Where values cancel, that is beyond the bounds.
         memory: whether to try any int32 in every index array, in guarded memory. A step outside a function's arrays
             ends this process; a command's ends the command.
         device: a torch device.
@@ -286,7 +289,7 @@ def judge(
     name = _name(kernel, family)
     runner = FunctionRunner(
         framework=framework, backend=name, device=device, functions=functions, why_not=limits.why_not,
-        contiguous=contiguous, differentiable=gradients, invariant=batch_invariant,
+        contiguous=contiguous, differentiable=gradients, invariant=batch_invariant, rounded_weights=rounded_weights,
     )  # fmt: skip
     if reason := runner.absent():
         raise InvalidInput(reason)

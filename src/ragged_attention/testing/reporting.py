@@ -72,6 +72,8 @@ def command(runner: Any, line: Verdict, options: argparse.Namespace) -> str:
         words += ["--device", options.device]
     if options.examples:
         words += ["--examples", str(options.examples)]
+    if options.rounded_weights:
+        words += ["--rounded-weights"]
     profile = os.environ.get("HYPOTHESIS_PROFILE")
     prefix = f"HYPOTHESIS_PROFILE={shlex.quote(profile)} " if profile and not options.examples else ""
     return prefix + shlex.join([*words, "--only", line.check])

@@ -102,6 +102,7 @@ class Runner:
     backend: str
     device: str | None = None
     place: Callable[[NDArray[Any]], NDArray[Any]] = as_given  # where torch's host arrays lie
+    rounded_weights: bool = False  # whether softmax weights may be rounded to 16 bits
 
     def __str__(self) -> str:
         return f"{self.framework}-{self.backend}"

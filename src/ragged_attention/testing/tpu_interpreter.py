@@ -174,6 +174,7 @@ def judged(
     mode: str,
     cores: int = 1,
     examples: int | None = None,
+    rounded_weights: bool = False,
     timeout: float = TIMEOUT,
     command: Sequence[str] = (sys.executable, "-m", MODULE),
 ) -> Iterator[Verdict]:
@@ -184,6 +185,7 @@ def judged(
     """
     arguments = ["--backend", backend, "--mode", mode, "--cores", str(cores)]
     arguments += ["--examples", str(examples or max(1, examples_of() // SLOWER))]
+    arguments += ["--rounded-weights"] if rounded_weights else []
     yield from apart.judged((*command, *arguments), names, timeout=timeout)
 
 
@@ -194,10 +196,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mode", choices=list(MODES), default="on_wait")
     parser.add_argument("--cores", type=int, default=1)
     parser.add_argument("--examples", type=int, default=25)
+    parser.add_argument("--rounded-weights", action="store_true")
     options = parser.parse_args(argv)
     environment.prepare("cpu")
     importlib.import_module("ragged_attention.testing.jax_front")
-    runner = InterpretedRunner(backend=options.backend, mode=options.mode, cores=options.cores)
+    runner = InterpretedRunner(
+        backend=options.backend, mode=options.mode, cores=options.cores, rounded_weights=options.rounded_weights
+    )
     apart.serve(runner, checks(), options.examples)
     return 0
 

@@ -1,5 +1,6 @@
 """Batches over heads-first pages: made from those of ragged attention, of which they are special cases."""
 
+import abc
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
@@ -11,6 +12,7 @@ from ragged_attention.reference.paged_attention import paged_attention, values_o
 from ragged_attention.reference.prefill_attention import prefill_attention, rows_of_the_last_chunk
 from ragged_attention.testing import compare
 from ragged_attention.testing.paged.specs import Arrays, Batch, Spec, split
+from ragged_attention.testing.rounded_weights import allowance
 from ragged_attention.testing.runner import HeadsFirstPages, Runner
 
 
@@ -63,12 +65,24 @@ class HeadsFirstArrays(Arrays):
         }
         return self.change(**pages, dtype="float32", cache_dtype="float32")
 
+    @abc.abstractmethod
+    def expected(self) -> NDArray[np.float64]:
+        """Out as the definition has it."""
+
+    def mean_magnitudes(self) -> NDArray[np.float64]:
+        """The weighted means of the values' magnitudes, in the shape of out."""
+        wide = self.widened()
+        return wide.change(v_pages=np.abs(wide.v_pages)).expected()
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PagedBatch(HeadsFirstArrays):
     """The arguments of one `paged_attention` call in NumPy."""
 
     lengths: NDArray[np.int32]
+
+    def expected(self) -> NDArray[np.float64]:
+        return paged_attention(**self.arguments(), cache_dtype=self.cache_dtype if self.quantized else None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,6 +92,9 @@ class ChunkBatch(HeadsFirstArrays):
     length: int | NDArray[np.int32]
     sliding_window: int | None = None
     align: str = "chunk"
+
+    def expected(self) -> NDArray[np.float64]:
+        return prefill_attention(**self.arguments(), cache_dtype=self.cache_dtype if self.quantized else None)
 
     @property
     def live(self) -> int:
@@ -152,22 +169,13 @@ def _common(batch: Batch, spec: Spec, scaled: bool) -> dict[str, Any]:
     return pages | {name: getattr(batch, name) for name in names}
 
 
-def expected_paged(batch: PagedBatch) -> NDArray[np.float64]:
-    """Out as the definition has it."""
-    return paged_attention(**batch.arguments(), cache_dtype=batch.cache_dtype if batch.quantized else None)
-
-
-def expected_chunk(batch: ChunkBatch) -> NDArray[np.float64]:
-    """Out as the definition has it."""
-    cache_dtype = batch.cache_dtype if batch.quantized else None
-    return prefill_attention(**batch.arguments(), cache_dtype=cache_dtype)
-
-
 def check_paged(runner: Runner, batch: PagedBatch, options: Mapping[str, Any] | None = None) -> None:
     """A batch's out agrees with the definition."""
-    compare.agrees(runner.run("paged_attention", batch, options=options), expected_paged(batch), batch.kind)
+    got = runner.run("paged_attention", batch, options=options)
+    compare.agrees(got, batch.expected(), batch.kind, allowance=allowance(runner, batch))
 
 
 def check_chunk(runner: Runner, batch: ChunkBatch, options: Mapping[str, Any] | None = None) -> None:
     """A batch's out agrees with the definition."""
-    compare.agrees(runner.run("prefill_attention", batch, options=options), expected_chunk(batch), batch.kind)
+    got = runner.run("prefill_attention", batch, options=options)
+    compare.agrees(got, batch.expected(), batch.kind, allowance=allowance(runner, batch))

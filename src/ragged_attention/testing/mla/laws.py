@@ -36,6 +36,7 @@ from ragged_attention.testing.mla.strategies import (
     slots_specs,
 )
 from ragged_attention.testing.paged.specs import MergeBatch
+from ragged_attention.testing.rounded_weights import allowance
 from ragged_attention.testing.runner import Runner
 
 LISTS = ("indices", "extra_indices")
@@ -43,11 +44,13 @@ LENS = ("topk_lens", "extra_topk_lens")
 
 
 def same_decode(runner: Runner, batch: DecodeBatch, other: DecodeBatch) -> None:
-    decode_agrees(runner.run("mla_decode", batch), runner.run("mla_decode", other))
+    got, want = runner.run("mla_decode", batch), runner.run("mla_decode", other)
+    decode_agrees(got, want, rounding=allowance(runner, batch, other))
 
 
 def same_prefill(runner: Runner, batch: PrefillBatch, other: PrefillBatch) -> None:
-    prefill_agrees(runner.run("sparse_mla_prefill", batch), runner.run("sparse_mla_prefill", other))
+    got, want = runner.run("sparse_mla_prefill", batch), runner.run("sparse_mla_prefill", other)
+    prefill_agrees(got, want, rounding=allowance(runner, batch, other))
 
 
 def _each(batch: DecodeBatch | PrefillBatch, names: tuple[str, ...], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -155,8 +158,9 @@ def sequences_do_not_mix(runner: Runner, spec: DecodeSpec) -> None:
     batch = spec.build()
     out, lse = runner.run("mla_decode", batch)
     for seq in range(batch.num_seqs):
-        got = runner.run("mla_decode", batch.alone(seq))
-        decode_agrees(got, (out[seq : seq + 1], lse[seq : seq + 1]), f" of sequence {seq}")
+        alone = batch.alone(seq)
+        want, rounding = (out[seq : seq + 1], lse[seq : seq + 1]), allowance(runner, alone, alone)
+        decode_agrees(runner.run("mla_decode", alone), want, f" of sequence {seq}", rounding=rounding)
 
 
 def tokens_do_not_mix(runner: Runner, spec: PrefillSpec) -> None:
@@ -165,7 +169,8 @@ def tokens_do_not_mix(runner: Runner, spec: PrefillSpec) -> None:
     for token in range(len(batch.q)):
         own = slice(token, token + 1)
         alone = batch.change(**_each(batch, ("q", "indices", "topk_lens"), lambda array, own=own: array[own]))
-        prefill_agrees(runner.run("sparse_mla_prefill", alone), [part[own] for part in whole], f" of token {token}")
+        want, rounding = [part[own] for part in whole], allowance(runner, alone, alone)
+        prefill_agrees(runner.run("sparse_mla_prefill", alone), want, f" of token {token}", rounding=rounding)
 
 
 def order_is_free(runner: Runner, spec: DecodeSpec) -> None:
@@ -202,7 +207,8 @@ def prefill_is_decode(runner: Runner, spec: PrefillSpec) -> None:
         cache_layout=batch.cache_layout,
     )  # fmt: skip
     out, _, lse = runner.run("sparse_mla_prefill", batch)
-    decode_agrees(runner.run("mla_decode", decode), (out[:, None], lse[..., None]))
+    rounding = allowance(runner, decode, decode)
+    decode_agrees(runner.run("mla_decode", decode), (out[:, None], lse[..., None]), rounding=rounding)
 
 
 def extra_cache_is_a_longer_list(runner: Runner, spec: DecodeSpec) -> None:
@@ -241,7 +247,8 @@ def a_double_is_its_multiplicity(runner: Runner, spec: DecodeSpec) -> None:
     batch = _cut(spec.build().change(sinks=None))
     out, lse = runner.run("mla_decode", batch)
     twice = batch.change(**_each(batch, LISTS, lambda lists: np.concatenate([lists, lists], axis=-1)))
-    decode_agrees(runner.run("mla_decode", twice), (out, lse.astype(np.float64) + np.log(2)))
+    want, rounding = (out, lse.astype(np.float64) + np.log(2)), allowance(runner, batch, twice)
+    decode_agrees(runner.run("mla_decode", twice), want, rounding=rounding)
 
 
 def a_double_is_its_multiplicity_in_prefill(runner: Runner, spec: PrefillSpec) -> None:
@@ -249,7 +256,8 @@ def a_double_is_its_multiplicity_in_prefill(runner: Runner, spec: PrefillSpec) -
     batch = _cut_prefill(batch.change(sinks=None))
     out, max_logits, lse = runner.run("sparse_mla_prefill", batch)
     twice = batch.change(indices=np.concatenate([batch.indices, batch.indices], axis=-1))
-    prefill_agrees(runner.run("sparse_mla_prefill", twice), (out, max_logits, lse.astype(np.float64) + np.log(2)))
+    want, rounding = (out, max_logits, lse.astype(np.float64) + np.log(2)), allowance(runner, batch, twice)
+    prefill_agrees(runner.run("sparse_mla_prefill", twice), want, rounding=rounding)
 
 
 def lengths_cut_lists(runner: Runner, spec: DecodeSpec) -> None:
@@ -304,18 +312,20 @@ def sinks_take_their_share(runner: Runner, spec: DecodeSpec) -> None:
     batch = spec.build().change(sinks=None)
     out, lse = runner.run("mla_decode", batch)
     for sinks in _sinks(spec):
-        left = _share(sinks, np.swapaxes(lse, 1, 2))
-        decode_agrees(
-            runner.run("mla_decode", batch.change(sinks=sinks)), (out * left[..., None], lse), f" with sink {sinks[0]}"
-        )
+        sunk = batch.change(sinks=sinks)
+        want = out * _share(sinks, np.swapaxes(lse, 1, 2))[..., None], lse
+        rounding = allowance(runner, sunk, sunk)
+        decode_agrees(runner.run("mla_decode", sunk), want, f" with sink {sinks[0]}", rounding=rounding)
 
 
 def sinks_take_their_share_in_prefill(runner: Runner, spec: PrefillSpec) -> None:
     batch = spec.build().change(sinks=None)
     out, max_logits, lse = runner.run("sparse_mla_prefill", batch)
     for sinks in _sinks(spec):
+        sunk = batch.change(sinks=sinks)
         want = out * _share(sinks, lse)[..., None], max_logits, lse
-        prefill_agrees(runner.run("sparse_mla_prefill", batch.change(sinks=sinks)), want, f" with sink {sinks[0]}")
+        rounding = allowance(runner, sunk, sunk)
+        prefill_agrees(runner.run("sparse_mla_prefill", sunk), want, f" with sink {sinks[0]}", rounding=rounding)
 
 
 def output_is_a_mixture(runner: Runner, spec: DecodeSpec) -> None:
@@ -347,10 +357,11 @@ def _with_ones(selection: Selection, d_v: int) -> latents.Cache:
 def a_schedule_changes_nothing(runner: Runner, spec: DecodeSpec) -> None:
     """Neither one made for the call nor one made for other lengths."""
     batch = spec.build()
-    want = runner.run("mla_decode", batch)
+    want, rounding = runner.run("mla_decode", batch), allowance(runner, batch, batch)
     for num_parts, made_for in ((1, batch), (5, batch), (7, _of_other_lengths(batch))):
         schedule = runner.schedule(schedule_batch(made_for, num_parts, overhead=num_parts % 3))
-        decode_agrees(runner.run("mla_decode", batch, schedule=schedule), want, f" by a schedule of {num_parts} parts")
+        got = runner.run("mla_decode", batch, schedule=schedule)
+        decode_agrees(got, want, f" by a schedule of {num_parts} parts", rounding=rounding)
 
 
 def _of_other_lengths(batch: DecodeBatch) -> DecodeBatch:

@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from ragged_attention.reference.mla_decode import mla_decode
+from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
 from ragged_attention.testing import formats
 from ragged_attention.testing.mla import latents
 from ragged_attention.testing.mla.latents import Cache
@@ -41,6 +43,19 @@ class LatentArrays(Arrays):
         if name == "q":
             return self.q_dtype or self.dtype
         return self.dtype if name in CACHES else str(array.dtype)
+
+
+def magnitudes_first(batch: Any) -> Any:
+    """A batch whose out are the weighted means of the values' magnitudes, with the same logits, in float32.
+
+    Its latents begin with columns of magnitudes, for which queries are 0.
+    """
+    wide, d_v = batch.widened(), batch.d_v
+    caches = {name: rows for name in batch.PAGES if (rows := getattr(wide, name)) is not None}
+    rows = {name: np.concatenate([np.abs(cache[..., :d_v]), cache], axis=-1) for name, cache in caches.items()}
+    q = np.concatenate([np.zeros((*wide.q.shape[:-1], d_v), np.float32), wide.q], axis=-1)
+    scale = batch.q.shape[-1] ** -0.5 if batch.sm_scale is None else batch.sm_scale
+    return wide.change(**rows, q=q, sm_scale=scale)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -161,6 +176,14 @@ class PrefillBatch(LatentArrays):
         wide = wide[:, 0] if self.kv.ndim == 3 else wide
         return self.change(kv=wide, dtype="float32", cache_format=None, cache_layout=None, out_dtype=None)
 
+    def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        """Out, max_logits and lse as the definition has them, in float64 on the inputs as rounded."""
+        return sparse_mla_prefill(**self.arguments())
+
+    def mean_magnitudes(self) -> NDArray[np.float64]:
+        """The weighted means of the values' magnitudes, in the shape of out."""
+        return magnitudes_first(self).expected()[0]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeBatch(LatentArrays):
@@ -239,6 +262,14 @@ class DecodeBatch(LatentArrays):
         """The same values in float32."""
         wide = {selection.name: selection.widened for selection in self.selections()}
         return self.change(**wide, dtype="float32", cache_format=None, cache_layout=None, out_dtype=None)
+
+    def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Out and lse as the definition has them, in float64 on the inputs as rounded."""
+        return mla_decode(**self.arguments())
+
+    def mean_magnitudes(self) -> NDArray[np.float64]:
+        """The weighted means of the values' magnitudes, in the shape of out."""
+        return magnitudes_first(self).expected()[0]
 
     def alone(self, seq: int) -> Self:
         """The call of one of the sequences."""

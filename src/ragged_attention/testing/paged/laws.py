@@ -22,6 +22,7 @@ from ragged_attention.testing.paged.specs import (
     pages_of,
     split,
 )
+from ragged_attention.testing.rounded_weights import allowance
 from ragged_attention.testing.runner import Runner
 
 RaggedSpec = Any  # a `Spec`, or another structure of ragged queries over pages
@@ -32,7 +33,7 @@ def same(runner: Runner, batch: RaggedTables, other: RaggedTables, kind: str | N
     """Two batches give the same out and the same lse."""
     out, lse = runner.run(batch.OPERATION, batch, return_lse=True)
     other_out, other_lse = runner.run(other.OPERATION, other, return_lse=True)
-    agrees(out, other_out, kind or batch.kind)
+    agrees(out, other_out, kind or batch.kind, allowance=allowance(runner, batch, other))
     agrees(lse, other_lse, f"lse {kind or batch.kind}", "lse")
 
 
@@ -80,8 +81,10 @@ def sequences_do_not_mix(runner: Runner, spec: RaggedSpec) -> None:
     batch = spec.build()
     out, lse = runner.run(batch.OPERATION, batch, return_lse=True)
     for seq, (start, stop) in enumerate(batch.bounds()):
-        out_alone, lse_alone = runner.run(batch.OPERATION, batch.alone(seq), return_lse=True)
-        agrees(out[start:stop], out_alone, batch.kind, f"out of sequence {seq}")
+        alone = batch.alone(seq)
+        out_alone, lse_alone = runner.run(batch.OPERATION, alone, return_lse=True)
+        rounding = allowance(runner, alone, alone)
+        agrees(out[start:stop], out_alone, batch.kind, f"out of sequence {seq}", allowance=rounding)
         agrees(lse[start:stop], lse_alone, f"lse {batch.kind}", f"lse of sequence {seq}")
 
 
@@ -128,7 +131,7 @@ def expect_parts_to_merge(runner: Runner, batch: RaggedTables) -> None:
     outs, lses = (np.stack(arrays) for arrays in zip(*parts, strict=True))
     out, lse = runner.run("merge_attention_states", MergeBatch(outs=outs, lses=lses))
     whole_out, whole_lse = runner.run(batch.OPERATION, batch, return_lse=True)
-    agrees(out, whole_out, batch.kind)
+    agrees(out, whole_out, batch.kind, allowance=allowance(runner, batch, batch))
     agrees(lse, whole_lse, f"lse {batch.kind}", "lse")
 
 
@@ -180,7 +183,8 @@ def sinks_take_their_share(runner: Runner, spec: RaggedSpec) -> None:
         sunk = batch.change(sinks=sinks)
         out_sunk, lse_sunk = runner.run(sunk.OPERATION, sunk, return_lse=True)
         agrees(lse_sunk, lse, f"lse {batch.kind}", "lse with sinks")
-        agrees(out_sunk, out * _share(sunk, lse)[..., None], batch.kind, f"out with sinks {sinks[0]}")
+        want, rounding = out * _share(sunk, lse)[..., None], allowance(runner, sunk, sunk)
+        agrees(out_sunk, want, batch.kind, f"out with sinks {sinks[0]}", allowance=rounding)
 
 
 def writing_is_having(runner: Runner, spec: Spec) -> None:
@@ -216,7 +220,7 @@ def a_double_is_its_multiplicity(runner: Runner, spec: RaggedSpec) -> None:
     twice = once.change(kv_lens=2 * whole_pages, page_indices=_doubled(once))
     out, lse = runner.run(once.OPERATION, once, return_lse=True)
     out_twice, lse_twice = runner.run(twice.OPERATION, twice, return_lse=True)
-    agrees(out_twice, out, batch.kind)
+    agrees(out_twice, out, batch.kind, allowance=allowance(runner, once, once))
     agrees(lse_twice, lse.astype(np.float64) + np.log(2), f"lse {batch.kind}", "lse")
 
 

@@ -20,22 +20,25 @@ from ragged_attention.testing.paged.specs import (
     pages_of,
     split,
 )
+from ragged_attention.testing.rounded_weights import allowance
 from ragged_attention.testing.runner import Runner
 
 
 def check_attention(runner: Runner, batch: RaggedTables, options: Mapping[str, Any] | None = None) -> None:
     """A batch's out and lse agree with the definition."""
-    expect_results(batch, runner.run(batch.OPERATION, batch, options=options, return_lse=True), batch)
+    expect_results(runner, batch, runner.run(batch.OPERATION, batch, options=options, return_lse=True), batch)
 
 
-def expect_results(batch: RaggedTables, got: Any, seen: RaggedTables) -> None:
+def expect_results(runner: Runner, batch: RaggedTables, got: Any, seen: RaggedTables) -> None:
     """Out and lse of a batch are those that the definition has for what was `seen` of it."""
-    for name, mine, want in zip(("out", "lse"), got, seen.expected(), strict=True):
-        agrees(mine, want, batch.kind if name == "out" else f"lse {batch.kind}", name)
+    (out, lse), (want_out, want_lse) = got, seen.expected()
+    agrees(out, want_out, batch.kind, allowance=allowance(runner, seen))
+    agrees(lse, want_lse, f"lse {batch.kind}", "lse")
 
 
 def check_without_lse(runner: Runner, batch: RaggedTables) -> None:
-    agrees(runner.run(batch.OPERATION, batch), batch.expected()[0], batch.kind)
+    got = runner.run(batch.OPERATION, batch)
+    agrees(got, batch.expected()[0], batch.kind, allowance=allowance(runner, batch))
 
 
 def check_determinism(runner: Runner, batch: RaggedTables) -> None:

@@ -142,6 +142,10 @@ class RaggedTables(Arrays, abc.ABC):
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Out and lse as the definition has them, in float64 on the inputs as rounded."""
 
+    @abc.abstractmethod
+    def mean_magnitudes(self) -> NDArray[np.float64]:
+        """The weighted means of the values' magnitudes, in the shape of out."""
+
     def drafted(self, start: int, stop: int) -> NDArray[np.bool_] | None:
         """Rows of a draft mask, if there is one."""
         del start, stop
@@ -291,6 +295,13 @@ class Batch(RaggedTables):
         scales = {"k_scale": None, "v_scale": None} if self.quantized else {}
         wide = self.with_pages([pages.astype(np.float32) for pages in arrays])
         return wide.change(dtype="float32", cache_dtype="float32", out_dtype=None, **scales)
+
+    def mean_magnitudes(self) -> NDArray[np.float64]:
+        wide = self.widened()
+        wide = wide.with_pages([pages.copy() for pages in wide.pages])
+        values = split(wide.kv_pages)[1]
+        np.abs(values, out=values)
+        return np.abs(wide.expected()[0])  # the scale of values may be negative
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -50,7 +50,7 @@ def check_update(
     out, lse, pages = runner.update(batch, new, options=options)
     for got, want in zip(pages_of(pages), pages_of(runner.run("write_kv_pages", new)), strict=True):
         compare.identical(got, want, "pages")
-    expect_results(batch, (out, lse), batch.change(kv_pages=pages))
+    expect_results(runner, batch, (out, lse), batch.change(kv_pages=pages))
 
 
 def _with_nan_where_nothing_goes(new: WriteBatch) -> WriteBatch:

@@ -16,9 +16,15 @@ from ragged_attention.testing.compare import agrees, identical
 from ragged_attention.testing.mla.laws import Law
 from ragged_attention.testing.mla.specs import PrefillBatch
 from ragged_attention.testing.paged.specs import Batch
+from ragged_attention.testing.rounded_weights import allowance
 from ragged_attention.testing.runner import Runner
 from ragged_attention.testing.varlen.gradients import GradientBatch, Gradients, GradientSpec
-from ragged_attention.testing.varlen.oracle import gradients_agree, rows_without_gradient, varlen_agrees
+from ragged_attention.testing.varlen.oracle import (
+    gradients_agree,
+    results_agree,
+    rows_without_gradient,
+    varlen_agrees,
+)
 from ragged_attention.testing.varlen.specs import VarlenBatch, VarlenSpec
 from ragged_attention.testing.varlen.strategies import sparse_gradient_specs, varlen_gradient_specs, varlen_specs
 
@@ -30,19 +36,15 @@ def built(spec: GradientSpec) -> Any:
     return dataclasses.replace(spec, of=dataclasses.replace(spec.of, dtype="float32")).build()
 
 
-def same(got: Gradients, want: Gradients, batch: GradientBatch, what: str = "") -> None:
-    """Two calls give the same results and the same gradients."""
-    dtype = batch.forward.dtype
-    if isinstance(batch.forward, VarlenBatch):
-        varlen_agrees((got.out, got.lse), (want.out, want.lse), dtype, what)
-    else:
-        agrees(got.out, want.out, "prefill out", f"out{what}")
-        agrees(got.lse, want.lse, "prefill lse", f"lse{what}")
-    gradients_agree(got.of, want.of, dtype, what)
+def same(runner: Runner, got: Gradients, want: Gradients, batch: GradientBatch, what: str = "") -> None:
+    """The results and the gradients of a batch are those wanted, which come from the backend too."""
+    rounding = allowance(runner, batch.forward, batch.forward)
+    results_agree(got, want.out, want.lse, batch, what, rounding=rounding)
+    gradients_agree(got.of, want.of, batch.forward.dtype, what)
 
 
 def _same_batches(runner: Runner, batch: GradientBatch, other: GradientBatch, what: str = "") -> None:
-    same(runner.gradients(batch), runner.gradients(other), batch, what)
+    same(runner, runner.gradients(batch), runner.gradients(other), batch, what)
 
 
 def _share(lse: NDArray[Any], sinks: NDArray[Any] | None) -> NDArray[Any]:
@@ -62,7 +64,7 @@ def nothing_comes_from_nothing(runner: Runner, spec: GradientSpec) -> None:
     want = runner.gradients(batch)
     for kind in ("nan", "inf"):
         got = runner.gradients(batch.poisoned(kind, spec.of.seed))
-        same(got, want, batch, f" with {kind} in what takes no part")
+        same(runner, got, want, batch, f" with {kind} in what takes no part")
         for name, rows in rows_without_gradient(batch).items():
             identical(got.of[name][rows], np.zeros_like(got.of[name][rows]), f"d{name} of what takes no part")
         fully_masked = batch.forward.fully_masked_heads()
@@ -78,7 +80,7 @@ def sinks_take_their_share(runner: Runner, spec: GradientSpec) -> None:
     none = np.zeros(spec.of.heads, np.float32)
     for sink, want in ((-np.inf, plain), (np.inf, dataclasses.replace(of_lse, out=0 * plain.out))):
         sunk = runner.gradients(batch.change(sinks=none + np.float32(sink)))
-        same(sunk, dataclasses.replace(want, of=want.of | {"sinks": none}), batch, f" with sinks {sink}")
+        same(runner, sunk, dataclasses.replace(want, of=want.of | {"sinks": none}), batch, f" with sinks {sink}")
 
 
 def sinks_lose_what_they_take(runner: Runner, spec: GradientSpec) -> None:
@@ -164,7 +166,7 @@ def sequences_in_any_order(runner: Runner, spec: GradientSpec) -> None:
     order = np.random.default_rng(spec.of.seed).permutation(batch.forward.num_seqs)  # type: ignore[union-attr]
     part, rows, keys = _part(batch, order)
     whole, got = runner.gradients(batch), runner.gradients(part)
-    same(_without_sinks(got), _at(whole, rows, keys), batch)
+    same(runner, _without_sinks(got), _at(whole, rows, keys), part)
     if "sinks" in got.of:
         gradients_agree({"sinks": got.of["sinks"]}, {"sinks": whole.of["sinks"]}, batch.forward.dtype)
 
@@ -177,7 +179,7 @@ def sequences_do_not_mix(runner: Runner, spec: GradientSpec) -> None:
     for seq in range(batch.forward.num_seqs):  # type: ignore[union-attr]
         part, rows, keys = _part(batch, [seq])
         got = runner.gradients(part)
-        same(_without_sinks(got), _at(whole, rows, keys), batch, f" of sequence {seq}")
+        same(runner, _without_sinks(got), _at(whole, rows, keys), part, f" of sequence {seq}")
         d_sinks += got.of.get("sinks", 0.0)
     if "sinks" in whole.of:
         gradients_agree({"sinks": whole.of["sinks"]}, {"sinks": d_sinks}, batch.forward.dtype, " of all sequences")
@@ -221,7 +223,7 @@ def groups_share_a_head(runner: Runner, spec: GradientSpec) -> None:
     apart = runner.gradients(batch.change(**copies))
     shape = len(batch.forward.k), spec.of.kv_heads, batch.forward.group
     summed = {name: apart.of[name].reshape(*shape, apart.of[name].shape[-1]).sum(axis=2) for name in copies}
-    same(runner.gradients(batch), dataclasses.replace(apart, of=apart.of | summed), batch)
+    same(runner, runner.gradients(batch), dataclasses.replace(apart, of=apart.of | summed), batch)
 
 
 def gradients_have_sums(runner: Runner, spec: GradientSpec) -> None:
@@ -287,7 +289,7 @@ def tokens_add_up(runner: Runner, spec: GradientSpec) -> None:
         for name, array in first.of.items()
     }
     out, lse = (np.concatenate([getattr(half, name) for half in halves]) for name in ("out", "lse"))
-    same(whole, Gradients(out, lse, joined), batch)
+    same(runner, whole, Gradients(out, lse, joined), batch)
 
 
 def a_double_is_two_rows(runner: Runner, spec: GradientSpec) -> None:
@@ -301,7 +303,7 @@ def a_double_is_two_rows(runner: Runner, spec: GradientSpec) -> None:
     )
     twice = runner.gradients(batch.change(indices=np.concatenate([forward.indices, forward.indices], -1)))
     summed = apart.of["kv"].astype(np.float64).reshape(2, *forward.kv.shape).sum(axis=0)
-    same(twice, dataclasses.replace(apart, of=apart.of | {"kv": summed}), batch)
+    same(runner, twice, dataclasses.replace(apart, of=apart.of | {"kv": summed}), batch)
 
 
 def pages_are_rows(runner: Runner, spec: GradientSpec) -> None:
@@ -311,7 +313,7 @@ def pages_are_rows(runner: Runner, spec: GradientSpec) -> None:
     if batch.forward.kv.ndim == 3:
         return
     packed, paged = runner.gradients(batch.change(kv=rows)), runner.gradients(batch)
-    same(packed, dataclasses.replace(paged, of=paged.of | {"kv": paged.of["kv"].reshape(rows.shape)}), batch)
+    same(runner, packed, dataclasses.replace(paged, of=paged.of | {"kv": paged.of["kv"].reshape(rows.shape)}), batch)
 
 
 def all_rows_listed_is_dense(runner: Runner, spec: GradientSpec) -> None:
@@ -339,7 +341,7 @@ def all_rows_listed_is_dense(runner: Runner, spec: GradientSpec) -> None:
     got, want = runner.gradients(batch.change(**listed)), runner.gradients(dataclasses.replace(batch, forward=dense))
     as_key = want.of.pop("k").astype(np.float64)
     as_key[..., : forward.d_v] += want.of.pop("v")
-    same(got, dataclasses.replace(want, of=want.of | {"kv": as_key}), batch)
+    same(runner, got, dataclasses.replace(want, of=want.of | {"kv": as_key}), batch)
 
 
 _DENSE = varlen_gradient_specs(clean=True)

@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
-from ragged_attention.reference.varlen_attention import varlen_attention
 from ragged_attention.testing.compare import agrees, identical
+from ragged_attention.testing.rounded_weights import Allowance, allowance
 from ragged_attention.testing.runner import Runner
 from ragged_attention.testing.varlen.gradients import BackwardBatch, GradientBatch, Gradients, expected
 from ragged_attention.testing.varlen.specs import VarlenBatch
@@ -16,14 +15,14 @@ RUNS = 5  # that give the same bits
 DETERMINISTIC = ("triton", "eager", "reference")  # whose dense gradients have the same bits without being asked for
 
 
-def varlen_agrees(got: Any, want: Any, dtype: str, what: str = "") -> None:
+def varlen_agrees(got: Any, want: Any, dtype: str, what: str = "", *, rounding: Allowance = 0.0) -> None:
     """Out and lse of one call are those of another, or the definition's.
 
     Where 32 bits are given nothing is rounded but products and sums: the bounds are those of other attention in them.
     """
     kinds = ("float32", "lse float32") if dtype == "float32" else ("varlen out", "varlen lse")
     for name, mine, theirs, kind in zip(("out", "lse"), got, want, kinds, strict=True):
-        agrees(mine, theirs, kind, f"{name}{what}")
+        agrees(mine, theirs, kind, f"{name}{what}", allowance=rounding if name == "out" else 0.0)
 
 
 def gradients_agree(got: Mapping[str, Any], want: Mapping[str, Any], dtype: str, what: str = "") -> None:
@@ -38,26 +37,25 @@ def gradients_agree(got: Mapping[str, Any], want: Mapping[str, Any], dtype: str,
 
 
 def check_varlen(runner: Runner, batch: VarlenBatch, options: Mapping[str, Any] | None = None) -> None:
-    varlen_agrees(
-        runner.run("varlen_attention", batch, options=options, return_lse=True),
-        varlen_attention(**batch.arguments()),
-        batch.dtype,
-    )
+    got = runner.run("varlen_attention", batch, options=options, return_lse=True)
+    varlen_agrees(got, batch.expected(), batch.dtype, rounding=allowance(runner, batch))
 
 
 def check_varlen_without_lse(runner: Runner, batch: VarlenBatch) -> None:
-    out, lse = varlen_attention(**batch.arguments())
-    varlen_agrees((runner.run("varlen_attention", batch), lse), (out, lse), batch.dtype)
+    out, lse = batch.expected()
+    got = runner.run("varlen_attention", batch), lse
+    varlen_agrees(got, (out, lse), batch.dtype, rounding=allowance(runner, batch))
 
 
-def _results_agree(got: Gradients, batch: GradientBatch) -> None:
-    forward = batch.forward
-    if isinstance(forward, VarlenBatch):
-        varlen_agrees((got.out, got.lse), varlen_attention(**forward.arguments()), forward.dtype)
+def results_agree(
+    got: Gradients, out: Any, lse: Any, batch: GradientBatch, what: str = "", *, rounding: Allowance = 0.0
+) -> None:
+    """The out and lse of a call that was differentiated."""
+    if isinstance(batch.forward, VarlenBatch):
+        varlen_agrees((got.out, got.lse), (out, lse), batch.forward.dtype, what, rounding=rounding)
         return
-    out, _, lse = sparse_mla_prefill(**forward.arguments())
-    agrees(got.out, out, "prefill out")
-    agrees(got.lse, lse, "prefill lse", "lse")
+    agrees(got.out, out, "prefill out", f"out{what}", allowance=rounding)
+    agrees(got.lse, lse, "prefill lse", f"lse{what}")
 
 
 def check_gradients(runner: Runner, batch: GradientBatch, options: Mapping[str, Any] | None = None) -> None:
@@ -71,7 +69,8 @@ def check_gradients(runner: Runner, batch: GradientBatch, options: Mapping[str, 
         gradients_agree(runner.backward(call, options=options), expected(call), batch.forward.dtype)
         return
     got = runner.gradients(batch)
-    _results_agree(got, batch)
+    want = batch.forward.expected()
+    results_agree(got, want[0], want[-1], batch, rounding=allowance(runner, batch.forward))
     gradients_agree(got.of, expected(batch.backward(got.out, got.lse)), batch.forward.dtype)
 
 

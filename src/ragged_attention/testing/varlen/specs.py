@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ragged_attention.reference.varlen_attention import sequences
+from ragged_attention.reference.varlen_attention import sequences, varlen_attention
 from ragged_attention.testing import formats
 from ragged_attention.testing.mla.specs import sinks_of
 from ragged_attention.testing.paged.specs import Arrays
@@ -84,6 +84,14 @@ class VarlenBatch(Arrays):
             )
         }
         return self.change(**spoilt)
+
+    def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Out and lse as the definition has them, in float64 on the inputs as rounded."""
+        return varlen_attention(**self.arguments())
+
+    def mean_magnitudes(self) -> NDArray[np.float64]:
+        """The weighted means of the values' magnitudes, in the shape of out."""
+        return self.change(v=np.abs(self.v)).expected()[0]
 
     def of(self, order: list[int] | NDArray[np.integer[Any]]) -> Self:
         """The batch of some of the sequences in another order, padding left out."""
