@@ -132,6 +132,16 @@ def paged_attention(given: Any, fault: str) -> Any:
     return over_pages(given["q"], k, v, given | tables, fault)[0]
 
 
+def prefill_attention(given: Any, fault: str) -> Any:
+    q, out = given["q"], np.zeros(given["q"].shape)
+    k, v = (np.moveaxis(given[name], 0, 2) for name in ("k_pages", "v_pages"))
+    length = min(int(np.asarray(given["length"]).reshape(())), len(given["page_indices"]) * k.shape[1])
+    live = len(q) if given.get("align", "chunk") == "end" and fault != "align" else (length - 1) % len(q) + 1
+    tables = {"kv_lens": [length], "page_indices": given["page_indices"][None], "cu_q_lens": [0, live]}
+    out[:live] = over_pages(q[:live], k, v, given | tables, fault)[0]
+    return out
+
+
 def latent(given: Any, name: str, fault: str) -> Any:
     """K and V of a latent cache."""
     rows, d_v = given[name], given.get("d_v", 512)
@@ -223,7 +233,8 @@ def varlen_attention(given: Any, fault: str) -> Any:
 ATTENTIONS: dict[str, Callable[[Any, str], Any]] = {
     each.__name__: each
     for each in (
-        ragged_paged_attention, paged_attention, ragged_mla_attention, mla_decode, sparse_mla_prefill, varlen_attention,
+        ragged_paged_attention, paged_attention, prefill_attention, ragged_mla_attention, mla_decode,
+        sparse_mla_prefill, varlen_attention,
     )
 }  # fmt: skip
 INTEGERS = "iub"

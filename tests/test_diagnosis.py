@@ -1,7 +1,7 @@
 """A failure is told with its likely cause: each fault of the partial backend has the words that name it."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,16 @@ from ragged_attention.testing.alike import alike as with_strides_of_0
 from ragged_attention.testing.diagnosis import forms, numbers, results
 from ragged_attention.testing.diagnosis.fields import WHATEVER
 from ragged_attention.testing.drawing import Check, on_corner
-from ragged_attention.testing.heads_first.specs import check_paged
+from ragged_attention.testing.heads_first import suite as heads_first_suite
+from ragged_attention.testing.heads_first.specs import ChunkSpec, check_chunk, check_paged
+from ragged_attention.testing.mla import corners as mla_corners
+from ragged_attention.testing.mla import ragged
 from ragged_attention.testing.mla.oracle import check_decode, check_prefill
 from ragged_attention.testing.mla.ragged import RaggedLatentSpec
+from ragged_attention.testing.paged import corners as paged_corners
 from ragged_attention.testing.paged.oracle import check_attention
 from ragged_attention.testing.suite import checks
+from ragged_attention.testing.varlen import corners as varlen_corners
 from ragged_attention.testing.varlen.oracle import check_varlen
 from ragged_attention.testing.verdicts import verdict_of
 from tests import faulty_attentions, partial_backend
@@ -132,6 +137,7 @@ ATTENTIONS: dict[str, tuple[str, Callable[..., Any], Any]] = {  # the operation,
     "decode": ("ragged_paged_attention", check_attention, Spec(lens=((1, 37), (1, 21), (1, 70)), **HEADS)),
     "prefill": ("ragged_paged_attention", check_attention, Spec(lens=((5, 37), (3, 21), (9, 70)), **HEADS)),
     "heads first": ("paged_attention", check_paged, PagedSpec(spec=Spec(lens=((1, 37), (1, 21), (1, 70)), **HEADS))),
+    "chunk": ("prefill_attention", check_chunk, ChunkSpec(spec=Spec(lens=(), **HEADS), length=70, chunk=20)),
     "ragged latents": ("ragged_mla_attention", check_attention, RaggedLatentSpec(tables=TABLES)),
     "latent decode": ("mla_decode", check_decode, DecodeSpec(**DENSE)),
     "lists": ("mla_decode", check_decode, DecodeSpec(**SPARSE)),
@@ -141,14 +147,15 @@ ATTENTIONS: dict[str, tuple[str, Callable[..., Any], Any]] = {  # the operation,
         VarlenSpec(lens=((5, 37), (3, 21), (9, 70)), kv_heads=2, group=3, d=64, d_v=64, dtype="bfloat16"),
     ),
 }  # fmt: skip
-PAGED = ("decode", "prefill", "heads first", "ragged latents", "latent decode")
-MASKED = ("decode", "prefill", "ragged latents", "latent decode", "packed")
-CAUSAL = ("prefill", "ragged latents", "latent decode", "packed")
+PAGED = ("decode", "prefill", "heads first", "chunk", "ragged latents", "latent decode")
+MASKED = ("decode", "prefill", "chunk", "ragged latents", "latent decode", "packed")
+CAUSAL = ("prefill", "chunk", "ragged latents", "latent decode", "packed")
 OF_LATENTS = ("ragged latents", "latent decode", "lists", "sparse prefill")
 OF_LISTS = ("lists", "sparse prefill")
-GROUPED = ("decode", "prefill", "heads first", "packed")
+GROUPED = ("decode", "prefill", "heads first", "chunk", "packed")
 ALL = tuple(ATTENTIONS)
-WITH_LSE = tuple(family for family in ALL if family != "heads first")
+WITH_LSE = tuple(family for family in ALL if family not in ("heads first", "chunk"))
+WITH_EMPTY = tuple(family for family in ALL if family != "chunk")
 # Of each fault the families in which it is planted, the fields that show it, and the words of its cause.
 FAULTS: dict[str, tuple[Sequence[str], dict[str, Any], str]] = {
     "unscaled": (ALL, {}, "the logits are not scaled"),
@@ -159,7 +166,7 @@ FAULTS: dict[str, tuple[Sequence[str], dict[str, Any], str]] = {
     "sum not rescaled": (ALL, {}, "sums are not rescaled where a later key has a larger logit"),
     "accumulator not rescaled": (ALL, {}, "sums are not rescaled where a later key has a larger logit"),
     "nothing rescaled": (ALL, {}, "sums are not rescaled where a later key has a larger logit"),
-    "0 / 0": (ALL, {"empty": True}, numbers.OF_NO_KEYS),
+    "0 / 0": (WITH_EMPTY, {"empty": True}, numbers.OF_NO_KEYS),
     "NaN": (MASKED, {"poison": "nan", "sliding_window": 7}, numbers.NAN),
     "zeros in a tail": (
         ("decode", "heads first", "latent decode", *OF_LISTS, "packed"), {}, "keys past the length are counted as zeros"
@@ -189,13 +196,16 @@ FAULTS: dict[str, tuple[Sequence[str], dict[str, Any], str]] = {
     "extra_topk_lens ignored": (("lists",), {}, "extra_topk_lens is ignored"),
     "extra ignored": (("lists",), {}, "the extra cache is ignored"),
     "edges of q": (("packed",), {}, "keys are found by cu_q_lens"),
+    "align": (("chunk",), {"align": "end"}, "align is ignored"),
     "one early": (("packed",), {}, "the keys of a sequence are read one row too early"),
 }  # fmt: skip
 
 
 def with_fields(spec: Any, fields: dict[str, Any]) -> Any:
     """The structure with some fields, where it has them; `empty` has sequences or lists without keys."""
-    if isinstance(spec, PagedSpec):
+    if isinstance(spec, ChunkSpec) and "align" in fields:
+        return dataclasses.replace(spec, **fields)
+    if isinstance(spec, (PagedSpec, ChunkSpec)):
         return dataclasses.replace(spec, spec=with_fields(spec.spec, fields))
     if isinstance(spec, RaggedLatentSpec):
         return dataclasses.replace(spec, tables=with_fields(spec.tables, fields))
@@ -227,15 +237,28 @@ def test_a_right_kernel_has_no_cause(family: str) -> None:
         assert list(numbers.of_results(runner, batch, {})) == []
 
 
-@pytest.mark.parametrize("family", ATTENTIONS)
+CORNERS: dict[str, Mapping[str, Callable[[], Any]]] = {
+    "ragged": paged_corners.CORNERS,
+    "paged": heads_first_suite.PAGED_CORNERS,
+    "chunk": heads_first_suite.CHUNK_CORNERS,
+    "sparse prefill": mla_corners.PREFILL_CORNERS,
+    "latent decode": mla_corners.DECODE_CORNERS,
+    "ragged latents": ragged.CORNERS,
+    "packed": {name: spec.build for name, spec in varlen_corners.VARLENS.items()},
+}
+
+
+@pytest.mark.parametrize("family", CORNERS)
 def test_the_form_of_a_batch_has_the_results_of_the_definition(family: str) -> None:
-    """What a candidate is made from is right where nothing has been changed."""
-    for fields in ({}, *(fields for families, fields, _ in FAULTS.values() if family in families)):
-        batch = with_fields(ATTENTIONS[family][2], fields).build()
+    """What causes are told by is right where nothing is changed, and where slots are that no query sees."""
+    for name, build in CORNERS[family].items():
+        batch = build()
         form = forms.form_of(batch)
         assert form is not None
         found, want = forms.attended(form), results.expected(batch)
-        assert results.alike({name: found[name] for name in want}, want, batch)
+        assert results.alike({name: found[name] for name in want}, want, batch), name
+        other = results.with_other_values(batch, form, ~form.read())
+        assert results.alike(results.expected(other), want, batch), name
 
 
 def test_strides_of_0_are_no_second_cause() -> None:
