@@ -32,7 +32,8 @@ def online(q: Any, k: Any, v: Any, seen: Any, given: Any, fault: str) -> Any:
             mask = np.pad(mask, (0, padding), constant_values=True)
         s = q @ keys.T * scale
         if given.get("soft_cap") is not None and fault != "soft cap":
-            s = given["soft_cap"] * np.tanh(s / given["soft_cap"])
+            first = scale if fault == "cap before scale" else 1
+            s = given["soft_cap"] * np.tanh(s / first / given["soft_cap"]) * first
         s = np.where(mask, s, -np.inf)
         if fault != "NaN":
             values = np.where(mask[:, None], values, 0)
@@ -42,7 +43,7 @@ def online(q: Any, k: Any, v: Any, seen: Any, given: Any, fault: str) -> Any:
         l = l * (1 if fault in ("sum not rescaled", "nothing rescaled") else alpha) + p.sum(axis=1)  # noqa: E741
         acc = acc * (1 if fault in ("accumulator not rescaled", "nothing rescaled") else alpha[:, None]) + p @ values
         m = new
-    lse = np.where(l == 0, -np.inf, np.where(m == -np.inf, 0, m) + np.log(l))
+    lse = np.where(l == 0, np.inf if fault == "+inf" else -np.inf, np.where(m == -np.inf, 0, m) + np.log(l))
     return (
         acc / np.where((l == 0) & (fault != "0 / 0"), 1, l)[:, None],
         m,
@@ -163,6 +164,8 @@ def listed(q: Any, caches: Any, given: Any, fault: str) -> Any:
         inside = (chosen >= 0) & (chosen < len(k))
         if fault == "-1 read":
             chosen, inside = np.where(inside, chosen, 0), np.ones_like(inside)
+        if fault == "list ends":
+            inside &= ~np.logical_or.accumulate(~inside)
         if fault == "index once":
             inside &= np.isin(np.arange(len(chosen)), np.unique(chosen, return_index=True)[1])
         rows = np.where(inside, chosen, len(k))

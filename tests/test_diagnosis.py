@@ -161,12 +161,14 @@ FAULTS: dict[str, tuple[Sequence[str], dict[str, Any], str]] = {
     "unscaled": (ALL, {}, "the logits are not scaled"),
     "exp2": (ALL, {}, "exp2 is taken of logits that are not multiplied by log2(e)"),
     "soft cap": (("decode", "prefill", "latent decode", "packed"), {"soft_cap": 0.5}, "soft_cap is ignored"),
+    "cap before scale": (("decode", "packed"), {"soft_cap": 0.5}, "the soft cap is applied before the scale"),
     "sinks": (WITH_LSE, {"sinks": "normal"}, "sinks is ignored"),
     "base 2": (WITH_LSE, {}, "lse is in base 2"),
     "sum not rescaled": (ALL, {}, "sums are not rescaled where a later key has a larger logit"),
     "accumulator not rescaled": (ALL, {}, "sums are not rescaled where a later key has a larger logit"),
     "nothing rescaled": (ALL, {}, "sums are not rescaled where a later key has a larger logit"),
     "0 / 0": (WITH_EMPTY, {"empty": True}, numbers.OF_NO_KEYS),
+    "+inf": (tuple(each for each in WITH_LSE if each != "lists"), {"empty": True}, "lse is +inf where no key is seen"),
     "NaN": (MASKED, {"poison": "nan", "sliding_window": 7}, numbers.NAN),
     "zeros in a tail": (
         ("decode", "heads first", "latent decode", *OF_LISTS, "packed"), {}, "keys past the length are counted as zeros"
@@ -191,6 +193,7 @@ FAULTS: dict[str, tuple[Sequence[str], dict[str, Any], str]] = {
     "no rope": (OF_LATENTS, {}, "the columns behind d_v, such as the rotary ones, are left out of the logits"),
     "-1 read": (OF_LISTS, {}, "an index that selects nothing, such as -1, is read as row 0"),
     "-1 is a key of zeros": (OF_LISTS, {}, "an index that selects nothing, such as -1, is counted as a key of zeros"),
+    "list ends": (OF_LISTS, {}, "a list ends at its first index that selects nothing"),
     "index once": (OF_LISTS, {}, "an index that is listed twice is counted once"),
     "topk_lens ignored": (OF_LISTS, {}, "topk_lens is ignored"),
     "extra_topk_lens ignored": (("lists",), {}, "extra_topk_lens is ignored"),

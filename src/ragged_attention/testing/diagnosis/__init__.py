@@ -13,7 +13,7 @@ from typing import Any
 from ragged_attention.testing import steering
 from ragged_attention.testing.diagnosis.fields import brief as brief
 from ragged_attention.testing.diagnosis.fields import lengths_of, of_fields, with_lengths
-from ragged_attention.testing.diagnosis.numbers import of_results
+from ragged_attention.testing.diagnosis.numbers import READ, of_results
 from ragged_attention.testing.runner import Declined, Runner
 
 OF_LISTS = ("topk", "extra_topk", "tokens", "rows")  # numbers in the structures of calls with lists
@@ -37,6 +37,7 @@ def causes(runner: Runner, value: Any, check: Callable[[Any], object]) -> tuple[
     except Declined:
         more = []
     numbers = [cause for cause in numbers if cause in more] or [*more, *numbers]
+    numbers.sort(key=lambda cause: cause in READ)
     return tuple(dict.fromkeys([*numbers, *of_fields(value, lambda other: outcome(check, other))]))
 
 

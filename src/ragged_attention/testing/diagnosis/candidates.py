@@ -1,6 +1,6 @@
 """What kernels with known faults would have computed, each with its cause in words.
 
-A candidate is another call, whose results the definition gives, or another form of the same call.
+A candidate is another call, whose results the definition gives, another form of the same call, or results themselves.
 """
 
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ragged_attention.testing.diagnosis.forms import Form, Part
+from ragged_attention.testing.diagnosis.forms import Form, Part, Results, attended
 from ragged_attention.testing.mla.specs import DecodeBatch
 
-Candidate = tuple[str, Any]  # a cause; a batch or a form
+Candidate = tuple[str, Any]  # a cause; a batch, a form or results
 BLOCKS = (4, 8, 16, 32, 64, 128)
 OPTIONS = (
     "sliding_window", "soft_cap", "sm_scale", "sinks", "q_scale", "k_scale", "v_scale", "kv_scale", "draft_mask",
@@ -24,6 +24,7 @@ LOG2_E = float(np.log2(np.e))
 def candidates(batch: Any, form: Form) -> Iterator[Candidate]:
     """The candidates of a batch, those first that others look like."""
     yield from other_options(batch, form)
+    yield from other_sums(form)
     yield from other_masks(form)
     yield from other_heads(form)
     if form.latent:
@@ -53,8 +54,27 @@ def other_options(batch: Any, form: Form) -> Iterator[Candidate]:
         yield f"align is ignored: the chunk stands as align={other!r} has it", batch.change(align=other)
     yield "exp2 is taken of logits that are not multiplied by log2(e)", form.change(scale=form.scale / LOG2_E)
     yield "exp is taken of logits that are multiplied by log2(e)", form.change(scale=form.scale * LOG2_E)
-    if np.isfinite(form.sinks).any() and np.ptp(form.sinks[np.isfinite(form.sinks)]) > 0:
+    if form.soft_cap is not None:
+        yield "the soft cap is applied before the scale, not after it", form.change(soft_cap=form.soft_cap * form.scale)
+
+
+def other_sums(form: Form) -> Iterator[Candidate]:
+    """Results and forms with other sums of weights."""
+    right = attended(form)
+    yield "lse is +inf where no key is seen: it is -inf", {**right, "lse": np.where(empty(right), np.inf, right["lse"])}
+    if (form.sinks == -np.inf).all():
+        return
+    yield "lse has the sinks in it: it is of the keys alone", {**right, "lse": np.logaddexp(right["lse"], form.sinks)}
+    largest = np.maximum(right["max_logits"], form.sinks)
+    yield "max_logits has the sinks in it: it is of the keys alone", {**right, "max_logits": largest}
+    yield "sinks are counted twice, as if once for each of two parts", form.change(sinks=form.sinks + np.log(2))
+    if len(form.sinks) > 1:
         yield "every head has the sink of head 0", form.change(sinks=np.full_like(form.sinks, form.sinks[0]))
+
+
+def empty(results: Results) -> NDArray[np.bool_]:
+    """Which heads of which queries see no key, [T, H]."""
+    return results["lse"] == -np.inf
 
 
 def other_masks(form: Form) -> Iterator[Candidate]:
@@ -100,6 +120,7 @@ def other_lengths(form: Form) -> Iterator[Candidate]:
         yield cause, form.of_parts(lambda part, block=block: part.as_long_as(part.kv_len // block * block))
         if form.kind == "lists":
             yield cause, form.of_parts(lambda part, block=block: cut(part, len(part.slots) // block * block))
+            yield cause, form.of_parts(lambda part, block=block: without_tail(part, block))
     yield "the last key is dropped", form.of_parts(lambda part: cut(part, part.kv_len - 1))
     for size in sorted({1, form.page_size}):  # a kernel that goes through pages has no slot behind a whole page
         cause = "one slot past the length is read as a key"
@@ -116,6 +137,13 @@ def other_lengths(form: Form) -> Iterator[Candidate]:
 def cut(part: Part, stop: int, least: int = 0) -> Part:
     """Without the keys from `stop` on, if there are more than `least`; the queries stand where they stood."""
     return part.without(np.arange(len(part.slots)) >= stop) if part.kv_len > least else part
+
+
+def without_tail(part: Part, block: int) -> Part:
+    """Of a list without the entries that select nothing: up to a multiple of a block."""
+    chosen = part.slots[: part.kv_len][part.slots[: part.kv_len] >= 0]
+    stop = len(chosen) // block * block if len(chosen) > block else len(chosen)
+    return part.change(slots=chosen, kv_len=stop)
 
 
 def longer(form: Form, part: Part, size: int) -> Part:
@@ -196,14 +224,49 @@ def other_lists(batch: Any, form: Form) -> Iterator[Candidate]:
     zeros = form.of_parts(lambda part: part.change(slots=np.where(part.slots < 0, form.zeros, part.slots)))
     yield nothing + "counted as a key of zeros: mask its logit by -inf", zeros
     selections = list(batch.selections()) if isinstance(batch, DecodeBatch) else [batch.selection]
-    names = ("indices", "extra_indices")
+
+    def listed(change: Any) -> Any:
+        """The call with other lists: what `change` makes of each and of the number of slots it may name."""
+        names = ("indices", "extra_indices")
+        return batch.change(
+            **{name: change(each.indices, each.num_slots) for name, each in zip(names, selections, strict=False)}
+        )
+
     for told, read in (
-        ("row 0", lambda index, size: np.where((index >= 0) & (index < size), index, 0)),
-        ("a row, counted from the last one", lambda index, size: index % size),
-        ("the nearest row", lambda index, size: index.clip(0, size - 1)),
+        ("row 0", lambda index, size: 0 * index),
+        ("a row, counted from the last one", lambda index, size: index % max(size, 1)),
+        ("the nearest row", lambda index, size: index.clip(0, max(size - 1, 0))),
     ):
-        indices = {name: read(each.indices, each.num_slots) for name, each in zip(names, selections, strict=False)}
-        yield f"{nothing}read as {told}", batch.change(**indices)
+        for wrong in (
+            lambda index, size: (index < 0) | (index >= size),
+            lambda index, size: index < 0,
+            lambda index, size: index == -1,
+        ):
+            yield (
+                f"{nothing}read as {told}",
+                listed(
+                    lambda index, size, wrong=wrong, read=read: np.where(wrong(index, size), read(index, size), index)
+                ),
+            )
+    yield "the last row of a cache is never read", listed(lambda index, size: np.where(index == size - 1, -1, index))
+    ends = "a list ends at its first index that selects nothing"
+    yield (
+        ends,
+        listed(
+            lambda index, size: np.where(np.logical_or.accumulate((index < 0) | (index >= size), axis=-1), -1, index)
+        ),
+    )
+    yield (
+        "all KV heads or queries read the list of the first",
+        listed(lambda index, size: np.broadcast_to(index[:, :1], index.shape)),
+    )
+    firsts = {
+        name: np.broadcast_to(lens[:, :1], lens.shape)
+        for name in ("topk_lens", "extra_topk_lens")
+        if (lens := getattr(batch, name, None)) is not None and lens.ndim == 2
+    }
+    if firsts:
+        yield "every query has the length of the first one's list", batch.change(**firsts)
     if not isinstance(batch, DecodeBatch) or batch.extra_kv_cache is None:
         return
     none = dict.fromkeys(("extra_kv_cache", "extra_indices", "extra_topk_lens"))
@@ -213,8 +276,6 @@ def other_lists(batch: Any, form: Form) -> Iterator[Candidate]:
         cause = "the lists of one cache are as long as the lengths of the other say"
         yield cause, batch.change(extra_topk_lens=batch.topk_lens)
         yield cause, batch.change(topk_lens=batch.extra_topk_lens)
-    if batch.sinks is not None:
-        yield "sinks are counted once for each cache", form.change(sinks=form.sinks + np.log(2))
     first = form.sizes[0]
     cause = "the slots of the extra cache are read from the first one"
     yield (

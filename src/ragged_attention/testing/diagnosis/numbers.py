@@ -30,6 +30,7 @@ RESCALE = (
     "sums are not rescaled where a later key has a larger logit: the accumulator and the sum of weights are to be "
     "multiplied by exp(old maximum - new maximum)"
 )
+READ = (UNLISTED, PAST, UNSELECTED, UNSEEN)  # which say less than other causes
 LARGE = 3.0  # a logit that is larger than those of other keys, and not so large that their weights would not count
 
 
@@ -63,11 +64,12 @@ def of_results(runner: Runner, batch: Any, options: Mapping[str, Any]) -> Iterat
 
 def of_numbers(got: Results, want: Results, batch: Any, form: Form) -> Iterator[str]:
     """The calls whose right results these are, and plain relations to the right results of this call."""
-    if not form.finite():  # the batch has been right without
-        yield NAN
-    if alike(without_nan(got, want), want, batch):
+    no_keys = alike(without_nan(got, want), want, batch)
+    if no_keys:
         yield OF_NO_KEYS
-    elif form.finite():
+    if not form.finite():  # and right without
+        yield NAN
+    elif not no_keys:
         yield from of_others(got, want, batch, form)
 
 
@@ -109,7 +111,7 @@ def matching(got: Results, want: Results, batch: Any, others: Iterator[Candidate
         return of_all, of_out
     wrong = not alike({"out": got["out"]}, want, batch)
     for cause, other in others:
-        given = attended(other) if isinstance(other, Form) else expected(other)
+        given = other if isinstance(other, dict) else attended(other) if isinstance(other, Form) else expected(other)
         these = without_nan(got, given)
         if alike(these, given, batch):
             of_all.append(cause)

@@ -76,37 +76,48 @@ def alike(got: Results, want: Results, batch: Any) -> bool:
 
 
 def moved(batch: Any, order: NDArray[np.int64], sizes: tuple[int, ...]) -> Any:
-    """The batch in which each slot of its caches holds what the slot in `order` held; arrays without strides of 0."""
+    """The batch in which each slot of its caches holds what the slot in `order` held; arrays without strides of 0.
+
+    A cache whose slots are all -1 in it holds zeros.
+    """
     batch = batch.change(alike={})
+
+    def taken(cache: NDArray[Any], format: str = "plain", start: int = 0) -> NDArray[Any]:
+        own = order[start : start + cache.shape[0] * cache.shape[1]] - start
+        if (order[start : start + len(own)] < 0).all():
+            return np.zeros_like(cache)
+        return latents.repaged(cache, format, own, cache.shape[1])
+
     if isinstance(batch, VarlenBatch):
-        return batch.change(k=batch.k[order], v=batch.v[order])
+        return batch.change(**{name: taken(getattr(batch, name)[:, None])[:, 0] for name in ("k", "v")})
     if isinstance(batch, HeadsFirstArrays):
-        size = batch.page_size
-        return batch.changed_pages(
-            lambda pages: np.moveaxis(latents.repaged(np.moveaxis(pages, 0, 2), "plain", order, size), 2, 0)
-        )
+        return batch.changed_pages(lambda pages: np.moveaxis(taken(np.moveaxis(pages, 0, 2)), 2, 0))
     if isinstance(batch, RaggedTables):
         format = batch.format if isinstance(batch, RaggedLatentBatch) else "plain"
-        return batch.with_pages([latents.repaged(pages, format, order, batch.page_size) for pages in batch.pages])
-    caches, start = {}, 0
-    for each, size in zip(
-        batch.selections() if isinstance(batch, DecodeBatch) else (batch.selection,), sizes, strict=True
-    ):
-        own = order[start : start + size] - start
-        new = latents.repaged(each.cache, each.format, own, each.cache.shape[1])
-        caches[each.name] = new.reshape(getattr(batch, each.name).shape)
-        start += size
-    return batch.change(**caches)
+        return batch.with_pages([taken(pages, format) for pages in batch.pages])
+    selections = batch.selections() if isinstance(batch, DecodeBatch) else (batch.selection,)
+    starts = np.cumsum([0, *sizes])
+    return batch.change(
+        **{
+            each.name: taken(each.cache, each.format, start).reshape(getattr(batch, each.name).shape)
+            for each, start in zip(selections, starts, strict=False)
+        }
+    )
 
 
 def with_other_values(batch: Any, form: Form, where: NDArray[np.bool_], seed: int = 0) -> Any:
-    """The batch in which some of its slots hold what slots hold that are read, and are finite therefore."""
+    """The batch in which some of its slots hold what slots hold that are read, and are finite therefore.
+
+    A cache of which nothing is read holds zeros.
+    """
     rng, order, start = np.random.default_rng(seed), np.arange(len(where)), 0
     read, sizes = form.read(), form.sizes
     for size in sizes:
         own = slice(start, start + size)
         if (sources := np.flatnonzero(read[own])).size:
             order[own] = np.where(where[own], start + rng.choice(sources, size), order[own])
+        elif where[own].all():
+            order[own] = -1
         start += size
     return moved(batch, order, sizes)
 
