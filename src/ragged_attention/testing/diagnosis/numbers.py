@@ -54,6 +54,8 @@ def of_results(runner: Runner, batch: Any, options: Mapping[str, Any]) -> Iterat
             assert form is not None
             if each is batch and batch.alike and alike(results(runner, batch.change(alike={}), options), want, batch):
                 yield STRIDES
+            elif each is not clean and not form.finite():
+                yield NAN
             else:
                 yield from of_numbers(got, want, each, form)
                 if form.finite():
@@ -63,18 +65,10 @@ def of_results(runner: Runner, batch: Any, options: Mapping[str, Any]) -> Iterat
 
 
 def of_numbers(got: Results, want: Results, batch: Any, form: Form) -> Iterator[str]:
-    """The calls whose right results these are, and plain relations to the right results of this call."""
-    no_keys = alike(without_nan(got, want), want, batch)
-    if no_keys:
+    """The candidates that have these results, then plain relations to the right ones, then single keys."""
+    if alike(without_nan(got, want), want, batch):
         yield OF_NO_KEYS
-    if not form.finite():  # and right without
-        yield NAN
-    elif not no_keys:
-        yield from of_others(got, want, batch, form)
-
-
-def of_others(got: Results, want: Results, batch: Any, form: Form) -> Iterator[str]:
-    """The candidates that have these results, then plain relations, then single keys."""
+        return
     of_all, of_out = matching(got, want, batch, candidates(batch, form))
     found = of_all or of_out
     yield from found
