@@ -10,7 +10,7 @@ import pytest
 from ragged_attention import dispatch
 from ragged_attention.testing import DecodeSpec, PagedSpec, PrefillSpec, Spec, VarlenSpec, diagnosis, judge
 from ragged_attention.testing.alike import alike as with_strides_of_0
-from ragged_attention.testing.diagnosis import forms, numbers, results
+from ragged_attention.testing.diagnosis import candidates, forms, numbers, results
 from ragged_attention.testing.diagnosis.fields import WHATEVER
 from ragged_attention.testing.drawing import Check, on_corner
 from ragged_attention.testing.heads_first import suite as heads_first_suite
@@ -240,6 +240,7 @@ def test_a_right_kernel_has_no_cause(family: str) -> None:
         assert list(numbers.of_results(runner, batch, {})) == []
 
 
+SMALL = 2000  # elements of q
 CORNERS: dict[str, Mapping[str, Callable[[], Any]]] = {
     "ragged": paged_corners.CORNERS,
     "paged": heads_first_suite.PAGED_CORNERS,
@@ -262,6 +263,20 @@ def test_the_form_of_a_batch_has_the_results_of_the_definition(family: str) -> N
         assert results.alike({name: found[name] for name in want}, want, batch), name
         other = results.with_other_values(batch, form, ~form.read())
         assert results.alike(results.expected(other), want, batch), name
+
+
+@pytest.mark.parametrize("family", CORNERS)
+def test_known_faults_are_computed_for_any_small_batch(family: str) -> None:
+    """Of empty caches and lists too."""
+    for name, build in CORNERS[family].items():
+        batch = build()
+        form = forms.form_of(batch)
+        assert form is not None
+        if form.q.size <= SMALL:
+            shapes = {result: array.shape for result, array in results.expected(batch).items()}
+            for cause, other in candidates.candidates(batch, form):
+                found = numbers.computed(other)
+                assert {result: found[result].shape for result in shapes} == shapes, (name, cause)
 
 
 def test_strides_of_0_are_no_second_cause() -> None:

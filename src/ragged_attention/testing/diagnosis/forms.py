@@ -88,13 +88,14 @@ class Form:
 
     def seen(self, part: Part) -> NDArray[np.bool_]:
         """Which of its keys each query of a part sees, [q_len, kv_len]."""
-        valid, seen = part.slots >= 0, np.zeros((part.q_len, part.kv_len), bool)
+        inside = (part.slots >= 0) & (part.slots <= self.zeros)
+        seen = np.zeros((part.q_len, part.kv_len), bool)
         stop = max(part.kv_len + part.shift, 0)
-        valid = np.pad(valid, (0, max(stop - len(valid), 0)))[:stop]
+        valid = np.pad(inside, (0, max(stop - len(inside), 0)))[:stop]
         found = visible(part.q_len, stop, valid, self.causal, self.window, part.drafted)[:, : part.kv_len]
         seen[:, : found.shape[1]] = found
         if not self.causal and part.drafted is None:  # a key behind all queries is hidden by no window
-            seen[:, stop:] = part.slots[stop : part.kv_len] >= 0
+            seen[:, stop:] = inside[stop : part.kv_len]
         return seen
 
     def finite(self) -> bool:

@@ -105,13 +105,20 @@ def matching(got: Results, want: Results, batch: Any, others: Iterator[Candidate
         return of_all, of_out
     wrong = not alike({"out": got["out"]}, want, batch)
     for cause, other in others:
-        given = other if isinstance(other, dict) else attended(other) if isinstance(other, Form) else expected(other)
+        given = computed(other)
         these = without_nan(got, given)
         if alike(these, given, batch):
             of_all.append(cause)
         elif wrong and alike({"out": these["out"]}, given, batch):
             of_out.append(cause)
     return of_all, of_out
+
+
+def computed(other: Any) -> Results:
+    """The results of a candidate."""
+    if isinstance(other, dict):
+        return other
+    return attended(other) if isinstance(other, Form) else expected(other)
 
 
 def of_scale(name: str, got: NDArray[np.float64], want: NDArray[np.float64]) -> Iterator[str]:
