@@ -11,8 +11,10 @@ import pytest
 from ragged_attention.reference import ragged_paged_attention, sparse_mla_prefill
 from ragged_attention.reference._softmax import softmax
 from ragged_attention.testing.compare import agrees
+from ragged_attention.testing.diagnosis.numbers import ROUNDED
 from ragged_attention.testing.runner import Declined, Runner
 from ragged_attention.testing.suite import checks
+from ragged_attention.testing.verdicts import verdict_of
 
 CHECKS = {str(check): check for check in checks()}
 # Checks of each family that weights of two bits fewer fail, whatever is allowed.
@@ -93,6 +95,15 @@ def test_rounded_weights_are_beyond_the_bounds_where_values_cancel(name: str) ->
 def test_coarser_weights_fail_all_the_same(name: str) -> None:
     with pytest.raises(AssertionError, match="times the bound"):
         run(name, rounded_weights=True, fewer_bits=2)
+
+
+def test_rounding_is_told_as_the_cause() -> None:
+    runner = RoundingRunner()
+    verdict = verdict_of(runner, CHECKS["corner: attention, GQA ratio 3"], 1)
+    assert verdict.result == "FAILED"
+    assert verdict.causes[0] == ROUNDED
+    coarser = verdict_of(dataclasses.replace(runner, fewer_bits=4), CHECKS["corner: attention, head_dim 512"], 1)
+    assert ROUNDED not in coarser.causes
 
 
 def test_empty_batches_have_an_allowance() -> None:

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +79,8 @@ class HeadsFirstArrays(Arrays):
 class PagedBatch(HeadsFirstArrays):
     """The arguments of one `paged_attention` call in NumPy."""
 
+    OPERATION: ClassVar[str] = "paged_attention"
+
     lengths: NDArray[np.int32]
 
     def expected(self) -> NDArray[np.float64]:
@@ -88,6 +90,8 @@ class PagedBatch(HeadsFirstArrays):
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ChunkBatch(HeadsFirstArrays):
     """The arguments of one `prefill_attention` call in NumPy."""
+
+    OPERATION: ClassVar[str] = "prefill_attention"
 
     length: int | NDArray[np.int32]
     sliding_window: int | None = None

@@ -189,6 +189,7 @@ class PrefillBatch(LatentArrays):
 class DecodeBatch(LatentArrays):
     """The arguments of one `mla_decode` call in NumPy."""
 
+    OPERATION: ClassVar[str] = "mla_decode"
     PAGES: ClassVar[tuple[str, ...]] = ("kv_cache", "extra_kv_cache")
 
     q: NDArray[np.float32]

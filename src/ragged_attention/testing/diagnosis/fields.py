@@ -1,0 +1,78 @@
+"""Evidence in the fields of a structure: without which of them, and with how short sequences, a check passes."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ragged_attention.testing import steering
+
+WHATEVER = "the plainest batch fails too, whatever the features: look at the scale, the softmax and the masks of tails"
+UNTOLD = ("seed", "page_size", "lens", "kv_lens", "strided")
+DENSE = ("topk", 0)  # which is no feature but the other of two calls
+SIZES = ("dtype", "head_dim", "cache_dtype", "combined", "v_head_dim")  # of which a partial backend may take one only
+
+
+def of_fields(value: Any, passes: Callable[[Any], bool | None]) -> Iterator[str]:
+    """The fields without which the check passes, and the shortest sequence that fails."""
+    plain, now = steering.leaves(steering.plain(value)), steering.leaves(value)
+    changed = [
+        path
+        for path in now
+        if path in plain and plain[path] != now[path] and path[-1] not in UNTOLD and (path[-1], now[path]) != DENSE
+    ]
+    needed = [path for path in changed if passes(steering.replaced(value, {path: plain[path]}))]
+    if needed:
+        yield f"it fails only with {' and '.join(f'{path[-1]}={now[path]!r}' for path in needed)}"
+    lengths = [*of_lengths(value, passes)]
+    yield from lengths
+    features = [{path: plain[path] for path in changed if path[-1] not in kept} for kept in ((), SIZES)]
+    answers = [passes(steering.replaced(value, changes)) for changes in features]
+    if not needed and not lengths and next((answer for answer in answers if answer is not None), None) is False:
+        yield WHATEVER
+
+
+def of_lengths(value: Any, passes: Callable[[Any], bool | None]) -> Iterator[str]:
+    """Causes that the lengths of a failing batch show: tails of pages, and the number of keys where failures begin."""
+    size = steering.page_size_of(value)
+    for path, lens in lengths_of(value).items():
+        whole = tuple((q_len, -(-kv_len // size) * size) for q_len, kv_len in lens) if size else lens
+        if whole != lens and passes(with_lengths(value, path, whole)):
+            yield "it fails only where a sequence's length is no multiple of the page size"
+
+        def cut(most: int, path: steering.Path = path, lens: steering.Lens = lens) -> Any:
+            shorter = tuple((min(q_len, most), min(kv_len, most)) for q_len, kv_len in lens)
+            return with_lengths(value, path, shorter)
+
+        passing, failing = 0, max(kv_len for _, kv_len in lens)
+        while failing - passing > 1:
+            middle = (passing + failing) // 2
+            passing, failing = (middle, failing) if passes(cut(middle)) else (passing, middle)
+        if passing:
+            pages = f", as many as {passing // size} pages of {size} hold" if size and passing % size == 0 else ""
+            yield f"it fails only for sequences of more than {passing} keys{pages}"
+
+
+def lengths_of(value: Any) -> dict[steering.Path, steering.Lens]:
+    """The (q_len, kv_len) of a structure's sequences, by the place where it has them; q_len is 1 if it has none."""
+    of_keys = {path: leaf for path, leaf in steering.leaves(value).items() if path[-1:] == ("kv_lens",) and leaf}
+    return steering.lens_of(value) | {path: tuple((1, kv_len) for kv_len in leaf) for path, leaf in of_keys.items()}
+
+
+def with_lengths(value: Any, path: steering.Path, lens: steering.Lens) -> Any:
+    """The structure with other lengths at a place that `lengths_of` gives."""
+    only_keys = path[-1:] == ("kv_lens",)
+    return steering.replaced(value, {path: tuple(kv_len for _, kv_len in lens) if only_keys else lens})
+
+
+def brief(value: Any) -> str:
+    """A structure as the expression that makes it, without the fields that have their defaults, except for dtypes."""
+    if steering.is_structure(value):
+        told = {
+            field.name: brief(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.name == "dtype" or getattr(value, field.name) != field.default
+        }
+        return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in told.items())})"
+    if isinstance(value, tuple) and any(map(steering.is_structure, value)):
+        return ", ".join(brief(part) for part in value if part != {})
+    return repr(value)

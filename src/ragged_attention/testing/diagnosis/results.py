@@ -1,0 +1,122 @@
+"""The results of a call in one shape for all attentions, and the same call over other caches."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention.testing import formats
+from ragged_attention.testing.compare import agrees
+from ragged_attention.testing.diagnosis.forms import Form, Results
+from ragged_attention.testing.functions import RESULTS
+from ragged_attention.testing.heads_first.specs import HeadsFirstArrays
+from ragged_attention.testing.mla import latents
+from ragged_attention.testing.mla.ragged import RaggedLatentBatch
+from ragged_attention.testing.mla.specs import DecodeBatch, PrefillBatch
+from ragged_attention.testing.paged.specs import RaggedTables
+from ragged_attention.testing.rounded_weights import Allowance
+from ragged_attention.testing.runner import Runner
+from ragged_attention.testing.varlen.specs import VarlenBatch
+
+
+def results(runner: Runner, batch: Any, options: Mapping[str, Any]) -> Results:
+    """What a backend computes for a batch, by names, with a row for each query."""
+    asked = {"return_lse": True} if isinstance(batch, (RaggedTables, VarlenBatch)) else {}
+    return _named(runner.run(batch.OPERATION, batch, options=options, **asked), batch)
+
+
+def expected(batch: Any) -> Results:
+    """What the definition gives for a batch, in the same form."""
+    return _named(batch.expected(), batch)
+
+
+def _named(found: Any, batch: Any) -> Results:
+    if isinstance(batch, HeadsFirstArrays):
+        return {"out": found}
+    named: Results = dict(zip(RESULTS[batch.OPERATION], found, strict=True))
+    if isinstance(batch, DecodeBatch):  # out [S, Q, H, d_v] and lse [S, H, Q]
+        out, lse = named["out"], named["lse"]
+        lse = np.swapaxes(lse, 1, 2) if lse.ndim == 3 else lse
+        named = {"out": out.reshape(-1, *out.shape[2:]), "lse": lse.reshape(-1, lse.shape[2])}
+    return named
+
+
+def kind_of(name: str, batch: Any) -> str:
+    """Which bounds hold for a result of a batch."""
+    if isinstance(batch, (DecodeBatch, PrefillBatch)):
+        return f"{'decode' if isinstance(batch, DecodeBatch) else 'prefill'} {name}"
+    if isinstance(batch, VarlenBatch) and batch.dtype != "float32":
+        return f"varlen {name}"
+    return batch.kind if name == "out" else f"lse {batch.kind}"
+
+
+def alike(got: Results, want: Results, batch: Any, rounding: Allowance = 0.0) -> bool:
+    """Whether results agree within the bounds of the suite; out may be wrong by `rounding` besides."""
+    try:
+        for name, array in got.items():
+            allowance = np.reshape(rounding, array.shape) if name == "out" and np.ndim(rounding) else 0.0
+            agrees(array, want[name], kind_of(name, batch), name, allowance=allowance)
+    except AssertionError:
+        return False
+    return True
+
+
+# ---- other caches
+
+
+def moved(batch: Any, order: NDArray[np.int64], sizes: tuple[int, ...]) -> Any:
+    """The batch in which each slot of its caches holds what the slot in `order` held; arrays without strides of 0.
+
+    A cache whose slots are all -1 in it holds zeros.
+    """
+    batch = batch.change(alike={})
+
+    def taken(cache: NDArray[Any], format: str = "plain", start: int = 0) -> NDArray[Any]:
+        own = order[start : start + cache.shape[0] * cache.shape[1]] - start
+        if (order[start : start + len(own)] < 0).all():
+            return np.zeros_like(cache)
+        return latents.repaged(cache, format, own, cache.shape[1])
+
+    if isinstance(batch, VarlenBatch):
+        return batch.change(**{name: taken(getattr(batch, name)[:, None])[:, 0] for name in ("k", "v")})
+    if isinstance(batch, HeadsFirstArrays):
+        return batch.changed_pages(lambda pages: np.moveaxis(taken(np.moveaxis(pages, 0, 2)), 2, 0))
+    if isinstance(batch, RaggedTables):
+        format = batch.format if isinstance(batch, RaggedLatentBatch) else "plain"
+        return batch.with_pages([taken(pages, format) for pages in batch.pages])
+    selections = batch.selections() if isinstance(batch, DecodeBatch) else (batch.selection,)
+    starts = np.cumsum([0, *sizes])
+    return batch.change(
+        **{
+            each.name: taken(each.cache, each.format, start).reshape(getattr(batch, each.name).shape)
+            for each, start in zip(selections, starts, strict=False)
+        }
+    )
+
+
+def with_other_values(batch: Any, form: Form, where: NDArray[np.bool_], seed: int = 0) -> Any:
+    """The batch in which some of its slots hold what slots hold that are read, and are finite therefore.
+
+    A cache of which nothing is read holds zeros.
+    """
+    rng, order, start = np.random.default_rng(seed), np.arange(len(where)), 0
+    read, sizes = form.read(), form.sizes
+    for size in sizes:
+        own = slice(start, start + size)
+        if (sources := np.flatnonzero(read[own])).size:
+            order[own] = np.where(where[own], start + rng.choice(sources, size), order[own])
+        elif where[own].all():
+            order[own] = -1
+        start += size
+    return moved(batch, order, sizes)
+
+
+def finite_queries(batch: Any) -> Any:
+    """The batch with finite numbers in the rows of q that take no part."""
+    return batch.change(q=np.nan_to_num(batch.q, posinf=0.0, neginf=0.0))
+
+
+def with_queries(batch: Any, q: NDArray[Any]) -> Any:
+    """The batch with other queries, [T, H, D]."""
+    return batch.change(q=formats.rounded(q.reshape(batch.q.shape), batch.q_dtype or batch.dtype))
