@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ragged_attention import dispatch
-from ragged_attention.testing import DecodeSpec, PagedSpec, PrefillSpec, Spec, VarlenSpec, diagnosis, judge
+from ragged_attention.testing import DecodeSpec, PagedSpec, PrefillSpec, Spec, VarlenSpec, diagnosis, judge, steering
 from ragged_attention.testing.alike import alike as with_strides_of_0
 from ragged_attention.testing.diagnosis import candidates, forms, numbers, results
 from ragged_attention.testing.diagnosis.fields import WHATEVER
@@ -90,10 +90,10 @@ def test_a_right_backend_has_no_cause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_structure_is_printed_without_its_defaults() -> None:
-    text = diagnosis.brief((WINDOW, {"num_splits": 3}))
+    text = steering.brief((WINDOW, {"num_splits": 3}))
     assert text.startswith("Spec(lens=((1, 37), (1, 21), (1, 5)), page_size=16, num_kv_heads=2, group=2, head_dim=64")
     assert text.endswith("sliding_window=7, seed=3), {'num_splits': 3}")
-    assert eval(diagnosis.brief(WINDOW)) == WINDOW  # it is the expression that makes the structure
+    assert eval(steering.brief(WINDOW)) == WINDOW  # it is the expression that makes the structure
 
 
 def test_a_verdict_has_the_smallest_batch_and_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:

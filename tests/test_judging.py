@@ -76,6 +76,22 @@ def test_a_drawn_failure_prints_its_structure() -> None:
     assert "MergeSpec(parts=2" in str(report)
 
 
+def test_a_crash_shows_the_line_the_batch_and_the_check() -> None:
+    program = """
+import ctypes
+from ragged_attention.testing import judge
+
+def write(k, v, kv_pages, kv_lens=None, page_indices=None, cu_q_lens=None):
+    ctypes.string_at(8)
+
+judge(write, "write_kv_pages", only="write on drawn")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode < 0
+    for told in ("line 6 in write", "in WriteSpec(", "in agreement: write on drawn batches"):
+        assert told in ended.stderr
+
+
 def test_torch_and_its_gradients() -> None:
     torch = pytest.importorskip("torch")
 

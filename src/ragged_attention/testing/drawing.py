@@ -271,11 +271,21 @@ def _answered_apart() -> Iterator[None]:
         ANSWERED.update(before)
 
 
+def in_frame(name: str, call: Callable[[], Any]) -> Any:
+    """Call a function in a frame of that name, which faulthandler prints if the process ends inside."""
+
+    def frame() -> Any:
+        return call()
+
+    frame.__code__ = frame.__code__.replace(co_name=name or "batch")
+    return frame()
+
+
 def answers(check: Callable[[Any], object], batch: Any) -> bool:
     """Whether a check of a batch has called the backend and got an answer; an error is given its `Failure`."""
     try:
         with _answered_apart():
-            check(batch)
+            in_frame(steering.told(batch), lambda: check(batch))
             return bool(ANSWERED)
     except Exception as error:
         error.failure = Failure(batch, check)  # type: ignore[attr-defined]

@@ -63,6 +63,25 @@ def is_structure(value: Any) -> bool:
     return not any(isinstance(getattr(value, field.name), Arrays) for field in dataclasses.fields(value))
 
 
+def told(value: Any) -> str:
+    """A drawn value as the expression that makes it; empty if no structure describes it."""
+    return brief(value) if _parts(value) else ""
+
+
+def brief(value: Any) -> str:
+    """A structure as the expression that makes it, without the fields that have their defaults, except for dtypes."""
+    if is_structure(value):
+        told = {
+            field.name: brief(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.name == "dtype" or getattr(value, field.name) != field.default
+        }
+        return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in told.items())})"
+    if isinstance(value, tuple) and any(map(is_structure, value)):
+        return ", ".join(brief(part) for part in value if part != {})
+    return repr(value)
+
+
 def leaves(value: Any, path: Path = ()) -> dict[Path, Any]:
     """The innermost fields of a structure, or of the structures in a tuple."""
     found: dict[Path, Any] = {}

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 from ragged_attention.testing import diagnosis, steering
-from ragged_attention.testing.drawing import Check, Failure
+from ragged_attention.testing.drawing import Check, Failure, in_frame
 from ragged_attention.testing.runner import ANSWERED, DECLINED, Declined, Runner
 
 
@@ -41,7 +41,7 @@ def verdict_of(runner: Runner, check: Check, examples: int) -> Verdict:
     begun, taken, result, message, batch, causes = time.perf_counter(), 0, "passed", "", "", ()
     try:
         with _traced(), runner.around():
-            taken = check.run(runner, examples)
+            taken = in_frame(str(check), lambda: check.run(runner, examples))
         if not taken:
             result, message = "declined", f"nothing was judged{_commonest()}"
     except Declined as refusal:
@@ -59,7 +59,10 @@ def verdict_of(runner: Runner, check: Check, examples: int) -> Verdict:
 
 @contextlib.contextmanager
 def _traced() -> Iterator[None]:
-    """If a kernel ends this process by a step outside its arrays, standard error shows the line that did it."""
+    """If a kernel ends this process by a step outside its arrays, standard error shows the line that did it.
+
+    Below it are the batch and the check, which `in_frame` names.
+    """
     if faulthandler.is_enabled() or sys.__stderr__ is None:
         yield
         return
@@ -78,7 +81,7 @@ def _diagnosed(runner: Runner, failure: Failure | None) -> tuple[str, tuple[str,
     """The batch of a failure, if a structure describes it, and the likely causes."""
     if failure is None:
         return "", ()
-    batch = diagnosis.brief(failure.batch) if steering.is_structure(diagnosis.spec_of(failure.batch)) else ""
+    batch = steering.told(failure.batch)
     try:
         with _traced(), runner.around():
             return batch, diagnosis.causes(runner, failure.batch, failure.check)

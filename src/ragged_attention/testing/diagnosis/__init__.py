@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ragged_attention.testing import steering
-from ragged_attention.testing.diagnosis.fields import brief as brief
 from ragged_attention.testing.diagnosis.fields import lengths_of, of_fields, with_lengths
 from ragged_attention.testing.diagnosis.numbers import READ, of_results
 from ragged_attention.testing.runner import Declined, Runner

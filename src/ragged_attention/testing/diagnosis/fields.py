@@ -1,6 +1,5 @@
 """Evidence in the fields of a structure: without which of them, and with how short sequences, a check passes."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,17 +61,3 @@ def with_lengths(value: Any, path: steering.Path, lens: steering.Lens) -> Any:
     """The structure with other lengths at a place that `lengths_of` gives."""
     only_keys = path[-1:] == ("kv_lens",)
     return steering.replaced(value, {path: tuple(kv_len for _, kv_len in lens) if only_keys else lens})
-
-
-def brief(value: Any) -> str:
-    """A structure as the expression that makes it, without the fields that have their defaults, except for dtypes."""
-    if steering.is_structure(value):
-        told = {
-            field.name: brief(getattr(value, field.name))
-            for field in dataclasses.fields(value)
-            if field.name == "dtype" or getattr(value, field.name) != field.default
-        }
-        return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in told.items())})"
-    if isinstance(value, tuple) and any(map(steering.is_structure, value)):
-        return ", ".join(brief(part) for part in value if part != {})
-    return repr(value)
