@@ -273,6 +273,33 @@ def test_drawn_batches_reach_many_pages_of_one_size() -> None:
     assert max(longest) > 8 * 16
 
 
+def test_a_causal_kernel_that_takes_nothing_empty_is_judged_by_as_many_batches_as_another() -> None:
+    """Of few drawn batches most are empty, so others are drawn to find out what the kernel takes."""
+
+    def causal_only(operation: str, call: Any) -> bool:
+        return not call.causal
+
+    def causal(q, k, v, cu_q_lens, cu_kv_lens, causal=True, sm_scale=None):
+        out = np.zeros((len(q), q.shape[1], v.shape[2]), np.float32)
+        scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
+        for first, stop, start, end in zip(cu_q_lens, cu_q_lens[1:], cu_kv_lens, cu_kv_lens[1:], strict=False):
+            queries = q[first:stop].astype(np.float32).reshape(stop - first, k.shape[1], -1, q.shape[2])
+            logits = np.einsum("tkgd,skd->kgts", queries, k[start:end].astype(np.float32)) * scale
+            seen = np.tri(stop - first, end - start, end - start - (stop - first), dtype=bool)
+            logits = np.where(seen, logits, -np.inf)
+            weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+            weights /= weights.sum(axis=-1, keepdims=True)
+            part = np.einsum("kgts,skd->tkgd", weights, v[start:end].astype(np.float32))
+            out[first:stop] = part.reshape(stop - first, q.shape[1], -1)
+        return out
+
+    limits: dict[str, Any] = {"dtypes": FLOATS, "declines": [*UNPROMISED, "non-finite values", causal_only]}
+    report = judge(causal, "varlen_attention", examples=5, only="agreement: packed", **limits)
+    report.check()
+    taken = {verdict.check.removeprefix("agreement: "): verdict.taken for verdict in report.verdicts}
+    assert taken == {"packed on drawn batches": 5, "packed without lse": 1}
+
+
 def test_values_of_another_size_than_keys_may_be_declined() -> None:
     def narrow(q, kv_pages, kv_lens, page_indices, sm_scale=None):
         k_pages, v_pages = kv_pages if isinstance(kv_pages, tuple) else (kv_pages, kv_pages)
