@@ -13,6 +13,9 @@ import pytest
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.testing import judge
 from ragged_attention.testing.functions import Command
+from ragged_attention.testing.indexer.specs import IndexerSpec
+from ragged_attention.testing.judging import UNPROMISED as UNPROMISED_BY_NAME
+from ragged_attention.testing.mla.specs import DecodeSpec
 
 UNPROMISED = ("invalid indices", "padding", "empty sequences", "empty batches", "more queries than keys")
 FLOATS = ("float32", "float16", "bfloat16")
@@ -322,6 +325,15 @@ def test_lists_beyond_the_rows_and_packed_caches_may_be_declined() -> None:
     judge(noted, "sparse_mla_prefill", dtypes=FLOATS, **limits)
     assert asked
     assert all(dtype in FLOATS and below and above for dtype, below, above in asked)
+
+
+def test_nan_in_packed_caches_may_be_declined() -> None:
+    declines = UNPROMISED_BY_NAME["non-finite values"]
+    for poison, expected in ((None, False), ("nan", True)):
+        latents = DecodeSpec(format="fp8_v32", topk=2, kv_lens=(5,), page_size=16, poison=poison).build()
+        assert declines("mla_decode", latents) is expected
+        keys = IndexerSpec(cache_dtype="uint8", spare_columns=1, poison=poison is not None).build()
+        assert declines("indexer_logits", keys.logits_call()) is expected
 
 
 def test_the_line_that_ends_the_process_is_shown(tmp_path: Path) -> None:

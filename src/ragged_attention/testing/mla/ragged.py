@@ -101,6 +101,7 @@ class RaggedLatentSpec:
         spec = self.tables
         plain = self.format == "plain"
         width = self.d_qk if plain else latents.LAID_OUT[self.format].width
+        assert self.d_v <= width, "values are columns of the rows"  # which a search may forget
         bare = dataclasses.replace(spec, num_kv_heads=1, combined=True, head_dim=16, poison=None, draft=None)
         given = bare.build()
         rng = np.random.default_rng(spec.seed + 1)

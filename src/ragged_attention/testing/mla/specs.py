@@ -279,11 +279,13 @@ class LatentSpec:
 
     def _pages(self, rng: np.random.Generator, num_pages: int, page_size: int, format: str | None = None) -> Cache:
         format = format or self.format
+        assert format == "plain" or self.kv_heads == 1, "quantised rows have one head"  # which a search may forget
         rows = rng.standard_normal((num_pages, page_size, self.kv_heads, self.width)) / self.shrink
         rows = formats.rounded(rows, self.dtype)
         return rows if format == "plain" else latents.quantised(rows, format, self.scales, rng)
 
     def _common(self, rng: np.random.Generator) -> dict[str, Any]:
+        assert self.d_v <= self.width, "values are columns of the rows"
         return {
             "d_v": self.d_v,
             "sm_scale": self.sm_scale,
@@ -441,6 +443,7 @@ class DecodeSpec(LatentSpec):
         return _fit.get()(self)._built()
 
     def _built(self) -> DecodeBatch:
+        assert not self.topk or self.kv_heads == 1, "lists are of rows of one head"
         rng = np.random.default_rng(self.seed)
         num_seqs = len(self.kv_lens)
         used = [-(-kv_len // self.page_size) for kv_len in self.kv_lens]
