@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ragged_attention.errors import InvalidInput, Unsupported
+from ragged_attention.reference.mla_decode import mla_decode
 from ragged_attention.testing import judge
 from ragged_attention.testing.functions import Command
 from ragged_attention.testing.indexer.specs import IndexerSpec
@@ -325,6 +326,31 @@ def test_lists_beyond_the_rows_and_packed_caches_may_be_declined() -> None:
     judge(noted, "sparse_mla_prefill", dtypes=FLOATS, **limits)
     assert asked
     assert all(dtype in FLOATS and below and above for dtype, below, above in asked)
+
+
+def test_a_decode_of_dense_latents_is_judged_by_drawn_batches() -> None:
+    """Whether lists have invalid entries is a matter of values, and must not hide that they are not taken at all."""
+
+    def dense(q, kv_cache, page_indices, kv_lens, d_v=512, sm_scale=None, causal=False):
+        given = {"page_indices": page_indices, "kv_lens": kv_lens, "d_v": d_v, "sm_scale": sm_scale, "causal": causal}
+        return mla_decode(q.astype(np.float32), kv_cache.astype(np.float32), **given)
+
+    def another_format(operation: str, call: Any) -> bool:
+        return call.kv_cache.dtype != call.q.dtype
+
+    def several_q_tokens(operation: str, call: Any) -> bool:
+        return call.q.shape[1] != 1
+
+    def several_kv_heads(operation: str, call: Any) -> bool:
+        return call.kv_cache.shape[2] != 1
+
+    def one_of_heads(operation: str, call: Any) -> bool:
+        return call.q.shape[2] == 1
+
+    declines = [*UNPROMISED, another_format, several_q_tokens, several_kv_heads, one_of_heads]
+    limits: dict[str, Any] = {"dtypes": FLOATS, "only": "latent decode on drawn", "examples": 8}
+    (verdict,) = judge(dense, "mla_decode", declines=declines, **limits).verdicts
+    assert (verdict.result, verdict.taken) == ("passed", 8)
 
 
 def test_nan_in_packed_caches_may_be_declined() -> None:

@@ -155,16 +155,25 @@ def fla_decode(
     )[0]
 
 
-def several_tokens(operation: str, call: Any) -> bool:
+def several_q_tokens(operation: str, call: Any) -> bool:
     return call.q.shape[1] != 1
 
 
-def one_head(operation: str, call: Any) -> bool:
-    """Grouped heads are what the kernel reads latents for."""
-    return call.q.shape[2] == 1 or call.kv_cache.shape[2] != 1
+def several_kv_heads(operation: str, call: Any) -> bool:
+    return call.kv_cache.shape[2] != 1
 
 
-def quantised(operation: str, call: Any) -> bool:
+def one_of_heads(operation: str, call: Any) -> bool:
+    """The kernel reads latents for groups of heads alone."""
+    return call.q.shape[2] == 1
+
+
+def another_d_v(operation: str, call: Any) -> bool:
+    """At two widths the kernel knows the values' by itself."""
+    return call.d_v != {576: 512, 288: 256}.get(call.q.shape[3], call.d_v)
+
+
+def another_format(operation: str, call: Any) -> bool:
     return call.kv_cache.dtype != call.q.dtype
 
 
@@ -174,7 +183,10 @@ def not_causal(operation: str, call: Any) -> bool:
 
 LIMITS: Mapping[str, Any] = {"framework": "torch", "dtypes": FLOATS, "declines": FILLED, "contiguous": True}
 PAIRED: Mapping[str, Any] = {**LIMITS, "declines": (*FILLED, "other value sizes")}
-LATENT: Mapping[str, Any] = {**LIMITS, "declines": (*FILLED, several_tokens, one_head, quantised)}
+LATENT: Mapping[str, Any] = {
+    **LIMITS,
+    "declines": (*FILLED, another_format, several_q_tokens, several_kv_heads, one_of_heads, another_d_v),
+}
 # The suite draws by what is declined here, and cannot by what a function raises.
 CAUSAL: Mapping[str, Any] = {
     **LIMITS,

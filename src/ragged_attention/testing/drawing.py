@@ -300,8 +300,8 @@ def _refusal(check: Callable[[Any], None], value: Any) -> str | None:
             return None
         except Declined as refusal:
             return reason_of(refusal)
-        except Exception as error:  # a fault, which drawn batches will show too, or the fields contradict each other
-            return None if ANSWERED else f"{type(error).__name__}: {error}"
+        except Exception:  # a fault, which drawn batches will show too, or there is no such batch
+            return None if ANSWERED else steering.CONTRADICTION
         return None if ANSWERED else "the check asks nothing of the backend"
 
 

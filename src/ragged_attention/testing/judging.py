@@ -174,7 +174,7 @@ class Limits:
     declines: Sequence[str | Predicate] = ()
 
     def why_not(self, operation: str, record: Any) -> str | None:
-        """The reason why a batch is beyond the limits, or None."""
+        """The reason why a batch is beyond the sizes and dtypes, or None."""
         changed = [name for name in record.changed() if not record.KINDS[name].hint and name != "return_lse"]
         if self.features is not None and (other := [name for name in changed if name not in self.features]):
             return f"{other[0]} is none of the features"
@@ -190,7 +190,12 @@ class Limits:
                 return f"expected {name} to be one of {', '.join(map(str, allowed))}, got {size}"
         if self.decode_only and getattr(record, "cu_q_lens", None) is not None and (q_lens_of(record) != 1).any():
             return "expected one query for each sequence (decode_only)"
-        for each in self.declines:
+        return None
+
+    def declined(self, operation: str, record: Any) -> str | None:
+        """The reason why a batch is declined by `declines`, or None."""
+        # Most functions look at shapes, and most names at values, which the search for batches cannot choose.
+        for each in sorted(self.declines, key=lambda each: isinstance(each, str)):
             predicate = UNPROMISED[each] if isinstance(each, str) else each
             if predicate(operation, record):
                 return f"declines {each if isinstance(each, str) else each.__name__}"
@@ -309,7 +314,7 @@ def judge(
     name = _name(kernel, family)
     runner = FunctionRunner(
         framework=framework, backend=name, device=device, functions=functions, why_not=limits.why_not,
-        contiguous=contiguous, differentiable=gradients, invariant=batch_invariant,
+        declines=limits.declined, contiguous=contiguous, differentiable=gradients, invariant=batch_invariant,
     )  # fmt: skip
     if reason := runner.absent():
         raise InvalidInput(reason)
