@@ -96,6 +96,7 @@ def compressed(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     indices: torch.Tensor,
+    d_v: int = 512,
     sm_scale: float | None = None,
     sinks: torch.Tensor | None = None,
     topk_lens: torch.Tensor | None = None,
@@ -131,7 +132,7 @@ def compressed(
         flat, *taken(kv_cache, indices, topk_lens), sm_scale=scale, attn_sink=sinks, return_lse=True,
         swa_page_size=kv_cache.shape[1], cache_format="deepseek_v4" if packed else "deepseek_v41", **more,
     )  # fmt: skip
-    out, lse = out.view(q.shape), lse.view(q.shape[:3]).transpose(1, 2)
+    out, lse = out.view(q.shape)[..., :d_v], lse.view(q.shape[:3]).transpose(1, 2)
     return (out, lse) if sinks is None else out
 
 
@@ -197,10 +198,6 @@ def another_compressed_format(operation: str, call: Any) -> bool:
     return widths not in ([584], [584, 584], [528], [528, 288]) or (widths[0] == 528 and call.cache_layout == "page")
 
 
-def another_d_v(operation: str, call: Any) -> bool:
-    return call.d_v != 512
-
-
 def another_cache_dtype_of_keys(operation: str, call: Any) -> bool:
     """But e4m3 values, packed or in pages of bytes."""
     return call.keys.dtype.name != ("float8_e4m3fn" if call.page_indices is None else "uint8")
@@ -240,7 +237,7 @@ RECIPES: Mapping[str, Recipe] = {
         "mla_decode",
         {
             **LIMITS,
-            "declines": ("empty batches", no_lists, another_compressed_format, another_d_v),
+            "declines": ("empty batches", no_lists, another_compressed_format),
         },
     ),
     "flashinfer_logits": Recipe(
