@@ -152,13 +152,14 @@ def compressed_sparse_mla_reference(
 ):  # fmt: skip
     from ragged_attention.torch import mla_decode
 
-    def pages_of(pages: Any, page_size: int, row_bytes: int) -> Any:
+    def pages_of(pages: Any, page_size: Any, row_bytes: int) -> Any:
         return pages[:, : page_size * row_bytes].reshape(len(pages), page_size, 1, row_bytes)
 
     assert return_lse
     widths = (584, 584) if cache_format == "deepseek_v4" else (528, 288)
-    more = {}
+    more: dict[str, Any] = {}
     if extra_k_cache is not None:
+        assert extra_indices is not None
         assert (extra_topk_lengths == extra_indices.shape[1]).all()
         more["extra_kv_cache"] = pages_of(extra_k_cache, extra_page_size, widths[1])
         more["extra_indices"] = extra_indices[:, None]
