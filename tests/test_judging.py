@@ -11,8 +11,12 @@ import numpy as np
 import pytest
 
 from ragged_attention.errors import InvalidInput, Unsupported
+from ragged_attention.reference.mla_decode import mla_decode
 from ragged_attention.testing import judge
 from ragged_attention.testing.functions import Command
+from ragged_attention.testing.indexer.specs import IndexerSpec
+from ragged_attention.testing.judging import UNPROMISED as UNPROMISED_BY_NAME
+from ragged_attention.testing.mla.specs import DecodeSpec
 
 UNPROMISED = ("invalid indices", "padding", "empty sequences", "empty batches", "more queries than keys")
 FLOATS = ("float32", "float16", "bfloat16")
@@ -289,6 +293,33 @@ def test_drawn_batches_reach_many_pages_of_one_size() -> None:
     assert max(longest) > 8 * 16
 
 
+def test_a_causal_kernel_that_takes_nothing_empty_is_judged_by_as_many_batches_as_another() -> None:
+    """Of few drawn batches most are empty, so others are drawn to find out what the kernel takes."""
+
+    def causal_only(operation: str, call: Any) -> bool:
+        return not call.causal
+
+    def causal(q, k, v, cu_q_lens, cu_kv_lens, causal=True, sm_scale=None):
+        out = np.zeros((len(q), q.shape[1], v.shape[2]), np.float32)
+        scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
+        for first, stop, start, end in zip(cu_q_lens, cu_q_lens[1:], cu_kv_lens, cu_kv_lens[1:], strict=False):
+            queries = q[first:stop].astype(np.float32).reshape(stop - first, k.shape[1], -1, q.shape[2])
+            logits = np.einsum("tkgd,skd->kgts", queries, k[start:end].astype(np.float32)) * scale
+            seen = np.tri(stop - first, end - start, end - start - (stop - first), dtype=bool)
+            logits = np.where(seen, logits, -np.inf)
+            weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+            weights /= weights.sum(axis=-1, keepdims=True)
+            part = np.einsum("kgts,skd->tkgd", weights, v[start:end].astype(np.float32))
+            out[first:stop] = part.reshape(stop - first, q.shape[1], -1)
+        return out
+
+    limits: dict[str, Any] = {"dtypes": FLOATS, "declines": [*UNPROMISED, "non-finite values", causal_only]}
+    report = judge(causal, "varlen_attention", examples=5, only="agreement: packed", **limits)
+    report.check()
+    taken = {verdict.check.removeprefix("agreement: "): verdict.taken for verdict in report.verdicts}
+    assert taken == {"packed on drawn batches": 5, "packed without lse": 1}
+
+
 def test_values_of_another_size_than_keys_may_be_declined() -> None:
     def narrow(q, kv_pages, kv_lens, page_indices, sm_scale=None):
         k_pages, v_pages = kv_pages if isinstance(kv_pages, tuple) else (kv_pages, kv_pages)
@@ -311,6 +342,40 @@ def test_lists_beyond_the_rows_and_packed_caches_may_be_declined() -> None:
     judge(noted, "sparse_mla_prefill", dtypes=FLOATS, **limits)
     assert asked
     assert all(dtype in FLOATS and below and above for dtype, below, above in asked)
+
+
+def test_a_decode_of_dense_latents_is_judged_by_drawn_batches() -> None:
+    """Whether lists have invalid entries is a matter of values, and must not hide that they are not taken at all."""
+
+    def dense(q, kv_cache, page_indices, kv_lens, d_v=512, sm_scale=None, causal=False):
+        given = {"page_indices": page_indices, "kv_lens": kv_lens, "d_v": d_v, "sm_scale": sm_scale, "causal": causal}
+        return mla_decode(q.astype(np.float32), kv_cache.astype(np.float32), **given)
+
+    def another_format(operation: str, call: Any) -> bool:
+        return call.kv_cache.dtype != call.q.dtype
+
+    def several_q_tokens(operation: str, call: Any) -> bool:
+        return call.q.shape[1] != 1
+
+    def several_kv_heads(operation: str, call: Any) -> bool:
+        return call.kv_cache.shape[2] != 1
+
+    def one_of_heads(operation: str, call: Any) -> bool:
+        return call.q.shape[2] == 1
+
+    declines = [*UNPROMISED, another_format, several_q_tokens, several_kv_heads, one_of_heads]
+    limits: dict[str, Any] = {"dtypes": FLOATS, "only": "latent decode on drawn", "examples": 8}
+    (verdict,) = judge(dense, "mla_decode", declines=declines, **limits).verdicts
+    assert (verdict.result, verdict.taken) == ("passed", 8)
+
+
+def test_nan_in_packed_caches_may_be_declined() -> None:
+    declines = UNPROMISED_BY_NAME["non-finite values"]
+    for poison, expected in ((None, False), ("nan", True)):
+        latents = DecodeSpec(format="fp8_v32", topk=2, kv_lens=(5,), page_size=16, poison=poison).build()
+        assert declines("mla_decode", latents) is expected
+        keys = IndexerSpec(cache_dtype="uint8", spare_columns=1, poison=poison is not None).build()
+        assert declines("indexer_logits", keys.logits_call()) is expected
 
 
 def test_the_line_that_ends_the_process_is_shown(tmp_path: Path) -> None:

@@ -9,6 +9,9 @@ import pytest
 from ragged_attention import dispatch
 from ragged_attention.testing import drawing
 from ragged_attention.testing.drawing import Check
+from ragged_attention.testing.mla.ragged import RaggedLatentSpec
+from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec
+from ragged_attention.testing.paged.specs import Contradiction, Spec
 from ragged_attention.testing.paged.strategies import specs
 from ragged_attention.testing.suite import checks
 from ragged_attention.testing.verdicts import verdict_of
@@ -100,6 +103,18 @@ def test_a_batch_that_a_search_makes_invalid_is_no_failure(monkeypatch: pytest.M
     )
     assert runner.absent() is None
     assert verdict_of(runner, check_named("decode, a list of all keys is the dense call"), 4).result == "declined"
+
+
+@pytest.mark.parametrize("spec", [
+    DecodeSpec(format="fp8_v32", topk=0, kv_heads=2, heads=2),
+    DecodeSpec(kv_heads=2, heads=2),
+    PrefillSpec(d_v=512),
+    RaggedLatentSpec(tables=Spec(lens=((1, 1),)), d_v=512),
+])  # fmt: skip
+def test_fields_that_contradict_each_other_make_no_batch(spec: Any) -> None:
+    """A search changes one field after another, and the batch would be judged."""
+    with pytest.raises(Contradiction, match=r"one head|columns"):
+        spec.build()
 
 
 OPERATIONS = {

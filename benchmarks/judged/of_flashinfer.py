@@ -1,11 +1,13 @@
-"""A reference in FlashInfer's package: a file that needs nothing but torch, read without what FlashInfer imports."""
+"""References in FlashInfer's package: files that need nothing but torch, read without what FlashInfer imports."""
 
 import functools
 import importlib.util
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.judged import FILLED, FLOATS, Recipe, pages_of
@@ -49,7 +51,205 @@ def paged(
     return result if return_lse and sinks is None else result[0]
 
 
+def latents(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_lens: torch.Tensor,
+    page_indices: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    d_v: int = 512,
+    sm_scale: float | None = None,
+    sliding_window: int | None = None,
+    q_scale: float | torch.Tensor | None = None,
+    kv_scale: float | torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """`dense_mla_reference`."""
+    result = reference("dense_mla/_reference.py").dense_mla_reference(
+        q, kv_cache, page_indices, kv_lens, cu_q_lens, q_scale=q_scale, kv_scale=kv_scale,
+        sm_scale=q.shape[2] ** -0.5 if sm_scale is None else sm_scale, v_head_dim=d_v, window_size=sliding_window,
+    )  # fmt: skip
+    return result if return_lse else result[0]
+
+
+def listed(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    d_v: int = 512,
+    sm_scale: float | None = None,
+    topk_lens: torch.Tensor | None = None,
+) -> Any:
+    """`sparse_mla_reference`, whose lse has base 2. It reads a list in rows of 656 bytes."""
+    (num_seqs, num_tokens, num_heads, d_qk), slots = q.shape, kv_cache.shape[0] * kv_cache.shape[1]
+    lens = None if topk_lens is None else topk_lens.reshape(num_seqs, -1).expand(num_seqs, num_tokens).flatten()
+    out, lse = reference("_shared/mla/reference.py").sparse_mla_reference(
+        q_all=q.flatten(0, 1), kv_cache=kv_cache.view(torch.uint8).reshape(slots, 1, 656),
+        page_table_1=indices.flatten(0, 1), active_token_counts=lens,
+        sm_scale=d_qk**-0.5 if sm_scale is None else sm_scale, v_head_dim=d_v, return_lse=True,
+    )  # fmt: skip
+    lse = lse.view(num_seqs, num_tokens, num_heads).transpose(1, 2) * math.log(2)
+    return out.view(num_seqs, num_tokens, num_heads, d_v), lse
+
+
+def compressed(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    d_v: int = 512,
+    sm_scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    topk_lens: torch.Tensor | None = None,
+    extra_kv_cache: torch.Tensor | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_topk_lens: torch.Tensor | None = None,
+    cache_layout: str | None = None,
+) -> Any:
+    """`compressed_sparse_mla_reference`, whose lse counts sinks, which ours leaves out.
+
+    A list ends at its first negative entry there, so lists of ours are sorted: what is chosen comes first.
+    """
+    packed = kv_cache.shape[3] == 584
+    flat, rows = q.flatten(0, 1), q.shape[0] * q.shape[1]
+    scale = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
+
+    def taken(cache: torch.Tensor, lists: torch.Tensor, lens: torch.Tensor | None) -> tuple[Any, Any, Any]:
+        width = lists.shape[2]
+        ends = torch.full(q.shape[:2], width) if lens is None else lens.reshape(len(q), -1).expand(q.shape[:2])
+        unknown = (torch.arange(width) >= ends[..., None]) | (lists >= cache.shape[0] * cache.shape[1])
+        lists = lists.masked_fill(unknown, -1).flatten(0, 1).sort(descending=True)[0]
+        pages = cache.view(torch.uint8).flatten(1)
+        if packed:
+            pages = torch.nn.functional.pad(pages, (0, -pages.shape[1] % 576))
+        return pages, lists, torch.full((rows,), width)
+
+    more: dict[str, Any] = {}
+    if extra_kv_cache is not None and extra_indices is not None:
+        names = ("extra_k_cache", "extra_indices", "extra_topk_lengths")
+        more = dict(zip(names, taken(extra_kv_cache, extra_indices, extra_topk_lens), strict=True))
+        more["extra_page_size"] = extra_kv_cache.shape[1]
+    out, lse = reference("_shared/mla/compressed_reference.py").compressed_sparse_mla_reference(
+        flat, *taken(kv_cache, indices, topk_lens), sm_scale=scale, attn_sink=sinks, return_lse=True,
+        swa_page_size=kv_cache.shape[1], cache_format="deepseek_v4" if packed else "deepseek_v41", **more,
+    )  # fmt: skip
+    out, lse = out.view(q.shape)[..., :d_v], lse.view(q.shape[:3]).transpose(1, 2)
+    return (out, lse) if sinks is None else out
+
+
+def logits(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    weights: torch.Tensor,
+    key_scale: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    stops: torch.Tensor | None = None,
+    page_indices: torch.Tensor | None = None,
+    kv_lens: torch.Tensor | None = None,
+    cu_q_lens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`contiguous_logits_reference`, and over pages of bytes `paged_decode_logits_reference`, row by row."""
+    module = reference("dsa_indexer/reference.py")
+    if page_indices is None:
+        scale = torch.ones(len(keys)) if key_scale is None else key_scale
+        return module.contiguous_logits_reference(
+            q_fp8=q, weights=weights, kv_fp8=(keys, scale), k_start=starts, k_end=stops
+        )
+    assert kv_lens is not None
+    assert cu_q_lens is not None
+    counts = cu_q_lens.diff()
+    seq = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    seen = kv_lens[seq] - cu_q_lens[1:][seq] + torch.arange(len(q)) + 1
+    return module.paged_decode_logits_reference(
+        q_fp8=q, weights=weights, index_k_cache=keys.flatten(1), real_page_table=page_indices, query_row_to_batch=seq,
+        seqlens_per_query=seen, page_size=keys.shape[1],
+    )  # fmt: skip
+
+
+def not_causal(operation: str, call: Any) -> bool:
+    return not call.causal
+
+
+def another_d_qk(operation: str, call: Any) -> bool:
+    return call.q.shape[2] not in (576, 1088)
+
+
+def another_dtype(operation: str, call: Any) -> bool:
+    return call.q.dtype != call.kv_cache.dtype
+
+
+def other_scales(operation: str, call: Any) -> bool:
+    """But one for the queries and one for the cache, both of e4m3."""
+    scaled = call.q.dtype.itemsize == 1
+    return (call.kv_scale is not None) != scaled or (scaled and np.size(call.q_scale) != 1)
+
+
+def no_lists(operation: str, call: Any) -> bool:
+    return call.indices is None
+
+
+def another_format(operation: str, call: Any) -> bool:
+    """But rows of 656 bytes."""
+    return call.kv_cache.shape[3] != 656
+
+
+def another_compressed_format(operation: str, call: Any) -> bool:
+    """But rows of 584 bytes in both caches, or of 528 in the first and 288 in the second, token by token."""
+    widths = [cache.shape[3] for cache in (call.kv_cache, call.extra_kv_cache) if cache is not None]
+    return widths not in ([584], [584, 584], [528], [528, 288]) or (widths[0] == 528 and call.cache_layout == "page")
+
+
+def another_cache_dtype_of_keys(operation: str, call: Any) -> bool:
+    """But e4m3 values, packed or in pages of bytes."""
+    return call.keys.dtype.name != ("float8_e4m3fn" if call.page_indices is None else "uint8")
+
+
+LIMITS: Mapping[str, Any] = {"framework": "torch", "declines": FILLED, "contiguous": True}
 RECIPES: Mapping[str, Recipe] = {
+    "flashinfer_latents": Recipe(
+        "flashinfer",
+        latents,
+        "ragged_mla_attention",
+        {
+            **LIMITS,
+            "dtypes": ("bfloat16", "float8_e4m3fn"),
+            "declines": (
+                *FILLED,
+                "more queries than keys",
+                not_causal,
+                another_d_qk,
+                another_dtype,
+                other_scales,
+            ),
+        },
+    ),
+    "flashinfer_listed": Recipe(
+        "flashinfer",
+        listed,
+        "mla_decode",
+        {
+            **LIMITS,
+            "declines": ("empty batches", no_lists, another_format),
+        },
+    ),
+    "flashinfer_compressed": Recipe(
+        "flashinfer",
+        compressed,
+        "mla_decode",
+        {
+            **LIMITS,
+            "declines": ("empty batches", no_lists, another_compressed_format),
+        },
+    ),
+    "flashinfer_logits": Recipe(
+        "flashinfer",
+        logits,
+        "indexer_logits",
+        {
+            **LIMITS,
+            "declines": ("empty batches", "padding", another_cache_dtype_of_keys),
+            "head_dims": (128,),
+        },
+    ),
     "flashinfer_paged": Recipe(
         "flashinfer",
         paged,

@@ -91,18 +91,14 @@ def vllm_decode(
 def vllm_mla(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
-    page_indices: torch.Tensor | None = None,
-    kv_lens: torch.Tensor | None = None,
+    page_indices: torch.Tensor,
+    kv_lens: torch.Tensor,
     d_v: int = 512,
     sm_scale: float | None = None,
     causal: bool = False,
     soft_cap: float | None = None,
 ) -> Any:
     """`decode_attention_fwd` over the latents of DeepSeek's attention, one token for each sequence."""
-    if page_indices is None or q.shape[1] != 1 or kv_cache.shape[2] != 1 or q.shape[2] == 1:
-        raise NotImplementedError("one token for each sequence, several heads, and page tables")
-    if kv_cache.dtype != q.dtype:
-        raise NotImplementedError("plain rows of the dtype of the queries")
     scale = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
     out, lse = decoded(
         q[:, 0], kv_cache, kv_cache[..., :d_v], kv_lens, page_indices, scale, logit_cap=soft_cap or 0.0, is_mla=True
@@ -123,8 +119,6 @@ def fla_parallel(
 ) -> torch.Tensor:
     """`parallel_attn`, which has as many queries as keys: rows of zeros come before the queries of a sequence."""
     added = cu_kv_lens.diff() - cu_q_lens.diff()
-    if not causal or bool((added < 0).any()):
-        raise NotImplementedError("a causal mask, and no more queries than keys")
     triton_interpreter.quicken()
     kernels = importlib.import_module("fla.ops.attn.parallel")
     rows = torch.arange(len(q)) + torch.repeat_interleave(added.cumsum(0), cu_q_lens.diff().long())
@@ -161,12 +155,48 @@ def fla_decode(
     )[0]
 
 
+def several_q_tokens(operation: str, call: Any) -> bool:
+    return call.q.shape[1] != 1
+
+
+def several_kv_heads(operation: str, call: Any) -> bool:
+    return call.kv_cache.shape[2] != 1
+
+
+def one_of_heads(operation: str, call: Any) -> bool:
+    """The kernel reads latents for groups of heads alone."""
+    return call.q.shape[2] == 1
+
+
+def another_d_v(operation: str, call: Any) -> bool:
+    """At two widths the kernel knows the values' by itself."""
+    return call.d_v != {576: 512, 288: 256}.get(call.q.shape[3], call.d_v)
+
+
+def another_format(operation: str, call: Any) -> bool:
+    return call.kv_cache.dtype != call.q.dtype
+
+
+def not_causal(operation: str, call: Any) -> bool:
+    return not call.causal
+
+
 LIMITS: Mapping[str, Any] = {"framework": "torch", "dtypes": FLOATS, "declines": FILLED, "contiguous": True}
 PAIRED: Mapping[str, Any] = {**LIMITS, "declines": (*FILLED, "other value sizes")}
+LATENT: Mapping[str, Any] = {
+    **LIMITS,
+    "declines": (*FILLED, another_format, several_q_tokens, several_kv_heads, one_of_heads, another_d_v),
+}
+# The suite draws by what is declined here, and cannot by what a function raises.
+CAUSAL: Mapping[str, Any] = {
+    **LIMITS,
+    "declines": (*FILLED, "more queries than keys", not_causal),
+    "gradients": True,
+}
 RECIPES: Mapping[str, Recipe] = {
-    "vllm_unified": Recipe("triton", vllm_unified, "ragged_paged_attention", PAIRED),
+    "vllm_unified": Recipe("triton", vllm_unified, "ragged_paged_attention", {**PAIRED, "rounded_weights": True}),
     "vllm_decode": Recipe("triton", vllm_decode, "ragged_paged_attention", {**LIMITS, "decode_only": True}),
-    "vllm_mla": Recipe("triton", vllm_mla, "mla_decode", LIMITS),
-    "fla_parallel": Recipe("fla", fla_parallel, "varlen_attention", {**LIMITS, "gradients": True}),
+    "vllm_mla": Recipe("triton", vllm_mla, "mla_decode", LATENT),
+    "fla_parallel": Recipe("fla", fla_parallel, "varlen_attention", CAUSAL),
     "fla_decode": Recipe("fla", fla_decode, "ragged_paged_attention", {**LIMITS, "decode_only": True}),
 }

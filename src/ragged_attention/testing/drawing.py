@@ -162,7 +162,7 @@ def drawn(runner: Runner, strategy: st.SearchStrategy[Any], check: Callable[[Any
     as_drawn()
     if tally.missing(examples) and not tally.lacks_operation():
         most = 2 * tally.judged > examples or not tally.refusals
-        by = {} if most else steering.learn(tally.values, lambda value: _refusal(check, value))
+        by = {} if most else steering.learn(_to_learn_from(tally, strategy), lambda value: _refusal(check, value))
         if by or tally.judged:
             refusals, tally.refusals = tally.refusals, []
             _draw_more(tally, steering.steered(strategy, by), examples)
@@ -170,6 +170,14 @@ def drawn(runner: Runner, strategy: st.SearchStrategy[Any], check: Callable[[Any
     if tally.refusals and not tally.judged:
         raise tally.commonest()
     return tally.judged
+
+
+def _to_learn_from(tally: "_Tally", strategy: st.SearchStrategy[Any]) -> list[Any]:
+    """The values that were tried, and others if they are few, because those drawn first are the emptiest."""
+    values = [*tally.values]
+    if len(values) < ATTEMPTS:
+        _given(strategy, ATTEMPTS, start=2)(lambda value: values.append(value))()
+    return values
 
 
 def _draw_more(tally: "_Tally", strategy: st.SearchStrategy[tuple[Any, bool]], examples: int) -> None:
@@ -302,8 +310,8 @@ def _refusal(check: Callable[[Any], None], value: Any) -> str | None:
             return None
         except Declined as refusal:
             return reason_of(refusal)
-        except Exception as error:  # a fault, which drawn batches will show too, or the fields contradict each other
-            return None if ANSWERED else f"{type(error).__name__}: {error}"
+        except Exception:  # a fault, which drawn batches will show too, or there is no such batch
+            return None if ANSWERED else steering.CONTRADICTION
         return None if ANSWERED else "the check asks nothing of the backend"
 
 

@@ -12,17 +12,22 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import itertools
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ragged_attention.calls import CALLS
+from ragged_attention.calls import CACHE_FORMATS, CALLS
 from ragged_attention.errors import InvalidInput
+from ragged_attention.reference._indexer import planes
 from ragged_attention.testing.drawing import PATHS, Check, examples_of
+from ragged_attention.testing.formats import values_of
 from ragged_attention.testing.functions import Command, FunctionRunner, positional_only, q_lens_of
 from ragged_attention.testing.guarding import guarded
+from ragged_attention.testing.mla import latents
 from ragged_attention.testing.paged.specs import Arrays
 from ragged_attention.testing.reporting import grouped
 from ragged_attention.testing.runner import FRAMEWORKS, Absent, Declined, Runner
@@ -57,6 +62,26 @@ def _floats(record: Any) -> Iterator[tuple[str, Any]]:
         for array in value[:1] if isinstance(value, tuple) and name != "kv_pages" else _each(value):
             if isinstance(array, np.ndarray) and array.dtype.name in FLOATS and name not in WIDE:
                 yield name, array
+
+
+def _packed(record: Any) -> Iterator[NDArray[Any]]:
+    """The rows of caches of latents that are bytes, and the values and scales of an indexer's."""
+    widths = {layout.token_bytes for layout in CACHE_FORMATS.values()}
+    for name in ("kv_cache", "extra_kv_cache", "kv", "cache", "keys"):
+        cache = getattr(record, name, None)
+        if not isinstance(cache, np.ndarray) or cache.ndim != 4 or cache.dtype.itemsize != 1:
+            continue
+        cache = cache.view(np.uint8)
+        if name == "keys":
+            values, scales = planes(cache)
+            yield from (values_of(values, "float8_e4m3fn"), scales.copy().view("<f4"))
+        elif cache.shape[3] in widths:
+            yield latents.rows_of(cache, latents.format_of(cache, None, getattr(record, "cache_layout", None)))
+
+
+def _has_non_finite_values(operation: str, record: Any) -> bool:
+    arrays = itertools.chain((array.astype(np.float32) for _, array in _floats(record)), _packed(record))
+    return any(not np.isfinite(array).all() for array in arrays)
 
 
 def _each(value: Any) -> tuple[Any, ...]:
@@ -130,9 +155,7 @@ UNPROMISED: Mapping[str, Predicate] = {
     "empty batches": _is_empty,
     "empty sequences": _has_empty_sequences,
     "more queries than keys": _has_more_queries_than_keys,
-    "non-finite values": lambda _, record: any(
-        not np.isfinite(array.astype(np.float32)).all() for _, array in _floats(record)
-    ),
+    "non-finite values": _has_non_finite_values,
     "combined pages": lambda _, record: isinstance(getattr(record, "kv_pages", None), np.ndarray),
     "pages in a pair": lambda _, record: isinstance(getattr(record, "kv_pages", None), tuple),
     "other value sizes": _has_other_value_size,
@@ -151,7 +174,7 @@ class Limits:
     declines: Sequence[str | Predicate] = ()
 
     def why_not(self, operation: str, record: Any) -> str | None:
-        """The reason why a batch is beyond the limits, or None."""
+        """The reason why a batch is beyond the sizes and dtypes, or None."""
         changed = [name for name in record.changed() if not record.KINDS[name].hint and name != "return_lse"]
         if self.features is not None and (other := [name for name in changed if name not in self.features]):
             return f"{other[0]} is none of the features"
@@ -167,7 +190,12 @@ class Limits:
                 return f"expected {name} to be one of {', '.join(map(str, allowed))}, got {size}"
         if self.decode_only and getattr(record, "cu_q_lens", None) is not None and (q_lens_of(record) != 1).any():
             return "expected one query for each sequence (decode_only)"
-        for each in self.declines:
+        return None
+
+    def declined(self, operation: str, record: Any) -> str | None:
+        """The reason why a batch is declined by `declines`, or None."""
+        # Most functions look at shapes, and most names at values, which the search for batches cannot choose.
+        for each in sorted(self.declines, key=lambda each: isinstance(each, str)):
             predicate = UNPROMISED[each] if isinstance(each, str) else each
             if predicate(operation, record):
                 return f"declines {each if isinstance(each, str) else each.__name__}"
@@ -289,7 +317,8 @@ def judge(
     name = _name(kernel, family)
     runner = FunctionRunner(
         framework=framework, backend=name, device=device, functions=functions, why_not=limits.why_not,
-        contiguous=contiguous, differentiable=gradients, invariant=batch_invariant, rounded_weights=rounded_weights,
+        declines=limits.declined, contiguous=contiguous, differentiable=gradients, invariant=batch_invariant,
+        rounded_weights=rounded_weights,
     )  # fmt: skip
     if reason := runner.absent():
         raise InvalidInput(reason)

@@ -19,6 +19,7 @@ Path = tuple[str | int, ...]  # the names of nested fields, and indices of neste
 Ask = Callable[[Any], str | None]  # why the backend refuses a structure, or None
 Lens = tuple[tuple[int, int], ...]
 
+CONTRADICTION = "the fields contradict each other"  # in place of a refusal; it leads the search nowhere
 MOST_QUESTIONS = 1200  # to find one batch that is taken
 # Values that the strategies rarely or never draw, and for which kernels are often written.
 USUAL: Mapping[str, tuple[Any, ...]] = {
@@ -127,7 +128,7 @@ def plain(value: Any) -> Any:
 
 def template(reason: str) -> str:
     """A refusal without numbers and dtypes: two refusals with one template were raised by one condition."""
-    return re.sub(r"\d+", "#", re.sub(r"b?float\d+\w*|int8|bf16|f16|f32|True|False", "#", reason))
+    return re.sub(r"\d+", "#", re.sub(r"b?float\d+\w*|u?int8|bf16|f16|f32|True|False", "#", reason))
 
 
 def vocabulary(values: Sequence[Any]) -> dict[Path, list[Any]]:
@@ -177,7 +178,7 @@ def find_taken(value: Any, values: Sequence[Any], ask: Ask) -> Any:
     for base in [plain(value), *([replaced(plain(value), limits)] if limits else [])]:
         if (reason := ask(base)) is None:
             return base
-        if (found := _climb(base, reason, {template(reason)}, words, ask, [MOST_QUESTIONS])) is not None:
+        if (found := _climb(base, reason, {template(reason), CONTRADICTION}, words, ask, [MOST_QUESTIONS])) is not None:
             return found
         # The dispatch refuses by one field at a time, so that changes together would find no more.
         if not reason.startswith("does not") and (found := _together(base, reason, words, ask)) is not None:

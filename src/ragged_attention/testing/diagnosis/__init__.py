@@ -13,6 +13,7 @@ from typing import Any
 from ragged_attention.testing import steering
 from ragged_attention.testing.diagnosis.fields import lengths_of, of_fields, with_lengths
 from ragged_attention.testing.diagnosis.numbers import READ, of_results
+from ragged_attention.testing.paged.specs import Contradiction
 from ragged_attention.testing.runner import Declined, Runner
 
 OF_LISTS = ("topk", "extra_topk", "tokens", "rows")  # numbers in the structures of calls with lists
@@ -33,7 +34,7 @@ def causes(runner: Runner, value: Any, check: Callable[[Any], object]) -> tuple[
     numbers = list(dict.fromkeys(of_results(runner, spec.build(), options)))
     try:
         more = list(dict.fromkeys(of_results(runner, larger(spec).build(), options)))
-    except Declined:
+    except (Declined, Contradiction):
         more = []
     numbers = [cause for cause in numbers if cause in more] or [*more, *numbers]
     numbers.sort(key=lambda cause: cause in READ)
@@ -52,10 +53,10 @@ def larger(spec: Any) -> Any:
 
 
 def outcome(check: Callable[[Any], object], value: Any) -> bool | None:
-    """Whether a check passes, or None if the backend declines the batch."""
+    """Whether a check passes, or None if the backend declines the batch, or there is no such batch."""
     try:
         check(value)
-    except Declined:
+    except (Declined, Contradiction):
         return None
     except Exception:  # a kernel may raise anything, and each error is a failure
         return False

@@ -25,7 +25,7 @@ from ragged_attention.testing.paged.oracle import (
     check_without_lse,
     expect_results,
 )
-from ragged_attention.testing.paged.specs import Batch, RaggedTables, Spec
+from ragged_attention.testing.paged.specs import Batch, Contradiction, RaggedTables, Spec
 from ragged_attention.testing.rounded_weights import allowance
 from ragged_attention.testing.runner import Runner
 
@@ -106,6 +106,8 @@ class RaggedLatentSpec:
         spec = self.tables
         plain = self.format == "plain"
         width = self.d_qk if plain else latents.LAID_OUT[self.format].width
+        if self.d_v > width:
+            raise Contradiction("values are columns of the rows")
         bare = dataclasses.replace(spec, num_kv_heads=1, combined=True, head_dim=16, poison=None, draft=None)
         given = bare.build()
         rng = np.random.default_rng(spec.seed + 1)

@@ -18,7 +18,7 @@ from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
 from ragged_attention.testing import formats
 from ragged_attention.testing.mla import latents
 from ragged_attention.testing.mla.latents import Cache
-from ragged_attention.testing.paged.specs import INT32, Arrays, garbage
+from ragged_attention.testing.paged.specs import INT32, Arrays, Contradiction, garbage
 
 BYTES = ("uint8", "int8", "float8_e4m3fn")
 CACHES = ("kv", "kv_cache", "extra_kv_cache", "cache")
@@ -311,11 +311,15 @@ class LatentSpec:
 
     def _pages(self, rng: np.random.Generator, num_pages: int, page_size: int, format: str | None = None) -> Cache:
         format = format or self.format
+        if format != "plain" and self.kv_heads > 1:
+            raise Contradiction("quantised rows have one head")
         rows = rng.standard_normal((num_pages, page_size, self.kv_heads, self.width)) / self.shrink
         rows = formats.rounded(rows, self.dtype)
         return rows if format == "plain" else latents.quantised(rows, format, self.scales, rng)
 
     def _common(self, rng: np.random.Generator) -> dict[str, Any]:
+        if self.d_v > self.width:
+            raise Contradiction("values are columns of the rows")
         return {
             "d_v": self.d_v,
             "sm_scale": self.sm_scale,
@@ -473,6 +477,8 @@ class DecodeSpec(LatentSpec):
         return _fit.get()(self)._built()
 
     def _built(self) -> DecodeBatch:
+        if self.topk and self.kv_heads > 1:
+            raise Contradiction("lists are of rows of one head")
         rng = np.random.default_rng(self.seed)
         num_seqs = len(self.kv_lens)
         used = [-(-kv_len // self.page_size) for kv_len in self.kv_lens]

@@ -58,6 +58,10 @@ def misplaced(rng: np.random.Generator, table: NDArray[np.int32], num_pages: int
     return np.where(rng.random(table.shape) < 0.3, rng.choice(beyond, table.shape), table).astype(np.int32)
 
 
+class Contradiction(ValueError):
+    """The fields of a structure contradict each other, so that no call has it."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Arrays:
     """What the batches share: the dtypes that they stand for, and how they lie in memory."""
