@@ -89,6 +89,28 @@ def test_a_right_backend_has_no_cause(monkeypatch: pytest.MonkeyPatch) -> None:
         assert list(numbers.of_results(runner, spec.build(), {})) == []
 
 
+def test_a_full_sink_and_what_a_law_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A law brings sinks of +inf in itself, so its batch has none, and the plainest one fails too."""
+    honest = dispatch.load("ragged_paged_attention", "reference")
+
+    def full_sinks_give_nan(call: Any, *given: Any) -> Any:
+        results = honest.run(call, *given)
+        if call.sinks is not None:
+            results[0][:, call.sinks == np.inf] = np.nan
+        return results
+
+    runner = partial_backend.announce(
+        monkeypatch, "ragged_paged_attention", FEATURES=honest.FEATURES, run=full_sinks_give_nan
+    )
+    corner, law = (
+        verdict_of(runner, each, 4)
+        for each in checks()
+        if str(each) in ("corner: attention, sinks +inf", "law: sinks take their share and leave the lse")
+    )
+    assert corner.causes[0] == numbers.FULL_SINK
+    assert law.causes == (diagnosis.CHANGED,)
+
+
 def test_a_structure_is_printed_without_its_defaults() -> None:
     text = steering.brief((WINDOW, {"num_splits": 3}))
     assert text.startswith("Spec(lens=((1, 37), (1, 21), (1, 5)), page_size=16, num_kv_heads=2, group=2, head_dim=64")

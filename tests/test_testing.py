@@ -550,6 +550,12 @@ def test_a_missing_tool_is_named(absent: str) -> None:
     assert f"ImportError: ragged_attention.testing needs {absent}: install the extra" in ended.stderr
 
 
+@pytest.mark.parametrize("module", ["runner", "paged.specs", "mla.ragged", "rounded_weights", "verdicts"])
+def test_a_module_can_be_imported_before_all_others(module: str) -> None:
+    ended = apart("-c", f"import ragged_attention.testing.{module}")
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_no_name_of_the_package_is_that_of_one_of_its_modules() -> None:
     """A module that is imported becomes an attribute of its package, in front of what is loaded on demand."""
     import pkgutil

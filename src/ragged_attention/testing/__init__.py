@@ -20,6 +20,7 @@ Hypothesis strategies.
 """
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Load what a name stands for: later than this package, because `ptx` needs none of it and stands alone."""
-    if name.startswith("__") or name == "ptx":
+    """Load what a name stands for: later than this package, because `ptx` needs none of it and stands alone.
+
+    Modules are asked for here too, by `from ragged_attention.testing import ptx`, before they are imported.
+    """
+    if name.startswith("__") or importlib.util.find_spec(f"{__name__}.{name}"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.names"), name)

@@ -95,5 +95,5 @@ def _described(error: Exception) -> str:
     notes = [note for note in getattr(error, "__notes__", ()) if not (known and note.startswith("Failing test case"))]
     lines = [f"{type(error).__name__}: {error}", *notes]
     if "are NaN in one" in lines[0]:
-        lines.append("What no query may see holds NaN in these batches, and a weight of 0 times NaN is NaN.")
+        lines.append("Where what no query may see holds NaN, mask the values too: a weight of 0 times NaN is NaN.")
     return "\n".join(lines)

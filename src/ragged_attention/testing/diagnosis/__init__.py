@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ragged_attention.testing import steering
-from ragged_attention.testing.diagnosis.fields import lengths_of, of_fields, with_lengths
-from ragged_attention.testing.diagnosis.numbers import READ, of_results
+from ragged_attention.testing.diagnosis.fields import WHATEVER, lengths_of, of_fields, with_lengths
+from ragged_attention.testing.diagnosis.numbers import READ, is_right, of_results
 from ragged_attention.testing.paged.specs import Contradiction
 from ragged_attention.testing.runner import Declined, Runner
 
+CHANGED = "the results of the batch itself are right: those of what the check makes of it are not"
 OF_LISTS = ("topk", "extra_topk", "tokens", "rows")  # numbers in the structures of calls with lists
 
 
@@ -38,7 +39,10 @@ def causes(runner: Runner, value: Any, check: Callable[[Any], object]) -> tuple[
         more = []
     numbers = [cause for cause in numbers if cause in more] or [*more, *numbers]
     numbers.sort(key=lambda cause: cause in READ)
-    return tuple(dict.fromkeys([*numbers, *of_fields(value, lambda other: outcome(check, other))]))
+    fields = list(of_fields(value, lambda other: outcome(check, other)))
+    if WHATEVER in fields and not numbers and is_right(runner, spec.build(), options):
+        fields[fields.index(WHATEVER)] = CHANGED
+    return tuple(dict.fromkeys([*numbers, *fields]))
 
 
 def larger(spec: Any) -> Any:

@@ -21,6 +21,7 @@ from ragged_attention.testing.runner import Declined, Runner
 
 NAN = "NaN or infinity of cache slots that no query sees reaches the results: mask the values too, since 0 * NaN is NaN"
 FINITE = "finite values give NaN"
+FULL_SINK = "a sink of +inf gives NaN: it takes all weight, so out is 0"
 OF_NO_KEYS = "queries that see no key give NaN: their out is 0 and their lse -inf"
 UNLISTED = "it reads pages that the table does not list"
 PAST = "it reads cache slots that no query sees, in listed pages: past the lengths or behind a mask"
@@ -83,13 +84,29 @@ def of_numbers(got: Results, want: Results, batch: Any, form: Form, rounding: Al
     yield from found
     nan = any(np.isnan(array).any() and not np.isnan(want[name]).any() for name, array in got.items())
     if nan and not found:
-        yield FINITE
+        yield FULL_SINK if _of_full_sinks(got, form) else FINITE
     if nan or of_all:
         return
     for name, array in got.items():
         yield from of_scale(name, array.astype(np.float64), want[name])
     if not found:
         yield from matching(got, want, batch, single_keys(form), rounding)[0][:1]
+
+
+def _of_full_sinks(got: Results, form: Form) -> bool:
+    """Whether only heads whose sink is +inf have NaN."""
+    full = form.sinks == np.inf
+    return bool(full.any()) and not np.isnan(got["out"][:, ~full]).any()
+
+
+def is_right(runner: Runner, batch: Any, options: Mapping[str, Any]) -> bool:
+    """Whether the results of a batch, if it is one of an attention, are right."""
+    if form_of(batch) is None:
+        return False
+    try:
+        return alike(results(runner, batch, options), expected(batch), batch, allowance(runner, batch))
+    except Exception:  # whatever a kernel may raise, Declined included
+        return False
 
 
 def without_nan(got: Results, want: Results) -> Results:
