@@ -210,7 +210,7 @@ class FunctionRunner(Runner):
 
     functions: Mapping[str, Callable[..., Any]]
     why_not: Callable[[str, Any], str | None]  # the reason to decline a batch, by its record of NumPy arrays
-    declines: Callable[[str, Any], str | None]  # likewise, asked about what is not declined before
+    declines: Callable[[str, Any], str | None] | None = None  # likewise, asked about what is not declined before
     contiguous: bool = False  # whether arrays come without gaps and strides of 0
     differentiable: bool = False  # whether the framework can differentiate the functions
     invariant: bool = False  # whether results of a sequence promise to have the same bits in every batch
@@ -271,7 +271,7 @@ class FunctionRunner(Runner):
         if reason := self.why_not(operation, record):
             raise Declined(reason)
         names = self._passed(record, accepted, extra)
-        if reason := self.declines(operation, record):  # last, as it may depend on values
+        if self.declines and (reason := self.declines(operation, record)):  # last, as it may depend on values
             raise Declined(reason)
         if ASKED.get():
             raise Taken
