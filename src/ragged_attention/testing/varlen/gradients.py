@@ -10,9 +10,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
 from ragged_attention.reference.sparse_mla_prefill_backward import sparse_mla_prefill_backward
-from ragged_attention.reference.varlen_attention import varlen_attention
 from ragged_attention.reference.varlen_attention_backward import varlen_attention_backward
 from ragged_attention.testing import formats
 from ragged_attention.testing.mla.specs import PrefillBatch, PrefillSpec
@@ -21,9 +19,9 @@ from ragged_attention.testing.varlen.specs import VarlenBatch, VarlenSpec
 
 Forward = VarlenBatch | PrefillBatch
 DEFINITIONS = {
-    "varlen_attention": (varlen_attention, varlen_attention_backward),
-    "sparse_mla_prefill": (sparse_mla_prefill, sparse_mla_prefill_backward),
-}
+    "varlen_attention": varlen_attention_backward,
+    "sparse_mla_prefill": sparse_mla_prefill_backward,
+}  # of the gradients, by the operation that is differentiated
 DIFFERENTIABLE = ("q", "k", "v", "kv", "sinks")
 NOT_OF_THE_GRADIENT = ("cache_format", "cache_layout", "out_dtype")  # arguments that only the forward's record has
 
@@ -92,8 +90,7 @@ class GradientBatch:
 
     def results(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Out and lse by the definition, rounded as the operation returns them."""
-        definition, _ = DEFINITIONS[self.operation]
-        results = definition(**self.forward.arguments())
+        results = self.forward.expected()
         return formats.rounded(results[0], self.forward.dtype), np.asarray(results[-1], np.float32)
 
     def backward(self, out: NDArray[Any], lse: NDArray[Any]) -> BackwardBatch:
@@ -105,8 +102,8 @@ class GradientBatch:
 def expected(batch: BackwardBatch) -> dict[str, NDArray[np.float64]]:
     """The gradients by the definition, by the names of the arguments."""
     forward = batch.forward
-    _, definition = DEFINITIONS[forward.OPERATION]
-    gradients = [array for array in definition(**batch.arguments()) if array is not None]
+    found = DEFINITIONS[forward.OPERATION](**batch.arguments())
+    gradients = [array for array in found if array is not None]
     names = [name for name in DIFFERENTIABLE if forward.arguments().get(name) is not None]
     return dict(zip(names, gradients, strict=True))
 
