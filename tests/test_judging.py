@@ -80,6 +80,12 @@ def test_a_drawn_failure_prints_its_structure() -> None:
     assert "MergeSpec(parts=2" in str(report)
 
 
+def test_a_device_that_is_not_there_is_refused() -> None:
+    pytest.importorskip("torch")
+    with pytest.raises(InvalidInput, match="torch has no device 'xla:7' here"):
+        judge(decode, framework="torch", device="xla:7")
+
+
 def test_a_crash_shows_the_line_the_batch_and_the_check() -> None:
     program = """
 import ctypes

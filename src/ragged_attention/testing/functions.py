@@ -7,7 +7,6 @@ A command reads its arguments from one .npz file and writes its results to anoth
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import inspect
 import subprocess
 import tempfile
@@ -223,8 +222,7 @@ class FunctionRunner(Runner):
         return NumpyFront if self.framework == "numpy" else super().front
 
     def absent(self) -> str | None:
-        known = self.framework == "numpy" or importlib.util.find_spec(self.framework) is not None
-        return None if known else f"{self.framework} is not installed"
+        return None if self.framework == "numpy" else self._without_framework()
 
     def tunables(self, operation: str) -> tuple[str, ...]:
         del operation

@@ -239,8 +239,8 @@ class Runner:
 
     def absent(self) -> str | None:
         """Why nothing can be run here, or None."""
-        if importlib.util.find_spec(self.framework) is None:
-            return f"{self.framework} is not installed"
+        if reason := self._without_framework():
+            return reason
         with self.around():
             reasons = [self._refuses(operation) for operation in (*SAMPLES, *(CALLS.keys() - SAMPLES.keys()))]
             if None in reasons:
@@ -249,6 +249,12 @@ class Runner:
             if offered and any(map(self._takes_some, CALLS)):
                 return None
         return offered[0] if offered else reasons[0]
+
+    def _without_framework(self) -> str | None:
+        """Why the framework, or the device, cannot be used here, or None."""
+        if importlib.util.find_spec(self.framework) is None:
+            return f"{self.framework} is not installed"
+        return self.front.unusable(self.device) if self.framework == "torch" and self.device else None
 
     def _takes_some(self, operation: str) -> bool:
         """Whether the backend takes any call of an operation, such as a decode in one dtype with one page size."""

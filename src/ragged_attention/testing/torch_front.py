@@ -25,6 +25,15 @@ def facts(device: str | None) -> Device:
     return device_facts(torch.device(device or "cpu"))
 
 
+def unusable(device: str) -> str | None:
+    """Why torch cannot have tensors on a device here, or None."""
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:  # RuntimeError, AssertionError or NotImplementedError, by device and build of torch
+        return f"torch has no device {device!r} here: {str(error).partition(chr(10))[0]}"
+    return None
+
+
 def raw(array: NDArray[Any], dtype: str) -> NDArray[Any]:
     """The array as its dtype's bytes, in a dtype that NumPy and torch both know."""
     if dtype == "bfloat16":
