@@ -111,6 +111,28 @@ def test_a_full_sink_and_what_a_law_changes(monkeypatch: pytest.MonkeyPatch) -> 
     assert law.causes == (diagnosis.CHANGED,)
 
 
+def decode_without_maximum(q, kv_pages, kv_lens, page_indices):
+    out = np.zeros_like(q, np.float32)
+    for seq, kv_len in enumerate(kv_lens):
+        k, v = (np.concatenate(pages[page_indices[seq]])[:kv_len].astype(np.float32) for pages in kv_pages)
+        k, v = (np.repeat(each, q.shape[1] // each.shape[1], axis=1) for each in (k, v))
+        weights = np.exp(np.einsum("hd,nhd->hn", q[seq].astype(np.float32), k) * q.shape[2] ** -0.5)
+        out[seq] = np.einsum("hn,nhd->hd", weights / weights.sum(axis=1, keepdims=True), v)
+    return out
+
+
+def test_a_softmax_without_its_maximum_fails_where_logits_are_large() -> None:
+    """Also in a kernel that takes none of the named batches with large logits."""
+    unpromised = ("invalid indices", "non-finite values", "combined pages", "other value sizes", "empty sequences")
+    report = judge(
+        decode_without_maximum, decode_only=True, dtypes=["bfloat16"], declines=unpromised, only="agreement: attention",
+        examples=5,
+    )  # fmt: skip
+    (failure,) = report.failures
+    assert failure.check == "agreement: attention, large logits"
+    assert failure.causes[0] == numbers.OVERFLOW
+
+
 def test_a_structure_is_printed_without_its_defaults() -> None:
     text = steering.brief((WINDOW, {"num_splits": 3}))
     assert text.startswith("Spec(lens=((1, 37), (1, 21), (1, 5)), page_size=16, num_kv_heads=2, group=2, head_dim=64")

@@ -12,7 +12,7 @@ import pytest
 
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.reference.mla_decode import mla_decode
-from ragged_attention.testing import judge
+from ragged_attention.testing import DecodeSpec, judge
 from ragged_attention.testing.functions import Command
 from ragged_attention.testing.indexer.specs import IndexerSpec
 from ragged_attention.testing.judging import UNPROMISED as UNPROMISED_BY_NAME
@@ -78,6 +78,36 @@ def test_a_fault_fails_with_the_batch_that_shows_it(fault: str) -> None:
 def test_a_drawn_failure_prints_its_structure() -> None:
     report = judge(lambda outs, lses: (outs[0], lses[0]), "merge_attention_states", only="merge on drawn", examples=20)
     assert "MergeSpec(parts=2" in str(report)
+
+
+def test_a_surplus_lse_is_left_alone() -> None:
+    def decode_with_lse(q, kv_pages, kv_lens, page_indices, sm_scale=None):
+        return decode(q, kv_pages, kv_lens, page_indices, sm_scale), np.zeros(q.shape[:2], np.float32)
+
+    judge_decode(decode_with_lse, only="attention without lse").check()
+
+
+def test_a_command_without_features_is_not_given_new_keys(tmp_path: Path) -> None:
+    program = tmp_path / "attend.py"
+    program.write_text(
+        "import sys, numpy; sys.exit(9 if set(numpy.load(sys.argv[1])) & {'new_kv.0', 'return_lse'} else 77)"
+    )
+    report = judge([sys.executable, str(program), "{input}"], features=["sm_scale"], examples=1, only="agreement: ")
+    assert not report.failures
+
+
+def test_the_smallest_batch_is_that_of_the_arrays() -> None:
+    """Kernels for the widths of real models alone are judged by batches of these."""
+
+    def wrong(q, kv_cache, page_indices, kv_lens, d_v, sm_scale=None):
+        assert q.shape[3] in (512, 576)
+        return np.ones((*q.shape[:3], d_v), np.float32)
+
+    report = judge(wrong, "mla_decode", dtypes=["bfloat16"], head_dims=[512, 576], examples=2, only="decode on drawn")
+    (failure,) = report.failures
+    spec = eval(failure.batch, {"DecodeSpec": DecodeSpec})
+    assert spec.dtype == "bfloat16"
+    assert spec.d_qk in (512, 576)
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not present:
         for name, reason in absent.items():
             console.print(f"[bold red]{name} cannot run here:[/] {reason}", highlight=False)
+        if options.junit:
+            reporting.write_junit(options.junit, {})
         return NOTHING
     checks, judged = _chosen(options.only), {}
     for runner in (dataclasses.replace(each, rounded_weights=options.rounded_weights) for each in present):

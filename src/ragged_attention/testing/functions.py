@@ -10,7 +10,7 @@ import functools
 import inspect
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -210,6 +210,7 @@ class FunctionRunner(Runner):
     functions: Mapping[str, Callable[..., Any]]
     why_not: Callable[[str, Any], str | None]  # the reason to decline a batch, by its record of NumPy arrays
     declines: Callable[[str, Any], str | None] | None = None  # likewise, asked about what is not declined before
+    features: Collection[str] | None = None  # the optional arguments of functions that do not tell
     contiguous: bool = False  # whether arrays come without gaps and strides of 0
     differentiable: bool = False  # whether the framework can differentiate the functions
     invariant: bool = False  # whether results of a sequence promise to have the same bits in every batch
@@ -243,6 +244,13 @@ class FunctionRunner(Runner):
             raise Absent(f"{self.backend} does not offer {operation}")
         return self.functions[operation]
 
+    def _accepted(self, operation: str) -> frozenset[str] | None:
+        """The names of the arguments that a function accepts; None if it accepts any."""
+        accepted = accepted_by(self.functions[operation])
+        if accepted is None and self.features is not None:
+            return frozenset({*CALLS[operation].KINDS} - {*CALLS[operation].DEFAULTS} | {*self.features})
+        return accepted
+
     def _refuses(self, operation: str) -> str | None:
         try:
             self._call(operation, SAMPLES[operation].build(), None)
@@ -260,7 +268,7 @@ class FunctionRunner(Runner):
             raise Declined("a function has no options")
         if self.contiguous:
             batch = batch.change(strided=False, alike={})
-        accepted = accepted_by(function)
+        accepted = self._accepted(operation)
         arguments = batch.arguments()
         if isinstance(arguments.get("num_seqs"), int) and accepted is not None and "num_seqs" not in accepted:
             arguments = live_sequences(arguments)
@@ -347,6 +355,8 @@ class FunctionRunner(Runner):
         several = extra.get("return_lse") or operation in ("mla_decode", "sparse_mla_prefill")
         names = RESULTS[operation] if several else ("out",)
         results = tuple(result) if isinstance(result, tuple | list) else (result,)
+        if "new_kv" not in extra:  # where the cache is returned as well
+            results = results[: len(names)]
         if len(results) >= len(names):
             return results if len(results) > 1 else next(iter(results))
         self.not_returned.update(f"{name} of {operation}" for name in names[len(results) :])

@@ -240,6 +240,7 @@ class Report:
             for failure in group:
                 lines += [f"FAILED  {failure.check}", *(f"  {line}" for line in failure.message.splitlines())]
                 lines += [f"  smallest batch: {failure.batch}"] if failure.batch else []
+                lines += [f"  likely causes: {'; '.join(failure.causes)}"] if failure.causes[1:] else []
         return "\n".join(lines)
 
     def _by_kind(self) -> dict[str, list[Verdict]]:
@@ -284,7 +285,8 @@ def judge(
             command that computes all operations of one. A mapping names its own.
         framework: "numpy", "torch" or "jax": whose arrays a function gets. In NumPy, bfloat16 and 8-bit floats are the
             dtypes of `ml_dtypes`. A command's .npz file has their bits as uint16 or uint8, and `<name>.dtype`.
-        features: the optional arguments that the kernel supports, such as `sliding_window` (default: its parameters).
+        features: the optional arguments that the kernel supports, such as `sliding_window` (default: its parameters;
+            a command: all). A command without `return_lse` or `new_kv` in them is not given these either.
         dtypes: the dtypes of floats and caches that it takes, such as `bfloat16` (default: any).
         page_sizes, head_dims: the sizes that it takes (default: any).
         decode_only: whether it takes one query for each sequence only; then it may lack `cu_q_lens`.
@@ -318,7 +320,7 @@ def judge(
     runner = FunctionRunner(
         framework=framework, backend=name, device=device, functions=functions, why_not=limits.why_not,
         declines=limits.declined, contiguous=contiguous, differentiable=gradients, invariant=batch_invariant,
-        rounded_weights=rounded_weights,
+        rounded_weights=rounded_weights, features=features,
     )  # fmt: skip
     if reason := runner.absent():
         raise InvalidInput(reason)

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ragged_attention import dispatch
 from ragged_attention.errors import BackendMissing
+from ragged_attention.testing.diagnosis import VAGUE
 from ragged_attention.testing.runner import first_refusal
 from ragged_attention.testing.verdicts import Verdict
 
@@ -44,7 +45,8 @@ def grouped(lines: Sequence[Verdict]) -> dict[str, list[Verdict]]:
             counts[cause] = counts.get(cause, 0) + 1
     groups: dict[str, list[Verdict]] = {}
     for line in failed:
-        cause = max(line.causes[:2], key=lambda cause: counts[cause], default=UNKNOWN)
+        telling = [cause for cause in line.causes if not cause.startswith(VAGUE)] or line.causes
+        cause = max(telling[:2], key=lambda cause: counts[cause], default=UNKNOWN)
         groups.setdefault(cause, []).append(line)
     return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
 

@@ -72,6 +72,7 @@ def told(value: Any) -> str:
 def brief(value: Any) -> str:
     """A structure as the expression that makes it, without the fields that have their defaults, except for dtypes."""
     if is_structure(value):
+        value = value.fitted() if hasattr(value, "fitted") else value
         told = {
             field.name: brief(getattr(value, field.name))
             for field in dataclasses.fields(value)

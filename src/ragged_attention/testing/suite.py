@@ -7,7 +7,7 @@ has shown nothing, which is a `Declined` check.
 
 from collections.abc import Iterator
 
-from ragged_attention.testing import alike, empties, formats, invariance
+from ragged_attention.testing import alike, empties, formats, invariance, large_logits
 from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, on_drawn_paths, on_every_path
 from ragged_attention.testing.heads_first import suite as heads_first_suite
 from ragged_attention.testing.indexer import suite as indexer_suite
@@ -72,6 +72,7 @@ def agreement() -> Iterator[Check]:
     yield from mla_suite.agreement()
     yield from varlen_suite.agreement()
     yield from indexer_suite.agreement()
+    yield from large_logits.agreement()
 
 
 def laws() -> Iterator[Check]:

@@ -81,9 +81,10 @@ def _diagnosed(runner: Runner, failure: Failure | None) -> tuple[str, tuple[str,
     """The batch of a failure, if a structure describes it, and the likely causes."""
     if failure is None:
         return "", ()
-    batch = steering.told(failure.batch)
+    batch = ""
     try:
         with _traced(), runner.around():
+            batch = steering.told(failure.batch)
             return batch, diagnosis.causes(runner, failure.batch, failure.check)
     except Exception as error:  # of the kernel, which may fail on a batch like this one in another way
         return batch, (f"a batch like it ends in {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}",)

@@ -12,10 +12,12 @@ from typing import Any
 
 from ragged_attention.testing import steering
 from ragged_attention.testing.diagnosis.fields import WHATEVER, lengths_of, of_fields, with_lengths
-from ragged_attention.testing.diagnosis.numbers import READ, is_right, of_results
+from ragged_attention.testing.diagnosis.numbers import OVERFLOW, READ, is_right, of_results
+from ragged_attention.testing.diagnosis.results import enlarged
 from ragged_attention.testing.paged.specs import Contradiction
 from ragged_attention.testing.runner import Declined, Runner
 
+VAGUE = ("it fails only ", "the plainest batch ", "the results of the batch itself ")  # how causes of fields begin
 CHANGED = "the results of the batch itself are right: those of what the check makes of it are not"
 OF_LISTS = ("topk", "extra_topk", "tokens", "rows")  # numbers in the structures of calls with lists
 
@@ -42,6 +44,8 @@ def causes(runner: Runner, value: Any, check: Callable[[Any], object]) -> tuple[
     fields = list(of_fields(value, lambda other: outcome(check, other)))
     if WHATEVER in fields and not numbers and is_right(runner, spec.build(), options):
         fields[fields.index(WHATEVER)] = CHANGED
+        large = enlarged(spec.build())
+        numbers = [cause for cause in of_results(runner, large[0], options) if cause == OVERFLOW] if large else []
     return tuple(dict.fromkeys([*numbers, *fields]))
 
 

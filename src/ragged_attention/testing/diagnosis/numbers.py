@@ -32,6 +32,13 @@ RESCALE = (
     "sums are not rescaled where a later key has a larger logit: the accumulator and the sum of weights are to be "
     "multiplied by exp(old maximum - new maximum)"
 )
+IMPRECISE = (
+    "results are nearly right: something is rounded to 16 bits, such as logits, scaled queries, partial sums, or the "
+    "weights before they are added up"
+)
+OVERFLOW = "exp overflows, or all weights underflow: subtract the largest logit of a query from all of them first"
+EXP = 87.0  # exp of more overflows in float32, and of minus as much is 0 or subnormal
+COARSE, LEAST = 2.0**-5, 1e-3  # an error of some roundings to bfloat16
 ROUNDED = (
     "softmax weights are rounded to 16 bits before the product with values, it seems: rounded_weights=True, or "
     "--rounded-weights, allows that"
@@ -67,11 +74,24 @@ def of_results(runner: Runner, batch: Any, options: Mapping[str, Any]) -> Iterat
                 found = list(of_numbers(got, want, each, form, rounding))
                 if not found and not runner.rounded_weights and alike(got, want, each, of_batch(each)):
                     found = [ROUNDED]
+                elif not found and nearly(got, want, each):
+                    found = [IMPRECISE]
                 yield from found
                 if form.finite():
                     yield from of_unseen(runner, each, form, options)
                     yield from of_order(runner, each, form, options)
             return
+
+
+def nearly(got: Results, want: Results, batch: Any) -> bool:
+    """Whether results are as far from the right ones as computing in 16 bits may bring them."""
+    for name, array in got.items():
+        finite = np.isfinite(want[name])
+        bound = np.reshape(batch.mean_magnitudes(), array.shape) if name == "out" else np.ones(array.shape)
+        near = np.abs(array - np.where(finite, want[name], 0.0)) <= COARSE * bound + LEAST
+        if not (near | ~finite).all() or not np.isfinite(array[finite]).all():
+            return False
+    return True
 
 
 def of_numbers(got: Results, want: Results, batch: Any, form: Form, rounding: Allowance = 0.0) -> Iterator[str]:
@@ -84,7 +104,7 @@ def of_numbers(got: Results, want: Results, batch: Any, form: Form, rounding: Al
     yield from found
     nan = any(np.isnan(array).any() and not np.isnan(want[name]).any() for name, array in got.items())
     if nan and not found:
-        yield FULL_SINK if _of_full_sinks(got, form) else FINITE
+        yield FULL_SINK if _of_full_sinks(got, form) else OVERFLOW if _overflow(form) else FINITE
     if nan or of_all:
         return
     for name, array in got.items():
@@ -97,6 +117,12 @@ def _of_full_sinks(got: Results, form: Form) -> bool:
     """Whether only heads whose sink is +inf have NaN."""
     full = form.sinks == np.inf
     return bool(full.any()) and not np.isnan(got["out"][:, ~full]).any()
+
+
+def _overflow(form: Form) -> bool:
+    """Whether some query's largest logit is beyond what exp can take in float32."""
+    largest = attended(form)["max_logits"]
+    return bool((np.abs(largest[np.isfinite(largest)]) > EXP).any())
 
 
 def is_right(runner: Runner, batch: Any, options: Mapping[str, Any]) -> bool:

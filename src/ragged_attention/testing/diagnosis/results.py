@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from ragged_attention.testing import formats
 from ragged_attention.testing.compare import agrees
-from ragged_attention.testing.diagnosis.forms import Form, Results
+from ragged_attention.testing.diagnosis.forms import Form, Results, attended, form_of
 from ragged_attention.testing.functions import RESULTS
 from ragged_attention.testing.heads_first.specs import HeadsFirstArrays
 from ragged_attention.testing.mla import latents
@@ -18,6 +18,9 @@ from ragged_attention.testing.paged.specs import RaggedTables
 from ragged_attention.testing.rounded_weights import Allowance
 from ragged_attention.testing.runner import Runner
 from ragged_attention.testing.varlen.specs import VarlenBatch
+
+LARGE = 128.0  # at least one logit of `enlarged` is at least as far from 0; exp overflows in float32 at 89
+MOST = 2.0**15  # of a query, because float16 has no more than twice that
 
 
 def results(runner: Runner, batch: Any, options: Mapping[str, Any]) -> Results:
@@ -120,3 +123,20 @@ def finite_queries(batch: Any) -> Any:
 def with_queries(batch: Any, q: NDArray[Any]) -> Any:
     """The batch with other queries, [T, H, D]."""
     return batch.change(q=formats.rounded(q.reshape(batch.q.shape), batch.q_dtype or batch.dtype))
+
+
+def enlarged(batch: Any) -> tuple[Any, float] | None:
+    """The batch with queries as many times larger as a power of two says, and its largest logit; None if that is 0."""
+    if batch.q_dtype is not None:  # of 8 bits, which have no room
+        return None
+    # A cap takes away what is large, and beside a sink the weights of small logits are 0.
+    batch = batch.change(**{name: None for name in ("soft_cap", "sinks") if getattr(batch, name, None) is not None})
+    form = form_of(batch)
+    assert form is not None
+    logits = attended(form)["max_logits"]
+    largest = float(np.abs(logits[np.isfinite(logits)]).max(initial=0.0))
+    if largest < 2.0**-6:
+        return None
+    factor = max(2.0 ** np.ceil(np.log2(LARGE / largest)), 1.0)
+    q = (batch.q * factor).astype(np.float32)
+    return None if np.abs(q).max() > MOST else (batch.change(q=q), largest * factor)

@@ -301,6 +301,10 @@ class LatentSpec:
     shrink: float = 10.0  # by which rows are smaller than normal
     seed: int = 0
 
+    def fitted(self) -> Self:
+        """The structure whose arrays `build` makes, which is another inside of `fitting`."""
+        return _fit.get()(self)  # type: ignore[return-value]
+
     @property
     def width(self) -> int:
         return self.d_qk if self.format == "plain" else latents.LAID_OUT[self.format].width
@@ -426,7 +430,7 @@ class PrefillSpec(LatentSpec):
     out_dtype: str | None = None
 
     def build(self) -> PrefillBatch:
-        return _fit.get()(self)._built()
+        return self.fitted()._built()
 
     def _built(self) -> PrefillBatch:
         rng = np.random.default_rng(self.seed)
@@ -474,7 +478,7 @@ class DecodeSpec(LatentSpec):
     extra_lens_by_query: bool = False
 
     def build(self) -> DecodeBatch:
-        return _fit.get()(self)._built()
+        return self.fitted()._built()
 
     def _built(self) -> DecodeBatch:
         if self.topk and self.kv_heads > 1:
