@@ -12,7 +12,7 @@ import pytest
 
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.reference.mla_decode import mla_decode
-from ragged_attention.testing import DecodeSpec, judge
+from ragged_attention.testing import judge
 from ragged_attention.testing.functions import Command
 from ragged_attention.testing.indexer.specs import IndexerSpec
 from ragged_attention.testing.judging import UNPROMISED as UNPROMISED_BY_NAME
@@ -88,10 +88,8 @@ def test_a_surplus_lse_is_left_alone() -> None:
 
 
 def test_a_command_without_features_is_not_given_new_keys(tmp_path: Path) -> None:
-    program = tmp_path / "attend.py"
-    program.write_text(
-        "import sys, numpy; sys.exit(9 if set(numpy.load(sys.argv[1])) & {'new_kv.0', 'return_lse'} else 77)"
-    )
+    program, given = tmp_path / "attend.py", "set(numpy.load(sys.argv[1])) & {'new_kv.0', 'return_lse'}"
+    program.write_text(f"import sys, numpy; sys.exit(9 if {given} else 77)")
     report = judge([sys.executable, str(program), "{input}"], features=["sm_scale"], examples=1, only="agreement: ")
     assert not report.failures
 

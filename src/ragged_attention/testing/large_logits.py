@@ -47,5 +47,6 @@ def check(runner: Runner, batch: Any) -> None:
 
 
 def agreement() -> Iterator[Check]:
+    """A check of each attention."""
     for name, strategy in FAMILIES.items():
         yield Check("agreement", f"{name}, large logits", on_drawn(built(check), strategy, 0.2))

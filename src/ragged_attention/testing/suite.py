@@ -60,6 +60,7 @@ def corners() -> Iterator[Check]:
 
 
 def agreement() -> Iterator[Check]:
+    """Drawn batches against the definitions."""
     yield Check(
         "agreement", "attention on drawn batches", on_drawn_paths("ragged_paged_attention", check_attention, specs())
     )
