@@ -39,3 +39,8 @@ class Recipe:
 def pages_of(kv_pages: Any) -> tuple[Any, Any]:
     """The pages of K and those of V, each [P, page_size, K, D], of either form of `kv_pages`."""
     return kv_pages if isinstance(kv_pages, tuple) else (kv_pages[:, :, 0::2], kv_pages[:, :, 1::2])
+
+
+def not_causal(operation: str, call: Any) -> bool:
+    """What a recipe declines whose kernel has a causal mask only."""
+    return not call.causal

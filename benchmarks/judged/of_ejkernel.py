@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.judged import FILLED, FLOATS, Recipe, pages_of
+from benchmarks.judged import FILLED, FLOATS, Recipe, not_causal, pages_of
 
 
 def kernel(name: str) -> Any:
@@ -154,10 +154,6 @@ def doubled_entries(operation: str, call: Any) -> bool:
 def pages_of_odd_sizes(operation: str, call: Any) -> bool:
     """Several positions share 32 bits of the cache."""
     return call.kv_cache.shape[1] % (4 // call.kv_cache.dtype.itemsize) != 0
-
-
-def not_causal(operation: str, call: Any) -> bool:
-    return not call.causal
 
 
 LIMITS: Mapping[str, Any] = {"framework": "jax", "dtypes": FLOATS, "declines": FILLED}

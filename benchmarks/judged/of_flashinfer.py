@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.judged import FILLED, FLOATS, Recipe, pages_of
+from benchmarks.judged import FILLED, FLOATS, Recipe, not_causal, pages_of
 
 
 @functools.cache
@@ -163,10 +163,6 @@ def logits(
         q_fp8=q, weights=weights, index_k_cache=keys.flatten(1), real_page_table=page_indices, query_row_to_batch=seq,
         seqlens_per_query=seen, page_size=keys.shape[1],
     )  # fmt: skip
-
-
-def not_causal(operation: str, call: Any) -> bool:
-    return not call.causal
 
 
 def another_d_qk(operation: str, call: Any) -> bool:

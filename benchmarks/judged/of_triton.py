@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.judged import FILLED, FLOATS, Recipe, pages_of
+from benchmarks.judged import FILLED, FLOATS, Recipe, not_causal, pages_of
 from ragged_attention.testing import triton_interpreter
 
 SEGMENTS = 16  # the KV splits that vLLM's backend asks for
@@ -175,10 +175,6 @@ def another_d_v(operation: str, call: Any) -> bool:
 
 def another_format(operation: str, call: Any) -> bool:
     return call.kv_cache.dtype != call.q.dtype
-
-
-def not_causal(operation: str, call: Any) -> bool:
-    return not call.causal
 
 
 LIMITS: Mapping[str, Any] = {"framework": "torch", "dtypes": FLOATS, "declines": FILLED, "contiguous": True}

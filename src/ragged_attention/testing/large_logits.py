@@ -7,10 +7,7 @@ checked with larger queries too.
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
-from ragged_attention.testing.compare import agrees
-from ragged_attention.testing.diagnosis.results import enlarged, expected, kind_of, results
+from ragged_attention.testing.diagnosis.results import enlarged, expect_alike, expected, results
 from ragged_attention.testing.drawing import Check, built, on_drawn
 from ragged_attention.testing.heads_first.suite import chunk_specs, paged_specs
 from ragged_attention.testing.mla.ragged import ragged_specs
@@ -37,13 +34,9 @@ def check(runner: Runner, batch: Any) -> None:
     if (found := enlarged(batch)) is None:
         return
     large, largest = found
-    got, want = results(runner, large, {}), expected(large)
-    of_logits = np.reshape(2 * ERROR * largest * large.mean_magnitudes(), want["out"].shape)
-    rounding = allowance(runner, large)
-    rounding = np.reshape(rounding, want["out"].shape) if np.ndim(rounding) else 0.0
-    for name, array in got.items():
-        extra = of_logits + rounding if name == "out" else ERROR * largest
-        agrees(array, want[name], kind_of(name, large), name, allowance=extra)
+    of_logits = ERROR * largest
+    rounding = 2 * of_logits * large.mean_magnitudes() + allowance(runner, large)
+    expect_alike(results(runner, large, {}), expected(large), large, rounding, of_logits)
 
 
 def agreement() -> Iterator[Check]:

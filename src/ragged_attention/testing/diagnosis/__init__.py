@@ -34,7 +34,8 @@ def causes(runner: Runner, value: Any, check: Callable[[Any], object]) -> tuple[
         options = next((part for part in value if isinstance(part, Mapping)), {})
     if not hasattr(spec, "build"):  # arrays without a structure
         return tuple(dict.fromkeys(of_results(runner, spec, options)))
-    numbers = list(dict.fromkeys(of_results(runner, spec.build(), options)))
+    batch = spec.build()
+    numbers = list(dict.fromkeys(of_results(runner, batch, options)))
     try:
         more = list(dict.fromkeys(of_results(runner, larger(spec).build(), options)))
     except (Declined, Contradiction):
@@ -42,9 +43,9 @@ def causes(runner: Runner, value: Any, check: Callable[[Any], object]) -> tuple[
     numbers = [cause for cause in numbers if cause in more] or [*more, *numbers]
     numbers.sort(key=lambda cause: cause in READ)
     fields = list(of_fields(value, lambda other: outcome(check, other)))
-    if WHATEVER in fields and not numbers and is_right(runner, spec.build(), options):
+    if WHATEVER in fields and not numbers and is_right(runner, batch, options):
         fields[fields.index(WHATEVER)] = CHANGED
-        large = enlarged(spec.build())
+        large = enlarged(batch)
         numbers = [cause for cause in of_results(runner, large[0], options) if cause == OVERFLOW] if large else []
     return tuple(dict.fromkeys([*numbers, *fields]))
 

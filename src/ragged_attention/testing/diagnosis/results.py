@@ -54,12 +54,17 @@ def kind_of(name: str, batch: Any) -> str:
     return batch.kind if name == "out" else f"lse {batch.kind}"
 
 
+def expect_alike(got: Results, want: Results, batch: Any, rounding: Allowance = 0.0, of_logits: float = 0.0) -> None:
+    """Results agree within the bounds of the suite; out may be wrong by `rounding` besides, others by `of_logits`."""
+    of_out = np.reshape(rounding, got["out"].shape) if np.ndim(rounding) and "out" in got else rounding
+    for name, array in got.items():
+        agrees(array, want[name], kind_of(name, batch), name, allowance=of_out if name == "out" else of_logits)
+
+
 def alike(got: Results, want: Results, batch: Any, rounding: Allowance = 0.0) -> bool:
-    """Whether results agree within the bounds of the suite; out may be wrong by `rounding` besides."""
+    """Whether results agree as `expect_alike` has it."""
     try:
-        for name, array in got.items():
-            allowance = np.reshape(rounding, array.shape) if name == "out" and np.ndim(rounding) else 0.0
-            agrees(array, want[name], kind_of(name, batch), name, allowance=allowance)
+        expect_alike(got, want, batch, rounding)
     except AssertionError:
         return False
     return True
