@@ -46,8 +46,9 @@ def attention(
         [B, L_q, H, D_v], and None in place of the weights.
 
     Raises:
-        Unsupported: the layer selects blocks of keys, attends to latents in continuous batching, asks for weights, or
-            passes a keyword that neither we nor its own eager attention know; or the mask has a wrong dtype.
+        Unsupported: the layer selects blocks of keys, attends to latents in transformers' own paged cache, asks for
+            weights, or passes a keyword that neither we nor its own eager attention know; or the mask has a wrong
+            dtype.
     """
     if others.get("block_indices") is not None:
         raise Unsupported(f"expected attention without block_indices, got some from {type(module).__name__}")
@@ -59,12 +60,16 @@ def attention(
     call = LayerCall(module, query, key, value, attention_mask, dropout, settings, others)
     is_absorbed = _latent.is_absorbed(module)
     if cache is not None or others.get("read_index") is not None:
-        expect_no_more_than_places(module, {"dropout": dropout or None, **others})
+        has_pages = is_absorbed and others.get("latent_pages") is not None
+        known = {"indices": None} if has_pages else {}  # slots of those pages
+        expect_no_more_than_places(module, {"dropout": dropout or None, **others, **known})
         if attention_mask is not None and pattern_of(attention_mask) is None:
             raise Unsupported(f"expected continuous batching without masks, got one of {type(module).__name__}'s own")
-        if is_absorbed:
-            raise _latent.unsupported(module, "continuous batching")
         settings["sliding_window"] = sliding_window
+        if has_pages:
+            return _latent.attend(call), None
+        if is_absorbed:
+            raise _latent.unsupported(module, "continuous batching over another cache than its own")
         return _continuous.attend(call, cache), None
     if query.shape[0] != key.shape[0]:  # one of them may be 1, for all rows
         rows = max(query.shape[0], key.shape[0])

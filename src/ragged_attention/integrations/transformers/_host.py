@@ -5,7 +5,7 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.generation.continuous_batching import cache, continuous_api, initialization
 
-from ragged_attention.integrations.transformers import _continuous
+from ragged_attention.integrations.transformers import _continuous, _latent, _paged_latents
 from ragged_attention.integrations.transformers._attention import attention
 from ragged_attention.integrations.transformers._masks import mask
 
@@ -30,11 +30,55 @@ def _without_gathering(original: Any, ours: str) -> Any:
     return update
 
 
+def _refusing_latents(original: Any, ours: str) -> Any:
+    def switch_to_cb_friendly_attn(self: Any, model: Any, auto_switch_to_flash: bool = True) -> None:
+        _batched_layers(model, ours)  # which refuses here, where the caller sees it, and not in a thread
+        return original(self, model, auto_switch_to_flash)
+
+    return switch_to_cb_friendly_attn
+
+
+def _batched_layers(model: Any, ours: str) -> dict[int, Any]:
+    config = model.config.get_text_config()
+    return _latent.batched_layers(model, config) if config._attn_implementation == ours else {}
+
+
+def _with_layers(original: Any, ours: str) -> Any:
+    def _create_batch_processor(self: Any) -> Any:
+        with _paged_latents.caching(_batched_layers(self.model, ours)):
+            return original(self)
+
+    return _create_batch_processor
+
+
+def _for_layers(original: Any, ours: str) -> Any:
+    def make(**arguments: Any) -> Any:
+        return _paged_latents.make(original, _latent.ALIGNMENT, arguments)
+
+    return make
+
+
+def _with_lists_of_keys(original: Any, ours: str) -> Any:
+    def group_layers_by_attn_type(config: Any) -> dict[str, list[int]]:
+        kinds = getattr(config, "layer_types", None) or ()
+        if config._attn_implementation == ours and "indexed_attention" in kinds:
+            return {_paged_latents.KIND: list(range(len(kinds)))}
+        return original(config)
+
+    return group_layers_by_attn_type
+
+
 # The functions that are replaced, by owner and name. Continuous batching packs queries and makes no mask if the first
-# one returns True. The second one gathers all keys before a layer attends; ours attends to them in place.
+# one returns True. The second one gathers all keys before a layer attends; ours attends to them in place. By the others
+# a model of absorbed latent attention gets a cache of ours, and one that is not absorbed is refused: the manager knows
+# the model, but makes the cache from its configuration alone, and what groups the layers knows no lists of keys.
 REPLACED: list[tuple[Any, str, Any]] = [
     *((module, "is_flash_attention_requested", _recognising) for module in (cache, continuous_api, initialization)),
     (cache.PagedAttentionCache, "update", _without_gathering),
+    (continuous_api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _refusing_latents),
+    (continuous_api.ContinuousBatchingManager, "_create_batch_processor", _with_layers),
+    (continuous_api, "PagedAttentionCache", _for_layers),
+    (initialization, "group_layers_by_attn_type", _with_lists_of_keys),
 ]
 
 

@@ -9,10 +9,19 @@ from typing import Any
 import torch
 
 from ragged_attention.integrations.transformers._calls import note
+from ragged_attention.integrations.transformers._paged_latents import PagedLatentCache, select
 from ragged_attention.torch import indexer_logits, top_k_indices
 
-# The rotary function of each indexer's module, the only difference between the families.
-ROTATE = {"DeepseekV32Indexer": "apply_rotary_pos_emb", "GlmMoeDsaIndexer": "apply_rotary_pos_emb_interleave"}
+# The rotary function of each indexer's module, which differs between the families.
+ROTATE = {
+    "AXK2Indexer": "apply_rotary_pos_emb",
+    "DeepseekV32Indexer": "apply_rotary_pos_emb",
+    "Dots3NoteTextIndexer": "apply_rotary_pos_emb_interleave",
+    "GlmMoeDsaIndexer": "apply_rotary_pos_emb_interleave",
+    "HYV4Indexer": "apply_rotary_pos_emb",
+    "HYV4VLIndexer": "apply_rotary_pos_emb",
+}
+ROTARY_LAST = ("HYV4Indexer", "HYV4VLIndexer")  # whose last columns are rotated, not the first
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -32,11 +41,14 @@ class Indexed:
     ) -> torch.Tensor:
         """The keys [B, L_q, N] that each query attends to, in ascending order, then -1; `attention_mask` is 3D.
 
-        transformers up to 5.23 passes the cache as `past_key_values`.
+        In continuous batching they are slots of the cache, and the mask is ignored. transformers up to 5.23 passes the
+        cache as `past_key_values`.
         """
         del position_ids
         cache = past_key_values if cache is None else cache
         q, keys, weights = operands(self, hidden_states, q_resid, position_embeddings, cache)
+        if isinstance(cache, PagedLatentCache):
+            return select(self, q, weights, cache.held(self.layer_idx))
         note(self, "indexer_logits")
         (rows, q_len), length = q.shape[:2], keys.shape[1]
         start = torch.arange(rows, dtype=torch.int32, device=q.device).repeat_interleave(q_len) * length
@@ -59,13 +71,18 @@ def operands(
     cache: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The operands of `indexer_logits`: q [B, L_q, H, D], keys [B, L_k, D] of the whole cache, weights [B, L_q, H]."""
-    rotary = indexer.qk_rope_head_dim
     q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))
-    keys = indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2)
+    norm = indexer.k_norm
+    keys = norm(indexer.wk(hidden_states).to(norm.weight.dtype)).to(hidden_states.dtype).unsqueeze(2)
     kind = next(kind for kind in type(indexer).__mro__ if kind.__name__ in ROTATE)
     rotate = getattr(sys.modules[kind.__module__], ROTATE[kind.__name__])
-    rotated = rotate(q[..., :rotary], keys[..., :rotary], *position_embeddings, unsqueeze_dim=2)
-    q, keys = (torch.cat((part, x[..., rotary:]), -1) for part, x in zip(rotated, (q, keys), strict=True))
+    width, last = indexer.qk_rope_head_dim, kind.__name__ in ROTARY_LAST
+    sizes = (indexer.head_dim - width, width) if last else (width, indexer.head_dim - width)
+    parts = [list(x.split(sizes, -1)) for x in (q, keys)]
+    rotated = rotate(*(each[last] for each in parts), *position_embeddings, unsqueeze_dim=2)
+    for each, part in zip(parts, rotated, strict=True):
+        each[last] = part
+    q, keys = (torch.cat(each, -1) for each in parts)
     keys = keys.squeeze(2)
     if cache is not None:
         keys = cache.update_indexer(keys, indexer.layer_idx)

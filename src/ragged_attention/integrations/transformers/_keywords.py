@@ -30,10 +30,10 @@ HARMLESS = frozenset(
         "num_items_in_batch", "labels", "logits_to_keep",
     )
 )  # fmt: skip
-# The places of a step's keys in continuous batching, for `_continuous`.
+# The places of a step's keys in continuous batching, for `_continuous` and `_paged_latents`.
 PLACES = frozenset(
     ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "read_index", "write_index", "logits_indices",
-     "block_table", "k_cache", "v_cache", "window")
+     "block_table", "k_cache", "v_cache", "window", "latent_pages")
 )  # fmt: skip
 EAGER = "eager_attention_forward"  # the end of the functions' names
 

@@ -3,6 +3,7 @@
 A module's `expand_kv` computes these from the cached latents. Here it returns the latents; queries are multiplied by
 the key projection, and results by the value projection. Prefill, decode and packed sequences are one call over the
 latents. Queries list their keys only if gradients are required, the mask has no pattern, or an indexer selects keys.
+In continuous batching the latents lie in pages of ours (`_paged_latents`).
 """
 
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 
 from ragged_attention.errors import Unsupported
+from ragged_attention.integrations.transformers import _paged_latents
 from ragged_attention.integrations.transformers._calls import note
-from ragged_attention.integrations.transformers._indexer import index
+from ragged_attention.integrations.transformers._indexer import Indexed, index
 from ragged_attention.integrations.transformers._layout import LayerCall, over_pages, pages_of
 from ragged_attention.integrations.transformers._masks import Pattern, is_within, visible
 from ragged_attention.torch import ragged_mla_attention, sparse_mla_prefill
@@ -37,16 +39,46 @@ def unsupported(module: Any, what: str) -> Unsupported:
     return Unsupported(f"expected absorbed latent attention without {what}, got {type(module).__name__} with it")
 
 
+def _has_latents(module: Any) -> bool:
+    return all(hasattr(module, attribute) for attribute in NEEDED)
+
+
 def absorb(model: Any, name: str) -> Any:
     for module in model.modules():
-        if not is_absorbed(module) and all(hasattr(module, attribute) for attribute in NEEDED):
+        if not is_absorbed(module) and _has_latents(module):
             kind = type(module)
             module.__class__ = type(f"Absorbed{kind.__name__}", (Absorbed, kind), {})
+            module.register_forward_pre_hook(_paged_latents.enter, with_kwargs=True)
     if not any(map(is_absorbed, model.modules())):
         raise Unsupported(f"expected a model with latent attention, got {type(model).__name__}")
     index(model)
     model.set_attn_implementation(name)
     return model
+
+
+def batched_layers(model: Any, config: Any) -> dict[int, Any]:
+    """A model's absorbed attention modules by layer, for continuous batching; none if it has no latent attention.
+
+    Raises:
+        Unsupported: the model is not absorbed, or has layers or indexers of other kinds.
+    """
+    name, modules = type(model).__name__, [module for module in model.modules() if _has_latents(module)]
+    for module in modules:
+        indexer = getattr(module, "indexer", None)
+        if not is_absorbed(module):
+            raise Unsupported(
+                f"expected absorb_mla(model) before generate_batch, since transformers cannot page latents, "
+                f"got {name} without"
+            )
+        if indexer is not None and not isinstance(indexer, Indexed):
+            raise Unsupported(f"expected indexers of a known form in generate_batch, got {type(indexer).__name__}")
+    layers = {module.layer_idx: module for module in modules}
+    if layers and len(layers) != config.num_hidden_layers:
+        raise Unsupported(
+            f"expected latent attention in all layers of generate_batch, got {len(layers)} of "
+            f"{config.num_hidden_layers} in {name}"
+        )
+    return layers
 
 
 def attend(call: LayerCall) -> torch.Tensor:
@@ -65,9 +97,12 @@ def attend(call: LayerCall) -> torch.Tensor:
     if padding[0]:
         q, latents = (torch.nn.functional.pad(tensor, (0, padding[0])) for tensor in (q, latents))
     settings = {**call.settings, "d_v": width + padding[1]}
+    held = others.get("latent_pages")
     gradient = torch.is_grad_enabled() and (q.requires_grad or latents.requires_grad)
     at_once = pattern is not None and is_within(pattern, latents.shape[2])
-    if gradient or others.get("indices") is not None or not at_once:
+    if held is not None:
+        out = _paged_latents.attend(module, q, held, others.get("indices"), settings)
+    elif gradient or others.get("indices") is not None or not at_once:
         note(module, "sparse_mla_prefill")
         if settings.pop("soft_cap") is not None:
             raise Unsupported(f"expected lists of latents without a soft cap, got {type(module).__name__} with one")
