@@ -230,7 +230,7 @@ def test_a_model_that_is_not_absorbed_is_told_what_to_do() -> None:
 def test_layers_of_other_kinds_are_refused() -> None:
     model = ragged.absorb_mla(tiny_model("deepseek_v3"))
     model.config.num_hidden_layers = 3
-    with pytest.raises(Unsupported, match="expected latent attention in all layers of generate_batch, got 2 of 3 in D"):
+    with pytest.raises(Unsupported, match="expected latent attention in all layers in generate_batch, got 2 of 3 in D"):
         batched(model, PROMPTS)
 
 

@@ -58,6 +58,7 @@ def record(**others: Any) -> dict[str, Any]:
         ({"calls": [KERNEL, DENSE]}, "equal, partly dense: it drops weights"),
         ({"calls": [DENSE]}, "dense: it drops weights"),
         ({"calls": [DENSE, ["AbsorbedX", "sparse_mla_prefill", ""]]}, "dense: it drops weights"),
+        ({"calls": [DENSE, ["IndexedX", "indexer_logits", ""]]}, "dense: it drops weights"),
         ({"calls": [], "own": ["XAttention"]}, "own code: XAttention"),
         ({"own": ["YAttention"]}, "equal; partly own code: YAttention"),
         ({"calls": []}, "no softmax"),

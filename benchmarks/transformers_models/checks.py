@@ -7,6 +7,7 @@ from benchmarks.transformers_models.images import BEHIND
 from benchmarks.transformers_models.outcomes import Outcome, compare
 from benchmarks.transformers_models.running import (
     Inputs,
+    absorbed_batching,
     continuous_batching,
     generate,
     left_padding,
@@ -22,12 +23,15 @@ from ragged_attention.errors import Unsupported
 from ragged_attention.integrations import transformers as ragged
 
 
-def compare_absorbed(model: Any, exact: Any, another: Any) -> Iterator[Outcome]:
-    """After `absorb_mla`, where that takes `another` model like this one."""
+def absorb(model: Any) -> Any:
+    """The model after `absorb_mla`, None if that does not take it."""
     try:
-        absorbed = ragged.absorb_mla(another)
+        return ragged.absorb_mla(model)
     except Unsupported:
-        return
+        return None
+
+
+def compare_absorbed(model: Any, exact: Any, absorbed: Any) -> Iterator[Outcome]:
     for run in (generate, left_padding, padded_training):
         yield compare(model, exact, run, ours=absorbed)
     yield compare(model, exact, packed_or_alone, packed_training, ours=absorbed)
@@ -64,7 +68,10 @@ def compare_all(
     if images is not None:
         for outcome in compare_images(model, exact, images):
             yield "images", outcome
-    for outcome in compare_absorbed(model, exact, another):
-        yield "absorbed", outcome
+    if (absorbed := absorb(another)) is not None:
+        for outcome in compare_absorbed(model, exact, absorbed):
+            yield "absorbed", outcome
     if kind == "causal" and exact is model and not model.config.is_encoder_decoder:
         yield "batching", compare(model, exact, continuous_batching)
+        if absorbed is not None:
+            yield "batching", compare(model, exact, absorbed_batching, ours=absorbed)

@@ -144,6 +144,16 @@ def continuous_batching(model: Any, attention: str) -> Result:
     return made
 
 
+def absorbed_batching(model: Any, attention: str) -> Result:
+    """The tokens of `generate_batch` after `absorb_mla`; of transformers' own, which pages no latents, `generate`'s."""
+    if attention == ragged.NAME:
+        return _batched(model, ragged.PAGED_NAME)
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    if any("attention" not in kind or "linear" in kind for kind in kinds):
+        raise ValueError("generate_batch takes no recurrent layers")
+    return _alone(model)
+
+
 def _batched(model: Any, attention: str) -> Result:
     model.eval().set_attn_implementation(attention)
     errors = Errors()

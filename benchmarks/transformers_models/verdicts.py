@@ -14,6 +14,10 @@ COLUMNS = ("generate", "logits", "static cache", "padded", "packed", "batching",
 WRONG = (DIFFERS, CRASHES)
 SIGNS = {EQUAL: "=", DIFFERS: "differs", REFUSED: "refused", CRASHES: "crashes", NOT_JUDGED: ""}
 DENSE = "dense attention in torch"
+OF_ABSORBED = (
+    "Absorbed",
+    "Indexed",
+)  # what the classes of absorbed models begin with, which have a column of their own
 
 
 def verdict(record: Record) -> str:
@@ -37,7 +41,7 @@ def verdict(record: Record) -> str:
 
 
 def _equal(record: Record) -> list[str]:
-    calls = [call for call in record["calls"] if not call[0].startswith("Absorbed")]
+    calls = [call for call in record["calls"] if not call[0].startswith(OF_ABSORBED)]
     reasons = list(dict.fromkeys(reason for _, operation, reason in calls if operation == DENSE))
     own = ", ".join(record["own"])
     if not calls:

@@ -11,8 +11,9 @@ operation depends on the call:
     decode over a cache          `ragged_paged_attention` over the cache in place; page tables omit the padding
     `generate_batch`             `ragged_paged_attention` over the pages of its cache, without gathering; layers with a
                                  sliding window: `varlen_attention` over the contents of their ring buffers
-    after `absorb_mla`           `mla_decode` and `sparse_mla_prefill` over the latents; `indexer_logits` and
+    after `absorb_mla`           `ragged_mla_attention` and `sparse_mla_prefill` over the latents; `indexer_logits` and
                                  `top_k_indices` in indexers
+    the same in `generate_batch` over pages of latents, `mla_decode` too; `indexer_topk` in indexers
 
 Calls that these do not take (dropout, position biases, masks of another form) are computed densely in torch, with the
 same result, but slower and with all logits of a layer in memory. `explain` tells which operation ran, and why. The
@@ -50,7 +51,8 @@ def register() -> None:
 
     `generate_batch` takes only two implementations by name, and those of flash attention. So the functions by which
     three of its modules recognise flash attention are replaced by functions that recognise ours too. Its cache's
-    `update` is replaced by one that does not gather keys for ours.
+    `update` is replaced by one that does not gather keys for ours. The functions that make the cache are replaced too,
+    so that a model after `absorb_mla` gets one of latents, and another model with latent attention is refused.
 
     Raises:
         Unsupported: transformers is not installed, or its release is not supported.
@@ -72,8 +74,9 @@ def absorb_mla(model: Any) -> Any:
     """Let a model with multi-head latent attention attend to its cached latents, without keys and values of each head.
 
     Queries are multiplied by the key projection, and results by the value projection. The model is changed in place:
-    its attention modules get another class, and its attention implementation becomes ours. Tested with deepseek_v3,
-    deepseek_v32 and glm_moe_dsa, whose indexers then select keys by `indexer_logits` and `top_k_indices`.
+    its attention modules get another class, and its attention implementation becomes ours. Indexers of known forms then
+    select keys by `indexer_logits` and `top_k_indices`. Tested with every family of docs/transformers_models.md that
+    has latents. `generate_batch` takes the model only so.
 
     Args:
         model: a model of transformers, or a module that contains one.
@@ -83,7 +86,7 @@ def absorb_mla(model: Any) -> Any:
 
     Raises:
         Unsupported: the model has no latent attention of a known form. Its calls are refused with dropout, position
-            biases, or soft caps with lists of keys, and in continuous batching.
+            biases, or soft caps with lists of keys.
     """
     register()
     from ragged_attention.integrations.transformers import _latent

@@ -63,6 +63,12 @@ def batched_layers(model: Any, config: Any) -> dict[int, Any]:
         Unsupported: the model is not absorbed, or has layers or indexers of other kinds.
     """
     name, modules = type(model).__name__, [module for module in model.modules() if _has_latents(module)]
+    layers = {module.layer_idx: module for module in modules}
+    if layers and len(layers) != config.num_hidden_layers:
+        raise Unsupported(
+            f"expected latent attention in all layers in generate_batch, got {len(layers)} of "
+            f"{config.num_hidden_layers} in {name}"
+        )
     for module in modules:
         indexer = getattr(module, "indexer", None)
         if not is_absorbed(module):
@@ -72,12 +78,6 @@ def batched_layers(model: Any, config: Any) -> dict[int, Any]:
             )
         if indexer is not None and not isinstance(indexer, Indexed):
             raise Unsupported(f"expected indexers of a known form in generate_batch, got {type(indexer).__name__}")
-    layers = {module.layer_idx: module for module in modules}
-    if layers and len(layers) != config.num_hidden_layers:
-        raise Unsupported(
-            f"expected latent attention in all layers of generate_batch, got {len(layers)} of "
-            f"{config.num_hidden_layers} in {name}"
-        )
     return layers
 
 
