@@ -355,7 +355,8 @@ def test_the_fused_indexer_chooses_the_same_keys(model: Any) -> None:
     hook.remove()
     ((hidden, low, places, mask, theirs),) = calls
     with torch.no_grad():
-        q, keys, weights = _indexer.operands(indexer, hidden, low, places, None)
+        q = indexer.wq_b(low).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+        q, keys, weights = _indexer.operands(indexer, hidden, q, places, None)
     seen = (mask == 0).expand(len(q), -1, -1)
     first = torch.arange(len(q))[:, None] * 13
     starts, stops = first + seen.int().argmax(-1), first + 13 - seen.flip(-1).int().argmax(-1)
@@ -438,7 +439,9 @@ def test_what_absorbed_attention_does_not_do_is_refused() -> None:
     with pytest.raises(Unsupported, match="expected absorbed latent attention without dropout, got AbsorbedDeepseekV3"):
         trained(absorbed, ragged.NAME, input_ids=tokens(), labels=tokens())
     query, latents = torch.zeros(1, 4, 3, 24), torch.zeros(1, 1, 3, 40)
-    with pytest.raises(Unsupported, match="expected absorbed latent attention without continuous batching over another cache"):
+    with pytest.raises(
+        Unsupported, match="expected absorbed latent attention without continuous batching over another cache"
+    ):
         ragged_attention(absorbed.model.layers[0].self_attn, query, latents, latents, None, cache=object())
 
 

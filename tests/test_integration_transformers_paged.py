@@ -17,7 +17,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import cache as theirs  # noqa: E402
 from transformers.generation.continuous_batching import continuous_api, input_outputs  # noqa: E402
 
-from benchmarks.transformers_models.building import KINDS, build  # noqa: E402
+from benchmarks.transformers_models.building import KINDS, build, configuration, draw_weights  # noqa: E402
 from ragged_attention.demo.tiny import tiny_model  # noqa: E402
 from ragged_attention.errors import Unsupported  # noqa: E402
 from ragged_attention.integrations import transformers as ragged  # noqa: E402
@@ -31,6 +31,12 @@ SPARSE = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
 NEW = 9  # tokens
 STEP = 24  # tokens of a step, fewer than the longest prompt has
 SETTINGS: dict[str, Any] = {"page_size": 8, "num_blocks": 40, "max_batch_tokens": STEP, "max_requests_per_batch": 6}
+
+
+def built(family: str, kind: str) -> Any:
+    if family not in KINDS[kind][1]:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    return build(family, kind)
 
 
 def prompt(length: int) -> list[int]:
@@ -82,9 +88,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize("family", LATENT + SPARSE)
 def test_every_family_has_the_tokens_of_eager(family: str, caches: list[Any]) -> None:
     """Prompts in pieces and with shared beginnings, requests that wait and that end at different steps."""
-    if family not in KINDS["causal"][1]:
-        pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    model = build(family, "causal")
+    model = built(family, "causal")
     expected = alone(model, PROMPTS)
     end = expected[0][4]
     expected = [each[: each.index(end) + 1] if end in each else each for each in expected]
@@ -96,6 +100,30 @@ def test_every_family_has_the_tokens_of_eager(family: str, caches: list[Any]) ->
     assert ("sparse_mla_prefill" in told and "mla_decode" in told and "indexer_topk" in told) == (family in SPARSE)
     assert ("ragged_mla_attention" in told) == (family in LATENT or family == "dots3_note_text")
     assert "dense" not in told
+
+
+@pytest.mark.parametrize("family", ["mistral4", "hy_v4_vl"])
+def test_models_of_images_batch_text(family: str, caches: list[Any]) -> None:
+    model = built(family, "images")
+    expected = alone(model, PROMPTS)
+    assert batched(ragged.absorb_mla(model), PROMPTS) == expected
+    assert caches
+
+
+@pytest.mark.parametrize("indexers", ["full full full full", "full full shared full"])
+def test_layers_that_share_latents_read_the_same_pages(indexers: str, caches: list[Any]) -> None:
+    """mistral_large4, whose layers without rotation share other latents, and whose indexers do not rotate there."""
+    config = configuration("mistral_large4", "images")
+    text = config.text_config
+    text.num_hidden_layers, text.mlp_layer_types = 4, ["dense", "sparse", "sparse", "sparse"]
+    text.layer_types, text.indexer_types = ["indexed_attention"] * 4, indexers.split()
+    text.no_rope_layers, text.kv_source_layers = [1, 0, 1, 0], [0, 1, 0, 1]
+    model = KINDS["images"][0].from_config(config, attn_implementation="eager").eval().float()
+    draw_weights(model)
+    expected = alone(model, PROMPTS)
+    assert batched(ragged.absorb_mla(model), PROMPTS) == expected
+    assert [row.source for row in caches[0].rows.values()] == [0, 1, 0, 1]
+    assert [row.latent for row in caches[0].rows.values()] == [48, 32, 0, 0]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm_moe_dsa"])
@@ -194,13 +222,13 @@ def cache_of(model: Any, **settings: Any) -> Any:
 def test_a_block_has_the_bytes_of_its_latents_and_keys() -> None:
     """The second layer of glm_moe_dsa shares the choice of the first one, so it has no keys of an indexer."""
     cache = cache_of(ragged.absorb_mla(tiny_model("glm_moe_dsa")))
-    assert cache.rows == {0: Row(48, 16), 1: Row(48, 0)}  # 40 columns, and zeros
+    assert cache.rows == {0: Row(48, 16, 0), 1: Row(48, 0, 1)}  # 40 columns, and zeros
     block = 8 * (48 + 16 + 48) * 4
     assert cache.cache_allocators["full_attention"].bytes_per_block == block
     assert cache.num_blocks == 40
     assert cache.cache_tensor.numel() == 40 * block + 2 * cache.bytes_per_sector
-    latents, keys = (each.untyped_storage().data_ptr() for each in cache._pages[0])
-    assert latents == keys == cache.cache_tensor.data_ptr()
+    held = cache._latents[1].untyped_storage().data_ptr(), cache._keys[0].untyped_storage().data_ptr()
+    assert held == (cache.cache_tensor.data_ptr(),) * 2
 
 
 def test_the_number_of_blocks_follows_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +273,7 @@ def test_indexers_of_other_forms_are_refused() -> None:
 def test_tensor_parallelism_is_refused() -> None:
     arguments = {"config": None, "dtype": torch.float32, "distributed_helper": SimpleNamespace(tp_size=2)}
     with pytest.raises(Unsupported, match="expected continuous batching over latents on one device, got tensor para"):
-        PagedLatentCache({0: Row(48, 0)}, 1, **arguments)
+        PagedLatentCache({0: Row(48, 0, 0)}, 1, **arguments)
 
 
 @pytest.mark.parametrize("written", [False, True])
@@ -254,7 +282,9 @@ def test_what_lists_and_shared_latents_do_not_do_is_refused(written: bool) -> No
     step = Step(places[None], places, places, places, 1, 1, {0} if written else set())
     held = Held(0, torch.zeros(1, 8, 1, 48), torch.zeros(1, 8, 0), step)
     settings = {"sliding_window": 4, "soft_cap": None, "sm_scale": 1.0, "d_v": 32, "sinks": None}
-    message = "without a window in continuous batching, got Module" if written else "with latents of their own in cont"
+    message = (
+        "without a window in continuous batching, got Module" if written else "that write their latents in continu"
+    )
     with pytest.raises(Unsupported, match=message):
         _paged_latents.attend(torch.nn.Module(), torch.zeros(1, 1, 4, 48), held, places[None, None], settings)
 

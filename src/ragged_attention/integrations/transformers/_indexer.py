@@ -20,6 +20,7 @@ ROTATE = {
     "GlmMoeDsaIndexer": "apply_rotary_pos_emb_interleave",
     "HYV4Indexer": "apply_rotary_pos_emb",
     "HYV4VLIndexer": "apply_rotary_pos_emb",
+    "MistralLarge4TextIndexer": "apply_rotary_pos_emb_interleave",
 }
 ROTARY_LAST = ("HYV4Indexer", "HYV4VLIndexer")  # whose last columns are rotated, not the first
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -45,44 +46,69 @@ class Indexed:
         cache as `past_key_values`.
         """
         del position_ids
+        q = self.wq_b(q_resid).unflatten(-1, (self.n_heads, self.head_dim))
         cache = past_key_values if cache is None else cache
-        q, keys, weights = operands(self, hidden_states, q_resid, position_embeddings, cache)
-        if isinstance(cache, PagedLatentCache):
-            return select(self, q, weights, cache.held(self.layer_idx))
-        note(self, "indexer_logits")
-        (rows, q_len), length = q.shape[:2], keys.shape[1]
-        start = torch.arange(rows, dtype=torch.int32, device=q.device).repeat_interleave(q_len) * length
-        logits = indexer_logits(
-            q.flatten(0, 1), keys.flatten(0, 1), weights.flatten(0, 1), starts=start, stops=start + length,
-            relative=True, max_keys=length,
-        ).view(rows, q_len, length)  # fmt: skip
-        if attention_mask.dtype == torch.bool:
-            logits = logits.masked_fill(~attention_mask, -torch.inf)
-        else:
-            logits = logits + attention_mask
-        return top_k_indices(logits.flatten(0, 1), min(self.index_topk, length)).view(rows, q_len, -1)
+        return _selected(self, hidden_states, q, position_embeddings, attention_mask, cache)
+
+
+class IndexedByHidden:
+    """The mixin for indexers whose queries come from the hidden states alone (mistral_large4)."""
+
+    @torch.no_grad()
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        past_key_values: Any = None,
+        cache: Any = None,
+    ) -> torch.Tensor:
+        q = self.wq_b(self.q_input_norm(hidden_states)).unflatten(-1, (self.n_heads, self.head_dim))
+        q = self.softmax_scaling(q, position_ids, head_dim_first=False)
+        cache = past_key_values if cache is None else cache
+        return _selected(self, hidden_states, q, position_embeddings, attention_mask, cache)
+
+
+def is_indexed(indexer: Any) -> bool:
+    return isinstance(indexer, Indexed | IndexedByHidden)
+
+
+def _selected(
+    indexer: Any, hidden_states: torch.Tensor, q: torch.Tensor, positions: Any, attention_mask: torch.Tensor, cache: Any
+) -> torch.Tensor:
+    q, keys, weights = operands(indexer, hidden_states, q, positions, cache)
+    if isinstance(cache, PagedLatentCache):
+        return select(indexer, q, weights, cache.held(indexer.layer_idx))
+    note(indexer, "indexer_logits")
+    (rows, q_len), length = q.shape[:2], keys.shape[1]
+    start = torch.arange(rows, dtype=torch.int32, device=q.device).repeat_interleave(q_len) * length
+    logits = indexer_logits(
+        q.flatten(0, 1), keys.flatten(0, 1), weights.flatten(0, 1), starts=start, stops=start + length,
+        relative=True, max_keys=length,
+    ).view(rows, q_len, length)  # fmt: skip
+    if attention_mask.dtype == torch.bool:
+        logits = logits.masked_fill(~attention_mask, -torch.inf)
+    else:
+        logits = logits + attention_mask
+    return top_k_indices(logits.flatten(0, 1), min(indexer.index_topk, length)).view(rows, q_len, -1)
 
 
 def operands(
     indexer: Any,
     hidden_states: torch.Tensor,
-    q_resid: torch.Tensor,
+    q: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     cache: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The operands of `indexer_logits`: q [B, L_q, H, D], keys [B, L_k, D] of the whole cache, weights [B, L_q, H]."""
-    q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+    """The operands of `indexer_logits`: q [B, L_q, H, D], keys [B, L_k, D] of the whole cache, weights [B, L_q, H].
+
+    The given q is not rotated yet.
+    """
     norm = indexer.k_norm
     keys = norm(indexer.wk(hidden_states).to(norm.weight.dtype)).to(hidden_states.dtype).unsqueeze(2)
-    kind = next(kind for kind in type(indexer).__mro__ if kind.__name__ in ROTATE)
-    rotate = getattr(sys.modules[kind.__module__], ROTATE[kind.__name__])
-    width, last = indexer.qk_rope_head_dim, kind.__name__ in ROTARY_LAST
-    sizes = (indexer.head_dim - width, width) if last else (width, indexer.head_dim - width)
-    parts = [list(x.split(sizes, -1)) for x in (q, keys)]
-    rotated = rotate(*(each[last] for each in parts), *position_embeddings, unsqueeze_dim=2)
-    for each, part in zip(parts, rotated, strict=True):
-        each[last] = part
-    q, keys = (torch.cat(each, -1) for each in parts)
+    if getattr(indexer, "use_rope", True):
+        q, keys = _rotated(indexer, q, keys, position_embeddings)
     keys = keys.squeeze(2)
     if cache is not None:
         keys = cache.update_indexer(keys, indexer.layer_idx)
@@ -92,9 +118,23 @@ def operands(
     return q.to(dtype), keys.to(dtype), weights
 
 
+def _rotated(indexer: Any, q: torch.Tensor, keys: torch.Tensor, positions: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys [B, L, H, D], whose first or last columns are rotated."""
+    kind = next(kind for kind in type(indexer).__mro__ if kind.__name__ in ROTATE)
+    rotate = getattr(sys.modules[kind.__module__], ROTATE[kind.__name__])
+    width, last = indexer.qk_rope_head_dim, kind.__name__ in ROTARY_LAST
+    sizes = (indexer.head_dim - width, width) if last else (width, indexer.head_dim - width)
+    parts = [list(x.split(sizes, -1)) for x in (q, keys)]
+    rotated = rotate(*(each[last] for each in parts), *positions, unsqueeze_dim=2)
+    for each, part in zip(parts, rotated, strict=True):
+        each[last] = part
+    return torch.cat(parts[0], -1), torch.cat(parts[1], -1)
+
+
 def index(model: Any) -> None:
     """Give our forward to the model's indexers whose head size it takes."""
     for module in model.modules():
         kind = type(module)
         if kind.__name__ in ROTATE and module.head_dim % 16 == 0 and module.head_dim <= 256:
-            module.__class__ = type(f"Indexed{kind.__name__}", (Indexed, kind), {})
+            mixin = IndexedByHidden if hasattr(module, "q_input_norm") else Indexed
+            module.__class__ = type(f"Indexed{kind.__name__}", (mixin, kind), {})

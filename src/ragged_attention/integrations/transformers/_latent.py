@@ -13,7 +13,7 @@ import torch
 from ragged_attention.errors import Unsupported
 from ragged_attention.integrations.transformers import _paged_latents
 from ragged_attention.integrations.transformers._calls import note
-from ragged_attention.integrations.transformers._indexer import Indexed, index
+from ragged_attention.integrations.transformers._indexer import index, is_indexed
 from ragged_attention.integrations.transformers._layout import LayerCall, over_pages, pages_of
 from ragged_attention.integrations.transformers._masks import Pattern, is_within, visible
 from ragged_attention.torch import ragged_mla_attention, sparse_mla_prefill
@@ -76,7 +76,7 @@ def batched_layers(model: Any, config: Any) -> dict[int, Any]:
                 f"expected absorb_mla(model) before generate_batch, since transformers cannot page latents, "
                 f"got {name} without"
             )
-        if indexer is not None and not isinstance(indexer, Indexed):
+        if indexer is not None and not is_indexed(indexer):
             raise Unsupported(f"expected indexers of a known form in generate_batch, got {type(indexer).__name__}")
     return layers
 

@@ -38,8 +38,9 @@ _layers: ContextVar[Mapping[int, Any] | None] = ContextVar("layers", default=Non
 class Row(NamedTuple):
     """The numbers that a layer keeps of a token."""
 
-    latent: int  # with the rotary columns, and zeros up to a multiple of `_latent.ALIGNMENT`
+    latent: int  # with the rotary columns, and zeros up to a multiple of `_latent.ALIGNMENT`; 0 for those of a source
     key: int  # that of the layer's indexer; 0 without one
+    source: int  # the layer whose latents it attends to, which is itself but where layers share them (mistral_large4)
 
 
 class Step(NamedTuple):
@@ -61,9 +62,9 @@ class Step(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A layer's pages: latents [P, G, 1, L], the keys of its indexer [P, G, D] or [P, G, 0]; and the step."""
+    """A layer's pages: latents [P, G, 1, L] of its source, keys of its indexer [P, G, D] or [P, G, 0]; and the step."""
 
-    layer: int
+    source: int
     latents: torch.Tensor
     keys: torch.Tensor
     step: Step
@@ -89,12 +90,10 @@ class PagedLatentCache(PagedAttentionCache):
         allocator = self.cache_allocators[KIND]
         self._stride = allocator.block_physical_stride
         blocks = self.cache_tensor.view(-1, allocator.bytes_per_block).view(dtype)
-        sizes = [self.page_size * width for row in rows.values() for width in row]
-        parts = iter(blocks.split(sizes, 1))
-        self._pages = {
-            layer: tuple(next(parts).unflatten(1, (self.page_size, width)) for width in row)
-            for layer, row in rows.items()
-        }
+        widths = _widths(rows)
+        parts = iter(blocks.split([self.page_size * width for width in widths], 1))
+        pages = [part.unflatten(1, (self.page_size, width)) for part, width in zip(parts, widths, strict=True)]
+        self._latents, self._keys = (dict(zip(rows, pages[number::2], strict=True)) for number in (0, 1))
 
     def enter(self, layer: int, places: Mapping[str, Any]) -> Held:
         """A layer's pages, when its forward begins; `places` are keywords that transformers gives to all layers."""
@@ -103,9 +102,9 @@ class PagedLatentCache(PagedAttentionCache):
         return self.held(layer)
 
     def held(self, layer: int) -> Held:
-        latents, keys = self._pages[layer]
         assert self._step is not None  # the hook of the first layer has run
-        return Held(layer, latents[:, :, None], keys, self._step)
+        source = self.rows[layer].source
+        return Held(source, self._latents[source][:, :, None], self._keys[layer], self._step)
 
     def _placed(self, places: Mapping[str, Any]) -> Step:
         written, read = (places[name][0] for name in ("write_index", "read_index"))
@@ -150,7 +149,7 @@ def _as_heads(config: Any, rows: Mapping[int, Row], activations: int) -> Any:
     Each of its "layers" is a part of the rows, for a token one head of keys and one of values. Transformers divides
     the memory by it; how a block is divided among the layers is our own affair.
     """
-    parts = [width for row in rows.values() for width in row if width]
+    parts = [width for width in _widths(rows) if width]
     part = math.gcd(*parts)
     return SimpleNamespace(
         num_hidden_layers=sum(parts) // part, num_key_value_heads=1, head_dim=part // 2,
@@ -158,6 +157,10 @@ def _as_heads(config: Any, rows: Mapping[int, Row], activations: int) -> Any:
         vocab_size=config.vocab_size, layer_types=None, sliding_window=None,
         _attn_implementation=config._attn_implementation,
     )  # fmt: skip
+
+
+def _widths(rows: Mapping[int, Row]) -> list[int]:
+    return [width for row in rows.values() for width in (row.latent, row.key)]
 
 
 @contextmanager
@@ -181,7 +184,9 @@ def make(original: Any, alignment: int, arguments: dict[str, Any]) -> Any:
         indexer = getattr(module, "indexer", None)
         latent = module.kv_lora_rank + module.qk_rope_head_dim
         latent += -latent % alignment
-        rows[number] = Row(latent, 0 if indexer is None else indexer.head_dim)
+        sources = getattr(module.config, "kv_source_layers", None)
+        source = number if sources is None else sources[number]
+        rows[number] = Row(latent if source == number else 0, 0 if indexer is None else indexer.head_dim, source)
         head = module.qk_nope_head_dim + module.qk_rope_head_dim + 2 * latent + module.v_head_dim
         chosen = 0 if indexer is None else indexer.index_topk * 2 * torch.int32.itemsize  # positions and slots
         activations = max(activations, module.num_heads * head + math.ceil(chosen / arguments["dtype"].itemsize))
@@ -230,11 +235,11 @@ def attend(module: Any, q: torch.Tensor, held: Held, indices: torch.Tensor | Non
     """One step of a layer: the result [1, T, H, L] of absorbed queries [1, T, H, L + R], over all latents or by lists.
 
     Raises:
-        Unsupported: the layer has no latents of its own, or lists of keys beside a window.
+        Unsupported: nobody has written the layer's latents, or it has lists of keys beside a window.
     """
     step, kind = held.step, type(module).__name__
-    if held.layer not in step.written:
-        raise Unsupported(f"expected layers with latents of their own in continuous batching, got {kind} without")
+    if held.source not in step.written:
+        raise Unsupported(f"expected layers that write their latents in continuous batching, got {kind} without")
     if indices is None:
         note(module, "ragged_mla_attention")
         return ragged_mla_attention(
