@@ -25,7 +25,6 @@ from ragged_attention.integrations.transformers._masks import Pattern, pattern_o
 from ragged_attention.torch import (
     indexer_topk,
     mla_decode,
-    page_indices_to_slots,
     ragged_mla_attention,
     sparse_mla_prefill,
 )
@@ -227,8 +226,10 @@ def select(indexer: Any, q: torch.Tensor, weights: torch.Tensor, held: Held) -> 
         page_indices=step.table, kv_lens=step.kv_lens, cu_q_lens=step.edges,
     )  # fmt: skip
     sequence = torch.bucketize(torch.arange(tokens, dtype=torch.int32, device=q.device), step.edges[1:], right=True)
-    tables = step.table[sequence.clamp(max=step.table.shape[0] - 1)]
-    return page_indices_to_slots(positions, tables, held.keys.shape[1])[None]
+    sequence = sequence.clamp(max=step.table.shape[0] - 1)[:, None]
+    page_size, shown = held.keys.shape[1], positions.clamp(min=0)
+    slots = step.table[sequence, shown // page_size] * page_size + shown % page_size
+    return torch.where(positions < 0, -1, slots)[None]
 
 
 def attend(module: Any, q: torch.Tensor, held: Held, indices: torch.Tensor | None, settings: Any) -> torch.Tensor:
