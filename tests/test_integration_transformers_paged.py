@@ -207,6 +207,23 @@ def test_a_model_still_generates_afterwards(caches: list[Any]) -> None:
     assert caches
 
 
+def test_each_pass_finds_its_places_anew() -> None:
+    """Even from the same tensors, which a graph of a device fills again before each replay."""
+    cache = cache_of(ragged.absorb_mla(tiny_model("deepseek_v3")))
+    edges, index = torch.tensor([0, 3], dtype=torch.int32), cache.cache_allocators["full_attention"].write_trash_index
+    places = {
+        "write_index": [torch.arange(3) + index], "read_index": [torch.empty(0, dtype=torch.int64)],
+        "cu_seq_lens_q": edges, "cu_seq_lens_k": {"full_attention": edges}, "max_length_q": 3,
+        "max_length_k": {"full_attention": 3},
+    }  # fmt: skip
+    first, second = cache.enter(0, places).step, cache.enter(1, places).step
+    assert first is second
+    assert cache.enter(0, places).step is not first
+    page = int(first.table)
+    assert first.slots.tolist() == [8 * page, 8 * page + 1, 8 * page + 2]
+    assert 8 * page * cache.cache_allocators["full_attention"].bytes_per_block == 8 * cache.bytes_per_sector
+
+
 # ---- memory
 
 
