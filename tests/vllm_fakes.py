@@ -4,13 +4,15 @@ They have vLLM's names, signatures and abstract methods, as of 0.33, and of what
 run a layer; `test_integration_vllm.py` compares them with vLLM where it is installed.
 """
 
+import contextvars
 import dataclasses
 import enum
 import importlib.util
 import sys
+import threading
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from typing import Any, ClassVar
@@ -18,7 +20,99 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-OURS = ("_vllm_attention", "_vllm_mla", "_vllm_sparse")
+OURS = ("_vllm_ranks", "_vllm_attention", "_vllm_mla", "_vllm_sparse")
+
+
+# vllm.distributed.parallel_state and vllm.v1.attention.ops.dcp
+
+
+class Group:
+    """One rank's view of a group whose ranks are threads of this process, of which one runs at a time."""
+
+    def __init__(self, rank: int, sent: list[Any], meeting: threading.Barrier, turn: threading.Lock) -> None:
+        self.world_size, self.rank_in_group = len(sent), rank
+        self._sent, self._meeting, self._turn = sent, meeting, turn
+        self.exchanges = 0
+
+    def _exchanged(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self.exchanges += 1
+        self._sent[self.rank_in_group] = tensor.clone()
+        self._turn.release()
+        try:
+            self._meeting.wait(60)
+            received = [*self._sent]
+            self._meeting.wait(60)
+        finally:
+            self._turn.acquire()
+        return received
+
+    def all_gather(self, input_, dim=-1):
+        return torch.cat(self._exchanged(input_), dim=dim)
+
+    def reduce_scatter(self, input_, dim=-1):
+        whole = torch.stack(self._exchanged(input_)).sum(0)
+        return whole.chunk(self.world_size, dim=dim)[self.rank_in_group].contiguous()
+
+
+_of_thread = threading.local()
+
+
+def get_dcp_group() -> Any:
+    group = getattr(_of_thread, "group", None)
+    assert group is not None, "decode context model parallel group is not initialized"
+    return group
+
+
+def on_ranks(size: int, function: Callable[[Group], Any]) -> list[Any]:
+    """What a function returns on each rank of a group; the caller's backend is in force on all of them."""
+    sent, meeting, turn = [None] * size, threading.Barrier(size), threading.Lock()
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        _of_thread.group = Group(rank, sent, meeting, turn)
+        with turn:
+            try:
+                results[rank] = function(_of_thread.group)
+            except BaseException as error:
+                errors.append(error)
+                meeting.abort()
+
+    threads = [threading.Thread(target=contextvars.copy_context().run, args=(run, rank)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return results
+
+
+def cp_lse_ag_out_rs(
+    cp_attn_out, cp_attn_lse, cp_group, ctx=None, return_lse=False, is_lse_base_on_e=True, seq_lens=None,
+    query_start_loc=None,
+):  # fmt: skip
+    """Merges the ranks' results, and is stricter than vLLM: rows without keys must be 0 and -inf already."""
+    assert is_lse_base_on_e
+    assert cp_attn_lse.dtype == torch.float32
+    assert not cp_attn_lse.isnan().any()
+    assert not (cp_attn_lse == float("inf")).any()
+    assert not cp_attn_out.isnan().any()
+    assert not cp_attn_out[cp_attn_lse == float("-inf")].any()
+    lses = cp_group.all_gather(cp_attn_lse.contiguous(), dim=0).view(cp_group.world_size, *cp_attn_lse.shape)
+    lse = lses.logsumexp(0)
+    weight = (cp_attn_lse - lse).exp().nan_to_num(0.0)
+    out = cp_group.reduce_scatter((cp_attn_out * weight[..., None]).to(cp_attn_out.dtype), dim=1)
+    return (out, lse.chunk(cp_group.world_size, dim=1)[cp_group.rank_in_group]) if return_lse else out
+
+
+def dcp_a2a_lse_reduce(
+    cp_attn_out, cp_attn_lse, cp_group, ctx=None, return_lse=False, is_lse_base_on_e=True, seq_lens=None,
+    query_start_loc=None,
+):  # fmt: skip
+    return cp_lse_ag_out_rs(
+        cp_attn_out, cp_attn_lse, cp_group, ctx, return_lse, is_lse_base_on_e, seq_lens, query_start_loc
+    )
 
 
 # vllm.v1.attention.backend
@@ -120,6 +214,8 @@ class CommonAttentionMetadata:
     block_table_tensor: torch.Tensor
     slot_mapping: torch.Tensor
     causal: bool | torch.Tensor = True
+    encoder_seq_lens: torch.Tensor | None = None
+    seq_lens_cpu_upper_bound: torch.Tensor | None = None
     mm_req_doc_ranges: Any = None
     rswa_prefix_lens: Any = None
 
@@ -137,10 +233,15 @@ class AttentionMetadataBuilder(ABC):
     @abstractmethod
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False): ...
 
+    def build_for_cudagraph_capture(self, common_attn_metadata):
+        return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
+
     def _init_reorder_batch_threshold(
-        self, reorder_batch_threshold=1, supports_spec_as_decode=False, supports_dcp_with_varlen=False
+        self, reorder_batch_threshold: int | None = 1, supports_spec_as_decode=False, supports_dcp_with_varlen=False
     ):
         self.reorder_batch_threshold = reorder_batch_threshold
+        if self.vllm_config.parallel_config.decode_context_parallel_size > 1 and not supports_dcp_with_varlen:
+            self.reorder_batch_threshold = 1
 
     def update_block_table(self, metadata, blk_table, slot_mapping):
         raise NotImplementedError
@@ -153,12 +254,17 @@ class AttentionImplBase(ABC):
     lse_base_on_e = True
     supports_pcp = False
     supports_dcp = False
+    supports_mtp_with_cp_non_trivial_interleave_size = False
+    need_to_return_lse_for_decode = False
     supports_quant_query_input = False
     dcp_world_size: int
+    dcp_rank: int
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
-        self.dcp_world_size = 1
+        group = getattr(_of_thread, "group", None)
+        self.dcp_world_size, self.dcp_rank = (1, 0) if group is None else (group.world_size, group.rank_in_group)
+        self.need_to_return_lse_for_decode = self.dcp_world_size > 1 and self.can_return_lse_for_decode
         return self
 
 
@@ -238,6 +344,11 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder):
         self, kv_cache_spec, layer_names, vllm_config, device, metadata_cls=None, supports_dcp_with_varlen=False
     ):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(
+            self.reorder_batch_threshold,
+            self.query_len_support != QueryLenSupport.SINGLE_ONLY,
+            supports_dcp_with_varlen,
+        )
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         raise NotImplementedError("the tests make the metadata of latent attention themselves")
@@ -317,6 +428,8 @@ class Registry:
 
 
 CONTENTS: dict[str, tuple[Any, ...]] = {
+    "vllm.distributed.parallel_state": (get_dcp_group,),
+    "vllm.v1.attention.ops.dcp": (cp_lse_ag_out_rs, dcp_a2a_lse_reduce),
     "vllm.v1.attention.backend": (
         MultipleOf, AttentionCGSupport, AttentionBackend, AttentionMetadata, CommonAttentionMetadata,
         AttentionMetadataBuilder, AttentionImplBase, AttentionImpl, MLAAttentionImpl,
