@@ -125,6 +125,20 @@ MODELS = {
         gap=1e-6,
         task="embed",
     ),
+    "modernbert (window to both sides)": Model(
+        "ModernBertConfig",
+        "ModernBertModel",
+        {
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 3,
+            "local_attention": 32,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+        },
+        {"runner": "pooling", "skip_tokenizer_init": False, "max_num_batched_tokens": 256},
+        gap=1e-6,
+        task="embed",
+    ),
     "whisper (cross attention)": Model(
         "WhisperConfig",
         "WhisperForConditionalGeneration",

@@ -123,7 +123,10 @@ def test_sparse_mla(kv_cache_dtype):
     expect_the_same_bits(found)
 
 
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 40}, {"attn_type": "encoder_only"}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sliding_window": 40}, {"attn_type": "encoder_only"}, {"attn_type": "encoder", "sliding_window": 40}],
+)
 def test_attention(options):
     """Over the cache, and of layers without one."""
     step, impl, q_lens = Step(LENS, padding=0), implementation(**options), [q_len for q_len, _ in LENS]

@@ -8,6 +8,7 @@ among ranks, of which no rank has all new keys.
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import math
 import os
@@ -107,6 +108,24 @@ class RaggedMetadata(_vllm.AttentionMetadata):
     causal: bool
     ranks: Ranks | None  # those that share the cache, if this one does not hold all of it
     context_lens: torch.Tensor | None  # then: how many earlier keys of each request this rank has; None: nobody has any
+
+    @functools.cached_property
+    def reversed_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The step's rows, each request's in reverse order; the same less each request's last; the edges of these.
+
+        If a request has a key less than queries, causal attention, which is aligned at the end, lets a query see the
+        keys before its own row.
+        """
+        edges = self.cu_q_lens
+        fewer = (edges[1:] - edges[:-1] - 1).clamp(min=0).cumsum(0, dtype=torch.int32)
+        fewer_edges = torch.cat((edges.new_zeros(1), fewer))
+        row = torch.arange(self.num_actual_tokens, device=edges.device)
+
+        def rows(starts: torch.Tensor) -> torch.Tensor:
+            request = torch.searchsorted(starts[1:], row, right=True).clamp(max=len(edges) - 2)
+            return (edges[request + 1] - 1 - (row - starts[request])).clamp(0, len(row) - 1)
+
+        return rows(edges), rows(fewer_edges), fewer_edges
 
 
 class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
@@ -210,11 +229,6 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
         """Refuse what a layer that attends to the keys of the step itself does not support."""
         if attn_type in WITHOUT_CACHE:
             where = "without a cache"
-            if sliding_window is not None:
-                raise Unsupported(
-                    f"expected sliding_window to be None for RAGGED {where}, where vLLM's has two sides, "
-                    f"got {sliding_window}"
-                )
         elif self.dcp_world_size > 1:
             where = "under context parallelism"
             for name, value in (
@@ -259,13 +273,18 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
         out = output[:tokens].view(tokens, self.num_heads, math.prod(output.shape[1:]) // self.num_heads)
+        query = query[:tokens]
         with as_vllm_asks():
+            if self.attn_type not in WITHOUT_CACHE and attn_metadata.ranks is None:
+                self._paged(query, layer, kv_cache, attn_metadata, out)
+                return output
+            assert key is not None
+            assert value is not None
+            key, value = key[:tokens], value[:tokens]
             if self.attn_type in WITHOUT_CACHE:
-                self._packed(query, key, value, attn_metadata, causal=False, sinks=self._sinks(), out=out)
-            elif attn_metadata.ranks is not None:
-                self._over_ranks(attn_metadata.ranks, layer, query, key, value, kv_cache, attn_metadata, out)
+                self._without_cache(query, key, value, attn_metadata, out)
             else:
-                self._paged(query[:tokens], layer, kv_cache, attn_metadata, out)
+                self._over_ranks(query, key, value, layer, kv_cache, attn_metadata, out)
         return output
 
     def _paged(
@@ -286,18 +305,48 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
             soft_cap=self.logits_soft_cap, sinks=self._sinks(), k_scale=k_scale, v_scale=v_scale, out=out,
         )  # fmt: skip
 
+    def _without_cache(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: RaggedMetadata, out: torch.Tensor
+    ) -> None:
+        """Attention of the step's tokens to one another, in both directions.
+
+        vLLM's window has as many tokens after a query as before it, but the operation's ends at the query. So those up
+        to its own are one call, and those after it another, on reversed rows. Both are in float32, since the operation
+        rounds its results to the dtype of queries, and rounding what is yet to be merged would be seen.
+        """
+        window, sinks = self.sliding_window, self._sinks()
+        if window is None or window == 1:
+            self._packed(
+                query, key, value, metadata, causal=window == 1, sliding_window=window, sinks=sinks, out=out
+            )  # fmt: skip
+            return
+        query, key, value = query.float(), key.float(), value.float()
+        rows, later, later_edges = metadata.reversed_rows
+        before, before_lse = self._packed(
+            query, key, value, metadata, causal=True, sliding_window=window, return_lse=True
+        )
+        # A query's own token is not among its later ones, so neither is it in the window's width.
+        after, after_lse = self._packed(
+            query[rows], key[later], value[later], metadata, later_edges, causal=True, sliding_window=window - 1,
+            return_lse=True,
+        )  # fmt: skip
+        merge_attention_states(
+            [before, after[rows]], [before_lse, after_lse[rows]], sinks=sinks, out_dtype=out.dtype, out=out
+        )
+
     def _packed(
-        self, query: torch.Tensor, key: Any, value: Any, metadata: RaggedMetadata, **keywords: Any
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attention of the step's tokens to one another."""
-        tokens, edges, longest = metadata.num_actual_tokens, metadata.cu_q_lens, metadata.max_q_len
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: RaggedMetadata,
+        cu_kv_lens: torch.Tensor | None = None, **keywords: Any,
+    ) -> Any:  # fmt: skip
+        """Attention of the step's tokens to one another; `cu_kv_lens` are the edges of the keys if they are fewer."""
+        edges, longest = metadata.cu_q_lens, metadata.max_q_len
         return varlen_attention(
-            query[:tokens], key[:tokens], value[:tokens], edges, edges, max_q_len=longest, max_kv_len=longest,
-            sm_scale=self.scale, soft_cap=self.logits_soft_cap, **keywords,
+            query, key, value, edges, edges if cu_kv_lens is None else cu_kv_lens, max_q_len=longest,
+            max_kv_len=longest, sm_scale=self.scale, soft_cap=self.logits_soft_cap, **keywords,
         )  # fmt: skip
 
     def _over_ranks(
-        self, ranks: Ranks, layer: Any, query: torch.Tensor, key: Any, value: Any, kv_cache: torch.Tensor,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Any, kv_cache: torch.Tensor,
         metadata: RaggedMetadata, out: torch.Tensor,
     ) -> None:  # fmt: skip
         """Attention over the earlier keys, which lie on several ranks, and over the step's own, merged.
@@ -305,13 +354,15 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
         The earlier keys are all visible to every new token, wherever they lie. A rank that has none of a request gives
         out 0 and lse -inf, which have no weight. The ranks exchange float32.
         """
+        ranks = metadata.ranks
+        assert ranks is not None
         if metadata.context_lens is None:
             self._packed(query, key, value, metadata, causal=metadata.causal, sinks=self._sinks(), out=out)
             return
         k_scale, v_scale = self._scales(layer)
         earlier = ragged_paged_attention(
-            ranks.with_all_heads(query[: len(out)]), self._pages(kv_cache), metadata.context_lens,
-            metadata.page_indices, metadata.cu_q_lens, max_q_len=metadata.max_q_len, sm_scale=self.scale, causal=False,
+            ranks.with_all_heads(query), self._pages(kv_cache), metadata.context_lens, metadata.page_indices,
+            metadata.cu_q_lens, max_q_len=metadata.max_q_len, sm_scale=self.scale, causal=False,
             soft_cap=self.logits_soft_cap, k_scale=k_scale, v_scale=v_scale, return_lse=True,
             out_dtype=dtype_of_parts(query),
         )  # fmt: skip
