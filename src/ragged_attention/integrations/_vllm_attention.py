@@ -211,7 +211,10 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
         RaggedAttentionBackend.expect_layer(attn_type, kv_cache_dtype, alibi_slopes=alibi_slopes)
         if sinks is not None and sinks.shape != (num_heads,):
             raise Unsupported(f"expected sinks of shape [num_heads={num_heads}], got {list(sinks.shape)}")
-        self._expect_packed(attn_type, head_size, sliding_window, kv_sharing_target_layer_name)
+        self._expect_kind(
+            attn_type, head_size, alibi_slopes, sliding_window=sliding_window,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+        )  # fmt: skip
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -223,24 +226,22 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
 
-    def _expect_packed(
-        self, attn_type: str, head_size: int, sliding_window: int | None, kv_sharing_target_layer_name: str | None
-    ) -> None:
-        """Refuse what a layer that attends to the keys of the step itself does not support."""
-        if attn_type in WITHOUT_CACHE:
-            where = "without a cache"
-        elif self.dcp_world_size > 1:
-            where = "under context parallelism"
-            for name, value in (
-                ("sliding_window", sliding_window), ("kv_sharing_target_layer_name", kv_sharing_target_layer_name)
-            ):  # fmt: skip
-                if value is not None:
-                    raise Unsupported(f"expected {name} to be None for RAGGED {where}, got {value!r}")
-            if attn_type != "decoder":
-                raise Unsupported(f"expected attn_type to be decoder for RAGGED {where}, got 'encoder_decoder'")
-        else:
+    def _expect_kind(self, attn_type: str, head_size: int, alibi_slopes: Any, **whole_cache: Any) -> None:
+        """Refuse what the operations do not support in other layers than those of a decoder with a cache of its own.
+
+        `whole_cache` are arguments that want all earlier keys on this rank.
+        """
+        kind, without_cache = getattr(attn_type, "value", attn_type), attn_type in WITHOUT_CACHE
+        over_ranks = self.dcp_world_size > 1 and not without_cache
+        if kind == "decoder" and not over_ranks:
             return
-        if head_size > MOST_PACKED:
+        where = "under context parallelism" if over_ranks else f"with attn_type={kind!r}"
+        if over_ranks and kind != "decoder":
+            raise Unsupported(f"expected attn_type to be decoder for RAGGED {where}, got {kind!r}")
+        for name, value in {"alibi_slopes": alibi_slopes, **(whole_cache if over_ranks else {})}.items():
+            if value is not None:
+                raise Unsupported(f"expected {name} to be None for RAGGED {where}, got {value!r}")
+        if (over_ranks or without_cache) and head_size > MOST_PACKED:
             raise Unsupported(f"expected head_size of at most {MOST_PACKED} for RAGGED {where}, got {head_size}")
 
     def forward(
