@@ -337,7 +337,7 @@ def verdict(theirs: dict[str, Any], ours: dict[str, Any], allowed: float | None)
     right = equal == len(tokens[0]) if allowed is None else mean <= allowed
     heard = ours["implementations"] != theirs["implementations"]  # else vLLM has run its own twice
     cells = [
-        f"{equal} of {len(tokens[0])}",
+        f"{equal} of {len(tokens[0])}" if tokens[0] else "embeddings",
         str(len(set(tokens[0]))),
         f"{mean:.1e} / {max(gaps):.1e}",
         ", ".join(theirs["implementations"]),
