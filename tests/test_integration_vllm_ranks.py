@@ -21,6 +21,7 @@ from ragged_attention.errors import Unsupported
 from ragged_attention.integrations import vllm as ours
 from ragged_attention.testing.compare import agrees
 from tests import vllm_fakes as fakes
+from tests import vllm_rank_fakes as ranks
 from tests.test_integration_vllm import (
     KEPT,
     Latents,
@@ -66,7 +67,7 @@ def dealt(table: torch.Tensor, lens: Sequence[int], page: int, shard: KvShard) -
     return own, slots
 
 
-def part_of(whole: Step, group: fakes.Group, interleave: int) -> Step:
+def part_of(whole: Step, group: ranks.Group, interleave: int) -> Step:
     """The step as a rank sees it."""
     shard, page, heads = KvShard(group.world_size, interleave, group.rank_in_group), whole.page, group.rank_in_group
     part = object.__new__(Step)
@@ -90,14 +91,14 @@ def part_of(whole: Step, group: fakes.Group, interleave: int) -> Step:
 def on_ranks(whole: Step, size: int, interleave: int, layers: Sequence[dict[str, Any]], **config: Any) -> torch.Tensor:
     """A layer's step on each rank; the heads of all ranks side by side. `layers` are the ranks' own options."""
 
-    def rank(group: fakes.Group) -> torch.Tensor:
+    def rank(group: ranks.Group) -> torch.Tensor:
         part = part_of(whole, group, interleave)
         impl = implementation(num_heads=HEADS, num_kv_heads=1, **layers[group.rank_in_group])
         assert impl.need_to_return_lse_for_decode
         builder = metadata_builder(SimpleNamespace(), ranks=size, interleave=interleave, **config)
         return part.run(impl, builder)
 
-    return torch.cat(fakes.on_ranks(size, rank), dim=1)
+    return torch.cat(ranks.on_ranks(size, rank), dim=1)
 
 
 @pytest.mark.parametrize("lens", [MIXED, DECODE], ids=["mixed", "decode"])
@@ -160,13 +161,13 @@ def test_a_step_without_context_exchanges_nothing(known, vllm, backend):
         whole.common.seq_lens_cpu_upper_bound = whole.common.seq_lens
     exchanges = []
 
-    def rank(group: fakes.Group) -> torch.Tensor:
+    def rank(group: ranks.Group) -> torch.Tensor:
         part, impl = part_of(whole, group, 4), implementation(num_heads=HEADS, num_kv_heads=1)
         out = part.run(impl, metadata_builder(ranks=2, interleave=4))
         exchanges.append(group.exchanges)
         return out
 
-    out = torch.cat(fakes.on_ranks(2, rank), dim=1)
+    out = torch.cat(ranks.on_ranks(2, rank), dim=1)
     whole.run(implementation(num_heads=4, num_kv_heads=1))
     assert agrees(out, whole.dense(), "float32")
     assert exchanges == [0, 0] if known else min(exchanges) > 0
@@ -177,7 +178,7 @@ def test_a_graph_is_captured_with_its_exchanges(vllm):
     whole = Step([(5, 5), (20, 20)], heads=(4, 1))
     whole.common.seq_lens_cpu_upper_bound = whole.common.seq_lens
 
-    def rank(group: fakes.Group) -> None:
+    def rank(group: ranks.Group) -> None:
         builder = metadata_builder(ranks=2, interleave=4)
         assert builder.build(0, whole.common).context_lens is None
         captured = builder.build_for_cudagraph_capture(whole.common)
@@ -187,7 +188,7 @@ def test_a_graph_is_captured_with_its_exchanges(vllm):
         assert captured.context_lens.tolist() == [[8, 1], [7, 0]][group.rank_in_group]
         assert replayed.context_lens.data_ptr() == captured.context_lens.data_ptr()
 
-    fakes.on_ranks(2, rank)
+    ranks.on_ranks(2, rank)
     alone = metadata_builder()
     assert alone.build_for_cudagraph_capture(whole.common).context_lens is None
 
@@ -216,12 +217,12 @@ def test_a_cache_that_every_rank_holds_is_read_as_ever(vllm, backend):
     ],
 )
 def test_a_layer_that_cannot_run_over_ranks_is_refused(options, message, vllm):
-    def rank(group: fakes.Group) -> None:
+    def rank(group: ranks.Group) -> None:
         implementation(attn_type="encoder_only")  # which has no cache to share
         with pytest.raises(Unsupported, match=message):
             implementation(**options)
 
-    fakes.on_ranks(2, rank)
+    ranks.on_ranks(2, rank)
 
 
 # Sparse latent attention
@@ -245,7 +246,7 @@ def test_sparse_mla_over_ranks(size, interleave, q_lens, kv_cache_dtype, vllm, b
     packed = kv_cache_dtype == "fp8_ds_mla"
     width, dtype, unwritten = (656, torch.uint8, 255) if packed else (576, torch.float32, float("nan"))
 
-    def rank(group: fakes.Group) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    def rank(group: ranks.Group) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         shard = KvShard(size, interleave, group.rank_in_group)
         table, slots = dealt(whole.table, whole.lens, whole.page, shard)
         impl = latent_implementation(
@@ -270,10 +271,10 @@ def test_sparse_mla_over_ranks(size, interleave, q_lens, kv_cache_dtype, vllm, b
         out, lse = impl.forward_mqa(q, cache, metadata, SimpleNamespace())
         assert (out[0] == 0).all()
         assert (lse[0] == float("-inf")).all()
-        merged, lse = fakes.cp_lse_ag_out_rs(out, lse, group, return_lse=True)
+        merged, lse = ranks.cp_lse_ag_out_rs(out, lse, group, return_lse=True)
         return merged, lse, [torch.empty(0)] if not packed else [dequantised(cache[s // 16, s % 16]) for s in [own]]
 
-    results = fakes.on_ranks(size, rank)
+    results = ranks.on_ranks(size, rank)
     out, lse = (torch.cat([result[i] for result in results], dim=1) for i in range(2))
     rows = torch.cat(whole.rows)
     if packed:  # as the rank that holds a position has written it

@@ -4,15 +4,13 @@ They have vLLM's names, signatures and abstract methods, as of 0.33, and of what
 run a layer; `test_integration_vllm.py` compares them with vLLM where it is installed.
 """
 
-import contextvars
 import dataclasses
 import enum
 import importlib.util
 import sys
-import threading
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from typing import Any, ClassVar
@@ -20,99 +18,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from tests import vllm_rank_fakes as ranks
+
 OURS = ("_vllm_ranks", "_vllm_attention", "_vllm_mla", "_vllm_sparse")
-
-
-# vllm.distributed.parallel_state and vllm.v1.attention.ops.dcp
-
-
-class Group:
-    """One rank's view of a group whose ranks are threads of this process, of which one runs at a time."""
-
-    def __init__(self, rank: int, sent: list[Any], meeting: threading.Barrier, turn: threading.Lock) -> None:
-        self.world_size, self.rank_in_group = len(sent), rank
-        self._sent, self._meeting, self._turn = sent, meeting, turn
-        self.exchanges = 0
-
-    def _exchanged(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self.exchanges += 1
-        self._sent[self.rank_in_group] = tensor.clone()
-        self._turn.release()
-        try:
-            self._meeting.wait(60)
-            received = [*self._sent]
-            self._meeting.wait(60)
-        finally:
-            self._turn.acquire()
-        return received
-
-    def all_gather(self, input_, dim=-1):
-        return torch.cat(self._exchanged(input_), dim=dim)
-
-    def reduce_scatter(self, input_, dim=-1):
-        whole = torch.stack(self._exchanged(input_)).sum(0)
-        return whole.chunk(self.world_size, dim=dim)[self.rank_in_group].contiguous()
-
-
-_of_thread = threading.local()
-
-
-def get_dcp_group() -> Any:
-    group = getattr(_of_thread, "group", None)
-    assert group is not None, "decode context model parallel group is not initialized"
-    return group
-
-
-def on_ranks(size: int, function: Callable[[Group], Any]) -> list[Any]:
-    """What a function returns on each rank of a group; the caller's backend is in force on all of them."""
-    sent, meeting, turn = [None] * size, threading.Barrier(size), threading.Lock()
-    results: list[Any] = [None] * size
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        _of_thread.group = Group(rank, sent, meeting, turn)
-        with turn:
-            try:
-                results[rank] = function(_of_thread.group)
-            except BaseException as error:
-                errors.append(error)
-                meeting.abort()
-
-    threads = [threading.Thread(target=contextvars.copy_context().run, args=(run, rank)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-        raise error
-    return results
-
-
-def cp_lse_ag_out_rs(
-    cp_attn_out, cp_attn_lse, cp_group, ctx=None, return_lse=False, is_lse_base_on_e=True, seq_lens=None,
-    query_start_loc=None,
-):  # fmt: skip
-    """Merges the ranks' results, and is stricter than vLLM: rows without keys must be 0 and -inf already."""
-    assert is_lse_base_on_e
-    assert cp_attn_lse.dtype == torch.float32
-    assert not cp_attn_lse.isnan().any()
-    assert not (cp_attn_lse == float("inf")).any()
-    assert not cp_attn_out.isnan().any()
-    assert not cp_attn_out[cp_attn_lse == float("-inf")].any()
-    lses = cp_group.all_gather(cp_attn_lse.contiguous(), dim=0).view(cp_group.world_size, *cp_attn_lse.shape)
-    lse = lses.logsumexp(0)
-    weight = (cp_attn_lse - lse).exp().nan_to_num(0.0)
-    out = cp_group.reduce_scatter((cp_attn_out * weight[..., None]).to(cp_attn_out.dtype), dim=1)
-    return (out, lse.chunk(cp_group.world_size, dim=1)[cp_group.rank_in_group]) if return_lse else out
-
-
-def dcp_a2a_lse_reduce(
-    cp_attn_out, cp_attn_lse, cp_group, ctx=None, return_lse=False, is_lse_base_on_e=True, seq_lens=None,
-    query_start_loc=None,
-):  # fmt: skip
-    return cp_lse_ag_out_rs(
-        cp_attn_out, cp_attn_lse, cp_group, ctx, return_lse, is_lse_base_on_e, seq_lens, query_start_loc
-    )
 
 
 # vllm.v1.attention.backend
@@ -262,7 +170,7 @@ class AttentionImplBase(ABC):
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
-        group = getattr(_of_thread, "group", None)
+        group = ranks.group_of_thread()
         self.dcp_world_size, self.dcp_rank = (1, 0) if group is None else (group.world_size, group.rank_in_group)
         self.need_to_return_lse_for_decode = self.dcp_world_size > 1 and self.can_return_lse_for_decode
         return self
@@ -428,8 +336,8 @@ class Registry:
 
 
 CONTENTS: dict[str, tuple[Any, ...]] = {
-    "vllm.distributed.parallel_state": (get_dcp_group,),
-    "vllm.v1.attention.ops.dcp": (cp_lse_ag_out_rs, dcp_a2a_lse_reduce),
+    "vllm.distributed.parallel_state": (ranks.get_dcp_group,),
+    "vllm.v1.attention.ops.dcp": (ranks.cp_lse_ag_out_rs, ranks.dcp_a2a_lse_reduce),
     "vllm.v1.attention.backend": (
         MultipleOf, AttentionCGSupport, AttentionBackend, AttentionMetadata, CommonAttentionMetadata,
         AttentionMetadataBuilder, AttentionImplBase, AttentionImpl, MLAAttentionImpl,
