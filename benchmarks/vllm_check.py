@@ -5,9 +5,9 @@
 It wants an environment of its own, in which vLLM for CPUs and this package are installed; docs/vllm.md says how to make
 one. A checkpoint of random weights is made for each model, a few layers of the shapes that matter: grouped heads,
 windows, soft caps, sinks, latents. Each is served twice, in a process of its own, with prompts of several lengths that
-do not fit into one step, so that chunks of prompts and decoding requests meet in a batch. The exit code is 1 if any run
-fails, or any token differs, or, in bfloat16 and over 8-bit caches, the prompts' log-probabilities on the average by
-more than a bound.
+do not fit into one step, so that chunks of prompts and decoding requests meet in a batch. Encoders embed the prompts,
+and a pair of encoder and decoder writes tokens to drawn sounds. The exit code is 1 if any run fails, or any token
+differs, or, in bfloat16, over 8-bit caches and of embeddings, the numbers on the average by more than a bound.
 """
 
 import argparse
@@ -55,6 +55,7 @@ class Model:
     settings: dict[str, Any]
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     gap: float | None = None  # where tokens need not be equal: the mean difference of the prompts' log-probabilities
+    task: str = "generate"  # or "embed", or "transcribe"
 
 
 _LLAMA = Model("LlamaConfig", "LlamaForCausalLM", {})
@@ -115,6 +116,49 @@ MODELS = {
         },
         {"block_size": 16},
     ),
+    # Models that vLLM runs only with a tokenizer, and in steps that hold a whole prompt.
+    "bert (no cache)": Model(
+        "BertConfig",
+        "BertModel",
+        {"num_key_value_heads": 4},
+        {"runner": "pooling", "skip_tokenizer_init": False, "max_num_batched_tokens": 256},
+        gap=1e-6,
+        task="embed",
+    ),
+    "modernbert (window to both sides)": Model(
+        "ModernBertConfig",
+        "ModernBertModel",
+        {
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 3,
+            "local_attention": 32,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+        },
+        {"runner": "pooling", "skip_tokenizer_init": False, "max_num_batched_tokens": 256},
+        gap=1e-6,
+        task="embed",
+    ),
+    "whisper (cross attention)": Model(
+        "WhisperConfig",
+        "WhisperForConditionalGeneration",
+        {
+            "num_key_value_heads": 4,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 256,
+            "decoder_ffn_dim": 256,
+            "max_source_positions": 50,
+            "max_target_positions": 200,
+            "decoder_start_token_id": 3,
+            "suppress_tokens": None,
+            "begin_suppress_tokens": None,
+            "init_std": 0.2,
+        },
+        {"skip_tokenizer_init": False, "max_model_len": 100, "max_num_batched_tokens": 256, "skip_mm_profiling": True},
+        task="transcribe",
+    ),
 }
 
 
@@ -132,6 +176,32 @@ def save_checkpoint(model: Model, folder: Path) -> None:
         elif name.endswith("embed_tokens.weight") and config.tie_word_embeddings:
             torch.nn.init.normal_(parameter, std=0.02)  # else the last token itself is always the likeliest
     made.to(torch.float32).save_pretrained(folder)
+    if model.task == "embed":
+        save_tokenizer(folder)
+    if model.task == "transcribe":
+        save_processor(folder)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer that knows numbers, since vLLM wants one; prompts are token ids."""
+    import tokenizers
+    import transformers
+
+    words = tokenizers.models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="0")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), unk_token="0", pad_token="0"
+    ).save_pretrained(folder)
+
+
+def save_processor(folder: Path) -> None:
+    """A tokenizer as Whisper's, and how one second of sound becomes 50 positions of the encoder."""
+    import transformers
+
+    (folder / "vocab.json").write_text(json.dumps({str(i): i for i in range(VOCABULARY)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    tokenizer = transformers.WhisperTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    extractor = transformers.WhisperFeatureExtractor(feature_size=80, chunk_length=1)
+    transformers.WhisperProcessor(extractor, tokenizer).save_pretrained(folder)
 
 
 def prompts() -> list[list[int]]:
@@ -146,7 +216,7 @@ def prompts() -> list[list[int]]:
     return lists
 
 
-def serve(folder: Path, backend: str, engine: dict[str, Any]) -> dict[str, Any]:
+def serve(folder: Path, backend: str, model: Model) -> dict[str, Any]:
     """What one backend makes of the prompts, in this process."""
     if backend == "ragged":
         from ragged_attention.integrations import vllm as ours
@@ -168,17 +238,24 @@ def serve(folder: Path, backend: str, engine: dict[str, Any]) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
     }
-    llm = vllm.LLM(model=str(folder), **(settings | engine))
-    sampling = vllm.SamplingParams(
-        temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1, prompt_logprobs=1, detokenize=False
-    )
+    llm = vllm.LLM(model=str(folder), **(settings | model.engine))
     begin = time.perf_counter()
-    outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in prompts()], sampling, use_tqdm=False)
+    asked = {"generate": generated, "embed": embedded, "transcribe": transcribed}[model.task](vllm, llm)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-    return {
+    return asked | {
         "version": vllm.__version__,
         "seconds": time.perf_counter() - begin,
         "implementations": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}),
+    }
+
+
+def generated(vllm: Any, llm: Any) -> dict[str, Any]:
+    """The tokens that follow the prompts, and the prompts' log-probabilities."""
+    sampling = vllm.SamplingParams(
+        temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1, prompt_logprobs=1, detokenize=False
+    )
+    outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in prompts()], sampling, use_tqdm=False)
+    return {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "logprobs": [
             step[token].logprob
@@ -189,9 +266,41 @@ def serve(folder: Path, backend: str, engine: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def in_a_process(folder: Path, model: Model, backend: str, limit: int) -> dict[str, Any]:
+def embedded(vllm: Any, llm: Any) -> dict[str, Any]:
+    """The prompts' embeddings, in the place of log-probabilities; there are no tokens."""
+    outputs = llm.embed([{"prompt_token_ids": tokens} for tokens in prompts()], use_tqdm=False)
+    return {"tokens": [], "logprobs": [number for output in outputs for number in output.outputs.embedding]}
+
+
+def transcribed(vllm: Any, llm: Any) -> dict[str, Any]:
+    """The tokens for noises and prompts of several lengths, and those tokens' log-probabilities."""
+    import numpy as np
+
+    rng, rate = np.random.default_rng(0), 16000
+    asked = [
+        {
+            "prompt_token_ids": tokens[:40],
+            "multi_modal_data": {"audio": (rng.standard_normal(rate * (1 + i % 4) // 4).astype(np.float32), rate)},
+        }
+        for i, tokens in enumerate(prompts())
+    ]
+    sampling = vllm.SamplingParams(
+        temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1, detokenize=False
+    )
+    results = [output.outputs[0] for output in llm.generate(asked, sampling, use_tqdm=False)]
+    return {
+        "tokens": [list(result.token_ids) for result in results],
+        "logprobs": [
+            step[token].logprob
+            for result in results
+            for step, token in zip(result.logprobs, result.token_ids, strict=True)
+        ],
+    }
+
+
+def in_a_process(folder: Path, name: str, backend: str, limit: int) -> dict[str, Any]:
     """`serve` in a process of its own, since a registration lasts as long as its process."""
-    command = [sys.executable, "-m", "benchmarks.vllm_check", "--serve", str(folder), backend, json.dumps(model.engine)]
+    command = [sys.executable, "-m", "benchmarks.vllm_check", "--serve", str(folder), backend, name]
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -228,7 +337,7 @@ def verdict(theirs: dict[str, Any], ours: dict[str, Any], allowed: float | None)
     right = equal == len(tokens[0]) if allowed is None else mean <= allowed
     heard = ours["implementations"] != theirs["implementations"]  # else vLLM has run its own twice
     cells = [
-        f"{equal} of {len(tokens[0])}",
+        f"{equal} of {len(tokens[0])}" if tokens[0] else "embeddings",
         str(len(set(tokens[0]))),
         f"{mean:.1e} / {max(gaps):.1e}",
         ", ".join(theirs["implementations"]),
@@ -247,7 +356,7 @@ def check(names: list[str], limit: int, logs: Path | None) -> int:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             save_checkpoint(MODELS[name], folder)
-            results = [in_a_process(folder, MODELS[name], backend, limit) for backend in BACKENDS]
+            results = [in_a_process(folder, name, backend, limit) for backend in BACKENDS]
         for backend, result in zip(BACKENDS, results, strict=True):
             if logs is not None and "log" in result:
                 (logs / f"{name}-{backend}.log").write_text(result["log"])
@@ -265,11 +374,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", default=";".join(MODELS), help="names separated by semicolons")
     parser.add_argument("--limit", type=int, default=300, help="seconds for one process")
     parser.add_argument("--logs", type=Path, help="a folder for what a process that failed has printed")
-    parser.add_argument("--serve", nargs=3, metavar=("FOLDER", "BACKEND", "ENGINE"), help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=3, metavar=("FOLDER", "BACKEND", "MODEL"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.serve:
-        folder, backend, engine = options.serve
-        print(ANSWER + json.dumps(serve(Path(folder), backend, json.loads(engine))), flush=True)
+        folder, backend, name = options.serve
+        print(ANSWER + json.dumps(serve(Path(folder), backend, MODELS[name])), flush=True)
         return 0
     return check(options.models.split(";"), options.limit, options.logs)
 

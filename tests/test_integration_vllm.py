@@ -158,6 +158,8 @@ def test_the_fakes_have_vllms_signatures(path):
         pytest.skip("vllm is not installed")
     real = importlib.import_module(path)
     for fake in fakes.CONTENTS[path]:
+        if inspect.isfunction(fake):
+            expect_the_same(fake, getattr(real, fake.__name__), False, fake.__name__)
         for name in vars(fake):
             method = getattr(fake, name)
             if inspect.isroutine(method) and (name == "__init__" or not name.startswith("__")):
@@ -190,12 +192,15 @@ def test_what_vllm_is_told_we_support(vllm):
     assert plain.supports_sliding_window()
     assert plain.supports_per_head_quant_scales()
     for cls in (plain, mla, sparse):
-        assert not cls.supports_non_causal()
+        assert cls.supports_non_causal() == (cls is plain)
         assert not cls.supports_mm_prefix()
         assert not cls.supports_alibi_sqrt()
-        assert cls.supports_batch_invariance() == (cls is plain)
+        assert cls.supports_batch_invariance()
+        assert cls.get_impl_cls().supports_dcp
         assert not cls.get_impl_cls().supports_pcp
-        assert [cls.supports_attn_type(t) for t in ("decoder", "encoder", "encoder_only")] == [True, False, False]
+        assert cls.supports_attn_type("decoder")
+        others = [cls.supports_attn_type(t) for t in ("encoder", "encoder_only", "encoder_decoder")]
+        assert others == [cls is plain] * 3
         assert not cls.supports_kv_cache_dtype("nvfp4")
         assert [size.base for size in cls.get_supported_kernel_block_sizes()] == [16]
         assert not cls.get_impl_cls().fused_output_quant_supported(None, None)
@@ -215,8 +220,6 @@ def test_what_vllm_is_told_we_support(vllm):
     assert not mla.supports_kv_cache_dtype("fp8_e5m2")
     assert mla.get_builder_cls().query_len_support.value == "varlen"
     assert mla.get_builder_cls().reorder_batch_threshold == 128
-    assert mla.get_impl_cls().supports_dcp
-    assert not sparse.get_impl_cls().supports_dcp
     rest: tuple[Any, ...] = (64, True, False, False, False, None)
     assert mla.supports_combination(576, torch.bfloat16, "fp8_ds_mla", *rest) is None
     reason = mla.supports_combination(512, torch.bfloat16, "fp8_ds_mla", *rest)
@@ -225,6 +228,20 @@ def test_what_vllm_is_told_we_support(vllm):
 
 
 # Attention
+
+
+def vllm_config(ranks: int = 1, interleave: int = 1, exchange: str = "ag_rs") -> SimpleNamespace:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=ranks, cp_kv_cache_interleave_size=interleave, dcp_comm_backend=exchange
+        ),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),
+    )
+
+
+def metadata_builder(spec: Any = None, **parallel: Any) -> Any:
+    """Our builder for the layers of `RAGGED`."""
+    return ours.RaggedAttentionBackend.get_builder_cls()(spec, ["layer"], vllm_config(**parallel), torch.device("cpu"))
 
 
 class Step:
@@ -285,10 +302,9 @@ class Step:
         """The cache as vLLM hands it: bytes, where it holds 8-bit floats."""
         return self.cache.view(torch.uint8) if self.fp8 else self.cache
 
-    def run(self, impl: Any) -> torch.Tensor:
+    def run(self, impl: Any, builder: Any = None) -> torch.Tensor:
         """A layer's step: the write, then attention."""
-        builder = ours.RaggedAttentionBackend.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
-        metadata = builder.build(0, self.common)
+        metadata = (builder or metadata_builder()).build(0, self.common)
         impl.do_kv_cache_update(self.layer, self.k, self.v, self.handed(), self.slots)
         output = torch.full_like(self.q, KEPT)
         returned = impl.forward(self.layer, self.q, self.k, self.v, self.handed(), metadata, output)
@@ -296,7 +312,9 @@ class Step:
         assert (output[self.tokens :] == KEPT).all()
         return output[: self.tokens]
 
-    def dense(self, *, window: int | None = None, cap: float | None = None, sinks: Any = None) -> torch.Tensor:
+    def dense(
+        self, *, window: int | None = None, cap: float | None = None, sinks: Any = None, causal: bool = True
+    ) -> torch.Tensor:
         """The same by sequences, heads and softmax in float64, from the values that the cache holds."""
         outs, begin, scale = [], 0, 0.3
         group = self.q.shape[1] // self.k.shape[1]
@@ -311,7 +329,8 @@ class Step:
             if cap is not None:
                 logits = cap * torch.tanh(logits / cap)
             own = torch.arange(kv_len - q_len, kv_len)[:, None]
-            seen = (at <= own) & (at > own - (window or kv_len + 1))
+            reach = window or kv_len + 1  # to both sides in vLLM if attention is not causal
+            seen = (at < own + (1 if causal else reach)) & (at > own - reach)
             logits = logits.masked_fill(~seen, float("-inf"))
             extra = torch.full((len(logits), q_len, 1), float("-inf")).double()
             if sinks is not None:
@@ -435,14 +454,14 @@ def test_a_profiling_run_gets_zeros_and_flat_outputs_are_taken(vllm, backend):
     assert not impl.forward(step.layer, step.q, step.k, step.v, torch.empty(0), None, output).any()
     wanted = step.run(impl)
     flat = torch.zeros(len(step.q), 4 * 32)
-    builder = ours.RaggedAttentionBackend.get_builder_cls()(None, [], None, torch.device("cpu"))
+    builder = metadata_builder()
     impl.forward(step.layer, step.q, step.k, step.v, step.cache, builder.build(0, step.common), flat)
     assert torch.equal(flat[: step.tokens].view(wanted.shape), wanted)
 
 
 def test_other_layers_share_a_step_by_other_tables(vllm):
     step = Step(DECODE)
-    builder = ours.RaggedAttentionBackend.get_builder_cls()(None, [], None, torch.device("cpu"))
+    builder = metadata_builder()
     assert builder.supports_update_block_table
     first = builder.build(0, step.common)
     table, slots = step.table + 1, step.slots + 1
@@ -457,8 +476,15 @@ def test_other_layers_share_a_step_by_other_tables(vllm):
     ("options", "message"),
     [
         ({"alibi_slopes": [0.5] * 4}, "expected alibi_slopes to be None for RAGGED, got"),
-        ({"attn_type": "encoder_only"}, "expected attn_type='decoder' for RAGGED, got 'encoder_only'"),
-        ({"attn_type": "encoder_decoder"}, "expected attn_type='decoder' for RAGGED, got 'encoder_decoder'"),
+        ({"attn_type": "prefix"}, "expected attn_type to be decoder or encoder or encoder_only or .*, got 'prefix'"),
+        (
+            {"attn_type": "encoder", "head_size": 320},
+            "expected head_size of at most 256 for RAGGED with attn_type='encoder', got 320",
+        ),
+        *(
+            ({"attn_type": kind, "alibi_slopes": [0.5] * 4}, "expected alibi_slopes to be None for RAGGED")
+            for kind in ("encoder", "encoder_only", "encoder_decoder")
+        ),
         (
             {"kv_cache_dtype": "int8_per_token_head"},
             "expected kv_cache_dtype to be one of auto, float16, bfloat16, fp8,",
@@ -474,8 +500,7 @@ def test_a_layer_that_we_cannot_run_is_refused(options, message, vllm):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"causal": False}, r"expected causal attention from vLLM \(causal=True\), got False"),
-        ({"causal": torch.ones(4).bool()}, r"expected causal attention .*, got a flag for each request"),
+        ({"causal": torch.ones(4).bool()}, "expected causal=True or False from vLLM, got a flag for each request"),
         ({"mm_req_doc_ranges": {0: [(0, 3)]}}, "expected vLLM's mm_req_doc_ranges to be None, got dict"),
         ({"rswa_prefix_lens": torch.ones(4)}, "expected vLLM's rswa_prefix_lens to be None, got Tensor"),
     ],
@@ -484,9 +509,98 @@ def test_a_step_that_we_cannot_run_is_refused(changes, message, vllm):
     step = Step(DECODE)
     for name, value in changes.items():
         setattr(step.common, name, value)
-    builder = ours.RaggedAttentionBackend.get_builder_cls()(None, [], None, torch.device("cpu"))
+    builder = metadata_builder()
     with pytest.raises(Unsupported, match=message):
         builder.build(0, step.common)
+
+
+# Attention that is not causal: drafts, encoders, and decoders that look at an encoder
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_attention_that_is_not_causal(window, vllm, backend):
+    """Every new token sees the whole request; a window, which is open to both sides, has more than the new tokens."""
+    step = Step([(7, 30), (1, 3), (5, 5)])
+    step.common.causal = False
+    out = step.run(implementation(sliding_window=window))
+    assert agrees(out, step.dense(window=window, causal=False), "float32")
+
+
+def test_a_window_that_later_keys_could_leave_is_refused(vllm):
+    step = Step([(7, 30), (1, 3)])
+    step.common.causal = False
+    with pytest.raises(Unsupported, match=r"expected at most 6 new tokens .* with sliding_window=6, got 7"):
+        step.run(implementation(sliding_window=6))
+
+
+def encoder_step(lens: Sequence[int], **options: Any) -> Step:
+    """A step of whole sequences, whose keys and values lie in the cache for `Step.dense` alone."""
+    step = Step([(n, n) for n in lens], **options)
+    at = step.slots[: step.tokens]
+    step.cache[at // step.page, :, at % step.page] = torch.cat((step.k, step.v), -1)[: step.tokens]
+    step.common.causal = False
+    return step
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 7, 100])
+@pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 1.5, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}])
+@pytest.mark.parametrize("attn_type", ["encoder", "encoder_only"])
+def test_layers_without_a_cache(attn_type, options, window, vllm, backend):
+    """Keys and values are those of the call, and a window is open to both sides. vLLM passes no cache."""
+    step = encoder_step([5, 0, 20, 1, 0])
+    wanted = step.dense(window=window, cap=options.get("logits_soft_cap"), sinks=options.get("sinks"), causal=False)
+    step.cache = torch.empty(0)
+    impl = implementation(attn_type=attn_type, sliding_window=window, **options)
+    assert agrees(step.run(impl), wanted, "float32")
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_layers_without_a_cache_in_bfloat16(window, vllm, backend):
+    """Of a cache that is 8-bit nothing is known here, since there is none."""
+    step = encoder_step([33, 20], dtype=torch.bfloat16)
+    impl = implementation(attn_type="encoder_only", sliding_window=window, kv_cache_dtype="fp8")
+    assert agrees(step.run(impl).float(), step.dense(window=window, causal=False), "bfloat16")
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_step_of_an_encoder_without_tokens(window, vllm, backend):
+    step = Step([(0, 0)], padding=2)
+    out = step.run(implementation(attn_type="encoder_only", sliding_window=window))
+    assert out.shape == (0, 4, 32)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first_step", "later_step"])
+def test_cross_attention(first, vllm, backend):
+    """Queries of a decoder to the keys of an encoder, which come once, as many as the encoder has tokens.
+
+    As vLLM's builder for such layers does it: lengths are the encoder's, and slots are those of requests that are new.
+    """
+    q_lens, encoder_lens = [3, 1, 4], [20, 33, 7]
+    step = Step([(n, n) for n in encoder_lens], padding=0)
+    fresh = [0, 2] if first else []
+    edges = torch.tensor([0, *encoder_lens]).cumsum(0).tolist()
+    rows = torch.cat((step.k, step.v), -1)
+    for request in range(3):
+        slots = step.slots[edges[request] : edges[request + 1]]
+        if request not in fresh:
+            step.cache[slots // step.page, :, slots % step.page] = rows[edges[request] : edges[request + 1]]
+    owned = torch.cat([torch.arange(edges[r], edges[r + 1]) for r in fresh]) if fresh else torch.arange(0)
+    queries = torch.randn(sum(q_lens), 4, 32)
+    common = dataclasses.replace(step.common, causal=False, num_actual_tokens=len(queries), max_query_len=4)
+    common.query_start_loc = torch.tensor([0, 3, 4, 8], dtype=torch.int32)
+    common.query_start_loc_cpu = common.query_start_loc
+    metadata = metadata_builder().build(0, common)
+    metadata.slot_mapping = step.slots[owned]
+    impl, output = implementation(attn_type="encoder_decoder"), torch.full_like(queries, KEPT)
+    key, value = (step.k[owned], step.v[owned]) if first else (None, None)
+    if first:
+        impl.do_kv_cache_update(step.layer, key, value, step.cache, metadata.slot_mapping)
+    impl.forward(step.layer, queries, key, value, step.cache, metadata, output)
+    for request, (begin, end) in enumerate(((0, 3), (3, 4), (4, 8))):
+        own = slice(edges[request], edges[request + 1])
+        k, v = (x[own].repeat_interleave(2, 1) for x in (step.k, step.v))
+        want, _ = attend(queries[begin:end], k, v, 0.3)
+        assert agrees(output[begin:end], want, "float32")
 
 
 @pytest.mark.parametrize("name", ["output_scale", "output_block_scale"])
@@ -527,7 +641,7 @@ class Latents:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: Any = None) -> tuple[Any, Any]:
-    """Dense attention [tokens, H, D] to [H, keys, ...] or [keys, ...] in float64: out and natural lse."""
+    """Dense attention [tokens, H, D] to [keys, H, ...] or [keys, ...] in float64: out and natural lse."""
     k, v = (x.double() if x.dim() == 3 else x.double()[:, None].expand(-1, q.shape[1], -1) for x in (k, v))
     logits = scale * torch.einsum("qhd,khd->qhk", q.double(), k)
     if seen is not None:
@@ -718,7 +832,7 @@ def test_mla_context_on_several_ranks_is_vllms(vllm):
         ({"sliding_window": 8}, "expected sliding_window to be None for RAGGED_.*MLA, got 8"),
         ({"alibi_slopes": [1.0]}, "expected alibi_slopes to be None"),
         ({"logits_soft_cap": 3.0}, "expected logits_soft_cap to be None for RAGGED_.*MLA, got 3.0"),
-        ({"attn_type": "encoder"}, "expected attn_type='decoder' for RAGGED_.*MLA, got 'encoder'"),
+        ({"attn_type": "encoder"}, "expected attn_type to be decoder for RAGGED_.*MLA, got 'encoder'"),
         (
             {"kv_cache_dtype": "fp8_e5m2"},
             "expected kv_cache_dtype to be one of auto, float16, bfloat16, fp8_ds_mla,.* got 'fp8_e5m2'",
@@ -757,8 +871,7 @@ def test_a_profiling_run_writes_no_latents(vllm, monkeypatch):
 def sparse_step(data: Latents, q_lens: Sequence[int], padding: int = 0) -> Any:
     """The metadata that our builder makes; the sequences' last `q_lens` tokens are the queries."""
     builder_cls = ours.RaggedSparseMLABackend.get_builder_cls()
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=64))
-    builder = builder_cls(None, ["layer"], config, torch.device("cpu"))
+    builder = builder_cls(None, ["layer"], vllm_config(), torch.device("cpu"))
     edges = torch.tensor([0, *q_lens]).cumsum(0, dtype=torch.int32)
     common = fakes.CommonAttentionMetadata(
         query_start_loc=edges, query_start_loc_cpu=edges, seq_lens=data.kv_lens, num_reqs=len(q_lens),

@@ -18,7 +18,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-OURS = ("_vllm_attention", "_vllm_mla", "_vllm_sparse")
+from tests import vllm_rank_fakes as ranks
+
+OURS = ("_vllm_ranks", "_vllm_attention", "_vllm_mla", "_vllm_sparse")
 
 
 # vllm.v1.attention.backend
@@ -120,6 +122,8 @@ class CommonAttentionMetadata:
     block_table_tensor: torch.Tensor
     slot_mapping: torch.Tensor
     causal: bool | torch.Tensor = True
+    encoder_seq_lens: torch.Tensor | None = None
+    seq_lens_cpu_upper_bound: torch.Tensor | None = None
     mm_req_doc_ranges: Any = None
     rswa_prefix_lens: Any = None
 
@@ -137,10 +141,15 @@ class AttentionMetadataBuilder(ABC):
     @abstractmethod
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False): ...
 
+    def build_for_cudagraph_capture(self, common_attn_metadata):
+        return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
+
     def _init_reorder_batch_threshold(
-        self, reorder_batch_threshold=1, supports_spec_as_decode=False, supports_dcp_with_varlen=False
+        self, reorder_batch_threshold: int | None = 1, supports_spec_as_decode=False, supports_dcp_with_varlen=False
     ):
         self.reorder_batch_threshold = reorder_batch_threshold
+        if self.vllm_config.parallel_config.decode_context_parallel_size > 1 and not supports_dcp_with_varlen:
+            self.reorder_batch_threshold = 1
 
     def update_block_table(self, metadata, blk_table, slot_mapping):
         raise NotImplementedError
@@ -153,12 +162,17 @@ class AttentionImplBase(ABC):
     lse_base_on_e = True
     supports_pcp = False
     supports_dcp = False
+    supports_mtp_with_cp_non_trivial_interleave_size = False
+    need_to_return_lse_for_decode = False
     supports_quant_query_input = False
     dcp_world_size: int
+    dcp_rank: int
 
     def __new__(cls, *args, **kwargs):
         self = super().__new__(cls)
-        self.dcp_world_size = 1
+        group = ranks.group_of_thread()
+        self.dcp_world_size, self.dcp_rank = (1, 0) if group is None else (group.world_size, group.rank_in_group)
+        self.need_to_return_lse_for_decode = self.dcp_world_size > 1 and self.can_return_lse_for_decode
         return self
 
 
@@ -238,6 +252,11 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder):
         self, kv_cache_spec, layer_names, vllm_config, device, metadata_cls=None, supports_dcp_with_varlen=False
     ):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(
+            self.reorder_batch_threshold,
+            self.query_len_support != QueryLenSupport.SINGLE_ONLY,
+            supports_dcp_with_varlen,
+        )
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         raise NotImplementedError("the tests make the metadata of latent attention themselves")
@@ -317,6 +336,8 @@ class Registry:
 
 
 CONTENTS: dict[str, tuple[Any, ...]] = {
+    "vllm.distributed.parallel_state": (ranks.get_dcp_group,),
+    "vllm.v1.attention.ops.dcp": (ranks.cp_lse_ag_out_rs, ranks.dcp_a2a_lse_reduce),
     "vllm.v1.attention.backend": (
         MultipleOf, AttentionCGSupport, AttentionBackend, AttentionMetadata, CommonAttentionMetadata,
         AttentionMetadataBuilder, AttentionImplBase, AttentionImpl, MLAAttentionImpl,

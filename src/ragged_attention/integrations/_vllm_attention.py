@@ -1,20 +1,26 @@
 """The backend `RAGGED`: prefill, decode and any mix of them in one call, over vLLM's own cache, without a copy.
 
 vLLM's cache of a layer is [blocks, K, block, D + D_v], in any order of memory. K and V of a head are side by side, so
-its two halves are views that serve as our pair of pages.
+its two halves are views that serve as our pair of pages. Two kinds of layers attend to the keys of the step itself, by
+`varlen_attention`: those of encoders, which have no cache, and under context parallelism those whose cache is dealt out
+among ranks, of which no rank has all new keys.
 """
 
 import contextlib
 import dataclasses
+import functools
 import importlib
+import math
 import os
 from typing import Any, ClassVar
 
 import torch
 
+from ragged_attention.calls.sharding import dtype_of_parts
 from ragged_attention.config import use_backend
 from ragged_attention.errors import Unsupported
-from ragged_attention.torch import ragged_paged_attention, write_kv_pages
+from ragged_attention.integrations._vllm_ranks import Ranks, ranks_of
+from ragged_attention.torch import merge_attention_states, ragged_paged_attention, varlen_attention, write_kv_pages
 
 _vllm: Any = importlib.import_module("vllm.v1.attention.backend")
 _INVARIANT = use_backend(batch_invariant=True)
@@ -22,6 +28,10 @@ _INVARIANT = use_backend(batch_invariant=True)
 # vLLM stores 8-bit caches as bytes, and names their dtype apart.
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 PLAIN = ("auto", "float16", "bfloat16")
+
+# vLLM's kinds of attention without a cache: of the encoder of a pair, and of a model that is an encoder.
+WITHOUT_CACHE = ("encoder", "encoder_only")
+MOST_PACKED = 256  # the largest head size of `varlen_attention`
 
 
 class RaggedBackend:
@@ -32,6 +42,7 @@ class RaggedBackend:
     BUILDER: ClassVar[type]
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]]
+    supported_attn_types: ClassVar[tuple[str, ...]] = ("decoder",)
 
     @classmethod
     def get_name(cls) -> str:
@@ -50,6 +61,12 @@ class RaggedBackend:
         """The answer to each of vLLM's `supports_*` questions that our backends affirm."""
         return True
 
+    supports_batch_invariance = yes
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in cls.supported_attn_types
+
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [_vllm.MultipleOf(16)]
@@ -57,9 +74,9 @@ class RaggedBackend:
     @classmethod
     def expect_layer(cls, attn_type: str, kv_cache_dtype: str, **absent: Any) -> None:
         """Refuse arguments that the operations do not support; vLLM does not ask beforehand on every platform."""
-        if attn_type != "decoder":
-            got = getattr(attn_type, "value", attn_type)
-            raise Unsupported(f"expected attn_type='decoder' for {cls.NAME}, got {got!r}")
+        if not cls.supports_attn_type(attn_type):
+            names, got = " or ".join(cls.supported_attn_types), getattr(attn_type, "value", attn_type)
+            raise Unsupported(f"expected attn_type to be {names} for {cls.NAME}, got {got!r}")
         for name, value in absent.items():
             if value is not None:
                 raise Unsupported(f"expected {name} to be None for {cls.NAME}, got {value!r}")
@@ -68,14 +85,19 @@ class RaggedBackend:
             raise Unsupported(f"expected kv_cache_dtype to be one of {names}, got {kv_cache_dtype!r}")
 
 
+def is_batch_invariant() -> bool:
+    """Whether vLLM's own variable asks for results that do not depend on the rest of the batch."""
+    return os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1"
+
+
 def as_vllm_asks() -> contextlib.AbstractContextManager[Any]:
-    """The context of an attention call, which is batch-invariant if vLLM's own variable asks for it."""
-    return _INVARIANT if os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1" else contextlib.nullcontext()
+    """The context of an attention call, which is batch-invariant if vLLM asks for it."""
+    return _INVARIANT if is_batch_invariant() else contextlib.nullcontext()
 
 
 @dataclasses.dataclass
 class RaggedMetadata(_vllm.AttentionMetadata):
-    """One step's tables by our names. The host reads only the two numbers; `max_q_len` bounds all query lengths."""
+    """One step's tables by our names. The host reads only the numbers; `max_q_len` bounds all query lengths."""
 
     num_actual_tokens: int
     max_q_len: int
@@ -83,6 +105,27 @@ class RaggedMetadata(_vllm.AttentionMetadata):
     kv_lens: torch.Tensor
     page_indices: torch.Tensor
     slot_mapping: torch.Tensor
+    causal: bool
+    ranks: Ranks | None  # those that share the cache, if this one does not hold all of it
+    context_lens: torch.Tensor | None  # then: how many earlier keys of each request this rank has; None: nobody has any
+
+    @functools.cached_property
+    def reversed_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The step's rows, each request's in reverse order; the same less each request's last; the edges of these.
+
+        If a request has a key less than queries, causal attention, which is aligned at the end, lets a query see the
+        keys before its own row.
+        """
+        edges = self.cu_q_lens
+        fewer = (edges[1:] - edges[:-1] - 1).clamp(min=0).cumsum(0, dtype=torch.int32)
+        fewer_edges = torch.cat((edges.new_zeros(1), fewer))
+        row = torch.arange(self.num_actual_tokens, device=edges.device)
+
+        def rows(starts: torch.Tensor) -> torch.Tensor:
+            request = torch.searchsorted(starts[1:], row, right=True).clamp(max=len(edges) - 2)
+            return (edges[request + 1] - 1 - (row - starts[request])).clamp(0, len(row) - 1)
+
+        return rows(edges), rows(fewer_edges), fewer_edges
 
 
 class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
@@ -94,22 +137,41 @@ class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._ranks = ranks_of(kv_cache_spec, vllm_config)
+        if self._ranks is not None:
+            # A graph replays with the addresses with which it was captured, so the lengths have a fixed place.
+            most = vllm_config.scheduler_config.max_num_seqs
+            self._context_lens = torch.zeros(most, dtype=torch.int32, device=device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RaggedMetadata:
         """The step's metadata; `common_prefix_len` is always 0 and nothing depends on `fast_build`."""
         common = common_attn_metadata
         # vLLM's CPU platform does not ask `supports_*` beforehand.
-        if common.causal is not True:
-            got = "a flag for each request" if isinstance(common.causal, torch.Tensor) else common.causal
-            raise Unsupported(f"expected causal attention from vLLM (causal=True), got {got}")
+        if isinstance(common.causal, torch.Tensor):
+            raise Unsupported("expected causal=True or False from vLLM, got a flag for each request")
         for name in ("mm_req_doc_ranges", "rswa_prefix_lens"):
             if getattr(common, name, None) is not None:
                 raise Unsupported(f"expected vLLM's {name} to be None, got {type(getattr(common, name)).__name__}")
+        context_lens = self._update_context_lens(common) if self._ranks is not None else None
         return RaggedMetadata(
             num_actual_tokens=common.num_actual_tokens, max_q_len=common.max_query_len,
             cu_q_lens=common.query_start_loc, kv_lens=common.seq_lens, page_indices=common.block_table_tensor,
-            slot_mapping=common.slot_mapping,
+            slot_mapping=common.slot_mapping, causal=common.causal, ranks=self._ranks,
+            context_lens=context_lens if _has_context(common) else None,
         )  # fmt: skip
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> RaggedMetadata:
+        """The metadata of a step that stands for others, of which some have earlier keys even if this one has none."""
+        metadata = self.build(0, common_attn_metadata)
+        if self._ranks is None:
+            return metadata
+        return dataclasses.replace(metadata, context_lens=self._context_lens[: len(metadata.kv_lens)])
+
+    def _update_context_lens(self, common: Any) -> torch.Tensor:
+        assert self._ranks is not None
+        starts = common.query_start_loc
+        lens = self._ranks.shard.lengths(common.seq_lens - (starts[1:] - starts[:-1]))
+        return self._context_lens[: len(lens)].copy_(lens)
 
     def update_block_table(
         self, metadata: RaggedMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
@@ -118,8 +180,19 @@ class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
         return dataclasses.replace(metadata, page_indices=blk_table, slot_mapping=slot_mapping)
 
 
+def _has_context(common: Any) -> bool:
+    """Whether any request may have keys from earlier steps; the answer is the same on all ranks."""
+    longest, starts = getattr(common, "seq_lens_cpu_upper_bound", None), common.query_start_loc_cpu
+    return longest is None or bool((longest[: len(starts) - 1] > starts[1:] - starts[:-1]).any())
+
+
 class RaggedAttentionImpl(_vllm.AttentionImpl):
     """One layer's attention, and the write of its new keys and values."""
+
+    can_return_lse_for_decode = True
+    supports_dcp = True
+    # The new tokens attend to one another apart from the cache, so it may be dealt out in any way.
+    supports_mtp_with_cp_non_trivial_interleave_size = True
 
     def __init__(
         self,
@@ -138,15 +211,38 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
         RaggedAttentionBackend.expect_layer(attn_type, kv_cache_dtype, alibi_slopes=alibi_slopes)
         if sinks is not None and sinks.shape != (num_heads,):
             raise Unsupported(f"expected sinks of shape [num_heads={num_heads}], got {list(sinks.shape)}")
+        self._expect_kind(
+            attn_type, head_size, alibi_slopes, sliding_window=sliding_window,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+        )  # fmt: skip
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
+        self.attn_type = attn_type
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.sliding_window = sliding_window
         self.kv_cache_dtype = kv_cache_dtype
         self.logits_soft_cap = logits_soft_cap or None  # 0 stands for none
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
+
+    def _expect_kind(self, attn_type: str, head_size: int, alibi_slopes: Any, **whole_cache: Any) -> None:
+        """Refuse what the operations do not support in other layers than those of a decoder with a cache of its own.
+
+        `whole_cache` are arguments that want all earlier keys on this rank.
+        """
+        kind, without_cache = getattr(attn_type, "value", attn_type), attn_type in WITHOUT_CACHE
+        over_ranks = self.dcp_world_size > 1 and not without_cache
+        if kind == "decoder" and not over_ranks:
+            return
+        where = "under context parallelism" if over_ranks else f"with attn_type={kind!r}"
+        if over_ranks and kind != "decoder":
+            raise Unsupported(f"expected attn_type to be decoder for RAGGED {where}, got {kind!r}")
+        for name, value in {"alibi_slopes": alibi_slopes, **(whole_cache if over_ranks else {})}.items():
+            if value is not None:
+                raise Unsupported(f"expected {name} to be None for RAGGED {where}, got {value!r}")
+        if (over_ranks or without_cache) and head_size > MOST_PACKED:
+            raise Unsupported(f"expected head_size of at most {MOST_PACKED} for RAGGED {where}, got {head_size}")
 
     def forward(
         self,
@@ -165,8 +261,9 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
         Args:
             layer: vLLM's layer; its `_k_scale` and `_v_scale` are the scales of an 8-bit cache.
             query: [tokens, H, D]; rows from `num_actual_tokens` on are padding.
-            key, value: not read, because they are in the cache.
-            kv_cache: [blocks, K, block, D + D_v] in any order of memory.
+            key, value: [tokens, K, D] and [tokens, K, D_v]. They are read only by layers without a cache and under
+                context parallelism.
+            kv_cache: [blocks, K, block, D + D_v] in any order of memory; of a layer without a cache it is not read.
             attn_metadata: None in vLLM's profiling run, which gets zeros.
             output: [tokens, H, D_v], written and returned; padding rows are not written.
             output_scale, output_block_scale: must be None.
@@ -176,21 +273,118 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
         if attn_metadata is None:
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
-        k_scale, v_scale = self._scales(layer)
-        pages = self._pages(kv_cache)
+        out = output[:tokens].view(tokens, self.num_heads, math.prod(output.shape[1:]) // self.num_heads)
+        query = query[:tokens]
         with as_vllm_asks():
-            ragged_paged_attention(
-                query[:tokens], pages, attn_metadata.kv_lens, attn_metadata.page_indices, attn_metadata.cu_q_lens,
-                max_q_len=attn_metadata.max_q_len, sm_scale=self.scale, sliding_window=self.sliding_window,
-                soft_cap=self.logits_soft_cap, sinks=None if self.sinks is None else self.sinks.detach().float(),
-                k_scale=k_scale, v_scale=v_scale, out=output[:tokens].view(tokens, self.num_heads, pages[1].shape[-1]),
-            )  # fmt: skip
+            if self.attn_type not in WITHOUT_CACHE and attn_metadata.ranks is None:
+                self._paged(query, layer, kv_cache, attn_metadata, out)
+                return output
+            assert key is not None
+            assert value is not None
+            key, value = key[:tokens], value[:tokens]
+            if self.attn_type in WITHOUT_CACHE:
+                self._without_cache(query, key, value, attn_metadata, out)
+            else:
+                self._over_ranks(query, key, value, layer, kv_cache, attn_metadata, out)
         return output
+
+    def _paged(
+        self, query: torch.Tensor, layer: Any, kv_cache: torch.Tensor, metadata: RaggedMetadata, out: torch.Tensor
+    ) -> None:
+        """Attention over a cache that this rank has to itself."""
+        window = self.sliding_window
+        if window is not None and not metadata.causal and metadata.max_q_len > window:
+            # vLLM's window is then open to both sides. Later keys are new ones, none of which is beyond such a window.
+            raise Unsupported(
+                f"expected at most {window} new tokens of a request for attention that is not causal with "
+                f"sliding_window={window}, got {metadata.max_q_len}"
+            )
+        k_scale, v_scale = self._scales(layer)
+        ragged_paged_attention(
+            query, self._pages(kv_cache), metadata.kv_lens, metadata.page_indices, metadata.cu_q_lens,
+            max_q_len=metadata.max_q_len, sm_scale=self.scale, causal=metadata.causal, sliding_window=window,
+            soft_cap=self.logits_soft_cap, sinks=self._sinks(), k_scale=k_scale, v_scale=v_scale, out=out,
+        )  # fmt: skip
+
+    def _without_cache(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: RaggedMetadata, out: torch.Tensor
+    ) -> None:
+        """Attention of the step's tokens to one another, in both directions.
+
+        vLLM's window has as many tokens after a query as before it, but the operation's ends at the query. So those up
+        to its own are one call, and those after it another, on reversed rows. Both are in float32, since the operation
+        rounds its results to the dtype of queries, and rounding what is yet to be merged would be seen.
+        """
+        window, sinks = self.sliding_window, self._sinks()
+        if window is None or window == 1:
+            self._packed(
+                query, key, value, metadata, causal=window == 1, sliding_window=window, sinks=sinks, out=out
+            )  # fmt: skip
+            return
+        query, key, value = query.float(), key.float(), value.float()
+        rows, later, later_edges = metadata.reversed_rows
+        before, before_lse = self._packed(
+            query, key, value, metadata, causal=True, sliding_window=window, return_lse=True
+        )
+        # A query's own token is not among its later ones, so neither is it in the window's width.
+        after, after_lse = self._packed(
+            query[rows], key[later], value[later], metadata, later_edges, causal=True, sliding_window=window - 1,
+            return_lse=True,
+        )  # fmt: skip
+        merge_attention_states(
+            [before, after[rows]], [before_lse, after_lse[rows]], sinks=sinks, out_dtype=out.dtype, out=out
+        )
+
+    def _packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: RaggedMetadata,
+        cu_kv_lens: torch.Tensor | None = None, **keywords: Any,
+    ) -> Any:  # fmt: skip
+        """Attention of the step's tokens to one another; `cu_kv_lens` are the edges of the keys if they are fewer."""
+        edges, longest = metadata.cu_q_lens, metadata.max_q_len
+        return varlen_attention(
+            query, key, value, edges, edges if cu_kv_lens is None else cu_kv_lens, max_q_len=longest,
+            max_kv_len=longest, sm_scale=self.scale, soft_cap=self.logits_soft_cap, **keywords,
+        )  # fmt: skip
+
+    def _over_ranks(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Any, kv_cache: torch.Tensor,
+        metadata: RaggedMetadata, out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Attention over the earlier keys, which lie on several ranks, and over the step's own, merged.
+
+        The earlier keys are all visible to every new token, wherever they lie. A rank that has none of a request gives
+        out 0 and lse -inf, which have no weight. The ranks exchange float32.
+        """
+        ranks = metadata.ranks
+        assert ranks is not None
+        if metadata.context_lens is None:
+            self._packed(query, key, value, metadata, causal=metadata.causal, sinks=self._sinks(), out=out)
+            return
+        k_scale, v_scale = self._scales(layer)
+        earlier = ragged_paged_attention(
+            ranks.with_all_heads(query), self._pages(kv_cache), metadata.context_lens, metadata.page_indices,
+            metadata.cu_q_lens, max_q_len=metadata.max_q_len, sm_scale=self.scale, causal=False,
+            soft_cap=self.logits_soft_cap, k_scale=k_scale, v_scale=v_scale, return_lse=True,
+            out_dtype=dtype_of_parts(query),
+        )  # fmt: skip
+        earlier, earlier_lse = ranks.merged(*earlier)
+        new, new_lse = self._packed(query, key, value, metadata, causal=metadata.causal, return_lse=True)
+        merge_attention_states(
+            [earlier, new.to(earlier.dtype)], [earlier_lse, new_lse], sinks=self._sinks(), out_dtype=out.dtype, out=out
+        )
+
+    def _sinks(self) -> torch.Tensor | None:
+        return None if self.sinks is None else self.sinks.detach().float()
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Write the step's keys and values to their slots; a slot of -1 is skipped."""
+        """Write the step's keys and values to their slots; a slot of -1 is skipped.
+
+        Those of a cross attention are the encoder's, one row for each slot, in the first step of a request.
+        """
+        if self.attn_type in WITHOUT_CACHE:
+            return
         k_scale, v_scale = self._scales(layer)
         tokens = slot_mapping.shape[0]  # keys and values may be padded when slots are not
         write_kv_pages(
@@ -213,12 +407,11 @@ class RaggedAttentionBackend(RaggedBackend, _vllm.AttentionBackend):
 
     NAME, IMPL, BUILDER = "RAGGED", RaggedAttentionImpl, RaggedMetadataBuilder
     supported_kv_cache_dtypes: ClassVar[list[str]] = [*PLAIN, *FP8]
+    supported_attn_types: ClassVar[tuple[str, ...]] = ("decoder", *WITHOUT_CACHE, "encoder_decoder")
     forward_includes_kv_cache_update = False
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         return 16 <= head_size <= 512 and head_size % 8 == 0
 
-    supports_sink = supports_sliding_window = supports_batch_invariance = supports_per_head_quant_scales = (
-        RaggedBackend.yes
-    )
+    supports_sink = supports_sliding_window = supports_per_head_quant_scales = supports_non_causal = RaggedBackend.yes

@@ -3,7 +3,8 @@
 vLLM's own classes split a batch by query lengths, absorb W_UK into the queries of short requests, and divide the cached
 context of long ones into chunks. Here are the attention, the gathering of cached latents, and the merge. Short requests
 are decodes, drafts and prompt chunks of up to `ABSORBED` tokens, with any mix of lengths. Longer requests cost less
-with keys and values of each head, which have a third of a latent's columns.
+with keys and values of each head, which have a third of a latent's columns. With VLLM_BATCH_INVARIANT=1 all requests
+are short ones, so that nothing depends on the rest of the batch.
 """
 
 import importlib
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from ragged_attention.errors import Unsupported
-from ragged_attention.integrations._vllm_attention import FP8, PLAIN, RaggedBackend
+from ragged_attention.integrations._vllm_attention import FP8, PLAIN, RaggedBackend, as_vllm_asks, is_batch_invariant
 from ragged_attention.torch import (
     dequantize_mla_cache,
     merge_attention_states,
@@ -53,6 +54,7 @@ class LatentImpl:
     BACKEND: ClassVar[type[RaggedBackend]]
     can_return_lse_for_decode = True
     lse_base_on_e = True
+    supports_dcp = True
     supports_pcp = False
 
     def __init__(
@@ -112,11 +114,21 @@ class RaggedMLAMetadataBuilder(_mla.MLACommonMetadataBuilder):
     query_len_support = _mla.QueryLenSupport.VARLEN
     reorder_batch_threshold = ABSORBED
 
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, *others: Any,
+        **named: Any,
+    ) -> None:  # fmt: skip
+        if is_batch_invariant():
+            # Which short requests count as decodes depends on what stands before them in the batch, and how a long
+            # one's context is divided on what stands beside it. So all are short ones.
+            if vllm_config.parallel_config.decode_context_parallel_size > 1:
+                raise Unsupported("expected no context parallelism for RAGGED_MLA with VLLM_BATCH_INVARIANT=1")
+            self.reorder_batch_threshold = vllm_config.scheduler_config.max_num_batched_tokens
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, *others, **named)
+
 
 class RaggedMLAImpl(LatentImpl, _mla.MLACommonImpl):
     """One layer's latent attention."""
-
-    supports_dcp = True
 
     def __init__(self, *layer_args: Any, **mla_args: Any) -> None:
         LatentImpl.__init__(self, *layer_args, **mla_args)
@@ -148,12 +160,13 @@ class RaggedMLAImpl(LatentImpl, _mla.MLACommonImpl):
         if tokens > requests and attn_metadata.causal and self.dcp_world_size > 1:
             raise Unsupported("expected one decode query per request under context parallelism, got several")
         cache, cache_format = stored(kv_c_and_k_pe_cache, self.kv_cache_dtype)
-        out, lse = ragged_mla_attention(
-            q, cache, decode.seq_lens, decode.block_table, attn_metadata.query_start_loc[: requests + 1],
-            max_q_len=min(attn_metadata.max_query_len, tokens), d_v=self.kv_lora_rank, sm_scale=self.scale,
-            causal=bool(attn_metadata.causal), kv_scale=layer._k_scale if self.kv_cache_dtype in SCALED else None,
-            return_lse=True, cache_format=cache_format,
-        )  # fmt: skip
+        with as_vllm_asks():
+            out, lse = ragged_mla_attention(
+                q, cache, decode.seq_lens, decode.block_table, attn_metadata.query_start_loc[: requests + 1],
+                max_q_len=min(attn_metadata.max_query_len, tokens), d_v=self.kv_lora_rank, sm_scale=self.scale,
+                causal=bool(attn_metadata.causal), kv_scale=layer._k_scale if self.kv_cache_dtype in SCALED else None,
+                return_lse=True, cache_format=cache_format,
+            )  # fmt: skip
         return out, lse
 
     def forward_mha(
@@ -180,6 +193,8 @@ class RaggedMLAImpl(LatentImpl, _mla.MLACommonImpl):
         """
         if output_scale is not None:
             raise Unsupported("expected output_scale to be None, got a quantised output")
+        if is_batch_invariant():
+            raise Unsupported("expected all requests as decodes with VLLM_BATCH_INVARIANT=1, got a prefill")
         prefill = attn_metadata.prefill
         context = prefill.chunked_context
         if context is not None and self.dcp_world_size > 1:

@@ -1,6 +1,7 @@
 """The backend `RAGGED_SPARSE_MLA`: latent attention over the positions that the model's indexer selects.
 
-Each query token has its own list, so prefill and decode are treated alike, and requests need no order.
+Each query token has its own list, so prefill and decode are treated alike, and requests need no order. Under context
+parallelism a rank attends to those of the selected positions that it holds.
 """
 
 import dataclasses
@@ -9,7 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from ragged_attention.calls.sharding import KvShard
+from ragged_attention.integrations._vllm_attention import as_vllm_asks, is_batch_invariant
 from ragged_attention.integrations._vllm_mla import LatentBackend, LatentImpl, joined, stored
+from ragged_attention.integrations._vllm_ranks import ranks_of
 from ragged_attention.torch import mla_decode, page_indices_to_slots, sparse_mla_prefill
 
 _vllm: Any = importlib.import_module("vllm.v1.attention.backend")
@@ -27,9 +31,11 @@ class RaggedSparseMLAMetadata(_vllm.AttentionMetadata):
     max_query_len: int
     max_seq_len: int
     query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor  # read by vLLM's layer only
     slot_mapping: torch.Tensor
     block_table: torch.Tensor
     request_of_token: torch.Tensor
+    shard: KvShard | None  # the rule by which ranks share the cache, if this one does not hold all of it
     num_decodes: int
     num_decode_tokens: int
     num_prefills: int = 0
@@ -46,6 +52,8 @@ class RaggedSparseMLAMetadataBuilder(_vllm.AttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        ranks = ranks_of(kv_cache_spec, vllm_config)
+        self._shard = None if ranks is None else ranks.shard
         max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._tokens = torch.arange(max_tokens, dtype=torch.int32, device=device)
         # A graph replays with the addresses with which it was captured, so the result has a fixed place.
@@ -61,9 +69,9 @@ class RaggedSparseMLAMetadataBuilder(_vllm.AttentionMetadataBuilder):
         request_of_token = self._request_of_token[:tokens].copy_(request.clamp_(max=starts.shape[0] - 2))
         return RaggedSparseMLAMetadata(
             num_reqs=common.num_reqs, num_actual_tokens=tokens, max_query_len=common.max_query_len,
-            max_seq_len=common.max_seq_len, query_start_loc=starts, slot_mapping=common.slot_mapping,
-            block_table=common.block_table_tensor, request_of_token=request_of_token, num_decodes=common.num_reqs,
-            num_decode_tokens=tokens,
+            max_seq_len=common.max_seq_len, query_start_loc=starts, seq_lens=common.seq_lens,
+            slot_mapping=common.slot_mapping, block_table=common.block_table_tensor, request_of_token=request_of_token,
+            shard=self._shard, num_decodes=common.num_reqs, num_decode_tokens=tokens,
         )  # fmt: skip
 
 
@@ -72,7 +80,8 @@ class RaggedSparseMLAImpl(LatentImpl, _vllm.MLAAttentionImpl, _sparse.SharedTopk
 
     is_sparse = True
     supports_dense_mha_prefill = False
-    supports_dcp = False
+    # What a draft may see is in its list, so the cache may be dealt out in any way.
+    supports_mtp_with_cp_non_trivial_interleave_size = True
     masked_mha_available = False
 
     def __init__(
@@ -91,27 +100,33 @@ class RaggedSparseMLAImpl(LatentImpl, _vllm.MLAAttentionImpl, _sparse.SharedTopk
         """Attention of each token over the positions of its request that `topk_indices_buffer` lists.
 
         Args:
-            q: absorbed queries [tokens, H, L + R], or their two parts.
+            q: absorbed queries [tokens, H, L + R], or their two parts; under context parallelism of all ranks' heads.
             kv_c_and_k_pe_cache: [blocks, block, L + R], or bytes [blocks, block, 656]; blocks need not be contiguous.
             attn_metadata: the result of our builder.
             layer: not read.
 
         Returns:
-            out [tokens, H, L] and lse [tokens, H] float32, natural.
+            out [tokens, H, L] and lse [tokens, H] float32, natural, with which vLLM merges ranks; 0 and -inf for a
+            token of whose list this rank holds nothing.
         """
         q = joined(q)
+        positions = self.topk_indices_buffer[: q.shape[0]]
+        if attn_metadata.shard is not None:
+            positions = attn_metadata.shard.local(positions)
         slots = slots_of_tokens(
-            self.topk_indices_buffer[: q.shape[0]], attn_metadata.request_of_token, attn_metadata.block_table,
-            kv_c_and_k_pe_cache.shape[1],
-        )  # fmt: skip
+            positions, attn_metadata.request_of_token, attn_metadata.block_table, kv_c_and_k_pe_cache.shape[1]
+        )
         cache, cache_format = stored(kv_c_and_k_pe_cache, self.kv_cache_dtype)
         keywords: dict[str, Any] = dict(
             indices=slots.unsqueeze(1), d_v=self.kv_lora_rank, sm_scale=self.scale, cache_format=cache_format
         )
-        if attn_metadata.max_query_len == 1:  # few tokens: `mla_decode` divides a list among programs
-            out, lse = mla_decode(q.unsqueeze(1), cache, **keywords)
-            return out.squeeze(1), lse.squeeze(2)
-        out, _, lse = sparse_mla_prefill(q, cache, **keywords)
+        # With few tokens `mla_decode` divides a list among programs, and so adds in another order than a prefill does.
+        divided = attn_metadata.max_query_len == 1 and not is_batch_invariant()
+        with as_vllm_asks():
+            if divided:
+                out, lse = mla_decode(q.unsqueeze(1), cache, **keywords)
+                return out.squeeze(1), lse.squeeze(2)
+            out, _, lse = sparse_mla_prefill(q, cache, **keywords)
         return out, lse
 
 
