@@ -120,7 +120,7 @@ def batch(
     edges = torch.tensor([0, *(q_len for q_len, _ in lens)]).cumsum(0).int()
     indptr = torch.tensor([0, *counts]).cumsum(0).int()
     indices = torch.cat([order[:used], torch.tensor([2**31 - 1, -7], dtype=torch.int32)])
-    last = torch.tensor([(kv_len - 1) % page_size + 1 if kv_len else 0 for _, kv_len in lens], dtype=torch.int32)
+    last = torch.tensor([(kv_len - 1) % page_size + 1 for _, kv_len in lens], dtype=torch.int32)  # not 0 if empty
     q = normal(int(edges[-1]), heads, dim).to(dtype)
     return Batch(q, cache, keys, values, edges, indptr, indices, last, lens, heads, kv_heads, dim, page_size, dtype)
 

@@ -544,7 +544,7 @@ def dense_after(q: Any, prefix_k: Any, prefix_v: Any, k: Any, v: Any) -> Any:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("form", ["views", "apart", "packed"])
+@pytest.mark.parametrize("form", ["views", "gap", "apart", "packed"])
 def test_latents(form: str, page_size: int, causal: bool) -> None:
     b = batch(RAGGED, page_size, kv_heads=1, dim=96)
     keys, sm_scale = b.cache[0][:, :, 0], 0.1
@@ -565,6 +565,10 @@ def test_latents(form: str, page_size: int, causal: bool) -> None:
         wrapper.plan(metadata=csr, **settings)
     else:
         query, cache = (b.q[..., :64], b.q[..., 64:]), (keys[..., :64], keys[..., 64:])
+        if form == "gap":  # views of one tensor that are no neighbours
+            wide = torch.full((*keys.shape[:2], 104), torch.nan)
+            wide[..., :64], wide[..., 72:] = cache
+            cache = (wide[..., :64], wide[..., 72:])
         if form == "apart":
             query, cache = tuple(each.contiguous() for each in query), tuple(each.contiguous() for each in cache)
         wrapper.plan(b.qo_indptr, b.indptr, b.indices, lens, *settings.values())
@@ -625,6 +629,12 @@ def test_top_k(dtype: torch.dtype, tie_break: int) -> None:
     wanted: Any = {1: [{1, 2}, {0, 1}], 2: [{2, 4}, {4, 5}]}
     if tie_break in wanted:
         assert [set(row.tolist()) for row in columns] == wanted[tie_break]
+    every, columns = flashinfer.top_k(values, 6, tie_break=tie_break)
+    assert torch.equal(every, values)
+    assert columns.tolist() == [[0, 1, 2, 3, 4, 5]] * 2
+    ranked, columns = flashinfer.top_k(values, 6, sorted=True, tie_break=tie_break)
+    assert torch.equal(ranked, values.sort(1, descending=True)[0])
+    assert torch.equal(values.gather(1, columns), ranked)
     with pytest.raises(InvalidInput, match=r"with 1 <= k <= d, got \[2, 6\], k=7"):
         flashinfer.top_k(values, 7)
     with pytest.raises(InvalidInput, match="expected tie_break to be 0, 1 or 2, got 3"):
@@ -674,6 +684,12 @@ def test_top_k_of_rows_that_are_their_own_requests() -> None:
     table = torch.tensor([[7, 5, 3, 1]], dtype=torch.int32)
     assert sorted(flashinfer.top_k_page_table_transform(scores, table, lengths, 2).tolist()[0]) == [3, 7]
     assert flashinfer.top_k_page_table_transform(scores, table, lengths, 6).tolist() == [[7, 5, 3, 1, -1, -1]]
+    outside = torch.tensor([1], dtype=torch.int32)
+    assert flashinfer.top_k_page_table_transform(scores, table, lengths, 2, outside).tolist() == [[-1, -1]]
+    with pytest.raises(
+        InvalidInput, match="expected row_to_batch with more rows than block tables, got None and 2 rows"
+    ):
+        flashinfer.top_k_page_table_transform(scores.repeat(2, 1), table, lengths.repeat(2), 2)
     with pytest.raises(InvalidInput, match="expected page_size >= 1, got 0"):
         flashinfer.top_k_page_table_transform(scores, table, lengths, 2, page_size=0)
     with pytest.raises(

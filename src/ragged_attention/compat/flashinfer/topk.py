@@ -33,19 +33,21 @@ def top_k(
     Args:
         input: float [batch_size, d].
         k: up to d.
-        sorted: without effect: results are sorted, the largest first.
+        sorted: the largest first; otherwise in any order, and all columns of a row in their own.
         deterministic, dsa_graph_safe: without effect: results are deterministic and need no host.
         tie_break: a `TopKTieBreak`.
 
     Returns:
         values [batch_size, k] of input's dtype, and their columns, int64 [batch_size, k].
     """
-    del sorted, deterministic, dsa_graph_safe
+    del deterministic, dsa_graph_safe
     tie = _tie_break(tie_break)
     if input.dim() != 2 or not 1 <= k <= input.shape[1]:
         raise InvalidInput(
             f"expected input.shape to be [batch_size, d] with 1 <= k <= d, got {list(input.shape)}, {k=}"
         )
+    if k == input.shape[1] and not sorted:
+        return input.clone(), torch.arange(k, device=input.device).repeat(len(input), 1)
     if tie == TopKTieBreak.NONE:
         values, columns = torch.topk(input, k, dim=1)
         return values, columns
@@ -102,9 +104,14 @@ def top_k_page_table_transform(
     entries = positions.clamp(min=0).long() // page_size
     if starts is not None:
         entries = entries + starts.long()[:, None]
+    num_tables, width = src_page_table.shape
+    if row_to_batch is None and len(positions) > num_tables:
+        raise InvalidInput(
+            f"expected row_to_batch with more rows than block tables, got None and {len(positions)} rows"
+        )
     rows = torch.arange(len(positions), device=input.device) if row_to_batch is None else row_to_batch.long()
-    known &= entries < src_page_table.shape[1]
-    pages = src_page_table[rows[:, None], entries.clamp(0, src_page_table.shape[1] - 1)]
+    known &= (entries < width) & ((rows >= 0) & (rows < num_tables))[:, None]
+    pages = src_page_table[rows.clamp(0, max(num_tables - 1, 0))[:, None], entries.clamp(0, max(width - 1, 0))]
     slots = torch.where(known, pages * page_size + positions % page_size, -1).int()
     stored("out_raw_indices", out_raw_indices, positions)
     return stored("out", out, slots)
