@@ -42,6 +42,12 @@ SIGNATURES = {
         "self, workspace_buffer, indptr_buffer, indices_buffer, last_page_len_buffer, kv_layout='NHD', "
         "use_tensor_cores=False"
     ),
+    "decode.fast_decode_plan": (
+        "self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, "
+        "pos_encoding_mode='NONE', window_left=-1, logits_soft_cap=None, q_data_type=None, kv_data_type=None, "
+        "data_type=None, sm_scale=None, rope_scale=None, rope_theta=None, non_blocking=True, fixed_split_size=None, "
+        "disable_split_kv=False, q_len_per_req=1, global_override_indptr_cpu=None"
+    ),
     "prefill.single_prefill_with_kv_cache": (
         "q, k, v, scale_q=None, scale_k=None, scale_v=None, o_dtype=None, custom_mask=None, "
         "packed_custom_mask=None, causal=False, kv_layout='NHD', pos_encoding_mode='NONE', "

@@ -218,6 +218,18 @@ def test_several_queries_per_request_of_a_decode() -> None:
         decode_planned(b, q_len_per_req=3).run(b.q, b.cache, q_len_per_req=3)
 
 
+def test_fast_plans_of_decodes() -> None:
+    b = batch(DECODES)
+    wrapper = decode_planned(batch([(1, 3)]))
+    given = (b.indices, b.last, 4, 2, 32, 4, "NONE", 5, 3.0)
+    wanted = b.wanted(window_left=5, cap=3.0)
+    flashinfer.fast_decode_plan(wrapper, b.indptr, *given, q_data_type="float32")
+    expect(wrapper.run(b.q, b.cache, return_lse=True), wanted)
+    wrong = torch.zeros_like(b.indptr)
+    flashinfer.fast_decode_plan(wrapper, wrong, *given, data_type=torch.float32, global_override_indptr_cpu=b.indptr)
+    expect(wrapper.run(b.q, b.cache, return_lse=True), wanted)
+
+
 @pytest.mark.parametrize("with_prefix", [False, True])
 @pytest.mark.parametrize("window", [-1, 4])
 @pytest.mark.parametrize("as_bytes", [False, True])
@@ -282,6 +294,10 @@ def test_sinks_count_in_the_log_sum_exp() -> None:
     sinks = torch.tensor([0.5, -3.0, 4.0, -torch.inf])
     wanted = b.wanted(causal=True, sinks=sinks)
     expect(prefill_planned(b, causal=True).run(b.q, b.cache, sinks=sinks, return_lse=True), wanted)
+    k, v, kv_indptr = packed(b)
+    ragged = ragged_planned(b, kv_indptr, causal=True)
+    ragged._sinks = sinks  # as vLLM does
+    expect(ragged.run(b.q, k, v, return_lse=True), wanted)
     d = batch(DECODES)
     expect(decode_planned(d).run(d.q, d.cache, sinks=sinks, return_lse=True), d.wanted(sinks=sinks))
 
@@ -297,6 +313,8 @@ def test_bases_layouts_and_buffers_of_results() -> None:
         assert got[0] is out
         assert got[1] is lse
         expect((out, lse.T), (wanted[0], wanted[1] * LN2))
+        assert run(out=out, lse=lse.zero_(), lse_layout="HN") is out  # written in any case
+        same(lse.T, wanted[1])
         with pytest.raises(InvalidInput, match="expected lse_base to be log2 or ln, got 'log10'"):
             run(return_lse=True, lse_base="log10")
         with pytest.raises(InvalidInput, match="expected lse_layout to be NH or HN, got 'TH'"):
@@ -559,7 +577,8 @@ def test_latents(form: str, page_size: int, causal: bool) -> None:
         num_heads=4, head_dim_ckv=64, head_dim_kpe=32, page_size=page_size, causal=causal, sm_scale=sm_scale,
         q_data_type=torch.float32, kv_data_type=torch.float32,
     )  # fmt: skip
-    csr = flashinfer.mla.MLAPlanMetadata.csr(b.qo_indptr, b.indptr, b.indices, lens)
+    longer = torch.cat([b.indptr, torch.tensor([3, 2**30], dtype=torch.int32)])  # as FlashInfer allows
+    csr = flashinfer.mla.MLAPlanMetadata.csr(b.qo_indptr, longer, b.indices, lens)
     if form == "packed":
         query, cache = b.q, keys
         wrapper.plan(metadata=csr, **settings)
@@ -625,6 +644,7 @@ def test_top_k(dtype: torch.dtype, tie_break: int) -> None:
     got, columns = flashinfer.top_k(values, 2, tie_break=tie_break)
     assert (got.dtype, columns.dtype) == (dtype, torch.int64)
     assert got.tolist() == [[5, 5], [0, 0]]
+    assert torch.equal(columns, columns.sort(1)[0])
     assert torch.equal(values.gather(1, columns), got)
     wanted: Any = {1: [{1, 2}, {0, 1}], 2: [{2, 4}, {4, 5}]}
     if tie_break in wanted:
@@ -659,6 +679,7 @@ def test_top_k_of_pages_and_packed_rows(windows: bool, tie_break: int) -> None:
     given: dict[str, Any] = dict(tie_break=tie_break, row_starts=starts if windows else None)
     flat = flashinfer.top_k_ragged_transform(scores, offsets, lengths, k, **given)
     assert (flat.dtype, list(flat.shape)) == (torch.int32, [5, 3])
+    assert all(row == sorted(row, key=lambda each: (each == -1, each)) for row in flat.tolist())
     for row, offset, columns in zip(flat.tolist(), offsets.tolist(), chosen, strict=True):
         assert {each for each in row if each != -1} == {offset + column for column in columns}
     table = torch.randperm(80, generator=generator).int().view(2, 40)
@@ -752,6 +773,16 @@ def test_what_would_change_results_is_refused_by_name() -> None:
             flashinfer.single_prefill_with_kv_cache(b.q, k, v, pos_encoding_mode=mode)
     with pytest.raises(Unsupported, match="expected kv_cache_sf=None"):
         flashinfer.single_prefill_with_kv_cache(b.q, k, v, kv_cache_sf=(k, v))
+
+
+def test_latents_of_a_cache_without_pages() -> None:
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    edges, none = torch.tensor([0, 2], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    wrapper.plan(edges, none, none[:0], none[:1], 4, 64, 32, 4, True, 0.1, torch.float32, torch.float32)
+    parts = torch.ones(2, 4, 64), torch.ones(2, 4, 32), torch.empty(0, 4, 64), torch.empty(0, 4, 32)
+    out, lse = wrapper.run(*parts, return_lse=True)
+    assert not out.any()
+    assert lse.isneginf().all()
 
 
 def test_what_latent_attention_refuses() -> None:

@@ -21,6 +21,7 @@ from ragged_attention.compat.flashinfer.cascade import (
 from ragged_attention.compat.flashinfer.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    fast_decode_plan,
     single_decode_with_kv_cache,
 )
 from ragged_attention.compat.flashinfer.mla import BatchMLAPagedAttentionWrapper
@@ -58,6 +59,7 @@ __all__ = [
     "append_paged_mla_kv_cache",
     "cascade",
     "decode",
+    "fast_decode_plan",
     "get_batch_indices_positions",
     "get_seq_lens",
     "merge_state",

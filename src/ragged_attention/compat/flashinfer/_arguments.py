@@ -40,7 +40,8 @@ def expect_default(reason: str, default: Any = None, **given: Any) -> None:
 def alibi_slopes(pos_encoding_mode: str) -> None:
     """The slopes of ALiBi for a position encoding: none, since all modes except "NONE" are refused.
 
-    Every attention of this package calls it, so slopes that the operations accept would be returned here.
+    `Attention` calls it before each operation. Slopes that an operation accepts would be returned here and passed on
+    there, but not for a mask as lists of keys, which have no positions.
     """
     if pos_encoding_mode not in ("NONE", "ROPE_LLAMA", "ALIBI"):
         raise InvalidInput(f"expected pos_encoding_mode to be NONE, ROPE_LLAMA or ALIBI, got {pos_encoding_mode!r}")
@@ -142,25 +143,33 @@ def scales_from(args: Sequence[Any], q: torch.Tensor) -> tuple[Any, Any, Any]:
     return args[0], args[1], args[2]
 
 
-def finished_lse(
+def with_lse(
+    out: torch.Tensor,
     lse: torch.Tensor,
-    sinks: torch.Tensor | None,
-    buffer: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
+    buffer: torch.Tensor | None = None,
+    return_lse: bool = True,
     lse_base: str = "log2",
     lse_layout: str = "NH",
-) -> torch.Tensor:
-    """The log-sum-exp of FlashInfer from ours: of base 2, sinks counted, in the caller's buffer if there is one."""
+) -> Any:
+    """The results of an attention: out, and with `return_lse` FlashInfer's log-sum-exp from ours.
+
+    It has base 2, and sinks count in it. If the caller gave a buffer, it is written in any case.
+    """
     if lse_base not in ("log2", "ln"):
         raise InvalidInput(f"expected lse_base to be log2 or ln, got {lse_base!r}")
     if lse_layout not in ("NH", "HN"):
         raise InvalidInput(f"expected lse_layout to be NH or HN, got {lse_layout!r}")
+    if not return_lse and buffer is None:
+        return out
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks)
     if lse_base == "log2":
         lse = lse / LN2
     if lse_layout == "HN":
         lse = lse.t().contiguous()
-    return stored("lse", buffer, lse)
+    lse = stored("lse", buffer, lse)
+    return (out, lse) if return_lse else out
 
 
 def stored(name: str, buffer: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,9 @@ import torch
 from ragged_attention.compat.flashinfer._arguments import (
     expect_layout,
     expect_planned,
-    finished_lse,
     result_dtype,
     torch_dtype,
+    with_lse,
 )
 from ragged_attention.compat.flashinfer._attention import Attention
 from ragged_attention.compat.flashinfer._masks import Mask
@@ -164,6 +164,4 @@ class PagedWrapper(Planned):
             }
         )
         out, natural = attention.over_pages(q, k_pages, v_pages, tables)
-        if not return_lse:
-            return out
-        return out, finished_lse(natural, attention.sinks, lse, lse_base, lse_layout)
+        return with_lse(out, natural, attention.sinks, lse, return_lse, lse_base, lse_layout)

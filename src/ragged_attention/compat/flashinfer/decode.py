@@ -12,9 +12,9 @@ from ragged_attention.compat.flashinfer._arguments import (
     NOT_NVFP4,
     expect_default,
     expect_layout,
-    finished_lse,
     result_dtype,
     scales_from,
+    with_lse,
 )
 from ragged_attention.compat.flashinfer._attention import Attention
 from ragged_attention.compat.flashinfer._tables import Tables, replaced
@@ -24,6 +24,7 @@ from ragged_attention.errors import InvalidInput
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "fast_decode_plan",
     "single_decode_with_kv_cache",
 ]
 
@@ -80,7 +81,7 @@ def single_decode_with_kv_cache(
     )
     names = {"kv_pages": "k, v", "k_pages": "k", "v_pages": "v", "soft_cap": "logits_soft_cap"}
     out, lse = attention.over_pages(q[None], k[None], v[None], Tables(edges, lens, table, 1, 1), names)
-    return (out[0], finished_lse(lse, None, None)[0]) if return_lse else out[0]
+    return with_lse(out[0], lse[0], return_lse=return_lse)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
@@ -310,3 +311,44 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         super().__init__(
             workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer, last_page_len_buffer
         )
+
+
+def fast_decode_plan(
+    self: BatchDecodeWithPagedKVCacheWrapper,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    last_page_len: torch.Tensor,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    pos_encoding_mode: str = "NONE",
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    q_data_type: str | torch.dtype | None = None,
+    kv_data_type: str | torch.dtype | None = None,
+    data_type: str | torch.dtype | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    non_blocking: bool = True,
+    fixed_split_size: int | None = None,
+    disable_split_kv: bool = False,
+    q_len_per_req: int = 1,
+    global_override_indptr_cpu: torch.Tensor | None = None,
+) -> None:
+    """`BatchDecodeWithPagedKVCacheWrapper.plan` of a wrapper, for engines that replace its method by this function.
+
+    Args:
+        global_override_indptr_cpu: indptr on the host, so that nothing waits for the device.
+
+    The other arguments are those of the method. The default of `q_data_type` is `data_type`, else "float16".
+    """
+    host = indptr if global_override_indptr_cpu is None else global_override_indptr_cpu
+    dtype = q_data_type if q_data_type is not None else data_type
+    BatchDecodeWithPagedKVCacheWrapper.plan(
+        self, host, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode,
+        window_left, logits_soft_cap, "float16" if dtype is None else dtype, kv_data_type, None, data_type, sm_scale,
+        rope_scale, rope_theta, non_blocking, fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv,
+        q_len_per_req=q_len_per_req,
+    )  # fmt: skip

@@ -12,7 +12,7 @@ from ragged_attention.compat.flashinfer._arguments import (
     NOT_APPROXIMATE,
     expect_default,
     expect_planned,
-    finished_lse,
+    with_lse,
 )
 from ragged_attention.compat.flashinfer._tables import Tables, block_table, expect_indptr, replaced
 from ragged_attention.compat.flashinfer._wrapper import Planned, planned_dtypes
@@ -186,7 +186,8 @@ class BatchMLAPagedAttentionWrapper(Planned):
             if given.kv_indptr is None or given.kv_indices is None:
                 raise TypeError("expected metadata, or kv_indptr with kv_indices, or block_tables, got none of them")
             expect_indptr("kv_indptr", given.kv_indptr)
-            table = block_table(given.kv_indptr, self._moved("kv_indices", given.kv_indices))
+            used = given.kv_indptr if edges is None else given.kv_indptr[: len(edges)]  # it may be longer
+            table = block_table(used, self._moved("kv_indices", given.kv_indices))
         if edges is None or lens is None:
             raise TypeError(f"expected {names[0]} and {names[1]} with the pages, got None")
         expect_indptr(names[0], edges, table.shape[0])
@@ -269,9 +270,7 @@ class BatchMLAPagedAttentionWrapper(Planned):
                 q_scale=1.0 if joined.dtype in FP8 else None, out=out, out_dtype=self._dtypes.out,
                 return_lse=True, cache_format="plain",
             )  # fmt: skip
-        if not return_lse:
-            return result
-        return result, finished_lse(natural, sinks, lse, "ln" if return_lse_base_on_e else "log2")
+        return with_lse(result, natural, sinks, lse, return_lse, "ln" if return_lse_base_on_e else "log2")
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
@@ -331,7 +330,9 @@ def _joined_pages(cache: Parts, tables: Tables) -> tuple[torch.Tensor, torch.Ten
         return left.as_strided(shape, left.stride(), left.storage_offset()), tables.page_indices
     table = tables.page_indices
     entries = table.flatten().long()
+    if not len(left):
+        return torch.cat((left, right), -1), table
     known = (entries >= 0) & (entries < len(left))
-    copied = entries.clamp(0, max(len(left) - 1, 0))
+    copied = entries.clamp(0, len(left) - 1)
     places = torch.arange(table.numel(), dtype=torch.int32, device=table.device)
     return torch.cat((left[copied], right[copied]), -1), torch.where(known, places, -1).view_as(table)

@@ -13,9 +13,9 @@ from ragged_attention.compat.flashinfer._arguments import (
     expect_default,
     expect_layout,
     expect_planned,
-    finished_lse,
     result_dtype,
     scales_from,
+    with_lse,
 )
 from ragged_attention.compat.flashinfer._attention import Attention, Rows, needs_pages
 from ragged_attention.compat.flashinfer._masks import mask_of
@@ -97,7 +97,7 @@ def single_prefill_with_kv_cache(
         q_scales=(scale_q,), k_scales=(k_scale, scale_k), v_scales=(v_scale, scale_v),
     )  # fmt: skip
     out, lse = attention.over_rows(q, k, v, rows)
-    return (out, finished_lse(lse, None, None)) if return_lse else out
+    return with_lse(out, lse, return_lse=return_lse)
 
 
 single_prefill_with_kv_cache_return_lse = functools.partial(single_prefill_with_kv_cache, return_lse=True)
@@ -348,6 +348,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Planned):
         expect_default(NOT_JIT, False, variant_owns_mask=variant_owns_mask)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
         self._backend = backend
+        self._sinks: torch.Tensor | None = None  # vLLM sets it
 
     def plan(
         self,
@@ -402,7 +403,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Planned):
         expect_indptr("kv_indptr", kv_indptr, qo_indptr.numel() - 1)
         dtypes = planned_dtypes(q_data_type, kv_data_type, o_data_type)
         head_dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
-        if self._use_cuda_graph and needs_pages(dtypes.q, dtypes.kv, head_dim_qk, head_dim_vo):
+        in_pages = needs_pages(dtypes.q, dtypes.kv, head_dim_qk, head_dim_vo)
+        if self._use_cuda_graph and in_pages:
             raise Unsupported(
                 "expected heads of up to 256 and 16-bit queries and keys with use_cuda_graph=True, got "
                 f"{head_dim_qk=}, {head_dim_vo=}, {q_data_type=}, {kv_data_type=}"
@@ -413,7 +415,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Planned):
             _extent(kv_indptr)[1],
         )  # fmt: skip
         has_mask = custom_mask is not None or packed_custom_mask is not None
-        tables = new.tables if has_mask else None
+        tables = new.tables if has_mask or in_pages else None  # they wait for the device, which no run should
         mask = _mask_of(self._use_cuda_graph, tables, custom_mask, packed_custom_mask)
         self._rows = _replaced_rows(self._rows, new) if self._use_cuda_graph else new
         self._sizes = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
@@ -473,11 +475,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(Planned):
         )
         scale_q, scale_k, scale_v = scales_from(args, q)
         attention = self._attention(
-            causal=self._causal, window_left=self._window_left, q_scales=(q_scale, scale_q),
+            causal=self._causal, window_left=self._window_left, sinks=self._sinks, q_scales=(q_scale, scale_q),
             k_scales=(k_scale, scale_k), v_scales=(v_scale, scale_v), out=out,
         )  # fmt: skip
         result, natural = attention.over_rows(q, k, v, rows)
-        return (result, finished_lse(natural, None, lse, lse_base, lse_layout)) if return_lse else result
+        return with_lse(result, natural, self._sinks, lse, return_lse, lse_base, lse_layout)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 

@@ -33,7 +33,7 @@ def top_k(
     Args:
         input: float [batch_size, d].
         k: up to d.
-        sorted: the largest first; otherwise in any order, and all columns of a row in their own.
+        sorted: the largest first; otherwise by column.
         deterministic, dsa_graph_safe: without effect: results are deterministic and need no host.
         tie_break: a `TopKTieBreak`.
 
@@ -46,14 +46,14 @@ def top_k(
         raise InvalidInput(
             f"expected input.shape to be [batch_size, d] with 1 <= k <= d, got {list(input.shape)}, {k=}"
         )
-    if k == input.shape[1] and not sorted:
-        return input.clone(), torch.arange(k, device=input.device).repeat(len(input), 1)
     if tie == TopKTieBreak.NONE:
-        values, columns = torch.topk(input, k, dim=1)
-        return values, columns
-    flipped = input.flip(1) if tie == TopKTieBreak.LARGE else input
-    values, columns = (result[:, :k] for result in flipped.sort(dim=1, descending=True, stable=True))
-    return values.contiguous(), input.shape[1] - 1 - columns if tie == TopKTieBreak.LARGE else columns.contiguous()
+        columns = torch.topk(input, k, dim=1)[1]
+    else:
+        ordered = input.flip(1) if tie == TopKTieBreak.LARGE else input
+        columns = ordered.sort(dim=1, descending=True, stable=True)[1][:, :k]
+        columns = input.shape[1] - 1 - columns if tie == TopKTieBreak.LARGE else columns.contiguous()
+    columns = columns if sorted else columns.sort(1)[0]
+    return input.gather(1, columns), columns
 
 
 topk = top_k
@@ -157,6 +157,7 @@ def _selected(
     with named_as({"logits": "input", "top_k": "k", "starts": "row_starts", "stops": "lengths"}):
         if is_small:  # `top_k_indices` takes the larger of two columns
             columns = width - 1 - top_k_indices(logits.flip(1), k, (width - stops).int(), (width - starts).int())
+            columns = columns.sort(1)[0]  # unused places, which are -1 there, are `width` here
         else:
             columns = top_k_indices(logits, k, starts, stops)
     positions = torch.where((columns >= 0) & (columns < width), columns - starts[:, None], -1)
