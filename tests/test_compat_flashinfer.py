@@ -629,6 +629,8 @@ def test_8_bit_latents(kpe_scale: float) -> None:
     out = wrapper.run(query=b.q, kv_cache=cache, ckv_scale=0.5, kpe_scale=kpe_scale)
     assert out.dtype == torch.bfloat16
     same(out, torch.cat([each for each, _ in parts]), torch.bfloat16)
+    with pytest.raises(InvalidInput, match="expected ckv_scale and kpe_scale with an 8-bit cache, got None"):
+        wrapper.run(query=b.q, kv_cache=cache)
     with pytest.raises(InvalidInput, match=r"expected ckv_scale and kpe_scale together, got 0.5 and None"):
         wrapper.run(query=b.q, kv_cache=cache, ckv_scale=0.5)
     with pytest.raises(Unsupported, match=r"expected ckv_scale != 0 or kpe_scale = ckv_scale, got 0.0 and 1.0"):
@@ -813,6 +815,10 @@ def test_what_latent_attention_refuses() -> None:
             wrapper.run(query=b.q, kv_cache=cache, **{name: lens})
     with pytest.raises(Unsupported, match=r"expected skip_softmax_threshold_scale_factor=None, got 1\.0"):
         wrapper.run(query=b.q, kv_cache=cache, skip_softmax_threshold_scale_factor=1.0)
+    with pytest.raises(
+        InvalidInput, match=r"expected ckv_scale and kpe_scale only with an 8-bit cache, got torch.float32"
+    ):
+        wrapper.run(query=b.q, kv_cache=cache, ckv_scale=1.0, kpe_scale=1.0)
     with pytest.raises(TypeError, match="expected query, or q_nope and q_pe, got None"):
         wrapper.run(kv_cache=cache)
     with pytest.raises(TypeError, match="expected kv_cache, or ckv_cache and kpe_cache, got both"):

@@ -39,8 +39,8 @@ FILES = (
     "tests/trace/test_single_decode_reference_correctness.py",
     "tests/trace/test_single_prefill_reference_correctness.py",
 )
-SIZES = ("batch_size", "num_qo_heads", "num_heads", "head_dim", "qo_len", "kv_len", "shared_kv_len", "unique_kv_len",
-         "vocab_size", "seq_len", "num_rows", "max_len", "nnz_kv")  # fmt: skip
+SIZES = ("batch_size", "num_qo_heads", "num_heads", "head_dim", "qo_len", "kv_len", "kv_len_2", "shared_kv_len",
+         "unique_kv_len", "vocab_size", "seq_len", "num_rows", "max_len", "nnz_kv")  # fmt: skip
 
 # Errors of a torch without CUDA: the case is about streams, graphs or several GPUs.
 NEEDS_CUDA = ("Torch not compiled with CUDA", "requires CUDA support", "Expected a cuda device", "dummy base class")
@@ -50,6 +50,7 @@ LEFT_OUT = {
     "test_single_prefill_torch_compile_cuda_graph": "a process of FlashInfer's, for CUDA graphs",
     "test_nvfp4_quantize_append_paged_kv_cache_with_slot_mapping_cuda_graph_bad_scale": "a process of FlashInfer's",
     "test_batch_decode_rejects_unequal_kv_strides_nvfp4_contract": "a limit of a kernel of FlashInfer's",
+    "test_fp8_kv_plan_rejects_fp16_q": "a limit of a kernel of FlashInfer's",
     "test_tensor_core_decode_rejects_mismatched_q_len": "the words of FlashInfer's errors",
 }
 

@@ -255,6 +255,10 @@ class BatchMLAPagedAttentionWrapper(Planned):
         tables = self._tables
         assert tables is not None
         num_heads, head_dim_ckv, head_dim_kpe, page_size = self._sizes
+        if ckv_scale is None and kpe_scale is None and self._dtypes.kv in FP8 and self._dtypes.q not in FP8:
+            raise InvalidInput("expected ckv_scale and kpe_scale with an 8-bit cache, got None")
+        if (ckv_scale is not None or kpe_scale is not None) and self._dtypes.kv not in FP8:
+            raise InvalidInput(f"expected ckv_scale and kpe_scale only with an 8-bit cache, got {self._dtypes.kv}")
         joined, kv_scale = _scaled_query(q, head_dim_ckv, ckv_scale, kpe_scale)
         expect_planned(
             **{
