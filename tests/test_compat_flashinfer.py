@@ -209,6 +209,15 @@ def test_factors_of_packed_16_bit_keys() -> None:
         same(ragged_planned(b, kv_indptr).run(b.q, k, v, k_scale=k_scale, v_scale=v_scale), out * 2)
 
 
+def test_scales_per_head_of_packed_16_bit_keys() -> None:
+    b = batch([(3, 9)])
+    k, v, _ = packed(b)
+    scale_k, scale_v = torch.tensor([1.5, 0.5]), torch.tensor([2.0, 0.25])
+    wanted = dense(b.q, k * scale_k[:, None], v * scale_v[:, None], causal=True)
+    given: Any = dict(causal=True, return_lse=True)
+    expect(flashinfer.single_prefill_with_kv_cache(b.q, k, v, scale_k=scale_k, scale_v=scale_v, **given), wanted)
+
+
 def test_several_queries_per_request_of_a_decode() -> None:
     b = batch([(3, 9), (3, 3), (3, 13)])
     for is_causal in (None, True, False):
@@ -363,7 +372,7 @@ def test_graphs_keep_the_tensors_of_the_first_plan() -> None:
     assert [tensor.data_ptr() for tensor in (now.cu_q_lens, now.kv_lens, now.page_indices)] == addresses
     expect(wrapper.run(short.q, short.cache, return_lse=True), short.wanted())
     longer, other = batch([(1, 40), (1, 9)]), batch(DECODES)
-    with pytest.raises(InvalidInput, match="expected at most 8 pages per sequence as in the first plan"):
+    with pytest.raises(InvalidInput, match="expected at most 8 pages per sequence with use_cuda_graph=True, got 10"):
         wrapper.plan(longer.indptr, longer.indices, longer.last, 4, 2, 32, 4, q_data_type="float32")
     with pytest.raises(InvalidInput, match="expected batch_size=2, which is fixed with use_cuda_graph=True, got 4"):
         wrapper.plan(other.indptr, other.indices, other.last, 4, 2, 32, 4, q_data_type="float32")
@@ -371,6 +380,32 @@ def test_graphs_keep_the_tensors_of_the_first_plan() -> None:
         wrapper.plan(*given, q_data_type="float32", q_len_per_req=2)
     with pytest.raises(Unsupported, match=r"expected custom_mask=None, got a tensor of shape .*use_cuda_graph=True"):
         prefill_planned(batch([(1, 3)]), graph=True, custom_mask=torch.ones(3, dtype=torch.bool))
+
+
+def test_graphs_have_room_for_as_many_pages_as_the_callers_buffer() -> None:
+    empty, long = batch([(1, 0), (1, 0)]), batch([(1, 40), (1, 9)])
+    buffer = torch.empty(21, dtype=torch.int32)
+    decode = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(WORKSPACE, long.indptr, buffer, long.last)
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        WORKSPACE, use_cuda_graph=True, paged_kv_indices_buf=buffer
+    )
+    latent = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE, True, kv_indices=buffer)
+    for b in (empty, long):
+        given = (b.indptr, b.indices, b.last, 4, 2, 32, 4)
+        decode.plan(*given, q_data_type="float32")
+        prefill.plan(b.qo_indptr, *given, q_data_type="float32")
+        lens = torch.tensor([kv_len for _, kv_len in b.lens])
+        latent.plan(b.qo_indptr, b.indptr, b.indices, lens, 4, 16, 16, 4, False, 32**-0.5, torch.float32, torch.float32)
+        for wrapper in (decode, prefill, latent):
+            assert list(wrapper._tables.page_indices.shape) == [2, 11]
+        for wrapper in (decode, prefill):
+            expect(wrapper.run(b.q, b.cache, return_lse=True), b.wanted())
+        one = [k[:, :1] for k in b.keys]
+        parts = [dense(b.q[[row]], one[row], one[row][..., :16]) for row in range(2)]
+        keys = b.cache[0][:, :, 0]
+        for cache in (keys, (keys[..., :16].clone(), keys[..., 16:].clone())):
+            out, lse = latent.run(query=b.q, kv_cache=cache, return_lse=True)
+            expect((out, lse), (torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])))
 
 
 def test_graphs_over_packed_keys() -> None:
@@ -562,7 +597,7 @@ def dense_after(q: Any, prefix_k: Any, prefix_v: Any, k: Any, v: Any) -> Any:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("form", ["views", "gap", "apart", "packed"])
+@pytest.mark.parametrize("form", ["views", "gap", "apart", "apart, in a large cache", "packed"])
 def test_latents(form: str, page_size: int, causal: bool) -> None:
     b = batch(RAGGED, page_size, kv_heads=1, dim=96)
     keys, sm_scale = b.cache[0][:, :, 0], 0.1
@@ -588,8 +623,10 @@ def test_latents(form: str, page_size: int, causal: bool) -> None:
             wide = torch.full((*keys.shape[:2], 104), torch.nan)
             wide[..., :64], wide[..., 72:] = cache
             cache = (wide[..., :64], wide[..., 72:])
-        if form == "apart":
+        if form.startswith("apart"):
             query, cache = tuple(each.contiguous() for each in query), tuple(each.contiguous() for each in cache)
+        if form == "apart, in a large cache":
+            cache = tuple(torch.cat([each, torch.full((99, *each.shape[1:]), torch.nan)]) for each in cache)
         wrapper.plan(b.qo_indptr, b.indptr, b.indices, lens, *settings.values())
     expect(wrapper.run(query=query, kv_cache=cache, return_lse=True), wanted)
     if form != "packed":

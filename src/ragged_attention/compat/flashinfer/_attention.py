@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ragged_attention.calls import is_number
 from ragged_attention.compat.flashinfer._arguments import (
     FP8,
     PACKED_NAMES,
@@ -97,12 +96,12 @@ class Attention:
 
     def over_rows(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows) -> Results:
         """Attention of packed queries `[T, H, D]` to packed keys and values `[T_k, K, D]`, `[T_k, K, D_v]`."""
-        if self.mask is not None or needs_pages(q.dtype, k.dtype, k.shape[-1], v.shape[-1]):
+        scales = (*self.q_scales, *self.k_scales, *self.v_scales)
+        in_pages = needs_pages(q.dtype, k.dtype, k.shape[-1], v.shape[-1])
+        if self.mask is not None or in_pages or any(isinstance(scale, torch.Tensor) for scale in scales):
             return self.over_pages(q, k.unsqueeze(1), v.unsqueeze(1), rows.tables, SLOT_NAMES)
         alibi_slopes(self.pos_encoding_mode)
         common = scaled(q, self.sm_scale, self.q_scales, self.k_scales)
-        if common["k_scale"] is not None:
-            common["q"] = q * common["k_scale"].to(q.dtype)
         out, dtype = self.out, q.dtype
         if self.out_dtype != dtype:
             common["q"], k, v, out = common["q"].float(), k.float(), v.float(), None
@@ -114,7 +113,7 @@ class Attention:
                 sinks=self.sinks, out=out, return_lse=True,
             )  # fmt: skip
         v_scale = product("v_scale", *self.v_scales)
-        if v_scale is not None and not (is_number(v_scale) and v_scale == 1):
+        if v_scale not in (None, 1):
             result = result.mul_(v_scale) if out is not None else result * v_scale
         if self.out_dtype != dtype:
             result = result.to(self.out_dtype) if self.out is None else self.out.copy_(result)

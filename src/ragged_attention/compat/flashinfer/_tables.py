@@ -50,21 +50,28 @@ def expect_indptr(name: str, indptr: torch.Tensor, num_seqs: int | None = None) 
         raise InvalidInput(f"expected {name}.shape to be {wanted}, got {list(indptr.shape)}")
 
 
-def replaced(kept: Tables | None, new: Tables, in_place: bool) -> Tables:
-    """The tables after a plan: the new ones, or for CUDA graphs the kept tensors with the new contents."""
+def replaced(kept: Tables | None, new: Tables, in_place: bool, indices_buffer: torch.Tensor | None = None) -> Tables:
+    """The tables after a plan: the new ones, or for CUDA graphs the kept tensors with the new contents.
+
+    The kept block table has about as many entries as the caller's buffer for page indices, but not fewer columns than
+    the first plan needs.
+    """
     if not in_place:
         return new
+    width = new.page_indices.shape[1]
     if kept is None:  # copies, since the caller's tensors may be these
-        return Tables(new.cu_q_lens.clone(), new.kv_lens.clone(), new.page_indices.clone(), new.num_q_tokens, None)
+        capacity = 0 if indices_buffer is None else -(-indices_buffer.numel() // max(new.num_seqs, 1))
+        table = torch.nn.functional.pad(new.page_indices, (0, max(capacity - width, 0)), value=-1).clone()
+        return Tables(new.cu_q_lens.clone(), new.kv_lens.clone(), table, new.num_q_tokens, None)
     if kept.num_seqs != new.num_seqs:
         raise InvalidInput(
             f"expected batch_size={kept.num_seqs}, which is fixed with use_cuda_graph=True, got {new.num_seqs}"
         )
-    width, planned = new.page_indices.shape[1], kept.page_indices.shape[1]
+    planned = kept.page_indices.shape[1]
     if width > planned:
         raise InvalidInput(
-            f"expected at most {planned} pages per sequence as in the first plan() with use_cuda_graph, got {width}"
-            ": plan the longest sequences first, or pass block_tables of the largest width"
+            f"expected at most {planned} pages per sequence with use_cuda_graph=True, got {width}: the buffer for page "
+            "indices needs as many entries for each sequence, or the first plan() as many columns"
         )
     kept.cu_q_lens.copy_(new.cu_q_lens)
     kept.kv_lens.copy_(new.kv_lens)

@@ -92,8 +92,8 @@ class MultiLevelCascadeAttentionWrapper:
     Args:
         num_levels: the number of levels.
         float_workspace_buffer, kv_layout, use_cuda_graph: as for `BatchPrefillWithPagedKVCacheWrapper`.
-        qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr: without
-            effect.
+        paged_kv_indices_buf_arr: for each level `paged_kv_indices_buf` of `BatchPrefillWithPagedKVCacheWrapper`.
+        qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_last_page_len_buf_arr: without effect.
     """
 
     def __init__(
@@ -107,11 +107,14 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_indices_buf_arr: list[torch.Tensor] | None = None,
         paged_kv_last_page_len_buf_arr: list[torch.Tensor] | None = None,
     ) -> None:
-        del qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr
+        del qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_last_page_len_buf_arr
+        buffers = paged_kv_indices_buf_arr or [None] * num_levels
         self._use_cuda_graph = use_cuda_graph
         self._batch_prefill_wrappers = [
-            BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph)
-            for _ in range(num_levels)
+            BatchPrefillWithPagedKVCacheWrapper(
+                float_workspace_buffer, kv_layout, use_cuda_graph, paged_kv_indices_buf=buffer
+            )
+            for buffer in buffers
         ]
 
     @property

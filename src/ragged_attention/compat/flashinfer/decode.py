@@ -91,10 +91,11 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         float_workspace_buffer: a tensor on the device; no kernel works in it.
         kv_layout: "NHD" or "HND".
         use_cuda_graph: keep the tensors of the first plan, so that a captured run sees later plans. The number of
-            requests is fixed then, and the pages per request are limited to those of the first plan.
+            requests is fixed then.
         use_tensor_cores, backend: without effect.
-        paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer: without effect, because the
-            tables of this package have another form.
+        paged_kv_indices_buffer: with `use_cuda_graph` its size, divided by the number of requests, is the maximum
+            number of pages per request. Without it the first plan has the maximum. Its content is not used.
+        paged_kv_indptr_buffer, paged_kv_last_page_len_buffer: without effect.
         jit_args: None; kernels with code of the caller's are refused.
     """
 
@@ -110,10 +111,11 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         backend: str = "auto",
         jit_args: list[Any] | None = None,
     ) -> None:
-        del paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
+        del paged_kv_indptr_buffer, paged_kv_last_page_len_buffer
         expect_default(NOT_JIT, jit_args=jit_args)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
         self._use_tensor_cores = use_tensor_cores
+        self._indices_buffer = paged_kv_indices_buffer
         self._backend = backend
 
     @property
@@ -184,7 +186,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
                 f"expected q_len_per_req={planned}, which is fixed with use_cuda_graph=True, got {q_len_per_req}"
             )
         new = Tables(edges, lens, table, batch_size * q_len_per_req, q_len_per_req)
-        self._tables = replaced(kept, new, self._use_cuda_graph)
+        self._tables = replaced(kept, new, self._use_cuda_graph, self._indices_buffer)
         self._sizes = (num_qo_heads, num_kv_heads, head_dim, head_dim, page_size)
         self._override(
             pos_encoding_mode=pos_encoding_mode, window_left=window_left, logits_soft_cap=logits_soft_cap,
@@ -297,7 +299,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
-    """`BatchDecodeWithPagedKVCacheWrapper` with `use_cuda_graph=True`; the buffers are without effect."""
+    """`BatchDecodeWithPagedKVCacheWrapper` with `use_cuda_graph=True`."""
 
     def __init__(
         self,

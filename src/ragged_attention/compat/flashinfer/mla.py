@@ -87,7 +87,8 @@ class BatchMLAPagedAttentionWrapper(Planned):
     Args:
         float_workspace_buffer: a tensor on the device; no kernel works in it.
         use_cuda_graph: as for `BatchPrefillWithPagedKVCacheWrapper`.
-        qo_indptr, kv_indptr, kv_indices, kv_len_arr, backend: without effect.
+        kv_indices: as `paged_kv_indices_buf` there.
+        qo_indptr, kv_indptr, kv_len_arr, backend: without effect.
     """
 
     def __init__(
@@ -100,9 +101,10 @@ class BatchMLAPagedAttentionWrapper(Planned):
         kv_len_arr: torch.Tensor | None = None,
         backend: str = "auto",
     ) -> None:
-        del qo_indptr, kv_indptr, kv_indices, kv_len_arr
+        del qo_indptr, kv_indptr, kv_len_arr
         super().__init__(float_workspace_buffer, "NHD", use_cuda_graph)
         self._backend = backend
+        self._indices_buffer = kv_indices
         self._tables: Tables | None = None
         self._sizes: tuple[int, ...] = (0, 0, 0, 0)  # H, the widths of latents and rotary keys, and the page size
 
@@ -172,7 +174,7 @@ class BatchMLAPagedAttentionWrapper(Planned):
         if metadata is not None and flat != MLAPlanMetadata():
             raise InvalidInput("expected metadata or its tensors as arguments, got both")
         dtypes = planned_dtypes(q_data_type, kv_data_type, output_dtype)
-        self._tables = replaced(self._tables, self._tables_of(given), self._use_cuda_graph)
+        self._tables = replaced(self._tables, self._tables_of(given), self._use_cuda_graph, self._indices_buffer)
         self._sizes = tuple(required[name] for name in ("num_heads", "head_dim_ckv", "head_dim_kpe", "page_size"))
         self._override(causal=causal, sm_scale=sm_scale, page_size=page_size, dtypes=dtypes, is_planned=True)
 
@@ -227,8 +229,8 @@ class BatchMLAPagedAttentionWrapper(Planned):
         Args:
             q_nope, q_pe: [tokens, num_heads, head_dim_ckv] and [tokens, num_heads, head_dim_kpe].
             ckv_cache, kpe_cache: [max_num_pages, page_size, head_dim_ckv] and [max_num_pages, page_size, head_dim_kpe].
-                If they are neighbouring views of one tensor, it is used as it is; otherwise the batch's pages are
-                joined by a copy in each run.
+                Neighbouring views of one tensor are used as they are; others are joined by a copy in each run, of the
+                batch's pages or of the cache.
             query, kv_cache: pairs of these, or tensors [tokens, num_heads, head_dim_ckv + head_dim_kpe] and
                 [max_num_pages, page_size, head_dim_ckv + head_dim_kpe].
             out, lse: tensors for the results.
@@ -333,9 +335,9 @@ def _joined_pages(cache: Parts, tables: Tables) -> tuple[torch.Tensor, torch.Ten
     ):
         return left.as_strided(shape, left.stride(), left.storage_offset()), tables.page_indices
     table = tables.page_indices
-    entries = table.flatten().long()
-    if not len(left):
+    if table.numel() >= len(left):  # copy the cache
         return torch.cat((left, right), -1), table
+    entries = table.flatten().long()  # copy the batch's pages
     known = (entries >= 0) & (entries < len(left))
     copied = entries.clamp(0, len(left) - 1)
     places = torch.arange(table.numel(), dtype=torch.int32, device=table.device)

@@ -110,8 +110,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         float_workspace_buffer: a tensor on the device; no kernel works in it.
         kv_layout: "NHD" or "HND".
         use_cuda_graph: as for `BatchDecodeWithPagedKVCacheWrapper`; custom masks are refused then.
-        qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf,
-            mask_indptr_buf, backend: without effect.
+        paged_kv_indices_buf: as `paged_kv_indices_buffer` there.
+        qo_indptr_buf, paged_kv_indptr_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend:
+            without effect.
         jit_args, jit_kwargs, variant_owns_mask: None, None and False; kernels with code of the caller's are refused.
     """
 
@@ -133,12 +134,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        del qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf
-        del mask_indptr_buf
+        del qo_indptr_buf, paged_kv_indptr_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf
         expect_default(NOT_JIT, jit_args=jit_args, jit_kwargs=jit_kwargs)
         expect_default(NOT_JIT, False, variant_owns_mask=variant_owns_mask)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph)
         self._backend = backend
+        self._indices_buffer = paged_kv_indices_buf
 
     def plan(
         self,
@@ -207,7 +208,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         expect_indptr("qo_indptr", qo_indptr, len(lens))
         new = Tables(self._moved("qo_indptr", qo_indptr), lens, table, *_extent(qo_indptr))
         mask = _mask_of(self._use_cuda_graph, new, custom_mask, packed_custom_mask)
-        self._tables = replaced(self._tables, new, self._use_cuda_graph)
+        self._tables = replaced(self._tables, new, self._use_cuda_graph, self._indices_buffer)
         head_dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
         self._sizes = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size)
         self._override(
@@ -559,4 +560,5 @@ def _replaced_rows(kept: Rows | None, new: Rows) -> Rows:
     kept.cu_q_lens.copy_(new.cu_q_lens)
     kept.cu_kv_lens.copy_(new.cu_kv_lens)
     kept.num_q_tokens = new.num_q_tokens
+    vars(kept).pop("tables", None)  # made of the previous lengths
     return kept
