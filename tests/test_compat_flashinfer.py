@@ -192,6 +192,15 @@ def test_8_bit_queries_with_scales_per_head() -> None:
     same(paged, exact[0], torch.bfloat16)
     ragged = ragged_planned(b, kv_indptr, **settings).run(q, k, v, scale_q, scale_k, scale_v)
     same(ragged, exact[0], torch.bfloat16)
+    coarse = b.q.to(E5M2)
+    exact = dense(
+        coarse.float() * scale_q.view(per_head), k.float() * scale_k.view(per_head), v.float() * scale_v.view(per_head),
+        causal=True,
+    )  # fmt: skip
+    same(ragged_planned(b, kv_indptr, **settings | {"q_data_type": E5M2}).run(coarse, k, v, scale_q, scale_k, scale_v),
+         exact[0], torch.bfloat16)  # fmt: skip
+    with pytest.raises(InvalidInput, match=r"expected q_scale only with q of float8_e4m3fn, got q.dtype bfloat16"):
+        flashinfer.single_prefill_with_kv_cache(b.q, k, v, scale_q)
     narrow = flashinfer.single_prefill_with_kv_cache(b.q.to(E5M2), k, v, causal=True)
     assert narrow.dtype == torch.bfloat16
     same(narrow, dense(b.q.to(E5M2).float(), k.float(), v.float(), causal=True)[0], torch.bfloat16)

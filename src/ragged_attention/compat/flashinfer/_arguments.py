@@ -118,14 +118,15 @@ def scaled(q: torch.Tensor, sm_scale: float | None, q_scales: Scales, k_scales: 
 
     Numbers are multiplied into `sm_scale`, as FlashInfer does. A query scale per head needs 8-bit queries.
     """
-    if q.dtype == torch.float8_e5m2:
-        q = q.bfloat16()  # exactly
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     of_queries: Any = product("q_scale", *q_scales)
-    if is_array(of_queries) and of_queries.dim():  # one per head
-        factor = product("k_scale", *k_scales)
-    else:
-        factor, of_queries = product("k_scale", of_queries, *k_scales), 1.0 if q.dtype in FP8 else None
+    is_per_head = is_array(of_queries) and of_queries.dim() > 0
+    factor = product("k_scale", *k_scales) if is_per_head else product("k_scale", of_queries, *k_scales)
+    if not is_per_head:
+        of_queries = 1.0 if q.dtype == torch.float8_e4m3fn else None
+    if q.dtype == torch.float8_e5m2:  # our operations take e4m3 only, which they widen in this way
+        q = (q.float() * of_queries[:, None]).bfloat16() if is_per_head else q.bfloat16()
+        of_queries = None
     if is_number(factor):
         scale, factor = scale * factor, None
     return {"q": q, "sm_scale": scale, "q_scale": of_queries, "k_scale": factor}
