@@ -379,6 +379,7 @@ def test_graphs_keep_the_tensors_of_the_first_plan() -> None:
     wrapper.plan(*given, q_data_type="float32")
     now = wrapper._tables
     assert [tensor.data_ptr() for tensor in (now.cu_q_lens, now.kv_lens, now.page_indices)] == addresses
+    assert (now.page_indices[:, 2:] == -1).all()
     expect(wrapper.run(short.q, short.cache, return_lse=True), short.wanted())
     longer, other = batch([(1, 40), (1, 9)]), batch(DECODES)
     with pytest.raises(InvalidInput, match="expected at most 8 pages per sequence with use_cuda_graph=True, got 10"):
@@ -821,6 +822,20 @@ def test_what_would_change_results_is_refused_by_name() -> None:
             flashinfer.single_prefill_with_kv_cache(b.q, k, v, pos_encoding_mode=mode)
     with pytest.raises(Unsupported, match="expected kv_cache_sf=None"):
         flashinfer.single_prefill_with_kv_cache(b.q, k, v, kv_cache_sf=(k, v))
+
+
+def test_pages_of_latents_that_do_not_exist_are_not_seen() -> None:
+    b = batch([(2, 9)], kv_heads=1, dim=96)
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    lens = torch.tensor([9])
+    wrapper.plan(b.qo_indptr, b.indptr, b.indices, lens, 4, 64, 32, 4, False, 0.1, torch.float32, torch.float32)
+    wrapper._tables.page_indices[0, 1] = 2**30  # of positions 4 to 7
+    keys = b.cache[0][:, :, 0]
+    keys = torch.cat([keys, torch.ones(9, 4, 96)])  # also of a cache that is larger than the table
+    rows = torch.cat([b.keys[0][:4], b.keys[0][8:]])
+    wanted = dense(b.q, rows, rows[..., :64], sm_scale=0.1)
+    for cache in (keys, (keys[..., :64].clone(), keys[..., 64:].clone())):
+        expect(wrapper.run(query=b.q, kv_cache=cache, return_lse=True), wanted)
 
 
 def test_latents_of_a_cache_without_pages() -> None:
