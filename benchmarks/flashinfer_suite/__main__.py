@@ -1,0 +1,39 @@
+"""Run FlashInfer's definitions and a sample of its tests, and print the outcomes."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.flashinfer_suite import cases, definitions, substitute
+
+COLUMNS = ("passed", "unsupported", "skipped", "failed")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0 if nothing failed, and 1 otherwise."""
+    parser = argparse.ArgumentParser(prog="benchmarks.flashinfer_suite", description=__doc__)
+    parser.add_argument("--checkout", type=Path, required=True, help="a folder with FlashInfer's tests and definitions")
+    parser.add_argument("--only", default="", help="a part of the names of definitions and files")
+    parser.add_argument("--cases", type=int, default=12, help="cases of each test")
+    parser.add_argument("--largest", type=float, default=1e7, help="the largest product of a case's sizes")
+    options = parser.parse_args(argv)
+    substitute.install(options.checkout.resolve())
+    outcomes = definitions.judge(options.only)
+    for name, outcome in outcomes.items():
+        print(f"definition {name}: {outcome}")
+    sample = cases.run(options.checkout.resolve(), options.only, options.cases, options.largest)
+    print(f"\n| file | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}")
+    for file, counts in sample.outcomes.items():
+        print(f"| {file} | {' | '.join(str(counts[column]) for column in COLUMNS)} |")
+    totals = [sum(counts[column] for counts in sample.outcomes.values()) for column in COLUMNS]
+    print(f"| all | {' | '.join(map(str, totals))} |\n")
+    for reason, count in sample.reasons.most_common():
+        print(f"{count} x {reason}")
+    for failure in sample.failures:
+        print(f"FAILED {failure}")
+    return int(bool(sample.failures) or "failed" in outcomes.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""FlashInfer's trace definitions: inputs from `init`, and our results held to those of `reference` by `check`."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+import ragged_attention.compat.flashinfer as ours
+
+WORKSPACE = torch.empty(16, dtype=torch.uint8)
+Outputs = tuple[Any, Any]  # ours and the reference's
+
+
+def planned(wrapper: Any, inputs: Mapping[str, Any], names: tuple[str, ...], reference: Callable[..., Any]) -> Outputs:
+    """Plan and run a wrapper; the reference gets the named tables of the plan between tensors and scale."""
+    plan, run = inputs["plan"], dict(inputs["run"])
+    each = wrapper(WORKSPACE)
+    each.plan(**plan)
+    got = each.run(**run, return_lse=True)
+    tensors = [x for value in run.values() for x in (value if isinstance(value, tuple) else (value,))]
+    scale = plan.get("sm_scale", run["q"].shape[-1] ** -0.5 if "q" in run else None)
+    return got, reference(*tensors, *(plan[name] for name in names), scale)
+
+
+def called(name: str) -> Callable[..., Outputs]:
+    """A function of ours by name, and the reference, with the same arguments.
+
+    They are in float16: the bounds of the checks for single requests are below a unit of bfloat16.
+    """
+
+    def compare(inputs: Mapping[str, Any], reference: Callable[..., Any]) -> Outputs:
+        half = {key: value.half() if is_bfloat16(value) else value for key, value in inputs.items()}
+        return getattr(ours, name)(**half), reference(**half)
+
+    return compare
+
+
+def written(name: str, *outputs: str) -> Callable[..., Outputs]:
+    """A function that writes arguments in place, on arguments of its own."""
+
+    def compare(inputs: Mapping[str, Any], reference: Callable[..., Any]) -> Outputs:
+        copies = {key: copied(value) for key, value in inputs.items()}
+        getattr(ours, name)(**inputs)
+        got = [x for key in outputs for x in (inputs[key] if isinstance(inputs[key], tuple) else (inputs[key],))]
+        results = reference(**copies)
+        if results is None:
+            results = tuple(copies[key] for key in outputs)
+        return tuple(got), tuple(results)
+
+    return compare
+
+
+def chosen(name: str) -> Callable[..., Outputs]:
+    """A selection, in ascending order, since neither side promises another."""
+    return lambda inputs, reference: (
+        getattr(ours, name)(**inputs).sort(1)[0], reference(**inputs).sort(1)[0],
+    )  # fmt: skip
+
+
+def is_bfloat16(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
+
+
+def copied(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(copied, value))
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def by_plan(wrapper: Any, *names: str) -> Callable[..., Outputs]:
+    return lambda inputs, reference: planned(wrapper, inputs, names, reference)
+
+
+HEADS = dict(num_qo_heads=8, num_kv_heads=2, head_dim=64)
+LATENTS = dict(num_qo_heads=4, page_size=16, num_pages_per_seq=2)
+# The module and name of a definition, the sizes for its `init`, and how both sides are called.
+DEFINITIONS: tuple[tuple[str, str, dict[str, int], Callable[..., Outputs]], ...] = (
+    ("attention", "gqa_paged_decode_trace", {"batch_size": 5, "num_pages_per_seq": 3, **HEADS},
+     by_plan(ours.BatchDecodeWithPagedKVCacheWrapper, "indptr", "indices")),
+    ("attention", "gqa_paged_prefill_trace", {"total_q": 37, "num_pages_per_seq": 2, **HEADS},
+     by_plan(ours.BatchPrefillWithPagedKVCacheWrapper, "qo_indptr", "paged_kv_indptr", "paged_kv_indices")),
+    ("attention", "gqa_ragged_prefill_trace", {"total_q": 37, "total_kv": 90, **HEADS},
+     by_plan(ours.BatchPrefillWithRaggedKVCacheWrapper, "qo_indptr", "kv_indptr")),
+    ("attention", "mla_paged_decode_trace", {"batch_size": 3, **LATENTS},
+     by_plan(ours.BatchMLAPagedAttentionWrapper, "kv_indptr", "kv_indices")),
+    ("attention", "mla_paged_prefill_trace", {"total_q": 13, **LATENTS},
+     by_plan(ours.BatchMLAPagedAttentionWrapper, "qo_indptr", "kv_indptr", "kv_indices")),
+    ("attention", "single_decode_with_kv_cache_trace", {"kv_len": 77, **HEADS}, called("single_decode_with_kv_cache")),
+    ("attention", "single_prefill_with_kv_cache_trace", {"qo_len": 19, "kv_len": 77, **HEADS},
+     called("single_prefill_with_kv_cache")),
+    ("cascade", "merge_state_trace", {"seq_len": 9}, called("merge_state")),
+    ("cascade", "merge_state_in_place_trace", {"seq_len": 9}, written("merge_state_in_place", "v", "s")),
+    ("cascade", "merge_states_trace", {"seq_len": 9, "num_states": 5}, called("merge_states")),
+    ("page", "append_paged_kv_cache_trace", {"nnz_kv": 21}, written("append_paged_kv_cache", "paged_kv_cache")),
+    ("page", "append_paged_mla_kv_cache_trace", {"nnz_kv": 21},
+     written("append_paged_mla_kv_cache", "ckv_cache", "kpe_cache")),
+    ("sampling", "top_k_ragged_transform_trace", {"num_rows": 7}, chosen("top_k_ragged_transform")),
+    ("sampling", "top_k_page_table_transform_trace", {"num_rows": 4}, chosen("top_k_page_table_transform")),
+)  # fmt: skip
+
+
+def judge(only: str) -> dict[str, str]:
+    """The outcome of each definition."""
+    outcomes = {}
+    trace: Any = importlib.import_module("flashinfer.trace")
+    for module, name, sizes, compare in DEFINITIONS:
+        if only in name:
+            definition = getattr(importlib.import_module(f"flashinfer.trace.templates.{module}"), name)
+            got, want = compare(definition.init(**sizes, device="cpu"), definition.reference)
+            check = definition.check or trace.default_check
+            outcomes[name.removesuffix("_trace")] = "passed" if check(want, got) else "failed"
+    return outcomes

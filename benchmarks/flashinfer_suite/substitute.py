@@ -1,0 +1,136 @@
+"""`flashinfer` for programs of this process: ours, the definitions of a checkout, and stand-ins for everything else."""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ragged_attention.errors import Unsupported
+
+OURS = "ragged_attention.compat.flashinfer"
+CAPABILITY = (9, 0)  # what tests ask before they choose cases: an H100, for which few are left out
+# Modules that only compile kernels: a call does nothing.
+COMPILING = ("flashinfer.jit", "tests.test_helpers.jit_utils")
+
+
+class Absent:
+    """A name that `compat.flashinfer` does not have; using it raises `Unsupported` with that name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.name.startswith(COMPILING):
+            return []
+        raise Unsupported(f"compat.flashinfer has no {self.name.partition('.')[2]}")
+
+    def __or__(self, other: Any) -> "Absent":  # in annotations
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Absent(f"{self.name}.{name}")
+
+
+class Stub(types.ModuleType):
+    """A module of the package of which we have nothing, or some names."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Absent(f"{self.__name__}.{name}")
+
+
+class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports of modules of `flashinfer` that nothing else finds."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if (
+            fullname.startswith("flashinfer.") and not fullname.startswith("flashinfer.trace.")
+        ) or fullname in COMPILING:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> Any:
+        return Stub(spec.name)
+
+    def exec_module(self, module: Any) -> None:
+        if module.__name__ == "flashinfer.utils":
+            module.get_compute_capability = lambda device: CAPABILITY
+            module.has_flashinfer_jit_cache = lambda: True
+            module.determine_attention_backend = lambda *args, **kwargs: "fa2"
+            module.get_device_sm_count = lambda device: 108
+            module.is_sm90a_supported = lambda device: True
+            for family in ("12x", "100a", "100f", "110a", "120a", "121a"):
+                setattr(module, f"is_sm{family}_supported", lambda device: False)
+
+
+def install(checkout: Path) -> None:
+    """Let `import flashinfer` find ours, its definitions in the checkout, and `tests` that of the checkout."""
+    ours: Any = importlib.import_module(OURS)
+    package: Any = Stub("flashinfer")
+    for name in ours.__all__:
+        value = getattr(ours, name)
+        if isinstance(value, types.ModuleType):
+            module: Any = Stub(f"flashinfer.{name}")
+            module.can_implement_filtered_topk = lambda: True
+            module.__dict__.update({each: vars(value)[each] for each in vars(value) if not each.startswith("__")})
+            sys.modules[module.__name__] = value = module
+        setattr(package, name, value)
+    package.__version__ = "0"
+    sys.modules["flashinfer"] = package
+    folder = checkout / "flashinfer/trace"
+    spec = importlib.util.spec_from_file_location(
+        "flashinfer.trace", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    package.trace = sys.modules["flashinfer.trace"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package.trace)
+    sys.meta_path.insert(0, Stubs())
+    sys.path.insert(0, str(checkout))
+    torch.Generator = Generator  # type: ignore[misc]
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.get_device_capability = lambda device=None: CAPABILITY
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(total_memory=2**36)  # type: ignore
+    torch.cuda.memory_reserved = lambda device=None: 0
+
+
+class Generator(torch.Generator):
+    """A generator on the CPU, whatever device is asked for."""
+
+    def __new__(cls, device: Any = "cpu") -> "Generator":
+        return super().__new__(cls, on_cpu(device))  # type: ignore[call-arg]
+
+
+class OnCpu(TorchFunctionMode):
+    """Calls of torch for CUDA devices made for the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
+            args = (args[0], "cpu", *args[2:])
+        moved = {name: on_cpu(value) for name, value in (kwargs or {}).items()}
+        return func(*map(on_cpu, args), **moved)
+
+
+def on_cpu(value: Any) -> Any:
+    """A device, or the name of one, as that of the CPU."""
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    return "cpu" if isinstance(value, str) and value.partition(":")[0] == "cuda" else value

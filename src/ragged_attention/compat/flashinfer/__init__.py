@@ -1,0 +1,81 @@
+"""FlashInfer's attention by its names, order, defaults and conventions, on every device.
+
+`import ragged_attention.compat.flashinfer as flashinfer` runs code written for the `flashinfer` package, 0.7.2.post1:
+the wrappers with `plan` and `run`, attention of single requests, merges, appends to paged caches, and top-k. The
+modules have FlashInfer's names too, such as `flashinfer.decode`.
+
+`plan` keeps tensors and settings; nothing is compiled there, no kernel works in the workspace, and arguments that
+choose among FlashInfer's kernels are without effect. An argument that would change results, and that no operation of
+ours has, raises `Unsupported` with its name. Log-sum-exps have base 2, and sinks count in them.
+"""
+
+from ragged_attention.compat.flashinfer import cascade, decode, mla, page, prefill, quantization, topk
+from ragged_attention.compat.flashinfer.cascade import (
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+    MultiLevelCascadeAttentionWrapper,
+    merge_state,
+    merge_state_in_place,
+    merge_states,
+)
+from ragged_attention.compat.flashinfer.decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    fast_decode_plan,
+    single_decode_with_kv_cache,
+)
+from ragged_attention.compat.flashinfer.mla import BatchMLAPagedAttentionWrapper
+from ragged_attention.compat.flashinfer.page import (
+    append_paged_kv_cache,
+    append_paged_mla_kv_cache,
+    get_batch_indices_positions,
+    get_seq_lens,
+)
+from ragged_attention.compat.flashinfer.prefill import (
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
+)
+from ragged_attention.compat.flashinfer.quantization import packbits, segment_packbits
+from ragged_attention.compat.flashinfer.topk import (
+    TopKTieBreak,
+    top_k,
+    top_k_page_table_transform,
+    top_k_ragged_transform,
+)
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
+    "TopKTieBreak",
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "cascade",
+    "decode",
+    "fast_decode_plan",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+    "mla",
+    "packbits",
+    "page",
+    "prefill",
+    "quantization",
+    "segment_packbits",
+    "single_decode_with_kv_cache",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+    "top_k",
+    "top_k_page_table_transform",
+    "top_k_ragged_transform",
+    "topk",
+]

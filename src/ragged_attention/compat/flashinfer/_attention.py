@@ -1,0 +1,141 @@
+"""One attention by our operations, as the wrappers and functions of FlashInfer describe it."""
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+
+from ragged_attention.compat.flashinfer._arguments import (
+    FP8,
+    PACKED_NAMES,
+    PAGED_NAMES,
+    SLOT_NAMES,
+    Scales,
+    alibi_slopes,
+    product,
+    scaled,
+    soft_cap_of,
+    window_of,
+)
+from ragged_attention.compat.flashinfer._masks import Mask
+from ragged_attention.compat.flashinfer._tables import Tables, block_table
+from ragged_attention.compat.names import named_as
+from ragged_attention.config import use_backend
+from ragged_attention.torch import ragged_paged_attention, varlen_attention
+
+Results = tuple[torch.Tensor, torch.Tensor]
+VARLEN_HEAD_DIM = 256  # the largest that `varlen_attention` takes
+
+
+def needs_pages(q_dtype: torch.dtype, k_dtype: torch.dtype, head_dim_qk: int, head_dim_vo: int) -> bool:
+    """Whether packed keys have to be treated as pages of one position, since `varlen_attention` does not take them."""
+    return q_dtype in FP8 or k_dtype in FP8 or max(head_dim_qk, head_dim_vo) > VARLEN_HEAD_DIM
+
+
+@dataclasses.dataclass
+class Rows:
+    """A batch of packed queries and packed keys."""
+
+    cu_q_lens: torch.Tensor  # i32 [S + 1]
+    cu_kv_lens: torch.Tensor  # i32 [S + 1]
+    num_q_tokens: int
+    max_q_len: int | None
+    max_kv_len: int | None
+
+    @functools.cached_property
+    def tables(self) -> Tables:
+        """The batch with each packed key as a page of one position."""
+        slots = torch.arange(int(self.cu_kv_lens[-1]), dtype=torch.int32, device=self.cu_kv_lens.device)
+        return Tables(
+            self.cu_q_lens, self.cu_kv_lens.diff().int(), block_table(self.cu_kv_lens, slots), self.num_q_tokens,
+            self.max_q_len,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """The settings of an attention, in FlashInfer's words. Its methods return out, and lse as our operations do."""
+
+    out_dtype: torch.dtype
+    sm_scale: float | None
+    causal: bool = False
+    window_left: int = -1
+    logits_soft_cap: float | None = None
+    pos_encoding_mode: str = "NONE"
+    mask: Mask | None = None
+    sinks: torch.Tensor | None = None
+    q_scales: Scales = ()
+    k_scales: Scales = ()
+    v_scales: Scales = ()
+    out: torch.Tensor | None = None
+    is_batch_invariant: bool = False
+
+    def over_pages(
+        self, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, tables: Tables, names: Any = None
+    ) -> Results:
+        """Attention over a paged cache `[P, G, K, D]`, `[P, G, K, D_v]`."""
+        alibi_slopes(self.pos_encoding_mode)
+        common: dict[str, Any] = scaled(q, self.sm_scale, self.q_scales, self.k_scales) | dict(
+            v_scale=product("v_scale", *self.v_scales), soft_cap=soft_cap_of(self.logits_soft_cap), sinks=self.sinks,
+            out_dtype=self.out_dtype, out=self.out, return_lse=True,
+        )  # fmt: skip
+        if self.mask is not None and self.mask.draft is None:
+            k_pages, v_pages, tables = self._seen_rows(k_pages, v_pages, tables, self.mask)
+            visible: dict[str, Any] = dict(causal=False)
+        else:
+            draft_mask = None if self.mask is None else self.mask.draft
+            causal = self.causal or draft_mask is not None
+            visible = dict(causal=causal, draft_mask=draft_mask, sliding_window=window_of(self.window_left))
+        with named_as(PAGED_NAMES if names is None else names), self._division():
+            return ragged_paged_attention(
+                kv_pages=(k_pages, v_pages), kv_lens=tables.kv_lens, page_indices=tables.page_indices,
+                cu_q_lens=tables.cu_q_lens, max_q_len=tables.max_q_len, **visible, **common,
+            )  # fmt: skip
+
+    def over_rows(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows) -> Results:
+        """Attention of packed queries `[T, H, D]` to packed keys and values `[T_k, K, D]`, `[T_k, K, D_v]`."""
+        scales = (*self.q_scales, *self.k_scales, *self.v_scales)
+        in_pages = needs_pages(q.dtype, k.dtype, k.shape[-1], v.shape[-1])
+        if self.mask is not None or in_pages or any(isinstance(scale, torch.Tensor) for scale in scales):
+            return self.over_pages(q, k.unsqueeze(1), v.unsqueeze(1), rows.tables, SLOT_NAMES)
+        alibi_slopes(self.pos_encoding_mode)
+        common = scaled(q, self.sm_scale, self.q_scales, self.k_scales)
+        out, dtype = self.out, q.dtype
+        if self.out_dtype != dtype:
+            common["q"], k, v, out = common["q"].float(), k.float(), v.float(), None
+        with named_as(PACKED_NAMES), self._division():
+            result, lse = varlen_attention(
+                common["q"], k, v, rows.cu_q_lens, rows.cu_kv_lens, max_q_len=rows.max_q_len,
+                max_kv_len=rows.max_kv_len, sm_scale=common["sm_scale"], causal=self.causal,
+                sliding_window=window_of(self.window_left), soft_cap=soft_cap_of(self.logits_soft_cap),
+                sinks=self.sinks, out=out, return_lse=True,
+            )  # fmt: skip
+        v_scale = product("v_scale", *self.v_scales)
+        if v_scale not in (None, 1):
+            result = result.mul_(v_scale) if out is not None else result * v_scale
+        if self.out_dtype != dtype:
+            result = result.to(self.out_dtype) if self.out is None else self.out.copy_(result)
+        return result, lse
+
+    def _division(self) -> contextlib.AbstractContextManager[Any]:
+        """How work may be divided: FlashInfer's fixed splits make results independent of the batch."""
+        return use_backend(batch_invariant=True) if self.is_batch_invariant else contextlib.nullcontext()
+
+    def _seen_rows(
+        self, k_pages: torch.Tensor, v_pages: torch.Tensor, tables: Tables, mask: Mask
+    ) -> tuple[torch.Tensor, torch.Tensor, Tables]:
+        """A copy of the batch's cache in pages of one position, and each query as a sequence of what it sees."""
+        num_pages, page_size = k_pages.shape[:2]
+        table = tables.page_indices.long()
+        is_page = (table >= 0) & (table < num_pages)
+        copied = table.clamp(0, max(num_pages - 1, 0)).flatten()
+        positions, counts = mask.lists(self.window_left)
+        columns = (positions // page_size).clamp(max=table.shape[1] - 1)
+        slots = (mask.sequences[:, None] * table.shape[1]) * page_size + positions
+        slots = torch.where(is_page[mask.sequences[:, None], columns], slots, -1).int()
+        num_tokens = slots.shape[0]
+        edges = torch.arange(num_tokens + 1, dtype=torch.int32, device=slots.device)
+        k_slots, v_slots = (pages[copied].flatten(0, 1).unsqueeze(1) for pages in (k_pages, v_pages))
+        return k_slots, v_slots, Tables(edges, counts, slots, num_tokens, 1)

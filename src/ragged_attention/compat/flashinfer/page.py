@@ -1,0 +1,167 @@
+"""FlashInfer's functions on pages: the lengths of requests, and appending to paged caches of keys and latents."""
+
+from typing import Any
+
+import torch
+
+from ragged_attention.compat.flashinfer._arguments import expect_layout, stored
+from ragged_attention.compat.names import named_as
+from ragged_attention.errors import InvalidInput
+from ragged_attention.torch import write_kv_pages, write_mla_cache
+
+__all__ = ["append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
+
+KV_NAMES = {
+    "k": "append_key", "v": "append_value", "kv_pages": "paged_kv_cache", "k_pages": "paged_kv_cache[0]",
+    "v_pages": "paged_kv_cache[1]",
+}  # fmt: skip
+
+
+def pages_of(paged_kv_cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pages of keys and of values as views `[P, G, K, D]`.
+
+    Args:
+        paged_kv_cache: a pair of `[P, G, K, D]`, or of `[P, K, D]` with pages of one position; or one tensor with an
+            axis of 2 after the first. HND pages are `[P, K, G, D]`.
+        kv_layout: "NHD" or "HND".
+    """
+    expect_layout(kv_layout)
+    if isinstance(paged_kv_cache, (tuple, list)) and len(paged_kv_cache) == 2:
+        pair = tuple(paged_kv_cache)
+    elif isinstance(paged_kv_cache, torch.Tensor):
+        if paged_kv_cache.dim() not in (4, 5) or paged_kv_cache.shape[1] != 2:
+            got = list(paged_kv_cache.shape)
+            raise InvalidInput(f"expected paged_kv_cache.shape to be [max_num_pages, 2, ...] of 4 or 5, got {got}")
+        pair = paged_kv_cache.unbind(1)
+    else:
+        raise TypeError(
+            f"expected paged_kv_cache to be a tensor or a pair of them, got {type(paged_kv_cache).__name__}"
+        )
+    return _positions_first(0, pair[0], kv_layout), _positions_first(1, pair[1], kv_layout)
+
+
+def _positions_first(index: int, pages: Any, kv_layout: str) -> torch.Tensor:
+    if not isinstance(pages, torch.Tensor):
+        raise TypeError(f"expected paged_kv_cache[{index}] to be a torch.Tensor, got {type(pages).__name__}")
+    if pages.dim() == 3:  # pages of one position
+        return pages.unsqueeze(1)
+    if pages.dim() != 4:
+        raise InvalidInput(f"expected paged_kv_cache[{index}] to have 3 or 4 dimensions, got {pages.dim()}")
+    return pages.transpose(1, 2) if kv_layout == "HND" else pages
+
+
+def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
+    """The number of cached positions of each request, [batch_size].
+
+    Args:
+        kv_indptr: [batch_size + 1], row pointers into the page indices.
+        kv_last_page_len: [batch_size].
+        page_size: the number of positions per page.
+    """
+    return (kv_indptr.diff() - 1).clamp(min=0) * page_size + kv_last_page_len
+
+
+def get_batch_indices_positions(
+    append_indptr: torch.Tensor,
+    seq_lens: torch.Tensor,
+    nnz: int,
+    batch_indices: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The request and the position of each appended row, i32 [nnz] each; -1 and 0 after the last row.
+
+    Args:
+        append_indptr: [batch_size + 1], the rows of each request.
+        seq_lens: [batch_size], the lengths of the requests, the appended rows included.
+        nnz: the number of rows.
+        batch_indices, positions: tensors for the results.
+    """
+    rows = torch.arange(nnz, device=append_indptr.device)
+    ends, lens = append_indptr[1:].long(), seq_lens.to(append_indptr.device).long()
+    if not len(ends):
+        found, places = torch.full_like(rows, -1), torch.zeros_like(rows)
+    else:
+        request = torch.searchsorted(ends, rows, right=True)
+        known, request = request < len(ends), request.clamp(max=len(ends) - 1)
+        found = torch.where(known, request, -1)
+        places = torch.where(known, lens[request] - ends[request] + rows, 0)
+    return stored("batch_indices", batch_indices, found.int()), stored("positions", positions, places.int())
+
+
+def append_paged_kv_cache(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Write keys and values into the pages of their requests.
+
+    Args:
+        append_key, append_value: [nnz, num_kv_heads, head_dim].
+        batch_indices, positions: [nnz], as `get_batch_indices_positions` returns them. Rows whose request is -1, and
+            positions past the pages of a request, are skipped.
+        paged_kv_cache: a pair of NHD `[max_num_pages, page_size, num_kv_heads, head_dim]` or HND `[max_num_pages,
+            num_kv_heads, page_size, head_dim]`, or one tensor with an axis of 2 after the first. If it is 8-bit, rows
+            of 16 and 32 bits are rounded and saturated.
+        kv_indices, kv_indptr: the pages of each request.
+        kv_last_page_len: without effect.
+        kv_layout: "NHD" or "HND".
+    """
+    del kv_last_page_len
+    pages = pages_of(paged_kv_cache, kv_layout)
+    slots = _slots(batch_indices, positions, kv_indices, kv_indptr, pages[0].shape[1])
+    with named_as(KV_NAMES):
+        write_kv_pages(append_key, append_value, pages, slots)
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: torch.Tensor,
+    append_kpe: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    ckv_cache: torch.Tensor | None,
+    kpe_cache: torch.Tensor | None,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+) -> None:
+    """Write latents and rotary keys into the pages of their requests.
+
+    Args:
+        append_ckv, append_kpe: [nnz, ckv_dim], [nnz, kpe_dim].
+        ckv_cache, kpe_cache: [max_num_pages, page_size, ckv_dim], [max_num_pages, page_size, kpe_dim]; they may be
+            views of one cache. A cache that is None is not written.
+
+    The other arguments are those of `append_paged_kv_cache`.
+    """
+    del kv_last_page_len
+    for cache, rows, name, row_name in (
+        (ckv_cache, append_ckv, "ckv_cache", "append_ckv"),
+        (kpe_cache, append_kpe, "kpe_cache", "append_kpe"),
+    ):
+        if cache is not None:
+            slots = _slots(batch_indices, positions, kv_indices, kv_indptr, cache.shape[1])
+            with named_as({"kv": row_name, "cache": name}):
+                write_mla_cache(rows, cache.unsqueeze(2), slots)
+
+
+def _slots(
+    batch_indices: torch.Tensor, positions: torch.Tensor, indices: torch.Tensor, indptr: torch.Tensor, page_size: int
+) -> torch.Tensor:
+    """The slot `page * page_size + offset` of each row, i64 [nnz]; -1 for rows of no request."""
+    device = indices.device
+    request, position = batch_indices.to(device).long(), positions.to(device).long()
+    starts, ends = indptr[:-1].to(device).long(), indptr[1:].to(device).long()
+    if not len(starts) or not len(indices):
+        return torch.full_like(request, -1)
+    known = (request >= 0) & (request < len(starts)) & (position >= 0)
+    request = request.clamp(0, len(starts) - 1)
+    entry = starts[request] + position // page_size
+    known &= (entry < ends[request]) & (entry < len(indices))
+    slots = indices[entry.clamp(0, len(indices) - 1)].long() * page_size + position % page_size
+    return torch.where(known, slots, -1)
