@@ -144,6 +144,31 @@ def test_a_cpu_chooses_ours_for_sparse_attention(bindings):
     assert platform.get_attn_backend_cls(selected_backend=None, attn_selector_config=dense) == "vllm.CPU_ATTN"
 
 
+@pytest.mark.parametrize("architecture", ["GlmMoeDsaForCausalLM", "DeepseekV3ForCausalLM"])
+def test_a_cpu_keeps_chunks_and_prefixes_of_sparse_models(architecture, bindings):
+    platform = importlib.import_module("vllm.platforms.cpu").CpuPlatform
+    ours.register(cpu=True)
+    given = SimpleNamespace(
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=True, max_num_batched_tokens=64),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, block_size=None),
+        model_config=SimpleNamespace(architectures=[architecture]),
+    )
+    platform.check_and_update_config(given)
+    kept = architecture.startswith("Glm")
+    assert given.scheduler_config.enable_chunked_prefill == given.cache_config.enable_prefix_caching == kept
+    assert (given.scheduler_config.max_num_batched_tokens, given.cache_config.block_size) == (64 if kept else 4096, 16)
+    given.model_config = None
+    platform.check_and_update_config(given)
+    assert given.scheduler_config.max_num_batched_tokens == 4096
+
+
+def test_a_cpu_rotates_queries_by_heads(bindings):
+    rotary = importlib.import_module("vllm.model_executor.layers.rotary_embedding.base").RotaryEmbedding()
+    bindings.bind()
+    assert rotary.forward_cpu(None, torch.zeros(2, 3, 8)) == "native"
+    assert rotary.forward_cpu(None, torch.zeros(2, 24), None) == "operator"
+
+
 def test_the_path_of_the_indexer(bindings):
     """By names, where the cache is still to be written; DeepSeek-V4 writes it before, and keeps vLLM's path."""
     bindings.bind()

@@ -124,6 +124,20 @@ def contents(device: str) -> dict[str, dict[str, Any]]:
                 raise NotImplementedError("Sparse Attention is not supported on CPU.")
             return "vllm.CPU_ATTN"
 
+        @classmethod
+        def check_and_update_config(cls, vllm_config):
+            vllm_config.scheduler_config.enable_chunked_prefill = False
+            vllm_config.scheduler_config.max_num_batched_tokens = 4096
+            vllm_config.cache_config.enable_prefix_caching = False
+            vllm_config.cache_config.block_size = 16
+
+    class RotaryEmbedding:
+        def forward_native(self, positions, query, key=None):
+            return "native"
+
+        def forward_cpu(self, positions, query, key=None):
+            return "operator"
+
     class SparseAttnIndexer:
         def __init__(self, skip_k_cache_insert: bool) -> None:
             self.skip_k_cache_insert = skip_k_cache_insert
@@ -157,6 +171,7 @@ def contents(device: str) -> dict[str, dict[str, Any]]:
     return {
         "vllm.platforms": {"current_platform": Platform()},
         "vllm.platforms.cpu": {"CpuPlatform": CpuPlatform},
+        "vllm.model_executor.layers.rotary_embedding.base": {"RotaryEmbedding": RotaryEmbedding},
         "vllm.platforms.rocm": {"on_gfx11": lambda: device.startswith("gfx11"), "on_gfx950": lambda: False},
         "vllm._aiter_ops": {"rocm_aiter_ops": aiter},
         "vllm.triton_utils": {"HAS_TRITON": device != "cpu"},

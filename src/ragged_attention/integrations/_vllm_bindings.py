@@ -262,6 +262,46 @@ def build_prefill_chunk_metadata(
 # What chooses by the platform
 
 
+def _sparse_backend_on_cpu(original: Any) -> Any:
+    """vLLM's CPU platform raises an error for sparse attention; let it choose ours."""
+
+    def get_attn_backend_cls(
+        cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        if attn_selector_config.use_sparse:
+            return "ragged_attention.integrations.vllm.RaggedSparseMLABackend"
+        return original.__get__(None, cls)(selected_backend, attn_selector_config, num_heads)
+
+    return classmethod(get_attn_backend_cls)
+
+
+def _config_on_cpu(original: Any) -> Any:
+    """vLLM's CPU platform turns chunks of prompts and cached prefixes off for latents; sparse models of ours take both."""
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        asked = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching
+        original.__get__(None, cls)(vllm_config)
+        model = vllm_config.model_config
+        if model is not None and set(model.architectures) & MODELS.keys():
+            scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = asked
+
+    return classmethod(check_and_update_config)
+
+
+def _rotation_on_cpu(original: Any) -> Any:
+    """vLLM 0.32's CPU operator rotates queries [T, H, D] with H > 1 wrongly; its definition in torch is right."""
+
+    def forward_cpu(
+        self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if query.dim() == 3:
+            return self.forward_native(positions, query, key)
+        return original(self, positions, query, key)
+
+    return forward_cpu
+
+
 def _by_names(original: Any) -> Any:
     """`SparseAttnIndexer.forward_cpu` and `forward_hip`: the path that vLLM takes on NVIDIA GPUs, which calls by name.
 
@@ -348,6 +388,7 @@ _OPS = "vllm._custom_ops"
 _FLASH_MLA = "vllm.v1.attention.ops.flashmla"
 _LAYER = "vllm.model_executor.layers.sparse_attn_indexer"
 _METADATA = "vllm.v1.attention.backends.mla.indexer"
+_CPU = "vllm.platforms.cpu:CpuPlatform"
 _WORKSPACE = "vllm.v1.worker.workspace"
 _FP8 = "vllm.model_executor.layers.quantization.utils.fp8_utils"
 
@@ -380,6 +421,10 @@ BINDINGS = (
     Binding(
         _METADATA, "_BUILD_PREFILL_CHUNK_METADATA_KERNEL", build_prefill_chunk_metadata, _lacks_triton, is_kernel=False
     ),
+    Binding(
+        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding", "forward_cpu", _rotation_on_cpu, _is_cpu,
+        is_kernel=False, wraps=True,
+    ),
     Binding(_WORKSPACE, "current_workspace_manager", _workspace_of_cpu, _is_cpu, is_kernel=False, wraps=True),
     Binding(
         _LAYER, "has_deep_gemm", lambda: True, _lacks_cuda_indexer, is_kernel=False, for_importers=False
@@ -393,6 +438,12 @@ BINDINGS = (
         is_kernel=False, wraps=True,
     ),
 )  # fmt: skip
+
+# What is decided before a model is loaded.
+PLATFORM = (
+    Binding(_CPU, "get_attn_backend_cls", _sparse_backend_on_cpu, _is_cpu, is_kernel=False, wraps=True),
+    Binding(_CPU, "check_and_update_config", _config_on_cpu, _is_cpu, is_kernel=False, wraps=True),
+)
 
 _bound: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, ours
 
@@ -408,6 +459,12 @@ def bind(everywhere: bool = False) -> list[str]:
     for one in applying:
         _bind(one)
     return [f"{one.owner.replace(':', '.')}.{one.name}" for one in applying]
+
+
+def bind_platform() -> None:
+    """Let vLLM's platform take sparse models."""
+    for one in PLATFORM:
+        _bind(one)
 
 
 def _bind(one: Binding) -> None:

@@ -64,7 +64,6 @@ class _Changed:
 
     on_cpu: bool = False
     models: dict[str, Any] = dataclasses.field(default_factory=dict)
-    choose_on_cpu: Any = None
 
 
 _changed = _Changed()
@@ -102,10 +101,7 @@ def unregister() -> None:
     if _changed.models:
         importlib.import_module("vllm.model_executor.models.registry").ModelRegistry.models.update(_changed.models)
         _changed.models.clear()
-    if _changed.choose_on_cpu is not None:
-        importlib.import_module("vllm.platforms.cpu").CpuPlatform.get_attn_backend_cls = _changed.choose_on_cpu
-    _changed.choose_on_cpu, _changed.on_cpu = None, False
-    _vllm_indexer.asked = False
+    _changed.on_cpu = _vllm_indexer.asked = False
 
 
 def plugin() -> None:
@@ -141,27 +137,9 @@ def _register(cpu: bool | None, indexer: bool | None) -> None:
     if platform.is_cpu() and not on_cpu:
         return
     if platform.is_cpu():
-        _choose_on_cpu()
+        importlib.import_module("ragged_attention.integrations._vllm_bindings").bind_platform()
     if _vllm_indexer.asked or _vllm_indexer.lacking(platform):
         _lead_models_to_bindings()
-
-
-def _choose_on_cpu() -> None:
-    """Let vLLM's CPU platform choose ours for sparse attention, where it raises an error."""
-    platform: Any = importlib.import_module("vllm.platforms.cpu").CpuPlatform
-    if _changed.choose_on_cpu is not None:
-        return
-    original = vars(platform)["get_attn_backend_cls"]
-
-    def get_attn_backend_cls(
-        cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
-    ) -> str:
-        if attn_selector_config.use_sparse:
-            return f"{__name__}.RaggedSparseMLABackend"
-        return original.__get__(None, cls)(selected_backend, attn_selector_config, num_heads)
-
-    _changed.choose_on_cpu = original
-    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
 
 
 def _lead_models_to_bindings() -> None:
