@@ -1,5 +1,8 @@
 """vLLM's own CPU backend and ours, in vLLM's engine, end to end: the tokens of small random models must agree.
 
+Sparse models, which vLLM itself refuses on a CPU, are held to transformers' own model instead, with the indexer's
+queries and keys rounded to 8 bits as vLLM stores them, since the rounding decides which keys are selected.
+
     python -m benchmarks.vllm_check [--models "llama;gemma2"] [--limit SECONDS]
 
 It wants an environment of its own, in which vLLM for CPUs and this package are installed; docs/vllm.md says how to make
@@ -12,6 +15,7 @@ differs, or, in bfloat16, over 8-bit caches and of embeddings, the numbers on th
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -26,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 VOCABULARY = 512
-BACKENDS = ("vllm", "ragged")
+REFERENCE = "transformers"
 PROMPT_LENGTHS = (3, 17, 70, 33, 1, 90)
 NEW_TOKENS = 24
 ANSWER = "answer: "
@@ -56,6 +60,7 @@ class Model:
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     gap: float | None = None  # where tokens need not be equal: the mean difference of the prompts' log-probabilities
     task: str = "generate"  # or "embed", or "transcribe"
+    against: str = "vllm"  # or transformers, where vLLM has no attention of its own for the model
 
 
 _LLAMA = Model("LlamaConfig", "LlamaForCausalLM", {})
@@ -160,6 +165,28 @@ MODELS = {
         task="transcribe",
     ),
 }
+_SPARSE = MODELS["deepseek_v3"].settings | {
+    # What vLLM reads of real checkpoints and transformers does not write, since it always does so.
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "index_topk": 16,
+    "index_n_heads": 8,
+    "index_head_dim": 128,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 3,
+}
+_DEEPSEEK_V32 = Model("DeepseekV32Config", "DeepseekV32ForCausalLM", _SPARSE, against=REFERENCE)
+_GLM = dataclasses.replace(
+    _DEEPSEEK_V32, config="GlmMoeDsaConfig", architecture="GlmMoeDsaForCausalLM",
+    # vLLM reads which layers have an indexer, and how it rotates, from names that transformers does not write.
+    settings=_SPARSE | {"index_topk_pattern": "FSF", "indexer_rope_interleave": True},
+)  # fmt: skip
+MODELS |= {
+    "deepseek_v32, top 16": _DEEPSEEK_V32,
+    # More than any context has: the same tokens as dense attention.
+    "deepseek_v32, top 2048": dataclasses.replace(_DEEPSEEK_V32, settings=_SPARSE | {"index_topk": 2048}),
+    "glm_moe_dsa, top 16": _GLM,
+}
 
 
 def save_checkpoint(model: Model, folder: Path) -> None:
@@ -234,6 +261,7 @@ def serve(folder: Path, backend: str, model: Model) -> dict[str, Any]:
         "max_num_batched_tokens": 64,  # fewer than the prompts have: they are prefilled in chunks
         "max_num_seqs": 4,
         "enable_chunked_prefill": True,
+        "enable_prefix_caching": True,
         "enforce_eager": True,
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
@@ -242,9 +270,10 @@ def serve(folder: Path, backend: str, model: Model) -> dict[str, Any]:
     begin = time.perf_counter()
     asked = {"generate": generated, "embed": embedded, "transcribe": transcribed}[model.task](vllm, llm)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    seconds = time.perf_counter() - begin
     return asked | {
         "version": vllm.__version__,
-        "seconds": time.perf_counter() - begin,
+        "seconds": seconds,
         "implementations": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}),
     }
 
@@ -254,8 +283,14 @@ def generated(vllm: Any, llm: Any) -> dict[str, Any]:
     sampling = vllm.SamplingParams(
         temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1, prompt_logprobs=1, detokenize=False
     )
-    outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in prompts()], sampling, use_tqdm=False)
+    asked = [{"prompt_token_ids": tokens} for tokens in prompts()]
+    outputs = llm.generate(asked, sampling, use_tqdm=False)
+    # Again, without what keeps vLLM from reading its cache of prefixes.
+    again = vllm.SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+    repeated = llm.generate(asked, again, use_tqdm=False)
     return {
+        "repeated": [list(output.outputs[0].token_ids) for output in repeated],
+        "cached": sum(output.num_cached_tokens for output in repeated),
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "logprobs": [
             step[token].logprob
@@ -298,6 +333,64 @@ def transcribed(vllm: Any, llm: Any) -> dict[str, Any]:
     }
 
 
+def transform(folder: Path, engine: dict[str, Any]) -> dict[str, Any]:
+    """What transformers' own model makes of the prompts, one at a time, all of it anew for each token."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    begin = time.perf_counter()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=engine.get("dtype", "float32"), attn_implementation="eager"
+    )
+    for layer in model.model.layers:
+        if getattr(layer.self_attn, "indexer", None) is not None:
+            layer.self_attn.indexer.forward = functools.partial(quantised_indexer, layer.self_attn.indexer)
+    tokens, logprobs = [], []
+    with torch.inference_mode():
+        for prompt in prompts():
+            made = list(prompt)
+            for _ in range(NEW_TOKENS):
+                logits = model(torch.tensor([made]), use_cache=False).logits[0].float()
+                made.append(int(logits[-1].argmax()))
+            lines = logits[: len(prompt) - 1].log_softmax(-1)
+            logprobs += [float(line[token]) for line, token in zip(lines, prompt[1:], strict=True)]
+            tokens.append(made[len(prompt) :])
+    return {
+        "version": None,  # of vLLM
+        "seconds": time.perf_counter() - begin,
+        "implementations": [REFERENCE],
+        "tokens": tokens,
+        "logprobs": logprobs,
+    }
+
+
+def quantised_indexer(
+    indexer: Any, hidden_states: Any, q_resid: Any, position_embeddings: Any, *others: Any, **named: Any
+) -> Any:
+    """The selection of transformers' indexer over a whole sequence, with queries and keys in 8 bits, as in vLLM."""
+    import torch
+
+    home: Any = importlib.import_module(type(indexer).__module__)
+    rotate = getattr(home, "apply_rotary_pos_emb", home.apply_rotary_pos_emb_interleave)
+    rotary = indexer.qk_rope_head_dim
+    q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+    k = indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2)
+    turned = rotate(q[..., :rotary], k[..., :rotary], *position_embeddings, unsqueeze_dim=2)
+    q, k = (torch.cat((head, x[..., rotary:]), -1).float() for head, x in zip(turned, (q, k), strict=True))
+
+    def rounded(x: Any) -> Any:
+        scale = torch.exp2(torch.ceil(torch.log2(x.abs().amax(-1, keepdim=True) / 448)))
+        return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+    products = torch.einsum("bthd,bsd->bths", rounded(q), rounded(k).squeeze(2)).relu()
+    weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float()
+    scores = torch.einsum("bth,bths->bts", weights, products)
+    length = scores.shape[-1]
+    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+    return scores.topk(min(indexer.index_topk, length), dim=-1).indices.to(torch.int32)
+
+
 def in_a_process(folder: Path, name: str, backend: str, limit: int) -> dict[str, Any]:
     """`serve` in a process of its own, since a registration lasts as long as its process."""
     command = [sys.executable, "-m", "benchmarks.vllm_check", "--serve", str(folder), backend, name]
@@ -327,19 +420,21 @@ def reason(text: str) -> str:
 
 def verdict(theirs: dict[str, Any], ours: dict[str, Any], allowed: float | None) -> tuple[str, list[str]]:
     """What is to be said of a model, and the cells of the table beside it."""
-    for name, result in zip(BACKENDS, (theirs, ours), strict=True):
+    for result in (theirs, ours):
         if "error" in result:
-            return "FAILED", [f"{name}: {result['error']}", "", "", "", "", ""]
+            return "FAILED", [f"{result['backend']}: {result['error']}", "", "", "", "", ""]
     tokens = [[token for request in result["tokens"] for token in request] for result in (theirs, ours)]
     equal = sum(a == b for a, b in zip(*tokens, strict=True))
     gaps = [abs(a - b) for a, b in zip(theirs["logprobs"], ours["logprobs"], strict=True)]
     mean = sum(gaps) / len(gaps)
-    right = equal == len(tokens[0]) if allowed is None else mean <= allowed
+    same = ours.get("repeated", ours["tokens"]) == ours["tokens"]
+    right = equal == len(tokens[0]) and same if allowed is None else mean <= allowed
     heard = ours["implementations"] != theirs["implementations"]  # else vLLM has run its own twice
     cells = [
         f"{equal} of {len(tokens[0])}" if tokens[0] else "embeddings",
         str(len(set(tokens[0]))),
         f"{mean:.1e} / {max(gaps):.1e}",
+        str(ours.get("cached", 0)),
         ", ".join(theirs["implementations"]),
         ", ".join(ours["implementations"]),
         f"{theirs['seconds']:.1f} / {ours['seconds']:.1f}",
@@ -348,19 +443,23 @@ def verdict(theirs: dict[str, Any], ours: dict[str, Any], allowed: float | None)
 
 
 def check(names: list[str], limit: int, logs: Path | None) -> int:
-    """Serve each model by both; the table; 1 if anything differs."""
+    """Serve each model by ours and by the other; the table; 1 if anything differs."""
     console = Console(width=None if sys.stdout.isatty() else 160)
-    table = Table("model", "equal tokens", "different", "gap of logprobs, mean / max", "vLLM's", "ours", "seconds", "")
+    table = Table(
+        "model", "equal tokens", "different", "gap of logprobs, mean / max", "cached", "other", "ours", "seconds", ""
+    )
     failures, version = 0, "unknown"
     for name in names:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             save_checkpoint(MODELS[name], folder)
-            results = [in_a_process(folder, name, backend, limit) for backend in BACKENDS]
-        for backend, result in zip(BACKENDS, results, strict=True):
+            backends = (MODELS[name].against, "ragged")
+            results = [in_a_process(folder, name, backend, limit) for backend in backends]
+        for backend, result in zip(backends, results, strict=True):
+            result["backend"] = backend
             if logs is not None and "log" in result:
                 (logs / f"{name}-{backend}.log").write_text(result["log"])
-            version = result.get("version", version)
+            version = result.get("version") or version
         said, cells = verdict(results[0], results[1], MODELS[name].gap)
         failures += said in ("FAILED", "DIFFERS")
         table.add_row(name, *cells, said)
@@ -377,8 +476,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--serve", nargs=3, metavar=("FOLDER", "BACKEND", "MODEL"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.serve:
-        folder, backend, name = options.serve
-        print(ANSWER + json.dumps(serve(Path(folder), backend, MODELS[name])), flush=True)
+        folder, backend, model = Path(options.serve[0]), options.serve[1], MODELS[options.serve[2]]
+        answer = transform(folder, model.engine) if backend == REFERENCE else serve(folder, backend, model)
+        print(ANSWER + json.dumps(answer), flush=True)
         return 0
     return check(options.models.split(";"), options.limit, options.logs)
 

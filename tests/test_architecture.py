@@ -316,5 +316,5 @@ def test_the_environment_is_read_in_few_places():
                     ours.add(name)
     assert ours == {
         f"RAGGED_ATTENTION_{name}"
-        for name in ("BACKEND", "CONFIG", "VALIDATE", "BATCH_INVARIANT", "VLLM_CPU", "TPU_MLA")
+        for name in ("BACKEND", "CONFIG", "VALIDATE", "BATCH_INVARIANT", "VLLM_CPU", "VLLM_INDEXER", "TPU_MLA")
     }

@@ -6,6 +6,7 @@ run a layer; `test_integration_vllm.py` compares them with vLLM where it is inst
 
 import dataclasses
 import enum
+import importlib
 import importlib.util
 import sys
 import types
@@ -19,8 +20,9 @@ import pytest
 import torch
 
 from tests import vllm_rank_fakes as ranks
+from tests import vllm_sparse_fakes
 
-OURS = ("_vllm_ranks", "_vllm_attention", "_vllm_mla", "_vllm_sparse")
+OURS = ("_vllm_ranks", "_vllm_attention", "_vllm_mla", "_vllm_sparse", "_vllm_bindings")
 
 
 # vllm.v1.attention.backend
@@ -301,6 +303,9 @@ class AttentionBackendEnum(enum.Enum):
     CPU_MLA = "vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend"
     AMX_MLA = "vllm.v1.attention.backends.mla.amx_mla.AMXMLABackend"
 
+    def clear_override(self) -> None:
+        sys.modules["vllm.v1.attention.backends.registry"].AttentionBackendEnum.overrides.pop(self, None)
+
 
 class Member:
     """A name that has been added; as in vLLM, pickled by value, which only an enumeration that has it understands."""
@@ -357,8 +362,8 @@ def _without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0") -> Iterator[Registry]:
-    """vLLM as far as it is faked, at a version; our classes are built upon it anew and forgotten afterwards."""
+def installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0", device: str = "sm90") -> Iterator[Registry]:
+    """vLLM as far as it is faked, at a version, on a device; our classes are built upon it and forgotten afterwards."""
     _without_vllm(monkeypatch)
     registry = Registry()
     contents: dict[str, dict[str, Any]] = {
@@ -369,6 +374,8 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0") -> Itera
         },
     }
     contents |= {name: {thing.__name__: thing for thing in things} for name, things in CONTENTS.items()}
+    for name, things in vllm_sparse_fakes.contents(device).items():
+        contents[name] = contents.get(name, {}) | things
     for name, things in contents.items():
         parts = name.split(".")
         for end in range(1, len(parts) + 1):
@@ -379,6 +386,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0") -> Itera
                 monkeypatch.setitem(sys.modules, path, module)
         vars(sys.modules[name]).update(things)
     yield registry
+    importlib.import_module("ragged_attention.integrations.vllm").unregister()
     for name in OURS:
         sys.modules.pop(f"ragged_attention.integrations.{name}", None)
 

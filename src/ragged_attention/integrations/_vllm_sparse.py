@@ -6,7 +6,7 @@ parallelism a rank attends to those of the selected positions that it holds.
 
 import dataclasses
 import importlib
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -90,6 +90,9 @@ class RaggedSparseMLAImpl(LatentImpl, _vllm.MLAAttentionImpl, _sparse.SharedTopk
         super().__init__(*layer_args, **mla_args)
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
 
+    def record_logical_topk_ready(self) -> None:
+        """Do nothing where vLLM's own backends, told that the indexer has run, start work on another stream."""
+
     def forward_mqa(
         self,
         q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -134,7 +137,6 @@ class RaggedSparseMLABackend(LatentBackend, _vllm.AttentionBackend):
     """The answers to vLLM's questions before it selects a backend for sparse latent attention."""
 
     NAME, IMPL, BUILDER = "RAGGED_SPARSE_MLA", RaggedSparseMLAImpl, RaggedSparseMLAMetadataBuilder
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

@@ -8,29 +8,40 @@ option is enough:
 On a CPU, vLLM ignores the option. There `register(cpu=True)`, or `RAGGED_ATTENTION_VLLM_CPU=1` in the environment,
 replaces vLLM's own backends by ours.
 
+Sparse models need an indexer too. Where vLLM has none for the device, `_vllm_bindings` puts ours under the names that
+the models call, when such a model is loaded; where vLLM has its own, that stays unless `register(indexer=True)`, or
+`RAGGED_ATTENTION_VLLM_INDEXER=1`, asks for ours. `unregister()` undoes all of this.
+
 vLLM is imported on the first use of `RaggedAttentionBackend`, `RaggedMLABackend` or `RaggedSparseMLABackend`. They
 extend its abstract classes, whose interface changes between versions, so versions outside `TESTED` are refused.
 """
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
 import logging
 import os
 import re
+import sys
 from typing import TYPE_CHECKING, Any
 
 from ragged_attention.errors import Unsupported
+from ragged_attention.integrations import _vllm_indexer
 
 if TYPE_CHECKING:
     from ragged_attention.integrations._vllm_attention import RaggedAttentionBackend
     from ragged_attention.integrations._vllm_mla import RaggedMLABackend
     from ragged_attention.integrations._vllm_sparse import RaggedSparseMLABackend
 
-__all__ = ["TESTED", "RaggedAttentionBackend", "RaggedMLABackend", "RaggedSparseMLABackend", "plugin", "register"]
+__all__ = [
+    "TESTED", "RaggedAttentionBackend", "RaggedMLABackend", "RaggedSparseMLABackend", "plugin", "register",
+    "unregister",
+]  # fmt: skip
 
 TESTED = ("0.32", "0.33")
 CPU_VARIABLE = "RAGGED_ATTENTION_VLLM_CPU"
+INDEXER_VARIABLE = "RAGGED_ATTENTION_VLLM_INDEXER"
 
 _MODULES = {
     "RaggedAttentionBackend": "ragged_attention.integrations._vllm_attention",
@@ -44,21 +55,53 @@ _NAMES = {
 }
 # The backends that vLLM's CPU platform selects, and ours that replace them.
 _ON_CPU = {"CPU_ATTN": "RaggedAttentionBackend", "CPU_MLA": "RaggedMLABackend", "AMX_MLA": "RaggedMLABackend"}
+_SPARSE_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 
 
-def register(cpu: bool | None = None) -> None:
+@dataclasses.dataclass
+class _Changed:
+    """What `register` has replaced in vLLM, for `unregister`."""
+
+    on_cpu: bool = False
+    models: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+_changed = _Changed()
+
+
+def register(cpu: bool | None = None, indexer: bool | None = None) -> None:
     """Make `RAGGED`, `RAGGED_MLA` and `RAGGED_SPARSE_MLA` known to vLLM. Calling it again does no harm.
 
     Args:
-        cpu: whether to replace vLLM's own backends on a CPU too: dense attention and MLA (it has no sparse MLA there).
-            Its CPU platform ignores the name that a user selects. With None, `RAGGED_ATTENTION_VLLM_CPU` decides.
+        cpu: whether to replace vLLM's own backends on a CPU too: dense attention and MLA, and sparse MLA, which its CPU
+            platform refuses. It ignores the name that a user selects. With None, `RAGGED_ATTENTION_VLLM_CPU` decides.
+        indexer: whether sparse models use our indexer also where vLLM has its own for the device. With None,
+            `RAGGED_ATTENTION_VLLM_INDEXER` decides.
 
     Raises:
         ImportError: vLLM is not installed.
         Unsupported: its version is not among `TESTED`.
     """
     _check_version()
-    _register(cpu)
+    _register(cpu, indexer)
+
+
+def unregister() -> None:
+    """Put back all that `register` has replaced in vLLM, for models that are loaded from now on.
+
+    The three names stay known, and select our backends as before.
+    """
+    bindings = sys.modules.get("ragged_attention.integrations._vllm_bindings")
+    if bindings is not None:
+        bindings.unbind()
+    if _changed.on_cpu:
+        registry: Any = importlib.import_module("vllm.v1.attention.backends.registry")
+        for name in _ON_CPU:
+            registry.AttentionBackendEnum[name].clear_override()
+    if _changed.models:
+        importlib.import_module("vllm.model_executor.models.registry").ModelRegistry.models.update(_changed.models)
+        _changed.models.clear()
+    _changed.on_cpu = _vllm_indexer.asked = False
 
 
 def plugin() -> None:
@@ -69,13 +112,13 @@ def plugin() -> None:
     an error that lists the supported versions.
     """
     try:
-        _register(None)
+        _register(None, None)
         _check_version()
     except Exception as error:
         logging.getLogger(__name__).warning("the backends of ragged_attention cannot be used: %s", error)
 
 
-def _register(cpu: bool | None) -> None:
+def _register(cpu: bool | None, indexer: bool | None) -> None:
     registry: Any = importlib.import_module("vllm.v1.attention.backends.registry")
     for name, attribute in _NAMES.items():
         if name not in registry.AttentionBackendEnum.__members__:
@@ -83,9 +126,29 @@ def _register(cpu: bool | None) -> None:
         # Some of vLLM's processes unpickle its configuration before they load plug-ins, when the name in it is still
         # unknown. So unpickling a name registers it.
         registry.AttentionBackendEnum[name].__reduce_ex__ = functools.partial(_reduced, name)
-    if os.environ.get(CPU_VARIABLE) == "1" if cpu is None else cpu:
+    on_cpu = os.environ.get(CPU_VARIABLE) == "1" if cpu is None else cpu
+    if on_cpu:
         for name, attribute in _ON_CPU.items():
             registry.register_backend(registry.AttentionBackendEnum[name], f"{__name__}.{attribute}")
+    _changed.on_cpu |= on_cpu
+    if indexer is not None or os.environ.get(INDEXER_VARIABLE) == "1":
+        _vllm_indexer.asked = indexer is not False
+    platform: Any = importlib.import_module("vllm.platforms").current_platform
+    if platform.is_cpu() and not on_cpu:
+        return
+    if platform.is_cpu():
+        importlib.import_module("ragged_attention.integrations._vllm_bindings").bind_platform()
+    if _vllm_indexer.asked or _vllm_indexer.lacking(platform):
+        _lead_models_to_bindings()
+
+
+def _lead_models_to_bindings() -> None:
+    """Let vLLM's registry find sparse models in `_vllm_bindings`, which binds our indexer when they are loaded."""
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry").ModelRegistry
+    for architecture in _SPARSE_MODELS:
+        if architecture not in _changed.models:
+            _changed.models[architecture] = registry.models[architecture]
+            registry.register_model(architecture, f"ragged_attention.integrations._vllm_bindings:{architecture}")
 
 
 def _reduced(name: str, protocol: int) -> tuple[Any, tuple[str]]:
@@ -95,7 +158,7 @@ def _reduced(name: str, protocol: int) -> tuple[Any, tuple[str]]:
 
 def _member(name: str) -> Any:
     """The member of vLLM's enumeration with one of our names, which is registered if necessary."""
-    _register(None)
+    _register(None, None)
     return importlib.import_module("vllm.v1.attention.backends.registry").AttentionBackendEnum[name]
 
 

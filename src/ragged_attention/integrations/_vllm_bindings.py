@@ -1,0 +1,507 @@
+"""What vLLM's sparse models call by name, bound to our operations where vLLM has no kernel for the device.
+
+vLLM calls the indexer's kernels by names: functions of `vllm.utils.deep_gemm` and `vllm._custom_ops`, and classes that
+choose a path by the platform. `bind()` puts ours under those names, in the module that defines each and in those that
+have imported it, and `unbind()` puts back what was there. `BINDINGS` lists all of them, and docs/vllm.md says why each
+is there. Everything else remains vLLM's: its scheduler, the indexer's metadata, the chunks of a prompt, its layers.
+
+vLLM's registry of models leads here, so that nothing is imported or bound before a sparse model is loaded.
+"""
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ragged_attention.compat import deep_gemm, flash_mla
+from ragged_attention.errors import Unsupported
+from ragged_attention.integrations import _vllm_indexer
+from ragged_attention.torch import top_k_indices, write_indexer_cache
+
+_E4M3_MAX = 448.0
+_SCALE_BYTES = 4  # of the float32 that follows the values of each key in the indexer's cache
+_GENERIC = "vllm.model_executor.models.deepseek_v2"
+# The architectures that bind when vLLM loads them: its class without kernels of one vendor, and its own choice.
+MODELS = {
+    "DeepseekV32ForCausalLM": ((_GENERIC, "DeepseekV3ForCausalLM"), "vllm.models.deepseek_v32"),
+    "GlmMoeDsaForCausalLM": ((_GENERIC, "GlmMoeDsaForCausalLM"), "vllm.models.deepseek_v32"),
+}
+
+
+# The indexer's logits (vllm.utils.deep_gemm)
+
+
+def fp8_fp4_mqa_logits(
+    q: tuple[torch.Tensor, torch.Tensor | None],
+    kv: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    cu_seqlen_ks: torch.Tensor,
+    cu_seqlen_ke: torch.Tensor,
+    clean_logits: bool,
+) -> torch.Tensor:
+    """Logits f32 [M, N] of queries [M, H, D] for packed keys [N, D]; those outside a query's range are -inf."""
+    return deep_gemm.fp8_fp4_mqa_logits(q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits)
+
+
+def get_paged_mqa_logits_metadata(
+    context_lens: torch.Tensor, block_size: int, num_sms: int, indices: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A schedule, which ours do not need: zeros."""
+    return deep_gemm.get_paged_mqa_logits_metadata(context_lens, block_size, num_sms, indices)
+
+
+def fp8_fp4_paged_mqa_logits(
+    q: tuple[torch.Tensor, torch.Tensor | None],
+    kv_cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    schedule_metadata: torch.Tensor,
+    max_model_len: int,
+    clean_logits: bool,
+    indices: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Logits f32 [B * next_n, max_model_len] of queries [B, next_n, H, D] for the pages of their sequences."""
+    return deep_gemm.fp8_fp4_paged_mqa_logits(
+        q, kv_cache, weights, context_lens, block_tables, schedule_metadata, max_model_len, clean_logits,
+        indices=indices,
+    )  # fmt: skip
+
+
+# The indexer's cache and its selection (vllm._custom_ops)
+
+
+def indexer_k_quant_and_cache(
+    k: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, quant_block_size: int, kv_cache_dtype: str
+) -> None:
+    """Quantise keys [T, D] to e4m3 with a scale for each, and write them into pages [P, G, D + 4]."""
+    if quant_block_size != k.shape[1]:
+        raise Unsupported(f"expected quant_block_size to be the keys' size, {k.shape[1]}, got {quant_block_size}")
+    write_indexer_cache(k, kv_cache.unsqueeze(2), slot_mapping, power_of_two=kv_cache_dtype == "ue8m0")
+
+
+def cp_gather_indexer_k_quant_cache(
+    kv_cache: torch.Tensor,
+    dst_k: torch.Tensor,
+    dst_scale: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+) -> None:
+    """Copy the cached keys of all requests, one after the other, into `dst_k` [N, D] and `dst_scale` [N, 4].
+
+    Rows behind the last key keep what they hold. Nothing waits for the device.
+    """
+    pages, page_size, width = kv_cache.shape
+    head_dim = width - _SCALE_BYTES
+    # A page holds the values of all its keys, then their scales.
+    gap = kv_cache.stride(0)
+    values = kv_cache.as_strided((pages, page_size, head_dim), (gap, head_dim, 1))
+    start = kv_cache.storage_offset() + page_size * head_dim
+    scales = kv_cache.as_strided((pages, page_size, _SCALE_BYTES), (gap, _SCALE_BYTES, 1), start)
+    token = torch.arange(dst_k.shape[0], device=kv_cache.device)
+    request = torch.searchsorted(cu_seq_lens[1:], token, right=True).clamp_(max=block_table.shape[0] - 1)
+    position = (token - cu_seq_lens[request]).clamp_(max=block_table.shape[1] * page_size - 1)
+    page = block_table[request, position // page_size].long()
+    is_key = ((token < cu_seq_lens[-1]) & (page >= 0) & (page < pages)).unsqueeze(1)
+    page, offset = page.clamp(0, pages - 1), position % page_size
+    for target, source in ((dst_k.view(torch.uint8), values), (dst_scale.view(torch.uint8), scales)):
+        target.copy_(torch.where(is_key, source[page, offset], target))
+
+
+def top_k_per_row_prefill(
+    logits: torch.Tensor,
+    cu_seqlen_ks: torch.Tensor,
+    cu_seqlen_ke: torch.Tensor,
+    raw_topk_indices: torch.Tensor,
+    num_rows: int,
+    stride0: int,
+    stride1: int,
+    topk_tokens: int,
+) -> None:
+    """Write the columns of each row's largest logits, counted from the start of its range, then -1."""
+    columns = top_k_indices(logits[:num_rows], topk_tokens, cu_seqlen_ks[:num_rows], cu_seqlen_ke[:num_rows])
+    raw_topk_indices[:num_rows] = torch.where(columns < 0, -1, columns - cu_seqlen_ks[:num_rows].unsqueeze(1))
+
+
+def top_k_per_row_decode(
+    logits: torch.Tensor,
+    next_n: int,
+    seq_lens: torch.Tensor,
+    raw_topk_indices: torch.Tensor,
+    num_rows: int,
+    stride0: int,
+    stride1: int,
+    topk_tokens: int,
+) -> None:
+    """Write the positions of each query's largest logits, then -1.
+
+    Args:
+        seq_lens: i32 [B, next_n], what each query sees; or the length of each sequence, whose last tokens they are.
+    """
+    stops = seq_lens.reshape(-1)
+    if stops.shape[0] != num_rows:
+        query = torch.arange(next_n, dtype=stops.dtype, device=stops.device)
+        stops = (stops.unsqueeze(1) - next_n + 1 + query).reshape(-1)
+    raw_topk_indices[:num_rows] = top_k_indices(logits[:num_rows], topk_tokens, stops=stops)
+
+
+def get_indexer_topk(backend: str) -> Callable[..., None]:
+    """A decode step's selection, of which vLLM has several; ours is one, whatever its name."""
+    return _indexer_topk
+
+
+def _indexer_topk(
+    logits: torch.Tensor,
+    seq_lens: torch.Tensor,
+    next_n: int,
+    topk_indices: torch.Tensor,
+    topk_tokens: int,
+    max_seq_len: int,
+) -> None:
+    rows, stride0, stride1 = logits.shape[0], logits.stride(0), logits.stride(1)
+    top_k_per_row_decode(logits, next_n, seq_lens, topk_indices, rows, stride0, stride1, topk_tokens)
+
+
+# The indexer's queries
+
+
+def per_token_group_quant_fp8(
+    x: torch.Tensor,
+    group_size: int,
+    eps: float = 1e-10,
+    dtype: torch.dtype | None = None,
+    column_major_scales: bool = False,
+    tma_aligned_scales: bool = False,
+    out_q: torch.Tensor | None = None,
+    use_ue8m0: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Groups of a row as e4m3 values of x's shape, and their scales f32 [..., groups].
+
+    It is what a Triton kernel of vLLM does, which needs a GPU.
+    """
+    if column_major_scales or tma_aligned_scales:
+        raise Unsupported("expected scales in the order of rows, got column_major_scales or tma_aligned_scales")
+    if dtype not in (None, torch.float8_e4m3fn):
+        raise Unsupported(f"expected dtype to be float8_e4m3fn, got {dtype}")
+    groups = x.float().unflatten(-1, (-1, group_size))
+    scales = (groups.abs().amax(-1).clamp(min=eps)) * (1.0 / _E4M3_MAX)
+    if use_ue8m0:
+        scales = torch.exp2(torch.ceil(torch.log2(scales)))
+    scaled = (groups / scales.unsqueeze(-1)).clamp(-_E4M3_MAX, _E4M3_MAX)
+    codes = scaled.to(torch.float8_e4m3fn).flatten(-2)
+    return (codes if out_q is None else out_q.copy_(codes)), scales
+
+
+def fused_indexer_q_rope_quant(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    weights: torch.Tensor,
+    softmax_scale: float,
+    head_scale: float,
+    is_neox: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate and quantise the indexer's queries [T, H, D], and put their scales into its weights f32 [T, H].
+
+    It is what a Triton kernel of vLLM does, which needs a GPU that converts 8-bit floats.
+    """
+    rotary = cos_sin_cache.shape[1]
+    cos, sin = cos_sin_cache[positions].float().unsqueeze(1).chunk(2, dim=-1)
+    head = q[..., :rotary].float()
+    first, second = head.chunk(2, dim=-1) if is_neox else (head[..., 0::2], head[..., 1::2])
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.cat(turned, dim=-1) if is_neox else torch.stack(turned, dim=-1).flatten(-2)
+    whole = torch.cat((turned.to(q.dtype), q[..., rotary:]), dim=-1)
+    codes, scales = per_token_group_quant_fp8(whole, q.shape[-1], use_ue8m0=True)
+    return codes, weights.float() * scales.squeeze(-1) * softmax_scale * head_scale
+
+
+# The indexer's metadata of a prompt
+
+
+def build_prefill_chunk_metadata(
+    query_start_loc: torch.Tensor,
+    uncompressed_seq_lens: torch.Tensor,
+    cu_compressed_seq_lens: torch.Tensor,
+    row_start_cu_compressed_seq_lens: torch.Tensor,
+    token_to_seq: torch.Tensor,
+    cu_compressed_seq_len_ks: torch.Tensor,
+    cu_compressed_seq_len_ke: torch.Tensor,
+    query_slice_start: int,
+    query_slice_stop: int,
+    DCP_RANK: int,
+    DCP_WORLD: int,
+    DCP_INTERLEAVE: int,
+    num_reqs: int,
+    COMPRESS_RATIO: int,
+) -> None:
+    """Write which request each key of a chunk belongs to, and the range of keys that each of its queries sees.
+
+    It is what a Triton kernel of vLLM does, whose names the arguments have. Under decode context parallelism the ranges
+    are those of this rank's keys.
+    """
+    device = query_start_loc.device
+    key = torch.arange(token_to_seq.shape[0], device=device)
+    token_to_seq.copy_(torch.searchsorted(cu_compressed_seq_lens[1:], key, right=True))
+    query = torch.arange(query_slice_start, query_slice_stop, device=device)
+    request = torch.searchsorted(query_start_loc[1:], query, right=True).clamp_(max=num_reqs - 1)
+    left = query_start_loc[request + 1] - query  # this query and those behind it
+    seen = torch.div(uncompressed_seq_lens[request] - left + 1, COMPRESS_RATIO, rounding_mode="floor")
+    if DCP_WORLD > 1:
+        whole = seen // DCP_INTERLEAVE // DCP_WORLD * DCP_INTERLEAVE
+        rest = seen - whole * DCP_WORLD - DCP_RANK * DCP_INTERLEAVE
+        seen = whole + rest.clamp(0, DCP_INTERLEAVE)
+    starts = row_start_cu_compressed_seq_lens[request]
+    cu_compressed_seq_len_ks.copy_(starts)
+    cu_compressed_seq_len_ke.copy_(starts + seen)
+
+
+# What chooses by the platform
+
+
+def _sparse_backend_on_cpu(original: Any) -> Any:
+    """vLLM's CPU platform raises an error for sparse attention; let it choose ours."""
+
+    def get_attn_backend_cls(
+        cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        if attn_selector_config.use_sparse:
+            return "ragged_attention.integrations.vllm.RaggedSparseMLABackend"
+        return original.__get__(None, cls)(selected_backend, attn_selector_config, num_heads)
+
+    return classmethod(get_attn_backend_cls)
+
+
+def _config_on_cpu(original: Any) -> Any:
+    """vLLM's CPU platform turns chunks of prompts and cached prefixes off for latents; sparse models of ours take both."""
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        asked = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching
+        original.__get__(None, cls)(vllm_config)
+        model = vllm_config.model_config
+        if model is not None and set(model.architectures) & MODELS.keys():
+            scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = asked
+
+    return classmethod(check_and_update_config)
+
+
+def _rotation_on_cpu(original: Any) -> Any:
+    """vLLM 0.32's CPU operator rotates queries [T, H, D] with H > 1 wrongly; its definition in torch is right."""
+
+    def forward_cpu(
+        self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if query.dim() == 3:
+            return self.forward_native(positions, query, key)
+        return original(self, positions, query, key)
+
+    return forward_cpu
+
+
+def _by_names(original: Any) -> Any:
+    """`SparseAttnIndexer.forward_cpu` and `forward_hip`: the path that vLLM takes on NVIDIA GPUs, which calls by name.
+
+    A model that writes the indexer's cache itself (DeepSeek-V4) keeps vLLM's path, whose kernels it has.
+    """
+
+    def forward(
+        self: Any, hidden_states: torch.Tensor, q_quant: Any, k: torch.Tensor | None, weights: torch.Tensor
+    ) -> Any:
+        if self.skip_k_cache_insert:
+            return original(self, hidden_states, q_quant, k, weights)
+        return self.forward_cuda(hidden_states, q_quant, k, weights)
+
+    return forward
+
+
+def _block_sizes(original: Any) -> Any:
+    """Our kernels of the indexer take pages of any size; vLLM's CPU platform wants 16 for latents."""
+    multiple_of = importlib.import_module("vllm.v1.attention.backend").MultipleOf
+    return staticmethod(lambda kv_cache_spec=None: [multiple_of(16)])
+
+
+def _workspace_of_cpu(original: Any) -> Any:
+    """vLLM's GPU workers set up the manager of its workspaces; its CPU worker has none, and gets one on first use."""
+    home = importlib.import_module(_WORKSPACE)
+
+    def current_workspace_manager() -> Any:
+        if not home.is_workspace_manager_initialized():
+            home.init_workspace_manager(torch.device("cpu"))
+        return original()
+
+    return current_workspace_manager
+
+
+@dataclasses.dataclass(frozen=True)
+class Binding:
+    """One name of vLLM's: where it is, what is put there, where vLLM lacks its own, and whether that is a kernel."""
+
+    owner: str  # a module, or a module:Class
+    name: str
+    ours: Any
+    lacking: Callable[[Any], bool]  # of vLLM's platform
+    is_kernel: bool = True  # one of the indexer's kernels, replaced on any device if the user asks for ours
+    wraps: bool = False  # `ours` makes the replacement from what it replaces
+    for_importers: bool = True  # also in the modules of vLLM that have imported the name
+
+
+def _lacks_operator(library: str, name: str) -> Callable[[Any], bool]:
+    def lacking(platform: Any) -> bool:
+        importlib.import_module("vllm._custom_ops")  # which loads the library
+        return not hasattr(getattr(torch.ops, library), name)
+
+    return lacking
+
+
+def _lacks_triton(platform: Any) -> bool:
+    return not importlib.import_module("vllm.triton_utils").HAS_TRITON
+
+
+def _is_cpu(platform: Any) -> bool:
+    return platform.is_cpu()
+
+
+def _lacks_cuda_indexer(platform: Any) -> bool:
+    return platform.is_cuda() and _vllm_indexer.lacking(platform)
+
+
+def _lacks_rocm_indexer(platform: Any) -> bool:
+    return platform.is_rocm() and _vllm_indexer.lacking(platform)
+
+
+def _cannot_convert_e4m3(platform: Any) -> bool:
+    """Triton's NVIDIA backend has no e4m3 before compute capability 8.9."""
+    return platform.is_cuda() and not platform.has_device_capability(89)
+
+
+def _lacks_flash_mla(platform: Any) -> bool:
+    flash_mla_of_vllm = importlib.import_module(_FLASH_MLA)
+    return not platform.is_cpu() and not flash_mla_of_vllm.is_flashmla_sparse_supported()[0]
+
+
+_DEEP_GEMM = "vllm.utils.deep_gemm"
+_OPS = "vllm._custom_ops"
+_FLASH_MLA = "vllm.v1.attention.ops.flashmla"
+_LAYER = "vllm.model_executor.layers.sparse_attn_indexer"
+_METADATA = "vllm.v1.attention.backends.mla.indexer"
+_CPU = "vllm.platforms.cpu:CpuPlatform"
+_WORKSPACE = "vllm.v1.worker.workspace"
+_FP8 = "vllm.model_executor.layers.quantization.utils.fp8_utils"
+
+BINDINGS = (
+    Binding(_DEEP_GEMM, "fp8_fp4_mqa_logits", fp8_fp4_mqa_logits, _vllm_indexer.lacking),
+    Binding(_DEEP_GEMM, "fp8_fp4_paged_mqa_logits", fp8_fp4_paged_mqa_logits, _vllm_indexer.lacking),
+    Binding(_DEEP_GEMM, "get_paged_mqa_logits_metadata", get_paged_mqa_logits_metadata, _vllm_indexer.lacking),
+    Binding(
+        _OPS, "indexer_k_quant_and_cache", indexer_k_quant_and_cache,
+        _lacks_operator("_C_cache_ops", "indexer_k_quant_and_cache"),
+    ),
+    Binding(
+        _OPS, "cp_gather_indexer_k_quant_cache", cp_gather_indexer_k_quant_cache,
+        _lacks_operator("_C_cache_ops", "cp_gather_indexer_k_quant_cache"),
+    ),
+    Binding(_OPS, "top_k_per_row_prefill", top_k_per_row_prefill, _lacks_operator("_C", "top_k_per_row_prefill")),
+    Binding(_OPS, "top_k_per_row_decode", top_k_per_row_decode, _lacks_operator("_C", "top_k_per_row_decode")),
+    Binding(
+        "vllm.model_executor.layers.indexer_topk", "get_indexer_topk", get_indexer_topk,
+        _lacks_operator("_C", "top_k_per_row_decode"),
+    ),
+    Binding(_FLASH_MLA, "flash_mla_sparse_fwd", flash_mla.flash_mla_sparse_fwd, _lacks_flash_mla, is_kernel=False),
+    Binding(_FLASH_MLA, "flash_mla_with_kvcache", flash_mla.flash_mla_with_kvcache, _lacks_flash_mla, is_kernel=False),
+    Binding(_FLASH_MLA, "get_mla_metadata", flash_mla.get_mla_metadata, _lacks_flash_mla, is_kernel=False),
+    Binding(_FLASH_MLA, "FlashMLASchedMeta", flash_mla.FlashMLASchedMeta, _lacks_flash_mla, is_kernel=False),
+    Binding(_FP8, "per_token_group_quant_fp8", per_token_group_quant_fp8, _is_cpu, is_kernel=False),
+    Binding(
+        _LAYER, "fused_indexer_q_rope_quant", fused_indexer_q_rope_quant, _cannot_convert_e4m3, is_kernel=False
+    ),
+    Binding(
+        _METADATA, "_BUILD_PREFILL_CHUNK_METADATA_KERNEL", build_prefill_chunk_metadata, _lacks_triton, is_kernel=False
+    ),
+    Binding(
+        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding", "forward_cpu", _rotation_on_cpu, _is_cpu,
+        is_kernel=False, wraps=True,
+    ),
+    Binding(_WORKSPACE, "current_workspace_manager", _workspace_of_cpu, _is_cpu, is_kernel=False, wraps=True),
+    Binding(
+        _LAYER, "has_deep_gemm", lambda: True, _lacks_cuda_indexer, is_kernel=False, for_importers=False
+    ),
+    Binding(f"{_LAYER}:SparseAttnIndexer", "forward_cpu", _by_names, _is_cpu, is_kernel=False, wraps=True),
+    Binding(
+        f"{_LAYER}:SparseAttnIndexer", "forward_hip", _by_names, _lacks_rocm_indexer, is_kernel=False, wraps=True
+    ),
+    Binding(
+        f"{_METADATA}:DeepseekV32IndexerBackend", "get_supported_kernel_block_sizes", _block_sizes, _is_cpu,
+        is_kernel=False, wraps=True,
+    ),
+)  # fmt: skip
+
+# What is decided before a model is loaded.
+PLATFORM = (
+    Binding(_CPU, "get_attn_backend_cls", _sparse_backend_on_cpu, _is_cpu, is_kernel=False, wraps=True),
+    Binding(_CPU, "check_and_update_config", _config_on_cpu, _is_cpu, is_kernel=False, wraps=True),
+)
+
+_bound: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, ours
+
+
+def bind(everywhere: bool = False) -> list[str]:
+    """Put ours where vLLM lacks its own, or for all kernels if `everywhere`; the names that are bound.
+
+    Raises:
+        Unsupported: vLLM has no such name.
+    """
+    platform = importlib.import_module("vllm.platforms").current_platform
+    applying = [one for one in BINDINGS if (everywhere and one.is_kernel) or one.lacking(platform)]
+    for one in applying:
+        _bind(one)
+    return [f"{one.owner.replace(':', '.')}.{one.name}" for one in applying]
+
+
+def bind_platform() -> None:
+    """Let vLLM's platform take sparse models."""
+    for one in PLATFORM:
+        _bind(one)
+
+
+def _bind(one: Binding) -> None:
+    module, _, cls = one.owner.partition(":")
+    home = importlib.import_module(module)
+    owner = getattr(home, cls) if cls else home
+    if one.name not in vars(owner):
+        raise Unsupported(f"expected vLLM to have {one.owner.replace(':', '.')}.{one.name}, which ours would replace")
+    original = vars(owner)[one.name]  # not getattr, so that a static method stays one
+    if any(owner is where and one.name == name for where, name, _, _ in _bound):
+        return
+    ours = one.ours(original) if one.wraps else one.ours
+    _bound.append((owner, one.name, original, ours))
+    for place in _holders(one.name, original) if one.for_importers and not cls else [owner]:
+        setattr(place, one.name, ours)
+
+
+def _holders(name: str, value: Any) -> list[Any]:
+    """The modules of vLLM that hold a value by a name: the one that defines it, and those that have imported it."""
+    modules = [module for path, module in [*sys.modules.items()] if path.partition(".")[0] == "vllm"]
+    return [module for module in modules if vars(module).get(name) is value]
+
+
+def unbind() -> None:
+    """Put back what `bind` has replaced, also in modules of vLLM that have imported ours since."""
+    while _bound:
+        owner, name, original, ours = _bound.pop()
+        for place in [owner, *_holders(name, ours)]:
+            setattr(place, name, original)
+
+
+def __getattr__(architecture: str) -> Any:
+    """The class of a model, for vLLM's registry; asking for it binds what the model needs."""
+    if architecture not in MODELS:
+        raise AttributeError(f"module {__name__!r} has no attribute {architecture!r}")
+    bind(_vllm_indexer.asked)
+    generic, own = MODELS[architecture]
+    if _vllm_indexer.lacking(importlib.import_module("vllm.platforms").current_platform):
+        return getattr(importlib.import_module(generic[0]), generic[1])
+    return getattr(importlib.import_module(own), architecture)
