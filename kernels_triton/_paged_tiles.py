@@ -75,6 +75,7 @@ def tile_sizes(call: Any) -> Sizes:
 def leaves_registers(call: Any) -> bool:
     """Whether registers suffice for 64 rows of 512 columns, although the accumulator alone takes half of them."""
     plain = not call.kv_format.eight_bit and call.soft_cap is None and call.draft_mask is None
+    plain = plain and call.alibi_slopes is None
     return plain and call.group & (call.group - 1) == 0 and not OLDER_COMPILER
 
 

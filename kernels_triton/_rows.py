@@ -20,13 +20,14 @@ SMALLEST_SCALE: tl.constexpr = tl.constexpr(1e-30)  # replaces a scale of 0, so 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Scaling(Constants):
-    """Which scales, caps and sinks a call has."""
+    """Which scales, caps, sinks and slopes a call has."""
 
     K_SCALE_STRIDE: int  # see `load_scale`
     V_SCALE_STRIDE: int
     SIGNED: bool  # whether the scale of logits may be negative
     HAS_SOFT_CAP: bool
     HAS_SINKS: bool
+    HAS_ALIBI: bool
 
 
 class Rows(NamedTuple):
@@ -39,12 +40,13 @@ class Rows(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """The scales and the soft cap of logits."""
+    """The scales, the soft cap and the ALiBi slopes of logits."""
 
     sm_scale: tl.tensor
     soft_cap: tl.tensor
     k_scale_ptr: tl.tensor  # see `load_scale`
     k_scale: tl.tensor
+    slopes_ptr: tl.tensor
 
 
 class QueryArray(NamedTuple):
@@ -97,6 +99,13 @@ def load_rows(array, rows, negative, SIGNED: tl.constexpr, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def load_slopes(slopes_ptr, rows, GROUP: tl.constexpr):
+    """The ALiBi slope of each row, in base 2; 0 for rows that do not exist."""
+    head = rows.kv_head * GROUP + rows.row % GROUP
+    return tl.load(slopes_ptr + head, mask=rows.row < rows.num_rows, other=0.0) * LOG2E
+
+
+@triton.jit
 def load_queries(array, rows, factors, SCALING: tl.constexpr, SHAPE: tl.constexpr):
     """A block of query rows as `Queries`."""
     scale = load_scale(factors.k_scale_ptr, rows.kv_head, factors.k_scale, SCALING.K_SCALE_STRIDE) * factors.sm_scale
@@ -105,7 +114,10 @@ def load_queries(array, rows, factors, SCALING: tl.constexpr, SHAPE: tl.constexp
     unit = outer  # a stand-in, not used without Q_UNITS
     if SHAPE.Q_UNITS:
         q, unit = in_float16(q)
-    return Queries(q, unit, inner, cap, outer)
+    slope = outer  # a stand-in, not used without HAS_ALIBI
+    if SCALING.HAS_ALIBI:
+        slope = load_slopes(factors.slopes_ptr, rows, SHAPE.GROUP)
+    return Queries(q, unit, inner, cap, outer, slope)
 
 
 @triton.jit

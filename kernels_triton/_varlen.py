@@ -48,6 +48,7 @@ class Config(Constants):
     V: Layout
     OUT: Layout  # the forward kernel's output, and the gradient of that output
     HAS_SOFT_CAP: bool
+    HAS_ALIBI: bool
     HAS_SINKS: bool = False
     NEGATED: bool = False  # whether queries are negated, because the scale of logits is negative
     HAS_SHARE: bool = False  # whether weights in the gradient have a further factor, `share`
@@ -131,6 +132,7 @@ def shared_arguments(
         "V": layout("v", call.v_head_dim, parts_of_values),
         "OUT": layout("d_out", call.v_head_dim, parts_of_values, call.group),
         "HAS_SOFT_CAP": call.soft_cap is not None,
+        "HAS_ALIBI": call.alibi_slopes is not None,
     }  # fmt: skip
 
 

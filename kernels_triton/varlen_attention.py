@@ -15,9 +15,9 @@ from ragged_attention.kernels_triton import _varlen
 from ragged_attention.kernels_triton._compiler import first_of_block
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._mask import Mask, sees
-from ragged_attention.kernels_triton._rows import Rows, logit_scales
+from ragged_attention.kernels_triton._rows import Rows, load_slopes, logit_scales
 from ragged_attention.kernels_triton._sequences import VARYING, block_start, end_blocks, max_blocks, whole_blocks
-from ragged_attention.kernels_triton._softmax import finish, online_softmax, soft_capped
+from ragged_attention.kernels_triton._softmax import biased, finish, online_softmax, soft_capped
 from ragged_attention.kernels_triton._tiles import (
     WGMMA,
     Sizes,
@@ -41,7 +41,8 @@ from ragged_attention.kernels_triton._varlen import (
 )
 
 FEATURES = frozenset({
-    "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
+    "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
+    "deterministic",
 })  # fmt: skip
 
 
@@ -101,6 +102,7 @@ class Queries(NamedTuple):
     inner: tl.tensor
     cap: tl.tensor
     outer: tl.tensor
+    slope: tl.tensor  # each row's ALiBi slope in base 2, if HAS_ALIBI
 
 
 @triton.jit
@@ -120,10 +122,14 @@ def attend(queries, state, arrays, blocks, visible, mask, CONFIG: tl.constexpr, 
         logits = product(queries.q, k)
         if CONFIG.HAS_SOFT_CAP:
             logits = soft_capped(logits * queries.inner, queries.cap)
+        scale = queries.outer
+        if CONFIG.HAS_ALIBI:
+            logits = biased(logits, scale, queries.slope, visible.position, key, visible.low)
+            scale = 1.0
         if MASKED:
             seen = sees(visible.position[:, None], key[None, :], visible.kv_len, mask, CONFIG.MASK)
             logits = tl.where(seen, logits, float("-inf"))
-        weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, queries.outer)
+        weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, scale)
         rounded = narrow(weights, queries.q[0].dtype)
         v = load_rows(arrays.v, block, readable, MASKED, BLOCK_KV, CONFIG.V)
         acc = accumulate(rounded, v, times(acc, alpha[:, None]))
@@ -151,7 +157,7 @@ def negated(parts):
 
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, sinks_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, sinks_ptr, slopes_ptr, out_ptr, lse_ptr,
     num_q_tokens, num_kv_tokens, num_seqs, window, q_head_stride, k_head_stride, v_head_stride, sm_scale, soft_cap,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
@@ -176,7 +182,11 @@ def forward_kernel(
             q = negated(q)
         rows = Rows(first_row + tl.arange(0, BLOCK_Q), num_rows, start, kv_head)
         visible, edges = visible_blocks(rows, first_row, q_len, kv_len, mask, CONFIG)
-        m_i, l_i, acc = attend_all(Queries(q, inner, cap, outer), Keys(k_rows, v_rows), edges, visible, mask, CONFIG)
+        slope = outer  # a stand-in, not used without HAS_ALIBI
+        if CONFIG.HAS_ALIBI:
+            slope = load_slopes(slopes_ptr, rows, GROUP)
+        queries = Queries(q, inner, cap, outer, slope)
+        m_i, l_i, acc = attend_all(queries, Keys(k_rows, v_rows), edges, visible, mask, CONFIG)
 
         row = first_row + tl.arange(0, BLOCK_Q)
         head = kv_head * GROUP + row % GROUP
@@ -189,10 +199,11 @@ def forward_kernel(
 def run(call: VarlenAttention, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns out and lse."""
     arrays, edges, numbers, config = _varlen.shared_arguments(call, launch, "q", "k", "v")
+    sinks, slopes = (edges[0] if heads is None else launch.packed(heads) for heads in (call.sinks, call.alibi_slopes))
     return launch(
         forward_kernel,
         (max_blocks(call.num_q_tokens * call.group, tile.block_q, call.num_seqs), call.num_kv_heads),
-        (*arrays.values(), *edges, edges[0] if call.sinks is None else launch.packed(call.sinks)),
+        (*arrays.values(), *edges, sinks, slopes),
         [(call.out_shape, call.q.dtype), (call.q.shape[:2], "float32")],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -53,9 +53,10 @@ from ragged_attention.kernels_triton._varlen import (
 )
 
 PREPARED = 2048  # elements of `out` that one program of `prepare_kernel` reads
-TERMS: tl.constexpr = tl.constexpr(4)  # numbers stored per row: norm, offset, share, and one unused number
+TERMS: tl.constexpr = tl.constexpr(4)  # numbers stored per row: norm, offset, share, and the ALiBi slope in base 2
 FEATURES = frozenset({
-    "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
+    "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
+    "deterministic",
 })  # fmt: skip
 
 
@@ -154,13 +155,13 @@ def dq_sizes(call: Any) -> Sizes:
 
 @triton.jit(do_not_specialize=VARYING)
 def prepare_kernel(
-    out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, sinks_ptr,
+    out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, sinks_ptr, slopes_ptr,
     terms_ptr, parts_ptr,
     num_tokens, out_token_stride, out_head_stride, d_out_token_stride, d_out_head_stride, lse_stride, d_lse_stride,
-    HAS_SINKS: tl.constexpr, HAS_D_LSE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_D_LSE: tl.constexpr, HAS_ALIBI: tl.constexpr,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute `norm`, `offset` and `share` for a block of tokens of one head.
+    """Compute `norm`, `offset` and `share` for a block of tokens of one head, and copy its slope.
 
     They go to `terms` [K, T_q, GROUP, TERMS]. The block's contribution to the head's d_sink goes to `parts` [blocks,
     H]. A row whose lse is -inf has seen no key. Its norm is inf, and its offset and share are 0.
@@ -200,7 +201,10 @@ def prepare_kernel(
     offset = tl.where(saw_keys, offset, 0.0)
     share = tl.where(saw_keys, share, 0.0)
     row_terms = terms_ptr + (((head // GROUP).to(tl.int64) * num_tokens + token) * GROUP + head % GROUP) * TERMS
-    terms = tl.join(tl.join(norm, share), tl.join(offset, share))
+    slope = share  # not used without HAS_ALIBI
+    if HAS_ALIBI:
+        slope = tl.full([BLOCK], 1.0, tl.float32) * (tl.load(slopes_ptr + head) * LOG2E)
+    terms = tl.join(tl.join(norm, share), tl.join(offset, slope))
     terms = tl.reshape(terms, [BLOCK, TERMS])
     tl.store(row_terms[:, None] + tl.arange(0, TERMS)[None, :], terms, mask=inside[:, None])
 
@@ -221,6 +225,7 @@ class RowBlock(NamedTuple):
     norm: tl.tensor
     offset: tl.tensor
     share: tl.tensor
+    alibi: tl.tensor  # the rows' slopes
     scales: tl.tuple
 
 
@@ -284,14 +289,14 @@ def logit_gradients(weights, slope, d_weights, offset, share, CONFIG: tl.constex
 
 @triton.jit
 def load_terms(terms_ptr, first, readable, MASKED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr = 1):
-    """(norm, offset, share) of the rows [first, first + BLOCK). If MASKED, they are 0 for unreadable rows.
+    """(norm, offset, share, slope) of the rows [first, first + BLOCK). If MASKED, they are 0 for unreadable rows.
 
     Each number has its own load, so that it does not take registers before it is needed.
     """
     base, rest = aligned_down(first, STEP)
     row_terms = terms_ptr + tl.cast(base, tl.int64) * TERMS + (rest + tl.arange(0, BLOCK)) * TERMS
     terms = ()
-    for index in tl.static_range(3):
+    for index in tl.static_range(TERMS):
         term = tl.load(row_terms + index, mask=readable, other=0.0) if MASKED else tl.load(row_terms + index)
         terms += (term,)
     return terms
@@ -322,9 +327,12 @@ def visit_rows(keys, sums, arrays, blocks, seeing, mask, CONFIG: tl.constexpr, M
         d_out = load_rows(arrays.d_out, block, readable, MASKED, BLOCK_Q, CONFIG.OUT, STEP)
         products = product(keys.k, q)
         seen = sees((row // GROUP)[None, :], seeing.key[:, None], seeing.q_len, mask, KIND)
-        norm, offset, share = load_terms(arrays.terms_ptr, block, readable, MASKED, BLOCK_Q, TERMS_STEP)
+        norm, offset, share, alibi = load_terms(arrays.terms_ptr, block, readable, MASKED, BLOCK_Q, TERMS_STEP)
+        norm = norm[None, :]
+        if CONFIG.HAS_ALIBI:
+            norm = norm - alibi[None, :] * (seeing.key[:, None] - (row // GROUP)[None, :]).to(tl.float32)
         HIDDEN: tl.constexpr = MASKED and (KIND.CAUSAL or KIND.HAS_FIRST_KEY)  # otherwise every row sees every key
-        weights, slope = weigh(products, norm[None, :], seen, keys.scales, HIDDEN, CONFIG.HAS_SOFT_CAP)
+        weights, slope = weigh(products, norm, seen, keys.scales, HIDDEN, CONFIG.HAS_SOFT_CAP)
         shared = weights
         if CONFIG.HAS_SHARE:
             shared = weights * share[None, :]
@@ -417,7 +425,10 @@ def visit_keys(rows, dq, arrays, blocks, visible, mask, CONFIG: tl.constexpr, MA
         products = product(rows.q, k)
         d_weights = product(rows.d_out, v)
         seen = sees(visible.position[:, None], key[None, :], visible.kv_len, mask, CONFIG.MASK)
-        weights, slope = weigh(products, rows.norm[:, None], seen, rows.scales, MASKED, CONFIG.HAS_SOFT_CAP)
+        norm = rows.norm[:, None]
+        if CONFIG.HAS_ALIBI:
+            norm = norm - rows.alibi[:, None] * (key[None, :] - visible.position[:, None]).to(tl.float32)
+        weights, slope = weigh(products, norm, seen, rows.scales, MASKED, CONFIG.HAS_SOFT_CAP)
         d_logits = logit_gradients(weights, slope, d_weights, rows.offset[:, None], rows.share[:, None], CONFIG)
         dq = accumulate(narrow(d_logits, rows.q[0].dtype), k, dq)
     return dq
@@ -461,8 +472,8 @@ def dq_kernel(
         scales = signed_scales(sm_scale, soft_cap, CONFIG.HAS_SOFT_CAP)
         q = load_rows(q_rows, first_row, readable, True, BLOCK_Q, CONFIG.Q)
         d_out = load_rows(d_out_rows, first_row, readable, True, BLOCK_Q, CONFIG.OUT)
-        norm, offset, share = load_terms(terms_ptr, first_row, readable, True, BLOCK_Q)
-        rows = RowBlock(q, d_out, norm, offset, share, scales)
+        norm, offset, share, alibi = load_terms(terms_ptr, first_row, readable, True, BLOCK_Q)
+        rows = RowBlock(q, d_out, norm, offset, share, alibi, scales)
         dq = visit_all_keys(rows, Keys(k_rows, v_rows), edges, visible, mask, CONFIG)
         store_rows(dq_ptr, start, kv_head, first_row, times(dq, sm_scale), row < num_rows, BLOCK_Q, CONFIG.Q)
 
@@ -474,11 +485,11 @@ def prepare(call: Any, d_out: Any, launch: Any) -> tuple[Any, Any | None]:
     pad = next_power_of_2(call.v_head_dim)
     block = max(16, min(128, PREPARED // pad))
     blocks = cdiv(call.num_q_tokens, block)
-    sinks = lse if call.sinks is None else launch.packed(call.sinks)
+    sinks, slopes = (lse if heads is None else launch.packed(heads) for heads in (call.sinks, call.alibi_slopes))
     terms, parts = launch(
         prepare_kernel,
         (blocks, call.num_q_heads),
-        (out, d_out, lse, d_lse, sinks),
+        (out, d_out, lse, d_lse, sinks, slopes),
         [
             ((call.num_kv_heads, call.num_q_tokens, call.group, TERMS.value), "float32"),
             ((1, 1) if call.sinks is None else (blocks, call.num_q_heads), "float32"),
@@ -489,6 +500,7 @@ def prepare(call: Any, d_out: Any, launch: Any) -> tuple[Any, Any | None]:
         d_lse_stride=launch.strides(d_lse)[0],
         HAS_SINKS=call.sinks is not None,
         HAS_D_LSE=call.d_lse is not None,
+        HAS_ALIBI=call.alibi_slopes is not None,
         GROUP=call.group,
         NUM_HEADS=call.num_q_heads,
         DV=call.v_head_dim,

@@ -130,6 +130,17 @@ class Call(abc.ABC):
         return f"{cls.OPERATION} has no gradient: {reason}"
 
     @classmethod
+    def no_gradient_of(cls, index: int) -> str | None:
+        """The error message for differentiating by a flat argument that is a constant, None if it is none.
+
+        An operation has gradients with respect to its DIFFERENTIABLE arguments. All others are constants.
+        """
+        name = next(name for name, (first, stop) in cls.RANGES.items() if first <= index < stop)
+        if name in cls.DIFFERENTIABLE:
+            return None
+        return f"{cls.OPERATION} has no gradient with respect to {name}: expected {name} without one"
+
+    @classmethod
     def expect_gradient(cls, arguments: Mapping[str, Any]) -> None:
         """Raise `InvalidInput` if a differentiable operation has no gradient with these arguments."""
         del arguments

@@ -44,6 +44,7 @@ class VarlenCall(GroupedCall):
     sliding_window: Any
     soft_cap: Any
     sinks: Any
+    alibi_slopes: Any
 
     def _check(self, sizes: Sizes) -> None:
         expect_nonempty("k", "num_kv_heads", self.num_kv_heads)
@@ -97,6 +98,7 @@ EDGES = ArrayKind("S+1", INT32)
 HINT = Integer(symbolic=True, hint=True)
 WINDOW = Integer(least=1, symbolic=True)
 SINKS = ArrayKind("H", like_lse)
+SLOPES = ArrayKind("H", like_lse)
 
 
 @record
@@ -120,6 +122,7 @@ class VarlenAttention(VarlenCall):
     sliding_window: int | None = field(WINDOW, default=None)
     soft_cap: float | None = field(Number(positive=True), default=None)
     sinks: Any = field(SINKS, default=None)
+    alibi_slopes: Any = field(SLOPES, default=None)
     deterministic: bool = field(Flag(), default=False)
 
     def results(self) -> tuple[Result, ...]:
@@ -148,6 +151,7 @@ class VarlenAttentionBackward(VarlenCall):
     sliding_window: int | None = field(WINDOW, default=None)
     soft_cap: float | None = field(Number(positive=True), default=None)
     sinks: Any = field(SINKS, default=None)
+    alibi_slopes: Any = field(SLOPES, default=None)
     deterministic: bool = field(Flag(), default=False)
 
     def results(self) -> tuple[Result, ...]:

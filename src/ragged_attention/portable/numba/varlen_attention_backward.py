@@ -18,10 +18,22 @@ from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix
 from ragged_attention.portable.numba._records import NO_MEMORY, Fields, mark_failed, programs, record_at, up_to
 from ragged_attention.portable.numba._sequences import PACKED, first_key_of, kv_len_of, queries_of, within
 from ragged_attention.portable.numba._splits import lister, splits_of
-from ragged_attention.portable.numba._vectors import LANES, add_row, add_to, allocate, compiled, release, set_int, zero
+from ragged_attention.portable.numba._vectors import (
+    LANES,
+    add_row,
+    add_to,
+    allocate,
+    compiled,
+    float_at,
+    release,
+    set_float,
+    set_int,
+    zero,
+)
 
 FIELDS = Fields(
-    operands=("d_out", "q", "k", "v", "out", "lse", "cu_q_lens", "cu_kv_lens", "d_lse", "sinks"),
+    operands=("d_out", "q", "k", "v", "out", "lse", "cu_q_lens", "cu_kv_lens", "d_lse", "sinks",
+              "alibi_slopes"),
     results=("dq", "dk", "dv", "d_sinks"),
     numbers=(
         "num_tokens", "num_kv_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "max_num_seqs",
@@ -34,7 +46,8 @@ FIELDS = Fields(
 )  # fmt: skip
 call_of = FIELDS.at
 FEATURES = frozenset({
-    "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
+    "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
+    "deterministic",
 })  # fmt: skip
 # The keys of a sequence are split if one of its KV heads has more than 1/SHARES of the call's work. There are few
 # splits, since each of them stores the gradients of all queries of its sequence.
@@ -158,6 +171,9 @@ def read_queries(call, tile, seq, head, first, last):
             sees = read_row(call, tile, row, token, q_head, source)
             set_int(tile.left, row, left)
             set_int(tile.right, row, right if sees else left)
+            if call.alibi_slopes:
+                set_float(tile.slopes, row, float_at(call.alibi_slopes, q_head))
+                set_int(tile.positions, row, position)
             row += 1
     zero(tile.q + 4 * row * tile.width, 4 * (tile.rows - row) * tile.width)
     zero(tile.d_out + 4 * row * tile.v_width, 4 * (tile.rows - row) * tile.v_width)

@@ -96,3 +96,8 @@ def logits_of(products: jax.Array, scale: Any, soft_cap: float | None) -> jax.Ar
     """The logits of products q . k; `scale` broadcasts against them."""
     logits = products * scale
     return logits if soft_cap is None else soft_capped(logits, soft_cap)
+
+
+def biased(logits: jax.Array, slopes: jax.Array, distance: jax.Array) -> jax.Array:
+    """Logits [..., R, N] with what ALiBi adds: `slopes` [..., R] times the distance [R, N] of a key after its query."""
+    return logits + slopes[..., None] * distance.astype(logits.dtype)

@@ -5,6 +5,7 @@ holds the arrays, one tile and one block. Arrays are heads-first and in the comp
 head are rows of one matrix, so keys and values are never repeated.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -75,6 +76,7 @@ class Keys(NamedTuple):
     size: int
     seen: jax.Array  # bool [query rows, size]: whether a query row sees a key
     any_seen: jax.Array  # bool [size, 1]: whether any query row sees a key
+    distance: jax.Array  # i32 [query rows, size], a key's position minus that of a row's query
 
     def rows(self, array: jax.Array) -> jax.Array:
         """The block's rows [K, size, ...] of an array [K, T, ...]; 0 if no query sees the row, which may hold NaN."""
@@ -121,8 +123,9 @@ def over_keys(call: VarlenCall, tile: Tile, queries: Queries, step: Callable[[Ke
             seen &= key <= queries.last[:, None]
         if window is not None:
             seen &= key > queries.last[:, None] - window
-        by_row = jnp.repeat(seen, call.group, axis=0)
-        return step(Keys(first, size, by_row, seen.any(axis=0)[:, None]), state)
+        by_row = functools.partial(jnp.repeat, repeats=call.group, axis=0)
+        distance = by_row(key - queries.last[:, None])
+        return step(Keys(first, size, by_row(seen), seen.any(axis=0)[:, None], distance), state)
 
     count = (jnp.maximum(queries.stop - queries.start, 0) + (size - 1)) // size
     return fori_loop(jnp.int32(0), count, one, state)

@@ -255,6 +255,7 @@ class Batch(RaggedTables):
     OF_TOKENS: ClassVar[tuple[str, ...]] = ("q", "draft_mask")
 
     kv_pages: Pages
+    alibi_slopes: NDArray[np.float32] | None = None
     k_scale: float | NDArray[np.float32] | None = None
     v_scale: float | NDArray[np.float32] | None = None
     draft_mask: NDArray[np.bool_] | None = None
@@ -365,6 +366,7 @@ class Spec:
     soft_cap: float | None = None
     sm_scale: float | None = None
     sinks: str | None = None  # normal, -inf, +inf, mixed
+    alibi: str | None = None  # usual, mixed
     draft: int | None = None  # columns of a draft mask, each entry of which is as likely set as not
     scales: str | None = None  # how k_scale and v_scale are given: float, array, heads
     q_scales: str | None = None  # the same of q_scale, with e4m3 queries that are widened to dtype
@@ -401,6 +403,7 @@ class Spec:
             sliding_window=self.sliding_window,
             soft_cap=self.soft_cap,
             sinks=sinks_of(rng, heads, self.sinks),
+            alibi_slopes=slopes_of(rng, heads, self.alibi),
             k_scale=self._scale(rng, cache_dtype),
             v_scale=self._scale(rng, cache_dtype),
             draft_mask=None if self.draft is None else rng.random((len(q), self.draft)) < 0.5,
@@ -469,3 +472,14 @@ def sinks_of(rng: np.random.Generator, heads: int, kind: str | None) -> NDArray[
         normal[rng.random(heads) < 0.4] = -np.inf
         normal[rng.random(heads) < 0.2] = np.inf
     return {"-inf": np.full_like(normal, -np.inf), "+inf": np.full_like(normal, np.inf)}.get(kind, normal)
+
+
+def slopes_of(rng: np.random.Generator, heads: int, kind: str | None) -> NDArray[np.float32] | None:
+    """ALiBi slopes of so many heads: the usual powers of a half, or mixed, of either sign and 0."""
+    if kind is None:
+        return None
+    if kind == "usual":
+        return (0.5 ** (1 + np.arange(heads) % 8)).astype(np.float32)
+    mixed = (0.3 * rng.standard_normal(heads)).astype(np.float32)
+    mixed[rng.random(heads) < 0.2] = 0
+    return mixed

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ragged_attention.reference.varlen_attention import sequences, varlen_attention
 from ragged_attention.testing import formats
 from ragged_attention.testing.mla.specs import sinks_of
-from ragged_attention.testing.paged.specs import Arrays
+from ragged_attention.testing.paged.specs import Arrays, slopes_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,6 +35,7 @@ class VarlenBatch(Arrays):
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: NDArray[np.float32] | None = None
+    alibi_slopes: NDArray[np.float32] | None = None
     deterministic: bool = False
 
     @property
@@ -123,6 +124,7 @@ class VarlenSpec:
     soft_cap: float | None = None
     sm_scale: float | None = None
     sinks: str | None = None  # normal, -inf, +inf, mixed
+    alibi: str | None = None  # usual, mixed
     deterministic: bool = False
     poison: str | None = None  # nan or inf in all that takes no part
     strided: bool = False
@@ -150,6 +152,7 @@ class VarlenSpec:
             sliding_window=self.sliding_window,
             soft_cap=self.soft_cap,
             sinks=sinks_of(rng, self.heads, self.sinks),
+            alibi_slopes=slopes_of(rng, self.heads, self.alibi),
             deterministic=self.deterministic,
             dtype=self.dtype,
             strided=self.strided,

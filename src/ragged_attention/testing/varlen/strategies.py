@@ -39,6 +39,7 @@ def varlen_specs(draw: st.DrawFn, *, clean: bool = False) -> VarlenSpec:
         soft_cap=draw(st.sampled_from([None, None, None, 2.0, 30.0])),
         sm_scale=draw(st.sampled_from([None, None, None, 0.05, -0.05, 0.0])),
         sinks=draw(st.sampled_from([None, None, "normal", "mixed"])),
+        alibi=draw(st.sampled_from([None, None, "usual", "mixed"])),
         deterministic=draw(st.booleans()),
         poison=None if clean else draw(st.sampled_from(["nan", "nan", "inf", None])),
         strided=draw(st.booleans()),
