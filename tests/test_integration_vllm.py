@@ -296,8 +296,13 @@ class Step:
         assert (output[self.tokens :] == KEPT).all()
         return output[: self.tokens]
 
-    def dense(self, *, window: int | None = None, cap: float | None = None, sinks: Any = None) -> torch.Tensor:
-        """The same by sequences, heads and softmax in float64, from the values that the cache holds."""
+    def dense(
+        self, *, window: int | None = None, cap: float | None = None, sinks: Any = None, slopes: Any = None
+    ) -> torch.Tensor:  # fmt: skip
+        """The same by sequences, heads and softmax in float64, from the values that the cache holds.
+
+        ALiBi is vLLM's: keys count from the first new one.
+        """
         outs, begin, scale = [], 0, 0.3
         group = self.q.shape[1] // self.k.shape[1]
         for row, (q_len, kv_len) in enumerate(self.lens):
@@ -310,6 +315,8 @@ class Step:
             logits = scale * torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1))
             if cap is not None:
                 logits = cap * torch.tanh(logits / cap)
+            if slopes is not None:
+                logits = logits + torch.tensor(slopes).double()[:, None, None] * (at - (kv_len - q_len))
             own = torch.arange(kv_len - q_len, kv_len)[:, None]
             seen = (at <= own) & (at > own - (window or kv_len + 1))
             logits = logits.masked_fill(~seen, float("-inf"))
@@ -386,6 +393,16 @@ def test_windows_soft_caps_and_sinks(options, features, sink_dtype, vllm, backen
     assert agrees(step.run(implementation(**options)), step.dense(**features).detach(), "float32")
 
 
+@pytest.mark.parametrize(
+    ("options", "features"), [({}, {}), ({"sliding_window": 9, "logits_soft_cap": 1.5}, {"window": 9, "cap": 1.5})]
+)
+def test_alibi(options, features, vllm, backend):
+    slopes = [0.5, 0.25, 0.125, 0.0625]
+    step = Step(MIXED)
+    out = step.run(implementation(alibi_slopes=slopes, **options))
+    assert agrees(out, step.dense(slopes=slopes, **features), "float32")
+
+
 @pytest.mark.parametrize("scales", [(0.5, 0.25), ([0.5, 0.125], [0.25, 2.0])], ids=["one", "a_head"])
 @pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e5m2"])
 def test_8_bit_caches(cache_dtype, scales, vllm, backend):
@@ -456,7 +473,10 @@ def test_other_layers_share_a_step_by_other_tables(vllm):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"alibi_slopes": [0.5] * 4}, "expected alibi_slopes to be None for RAGGED, got"),
+        (
+            {"alibi_slopes": [0.5] * 4, "sinks": torch.zeros(4)},
+            "expected sinks to be None with alibi_slopes for RAGGED, got both",
+        ),
         ({"attn_type": "encoder_only"}, "expected attn_type='decoder' for RAGGED, got 'encoder_only'"),
         ({"attn_type": "encoder_decoder"}, "expected attn_type='decoder' for RAGGED, got 'encoder_decoder'"),
         (

@@ -135,7 +135,10 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        RaggedAttentionBackend.expect_layer(attn_type, kv_cache_dtype, alibi_slopes=alibi_slopes)
+        RaggedAttentionBackend.expect_layer(attn_type, kv_cache_dtype)
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        if self.alibi_slopes is not None and sinks is not None:  # vLLM's slopes count from elsewhere, which sinks see
+            raise Unsupported("expected sinks to be None with alibi_slopes for RAGGED, got both")
         if sinks is not None and sinks.shape != (num_heads,):
             raise Unsupported(f"expected sinks of shape [num_heads={num_heads}], got {list(sinks.shape)}")
         self.num_heads = num_heads
@@ -173,6 +176,8 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
         """
         if output_scale is not None or output_block_scale is not None:
             raise Unsupported("expected output_scale and output_block_scale to be None, got a quantised output")
+        if self.alibi_slopes is not None:  # moved once, in the profiling run
+            self.alibi_slopes = self.alibi_slopes.to(query.device)
         if attn_metadata is None:
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
@@ -183,7 +188,8 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
                 query[:tokens], pages, attn_metadata.kv_lens, attn_metadata.page_indices, attn_metadata.cu_q_lens,
                 max_q_len=attn_metadata.max_q_len, sm_scale=self.scale, sliding_window=self.sliding_window,
                 soft_cap=self.logits_soft_cap, sinks=None if self.sinks is None else self.sinks.detach().float(),
-                k_scale=k_scale, v_scale=v_scale, out=output[:tokens].view(tokens, self.num_heads, pages[1].shape[-1]),
+                alibi_slopes=self.alibi_slopes, k_scale=k_scale, v_scale=v_scale,
+                out=output[:tokens].view(tokens, self.num_heads, pages[1].shape[-1]),
             )  # fmt: skip
         return output
 
