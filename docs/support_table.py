@@ -99,6 +99,7 @@ ROWS = {
         dataclasses.replace(DECODE, **change)
         for change in ({"sliding_window": 128}, {"soft_cap": 30.0}, {"sinks": True}, {"return_lse": True})
     ],
+    ("ragged_paged_attention", "ALiBi"): [dataclasses.replace(s, alibi_slopes=True) for s in (DECODE, WIDE)],
     ("ragged_paged_attention", "draft masks"): [dataclasses.replace(sample, draft=8) for sample in (DECODE, WIDE)],
     ("ragged_paged_attention", "heads of 80, 96, 256, 512; ratio 7; pages of 24"): [
         *(dataclasses.replace(DECODE, head_dim=head_dim) for head_dim in (80, 96, 256, 512)),
@@ -166,6 +167,7 @@ ROWS = {
         for what, samples in {
             "f32, f16, bf16": VARLEN,
             "window, soft cap, sinks; heads of 40, 80, 256, 192/128; ratio 7": ODD_VARLEN,
+            "ALiBi": [VarlenSample(alibi_slopes=True)],
         }.items()
     },
     ("make_decode_schedule", "dense, sparse"): [dataclasses.replace(LATENT, topk=topk) for topk in (0, 2048)],

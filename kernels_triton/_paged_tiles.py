@@ -57,7 +57,8 @@ def tile_sizes(call: Any) -> Sizes:
     if arch == "sm_90":
         powers = all(n & (n - 1) == 0 for n in (call.group, call.page_size))
         windowed = key_limit(call) is not None and width > 64
-        if call.kv_format.eight_bit or not powers or windowed:  # decoding, division and masks take registers
+        biased = call.alibi_slopes is not None
+        if call.kv_format.eight_bit or not powers or windowed or biased:  # decoding, division and masks take registers
             return Sizes(128, 64, 8, 3, edge_keys=32)
         keys = 64 if call.page_size in (1, 32, 64) else 128
         return Sizes(256, 64, 8, 3, edge_keys=32) if width <= 64 else Sizes(128, keys, 8, 3, edge_keys=64)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragged_attention.reference._kv_layout import Float64, per_head, sequence_bounds, split_pages, true_queries
+from ragged_attention.reference._kv_layout import Float64, per_head, sequence_bounds, split_pages, true_queries, widened
 from ragged_attention.reference._softmax import logits_of, share_of_keys, sink_of_each, slope_of_each, softmax
 
 FEATURES = frozenset({
@@ -41,7 +41,7 @@ def visible(
 def bias_of(q_len: int, kv_len: int, slope: float) -> Float64:
     """What ALiBi adds to the logits of one head, [q_len, kv_len]: `slope` times the key's distance after the query."""
     position = (kv_len - q_len + np.arange(q_len))[:, None]
-    return slope * (np.arange(kv_len)[None, :] - position)
+    return slope * widened(np.arange(kv_len)[None, :] - position)
 
 
 def attend(

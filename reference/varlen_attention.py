@@ -60,7 +60,7 @@ def varlen_attention(
             kv_head = head // (num_q_heads // num_kv_heads)
             out[rows, head], lse[rows, head] = attend(
                 q[rows, head], k[keys, kv_head], v[keys, kv_head], seen, scale, soft_cap, sinks[head],
-                bias_of(*seen.shape, slopes[head]),
+                bias_of(len(seen), seen.shape[1], slopes[head]),
             )  # fmt: skip
     return out, lse
 

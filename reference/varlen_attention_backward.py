@@ -92,7 +92,7 @@ def varlen_attention_backward(
             dq[rows, head], more_dk, more_dv = attend_backward(
                 d_out[rows, head], q[rows, head], k[keys, kv_head], v[keys, kv_head], seen,
                 lse[rows, head], share[rows, head], delta[rows, head], d_lse[rows, head], scale, soft_cap,
-                bias_of(*seen.shape, slopes[head]),
+                bias_of(len(seen), seen.shape[1], slopes[head]),
             )  # fmt: skip
             dk[keys, kv_head] += more_dk
             dv[keys, kv_head] += more_dv

@@ -96,6 +96,7 @@ class Sample(AnySample):
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    alibi_slopes: bool = False
     scale: float | None = None  # the scale of a quantised cache, for both K and V
     return_lse: bool = False
     draft: int | None = None  # number of a draft mask's columns
@@ -239,6 +240,7 @@ class VarlenSample(AnySample):
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    alibi_slopes: bool = False
     d_lse: bool = False  # whether the gradient of lse is given
 
     @property

@@ -204,14 +204,15 @@ def slopes_shift_the_lse(runner: Runner, spec: Spec) -> None:
     """If all keys are alike, the lse is that of the slopes alone, and the result of what they weigh."""
     batch = spec.build().change(sm_scale=0.0, soft_cap=None, sinks=None)
     rng = np.random.default_rng(spec.seed)
-    batch = batch.change(alibi_slopes=rng.uniform(-0.5, 0.5, batch.q.shape[1]).astype(np.float32))
+    slopes = rng.uniform(-0.5, 0.5, batch.q.shape[1]).astype(np.float32)
+    batch = batch.change(alibi_slopes=slopes)
     _, lse = runner.run(batch.OPERATION, batch, return_lse=True)
     want = np.full(lse.shape, -np.inf)
     for seq, (start, stop) in enumerate(batch.bounds()):
         distance = (
             np.arange(batch.kv_len(seq)) - (batch.kv_len(seq) - (stop - start) + np.arange(stop - start))[:, None]
         )
-        bias = batch.alibi_slopes.astype(np.float64)[:, None] * distance[:, None]
+        bias = slopes.astype(np.float64)[:, None] * distance[:, None]
         seen = np.where(batch.seen(seq)[:, None], bias, -np.inf)
         want[start:stop] = np.logaddexp.reduce(seen, axis=2, initial=-np.inf)
     agrees(lse, want, f"lse {batch.kind}", "lse")
