@@ -40,17 +40,6 @@ def soft_capped(logits, cap):
 
 
 @triton.jit
-def biased(logits, scale, slope, position, keys, near):
-    """Logits [rows, keys] in base 2 with what ALiBi adds, given the rows' slopes in base 2.
-
-    Positions are counted from `near`, one of the rows' positions, so that float32 holds their differences exactly.
-    """
-    position = (position - near).to(tl.float32)
-    keys = (keys - near).to(tl.float32)
-    return logits * scale + slope[:, None] * (keys[None, :] - position[:, None])
-
-
-@triton.jit
 def matmul(a, b, acc):
     if INTERPRETED:
         a = a.to(tl.float32)

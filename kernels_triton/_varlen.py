@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ragged_attention.kernels_triton._bias import Bias
 from ragged_attention.kernels_triton._compiler import aligned_down
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import narrow
@@ -49,6 +50,7 @@ class Config(Constants):
     OUT: Layout  # the forward kernel's output, and the gradient of that output
     HAS_SOFT_CAP: bool
     HAS_ALIBI: bool
+    BIAS: Bias
     HAS_SINKS: bool = False
     NEGATED: bool = False  # whether queries are negated, because the scale of logits is negative
     HAS_SHARE: bool = False  # whether weights in the gradient have a further factor, `share`

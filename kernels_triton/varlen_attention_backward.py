@@ -18,6 +18,7 @@ import triton.language as tl
 
 from ragged_attention.calls import VarlenAttentionBackward
 from ragged_attention.kernels_triton import _varlen
+from ragged_attention.kernels_triton._bias import Table, bias_arguments, entries
 from ragged_attention.kernels_triton._compiler import aligned_down, first_of_block
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._mask import Mask, end_query, first_key, first_query, sees
@@ -56,7 +57,7 @@ PREPARED = 2048  # elements of `out` that one program of `prepare_kernel` reads
 TERMS: tl.constexpr = tl.constexpr(4)  # numbers stored per row: norm, offset, share, and the ALiBi slope in base 2
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "deterministic",
+    "relative_bias", "deterministic",
 })  # fmt: skip
 
 
@@ -108,6 +109,8 @@ def dkv_sizes(call: Any) -> Sizes:
         return Sizes(64, 64, 4, 2)
     if on_cuda_cores(call):
         return Sizes(16, 16, 4, 1)
+    if call.relative_bias is not None:  # the addresses of its entries take registers
+        return Sizes(32, 32, 8 if arch.startswith("sm_") else 4, 1)
     if not arch.startswith("sm_"):
         stages = stages_on_amd(arch, columns, 256 if OLDER_COMPILER else 320)
         return Sizes(32, 64 if columns <= 320 and call.soft_cap is None else 32, 4, stages)
@@ -144,6 +147,8 @@ def dq_sizes(call: Any) -> Sizes:
     if on_cuda_cores(call):
         spills = OLDER_COMPILER and arch == "sm_90"  # if it has eight warps
         return Sizes(16, 16, 8 if arch.startswith("sm_") and not spills else 4, 1)
+    if call.relative_bias is not None:
+        return Sizes(32, 32, 4, 1)
     if not arch.startswith("sm_"):
         return Sizes(64 if columns <= 320 else 32, 32, 4, stages_on_amd(arch, columns))
     if arch == "sm_90" and columns <= 192:
@@ -227,14 +232,16 @@ class RowBlock(NamedTuple):
     share: tl.tensor
     alibi: tl.tensor  # the rows' slopes
     scales: tl.tuple
+    table: tl.tuple  # their tables of the relative bias
 
 
 class RowArrays(NamedTuple):
-    """The addresses of one sequence's rows of one KV head."""
+    """The addresses of one sequence's rows of one KV head, and of their tables of the relative bias."""
 
     q: Array
     d_out: Array
     terms_ptr: tl.tensor
+    tables_ptr: tl.tensor
 
 
 class Seeing(NamedTuple):
@@ -303,6 +310,18 @@ def load_terms(terms_ptr, first, readable, MASKED: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
+def tables_of_head(bias_ptr, start, kv_head, BIAS: tl.constexpr, GROUP: tl.constexpr):
+    """The address of the first table of a sequence and KV head."""
+    return bias_ptr + start.to(tl.int64) * BIAS.TOKEN_STRIDE + kv_head.to(tl.int64) * (GROUP * BIAS.WIDTH)
+
+
+@triton.jit
+def row_tables(tables_ptr, row, BIAS: tl.constexpr, GROUP: tl.constexpr):
+    """The addresses of the tables of rows of a sequence and KV head."""
+    return tables_ptr + (row // GROUP).to(tl.int64) * BIAS.TOKEN_STRIDE + (row % GROUP) * BIAS.WIDTH
+
+
+@triton.jit
 def visit_rows(keys, sums, arrays, blocks, seeing, mask, CONFIG: tl.constexpr, MASKED: tl.constexpr):
     """Add the contributions of blocks of rows to the `sums` (dk / sm_scale, dv) of a block of keys; returns the sums.
 
@@ -331,6 +350,10 @@ def visit_rows(keys, sums, arrays, blocks, seeing, mask, CONFIG: tl.constexpr, M
         norm = norm[None, :]
         if CONFIG.HAS_ALIBI:
             norm = norm - alibi[None, :] * (seeing.key[:, None] - (row // GROUP)[None, :]).to(tl.float32)
+        if CONFIG.BIAS.WIDTH:
+            distance = (row // GROUP)[None, :] - seeing.key[:, None]
+            tables = row_tables(arrays.tables_ptr, row, CONFIG.BIAS, GROUP)
+            norm = norm - entries(tables[None, :], distance, readable[None, :], CONFIG.BIAS)
         HIDDEN: tl.constexpr = MASKED and (KIND.CAUSAL or KIND.HAS_FIRST_KEY)  # otherwise every row sees every key
         weights, slope = weigh(products, norm, seen, keys.scales, HIDDEN, CONFIG.HAS_SOFT_CAP)
         shared = weights
@@ -373,7 +396,7 @@ def seeing_blocks(low, q_len, kv_len, mask, CONFIG: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def dkv_kernel(
-    d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, dk_ptr, dv_ptr,
+    d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, bias_ptr, dk_ptr, dv_ptr,
     num_q_tokens, num_kv_tokens, num_seqs, window, d_out_head_stride, q_head_stride, k_head_stride, v_head_stride,
     sm_scale, soft_cap, CONFIG: tl.constexpr,
 ):  # fmt: skip
@@ -395,6 +418,7 @@ def dkv_kernel(
             rows_of(q_ptr, q_start, kv_head, q_head_stride, CONFIG.Q),
             rows_of(d_out_ptr, q_start, kv_head, d_out_head_stride, CONFIG.OUT),
             terms_ptr + (kv_head.to(tl.int64) * num_q_tokens + q_start) * (CONFIG.Q.GROUP * TERMS),
+            tables_of_head(bias_ptr, q_start, kv_head, CONFIG.BIAS, CONFIG.Q.GROUP),
         )
         k_rows = rows_of(k_ptr, start, kv_head, k_head_stride, CONFIG.K)
         v_rows = rows_of(v_ptr, start, kv_head, v_head_stride, CONFIG.V)
@@ -428,6 +452,9 @@ def visit_keys(rows, dq, arrays, blocks, visible, mask, CONFIG: tl.constexpr, MA
         norm = rows.norm[:, None]
         if CONFIG.HAS_ALIBI:
             norm = norm - rows.alibi[:, None] * (key[None, :] - visible.position[:, None]).to(tl.float32)
+        if CONFIG.BIAS.WIDTH:
+            distance = visible.position[:, None] - key[None, :]
+            norm = norm - entries(rows.table.rows[:, None], distance, rows.table.exists[:, None], CONFIG.BIAS)
         weights, slope = weigh(products, norm, seen, rows.scales, MASKED, CONFIG.HAS_SOFT_CAP)
         d_logits = logit_gradients(weights, slope, d_weights, rows.offset[:, None], rows.share[:, None], CONFIG)
         dq = accumulate(narrow(d_logits, rows.q[0].dtype), k, dq)
@@ -444,7 +471,7 @@ def visit_all_keys(rows, arrays, edges, visible, mask, CONFIG: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def dq_kernel(
-    d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, dq_ptr,
+    d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, bias_ptr, dq_ptr,
     num_q_tokens, num_kv_tokens, num_seqs, window, d_out_head_stride, q_head_stride, k_head_stride, v_head_stride,
     sm_scale, soft_cap, CONFIG: tl.constexpr,
 ):  # fmt: skip
@@ -473,7 +500,9 @@ def dq_kernel(
         q = load_rows(q_rows, first_row, readable, True, BLOCK_Q, CONFIG.Q)
         d_out = load_rows(d_out_rows, first_row, readable, True, BLOCK_Q, CONFIG.OUT)
         norm, offset, share, alibi = load_terms(terms_ptr, first_row, readable, True, BLOCK_Q)
-        rows = RowBlock(q, d_out, norm, offset, share, alibi, scales)
+        tables_ptr = tables_of_head(bias_ptr, start, kv_head, CONFIG.BIAS, GROUP)
+        table = Table(row_tables(tables_ptr, row, CONFIG.BIAS, GROUP), row < num_rows)
+        rows = RowBlock(q, d_out, norm, offset, share, alibi, scales, table)
         dq = visit_all_keys(rows, Keys(k_rows, v_rows), edges, visible, mask, CONFIG)
         store_rows(dq_ptr, start, kv_head, first_row, times(dq, sm_scale), row < num_rows, BLOCK_Q, CONFIG.Q)
 
@@ -519,7 +548,8 @@ def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns dq, dk, dv and, with sinks, d_sinks."""
     arrays, edges, numbers, config = _varlen.shared_arguments(call, launch, "d_out", "q", "k", "v")
     terms, parts = prepare(call, arrays["d_out"], launch)
-    inputs = (*arrays.values(), terms, *edges)
+    bias, config["BIAS"] = bias_arguments(call, launch, edges[0])
+    inputs = (*arrays.values(), terms, *edges, bias)
     config["HAS_SHARE"] = has_share(call)
     [dq] = launch(
         dq_kernel,

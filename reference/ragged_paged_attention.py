@@ -9,8 +9,8 @@ from ragged_attention.reference._kv_layout import Float64, per_head, sequence_bo
 from ragged_attention.reference._softmax import logits_of, share_of_keys, sink_of_each, slope_of_each, softmax
 
 FEATURES = frozenset({
-    "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "k_scale", "v_scale",
-    "return_lse", "draft_mask", "out_dtype",
+    "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
+    "k_scale", "v_scale", "return_lse", "draft_mask", "out_dtype",
 })  # fmt: skip
 BATCH_INVARIANT = True
 
@@ -38,10 +38,30 @@ def visible(
     return seen
 
 
-def bias_of(q_len: int, kv_len: int, slope: float) -> Float64:
-    """What ALiBi adds to the logits of one head, [q_len, kv_len]: `slope` times the key's distance after the query."""
-    position = (kv_len - q_len + np.arange(q_len))[:, None]
-    return slope * widened(np.arange(kv_len)[None, :] - position)
+def bias_of(q_len: int, kv_len: int, slope: float, table: Float64 | None = None, at_own: int = 0) -> Float64:
+    """What is added to the logits of one head, [q_len, kv_len]: `slope` times the key's distance after the query.
+
+    And the entry of `table`, [B] or [q_len, B], for their distance; column `at_own` is that of a query's own position.
+    """
+    distance = np.arange(kv_len)[None, :] - (kv_len - q_len + np.arange(q_len))[:, None]
+    bias = slope * widened(distance)
+    if table is None:
+        return bias
+    columns = np.clip(at_own - distance, 0, table.shape[-1] - 1)
+    return bias + np.take_along_axis(np.broadcast_to(table, (q_len, table.shape[-1])), columns, axis=1)
+
+
+def table_of(relative_bias: ArrayLike | None, head: int, rows: slice) -> Float64 | None:
+    """The table of a head for some rows of queries, [B] or [n, B]."""
+    if relative_bias is None:
+        return None
+    tables = widened(relative_bias)
+    return tables[head] if tables.ndim == 2 else tables[rows, head]
+
+
+def column_at_own(relative_bias: ArrayLike | None, causal: bool) -> int:
+    """The column of a query's own position."""
+    return 0 if causal or relative_bias is None else np.shape(relative_bias)[-1] // 2
 
 
 def attend(
@@ -73,6 +93,7 @@ def ragged_paged_attention(
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None,
     q_scale: ArrayLike | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
@@ -99,6 +120,7 @@ def ragged_paged_attention(
     out = np.zeros((num_tokens, num_q_heads, v_pages.shape[-1]))
     lse = np.full((num_tokens, num_q_heads), -np.inf)
     sinks, slopes = sink_of_each(sinks, num_q_heads), slope_of_each(alibi_slopes, num_q_heads)
+    at_own = column_at_own(relative_bias, causal)
     for seq, (start, stop) in enumerate(sequence_bounds(cu_q_lens, num_seqs, num_tokens)):
         q_len = stop - start
         kv_len = int(np.clip(np.asarray(kv_lens)[seq], 0, page_indices.shape[1] * page_size))
@@ -113,7 +135,8 @@ def ragged_paged_attention(
         seen = visible(q_len, kv_len, valid, causal, sliding_window, drafted)
         for head in range(num_q_heads):
             kv_head = head // (num_q_heads // num_kv_heads)
-            factor, bias = float(scale * k_scale[kv_head]), bias_of(q_len, kv_len, slopes[head])
+            table, factor = table_of(relative_bias, head, slice(start, stop)), float(scale * k_scale[kv_head])
+            bias = bias_of(q_len, kv_len, slopes[head], table, at_own)
             out[start:stop, head], lse[start:stop, head] = attend(
                 q[start:stop, head], k[:, kv_head], v[:, kv_head], seen, factor, soft_cap, sinks[head], bias
             )

@@ -8,12 +8,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.reference._kv_layout import Float64, widened
 from ragged_attention.reference._softmax import share_of_keys, slope_of_each
-from ragged_attention.reference.ragged_paged_attention import bias_of
+from ragged_attention.reference.ragged_paged_attention import bias_of, column_at_own, table_of
 from ragged_attention.reference.varlen_attention import sequences
 
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "deterministic",
+    "relative_bias", "deterministic",
 })  # fmt: skip
 
 
@@ -75,6 +75,7 @@ def varlen_attention_backward(
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None,
     deterministic: bool = False,
 ) -> tuple[Float64, Float64, Float64, Float64 | None]:
     """dq, dk, dv and d_sinks, shaped like q, k, v and sinks, in float64; `README.md` has the formulas."""
@@ -86,13 +87,15 @@ def varlen_attention_backward(
     scale, slopes = head_dim**-0.5 if sm_scale is None else sm_scale, slope_of_each(alibi_slopes, num_q_heads)
     share, delta, d_lse, d_sinks = row_terms(d_out, out, lse, d_lse, sinks)
     dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    at_own = column_at_own(relative_bias, causal)
     for rows, keys, seen in sequences(cu_q_lens, cu_kv_lens, num_q_tokens, num_kv_tokens, causal, sliding_window):
+        lens = len(seen), seen.shape[1]
         for head in range(num_q_heads):
             kv_head = head // (num_q_heads // num_kv_heads)
             dq[rows, head], more_dk, more_dv = attend_backward(
                 d_out[rows, head], q[rows, head], k[keys, kv_head], v[keys, kv_head], seen,
                 lse[rows, head], share[rows, head], delta[rows, head], d_lse[rows, head], scale, soft_cap,
-                bias_of(len(seen), seen.shape[1], slopes[head]),
+                bias_of(*lens, slopes[head], table_of(relative_bias, head, rows), at_own),
             )  # fmt: skip
             dk[keys, kv_head] += more_dk
             dv[keys, kv_head] += more_dv

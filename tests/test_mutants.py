@@ -26,6 +26,7 @@ pytest.importorskip("torch", reason="the mutants run through the torch front end
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a mutant lets it through
 
 honest_attention, honest_visible, honest_attend = attention.ragged_paged_attention, attention.visible, attention.attend
+honest_bias = attention.bias_of
 honest_write, honest_merge = write.write_kv_pages, merge.merge_attention_states
 
 
@@ -145,9 +146,25 @@ def slopes_have_the_wrong_sign(given: dict[str, Any]) -> dict[str, Any]:
     return {"alibi_slopes": None if given["alibi_slopes"] is None else -given["alibi_slopes"]}
 
 
-def slopes_of_keys_from_the_first_new_token(q_len: int, kv_len: int, slope: float) -> Any:
+def slopes_of_keys_from_the_first_new_token(q_len: int, kv_len: int, slope: float, *table: Any) -> Any:
     """As vLLM counts: out is the same without sinks, lse is not."""
-    return np.broadcast_to(slope * (np.arange(kv_len) - (kv_len - q_len)), (q_len, kv_len))
+    return slope * (np.arange(kv_len) - (kv_len - q_len)) + honest_bias(q_len, kv_len, 0.0, *table)
+
+
+def tables_turn_round(q_len: int, kv_len: int, slope: float, table: Any, at_own: int) -> Any:
+    """The distance of a table has the wrong sign."""
+    if table is None:
+        return honest_bias(q_len, kv_len, slope)
+    return honest_bias(q_len, kv_len, slope, table[..., ::-1], table.shape[-1] - 1 - at_own)
+
+
+def tables_end_in_zero(q_len: int, kv_len: int, slope: float, table: Any, at_own: int) -> Any:
+    """Beyond the last column nothing is added."""
+    bias = honest_bias(q_len, kv_len, slope, table, at_own)
+    if table is None:
+        return bias
+    distance = (kv_len - q_len + np.arange(q_len))[:, None] - np.arange(kv_len)
+    return np.where(distance + at_own < table.shape[-1], bias, honest_bias(q_len, kv_len, slope))
 
 
 def slopes_before_the_cap(
@@ -227,7 +244,8 @@ ATTENTION: dict[str, Function] = {
         lse_in_base_two, masked_keys_weigh_nothing_times_nan, no_key_is_a_mean, slopes_before_the_cap,
     )
 } | {
-    "slopes_of_keys_from_the_first_new_token": attention_with(bias_of=slopes_of_keys_from_the_first_new_token)
+    mutant.__name__: attention_with(bias_of=mutant)
+    for mutant in (slopes_of_keys_from_the_first_new_token, tables_turn_round, tables_end_in_zero)
 } | {
     mutant.__name__: attention_given(mutant)
     for mutant in (

@@ -54,6 +54,8 @@ class VarlenCase(Case, VarlenSample):
 
     @property
     def wgmma_rows(self) -> int:
+        if self.relative_bias:  # the addresses of its entries take registers
+            return 0
         return max(self.q_lens) * self.num_q_heads // self.num_kv_heads
 
     def needed_bytes(self) -> int:
@@ -150,7 +152,9 @@ class VarlenCase(Case, VarlenSample):
             rows = span.rows
             if self.causal:
                 keys = slice(keys.start, keys.start + max(span.kv_len, 0))
-            elif self.sliding_window or self.alibi_slopes:  # they count from a query's position, so all must be there
+            elif (
+                self.sliding_window or self.alibi_slopes or self.relative_bias
+            ):  # they count from all queries' positions
                 rows = every
             want, _ = varlen_attention(
                 to_numpy(inputs["q"][rows]),
@@ -159,6 +163,7 @@ class VarlenCase(Case, VarlenSample):
                 cu_kv_lens=[0, keys.stop - keys.start],
                 sinks=to_numpy(inputs["sinks"]) if self.sinks else None,
                 alibi_slopes=to_numpy(inputs["alibi_slopes"]) if self.alibi_slopes else None,
+                relative_bias=to_numpy(inputs["relative_bias"]) if self.relative_bias else None,
                 causal=self.causal,
                 sliding_window=self.sliding_window,
                 soft_cap=self.soft_cap,
@@ -190,7 +195,9 @@ class VarlenCase(Case, VarlenSample):
             share, delta, d_lse = (term[:, 0] for term in terms)
             d_out, q, lse = (arrays[name][:, 0] for name in ("d_out", "q", "lse"))
             options = (self.head_dim**-0.5, self.soft_cap)
-            bias = bias_of(q_len, kv_len, float(to_numpy(inputs["alibi_slopes"][head])) if self.alibi_slopes else 0.0)
+            slope = float(to_numpy(inputs["alibi_slopes"][head])) if self.alibi_slopes else 0.0
+            table = to_numpy(inputs["relative_bias"][head]).astype(np.float64) if self.relative_bias else None
+            bias = bias_of(q_len, kv_len, slope, table, 0 if self.causal or table is None else len(table) // 2)
             want = attend_backward(
                 d_out[some_rows], q[some_rows], k, v, seen[some_rows], lse[some_rows], share[some_rows],
                 delta[some_rows], d_lse[some_rows], *options, bias[some_rows],
@@ -247,6 +254,9 @@ _MORE = (
            d_lse=True),
     *_both("alibi_128", "-", (1000,) * 4, (32, 8), (128, 128), alibi_slopes=True),
     *_both("alibi_192", "-", (1000,) * 4, (16, 16), (192, 128), alibi_slopes=True, soft_cap=50.0, d_lse=True,
+           sinks=True),
+    *_both("bias_128", "-", (1000,) * 4, (32, 8), (128, 128), relative_bias=True, causal=False),
+    *_both("bias_192", "-", (1000,) * 4, (16, 16), (192, 128), relative_bias=True, soft_cap=50.0, d_lse=True,
            sinks=True),
     *_both("cross_96_72", "-", (500,) * 4, (12, 12), (96, 72), kv_lens=(700,) * 4, causal=False, sinks=True),
     *_both("one_of_everything", "-", (1,), (1, 1), (1, 1)),

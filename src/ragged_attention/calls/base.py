@@ -249,6 +249,8 @@ class GroupedCall(Call):
 
     q: Any
     sm_scale: Any
+    causal: Any
+    relative_bias: Any
     out_dtype: str | None = None
 
     @property
@@ -272,6 +274,11 @@ class GroupedCall(Call):
     def group(self) -> int:
         """The number of query heads per KV head."""
         return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def bias_at_own(self) -> int:
+        """The column of `relative_bias` that belongs to a query's own position."""
+        return 0 if self.causal else self.relative_bias.shape[-1] // 2
 
     @property
     def scale(self) -> float:

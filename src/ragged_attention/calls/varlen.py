@@ -12,6 +12,7 @@ from ragged_attention.calls.fields import (
     Flag,
     Integer,
     Number,
+    RelativeBias,
     Sizes,
     dtype_name,
     expect_nonempty,
@@ -45,6 +46,7 @@ class VarlenCall(GroupedCall):
     soft_cap: Any
     sinks: Any
     alibi_slopes: Any
+    relative_bias: Any
 
     def _check(self, sizes: Sizes) -> None:
         expect_nonempty("k", "num_kv_heads", self.num_kv_heads)
@@ -99,6 +101,7 @@ HINT = Integer(symbolic=True, hint=True)
 WINDOW = Integer(least=1, symbolic=True)
 SINKS = ArrayKind("H", like_lse)
 SLOPES = ArrayKind("H", like_lse)
+BIAS = RelativeBias(dtypes=like_lse, tokens="T_q")
 
 
 @record
@@ -123,6 +126,7 @@ class VarlenAttention(VarlenCall):
     soft_cap: float | None = field(Number(positive=True), default=None)
     sinks: Any = field(SINKS, default=None)
     alibi_slopes: Any = field(SLOPES, default=None)
+    relative_bias: Any = field(BIAS, default=None)
     deterministic: bool = field(Flag(), default=False)
 
     def results(self) -> tuple[Result, ...]:
@@ -152,6 +156,7 @@ class VarlenAttentionBackward(VarlenCall):
     soft_cap: float | None = field(Number(positive=True), default=None)
     sinks: Any = field(SINKS, default=None)
     alibi_slopes: Any = field(SLOPES, default=None)
+    relative_bias: Any = field(BIAS, default=None)
     deterministic: bool = field(Flag(), default=False)
 
     def results(self) -> tuple[Result, ...]:

@@ -128,7 +128,9 @@ def attention() -> Cases:
         **{f"{name}, every argument": case for name, case in _ragged(check_attention, every.build).items()},
         **{
             f"{name}, slopes": case
-            for name, case in _ragged(check_attention, Spec(**_TABLES, alibi="usual", group=2).build).items()
+            for name, case in _ragged(
+                check_attention, Spec(**_TABLES, alibi="usual", bias="shared", group=2).build
+            ).items()
         },
         "a draft mask without columns": (check_attention, Spec(**_TABLES, draft=0).build),
         **{f"new keys, {name}": (check_update, lambda spec=spec: spec) for name, spec in _UPDATES.items()},
@@ -306,6 +308,7 @@ def packed() -> Cases:
         "causal": True,
         "group": 2,
         "alibi": "usual",
+        "bias": "shared",
     }
     specs = {
         "no sequences": VarlenSpec(lens=(), q_padding=3, kv_padding=2, limits="exact", **every),

@@ -54,6 +54,7 @@ IDLE = "nothing was judged"  # the message of a check that had no batch to try, 
 WIDE = (
     "sinks",
     "alibi_slopes",
+    "relative_bias",
     "k_scale",
     "v_scale",
     "q_scale",

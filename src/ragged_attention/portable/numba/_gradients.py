@@ -31,9 +31,10 @@ from ragged_attention.portable.numba._vectors import (
     zero,
 )
 
-NUMBERS = ("rows", "keys", "width", "v_width")
+NUMBERS = ("rows", "keys", "width", "v_width", "bias_width", "bias_at_own")
 BUFFERS = ("q", "d_out", "k", "v", "k_rows", "v_rows", "s", "d_s", "dk", "dv", "out_row", "left", "right",
-         "sources", "slots", "lse", "share", "delta", "d_lse", "slopes", "positions")  # fmt: skip
+         "sources", "slots", "lse", "share", "delta", "d_lse", "slopes", "positions",
+         "tables", "bias")  # fmt: skip
 tile_at = record_at((*NUMBERS, *BUFFERS))
 
 
@@ -51,12 +52,14 @@ def new_tile(rows, keys, width, v_width, latent):
     address = allocate_arena(
         len(NUMBERS),
         (q, d_out, k, v, addresses, addresses, logits, logits, k, v, 4 * v_width, 2 * floats, 2 * floats,
-         addresses, addresses, floats, floats, floats, floats, floats, 2 * floats),
+         addresses, addresses, floats, floats, floats, floats, floats, 2 * floats,
+         2 * floats, 4 * keys),
     )  # fmt: skip
     if address == 0:
         return address
     tile = tile_at(address)
-    zero(tile.q, tile.positions + 2 * floats - tile.q)
+    zero(tile.q, tile.bias + 4 * keys - tile.q)
+    tile.bias_width = tile.bias_at_own = 0
     tile.rows, tile.keys, tile.width, tile.v_width = rows, keys, width, v_width
     list_rows(tile.k_rows, keys, tile.k, 4 * width)
     list_rows(tile.v_rows, keys, tile.k if latent else tile.v, 4 * (width if latent else v_width))
@@ -113,7 +116,10 @@ def differentiate(tile, row, first, left, right, count, scale, soft_cap):
         return
     share, delta, d_lse = float_at(tile.share, row), float_at(tile.delta, row), float_at(tile.d_lse, row)
     lse, alibi = splat(float_at(tile.lse, row) * LOG2E), float_at(tile.slopes, row)
-    distance = first - int_at(tile.positions, row)
+    distance, table = first - int_at(tile.positions, row), int_at(tile.tables, row)
+    for key in range(count if table else 0):
+        column = min(max(tile.bias_at_own - distance - key, 0), tile.bias_width - 1)
+        set_float(tile.bias, key, float_at(table, column))
     for index in range(0, whole, LANES):
         logits, slope = load(s, index) * splat(scale), splat(scale)
         if soft_cap > 0:
@@ -122,6 +128,8 @@ def differentiate(tile, row, first, left, right, count, scale, soft_cap):
             slope = slope * (splat(1.0) - tanh * tanh)
         if alibi != 0:
             logits = sloped(logits, alibi, distance + index)
+        if table:
+            logits = logits + load(tile.bias, index)
         weights = exp2(logits * splat(LOG2E) - lse)
         gradients = fma(splat(share), load(d_s, index) - splat(delta), splat(d_lse))
         store(d_s, index, slope * weights * gradients)

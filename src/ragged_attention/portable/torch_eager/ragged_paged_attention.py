@@ -23,8 +23,8 @@ from ragged_attention.portable.torch_eager._varlen import biased, distance_of, h
 MIN_BUDGET = 2 * 2**20  # bytes of working memory that every call may use
 MAX_SCORES = 2 * 2**20  # bytes of scores that a CPU's cache holds
 FEATURES = frozenset({
-    "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "k_scale", "v_scale",
-    "return_lse", "draft_mask", "out_dtype",
+    "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
+    "k_scale", "v_scale", "return_lse", "draft_mask", "out_dtype",
 })  # fmt: skip
 
 
@@ -58,7 +58,7 @@ class Block(NamedTuple):
     left: torch.Tensor | None  # bool [rows, n] over the first n keys: True if the key is before the row's window
     fully_masked: torch.Tensor | None  # bool [rows]: True if the row sees no key
     unseen: torch.Tensor | None  # bool [high - low]: True if, for every row, the draft mask or the window hides the key
-    distance: torch.Tensor | None  # [rows, high - low], the key's position minus the query's; only with ALiBi slopes
+    distance: torch.Tensor | None  # [rows, high - low], the key's position minus the query's; see `distance_of`
 
 
 class Attention:
@@ -211,7 +211,8 @@ class Attention:
             scores = q.new_empty(*q.shape[:2], high - low)
             for start, stop in chunks:
                 scores[..., start - low : stop - low] = torch.bmm(q, k.read(start, stop).transpose(1, 2))
-        scores = biased(soft_capped(scores, self.call.soft_cap), self.call, block, heads)
+        rows = slice(block.first, block.last)
+        scores = biased(soft_capped(scores, self.call.soft_cap), self.call, block.distance, heads, rows)
         return hide(scores, block, self.group)
 
     def _weights(self, scores: torch.Tensor, block: Block) -> tuple[torch.Tensor, Any]:

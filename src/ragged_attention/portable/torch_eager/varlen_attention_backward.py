@@ -16,7 +16,7 @@ from ragged_attention.portable.torch_eager._varlen import heuristic as heuristic
 
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "deterministic",
+    "relative_bias", "deterministic",
 })  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def _block(
     k, v, dk, dv = (array[:, block.keys] for array in (k, v, dk, dv))
     scores = soft_capped(torch.bmm(q * call.scale, k.transpose(1, 2)), call.soft_cap)
     slope = None if call.soft_cap is None else 1 - (scores / call.soft_cap).square_()
-    weights = terms.weights(hide(biased(scores, call, block, heads), block, group))
+    weights = terms.weights(hide(biased(scores, call, block.distance, heads, block.rows), block, group))
     dv.baddbmm_(weights.transpose(1, 2), terms.d_out)
     d_scores = terms.d_logits(weights, v)
     if slope is not None:

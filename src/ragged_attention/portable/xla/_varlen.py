@@ -50,6 +50,15 @@ def tokens_first(array: jax.Array, dtype: Any) -> jax.Array:
     return array.swapaxes(0, 1).reshape(num_tokens, num_kv_heads * group, *rest).astype(dtype)
 
 
+def tables_first(call: VarlenCall, dtype: Any) -> jax.Array | None:
+    """`relative_bias` as [K, T, G, B], or [K, G, B] if all queries share it."""
+    if (table := call.relative_bias) is None:
+        return None
+    if table.ndim == 3:
+        return heads_first(table, call.num_kv_heads, dtype)
+    return table.reshape(call.num_kv_heads, call.group, -1).astype(dtype)
+
+
 class Queries(NamedTuple):
     """One tile: `size` consecutive rows of q, and the rows [start, stop) of k that they may see."""
 
@@ -63,6 +72,14 @@ class Queries(NamedTuple):
         """The tile's rows [K, size * G, ...] of an array [K, T, G, ...]."""
         some = lax.dynamic_slice_in_dim(array, self.row[0], len(self.row), axis=1)
         return some.reshape(some.shape[0], -1, *some.shape[3:])
+
+    def biases(self, slopes: jax.Array | None, table: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+        """The tile's slopes [K, size * G] and tables [K, size * G, B], of [K, G] and of what `tables_first` returns."""
+        count = len(self.row)
+        rows = None if slopes is None else jnp.tile(slopes, count)
+        if table is None:
+            return rows, None
+        return rows, self.rows(table) if table.ndim == 4 else jnp.tile(table, (1, count, 1))
 
     def put(self, whole: jax.Array, part: jax.Array) -> jax.Array:
         """An array [K, T, G, ...] with the tile's own rows replaced by those of `part` [K, size * G, ...]."""

@@ -22,8 +22,8 @@ from ragged_attention.portable.xla._softmax import Softmax, biased, dot, logits_
 from ragged_attention.portable.xla._tile import Tile as Tile
 
 FEATURES = frozenset({
-    "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "k_scale", "v_scale",
-    "return_lse", "draft_mask", "out_dtype",
+    "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
+    "k_scale", "v_scale", "return_lse", "draft_mask", "out_dtype",
 })  # fmt: skip
 
 
@@ -123,8 +123,7 @@ def _attend(
         key = start + block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
         k, v, seen = blocks.read(tile.seq, key, key < stop)
         logits = logits_of(dot("hrd,hkd->hrk", q, k), scale[:, None, None], call.soft_cap)
-        if slopes is not None:
-            logits = biased(logits, slopes, jnp.repeat(key - tile.aligned[:, None], group, axis=0))
+        logits = biased(logits, call, slopes, table, jnp.repeat(key - tile.aligned[:, None], group, axis=0))
         seen = jnp.broadcast_to(seen, (size, block_kv))
         if call.draft_mask is not None:
             seen &= _drafted(call.draft_mask, tile, key)
@@ -141,6 +140,17 @@ def _attend(
         """Numbers of query heads [H] as [K, size * group]."""
         return None if heads is None else jnp.tile(heads.reshape(num_kv_heads, group), size)
 
+    def table_of_rows() -> jax.Array | None:
+        """The rows of `relative_bias` [K, size * group, B]."""
+        if (table := call.relative_bias) is None:
+            return None
+        rows = jnp.broadcast_to(table, (size, *table.shape)) if table.ndim == 2 else slice_rows(table)
+        rows = rows.reshape(size, num_kv_heads, group, -1).swapaxes(0, 1)
+        return rows.reshape(num_kv_heads, size * group, -1)
+
+    def slice_rows(array: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(array, tile.row[0], size)
+
     def by_token(rows: jax.Array) -> jax.Array:
         """Rows [K, size * group, ...] transposed to [size, H, ...]."""
         inner = rows.shape[2:]
@@ -149,6 +159,7 @@ def _attend(
     count = (jnp.maximum(stop - start, 0) + (block_kv - 1)) // block_kv
     state = Softmax.empty(num_kv_heads, size * group, d_v=call.v_head_dim)
     sinks, slopes = by_row(call.sinks), by_row(call.alibi_slopes)
+    table = table_of_rows()
     state = fori_loop(jnp.int32(0), count, step, state)
     out, lse = state.finished(sinks, per_head(call.v_scale, num_kv_heads)[:, None])
     return by_token(out).astype(call.result_dtype), by_token(lse)

@@ -15,8 +15,8 @@ from ragged_attention.testing.mla.specs import DecodeBatch
 Candidate = tuple[str, Any]  # a cause; a batch, a form or results
 BLOCKS = (4, 8, 16, 32, 64, 128)
 OPTIONS = (
-    "sliding_window", "soft_cap", "sm_scale", "sinks", "alibi_slopes", "q_scale", "k_scale", "v_scale", "kv_scale",
-    "draft_mask", "num_seqs", "topk_lens", "extra_topk_lens",
+    "sliding_window", "soft_cap", "sm_scale", "sinks", "alibi_slopes", "relative_bias", "q_scale", "k_scale",
+    "v_scale", "kv_scale", "draft_mask", "num_seqs", "topk_lens", "extra_topk_lens",
 )  # fmt: skip
 LOG2_E = float(np.log2(np.e))
 

@@ -249,6 +249,7 @@ def ragged_specs(
             combined=True,
             v_head_dim=None,
             alibi=None,
+            bias=None,
             draft=None,
             cache_dtype=tables.cache_dtype if format == "plain" else None,
             q_scales=tables.q_scales if format == "plain" or tables.dtype == "bfloat16" else None,

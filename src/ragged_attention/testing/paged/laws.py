@@ -194,7 +194,8 @@ def slopes_of_zero_are_none(runner: Runner, spec: Spec) -> None:
 
 def a_steep_slope_is_a_window_of_one(runner: Runner, spec: Spec) -> None:
     """If all a query sees is up to its own key, which it sees, only that key is left."""
-    clean = dataclasses.replace(spec, lens=tuple((min(lens), lens[1]) for lens in spec.lens), alibi=None)
+    lens = tuple((min(lens), lens[1]) for lens in spec.lens)
+    clean = dataclasses.replace(spec, lens=lens, alibi=None)
     batch = clean.build().change(causal=True)
     steep = np.full(batch.q.shape[1], 1e6, np.float32)
     same(runner, batch.change(alibi_slopes=steep), batch.change(sliding_window=1))
@@ -202,7 +203,7 @@ def a_steep_slope_is_a_window_of_one(runner: Runner, spec: Spec) -> None:
 
 def slopes_shift_the_lse(runner: Runner, spec: Spec) -> None:
     """If all keys are alike, the lse is that of the slopes alone, and the result of what they weigh."""
-    batch = spec.build().change(sm_scale=0.0, soft_cap=None, sinks=None)
+    batch = spec.build().change(sm_scale=0.0, soft_cap=None, sinks=None, relative_bias=None)
     rng = np.random.default_rng(spec.seed)
     slopes = rng.uniform(-0.5, 0.5, batch.q.shape[1]).astype(np.float32)
     batch = batch.change(alibi_slopes=slopes)
@@ -216,6 +217,19 @@ def slopes_shift_the_lse(runner: Runner, spec: Spec) -> None:
         seen = np.where(batch.seen(seq)[:, None], bias, -np.inf)
         want[start:stop] = np.logaddexp.reduce(seen, axis=2, initial=-np.inf)
     agrees(lse, want, f"lse {batch.kind}", "lse")
+
+
+def slopes_are_a_relative_bias(runner: Runner, spec: Spec) -> None:
+    """A table of a slope's biases, as wide as any distance, is that slope; one of a single column is no bias."""
+    batch = spec.build().change(relative_bias=None, causal=True, draft_mask=None)
+    heads, reach = batch.q.shape[1], max((batch.kv_len(seq) for seq in range(len(batch.bounds()))), default=0) + 1
+    slopes = np.linspace(-0.25, 0.5, heads, dtype=np.float32)
+    table = -slopes[:, None] * np.arange(reach, dtype=np.float32)
+    sloped, plain = batch.change(alibi_slopes=slopes), batch.change(alibi_slopes=None)
+    same(runner, plain.change(relative_bias=table), sloped)
+    own = np.broadcast_to(table, (len(batch.q), *table.shape)).copy()
+    same(runner, plain.change(relative_bias=own), sloped)
+    same(runner, plain.change(relative_bias=np.zeros((heads, 1), np.float32)), plain)
 
 
 def writing_is_having(runner: Runner, spec: Spec) -> None:
@@ -247,7 +261,7 @@ def a_double_is_its_multiplicity(runner: Runner, spec: RaggedSpec) -> None:
     """Each page listed twice leaves out as it is and adds log 2 to the lse."""
     batch = spec.build()
     whole_pages = (batch.kv_lens // batch.page_size * batch.page_size).astype(np.int32)
-    plain = dict.fromkeys(batch.arguments().keys() & {"sliding_window", "sinks", "alibi_slopes"})
+    plain = dict.fromkeys(batch.arguments().keys() & {"sliding_window", "sinks", "alibi_slopes", "relative_bias"})
     once = batch.change(causal=False, **plain, kv_lens=whole_pages)
     twice = once.change(kv_lens=2 * whole_pages, page_indices=_doubled(once))
     out, lse = runner.run(once.OPERATION, once, return_lse=True)
@@ -281,6 +295,7 @@ LAWS: dict[str, Law] = {
     "slopes of zero are none": slopes_of_zero_are_none,
     "a steep slope is a window of one": a_steep_slope_is_a_window_of_one,
     "slopes alone make the lse": slopes_shift_the_lse,
+    "slopes are a relative bias": slopes_are_a_relative_bias,
     "writing is having": writing_is_having,
     "a double is its multiplicity": a_double_is_its_multiplicity,
 }

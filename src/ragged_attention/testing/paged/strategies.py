@@ -54,6 +54,7 @@ def specs(draw: st.DrawFn, *, clean: bool = False, cache_dtypes: tuple[str | Non
         sm_scale=draw(st.sampled_from([None, None, 0.3])),
         sinks=draw(st.sampled_from([None, None, "normal", "mixed"])),
         alibi=draw(st.sampled_from([None, None, "usual", "mixed"])),
+        bias=draw(st.sampled_from([None] * 4 + ["shared", "own"])),
         draft=None if clean else draw(st.sampled_from([None] * 6 + [2, 12])),
         scales=draw(st.sampled_from([None, "float", "array", "heads"])),
         sharing=None if clean else draw(st.sampled_from([None, None, "prefix", "repeat"])),

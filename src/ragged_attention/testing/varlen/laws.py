@@ -204,7 +204,7 @@ def packed_is_paged(runner: Runner, spec: VarlenSpec) -> None:
     for seq, (_, keys, _) in enumerate(batch.parts()):
         for held, array in zip(pages, (batch.k, batch.v), strict=True):
             held.reshape(len(lens), columns * size, *array.shape[1:])[seq, : lens[seq]] = array[keys]
-    options = ("sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "strided")
+    options = ("sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias", "strided")
     paged = Batch(
         q=batch.q, kv_pages=(pages[0], pages[1]), kv_lens=lens.astype(np.int32), page_indices=table,
         cu_q_lens=batch.cu_q_lens, **{name: getattr(batch, name) for name in options},

@@ -40,6 +40,7 @@ def varlen_specs(draw: st.DrawFn, *, clean: bool = False) -> VarlenSpec:
         sm_scale=draw(st.sampled_from([None, None, None, 0.05, -0.05, 0.0])),
         sinks=draw(st.sampled_from([None, None, "normal", "mixed"])),
         alibi=draw(st.sampled_from([None, None, "usual", "mixed"])),
+        bias=draw(st.sampled_from([None] * 4 + ["shared", "own"])),
         deterministic=draw(st.booleans()),
         poison=None if clean else draw(st.sampled_from(["nan", "nan", "inf", None])),
         strided=draw(st.booleans()),
