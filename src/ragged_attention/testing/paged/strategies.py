@@ -53,8 +53,6 @@ def specs(draw: st.DrawFn, *, clean: bool = False, cache_dtypes: tuple[str | Non
         soft_cap=draw(st.sampled_from([None, None, 0.5, 30.0])),
         sm_scale=draw(st.sampled_from([None, None, 0.3])),
         sinks=draw(st.sampled_from([None, None, "normal", "mixed"])),
-        alibi=draw(st.sampled_from([None, None, "usual", "mixed"])),
-        bias=draw(st.sampled_from([None] * 4 + ["shared", "own"])),
         draft=None if clean else draw(st.sampled_from([None] * 6 + [2, 12])),
         scales=draw(st.sampled_from([None, "float", "array", "heads"])),
         sharing=None if clean else draw(st.sampled_from([None, None, "prefix", "repeat"])),
@@ -63,6 +61,8 @@ def specs(draw: st.DrawFn, *, clean: bool = False, cache_dtypes: tuple[str | Non
         garbage=False if clean else draw(st.sampled_from([True, True, False])),
         strided=draw(st.booleans()),
         seed=draw(SEEDS),
+        alibi=draw(st.sampled_from([None, None, None, "usual", "mixed"])),
+        bias=draw(st.sampled_from([None, None, None, "shared", "own"])),
     )
     if clean:
         return spec
