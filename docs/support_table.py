@@ -27,6 +27,7 @@ COLUMNS = {
     "MPS, XPU": (("torch", "mps"), ("torch", "xpu")),
 }
 DECODE = Sample()
+BIASES = ("alibi_slopes", "relative_bias")
 WIDE = dataclasses.replace(DECODE, num_tokens=512)
 LATENT = LatentSample()
 PLAIN = [LatentSample(cache_format="plain", dtype=dtype) for dtype in FLOATS]
@@ -99,6 +100,9 @@ ROWS = {
         dataclasses.replace(DECODE, **change)
         for change in ({"sliding_window": 128}, {"soft_cap": 30.0}, {"sinks": True}, {"return_lse": True})
     ],
+    ("ragged_paged_attention", "ALiBi, relative bias"): [
+        dataclasses.replace(sample, **{name: True}) for name in BIASES for sample in (DECODE, WIDE)
+    ],
     ("ragged_paged_attention", "draft masks"): [dataclasses.replace(sample, draft=8) for sample in (DECODE, WIDE)],
     ("ragged_paged_attention", "heads of 80, 96, 256, 512; ratio 7; pages of 24"): [
         *(dataclasses.replace(DECODE, head_dim=head_dim) for head_dim in (80, 96, 256, 512)),
@@ -166,6 +170,7 @@ ROWS = {
         for what, samples in {
             "f32, f16, bf16": VARLEN,
             "window, soft cap, sinks; heads of 40, 80, 256, 192/128; ratio 7": ODD_VARLEN,
+            "ALiBi, relative bias": [VarlenSample(**{name: True}) for name in BIASES],
         }.items()
     },
     ("make_decode_schedule", "dense, sparse"): [dataclasses.replace(LATENT, topk=topk) for topk in (0, 2048)],

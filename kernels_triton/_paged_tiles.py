@@ -6,6 +6,7 @@
 from typing import Any
 
 from ragged_attention.calls import dtype_name
+from ragged_attention.kernels_triton._bias import is_biased
 from ragged_attention.kernels_triton._formats import decodes_by_integers
 from ragged_attention.kernels_triton._mask import key_limit
 from ragged_attention.kernels_triton._tiles import (
@@ -48,7 +49,7 @@ def tile_sizes(call: Any) -> Sizes:
             stages = 3 if dtype_name(call.q) == "bfloat16" and call.head_dim == width else 2
             return Sizes(64, 32, 8, stages, edge_keys=16)
         return Sizes(32, 64 if arch == "sm_90" else 32, 8, 2, edge_keys=32)
-    if call.draft_mask is not None:  # the addresses of mask entries take registers
+    if looks_up(call):
         return Sizes(32, 32, 4, 3 if arch.startswith("sm_") else 2, edge_keys=16)
     if width > 128:
         if arch == "sm_90":
@@ -57,7 +58,8 @@ def tile_sizes(call: Any) -> Sizes:
     if arch == "sm_90":
         powers = all(n & (n - 1) == 0 for n in (call.group, call.page_size))
         windowed = key_limit(call) is not None and width > 64
-        if call.kv_format.eight_bit or not powers or windowed:  # decoding, division and masks take registers
+        # Decoding, division, masks and slopes take registers.
+        if call.kv_format.eight_bit or not powers or windowed or is_biased(call):
             return Sizes(128, 64, 8, 3, edge_keys=32)
         keys = 64 if call.page_size in (1, 32, 64) else 128
         return Sizes(256, 64, 8, 3, edge_keys=32) if width <= 64 else Sizes(128, keys, 8, 3, edge_keys=64)
@@ -72,9 +74,15 @@ def tile_sizes(call: Any) -> Sizes:
     return Sizes(64, 32, 4, 3, edge_keys=32) if one_product else Sizes(64, 64, 8, 3, edge_keys=edge)
 
 
+def looks_up(call: Any) -> bool:
+    """Whether each logit needs an entry of an array, whose addresses take registers."""
+    return call.draft_mask is not None or call.relative_bias is not None
+
+
 def leaves_registers(call: Any) -> bool:
     """Whether registers suffice for 64 rows of 512 columns, although the accumulator alone takes half of them."""
     plain = not call.kv_format.eight_bit and call.soft_cap is None and call.draft_mask is None
+    plain = plain and not is_biased(call)
     return plain and call.group & (call.group - 1) == 0 and not OLDER_COMPILER
 
 
@@ -87,7 +95,7 @@ def split_sizes(call: Any, rows: int) -> Sizes:
         return Sizes(rows, 16, max(8, rows // 8), 3)
     if width > 256:
         return Sizes(rows, 32, 8, 3)
-    if width > 128 or call.draft_mask is not None:
+    if width > 128 or looks_up(call):
         return Sizes(rows, 32, 4, 3)
     # On GPUs without wgmma, blocks of 32 keys let more programs run at once than 64 keys. But with a window, or with
     # integer decoding of e4m3 by Triton 3.7 or newer, blocks of 32 keys would spill.
@@ -103,7 +111,7 @@ def split_sizes_elsewhere(call: Any, rows: int) -> Sizes:
         return Sizes(rows, 16, 4 * max(1, rows // 32), 2)
     if width > 256:
         return Sizes(rows, 16, 4, 2)
-    if call.draft_mask is not None:
+    if looks_up(call):
         return Sizes(rows, 32, 4, 1)  # Triton 3.6 cannot compile two stages
     return Sizes(rows, 32, 4, 3) if width > 128 else Sizes(rows, 64, 4, 2)
 

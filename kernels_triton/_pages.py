@@ -6,12 +6,18 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ragged_attention.kernels_triton._bias import Bias, sloped, with_table
 from ragged_attention.kernels_triton._compiler import always, beside, decoded_at_once, twice
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import decode, narrow
 from ragged_attention.kernels_triton._mask import MaskKind, fewest_keys, hide, seen_by_all
 from ragged_attention.kernels_triton._sequences import Edges, block_start, end_blocks, whole_blocks
-from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, online_softmax, soft_capped
+from ragged_attention.kernels_triton._softmax import (
+    lost_to_rounding,
+    matmul,
+    online_softmax,
+    soft_capped,
+)
 
 PAGE_SCAN: tl.constexpr = tl.constexpr(256)  # page indices that `pages_are_valid` checks per step
 
@@ -50,6 +56,8 @@ class Attention(Constants):
     MASK: MaskKind
     LOOP: Loop
     HAS_SOFT_CAP: bool
+    HAS_ALIBI: bool
+    BIAS: Bias
 
 
 class Queries(NamedTuple):
@@ -60,6 +68,8 @@ class Queries(NamedTuple):
     inner: tl.tensor  # the factor before the soft cap
     cap: tl.tensor
     outer: tl.tensor  # the factor after the soft cap; if there is no cap, the only factor. It makes logits base 2
+    slope: tl.tensor  # each row's ALiBi slope in base 2, if HAS_ALIBI
+    table: tl.tuple  # the rows' tables of the relative bias, if there is one
 
 
 class Pages(NamedTuple):
@@ -222,11 +232,18 @@ def attend(queries, state, blocks, visible, mask, pages, ATTENTION: tl.constexpr
             logits = logits * queries.unit[:, None]
         if ATTENTION.HAS_SOFT_CAP:
             logits = soft_capped(logits * queries.inner, queries.cap)
+        scale = queries.outer
+        if ATTENTION.HAS_ALIBI:
+            logits = sloped(logits * scale, queries.slope, visible.position, keys, visible.low)
+            scale = 1.0
+        if ATTENTION.BIAS.WIDTH:
+            logits = with_table(logits * scale, queries.table, visible.position, keys, ATTENTION.BIAS)
+            scale = 1.0
         if MASKED:
             logits = hide(logits, keys, readable, visible, mask, ATTENTION.MASK)
             if ATTENTION.MASK.HAS_DRAFT_MASK:  # a weight of 0 would not hide a NaN in a value that no row sees
                 readable = readable & (tl.max(logits, 0) != float("-inf"))
-        weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, queries.outer)
+        weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, scale)
         slots = Slots(keys, page, readable)
         acc = add_values(acc * alpha[:, None], weights, pages, slots, queries.q.dtype, TERMS, MASKED, SHAPE)
     return m_i, l_i, acc

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ragged_attention.kernels_triton._bias import Bias, Table, load_slopes, table_of
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import in_float16, load_scale, narrow
 from ragged_attention.kernels_triton._pages import Queries
@@ -20,13 +21,15 @@ SMALLEST_SCALE: tl.constexpr = tl.constexpr(1e-30)  # replaces a scale of 0, so 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Scaling(Constants):
-    """Which scales, caps and sinks a call has."""
+    """Which scales, caps, sinks and slopes a call has."""
 
     K_SCALE_STRIDE: int  # see `load_scale`
     V_SCALE_STRIDE: int
     SIGNED: bool  # whether the scale of logits may be negative
     HAS_SOFT_CAP: bool
     HAS_SINKS: bool
+    HAS_ALIBI: bool
+    BIAS: Bias
 
 
 class Rows(NamedTuple):
@@ -39,12 +42,13 @@ class Rows(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """The scales and the soft cap of logits."""
+    """The scales, the soft cap and the biases of logits."""
 
-    sm_scale: tl.tensor
+    sm_scale: tl.tensor  # times the scale of keys, if that is a number
     soft_cap: tl.tensor
     k_scale_ptr: tl.tensor  # see `load_scale`
-    k_scale: tl.tensor
+    slopes_ptr: tl.tensor
+    bias_ptr: tl.tensor
 
 
 class QueryArray(NamedTuple):
@@ -99,13 +103,19 @@ def load_rows(array, rows, negative, SIGNED: tl.constexpr, SHAPE: tl.constexpr):
 @triton.jit
 def load_queries(array, rows, factors, SCALING: tl.constexpr, SHAPE: tl.constexpr):
     """A block of query rows as `Queries`."""
-    scale = load_scale(factors.k_scale_ptr, rows.kv_head, factors.k_scale, SCALING.K_SCALE_STRIDE) * factors.sm_scale
+    scale = load_scale(factors.k_scale_ptr, rows.kv_head, 1.0, SCALING.K_SCALE_STRIDE) * factors.sm_scale
     inner, cap, outer = logit_scales(scale, factors.soft_cap, SCALING.HAS_SOFT_CAP)
     q = load_rows(array, rows, scale < 0, SCALING.SIGNED, SHAPE)
     unit = outer  # a stand-in, not used without Q_UNITS
     if SHAPE.Q_UNITS:
         q, unit = in_float16(q)
-    return Queries(q, unit, inner, cap, outer)
+    slope = outer  # a stand-in, not used without HAS_ALIBI
+    if SCALING.HAS_ALIBI:
+        slope = load_slopes(factors.slopes_ptr, rows, SHAPE.GROUP)
+    table = Table(outer, outer)  # a stand-in, not used without a relative bias
+    if SCALING.BIAS.WIDTH:
+        table = table_of(factors.bias_ptr, rows, SCALING.BIAS, SHAPE.GROUP)
+    return Queries(q, unit, inner, cap, outer, slope, table)
 
 
 @triton.jit

@@ -18,9 +18,10 @@ from ragged_attention.kernels_triton._mask import MASK_NUMBERS
 # one of them becomes 1, or begins or ceases to be a multiple of 16. Strides are not among them: they do not change, and
 # wide loads depend on their being multiples of 16.
 VARYING = (
-    *MASK_NUMBERS, "blocks", "capacity", "count", "extra_longest", "extra_num_slots", "first_token", "fixed_splits",
-    "longest", "max_num_seqs", "num_entries", "num_kv_tokens", "num_pages", "num_parts", "num_q_tokens", "num_rows",
-    "num_seqs", "num_slots", "num_splits", "num_tokens", "overhead", "rows", "search_steps", "table_stride",
+    *MASK_NUMBERS, "blocks", "capacity", "count", "extra_longest",
+    "extra_num_slots", "first_token", "fixed_splits", "longest", "max_num_seqs", "num_entries", "num_kv_tokens",
+    "num_pages", "num_parts", "num_q_tokens", "num_rows", "num_seqs", "num_slots", "num_splits", "num_tokens",
+    "overhead", "rows", "search_steps", "table_stride",
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ragged_attention.kernels_triton._bias import Bias
 from ragged_attention.kernels_triton._compiler import aligned_down
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import narrow
@@ -48,6 +49,8 @@ class Config(Constants):
     V: Layout
     OUT: Layout  # the forward kernel's output, and the gradient of that output
     HAS_SOFT_CAP: bool
+    HAS_ALIBI: bool
+    BIAS: Bias
     HAS_SINKS: bool = False
     NEGATED: bool = False  # whether queries are negated, because the scale of logits is negative
     HAS_SHARE: bool = False  # whether weights in the gradient have a further factor, `share`
@@ -131,6 +134,7 @@ def shared_arguments(
         "V": layout("v", call.v_head_dim, parts_of_values),
         "OUT": layout("d_out", call.v_head_dim, parts_of_values, call.group),
         "HAS_SOFT_CAP": call.soft_cap is not None,
+        "HAS_ALIBI": call.alibi_slopes is not None,
     }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ragged_attention.calls import RaggedPagedAttention, dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_triton import _paged_tiles
+from ragged_attention.kernels_triton._bias import bias_arguments, is_biased
 from ragged_attention.kernels_triton._constants import INTERPRETED, Constants
 from ragged_attention.kernels_triton._formats import (
     array_heads,
@@ -75,8 +76,8 @@ MIN_SPLIT = 256  # minimum keys per split: a smaller split does not pay for an e
 MIN_INVARIANT_SPLIT = 1024  # minimum keys per split in batch-invariant mode: other sequences may fill the GPU
 INVARIANT_SPLITS = 16  # maximum splits per sequence in batch-invariant mode: 128 programs with 8 KV heads
 FEATURES = frozenset({
-    "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
-    "draft_mask", "out_dtype",
+    "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
+    "k_scale", "v_scale", "return_lse", "draft_mask", "out_dtype",
 })  # fmt: skip
 
 
@@ -152,11 +153,12 @@ class Config(Constants):
 @triton.jit(do_not_specialize=VARYING)
 def tile_kernel(
     q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr,
-    k_scale_ptr, v_scale_ptr, draft_mask_ptr, out_ptr, lse_ptr,
+    k_scale_ptr, v_scale_ptr, draft_mask_ptr, slopes_ptr, bias_ptr, out_ptr, lse_ptr,
     num_tokens, max_num_seqs, num_pages, capacity, table_stride,
     q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
     v_page_stride, v_slot_stride, v_head_stride,
-    sm_scale, soft_cap, k_scale_factor, v_scale_factor, window, draft_stride, draft_width, CONFIG: tl.constexpr,
+    sm_scale, soft_cap, v_scale_factor, window, draft_stride, draft_width,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Attend with one block of rows of one KV head to all keys that they see. Rows without a sequence get 0."""
     SHAPE: tl.constexpr = CONFIG.ATTENTION.SHAPE
@@ -185,7 +187,7 @@ def tile_kernel(
         rows = Rows(first_row + tl.arange(0, BLOCK_Q), num_rows, start, kv_head)
         queries = load_queries(
             QueryArray(q_ptr, q_token_stride, q_head_stride), rows,
-            Factors(sm_scale, soft_cap, k_scale_ptr, k_scale_factor), CONFIG.SCALING, SHAPE,
+            Factors(sm_scale, soft_cap, k_scale_ptr, slopes_ptr, bias_ptr), CONFIG.SCALING, SHAPE,
         )  # fmt: skip
         k_head, v_head = array_heads(kv_head.to(tl.int64), CONFIG.COMBINED)
         pages = Pages(
@@ -203,13 +205,13 @@ def tile_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def split_kernel(
     q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr,
-    k_scale_ptr, v_scale_ptr, draft_mask_ptr, given_out_ptr, given_lse_ptr,
+    k_scale_ptr, v_scale_ptr, draft_mask_ptr, slopes_ptr, bias_ptr, given_out_ptr, given_lse_ptr,
     parts_ptr, part_lses_ptr, out_ptr, lse_ptr,
     num_tokens, max_num_seqs, num_pages, capacity, table_stride,
     q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
     v_page_stride, v_slot_stride, v_head_stride,
-    sm_scale, soft_cap, k_scale_factor, v_scale_factor, window, draft_stride, draft_width, num_splits,
-    CONFIG: tl.constexpr,
+    sm_scale, soft_cap, v_scale_factor, window, draft_stride, draft_width,
+    num_splits, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Attend with a short sequence's rows of one KV head to one split of its keys.
 
@@ -245,7 +247,7 @@ def split_kernel(
         rows = Rows(split.first_row + tl.arange(0, BLOCK_Q), num_rows, split.start, kv_head)
         queries = load_queries(
             QueryArray(q_ptr, q_token_stride, q_head_stride), rows,
-            Factors(sm_scale, soft_cap, k_scale_ptr, k_scale_factor), CONFIG.SCALING, SHAPE,
+            Factors(sm_scale, soft_cap, k_scale_ptr, slopes_ptr, bias_ptr), CONFIG.SCALING, SHAPE,
         )  # fmt: skip
         k_head, v_head = array_heads(kv_head.to(tl.int64), CONFIG.COMBINED)
         pages = Pages(
@@ -273,14 +275,15 @@ def shared_arguments(call: Any, launch: Any) -> Shared:
     k_scale, k_factor, k_stride = scale_arguments(call.k_scale, q, launch)
     v_scale, v_factor, v_stride = scale_arguments(call.v_scale, q, launch)
     draft_mask = q if call.draft_mask is None else launch.packed(call.draft_mask)
+    slopes = q if call.alibi_slopes is None else launch.packed(call.alibi_slopes)
+    bias, bias_form = bias_arguments(call, launch, q)
     mask, mask_numbers = mask_arguments(call, launch.strides(draft_mask)[0])
-    has_soft_cap = call.soft_cap is not None
+    has_soft_cap, has_alibi = call.soft_cap is not None, call.alibi_slopes is not None
     sequences, numbers = sequence_arguments(call, launch, q)
     numbers |= {
         "num_pages": call.num_pages,
-        "sm_scale": call.scale,
+        "sm_scale": call.scale * k_factor,
         "soft_cap": float(call.soft_cap or 1.0),
-        "k_scale_factor": k_factor,
         "v_scale_factor": v_factor,
         **kv_strides,
         **mask_numbers,
@@ -291,13 +294,17 @@ def shared_arguments(call: Any, launch: Any) -> Shared:
         SIGNED=k_stride >= 0 or call.scale * k_factor < 0,
         HAS_SOFT_CAP=has_soft_cap,
         HAS_SINKS=call.sinks is not None,
+        HAS_ALIBI=has_alibi,
+        BIAS=bias_form,
     )
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    others = {"k_scale": k_scale, "v_scale": v_scale, "draft_mask": draft_mask, "alibi_slopes": slopes}
+    others["relative_bias"] = bias
+    attention = {"SHAPE": shape_of(call, call.v_head_dim), "MASK": mask}
     return Shared(
-        {"q": q, "k_pages": k_pages, "v_pages": v_pages, **sequences, **scales, "draft_mask": draft_mask},
+        {"q": q, "k_pages": k_pages, "v_pages": v_pages, **sequences, **others},
         numbers,
         {
-            "ATTENTION": {"SHAPE": shape_of(call, call.v_head_dim), "MASK": mask, "HAS_SOFT_CAP": has_soft_cap},
+            "ATTENTION": {**attention, "HAS_SOFT_CAP": has_soft_cap, "HAS_ALIBI": has_alibi, "BIAS": bias_form},
             "SCALING": scaling,
             "COMBINED": call.combined,
             "HAS_NUM_SEQS": call.num_seqs is not None,
@@ -341,6 +348,8 @@ def all_are_short(call: Any, tile: Tile) -> bool:
 def run_tile(call: Any, tile: Tile, launch: Any, shared: Shared) -> list[Any]:
     """Enqueue the tile kernel, for long sequences and rows that belong to no sequence; returns out and lse."""
     masked_below = tile.split_weights_below if in_bfloat16(call) else 0
+    if in_bfloat16(call) and is_biased(call):
+        masked_below = LARGEST_INT.value  # a steep slope leaves most of the weight to few keys, however many there are
     loop = Loop(
         BLOCK_KV=tile.block_kv,
         EDGE_KV=min(tile.edge_kv, tile.block_kv),

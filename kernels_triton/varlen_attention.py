@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ragged_attention.calls import VarlenAttention
 from ragged_attention.kernels_triton import _varlen
+from ragged_attention.kernels_triton._bias import Table, bias_arguments, load_slopes, sloped, table_of, with_table
 from ragged_attention.kernels_triton._compiler import first_of_block
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._mask import Mask, sees
@@ -41,7 +42,8 @@ from ragged_attention.kernels_triton._varlen import (
 )
 
 FEATURES = frozenset({
-    "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
+    "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
+    "relative_bias", "deterministic",
 })  # fmt: skip
 
 
@@ -83,6 +85,8 @@ def sizes(call: Any) -> Sizes:
         return Sizes(64, 64, 4, 2)
     if on_cuda_cores(call):
         return Sizes(16, 16, 4, 2)
+    if call.relative_bias is not None:  # the addresses of its entries take registers
+        return Sizes(64 if columns <= 256 else 32, 32, 4, 2)
     if not arch.startswith("sm_"):
         return Sizes(128, 32, 4, 2) if columns <= 320 else Sizes(64, 32, 4, 1)
     whole = not any(rest for _, rest in _varlen.widths(call))
@@ -101,6 +105,8 @@ class Queries(NamedTuple):
     inner: tl.tensor
     cap: tl.tensor
     outer: tl.tensor
+    slope: tl.tensor  # each row's ALiBi slope in base 2, if HAS_ALIBI
+    table: tl.tuple  # the rows' tables of the relative bias, if there is one
 
 
 @triton.jit
@@ -120,10 +126,17 @@ def attend(queries, state, arrays, blocks, visible, mask, CONFIG: tl.constexpr, 
         logits = product(queries.q, k)
         if CONFIG.HAS_SOFT_CAP:
             logits = soft_capped(logits * queries.inner, queries.cap)
+        scale = queries.outer
+        if CONFIG.HAS_ALIBI:
+            logits = sloped(logits * scale, queries.slope, visible.position, key, visible.low)
+            scale = 1.0
+        if CONFIG.BIAS.WIDTH:
+            logits = with_table(logits * scale, queries.table, visible.position, key, CONFIG.BIAS)
+            scale = 1.0
         if MASKED:
             seen = sees(visible.position[:, None], key[None, :], visible.kv_len, mask, CONFIG.MASK)
             logits = tl.where(seen, logits, float("-inf"))
-        weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, queries.outer)
+        weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, scale)
         rounded = narrow(weights, queries.q[0].dtype)
         v = load_rows(arrays.v, block, readable, MASKED, BLOCK_KV, CONFIG.V)
         acc = accumulate(rounded, v, times(acc, alpha[:, None]))
@@ -151,7 +164,7 @@ def negated(parts):
 
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, sinks_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, sinks_ptr, slopes_ptr, bias_ptr, out_ptr, lse_ptr,
     num_q_tokens, num_kv_tokens, num_seqs, window, q_head_stride, k_head_stride, v_head_stride, sm_scale, soft_cap,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
@@ -176,7 +189,14 @@ def forward_kernel(
             q = negated(q)
         rows = Rows(first_row + tl.arange(0, BLOCK_Q), num_rows, start, kv_head)
         visible, edges = visible_blocks(rows, first_row, q_len, kv_len, mask, CONFIG)
-        m_i, l_i, acc = attend_all(Queries(q, inner, cap, outer), Keys(k_rows, v_rows), edges, visible, mask, CONFIG)
+        slope = outer  # a stand-in, not used without HAS_ALIBI
+        if CONFIG.HAS_ALIBI:
+            slope = load_slopes(slopes_ptr, rows, GROUP)
+        table = Table(outer, outer)  # a stand-in, not used without a relative bias
+        if CONFIG.BIAS.WIDTH:
+            table = table_of(bias_ptr, rows, CONFIG.BIAS, GROUP)
+        queries = Queries(q, inner, cap, outer, slope, table)
+        m_i, l_i, acc = attend_all(queries, Keys(k_rows, v_rows), edges, visible, mask, CONFIG)
 
         row = first_row + tl.arange(0, BLOCK_Q)
         head = kv_head * GROUP + row % GROUP
@@ -189,10 +209,12 @@ def forward_kernel(
 def run(call: VarlenAttention, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns out and lse."""
     arrays, edges, numbers, config = _varlen.shared_arguments(call, launch, "q", "k", "v")
+    sinks, slopes = (edges[0] if heads is None else launch.packed(heads) for heads in (call.sinks, call.alibi_slopes))
+    bias, bias_form = bias_arguments(call, launch, edges[0])
     return launch(
         forward_kernel,
         (max_blocks(call.num_q_tokens * call.group, tile.block_q, call.num_seqs), call.num_kv_heads),
-        (*arrays.values(), *edges, edges[0] if call.sinks is None else launch.packed(call.sinks)),
+        (*arrays.values(), *edges, sinks, slopes, bias),
         [(call.out_shape, call.q.dtype), (call.q.shape[:2], "float32")],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -201,6 +223,7 @@ def run(call: VarlenAttention, tile: Tile, launch: Any) -> Any:
             BLOCK_KV=tile.block_kv,
             HAS_SINKS=call.sinks is not None,
             NEGATED=call.scale < 0,
+            BIAS=bias_form,
             **config,
         ),
         **numbers,

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from ragged_attention.calls import VarlenAttentionBackward
 from ragged_attention.kernels_triton import _varlen
+from ragged_attention.kernels_triton._bias import Table, bias_arguments, entries
 from ragged_attention.kernels_triton._compiler import aligned_down, first_of_block
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._mask import Mask, end_query, first_key, first_query, sees
@@ -53,9 +54,10 @@ from ragged_attention.kernels_triton._varlen import (
 )
 
 PREPARED = 2048  # elements of `out` that one program of `prepare_kernel` reads
-TERMS: tl.constexpr = tl.constexpr(4)  # numbers stored per row: norm, offset, share, and one unused number
+TERMS: tl.constexpr = tl.constexpr(4)  # numbers stored per row: norm, offset, share, and the ALiBi slope in base 2
 FEATURES = frozenset({
-    "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
+    "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
+    "relative_bias", "deterministic",
 })  # fmt: skip
 
 
@@ -107,6 +109,8 @@ def dkv_sizes(call: Any) -> Sizes:
         return Sizes(64, 64, 4, 2)
     if on_cuda_cores(call):
         return Sizes(16, 16, 4, 1)
+    if call.relative_bias is not None:  # the addresses of its entries take registers
+        return Sizes(32, 32, 8 if arch.startswith("sm_") else 4, 1)
     if not arch.startswith("sm_"):
         stages = stages_on_amd(arch, columns, 256 if OLDER_COMPILER else 320)
         return Sizes(32, 64 if columns <= 320 and call.soft_cap is None else 32, 4, stages)
@@ -143,6 +147,8 @@ def dq_sizes(call: Any) -> Sizes:
     if on_cuda_cores(call):
         spills = OLDER_COMPILER and arch == "sm_90"  # if it has eight warps
         return Sizes(16, 16, 8 if arch.startswith("sm_") and not spills else 4, 1)
+    if call.relative_bias is not None:
+        return Sizes(32, 32, 4, 1)
     if not arch.startswith("sm_"):
         return Sizes(64 if columns <= 320 else 32, 32, 4, stages_on_amd(arch, columns))
     if arch == "sm_90" and columns <= 192:
@@ -154,13 +160,13 @@ def dq_sizes(call: Any) -> Sizes:
 
 @triton.jit(do_not_specialize=VARYING)
 def prepare_kernel(
-    out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, sinks_ptr,
+    out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, sinks_ptr, slopes_ptr,
     terms_ptr, parts_ptr,
     num_tokens, out_token_stride, out_head_stride, d_out_token_stride, d_out_head_stride, lse_stride, d_lse_stride,
-    HAS_SINKS: tl.constexpr, HAS_D_LSE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_D_LSE: tl.constexpr, HAS_ALIBI: tl.constexpr,
     GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute `norm`, `offset` and `share` for a block of tokens of one head.
+    """Compute `norm`, `offset` and `share` for a block of tokens of one head, and copy its slope.
 
     They go to `terms` [K, T_q, GROUP, TERMS]. The block's contribution to the head's d_sink goes to `parts` [blocks,
     H]. A row whose lse is -inf has seen no key. Its norm is inf, and its offset and share are 0.
@@ -200,7 +206,10 @@ def prepare_kernel(
     offset = tl.where(saw_keys, offset, 0.0)
     share = tl.where(saw_keys, share, 0.0)
     row_terms = terms_ptr + (((head // GROUP).to(tl.int64) * num_tokens + token) * GROUP + head % GROUP) * TERMS
-    terms = tl.join(tl.join(norm, share), tl.join(offset, share))
+    slope = share  # not used without HAS_ALIBI
+    if HAS_ALIBI:
+        slope = tl.full([BLOCK], 1.0, tl.float32) * (tl.load(slopes_ptr + head) * LOG2E)
+    terms = tl.join(tl.join(norm, share), tl.join(offset, slope))
     terms = tl.reshape(terms, [BLOCK, TERMS])
     tl.store(row_terms[:, None] + tl.arange(0, TERMS)[None, :], terms, mask=inside[:, None])
 
@@ -221,15 +230,18 @@ class RowBlock(NamedTuple):
     norm: tl.tensor
     offset: tl.tensor
     share: tl.tensor
+    alibi: tl.tensor  # the rows' slopes
     scales: tl.tuple
+    table: tl.tuple  # their tables of the relative bias
 
 
 class RowArrays(NamedTuple):
-    """The addresses of one sequence's rows of one KV head."""
+    """The addresses of one sequence's rows of one KV head, and of their tables of the relative bias."""
 
     q: Array
     d_out: Array
     terms_ptr: tl.tensor
+    tables_ptr: tl.tensor
 
 
 class Seeing(NamedTuple):
@@ -284,17 +296,29 @@ def logit_gradients(weights, slope, d_weights, offset, share, CONFIG: tl.constex
 
 @triton.jit
 def load_terms(terms_ptr, first, readable, MASKED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr = 1):
-    """(norm, offset, share) of the rows [first, first + BLOCK). If MASKED, they are 0 for unreadable rows.
+    """(norm, offset, share, slope) of the rows [first, first + BLOCK). If MASKED, they are 0 for unreadable rows.
 
     Each number has its own load, so that it does not take registers before it is needed.
     """
     base, rest = aligned_down(first, STEP)
     row_terms = terms_ptr + tl.cast(base, tl.int64) * TERMS + (rest + tl.arange(0, BLOCK)) * TERMS
     terms = ()
-    for index in tl.static_range(3):
+    for index in tl.static_range(TERMS):
         term = tl.load(row_terms + index, mask=readable, other=0.0) if MASKED else tl.load(row_terms + index)
         terms += (term,)
     return terms
+
+
+@triton.jit
+def tables_of_head(bias_ptr, start, kv_head, BIAS: tl.constexpr, GROUP: tl.constexpr):
+    """The address of the first table of a sequence and KV head."""
+    return bias_ptr + start.to(tl.int64) * BIAS.TOKEN_STRIDE + kv_head.to(tl.int64) * (GROUP * BIAS.WIDTH)
+
+
+@triton.jit
+def row_tables(tables_ptr, row, BIAS: tl.constexpr, GROUP: tl.constexpr):
+    """The addresses of the tables of rows of a sequence and KV head."""
+    return tables_ptr + (row // GROUP).to(tl.int64) * BIAS.TOKEN_STRIDE + (row % GROUP) * BIAS.WIDTH
 
 
 @triton.jit
@@ -322,9 +346,16 @@ def visit_rows(keys, sums, arrays, blocks, seeing, mask, CONFIG: tl.constexpr, M
         d_out = load_rows(arrays.d_out, block, readable, MASKED, BLOCK_Q, CONFIG.OUT, STEP)
         products = product(keys.k, q)
         seen = sees((row // GROUP)[None, :], seeing.key[:, None], seeing.q_len, mask, KIND)
-        norm, offset, share = load_terms(arrays.terms_ptr, block, readable, MASKED, BLOCK_Q, TERMS_STEP)
+        norm, offset, share, alibi = load_terms(arrays.terms_ptr, block, readable, MASKED, BLOCK_Q, TERMS_STEP)
+        norm = norm[None, :]
+        if CONFIG.HAS_ALIBI:
+            norm = norm - alibi[None, :] * (seeing.key[:, None] - (row // GROUP)[None, :]).to(tl.float32)
+        if CONFIG.BIAS.WIDTH:
+            distance = (row // GROUP)[None, :] - seeing.key[:, None]
+            tables = row_tables(arrays.tables_ptr, row, CONFIG.BIAS, GROUP)
+            norm = norm - entries(tables[None, :], distance, readable[None, :], CONFIG.BIAS)
         HIDDEN: tl.constexpr = MASKED and (KIND.CAUSAL or KIND.HAS_FIRST_KEY)  # otherwise every row sees every key
-        weights, slope = weigh(products, norm[None, :], seen, keys.scales, HIDDEN, CONFIG.HAS_SOFT_CAP)
+        weights, slope = weigh(products, norm, seen, keys.scales, HIDDEN, CONFIG.HAS_SOFT_CAP)
         shared = weights
         if CONFIG.HAS_SHARE:
             shared = weights * share[None, :]
@@ -365,7 +396,7 @@ def seeing_blocks(low, q_len, kv_len, mask, CONFIG: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def dkv_kernel(
-    d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, dk_ptr, dv_ptr,
+    d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, bias_ptr, dk_ptr, dv_ptr,
     num_q_tokens, num_kv_tokens, num_seqs, window, d_out_head_stride, q_head_stride, k_head_stride, v_head_stride,
     sm_scale, soft_cap, CONFIG: tl.constexpr,
 ):  # fmt: skip
@@ -387,6 +418,7 @@ def dkv_kernel(
             rows_of(q_ptr, q_start, kv_head, q_head_stride, CONFIG.Q),
             rows_of(d_out_ptr, q_start, kv_head, d_out_head_stride, CONFIG.OUT),
             terms_ptr + (kv_head.to(tl.int64) * num_q_tokens + q_start) * (CONFIG.Q.GROUP * TERMS),
+            tables_of_head(bias_ptr, q_start, kv_head, CONFIG.BIAS, CONFIG.Q.GROUP),
         )
         k_rows = rows_of(k_ptr, start, kv_head, k_head_stride, CONFIG.K)
         v_rows = rows_of(v_ptr, start, kv_head, v_head_stride, CONFIG.V)
@@ -417,7 +449,13 @@ def visit_keys(rows, dq, arrays, blocks, visible, mask, CONFIG: tl.constexpr, MA
         products = product(rows.q, k)
         d_weights = product(rows.d_out, v)
         seen = sees(visible.position[:, None], key[None, :], visible.kv_len, mask, CONFIG.MASK)
-        weights, slope = weigh(products, rows.norm[:, None], seen, rows.scales, MASKED, CONFIG.HAS_SOFT_CAP)
+        norm = rows.norm[:, None]
+        if CONFIG.HAS_ALIBI:
+            norm = norm - rows.alibi[:, None] * (key[None, :] - visible.position[:, None]).to(tl.float32)
+        if CONFIG.BIAS.WIDTH:
+            distance = visible.position[:, None] - key[None, :]
+            norm = norm - entries(rows.table.rows[:, None], distance, rows.table.exists[:, None], CONFIG.BIAS)
+        weights, slope = weigh(products, norm, seen, rows.scales, MASKED, CONFIG.HAS_SOFT_CAP)
         d_logits = logit_gradients(weights, slope, d_weights, rows.offset[:, None], rows.share[:, None], CONFIG)
         dq = accumulate(narrow(d_logits, rows.q[0].dtype), k, dq)
     return dq
@@ -433,7 +471,7 @@ def visit_all_keys(rows, arrays, edges, visible, mask, CONFIG: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def dq_kernel(
-    d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, dq_ptr,
+    d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, bias_ptr, dq_ptr,
     num_q_tokens, num_kv_tokens, num_seqs, window, d_out_head_stride, q_head_stride, k_head_stride, v_head_stride,
     sm_scale, soft_cap, CONFIG: tl.constexpr,
 ):  # fmt: skip
@@ -461,8 +499,10 @@ def dq_kernel(
         scales = signed_scales(sm_scale, soft_cap, CONFIG.HAS_SOFT_CAP)
         q = load_rows(q_rows, first_row, readable, True, BLOCK_Q, CONFIG.Q)
         d_out = load_rows(d_out_rows, first_row, readable, True, BLOCK_Q, CONFIG.OUT)
-        norm, offset, share = load_terms(terms_ptr, first_row, readable, True, BLOCK_Q)
-        rows = RowBlock(q, d_out, norm, offset, share, scales)
+        norm, offset, share, alibi = load_terms(terms_ptr, first_row, readable, True, BLOCK_Q)
+        tables_ptr = tables_of_head(bias_ptr, start, kv_head, CONFIG.BIAS, GROUP)
+        table = Table(row_tables(tables_ptr, row, CONFIG.BIAS, GROUP), row < num_rows)
+        rows = RowBlock(q, d_out, norm, offset, share, alibi, scales, table)
         dq = visit_all_keys(rows, Keys(k_rows, v_rows), edges, visible, mask, CONFIG)
         store_rows(dq_ptr, start, kv_head, first_row, times(dq, sm_scale), row < num_rows, BLOCK_Q, CONFIG.Q)
 
@@ -474,11 +514,11 @@ def prepare(call: Any, d_out: Any, launch: Any) -> tuple[Any, Any | None]:
     pad = next_power_of_2(call.v_head_dim)
     block = max(16, min(128, PREPARED // pad))
     blocks = cdiv(call.num_q_tokens, block)
-    sinks = lse if call.sinks is None else launch.packed(call.sinks)
+    sinks, slopes = (lse if heads is None else launch.packed(heads) for heads in (call.sinks, call.alibi_slopes))
     terms, parts = launch(
         prepare_kernel,
         (blocks, call.num_q_heads),
-        (out, d_out, lse, d_lse, sinks),
+        (out, d_out, lse, d_lse, sinks, slopes),
         [
             ((call.num_kv_heads, call.num_q_tokens, call.group, TERMS.value), "float32"),
             ((1, 1) if call.sinks is None else (blocks, call.num_q_heads), "float32"),
@@ -489,6 +529,7 @@ def prepare(call: Any, d_out: Any, launch: Any) -> tuple[Any, Any | None]:
         d_lse_stride=launch.strides(d_lse)[0],
         HAS_SINKS=call.sinks is not None,
         HAS_D_LSE=call.d_lse is not None,
+        HAS_ALIBI=call.alibi_slopes is not None,
         GROUP=call.group,
         NUM_HEADS=call.num_q_heads,
         DV=call.v_head_dim,
@@ -507,7 +548,8 @@ def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns dq, dk, dv and, with sinks, d_sinks."""
     arrays, edges, numbers, config = _varlen.shared_arguments(call, launch, "d_out", "q", "k", "v")
     terms, parts = prepare(call, arrays["d_out"], launch)
-    inputs = (*arrays.values(), terms, *edges)
+    bias, config["BIAS"] = bias_arguments(call, launch, edges[0])
+    inputs = (*arrays.values(), terms, *edges, bias)
     config["HAS_SHARE"] = has_share(call)
     [dq] = launch(
         dq_kernel,

@@ -32,6 +32,11 @@ def sink_of_each(sinks: ArrayLike | None, num_q_heads: int) -> Float64:
     return np.full(num_q_heads, -np.inf) if sinks is None else widened(sinks)
 
 
+def slope_of_each(alibi_slopes: ArrayLike | None, num_q_heads: int) -> Float64:
+    """The ALiBi slope of each query head, 0 if there are no slopes."""
+    return np.zeros(num_q_heads) if alibi_slopes is None else widened(alibi_slopes)
+
+
 def share_of_keys(lse: Float64, sinks: ArrayLike | None) -> Float64:
     """The keys' share of the softmax: sigmoid(lse - sink), or 1 without sinks; `sinks` broadcasts against `lse`."""
     if sinks is None:

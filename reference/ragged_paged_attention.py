@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragged_attention.reference._kv_layout import Float64, per_head, sequence_bounds, split_pages, true_queries
-from ragged_attention.reference._softmax import logits_of, share_of_keys, sink_of_each, softmax
+from ragged_attention.reference._kv_layout import Float64, per_head, sequence_bounds, split_pages, true_queries, widened
+from ragged_attention.reference._softmax import logits_of, share_of_keys, sink_of_each, slope_of_each, softmax
 
 FEATURES = frozenset({
-    "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
-    "draft_mask", "out_dtype",
+    "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
+    "k_scale", "v_scale", "return_lse", "draft_mask", "out_dtype",
 })  # fmt: skip
 BATCH_INVARIANT = True
 
@@ -38,13 +38,43 @@ def visible(
     return seen
 
 
+def bias_of(q_len: int, kv_len: int, slope: float, table: Float64 | None = None, at_own: int = 0) -> Float64:
+    """What is added to the logits of one head, [q_len, kv_len]: `slope` times the key's distance after the query.
+
+    And the entry of `table`, [B] or [q_len, B], for their distance; column `at_own` is that of a query's own position.
+    """
+    distance = np.arange(kv_len)[None, :] - (kv_len - q_len + np.arange(q_len))[:, None]
+    bias = slope * widened(distance)
+    if table is None:
+        return bias
+    columns = np.clip(at_own - distance, 0, table.shape[-1] - 1)
+    return bias + np.take_along_axis(np.broadcast_to(table, (q_len, table.shape[-1])), columns, axis=1)
+
+
+def table_of(relative_bias: ArrayLike | None, head: int, rows: slice) -> Float64 | None:
+    """The table of a head for some rows of queries, [B] or [n, B]."""
+    if relative_bias is None:
+        return None
+    tables = widened(relative_bias)
+    return tables[head] if tables.ndim == 2 else tables[rows, head]
+
+
+def column_at_own(relative_bias: ArrayLike | None, causal: bool) -> int:
+    """The column of a query's own position."""
+    return 0 if causal or relative_bias is None else np.shape(relative_bias)[-1] // 2
+
+
 def attend(
-    q: Float64, k: Float64, v: Float64, seen: NDArray[np.bool_], scale: float, soft_cap: float | None, sink: float
-) -> tuple[Float64, Float64]:
-    """One head: q [q_len, D], k [kv_len, D], v [kv_len, D_v] -> out [q_len, D_v] and lse [q_len]."""
+    q: Float64, k: Float64, v: Float64, seen: NDArray[np.bool_], scale: float, soft_cap: float | None, sink: float,
+    bias: Float64 | float = 0.0,
+) -> tuple[Float64, Float64]:  # fmt: skip
+    """One head: q [q_len, D], k [kv_len, D], v [kv_len, D_v] -> out [q_len, D_v] and lse [q_len].
+
+    `bias` [q_len, kv_len] is added to the logits.
+    """
     used = seen.any(axis=0)  # a key that no query sees is left out, because it may hold NaN
-    k, v, seen = k[used], v[used], seen[:, used]
-    out, _, lse = softmax(np.where(seen, logits_of(q, k, scale, soft_cap), -np.inf), v)
+    k, v, seen, bias = k[used], v[used], seen[:, used], np.broadcast_to(bias, seen.shape)[:, used]
+    out, _, lse = softmax(np.where(seen, logits_of(q, k, scale, soft_cap) + bias, -np.inf), v)
     return out * share_of_keys(lse, sink)[:, None], lse
 
 
@@ -62,6 +92,8 @@ def ragged_paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None,
     q_scale: ArrayLike | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
@@ -87,7 +119,8 @@ def ragged_paged_attention(
     k_scale, v_scale = per_head(k_scale, num_kv_heads), per_head(v_scale, num_kv_heads)
     out = np.zeros((num_tokens, num_q_heads, v_pages.shape[-1]))
     lse = np.full((num_tokens, num_q_heads), -np.inf)
-    sinks = sink_of_each(sinks, num_q_heads)
+    sinks, slopes = sink_of_each(sinks, num_q_heads), slope_of_each(alibi_slopes, num_q_heads)
+    at_own = column_at_own(relative_bias, causal)
     for seq, (start, stop) in enumerate(sequence_bounds(cu_q_lens, num_seqs, num_tokens)):
         q_len = stop - start
         kv_len = int(np.clip(np.asarray(kv_lens)[seq], 0, page_indices.shape[1] * page_size))
@@ -102,9 +135,10 @@ def ragged_paged_attention(
         seen = visible(q_len, kv_len, valid, causal, sliding_window, drafted)
         for head in range(num_q_heads):
             kv_head = head // (num_q_heads // num_kv_heads)
-            factor = float(scale * k_scale[kv_head])
+            table, factor = table_of(relative_bias, head, slice(start, stop)), float(scale * k_scale[kv_head])
+            bias = bias_of(q_len, kv_len, slopes[head], table, at_own)
             out[start:stop, head], lse[start:stop, head] = attend(
-                q[start:stop, head], k[:, kv_head], v[:, kv_head], seen, factor, soft_cap, sinks[head]
+                q[start:stop, head], k[:, kv_head], v[:, kv_head], seen, factor, soft_cap, sinks[head], bias
             )
             out[start:stop, head] *= v_scale[kv_head]
     return (out, lse) if return_lse else out

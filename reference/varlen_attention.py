@@ -7,11 +7,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.reference._kv_layout import Float64, sequence_bounds, widened
-from ragged_attention.reference._softmax import sink_of_each
-from ragged_attention.reference.ragged_paged_attention import attend, visible
+from ragged_attention.reference._softmax import sink_of_each, slope_of_each
+from ragged_attention.reference.ragged_paged_attention import attend, bias_of, column_at_own, table_of, visible
 
 FEATURES = frozenset({
-    "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
+    "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
+    "relative_bias", "deterministic",
 })  # fmt: skip
 BATCH_INVARIANT = True
 
@@ -42,6 +43,8 @@ def varlen_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None,
     deterministic: bool = False,
 ) -> tuple[Float64, Float64]:
     """Out [T_q, H, D_v] and lse [T_q, H] in float64; the arguments are those of the operation."""
@@ -52,13 +55,16 @@ def varlen_attention(
     scale = head_dim**-0.5 if sm_scale is None else sm_scale
     out = np.zeros((num_q_tokens, num_q_heads, v.shape[2]))
     lse = np.full((num_q_tokens, num_q_heads), -np.inf)
-    sinks = sink_of_each(sinks, num_q_heads)
+    sinks, slopes = sink_of_each(sinks, num_q_heads), slope_of_each(alibi_slopes, num_q_heads)
+    at_own = column_at_own(relative_bias, causal)
     for rows, keys, seen in sequences(cu_q_lens, cu_kv_lens, num_q_tokens, num_kv_tokens, causal, sliding_window):
+        lens = len(seen), seen.shape[1]
         for head in range(num_q_heads):
             kv_head = head // (num_q_heads // num_kv_heads)
             out[rows, head], lse[rows, head] = attend(
-                q[rows, head], k[keys, kv_head], v[keys, kv_head], seen, scale, soft_cap, sinks[head]
-            )
+                q[rows, head], k[keys, kv_head], v[keys, kv_head], seen, scale, soft_cap, sinks[head],
+                bias_of(*lens, slopes[head], table_of(relative_bias, head, rows), at_own),
+            )  # fmt: skip
     return out, lse
 
 

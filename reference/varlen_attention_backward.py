@@ -7,25 +7,30 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.reference._kv_layout import Float64, widened
-from ragged_attention.reference._softmax import share_of_keys
+from ragged_attention.reference._softmax import share_of_keys, slope_of_each
+from ragged_attention.reference.ragged_paged_attention import bias_of, column_at_own, table_of
 from ragged_attention.reference.varlen_attention import sequences
 
 FEATURES = frozenset({
-    "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
+    "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
+    "relative_bias", "deterministic",
 })  # fmt: skip
 
 
 def attend_backward(
     d_out: Float64, q: Float64, k: Float64, v: Float64, seen: NDArray[np.bool_], lse: Float64,
     share: Float64, delta: Float64, d_lse: Float64, scale: float, soft_cap: float | None,
+    bias: Float64 | float = 0.0,
 ) -> tuple[Float64, Float64, Float64]:  # fmt: skip
     """One head: the gradients dq, dk and dv of rows q [n, D] over k [m, D] and v [m, D_v].
 
     `lse`, `share`, `delta` and `d_lse` are [n]; `share` is the keys' share of a row's softmax, `delta` is out . d_out.
+    `bias` [n, m] is added to the logits.
     """
     dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
     rows, keys = seen.any(axis=1), seen.any(axis=0)  # all others are left out, because they may hold NaN
-    d_out, q, k, v, seen = d_out[rows], q[rows], k[keys], v[keys], seen[rows][:, keys]
+    d_out, q, k, v, bias = d_out[rows], q[rows], k[keys], v[keys], np.broadcast_to(bias, seen.shape)[rows][:, keys]
+    seen = seen[rows][:, keys]
     lse, share, delta, d_lse = (each[rows, None] for each in (lse, share, delta, d_lse))
     with np.errstate(invalid="ignore", over="ignore"):
         logits = q @ k.T * scale
@@ -33,7 +38,7 @@ def attend_backward(
         if soft_cap is not None:
             slope = scale * (1 - np.tanh(logits / soft_cap) ** 2)
             logits = soft_cap * np.tanh(logits / soft_cap)
-        weights = np.exp(np.where(seen, logits, -np.inf) - lse)
+        weights = np.exp(np.where(seen, logits + bias, -np.inf) - lse)
         d_products = np.where(seen, slope * weights * (share * (d_out @ v.T - delta) + d_lse), 0.0)
         dq[rows], dk[keys], dv[keys] = d_products @ k, d_products.T @ q, (share * weights).T @ d_out
     return dq, dk, dv
@@ -69,6 +74,8 @@ def varlen_attention_backward(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None,
     deterministic: bool = False,
 ) -> tuple[Float64, Float64, Float64, Float64 | None]:
     """dq, dk, dv and d_sinks, shaped like q, k, v and sinks, in float64; `README.md` has the formulas."""
@@ -77,15 +84,18 @@ def varlen_attention_backward(
     lse = widened(lse)
     num_q_tokens, num_q_heads, head_dim = q.shape
     num_kv_tokens, num_kv_heads, _ = k.shape
-    scale = head_dim**-0.5 if sm_scale is None else sm_scale
+    scale, slopes = head_dim**-0.5 if sm_scale is None else sm_scale, slope_of_each(alibi_slopes, num_q_heads)
     share, delta, d_lse, d_sinks = row_terms(d_out, out, lse, d_lse, sinks)
     dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    at_own = column_at_own(relative_bias, causal)
     for rows, keys, seen in sequences(cu_q_lens, cu_kv_lens, num_q_tokens, num_kv_tokens, causal, sliding_window):
+        lens = len(seen), seen.shape[1]
         for head in range(num_q_heads):
             kv_head = head // (num_q_heads // num_kv_heads)
             dq[rows, head], more_dk, more_dv = attend_backward(
                 d_out[rows, head], q[rows, head], k[keys, kv_head], v[keys, kv_head], seen,
                 lse[rows, head], share[rows, head], delta[rows, head], d_lse[rows, head], scale, soft_cap,
+                bias_of(*lens, slopes[head], table_of(relative_bias, head, rows), at_own),
             )  # fmt: skip
             dk[keys, kv_head] += more_dk
             dv[keys, kv_head] += more_dv

@@ -34,6 +34,7 @@ def online(q: Any, k: Any, v: Any, seen: Any, given: Any, fault: str) -> Any:
         if given.get("soft_cap") is not None and fault != "soft cap":
             first = scale if fault == "cap before scale" else 1
             s = given["soft_cap"] * np.tanh(s / first / given["soft_cap"]) * first
+        s[:, : len(k[block])] += given.get("bias", np.zeros(len(k)))[block]
         s = np.where(mask, s, -np.inf)
         if fault != "NaN":
             values = np.where(mask[:, None], values, 0)
@@ -79,6 +80,14 @@ def mask_of(q_len: int, kv_len: int, row: int, given: Any, fault: str, causal: b
     return seen
 
 
+def bias_of(kv_len: int, place: int, head: int, given: Any, fault: str) -> dict[str, Any]:
+    """What ALiBi adds to the logits of the query at a position, if there is such a thing."""
+    if given.get("alibi_slopes") is None or fault == "slopes":
+        return {}
+    slope = given["alibi_slopes"][head] * (-1 if fault == "slope sign" else 1)
+    return {"bias": slope * (np.arange(kv_len) - place)}
+
+
 def sequence(q: Any, k: Any, v: Any, given: Any, fault: str, causal: bool, valid: Any = True) -> Any:
     """Out [n, H, D_v] and lse [n, H] of the queries [n, H, D] of a sequence over its keys [m, K, D]."""
     out, lse = np.zeros((*q.shape[:2], v.shape[2])), np.full(q.shape[:2], -np.inf)
@@ -86,7 +95,8 @@ def sequence(q: Any, k: Any, v: Any, given: Any, fault: str, causal: bool, valid
         seen = mask_of(len(q), len(k), row, given, fault, causal) & valid
         for head in range(q.shape[1]):
             kv_head = kv_head_of(head, q.shape[1], k.shape[1], fault)
-            found = online(q[row, head][None], k[:, kv_head], v[:, kv_head], seen, given, fault)
+            biased = given | bias_of(len(k), len(k) - len(q) + row, head, given, fault)
+            found = online(q[row, head][None], k[:, kv_head], v[:, kv_head], seen, biased, fault)
             out[row, head], lse[row, head] = found[0][0], found[2][0]
     return finished(out, lse, given, fault), lse
 

@@ -207,6 +207,8 @@ FAULTS: dict[str, tuple[Sequence[str], dict[str, Any], str]] = {
     "soft cap": (("decode", "prefill", "latent decode", "packed"), {"soft_cap": 0.5}, "soft_cap is ignored"),
     "cap before scale": (("decode", "packed"), {"soft_cap": 0.5}, "the soft cap is applied before the scale"),
     "sinks": (WITH_LSE, {"sinks": "normal"}, "sinks is ignored"),
+    "slopes": (("decode", "prefill", "packed"), {"alibi": "usual"}, "alibi_slopes is ignored"),
+    "slope sign": (("decode", "prefill", "packed"), {"alibi": "usual"}, "alibi_slopes have the wrong sign"),
     "base 2": (WITH_LSE, {}, "lse is in base 2"),
     "sum not rescaled": (ALL, {}, "sums are not rescaled where a later key has a larger logit"),
     "accumulator not rescaled": (ALL, {}, "sums are not rescaled where a later key has a larger logit"),

@@ -38,10 +38,12 @@ TABLES: dict[str, Any] = {"page_indices": ints([1, 3, 0], [2, 5, 4]), "kv_lens":
 SCALES = {"k_scale": 0.5, "v_scale": 2.0}
 SHARED = {"sm_scale": 0.3, "soft_cap": 1.5}
 PAGES = {"q": floats(5, 4, 16), "k_pages": floats(2, 6, 4, 16), "v_pages": floats(2, 6, 4, 16)}
+SLOPES = np.array([0.5, 0.25, -0.25, 0.125], np.float32)
+BIAS = np.cos(np.arange(12, dtype=np.float32)).reshape(4, 3)
 VARLEN = {
     "q": floats(5, 4, 16), "k": floats(8, 2, 16), "v": floats(8, 2, 16), "cu_q_lens": ints(0, 3, 5),
     "cu_kv_lens": ints(0, 5, 8), "max_q_len": 3, "max_kv_len": 5, "causal": True, "sliding_window": 2,
-    "sinks": floats(4), "deterministic": True,
+    "sinks": floats(4), "alibi_slopes": SLOPES, "relative_bias": BIAS, "deterministic": True,
 }  # fmt: skip
 OUT = {"d_out": floats(5, 4, 16), "out": floats(5, 4, 16), "lse": floats(5, 4) + 2, "d_lse": floats(5, 4)}
 # Latent rows of the default width, for which d_v is 512 unless something else is said.
@@ -72,7 +74,8 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
         },
         # A draft's mask replaces `causal` among the new tokens.
         TABLES | {"q": floats(5, 4, 16), "kv_pages": floats(6, 4, 4, 16), "draft_mask": RNG.random((5, 3)) < 0.5,
-                  "max_q_len": 3},
+                  "max_q_len": 3, "alibi_slopes": SLOPES,
+                  "relative_bias": BIAS},
     ],
     "write_kv_pages": [
         TABLES | SCALES | {

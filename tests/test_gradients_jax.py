@@ -141,6 +141,17 @@ def test_a_gradient_has_no_gradient(function: Any, arguments: Any) -> None:
         jax.grad(first)(given[0])
 
 
+def test_slopes_have_no_gradient() -> None:
+    given, slopes = packed(), jnp.array([0.5, -0.25, 0.0, 0.125])
+
+    def of_slopes(slopes: Any) -> Any:
+        return attend(*given, alibi_slopes=slopes)
+
+    assert gradients(attend, given, alibi_slopes=slopes)[0].any()
+    with pytest.raises(RuntimeError, match="varlen_attention has no gradient with respect to alibi_slopes: expected"):
+        jax.grad(of_slopes)(slopes)
+
+
 def test_a_quantised_cache_has_no_gradient() -> None:
     kv = rj.quantize_mla_cache(normal(2, 3, 1, 576, seed=0), "fp8_v32")
     q = normal(4, 3, 576, seed=1)

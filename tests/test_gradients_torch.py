@@ -24,7 +24,13 @@ PORTABLE = ("reference", "eager")
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal in a window": {"causal": True, "sliding_window": 2},
-    "everything at once": {"causal": True, "sliding_window": 3, "soft_cap": 1.5, "sm_scale": -0.8},
+    "everything at once": {
+        "causal": True,
+        "sliding_window": 3,
+        "soft_cap": 1.5,
+        "sm_scale": -0.8,
+        "alibi_slopes": torch.tensor([0.5, -0.25, 0.0, 0.125], dtype=torch.float64),
+    },
 }
 Function = Callable[..., Any]
 
@@ -231,6 +237,19 @@ def test_a_gradient_has_no_gradient() -> None:
         (first,) = torch.autograd.grad(function(given)[0].sum(), q, create_graph=True)
         with pytest.raises(RuntimeError, match=f"{name}_backward has no gradient: it is a gradient itself"):
             torch.autograd.grad(first.sum(), q)
+
+
+@pytest.mark.parametrize("of_queries", [True, False])
+def test_slopes_have_no_gradient(of_queries: bool) -> None:
+    """A slope is a constant, which torch would otherwise give the gradient None."""
+    tensors = {name: tensor.detach().requires_grad_(of_queries) for name, tensor in packed().items()}
+    slopes = normal(4, seed=5)
+    said = "varlen_attention has no gradient with respect to alibi_slopes: expected alibi_slopes without one"
+    with pytest.raises(RuntimeError, match=said):
+        attend(tensors, alibi_slopes=slopes)
+    with torch.no_grad():
+        attend(tensors, alibi_slopes=slopes)
+    assert attend(tensors, alibi_slopes=slopes.detach())[0].requires_grad == of_queries
 
 
 def test_a_quantised_cache_has_no_gradient() -> None:

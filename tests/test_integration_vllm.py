@@ -313,9 +313,13 @@ class Step:
         return output[: self.tokens]
 
     def dense(
-        self, *, window: int | None = None, cap: float | None = None, sinks: Any = None, causal: bool = True
-    ) -> torch.Tensor:
-        """The same by sequences, heads and softmax in float64, from the values that the cache holds."""
+        self, *, window: int | None = None, cap: float | None = None, sinks: Any = None, causal: bool = True,
+        slopes: Any = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The same by sequences, heads and softmax in float64, from the values that the cache holds.
+
+        ALiBi is vLLM's: keys count from the first new one.
+        """
         outs, begin, scale = [], 0, 0.3
         group = self.q.shape[1] // self.k.shape[1]
         for row, (q_len, kv_len) in enumerate(self.lens):
@@ -328,6 +332,8 @@ class Step:
             logits = scale * torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1))
             if cap is not None:
                 logits = cap * torch.tanh(logits / cap)
+            if slopes is not None:
+                logits = logits + torch.tensor(slopes).double()[:, None, None] * (at - (kv_len - q_len))
             own = torch.arange(kv_len - q_len, kv_len)[:, None]
             reach = window or kv_len + 1  # to both sides in vLLM if attention is not causal
             seen = (at < own + (1 if causal else reach)) & (at > own - reach)
@@ -405,6 +411,16 @@ def test_windows_soft_caps_and_sinks(options, features, sink_dtype, vllm, backen
     assert agrees(step.run(implementation(**options)), step.dense(**features).detach(), "float32")
 
 
+@pytest.mark.parametrize(
+    ("options", "features"), [({}, {}), ({"sliding_window": 9, "logits_soft_cap": 1.5}, {"window": 9, "cap": 1.5})]
+)
+def test_alibi(options, features, vllm, backend):
+    slopes = [0.5, 0.25, 0.125, 0.0625]
+    step = Step(MIXED)
+    out = step.run(implementation(alibi_slopes=slopes, **options))
+    assert agrees(out, step.dense(slopes=slopes, **features), "float32")
+
+
 @pytest.mark.parametrize("scales", [(0.5, 0.25), ([0.5, 0.125], [0.25, 2.0])], ids=["one", "a_head"])
 @pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e5m2"])
 def test_8_bit_caches(cache_dtype, scales, vllm, backend):
@@ -475,7 +491,6 @@ def test_other_layers_share_a_step_by_other_tables(vllm):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"alibi_slopes": [0.5] * 4}, "expected alibi_slopes to be None for RAGGED, got"),
         ({"attn_type": "prefix"}, "expected attn_type to be decoder or encoder or encoder_only or .*, got 'prefix'"),
         (
             {"attn_type": "encoder", "head_size": 320},
@@ -484,6 +499,10 @@ def test_other_layers_share_a_step_by_other_tables(vllm):
         *(
             ({"attn_type": kind, "alibi_slopes": [0.5] * 4}, "expected alibi_slopes to be None for RAGGED")
             for kind in ("encoder", "encoder_only", "encoder_decoder")
+        ),
+        (
+            {"alibi_slopes": [0.5] * 4, "sinks": torch.zeros(4)},
+            "expected sinks to be None with alibi_slopes for RAGGED, got both",
         ),
         (
             {"kv_cache_dtype": "int8_per_token_head"},

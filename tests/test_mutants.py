@@ -26,6 +26,7 @@ pytest.importorskip("torch", reason="the mutants run through the torch front end
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a mutant lets it through
 
 honest_attention, honest_visible, honest_attend = attention.ragged_paged_attention, attention.visible, attention.attend
+honest_bias = attention.bias_of
 honest_write, honest_merge = write.write_kv_pages, merge.merge_attention_states
 
 
@@ -75,36 +76,42 @@ def draft_mask_and_causal(q_len: int, kv_len: int, valid: Any, causal: bool, win
     return seen & honest_visible(q_len, kv_len, valid, causal, window, None)
 
 
-def softmax_of_unscaled_logits(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float) -> Any:
-    return honest_attend(q, k, v, seen, 1.0, cap, sink)
+def softmax_of_unscaled_logits(
+    q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float, *bias: Any
+) -> Any:
+    return honest_attend(q, k, v, seen, 1.0, cap, sink, *bias)
 
 
-def cap_before_scale(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float) -> Any:
-    return honest_attend(q, k, v, seen, scale, cap and cap * scale, sink)
+def cap_before_scale(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float, *bias: Any) -> Any:
+    return honest_attend(q, k, v, seen, scale, cap and cap * scale, sink, *bias)
 
 
-def sink_once_for_each_of_two_splits(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float) -> Any:
-    return honest_attend(q, k, v, seen, scale, cap, sink + np.log(2))
+def sink_once_for_each_of_two_splits(
+    q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float, *bias: Any
+) -> Any:
+    return honest_attend(q, k, v, seen, scale, cap, sink + np.log(2), *bias)
 
 
-def sink_counted_in_the_lse(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float) -> Any:
-    out, lse = honest_attend(q, k, v, seen, scale, cap, sink)
+def sink_counted_in_the_lse(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float, *bias: Any) -> Any:
+    out, lse = honest_attend(q, k, v, seen, scale, cap, sink, *bias)
     return out, np.where(lse == -np.inf, lse, np.logaddexp(lse, sink))
 
 
-def lse_in_base_two(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float) -> Any:
-    out, lse = honest_attend(q, k, v, seen, scale, cap, sink)
+def lse_in_base_two(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float, *bias: Any) -> Any:
+    out, lse = honest_attend(q, k, v, seen, scale, cap, sink, *bias)
     return out, lse / np.log(2)
 
 
-def masked_keys_weigh_nothing_times_nan(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float) -> Any:
+def masked_keys_weigh_nothing_times_nan(
+    q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float, *bias: Any
+) -> Any:
     """0 * NaN is NaN, so that values nobody reads leak through P @ V."""
-    out, lse = honest_attend(q, k, v, seen, scale, cap, sink)
+    out, lse = honest_attend(q, k, v, seen, scale, cap, sink, *bias)
     return out + np.zeros(seen.shape) @ v, lse
 
 
-def no_key_is_a_mean(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float) -> Any:
-    out, lse = honest_attend(q, k, v, seen, scale, cap, sink)
+def no_key_is_a_mean(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float, *bias: Any) -> Any:
+    out, lse = honest_attend(q, k, v, seen, scale, cap, sink, *bias)
     fully_masked = ~seen.any(axis=1)
     return np.where(fully_masked[:, None], np.nan_to_num(v).mean(axis=0) if len(v) else out, out), lse
 
@@ -131,13 +138,52 @@ def num_seqs_ignored(given: dict[str, Any]) -> dict[str, Any]:
     return {"num_seqs": None}
 
 
+def slopes_are_ignored(given: dict[str, Any]) -> dict[str, Any]:
+    return {"alibi_slopes": None}
+
+
+def slopes_have_the_wrong_sign(given: dict[str, Any]) -> dict[str, Any]:
+    return {"alibi_slopes": None if given["alibi_slopes"] is None else -given["alibi_slopes"]}
+
+
+def slopes_of_keys_from_the_first_new_token(q_len: int, kv_len: int, slope: float, *table: Any) -> Any:
+    """As vLLM counts: out is the same without sinks, lse is not."""
+    return slope * (np.arange(kv_len) - (kv_len - q_len)) + honest_bias(q_len, kv_len, 0.0, *table)
+
+
+def tables_turn_round(q_len: int, kv_len: int, slope: float, table: Any, at_own: int) -> Any:
+    """The distance of a table has the wrong sign."""
+    if table is None:
+        return honest_bias(q_len, kv_len, slope)
+    return honest_bias(q_len, kv_len, slope, table[..., ::-1], table.shape[-1] - 1 - at_own)
+
+
+def tables_end_in_zero(q_len: int, kv_len: int, slope: float, table: Any, at_own: int) -> Any:
+    """Beyond the last column nothing is added."""
+    bias = honest_bias(q_len, kv_len, slope, table, at_own)
+    if table is None:
+        return bias
+    distance = (kv_len - q_len + np.arange(q_len))[:, None] - np.arange(kv_len)
+    return np.where(distance + at_own < table.shape[-1], bias, honest_bias(q_len, kv_len, slope))
+
+
+def slopes_before_the_cap(
+    q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float, *bias: Any
+) -> Any:  # fmt: skip
+    """What the slopes add is capped too."""
+    if cap is None:
+        return honest_attend(q, k, v, seen, scale, cap, sink, *bias)
+    capped = [cap * np.tanh(each / cap) for each in bias]
+    return honest_attend(q, k, v, seen, scale, cap, sink, *capped)
+
+
 def query_heads_interleaved(**given: Any) -> Any:
     """Query head h reads KV head h % K instead of h // (H / K)."""
     heads, pages = given["q"].shape[1], given["kv_pages"]
     kv_heads = pages[0].shape[2] if isinstance(pages, tuple) else pages.shape[2] // 2
     order = np.arange(heads).reshape(heads // kv_heads, kv_heads).T.reshape(-1)
-    sinks = None if given["sinks"] is None else given["sinks"][order]
-    result = honest_attention(**(given | {"q": given["q"][:, order], "sinks": sinks}))
+    own = {name: array[order] for name in ("sinks", "alibi_slopes") if (array := given[name]) is not None}
+    result = honest_attention(**(given | {"q": given["q"][:, order], **own}))
     back = np.argsort(order)
     return tuple(part[:, back] for part in result) if given["return_lse"] else result[:, back]
 
@@ -195,13 +241,16 @@ ATTENTION: dict[str, Function] = {
     mutant.__name__: attention_with(attend=mutant)
     for mutant in (
         softmax_of_unscaled_logits, cap_before_scale, sink_once_for_each_of_two_splits, sink_counted_in_the_lse,
-        lse_in_base_two, masked_keys_weigh_nothing_times_nan, no_key_is_a_mean,
+        lse_in_base_two, masked_keys_weigh_nothing_times_nan, no_key_is_a_mean, slopes_before_the_cap,
     )
+} | {
+    mutant.__name__: attention_with(bias_of=mutant)
+    for mutant in (slopes_of_keys_from_the_first_new_token, tables_turn_round, tables_end_in_zero)
 } | {
     mutant.__name__: attention_given(mutant)
     for mutant in (
         next_page_of_the_table, tail_keys_skipped, scale_of_v_forgotten, scale_of_k_is_the_first_heads,
-        num_seqs_ignored,
+        num_seqs_ignored, slopes_are_ignored, slopes_have_the_wrong_sign,
     )
 } | {"query_heads_interleaved": query_heads_interleaved}  # fmt: skip
 WRITE = {m.__name__: m for m in (negative_slots_wrap_around, codes_are_truncated, written_from_the_start)}
@@ -256,6 +305,9 @@ NOTICED = {
     "masked_keys_weigh_nothing_times_nan": "what no query sees",
     "no_key_is_a_mean": "a query that sees no key",
     "scale_of_v_forgotten": "a quantised cache",
+    "slopes_are_ignored": "a steep slope",
+    "slopes_have_the_wrong_sign": "slopes alone",
+    "slopes_of_keys_from_the_first_new_token": "slopes alone",
     "invalid_pages_stay_visible": "parts merge",
 }
 

@@ -51,6 +51,16 @@ def given(operation: str, **change: Any) -> Function:
     return lambda **arguments: HONEST[operation](**(arguments | change))
 
 
+def with_slopes(operation: str, change: Callable[[Any], Any]) -> Function:
+    """The definition called with other slopes than it was given, if there are any."""
+
+    def mutant(**arguments: Any) -> Any:
+        slopes = arguments["alibi_slopes"]
+        return HONEST[operation](**arguments | {"alibi_slopes": None if slopes is None else change(slopes)})
+
+    return mutant
+
+
 # Which keys a query sees.
 def causal_from_the_top_left(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any) -> Any:
     seen = honest_visible(q_len, kv_len, valid, False, window)
@@ -85,37 +95,38 @@ def sequences_of_no_key_end_the_batch(*arguments: Any) -> Any:
 
 
 # What a row gives.
-def share_is_not_applied(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float) -> Any:
-    return honest_attend(q, k, v, seen, scale, cap, -np.inf)
+def share_is_not_applied(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float, *bias: Any) -> Any:
+    return honest_attend(q, k, v, seen, scale, cap, -np.inf, *bias)
 
 
-def sink_counted_in_the_lse(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float) -> Any:
-    out, lse = honest_attend(q, k, v, seen, scale, cap, sink)
+def sink_counted_in_the_lse(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float, *bias: Any) -> Any:
+    out, lse = honest_attend(q, k, v, seen, scale, cap, sink, *bias)
     return out, np.where(lse == -np.inf, lse, np.logaddexp(lse, sink))
 
 
-def cap_before_scale(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float) -> Any:
-    return honest_attend(q, k, v, seen, scale, cap if cap is None else cap * scale, sink)
+def cap_before_scale(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float, *bias: Any) -> Any:
+    return honest_attend(q, k, v, seen, scale, cap if cap is None else cap * scale, sink, *bias)
 
 
-def values_of_width_of_keys(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float) -> Any:
-    out, lse = honest_attend(q, k, v, seen, scale, cap, sink)
+def values_of_width_of_keys(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float, *bias: Any) -> Any:
+    out, lse = honest_attend(q, k, v, seen, scale, cap, sink, *bias)
     out[:, q.shape[1] :] = 0
     return out, lse
 
 
-def no_key_is_zero_over_zero(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float) -> Any:
-    out, lse = honest_attend(q, k, v, seen, scale, cap, sink)
+def no_key_is_zero_over_zero(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float, *bias: Any) -> Any:
+    out, lse = honest_attend(q, k, v, seen, scale, cap, sink, *bias)
     return np.where(lse[:, None] == -np.inf, np.nan, out), lse
 
 
-# The gradient of one head. The arguments are d_out, q, k, v, seen, lse, share, delta, d_lse, scale, soft_cap.
+# The gradient of one head. The arguments are d_out, q, k, v, seen, lse, share, delta, d_lse, scale, soft_cap
+# and, for packed sequences, bias.
 def _changed(**change: Callable[..., Any]) -> Function:
     """The honest gradient of other arguments, each made from all of them."""
     names = ("d_out", "q", "k", "v", "seen", "lse", "share", "delta", "d_lse", "scale", "soft_cap")
 
     def mutant(*arguments: Any) -> Any:
-        named = dict(zip(names, arguments, strict=True))
+        named = dict(zip((*names, "bias"), arguments, strict=False))
         return honest_backward(*(named | {name: make(**named) for name, make in change.items()}).values())
 
     return mutant
@@ -129,11 +140,12 @@ def share_is_missing_in_dv(*arguments: Any) -> Any:
 
 
 def slope_of_the_cap_is_forgotten(*arguments: Any) -> Any:
-    d_out, q, k, v, seen, lse, share, delta, d_lse, scale, cap = arguments
+    d_out, q, k, v, seen, lse, share, delta, d_lse, scale, cap, *bias = arguments
     if cap is None:
         return honest_backward(*arguments)
     with np.errstate(all="ignore"):
-        weights = np.exp(np.where(seen, cap * np.tanh(q @ k.T * scale / cap), -np.inf) - lse[:, None])
+        logits = cap * np.tanh(q @ k.T * scale / cap) + sum(bias)
+        weights = np.exp(np.where(seen, logits, -np.inf) - lse[:, None])
         d_logits = weights * (share[:, None] * (d_out @ v.T - delta[:, None]) + d_lse[:, None])
         d_products = np.where(seen, scale * d_logits, 0.0)
     return d_products @ np.nan_to_num(k), d_products.T @ np.nan_to_num(q), honest_backward(*arguments)[2]
@@ -301,6 +313,8 @@ FORWARDS: dict[str, Function] = {
 } | {
     "scale_is_ignored": given(FORWARD, sm_scale=None),
     "cap_is_ignored": given(FORWARD, soft_cap=None),
+    "slopes_are_ignored": given(FORWARD, alibi_slopes=None),
+    "slopes_are_of_the_first_head": with_slopes(FORWARD, lambda slopes: np.full_like(slopes, slopes[0])),
 }
 OF_BOTH: dict[str, Function] = {
     "delta_is_forgotten": _changed(delta=lambda delta, **_: 0 * delta),
@@ -335,6 +349,8 @@ DENSES: dict[str, Function] = {
     "window_is_ignored": given(DENSE, sliding_window=None),
     "scale_is_ignored": given(DENSE, sm_scale=None),
     "cap_is_ignored": given(DENSE, soft_cap=None),
+    "slopes_are_ignored": given(DENSE, alibi_slopes=None),
+    "slopes_have_the_wrong_sign": with_slopes(DENSE, np.negative),
 }  # fmt: skip
 SPARSES: dict[str, Function] = {
     mutant.__name__: with_pieces(SPARSE, selected=mutant)
@@ -381,6 +397,8 @@ NOTICED = {
     (FORWARD, "causal_from_the_top_left"): "packed keys are keys in pages",
     (FORWARD, "share_is_not_applied"): "packed, sinks take their share",
     (FORWARD, "keys_of_the_next_sequence"): "packed, sequences do not mix",
+    (FORWARD, "slopes_are_ignored"): "packed, slopes of zero",
+    (DENSE, "slopes_have_the_wrong_sign"): "packed, gradients are slopes",
     (DENSE, "delta_is_forgotten"): "packed, gradients have their sums",
     (DENSE, "d_lse_is_ignored"): "packed, gradients have their sums",
     (DENSE, "share_is_missing_in_dv"): "packed, gradients have their sums",

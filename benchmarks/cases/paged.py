@@ -57,8 +57,9 @@ class PagedCase(Case, Sample):
     @property
     def wgmma_rows(self) -> int:
         rows = max(self.q_lens) * (self.num_q_heads // self.num_kv_heads)
-        # With a draft mask, the addresses of its entries leave too few registers for a tile of 64 rows.
-        return rows if self.head_dim <= LARGEST_WGMMA_HEAD and self.draft is None else 0
+        # The addresses of a draft mask's or a relative bias's entries leave too few registers for a tile of 64 rows.
+        looks_up = self.draft is not None or self.relative_bias
+        return rows if self.head_dim <= LARGEST_WGMMA_HEAD and not looks_up else 0
 
     def needed_keys(self) -> int:
         """The number of cache positions that some query sees, in all sequences."""
@@ -158,6 +159,8 @@ class PagedCase(Case, Sample):
 
     def values(self, name: str, array: FakeArray, generator: np.random.Generator) -> np.ndarray:
         values = super().values(name, array, generator)
+        if name == "alibi_slopes":
+            return 0.5 ** (1 + np.arange(self.num_q_heads, dtype=np.float32) % 8)
         if name in ("k_scale", "v_scale"):
             return (self.scale or 1.0) * (1 + np.abs(values))
         return np.rint(values * 32).clip(-128, 127) if array.dtype == "int8" else values
@@ -179,6 +182,8 @@ class PagedCase(Case, Sample):
                 np.arange(len(pages), dtype=np.int32)[None],
                 [0, span.stop - span.start],
                 sinks=to_numpy(inputs["sinks"]) if self.sinks else None,
+                alibi_slopes=to_numpy(inputs["alibi_slopes"]) if self.alibi_slopes else None,
+                relative_bias=to_numpy(inputs["relative_bias"]) if self.relative_bias else None,
                 sliding_window=self.sliding_window,
                 soft_cap=self.soft_cap,
                 draft_mask=to_numpy(inputs["draft_mask"][span.rows]).astype(bool) if self.draft else None,
@@ -276,6 +281,27 @@ _MORE = (
     _batch("window_2047_head_80", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, (32, 32, 80), sliding_window=2047),
     _batch("window_2047_head_96", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, (32, 32, 96), sliding_window=2047),
     _batch("window_2047_head_128", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, sliding_window=2047),
+    _batch("alibi_mixed", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, alibi_slopes=True),
+    _batch("alibi_fp8", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, alibi_slopes=True, **FP8),
+    _batch(
+        "alibi_float16_cap_head_256",
+        "-",
+        [(512, 4 * K)] + [(1, 4 * K)] * 8,
+        GEMMA2,
+        dtype="float16",
+        alibi_slopes=True,
+        **GEMMA2_OPTIONS,
+    ),
+    _batch("bias_mixed", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, relative_bias=True),
+    _batch(
+        "bias_float16_cap_head_256",
+        "-",
+        [(512, 4 * K)] + [(1, 4 * K)] * 8,
+        GEMMA2,
+        dtype="float16",
+        relative_bias=True,
+        **GEMMA2_OPTIONS,
+    ),
     _batch("draft_tree_64", "-", [(64, 4 * K)] + [(8, 4 * K)] * 8, LLAMA_8B, draft=64),
     _batch("invariant_mixed", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, batch_invariant=True),
     _batch("invariant_fp8", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, batch_invariant=True, **FP8),

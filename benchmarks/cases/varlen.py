@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.cases.base import ROWS, Case, Compared, K, Tables, drawn, rounded, spans
 from benchmarks.compiled.compiling import ITEMSIZE
-from ragged_attention.reference.ragged_paged_attention import visible
+from ragged_attention.reference.ragged_paged_attention import bias_of, visible
 from ragged_attention.reference.varlen_attention import varlen_attention
 from ragged_attention.reference.varlen_attention_backward import attend_backward, row_terms
 from ragged_attention.tools.samples import FakeArray, VarlenSample
@@ -54,6 +54,8 @@ class VarlenCase(Case, VarlenSample):
 
     @property
     def wgmma_rows(self) -> int:
+        if self.relative_bias:  # the addresses of its entries take registers
+            return 0
         return max(self.q_lens) * self.num_q_heads // self.num_kv_heads
 
     def needed_bytes(self) -> int:
@@ -115,6 +117,8 @@ class VarlenCase(Case, VarlenSample):
 
     def values(self, name: str, array: FakeArray, generator: np.random.Generator) -> np.ndarray:
         """Larger ones would, for a query that sees few keys, magnify the rounding of its weights beyond the bounds."""
+        if name == "alibi_slopes":
+            return 0.5 ** (1 + np.arange(self.num_q_heads, dtype=np.float32) % 8)
         return super().values(name, array, generator) * {"v": 1 / 4, "d_out": 1 / 16, "d_lse": 1 / 16}.get(name, 1)
 
     def with_forward(self, inputs: dict[str, Any], framework: str) -> dict[str, Any]:
@@ -148,7 +152,9 @@ class VarlenCase(Case, VarlenSample):
             rows = span.rows
             if self.causal:
                 keys = slice(keys.start, keys.start + max(span.kv_len, 0))
-            elif self.sliding_window:  # which counts from a query's position, so that all must be there
+            elif (
+                self.sliding_window or self.alibi_slopes or self.relative_bias
+            ):  # they count from all queries' positions
                 rows = every
             want, _ = varlen_attention(
                 to_numpy(inputs["q"][rows]),
@@ -156,6 +162,8 @@ class VarlenCase(Case, VarlenSample):
                 cu_q_lens=[0, rows.stop - rows.start],
                 cu_kv_lens=[0, keys.stop - keys.start],
                 sinks=to_numpy(inputs["sinks"]) if self.sinks else None,
+                alibi_slopes=to_numpy(inputs["alibi_slopes"]) if self.alibi_slopes else None,
+                relative_bias=to_numpy(inputs["relative_bias"]) if self.relative_bias else None,
                 causal=self.causal,
                 sliding_window=self.sliding_window,
                 soft_cap=self.soft_cap,
@@ -187,14 +195,18 @@ class VarlenCase(Case, VarlenSample):
             share, delta, d_lse = (term[:, 0] for term in terms)
             d_out, q, lse = (arrays[name][:, 0] for name in ("d_out", "q", "lse"))
             options = (self.head_dim**-0.5, self.soft_cap)
+            slope = float(to_numpy(inputs["alibi_slopes"][head])) if self.alibi_slopes else 0.0
+            table = to_numpy(inputs["relative_bias"][head]).astype(np.float64) if self.relative_bias else None
+            bias = bias_of(q_len, kv_len, slope, table, 0 if self.causal or table is None else len(table) // 2)
             want = attend_backward(
                 d_out[some_rows], q[some_rows], k, v, seen[some_rows], lse[some_rows], share[some_rows],
-                delta[some_rows], d_lse[some_rows], *options,
+                delta[some_rows], d_lse[some_rows], *options, bias[some_rows],
             )[0]  # fmt: skip
             yield f"dq of head {head}", to_numpy(out[0][rows, head])[some_rows], want
             _, more_dk, more_dv = attend_backward(
-                d_out, q, k[some_keys], v[some_keys], seen[:, some_keys], lse, share, delta, d_lse, *options
-            )
+                d_out, q, k[some_keys], v[some_keys], seen[:, some_keys], lse, share, delta, d_lse, *options,
+                bias[:, some_keys],
+            )  # fmt: skip
             dk, dv = dk + more_dk, dv + more_dv
         for name, got, want in (("dk", out[1], dk), ("dv", out[2], dv)):
             yield name, to_numpy(got[keys, kv_head])[some_keys], want
@@ -240,6 +252,12 @@ _MORE = (
     *_both("gemma_256", "-", (1000,) * 4, (16, 8), (256, 256), soft_cap=50.0, sliding_window=512),
     *_both("everything_128", "-", (1000,) * 4, (28, 4), (128, 128), soft_cap=50.0, sliding_window=512, sinks=True,
            d_lse=True),
+    *_both("alibi_128", "-", (1000,) * 4, (32, 8), (128, 128), alibi_slopes=True),
+    *_both("alibi_192", "-", (1000,) * 4, (16, 16), (192, 128), alibi_slopes=True, soft_cap=50.0, d_lse=True,
+           sinks=True),
+    *_both("bias_128", "-", (1000,) * 4, (32, 8), (128, 128), relative_bias=True, causal=False),
+    *_both("bias_192", "-", (1000,) * 4, (16, 16), (192, 128), relative_bias=True, soft_cap=50.0, d_lse=True,
+           sinks=True),
     *_both("cross_96_72", "-", (500,) * 4, (12, 12), (96, 72), kv_lens=(700,) * 4, causal=False, sinks=True),
     *_both("one_of_everything", "-", (1,), (1, 1), (1, 1)),
 )  # fmt: skip

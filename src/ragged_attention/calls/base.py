@@ -130,6 +130,17 @@ class Call(abc.ABC):
         return f"{cls.OPERATION} has no gradient: {reason}"
 
     @classmethod
+    def no_gradient_of(cls, index: int) -> str | None:
+        """The error message for differentiating by a flat argument that is a constant, None if it is none.
+
+        An operation has gradients with respect to its DIFFERENTIABLE arguments. All others are constants.
+        """
+        name = next(name for name, (first, stop) in cls.RANGES.items() if first <= index < stop)
+        if name in cls.DIFFERENTIABLE:
+            return None
+        return f"{cls.OPERATION} has no gradient with respect to {name}: expected {name} without one"
+
+    @classmethod
     def expect_gradient(cls, arguments: Mapping[str, Any]) -> None:
         """Raise `InvalidInput` if a differentiable operation has no gradient with these arguments."""
         del arguments
@@ -238,6 +249,8 @@ class GroupedCall(Call):
 
     q: Any
     sm_scale: Any
+    causal: Any
+    relative_bias: Any
     out_dtype: str | None = None
 
     @property
@@ -261,6 +274,11 @@ class GroupedCall(Call):
     def group(self) -> int:
         """The number of query heads per KV head."""
         return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def bias_at_own(self) -> int:
+        """The column of `relative_bias` that belongs to a query's own position."""
+        return 0 if self.causal else self.relative_bias.shape[-1] // 2
 
     @property
     def scale(self) -> float:

@@ -439,6 +439,19 @@ class Pair(Kind):
         return first if second is None else (first, second)
 
 
+@dataclasses.dataclass(frozen=True)
+class RelativeBias(ArrayKind):
+    """A table of biases by distance: [H, B] for all queries, or one of each query, [T, H, B]."""
+
+    tokens: str = "T"  # the letter of the axis of queries
+
+    def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
+        expect_any_array(name, value)
+        dtypes = self.dtypes(call) if callable(self.dtypes) else self.dtypes
+        expect_array(name, value, "H B" if len(value.shape) == 2 else f"{self.tokens} H B", dtypes, sizes)
+        expect_nonempty(name, "B", value.shape[-1])
+
+
 class Stack(ArrayKind):
     """An array, or a sequence of arrays, which `prepare` stacks."""
 

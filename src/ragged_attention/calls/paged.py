@@ -22,6 +22,7 @@ from ragged_attention.calls.fields import (
     Number,
     Pair,
     QueryScale,
+    RelativeBias,
     Scale,
     Sizes,
     Stack,
@@ -354,6 +355,8 @@ class RaggedPagedAttention(PagedCall, RaggedCall):
     sliding_window: int | None = field(Integer(least=1, symbolic=True), default=None)
     soft_cap: float | None = field(Number(positive=True), default=None)
     sinks: Any = field(ArrayKind("H", ("float32",)), default=None)
+    alibi_slopes: Any = field(ArrayKind("H", ("float32",)), default=None)
+    relative_bias: Any = field(RelativeBias(dtypes=("float32",)), default=None)
     q_scale: Any = field(QueryScale(), default=None)
     k_scale: Any = field(Scale(), default=None)
     v_scale: Any = field(Scale(), default=None)

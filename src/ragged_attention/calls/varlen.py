@@ -12,6 +12,7 @@ from ragged_attention.calls.fields import (
     Flag,
     Integer,
     Number,
+    RelativeBias,
     Sizes,
     dtype_name,
     expect_nonempty,
@@ -44,6 +45,8 @@ class VarlenCall(GroupedCall):
     sliding_window: Any
     soft_cap: Any
     sinks: Any
+    alibi_slopes: Any
+    relative_bias: Any
 
     def _check(self, sizes: Sizes) -> None:
         expect_nonempty("k", "num_kv_heads", self.num_kv_heads)
@@ -97,6 +100,8 @@ EDGES = ArrayKind("S+1", INT32)
 HINT = Integer(symbolic=True, hint=True)
 WINDOW = Integer(least=1, symbolic=True)
 SINKS = ArrayKind("H", like_lse)
+SLOPES = ArrayKind("H", like_lse)
+BIAS = RelativeBias(dtypes=like_lse, tokens="T_q")
 
 
 @record
@@ -120,6 +125,8 @@ class VarlenAttention(VarlenCall):
     sliding_window: int | None = field(WINDOW, default=None)
     soft_cap: float | None = field(Number(positive=True), default=None)
     sinks: Any = field(SINKS, default=None)
+    alibi_slopes: Any = field(SLOPES, default=None)
+    relative_bias: Any = field(BIAS, default=None)
     deterministic: bool = field(Flag(), default=False)
 
     def results(self) -> tuple[Result, ...]:
@@ -148,6 +155,8 @@ class VarlenAttentionBackward(VarlenCall):
     sliding_window: int | None = field(WINDOW, default=None)
     soft_cap: float | None = field(Number(positive=True), default=None)
     sinks: Any = field(SINKS, default=None)
+    alibi_slopes: Any = field(SLOPES, default=None)
+    relative_bias: Any = field(BIAS, default=None)
     deterministic: bool = field(Flag(), default=False)
 
     def results(self) -> tuple[Result, ...]:

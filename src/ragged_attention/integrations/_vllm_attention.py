@@ -208,7 +208,10 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        RaggedAttentionBackend.expect_layer(attn_type, kv_cache_dtype, alibi_slopes=alibi_slopes)
+        RaggedAttentionBackend.expect_layer(attn_type, kv_cache_dtype)
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        if self.alibi_slopes is not None and sinks is not None:  # vLLM's slopes count from elsewhere, which sinks see
+            raise Unsupported("expected sinks to be None with alibi_slopes for RAGGED, got both")
         if sinks is not None and sinks.shape != (num_heads,):
             raise Unsupported(f"expected sinks of shape [num_heads={num_heads}], got {list(sinks.shape)}")
         self._expect_kind(
@@ -270,6 +273,8 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
         """
         if output_scale is not None or output_block_scale is not None:
             raise Unsupported("expected output_scale and output_block_scale to be None, got a quantised output")
+        if self.alibi_slopes is not None:  # moved once, in the profiling run
+            self.alibi_slopes = self.alibi_slopes.to(query.device)
         if attn_metadata is None:
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
@@ -299,11 +304,14 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
                 f"expected at most {window} new tokens of a request for attention that is not causal with "
                 f"sliding_window={window}, got {metadata.max_q_len}"
             )
+        if self.alibi_slopes is not None and not metadata.causal:
+            raise Unsupported("expected causal attention with alibi_slopes for RAGGED, got causal=False")
         k_scale, v_scale = self._scales(layer)
         ragged_paged_attention(
             query, self._pages(kv_cache), metadata.kv_lens, metadata.page_indices, metadata.cu_q_lens,
             max_q_len=metadata.max_q_len, sm_scale=self.scale, causal=metadata.causal, sliding_window=window,
-            soft_cap=self.logits_soft_cap, sinks=self._sinks(), k_scale=k_scale, v_scale=v_scale, out=out,
+            soft_cap=self.logits_soft_cap, sinks=self._sinks(), alibi_slopes=self.alibi_slopes, k_scale=k_scale,
+            v_scale=v_scale, out=out,
         )  # fmt: skip
 
     def _without_cache(

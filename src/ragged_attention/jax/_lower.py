@@ -204,6 +204,9 @@ def _run(
         return _on_the_platform(record, arrays, statics, request, traced)
 
     def save(given: dict[int, Any]) -> Any:
+        for index, primal in given.items():
+            if gradient is not None and primal.perturbed and (reason := record.no_gradient_of(index)) is not None:
+                raise RuntimeError(reason)
         arrays = jax.tree.map(lambda primal: primal.value, given, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
         results = compute(arrays)
         return results, (arrays, results[0], results[-1])

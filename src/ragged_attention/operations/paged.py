@@ -10,6 +10,8 @@ from ragged_attention.operations.base import Array, AttentionKeywords, FrontEnd,
 class PagedKeywords(AttentionKeywords[Array, Memory], total=False):
     """The keyword arguments of `ragged_paged_attention` that do not change the number of its results."""
 
+    alibi_slopes: Array | None
+    relative_bias: Array | None
     q_scale: float | Array | None
     k_scale: float | Array | None
     v_scale: float | Array | None
@@ -59,6 +61,8 @@ class Paged(FrontEnd[Array, Memory]):
         sliding_window: int | None = None,
         soft_cap: float | None = None,
         sinks: Array | None = None,
+        alibi_slopes: Array | None = None,
+        relative_bias: Array | None = None,
         q_scale: float | Array | None = None,
         k_scale: float | Array | None = None,
         v_scale: float | Array | None = None,
@@ -98,6 +102,14 @@ class Paged(FrontEnd[Array, Memory]):
                 `causal=False` this bounds the left side only.
             soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
             sinks: f32 [H], one logit per head, which is added to the denominator of the softmax only.
+            alibi_slopes: f32 [H], finite: the logit of the query at position p and the key at position j gains
+                `alibi_slopes[h] * (j - p)`, after scaling and `soft_cap`, before masking. Positions are those of
+                `causal`, for drafts too. vLLM's kernels count j from the sequence's first new position instead; `out`
+                is the same without sinks, but their lse of query i is higher by `alibi_slopes[h] * i`.
+            relative_bias: f32 [H, B] or, with a table for each query, [T, H, B]: what a logit gains by distance, like
+                `alibi_slopes` after `soft_cap` and before masking. The query at position p and the key at position j
+                have column `clamp(p - j, 0, B - 1)` or, with `causal=False`, `clamp(p - j + B // 2, 0, B - 1)`: the
+                first and last columns hold for all distances beyond.
             q_scale: the scale of float8_e4m3fn queries, whose true values are q * q_scale: a float, or an array [] or
                 [H]. A float is multiplied into `sm_scale`; an array multiplies the widened queries, which are then
                 rounded again.
@@ -139,8 +151,8 @@ class Paged(FrontEnd[Array, Memory]):
         arguments = dict(
             q=q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
             max_q_len=max_q_len, sm_scale=sm_scale, causal=causal, sliding_window=sliding_window, soft_cap=soft_cap,
-            sinks=sinks, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, new_kv=new_kv,
-            draft_mask=draft_mask, out_dtype=out_dtype,
+            sinks=sinks, alibi_slopes=alibi_slopes, relative_bias=relative_bias, q_scale=q_scale, k_scale=k_scale,
+            v_scale=v_scale, return_lse=return_lse, new_kv=new_kv, draft_mask=draft_mask, out_dtype=out_dtype,
         )  # fmt: skip
         if new_kv is not None:
             return self.run_with_write(RaggedPagedAttention, arguments, backend, options, out)

@@ -11,6 +11,8 @@ class VarlenKeywords(AttentionKeywords[Array, Memory], total=False):
     """The keyword arguments of `varlen_attention` that do not change the number of its results."""
 
     max_kv_len: int | None
+    alibi_slopes: Array | None
+    relative_bias: Array | None
     deterministic: bool
 
 
@@ -42,6 +44,8 @@ class Varlen(FrontEnd[Array, Memory]):
         sliding_window: int | None = None,
         soft_cap: float | None = None,
         sinks: Array | None = None,
+        alibi_slopes: Array | None = None,
+        relative_bias: Array | None = None,
         return_lse: bool = False,
         deterministic: bool = False,
         out: Memory | None = None,
@@ -70,6 +74,12 @@ class Varlen(FrontEnd[Array, Memory]):
             soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
             sinks: f32 [H] (f64 with float64 queries), one logit per head, which is added to the denominator of the
                 softmax only.
+            alibi_slopes: f32 [H] (f64 with float64 queries), finite: the logit of the query at position p and the key
+                at position j gains `alibi_slopes[h] * (j - p)`, after scaling and `soft_cap`, before masking. Positions
+                are those of `causal`, also without it: keys after the query then gain, where FlashAttention subtracts
+                `alibi_slopes[h] * abs(j - p)`. Slopes are constants: they have no gradient.
+            relative_bias: as in `ragged_paged_attention`, [H, B] or [T_q, H, B] (f64 with float64 queries): the bias by
+                distance of T5 and its kind, a constant too.
             return_lse: also return the log-sum-exp.
             deterministic: give the gradients the same bits in every run, as `triton`, `eager` and `reference` always
                 do.
@@ -97,6 +107,7 @@ class Varlen(FrontEnd[Array, Memory]):
         arguments = dict(
             q=q, k=k, v=v, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, max_q_len=max_q_len, max_kv_len=max_kv_len,
             sm_scale=sm_scale, causal=causal, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
+            alibi_slopes=alibi_slopes, relative_bias=relative_bias,
             deterministic=deterministic,
         )  # fmt: skip
         expect_bool("return_lse", return_lse)
@@ -122,6 +133,8 @@ class Varlen(FrontEnd[Array, Memory]):
         sliding_window: int | None = None,
         soft_cap: float | None = None,
         sinks: Array | None = None,
+        alibi_slopes: Array | None = None,
+        relative_bias: Array | None = None,
         deterministic: bool = False,
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
@@ -133,7 +146,7 @@ class Varlen(FrontEnd[Array, Memory]):
         Args:
             d_out: [T_q, H, D_v] of q's dtype, the gradient of a scalar with respect to `out`.
             q, k, v, cu_q_lens, cu_kv_lens, max_q_len, max_kv_len, sm_scale, causal, sliding_window, soft_cap, sinks,
-                deterministic: the arguments of `varlen_attention`.
+                alibi_slopes, relative_bias, deterministic: the arguments of `varlen_attention`.
             out, lse: the results of `varlen_attention`: [T_q, H, D_v] of q's dtype, [T_q, H] float32.
             d_lse: [T_q, H] like `lse`, the gradient with respect to it; None is 0. Where `lse` is -inf it is ignored.
             backend, options: as in `ragged_paged_attention`.
@@ -155,7 +168,8 @@ class Varlen(FrontEnd[Array, Memory]):
         arguments = dict(
             d_out=d_out, q=q, k=k, v=v, out=out, lse=lse, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, d_lse=d_lse,
             max_q_len=max_q_len, max_kv_len=max_kv_len, sm_scale=sm_scale, causal=causal, sliding_window=sliding_window,
-            soft_cap=soft_cap, sinks=sinks, deterministic=deterministic,
+            soft_cap=soft_cap, sinks=sinks, alibi_slopes=alibi_slopes, relative_bias=relative_bias,
+            deterministic=deterministic,
         )  # fmt: skip
         dq, dk, dv, d_sinks = self.run(VarlenAttentionBackward, arguments, backend, options)
         return dq, dk, dv, None if sinks is None else d_sinks

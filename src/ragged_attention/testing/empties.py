@@ -126,6 +126,12 @@ def attention() -> Cases:
     return {
         **_ragged(check_attention, Spec(**_TABLES).build),
         **{f"{name}, every argument": case for name, case in _ragged(check_attention, every.build).items()},
+        **{
+            f"{name}, slopes": case
+            for name, case in _ragged(
+                check_attention, Spec(**_TABLES, alibi="usual", bias="shared", group=2).build
+            ).items()
+        },
         "a draft mask without columns": (check_attention, Spec(**_TABLES, draft=0).build),
         **{f"new keys, {name}": (check_update, lambda spec=spec: spec) for name, spec in _UPDATES.items()},
     }
@@ -295,7 +301,15 @@ def schedules() -> Cases:
 
 def packed() -> Cases:
     """Attention over packed sequences and its gradient."""
-    every: dict[str, Any] = {"sinks": "normal", "sliding_window": 3, "soft_cap": 2.0, "causal": True, "group": 2}
+    every: dict[str, Any] = {
+        "sinks": "normal",
+        "sliding_window": 3,
+        "soft_cap": 2.0,
+        "causal": True,
+        "group": 2,
+        "alibi": "usual",
+        "bias": "shared",
+    }
     specs = {
         "no sequences": VarlenSpec(lens=(), q_padding=3, kv_padding=2, limits="exact", **every),
         "no sequences, no queries": VarlenSpec(lens=(), kv_padding=2, **every),

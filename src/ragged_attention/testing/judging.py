@@ -51,7 +51,17 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 }
 FLOATS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")  # packed caches are uint8
 IDLE = "nothing was judged"  # the message of a check that had no batch to try, such as one of tunable paths
-WIDE = ("sinks", "k_scale", "v_scale", "q_scale", "kv_scale", "lses", "key_scale")  # float32 beside any other dtype
+WIDE = (
+    "sinks",
+    "alibi_slopes",
+    "relative_bias",
+    "k_scale",
+    "v_scale",
+    "q_scale",
+    "kv_scale",
+    "lses",
+    "key_scale",
+)  # float32 beside any other dtype
 FIRST: dict[str, str] = {}  # the operations that checks begin with, by the checks' names
 Predicate = Callable[[str, Any], bool]  # of an operation's name and its arguments in NumPy, by attribute
 

@@ -47,6 +47,7 @@ def garbage_attention(seed: int) -> Batch:
         causal=bool(rng.random() < 0.7),
         sliding_window=[None, None, 1, 5, 2**31 - 1][int(rng.integers(0, 5))],
         sinks=[None, "normal"][int(rng.integers(0, 2))],
+        alibi=[None, None, "usual"][int(rng.integers(0, 3))],
         strided=bool(rng.random() < 0.3),
         seed=seed,
     ).build()

@@ -29,6 +29,14 @@ class FakeArray:
     dtype: str
 
 
+BIAS_WIDTH = 256
+
+
+def bias_of(sample: Any) -> "FakeArray | None":
+    """The relative bias of a sample that has one."""
+    return FakeArray((sample.num_q_heads, BIAS_WIDTH), "float32") if sample.relative_bias else None
+
+
 class AnySample:
     """The sizes and options of a representative call.
 
@@ -96,6 +104,8 @@ class Sample(AnySample):
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    alibi_slopes: bool = False
+    relative_bias: bool = False
     scale: float | None = None  # the scale of a quantised cache, for both K and V
     return_lse: bool = False
     draft: int | None = None  # number of a draft mask's columns
@@ -138,6 +148,7 @@ class Sample(AnySample):
             "k_scale": self.scale,
             "v_scale": self.scale,
             "draft_mask": self.draft is not None,
+            "relative_bias": bias_of(self),
             "sinks": self.sinks and operation != "merge_attention_states",  # the states to merge may include them
         } | TABLES
 
@@ -239,6 +250,8 @@ class VarlenSample(AnySample):
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    alibi_slopes: bool = False
+    relative_bias: bool = False
     d_lse: bool = False  # whether the gradient of lse is given
 
     @property
@@ -252,6 +265,9 @@ class VarlenSample(AnySample):
     def _axes(self) -> dict[str, int]:
         heads = {"K": self.num_kv_heads, "D": self.head_dim, "D_v": self.out_shape[2]}
         return super()._axes() | heads | {"T_q": self.num_tokens, "T_k": self.num_kv_tokens}
+
+    def _arguments(self, operation: str) -> dict[str, Any]:
+        return {"relative_bias": bias_of(self)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

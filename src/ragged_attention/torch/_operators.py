@@ -271,6 +271,9 @@ def _gradient(record: type[Call]) -> tuple[Callable[..., Any], Callable[..., Non
     gradient = CALLS[f"{record.OPERATION}_backward"]
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        for index, needed in enumerate(ctx.needs_input_grad[: len(inputs)]):
+            if needed and (reason := record.no_gradient_of(index)) is not None:
+                raise RuntimeError(reason)
         ctx.set_materialize_grads(False)  # the gradient of an unused lse is None, not zeros
         ctx.mark_non_differentiable(*output[1:-1])
         ctx.indices = [index for index, value in enumerate(inputs) if isinstance(value, torch.Tensor)]

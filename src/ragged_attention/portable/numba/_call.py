@@ -1,6 +1,7 @@
 """Turns attention calls over pages of K and V into records of `_paged`'s kernel."""
 
 import dataclasses
+import math
 import sys
 from typing import Any
 
@@ -108,6 +109,15 @@ def numbers_of_pages(call: Any, launch: Any) -> dict[str, int]:
     return dict(zip(names, 2 * (page, slot, 2 * head), strict=True)) | {"v_offset": head}
 
 
+def numbers_of_bias(call: Any) -> dict[str, int]:
+    """The sizes of `relative_bias`, 0 without one."""
+    if call.relative_bias is None:
+        return dict.fromkeys(("bias_width", "bias_stride", "bias_at_own"), 0)
+    width, stride = call.relative_bias.shape[-1], math.prod(call.relative_bias.shape[1:])
+    stride = stride if len(call.relative_bias.shape) == 3 else 0
+    return {"bias_width": width, "bias_stride": stride, "bias_at_own": call.bias_at_own}
+
+
 def run(
     call: RaggedPagedAttention, tile: Tile, launch: Any, *, layout: int = _sequences.PACKED,
     scales: tuple[Any, Any] = (None, None), axes: str = "page slot head",
@@ -124,5 +134,6 @@ def run(
         "max_num_seqs": _sequences.max_sequences(call, call.max_num_seqs), "layout": layout, "drafted": drafted,
         "draft_width": call.draft_mask.shape[1] if drafted else 0,
         "out_format": CODES[call.out_dtype or dtype_name(call.q)], **numbers_of_pages(call, launch),
+        **numbers_of_bias(call),
     }  # fmt: skip
     return KERNEL.launch(launch, call, tile, pages, numbers, axes=dict.fromkeys(pages, axes))

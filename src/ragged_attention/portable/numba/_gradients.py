@@ -13,7 +13,7 @@ from ragged_attention.portable.numba._formats import size_of, widen
 from ragged_attention.portable.numba._products import COLUMNS, ROWS, scores
 from ragged_attention.portable.numba._records import allocate_arena, list_rows, record_at, up_to
 from ragged_attention.portable.numba._sequences import within
-from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, soft_capped
+from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, sloped, soft_capped
 from ragged_attention.portable.numba._vectors import (
     LANES,
     compiled,
@@ -31,9 +31,10 @@ from ragged_attention.portable.numba._vectors import (
     zero,
 )
 
-NUMBERS = ("rows", "keys", "width", "v_width")
+NUMBERS = ("rows", "keys", "width", "v_width", "bias_width", "bias_at_own")
 BUFFERS = ("q", "d_out", "k", "v", "k_rows", "v_rows", "s", "d_s", "dk", "dv", "out_row", "left", "right",
-         "sources", "slots", "lse", "share", "delta", "d_lse")  # fmt: skip
+         "sources", "slots", "lse", "share", "delta", "d_lse", "slopes", "positions",
+         "tables", "bias")  # fmt: skip
 tile_at = record_at((*NUMBERS, *BUFFERS))
 
 
@@ -51,12 +52,14 @@ def new_tile(rows, keys, width, v_width, latent):
     address = allocate_arena(
         len(NUMBERS),
         (q, d_out, k, v, addresses, addresses, logits, logits, k, v, 4 * v_width, 2 * floats, 2 * floats,
-         addresses, addresses, floats, floats, floats, floats),
+         addresses, addresses, floats, floats, floats, floats, floats, 2 * floats,
+         2 * floats, 4 * keys),
     )  # fmt: skip
     if address == 0:
         return address
     tile = tile_at(address)
-    zero(tile.q, tile.d_lse + floats - tile.q)
+    zero(tile.q, tile.bias + 4 * keys - tile.q)
+    tile.bias_width = tile.bias_at_own = 0
     tile.rows, tile.keys, tile.width, tile.v_width = rows, keys, width, v_width
     list_rows(tile.k_rows, keys, tile.k, 4 * width)
     list_rows(tile.v_rows, keys, tile.k if latent else tile.v, 4 * (width if latent else v_width))
@@ -101,10 +104,10 @@ def read_row(call, tile, row, token, head, source):
 
 
 @compiled
-def differentiate(tile, row, left, right, count, scale, soft_cap):
+def differentiate(tile, row, first, left, right, count, scale, soft_cap):
     """Replace a row's products q . k in `s` by weights r p, and d_out . v in `d_s` by the gradients of q . k.
 
-    Outside [left, right) both become 0.
+    Outside [left, right) both become 0. The first key is at position `first`.
     """
     s, d_s, whole = tile.s + 4 * row * tile.keys, tile.d_s + 4 * row * tile.keys, up_to(count, LANES)
     if right <= left:
@@ -112,13 +115,21 @@ def differentiate(tile, row, left, right, count, scale, soft_cap):
         fill(d_s, 0, whole, np.float32(0))
         return
     share, delta, d_lse = float_at(tile.share, row), float_at(tile.delta, row), float_at(tile.d_lse, row)
-    lse = splat(float_at(tile.lse, row) * LOG2E)
+    lse, alibi = splat(float_at(tile.lse, row) * LOG2E), float_at(tile.slopes, row)
+    distance, table = first - int_at(tile.positions, row), int_at(tile.tables, row)
+    for key in range(count if table else 0):
+        column = min(max(tile.bias_at_own - distance - key, 0), tile.bias_width - 1)
+        set_float(tile.bias, key, float_at(table, column))
     for index in range(0, whole, LANES):
         logits, slope = load(s, index) * splat(scale), splat(scale)
         if soft_cap > 0:
             logits = soft_capped(logits, splat(soft_cap))
             tanh = logits / splat(soft_cap)
             slope = slope * (splat(1.0) - tanh * tanh)
+        if alibi != 0:
+            logits = sloped(logits, alibi, distance + index)
+        if table:
+            logits = logits + load(tile.bias, index)
         weights = exp2(logits * splat(LOG2E) - lse)
         gradients = fma(splat(share), load(d_s, index) - splat(delta), splat(d_lse))
         store(d_s, index, slope * weights * gradients)
@@ -140,7 +151,7 @@ def differentiate_rows(call, tile, rows, first, offset, count, soft_cap):
     for row in range(whole):
         left = within(int_at(tile.left, row) - first, count) if row < rows else 0
         right = within(int_at(tile.right, row) - first, count) if row < rows else 0
-        differentiate(tile, row, left, right, count, call.scale, soft_cap)
+        differentiate(tile, row, first, left, right, count, call.scale, soft_cap)
 
 
 @compiled

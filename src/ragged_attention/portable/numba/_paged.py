@@ -13,9 +13,9 @@ import numpy as np
 
 from ragged_attention.portable.numba import _splits, _tiles
 from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT32, scale_of, size_of
-from ragged_attention.portable.numba._records import Fields
+from ragged_attention.portable.numba._records import Fields, up_to
 from ragged_attention.portable.numba._sequences import first_key_of, gaps_by, kv_len_of, num_sequences, queries_of
-from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, scale_row
+from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, add_slope, scale_row
 from ragged_attention.portable.numba._vectors import (
     LANES,
     byte_at,
@@ -32,13 +32,13 @@ from ragged_attention.portable.numba._vectors import (
 FIELDS = Fields(
     operands=(
         "q", "k_pages", "v_pages", "kv_lens", "page_indices", "cu_q_lens", "cu_kv_lens", "num_seqs", "sinks",
-        "k_scale", "v_scale", "k_scales", "v_scales", "draft_mask",
+        "alibi_slopes", "relative_bias", "k_scale", "v_scale", "k_scales", "v_scales", "draft_mask",
     ),
     results=("out", "lse"),
     numbers=(
         "num_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "max_num_seqs", "layout", "out_format",
         "num_pages", "page_size", "capacity", "v_offset", "causal", "sliding_window", "drafted", "draft_width", "scale",
-        "soft_cap", "block_q", "block_kv", "num_splits",
+        "soft_cap", "bias_width", "bias_stride", "bias_at_own", "block_q", "block_kv", "num_splits",
     ),
     plan=_splits.SPLITS,
     strides={"q": "token head", "page_indices": "seq", "draft_mask": "token"}
@@ -225,6 +225,29 @@ def hide_undrafted(call, tile, unit, first, count):
 
 
 @compiled
+def add_slopes(call, tile, unit, head, rows, first, count):
+    """Add what ALiBi does to the logits of `count` keys, from position `first` on."""
+    group, (_, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
+    position = kv_len_of(call, unit.seq) - stop + unit.first
+    for row in range(rows):
+        slope = float_at(call.alibi_slopes, head * group + row % group) * LOG2E
+        add_slope(tile.s + 4 * row * tile.s_width, up_to(count, LANES), slope, first - position - row // group)
+
+
+@compiled
+def add_relative_bias(call, tile, unit, head, rows, first, count):
+    """Add the relative bias to the logits of `count` keys, from position `first` on."""
+    group, (_, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
+    for row in range(rows):
+        token, q_head = unit.first + row // group, head * group + row % group
+        table = call.relative_bias + 4 * (token * call.bias_stride + q_head * call.bias_width)
+        column, s = kv_len_of(call, unit.seq) - stop + token - first + call.bias_at_own, row * tile.s_width
+        for key in range(count):
+            bias = float_at(table, min(max(column - key, 0), call.bias_width - 1))
+            set_float(tile.s, s + key, float_at(tile.s, s + key) + bias * LOG2E)
+
+
+@compiled
 def attend(call, tile, unit, head, rows):
     """Attend from a unit's rows to its keys, one tile of keys after another."""
     seq, low, high, code = unit.seq, unit.low, unit.high, call.k_pages_format
@@ -244,6 +267,10 @@ def attend(call, tile, unit, head, rows):
                        head * call.k_scales_head_stride, first, count, tile.k, tile.width)  # fmt: skip
         next_holes = list_next(call, tile, seq, head, after, min(tile.keys, high - after))
         _tiles.multiply_keys(tile, keys, rows, first, count, factor, call.soft_cap)
+        if call.alibi_slopes:
+            add_slopes(call, tile, unit, head, rows, first, count)
+        if call.relative_bias:
+            add_relative_bias(call, tile, unit, head, rows, first, count)
         if call.drafted:
             hide_undrafted(call, tile, unit, first, count)
         _tiles.weigh_keys(tile, rows, first, count, holes)

@@ -12,6 +12,7 @@ from ragged_attention.portable.numba._vectors import (
     float_at,
     fma,
     inlined,
+    lane_numbers,
     largest,
     load,
     magnitude,
@@ -53,6 +54,19 @@ def capped(s, count, soft_cap):
     """Replace logits by log2(e) * `soft_cap` * tanh(logit / soft_cap)."""
     for index in range(0, count, LANES):
         store(s, index, soft_capped(load(s, index), splat(soft_cap)) * splat(LOG2E))
+
+
+@inlined
+def sloped(logits, slope, distance):
+    """The logits of consecutive keys with what ALiBi adds; the first key is at `distance` after the query."""
+    return fma(splat(slope), splat(np.float32(distance)) + lane_numbers(), logits)
+
+
+@compiled
+def add_slope(s, count, slope, distance):
+    """`sloped` for a row of logits in place; base-2 logits need a slope times log2(e)."""
+    for index in range(0, count, LANES):
+        store(s, index, sloped(load(s, index), slope, distance + index))
 
 
 @inlined

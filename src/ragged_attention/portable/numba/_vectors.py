@@ -125,6 +125,13 @@ def in_all_lanes(builder: Any, value: Any) -> Any:
 splat = function_of(vector, types.float32)(in_all_lanes)
 
 
+@function_of(vector)
+def lane_numbers(builder: Any) -> Any:
+    """The numbers of the lanes, from 0 on."""
+    del builder
+    return ir.Constant(FLOATS, [ir.Constant(F32, float(lane)) for lane in range(LANES)])
+
+
 @function_of(vector, vector, vector, vector)
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded only once if the CPU has such an instruction."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from ragged_attention.calls import VarlenAttentionBackward
 from ragged_attention.portable.numba._call import Blocks as Tile
+from ragged_attention.portable.numba._call import numbers_of_bias
 from ragged_attention.portable.numba._call import why_not as why_not
 from ragged_attention.portable.numba._formats import narrow, size_of, widen
 from ragged_attention.portable.numba._gradients import differentiate_rows, new_tile, read_row, sink_gradient, tile_at
@@ -18,14 +19,27 @@ from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix
 from ragged_attention.portable.numba._records import NO_MEMORY, Fields, mark_failed, programs, record_at, up_to
 from ragged_attention.portable.numba._sequences import PACKED, first_key_of, kv_len_of, queries_of, within
 from ragged_attention.portable.numba._splits import lister, splits_of
-from ragged_attention.portable.numba._vectors import LANES, add_row, add_to, allocate, compiled, release, set_int, zero
+from ragged_attention.portable.numba._vectors import (
+    LANES,
+    add_row,
+    add_to,
+    allocate,
+    compiled,
+    float_at,
+    release,
+    set_float,
+    set_int,
+    zero,
+)
 
 FIELDS = Fields(
-    operands=("d_out", "q", "k", "v", "out", "lse", "cu_q_lens", "cu_kv_lens", "d_lse", "sinks"),
+    operands=("d_out", "q", "k", "v", "out", "lse", "cu_q_lens", "cu_kv_lens", "d_lse", "sinks",
+              "alibi_slopes", "relative_bias"),
     results=("dq", "dk", "dv", "d_sinks"),
     numbers=(
         "num_tokens", "num_kv_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "max_num_seqs",
-        "layout", "causal", "sliding_window", "scale", "soft_cap", "block_q", "block_kv",
+        "layout", "causal", "sliding_window", "scale", "soft_cap", "bias_width", "bias_stride",
+        "bias_at_own", "block_q", "block_kv",
     ),
     plan=("capacity", "kv_lens", "units", "num_units", "work", "num_splits", "partials", "partial_size", "counters"),
     strides=dict.fromkeys(("q", "k", "v"), "token head"),
@@ -34,7 +48,8 @@ FIELDS = Fields(
 )  # fmt: skip
 call_of = FIELDS.at
 FEATURES = frozenset({
-    "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
+    "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
+    "relative_bias", "deterministic",
 })  # fmt: skip
 # The keys of a sequence are split if one of its KV heads has more than 1/SHARES of the call's work. There are few
 # splits, since each of them stores the gradients of all queries of its sequence.
@@ -147,6 +162,7 @@ def read_queries(call, tile, seq, head, first, last):
     start, stop = queries_of(call, seq)
     kv_len = kv_len_of(call, seq)
     low, high = kv_len, 0
+    tile.bias_width, tile.bias_at_own = call.bias_width, call.bias_at_own
     for token in range(start + first, start + last):
         position = kv_len - stop + token
         left = max(position - call.sliding_window + 1, 0) if call.sliding_window else 0
@@ -158,6 +174,12 @@ def read_queries(call, tile, seq, head, first, last):
             sees = read_row(call, tile, row, token, q_head, source)
             set_int(tile.left, row, left)
             set_int(tile.right, row, right if sees else left)
+            if call.alibi_slopes:
+                set_float(tile.slopes, row, float_at(call.alibi_slopes, q_head))
+            if call.relative_bias:
+                offset = token * call.bias_stride + q_head * call.bias_width
+                set_int(tile.tables, row, call.relative_bias + 4 * offset)
+            set_int(tile.positions, row, position)
             row += 1
     zero(tile.q + 4 * row * tile.width, 4 * (tile.rows - row) * tile.width)
     zero(tile.d_out + 4 * row * tile.v_width, 4 * (tile.rows - row) * tile.v_width)
@@ -252,4 +274,5 @@ KERNEL = Kernel("varlen_attention_backward", FIELDS, plan, work)
 
 def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> tuple[Any, ...]:
     numbers = {"num_tokens": call.num_q_tokens, "max_num_seqs": call.num_seqs, "layout": PACKED}
+    numbers |= numbers_of_bias(call)
     return tuple(KERNEL.launch(launch, call, tile, {}, numbers).values())

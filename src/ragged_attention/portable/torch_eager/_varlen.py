@@ -38,6 +38,7 @@ class Block(NamedTuple):
     keys: slice  # the keys, as indices within the sequence
     right: torch.Tensor | None  # bool mask [rows, n] over the block's last n keys: True if the key is after the query
     left: torch.Tensor | None  # bool mask [rows, n] over the first n keys: True if the key is before the row's window
+    distance: torch.Tensor | None  # [rows, keys], the key's position minus the query's; if biases depend on it
 
 
 class Heads(NamedTuple):
@@ -85,12 +86,21 @@ def _blocks(call: Any, start: int, stop: int, kv_len: int, block_q: int) -> Iter
             edge = position - min(call.sliding_window, kv_len)
             low = max(int(edge[0, 0]) + 1, 0)
             left = mask_of(np.arange(low, min(int(edge[-1, 0]) + 1, high)) <= edge, call)
-        yield Block(slice(first, last), slice(low, high), right, left)
+        yield Block(
+            slice(first, last), slice(low, high), right, left, distance_of(np.arange(low, high), position[:, 0], call)
+        )
 
 
 def mask_of(hidden: np.ndarray, call: Any) -> torch.Tensor | None:
     """A mask on the call's device, or None if it has no columns."""
     return torch.from_numpy(hidden).to(call.q.device) if hidden.size else None
+
+
+def distance_of(keys: np.ndarray, queries: np.ndarray, call: Any) -> torch.Tensor | None:
+    """The position of each key minus that of each query, i64 [queries, keys], if biases depend on it."""
+    if call.alibi_slopes is None and call.relative_bias is None:
+        return None
+    return torch.from_numpy(keys[None] - queries[:, None]).to(call.q.device, torch.int64)
 
 
 def by_kv_head(rows: torch.Tensor, heads: slice, group: int) -> torch.Tensor:
@@ -102,6 +112,25 @@ def by_kv_head(rows: torch.Tensor, heads: slice, group: int) -> torch.Tensor:
 def by_token(rows: torch.Tensor, group: int) -> torch.Tensor:
     """The inverse of `by_kv_head`: rows [n, heads * group, ...]."""
     return rows.unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2)
+
+
+def biased(
+    scores: torch.Tensor, call: Any, distance: torch.Tensor | None, heads: slice, rows: slice
+) -> torch.Tensor:  # fmt: skip
+    """The scores [heads, rows * group, keys] of some KV heads and rows of q, with all biases added in place."""
+    if distance is None:
+        return scores
+    by_row = scores.unflatten(1, (-1, call.group))  # [heads, rows, group, keys]
+    if call.alibi_slopes is not None:
+        slopes = call.alibi_slopes.view(call.num_kv_heads, 1, call.group, 1)[heads]
+        by_row.addcmul_(slopes, distance[:, None].to(slopes.dtype))
+    if call.relative_bias is not None:
+        table = call.relative_bias.unflatten(-2, (call.num_kv_heads, call.group))[..., heads, :, :]
+        table = table[rows] if table.ndim == 4 else table.expand(len(distance), *table.shape)
+        columns = (call.bias_at_own - distance).clamp_(0, table.shape[-1] - 1)
+        bias = table.gather(3, columns[:, None, None].expand(-1, *table.shape[1:3], -1))
+        by_row.add_(bias.transpose(0, 1))
+    return scores
 
 
 def hide(scores: torch.Tensor, block: Any, group: int) -> torch.Tensor:

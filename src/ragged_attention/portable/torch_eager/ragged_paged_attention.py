@@ -18,13 +18,13 @@ from ragged_attention.portable.torch_eager._cache import Keys, Reader, keys_of
 from ragged_attention.portable.torch_eager._host import Ints, clamped_kv_lens, on_host, result_dtype, sequence_bounds
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._softmax import soft_capped
-from ragged_attention.portable.torch_eager._varlen import hide, mask_of
+from ragged_attention.portable.torch_eager._varlen import biased, distance_of, hide, mask_of
 
 MIN_BUDGET = 2 * 2**20  # bytes of working memory that every call may use
 MAX_SCORES = 2 * 2**20  # bytes of scores that a CPU's cache holds
 FEATURES = frozenset({
-    "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
-    "draft_mask", "out_dtype",
+    "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
+    "k_scale", "v_scale", "return_lse", "draft_mask", "out_dtype",
 })  # fmt: skip
 
 
@@ -58,6 +58,7 @@ class Block(NamedTuple):
     left: torch.Tensor | None  # bool [rows, n] over the first n keys: True if the key is before the row's window
     fully_masked: torch.Tensor | None  # bool [rows]: True if the row sees no key
     unseen: torch.Tensor | None  # bool [high - low]: True if, for every row, the draft mask or the window hides the key
+    distance: torch.Tensor | None  # [rows, high - low], the key's position minus the query's; see `distance_of`
 
 
 class Attention:
@@ -128,7 +129,8 @@ class Attention:
                 unseen = torch.nn.functional.pad(hidden.all(0), (high - low - len(new), 0))
                 right = right if len(new) else None  # None: no new token lies on a valid page
             if low < high:
-                yield Block(first, last, low, high, right, left, fully_masked, unseen)
+                distance = distance_of(position[low:high], query, call)
+                yield Block(first, last, low, high, right, left, fully_masked, unseen, distance)
 
     def _fully_masked(self, position: Ints, query: Ints) -> torch.Tensor:
         """A mask of the queries, at positions `query`, that see none of the keys at positions `position`.
@@ -184,7 +186,7 @@ class Attention:
         rows, count = block.last - block.first, heads.stop - heads.start
         q_heads = slice(heads.start * group, heads.stop * group)
         q = call.q[block.first : block.last, q_heads].unflatten(1, (count, group)).transpose(0, 1)
-        weights, lse = self._weights(self._scores(q, self.query_factor[heads], block, k), block)
+        weights, lse = self._weights(self._scores(q, self.query_factor[heads], block, heads, k), block)
         out = self._mix(weights, block, v).view(count, rows, group, -1)
         if self.sinks is not None:
             out *= torch.sigmoid(lse - self.sinks[heads]).unsqueeze(-1)
@@ -196,7 +198,9 @@ class Attention:
         if self.lse is not None:
             self.lse[block.first : block.last, q_heads].view(rows, count, group).copy_(lse.transpose(0, 1))
 
-    def _scores(self, q: torch.Tensor, factor: torch.Tensor, block: Block, k: Reader) -> torch.Tensor:
+    def _scores(
+        self, q: torch.Tensor, factor: torch.Tensor, block: Block, heads: slice, k: Reader
+    ) -> torch.Tensor:  # fmt: skip
         """Logits [heads, rows * group, keys] of queries [heads, rows, group, D], -inf where hidden."""
         low, high = block.low, block.high
         q = q.new_empty(q.shape, dtype=torch.float32).copy_(q).mul_(factor).flatten(1, 2)
@@ -207,7 +211,9 @@ class Attention:
             scores = q.new_empty(*q.shape[:2], high - low)
             for start, stop in chunks:
                 scores[..., start - low : stop - low] = torch.bmm(q, k.read(start, stop).transpose(1, 2))
-        return hide(soft_capped(scores, self.call.soft_cap), block, self.group)
+        rows = slice(block.first, block.last)
+        scores = biased(soft_capped(scores, self.call.soft_cap), self.call, block.distance, heads, rows)
+        return hide(scores, block, self.group)
 
     def _weights(self, scores: torch.Tensor, block: Block) -> tuple[torch.Tensor, Any]:
         """The softmax over the keys and, if needed, the log-sum-exp [heads, rows, group]."""

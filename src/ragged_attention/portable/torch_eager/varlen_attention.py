@@ -11,12 +11,13 @@ import torch
 from ragged_attention.calls import VarlenAttention
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._softmax import soft_capped, wide
-from ragged_attention.portable.torch_eager._varlen import Block, by_kv_head, by_token, heads_of, hide
+from ragged_attention.portable.torch_eager._varlen import Block, biased, by_kv_head, by_token, heads_of, hide
 from ragged_attention.portable.torch_eager._varlen import Tile as Tile
 from ragged_attention.portable.torch_eager._varlen import heuristic as heuristic
 
 FEATURES = frozenset({
-    "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
+    "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
+    "relative_bias", "deterministic",
 })  # fmt: skip
 
 
@@ -40,7 +41,7 @@ def _attend(
     group = call.group
     q = by_kv_head(call.q[block.rows], heads, group).to(k.dtype) * call.scale
     scores = soft_capped(torch.bmm(q, k[:, block.keys].transpose(1, 2)), call.soft_cap)
-    weights = torch.softmax(hide(scores, block, group), -1)
+    weights = torch.softmax(hide(biased(scores, call, block.distance, heads, block.rows), block, group), -1)
     # The largest weight is exp(m_i - lse), so two cheap reductions replace another pass of exponentials.
     lse = scores.amax(-1) - torch.log(weights.amax(-1))
     out = torch.bmm(weights, v[:, block.keys])

@@ -10,12 +10,13 @@ import torch
 from ragged_attention.calls import VarlenAttentionBackward
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._softmax import RowTerms, soft_capped, wide
-from ragged_attention.portable.torch_eager._varlen import Block, by_kv_head, by_token, heads_of, hide
+from ragged_attention.portable.torch_eager._varlen import Block, biased, by_kv_head, by_token, heads_of, hide
 from ragged_attention.portable.torch_eager._varlen import Tile as Tile
 from ragged_attention.portable.torch_eager._varlen import heuristic as heuristic
 
 FEATURES = frozenset({
-    "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
+    "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
+    "relative_bias", "deterministic",
 })  # fmt: skip
 
 
@@ -50,7 +51,7 @@ def _block(
     k, v, dk, dv = (array[:, block.keys] for array in (k, v, dk, dv))
     scores = soft_capped(torch.bmm(q * call.scale, k.transpose(1, 2)), call.soft_cap)
     slope = None if call.soft_cap is None else 1 - (scores / call.soft_cap).square_()
-    weights = terms.weights(hide(scores, block, group))
+    weights = terms.weights(hide(biased(scores, call, block.distance, heads, block.rows), block, group))
     dv.baddbmm_(weights.transpose(1, 2), terms.d_out)
     d_scores = terms.d_logits(weights, v)
     if slope is not None:

@@ -96,3 +96,18 @@ def logits_of(products: jax.Array, scale: Any, soft_cap: float | None) -> jax.Ar
     """The logits of products q . k; `scale` broadcasts against them."""
     logits = products * scale
     return logits if soft_cap is None else soft_capped(logits, soft_cap)
+
+
+def biased(
+    logits: jax.Array, call: Any, slopes: jax.Array | None, table: jax.Array | None, distance: jax.Array
+) -> jax.Array:
+    """Logits [K, R, N] with the biases of their `distance` [R, N], a key's position minus the query's.
+
+    `slopes` are [K, R], and `table` is [K, R, B], the rows of `relative_bias`.
+    """
+    if slopes is not None:
+        logits = logits + slopes[..., None] * distance.astype(logits.dtype)
+    if table is not None:
+        columns = jnp.clip(call.bias_at_own - distance, 0, table.shape[-1] - 1)
+        logits = logits + jnp.take_along_axis(table, columns[None], axis=-1)
+    return logits

@@ -5,6 +5,7 @@ holds the arrays, one tile and one block. Arrays are heads-first and in the comp
 head are rows of one matrix, so keys and values are never repeated.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -49,6 +50,15 @@ def tokens_first(array: jax.Array, dtype: Any) -> jax.Array:
     return array.swapaxes(0, 1).reshape(num_tokens, num_kv_heads * group, *rest).astype(dtype)
 
 
+def tables_first(call: VarlenCall, dtype: Any) -> jax.Array | None:
+    """`relative_bias` as [K, T, G, B], or [K, G, B] if all queries share it."""
+    if (table := call.relative_bias) is None:
+        return None
+    if table.ndim == 3:
+        return heads_first(table, call.num_kv_heads, dtype)
+    return table.reshape(call.num_kv_heads, call.group, -1).astype(dtype)
+
+
 class Queries(NamedTuple):
     """One tile: `size` consecutive rows of q, and the rows [start, stop) of k that they may see."""
 
@@ -63,6 +73,14 @@ class Queries(NamedTuple):
         some = lax.dynamic_slice_in_dim(array, self.row[0], len(self.row), axis=1)
         return some.reshape(some.shape[0], -1, *some.shape[3:])
 
+    def biases(self, slopes: jax.Array | None, table: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+        """The tile's slopes [K, size * G] and tables [K, size * G, B], of [K, G] and of what `tables_first` returns."""
+        count = len(self.row)
+        rows = None if slopes is None else jnp.tile(slopes, count)
+        if table is None:
+            return rows, None
+        return rows, self.rows(table) if table.ndim == 4 else jnp.tile(table, (1, count, 1))
+
     def put(self, whole: jax.Array, part: jax.Array) -> jax.Array:
         """An array [K, T, G, ...] with the tile's own rows replaced by those of `part` [K, size * G, ...]."""
         return put(whole, part, self.row, self.own, axis=1)
@@ -75,6 +93,7 @@ class Keys(NamedTuple):
     size: int
     seen: jax.Array  # bool [query rows, size]: whether a query row sees a key
     any_seen: jax.Array  # bool [size, 1]: whether any query row sees a key
+    distance: jax.Array  # i32 [query rows, size], a key's position minus that of a row's query
 
     def rows(self, array: jax.Array) -> jax.Array:
         """The block's rows [K, size, ...] of an array [K, T, ...]; 0 if no query sees the row, which may hold NaN."""
@@ -121,8 +140,9 @@ def over_keys(call: VarlenCall, tile: Tile, queries: Queries, step: Callable[[Ke
             seen &= key <= queries.last[:, None]
         if window is not None:
             seen &= key > queries.last[:, None] - window
-        by_row = jnp.repeat(seen, call.group, axis=0)
-        return step(Keys(first, size, by_row, seen.any(axis=0)[:, None]), state)
+        by_row = functools.partial(jnp.repeat, repeats=call.group, axis=0)
+        distance = by_row(key - queries.last[:, None])
+        return step(Keys(first, size, by_row(seen), seen.any(axis=0)[:, None], distance), state)
 
     count = (jnp.maximum(queries.stop - queries.start, 0) + (size - 1)) // size
     return fori_loop(jnp.int32(0), count, one, state)

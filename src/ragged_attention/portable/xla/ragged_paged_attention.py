@@ -18,12 +18,12 @@ from ragged_attention.jax_shared.pages import per_head
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._pages import BITS, Blocks, KeyValueBlocks
 from ragged_attention.portable.xla._ragged import at, put, sequences, walk_tiles
-from ragged_attention.portable.xla._softmax import Softmax, dot, logits_of
+from ragged_attention.portable.xla._softmax import Softmax, biased, dot, logits_of
 from ragged_attention.portable.xla._tile import Tile as Tile
 
 FEATURES = frozenset({
-    "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
-    "draft_mask", "out_dtype",
+    "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
+    "k_scale", "v_scale", "return_lse", "draft_mask", "out_dtype",
 })  # fmt: skip
 
 
@@ -69,7 +69,8 @@ class Queries(NamedTuple):
     first: jax.Array
     stop: jax.Array
     row: jax.Array  # i32 [size]
-    position: jax.Array  # i32 [size]; -1 if the row precedes its sequence's first key
+    aligned: jax.Array  # i32 [size], the position; negative if the row precedes its sequence's first key
+    position: jax.Array  # i32 [size], the same, but -1 for every such row
     first_new: jax.Array  # the position of the sequence's first query; negative if there are more queries than keys
 
     @property
@@ -83,9 +84,10 @@ def _attend_in_tiles(call: RaggedPagedAttention, blocks: Blocks, size: int, bloc
 
     def attend(seq: jax.Array, first: jax.Array, row: jax.Array, results: Any) -> Any:
         stop, kv_len = at(seqs.stops, seq), at(seqs.kv_lens, seq)
-        position = jnp.maximum(kv_len - (stop - row), -1)
+        aligned = kv_len - (stop - row)
+        position = jnp.maximum(aligned, -1)
         first_new = kv_len - (stop - at(seqs.starts, seq))
-        tile = Queries(seq, first, jnp.minimum(stop, first + size), row, position, first_new)
+        tile = Queries(seq, first, jnp.minimum(stop, first + size), row, aligned, position, first_new)
         parts = _attend(call, blocks, tile, kv_len, block_kv)
         return tuple(
             put(whole, lax.bitcast_convert_type(part, whole.dtype), row, tile.own)
@@ -121,6 +123,7 @@ def _attend(
         key = start + block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
         k, v, seen = blocks.read(tile.seq, key, key < stop)
         logits = logits_of(dot("hrd,hkd->hrk", q, k), scale[:, None, None], call.soft_cap)
+        logits = biased(logits, call, slopes, table, jnp.repeat(key - tile.aligned[:, None], group, axis=0))
         seen = jnp.broadcast_to(seen, (size, block_kv))
         if call.draft_mask is not None:
             seen &= _drafted(call.draft_mask, tile, key)
@@ -133,6 +136,21 @@ def _attend(
         seen = jnp.broadcast_to(seen[:, None], (size, group, block_kv)).reshape(-1, block_kv)
         return state.updated(jnp.where(seen, logits, -jnp.inf), v)
 
+    def by_row(heads: jax.Array | None) -> jax.Array | None:
+        """Numbers of query heads [H] as [K, size * group]."""
+        return None if heads is None else jnp.tile(heads.reshape(num_kv_heads, group), size)
+
+    def table_of_rows() -> jax.Array | None:
+        """The rows of `relative_bias` [K, size * group, B]."""
+        if (table := call.relative_bias) is None:
+            return None
+        rows = jnp.broadcast_to(table, (size, *table.shape)) if table.ndim == 2 else slice_rows(table)
+        rows = rows.reshape(size, num_kv_heads, group, -1).swapaxes(0, 1)
+        return rows.reshape(num_kv_heads, size * group, -1)
+
+    def slice_rows(array: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(array, tile.row[0], size)
+
     def by_token(rows: jax.Array) -> jax.Array:
         """Rows [K, size * group, ...] transposed to [size, H, ...]."""
         inner = rows.shape[2:]
@@ -140,7 +158,8 @@ def _attend(
 
     count = (jnp.maximum(stop - start, 0) + (block_kv - 1)) // block_kv
     state = Softmax.empty(num_kv_heads, size * group, d_v=call.v_head_dim)
-    sinks = None if call.sinks is None else jnp.tile(call.sinks.reshape(num_kv_heads, group), size)
+    sinks, slopes = by_row(call.sinks), by_row(call.alibi_slopes)
+    table = table_of_rows()
     state = fori_loop(jnp.int32(0), count, step, state)
     out, lse = state.finished(sinks, per_head(call.v_scale, num_kv_heads)[:, None])
     return by_token(out).astype(call.result_dtype), by_token(lse)

@@ -6,14 +6,23 @@ import jax
 import jax.numpy as jnp
 
 from ragged_attention.calls import VarlenAttention
-from ragged_attention.portable.xla._softmax import Softmax, dot, logits_of, wide
+from ragged_attention.portable.xla._softmax import Softmax, biased, dot, logits_of, wide
 from ragged_attention.portable.xla._tile import Tile as Tile
-from ragged_attention.portable.xla._varlen import Keys, Queries, heads_first, over_keys, over_tiles, tokens_first
+from ragged_attention.portable.xla._varlen import (
+    Keys,
+    Queries,
+    heads_first,
+    over_keys,
+    over_tiles,
+    tables_first,
+    tokens_first,
+)
 from ragged_attention.portable.xla._varlen import heuristic as heuristic
 from ragged_attention.portable.xla._varlen import why_not as why_not
 
 FEATURES = frozenset({
-    "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
+    "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
+    "relative_bias", "deterministic",
 })  # fmt: skip
 
 
@@ -21,13 +30,18 @@ def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[jax.Array, jax.
     num_kv_heads, dtype = call.num_kv_heads, wide(call.q.dtype)
     q, k, v = (heads_first(array, num_kv_heads, dtype) for array in (call.q, call.k, call.v))
     k, v = k[:, :, 0], v[:, :, 0]
-    sinks = None if call.sinks is None else call.sinks.reshape(num_kv_heads, call.group)
+    sinks, slopes = (
+        None if heads is None else heads.reshape(num_kv_heads, call.group) for heads in (call.sinks, call.alibi_slopes)
+    )
+
+    tables = tables_first(call, dtype)
 
     def on_tile(queries: Queries, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         rows = queries.rows(q)
 
         def on_keys(keys: Keys, state: Softmax) -> Softmax:
             logits = logits_of(dot("hrd,hnd->hrn", rows, keys.rows(k)), call.scale, call.soft_cap)
+            logits = biased(logits, call, *queries.biases(slopes, tables), keys.distance)
             return state.updated(jnp.where(keys.seen, logits, -jnp.inf), keys.rows(v))
 
         state = Softmax.empty(*rows.shape[:2], d_v=call.v_head_dim, dtype=dtype)

@@ -10,15 +10,24 @@ import jax
 import jax.numpy as jnp
 
 from ragged_attention.calls import VarlenAttentionBackward
-from ragged_attention.portable.xla._softmax import RowTerms, dot, logits_of, wide
+from ragged_attention.portable.xla._softmax import RowTerms, biased, dot, logits_of, wide
 from ragged_attention.portable.xla._tile import Tile as Tile
-from ragged_attention.portable.xla._varlen import Keys, Queries, heads_first, over_keys, over_tiles, tokens_first
+from ragged_attention.portable.xla._varlen import (
+    Keys,
+    Queries,
+    heads_first,
+    over_keys,
+    over_tiles,
+    tables_first,
+    tokens_first,
+)
 from ragged_attention.portable.xla._varlen import heuristic as heuristic
 from ragged_attention.portable.xla._varlen import why_not as why_not
 
 Arrays = tuple[jax.Array, ...]
 FEATURES = frozenset({
-    "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "deterministic",
+    "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
+    "relative_bias", "deterministic",
 })  # fmt: skip
 
 
@@ -29,7 +38,11 @@ def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Arrays:
     q, k, v, d_out, out, lse = map(by_head, (call.q, call.k, call.v, call.d_out, call.out, call.lse))
     d_lse = None if call.d_lse is None else by_head(call.d_lse)
     k, v = k[:, :, 0], v[:, :, 0]
-    sinks = None if call.sinks is None else call.sinks.reshape(num_kv_heads, group)
+    sinks, slopes = (
+        None if heads is None else heads.reshape(num_kv_heads, group) for heads in (call.sinks, call.alibi_slopes)
+    )
+
+    tables = tables_first(call, dtype)
 
     def on_tile(queries: Queries, results: Arrays) -> Arrays:
         dq, dk, dv, d_sinks = results
@@ -45,7 +58,8 @@ def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Arrays:
             dq, dk, dv = state
             some_k, some_v = keys.rows(k), keys.rows(v)
             logits = logits_of(dot("hrd,hnd->hrn", rows, some_k), call.scale, call.soft_cap)
-            weights = terms.weights(jnp.where(keys.seen, logits, -jnp.inf))
+            moved = biased(logits, call, *queries.biases(slopes, tables), keys.distance)
+            weights = terms.weights(jnp.where(keys.seen, moved, -jnp.inf))
             d_products = terms.d_logits(weights, some_v) * call.scale
             if call.soft_cap is not None:
                 d_products *= 1 - jnp.square(logits / call.soft_cap)

@@ -15,8 +15,8 @@ from ragged_attention.testing.mla.specs import DecodeBatch
 Candidate = tuple[str, Any]  # a cause; a batch, a form or results
 BLOCKS = (4, 8, 16, 32, 64, 128)
 OPTIONS = (
-    "sliding_window", "soft_cap", "sm_scale", "sinks", "q_scale", "k_scale", "v_scale", "kv_scale", "draft_mask",
-    "num_seqs", "topk_lens", "extra_topk_lens",
+    "sliding_window", "soft_cap", "sm_scale", "sinks", "alibi_slopes", "relative_bias", "q_scale", "k_scale",
+    "v_scale", "kv_scale", "draft_mask", "num_seqs", "topk_lens", "extra_topk_lens",
 )  # fmt: skip
 LOG2_E = float(np.log2(np.e))
 
@@ -49,6 +49,8 @@ def other_options(batch: Any, form: Form) -> Iterator[Candidate]:
     for name in OPTIONS:
         if given.get(name) is not None:
             yield f"{name} is ignored", batch.change(**{name: None})
+    if given.get("alibi_slopes") is not None:
+        yield "alibi_slopes have the wrong sign: keys further back lose", batch.change(alibi_slopes=-batch.alibi_slopes)
     if "align" in given:
         other = {"chunk": "end", "end": "chunk"}[batch.align]
         yield f"align is ignored: the chunk stands as align={other!r} has it", batch.change(align=other)

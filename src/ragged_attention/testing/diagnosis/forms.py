@@ -10,10 +10,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ragged_attention.reference._kv_layout import Float64, per_head, sequence_bounds, split_pages, true_queries
-from ragged_attention.reference._softmax import logits_of, share_of_keys, sink_of_each, softmax
+from ragged_attention.reference._kv_layout import Float64, per_head, sequence_bounds, split_pages, true_queries, widened
+from ragged_attention.reference._softmax import logits_of, share_of_keys, sink_of_each, slope_of_each, softmax
 from ragged_attention.reference.paged_attention import values_of
-from ragged_attention.reference.ragged_paged_attention import visible
+from ragged_attention.reference.ragged_paged_attention import column_at_own, visible
 from ragged_attention.testing.heads_first.specs import ChunkBatch, PagedBatch
 from ragged_attention.testing.mla.ragged import RaggedLatentBatch
 from ragged_attention.testing.mla.specs import DecodeBatch, PrefillBatch
@@ -63,6 +63,9 @@ class Form:
     kv_heads: NDArray[np.int64]  # the KV head of each query head
     scale: float
     sinks: Float64  # [H]
+    slopes: Float64  # [H], of ALiBi; 0 without it
+    table: Float64 | None  # [H, B] or [T, H, B], the relative bias
+    at_own: int  # its column of a query's own position
     causal: bool = False
     window: int | None = None
     soft_cap: float | None = None
@@ -136,7 +139,16 @@ def logits_of_parts(form: Form, part: Part, keys: NDArray[np.int64]) -> Any:
         place = np.ix_(np.arange(part.rows.start, part.rows.stop), heads[form.kv_heads[heads] == kv_head])
         q = form.q[place]
         logits = logits_of(q.reshape(-1, q.shape[2]), form.k[part.slots[keys], kv_head], form.scale, form.soft_cap)
-        yield place, logits.reshape(*q.shape[:2], len(keys)), kv_head
+        position = part.kv_len + part.shift - part.q_len + np.arange(part.q_len)
+        distance = keys[None, :] - position[:, None]
+        bias = form.slopes[place[1][0]][:, None] * distance[:, None]
+        if form.table is not None:
+            table = form.table[place] if form.table.ndim == 3 else form.table[place[1][0]][None]
+            columns = np.clip(form.at_own - distance, 0, table.shape[-1] - 1)
+            bias = bias + np.take_along_axis(
+                np.broadcast_to(table, (*q.shape[:2], table.shape[-1])), columns[:, None], 2
+            )
+        yield place, logits.reshape(*q.shape[:2], len(keys)) + bias, kv_head
 
 
 # ---- of each family
@@ -190,12 +202,17 @@ def _ragged_decode(batch: DecodeBatch) -> Batch:
     )
 
 
-def _form(q: Float64, k: Float64, v: Float64, scale: float, sinks: Any, **fields: Any) -> Form:
+def _form(
+    q: Float64, k: Float64, v: Float64, scale: float, sinks: Any, *, slopes: Any = None,
+    table: Any = None, **fields: Any
+) -> Form:  # fmt: skip
     zeros = [(0, 1), (0, 0), (0, 0)]
     heads = q.shape[1]
     return Form(
         q=q, k=np.pad(k, zeros), v=np.pad(v, zeros), kv_heads=np.arange(heads) // (heads // k.shape[1]), scale=scale,
-        sinks=sink_of_each(sinks, heads), **{"sizes": (len(k),), **fields},
+        sinks=sink_of_each(sinks, heads), slopes=slope_of_each(slopes, heads),
+        table=None if table is None else widened(table), at_own=column_at_own(table, fields.get("causal", False)),
+        **{"sizes": (len(k),), **fields},
     )  # fmt: skip
 
 
@@ -226,6 +243,7 @@ def _of_pages(batch: RaggedTables) -> Form:
     return _form(
         q, keys, values, scale, batch.sinks, kind="paged", parts=parts, causal=batch.causal,
         window=batch.sliding_window, soft_cap=batch.soft_cap, page_size=batch.page_size,
+        slopes=getattr(batch, "alibi_slopes", None), table=getattr(batch, "relative_bias", None),
     )  # fmt: skip
 
 
@@ -272,5 +290,5 @@ def _of_packed(batch: VarlenBatch) -> Form:
     q, k, v = (array.astype(np.float64) for array in (batch.q, batch.k, batch.v))
     return _form(
         q, k, v, batch.scale, batch.sinks, kind="packed", parts=parts, causal=batch.causal,
-        window=batch.sliding_window, soft_cap=batch.soft_cap,
+        window=batch.sliding_window, soft_cap=batch.soft_cap, slopes=batch.alibi_slopes, table=batch.relative_bias,
     )  # fmt: skip

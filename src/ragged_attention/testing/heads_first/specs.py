@@ -153,8 +153,8 @@ class ChunkSpec:
 
 def _plain(spec: Spec, **changes: Any) -> Spec:
     """The spec without what these operations have not."""
-    none = {"count": "none", "causal": True, "sinks": None, "draft": None, "scales": None, "v_head_dim": None}
-    return dataclasses.replace(spec, **none, combined=False, **changes)
+    none = dict.fromkeys(("sinks", "alibi", "bias", "draft", "scales", "v_head_dim"))
+    return dataclasses.replace(spec, **none, count="none", causal=True, combined=False, **changes)
 
 
 def _common(batch: Batch, spec: Spec, scaled: bool) -> dict[str, Any]:

@@ -248,6 +248,8 @@ def ragged_specs(
             group=heads,
             combined=True,
             v_head_dim=None,
+            alibi=None,
+            bias=None,
             draft=None,
             cache_dtype=tables.cache_dtype if format == "plain" else None,
             q_scales=tables.q_scales if format == "plain" or tables.dtype == "bfloat16" else None,

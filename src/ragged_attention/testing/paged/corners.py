@@ -92,6 +92,39 @@ _SPECS: dict[str, Spec] = {
     "sinks -inf": _plain(sinks="-inf", group=2),
     "sinks +inf": _plain(sinks="+inf", group=2),
     "sinks of all kinds": _plain(sinks="mixed", num_kv_heads=2, group=4, padding=2),
+    "ALiBi": _plain(alibi="usual", num_kv_heads=2, group=4, dtype="bfloat16"),
+    "ALiBi of more queries than keys, not causal": Spec(
+        lens=((5, 2), (9, 8), (2, 1)), causal=False, alibi="mixed", group=3, poison="nan"
+    ),
+    "ALiBi over splits": Spec(lens=((1, 700), (3, 600)), page_size=16, alibi="usual", group=2, dtype="bfloat16"),
+    "ALiBi of more rows than a tile": Spec(lens=((100, 330),), page_size=16, alibi="usual", group=2, dtype="bfloat16"),
+    "ALiBi with a window, sinks and a soft cap": _plain(
+        alibi="mixed", sliding_window=6, sinks="mixed", soft_cap=2.0, group=3, poison="nan", padding=2
+    ),
+    "ALiBi over a draft tree": Spec(lens=((5, 40), (3, 3), (1, 9)), draft=6, alibi="mixed", group=4, poison="nan"),
+    "ALiBi over an 8-bit cache": _plain(
+        alibi="mixed", cache_dtype="float8_e4m3fn", dtype="bfloat16", scales="heads", num_kv_heads=2, combined=False
+    ),
+    "ALiBi with pages missing": _plain(alibi="mixed", invalid_pages=True, page_size=2, poison="nan", garbage=True),
+    "ALiBi, sm_scale 0": _plain(alibi="usual", sm_scale=0.0, group=2),
+    "ALiBi, sm_scale negative": _plain(alibi="usual", sm_scale=-0.2, soft_cap=3.0),
+    "a relative bias": _plain(bias="shared", num_kv_heads=2, group=2, dtype="bfloat16"),
+    "a relative bias of each query": _plain(bias="own", num_kv_heads=2, group=3, padding=2, seed=2),
+    "a relative bias, not causal": _plain(bias="shared", causal=False, group=2, poison="nan", seed=3),
+    "a relative bias of more queries than keys, not causal": Spec(
+        lens=((5, 2), (9, 8), (2, 1)), causal=False, bias="own", group=3, poison="nan"
+    ),
+    "a relative bias over splits": Spec(lens=((1, 700), (3, 600)), page_size=16, bias="own", group=2, seed=1),
+    "a relative bias of more rows than a tile": Spec(
+        lens=((100, 330),), page_size=16, bias="own", group=2, dtype="bfloat16", seed=4
+    ),
+    "a relative bias with slopes, a window, sinks and a soft cap": _plain(
+        bias="shared", alibi="mixed", sliding_window=6, sinks="mixed", soft_cap=2.0, group=3, poison="nan", seed=5
+    ),
+    "a relative bias over a draft tree": Spec(lens=((5, 40), (3, 3)), draft=6, bias="own", group=4, poison="nan"),
+    "a relative bias over an 8-bit cache": _plain(
+        bias="shared", cache_dtype="int8", dtype="bfloat16", scales="heads", num_kv_heads=2, sm_scale=-0.1
+    ),
     "sinks over a long sequence": Spec(lens=((1, 700),), page_size=32, sinks="normal", group=2),
     **{
         f"max_q_len wrongly {limit}": Spec(

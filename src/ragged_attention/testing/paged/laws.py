@@ -187,6 +187,51 @@ def sinks_take_their_share(runner: Runner, spec: RaggedSpec) -> None:
         agrees(out_sunk, want, batch.kind, f"out with sinks {sinks[0]}", allowance=rounding)
 
 
+def slopes_of_zero_are_none(runner: Runner, spec: Spec) -> None:
+    batch = spec.build().change(alibi_slopes=None)
+    same(runner, batch.change(alibi_slopes=np.zeros(batch.q.shape[1], np.float32)), batch)
+
+
+def a_steep_slope_is_a_window_of_one(runner: Runner, spec: Spec) -> None:
+    """If all a query sees is up to its own key, which it sees, only that key is left."""
+    lens = tuple((min(lens), lens[1]) for lens in spec.lens)
+    clean = dataclasses.replace(spec, lens=lens, alibi=None)
+    batch = clean.build().change(causal=True)
+    steep = np.full(batch.q.shape[1], 1e6, np.float32)
+    same(runner, batch.change(alibi_slopes=steep), batch.change(sliding_window=1))
+
+
+def slopes_shift_the_lse(runner: Runner, spec: Spec) -> None:
+    """If all keys are alike, the lse is that of the slopes alone, and the result of what they weigh."""
+    batch = spec.build().change(sm_scale=0.0, soft_cap=None, sinks=None, relative_bias=None)
+    rng = np.random.default_rng(spec.seed)
+    slopes = rng.uniform(-0.5, 0.5, batch.q.shape[1]).astype(np.float32)
+    batch = batch.change(alibi_slopes=slopes)
+    _, lse = runner.run(batch.OPERATION, batch, return_lse=True)
+    want = np.full(lse.shape, -np.inf)
+    for seq, (start, stop) in enumerate(batch.bounds()):
+        distance = (
+            np.arange(batch.kv_len(seq)) - (batch.kv_len(seq) - (stop - start) + np.arange(stop - start))[:, None]
+        )
+        bias = slopes.astype(np.float64)[:, None] * distance[:, None]
+        seen = np.where(batch.seen(seq)[:, None], bias, -np.inf)
+        want[start:stop] = np.logaddexp.reduce(seen, axis=2, initial=-np.inf)
+    agrees(lse, want, f"lse {batch.kind}", "lse")
+
+
+def slopes_are_a_relative_bias(runner: Runner, spec: Spec) -> None:
+    """A table of a slope's biases, as wide as any distance, is that slope; one of a single column is no bias."""
+    batch = spec.build().change(relative_bias=None, causal=True, draft_mask=None)
+    heads, reach = batch.q.shape[1], max((batch.kv_len(seq) for seq in range(len(batch.bounds()))), default=0) + 1
+    slopes = np.linspace(-0.25, 0.5, heads, dtype=np.float32)
+    table = -slopes[:, None] * np.arange(reach, dtype=np.float32)
+    sloped, plain = batch.change(alibi_slopes=slopes), batch.change(alibi_slopes=None)
+    same(runner, plain.change(relative_bias=table), sloped)
+    own = np.broadcast_to(table, (len(batch.q), *table.shape)).copy()
+    same(runner, plain.change(relative_bias=own), sloped)
+    same(runner, plain.change(relative_bias=np.zeros((heads, 1), np.float32)), plain)
+
+
 def writing_is_having(runner: Runner, spec: Spec) -> None:
     """Attending after a write equals attending over a cache that held the tokens already."""
     batch = spec.build()
@@ -216,7 +261,8 @@ def a_double_is_its_multiplicity(runner: Runner, spec: RaggedSpec) -> None:
     """Each page listed twice leaves out as it is and adds log 2 to the lse."""
     batch = spec.build()
     whole_pages = (batch.kv_lens // batch.page_size * batch.page_size).astype(np.int32)
-    once = batch.change(causal=False, sliding_window=None, sinks=None, kv_lens=whole_pages)
+    plain = dict.fromkeys(batch.arguments().keys() & {"sliding_window", "sinks", "alibi_slopes", "relative_bias"})
+    once = batch.change(causal=False, **plain, kv_lens=whole_pages)
     twice = once.change(kv_lens=2 * whole_pages, page_indices=_doubled(once))
     out, lse = runner.run(once.OPERATION, once, return_lse=True)
     out_twice, lse_twice = runner.run(twice.OPERATION, twice, return_lse=True)
@@ -246,6 +292,10 @@ LAWS: dict[str, Law] = {
     "a far cap is nearly none": a_far_cap_is_nearly_none,
     "a quantised cache is its dequantised values": quantised_is_dequantised,
     "sinks take their share and leave the lse": sinks_take_their_share,
+    "slopes of zero are none": slopes_of_zero_are_none,
+    "a steep slope is a window of one": a_steep_slope_is_a_window_of_one,
+    "slopes alone make the lse": slopes_shift_the_lse,
+    "slopes are a relative bias": slopes_are_a_relative_bias,
     "writing is having": writing_is_having,
     "a double is its multiplicity": a_double_is_its_multiplicity,
 }

@@ -171,6 +171,8 @@ class RaggedTables(Arrays, abc.ABC):
         """The call of one of the live sequences."""
         start, stop = self.bounds()[seq]
         of_tokens = {name: getattr(self, name) for name in self.OF_TOKENS}
+        if (bias := of_tokens.get("relative_bias")) is not None and bias.ndim == 2:  # all queries share it
+            del of_tokens["relative_bias"]
         return self.change(
             kv_lens=self.kv_lens[seq : seq + 1],
             page_indices=self.page_indices[seq : seq + 1],
@@ -252,9 +254,11 @@ class Batch(RaggedTables):
     """The arguments of one `ragged_paged_attention` call in NumPy."""
 
     OPERATION: ClassVar[str] = "ragged_paged_attention"
-    OF_TOKENS: ClassVar[tuple[str, ...]] = ("q", "draft_mask")
+    OF_TOKENS: ClassVar[tuple[str, ...]] = ("q", "draft_mask", "relative_bias")
 
     kv_pages: Pages
+    alibi_slopes: NDArray[np.float32] | None = None
+    relative_bias: NDArray[np.float32] | None = None
     k_scale: float | NDArray[np.float32] | None = None
     v_scale: float | NDArray[np.float32] | None = None
     draft_mask: NDArray[np.bool_] | None = None
@@ -365,6 +369,8 @@ class Spec:
     soft_cap: float | None = None
     sm_scale: float | None = None
     sinks: str | None = None  # normal, -inf, +inf, mixed
+    alibi: str | None = None  # usual, mixed
+    bias: str | None = None  # a relative bias: one table for all queries (shared), or one for each (own)
     draft: int | None = None  # columns of a draft mask, each entry of which is as likely set as not
     scales: str | None = None  # how k_scale and v_scale are given: float, array, heads
     q_scales: str | None = None  # the same of q_scale, with e4m3 queries that are widened to dtype
@@ -401,6 +407,8 @@ class Spec:
             sliding_window=self.sliding_window,
             soft_cap=self.soft_cap,
             sinks=sinks_of(rng, heads, self.sinks),
+            alibi_slopes=slopes_of(rng, heads, self.alibi),
+            relative_bias=bias_table(rng, len(q), heads, self.bias),
             k_scale=self._scale(rng, cache_dtype),
             v_scale=self._scale(rng, cache_dtype),
             draft_mask=None if self.draft is None else rng.random((len(q), self.draft)) < 0.5,
@@ -469,3 +477,23 @@ def sinks_of(rng: np.random.Generator, heads: int, kind: str | None) -> NDArray[
         normal[rng.random(heads) < 0.4] = -np.inf
         normal[rng.random(heads) < 0.2] = np.inf
     return {"-inf": np.full_like(normal, -np.inf), "+inf": np.full_like(normal, np.inf)}.get(kind, normal)
+
+
+def slopes_of(rng: np.random.Generator, heads: int, kind: str | None) -> NDArray[np.float32] | None:
+    """ALiBi slopes of so many heads: the usual powers of a half, or mixed, of either sign and 0."""
+    if kind is None:
+        return None
+    if kind == "usual":
+        return (0.5 ** (1 + np.arange(heads) % 8)).astype(np.float32)
+    mixed = (0.3 * rng.standard_normal(heads)).astype(np.float32)
+    mixed[rng.random(heads) < 0.2] = 0
+    return mixed
+
+
+def bias_table(rng: np.random.Generator, tokens: int, heads: int, kind: str | None) -> NDArray[np.float32] | None:
+    """A relative bias of a few columns: shared by all queries, or each query's own."""
+    if kind is None:
+        return None
+    width = int(rng.choice([1, 2, 5, 12, 40]))
+    shape = (heads, width) if kind == "shared" else (tokens, heads, width)
+    return rng.standard_normal(shape).astype(np.float32)

@@ -61,6 +61,8 @@ def specs(draw: st.DrawFn, *, clean: bool = False, cache_dtypes: tuple[str | Non
         garbage=False if clean else draw(st.sampled_from([True, True, False])),
         strided=draw(st.booleans()),
         seed=draw(SEEDS),
+        alibi=draw(st.sampled_from([None, None, None, "usual", "mixed"])),
+        bias=draw(st.sampled_from([None, None, None, "shared", "own"])),
     )
     if clean:
         return spec

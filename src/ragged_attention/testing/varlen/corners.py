@@ -42,6 +42,20 @@ VARLENS: dict[str, VarlenSpec] = {
     "sinks": VarlenSpec(sinks="normal", group=5, causal=True, dtype="bfloat16"),
     "sinks -inf": VarlenSpec(sinks="-inf", group=2),
     "sinks +inf": VarlenSpec(sinks="+inf", group=2, kv_heads=2),
+    "ALiBi": VarlenSpec(lens=LONG, alibi="usual", kv_heads=2, group=2, causal=True, dtype="bfloat16", poison="nan"),
+    "ALiBi, not causal": VarlenSpec(lens=((20, 70), (9, 4)), alibi="mixed", group=3, poison="nan"),
+    "ALiBi with a window, sinks and a soft cap": VarlenSpec(
+        lens=((20, 40), (30, 20)), alibi="mixed", causal=True, sliding_window=7, sinks="mixed", soft_cap=2.0, group=2,
+        poison="nan",
+    ),
+    "ALiBi, sm_scale 0": VarlenSpec(lens=((70, 70),), alibi="usual", sm_scale=0.0, causal=True, dtype="float16"),
+    "ALiBi, sm_scale negative": VarlenSpec(alibi="mixed", sm_scale=-0.2, soft_cap=3.0, group=2),
+    "a relative bias": VarlenSpec(lens=LONG, bias="shared", kv_heads=2, group=2, causal=True, dtype="bfloat16"),
+    "a relative bias, not causal": VarlenSpec(lens=((20, 70), (9, 4)), bias="shared", group=3, poison="nan", seed=1),
+    "a relative bias of each query": VarlenSpec(
+        lens=((20, 40), (30, 20)), bias="own", alibi="mixed", causal=True, sliding_window=7, sinks="mixed",
+        soft_cap=2.0, group=2, q_padding=3, poison="nan", seed=2,
+    ),
     # Heads, widths, dtypes.
     "grouped heads": VarlenSpec(lens=((17, 40), (3, 9)), kv_heads=2, group=3, causal=True, poison="nan"),
     "16 heads of one": VarlenSpec(group=16, dtype="bfloat16", causal=True),

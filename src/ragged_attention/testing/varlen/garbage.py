@@ -31,6 +31,7 @@ def garbage_varlen(seed: int) -> GradientBatch:
         causal=bool(rng.random() < 0.6),
         sliding_window=[None, None, 1, 5][int(rng.integers(0, 4))],
         sinks=[None, "normal"][int(rng.integers(0, 2))],
+        alibi=[None, None, "usual"][int(rng.integers(0, 3))],
         strided=bool(rng.random() < 0.3),
         seed=seed,
     )

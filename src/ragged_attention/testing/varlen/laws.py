@@ -204,7 +204,7 @@ def packed_is_paged(runner: Runner, spec: VarlenSpec) -> None:
     for seq, (_, keys, _) in enumerate(batch.parts()):
         for held, array in zip(pages, (batch.k, batch.v), strict=True):
             held.reshape(len(lens), columns * size, *array.shape[1:])[seq, : lens[seq]] = array[keys]
-    options = ("sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "strided")
+    options = ("sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias", "strided")
     paged = Batch(
         q=batch.q, kv_pages=(pages[0], pages[1]), kv_lens=lens.astype(np.int32), page_indices=table,
         cu_q_lens=batch.cu_q_lens, **{name: getattr(batch, name) for name in options},
@@ -214,6 +214,14 @@ def packed_is_paged(runner: Runner, spec: VarlenSpec) -> None:
         runner.run("ragged_paged_attention", paged, return_lse=True),
         "float32",
     )
+
+
+def slopes_have_limits(runner: Runner, spec: GradientSpec) -> None:
+    """Slopes of 0 change nothing; steep ones leave a causal query its own key, as a window of 1 does."""
+    batch = built(spec).change(alibi_slopes=None, causal=True)
+    none = np.zeros(spec.of.heads, np.float32)
+    _same_batches(runner, batch.change(alibi_slopes=none), batch)
+    _same_batches(runner, batch.change(alibi_slopes=none + np.float32(1e6)), batch.change(sliding_window=1))
 
 
 def groups_share_a_head(runner: Runner, spec: GradientSpec) -> None:
@@ -356,6 +364,7 @@ VARLEN_LAWS: dict[str, Law] = {
     "packed, sinks lose what they take": Law(sinks_lose_what_they_take, _DENSE),
     "packed, a huge window and hints change nothing": Law(hints_change_nothing, _DENSE),
     "packed keys are keys in pages": Law(packed_is_paged, varlen_specs(clean=True)),
+    "packed, slopes of zero are none, steep ones a window": Law(slopes_have_limits, _DENSE),
     "packed, groups share a head": Law(groups_share_a_head, _DENSE),
     "packed, gradients have their sums": Law(gradients_have_sums, _DENSE),
     "packed, gradients are slopes": Law(gradients_are_slopes, _DENSE),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ragged_attention.reference.varlen_attention import sequences, varlen_attention
 from ragged_attention.testing import formats
 from ragged_attention.testing.mla.specs import sinks_of
-from ragged_attention.testing.paged.specs import Arrays
+from ragged_attention.testing.paged.specs import Arrays, bias_table, slopes_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,6 +35,8 @@ class VarlenBatch(Arrays):
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: NDArray[np.float32] | None = None
+    alibi_slopes: NDArray[np.float32] | None = None
+    relative_bias: NDArray[np.float32] | None = None
     deterministic: bool = False
 
     @property
@@ -100,8 +102,14 @@ class VarlenBatch(Arrays):
         keys = [np.arange(len(self.k))[parts[seq][1]] for seq in order]
         q_rows, kv_rows = (np.concatenate([np.empty(0, int), *each]) for each in (rows, keys))
         edges = [np.cumsum([0, *map(len, each)], dtype=np.int32) for each in (rows, keys)]
+        bias = self.relative_bias if np.ndim(self.relative_bias) != 3 else self.relative_bias[q_rows]  # type: ignore[index]
         return self.change(
-            q=self.q[q_rows], k=self.k[kv_rows], v=self.v[kv_rows], cu_q_lens=edges[0], cu_kv_lens=edges[1]
+            q=self.q[q_rows],
+            k=self.k[kv_rows],
+            v=self.v[kv_rows],
+            cu_q_lens=edges[0],
+            cu_kv_lens=edges[1],
+            relative_bias=bias,
         )
 
 
@@ -123,6 +131,8 @@ class VarlenSpec:
     soft_cap: float | None = None
     sm_scale: float | None = None
     sinks: str | None = None  # normal, -inf, +inf, mixed
+    alibi: str | None = None  # usual, mixed
+    bias: str | None = None  # a relative bias: shared, own
     deterministic: bool = False
     poison: str | None = None  # nan or inf in all that takes no part
     strided: bool = False
@@ -150,6 +160,8 @@ class VarlenSpec:
             sliding_window=self.sliding_window,
             soft_cap=self.soft_cap,
             sinks=sinks_of(rng, self.heads, self.sinks),
+            alibi_slopes=slopes_of(rng, self.heads, self.alibi),
+            relative_bias=bias_table(rng, tokens, self.heads, self.bias),
             deterministic=self.deterministic,
             dtype=self.dtype,
             strided=self.strided,

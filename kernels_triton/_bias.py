@@ -1,0 +1,82 @@
+"""What logits gain by position: ALiBi slopes, and tables of a relative bias.
+
+Both are added to logits in base 2, before masks. A row that does not exist gains nothing.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ragged_attention.kernels_triton._constants import Constants
+from ragged_attention.kernels_triton._softmax import LOG2E
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Bias(Constants):
+    """The form of a relative bias [tokens, heads, WIDTH], or [heads, WIDTH] if all queries share the tables."""
+
+    WIDTH: int  # 0 without one
+    AT_OWN: int  # the column of a query's own position
+    TOKEN_STRIDE: int  # 0 if all queries share the tables
+
+
+class Table(NamedTuple):
+    """The tables of a block of rows."""
+
+    rows: tl.tensor  # their addresses
+    exists: tl.tensor  # whether a row exists
+
+
+def is_biased(call: Any) -> bool:
+    """Whether logits gain anything by position."""
+    return call.alibi_slopes is not None or call.relative_bias is not None
+
+
+def bias_arguments(call: Any, launch: Any, absent: Any) -> tuple[Any, Bias]:
+    """(the relative bias, its form) of a call; `absent` is a stand-in for the array if there is none."""
+    if call.relative_bias is None:
+        return absent, Bias(WIDTH=0, AT_OWN=0, TOKEN_STRIDE=0)
+    bias = launch.contiguous(call.relative_bias)
+    stride = bias.shape[1] * bias.shape[2] if len(bias.shape) == 3 else 0
+    return bias, Bias(WIDTH=bias.shape[-1], AT_OWN=call.bias_at_own, TOKEN_STRIDE=stride)
+
+
+@triton.jit
+def load_slopes(slopes_ptr, rows, GROUP: tl.constexpr):
+    """The ALiBi slope of each row, in base 2; 0 for rows that do not exist."""
+    head = rows.kv_head * GROUP + rows.row % GROUP
+    return tl.load(slopes_ptr + head, mask=rows.row < rows.num_rows, other=0.0) * LOG2E
+
+
+@triton.jit
+def sloped(logits, slope, position, keys, near):
+    """Logits [rows, keys] with what ALiBi adds.
+
+    Positions are counted from `near`, one of the rows' positions, so that float32 holds their differences exactly.
+    """
+    position = (position - near).to(tl.float32)
+    keys = (keys - near).to(tl.float32)
+    return logits + slope[:, None] * (keys[None, :] - position[:, None])
+
+
+@triton.jit
+def table_of(bias_ptr, rows, BIAS: tl.constexpr, GROUP: tl.constexpr):
+    """The `Table` of a block of rows, given the address of the whole array."""
+    token = (rows.start + rows.row // GROUP).to(tl.int64)
+    head = (rows.kv_head * GROUP + rows.row % GROUP).to(tl.int64)
+    return Table(bias_ptr + token * BIAS.TOKEN_STRIDE + head * BIAS.WIDTH, rows.row < rows.num_rows)
+
+
+@triton.jit
+def entries(tables, distance, exists, BIAS: tl.constexpr):
+    """The base-2 entries of tables for distances, query minus key, with which `tables` and `exists` broadcast."""
+    columns = tl.minimum(tl.maximum(distance + BIAS.AT_OWN, 0), BIAS.WIDTH - 1)
+    return tl.load(tables + columns, mask=exists, other=0.0) * LOG2E
+
+
+@triton.jit
+def with_table(logits, table, position, keys, BIAS: tl.constexpr):
+    """Logits [rows, keys] with what the rows' tables add."""
+    return logits + entries(table.rows[:, None], position[:, None] - keys[None, :], table.exists[:, None], BIAS)
