@@ -477,10 +477,6 @@ def test_other_layers_share_a_step_by_other_tables(vllm):
     [
         ({"alibi_slopes": [0.5] * 4}, "expected alibi_slopes to be None for RAGGED, got"),
         ({"attn_type": "prefix"}, "expected attn_type to be decoder or encoder or encoder_only or .*, got 'prefix'"),
-        (
-            {"attn_type": "encoder", "head_size": 320},
-            "expected head_size of at most 256 for RAGGED with attn_type='encoder', got 320",
-        ),
         *(
             ({"attn_type": kind, "alibi_slopes": [0.5] * 4}, "expected alibi_slopes to be None for RAGGED")
             for kind in ("encoder", "encoder_only", "encoder_decoder")
