@@ -81,9 +81,11 @@ def widths(call: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     """(parts of queries and keys, parts of values), in columns.
 
     The gradient has only one part on GPUs whose matrix units read operands from registers: two parts would exceed them.
+    Wide heads in float32, where matrix units have no part, take too much shared memory when they are padded.
     """
     arch = call.device.arch
-    split = not call.OPERATION.endswith("backward") or arch in WGMMA or not arch.startswith("sm_")
+    in_registers = call.OPERATION.endswith("backward") and arch.startswith("sm_") and arch not in WGMMA
+    split = not in_registers or (item_size(call.q) == 4 and max(call.head_dim, call.v_head_dim) > 256)
     return parts(call.head_dim, split), parts(call.v_head_dim, split)
 
 

@@ -32,9 +32,11 @@ from ragged_attention.kernels_triton._tiles import (
     cdiv,
     expect_between,
     expect_power_of_two,
+    item_size,
     launchable_in_float32,
     next_power_of_2,
     on_cuda_cores,
+    shared_memory,
     stride_arguments,
 )
 from ragged_attention.kernels_triton._varlen import (
@@ -61,6 +63,9 @@ FEATURES = frozenset({
 })  # fmt: skip
 
 
+SMALLEST = 16  # rows, or keys, of the smallest block
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
     """The tunable sizes. Rows are query tokens times heads of a group."""
@@ -81,7 +86,17 @@ class Tile:
 
 
 def why_not(call: VarlenAttentionBackward) -> str | None:
-    return launchable_in_float32(call, dkv_kernel)
+    return launchable_in_float32(call, dkv_kernel) or too_wide(call)
+
+
+def too_wide(call: VarlenAttentionBackward) -> str | None:
+    """Why float32 rows do not fit shared memory beside keys even in the smallest blocks, None if they do."""
+    if not on_cuda_cores(call) or call.device.platform != "cuda":
+        return None
+    columns, limit = _varlen.columns(call), f"{shared_memory(call)} bytes of shared memory"
+    if (SMALLEST + SMALLEST) * columns * item_size(call.q) <= shared_memory(call):
+        return None
+    return f"expected float32 rows that fit {limit}, {SMALLEST} at a time, got {columns} columns of queries and values"
 
 
 def heuristic(call: VarlenAttentionBackward) -> Tile:
@@ -113,7 +128,11 @@ def dkv_sizes(call: Any) -> Sizes:
         return Sizes(32, 32, 8 if arch.startswith("sm_") else 4, 1)
     if not arch.startswith("sm_"):
         stages = stages_on_amd(arch, columns, 256 if OLDER_COMPILER else 320)
+        if columns > 512:
+            return Sizes(16, 16, 4, stages)
         return Sizes(32, 64 if columns <= 320 and call.soft_cap is None else 32, 4, stages)
+    if columns > 512:
+        return Sizes(16, 32 if arch in WGMMA else 16, 8, 2)
     if arch == "sm_90":
         return dkv_sizes_of_hopper(call, columns)
     if arch in WGMMA:
@@ -150,10 +169,12 @@ def dq_sizes(call: Any) -> Sizes:
     if call.relative_bias is not None:
         return Sizes(32, 32, 4, 1)
     if not arch.startswith("sm_"):
-        return Sizes(64 if columns <= 320 else 32, 32, 4, stages_on_amd(arch, columns))
+        return Sizes(64 if columns <= 320 else 32, 32 if columns <= 512 else 16, 4, stages_on_amd(arch, columns))
     if arch == "sm_90" and columns <= 192:
         return Sizes(64, 64, 4, 3)
     if arch in WGMMA:
+        if columns > 512:
+            return Sizes(32, 32, 8, 2)
         return Sizes(128, 64 if columns <= 320 else 32, 8, 3 if arch == "sm_90" or columns <= 256 else 2)
     return Sizes(64 if columns <= 384 else 32, 64 if columns <= 256 else 32, 8, 2)
 

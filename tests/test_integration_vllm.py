@@ -492,10 +492,6 @@ def test_other_layers_share_a_step_by_other_tables(vllm):
     ("options", "message"),
     [
         ({"attn_type": "prefix"}, "expected attn_type to be decoder or encoder or encoder_only or .*, got 'prefix'"),
-        (
-            {"attn_type": "encoder", "head_size": 320},
-            "expected head_size of at most 256 for RAGGED with attn_type='encoder', got 320",
-        ),
         *(
             ({"attn_type": kind, "alibi_slopes": [0.5] * 4}, "expected alibi_slopes to be None for RAGGED")
             for kind in ("encoder", "encoder_only", "encoder_decoder")
@@ -550,6 +546,13 @@ def test_a_window_that_later_keys_could_leave_is_refused(vllm):
     step.common.causal = False
     with pytest.raises(Unsupported, match=r"expected at most 6 new tokens .* with sliding_window=6, got 7"):
         step.run(implementation(sliding_window=6))
+
+
+def test_slopes_of_attention_that_is_not_causal_are_refused(vllm):
+    step = Step([(7, 30), (1, 3)])
+    step.common.causal = False
+    with pytest.raises(Unsupported, match="expected causal attention with alibi_slopes for RAGGED, got causal=False"):
+        step.run(implementation(alibi_slopes=[0.5] * 4))
 
 
 def encoder_step(lens: Sequence[int], **options: Any) -> Step:

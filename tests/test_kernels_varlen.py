@@ -109,3 +109,18 @@ def test_small_blocks_give_what_the_definition_says(
         assert (got is None) == (want is None)
         if got is not None and want is not None:
             agrees(got.numpy(), want, "float32", name)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "width", "columns"),
+    [("sm_86", "float32", 512, 1024), ("sm_86", "float32", 320, None), ("sm_86", "bfloat16", 512, None),
+     ("sm_90", "float32", 512, None), ("gfx942", "float32", 512, None)],
+)  # fmt: skip
+def test_the_gradient_refuses_rows_that_do_not_fit_shared_memory(
+    arch: str, dtype: str, width: int, columns: int | None
+) -> None:
+    sample = VarlenSample(dtype=dtype, head_dim=width, d_v=width)
+    call = sample.call("varlen_attention_backward", device_of("torch", arch))
+    reason = varlen_attention_backward.why_not(call)
+    expected = "expected float32 rows that fit 101376 bytes of shared memory, 16 at a time, got 1024 columns of queries"
+    assert reason is None if columns is None else str(reason).startswith(expected)

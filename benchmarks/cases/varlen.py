@@ -54,7 +54,8 @@ class VarlenCase(Case, VarlenSample):
 
     @property
     def wgmma_rows(self) -> int:
-        if self.relative_bias:  # the addresses of its entries take registers
+        """Zero where registers do not suffice: for the addresses of biases, and for the widest heads' results."""
+        if self.relative_bias or self.head_dim + self.d_v > 512:
             return 0
         return max(self.q_lens) * self.num_q_heads // self.num_kv_heads
 
@@ -250,6 +251,10 @@ _MORE = (
     *_both("float16_64", "-", (1000,) * 4, (32, 8), (64, 64), dtype="float16"),
     *_both("float32_80", "-", (333,) * 4, (8, 4), (80, 80), dtype="float32", sliding_window=100),
     *_both("gemma_256", "-", (1000,) * 4, (16, 8), (256, 256), soft_cap=50.0, sliding_window=512),
+    *_both("wide_512", "-", (1000,) * 4, (8, 1), (512, 512), sinks=True, d_lse=True),
+    *_both("wide_464_float16", "-", (1000,) * 4, (16, 16), (464, 464), dtype="float16", soft_cap=50.0,
+           sliding_window=512),
+    *_both("wide_320_float32", "-", (333,) * 4, (8, 8), (320, 320), dtype="float32"),
     *_both("everything_128", "-", (1000,) * 4, (28, 4), (128, 128), soft_cap=50.0, sliding_window=512, sinks=True,
            d_lse=True),
     *_both("alibi_128", "-", (1000,) * 4, (32, 8), (128, 128), alibi_slopes=True),

@@ -21,7 +21,7 @@ from ragged_attention.calls.fields import (
 )
 from ragged_attention.errors import InvalidInput
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 def like_q(call: Any) -> tuple[str, ...]:

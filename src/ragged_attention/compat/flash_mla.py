@@ -297,7 +297,7 @@ def flash_attn_varlen_func(
     Args:
         q: [total_q, h, d] bfloat16, float16 or float32, the queries of all sequences, one after another.
         k, v: [total_kv, h_k, d] and [total_kv, h_k, d_v] of q's dtype; h a multiple of h_k, also for gradients; d and
-            d_v up to 256.
+            d_v up to 512.
         cu_seqlens_qo, cu_seqlens_kv: i32 [b + 1], the edges of the sequences.
         max_seqlen_qo, max_seqlen_kv: lengths that no sequence exceeds.
         dropout_p: 0.

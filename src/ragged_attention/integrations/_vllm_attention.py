@@ -31,7 +31,6 @@ PLAIN = ("auto", "float16", "bfloat16")
 
 # vLLM's kinds of attention without a cache: of the encoder of a pair, and of a model that is an encoder.
 WITHOUT_CACHE = ("encoder", "encoder_only")
-MOST_PACKED = 256  # the largest head size of `varlen_attention`
 
 
 class RaggedBackend:
@@ -215,7 +214,7 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
         if sinks is not None and sinks.shape != (num_heads,):
             raise Unsupported(f"expected sinks of shape [num_heads={num_heads}], got {list(sinks.shape)}")
         self._expect_kind(
-            attn_type, head_size, alibi_slopes, sliding_window=sliding_window,
+            attn_type, alibi_slopes, sliding_window=sliding_window,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
         )  # fmt: skip
         self.num_heads = num_heads
@@ -229,7 +228,7 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
 
-    def _expect_kind(self, attn_type: str, head_size: int, alibi_slopes: Any, **whole_cache: Any) -> None:
+    def _expect_kind(self, attn_type: str, alibi_slopes: Any, **whole_cache: Any) -> None:
         """Refuse what the operations do not support in other layers than those of a decoder with a cache of its own.
 
         `whole_cache` are arguments that want all earlier keys on this rank.
@@ -244,8 +243,6 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
         for name, value in {"alibi_slopes": alibi_slopes, **(whole_cache if over_ranks else {})}.items():
             if value is not None:
                 raise Unsupported(f"expected {name} to be None for RAGGED {where}, got {value!r}")
-        if (over_ranks or without_cache) and head_size > MOST_PACKED:
-            raise Unsupported(f"expected head_size of at most {MOST_PACKED} for RAGGED {where}, got {head_size}")
 
     def forward(
         self,

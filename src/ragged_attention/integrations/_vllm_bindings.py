@@ -276,7 +276,7 @@ def _sparse_backend_on_cpu(original: Any) -> Any:
 
 
 def _config_on_cpu(original: Any) -> Any:
-    """vLLM's CPU platform turns chunks of prompts and cached prefixes off for latents; sparse models of ours take both."""
+    """vLLM's CPU platform turns chunks of prompts and cached prefixes off for latents; our sparse models take both."""
 
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config

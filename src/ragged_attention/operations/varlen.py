@@ -59,7 +59,7 @@ class Varlen(FrontEnd[Array, Memory]):
 
         Args:
             q: [T_q, H, D] bfloat16, float16 or float32, on the portable backends also float64 (for checking gradients);
-                the queries of all sequences, one after another. D and D_v from 1 to 256.
+                the queries of all sequences, one after another. D and D_v from 1 to 512.
             k, v: [T_k, K, D] and [T_k, K, D_v] of q's dtype.
             cu_q_lens, cu_kv_lens: i32 [S + 1] each, prefix sums of the lengths: sequence s has the queries
                 [cu_q_lens[s], cu_q_lens[s + 1]) and the keys [cu_kv_lens[s], cu_kv_lens[s + 1]). Empty sequences are

@@ -13,7 +13,7 @@ from ragged_attention.integrations.transformers._masks import Pattern, pattern_o
 from ragged_attention.torch import ragged_paged_attention, varlen_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_HEAD_DIM = 256  # the limit of `varlen_attention`
+MAX_HEAD_DIM = 512  # the limit of `varlen_attention`
 
 
 def attention(
@@ -101,7 +101,7 @@ def _attend(call: LayerCall) -> torch.Tensor:
     if isinstance(pattern.end, int):
         call = call._replace(key=call.key[:, :, : pattern.end], value=call.value[:, :, : pattern.end])
     settings = {**call.settings, "sliding_window": pattern.window}
-    if (call.query.shape[2] == 1 or _width(call) > MAX_HEAD_DIM) and _may_use_pages(call, pattern):
+    if call.query.shape[2] == 1 and _may_use_pages(call, pattern):
         note(call.module, "ragged_paged_attention")
         k_pages, v_pages, kv_lens, table = _layout.pages_of(call.key, call.value, pattern.shown)
         q = call.query.transpose(1, 2)
@@ -138,10 +138,6 @@ def _shown(call: LayerCall) -> Any:
     return _masks.visible(call.pattern, rows, call.query.shape[2], call.key.shape[2], call.query.device)
 
 
-def _width(call: LayerCall) -> int:
-    return max(call.query.shape[-1], call.value.shape[-1])
-
-
 def _may_use_pages(call: LayerCall, pattern: Pattern) -> bool:
     tensors = call.query, call.key, call.value
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -160,7 +156,7 @@ def _why_dense(call: LayerCall) -> str | None:
         return "its mask is no causal one, window or padding"
     if call.query.dtype not in DTYPES:
         return f"it is in {call.query.dtype}"
-    if (width := _width(call)) > MAX_HEAD_DIM and not _may_use_pages(call, call.pattern):
+    if (width := max(call.query.shape[-1], call.value.shape[-1])) > MAX_HEAD_DIM:
         return f"its heads have {width} dimensions"
     return None
 

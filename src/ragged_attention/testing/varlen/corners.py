@@ -62,6 +62,8 @@ VARLENS: dict[str, VarlenSpec] = {
     "128/128": VarlenSpec(d=128, d_v=128, kv_heads=2, causal=True, dtype="bfloat16", poison="nan"),
     "192/128": VarlenSpec(d=192, d_v=128, group=2, causal=True, dtype="bfloat16", poison="nan"),
     "256/256": VarlenSpec(d=256, d_v=256, dtype="float16"),
+    "512/512": VarlenSpec(d=512, d_v=512, group=2, causal=True, dtype="bfloat16", poison="nan"),
+    "300/464": VarlenSpec(d=300, d_v=464, causal=True, sliding_window=5, soft_cap=30.0, sinks="normal"),
     "33/7": VarlenSpec(lens=((20, 70),), d=33, d_v=7, causal=True, poison="nan"),
     "7/255": VarlenSpec(d=7, d_v=255, dtype="bfloat16"),
     "1/1": VarlenSpec(d=1, d_v=1),
