@@ -349,7 +349,7 @@ def transform(folder: Path, engine: dict[str, Any]) -> dict[str, Any]:
     tokens, logprobs = [], []
     with torch.inference_mode():
         for prompt in prompts():
-            made = list(prompt)
+            made, logits = list(prompt), torch.empty(0)
             for _ in range(NEW_TOKENS):
                 logits = model(torch.tensor([made]), use_cache=False).logits[0].float()
                 made.append(int(logits[-1].argmax()))

@@ -120,7 +120,7 @@ def test_the_gradient_refuses_rows_that_do_not_fit_shared_memory(
     arch: str, dtype: str, width: int, columns: int | None
 ) -> None:
     sample = VarlenSample(dtype=dtype, head_dim=width, d_v=width)
-    call = sample.call("varlen_attention_backward", device_of("torch", arch))
+    call: Any = sample.call("varlen_attention_backward", device_of("torch", arch))
     reason = varlen_attention_backward.why_not(call)
     expected = "expected float32 rows that fit 101376 bytes of shared memory, 16 at a time, got 1024 columns of queries"
     assert reason is None if columns is None else str(reason).startswith(expected)
