@@ -480,7 +480,10 @@ def main(arguments: list[str] | None = None) -> int:
         answer = transform(folder, model.engine) if backend == REFERENCE else serve(folder, backend, model)
         print(ANSWER + json.dumps(answer), flush=True)
         return 0
-    return check(options.models.split(";"), options.limit, options.logs)
+    names = options.models.split(";")
+    if unknown := [name for name in names if name not in MODELS]:
+        parser.error(f"expected --models to be some of {', '.join(MODELS)}, got {', '.join(unknown)}")
+    return check(names, options.limit, options.logs)
 
 
 if __name__ == "__main__":
