@@ -63,6 +63,7 @@ class Model:
     against: str = "vllm"  # or transformers, where vLLM has no attention of its own for the model
 
 
+_UNCACHED = {"enable_prefix_caching": False}
 _LLAMA = Model("LlamaConfig", "LlamaForCausalLM", {})
 _WINDOW = {"sliding_window": 16}
 MODELS = {
@@ -121,12 +122,12 @@ MODELS = {
         },
         {"block_size": 16},
     ),
-    # Models that vLLM runs only with a tokenizer, and in steps that hold a whole prompt.
+    # Models that vLLM runs only with a tokenizer, in steps that hold a whole prompt, and without cached prefixes.
     "bert (no cache)": Model(
         "BertConfig",
         "BertModel",
         {"num_key_value_heads": 4},
-        {"runner": "pooling", "skip_tokenizer_init": False, "max_num_batched_tokens": 256},
+        {"runner": "pooling", "skip_tokenizer_init": False, "max_num_batched_tokens": 256, **_UNCACHED},
         gap=1e-6,
         task="embed",
     ),
@@ -140,7 +141,7 @@ MODELS = {
             "cls_token_id": 1,
             "sep_token_id": 2,
         },
-        {"runner": "pooling", "skip_tokenizer_init": False, "max_num_batched_tokens": 256},
+        {"runner": "pooling", "skip_tokenizer_init": False, "max_num_batched_tokens": 256, **_UNCACHED},
         gap=1e-6,
         task="embed",
     ),
@@ -161,7 +162,13 @@ MODELS = {
             "begin_suppress_tokens": None,
             "init_std": 0.2,
         },
-        {"skip_tokenizer_init": False, "max_model_len": 100, "max_num_batched_tokens": 256, "skip_mm_profiling": True},
+        {
+            "skip_tokenizer_init": False,
+            "max_model_len": 100,
+            "max_num_batched_tokens": 256,
+            "skip_mm_profiling": True,
+            **_UNCACHED,
+        },
         task="transcribe",
     ),
 }
@@ -482,7 +489,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     names = options.models.split(";")
     if unknown := [name for name in names if name not in MODELS]:
-        parser.error(f"expected --models to be some of {', '.join(MODELS)}, got {', '.join(unknown)}")
+        parser.error(f"expected --models to be some of {'; '.join(MODELS)}, got {'; '.join(unknown)}")
     return check(names, options.limit, options.logs)
 
 
