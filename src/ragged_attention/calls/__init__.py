@@ -46,6 +46,7 @@ from ragged_attention.calls.mla_cache import QuantizeMlaCache as QuantizeMlaCach
 from ragged_attention.calls.mla_cache import WriteMlaCache as WriteMlaCache
 from ragged_attention.calls.mla_schedule import DecodeSchedule as DecodeSchedule
 from ragged_attention.calls.mla_schedule import MakeDecodeSchedule as MakeDecodeSchedule
+from ragged_attention.calls.norm_rope import NormRopeWrite as NormRopeWrite
 from ragged_attention.calls.paged import MergeAttentionStates as MergeAttentionStates
 from ragged_attention.calls.paged import RaggedPagedAttention as RaggedPagedAttention
 from ragged_attention.calls.paged import WriteKvPages as WriteKvPages
@@ -56,7 +57,7 @@ from ragged_attention.calls.varlen import VarlenCall as VarlenCall
 CALLS: dict[str, type[Call]] = {
     record.OPERATION: record
     for record in (
-        RaggedPagedAttention, WriteKvPages, MergeAttentionStates,
+        RaggedPagedAttention, WriteKvPages, NormRopeWrite, MergeAttentionStates,
         PagedAttention, PrefillAttention,
         VarlenAttention, VarlenAttentionBackward,
         SparseMlaPrefill, SparseMlaPrefillBackward, MlaDecode, RaggedMlaAttention, MakeDecodeSchedule,

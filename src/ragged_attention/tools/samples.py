@@ -132,6 +132,10 @@ class Sample(AnySample):
         return {
             "k": FakeArray((self.num_tokens, self.num_kv_heads, self.head_dim), self.dtype),
             "kv_pages": (pages, pages) if self.split_pages else pages,
+            "positions": FakeArray((self.num_tokens,), "int32"),
+            "cos_sin": FakeArray((self.max_len, self.head_dim), "float32"),
+            "q_weight": operation == "norm_rope_write",
+            "k_weight": operation == "norm_rope_write",
             "k_pages": heads_first,
             "v_pages": heads_first,
             "length": FakeArray((1,), "int32"),
@@ -311,7 +315,13 @@ class IndexerSample(AnySample):
 
 KINDS = (Sample, LatentSample, VarlenSample, IndexerSample)
 # By the modules of records; all others are of latents.
-MODULES = {"paged": Sample, "heads_first": Sample, "varlen": VarlenSample, "indexer": IndexerSample}
+MODULES = {
+    "paged": Sample,
+    "norm_rope": Sample,
+    "heads_first": Sample,
+    "varlen": VarlenSample,
+    "indexer": IndexerSample,
+}
 
 
 def sample_of(operation: str, **options: Any) -> Sample | LatentSample | VarlenSample | IndexerSample:

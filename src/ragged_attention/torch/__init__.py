@@ -26,6 +26,7 @@ write_mla_cache = FRONT_END.write_mla_cache
 merge_attention_states = FRONT_END.merge_attention_states
 ragged_paged_attention = FRONT_END.ragged_paged_attention
 write_kv_pages = FRONT_END.write_kv_pages
+norm_rope_write = FRONT_END.norm_rope_write
 ragged_mla_attention = FRONT_END.ragged_mla_attention
 varlen_attention = FRONT_END.varlen_attention
 varlen_attention_backward = FRONT_END.varlen_attention_backward
