@@ -107,6 +107,8 @@ ROWS = {
     ],
     **of_floats("write_kv_pages", DECODE),
     ("write_kv_pages", "e4m3, e5m2, int8 cache"): [dataclasses.replace(DECODE, cache_dtype=name) for name in QUANTIZED],
+    **of_floats("norm_rope_write", DECODE),
+    ("norm_rope_write", "e4m3, e5m2, int8 cache"): [dataclasses.replace(DECODE, cache_dtype=name) for name in QUANTIZED],
     ("merge_attention_states", "f32, f16, bf16"): [dataclasses.replace(DECODE, dtype=dtype) for dtype in FLOATS],
     **of_floats("paged_attention", DECODE),
     ("paged_attention", "e4m3, e5m2, int8 pages with scales"): [
