@@ -12,8 +12,16 @@ import triton.language as tl
 from ragged_attention.calls import NormRopeWrite
 from ragged_attention.kernels_triton import write_kv_pages
 from ragged_attention.kernels_triton._constants import Constants
-from ragged_attention.kernels_triton._formats import array_heads, cache_views, narrow, number_format, scale_arguments
-from ragged_attention.kernels_triton._rotary import Angles, Heads, Rotary, prepared, rotary_of
+from ragged_attention.kernels_triton._formats import array_heads, cache_views, number_format, scale_arguments
+from ragged_attention.kernels_triton._rotary import (
+    Angles,
+    Norm,
+    Rotary,
+    norm_factors,
+    positions_of,
+    prepared,
+    rotary_of,
+)
 from ragged_attention.kernels_triton._sequences import VARYING, PageTable, count_sequences
 from ragged_attention.kernels_triton._splits import Batch
 from ragged_attention.kernels_triton._tiles import cdiv, launchable, next_power_of_2
@@ -57,7 +65,8 @@ class Config(Constants):
 
     K: Element
     V: Element
-    ROTARY: Rotary
+    Q_ROTARY: Rotary
+    K_ROTARY: Rotary
     Q_STRIDES: Strides
     K_STRIDES: Strides
     V_STRIDES: Strides
@@ -65,8 +74,6 @@ class Config(Constants):
     BLOCK_T: int  # tokens per program
     HAS_SLOTS: bool  # whether the call has a slot mapping; otherwise slots follow from the page table
     HAS_NUM_SEQS: bool
-    HAS_Q_WEIGHT: bool
-    HAS_K_WEIGHT: bool
 
 
 @triton.jit(do_not_specialize=ROTARY_VARYING)
@@ -87,19 +94,19 @@ def norm_rope_kernel(
     if COMBINED:
         v_pages_ptr = k_pages_ptr
     PAGE_SIZE: tl.constexpr = CONFIG.K.PAGE_SIZE
-    ROTARY: tl.constexpr = CONFIG.ROTARY
     token = tl.program_id(0) * CONFIG.BLOCK_T + tl.arange(0, CONFIG.BLOCK_T)
     head = tl.program_id(1).to(tl.int64)
     is_token = token < num_tokens
-    positions = tl.load(positions_ptr + token.to(tl.int64) * positions_stride, mask=is_token, other=0)
-    angles = Angles(cos_ptr, sin_ptr, num_positions)
+    position = positions_of(positions_ptr, token, is_token, positions_stride, num_positions)
+    angles = Angles(cos_ptr, sin_ptr, position)
+    columns = tl.arange(0, CONFIG.K.D_PAD)
     if head < CONFIG.NUM_Q_HEADS:
-        d = tl.arange(0, ROTARY.D_PAD)
-        heads = Heads(q_ptr + head * CONFIG.Q_STRIDES.HEAD, CONFIG.Q_STRIDES.TOKEN, q_weight_ptr, eps)
-        x = prepared(heads, angles, positions, token, is_token, ROTARY, CONFIG.HAS_Q_WEIGHT)
-        target = new_q_ptr + (token.to(tl.int64) * CONFIG.NUM_Q_HEADS + head) * ROTARY.D
-        mask = is_token[:, None] & (d < ROTARY.D)[None, :]
-        tl.store(target[:, None] + d[None, :], narrow(x, new_q_ptr.dtype.element_ty), mask=mask)
+        rows = q_ptr + token.to(tl.int64) * CONFIG.Q_STRIDES.TOKEN + head * CONFIG.Q_STRIDES.HEAD
+        norm = Norm(q_weight_ptr, eps)
+        factor = norm_factors(rows, is_token, norm, CONFIG.Q_ROTARY)
+        x = prepared(rows, columns, is_token, norm, factor, angles, CONFIG.Q_ROTARY)
+        target = new_q_ptr + (token.to(tl.int64) * CONFIG.NUM_Q_HEADS + head) * CONFIG.K.D
+        tl.store(target[:, None] + columns[None, :], x, mask=is_token[:, None] & (columns < CONFIG.K.D)[None, :])
     else:
         kv_head = head - CONFIG.NUM_Q_HEADS
         if CONFIG.HAS_SLOTS:
@@ -111,10 +118,12 @@ def norm_rope_kernel(
             slot = slots_from_tables(token, batch, table, search_steps, PAGE_SIZE)
         tokens = tokens_with(slot, token, num_tokens, num_pages, PAGE_SIZE)
         k_head, v_head = array_heads(kv_head, COMBINED)
-        heads = Heads(k_ptr + kv_head * CONFIG.K_STRIDES.HEAD, CONFIG.K_STRIDES.TOKEN, k_weight_ptr, eps)
-        x = prepared(heads, angles, positions, token, tokens.live, ROTARY, CONFIG.HAS_K_WEIGHT)
+        rows = k_ptr + token.to(tl.int64) * CONFIG.K_STRIDES.TOKEN + kv_head * CONFIG.K_STRIDES.HEAD
+        norm = Norm(k_weight_ptr, eps)
+        factor = norm_factors(rows, tokens.live, norm, CONFIG.K_ROTARY)
+        x = prepared(rows, columns, tokens.live, norm, factor, angles, CONFIG.K_ROTARY)
         store_rows(
-            narrow(x, k_ptr.dtype.element_ty).to(tl.float32),
+            x.to(tl.float32),
             NewRows(k_ptr, CONFIG.K_STRIDES.TOKEN, CONFIG.K_STRIDES.HEAD, k_scale_ptr, k_scale_factor),
             Pages(k_pages_ptr + k_head * k_head_stride, k_page_stride, k_slot_stride),
             tokens, kv_head, CONFIG.K,
@@ -160,6 +169,9 @@ def run(call: NormRopeWrite, tile: Tile, launch: Any) -> Any:
             SCALE_STRIDE=scale_stride,
         )
 
+    def rotary(weight: Any) -> Rotary:
+        return rotary_of(call, call.head_dim, 0 if weight is None else call.head_dim, 0, (cos, sin), launch)
+
     return launch(
         norm_rope_kernel,
         (cdiv(call.num_tokens, tile.block_t), call.num_q_heads + call.num_kv_heads),
@@ -182,7 +194,8 @@ def run(call: NormRopeWrite, tile: Tile, launch: Any) -> Any:
         CONFIG=Config(
             K=element(call.head_dim, k_stride),
             V=element(call.v_head_dim, v_stride),
-            ROTARY=rotary_of(call, call.head_dim, cos, sin, launch),
+            Q_ROTARY=rotary(call.q_weight),
+            K_ROTARY=rotary(call.k_weight),
             Q_STRIDES=Strides(*launch.strides(q)[:2]),
             K_STRIDES=Strides(*launch.strides(k)[:2]),
             V_STRIDES=Strides(*launch.strides(v)[:2]),
@@ -190,7 +203,5 @@ def run(call: NormRopeWrite, tile: Tile, launch: Any) -> Any:
             BLOCK_T=tile.block_t,
             HAS_SLOTS=call.slot_mapping is not None,
             HAS_NUM_SEQS=call.num_seqs is not None,
-            HAS_Q_WEIGHT=call.q_weight is not None,
-            HAS_K_WEIGHT=call.k_weight is not None,
         ),
     )

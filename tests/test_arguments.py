@@ -330,6 +330,7 @@ SOURCES = {
     "write_kv_pages": ("k", "v"),
     "norm_rope_write": ("q", "k", "v", "cos_sin"),
     "write_mla_cache": ("kv",),
+    "latent_norm_rope_write": ("q", "kv"),
     "write_indexer_cache": ("k",),
 }
 

@@ -143,6 +143,17 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
         },
         TABLES | {"kv": floats(5, 1, 16), "cache": floats(6, 4, 1, 16), "num_seqs": ints(1), "kv_scale": 0.5},
     ],
+    "latent_norm_rope_write": [
+        {
+            "q": floats(3, 2, 64), "kv": floats(3, 1, 576), "cache": BYTES, "slot_mapping": ints(4, -1, 1),
+            "positions": ints(3, 0, 2), "cos_sin": floats(9, 64), "kv_weight": floats(512), "eps": 0.5,
+            "interleaved": True, "power_of_two_scales": False, "cache_format": "fp8_v32", "cache_layout": "token",
+        },
+        TABLES | ROTARY | {
+            "q": floats(5, 2, 8), "kv": floats(5, 1, 16), "cache": floats(6, 4, 1, 16), "num_seqs": ints(1),
+            "kv_scale": 0.5,
+        },
+    ],
     "indexer_logits": [INDEX | RANGES, INDEX | INDEX_PAGES],
     "indexer_topk": [
         INDEX | RANGES | {"top_k": 1},

@@ -128,6 +128,14 @@ VALID: dict[str, dict[str, Any]] = {
     "quantize_mla_cache": {"kv": ones(2, 3, 1, 576), "format": "fp8_v32"},
     "dequantize_mla_cache": {"cache": raw(2, 3, 1, 656)},
     "write_mla_cache": {"kv": ones(3, 1, 32), "cache": ones(2, 3, 1, 32), "slot_mapping": ints(0, -1, 5)},
+    "latent_norm_rope_write": {
+        "q": ones(3, 4, 8),
+        "kv": ones(3, 1, 32),
+        "cache": ones(2, 3, 1, 32),
+        "slot_mapping": ints(0, -1, 5),
+        "positions": ints(0, 9, 2),
+        "cos_sin": ones(4, 8),
+    },
     "page_indices_to_slots": {"positions": ints([0, 5], [1, -1]), "page_indices": ints([0, 1], [2, 3]), "page_size": 4},
     "indexer_logits": {
         "q": ones(4, 3, 16), "keys": ones(6, 16), "weights": ones(4, 3), "starts": ints(0, 0, 2, 3),
@@ -175,6 +183,10 @@ def write(error: type[Exception], text: str, **changes: Any) -> Case:
 
 def rotated(error: type[Exception], text: str, **changes: Any) -> Case:
     return Case("norm_rope_write", changes, error, text)
+
+
+def rotated_latents(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("latent_norm_rope_write", changes, error, text)
 
 
 def merge(error: type[Exception], text: str, **changes: Any) -> Case:
@@ -620,6 +632,14 @@ STATIC = [
     rotated(InvalidInput, "expected q_weight.shape to be [D] = [16], got [8]", q_weight=ones(8)),
     rotated(InvalidInput, "expected eps > 0, got 0", eps=0),
     rotated(TypeError, "expected interleaved to be a bool, got int", interleaved=1),
+    rotated_latents(InvalidInput, "expected q.shape to be [T, H, R] = [3, H, 8], got [3, 4, 16]", q=ones(3, 4, 16)),
+    rotated_latents(InvalidInput, "expected q.dtype to be float32, got float16", q=ones(3, 4, 8, dtype=np.float16)),
+    rotated_latents(InvalidInput, "expected cos_sin with at most d_qk=32 rotary columns, got 34", cos_sin=ones(4, 34)),
+    rotated_latents(InvalidInput, "expected kv_weight.shape[0] between 1 and d_qk=32, got 40", kv_weight=ones(40)),
+    rotated_latents(InvalidInput, "expected kv_weight.shape[0] between 1 and d_qk=32, got 0", kv_weight=ones(0)),
+    rotated_latents(InvalidInput, "expected positions.shape to be [T] = [3], got [2]", positions=ints(0, 1)),
+    rotated_latents(InvalidInput, "expected slot_mapping, or page_indices with kv_lens and cu_q_lens, got neither",
+                    slot_mapping=None),
     write(InvalidInput, "expected v_scale to be a float array of shape [] or [num_kv_heads=2], got float32[4]",
           v_scale=ones(4)),
     # Merges.
@@ -963,6 +983,7 @@ VALUES = [
     values("expected page_indices[0, 0] between 0 and 5, got -1", page_indices=ints([-1, 1], [2, 3])),
     rotated(InvalidInput, "expected positions[1] between 0 and 3, got 4", positions=ints(0, 4, 2, 9)),
     rotated(InvalidInput, "expected positions[3] between 0 and 3, got -1", **TABLES, positions=ints(0, 1, 2, -1)),
+    rotated_latents(InvalidInput, "expected positions[2] between 0 and 3, got 4", positions=ints(0, 9, 4)),
     rotated(InvalidInput, "expected slot_mapping[2] to be -1 or between 0 and 23, got 24",
             slot_mapping=ints(0, 1, 24, -1)),
     write(InvalidInput, "expected slot_mapping[2] to be -1 or between 0 and 23, got 24",

@@ -36,6 +36,7 @@ from ragged_attention.calls.indexer import IndexerTopk as IndexerTopk
 from ragged_attention.calls.indexer import QuantizeIndexerKeys as QuantizeIndexerKeys
 from ragged_attention.calls.indexer import TopKIndices as TopKIndices
 from ragged_attention.calls.indexer import WriteIndexerCache as WriteIndexerCache
+from ragged_attention.calls.latent_norm_rope import LatentNormRopeWrite as LatentNormRopeWrite
 from ragged_attention.calls.mla import MlaDecode as MlaDecode
 from ragged_attention.calls.mla import RaggedMlaAttention as RaggedMlaAttention
 from ragged_attention.calls.mla import SparseMlaPrefill as SparseMlaPrefill
@@ -61,7 +62,7 @@ CALLS: dict[str, type[Call]] = {
         PagedAttention, PrefillAttention,
         VarlenAttention, VarlenAttentionBackward,
         SparseMlaPrefill, SparseMlaPrefillBackward, MlaDecode, RaggedMlaAttention, MakeDecodeSchedule,
-        QuantizeMlaCache, DequantizeMlaCache, WriteMlaCache, PageIndicesToSlots,
+        QuantizeMlaCache, DequantizeMlaCache, WriteMlaCache, LatentNormRopeWrite, PageIndicesToSlots,
         IndexerLogits, IndexerTopk, TopKIndices, QuantizeIndexerKeys, WriteIndexerCache,
     )
 }  # fmt: skip

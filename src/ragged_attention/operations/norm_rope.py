@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ragged_attention.calls import NormRopeWrite
+from ragged_attention.calls import LatentNormRopeWrite, NormRopeWrite
 from ragged_attention.operations.base import Array, FrontEnd, Memory, Pages
 
 
@@ -80,3 +80,63 @@ class NormRope(FrontEnd[Array, Memory]):
             kv_lens=kv_lens, cu_q_lens=cu_q_lens, num_seqs=num_seqs, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
         return self.write(NormRopeWrite, arguments, backend, options)
+
+    def latent_norm_rope_write(
+        self,
+        q: Array,
+        kv: Array,
+        cache: Array,
+        slot_mapping: Array | tuple[Array, Array, Array] | None = None,
+        *,
+        positions: Array,
+        cos_sin: Array | tuple[Array, Array],
+        kv_weight: Array | None = None,
+        eps: float = 1e-6,
+        interleaved: bool = False,
+        page_indices: Array | None = None,
+        kv_lens: Array | None = None,
+        cu_q_lens: Array | None = None,
+        num_seqs: int | Array | None = None,
+        kv_scale: float | Array | None = None,
+        power_of_two_scales: bool = True,
+        cache_format: str | None = None,
+        cache_layout: str | None = None,
+        backend: str | Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[Array, Array]:
+        """Normalise and rotate this step's latent rows, write them into the cache, and rotate the queries.
+
+        The counterpart of `norm_rope_write` for multi-head latent attention (DeepSeek-V2, 2024), with its arithmetic:
+        float32, and one rounding to the dtype of kv. Then `write_mla_cache`'s bytes for these rows are stored. R is the number of rotary columns in the table, N its number of positions.
+
+        Args:
+            q: [T, H, R], the rotary columns of the queries, which are not normalised; of the dtype of kv. It may be a
+                view, such as `q[..., -R:]`: only its last stride must be 1, otherwise it is copied.
+            kv: [T, K, d_qk], or [T, d_qk] for one KV head, such as the output of a model's `kv_a_proj_with_mqa`;
+                float32, float16 or bfloat16. The last R columns are rotated.
+            cache: as `write_mla_cache` takes it, in any of its formats.
+            slot_mapping: as in `norm_rope_write`.
+            positions, cos_sin: as in `norm_rope_write`.
+            kv_weight: [W], float32, float16 or bfloat16, the weights of the norm of the first W columns. DeepSeek-V3's
+                `kv_a_layernorm` has W = d_qk - R; a norm of whole rows, before the rotation, has W = d_qk. None leaves
+                out the norm. The weights multiply as they are.
+            eps, interleaved: as in `norm_rope_write`. DeepSeek's models are interleaved.
+            page_indices, kv_lens, cu_q_lens, num_seqs: as in `norm_rope_write`.
+            kv_scale, power_of_two_scales, cache_format, cache_layout: as in `write_mla_cache`.
+            backend, options: as in `ragged_paged_attention`.
+
+        Returns:
+            `(q, cache)`: new rotary columns [T, H, R], of all T tokens, and the cache as `write_mla_cache` returns it.
+
+            The operation has no gradient; asking for one raises RuntimeError.
+
+        Raises:
+            InvalidInput, TypeError, Unsupported: as `write_mla_cache`.
+        """
+        arguments = dict(
+            q=q, kv=kv, cache=cache, slot_mapping=slot_mapping, positions=positions, cos_sin=cos_sin,
+            kv_weight=kv_weight, eps=eps, interleaved=interleaved, page_indices=page_indices, kv_lens=kv_lens,
+            cu_q_lens=cu_q_lens, num_seqs=num_seqs, kv_scale=kv_scale, power_of_two_scales=power_of_two_scales,
+            cache_format=cache_format, cache_layout=cache_layout,
+        )  # fmt: skip
+        return self.write(LatentNormRopeWrite, arguments, backend, options)

@@ -46,6 +46,7 @@ RESULTS: Mapping[str, tuple[str, ...]] = {
     "sparse_mla_prefill": ("out", "max_logits", "lse"),
     "merge_attention_states": ("out", "lse"),
     "norm_rope_write": ("q",),
+    "latent_norm_rope_write": ("q",),
     "indexer_logits": ("logits",),
     "indexer_topk": ("indices",),
     "top_k_indices": ("indices",),

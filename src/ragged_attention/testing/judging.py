@@ -42,6 +42,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
         "sparse_mla_prefill",
         "ragged_mla_attention",
         "write_mla_cache",
+        "latent_norm_rope_write",
         "quantize_mla_cache",
         "dequantize_mla_cache",
         "page_indices_to_slots",

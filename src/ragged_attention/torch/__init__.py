@@ -27,6 +27,7 @@ merge_attention_states = FRONT_END.merge_attention_states
 ragged_paged_attention = FRONT_END.ragged_paged_attention
 write_kv_pages = FRONT_END.write_kv_pages
 norm_rope_write = FRONT_END.norm_rope_write
+latent_norm_rope_write = FRONT_END.latent_norm_rope_write
 ragged_mla_attention = FRONT_END.ragged_mla_attention
 varlen_attention = FRONT_END.varlen_attention
 varlen_attention_backward = FRONT_END.varlen_attention_backward

@@ -13,16 +13,20 @@ def angles(call: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def prepared(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+    x: torch.Tensor, weight: torch.Tensor | None, call: Any, tables: tuple[torch.Tensor, torch.Tensor], start: int = 0
 ) -> torch.Tensor:
-    """Rows [T, heads, D], normalised if they have weights, rotated and rounded once."""
+    """Rows [T, heads, D], normalised if they have weights, rotated from column `start` on, and rounded once.
+
+    `tables` are the `angles` of the call. There is a weight for each normalised column, from the first one on.
+    """
     values = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if weight is not None:
-        values *= torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-        values *= weight.to(torch.float32)
-    columns = values[..., : 2 * cos.shape[-1]]
-    first, second = (columns[..., 0::2], columns[..., 1::2]) if interleaved else columns.chunk(2, -1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        normed = values[..., : len(weight)]
+        normed *= torch.rsqrt(normed.square().mean(-1, keepdim=True) + call.eps)
+        normed *= weight.to(torch.float32)
+    columns = values[..., start : start + 2 * call.half]
+    first, second = (columns[..., 0::2], columns[..., 1::2]) if call.interleaved else columns.chunk(2, -1)
+    cos, sin = (table.unsqueeze(1) for table in tables)
     new = first * cos - second * sin, second * cos + first * sin
     first.copy_(new[0])
     second.copy_(new[1])

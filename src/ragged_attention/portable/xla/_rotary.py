@@ -16,24 +16,26 @@ def angles(call: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def prepared(
-    x: jax.Array, weight: jax.Array | None, eps: float, cos: jax.Array, sin: jax.Array, interleaved: bool
+    x: jax.Array, weight: jax.Array | None, call: Any, tables: tuple[jax.Array, jax.Array], start: int = 0
 ) -> jax.Array:
-    """Rows [T, heads, D], normalised if they have weights, rotated and rounded once."""
+    """Rows [T, heads, D], normalised if they have weights, rotated from column `start` on, and rounded once.
+
+    `tables` are the `angles` of the call. There is a weight for each normalised column, from the first one on.
+    """
     values = x.astype(jnp.float32)
     if weight is not None:
-        mean = jnp.mean(values * values, axis=-1, keepdims=True)
-        values = values * lax.rsqrt(mean + jnp.float32(eps)) * weight.astype(jnp.float32)
-    half = cos.shape[-1]
-    columns, others = values[..., : 2 * half], values[..., 2 * half :]
-    pairs = (*columns.shape[:-1], half, 2) if interleaved else (*columns.shape[:-1], 2, half)
-    axis = -1 if interleaved else -2
-    first, second = (jnp.take(columns.reshape(pairs), index, axis=axis) for index in (0, 1))
-    cos, sin = cos[:, None], sin[:, None]
-    turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=axis).reshape(columns.shape)
-    # The reduction must be the same for q and k, and what is stored must be the rounded value.
-    return lax.reduce_precision(jnp.concatenate([turned, others], axis=-1), *_bits(x.dtype)).astype(x.dtype)
-
-
-def _bits(dtype: Any) -> tuple[int, int]:
-    facts = jnp.finfo(dtype)
-    return facts.nexp, facts.nmant
+        normed = values[..., : len(weight)]
+        factor = lax.rsqrt(jnp.mean(normed * normed, axis=-1, keepdims=True) + jnp.float32(call.eps))
+        normed = normed * factor * weight.astype(jnp.float32)
+        values = jnp.concatenate([normed, values[..., len(weight) :]], axis=-1)
+    stop = start + 2 * call.half
+    before, columns, after = values[..., :start], values[..., start:stop], values[..., stop:]
+    pairs = (call.half, 2) if call.interleaved else (2, call.half)
+    axis = -1 if call.interleaved else -2
+    columns = columns.reshape(*columns.shape[:-1], *pairs)
+    first, second = (lax.index_in_dim(columns, index, axis, keepdims=False) for index in (0, 1))
+    cos, sin = (table[:, None] for table in tables)
+    turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=axis)
+    turned = turned.reshape(*turned.shape[:-2], 2 * call.half)
+    # Without the barrier, XLA may store the value before the rounding.
+    return lax.optimization_barrier(jnp.concatenate([before, turned, after], axis=-1).astype(x.dtype))

@@ -14,7 +14,6 @@ FEATURES = write_kv_pages.FEATURES | {"q_weight", "k_weight", "eps", "interleave
 
 def run(call: NormRopeWrite, tile: Any, launch: Any) -> list[jax.Array]:
     """The new queries, and the new pages in the old pages' memory if those are donated."""
-    cos, sin = angles(call)
-    q = prepared(call.q, call.q_weight, call.eps, cos, sin, call.interleaved)
-    k = prepared(call.k, call.k_weight, call.eps, cos, sin, call.interleaved)
+    tables = angles(call)
+    q, k = prepared(call.q, call.q_weight, call, tables), prepared(call.k, call.k_weight, call, tables)
     return [q, *write_kv_pages.written(call, k, call.v)]
