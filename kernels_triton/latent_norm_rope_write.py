@@ -89,13 +89,14 @@ def latent_norm_rope_kernel(
     angles = Angles(cos_ptr, sin_ptr, position)
     norm = Norm(kv_weight_ptr, eps)
     if program < CONFIG.NUM_Q_HEADS:
-        columns = tl.arange(0, CONFIG.ROTARY_PAD)
+        # Triton wants one type for a name in both branches, so they share no names.
+        q_columns = tl.arange(0, CONFIG.ROTARY_PAD)
         width: tl.constexpr = CONFIG.Q_ROTARY.WIDTH
-        rows = q_ptr + token * CONFIG.Q_STRIDES.TOKEN + program.to(tl.int64) * CONFIG.Q_STRIDES.HEAD
-        factor = norm_factors(rows, is_token, norm, CONFIG.Q_ROTARY)
-        x = prepared(rows, columns, is_token, norm, factor, angles, CONFIG.Q_ROTARY)
-        target = new_q_ptr + (token * CONFIG.NUM_Q_HEADS + program) * width
-        tl.store(target[:, None] + columns[None, :], x, mask=is_token[:, None] & (columns < width)[None, :])
+        q_rows = q_ptr + token * CONFIG.Q_STRIDES.TOKEN + program.to(tl.int64) * CONFIG.Q_STRIDES.HEAD
+        q_factor = norm_factors(q_rows, is_token, norm, CONFIG.Q_ROTARY)
+        new_q = prepared(q_rows, q_columns, is_token, norm, q_factor, angles, CONFIG.Q_ROTARY)
+        q_target = new_q_ptr + (token * CONFIG.NUM_Q_HEADS + program) * width
+        tl.store(q_target[:, None] + q_columns[None, :], new_q, mask=is_token[:, None] & (q_columns < width)[None, :])
     else:
         part = program - CONFIG.NUM_Q_HEADS
         if CONFIG.HAS_SLOTS:
@@ -120,13 +121,13 @@ def latent_norm_rope_kernel(
         else:
             factor = norm_factors(rows, live, norm, KV_ROTARY)
             if part * FORMAT.GROUP < FORMAT.VALUES:
-                columns = part * FORMAT.GROUP + tl.arange(0, FORMAT.GROUP)
-                x = prepared(rows, columns, live, norm, factor, angles, KV_ROTARY)
-                store_group(x, target, scales, part, live, CONFIG.POWERS, FORMAT)
+                group_columns = part * FORMAT.GROUP + tl.arange(0, FORMAT.GROUP)
+                group = prepared(rows, group_columns, live, norm, factor, angles, KV_ROTARY)
+                store_group(group, target, scales, part, live, CONFIG.POWERS, FORMAT)
             elif FORMAT.ROTARY > 0:
-                columns = FORMAT.VALUES + tl.arange(0, FORMAT.ROTARY)
-                x = prepared(rows, columns, live, norm, factor, angles, KV_ROTARY)
-                store_rotary(x, target, scales, live, FORMAT)
+                last_columns = FORMAT.VALUES + tl.arange(0, FORMAT.ROTARY)
+                last = prepared(rows, last_columns, live, norm, factor, angles, KV_ROTARY)
+                store_rotary(last, target, scales, live, FORMAT)
 
 
 def run(call: LatentNormRopeWrite, tile: Tile, launch: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 
 from ragged_attention.config import use_backend
 from ragged_attention.errors import Unsupported
+from ragged_attention.integrations._vllm_rope import FusedRope
 from ragged_attention.torch import ragged_paged_attention, write_kv_pages
 
 _vllm: Any = importlib.import_module("vllm.v1.attention.backend")
@@ -118,7 +119,7 @@ class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
         return dataclasses.replace(metadata, page_indices=blk_table, slot_mapping=slot_mapping)
 
 
-class RaggedAttentionImpl(_vllm.AttentionImpl):
+class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
     """One layer's attention, and the write of its new keys and values."""
 
     def __init__(

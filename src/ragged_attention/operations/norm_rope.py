@@ -107,7 +107,8 @@ class NormRope(FrontEnd[Array, Memory]):
         """Normalise and rotate this step's latent rows, write them into the cache, and rotate the queries.
 
         The counterpart of `norm_rope_write` for multi-head latent attention (DeepSeek-V2, 2024), with its arithmetic:
-        float32, and one rounding to the dtype of kv. Then `write_mla_cache`'s bytes for these rows are stored. R is the number of rotary columns in the table, N its number of positions.
+        float32, and one rounding to the dtype of kv. The cache then holds what `write_mla_cache` stores for the rounded
+        rows, byte for byte. R is the number of rotary columns in the table, N its number of positions.
 
         Args:
             q: [T, H, R], the rotary columns of the queries, which are not normalised; of the dtype of kv. It may be a
