@@ -3,7 +3,6 @@
 import pytest
 
 pytest.importorskip("torch")
-modeling = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
 
 import torch
 
@@ -11,6 +10,7 @@ import ragged_attention as ra
 from ragged_attention.testing.compare import agrees
 from ragged_attention.torch import norm_rope_write
 
+modeling = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
 BACKENDS = ("reference", "eager", "numba")
 
 
