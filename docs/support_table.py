@@ -111,6 +111,10 @@ ROWS = {
     ],
     **of_floats("write_kv_pages", DECODE),
     ("write_kv_pages", "e4m3, e5m2, int8 cache"): [dataclasses.replace(DECODE, cache_dtype=name) for name in QUANTIZED],
+    **of_floats("norm_rope_write", DECODE),
+    ("norm_rope_write", "e4m3, e5m2, int8 cache"): [
+        dataclasses.replace(DECODE, cache_dtype=name) for name in QUANTIZED
+    ],
     ("merge_attention_states", "f32, f16, bf16"): [dataclasses.replace(DECODE, dtype=dtype) for dtype in FLOATS],
     **of_floats("paged_attention", DECODE),
     ("paged_attention", "e4m3, e5m2, int8 pages with scales"): [
@@ -176,6 +180,8 @@ ROWS = {
     ("make_decode_schedule", "dense, sparse"): [dataclasses.replace(LATENT, topk=topk) for topk in (0, 2048)],
     ("quantize_mla_cache", FORMATS): ANY_LATENTS,
     ("dequantize_mla_cache", FORMATS): ANY_LATENTS,
+    ("latent_norm_rope_write", "f32, f16, bf16"): PLAIN,
+    ("latent_norm_rope_write", f"{FORMATS} cache"): ANY_LATENTS,
     ("write_mla_cache", "f32, f16, bf16"): PLAIN,
     ("write_mla_cache", f"{FORMATS} cache"): ANY_LATENTS,
     ("page_indices_to_slots", "any"): [LATENT],

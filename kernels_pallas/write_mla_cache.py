@@ -84,7 +84,7 @@ def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
     rows = jnp.where(slot >= 0, slot * call.num_kv_heads + heads, -1).reshape(-1)
     rows = jnp.pad(rows, (0, -len(rows) % block), constant_values=-1)
     groups, sources = changed_groups(rows, packing)
-    bits = new_rows(call)
+    bits = new_rows(call, call.kv)
     new, kept = new_words(bits.reshape(-1, bits.shape[-1]), sources)
     cache = words.reshape(-1, packing, words.shape[-1])
     written = write_groups(cache, groups.reshape(-1, 1, block), new, kept, tile.vmem_limit_bytes)

@@ -116,13 +116,28 @@ def slots_from_tables(token, batch, table, search_steps, PAGE_SIZE: tl.constexpr
 
 
 @triton.jit
+def tokens_with(slot, token, num_tokens, num_pages, PAGE_SIZE: tl.constexpr):
+    """Tokens with their slots; those with a slot outside the pages are not written."""
+    live = (slot >= 0) & (slot // PAGE_SIZE < num_pages) & (token < num_tokens)
+    return Tokens(token, tl.where(live, slot, 0), live)
+
+
+@triton.jit
 def write_rows(new, pages, tokens, kv_head, ELEMENT: tl.constexpr):
     """Write one KV head's K or V, divided by its scale and encoded, to the tokens' slots."""
-    PAGE_SIZE: tl.constexpr = ELEMENT.PAGE_SIZE
     d = tl.arange(0, ELEMENT.D_PAD)
     mask = tokens.live[:, None] & (d < ELEMENT.D)[None, :]
     source = new.ptr + tokens.token.to(tl.int64) * new.token_stride + kv_head * new.head_stride
     numbers = tl.load(source[:, None] + d[None, :], mask=mask, other=0).to(tl.float32)
+    store_rows(numbers, new, pages, tokens, kv_head, ELEMENT)
+
+
+@triton.jit
+def store_rows(numbers, new, pages, tokens, kv_head, ELEMENT: tl.constexpr):
+    """Write float32 rows of one KV head, divided by the scale of `new` and encoded, to the tokens' slots."""
+    PAGE_SIZE: tl.constexpr = ELEMENT.PAGE_SIZE
+    d = tl.arange(0, ELEMENT.D_PAD)
+    mask = tokens.live[:, None] & (d < ELEMENT.D)[None, :]
     scale = load_scale(new.scale_ptr, kv_head, new.scale_factor, ELEMENT.SCALE_STRIDE)
     numbers = divided(numbers, scale)
     target = pages.ptr + tokens.slot // PAGE_SIZE * pages.page_stride + tokens.slot % PAGE_SIZE * pages.slot_stride
@@ -153,8 +168,7 @@ def write_kernel(
         batch = Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
         table = PageTable(page_indices_ptr, table_stride, num_pages)
         slot = slots_from_tables(token, batch, table, search_steps, PAGE_SIZE)
-    live = (slot >= 0) & (slot // PAGE_SIZE < num_pages) & (token < num_tokens)
-    tokens = Tokens(token, tl.where(live, slot, 0), live)
+    tokens = tokens_with(slot, token, num_tokens, num_pages, PAGE_SIZE)
     k_head, v_head = array_heads(kv_head, COMBINED)
     write_rows(
         NewRows(k_ptr, k_token_stride, k_new_head_stride, k_scale_ptr, k_scale_factor),

@@ -82,10 +82,9 @@ def group_scales(values, POWERS: tl.constexpr):
 
 
 @triton.jit
-def write_group(source, target, scale_target, live, POWERS: tl.constexpr, E8M0: tl.constexpr, GROUP: tl.constexpr):
+def write_group(values, target, scale_target, live, POWERS: tl.constexpr, E8M0: tl.constexpr):
     """Quantise one group of columns to e4m3, and store it with its scales, which are e8m0 or float32."""
-    columns = tl.arange(0, GROUP)
-    values = tl.load(source[:, None] + columns[None, :], mask=live[:, None], other=0).to(tl.float32)
+    values = values.to(tl.float32)
     scale = group_scales(values, POWERS)
     scaled = tl.div_rn(values, scale[:, None] + tl.zeros_like(values))
     code = encode_float8(scaled, 3, 7, 0x7E)
@@ -99,10 +98,9 @@ def write_group(source, target, scale_target, live, POWERS: tl.constexpr, E8M0: 
 
 
 @triton.jit
-def write_group_of_4_bits(source, target, scale_target, live, GROUP: tl.constexpr):
+def write_group_of_4_bits(values, target, scale_target, live):
     """Store a group of columns as e2m1 with e4m3 scales: a row's largest magnitude / 6, or NaN if the row has a NaN."""
-    columns = tl.arange(0, GROUP)
-    values = tl.load(source[:, None] + columns[None, :], mask=live[:, None], other=0).to(tl.float32)
+    values = values.to(tl.float32)
     largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # as an integer, NaN is the largest
     nan = largest > 0x7F800000
     scale = tl.where(nan, 0, largest).to(tl.float32, bitcast=True)
@@ -110,31 +108,57 @@ def write_group_of_4_bits(source, target, scale_target, live, GROUP: tl.constexp
     stored = encode_float8(tl.minimum(tl.maximum(scale, 0.001953125), 448.0), 3, 7, 0x7E)
     scaled = tl.div_rn(values, e4m3_values(stored)[:, None] + tl.zeros_like(values))
     code = tl.where(nan[:, None], 0, encode_float4(scaled))
-    low, high = tl.split(tl.reshape(code, [code.shape[0], GROUP // 2, 2]))
+    low, high = tl.split(tl.reshape(code, [code.shape[0], code.shape[1] // 2, 2]))
     store_bytes(target, low | (high << 4), live, 1)
     store_bytes(scale_target, tl.where(nan, 0x7F, stored)[:, None], live, 1)
 
 
 @triton.jit
-def write_rotary(source, target, live, ROTARY: tl.constexpr):
+def write_rotary(values, target, live):
     """Store the rotary columns as bfloat16."""
-    columns = tl.arange(0, ROTARY)
-    values = tl.load(source[:, None] + columns[None, :], mask=live[:, None], other=0)
     if values.dtype != tl.bfloat16:
         values = narrow(values.to(tl.float32), tl.bfloat16)
     store_bytes(target, values.to(tl.uint16, bitcast=True), live, 2)
 
 
 @triton.jit
-def write_plain(source, target, live, scale, SCALED: tl.constexpr, CODES: tl.constexpr, WIDTH: tl.constexpr,
-                PADDED: tl.constexpr):  # fmt: skip
-    """Store rows unchanged or, if SCALED, divided by a scale and encoded."""
-    columns = tl.arange(0, PADDED)
+def write_plain(values, target, live, scale, SCALED: tl.constexpr, CODES: tl.constexpr, WIDTH: tl.constexpr):
+    """Store rows unchanged or, if SCALED, divided by a scale and encoded; they are padded to a power of two columns."""
+    columns = tl.arange(0, values.shape[1])
     mask = live[:, None] & (columns < WIDTH)[None, :]
-    values = tl.load(source[:, None] + columns[None, :], mask=mask, other=0)
     if SCALED:
         values = encode(divided(values.to(tl.float32), scale), CODES, target.dtype.element_ty)
     tl.store(target[:, None] + columns[None, :], values, mask=mask)
+
+
+@triton.jit
+def load_columns(source, live, COUNT: tl.constexpr, PADDED: tl.constexpr):
+    """COUNT columns of the rows at `source` [T], padded with zeros; dead rows are 0."""
+    columns = tl.arange(0, PADDED)
+    return tl.load(source[:, None] + columns[None, :], mask=live[:, None] & (columns < COUNT)[None, :], other=0)
+
+
+@triton.jit
+def store_group(values, target, scales, part, live, POWERS: tl.constexpr, FORMAT: tl.constexpr):
+    """Quantise and store group `part` of rows at `target` [T], and its scales at `scales` [T]."""
+    column = part * FORMAT.GROUP
+    scale_bytes: tl.constexpr = 4 if FORMAT.SCALES == "float32" else 1
+    scale = scales + part * scale_bytes
+    if FORMAT.CODES == "e2m1":
+        write_group_of_4_bits(values, target + column // 2, scale, live)
+    else:
+        write_group(values, target + column, scale, live, POWERS, scale_bytes == 1)
+
+
+@triton.jit
+def store_rotary(values, target, scales, live, FORMAT: tl.constexpr):
+    """Store the rotary columns of rows at `target` [T], and clear the byte that pads the scales, if there is one."""
+    scale_bytes: tl.constexpr = 4 if FORMAT.SCALES == "float32" else 1
+    padded: tl.constexpr = FORMAT.VALUES // FORMAT.GROUP * scale_bytes < FORMAT.SCALES_STEP
+    write_rotary(values, target + FORMAT.ROTARY_AT, live)
+    if padded:
+        zeros = tl.zeros([live.shape[0], 1], tl.uint8)
+        store_bytes(scales + FORMAT.VALUES // FORMAT.GROUP, zeros, live, 1)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -171,21 +195,15 @@ def write_rows_kernel(
         source += part.to(tl.int64) * kv_head_stride
         scale = load_scale(kv_scale_ptr, part, kv_scale_factor, KV_SCALE_STRIDE)
         target += part.to(tl.int64) * head_stride
-        write_plain(source, target, live, scale, SCALED, FORMAT.CODES, WIDTH, WIDTH_PAD)
+        write_plain(load_columns(source, live, WIDTH, WIDTH_PAD), target, live, scale, SCALED, FORMAT.CODES, WIDTH)
     else:
         column = part * FORMAT.GROUP
-        scale_bytes: tl.constexpr = 4 if FORMAT.SCALES == "float32" else 1
-        padded: tl.constexpr = FORMAT.VALUES // FORMAT.GROUP * scale_bytes < FORMAT.SCALES_STEP
         if column < FORMAT.VALUES:
-            scale = scales + part * scale_bytes
-            if FORMAT.CODES == "e2m1":
-                write_group_of_4_bits(source + column, target + column // 2, scale, live, FORMAT.GROUP)
-            else:
-                write_group(source + column, target + column, scale, live, POWERS, scale_bytes == 1, FORMAT.GROUP)
+            values = load_columns(source + column, live, FORMAT.GROUP, FORMAT.GROUP)
+            store_group(values, target, scales, part, live, POWERS, FORMAT)
         elif FORMAT.ROTARY > 0:
-            write_rotary(source + FORMAT.VALUES, target + FORMAT.ROTARY_AT, live, FORMAT.ROTARY)
-            if padded:
-                store_bytes(scales + FORMAT.VALUES // FORMAT.GROUP, tl.zeros([BLOCK_T, 1], tl.uint8), live, 1)
+            store_rotary(load_columns(source + FORMAT.VALUES, live, FORMAT.ROTARY, FORMAT.ROTARY), target, scales,
+                         live, FORMAT)  # fmt: skip
 
 
 def programs_per_row(form: CacheFormat, num_kv_heads: int) -> int:

@@ -57,7 +57,7 @@ def arrays_of(arguments: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 EACH_CALL = pytest.mark.parametrize(("operation", "index"), EACH)
-WRITES = [(name, index) for name, index in EACH if CALLS[name].NUM_RESULTS == 0]
+WRITES = [(name, index) for name, index in EACH if CALLS[name].WRITES]
 EACH_WRITE = pytest.mark.parametrize(("operation", "index"), WRITES)
 
 
@@ -139,7 +139,9 @@ def with_dtype(kind: str, dtype: Any) -> Callable[[Any], Any]:
 @pytest.mark.parametrize("x64", [False, True])
 @EACH_CALL
 def test_wide_indices_are_seen_before_jax_narrows_them(operation: str, index: int, x64: bool) -> None:
-    """Slots may be of int64, whatever their values; nothing else may, here as in torch, called plainly or traced."""
+    """Slots may be of int64, whatever their values, and a rotation's positions where jax holds them; nothing else may,
+    here as in torch, called plainly or traced.
+    """
     arguments = given(operation, index, np.asarray)
     call = getattr(rj, operation)
     with jax.enable_x64(x64):
@@ -148,13 +150,17 @@ def test_wide_indices_are_seen_before_jax_narrows_them(operation: str, index: in
                 continue
             wide = functools.partial(call, **arguments | {name: value.astype(np.int64)})
             if name == "slot_mapping":
-                want = np.asarray(call(**arguments, backend="reference"))
+                want = call(**arguments, backend="reference")
                 far = np.where(value < 0, [[2**32], [-(2**63)], [2**32 + 1]], value)
                 for slots in far:
                     found = wide(**{name: slots}, backend="reference")
-                    assert np.array_equal(np.asarray(found), want)
+                    assert jax.tree.all(jax.tree.map(np.array_equal, found, want))
                 with ra.use_backend(validate="full"), pytest.raises(ra.InvalidInput, match="to be -1 or between 0 and"):
                     wide(**{name: far[0]}, backend="reference")
+                continue
+            if x64 and name == "positions" and CALLS[operation].WRITES:
+                want = call(**arguments, backend="reference")
+                assert jax.tree.all(jax.tree.map(np.array_equal, wide(backend="reference"), want))
                 continue
             for run in (wide, jax.jit(lambda wide=wide: wide())):
                 with pytest.raises(ra.InvalidInput, match=rf"expected {name}\b.* int32.* got int64"):
@@ -320,7 +326,13 @@ def test_results_lie_as_the_fake_kernels_say(operation: str, index: int, backend
 # ---- writes
 
 
-SOURCES = {"write_kv_pages": ("k", "v"), "write_mla_cache": ("kv",), "write_indexer_cache": ("k",)}
+SOURCES = {
+    "write_kv_pages": ("k", "v"),
+    "norm_rope_write": ("q", "k", "v", "cos_sin"),
+    "write_mla_cache": ("kv",),
+    "latent_norm_rope_write": ("q", "kv"),
+    "write_indexer_cache": ("k",),
+}
 
 
 @pytest.mark.parametrize("grad", [True, False])

@@ -65,6 +65,8 @@ RANGES = {
 INDEX_PAGES = TABLES | {"keys": floats(6, 4, 16), "num_seqs": ints(1), "ratio": 2}
 BYTES = quantize_mla_cache(floats(2, 3, 1, 576), "fp8_v32", power_of_two_scales=False)
 
+ROTARY = {"positions": ints(3, 0, 2, 8, 1), "cos_sin": floats(9, 8)}
+
 CALLS_WITH: dict[str, list[dict[str, Any]]] = {
     "ragged_paged_attention": [
         TABLES | SHARED | SCALES | {
@@ -83,6 +85,16 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
         },
         SCALES | {
             "k": floats(5, 2, 16), "v": floats(5, 2, 16), "kv_pages": floats(6, 4, 4, 16),
+            "slot_mapping": ints(3, -1, 7, 0, 21),
+        },
+    ],
+    "norm_rope_write": [
+        TABLES | SCALES | ROTARY | {
+            "q": floats(5, 4, 16), "k": floats(5, 2, 16), "v": floats(5, 2, 16), "kv_pages": floats(6, 4, 4, 16),
+            "num_seqs": ints(1), "q_weight": floats(16), "k_weight": floats(16), "eps": 0.5, "interleaved": True,
+        },
+        SCALES | ROTARY | {
+            "q": floats(5, 4, 16), "k": floats(5, 2, 16), "v": floats(5, 2, 16), "kv_pages": floats(6, 4, 4, 16),
             "slot_mapping": ints(3, -1, 7, 0, 21),
         },
     ],
@@ -133,6 +145,17 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
             "cache_format": "fp8_v32", "cache_layout": "token",
         },
         TABLES | {"kv": floats(5, 1, 16), "cache": floats(6, 4, 1, 16), "num_seqs": ints(1), "kv_scale": 0.5},
+    ],
+    "latent_norm_rope_write": [
+        {
+            "q": floats(3, 2, 64), "kv": floats(3, 1, 576), "cache": BYTES, "slot_mapping": ints(4, -1, 1),
+            "positions": ints(3, 0, 2), "cos_sin": floats(9, 64), "kv_weight": floats(512), "eps": 0.5,
+            "interleaved": True, "power_of_two_scales": False, "cache_format": "fp8_v32", "cache_layout": "token",
+        },
+        TABLES | ROTARY | {
+            "q": floats(5, 2, 8), "kv": floats(5, 1, 16), "cache": floats(6, 4, 1, 16), "num_seqs": ints(1),
+            "kv_scale": 0.5,
+        },
     ],
     "indexer_logits": [INDEX | RANGES, INDEX | INDEX_PAGES],
     "indexer_topk": [

@@ -956,3 +956,58 @@ def test_positions_become_slots(vllm, monkeypatch):
     assert slots().tolist() == wanted
     monkeypatch.setattr(sparse, "_INT32_MAX", 63)
     assert slots().tolist() == wanted
+
+
+# The fused steps before attention
+
+
+def rotated_by_hand(x: torch.Tensor, angles: torch.Tensor, is_neox: bool) -> torch.Tensor:
+    """Rows whose first columns are rotated as complex numbers, in float64."""
+    half = angles.shape[-1]
+    columns = x[..., : 2 * half].double()
+    pairs = columns.unflatten(-1, (2, half)).mT if is_neox else columns.unflatten(-1, (half, 2))
+    turned = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    turned = torch.view_as_real(turned)
+    turned = turned.mT.flatten(-2) if is_neox else turned.flatten(-2)
+    return torch.cat([turned, x[..., 2 * half :].double()], -1)
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_the_fused_rope_rotates_queries_in_place_and_writes_rotated_keys(is_neox, vllm, backend):
+    step, impl = Step(MIXED), implementation()
+    assert impl.fused_rope_kvcache_supported() is True
+    positions = torch.randint(0, 64, (len(step.q),))
+    table = torch.rand(64, 12, dtype=torch.float64) * 6
+    cos_sin = torch.cat([table.cos(), table.sin()], -1).float()
+    wanted_q, wanted_k = (rotated_by_hand(x, table[positions], is_neox) for x in (step.q, step.k))
+    query, slots = step.q.clone().flatten(1), step.slots[: step.tokens]
+    impl.do_rope_and_kv_cache_update(
+        step.layer, query, step.k.flatten(1), step.v.flatten(1), positions, cos_sin, is_neox, step.handed(), slots
+    )
+    assert agrees(query[: step.tokens].view_as(step.q[: step.tokens]), wanted_q[: step.tokens], "float32")
+    assert torch.equal(query[step.tokens :], step.q[step.tokens :].flatten(1))  # padding without slots
+    written = step.cache[slots // step.page, :, slots % step.page]
+    assert agrees(written[..., : step.size], wanted_k[: step.tokens], "float32")
+    assert torch.equal(written[..., step.size :], step.v[: step.tokens])
+
+
+def test_the_fused_norm_and_rope_fill_the_queries(vllm, backend):
+    step, impl = Step(PREFILL, cache_dtype="fp8", scales=(0.5, 0.25)), implementation(kv_cache_dtype="fp8")
+    assert impl.fused_qk_norm_rope_kvcache_supported() is True
+    positions, table = torch.arange(len(step.q)), torch.rand(64, 16, dtype=torch.float64) * 6
+    cos_sin = torch.cat([table.cos(), table.sin()], -1).float()
+    weights = [torch.rand(step.size) + 0.5 for _ in range(2)]
+    normed = [
+        torch.nn.functional.rms_norm(x, (step.size,), w, 1e-5) for x, w in zip((step.q, step.k), weights, strict=True)
+    ]
+    wanted_q, wanted_k = (rotated_by_hand(x, table[positions], True) for x in normed)
+    qkv = torch.cat([step.q.flatten(1), step.k.flatten(1), step.v.flatten(1)], -1)
+    q_out, k_out = torch.full_like(step.q.flatten(1), KEPT), torch.full_like(step.k.flatten(1), KEPT)
+    impl.do_qk_norm_rope_kvcache_update(
+        step.layer, qkv, q_out, k_out, positions, *weights, 1e-5, cos_sin, True, step.handed(), step.slots
+    )
+    assert agrees(q_out.view_as(step.q), wanted_q, "float32")
+    assert not k_out.any()
+    slots = step.slots[: step.tokens]
+    written = step.cache[slots // step.page, :, slots % step.page].float()
+    assert torch.allclose(written[..., : step.size] * 0.5, wanted_k[: step.tokens].float(), rtol=0.07, atol=0.002)

@@ -52,6 +52,15 @@ VALID: dict[str, dict[str, Any]] = {
         "kv_pages": ones(6, 4, 4, 16),
         "slot_mapping": ints(0, 1, 2, -1),
     },
+    "norm_rope_write": {
+        "q": ones(4, 4, 16),
+        "k": ones(4, 2, 16),
+        "v": ones(4, 2, 16),
+        "kv_pages": ones(6, 4, 4, 16),
+        "slot_mapping": ints(0, 1, 2, -1),
+        "positions": ints(0, 1, 2, 9),
+        "cos_sin": ones(4, 8),
+    },
     "merge_attention_states": {"outs": ones(2, 3, 4, 16), "lses": ones(2, 3, 4)},
     "paged_attention": {
         "q": ones(2, 4, 16),
@@ -119,6 +128,14 @@ VALID: dict[str, dict[str, Any]] = {
     "quantize_mla_cache": {"kv": ones(2, 3, 1, 576), "format": "fp8_v32"},
     "dequantize_mla_cache": {"cache": raw(2, 3, 1, 656)},
     "write_mla_cache": {"kv": ones(3, 1, 32), "cache": ones(2, 3, 1, 32), "slot_mapping": ints(0, -1, 5)},
+    "latent_norm_rope_write": {
+        "q": ones(3, 4, 8),
+        "kv": ones(3, 1, 32),
+        "cache": ones(2, 3, 1, 32),
+        "slot_mapping": ints(0, -1, 5),
+        "positions": ints(0, 9, 2),
+        "cos_sin": ones(4, 8),
+    },
     "page_indices_to_slots": {"positions": ints([0, 5], [1, -1]), "page_indices": ints([0, 1], [2, 3]), "page_size": 4},
     "indexer_logits": {
         "q": ones(4, 3, 16), "keys": ones(6, 16), "weights": ones(4, 3), "starts": ints(0, 0, 2, 3),
@@ -162,6 +179,14 @@ def attention(error: type[Exception], text: str, **changes: Any) -> Case:
 
 def write(error: type[Exception], text: str, **changes: Any) -> Case:
     return Case("write_kv_pages", changes, error, text)
+
+
+def rotated(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("norm_rope_write", changes, error, text)
+
+
+def rotated_latents(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("latent_norm_rope_write", changes, error, text)
 
 
 def merge(error: type[Exception], text: str, **changes: Any) -> Case:
@@ -600,6 +625,36 @@ STATIC = [
     write(InvalidInput, "expected kv_lens.dtype to be int32, got float32", **TABLES | {"kv_lens": ones(2)}),
     write(InvalidInput, "expected cu_q_lens.shape to be [S+1] = [3], got [2]", **TABLES | {"cu_q_lens": ints(0, 4)}),
     write(InvalidInput, "expected num_seqs between 0 and max_num_seqs=2, got 5", **TABLES, num_seqs=5),
+    rotated(InvalidInput, f"expected q.dtype to be {FLOATS}, got int32", q=ones(4, 4, 16, dtype=np.int32)),
+    rotated(InvalidInput, "expected k.dtype to be float32, got float16", k=ones(4, 2, 16, dtype=np.float16)),
+    rotated(InvalidInput, "expected k.shape to be [T, K, D] = [4, 2, 16], got [4, 3, 16]", k=ones(4, 3, 16)),
+    rotated(InvalidInput, "expected v.shape to be [T, K, D_v] = [4, 2, 16], got [5, 2, 16]", v=ones(5, 2, 16)),
+    rotated(InvalidInput, "expected kv_pages.shape[3] = head_dim=16, got 24", kv_pages=ones(6, 4, 4, 24)),
+    rotated(InvalidInput, "expected kv_pages.dtype to be that of q, float32, or float8_e4m3fn or float8_e5m2 or int8, "
+            "got float16", kv_pages=ones(6, 4, 4, 16, dtype=np.float16)),
+    rotated(InvalidInput, "expected slot_mapping, or page_indices with kv_lens and cu_q_lens, got neither",
+            slot_mapping=None),
+    rotated(InvalidInput, "expected positions.dtype to be int32 or int64, got float32", positions=ones(4)),
+    rotated(InvalidInput, "expected positions.shape to be [T] = [4], got [3]", positions=ints(0, 1, 2)),
+    rotated(InvalidInput, "expected cos_sin.shape[1] to be the rotary columns R, an even number, got 7",
+            cos_sin=ones(4, 7)),
+    rotated(InvalidInput, "expected cos_sin with at most head_dim=16 rotary columns, got 18", cos_sin=ones(4, 18)),
+    rotated(InvalidInput, "expected cos_sin to have positions >= 1, got 0", cos_sin=ones(0, 8)),
+    rotated(InvalidInput, "expected cos_sin[0] to have rotary columns >= 1, got 0", cos_sin=(ones(4, 0), ones(4, 0))),
+    rotated(InvalidInput, "expected cos_sin[1].shape to be [N, R/2] = [4, 4], got [4, 3]",
+            cos_sin=(ones(4, 4), ones(4, 3))),
+    rotated(TypeError, "expected cos_sin to be an array or a pair (cos, sin), got 1 values", cos_sin=(ones(4, 4),)),
+    rotated(InvalidInput, "expected q_weight.shape to be [D] = [16], got [8]", q_weight=ones(8)),
+    rotated(InvalidInput, "expected eps > 0, got 0", eps=0),
+    rotated(TypeError, "expected interleaved to be a bool, got int", interleaved=1),
+    rotated_latents(InvalidInput, "expected q.shape to be [T, H, R] = [3, H, 8], got [3, 4, 16]", q=ones(3, 4, 16)),
+    rotated_latents(InvalidInput, "expected q.dtype to be float32, got float16", q=ones(3, 4, 8, dtype=np.float16)),
+    rotated_latents(InvalidInput, "expected cos_sin with at most d_qk=32 rotary columns, got 34", cos_sin=ones(4, 34)),
+    rotated_latents(InvalidInput, "expected kv_weight.shape[0] between 1 and d_qk=32, got 40", kv_weight=ones(40)),
+    rotated_latents(InvalidInput, "expected kv_weight.shape[0] between 1 and d_qk=32, got 0", kv_weight=ones(0)),
+    rotated_latents(InvalidInput, "expected positions.shape to be [T] = [3], got [2]", positions=ints(0, 1)),
+    rotated_latents(InvalidInput, "expected slot_mapping, or page_indices with kv_lens and cu_q_lens, got neither",
+                    slot_mapping=None),
     write(InvalidInput, "expected v_scale to be a float array of shape [] or [num_kv_heads=2], got float32[4]",
           v_scale=ones(4)),
     # Merges.
@@ -941,6 +996,11 @@ VALUES = [
     values("expected q_len <= kv_lens[0] = 1, got q_len 2 of sequence 0", kv_lens=ints(1, 8)),
     values("expected page_indices[1, 1] between 0 and 5, got 6", page_indices=ints([0, 1], [2, 6])),
     values("expected page_indices[0, 0] between 0 and 5, got -1", page_indices=ints([-1, 1], [2, 3])),
+    rotated(InvalidInput, "expected positions[1] between 0 and 3, got 4", positions=ints(0, 4, 2, 9)),
+    rotated(InvalidInput, "expected positions[3] between 0 and 3, got -1", **TABLES, positions=ints(0, 1, 2, -1)),
+    rotated_latents(InvalidInput, "expected positions[2] between 0 and 3, got 4", positions=ints(0, 9, 4)),
+    rotated(InvalidInput, "expected slot_mapping[2] to be -1 or between 0 and 23, got 24",
+            slot_mapping=ints(0, 1, 24, -1)),
     write(InvalidInput, "expected slot_mapping[2] to be -1 or between 0 and 23, got 24",
           slot_mapping=ints(0, 1, 24, 2)),
     write(InvalidInput, "expected slot_mapping[0] to be -1 or between 0 and 23, got -2",

@@ -141,6 +141,7 @@ class LatentCase(Case, LatentSample):
         """The calls of a serving step. A prefill over plain rows has a gradient, also a deterministic one."""
         yield self.attention_call(device)
         yield self.call("write_mla_cache", device)
+        yield self.call("latent_norm_rope_write", device)
         if self.cache_format != "plain":
             yield self.call("quantize_mla_cache", device)
         if not self.prefill:

@@ -120,7 +120,7 @@ class PagedCase(Case, Sample):
         yield self.call("write_kv_pages", device)
         slots = {"slot_mapping": FakeArray((self.num_tokens,), "int64")}
         yield self.call("write_kv_pages", device, **dict.fromkeys(TABLES), **slots)
-        for operation in ("merge_attention_states", "paged_attention", "prefill_attention"):
+        for operation in ("norm_rope_write", "merge_attention_states", "paged_attention", "prefill_attention"):
             yield self.call(operation, device)
 
     def arguments(self, operation: str) -> dict[str, Any]:

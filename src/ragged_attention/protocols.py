@@ -115,10 +115,12 @@ class Launcher(Protocol):
         """
         ...
 
-    def on_host(self, function: Callable[..., Any], call: Call, outputs: str | Sequence[Shaped], **extra: Any) -> Any:
+    def on_host(
+        self, function: Callable[..., Any], call: Call, outputs: str | Sequence[Shaped | str], **extra: Any
+    ) -> Any:
         """Run a NumPy function on the call's arguments: floats as float64, 8-bit floats as bits.
 
-        `outputs` are the shapes and dtypes of its results, or the name of the argument that is overwritten with them.
+        `outputs` are the shapes and dtypes of its results, and the names of arguments that are overwritten with them.
         """
         ...
 

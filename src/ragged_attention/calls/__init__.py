@@ -36,6 +36,7 @@ from ragged_attention.calls.indexer import IndexerTopk as IndexerTopk
 from ragged_attention.calls.indexer import QuantizeIndexerKeys as QuantizeIndexerKeys
 from ragged_attention.calls.indexer import TopKIndices as TopKIndices
 from ragged_attention.calls.indexer import WriteIndexerCache as WriteIndexerCache
+from ragged_attention.calls.latent_norm_rope import LatentNormRopeWrite as LatentNormRopeWrite
 from ragged_attention.calls.mla import MlaDecode as MlaDecode
 from ragged_attention.calls.mla import RaggedMlaAttention as RaggedMlaAttention
 from ragged_attention.calls.mla import SparseMlaPrefill as SparseMlaPrefill
@@ -46,6 +47,7 @@ from ragged_attention.calls.mla_cache import QuantizeMlaCache as QuantizeMlaCach
 from ragged_attention.calls.mla_cache import WriteMlaCache as WriteMlaCache
 from ragged_attention.calls.mla_schedule import DecodeSchedule as DecodeSchedule
 from ragged_attention.calls.mla_schedule import MakeDecodeSchedule as MakeDecodeSchedule
+from ragged_attention.calls.norm_rope import NormRopeWrite as NormRopeWrite
 from ragged_attention.calls.paged import MergeAttentionStates as MergeAttentionStates
 from ragged_attention.calls.paged import RaggedPagedAttention as RaggedPagedAttention
 from ragged_attention.calls.paged import WriteKvPages as WriteKvPages
@@ -56,11 +58,11 @@ from ragged_attention.calls.varlen import VarlenCall as VarlenCall
 CALLS: dict[str, type[Call]] = {
     record.OPERATION: record
     for record in (
-        RaggedPagedAttention, WriteKvPages, MergeAttentionStates,
+        RaggedPagedAttention, WriteKvPages, NormRopeWrite, MergeAttentionStates,
         PagedAttention, PrefillAttention,
         VarlenAttention, VarlenAttentionBackward,
         SparseMlaPrefill, SparseMlaPrefillBackward, MlaDecode, RaggedMlaAttention, MakeDecodeSchedule,
-        QuantizeMlaCache, DequantizeMlaCache, WriteMlaCache, PageIndicesToSlots,
+        QuantizeMlaCache, DequantizeMlaCache, WriteMlaCache, LatentNormRopeWrite, PageIndicesToSlots,
         IndexerLogits, IndexerTopk, TopKIndices, QuantizeIndexerKeys, WriteIndexerCache,
     )
 }  # fmt: skip

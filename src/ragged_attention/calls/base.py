@@ -83,7 +83,8 @@ class Call(abc.ABC):
     RANGES: ClassVar[Mapping[str, tuple[int, int]]]  # the first and end index of each field's flat arguments
     ABSENT: ClassVar[Mapping[str, tuple[Any, ...]]]  # the flat arguments of None, for each field that may be None
     REGROUPED: ClassVar[Mapping[str, Kind]]  # the kinds of fields that are not equal to one flat argument
-    NUM_RESULTS: ClassVar[int | None] = 1  # None if it depends on the arguments; 0 if an argument is written
+    NUM_RESULTS: ClassVar[int | None] = 1  # without a written cache; None if it depends on the arguments
+    WRITES: ClassVar[bool] = False  # whether it writes its cache, which is returned after the other results
     TAKES_OUT: ClassVar[bool] = False  # whether torch callers may pass memory for the first result
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ()  # arguments for which `<operation>_backward` returns gradients
 

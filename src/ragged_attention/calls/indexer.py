@@ -269,6 +269,7 @@ class WriteIndexerCache(PagesCall):
     """The arguments of `write_indexer_cache`, whose docstring explains them."""
 
     NUM_RESULTS: ClassVar[int | None] = 0
+    WRITES: ClassVar[bool] = True
     CACHE: ClassVar[str] = "cache"
 
     k: Any = field(ArrayKind("T D", FLOATS))

@@ -205,23 +205,15 @@ class LatentPagesCall(PagesCall):
         return stored_format(self.format, self.cache_layout, self.cache_dtype)
 
 
-@record
-class WriteMlaCache(LatentPagesCall, TableWrite):
-    """The arguments of `write_mla_cache`, whose docstring explains them."""
+class LatentWrite(LatentPagesCall, TableWrite):
+    """The base of writes of latent rows `kv` to `cache`."""
 
     CACHE: ClassVar[str] = "cache"
 
-    kv: Any = field(ArrayKind())
-    cache: Any = field(CacheKind(unit_stride=True, written=True))
-    slot_mapping: Any = field(ArrayKind("T", ("int32", "int64"), checked_last=True), default=None)
-    page_indices: Any = field(ArrayKind("S M", INT32), default=None)
-    kv_lens: Any = field(ArrayKind("S", INT32), default=None)
-    cu_q_lens: Any = field(ArrayKind("S+1", INT32), default=None)
-    num_seqs: Any = field(Count(), default=None)
-    kv_scale: Any = field(Scale(divides=True), default=None)
-    power_of_two_scales: bool = field(Flag(), default=True)
-    cache_format: str | None = field(Text(), default=None)
-    cache_layout: str | None = field(Text(), default=None)
+    kv: Any
+    cache: Any
+    kv_scale: Any
+    power_of_two_scales: bool
 
     def _check(self, sizes: Sizes) -> None:
         self._expect_slots_or_tables()
@@ -253,6 +245,23 @@ class WriteMlaCache(LatentPagesCall, TableWrite):
         """Refuse gaps between rows in the layout "page", where offsets are counted from the start of the page."""
         if self.kv_format.planar:
             expect_packed_rows("cache", self.cache, strides, f" for {self.format!r}")
+
+
+@record
+class WriteMlaCache(LatentWrite):
+    """The arguments of `write_mla_cache`, whose docstring explains them."""
+
+    kv: Any = field(ArrayKind())
+    cache: Any = field(CacheKind(unit_stride=True, written=True))
+    slot_mapping: Any = field(ArrayKind("T", ("int32", "int64"), checked_last=True), default=None)
+    page_indices: Any = field(ArrayKind("S M", INT32), default=None)
+    kv_lens: Any = field(ArrayKind("S", INT32), default=None)
+    cu_q_lens: Any = field(ArrayKind("S+1", INT32), default=None)
+    num_seqs: Any = field(Count(), default=None)
+    kv_scale: Any = field(Scale(divides=True), default=None)
+    power_of_two_scales: bool = field(Flag(), default=True)
+    cache_format: str | None = field(Text(), default=None)
+    cache_layout: str | None = field(Text(), default=None)
 
 
 @record

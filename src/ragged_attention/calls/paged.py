@@ -195,6 +195,7 @@ class TableWrite(PagesCall):
     """The base of writes of this step's rows, to slots or to the positions that an attention's tables give them."""
 
     NUM_RESULTS: ClassVar[int | None] = 0
+    WRITES: ClassVar[bool] = True
 
     slot_mapping: Any
     kv_lens: Any

@@ -20,6 +20,7 @@ from ragged_attention.calls.sharding import dtype_of_parts
 from ragged_attention.config import use_backend
 from ragged_attention.errors import Unsupported
 from ragged_attention.integrations._vllm_ranks import Ranks, ranks_of
+from ragged_attention.integrations._vllm_rope import FusedRope
 from ragged_attention.torch import merge_attention_states, ragged_paged_attention, varlen_attention, write_kv_pages
 
 _vllm: Any = importlib.import_module("vllm.v1.attention.backend")
@@ -185,7 +186,7 @@ def _has_context(common: Any) -> bool:
     return longest is None or bool((longest[: len(starts) - 1] > starts[1:] - starts[:-1]).any())
 
 
-class RaggedAttentionImpl(_vllm.AttentionImpl):
+class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
     """One layer's attention, and the write of its new keys and values."""
 
     can_return_lse_for_decode = True
@@ -377,6 +378,9 @@ class RaggedAttentionImpl(_vllm.AttentionImpl):
         merge_attention_states(
             [earlier, new.to(earlier.dtype)], [earlier_lse, new_lse], sinks=self._sinks(), out_dtype=out.dtype, out=out
         )
+
+    def _reads_keys_from_cache(self) -> bool:
+        return self.attn_type == "decoder" and self.dcp_world_size == 1
 
     def _sinks(self) -> torch.Tensor | None:
         return None if self.sinks is None else self.sinks.detach().float()

@@ -296,11 +296,16 @@ class Launcher(PackedArrays):
         values, order = jax.lax.sort((numbers, indices), num_keys=1, is_stable=True)
         return values, order
 
-    def on_host(self, function: Callable[..., Any], call: Call, outputs: str | Sequence[Shaped], **extra: Any) -> Any:
-        if isinstance(outputs, str):
-            given = getattr(call, outputs)
-            outputs = [(item.shape, item.dtype) for item in (given if isinstance(given, tuple | list) else (given,))]
-        shapes = [jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in outputs]
+    def on_host(
+        self, function: Callable[..., Any], call: Call, outputs: str | Sequence[Shaped | str], **extra: Any
+    ) -> Any:
+        shapes: list[jax.ShapeDtypeStruct] = []
+        for output in (outputs,) if isinstance(outputs, str) else outputs:
+            given = (
+                getattr(call, output) if isinstance(output, str) else jax.ShapeDtypeStruct(tuple(output[0]), output[1])
+            )
+            for item in given if isinstance(given, tuple | list) else (given,):
+                shapes.append(jax.ShapeDtypeStruct(item.shape, item.dtype))
         arrays, statics = split(call.flatten(call.arguments()))
         leaves, structure = jax.tree.flatten(arrays)
         record = type(call)  # the callback must not hold the call, whose traced arrays end with the trace

@@ -127,7 +127,7 @@ class JaxFrontEnd(Operations[jax.Array, Never]):
         traced = any(isinstance(value, jax.core.Tracer) for value in arrays.values())
         with _default_promotion():
             results = _run(record, arrays, statics, request, gradient, traced, dispatch.state())
-        return results[0] if record.NUM_RESULTS == 1 else results
+        return results[0] if record.NUM_RESULTS == 1 and not record.WRITES else results
 
     def run_with_write(
         self, record: type[WritingCall], arguments: Mapping[str, Any], backend: Any, options: Any,
@@ -140,8 +140,10 @@ class JaxFrontEnd(Operations[jax.Array, Never]):
         return results
 
     def write(self, record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any) -> Any:
-        caches = self.run(record, arguments, backend, options)
-        return tuple(caches) if len(caches) > 1 else caches[0]
+        results = self.run(record, arguments, backend, options)
+        others, caches = results[: record.NUM_RESULTS], results[record.NUM_RESULTS :]
+        cache = tuple(caches) if len(caches) > 1 else caches[0]
+        return (*others, cache) if others else cache
 
 
 def _expect_absent(record: type[Call], **arguments: Any) -> None:

@@ -137,7 +137,7 @@ def _of_results(
 ) -> tuple[list[bool], Any]:
     """For each result, whether it is a sum over devices; and the partition specs of the results."""
     leaves, structure = jax.tree.flatten(whole)
-    pages = jax.tree.leaves(specs[record.CACHE]) if record.NUM_RESULTS == 0 or "new_kv" in arrays else []
+    pages = jax.tree.leaves(specs[record.CACHE]) if record.WRITES or "new_kv" in arrays else []
     attended = leaves[: len(leaves) - len(pages)]
     summed, divided = [], []
     for leaf, source in zip(attended, heads_of_results(record, [len(leaf.shape) for leaf in attended]), strict=False):

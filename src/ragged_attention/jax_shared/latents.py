@@ -25,16 +25,16 @@ class Stored(NamedTuple):
     rotary: jax.Array  # [..., 2 * rotary]
 
 
-def new_rows(call: Any) -> jax.Array:
-    """The rows of a `write_mla_cache` call as its cache stores them, in unsigned integers.
+def new_rows(call: Any, kv: jax.Array) -> jax.Array:
+    """Rows [T, K, D] of a write as its latent cache stores them, in unsigned integers.
 
     The rows of a plain cache are [T, K, columns]; those of a quantised one are its bytes [T, bytes], in their order.
     """
     layout = call.kv_format
     if not layout.quantized:
         scale = None if call.kv_scale is None else per_head(call.kv_scale, call.num_kv_heads)
-        return stored_bits(call.kv, scale, call.cache.dtype)
-    stored = quantized(call.kv[:, 0], layout, bool(call.power_of_two_scales))
+        return stored_bits(kv, scale, call.cache.dtype)
+    stored = quantized(kv[:, 0], layout, bool(call.power_of_two_scales))
     parts = stored.values, stored.scales, stored.rotary
     if layout.planar:
         parts = stored.values, stored.rotary, stored.scales

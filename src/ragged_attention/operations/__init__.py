@@ -8,6 +8,7 @@ from ragged_attention.operations.base import Array, Memory
 from ragged_attention.operations.heads_first import HeadsFirst
 from ragged_attention.operations.indexer import Indexer
 from ragged_attention.operations.mla import Latent
+from ragged_attention.operations.norm_rope import NormRope
 from ragged_attention.operations.paged import Paged
 from ragged_attention.operations.ragged_mla import RaggedLatent
 from ragged_attention.operations.varlen import Varlen
@@ -15,6 +16,7 @@ from ragged_attention.operations.varlen import Varlen
 
 class Operations(
     Paged[Array, Memory],
+    NormRope[Array, Memory],
     HeadsFirst[Array, Memory],
     Varlen[Array, Memory],
     Latent[Array, Memory],

@@ -52,7 +52,7 @@ class FrontEnd(abc.ABC, Generic[Array, Memory]):
 
     @abc.abstractmethod
     def write(self, record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any) -> Any:
-        """Run a write. Returns the written cache, an array or a pair like the given one."""
+        """Run a write. Returns the written cache, an array or a pair like the given one, after any other results."""
 
     def call_of(self, operation: str, arguments: Mapping[str, Any]) -> Call:
         """The checked record of a call, from all arguments of the public function by name."""

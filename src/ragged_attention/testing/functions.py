@@ -45,6 +45,8 @@ RESULTS: Mapping[str, tuple[str, ...]] = {
     "mla_decode": ("out", "lse"),
     "sparse_mla_prefill": ("out", "max_logits", "lse"),
     "merge_attention_states": ("out", "lse"),
+    "norm_rope_write": ("q",),
+    "latent_norm_rope_write": ("q",),
     "indexer_logits": ("logits",),
     "indexer_topk": ("indices",),
     "top_k_indices": ("indices",),
@@ -128,7 +130,8 @@ class Command:
     def _results(self, found: Mapping[str, NDArray[Any]]) -> Any:
         names = RESULTS.get(self.operation, ("out",))
         if (written := written_by(self.operation)) is not None:
-            names = (written, f"{written}.0", f"{written}.1")
+            others = RESULTS[self.operation] if CALLS[self.operation].NUM_RESULTS else ()
+            names = (*others, written, f"{written}.0", f"{written}.1")
         results = tuple(_decoded(found, name) for name in names if name in found)
         if not results:
             raise AssertionError(f"expected {names[0]} in the output, got {', '.join(found) or 'nothing'}")
@@ -296,8 +299,10 @@ class FunctionRunner(Runner):
                     result = through(call, given)
                 elif (written := written_by(operation)) is not None:
                     result = function(**given)
-                    pages = given[written] if result is None else result
-                    result = [*map(self.front.take_back, pages if isinstance(pages, tuple | list) else [pages])]
+                    *others, pages = result if CALLS[operation].NUM_RESULTS else (result,)
+                    pages = given[written] if pages is None else pages
+                    arrays = [*others, *(pages if isinstance(pages, tuple | list) else [pages])]
+                    result = [*map(self.front.take_back, arrays)]
                 else:
                     result = call(**given)
         except (Unsupported, NotImplementedError) as refusal:

@@ -75,14 +75,19 @@ def differentiate(
     return results, list(transposed(tuple(towards)))
 
 
-def write(function: Callable[..., Any], arguments: dict[str, Any], name: str) -> list[NDArray[Any]]:
-    """Call an operation that gives its argument `name` anew, and check that the one given is as it was."""
+def write(
+    function: Callable[..., Any], arguments: dict[str, Any], name: str, num_results: int = 0
+) -> list[NDArray[Any]]:
+    """Call an operation that gives its argument `name` anew, and check that the one given is as it was.
+
+    Returns the other results, of which there are `num_results`, and the arrays of that argument.
+    """
     given = arguments[name]
     given = list(given) if isinstance(given, tuple) else [given]
     before = [take_back(pages) for pages in given]
-    result = function(**arguments)
+    *others, result = function(**arguments) if num_results else (function(**arguments),)
     for pages, old in zip(given, before, strict=True):
         now = take_back(pages)
         if not np.array_equal(now, old, equal_nan=old.dtype.kind == "f"):
             raise AssertionError(f"{name}: expected the arrays given to stay as they were, got other values")
-    return [take_back(pages) for pages in (result if isinstance(result, tuple) else (result,))]
+    return [take_back(array) for array in (*others, *(result if isinstance(result, tuple) else (result,)))]

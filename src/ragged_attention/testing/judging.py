@@ -35,13 +35,14 @@ from ragged_attention.testing.suite import checks
 from ragged_attention.testing.verdicts import Verdict, verdict_of
 
 FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "paged": ("ragged_paged_attention", "write_kv_pages", "merge_attention_states"),
+    "paged": ("ragged_paged_attention", "write_kv_pages", "norm_rope_write", "merge_attention_states"),
     "heads_first": ("paged_attention", "prefill_attention"),
     "mla": (
         "mla_decode",
         "sparse_mla_prefill",
         "ragged_mla_attention",
         "write_mla_cache",
+        "latent_norm_rope_write",
         "quantize_mla_cache",
         "dequantize_mla_cache",
         "page_indices_to_slots",

@@ -114,15 +114,16 @@ class Runner:
     def run(self, operation: str, batch: Arrays, *, options: Mapping[str, Any] | None = None, **keywords: Any) -> Any:
         """What an operation returns for a batch, in NumPy: an array, or a tuple of them as the operation has it.
 
-        Of an operation that writes one of its arguments that argument, as it then is. `keywords` are further arguments
-        as the operation takes them: flags, or what an earlier call returned.
+        Of an operation that writes one of its arguments that argument, as it then is, after its results. `keywords` are
+        further arguments as the operation takes them: flags, or what an earlier call returned.
         """
         result = self._call(operation, batch, options, **keywords)
         if (written := written_by(operation)) is None:
             return self._take_back(result)
-        given = getattr(batch, written)
-        stored = [array.view(pages.dtype) for array, pages in zip(result, pages_of(given), strict=True)]
-        return like_pages(given, stored)
+        given, count = getattr(batch, written), CALLS[operation].NUM_RESULTS or 0
+        stored = [array.view(pages.dtype) for array, pages in zip(result[count:], pages_of(given), strict=True)]
+        cache = like_pages(given, stored)
+        return (*result[:count], cache) if count else cache
 
     def update(
         self, batch: Batch, new: WriteBatch, *, options: Mapping[str, Any] | None = None
@@ -185,7 +186,7 @@ class Runner:
                 if through is not None:
                     result = through(call, arguments)
                 elif written := written_by(operation):
-                    result = self.front.write(call, arguments, written)
+                    result = self.front.write(call, arguments, written, CALLS[operation].NUM_RESULTS or 0)
                 else:
                     result = call(**arguments)
         except BackendMissing as missing:

@@ -5,6 +5,7 @@
 
 import argparse
 import ctypes
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,8 @@ from ragged_attention.testing.guarding import guarded, run_apart
 from ragged_attention.testing.heads_first import suite as heads_first_suite
 from ragged_attention.testing.indexer import garbage as indexer_safety
 from ragged_attention.testing.mla import garbage as mla_safety
-from ragged_attention.testing.paged.specs import Batch, Spec, WriteBatch, garbage
+from ragged_attention.testing.paged import norm_rope
+from ragged_attention.testing.paged.specs import INT32, Batch, Spec, WriteBatch, garbage
 from ragged_attention.testing.paged.strategies import merge_batch, write_batch
 from ragged_attention.testing.runner import Declined, Runner
 from ragged_attention.testing.varlen import garbage as varlen_safety
@@ -90,6 +92,20 @@ def _write(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     runner.run("write_kv_pages", garbage_write(seed))
 
 
+def _norm_rope(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
+    """Garbage in the tables or slots, and positions anywhere."""
+    del options
+    write, rng = garbage_write(seed), np.random.default_rng(seed)
+    num_tokens, _, width = write.k.shape
+    batch = norm_rope.NormRopeBatch(
+        q=write.k, positions=rng.integers(INT32.min, INT32.max, num_tokens, np.int32, endpoint=True),
+        cos_sin=rng.random((5, width)).astype(np.float32), **{
+            field.name: getattr(write, field.name) for field in dataclasses.fields(write) if field.init
+        },
+    )  # fmt: skip
+    runner.run("norm_rope_write", batch)
+
+
 def _merge(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     del options
     dtype = DTYPES[seed % len(DTYPES)]
@@ -101,6 +117,7 @@ def _merge(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
 EXAMPLES: tuple[tuple[str, Callable[[Runner, int, Mapping[str, Any]], None]], ...] = (
     ("ragged_paged_attention", _attention),
     ("write_kv_pages", _write),
+    ("norm_rope_write", _norm_rope),
     ("merge_attention_states", _merge),
 )
 SLOWER = (

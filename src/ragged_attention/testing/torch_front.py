@@ -118,20 +118,25 @@ def differentiate(
     return results, list(torch.autograd.grad(asked, given, [d_out, d_lse][: len(asked)]))
 
 
-def write(function: Callable[..., Any], arguments: dict[str, Any], name: str) -> list[NDArray[Any]]:
-    """Call an operation that writes its argument `name` in place, and check that it wrote nothing beside it."""
+def write(
+    function: Callable[..., Any], arguments: dict[str, Any], name: str, num_results: int = 0
+) -> list[NDArray[Any]]:
+    """Call an operation that writes its argument `name` in place, and check that it wrote nothing beside it.
+
+    Returns the other results, of which there are `num_results`, and the arrays of that argument.
+    """
     given = arguments[name]
     tensors = list(given) if isinstance(given, tuple) else [given]
     around = [_storage_of(tensor) for tensor in tensors]
     before = [storage.clone() for storage in around]
-    result = function(**arguments)
+    *others, result = function(**arguments) if num_results else (function(**arguments),)
     results = list(result) if isinstance(result, tuple) else [result]
     if [t.data_ptr() for t in results] != [t.data_ptr() for t in tensors]:
         raise AssertionError(f"{name}: expected the tensors given, got new ones")
     for tensor, storage, old in zip(tensors, around, before, strict=True):
         old.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(_bits(tensor))
         identical(storage.cpu().numpy(), old.cpu().numpy(), "the memory between the pages' rows")
-    return [take_back(tensor) for tensor in results]
+    return [take_back(tensor) for tensor in (*others, *results)]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

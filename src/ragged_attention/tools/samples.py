@@ -72,7 +72,7 @@ class AnySample:
     def _array(self, kind: ArrayKind, axes: dict[str, int]) -> FakeArray:
         """An array of the sample's dtype if the record allows floats, else of the last dtype that it allows."""
         like = FakeArray((), self.dtype)
-        dtypes = kind.dtypes(types.SimpleNamespace(q=like, k=like)) if callable(kind.dtypes) else kind.dtypes
+        dtypes = kind.dtypes(types.SimpleNamespace(q=like, k=like, kv=like)) if callable(kind.dtypes) else kind.dtypes
         shape = tuple(axes[letter] for letter in str(kind.shape).split())
         return FakeArray(shape, self.dtype if "float16" in dtypes else dtypes[-1])
 
@@ -142,6 +142,10 @@ class Sample(AnySample):
         return {
             "k": FakeArray((self.num_tokens, self.num_kv_heads, self.head_dim), self.dtype),
             "kv_pages": (pages, pages) if self.split_pages else pages,
+            "positions": FakeArray((self.num_tokens,), "int32"),
+            "cos_sin": FakeArray((self.max_len, self.head_dim), "float32"),
+            "q_weight": operation == "norm_rope_write",
+            "k_weight": operation == "norm_rope_write",
             "k_pages": heads_first,
             "v_pages": heads_first,
             "length": FakeArray((1,), "int32"),
@@ -177,6 +181,7 @@ class LatentSample(AnySample):
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    rotary: int = 64  # rotary columns of a table
 
     @property
     def width(self) -> int:
@@ -209,14 +214,15 @@ class LatentSample(AnySample):
         """The argument `kv`: the rows that a prefill reads, or rows of the queries' dtype."""
         if operation == "sparse_mla_prefill":
             return self._rows()
-        written = operation == "write_mla_cache"
+        written = operation in ("write_mla_cache", "latent_norm_rope_write")
         rows = (self.num_tokens, self.num_kv_heads) if written else self._rows().shape[:-1]
         return FakeArray((*rows, self.width), self.dtype)
 
     def _axes(self) -> dict[str, int]:
         return super()._axes() | {
             "K": self.num_kv_heads, "D": self.width, "d_v": self.d_v, "M": self.pages_per_seq(self.page_size),
-            "Q": self.num_q_tokens, "N": self.topk, "N'": self.extra_topk,
+            "Q": self.num_q_tokens, "N": self.topk, "N'": self.extra_topk, "R": self.rotary,
+            "W": self.width - self.rotary,
         }  # fmt: skip
 
     def _arguments(self, operation: str) -> dict[str, Any]:
@@ -227,6 +233,9 @@ class LatentSample(AnySample):
             "num_parts": 132, "slot_mapping": True, "indices": self.topk > 0, "extra_indices": self.extra_topk > 0,
             "extra_lens": self.extra_topk > 0,
         }  # fmt: skip
+        if operation == "latent_norm_rope_write":
+            table = FakeArray((self.max_len, self.rotary), "float32")
+            arguments |= {"positions": FakeArray((self.num_tokens,), "int32"), "cos_sin": table, "kv_weight": True}
         if operation == "page_indices_to_slots" or (operation == "mla_decode" and not self.topk):
             arguments["page_indices"] = FakeArray((seqs, self.pages_per_seq(self.page_size)), "int32")
             arguments["kv_lens"] = FakeArray((seqs,), "int32")
@@ -327,7 +336,13 @@ class IndexerSample(AnySample):
 
 KINDS = (Sample, LatentSample, VarlenSample, IndexerSample)
 # By the modules of records; all others are of latents.
-MODULES = {"paged": Sample, "heads_first": Sample, "varlen": VarlenSample, "indexer": IndexerSample}
+MODULES = {
+    "paged": Sample,
+    "norm_rope": Sample,
+    "heads_first": Sample,
+    "varlen": VarlenSample,
+    "indexer": IndexerSample,
+}
 
 
 def sample_of(operation: str, **options: Any) -> Sample | LatentSample | VarlenSample | IndexerSample:

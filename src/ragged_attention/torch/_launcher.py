@@ -158,15 +158,20 @@ class Launcher:
         unaligned = page % 4 or row % 4 or tensor.data_ptr() % 4
         return tensor.clone(memory_format=torch.contiguous_format) if gaps or unaligned or byte != 1 else tensor
 
-    def on_host(self, function: Callable[..., Any], call: Call, outputs: str | Sequence[Shaped], **extra: Any) -> Any:
+    def on_host(
+        self, function: Callable[..., Any], call: Call, outputs: str | Sequence[Shaped | str], **extra: Any
+    ) -> Any:
         results = function(**call.map(to_numpy).arguments(), **extra)
         results = results if isinstance(results, tuple) else (results,)
-        if isinstance(outputs, str):
-            given = getattr(call, outputs)
-            new = list(given) if isinstance(given, (tuple, list)) else [given]
-        else:
-            device = next(value for value in call.arguments().values() if isinstance(value, torch.Tensor)).device
-            new = [torch.empty(tuple(shape), dtype=DTYPES.get(dtype, dtype), device=device) for shape, dtype in outputs]
+        device = next(value for value in call.arguments().values() if isinstance(value, torch.Tensor)).device
+        new: list[torch.Tensor] = []
+        for output in (outputs,) if isinstance(outputs, str) else outputs:
+            if isinstance(output, str):
+                given = getattr(call, output)
+                new += given if isinstance(given, (tuple, list)) else [given]
+            else:
+                shape, dtype = output
+                new.append(torch.empty(tuple(shape), dtype=DTYPES.get(dtype, dtype), device=device))
         for tensor, values in zip(new, results, strict=True):
             to_bits(tensor).copy_(torch.from_numpy(np.asarray(values)))
         return new

@@ -111,8 +111,8 @@ class TorchFrontEnd(Operations[torch.Tensor, torch.Tensor]):
         return *results[:count], arguments[record.CACHE]
 
     def write(self, record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any) -> Any:
-        self.run(record, arguments, backend, options)
-        return arguments[record.CACHE]
+        result = self.run(record, arguments, backend, options)
+        return (result, arguments[record.CACHE]) if record.NUM_RESULTS else arguments[record.CACHE]
 
 
 FRONT_END = TorchFrontEnd()
@@ -205,7 +205,7 @@ def _implementation(record: type[Call]) -> Callable[..., Any]:
         if first is None:  # the schema accepts None for tensors, but the record raises
             _plan.checked(record, arguments)
         assert first is not None
-        if record.NUM_RESULTS == 0:
+        if record.WRITES:
             written = _written(record, arguments)
             targets = [_span(tensor) for tensor in written if tensor is not None]
             for name in arguments.keys() - {record.CACHE}:
@@ -330,7 +330,8 @@ def _refuse_gradient_of_write(record: type[Call], flat: Sequence[Any]) -> None:
     for tensor in _written(record, arguments):
         _refuse_gradient_of_memory(record.OPERATION, record.CACHE, tensor)
     for name, value in arguments.items():
-        if name != record.CACHE and isinstance(value, torch.Tensor) and value.requires_grad:
+        tensors = value if isinstance(value, tuple) else (value,)
+        if name != record.CACHE and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors):
             reason = f"detach {name}, or write it under torch.no_grad()"
             raise RuntimeError(f"{record.no_gradient()}; {reason}")
 
@@ -358,7 +359,7 @@ def _define(record: type[Call]) -> None:
     if record.TAKES_OUT:
         _define_operator(record, f"{name}.out", ", *, Tensor(o!) out", _tensors(_num_others(record)))
         _library.impl(f"{name}.out", _refusing(record, "out", _refuse_gradient_into), "Autograd")
-    if count == 0:
+    if record.WRITES:
         _library.impl(name, _refusing(record, "default", _refuse_gradient_of_write), "Autograd")
     else:
         backward, save = _gradient(record) if record.DIFFERENTIABLE else (_not_differentiable(record), None)

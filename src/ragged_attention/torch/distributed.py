@@ -131,7 +131,7 @@ def _local(
     if value.placements == wanted:
         return value.to_local()
     written = ("out",) if record.TAKES_OUT else ()
-    if record.NUM_RESULTS == 0:
+    if record.WRITES:
         written = [flat.split()[-1] for flat in record.KINDS[record.CACHE].schema(record.CACHE)]
     replicated = all(got in (want, Replicate()) for got, want in zip(value.placements, wanted, strict=True))
     if name not in GRADIENTS and (name in written or not replicated):

@@ -31,22 +31,27 @@ def plan(address):
 
 
 @compiled
+def store_row(call, source, pages, target, count, scale, row):
+    """Write a row of K or V, divided by its scale, to element `target` of the pages; `row` is memory for floats."""
+    widen(call.format, source, row, count)
+    narrow(call.cache_format, row, pages + size_of(call.cache_format) * target, count, scale)
+
+
+@compiled
 def write(call, token, slot, row):
     """Write one token's K and V of all heads into its slot."""
     page, slot = slot // call.page_size, slot % call.page_size
-    size, stored = size_of(call.format), size_of(call.cache_format)
+    size = size_of(call.format)
     v_pages = call.new_v_pages if call.new_v_pages else call.new_k_pages
     for head in range(call.num_kv_heads):
         scale = scale_of(call.k_scale, call.k_scale_format, call.k_scale_stride, call.k_scale_number, head)
         source = call.k + size * (token * call.k_token_stride + head * call.k_head_stride)
         target = page * call.k_pages_page_stride + slot * call.k_pages_slot_stride + head * call.k_pages_head_stride
-        widen(call.format, source, row, call.head_dim)
-        narrow(call.cache_format, row, call.new_k_pages + stored * target, call.head_dim, scale)
+        store_row(call, source, call.new_k_pages, target, call.head_dim, scale, row)
         scale = scale_of(call.v_scale, call.v_scale_format, call.v_scale_stride, call.v_scale_number, head)
         source = call.v + size * (token * call.v_token_stride + head * call.v_head_stride)
         target = page * call.v_pages_page_stride + slot * call.v_pages_slot_stride + head * call.v_pages_head_stride
-        widen(call.format, source, row, call.v_head_dim)
-        narrow(call.cache_format, row, v_pages + stored * (target + call.v_offset), call.v_head_dim, scale)
+        store_row(call, source, v_pages, target + call.v_offset, call.v_head_dim, scale, row)
 
 
 def work(address):

@@ -34,6 +34,19 @@ def plan(address):
 
 
 @compiled
+def store_row(call, cache, source, target, scales, kv_scale, row):
+    """Store a row of kv's dtype as the cache does, with its scales if it has some; `row` is memory for floats."""
+    if cache.group == 0 and kv_scale == 1 and cache.codes == call.kv_format:
+        copy(target, source, size_of(call.kv_format) * call.width)
+        return
+    widen(call.kv_format, source, row, call.width)
+    if cache.group == 0:
+        narrow(cache.codes, row, target, call.width, kv_scale)
+    else:
+        store_latent(cache, row, target, scales, call.power_of_two_scales)
+
+
+@compiled
 def write(call, token, slot, row):
     """Write one token's rows, one for each KV head, into its slot."""
     cache, size = cache_of(call), size_of(call.kv_format)
@@ -41,15 +54,8 @@ def write(call, token, slot, row):
     for head in range(call.num_kv_heads):
         kv_scale = scale_of(call.kv_scale, call.kv_scale_format, call.kv_scale_stride, call.kv_scale_number, head)
         source = call.kv + size * (token * call.kv_token_stride + head * call.kv_head_stride)
-        target = call.new_cache + values + head * cache.head_step
-        if cache.group == 0 and kv_scale == 1 and cache.codes == call.kv_format:
-            copy(target, source, size * call.width)
-            continue
-        widen(call.kv_format, source, row, call.width)
-        if cache.group == 0:
-            narrow(cache.codes, row, target, call.width, kv_scale)
-        else:
-            store_latent(cache, row, target, call.new_cache + scales, call.power_of_two_scales)
+        store_row(call, cache, source, call.new_cache + values + head * cache.head_step, call.new_cache + scales,
+                  kv_scale, row)  # fmt: skip
 
 
 def work(address):

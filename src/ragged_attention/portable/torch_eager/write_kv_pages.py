@@ -67,7 +67,8 @@ def stored(tokens: torch.Tensor, scale: Any, dtype: torch.dtype) -> torch.Tensor
     return encode(values, dtype)
 
 
-def run(call: WriteKvPages, tile: Any, launch: Any) -> list[torch.Tensor]:
+def write(call: Any, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    """Write K and V to the pages of a call, at its slots; returns the pages."""
     arrays = [call.kv_pages] if call.combined else list(call.kv_pages)
     dtype = arrays[0].dtype
     slots, tokens = last_writers(slots_of(call), call.num_pages * call.page_size)
@@ -76,9 +77,13 @@ def run(call: WriteKvPages, tile: Any, launch: Any) -> list[torch.Tensor]:
     page, offset = slots // call.page_size, slots % call.page_size
     bits = [pages.view(torch.uint8) if pages.element_size() == 1 else pages for pages in arrays]
     k_pages, v_pages = (bits[0][:, :, 0::2], bits[0][:, :, 1::2]) if call.combined else bits
-    for target, new, scale in ((k_pages, call.k, call.k_scale), (v_pages, call.v, call.v_scale)):
+    for target, new, scale in ((k_pages, k, call.k_scale), (v_pages, v, call.v_scale)):
         if call.copies:
             target[page, offset] = new.view(torch.uint8)[tokens]
         else:
             target[page, offset] = stored(new[tokens], scale, dtype).view(target.dtype)
     return arrays
+
+
+def run(call: WriteKvPages, tile: Any, launch: Any) -> list[torch.Tensor]:
+    return write(call, call.k, call.v)

@@ -15,7 +15,8 @@ FEATURES = frozenset({
 })  # fmt: skip
 
 
-def run(call: WriteMlaCache, tile: Any, launch: Any) -> torch.Tensor:
+def write(call: Any, kv: torch.Tensor) -> torch.Tensor:
+    """Write rows to the cache of a call, at its slots; returns the cache."""
     cache, layout = call.cache, call.kv_format
     if not layout.quantized:
         fields = (cache.view(torch.uint8) if cache.itemsize == 1 else cache,)
@@ -23,7 +24,7 @@ def run(call: WriteMlaCache, tile: Any, launch: Any) -> torch.Tensor:
         fields = fields_of(parts_of(cache, layout), layout)
     slots, tokens = last_writers(slots_of(call), call.num_slots)
     for some, rows in zip(slots.split(CHUNK), tokens.split(CHUNK), strict=True):
-        new = call.kv[rows]
+        new = kv[rows]
         if not layout.quantized:
             encoded = (stored(new, call.kv_scale, cache.dtype),)
         else:
@@ -31,3 +32,7 @@ def run(call: WriteMlaCache, tile: Any, launch: Any) -> torch.Tensor:
         for field, values in zip(fields, encoded, strict=True):
             field[some // call.page_size, some % call.page_size] = values.view(field.dtype)
     return cache
+
+
+def run(call: WriteMlaCache, tile: Any, launch: Any) -> torch.Tensor:
+    return write(call, call.kv)

@@ -16,15 +16,19 @@ FEATURES = frozenset({
 })  # fmt: skip
 
 
-def run(call: WriteMlaCache, tile: Any, launch: Any) -> jax.Array:
-    """The new cache, in the old cache's memory if that is donated."""
-    cache, kv = call.cache, call.kv
+def written(call: Any, kv: jax.Array) -> jax.Array:
+    """The new cache of a call, with rows at its slots, in the old cache's memory if that is donated."""
+    cache = call.cache
     if 0 in (len(kv), len(cache)):
         return cache
     page, offset = addresses_of(call)
     page = page_of_last(page, offset, len(cache), call.page_size)
-    layout, rows = call.kv_format, new_rows(call)
+    layout, rows = call.kv_format, new_rows(call, kv)
     if not layout.quantized:
         return put(cache, rows, page, offset)
     num_scale_units = planar_units(layout)[1] if layout.planar else 0
     return put_units(cache, rows.reshape(len(kv), -1, UNIT), page, offset, num_scale_units=num_scale_units)
+
+
+def run(call: WriteMlaCache, tile: Any, launch: Any) -> jax.Array:
+    return written(call, call.kv)

@@ -6,7 +6,7 @@ from typing import Any
 from ragged_attention.testing.compare import identical
 from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, on_drawn_paths, on_every_path
 from ragged_attention.testing.mla import corners as mla_corners
-from ragged_attention.testing.mla import ragged
+from ragged_attention.testing.mla import norm_rope, ragged
 from ragged_attention.testing.mla.laws import MLA_LAWS
 from ragged_attention.testing.mla.oracle import (
     check_decode,
@@ -106,6 +106,7 @@ def corners() -> Iterator[Check]:
         yield Check("corner", f"latent decode on every path, {name}", run)
     yield Check("corner", "latent decode, bits whatever the batch", on_corner(check_invariance, lambda: INVARIANT))
     yield from ragged.corners()
+    yield from norm_rope.corners()
 
 
 def agreement() -> Iterator[Check]:
@@ -131,6 +132,7 @@ def agreement() -> Iterator[Check]:
     ):
         yield Check("agreement", name, on_drawn(check, strategy, share))
     yield from ragged.agreement()
+    yield from norm_rope.agreement()
 
 
 def laws() -> Iterator[Check]:

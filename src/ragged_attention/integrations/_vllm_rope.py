@@ -1,0 +1,114 @@
+"""vLLM's fused steps before attention: the rotary embedding with the cache update, with norms of heads or without.
+
+vLLM's compiler passes find these steps in a model's graph and ask the layer's implementation whether it has them in
+one. Rotated keys go to the cache only, so a layer that also attends to the keys of the step itself has no fused steps.
+"""
+
+from typing import Any
+
+import torch
+
+from ragged_attention.torch import norm_rope_write
+
+
+class FusedRope:
+    """The fused steps of an implementation that has `_pages`, `_scales`, `num_heads`, `num_kv_heads`, `head_size`."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        return self._reads_keys_from_cache()
+
+    def fused_qk_norm_rope_kvcache_supported(self) -> bool:
+        return self._reads_keys_from_cache()
+
+    def do_rope_and_kv_cache_update(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        kv_cache: torch.Tensor,
+        layer_slot_mapping: torch.Tensor,
+    ) -> None:
+        """Rotate the step's queries in place, and write rotated keys and values to their slots.
+
+        Args:
+            layer: vLLM's layer, with the scales of an 8-bit cache.
+            query: [tokens, H, D], or [tokens, H * D]; rows after the last slot are padding and stay as they are.
+            key, value: [tokens, K, D] and [tokens, K, D_v], or flat. The rotated keys are in the cache only.
+            positions: [tokens].
+            cos_sin_cache: [positions, R], cosines before sines.
+            is_neox: whether pairs are the halves of the rotary columns; otherwise they are adjacent columns.
+            kv_cache: [blocks, K, block, D + D_v] in any order of memory.
+            layer_slot_mapping: [tokens]; -1 is skipped.
+        """
+        rows = query.view(query.shape[0], self.num_heads, self.head_size)
+        key, value = (each.reshape(each.shape[0], self.num_kv_heads, -1) for each in (key, value))
+        new = self._prepare(layer, rows, key, value, positions, cos_sin_cache, is_neox, kv_cache, layer_slot_mapping)
+        rows[: len(new)] = new
+
+    def do_qk_norm_rope_kvcache_update(
+        self,
+        layer: Any,
+        qkv: torch.Tensor,
+        q_out: torch.Tensor,
+        k_out: torch.Tensor,
+        positions: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        rms_norm_eps: float,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        kv_cache: torch.Tensor,
+        layer_slot_mapping: torch.Tensor,
+    ) -> None:
+        """Normalise and rotate queries into `q_out`, and write normalised, rotated keys and values to their slots.
+
+        Args:
+            qkv: [tokens, H * D + K * D + K * D_v].
+            q_out: [tokens, H * D] or [tokens, H, D], written.
+            k_out: zeroed: the keys are in the cache only, where our attention reads them.
+            q_weight, k_weight: [D], the weights of the norms.
+            rms_norm_eps: added to the mean of squares.
+        """
+        split = [self.num_heads * self.head_size, self.num_kv_heads * self.head_size]
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        parts = qkv.split([*split, qkv.shape[-1] - sum(split)], dim=-1)
+        q, k, v = (part.unflatten(-1, (count, -1)) for part, count in zip(parts, heads, strict=True))
+        new = self._prepare(
+            layer, q, k, v, positions, cos_sin_cache, is_neox, kv_cache, layer_slot_mapping,
+            q_weight=q_weight.detach(), k_weight=k_weight.detach(), eps=rms_norm_eps,
+        )  # fmt: skip
+        q_out.view(q_out.shape[0], self.num_heads, self.head_size)[: len(new)] = new
+        k_out.zero_()
+
+    def _prepare(
+        self, layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor,
+        cos_sin: torch.Tensor, is_neox: bool, kv_cache: torch.Tensor, slots: torch.Tensor, **norms: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """The new queries of the tokens that have a slot; their keys and values are written."""
+        k_scale, v_scale = self._scales(layer)
+        tokens = slots.shape[0]  # the rows may be padded when slots are not
+        q, _ = norm_rope_write(
+            q[:tokens], k[:tokens], v[:tokens], self._pages(kv_cache), slots, positions=positions[:tokens],
+            cos_sin=cos_sin, interleaved=not is_neox, k_scale=k_scale, v_scale=v_scale, **norms,
+        )  # fmt: skip
+        return q
+
+    def _reads_keys_from_cache(self) -> bool:
+        """Whether attention reads all keys from the cache."""
+        raise NotImplementedError
+
+    def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pages of keys and of values in vLLM's cache."""
+        raise NotImplementedError
+
+    def _scales(self, layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The scales of keys and of values in an 8-bit cache."""
+        raise NotImplementedError
