@@ -59,6 +59,7 @@ class Model:
     settings: dict[str, Any]
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     gap: float | None = None  # where tokens need not be equal: the mean difference of the prompts' log-probabilities
+    toward_zero: bool = False  # round keys and values to e4m3 so before ours writes them
     against: str = "vllm"  # or transformers, where vLLM has no attention of its own for the model
 
 
@@ -69,8 +70,8 @@ MODELS = {
     "llama, pages of 128": dataclasses.replace(_LLAMA, engine={"block_size": 128}),
     # Roundings of 2^-9 choose between likely tokens, and from the first that differs on everything does.
     "llama, bfloat16": dataclasses.replace(_LLAMA, engine={"dtype": "bfloat16"}, gap=0.01),
-    # The two need not round to e4m3 alike: a wrong scale or page would be seen, no more.
-    "llama, fp8 cache": dataclasses.replace(_LLAMA, engine={"kv_cache_dtype": "fp8_e4m3"}, gap=0.5),
+    # vLLM's CPU operator rounds to e4m3 toward zero and ours to nearest: ours is given what is rounded already.
+    "llama, fp8 cache": dataclasses.replace(_LLAMA, engine={"kv_cache_dtype": "fp8_e4m3"}, toward_zero=True),
     "gemma2": Model(
         "Gemma2Config",
         "Gemma2ForCausalLM",
@@ -173,12 +174,14 @@ def prompts() -> list[list[int]]:
     return lists
 
 
-def serve(folder: Path, backend: str, engine: dict[str, Any]) -> dict[str, Any]:
+def serve(folder: Path, backend: str, engine: dict[str, Any], toward_zero: bool = False) -> dict[str, Any]:
     """What one backend makes of the prompts, in this process."""
     if backend == "ragged":
         from ragged_attention.integrations import vllm as ours
 
         ours.register(cpu=True)
+        if toward_zero:
+            round_toward_zero()
     import torch
 
     vllm: Any = importlib.import_module("vllm")
@@ -223,6 +226,20 @@ def serve(folder: Path, backend: str, engine: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def round_toward_zero() -> None:
+    """Give our write of the cache keys and values that e4m3 holds exactly, rounded as vLLM's CPU operator rounds."""
+    import torch
+
+    attention: Any = importlib.import_module("ragged_attention.integrations._vllm_attention")
+    write = attention.write_kv_pages
+
+    def rounded(x: Any) -> Any:
+        step = torch.exp2((torch.frexp(x.float()).exponent - 4).clamp(min=-9).float())
+        return (torch.trunc(x.float() / step) * step).clamp(-448, 448).to(x.dtype)
+
+    attention.write_kv_pages = lambda k, v, *rest, **named: write(rounded(k), rounded(v), *rest, **named)
+
+
 def transform(folder: Path, engine: dict[str, Any]) -> dict[str, Any]:
     """What transformers' own model makes of the prompts, one at a time, all of it anew for each token."""
     import torch
@@ -241,9 +258,8 @@ def transform(folder: Path, engine: dict[str, Any]) -> dict[str, Any]:
         for prompt in prompts():
             made = list(prompt)
             for _ in range(NEW_TOKENS):
-                logits = model(torch.tensor([made]), use_cache=False).logits[0].float()
-                made.append(int(logits[-1].argmax()))
-            lines = logits[: len(prompt) - 1].log_softmax(-1)
+                made.append(int(model(torch.tensor([made]), use_cache=False).logits[0, -1].argmax()))
+            lines = model(torch.tensor([prompt]), use_cache=False).logits[0, :-1].float().log_softmax(-1)
             logprobs += [float(line[token]) for line, token in zip(lines, prompt[1:], strict=True)]
             tokens.append(made[len(prompt) :])
     return {
@@ -283,7 +299,8 @@ def quantised_indexer(
 
 def in_a_process(folder: Path, model: Model, backend: str, limit: int) -> dict[str, Any]:
     """`serve` in a process of its own, since a registration lasts as long as its process."""
-    command = [sys.executable, "-m", "benchmarks.vllm_check", "--serve", str(folder), backend, json.dumps(model.engine)]
+    asked = json.dumps([model.engine, model.toward_zero])
+    command = [sys.executable, "-m", "benchmarks.vllm_check", "--serve", str(folder), backend, asked]
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -366,8 +383,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.serve:
         folder, backend, engine = options.serve
-        settings = json.loads(engine)
-        answer = transform(Path(folder), settings) if backend == REFERENCE else serve(Path(folder), backend, settings)
+        settings, toward_zero = json.loads(engine)
+        answer = (
+            transform(Path(folder), settings)
+            if backend == REFERENCE
+            else serve(Path(folder), backend, settings, toward_zero)
+        )
         print(ANSWER + json.dumps(answer), flush=True)
         return 0
     return check(options.models.split(";"), options.limit, options.logs)
