@@ -60,6 +60,7 @@ class Model:
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     gap: float | None = None  # where tokens need not be equal: the mean difference of the prompts' log-probabilities
     task: str = "generate"  # or "embed", or "transcribe"
+    toward_zero: bool = False  # round keys and values to e4m3 so before ours writes them
     against: str = "vllm"  # or transformers, where vLLM has no attention of its own for the model
 
 
@@ -71,8 +72,8 @@ MODELS = {
     "llama, pages of 128": dataclasses.replace(_LLAMA, engine={"block_size": 128}),
     # Roundings of 2^-9 choose between likely tokens, and from the first that differs on everything does.
     "llama, bfloat16": dataclasses.replace(_LLAMA, engine={"dtype": "bfloat16"}, gap=0.01),
-    # The two need not round to e4m3 alike: a wrong scale or page would be seen, no more.
-    "llama, fp8 cache": dataclasses.replace(_LLAMA, engine={"kv_cache_dtype": "fp8_e4m3"}, gap=0.5),
+    # vLLM's CPU operator rounds to e4m3 toward zero and ours to nearest: ours is given what is rounded already.
+    "llama, fp8 cache": dataclasses.replace(_LLAMA, engine={"kv_cache_dtype": "fp8_e4m3"}, toward_zero=True),
     "gemma2": Model(
         "Gemma2Config",
         "Gemma2ForCausalLM",
@@ -256,6 +257,8 @@ def serve(folder: Path, backend: str, model: Model) -> dict[str, Any]:
         from ragged_attention.integrations import vllm as ours
 
         ours.register(cpu=True)
+        if model.toward_zero:
+            round_toward_zero()
     import torch
 
     vllm: Any = importlib.import_module("vllm")
@@ -340,6 +343,20 @@ def transcribed(vllm: Any, llm: Any) -> dict[str, Any]:
     }
 
 
+def round_toward_zero() -> None:
+    """Give our write of the cache keys and values that e4m3 holds exactly, rounded as vLLM's CPU operator rounds."""
+    import torch
+
+    attention: Any = importlib.import_module("ragged_attention.integrations._vllm_attention")
+    write = attention.write_kv_pages
+
+    def rounded(x: Any) -> Any:
+        step = torch.exp2((torch.frexp(x.float()).exponent - 4).clamp(min=-9).float())
+        return (torch.trunc(x.float() / step) * step).clamp(-448, 448).to(x.dtype)
+
+    attention.write_kv_pages = lambda k, v, *rest, **named: write(rounded(k), rounded(v), *rest, **named)
+
+
 def transform(folder: Path, engine: dict[str, Any]) -> dict[str, Any]:
     """What transformers' own model makes of the prompts, one at a time, all of it anew for each token."""
     import torch
@@ -358,9 +375,8 @@ def transform(folder: Path, engine: dict[str, Any]) -> dict[str, Any]:
         for prompt in prompts():
             made, logits = list(prompt), torch.empty(0)
             for _ in range(NEW_TOKENS):
-                logits = model(torch.tensor([made]), use_cache=False).logits[0].float()
-                made.append(int(logits[-1].argmax()))
-            lines = logits[: len(prompt) - 1].log_softmax(-1)
+                made.append(int(model(torch.tensor([made]), use_cache=False).logits[0, -1].argmax()))
+            lines = model(torch.tensor([prompt]), use_cache=False).logits[0, :-1].float().log_softmax(-1)
             logprobs += [float(line[token]) for line, token in zip(lines, prompt[1:], strict=True)]
             tokens.append(made[len(prompt) :])
     return {

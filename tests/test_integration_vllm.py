@@ -991,6 +991,12 @@ def test_the_fused_rope_rotates_queries_in_place_and_writes_rotated_keys(is_neox
     assert torch.equal(written[..., step.size :], step.v[: step.tokens])
 
 
+@pytest.mark.parametrize("kind", ["encoder", "encoder_only", "encoder_decoder"])
+def test_only_decoders_have_fused_steps(kind, vllm):
+    impl = implementation(attn_type=kind)
+    assert impl.fused_rope_kvcache_supported() is impl.fused_qk_norm_rope_kvcache_supported() is False
+
+
 def test_the_fused_norm_and_rope_fill_the_queries(vllm, backend):
     step, impl = Step(PREFILL, cache_dtype="fp8", scales=(0.5, 0.25)), implementation(kv_cache_dtype="fp8")
     assert impl.fused_qk_norm_rope_kvcache_supported() is True

@@ -53,9 +53,10 @@ CPU = {
     "per_token_group_quant_fp8", "_BUILD_PREFILL_CHUNK_METADATA_KERNEL", "current_workspace_manager", "forward_cpu",
     "get_supported_kernel_block_sizes",
 }  # fmt: skip
+CPU_OPERATORS = {"fp8_paged_mqa_logits_cpu", "topk_transform_512_cpu"}
 # Without vLLM's compiled library no device has its operators, so they are bound on every one here.
 BOUND = {
-    "cpu": LOGITS | OPERATORS | CPU,
+    "cpu": LOGITS | OPERATORS | CPU_OPERATORS | CPU,
     "sm80": LOGITS | OPERATORS | FLASH_MLA | {"fused_indexer_q_rope_quant", "has_deep_gemm"},
     "sm89": LOGITS | OPERATORS | FLASH_MLA | {"has_deep_gemm"},
     "sm90": OPERATORS,
@@ -70,7 +71,9 @@ def test_ours_are_where_vllm_has_none(device, monkeypatch):
         bindings = importlib.import_module("ragged_attention.integrations._vllm_bindings")
         assert {name.rpartition(".")[2] for name in bindings.bind()} == BOUND[device]
         bindings.unbind()
-        assert {name.rpartition(".")[2] for name in bindings.bind(everywhere=True)} == BOUND[device] | LOGITS
+        assert {name.rpartition(".")[2] for name in bindings.bind(everywhere=True)} == BOUND[
+            device
+        ] | LOGITS | CPU_OPERATORS
 
 
 def held() -> dict[tuple[str, str], Any]:
@@ -213,7 +216,7 @@ def replaced(bindings: Any) -> Iterator[tuple[str, Any, Any]]:
 
 def test_signatures_of_what_is_bound(bindings):
     pairs = [*replaced(bindings)]
-    assert len(pairs) == 16
+    assert len(pairs) == 18
     for name, mine, theirs in pairs:
         expect_compatible(mine, theirs, name)
 
@@ -352,6 +355,31 @@ def test_decodes(each, next_n, bindings, backend):
         want = logits_of(q.flatten(0, 1)[t : t + 1], weights[t : t + 1], keys[sequence][:end])[0]
         torch.testing.assert_close(logits[t, :end].double(), want, rtol=1e-5, atol=1e-4)
         expect_largest(indices[t], want, top_k)
+
+
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+def test_cpu_operators(integers, bindings, backend):
+    """By rows of bytes, as DeepSeek-V4's layers hold them: logits, the 512 largest, and their slots."""
+    torch.manual_seed(3)
+    lens = [600, 5, 33]
+    cache, table, keys = pages_of(bindings, lens)
+    q, weights, seq_lens = e4m3(torch.randn(3, 2, D)), torch.randn(3, 2), torch.tensor(lens, dtype=integers)
+    rows = cache.as_strided((len(cache), PAGE * (D + 4)), (cache.stride(0), 1))
+    logits = bindings.fp8_paged_mqa_logits_cpu(q, rows, weights, seq_lens, table.to(integers), PAGE, 601)
+    assert logits.shape == (3, 601)
+    assert logits.is_contiguous()
+    slots, positions = (torch.full((3, 512), 99, dtype=torch.int32) for _ in range(2))
+    bindings.topk_transform_512_cpu(logits, seq_lens, table.to(integers), slots, PAGE, positions)
+    for t, length in enumerate(lens):
+        want = logits_of(q[t : t + 1], weights[t : t + 1], keys[t])[0]
+        torch.testing.assert_close(logits[t, :length].double(), want, rtol=1e-5, atol=1e-4)
+        expect_largest(positions[t], want, 512)
+        chosen = positions[t].clamp(min=0)
+        found = table[t, chosen // PAGE] * PAGE + chosen % PAGE
+        assert torch.equal(slots[t], torch.where(positions[t] < 0, -1, found))
+    again = torch.empty_like(slots)
+    bindings.topk_transform_512_cpu(logits, seq_lens, table.to(integers), again, PAGE)
+    assert torch.equal(again, slots)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -43,6 +43,14 @@ def top_k_per_row_decode(logits, next_n, seq_lens, raw_topk_indices, num_rows, s
     raise Missing
 
 
+def fp8_paged_mqa_logits_cpu(q_fp8, kvcache_fp8, weight, seq_lens, page_table, block_size, max_seq_len):
+    raise Missing
+
+
+def topk_transform_512_cpu(scores, seq_lens, page_tables, out_page_indices, page_size, out_raw_indices=None):
+    raise Missing
+
+
 def get_indexer_topk(backend):
     raise Missing
 
@@ -181,7 +189,7 @@ def contents(device: str) -> dict[str, dict[str, Any]]:
             one.__name__: one
             for one in (
                 indexer_k_quant_and_cache, cp_gather_indexer_k_quant_cache, top_k_per_row_prefill,
-                top_k_per_row_decode,
+                top_k_per_row_decode, fp8_paged_mqa_logits_cpu, topk_transform_512_cpu,
             )
         },
         "vllm.v1.attention.ops.flashmla": {

@@ -19,7 +19,7 @@ import torch
 from ragged_attention.compat import deep_gemm, flash_mla
 from ragged_attention.errors import Unsupported
 from ragged_attention.integrations import _vllm_indexer
-from ragged_attention.torch import top_k_indices, write_indexer_cache
+from ragged_attention.torch import page_indices_to_slots, top_k_indices, write_indexer_cache
 
 _E4M3_MAX = 448.0
 _SCALE_BYTES = 4  # of the float32 that follows the values of each key in the indexer's cache
@@ -29,6 +29,7 @@ MODELS = {
     "DeepseekV32ForCausalLM": ((_GENERIC, "DeepseekV3ForCausalLM"), "vllm.models.deepseek_v32"),
     "GlmMoeDsaForCausalLM": ((_GENERIC, "GlmMoeDsaForCausalLM"), "vllm.models.deepseek_v32"),
 }
+_CHUNKED = frozenset(MODELS)  # those that our backend serves on a CPU
 
 
 # The indexer's logits (vllm.utils.deep_gemm)
@@ -165,6 +166,39 @@ def _indexer_topk(
     top_k_per_row_decode(logits, next_n, seq_lens, topk_indices, rows, stride0, stride1, topk_tokens)
 
 
+def fp8_paged_mqa_logits_cpu(
+    q_fp8: torch.Tensor,
+    kvcache_fp8: torch.Tensor,
+    weight: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    block_size: int,
+    max_seq_len: int,
+) -> torch.Tensor:
+    """Logits f32 [T, max_seq_len] of queries [T, H, D] for pages whose bytes are rows of `kvcache_fp8`."""
+    pages, width = kvcache_fp8.shape[0], q_fp8.shape[-1] + _SCALE_BYTES
+    stride = (kvcache_fp8.stride(0), width, width, 1)
+    cache = kvcache_fp8.as_strided((pages, block_size, 1, width), stride).view(torch.uint8)
+    lens, table = seq_lens.int(), page_table.int()
+    logits = deep_gemm.fp8_paged_mqa_logits(q_fp8.unsqueeze(1), cache, weight, lens, table, None, max_seq_len)
+    return logits.contiguous()  # as vLLM's selection wants it
+
+
+def topk_transform_512_cpu(
+    scores: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_tables: torch.Tensor,
+    out_page_indices: torch.Tensor,
+    page_size: int,
+    out_raw_indices: torch.Tensor | None = None,
+) -> None:
+    """Write the 512 positions of the largest scores of each row, then -1, and the slots of those positions."""
+    positions = top_k_indices(scores, 512, stops=seq_lens.int())
+    out_page_indices.copy_(page_indices_to_slots(positions, page_tables.int(), page_size))
+    if out_raw_indices is not None:
+        out_raw_indices.copy_(positions)
+
+
 # The indexer's queries
 
 
@@ -276,14 +310,14 @@ def _sparse_backend_on_cpu(original: Any) -> Any:
 
 
 def _config_on_cpu(original: Any) -> Any:
-    """vLLM's CPU platform turns chunks of prompts and cached prefixes off for latents; our sparse models take both."""
+    """vLLM's CPU platform turns chunked prompts and cached prefixes off for latents; ours take both."""
 
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         asked = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching
         original.__get__(None, cls)(vllm_config)
         model = vllm_config.model_config
-        if model is not None and set(model.architectures) & MODELS.keys():
+        if model is not None and set(model.architectures) & _CHUNKED:
             scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = asked
 
     return classmethod(check_and_update_config)
@@ -357,6 +391,11 @@ def _lacks_operator(library: str, name: str) -> Callable[[Any], bool]:
     return lacking
 
 
+def _lacks_cpu_operator(name: str) -> Callable[[Any], bool]:
+    lacking = _lacks_operator("_C", name)
+    return lambda platform: platform.is_cpu() and lacking(platform)
+
+
 def _lacks_triton(platform: Any) -> bool:
     return not importlib.import_module("vllm.triton_utils").HAS_TRITON
 
@@ -410,6 +449,10 @@ BINDINGS = (
         "vllm.model_executor.layers.indexer_topk", "get_indexer_topk", get_indexer_topk,
         _lacks_operator("_C", "top_k_per_row_decode"),
     ),
+    Binding(
+        _OPS, "fp8_paged_mqa_logits_cpu", fp8_paged_mqa_logits_cpu, _lacks_cpu_operator("fp8_paged_mqa_logits_cpu")
+    ),
+    Binding(_OPS, "topk_transform_512_cpu", topk_transform_512_cpu, _lacks_cpu_operator("topk_transform_512_cpu")),
     Binding(_FLASH_MLA, "flash_mla_sparse_fwd", flash_mla.flash_mla_sparse_fwd, _lacks_flash_mla, is_kernel=False),
     Binding(_FLASH_MLA, "flash_mla_with_kvcache", flash_mla.flash_mla_with_kvcache, _lacks_flash_mla, is_kernel=False),
     Binding(_FLASH_MLA, "get_mla_metadata", flash_mla.get_mla_metadata, _lacks_flash_mla, is_kernel=False),
