@@ -373,7 +373,7 @@ def transform(folder: Path, engine: dict[str, Any]) -> dict[str, Any]:
     tokens, logprobs = [], []
     with torch.inference_mode():
         for prompt in prompts():
-            made, logits = list(prompt), torch.empty(0)
+            made = list(prompt)
             for _ in range(NEW_TOKENS):
                 made.append(int(model(torch.tensor([made]), use_cache=False).logits[0, -1].argmax()))
             lines = model(torch.tensor([prompt]), use_cache=False).logits[0, :-1].float().log_softmax(-1)

@@ -45,7 +45,7 @@ ODD_SHAPES = [
 VARLEN = [VarlenSample(dtype=dtype) for dtype in FLOATS]
 ODD_VARLEN = [
     *(VarlenSample(**change) for change in ({"sliding_window": 128}, {"soft_cap": 30.0}, {"sinks": True})),
-    *(VarlenSample(head_dim=head_dim) for head_dim in (40, 80, 256)),
+    *(VarlenSample(head_dim=head_dim) for head_dim in (40, 80, 256, 512)),
     VarlenSample(head_dim=192, d_v=128),
     VarlenSample(num_q_heads=28, num_kv_heads=4),
 ]
@@ -173,7 +173,7 @@ ROWS = {
         for operation in ("varlen_attention", "varlen_attention_backward")
         for what, samples in {
             "f32, f16, bf16": VARLEN,
-            "window, soft cap, sinks; heads of 40, 80, 256, 192/128; ratio 7": ODD_VARLEN,
+            "window, soft cap, sinks; heads of 40, 80, 256, 512, 192/128; ratio 7": ODD_VARLEN,
             "ALiBi, relative bias": [VarlenSample(**{name: True}) for name in BIASES],
         }.items()
     },
