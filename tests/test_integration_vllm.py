@@ -931,6 +931,7 @@ def test_sparse_mla(q_lens, kv_cache_dtype, vllm, backend):
         cache = torch.full((len(data.cache), 2, data.page, 656), 255, dtype=torch.uint8)[:, 1]
     data.write(impl, cache, kv_cache_dtype)
     q = torch.randn(tokens, 2, 576)
+    impl.record_logical_topk_ready()  # as vLLM's layer does between the indexer and attention
     out, lse = impl.forward_mqa(q.split([512, 64], -1), cache, sparse_step(data, q_lens), SimpleNamespace())
     assert (out.shape, lse.shape) == ((tokens, 2, 512), (tokens, 2))
     for t in range(tokens):
