@@ -30,9 +30,10 @@ def divisible_arguments(operation: str, size: int) -> dict[str, Any]:
         small |= {"cache_format": "fp8_v32"} if fp8 else {"cache_format": "plain", "d_qk": 32, "d_v": 16}
     elif kind is Sample:
         small |= {"num_kv_heads": size, "head_dim": 16, "max_len": 8, "page_size": PAGE, "return_lse": True}
-        small |= {"sinks": True}
+        small |= {"sinks": True, "alibi_slopes": True, "relative_bias": True}
     elif kind is VarlenSample:
         small |= {"num_kv_heads": size, "head_dim": 16, "num_tokens": 24, "sinks": True}
+        small |= {"alibi_slopes": True, "relative_bias": True}
     else:
         small |= {"cache_dtype": "float32", "head_dim": 16, "page_size": PAGE, "max_len": 8, "top_k": 3}
     record, random = CALLS[operation], np.random.default_rng(0)
