@@ -124,6 +124,8 @@ CORNERS = (
     "indexer selection, ties",
     "indexer keys quantised, rows",
     "indexer keys written, page size 3",
+    "norm, rope and write, float8_e4m3fn",
+    "latent norm, rope and write, fp8_v32",
 )
 
 
@@ -139,8 +141,10 @@ RUN_BY = {
     "_latent.decoding.decode_kernel": "sparse prefill, decoded first, fp8_v32",
     "_latent.kernel.latent_kernel": "latents, dense",
     "_softmax.sum_kernel": "packed gradient",
+    "latent_norm_rope_write.latent_norm_rope_kernel": "latent norm, rope and write, fp8_v32",
     "make_decode_schedule.schedule_kernel": "decode schedule, sparse, lengths",
     "merge_attention_states.merge_kernel": "merge, lses far apart",
+    "norm_rope_write.norm_rope_kernel": "norm, rope and write, float8_e4m3fn",
     "ragged_mla_attention.ragged_latent_kernel": "ragged latents, mixed",
     "ragged_paged_attention.split_kernel": "decode and prefill",
     "ragged_paged_attention.tile_kernel": "float8 cache",
