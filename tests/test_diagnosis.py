@@ -114,7 +114,8 @@ def test_a_full_sink_and_what_a_law_changes(monkeypatch: pytest.MonkeyPatch) -> 
 def decode_without_maximum(q, kv_pages, kv_lens, page_indices):
     out = np.zeros_like(q, np.float32)
     for seq, kv_len in enumerate(kv_lens):
-        k, v = (np.concatenate(pages[page_indices[seq]])[:kv_len].astype(np.float32) for pages in kv_pages)
+        used = page_indices[seq, : -(-kv_len // kv_pages[0].shape[1])]
+        k, v = (np.concatenate(pages[used])[:kv_len].astype(np.float32) for pages in kv_pages)
         k, v = (np.repeat(each, q.shape[1] // each.shape[1], axis=1) for each in (k, v))
         weights = np.exp(np.einsum("hd,nhd->hn", q[seq].astype(np.float32), k) * q.shape[2] ** -0.5)
         out[seq] = np.einsum("hn,nhd->hd", weights / weights.sum(axis=1, keepdims=True), v)
