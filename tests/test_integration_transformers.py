@@ -19,7 +19,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from ragged_attention.demo.tiny import FAMILIES, tiny_model  # noqa: E402
 from ragged_attention.errors import InvalidInput, Unsupported  # noqa: E402
 from ragged_attention.integrations import transformers as ragged  # noqa: E402
-from ragged_attention.integrations.transformers import _indexer, _layout, _masks  # noqa: E402
+from ragged_attention.integrations.transformers import _indexer, _layout, _lists, _masks  # noqa: E402
 from ragged_attention.torch import indexer_topk  # noqa: E402
 from tests.with_transformers import registered as registered  # noqa: E402
 
@@ -417,12 +417,10 @@ def test_absorbed_packed_sequences(model: Any, edges: bool) -> None:
 
 
 def test_latents_are_absorbed_for_long_prompts_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ragged_attention.integrations.transformers import _latent
-
     model = tiny_model("deepseek_v32")
     absorbed = ragged.absorb_mla(copy.deepcopy(model))
     whole = logits(absorbed, ragged.NAME)
-    monkeypatch.setattr(_latent, "QUERIES", 4)
+    monkeypatch.setattr(_lists, "QUERIES", 4)
     assert_close(logits(absorbed, ragged.NAME), whole)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ragged_attention.errors import Unsupported
-from ragged_attention.integrations.transformers import _continuous, _dense, _latent, _layout, _masks
+from ragged_attention.integrations.transformers import _continuous, _dense, _latent, _layout, _lists, _masks
 from ragged_attention.integrations.transformers._calls import note
 from ragged_attention.integrations.transformers._keywords import expect_no_more_than_places, own_attention
 from ragged_attention.integrations.transformers._layout import LayerCall
@@ -94,6 +94,8 @@ def attention(
 def _attend(call: LayerCall) -> torch.Tensor:
     """Attention over keys and values by one of our operations, or densely."""
     pattern, reason = call.pattern, _why_dense(call)
+    if reason is not None and _lists.takes_shared(call):
+        return _lists.attend_shared(call)
     if reason is not None:
         note(call.module, "dense attention in torch", reason)
         return _dense.attend(call, _shown(call))
@@ -154,11 +156,18 @@ def _why_dense(call: LayerCall) -> str | None:
         return "each query has its own list of keys"
     if call.pattern is None or not _masks.is_within(call.pattern, call.key.shape[2]):
         return "its mask is no causal one, window or padding"
+    if call.query.shape[2] > 1 and call.pattern.shown is not None and _mixes_tokens(call.module):
+        return "results of padding reach other tokens"
     if call.query.dtype not in DTYPES:
         return f"it is in {call.query.dtype}"
     if (width := max(call.query.shape[-1], call.value.shape[-1])) > MAX_HEAD_DIM:
         return f"its heads have {width} dimensions"
     return None
+
+
+def _mixes_tokens(module: Any) -> bool:
+    """Whether layers pool tokens outside of attention too (deepseek_v4), so that padding must attend as in eager."""
+    return getattr(getattr(module, "config", None), "compress_rates", None) is not None
 
 
 def _packed(call: LayerCall, pattern: Pattern, settings: dict[str, Any]) -> torch.Tensor:

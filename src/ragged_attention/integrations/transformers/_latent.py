@@ -11,15 +11,14 @@ from typing import Any
 import torch
 
 from ragged_attention.errors import Unsupported
-from ragged_attention.integrations.transformers import _paged_latents
+from ragged_attention.integrations.transformers import _lists, _paged_latents
 from ragged_attention.integrations.transformers._calls import note
 from ragged_attention.integrations.transformers._indexer import index, is_indexed
 from ragged_attention.integrations.transformers._layout import LayerCall, over_pages, pages_of
-from ragged_attention.integrations.transformers._masks import Pattern, is_within, visible
-from ragged_attention.torch import ragged_mla_attention, sparse_mla_prefill
+from ragged_attention.integrations.transformers._masks import Pattern, is_within
+from ragged_attention.torch import ragged_mla_attention
 
 NEEDED = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_heads")
-QUERIES = 256  # maximum number of queries per call with lists of keys
 ALIGNMENT = 16  # columns of latents are padded to a multiple of it
 
 
@@ -106,7 +105,7 @@ def attend(call: LayerCall) -> torch.Tensor:
         note(module, "sparse_mla_prefill")
         if settings.pop("soft_cap") is not None:
             raise Unsupported(f"expected lists of latents without a soft cap, got {type(module).__name__} with one")
-        out = _by_lists(call, q, latents, settings)
+        out = _lists.attend(call, q, latents, settings)
     else:
         note(module, "ragged_mla_attention")
         assert pattern is not None
@@ -130,45 +129,3 @@ def _at_once(
     latents = latents[:, :, : pattern.end] if isinstance(pattern.end, int) else latents
     pages, _, lens, table = pages_of(latents, latents, pattern.shown)
     return over_pages(ragged_mla_attention, q, pages, lens, table, pattern, settings)
-
-
-def _by_lists(call: LayerCall, q: torch.Tensor, latents: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
-    """Each query over the list of its keys, for some queries at a time, which bounds the memory of the lists."""
-    (rows, q_len), length = q.shape[:2], latents.shape[2]
-    flat, first = latents.flatten(0, 2)[:, None], torch.arange(rows, device=q.device)[:, None, None] * length
-    whole: Any = _as_bool(call.mask, rows, q_len, length) if call.pattern is None else None
-    parts = []
-    for start in range(0, q_len, QUERIES):
-        queries = slice(start, start + QUERIES)
-        if call.pattern is None:
-            sees = whole[:, :, queries]
-        else:
-            sees = visible(call.pattern, rows, q_len, length, q.device, queries)
-        lists = _lists(sees[:, 0], queries, call.others.get("indices"))
-        lists = torch.where(lists < 0, -1, lists + first).int().flatten(0, 1)[:, None]
-        out, _, _ = sparse_mla_prefill(q[:, queries].flatten(0, 1), flat, lists, **settings)
-        parts.append(out.unflatten(0, (rows, -1)))
-    return torch.cat(parts, 1)
-
-
-def _as_bool(mask: Any, rows: int, q_len: int, length: int) -> torch.Tensor:
-    """A mask without a pattern as bool [B, 1, L_q, L_k]. Lists of keys cannot express other numbers."""
-    if mask.ndim > 2 and mask.shape[-3] != 1:
-        raise Unsupported(f"expected one mask for all heads over latents, got one of shape {tuple(mask.shape)}")
-    if mask.dtype != torch.bool:
-        hidden = mask <= torch.finfo(mask.dtype).min / 2
-        if torch.compiler.is_compiling() or bool(((mask != 0) & ~hidden).any()):
-            raise Unsupported(
-                "expected a mask over latents to be bool, or 0 and the smallest number, got other numbers"
-            )
-        mask = ~hidden
-    return mask.expand(rows, 1, q_len, length)
-
-
-def _lists(shown: torch.Tensor, queries: slice, indices: torch.Tensor | None) -> torch.Tensor:
-    """The keys [B, queries, N] that some queries see, among `indices` [B, L_q, N] if given; -1 stands for no key."""
-    length = shown.shape[2]
-    if indices is None:
-        return torch.where(shown, torch.arange(length, device=shown.device), -1)
-    indices = indices[:, queries].long()
-    return torch.where(shown.gather(-1, indices.clamp(0, length - 1)) & (indices >= 0), indices, -1)

@@ -325,8 +325,7 @@ def mask(
         return _outside_the_graph(**others, **known, dtype=dtype)
     else:
         pattern = None
-    mixed = q_length > 1 and getattr(others.get("config"), "compress_rates", None) is not None
-    if pattern is None or (mixed and pattern.shown is not None):  # results of padding reach other tokens
+    if pattern is None:
         return masking_utils.eager_mask(**whole)
     if compiling:  # the graph computes the numbers only if something reads them
         made = masking_utils.eager_mask(**whole)
