@@ -22,6 +22,7 @@ def dense(
     sm_scale: float | None = None,
     mask: Any = None,
     sinks: Any = None,
+    slopes: Any = None,
 ) -> tuple[Any, Any]:
     """The result of one request and its base-2 log-sum-exp, sinks counted: q [T, H, D], k [N, K, D], v [N, K, D_v]."""
     (q_len, heads, dim), (kv_len, kv_heads, _) = q.shape, k.shape
@@ -29,6 +30,8 @@ def dense(
     logits = torch.einsum("thd,nhd->htn", q.double(), k) * (dim**-0.5 if sm_scale is None else sm_scale)
     if cap:
         logits = cap * torch.tanh(logits / cap)
+    if slopes is not None:  # positions count from the request's first query
+        logits = logits + slopes[:, None, None] * (torch.arange(kv_len) - torch.arange(q_len)[:, None])
     position, key = torch.arange(q_len)[:, None] + kv_len - q_len, torch.arange(kv_len)
     seen = torch.ones(q_len, kv_len, dtype=torch.bool)
     if mask is not None:

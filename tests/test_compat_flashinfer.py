@@ -137,6 +137,34 @@ def test_single_requests(lens: tuple[int, int], layout: str) -> None:
             same(flashinfer.single_decode_with_kv_cache(b.q[0], k, v, **settings)[None], wanted[0])
 
 
+@pytest.mark.parametrize(
+    ("heads", "powers"),
+    [(8, [1, 2, 3, 4, 5, 6, 7, 8]), (2, [4, 8]), (12, [1, 2, 3, 4, 5, 6, 7, 8, 0.5, 1.5, 2.5, 3.5])],
+)
+def test_alibi(heads: int, powers: list[float]) -> None:
+    """Slopes of any number of heads; positions count from a request's first query."""
+    slopes, named = 0.5 ** torch.tensor(powers), {"pos_encoding_mode": "ALIBI"}
+    b, d = (batch(lens, heads=heads) for lens in (RAGGED, DECODES))
+    k, v, kv_indptr = packed(b)
+    for causal in (False, True):
+        wanted = b.wanted(causal=causal, slopes=slopes)
+        expect(prefill_planned(b, causal=causal, **named).run(b.q, b.cache, return_lse=True), wanted)
+        expect(ragged_planned(b, kv_indptr, causal=causal, **named).run(b.q, k, v, return_lse=True), wanted)
+    expect(decode_planned(d, **named).run(d.q, d.cache, return_lse=True), d.wanted(slopes=slopes))
+
+
+def test_alibi_is_refused_beside_what_knows_no_positions() -> None:
+    b = batch([(3, 9)])
+    k, v, _ = packed(b)
+    with pytest.raises(Unsupported, match="expected logits_soft_cap=None with ALIBI, got 5"):
+        flashinfer.single_prefill_with_kv_cache(b.q, k, v, pos_encoding_mode="ALIBI", logits_soft_cap=5.0)
+    with pytest.raises(Unsupported, match="expected sinks=None with pos_encoding_mode='ALIBI', got a tensor"):
+        prefill_planned(b, pos_encoding_mode="ALIBI").run(b.q, b.cache, sinks=torch.zeros(4))
+    mask = torch.rand(3, 9, generator=torch.Generator().manual_seed(0)) < 0.5
+    with pytest.raises(Unsupported, match="expected pos_encoding_mode='NONE' with a custom mask, got 'ALIBI'"):
+        flashinfer.single_prefill_with_kv_cache(b.q, k, v, pos_encoding_mode="ALIBI", custom_mask=mask)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_and_results_of_another_dtype(dtype: torch.dtype) -> None:
     b = batch(RAGGED, dtype=dtype)
@@ -430,9 +458,9 @@ def test_graphs_over_packed_keys() -> None:
     with pytest.raises(InvalidInput, match="expected batch_size=2, which is fixed with use_cuda_graph=True, got 1"):
         wrapper.plan(given[:2], kv_indptr[:2], 4, 2, 32)
     with pytest.raises(
-        Unsupported, match="expected heads of up to 256 and 16-bit queries and keys with use_cuda_graph"
+        Unsupported, match="expected 16-bit queries and keys with use_cuda_graph=True, got q_data_type="
     ):
-        wrapper.plan(given, kv_indptr, 4, 2, 264)
+        wrapper.plan(given, kv_indptr, 4, 2, 32, q_data_type=E4M3)
     assert flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(WORKSPACE, given, given, given).is_cuda_graph_enabled
 
 
@@ -774,7 +802,7 @@ REFUSED_BY_WRAPPERS: Any = {
     "jit_args": [1], "jit_kwargs": {"a": 1}, "variant_owns_mask": True,
 }  # fmt: skip
 REFUSED_BY_PLANS: Any = {
-    "pos_encoding_mode": "ALIBI", "prefix_len_ptr": torch.ones(1), "token_pos_in_items_ptr": torch.ones(1),
+    "pos_encoding_mode": "ROPE_LLAMA", "prefix_len_ptr": torch.ones(1), "token_pos_in_items_ptr": torch.ones(1),
     "token_pos_in_items_len": 3, "max_item_len_ptr": torch.ones(1), "seq_lens_q": torch.ones(1),
     "o_data_type": torch.float8_e4m3fn,
 }  # fmt: skip
@@ -812,14 +840,14 @@ def test_what_would_change_results_is_refused_by_name() -> None:
         decode_planned(d, window_right=-1)
     with pytest.raises(Unsupported, match="expected no positional arguments after the cache, except scale_q"):
         decode_planned(d).run(d.q, d.cache, 1.0)
-    for mode in ("ROPE_LLAMA", "ALIBI"):
-        text = f"expected pos_encoding_mode='NONE', got '{mode}'"
-        with pytest.raises(Unsupported, match=text):
-            decode_planned(d, pos_encoding_mode=mode).run(d.q, d.cache)
-        with pytest.raises(Unsupported, match=text):
-            flashinfer.single_decode_with_kv_cache(b.q[0], k, v, pos_encoding_mode=mode)
-        with pytest.raises(Unsupported, match=text):
-            flashinfer.single_prefill_with_kv_cache(b.q, k, v, pos_encoding_mode=mode)
+    rotated: Any = {"pos_encoding_mode": "ROPE_LLAMA"}
+    for run in (
+        lambda: decode_planned(d, **rotated).run(d.q, d.cache),
+        lambda: flashinfer.single_decode_with_kv_cache(b.q[0], k, v, **rotated),
+        lambda: flashinfer.single_prefill_with_kv_cache(b.q, k, v, **rotated),
+    ):
+        with pytest.raises(Unsupported, match="expected pos_encoding_mode='NONE' or 'ALIBI', got 'ROPE_LLAMA'"):
+            run()
     with pytest.raises(Unsupported, match="expected kv_cache_sf=None"):
         flashinfer.single_prefill_with_kv_cache(b.q, k, v, kv_cache_sf=(k, v))
 

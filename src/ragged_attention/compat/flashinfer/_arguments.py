@@ -37,20 +37,25 @@ def expect_default(reason: str, default: Any = None, **given: Any) -> None:
             raise Unsupported(f"expected {name}={default!r}, got {got}: {reason}")
 
 
-def alibi_slopes(pos_encoding_mode: str) -> None:
-    """The slopes of ALiBi for a position encoding: none, since all modes except "NONE" are refused.
+def alibi_slopes(pos_encoding_mode: str, num_heads: int, device: torch.device) -> torch.Tensor | None:
+    """The slopes [H] of a position encoding, None without ALiBi.
 
-    `Attention` calls it before each operation. Slopes that an operation accepts would be returned here and passed on
-    there, but not for a mask as lists of keys, which have no positions.
+    They are those of Press et al., "Train Short, Test Long": powers of 2 ** (-8 / n) for the first n heads, where n
+    is a power of two, and for further heads the odd powers of its root.
     """
     if pos_encoding_mode not in ("NONE", "ROPE_LLAMA", "ALIBI"):
         raise InvalidInput(f"expected pos_encoding_mode to be NONE, ROPE_LLAMA or ALIBI, got {pos_encoding_mode!r}")
     if pos_encoding_mode == "ROPE_LLAMA":
         raise Unsupported(
-            "expected pos_encoding_mode='NONE', got 'ROPE_LLAMA': keys have to be rotated before they are cached"
+            "expected pos_encoding_mode='NONE' or 'ALIBI', got 'ROPE_LLAMA': keys have to be rotated before they are "
+            "cached"
         )
-    if pos_encoding_mode == "ALIBI":
-        raise Unsupported("expected pos_encoding_mode='NONE', got 'ALIBI': ALiBi is not supported")
+    if pos_encoding_mode == "NONE":
+        return None
+    whole = 1 << (num_heads.bit_length() - 1) if num_heads else 1
+    head = torch.arange(num_heads, dtype=torch.float32, device=device)
+    exponent = torch.where(head < whole, 2 * (head + 1), 2 * (head - whole) + 1)
+    return torch.exp2(-4 / whole * exponent)
 
 
 def expect_layout(kv_layout: str) -> None:

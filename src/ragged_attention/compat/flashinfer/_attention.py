@@ -23,15 +23,15 @@ from ragged_attention.compat.flashinfer._masks import Mask
 from ragged_attention.compat.flashinfer._tables import Tables, block_table
 from ragged_attention.compat.names import named_as
 from ragged_attention.config import use_backend
+from ragged_attention.errors import Unsupported
 from ragged_attention.torch import ragged_paged_attention, varlen_attention
 
 Results = tuple[torch.Tensor, torch.Tensor]
-VARLEN_HEAD_DIM = 256  # the largest that `varlen_attention` takes
 
 
-def needs_pages(q_dtype: torch.dtype, k_dtype: torch.dtype, head_dim_qk: int, head_dim_vo: int) -> bool:
+def needs_pages(q_dtype: torch.dtype, k_dtype: torch.dtype) -> bool:
     """Whether packed keys have to be treated as pages of one position, since `varlen_attention` does not take them."""
-    return q_dtype in FP8 or k_dtype in FP8 or max(head_dim_qk, head_dim_vo) > VARLEN_HEAD_DIM
+    return q_dtype in FP8 or k_dtype in FP8
 
 
 @dataclasses.dataclass
@@ -76,12 +76,14 @@ class Attention:
         self, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, tables: Tables, names: Any = None
     ) -> Results:
         """Attention over a paged cache `[P, G, K, D]`, `[P, G, K, D_v]`."""
-        alibi_slopes(self.pos_encoding_mode)
+        slopes = self._slopes(q)
         common: dict[str, Any] = scaled(q, self.sm_scale, self.q_scales, self.k_scales) | dict(
             v_scale=product("v_scale", *self.v_scales), soft_cap=soft_cap_of(self.logits_soft_cap), sinks=self.sinks,
             out_dtype=self.out_dtype, out=self.out, return_lse=True,
         )  # fmt: skip
         if self.mask is not None and self.mask.draft is None:
+            if slopes is not None:
+                raise Unsupported("expected pos_encoding_mode='NONE' with a custom mask, got 'ALIBI'")
             k_pages, v_pages, tables = self._seen_rows(k_pages, v_pages, tables, self.mask)
             visible: dict[str, Any] = dict(causal=False)
         else:
@@ -89,18 +91,19 @@ class Attention:
             causal = self.causal or draft_mask is not None
             visible = dict(causal=causal, draft_mask=draft_mask, sliding_window=window_of(self.window_left))
         with named_as(PAGED_NAMES if names is None else names), self._division():
-            return ragged_paged_attention(
+            result, lse = ragged_paged_attention(
                 kv_pages=(k_pages, v_pages), kv_lens=tables.kv_lens, page_indices=tables.page_indices,
-                cu_q_lens=tables.cu_q_lens, max_q_len=tables.max_q_len, **visible, **common,
+                cu_q_lens=tables.cu_q_lens, max_q_len=tables.max_q_len, alibi_slopes=slopes, **visible, **common,
             )  # fmt: skip
+        return result, _counted_from_first_query(lse, slopes, tables.cu_q_lens, tables.kv_lens)
 
     def over_rows(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows) -> Results:
         """Attention of packed queries `[T, H, D]` to packed keys and values `[T_k, K, D]`, `[T_k, K, D_v]`."""
         scales = (*self.q_scales, *self.k_scales, *self.v_scales)
-        in_pages = needs_pages(q.dtype, k.dtype, k.shape[-1], v.shape[-1])
+        in_pages = needs_pages(q.dtype, k.dtype)
         if self.mask is not None or in_pages or any(isinstance(scale, torch.Tensor) for scale in scales):
             return self.over_pages(q, k.unsqueeze(1), v.unsqueeze(1), rows.tables, SLOT_NAMES)
-        alibi_slopes(self.pos_encoding_mode)
+        slopes = self._slopes(q)
         common = scaled(q, self.sm_scale, self.q_scales, self.k_scales)
         out, dtype = self.out, q.dtype
         if self.out_dtype != dtype:
@@ -110,14 +113,25 @@ class Attention:
                 common["q"], k, v, rows.cu_q_lens, rows.cu_kv_lens, max_q_len=rows.max_q_len,
                 max_kv_len=rows.max_kv_len, sm_scale=common["sm_scale"], causal=self.causal,
                 sliding_window=window_of(self.window_left), soft_cap=soft_cap_of(self.logits_soft_cap),
-                sinks=self.sinks, out=out, return_lse=True,
+                sinks=self.sinks, alibi_slopes=slopes, out=out, return_lse=True,
             )  # fmt: skip
+        lse = _counted_from_first_query(lse, slopes, rows.cu_q_lens, rows.cu_kv_lens.diff())
         v_scale = product("v_scale", *self.v_scales)
         if v_scale not in (None, 1):
             result = result.mul_(v_scale) if out is not None else result * v_scale
         if self.out_dtype != dtype:
             result = result.to(self.out_dtype) if self.out is None else self.out.copy_(result)
         return result, lse
+
+    def _slopes(self, q: torch.Tensor) -> torch.Tensor | None:
+        slopes = alibi_slopes(self.pos_encoding_mode, q.shape[1], q.device)
+        if slopes is None:
+            return None
+        if soft_cap_of(self.logits_soft_cap) is not None:  # FlashInfer caps logits with their biases
+            raise Unsupported(f"expected logits_soft_cap=None with ALIBI, got {self.logits_soft_cap}")
+        if self.sinks is not None:  # a sink's weight depends on where biases count from
+            raise Unsupported("expected sinks=None with pos_encoding_mode='ALIBI', got a tensor")
+        return slopes
 
     def _division(self) -> contextlib.AbstractContextManager[Any]:
         """How work may be divided: FlashInfer's fixed splits make results independent of the batch."""
@@ -139,3 +153,14 @@ class Attention:
         edges = torch.arange(num_tokens + 1, dtype=torch.int32, device=slots.device)
         k_slots, v_slots = (pages[copied].flatten(0, 1).unsqueeze(1) for pages in (k_pages, v_pages))
         return k_slots, v_slots, Tables(edges, counts, slots, num_tokens, 1)
+
+
+def _counted_from_first_query(
+    lse: torch.Tensor, slopes: torch.Tensor | None, cu_q_lens: torch.Tensor, kv_lens: torch.Tensor
+) -> torch.Tensor:
+    """The lse [T, H] where ALiBi counts a query's position from the request's first query, as FlashInfer's does."""
+    if slopes is None or len(kv_lens) == 0:
+        return lse
+    tokens = torch.arange(lse.shape[0], dtype=cu_q_lens.dtype, device=lse.device)
+    owners = torch.searchsorted(cu_q_lens[1:], tokens, right=True).clamp_(max=len(kv_lens) - 1)
+    return lse + slopes * (kv_lens - cu_q_lens.diff())[owners, None]

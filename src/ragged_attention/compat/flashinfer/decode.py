@@ -51,7 +51,7 @@ def single_decode_with_kv_cache(
     Args:
         q: [num_qo_heads, head_dim].
         k, v: NHD [kv_len, num_kv_heads, head_dim], or HND [num_kv_heads, kv_len, head_dim].
-        pos_encoding_mode: "NONE"; others are refused.
+        pos_encoding_mode: "NONE" or "ALIBI", the latter without soft cap and sinks; others are refused.
         q_scale, k_scale, v_scale: factors on queries, keys and values.
         window_left: number of keys seen before the last one; -1 is no window.
         logits_soft_cap: logits become `cap * tanh(logits / cap)`; None and 0 are off.

@@ -67,7 +67,7 @@ def single_prefill_with_kv_cache(
         custom_mask: bool [qo_len, kv_len], which replaces `causal`.
         packed_custom_mask: its bits in bytes, the first in the lowest, which replace `custom_mask`.
         causal: aligned at the end of the keys.
-        pos_encoding_mode: "NONE"; others are refused.
+        pos_encoding_mode: "NONE" or "ALIBI", the latter without soft cap, sinks and masks; others are refused.
         sm_scale: factor on q . k; default `head_dim_qk ** -0.5`.
         window_left: number of keys seen before a query's own position; -1 is no window.
         logits_soft_cap: logits become `cap * tanh(logits / cap)`; None and 0 are off.
@@ -404,11 +404,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(Planned):
         expect_indptr("kv_indptr", kv_indptr, qo_indptr.numel() - 1)
         dtypes = planned_dtypes(q_data_type, kv_data_type, o_data_type)
         head_dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
-        in_pages = needs_pages(dtypes.q, dtypes.kv, head_dim_qk, head_dim_vo)
+        in_pages = needs_pages(dtypes.q, dtypes.kv)
         if self._use_cuda_graph and in_pages:
             raise Unsupported(
-                "expected heads of up to 256 and 16-bit queries and keys with use_cuda_graph=True, got "
-                f"{head_dim_qk=}, {head_dim_vo=}, {q_data_type=}, {kv_data_type=}"
+                f"expected 16-bit queries and keys with use_cuda_graph=True, got {q_data_type=}, {kv_data_type=}"
             )
         num_q_tokens, max_q_len = _extent(qo_indptr)
         new = Rows(
