@@ -143,7 +143,8 @@ def test_single_requests(lens: tuple[int, int], layout: str) -> None:
 )
 def test_alibi(heads: int, powers: list[float]) -> None:
     """Slopes of any number of heads; positions count from a request's first query."""
-    slopes, named = 0.5 ** torch.tensor(powers), {"pos_encoding_mode": "ALIBI"}
+    slopes = 0.5 ** torch.tensor(powers)
+    named: Any = {"pos_encoding_mode": "ALIBI"}
     b, d = (batch(lens, heads=heads) for lens in (RAGGED, DECODES))
     k, v, kv_indptr = packed(b)
     for causal in (False, True):
