@@ -144,21 +144,8 @@ def run(call: NormRopeWrite, tile: Tile, launch: Any) -> Any:
     places, numbers = place_arguments(call, launch)
     cos, sin = launch.packed(call.cos), launch.packed(call.sin)
     weights = [q if weight is None else launch.contiguous(weight) for weight in (call.q_weight, call.k_weight)]
-    inputs = (
-        q,
-        k,
-        v,
-        call.positions,
-        cos,
-        sin,
-        *weights,
-        *places,
-        k_scale,
-        v_scale,
-        k_pages,
-        k if call.combined else v_pages,
-    )
-    first = len(inputs) - 2
+    inputs = (q, k, v, call.positions, cos, sin, *weights, *places, k_scale, v_scale)
+    first = len(inputs)
 
     def element(width: int, scale_stride: int) -> Element:
         return Element(
@@ -175,7 +162,7 @@ def run(call: NormRopeWrite, tile: Tile, launch: Any) -> Any:
     return launch(
         norm_rope_kernel,
         (cdiv(call.num_tokens, tile.block_t), call.num_q_heads + call.num_kv_heads),
-        inputs,
+        (*inputs, k_pages, k if call.combined else v_pages),
         [(call.q.shape, call.q.dtype)],
         inplace=(first,) if call.combined else (first, first + 1),
         **({"v_pages_ptr": None} if call.combined else {}),

@@ -633,13 +633,3 @@ def test_keys_are_gathered_where_a_layer_reads_them() -> None:
     swapped = attention(layer, query, key, key, None, **places)[0]
     torch.testing.assert_close(swapped, attention(layer, query, key + 0, key + 0, None, **places)[0])
     assert "ragged_paged_attention" in ragged.explain()
-
-
-def test_compressed_keys_get_what_padding_has_attended_to() -> None:
-    """Where layers mix tokens outside of attention, padding attends as in eager attention too."""
-    mixing = config(ragged.NAME)
-    mixing.compress_rates = {"heavily_compressed_attention": 4}
-    shown = torch.arange(5)[None] > 1
-    assert _masks.pattern_of(_masks.mask(1, 5, 5, attention_mask=shown, config=mixing)) is None
-    assert _masks.pattern_of(_masks.mask(1, 5, 5, config=mixing)) is not None
-    assert _masks.pattern_of(_masks.mask(1, 1, 5, 4, attention_mask=shown, config=mixing)) is not None
