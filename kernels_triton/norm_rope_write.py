@@ -46,9 +46,9 @@ def why_not(call: NormRopeWrite) -> str | None:
 
 
 def heuristic(call: NormRopeWrite) -> Tile:
-    """About two thousand elements per program, for each has a partner."""
+    """About a thousand elements per program, for each has a partner."""
     width = next_power_of_2(max(call.head_dim, call.v_head_dim))
-    return Tile(block_t=max(1, min(2048 // width, next_power_of_2(call.num_tokens), 64)))
+    return Tile(block_t=max(1, min(1024 // width, next_power_of_2(call.num_tokens), 64)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -84,7 +84,7 @@ def sizes(call: Any) -> Sizes:
     if call.device.platform == "cpu":
         return Sizes(64, 64, 4, 2)
     if on_cuda_cores(call):
-        return Sizes(16, 16, 4, 2)
+        return Sizes(16, 16, 8 if columns > 512 else 4, 2)
     if call.relative_bias is not None:  # the addresses of its entries take registers
         return Sizes(64 if columns <= 256 else 32, 32, 4, 2)
     if not arch.startswith("sm_"):
