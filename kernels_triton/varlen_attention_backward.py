@@ -132,7 +132,7 @@ def dkv_sizes(call: Any) -> Sizes:
             return Sizes(16, 16, 4, stages)
         return Sizes(32, 64 if columns <= 320 and call.soft_cap is None else 32, 4, stages)
     if columns > 512:
-        return Sizes(16, 32 if arch in WGMMA else 16, 8, 2)
+        return Sizes(16, 32 if arch in WGMMA and not OLDER_COMPILER else 16, 8, 2)
     if arch == "sm_90":
         return dkv_sizes_of_hopper(call, columns)
     if arch in WGMMA:
