@@ -72,9 +72,10 @@ def lists_of(call: LayerCall, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor
         longest = max(1, int(whole.sum(-1).max()))
     for start in range(0, q_len, QUERIES):
         queries = slice(start, start + QUERIES)
-        if call.pattern is None:
+        if whole is not None:
             sees = whole[:, :, queries]
         else:
+            assert call.pattern is not None
             sees = visible(call.pattern, batch, q_len, length, rows.device, queries)
         lists = _listed(sees[:, 0], queries, indices)
         if longest is not None:
