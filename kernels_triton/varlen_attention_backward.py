@@ -164,7 +164,7 @@ def dq_sizes(call: Any) -> Sizes:
     if call.device.platform == "cpu":
         return Sizes(64, 64, 4, 2)
     if on_cuda_cores(call):
-        spills = OLDER_COMPILER and arch == "sm_90"  # if it has eight warps
+        spills = OLDER_COMPILER and arch in WGMMA  # if it has eight warps
         return Sizes(16, 16, 8 if arch.startswith("sm_") and not spills else 4, 1)
     if call.relative_bias is not None:
         return Sizes(32, 32, 4, 1)
