@@ -37,7 +37,7 @@ def test_absent(value: flashinfer.xqa | None = None):
 
 def test_refused():
     q = torch.randn(4, 64)
-    flashinfer.single_decode_with_kv_cache(q, q[None], q[None], pos_encoding_mode="ALIBI")
+    flashinfer.single_decode_with_kv_cache(q, q[None], q[None], pos_encoding_mode="ROPE_LLAMA")
 
 def test_streams():
     torch.cuda.Stream()
