@@ -28,6 +28,7 @@ def divisible_arguments(operation: str, size: int) -> dict[str, Any]:
         # With fewer heads tokens share a block of rows, or leave it unfilled, and that may round otherwise.
         small |= {"num_q_heads": 32 * size, "max_len": 8, "page_size": PAGE, "topk": 5, "sinks": True}
         small |= {"cache_format": "fp8_v32"} if fp8 else {"cache_format": "plain", "d_qk": 32, "d_v": 16}
+        small |= {"rotary": 8}
     elif kind is Sample:
         small |= {"num_kv_heads": size, "head_dim": 16, "max_len": 8, "page_size": PAGE, "return_lse": True}
         small |= {"sinks": True, "alibi_slopes": True, "relative_bias": True}

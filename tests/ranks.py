@@ -129,11 +129,12 @@ def check_heads(rank: int, size: int) -> Any:
             with Watched() as watched:
                 found = operator(*parts, None, None)
         assert not watched.calls, (operation, watched.calls)
-        if expected is None:  # what was written
-            pairs = [(part, value) for part, value in zip(parts, whole, strict=True) if isinstance(part, DTensor)]
-        else:
-            several = isinstance(expected, tuple | list)
-            pairs = list(zip(found if several else [found], expected if several else [expected], strict=True))
+        several = isinstance(expected, tuple | list)
+        pairs = (
+            [] if expected is None else list(zip(*((x if several else [x]) for x in (found, expected)), strict=True))
+        )
+        if record.WRITES:  # what was written
+            pairs += [(part, value) for part, value in zip(parts, whole, strict=True) if isinstance(part, DTensor)]
         for index, (part, value) in enumerate(pairs):
             assert part.shape == value.shape, (operation, index, part.shape, value.shape)
             placed = part.placements[0]

@@ -16,8 +16,9 @@ from tests.tiers import QUICK_TO_COMPILE
 pytest.importorskip("jax")
 
 DIVIDED = {
-    "merge_attention_states", "mla_decode", "paged_attention", "prefill_attention", "ragged_mla_attention",
-    "ragged_paged_attention", "sparse_mla_prefill", "varlen_attention", "varlen_attention_backward", "write_kv_pages",
+    "merge_attention_states", "mla_decode", "norm_rope_write", "paged_attention", "prefill_attention",
+    "ragged_mla_attention", "ragged_paged_attention", "sparse_mla_prefill", "varlen_attention",
+    "varlen_attention_backward", "write_kv_pages",
 }  # fmt: skip
 
 

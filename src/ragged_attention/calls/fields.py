@@ -439,6 +439,10 @@ class Pair(Kind):
         return first if second is None else (first, second)
 
 
+class RotaryTable(Pair):
+    """The cosines and sines of all positions in one array or two. Unlike pages, they have no heads."""
+
+
 @dataclasses.dataclass(frozen=True)
 class RelativeBias(ArrayKind):
     """A table of biases by distance: [H, B] for all queries, or one of each query, [T, H, B]."""

@@ -10,7 +10,7 @@ from ragged_attention.calls.fields import (
     Count,
     Flag,
     Number,
-    Pair,
+    RotaryTable,
     Scale,
     Sizes,
     Text,
@@ -31,7 +31,7 @@ class LatentNormRopeWrite(LatentWrite, RotatingWrite):
     cache: Any = field(CacheKind(unit_stride=True, written=True))
     slot_mapping: Any = field(ArrayKind("T", ("int32", "int64"), checked_last=True), default=None)
     positions: Any = field(ArrayKind("T", ("int32", "int64"), checked_last=True))
-    cos_sin: Any = field(Pair(("cos_sin", "sin"), expect_cos_sin, unit_stride=True))
+    cos_sin: Any = field(RotaryTable(("cos_sin", "sin"), expect_cos_sin, unit_stride=True))
     kv_weight: Any = field(ArrayKind("W", FLOATS), default=None)
     eps: float = field(Number(positive=True), default=1e-6)
     interleaved: bool = field(Flag(), default=False)

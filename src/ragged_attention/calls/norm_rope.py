@@ -16,6 +16,7 @@ from ragged_attention.calls.fields import (
     Flag,
     Number,
     Pair,
+    RotaryTable,
     Scale,
     Sizes,
     dtype_name,
@@ -101,7 +102,7 @@ class NormRopeWrite(PagedCall, RotatingWrite):
     kv_pages: Any = field(Pair(("kv_pages", "v_pages"), expect_pages, unit_stride=True, written=True))
     slot_mapping: Any = field(ArrayKind("T", ("int32", "int64"), checked_last=True), default=None)
     positions: Any = field(ArrayKind("T", ("int32", "int64")))
-    cos_sin: Any = field(Pair(("cos_sin", "sin"), expect_cos_sin, unit_stride=True))
+    cos_sin: Any = field(RotaryTable(("cos_sin", "sin"), expect_cos_sin, unit_stride=True))
     q_weight: Any = field(ArrayKind("D", FLOATS), default=None)
     k_weight: Any = field(ArrayKind("D", FLOATS), default=None)
     eps: float = field(Number(positive=True), default=1e-6)
