@@ -1,6 +1,8 @@
 """What the wrappers over a paged cache of keys and values share: their state, and a run over the planned batch."""
 
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 
@@ -17,6 +19,8 @@ from ragged_attention.compat.flashinfer._tables import Tables, block_table, expe
 from ragged_attention.compat.flashinfer.page import pages_of
 from ragged_attention.errors import InvalidInput
 
+Arguments = ParamSpec("Arguments")
+
 
 class Dtypes(NamedTuple):
     """The dtypes of a plan."""
@@ -31,6 +35,18 @@ def planned_dtypes(q_data_type: Any, kv_data_type: Any, o_data_type: Any) -> Dty
     q = torch_dtype("q_data_type", q_data_type)
     kv = q if kv_data_type is None else torch_dtype("kv_data_type", kv_data_type)
     return Dtypes(q, kv, result_dtype(o_data_type, q))
+
+
+def without_lse(method: Callable[Arguments, Any]) -> Callable[Arguments, Any]:
+    """A method `forward` of a class, with the arguments of its `forward_return_lse`."""
+
+    @functools.wraps(method)
+    def forward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
+        return method(*args, **kwargs)[0]
+
+    forward.__name__, forward.__qualname__ = "forward", method.__qualname__.replace(method.__name__, "forward")
+    forward.__doc__ = "`run` with settings that replace those of the plan; deprecated by FlashInfer."
+    return forward
 
 
 class Planned:

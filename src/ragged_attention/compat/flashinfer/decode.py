@@ -18,7 +18,7 @@ from ragged_attention.compat.flashinfer._arguments import (
 )
 from ragged_attention.compat.flashinfer._attention import Attention
 from ragged_attention.compat.flashinfer._tables import Tables, replaced
-from ragged_attention.compat.flashinfer._wrapper import PagedWrapper, planned_dtypes
+from ragged_attention.compat.flashinfer._wrapper import PagedWrapper, planned_dtypes, without_lse
 from ragged_attention.errors import InvalidInput
 
 __all__ = [
@@ -255,27 +255,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        pos_encoding_mode: str = "NONE",
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Any:
-        """`run` with settings that replace those of the plan; deprecated by FlashInfer."""
-        self._override(
-            pos_encoding_mode=pos_encoding_mode, window_left=window_left, logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
-        )  # fmt: skip
-        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-
     def forward_return_lse(
         self,
         q: torch.Tensor,
@@ -296,6 +275,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
         )  # fmt: skip
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=True)
+
+    forward = without_lse(forward_return_lse)
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

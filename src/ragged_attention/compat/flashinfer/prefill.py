@@ -20,7 +20,7 @@ from ragged_attention.compat.flashinfer._arguments import (
 from ragged_attention.compat.flashinfer._attention import Attention, Rows, needs_pages
 from ragged_attention.compat.flashinfer._masks import mask_of
 from ragged_attention.compat.flashinfer._tables import Tables, expect_indptr, replaced
-from ragged_attention.compat.flashinfer._wrapper import PagedWrapper, Planned, planned_dtypes
+from ragged_attention.compat.flashinfer._wrapper import PagedWrapper, Planned, planned_dtypes, without_lse
 from ragged_attention.errors import InvalidInput, Unsupported
 
 __all__ = [
@@ -269,29 +269,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Any:
-        """`run` with settings that replace those of the plan; deprecated by FlashInfer."""
-        del use_fp16_qk_reduction
-        self._override(
-            causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
-            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
-        )  # fmt: skip
-        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
-
     def forward_return_lse(
         self,
         q: torch.Tensor,
@@ -314,6 +291,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
         )  # fmt: skip
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=True)
+
+    forward = without_lse(forward_return_lse)
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(Planned):
@@ -483,28 +462,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(Planned):
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Any:
-        """`run` with settings that replace those of the plan; deprecated by FlashInfer."""
-        del use_fp16_qk_reduction
-        self._override(
-            causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
-            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
-        )  # fmt: skip
-        return self.run(q, k, v)
-
     def forward_return_lse(
         self,
         q: torch.Tensor,
@@ -526,6 +483,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Planned):
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
         )  # fmt: skip
         return self.run(q, k, v, return_lse=True)
+
+    forward = without_lse(forward_return_lse)
 
 
 def _extent(indptr: torch.Tensor) -> tuple[int, int]:
