@@ -12,12 +12,7 @@ from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import decode, narrow
 from ragged_attention.kernels_triton._mask import MaskKind, fewest_keys, hide, seen_by_all
 from ragged_attention.kernels_triton._sequences import Edges, block_start, end_blocks, whole_blocks
-from ragged_attention.kernels_triton._softmax import (
-    lost_to_rounding,
-    matmul,
-    online_softmax,
-    soft_capped,
-)
+from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, online_softmax, soft_capped
 
 PAGE_SCAN: tl.constexpr = tl.constexpr(256)  # page indices that `pages_are_valid` checks per step
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from ragged_attention.calls import NormRopeWrite
 from ragged_attention.kernels_triton import write_kv_pages
 from ragged_attention.kernels_triton._constants import Constants
-from ragged_attention.kernels_triton._formats import array_heads, cache_views, number_format, scale_arguments
+from ragged_attention.kernels_triton._formats import array_heads, cache_views, scale_arguments
 from ragged_attention.kernels_triton._rotary import (
     Angles,
     Norm,
@@ -29,6 +29,7 @@ from ragged_attention.kernels_triton.write_kv_pages import (
     Element,
     NewRows,
     Pages,
+    element_of,
     place_arguments,
     slots_from_tables,
     store_rows,
@@ -147,15 +148,6 @@ def run(call: NormRopeWrite, tile: Tile, launch: Any) -> Any:
     inputs = (q, k, v, call.positions, cos, sin, *weights, *places, k_scale, v_scale)
     first = len(inputs)
 
-    def element(width: int, scale_stride: int) -> Element:
-        return Element(
-            FORMAT=number_format(call.cache_dtype, call.device.arch),
-            PAGE_SIZE=call.page_size,
-            D=width,
-            D_PAD=next_power_of_2(width),
-            SCALE_STRIDE=scale_stride,
-        )
-
     def rotary(weight: Any) -> Rotary:
         return rotary_of(call, call.head_dim, 0 if weight is None else call.head_dim, 0, (cos, sin), launch)
 
@@ -179,8 +171,8 @@ def run(call: NormRopeWrite, tile: Tile, launch: Any) -> Any:
         k_scale_factor=k_factor,
         v_scale_factor=v_factor,
         CONFIG=Config(
-            K=element(call.head_dim, k_stride),
-            V=element(call.v_head_dim, v_stride),
+            K=element_of(call, call.head_dim, k_stride),
+            V=element_of(call, call.v_head_dim, v_stride),
             Q_ROTARY=rotary(call.q_weight),
             K_ROTARY=rotary(call.k_weight),
             Q_STRIDES=Strides(*launch.strides(q)[:2]),

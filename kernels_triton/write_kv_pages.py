@@ -197,6 +197,17 @@ def place_arguments(call: Any, launch: Any) -> tuple[tuple[Any, ...], dict[str, 
     }
 
 
+def element_of(call: Any, width: int, scale_stride: int) -> Element:
+    """How the rows of K or V of a call are stored."""
+    return Element(
+        FORMAT="plain" if call.copies else number_format(call.cache_dtype, call.device.arch),
+        PAGE_SIZE=call.page_size,
+        D=width,
+        D_PAD=next_power_of_2(width),
+        SCALE_STRIDE=scale_stride,
+    )
+
+
 def run(call: WriteKvPages, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns the page arrays."""
     k, v = launch.packed(call.k), launch.packed(call.v)
@@ -205,15 +216,6 @@ def run(call: WriteKvPages, tile: Tile, launch: Any) -> Any:
     scales = (None, None) if call.copies else (call.k_scale, call.v_scale)
     (k_scale, k_factor, k_stride), (v_scale, v_factor, v_stride) = (scale_arguments(one, k, launch) for one in scales)
     places, numbers = place_arguments(call, launch)
-
-    def element(width: int, scale_stride: int) -> Element:
-        return Element(
-            FORMAT="plain" if call.copies else number_format(call.cache_dtype, call.device.arch),
-            PAGE_SIZE=call.page_size,
-            D=width,
-            D_PAD=next_power_of_2(width),
-            SCALE_STRIDE=scale_stride,
-        )
 
     return launch(
         write_kernel,
@@ -234,8 +236,8 @@ def run(call: WriteKvPages, tile: Tile, launch: Any) -> Any:
         k_scale_factor=k_factor,
         v_scale_factor=v_factor,
         CONFIG=Config(
-            K=element(call.head_dim, k_stride),
-            V=element(call.v_head_dim, v_stride),
+            K=element_of(call, call.head_dim, k_stride),
+            V=element_of(call, call.v_head_dim, v_stride),
             BLOCK_T=tile.block_t,
             HAS_SLOTS=call.slot_mapping is not None,
             HAS_NUM_SEQS=call.num_seqs is not None,
