@@ -21,6 +21,7 @@ from ragged_attention.errors import InvalidInput, Unsupported  # noqa: E402
 from ragged_attention.integrations import transformers as ragged  # noqa: E402
 from ragged_attention.integrations.transformers import _indexer, _layout, _lists, _masks  # noqa: E402
 from ragged_attention.torch import indexer_topk  # noqa: E402
+from tests.with_transformers import padding  # noqa: E402
 from tests.with_transformers import registered as registered  # noqa: E402
 
 # Warnings of transformers about itself.
@@ -53,17 +54,6 @@ def each(families: tuple[str, ...]) -> Any:
 
 def tokens(rows: int = 3, length: int = 13, seed: int = 0) -> Any:
     return torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def padding(kind: str) -> Any:
-    shown = torch.ones(3, 13, dtype=torch.long)
-    if kind == "left":
-        shown[0, :3] = shown[2, :7] = 0
-    elif kind == "right":
-        shown[0, -3:] = shown[2, -7:] = 0
-    elif kind == "holes":
-        shown[0, 4:6] = shown[1, :2] = shown[1, 8] = 0
-    return shown
 
 
 def generated(model: Any, name: str, shown: Any, **options: Any) -> Any:

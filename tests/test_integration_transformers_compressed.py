@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers")
 from ragged_attention.integrations import transformers as ragged  # noqa: E402
 from ragged_attention.integrations.transformers import _calls, _lists  # noqa: E402
 from ragged_attention.integrations.transformers._attention import attention  # noqa: E402
+from tests.with_transformers import padding  # noqa: E402
 from tests.with_transformers import registered as registered  # noqa: E402
 
 # Warnings of transformers about itself.
@@ -44,17 +45,6 @@ def model() -> Any:
 
 def tokens(rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> Any:
     return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def padding(kind: str) -> Any:
-    shown = torch.ones(ROWS, LENGTH, dtype=torch.long)
-    if kind == "left":
-        shown[0, :3] = shown[2, :7] = 0
-    elif kind == "right":
-        shown[0, -3:] = shown[2, -7:] = 0
-    elif kind == "holes":
-        shown[0, 4:6] = shown[1, :2] = shown[1, 8] = 0
-    return shown
 
 
 def expect_close(found: Any, expected: Any) -> None:
@@ -171,3 +161,18 @@ def test_what_lists_do_not_take_is_computed_densely() -> None:
     for changes in ({"softcap": 3.0}, {"dropout": 0.5}, {"position_bias": torch.zeros(1, 3, 5, 5)},
                     {"indices": torch.zeros(2, 5, 2, dtype=torch.int32)}):  # fmt: skip
         assert not shared(**changes)[1], changes
+
+
+def test_one_query_has_the_gradient_of_sinks_alone() -> None:
+    query, shown = random(2, 3, 1, 32, seed=3), SHOWN[:, :, :1]
+    sinks, dense = (torch.zeros(3, requires_grad=True) for _ in range(2))
+    _calls.calls.clear()
+    out, _ = attention(torch.nn.Module(), query, ROWS_OF_KEYS, ROWS_OF_KEYS, shown, s_aux=sinks, scaling=0.3)
+    assert "sparse_mla_prefill" in ragged.explain()
+    logits = (0.3 * query @ ROWS_OF_KEYS.mT).masked_fill(~shown, -torch.inf)
+    weights = torch.cat([logits, dense[:, None, None].expand(2, 3, 1, 1)], -1).softmax(-1)[..., :-1]
+    expected = (weights @ ROWS_OF_KEYS).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    for result in (out, expected):
+        result.square().sum().backward()
+    torch.testing.assert_close(sinks.grad, dense.grad)

@@ -1,8 +1,22 @@
 """What tests of the transformers integration begin with and end with."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+
+
+def padding(kind: str) -> Any:
+    """The attention mask [3, 13] of a batch with padding of a kind."""
+    torch = pytest.importorskip("torch")
+    shown = torch.ones(3, 13, dtype=torch.long)
+    if kind == "left":
+        shown[0, :3] = shown[2, :7] = 0
+    elif kind == "right":
+        shown[0, -3:] = shown[2, -7:] = 0
+    elif kind == "holes":
+        shown[0, 4:6] = shown[1, :2] = shown[1, 8] = 0
+    return shown
 
 
 @pytest.fixture

@@ -39,7 +39,8 @@ def attend_shared(call: LayerCall) -> torch.Tensor:
     """Attention [B, L_q, H, D] of a call that `takes_shared` accepts."""
     settings = {name: value for name, value in call.settings.items() if name != "soft_cap"}
     settings["d_v"] = call.value.shape[-1]
-    q, needs_gradient = call.query.transpose(1, 2), call.query.requires_grad or call.key.requires_grad
+    q, sinks = call.query.transpose(1, 2), settings["sinks"]
+    needs_gradient = any(tensor is not None and tensor.requires_grad for tensor in (q, call.key, sinks))
     if call.query.shape[2] == 1 and not (torch.is_grad_enabled() and needs_gradient):
         note(call.module, "mla_decode")
         ((lists, _),) = lists_of(call, call.key)
