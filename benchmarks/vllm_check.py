@@ -64,7 +64,8 @@ class Model:
     against: str = "vllm"  # or transformers, where vLLM has no attention of its own for the model
 
 
-_UNCACHED = {"enable_prefix_caching": False}
+# Of models that vLLM runs only with a tokenizer, in steps that hold a whole prompt, and without cached prefixes.
+_WHOLE = {"skip_tokenizer_init": False, "max_num_batched_tokens": 256, "enable_prefix_caching": False}
 _LLAMA = Model("LlamaConfig", "LlamaForCausalLM", {})
 _WINDOW = {"sliding_window": 16}
 MODELS = {
@@ -123,12 +124,11 @@ MODELS = {
         },
         {"block_size": 16},
     ),
-    # Models that vLLM runs only with a tokenizer, in steps that hold a whole prompt, and without cached prefixes.
     "bert (no cache)": Model(
         "BertConfig",
         "BertModel",
         {"num_key_value_heads": 4},
-        {"runner": "pooling", "skip_tokenizer_init": False, "max_num_batched_tokens": 256, **_UNCACHED},
+        _WHOLE | {"runner": "pooling"},
         gap=1e-6,
         task="embed",
     ),
@@ -142,7 +142,7 @@ MODELS = {
             "cls_token_id": 1,
             "sep_token_id": 2,
         },
-        {"runner": "pooling", "skip_tokenizer_init": False, "max_num_batched_tokens": 256, **_UNCACHED},
+        _WHOLE | {"runner": "pooling"},
         gap=1e-6,
         task="embed",
     ),
@@ -163,13 +163,7 @@ MODELS = {
             "begin_suppress_tokens": None,
             "init_std": 0.2,
         },
-        {
-            "skip_tokenizer_init": False,
-            "max_model_len": 100,
-            "max_num_batched_tokens": 256,
-            "skip_mm_profiling": True,
-            **_UNCACHED,
-        },
+        _WHOLE | {"max_model_len": 100, "skip_mm_profiling": True},
         task="transcribe",
     ),
 }

@@ -282,7 +282,7 @@ def build_prefill_chunk_metadata(
     token_to_seq.copy_(torch.searchsorted(cu_compressed_seq_lens[1:], key, right=True))
     query = torch.arange(query_slice_start, query_slice_stop, device=device)
     request = torch.searchsorted(query_start_loc[1:], query, right=True).clamp_(max=num_reqs - 1)
-    left = query_start_loc[request + 1] - query  # this query and those behind it
+    left = query_start_loc[request + 1] - query  # the number of queries from this one to the request's last
     seen = torch.div(uncompressed_seq_lens[request] - left + 1, COMPRESS_RATIO, rounding_mode="floor")
     if DCP_WORLD > 1:
         whole = seen // DCP_INTERLEAVE // DCP_WORLD * DCP_INTERLEAVE

@@ -4,6 +4,7 @@ vLLM's compiler passes find these steps in a model's graph and ask the layer's i
 one. Rotated keys go to the cache only, so a layer that also attends to the keys of the step itself has no fused steps.
 """
 
+import abc
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ import torch
 from ragged_attention.torch import norm_rope_write
 
 
-class FusedRope:
-    """The fused steps of an implementation that has `_pages`, `_scales`, `num_heads`, `num_kv_heads`, `head_size`."""
+class FusedRope(abc.ABC):
+    """The fused steps of an implementation."""
 
     num_heads: int
     num_kv_heads: int
@@ -101,14 +102,14 @@ class FusedRope:
         )  # fmt: skip
         return q
 
+    @abc.abstractmethod
     def _reads_keys_from_cache(self) -> bool:
         """Whether attention reads all keys from the cache."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The pages of keys and of values in vLLM's cache."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _scales(self, layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The scales of keys and of values in an 8-bit cache."""
-        raise NotImplementedError

@@ -129,6 +129,7 @@ CORNERS: dict[str, NormRopeSpec] = {
 
 @st.composite
 def norm_rope_specs(draw: Any, *, clean: bool = False) -> NormRopeSpec:
+    """Any valid `norm_rope_write` call. `clean` leaves out what a law brings in by itself."""
     spec = draw(specs(clean=True) if clean else specs())
     return NormRopeSpec(
         spec=dataclasses.replace(spec, q_scales=None),

@@ -480,7 +480,7 @@ def sinks_of(rng: np.random.Generator, heads: int, kind: str | None) -> NDArray[
 
 
 def slopes_of(rng: np.random.Generator, heads: int, kind: str | None) -> NDArray[np.float32] | None:
-    """ALiBi slopes of so many heads: the usual powers of a half, or mixed, of either sign and 0."""
+    """The ALiBi slopes of `heads` heads: the usual powers of a half, or a mix of positive, negative and zero."""
     if kind is None:
         return None
     if kind == "usual":
