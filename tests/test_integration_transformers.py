@@ -472,7 +472,7 @@ def other(kind: str) -> tuple[Any, dict[str, Any], str]:
         return transformers.BartForConditionalGeneration(config), decoder, "varlen_attention"
     if kind == "t5":
         config = transformers.T5Config(**TWO_SIDED, d_kv=16, d_ff=64, num_layers=1, num_heads=4)
-        return transformers.T5ForConditionalGeneration(config), decoder, "since it has a bias of positions"
+        return transformers.T5ForConditionalGeneration(config), decoder, "T5Attention: varlen_attention"
     config = transformers.Llama4TextConfig(**SMALL, num_key_value_heads=2, head_dim=16, attention_chunk_size=4,
                                            num_local_experts=2, intermediate_size_mlp=64, pad_token_id=0)  # fmt: skip
     return transformers.Llama4ForCausalLM(config), {}, "since its mask is no causal one, window or padding"
@@ -525,6 +525,16 @@ def test_dense_attention_agrees_with_the_packed_one(packed: bool) -> None:
         ragged_attention(module, query, key, key, mask, dropout=chance, **known)[0] for chance in (1e-12, 0.0)
     )
     assert_close(found, expected, None if packed else shown)
+
+
+def test_one_query_has_the_gradient_of_sinks_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 4, 1, 16, generator=generator), torch.randn(2, 2, 9, 16, generator=generator)
+    ours, dense = (torch.zeros(4, requires_grad=True) for _ in range(2))
+    for sinks, chance in ((ours, 0.0), (dense, 1e-12)):
+        out, _ = ragged_attention(torch.nn.Module(), query, key, key, None, s_aux=sinks, dropout=chance)
+        out.square().sum().backward()
+    assert_close(ours.grad, dense.grad)
 
 
 def test_selected_blocks_are_refused() -> None:

@@ -566,6 +566,19 @@ def test_absorbed_layers_carry_over_what_they_are_told(kind: str) -> None:
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
 
 
+def test_absorbed_layers_have_the_gradient_of_sinks_alone() -> None:
+    model = tiny_model("deepseek_v3").requires_grad_(False)
+    layers = (each.model.layers[0].self_attn for each in (model, ragged.absorb_mla(copy.deepcopy(model))))
+    model.set_attn_implementation(ragged.NAME)
+    hidden, mask = random(2, 7, model.config.hidden_size), _masks.mask(2, 7, 7)
+    turned, gradients = model.model.rotary_emb(hidden, torch.arange(7)[None]), []
+    for layer in layers:
+        sinks = random(model.config.num_attention_heads, seed=3).requires_grad_()
+        layer(hidden, turned, mask, s_aux=sinks)[0].square().sum().backward()
+        gradients.append(sinks.grad)
+    torch.testing.assert_close(*gradients, rtol=2e-5, atol=2e-5)
+
+
 def test_masks_that_lists_of_latents_cannot_say_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ragged.absorb_mla(tiny_model("deepseek_v3"))
     absorbed = model.model.layers[0].self_attn

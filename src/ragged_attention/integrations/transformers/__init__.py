@@ -15,9 +15,9 @@ operation depends on the call:
                                  `top_k_indices` in indexers
     the same in `generate_batch` over pages of latents, `mla_decode` too; `indexer_topk` in indexers
 
-Calls that these do not take (dropout, position biases, masks of another form) are computed densely in torch, with the
-same result, but slower and with all logits of a layer in memory. `explain` tells which operation ran, and why. The
-model's mask decides which keys a query sees. No keyword that could matter is ignored.
+Calls that these do not take (dropout, biases that do not follow from distance, masks of another form) are computed
+densely in torch, with the same result, but slower and with all logits of a layer in memory. `explain` tells which
+operation ran, and why. The model's mask decides which keys a query sees. No keyword that could matter is ignored.
 """
 
 import importlib.metadata
@@ -52,7 +52,8 @@ def register() -> None:
     `generate_batch` takes only two implementations by name, and those of flash attention. So the functions by which
     three of its modules recognise flash attention are replaced by functions that recognise ours too. Its cache's
     `update` is replaced by one that does not gather keys for ours. The functions that make the cache are replaced too,
-    so that a model after `absorb_mla` gets one of latents, and another model with latent attention is refused.
+    so that a model after `absorb_mla` gets one of latents, and another model with latent attention is refused. The
+    functions of t5, its relatives and inkling that make biases of positions return tables by distance for ours.
 
     Raises:
         Unsupported: transformers is not installed, or its release is not supported.

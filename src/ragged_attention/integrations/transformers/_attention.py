@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ragged_attention.errors import Unsupported
-from ragged_attention.integrations.transformers import _continuous, _dense, _latent, _layout, _lists, _masks
+from ragged_attention.integrations.transformers import _bias, _continuous, _dense, _latent, _layout, _lists, _masks
 from ragged_attention.integrations.transformers._calls import note
 from ragged_attention.integrations.transformers._keywords import expect_no_more_than_places, own_attention
 from ragged_attention.integrations.transformers._layout import LayerCall
@@ -103,16 +103,20 @@ def _attend(call: LayerCall) -> torch.Tensor:
     if isinstance(pattern.end, int):
         call = call._replace(key=call.key[:, :, : pattern.end], value=call.value[:, :, : pattern.end])
     settings = {**call.settings, "sliding_window": pattern.window}
+    tables = _bias.tables_of(call, pattern) if _bias.is_given(call) else None
     if call.query.shape[2] == 1 and _may_use_pages(call, pattern):
         note(call.module, "ragged_paged_attention")
         k_pages, v_pages, kv_lens, table = _layout.pages_of(call.key, call.value, pattern.shown)
         q = call.query.transpose(1, 2)
+        if tables is not None:  # they are those of a causal operation
+            pattern, settings["relative_bias"] = pattern._replace(causal=True), tables.transpose(1, 2).flatten(0, 1)
         return _layout.over_pages(ragged_paged_attention, q, (k_pages, v_pages), kv_lens, table, pattern, settings)
     note(call.module, "varlen_attention")
     settings["deterministic"] = bool(call.others.get("deterministic"))
+    settings["causal"] = pattern.causal or (tables is not None and call.query.shape[2] == 1)
     if pattern.shown is not None:
-        return _without_padding(call, pattern, pattern.shown, settings)
-    return _packed(call, pattern, settings)
+        return _without_padding(call, pattern, pattern.shown, settings, tables)
+    return _packed(call, pattern, settings, tables)
 
 
 def _pattern(call: LayerCall, causal: bool) -> Pattern | None:
@@ -141,21 +145,21 @@ def _shown(call: LayerCall) -> Any:
 
 
 def _may_use_pages(call: LayerCall, pattern: Pattern) -> bool:
-    tensors = call.query, call.key, call.value
-    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return pattern.edges is None and _layout.takes_pages(call.query, call.value) and not needs_gradient
+    if _layout.need_gradient(call.query, call.key, call.value, call.settings["sinks"]) or _bias.needs_gradient(call):
+        return False
+    return pattern.edges is None and _layout.takes_pages(call.query, call.value)
 
 
 def _why_dense(call: LayerCall) -> str | None:
     """Why none of our operations takes a call, or None if one does."""
     if call.dropout:
         return "it drops weights"
-    if call.others.get("position_bias") is not None:
-        return "it has a bias of positions"
     if call.others.get("indices") is not None:
         return "each query has its own list of keys"
     if call.pattern is None or not _masks.is_within(call.pattern, call.key.shape[2]):
         return "its mask is no causal one, window or padding"
+    if (reason := _bias.why_dense(call)) is not None:
+        return reason
     if call.query.shape[2] > 1 and call.pattern.shown is not None and _mixes_tokens(call.module):
         return "results of padding reach other tokens"
     if call.query.dtype not in DTYPES:
@@ -170,7 +174,7 @@ def _mixes_tokens(module: Any) -> bool:
     return getattr(getattr(module, "config", None), "compress_rates", None) is not None
 
 
-def _packed(call: LayerCall, pattern: Pattern, settings: dict[str, Any]) -> torch.Tensor:
+def _packed(call: LayerCall, pattern: Pattern, settings: dict[str, Any], tables: torch.Tensor | None) -> torch.Tensor:
     """Attention by `varlen_attention` with the rows laid out one after another."""
     rows, heads, q_len, _ = call.query.shape
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (call.query, call.key, call.value))
@@ -180,13 +184,23 @@ def _packed(call: LayerCall, pattern: Pattern, settings: dict[str, Any]) -> torc
         is_from_layer = call.mask is None or pattern_of(call.mask).edges is None  # type: ignore[union-attr]
         cu_kv_lens = call.others.get("cu_seq_lens_k") if is_from_layer else None
         edges = pattern.edges, pattern.edges if cu_kv_lens is None else cu_kv_lens.int()
-    return varlen_attention(q, k, v, *edges, causal=pattern.causal, **settings).view(rows, q_len, heads, -1)
+    if tables is not None:
+        is_shared = tables.shape[0] == tables.shape[2] == 1
+        each = tables[0, :, 0] if is_shared else tables.expand(rows, -1, q_len, -1).transpose(1, 2).flatten(0, 1)
+        settings["relative_bias"] = each
+    return varlen_attention(q, k, v, *edges, **settings).view(rows, q_len, heads, -1)
 
 
-def _without_padding(call: LayerCall, pattern: Pattern, shown: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
+def _without_padding(
+    call: LayerCall, pattern: Pattern, shown: torch.Tensor, settings: dict[str, Any], tables: torch.Tensor | None
+) -> torch.Tensor:
     """Attention with each row as two sequences, its tokens and its padding, so that shapes do not depend on lengths."""
     rows, heads, q_len, _ = call.query.shape
-    (q_order, q_lens), (order, kv_lens) = _layout.queries_first(pattern, shown, q_len), _layout.shown_first(shown)
+    order, kv_lens = q_order, q_lens = _layout.shown_first(shown)
+    if (
+        tables is None or pattern.causal or q_len == 1
+    ):  # otherwise a bias counts positions of queries like those of keys
+        q_order, q_lens = _layout.queries_first(pattern, shown, q_len)
 
     def ordered(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         tensor = tensor.transpose(1, 2)[:, : places.shape[1]]
@@ -197,8 +211,13 @@ def _without_padding(call: LayerCall, pattern: Pattern, shown: torch.Tensor, set
         inner = torch.stack((starts, starts + lens), 1).flatten()
         return torch.cat((inner, inner.new_tensor([rows * whole]))).int()
 
+    if tables is not None:
+        is_shared = tables.shape[0] == tables.shape[2] == 1
+        settings["relative_bias"] = (
+            tables[0, :, 0] if is_shared else ordered(tables.expand(rows, -1, q_len, -1), q_order)
+        )
     out = varlen_attention(
         ordered(call.query, q_order), ordered(call.key, order), ordered(call.value, order),
-        edges(q_lens, q_len), edges(kv_lens, shown.shape[1]), causal=pattern.causal, **settings,
+        edges(q_lens, q_len), edges(kv_lens, shown.shape[1]), **settings,
     ).view(rows, q_len, heads, -1)  # fmt: skip
     return out.take_along_dim(torch.argsort(q_order, dim=1)[:, :, None, None], 1)

@@ -1,11 +1,21 @@
 """Registers our attention with transformers, and undoes it: all changes to transformers are here."""
 
+import functools
 from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.generation.continuous_batching import cache, continuous_api, initialization
+from transformers.models.inkling.modeling_inkling import InklingAttention, InklingRelativeLogits
+from transformers.models.longt5.modeling_longt5 import LongT5Attention
+from transformers.models.mt5.modeling_mt5 import MT5Attention
+from transformers.models.pix2struct.modeling_pix2struct import Pix2StructTextAttention
+from transformers.models.pop2piano.modeling_pop2piano import Pop2PianoAttention
+from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersAttention
+from transformers.models.t5.modeling_t5 import T5Attention
+from transformers.models.udop.modeling_udop import UdopAttention
+from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
-from ragged_attention.integrations.transformers import _continuous, _latent, _paged_latents
+from ragged_attention.integrations.transformers import _bias, _continuous, _latent, _paged_latents
 from ragged_attention.integrations.transformers._attention import attention
 from ragged_attention.integrations.transformers._masks import mask
 
@@ -68,10 +78,16 @@ def _with_lists_of_keys(original: Any, ours: str) -> Any:
     return group_layers_by_attn_type
 
 
+# Attention whose bias follows from buckets of distances.
+BUCKETED: tuple[Any, ...] = (
+    T5Attention, MT5Attention, UMT5Attention, LongT5Attention, SwitchTransformersAttention, Pop2PianoAttention,
+    UdopAttention, Pix2StructTextAttention,
+)  # fmt: skip
 # The functions that are replaced, by owner and name. Continuous batching packs queries and makes no mask if the first
 # one returns True. The second one gathers all keys before a layer attends; ours attends to them in place. By the others
 # a model of absorbed latent attention gets a cache of ours, and one that is not absorbed is refused: the manager knows
-# the model, but makes the cache from its configuration alone, and what groups the layers knows no lists of keys.
+# the model, but makes the cache from its configuration alone, and what groups the layers knows no lists of keys. The
+# last ones make biases of positions.
 REPLACED: list[tuple[Any, str, Any]] = [
     *((module, "is_flash_attention_requested", _recognising) for module in (cache, continuous_api, initialization)),
     (cache.PagedAttentionCache, "update", _without_gathering),
@@ -79,6 +95,9 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (continuous_api.ContinuousBatchingManager, "_create_batch_processor", _with_layers),
     (continuous_api, "PagedAttentionCache", _for_layers),
     (initialization, "group_layers_by_attn_type", _with_lists_of_keys),
+    *((kind, "compute_bias", functools.partial(_bias.bucketed, kind=kind)) for kind in BUCKETED),
+    (InklingAttention, "forward", functools.partial(_bias.told, kind=InklingAttention)),
+    (InklingRelativeLogits, "forward", functools.partial(_bias.by_extent, kind=InklingRelativeLogits)),
 ]
 
 

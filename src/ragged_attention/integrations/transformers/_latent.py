@@ -14,7 +14,7 @@ from ragged_attention.errors import Unsupported
 from ragged_attention.integrations.transformers import _lists, _paged_latents
 from ragged_attention.integrations.transformers._calls import note
 from ragged_attention.integrations.transformers._indexer import index, is_indexed
-from ragged_attention.integrations.transformers._layout import LayerCall, over_pages, pages_of
+from ragged_attention.integrations.transformers._layout import LayerCall, need_gradient, over_pages, pages_of
 from ragged_attention.integrations.transformers._masks import Pattern, is_within
 from ragged_attention.torch import ragged_mla_attention
 
@@ -97,7 +97,7 @@ def attend(call: LayerCall) -> torch.Tensor:
         q, latents = (torch.nn.functional.pad(tensor, (0, padding[0])) for tensor in (q, latents))
     settings = {**call.settings, "d_v": width + padding[1]}
     held = others.get("latent_pages")
-    gradient = torch.is_grad_enabled() and (q.requires_grad or latents.requires_grad)
+    gradient = need_gradient(q, latents, call.settings["sinks"])
     at_once = pattern is not None and is_within(pattern, latents.shape[2])
     if held is not None:
         out = _paged_latents.attend(module, q, held, others.get("indices"), settings)

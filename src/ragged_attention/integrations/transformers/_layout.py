@@ -30,6 +30,11 @@ class LayerCall(NamedTuple):
     pattern: Pattern | None = None
 
 
+def need_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether a gradient of any of these is wanted."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
 def shown_first(shown: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An order of each row's keys in which padding comes last, and the number of the other keys."""
     return computed_once(shown, "order", lambda: _shown_first(shown))

@@ -10,7 +10,7 @@ import torch
 
 from ragged_attention.errors import Unsupported
 from ragged_attention.integrations.transformers._calls import note
-from ragged_attention.integrations.transformers._layout import LayerCall
+from ragged_attention.integrations.transformers._layout import LayerCall, need_gradient
 from ragged_attention.integrations.transformers._masks import is_within, visible
 from ragged_attention.torch import mla_decode, sparse_mla_prefill
 
@@ -40,8 +40,7 @@ def attend_shared(call: LayerCall) -> torch.Tensor:
     settings = {name: value for name, value in call.settings.items() if name != "soft_cap"}
     settings["d_v"] = call.value.shape[-1]
     q, sinks = call.query.transpose(1, 2), settings["sinks"]
-    needs_gradient = any(tensor is not None and tensor.requires_grad for tensor in (q, call.key, sinks))
-    if call.query.shape[2] == 1 and not (torch.is_grad_enabled() and needs_gradient):
+    if call.query.shape[2] == 1 and not need_gradient(q, call.key, sinks):
         note(call.module, "mla_decode")
         ((lists, _),) = lists_of(call, call.key)
         pages = call.key.flatten(0, 2)[:, None, None]  # of one key, so that kernels are the same for all lengths

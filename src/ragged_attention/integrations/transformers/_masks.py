@@ -278,7 +278,7 @@ def _padding(mask: torch.Tensor | None, rows: int, first: Any, length: int, devi
     return shown if torch.compiler.is_compiling() or not bool(shown.all()) else None
 
 
-def _has_holes(shown: torch.Tensor) -> bool:
+def has_holes(shown: torch.Tensor) -> bool:
     """Whether padding lies between other tokens, so that keys would move closer if it were left out."""
     return bool(((shown[:, 1:] != shown[:, :-1]).sum(1) - (~shown[:, 0]).int() > 1).any())
 
@@ -398,6 +398,6 @@ def _expressed(
         is_used = torch.arange(kv_length, device=device) < end
         shown = is_used.expand(rows, -1) if shown is None else shown & is_used
     may_have_window = causal and q_length > 1 and not torch.compiler.is_compiling()  # the next test reads values
-    if window is not None and shown is not None and not (may_have_window and not _has_holes(shown)):
+    if window is not None and shown is not None and not (may_have_window and not has_holes(shown)):
         return None
     return Pattern(causal, window, shown, None if is_at_end else end, has_padding_mask=padding is not None)
