@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import ragged_attention.compat.flashinfer as ours
+from ragged_attention.torch import norm_rope_write
 
 WORKSPACE = torch.empty(16, dtype=torch.uint8)
 Outputs = tuple[Any, Any]  # ours and the reference's
@@ -58,6 +59,43 @@ def chosen(name: str) -> Callable[..., Outputs]:
     )  # fmt: skip
 
 
+def rotated(inputs: Mapping[str, Any], reference: Callable[..., Any]) -> Outputs:
+    """Queries, and keys read back from the pages, of both ways to pair columns."""
+    got, want = [], []
+    head, count = inputs["head_size"], len(inputs["positions"])
+    q, k = (inputs[name].unflatten(-1, (-1, head)) for name in ("query", "key"))
+    for is_neox in (True, False):
+        pages = torch.zeros(2, -(-count // 16), 16, *k.shape[1:], dtype=k.dtype)
+        turned, (keys, _) = norm_rope_write(
+            q, k, torch.zeros_like(k), (pages[0], pages[1]), torch.arange(count), positions=inputs["positions"],
+            cos_sin=inputs["cos_sin_cache"], interleaved=not is_neox,
+        )  # fmt: skip
+        got += [turned.flatten(1), keys.flatten(0, 1)[:count].flatten(1)]
+        want += reference(**inputs, is_neox=is_neox)
+    return tuple(got), tuple(want)
+
+
+def rotated_into_pages(inputs: Mapping[str, Any], reference: Callable[..., Any]) -> Outputs:
+    """Pages of 8 bits. Ours rotates the first columns of a head, FlashInfer the last ones, so keys are put in order."""
+    copies = {key: copied(value) for key, value in inputs.items()}
+    reference(**copies)
+    q, k = (torch.cat((inputs[f"{name}_rope"], inputs[f"{name}_nope"]), -1) for name in "qk")
+    lens = torch.bincount(inputs["batch_indices"]).int()
+    pages_of = inputs["kv_indptr"].diff()
+    table = torch.stack([
+        torch.nn.functional.pad(row, (0, int(pages_of.max()) - len(row)))
+        for row in inputs["kv_indices"].split(pages_of.tolist())
+    ])  # fmt: skip
+    _, (keys, values) = norm_rope_write(
+        q, k, inputs["v"], inputs["paged_kv_cache"], positions=inputs["pos_ids"], cos_sin=inputs["cos_sin_cache"],
+        interleaved=not inputs["is_neox"], page_indices=table, kv_lens=lens,
+        cu_q_lens=torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int(), k_scale=1.0, v_scale=1.0,
+    )  # fmt: skip
+    width = inputs["k_rope"].shape[-1]
+    keys = torch.cat((keys[..., width:].float(), keys[..., :width].float()), -1)
+    return (keys, values.float()), tuple(each.float() for each in copies["paged_kv_cache"])
+
+
 def is_bfloat16(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
 
@@ -95,6 +133,9 @@ DEFINITIONS: tuple[tuple[str, str, dict[str, int], Callable[..., Outputs]], ...]
     ("page", "append_paged_kv_cache_trace", {"nnz_kv": 21}, written("append_paged_kv_cache", "paged_kv_cache")),
     ("page", "append_paged_mla_kv_cache_trace", {"nnz_kv": 21},
      written("append_paged_mla_kv_cache", "ckv_cache", "kpe_cache")),
+    ("rope", "apply_rope_with_cos_sin_cache_trace", {"nnz": 23, "num_q_heads_x_head_size": 512,
+     "num_k_heads_x_head_size": 128, "head_size": 64, "rotary_dim": 32}, rotated),
+    ("rope", "rope_quantize_fp8_append_paged_kv_cache_trace", {"nnz": 40}, rotated_into_pages),
     ("sampling", "top_k_ragged_transform_trace", {"num_rows": 7}, chosen("top_k_ragged_transform")),
     ("sampling", "top_k_page_table_transform_trace", {"num_rows": 4}, chosen("top_k_page_table_transform")),
 )  # fmt: skip
