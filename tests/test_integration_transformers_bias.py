@@ -68,6 +68,25 @@ def inkling(**changes: Any) -> Any:
     return model.eval()
 
 
+def inkling2() -> Any:
+    config = transformers.Inkling2TextConfig(
+        vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16, intermediate_size=64, d_rel=4,
+        moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
+        dense_intermediate_size=64, rel_extent=5, sliding_window_size=4, log_scaling_n_floor=4, pad_token_id=0,
+        layer_types=["hybrid_sliding", "hybrid"], unpadded_vocab_size=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Inkling2ForCausalLM(config)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.copy_(torch.randn_like(each) * 0.3)
+    return model.eval()
+
+
+QUERIES = {"inkling": inkling, "inkling2": inkling2}
+
+
 def tokens(rows: int = 3, length: int = 13, seed: int = 0) -> Any:
     return torch.randint(1, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
 
@@ -108,18 +127,19 @@ def test_a_bias_by_distance_runs_by_our_operations(kind: str, padded: str) -> No
 
 
 @pytest.mark.parametrize("padded", ["none", "left", "right"])
-def test_a_bias_of_each_query_runs_by_our_operations(padded: str) -> None:
-    model, shown = inkling(), padding(padded)
+@pytest.mark.parametrize("kind", list(QUERIES))
+def test_a_bias_of_each_query_runs_by_our_operations(kind: str, padded: str) -> None:
+    model, shown = QUERIES[kind](), padding(padded)
     assert_close(logits(model, ragged.NAME, shown), logits(model, "eager", shown), shown)
     assert_none_dense()
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
-@pytest.mark.parametrize("kind", ["t5", "umt5", "longt5", "inkling"])
+@pytest.mark.parametrize("kind", ["t5", "umt5", "longt5", "inkling", "inkling2"])
 def test_generation_has_the_tokens_of_eager(kind: str, cache: str | None) -> None:
-    if kind == "inkling" and cache:
+    if kind in QUERIES and cache:
         return  # transformers' own attention fails there
-    model, shown = inkling() if kind == "inkling" else tiny(kind), padding("left")
+    model, shown = QUERIES[kind]() if kind in QUERIES else tiny(kind), padding("left")
 
     def generated(name: str) -> Any:
         model.set_attn_implementation(name)
@@ -133,9 +153,9 @@ def test_generation_has_the_tokens_of_eager(kind: str, cache: str | None) -> Non
     assert "dense" not in said
 
 
-def test_a_prompt_in_pieces() -> None:
-    model, ids = inkling(), tokens()
-    model.set_attn_implementation(ragged.NAME)
+@pytest.mark.parametrize("kind", list(QUERIES))
+def test_a_prompt_in_pieces(kind: str) -> None:
+    model, ids = QUERIES[kind](), tokens()
     expected = logits(model, "eager")
     model.set_attn_implementation(ragged.NAME)
     with torch.no_grad():
@@ -172,7 +192,7 @@ def test_what_is_not_ours_gets_numbers() -> None:
 
 
 def test_a_subclass_may_count_otherwise() -> None:
-    class Other(_host.T5Attention):
+    class Other(type(tiny("t5").encoder.block[0].layer[0].SelfAttention)):
         pass
 
     config = transformers.T5Config(**T5)
@@ -181,18 +201,18 @@ def test_a_subclass_may_count_otherwise() -> None:
 
 
 def test_everything_is_put_back() -> None:
-    kinds = (*_host.BUCKETED, _host.InklingAttention, _host.InklingRelativeLogits)
+    places = [(owner, name) for owner, name, _ in _host.REPLACED]
     ragged.unregister()
-    before = [vars(kind).get("compute_bias", kind.forward) for kind in kinds]
+    before = [getattr(*place) for place in places]
     ragged.register()
-    assert all(vars(kind).get("compute_bias", kind.forward) is not old for kind, old in zip(kinds, before, strict=True))
+    assert all(getattr(*place) is not old for place, old in zip(places, before, strict=True))
     ragged.unregister()
-    assert [vars(kind).get("compute_bias", kind.forward) for kind in kinds] == before
+    assert [getattr(*place) for place in places] == before
 
 
-@pytest.mark.parametrize("kind", ["t5", "inkling"])
+@pytest.mark.parametrize("kind", ["t5", *QUERIES])
 def test_training_has_the_gradients_of_eager(kind: str) -> None:
-    model = inkling() if kind == "inkling" else tiny(kind)
+    model = QUERIES[kind]() if kind in QUERIES else tiny(kind)
 
     def gradients(name: str) -> list[Any]:
         model.set_attn_implementation(name)
@@ -358,3 +378,43 @@ def test_packed_sequences_keep_their_distances() -> None:
     others = torch.tensor([0, 5, 9, 15])
     attention(Layer(), query, key, value, None, is_causal=True, cu_seq_lens_k=others, **arguments)
     assert "since it has a bias of positions between other sequences" in ragged.explain()
+
+
+# ---- sinks of each query
+
+
+@pytest.mark.parametrize("padded", ["none", "left", "holes"])
+@pytest.mark.parametrize("q_len", [1, 13])
+def test_sinks_of_each_query(q_len: int, padded: str) -> None:
+    """By our operations, and densely if weights are dropped."""
+    shown = padding(padded)
+    mask = _masks.mask(3, q_len, 13, 13 - q_len, attention_mask=shown)
+    query, key, value = random(3, 4, q_len, 16), random(3, 2, 13, 16, seed=1), random(3, 2, 13, 16, seed=2)
+    sinks = random(3, 4, q_len, 1, seed=4) * 3
+    logits = query @ key.repeat_interleave(2, 1).mT / 4 + (mask + 0)
+    weights = torch.cat((logits, sinks), -1).softmax(-1)[..., :-1]
+    expected = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    judged = shown[:, -q_len:]
+    found, _ = attention(Layer(), query, key, value, mask, sinks=sinks)
+    assert_close(found, expected, judged)
+    assert "dense" not in ragged.explain()
+    found, _ = attention(Layer(), query, key, value, mask, sinks=sinks, dropout=1e-12)
+    assert_close(found, expected, judged)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.5])
+def test_sinks_of_another_shape_are_refused(chance: float) -> None:
+    x = random(2, 4, 5, 16)
+    for sinks in (random(4), random(2, 4, 1, 1)):
+        with pytest.raises(Unsupported, match=r"expected sinks of each query, \[2, 4, 5, 1\], got"):
+            attention(Layer(), x, x, x, None, sinks=sinks, dropout=chance)
+
+
+def test_sinks_of_each_query_have_a_gradient() -> None:
+    query, key, value = (random(2, 4, 5, 16, seed=seed).requires_grad_() for seed in range(3))
+    sinks, gradients = random(2, 4, 5, 1, seed=4).requires_grad_(), []
+    for chance in (0.0, 1e-12):
+        out, _ = attention(Layer(), query, key, value, None, sinks=sinks, dropout=chance)
+        gradients.append(torch.autograd.grad(out.square().sum(), (query, key, value, sinks)))
+    for found, expected in zip(*gradients, strict=True):
+        assert_close(found, expected)

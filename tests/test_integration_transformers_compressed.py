@@ -159,6 +159,7 @@ def test_what_lists_do_not_take_is_computed_densely() -> None:
     assert by_lists
     torch.testing.assert_close(out, expected)
     for changes in ({"softcap": 3.0}, {"dropout": 0.5}, {"position_bias": torch.zeros(1, 3, 5, 5)},
+                    {"sinks": torch.zeros(2, 3, 5, 1)},
                     {"indices": torch.zeros(2, 5, 2, dtype=torch.int32)}):  # fmt: skip
         assert not shared(**changes)[1], changes
 

@@ -463,7 +463,7 @@ def test_keywords_are_never_swallowed() -> None:
     torch.testing.assert_close(lifted, plain + 2)
     assert "the model's own eager attention" in ragged.explain()
     torch.testing.assert_close(Lifting()(q, k, k, mask, only_handed_on=1, position_ids=2)[0], plain)
-    for layer, named in ((Lifting(), {"other": 1}), (torch.nn.Module(), {"sinks": 1})):
+    for layer, named in ((Lifting(), {"other": 1}), (torch.nn.Module(), {"another": 1})):
         call = layer if isinstance(layer, Lifting) else lambda *x, **y: attention(torch.nn.Module(), *x, **y)
         with pytest.raises(Unsupported, match=f"expected attention without {next(iter(named))}, got some from"):
             call(q, k, k, mask, **named)
@@ -590,6 +590,8 @@ def test_masks_that_lists_of_latents_cannot_say_are_refused(monkeypatch: pytest.
             attention(absorbed, query, latents, latents, random(1, 1, 3, 3))
         with pytest.raises(Unsupported, match="expected absorbed latent attention without a bias of positions, got"):
             attention(absorbed, query, latents, latents, None, position_bias=random(1, 4, 3, 3))
+        with pytest.raises(Unsupported, match="expected absorbed latent attention without sinks of each query, got"):
+            attention(absorbed, query, latents, latents, None, sinks=random(1, 4, 3, 1))
         with pytest.raises(
             Unsupported, match="expected absorbed latent attention without deterministic gradients, got"
         ):

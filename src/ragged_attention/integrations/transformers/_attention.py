@@ -5,12 +5,21 @@ from typing import Any
 import torch
 
 from ragged_attention.errors import Unsupported
-from ragged_attention.integrations.transformers import _bias, _continuous, _dense, _latent, _layout, _lists, _masks
+from ragged_attention.integrations.transformers import (
+    _bias,
+    _continuous,
+    _dense,
+    _latent,
+    _layout,
+    _lists,
+    _masks,
+    _sequences,
+)
 from ragged_attention.integrations.transformers._calls import note
 from ragged_attention.integrations.transformers._keywords import expect_no_more_than_places, own_attention
 from ragged_attention.integrations.transformers._layout import LayerCall
 from ragged_attention.integrations.transformers._masks import Pattern, pattern_of
-from ragged_attention.torch import ragged_paged_attention, varlen_attention
+from ragged_attention.torch import ragged_paged_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 512  # the limit of `varlen_attention`
@@ -110,13 +119,15 @@ def _attend(call: LayerCall) -> torch.Tensor:
         q = call.query.transpose(1, 2)
         if tables is not None:  # they are those of a causal operation
             pattern, settings["relative_bias"] = pattern._replace(causal=True), tables.transpose(1, 2).flatten(0, 1)
-        return _layout.over_pages(ragged_paged_attention, q, (k_pages, v_pages), kv_lens, table, pattern, settings)
+        sinks = _layout.sinks_of_queries(call)
+        operation = _layout.with_sinks(ragged_paged_attention, None if sinks is None else sinks[:, :, 0])
+        return _layout.over_pages(operation, q, (k_pages, v_pages), kv_lens, table, pattern, settings)
     note(call.module, "varlen_attention")
     settings["deterministic"] = bool(call.others.get("deterministic"))
     settings["causal"] = pattern.causal or (tables is not None and call.query.shape[2] == 1)
     if pattern.shown is not None:
-        return _without_padding(call, pattern, pattern.shown, settings, tables)
-    return _packed(call, pattern, settings, tables)
+        return _sequences.without_padding(call, pattern, pattern.shown, settings, tables)
+    return _sequences.packed(call, pattern, settings, tables)
 
 
 def _pattern(call: LayerCall, causal: bool) -> Pattern | None:
@@ -172,52 +183,3 @@ def _why_dense(call: LayerCall) -> str | None:
 def _mixes_tokens(module: Any) -> bool:
     """Whether layers pool tokens outside of attention too (deepseek_v4), so that padding must attend as in eager."""
     return getattr(getattr(module, "config", None), "compress_rates", None) is not None
-
-
-def _packed(call: LayerCall, pattern: Pattern, settings: dict[str, Any], tables: torch.Tensor | None) -> torch.Tensor:
-    """Attention by `varlen_attention` with the rows laid out one after another."""
-    rows, heads, q_len, _ = call.query.shape
-    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (call.query, call.key, call.value))
-    if pattern.edges is None:
-        edges = _layout.row_edges(rows, q_len, q.device), _layout.row_edges(rows, call.key.shape[2], q.device)
-    else:
-        is_from_layer = call.mask is None or pattern_of(call.mask).edges is None  # type: ignore[union-attr]
-        cu_kv_lens = call.others.get("cu_seq_lens_k") if is_from_layer else None
-        edges = pattern.edges, pattern.edges if cu_kv_lens is None else cu_kv_lens.int()
-    if tables is not None:
-        is_shared = tables.shape[0] == tables.shape[2] == 1
-        each = tables[0, :, 0] if is_shared else tables.expand(rows, -1, q_len, -1).transpose(1, 2).flatten(0, 1)
-        settings["relative_bias"] = each
-    return varlen_attention(q, k, v, *edges, **settings).view(rows, q_len, heads, -1)
-
-
-def _without_padding(
-    call: LayerCall, pattern: Pattern, shown: torch.Tensor, settings: dict[str, Any], tables: torch.Tensor | None
-) -> torch.Tensor:
-    """Attention with each row as two sequences, its tokens and its padding, so that shapes do not depend on lengths."""
-    rows, heads, q_len, _ = call.query.shape
-    order, kv_lens = q_order, q_lens = _layout.shown_first(shown)
-    if (
-        tables is None or pattern.causal or q_len == 1
-    ):  # otherwise a bias counts positions of queries like those of keys
-        q_order, q_lens = _layout.queries_first(pattern, shown, q_len)
-
-    def ordered(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.transpose(1, 2)[:, : places.shape[1]]
-        return tensor.take_along_dim(places[:, :, None, None], 1).flatten(0, 1)
-
-    def edges(lens: torch.Tensor, whole: int) -> torch.Tensor:
-        starts = torch.arange(rows, device=lens.device) * whole
-        inner = torch.stack((starts, starts + lens), 1).flatten()
-        return torch.cat((inner, inner.new_tensor([rows * whole]))).int()
-
-    if tables is not None:
-        is_shared = tables.shape[0] == tables.shape[2] == 1
-        settings["relative_bias"] = (
-            tables[0, :, 0] if is_shared else ordered(tables.expand(rows, -1, q_len, -1), q_order)
-        )
-    out = varlen_attention(
-        ordered(call.query, q_order), ordered(call.key, order), ordered(call.value, order),
-        edges(q_lens, q_len), edges(kv_lens, shown.shape[1]), **settings,
-    ).view(rows, q_len, heads, -1)  # fmt: skip
-    return out.take_along_dim(torch.argsort(q_order, dim=1)[:, :, None, None], 1)

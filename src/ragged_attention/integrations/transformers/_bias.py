@@ -206,18 +206,18 @@ def bucketed(original: Any, ours: str, kind: type) -> Any:
     return compute_bias
 
 
-def told(original: Any, ours: str, kind: type) -> Any:
-    """The replacement for `forward` of inkling's attention, which tells the module of its bias who attends."""
+def told(original: Any, ours: str, kind: type, part: str) -> Any:
+    """The replacement for `forward` of inkling's attention: it tells the module that makes the bias who attends."""
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.rel_logits_proj.is_for_ours = _is_for_ours(self, ours, kind)
+        getattr(self, part).is_for_ours = _is_for_ours(self, ours, kind)
         return original(self, *args, **kwargs)
 
     return forward
 
 
-def by_extent(original: Any, ours: str, kind: type) -> Any:
+def by_positions(original: Any, ours: str, kind: type) -> Any:
     """The replacement for `forward` of the module that makes the bias of inkling."""
 
     def forward(
@@ -226,17 +226,48 @@ def by_extent(original: Any, ours: str, kind: type) -> Any:
         def compute() -> torch.Tensor:
             return original(self, relative_states, query_positions, key_positions)
 
-        q_len, kv_len = len(query_positions), len(key_positions)
-        if type(self) is not kind or not getattr(self, "is_for_ours", False) or not q_len or not kv_len:
+        if not _is_made_for_ours(self, kind):
             return compute()
-        # Keys at distances from -1, the last one without a bias, to `rel_extent`, the first one without it again.
-        distances = torch.arange(-1, self.rel_extent + 1, device=key_positions.device)
-        values = original(self, relative_states, torch.zeros_like(query_positions), -distances)
-        is_regular = (query_positions.diff() == 1).all() & (key_positions.diff() == 1).all()
-        tables = Tables(values, 1, query_positions[0] - key_positions[0], is_regular)
-        return DistanceBias(tables, (*values.shape[:2], q_len, kv_len), compute)
+        values = original(self, relative_states, torch.zeros_like(query_positions), -_distances(self, key_positions))
+        return _of_each_query(values, query_positions[:, None] - key_positions, compute)
 
     return forward
+
+
+def by_distances(original: Any, ours: str, kind: type) -> Any:
+    """The replacement for `forward` of the module that makes the bias of inkling2."""
+
+    def forward(
+        self: Any, hidden_states: torch.Tensor, relative_distance: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        def compute() -> torch.Tensor:
+            return original(self, hidden_states, relative_distance, position_ids)
+
+        if not _is_made_for_ours(self, kind):
+            return compute()
+        distances = _distances(self, relative_distance).expand(len(relative_distance), -1)
+        return _of_each_query(original(self, hidden_states, distances, position_ids), relative_distance, compute)
+
+    return forward
+
+
+def _is_made_for_ours(module: Any, kind: type) -> bool:
+    return type(module) is kind and getattr(module, "is_for_ours", False)
+
+
+def _distances(module: Any, like: torch.Tensor) -> torch.Tensor:
+    """From -1, the last distance without a bias of inkling, to `rel_extent`, the first one without it again."""
+    return torch.arange(-1, module.rel_extent + 1, device=like.device)
+
+
+def _of_each_query(values: torch.Tensor, distance: torch.Tensor, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The bias of tables whose columns are `_distances`, for queries and keys at a distance [L_q, L_k]."""
+    if not distance.numel():
+        return compute()
+    first = distance[0, 0]
+    queries, keys = (torch.arange(length, device=distance.device) for length in distance.shape)
+    is_regular = (distance == first + queries[:, None] - keys).all()
+    return DistanceBias(Tables(values, 1, first, is_regular), (*values.shape[:2], *distance.shape), compute)
 
 
 def _is_for_ours(module: Any, ours: str, kind: type) -> bool:

@@ -1,19 +1,12 @@
 """Registers our attention with transformers, and undoes it: all changes to transformers are here."""
 
 import functools
+import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.generation.continuous_batching import cache, continuous_api, initialization
-from transformers.models.inkling.modeling_inkling import InklingAttention, InklingRelativeLogits
-from transformers.models.longt5.modeling_longt5 import LongT5Attention
-from transformers.models.mt5.modeling_mt5 import MT5Attention
-from transformers.models.pix2struct.modeling_pix2struct import Pix2StructTextAttention
-from transformers.models.pop2piano.modeling_pop2piano import Pop2PianoAttention
-from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersAttention
-from transformers.models.t5.modeling_t5 import T5Attention
-from transformers.models.udop.modeling_udop import UdopAttention
-from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
 from ragged_attention.integrations.transformers import _bias, _continuous, _latent, _paged_latents
 from ragged_attention.integrations.transformers._attention import attention
@@ -78,11 +71,43 @@ def _with_lists_of_keys(original: Any, ours: str) -> Any:
     return group_layers_by_attn_type
 
 
-# Attention whose bias follows from buckets of distances.
-BUCKETED: tuple[Any, ...] = (
-    T5Attention, MT5Attention, UMT5Attention, LongT5Attention, SwitchTransformersAttention, Pop2PianoAttention,
-    UdopAttention, Pix2StructTextAttention,
-)  # fmt: skip
+# Attention whose bias follows from buckets of distances, by family.
+BUCKETED = {
+    "t5": "T5Attention", "mt5": "MT5Attention", "umt5": "UMT5Attention", "longt5": "LongT5Attention",
+    "switch_transformers": "SwitchTransformersAttention", "pop2piano": "Pop2PianoAttention", "udop": "UdopAttention",
+    "pix2struct": "Pix2StructTextAttention",
+}  # fmt: skip
+# Attention with a bias of each query: by family its classes, the class that makes the bias, how that is replaced, and
+# its name in attention.
+OF_QUERIES: dict[str, tuple[tuple[str, ...], str, Any, str]] = {
+    "inkling": (("InklingAttention",), "InklingRelativeLogits", _bias.by_positions, "rel_logits_proj"),
+    "inkling2": (("Inkling2SlidingAttention", "Inkling2FullAttention"), "Inkling2RelativePositionBias",
+                 _bias.by_distances, "relative_position_bias"),
+    "inkling2_loop": (("Inkling2LoopSlidingAttention", "Inkling2LoopFullAttention"), "Inkling2LoopRelativePositionBias",
+                      _bias.by_distances, "relative_position_bias"),
+}  # fmt: skip
+
+
+def _biases() -> Iterator[tuple[Any, str, Any]]:
+    """The functions that make biases of positions, as in `REPLACED`."""
+    for family, name in BUCKETED.items():
+        kind = getattr(_models(family), name)
+        yield kind, "compute_bias", functools.partial(_bias.bucketed, kind=kind)
+    for family, (names, bias, replacing, part) in OF_QUERIES.items():
+        if (models := _models(family)) is not None:
+            for kind in (getattr(models, name) for name in names):
+                yield kind, "forward", functools.partial(_bias.told, kind=kind, part=part)
+            kind = getattr(models, bias)
+            yield kind, "forward", functools.partial(replacing, kind=kind)
+
+
+def _models(family: str) -> Any:
+    """The module of a family's models, or None if this release does not have it."""
+    if importlib.util.find_spec(f"transformers.models.{family}") is None:
+        return None
+    return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+
+
 # The functions that are replaced, by owner and name. Continuous batching packs queries and makes no mask if the first
 # one returns True. The second one gathers all keys before a layer attends; ours attends to them in place. By the others
 # a model of absorbed latent attention gets a cache of ours, and one that is not absorbed is refused: the manager knows
@@ -95,9 +120,7 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (continuous_api.ContinuousBatchingManager, "_create_batch_processor", _with_layers),
     (continuous_api, "PagedAttentionCache", _for_layers),
     (initialization, "group_layers_by_attn_type", _with_lists_of_keys),
-    *((kind, "compute_bias", functools.partial(_bias.bucketed, kind=kind)) for kind in BUCKETED),
-    (InklingAttention, "forward", functools.partial(_bias.told, kind=InklingAttention)),
-    (InklingRelativeLogits, "forward", functools.partial(_bias.by_extent, kind=InklingRelativeLogits)),
+    *_biases(),
 ]
 
 

@@ -15,8 +15,8 @@ from ragged_attention.errors import Unsupported
 
 # Used by our attention.
 KNOWN = frozenset(
-    ("position_bias", "indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
-     "deterministic")
+    ("position_bias", "sinks", "indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
+     "max_length_k", "deterministic")
 )  # fmt: skip
 # Not meant for the attention itself.
 HARMLESS = frozenset(

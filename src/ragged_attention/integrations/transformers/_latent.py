@@ -84,6 +84,7 @@ def attend(call: LayerCall) -> torch.Tensor:
     """Attention of an absorbed module, whose keys are latents [B, 1, L_k, L + R]; returns [B, L_q, H, D_v]."""
     module, query, latents, pattern, others = call.module, call.query, call.key, call.pattern, call.others
     wanted = {"dropout": call.dropout or None, "a bias of positions": others.get("position_bias"),
+              "sinks of each query": others.get("sinks"),
               "deterministic gradients": others.get("deterministic") or None}  # fmt: skip
     for what, value in wanted.items():
         if value is not None:

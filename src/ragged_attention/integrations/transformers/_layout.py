@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ragged_attention.errors import Unsupported
 from ragged_attention.integrations.transformers._masks import Pattern, computed_once, edges_of
 
 
@@ -33,6 +34,30 @@ class LayerCall(NamedTuple):
 def need_gradient(*tensors: torch.Tensor | None) -> bool:
     """Whether a gradient of any of these is wanted."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def sinks_of_queries(call: LayerCall) -> torch.Tensor | None:
+    """The keyword `sinks`, another logit of each query [B, H, L_q, 1], or None.
+
+    Raises:
+        Unsupported: it is of another shape.
+    """
+    sinks, size = call.others.get("sinks"), (*call.query.shape[:3], 1)
+    if sinks is not None and tuple(getattr(sinks, "shape", ())) != size:
+        raise Unsupported(f"expected sinks of each query, {list(size)}, got {getattr(sinks, 'shape', sinks)}")
+    return sinks
+
+
+def with_sinks(operation: Callable[..., Any], sinks: torch.Tensor | None) -> Callable[..., torch.Tensor]:
+    """An attention whose softmax has another logit of each query, `sinks` [T, H, 1], in its denominator."""
+    if sinks is None:
+        return operation
+
+    def attend(*args: Any, **settings: Any) -> torch.Tensor:
+        out, lse = operation(*args, return_lse=True, **settings)
+        return (out * torch.sigmoid(lse[..., None] - sinks)).to(out.dtype)
+
+    return attend
 
 
 def shown_first(shown: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,11 +24,11 @@ def takes_shared(call: LayerCall) -> bool:
     width, others = call.key.shape[-1], call.others
     if call.key is not call.value or call.key.shape[1] != 1 or width % 16 or width > MAX_WIDTH:
         return False
-    if call.dropout or others.get("position_bias") is not None or call.settings["soft_cap"] is not None:
+    if call.dropout or call.settings["soft_cap"] is not None:
         return False
     if call.query.dtype not in DTYPES or call.key.dtype != call.query.dtype:
         return False
-    if others.get("indices") is not None:
+    if any(others.get(name) is not None for name in ("position_bias", "sinks", "indices")):
         return False
     if call.pattern is not None:
         return is_within(call.pattern, call.key.shape[2])
