@@ -43,7 +43,7 @@ def sparse_mla_prefill_backward(
             slots = selected(indices[token, kv_head], lens[token], len(rows))
             heads = slice(kv_head * group, (kv_head + 1) * group)
             keys = rows[slots, kv_head]
-            dq[token, heads], dk, dv = attend_backward(
+            dq[token, heads], dk, dv, _ = attend_backward(
                 d_out[token, heads], q[token, heads], keys, keys[:, :d_v], np.ones((group, len(slots)), bool),
                 lse[token, heads], share[token, heads], delta[token, heads], d_lse[token, heads], scale, None,
             )  # fmt: skip

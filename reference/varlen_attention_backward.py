@@ -13,7 +13,7 @@ from ragged_attention.reference.varlen_attention import sequences
 
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "deterministic",
+    "relative_bias", "return_d_relative_bias", "deterministic",
 })  # fmt: skip
 
 
@@ -21,13 +21,13 @@ def attend_backward(
     d_out: Float64, q: Float64, k: Float64, v: Float64, seen: NDArray[np.bool_], lse: Float64,
     share: Float64, delta: Float64, d_lse: Float64, scale: float, soft_cap: float | None,
     bias: Float64 | float = 0.0,
-) -> tuple[Float64, Float64, Float64]:  # fmt: skip
-    """One head: the gradients dq, dk and dv of rows q [n, D] over k [m, D] and v [m, D_v].
+) -> tuple[Float64, Float64, Float64, Float64]:  # fmt: skip
+    """One head: the gradients dq, dk, dv and d_bias of rows q [n, D] over k [m, D] and v [m, D_v].
 
     `lse`, `share`, `delta` and `d_lse` are [n]; `share` is the keys' share of a row's softmax, `delta` is out . d_out.
     `bias` [n, m] is added to the logits.
     """
-    dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    dq, dk, dv, d_bias = (np.zeros(shape) for shape in (q.shape, k.shape, v.shape, seen.shape))
     rows, keys = seen.any(axis=1), seen.any(axis=0)  # all others are left out, because they may hold NaN
     d_out, q, k, v, bias = d_out[rows], q[rows], k[keys], v[keys], np.broadcast_to(bias, seen.shape)[rows][:, keys]
     seen = seen[rows][:, keys]
@@ -39,9 +39,24 @@ def attend_backward(
             slope = scale * (1 - np.tanh(logits / soft_cap) ** 2)
             logits = soft_cap * np.tanh(logits / soft_cap)
         weights = np.exp(np.where(seen, logits + bias, -np.inf) - lse)
-        d_products = np.where(seen, slope * weights * (share * (d_out @ v.T - delta) + d_lse), 0.0)
+        d_logits = np.where(seen, weights * (share * (d_out @ v.T - delta) + d_lse), 0.0)
+        d_products = np.where(seen, slope * d_logits, 0.0)
         dq[rows], dk[keys], dv[keys] = d_products @ k, d_products.T @ q, (share * weights).T @ d_out
-    return dq, dk, dv
+        d_bias[np.ix_(rows, keys)] = d_logits
+    return dq, dk, dv, d_bias
+
+
+def add_to_table(d_table: Float64, d_bias: Float64, at_own: int) -> None:
+    """Add the gradient of a head's bias [n, m], whose rows are a sequence's queries, to that of its table.
+
+    `d_table` is [B], or [n, B] if each query has its own.
+    """
+    q_len, kv_len = d_bias.shape
+    distance = (kv_len - q_len + np.arange(q_len))[:, None] - np.arange(kv_len)
+    columns = np.clip(distance + at_own, 0, d_table.shape[-1] - 1)
+    for column in range(d_table.shape[-1]):
+        of_rows = np.where(columns == column, d_bias, 0.0).sum(axis=1)
+        d_table[..., column] += of_rows if d_table.ndim == 2 else of_rows.sum()
 
 
 def row_terms(
@@ -76,9 +91,10 @@ def varlen_attention_backward(
     sinks: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
     relative_bias: ArrayLike | None = None,
+    return_d_relative_bias: bool = False,
     deterministic: bool = False,
-) -> tuple[Float64, Float64, Float64, Float64 | None]:
-    """dq, dk, dv and d_sinks, shaped like q, k, v and sinks, in float64; `README.md` has the formulas."""
+) -> tuple[Float64, Float64, Float64, Float64 | None, Float64 | None]:
+    """dq, dk, dv, d_sinks and d_relative_bias, shaped like the arguments, in float64; `README.md` has the formulas."""
     del max_q_len, max_kv_len, deterministic  # they do not change the result
     q, k, v, d_out = (widened(array) for array in (q, k, v, d_out))
     lse = widened(lse)
@@ -88,18 +104,24 @@ def varlen_attention_backward(
     share, delta, d_lse, d_sinks = row_terms(d_out, out, lse, d_lse, sinks)
     dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
     at_own = column_at_own(relative_bias, causal)
+    d_relative_bias = None
+    if relative_bias is not None and return_d_relative_bias:
+        d_relative_bias = np.zeros(np.shape(relative_bias))
     for rows, keys, seen in sequences(cu_q_lens, cu_kv_lens, num_q_tokens, num_kv_tokens, causal, sliding_window):
         lens = len(seen), seen.shape[1]
         for head in range(num_q_heads):
             kv_head = head // (num_q_heads // num_kv_heads)
-            dq[rows, head], more_dk, more_dv = attend_backward(
+            dq[rows, head], more_dk, more_dv, d_bias = attend_backward(
                 d_out[rows, head], q[rows, head], k[keys, kv_head], v[keys, kv_head], seen,
                 lse[rows, head], share[rows, head], delta[rows, head], d_lse[rows, head], scale, soft_cap,
                 bias_of(*lens, slopes[head], table_of(relative_bias, head, rows), at_own),
             )  # fmt: skip
             dk[keys, kv_head] += more_dk
             dv[keys, kv_head] += more_dv
-    return dq, dk, dv, d_sinks
+            if d_relative_bias is not None:
+                of_all = d_relative_bias.ndim == 2
+                add_to_table(d_relative_bias[head] if of_all else d_relative_bias[rows, head], d_bias, at_own)
+    return dq, dk, dv, d_sinks, d_relative_bias
 
 
 def run_gradient(function: Callable[..., Any], call: Any, launch: Any) -> Any:

@@ -107,7 +107,7 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
         PAGES | SHARED | {"length": ints(8), "page_indices": ints(1, 3, 0), "sliding_window": 2, "align": "end"},
     ],
     "varlen_attention": [VARLEN | SHARED],
-    "varlen_attention_backward": [VARLEN | SHARED | OUT],
+    "varlen_attention_backward": [VARLEN | SHARED | OUT | {"return_d_relative_bias": True}],
     "sparse_mla_prefill": [
         SPARSE | LATENT | {"cache_format": "plain", "cache_layout": "token", "out_dtype": "float16"},
     ],

@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
 
 import ragged_attention.jax as rj  # noqa: E402
+from ragged_attention import dispatch  # noqa: E402
 from ragged_attention.errors import InvalidInput, Unsupported  # noqa: E402
 
 PORTABLE = ("reference", "xla")
@@ -49,8 +50,19 @@ def weighted(*results: Any) -> Any:
     return total
 
 
-def attend(q: Any, k: Any, v: Any, sinks: Any, **options: Any) -> Any:
-    return weighted(*rj.varlen_attention(q, k, v, *EDGES, sinks=sinks, return_lse=True, **options))
+def biased(dtype: Any = jnp.float32) -> tuple[Any, ...]:
+    """`packed` with a relative bias of fewer columns than there are distances."""
+    return *packed(dtype), normal(4, 3, seed=4, dtype=dtype)
+
+
+def own_bias(dtype: Any = jnp.float32) -> tuple[Any, ...]:
+    """`packed` with a table of each query, wide enough for all distances."""
+    return *packed(dtype), normal(11, 4, 12, seed=4, dtype=dtype)
+
+
+def attend(q: Any, k: Any, v: Any, sinks: Any, relative_bias: Any = None, **options: Any) -> Any:
+    options |= {"sinks": sinks, "relative_bias": relative_bias, "return_lse": True}
+    return weighted(*rj.varlen_attention(q, k, v, *EDGES, **options))
 
 
 def select(q: Any, kv: Any, sinks: Any, **options: Any) -> Any:
@@ -58,8 +70,13 @@ def select(q: Any, kv: Any, sinks: Any, **options: Any) -> Any:
     return weighted(out, lse)
 
 
-BOTH = [(attend, packed), (select, latents)]
-both = pytest.mark.parametrize(("function", "arguments"), BOTH, ids=["packed attention", "sparse prefill"])
+BOTH = {
+    "packed attention": (attend, packed),
+    "a relative bias": (attend, biased),
+    "each query's relative bias": (attend, own_bias),
+    "sparse prefill": (select, latents),
+}
+both = pytest.mark.parametrize(("function", "arguments"), BOTH.values(), ids=BOTH)
 
 
 def gradients(function: Any, arguments: tuple[Any, ...], **options: Any) -> Any:
@@ -115,6 +132,22 @@ def test_a_batch_of_calls(function: Any, arguments: Any, backend: str) -> None:
     each = jax.vmap(lambda *given: gradients(function, given, backend=backend))(*stacked)
     for index, given in enumerate((one, other)):
         assert_close([array[index] for array in each], gradients(function, given, backend=backend))
+
+
+def test_a_constant_bias_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a relative bias costs time, so it is computed only if the bias needs it."""
+    module = dispatch.load("varlen_attention_backward", "xla")
+    run, asked = module.run, []
+
+    def watched(call: Any, *others: Any) -> Any:
+        asked.append(call.return_d_relative_bias)
+        return run(call, *others)
+
+    monkeypatch.setattr(module, "run", watched)
+    options = {"backend": "xla", "sm_scale": 0.37}  # which no other test has, so that it is traced anew
+    for numbers in ((0, 1, 2), (0, 4)):
+        jax.jit(jax.grad(lambda *given: attend(*given, **options), numbers))(*biased())
+    assert asked == [False, True]
 
 
 @both

@@ -67,9 +67,20 @@ LISTS[1, 0, :2] = 5
 LENS = ints(6, 4, 0, 9)
 
 
+def biased(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """`packed` with a relative bias of fewer columns than there are distances."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return packed(dtype) | {"relative_bias": normal(4, 3, seed=4, dtype=wide)}
+
+
+def own_bias(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """`packed` with a table of each query, wide enough for all distances."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return packed(dtype) | {"relative_bias": normal(11, 4, 12, seed=4, dtype=wide)}
+
+
 def attend(tensors: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
-    q, k, v, sinks = (tensors[name] for name in ("q", "k", "v", "sinks"))
-    return rt.varlen_attention(q, k, v, *EDGES, sinks=sinks, return_lse=True, **options)
+    return rt.varlen_attention(cu_q_lens=EDGES[0], cu_kv_lens=EDGES[1], **tensors, return_lse=True, **options)
 
 
 def select(tensors: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
@@ -99,10 +110,14 @@ def assert_close(got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
+DENSES = {"": packed, ", a relative bias": biased, ", each query's relative bias": own_bias}
+
+
 @pytest.mark.parametrize("backend", PORTABLE)
+@pytest.mark.parametrize("arguments", DENSES.values(), ids=DENSES)
 @pytest.mark.parametrize("form", FORMS)
-def test_packed_attention_passes_gradcheck(form: str, backend: str) -> None:
-    tensors = packed()
+def test_packed_attention_passes_gradcheck(form: str, arguments: Function, backend: str) -> None:
+    tensors = arguments()
 
     def function(*values: Tensor) -> list[Tensor]:
         return finite(attend(dict(zip(tensors, values, strict=True)), backend=backend, **FORMS[form]))
@@ -121,12 +136,13 @@ def test_sparse_prefill_passes_gradcheck(backend: str, deterministic: bool) -> N
     assert torch.autograd.gradcheck(function, tuple(tensors.values()), fast_mode=True)
 
 
+@pytest.mark.parametrize("arguments", DENSES.values(), ids=DENSES)
 @pytest.mark.parametrize("form", FORMS)
-def test_the_fallback_of_packed_attention_differentiates_itself_to_the_same(form: str) -> None:
+def test_the_fallback_of_packed_attention_differentiates_itself_to_the_same(form: str, arguments: Function) -> None:
     """What autograd makes of the plain operations that the fallback is written in is the gradient that is given."""
-    tensors = packed()
-    arguments = tensors | {"cu_q_lens": EDGES[0], "cu_kv_lens": EDGES[1], "device": device_facts(torch.device("cpu"))}
-    assert_close(*_twice("varlen_attention", arguments | FORMS[form], attend(tensors, **FORMS[form]), tensors))
+    tensors = arguments()
+    given = tensors | {"cu_q_lens": EDGES[0], "cu_kv_lens": EDGES[1], "device": device_facts(torch.device("cpu"))}
+    assert_close(*_twice("varlen_attention", given | FORMS[form], attend(tensors, **FORMS[form]), tensors))
 
 
 def test_the_fallback_of_sparse_prefill_differentiates_itself_to_the_same() -> None:
@@ -147,7 +163,7 @@ def _twice(
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck's own reading of it
 def test_operators_pass_opcheck() -> None:
-    tensors, latents = packed(torch.float32), sparse(torch.float32)
+    tensors, latents = biased(torch.float32), sparse(torch.float32)
     out, lse = (result.detach() for result in attend(tensors))
     selected = [result.detach() for result in select(latents)]
     backward = {"d_out": out, **_packed_arguments(tensors, detach=True), "out": out, "lse": lse}
@@ -156,6 +172,8 @@ def test_operators_pass_opcheck() -> None:
     for operation, arguments in (
         ("varlen_attention", {**_packed_arguments(tensors), "soft_cap": 2}),
         ("varlen_attention_backward", backward),
+        ("varlen_attention_backward", backward | {"return_d_relative_bias": True}),
+        ("varlen_attention_backward", backward | {"return_d_relative_bias": True, "sinks": None}),
         ("sparse_mla_prefill", latents | lists),
         (
             "sparse_mla_prefill_backward",
@@ -173,10 +191,12 @@ def _packed_arguments(tensors: dict[str, Tensor], *, detach: bool = False) -> di
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_a_step_with_its_gradient_compiles_into_one_graph(compiler: str) -> None:
-    tensors, latents = packed(torch.float32), sparse(torch.float32)
+    tensors, latents = biased(torch.float32), sparse(torch.float32)
 
-    def step(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, latent_q: Tensor, kv: Tensor) -> Tensor:
-        out, lse = rt.varlen_attention(q * 2, k, v, *EDGES, max_q_len=len(k), causal=True, sinks=sinks, return_lse=True)
+    def step(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, bias: Tensor, latent_q: Tensor, kv: Tensor) -> Tensor:
+        out, lse = rt.varlen_attention(
+            q * 2, k, v, *EDGES, max_q_len=len(k), causal=True, sinks=sinks, relative_bias=2 * bias, return_lse=True
+        )
         selected, _, _ = rt.sparse_mla_prefill(latent_q, kv, LISTS, d_v=16)
         return out.square().sum() + lse[:2].sum() + selected.square().sum()
 
@@ -191,7 +211,7 @@ def test_a_step_with_its_gradient_compiles_into_one_graph(compiler: str) -> None
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_give_the_same(reentrant: bool) -> None:
-    tensors, latents = packed(), sparse()
+    tensors, latents = biased(), sparse()
     for function, given in ((attend, tensors), (select, latents)):
 
         def segment(*values: Tensor, function: Function = function, given: dict[str, Tensor] = given) -> Any:
@@ -209,7 +229,7 @@ def test_checkpoints_give_the_same(reentrant: bool) -> None:
 @pytest.mark.parametrize("backend", PORTABLE)
 def test_each_result_and_each_argument_by_itself(backend: str) -> None:
     """Only some of the arguments want a gradient, or only one of the results is used."""
-    for function, given in ((attend, packed()), (select, sparse())):
+    for function, given in ((attend, own_bias()), (select, sparse())):
         whole = function(given, backend=backend)
         for name, tensor in given.items():
             alone = {other: value.detach() for other, value in given.items()} | {name: tensor}
@@ -237,6 +257,32 @@ def test_a_gradient_has_no_gradient() -> None:
         (first,) = torch.autograd.grad(function(given)[0].sum(), q, create_graph=True)
         with pytest.raises(RuntimeError, match=f"{name}_backward has no gradient: it is a gradient itself"):
             torch.autograd.grad(first.sum(), q)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_constant_bias_gets_no_gradient(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a relative bias costs time, so it is computed only if the bias needs it."""
+    asked = []
+    module = dispatch.load("varlen_attention_backward", "eager")
+    run = module.run
+
+    def watched(call: Any, *others: Any) -> Any:
+        asked.append(call.return_d_relative_bias)
+        return run(call, *others)
+
+    def step(tensors: dict[str, Tensor]) -> Tensor:
+        return attend(tensors, backend="eager")[0].sum()
+
+    monkeypatch.setattr(module, "run", watched)
+    torch._dynamo.reset()
+    function = torch.compile(step, backend="aot_eager") if compiled else step
+    for constant in (True, False):
+        given = biased()
+        bias = given["relative_bias"].requires_grad_(not constant)
+        function(given).backward()
+        assert (bias.grad is None) == constant
+        assert given["q"].grad is not None
+    assert asked == [False, True]
 
 
 @pytest.mark.parametrize("of_queries", [True, False])

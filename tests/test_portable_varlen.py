@@ -52,12 +52,14 @@ def packed() -> dict[str, np.ndarray]:
     }
 
 
-def packed_gradient(options: dict[str, Any]) -> tuple[dict[str, np.ndarray], list[np.ndarray], list[np.ndarray]]:
+def packed_gradient(
+    options: dict[str, Any], bias: tuple[int, ...] | None = None
+) -> tuple[dict[str, np.ndarray], list[np.ndarray], list[np.ndarray]]:
     """A call's arrays with those of its gradient, and what both return by the definition."""
-    arrays = packed()
+    arrays = packed() | ({} if bias is None else {"relative_bias": normal(*bias, seed=8)})
     out, lse = varlen_attention.varlen_attention(**arrays, **options)
     arrays |= {"d_out": normal(*out.shape, seed=4), "out": out, "lse": lse, "d_lse": normal(*lse.shape, seed=5)}
-    found = varlen_attention_backward.varlen_attention_backward(**arrays, **options)
+    found = varlen_attention_backward.varlen_attention_backward(**arrays, **options, return_d_relative_bias=True)
     return arrays, [out, lse], [array for array in found if array is not None]
 
 
@@ -78,7 +80,7 @@ def listed() -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
 
 
 def compare(got: Any, want: list[np.ndarray], tolerance: float) -> None:
-    for one, other in zip(got, want, strict=True):
+    for one, other in zip((array for array in got if array is not None), want, strict=True):
         np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=tolerance, atol=tolerance)
 
 
@@ -96,15 +98,16 @@ def eager(operation: str) -> Any:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("block_q", [1, 2, 1000])
-def test_eager_blocks_of_any_size_agree(block_q, options):
-    arrays, forward, backward = packed_gradient(options)
-    given = {name: arrays[name] for name in packed()}
-    for operation, record, some, want in (
-        ("varlen_attention", VarlenAttention, given, forward),
-        ("varlen_attention_backward", VarlenAttentionBackward, arrays, backward),
+@pytest.mark.parametrize(("block_q", "bias"), [(1, (4, 3)), (2, (22, 4, 9)), (3, (4, 40)), (1000, None)])
+def test_eager_blocks_of_any_size_agree(block_q, bias, options):
+    arrays, forward, backward = packed_gradient(options, bias)
+    given = {name: array for name, array in arrays.items() if name in VarlenAttention.KINDS}
+    asked: Any = options | {"return_d_relative_bias": bias is not None}
+    for operation, record, some, flags, want in (
+        ("varlen_attention", VarlenAttention, given, options, forward),
+        ("varlen_attention_backward", VarlenAttentionBackward, arrays, asked, backward),
     ):
-        call, room = torch_call(record, some, **options), eager(operation)
+        call, room = torch_call(record, some, **flags), eager(operation)
         compare(room.run(call, room.Tile(block_q=block_q), None), want, 1e-12)
 
 
@@ -165,18 +168,20 @@ def xla(operation: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("options", "tile"),
-    [("causal", (4, 3)), ("window", (1000, 1000)), ("causal window", (1, 2))],
-)
-def test_xla_tiles_of_any_size_agree(options, tile):
+    ("options", "tile", "bias"),
+    [("causal", (4, 3), (4, 3)), ("window", (1000, 1000), (4, 1)), ("causal window", (1, 2), (22, 4, 9)),
+     ("window", (5, 4), (4, 40)), ("causal", (3, 7), None)],
+)  # fmt: skip
+def test_xla_tiles_of_any_size_agree(options, tile, bias):
     some = OPTIONS[options]
-    arrays, forward, backward = packed_gradient(some)
-    given = {name: arrays[name] for name in packed()}
-    for operation, record, held, want in (
-        ("varlen_attention", VarlenAttention, given, forward),
-        ("varlen_attention_backward", VarlenAttentionBackward, arrays, backward),
+    arrays, forward, backward = packed_gradient(some, bias)
+    given = {name: array for name, array in arrays.items() if name in VarlenAttention.KINDS}
+    asked: Any = some | {"return_d_relative_bias": bias is not None}
+    for operation, record, held, flags, want in (
+        ("varlen_attention", VarlenAttention, given, some, forward),
+        ("varlen_attention_backward", VarlenAttentionBackward, arrays, asked, backward),
     ):
-        call, room = jax_call(record, held, **some), xla(operation)
+        call, room = jax_call(record, held, **flags), xla(operation)
         compare(room.run(call, room.Tile(*tile), None), want, 2e-5)
 
 

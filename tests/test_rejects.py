@@ -318,6 +318,7 @@ PACKED = [
     varlen(TypeError, "expected deterministic to be a bool, got int", deterministic=1),
     varlen_backward(InvalidInput, "expected d_out.shape to be [T_q, H, D_v] = [6, 4, 8], got [6, 4, 16]",
                     d_out=ones(6, 4, 16)),
+    varlen_backward(TypeError, "expected return_d_relative_bias to be a bool, got int", return_d_relative_bias=1),
     varlen_backward(InvalidInput, "expected d_out.dtype to be float32, got float16",
                     d_out=ones(6, 4, 8, dtype=np.float16)),
     varlen_backward(InvalidInput, "expected out.shape to be [T_q, H, D_v] = [6, 4, 8], got [6, 2, 8]",

@@ -30,6 +30,7 @@ honest_backward, honest_terms, honest_selected = (
     sparse.selected,
 )
 honest_dense, honest_sparse = HONEST[DENSE], HONEST[SPARSE]
+honest_table = packed_backward.add_to_table
 
 
 def with_pieces(operation: str, **pieces: Function) -> Function:
@@ -133,10 +134,10 @@ def _changed(**change: Callable[..., Any]) -> Function:
 
 
 def share_is_missing_in_dv(*arguments: Any) -> Any:
-    dq, dk, _ = honest_backward(*arguments)
+    dq, dk, _, d_bias = honest_backward(*arguments)
     whole = list(arguments)
     whole[6] = (arguments[6] > 0) * 1.0
-    return dq, dk, honest_backward(*whole)[2]
+    return dq, dk, honest_backward(*whole)[2], d_bias
 
 
 def slope_of_the_cap_is_forgotten(*arguments: Any) -> Any:
@@ -148,35 +149,35 @@ def slope_of_the_cap_is_forgotten(*arguments: Any) -> Any:
         weights = np.exp(np.where(seen, logits, -np.inf) - lse[:, None])
         d_logits = weights * (share[:, None] * (d_out @ v.T - delta[:, None]) + d_lse[:, None])
         d_products = np.where(seen, scale * d_logits, 0.0)
-    return d_products @ np.nan_to_num(k), d_products.T @ np.nan_to_num(q), honest_backward(*arguments)[2]
+    return d_products @ np.nan_to_num(k), d_products.T @ np.nan_to_num(q), *honest_backward(*arguments)[2:]
 
 
 def last_keys_get_no_dk(*arguments: Any) -> Any:
-    dq, dk, dv = honest_backward(*arguments)
+    dq, dk, dv, d_bias = honest_backward(*arguments)
     if len(dk) > 8:
         dk[len(dk) // 8 * 8 :] = 0
-    return dq, dk, dv
+    return dq, dk, dv, d_bias
 
 
 def last_rows_give_no_dv(*arguments: Any) -> Any:
-    dq, dk, _ = honest_backward(*arguments)
+    dq, dk, _, d_bias = honest_backward(*arguments)
     some = list(arguments)
     rows = np.arange(len(arguments[0]))
     some[4] = arguments[4] & ((len(rows) <= 8) | (rows < len(rows) // 8 * 8))[:, None]
-    return dq, dk, honest_backward(*some)[2]
+    return dq, dk, honest_backward(*some)[2], d_bias
 
 
 def scale_is_missing_in_dk(*arguments: Any) -> Any:
-    dq, dk, dv = honest_backward(*arguments)
-    return dq, dk * arguments[1].shape[1] ** 0.5, dv
+    dq, dk, dv, d_bias = honest_backward(*arguments)
+    return dq, dk * arguments[1].shape[1] ** 0.5, dv, d_bias
 
 
 def dq_is_of_one_key(*arguments: Any) -> Any:
     """The sum over blocks of keys begins anew with the last."""
-    dq, dk, dv = honest_backward(*arguments)
+    dq, dk, dv, d_bias = honest_backward(*arguments)
     late = list(arguments)
     late[4] = arguments[4] & (np.arange(len(arguments[2])) >= len(arguments[2]) - 9)
-    return honest_backward(*late)[0] if len(arguments[2]) > 9 else dq, dk, dv
+    return honest_backward(*late)[0] if len(arguments[2]) > 9 else dq, dk, dv, d_bias
 
 
 # What a row has to offer to its gradients.
@@ -211,8 +212,8 @@ def groups_interleave(**arguments: Any) -> Any:
     rows = {name: arguments[name][:, order] for name in ("q", "d_out", "out", "lse")}
     rows["d_lse"] = None if arguments["d_lse"] is None else arguments["d_lse"][:, order]
     rows["sinks"] = None if arguments["sinks"] is None else arguments["sinks"][order]
-    dq, dk, dv, d_sinks = honest_dense(**arguments | rows)
-    return dq[:, back], dk, dv, None if d_sinks is None else d_sinks[back]
+    dq, dk, dv, d_sinks, d_bias = honest_dense(**arguments | rows)
+    return dq[:, back], dk, dv, None if d_sinks is None else d_sinks[back], d_bias
 
 
 def the_last_head_of_a_group_counts(**arguments: Any) -> Any:
@@ -222,20 +223,44 @@ def the_last_head_of_a_group_counts(**arguments: Any) -> Any:
     if arguments["d_lse"] is not None:
         alone["d_lse"] = np.where(mute, 0, arguments["d_lse"])
     quiet = arguments | alone | {"out": np.where(mute[None, :, None], 0, arguments["out"])}
-    dq, _, _, d_sinks = honest_dense(**arguments)
-    _, dk, dv, _ = honest_dense(**quiet)
-    return dq, dk, dv, d_sinks
+    dq, _, _, *others = honest_dense(**arguments)
+    _, dk, dv, *_ = honest_dense(**quiet)
+    return dq, dk, dv, *others
 
 
 def unseen_keys_are_not_written(**arguments: Any) -> Any:
-    dq, dk, dv, d_sinks = honest_dense(**arguments)
-    return dq, np.where(dk.any(axis=-1, keepdims=True) | np.isnan(dk), dk, np.nan), dv, d_sinks
+    dq, dk, *others = honest_dense(**arguments)
+    return dq, np.where(dk.any(axis=-1, keepdims=True) | np.isnan(dk), dk, np.nan), *others
 
 
 def keys_times_nothing(**arguments: Any) -> Any:
     """0 * NaN is NaN, so that keys nobody sees leak."""
-    dq, dk, dv, d_sinks = honest_dense(**arguments)
-    return dq + 0.0 * arguments["k"].sum(), dk, dv, d_sinks
+    dq, *others = honest_dense(**arguments)
+    return dq + 0.0 * arguments["k"].sum(), *others
+
+
+# The gradient of the relative bias.
+def keys_beyond_the_table_are_lost(d_table: Any, d_bias: Any, at_own: int) -> None:
+    q_len, kv_len = d_bias.shape
+    columns = (kv_len - q_len + np.arange(q_len))[:, None] - np.arange(kv_len) + at_own
+    honest_table(d_table, np.where((columns >= 0) & (columns < d_table.shape[-1]), d_bias, 0.0), at_own)
+
+
+def columns_begin_at_the_own_key(d_table: Any, d_bias: Any, at_own: int) -> None:
+    del at_own
+    honest_table(d_table, d_bias, 0)
+
+
+def the_bias_is_inside_the_cap(*arguments: Any) -> Any:
+    """Its gradient goes through the slope of the soft cap."""
+    _, q, k, _, _, _, _, _, _, scale, cap, *_ = arguments
+    *others, d_bias = honest_backward(*arguments)
+    return *others, d_bias if cap is None else d_bias * (1 - np.tanh(np.nan_to_num(q @ k.T * scale) / cap) ** 2)
+
+
+def the_bias_is_scaled(*arguments: Any) -> Any:
+    *others, d_bias = honest_backward(*arguments)
+    return *others, d_bias * arguments[9]
 
 
 # Lists.
@@ -256,15 +281,15 @@ def indices_are_held_within(indices: Any, topk_len: Any, num_slots: int) -> Any:
 
 
 def _without_dv(*arguments: Any) -> Any:
-    dq, dk, dv = honest_backward(*arguments)
-    return dq, dk, 0 * dv
+    dq, dk, dv, d_bias = honest_backward(*arguments)
+    return dq, dk, 0 * dv, d_bias
 
 
 def _only_dv(*arguments: Any) -> Any:
     """The value's columns of the key's gradient are overwritten, not added to."""
-    dq, dk, dv = honest_backward(*arguments)
+    dq, dk, dv, d_bias = honest_backward(*arguments)
     dk[:, : dv.shape[1]] = 0
-    return dq, dk, dv
+    return dq, dk, dv, d_bias
 
 
 def the_last_duplicate_wins(**arguments: Any) -> Any:
@@ -335,6 +360,10 @@ DENSES: dict[str, Function] = {
         ("attend_backward", last_rows_give_no_dv),
         ("attend_backward", scale_is_missing_in_dk),
         ("attend_backward", dq_is_of_one_key),
+        ("attend_backward", the_bias_is_inside_the_cap),
+        ("attend_backward", the_bias_is_scaled),
+        ("add_to_table", keys_beyond_the_table_are_lost),
+        ("add_to_table", columns_begin_at_the_own_key),
         ("row_terms", sinks_have_the_wrong_sign),
         ("row_terms", sinks_are_given_all),
         ("row_terms", delta_is_of_the_unsunk_out),
@@ -401,6 +430,8 @@ NOTICED = {
     (DENSE, "slopes_have_the_wrong_sign"): "packed, gradients are slopes",
     (DENSE, "delta_is_forgotten"): "packed, gradients have their sums",
     (DENSE, "d_lse_is_ignored"): "packed, gradients have their sums",
+    (DENSE, "keys_beyond_the_table_are_lost"): "packed, gradients have their sums",
+    (DENSE, "columns_begin_at_the_own_key"): "packed, gradients are slopes",
     (DENSE, "share_is_missing_in_dv"): "packed, gradients have their sums",
     (DENSE, "last_keys_get_no_dk"): "packed, gradients have their sums",
     (DENSE, "slope_of_the_cap_is_forgotten"): "packed, gradients are slopes",

@@ -66,19 +66,25 @@ def differences(function: Callable[..., Any], arguments: Arrays, name: str, weig
     return found
 
 
+@pytest.mark.parametrize("bias", [None, (4, 3), (4, 12), (11, 4, 1), (11, 4, 7)], ids=str)
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["without sinks", "with sinks"])
 @pytest.mark.parametrize("form", FORMS)
-def test_gradients_of_packed_attention(form: str, with_sinks: bool) -> None:
+def test_gradients_of_packed_attention(form: str, with_sinks: bool, bias: tuple[int, ...] | None) -> None:
     rng = np.random.default_rng(1)
-    arguments = packed(2, sinks=rng.standard_normal(4) if with_sinks else None, **FORMS[form])
+    sinks = rng.standard_normal(4) if with_sinks else None
+    table = None if bias is None else rng.standard_normal(bias)
+    arguments = packed(2, sinks=sinks, relative_bias=table, **FORMS[form])
     out, lse = varlen_attention(**arguments)
     d_out, d_lse = rng.standard_normal(out.shape), rng.standard_normal(lse.shape)
-    found: Any = varlen_attention_backward(d_out, out=out, lse=lse, d_lse=d_lse, **arguments)
-    names = ("q", "k", "v", "sinks") if with_sinks else ("q", "k", "v")
-    for name, gradient in zip(names, found, strict=False):
+    terms: Arrays = {"out": out, "lse": lse, "d_lse": d_lse}
+    found: Any = varlen_attention_backward(d_out, **terms, **arguments, return_d_relative_bias=True)
+    for name, gradient in zip(("q", "k", "v", "sinks", "relative_bias"), found, strict=True):
+        if arguments[name] is None:
+            assert gradient is None
+            continue
         want = differences(varlen_attention, arguments, name, (d_out, d_lse))
         np.testing.assert_allclose(gradient, want, rtol=1e-6, atol=1e-8, err_msg=name)
-    assert with_sinks or found[3] is None
+    assert varlen_attention_backward(d_out, **terms, **arguments)[4] is None
 
 
 @pytest.mark.parametrize("pages", [False, True], ids=["packed rows", "pages"])

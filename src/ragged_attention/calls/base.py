@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, dataclass_transform
 
 import numpy as np
@@ -87,7 +87,8 @@ class Call(abc.ABC):
     WRITES: ClassVar[bool] = False  # whether it writes its cache, which is returned after the other results
     TAKES_OUT: ClassVar[bool] = False  # whether torch callers may pass memory for the first result
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ()  # arguments for which `<operation>_backward` returns gradients
-
+    # Those of them that are often constants: the gradient `d_<name>` is computed only if `return_d_<name>` asks for it.
+    OFTEN_CONSTANT: ClassVar[tuple[str, ...]] = ()
     ATTENDS: ClassVar[bool] = False  # whether results are sums over the keys of sequences
     WHY_NO_GRADIENT: ClassVar[str] = "it works on a KV cache, for inference"
     CACHE: ClassVar[str]  # the name of the KV cache's argument; a write writes it
@@ -131,15 +132,25 @@ class Call(abc.ABC):
         return f"{cls.OPERATION} has no gradient: {reason}"
 
     @classmethod
+    def name_of(cls, index: int) -> str:
+        """The name of the argument to which a flat argument belongs."""
+        return next(name for name, (first, stop) in cls.RANGES.items() if first <= index < stop)
+
+    @classmethod
     def no_gradient_of(cls, index: int) -> str | None:
         """The error message for differentiating by a flat argument that is a constant, None if it is none.
 
         An operation has gradients with respect to its DIFFERENTIABLE arguments. All others are constants.
         """
-        name = next(name for name, (first, stop) in cls.RANGES.items() if first <= index < stop)
+        name = cls.name_of(index)
         if name in cls.DIFFERENTIABLE:
             return None
         return f"{cls.OPERATION} has no gradient with respect to {name}: expected {name} without one"
+
+    @classmethod
+    def requests_of_gradients(cls, differentiated: Collection[str]) -> dict[str, bool]:
+        """The arguments of `<operation>_backward` that ask for the gradients of arguments that are often constants."""
+        return {f"return_d_{name}": name in differentiated for name in cls.OFTEN_CONSTANT}
 
     @classmethod
     def expect_gradient(cls, arguments: Mapping[str, Any]) -> None:
@@ -300,6 +311,12 @@ class GroupedCall(Call):
 
 
 def gradients_of(call: Call, forward: type[Call]) -> tuple[Result, ...]:
-    """The results of a gradient: one like each differentiable argument, and an empty one for an absent argument."""
-    arrays = [getattr(call, name) for name in forward.DIFFERENTIABLE]
+    """The results of a gradient: one like each differentiable argument.
+
+    An absent argument, and one whose gradient is not asked for, has an empty result.
+    """
+    arrays = [
+        getattr(call, name) if name not in forward.OFTEN_CONSTANT or getattr(call, f"return_d_{name}") else None
+        for name in forward.DIFFERENTIABLE
+    ]
     return tuple(Result((0,), "float32") if array is None else Result(array.shape, array.dtype) for array in arrays)

@@ -111,7 +111,8 @@ class VarlenAttention(VarlenCall):
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = 2
-    DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ("q", "k", "v", "sinks")
+    DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ("q", "k", "v", "sinks", "relative_bias")
+    OFTEN_CONSTANT: ClassVar[tuple[str, ...]] = ("relative_bias",)
 
     q: Any = field(Q)
     k: Any = field(K)
@@ -137,7 +138,7 @@ class VarlenAttention(VarlenCall):
 class VarlenAttentionBackward(VarlenCall):
     """The arguments of `varlen_attention_backward`, whose docstring explains them."""
 
-    NUM_RESULTS: ClassVar[int | None] = 4
+    NUM_RESULTS: ClassVar[int | None] = 5
 
     d_out: Any = field(ArrayKind("T_q H D_v", like_q, checked_last=True))
     q: Any = field(Q)
@@ -157,7 +158,13 @@ class VarlenAttentionBackward(VarlenCall):
     sinks: Any = field(SINKS, default=None)
     alibi_slopes: Any = field(SLOPES, default=None)
     relative_bias: Any = field(BIAS, default=None)
+    return_d_relative_bias: bool = field(Flag(), default=False)
     deterministic: bool = field(Flag(), default=False)
+
+    @property
+    def has_d_relative_bias(self) -> bool:
+        """Whether the gradient of `relative_bias` is a result."""
+        return self.return_d_relative_bias and self.relative_bias is not None
 
     def results(self) -> tuple[Result, ...]:
         return gradients_of(self, VarlenAttention)

@@ -211,17 +211,20 @@ def _run(
                 raise RuntimeError(reason)
         arrays = jax.tree.map(lambda primal: primal.value, given, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
         results = compute(arrays)
-        return results, (arrays, results[0], results[-1])
+        # Static, as what is saved can only be in its structure.
+        differentiated = {record.name_of(index): () for index, primal in given.items() if primal.perturbed}
+        return results, (arrays, results[0], results[-1], differentiated)
 
     def differentiate(saved: Any, cotangents: Any) -> Any:
         if gradient is None:
             raise RuntimeError(record.no_gradient())
-        arrays, out, lse = saved
+        arrays, out, lse, differentiated = saved
         known = join(record, arrays, statics)
         record.expect_gradient(known)
         # The cotangent of an unused result is a SymbolicZero.
         d_out, d_lse = (None if isinstance(each, SymbolicZero) else each for each in (cotangents[0], cotangents[-1]))
         known |= {"out": out, "lse": lse, "d_lse": d_lse, "d_out": jnp.zeros_like(out) if d_out is None else d_out}
+        known |= record.requests_of_gradients(differentiated)
         backward = CALLS[f"{record.OPERATION}_backward"]
         arguments = {name: known[name] for name in backward.KINDS}
         backward(**arguments)  # raises errors that name an argument
@@ -230,7 +233,7 @@ def _run(
             results = _run(backward, given, others, gradient, None, traced, state)
         gradients: dict[int, Any] = dict.fromkeys(arrays)
         for name, value in zip(record.DIFFERENTIABLE, results, strict=False):
-            if (index := record.RANGES[name][0]) in arrays:
+            if (index := record.RANGES[name][0]) in arrays and value.shape == arrays[index].shape:
                 gradients[index] = as_varied_as(value, arrays[index])
         return (gradients,)
 
@@ -289,8 +292,9 @@ def _results(choice: dispatch.Choice, call: Any, request: Request, launch: Launc
         written = _tuple(dispatch.choose(write, backend=request.names or "auto").run(write, launch))
         call = call.after_write(written)
     results = _tuple(choice.run(call, launch))
-    missing = (call.NUM_RESULTS or len(results)) - len(results)  # absent gradients are empty, as in torch
-    return *results, *[jnp.zeros(0, jnp.float32)] * missing, *written
+    results += (None,) * ((call.NUM_RESULTS or len(results)) - len(results))
+    empty = jnp.zeros(0, jnp.float32)  # absent gradients are empty, as in torch
+    return *(empty if result is None else result for result in results), *written
 
 
 def _tuple(results: Any) -> tuple[Any, ...]:

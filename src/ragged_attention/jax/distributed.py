@@ -141,8 +141,11 @@ def _of_results(
     leaves, structure = jax.tree.flatten(whole)
     pages = jax.tree.leaves(specs[record.CACHE]) if record.WRITES or "new_kv" in arrays else []
     attended = leaves[: len(leaves) - len(pages)]
+    sources = heads_of_results(record, [len(leaf.shape) for leaf in attended])
+    if record.OPERATION.endswith("_backward"):
+        sources = [source for source, result in zip(sources, whole, strict=True) if result is not None]
     summed, divided = [], []
-    for leaf, source in zip(attended, heads_of_results(record, [len(leaf.shape) for leaf in attended]), strict=False):
+    for leaf, source in zip(attended, sources, strict=False):
         name, heads = source if source is not None else ("", Heads(-1, "H"))
         sums = source is not None and is_sum_over_heads(record, heads, arrays[name].shape)
         summed.append(sums)
@@ -465,7 +468,7 @@ class _Ring:
         def attend(source: Any, own: bool, keys: Keys, state: Any, followers: Any) -> Any:
             (dq, d_sinks), (dk, dv) = state, followers
             for i, j, q_edges, kv_edges, causal in self.pairs(source, own, cu_lens, q.shape[1]):
-                dq_part, dk_part, dv_part, d_sink = varlen_attention_backward(
+                dq_part, dk_part, dv_part, d_sink, _ = varlen_attention_backward(
                     _at(d_out, i), _at(q, i), _at(keys[0], j), _at(keys[1], j), _at(out, i), _at(lse, i), q_edges,
                     kv_edges, d_lse=_at(d_lse, i), causal=causal, sinks=sinks, **self.gradients,
                 )  # fmt: skip

@@ -79,7 +79,7 @@ class Varlen(FrontEnd[Array, Memory]):
                 are those of `causal`, also without it: keys after the query then gain, where FlashAttention subtracts
                 `alibi_slopes[h] * abs(j - p)`. Slopes are constants: they have no gradient.
             relative_bias: as in `ragged_paged_attention`, [H, B] or [T_q, H, B] (f64 with float64 queries): the bias by
-                distance of T5 and its kind, a constant too.
+                distance of T5 and its kind. Its gradient is computed only if it needs one.
             return_lse: also return the log-sum-exp.
             deterministic: give the gradients the same bits in every run, as `triton`, `eager` and `reference` always
                 do.
@@ -95,8 +95,9 @@ class Varlen(FrontEnd[Array, Memory]):
             row, gets out 0 and lse -inf. Softmax and sums are in float32. No value of the prefix sums makes a kernel
             read outside the arrays. Keys and values that no query sees may be NaN.
 
-            Differentiable with respect to q, k, v and sinks, through out and through lse, by reverse mode, once. Keys
-            and values that no query sees get a gradient of 0, as do queries that see no key.
+            Differentiable with respect to q, k, v, sinks and relative_bias, through out and through lse, by reverse
+            mode, once. Keys and values that no query sees get a gradient of 0, as do queries that see no key, and
+            columns of relative_bias that no query and key have.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
@@ -135,10 +136,11 @@ class Varlen(FrontEnd[Array, Memory]):
         sinks: Array | None = None,
         alibi_slopes: Array | None = None,
         relative_bias: Array | None = None,
+        return_d_relative_bias: bool = False,
         deterministic: bool = False,
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
-    ) -> tuple[Array, Array, Array, Array | None]:
+    ) -> tuple[Array, Array, Array, Array | None, Array | None]:
         """The gradient of `varlen_attention`, for automatic differentiation and for other training loops.
 
         Letters as in `varlen_attention`.
@@ -149,15 +151,19 @@ class Varlen(FrontEnd[Array, Memory]):
                 alibi_slopes, relative_bias, deterministic: the arguments of `varlen_attention`.
             out, lse: the results of `varlen_attention`: [T_q, H, D_v] of q's dtype, [T_q, H] float32.
             d_lse: [T_q, H] like `lse`, the gradient with respect to it; None is 0. Where `lse` is -inf it is ignored.
+            return_d_relative_bias: also compute the gradient of `relative_bias`, which takes further time. Automatic
+                differentiation asks for it if `relative_bias` needs a gradient.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
-            dq, dk, dv of the shapes and dtypes of q, k, v, and d_sinks like `sinks`, None without sinks. With
+            dq, dk, dv of the shapes and dtypes of q, k, v; d_sinks like `sinks`, None without sinks; d_relative_bias
+            like `relative_bias`, None without it or without `return_d_relative_bias`. With
             p[j] = exp(logit[j] - lse), share = sigmoid(lse - sink), 1 without sinks, and delta = out . d_out:
 
                 dv[j] = sum over rows of share * p[j] * d_out
                 d_logit[j] = p[j] * (share * (d_out . v[j] - delta) + d_lse)
                 d_sink = sum over rows of (share - 1) * delta
+                d_relative_bias[c] = sum of d_logit[j] over the rows and their keys that have column c
 
             from which dq and dk follow by the product rule, through the soft cap's `1 - tanh^2`. A row or key that
             takes no part gets 0. Sums are in float32.
@@ -169,7 +175,8 @@ class Varlen(FrontEnd[Array, Memory]):
             d_out=d_out, q=q, k=k, v=v, out=out, lse=lse, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, d_lse=d_lse,
             max_q_len=max_q_len, max_kv_len=max_kv_len, sm_scale=sm_scale, causal=causal, sliding_window=sliding_window,
             soft_cap=soft_cap, sinks=sinks, alibi_slopes=alibi_slopes, relative_bias=relative_bias,
-            deterministic=deterministic,
+            return_d_relative_bias=return_d_relative_bias, deterministic=deterministic,
         )  # fmt: skip
-        dq, dk, dv, d_sinks = self.run(VarlenAttentionBackward, arguments, backend, options)
-        return dq, dk, dv, None if sinks is None else d_sinks
+        dq, dk, dv, d_sinks, d_bias = self.run(VarlenAttentionBackward, arguments, backend, options)
+        has_d_bias = relative_bias is not None and return_d_relative_bias
+        return dq, dk, dv, None if sinks is None else d_sinks, d_bias if has_d_bias else None

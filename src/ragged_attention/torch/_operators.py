@@ -232,14 +232,15 @@ def _num_others(record: type[Call]) -> int:
     return 1 if record.NUM_RESULTS is None else record.NUM_RESULTS - 1
 
 
-def _as_declared(results: list[torch.Tensor], count: int | None, like: torch.Tensor) -> Any:
+def _as_declared(results: Sequence[torch.Tensor | None], count: int | None, like: torch.Tensor) -> Any:
     """A backend's results in the form that the operator's schema declares, with empty tensors for absent results."""
     if count is None:
         return results
     if count == 0:
         return None
-    results += [like.new_empty(0, dtype=torch.float32) for _ in range(count - len(results))]
-    return results[0] if count == 1 else tuple(results)
+    given = [*results, *[None] * (count - len(results))]
+    declared = [like.new_empty(0, dtype=torch.float32) if result is None else result for result in given]
+    return declared[0] if count == 1 else tuple(declared)
 
 
 def _fake(record: type[Call]) -> Callable[..., Any]:
@@ -290,10 +291,12 @@ def _gradient(record: type[Call]) -> tuple[Callable[..., Any], Callable[..., Non
         record.expect_gradient(arguments)
         d_out = torch.zeros_like(out) if d_out is None else d_out
         arguments |= {"out": out, "lse": lse, "d_out": d_out, "d_lse": others[-1]}
+        differentiated = [name for name in record.DIFFERENTIABLE if ctx.needs_input_grad[record.RANGES[name][0]]]
+        arguments |= record.requests_of_gradients(differentiated)
         results = getattr(torch.ops.ragged_attention, gradient.OPERATION)(*gradient.flatten(arguments), *ctx.request)
         gradients: list[Any] = [None] * len(inputs)
         for name, value in zip(record.DIFFERENTIABLE, results, strict=True):
-            if arguments[name] is not None:
+            if name in differentiated:
                 gradients[record.RANGES[name][0]] = value
         return tuple(gradients)
 

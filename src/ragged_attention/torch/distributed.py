@@ -505,7 +505,7 @@ class _RingAttention(torch.autograd.Function):
             for i, j, q_edges, kv_edges, causal in pairs:
                 d_piece, q_piece, out_piece, lse_piece, d_lse_piece = by_piece[i]
                 k_piece, v_piece = keys[j]
-                *parts, d_sink = varlen_attention_backward(
+                *parts, d_sink, _ = varlen_attention_backward(
                     d_piece, q_piece, k_piece, v_piece, out_piece, lse_piece, q_edges, kv_edges, d_lse=d_lse_piece,
                     causal=causal, sinks=sinks, **ring.gradients,
                 )  # fmt: skip

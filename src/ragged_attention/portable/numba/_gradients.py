@@ -31,10 +31,10 @@ from ragged_attention.portable.numba._vectors import (
     zero,
 )
 
-NUMBERS = ("rows", "keys", "width", "v_width", "bias_width", "bias_at_own")
+NUMBERS = ("rows", "keys", "width", "v_width", "bias_width", "bias_at_own", "sums", "sums_stride")
 BUFFERS = ("q", "d_out", "k", "v", "k_rows", "v_rows", "s", "d_s", "dk", "dv", "out_row", "left", "right",
          "sources", "slots", "lse", "share", "delta", "d_lse", "slopes", "positions",
-         "tables", "bias")  # fmt: skip
+         "tables", "d_tables", "bias")  # fmt: skip
 tile_at = record_at((*NUMBERS, *BUFFERS))
 
 
@@ -53,13 +53,13 @@ def new_tile(rows, keys, width, v_width, latent):
         len(NUMBERS),
         (q, d_out, k, v, addresses, addresses, logits, logits, k, v, 4 * v_width, 2 * floats, 2 * floats,
          addresses, addresses, floats, floats, floats, floats, floats, 2 * floats,
-         2 * floats, 4 * keys),
+         2 * floats, 2 * floats, 4 * keys),
     )  # fmt: skip
     if address == 0:
         return address
     tile = tile_at(address)
     zero(tile.q, tile.bias + 4 * keys - tile.q)
-    tile.bias_width = tile.bias_at_own = 0
+    tile.bias_width = tile.bias_at_own = tile.sums = tile.sums_stride = 0
     tile.rows, tile.keys, tile.width, tile.v_width = rows, keys, width, v_width
     list_rows(tile.k_rows, keys, tile.k, 4 * width)
     list_rows(tile.v_rows, keys, tile.k if latent else tile.v, 4 * (width if latent else v_width))
@@ -107,7 +107,8 @@ def read_row(call, tile, row, token, head, source):
 def differentiate(tile, row, first, left, right, count, scale, soft_cap):
     """Replace a row's products q . k in `s` by weights r p, and d_out . v in `d_s` by the gradients of q . k.
 
-    Outside [left, right) both become 0. The first key is at position `first`.
+    Outside [left, right) both become 0. The first key is at position `first`. If the gradient of the relative bias is a
+    result, add those of the logits to the row's table.
     """
     s, d_s, whole = tile.s + 4 * row * tile.keys, tile.d_s + 4 * row * tile.keys, up_to(count, LANES)
     if right <= left:
@@ -117,6 +118,7 @@ def differentiate(tile, row, first, left, right, count, scale, soft_cap):
     share, delta, d_lse = float_at(tile.share, row), float_at(tile.delta, row), float_at(tile.d_lse, row)
     lse, alibi = splat(float_at(tile.lse, row) * LOG2E), float_at(tile.slopes, row)
     distance, table = first - int_at(tile.positions, row), int_at(tile.tables, row)
+    d_table = int_at(tile.d_tables, row)
     for key in range(count if table else 0):
         column = min(max(tile.bias_at_own - distance - key, 0), tile.bias_width - 1)
         set_float(tile.bias, key, float_at(table, column))
@@ -132,8 +134,13 @@ def differentiate(tile, row, first, left, right, count, scale, soft_cap):
             logits = logits + load(tile.bias, index)
         weights = exp2(logits * splat(LOG2E) - lse)
         gradients = fma(splat(share), load(d_s, index) - splat(delta), splat(d_lse))
+        if d_table:
+            store(tile.bias, index, weights * gradients)
         store(d_s, index, slope * weights * gradients)
         store(s, index, weights * splat(share))
+    for key in range(left, right if d_table else left):
+        column = min(max(tile.bias_at_own - distance - key, 0), tile.bias_width - 1)
+        set_float(d_table, column, float_at(d_table, column) + float_at(tile.bias, key))
     for products in (s, d_s):
         fill(products, 0, left, np.float32(0))
         fill(products, right, whole, np.float32(0))

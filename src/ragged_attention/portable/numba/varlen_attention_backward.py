@@ -3,7 +3,9 @@
 A program takes a range of keys of one sequence and KV head, and all queries that see them. It computes the complete
 gradients of these keys and values, and it sums the gradients of the queries over its tiles of keys. If a sequence has
 a large share of the work, its keys are split; the last split to finish sums the query gradients of all splits, in
-the order of the splits.
+the order of the splits. If all queries share the relative bias, each program sums its gradient over the program's keys
+and queries, and the last program of a KV head to finish adds up the sums. A table of one query is written by one
+program, so then keys are not split.
 """
 
 from typing import Any
@@ -35,11 +37,11 @@ from ragged_attention.portable.numba._vectors import (
 FIELDS = Fields(
     operands=("d_out", "q", "k", "v", "out", "lse", "cu_q_lens", "cu_kv_lens", "d_lse", "sinks",
               "alibi_slopes", "relative_bias"),
-    results=("dq", "dk", "dv", "d_sinks"),
+    results=("dq", "dk", "dv", "d_sinks", "d_relative_bias"),
     numbers=(
         "num_tokens", "num_kv_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "max_num_seqs",
         "layout", "causal", "sliding_window", "scale", "soft_cap", "bias_width", "bias_stride",
-        "bias_at_own", "block_q", "block_kv",
+        "bias_at_own", "has_d_relative_bias", "block_q", "block_kv",
     ),
     plan=("capacity", "kv_lens", "units", "num_units", "work", "num_splits", "partials", "partial_size", "counters"),
     strides=dict.fromkeys(("q", "k", "v"), "token head"),
@@ -49,12 +51,12 @@ FIELDS = Fields(
 call_of = FIELDS.at
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "deterministic",
+    "relative_bias", "return_d_relative_bias", "deterministic",
 })  # fmt: skip
 # The keys of a sequence are split if one of its KV heads has more than 1/SHARES of the call's work. There are few
 # splits, since each of them stores the gradients of all queries of its sequence.
 SHARES = 16
-UNIT = ("seq", "low", "high", "split", "num_splits", "partial", "counter")
+UNIT = ("seq", "low", "high", "split", "num_splits", "partial", "counter", "sums")
 unit_at, UNIT_BYTES = record_at(UNIT), 8 * len(UNIT)
 
 
@@ -66,6 +68,29 @@ def heuristic(call: VarlenAttentionBackward) -> Tile:
 
 
 @compiled
+def sums_bias(call):
+    """Whether programs sum the gradient of a relative bias that all queries share."""
+    return call.has_d_relative_bias and not call.bias_stride
+
+
+@compiled
+def columns_of(call, seq, low, high):
+    """The range of columns of `relative_bias` that a sequence's queries and its keys [low, high) have."""
+    start, stop = queries_of(call, seq)
+    kv_len, last = kv_len_of(call, seq), call.bias_width - 1
+    nearest = kv_len - (stop - start) - (high - 1) + call.bias_at_own
+    farthest = kv_len - 1 - low + call.bias_at_own
+    return min(max(nearest, 0), last), min(max(farthest, 0), last) + 1
+
+
+@compiled
+def sums_stride_of(call, seq, low, high):
+    """The number of floats that a unit's sums take for one query head."""
+    first, end = columns_of(call, seq, low, high)
+    return up_to(max(end - first, 0), LANES)
+
+
+@compiled
 def divide(call, units):
     """Count the units, or list them if `units` is the address of their list; returns the total work."""
     work, count, splits, size = 0.0, 0, 0, 0
@@ -74,16 +99,23 @@ def divide(call, units):
         start, stop = queries_of(call, seq)
         keys = kv_len_of(call, seq)
         num_splits = splits_of((stop - start) * keys / call.num_kv_heads, keys, call.work, SHARES, 0)
-        step = up_to((keys + num_splits - 1) // num_splits, LANES)
-        for split in range(num_splits if units else 0):
-            unit = unit_at(units + UNIT_BYTES * (count + split))
-            unit.seq, unit.low, unit.high = seq, min(split * step, keys), min((split + 1) * step, keys)
-            unit.split, unit.num_splits, unit.partial, unit.counter = split, num_splits, size, splits
+        if call.has_d_relative_bias and call.bias_stride:
+            num_splits = 1
+        step, partial = up_to((keys + num_splits - 1) // num_splits, LANES), size
+        if num_splits > 1:
+            size += num_splits * ((stop - start) * group + ROWS) * width
+        for split in range(num_splits):
+            low, high = min(split * step, keys), min((split + 1) * step, keys)
+            if units:
+                unit = unit_at(units + UNIT_BYTES * (count + split))
+                unit.seq, unit.low, unit.high, unit.split, unit.num_splits = seq, low, high, split, num_splits
+                unit.partial, unit.counter, unit.sums = partial, splits, size
+            if sums_bias(call):
+                size += group * sums_stride_of(call, seq, low, high)
         work += (stop - start) * keys
         count += num_splits
         if num_splits > 1:
             splits += 1
-            size += num_splits * ((stop - start) * group + ROWS) * width
     call.num_units, call.num_splits, call.partial_size = count, splits, size
     return work
 
@@ -114,7 +146,8 @@ def clear_unowned(call):
 
 @compiled
 def sizes_of(call):
-    return call.num_splits * call.num_kv_heads, call.partial_size * call.num_kv_heads
+    counters = call.num_splits + (1 if sums_bias(call) else 0)
+    return counters * call.num_kv_heads, call.partial_size * call.num_kv_heads
 
 
 list_units = lister(divide, sizes_of, UNIT_BYTES)
@@ -125,6 +158,9 @@ def plan(address):
     call = call_of(address)
     call.capacity = call.num_kv_tokens
     clear_unowned(call)
+    if call.has_d_relative_bias:
+        tables = call.num_tokens if call.bias_stride else 1
+        zero(call.d_relative_bias, 4 * tables * call.num_q_heads * call.bias_width)
     if not list_units(call):
         return NO_MEMORY
     return call.num_units * call.num_kv_heads + (call.num_q_heads if call.sinks else 0)
@@ -179,6 +215,10 @@ def read_queries(call, tile, seq, head, first, last):
             if call.relative_bias:
                 offset = token * call.bias_stride + q_head * call.bias_width
                 set_int(tile.tables, row, call.relative_bias + 4 * offset)
+                if call.has_d_relative_bias:
+                    own = call.d_relative_bias + 4 * offset
+                    sums = tile.sums + 4 * (q_head - head * group) * tile.sums_stride
+                    set_int(tile.d_tables, row, own if call.bias_stride else sums)
             set_int(tile.positions, row, position)
             row += 1
     zero(tile.q + 4 * row * tile.width, 4 * (tile.rows - row) * tile.width)
@@ -224,6 +264,41 @@ def attend_backward(call, tile, unit, head, dq):
 
 
 @compiled
+def sums_of(call, unit, head):
+    """The address of the sums of a unit and KV head: floats [group, `sums_stride_of`], from its first column on."""
+    group, stride = call.num_q_heads // call.num_kv_heads, sums_stride_of(call, unit.seq, unit.low, unit.high)
+    return call.partials + 4 * (unit.sums * call.num_kv_heads + head * group * stride)
+
+
+@compiled
+def begin_sums(call, tile, unit, head):
+    """Zero the sums of a unit. The tile gets the address at which those of the first table have column 0."""
+    first, _ = columns_of(call, unit.seq, unit.low, unit.high)
+    group, sums = call.num_q_heads // call.num_kv_heads, sums_of(call, unit, head)
+    tile.sums_stride = sums_stride_of(call, unit.seq, unit.low, unit.high)
+    tile.sums = sums - 4 * first
+    zero(sums, 4 * group * tile.sums_stride)
+
+
+@compiled
+def finish_sums(call, head):
+    """Write the gradients of a KV head's tables if this is the last of its programs to finish."""
+    counter = call.counters + 8 * (call.num_splits * call.num_kv_heads + head)
+    if add_to(counter, 1) < call.num_units - 1:
+        return
+    group = call.num_q_heads // call.num_kv_heads
+    for index in range(call.num_units):
+        unit = unit_at(call.units + UNIT_BYTES * index)
+        first, end = columns_of(call, unit.seq, unit.low, unit.high)
+        stride, sums = sums_stride_of(call, unit.seq, unit.low, unit.high), sums_of(call, unit, head)
+        for row in range(group):
+            target = call.d_relative_bias + 4 * (head * group + row) * call.bias_width
+            for column in range(first, end):
+                gradient = float_at(sums, row * stride + column - first)
+                set_float(target, column, float_at(target, column) + gradient)
+
+
+@compiled
 def write_query_gradients(call, tile, seq, head, dq):
     group, size = call.num_q_heads // call.num_kv_heads, size_of(call.q_format)
     start, stop = queries_of(call, seq)
@@ -247,7 +322,11 @@ def program(call, tile, index):
     if dq == 0:
         return False
     zero(dq, 4 * count)
+    if sums_bias(call):
+        begin_sums(call, tile, unit, head)
     attend_backward(call, tile, unit, head, dq)
+    if sums_bias(call):
+        finish_sums(call, head)
     if num_splits == 1:
         write_query_gradients(call, tile, seq, head, dq)
         release(dq)
@@ -274,5 +353,5 @@ KERNEL = Kernel("varlen_attention_backward", FIELDS, plan, work)
 
 def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> tuple[Any, ...]:
     numbers = {"num_tokens": call.num_q_tokens, "max_num_seqs": call.num_seqs, "layout": PACKED}
-    numbers |= numbers_of_bias(call)
+    numbers |= numbers_of_bias(call) | {"has_d_relative_bias": call.has_d_relative_bias}
     return tuple(KERNEL.launch(launch, call, tile, {}, numbers).values())

@@ -133,6 +133,30 @@ def biased(
     return scores
 
 
+def add_to_tables(d_bias: torch.Tensor, d_scores: torch.Tensor, call: Any, block: Block, heads: slice) -> None:
+    """Add the gradients of a block's logits [heads, rows * group, keys] to those of `relative_bias`, `d_bias`.
+
+    Between the first and the last column, a row has at most one key in each column, so that nothing is scattered, and
+    the order of sums is fixed. The first and the last column have any number of keys.
+    """
+    assert block.distance is not None
+    by_row, last = d_scores.unflatten(1, (-1, call.group)), d_bias.shape[-1] - 1
+    columns = (call.bias_at_own - block.distance).clamp_(0, last)  # [rows, keys]; they ascend by rows, descend by keys
+    low, high = int(columns[0, -1]), int(columns[-1, 0])
+    num_keys, some = columns.shape[1], torch.arange(low, high + 1, device=columns.device)
+    keys = call.bias_at_own - block.distance[:, :1] - some  # [rows, columns], the key with a column, in the block
+    hidden = (keys < 0) | (keys >= num_keys) | (some == 0) | (some == last)
+    index = keys.clamp_(0, num_keys - 1)[:, None].expand(-1, call.group, -1)
+    sums = by_row.gather(3, index.expand(len(by_row), -1, -1, -1)).masked_fill_(hidden[:, None], 0.0)
+    for end in {0, last} & {low, high}:
+        sums[..., end - low] = by_row.mul((columns == end)[:, None]).sum(-1)
+    tables = d_bias.unflatten(-2, (call.num_kv_heads, call.group))[..., heads, :, low : high + 1]
+    if d_bias.ndim == 3:
+        tables[block.rows] += sums.transpose(0, 1)
+    else:
+        tables += sums.sum(1)
+
+
 def hide(scores: torch.Tensor, block: Any, group: int) -> torch.Tensor:
     """Set the scores [heads, rows * group, keys] of a block to -inf where a query does not see a key, in place."""
     by_row = scores.unflatten(1, (-1, group))

@@ -10,35 +10,45 @@ import torch
 from ragged_attention.calls import VarlenAttentionBackward
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._softmax import RowTerms, soft_capped, wide
-from ragged_attention.portable.torch_eager._varlen import Block, biased, by_kv_head, by_token, heads_of, hide
+from ragged_attention.portable.torch_eager._varlen import (
+    Block,
+    add_to_tables,
+    biased,
+    by_kv_head,
+    by_token,
+    heads_of,
+    hide,
+)
 from ragged_attention.portable.torch_eager._varlen import Tile as Tile
 from ragged_attention.portable.torch_eager._varlen import heuristic as heuristic
 
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "deterministic",
+    "relative_bias", "return_d_relative_bias", "deterministic",
 })  # fmt: skip
 
 
-def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> list[torch.Tensor]:
+def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> list[torch.Tensor | None]:
     dtype, group = wide(call.q), call.group
     dq, dk, dv = (torch.zeros_like(array, memory_format=torch.contiguous_format) for array in (call.q, call.k, call.v))
     d_sinks = None if call.sinks is None else torch.zeros_like(call.sinks)
+    contiguous = torch.contiguous_format
+    d_bias = torch.zeros_like(call.relative_bias, memory_format=contiguous) if call.has_d_relative_bias else None
     for keys, heads, q_heads, blocks in heads_of(call, tile):
         k, v = (array[keys, heads].transpose(0, 1).to(dtype) for array in (call.k, call.v))
         more_dk, more_dv = (torch.zeros_like(array, memory_format=torch.contiguous_format) for array in (k, v))
         for block in blocks:
-            dq_of_block = _block(call, block, heads, k, v, more_dk, more_dv, d_sinks)
+            dq_of_block = _block(call, block, heads, k, v, more_dk, more_dv, d_sinks, d_bias)
             dq[block.rows, q_heads] = by_token(dq_of_block, group).to(dq.dtype)
         dk[keys, heads], dv[keys, heads] = more_dk.transpose(0, 1), more_dv.transpose(0, 1)
-    return [dq, dk, dv] if d_sinks is None else [dq, dk, dv, d_sinks]
+    return [dq, dk, dv, d_sinks, d_bias]
 
 
 def _block(
     call: Any, block: Block, heads: slice, k: torch.Tensor, v: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
-    d_sinks: torch.Tensor | None,
+    d_sinks: torch.Tensor | None, d_bias: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """dq [heads, rows * group, D] of a block; adds its other gradients to dk, dv [heads, keys, ...] and d_sinks."""
+    """dq [heads, rows * group, D] of a block; adds its other gradients to the other arrays."""
     group = call.group
 
     def of_rows(array: torch.Tensor) -> torch.Tensor:
@@ -54,6 +64,8 @@ def _block(
     weights = terms.weights(hide(biased(scores, call, block.distance, heads, block.rows), block, group))
     dv.baddbmm_(weights.transpose(1, 2), terms.d_out)
     d_scores = terms.d_logits(weights, v)
+    if d_bias is not None:
+        add_to_tables(d_bias, d_scores, call, block, heads)
     if slope is not None:
         d_scores.mul_(slope)
     dk.baddbmm_(d_scores.transpose(1, 2), q, alpha=call.scale)

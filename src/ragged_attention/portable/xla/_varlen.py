@@ -59,6 +59,12 @@ def tables_first(call: VarlenCall, dtype: Any) -> jax.Array | None:
     return table.reshape(call.num_kv_heads, call.group, -1).astype(dtype)
 
 
+def tables_as_given(tables: jax.Array, call: VarlenCall) -> jax.Array:
+    """The inverse of `tables_first`."""
+    like = call.relative_bias
+    return tokens_first(tables, like.dtype) if tables.ndim == 4 else tables.reshape(like.shape).astype(like.dtype)
+
+
 class Queries(NamedTuple):
     """One tile: `size` consecutive rows of q, and the rows [start, stop) of k that they may see."""
 
@@ -105,11 +111,65 @@ class Keys(NamedTuple):
         return lax.dynamic_update_slice_in_dim(whole, old + part, self.first, axis=1)
 
 
+# ---- the gradient of `relative_bias`
+#
+# The sums of a tile are [K, G, M + B + M], or [K, size * G, M + B + M] if each query has its own table. M is the number
+# of columns that the rows of a tile and the keys of a block have. Between the first and the last column, a row has at
+# most one key in each column, so that nothing is scattered, and the order of sums is fixed.
+
+
+def _sizes(call: VarlenCall, tile: Tile) -> tuple[int, int]:
+    """The rows of a tile, and the keys of a block."""
+    return min(tile.block_q, call.num_q_tokens), min(tile.block_kv, call.num_kv_tokens)
+
+
+def no_sums(call: VarlenCall, tile: Tile, dtype: Any) -> jax.Array:
+    """The sums of a tile that has not visited any key."""
+    (size, num_keys), table = _sizes(call, tile), call.relative_bias
+    rows = call.group * (1 if table.ndim == 2 else size)
+    return jnp.zeros((call.num_kv_heads, rows, table.shape[-1] + 2 * (size + num_keys - 1)), dtype)
+
+
+def add_to_sums(sums: jax.Array, call: VarlenCall, keys: Keys, d_logits: jax.Array) -> jax.Array:
+    """The sums with the gradients of a block's logits [K, size * G, keys] added."""
+    width = call.relative_bias.shape[-1]
+    margin = (sums.shape[-1] - width) // 2
+
+    def of_tables(array: jax.Array) -> jax.Array:
+        """An array [K, size * G, ...], summed over the queries if they share the tables."""
+        num_kv_heads, rows, *rest = array.shape
+        return array if sums.shape[1] == rows else array.reshape(num_kv_heads, -1, call.group, *rest).sum(axis=1)
+
+    columns = call.bias_at_own - keys.distance  # [size * G, keys], not clamped
+    first = columns[0, -1]  # columns ascend by rows and descend by keys
+    some = first + jnp.arange(margin, dtype=jnp.int32)
+    key = columns[:, :1] - some
+    hidden = (key < 0) | (key >= keys.size) | (some <= 0) | (some >= width - 1)
+    picked = jnp.take_along_axis(d_logits, jnp.clip(key, 0, keys.size - 1)[None], axis=-1)
+    at = jnp.clip(first + margin, 0, margin + width)
+    old = lax.dynamic_slice_in_dim(sums, at, margin, axis=-1)
+    sums = lax.dynamic_update_slice_in_dim(sums, old + of_tables(jnp.where(hidden, 0, picked)), at, axis=-1)
+    columns = jnp.clip(columns, 0, width - 1)
+    for end in {0, width - 1}:
+        sums = sums.at[..., margin + end].add(of_tables(jnp.where(columns == end, d_logits, 0).sum(axis=-1)))
+    return sums
+
+
+def in_tables(sums: jax.Array, tables: jax.Array, queries: Queries) -> jax.Array:
+    """The gradients of all tables, in the form of `tables_first`, with those of a tile added."""
+    width = tables.shape[-1]
+    own = lax.slice_in_dim(sums, (sums.shape[-1] - width) // 2, (sums.shape[-1] + width) // 2, axis=-1)
+    return queries.put(tables, own) if tables.ndim == 4 else tables + own
+
+
+# ---- loops
+
+
 def over_tiles(call: VarlenCall, tile: Tile, step: Callable[[Queries, Any], Any], state: Any) -> Any:
     """`state` after `step(queries, state)` for each tile of each sequence, in order."""
     if 0 in (call.num_q_tokens, call.num_kv_tokens, call.num_seqs):
         return state
-    size = min(tile.block_q, call.num_q_tokens)
+    size, _ = _sizes(call, tile)
     q_starts, q_stops = bounds_of(call.cu_q_lens, call.num_q_tokens)
     kv_starts, kv_stops = bounds_of(call.cu_kv_lens, call.num_kv_tokens)
 
@@ -129,7 +189,7 @@ def over_tiles(call: VarlenCall, tile: Tile, step: Callable[[Queries, Any], Any]
 
 def over_keys(call: VarlenCall, tile: Tile, queries: Queries, step: Callable[[Keys, Any], Any], state: Any) -> Any:
     """`state` after `step(keys, state)` for each block of the keys that a tile sees."""
-    size, window = min(tile.block_kv, call.num_kv_tokens), window_of(call, call.num_kv_tokens)
+    (_, size), window = _sizes(call, tile), window_of(call, call.num_kv_tokens)
 
     def one(block: jax.Array, state: Any) -> Any:
         wanted = queries.start + block * size

@@ -51,10 +51,15 @@ VARLENS: dict[str, VarlenSpec] = {
     "ALiBi, sm_scale 0": VarlenSpec(lens=((70, 70),), alibi="usual", sm_scale=0.0, causal=True, dtype="float16"),
     "ALiBi, sm_scale negative": VarlenSpec(alibi="mixed", sm_scale=-0.2, soft_cap=3.0, group=2),
     "a relative bias": VarlenSpec(lens=LONG, bias="shared", kv_heads=2, group=2, causal=True, dtype="bfloat16"),
-    "a relative bias, not causal": VarlenSpec(lens=((20, 70), (9, 4)), bias="shared", group=3, poison="nan", seed=1),
+    # Of seeds 1 and 3 a table has one and twelve columns; of 1 and 5 those of each query have forty and twelve.
+    "a relative bias, not causal": VarlenSpec(lens=((20, 70), (9, 4)), bias="shared", group=3, poison="nan", seed=3),
+    "a relative bias of one column": VarlenSpec(lens=((20, 33), (4, 0), (9, 4)), bias="shared", poison="nan", seed=1),
     "a relative bias of each query": VarlenSpec(
         lens=((20, 40), (30, 20)), bias="own", alibi="mixed", causal=True, sliding_window=7, sinks="mixed",
-        soft_cap=2.0, group=2, q_padding=3, poison="nan", seed=2,
+        soft_cap=2.0, group=2, q_padding=3, poison="nan", seed=5,
+    ),
+    "a relative bias of each query, not causal": VarlenSpec(
+        lens=((20, 40), (0, 3), (30, 9)), bias="own", sinks="normal", group=2, q_padding=3, poison="nan", seed=1
     ),
     # Heads, widths, dtypes.
     "grouped heads": VarlenSpec(lens=((17, 40), (3, 9)), kv_heads=2, group=3, causal=True, poison="nan"),

@@ -22,7 +22,7 @@ DEFINITIONS = {
     "varlen_attention": varlen_attention_backward,
     "sparse_mla_prefill": sparse_mla_prefill_backward,
 }  # of the gradients, by the operation that is differentiated
-DIFFERENTIABLE = ("q", "k", "v", "kv", "sinks")
+DIFFERENTIABLE = ("q", "k", "v", "kv", "sinks", "relative_bias")
 NOT_OF_THE_GRADIENT = ("cache_format", "cache_layout", "out_dtype")  # arguments that only the forward's record has
 
 
@@ -48,6 +48,8 @@ class BackwardBatch(Arrays):
     def arguments(self) -> dict[str, Any]:
         own = {"d_out": self.d_out, "out": self.out, "lse": self.lse, "d_lse": self.d_lse}
         given = self.forward.arguments()
+        if given.get("relative_bias") is not None:
+            own["return_d_relative_bias"] = True
         return own | {name: value for name, value in given.items() if name not in NOT_OF_THE_GRADIENT}
 
     def dtype_of(self, name: str, array: NDArray[Any]) -> str:

@@ -151,14 +151,24 @@ def _part(batch: GradientBatch, order: Any) -> tuple[GradientBatch, NDArray[Any]
 
 
 def _at(whole: Gradients, rows: NDArray[Any], keys: NDArray[Any]) -> Gradients:
-    """The gradients of some queries and keys; those of sinks belong to all."""
-    slices = {"q": rows, "k": keys, "v": keys}
-    of = {name: whole.of[name][slices[name]] for name in whole.of if name in slices}
+    """The gradients of some queries and keys, without those that belong to all queries."""
+    slices = {"q": rows, "k": keys, "v": keys, "relative_bias": rows}
+    of = {name: array[slices[name]] for name, array in whole.of.items() if not _belongs_to_all(name, array)}
     return Gradients(whole.out[rows], whole.lse[rows], of)
 
 
-def _without_sinks(found: Gradients) -> Gradients:
-    return dataclasses.replace(found, of={name: array for name, array in found.of.items() if name != "sinks"})
+def _belongs_to_all(name: str, gradient: NDArray[Any]) -> bool:
+    """Whether all queries contribute to each entry of a gradient: that of sinks, and of a table that they share."""
+    return name == "sinks" or (name == "relative_bias" and gradient.ndim == 2)
+
+
+def _of_all(found: Gradients) -> dict[str, NDArray[Any]]:
+    return {name: array for name, array in found.of.items() if _belongs_to_all(name, array)}
+
+
+def _of_each(found: Gradients) -> Gradients:
+    own = {name: array for name, array in found.of.items() if not _belongs_to_all(name, array)}
+    return dataclasses.replace(found, of=own)
 
 
 def sequences_in_any_order(runner: Runner, spec: GradientSpec) -> None:
@@ -166,23 +176,21 @@ def sequences_in_any_order(runner: Runner, spec: GradientSpec) -> None:
     order = np.random.default_rng(spec.of.seed).permutation(batch.forward.num_seqs)  # type: ignore[union-attr]
     part, rows, keys = _part(batch, order)
     whole, got = runner.gradients(batch), runner.gradients(part)
-    same(runner, _without_sinks(got), _at(whole, rows, keys), part)
-    if "sinks" in got.of:
-        gradients_agree({"sinks": got.of["sinks"]}, {"sinks": whole.of["sinks"]}, batch.forward.dtype)
+    same(runner, _of_each(got), _at(whole, rows, keys), part)
+    gradients_agree(_of_all(got), _of_all(whole), batch.forward.dtype)
 
 
 def sequences_do_not_mix(runner: Runner, spec: GradientSpec) -> None:
-    """One call over a batch equals one call a sequence; the gradients of the sinks are summed."""
+    """One call over a batch equals one call a sequence; gradients that belong to all queries are summed."""
     batch = spec.build()
     whole = runner.gradients(batch)
-    d_sinks = np.zeros(spec.of.heads)
+    sums = {name: np.zeros(array.shape) for name, array in _of_all(whole).items()}
     for seq in range(batch.forward.num_seqs):  # type: ignore[union-attr]
         part, rows, keys = _part(batch, [seq])
         got = runner.gradients(part)
-        same(runner, _without_sinks(got), _at(whole, rows, keys), part, f" of sequence {seq}")
-        d_sinks += got.of.get("sinks", 0.0)
-    if "sinks" in whole.of:
-        gradients_agree({"sinks": whole.of["sinks"]}, {"sinks": d_sinks}, batch.forward.dtype, " of all sequences")
+        same(runner, _of_each(got), _at(whole, rows, keys), part, f" of sequence {seq}")
+        sums = {name: total + got.of[name] for name, total in sums.items()}
+    gradients_agree(_of_all(whole), sums, batch.forward.dtype, " of all sequences")
 
 
 def hints_change_nothing(runner: Runner, spec: GradientSpec) -> None:
@@ -237,8 +245,9 @@ def groups_share_a_head(runner: Runner, spec: GradientSpec) -> None:
 def gradients_have_sums(runner: Runner, spec: GradientSpec) -> None:
     """Summed over the keys of a sequence, those of values are what its rows ask for of what their sinks leave.
 
-    Moving all keys by a vector moves a row's logits by as much as its query says, which out sees through the sinks
-    alone; and scaling queries up and keys down changes nothing. These two hold without a soft cap.
+    Moving all of a row's logits, by its bias, is what out sees through the sinks alone. Moving all keys by a vector
+    moves a row's logits by as much as its query says; and scaling queries up and keys down changes nothing. The last
+    two hold without a soft cap.
     """
     batch = built(spec)
     got, forward, capped = runner.gradients(batch), batch.forward, spec.of.soft_cap is not None  # type: ignore[union-attr]
@@ -247,6 +256,9 @@ def gradients_have_sums(runner: Runner, spec: GradientSpec) -> None:
     fully_masked = got.lse == -np.inf
     pull = np.where(fully_masked, 0.0, (1 - share) * delta + (0.0 if batch.d_lse is None else batch.d_lse))
     q, wide = forward.q.astype(np.float64), {name: array.astype(np.float64) for name, array in got.of.items()}
+    if "relative_bias" in wide:
+        of_rows = pull if wide["relative_bias"].ndim == 3 else pull.sum(axis=0)
+        agrees(wide["relative_bias"].sum(axis=-1), of_rows, "float32", "drelative_bias, summed,")
     asked, moved = share[..., None] * batch.d_out, forward.scale * pull[..., None] * q  # type: ignore[union-attr]
     for seq, (rows, keys, _) in enumerate(forward.parts()):  # type: ignore[union-attr]
         for head in range(spec.of.kv_heads):

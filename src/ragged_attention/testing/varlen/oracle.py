@@ -89,5 +89,6 @@ def rows_without_gradient(batch: GradientBatch) -> dict[str, np.ndarray]:
     forward = batch.forward
     if isinstance(forward, VarlenBatch):
         unseen = forward.unseen()
-        return {"q": forward.fully_masked_heads(), "k": unseen, "v": unseen}
+        rows = {"q": forward.fully_masked_heads(), "k": unseen, "v": unseen}
+        return rows if forward.relative_bias is None else rows | {"relative_bias": forward.unused_columns()}
     return {"q": forward.fully_masked_heads(), "kv": forward.selection.unread.reshape(forward.kv.shape[:-2])}
