@@ -210,18 +210,35 @@ def test_everything_is_put_back() -> None:
     assert [getattr(*place) for place in places] == before
 
 
+def gradients(model: Any, name: str) -> list[Any]:
+    model.set_attn_implementation(name)
+    model.zero_grad()
+    model(input_ids=tokens(), labels=tokens(seed=5)).loss.backward()
+    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+
+def assert_same_gradients(found: list[Any], expected: list[Any]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max() + 1e-9
+
+
 @pytest.mark.parametrize("kind", ["t5", *QUERIES])
 def test_training_has_the_gradients_of_eager(kind: str) -> None:
     model = QUERIES[kind]() if kind in QUERIES else tiny(kind)
+    assert_same_gradients(gradients(model, ragged.NAME), gradients(model, "eager"))
+    assert "dense" not in ragged.explain()
 
-    def gradients(name: str) -> list[Any]:
-        model.set_attn_implementation(name)
-        model.zero_grad()
-        model(input_ids=tokens(), labels=tokens(seed=5)).loss.backward()
-        return [each.grad.clone() for each in model.parameters() if each.grad is not None]
 
-    for found, expected in zip(gradients(ragged.NAME), gradients("eager"), strict=True):
-        assert (found - expected).abs().max() <= 2e-5 * expected.abs().max() + 1e-9
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["t5", "umt5"])
+def test_checkpoints_have_the_gradients_of_eager(kind: str, reentrant: bool) -> None:
+    model = tiny(kind).train()
+    expected = gradients(model, "eager")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    assert_same_gradients(gradients(model, ragged.NAME), expected)
+    assert ("dense" in ragged.explain()) is (
+        kind == "t5" and reentrant
+    )  # the layers of umt5 make their bias themselves
 
 
 def test_compiled_models_are_computed_with_numbers() -> None:
@@ -352,7 +369,6 @@ def test_what_is_computed_densely() -> None:
         (random(1, 4, 4, 9), None, COUNTED),
         (bias(first=4), None, "since its bias counts positions otherwise than its mask"),
         (bias()[:, :1], None, "since it has a bias of positions of another shape"),
-        (bias(trained=True), None, "since its bias of positions is trained"),
     ):
         _calls_cleared()
         judged(4, 9, given.detach() if reason == COUNTED else given, mask, reason)
@@ -418,3 +434,12 @@ def test_sinks_of_each_query_have_a_gradient() -> None:
         gradients.append(torch.autograd.grad(out.square().sum(), (query, key, value, sinks)))
     for found, expected in zip(*gradients, strict=True):
         assert_close(found, expected)
+
+
+def test_one_query_has_the_gradient_of_its_bias_alone() -> None:
+    query, key, value = random(2, 4, 1, 16), random(2, 4, 9, 16, seed=1), random(2, 4, 9, 16, seed=2)
+    given, gradients = random(1, 4, 1, 9, seed=3).requires_grad_(), []
+    for chance in (0.0, 1e-12):
+        out, _ = attention(Layer(), query, key, value, None, position_bias=given, dropout=chance)
+        gradients.append(torch.autograd.grad(out.square().sum(), given)[0])
+    assert_close(*gradients)

@@ -117,9 +117,7 @@ def why_dense(call: LayerCall) -> str | None:
         return None
     if tuple(bias.shape[2:]) != (q_len, kv_len) or bias.shape[1] != heads or bias.shape[0] not in (1, rows):
         return "it has a bias of positions of another shape"
-    if needs_gradient(call):
-        return "its bias of positions is trained"
-    if q_len == 1 or _is_zero(bias):
+    if q_len == 1 or _is_zero(call):
         return None
     if not isinstance(bias, DistanceBias) or torch.compiler.is_compiling():
         return "it has a bias of positions that is not known to follow from distance"
@@ -138,7 +136,7 @@ def why_dense(call: LayerCall) -> str | None:
 def is_given(call: LayerCall) -> bool:
     """Whether a call that is not computed densely has a bias other than 0."""
     bias = _bias(call)
-    return bias is not None and (call.query.shape[2] == 1 or not _is_zero(bias))
+    return bias is not None and (call.query.shape[2] == 1 or not _is_zero(call))
 
 
 def needs_gradient(call: LayerCall) -> bool:
@@ -175,9 +173,13 @@ def _bias(call: LayerCall) -> Any:
     return call.others.get("position_bias")
 
 
-def _is_zero(bias: Any) -> bool:
+def _is_zero(call: LayerCall) -> bool:
     """Whether a bias is known to be 0 throughout, as in cross attention of t5. Layers share it, so it is read once."""
-    if isinstance(bias, DistanceBias) or bias.requires_grad or torch.compiler.is_compiling():
+    bias = _bias(call)
+    if isinstance(bias, DistanceBias) or torch.compiler.is_compiling():
+        return False
+    # In checkpoints the layer itself lets its zeros require a gradient, which nobody reads.
+    if bias.requires_grad and not (bias.is_leaf and _is_checkpointed(call.module)):
         return False
     known = _zeros.get(bias)
     if known is None or known[0] != bias._version:
@@ -194,9 +196,7 @@ def bucketed(original: Any, ours: str, kind: type) -> Any:
         def compute() -> torch.Tensor:
             return original(self, query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)
 
-        # Gradients of checkpoints flow through the arguments of layers, of which the bias is one.
-        is_checkpointed = getattr(self, "gradient_checkpointing", False) and self.training
-        if not _is_for_ours(self, ours, kind) or is_checkpointed:
+        if not _is_for_ours(self, ours, kind) or (_is_checkpointed(self) and not _keeps_arguments(self)):
             return compute()
         farthest = self.relative_attention_max_distance  # all keys from there on share a bucket
         row = original(self, 1, 2 * farthest + 1, device=device, past_seen_tokens=farthest)
@@ -204,6 +204,16 @@ def bucketed(original: Any, ours: str, kind: type) -> Any:
         return DistanceBias(tables, (1, row.shape[1], query_length, key_length), compute)
 
     return compute_bias
+
+
+def _is_checkpointed(module: Any) -> bool:
+    return getattr(module, "gradient_checkpointing", False) and module.training
+
+
+def _keeps_arguments(module: Any) -> bool:
+    """Whether checkpoints give layers their arguments again, and not copies through which all gradients flow."""
+    checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+    return getattr(checkpoint, "keywords", {}).get("use_reentrant") is False
 
 
 def told(original: Any, ours: str, kind: type, part: str) -> Any:
