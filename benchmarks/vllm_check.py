@@ -29,6 +29,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import vllm_v4
+
 VOCABULARY = 512
 REFERENCE = "transformers"
 PROMPT_LENGTHS = (3, 17, 70, 33, 1, 90)
@@ -61,11 +63,13 @@ class Model:
     gap: float | None = None  # where tokens need not be equal: the mean difference of the prompts' log-probabilities
     task: str = "generate"  # or "embed", or "transcribe"
     toward_zero: bool = False  # round keys and values to e4m3 so before ours writes them
-    against: str = "vllm"  # or transformers, where vLLM has no attention of its own for the model
+    against: str = "vllm"  # or transformers, where vLLM cannot serve the model without ours
+    lengths: tuple[int, ...] = PROMPT_LENGTHS
 
 
 # Of models that vLLM runs only with a tokenizer, in steps that hold a whole prompt, and without cached prefixes.
 _WHOLE = {"skip_tokenizer_init": False, "max_num_batched_tokens": 256, "enable_prefix_caching": False}
+_V4 = "DeepseekV4Config"
 _LLAMA = Model("LlamaConfig", "LlamaForCausalLM", {})
 _WINDOW = {"sliding_window": 16}
 MODELS = {
@@ -188,6 +192,34 @@ MODELS |= {
     # More than any context has: the same tokens as dense attention.
     "deepseek_v32, top 2048": dataclasses.replace(_DEEPSEEK_V32, settings=_SPARSE | {"index_topk": 2048}),
     "glm_moe_dsa, top 16": _GLM,
+    # float16 is the most exact of what vLLM's operators take. A rounding of it moves some keys to the next number of 8
+    # bits: transformers' model whose projections are rounded to float16 has a mean gap of 0.05 from the one here.
+    "deepseek_v4, top 512": Model(
+        _V4,
+        "DeepseekV4ForCausalLM",
+        {
+            "head_dim": 512,
+            "num_key_value_heads": 1,
+            "q_lora_rank": 64,
+            "o_lora_rank": 32,
+            "o_groups": 2,
+            "index_n_heads": 8,
+            "sliding_window": 16,
+            "hc_mult": 2,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+            "mlp_layer_types": ["hash_moe", "moe", "moe"],
+            # vLLM's operators route 6 or 8 of at least 64 experts.
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 64,
+            "max_position_embeddings": 4096,
+        },
+        {"dtype": "float16", "max_model_len": 2304, "max_num_batched_tokens": 128},
+        gap=0.1,
+        against=REFERENCE,
+        lengths=(3, 17, 140, 33, 1, 2200),  # so that 550 entries of four tokens are to be selected from
+    ),
 }
 
 
@@ -204,7 +236,11 @@ def save_checkpoint(model: Model, folder: Path) -> None:
             torch.nn.init.normal_(parameter)
         elif name.endswith("embed_tokens.weight") and config.tie_word_embeddings:
             torch.nn.init.normal_(parameter, std=0.02)  # else the last token itself is always the likeliest
+    if model.config == _V4:
+        vllm_v4.prepare(made)
     made.to(torch.float32).save_pretrained(folder)
+    if model.config == _V4:
+        vllm_v4.save_original(folder)
     if model.task == "embed":
         save_tokenizer(folder)
     if model.task == "transcribe":
@@ -233,10 +269,10 @@ def save_processor(folder: Path) -> None:
     transformers.WhisperProcessor(extractor, tokenizer).save_pretrained(folder)
 
 
-def prompts() -> list[list[int]]:
+def prompts(model: Model) -> list[list[int]]:
     """Token ids by a small congruential generator: the same in every process."""
     state, lists = 1, []
-    for length in PROMPT_LENGTHS:
+    for length in model.lengths:
         tokens = []
         for _ in range(length):
             state = (1103515245 * state + 12345) % 2**31
@@ -270,24 +306,34 @@ def serve(folder: Path, backend: str, model: Model) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
     }
-    llm = vllm.LLM(model=str(folder), **(settings | model.engine))
+    where = folder / "original" if model.config == _V4 else folder
+    llm = vllm.LLM(model=str(where), **(settings | model.engine))
     begin = time.perf_counter()
-    asked = {"generate": generated, "embed": embedded, "transcribe": transcribed}[model.task](vllm, llm)
+    asked = {"generate": generated, "embed": embedded, "transcribe": transcribed}[model.task](vllm, llm, prompts(model))
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     seconds = time.perf_counter() - begin
     return asked | {
         "version": vllm.__version__,
         "seconds": seconds,
-        "implementations": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}),
+        "implementations": sorted({name for layer in layers for name in implementation(layer)}),
     }
 
 
-def generated(vllm: Any, llm: Any) -> dict[str, Any]:
+def implementation(layer: Any) -> list[str]:
+    """What computes a layer's attention: a class of a backend, or a function of the layer itself (DeepSeek-V4)."""
+    if hasattr(layer, "impl"):
+        return [type(layer.impl).__name__]
+    if hasattr(layer, "forward_mqa"):
+        return [type(layer).forward_mqa.__module__.rpartition(".")[2]]
+    return []
+
+
+def generated(vllm: Any, llm: Any, given: list[list[int]]) -> dict[str, Any]:
     """The tokens that follow the prompts, and the prompts' log-probabilities."""
     sampling = vllm.SamplingParams(
         temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1, prompt_logprobs=1, detokenize=False
     )
-    asked = [{"prompt_token_ids": tokens} for tokens in prompts()]
+    asked = [{"prompt_token_ids": tokens} for tokens in given]
     outputs = llm.generate(asked, sampling, use_tqdm=False)
     # Again, without what keeps vLLM from reading its cache of prefixes.
     again = vllm.SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
@@ -298,20 +344,20 @@ def generated(vllm: Any, llm: Any) -> dict[str, Any]:
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "logprobs": [
             step[token].logprob
-            for output, tokens in zip(outputs, prompts(), strict=True)
+            for output, tokens in zip(outputs, given, strict=True)
             for step, token in zip(output.prompt_logprobs, tokens, strict=True)
             if step is not None
         ],
     }
 
 
-def embedded(vllm: Any, llm: Any) -> dict[str, Any]:
+def embedded(vllm: Any, llm: Any, given: list[list[int]]) -> dict[str, Any]:
     """The prompts' embeddings, in the place of log-probabilities; there are no tokens."""
-    outputs = llm.embed([{"prompt_token_ids": tokens} for tokens in prompts()], use_tqdm=False)
+    outputs = llm.embed([{"prompt_token_ids": tokens} for tokens in given], use_tqdm=False)
     return {"tokens": [], "logprobs": [number for output in outputs for number in output.outputs.embedding]}
 
 
-def transcribed(vllm: Any, llm: Any) -> dict[str, Any]:
+def transcribed(vllm: Any, llm: Any, given: list[list[int]]) -> dict[str, Any]:
     """The tokens for noises and prompts of several lengths, and those tokens' log-probabilities."""
     import numpy as np
 
@@ -321,7 +367,7 @@ def transcribed(vllm: Any, llm: Any) -> dict[str, Any]:
             "prompt_token_ids": tokens[:40],
             "multi_modal_data": {"audio": (rng.standard_normal(rate * (1 + i % 4) // 4).astype(np.float32), rate)},
         }
-        for i, tokens in enumerate(prompts())
+        for i, tokens in enumerate(given)
     ]
     sampling = vllm.SamplingParams(
         temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1, detokenize=False
@@ -351,28 +397,28 @@ def round_toward_zero() -> None:
     attention.write_kv_pages = lambda k, v, *rest, **named: write(rounded(k), rounded(v), *rest, **named)
 
 
-def transform(folder: Path, engine: dict[str, Any]) -> dict[str, Any]:
-    """What transformers' own model makes of the prompts, one at a time, all of it anew for each token."""
+def transform(folder: Path, model: Model) -> dict[str, Any]:
+    """What transformers' own model makes of the prompts in float32, one at a time, all of it anew for each token."""
     import torch
     import transformers
 
     torch.set_num_threads(1)
     begin = time.perf_counter()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=engine.get("dtype", "float32"), attn_implementation="eager"
-    )
-    for layer in model.model.layers:
+    if model.config == _V4:
+        vllm_v4.quantise()
+    made = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager")
+    for layer in made.model.layers:
         if getattr(layer.self_attn, "indexer", None) is not None:
             layer.self_attn.indexer.forward = functools.partial(quantised_indexer, layer.self_attn.indexer)
     tokens, logprobs = [], []
     with torch.inference_mode():
-        for prompt in prompts():
-            made = list(prompt)
+        for prompt in prompts(model):
+            whole = list(prompt)
             for _ in range(NEW_TOKENS):
-                made.append(int(model(torch.tensor([made]), use_cache=False).logits[0, -1].argmax()))
-            lines = model(torch.tensor([prompt]), use_cache=False).logits[0, :-1].float().log_softmax(-1)
+                whole.append(int(made(torch.tensor([whole]), use_cache=False).logits[0, -1].argmax()))
+            lines = made(torch.tensor([prompt]), use_cache=False).logits[0, :-1].log_softmax(-1)
             logprobs += [float(line[token]) for line, token in zip(lines, prompt[1:], strict=True)]
-            tokens.append(made[len(prompt) :])
+            tokens.append(whole[len(prompt) :])
     return {
         "version": None,  # of vLLM
         "seconds": time.perf_counter() - begin,
@@ -494,7 +540,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.serve:
         folder, backend, model = Path(options.serve[0]), options.serve[1], MODELS[options.serve[2]]
-        answer = transform(folder, model.engine) if backend == REFERENCE else serve(folder, backend, model)
+        answer = transform(folder, model) if backend == REFERENCE else serve(folder, backend, model)
         print(ANSWER + json.dumps(answer), flush=True)
         return 0
     names = options.models.split(";")

@@ -446,8 +446,9 @@ def test_metadata_of_a_prompt(part, ranks, ratio, bindings):
         (row, length - n + i + 1) for row, (n, length) in enumerate(zip(new, lens, strict=True)) for i in range(n)
     ]
     for at, (row, seen) in enumerate(queries[part]):
-        assert int(starts[at]) == int(own[row])
-        assert int(stops[at]) == int(own[row]) + local(seen // ratio)
+        count = local(seen // ratio)
+        start = int(own[row]) if count else 0  # of nothing: where vLLM's indexer for CPUs finds a request
+        assert (int(starts[at]), int(stops[at])) == (start, start + count)
 
 
 def test_what_ours_do_not_take(bindings):

@@ -6,6 +6,8 @@ What a GPU or a compiled library is needed for raises an error here, so that a t
 from types import SimpleNamespace
 from typing import Any
 
+from tests import vllm_v4_fakes as v4
+
 
 class Missing(Exception):
     """vLLM's own kernel was called, where there is none."""
@@ -165,7 +167,9 @@ def contents(device: str) -> dict[str, dict[str, Any]]:
             return [64]
 
     class ModelRegistry:
-        models = dict.fromkeys(("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "LlamaForCausalLM"), "vllm")
+        models = dict.fromkeys(
+            ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV4ForCausalLM", "LlamaForCausalLM"), "vllm"
+        )
 
         @classmethod
         def register_model(cls, model_arch, model_cls):
@@ -229,4 +233,4 @@ def contents(device: str) -> dict[str, dict[str, Any]]:
             "DeepseekV32ForCausalLM": "NVIDIA's V3.2",
             "GlmMoeDsaForCausalLM": "NVIDIA's GLM",
         },
-    }  # fmt: skip
+    } | v4.contents()  # fmt: skip

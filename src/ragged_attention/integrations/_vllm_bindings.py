@@ -11,14 +11,14 @@ vLLM's registry of models leads here, so that nothing is imported or bound befor
 import dataclasses
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ragged_attention.compat import deep_gemm, flash_mla
 from ragged_attention.errors import Unsupported
-from ragged_attention.integrations import _vllm_indexer
+from ragged_attention.integrations import _vllm_indexer, _vllm_v4
 from ragged_attention.torch import page_indices_to_slots, top_k_indices, write_indexer_cache
 
 _E4M3_MAX = 448.0
@@ -28,7 +28,9 @@ _GENERIC = "vllm.model_executor.models.deepseek_v2"
 MODELS = {
     "DeepseekV32ForCausalLM": ((_GENERIC, "DeepseekV3ForCausalLM"), "vllm.models.deepseek_v32"),
     "GlmMoeDsaForCausalLM": ((_GENERIC, "GlmMoeDsaForCausalLM"), "vllm.models.deepseek_v32"),
+    "DeepseekV4ForCausalLM": (("vllm.models.deepseek_v4", "DeepseekV4ForCausalLM"), "vllm.models.deepseek_v4"),
 }
+_V4 = "DeepseekV4ForCausalLM"
 _CHUNKED = frozenset(MODELS)  # those that our backend serves on a CPU
 
 
@@ -275,7 +277,8 @@ def build_prefill_chunk_metadata(
     """Write which request each key of a chunk belongs to, and the range of keys that each of its queries sees.
 
     It is what a Triton kernel of vLLM does, whose names the arguments have. Under decode context parallelism the ranges
-    are those of this rank's keys.
+    are those of this rank's keys. A query that sees no key gets the range (0, 0), and not one at its request's start:
+    from that, vLLM's indexer for CPUs finds the request, and one behind the last key would be none.
     """
     device = query_start_loc.device
     key = torch.arange(token_to_seq.shape[0], device=device)
@@ -288,7 +291,7 @@ def build_prefill_chunk_metadata(
         whole = seen // DCP_INTERLEAVE // DCP_WORLD * DCP_INTERLEAVE
         rest = seen - whole * DCP_WORLD - DCP_RANK * DCP_INTERLEAVE
         seen = whole + rest.clamp(0, DCP_INTERLEAVE)
-    starts = row_start_cu_compressed_seq_lens[request]
+    starts = torch.where(seen > 0, row_start_cu_compressed_seq_lens[request], 0)
     cu_compressed_seq_len_ks.copy_(starts)
     cu_compressed_seq_len_ke.copy_(starts + seen)
 
@@ -429,6 +432,7 @@ _LAYER = "vllm.model_executor.layers.sparse_attn_indexer"
 _METADATA = "vllm.v1.attention.backends.mla.indexer"
 _CPU = "vllm.platforms.cpu:CpuPlatform"
 _WORKSPACE = "vllm.v1.worker.workspace"
+_WINDOW = "vllm.v1.attention.backends.mla.sparse_swa"
 _FP8 = "vllm.model_executor.layers.quantization.utils.fp8_utils"
 
 BINDINGS = (
@@ -482,6 +486,33 @@ BINDINGS = (
     ),
 )  # fmt: skip
 
+# What only DeepSeek-V4 has, which vLLM serves on a CPU if Triton has a compiler for it.
+V4 = (
+    Binding(
+        "vllm.v1.attention.ops.metadata", "compute_token_to_req_indices", _vllm_v4.compute_token_to_req_indices,
+        _lacks_triton, is_kernel=False,
+    ),
+    Binding(
+        "vllm.v1.attention.backends.mla.compressor_utils", "_COMPRESSED_SLOT_MAPPING_KERNEL",
+        _vllm_v4.compressed_slot_mapping, _lacks_triton, is_kernel=False,
+    ),
+    Binding(
+        _WINDOW, "_COMPUTE_SWA_INDICES_AND_LENS_KERNEL", _vllm_v4.compute_swa_indices_and_lens, _lacks_triton,
+        is_kernel=False,
+    ),
+    Binding(
+        _WINDOW, "_COMPUTE_PREFILL_METADATA_KERNEL", _vllm_v4.compute_prefill_metadata, _lacks_triton, is_kernel=False
+    ),
+    Binding(
+        "vllm.models.deepseek_v4.cpu.cpu_mla:DeepseekV4CPUSparseSWAMetadataBuilder", "build_tile_scheduler",
+        _vllm_v4.all_kinds_of_layers, _is_cpu, is_kernel=False, wraps=True,
+    ),
+    Binding(
+        "vllm.models.deepseek_v4.cpu.cpu_sparse:DeepseekV4CPUAttention", "forward_mqa", _vllm_v4.forward_mqa, _is_cpu,
+        is_kernel=False,
+    ),
+)  # fmt: skip
+
 # What is decided before a model is loaded.
 PLATFORM = (
     Binding(_CPU, "get_attn_backend_cls", _sparse_backend_on_cpu, _is_cpu, is_kernel=False, wraps=True),
@@ -491,14 +522,14 @@ PLATFORM = (
 _bound: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, ours
 
 
-def bind(everywhere: bool = False) -> list[str]:
+def bind(everywhere: bool = False, bindings: Sequence[Binding] = BINDINGS) -> list[str]:
     """Put ours where vLLM lacks its own, or for all kernels if `everywhere`; the names that are bound.
 
     Raises:
         Unsupported: vLLM has no such name.
     """
     platform = importlib.import_module("vllm.platforms").current_platform
-    applying = [one for one in BINDINGS if (everywhere and one.is_kernel) or one.lacking(platform)]
+    applying = [one for one in bindings if (everywhere and one.is_kernel) or one.lacking(platform)]
     for one in applying:
         _bind(one)
     return [f"{one.owner.replace(':', '.')}.{one.name}" for one in applying]
@@ -544,6 +575,8 @@ def __getattr__(architecture: str) -> Any:
     if architecture not in MODELS:
         raise AttributeError(f"module {__name__!r} has no attribute {architecture!r}")
     bind(_vllm_indexer.asked)
+    if architecture == _V4:
+        bind(_vllm_indexer.asked, V4)
     generic, own = MODELS[architecture]
     if _vllm_indexer.lacking(importlib.import_module("vllm.platforms").current_platform):
         return getattr(importlib.import_module(generic[0]), generic[1])

@@ -56,6 +56,7 @@ _NAMES = {
 # The backends that vLLM's CPU platform selects, and ours that replace them.
 _ON_CPU = {"CPU_ATTN": "RaggedAttentionBackend", "CPU_MLA": "RaggedMLABackend", "AMX_MLA": "RaggedMLABackend"}
 _SPARSE_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+_SPARSE_ON_CPU = (*_SPARSE_MODELS, "DeepseekV4ForCausalLM")
 
 
 @dataclasses.dataclass
@@ -139,13 +140,13 @@ def _register(cpu: bool | None, indexer: bool | None) -> None:
     if platform.is_cpu():
         importlib.import_module("ragged_attention.integrations._vllm_bindings").bind_platform()
     if _vllm_indexer.asked or _vllm_indexer.lacking(platform):
-        _lead_models_to_bindings()
+        _lead_models_to_bindings(_SPARSE_ON_CPU if platform.is_cpu() else _SPARSE_MODELS)
 
 
-def _lead_models_to_bindings() -> None:
-    """Let vLLM's registry find sparse models in `_vllm_bindings`, which binds our indexer when they are loaded."""
+def _lead_models_to_bindings(architectures: tuple[str, ...]) -> None:
+    """Let vLLM's registry find models in `_vllm_bindings`, which binds our indexer when they are loaded."""
     registry: Any = importlib.import_module("vllm.model_executor.models.registry").ModelRegistry
-    for architecture in _SPARSE_MODELS:
+    for architecture in architectures:
         if architecture not in _changed.models:
             _changed.models[architecture] = registry.models[architecture]
             registry.register_model(architecture, f"ragged_attention.integrations._vllm_bindings:{architecture}")
