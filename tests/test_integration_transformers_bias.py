@@ -12,8 +12,9 @@ transformers = pytest.importorskip("transformers")
 
 from ragged_attention.errors import Unsupported  # noqa: E402
 from ragged_attention.integrations import transformers as ragged  # noqa: E402
-from ragged_attention.integrations.transformers import _bias, _host, _masks  # noqa: E402
+from ragged_attention.integrations.transformers import _host, _masks  # noqa: E402
 from ragged_attention.integrations.transformers._attention import attention  # noqa: E402
+from ragged_attention.integrations.transformers._distance_bias import DistanceBias  # noqa: E402
 from tests.with_transformers import padding  # noqa: E402
 from tests.with_transformers import registered as registered  # noqa: E402
 
@@ -180,15 +181,15 @@ def test_what_is_not_ours_gets_numbers() -> None:
         model.set_attn_implementation(name)
         assert type(own.compute_bias(3, 3)) is torch.Tensor
     model.set_attn_implementation(ragged.NAME)
-    assert isinstance(own.compute_bias(3, 3), _bias.DistanceBias)
+    assert isinstance(own.compute_bias(3, 3), DistanceBias)
     own.train().gradient_checkpointing = True
-    assert not isinstance(own.compute_bias(3, 3), _bias.DistanceBias)
+    assert not isinstance(own.compute_bias(3, 3), DistanceBias)
     made = []
     for layer in changed.model.layers:
         layer.self_attn.rel_logits_proj.register_forward_hook(lambda _, __, out: made.append(type(out)))
     for name in ("eager", ragged.NAME, "eager"):
         logits(changed, name)
-    assert made == 2 * [torch.Tensor] + 2 * [_bias.DistanceBias] + 2 * [torch.Tensor]
+    assert made == 2 * [torch.Tensor] + 2 * [DistanceBias] + 2 * [torch.Tensor]
 
 
 def test_a_subclass_may_count_otherwise() -> None:
@@ -197,7 +198,7 @@ def test_a_subclass_may_count_otherwise() -> None:
 
     config = transformers.T5Config(**T5)
     config._attn_implementation = ragged.NAME
-    assert not isinstance(Other(config, True, 0).compute_bias(3, 3), _bias.DistanceBias)
+    assert not isinstance(Other(config, True, 0).compute_bias(3, 3), DistanceBias)
 
 
 def test_everything_is_put_back() -> None:
@@ -282,7 +283,7 @@ def test_what_is_computed_with_a_bias() -> None:
     assert made.numbers() is made.numbers()
     factor = torch.arange(1.0, 5.0).view(1, 1, -1, 1)
     changed = (made.float() * factor).to(torch.bfloat16) * 2
-    assert isinstance(changed, _bias.DistanceBias)
+    assert isinstance(changed, DistanceBias)
     assert changed.dtype == torch.bfloat16
     expected = (made.numbers().float() * factor).to(torch.bfloat16) * 2
     assert torch.equal(changed + 0, expected)
@@ -298,7 +299,7 @@ def test_what_is_computed_with_a_bias() -> None:
         made.to(torch.int32),
         made * torch.ones(2, 1, 1, 1),
     ):
-        assert not isinstance(read, _bias.DistanceBias)
+        assert not isinstance(read, DistanceBias)
     assert torch.equal(made * torch.ones(2, 1, 1, 1), made.numbers().expand(2, -1, -1, -1))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.generation.continuous_batching import cache, continuous_api, initialization
 
-from ragged_attention.integrations.transformers import _bias, _continuous, _latent, _paged_latents
+from ragged_attention.integrations.transformers import _continuous, _distance_bias, _latent, _paged_latents
 from ragged_attention.integrations.transformers._attention import attention
 from ragged_attention.integrations.transformers._masks import mask
 
@@ -77,14 +77,14 @@ BUCKETED = {
     "switch_transformers": "SwitchTransformersAttention", "pop2piano": "Pop2PianoAttention", "udop": "UdopAttention",
     "pix2struct": "Pix2StructTextAttention",
 }  # fmt: skip
-# Attention with a bias of each query: by family its classes, the class that makes the bias, how that is replaced, and
-# its name in attention.
+# Attention with a bias of each query: by family its classes, the class that makes the bias, how distances are told
+# from its arguments, and its name in attention.
 OF_QUERIES: dict[str, tuple[tuple[str, ...], str, Any, str]] = {
-    "inkling": (("InklingAttention",), "InklingRelativeLogits", _bias.by_positions, "rel_logits_proj"),
+    "inkling": (("InklingAttention",), "InklingRelativeLogits", _distance_bias.by_positions, "rel_logits_proj"),
     "inkling2": (("Inkling2SlidingAttention", "Inkling2FullAttention"), "Inkling2RelativePositionBias",
-                 _bias.by_distances, "relative_position_bias"),
+                 _distance_bias.by_distances, "relative_position_bias"),
     "inkling2_loop": (("Inkling2LoopSlidingAttention", "Inkling2LoopFullAttention"), "Inkling2LoopRelativePositionBias",
-                      _bias.by_distances, "relative_position_bias"),
+                      _distance_bias.by_distances, "relative_position_bias"),
 }  # fmt: skip
 
 
@@ -92,13 +92,13 @@ def _biases() -> Iterator[tuple[Any, str, Any]]:
     """The functions that make biases of positions, as in `REPLACED`."""
     for family, name in BUCKETED.items():
         kind = getattr(_models(family), name)
-        yield kind, "compute_bias", functools.partial(_bias.bucketed, kind=kind)
-    for family, (names, bias, replacing, part) in OF_QUERIES.items():
+        yield kind, "compute_bias", functools.partial(_distance_bias.bucketed, kind=kind)
+    for family, (names, bias, told_apart, part) in OF_QUERIES.items():
         if (models := _models(family)) is not None:
             for kind in (getattr(models, name) for name in names):
-                yield kind, "forward", functools.partial(_bias.told, kind=kind, part=part)
+                yield kind, "forward", functools.partial(_distance_bias.told, kind=kind, part=part)
             kind = getattr(models, bias)
-            yield kind, "forward", functools.partial(replacing, kind=kind)
+            yield kind, "forward", functools.partial(_distance_bias.of_each_query, kind=kind, told_apart=told_apart)
 
 
 def _models(family: str) -> Any:
