@@ -77,15 +77,19 @@ BUCKETED = {
     "switch_transformers": "SwitchTransformersAttention", "pop2piano": "Pop2PianoAttention", "udop": "UdopAttention",
     "pix2struct": "Pix2StructTextAttention",
 }  # fmt: skip
-# Attention with a bias of each query: by family its classes, the class that makes the bias, how distances are told
-# from its arguments, and its name in attention.
-OF_QUERIES: dict[str, tuple[tuple[str, ...], str, Any, str]] = {
-    "inkling": (("InklingAttention",), "InklingRelativeLogits", _distance_bias.by_positions, "rel_logits_proj"),
-    "inkling2": (("Inkling2SlidingAttention", "Inkling2FullAttention"), "Inkling2RelativePositionBias",
-                 _distance_bias.by_distances, "relative_position_bias"),
-    "inkling2_loop": (("Inkling2LoopSlidingAttention", "Inkling2LoopFullAttention"), "Inkling2LoopRelativePositionBias",
-                      _distance_bias.by_distances, "relative_position_bias"),
-}  # fmt: skip
+# Attention with a bias of each query: the family, its classes, the class that makes the bias, how distances are told
+# from its arguments, and its name in attention. Releases differ in which they have.
+OF_QUERIES: tuple[tuple[str, tuple[str, ...], str, Any, str], ...] = (
+    ("inkling", ("InklingAttention",), "InklingRelativeLogits", _distance_bias.by_positions, "rel_logits_proj"),
+    *(
+        (family, (f"{name}SlidingAttention", f"{name}FullAttention"), name + bias, told_apart, part)
+        for family, name in (("inkling2", "Inkling2"), ("inkling2_loop", "Inkling2Loop"))
+        for bias, told_apart, part in (
+            ("RelativeLogits", _distance_bias.by_positions, "rel_logits_proj"),  # 5.23
+            ("RelativePositionBias", _distance_bias.by_distances, "relative_position_bias"),
+        )
+    ),
+)
 
 
 def _biases() -> Iterator[tuple[Any, str, Any]]:
@@ -93,12 +97,12 @@ def _biases() -> Iterator[tuple[Any, str, Any]]:
     for family, name in BUCKETED.items():
         kind = getattr(_models(family), name)
         yield kind, "compute_bias", functools.partial(_distance_bias.bucketed, kind=kind)
-    for family, (names, bias, told_apart, part) in OF_QUERIES.items():
-        if (models := _models(family)) is not None:
+    for family, names, bias, told_apart, part in OF_QUERIES:
+        models = _models(family)
+        if (maker := getattr(models, bias, None)) is not None:
             for kind in (getattr(models, name) for name in names):
                 yield kind, "forward", functools.partial(_distance_bias.told, kind=kind, part=part)
-            kind = getattr(models, bias)
-            yield kind, "forward", functools.partial(_distance_bias.of_each_query, kind=kind, told_apart=told_apart)
+            yield maker, "forward", functools.partial(_distance_bias.of_each_query, kind=maker, told_apart=told_apart)
 
 
 def _models(family: str) -> Any:
