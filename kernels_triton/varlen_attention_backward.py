@@ -121,8 +121,9 @@ def dkv_sizes(call: Any) -> Sizes:
     if call.device.platform == "cpu":
         return Sizes(64, 64, 4, 2)
     if on_cuda_cores(call):
-        return Sizes(16, 16, 4, 1)
-    if call.relative_bias is not None:  # the addresses of its entries take registers
+        biased = call.relative_bias is not None  # the addresses of its entries take registers
+        return Sizes(16, 16, 8 if biased and arch.startswith("sm_") else 4, 1)
+    if call.relative_bias is not None:
         return Sizes(32, 32, 8 if arch.startswith("sm_") else 4, 1)
     if not arch.startswith("sm_"):
         stages = stages_on_amd(arch, columns, 256 if OLDER_COMPILER else 320)
@@ -165,7 +166,8 @@ def dq_sizes(call: Any) -> Sizes:
         spills = OLDER_COMPILER and arch in WGMMA  # if it has eight warps
         return Sizes(16, 16, 8 if arch.startswith("sm_") and not spills else 4, 1)
     if call.relative_bias is not None:
-        return Sizes(32, 32, 4, 1)
+        own_tables = len(call.relative_bias.shape) == 3
+        return Sizes(32, 32, 8 if own_tables and arch.startswith("sm_") else 4, 1)
     if not arch.startswith("sm_"):
         return Sizes(64 if columns <= 320 else 32, 32 if columns <= 512 else 16, 4, stages_on_amd(arch, columns))
     if arch == "sm_90" and columns <= 192:
