@@ -137,14 +137,17 @@ def sum_kernel(terms_ptr, sums_ptr, num_rows, num_columns, BLOCK: tl.constexpr, 
     tl.store(sums_ptr + column, tl.sum(acc, 0), mask=column < num_columns)
 
 
-def column_sums(terms: Any, launch: Any) -> Any:
-    """Enqueue the column sums of a float32 array [rows, columns], in an order that is always the same."""
+def column_sums(terms: Any, launch: Any, shape: tuple[int, ...] | None = None) -> Any:
+    """Enqueue the column sums of a float32 array [rows, columns], in an order that is always the same.
+
+    The result is [columns], or has the given `shape` of as many numbers.
+    """
     num_rows, num_columns = terms.shape
     (sums,) = launch(
         sum_kernel,
         (cdiv(num_columns, 16),),
         (terms,),
-        [((num_columns,), "float32")],
+        [(shape or (num_columns,), "float32")],
         num_rows=num_rows,
         num_columns=num_columns,
         BLOCK=64,

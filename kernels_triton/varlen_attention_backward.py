@@ -3,11 +3,8 @@
 One kernel computes a few numbers per row. Another one computes dq: a program holds a block of rows and visits the keys
 that they see. A third one computes dk and dv: a program holds a block of keys and visits the rows that see them. A
 single kernel for all gradients, which adds to dq in memory, would need two products fewer, but its results would
-vary from run to run. These kernels are deterministic.
-
-A row needs only two numbers: `norm` in base 2, so that weight = 2^(logit - norm), and `offset`, so that d_logit =
-weight * (d_out . v + offset). The sink is included in `norm`. But if lse has a gradient, too, the sink is a separate
-factor instead, `share`: the fraction of the softmax's denominator that is not the sink.
+vary from run to run. These kernels are deterministic. If the gradient of a relative bias is asked for, `_bias_gradient`
+computes it in one more kernel, which repeats two of the five products, so that other calls cost what they did.
 """
 
 import dataclasses
@@ -19,12 +16,13 @@ import triton.language as tl
 from ragged_attention.calls import VarlenAttentionBackward
 from ragged_attention.kernels_triton import _varlen
 from ragged_attention.kernels_triton._bias import Table, bias_arguments, entries
-from ragged_attention.kernels_triton._compiler import aligned_down, first_of_block
+from ragged_attention.kernels_triton._bias_gradient import bias_gradient
+from ragged_attention.kernels_triton._compiler import first_of_block
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._mask import Mask, end_query, first_key, first_query, sees
-from ragged_attention.kernels_triton._rows import Rows, logit_scales
+from ragged_attention.kernels_triton._rows import Rows
 from ragged_attention.kernels_triton._sequences import VARYING, Edges, block_start, end_blocks, max_blocks, whole_blocks
-from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, soft_capped, sum_of_products
+from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, sum_of_products
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
     WGMMA,
@@ -54,12 +52,12 @@ from ragged_attention.kernels_triton._varlen import (
     visible_blocks,
     zeros,
 )
+from ragged_attention.kernels_triton._varlen_gradient import TERMS, load_terms, logit_gradients, signed_scales, weigh
 
 PREPARED = 2048  # elements of `out` that one program of `prepare_kernel` reads
-TERMS: tl.constexpr = tl.constexpr(4)  # numbers stored per row: norm, offset, share, and the ALiBi slope in base 2
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "deterministic",
+    "relative_bias", "return_d_relative_bias", "deterministic",
 })  # fmt: skip
 
 
@@ -123,8 +121,9 @@ def dkv_sizes(call: Any) -> Sizes:
     if call.device.platform == "cpu":
         return Sizes(64, 64, 4, 2)
     if on_cuda_cores(call):
-        return Sizes(16, 16, 4, 1)
-    if call.relative_bias is not None:  # the addresses of its entries take registers
+        biased = call.relative_bias is not None  # the addresses of its entries take registers
+        return Sizes(16, 16, 8 if biased and arch.startswith("sm_") else 4, 1)
+    if call.relative_bias is not None:
         return Sizes(32, 32, 8 if arch.startswith("sm_") else 4, 1)
     if not arch.startswith("sm_"):
         stages = stages_on_amd(arch, columns, 256 if OLDER_COMPILER else 320)
@@ -167,7 +166,8 @@ def dq_sizes(call: Any) -> Sizes:
         spills = OLDER_COMPILER and arch in WGMMA  # if it has eight warps
         return Sizes(16, 16, 8 if arch.startswith("sm_") and not spills else 4, 1)
     if call.relative_bias is not None:
-        return Sizes(32, 32, 4, 1)
+        own_tables = len(call.relative_bias.shape) == 3
+        return Sizes(32, 32, 8 if own_tables and arch.startswith("sm_") else 4, 1)
     if not arch.startswith("sm_"):
         return Sizes(64 if columns <= 320 else 32, 32 if columns <= 512 else 16, 4, stages_on_amd(arch, columns))
     if arch == "sm_90" and columns <= 192:
@@ -275,59 +275,6 @@ class Seeing(NamedTuple):
     last: tl.tensor
     key: tl.tensor
     q_len: tl.tensor  # the number of queries; also the end of the keys, counted from the first query
-
-
-@triton.jit
-def signed_scales(sm_scale, soft_cap, HAS_SOFT_CAP: tl.constexpr):
-    """`logit_scales`; the factor that contains `sm_scale` also has its sign."""
-    inner, cap, outer = logit_scales(sm_scale, soft_cap, HAS_SOFT_CAP)
-    sign = tl.where(sm_scale < 0, -1.0, 1.0)
-    if HAS_SOFT_CAP:
-        inner *= sign
-    else:
-        outer *= sign
-    return inner, cap, outer
-
-
-@triton.jit
-def weigh(products, norm, seen, scales, MASKED: tl.constexpr, HAS_SOFT_CAP: tl.constexpr):
-    """(2^(logit - norm), the soft cap's slope) for `products` = q . k of rows and keys."""
-    inner, cap, outer = scales
-    slope = 1.0
-    if HAS_SOFT_CAP:
-        products = soft_capped(products * inner, cap)
-        share_of_cap = products * (1.0 / cap)
-        slope = 1 - share_of_cap * share_of_cap
-    exponents = products * outer - norm
-    if MASKED:
-        exponents = tl.where(seen, exponents, float("-inf"))
-    return tl.math.exp2(exponents), slope
-
-
-@triton.jit
-def logit_gradients(weights, slope, d_weights, offset, share, CONFIG: tl.constexpr):
-    """The gradients of the products q . k, divided by sm_scale; `d_weights` is d_out . v."""
-    if CONFIG.HAS_SHARE:
-        d_weights = share * d_weights
-    d_logits = weights * d_weights + weights * offset
-    if CONFIG.HAS_SOFT_CAP:
-        d_logits = d_logits * slope
-    return d_logits
-
-
-@triton.jit
-def load_terms(terms_ptr, first, readable, MASKED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr = 1):
-    """(norm, offset, share, slope) of the rows [first, first + BLOCK). If MASKED, they are 0 for unreadable rows.
-
-    Each number has its own load, so that it does not take registers before it is needed.
-    """
-    base, rest = aligned_down(first, STEP)
-    row_terms = terms_ptr + tl.cast(base, tl.int64) * TERMS + (rest + tl.arange(0, BLOCK)) * TERMS
-    terms = ()
-    for index in tl.static_range(TERMS):
-        term = tl.load(row_terms + index, mask=readable, other=0.0) if MASKED else tl.load(row_terms + index)
-        terms += (term,)
-    return terms
 
 
 @triton.jit
@@ -566,7 +513,7 @@ def has_share(call: Any) -> bool:
 
 
 def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Any:
-    """Enqueue the kernels; returns dq, dk, dv and, with sinks, d_sinks."""
+    """Enqueue the kernels; returns dq, dk, dv, d_sinks and d_relative_bias. Either of the last two may be None."""
     arrays, edges, numbers, config = _varlen.shared_arguments(call, launch, "d_out", "q", "k", "v")
     terms, parts = prepare(call, arrays["d_out"], launch)
     bias, config["BIAS"] = bias_arguments(call, launch, edges[0])
@@ -592,4 +539,6 @@ def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Any:
         CONFIG=Config(BLOCK_Q=tile.block_q, BLOCK_KV=tile.block_kv, **config),
         **numbers,
     )
-    return (dq, dk, dv) if parts is None else (dq, dk, dv, column_sums(parts, launch))
+    d_sinks = None if parts is None else column_sums(parts, launch)
+    d_bias = bias_gradient(call, tile, launch, inputs, numbers, config) if call.has_d_relative_bias else None
+    return dq, dk, dv, d_sinks, d_bias

@@ -40,8 +40,6 @@ def divisible_arguments(operation: str, size: int) -> dict[str, Any]:
     record, random = CALLS[operation], np.random.default_rng(0)
     arguments = dict.fromkeys(record.KINDS) | dict(record.DEFAULTS) | sample_of(operation, **small).arguments(operation)
     arguments = {name: _filled(name, value, operation, random) for name, value in arguments.items()}
-    if "return_d_relative_bias" in arguments:
-        arguments["return_d_relative_bias"] = True
     if "k_scale" in arguments:
         arguments |= {name: random.random(size).astype(np.float32) + 0.5 for name in ("k_scale", "v_scale")}
     return arguments

@@ -14,7 +14,7 @@ from ragged_attention.tools.samples import VarlenSample, device_of
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from ragged_attention.kernels_triton import _varlen, varlen_attention, varlen_attention_backward  # noqa: E402
+from ragged_attention.kernels_triton import _bias_gradient, _varlen, varlen_attention, varlen_attention_backward  # noqa: E402
 from ragged_attention.torch._launcher import LAUNCHER  # noqa: E402
 
 
@@ -74,13 +74,18 @@ LENGTHS = ((5, 0, 34, 2), (2, 3, 37, 18))
         ((3, 1), (72, 40), {"causal": True, "sliding_window": 21, "sinks": True, "d_lse": True}),
         ((1, 1), (16, 80), {"sliding_window": 4, "soft_cap": 1.5, "sm_scale": -0.3, "d_lse": True}),
         ((2, 1), (16, 16), {"sm_scale": 0.0, "sinks": True}),
+        ((2, 1), (16, 16), {"causal": True, "bias": (9,), "sinks": True, "d_lse": True}),
+        ((4, 2), (16, 24), {"sliding_window": 4, "bias": (60,), "soft_cap": 1.5}),
+        ((2, 2), (16, 16), {"causal": True, "bias": (43, 12)}),
+        ((2, 1), (16, 16), {"bias": (43, 60), "alibi_slopes": True}),
     ],
 )
 def test_small_blocks_give_what_the_definition_says(
-    heads: tuple[int, int], widths: tuple[int, int], options: dict[str, Any]
+    heads: tuple[int, int], widths: tuple[int, int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ragged_attention.torch as rt
 
+    monkeypatch.setattr(_bias_gradient, "PROGRAMS", 4)  # so that a program has several blocks
     generator = np.random.default_rng(3)
     edges = [np.concatenate([[0], np.cumsum(lens)]).astype(np.int32) for lens in LENGTHS]
     tokens, keys = edges[0][-1] + 2, edges[1][-1] + 3
@@ -91,21 +96,24 @@ def test_small_blocks_give_what_the_definition_says(
     arrays = {"q": normal(tokens, heads[0], widths[0]), "k": normal(keys, heads[1], widths[0])}
     arrays |= {"v": normal(keys, heads[1], widths[1]), "cu_q_lens": edges[0], "cu_kv_lens": edges[1]}
     options = dict(options)
-    extra = {"d_lse": normal(tokens, heads[0])} if options.pop("d_lse", False) else {}
-    arrays |= {"sinks": normal(heads[0])} if options.pop("sinks", False) else {}
+    extra: dict[str, Any] = {"d_lse": normal(tokens, heads[0])} if options.pop("d_lse", False) else {}
+    arrays |= {name: normal(heads[0]) for name in ("sinks", "alibi_slopes") if options.pop(name, False)}
+    if bias := options.pop("bias", None):
+        arrays["relative_bias"] = normal(*bias[:-1], heads[0], bias[-1])
+        extra["return_d_relative_bias"] = True
     given = {name: torch.from_numpy(array) for name, array in arrays.items()}
     out, lse = rt.varlen_attention(**given, **options, return_lse=True, backend="triton", options=SMALL)
     for got, want, name in zip((out, lse), definition(**arrays, **options), ("out", "lse"), strict=True):
         agrees(got.numpy(), want, "float32", name)
 
     extra |= {"d_out": normal(tokens, heads[0], widths[1])}
-    more = {name: torch.from_numpy(array) for name, array in extra.items()}
+    more = {name: torch.from_numpy(array) if hasattr(array, "shape") else array for name, array in extra.items()}
     tile = SMALL | {f"dq_{name}": size for name, size in SMALL.items()}
     found = rt.varlen_attention_backward(
         **given, **more, out=out, lse=lse, **options, backend="triton", options=tile
     )  # fmt: skip
     wanted = gradient(**arrays, **extra, out=out.numpy(), lse=lse.numpy(), **options)
-    for got, want, name in zip(found, wanted, ("dq", "dk", "dv", "d_sinks"), strict=True):
+    for got, want, name in zip(found, wanted, ("dq", "dk", "dv", "d_sinks", "d_bias"), strict=True):
         assert (got is None) == (want is None)
         if got is not None and want is not None:
             agrees(got.numpy(), want, "float32", name)

@@ -69,6 +69,19 @@ SPECS: dict[str, tuple[Callable[[Runner, Any], None], Any]] = {
         check_gradients,
         GradientSpec(of=VarlenSpec(lens=((40, 70), (3, 9)), d=64, d_v=64, group=2, sinks="normal", dtype="bfloat16")),
     ),
+    # A table of 12 columns, and tables of 40 of each query.
+    "packed gradient, a relative bias": (
+        check_gradients,
+        GradientSpec(
+            of=VarlenSpec(lens=((40, 70), (3, 9), (0, 4)), d=32, d_v=32, group=2, bias="shared", dtype="bfloat16", seed=3)
+        ),
+    ),
+    "packed gradient, a relative bias of each query": (
+        check_gradients,
+        GradientSpec(
+            of=VarlenSpec(lens=((40, 70), (9, 3)), d=32, d_v=32, bias="own", causal=True, dtype="bfloat16", seed=1)
+        ),
+    ),
     "latents, dense": (
         check_decode,
         DecodeSpec(topk=0, kv_lens=(100, 30), page_size=64, heads=16, d_qk=576, d_v=512, dtype="bfloat16"),
@@ -131,6 +144,7 @@ CORNERS = (
 
 # Of each kernel a call that runs it.
 RUN_BY = {
+    "_bias_gradient.bias_kernel": "packed gradient, a relative bias",
     "_combine.combine_kernel": "attention, decode of a long sequence",
     "_heads_first.chunk_edges_kernel": "chunked prefill, a partial chunk",
     "_heads_first.decode_edges_kernel": "paged decode, lengths of every kind",

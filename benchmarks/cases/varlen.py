@@ -263,6 +263,9 @@ _MORE = (
     *_both("bias_128", "-", (1000,) * 4, (32, 8), (128, 128), relative_bias=True, causal=False),
     *_both("bias_192", "-", (1000,) * 4, (16, 16), (192, 128), relative_bias=True, soft_cap=50.0, d_lse=True,
            sinks=True),
+    *_both("bias_float32_64", "-", (333,) * 4, (8, 8), (64, 64), dtype="float32", relative_bias=True, causal=False),
+    *_both("own_bias_80", "-", (333,) * 4, (8, 4), (80, 80), relative_bias=True, own_tables=True, alibi_slopes=True,
+           sliding_window=100),
     *_both("cross_96_72", "-", (500,) * 4, (12, 12), (96, 72), kv_lens=(700,) * 4, causal=False, sinks=True),
     *_both("one_of_everything", "-", (1,), (1, 1), (1, 1)),
 )  # fmt: skip

@@ -99,7 +99,7 @@ SAVED_EVERY = 30.0  # seconds between two saves while compiling
 # must come 16 at a time. After a change that makes a check stricter, `--afresh` has to compile everything again.
 MULTIPLYING = (
     "tile_kernel", "split_kernel", "latent_kernel", "ragged_latent_kernel", "forward_kernel", "dkv_kernel", "dq_kernel",
-    "gradient_kernel", "tile_logits_kernel", "walk_logits_kernel",
+    "bias_kernel", "gradient_kernel", "tile_logits_kernel", "walk_logits_kernel",
 )  # fmt: skip
 LEAST_WIDE = 0.9
 # Exceptions from LEAST_WIDE by kernel, `key_format` of the case and matrix unit: a lower bound of their own and the

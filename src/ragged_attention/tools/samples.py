@@ -260,7 +260,8 @@ class VarlenSample(AnySample):
     soft_cap: float | None = None
     sinks: bool = False
     alibi_slopes: bool = False
-    relative_bias: bool = False
+    relative_bias: bool = False  # a gradient's call then asks for its gradient
+    own_tables: bool = False  # whether each query has its own table of the relative bias
     d_lse: bool = False  # whether the gradient of lse is given
 
     @property
@@ -276,7 +277,10 @@ class VarlenSample(AnySample):
         return super()._axes() | heads | {"T_q": self.num_tokens, "T_k": self.num_kv_tokens}
 
     def _arguments(self, operation: str) -> dict[str, Any]:
-        return {"relative_bias": bias_of(self)}
+        bias = bias_of(self)
+        if bias is not None and self.own_tables:
+            bias = FakeArray((self.num_tokens, *bias.shape), bias.dtype)
+        return {"relative_bias": bias, "return_d_relative_bias": bias is not None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -177,13 +177,17 @@ class LaunchRecording:
 
 
 def _flat(results: Any) -> list[int]:
-    """The indices in nested tuples."""
-    return [results] if isinstance(results, int) else [index for result in results for index in _flat(result)]
+    """The indices in nested tuples, without absent results, which are None."""
+    if isinstance(results, tuple):
+        return [index for result in results for index in _flat(result)]
+    return [] if results is None else [results]
 
 
 def _renamed(results: Any, name: Callable[[Any], Any]) -> Any:
-    """Nested tuples with `name` applied to every item."""
-    return tuple([_renamed(result, name) for result in results]) if isinstance(results, tuple) else name(results)
+    """Nested tuples with `name` applied to every item that is not None."""
+    if isinstance(results, tuple):
+        return tuple([_renamed(result, name) for result in results])
+    return None if results is None else name(results)
 
 
 GRANULE = 256  # bytes: tensors in a shared allocation start at multiples of it
@@ -272,6 +276,8 @@ def record(call: Call, run: Callable[[Any, Any], Any]) -> LaunchRecording | None
 def _indices(results: Any) -> Any:
     if isinstance(results, (tuple, list)):
         return tuple(map(_indices, results))
+    if results is None:
+        return None
     if not isinstance(results, StandIn):
         raise Unrecorded
     return results.index

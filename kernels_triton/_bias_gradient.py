@@ -1,0 +1,253 @@
+"""The gradient of a relative bias: the gradients of logits, added up by the columns of their distances.
+
+A program holds a block of one head's queries and visits the keys that they see, in blocks of at least as many keys. A
+query has at most one key in each column between the first and the last one. So if each query has its own table, a
+block's gradients go to their columns without being added up.
+
+If the queries share the tables, the diagonals of a block are added up. Rotating row r of the block by r columns turns
+diagonals into columns: the part that is not rotated past the end belongs to the block's own distances, and the rest to
+those of the block before, whose own part is kept until then. So each column of a block of queries is added to memory
+once. A program visits several blocks of queries and adds to its own row of sums, and the rows are added up at last.
+No order of sums depends on when programs run.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ragged_attention.kernels_triton import _varlen
+from ragged_attention.kernels_triton._bias import entries
+from ragged_attention.kernels_triton._mask import Mask, sees
+from ragged_attention.kernels_triton._rows import Rows
+from ragged_attention.kernels_triton._sequences import VARYING, max_blocks
+from ragged_attention.kernels_triton._softmax import column_sums
+from ragged_attention.kernels_triton._tiles import cdiv
+from ragged_attention.kernels_triton._varlen import (
+    Config,
+    Keys,
+    find_block,
+    load_rows,
+    product,
+    rows_of,
+    visible_blocks,
+)
+from ragged_attention.kernels_triton._varlen_gradient import TERMS, load_terms, signed_scales, weigh
+
+MOST_SUMS = 2**24  # floats in the programs' rows of sums
+WIDE = 512  # columns of a key and its value; shared memory has no room for more keys of them than `Tile.block_kv`
+PROGRAMS = 2048  # enough for any GPU, if each has several blocks of queries
+
+
+class Queries(NamedTuple):
+    """A block of one head's queries, with their terms and their tables; see `prepare_kernel`."""
+
+    q: tl.tuple
+    d_out: tl.tuple
+    norm: tl.tensor
+    offset: tl.tensor
+    share: tl.tensor
+    alibi: tl.tensor
+    scales: tl.tuple
+    tables: tl.tensor  # addresses
+    exists: tl.tensor
+
+
+@triton.jit
+def gradients_of_logits(queries, keys, block, visible, mask, CONFIG: tl.constexpr):
+    """The gradients of the logits [queries, keys] of the keys from `block` on; 0 for keys that a query does not see."""
+    BLOCK: tl.constexpr = CONFIG.BLOCK_KV
+    key = block + tl.arange(0, BLOCK)
+    readable = (key >= visible.first) & (key < visible.last)
+    k = load_rows(keys.k, block, readable, True, BLOCK, CONFIG.K)
+    v = load_rows(keys.v, block, readable, True, BLOCK, CONFIG.V)
+    products = product(queries.q, k)
+    d_weights = product(queries.d_out, v)
+    distance = visible.position[:, None] - key[None, :]
+    norm = queries.norm[:, None]
+    if CONFIG.HAS_ALIBI:
+        norm = norm + queries.alibi[:, None] * distance.to(tl.float32)
+    norm = norm - entries(queries.tables[:, None], distance, queries.exists[:, None], CONFIG.BIAS)
+    seen = sees(visible.position[:, None], key[None, :], visible.kv_len, mask, CONFIG.MASK)
+    weights, _ = weigh(products, norm, seen, queries.scales, True, CONFIG.HAS_SOFT_CAP)
+    d_logits = weights * queries.offset[:, None]
+    if CONFIG.HAS_SHARE:
+        d_weights = queries.share[:, None] * d_weights
+    return d_logits + weights * d_weights
+
+
+@triton.jit
+def load_queries(d_out_rows, q_rows, terms_ptr, tables, first, q_len, readable, scales, CONFIG: tl.constexpr,
+                 GROUP: tl.constexpr):  # fmt: skip
+    """The queries [first, first + BLOCK_Q) of a sequence and head."""
+    BLOCK: tl.constexpr = CONFIG.BLOCK_Q
+    row = first + tl.arange(0, BLOCK)
+    norm, offset, share, alibi = load_terms(terms_ptr, first, readable, True, BLOCK, 1, GROUP * TERMS)
+    return Queries(
+        load_rows(q_rows, first, readable, True, BLOCK, CONFIG.Q),
+        load_rows(d_out_rows, first, readable, True, BLOCK, CONFIG.OUT),
+        norm, offset, share, alibi, scales, tables, row < q_len,
+    )  # fmt: skip
+
+
+@triton.jit
+def add_between(sums_ptr, columns, sums, WIDTH: tl.constexpr):
+    """Add sums to the memory of their columns, if these are between the first and the last column."""
+    mask = (columns > 0) & (columns < WIDTH - 1)
+    tl.store(sums_ptr + columns, tl.load(sums_ptr + columns, mask=mask, other=0.0) + sums, mask=mask)
+
+
+@triton.jit
+def ends_of(d_logits, columns, WIDTH: tl.constexpr):
+    """(sums of each row's gradients in the first column, or before it; in the last column, or after it)."""
+    first = tl.sum(tl.where(columns <= 0, d_logits, 0.0), 1)
+    last = tl.sum(tl.where((columns >= WIDTH - 1) & (columns > 0), d_logits, 0.0), 1)
+    return first, last
+
+
+@triton.jit
+def add_diagonals(queries, keys, edges, visible, mask, sums_ptr, ends, CONFIG: tl.constexpr):
+    """Add the gradients of a block of queries to the sums of their head; returns `ends` with the rest added."""
+    BLOCK: tl.constexpr = CONFIG.BLOCK_KV
+    WIDTH: tl.constexpr = CONFIG.BIAS.WIDTH
+    first, last = ends
+    place = tl.arange(0, BLOCK)
+    target = tl.arange(0, CONFIG.BLOCK_Q)[:, None] + place[None, :]
+    kept = tl.zeros([BLOCK], tl.float32)
+    column = visible.low + CONFIG.BIAS.AT_OWN - place
+    for block in range(edges.start, edges.end, BLOCK):
+        d_logits = gradients_of_logits(queries, keys, block, visible, mask, CONFIG)
+        columns = visible.position[:, None] - (block + place)[None, :] + CONFIG.BIAS.AT_OWN
+        in_first, in_last = ends_of(d_logits, columns, WIDTH)
+        first += in_first
+        last += in_last
+        rotated = tl.gather(d_logits, target % BLOCK, 1)
+        add_between(sums_ptr, column - block + BLOCK, kept + tl.sum(tl.where(target < BLOCK, 0.0, rotated), 0), WIDTH)
+        kept = tl.sum(tl.where(target < BLOCK, rotated, 0.0), 0)
+    add_between(sums_ptr, column - edges.end + BLOCK, kept, WIDTH)
+    return first, last
+
+
+@triton.jit
+def store_own(queries, keys, edges, visible, mask, d_tables, CONFIG: tl.constexpr):
+    """Store the gradients of a block of queries that have their own tables, at the addresses `d_tables`."""
+    BLOCK: tl.constexpr = CONFIG.BLOCK_KV
+    WIDTH: tl.constexpr = CONFIG.BIAS.WIDTH
+    own = visible.position + CONFIG.BIAS.AT_OWN  # minus a key, it is the key's column
+    first = tl.zeros([CONFIG.BLOCK_Q], tl.float32)
+    last = tl.zeros([CONFIG.BLOCK_Q], tl.float32)
+    for block in range(edges.start, edges.end, BLOCK):
+        d_logits = gradients_of_logits(queries, keys, block, visible, mask, CONFIG)
+        columns = own[:, None] - (block + tl.arange(0, BLOCK))[None, :]
+        in_first, in_last = ends_of(d_logits, columns, WIDTH)
+        first += in_first
+        last += in_last
+        between = (columns > 0) & (columns < WIDTH - 1) & queries.exists[:, None]
+        tl.store(d_tables[:, None] + columns, d_logits, mask=between)
+    for start in range(0, WIDTH, BLOCK):
+        columns = start + tl.arange(0, BLOCK)[None, :]
+        key = own[:, None] - columns
+        unseen = (key < edges.start) | (key >= edges.end)
+        between = (columns > 0) & (columns < WIDTH - 1) & queries.exists[:, None]
+        tl.store(d_tables[:, None] + columns, tl.zeros([CONFIG.BLOCK_Q, BLOCK], tl.float32), mask=unseen & between)
+    if WIDTH > 1:
+        tl.store(d_tables + (WIDTH - 1), last, mask=queries.exists)
+        tl.store(d_tables, first, mask=queries.exists)
+    else:
+        tl.store(d_tables, first + last, mask=queries.exists)
+
+
+@triton.jit(do_not_specialize=(*VARYING, "num_blocks"))
+def bias_kernel(
+    d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, bias_ptr, sums_ptr,
+    num_q_tokens, num_kv_tokens, num_seqs, window, d_out_head_stride, q_head_stride, k_head_stride, v_head_stride,
+    sm_scale, soft_cap, num_blocks, GROUP: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of a head's tables for several blocks of queries.
+
+    Queries that share a table have one row of `sums` [programs, heads, WIDTH] for each program, which is added up
+    later. Otherwise `sums` is the gradient, [tokens, heads, WIDTH].
+    """
+    BLOCK: tl.constexpr = CONFIG.BLOCK_Q
+    WIDTH: tl.constexpr = CONFIG.BIAS.WIDTH
+    STRIDE: tl.constexpr = CONFIG.BIAS.TOKEN_STRIDE
+    part = tl.program_id(0)
+    head = tl.program_id(1)
+    kv_head = head // GROUP
+    mask = Mask(window)
+    first = tl.zeros([BLOCK], tl.float32)
+    last = tl.zeros([BLOCK], tl.float32)
+    if STRIDE == 0:
+        sums_ptr += (part.to(tl.int64) * tl.num_programs(1) + head) * WIDTH
+        for start in range(0, WIDTH, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            tl.store(sums_ptr + column, tl.zeros([BLOCK], tl.float32), mask=column < WIDTH)
+    scales = signed_scales(sm_scale, soft_cap, CONFIG.HAS_SOFT_CAP)
+    for block in range(part, num_blocks, tl.num_programs(0)):
+        start, q_len, first_row, kv_start, kv_len = find_block(
+            block, cu_q_lens_ptr, cu_kv_lens_ptr, num_seqs, num_q_tokens, num_kv_tokens, 1, BLOCK
+        )
+        if (first_row >= 0) & (first_row < q_len):
+            row = first_row + tl.arange(0, BLOCK)
+            readable = row < q_len
+            if CONFIG.MASK.CAUSAL:  # rows that see no key are not read, so masks on the logits are enough
+                readable = readable & (row >= q_len - kv_len)
+            visible, edges = visible_blocks(Rows(row, q_len, start, head), first_row, q_len, kv_len, mask, CONFIG)
+            q_rows = rows_of(q_ptr, start, head, q_head_stride, CONFIG.Q)
+            d_out_rows = rows_of(d_out_ptr, start, head, d_out_head_stride, CONFIG.OUT)
+            k_rows = rows_of(k_ptr, kv_start, kv_head, k_head_stride, CONFIG.K)
+            v_rows = rows_of(v_ptr, kv_start, kv_head, v_head_stride, CONFIG.V)
+            terms = terms_ptr + ((kv_head.to(tl.int64) * num_q_tokens + start) * GROUP + head % GROUP) * TERMS
+            table = (start + row).to(tl.int64) * STRIDE + head.to(tl.int64) * WIDTH
+            queries = load_queries(
+                d_out_rows, q_rows, terms, bias_ptr + table, first_row, q_len, readable, scales, CONFIG, GROUP
+            )
+            keys = Keys(k_rows, v_rows)
+            if STRIDE == 0:
+                tl.debug_barrier()  # other threads stored the zeros and the sums of the block before
+                first, last = add_diagonals(queries, keys, edges, visible, mask, sums_ptr, (first, last), CONFIG)
+            else:
+                store_own(queries, keys, edges, visible, mask, sums_ptr + table, CONFIG)
+    if STRIDE == 0:
+        tl.debug_barrier()
+        if WIDTH > 1:
+            tl.store(sums_ptr + (WIDTH - 1), tl.sum(last, 0))
+            tl.store(sums_ptr, tl.sum(first, 0))
+        else:
+            tl.store(sums_ptr, tl.sum(first + last, 0))
+
+
+def bias_gradient(call: Any, tile: Any, launch: Any, inputs: Any, numbers: Any, config: dict[str, Any]) -> Any:
+    """Enqueue the kernels; returns the gradient of `relative_bias`.
+
+    The other arguments are those of the dk and dv kernel, whose tile this kernel has, too: it needs fewer registers.
+    """
+    block_q = min(tile.block_q, tile.block_kv)
+    # With as many keys as queries, the compiler unrolls the loop over keys, which takes too many registers.
+    block_kv = block_q if _varlen.columns(call) > WIDE else 2 * block_q
+    blocks, shape = max_blocks(call.num_q_tokens, block_q, call.num_seqs), call.relative_bias.shape
+    num_heads, width = shape[-2:]
+    is_shared = len(shape) == 2
+    parts = blocks
+    if is_shared:
+        parts = max(1, min(blocks, cdiv(PROGRAMS, num_heads), MOST_SUMS // (num_heads * width)))
+    of_one_head = {name: _of_one_head(config[name]) for name in ("Q", "OUT")}
+    [sums] = launch(
+        bias_kernel,
+        (parts, num_heads),
+        inputs,
+        [((parts, num_heads * width) if is_shared else shape, "float32")],
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        num_blocks=blocks,
+        GROUP=call.group,
+        CONFIG=Config(BLOCK_Q=block_q, BLOCK_KV=block_kv, **config | of_one_head),
+        **numbers,
+    )
+    return column_sums(sums, launch, shape) if is_shared else sums
+
+
+def _of_one_head(layout: Any) -> Any:
+    """The layout of an array of queries, each head of which is treated like a KV head."""
+    return dataclasses.replace(layout, GROUP=1)
