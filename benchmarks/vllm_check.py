@@ -127,6 +127,8 @@ MODELS = {
             "moe_intermediate_size": 64,
         },
         {"block_size": 16},
+        # vLLM 0.32 alone rotates queries of latent attention wrongly on a CPU, and no token is right.
+        against=REFERENCE,
     ),
     "bert (no cache)": Model(
         "BertConfig",

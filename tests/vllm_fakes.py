@@ -193,6 +193,23 @@ class AttentionImpl(AttentionImplBase):
     def fused_output_quant_supported(self, quant_key):
         return False
 
+    def fused_qk_norm_rope_kvcache_supported(self):
+        return False
+
+    def fused_rope_kvcache_supported(self):
+        return False
+
+    def do_qk_norm_rope_kvcache_update(
+        self, layer, qkv, q_out, k_out, positions, q_weight, k_weight, rms_norm_eps, cos_sin_cache, is_neox, kv_cache,
+        layer_slot_mapping,
+    ):  # fmt: skip
+        raise NotImplementedError
+
+    def do_rope_and_kv_cache_update(
+        self, layer, query, key, value, positions, cos_sin_cache, is_neox, kv_cache, layer_slot_mapping
+    ):
+        raise NotImplementedError
+
 
 class MLAAttentionImpl(AttentionImplBase):
     supports_pcp = True

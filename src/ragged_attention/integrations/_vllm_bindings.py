@@ -468,10 +468,6 @@ BINDINGS = (
     Binding(
         _METADATA, "_BUILD_PREFILL_CHUNK_METADATA_KERNEL", build_prefill_chunk_metadata, _lacks_triton, is_kernel=False
     ),
-    Binding(
-        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding", "forward_cpu", _rotation_on_cpu, _is_cpu,
-        is_kernel=False, wraps=True,
-    ),
     Binding(_WORKSPACE, "current_workspace_manager", _workspace_of_cpu, _is_cpu, is_kernel=False, wraps=True),
     Binding(
         _LAYER, "has_deep_gemm", lambda: True, _lacks_cuda_indexer, is_kernel=False, for_importers=False
@@ -515,9 +511,13 @@ V4 = (
 
 # What is decided before a model is loaded.
 PLATFORM = (
+    Binding(
+        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding", "forward_cpu", _rotation_on_cpu, _is_cpu,
+        is_kernel=False, wraps=True,
+    ),
     Binding(_CPU, "get_attn_backend_cls", _sparse_backend_on_cpu, _is_cpu, is_kernel=False, wraps=True),
     Binding(_CPU, "check_and_update_config", _config_on_cpu, _is_cpu, is_kernel=False, wraps=True),
-)
+)  # fmt: skip
 
 _bound: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, ours
 
@@ -536,7 +536,7 @@ def bind(everywhere: bool = False, bindings: Sequence[Binding] = BINDINGS) -> li
 
 
 def bind_platform() -> None:
-    """Let vLLM's platform take sparse models."""
+    """Let vLLM's platform take sparse models, and rotate queries of latent attention as their models want it."""
     for one in PLATFORM:
         _bind(one)
 
