@@ -459,4 +459,4 @@ MUTANTS = {FORWARD: FORWARDS, DENSE: DENSES, SPARSE: SPARSES}
 @pytest.mark.parametrize(("operation", "name"), NOTICED)
 def test_a_law_notices_without_an_oracle(plant: Callable[..., Runner], operation: str, name: str) -> None:
     law = [check for check in laws() if check.name.startswith(NOTICED[operation, name])]
-    assert any(failures(plant(**{operation: MUTANTS[operation][name]}), law, 100))
+    assert any(failures(plant(**{operation: MUTANTS[operation][name]}), law, 200))
