@@ -18,13 +18,14 @@ import triton
 import triton.language as tl
 
 from ragged_attention.kernels_triton import _varlen
-from ragged_attention.kernels_triton._bias import entries
+from ragged_attention.kernels_triton._bias import Table, entries
 from ragged_attention.kernels_triton._mask import Mask, sees
 from ragged_attention.kernels_triton._rows import Rows
 from ragged_attention.kernels_triton._sequences import VARYING, max_blocks
 from ragged_attention.kernels_triton._softmax import column_sums
 from ragged_attention.kernels_triton._tiles import cdiv
 from ragged_attention.kernels_triton._varlen import (
+    Array,
     Config,
     Keys,
     find_block,
@@ -50,8 +51,15 @@ class Queries(NamedTuple):
     share: tl.tensor
     alibi: tl.tensor
     scales: tl.tuple
-    tables: tl.tensor  # addresses
-    exists: tl.tensor
+    table: tl.tuple
+
+
+class QueryArrays(NamedTuple):
+    """The addresses of one sequence's rows of one head."""
+
+    q: Array
+    d_out: Array
+    terms_ptr: tl.tensor
 
 
 @triton.jit
@@ -68,7 +76,7 @@ def gradients_of_logits(queries, keys, block, visible, mask, CONFIG: tl.constexp
     norm = queries.norm[:, None]
     if CONFIG.HAS_ALIBI:
         norm = norm + queries.alibi[:, None] * distance.to(tl.float32)
-    norm = norm - entries(queries.tables[:, None], distance, queries.exists[:, None], CONFIG.BIAS)
+    norm = norm - entries(queries.table.rows[:, None], distance, queries.table.exists[:, None], CONFIG.BIAS)
     seen = sees(visible.position[:, None], key[None, :], visible.kv_len, mask, CONFIG.MASK)
     weights, _ = weigh(products, norm, seen, queries.scales, True, CONFIG.HAS_SOFT_CAP)
     d_logits = weights * queries.offset[:, None]
@@ -78,17 +86,13 @@ def gradients_of_logits(queries, keys, block, visible, mask, CONFIG: tl.constexp
 
 
 @triton.jit
-def load_queries(d_out_rows, q_rows, terms_ptr, tables, first, q_len, readable, scales, CONFIG: tl.constexpr,
-                 GROUP: tl.constexpr):  # fmt: skip
+def load_queries(arrays, first, readable, scales, table, CONFIG: tl.constexpr, GROUP: tl.constexpr):
     """The queries [first, first + BLOCK_Q) of a sequence and head."""
     BLOCK: tl.constexpr = CONFIG.BLOCK_Q
-    row = first + tl.arange(0, BLOCK)
-    norm, offset, share, alibi = load_terms(terms_ptr, first, readable, True, BLOCK, 1, GROUP * TERMS)
-    return Queries(
-        load_rows(q_rows, first, readable, True, BLOCK, CONFIG.Q),
-        load_rows(d_out_rows, first, readable, True, BLOCK, CONFIG.OUT),
-        norm, offset, share, alibi, scales, tables, row < q_len,
-    )  # fmt: skip
+    q = load_rows(arrays.q, first, readable, True, BLOCK, CONFIG.Q)
+    d_out = load_rows(arrays.d_out, first, readable, True, BLOCK, CONFIG.OUT)
+    norm, offset, share, alibi = load_terms(arrays.terms_ptr, first, readable, True, BLOCK, 1, GROUP * TERMS)
+    return Queries(q, d_out, norm, offset, share, alibi, scales, table)
 
 
 @triton.jit
@@ -143,26 +147,26 @@ def store_own(queries, keys, edges, visible, mask, d_tables, CONFIG: tl.constexp
         in_first, in_last = ends_of(d_logits, columns, WIDTH)
         first += in_first
         last += in_last
-        between = (columns > 0) & (columns < WIDTH - 1) & queries.exists[:, None]
+        between = (columns > 0) & (columns < WIDTH - 1) & queries.table.exists[:, None]
         tl.store(d_tables[:, None] + columns, d_logits, mask=between)
     for start in range(0, WIDTH, BLOCK):
         columns = start + tl.arange(0, BLOCK)[None, :]
         key = own[:, None] - columns
         unseen = (key < edges.start) | (key >= edges.end)
-        between = (columns > 0) & (columns < WIDTH - 1) & queries.exists[:, None]
+        between = (columns > 0) & (columns < WIDTH - 1) & queries.table.exists[:, None]
         tl.store(d_tables[:, None] + columns, tl.zeros([CONFIG.BLOCK_Q, BLOCK], tl.float32), mask=unseen & between)
     if WIDTH > 1:
-        tl.store(d_tables + (WIDTH - 1), last, mask=queries.exists)
-        tl.store(d_tables, first, mask=queries.exists)
+        tl.store(d_tables + (WIDTH - 1), last, mask=queries.table.exists)
+        tl.store(d_tables, first, mask=queries.table.exists)
     else:
-        tl.store(d_tables, first + last, mask=queries.exists)
+        tl.store(d_tables, first + last, mask=queries.table.exists)
 
 
-@triton.jit(do_not_specialize=(*VARYING, "num_blocks"))
+@triton.jit(do_not_specialize=VARYING)
 def bias_kernel(
     d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, bias_ptr, sums_ptr,
     num_q_tokens, num_kv_tokens, num_seqs, window, d_out_head_stride, q_head_stride, k_head_stride, v_head_stride,
-    sm_scale, soft_cap, num_blocks, GROUP: tl.constexpr, CONFIG: tl.constexpr,
+    sm_scale, soft_cap, blocks, GROUP: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a head's tables for several blocks of queries.
 
@@ -184,7 +188,7 @@ def bias_kernel(
             column = start + tl.arange(0, BLOCK)
             tl.store(sums_ptr + column, tl.zeros([BLOCK], tl.float32), mask=column < WIDTH)
     scales = signed_scales(sm_scale, soft_cap, CONFIG.HAS_SOFT_CAP)
-    for block in range(part, num_blocks, tl.num_programs(0)):
+    for block in range(part, blocks, tl.num_programs(0)):
         start, q_len, first_row, kv_start, kv_len = find_block(
             block, cu_q_lens_ptr, cu_kv_lens_ptr, num_seqs, num_q_tokens, num_kv_tokens, 1, BLOCK
         )
@@ -200,9 +204,9 @@ def bias_kernel(
             v_rows = rows_of(v_ptr, kv_start, kv_head, v_head_stride, CONFIG.V)
             terms = terms_ptr + ((kv_head.to(tl.int64) * num_q_tokens + start) * GROUP + head % GROUP) * TERMS
             table = (start + row).to(tl.int64) * STRIDE + head.to(tl.int64) * WIDTH
-            queries = load_queries(
-                d_out_rows, q_rows, terms, bias_ptr + table, first_row, q_len, readable, scales, CONFIG, GROUP
-            )
+            arrays = QueryArrays(q_rows, d_out_rows, terms)
+            tables = Table(bias_ptr + table, row < q_len)
+            queries = load_queries(arrays, first_row, readable, scales, tables, CONFIG, GROUP)
             keys = Keys(k_rows, v_rows)
             if STRIDE == 0:
                 tl.debug_barrier()  # other threads stored the zeros and the sums of the block before
@@ -240,7 +244,7 @@ def bias_gradient(call: Any, tile: Any, launch: Any, inputs: Any, numbers: Any, 
         [((parts, num_heads * width) if is_shared else shape, "float32")],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        num_blocks=blocks,
+        blocks=blocks,
         GROUP=call.group,
         CONFIG=Config(BLOCK_Q=block_q, BLOCK_KV=block_kv, **config | of_one_head),
         **numbers,

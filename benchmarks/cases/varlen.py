@@ -15,12 +15,12 @@ import numpy as np
 
 from benchmarks.cases.base import ROWS, Case, Compared, K, Tables, drawn, rounded, spans
 from benchmarks.compiled.compiling import ITEMSIZE
-from ragged_attention.reference.ragged_paged_attention import bias_of, visible
+from ragged_attention.reference.ragged_paged_attention import bias_of, column_at_own, table_of, visible
 from ragged_attention.reference.varlen_attention import varlen_attention
 from ragged_attention.reference.varlen_attention_backward import attend_backward, row_terms
 from ragged_attention.tools.samples import FakeArray, VarlenSample
 
-GIVEN = ("d_out", "d_lse")  # to a gradient, beside what the forward pass takes and gives
+GIVEN = ("d_out", "d_lse", "return_d_relative_bias")  # to a gradient, beside what the forward pass takes and gives
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,7 @@ class VarlenCase(Case, VarlenSample):
                 cu_kv_lens=[0, keys.stop - keys.start],
                 sinks=to_numpy(inputs["sinks"]) if self.sinks else None,
                 alibi_slopes=to_numpy(inputs["alibi_slopes"]) if self.alibi_slopes else None,
-                relative_bias=to_numpy(inputs["relative_bias"]) if self.relative_bias else None,
+                relative_bias=self._tables(inputs, rows, to_numpy),
                 causal=self.causal,
                 sliding_window=self.sliding_window,
                 soft_cap=self.soft_cap,
@@ -177,6 +177,12 @@ class VarlenCase(Case, VarlenSample):
             for kv_head in sorted({0, self.num_kv_heads - 1}):
                 for name, got, want in self._some_gradients(inputs, out, seq, kv_head, to_numpy):
                     yield f"{name} of sequence {seq}, KV head {kv_head}", got, want
+
+    def _tables(self, inputs: dict[str, Any], rows: slice, to_numpy: Any) -> np.ndarray | None:
+        """The relative bias of some queries."""
+        if not self.relative_bias:
+            return None
+        return to_numpy(inputs["relative_bias"][rows] if self.own_tables else inputs["relative_bias"])
 
     def _some_gradients(self, inputs: dict[str, Any], out: Any, seq: int, kv_head: int, to_numpy: Any) -> Compared:
         """(name, what is there, what the definition gives) of the ends of a sequence, for one KV head's group."""
@@ -197,14 +203,15 @@ class VarlenCase(Case, VarlenSample):
             d_out, q, lse = (arrays[name][:, 0] for name in ("d_out", "q", "lse"))
             options = (self.head_dim**-0.5, self.soft_cap)
             slope = float(to_numpy(inputs["alibi_slopes"][head])) if self.alibi_slopes else 0.0
-            table = to_numpy(inputs["relative_bias"][head]).astype(np.float64) if self.relative_bias else None
-            bias = bias_of(q_len, kv_len, slope, table, 0 if self.causal or table is None else len(table) // 2)
+            tables = self._tables(inputs, rows, to_numpy)
+            table, at_own = table_of(tables, head, slice(None)), column_at_own(tables, self.causal)
+            bias = bias_of(q_len, kv_len, slope, table, at_own)
             want = attend_backward(
                 d_out[some_rows], q[some_rows], k, v, seen[some_rows], lse[some_rows], share[some_rows],
                 delta[some_rows], d_lse[some_rows], *options, bias[some_rows],
             )[0]  # fmt: skip
             yield f"dq of head {head}", to_numpy(out[0][rows, head])[some_rows], want
-            _, more_dk, more_dv = attend_backward(
+            _, more_dk, more_dv, _ = attend_backward(
                 d_out, q, k[some_keys], v[some_keys], seen[:, some_keys], lse, share, delta, d_lse, *options,
                 bias[:, some_keys],
             )  # fmt: skip
