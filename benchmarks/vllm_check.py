@@ -194,8 +194,8 @@ MODELS |= {
     # More than any context has: the same tokens as dense attention.
     "deepseek_v32, top 2048": dataclasses.replace(_DEEPSEEK_V32, settings=_SPARSE | {"index_topk": 2048}),
     "glm_moe_dsa, top 16": _GLM,
-    # float16 is the most exact of what vLLM's operators take, and a rounding of it moves some keys to the next number of
-    # 8 bits: transformers' own model with roundings to float16 has a mean gap of 0.046. Without sinks it is 0.22.
+    # float16 is the most exact of what vLLM's operators take. A rounding of it moves some keys to the next number of 8
+    # bits: transformers' own model with roundings to float16 has a mean gap of 0.046, and without sinks one of 0.22.
     "deepseek_v4, top 512": Model(
         _V4,
         "DeepseekV4ForCausalLM",
