@@ -23,7 +23,7 @@ from ragged_attention.kernels_triton._mask import Mask, sees
 from ragged_attention.kernels_triton._rows import Rows
 from ragged_attention.kernels_triton._sequences import VARYING, max_blocks
 from ragged_attention.kernels_triton._softmax import column_sums
-from ragged_attention.kernels_triton._tiles import cdiv
+from ragged_attention.kernels_triton._tiles import cdiv, item_size
 from ragged_attention.kernels_triton._varlen import (
     Array,
     Config,
@@ -37,21 +37,9 @@ from ragged_attention.kernels_triton._varlen import (
 from ragged_attention.kernels_triton._varlen_gradient import TERMS, load_terms, signed_scales, weigh
 
 MOST_SUMS = 2**24  # floats in the programs' rows of sums
-WIDE = 512  # columns of a key and its value; shared memory has no room for more keys of them than `Tile.block_kv`
+SMALLEST = 16  # queries of the smallest block
+WIDEST_HELD: tl.constexpr = tl.constexpr(384)  # columns of a query and its d_out that registers can hold
 PROGRAMS = 2048  # enough for any GPU, if each has several blocks of queries
-
-
-class Queries(NamedTuple):
-    """A block of one head's queries, with their terms and their tables; see `prepare_kernel`."""
-
-    q: tl.tuple
-    d_out: tl.tuple
-    norm: tl.tensor
-    offset: tl.tensor
-    share: tl.tensor
-    alibi: tl.tensor
-    scales: tl.tuple
-    table: tl.tuple
 
 
 class QueryArrays(NamedTuple):
@@ -62,6 +50,33 @@ class QueryArrays(NamedTuple):
     terms_ptr: tl.tensor
 
 
+class Queries(NamedTuple):
+    """A block of one head's queries, with their terms and their tables; see `prepare_kernel`."""
+
+    arrays: QueryArrays
+    first: tl.tensor
+    readable: tl.tensor
+    q: tl.tuple
+    d_out: tl.tuple
+    norm: tl.tensor
+    offset: tl.tensor
+    share: tl.tensor
+    alibi: tl.tensor
+    scales: tl.tuple
+    table: tl.tuple
+
+
+@triton.jit
+def load_wide(queries, CONFIG: tl.constexpr):
+    """(q, d_out) of a block of queries. Registers cannot hold wide ones while a loop visits keys, so it loads them."""
+    q = queries.q
+    d_out = queries.d_out
+    if CONFIG.Q.MAIN + CONFIG.Q.REST + CONFIG.OUT.MAIN + CONFIG.OUT.REST > WIDEST_HELD:
+        q = load_rows(queries.arrays.q, queries.first, queries.readable, True, CONFIG.BLOCK_Q, CONFIG.Q)
+        d_out = load_rows(queries.arrays.d_out, queries.first, queries.readable, True, CONFIG.BLOCK_Q, CONFIG.OUT)
+    return q, d_out
+
+
 @triton.jit
 def gradients_of_logits(queries, keys, block, visible, mask, CONFIG: tl.constexpr):
     """The gradients of the logits [queries, keys] of the keys from `block` on; 0 for keys that a query does not see."""
@@ -70,8 +85,9 @@ def gradients_of_logits(queries, keys, block, visible, mask, CONFIG: tl.constexp
     readable = (key >= visible.first) & (key < visible.last)
     k = load_rows(keys.k, block, readable, True, BLOCK, CONFIG.K)
     v = load_rows(keys.v, block, readable, True, BLOCK, CONFIG.V)
-    products = product(queries.q, k)
-    d_weights = product(queries.d_out, v)
+    q, d_out = load_wide(queries, CONFIG)
+    products = product(q, k)
+    d_weights = product(d_out, v)
     distance = visible.position[:, None] - key[None, :]
     norm = queries.norm[:, None]
     if CONFIG.HAS_ALIBI:
@@ -92,7 +108,7 @@ def load_queries(arrays, first, readable, scales, table, CONFIG: tl.constexpr, G
     q = load_rows(arrays.q, first, readable, True, BLOCK, CONFIG.Q)
     d_out = load_rows(arrays.d_out, first, readable, True, BLOCK, CONFIG.OUT)
     norm, offset, share, alibi = load_terms(arrays.terms_ptr, first, readable, True, BLOCK, 1, GROUP * TERMS)
-    return Queries(q, d_out, norm, offset, share, alibi, scales, table)
+    return Queries(arrays, first, readable, q, d_out, norm, offset, share, alibi, scales, table)
 
 
 @triton.jit
@@ -227,9 +243,7 @@ def bias_gradient(call: Any, tile: Any, launch: Any, inputs: Any, numbers: Any, 
 
     The other arguments are those of the dk and dv kernel, whose tile this kernel has, too: it needs fewer registers.
     """
-    block_q = min(tile.block_q, tile.block_kv)
-    # With as many keys as queries, the compiler unrolls the loop over keys, which takes too many registers.
-    block_kv = block_q if _varlen.columns(call) > WIDE else 2 * block_q
+    block_q, block_kv = block_sizes(call, tile)
     blocks, shape = max_blocks(call.num_q_tokens, block_q, call.num_seqs), call.relative_bias.shape
     num_heads, width = shape[-2:]
     is_shared = len(shape) == 2
@@ -250,6 +264,18 @@ def bias_gradient(call: Any, tile: Any, launch: Any, inputs: Any, numbers: Any, 
         **numbers,
     )
     return column_sums(sums, launch, shape) if is_shared else sums
+
+
+def block_sizes(call: Any, tile: Any) -> tuple[int, int]:
+    """(queries, keys) per block, of the sizes of a tile. Wide ones are smaller, to fit registers and shared memory.
+
+    With as many keys as queries, the compiler unrolls the loop over keys, which takes too many registers.
+    """
+    block_q, is_wide = min(tile.block_q, tile.block_kv), _varlen.columns(call) > WIDEST_HELD.value
+    if is_wide and item_size(call.q) == 4:
+        return block_q, block_q
+    block_q = max(SMALLEST, block_q // 2) if is_wide else block_q
+    return block_q, 2 * block_q
 
 
 def _of_one_head(layout: Any) -> Any:

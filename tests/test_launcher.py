@@ -601,10 +601,20 @@ def test_a_room_that_does_more_than_to_launch_is_not_recorded() -> None:
         lambda call, launch: launch.on_host(None, call, "x"),
         lambda call, launch: launch.aligned(call.x, bytes=4),
         lambda call, launch: launch.packed(call.y),
-        lambda call, launch: (call.x, None),
+        lambda call, launch: (call.x, 1),
     )
     assert [_replay.record(call, work) for work in works] == [None] * 6
     assert _replay.record(call, lambda call, launch: launch.packed(call.x)) is not None
+
+
+def test_an_absent_result_is_absent_from_a_replay_too() -> None:
+    x, y = torch.zeros(3, 3), torch.zeros(3)
+    call = Toy(x=x, y=y, device=Device(framework="torch", platform="cpu"))
+    recording = _replay.record(call, lambda call, launch: (None, launch.packed(call.x)))
+    assert recording is not None
+    absent, given = recording.replay([x, y], [x.data_ptr(), y.data_ptr()])
+    assert absent is None
+    assert given is x
 
 
 def test_another_device_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ def garbage_varlen(seed: int) -> GradientBatch:
         sliding_window=[None, None, 1, 5][int(rng.integers(0, 4))],
         sinks=[None, "normal"][int(rng.integers(0, 2))],
         alibi=[None, None, "usual"][int(rng.integers(0, 3))],
+        bias=[None, None, "shared", "own"][int(rng.integers(0, 4))],
         strided=bool(rng.random() < 0.3),
         seed=seed,
     )
