@@ -112,6 +112,16 @@ def gradients_are_slopes(runner: Runner, spec: GradientSpec) -> None:
         size = max(float(np.sqrt((gradient.astype(np.float64) ** 2).mean())) if gradient.size else 0.0, 1e-30)
         along = gradient / size * rng.uniform(0.5, 1.5, gradient.shape)
         step[name] = np.clip(along, -4, 4) + rng.standard_normal(gradient.shape)
+    bias = {name: step.pop(name) for name in ("relative_bias",) if name in step}  # its slope would outweigh the others
+    for ways in (step, bias) if bias else (step,):
+        _expect_slope(runner, batch, got, ways)
+
+
+def _expect_slope(
+    runner: Runner, batch: GradientBatch, got: Gradients, step: dict[str, NDArray[np.float64]]
+) -> None:  # fmt: skip
+    """Along the steps, the results change as the gradients say."""
+    forward = batch.forward
 
     def height(far: float) -> float:
         moved = {name: (getattr(forward, name) + far * way).astype(np.float32) for name, way in step.items()}
