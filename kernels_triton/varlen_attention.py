@@ -84,11 +84,12 @@ def sizes(call: Any) -> Sizes:
     arch, columns = call.device.arch, _varlen.columns(call)
     if call.device.platform == "cpu":
         return Sizes(64, 64, 4, 2)
+    biased = call.relative_bias is not None
+    stages = 1 if biased and OLDER_COMPILER and not arch.startswith("sm_") else 2  # with two it fails on gfx942
     if on_cuda_cores(call):
-        return Sizes(16, 16, 8 if columns > 512 else 4, 2)
-    if call.relative_bias is not None:  # the addresses of its entries take registers
-        stages = 1 if OLDER_COMPILER and not arch.startswith("sm_") else 2  # with two it fails on gfx942
-        return Sizes(64 if columns <= 256 else 32, 32, 4, stages)
+        return Sizes(16, 16, 8 if columns > 512 else 4, stages)
+    if biased:  # the addresses of its entries take registers
+        return Sizes(64 if columns <= 256 else 32, 32, 8 if columns > 512 and arch.startswith("sm_") else 4, stages)
     if not arch.startswith("sm_"):
         return Sizes(128, 32, 4, 2) if columns <= 320 else Sizes(64, 32, 4, 1)
     whole = not any(rest for _, rest in _varlen.widths(call))

@@ -124,7 +124,8 @@ def dkv_sizes(call: Any) -> Sizes:
         biased = call.relative_bias is not None  # the addresses of its entries take registers
         return Sizes(16, 16, 8 if biased and arch.startswith("sm_") else 4, 1)
     if call.relative_bias is not None:
-        return Sizes(32, 32, 8 if arch.startswith("sm_") else 4, 1)
+        block = 32 if columns <= 512 else 16
+        return Sizes(block, block, 8 if arch.startswith("sm_") else 4, 1)
     if not arch.startswith("sm_"):
         stages = stages_on_amd(arch, columns, 256 if OLDER_COMPILER else 320)
         if columns > 512:
@@ -166,8 +167,8 @@ def dq_sizes(call: Any) -> Sizes:
         spills = OLDER_COMPILER and arch in WGMMA  # if it has eight warps
         return Sizes(16, 16, 8 if arch.startswith("sm_") and not spills else 4, 1)
     if call.relative_bias is not None:
-        own_tables = len(call.relative_bias.shape) == 3
-        return Sizes(32, 32, 8 if own_tables and arch.startswith("sm_") else 4, 1)
+        wide_or_own = columns > 256 or len(call.relative_bias.shape) == 3
+        return Sizes(32 if columns <= 512 else 16, 32, 8 if wide_or_own and arch.startswith("sm_") else 4, 1)
     if not arch.startswith("sm_"):
         return Sizes(64 if columns <= 320 else 32, 32 if columns <= 512 else 16, 4, stages_on_amd(arch, columns))
     if arch == "sm_90" and columns <= 192:

@@ -273,6 +273,7 @@ _MORE = (
     *_both("bias_float32_64", "-", (333,) * 4, (8, 8), (64, 64), dtype="float32", relative_bias=True, causal=False),
     *_both("own_bias_80", "-", (333,) * 4, (8, 4), (80, 80), relative_bias=True, own_tables=True, alibi_slopes=True,
            sliding_window=100),
+    *_both("bias_256", "-", (1000,) * 4, (16, 8), (256, 256), relative_bias=True),
     *_both("cross_96_72", "-", (500,) * 4, (12, 12), (96, 72), kv_lens=(700,) * 4, causal=False, sinks=True),
     *_both("one_of_everything", "-", (1,), (1, 1), (1, 1)),
 )  # fmt: skip
