@@ -462,3 +462,10 @@ def test_what_ours_do_not_take(bindings):
         bindings.per_token_group_quant_fp8(x, D, dtype=torch.float8_e5m2)
     with pytest.raises(Unsupported, match="expected quant_block_size to be the keys' size, 32, got 16"):
         bindings.indexer_k_quant_and_cache(x, torch.zeros(1, PAGE, D + 4, dtype=torch.uint8), None, 16, "ue8m0")
+
+
+def test_vllm_may_tell_stand_ins_of_kernels_what_to_compile(bindings):
+    kernels = [one for one in (*bindings.BINDINGS, *bindings.V4) if one.name.endswith("_KERNEL")]
+    assert len(kernels) == 4
+    for one in kernels:
+        assert one.ours.register_warmup(max_tokens=64) is None

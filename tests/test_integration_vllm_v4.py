@@ -64,7 +64,7 @@ def test_it_is_bound_on_cpus_alone(v4, monkeypatch):
     assert bindings.DeepseekV4ForCausalLM == "V4 for CPUs"
     assert layer.forward_mqa is v4.forward_mqa
     utilities: Any = importlib.import_module("vllm.v1.attention.backends.mla.compressor_utils")
-    assert utilities._COMPRESSED_SLOT_MAPPING_KERNEL is v4.compressed_slot_mapping
+    assert utilities._COMPRESSED_SLOT_MAPPING_KERNEL.__wrapped__ is v4.compressed_slot_mapping
     assert builder.build_tile_scheduler(3) == dict.fromkeys(("c1a", "c2a", "c4a"))
     ours.unregister()
     assert builder.build_tile_scheduler(3) == {"c4a": None}

@@ -9,6 +9,7 @@ vLLM's registry of models leads here, so that nothing is imported or bound befor
 """
 
 import dataclasses
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -386,6 +387,20 @@ class Binding:
     for_importers: bool = True  # also in the modules of vLLM that have imported the name
 
 
+class Standin:
+    """A function in the place of one of vLLM's Triton kernels, which vLLM also tells what to compile beforehand."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def register_warmup(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is compiled here."""
+
+
 def _lacks_operator(library: str, name: str) -> Callable[[Any], bool]:
     def lacking(platform: Any) -> bool:
         importlib.import_module("vllm._custom_ops")  # which loads the library
@@ -466,7 +481,8 @@ BINDINGS = (
         _LAYER, "fused_indexer_q_rope_quant", fused_indexer_q_rope_quant, _cannot_convert_e4m3, is_kernel=False
     ),
     Binding(
-        _METADATA, "_BUILD_PREFILL_CHUNK_METADATA_KERNEL", build_prefill_chunk_metadata, _lacks_triton, is_kernel=False
+        _METADATA, "_BUILD_PREFILL_CHUNK_METADATA_KERNEL", Standin(build_prefill_chunk_metadata), _lacks_triton,
+        is_kernel=False,
     ),
     Binding(_WORKSPACE, "current_workspace_manager", _workspace_of_cpu, _is_cpu, is_kernel=False, wraps=True),
     Binding(
@@ -490,14 +506,15 @@ V4 = (
     ),
     Binding(
         "vllm.v1.attention.backends.mla.compressor_utils", "_COMPRESSED_SLOT_MAPPING_KERNEL",
-        _vllm_v4.compressed_slot_mapping, _lacks_triton, is_kernel=False,
+        Standin(_vllm_v4.compressed_slot_mapping), _lacks_triton, is_kernel=False,
     ),
     Binding(
-        _WINDOW, "_COMPUTE_SWA_INDICES_AND_LENS_KERNEL", _vllm_v4.compute_swa_indices_and_lens, _lacks_triton,
+        _WINDOW, "_COMPUTE_SWA_INDICES_AND_LENS_KERNEL", Standin(_vllm_v4.compute_swa_indices_and_lens), _lacks_triton,
         is_kernel=False,
     ),
     Binding(
-        _WINDOW, "_COMPUTE_PREFILL_METADATA_KERNEL", _vllm_v4.compute_prefill_metadata, _lacks_triton, is_kernel=False
+        _WINDOW, "_COMPUTE_PREFILL_METADATA_KERNEL", Standin(_vllm_v4.compute_prefill_metadata), _lacks_triton,
+        is_kernel=False,
     ),
     Binding(
         "vllm.models.deepseek_v4.cpu.cpu_mla:DeepseekV4CPUSparseSWAMetadataBuilder", "build_tile_scheduler",
