@@ -11,6 +11,7 @@ vLLM's registry of models leads here, so that nothing is imported or bound befor
 import dataclasses
 import functools
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -591,9 +592,10 @@ def __getattr__(architecture: str) -> Any:
     """The class of a model, for vLLM's registry; asking for it binds what the model needs."""
     if architecture not in MODELS:
         raise AttributeError(f"module {__name__!r} has no attribute {architecture!r}")
-    bind(_vllm_indexer.asked)
+    bound = bind(_vllm_indexer.asked)
     if architecture == _V4:
-        bind(_vllm_indexer.asked, V4)
+        bound += bind(_vllm_indexer.asked, V4)
+    logging.getLogger("vllm.ragged_attention").info("%s: bound ours as %s", architecture, ", ".join(bound))
     generic, own = MODELS[architecture]
     if _vllm_indexer.lacking(importlib.import_module("vllm.platforms").current_platform):
         return getattr(importlib.import_module(generic[0]), generic[1])
