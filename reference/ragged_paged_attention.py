@@ -38,16 +38,25 @@ def visible(
     return seen
 
 
+def keys_after(q_len: int, kv_len: int) -> NDArray[np.int64]:
+    """How far each key is after each query, [q_len, kv_len]; negative for keys before it."""
+    return np.arange(kv_len)[None, :] - (kv_len - q_len + np.arange(q_len))[:, None]
+
+
+def columns_of(q_len: int, kv_len: int, width: int, at_own: int) -> NDArray[np.int64]:
+    """The column of a table for each query and key, [q_len, kv_len]; `at_own` is that of a query's own position."""
+    return np.clip(at_own - keys_after(q_len, kv_len), 0, width - 1)
+
+
 def bias_of(q_len: int, kv_len: int, slope: float, table: Float64 | None = None, at_own: int = 0) -> Float64:
     """What is added to the logits of one head, [q_len, kv_len]: `slope` times the key's distance after the query.
 
     And the entry of `table`, [B] or [q_len, B], for their distance; column `at_own` is that of a query's own position.
     """
-    distance = np.arange(kv_len)[None, :] - (kv_len - q_len + np.arange(q_len))[:, None]
-    bias = slope * widened(distance)
+    bias = slope * widened(keys_after(q_len, kv_len))
     if table is None:
         return bias
-    columns = np.clip(at_own - distance, 0, table.shape[-1] - 1)
+    columns = columns_of(q_len, kv_len, table.shape[-1], at_own)
     return bias + np.take_along_axis(np.broadcast_to(table, (q_len, table.shape[-1])), columns, axis=1)
 
 

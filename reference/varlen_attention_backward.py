@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.reference._kv_layout import Float64, widened
 from ragged_attention.reference._softmax import share_of_keys, slope_of_each
-from ragged_attention.reference.ragged_paged_attention import bias_of, column_at_own, table_of
+from ragged_attention.reference.ragged_paged_attention import bias_of, column_at_own, columns_of, table_of
 from ragged_attention.reference.varlen_attention import sequences
 
 FEATURES = frozenset({
@@ -52,8 +52,7 @@ def add_to_table(d_table: Float64, d_bias: Float64, at_own: int) -> None:
     `d_table` is [B], or [n, B] if each query has its own.
     """
     q_len, kv_len = d_bias.shape
-    distance = (kv_len - q_len + np.arange(q_len))[:, None] - np.arange(kv_len)
-    columns = np.clip(distance + at_own, 0, d_table.shape[-1] - 1)
+    columns = columns_of(q_len, kv_len, d_table.shape[-1], at_own)
     for column in range(d_table.shape[-1]):
         of_rows = np.where(columns == column, d_bias, 0.0).sum(axis=1)
         d_table[..., column] += of_rows if d_table.ndim == 2 else of_rows.sum()

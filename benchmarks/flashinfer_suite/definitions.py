@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import ragged_attention.compat.flashinfer as ours
+from ragged_attention.compat.flashinfer._tables import block_table
 from ragged_attention.torch import norm_rope_write
 
 WORKSPACE = torch.empty(16, dtype=torch.uint8)
@@ -81,14 +82,10 @@ def rotated_into_pages(inputs: Mapping[str, Any], reference: Callable[..., Any])
     reference(**copies)
     q, k = (torch.cat((inputs[f"{name}_rope"], inputs[f"{name}_nope"]), -1) for name in "qk")
     lens = torch.bincount(inputs["batch_indices"]).int()
-    pages_of = inputs["kv_indptr"].diff()
-    table = torch.stack([
-        torch.nn.functional.pad(row, (0, int(pages_of.max()) - len(row)))
-        for row in inputs["kv_indices"].split(pages_of.tolist())
-    ])  # fmt: skip
     _, (keys, values) = norm_rope_write(
         q, k, inputs["v"], inputs["paged_kv_cache"], positions=inputs["pos_ids"], cos_sin=inputs["cos_sin_cache"],
-        interleaved=not inputs["is_neox"], page_indices=table, kv_lens=lens,
+        interleaved=not inputs["is_neox"], kv_lens=lens,
+        page_indices=block_table(inputs["kv_indptr"], inputs["kv_indices"]),
         cu_q_lens=torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int(), k_scale=1.0, v_scale=1.0,
     )  # fmt: skip
     width = inputs["k_rope"].shape[-1]

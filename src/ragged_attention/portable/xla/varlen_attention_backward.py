@@ -81,7 +81,7 @@ def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> tuple[jax.Arr
         d_sinks += terms.d_sinks.reshape(num_kv_heads, -1, group).sum(axis=1)
         return queries.put(dq, dq_of_tile), dk, dv, d_sinks, d_bias
 
-    d_bias = None if tables is None or not call.return_d_relative_bias else jnp.zeros_like(tables)
+    d_bias = jnp.zeros_like(tables) if tables is not None and call.has_d_relative_bias else None
     nothing = (*map(jnp.zeros_like, (q, k, v)), jnp.zeros((num_kv_heads, group), dtype), d_bias)
     dq, dk, dv, d_sinks, d_bias = over_tiles(call, tile, on_tile, nothing)
     gradients = tuple(tokens_first(array, call.q.dtype) for array in (dq, dk[:, :, None], dv[:, :, None]))

@@ -117,9 +117,7 @@ def gradients_are_slopes(runner: Runner, spec: GradientSpec) -> None:
         _expect_slope(runner, batch, got, ways)
 
 
-def _expect_slope(
-    runner: Runner, batch: GradientBatch, got: Gradients, step: dict[str, NDArray[np.float64]]
-) -> None:  # fmt: skip
+def _expect_slope(runner: Runner, batch: GradientBatch, got: Gradients, step: dict[str, NDArray[np.float64]]) -> None:
     """Along the steps, the results change as the gradients say."""
     forward = batch.forward
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ragged_attention.reference.ragged_paged_attention import column_at_own
+from ragged_attention.reference.ragged_paged_attention import column_at_own, columns_of
 from ragged_attention.reference.varlen_attention import sequences, varlen_attention
 from ragged_attention.testing import formats
 from ragged_attention.testing.mla.specs import sinks_of
@@ -79,10 +79,10 @@ class VarlenBatch(Arrays):
         """The entries of `relative_bias` that no query and key that it sees have, in its shape."""
         assert self.relative_bias is not None
         unused: NDArray[Any] = np.ones(self.relative_bias.shape, bool)
+        at_own = column_at_own(self.relative_bias, self.causal)
         for rows, _, seen in self.parts():
             q_len, kv_len = seen.shape
-            distance = (kv_len - q_len + np.arange(q_len))[:, None] - np.arange(kv_len)
-            columns = np.clip(distance + column_at_own(self.relative_bias, self.causal), 0, unused.shape[-1] - 1)
+            columns = columns_of(q_len, kv_len, unused.shape[-1], at_own)
             for query, key in np.argwhere(seen):
                 tables = unused if unused.ndim == 2 else unused[rows][query]
                 tables[:, columns[query, key]] = False
