@@ -21,7 +21,7 @@ from ragged_attention.errors import InvalidInput, Unsupported  # noqa: E402
 from ragged_attention.integrations import transformers as ragged  # noqa: E402
 from ragged_attention.integrations.transformers import _indexer, _layout, _lists, _masks  # noqa: E402
 from ragged_attention.torch import indexer_topk  # noqa: E402
-from tests.with_transformers import padding  # noqa: E402
+from tests.with_transformers import assert_close, padding  # noqa: E402
 from tests.with_transformers import registered as registered  # noqa: E402
 
 # Warnings of transformers about itself.
@@ -67,13 +67,6 @@ def logits(model: Any, name: str, shown: Any = None, **arguments: Any) -> Any:
     with torch.no_grad():
         found = model(tokens(), attention_mask=shown, **arguments)
     return found.logits if hasattr(found, "logits") else found.last_hidden_state
-
-
-def assert_close(found: Any, expected: Any, shown: Any = None) -> None:
-    assert found.isfinite().all()  # also where it is padding
-    if shown is not None:
-        found, expected = found[shown.bool()], expected[shown.bool()]
-    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
 # ---- generation

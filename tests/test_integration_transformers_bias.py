@@ -15,7 +15,7 @@ from ragged_attention.integrations import transformers as ragged  # noqa: E402
 from ragged_attention.integrations.transformers import _host, _masks  # noqa: E402
 from ragged_attention.integrations.transformers._attention import attention  # noqa: E402
 from ragged_attention.integrations.transformers._distance_bias import DistanceBias  # noqa: E402
-from tests.with_transformers import padding  # noqa: E402
+from tests.with_transformers import assert_close, padding, random  # noqa: E402
 from tests.with_transformers import registered as registered  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("registered")]
@@ -53,24 +53,10 @@ def tiny(kind: str, **changes: Any) -> Any:
     return model.eval()
 
 
-def inkling(**changes: Any) -> Any:
-    config = transformers.InklingTextConfig(
-        vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16, intermediate_size=64, d_rel=4,
-        moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
-        dense_intermediate_size=64, rel_extent=5, sliding_window_size=4, log_scaling_n_floor=4, pad_token_id=0,
-        layer_types=["hybrid_sliding", "hybrid"], unpadded_vocab_size=64, **changes,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.InklingForCausalLM(config)
-    with torch.no_grad():
-        for label, each in model.named_parameters():
-            each.copy_(torch.randn_like(each) * (1.0 if "rel_logits" in label else 0.15))
-    return model.eval()
-
-
-def inkling2() -> Any:
-    config = transformers.Inkling2TextConfig(
+def inkling(kind: str) -> Any:
+    """A random model with a bias of each query; inkling2 has sinks of each query, too."""
+    name = kind.capitalize()
+    config = getattr(transformers, f"{name}TextConfig")(
         vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16, intermediate_size=64, d_rel=4,
         moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
@@ -78,14 +64,15 @@ def inkling2() -> Any:
         layer_types=["hybrid_sliding", "hybrid"], unpadded_vocab_size=64,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = transformers.Inkling2ForCausalLM(config)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
-        for each in model.parameters():
-            each.copy_(torch.randn_like(each) * 0.3)
+        for label, each in model.named_parameters():
+            scale = 0.3 if kind == "inkling2" else 1.0 if "rel_logits" in label else 0.15
+            each.copy_(torch.randn_like(each) * scale)
     return model.eval()
 
 
-QUERIES = {"inkling": inkling, "inkling2": inkling2}
+QUERIES = ("inkling", "inkling2")
 
 
 def tokens(rows: int = 3, length: int = 13, seed: int = 0) -> Any:
@@ -98,13 +85,6 @@ def logits(model: Any, name: str, shown: Any = None, **arguments: Any) -> Any:
         arguments |= {"decoder_input_ids": tokens(length=16, seed=3)}
     with torch.no_grad():
         return model(input_ids=tokens(), attention_mask=shown, **arguments).logits
-
-
-def assert_close(found: Any, expected: Any, shown: Any = None) -> None:
-    assert found.isfinite().all()
-    if shown is not None:
-        found, expected = found[shown.bool()], expected[shown.bool()]
-    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
 def assert_none_dense() -> None:
@@ -128,9 +108,9 @@ def test_a_bias_by_distance_runs_by_our_operations(kind: str, padded: str) -> No
 
 
 @pytest.mark.parametrize("padded", ["none", "left", "right"])
-@pytest.mark.parametrize("kind", list(QUERIES))
+@pytest.mark.parametrize("kind", QUERIES)
 def test_a_bias_of_each_query_runs_by_our_operations(kind: str, padded: str) -> None:
-    model, shown = QUERIES[kind](), padding(padded)
+    model, shown = inkling(kind), padding(padded)
     assert_close(logits(model, ragged.NAME, shown), logits(model, "eager", shown), shown)
     assert_none_dense()
 
@@ -140,7 +120,7 @@ def test_a_bias_of_each_query_runs_by_our_operations(kind: str, padded: str) -> 
 def test_generation_has_the_tokens_of_eager(kind: str, cache: str | None) -> None:
     if kind in QUERIES and cache:
         return  # transformers' own attention fails there
-    model, shown = QUERIES[kind]() if kind in QUERIES else tiny(kind), padding("left")
+    model, shown = inkling(kind) if kind in QUERIES else tiny(kind), padding("left")
 
     def generated(name: str) -> Any:
         model.set_attn_implementation(name)
@@ -154,9 +134,9 @@ def test_generation_has_the_tokens_of_eager(kind: str, cache: str | None) -> Non
     assert "dense" not in said
 
 
-@pytest.mark.parametrize("kind", list(QUERIES))
+@pytest.mark.parametrize("kind", QUERIES)
 def test_a_prompt_in_pieces(kind: str) -> None:
-    model, ids = QUERIES[kind](), tokens()
+    model, ids = inkling(kind), tokens()
     expected = logits(model, "eager")
     model.set_attn_implementation(ragged.NAME)
     with torch.no_grad():
@@ -175,7 +155,7 @@ def test_padding_between_tokens_is_computed_densely() -> None:
 
 
 def test_what_is_not_ours_gets_numbers() -> None:
-    model, changed = tiny("t5"), inkling()
+    model, changed = tiny("t5"), inkling("inkling")
     own = model.encoder.block[0].layer[0].SelfAttention
     for name in ("eager", "sdpa"):
         model.set_attn_implementation(name)
@@ -225,7 +205,7 @@ def assert_same_gradients(found: list[Any], expected: list[Any]) -> None:
 
 @pytest.mark.parametrize("kind", ["t5", *QUERIES])
 def test_training_has_the_gradients_of_eager(kind: str) -> None:
-    model = QUERIES[kind]() if kind in QUERIES else tiny(kind)
+    model = inkling(kind) if kind in QUERIES else tiny(kind)
     assert_same_gradients(gradients(model, ragged.NAME), gradients(model, "eager"))
     assert "dense" not in ragged.explain()
 
@@ -320,10 +300,6 @@ def test_gradients_flow_through_numbers_and_no_other_way() -> None:
 
 class Layer(torch.nn.Module):
     is_causal = False
-
-
-def random(*shape: int, seed: int = 0) -> Any:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def judged(q_len: int, kv_len: int, given: Any, mask: Any = None, reason: str = "", **others: Any) -> None:

@@ -84,6 +84,21 @@ def compare(got: Any, want: list[np.ndarray], tolerance: float) -> None:
         np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=tolerance, atol=tolerance)
 
 
+def expect_agreement(
+    make: Any, room_of: Any, tile: dict[str, int], options: dict[str, Any], bias: Any, bound: float
+) -> None:
+    """A backend's attention, and its gradient, at a tile."""
+    arrays, forward, backward = packed_gradient(options, bias)
+    given = {name: array for name, array in arrays.items() if name in VarlenAttention.KINDS}
+    asked: Any = options | {"return_d_relative_bias": bias is not None}
+    for operation, record, some, flags, want in (
+        ("varlen_attention", VarlenAttention, given, options, forward),
+        ("varlen_attention_backward", VarlenAttentionBackward, arrays, asked, backward),
+    ):
+        call, room = make(record, some, **flags), room_of(operation)
+        compare(room.run(call, room.Tile(**tile), None), want, bound)
+
+
 # torch
 
 
@@ -100,15 +115,7 @@ def eager(operation: str) -> Any:
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(("block_q", "bias"), [(1, (4, 3)), (2, (22, 4, 9)), (3, (4, 40)), (1000, None)])
 def test_eager_blocks_of_any_size_agree(block_q, bias, options):
-    arrays, forward, backward = packed_gradient(options, bias)
-    given = {name: array for name, array in arrays.items() if name in VarlenAttention.KINDS}
-    asked: Any = options | {"return_d_relative_bias": bias is not None}
-    for operation, record, some, flags, want in (
-        ("varlen_attention", VarlenAttention, given, options, forward),
-        ("varlen_attention_backward", VarlenAttentionBackward, arrays, asked, backward),
-    ):
-        call, room = torch_call(record, some, **flags), eager(operation)
-        compare(room.run(call, room.Tile(block_q=block_q), None), want, 1e-12)
+    expect_agreement(torch_call, eager, {"block_q": block_q}, options, bias, 1e-12)
 
 
 @pytest.mark.parametrize("block_kv", [1, 4, 1000])
@@ -173,16 +180,8 @@ def xla(operation: str) -> Any:
      ("window", (5, 4), (4, 40)), ("causal", (3, 7), None)],
 )  # fmt: skip
 def test_xla_tiles_of_any_size_agree(options, tile, bias):
-    some = OPTIONS[options]
-    arrays, forward, backward = packed_gradient(some, bias)
-    given = {name: array for name, array in arrays.items() if name in VarlenAttention.KINDS}
-    asked: Any = some | {"return_d_relative_bias": bias is not None}
-    for operation, record, held, flags, want in (
-        ("varlen_attention", VarlenAttention, given, some, forward),
-        ("varlen_attention_backward", VarlenAttentionBackward, arrays, asked, backward),
-    ):
-        call, room = jax_call(record, held, **flags), xla(operation)
-        compare(room.run(call, room.Tile(*tile), None), want, 2e-5)
+    block_q, block_kv = tile
+    expect_agreement(jax_call, xla, {"block_q": block_q, "block_kv": block_kv}, OPTIONS[options], bias, 2e-5)
 
 
 @pytest.mark.parametrize(("platform", "deterministic", "tile"), [("cpu", False, (4, 3)), ("cuda", True, (5, 1000))])

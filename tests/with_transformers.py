@@ -19,6 +19,18 @@ def padding(kind: str) -> Any:
     return shown
 
 
+def random(*size: int, seed: int = 0) -> Any:
+    torch = pytest.importorskip("torch")
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(found: Any, expected: Any, shown: Any = None) -> None:
+    assert found.isfinite().all()  # also where it is padding
+    if shown is not None:
+        found, expected = found[shown.bool()], expected[shown.bool()]
+    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
 @pytest.fixture
 def registered() -> Iterator[None]:
     """Our attention is known to transformers, no call of it is counted yet, and torch has one thread."""
