@@ -20,6 +20,7 @@ TESTS = Path(__file__).parent
 FILE = TESTS / "durations.json"
 QUICK = 1.0  # seconds of a whole group
 PROPERTY = "group"
+EACH = "each: "  # so begins in a group's brackets the value of `each` that its cases share
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,15 @@ def group_of(node: str, check: str = "", value: str = "") -> str:
     """The group of a test by its id, and by the check of the suite that it runs or the value of `each`."""
     node = node.removeprefix("tests/")
     if value:
-        return f"{node.partition('[')[0]}[{value}]"
+        return f"{node.partition('[')[0]}[{EACH}{value}]"
     if check and node.endswith(f"{check}]"):
         return f"{node.removesuffix(f'{check}]')}{subject_of(check)}]"
     return node.partition("[")[0]
+
+
+def is_of_each(group: str) -> bool:
+    """Whether a test's mark demands that one case of this group runs, however long that takes."""
+    return f"[{EACH}" in group
 
 
 def subject_of(check: str) -> str:

@@ -33,7 +33,7 @@ def test_the_covering_part_has_every_operation_on_every_runner(test: str, name: 
 
 def test_the_covering_part_keeps_to_its_budget() -> None:
     each = tiers.allowance(KNOWN)
-    slow = sum(tiers.taken_of(*group, each) * group[1] for group in KNOWN.slow.values())
+    slow = sum(tiers.taken_of(group, *KNOWN.slow[group], each) * KNOWN.slow[group][1] for group in KNOWN.slow)
     assert slow + sum(KNOWN.quick.values()) <= tiers.BUDGET
     assert each > 0.4
 
@@ -60,11 +60,17 @@ def test_cases_are_left_out_evenly_and_one_stays_if_it_is_not_too_long(monkeypat
         assert gaps <= {3, 4}
 
 
+def test_a_mark_demands_a_case_that_takes_long() -> None:
+    group = durations.group_of("tests/test_a.py::test_it[long-0]", value="long")
+    groups = {group: [f"{group}{number}" for number in range(3)]}
+    assert len(covering(groups, Durations({group: (3, 1000.0)}, {}))) == 1
+
+
 def test_a_quick_group_takes_all_that_a_slow_one_leaves() -> None:
     known = Durations({"test_a.py::test_slow": (100, 20.0), "test_b.py::test_quick": (100, 0.5)}, {"test_c.py": 30.0})
     each = tiers.allowance(known)
-    assert tiers.taken_of(100, 0.5, each) == 100
-    assert tiers.taken_of(100, 20.0, each) == int((tiers.BUDGET - 80) / 20)
+    assert tiers.taken_of("test_some.py::test_it", 100, 0.5, each) == 100
+    assert tiers.taken_of("test_some.py::test_it", 100, 20.0, each) == int((tiers.BUDGET - 80) / 20)
 
 
 def test_groups_are_those_of_a_test_a_runner_and_an_operation() -> None:
@@ -74,7 +80,7 @@ def test_groups_are_those_of_a_test_a_runner_and_an_operation() -> None:
         == "test_laws.py::test_law[jax-xla-law: packed]"
     )
     assert durations.group_of("tests/test_some.py::test_one[a-b[c]]") == "test_some.py::test_one"
-    assert durations.group_of("tests/test_some.py::test_one[sm_90-b]", value="b") == "test_some.py::test_one[b]"
+    assert durations.group_of("tests/test_some.py::test_one[sm_90-b]", value="b") == "test_some.py::test_one[each: b]"
 
 
 def test_a_run_replaces_what_is_known_of_its_groups() -> None:

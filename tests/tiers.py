@@ -6,9 +6,10 @@ shard of the rest, chosen by the commit, so that over the commits everything run
 The covering part keeps to a budget, by what tests/durations.json knows of each group of tests: the cases of one test,
 within the suite the checks of one operation on one runner, and where a test is marked with `each`, the cases of one
 value of the parameter that this names. Each group may take the same time, as much as the budget allows; of one that
-needs more, cases are left out, evenly, but one always runs, unless it alone takes longer than dozens of others. So
-quick tests all run, a new test runs whole until it is measured, and the suite still checks every operation on every
-backend through both front ends. The rest is what was left out, with the tests that draw batches, for these draw more.
+needs more, cases are left out, evenly, but one always runs, unless it alone takes longer than dozens of others and no
+mark demands it. So quick tests all run, a new test runs whole until it is measured, and the suite still checks every
+operation on every backend through both front ends. The rest is what was left out, with the tests that draw batches,
+for these draw more.
 """
 
 import bisect
@@ -61,7 +62,7 @@ def tier_of(config: pytest.Config) -> str:
 
 
 def configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "each(parameter): at least one case of each of its values runs, if it is quick")
+    config.addinivalue_line("markers", "each(parameter): at least one case of each of its values runs")
     if tier_of(config) == "covering":
         # Compiling is most of what tests from jax do. Where everything runs, XLA optimises as it does for users.
         os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
@@ -91,7 +92,7 @@ def left_out_of_the_covering_part(groups: Mapping[str, Sequence[str]], known: Du
     each = allowance(known)
     left_out: set[str] = set()
     for group, nodes in groups.items():
-        taken = taken_of(len(nodes), known.slow[group][1], each) if group in known.slow else len(nodes)
+        taken = taken_of(group, len(nodes), known.slow[group][1], each) if group in known.slow else len(nodes)
         places = places_of(group, len(nodes), taken)
         left_out.update(node for place, node in enumerate(nodes) if place not in places)
     return left_out
@@ -103,9 +104,9 @@ def places_of(group: str, cases: int, taken: int) -> list[int]:
     return [(first + number * cases // taken) % cases for number in range(taken)]
 
 
-def taken_of(cases: int, seconds: float, each: float) -> int:
-    """How many of a group's cases a number of seconds for each group allows, one at least if that is not too long."""
-    return min(cases, int(each / seconds + 1e-6)) or int(seconds <= LONGEST)
+def taken_of(group: str, cases: int, seconds: float, each: float) -> int:
+    """How many of a group's cases a number of seconds for each group allows, one at least unless that is too long."""
+    return min(cases, int(each / seconds + 1e-6)) or int(seconds <= LONGEST or durations.is_of_each(group))
 
 
 def allowance(known: Durations) -> float:
@@ -113,7 +114,7 @@ def allowance(known: Durations) -> float:
     room = BUDGET - sum(known.quick.values())
 
     def fits(each: float) -> bool:
-        return sum(taken_of(*group, each) * group[1] for group in known.slow.values()) <= room
+        return sum(taken_of(group, *known.slow[group], each) * known.slow[group][1] for group in known.slow) <= room
 
     steps = sorted({taken * seconds for cases, seconds in known.slow.values() for taken in range(1, cases + 1)})
     fitting = bisect.bisect_left(steps, True, key=lambda each: not fits(each))
