@@ -8,11 +8,11 @@ from numpy.typing import ArrayLike
 from ragged_attention.reference._kv_layout import latent_rows, per_head, sequence_bounds, true_queries
 from ragged_attention.reference._softmax import sink_of_each
 from ragged_attention.reference.mla_decode import dense_slots
-from ragged_attention.reference.ragged_paged_attention import attend, visible
+from ragged_attention.reference.ragged_paged_attention import attend, rows_of, visible
 
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
-    "cache_format", "cache_layout", "out_dtype",
+    "key_ranges", "cache_format", "cache_layout", "out_dtype",
 })  # fmt: skip
 BATCH_INVARIANT = True
 
@@ -36,6 +36,7 @@ def ragged_mla_attention(
     kv_scale: ArrayLike | None = None,
     return_lse: bool = False,
     new_kv: None = None,
+    key_ranges: ArrayLike | None = None,
     cache_format: str | None = None,
     cache_layout: str | None = None,
     out_dtype: str | None = None,
@@ -65,7 +66,8 @@ def ragged_mla_attention(
         rows = np.zeros((kv_len, d_qk))
         rows[positions] = latent_rows(kv_cache, slots, cache_format, cache_layout, code_dtype)[:, 0]
         valid = np.isin(np.arange(kv_len), positions)
-        seen = visible(stop - start, kv_len, valid, causal, sliding_window)
+        ranges = rows_of(key_ranges, slice(start, stop))
+        seen = visible(stop - start, kv_len, valid, causal, sliding_window, ranges=ranges)
         for head in range(num_q_heads):
             out[start:stop, head], lse[start:stop, head] = attend(
                 q[start:stop, head], rows, rows[:, :d_v], seen, float(scale * factor), soft_cap, sinks[head]

@@ -10,7 +10,7 @@ from ragged_attention.reference._softmax import logits_of, share_of_keys, sink_o
 
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
-    "k_scale", "v_scale", "return_lse", "draft_mask", "out_dtype",
+    "k_scale", "v_scale", "return_lse", "draft_mask", "key_ranges", "out_dtype",
 })  # fmt: skip
 BATCH_INVARIANT = True
 
@@ -22,11 +22,18 @@ def visible(
     causal: bool,
     sliding_window: int | None,
     drafted: NDArray[np.bool_] | None = None,
+    ranges: NDArray[np.int32] | None = None,
 ) -> NDArray[np.bool_]:
-    """Bool [q_len, kv_len]: whether a query sees a key; `drafted` has the queries' rows of a draft mask."""
+    """Bool [q_len, kv_len]: whether a query sees a key.
+
+    `drafted` has the queries' rows of a draft mask, `ranges` their ranges of keys, [q_len, R, 2], if there are any.
+    """
     position = (kv_len - q_len + np.arange(q_len))[:, None]
     key = np.arange(kv_len)[None, :]
     seen = np.broadcast_to(valid[None, :kv_len], (q_len, kv_len)).copy()
+    if ranges is not None:
+        begins, ends = np.moveaxis(ranges, 2, 0)[..., None]
+        return seen & ((begins <= key) & (key < ends)).any(axis=1)
     if drafted is not None:
         new = np.arange(kv_len) - (kv_len - q_len)  # index among this step's tokens, negative for earlier keys
         rows = np.pad(drafted, ((0, 0), (0, max(q_len - drafted.shape[1], 0))))
@@ -36,6 +43,11 @@ def visible(
     if sliding_window is not None:
         seen &= key > position - sliding_window
     return seen
+
+
+def rows_of(array: ArrayLike | None, rows: slice) -> NDArray[Any] | None:
+    """Some queries' rows of an array that a call may not have."""
+    return None if array is None else np.asarray(array)[rows]
 
 
 def keys_after(q_len: int, kv_len: int) -> NDArray[np.int64]:
@@ -109,6 +121,7 @@ def ragged_paged_attention(
     return_lse: bool = False,
     new_kv: None = None,
     draft_mask: ArrayLike | None = None,
+    key_ranges: ArrayLike | None = None,
     out_dtype: str | None = None,
     cache_dtype: str | None = None,
     q_dtype: str | None = None,
@@ -129,7 +142,7 @@ def ragged_paged_attention(
     out = np.zeros((num_tokens, num_q_heads, v_pages.shape[-1]))
     lse = np.full((num_tokens, num_q_heads), -np.inf)
     sinks, slopes = sink_of_each(sinks, num_q_heads), slope_of_each(alibi_slopes, num_q_heads)
-    at_own = column_at_own(relative_bias, causal)
+    at_own = column_at_own(relative_bias, causal and key_ranges is None)
     for seq, (start, stop) in enumerate(sequence_bounds(cu_q_lens, num_seqs, num_tokens)):
         q_len = stop - start
         kv_len = int(np.clip(np.asarray(kv_lens)[seq], 0, page_indices.shape[1] * page_size))
@@ -140,8 +153,8 @@ def ragged_paged_attention(
         pages = np.where((pages >= 0) & (pages < num_pages), pages, 0)
         k = k_pages[pages].reshape(-1, *k_pages.shape[2:])[:kv_len]
         v = v_pages[pages].reshape(-1, *v_pages.shape[2:])[:kv_len]
-        drafted = None if draft_mask is None else np.asarray(draft_mask)[start:stop]
-        seen = visible(q_len, kv_len, valid, causal, sliding_window, drafted)
+        drafted, ranges = rows_of(draft_mask, slice(start, stop)), rows_of(key_ranges, slice(start, stop))
+        seen = visible(q_len, kv_len, valid, causal, sliding_window, drafted, ranges)
         for head in range(num_q_heads):
             kv_head = head // (num_q_heads // num_kv_heads)
             table, factor = table_of(relative_bias, head, slice(start, stop)), float(scale * k_scale[kv_head])

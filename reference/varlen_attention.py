@@ -8,26 +8,34 @@ from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.reference._kv_layout import Float64, sequence_bounds, widened
 from ragged_attention.reference._softmax import sink_of_each, slope_of_each
-from ragged_attention.reference.ragged_paged_attention import attend, bias_of, column_at_own, table_of, visible
+from ragged_attention.reference.ragged_paged_attention import (
+    attend,
+    bias_of,
+    column_at_own,
+    rows_of,
+    table_of,
+    visible,
+)
 
 FEATURES = frozenset({
     "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "deterministic",
+    "relative_bias", "key_ranges", "deterministic",
 })  # fmt: skip
 BATCH_INVARIANT = True
 
 
 def sequences(
     cu_q_lens: ArrayLike, cu_kv_lens: ArrayLike, num_q_tokens: int, num_kv_tokens: int,
-    causal: bool, sliding_window: int | None,
+    causal: bool, sliding_window: int | None, key_ranges: ArrayLike | None = None,
 ) -> Iterator[tuple[slice, slice, NDArray[np.bool_]]]:  # fmt: skip
     """Each sequence's rows of q, its rows of k, and a mask [q_len, kv_len] of the keys that each query sees."""
     queries = sequence_bounds(cu_q_lens, None, num_q_tokens)
     keys = sequence_bounds(cu_kv_lens, None, num_kv_tokens)
     for (q_start, q_stop), (kv_start, kv_stop) in zip(queries, keys, strict=True):
-        kv_len = kv_stop - kv_start
-        seen = visible(q_stop - q_start, kv_len, np.ones(kv_len, bool), causal, sliding_window)
-        yield slice(q_start, q_stop), slice(kv_start, kv_stop), seen
+        rows, kv_len = slice(q_start, q_stop), kv_stop - kv_start
+        ranges = rows_of(key_ranges, rows)
+        seen = visible(q_stop - q_start, kv_len, np.ones(kv_len, bool), causal, sliding_window, ranges=ranges)
+        yield rows, slice(kv_start, kv_stop), seen
 
 
 def varlen_attention(
@@ -45,6 +53,7 @@ def varlen_attention(
     sinks: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
     relative_bias: ArrayLike | None = None,
+    key_ranges: ArrayLike | None = None,
     deterministic: bool = False,
 ) -> tuple[Float64, Float64]:
     """Out [T_q, H, D_v] and lse [T_q, H] in float64; the arguments are those of the operation."""
@@ -56,8 +65,9 @@ def varlen_attention(
     out = np.zeros((num_q_tokens, num_q_heads, v.shape[2]))
     lse = np.full((num_q_tokens, num_q_heads), -np.inf)
     sinks, slopes = sink_of_each(sinks, num_q_heads), slope_of_each(alibi_slopes, num_q_heads)
-    at_own = column_at_own(relative_bias, causal)
-    for rows, keys, seen in sequences(cu_q_lens, cu_kv_lens, num_q_tokens, num_kv_tokens, causal, sliding_window):
+    at_own = column_at_own(relative_bias, causal and key_ranges is None)
+    tokens, masks = (num_q_tokens, num_kv_tokens), (causal, sliding_window, key_ranges)
+    for rows, keys, seen in sequences(cu_q_lens, cu_kv_lens, *tokens, *masks):
         lens = len(seen), seen.shape[1]
         for head in range(num_q_heads):
             kv_head = head // (num_q_heads // num_kv_heads)

@@ -13,7 +13,7 @@ from ragged_attention.reference.varlen_attention import sequences
 
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "return_d_relative_bias", "deterministic",
+    "relative_bias", "key_ranges", "return_d_relative_bias", "deterministic",
 })  # fmt: skip
 
 
@@ -90,6 +90,7 @@ def varlen_attention_backward(
     sinks: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
     relative_bias: ArrayLike | None = None,
+    key_ranges: ArrayLike | None = None,
     return_d_relative_bias: bool = False,
     deterministic: bool = False,
 ) -> tuple[Float64, Float64, Float64, Float64 | None, Float64 | None]:
@@ -102,11 +103,12 @@ def varlen_attention_backward(
     scale, slopes = head_dim**-0.5 if sm_scale is None else sm_scale, slope_of_each(alibi_slopes, num_q_heads)
     share, delta, d_lse, d_sinks = row_terms(d_out, out, lse, d_lse, sinks)
     dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
-    at_own = column_at_own(relative_bias, causal)
+    at_own = column_at_own(relative_bias, causal and key_ranges is None)
     d_relative_bias = None
     if relative_bias is not None and return_d_relative_bias:
         d_relative_bias = np.zeros(np.shape(relative_bias))
-    for rows, keys, seen in sequences(cu_q_lens, cu_kv_lens, num_q_tokens, num_kv_tokens, causal, sliding_window):
+    tokens, masks = (num_q_tokens, num_kv_tokens), (causal, sliding_window, key_ranges)
+    for rows, keys, seen in sequences(cu_q_lens, cu_kv_lens, *tokens, *masks):
         lens = len(seen), seen.shape[1]
         for head in range(num_q_heads):
             kv_head = head // (num_q_heads // num_kv_heads)

@@ -46,7 +46,18 @@ TOOLCHAINS = {
 # The modules and packages of ours that a room may import beside itself.
 FOR_ROOMS = ("calls", "errors", "host.caches", "host.forking")
 # The modules that lie directly under ragged_attention; all others are in a package that says what they are about.
-TOP = {"__init__", "__main__", "config", "dispatch", "errors", "explain", "protocols", "pytest_plugin", "tuning"}
+TOP = {
+    "__init__",
+    "__main__",
+    "config",
+    "dispatch",
+    "errors",
+    "explain",
+    "key_ranges",
+    "protocols",
+    "pytest_plugin",
+    "tuning",
+}
 # The modules that a bare `import ragged_attention` loads, and what they may import of the package.
 CORE = {
     "errors": set(),

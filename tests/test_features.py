@@ -46,6 +46,9 @@ VARLEN = {
     "cu_kv_lens": ints(0, 5, 8), "max_q_len": 3, "max_kv_len": 5, "causal": True, "sliding_window": 2,
     "sinks": floats(4), "alibi_slopes": SLOPES, "relative_bias": BIAS, "deterministic": True,
 }  # fmt: skip
+KEY_RANGES = ints([[0, 2], [3, 4]], [[0, 1], [1, 3]], [[2, 5], [0, 0]], [[0, 3], [1, 2]], [[0, 9], [-4, 0]])
+BY_RANGES = {name: value for name, value in VARLEN.items() if name not in ("causal", "sliding_window")}
+BY_RANGES["key_ranges"] = KEY_RANGES
 OUT = {"d_out": floats(5, 4, 16), "out": floats(5, 4, 16), "lse": floats(5, 4) + 2, "d_lse": floats(5, 4)}
 # Latent rows of the default width, for which d_v is 512 unless something else is said.
 LATENT = {"sm_scale": 0.05, "sinks": floats(4), "d_v": 256}
@@ -79,6 +82,7 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
         TABLES | {"q": floats(5, 4, 16), "kv_pages": floats(6, 4, 4, 16), "draft_mask": RNG.random((5, 3)) < 0.5,
                   "max_q_len": 3, "alibi_slopes": SLOPES,
                   "relative_bias": BIAS},
+        TABLES | {"q": floats(5, 4, 16), "kv_pages": floats(6, 4, 4, 16), "key_ranges": KEY_RANGES, "sinks": floats(4)},
     ],
     "write_kv_pages": [
         TABLES | SCALES | {
@@ -106,8 +110,10 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
     "prefill_attention": [
         PAGES | SHARED | {"length": ints(8), "page_indices": ints(1, 3, 0), "sliding_window": 2, "align": "end"},
     ],
-    "varlen_attention": [VARLEN | SHARED],
-    "varlen_attention_backward": [VARLEN | SHARED | OUT | {"return_d_relative_bias": True}],
+    "varlen_attention": [VARLEN | SHARED, BY_RANGES | SHARED],
+    "varlen_attention_backward": [
+        VARLEN | SHARED | OUT | {"return_d_relative_bias": True}, BY_RANGES | SHARED | OUT,
+    ],
     "sparse_mla_prefill": [
         SPARSE | LATENT | {"cache_format": "plain", "cache_layout": "token", "out_dtype": "float16"},
     ],
@@ -129,6 +135,7 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
             "causal": False, "sliding_window": 4, "soft_cap": 1.5, "kv_scale": 0.5, "return_lse": True,
             "new_kv": floats(5, 1, 576), "cache_format": "plain", "cache_layout": "token", "out_dtype": "float16",
         },
+        TABLES | LATENT | {"q": floats(5, 4, 576), "kv_cache": floats(6, 4, 1, 576), "key_ranges": KEY_RANGES},
     ],
     "make_decode_schedule": [
         {"lens": ints(100, 0, 900), "extra_lens": ints(70, 1, 200), "sparse": True, "num_parts": 3, "overhead": 2,

@@ -20,6 +20,10 @@ def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.ones(shape, dtype)
 
 
+def spans(*shape: int, dtype: Any = np.int32) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
 class Codes(np.ndarray):
     """The bits of float8_e4m3fn numbers."""
 
@@ -314,6 +318,14 @@ PACKED = [
     varlen(InvalidInput, "expected relative_bias.shape to be [T_q, H, B] = [6, 4, B], got [5, 4, 7]",
            relative_bias=ones(5, 4, 7)),
     varlen(InvalidInput, "expected relative_bias to have B >= 1, got 0", relative_bias=ones(4, 0)),
+    varlen(InvalidInput, "expected key_ranges.shape to be [T_q, R, 2] = [6, R, 2], got [6, 2]",
+           key_ranges=spans(6, 2)),
+    varlen(InvalidInput, "expected key_ranges to have from 1 to 8 ranges of each query, got 0",
+           key_ranges=spans(6, 0, 2)),
+    varlen(InvalidInput, "expected causal at its default, False, with key_ranges, got True",
+           key_ranges=spans(6, 1, 2), causal=True),
+    varlen_backward(InvalidInput, "expected sliding_window at its default, None, with key_ranges, got 3",
+                    key_ranges=spans(6, 1, 2), sliding_window=3),
     varlen(TypeError, "expected return_lse to be a bool, got int", return_lse=1),
     varlen(TypeError, "expected deterministic to be a bool, got int", deterministic=1),
     varlen_backward(InvalidInput, "expected d_out.shape to be [T_q, H, D_v] = [6, 4, 8], got [6, 4, 16]",
@@ -490,6 +502,21 @@ STATIC = [
               relative_bias=ones(4, 3, dtype=np.float16)),
     attention(InvalidInput, "expected relative_bias.shape to be [T, H, B] = [4, 4, B], got [4]", relative_bias=ones(4)),
     attention(InvalidInput, "expected alibi_slopes.shape to be [H] = [4], got [1, 4]", alibi_slopes=ones(1, 4)),
+    attention(TypeError, "expected key_ranges to be an array, got list", key_ranges=[[0, 1]]),
+    attention(InvalidInput, "expected key_ranges.dtype to be int32, got int64: convert it once a step, not in every",
+              key_ranges=spans(4, 1, 2, dtype=np.int64)),
+    attention(InvalidInput, "expected key_ranges.shape to be [T, R, 2] = [4, R, 2], got [5, 1, 2]",
+              key_ranges=spans(5, 1, 2)),
+    attention(InvalidInput, "expected key_ranges.shape to be [T, R, 2] = [4, R, 2], got [4, 1, 3]",
+              key_ranges=spans(4, 1, 3)),
+    attention(InvalidInput, "expected key_ranges to have from 1 to 8 ranges of each query, got 9",
+              key_ranges=spans(4, 9, 2)),
+    attention(InvalidInput, "expected causal at its default, True, with key_ranges, got False",
+              key_ranges=spans(4, 1, 2), causal=False),
+    attention(InvalidInput, "expected sliding_window at its default, None, with key_ranges, got 7",
+              key_ranges=spans(4, 1, 2), sliding_window=7),
+    attention(InvalidInput, "expected draft_mask at its default, None, with key_ranges, got an array",
+              key_ranges=spans(4, 1, 2), draft_mask=ones(4, 2) > 0),
     # Ranges.
     attention(InvalidInput, "expected num_seqs between 0 and max_num_seqs=2, got 3", num_seqs=3),
     attention(InvalidInput, "expected num_seqs between 0 and max_num_seqs=2, got -1", num_seqs=-1),

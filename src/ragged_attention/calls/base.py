@@ -262,8 +262,20 @@ class GroupedCall(Call):
     q: Any
     sm_scale: Any
     causal: Any
+    sliding_window: Any
+    key_ranges: Any
     relative_bias: Any
     out_dtype: str | None = None
+
+    def _expect_one_mask(self) -> None:
+        """Check that nothing but `key_ranges`, if a call has them, says which keys a query sees."""
+        if self.key_ranges is None:
+            return
+        for name in ("causal", "sliding_window", "draft_mask"):
+            got, default = getattr(self, name, None), self.DEFAULTS.get(name)
+            if not _is(got, default):
+                got = "an array" if is_array(got) else got
+                raise InvalidInput(f"expected {name} at its default, {default}, with key_ranges, got {got}")
 
     @property
     @abc.abstractmethod
@@ -290,7 +302,7 @@ class GroupedCall(Call):
     @property
     def bias_at_own(self) -> int:
         """The column of `relative_bias` that belongs to a query's own position."""
-        return 0 if self.causal else self.relative_bias.shape[-1] // 2
+        return 0 if self.causal and self.key_ranges is None else self.relative_bias.shape[-1] // 2
 
     @property
     def scale(self) -> float:

@@ -21,6 +21,7 @@ QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
 INT32 = ("int32",)  # for index arrays
 SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+MAX_KEY_RANGES = 8
 LARGEST_INT32 = int(np.iinfo(np.int32).max)
 
 Dtypes = tuple[str, ...] | Callable[[Any], tuple[str, ...]]  # a function of the record if they depend on other fields
@@ -454,6 +455,19 @@ class RelativeBias(ArrayKind):
         dtypes = self.dtypes(call) if callable(self.dtypes) else self.dtypes
         expect_array(name, value, "H B" if len(value.shape) == 2 else f"{self.tokens} H B", dtypes, sizes)
         expect_nonempty(name, "B", value.shape[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyRanges(ArrayKind):
+    """The ranges of keys that each query sees, [T, R, 2]."""
+
+    dtypes: Dtypes = INT32
+    tokens: str = "T"  # the letter of the axis of queries
+
+    def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
+        expect_array(name, value, f"{self.tokens} R 2", INT32, {"2": 2, **sizes})
+        if not 1 <= (got := value.shape[1]) <= MAX_KEY_RANGES:
+            raise InvalidInput(f"expected {name} to have from 1 to {MAX_KEY_RANGES} ranges of each query, got {got}")
 
 
 class Stack(ArrayKind):

@@ -19,6 +19,7 @@ from ragged_attention.calls.fields import (
     Dtype,
     Flag,
     Integer,
+    KeyRanges,
     Number,
     QueryScale,
     Scale,
@@ -374,6 +375,7 @@ class RaggedMlaAttention(LatentPagesCall, LatentCall, RaggedCall):
     kv_scale: Any = field(Scale(), default=None)
     return_lse: bool = field(Flag(), default=False)
     new_kv: Any = field(ArrayKind("T K D", like_q), default=None)
+    key_ranges: Any = field(KeyRanges(), default=None)
     cache_format: str | None = field(Text(), default=None)
     cache_layout: str | None = field(Text(), default=None)
     out_dtype: str | None = field(Dtype(choices=FLOATS), default=None)
@@ -384,6 +386,7 @@ class RaggedMlaAttention(LatentPagesCall, LatentCall, RaggedCall):
             raise InvalidInput(f"expected kv_cache to have num_kv_heads = 1, a row that serves all heads, got {got}")
         self._check_rows("kv_cache", self.kv_cache, self.format)
         expect_scale(self.format, self.kv_scale)
+        self._expect_one_mask()
 
     @classmethod
     def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:

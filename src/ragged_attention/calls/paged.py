@@ -19,6 +19,7 @@ from ragged_attention.calls.fields import (
     Dtype,
     Flag,
     Integer,
+    KeyRanges,
     Number,
     Pair,
     QueryScale,
@@ -255,7 +256,7 @@ class RaggedCall(PagesCall, GroupedCall, WritingCall):
         return self.kv_lens.shape[0]
 
     def check_values(self) -> None:
-        within = self.causal or self.sliding_window is not None
+        within = self.key_ranges is None and (self.causal or self.sliding_window is not None)
         check_ragged_values(self, max_q_len=self.max_q_len, within=within)
 
 
@@ -364,6 +365,7 @@ class RaggedPagedAttention(PagedCall, RaggedCall):
     return_lse: bool = field(Flag(), default=False)
     new_kv: Any = field(Pair(("new_k", "new_v"), expect_new_kv), default=None)
     draft_mask: Any = field(ArrayKind("T W", ("bool",)), default=None)
+    key_ranges: Any = field(KeyRanges(), default=None)
     out_dtype: str | None = field(Dtype(choices=FLOATS), default=None)
 
     def _check(self, sizes: Sizes) -> None:
@@ -374,6 +376,7 @@ class RaggedPagedAttention(PagedCall, RaggedCall):
                 f"expected {'kv_pages' if self.combined else 'k_pages'}.shape[3] = {head_dim=}, got {got}"
             )
         expect_head_dim("v_pages.shape[3]", self.v_head_dim)
+        self._expect_one_mask()
         self._expect_cache("q", self.q)
         expect_groups(self.num_q_heads, self.num_kv_heads)
 

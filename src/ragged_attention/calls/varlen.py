@@ -11,6 +11,7 @@ from ragged_attention.calls.fields import (
     ArrayKind,
     Flag,
     Integer,
+    KeyRanges,
     Number,
     RelativeBias,
     Sizes,
@@ -41,12 +42,9 @@ class VarlenCall(GroupedCall):
     cu_kv_lens: Any
     max_q_len: Any
     max_kv_len: Any
-    causal: Any
-    sliding_window: Any
     soft_cap: Any
     sinks: Any
     alibi_slopes: Any
-    relative_bias: Any
 
     def _check(self, sizes: Sizes) -> None:
         expect_nonempty("k", "num_kv_heads", self.num_kv_heads)
@@ -56,6 +54,7 @@ class VarlenCall(GroupedCall):
         expect_groups(self.num_q_heads, self.num_kv_heads)
         if self.cu_q_lens.shape[0] < 1:
             raise InvalidInput("expected cu_q_lens to have at least one entry, got 0")
+        self._expect_one_mask()
 
     @property
     def num_q_tokens(self) -> int:
@@ -101,6 +100,7 @@ HINT = Integer(symbolic=True, hint=True)
 WINDOW = Integer(least=1, symbolic=True)
 SINKS = ArrayKind("H", like_lse)
 SLOPES = ArrayKind("H", like_lse)
+RANGES = KeyRanges(tokens="T_q")
 BIAS = RelativeBias(dtypes=like_lse, tokens="T_q")
 
 
@@ -128,6 +128,7 @@ class VarlenAttention(VarlenCall):
     sinks: Any = field(SINKS, default=None)
     alibi_slopes: Any = field(SLOPES, default=None)
     relative_bias: Any = field(BIAS, default=None)
+    key_ranges: Any = field(RANGES, default=None)
     deterministic: bool = field(Flag(), default=False)
 
     def results(self) -> tuple[Result, ...]:
@@ -158,6 +159,7 @@ class VarlenAttentionBackward(VarlenCall):
     sinks: Any = field(SINKS, default=None)
     alibi_slopes: Any = field(SLOPES, default=None)
     relative_bias: Any = field(BIAS, default=None)
+    key_ranges: Any = field(RANGES, default=None)
     return_d_relative_bias: bool = field(Flag(), default=False)
     deterministic: bool = field(Flag(), default=False)
 

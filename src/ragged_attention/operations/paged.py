@@ -16,6 +16,7 @@ class PagedKeywords(AttentionKeywords[Array, Memory], total=False):
     k_scale: float | Array | None
     v_scale: float | Array | None
     draft_mask: Array | None
+    key_ranges: Array | None
     out_dtype: Any
 
 
@@ -69,6 +70,7 @@ class Paged(FrontEnd[Array, Memory]):
         return_lse: bool = False,
         new_kv: tuple[Array, Array] | None = None,
         draft_mask: Array | None = None,
+        key_ranges: Array | None = None,
         out_dtype: Any = None,
         out: Memory | None = None,
         backend: str | Sequence[str] | None = None,
@@ -108,8 +110,8 @@ class Paged(FrontEnd[Array, Memory]):
                 is the same without sinks, but their lse of query i is higher by `alibi_slopes[h] * i`.
             relative_bias: f32 [H, B] or, with a table for each query, [T, H, B]: what a logit gains by distance, like
                 `alibi_slopes` after `soft_cap` and before masking. The query at position p and the key at position j
-                have column `clamp(p - j, 0, B - 1)` or, with `causal=False`, `clamp(p - j + B // 2, 0, B - 1)`: the
-                first and last columns hold for all distances beyond.
+                have column `clamp(p - j + o, 0, B - 1)`, where o is 0 if causal, but `B // 2` with `causal=False` or
+                with `key_ranges`: the first and last columns hold for all distances beyond.
             q_scale: the scale of float8_e4m3fn queries, whose true values are q * q_scale: a float, or an array [] or
                 [H]. A float is multiplied into `sm_scale`; an array multiplies the widened queries, which are then
                 rounded again.
@@ -122,6 +124,12 @@ class Paged(FrontEnd[Array, Memory]):
             draft_mask: bool [T, W], for tree speculative decoding: entry [t, j] says whether query t sees its
                 sequence's new token at position `kv_len - q_len + j`. It replaces `causal` among the new tokens;
                 earlier positions are visible as usual, new tokens with j >= W are not. A window applies as well.
+            key_ranges: i32 [T, R, 2], R from 1 to 8: each query sees the union of R ranges [begin, end) of positions of
+                its sequence, whatever is before or after it, so a key in two ranges counts once. They replace `causal`
+                and `sliding_window`, which must be left at their defaults, and `draft_mask`. Any int32 is safe: a
+                begin below 0 counts as 0, an end beyond `kv_len` as `kv_len`, and a range whose begin is not below its
+                end is empty. Rows of padding are not read. `ragged_attention.key_ranges` makes those of chunks, image
+                spans, blocks, prefixes and trees.
             out_dtype: the dtype of `out`: "float32", "float16", "bfloat16", or the framework's dtype of that name;
                 default q's dtype. Partial results that `merge_attention_states` will merge are best kept in float32.
             out: torch only: the tensor to write the result to, which is then returned: of the result's shape and dtype,
@@ -152,7 +160,8 @@ class Paged(FrontEnd[Array, Memory]):
             q=q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
             max_q_len=max_q_len, sm_scale=sm_scale, causal=causal, sliding_window=sliding_window, soft_cap=soft_cap,
             sinks=sinks, alibi_slopes=alibi_slopes, relative_bias=relative_bias, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, return_lse=return_lse, new_kv=new_kv, draft_mask=draft_mask, out_dtype=out_dtype,
+            v_scale=v_scale, return_lse=return_lse, new_kv=new_kv, draft_mask=draft_mask, key_ranges=key_ranges,
+            out_dtype=out_dtype,
         )  # fmt: skip
         if new_kv is not None:
             return self.run_with_write(RaggedPagedAttention, arguments, backend, options, out)

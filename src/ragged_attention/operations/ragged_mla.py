@@ -13,6 +13,7 @@ class RaggedMlaKeywords(AttentionKeywords[Array, Memory], total=False):
     d_v: int
     q_scale: float | Array | None
     kv_scale: float | Array | None
+    key_ranges: Array | None
     cache_format: str | None
     cache_layout: str | None
     out_dtype: Any
@@ -59,6 +60,7 @@ class RaggedLatent(FrontEnd[Array, Memory]):
         kv_scale: float | Array | None = None,
         return_lse: bool = False,
         new_kv: Array | None = None,
+        key_ranges: Array | None = None,
         cache_format: str | None = None,
         cache_layout: str | None = None,
         out_dtype: Any = None,
@@ -88,6 +90,7 @@ class RaggedLatent(FrontEnd[Array, Memory]):
                 [1]; `new_kv` is written with it as by `write_mla_cache`.
             new_kv: this step's latents, [T, d_qk] or [T, 1, d_qk] of q's dtype, one per query. They are written into
                 the cache before attention, as `write_mla_cache` does by `page_indices`, `kv_lens` and `cu_q_lens`.
+            key_ranges: i32 [T, R, 2], the positions that each query sees, as in `ragged_paged_attention`.
             cache_format, cache_layout: as in `mla_decode`.
             out_dtype, out, backend, options: as in `ragged_paged_attention`.
 
@@ -110,7 +113,7 @@ class RaggedLatent(FrontEnd[Array, Memory]):
             q=q, kv_cache=kv_cache, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
             max_q_len=max_q_len, d_v=d_v, sm_scale=sm_scale, causal=causal, sliding_window=sliding_window,
             soft_cap=soft_cap, sinks=sinks, q_scale=q_scale, kv_scale=kv_scale, return_lse=return_lse, new_kv=new_kv,
-            cache_format=cache_format, cache_layout=cache_layout, out_dtype=out_dtype,
+            key_ranges=key_ranges, cache_format=cache_format, cache_layout=cache_layout, out_dtype=out_dtype,
         )  # fmt: skip
         if new_kv is not None:
             return self.run_with_write(RaggedMlaAttention, arguments, backend, options, out)

@@ -54,7 +54,7 @@ from ragged_attention.testing.varlen.specs import VarlenSpec
 Empty = tuple[Callable[[Runner, Any], None], Callable[[], Any]]  # a check, and what builds its batch
 Cases = Mapping[str, Empty]
 
-OF_TOKENS = ("q", "k", "v", "kv", "weights", "draft_mask", "candidate_blocks", "slot_mapping")
+OF_TOKENS = ("q", "k", "v", "kv", "weights", "draft_mask", "key_ranges", "candidate_blocks", "slot_mapping")
 OF_SEQUENCES = ("kv_lens", "page_indices")
 # What has a row for each sequence where each has as many queries.
 OF_LISTS = (

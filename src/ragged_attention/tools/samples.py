@@ -32,6 +32,11 @@ class FakeArray:
 BIAS_WIDTH = 256
 
 
+def ranges_of(sample: Any) -> "FakeArray | None":
+    """The ranges of keys of a sample that has any."""
+    return FakeArray((sample.num_tokens, sample.key_ranges, 2), "int32") if sample.key_ranges else None
+
+
 def bias_of(sample: Any) -> "FakeArray | None":
     """The relative bias of a sample that has one."""
     return FakeArray((sample.num_q_heads, BIAS_WIDTH), "float32") if sample.relative_bias else None
@@ -109,6 +114,7 @@ class Sample(AnySample):
     scale: float | None = None  # the scale of a quantised cache, for both K and V
     return_lse: bool = False
     draft: int | None = None  # number of a draft mask's columns
+    key_ranges: int | None = None  # ranges of keys of each query
     max_q_len: int | None = None
 
     @property
@@ -152,6 +158,7 @@ class Sample(AnySample):
             "k_scale": self.scale,
             "v_scale": self.scale,
             "draft_mask": self.draft is not None,
+            "key_ranges": ranges_of(self),
             "relative_bias": bias_of(self),
             "sinks": self.sinks and operation != "merge_attention_states",  # the states to merge may include them
         } | TABLES
@@ -182,6 +189,7 @@ class LatentSample(AnySample):
     soft_cap: float | None = None
     sinks: bool = False
     rotary: int = 64  # rotary columns of a table
+    key_ranges: int | None = None  # ranges of keys of each query
 
     @property
     def width(self) -> int:
@@ -231,7 +239,7 @@ class LatentSample(AnySample):
             "kv_cache": cache, "cache": cache, "kv": self._kv(operation), "format": self.cache_format,
             "positions": FakeArray((seqs, self.num_q_tokens, self.topk), "int32"), "sparse": self.topk > 0,
             "num_parts": 132, "slot_mapping": True, "indices": self.topk > 0, "extra_indices": self.extra_topk > 0,
-            "extra_lens": self.extra_topk > 0,
+            "extra_lens": self.extra_topk > 0, "key_ranges": ranges_of(self),
         }  # fmt: skip
         if operation == "latent_norm_rope_write":
             table = FakeArray((self.max_len, self.rotary), "float32")
@@ -262,6 +270,7 @@ class VarlenSample(AnySample):
     alibi_slopes: bool = False
     relative_bias: bool = False  # a gradient's call then asks for its gradient
     own_tables: bool = False  # whether each query has its own table of the relative bias
+    key_ranges: int | None = None  # ranges of keys of each query; `causal` must be False
     d_lse: bool = False  # whether the gradient of lse is given
 
     @property
@@ -280,7 +289,7 @@ class VarlenSample(AnySample):
         bias = bias_of(self)
         if bias is not None and self.own_tables:
             bias = FakeArray((self.num_tokens, *bias.shape), bias.dtype)
-        return {"relative_bias": bias, "return_d_relative_bias": bias is not None}
+        return {"relative_bias": bias, "key_ranges": ranges_of(self), "return_d_relative_bias": bias is not None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

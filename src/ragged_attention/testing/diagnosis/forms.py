@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ragged_attention.reference._kv_layout import Float64, per_head, sequence_bounds, split_pages, true_queries, widened
 from ragged_attention.reference._softmax import logits_of, share_of_keys, sink_of_each, slope_of_each, softmax
 from ragged_attention.reference.paged_attention import values_of
-from ragged_attention.reference.ragged_paged_attention import column_at_own, visible
+from ragged_attention.reference.ragged_paged_attention import column_at_own, rows_of, visible
 from ragged_attention.testing.heads_first.specs import ChunkBatch, PagedBatch
 from ragged_attention.testing.mla.ragged import RaggedLatentBatch
 from ragged_attention.testing.mla.specs import DecodeBatch, PrefillBatch
@@ -32,6 +32,7 @@ class Part:
     kv_len: int
     heads: slice | None = None  # None: all
     drafted: NDArray[np.bool_] | None = None
+    ranges: NDArray[np.int32] | None = None
     shift: int = 0  # by which the queries' places are later than they should be
     times: NDArray[np.float64] | None = None  # how often each key counts
 
@@ -95,9 +96,12 @@ class Form:
         seen = np.zeros((part.q_len, part.kv_len), bool)
         stop = max(part.kv_len + part.shift, 0)
         valid = np.pad(inside, (0, max(stop - len(inside), 0)))[:stop]
-        found = visible(part.q_len, stop, valid, self.causal, self.window, part.drafted)[:, : part.kv_len]
+        found = visible(part.q_len, stop, valid, self.causal, self.window, part.drafted, part.ranges)
+        found = found[:, : part.kv_len]
         seen[:, : found.shape[1]] = found
-        if not self.causal and part.drafted is None:  # a key behind all queries is hidden by no window
+        if (
+            not self.causal and part.drafted is None and part.ranges is None
+        ):  # a key behind all queries is hidden by no window
             seen[:, stop:] = inside[stop : part.kv_len]
         return seen
 
@@ -235,14 +239,16 @@ def _of_pages(batch: RaggedTables) -> Form:
     slots = np.where(inside, pages * batch.page_size + position % batch.page_size, -1)
     parts = tuple(
         Part(
-            rows=slice(start, stop), slots=slots[seq], kv_len=batch.kv_len(seq), drafted=batch.drafted(start, stop)
+            rows=slice(start, stop), slots=slots[seq], kv_len=batch.kv_len(seq), drafted=batch.drafted(start, stop),
+            ranges=rows_of(batch.key_ranges, slice(start, stop)),
         )
         for seq, (start, stop) in enumerate(batch.bounds())
     )  # fmt: skip
     keys, values = (array.reshape(-1, *array.shape[2:]) for array in (k_pages, v_pages))
     return _form(
-        q, keys, values, scale, batch.sinks, kind="paged", parts=parts, causal=batch.causal,
-        window=batch.sliding_window, soft_cap=batch.soft_cap, page_size=batch.page_size,
+        q, keys, values, scale, batch.sinks, kind="paged", parts=parts,
+        causal=batch.causal and batch.key_ranges is None, window=batch.sliding_window, soft_cap=batch.soft_cap,
+        page_size=batch.page_size,
         slopes=getattr(batch, "alibi_slopes", None), table=getattr(batch, "relative_bias", None),
     )  # fmt: skip
 
@@ -284,7 +290,12 @@ def _of_packed(batch: VarlenBatch) -> Form:
     queries = sequence_bounds(batch.cu_q_lens, None, len(batch.q))
     keys = sequence_bounds(batch.cu_kv_lens, None, len(batch.k))
     parts = tuple(
-        Part(rows=slice(*rows), slots=np.arange(start, len(batch.k)), kv_len=stop - start)
+        Part(
+            rows=slice(*rows),
+            slots=np.arange(start, len(batch.k)),
+            kv_len=stop - start,
+            ranges=rows_of(batch.key_ranges, slice(*rows)),
+        )
         for rows, (start, stop) in zip(queries, keys, strict=True)
     )
     q, k, v = (array.astype(np.float64) for array in (batch.q, batch.k, batch.v))

@@ -120,6 +120,7 @@ class RaggedLatentSpec:
             d_v=self.d_v,
             kv_scale=given.k_scale if plain else None,
             cache_layout=latents.layout_of(self.format),
+            key_ranges=given.key_ranges,
             q_scale=given.q_scale,
             out_dtype=given.out_dtype,
             dtype=spec.dtype,
@@ -172,7 +173,7 @@ def it_is_ragged_attention_of_one_head(runner: Runner, spec: RaggedLatentSpec) -
     values = cache[..., : batch.d_v].copy()
     other = Batch(
         kv_pages=(cache, values), k_scale=batch.kv_scale, v_scale=batch.kv_scale, dtype=batch.dtype, q=batch.q,
-        cache_dtype=batch.cache_dtype, max_q_len=batch.max_q_len,
+        cache_dtype=batch.cache_dtype, max_q_len=batch.max_q_len, key_ranges=batch.key_ranges,
         **{name: getattr(batch, name) for name in (*TABLES, *LOGITS)},
     )  # fmt: skip
     paged_laws.same(runner, batch, other)
@@ -184,7 +185,7 @@ def of_equal_counts_it_is_a_decode(runner: Runner, spec: RaggedLatentSpec) -> No
     count = max(1, max((q_len for q_len, _ in lens), default=1))
     longest = tuple((count, kv_len) for _, kv_len in lens) or ((count, 3),)
     tables = dataclasses.replace(
-        spec.tables, lens=longest, count="none", padding=0, cache_dtype=None, scales=None, limit=None
+        spec.tables, lens=longest, count="none", padding=0, cache_dtype=None, scales=None, limit=None, ranges=None
     )
     batch = dataclasses.replace(spec, tables=tables).build()
     out, lse = runner.run(batch.OPERATION, batch, return_lse=True)
@@ -290,6 +291,13 @@ _SPECS: dict[str, RaggedLatentSpec] = {
     "window in a long sequence": _spec(lens=((1, 600), (6, 500)), page_size=16, sliding_window=100, poison="nan"),
     "window within the last pages": _spec(lens=((6, 14), (1, 29)), page_size=3, sliding_window=2),
     "window longer than all": _spec(sliding_window=2**31 - 1),
+    "ranges of each query": _spec(ranges="few", poison="nan", group=16, garbage=True),
+    "ranges over splits": _spec(lens=((1, 700), (3, 600)), page_size=16, ranges="prefix", group=5, poison="nan"),
+    "ranges of more rows than a tile": _spec(
+        lens=((90, 330),), page_size=16, ranges="spans", group=4, dtype="bfloat16", poison="nan"
+    ),
+    "ranges without sense": _spec(lens=ALL_EDGES, ranges="any", padding=3, poison="nan", garbage=True, sinks="mixed"),
+    "ranges, fp8_v32": _spec(d_v=512, format="fp8_v32", dtype="bfloat16", ranges="chunks", soft_cap=3.0, page_size=16),
     "soft cap": _spec(soft_cap=2.0, sm_scale=0.5),
     "soft cap, window and sinks": _spec(soft_cap=5.0, sliding_window=6, sinks="mixed", group=7),
     "sm_scale negative": _spec(sm_scale=-0.2, sliding_window=9),

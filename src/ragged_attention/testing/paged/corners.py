@@ -8,6 +8,7 @@ import numpy as np
 from ragged_attention.testing import formats
 from ragged_attention.testing.paged.specs import INT32, Batch, MergeBatch, Spec, WriteBatch
 from ragged_attention.testing.paged.strategies import coded, merge_batch, write_batch
+from ragged_attention.testing.ranges import KINDS
 
 MIXED = ((5, 5), (1, 37), (4, 21), (1, 9))  # prefill, decode, chunk, decode
 ALL_EDGES = ((0, 7), (3, 0), (4, 2), (1, 33), (0, 0), (6, 30))
@@ -72,6 +73,25 @@ _SPECS: dict[str, Spec] = {
     "window in a long sequence": Spec(lens=((1, 600), (6, 500)), page_size=16, sliding_window=100, poison="nan"),
     "window within the last pages": Spec(lens=((6, 14), (1, 29)), page_size=3, sliding_window=2, group=2),
     "window longer than all": _plain(sliding_window=2**31 - 1),
+    **{f"ranges, {kind}": _plain(ranges=kind, group=2, poison="nan", garbage=True, padding=3) for kind in KINDS},
+    "ranges of every edge": Spec(
+        lens=ALL_EDGES, count="array", spare_seqs=2, ranges="any", padding=3, poison="nan", garbage=True
+    ),
+    "ranges over splits": Spec(lens=((1, 700), (3, 600)), page_size=16, ranges="prefix", group=2, poison="nan"),
+    "many ranges over splits": Spec(lens=((1, 900), (2, 600)), page_size=16, ranges="many", seed=3, poison="nan"),
+    "ranges of more rows than a tile": Spec(
+        lens=((100, 330), (40, 90)), page_size=16, ranges="few", group=2, dtype="bfloat16", poison="nan"
+    ),
+    "spans of more rows than a tile": Spec(
+        lens=((150, 350), (40, 90)), page_size=16, ranges="spans", group=2, dtype="bfloat16", poison="nan", seed=1
+    ),
+    "chunks of more rows than a tile": Spec(lens=((150, 350), (9, 90)), page_size=16, ranges="chunks", poison="nan"),
+    "ranges with biases, sinks and a soft cap": _plain(
+        ranges="few", alibi="mixed", bias="shared", sinks="mixed", soft_cap=2.0, group=3, poison="nan", seed=6
+    ),
+    "ranges over an 8-bit cache, pages missing": _plain(
+        ranges="few", cache_dtype="int8", dtype="bfloat16", scales="heads", num_kv_heads=2, invalid_pages=True
+    ),
     "to float32": _plain(dtype="bfloat16", out_dtype="float32", sinks="normal", group=2),
     "to bfloat16": _plain(out_dtype="bfloat16", lens=((1, 700), (3, 3)), page_size=16),
     "to float16": _plain(dtype="bfloat16", out_dtype="float16", cache_dtype="int8", padding=2, num_kv_heads=2),

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ragged_attention.key_ranges import causal_ranges
 from ragged_attention.reference._kv_layout import per_head
 from ragged_attention.testing import formats
 from ragged_attention.testing.compare import agrees, identical
@@ -120,15 +121,13 @@ def parts_merge(runner: Runner, spec: RaggedSpec) -> None:
 def expect_parts_to_merge(runner: Runner, batch: RaggedTables) -> None:
     """Results over disjoint ranges of keys merge into the result over all; here each part has every other page."""
     odd = np.arange(batch.page_indices.shape[1])[None] % 2 == 1
-    parts = [
-        runner.run(
-            batch.OPERATION,
-            batch.change(page_indices=np.where(hidden, np.int32(-1), batch.page_indices)),
-            return_lse=True,
-        )
-        for hidden in (odd, ~odd)
-    ]
-    outs, lses = (np.stack(arrays) for arrays in zip(*parts, strict=True))
+    tables = [np.where(hidden, np.int32(-1), batch.page_indices) for hidden in (odd, ~odd)]
+    expect_to_merge(runner, batch, [batch.change(page_indices=table) for table in tables])
+
+
+def expect_to_merge(runner: Runner, batch: RaggedTables, parts: list[RaggedTables]) -> None:
+    results = [runner.run(part.OPERATION, part, return_lse=True) for part in parts]
+    outs, lses = (np.stack(arrays) for arrays in zip(*results, strict=True))
     out, lse = runner.run("merge_attention_states", MergeBatch(outs=outs, lses=lses))
     whole_out, whole_lse = runner.run(batch.OPERATION, batch, return_lse=True)
     agrees(out, whole_out, batch.kind, allowance=allowance(runner, batch, batch))
@@ -136,12 +135,37 @@ def expect_parts_to_merge(runner: Runner, batch: RaggedTables) -> None:
 
 
 def a_causal_draft_mask_is_causal(runner: Runner, spec: Spec) -> None:
-    batch = spec.build().change(causal=True)
+    batch = spec.build().masked(causal=True)
     longest = max((stop - start for start, stop in batch.bounds()), default=0)
     mask = np.zeros((len(batch.q), longest), bool)
     for start, stop in batch.bounds():
         mask[start:stop] = np.tri(stop - start, longest, dtype=bool)
     same(runner, batch.change(draft_mask=mask), batch)
+
+
+def ranges_of_a_mask_are_that_mask(runner: Runner, spec: RaggedSpec) -> None:
+    batch = spec.build().masked(causal=True)
+    plain = batch.change(**dict.fromkeys(batch.arguments().keys() & {"draft_mask", "relative_bias"}))
+    window, tables = plain.sliding_window, (plain.cu_q_lens, plain.kv_lens, len(plain.q))
+    ranges = causal_ranges(*tables, sliding_window=window, num_seqs=plain.num_seqs)
+    same(runner, plain.change(sliding_window=None, key_ranges=ranges), plain)
+
+
+def ranges_are_a_union(runner: Runner, spec: RaggedSpec) -> None:
+    """Ranges may stand in any order, be cut in two, and overlap; what two of them see apart merges."""
+    batch, rng = spec.build().masked(causal=True, sliding_window=None), np.random.default_rng(spec.seed)
+    if "draft_mask" in batch.arguments():
+        batch = batch.change(draft_mask=None)
+    capacity = batch.page_indices.shape[1] * batch.page_size
+    begin, cut, end = np.sort(rng.integers(0, capacity + 2, (3, len(batch.q), 1)).astype(np.int32), axis=0)
+    whole, first, second = (np.stack(pair, -1) for pair in ((begin, end), (begin, cut), (cut, end)))
+    batch = batch.change(key_ranges=whole)
+    halves = np.concatenate([first, second], axis=1)
+    same(runner, batch.change(key_ranges=halves), batch)
+    same(runner, batch.change(key_ranges=np.concatenate([second, whole, first, second], axis=1)), batch)
+    same(runner, batch.change(key_ranges=halves[:, ::-1].copy()), batch)
+    wide = batch.widened().change(sinks=None)
+    expect_to_merge(runner, wide, [wide.change(key_ranges=half) for half in (first, second)])
 
 
 def hints_change_nothing(runner: Runner, spec: RaggedSpec) -> None:
@@ -152,7 +176,7 @@ def hints_change_nothing(runner: Runner, spec: RaggedSpec) -> None:
 
 
 def a_huge_window_is_none(runner: Runner, spec: RaggedSpec) -> None:
-    batch = spec.build().change(sliding_window=None)
+    batch = spec.build().masked(sliding_window=None)
     longest = int(batch.kv_lens.max(initial=1)) + len(batch.q) + 1
     same(runner, batch.change(sliding_window=longest), batch)
     same(runner, batch.change(sliding_window=2**31 - 1), batch)
@@ -196,7 +220,7 @@ def a_steep_slope_is_a_window_of_one(runner: Runner, spec: Spec) -> None:
     """If all a query sees is up to its own key, which it sees, only that key is left."""
     lens = tuple((min(lens), lens[1]) for lens in spec.lens)
     clean = dataclasses.replace(spec, lens=lens, alibi=None)
-    batch = clean.build().change(causal=True)
+    batch = clean.build().masked(causal=True)
     steep = np.full(batch.q.shape[1], 1e6, np.float32)
     same(runner, batch.change(alibi_slopes=steep), batch.change(sliding_window=1))
 
@@ -221,7 +245,7 @@ def slopes_shift_the_lse(runner: Runner, spec: Spec) -> None:
 
 def slopes_are_a_relative_bias(runner: Runner, spec: Spec) -> None:
     """A table of a slope's biases, as wide as any distance, is that slope; one of a single column is no bias."""
-    batch = spec.build().change(relative_bias=None, causal=True, draft_mask=None)
+    batch = spec.build().masked(relative_bias=None, causal=True, draft_mask=None)
     heads, reach = batch.q.shape[1], max((batch.kv_len(seq) for seq in range(len(batch.bounds()))), default=0) + 1
     slopes = np.linspace(-0.25, 0.5, heads, dtype=np.float32)
     table = -slopes[:, None] * np.arange(reach, dtype=np.float32)
@@ -262,7 +286,7 @@ def a_double_is_its_multiplicity(runner: Runner, spec: RaggedSpec) -> None:
     batch = spec.build()
     whole_pages = (batch.kv_lens // batch.page_size * batch.page_size).astype(np.int32)
     plain = dict.fromkeys(batch.arguments().keys() & {"sliding_window", "sinks", "alibi_slopes", "relative_bias"})
-    once = batch.change(causal=False, **plain, kv_lens=whole_pages)
+    once = batch.masked(causal=False, **plain, kv_lens=whole_pages)
     twice = once.change(kv_lens=2 * whole_pages, page_indices=_doubled(once))
     out, lse = runner.run(once.OPERATION, once, return_lse=True)
     out_twice, lse_twice = runner.run(twice.OPERATION, twice, return_lse=True)
@@ -287,6 +311,8 @@ LAWS: dict[str, Law] = {
     "the output is a mixture of the values": output_is_a_mixture,
     "parts merge through their lse": parts_merge,
     "a causal draft mask is causal": a_causal_draft_mask_is_causal,
+    "ranges of a mask are that mask": ranges_of_a_mask_are_that_mask,
+    "ranges are a union": ranges_are_a_union,
     "hints change nothing": hints_change_nothing,
     "a huge window is none": a_huge_window_is_none,
     "a far cap is nearly none": a_far_cap_is_nearly_none,

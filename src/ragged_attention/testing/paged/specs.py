@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragged_attention.reference._kv_layout import per_head, sequence_bounds
-from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention, visible
+from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention, rows_of, visible
 from ragged_attention.testing import formats
 from ragged_attention.testing.formats import QUANTIZED
+from ragged_attention.testing.ranges import ranges_of
 
 Pages = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]
 INT32 = np.iinfo(np.int32)
@@ -106,7 +107,7 @@ class RaggedTables(Arrays, abc.ABC):
     """What the batches of ragged queries over pages share: their tables, and what each query sees by them."""
 
     OPERATION: ClassVar[str]
-    OF_TOKENS: ClassVar[tuple[str, ...]] = ("q",)  # the arguments that have a row for each token
+    OF_TOKENS: ClassVar[tuple[str, ...]] = ("q", "key_ranges")  # the arguments that have a row for each token
 
     q: NDArray[np.float32]
     kv_lens: NDArray[np.int32]
@@ -119,6 +120,7 @@ class RaggedTables(Arrays, abc.ABC):
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: NDArray[np.float32] | None = None
+    key_ranges: NDArray[np.int32] | None = None
     q_scale: float | NDArray[np.float32] | None = None
     out_dtype: str | None = None
 
@@ -154,6 +156,10 @@ class RaggedTables(Arrays, abc.ABC):
         """Rows of a draft mask, if there is one."""
         del start, stop
         return None
+
+    def masked(self, **mask: Any) -> Self:
+        """The batch with another mask than its ranges of keys, if it has any."""
+        return self.change(key_ranges=None, **mask)
 
     @property
     def page_size(self) -> int:
@@ -191,7 +197,8 @@ class RaggedTables(Arrays, abc.ABC):
         kv_len = self.kv_len(seq)
         pages = self.page_indices[seq, : -(-kv_len // self.page_size)]
         valid = np.repeat((pages >= 0) & (pages < self.num_pages), self.page_size)[:kv_len]
-        return visible(stop - start, kv_len, valid, self.causal, self.sliding_window, self.drafted(start, stop))
+        drafted, ranges = self.drafted(start, stop), rows_of(self.key_ranges, slice(start, stop))
+        return visible(stop - start, kv_len, valid, self.causal, self.sliding_window, drafted, ranges)
 
     def slots(self, seq: int) -> NDArray[np.int64]:
         """The slot of each of a sequence's positions; meaningless where the page index is out of range."""
@@ -254,7 +261,7 @@ class Batch(RaggedTables):
     """The arguments of one `ragged_paged_attention` call in NumPy."""
 
     OPERATION: ClassVar[str] = "ragged_paged_attention"
-    OF_TOKENS: ClassVar[tuple[str, ...]] = ("q", "draft_mask", "relative_bias")
+    OF_TOKENS: ClassVar[tuple[str, ...]] = ("q", "draft_mask", "relative_bias", "key_ranges")
 
     kv_pages: Pages
     alibi_slopes: NDArray[np.float32] | None = None
@@ -371,6 +378,7 @@ class Spec:
     sinks: str | None = None  # normal, -inf, +inf, mixed
     alibi: str | None = None  # usual, mixed
     bias: str | None = None  # a relative bias: one table for all queries (shared), or one for each (own)
+    ranges: str | None = None  # ranges of keys, see `ranges_of`; they replace the masks above
     draft: int | None = None  # columns of a draft mask, each entry of which is as likely set as not
     scales: str | None = None  # how k_scale and v_scale are given: float, array, heads
     q_scales: str | None = None  # the same of q_scale, with e4m3 queries that are widened to dtype
@@ -403,17 +411,18 @@ class Spec:
             num_seqs=num_seqs,
             max_q_len=self._limit(max(q_lens, default=0)),
             sm_scale=self.sm_scale,
-            causal=self.causal,
-            sliding_window=self.sliding_window,
+            causal=self.causal if self.ranges is None else True,
+            sliding_window=self.sliding_window if self.ranges is None else None,
             soft_cap=self.soft_cap,
             sinks=sinks_of(rng, heads, self.sinks),
             alibi_slopes=slopes_of(rng, heads, self.alibi),
             relative_bias=bias_table(rng, len(q), heads, self.bias),
             k_scale=self._scale(rng, cache_dtype),
             v_scale=self._scale(rng, cache_dtype),
-            draft_mask=None if self.draft is None else rng.random((len(q), self.draft)) < 0.5,
+            draft_mask=None if self.draft is None or self.ranges else rng.random((len(q), self.draft)) < 0.5,
             q_scale=scale_of(rng, self.q_scales, heads),
             out_dtype=self.out_dtype,
+            key_ranges=ranges_of(rng, self.lens, len(q), self.ranges),
             dtype=self.dtype,
             q_dtype=q_dtype,
             cache_dtype=cache_dtype,

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ragged_attention.testing import formats
 from ragged_attention.testing.paged.specs import MergeBatch, Spec, WriteBatch, garbage, sinks_of
+from ragged_attention.testing.ranges import KINDS
 
 PAGE_SIZES = (1, 2, 3, 4, 8, 16, 32)
 HEAD_DIMS = (16, 24, 40, 64, 80)
@@ -63,6 +64,7 @@ def specs(draw: st.DrawFn, *, clean: bool = False, cache_dtypes: tuple[str | Non
         seed=draw(SEEDS),
         alibi=draw(st.sampled_from([None, None, None, "usual", "mixed"])),
         bias=draw(st.sampled_from([None, None, None, "shared", "own"])),
+        ranges=draw(st.sampled_from([None] * 4 * len(KINDS) + [*KINDS])),
     )
     if clean:
         return spec

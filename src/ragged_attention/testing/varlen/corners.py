@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from ragged_attention.testing.mla.corners import PREFILL_CORNERS
 from ragged_attention.testing.mla.specs import PrefillSpec
+from ragged_attention.testing.ranges import KINDS
 from ragged_attention.testing.varlen.gradients import GradientBatch, GradientSpec
 from ragged_attention.testing.varlen.specs import VarlenSpec
 
@@ -32,6 +33,19 @@ VARLENS: dict[str, VarlenSpec] = {
     "window": VarlenSpec(lens=((20, 40), (30, 20)), causal=True, sliding_window=7, poison="nan", dtype="bfloat16"),
     "window, not causal": VarlenSpec(lens=((30, 40), (40, 9)), sliding_window=5, poison="nan"),
     "window over blocks": VarlenSpec(lens=((140, 200),), causal=True, sliding_window=67, poison="nan"),
+    **{f"ranges, {kind}": VarlenSpec(ranges=kind, group=2, poison="nan", q_padding=3) for kind in KINDS},
+    "ranges, empty on either side": VarlenSpec(
+        lens=((0, 3), (4, 0), (2, 5), (0, 0), (3, 1)), ranges="any", poison="nan", sinks="mixed"
+    ),
+    "ranges over blocks": VarlenSpec(lens=LONG, ranges="few", group=2, dtype="bfloat16", poison="nan"),
+    "spans over blocks": VarlenSpec(lens=LONG, ranges="spans", d=64, d_v=64, dtype="bfloat16", poison="nan", seed=2),
+    "chunks over blocks": VarlenSpec(lens=LONG, ranges="chunks", poison="nan", seed=1),
+    "prefixes over blocks": VarlenSpec(lens=LONG, ranges="prefix", kv_heads=2, sinks="normal", poison="nan"),
+    "many ranges over blocks": VarlenSpec(lens=((70, 150),), ranges="many", dtype="float16", poison="nan"),
+    "ranges with biases, sinks and a soft cap": VarlenSpec(
+        lens=((20, 40), (30, 20)), ranges="few", bias="shared", alibi="mixed", sinks="mixed", soft_cap=2.0, group=2,
+        poison="nan",
+    ),
     "soft cap": VarlenSpec(soft_cap=1.5, magnitude=2.0, causal=True),
     "soft cap with sinks and a window": VarlenSpec(
         lens=((20, 33),), soft_cap=2.0, sinks="normal", sliding_window=9, group=3, dtype="float16", poison="nan"

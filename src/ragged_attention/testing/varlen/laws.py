@@ -12,6 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from ragged_attention.key_ranges import causal_ranges
 from ragged_attention.testing.compare import agrees, identical
 from ragged_attention.testing.mla.laws import Law
 from ragged_attention.testing.mla.specs import PrefillBatch
@@ -203,9 +204,37 @@ def sequences_do_not_mix(runner: Runner, spec: GradientSpec) -> None:
 
 def hints_change_nothing(runner: Runner, spec: GradientSpec) -> None:
     """Nor does a window as long as any sequence, nor asking for the same bits again."""
-    batch: Any = spec.build().change(sliding_window=None, max_q_len=None, max_kv_len=None)
+    batch: Any = spec.build()
+    batch = dataclasses.replace(
+        batch, forward=batch.forward.masked(max_q_len=None, max_kv_len=None, sliding_window=None)
+    )
     given = {"max_q_len": 71, "max_kv_len": 71, "deterministic": not spec.of.deterministic}
     _same_batches(runner, batch, batch.change(**given, sliding_window=2**31 - 1))
+
+
+def ranges_of_a_mask_are_that_mask(runner: Runner, spec: GradientSpec) -> None:
+    batch: Any = built(spec)
+    plain = dataclasses.replace(batch, forward=batch.forward.masked(causal=True, relative_bias=None))
+    forward = plain.forward
+    kv_lens = np.diff(forward.cu_kv_lens)
+    ranges = causal_ranges(forward.cu_q_lens, kv_lens, len(forward.q), sliding_window=forward.sliding_window)
+    _same_batches(runner, plain.change(causal=False, sliding_window=None, key_ranges=ranges), plain)
+
+
+def ranges_are_a_union(runner: Runner, spec: GradientSpec) -> None:
+    """Ranges may stand in any order, be cut in two, and overlap."""
+    batch: Any = built(spec)
+    batch, rng = (
+        dataclasses.replace(batch, forward=batch.forward.masked(causal=False, sliding_window=None)),
+        spec.of.seed,
+    )
+    shape, longest = (3, len(batch.forward.q), 1), int(np.diff(batch.forward.cu_kv_lens).max(initial=0))
+    edges = np.random.default_rng(rng).integers(0, longest + 2, shape).astype(np.int32)
+    begin, cut, end = np.sort(edges, axis=0)
+    whole, first, second = (np.stack(pair, -1) for pair in ((begin, end), (begin, cut), (cut, end)))
+    batch = batch.change(key_ranges=whole)
+    for parts in ([second, first], [first, whole, second, first]):
+        _same_batches(runner, batch.change(key_ranges=np.concatenate(parts, axis=1)), batch)
 
 
 def packed_is_paged(runner: Runner, spec: VarlenSpec) -> None:
@@ -220,10 +249,13 @@ def packed_is_paged(runner: Runner, spec: VarlenSpec) -> None:
     for seq, (_, keys, _) in enumerate(batch.parts()):
         for held, array in zip(pages, (batch.k, batch.v), strict=True):
             held.reshape(len(lens), columns * size, *array.shape[1:])[seq, : lens[seq]] = array[keys]
-    options = ("sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias", "strided")
+    options = (
+        "sm_scale", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias", "key_ranges", "strided",
+    )  # fmt: skip
     paged = Batch(
         q=batch.q, kv_pages=(pages[0], pages[1]), kv_lens=lens.astype(np.int32), page_indices=table,
-        cu_q_lens=batch.cu_q_lens, **{name: getattr(batch, name) for name in options},
+        cu_q_lens=batch.cu_q_lens, causal=batch.causal or batch.key_ranges is not None,
+        **{name: getattr(batch, name) for name in options},
     )  # fmt: skip
     varlen_agrees(
         runner.run("varlen_attention", batch, return_lse=True),
@@ -234,7 +266,8 @@ def packed_is_paged(runner: Runner, spec: VarlenSpec) -> None:
 
 def slopes_have_limits(runner: Runner, spec: GradientSpec) -> None:
     """Slopes of 0 change nothing; steep ones leave a causal query its own key, as a window of 1 does."""
-    batch = built(spec).change(alibi_slopes=None, causal=True)
+    batch = built(spec)
+    batch = dataclasses.replace(batch, forward=batch.forward.masked(alibi_slopes=None, causal=True))
     none = np.zeros(spec.of.heads, np.float32)
     _same_batches(runner, batch.change(alibi_slopes=none), batch)
     _same_batches(runner, batch.change(alibi_slopes=none + np.float32(1e6)), batch.change(sliding_window=1))
@@ -383,6 +416,8 @@ VARLEN_LAWS: dict[str, Law] = {
     "packed, sinks take their share, of gradients too": Law(sinks_take_their_share, _DENSE),
     "packed, sinks lose what they take": Law(sinks_lose_what_they_take, _DENSE),
     "packed, a huge window and hints change nothing": Law(hints_change_nothing, _DENSE),
+    "packed, ranges of a mask are that mask": Law(ranges_of_a_mask_are_that_mask, _DENSE),
+    "packed, ranges are a union": Law(ranges_are_a_union, _DENSE),
     "packed keys are keys in pages": Law(packed_is_paged, varlen_specs(clean=True)),
     "packed, slopes of zero are none, steep ones a window": Law(slopes_have_limits, _DENSE),
     "packed, groups share a head": Law(groups_share_a_head, _DENSE),

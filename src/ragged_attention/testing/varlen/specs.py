@@ -16,6 +16,7 @@ from ragged_attention.reference.varlen_attention import sequences, varlen_attent
 from ragged_attention.testing import formats
 from ragged_attention.testing.mla.specs import sinks_of
 from ragged_attention.testing.paged.specs import Arrays, bias_table, slopes_of
+from ragged_attention.testing.ranges import ranges_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,6 +39,7 @@ class VarlenBatch(Arrays):
     sinks: NDArray[np.float32] | None = None
     alibi_slopes: NDArray[np.float32] | None = None
     relative_bias: NDArray[np.float32] | None = None
+    key_ranges: NDArray[np.int32] | None = None
     deterministic: bool = False
 
     @property
@@ -55,7 +57,12 @@ class VarlenBatch(Arrays):
     def parts(self) -> list[tuple[slice, slice, NDArray[np.bool_]]]:
         """The queries and the keys of each sequence, and which of them each query sees."""
         edges = self.cu_q_lens, self.cu_kv_lens
-        return list(sequences(*edges, len(self.q), len(self.k), self.causal, self.sliding_window))
+        masks = self.causal, self.sliding_window, self.key_ranges
+        return list(sequences(*edges, len(self.q), len(self.k), *masks))
+
+    def masked(self, **mask: Any) -> Self:
+        """The batch with another mask than its ranges of keys, if it has any."""
+        return self.change(key_ranges=None, **mask)
 
     def fully_masked(self) -> NDArray[np.bool_]:
         """The query rows that see no key, padding included, [T_q]."""
@@ -124,6 +131,7 @@ class VarlenBatch(Arrays):
             cu_q_lens=edges[0],
             cu_kv_lens=edges[1],
             relative_bias=bias,
+            key_ranges=None if self.key_ranges is None else self.key_ranges[q_rows],
         )
 
 
@@ -147,6 +155,7 @@ class VarlenSpec:
     sinks: str | None = None  # normal, -inf, +inf, mixed
     alibi: str | None = None  # usual, mixed
     bias: str | None = None  # a relative bias: shared, own
+    ranges: str | None = None  # ranges of keys, see `ranges_of`; they replace the masks above
     deterministic: bool = False
     poison: str | None = None  # nan or inf in all that takes no part
     strided: bool = False
@@ -170,12 +179,13 @@ class VarlenSpec:
             max_q_len=self._limit(0),
             max_kv_len=self._limit(1),
             sm_scale=self.sm_scale,
-            causal=self.causal,
-            sliding_window=self.sliding_window,
+            causal=self.causal and self.ranges is None,
+            sliding_window=self.sliding_window if self.ranges is None else None,
             soft_cap=self.soft_cap,
             sinks=sinks_of(rng, self.heads, self.sinks),
             alibi_slopes=slopes_of(rng, self.heads, self.alibi),
             relative_bias=bias_table(rng, tokens, self.heads, self.bias),
+            key_ranges=ranges_of(rng, self.lens, tokens, self.ranges),
             deterministic=self.deterministic,
             dtype=self.dtype,
             strided=self.strided,

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from ragged_attention.testing.mla.specs import PrefillSpec
 from ragged_attention.testing.mla.strategies import DTYPES, SEEDS, prefill_specs
+from ragged_attention.testing.ranges import KINDS
 from ragged_attention.testing.varlen.gradients import GradientSpec
 from ragged_attention.testing.varlen.specs import VarlenSpec
 
@@ -46,6 +47,7 @@ def varlen_specs(draw: st.DrawFn, *, clean: bool = False) -> VarlenSpec:
         seed=draw(SEEDS),
         alibi=draw(st.sampled_from([None, None, None, "usual", "mixed"])),
         bias=draw(st.sampled_from([None, None, "shared", "own"])),
+        ranges=draw(st.sampled_from([None] * 3 * len(KINDS) + [*KINDS])),
     )
 
 

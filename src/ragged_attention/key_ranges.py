@@ -1,0 +1,265 @@
+"""The `key_ranges` of attentions, made from the masks that models use.
+
+Every function takes arrays of torch, jax or NumPy and returns i32 [T, R, 2] of the same framework, on the same device:
+of each query R ranges [begin, end) of positions in its sequence. Nothing is read back from the device, except by
+`tree_ranges`. The first arguments are those of `ragged_paged_attention`; for `varlen_attention`, `kv_lens` are the
+differences of `cu_kv_lens`:
+
+    cu_q_lens: i32 [S + 1], prefix sums of the query lengths.
+    kv_lens: i32 [S], the number of keys of each sequence; query i of a sequence is at position `kv_len - q_len + i`.
+    num_tokens: T, the number of rows of queries; those behind the last sequence get empty ranges.
+    num_seqs: the number of live sequences, an int or an array of one element; None means S.
+
+An attention takes the result as `key_ranges`, and then neither `causal` nor `sliding_window`.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ragged_attention.calls.fields import MAX_KEY_RANGES, expect_any_array, expect_array, expect_count
+from ragged_attention.errors import InvalidInput
+
+__all__ = [
+    "block_causal_ranges",
+    "causal_ranges",
+    "chunked_ranges",
+    "per_sequence_causal",
+    "prefix_window_ranges",
+    "ranges_from_flashinfer",
+    "span_ranges",
+    "spans_from_vllm",
+    "tree_ranges",
+    "window_ranges",
+]
+
+
+class _Queries(NamedTuple):
+    """The rows of queries: each one's sequence, position and number of keys, and whether it belongs to a sequence."""
+
+    xp: Any  # numpy, torch or jax.numpy
+    seq: Any  # [T]
+    position: Any  # [T]
+    kv_len: Any  # [T]
+    live: Any  # [T]
+
+    def per_sequence(self, name: str, value: Any) -> Any:
+        """A number, or an array [S] as each query has it."""
+        if not hasattr(value, "shape"):
+            expect_count(name, value, 0)
+            return value
+        return value[self.seq] if value.shape[0] else self.position * 0
+
+    def ranges(self, *pairs: tuple[Any, Any]) -> Any:
+        """The pairs (begin, end) of all queries as one array."""
+        columns = [self.xp.where(self.live, edge + self.position * 0, 0) for pair in pairs for edge in pair]
+        stacked = self.xp.stack(columns, -1).reshape(len(self.position), len(pairs), 2)
+        return _cast(self.xp, stacked)
+
+
+def _namespace(array: Any) -> Any:
+    expect_any_array("cu_q_lens", array)
+    if type(array).__module__.partition(".")[0] == "torch":
+        import torch
+
+        return torch
+    return np if isinstance(array, np.ndarray) else array.__array_namespace__()
+
+
+def _cast(xp: Any, array: Any) -> Any:
+    return array.to(xp.int32) if xp.__name__ == "torch" else array.astype(xp.int32)
+
+
+def _arange(xp: Any, stop: int, like: Any) -> Any:
+    where = {"device": like.device} if xp.__name__ == "torch" else {}
+    return xp.arange(stop, dtype=xp.int32, **where)
+
+
+def _queries(cu_q_lens: Any, kv_lens: Any, num_tokens: int, num_seqs: Any) -> _Queries:
+    xp = _namespace(cu_q_lens)
+    expect_array("cu_q_lens", cu_q_lens, "S+1", ("int32",), {})
+    max_num_seqs = cu_q_lens.shape[0] - 1
+    expect_array("kv_lens", kv_lens, "S", ("int32",), {"S": max_num_seqs})
+    expect_count("num_tokens", num_tokens, 0)
+    tokens = _arange(xp, num_tokens, cu_q_lens)
+    if max_num_seqs < 1:
+        return _Queries(xp, tokens, tokens, tokens, tokens < 0)
+    edges, count = cu_q_lens, max_num_seqs
+    if num_seqs is not None:  # edges behind the last live sequence are never read
+        count = num_seqs.reshape(()) if hasattr(num_seqs, "reshape") else num_seqs
+        edges = xp.where(_arange(xp, max_num_seqs + 1, edges) <= count, edges, np.iinfo(np.int32).max)
+    side = {"right": True} if xp.__name__ == "torch" else {"side": "right"}
+    found = xp.searchsorted(edges, tokens, **side) - 1
+    live = (found >= 0) & (found < count)
+    seq = xp.where(live, found, 0)
+    kv_len = kv_lens[seq]
+    return _Queries(xp, seq, kv_len - edges[seq + 1] + tokens, kv_len, live)
+
+
+def causal_ranges(
+    cu_q_lens: Any, kv_lens: Any, num_tokens: int, *, sliding_window: int | None = None, num_seqs: Any = None
+) -> Any:
+    """Keys up to the query's own position p, [max(0, p - sliding_window + 1), p + 1): R is 1."""
+    queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
+    return queries.ranges((_window_begin(queries, sliding_window), queries.position + 1))
+
+
+def _window_begin(queries: _Queries, sliding_window: int | None) -> Any:
+    if sliding_window is None:
+        return 0
+    expect_count("sliding_window", sliding_window, 1)
+    return (queries.position - sliding_window + 1).clip(min=0)
+
+
+def window_ranges(
+    cu_q_lens: Any,
+    kv_lens: Any,
+    num_tokens: int,
+    *,
+    left: int | None = None,
+    right: int | None = None,
+    num_seqs: Any = None,
+) -> Any:
+    """A window on both sides of the query's position p, [p - left, p + right + 1), as encoders use it: R is 1.
+
+    None is no bound, as -1 is in the `window_size` of FlashAttention.
+    """
+    queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
+    begin: Any = 0
+    if left is not None:
+        expect_count("left", left, 0)
+        begin = (queries.position - left).clip(min=0)
+    end = queries.kv_len
+    if right is not None:
+        expect_count("right", right, 0)
+        end = queries.position + queries.xp.minimum(end - queries.position, 0 * end + right + 1)
+    return queries.ranges((begin, end))
+
+
+def per_sequence_causal(cu_q_lens: Any, kv_lens: Any, num_tokens: int, *, causal: Any, num_seqs: Any = None) -> Any:
+    """Keys up to the query's own position in sequences where `causal`, bool [S], is set; in others all: R is 1.
+
+    So drafts that see each other stand in one batch with sequences that are verified.
+    """
+    queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
+    expect_array("causal", causal, "S", ("bool",), {"S": kv_lens.shape[0]})
+    end = queries.xp.where(queries.per_sequence("causal", causal) != 0, queries.position + 1, queries.kv_len)
+    return queries.ranges((0, end))
+
+
+def chunked_ranges(
+    cu_q_lens: Any, kv_lens: Any, num_tokens: int, *, chunk: int, lookback: int = 0, num_seqs: Any = None
+) -> Any:
+    """Keys up to the query's own position p in its own chunk, [p // chunk * chunk, p + 1), as in Llama 4: R is 1.
+
+    With `lookback`, so many whole chunks before it are seen as well.
+    """
+    queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
+    expect_count("chunk", chunk, 1)
+    expect_count("lookback", lookback, 0)
+    begin = (queries.position // chunk - lookback).clip(min=0) * chunk
+    return queries.ranges((begin, queries.position + 1))
+
+
+def block_causal_ranges(cu_q_lens: Any, kv_lens: Any, num_tokens: int, *, block: int, num_seqs: Any = None) -> Any:
+    """Keys up to the end of the query's own block, [0, min(kv_len, (p // block + 1) * block)): R is 1.
+
+    Language models that generate by diffusion, a block at a time, attend so.
+    """
+    queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
+    expect_count("block", block, 1)
+    begin = queries.position - queries.position % block
+    return queries.ranges((0, begin + (queries.kv_len - begin).clip(max=block)))
+
+
+def prefix_window_ranges(
+    cu_q_lens: Any, kv_lens: Any, num_tokens: int, *, prefix: Any, sliding_window: int, num_seqs: Any = None
+) -> Any:
+    """The first `prefix` keys, an int or i32 [S], and a window up to the query's own position: R is 2.
+
+    Queries within the prefix see all of it.
+    """
+    queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
+    window = _window_begin(queries, sliding_window), queries.position + 1
+    return queries.ranges((0, queries.per_sequence("prefix", prefix)), window)
+
+
+def span_ranges(
+    cu_q_lens: Any,
+    kv_lens: Any,
+    num_tokens: int,
+    *,
+    spans: Any,
+    sliding_window: int | None = None,
+    clamp_to_window: bool = False,
+    num_seqs: Any = None,
+) -> Any:
+    """Keys up to the query's own position, and all of the spans of images or audio in which the query lies: R is 1.
+
+    Args:
+        spans: i32 [S, N, 2], up to N spans [begin, end) of positions of each sequence; empty ones are none.
+        sliding_window: bounds the keys before the query's own position that are not in its span.
+        clamp_to_window: whether the window bounds the span too, as in the models of transformers and in Gemma 4.
+    """
+    queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
+    expect_array("spans", spans, "S N 2", ("int32",), {"S": kv_lens.shape[0], "2": 2})
+    begin, end = _window_begin(queries, sliding_window) + queries.position * 0, queries.position + 1
+    first, xp = begin, queries.xp
+    for index in range(spans.shape[1] if kv_lens.shape[0] else 0):
+        start, stop = spans[:, index, 0][queries.seq], spans[:, index, 1][queries.seq]
+        inside = (start <= queries.position) & (queries.position < stop)
+        begin = xp.where(inside, xp.minimum(begin, start.clip(min=0)), begin)
+        end = xp.where(inside, xp.maximum(end, stop), end)
+    return queries.ranges((first if clamp_to_window else begin, end))
+
+
+def tree_ranges(parents: Any) -> Any:
+    """The ancestors and the token itself, for each token of packed prefix trees; R is the most that a token needs.
+
+    Rollouts that share prompts, or drafts, are packed as a tree: each token stands behind its parent, best depth first,
+    for then a token's ancestors are few runs of neighbours. The values are read on the host.
+
+    Args:
+        parents: i32 [T], the position of each token's parent, which is before its own; -1 for a root. A tree is one
+            sequence of `varlen_attention`.
+
+    Raises:
+        InvalidInput: a parent that is not before its token, or a token whose ancestors are more than 8 runs: the
+            message says how many are needed.
+    """
+    xp = _namespace(parents)
+    expect_array("parents", parents, "T", ("int32",), {})
+    host = parents.cpu().numpy() if xp.__name__ == "torch" else np.asarray(parents)
+    bad = np.flatnonzero((host < -1) | (host >= np.arange(len(host))))
+    if bad.size:
+        raise InvalidInput(f"expected parents[{bad[0]}] from -1 to {bad[0] - 1}, before the token, got {host[bad[0]]}")
+    runs: list[list[tuple[int, int]]] = []
+    for token, parent in enumerate(host.tolist()):
+        ancestors = runs[parent] if parent >= 0 else []
+        if ancestors and parent == token - 1:
+            runs.append([*ancestors[:-1], (ancestors[-1][0], token + 1)])
+        else:
+            runs.append([*ancestors, (token, token + 1)])
+    needed = max(map(len, runs), default=1)
+    if needed > MAX_KEY_RANGES:
+        raise InvalidInput(f"expected ancestors in at most {MAX_KEY_RANGES} runs of neighbours, got {needed}")
+    ranges = np.zeros((len(runs), needed, 2), np.int32)
+    for token, own in enumerate(runs):
+        ranges[token, : len(own)] = own
+    return xp.asarray(ranges, device=parents.device) if xp is not np else ranges
+
+
+def spans_from_vllm(ranges: Any) -> Any:
+    """The `spans` of `span_ranges` from vLLM's, [S, N, 2] inclusive at both ends, in which one token is no span."""
+    xp = _namespace(ranges)
+    begin, last = ranges[..., 0], ranges[..., 1]
+    is_span = begin < last
+    return _cast(xp, xp.stack([xp.where(is_span, begin, 0), xp.where(is_span, last + 1, 0)], -1))
+
+
+def ranges_from_flashinfer(ranges: Any) -> Any:
+    """`key_ranges` from ranges [T, R, 2] that are inclusive at both ends, in which (-1, -1) is none."""
+    xp = _namespace(ranges)
+    begin, last = ranges[..., 0], ranges[..., 1]
+    is_range = (begin >= 0) & (last >= begin)
+    return _cast(xp, xp.stack([xp.where(is_range, begin, 0), xp.where(is_range, last + 1, 0)], -1))

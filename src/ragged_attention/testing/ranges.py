@@ -1,0 +1,72 @@
+"""The ranges of keys that batches' queries see: those of masks that models use, and any others."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention import key_ranges
+from ragged_attention.calls.fields import MAX_KEY_RANGES
+
+INT32 = np.iinfo(np.int32)
+KINDS = ("causal", "window", "prefix", "chunks", "spans", "one", "few", "many", "any")
+Ranges = NDArray[np.int32]
+
+
+def ranges_of(
+    rng: np.random.Generator, lens: Sequence[tuple[int, int]], tokens: int, kind: str | None
+) -> Ranges | None:
+    """The ranges of `tokens` queries, the first of which belong to sequences of (q_len, kv_len); any for the others.
+
+    "causal", "window", "prefix", "chunks" and "spans" are masks of models; "one", "few" and "many" are ranges of each
+    query's own within its keys; "any" are integers without sense.
+    """
+    if kind is None:
+        return None
+    cu_q_lens = np.cumsum([0, *(q_len for q_len, _ in lens)], dtype=np.int32)
+    kv_lens = np.array([kv_len for _, kv_len in lens], np.int32)
+    made = _of_models(rng, kind, cu_q_lens, kv_lens, tokens)
+    if made is None:
+        count = {"one": 1, "few": int(rng.integers(2, 4)), "many": MAX_KEY_RANGES}.get(kind)
+        made = np.zeros((tokens, count or int(rng.integers(1, MAX_KEY_RANGES + 1)), 2), np.int32)
+        for start, (q_len, kv_len) in zip(cu_q_lens, lens, strict=False):
+            shape = q_len, *made.shape[1:]
+            own = anything(rng, shape, kv_len + 3) if kind == "any" else _within(rng, shape, kv_len)
+            made[start : start + q_len] = own
+    padding = made[cu_q_lens[-1] :]
+    padding[...] = anything(rng, padding.shape, 40)
+    return made
+
+
+def anything(rng: np.random.Generator, shape: Sequence[int], near: int) -> Ranges:
+    """Any int32; most lie within [-near, near], the extremes are often among them."""
+    kind = rng.integers(0, 8, shape)
+    wild = rng.integers(INT32.min, INT32.max, shape, np.int32, endpoint=True)
+    close = rng.integers(-near - 1, near + 2, shape).astype(np.int32)
+    return np.select([kind < 5, kind == 5, kind == 6], [close, INT32.max, INT32.min], wild).astype(np.int32)
+
+
+def _within(rng: np.random.Generator, shape: tuple[int, int, int], kv_len: int) -> Ranges:
+    """Ranges within the keys, in any order, of which some overlap and some are empty."""
+    edges = np.sort(rng.integers(0, kv_len + 1, shape), axis=-1)
+    edges[rng.random(shape[:2]) < 0.15] = rng.integers(0, kv_len + 1)
+    return edges.astype(np.int32)
+
+
+def _of_models(
+    rng: np.random.Generator, kind: str, cu_q_lens: NDArray[np.int32], kv_lens: NDArray[np.int32], tokens: int
+) -> Ranges | None:
+    longest = max(int(kv_lens.max(initial=1)), 1)
+    spans = np.sort(rng.integers(0, longest + 1, (len(kv_lens), 2, 2)), axis=-1).astype(np.int32)
+    window = int(rng.integers(1, longest + 2))
+    make: dict[str, tuple[Callable[..., Ranges], dict[str, object]]] = {
+        "causal": (key_ranges.causal_ranges, {}),
+        "window": (key_ranges.causal_ranges, {"sliding_window": window}),
+        "prefix": (key_ranges.prefix_window_ranges, {"prefix": longest // 4 + 1, "sliding_window": longest // 8 + 1}),
+        "chunks": (key_ranges.chunked_ranges, {"chunk": window}),
+        "spans": (key_ranges.span_ranges, {"spans": spans, "sliding_window": window}),
+    }
+    if kind not in make:
+        return None
+    function, given = make[kind]
+    return function(cu_q_lens, kv_lens, tokens, **given)
