@@ -62,6 +62,11 @@ def with_other(operation: str, name: str, change: Callable[[Any], Any]) -> Funct
     return mutant
 
 
+def _later(begin: int, end: int) -> Callable[[Any], Any]:
+    """Moves the begins and the ends of ranges."""
+    return lambda ranges: np.add(ranges, [begin, end], dtype=np.int64)
+
+
 # Which keys a query sees.
 def causal_from_the_top_left(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, ranges: Any) -> Any:
     seen = honest_visible(q_len, kv_len, valid, False, window, ranges=ranges)
@@ -341,9 +346,7 @@ FORWARDS: dict[str, Function] = {
     "slopes_are_ignored": given(FORWARD, alibi_slopes=None),
     "slopes_are_of_the_first_head": with_other(FORWARD, "alibi_slopes", lambda slopes: np.full_like(slopes, slopes[0])),
     "only_the_first_range_counts": with_other(FORWARD, "key_ranges", lambda ranges: ranges[:, :1]),
-    "ranges_include_their_end": with_other(
-        FORWARD, "key_ranges", lambda ranges: np.add(ranges, [0, 1], dtype=np.int64)
-    ),
+    "ranges_include_their_end": with_other(FORWARD, "key_ranges", _later(0, 1)),
 }
 OF_BOTH: dict[str, Function] = {
     "delta_is_forgotten": _changed(delta=lambda delta, **_: 0 * delta),
@@ -385,7 +388,7 @@ DENSES: dict[str, Function] = {
     "slopes_are_ignored": given(DENSE, alibi_slopes=None),
     "slopes_have_the_wrong_sign": with_other(DENSE, "alibi_slopes", np.negative),
     "ranges_are_ignored": given(DENSE, key_ranges=None),
-    "ranges_exclude_their_begin": with_other(DENSE, "key_ranges", lambda ranges: np.add(ranges, [1, 0], dtype=np.int64)),
+    "ranges_exclude_their_begin": with_other(DENSE, "key_ranges", _later(1, 0)),
 }  # fmt: skip
 SPARSES: dict[str, Function] = {
     mutant.__name__: with_pieces(SPARSE, selected=mutant)
