@@ -1,7 +1,8 @@
 """Which keys a query sees if ranges say so: the seam between masks and the kernels of this room.
 
 A kernel asks it how many keys a block of queries sees (`divide_spans`), where the next of them lie (`seen_from`), which
-keys in between no query sees (`drop_unseen`), and which keys one query does not see (`bounds_of`, `hide_gaps`).
+keys in between no query sees (`drop_unseen`), and which keys one query does not see (`bounds_of`, `hide_gaps`). A
+gradient goes by keys and asks which queries see them (`tokens_seeing`).
 Everything is read from the call's ranges, i32 [T, R, 2], clamped to the keys of the query's sequence; the ranges of a
 query need no order. Without ranges, all keys of a unit are one span.
 """
@@ -11,6 +12,8 @@ from typing import Any
 from ragged_attention.portable.numba import _splits
 from ragged_attention.portable.numba._softmax import NOTHING
 from ragged_attention.portable.numba._vectors import compiled, fill, inlined, int32_at, int_at, set_int
+
+BOUND = 32  # query tokens whose bounds are listed together
 
 
 def num_ranges(call: Any) -> int:
@@ -142,3 +145,67 @@ def hide_gaps(call, tile, token, offset, rows, group, kv_len, first, count):
                 fill(tile.s + 4 * hidden * tile.s_width, position - first, min(begin, stop) - first, NOTHING)
             position = end
         row = next_row
+
+
+# ---- gradients
+
+
+@compiled
+def list_gaps(call, tile, row, token, left, right, kv_len):
+    """List the gaps between the keys that a query token sees, which are within [left, right), as those of a row."""
+    count, position = 0, left
+    while position < right:
+        begin, end, _ = next_span(call, token, token + 1, kv_len, position, 1)
+        if begin > position:
+            place = 2 * (row * tile.max_gaps + count)
+            set_int(tile.gaps, place, position)
+            set_int(tile.gaps, place + 1, begin)
+            count += 1
+        position = end
+    set_int(tile.num_gaps, row, count)
+
+
+@inlined
+def bytes_of_bounds(count):
+    """The size of the list that `list_bounds` makes for `count` query tokens."""
+    return 16 * ((count + BOUND - 1) // BOUND)
+
+
+@compiled
+def list_bounds(call, start, stop, kv_len, bounds):
+    """List the bounds of the keys that each BOUND query tokens of [start, stop) see, at the address `bounds`."""
+    for token in range(start, stop, BOUND):
+        left, right = kv_len, 0
+        for own in range(token, min(token + BOUND, stop)):
+            low, high = bounds_of(call, own, kv_len)
+            if low < high:
+                left, right = min(left, low), max(right, high)
+        place = 2 * ((token - start) // BOUND)
+        set_int(bounds, place, left)
+        set_int(bounds, place + 1, right)
+
+
+@compiled
+def sees(call, first, last, kv_len, begin, end):
+    """Whether a query token of [first, last) sees any of the keys [begin, end)."""
+    for index in range(first * call.num_ranges, last * call.num_ranges):
+        low, high = range_at(call, index, kv_len)
+        if max(low, begin) < min(high, end):
+            return True
+    return False
+
+
+@compiled
+def tokens_seeing(call, start, stop, kv_len, bounds, begin, end):
+    """The first and one past the last query token of [start, stop) that sees any of the keys [begin, end).
+
+    `bounds` are those of `list_bounds`, by which most tokens that see none of them are passed over.
+    """
+    first, last = stop, start
+    for token in range(start, stop, BOUND):
+        place = 2 * ((token - start) // BOUND)
+        if int_at(bounds, place) < end and begin < int_at(bounds, place + 1):
+            for own in range(token, min(token + BOUND, stop)):
+                if sees(call, own, own + 1, kv_len, begin, end):
+                    first, last = min(first, own), own + 1
+    return min(first, last), last

@@ -4,9 +4,9 @@ Packed keys are treated as pages of one key each; the index of a page is the row
 
 A *block* is a range of consecutive queries of a sequence. The query heads that share a KV head are rows of one tile, so
 each K and V is read once for all of them. A *unit* is a block with one split of the keys that it sees: keys that the
-causal mask, the window or the ranges of keys hide from the whole block are skipped. A program computes one unit for one KV head. A block
-with a large share of the work has several splits, and the last of them to finish merges them. How the work is divided
-depends on the shapes and lengths alone.
+causal mask, the window or the ranges of keys hide from the whole block are skipped. A program computes one unit for one
+KV head. A block with a large share of the work has several splits, and the last of them to finish merges them. How the
+work is divided depends on the shapes, lengths and ranges alone.
 """
 
 import numpy as np
@@ -37,8 +37,9 @@ FIELDS = Fields(
     results=("out", "lse"),
     numbers=(
         "num_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "max_num_seqs", "layout", "out_format",
-        "num_pages", "page_size", "capacity", "v_offset", "causal", "sliding_window", "drafted", "draft_width", "num_ranges",
-        "scale", "soft_cap", "bias_width", "bias_stride", "bias_at_own", "block_q", "block_kv", "num_splits",
+        "num_pages", "page_size", "capacity", "v_offset", "causal", "sliding_window", "drafted", "draft_width",
+        "num_ranges", "scale", "soft_cap", "bias_width", "bias_stride", "bias_at_own", "block_q", "block_kv",
+        "num_splits",
     ),
     plan=_splits.SPLITS,
     strides={"q": "token head", "page_indices": "seq", "draft_mask": "token"}
@@ -126,7 +127,7 @@ def factor_of(call, head):
 
 @inlined
 def read_queries(call, tile, unit, head):
-    """Read a block's queries for a KV head and set the bounds of the keys that each row sees; returns the number of rows."""
+    """Read a block's queries for a KV head and set the bounds of what each row sees; returns the number of rows."""
     group, (_, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
     kv_len = kv_len_of(call, unit.seq)
     rows, row = (unit.last - unit.first) * group, 0
