@@ -14,6 +14,7 @@ from ragged_attention.integrations.transformers import (
     _lists,
     _masks,
     _sequences,
+    _tensors,
 )
 from ragged_attention.integrations.transformers._calls import note
 from ragged_attention.integrations.transformers._keywords import expect_no_more_than_places, own_attention
@@ -72,7 +73,8 @@ def attention(
         has_pages = is_absorbed and others.get("latent_pages") is not None
         known = {"indices": None} if has_pages else {}  # slots of those pages
         expect_no_more_than_places(module, {"dropout": dropout or None, **others, **known})
-        if attention_mask is not None and pattern_of(attention_mask) is None:
+        told = Pattern() if attention_mask is None else pattern_of(attention_mask)
+        if told is None or told.ranges is not None:
             raise Unsupported(f"expected continuous batching without masks, got one of {type(module).__name__}'s own")
         settings["sliding_window"] = sliding_window
         if has_pages:
@@ -109,6 +111,14 @@ def _attend(call: LayerCall) -> torch.Tensor:
         note(call.module, "dense attention in torch", reason)
         return _dense.attend(call, _shown(call))
     assert pattern is not None  # otherwise there is a reason
+    out = _by_operations(call, pattern)
+    if pattern.blind is None or call.settings["sinks"] is not None or call.others.get("sinks") is not None:
+        return out  # a sink takes all the weight of a query that sees no key
+    mean = call.value.mean(2).repeat_interleave(call.query.shape[1] // call.key.shape[1], 1)
+    return torch.where(pattern.blind[:, :, None, None], mean[:, None], out)
+
+
+def _by_operations(call: LayerCall, pattern: Pattern) -> torch.Tensor:
     if isinstance(pattern.end, int):
         call = call._replace(key=call.key[:, :, : pattern.end], value=call.value[:, :, : pattern.end])
     settings = {**call.settings, "sliding_window": pattern.window}
@@ -125,6 +135,8 @@ def _attend(call: LayerCall) -> torch.Tensor:
     note(call.module, "varlen_attention")
     settings["deterministic"] = bool(call.others.get("deterministic"))
     settings["causal"] = pattern.causal or (tables is not None and call.query.shape[2] == 1)
+    if pattern.ranges is not None:
+        settings["key_ranges"] = _layout.key_ranges(pattern.ranges, call.query.shape[0])
     if pattern.shown is not None:
         return _sequences.without_padding(call, pattern, pattern.shown, settings, tables)
     return _sequences.packed(call, pattern, settings, tables)
@@ -140,7 +152,10 @@ def _pattern(call: LayerCall, causal: bool) -> Pattern | None:
     if not isinstance(mask, torch.Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise Unsupported(f"expected a mask of bool or of numbers to add, got {getattr(mask, 'dtype', type(mask))}")
     pattern = pattern_of(mask)
-    if pattern is None or (not _masks.hides_nothing(pattern) and mask.shape[2:] != (q_len, kv_len)):
+    if pattern is None:
+        is_listed = call.key is call.value and call.key.shape[1] == 1  # by `_lists`, which take any mask
+        return None if is_listed else _tensors.pattern_of_numbers(mask, (*call.query.shape[:3], kv_len))
+    if not _masks.hides_nothing(pattern) and mask.shape[2:] != (q_len, kv_len):
         return None
     if _masks.is_of_rows(pattern):
         return pattern if mask.shape[0] == call.query.shape[0] else None
@@ -149,7 +164,7 @@ def _pattern(call: LayerCall, causal: bool) -> Pattern | None:
 
 def _shown(call: LayerCall) -> Any:
     """A call's mask as a tensor that can be broadcast to [B, H, L_q, L_k], either bool or numbers to add."""
-    if call.pattern is None:
+    if call.pattern is None or _tensors.is_by_numbers(call.mask):
         return call.mask
     rows = call.query.shape[0] if _masks.is_of_rows(call.pattern) else 1
     return _masks.visible(call.pattern, rows, call.query.shape[2], call.key.shape[2], call.query.device)
@@ -168,10 +183,11 @@ def _why_dense(call: LayerCall) -> str | None:
     if call.others.get("indices") is not None:
         return "each query has its own list of keys"
     if call.pattern is None or not _masks.is_within(call.pattern, call.key.shape[2]):
-        return "its mask is no causal one, window or padding"
+        return "its mask is not up to 8 ranges of keys for all heads"
     if (reason := _bias.why_dense(call)) is not None:
         return reason
-    if call.query.shape[2] > 1 and call.pattern.shown is not None and _mixes_tokens(call.module):
+    hides_padding = call.pattern.shown is not None or call.pattern.ranges is not None
+    if call.query.shape[2] > 1 and hides_padding and _mixes_tokens(call.module):
         return "results of padding reach other tokens"
     if call.query.dtype not in DTYPES:
         return f"it is in {call.query.dtype}"
