@@ -97,9 +97,12 @@ def attention(
         mask = _masks.as_numbers(mask, query.dtype) if mask.dtype == torch.bool else mask
         named = {"softcap": softcap, "s_aux": s_aux, **others}
         return eager(module, query, key, value, mask, scaling=settings["sm_scale"], dropout=dropout, **named)[0], None
-    if is_absorbed:
-        return _latent.attend(call), None
-    return _attend(call), None
+    attend, blind = _latent.attend if is_absorbed else _attend, None if call.pattern is None else call.pattern.blind
+    if blind is None:
+        return attend(call), None
+    out = attend(call._replace(query=query.masked_fill(blind[:, None, :, None], 0.0)))
+    has_sinks = s_aux is not None or others.get("sinks") is not None  # which then have all the weight
+    return out.masked_fill(blind[..., None, None], 0.0) if has_sinks else out, None
 
 
 def _attend(call: LayerCall) -> torch.Tensor:
@@ -111,14 +114,6 @@ def _attend(call: LayerCall) -> torch.Tensor:
         note(call.module, "dense attention in torch", reason)
         return _dense.attend(call, _shown(call))
     assert pattern is not None  # otherwise there is a reason
-    out = _by_operations(call, pattern)
-    if pattern.blind is None or call.settings["sinks"] is not None or call.others.get("sinks") is not None:
-        return out  # a sink takes all the weight of a query that sees no key
-    mean = call.value.mean(2).repeat_interleave(call.query.shape[1] // call.key.shape[1], 1)
-    return torch.where(pattern.blind[:, :, None, None], mean[:, None], out)
-
-
-def _by_operations(call: LayerCall, pattern: Pattern) -> torch.Tensor:
     if isinstance(pattern.end, int):
         call = call._replace(key=call.key[:, :, : pattern.end], value=call.value[:, :, : pattern.end])
     settings = {**call.settings, "sliding_window": pattern.window}

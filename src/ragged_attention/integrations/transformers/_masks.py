@@ -33,7 +33,7 @@ class Pattern(NamedTuple):
     edges: int32 [S + 1], the edges of sequences packed into rows, with the rows laid out one after another.
     has_padding_mask: whether the model got a padding mask, which may hide nothing.
     ranges: int32 [1 or B, L_q, R, 2], the ranges of keys that each query sees; then nothing above hides a key.
-    blind: bool [1 or B, 1 or L_q], queries that see no key and weigh all of them alike.
+    blind: bool [1 or B, 1 or L_q], queries that weigh alike all the keys that they see.
     """
 
     causal: bool = False

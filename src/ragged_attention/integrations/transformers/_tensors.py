@@ -66,15 +66,15 @@ def _pattern(mask: torch.Tensor, size: tuple[int, int, int, int]) -> Pattern | N
         return None if ranges is None else Pattern(ranges=ranges, blind=blinded)
     shown = parts[0][:, 0]
     if bool(shown.all()):
-        return Pattern()
-    shown = keep_results(shown.expand(rows, -1).clone())
-    return Pattern(shown=shown, blind=blinded)
+        return Pattern(blind=blinded)
+    return Pattern(shown=keep_results(shown.expand(rows, -1).clone()), blind=blinded)
 
 
 def _read(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Which keys some queries see, bool [B, queries, L_k], and which queries weigh all keys alike since none is shown.
+    """Which keys some queries see, bool [B, queries, L_k], and which of the queries are blind, bool [B, queries].
 
-    A query whose keys are all hidden by one finite number has equal weights in attention that adds the numbers.
+    A query whose keys are all hidden by numbers is blind, unless they are infinite: added to logits these huge numbers
+    leave nothing of them, so that the query sees the keys with the largest one, all alike.
     None stands for a mask that differs between heads or does more than hide keys.
     """
     if mask.shape[1] > 1 and not bool((mask == mask[:, :1]).all()):
@@ -85,7 +85,6 @@ def _read(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     sees = mask == 0
     if not bool((sees | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
         return None
-    most = mask.amax(-1)
+    most = mask.amax(-1, keepdim=True)
     blind = (most < 0) & (most > -torch.inf)
-    is_alike = mask.amin(-1) == most
-    return (sees, blind) if bool((is_alike | ~blind).all()) else None
+    return sees | (blind & (mask == most)), blind[..., 0]
