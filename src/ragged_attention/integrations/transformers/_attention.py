@@ -139,7 +139,7 @@ def _attend(call: LayerCall) -> torch.Tensor:
 
 def _pattern(call: LayerCall, causal: bool) -> Pattern | None:
     """The pattern of a call's mask, with the edges of packed sequences; without a mask, the module decides."""
-    mask, q_len, kv_len = call.mask, call.query.shape[2], call.key.shape[2]
+    mask, (rows, heads, q_len, _), kv_len = call.mask, call.query.shape, call.key.shape[2]
     if mask is None:
         if call.others.get("cu_seq_lens_q") is not None:
             return Pattern(causal, edges=call.others["cu_seq_lens_q"].int())
@@ -149,11 +149,11 @@ def _pattern(call: LayerCall, causal: bool) -> Pattern | None:
     pattern = pattern_of(mask)
     if pattern is None:
         is_listed = call.key is call.value and call.key.shape[1] == 1  # by `_lists`, which take any mask
-        return None if is_listed else _tensors.pattern_of_numbers(mask, (*call.query.shape[:3], kv_len))
+        return None if is_listed else _tensors.pattern_of_numbers(mask, (rows, heads, q_len, kv_len))
     if not _masks.hides_nothing(pattern) and mask.shape[2:] != (q_len, kv_len):
         return None
     if _masks.is_of_rows(pattern):
-        return pattern if mask.shape[0] == call.query.shape[0] else None
+        return pattern if mask.shape[0] == rows else None
     return pattern if pattern.end is not None else pattern._replace(edges=_layout.packed_edges(call, pattern))
 
 

@@ -4,7 +4,6 @@ Some models make their own masks, of bool or of numbers to add. If all heads sha
 hide keys, it is padding or ranges of keys, and has a pattern. Layers share a mask, so it is read once.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
