@@ -4,7 +4,7 @@ transformers describes visibility by a function of indices, from which each atte
 Models pass the mask on, slice it, add to it, or read it in their own indexers. So ours is the mask of eager attention
 [B, 1, L_q, L_k]: 0 for a visible key, else the smallest number. If our operations can express the visibility, the mask
 has a `pattern`, and its numbers are computed only if something reads them. A tensor computed from the mask has no
-pattern; it is applied as it is.
+pattern of its own; `_tensors` reads it.
 """
 
 from collections.abc import Callable, Iterator
