@@ -210,6 +210,24 @@ def test_a_mask_is_read_once_until_it_is_written_to(monkeypatch: pytest.MonkeyPa
     expect_ours()
 
 
+def test_a_mask_for_all_lengths_keeps_few_patterns() -> None:
+    whole = hiding(torch.ones(64, 64).bool().tril())
+    for length in range(1, 65):
+        pattern = _tensors.pattern_of_numbers(whole[:length, :length], (ROWS, HEADS, length, length))
+        assert pattern is not None
+        if pattern.ranges is not None:
+            assert pattern.ranges[0, -1].tolist() == [[0, length]]
+    assert len(_tensors._known[whole]) <= _tensors.PLACES
+
+
+def test_masks_that_differ_within_a_transformation_are_dense() -> None:
+    q, k, v = inputs(6, 6)
+    masks = torch.stack([hiding(blocked(6, 6)), hiding(chunked(6, 6))])
+    found = torch.func.vmap(lambda mask: attention(module_of(), q, k, v, mask)[0])(masks)
+    for out, mask in zip(found, masks, strict=True):
+        torch.testing.assert_close(out, attention(module_of(), q, k, v, mask)[0], rtol=2e-5, atol=2e-5)
+
+
 def test_masks_of_rows_are_those_of_padding_and_are_kept() -> None:
     shown = hiding(torch.arange(8) >= torch.tensor([[2], [0]]))[:, None, None]
     pattern = _tensors.pattern_of_numbers(shown, (ROWS, HEADS, 8, 8))

@@ -14,14 +14,17 @@ from ragged_attention.integrations.transformers._ranges import blocks, ranges_of
 
 # By the tensor whose memory a mask is, and by the mask's place in it: how often that was written to, and the pattern.
 _known: Any = WeakTensorKeyDictionary()
+PLACES = 16  # that are kept of a tensor, so that a mask for all lengths, cut to size in every step, holds no more
 
 
 def pattern_of_numbers(mask: torch.Tensor, size: tuple[int, int, int, int]) -> Pattern | None:
     """The pattern of a mask that can be broadcast to `size`, [B, H, L_q, L_k], or None if it has none.
 
-    A compiler cannot read values, and a mask that is trained has no pattern.
+    Compilers and transformations of functions cannot read values, and a mask that is trained has no pattern.
     """
     if torch.compiler.is_compiling() or mask.requires_grad:
+        return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(mask):  # type: ignore[attr-defined]
         return None
     if isinstance(mask, Mask):
         mask = mask.numbers()
@@ -31,6 +34,8 @@ def pattern_of_numbers(mask: torch.Tensor, size: tuple[int, int, int, int]) -> P
     place = size, mask.storage_offset(), tuple(mask.shape), mask.stride(), mask.dtype
     patterns = _known.setdefault(base, {})
     if place not in patterns or patterns[place][0] != mask._version:
+        if len(patterns) == PLACES:
+            patterns.clear()
         patterns[place] = mask._version, _pattern(mask, size)
     return patterns[place][1]
 
