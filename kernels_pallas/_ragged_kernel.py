@@ -322,7 +322,7 @@ def run_step(plan: Plan, refs: Refs, step: Step) -> Step:
     next_step = Step(
         index=step.index + jnp.where(ends & ~next_tile, plan.cores, 0),
         tile=jnp.where(ends, jnp.where(next_tile, step.tile + 1, 0), step.tile),
-        block=step.block + 1,
+        block=block_after(plan, refs, span, step.block),
         kv_slot=1 - step.kv_slot,
         q_slot=jnp.where(ends, 1 - step.q_slot, step.q_slot),
     )
@@ -339,6 +339,23 @@ def run_step(plan: Plan, refs: Refs, step: Step) -> Step:
     compute(plan, refs, span, step)
     pl.when(ends)(lambda: end_tile(plan, refs, span))
     return next_step
+
+
+def block_after(plan: Plan, refs: Refs, span: Span, block: Any) -> Any:
+    """The next block of a tile that has keys which a row may see; arbitrary after the tile's last one."""
+    if not plan.num_ranges:
+        return block + 1
+    key, found = (block + 1) * plan.block, span.high
+    for begin, end in edges_of(plan, refs, span):
+        found = jnp.where(end > key, jnp.minimum(found, jnp.maximum(begin, key)), found)
+    return found // plan.block
+
+
+def edges_of(plan: Plan, refs: Refs, span: Span) -> list[tuple[Any, Any]]:
+    """The ranges of a tile: of its one query, or such as hold its queries' ranges."""
+    first = span.tile * 2 * plan.num_ranges
+    edges = [refs.ranges.edges[first + edge] for edge in range(2 * plan.num_ranges)]
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def query_copies(plan: Plan, refs: Refs, span: Span, slot: Any) -> list[Any]:
@@ -597,9 +614,7 @@ def mix_values(
 
 def in_ranges(plan: Plan, refs: Refs, span: Span, key: Any) -> Any:
     """Whether the query of a tile of one sees keys."""
-    first = span.tile * 2 * plan.num_ranges
-    edges = [refs.ranges.edges[first + edge] for edge in range(2 * plan.num_ranges)]
-    seen = [(key >= begin) & (key < end) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+    seen = [(key >= begin) & (key < end) for begin, end in edges_of(plan, refs, span)]
     return functools.reduce(jnp.logical_or, seen)
 
 

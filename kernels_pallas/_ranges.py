@@ -13,7 +13,7 @@ class Ranges(NamedTuple):
     first_tiles: Any  # i32 [S], the number of each sequence's first tile
     lows: Any  # i32 [tiles], the first key that any row of a tile sees
     highs: Any  # i32 [tiles], one past the last; equal if there is none
-    edges: Any  # i32 [tiles * 2R], the ranges of tiles of one query; None in other launches
+    edges: Any  # i32 [tiles * 2R], begins and ends in turn: each range of a tile holds those of its rows at that index
 
 
 def ranges_of(plan: Any, seqs: Any, computed: Any, key_ranges: Any) -> tuple[Ranges, Any]:
@@ -35,10 +35,11 @@ def ranges_of(plan: Any, seqs: Any, computed: Any, key_ranges: Any) -> tuple[Ran
     some = own[..., None] & (ranges[..., 0] < ranges[..., 1])
     ranges = jnp.where(some[..., None], ranges, 0)
     highs = ranges[..., 1].max(axis=(1, 2))
-    lows = jnp.where(some, ranges[..., 0], highs[:, None, None]).min(axis=(1, 2))
-    edges = ranges.reshape(len(tile), size, -1).swapaxes(1, 2)  # [tiles, 2R, size]
+    begins = jnp.where(some, ranges[..., 0], highs[:, None, None])  # an empty range of a row widens none of its tile's
+    ranges_of_tiles = jnp.stack([begins.min(axis=1), ranges[..., 1].max(axis=1)], axis=-1)
+    scalars = Ranges(ends - tiles, begins.min(axis=(1, 2)), highs, ranges_of_tiles.reshape(-1))
     if not plan.in_columns:
-        return Ranges(ends - tiles, lows, highs, edges.reshape(-1)), None
-    rows = jnp.tile(edges, (1, 1, plan.group))
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, plan.rows - rows.shape[2])))
-    return Ranges(ends - tiles, lows, highs, None), rows
+        return scalars, None
+    rows = ranges.reshape(len(tile), size, -1).swapaxes(1, 2)  # [tiles, 2R, size]
+    rows = jnp.tile(rows, (1, 1, plan.group))
+    return scalars, jnp.pad(rows, ((0, 0), (0, 0), (0, plan.rows - rows.shape[2])))

@@ -2,10 +2,10 @@
 
 A launch is a sequence of steps. In a step, a tile (consecutive query tokens of one sequence) attends to one block of
 keys. Meanwhile the pages of the next step are copied into the other buffer, even if that step belongs to another tile
-or sequence; if it is a tile's first step, the tile's queries are copied, too. Only pages from the first to the last key
-that some query of the tile sees are fetched. The maximum, the sum and the accumulator stay in VMEM in float32 until the
-tile ends. Then the tile is normalised and its rows are copied to their place in the result; all other rows of the
-result keep their initial zeros.
+or sequence; if it is a tile's first step, the tile's queries are copied, too. Only pages that some query of the tile
+sees are fetched, and with `key_ranges` their neighbours in a block. The maximum, the sum and the accumulator stay in
+VMEM in float32 until the tile ends. Then the tile is normalised and its rows are copied to their place in the result;
+all other rows of the result keep their initial zeros.
 """
 
 import dataclasses

@@ -71,6 +71,15 @@ BATCHES = {
     "nothing": Batch(()),
     "one of many": Batch(((30, 47), (47, 30))),
 }
+
+
+def drawn(seed: int) -> Batch:
+    rng = np.random.default_rng(seed)
+    lens = [(int(rng.integers(0, 7)), int(rng.integers(0, 25))) for _ in range(rng.integers(1, 9))]
+    return Batch(tuple(lens), *(int(count) for count in rng.integers(0, 4, 2)))
+
+
+BATCHES |= {f"drawn {seed}": drawn(seed) for seed in range(4)}
 every_batch = pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 
 

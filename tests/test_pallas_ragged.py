@@ -1,8 +1,10 @@
 """Ragged paged attention on TPUs: tiles' limits, what is refused, tables that are taken in pieces."""
 
 import dataclasses
+import types
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ragged_attention as ra
@@ -14,7 +16,9 @@ jax = pytest.importorskip("jax")
 
 from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 
+from ragged_attention.kernels_pallas import _ragged_kernel as kernel  # noqa: E402
 from ragged_attention.kernels_pallas import ragged_paged_attention as room  # noqa: E402
+from ragged_attention.kernels_pallas._ranges import ranges_of  # noqa: E402
 
 TPU = Device(framework="jax", platform="tpu", shared_memory=128 << 20, scalar_memory=1 << 20)
 
@@ -77,3 +81,26 @@ def test_the_heuristic_keeps_to_the_vector_memory(version: str, heads: tuple[int
 
 def test_a_table_beyond_scalar_memory_is_taken_in_pieces() -> None:
     printed("-m", "tests.programs.table_in_pieces")
+
+
+def test_blocks_between_ranges_are_left_out() -> None:
+    """The blocks that a tile visits, if each query sees a prefix and a window, or nothing, beside rows of padding."""
+    call = _call(num_tokens=40, max_num_seqs=2, max_len=4096, key_ranges=2)
+    plan = room.plan_of(call, room.Tile(num_kv_pages_per_block=16, num_queries_per_block=16), 16, 40)
+    assert plan.block == 256
+    starts, q_lens, kv_lens = (np.array(each, np.int32) for each in ([0, 20], [20, 17], [4000, 700]))
+    seqs = kernel.Sequences(starts, q_lens, kv_lens, None)
+    ranges = np.array([[[0, 300], [3600 + row, 3700 + row]] for row in range(20)] + [[[5, 5], [9, 2]]] * 20, np.int32)
+    ranges[37:] = [[0, 4000], [-9, 9]]  # nobody's
+    found, rows = ranges_of(plan, seqs, q_lens > 1, jax.numpy.asarray(ranges))
+    assert (found.first_tiles.tolist(), rows.shape[1:]) == ([0, 2], (4, plan.rows))
+    assert not rows[2:].any()
+    refs: Any = types.SimpleNamespace(ranges=found)
+    visited = []
+    for tile in range(4):
+        span: Any = types.SimpleNamespace(tile=tile, high=found.highs[tile])
+        blocks = [int(found.lows[tile]) // plan.block]
+        while (blocks[-1] + 1) * plan.block < span.high:
+            blocks.append(int(kernel.block_after(plan, refs, span, blocks[-1])))
+        visited.append(blocks)
+    assert visited == [[0, 1, 14], [0, 1, 14], [0], [0]]
