@@ -47,6 +47,14 @@ class Cover(NamedTuple):
         return list(zip(self.keys[np.r_[0, last + 1]].tolist(), (self.keys[np.r_[last, -1]] + 1).tolist(), strict=True))
 
 
+def cover_between(lows: Ints, highs: Ints) -> Cover:
+    """The cover of rows that see the keys [low, high) each, if both bounds ascend."""
+    keys = np.arange(lows[0], highs[-1])
+    low = lows[-1] - lows[0]
+    whole = int(low), max(int(highs[0] - lows[0]), int(low))
+    return Cover(keys, whole, lows[:, None], highs[:, None], np.ones(len(keys), bool), lows >= highs)
+
+
 def cover_of(ranges: Ints, count: int, gap: int = 0) -> Cover | None:
     """The cover of rows that see ranges [rows, R, 2] of `count` keys; None if they see none.
 

@@ -17,7 +17,7 @@ from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import Rows
 from ragged_attention.portable.torch_eager._latents import Tile as Tile
 from ragged_attention.portable.torch_eager._latents import heuristic as heuristic
-from ragged_attention.portable.torch_eager._ranges import Cover, cover_of, hull, ranges_on_host
+from ragged_attention.portable.torch_eager._ranges import Cover, cover_between, cover_of, hull, ranges_on_host
 from ragged_attention.portable.torch_eager._softmax import Softmax
 
 QUERY_ROWS = 1024  # (token, query head) rows in a block, per KV head
@@ -79,7 +79,9 @@ class Attention:
         for first in range(start, stop, step):
             last = min(first + step, stop)
             if self.ranges is not None:
-                seen = np.searchsorted(positions, self.ranges[first:last])
+                cover = cover_of(np.searchsorted(positions, self.ranges[first:last]), len(positions))
+                if cover is not None:
+                    self._queries(rows, first, slots[torch.from_numpy(cover.keys).to(slots.device)], cover)
             else:
                 query = kv_len - stop + np.arange(first, last)
                 lows, highs = np.zeros_like(query), np.full_like(query, len(positions))
@@ -87,23 +89,20 @@ class Attention:
                     lows = np.searchsorted(positions, query - window, side="right")
                 if causal:
                     highs = np.searchsorted(positions, query, side="right")
-                seen = np.stack([lows, highs], -1)[:, None]
-            if (cover := cover_of(seen, len(positions))) is not None:
-                self._queries(rows, first, slots, cover)
+                self._queries(rows, first, slots[lows[0] : highs[-1]], cover_between(lows, highs))
 
     def _queries(self, rows: Rows, first: int, slots: torch.Tensor, cover: Cover) -> None:
-        """Compute the rows from `first` on, which see keys of `slots` by their cover."""
+        """Compute the rows from `first` on, which see the keys in `slots` by their cover."""
         call, count, heads = self.call, len(cover.blind), (self.num_kv_heads, self.group)
         queries = slice(first, first + count)
         q = self.q[queries].unflatten(1, heads).transpose(0, 1)
         softmax = Softmax(q.flatten(1, 2), self.scale, call.d_v, call.soft_cap)
-        keys = torch.from_numpy(cover.keys).to(slots.device)
-        for low in range(0, len(keys), self.tile.block_kv):
-            high, hidden = min(low + self.tile.block_kv, len(keys)), None
+        for low in range(0, len(slots), self.tile.block_kv):
+            high, hidden = min(low + self.tile.block_kv, len(slots)), None
             if low < cover.whole[0] or high > cover.whole[1]:
                 by_token = torch.from_numpy(cover.hidden(low, high))
                 hidden = by_token.to(slots.device).repeat_interleave(self.group, 0)
-            softmax.add(rows.at(slots[keys[low:high]]).transpose(0, 1), hidden)
+            softmax.add(rows.at(slots[low:high]).transpose(0, 1), hidden)
         sinks = None if self.sinks is None else self.sinks.expand(-1, count, -1).flatten(1, 2)
         out, _, lse = softmax.finish(sinks)
         if self.factor is not None:
