@@ -103,6 +103,9 @@ ROWS = {
     ("ragged_paged_attention", "ALiBi, relative bias"): [
         dataclasses.replace(sample, **{name: True}) for name in BIASES for sample in (DECODE, WIDE)
     ],
+    ("ragged_paged_attention", "ranges of keys"): [
+        dataclasses.replace(sample, key_ranges=2) for sample in (DECODE, WIDE)
+    ],
     ("ragged_paged_attention", "draft masks"): [dataclasses.replace(sample, draft=8) for sample in (DECODE, WIDE)],
     ("ragged_paged_attention", "heads of 80, 96, 256, 512; ratio 7; pages of 24"): [
         *(dataclasses.replace(DECODE, head_dim=head_dim) for head_dim in (80, 96, 256, 512)),
@@ -157,6 +160,7 @@ ROWS = {
         dataclasses.replace(RAGGED_PLAIN[2], **change)
         for change in ({"sliding_window": 128}, {"soft_cap": 30.0}, {"sinks": True})
     ],
+    ("ragged_mla_attention", "ranges of keys"): [dataclasses.replace(RAGGED_PLAIN[2], key_ranges=2)],
     ("sparse_mla_prefill", "f32, f16, bf16"): [dataclasses.replace(sample, num_tokens=512) for sample in PLAIN],
     **{
         ("sparse_mla_prefill", f"{name} cache"): [dataclasses.replace(sample, num_tokens=512) for sample in samples]
@@ -174,6 +178,7 @@ ROWS = {
         for what, samples in {
             "f32, f16, bf16": VARLEN,
             "window, soft cap, sinks; heads of 40, 80, 256, 512, 192/128; ratio 7": ODD_VARLEN,
+            "ranges of keys": [VarlenSample(causal=False, key_ranges=2)],
             "ALiBi, relative bias": [VarlenSample(**{name: True}) for name in BIASES],
         }.items()
     },

@@ -468,7 +468,7 @@ def other(kind: str) -> tuple[Any, dict[str, Any], str]:
         return transformers.T5ForConditionalGeneration(config), decoder, "T5Attention: varlen_attention"
     config = transformers.Llama4TextConfig(**SMALL, num_key_value_heads=2, head_dim=16, attention_chunk_size=4,
                                            num_local_experts=2, intermediate_size_mlp=64, pad_token_id=0)  # fmt: skip
-    return transformers.Llama4ForCausalLM(config), {}, "since its mask is no causal one, window or padding"
+    return transformers.Llama4ForCausalLM(config), {}, "Llama4TextAttention: varlen_attention"
 
 
 @pytest.mark.parametrize("padded", ["none", "left", "right", "holes"])
@@ -480,12 +480,13 @@ def test_encoders_cross_attention_and_other_masks(kind: str, padded: str) -> Non
     judged = shown if kind in ("bert", "llama4") else None  # a decoder's queries are none of them padding
     assert_close(logits(model, ragged.NAME, shown, **arguments), expected, judged)
     assert becomes in ragged.explain()
+    assert kind != "llama4" or "dense" not in ragged.explain()
 
 
-def test_a_window_with_padding_inside_is_computed_densely() -> None:
+def test_a_window_with_padding_inside_is_ranges_of_keys() -> None:
     model, shown = tiny_model("mistral"), padding("holes")
     assert_close(logits(model, ragged.NAME, shown), logits(model, "eager", shown), shown)
-    assert "MistralAttention: dense attention in torch, since its mask is no causal one" in ragged.explain()
+    assert ragged.explain().endswith(" MistralAttention: varlen_attention")
 
 
 def test_other_numbers_are_computed_densely() -> None:

@@ -30,7 +30,6 @@ CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask
 MAKERS = {name: getattr(masking_utils, f"create_{name}_mask") for name in (
     "causal", "sliding_window_causal", "chunked_causal", "bidirectional", "bidirectional_sliding_window"
 )}  # fmt: skip
-OURS = ("causal", "sliding_window_causal", "bidirectional")  # masks that our operations take
 
 
 def config(name: str, **options: Any) -> Any:
@@ -120,8 +119,7 @@ def test_masks_with_padding_over_every_cache(maker: str, cached: str) -> None:
         kv_len, _ = cache.get_mask_sizes(q_len, 0) if cache is not None else (q_len, 0)
         judged = None if shown is None or "bidirectional" in maker else shown[:, -q_len:].bool()
         assert_attends_alike(whole, ours, q_len, kv_len, judged)
-        taken = q_len == 1 or (maker in OURS and not (windowed and padded == "holes"))
-        assert taken != ("dense" in ragged.explain()), (padded, ragged.explain())
+        assert "dense" not in ragged.explain(), (padded, ragged.explain())
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -134,7 +132,7 @@ def test_cross_attention_sees_the_whole_other_side(maker: str, causal: bool) -> 
                 whole, ours = masks(maker, q_len, None, {"sliding_window": WINDOW}, encoder_hidden_states=other,
                                     attention_mask=padding(padded, kv_len))  # fmt: skip
                 assert_attends_alike(whole, ours, q_len, kv_len)
-    assert ("dense" in ragged.explain()) == ("window" in maker)
+    assert "dense" not in ragged.explain()
 
 
 @pytest.mark.parametrize("maker", ["causal", "sliding_window_causal", "chunked_causal"])
@@ -145,23 +143,24 @@ def test_packed_rows_and_functions_of_ones_own(maker: str) -> None:
     blocks = torch.tensor([[-1, 0, 0, 0, -1, -1, 1, 1, 1]]).expand(ROWS, -1)
     first = masking_utils.padding_mask_function((torch.arange(LENGTH) < 2).expand(ROWS, -1))
     later = masking_utils.padding_mask_function((torch.arange(LENGTH) > 0).expand(ROWS, -1))
-    for ours_take_it, arguments in (
-        (True, {"position_ids": packed}),
-        (True, {"position_ids": jumps}),
-        (False, {"position_ids": packed, "block_sequence_ids": blocks}),
-        (False, {"block_sequence_ids": blocks}),
-        (False, {"or_mask_function": first}),
-        (False, {"and_mask_function": later}),
-        (False, {"position_ids": packed, "or_mask_function": first}),
-        (True, {"position_ids": jumps, "attention_mask": padding("ones")}),
-        (True, {"position_ids": packed, "attention_mask": padding("left")}),
-        (True, {"allow_is_causal_skip": False}),
+    arguments: dict[str, Any]
+    for arguments in (
+        {"position_ids": packed},
+        {"position_ids": jumps},
+        {"position_ids": packed, "block_sequence_ids": blocks},
+        {"block_sequence_ids": blocks},
+        {"or_mask_function": first},
+        {"and_mask_function": later},
+        {"position_ids": packed, "or_mask_function": first},
+        {"position_ids": jumps, "attention_mask": padding("ones")},
+        {"position_ids": packed, "attention_mask": padding("left")},
+        {"allow_is_causal_skip": False},
     ):
         _calls.calls.clear()
         whole, ours = masks(maker, LENGTH, None, options, **{"attention_mask": None, **arguments})
         shown: Any = arguments.get("attention_mask")
         assert_attends_alike(whole, ours, LENGTH, LENGTH, None if shown is None else shown.bool())
-        assert ("dense" in ragged.explain()) != (ours_take_it and maker != "chunked_causal"), arguments
+        assert "dense" not in ragged.explain(), arguments
     cache = DynamicCache()
     whole, ours = masks("causal", LENGTH, cache, options, attention_mask=None, position_ids=packed)
     assert_attends_alike(whole, ours, LENGTH, LENGTH)
@@ -254,13 +253,20 @@ def test_windows_are_those_of_the_function_and_no_others() -> None:
         torch.testing.assert_close(out[0, :, 0, 0], torch.tensor(expected))
 
 
+def assert_ranges_alone(mask: Any) -> None:
+    pattern = _masks.pattern_of(mask)
+    assert pattern is not None
+    assert pattern == _masks.Pattern(ranges=pattern.ranges)
+    assert pattern.ranges is not None
+
+
 @pytest.mark.parametrize("numbers", [[[0, 1, 0]], [[1, 0, 0]]], ids=["again", "down"])
-def test_packed_tokens_that_do_not_lie_together_are_computed_densely(numbers: Any) -> None:
+def test_packed_tokens_that_do_not_lie_together_are_ranges(numbers: Any) -> None:
     function = masking_utils.and_masks(
         masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(torch.tensor(numbers))
     )
     mask = _masks.mask(1, 3, 3, mask_function=function)
-    assert _masks.pattern_of(mask) is None
+    assert_ranges_alone(mask)
     assert mask[0, 0, 2, 0] == (0 if numbers[0][2] == numbers[0][0] else torch.finfo(mask.dtype).min)
 
 
@@ -268,14 +274,14 @@ def test_positions_alone_do_not_part_sequences() -> None:
     moved = masking_utils.remap_positions_for_packed_sequence(
         masking_utils.causal_mask_function, torch.tensor([[0, 1, 0]])
     )
-    assert _masks.pattern_of(_masks.mask(1, 3, 3, mask_function=moved)) is None
+    assert_ranges_alone(_masks.mask(1, 3, 3, mask_function=moved))
     odd = masking_utils.and_masks(
         masking_utils.packed_sequence_mask_function(torch.tensor([[0, 0, 0]])),
         masking_utils.remap_positions_for_packed_sequence(
             masking_utils.causal_mask_function, torch.tensor([[2, 1, 0]])
         ),
     )
-    assert _masks.pattern_of(_masks.mask(1, 3, 3, mask_function=odd)) is None
+    assert_ranges_alone(_masks.mask(1, 3, 3, mask_function=odd))
 
 
 # ---- masks in models' hands
@@ -541,7 +547,7 @@ def test_models_have_the_values_of_eager(name: str, padded: str) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "window", "packed", "numbers", "training"])
 def test_absorbed_layers_carry_over_what_they_are_told(kind: str) -> None:
-    """Sinks, soft caps and windows; where lists of keys are needed, no soft cap."""
+    """Sinks, soft caps and windows; in training, which needs lists of keys, no soft cap."""
     model = tiny_model("deepseek_v3")
     layer, absorbed = (each.model.layers[0].self_attn for each in (model, ragged.absorb_mla(copy.deepcopy(model))))
     model.set_attn_implementation(ragged.NAME)
@@ -555,10 +561,9 @@ def test_absorbed_layers_carry_over_what_they_are_told(kind: str) -> None:
     mask = mask + 0 if kind == "numbers" else mask
     hidden = random(2, 7, model.config.hidden_size)
     told = {"s_aux": random(model.config.num_attention_heads, seed=3), "softcap": 2.0}
-    by_lists = kind in ("numbers", "training")
     with torch.set_grad_enabled(kind == "training"):
         turned = model.model.rotary_emb(hidden, torch.arange(7)[None])
-        if by_lists:
+        if kind == "training":
             with pytest.raises(Unsupported, match="expected lists of latents without a soft cap, got AbsorbedDeepseek"):
                 absorbed(hidden, turned, mask, **told)
             del told["softcap"]

@@ -47,33 +47,62 @@ def attention_given(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Funct
     return lambda **arguments: honest_attention(**(arguments | change(arguments)))
 
 
-def causal_mask_hides_the_own_key(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, drafted: Any) -> Any:
-    seen = honest_visible(q_len, kv_len, valid, causal, window, drafted)
+def causal_mask_hides_the_own_key(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, *masks: Any) -> Any:
+    seen = honest_visible(q_len, kv_len, valid, causal, window, *masks)
     return seen & (np.arange(kv_len)[None] < (kv_len - q_len + np.arange(q_len))[:, None]) if causal else seen
 
 
-def causal_mask_from_the_top_left(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, drafted: Any) -> Any:
-    seen = honest_visible(q_len, kv_len, valid, False, window, drafted)
+def causal_mask_from_the_top_left(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, *masks: Any) -> Any:
+    seen = honest_visible(q_len, kv_len, valid, False, window, *masks)
     return seen & (np.arange(kv_len)[None] <= np.arange(q_len)[:, None]) if causal else seen
 
 
-def window_one_too_wide(q_len: int, kv_len: int, valid: Any, causal: bool, window: int | None, drafted: Any) -> Any:
-    return honest_visible(q_len, kv_len, valid, causal, window and window + 1, drafted)
+def window_one_too_wide(q_len: int, kv_len: int, valid: Any, causal: bool, window: int | None, *masks: Any) -> Any:
+    return honest_visible(q_len, kv_len, valid, causal, window and window + 1, *masks)
 
 
-def invalid_pages_stay_visible(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, drafted: Any) -> Any:
-    return honest_visible(q_len, kv_len, np.ones_like(valid), causal, window, drafted)
+def invalid_pages_stay_visible(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, *masks: Any) -> Any:
+    return honest_visible(q_len, kv_len, np.ones_like(valid), causal, window, *masks)
 
 
-def draft_mask_hides_earlier_keys(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, drafted: Any) -> Any:
-    seen = honest_visible(q_len, kv_len, valid, causal, window, drafted)
+def draft_mask_hides_earlier_keys(
+    q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, drafted: Any, ranges: Any
+) -> Any:
+    seen = honest_visible(q_len, kv_len, valid, causal, window, drafted, ranges)
     return seen if drafted is None else seen & (np.arange(kv_len) >= kv_len - q_len)
 
 
-def draft_mask_and_causal(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, drafted: Any) -> Any:
+def draft_mask_and_causal(
+    q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, drafted: Any, ranges: Any
+) -> Any:
     """Only a mask that lets a token see a later one tells the difference."""
-    seen = honest_visible(q_len, kv_len, valid, causal, window, drafted)
-    return seen & honest_visible(q_len, kv_len, valid, causal, window, None)
+    seen = honest_visible(q_len, kv_len, valid, causal, window, drafted, ranges)
+    return seen & honest_visible(q_len, kv_len, valid, causal, window, None, ranges)
+
+
+def with_other_ranges(change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def changed(given: dict[str, Any]) -> dict[str, Any]:
+        ranges = given["key_ranges"]
+        return {"key_ranges": None if ranges is None else change(ranges.astype(np.int64))}
+
+    return changed
+
+
+def ranges_and_causal(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, drafted: Any, ranges: Any) -> Any:
+    """Only a range beyond a query's own position tells the difference."""
+    seen = honest_visible(q_len, kv_len, valid, causal, window, drafted, ranges)
+    return seen if ranges is None else seen & honest_visible(q_len, kv_len, valid, causal, window)
+
+
+def ranges_of_the_hull(
+    q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, drafted: Any, ranges: Any
+) -> Any:
+    """All keys from a query's first to its last are seen, those between two ranges too."""
+    seen = honest_visible(q_len, kv_len, valid, causal, window, drafted, ranges)
+    if ranges is None:
+        return seen
+    before, behind = (np.logical_or.accumulate(seen[:, ::way], axis=1)[:, ::way] for way in (1, -1))
+    return before & behind & valid[None, :kv_len]
 
 
 def softmax_of_unscaled_logits(
@@ -235,7 +264,7 @@ ATTENTION: dict[str, Function] = {
     mutant.__name__: attention_with(visible=mutant)
     for mutant in (
         causal_mask_hides_the_own_key, causal_mask_from_the_top_left, window_one_too_wide, invalid_pages_stay_visible,
-        draft_mask_hides_earlier_keys, draft_mask_and_causal,
+        draft_mask_hides_earlier_keys, draft_mask_and_causal, ranges_and_causal, ranges_of_the_hull,
     )
 } | {
     mutant.__name__: attention_with(attend=mutant)
@@ -252,6 +281,15 @@ ATTENTION: dict[str, Function] = {
         next_page_of_the_table, tail_keys_skipped, scale_of_v_forgotten, scale_of_k_is_the_first_heads,
         num_seqs_ignored, slopes_are_ignored, slopes_have_the_wrong_sign,
     )
+} | {
+    name: attention_given(with_other_ranges(change))
+    for name, change in {
+        "ranges_include_their_end": lambda ranges: np.add(ranges, [0, 1]),
+        "ranges_exclude_their_begin": lambda ranges: np.add(ranges, [1, 0]),
+        "only_the_first_range_counts": lambda ranges: ranges[:, :1],
+        "ranges_of_the_next_query": lambda ranges: np.roll(ranges, -1, axis=0),
+        "empty_ranges_turn_round": lambda ranges: np.sort(ranges, axis=-1),
+    }.items()
 } | {"query_heads_interleaved": query_heads_interleaved}  # fmt: skip
 WRITE = {m.__name__: m for m in (negative_slots_wrap_around, codes_are_truncated, written_from_the_start)}
 MERGE = {
@@ -309,6 +347,9 @@ NOTICED = {
     "slopes_have_the_wrong_sign": "slopes alone",
     "slopes_of_keys_from_the_first_new_token": "slopes alone",
     "invalid_pages_stay_visible": "parts merge",
+    "ranges_include_their_end": "ranges of a mask",
+    "only_the_first_range_counts": "ranges are a union",
+    "ranges_of_the_hull": "ranges are a union",
 }
 
 

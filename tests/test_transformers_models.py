@@ -18,7 +18,7 @@ from benchmarks.transformers_models import __main__ as sweep  # noqa: E402
 from benchmarks.transformers_models import page  # noqa: E402
 from benchmarks.transformers_models.building import KINDS, build, configuration, layers_kept  # noqa: E402
 from benchmarks.transformers_models.images import NoForm, image_inputs  # noqa: E402
-from benchmarks.transformers_models.outcomes import EAGER, Outcome, compare, distance  # noqa: E402
+from benchmarks.transformers_models.outcomes import EAGER, SDPA, Outcome, compare, distance  # noqa: E402
 from benchmarks.transformers_models.processes import run_each  # noqa: E402
 from benchmarks.transformers_models.verdicts import cells, is_wrong, verdict  # noqa: E402
 from benchmarks.transformers_models.watching import watching  # noqa: E402
@@ -144,13 +144,14 @@ def test_no_difference_hides() -> None:
     assert not distance((torch.tensor([1.0, 2.0, 1.0]), torch.full((2,), torch.nan)), right) <= 1e9
 
 
-def outcome_of(found: Any, *others: Any, theirs: float = 1.0) -> Outcome:
+def outcome_of(found: Any, *others: Any, theirs: float = 1.0, by_sdpa: float | None = None) -> Outcome:
     """Of a comparison in which transformers' own attention gives `theirs` and ours, or an error, `found`."""
 
     def run(model: Any, attention: str) -> Any:
-        if attention != EAGER and isinstance(found, Exception):
+        if attention == ragged.NAME and isinstance(found, Exception):
             raise found
-        return (torch.tensor([theirs if attention == EAGER else found]),)
+        values = {EAGER: theirs, SDPA: theirs if by_sdpa is None else by_sdpa, ragged.NAME: found}
+        return (torch.tensor([values[attention]]),)
 
     return compare("model", "model", run, *others)
 
@@ -160,6 +161,8 @@ def test_outcomes() -> None:
     assert outcome_of(1.01).word == "differs"
     assert outcome_of(1.01, lambda model, attention: (torch.tensor([1.01]),)).word == "equal"
     assert outcome_of(1.01, lambda model, attention: (torch.tensor([1.02]),)).word == "differs"
+    assert outcome_of(1.01, by_sdpa=1.01) == Outcome("equal", "to sdpa, else off by 1.0e-02")
+    assert outcome_of(1.01, by_sdpa=1.02).word == "differs"
     assert outcome_of(Unsupported("expected no x")) == Outcome("refused", "expected no x")
     assert outcome_of(ValueError("no")) == Outcome("crashes", "ValueError: no")
     assert outcome_of(1.0, theirs=float("inf")) == Outcome("not judged", "eager: ValueError: not finite")
@@ -168,6 +171,7 @@ def test_outcomes() -> None:
 @pytest.mark.parametrize(("ours", "word"), [(1.05, "equal"), (1.2, "differs")])
 def test_a_step_of_bfloat16_may_be_off_twice_as_far_as_its_own(ours: float, word: str) -> None:
     values = {("exact", EAGER): 1.0, ("model", EAGER): 1.05, ("model", ragged.NAME): ours}
+    values |= {(of, SDPA): values[of, EAGER] for of in ("exact", "model")}
     assert compare("model", "exact", lambda *key: (torch.tensor([values[key]]),)).word == word
 
 

@@ -52,33 +52,38 @@ def given(operation: str, **change: Any) -> Function:
     return lambda **arguments: HONEST[operation](**(arguments | change))
 
 
-def with_slopes(operation: str, change: Callable[[Any], Any]) -> Function:
-    """The definition called with other slopes than it was given, if there are any."""
+def with_other(operation: str, name: str, change: Callable[[Any], Any]) -> Function:
+    """The definition called with another array than it was given by a name, if there is one."""
 
     def mutant(**arguments: Any) -> Any:
-        slopes = arguments["alibi_slopes"]
-        return HONEST[operation](**arguments | {"alibi_slopes": None if slopes is None else change(slopes)})
+        array = arguments[name]
+        return HONEST[operation](**arguments | {name: None if array is None else change(array)})
 
     return mutant
 
 
+def _later(begin: int, end: int) -> Callable[[Any], Any]:
+    """Moves the begins and the ends of ranges."""
+    return lambda ranges: np.add(ranges, [begin, end], dtype=np.int64)
+
+
 # Which keys a query sees.
-def causal_from_the_top_left(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any) -> Any:
-    seen = honest_visible(q_len, kv_len, valid, False, window)
+def causal_from_the_top_left(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, ranges: Any) -> Any:
+    seen = honest_visible(q_len, kv_len, valid, False, window, ranges=ranges)
     return seen & (np.arange(kv_len) <= np.arange(q_len)[:, None]) if causal else seen
 
 
-def causal_hides_the_own_key(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any) -> Any:
-    seen = honest_visible(q_len, kv_len, valid, causal, window)
+def causal_hides_the_own_key(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, ranges: Any) -> Any:
+    seen = honest_visible(q_len, kv_len, valid, causal, window, ranges=ranges)
     return seen & (np.arange(kv_len) < kv_len - q_len + np.arange(q_len)[:, None]) if causal else seen
 
 
-def window_is_one_too_wide(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any) -> Any:
-    return honest_visible(q_len, kv_len, valid, causal, None if window is None else window + 1)
+def window_is_one_too_wide(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, ranges: Any) -> Any:
+    return honest_visible(q_len, kv_len, valid, causal, window and window + 1, ranges=ranges)
 
 
-def window_bounds_the_right_side(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any) -> Any:
-    return honest_visible(q_len, kv_len, valid, causal or window is not None, window)
+def window_bounds_the_right_side(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, ranges: Any) -> Any:
+    return honest_visible(q_len, kv_len, valid, causal or window is not None, window, ranges=ranges)
 
 
 def keys_of_the_next_sequence(*arguments: Any) -> Any:
@@ -339,7 +344,9 @@ FORWARDS: dict[str, Function] = {
     "scale_is_ignored": given(FORWARD, sm_scale=None),
     "cap_is_ignored": given(FORWARD, soft_cap=None),
     "slopes_are_ignored": given(FORWARD, alibi_slopes=None),
-    "slopes_are_of_the_first_head": with_slopes(FORWARD, lambda slopes: np.full_like(slopes, slopes[0])),
+    "slopes_are_of_the_first_head": with_other(FORWARD, "alibi_slopes", lambda slopes: np.full_like(slopes, slopes[0])),
+    "only_the_first_range_counts": with_other(FORWARD, "key_ranges", lambda ranges: ranges[:, :1]),
+    "ranges_include_their_end": with_other(FORWARD, "key_ranges", _later(0, 1)),
 }
 OF_BOTH: dict[str, Function] = {
     "delta_is_forgotten": _changed(delta=lambda delta, **_: 0 * delta),
@@ -379,7 +386,9 @@ DENSES: dict[str, Function] = {
     "scale_is_ignored": given(DENSE, sm_scale=None),
     "cap_is_ignored": given(DENSE, soft_cap=None),
     "slopes_are_ignored": given(DENSE, alibi_slopes=None),
-    "slopes_have_the_wrong_sign": with_slopes(DENSE, np.negative),
+    "slopes_have_the_wrong_sign": with_other(DENSE, "alibi_slopes", np.negative),
+    "ranges_are_ignored": given(DENSE, key_ranges=None),
+    "ranges_exclude_their_begin": with_other(DENSE, "key_ranges", _later(1, 0)),
 }  # fmt: skip
 SPARSES: dict[str, Function] = {
     mutant.__name__: with_pieces(SPARSE, selected=mutant)
@@ -427,7 +436,10 @@ NOTICED = {
     (FORWARD, "share_is_not_applied"): "packed, sinks take their share",
     (FORWARD, "keys_of_the_next_sequence"): "packed, sequences do not mix",
     (FORWARD, "slopes_are_ignored"): "packed, slopes of zero",
+    (FORWARD, "only_the_first_range_counts"): "packed, ranges are a union",
+    (FORWARD, "ranges_include_their_end"): "packed, ranges of a mask",
     (DENSE, "slopes_have_the_wrong_sign"): "packed, gradients are slopes",
+    (DENSE, "ranges_exclude_their_begin"): "packed, ranges of a mask",
     (DENSE, "delta_is_forgotten"): "packed, gradients have their sums",
     (DENSE, "d_lse_is_ignored"): "packed, gradients have their sums",
     (DENSE, "keys_beyond_the_table_are_lost"): "packed, gradients have their sums",

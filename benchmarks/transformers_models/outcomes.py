@@ -13,7 +13,7 @@ from ragged_attention.integrations import transformers as ragged
 Result = tuple[torch.Tensor, ...]
 Run = Callable[[Any, str], Result]  # of a model, with the attention of this name
 
-EAGER = "eager"
+EAGER, SDPA = "eager", "sdpa"
 ALLOWED = 1e-4  # in float32: the norm of what differs, by the norm of what is right
 ULP = 2.0**-8  # of bfloat16
 EQUAL, DIFFERS, REFUSED, CRASHES, NOT_JUDGED = "equal", "differs", "refused", "crashes", "not judged"
@@ -36,7 +36,8 @@ def compare(model: Any, exact: Any, run: Run, *others: Run, ours: Any = None) ->
     """Our attention must give what the exact model's own does, which is the model in float32.
 
     Where it does not, what `others` give counts as right too, since transformers' own may be wrong in one way to use a
-    model and right in another. `ours` is the model that runs with our attention, if it is another one.
+    model and right in another; so does what its SDPA attention gives, since tokens of some models see padding, where
+    the two differ. `ours` is the model that runs with our attention, if it is another one.
     """
     try:
         right, allowed = _reference(model, exact, run)
@@ -51,7 +52,11 @@ def compare(model: Any, exact: Any, run: Run, *others: Run, ours: Any = None) ->
     off = distance(found, right)
     if off <= allowed:
         return Outcome(EQUAL, f"{off:.1e}")
-    for other in others:
+
+    def sdpa(model: Any, _: str) -> Result:
+        return run(model, SDPA)
+
+    for other in (*others, sdpa):
         with contextlib.suppress(Exception):
             right, allowed = _reference(model, exact, other)
             if distance(found, right) <= allowed:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ragged_attention import dispatch
+from ragged_attention import key_ranges as ranges
 from ragged_attention.calls import CACHE_FORMATS, CacheFormat
 from ragged_attention.tools import drawing, schedule, view
 from ragged_attention.tools.samples import Sample
@@ -53,7 +54,7 @@ def pages() -> drawing.Drawing:
     return drawn
 
 
-def key_ranges() -> drawing.Drawing:
+def visited_keys() -> drawing.Drawing:
     """The blocks that the programs of one sequence visit, as the kernels' plan has them."""
     cases = {
         "causal: 512 tokens behind 1536 cached ones": batch_of((512,), (2048,)),
@@ -71,6 +72,39 @@ def key_ranges() -> drawing.Drawing:
         programs = [program for launch in launches for program in launch.programs]
         drawn.text(10, y, name, "head")
         y = drawing.draw_keys(drawn, y + 20, programs, batch.kv_lens[0]) + 22
+    return drawn
+
+
+def masks() -> drawing.Drawing:
+    """What queries see by the ranges that the helpers write, one square a mask."""
+    size = 20
+    own = np.array([0, size], np.int32), np.array([size], np.int32), size  # one prompt, from its first token on
+    branches = [-1, *range(7), 5, 8, 9, 5, 11, 12, 10, 14, 15, 10, 17, 18]
+    cases = {
+        "causal": ranges.causal_ranges(*own),
+        "sliding window of 6": ranges.causal_ranges(*own, sliding_window=6),
+        "chunks of 8": ranges.chunked_ranges(*own, chunk=8),
+        "blocks of 4": ranges.block_causal_ranges(*own, block=4),
+        "spans 3 - 8 and 11 - 17": ranges.span_ranges(*own, spans=np.array([[[3, 8], [11, 17]]], np.int32)),
+        "prefix of 4, window of 5": ranges.prefix_window_ranges(*own, prefix=4, sliding_window=5),
+        "window on both sides": ranges.window_ranges(*own, left=3, right=3),
+        "a prefix tree": ranges.tree_ranges(np.array(branches, np.int32)),
+    }
+    cell, columns = 8, 4
+    drawn = drawing.Drawing(
+        "Masks as ranges of keys",
+        f"Eight masks of {size} queries, a row each, over {size} keys, a column each. Coloured is what a query sees, "
+        "by its first, second, third and fourth range.",
+    )
+    step = (LEFT + WIDTH) / columns
+    for index, (name, found) in enumerate(cases.items()):
+        row, column = divmod(index, columns)
+        x, y = 10 + column * step, 20.0 + row * (size * cell + 42)
+        drawn.text(x, y, name, "head")
+        drawn.boxes("faint", [(x, y + 8, size * cell, size * cell)])
+        for kind, edges in zip(("one", "two", "three", "four"), np.moveaxis(found, 1, 0), strict=False):
+            boxes = [(begin, query, end - begin) for query, (begin, end) in enumerate(edges) if begin < end]
+            drawn.boxes(kind, [(x + a * cell, y + 8 + q * cell, n * cell, cell - 1) for a, q, n in boxes])
     return drawn
 
 
@@ -449,7 +483,8 @@ def scaling() -> drawing.Drawing:
 
 PICTURES: dict[str, Callable[[], drawing.Drawing]] = {
     "pages": pages,
-    "key_ranges": key_ranges,
+    "visited_keys": visited_keys,
+    "masks": masks,
     "splits": splits,
     "mla_rows": mla_rows,
     "index_page": index_page,

@@ -157,7 +157,8 @@ class _Attention:
             mesh: its axes `ATTN_DATA` divide the batch, and its axes `ATTN_HEAD` divide the heads.
             head_dim_original: without effect, because `sm_scale` is given.
             sm_scale: factor on q . k.
-            attention_chunk_size: the sliding window, by the name that tpu-inference uses here.
+            attention_chunk_size: the sliding window, by the name that tpu-inference uses here: its layers pass windows,
+                and its own kernels take it as `sliding_window`. It is no chunk of Llama 4.
             q_scale: queries are divided by this number and rounded to the cache's float8_e4m3fn; logits are multiplied
                 by it.
             k_scale, v_scale: numbers; a cached value times its scale is the true value.

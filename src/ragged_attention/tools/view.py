@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from ragged_attention import dispatch
+from ragged_attention import dispatch, key_ranges
 from ragged_attention.calls import CACHE_FORMATS, Call, Device, MakeDecodeSchedule, MlaDecode
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.explain import VIEWED
@@ -34,6 +34,10 @@ DEVICES = {
 }  # fmt: skip
 CELLS = (12, 64)  # minimum and maximum number of a bar's cells in the terminal
 BESIDE = 60  # columns of the terminal that a row needs in addition to its bar
+MASKS = {
+    "chunk": "chunk=SIZE", "block": "block=SIZE", "sides": "sides=LEFT,RIGHT", "prefix": "prefix=KEYS,WINDOW",
+    "span": "span=BEGIN,END",
+}  # fmt: skip
 SHADES = " ▁▂▃▄▅▆▇█"
 MAX_ROWS = 24
 MAX_ENTRIES = 2**26  # maximum size of page tables, which are arrays with values here
@@ -48,6 +52,7 @@ class Batch:
     sample: Sample | LatentSample
     device: Device
     scheduled: bool = False
+    mask: str | None = None  # one of MASKS, with numbers
 
     @property
     def device_name(self) -> str:
@@ -83,7 +88,8 @@ class Batch:
         kv_lens = np.asarray(self.kv_lens, np.int32)
         if isinstance(self.sample, Sample):
             edges = np.cumsum([0, *self.q_lens]).astype(np.int32)
-            return {"kv_lens": kv_lens, "page_indices": self.table(), "cu_q_lens": edges}
+            ranges = {} if self.mask is None else {"key_ranges": ranges_of(self.mask, edges, kv_lens)}
+            return {"kv_lens": kv_lens, "page_indices": self.table(), "cu_q_lens": edges, **ranges}
         if self.sample.topk:
             return {"topk_lens": np.asarray(self.keys, np.int32)}
         return {"kv_lens": kv_lens, "page_indices": self.table()}
@@ -150,6 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--head-dim", type=int, help=f"default: {Sample.head_dim}")
     add("--cache-dtype", help="of the pages (default: as --dtype)")
     add("--window", type=int, help="keys that a query sees at most")
+    add("--mask", metavar="KIND=N,...", help=f"ranges of keys: {', '.join(MASKS.values())}")
     add("--draft", type=int, metavar="WIDTH", help="columns of a draft mask, for speculative decoding over a tree")
     add = parser.add_argument_group("of latent attention").add_argument
     add("--cache-format", help=f"plain, {', '.join(CACHE_FORMATS)} (default: {LatentSample.cache_format})")
@@ -165,6 +172,25 @@ def _lengths(text: str) -> tuple[int, ...]:
             raise InvalidInput(f"expected lengths such as 1,1,512 or 63x1,512, got {text!r}")
         lengths += [int(match[2])] * int(match[1] or 1)
     return tuple(lengths)
+
+
+def ranges_of(mask: str, cu_q_lens: Any, kv_lens: Any) -> Any:
+    """The ranges of keys of a mask in the form of MASKS, such as "chunk=256"."""
+    match = re.fullmatch(r"(\w+)=(\d{1,9})(?:,(\d{1,9}))?", mask)
+    if not match or match[1] not in MASKS or (match[3] is None) == ("," in MASKS[match[1]]):
+        raise InvalidInput(f"expected a mask of the form {' or '.join(MASKS.values())}, got {mask!r}")
+    kind, first, second = match[1], int(match[2]), int(match[3] or 0)
+    tables = cu_q_lens, kv_lens, int(cu_q_lens[-1])
+    if kind == "span":
+        spans = np.broadcast_to(np.array([[first, second]], np.int32), (len(kv_lens), 1, 2))
+        return key_ranges.span_ranges(*tables, spans=spans)
+    if kind == "sides":
+        return key_ranges.window_ranges(*tables, left=first, right=second)
+    if kind == "prefix":
+        return key_ranges.prefix_window_ranges(*tables, prefix=first, sliding_window=second)
+    if kind == "chunk":
+        return key_ranges.chunked_ranges(*tables, chunk=first)
+    return key_ranges.block_causal_ranges(*tables, block=first)
 
 
 def _heads(text: str) -> tuple[int, int]:
@@ -197,7 +223,9 @@ def batch_of(parsed: argparse.Namespace) -> Batch:
     if (size := len(kv_lens) * -(-max(kv_lens) // (parsed.page_size or 16))) > MAX_ENTRIES:
         raise InvalidInput(f"expected page tables of at most {MAX_ENTRIES} entries, got {size}")
     latent = parsed.operation == MlaDecode.OPERATION
-    for name in ("head_dim", "cache_dtype", "window", "draft") if latent else ("cache_format", "topk", "schedule"):
+    for name in (
+        ("head_dim", "cache_dtype", "window", "draft", "mask") if latent else ("cache_format", "topk", "schedule")
+    ):
         if getattr(parsed, name):
             raise InvalidInput(f"expected no --{name.replace('_', '-')} of {parsed.operation}, got one")
     shapes = {"num_tokens": sum(q_lens), "max_num_seqs": len(q_lens), "max_len": max(kv_lens), "dtype": parsed.dtype}
@@ -206,13 +234,19 @@ def batch_of(parsed: argparse.Namespace) -> Batch:
     if parsed.heads:
         shapes |= dict(zip(("num_q_heads", "num_kv_heads"), _heads(parsed.heads), strict=True))
     if not latent:
-        sample: Any = Sample(**shapes, sliding_window=parsed.window, max_q_len=max(q_lens))
+        ranges = (
+            None if parsed.mask is None else ranges_of(parsed.mask, np.array([0, 0], np.int32), np.zeros(1, np.int32))
+        )
+        count = None if ranges is None else ranges.shape[1]
+        sample: Any = Sample(**shapes, sliding_window=parsed.window, max_q_len=max(q_lens), key_ranges=count)
     elif len(set(q_lens)) > 1:
         raise InvalidInput(f"expected --q-lens of mla_decode to be all the same, got {min(q_lens)} and {max(q_lens)}")
     else:
         sample = LatentSample(**shapes, topk=parsed.topk or 0, causal=not parsed.topk and q_lens[0] > 1)
     device = device_named(parsed.device)
-    return Batch(q_lens=q_lens, kv_lens=kv_lens, sample=sample, device=device, scheduled=parsed.schedule)
+    return Batch(
+        q_lens=q_lens, kv_lens=kv_lens, sample=sample, device=device, scheduled=parsed.schedule, mask=parsed.mask
+    )
 
 
 def short(kernel: str) -> str:

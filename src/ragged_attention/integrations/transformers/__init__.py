@@ -15,7 +15,7 @@ operation depends on the call:
                                  `top_k_indices` in indexers
     the same in `generate_batch` over pages of latents, `mla_decode` too; `indexer_topk` in indexers
 
-Calls that these do not take (dropout, biases that do not follow from distance, masks of another form) are computed
+Calls that these do not take (dropout, biases that do not follow from distance, masks of many runs of keys) are computed
 densely in torch, with the same result, but slower and with all logits of a layer in memory. `explain` tells which
 operation ran, and why. The model's mask decides which keys a query sees. No keyword that could matter is ignored.
 """

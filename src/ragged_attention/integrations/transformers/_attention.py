@@ -14,6 +14,7 @@ from ragged_attention.integrations.transformers import (
     _lists,
     _masks,
     _sequences,
+    _tensors,
 )
 from ragged_attention.integrations.transformers._calls import note
 from ragged_attention.integrations.transformers._keywords import expect_no_more_than_places, own_attention
@@ -72,7 +73,8 @@ def attention(
         has_pages = is_absorbed and others.get("latent_pages") is not None
         known = {"indices": None} if has_pages else {}  # slots of those pages
         expect_no_more_than_places(module, {"dropout": dropout or None, **others, **known})
-        if attention_mask is not None and pattern_of(attention_mask) is None:
+        told = Pattern() if attention_mask is None else pattern_of(attention_mask)
+        if told is None or told.ranges is not None:
             raise Unsupported(f"expected continuous batching without masks, got one of {type(module).__name__}'s own")
         settings["sliding_window"] = sliding_window
         if has_pages:
@@ -95,9 +97,12 @@ def attention(
         mask = _masks.as_numbers(mask, query.dtype) if mask.dtype == torch.bool else mask
         named = {"softcap": softcap, "s_aux": s_aux, **others}
         return eager(module, query, key, value, mask, scaling=settings["sm_scale"], dropout=dropout, **named)[0], None
-    if is_absorbed:
-        return _latent.attend(call), None
-    return _attend(call), None
+    attend, blind = _latent.attend if is_absorbed else _attend, None if call.pattern is None else call.pattern.blind
+    if blind is None:
+        return attend(call), None
+    out = attend(call._replace(query=query.masked_fill(blind[:, None, :, None], 0.0)))
+    has_sinks = s_aux is not None or others.get("sinks") is not None  # which then have all the weight
+    return out.masked_fill(blind[..., None, None], 0.0) if has_sinks else out, None
 
 
 def _attend(call: LayerCall) -> torch.Tensor:
@@ -125,6 +130,8 @@ def _attend(call: LayerCall) -> torch.Tensor:
     note(call.module, "varlen_attention")
     settings["deterministic"] = bool(call.others.get("deterministic"))
     settings["causal"] = pattern.causal or (tables is not None and call.query.shape[2] == 1)
+    if pattern.ranges is not None:
+        settings["key_ranges"] = _layout.key_ranges(pattern.ranges, call.query.shape[0])
     if pattern.shown is not None:
         return _sequences.without_padding(call, pattern, pattern.shown, settings, tables)
     return _sequences.packed(call, pattern, settings, tables)
@@ -132,7 +139,7 @@ def _attend(call: LayerCall) -> torch.Tensor:
 
 def _pattern(call: LayerCall, causal: bool) -> Pattern | None:
     """The pattern of a call's mask, with the edges of packed sequences; without a mask, the module decides."""
-    mask, q_len, kv_len = call.mask, call.query.shape[2], call.key.shape[2]
+    mask, (rows, heads, q_len, _), kv_len = call.mask, call.query.shape, call.key.shape[2]
     if mask is None:
         if call.others.get("cu_seq_lens_q") is not None:
             return Pattern(causal, edges=call.others["cu_seq_lens_q"].int())
@@ -140,16 +147,19 @@ def _pattern(call: LayerCall, causal: bool) -> Pattern | None:
     if not isinstance(mask, torch.Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise Unsupported(f"expected a mask of bool or of numbers to add, got {getattr(mask, 'dtype', type(mask))}")
     pattern = pattern_of(mask)
-    if pattern is None or (not _masks.hides_nothing(pattern) and mask.shape[2:] != (q_len, kv_len)):
+    if pattern is None:
+        is_listed = call.key is call.value and call.key.shape[1] == 1  # by `_lists`, which take any mask
+        return None if is_listed else _tensors.pattern_of_numbers(mask, (rows, heads, q_len, kv_len))
+    if not _masks.hides_nothing(pattern) and mask.shape[2:] != (q_len, kv_len):
         return None
     if _masks.is_of_rows(pattern):
-        return pattern if mask.shape[0] == call.query.shape[0] else None
+        return pattern if mask.shape[0] == rows else None
     return pattern if pattern.end is not None else pattern._replace(edges=_layout.packed_edges(call, pattern))
 
 
 def _shown(call: LayerCall) -> Any:
     """A call's mask as a tensor that can be broadcast to [B, H, L_q, L_k], either bool or numbers to add."""
-    if call.pattern is None:
+    if call.pattern is None or _tensors.is_by_numbers(call.mask):
         return call.mask
     rows = call.query.shape[0] if _masks.is_of_rows(call.pattern) else 1
     return _masks.visible(call.pattern, rows, call.query.shape[2], call.key.shape[2], call.query.device)
@@ -168,10 +178,11 @@ def _why_dense(call: LayerCall) -> str | None:
     if call.others.get("indices") is not None:
         return "each query has its own list of keys"
     if call.pattern is None or not _masks.is_within(call.pattern, call.key.shape[2]):
-        return "its mask is no causal one, window or padding"
+        return "its mask is not up to 8 ranges of keys for all heads"
     if (reason := _bias.why_dense(call)) is not None:
         return reason
-    if call.query.shape[2] > 1 and call.pattern.shown is not None and _mixes_tokens(call.module):
+    hides_padding = call.pattern.shown is not None or call.pattern.ranges is not None
+    if call.query.shape[2] > 1 and hides_padding and _mixes_tokens(call.module):
         return "results of padding reach other tokens"
     if call.query.dtype not in DTYPES:
         return f"it is in {call.query.dtype}"

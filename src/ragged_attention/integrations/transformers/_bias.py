@@ -23,6 +23,8 @@ def why_dense(call: LayerCall) -> str | None:
         return None
     if tuple(bias.shape[2:]) != (q_len, kv_len) or bias.shape[1] != heads or bias.shape[0] not in (1, rows):
         return "it has a bias of positions of another shape"
+    if pattern.blind is not None and not _is_zero(call):
+        return "it has a bias of positions, some of which are padding"
     if q_len == 1 or _is_zero(call):
         return None
     if not isinstance(bias, DistanceBias) or torch.compiler.is_compiling():

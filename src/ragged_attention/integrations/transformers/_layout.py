@@ -108,6 +108,11 @@ def row_edges(rows: int, length: int, device: torch.device) -> torch.Tensor:
     return torch.arange(rows + 1, dtype=torch.int32, device=device) * length
 
 
+def key_ranges(ranges: torch.Tensor, rows: int) -> torch.Tensor:
+    """The ranges of a pattern as the argument [B * L_q, R, 2] of our operations."""
+    return ranges.expand(rows, -1, -1, -1).flatten(0, 1)
+
+
 def over_pages(
     operation: Callable[..., torch.Tensor], q: torch.Tensor, pages: Any, kv_lens: torch.Tensor, table: torch.Tensor,
     pattern: Pattern, settings: dict[str, Any],
@@ -117,9 +122,12 @@ def over_pages(
     order = _queries_last(pattern, q_len)
     q = q if order is None else q.take_along_dim(order, 1)
     edges = row_edges(rows, q_len, q.device)
-    out = operation(
-        q.flatten(0, 1), pages, kv_lens, table, edges, max_q_len=q_len, causal=pattern.causal, **settings
-    ).unflatten(0, (rows, q_len))
+    if pattern.ranges is None:
+        settings = {**settings, "causal": pattern.causal}
+    else:
+        settings = {**settings, "key_ranges": key_ranges(pattern.ranges, rows)}
+    out = operation(q.flatten(0, 1), pages, kv_lens, table, edges, max_q_len=q_len, **settings)
+    out = out.unflatten(0, (rows, q_len))
     return out if order is None else torch.empty_like(out).scatter_(1, order.expand_as(out), out)
 
 

@@ -4,16 +4,18 @@ transformers describes visibility by a function of indices, from which each atte
 Models pass the mask on, slice it, add to it, or read it in their own indexers. So ours is the mask of eager attention
 [B, 1, L_q, L_k]: 0 for a visible key, else the smallest number. If our operations can express the visibility, the mask
 has a `pattern`, and its numbers are computed only if something reads them. A tensor computed from the mask has no
-pattern; it is applied as it is.
+pattern of its own; `_tensors` reads it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import masking_utils
+
+from ragged_attention.integrations.transformers._ranges import blocks, ranges_of, shown_by
 
 T = TypeVar("T")
 aten = torch.ops.aten
@@ -30,6 +32,8 @@ class Pattern(NamedTuple):
     end: the number of keys (an int or a tensor) if a cache of fixed size has unused places after them.
     edges: int32 [S + 1], the edges of sequences packed into rows, with the rows laid out one after another.
     has_padding_mask: whether the model got a padding mask, which may hide nothing.
+    ranges: int32 [1 or B, L_q, R, 2], the ranges of keys that each query sees; then nothing above hides a key.
+    blind: bool [1 or B, 1 or L_q], queries that weigh alike all the keys that they see.
     """
 
     causal: bool = False
@@ -38,6 +42,8 @@ class Pattern(NamedTuple):
     end: Any = None
     edges: torch.Tensor | None = None
     has_padding_mask: bool = False
+    ranges: torch.Tensor | None = None
+    blind: torch.Tensor | None = None
 
 
 # Functions, because the Dynamo of torch 2.9 does not follow properties of a tuple.
@@ -45,7 +51,7 @@ class Pattern(NamedTuple):
 
 def is_of_rows(pattern: Pattern) -> bool:
     """Whether the pattern differs by row."""
-    return pattern.shown is not None or pattern.edges is not None
+    return any(each is not None for each in (pattern.shown, pattern.edges, pattern.ranges))
 
 
 def hides_nothing(pattern: Pattern) -> bool:
@@ -62,6 +68,8 @@ def visible(
     pattern: Pattern, rows: int, q_len: int, kv_len: int, device: Any, queries: slice = slice(None)
 ) -> torch.Tensor:
     """A pattern as a mask for some of the queries, bool [rows, 1, queries, kv_len]."""
+    if pattern.ranges is not None:
+        return shown_by(pattern.ranges[:, queries], kv_len)[:, None].expand(rows, -1, -1, -1)
     end = kv_len if pattern.end is None else pattern.end
     position = (torch.arange(q_len, device=device) + (end - q_len))[queries, None]
     key = torch.arange(kv_len, device=device)
@@ -97,7 +105,7 @@ class Mask(torch.Tensor):
         self: Any = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)  # type: ignore[attr-defined]
         self.pattern, self._original, self._numbers = pattern, pattern, None
         # Compilers take a mask apart into these tensors, and need at least one.
-        self.shown, self.end, self.edges = pattern.shown, pattern.end, pattern.edges
+        self.shown, self.end, self.edges, self.ranges = pattern.shown, pattern.end, pattern.edges, pattern.ranges
         self.nothing = torch.empty(0, device=device) if nothing is None else nothing
         return self
 
@@ -148,7 +156,7 @@ class Mask(torch.Tensor):
         return func(*args, **kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        inner = [name for name in ("shown", "end", "edges") if isinstance(getattr(self, name), torch.Tensor)]
+        inner = [name for name in ("shown", "end", "edges", "ranges") if isinstance(getattr(self, name), torch.Tensor)]
         return ["nothing", *inner], (self._original._replace(**dict.fromkeys(inner)), self.dtype, self.device)
 
     @staticmethod
@@ -258,10 +266,16 @@ def edges_of(packed: torch.Tensor) -> torch.Tensor:
     return torch.cat((edges, edges.new_tensor([packed.numel()]))).int()
 
 
+def keep_results(shown: torch.Tensor) -> torch.Tensor:
+    """The same `shown`, for which `computed_once` keeps results; nobody else may change it."""
+    _results[shown] = {}
+    return shown
+
+
 def computed_once(shown: torch.Tensor, name: Any, compute: Callable[[], T]) -> T:
     """The result of `compute` for the `shown` of a mask, kept as long as the mask, which all layers of a pass share."""
     results = None if torch.compiler.is_compiling() else _results.get(shown)
-    if results is None:  # not made by `mask`, so its owner may change it
+    if results is None:  # not of `keep_results`, so its owner may change it
         return compute()
     if name not in results:
         results[name] = compute()
@@ -325,6 +339,8 @@ def mask(
         return _outside_the_graph(**others, **known, dtype=dtype)
     else:
         pattern = None
+    if pattern is None and not compiling:
+        pattern = _in_ranges(use_vmap=others.get("use_vmap", False), **known)
     if pattern is None:
         return masking_utils.eager_mask(**whole)
     if compiling:  # the graph computes the numbers only if something reads them
@@ -332,7 +348,7 @@ def mask(
         made.pattern = pattern  # type: ignore[attr-defined]
         return made
     if pattern.shown is not None:
-        _results[pattern.shown] = {}
+        keep_results(pattern.shown)
     return Mask(pattern, (batch_size, 1, q_length, kv_length), dtype, device)
 
 
@@ -375,6 +391,31 @@ def _pattern(
         allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
     )  # fmt: skip
     return Pattern(shown=row[:, 0, 0])
+
+
+def _in_ranges(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any,
+    kv_offset: Any,
+    mask_function: Callable[..., Any],
+    attention_mask: torch.Tensor | None,
+    device: Any,
+    use_vmap: bool,
+) -> Pattern | None:
+    """The pattern of any mask function whose queries see few runs of keys, in which it is computed, part by part."""
+
+    def parts() -> Iterator[torch.Tensor]:
+        for queries in blocks(batch_size, q_length, kv_length):
+            made: Any = masking_utils.sdpa_mask(
+                batch_size, queries.stop - queries.start, kv_length, q_offset + queries.start, kv_offset,
+                mask_function, attention_mask, allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
+            )  # fmt: skip
+            yield made[:1, 0] if made.stride(0) == 0 else made[:, 0]
+
+    ranges = ranges_of(parts())
+    return None if ranges is None else Pattern(ranges=ranges)
 
 
 def _expressed(

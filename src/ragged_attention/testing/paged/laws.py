@@ -157,15 +157,15 @@ def ranges_are_a_union(runner: Runner, spec: RaggedSpec) -> None:
     if "draft_mask" in batch.arguments():
         batch = batch.change(draft_mask=None)
     capacity = batch.page_indices.shape[1] * batch.page_size
-    begin, cut, end = np.sort(rng.integers(0, capacity + 2, (3, len(batch.q), 1)).astype(np.int32), axis=0)
-    whole, first, second = (np.stack(pair, -1) for pair in ((begin, end), (begin, cut), (cut, end)))
+    edges = np.sort(rng.integers(0, capacity + 2, (4, len(batch.q), 1)).astype(np.int32), axis=0)
+    first, middle, last, whole = (
+        np.stack([edges[start], edges[end]], -1) for start, end in ((0, 1), (1, 2), (2, 3), (0, 3))
+    )
     batch = batch.change(key_ranges=whole)
-    halves = np.concatenate([first, second], axis=1)
-    same(runner, batch.change(key_ranges=halves), batch)
-    same(runner, batch.change(key_ranges=np.concatenate([second, whole, first, second], axis=1)), batch)
-    same(runner, batch.change(key_ranges=halves[:, ::-1].copy()), batch)
-    wide = batch.widened().change(sinks=None)
-    expect_to_merge(runner, wide, [wide.change(key_ranges=half) for half in (first, second)])
+    for parts in ([first, middle, last], [middle, last, first], [last, whole, first, first]):
+        same(runner, batch.change(key_ranges=np.concatenate(parts, axis=1)), batch)
+    wide = batch.widened().change(sinks=None, key_ranges=np.concatenate([last, first], axis=1))
+    expect_to_merge(runner, wide, [wide.change(key_ranges=part) for part in (first, last)])
 
 
 def hints_change_nothing(runner: Runner, spec: RaggedSpec) -> None:

@@ -1,0 +1,173 @@
+"""Gradients of rollouts that share their prompts, packed as a prefix tree, beside those of the rollouts one by one.
+
+    python examples/train_tree.py
+
+takes seconds on one core. In reinforcement learning many answers to one prompt are trained on, and dialogues share all
+their turns up to where they part. As a tree each shared token is computed once: `tree_ranges` says which tokens are a
+token's ancestors, and `varlen_attention` lets it see those alone. The loss is that of all rollouts, in which a shared
+token counts as often as there are rollouts that have it, so loss and gradients are those of the unshared batch.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from train_demo import corpus, initial_weights
+
+from ragged_attention.demo.torch_model import GQA, device_named, one_thread
+from ragged_attention.key_ranges import tree_ranges
+from ragged_attention.torch import varlen_attention
+
+Weights = dict[str, torch.Tensor]
+Rollouts = list[tuple[int, ...]]
+
+
+class Tree(NamedTuple):
+    """Rollouts as a prefix tree whose tokens are packed depth first; each is a tensor [T]."""
+
+    tokens: torch.Tensor
+    parents: torch.Tensor  # where a token's parent is packed, -1 for a root
+    depths: torch.Tensor  # a token's position in its rollouts
+    counts: torch.Tensor  # the number of rollouts that have it
+
+
+def tree_of(rollouts: Rollouts) -> Tree:
+    """The prefix tree of rollouts. Sorted, they are in depth-first order: each parts from the last at some token."""
+    rows: list[tuple[int, int, int]] = []
+    counts: list[int] = []
+    path: list[int] = []  # where the last rollout's tokens are packed
+    last: tuple[int, ...] = ()
+    for rollout in sorted(rollouts):
+        shared = next((at for at, pair in enumerate(zip(last, rollout, strict=False)) if pair[0] != pair[1]), len(last))
+        path = path[:shared]
+        for place in path:
+            counts[place] += 1
+        for token in rollout[shared:]:
+            rows.append((token, path[-1] if path else -1, len(path)))
+            counts.append(1)
+            path.append(len(rows) - 1)
+        last = rollout
+    tokens, parents, depths = (torch.tensor(column) for column in zip(*rows, strict=True))
+    return Tree(tokens, parents.to(torch.int32), depths, torch.tensor(counts))
+
+
+def tree_loss(weights: Weights, rollouts: Rollouts, backend: str | None = None) -> torch.Tensor:
+    """Nats of all rollouts, each token of the tree computed once and predicted from its parent."""
+    tree = tree_of(rollouts)
+    edges, ranges = torch.tensor([0, len(tree.tokens)], dtype=torch.int32), tree_ranges(tree.parents)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return varlen_attention(q, k, v, edges.to(q.device), edges.to(q.device), key_ranges=ranges, backend=backend)
+
+    device = weights["embed"].device
+    tokens, ranges = tree.tokens.to(device), ranges.to(device)
+    hidden = GQA.forward_by_heads(weights, tokens, tree.depths.to(device), attend)
+    predicted = tree.parents >= 0
+    logits = hidden[tree.parents[predicted].to(device)] @ weights["embed"].T
+    nats = F.cross_entropy(logits, tokens[predicted.to(device)], reduction="none")
+    return (nats * tree.counts[predicted].to(device)).sum()
+
+
+def unshared_loss(weights: Weights, rollouts: Rollouts, backend: str | None = None) -> torch.Tensor:
+    """The same of the rollouts packed one after another, each with a copy of what it shares."""
+    device = weights["embed"].device
+    lengths = [len(rollout) for rollout in rollouts]
+    tokens = torch.cat([torch.tensor(rollout, device=device) for rollout in rollouts])
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    edges = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(device, torch.int32)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return varlen_attention(q, k, v, edges, edges, causal=True, backend=backend)
+
+    hidden = GQA.forward_by_heads(weights, tokens, positions, attend)
+    later = positions[1:] > 0  # a first token is predicted from nothing
+    logits = hidden[:-1][later] @ weights["embed"].T
+    return F.cross_entropy(logits, tokens[1:][later], reduction="sum")
+
+
+class Step(NamedTuple):
+    """A loss, its gradients, the seconds that they took, and the bytes that the loss kept for the gradients."""
+
+    loss: float
+    gradients: Weights
+    seconds: float
+    kept: int
+
+
+def step(loss_of: Callable[..., torch.Tensor], weights: Weights, rollouts: Rollouts, backend: str | None) -> Step:
+    kept: dict[int, int] = {}
+    for weight in weights.values():
+        weight.grad = None
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    start = time.perf_counter()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = loss_of(weights, rollouts, backend)
+    loss.backward()
+    seconds = time.perf_counter() - start
+    gradients = {name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None}
+    return Step(loss.item(), gradients, seconds, sum(kept.values()))
+
+
+def rollouts_of(text: bytes, prompt: int, turns: int, answers: int, length: int) -> Rollouts:
+    """Dialogues that share a prompt of so many bytes; behind each of some turns that follow it stand some answers."""
+
+    def pieces() -> Iterator[bytes]:
+        for start in range(prompt, len(text) - length, length):
+            yield text[start : start + length]
+
+    piece = pieces()
+    return [
+        tuple(text[:prompt] + turn + next(piece))
+        for turn in (next(piece) for _ in range(turns))
+        for _ in range(answers)
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--prompt", type=int, default=512, help="bytes that all rollouts share")
+    parser.add_argument("--turns", type=int, default=2, help="turns that follow it")
+    parser.add_argument("--answers", type=int, default=8, help="rollouts of each turn")
+    parser.add_argument("--length", type=int, default=64, help="bytes of a turn and of an answer")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", help="default: a GPU if there is one")
+    parser.add_argument("--backend", help="of varlen_attention; default: what the device runs by itself")
+    arguments = parser.parse_args(argv)
+    drawn = initial_weights(torch.Generator().manual_seed(arguments.seed))
+    device = device_named(arguments.device)
+    weights = {name: weight.detach().to(device).requires_grad_() for name, weight in drawn.items()}
+    text = " ".join(corpus()).encode()
+    rollouts = rollouts_of(text, arguments.prompt, arguments.turns, arguments.answers, arguments.length)
+    with one_thread():
+        for loss_of in (tree_loss, unshared_loss):  # the first call compiles kernels
+            step(loss_of, weights, rollouts, arguments.backend)
+        tree, unshared = (step(loss_of, weights, rollouts, arguments.backend) for loss_of in (tree_loss, unshared_loss))
+    show(Console(), rollouts, tree, unshared)
+    return 0
+
+
+def show(console: Console, rollouts: Rollouts, tree: Step, unshared: Step) -> None:
+    counts = {"as a tree": len(tree_of(rollouts).tokens), "one by one": sum(map(len, rollouts))}
+    table = Table("", "tokens", "loss", "seconds", "MB kept for the gradient", title=f"{len(rollouts)} rollouts")
+    for (name, count), made in zip(counts.items(), (tree, unshared), strict=True):
+        table.add_row(name, str(count), f"{made.loss:.3f}", f"{made.seconds:.2f}", f"{made.kept / 1e6:.1f}")
+    console.print(table)
+    largest = max(relative(tree.gradients[name], gradient) for name, gradient in unshared.gradients.items())
+    console.print(f"largest difference of a gradient, of its largest entry: {largest:.1g}", highlight=False)
+
+
+def relative(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max() / other.abs().max())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

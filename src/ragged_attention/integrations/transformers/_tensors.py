@@ -1,0 +1,94 @@
+"""Masks that were not made here, by their numbers, as patterns of our operations.
+
+Some models make their own masks, of bool or of numbers to add. If all heads share such a mask, and its numbers only
+hide keys, it is padding or ranges of keys, and has a pattern. Layers share a mask, so it is read once.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ragged_attention.integrations.transformers._masks import Mask, Pattern, keep_results, pattern_of
+from ragged_attention.integrations.transformers._ranges import blocks, ranges_of
+
+# By the tensor whose memory a mask is, and by the mask's place in it: how often that was written to, and the pattern.
+_known: Any = WeakTensorKeyDictionary()
+PLACES = 16  # that are kept of a tensor, so that a mask for all lengths, cut to size in every step, holds no more
+
+
+def pattern_of_numbers(mask: torch.Tensor, size: tuple[int, int, int, int]) -> Pattern | None:
+    """The pattern of a mask that can be broadcast to `size`, [B, H, L_q, L_k], or None if it has none.
+
+    Compilers and transformations of functions cannot read values, and a mask that is trained has no pattern.
+    """
+    if torch.compiler.is_compiling() or mask.requires_grad:
+        return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(mask):  # type: ignore[attr-defined]
+        return None
+    if isinstance(mask, Mask):
+        mask = mask.numbers()
+    if mask.is_inference():  # its writes are not counted
+        return _pattern(mask, size)
+    base = mask if mask._base is None else mask._base
+    place = size, mask.storage_offset(), tuple(mask.shape), mask.stride(), mask.dtype
+    patterns = _known.setdefault(base, {})
+    if place not in patterns or patterns[place][0] != mask._version:
+        if len(patterns) == PLACES:
+            patterns.clear()
+        patterns[place] = mask._version, _pattern(mask, size)
+    return patterns[place][1]
+
+
+def is_by_numbers(mask: Any) -> bool:
+    """Whether a mask is known only by its numbers."""
+    return mask is not None and pattern_of(mask) is None
+
+
+def _pattern(mask: torch.Tensor, size: tuple[int, int, int, int]) -> Pattern | None:
+    rows, heads, q_len, kv_len = size
+    if mask.ndim > 4:
+        return None
+    mask = mask[(None,) * (4 - mask.ndim)]
+    fits = mask.shape[0] in (1, rows) and mask.shape[1] in (1, heads) and mask.shape[2] in (1, q_len)
+    if not fits or mask.shape[3] != kv_len or 0 in mask.shape:
+        return None
+    for dim in (0, 1, 2):
+        if mask.stride(dim) == 0:
+            mask = mask.narrow(dim, 0, 1)
+    parts, blind = [], []
+    for queries in blocks(mask.shape[0] * mask.shape[1], mask.shape[2], kv_len):
+        read = _read(mask[:, :, queries])
+        if read is None:
+            return None
+        parts.append(read[0])
+        blind.append(read[1])
+    blinded = torch.cat(blind, 1)
+    blinded = blinded if bool(blinded.any()) else None
+    if mask.shape[2] > 1:
+        ranges = ranges_of(parts)
+        return None if ranges is None else Pattern(ranges=ranges, blind=blinded)
+    shown = parts[0][:, 0]
+    if bool(shown.all()):
+        return Pattern(blind=blinded)
+    return Pattern(shown=keep_results(shown.expand(rows, -1).clone()), blind=blinded)
+
+
+def _read(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Which keys some queries see, bool [B, queries, L_k], and which of the queries are blind, bool [B, queries].
+
+    A query whose keys are all hidden by numbers is blind, unless they are infinite: added to logits these huge numbers
+    leave nothing of them, so that the query sees the keys with the largest one, all alike.
+    None stands for a mask that differs between heads or does more than hide keys.
+    """
+    if mask.shape[1] > 1 and not bool((mask == mask[:, :1]).all()):
+        return None
+    mask = mask[:, 0]
+    if mask.dtype == torch.bool:
+        return mask, torch.zeros(mask.shape[:2], dtype=torch.bool, device=mask.device)
+    sees = mask == 0
+    if not bool((sees | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
+        return None
+    most = mask.amax(-1, keepdim=True)
+    blind = (most < 0) & (most > -torch.inf)
+    return sees | (blind & (mask == most)), blind[..., 0]

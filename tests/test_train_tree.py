@@ -1,0 +1,49 @@
+"""The example that trains on rollouts as a prefix tree: loss and gradients are those of the rollouts one by one."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+SHORT = ["--device", "cpu", "--prompt", "40", "--length", "9", "--answers", "3"]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return runpy.run_path(str(EXAMPLES / "train_tree.py"))
+
+
+def said_of(script: dict[str, Any], capsys: pytest.CaptureFixture[str], *more: str) -> tuple[list[list[str]], float]:
+    """The numbers of both rows, and the largest difference of a gradient."""
+    assert script["main"]([*SHORT, *more]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split("│")[1:-1] for line in out.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in row[1:]] for row in rows], float(out.rpartition(": ")[2])
+
+
+@pytest.mark.parametrize("backend", [[], ["--backend", "reference"]])
+def test_a_tree_has_the_loss_and_the_gradients_of_its_rollouts(script, capsys, backend):
+    (tree, unshared), difference = said_of(script, capsys, *backend)
+    assert (tree[0], unshared[0]) == (str(40 + 2 * 9 + 6 * 9), str(6 * (40 + 9 + 9)))
+    assert float(tree[1]) == pytest.approx(float(unshared[1]), rel=1e-5)
+    assert float(tree[3]) < 0.5 * float(unshared[3])  # bytes kept follow tokens
+    assert difference < 1e-4
+
+
+def test_tokens_that_see_other_branches_show(script, capsys):
+    script["main"].__globals__["tree_ranges"] = lambda parents: torch.stack(
+        [torch.zeros_like(parents), torch.arange(1, len(parents) + 1, dtype=torch.int32)], -1
+    )[:, None]
+    assert said_of(script, capsys)[1] > 1e-3
+
+
+def test_rollouts_share_what_they_begin_with(script):
+    tree = script["tree_of"]([(1, 2, 3), (1, 2), (1, 2, 4, 5), (7,), (1, 2, 3)])
+    assert tree.tokens.tolist() == [1, 2, 3, 4, 5, 7]
+    assert tree.parents.tolist() == [-1, 0, 1, 1, 3, -1]
+    assert tree.depths.tolist() == [0, 1, 2, 2, 3, 0]
+    assert tree.counts.tolist() == [4, 4, 2, 1, 1, 1]
