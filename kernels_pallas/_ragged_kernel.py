@@ -51,6 +51,7 @@ class Plan(NamedTuple):
     combined: bool
     causal: bool
     window: int | None
+    num_ranges: int  # of keys that each query sees; 0 if `causal` and `window` say which
     soft_cap: float | None
     has_sinks: bool
     has_lse: bool
@@ -94,6 +95,11 @@ class Plan(NamedTuple):
     def in_columns(self) -> bool:
         """Whether the logits have queries as columns and keys as rows."""
         return self.block_q > 1
+
+    @property
+    def reads_ranges(self) -> bool:
+        """Whether the rows of a tile have ranges of their own; a single query's are in scalar memory."""
+        return self.num_ranges > 0 and self.in_columns
 
     @property
     def columns(self) -> int:
@@ -141,7 +147,9 @@ class Refs(NamedTuple):
     seqs: Sequences
     factors: Factors
     slots: Any  # i32 [T] with padding, the slot of each new row, or -1
+    ranges: Any  # `Ranges`
     q: Any
+    row_ranges: Any  # i32 [tiles, 2R, rows], see `ranges_of`
     new_rows: Any
     read_pages: list[Any] | None  # the pages, if the launch only reads them
     initial: Any  # the initial values of the results, in the memory of the results
@@ -151,6 +159,7 @@ class Refs(NamedTuple):
     buffers: list[Any]  # [2, positions, heads, D] for each array of pages
     position: Any  # i32 [2, num_blocks_kv, ...], the position of each key in the buffers
     q_buffer: Any  # [2, block_q, H, D]
+    ranges_buffer: Any  # i32 [2, 2R, rows]
     q_rows: Any  # [K, rows, D]
     heads: list[Any]  # one part of a block for each array of pages, in the form that `heads_buffer` describes
     m_i: Any  # f32 [K, ...], the running maximum of each query
@@ -164,6 +173,7 @@ class Refs(NamedTuple):
     missing: Any  # i32 [2], for each buffer: 1 if a page of its block does not exist
     kv_arrived: Any  # semaphores [2, arrays of pages]
     q_arrived: Any  # [2]
+    ranges_arrived: Any  # [2]
     out_copied: Any
     lse_copied: Any
 
@@ -180,6 +190,7 @@ def scratch(plan: Plan, q: Any, pages: Any) -> list[Any]:
         [pltpu.VMEM((2, positions, *array.shape[2:]), array.dtype) for array in pages],
         pltpu.VMEM((2, plan.num_blocks_kv, *plan.per_key), jnp.int32),
         pltpu.VMEM((2, plan.block_q, heads, plan.head_dim), q.dtype),
+        pltpu.VMEM((2, 2 * plan.num_ranges, plan.rows), jnp.int32) if plan.reads_ranges else None,
         pltpu.VMEM((plan.num_kv_heads, plan.rows, plan.head_dim), plan.dtype),
         [heads_buffer(plan, which) for which in range(len(pages))],
         pltpu.VMEM((plan.num_kv_heads, *plan.per_query), f32),
@@ -193,6 +204,7 @@ def scratch(plan: Plan, q: Any, pages: Any) -> list[Any]:
         pltpu.SMEM((2,), jnp.int32),
         pltpu.SemaphoreType.DMA((2, len(pages))),
         pltpu.SemaphoreType.DMA((2,)),
+        pltpu.SemaphoreType.DMA((2,)) if plan.reads_ranges else None,
         pltpu.SemaphoreType.DMA,
         pltpu.SemaphoreType.DMA,
     ]
@@ -231,6 +243,7 @@ class Span(NamedTuple):
     low: Any  # the first key that any row sees
     high: Any  # one past the last key that any row sees
     kv_len: Any
+    tile: Any  # the tile's number in `Ranges`; None without ranges
 
 
 def span_of(plan: Plan, refs: Refs, step: Step) -> Span:
@@ -242,12 +255,15 @@ def span_of(plan: Plan, refs: Refs, step: Step) -> Span:
     source = jnp.clip(start + first, 0, plan.num_tokens - plan.block_q)
     shift = start + first - source
     position = kv_len - q_len + first - shift
-    low, high = jnp.int32(0), kv_len
-    if plan.causal:
+    low, high, tile = jnp.int32(0), kv_len, None
+    if plan.num_ranges:
+        tile = jnp.minimum(refs.ranges.first_tiles[seq] + step.tile, refs.ranges.lows.shape[0] - 1)
+        low, high = refs.ranges.lows[tile], refs.ranges.highs[tile]
+    elif plan.causal:
         high = jnp.clip(position + shift + count, 0, kv_len)
     if plan.window is not None:
         low = jnp.clip(position + shift - (plan.window - 1), 0, high)
-    return Span(seq, source, shift, count, position, low, high, kv_len)
+    return Span(seq, source, shift, count, position, low, high, kv_len, tile)
 
 
 def kernel(plan: Plan, refs: Refs) -> None:
@@ -262,7 +278,7 @@ def kernel(plan: Plan, refs: Refs) -> None:
     def _() -> None:
         span = span_of(plan, refs, first)
         begin = first._replace(block=span.low // plan.block)
-        query_copy(plan, refs, span, begin.q_slot).start()
+        fetch_queries(plan, refs, span, begin.q_slot)
         fetch_pages(plan, refs, span, begin)
         lax.while_loop(lambda step: step.index < refs.count[0], lambda step: run_step(plan, refs, step), begin)
         wait_results(plan, refs)
@@ -316,7 +332,7 @@ def run_step(plan: Plan, refs: Refs, step: Step) -> Step:
     @pl.when(next_step.index < refs.count[0])
     def _() -> None:
         fetch_pages(plan, refs, next_span, next_step)
-        pl.when(ends)(lambda: query_copy(plan, refs, next_span, next_step.q_slot).start())
+        pl.when(ends)(lambda: fetch_queries(plan, refs, next_span, next_step.q_slot))
 
     pl.when(begins)(lambda: begin_tile(plan, refs, span, step))
     wait_pages(plan, refs, span, step)
@@ -325,11 +341,19 @@ def run_step(plan: Plan, refs: Refs, step: Step) -> Step:
     return next_step
 
 
-def query_copy(plan: Plan, refs: Refs, span: Span, slot: Any) -> Any:
-    """The copy of a tile's queries to their buffer."""
-    return pltpu.make_async_copy(
-        refs.q.at[pl.ds(span.source, plan.block_q)], refs.q_buffer.at[slot], refs.q_arrived.at[slot]
-    )
+def query_copies(plan: Plan, refs: Refs, span: Span, slot: Any) -> list[Any]:
+    """The copies of a tile's queries, and of their ranges if they have any, to their buffers."""
+    rows = refs.q.at[pl.ds(span.source, plan.block_q)]
+    copies = [pltpu.make_async_copy(rows, refs.q_buffer.at[slot], refs.q_arrived.at[slot])]
+    if plan.reads_ranges:
+        ranges = refs.row_ranges.at[span.tile]
+        copies.append(pltpu.make_async_copy(ranges, refs.ranges_buffer.at[slot], refs.ranges_arrived.at[slot]))
+    return copies
+
+
+def fetch_queries(plan: Plan, refs: Refs, span: Span, slot: Any) -> None:
+    for copy in query_copies(plan, refs, span, slot):
+        copy.start()
 
 
 def page_range(plan: Plan, span: Span, step: Step) -> tuple[Any, Any]:
@@ -409,7 +433,8 @@ def wait_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
 
 def begin_tile(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
     """Transpose the queries to heads-first order, and reset the online softmax."""
-    query_copy(plan, refs, span, step.q_slot).wait()
+    for copy in query_copies(plan, refs, span, step.q_slot):
+        copy.wait()
     group = plan.group
     if plan.block_q == 1:
         for head in range(plan.num_kv_heads):
@@ -436,11 +461,11 @@ def compute(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
         logits, mix_previous = multiply_keys(plan, refs, *groups[0]), functools.partial(lambda: None)
         for group, after in zip(groups, [*groups[1:], None], strict=True):
             next_logits = multiply_keys(plan, refs, *after) if after else None
-            seen = visible(plan, refs, span, step.kv_slot, part, group[1])
+            seen = visible(plan, refs, span, step, part, group[1])
             weights, alpha = update_softmax(plan, refs, *group, logits, seen)
             mix_previous()
             logits = next_logits
-            mix_previous = functools.partial(mix_values, plan, refs, group, weights, alpha, split_weights)
+            mix_previous = functools.partial(mix_values, plan, refs, group, weights, alpha, seen, split_weights)
         mix_previous()
 
     def attend_parts(split_weights: bool) -> None:
@@ -460,7 +485,10 @@ def compute(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
 
 
 def zero_unseen(plan: Plan, refs: Refs, span: Span, step: Step, low: Any, high: Any) -> None:
-    """Zero the keys of parts [low, high) that the tile does not see. Their weight is 0, but 0 times NaN is NaN."""
+    """Zero the keys of parts [low, high) that the tile does not see. Their weight is 0, but 0 times NaN is NaN.
+
+    Of a tile of several queries with ranges, `mix_values` zeroes keys between the ranges.
+    """
     base = step.block * plan.block
     seen_low = jnp.maximum(span.low - base, 0)
     seen_high = jnp.minimum(span.high - base, plan.block)
@@ -471,9 +499,14 @@ def zero_unseen(plan: Plan, refs: Refs, span: Span, step: Step, low: Any, high: 
             tokens = buffer[step.kv_slot, rows]
             offset = chunk * CHUNK + lax.broadcasted_iota(jnp.int32, tokens.shape, 0)
             seen = (offset >= seen_low) & (offset < seen_high)
+            if has_gaps:
+                seen = in_ranges(plan, refs, span, offset + base)
             buffer[step.kv_slot, rows] = jnp.where(seen, tokens, jnp.zeros((), tokens.dtype))
 
-    chunks = plan.block_kv // CHUNK
+    chunks, has_gaps = plan.block_kv // CHUNK, plan.num_ranges > 1 and not plan.in_columns
+    if has_gaps:
+        lax.fori_loop(low * chunks, high * chunks, zero_chunk, None)
+        return
     lax.fori_loop(low * chunks, cdiv(seen_low, CHUNK), zero_chunk, None)
     lax.fori_loop(seen_high // CHUNK, high * chunks, zero_chunk, None)
 
@@ -547,21 +580,41 @@ def update_softmax(plan: Plan, refs: Refs, head: int, first: int, logits: Any, s
     return weights, alpha
 
 
-def mix_values(plan: Plan, refs: Refs, group: tuple[int, int], weights: Any, alpha: Any, split_weights: bool) -> None:
+def mix_values(
+    plan: Plan, refs: Refs, group: tuple[int, int], weights: Any, alpha: Any, seen: Any, split_weights: bool
+) -> None:
     """Add the weighted values to the accumulator."""
     head, own = group[0], own_queries(plan, *group)
     v = operand(plan, refs, 0, 2 * head + 1) if plan.combined else operand(plan, refs, 1, head)
+    if plan.reads_ranges:  # a value that none of these queries sees has weight 0, but it may be NaN
+        number = jnp.max(jnp.where(seen, 1, 0), axis=1, keepdims=True)
+        v = jnp.where(jnp.broadcast_to(number, v.shape) > 0, v, jnp.zeros((), v.dtype))
     acc = jnp.float32(0)
     for part in weight_operands(plan, weights, split_weights):
         acc += product(v, part, 0, 0) if plan.in_columns else product(part, v)
     refs.acc[own] = refs.acc[own] * alpha + acc
 
 
-def visible(plan: Plan, refs: Refs, span: Span, slot: Any, part: Any, first: int) -> Any:
+def in_ranges(plan: Plan, refs: Refs, span: Span, key: Any) -> Any:
+    """Whether the query of a tile of one sees keys."""
+    first = span.tile * 2 * plan.num_ranges
+    edges = [refs.ranges.edges[first + edge] for edge in range(2 * plan.num_ranges)]
+    seen = [(key >= begin) & (key < end) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+    return functools.reduce(jnp.logical_or, seen)
+
+
+def visible(plan: Plan, refs: Refs, span: Span, step: Step, part: Any, first: int) -> Any:
     """Which keys of a part of a block each query sees, in the shape of the logits."""
-    key = refs.position[slot, part]
+    key = refs.position[step.kv_slot, part]
     if plan.in_columns:
         key = jnp.concatenate([key] * (plan.columns // LANES), axis=1)
+    if plan.reads_ranges:
+        own = pl.ds(first, plan.columns)
+        edges = [refs.ranges_buffer[step.q_slot, pl.ds(edge, 1), own] for edge in range(2 * plan.num_ranges)]
+        seen = [(key >= begin) & (key < end) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+        return functools.reduce(jnp.logical_or, seen)
+    if plan.num_ranges:
+        return jnp.broadcast_to(in_ranges(plan, refs, span, key), (plan.rows, plan.block_kv))
     shape = (1, plan.columns) if plan.in_columns else (plan.rows, 1)
     row = lax.broadcasted_iota(jnp.int32, shape, 1 if plan.in_columns else 0) + first
     query = (row & (plan.block_q - 1)) + span.position

@@ -2,9 +2,10 @@
 
 A launch is a sequence of steps. In a step, a tile (consecutive query tokens of one sequence) attends to one block of
 keys. Meanwhile the pages of the next step are copied into the other buffer, even if that step belongs to another tile
-or sequence; if it is a tile's first step, the tile's queries are copied, too. Only pages that some query of the tile
-sees are fetched. The maximum, the sum and the accumulator stay in VMEM in float32 until the tile ends. Then the tile is
-normalised and its rows are copied to their place in the result; all other rows of the result keep their initial zeros.
+or sequence; if it is a tile's first step, the tile's queries are copied, too. Only pages from the first to the last key
+that some query of the tile sees are fetched. The maximum, the sum and the accumulator stay in VMEM in float32 until the
+tile ends. Then the tile is normalised and its rows are copied to their place in the result; all other rows of the
+result keep their initial zeros.
 """
 
 import dataclasses
@@ -36,11 +37,12 @@ from ragged_attention.kernels_pallas._blocks import (
 )
 from ragged_attention.kernels_pallas._new_rows import last_writes, new_rows, slots_from_tables
 from ragged_attention.kernels_pallas._ragged_kernel import UPDATES, Factors, Plan, Refs, Sequences, kernel, scratch
+from ragged_attention.kernels_pallas._ranges import ranges_of
 
 SUBLANES = 16  # rows of a bfloat16 tile
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
-    "new_kv", "out_dtype",
+    "new_kv", "key_ranges", "out_dtype",
 })  # fmt: skip
 
 
@@ -109,7 +111,7 @@ def why_not(call: RaggedPagedAttention) -> str | None:
         return "TPUs have no float16"
     if (needed := used_memory(call, heuristic(call))) > (most := call.device.shared_memory * 3 // 4):
         return f"needs {needed} bytes of vector memory for pages of {call.page_size} positions, {most} are for them"
-    if (needed := call.page_indices.shape[1] * 4) > (most := table_bytes(call)):
+    if (needed := scalars_per_sequence(call) * 4) > (most := table_bytes(call)):
         return f"needs {needed} bytes of scalar memory for one row of page_indices, {most} are for them"
     return None if call.new_kv is None else write_kv_pages.why_not(call.write_of_new_kv())
 
@@ -117,6 +119,11 @@ def why_not(call: RaggedPagedAttention) -> str | None:
 def table_bytes(call: Any) -> int:
     """Bytes of scalar memory for the rows of the page table that one launch gets."""
     return call.device.scalar_memory // 2
+
+
+def scalars_per_sequence(call: Any) -> int:
+    """Numbers of a sequence in scalar memory whose count depends on the call: its row of the page table, its ranges."""
+    return call.page_indices.shape[1] + (0 if call.key_ranges is None else 2 * call.key_ranges.shape[1] + 3)
 
 
 def queries_per_tile(tile: Tile) -> int:
@@ -144,6 +151,7 @@ def plan_of(call: Any, tile: Tile, block_q: int, num_tokens: int, num_updates: i
         v_head_dim=call.v_head_dim,
         combined=call.combined,
         causal=call.causal,
+        num_ranges=0 if call.key_ranges is None else call.key_ranges.shape[1],
         window=window_of(call, call.capacity),
         soft_cap=None if call.soft_cap is None else float(call.soft_cap),
         has_sinks=call.sinks is not None,
@@ -173,12 +181,15 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         if call.new_kv is not None:
             rows = new_rows(call, *call.new_kv)
             update = Update(rows, last_writes(slots_from_tables(call, num_tokens), UPDATES).reshape(-1))
-        together = max(table_bytes(call) // 4 // call.page_indices.shape[1], 1)
+        together = max(table_bytes(call) // 4 // scalars_per_sequence(call), 1)
+        ranges = call.key_ranges
+        if ranges is not None:
+            ranges = jnp.pad(ranges, ((0, padded - num_tokens), (0, 0), (0, 0)))
         for first in range(0, call.max_num_seqs, together):
             part = Sequences(*(array[first : first + together] for array in seqs))
             for size in (1, block_q) if num_tokens > 1 else (1,):
                 plan = plan_of(call, tile, size, padded, None if update is None else num_tokens)
-                out, lse, pages = attend(plan, tile.vmem_limit_bytes, q, pages, part, factors, update, out, lse)
+                out, lse, pages = attend(plan, tile.vmem_limit_bytes, q, pages, part, factors, ranges, update, out, lse)
                 update = None  # only the first launch writes
     results = [out[:num_tokens].astype(call.result_dtype), *([lse[:num_tokens, 0]] if call.return_lse else [])]
     return [*results, *(pages if call.new_kv is not None else [])]
@@ -207,11 +218,12 @@ def factors_of(call: Any) -> Factors:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # traced once per plan, even if a page table needs many launches
 def attend(
-    plan: Plan, vmem_limit_bytes: int, q: Any, pages: list[Any], seqs: Sequences, factors: Factors,
+    plan: Plan, vmem_limit_bytes: int, q: Any, pages: list[Any], seqs: Sequences, factors: Factors, key_ranges: Any,
     update: Update | None, out: Any, lse: Any,
 ) -> tuple[Any, Any, list[Any]]:  # fmt: skip
     """Out, lse and pages after a launch, which writes `update`, then computes the sequences that `plan` is for."""
     computed = ((seqs.q_lens > 1) if plan.in_columns else (seqs.q_lens == 1)) & (seqs.kv_lens > 0)
+    ranges, row_ranges = (None, None) if key_ranges is None else ranges_of(plan, seqs, computed, key_ranges)
     (order,) = jnp.nonzero(computed, size=len(computed), fill_value=0)
     scalars = (
         jnp.sum(computed, dtype=jnp.int32)[None],
@@ -219,8 +231,9 @@ def attend(
         seqs._replace(pages=seqs.pages.reshape(-1)),
         factors,
         None if update is None else update.slots,
+        ranges,
     )
-    inputs = (q, None, pages) if update is None else (q, update.rows, None)
+    inputs = (q, row_ranges, None, pages) if update is None else (q, row_ranges, update.rows, None)
     initial = (out, lse if plan.has_lse else None, None if update is None else pages)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     num_inputs, num_results = len(jax.tree.leaves((scalars, inputs))), len(jax.tree.leaves(initial))
