@@ -1,0 +1,59 @@
+"""Which blocks of keys a block of rows visits if ranges of keys say so.
+
+The rows of a block have several ranges each. Those with the same index make one range of the block, which contains
+them all. Sorted by their first keys, the ranges of the block are visited one after the other: the blocks in the middle
+of one, which every row sees, without a mask, and the others with one. Where ranges overlap, the earlier one has the
+blocks, so none is visited twice.
+"""
+
+import triton
+import triton.language as tl
+
+from ragged_attention.kernels_triton._sequences import Edges
+
+
+@triton.jit
+def ranks_of(first, KIND: tl.constexpr):
+    """The place of each range of a block when they are sorted by their first keys."""
+    ranks = ()
+    for index in tl.static_range(KIND.RANGES):
+        rank = first[index] * 0
+        for other in tl.static_range(KIND.RANGES):
+            if other < index:
+                rank += (first[other] <= first[index]).to(tl.int32)
+            elif other > index:
+                rank += (first[other] < first[index]).to(tl.int32)
+        ranks += (rank,)
+    return ranks
+
+
+@triton.jit
+def with_rank(rank, ranks, numbers, KIND: tl.constexpr):
+    """That of the numbers, one for each range, whose range has the rank."""
+    number = numbers[0]
+    for index in tl.static_range(1, KIND.RANGES):
+        number = tl.where(ranks[index] == rank, numbers[index], number)
+    return number
+
+
+@triton.jit
+def range_edges(start, stop, ranges, KIND: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr):
+    """The `Edges` of the keys [start, stop) that a block of rows sees, where `start` is the first key of a block.
+
+    BLOCK and EDGE are the sizes of blocks without and with a mask.
+    """
+    ranks = ranks_of(ranges.first, KIND)
+    parts = ()
+    cursor = start
+    for rank in tl.static_range(KIND.RANGES):
+        first = with_rank(rank, ranks, ranges.first, KIND)
+        last = tl.minimum(with_rank(rank, ranks, ranges.last, KIND), stop)
+        left = tl.maximum(first // EDGE * EDGE, cursor)
+        right = tl.maximum((last + EDGE - 1) // EDGE * EDGE, left)
+        whole_start = tl.maximum(with_rank(rank, ranks, ranges.whole_first, KIND), left)
+        whole_start = tl.minimum((whole_start + BLOCK - 1) // BLOCK * BLOCK, right)
+        whole_stop = tl.minimum(with_rank(rank, ranks, ranges.whole_last, KIND), right)
+        whole_stop = tl.minimum(whole_stop, stop) // BLOCK * BLOCK
+        parts += (Edges(left, whole_start, tl.maximum(whole_stop, whole_start), right, ()),)
+        cursor = right
+    return Edges(parts[0].start, parts[0].whole_start, parts[0].whole_stop, parts[0].end, parts[1:])
