@@ -1,4 +1,4 @@
-"""Which blocks of keys a block of rows visits if ranges of keys say so.
+"""Which blocks of keys a block of rows visits, and which queries see a block of keys, if ranges of keys say so.
 
 The rows of a block have several ranges each. Those with the same index make one range of the block, which contains
 them all. Sorted by their first keys, the ranges of the block are visited one after the other: the blocks in the middle
@@ -9,7 +9,10 @@ blocks, so none is visited twice.
 import triton
 import triton.language as tl
 
+from ragged_attention.kernels_triton._mask import meet_ranges
 from ragged_attention.kernels_triton._sequences import Edges
+
+SCANNED: tl.constexpr = tl.constexpr(512)  # queries that `queries_of_keys` looks at in one step
 
 
 @triton.jit
@@ -54,6 +57,38 @@ def range_edges(start, stop, ranges, KIND: tl.constexpr, BLOCK: tl.constexpr, ED
         whole_start = tl.minimum((whole_start + BLOCK - 1) // BLOCK * BLOCK, right)
         whole_stop = tl.minimum(with_rank(rank, ranks, ranges.whole_last, KIND), right)
         whole_stop = tl.minimum(whole_stop, stop) // BLOCK * BLOCK
-        parts += (Edges(left, whole_start, tl.maximum(whole_stop, whole_start), right, ()),)
+        parts += ((left, whole_start, tl.maximum(whole_stop, whole_start), right),)
         cursor = right
-    return Edges(parts[0].start, parts[0].whole_start, parts[0].whole_stop, parts[0].end, parts[1:])
+    start, whole_start, whole_stop, end = parts[0]
+    return Edges(start, whole_start, whole_stop, end, parts[1:])
+
+
+@triton.jit
+def hull_edges(visible, BLOCK: tl.constexpr):
+    """The `Edges` of one part, all of it with a mask, that has all keys that a block of rows sees."""
+    start = visible.first // BLOCK * BLOCK
+    end = tl.maximum((visible.last + BLOCK - 1) // BLOCK * BLOCK, start)
+    return Edges(start, start, start, end, ())
+
+
+@triton.jit
+def queries_of_keys(ptr, first_key, last_key, q_len, kv_len, KIND: tl.constexpr):
+    """(first, last, whole_first, whole_last) of a sequence's queries, whose ranges begin at address `ptr`.
+
+    The queries that see one of the keys [first_key, last_key) are among [first, last), and each of [whole_first,
+    whole_last) sees all of these keys in one range.
+    """
+    first = q_len
+    last = q_len * 0
+    whole_first = q_len
+    whole_last = q_len
+    for start in range(0, q_len, SCANNED):
+        query = start + tl.arange(0, SCANNED)
+        meets, covers = meet_ranges(
+            ptr + query.to(tl.int64) * (2 * KIND.RANGES), first_key, last_key, kv_len, query < q_len, KIND
+        )
+        first = tl.minimum(first, tl.min(tl.where(meets, query, q_len), 0))
+        last = tl.maximum(last, tl.max(tl.where(meets, query + 1, 0), 0))
+        whole_first = tl.minimum(whole_first, tl.min(tl.where(covers, query, q_len), 0))
+        whole_last = tl.minimum(whole_last, tl.min(tl.where(covers | (query < whole_first), q_len, query), 0))
+    return tl.minimum(first, last), last, tl.minimum(whole_first, last), tl.minimum(whole_last, last)

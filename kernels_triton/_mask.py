@@ -5,8 +5,8 @@ to the next. To add a kind of mask, change `first_key`, `end_key`, `MaskKind`, `
 packed sequences also change `sees`, which saves comparisons; for gradients, the inverses `first_query` and `end_query`,
 which give the queries that see a key. A draft mask hides further individual keys.
 
-Ranges that the caller gives have no order, and replace the other masks. A block of rows loads its own (`RowRanges`), and
-`_key_ranges` says which blocks of keys it visits.
+Ranges that the caller gives have no order, and replace the other masks. A block of rows loads its own (`RowRanges`),
+and `_key_ranges` says which blocks of keys it visits.
 """
 
 import dataclasses
@@ -33,9 +33,11 @@ class MaskKind(Constants):
     HAS_DRAFT_MASK: bool = False  # if True, CAUSAL is False, because the draft mask decides which new keys a query sees
     RANGES: int = 0  # ranges of keys that each query has; if there are any, there are no other masks
     HAS_FIRST_KEY: bool = dataclasses.field(init=False)  # whether a sequence's first keys can be hidden from a query
+    HIDES: bool = dataclasses.field(init=False)  # whether a query's range of keys can lack some of them
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "HAS_FIRST_KEY", self.HAS_WINDOW)
+        object.__setattr__(self, "HIDES", self.CAUSAL or self.HAS_WINDOW or self.RANGES > 0)
         super().__post_init__()
 
 
@@ -210,6 +212,18 @@ def in_ranges(rows, key, kv_len, KIND: tl.constexpr):
         begin, end = load_range(rows, index, kv_len, True)
         seen = seen | ((key >= begin) & (key < end))
     return seen
+
+
+@triton.jit
+def meet_ranges(rows, first, last, kv_len, exists, KIND: tl.constexpr):
+    """(whether one of the ranges at the addresses `rows` has a key in [first, last), whether one has all of them)."""
+    meets = exists & (last < first)  # False
+    covers = meets
+    for index in tl.static_range(KIND.RANGES):
+        begin, end = load_range(rows, index, kv_len, exists)
+        meets = meets | (tl.maximum(begin, first) < tl.minimum(end, last))
+        covers = covers | ((begin <= first) & (end >= last))
+    return meets, covers
 
 
 @triton.jit

@@ -282,20 +282,15 @@ def divide_ranges(start, stop, visible, mask, pages, ATTENTION: tl.constexpr):
     edges = range_edges(start, stop, visible.ranges, ATTENTION.MASK, LOOP.BLOCK_KV, LOOP.EDGE_KV)
     valid = whole_pages_are_valid(edges.whole_start, edges.whole_stop, pages, PAGE_SIZE)
     for part in tl.static_range(len(edges.later)):
-        others = whole_pages_are_valid(edges.later[part].whole_start, edges.later[part].whole_stop, pages, PAGE_SIZE)
-        valid = tl.minimum(valid, others)
+        _, whole_start, whole_stop, _ = edges.later[part]
+        valid = tl.minimum(valid, whole_pages_are_valid(whole_start, whole_stop, pages, PAGE_SIZE))
     unmasked = valid == 1
     if LOOP.MASKED_BELOW > 0:
         unmasked = unmasked & (fewest_keys(visible, mask, ATTENTION.MASK) >= LOOP.MASKED_BELOW)
     later = ()
     for part in tl.static_range(len(edges.later)):
-        later += (masked_unless(unmasked, edges.later[part]),)
-    return masked_unless(unmasked, edges, later)
-
-
-@triton.jit
-def masked_unless(unmasked, edges, later=()):
-    """The edges with `later` parts, and with no block that needs no masks unless `unmasked`."""
+        left, whole_start, whole_stop, right = edges.later[part]
+        later += ((left, whole_start, tl.where(unmasked, whole_stop, whole_start), right),)
     whole_stop = tl.where(unmasked, edges.whole_stop, edges.whole_start)
     return Edges(edges.start, edges.whole_start, whole_stop, edges.end, later)
 

@@ -56,7 +56,7 @@ class Edges(NamedTuple):
 
     The unmasked loop visits the blocks in the middle, the masked loop those at both ends. For dk and dv, the edges
     are those of the blocks of rows that see a program's keys. Ranges of keys can have several such parts, one after the
-    other: `later` has the `Edges` of all but the first.
+    other: `later` has the four edges of each but the first.
     """
 
     start: tl.tensor
@@ -72,8 +72,9 @@ def whole_blocks(edges, BLOCK: tl.constexpr):
     num_blocks = (edges.whole_stop - edges.whole_start) // BLOCK
     later = ()
     for part in tl.static_range(len(edges.later)):
-        later += ((num_blocks, edges.later[part].whole_start),)
-        num_blocks += (edges.later[part].whole_stop - edges.later[part].whole_start) // BLOCK
+        _, whole_start, whole_stop, _ = edges.later[part]
+        later += ((num_blocks, whole_start),)
+        num_blocks += (whole_stop - whole_start) // BLOCK
     return Blocks(edges.whole_start, 0, 0, num_blocks, later)
 
 
@@ -84,10 +85,11 @@ def end_blocks(edges, BLOCK: tl.constexpr):
     num_blocks = left_blocks + (edges.end - edges.whole_stop) // BLOCK
     later = ()
     for part in tl.static_range(len(edges.later)):
-        later += ((num_blocks, edges.later[part].start),)
-        num_blocks += (edges.later[part].whole_start - edges.later[part].start) // BLOCK
-        later += ((num_blocks, edges.later[part].whole_stop),)
-        num_blocks += (edges.later[part].end - edges.later[part].whole_stop) // BLOCK
+        start, whole_start, whole_stop, end = edges.later[part]
+        later += ((num_blocks, start),)
+        num_blocks += (whole_start - start) // BLOCK
+        later += ((num_blocks, whole_stop),)
+        num_blocks += (end - whole_stop) // BLOCK
     return Blocks(edges.start, left_blocks, edges.whole_stop, num_blocks, later)
 
 
@@ -105,8 +107,8 @@ def block_start(blocks, index, MASKED: tl.constexpr, BLOCK: tl.constexpr):
     if MASKED:
         start = tl.where(index < blocks.left_blocks, start, blocks.right + (index - blocks.left_blocks) * BLOCK)
     for part in tl.static_range(len(blocks.later)):
-        first = blocks.later[part][0]
-        start = tl.where(index < first, start, blocks.later[part][1] + (index - first) * BLOCK)
+        first, later_start = blocks.later[part]
+        start = tl.where(index < first, start, later_start + (index - first) * BLOCK)
     return start
 
 
