@@ -19,7 +19,8 @@ import triton.language as tl
 
 from ragged_attention.kernels_triton import _varlen
 from ragged_attention.kernels_triton._bias import Table, entries
-from ragged_attention.kernels_triton._mask import Mask, sees
+from ragged_attention.kernels_triton._key_ranges import hull_edges
+from ragged_attention.kernels_triton._mask import Mask, may_read, sees_of
 from ragged_attention.kernels_triton._rows import Rows
 from ragged_attention.kernels_triton._sequences import VARYING, max_blocks
 from ragged_attention.kernels_triton._softmax import column_sums
@@ -82,7 +83,7 @@ def gradients_of_logits(queries, keys, block, visible, mask, CONFIG: tl.constexp
     """The gradients of the logits [queries, keys] of the keys from `block` on; 0 for keys that a query does not see."""
     BLOCK: tl.constexpr = CONFIG.BLOCK_KV
     key = block + tl.arange(0, BLOCK)
-    readable = (key >= visible.first) & (key < visible.last)
+    readable = may_read(key, visible, CONFIG.MASK, True)
     k = load_rows(keys.k, block, readable, True, BLOCK, CONFIG.K)
     v = load_rows(keys.v, block, readable, True, BLOCK, CONFIG.V)
     q, d_out = load_wide(queries, CONFIG)
@@ -93,12 +94,15 @@ def gradients_of_logits(queries, keys, block, visible, mask, CONFIG: tl.constexp
     if CONFIG.HAS_ALIBI:
         norm = norm + queries.alibi[:, None] * distance.to(tl.float32)
     norm = norm - entries(queries.table.rows[:, None], distance, queries.table.exists[:, None], CONFIG.BIAS)
-    seen = sees(visible.position[:, None], key[None, :], visible.kv_len, mask, CONFIG.MASK)
+    seen = sees_of(visible, key, mask, CONFIG.MASK)
     weights, _ = weigh(products, norm, seen, queries.scales, True, CONFIG.HAS_SOFT_CAP)
     d_logits = weights * queries.offset[:, None]
     if CONFIG.HAS_SHARE:
         d_weights = queries.share[:, None] * d_weights
-    return d_logits + weights * d_weights
+    d_logits = d_logits + weights * d_weights
+    if CONFIG.MASK.RANGES:  # rows that see no key may be NaN
+        d_logits = tl.where(seen, d_logits, 0.0)
+    return d_logits
 
 
 @triton.jit
@@ -180,7 +184,8 @@ def store_own(queries, keys, edges, visible, mask, d_tables, CONFIG: tl.constexp
 
 @triton.jit(do_not_specialize=VARYING)
 def bias_kernel(
-    d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, bias_ptr, sums_ptr,
+    d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, bias_ptr, ranges_ptr,
+    sums_ptr,
     num_q_tokens, num_kv_tokens, num_seqs, window, d_out_head_stride, q_head_stride, k_head_stride, v_head_stride,
     sm_scale, soft_cap, blocks, GROUP: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
@@ -195,7 +200,7 @@ def bias_kernel(
     part = tl.program_id(0)
     head = tl.program_id(1)
     kv_head = head // GROUP
-    mask = Mask(window)
+    mask = Mask(window, ranges_ptr=ranges_ptr)
     first = tl.zeros([BLOCK], tl.float32)
     last = tl.zeros([BLOCK], tl.float32)
     if STRIDE == 0:
@@ -214,6 +219,8 @@ def bias_kernel(
             if CONFIG.MASK.CAUSAL:  # rows that see no key are not read, so masks on the logits are enough
                 readable = readable & (row >= q_len - kv_len)
             visible, edges = visible_blocks(Rows(row, q_len, start, head), first_row, q_len, kv_len, mask, CONFIG)
+            if CONFIG.MASK.RANGES:
+                edges = hull_edges(visible, CONFIG.BLOCK_KV)  # diagonals are added up over neighbouring blocks
             q_rows = rows_of(q_ptr, start, head, q_head_stride, CONFIG.Q)
             d_out_rows = rows_of(d_out_ptr, start, head, d_out_head_stride, CONFIG.OUT)
             k_rows = rows_of(k_ptr, kv_start, kv_head, k_head_stride, CONFIG.K)

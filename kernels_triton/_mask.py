@@ -1,9 +1,12 @@
-"""Causal masks, sliding windows and draft masks.
+"""Causal masks, sliding windows, draft masks and ranges of keys.
 
 A mask gives each query position one range of keys, [first_key, end_key), whose ends never decrease from one position
 to the next. To add a kind of mask, change `first_key`, `end_key`, `MaskKind`, `key_limit` and the arguments below. For
 packed sequences also change `sees`, which saves comparisons; for gradients, the inverses `first_query` and `end_query`,
 which give the queries that see a key. A draft mask hides further individual keys.
+
+Ranges that the caller gives have no order, and replace the other masks. A block of rows loads its own (`RowRanges`),
+and `_key_ranges` says which blocks of keys it visits.
 """
 
 import dataclasses
@@ -14,6 +17,8 @@ import triton.language as tl
 
 from ragged_attention.kernels_triton._constants import Constants
 
+LARGEST_INT: tl.constexpr = tl.constexpr(2**31 - 1)
+COMPARED: tl.constexpr = tl.constexpr(16)  # queries whose ranges are compared with keys at once
 # The kernels' run-time arguments about masks. The combine kernel takes only those that determine the range of keys.
 RANGE_NUMBERS = ("window",)
 MASK_NUMBERS = (*RANGE_NUMBERS, "draft_stride", "draft_width")
@@ -26,10 +31,13 @@ class MaskKind(Constants):
     CAUSAL: bool  # whether a query sees no key after its own position
     HAS_WINDOW: bool
     HAS_DRAFT_MASK: bool = False  # if True, CAUSAL is False, because the draft mask decides which new keys a query sees
+    RANGES: int = 0  # ranges of keys that each query has; if there are any, there are no other masks
     HAS_FIRST_KEY: bool = dataclasses.field(init=False)  # whether a sequence's first keys can be hidden from a query
+    HIDES: bool = dataclasses.field(init=False)  # whether a query's range of keys can lack some of them
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "HAS_FIRST_KEY", self.HAS_WINDOW)
+        object.__setattr__(self, "HIDES", self.CAUSAL or self.HAS_WINDOW or self.RANGES > 0)
         super().__post_init__()
 
 
@@ -40,6 +48,7 @@ class Mask(NamedTuple):
     draft_ptr: Any = None  # the draft mask, one row for each query token
     draft_stride: Any = 0
     draft_width: Any = 0
+    ranges_ptr: Any = None  # the ranges of keys, RANGES pairs (begin, end) for each query token
 
 
 class Visible(NamedTuple):
@@ -53,6 +62,23 @@ class Visible(NamedTuple):
     kv_len: tl.tensor
     num_old: tl.tensor  # the number of keys before the sequence's first query of this step
     draft_rows: tl.tensor  # the address of each row's entries in the draft mask
+    ranges: Any = None  # the rows' ranges of keys, if there are any; see `RowRanges`
+
+
+class RowRanges(NamedTuple):
+    """The ranges of keys that the rows of a block see. Those of the block are tuples, with one number for each range.
+
+    Each range of a row lies within the keys [first, last) of the block's range, and contains [whole_first, whole_last)
+    unless that is empty.
+    """
+
+    ptr: tl.tensor  # the address of the ranges of the sequence's first query
+    rows: tl.tensor  # the address of each row's ranges
+    first: tl.tuple
+    last: tl.tuple
+    whole_first: tl.tuple
+    whole_last: tl.tuple
+    solid: tl.tensor  # whether each key in [first, last) of a range is sure to be seen by some row
 
 
 def key_limit(call: Any) -> int | None:
@@ -61,6 +87,11 @@ def key_limit(call: Any) -> int | None:
     Tile sizes may depend on it, even in batch-invariant mode, because it does not depend on the batch.
     """
     return call.sliding_window
+
+
+def hides_first_keys(call: Any) -> bool:
+    """Whether masks may hide the first keys of a sequence, which takes registers."""
+    return call.sliding_window is not None or call.key_ranges is not None
 
 
 def window_of(call: Any) -> int | None:
@@ -77,7 +108,9 @@ def max_visible_keys(call: Any, tokens: int) -> int:
 def range_arguments(call: Any, *, drafted: bool = False) -> tuple[MaskKind, dict[str, int]]:
     """(`MaskKind`, the arguments in RANGE_NUMBERS) of a call over pages; `drafted` says whether it has a draft mask."""
     window = window_of(call)
-    kind = MaskKind(CAUSAL=bool(call.causal) and not drafted, HAS_WINDOW=window is not None, HAS_DRAFT_MASK=drafted)
+    ranges = num_ranges(call)
+    causal = bool(call.causal) and not drafted and not ranges
+    kind = MaskKind(CAUSAL=causal, HAS_WINDOW=window is not None, HAS_DRAFT_MASK=drafted, RANGES=ranges)
     return kind, {"window": window or 0}
 
 
@@ -94,7 +127,17 @@ def packed_mask_arguments(call: Any) -> tuple[MaskKind, dict[str, int]]:
     window = call.sliding_window or 0
     if window >= call.num_kv_tokens:  # no sequence is longer, so the window hides nothing
         window = 0
-    return MaskKind(CAUSAL=bool(call.causal), HAS_WINDOW=window > 0), {"window": window}
+    causal = bool(call.causal) and call.key_ranges is None
+    return MaskKind(CAUSAL=causal, HAS_WINDOW=window > 0, RANGES=num_ranges(call)), {"window": window}
+
+
+def num_ranges(call: Any) -> int:
+    return 0 if call.key_ranges is None else call.key_ranges.shape[1]
+
+
+def ranges_array(call: Any, launch: Any, absent: Any) -> Any:
+    """The call's ranges of keys, or the stand-in `absent` if it has none."""
+    return absent if call.key_ranges is None else launch.contiguous(call.key_ranges)
 
 
 @triton.jit
@@ -153,6 +196,109 @@ def sees(position, key, kv_len, mask, KIND: tl.constexpr):
 
 
 @triton.jit
+def load_range(rows, index, kv_len, exists):
+    """(begin, end) of each row's range `index`, within [0, kv_len]; (0, 0) unless `exists`."""
+    begin = tl.load(rows + 2 * index, mask=exists, other=0)
+    end = tl.load(rows + (2 * index + 1), mask=exists, other=0)
+    return tl.minimum(tl.maximum(begin, 0), kv_len), tl.minimum(tl.maximum(end, 0), kv_len)
+
+
+@triton.jit
+def in_ranges(rows, key, kv_len, KIND: tl.constexpr):
+    """Whether `key` is in one of the ranges at the addresses `rows`, with which it broadcasts."""
+    begin, end = load_range(rows, 0, kv_len, True)
+    seen = (key >= begin) & (key < end)
+    for index in tl.static_range(1, KIND.RANGES):
+        begin, end = load_range(rows, index, kv_len, True)
+        seen = seen | ((key >= begin) & (key < end))
+    return seen
+
+
+@triton.jit
+def meet_ranges(rows, first, last, kv_len, exists, KIND: tl.constexpr):
+    """(whether one of the ranges at the addresses `rows` has a key in [first, last), whether one has all of them)."""
+    meets = exists & (last < first)  # False
+    covers = meets
+    for index in tl.static_range(KIND.RANGES):
+        begin, end = load_range(rows, index, kv_len, exists)
+        meets = meets | (tl.maximum(begin, first) < tl.minimum(end, last))
+        covers = covers | ((begin <= first) & (end >= last))
+    return meets, covers
+
+
+@triton.jit
+def sees_of(visible, key, mask, KIND: tl.constexpr):
+    """Whether the rows of a block see keys, [rows, keys]; see `sees`."""
+    if KIND.RANGES:
+        seen = in_ranges(visible.ranges.rows[:, None], key[None, :], visible.kv_len, KIND)
+    else:
+        seen = sees(visible.position[:, None], key[None, :], visible.kv_len, mask, KIND)
+    return seen
+
+
+@triton.jit
+def some_query_sees(key, visible, KIND: tl.constexpr):
+    """Whether a query of a block of rows sees each key. All queries at once would take too many registers."""
+    count = tl.zeros_like(key)
+    for low in range(visible.low, visible.high + 1, COMPARED):
+        position = low + tl.arange(0, COMPARED)
+        query = tl.minimum(position, visible.high) - visible.num_old
+        rows = visible.ranges.ptr + query.to(tl.int64) * (2 * KIND.RANGES)
+        seen = in_ranges(rows[:, None], key[None, :], visible.kv_len, KIND)
+        count = tl.maximum(count, tl.max(seen.to(tl.int32), 0))
+    return count > 0
+
+
+@triton.jit
+def may_read(key, visible, KIND: tl.constexpr, EXACT: tl.constexpr):
+    """A mask of the keys that some row sees. Unless EXACT, the rows' ranges must be solid; see `RowRanges`."""
+    readable = (key >= visible.first) & (key < visible.last)
+    if KIND.RANGES > 0 and EXACT:
+        readable = readable & some_query_sees(key, visible, KIND)
+    elif KIND.RANGES > 1:
+        within = (key >= visible.ranges.first[0]) & (key < visible.ranges.last[0])
+        for index in tl.static_range(1, KIND.RANGES):
+            within = within | ((key >= visible.ranges.first[index]) & (key < visible.ranges.last[index]))
+        readable = readable & within
+    return readable
+
+
+@triton.jit
+def ranges_of_rows(start, query, kv_len, mask, KIND: tl.constexpr):
+    """`RowRanges` of rows of the sequence that starts at token `start`. If kv_len is 0, nothing is read."""
+    ptr = mask.ranges_ptr + tl.cast(start, tl.int64) * (2 * KIND.RANGES)
+    rows = ptr + query.to(tl.int64) * (2 * KIND.RANGES)
+    firsts = ()
+    lasts = ()
+    whole_firsts = ()
+    whole_lasts = ()
+    solid = kv_len >= 0
+    for index in tl.static_range(KIND.RANGES):
+        begin, end = load_range(rows, index, kv_len, kv_len > 0)
+        empty = begin >= end
+        last = tl.max(tl.where(empty, 0, end), 0)
+        highest_begin = tl.max(tl.where(empty, 0, begin), 0)
+        lowest_end = tl.min(tl.where(empty, kv_len, end), 0)
+        lasts += (last,)
+        firsts += (tl.minimum(tl.min(tl.where(empty, kv_len, begin), 0), last),)
+        whole_firsts += (highest_begin,)
+        whole_lasts += (tl.where(tl.max(empty.to(tl.int32), 0) == 0, lowest_end, 0),)
+        solid = solid & ((highest_begin < lowest_end) | (last == 0))  # ranges with a key in common leave no gap
+    return RowRanges(ptr, rows, firsts, lasts, whole_firsts, whole_lasts, solid)
+
+
+@triton.jit
+def hull_of(ranges, KIND: tl.constexpr):
+    """[first, last) of the keys that contains all ranges of a block of rows."""
+    first = LARGEST_INT
+    last = 0
+    for index in tl.static_range(KIND.RANGES):
+        first = tl.minimum(first, tl.where(ranges.last[index] > 0, ranges.first[index], LARGEST_INT))
+        last = tl.maximum(last, ranges.last[index])
+    return tl.minimum(first, last), last
+
+
+@triton.jit
 def key_range(low, high, kv_len, mask, KIND: tl.constexpr):
     """The range [first, last) of keys that at least one query at positions [low, high] sees."""
     first = 0
@@ -165,7 +311,8 @@ def key_range(low, high, kv_len, mask, KIND: tl.constexpr):
 def visible_keys(rows, low, high, q_len, kv_len, mask, GROUP: tl.constexpr, KIND: tl.constexpr):
     """`Visible` for a block of rows with query positions [low, high].
 
-    Rows after the sequence's last query use that query's row of the draft mask, so that they read nothing outside it.
+    Rows after the sequence's last query use that query's row of the draft mask, or its ranges of keys, so that they
+    read nothing outside these arrays.
     """
     draft_rows = 0
     if KIND.HAS_DRAFT_MASK:
@@ -173,7 +320,11 @@ def visible_keys(rows, low, high, q_len, kv_len, mask, GROUP: tl.constexpr, KIND
         draft_rows = mask.draft_ptr + token * mask.draft_stride
     num_old = kv_len - q_len
     first, last = key_range(low, high, kv_len, mask, KIND)
-    return Visible(first, last, low, high, num_old + rows.row // GROUP, kv_len, num_old, draft_rows)
+    ranges = 0
+    if KIND.RANGES:
+        ranges = ranges_of_rows(rows.start, tl.minimum(rows.row // GROUP, q_len - 1), kv_len, mask, KIND)
+        first, last = hull_of(ranges, KIND)
+    return Visible(first, last, low, high, num_old + rows.row // GROUP, kv_len, num_old, draft_rows, ranges)
 
 
 @triton.jit
@@ -189,6 +340,8 @@ def hide(logits, keys, readable, visible, mask, KIND: tl.constexpr):
         entries = tl.load(visible.draft_rows[:, None] + new[None, :],
                           mask=((new >= 0) & (new < mask.draft_width))[None, :], other=0)  # fmt: skip
         seen = seen & ((new < 0)[None, :] | (entries != 0))
+    if KIND.RANGES:
+        seen = seen & in_ranges(visible.ranges.rows[:, None], keys[None, :], visible.kv_len, KIND)
     return tl.where(seen, logits, float("-inf"))
 
 
@@ -210,8 +363,17 @@ def seen_by_all(start, stop, end, visible, mask, KIND: tl.constexpr, BLOCK_KV: t
 
 @triton.jit
 def fewest_keys(visible, mask, KIND: tl.constexpr):
-    """The fewest keys that a row of the block sees; a draft mask counts as hiding all new keys."""
-    if KIND.HAS_FIRST_KEY:  # rows after the last query count as that query
+    """The fewest keys that a row of the block sees; a draft mask counts as hiding all new keys.
+
+    With several ranges of keys, which may overlap, the largest range of each row counts.
+    """
+    if KIND.RANGES:
+        most = tl.zeros_like(visible.position)
+        for index in tl.static_range(KIND.RANGES):
+            begin, end = load_range(visible.ranges.rows, index, visible.kv_len, visible.kv_len > 0)
+            most = tl.maximum(most, end - begin)
+        fewest = tl.min(most, 0)
+    elif KIND.HAS_FIRST_KEY:  # rows after the last query count as that query
         position = tl.minimum(visible.position, visible.high)
         end = end_key(position, visible.kv_len, KIND)
         if KIND.HAS_DRAFT_MASK:

@@ -8,7 +8,7 @@ from typing import Any
 from ragged_attention.calls import dtype_name
 from ragged_attention.kernels_triton._bias import is_biased
 from ragged_attention.kernels_triton._formats import decodes_by_integers
-from ragged_attention.kernels_triton._mask import key_limit
+from ragged_attention.kernels_triton._mask import hides_first_keys
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
     WGMMA,
@@ -57,7 +57,7 @@ def tile_sizes(call: Any) -> Sizes:
         return Sizes(64, 32, 8, 2, edge_keys=32) if arch in WGMMA else Sizes(32, 32, 4, 2, edge_keys=32)
     if arch == "sm_90":
         powers = all(n & (n - 1) == 0 for n in (call.group, call.page_size))
-        windowed = key_limit(call) is not None and width > 64
+        windowed = (hides_first_keys(call) and width > 64) or call.key_ranges is not None
         # Decoding, division, masks and slopes take registers.
         if call.kv_format.eight_bit or not powers or windowed or is_biased(call):
             return Sizes(128, 64, 8, 3, edge_keys=32)
@@ -70,7 +70,8 @@ def tile_sizes(call: Any) -> Sizes:
     if not arch.startswith("sm_"):
         return Sizes(128, 32, 4, 2, edge_keys=32)
     one_product = dtype_name(call.q) == call.cache_dtype == "float16"  # float16 needs no second weight term
-    edge = 32 if call.kv_format.eight_bit else 64  # decoding takes registers
+    # Decoding and ranges of keys take registers.
+    edge = 64 >> (call.kv_format.eight_bit + (call.key_ranges is not None))
     return Sizes(64, 32, 4, 3, edge_keys=32) if one_product else Sizes(64, 64, 8, 3, edge_keys=edge)
 
 
@@ -99,7 +100,7 @@ def split_sizes(call: Any, rows: int) -> Sizes:
         return Sizes(rows, 32, 4, 3)
     # On GPUs without wgmma, blocks of 32 keys let more programs run at once than 64 keys. But with a window, or with
     # integer decoding of e4m3 by Triton 3.7 or newer, blocks of 32 keys would spill.
-    spills = key_limit(call) is not None or (decodes_by_integers(call) and not OLDER_COMPILER)
+    spills = hides_first_keys(call) or (decodes_by_integers(call) and not OLDER_COMPILER)
     wide = arch in WGMMA and not (OLDER_COMPILER and width <= 64)
     return Sizes(rows, 64 if wide or spills else 32, 4, 3)
 

@@ -10,8 +10,9 @@ from ragged_attention.kernels_triton._bias import Bias, sloped, with_table
 from ragged_attention.kernels_triton._compiler import always, beside, decoded_at_once, twice
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import decode, narrow
-from ragged_attention.kernels_triton._mask import MaskKind, fewest_keys, hide, seen_by_all
-from ragged_attention.kernels_triton._sequences import Edges, block_start, end_blocks, whole_blocks
+from ragged_attention.kernels_triton._key_ranges import range_edges
+from ragged_attention.kernels_triton._mask import MaskKind, fewest_keys, hide, may_read, seen_by_all
+from ragged_attention.kernels_triton._sequences import Edges, block_start, end_blocks, none_unless, whole_blocks
 from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, online_softmax, soft_capped
 
 PAGE_SCAN: tl.constexpr = tl.constexpr(256)  # page indices that `pages_are_valid` checks per step
@@ -195,11 +196,13 @@ def add_values(acc, weights, pages, slots, DTYPE: tl.constexpr, TERMS: tl.conste
 
 
 @triton.jit
-def attend(queries, state, blocks, visible, mask, pages, ATTENTION: tl.constexpr, MASKED: tl.constexpr):
+def attend(queries, state, blocks, visible, mask, pages, ATTENTION: tl.constexpr, MASKED: tl.constexpr,
+           EXACT: tl.constexpr = False):  # fmt: skip
     """Online softmax of query rows over blocks of keys: updates `state` = (m_i, l_i, acc) and returns it.
 
     Without MASKED, every row must see every key of the blocks, and every page must be valid. With MASKED, only keys in
-    [visible.first, visible.last) on valid pages are read. A key that no row sees has no effect, even if it is NaN.
+    [visible.first, visible.last) on valid pages are read. A key that no row sees has no effect, even if it is NaN. Rows
+    whose ranges of keys are not solid (see `RowRanges`) need an EXACT loop for that.
 
     The pages of a block are looked up one iteration ahead. A lookup in the same iteration would take pipeline stages
     from the copies of keys and values (Triton 3.6 to 3.9). For WIDE rows, no registers are left to look ahead.
@@ -219,6 +222,8 @@ def attend(queries, state, blocks, visible, mask, pages, ATTENTION: tl.constexpr
             next_page = look_up(pages, blocks, index + 1, visible, MASKED, SHAPE.PAGE_SIZE, BLOCK_KV)
         keys = block_start(blocks, index, MASKED, BLOCK_KV) + tl.arange(0, BLOCK_KV)
         readable = are_readable(keys, page, visible.first, visible.last, pages.num_pages, SHAPE.PAGE_SIZE, BLOCK_KV)
+        if MASKED and ATTENTION.MASK.RANGES > 0:
+            readable = readable & may_read(keys, visible, ATTENTION.MASK, EXACT)
         k = decode(load_keys(pages, Slots(keys, page, readable), MASKED, SHAPE), SHAPE.CODES, queries.q.dtype)
         logits = tl.zeros([ROWS, BLOCK_KV], tl.float32)
         if not WIDE or always(index, 0):
@@ -254,25 +259,58 @@ def divide_keys(start, stop, visible, mask, pages, ATTENTION: tl.constexpr):
     """
     BLOCK_KV: tl.constexpr = ATTENTION.LOOP.BLOCK_KV
     EDGE_KV: tl.constexpr = ATTENTION.LOOP.EDGE_KV
-    PAGE_SIZE: tl.constexpr = ATTENTION.SHAPE.PAGE_SIZE
     end = tl.maximum((stop + EDGE_KV - 1) // EDGE_KV * EDGE_KV, start)
     whole_start, whole_stop = seen_by_all(start, stop, end, visible, mask, ATTENTION.MASK, BLOCK_KV)
+    valid = whole_pages_are_valid(whole_start, whole_stop, pages, ATTENTION.SHAPE.PAGE_SIZE)
+    unmasked = (valid == 1) & (fewest_keys(visible, mask, ATTENTION.MASK) >= ATTENTION.LOOP.MASKED_BELOW)
+    return Edges(start, whole_start, tl.where(unmasked, whole_stop, whole_start), end, ())
+
+
+@triton.jit
+def whole_pages_are_valid(whole_start, whole_stop, pages, PAGE_SIZE: tl.constexpr):
+    """1 if all pages of the keys [whole_start, whole_stop) are valid, else 0."""
     # If no block is whole, no page is scanned: with a window, whole_start may lie beyond the page table.
     last_page = tl.where(whole_stop > whole_start, (whole_stop + PAGE_SIZE - 1) // PAGE_SIZE, 0)
-    valid = pages_are_valid(pages.table_ptr, whole_start // PAGE_SIZE, last_page, pages.num_pages)
-    unmasked = (valid == 1) & (fewest_keys(visible, mask, ATTENTION.MASK) >= ATTENTION.LOOP.MASKED_BELOW)
-    return Edges(start, whole_start, tl.where(unmasked, whole_stop, whole_start), end)
+    return pages_are_valid(pages.table_ptr, whole_start // PAGE_SIZE, last_page, pages.num_pages)
+
+
+@triton.jit
+def divide_ranges(start, stop, visible, mask, pages, ATTENTION: tl.constexpr):
+    """`divide_keys` for rows that have ranges of keys."""
+    LOOP: tl.constexpr = ATTENTION.LOOP
+    PAGE_SIZE: tl.constexpr = ATTENTION.SHAPE.PAGE_SIZE
+    edges = range_edges(start, stop, visible.ranges, ATTENTION.MASK, LOOP.BLOCK_KV, LOOP.EDGE_KV)
+    valid = whole_pages_are_valid(edges.whole_start, edges.whole_stop, pages, PAGE_SIZE)
+    for part in tl.static_range(len(edges.later)):
+        _, whole_start, whole_stop, _ = edges.later[part]
+        valid = tl.minimum(valid, whole_pages_are_valid(whole_start, whole_stop, pages, PAGE_SIZE))
+    unmasked = valid == 1
+    if LOOP.MASKED_BELOW > 0:
+        unmasked = unmasked & (fewest_keys(visible, mask, ATTENTION.MASK) >= LOOP.MASKED_BELOW)
+    later = ()
+    for part in tl.static_range(len(edges.later)):
+        left, whole_start, whole_stop, right = edges.later[part]
+        later += ((left, whole_start, tl.where(unmasked, whole_stop, whole_start), right),)
+    whole_stop = tl.where(unmasked, edges.whole_stop, edges.whole_start)
+    return Edges(edges.start, edges.whole_start, whole_stop, edges.end, later)
 
 
 @triton.jit
 def attend_range(queries, start, stop, visible, mask, pages, ATTENTION: tl.constexpr):
     """(m_i, l_i, acc) of query rows over the keys [start, stop); see `Edges` for the two loops."""
     ROWS: tl.constexpr = queries.q.shape[0]
-    edges = divide_keys(start, stop, visible, mask, pages, ATTENTION)
+    if ATTENTION.MASK.RANGES:
+        edges = divide_ranges(start, stop, visible, mask, pages, ATTENTION)
+    else:
+        edges = divide_keys(start, stop, visible, mask, pages, ATTENTION)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, ATTENTION.SHAPE.DV_PAD], tl.float32)
     whole = whole_blocks(edges, ATTENTION.LOOP.BLOCK_KV)
     state = attend(queries, (m_i, l_i, acc), whole, visible, mask, pages, ATTENTION, False)
     ends = end_blocks(edges, ATTENTION.LOOP.EDGE_KV)
+    if ATTENTION.MASK.RANGES:
+        others = none_unless(visible.ranges.solid == 0, ends)
+        ends = none_unless(visible.ranges.solid, ends)
+        state = attend(queries, state, others, visible, mask, pages, ATTENTION, True, True)
     return attend(queries, state, ends, visible, mask, pages, ATTENTION, True)

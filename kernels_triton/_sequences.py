@@ -7,7 +7,7 @@ in nested tuples. So a tuple with constant fields is built inside a call, is not
 not by unpacking.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -35,12 +35,16 @@ class PageTable(NamedTuple):
 
 class Blocks(NamedTuple):
     """Blocks of keys or rows that one loop visits: `left_blocks` blocks from `left` on, then the rest from `right` on.
-    A loop without masks visits all blocks from `left` on."""
+    A loop without masks visits all blocks from `left` on.
+
+    `later` has pairs of an iteration and the start of the block that the loop visits then, from which it goes on.
+    """
 
     left: tl.tensor
     left_blocks: tl.tensor
     right: tl.tensor
     num_blocks: tl.tensor
+    later: tl.tuple
 
 
 class Edges(NamedTuple):
@@ -51,26 +55,49 @@ class Edges(NamedTuple):
     start      whole_start                 whole_stop        end    edges of blocks
 
     The unmasked loop visits the blocks in the middle, the masked loop those at both ends. For dk and dv, the edges
-    are those of the blocks of rows that see a program's keys.
+    are those of the blocks of rows that see a program's keys. Ranges of keys can have several such parts, one after the
+    other: `later` has the four edges of each but the first.
     """
 
     start: tl.tensor
     whole_start: tl.tensor
     whole_stop: tl.tensor
     end: tl.tensor
+    later: Any = ()
 
 
 @triton.jit
 def whole_blocks(edges, BLOCK: tl.constexpr):
     """The blocks in the middle, which need no masks."""
-    return Blocks(edges.whole_start, 0, 0, (edges.whole_stop - edges.whole_start) // BLOCK)
+    num_blocks = (edges.whole_stop - edges.whole_start) // BLOCK
+    later = ()
+    for part in tl.static_range(len(edges.later)):
+        _, whole_start, whole_stop, _ = edges.later[part]
+        later += ((num_blocks, whole_start),)
+        num_blocks += (whole_stop - whole_start) // BLOCK
+    return Blocks(edges.whole_start, 0, 0, num_blocks, later)
 
 
 @triton.jit
 def end_blocks(edges, BLOCK: tl.constexpr):
     """The blocks at both ends, which need masks. One loop for both ends takes fewer registers than two loops."""
     left_blocks = (edges.whole_start - edges.start) // BLOCK
-    return Blocks(edges.start, left_blocks, edges.whole_stop, left_blocks + (edges.end - edges.whole_stop) // BLOCK)
+    num_blocks = left_blocks + (edges.end - edges.whole_stop) // BLOCK
+    later = ()
+    for part in tl.static_range(len(edges.later)):
+        start, whole_start, whole_stop, end = edges.later[part]
+        later += ((num_blocks, start),)
+        num_blocks += (whole_start - start) // BLOCK
+        later += ((num_blocks, whole_stop),)
+        num_blocks += (end - whole_stop) // BLOCK
+    return Blocks(edges.start, left_blocks, edges.whole_stop, num_blocks, later)
+
+
+@triton.jit
+def none_unless(condition, blocks):
+    """The blocks if the condition holds, else none."""
+    num_blocks = tl.where(condition, blocks.num_blocks, 0)
+    return Blocks(blocks.left, blocks.left_blocks, blocks.right, num_blocks, blocks.later)
 
 
 @triton.jit
@@ -79,6 +106,9 @@ def block_start(blocks, index, MASKED: tl.constexpr, BLOCK: tl.constexpr):
     start = blocks.left + index * BLOCK
     if MASKED:
         start = tl.where(index < blocks.left_blocks, start, blocks.right + (index - blocks.left_blocks) * BLOCK)
+    for part in tl.static_range(len(blocks.later)):
+        first, later_start = blocks.later[part]
+        start = tl.where(index < first, start, later_start + (index - first) * BLOCK)
     return start
 
 

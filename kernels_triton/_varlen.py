@@ -15,6 +15,7 @@ from ragged_attention.kernels_triton._bias import Bias
 from ragged_attention.kernels_triton._compiler import aligned_down
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import narrow
+from ragged_attention.kernels_triton._key_ranges import range_edges
 from ragged_attention.kernels_triton._mask import MaskKind, packed_mask_arguments, seen_by_all, visible_keys
 from ragged_attention.kernels_triton._sequences import Edges, find_segment, query_edge, segment_edge
 from ragged_attention.kernels_triton._softmax import matmul
@@ -194,10 +195,14 @@ def visible_blocks(rows, first_row, q_len, kv_len, mask, CONFIG: tl.constexpr):
     low = kv_len - q_len + first_row // GROUP
     high = kv_len - q_len + tl.minimum((first_row + CONFIG.BLOCK_Q - 1) // GROUP, q_len - 1)
     visible = visible_keys(rows, low, high, q_len, kv_len, mask, GROUP, CONFIG.MASK)
-    start = visible.first // BLOCK_KV * BLOCK_KV
-    end = tl.maximum((visible.last + BLOCK_KV - 1) // BLOCK_KV * BLOCK_KV, start)
-    whole_start, whole_stop = seen_by_all(start, visible.last, end, visible, mask, CONFIG.MASK, BLOCK_KV)
-    return visible, Edges(start, whole_start, whole_stop, end)
+    if CONFIG.MASK.RANGES:
+        edges = range_edges(0, kv_len, visible.ranges, CONFIG.MASK, BLOCK_KV, BLOCK_KV)
+    else:
+        start = visible.first // BLOCK_KV * BLOCK_KV
+        end = tl.maximum((visible.last + BLOCK_KV - 1) // BLOCK_KV * BLOCK_KV, start)
+        whole_start, whole_stop = seen_by_all(start, visible.last, end, visible, mask, CONFIG.MASK, BLOCK_KV)
+        edges = Edges(start, whole_start, whole_stop, end, ())
+    return visible, edges
 
 
 @triton.jit

@@ -15,9 +15,16 @@ from ragged_attention.kernels_triton import _varlen
 from ragged_attention.kernels_triton._bias import Table, bias_arguments, load_slopes, sloped, table_of, with_table
 from ragged_attention.kernels_triton._compiler import first_of_block
 from ragged_attention.kernels_triton._formats import narrow
-from ragged_attention.kernels_triton._mask import Mask, sees
+from ragged_attention.kernels_triton._mask import Mask, may_read, ranges_array, sees_of
 from ragged_attention.kernels_triton._rows import Rows, logit_scales
-from ragged_attention.kernels_triton._sequences import VARYING, block_start, end_blocks, max_blocks, whole_blocks
+from ragged_attention.kernels_triton._sequences import (
+    VARYING,
+    block_start,
+    end_blocks,
+    max_blocks,
+    none_unless,
+    whole_blocks,
+)
 from ragged_attention.kernels_triton._softmax import finish, online_softmax, soft_capped
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
@@ -44,7 +51,7 @@ from ragged_attention.kernels_triton._varlen import (
 
 FEATURES = frozenset({
     "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "deterministic",
+    "relative_bias", "key_ranges", "deterministic",
 })  # fmt: skip
 
 
@@ -115,18 +122,19 @@ class Queries(NamedTuple):
 
 
 @triton.jit
-def attend(queries, state, arrays, blocks, visible, mask, CONFIG: tl.constexpr, MASKED: tl.constexpr):
+def attend(queries, state, arrays, blocks, visible, mask, CONFIG: tl.constexpr, MASKED: tl.constexpr,
+           EXACT: tl.constexpr = False):  # fmt: skip
     """Online softmax of query rows over blocks of keys; returns the new `state`, (m_i, l_i, acc).
 
     Without MASKED, every row must see every key of the blocks. With MASKED, only keys in [first, last) are read. A key
-    that no row sees has no effect, even if it is NaN.
+    that no row sees has no effect, even if it is NaN; EXACT is as in `_pages.attend`.
     """
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     m_i, l_i, acc = state
     for index in range(blocks.num_blocks):
         block = block_start(blocks, index, MASKED, BLOCK_KV)
         key = block + tl.arange(0, BLOCK_KV)
-        readable = (key >= visible.first) & (key < visible.last)
+        readable = may_read(key, visible, CONFIG.MASK, EXACT)
         k = load_rows(arrays.k, block, readable, MASKED, BLOCK_KV, CONFIG.K)
         logits = product(queries.q, k)
         if CONFIG.HAS_SOFT_CAP:
@@ -139,7 +147,7 @@ def attend(queries, state, arrays, blocks, visible, mask, CONFIG: tl.constexpr, 
             logits = with_table(logits * scale, queries.table, visible.position, key, CONFIG.BIAS)
             scale = 1.0
         if MASKED:
-            seen = sees(visible.position[:, None], key[None, :], visible.kv_len, mask, CONFIG.MASK)
+            seen = sees_of(visible, key, mask, CONFIG.MASK)
             logits = tl.where(seen, logits, float("-inf"))
         weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, scale)
         rounded = narrow(weights, queries.q[0].dtype)
@@ -156,7 +164,12 @@ def attend_all(queries, arrays, edges, visible, mask, CONFIG: tl.constexpr):
     l_i = tl.zeros([ROWS], tl.float32)
     state = (m_i, l_i, zeros(ROWS, CONFIG.V))
     state = attend(queries, state, arrays, whole_blocks(edges, CONFIG.BLOCK_KV), visible, mask, CONFIG, False)
-    return attend(queries, state, arrays, end_blocks(edges, CONFIG.BLOCK_KV), visible, mask, CONFIG, True)
+    ends = end_blocks(edges, CONFIG.BLOCK_KV)
+    if CONFIG.MASK.RANGES:
+        others = none_unless(visible.ranges.solid == 0, ends)
+        ends = none_unless(visible.ranges.solid, ends)
+        state = attend(queries, state, arrays, others, visible, mask, CONFIG, True, True)
+    return attend(queries, state, arrays, ends, visible, mask, CONFIG, True)
 
 
 @triton.jit
@@ -169,7 +182,8 @@ def negated(parts):
 
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, sinks_ptr, slopes_ptr, bias_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, sinks_ptr, slopes_ptr, bias_ptr, ranges_ptr,
+    out_ptr, lse_ptr,
     num_q_tokens, num_kv_tokens, num_seqs, window, q_head_stride, k_head_stride, v_head_stride, sm_scale, soft_cap,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
@@ -178,7 +192,7 @@ def forward_kernel(
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # start with the last rows, which see the most keys
     kv_head = tl.program_id(1)
-    mask = Mask(window)
+    mask = Mask(window, ranges_ptr=ranges_ptr)
     start, q_len, first_row, kv_start, kv_len = find_block(
         block, cu_q_lens_ptr, cu_kv_lens_ptr, num_seqs, num_q_tokens, num_kv_tokens, GROUP, BLOCK_Q
     )
@@ -219,7 +233,7 @@ def run(call: VarlenAttention, tile: Tile, launch: Any) -> Any:
     return launch(
         forward_kernel,
         (max_blocks(call.num_q_tokens * call.group, tile.block_q, call.num_seqs), call.num_kv_heads),
-        (*arrays.values(), *edges, sinks, slopes, bias),
+        (*arrays.values(), *edges, sinks, slopes, bias, ranges_array(call, launch, edges[0])),
         [(call.out_shape, call.q.dtype), (call.q.shape[:2], "float32")],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

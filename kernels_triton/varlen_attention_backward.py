@@ -19,9 +19,29 @@ from ragged_attention.kernels_triton._bias import Table, bias_arguments, entries
 from ragged_attention.kernels_triton._bias_gradient import bias_gradient
 from ragged_attention.kernels_triton._compiler import first_of_block
 from ragged_attention.kernels_triton._formats import narrow
-from ragged_attention.kernels_triton._mask import Mask, end_query, first_key, first_query, sees
+from ragged_attention.kernels_triton._key_ranges import queries_of_keys
+from ragged_attention.kernels_triton._mask import (
+    Mask,
+    end_query,
+    first_key,
+    first_query,
+    in_ranges,
+    may_read,
+    meet_ranges,
+    ranges_array,
+    sees,
+    sees_of,
+)
 from ragged_attention.kernels_triton._rows import Rows
-from ragged_attention.kernels_triton._sequences import VARYING, Edges, block_start, end_blocks, max_blocks, whole_blocks
+from ragged_attention.kernels_triton._sequences import (
+    VARYING,
+    Edges,
+    block_start,
+    end_blocks,
+    max_blocks,
+    none_unless,
+    whole_blocks,
+)
 from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, sum_of_products
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
@@ -57,7 +77,7 @@ from ragged_attention.kernels_triton._varlen_gradient import TERMS, load_terms, 
 PREPARED = 2048  # elements of `out` that one program of `prepare_kernel` reads
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "return_d_relative_bias", "deterministic",
+    "relative_bias", "key_ranges", "return_d_relative_bias", "deterministic",
 })  # fmt: skip
 
 
@@ -276,6 +296,10 @@ class Seeing(NamedTuple):
     last: tl.tensor
     key: tl.tensor
     q_len: tl.tensor  # the number of queries; also the end of the keys, counted from the first query
+    num_old: tl.tensor  # the number of keys before the sequence's first query
+    ranges_ptr: Any = None  # the address of the queries' ranges of keys
+    low: tl.tensor = 0  # the block has the keys [low, high), counted from the sequence's first key
+    high: tl.tensor = 0
 
 
 @triton.jit
@@ -288,6 +312,27 @@ def tables_of_head(bias_ptr, start, kv_head, BIAS: tl.constexpr, GROUP: tl.const
 def row_tables(tables_ptr, row, BIAS: tl.constexpr, GROUP: tl.constexpr):
     """The addresses of the tables of rows of a sequence and KV head."""
     return tables_ptr + (row // GROUP).to(tl.int64) * BIAS.TOKEN_STRIDE + (row % GROUP) * BIAS.WIDTH
+
+
+@triton.jit
+def row_ranges(seeing, row, GROUP: tl.constexpr, KIND: tl.constexpr):
+    """The addresses of the rows' ranges of keys; rows after the last query use that query's."""
+    ranges = row
+    if KIND.RANGES:
+        query = tl.minimum(row // GROUP, seeing.q_len - 1)
+        ranges = seeing.ranges_ptr + query.to(tl.int64) * (2 * KIND.RANGES)
+    return ranges
+
+
+@triton.jit
+def seen_by_rows(ranges, row, seeing, mask, GROUP: tl.constexpr, KIND: tl.constexpr):
+    """Whether keys are seen by rows, [keys, rows]."""
+    if KIND.RANGES:
+        key = seeing.key + seeing.num_old
+        seen = in_ranges(ranges[None, :], key[:, None], seeing.num_old + seeing.q_len, KIND)
+    else:
+        seen = sees((row // GROUP)[None, :], seeing.key[:, None], seeing.q_len, mask, KIND)
+    return seen
 
 
 @triton.jit
@@ -311,10 +356,15 @@ def visit_rows(keys, sums, arrays, blocks, seeing, mask, CONFIG: tl.constexpr, M
         block = block_start(blocks, index, MASKED, BLOCK_Q)
         row = block + tl.arange(0, BLOCK_Q)
         readable = (row >= seeing.first) & (row < seeing.last)
+        ranges = row_ranges(seeing, row, GROUP, KIND)
+        if KIND.RANGES > 0 and MASKED:
+            kv_len = seeing.num_old + seeing.q_len
+            meets, _ = meet_ranges(ranges, seeing.low, seeing.high, kv_len, readable, KIND)
+            readable = readable & meets
         q = load_rows(arrays.q, block, readable, MASKED, BLOCK_Q, CONFIG.Q, STEP)
         d_out = load_rows(arrays.d_out, block, readable, MASKED, BLOCK_Q, CONFIG.OUT, STEP)
         products = product(keys.k, q)
-        seen = sees((row // GROUP)[None, :], seeing.key[:, None], seeing.q_len, mask, KIND)
+        seen = seen_by_rows(ranges, row, seeing, mask, GROUP, KIND)
         norm, offset, share, alibi = load_terms(arrays.terms_ptr, block, readable, MASKED, BLOCK_Q, TERMS_STEP)
         norm = norm[None, :]
         if CONFIG.HAS_ALIBI:
@@ -323,7 +373,7 @@ def visit_rows(keys, sums, arrays, blocks, seeing, mask, CONFIG: tl.constexpr, M
             distance = (row // GROUP)[None, :] - seeing.key[:, None]
             tables = row_tables(arrays.tables_ptr, row, CONFIG.BIAS, GROUP)
             norm = norm - entries(tables[None, :], distance, readable[None, :], CONFIG.BIAS)
-        HIDDEN: tl.constexpr = MASKED and (KIND.CAUSAL or KIND.HAS_FIRST_KEY)  # otherwise every row sees every key
+        HIDDEN: tl.constexpr = MASKED and KIND.HIDES  # otherwise every row sees every key
         weights, slope = weigh(products, norm, seen, keys.scales, HIDDEN, CONFIG.HAS_SOFT_CAP)
         shared = weights
         if CONFIG.HAS_SHARE:
@@ -331,6 +381,8 @@ def visit_rows(keys, sums, arrays, blocks, seeing, mask, CONFIG: tl.constexpr, M
         dv = accumulate(narrow(shared, d_out[0].dtype), d_out, dv)
         d_weights = product(keys.v, d_out)
         d_logits = logit_gradients(weights, slope, d_weights, offset[None, :], share[None, :], CONFIG)
+        if KIND.RANGES > 0 and MASKED:  # keys that no row sees may be NaN
+            d_logits = tl.where(seen, d_logits, 0.0)
         dk = accumulate(narrow(d_logits, q[0].dtype), q, dk)
     return dk, dv
 
@@ -344,8 +396,36 @@ def visit_all_rows(keys, arrays, edges, seeing, mask, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def seeing_blocks(low, q_len, kv_len, mask, CONFIG: tl.constexpr):
+def seeing_blocks(low, q_start, q_len, kv_len, mask, CONFIG: tl.constexpr):
     """(`Seeing`, `Edges`) of the block of keys from `low` on. Here `Edges` describes blocks of rows, not keys."""
+    if CONFIG.MASK.RANGES:
+        seeing, edges = seeing_by_ranges(low, q_start, q_len, kv_len, mask, CONFIG)
+    else:
+        seeing, edges = seeing_in_order(low, q_len, kv_len, mask, CONFIG)
+    return seeing, edges
+
+
+@triton.jit
+def seeing_by_ranges(low, q_start, q_len, kv_len, mask, CONFIG: tl.constexpr):
+    """`seeing_blocks` for queries that have ranges of keys."""
+    BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
+    GROUP: tl.constexpr = CONFIG.Q.GROUP
+    num_old = kv_len - q_len
+    key = low + tl.arange(0, CONFIG.BLOCK_KV) - num_old
+    high = tl.minimum(low + CONFIG.BLOCK_KV, kv_len)
+    ptr = mask.ranges_ptr + tl.cast(q_start, tl.int64) * (2 * CONFIG.MASK.RANGES)
+    first, last, whole_first, whole_last = queries_of_keys(ptr, low, high, q_len, kv_len, CONFIG.MASK)
+    start = first * GROUP // BLOCK_Q * BLOCK_Q
+    end = tl.maximum((last * GROUP + BLOCK_Q - 1) // BLOCK_Q * BLOCK_Q, start)
+    whole_start = tl.minimum((whole_first * GROUP + BLOCK_Q - 1) // BLOCK_Q * BLOCK_Q, end)
+    whole_stop = tl.maximum(whole_last * GROUP // BLOCK_Q * BLOCK_Q, whole_start)
+    seeing = Seeing(first * GROUP, last * GROUP, key, q_len, num_old, ptr, low, high)
+    return seeing, Edges(start, whole_start, whole_stop, end, ())
+
+
+@triton.jit
+def seeing_in_order(low, q_len, kv_len, mask, CONFIG: tl.constexpr):
+    """`seeing_blocks` for masks whose ranges of keys never go back from one query to the next."""
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     GROUP: tl.constexpr = CONFIG.Q.GROUP
     KIND: tl.constexpr = CONFIG.MASK
@@ -360,12 +440,14 @@ def seeing_blocks(low, q_len, kv_len, mask, CONFIG: tl.constexpr):
     whole_start = (first_query(high, q_len, KIND) * GROUP + BLOCK_Q - 1) // BLOCK_Q * BLOCK_Q
     whole_start = tl.minimum(whole_start, end)
     whole_stop = tl.maximum(end_query(low, q_len, mask, KIND) * GROUP // BLOCK_Q * BLOCK_Q, whole_start)
-    return Seeing(first * GROUP, last * GROUP, key, q_len), Edges(start, whole_start, whole_stop, end)
+    seeing = Seeing(first * GROUP, last * GROUP, key, q_len, num_old)
+    return seeing, Edges(start, whole_start, whole_stop, end, ())
 
 
 @triton.jit(do_not_specialize=VARYING)
 def dkv_kernel(
-    d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, bias_ptr, dk_ptr, dv_ptr,
+    d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, bias_ptr, ranges_ptr,
+    dk_ptr, dv_ptr,
     num_q_tokens, num_kv_tokens, num_seqs, window, d_out_head_stride, q_head_stride, k_head_stride, v_head_stride,
     sm_scale, soft_cap, CONFIG: tl.constexpr,
 ):  # fmt: skip
@@ -373,7 +455,7 @@ def dkv_kernel(
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     block = tl.program_id(0)  # start with the first keys, which the most rows see under a causal mask
     kv_head = tl.program_id(1)
-    mask = Mask(window)
+    mask = Mask(window, ranges_ptr=ranges_ptr)
     start, kv_len, low, q_start, q_len = find_block(
         block, cu_kv_lens_ptr, cu_q_lens_ptr, num_seqs, num_kv_tokens, num_q_tokens, 1, BLOCK_KV
     )
@@ -394,7 +476,7 @@ def dkv_kernel(
         scales = signed_scales(sm_scale, soft_cap, CONFIG.HAS_SOFT_CAP)
         k = load_rows(k_rows, low, readable, True, BLOCK_KV, CONFIG.K)
         v = load_rows(v_rows, low, readable, True, BLOCK_KV, CONFIG.V)
-        seeing, edges = seeing_blocks(low, q_len, kv_len, mask, CONFIG)
+        seeing, edges = seeing_blocks(low, q_start, q_len, kv_len, mask, CONFIG)
         dk, dv = visit_all_rows(KeyBlock(k, v, scales), arrays, edges, seeing, mask, CONFIG)
 
         writable = key < kv_len
@@ -403,21 +485,22 @@ def dkv_kernel(
 
 
 @triton.jit
-def visit_keys(rows, dq, arrays, blocks, visible, mask, CONFIG: tl.constexpr, MASKED: tl.constexpr):
+def visit_keys(rows, dq, arrays, blocks, visible, mask, CONFIG: tl.constexpr, MASKED: tl.constexpr,
+               EXACT: tl.constexpr = False):  # fmt: skip
     """Add the contributions of blocks of keys to `dq`, the dq / sm_scale of a block of rows; returns the sum.
 
-    MASKED is as in `varlen_attention.attend`.
+    MASKED and EXACT are as in `varlen_attention.attend`.
     """
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     for index in range(blocks.num_blocks):
         block = block_start(blocks, index, MASKED, BLOCK_KV)
         key = block + tl.arange(0, BLOCK_KV)
-        readable = (key >= visible.first) & (key < visible.last)
+        readable = may_read(key, visible, CONFIG.MASK, EXACT)
         k = load_rows(arrays.k, block, readable, MASKED, BLOCK_KV, CONFIG.K)
         v = load_rows(arrays.v, block, readable, MASKED, BLOCK_KV, CONFIG.V)
         products = product(rows.q, k)
         d_weights = product(rows.d_out, v)
-        seen = sees(visible.position[:, None], key[None, :], visible.kv_len, mask, CONFIG.MASK)
+        seen = sees_of(visible, key, mask, CONFIG.MASK)
         norm = rows.norm[:, None]
         if CONFIG.HAS_ALIBI:
             norm = norm - rows.alibi[:, None] * (key[None, :] - visible.position[:, None]).to(tl.float32)
@@ -426,6 +509,8 @@ def visit_keys(rows, dq, arrays, blocks, visible, mask, CONFIG: tl.constexpr, MA
             norm = norm - entries(rows.table.rows[:, None], distance, rows.table.exists[:, None], CONFIG.BIAS)
         weights, slope = weigh(products, norm, seen, rows.scales, MASKED, CONFIG.HAS_SOFT_CAP)
         d_logits = logit_gradients(weights, slope, d_weights, rows.offset[:, None], rows.share[:, None], CONFIG)
+        if CONFIG.MASK.RANGES > 0 and MASKED:  # rows that see no key may be NaN
+            d_logits = tl.where(seen, d_logits, 0.0)
         dq = accumulate(narrow(d_logits, rows.q[0].dtype), k, dq)
     return dq
 
@@ -435,12 +520,18 @@ def visit_all_keys(rows, arrays, edges, visible, mask, CONFIG: tl.constexpr):
     """dq / sm_scale of a block of rows."""
     dq = zeros(rows.norm.shape[0], CONFIG.Q)
     dq = visit_keys(rows, dq, arrays, whole_blocks(edges, CONFIG.BLOCK_KV), visible, mask, CONFIG, False)
-    return visit_keys(rows, dq, arrays, end_blocks(edges, CONFIG.BLOCK_KV), visible, mask, CONFIG, True)
+    ends = end_blocks(edges, CONFIG.BLOCK_KV)
+    if CONFIG.MASK.RANGES:
+        others = none_unless(visible.ranges.solid == 0, ends)
+        ends = none_unless(visible.ranges.solid, ends)
+        dq = visit_keys(rows, dq, arrays, others, visible, mask, CONFIG, True, True)
+    return visit_keys(rows, dq, arrays, ends, visible, mask, CONFIG, True)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def dq_kernel(
-    d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, bias_ptr, dq_ptr,
+    d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, bias_ptr, ranges_ptr,
+    dq_ptr,
     num_q_tokens, num_kv_tokens, num_seqs, window, d_out_head_stride, q_head_stride, k_head_stride, v_head_stride,
     sm_scale, soft_cap, CONFIG: tl.constexpr,
 ):  # fmt: skip
@@ -449,7 +540,7 @@ def dq_kernel(
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # a sequence's last rows come first: they may see the most keys
     kv_head = tl.program_id(1)
-    mask = Mask(window)
+    mask = Mask(window, ranges_ptr=ranges_ptr)
     start, q_len, first_row, kv_start, kv_len = find_block(
         block, cu_q_lens_ptr, cu_kv_lens_ptr, num_seqs, num_q_tokens, num_kv_tokens, GROUP, BLOCK_Q
     )
@@ -518,7 +609,7 @@ def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Any:
     arrays, edges, numbers, config = _varlen.shared_arguments(call, launch, "d_out", "q", "k", "v")
     terms, parts = prepare(call, arrays["d_out"], launch)
     bias, config["BIAS"] = bias_arguments(call, launch, edges[0])
-    inputs = (*arrays.values(), terms, *edges, bias)
+    inputs = (*arrays.values(), terms, *edges, bias, ranges_array(call, launch, edges[0]))
     config["HAS_SHARE"] = has_share(call)
     [dq] = launch(
         dq_kernel,

@@ -109,7 +109,7 @@ def blocked(q_len: int, kv_len: int) -> Any:
     return torch.arange(kv_len) < ((torch.arange(q_len) + kv_len - q_len) // 4 * 4 + 4)[:, None]
 
 
-@pytest.mark.parametrize("number", [LEAST, -torch.inf, None], ids=["least", "infinite", "bool"])
+@pytest.mark.parametrize("number", [LEAST, -torch.inf, -1e9, None], ids=["least", "infinite", "billion", "bool"])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(7, 7), (3, 8), (1, 8)])
 def test_masks_of_ones_own_run_by_our_operations(q_len: int, kv_len: int, number: float | None) -> None:
     """Of one row or of all, of one query or of all, of one head or the same in all of them."""
@@ -125,6 +125,8 @@ def test_masks_of_ones_own_run_by_our_operations(q_len: int, kv_len: int, number
         torch.tensor([False, True] * 4)[None, None, None, :kv_len],  # padding that lies between tokens
         torch.ones(1, 1, 1, kv_len, dtype=torch.bool),
     ):
+        if number == -1e9:
+            sees = sees | (torch.arange(kv_len) == kv_len - 1)  # since a query that sees no key would be dense
         mask = sees if number is None else hiding(sees, number)
         found, _ = attention(module_of(), q, k, v, mask)
         # A query whose keys are all hidden by infinite numbers has no result in eager attention, and here 0.
@@ -165,7 +167,8 @@ def test_other_numbers_stay_dense() -> None:
     stripes = causal & (torch.arange(40) % 4 < 2)  # ten runs of keys
     heads = torch.stack([causal, causal & chunked(40, 40), causal, causal])[None]
     for mask in (
-        hiding(causal, -1e4), random(40, 40), trained, hiding(stripes), stripes, hiding(heads), heads,
+        hiding(causal, -1e4), hiding(causal & (torch.arange(40)[:, None] > 3), -1e9), random(40, 40),
+        trained, hiding(stripes), stripes, hiding(heads), heads,
         hiding(causal).masked_fill(causal, 1.0), random(40, 40).masked_fill(~causal, LEAST),
     ):  # fmt: skip
         _calls.calls.clear()

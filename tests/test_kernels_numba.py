@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -17,9 +18,11 @@ torch = pytest.importorskip("torch")
 import ragged_attention as ra  # noqa: E402
 from ragged_attention.calls import CACHE_FORMATS, CacheFormat  # noqa: E402
 from ragged_attention.calls.cache_formats import LAYOUTS  # noqa: E402
+from ragged_attention.key_ranges import causal_ranges  # noqa: E402
 from ragged_attention.portable.numba import _formats, _softmax, _vectors  # noqa: E402
 from ragged_attention.reference._kv_layout import encode, format_values  # noqa: E402
 from ragged_attention.testing import agrees  # noqa: E402
+from ragged_attention.testing.ranges import ranges_of  # noqa: E402
 from ragged_attention.torch import (  # noqa: E402
     dequantize_mla_cache,
     indexer_logits,
@@ -31,6 +34,7 @@ from ragged_attention.torch import (  # noqa: E402
     ragged_paged_attention,
     sparse_mla_prefill,
     top_k_indices,
+    varlen_attention,
     write_indexer_cache,
     write_kv_pages,
     write_mla_cache,
@@ -496,6 +500,95 @@ def test_of_two_latents_for_one_position_the_later_one_wins_on_any_number_of_thr
     with_threads(3, lambda: write_mla_cache(kv, cache, **tables, kv_scale=0.05, backend="numba"))
     stored = torch.from_numpy(encode((kv[310:].float() / torch.tensor(0.05)).numpy(), "int8"))
     assert torch.equal(cache.view(320, 32)[:300], stored.view(torch.int8))
+
+
+# ---- masks as ranges of keys
+
+
+@pytest.mark.parametrize("operation", ["paged", "latent", "packed", "gradient"])
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is protected as on Linux")
+def test_blocks_of_keys_that_no_query_sees_are_not_read(operation: str) -> None:
+    assert printed("-m", "tests.programs.unseen_keys", operation) == "well\n"
+    assert apart("-m", "tests.programs.unseen_keys", operation, "causal").returncode == -signal.SIGSEGV
+
+
+LENGTHS = [(1, 40), (33, 70), (5, 5), (0, 20), (2, 6000), (70, 400)]
+
+
+def ranges(kind: str) -> Any:
+    """Ranges of keys of `LENGTHS`."""
+    tokens = sum(queries for queries, _ in LENGTHS)
+    return torch.from_numpy(ranges_of(np.random.default_rng(0), LENGTHS, tokens, kind))
+
+
+def paged_batch(dtype: Any = torch.float32) -> dict[str, Any]:
+    """The tables of `latent_batch` with 6 heads on 2 KV heads; what no sequence has is NaN."""
+    given = latent_batch(LENGTHS, 1, "plain")
+    pages = given.pop("kv_cache")[..., :128].reshape(-1, 16, 4, 32).to(dtype)
+    return given | {"q": given["q"][:, 0, : 6 * 32].reshape(-1, 6, 32).to(dtype), "kv_pages": pages}
+
+
+def by_name(kind: str) -> Any:
+    """An attention over `LENGTHS` and its arguments."""
+    if kind == "paged":
+        return ragged_paged_attention, paged_batch()
+    return ragged_mla_attention, latent_batch(LENGTHS, 3, kind)
+
+
+@pytest.mark.parametrize("kind", ["paged", "plain", "fp8_v32"])
+@pytest.mark.parametrize("mask", ["prefix", "spans", "few", "many", "any"])
+def test_no_division_of_what_ranges_show_changes_the_results(kind: str, mask: str) -> None:
+    """Threads change no bit, blocks and splits what rounding does."""
+    function, batch = by_name(kind)
+    batch |= {"key_ranges": ranges(mask), "return_lse": True}
+
+    def ours(**tile: int) -> Any:
+        return function(**batch, backend="numba", options=tile)
+
+    expected = with_threads(1, ours)
+    assert all(torch.equal(*pair) for pair in zip(expected, with_threads(3, ours), strict=True))
+    reference = function(**batch, backend="reference")
+    block = "block_q" if kind == "paged" else "block_rows"
+    for tile in ({}, {block: 1, "block_kv": 8}, {block: 5, "num_splits": 4}, {block: 128, "num_splits": 64}):
+        assert all(agrees(*pair, "float32") for pair in zip(ours(**tile), reference, strict=True)), tile
+
+
+@pytest.mark.parametrize("kind", ["paged", "plain"])
+@pytest.mark.parametrize("window", [None, 1, 50])
+def test_a_mask_has_the_same_bits_by_ranges(kind: str, window: int | None) -> None:
+    """The ranges divide the work as the mask's name does; all keys of a window are seen by one of a block's queries."""
+    function, batch = by_name(kind)
+    tables = batch["cu_q_lens"], batch["kv_lens"], len(batch["q"])
+    ranged = function(**batch, key_ranges=causal_ranges(*tables, sliding_window=window), return_lse=True)
+    named = function(**batch, sliding_window=window, return_lse=True)
+    assert all(torch.equal(*pair) for pair in zip(ranged, named, strict=True))
+
+
+def test_gradients_have_the_same_bits_by_ranges() -> None:
+    edges, keys = torch.tensor([0, 33, 103]).int(), torch.tensor([0, 70, 470]).int()
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((103, 6, 32), (470, 2, 32), (470, 2, 32))
+    q, k, v = (torch.randn(shape, generator=generator).requires_grad_() for shape in shapes)
+
+    def gradients(**mask: Any) -> Any:
+        out = varlen_attention(q, k, v, edges, keys, backend="numba", **mask)
+        return torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    for window in (None, 50):
+        named = gradients(causal=True, sliding_window=window)
+        ranged = gradients(key_ranges=causal_ranges(edges, keys.diff(), 103, sliding_window=window))
+        assert all(torch.equal(*pair) for pair in zip(named, ranged, strict=True))
+
+
+def test_a_sequence_of_latents_that_ranges_show_has_the_same_bits_alone_and_in_a_batch() -> None:
+    batch = latent_batch(LENGTHS, 16, "plain", torch.bfloat16) | {"key_ranges": ranges("prefix")}
+    with ra.use_backend("numba", batch_invariant=True):
+        together = ragged_mla_attention(**batch)
+        for seq, (first, stop) in enumerate(itertools.pairwise(batch["cu_q_lens"].tolist())):
+            alone = batch | {name: batch[name][seq : seq + 1] for name in ("kv_lens", "page_indices")}
+            alone |= {name: batch[name][first:stop] for name in ("q", "key_ranges")}
+            alone |= {"cu_q_lens": torch.tensor([0, stop - first]).int()}
+            assert torch.equal(ragged_mla_attention(**alone), together[first:stop])
 
 
 # ---- the indexer

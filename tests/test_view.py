@@ -117,7 +117,7 @@ SMALL: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "p
 MIXED = ((1, 40, 1, 7), (300, 200, 60, 100))
 
 
-def paged(q_lens: Any, kv_lens: Any, **more: Any) -> view.Batch:
+def paged(q_lens: Any, kv_lens: Any, mask: str | None = None, **more: Any) -> view.Batch:
     shapes: dict[str, Any] = {
         "num_tokens": sum(q_lens),
         "max_num_seqs": len(q_lens),
@@ -125,7 +125,7 @@ def paged(q_lens: Any, kv_lens: Any, **more: Any) -> view.Batch:
         "max_q_len": max(q_lens),
     }
     sample = Sample(**(SMALL | shapes | more))
-    return view.Batch(q_lens=q_lens, kv_lens=kv_lens, sample=sample, device=device())
+    return view.Batch(q_lens=q_lens, kv_lens=kv_lens, sample=sample, device=device(), mask=mask)
 
 
 def latent(num_q: int, kv_lens: Any, scheduled: bool = False, **more: Any) -> view.Batch:
@@ -153,6 +153,13 @@ BATCHES: dict[str, tuple[view.Batch, dict[str, Any]]] = {
     "mixed with care": (paged(*MIXED), {"block_q": 32, "block_kv": 32, "edge_kv": 32}),
     "window": (paged(*MIXED, sliding_window=70), {"block_q": 16, "edge_kv": 16, "split_weights_below": 0}),
     "draft": (paged((5, 40), (100, 200), draft=8), {"block_q": 16, "edge_kv": 16, "split_weights_below": 50}),
+    "chunks": (paged(*MIXED, "chunk=64", key_ranges=1), {"block_q": 16, "edge_kv": 16, "split_weights_below": 0}),
+    "a prefix beside a window": (
+        paged(*MIXED, "prefix=70,40", key_ranges=2),
+        {"block_q": 16, "edge_kv": 16, "split_weights_below": 0},
+    ),
+    "a span in splits": (paged((1, 4), (1100, 300), "span=90,900", key_ranges=1), {"num_splits": 6}),
+    "a prefix in splits": (paged((1, 1), (1100, 300), "prefix=90,70", key_ranges=2), {"num_splits": 6}),
     "pages of 24": (paged((1, 20), (300, 50), page_size=24, head_dim=24), {"num_splits": 2, "block_q": 16}),
     "latent": (latent(1, (300, 40)), {"num_splits": 3}),
     "latent, causal": (latent(2, (300, 40), causal=True), {"num_splits": 2, "block_h": 16}),
@@ -246,6 +253,14 @@ def test_masks_and_pages_in_the_terminal(run_cli) -> None:
     first, *_, last = [line for line in out.splitlines() if "│ tile" in line and "tokens" in line]
     assert re.search(r"tokens 0 - 31 .*│ ·▒+█+▒+·+ │", first)
     assert re.search(r"tokens 480 - 511 .*│ ·+▒+█+▒+ │", last)
+
+
+def test_masks_as_ranges_in_the_terminal(run_cli) -> None:
+    code, out, _ = run_cli("--q-lens", "512", "--kv-lens", "2048", "--device", "h200", "--mask", "prefix=256,300")
+    assert code == 0
+    first, *_, last = [line for line in out.splitlines() if "│ tile" in line and "tokens" in line]
+    assert re.search(r"tokens 0 - 31 .*│ ▒+·+▒+·+ │", first)
+    assert re.search(r"tokens 480 - 511 .*│ ▒+·+▒+ │", last)
 
 
 @pytest.mark.parametrize(

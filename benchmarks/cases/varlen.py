@@ -274,6 +274,10 @@ _MORE = (
     *_both("own_bias_80", "-", (333,) * 4, (8, 4), (80, 80), relative_bias=True, own_tables=True, alibi_slopes=True,
            sliding_window=100),
     *_both("bias_256", "-", (1000,) * 4, (16, 8), (256, 256), relative_bias=True),
+    *_both("one_range_128", "-", (4 * K,) * 4, (16, 16), (128, 128), key_ranges=1, causal=False),
+    *_both("two_ranges_128", "-", (1000,) * 4, (32, 8), (128, 128), key_ranges=2, causal=False),
+    *_both("two_ranges_192", "-", (1000,) * 4, (16, 16), (192, 128), key_ranges=2, causal=False, sinks=True),
+    *_both("two_ranges_bias_64", "-", (1000,) * 4, (8, 8), (64, 64), key_ranges=2, causal=False, relative_bias=True),
     *_both("cross_96_72", "-", (500,) * 4, (12, 12), (96, 72), kv_lens=(700,) * 4, causal=False, sinks=True),
     *_both("one_of_everything", "-", (1,), (1, 1), (1, 1)),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What is timed on a CPU: C1 to C9, shapes of an 8B model and of DeepSeek's latents with a thousand keys or so.
+"""What is timed on a CPU: C1 to C10, shapes of an 8B model and of DeepSeek's latents with a thousand keys or so.
 
 A case gives contenders, functions that compute the same from the same inputs, and says what the fastest machine would
 need: bytes of the cache to read, and floating-point operations of the products.
@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.cpu import peers
+from ragged_attention.key_ranges import causal_ranges
 from ragged_attention.torch import (
     indexer_topk,
     mla_decode,
@@ -24,8 +25,9 @@ from ragged_attention.torch import (
 )
 
 Contenders = Mapping[str, Callable[[], Any]]
-OURS, EAGER = "ours", "eager"
+OURS, EAGER, NAMED = "ours", "eager", "named"  # the last: ours, by `causal` where ours is by ranges of keys
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 32
+CAUSAL: Mapping[str, Any] = {"causal": True}
 D_QK, D_V, LATENT_SCALE = 576, 512, 192**-0.5
 INDEX_HEADS, INDEX_DIM, INDEX_PAGE_SIZE, INDEX_TOPK = 64, 128, 64, 2048
 
@@ -117,6 +119,37 @@ class Paged(Case):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Ranged(Paged):
+    """A causal mask, with a window if there is one, as ranges of keys; beside it the same mask by name."""
+
+    sliding_window: int | None = None
+
+    @property
+    def bytes(self) -> int:
+        window = self.sliding_window or max(keys for _, keys in self.lens)
+        seen = sum(min(keys, window + tokens - 1) for tokens, keys in self.lens)
+        return 2 * seen * NUM_KV_HEADS * HEAD_DIM * self.stored.itemsize
+
+    @property
+    def flops(self) -> int:
+        window = self.sliding_window or max(keys for _, keys in self.lens)
+        pairs = sum(
+            min(seen, window) for tokens, keys in self.lens for seen in range(keys - tokens + 1, keys + 1)
+        )  # fmt: skip
+        return 4 * pairs * NUM_Q_HEADS * HEAD_DIM
+
+    def contenders(self) -> Contenders:
+        arguments: dict[str, Any] = {name: x for name, x in self.inputs().items() if name not in ("k", "v")}
+        window: dict[str, Any] = {"sliding_window": self.sliding_window}
+        ranges = causal_ranges(arguments["cu_q_lens"], arguments["kv_lens"], len(arguments["q"]), **window)
+        return {
+            OURS: lambda: ragged_paged_attention(**arguments, key_ranges=ranges, backend="numba"),
+            NAMED: lambda: ragged_paged_attention(**arguments, **window, backend="numba"),
+            EAGER: lambda: ragged_paged_attention(**arguments, **window, backend="eager"),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Latent(Case):
     """MLA decode of one token for each of 8 sequences of 1024; `topk` 0 is a dense call."""
 
@@ -152,6 +185,7 @@ class RaggedLatent(Case):
     lens: tuple[tuple[int, int], ...]
     heads: int
     cache_format: str = "plain"
+    ranged: bool = False  # whether the causal mask is given as ranges of keys
 
     @property
     def flops(self) -> int:
@@ -171,7 +205,13 @@ class RaggedLatent(Case):
         def ours(backend: str) -> Callable[[], Any]:
             return lambda: ragged_mla_attention(q, stored, lens, table, edges, sm_scale=LATENT_SCALE, backend=backend)
 
-        return {OURS: ours("numba"), EAGER: ours("eager")}
+        def by_ranges() -> Any:
+            mask = {"key_ranges": ranges}
+            return ragged_mla_attention(q, stored, lens, table, edges, sm_scale=LATENT_SCALE, backend="numba", **mask)
+
+        ranges = causal_ranges(edges, lens, len(q))
+        found = {OURS: by_ranges, NAMED: ours("numba")} if self.ranged else {OURS: ours("numba")}
+        return found | {EAGER: ours("eager")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,6 +219,7 @@ class Varlen(Case):
     """Causal attention of 4 packed sequences of 1024, or its gradient."""
 
     backward: bool = False
+    ranged: bool = False  # whether ours gets the mask as ranges of keys
 
     @property
     def flops(self) -> int:
@@ -190,8 +231,8 @@ class Varlen(Case):
         arrays = [torch.randn(4096, heads, HEAD_DIM).to(self.dtype) for heads in (NUM_Q_HEADS, *(NUM_KV_HEADS,) * 2)]
         towards = torch.randn(4096, NUM_Q_HEADS, HEAD_DIM).to(self.dtype)
 
-        def ours(backend: str) -> Callable[..., torch.Tensor]:
-            return lambda q, k, v: varlen_attention(q, k, v, edges, edges, causal=True, backend=backend)
+        def ours(backend: str, **mask: Any) -> Callable[..., torch.Tensor]:
+            return lambda q, k, v: varlen_attention(q, k, v, edges, edges, **(mask or CAUSAL), backend=backend)
 
         def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             parts = zip(*(x.split(1024) for x in (q, k, v)), strict=True)
@@ -207,6 +248,9 @@ class Varlen(Case):
             return lambda: torch.cat(torch.autograd.grad(out, leaves, towards, retain_graph=True), 1)
 
         functions = {OURS: ours("numba"), EAGER: ours("eager"), "sdpa": sdpa}
+        if self.ranged:
+            ranges = causal_ranges(edges, edges.diff(), int(edges[-1]))
+            functions = {OURS: ours("numba", key_ranges=ranges), NAMED: ours("numba"), EAGER: ours("eager")}
         if self.backward:
             return {name: gradient(function) for name, function in functions.items()}
         return {name: lambda function=function: function(*arrays) for name, function in functions.items()}
@@ -282,4 +326,11 @@ CASES: tuple[Case, ...] = (
     Varlen(name="C8d", what="its gradient, bf16", dtype=BF16, backward=True),
     Index(name="C9", what="indexer top-k 2048, 8 decodes at 4k, fp8 pages", dtype=BF16, lens=((1, 4096),) * 8),
     Index(name="C9b", what="indexer top-k 2048, prefill of 256 at 4k, fp8 pages", dtype=BF16, lens=((256, 4096),)),
+    Ranged(name="C10", what="causal as ranges: prefill of 2k, bf16", dtype=BF16, lens=((2048, 2048),)),
+    Ranged(name="C10b", what="causal as ranges: 16 decodes at 4k, bf16", dtype=BF16, lens=((1, 4096),) * 16),
+    Ranged(name="C10c", what="window of 256 as ranges: 16 decodes at 4k, bf16", dtype=BF16, lens=((1, 4096),) * 16,
+           sliding_window=256),
+    Varlen(name="C10d", what="causal as ranges: C8c", dtype=BF16, ranged=True),
+    Varlen(name="C10e", what="causal as ranges: C8d", dtype=BF16, backward=True, ranged=True),
+    RaggedLatent(name="C10f", what="causal as ranges: C7f", dtype=BF16, lens=MIXED, heads=16, ranged=True),
 )  # fmt: skip

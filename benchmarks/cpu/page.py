@@ -11,8 +11,15 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, README = ROOT / "docs" / "cpu_measured.md", ROOT / "README.md"
 BEGIN, END = "<!-- written by `make bench-cpu` -->\n", "<!-- end of what is written -->\n"
-PEERS = ("vllm", "openvino", "sdpa", "eager", "jax")
-TITLES = {"vllm": "vLLM", "openvino": "OpenVINO", "sdpa": "SDPA", "eager": "eager", "jax": "ours from jax"}
+PEERS = ("vllm", "openvino", "sdpa", "eager", "named", "jax")
+TITLES = {
+    "vllm": "vLLM",
+    "openvino": "OpenVINO",
+    "sdpa": "SDPA",
+    "eager": "eager",
+    "named": "ours by name",
+    "jax": "ours from jax",
+}
 IN_README = ("C2", "C4b", "C5", "C5b", "C7b", "C8", "C8b")
 
 

@@ -3,6 +3,7 @@
 They hold for backends whose operations offer an `invariant_tile`; the others refuse such calls.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -91,6 +92,12 @@ RAGGED = Spec(
 LAWS: tuple[tuple[str, Callable[[Runner, Any], None], Any, Any], ...] = (
     ("attention", law("ragged_paged_attention", ragged_alone, return_lse=True), RAGGED, specs(clean=True)),
     (
+        "ranges of keys",
+        law("ragged_paged_attention", ragged_alone, return_lse=True),
+        dataclasses.replace(RAGGED, ranges="prefix"),
+        None,
+    ),
+    (
         "heads-first decode",
         law("paged_attention", heads_first_alone),
         PagedSpec(spec=Spec(lens=((1, 2900), (1, 5), (1, 1100)), page_size=16, num_kv_heads=2, group=4)),
@@ -113,6 +120,12 @@ LAWS: tuple[tuple[str, Callable[[Runner, Any], None], Any, Any], ...] = (
         law("varlen_attention", packed_alone, return_lse=True),
         VarlenSpec(lens=((5, 9), (300, 300), (3, 1100), (0, 4), (70, 70)), causal=True, group=2, dtype="bfloat16"),
         varlen_specs(clean=True),
+    ),
+    (
+        "packed, ranges of keys",
+        law("varlen_attention", packed_alone, return_lse=True),
+        VarlenSpec(lens=((5, 9), (300, 300), (3, 1100), (0, 4), (70, 70)), ranges="few", group=2, dtype="bfloat16"),
+        None,
     ),
 )
 

@@ -50,6 +50,7 @@ def garbage_attention(seed: int) -> Batch:
         sliding_window=[None, None, 1, 5, 2**31 - 1][int(rng.integers(0, 5))],
         sinks=[None, "normal"][int(rng.integers(0, 2))],
         alibi=[None, None, "usual"][int(rng.integers(0, 3))],
+        ranges=[None, None, "any", "many"][int(rng.integers(0, 4))],
         strided=bool(rng.random() < 0.3),
         seed=seed,
     ).build()

@@ -9,6 +9,7 @@ cannot disagree with one. If a kernel uses a function of Triton that the module 
 
 import dataclasses
 import heapq
+import itertools
 import math
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -105,6 +106,12 @@ class Numbers(np.ndarray):
     def to(self, dtype: Any) -> "Numbers":
         return self
 
+    def _never_in_place(self, other: Any) -> Any:
+        """Makes `+=` and its kind bind a new value, as Triton does, where an array would change for all its names."""
+        return NotImplemented
+
+    __iadd__ = __isub__ = __imul__ = __ifloordiv__ = __imod__ = __iand__ = __ior__ = _never_in_place  # type: ignore[assignment]
+
 
 def numbers(value: Any) -> Any:
     """Convert an integer, an array or the integers of a tuple to `Numbers`; return anything else unchanged."""
@@ -161,6 +168,7 @@ class Language:
     sum, cumsum, max, min = map(_known, (np.sum, np.cumsum, np.max, np.min))
     arange, zeros_like = map(_known, (np.arange, np.zeros_like))
     load = staticmethod(load)
+    static_range = range
 
     def __init__(self, grid: Sequence[int]) -> None:
         self.grid = grid
@@ -251,12 +259,13 @@ class Simulation:
         if blocks > 0:
             self.visits.append(Visit(first, first + blocks * block, block, masked))
 
-    def _attend_pages(self, queries, state, blocks, visible, mask, pages, attention, masked):
-        """Replaces the loop of `_pages`, which visits two ranges of blocks."""
-        block = attention.LOOP.EDGE_KV if masked else attention.LOOP.BLOCK_KV
-        left = int(blocks.left_blocks) if masked else int(blocks.num_blocks)
-        self._note(int(blocks.left), left, block, masked)
-        self._note(int(blocks.right), int(blocks.num_blocks) - left, block, masked)
+    def _attend_pages(self, queries, state, blocks, visible, mask, pages, attention, masked, exact=False):
+        """Replaces the loop of `_pages`, which visits several ranges of blocks."""
+        block, count = attention.LOOP.EDGE_KV if masked else attention.LOOP.BLOCK_KV, int(blocks.num_blocks)
+        ends = [(int(blocks.left_blocks), blocks.right)] if masked else []
+        parts = [(0, blocks.left), *ends, *blocks.later, (count, 0)]
+        for (index, start), (next_index, _) in itertools.pairwise(parts):
+            self._note(int(start), min(int(next_index), count) - int(index), block, masked)
         seq = int(pages.table_ptr.offset) // self.arguments["table_stride"]
         tokens = (int(visible.low - visible.num_old), int(visible.high - visible.num_old))
         self.work = {"seq": seq, "tokens": tokens}

@@ -14,6 +14,7 @@ from ragged_attention.integrations.transformers._ranges import blocks, ranges_of
 
 # By the tensor whose memory a mask is, and by the mask's place in it: how often that was written to, and the pattern.
 _known: Any = WeakTensorKeyDictionary()
+HIDDEN = -1e8  # a key with this number or less, as -1e9, has no weight beside one with 0
 PLACES = 16  # that are kept of a tensor, so that a mask for all lengths, cut to size in every step, holds no more
 
 
@@ -77,18 +78,18 @@ def _pattern(mask: torch.Tensor, size: tuple[int, int, int, int]) -> Pattern | N
 def _read(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Which keys some queries see, bool [B, queries, L_k], and which of the queries are blind, bool [B, queries].
 
-    A query whose keys are all hidden by numbers is blind, unless they are infinite: added to logits these huge numbers
-    leave nothing of them, so that the query sees the keys with the largest one, all alike.
-    None stands for a mask that differs between heads or does more than hide keys.
+    A query whose keys are all hidden by numbers is blind, unless they are infinite: the smallest numbers leave nothing
+    of the logits that they are added to, so that the query sees the keys with the largest one, all alike. None stands
+    for a mask that differs between heads or does more than hide keys, as -1e9 does where there is no other number.
     """
     if mask.shape[1] > 1 and not bool((mask == mask[:, :1]).all()):
         return None
     mask = mask[:, 0]
     if mask.dtype == torch.bool:
         return mask, torch.zeros(mask.shape[:2], dtype=torch.bool, device=mask.device)
-    sees = mask == 0
-    if not bool((sees | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
-        return None
+    sees, least = mask == 0, torch.finfo(mask.dtype).min / 2
     most = mask.amax(-1, keepdim=True)
+    if not bool((sees | (mask <= max(HIDDEN, least))).all() & ((most == 0) | (most <= least)).all()):
+        return None
     blind = (most < 0) & (most > -torch.inf)
     return sees | (blind & (mask == most)), blind[..., 0]

@@ -124,6 +124,7 @@ def garbage_ragged(seed: int) -> RaggedLatentBatch:
         causal=bool(rng.random() < 0.7),
         sliding_window=[None, None, 1, 5, 2**31 - 1][int(rng.integers(0, 5))],
         sinks=common["sinks"],
+        ranges=[None, None, "any", "many"][int(rng.integers(0, 4))],
         strided=common["strided"],
         seed=seed,
     )

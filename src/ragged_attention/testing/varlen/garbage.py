@@ -33,6 +33,7 @@ def garbage_varlen(seed: int) -> GradientBatch:
         sinks=[None, "normal"][int(rng.integers(0, 2))],
         alibi=[None, None, "usual"][int(rng.integers(0, 3))],
         bias=[None, None, "shared", "own"][int(rng.integers(0, 4))],
+        ranges=[None, None, "any", "many"][int(rng.integers(0, 4))],
         strided=bool(rng.random() < 0.3),
         seed=seed,
     )

@@ -1,0 +1,94 @@
+"""Which blocks of keys a block of rows visits, and which queries see a block of keys, if ranges of keys say so.
+
+The rows of a block have several ranges each. Those with the same index make one range of the block, which contains
+them all. Sorted by their first keys, the ranges of the block are visited one after the other: the blocks in the middle
+of one, which every row sees, without a mask, and the others with one. Where ranges overlap, the earlier one has the
+blocks, so none is visited twice.
+"""
+
+import triton
+import triton.language as tl
+
+from ragged_attention.kernels_triton._mask import meet_ranges
+from ragged_attention.kernels_triton._sequences import Edges
+
+SCANNED: tl.constexpr = tl.constexpr(512)  # queries that `queries_of_keys` looks at in one step
+
+
+@triton.jit
+def ranks_of(first, KIND: tl.constexpr):
+    """The place of each range of a block when they are sorted by their first keys."""
+    ranks = ()
+    for index in tl.static_range(KIND.RANGES):
+        rank = first[index] * 0
+        for other in tl.static_range(KIND.RANGES):
+            if other < index:
+                rank += (first[other] <= first[index]).to(tl.int32)
+            elif other > index:
+                rank += (first[other] < first[index]).to(tl.int32)
+        ranks += (rank,)
+    return ranks
+
+
+@triton.jit
+def with_rank(rank, ranks, numbers, KIND: tl.constexpr):
+    """That of the numbers, one for each range, whose range has the rank."""
+    number = numbers[0]
+    for index in tl.static_range(1, KIND.RANGES):
+        number = tl.where(ranks[index] == rank, numbers[index], number)
+    return number
+
+
+@triton.jit
+def range_edges(start, stop, ranges, KIND: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr):
+    """The `Edges` of the keys [start, stop) that a block of rows sees, where `start` is the first key of a block.
+
+    BLOCK and EDGE are the sizes of blocks without and with a mask.
+    """
+    ranks = ranks_of(ranges.first, KIND)
+    parts = ()
+    cursor = start
+    for rank in tl.static_range(KIND.RANGES):
+        first = with_rank(rank, ranks, ranges.first, KIND)
+        last = tl.minimum(with_rank(rank, ranks, ranges.last, KIND), stop)
+        left = tl.maximum(first // EDGE * EDGE, cursor)
+        right = tl.maximum((last + EDGE - 1) // EDGE * EDGE, left)
+        whole_start = tl.maximum(with_rank(rank, ranks, ranges.whole_first, KIND), left)
+        whole_start = tl.minimum((whole_start + BLOCK - 1) // BLOCK * BLOCK, right)
+        whole_stop = tl.minimum(with_rank(rank, ranks, ranges.whole_last, KIND), right)
+        whole_stop = tl.minimum(whole_stop, stop) // BLOCK * BLOCK
+        parts += ((left, whole_start, tl.maximum(whole_stop, whole_start), right),)
+        cursor = right
+    start, whole_start, whole_stop, end = parts[0]
+    return Edges(start, whole_start, whole_stop, end, parts[1:])
+
+
+@triton.jit
+def hull_edges(visible, BLOCK: tl.constexpr):
+    """The `Edges` of one part, all of it with a mask, that has all keys that a block of rows sees."""
+    start = visible.first // BLOCK * BLOCK
+    end = tl.maximum((visible.last + BLOCK - 1) // BLOCK * BLOCK, start)
+    return Edges(start, start, start, end, ())
+
+
+@triton.jit
+def queries_of_keys(ptr, first_key, last_key, q_len, kv_len, KIND: tl.constexpr):
+    """(first, last, whole_first, whole_last) of a sequence's queries, whose ranges begin at address `ptr`.
+
+    The queries that see one of the keys [first_key, last_key) are among [first, last), and each of [whole_first,
+    whole_last) sees all of these keys in one range.
+    """
+    first = q_len
+    last = q_len * 0
+    whole_first = q_len
+    whole_last = q_len
+    for start in range(0, q_len, SCANNED):
+        query = start + tl.arange(0, SCANNED)
+        meets, covers = meet_ranges(
+            ptr + query.to(tl.int64) * (2 * KIND.RANGES), first_key, last_key, kv_len, query < q_len, KIND
+        )
+        first = tl.minimum(first, tl.min(tl.where(meets, query, q_len), 0))
+        last = tl.maximum(last, tl.max(tl.where(meets, query + 1, 0), 0))
+        whole_first = tl.minimum(whole_first, tl.min(tl.where(covers, query, q_len), 0))
+        whole_last = tl.minimum(whole_last, tl.min(tl.where(covers | (query < whole_first), q_len, query), 0))
+    return tl.minimum(first, last), last, tl.minimum(whole_first, last), tl.minimum(whole_last, last)
