@@ -32,7 +32,7 @@ import ragged_attention as ra  # noqa: E402
 from ragged_attention.calls import CALLS  # noqa: E402
 from ragged_attention.calls.sharding import KvShard  # noqa: E402
 from ragged_attention.errors import InvalidInput  # noqa: E402
-from tests.divided import HEADS, KV_HEADS, LENS, PAGE, WIDTH, divisible_arguments, shards_of  # noqa: E402
+from tests.divided import HEADS, KV_HEADS, LENS, PAGE, WIDTH, divisible_arguments, random_ranges, shards_of  # noqa: E402
 
 # Called in ways that their overloads do not list.
 rj: Any = importlib.import_module("ragged_attention.jax")
@@ -129,24 +129,29 @@ def check_gradients_over_heads() -> None:
         q, k, v = (jnp.asarray(random.normal(size=(12, heads, 16)), jnp.float32) for heads in (16, kv_heads, kv_heads))
         sinks = jnp.asarray(random.normal(size=16), jnp.float32)
 
-        def loss(attend: Any, *leaves: Any) -> Any:
-            q, k, v, sinks = leaves
-            return (attend(q, k, v, edges, edges, causal=True, sinks=sinks) ** 2).sum()
+        for mask in ({"causal": True}, {"key_ranges": random_ranges(12, 7)}):
 
-        over = rd.over_heads(rj.varlen_attention, "heads", mesh=mesh)
-        gradient = functools.partial(jax.grad, argnums=(0, 1, 2, 3))
-        found = jax.jit(gradient(functools.partial(loss, over)))(q, k, v, sinks)
-        expected = gradient(functools.partial(loss, rj.varlen_attention))(q, k, v, sinks)
-        close(found, expected)
+            def loss(attend: Any, *leaves: Any, mask: Any = mask) -> Any:
+                q, k, v, sinks = leaves
+                return (attend(q, k, v, edges, edges, sinks=sinks, **mask) ** 2).sum()
+
+            over = rd.over_heads(rj.varlen_attention, "heads", mesh=mesh)
+            gradient = functools.partial(jax.grad, argnums=(0, 1, 2, 3))
+            found = jax.jit(gradient(functools.partial(loss, over)))(q, k, v, sinks)
+            expected = gradient(functools.partial(loss, rj.varlen_attention))(q, k, v, sinks)
+            close(found, expected)
 
 
 def check_without_exceptions() -> None:
     """`jax.shard_map` that counts over which axes arrays vary, with each backend that runs here."""
     mesh, edges = mesh_of(4, "heads"), jnp.array([0, 4, 10])
     q, k = jnp.ones((10, 8, 16)), jnp.ones((10, 4, 16))
-    for backend in ("numba", "xla", "reference"):
+    ranges = jnp.asarray(random_ranges(10, 6))
+    for backend, mask in (("numba", None), ("xla", None), ("xla", ranges), ("reference", None)):
         mapped = jax.shard_map(
-            lambda q, k, v, edges, backend=backend: rj.varlen_attention(q, k, v, edges, edges, backend=backend),
+            lambda q, k, v, edges, backend=backend, mask=mask: rj.varlen_attention(
+                q, k, v, edges, edges, key_ranges=mask, backend=backend
+            ),
             mesh=mesh, in_specs=(HEADS_SPEC, HEADS_SPEC, HEADS_SPEC, WHOLE), out_specs=HEADS_SPEC,
         )  # fmt: skip
         gradient = jax.jit(jax.grad(lambda q, mapped=mapped: mapped(q, k, k, edges).sum()))

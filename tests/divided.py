@@ -45,6 +45,11 @@ def divisible_arguments(operation: str, size: int) -> dict[str, Any]:
     return arguments
 
 
+def random_ranges(tokens: int, longest: int) -> Any:
+    """`key_ranges` of so many queries, which see gaps, overlaps and nothing."""
+    return np.random.default_rng(6).integers(-1, longest + 2, (tokens, 3, 2), np.int32)
+
+
 def _filled(name: str, array: Any, operation: str, random: np.random.Generator) -> Any:
     """An array of a sample's shape and dtype with values that make sense under its name."""
     if isinstance(array, tuple):

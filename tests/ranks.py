@@ -31,7 +31,7 @@ import ragged_attention as ra
 from ragged_attention.calls import CALLS
 from ragged_attention.calls.sharding import KvShard, heads_of_arguments
 from ragged_attention.errors import InvalidInput
-from tests.divided import HEADS, KV_HEADS, LENS, PAGE, TRAFFIC, WIDTH, divisible_arguments, shards_of
+from tests.divided import HEADS, KV_HEADS, LENS, PAGE, TRAFFIC, WIDTH, divisible_arguments, random_ranges, shards_of
 
 # Called in ways that their overloads do not list.
 rt: Any = importlib.import_module("ragged_attention.torch")
@@ -163,15 +163,22 @@ def check_gradients_over_heads(rank: int, size: int) -> None:
             for leaf, place in zip(leaves, places, strict=True)
         ]
         scored = distribute_tensor(weights, mesh, [Replicate()], src_data_rank=None)
-        (rt.varlen_attention(*whole[:3], edges, edges, causal=True, sinks=whole[3]) * weights).sum().backward()
-        with Watched() as watched:
-            out = rt.varlen_attention(*parts[:3], edges, edges, causal=True, sinks=parts[3])
-            (out * scored).sum().backward()
-        assert not watched.calls, watched.calls
-        for part, value in zip(parts, whole, strict=True):
-            assert isinstance(part.grad, DTensor)
-            gradient = part.grad.redistribute(mesh, [Replicate()]).to_local()
-            torch.testing.assert_close(gradient, value.grad, rtol=1e-5, atol=1e-5)
+        ranges = torch.from_numpy(random_ranges(12, 7))
+        replicated = distribute_tensor(ranges, mesh, [Replicate()], src_data_rank=None)
+        for mask, own in (
+            ({"causal": True},) * 2,
+            ({"key_ranges": ranges},) * 2,
+            ({"key_ranges": ranges}, {"key_ranges": replicated}),
+        ):
+            (rt.varlen_attention(*whole[:3], edges, edges, sinks=whole[3], **mask) * weights).sum().backward()
+            with Watched() as watched:
+                out = rt.varlen_attention(*parts[:3], edges, edges, sinks=parts[3], **own)
+                (out * scored).sum().backward()
+            assert not watched.calls, watched.calls
+            for part, value in zip(parts, whole, strict=True):
+                assert isinstance(part.grad, DTensor)
+                gradient = part.grad.redistribute(mesh, [Replicate()]).to_local()
+                torch.testing.assert_close(gradient, value.grad, rtol=1e-5, atol=1e-5)
     compiled = torch.compile(
         lambda q, k, v: rt.varlen_attention(q, k, v, edges, edges) * 2, fullgraph=True, backend="aot_eager"
     )

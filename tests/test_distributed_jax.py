@@ -58,6 +58,17 @@ def test_a_devices_memory_falls_as_devices_grow() -> None:
     assert all(most[str(2 * size)] < 0.65 * most[str(size)] for size in (1, 2, 4))
 
 
+@pytest.mark.parametrize(
+    "name", ["context_parallel_decode", "context_parallel_mla_decode", "context_parallel_varlen_attention"]
+)
+def test_divided_positions_take_no_ranges_of_keys(name: str) -> None:
+    """A device's keys are not those from 0 on, so that ranges would mean others."""
+    from ragged_attention.jax import distributed
+
+    with pytest.raises(TypeError, match="unexpected keyword argument 'key_ranges'"):
+        getattr(distributed, name)(*[None] * 5, axis_name="devices", key_ranges=None)
+
+
 def test_two_processes() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -93,6 +93,16 @@ def test_positions_over_more_ranks(size: int) -> None:
     expect_traffic(found["traffic"], size)
 
 
+@pytest.mark.parametrize(
+    "name", ["context_parallel_decode", "context_parallel_mla_decode", "context_parallel_varlen_attention"]
+)
+def test_divided_positions_take_no_ranges_of_keys(name: str) -> None:
+    """A rank's keys are not those from 0 on, so that ranges would mean others."""
+    distributed = pytest.importorskip("ragged_attention.torch.distributed")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'key_ranges'"):
+        getattr(distributed, name)(*[None] * 4, key_ranges=None)
+
+
 def test_a_ranks_memory_falls_as_ranks_grow() -> None:
     most = {size: ranks(size, "memory")["memory"]["bytes"] for size in (1, 2, 4)}
     assert most[2] < 0.65 * most[1]

@@ -134,6 +134,49 @@ def test_a_batch_of_calls(function: Any, arguments: Any, backend: str) -> None:
         assert_close([array[index] for array in each], gradients(function, given, backend=backend))
 
 
+def ranges() -> Any:
+    """Ranges of each query of `packed`; those of the last, which is padding, are garbage."""
+    return jnp.asarray(np.random.default_rng(5).integers(-1, 6, (11, 2, 2)), jnp.int32)
+
+
+@pytest.mark.parametrize("arguments", [packed, biased, own_bias])
+@pytest.mark.usefixtures("double_precision")
+def test_finite_differences_agree_by_ranges_of_keys(arguments: Any) -> None:
+    check_grads(
+        lambda *given: attend(*given, key_ranges=ranges(), backend="xla"), arguments(jnp.float64), order=1,
+        modes=["rev"],
+    )  # fmt: skip
+
+
+def test_ranges_of_keys_may_be_traced() -> None:
+    given = biased()
+    of_ranges = jax.jit(lambda ranges, *given: gradients(attend, given, key_ranges=ranges, backend="xla"))
+    for some in (ranges(), ranges()[::-1], 0 * ranges()):
+        assert_close(of_ranges(some, *given), gradients(attend, given, key_ranges=some, backend="reference"))
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_batch_of_ranges_of_keys(mapped: bool) -> None:
+    one, other = biased(), tuple(2 * array for array in biased())
+    masks = jnp.stack([ranges(), ranges()[::-1]]) if mapped else ranges()
+    stacked = tuple(map(jnp.stack, zip(one, other, strict=True)))
+    each = jax.vmap(
+        lambda masks, *given: gradients(attend, given, key_ranges=masks, backend="xla"),
+        in_axes=(0 if mapped else None, *[0] * len(stacked)),
+    )(masks, *stacked)
+    for index, given in enumerate((one, other)):
+        own = masks[index] if mapped else masks
+        assert_close([array[index] for array in each], gradients(attend, given, key_ranges=own, backend="reference"))
+
+
+def test_ranges_of_keys_alone_may_be_mapped() -> None:
+    masks = jnp.stack([ranges(), ranges()[::-1]])
+    each = jax.vmap(lambda masks: gradients(attend, packed(), key_ranges=masks, backend="xla"))(masks)
+    for index in range(2):
+        want = gradients(attend, packed(), key_ranges=masks[index], backend="reference")
+        assert_close([array[index] for array in each], want)
+
+
 def test_a_constant_bias_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of a relative bias costs time, so it is computed only if the bias needs it."""
     module = dispatch.load("varlen_attention_backward", "xla")

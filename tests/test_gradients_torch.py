@@ -21,6 +21,11 @@ from tests.tensors import ints
 
 Tensor = torch.Tensor
 PORTABLE = ("reference", "eager")
+# Of the queries of `packed`: gaps, overlaps, none, beyond the keys, of padding.
+RANGES = torch.tensor(
+    [[[0, 1], [3, 4]], [[0, 3], [1, 2]], [[3, 9], [0, 0]], [[1, 2], [0, 1]], [[0, 0], [2, 1]], [[1, 2], [-9, 1]],
+     [[0, 1], [1, 2]], [[-1, 9], [5, 7]], [[1, 2], [4, 4]], [[0, 1], [0, 1]], [[0, 9], [0, 9]]], dtype=torch.int32,
+)  # fmt: skip
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal in a window": {"causal": True, "sliding_window": 2},
@@ -31,6 +36,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "sm_scale": -0.8,
         "alibi_slopes": torch.tensor([0.5, -0.25, 0.0, 0.125], dtype=torch.float64),
     },
+    "ranges of keys": {"key_ranges": RANGES},
 }
 Function = Callable[..., Any]
 
@@ -172,7 +178,9 @@ def test_operators_pass_opcheck() -> None:
     for operation, arguments in (
         ("varlen_attention", {**_packed_arguments(tensors), "soft_cap": 2}),
         ("varlen_attention_backward", backward),
+        ("varlen_attention", {**_packed_arguments(tensors), "key_ranges": RANGES}),
         ("varlen_attention_backward", backward | {"return_d_relative_bias": True}),
+        ("varlen_attention_backward", backward | {"return_d_relative_bias": True, "key_ranges": RANGES}),
         ("varlen_attention_backward", backward | {"return_d_relative_bias": True, "sinks": None}),
         ("sparse_mla_prefill", latents | lists),
         (
@@ -198,7 +206,8 @@ def test_a_step_with_its_gradient_compiles_into_one_graph(compiler: str) -> None
             q * 2, k, v, *EDGES, max_q_len=len(k), causal=True, sinks=sinks, relative_bias=2 * bias, return_lse=True
         )
         selected, _, _ = rt.sparse_mla_prefill(latent_q, kv, LISTS, d_v=16)
-        return out.square().sum() + lse[:2].sum() + selected.square().sum()
+        some = rt.varlen_attention(q, k, v, *EDGES, relative_bias=bias, key_ranges=RANGES)
+        return out.square().sum() + lse[:2].sum() + selected.square().sum() + some.square().sum()
 
     inputs = [*tensors.values(), latents["q"], latents["kv"]]
     torch._dynamo.reset()

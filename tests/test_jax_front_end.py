@@ -112,6 +112,18 @@ def test_vmap_over_the_number_of_sequences(batch):
         assert agrees(got, defined(batch, num_seqs=count), "float32")
 
 
+@pytest.mark.parametrize("axes", [(0, 0), (None, 0), (0, None)])
+def test_vmap_over_ranges_of_keys(batch, axes):
+    """Also of rows of padding, whose ranges nobody reads."""
+    masks = jnp.asarray(np.random.default_rng(3).integers(-3, 30, (2, len(batch[0]), 3, 2)), jnp.int32)
+    q = jnp.stack([batch[0], -batch[0]])
+    given = [array if axis == 0 else array[0] for array, axis in zip((masks, q), axes, strict=True)]
+    attend = jax.vmap(lambda masks, q: ragged_paged_attention(q, *batch[1:], key_ranges=masks, backend="xla"), axes)
+    for index, got in enumerate(attend(*given)):
+        own_masks, own_q = (array[index] if axis == 0 else array for array, axis in zip(given, axes, strict=True))
+        assert agrees(got, defined((own_q, *batch[1:]), key_ranges=own_masks), "float32")
+
+
 def test_a_scan_over_layers_writes_and_attends(batch, tokens):
     k, v, _, slots = tokens
     layers = jnp.stack([batch[1], batch[1] + 1])
@@ -134,13 +146,17 @@ def test_a_scan_over_layers_writes_and_attends(batch, tokens):
 
 
 @pytest.mark.parametrize("platforms", [["cpu"], ["tpu"], ["cpu", "tpu"]])
-def test_export(batch, platforms):
-    attend = jax.jit(lambda *arguments: ragged_paged_attention(*arguments, backend="xla"))
-    exported = jax.export.export(attend, platforms=platforms)(*batch)
+@pytest.mark.parametrize("by_ranges", [False, True])
+def test_export(batch, platforms, by_ranges):
+    ranges = jnp.tile(jnp.array([[0, 2], [5, 9]], jnp.int32), (len(batch[0]), 1, 1)) if by_ranges else None
+    attend = jax.jit(
+        lambda ranges, *arguments: ragged_paged_attention(*arguments, key_ranges=ranges, backend="xla"),
+    )
+    exported = jax.export.export(attend, platforms=platforms)(ranges, *batch)
     if "cpu" not in platforms:
         assert exported.platforms == tuple(platforms)
         return
-    assert agrees(exported.call(*batch), defined(batch), "float32")
+    assert agrees(exported.call(ranges, *batch), defined(batch, key_ranges=ranges), "float32")
 
 
 def test_one_function_lowers_to_triton_for_cuda_and_to_xla_for_a_cpu():

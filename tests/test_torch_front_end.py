@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ragged_attention as ra
 import ragged_attention.torch as rt
+from ragged_attention.key_ranges import causal_ranges
 from ragged_attention.torch import _plan
 from tests.operators import operator_arguments
 
@@ -127,6 +128,21 @@ def test_dynamic_token_counts_compile() -> None:
         inputs = batch()
         inputs["q"] = torch.cat([inputs["q"], torch.randn(extra, NUM_Q_HEADS, HEAD_DIM)])
         torch.testing.assert_close(compiled(**inputs), rt.ragged_paged_attention(**inputs))
+
+
+def test_ranges_of_keys_compile_and_may_change() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    inputs = batch()
+    for window in (None, 2, 100):
+        ranges = causal_ranges(inputs["cu_q_lens"], inputs["kv_lens"], len(inputs["q"]), sliding_window=window)
+        found = compiled(**inputs, key_ranges=ranges, backend="eager")
+        torch.testing.assert_close(found, rt.ragged_paged_attention(**inputs, sliding_window=window))
+    with FakeTensorMode() as mode:
+        fake: dict[str, Any] = {name: mode.from_tensor(value) for name, value in batch().items()}
+        assert rt.ragged_paged_attention(**fake, key_ranges=mode.from_tensor(ranges)).shape == fake["q"].shape
+        with pytest.raises(ra.InvalidInput, match="expected sliding_window at its default, None, with key_ranges"):
+            rt.ragged_paged_attention(**fake, key_ranges=mode.from_tensor(ranges), sliding_window=3)
 
 
 def test_fake_tensors_get_shapes_and_static_checks() -> None:

@@ -13,11 +13,24 @@ differences of `cu_kv_lens`:
 An attention takes the result as `key_ranges`, and then neither `causal` nor `sliding_window`.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ragged_attention.calls.fields import MAX_KEY_RANGES, expect_any_array, expect_array, expect_count
+from ragged_attention.calls.fields import (
+    LARGEST_INT32,
+    MAX_KEY_RANGES,
+    Count,
+    Sizes,
+    expect_any_array,
+    expect_array,
+    expect_bool,
+    expect_count,
+    expect_nonempty,
+    is_array,
+    is_integer,
+)
 from ragged_attention.errors import InvalidInput
 
 __all__ = [
@@ -35,7 +48,10 @@ __all__ = [
 
 
 class _Queries(NamedTuple):
-    """The rows of queries: each one's sequence, position and number of keys, and whether it belongs to a sequence."""
+    """The rows of queries: each one's sequence, position and number of keys, and whether it belongs to a sequence.
+
+    A position is negative if a sequence has more queries than keys. No sum of positions and counts may exceed int32.
+    """
 
     xp: Any  # numpy, torch or jax.numpy
     seq: Any  # [T]
@@ -43,12 +59,15 @@ class _Queries(NamedTuple):
     kv_len: Any  # [T]
     live: Any  # [T]
 
-    def per_sequence(self, name: str, value: Any) -> Any:
-        """A number, or an array [S] as each query has it."""
-        if not hasattr(value, "shape"):
-            expect_count(name, value, 0)
-            return value
-        return value[self.seq] if value.shape[0] else self.position * 0
+    def before(self, distance: int) -> Any:
+        """The position so far before each query, or 0 if that is negative."""
+        return self.position.clip(min=distance) - distance
+
+    def window_begin(self, sliding_window: int | None) -> Any:
+        if sliding_window is None:
+            return self.before(LARGEST_INT32)
+        expect_count("sliding_window", sliding_window, 1)
+        return self.before(sliding_window - 1)
 
     def ranges(self, *pairs: tuple[Any, Any]) -> Any:
         """The pairs (begin, end) of all queries as one array."""
@@ -57,8 +76,8 @@ class _Queries(NamedTuple):
         return _cast(self.xp, stacked)
 
 
-def _namespace(array: Any) -> Any:
-    expect_any_array("cu_q_lens", array)
+def _namespace(name: str, array: Any) -> Any:
+    expect_any_array(name, array)
     if type(array).__module__.partition(".")[0] == "torch":
         import torch
 
@@ -76,18 +95,21 @@ def _arange(xp: Any, stop: int, like: Any) -> Any:
 
 
 def _queries(cu_q_lens: Any, kv_lens: Any, num_tokens: int, num_seqs: Any) -> _Queries:
-    xp = _namespace(cu_q_lens)
+    xp = _namespace("cu_q_lens", cu_q_lens)
     expect_array("cu_q_lens", cu_q_lens, "S+1", ("int32",), {})
+    expect_nonempty("cu_q_lens", "S+1", cu_q_lens.shape[0])
     max_num_seqs = cu_q_lens.shape[0] - 1
     expect_array("kv_lens", kv_lens, "S", ("int32",), {"S": max_num_seqs})
     expect_count("num_tokens", num_tokens, 0)
+    if num_seqs is not None:
+        Count().check("num_seqs", num_seqs, None, Sizes(S=max_num_seqs))
     tokens = _arange(xp, num_tokens, cu_q_lens)
     if max_num_seqs < 1:
         return _Queries(xp, tokens, tokens, tokens, tokens < 0)
     edges, count = cu_q_lens, max_num_seqs
-    if num_seqs is not None:  # edges behind the last live sequence are never read
-        count = num_seqs.reshape(()) if hasattr(num_seqs, "reshape") else num_seqs
-        edges = xp.where(_arange(xp, max_num_seqs + 1, edges) <= count, edges, np.iinfo(np.int32).max)
+    if num_seqs is not None:  # edges behind the last live sequence may have any values
+        count = num_seqs if is_integer(num_seqs) else num_seqs.reshape(()).clip(max=max_num_seqs)
+        edges = xp.where(_arange(xp, max_num_seqs + 1, edges) <= count, edges, LARGEST_INT32)
     side = {"right": True} if xp.__name__ == "torch" else {"side": "right"}
     found = xp.searchsorted(edges, tokens, **side) - 1
     live = (found >= 0) & (found < count)
@@ -101,14 +123,7 @@ def causal_ranges(
 ) -> Any:
     """Keys up to the query's own position p, [max(0, p - sliding_window + 1), p + 1): R is 1."""
     queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
-    return queries.ranges((_window_begin(queries, sliding_window), queries.position + 1))
-
-
-def _window_begin(queries: _Queries, sliding_window: int | None) -> Any:
-    if sliding_window is None:
-        return 0
-    expect_count("sliding_window", sliding_window, 1)
-    return (queries.position - sliding_window + 1).clip(min=0)
+    return queries.ranges((queries.window_begin(sliding_window), queries.position + 1))
 
 
 def window_ranges(
@@ -125,15 +140,11 @@ def window_ranges(
     None is no bound, as -1 is in the `window_size` of FlashAttention.
     """
     queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
-    begin: Any = 0
-    if left is not None:
-        expect_count("left", left, 0)
-        begin = (queries.position - left).clip(min=0)
-    end = queries.kv_len
-    if right is not None:
-        expect_count("right", right, 0)
-        end = queries.position + queries.xp.minimum(end - queries.position, 0 * end + right + 1)
-    return queries.ranges((begin, end))
+    left, right = (LARGEST_INT32 if side is None else side for side in (left, right))
+    expect_count("left", left, 0)
+    expect_count("right", right, 0)
+    after = (queries.kv_len - 1 - queries.position).clip(max=right)
+    return queries.ranges((queries.before(left), queries.position + after + 1))
 
 
 def per_sequence_causal(cu_q_lens: Any, kv_lens: Any, num_tokens: int, *, causal: Any, num_seqs: Any = None) -> Any:
@@ -143,8 +154,8 @@ def per_sequence_causal(cu_q_lens: Any, kv_lens: Any, num_tokens: int, *, causal
     """
     queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
     expect_array("causal", causal, "S", ("bool",), {"S": kv_lens.shape[0]})
-    end = queries.xp.where(queries.per_sequence("causal", causal) != 0, queries.position + 1, queries.kv_len)
-    return queries.ranges((0, end))
+    is_causal = causal[queries.seq] if kv_lens.shape[0] else queries.live
+    return queries.ranges((0, queries.xp.where(is_causal, queries.position + 1, queries.kv_len)))
 
 
 def chunked_ranges(
@@ -157,19 +168,21 @@ def chunked_ranges(
     queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
     expect_count("chunk", chunk, 1)
     expect_count("lookback", lookback, 0)
-    begin = (queries.position // chunk - lookback).clip(min=0) * chunk
+    begin = ((queries.position // chunk).clip(min=lookback) - lookback) * chunk
     return queries.ranges((begin, queries.position + 1))
 
 
 def block_causal_ranges(cu_q_lens: Any, kv_lens: Any, num_tokens: int, *, block: int, num_seqs: Any = None) -> Any:
-    """Keys up to the end of the query's own block, [0, min(kv_len, (p // block + 1) * block)): R is 1.
+    """Keys up to the end of the block of the query's position p, [0, min(kv_len, (p // block + 1) * block)): R is 1.
 
     Language models that generate by diffusion, a block at a time, attend so.
     """
     queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
     expect_count("block", block, 1)
-    begin = queries.position - queries.position % block
-    return queries.ranges((0, begin + (queries.kv_len - begin).clip(max=block)))
+    position = queries.position.clip(min=0)
+    begin = position - position % block
+    end = begin + (queries.kv_len - begin).clip(max=block)
+    return queries.ranges((0, queries.xp.where(queries.position < 0, 0, end)))
 
 
 def prefix_window_ranges(
@@ -180,8 +193,12 @@ def prefix_window_ranges(
     Queries within the prefix see all of it.
     """
     queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
-    window = _window_begin(queries, sliding_window), queries.position + 1
-    return queries.ranges((0, queries.per_sequence("prefix", prefix)), window)
+    if is_array(prefix):
+        expect_array("prefix", prefix, "S", ("int32",), {"S": kv_lens.shape[0]})
+        prefix = prefix[queries.seq] if kv_lens.shape[0] else 0
+    else:
+        expect_count("prefix", prefix, 0)
+    return queries.ranges((0, prefix), (queries.window_begin(sliding_window), queries.position + 1))
 
 
 def span_ranges(
@@ -202,9 +219,10 @@ def span_ranges(
         clamp_to_window: whether the window bounds the span too, as in the models of transformers and in Gemma 4.
     """
     queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
+    expect_bool("clamp_to_window", clamp_to_window)
     expect_array("spans", spans, "S N 2", ("int32",), {"S": kv_lens.shape[0], "2": 2})
-    begin, end = _window_begin(queries, sliding_window) + queries.position * 0, queries.position + 1
-    first, xp = begin, queries.xp
+    first, end = queries.window_begin(sliding_window), queries.position + 1
+    begin, xp = first, queries.xp
     for index in range(spans.shape[1] if kv_lens.shape[0] else 0):
         start, stop = spans[:, index, 0][queries.seq], spans[:, index, 1][queries.seq]
         inside = (start <= queries.position) & (queries.position < stop)
@@ -227,39 +245,42 @@ def tree_ranges(parents: Any) -> Any:
         InvalidInput: a parent that is not before its token, or a token whose ancestors are more than 8 runs: the
             message says how many are needed.
     """
-    xp = _namespace(parents)
+    xp = _namespace("parents", parents)
     expect_array("parents", parents, "T", ("int32",), {})
     host = parents.cpu().numpy() if xp.__name__ == "torch" else np.asarray(parents)
     bad = np.flatnonzero((host < -1) | (host >= np.arange(len(host))))
     if bad.size:
         raise InvalidInput(f"expected parents[{bad[0]}] from -1 to {bad[0] - 1}, before the token, got {host[bad[0]]}")
-    runs: list[list[tuple[int, int]]] = []
+    counts = np.ones(len(host), np.int32)  # of runs
     for token, parent in enumerate(host.tolist()):
-        ancestors = runs[parent] if parent >= 0 else []
-        if ancestors and parent == token - 1:
-            runs.append([*ancestors[:-1], (ancestors[-1][0], token + 1)])
-        else:
-            runs.append([*ancestors, (token, token + 1)])
-    needed = max(map(len, runs), default=1)
-    if needed > MAX_KEY_RANGES:
+        if parent >= 0:
+            counts[token] = counts[parent] + (parent < token - 1)
+    if (needed := int(counts.max(initial=1))) > MAX_KEY_RANGES:
         raise InvalidInput(f"expected ancestors in at most {MAX_KEY_RANGES} runs of neighbours, got {needed}")
-    ranges = np.zeros((len(runs), needed, 2), np.int32)
-    for token, own in enumerate(runs):
-        ranges[token, : len(own)] = own
+    ranges = np.zeros((len(host), needed, 2), np.int32)
+    for token, (parent, count) in enumerate(zip(host.tolist(), counts.tolist(), strict=True)):
+        if parent >= 0:
+            ranges[token] = ranges[parent]
+        if parent < token - 1 or parent < 0:  # a run begins
+            ranges[token, count - 1, 0] = token
+        ranges[token, count - 1, 1] = token + 1
     return xp.asarray(ranges, device=parents.device) if xp is not np else ranges
 
 
 def spans_from_vllm(ranges: Any) -> Any:
     """The `spans` of `span_ranges` from vLLM's, [S, N, 2] inclusive at both ends, in which one token is no span."""
-    xp = _namespace(ranges)
-    begin, last = ranges[..., 0], ranges[..., 1]
-    is_span = begin < last
-    return _cast(xp, xp.stack([xp.where(is_span, begin, 0), xp.where(is_span, last + 1, 0)], -1))
+    return _half_open(ranges, "S N 2", lambda begin, last: begin < last)
 
 
 def ranges_from_flashinfer(ranges: Any) -> Any:
     """`key_ranges` from ranges [T, R, 2] that are inclusive at both ends, in which (-1, -1) is none."""
-    xp = _namespace(ranges)
-    begin, last = ranges[..., 0], ranges[..., 1]
-    is_range = (begin >= 0) & (last >= begin)
-    return _cast(xp, xp.stack([xp.where(is_range, begin, 0), xp.where(is_range, last + 1, 0)], -1))
+    return _half_open(ranges, "T R 2", lambda begin, last: (begin >= 0) & (begin <= last))
+
+
+def _half_open(ranges: Any, shape: str, is_range: Callable[[Any, Any], Any]) -> Any:
+    """Ranges [begin, last + 1) of those that are inclusive at both ends, and [0, 0) of those that are none."""
+    xp = _namespace("ranges", ranges)
+    expect_array("ranges", ranges, shape, ("int32", "int64"), {"2": 2})
+    begin, last = ranges[..., 0], ranges[..., 1].clip(max=LARGEST_INT32 - 1)
+    kept = is_range(begin, last)
+    return _cast(xp, xp.stack([xp.where(kept, begin, 0), xp.where(kept, last + 1, 0)], -1))

@@ -46,6 +46,14 @@ def fori_loop(lower: Any, upper: Any, body: Callable[[Any, Any], Any], state: An
     return lax.fori_loop(lower, upper, lambda index, state: varying(body(index, state), axes), varying(state, axes))
 
 
+def while_loop(goes_on: Callable[[Any], jax.Array], body: Callable[[Any], Any], state: Any) -> Any:
+    """`lax.while_loop` that also works within `jax.shard_map`, like `fori_loop`."""
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return lax.while_loop(goes_on, body, state)
+    axes = varied_axes(state) | varied_axes(jax.eval_shape(body, state)) | varied_axes(jax.eval_shape(goes_on, state))
+    return lax.while_loop(goes_on, lambda state: varying(body(state), axes), varying(state, axes))
+
+
 def cond(predicate: jax.Array, do: Callable[[], jax.Array], otherwise: jax.Array) -> jax.Array:
     """The result of `do` if the predicate holds, else an array of that type; it also works within `jax.shard_map`."""
     axes = varied_axes(jax.eval_shape(do)) if jax.sharding.get_abstract_mesh().manual_axes else frozenset()

@@ -9,4 +9,5 @@ split of the keys. Each thread runs one program after another, and no program wa
     _kernels   launching (_records, _compiling, _xla)    _paged, _latent       attention over K and V, over latents
     _indexer   the lightning indexer                     _selection            the top-k of a row
     _slots     the slots to which new rows are written   _splits               splits of the keys and their merge
+    _masks     the keys that ranges let a query see
 """

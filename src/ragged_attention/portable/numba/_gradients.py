@@ -31,18 +31,19 @@ from ragged_attention.portable.numba._vectors import (
     zero,
 )
 
-NUMBERS = ("rows", "keys", "width", "v_width", "bias_width", "bias_at_own", "sums", "sums_stride")
+NUMBERS = ("rows", "keys", "width", "v_width", "bias_width", "bias_at_own", "sums", "sums_stride", "max_gaps")
 BUFFERS = ("q", "d_out", "k", "v", "k_rows", "v_rows", "s", "d_s", "dk", "dv", "out_row", "left", "right",
          "sources", "slots", "lse", "share", "delta", "d_lse", "slopes", "positions",
-         "tables", "d_tables", "bias")  # fmt: skip
+         "tables", "d_tables", "bias", "num_gaps", "gaps")  # fmt: skip
 tile_at = record_at((*NUMBERS, *BUFFERS))
 
 
 @compiled
-def new_tile(rows, keys, width, v_width, latent):
+def new_tile(rows, keys, width, v_width, latent, max_gaps):
     """Allocate a tile of zeros; returns its address, 0 if there is no memory.
 
-    In a `latent` tile a value is the beginning of its key's row. Rows are padded with zeros to the width that the
+    In a `latent` tile a value is the beginning of its key's row. `max_gaps` is the largest number of gaps between the
+    keys that a row sees. Rows are padded with zeros to the width that the
     products need.
     """
     rows, keys = up_to(rows, ROWS), up_to(keys, LANES)
@@ -53,14 +54,14 @@ def new_tile(rows, keys, width, v_width, latent):
         len(NUMBERS),
         (q, d_out, k, v, addresses, addresses, logits, logits, k, v, 4 * v_width, 2 * floats, 2 * floats,
          addresses, addresses, floats, floats, floats, floats, floats, 2 * floats,
-         2 * floats, 2 * floats, 4 * keys),
+         2 * floats, 2 * floats, 4 * keys, 2 * floats, 16 * max_gaps * rows),
     )  # fmt: skip
     if address == 0:
         return address
     tile = tile_at(address)
-    zero(tile.q, tile.bias + 4 * keys - tile.q)
+    zero(tile.q, tile.gaps - tile.q)
     tile.bias_width = tile.bias_at_own = tile.sums = tile.sums_stride = 0
-    tile.rows, tile.keys, tile.width, tile.v_width = rows, keys, width, v_width
+    tile.rows, tile.keys, tile.width, tile.v_width, tile.max_gaps = rows, keys, width, v_width, max_gaps
     list_rows(tile.k_rows, keys, tile.k, 4 * width)
     list_rows(tile.v_rows, keys, tile.k if latent else tile.v, 4 * (width if latent else v_width))
     return address
@@ -103,12 +104,19 @@ def read_row(call, tile, row, token, head, source):
     return True
 
 
+@inlined
+def gap_at(tile, row, index):
+    """A gap of a row: it sees none of the positions from the first number to before the second."""
+    place = 2 * (row * tile.max_gaps + index)
+    return int_at(tile.gaps, place), int_at(tile.gaps, place + 1)
+
+
 @compiled
 def differentiate(tile, row, first, left, right, count, scale, soft_cap):
     """Replace a row's products q . k in `s` by weights r p, and d_out . v in `d_s` by the gradients of q . k.
 
-    Outside [left, right) both become 0. The first key is at position `first`. If the gradient of the relative bias is a
-    result, add those of the logits to the row's table.
+    Outside [left, right) and in the row's gaps both become 0. The first key is at position `first`. If the gradient of
+    the relative bias is a result, add those of the logits to the row's table.
     """
     s, d_s, whole = tile.s + 4 * row * tile.keys, tile.d_s + 4 * row * tile.keys, up_to(count, LANES)
     if right <= left:
@@ -138,6 +146,11 @@ def differentiate(tile, row, first, left, right, count, scale, soft_cap):
             store(tile.bias, index, weights * gradients)
         store(d_s, index, slope * weights * gradients)
         store(s, index, weights * splat(share))
+    for gap in range(int_at(tile.num_gaps, row)):
+        begin, end = gap_at(tile, row, gap)
+        begin, end = within(begin - first, count), within(end - first, count)
+        for products in (s, d_s, tile.bias):
+            fill(products, begin, end, np.float32(0))
     for key in range(left, right if d_table else left):
         column = min(max(tile.bias_at_own - distance - key, 0), tile.bias_width - 1)
         set_float(d_table, column, float_at(d_table, column) + float_at(tile.bias, key))

@@ -12,7 +12,7 @@ A ragged call numbers query tokens across all sequences, other calls number them
 
 import numpy as np
 
-from ragged_attention.portable.numba import _splits, _tiles
+from ragged_attention.portable.numba import _masks, _splits, _tiles
 from ragged_attention.portable.numba._formats import BFLOAT16, scale_of, size_of
 from ragged_attention.portable.numba._latent_rows import ROWS, place_of, read_latents, rows_fields
 from ragged_attention.portable.numba._records import Fields, record_in, stride_names
@@ -22,11 +22,11 @@ from ragged_attention.portable.numba._vectors import compiled, float_at, inlined
 
 FIELDS = Fields(
     operands=("q", "kv", "extra_kv", "lists", "extra_lists", "lens", "extra_lens", "cu_q_lens", "num_seqs", "sinks",
-              "kv_scale"),
+              "kv_scale", "key_ranges"),
     results=("out", "lse", "max_logits"),
     numbers=(
         "max_num_seqs", "num_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "sparse", "causal",
-        "sliding_window", "scale", "soft_cap", "out_format", "out_seq_stride",
+        "sliding_window", "num_ranges", "scale", "soft_cap", "out_format", "out_seq_stride",
         *stride_names("lse", "seq token head"), *rows_fields("kv_"), *rows_fields("extra_"), "length", "extra_length",
         "block_rows", "block_kv", "num_splits",
     ),
@@ -90,6 +90,10 @@ def divide(call, units):
             max_splits = max(call.num_splits // tokens, 1) if call.num_splits else 0
             for first in range(0, tokens * group, call.block_rows):
                 last = min(first + call.block_rows, tokens * group)
+                if call.key_ranges:
+                    seeing = token + first // group, token + (last - 1) // group + 1
+                    work += _masks.divide_spans(call, units, seq, token, first, last, seeing, length, max_splits)
+                    continue
                 low, high = 0, length
                 if not call.sparse:
                     low = max(seen_from(call, token + first // group, stop, length)[0], 0)
@@ -144,7 +148,7 @@ def query_of(call, unit, head, row):
 
 @compiled
 def read_queries(call, tile, unit, head):
-    """Read a unit's queries and set the range of positions that each row sees; returns the number of rows."""
+    """Read a unit's queries and set the bounds of what each row sees; returns the number of rows."""
     rows, length = unit.last - unit.first, sum(lengths_of(call, unit.seq, unit.token))
     _, stop = tokens_of(call, unit.seq)
     _tiles.begin(tile, rows)
@@ -154,8 +158,9 @@ def read_queries(call, tile, unit, head):
         source = call.q + size_of(call.q_format) * place
         _tiles.read_query(tile, row, call.q_format, source, call.head_dim, reads_in_place(call, tile))
         left, right = (0, length) if call.sparse else seen_from(call, token, stop, length)
-        set_int(tile.left, row, left)
-        set_int(tile.right, row, right)
+        if call.key_ranges:
+            left, right = _masks.bounds_of(call, token, length)
+        _tiles.set_bounds(tile, row, left, right)
     return rows
 
 
@@ -203,6 +208,23 @@ def list_next(call, tile, unit, head, first, count, length):
 
 
 @inlined
+def tokens_of_unit(call, unit):
+    """The range of a unit's query tokens."""
+    group = call.num_q_heads // call.num_kv_heads
+    return unit.token + unit.first // group, unit.token + (unit.last - 1) // group + 1
+
+
+@compiled
+def list_seen(call, tile, unit, head, first, stop, whole, length):
+    """`list_next` for the next keys of a unit that a tile holds; if not `whole`, some of them may be unseen."""
+    count = min(tile.keys, stop - first)
+    holes = list_next(call, tile, unit, head, first, count, length)
+    if not whole:
+        holes += _masks.drop_unseen(call, tile, tokens_of_unit(call, unit), length, first, count)
+    return holes
+
+
+@inlined
 def read_keys(call, tile, num_first, count):
     """Read `count` rows, the first `num_first` of them from the first cache.
 
@@ -224,18 +246,26 @@ def attend(call, tile, unit, head, rows):
     """Attend from a unit's rows to its keys, one tile of keys after another."""
     length, _ = lengths_of(call, unit.seq, unit.token)
     factor = call.scale * scale_of_cache(call, head) * (LOG2E if call.soft_cap == 0 else np.float32(1))
-    next_holes = list_next(call, tile, unit, head, unit.low, min(tile.keys, unit.high - unit.low), length)
-    for first in range(unit.low, unit.high, tile.keys):
-        count, holes, after = min(tile.keys, unit.high - first), next_holes, first + tile.keys
+    tokens, group = tokens_of_unit(call, unit), call.num_q_heads // call.num_kv_heads
+    first, stop, whole = _masks.seen_from(call, tokens, length, unit.low, unit.high)
+    next_holes = list_seen(call, tile, unit, head, first, stop, whole, length)
+    while first < stop:
+        count, holes = min(tile.keys, stop - first), next_holes
+        after = first + count
+        if after == stop:
+            after, stop, whole = _masks.seen_from(call, tokens, length, after, unit.high)
         _tiles.advance(tile)
         read_keys(call, tile, within(length - first, count) if call.sparse else count, count)
-        next_holes = list_next(call, tile, unit, head, after, min(tile.keys, unit.high - after), length)
+        next_holes = list_seen(call, tile, unit, head, after, stop, whole, length)
         keys = tile.sources if reads_in_place(call, tile) else tile.k_rows
         _tiles.multiply_keys(tile, keys, rows, first, count, factor, call.soft_cap)
+        if call.num_ranges > 1:
+            _masks.hide_gaps(call, tile, unit.token, unit.first, rows, group, length, first, count)
         _tiles.weigh_keys(tile, rows, first, count, holes)
         if tile.paired:
             _tiles.pair_values(kv_of(call).codes, tile.sources, tile.v, tile.v_width, call.v_head_dim, count)
         _tiles.mix_values(tile, rows, first, count)
+        first = after
 
 
 @compiled

@@ -4,14 +4,14 @@ Packed keys are treated as pages of one key each; the index of a page is the row
 
 A *block* is a range of consecutive queries of a sequence. The query heads that share a KV head are rows of one tile, so
 each K and V is read once for all of them. A *unit* is a block with one split of the keys that it sees: keys that the
-causal mask or the window hides from the whole block are skipped. A program computes one unit for one KV head. A block
-with a large share of the work has several splits, and the last of them to finish merges them. How the work is divided
-depends on the shapes and lengths alone.
+causal mask, the window or the ranges of keys hide from the whole block are skipped. A program computes one unit for one
+KV head. A block with a large share of the work has several splits, and the last of them to finish merges them. How the
+work is divided depends on the shapes, lengths and ranges alone.
 """
 
 import numpy as np
 
-from ragged_attention.portable.numba import _splits, _tiles
+from ragged_attention.portable.numba import _masks, _splits, _tiles
 from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT32, scale_of, size_of
 from ragged_attention.portable.numba._records import Fields, up_to
 from ragged_attention.portable.numba._sequences import first_key_of, gaps_by, kv_len_of, num_sequences, queries_of
@@ -32,13 +32,14 @@ from ragged_attention.portable.numba._vectors import (
 FIELDS = Fields(
     operands=(
         "q", "k_pages", "v_pages", "kv_lens", "page_indices", "cu_q_lens", "cu_kv_lens", "num_seqs", "sinks",
-        "alibi_slopes", "relative_bias", "k_scale", "v_scale", "k_scales", "v_scales", "draft_mask",
+        "alibi_slopes", "relative_bias", "k_scale", "v_scale", "k_scales", "v_scales", "draft_mask", "key_ranges",
     ),
     results=("out", "lse"),
     numbers=(
         "num_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "max_num_seqs", "layout", "out_format",
-        "num_pages", "page_size", "capacity", "v_offset", "causal", "sliding_window", "drafted", "draft_width", "scale",
-        "soft_cap", "bias_width", "bias_stride", "bias_at_own", "block_q", "block_kv", "num_splits",
+        "num_pages", "page_size", "capacity", "v_offset", "causal", "sliding_window", "drafted", "draft_width",
+        "num_ranges", "scale", "soft_cap", "bias_width", "bias_stride", "bias_at_own", "block_q", "block_kv",
+        "num_splits",
     ),
     plan=_splits.SPLITS,
     strides={"q": "token head", "page_indices": "seq", "draft_mask": "token"}
@@ -75,10 +76,14 @@ def divide(call, units):
         first_new = kv_len - (stop - start)
         for first in range(0, stop - start, call.block_q):
             last = min(first + call.block_q, stop - start)
-            low, high = range_of(call, first_new, kv_len, first, last)
             # Every split stores a partial result for each query, so blocks of more queries have fewer splits.
             max_splits = max(call.num_splits // (last - first), 1) if call.num_splits else 0
-            work += _splits.add_splits(call, units, seq, 0, start + first, start + last, low, high, max_splits)
+            rows = start + first, start + last
+            if call.key_ranges:
+                work += _masks.divide_spans(call, units, seq, 0, rows[0], rows[1], rows, kv_len, max_splits)
+            else:
+                low, high = range_of(call, first_new, kv_len, first, last)
+                work += _splits.add_splits(call, units, seq, 0, rows[0], rows[1], low, high, max_splits)
     return work
 
 
@@ -122,7 +127,7 @@ def factor_of(call, head):
 
 @inlined
 def read_queries(call, tile, unit, head):
-    """Read a block's queries for a KV head and set the range of keys that each row sees; returns the number of rows."""
+    """Read a block's queries for a KV head and set the bounds of what each row sees; returns the number of rows."""
     group, (_, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
     kv_len = kv_len_of(call, unit.seq)
     rows, row = (unit.last - unit.first) * group, 0
@@ -132,11 +137,12 @@ def read_queries(call, tile, unit, head):
         position = kv_len - stop + token
         left = position - call.sliding_window + 1 if call.sliding_window else 0
         right = min(position + 1, kv_len) if call.causal and not call.drafted else kv_len
+        if call.key_ranges:
+            left, right = _masks.bounds_of(call, token, kv_len)
         for q_head in range(head * group, (head + 1) * group):
             source = call.q + size_of(call.q_format) * (token * call.q_token_stride + q_head * call.q_head_stride)
             _tiles.read_query(tile, row, call.q_format, source, call.head_dim, in_place)
-            set_int(tile.left, row, left)
-            set_int(tile.right, row, right)
+            _tiles.set_bounds(tile, row, left, right)
             row += 1
     return rows
 
@@ -180,6 +186,16 @@ def list_next(call, tile, seq, head, first, count):
                 prefetch(k, size * call.head_dim)
             k, v = k + k_step, v + v_step
         key, number, slot = key + run, number + 1, 0
+    return holes
+
+
+@compiled
+def list_seen(call, tile, unit, head, first, stop, whole):
+    """`list_next` for the next keys of a unit that a tile holds; if not `whole`, some of them may be unseen."""
+    count = min(tile.keys, stop - first)
+    holes = list_next(call, tile, unit.seq, head, first, count)
+    if not whole:
+        holes += _masks.drop_unseen(call, tile, (unit.first, unit.last), kv_len_of(call, unit.seq), first, count)
     return holes
 
 
@@ -252,10 +268,15 @@ def attend(call, tile, unit, head, rows):
     """Attend from a unit's rows to its keys, one tile of keys after another."""
     seq, low, high, code = unit.seq, unit.low, unit.high, call.k_pages_format
     in_place, factor = reads_in_place(call, tile), factor_of(call, head)
-    next_holes = list_next(call, tile, seq, head, low, min(tile.keys, high - low))
-    prefetch_values(call, tile, min(tile.keys, high - low))
-    for first in range(low, high, tile.keys):
-        count, holes, after = min(tile.keys, high - first), next_holes, first + tile.keys
+    tokens, kv_len = (unit.first, unit.last), kv_len_of(call, seq)
+    first, stop, whole = _masks.seen_from(call, tokens, kv_len, low, high)
+    next_holes = list_seen(call, tile, unit, head, first, stop, whole)
+    prefetch_values(call, tile, min(tile.keys, stop - first))
+    while first < stop:
+        count, holes = min(tile.keys, stop - first), next_holes
+        after = first + count
+        if after == stop:
+            after, stop, whole = _masks.seen_from(call, tokens, kv_len, after, high)
         _tiles.advance(tile)
         keys = tile.sources if in_place else tile.k_rows
         if tile.paired and not in_place:
@@ -265,7 +286,7 @@ def attend(call, tile, unit, head, rows):
         if call.k_scales:
             scale_rows(call.k_scales, call.k_scales_page_stride, call.k_scales_slot_stride, call, seq,
                        head * call.k_scales_head_stride, first, count, tile.k, tile.width)  # fmt: skip
-        next_holes = list_next(call, tile, seq, head, after, min(tile.keys, high - after))
+        next_holes = list_seen(call, tile, unit, head, after, stop, whole)
         _tiles.multiply_keys(tile, keys, rows, first, count, factor, call.soft_cap)
         if call.alibi_slopes:
             add_slopes(call, tile, unit, head, rows, first, count)
@@ -273,8 +294,11 @@ def attend(call, tile, unit, head, rows):
             add_relative_bias(call, tile, unit, head, rows, first, count)
         if call.drafted:
             hide_undrafted(call, tile, unit, first, count)
+        if call.num_ranges > 1:
+            group = call.num_q_heads // call.num_kv_heads
+            _masks.hide_gaps(call, tile, unit.first, 0, rows, group, kv_len, first, count)
         _tiles.weigh_keys(tile, rows, first, count, holes)
-        prefetch_values(call, tile, min(tile.keys, high - after))
+        prefetch_values(call, tile, min(tile.keys, stop - after))
         if tile.paired:
             _tiles.pair_values(code, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
         else:
@@ -283,6 +307,7 @@ def attend(call, tile, unit, head, rows):
             scale_rows(call.v_scales, call.v_scales_page_stride, call.v_scales_slot_stride, call, seq,
                        head * call.v_scales_head_stride, first, count, tile.v, tile.v_width)  # fmt: skip
         _tiles.mix_values(tile, rows, first, count)
+        first = after
 
 
 @compiled

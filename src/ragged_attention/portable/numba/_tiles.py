@@ -5,8 +5,8 @@ rows of whole vectors, and the number of rows is a multiple of ROWS. In a `paire
 weights are bfloat16, two in each *place* of 32 bits. A place of a query or key holds columns d and d + head_dim / 2, or
 two adjacent columns if keys are multiplied in the cache; a place of the weights or values holds two adjacent keys. If
 few keys have most of a row's weight, rounding their weights to bfloat16 would show in the result. The rounding errors
-of such rows, which `uneven` counts, are therefore kept in `lost` and multiplied too. Each row sees the range
-[left, right) of positions.
+of such rows, which `uneven` counts, are therefore kept in `lost` and multiplied too. Each row sees no position outside
+[left, right), and no row up to it sees `reach` or a later one.
 """
 
 from ragged_attention.portable.numba import _formats
@@ -25,12 +25,13 @@ from ragged_attention.portable.numba._vectors import (
     load,
     pasted,
     set_float,
+    set_int,
     transpose,
     zero,
 )
 
 NUMBERS = ("rows", "keys", "width", "v_width", "columns", "s_width", "paired", "uneven")
-BUFFERS = ("q", "k", "k_rows", "transposed", "v", "s", "lost", "out", "m_i", "l_i", "left", "right", "factors",
+BUFFERS = ("q", "k", "k_rows", "transposed", "v", "s", "lost", "out", "m_i", "l_i", "left", "right", "reach", "factors",
          "sources", "v_sources", "next_sources", "next_v_sources")  # fmt: skip
 tile_at = record_at((*NUMBERS, *BUFFERS))
 FEW_ROWS = 4 * ROWS  # with up to this many rows, keys are multiplied without transposing them
@@ -52,7 +53,7 @@ def new_tile(rows, keys, width, columns, latent, paired):
     address = allocate_arena(
         len(NUMBERS),
         (4 * rows * width, 4 * keys * width, addresses, 4 * s_width * width, values, logits, logits, 4 * rows * columns,
-         floats, floats, integers, integers, 4 * width, addresses, addresses, addresses, addresses),
+         floats, floats, integers, integers, integers, 4 * width, addresses, addresses, addresses, addresses),
     )  # fmt: skip
     if address == 0:
         return address
@@ -77,6 +78,14 @@ def begin(tile, rows):
         zero(tile.lost, 4 * whole * tile.s_width)
     zero(tile.l_i, 4 * whole)
     fill(tile.m_i, 0, whole, NOTHING)
+
+
+@inlined
+def set_bounds(tile, row, left, right):
+    """Set the range of positions outside which a row sees none; rows are set in ascending order."""
+    set_int(tile.left, row, left)
+    set_int(tile.right, row, right)
+    set_int(tile.reach, row, max(right, int_at(tile.reach, row - 1)) if row else right)
 
 
 @pasted
@@ -173,17 +182,17 @@ def weigh_keys(tile, rows, first, count, holes):
 
 @compiled
 def first_to_see(tile, rows, position):
-    """The start of the first group of ROWS rows in which a row sees as far as `position`; `right` ascends over rows."""
+    """The start of the first group of ROWS rows in which a row sees as far as `position`."""
     row = 0
-    while row < rows and int_at(tile.right, min(row + ROWS, rows) - 1) <= position:
+    while row < rows and int_at(tile.reach, min(row + ROWS, rows) - 1) <= position:
         row += ROWS
     return row
 
 
 @compiled
 def keys_per_product(tile, first, count):
-    """The number of keys to multiply at a time: all `count` if no row's range ends before the last, else COLUMNS."""
-    return count if int_at(tile.right, 0) >= first + count else COLUMNS
+    """The number of keys to multiply at a time: all `count` if the first row sees as far as the last, else COLUMNS."""
+    return count if int_at(tile.reach, 0) >= first + count else COLUMNS
 
 
 @compiled

@@ -6,18 +6,22 @@ from ragged_attention.calls import RaggedMlaAttention
 from ragged_attention.portable.numba import _latent_call
 from ragged_attention.portable.numba._call import why_not
 from ragged_attention.portable.numba._latent_call import KERNEL, Tile, heuristic, invariant_tile
+from ragged_attention.portable.numba._masks import num_ranges
 from ragged_attention.portable.numba._sequences import max_sequences
 
 __all__ = ["FEATURES", "KERNEL", "Tile", "heuristic", "invariant_tile", "run", "why_not"]
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
-    "cache_format", "cache_layout", "out_dtype",
+    "key_ranges", "cache_format", "cache_layout", "out_dtype",
 })  # fmt: skip
 
 
 def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
     operands = {"lists": launch.packed(call.page_indices), "lens": launch.contiguous(call.kv_lens)}
-    numbers = {"max_num_seqs": max_sequences(call, call.max_num_seqs), "length": call.capacity}
+    numbers = {
+        "max_num_seqs": max_sequences(call, call.max_num_seqs), "length": call.capacity,
+        "num_ranges": num_ranges(call),
+    }  # fmt: skip
     results = _latent_call.run(
         call, tile, launch, call.kv_cache, operands, numbers, axes={"q": "token head", "lists": "seq"},
         lse_strides=(0, call.num_q_heads, 1),

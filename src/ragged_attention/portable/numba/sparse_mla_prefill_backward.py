@@ -157,7 +157,8 @@ def program(call, tile, index):
 def work(address):
     """Run programs until none is left."""
     call = call_of(address)
-    memory = new_tile(call.block_rows, max(call.block_kv, call.block_rows), call.head_dim, call.v_head_dim, True)
+    keys = max(call.block_kv, call.block_rows)
+    memory = new_tile(call.block_rows, keys, call.head_dim, call.v_head_dim, True, 0)
     for index in programs(address, memory):
         program(call, tile_at(memory), index)
     return 0

@@ -3,14 +3,16 @@
 A program takes a range of keys of one sequence and KV head, and all queries that see them. It computes the complete
 gradients of these keys and values, and it sums the gradients of the queries over its tiles of keys. If a sequence has
 a large share of the work, its keys are split; the last split to finish sums the query gradients of all splits, in
-the order of the splits. If all queries share the relative bias, each program sums its gradient over the program's keys
-and queries, and the last program of a KV head to finish adds up the sums. A table of one query is written by one
-program, so then keys are not split.
+the order of the splits. With ranges of keys, a tile of keys skips the blocks of queries that see none of them, and keys
+that no query sees count as zeros. If all queries share the relative bias, each program sums its gradient over the
+program's keys and queries, and the last program of a KV head to finish adds up the sums. A table of one query is
+written by one program, so then keys are not split.
 """
 
 from typing import Any
 
 from ragged_attention.calls import VarlenAttentionBackward
+from ragged_attention.portable.numba import _masks
 from ragged_attention.portable.numba._call import Blocks as Tile
 from ragged_attention.portable.numba._call import numbers_of_bias
 from ragged_attention.portable.numba._call import why_not as why_not
@@ -36,12 +38,12 @@ from ragged_attention.portable.numba._vectors import (
 
 FIELDS = Fields(
     operands=("d_out", "q", "k", "v", "out", "lse", "cu_q_lens", "cu_kv_lens", "d_lse", "sinks",
-              "alibi_slopes", "relative_bias"),
+              "alibi_slopes", "relative_bias", "key_ranges"),
     results=("dq", "dk", "dv", "d_sinks", "d_relative_bias"),
     numbers=(
         "num_tokens", "num_kv_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "max_num_seqs",
         "layout", "causal", "sliding_window", "scale", "soft_cap", "bias_width", "bias_stride",
-        "bias_at_own", "has_d_relative_bias", "block_q", "block_kv",
+        "bias_at_own", "has_d_relative_bias", "num_ranges", "block_q", "block_kv",
     ),
     plan=("capacity", "kv_lens", "units", "num_units", "work", "num_splits", "partials", "partial_size", "counters"),
     strides=dict.fromkeys(("q", "k", "v"), "token head"),
@@ -51,7 +53,7 @@ FIELDS = Fields(
 call_of = FIELDS.at
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "return_d_relative_bias", "deterministic",
+    "relative_bias", "return_d_relative_bias", "key_ranges", "deterministic",
 })  # fmt: skip
 # The keys of a sequence are split if one of its KV heads has more than 1/SHARES of the call's work. There are few
 # splits, since each of them stores the gradients of all queries of its sequence.
@@ -170,8 +172,13 @@ def plan(address):
 
 
 @compiled
-def tokens_seeing(call, q_len, kv_len, first, stop):
-    """The range of a sequence's queries that see any of the keys [first, stop)."""
+def tokens_seeing(call, seq, bounds, first, stop):
+    """The range of a sequence's queries that see any of the keys [first, stop); `bounds` are those of `list_bounds`."""
+    start, end = queries_of(call, seq)
+    q_len, kv_len = end - start, kv_len_of(call, seq)
+    if call.key_ranges:
+        low, high = _masks.tokens_seeing(call, start, end, kv_len, bounds, first, stop)
+        return low - start, high - start
     first_new = kv_len - q_len
     low = max(first - first_new, 0) if call.causal else 0
     high = min(stop - 1 + call.sliding_window - first_new, q_len) if call.sliding_window else q_len
@@ -180,15 +187,25 @@ def tokens_seeing(call, q_len, kv_len, first, stop):
 
 @compiled
 def read_keys(call, tile, head, first, count):
-    """Read `count` packed keys and values from row `first` on, and set the tile's gradients to 0."""
+    """Read `count` packed keys and values from row `first` on."""
     size = size_of(call.q_format)
     for key in range(count):
         k = call.k + size * ((first + key) * call.k_token_stride + head * call.k_head_stride)
         v = call.v + size * ((first + key) * call.v_token_stride + head * call.v_head_stride)
         widen(call.q_format, k, tile.k + 4 * key * tile.width, call.head_dim)
         widen(call.q_format, v, tile.v + 4 * key * tile.v_width, call.v_head_dim)
-    zero(tile.dk, 4 * tile.keys * tile.width)
-    zero(tile.dv, 4 * tile.keys * tile.v_width)
+
+
+@compiled
+def clear_unseen(call, tile, first_token, last_token, kv_len, first, count):
+    """Replace those of the tile's keys, the first of them at position `first`, that no query sees by zeros."""
+    position, stop = first, first + count
+    while position < stop:
+        begin, end, _ = _masks.next_span(call, first_token, last_token, kv_len, position, 1)
+        missing, key = min(begin, stop) - position, position - first
+        zero(tile.k + 4 * key * tile.width, 4 * missing * tile.width)
+        zero(tile.v + 4 * key * tile.v_width, 4 * missing * tile.v_width)
+        position = end
 
 
 @compiled
@@ -203,6 +220,8 @@ def read_queries(call, tile, seq, head, first, last):
         position = kv_len - stop + token
         left = max(position - call.sliding_window + 1, 0) if call.sliding_window else 0
         right = min(position + 1, kv_len) if call.causal else kv_len
+        if call.key_ranges:
+            left, right = _masks.bounds_of(call, token, kv_len)
         if left < right:
             low, high = min(low, left), max(high, right)
         for q_head in range(head * group, (head + 1) * group):
@@ -220,6 +239,8 @@ def read_queries(call, tile, seq, head, first, last):
                     sums = tile.sums + 4 * (q_head - head * group) * tile.sums_stride
                     set_int(tile.d_tables, row, own if call.bias_stride else sums)
             set_int(tile.positions, row, position)
+            if call.num_ranges > 1:
+                _masks.list_gaps(call, tile, row, token, left, right, kv_len)
             row += 1
     zero(tile.q + 4 * row * tile.width, 4 * (tile.rows - row) * tile.width)
     zero(tile.d_out + 4 * row * tile.v_width, 4 * (tile.rows - row) * tile.v_width)
@@ -240,17 +261,29 @@ def add_gradients(call, tile, rows, first, offset, count, dq):
 
 
 @compiled
-def attend_backward(call, tile, unit, head, dq):
-    """Write the gradients of a unit's keys and values, and add those of the sequence's queries to `dq`."""
+def attend_backward(call, tile, unit, head, dq, bounds):
+    """Write the gradients of a unit's keys and values, and add those of the sequence's queries to `dq`.
+
+    `bounds` has room for the bounds of the sequence's queries (see `list_bounds`).
+    """
     seq, low, high, size = unit.seq, unit.low, unit.high, size_of(call.q_format)
     start, stop = queries_of(call, seq)
     kv_len, base, group = kv_len_of(call, seq), first_key_of(call, seq), call.num_q_heads // call.num_kv_heads
+    if call.key_ranges:
+        _masks.list_bounds(call, start, stop, kv_len, bounds)
     for first in range(low, high, tile.keys):
         count = min(tile.keys, high - first)
-        read_keys(call, tile, head, base + first, count)
-        earliest, last = tokens_seeing(call, stop - start, kv_len, first, first + count)
+        earliest, last = tokens_seeing(call, seq, bounds, first, first + count)
+        zero(tile.dk, 4 * tile.keys * tile.width)
+        zero(tile.dv, 4 * tile.keys * tile.v_width)
+        if earliest < last:
+            read_keys(call, tile, head, base + first, count)
+        if call.key_ranges and earliest < last:
+            clear_unseen(call, tile, start + earliest, start + last, kv_len, first, count)
         for token in range(earliest, last, call.block_q):
             end = min(token + call.block_q, last)
+            if call.key_ranges and not _masks.sees(call, start + token, start + end, kv_len, first, first + count):
+                continue
             left, right = read_queries(call, tile, seq, head, token, end)
             left, right = within(left - first, count), within(right - first, count)
             if left < right:
@@ -318,13 +351,17 @@ def program(call, tile, index):
     start, stop = queries_of(call, seq)
     count = ((stop - start) * (call.num_q_heads // call.num_kv_heads) + ROWS) * tile.width
     partials = call.partials + 4 * (unit.partial * call.num_kv_heads + head * num_splits * count)
+    bounds = allocate(_masks.bytes_of_bounds(stop - start)) if call.key_ranges else 0
     dq = allocate(4 * count) if num_splits == 1 else partials + 4 * unit.split * count
-    if dq == 0:
+    if dq == 0 or (call.key_ranges and bounds == 0):
+        release(bounds)
+        release(dq if num_splits == 1 else 0)
         return False
     zero(dq, 4 * count)
     if sums_bias(call):
         begin_sums(call, tile, unit, head)
-    attend_backward(call, tile, unit, head, dq)
+    attend_backward(call, tile, unit, head, dq, bounds)
+    release(bounds)
     if sums_bias(call):
         finish_sums(call, head)
     if num_splits == 1:
@@ -341,7 +378,7 @@ def work(address):
     """Run programs until none is left."""
     call = call_of(address)
     rows = call.block_q * (call.num_q_heads // call.num_kv_heads)
-    memory = new_tile(rows, call.block_kv, call.head_dim, call.v_head_dim, False)
+    memory = new_tile(rows, call.block_kv, call.head_dim, call.v_head_dim, False, call.num_ranges)
     for index in programs(address, memory):
         if not program(call, tile_at(memory), index):
             mark_failed(address)
@@ -353,5 +390,6 @@ KERNEL = Kernel("varlen_attention_backward", FIELDS, plan, work)
 
 def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> tuple[Any, ...]:
     numbers = {"num_tokens": call.num_q_tokens, "max_num_seqs": call.num_seqs, "layout": PACKED}
-    numbers |= numbers_of_bias(call) | {"has_d_relative_bias": call.has_d_relative_bias}
+    numbers |= numbers_of_bias(call) | {"num_ranges": _masks.num_ranges(call)}
+    numbers |= {"has_d_relative_bias": call.has_d_relative_bias}
     return tuple(KERNEL.launch(launch, call, tile, {}, numbers).values())

@@ -1,8 +1,8 @@
 """Cuts packed sequences into blocks; a block is some queries and the keys that any of them sees.
 
-A block leaves out the keys that none of its queries sees, and queries that see no key. Only columns at the edges of
-the causal range and of the window need a mask. The query heads of a KV head are rows of one matrix, so keys and values
-are never repeated.
+A block leaves out the keys that none of its queries sees, and queries that see no key. Only columns beside those that
+all queries see need a mask, such as the edges of the causal range and of the window. The query heads of a KV head are
+rows of one matrix, so keys and values are never repeated.
 """
 
 import dataclasses
@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from ragged_attention.calls import expect_count
-from ragged_attention.portable.torch_eager._host import bounds_of
+from ragged_attention.portable.torch_eager._host import Ints, bounds_of
+from ragged_attention.portable.torch_eager._ranges import Cover, cover_of, ranges_on_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +36,15 @@ class Block(NamedTuple):
     """Consecutive queries of a sequence, the keys that any of them sees, and the masks of those keys."""
 
     rows: slice  # the rows of q
-    keys: slice  # the keys, as indices within the sequence
-    right: torch.Tensor | None  # bool mask [rows, n] over the block's last n keys: True if the key is after the query
-    left: torch.Tensor | None  # bool mask [rows, n] over the first n keys: True if the key is before the row's window
+    keys: slice | torch.Tensor  # the keys, as ascending indices within the sequence; a tensor if some are left out
+    right: torch.Tensor | None  # bool mask [rows, n] over the block's last n keys: True if the row does not see the key
+    left: torch.Tensor | None  # such a mask over the first n keys
+    blind: torch.Tensor | None  # bool [rows, 1]: whether a row sees no key; then the masks hide nothing from it
     distance: torch.Tensor | None  # [rows, keys], the key's position minus the query's; if biases depend on it
+
+    @property
+    def num_keys(self) -> int:
+        return self.keys.stop - self.keys.start if isinstance(self.keys, slice) else len(self.keys)
 
 
 class Heads(NamedTuple):
@@ -56,13 +62,14 @@ def heads_of(call: Any, tile: Tile) -> Iterator[Heads]:
     # Logits to compute at a time, for one query head of each group. On a CPU, the cache must hold those of all heads;
     # other devices need more of them to be busy.
     budget = (2**19 if call.device.platform == "cpu" else 2**24) // call.group
+    ranges = ranges_on_host(call)
     for (start, stop), (kv_start, kv_stop) in zip(queries, keys, strict=True):
         kv_len = kv_stop - kv_start
         block_q = min(tile.block_q, max(4 * budget // max(kv_len, 1), 8))
-        blocks = list(_blocks(call, start, stop, kv_len, block_q))
+        blocks = list(_blocks(call, start, stop, kv_len, block_q, ranges))
         if not blocks:
             continue
-        widest = max((block.rows.stop - block.rows.start) * (block.keys.stop - block.keys.start) for block in blocks)
+        widest = max((block.rows.stop - block.rows.start) * block.num_keys for block in blocks)
         step = max(budget // widest, 1)
         for head in range(0, call.num_kv_heads, step):
             last = min(head + step, call.num_kv_heads)
@@ -70,8 +77,16 @@ def heads_of(call: Any, tile: Tile) -> Iterator[Heads]:
             yield Heads(slice(kv_start, kv_stop), slice(head, last), q_heads, blocks)
 
 
-def _blocks(call: Any, start: int, stop: int, kv_len: int, block_q: int) -> Iterator[Block]:
+def _blocks(
+    call: Any, start: int, stop: int, kv_len: int, block_q: int, ranges: Ints | None
+) -> Iterator[Block]:  # fmt: skip
     if kv_len == 0:
+        return
+    if ranges is not None:
+        for first in range(start, stop, block_q):
+            rows = slice(first, min(first + block_q, stop))
+            if (cover := cover_of(ranges[rows], kv_len)) is not None:
+                yield _covered(call, rows, cover, kv_len - stop + np.arange(rows.start, rows.stop))
         return
     if call.causal:
         start = max(start, stop - kv_len)  # earlier queries precede the first key
@@ -86,9 +101,21 @@ def _blocks(call: Any, start: int, stop: int, kv_len: int, block_q: int) -> Iter
             edge = position - min(call.sliding_window, kv_len)
             low = max(int(edge[0, 0]) + 1, 0)
             left = mask_of(np.arange(low, min(int(edge[-1, 0]) + 1, high)) <= edge, call)
-        yield Block(
-            slice(first, last), slice(low, high), right, left, distance_of(np.arange(low, high), position[:, 0], call)
-        )
+        distance = distance_of(np.arange(low, high), position[:, 0], call)
+        yield Block(slice(first, last), slice(low, high), right, left, None, distance)
+
+
+def _covered(call: Any, rows: slice, cover: Cover, position: Ints) -> Block:
+    """The block of rows that see ranges of keys, whose positions are `position`."""
+    keys: Any = slice(int(cover.keys[0]), int(cover.keys[-1]) + 1)
+    if keys.stop - keys.start > len(cover.keys):
+        keys = torch.from_numpy(cover.keys).to(call.q.device)
+    left, right = cover.hidden(0, cover.whole[0]), cover.hidden(cover.whole[1], len(cover.keys))
+    blind = None
+    if cover.blind.any():  # the softmax over no key would be NaN
+        right[cover.blind] = False
+        blind = torch.from_numpy(cover.blind[:, None]).to(call.q.device)
+    return Block(rows, keys, mask_of(right, call), mask_of(left, call), blind, distance_of(cover.keys, position, call))
 
 
 def mask_of(hidden: np.ndarray, call: Any) -> torch.Tensor | None:
@@ -145,6 +172,10 @@ def add_to_tables(d_bias: torch.Tensor, d_scores: torch.Tensor, call: Any, block
     low, high = int(columns[0, -1]), int(columns[-1, 0])
     num_keys, some = columns.shape[1], torch.arange(low, high + 1, device=columns.device)
     keys = call.bias_at_own - block.distance[:, :1] - some  # [rows, columns], the key with a column, in the block
+    if not isinstance(block.keys, slice):  # keys that are left out are nowhere
+        places = keys.new_full((int(block.keys[-1] - block.keys[0]) + 1,), -1)
+        places[block.keys - block.keys[0]] = torch.arange(num_keys, device=keys.device)
+        keys = torch.where((keys >= 0) & (keys < len(places)), places[keys.clamp(0, len(places) - 1)], -1)
     hidden = (keys < 0) | (keys >= num_keys) | (some == 0) | (some == last)
     index = keys.clamp_(0, num_keys - 1)[:, None].expand(-1, call.group, -1)
     sums = by_row.gather(3, index.expand(len(by_row), -1, -1, -1)).masked_fill_(hidden[:, None], 0.0)

@@ -17,17 +17,18 @@ from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import Rows
 from ragged_attention.portable.torch_eager._latents import Tile as Tile
 from ragged_attention.portable.torch_eager._latents import heuristic as heuristic
+from ragged_attention.portable.torch_eager._ranges import Cover, cover_of, hull, ranges_on_host
 from ragged_attention.portable.torch_eager._softmax import Softmax
 
 QUERY_ROWS = 1024  # (token, query head) rows in a block, per KV head
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
-    "cache_format", "cache_layout", "out_dtype",
+    "key_ranges", "cache_format", "cache_layout", "out_dtype",
 })  # fmt: skip
 
 
 def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
-    attention = Attention(call, tile, call.q, call.kv_scale)
+    attention = Attention(call, tile, call.q, call.kv_scale, ranges_on_host(call))
     attention.run(sequence_bounds(call))
     return (attention.out, attention.lse) if call.return_lse else attention.out
 
@@ -35,9 +36,11 @@ def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
 class Attention:
     """One call, of this operation or of dense `mla_decode`, and its results out [T, H, d_v] and lse [T, H]."""
 
-    def __init__(self, call: Any, tile: Tile, q: torch.Tensor, kv_scale: Any = None) -> None:
-        """`q` is [T, H, d_qk]."""
-        self.call, self.tile, self.q = call, tile, q
+    def __init__(
+        self, call: Any, tile: Tile, q: torch.Tensor, kv_scale: Any = None, ranges: Ints | None = None
+    ) -> None:
+        """`q` is [T, H, d_qk], and `ranges` are its `key_ranges` on the host."""
+        self.call, self.tile, self.q, self.ranges = call, tile, q, ranges
         self.num_kv_heads, self.group = call.num_kv_heads, call.group
         self.scale, self.factor = call.scale, None
         if kv_scale is not None:
@@ -57,43 +60,50 @@ class Attention:
         host_tables = on_host(tables)
         for seq, ((start, stop), kv_len) in enumerate(zip(bounds, kv_lens, strict=True)):
             if start < stop and kv_len > 0:
-                low = 0
-                if call.sliding_window is not None:
+                low, high = 0, kv_len
+                if self.ranges is not None:
+                    low, high = hull(self.ranges[start:stop], kv_len)
+                elif call.sliding_window is not None:
                     low = max(kv_len - (stop - start) - call.sliding_window + 1, 0)
-                keys = keys_of(tables, host_tables[seq], seq, low, kv_len, call)
+                keys = keys_of(tables, host_tables[seq], seq, low, high, call)
                 self._sequence(rows, keys, start, stop, kv_len)
 
     def _sequence(self, rows: Rows, keys: Keys, start: int, stop: int, kv_len: int) -> None:
         call = self.call
         window = call.sliding_window
         positions, slots = keys.positions, _slots(keys, call)
-        if call.causal:
+        causal = call.causal and self.ranges is None
+        if causal:
             start = max(start, stop - kv_len)  # earlier queries precede the first position
         step = max(QUERY_ROWS // self.group, 1)
         for first in range(start, stop, step):
-            query = kv_len - stop + np.arange(first, min(first + step, stop))
-            lows, highs = np.zeros_like(query), np.full_like(query, len(positions))
-            if window is not None:
-                lows = np.searchsorted(positions, query - window, side="right")
-            if call.causal:
-                highs = np.searchsorted(positions, query, side="right")
-            self._queries(rows, first, slots, lows, highs)
+            last = min(first + step, stop)
+            if self.ranges is not None:
+                seen = np.searchsorted(positions, self.ranges[first:last])
+            else:
+                query = kv_len - stop + np.arange(first, last)
+                lows, highs = np.zeros_like(query), np.full_like(query, len(positions))
+                if window is not None:
+                    lows = np.searchsorted(positions, query - window, side="right")
+                if causal:
+                    highs = np.searchsorted(positions, query, side="right")
+                seen = np.stack([lows, highs], -1)[:, None]
+            if (cover := cover_of(seen, len(positions))) is not None:
+                self._queries(rows, first, slots, cover)
 
-    def _queries(self, rows: Rows, first: int, slots: torch.Tensor, lows: Ints, highs: Ints) -> None:
-        """Compute the rows from `first` on; the i-th of them sees `slots[lows[i]:highs[i]]`, and both bounds ascend."""
-        call, count, heads = self.call, len(lows), (self.num_kv_heads, self.group)
+    def _queries(self, rows: Rows, first: int, slots: torch.Tensor, cover: Cover) -> None:
+        """Compute the rows from `first` on, which see keys of `slots` by their cover."""
+        call, count, heads = self.call, len(cover.blind), (self.num_kv_heads, self.group)
         queries = slice(first, first + count)
         q = self.q[queries].unflatten(1, heads).transpose(0, 1)
         softmax = Softmax(q.flatten(1, 2), self.scale, call.d_v, call.soft_cap)
-        stop = int(highs[-1])
-        for low in range(int(lows[0]), stop, self.tile.block_kv):
-            high = min(low + self.tile.block_kv, stop)
-            hidden = None
-            if high > highs[0] or low < lows[-1]:
-                key = np.arange(low, high)
-                by_token = torch.from_numpy((key < lows[:, None]) | (key >= highs[:, None]))
+        keys = torch.from_numpy(cover.keys).to(slots.device)
+        for low in range(0, len(keys), self.tile.block_kv):
+            high, hidden = min(low + self.tile.block_kv, len(keys)), None
+            if low < cover.whole[0] or high > cover.whole[1]:
+                by_token = torch.from_numpy(cover.hidden(low, high))
                 hidden = by_token.to(slots.device).repeat_interleave(self.group, 0)
-            softmax.add(rows.at(slots[low:high]).transpose(0, 1), hidden)
+            softmax.add(rows.at(slots[keys[low:high]]).transpose(0, 1), hidden)
         sinks = None if self.sinks is None else self.sinks.expand(-1, count, -1).flatten(1, 2)
         out, _, lse = softmax.finish(sinks)
         if self.factor is not None:

@@ -7,6 +7,7 @@ CPUs this costs little, and 16-bit weights would exceed the tests' error bound i
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,14 +18,16 @@ from ragged_attention.calls import RaggedPagedAttention, expect_count
 from ragged_attention.portable.torch_eager._cache import Keys, Reader, keys_of
 from ragged_attention.portable.torch_eager._host import Ints, clamped_kv_lens, on_host, result_dtype, sequence_bounds
 from ragged_attention.portable.torch_eager._host import why_not as why_not
+from ragged_attention.portable.torch_eager._ranges import cover_of, hull, ranges_on_host
 from ragged_attention.portable.torch_eager._softmax import soft_capped
 from ragged_attention.portable.torch_eager._varlen import biased, distance_of, hide, mask_of
 
 MIN_BUDGET = 2 * 2**20  # bytes of working memory that every call may use
 MAX_SCORES = 2 * 2**20  # bytes of scores that a CPU's cache holds
+MIN_GAP = 64  # keys that none of a block's queries sees and that are left out; for fewer, another product costs more
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
-    "k_scale", "v_scale", "return_lse", "draft_mask", "out_dtype",
+    "k_scale", "v_scale", "return_lse", "draft_mask", "key_ranges", "out_dtype",
 })  # fmt: skip
 
 
@@ -48,17 +51,28 @@ def heuristic(call: RaggedPagedAttention) -> Tile:
 
 
 class Block(NamedTuple):
-    """Consecutive queries of a sequence, a range of keys that has all keys they see, and masks of both."""
+    """Consecutive queries of a sequence, ranges of keys that have all keys they see, and masks of both."""
 
     first: int  # rows [first, last) of q
     last: int
-    low: int  # keys [low, high), as indices into Keys.positions
-    high: int
-    right: torch.Tensor | None  # bool [rows, n] over the last n keys: True if `causal` or the draft mask hides the key
-    left: torch.Tensor | None  # bool [rows, n] over the first n keys: True if the key is before the row's window
+    runs: list[tuple[int, int]]  # ranges [low, high) of keys, ascending, as indices into Keys.positions
+    right: torch.Tensor | None  # bool [rows, n] over the last n keys: True if the row does not see the key
+    left: torch.Tensor | None  # bool [rows, n] over the first n keys: True if the row does not see the key
     fully_masked: torch.Tensor | None  # bool [rows]: True if the row sees no key
-    unseen: torch.Tensor | None  # bool [high - low]: True if, for every row, the draft mask or the window hides the key
-    distance: torch.Tensor | None  # [rows, high - low], the key's position minus the query's; see `distance_of`
+    unseen: torch.Tensor | None  # bool [keys]: True if no row sees the key
+    distance: torch.Tensor | None  # [rows, keys], the key's position minus the query's; see `distance_of`
+
+    @property
+    def num_keys(self) -> int:
+        return sum(high - low for low, high in self.runs)
+
+    def chunks(self, reader: Reader) -> Iterator[tuple[int, int, int]]:
+        """The keys in parts [start, stop) of which each is one `read`, after the number of keys before it."""
+        before = 0
+        for run in self.runs:
+            for start, stop in reader.chunks(*run):
+                yield before, start, stop
+                before += stop - start
 
 
 class Attention:
@@ -89,15 +103,20 @@ class Attention:
         call = self.call
         bounds = sequence_bounds(call)
         kv_lens = clamped_kv_lens(call, len(bounds))
-        used = -(-max(kv_lens, default=0) // call.page_size)
+        used, ranges = -(-max(kv_lens, default=0) // call.page_size), ranges_on_host(call)
         tables = call.page_indices[:, :used]
         host_tables = on_host(tables)
         for seq, ((start, stop), kv_len) in enumerate(zip(bounds, kv_lens, strict=True)):
             if start == stop or kv_len == 0:
                 continue
-            low = 0 if call.sliding_window is None else max(kv_len - (stop - start) - call.sliding_window + 1, 0)
-            keys = keys_of(tables, host_tables[seq], seq, low, kv_len, call)
-            self.sequence(list(self.blocks(start, stop, kv_len, keys)), keys)
+            low, high = 0, kv_len
+            if ranges is not None:
+                low, high = hull(ranges[start:stop], kv_len)
+            elif call.sliding_window is not None:
+                low = max(kv_len - (stop - start) - call.sliding_window + 1, 0)
+            keys = keys_of(tables, host_tables[seq], seq, low, high, call)
+            blocks = self.blocks if ranges is None else functools.partial(self._blocks_by_ranges, ranges)
+            self.sequence(list(blocks(start, stop, kv_len, keys)), keys)
 
     def blocks(self, start: int, stop: int, kv_len: int, keys: Keys) -> Iterator[Block]:
         """The blocks of the sequence that has query rows [start, stop); a block without keys is left out."""
@@ -130,7 +149,20 @@ class Attention:
                 right = right if len(new) else None  # None: no new token lies on a valid page
             if low < high:
                 distance = distance_of(position[low:high], query, call)
-                yield Block(first, last, low, high, right, left, fully_masked, unseen, distance)
+                yield Block(first, last, [(low, high)], right, left, fully_masked, unseen, distance)
+
+    def _blocks_by_ranges(self, ranges: Ints, start: int, stop: int, kv_len: int, keys: Keys) -> Iterator[Block]:
+        """`blocks` of queries that see `ranges` [T, R, 2] of positions."""
+        call = self.call
+        for first in range(start, stop, self.tile.block_q):
+            last = min(first + self.tile.block_q, stop)
+            cover = cover_of(np.searchsorted(keys.positions, ranges[first:last]), keys.count, MIN_GAP - 1)
+            if cover is None:
+                continue
+            left, right = cover.hidden(0, cover.whole[0]), cover.hidden(cover.whole[1], len(cover.keys))
+            distance = distance_of(keys.positions[cover.keys], kv_len - stop + np.arange(first, last), call)
+            unseen, blind = (mask_of(mask, call) if mask.any() else None for mask in (~cover.seen, cover.blind))
+            yield Block(first, last, cover.runs, mask_of(right, call), mask_of(left, call), blind, unseen, distance)
 
     def _fully_masked(self, position: Ints, query: Ints) -> torch.Tensor:
         """A mask of the queries, at positions `query`, that see none of the keys at positions `position`.
@@ -172,7 +204,7 @@ class Attention:
         call, rows = self.call, self.group * max(block.last - block.first for block in blocks)
         width, itemsize = call.head_dim + call.v_head_dim, self.k_pages.element_size()
         budget = max(self.num_kv_heads * keys.count * width * itemsize, MIN_BUDGET)
-        scores = 4 * self.group * max((block.last - block.first) * (block.high - block.low) for block in blocks)
+        scores = 4 * self.group * max((block.last - block.first) * block.num_keys for block in blocks)
         chunk = min(keys.count, self.tile.block_kv) * max(call.head_dim, call.v_head_dim)
         needed = 2 * scores + 4 * rows * width
         converted = 4 * keys.count * width + (chunk * itemsize if itemsize < 4 else 0)
@@ -202,15 +234,14 @@ class Attention:
         self, q: torch.Tensor, factor: torch.Tensor, block: Block, heads: slice, k: Reader
     ) -> torch.Tensor:  # fmt: skip
         """Logits [heads, rows * group, keys] of queries [heads, rows, group, D], -inf where hidden."""
-        low, high = block.low, block.high
         q = q.new_empty(q.shape, dtype=torch.float32).copy_(q).mul_(factor).flatten(1, 2)
-        chunks = k.chunks(low, high)
+        chunks = list(block.chunks(k))
         if len(chunks) == 1:
-            scores = torch.bmm(q, k.read(low, high).transpose(1, 2))
+            scores = torch.bmm(q, k.read(*chunks[0][1:]).transpose(1, 2))
         else:
-            scores = q.new_empty(*q.shape[:2], high - low)
-            for start, stop in chunks:
-                scores[..., start - low : stop - low] = torch.bmm(q, k.read(start, stop).transpose(1, 2))
+            scores = q.new_empty(*q.shape[:2], block.num_keys)
+            for before, start, stop in chunks:
+                scores[..., before : before + stop - start] = torch.bmm(q, k.read(start, stop).transpose(1, 2))
         rows = slice(block.first, block.last)
         scores = biased(soft_capped(scores, self.call.soft_cap), self.call, block.distance, heads, rows)
         return hide(scores, block, self.group)
@@ -230,20 +261,20 @@ class Attention:
     def _mix(self, weights: torch.Tensor, block: Block, v: Reader) -> torch.Tensor:
         """The weighted sum of the values, float32 [heads, rows * group, D_v]."""
         out = None
-        for start, stop in v.chunks(block.low, block.high):
-            some = weights[..., start - block.low : stop - block.low]
+        for before, start, stop in block.chunks(v):
+            some = weights[..., before : before + stop - start]
             # The values have no name here, so that they are freed before the next chunk is read.
             if out is None:
-                out = torch.bmm(some, self._values(block, v, start, stop))
+                out = torch.bmm(some, self._values(block, v, before, start, stop))
             else:
-                out.baddbmm_(some, self._values(block, v, start, stop))
+                out.baddbmm_(some, self._values(block, v, before, start, stop))
         assert out is not None
         return out
 
-    def _values(self, block: Block, v: Reader, start: int, stop: int) -> torch.Tensor:
+    def _values(self, block: Block, v: Reader, before: int, start: int, stop: int) -> torch.Tensor:
         """The values of keys [start, stop), with 0 for a key that no row sees: a weight of 0 would not remove a NaN."""
         values = v.read(start, stop)
-        if block.unseen is None or not (unseen := block.unseen[start - block.low : stop - block.low]).any():
+        if block.unseen is None or not (unseen := block.unseen[before : before + stop - start]).any():
             return values
         return values.masked_fill(unseen[:, None], 0.0)
 

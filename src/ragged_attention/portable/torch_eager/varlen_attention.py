@@ -17,7 +17,7 @@ from ragged_attention.portable.torch_eager._varlen import heuristic as heuristic
 
 FEATURES = frozenset({
     "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "deterministic",
+    "relative_bias", "key_ranges", "deterministic",
 })  # fmt: skip
 
 
@@ -48,4 +48,7 @@ def _attend(
     if call.sinks is not None:
         sinks = by_kv_head(call.sinks.expand(q.shape[1] // group, -1), heads, group)
         out = out * torch.sigmoid(lse - sinks)[..., None]
+    if block.blind is not None:
+        blind = block.blind.expand(-1, group).flatten()
+        out, lse = out.masked_fill(blind[:, None], 0.0), lse.masked_fill(blind, -torch.inf)
     return out, lse

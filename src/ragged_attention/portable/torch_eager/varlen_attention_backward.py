@@ -24,7 +24,7 @@ from ragged_attention.portable.torch_eager._varlen import heuristic as heuristic
 
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "return_d_relative_bias", "deterministic",
+    "relative_bias", "key_ranges", "return_d_relative_bias", "deterministic",
 })  # fmt: skip
 
 
@@ -55,21 +55,34 @@ def _block(
         return by_kv_head(array, heads, group).to(k.dtype)
 
     q, d_out, out, lse = (of_rows(array[block.rows]) for array in (call.q, call.d_out, call.out, call.lse))
+    if block.blind is not None:  # such rows may hold NaN
+        blind = block.blind.expand(-1, group).flatten()[:, None]
+        q, d_out = q.masked_fill(blind, 0.0), d_out.masked_fill(blind, 0.0)
     d_lse = None if call.d_lse is None else of_rows(call.d_lse[block.rows])
     sinks = None if call.sinks is None else of_rows(call.sinks.expand(q.shape[1] // group, -1))
     terms = RowTerms(d_out, out, lse, d_lse, sinks)
-    k, v, dk, dv = (array[:, block.keys] for array in (k, v, dk, dv))
+    k, v = (array[:, block.keys] for array in (k, v))
     scores = soft_capped(torch.bmm(q * call.scale, k.transpose(1, 2)), call.soft_cap)
     slope = None if call.soft_cap is None else 1 - (scores / call.soft_cap).square_()
     weights = terms.weights(hide(biased(scores, call, block.distance, heads, block.rows), block, group))
-    dv.baddbmm_(weights.transpose(1, 2), terms.d_out)
+    _add_product(dv, block, weights.transpose(1, 2), terms.d_out)
     d_scores = terms.d_logits(weights, v)
     if d_bias is not None:
         add_to_tables(d_bias, d_scores, call, block, heads)
     if slope is not None:
         d_scores.mul_(slope)
-    dk.baddbmm_(d_scores.transpose(1, 2), q, alpha=call.scale)
+    _add_product(dk, block, d_scores.transpose(1, 2), q, call.scale)
     if d_sinks is not None:
         of_heads = d_sinks.view(call.num_kv_heads, group)[heads]
         of_heads += terms.d_sinks.unflatten(1, (-1, group)).sum(1)
     return torch.bmm(d_scores, k).mul_(call.scale)
+
+
+def _add_product(
+    gradient: torch.Tensor, block: Block, left: torch.Tensor, right: torch.Tensor, scale: float = 1
+) -> None:
+    """Add a product of matrices, times `scale`, to the gradient of a block's keys."""
+    if isinstance(block.keys, slice):
+        gradient[:, block.keys].baddbmm_(left, right, alpha=scale)
+    else:
+        gradient[:, block.keys] += torch.bmm(left, right).mul_(scale)

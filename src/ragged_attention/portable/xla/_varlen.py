@@ -19,6 +19,7 @@ from ragged_attention.jax_shared.logits import window_of
 from ragged_attention.jax_shared.pages import bounds_of
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._ragged import at, put, walk_tiles
+from ragged_attention.portable.xla._ranges import Ranges
 from ragged_attention.portable.xla._tile import Tile
 
 
@@ -73,6 +74,8 @@ class Queries(NamedTuple):
     last: jax.Array  # i32 [size], the key at a row's own position, as a row of k
     start: jax.Array
     stop: jax.Array
+    ranges: Ranges | None  # of keys that each row sees, from 0 for the sequence's first
+    first_key: jax.Array  # that key, as a row of k
 
     def rows(self, array: jax.Array) -> jax.Array:
         """The tile's rows [K, size * G, ...] of an array [K, T, G, ...]."""
@@ -177,12 +180,13 @@ def over_tiles(call: VarlenCall, tile: Tile, step: Callable[[Queries, Any], Any]
         stop, kv_start, kv_stop = at(q_stops, seq), at(kv_starts, seq), at(kv_stops, seq)
         last_row = jnp.minimum(first + size, stop) - 1
         last = kv_stop - (stop - row)  # the last query is aligned with the last key
-        start, end = kv_start, kv_stop
+        start, end, own = kv_start, kv_stop, (row >= first) & (row <= last_row)
         if call.causal:
             end = jnp.clip(kv_stop - (stop - last_row) + 1, kv_start, kv_stop)
         if (window := window_of(call, call.num_kv_tokens)) is not None:
             start = jnp.maximum(kv_stop - (stop - first) - (window - 1), kv_start)
-        return step(Queries(row, (row >= first) & (row <= last_row), last, start, end), state)
+        ranges = Ranges.of_tile(call, row, own, kv_stop - kv_start)
+        return step(Queries(row, own, last, start, end, ranges, kv_start), state)
 
     return walk_tiles(q_starts, q_stops, kv_stops > kv_starts, size, call.num_q_tokens, one, state)
 
@@ -190,12 +194,14 @@ def over_tiles(call: VarlenCall, tile: Tile, step: Callable[[Queries, Any], Any]
 def over_keys(call: VarlenCall, tile: Tile, queries: Queries, step: Callable[[Keys, Any], Any], state: Any) -> Any:
     """`state` after `step(keys, state)` for each block of the keys that a tile sees."""
     (_, size), window = _sizes(call, tile), window_of(call, call.num_kv_tokens)
+    ranges = queries.ranges
 
-    def one(block: jax.Array, state: Any) -> Any:
-        wanted = queries.start + block * size
+    def one(wanted: jax.Array, state: Any) -> Any:
         first = jnp.minimum(wanted, call.num_kv_tokens - size)
         key = first + jnp.arange(size, dtype=jnp.int32)
         seen = queries.own[:, None] & (key >= wanted) & (key < queries.stop)
+        if ranges is not None:
+            seen &= ranges.see(key - queries.first_key)
         if call.causal:
             seen &= key <= queries.last[:, None]
         if window is not None:
@@ -204,5 +210,7 @@ def over_keys(call: VarlenCall, tile: Tile, queries: Queries, step: Callable[[Ke
         distance = by_row(key - queries.last[:, None])
         return step(Keys(first, size, by_row(seen), seen.any(axis=0)[:, None], distance), state)
 
+    if ranges is not None:
+        return ranges.over_blocks(size, lambda key, state: one(queries.first_key + key, state), state)
     count = (jnp.maximum(queries.stop - queries.start, 0) + (size - 1)) // size
-    return fori_loop(jnp.int32(0), count, one, state)
+    return fori_loop(jnp.int32(0), count, lambda block, state: one(queries.start + block * size, state), state)

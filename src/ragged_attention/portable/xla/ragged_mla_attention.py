@@ -18,7 +18,7 @@ from ragged_attention.portable.xla.ragged_paged_attention import attention
 
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
-    "cache_format", "cache_layout", "out_dtype",
+    "key_ranges", "cache_format", "cache_layout", "out_dtype",
 })  # fmt: skip
 
 
@@ -30,7 +30,7 @@ def heuristic(call: RaggedMlaAttention) -> Tile:
 
 
 def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
-    tables = {"cu_q_lens": call.cu_q_lens, "num_seqs": call.num_seqs}
+    tables = {"cu_q_lens": call.cu_q_lens, "num_seqs": call.num_seqs, "key_ranges": call.key_ranges}
     out, lse = attend(call, tile, **tables, k_scale=call.kv_scale, v_scale=call.kv_scale)
     return (out, lse) if call.return_lse else out
 

@@ -18,12 +18,13 @@ from ragged_attention.jax_shared.pages import per_head
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._pages import BITS, Blocks, KeyValueBlocks
 from ragged_attention.portable.xla._ragged import at, put, sequences, walk_tiles
+from ragged_attention.portable.xla._ranges import Ranges
 from ragged_attention.portable.xla._softmax import Softmax, biased, dot, logits_of
 from ragged_attention.portable.xla._tile import Tile as Tile
 
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
-    "k_scale", "v_scale", "return_lse", "draft_mask", "out_dtype",
+    "k_scale", "v_scale", "return_lse", "draft_mask", "key_ranges", "out_dtype",
 })  # fmt: skip
 
 
@@ -100,7 +101,7 @@ def _attend_in_tiles(call: RaggedPagedAttention, blocks: Blocks, size: int, bloc
 def _visible_range(call: RaggedPagedAttention, tile: Queries, kv_len: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The first key that any row of the tile may see, and one past the last."""
     start, stop = jnp.int32(0), kv_len
-    if call.causal and call.draft_mask is None:
+    if call.causal and call.draft_mask is None and call.key_ranges is None:
         stop = jnp.clip(tile.position[tile.stop - 1 - tile.row[0]] + 1, 0, kv_len)
     if (window := window_of(call, call.capacity)) is not None:
         start = jnp.maximum(tile.position[tile.first - tile.row[0]] - (window - 1), 0)
@@ -116,22 +117,25 @@ def _attend(
     q = lax.dynamic_slice_in_dim(lax.bitcast_convert_type(q, BITS[q.dtype.itemsize]), row, size)
     q = lax.bitcast_convert_type(q, call.q.dtype).reshape(size, num_kv_heads, group, call.head_dim)
     q = q.swapaxes(0, 1).reshape(num_kv_heads, -1, call.head_dim)
+    ranges = Ranges.of_tile(call, tile.row, tile.own, kv_len)
     start, stop = _visible_range(call, tile, kv_len)
     window, scale = window_of(call, call.capacity), per_head(call.k_scale, num_kv_heads) * jnp.float32(call.scale)
 
-    def step(block: jax.Array, state: Softmax) -> Softmax:
-        key = start + block * block_kv + jnp.arange(block_kv, dtype=jnp.int32)
+    def step(first: jax.Array, state: Softmax) -> Softmax:
+        key = first + jnp.arange(block_kv, dtype=jnp.int32)
         k, v, seen = blocks.read(tile.seq, key, key < stop)
         logits = logits_of(dot("hrd,hkd->hrk", q, k), scale[:, None, None], call.soft_cap)
         logits = biased(logits, call, slopes, table, jnp.repeat(key - tile.aligned[:, None], group, axis=0))
         seen = jnp.broadcast_to(seen, (size, block_kv))
-        if call.draft_mask is not None:
+        if ranges is not None:
+            seen &= ranges.see(key)
+        elif call.draft_mask is not None:
             seen &= _drafted(call.draft_mask, tile, key)
         elif call.causal:
             seen &= key <= tile.position[:, None]
         if window is not None:
             seen &= key > tile.position[:, None] - window
-        if call.draft_mask is not None:  # clear values that no row sees, because 0 * NaN is NaN
+        if call.draft_mask is not None or ranges is not None:  # clear values that no row sees, because 0 * NaN is NaN
             v = jnp.where((seen & tile.own[:, None]).any(axis=0)[:, None], v, 0)
         seen = jnp.broadcast_to(seen[:, None], (size, group, block_kv)).reshape(-1, block_kv)
         return state.updated(jnp.where(seen, logits, -jnp.inf), v)
@@ -160,7 +164,10 @@ def _attend(
     state = Softmax.empty(num_kv_heads, size * group, d_v=call.v_head_dim)
     sinks, slopes = by_row(call.sinks), by_row(call.alibi_slopes)
     table = table_of_rows()
-    state = fori_loop(jnp.int32(0), count, step, state)
+    if ranges is not None:
+        state = ranges.over_blocks(block_kv, step, state)
+    else:
+        state = fori_loop(jnp.int32(0), count, lambda block, state: step(start + block * block_kv, state), state)
     out, lse = state.finished(sinks, per_head(call.v_scale, num_kv_heads)[:, None])
     return by_token(out).astype(call.result_dtype), by_token(lse)
 

@@ -1,0 +1,211 @@
+"""Which keys a query sees if ranges say so: the seam between masks and the kernels of this room.
+
+A kernel asks it how many keys a block of queries sees (`divide_spans`), where the next of them lie (`seen_from`), which
+keys in between no query sees (`drop_unseen`), and which keys one query does not see (`bounds_of`, `hide_gaps`). A
+gradient goes by keys and asks which queries see them (`tokens_seeing`).
+Everything is read from the call's ranges, i32 [T, R, 2], clamped to the keys of the query's sequence; the ranges of a
+query need no order. Without ranges, all keys of a unit are one span.
+"""
+
+from typing import Any
+
+from ragged_attention.portable.numba import _splits
+from ragged_attention.portable.numba._softmax import NOTHING
+from ragged_attention.portable.numba._vectors import compiled, fill, inlined, int32_at, int_at, set_int
+
+BOUND = 32  # query tokens whose bounds are listed together
+
+
+def num_ranges(call: Any) -> int:
+    """The number of ranges of each query, 0 if none are given."""
+    return 0 if call.key_ranges is None else call.key_ranges.shape[1]
+
+
+@inlined
+def range_at(call, index, kv_len):
+    """Range `index` of all queries' ranges, as the keys [begin, end); it is empty if end <= begin."""
+    return max(int32_at(call.key_ranges, 2 * index), 0), min(int32_at(call.key_ranges, 2 * index + 1), kv_len)
+
+
+@compiled
+def bounds_of(call, token, kv_len):
+    """The smallest range that holds all keys that a query token sees."""
+    left, right = kv_len, 0
+    for index in range(token * call.num_ranges, (token + 1) * call.num_ranges):
+        begin, end = range_at(call, index, kv_len)
+        if begin < end:
+            left, right = min(left, begin), max(right, end)
+    return min(left, right), right
+
+
+@compiled
+def next_span(call, first, last, kv_len, position, gap):
+    """The next span of keys, from `position` on, that query tokens of [first, last) see: its begin, its end, `whole`.
+
+    It ends where none of them sees the next `gap` keys. If `whole`, each of its keys is seen; else there may be gaps.
+    Begin and end are `kv_len` if no key is seen any more.
+    """
+    start, stop, span = first * call.num_ranges, last * call.num_ranges, kv_len
+    for index in range(start, stop):
+        begin, end = range_at(call, index, kv_len)
+        begin = max(begin, position)
+        if begin < end:
+            span = min(span, begin)
+    reached, grows, whole = span, True, True
+    while grows:
+        grows = False
+        for index in range(start, stop):
+            begin, end = range_at(call, index, kv_len)
+            if end > reached and begin < min(reached + gap, end):
+                whole = whole and begin <= reached
+                reached, grows = end, True
+    return span, reached, whole
+
+
+# ---- dividing the work
+
+
+@compiled
+def count_keys(call, first, last, kv_len):
+    """The number of keys in the spans that query tokens [first, last) see."""
+    count = position = 0
+    while position < kv_len:
+        begin, position, _ = next_span(call, first, last, kv_len, position, call.block_kv)
+        count += position - begin
+    return count
+
+
+@compiled
+def position_of(call, first, last, kv_len, number):
+    """The position of key `number` of those that `count_keys` counts."""
+    position = 0
+    while position < kv_len:
+        begin, position, _ = next_span(call, first, last, kv_len, position, call.block_kv)
+        if number < position - begin:
+            return begin + number
+        number -= position - begin
+    return kv_len
+
+
+@compiled
+def divide_spans(call, units, seq, token, first, last, tokens, kv_len, max_splits):
+    """`add_splits` for rows whose `tokens`, a range of query tokens, see keys by ranges: only these keys count."""
+    listed, keys = call.num_units, count_keys(call, tokens[0], tokens[1], kv_len)
+    work = _splits.add_splits(call, units, seq, token, first, last, 0, keys, max_splits)
+    for index in range(listed, call.num_units if units else listed):
+        unit = _splits.unit_at(units + _splits.UNIT_BYTES * index)
+        if unit.low < unit.high:
+            unit.high = position_of(call, tokens[0], tokens[1], kv_len, unit.high - 1) + 1
+            unit.low = position_of(call, tokens[0], tokens[1], kv_len, unit.low)
+    return work
+
+
+# ---- one program
+
+
+@inlined
+def seen_from(call, tokens, kv_len, position, high):
+    """The next span, from `position` on and before `high`, of keys that a unit's `tokens` see (see `next_span`)."""
+    if not call.key_ranges:
+        return position, high, True
+    begin, end, whole = next_span(call, tokens[0], tokens[1], kv_len, position, call.block_kv)
+    return min(begin, high), min(end, high), whole
+
+
+@compiled
+def drop_unseen(call, tile, tokens, kv_len, first, count):
+    """Treat those of the next `count` keys, from position `first` on, that none of `tokens` sees as missing.
+
+    So they are not read, and a NaN in them does not reach the results. Returns how many they are.
+    """
+    holes, position, stop = 0, first, first + count
+    while position < stop:
+        begin, end, _ = next_span(call, tokens[0], tokens[1], kv_len, position, 1)
+        for key in range(position - first, min(begin, stop) - first):
+            set_int(tile.next_sources, key, 0)
+            set_int(tile.next_v_sources, key, 0)
+            holes += 1
+        position = end
+    return holes
+
+
+@compiled
+def hide_gaps(call, tile, token, offset, rows, group, kv_len, first, count):
+    """Hide keys between the ranges of a row's query token; `count` keys, from position `first` on, have logits.
+
+    `group` rows belong to one token; the tile's first row is row `offset` of those of `token` and the following ones.
+    """
+    row = 0
+    while row < rows:
+        own, next_row = token + (offset + row) // group, min(row + group - (offset + row) % group, rows)
+        position, stop = max(int_at(tile.left, row), first), min(int_at(tile.right, row), first + count)
+        while position < stop:
+            begin, end, _ = next_span(call, own, own + 1, kv_len, position, 1)
+            for hidden in range(row, next_row if begin > position else row):
+                fill(tile.s + 4 * hidden * tile.s_width, position - first, min(begin, stop) - first, NOTHING)
+            position = end
+        row = next_row
+
+
+# ---- gradients
+
+
+@compiled
+def list_gaps(call, tile, row, token, left, right, kv_len):
+    """List the gaps between the keys that a query token sees, which are within [left, right), as those of a row."""
+    count, position = 0, left
+    while position < right:
+        begin, end, _ = next_span(call, token, token + 1, kv_len, position, 1)
+        if begin > position:
+            place = 2 * (row * tile.max_gaps + count)
+            set_int(tile.gaps, place, position)
+            set_int(tile.gaps, place + 1, begin)
+            count += 1
+        position = end
+    set_int(tile.num_gaps, row, count)
+
+
+@inlined
+def bytes_of_bounds(count):
+    """The size of the list that `list_bounds` makes for `count` query tokens."""
+    return 16 * ((count + BOUND - 1) // BOUND)
+
+
+@compiled
+def list_bounds(call, start, stop, kv_len, bounds):
+    """List the bounds of the keys that each BOUND query tokens of [start, stop) see, at the address `bounds`."""
+    for token in range(start, stop, BOUND):
+        left, right = kv_len, 0
+        for own in range(token, min(token + BOUND, stop)):
+            low, high = bounds_of(call, own, kv_len)
+            if low < high:
+                left, right = min(left, low), max(right, high)
+        place = 2 * ((token - start) // BOUND)
+        set_int(bounds, place, left)
+        set_int(bounds, place + 1, right)
+
+
+@compiled
+def sees(call, first, last, kv_len, begin, end):
+    """Whether a query token of [first, last) sees any of the keys [begin, end)."""
+    for index in range(first * call.num_ranges, last * call.num_ranges):
+        low, high = range_at(call, index, kv_len)
+        if max(low, begin) < min(high, end):
+            return True
+    return False
+
+
+@compiled
+def tokens_seeing(call, start, stop, kv_len, bounds, begin, end):
+    """The first and one past the last query token of [start, stop) that sees any of the keys [begin, end).
+
+    `bounds` are those of `list_bounds`, by which most tokens that see none of them are passed over.
+    """
+    first, last = stop, start
+    for token in range(start, stop, BOUND):
+        place = 2 * ((token - start) // BOUND)
+        if int_at(bounds, place) < end and begin < int_at(bounds, place + 1):
+            for own in range(token, min(token + BOUND, stop)):
+                if sees(call, own, own + 1, kv_len, begin, end):
+                    first, last = min(first, own), own + 1
+    return min(first, last), last
