@@ -22,7 +22,7 @@ import torch
 from tests import vllm_rank_fakes as ranks
 from tests import vllm_sparse_fakes
 
-OURS = ("_vllm_ranks", "_vllm_attention", "_vllm_mla", "_vllm_sparse", "_vllm_bindings")
+OURS = ("_vllm_ranks", "_vllm_masks", "_vllm_attention", "_vllm_mla", "_vllm_sparse", "_vllm_bindings")
 
 
 # vllm.v1.attention.backend

@@ -19,6 +19,7 @@ import torch
 from ragged_attention.calls.sharding import dtype_of_parts
 from ragged_attention.config import use_backend
 from ragged_attention.errors import Unsupported
+from ragged_attention.integrations._vllm_masks import Mask, ModelMasks, StepMasks, spans_of_step
 from ragged_attention.integrations._vllm_ranks import Ranks, ranks_of
 from ragged_attention.integrations._vllm_rope import FusedRope
 from ragged_attention.torch import merge_attention_states, ragged_paged_attention, varlen_attention, write_kv_pages
@@ -105,7 +106,8 @@ class RaggedMetadata(_vllm.AttentionMetadata):
     kv_lens: torch.Tensor
     page_indices: torch.Tensor
     slot_mapping: torch.Tensor
-    causal: bool
+    causal: bool | torch.Tensor
+    masks: StepMasks
     ranks: Ranks | None  # those that share the cache, if this one does not hold all of it
     context_lens: torch.Tensor | None  # then: how many earlier keys of each request this rank has; None: nobody has any
 
@@ -138,6 +140,8 @@ class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._ranks = ranks_of(kv_cache_spec, vllm_config)
+        self._model_masks = ModelMasks.of(vllm_config.model_config)
+        self._places: dict[Any, torch.Tensor] = {}
         if self._ranks is not None:
             # A graph replays with the addresses with which it was captured, so the lengths have a fixed place.
             most = vllm_config.scheduler_config.max_num_seqs
@@ -146,19 +150,38 @@ class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> RaggedMetadata:
         """The step's metadata; `common_prefix_len` is always 0 and nothing depends on `fast_build`."""
         common = common_attn_metadata
-        # vLLM's CPU platform does not ask `supports_*` beforehand.
-        if isinstance(common.causal, torch.Tensor):
-            raise Unsupported("expected causal=True or False from vLLM, got a flag for each request")
-        for name in ("mm_req_doc_ranges", "rswa_prefix_lens"):
-            if getattr(common, name, None) is not None:
-                raise Unsupported(f"expected vLLM's {name} to be None, got {type(getattr(common, name)).__name__}")
         context_lens = self._update_context_lens(common) if self._ranks is not None else None
-        return RaggedMetadata(
+        metadata = RaggedMetadata(
             num_actual_tokens=common.num_actual_tokens, max_q_len=common.max_query_len,
             cu_q_lens=common.query_start_loc, kv_lens=common.seq_lens, page_indices=common.block_table_tensor,
             slot_mapping=common.slot_mapping, causal=common.causal, ranks=self._ranks,
-            context_lens=context_lens if _has_context(common) else None,
+            context_lens=context_lens if _has_context(common) else None, masks=self._step_masks(common),
         )  # fmt: skip
+        self._make_ranges(metadata)
+        return metadata
+
+    def _step_masks(self, common: Any) -> StepMasks:
+        spans, prefix_lens, kv_lens = None, None, common.seq_lens
+        if common.mm_req_doc_ranges or self._model_masks.has_spans:
+            spans = spans_of_step(common)
+        if self._model_masks.prefix_window is not None and common.rswa_prefix_lens is not None:
+            if self._ranks is not None:  # vLLM's CPU platform does not ask `supports_*` beforehand
+                raise Unsupported("expected no R-SWA under context parallelism for RAGGED, got rswa_prefix_lens")
+            prefix_lens = common.rswa_prefix_lens[: len(kv_lens)].to(kv_lens.device, torch.int32, non_blocking=True)
+        if self._ranks is not None:  # the new tokens attend to one another apart, and their positions count from there
+            new_lens = common.query_start_loc.diff()
+            spans = None if spans is None else spans - (kv_lens - new_lens)[:, None, None]
+            kv_lens = new_lens
+        return StepMasks(
+            common.query_start_loc, kv_lens, common.num_actual_tokens, common.causal, spans, prefix_lens,
+            self._model_masks.prefix_window, self._places, self.vllm_config.scheduler_config.max_num_batched_tokens,
+        )  # fmt: skip
+
+    def _make_ranges(self, metadata: RaggedMetadata) -> None:
+        """Make the ranges of the layers now, since attention itself may run in a graph."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for name in self.layer_names:
+            layers[name].impl.key_ranges(layers[name], metadata)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> RaggedMetadata:
         """The metadata of a step that stands for others, of which some have earlier keys even if this one has none."""
@@ -177,7 +200,9 @@ class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
         self, metadata: RaggedMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> RaggedMetadata:
         """The metadata of the same step for another group of layers, which has its own pages."""
-        return dataclasses.replace(metadata, page_indices=blk_table, slot_mapping=slot_mapping)
+        metadata = dataclasses.replace(metadata, page_indices=blk_table, slot_mapping=slot_mapping)
+        self._make_ranges(metadata)
+        return metadata
 
 
 def _has_context(common: Any) -> bool:
@@ -207,6 +232,7 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         attn_type: str = "decoder",
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
+        chunk_lookback: int = -1,
     ) -> None:
         RaggedAttentionBackend.expect_layer(attn_type, kv_cache_dtype)
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
@@ -228,6 +254,14 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         self.logits_soft_cap = logits_soft_cap or None  # 0 stands for none
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
+        self.chunk_lookback = chunk_lookback
+
+    def key_ranges(self, layer: Any, metadata: RaggedMetadata) -> torch.Tensor | None:
+        """What the step's tokens see in this layer, if it is more than `causal` and `sliding_window` say."""
+        if self.attn_type != "decoder":
+            return None
+        clamp_spans = getattr(layer, "mm_prefix_clamp_sliding_window", False)
+        return metadata.masks.of(Mask(self.sliding_window, self.chunk_lookback, clamp_spans))
 
     def _expect_kind(self, attn_type: str, alibi_slopes: Any, **whole_cache: Any) -> None:
         """Refuse what the operations do not support in other layers than those of a decoder with a cache of its own.
@@ -295,21 +329,19 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         self, query: torch.Tensor, layer: Any, kv_cache: torch.Tensor, metadata: RaggedMetadata, out: torch.Tensor
     ) -> None:
         """Attention over a cache that this rank has to itself."""
-        window = self.sliding_window
-        if window is not None and not metadata.causal and metadata.max_q_len > window:
-            # vLLM's window is then open to both sides. Later keys are new ones, none of which is beyond such a window.
-            raise Unsupported(
-                f"expected at most {window} new tokens of a request for attention that is not causal with "
-                f"sliding_window={window}, got {metadata.max_q_len}"
-            )
-        if self.alibi_slopes is not None and not metadata.causal:
-            raise Unsupported("expected causal attention with alibi_slopes for RAGGED, got causal=False")
+        ranges = self.key_ranges(layer, metadata)
+        if self.alibi_slopes is not None and (ranges is not None or not metadata.causal):
+            got = "causal=False" if ranges is None else "ranges of keys"
+            raise Unsupported(f"expected causal attention with alibi_slopes for RAGGED, got {got}")
+        if ranges is None:
+            mask: dict[str, Any] = {"causal": metadata.causal, "sliding_window": self.sliding_window}
+        else:
+            mask = {"key_ranges": ranges}
         k_scale, v_scale = self._scales(layer)
         ragged_paged_attention(
             query, self._pages(kv_cache), metadata.kv_lens, metadata.page_indices, metadata.cu_q_lens,
-            max_q_len=metadata.max_q_len, sm_scale=self.scale, causal=metadata.causal, sliding_window=window,
-            soft_cap=self.logits_soft_cap, sinks=self._sinks(), alibi_slopes=self.alibi_slopes, k_scale=k_scale,
-            v_scale=v_scale, out=out,
+            max_q_len=metadata.max_q_len, sm_scale=self.scale, soft_cap=self.logits_soft_cap, sinks=self._sinks(),
+            alibi_slopes=self.alibi_slopes, k_scale=k_scale, v_scale=v_scale, out=out, **mask,
         )  # fmt: skip
 
     def _without_cache(
@@ -361,10 +393,11 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         The earlier keys are all visible to every new token, wherever they lie. A rank that has none of a request gives
         out 0 and lse -inf, which have no weight. The ranks exchange float32.
         """
-        ranks = metadata.ranks
+        ranks, ranges = metadata.ranks, self.key_ranges(layer, metadata)
         assert ranks is not None
+        mask: dict[str, Any] = {"causal": metadata.causal} if ranges is None else {"key_ranges": ranges}
         if metadata.context_lens is None:
-            self._packed(query, key, value, metadata, causal=metadata.causal, sinks=self._sinks(), out=out)
+            self._packed(query, key, value, metadata, sinks=self._sinks(), out=out, **mask)
             return
         k_scale, v_scale = self._scales(layer)
         earlier = ragged_paged_attention(
@@ -374,7 +407,7 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
             out_dtype=dtype_of_parts(query),
         )  # fmt: skip
         earlier, earlier_lse = ranks.merged(*earlier)
-        new, new_lse = self._packed(query, key, value, metadata, causal=metadata.causal, return_lse=True)
+        new, new_lse = self._packed(query, key, value, metadata, return_lse=True, **mask)
         merge_attention_states(
             [earlier, new.to(earlier.dtype)], [earlier_lse, new_lse], sinks=self._sinks(), out_dtype=out.dtype, out=out
         )
@@ -424,3 +457,4 @@ class RaggedAttentionBackend(RaggedBackend, _vllm.AttentionBackend):
         return 16 <= head_size <= 512 and head_size % 8 == 0
 
     supports_sink = supports_sliding_window = supports_per_head_quant_scales = supports_non_causal = RaggedBackend.yes
+    supports_mm_prefix = supports_rswa = RaggedBackend.yes
