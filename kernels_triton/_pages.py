@@ -312,5 +312,5 @@ def attend_range(queries, start, stop, visible, mask, pages, ATTENTION: tl.const
     if ATTENTION.MASK.RANGES:
         others = none_unless(visible.ranges.solid == 0, ends)
         ends = none_unless(visible.ranges.solid, ends)
-        state = attend(queries, state, others, visible, mask, pages, ATTENTION, True, True)
+        state = attend(queries, state, others, visible, mask, pages, ATTENTION, True, EXACT=True)
     return attend(queries, state, ends, visible, mask, pages, ATTENTION, True)

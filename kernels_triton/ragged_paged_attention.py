@@ -160,7 +160,7 @@ class Config(Constants):
 @triton.jit(do_not_specialize=VARYING)
 def tile_kernel(
     q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr,
-    k_scale_ptr, v_scale_ptr, draft_mask_ptr, slopes_ptr, bias_ptr, ranges_ptr, out_ptr, lse_ptr,
+    k_scale_ptr, v_scale_ptr, mask_ptr, slopes_ptr, bias_ptr, out_ptr, lse_ptr,
     num_tokens, max_num_seqs, num_pages, capacity, table_stride,
     q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
     v_page_stride, v_slot_stride, v_head_stride,
@@ -179,7 +179,7 @@ def tile_kernel(
     kv_head = tl.program_id(1)
     num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, CONFIG.HAS_NUM_SEQS)
     batch = Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
-    mask = Mask(window, draft_mask_ptr, draft_stride, draft_width, ranges_ptr)
+    mask = Mask(window, mask_ptr, draft_stride, draft_width, mask_ptr)
     seq, start, q_len, first_row, live = find_rows(block, batch, GROUP, BLOCK_Q)
     num_rows = q_len * GROUP
     long = (num_rows > CONFIG.DIVISION.SHORT_ROWS) | (live == 0)
@@ -212,8 +212,7 @@ def tile_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def split_kernel(
     q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr,
-    k_scale_ptr, v_scale_ptr, draft_mask_ptr, slopes_ptr, bias_ptr, ranges_ptr,
-    given_out_ptr, given_lse_ptr,
+    k_scale_ptr, v_scale_ptr, mask_ptr, slopes_ptr, bias_ptr, given_out_ptr, given_lse_ptr,
     parts_ptr, part_lses_ptr, out_ptr, lse_ptr,
     num_tokens, max_num_seqs, num_pages, capacity, table_stride,
     q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
@@ -239,7 +238,7 @@ def split_kernel(
     kv_head = tl.program_id(1)
     num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, CONFIG.HAS_NUM_SEQS)
     batch = Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
-    mask = Mask(window, draft_mask_ptr, draft_stride, draft_width, ranges_ptr)
+    mask = Mask(window, mask_ptr, draft_stride, draft_width, mask_ptr)
     output = Output(out_ptr, lse_ptr)
     if DIVISION.ALL_SEQUENCES:
         clear_rows(output, batch, entry, kv_head, BLOCK_Q, SHAPE)
@@ -305,8 +304,9 @@ def shared_arguments(call: Any, launch: Any) -> Shared:
         HAS_ALIBI=has_alibi,
         BIAS=bias_form,
     )
-    others = {"k_scale": k_scale, "v_scale": v_scale, "draft_mask": draft_mask, "alibi_slopes": slopes}
-    others |= {"relative_bias": bias, "key_ranges": ranges_array(call, launch, q)}
+    array = draft_mask if call.key_ranges is None else ranges_array(call, launch, q)  # a call has one of them at most
+    others = {"k_scale": k_scale, "v_scale": v_scale, "mask": array, "alibi_slopes": slopes}
+    others["relative_bias"] = bias
     attention = {"SHAPE": shape_of(call, call.v_head_dim), "MASK": mask}
     return Shared(
         {"q": q, "k_pages": k_pages, "v_pages": v_pages, **sequences, **others},

@@ -100,7 +100,8 @@ def sizes(call: Any) -> Sizes:
     if not arch.startswith("sm_"):
         return Sizes(128, 32, 4, 2) if columns <= 320 else Sizes(64, 32, 4, 1)
     whole = not any(rest for _, rest in _varlen.widths(call))
-    if arch == "sm_90" and columns <= 256 and whole and call.soft_cap is None:
+    simple = call.soft_cap is None and call.key_ranges is None  # otherwise 128 keys take too many registers
+    if arch == "sm_90" and columns <= 256 and whole and simple:
         return Sizes(128, 128, 8, 3)
     most_columns = 320 if arch in WGMMA else 256  # the most for which 128 rows and 64 keys fit
     if columns <= most_columns:
@@ -168,7 +169,7 @@ def attend_all(queries, arrays, edges, visible, mask, CONFIG: tl.constexpr):
     if CONFIG.MASK.RANGES:
         others = none_unless(visible.ranges.solid == 0, ends)
         ends = none_unless(visible.ranges.solid, ends)
-        state = attend(queries, state, arrays, others, visible, mask, CONFIG, True, True)
+        state = attend(queries, state, arrays, others, visible, mask, CONFIG, True, EXACT=True)
     return attend(queries, state, arrays, ends, visible, mask, CONFIG, True)
 
 

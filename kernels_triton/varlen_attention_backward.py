@@ -524,7 +524,7 @@ def visit_all_keys(rows, arrays, edges, visible, mask, CONFIG: tl.constexpr):
     if CONFIG.MASK.RANGES:
         others = none_unless(visible.ranges.solid == 0, ends)
         ends = none_unless(visible.ranges.solid, ends)
-        dq = visit_keys(rows, dq, arrays, others, visible, mask, CONFIG, True, True)
+        dq = visit_keys(rows, dq, arrays, others, visible, mask, CONFIG, True, EXACT=True)
     return visit_keys(rows, dq, arrays, ends, visible, mask, CONFIG, True)
 
 
