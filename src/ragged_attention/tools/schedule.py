@@ -259,7 +259,7 @@ class Simulation:
         if blocks > 0:
             self.visits.append(Visit(first, first + blocks * block, block, masked))
 
-    def _attend_pages(self, queries, state, blocks, visible, mask, pages, attention, masked, exact=False):
+    def _attend_pages(self, queries, state, blocks, visible, mask, pages, attention, masked, EXACT=False):
         """Replaces the loop of `_pages`, which visits several ranges of blocks."""
         block, count = attention.LOOP.EDGE_KV if masked else attention.LOOP.BLOCK_KV, int(blocks.num_blocks)
         ends = [(int(blocks.left_blocks), blocks.right)] if masked else []
