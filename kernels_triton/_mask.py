@@ -217,9 +217,10 @@ def in_ranges(rows, key, kv_len, KIND: tl.constexpr):
 @triton.jit
 def meet_ranges(rows, first, last, kv_len, exists, KIND: tl.constexpr):
     """(whether one of the ranges at the addresses `rows` has a key in [first, last), whether one has all of them)."""
-    meets = exists & (last < first)  # False
-    covers = meets
-    for index in tl.static_range(KIND.RANGES):
+    begin, end = load_range(rows, 0, kv_len, exists)
+    meets = tl.maximum(begin, first) < tl.minimum(end, last)
+    covers = (begin <= first) & (end >= last)
+    for index in tl.static_range(1, KIND.RANGES):
         begin, end = load_range(rows, index, kv_len, exists)
         meets = meets | (tl.maximum(begin, first) < tl.minimum(end, last))
         covers = covers | ((begin <= first) & (end >= last))
@@ -274,7 +275,7 @@ def ranges_of_rows(start, query, kv_len, mask, KIND: tl.constexpr):
     whole_lasts = ()
     solid = kv_len >= 0
     for index in tl.static_range(KIND.RANGES):
-        begin, end = load_range(rows, index, kv_len, kv_len > 0)
+        begin, end = load_range(rows, index, kv_len, tl.zeros_like(query) < kv_len)
         empty = begin >= end
         last = tl.max(tl.where(empty, 0, end), 0)
         highest_begin = tl.max(tl.where(empty, 0, begin), 0)
@@ -369,8 +370,9 @@ def fewest_keys(visible, mask, KIND: tl.constexpr):
     """
     if KIND.RANGES:
         most = tl.zeros_like(visible.position)
+        exists = most < visible.kv_len
         for index in tl.static_range(KIND.RANGES):
-            begin, end = load_range(visible.ranges.rows, index, visible.kv_len, visible.kv_len > 0)
+            begin, end = load_range(visible.ranges.rows, index, visible.kv_len, exists)
             most = tl.maximum(most, end - begin)
         fewest = tl.min(most, 0)
     elif KIND.HAS_FIRST_KEY:  # rows after the last query count as that query
