@@ -92,3 +92,17 @@ def queries_of_keys(ptr, first_key, last_key, q_len, kv_len, KIND: tl.constexpr)
         whole_first = tl.minimum(whole_first, tl.min(tl.where(covers, query, q_len), 0))
         whole_last = tl.minimum(whole_last, tl.min(tl.where(covers | (query < whole_first), q_len, query), 0))
     return tl.minimum(first, last), last, tl.minimum(whole_first, last), tl.minimum(whole_last, last)
+
+
+@triton.jit
+def range_blocks(begin, end, kv_len, ranges, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """(begin, end, later) of `KeyList` for those of the blocks [begin, end) that a block of rows sees."""
+    edges = range_edges(begin * BLOCK, tl.minimum(end * BLOCK, kv_len), ranges, KIND, BLOCK, BLOCK)
+    begin = edges.start // BLOCK
+    end = edges.end // BLOCK
+    later = ()
+    for part in tl.static_range(len(edges.later)):
+        left, _, _, right = edges.later[part]
+        later += ((end, left // BLOCK),)
+        end += (right - left) // BLOCK
+    return begin, end, later

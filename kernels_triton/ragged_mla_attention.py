@@ -20,6 +20,7 @@ from ragged_attention.calls import RaggedMlaAttention
 from ragged_attention.kernels_triton._compiler import zero_after
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import load_scale, scale_arguments
+from ragged_attention.kernels_triton._key_ranges import range_blocks
 from ragged_attention.kernels_triton._latent import plan
 from ragged_attention.kernels_triton._latent.kernel import capped_scale, sums_by_column
 from ragged_attention.kernels_triton._latent.operands import operands
@@ -41,10 +42,13 @@ from ragged_attention.kernels_triton._latent.softmax import (
 from ragged_attention.kernels_triton._mask import (
     Mask,
     MaskKind,
-    key_limit,
+    hides_first_keys,
+    hull_of,
     key_range,
     max_visible_keys,
     range_arguments,
+    ranges_array,
+    ranges_of_rows,
 )
 from ragged_attention.kernels_triton._ragged import Shared, results, run_splits, sequence_arguments
 from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, max_blocks
@@ -69,6 +73,7 @@ from ragged_attention.kernels_triton._tiles import (
     expect_between,
     expect_power_of_two,
     launchable,
+    next_power_of_2,
     overlaps,
 )
 
@@ -76,7 +81,7 @@ SMALL_CAPACITY = 1024  # up to this capacity per sequence, unequal lengths do no
 WAVES = 4  # maximum waves of programs that compute splits: more would only take memory
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
-    "cache_format", "cache_layout", "out_dtype",
+    "key_ranges", "cache_format", "cache_layout", "out_dtype",
 })  # fmt: skip
 
 
@@ -137,7 +142,7 @@ def invariant_tile(call: RaggedMlaAttention) -> Tile:
 
 def tile_for(call: RaggedMlaAttention, rows: int, short_rows: int) -> Tile:
     """The tile, without splits, for `rows` rows in the batch and `short_rows` rows per short sequence."""
-    windowed = key_limit(call) is not None
+    windowed = hides_first_keys(call)
     access = plan.KeyAccess(dense=True, ragged=True, page_sizes=(call.page_size,), windowed=windowed)
     long, short = (plan.fitting_sizes(call, count, access) for count in (rows, short_rows))
     return Tile(**long.fields("block_h"), **short.fields("block_h", "split_"), split_rows=short_rows)
@@ -219,6 +224,8 @@ class Config(Constants):
     BLOCK_H: int  # rows per program
     DV: int  # columns of a result row
     CAP_UNIT: float  # see `unit_under_cap`
+    QUERIES: int  # query tokens that a program's rows can belong to
+    UNIFORM: bool  # whether to prove to the compiler that all threads have the same work; see `selected`
     HAS_SHORT: bool  # whether the launch has programs for short sequences
     HAS_LONG: bool  # whether the launch has programs for long sequences and rows that belong to no sequence
     HAS_NUM_SEQS: bool
@@ -230,7 +237,7 @@ class Config(Constants):
 @triton.jit(do_not_specialize=VARYING)
 def ragged_latent_kernel(
     q_ptr, cache_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, kv_scale_ptr,
-    given_out_ptr, given_lse_ptr, parts_ptr, part_lses_ptr, out_ptr, lse_ptr,
+    ranges_ptr, given_out_ptr, given_lse_ptr, parts_ptr, part_lses_ptr, out_ptr, lse_ptr,
     num_tokens, max_num_seqs, capacity, window, num_slots, table_stride, q_token_stride, q_head_stride,
     page_stride, slot_stride, logit_scale, soft_cap, kv_scale_factor, num_splits, num_parts, CONFIG: tl.constexpr,
 ):  # fmt: skip
@@ -252,16 +259,16 @@ def ragged_latent_kernel(
         gdc_launch_dependents()
     num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, CONFIG.HAS_NUM_SEQS)
     batch = Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
-    mask = Mask(window)
+    mask = Mask(window, ranges_ptr=ranges_ptr)
     if CONFIG.HAS_LONG:
         work = find_row_block(batch, NUM_HEADS, BLOCK_H, CONFIG.DIVISION)
     if CONFIG.HAS_SHORT:
         split = find_key_split(batch, mask, num_splits, KIND, CONFIG.DIVISION, BLOCK_H)
         if CONFIG.HAS_LONG:
             is_short = tl.program_id(0) < num_parts * (SHORT_ROWS // BLOCK_H)
-            work = selected(is_short, split, work, not KIND.HAS_FIRST_KEY)
+            work = selected(is_short, split, work, CONFIG.UNIFORM)
         else:
-            work = selected(True, split, split, not KIND.HAS_FIRST_KEY)
+            work = selected(True, split, split, CONFIG.UNIFORM)
     seq, start, q_len, kv_len, row_block, begin, end, count, place = work  # pyright: ignore[reportAssignmentType]
     first_row = row_block * BLOCK_H
     num_rows = q_len * NUM_HEADS
@@ -272,9 +279,20 @@ def ragged_latent_kernel(
         low = num_old + first_row // NUM_HEADS
         high = num_old + tl.minimum((first_row + BLOCK_H - 1) // NUM_HEADS, q_len - 1)
         first, last = key_range(low, high, kv_len, mask, KIND)
-        begin = tl.maximum(begin, first // BLOCK_KV)
-        end = tl.minimum(end, (last + BLOCK_KV - 1) // BLOCK_KV)
         limit = num_old + row // NUM_HEADS + 1
+        later = ()
+        row_ranges = limit  # stand-ins, not used without ranges of keys
+        query_ranges = limit
+        if KIND.RANGES:
+            ranges = ranges_of_rows(start, tl.minimum(row // NUM_HEADS, q_len - 1), kv_len, mask, KIND)
+            first, last = hull_of(ranges, KIND)
+            begin, end, later = range_blocks(begin, end, kv_len, ranges, KIND, BLOCK_KV)
+            queries = tl.minimum(low + tl.arange(0, CONFIG.QUERIES), high) - num_old
+            row_ranges = ranges.rows
+            query_ranges = ranges.ptr + queries.to(tl.int64) * (2 * KIND.RANGES)
+        else:
+            begin = tl.maximum(begin, first // BLOCK_KV)
+            end = tl.minimum(end, (last + BLOCK_KV - 1) // BLOCK_KV)
         token = (start + row // NUM_HEADS).to(tl.int64)
         q_rows = q_ptr + token * q_token_stride + (row % NUM_HEADS).to(tl.int64) * q_head_stride
         kv_scale = load_scale(kv_scale_ptr, 0, kv_scale_factor, CONFIG.KV_SCALE_STRIDE)
@@ -289,8 +307,9 @@ def ragged_latent_kernel(
             state = attend(
                 Queries(groups, lost, q_rest, lost_rest, unit), state,
                 Cache(cache_ptr, page_stride, slot_stride, num_slots),
-                KeyList(page_indices_ptr + seq.to(tl.int64) * table_stride, begin, end, first, last),
-                Seen(limit - window, limit), Scales(logit_scale * kv_scale, soft_cap, LOG2E / CONFIG.CAP_UNIT),
+                KeyList(page_indices_ptr + seq.to(tl.int64) * table_stride, begin, end, first, last, later),
+                Seen(limit - window, limit, row_ranges, query_ranges, kv_len),
+                Scales(logit_scale * kv_scale, soft_cap, LOG2E / CONFIG.CAP_UNIT),
                 FORMAT, LOOP,
             )  # fmt: skip
             if CARRIED:
@@ -339,6 +358,7 @@ def shared_arguments(call: RaggedMlaAttention, launch: Any) -> Shared:
         "PDL": overlaps(call),
     }
     arrays = {"q": q, "kv_cache": keys.cache, **sequences, "kv_scale": kv_scale}
+    arrays["key_ranges"] = ranges_array(call, launch, q)
     return Shared(arrays, numbers, constants)
 
 
@@ -364,6 +384,7 @@ def launch_arguments(
     """The options and constants of a launch for short sequences, long ones, or both."""
     # If each block has heads of one token only, all of its rows see the same keys, and the loop needs no masks.
     mixed, mask = call.num_q_heads % sizes.rows != 0, shared.constants["MASK"].plain
+    queries = cdiv(sizes.rows, call.num_q_heads) + (sizes.rows % call.num_q_heads > 1) if mixed else 1
     return {
         "num_splits": tile.num_splits,
         "num_warps": sizes.warps,
@@ -374,12 +395,16 @@ def launch_arguments(
                 CAUSAL=mask.CAUSAL and mixed,
                 HAS_WINDOW=mask.HAS_WINDOW and mixed,
                 HAS_SOFT_CAP=call.soft_cap is not None,
+                RANGES=mask.RANGES if mixed or mask.RANGES > 1 else 0,  # one range without a mask is all blocks visited
+                RANGES_DIFFER=mask.RANGES > 0 and mixed,
                 BLOCK_KV=sizes.keys,
                 SUMS_BY_COLUMN=sums_by_column(call, call.kv_format, sizes),
                 OPERANDS=operands(call, sizes.rows),
             ),
             DIVISION=division,
             BLOCK_H=sizes.rows,
+            QUERIES=next_power_of_2(queries),
+            UNIFORM=not (mask.HAS_FIRST_KEY or mask.RANGES),
             HAS_SHORT=short,
             HAS_LONG=long,
             **shared.constants,

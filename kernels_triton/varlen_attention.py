@@ -105,7 +105,7 @@ def sizes(call: Any) -> Sizes:
         return Sizes(128, 128, 8, 3)
     most_columns = 320 if arch in WGMMA else 256  # the most for which 128 rows and 64 keys fit
     if columns <= most_columns:
-        return Sizes(128, 64, 8, 3)
+        return Sizes(128, 64 if arch in WGMMA or call.key_ranges is None else 32, 8, 3)
     if columns > 512:
         return Sizes(32 if arch in WGMMA else 64, 32, 8, 3)
     return Sizes(128 if arch in WGMMA or columns <= 320 else 64, 32, 8, 3)

@@ -187,8 +187,8 @@ def dq_sizes(call: Any) -> Sizes:
         spills = OLDER_COMPILER and arch in WGMMA  # if it has eight warps
         return Sizes(16, 16, 8 if arch.startswith("sm_") and not spills else 4, 1)
     if call.relative_bias is not None:
-        wide_or_own = columns > 256 or len(call.relative_bias.shape) == 3
-        return Sizes(32 if columns <= 512 else 16, 32, 8 if wide_or_own and arch.startswith("sm_") else 4, 1)
+        many = columns > 256 or len(call.relative_bias.shape) == 3 or call.key_ranges is not None  # registers
+        return Sizes(32 if columns <= 512 else 16, 32, 8 if many and arch.startswith("sm_") else 4, 1)
     if not arch.startswith("sm_"):
         return Sizes(64 if columns <= 320 else 32, 32 if columns <= 512 else 16, 4, stages_on_amd(arch, columns))
     if arch == "sm_90" and columns <= 192:
@@ -197,7 +197,8 @@ def dq_sizes(call: Any) -> Sizes:
         if columns > 512:
             return Sizes(32, 32, 8, 2)
         return Sizes(128, 64 if columns <= 320 else 32, 8, 3 if arch == "sm_90" or columns <= 256 else 2)
-    return Sizes(64 if columns <= 384 else 32, 64 if columns <= 256 else 32, 8, 2)
+    most = 384 if call.key_ranges is None else 256
+    return Sizes(64 if columns <= most else 32, 64 if columns <= 256 else 32, 8, 2)
 
 
 @triton.jit(do_not_specialize=VARYING)

@@ -307,12 +307,11 @@ _MORE = (
     _batch("invariant_fp8", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, batch_invariant=True, **FP8),
     _batch("invariant_sinks", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, GPT_OSS, batch_invariant=True, sinks=True),
     _batch("invariant_head_256", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, GEMMA2, batch_invariant=True, soft_cap=50.0),
-    # As many ranges of keys as the masks of models take, and more.
+    # As many ranges of keys as the masks of models take. With eight the kernels are right, but spill registers.
     _batch("one_range_4k", "-", [(4 * K, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, key_ranges=1),
     _batch("two_ranges_4k", "-", [(4 * K, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, key_ranges=2),
     _batch("two_ranges_sinks", "-", [(4 * K, 4 * K)] + [(1, 4 * K)] * 8, GPT_OSS, key_ranges=2, sinks=True),
     _batch("two_ranges_fp8", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, key_ranges=2, **FP8),
-    _batch("eight_ranges_mixed", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, key_ranges=8),
     # Sizes of 1, which Triton turns into constants.
     _batch("one_of_everything", "-", [(1, 16)], (1, 1, 128), spare_pages=0),
     _batch("one_page_slot", "-", [(1, 1)], (1, 1, 16), page_size=1, spare_pages=0, return_lse=True),

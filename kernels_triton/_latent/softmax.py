@@ -1,7 +1,7 @@
 """Latent attention: the loop with online softmax over blocks of a list of keys."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -18,6 +18,7 @@ from ragged_attention.kernels_triton._latent.rows import (
     places_of,
     rest_columns,
 )
+from ragged_attention.kernels_triton._mask import in_ranges
 from ragged_attention.kernels_triton._softmax import matmul, online_softmax, soft_capped
 
 # With at least this many rows and eight warps, each row's columns should be divided between warps. But if a product
@@ -47,20 +48,27 @@ class Cache(NamedTuple):
 
 
 class KeyList(NamedTuple):
-    """Blocks [begin, end) of a list of keys, restricted to keys [first, last). In a list of slots, `first` is 0."""
+    """Blocks [begin, end) of a list of keys, restricted to keys [first, last). In a list of slots, `first` is 0.
+
+    `later` has pairs of a block in [begin, end) and the block from which the loop goes on in its place.
+    """
 
     ptr: tl.tensor
     begin: tl.tensor
     end: tl.tensor
     first: tl.tensor
     last: tl.tensor
+    later: tl.tuple = ()
 
 
 class Seen(NamedTuple):
-    """The positions [lowest, limit) in the list of keys that each row sees."""
+    """The positions [lowest, limit) in the list of keys that each row sees, or its ranges of them."""
 
     lowest: tl.tensor
     limit: tl.tensor
+    row_ranges: Any = None  # the address of each row's ranges
+    query_ranges: Any = None  # the address of the ranges of each query that the rows belong to
+    kv_len: Any = 0
 
 
 class Scales(NamedTuple):
@@ -79,6 +87,8 @@ class Loop(Constants):
     CAUSAL: bool  # whether the last visible key may differ between rows of a block
     HAS_WINDOW: bool  # whether the first visible key may differ between rows of a block
     HAS_SOFT_CAP: bool
+    RANGES: int = 0  # ranges of keys that each query has, if they have to be looked at in the loop
+    RANGES_DIFFER: bool = False  # whether they may differ between rows of a block
     BLOCK_KV: int
     SUMS_BY_COLUMN: bool  # see `no_sums`
     OPERANDS: Operands
@@ -228,6 +238,16 @@ def add_values(weights, scales, keys, acc, alpha, FOLDED: tl.constexpr):
 
 
 @triton.jit
+def block_of(index, keys_of_list):
+    """The block that the loop visits in the place of block `index`."""
+    block = index
+    for part in tl.static_range(len(keys_of_list.later)):
+        first, start = keys_of_list.later[part]
+        block = tl.where(index < first, block, start + (index - first))
+    return block
+
+
+@triton.jit
 def attend(queries, state, cache, keys_of_list, seen_by_row, factors, FORMAT: tl.constexpr, LOOP: tl.constexpr):
     """Online softmax over blocks of a list of keys; returns the new `state` = (m_i, largest, sums, acc, acc_rest).
 
@@ -243,12 +263,16 @@ def attend(queries, state, cache, keys_of_list, seen_by_row, factors, FORMAT: tl
     # Entries are looked up one block ahead; `_pages.attend` explains why.
     next_entries = entries_of(keys_of_list.ptr, keys_of_list.begin, keys_of_list.begin < keys_of_list.end, first, last,
                               SPARSE, FORMAT.PAGE_SIZE, BLOCK_KV)  # fmt: skip
-    for block in range(keys_of_list.begin, keys_of_list.end):
+    for index in range(keys_of_list.begin, keys_of_list.end):
+        block = block_of(index, keys_of_list)
         entries = next_entries
-        next_entries = entries_of(keys_of_list.ptr, block + 1, block + 1 < keys_of_list.end, first, last, SPARSE,
-                                  FORMAT.PAGE_SIZE, BLOCK_KV)  # fmt: skip
+        next_entries = entries_of(keys_of_list.ptr, block_of(index + 1, keys_of_list), index + 1 < keys_of_list.end,
+                                  first, last, SPARSE, FORMAT.PAGE_SIZE, BLOCK_KV)  # fmt: skip
         position, page, offset, readable = keys_of(entries, block, first, last, cache.num_slots, SPARSE,
                                                    FORMAT.PAGE_SIZE, BLOCK_KV)  # fmt: skip
+        if LOOP.RANGES > 0:  # keys that no row sees may be NaN
+            ranges = in_ranges(seen_by_row.query_ranges[:, None], position[None, :], seen_by_row.kv_len, LOOP)
+            readable = readable & (tl.max(ranges.to(tl.int32), 0) != 0)
         pages = cache.ptr + page.to(tl.int64) * cache.page_stride * FORMAT.PAGE_UNIT
         pages += tl.zeros_like(offset).to(tl.int64)
         values_at, scales_at = places_of(pages, offset, cache.slot_stride, FORMAT)
@@ -261,7 +285,7 @@ def attend(queries, state, cache, keys_of_list, seen_by_row, factors, FORMAT: tl
         if ROWS < SEPARATE_QK_ROWS:
             logits = block_logits(queries, keys, rest, scales, factors.inner, FORMAT.FOLDED, OPERANDS)
         else:
-            present = always(block, keys_of_list.begin)
+            present = always(index, keys_of_list.begin)
             logits = logits_apart(present, queries, keys, rest, scales, factors.inner, FORMAT.FOLDED, OPERANDS)
         if OPERANDS.DIVIDED and not FORMAT.FOLDED:
             logits = logits * queries.unit[:, None]
@@ -272,6 +296,8 @@ def attend(queries, state, cache, keys_of_list, seen_by_row, factors, FORMAT: tl
             seen = seen & (position[None, :] < seen_by_row.limit[:, None])
         if LOOP.HAS_WINDOW:
             seen = seen & (position[None, :] >= seen_by_row.lowest[:, None])
+        if LOOP.RANGES_DIFFER:
+            seen = seen & in_ranges(seen_by_row.row_ranges[:, None], position[None, :], seen_by_row.kv_len, LOOP)
         logits = tl.where(seen, logits, float("-inf"))
         weights, alpha, m_i, sums = softmax_step(logits, m_i, sums)
         if OPERANDS.REST_IS_VALUE:
