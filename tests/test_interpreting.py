@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ragged_attention.host.interpreting import let_scalars_be_indices
+from tests.apart import printed
 
 triton = pytest.importorskip("triton")
 
@@ -48,3 +49,8 @@ def test_later_interpreters_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) ->
     before = module._patch_lang_tensor
     let_scalars_be_indices(module)
     assert module._patch_lang_tensor is before
+
+
+def test_ranges_of_keys_run_in_the_interpreter_of_users() -> None:
+    pytest.importorskip("torch")
+    assert printed("-m", "tests.programs.ranges_as_users_interpret", TRITON_INTERPRET="1") == "well\n"

@@ -428,6 +428,12 @@ def test_what_batches_refuse(helper: Any, arguments: Any, error: type[Exception]
     assert str(raised.value).startswith(said)
 
 
+def test_arrays_of_torch_do_not_mix_with_others() -> None:
+    mixed = TABLES | {"cu_q_lens": as_torch(TABLES["cu_q_lens"])}
+    with pytest.raises(TypeError, match="expected kv_lens to be an array like cu_q_lens, got ndarray"):
+        made.causal_ranges(**mixed)
+
+
 @pytest.mark.parametrize(("helper", "array", "said"), [
     (made.tree_ranges, [-1], "expected parents to be an array, got list"),
     (made.tree_ranges, SPANS, "expected parents.shape to be [T], got [1, 2, 2]"),

@@ -100,6 +100,8 @@ def _queries(cu_q_lens: Any, kv_lens: Any, num_tokens: int, num_seqs: Any) -> _Q
     expect_nonempty("cu_q_lens", "S+1", cu_q_lens.shape[0])
     max_num_seqs = cu_q_lens.shape[0] - 1
     expect_array("kv_lens", kv_lens, "S", ("int32",), {"S": max_num_seqs})
+    if "torch" in (names := {xp.__name__, _namespace("kv_lens", kv_lens).__name__}) and len(names) > 1:
+        raise TypeError(f"expected kv_lens to be an array like cu_q_lens, got {type(kv_lens).__name__}")
     expect_count("num_tokens", num_tokens, 0)
     if num_seqs is not None:
         Count().check("num_seqs", num_seqs, None, Sizes(S=max_num_seqs))
