@@ -1,4 +1,4 @@
-"""Ranges of keys in Triton's interpreter as it is: that of the tests, which is quicker, forgives masks that are no bool.
+"""Ranges of keys in Triton's interpreter as users have it; that of the tests forgives masks that are no bool.
 
 `python -m tests.programs.ranges_as_users_interpret`, with TRITON_INTERPRET=1, prints "well".
 """
