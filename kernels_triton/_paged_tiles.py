@@ -71,7 +71,8 @@ def tile_sizes(call: Any) -> Sizes:
         return Sizes(128, 32, 4, 2, edge_keys=32)
     one_product = dtype_name(call.q) == call.cache_dtype == "float16"  # float16 needs no second weight term
     # Decoding and ranges of keys take registers.
-    edge = 64 >> (call.kv_format.eight_bit + (call.key_ranges is not None))
+    ranges = call.key_ranges is not None
+    edge = max(64 >> (call.kv_format.eight_bit + ranges * (1 + OLDER_COMPILER)), 16)
     return Sizes(64, 32, 4, 3, edge_keys=32) if one_product else Sizes(64, 64, 8, 3, edge_keys=edge)
 
 

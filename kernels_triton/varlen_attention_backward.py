@@ -168,6 +168,8 @@ def dkv_sizes_of_hopper(call: Any, columns: int) -> Sizes:
     A multiprocessor then runs two independent programs. Accumulators with 320 columns leave few registers for masks,
     soft caps and shares.
     """
+    if call.key_ranges is not None and OLDER_COMPILER:  # the addresses of its ranges take registers
+        return Sizes(32, 64, 8, 3) if columns <= 256 else Sizes(32, 32, 8, 3)
     if columns <= 256:
         return Sizes(64 if columns <= 128 else 32, 64, 4, 3)
     if columns > 320:
@@ -298,9 +300,9 @@ class Seeing(NamedTuple):
     key: tl.tensor
     q_len: tl.tensor  # the number of queries; also the end of the keys, counted from the first query
     num_old: tl.tensor  # the number of keys before the sequence's first query
-    ranges_ptr: Any = None  # the address of the queries' ranges of keys
-    low: tl.tensor = 0  # the block has the keys [low, high), counted from the sequence's first key
-    high: tl.tensor = 0
+    ranges_ptr: tl.tensor  # the address of the queries' ranges of keys, if there are any
+    low: tl.tensor  # the block has the keys [low, high), counted from the sequence's first key; only with ranges
+    high: tl.tensor
 
 
 @triton.jit
@@ -441,7 +443,7 @@ def seeing_in_order(low, q_len, kv_len, mask, CONFIG: tl.constexpr):
     whole_start = (first_query(high, q_len, KIND) * GROUP + BLOCK_Q - 1) // BLOCK_Q * BLOCK_Q
     whole_start = tl.minimum(whole_start, end)
     whole_stop = tl.maximum(end_query(low, q_len, mask, KIND) * GROUP // BLOCK_Q * BLOCK_Q, whole_start)
-    seeing = Seeing(first * GROUP, last * GROUP, key, q_len, num_old)
+    seeing = Seeing(first * GROUP, last * GROUP, key, q_len, num_old, 0, 0, 0)
     return seeing, Edges(start, whole_start, whole_stop, end, ())
 
 
