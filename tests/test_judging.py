@@ -362,7 +362,7 @@ def test_values_of_another_size_than_keys_may_be_declined() -> None:
 
     limits: dict[str, Any] = {"decode_only": True, "dtypes": FLOATS, "only": "agreement: attention on drawn"}
     judge(narrow, declines=[*UNPROMISED, "other value sizes"], **limits).check()
-    assert judge(narrow, declines=UNPROMISED, examples=5, **limits).failures
+    assert judge(narrow, declines=UNPROMISED, examples=25, **limits).failures
 
 
 def test_lists_beyond_the_rows_and_packed_caches_may_be_declined() -> None:

@@ -209,6 +209,5 @@ _MORE = (
     batch("mla_ragged_v4_h64", FEW, 64, cache_format="fp8_v4"),
     batch("mla_ragged_v41_h16", FEW, 16, cache_format="fp8_v41"),
     batch("mla_ragged_float32_h16", FEW, 16, dtype="float32"),
-    batch("mla_ragged_one_range_64x4k", [(1, 4 * K)] * 64, 128, key_ranges=1),
 )
 COMPILED_ONLY = {case.name: case for case in _MORE}

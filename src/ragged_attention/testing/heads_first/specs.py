@@ -153,7 +153,7 @@ class ChunkSpec:
 
 def _plain(spec: Spec, **changes: Any) -> Spec:
     """The spec without what these operations have not."""
-    none = dict.fromkeys(("sinks", "alibi", "bias", "draft", "scales", "v_head_dim"))
+    none = dict.fromkeys(("sinks", "alibi", "bias", "ranges", "draft", "scales", "v_head_dim"))
     return dataclasses.replace(spec, **none, count="none", causal=True, combined=False, **changes)
 
 
