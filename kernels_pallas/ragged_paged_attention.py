@@ -123,7 +123,7 @@ def table_bytes(call: Any) -> int:
 
 def scalars_per_sequence(call: Any) -> int:
     """Numbers of a sequence in scalar memory whose count depends on the call: its row of the page table, its ranges."""
-    return call.page_indices.shape[1] + (0 if call.key_ranges is None else 2 * call.key_ranges.shape[1] + 3)
+    return call.page_indices.shape[1] + (2 * call.num_ranges + 3 if call.num_ranges else 0)
 
 
 def queries_per_tile(tile: Tile) -> int:
@@ -151,7 +151,7 @@ def plan_of(call: Any, tile: Tile, block_q: int, num_tokens: int, num_updates: i
         v_head_dim=call.v_head_dim,
         combined=call.combined,
         causal=call.causal,
-        num_ranges=0 if call.key_ranges is None else call.key_ranges.shape[1],
+        num_ranges=call.num_ranges,
         window=window_of(call, call.capacity),
         soft_cap=None if call.soft_cap is None else float(call.soft_cap),
         has_sinks=call.sinks is not None,

@@ -108,9 +108,8 @@ def max_visible_keys(call: Any, tokens: int) -> int:
 def range_arguments(call: Any, *, drafted: bool = False) -> tuple[MaskKind, dict[str, int]]:
     """(`MaskKind`, the arguments in RANGE_NUMBERS) of a call over pages; `drafted` says whether it has a draft mask."""
     window = window_of(call)
-    ranges = num_ranges(call)
-    causal = bool(call.causal) and not drafted and not ranges
-    kind = MaskKind(CAUSAL=causal, HAS_WINDOW=window is not None, HAS_DRAFT_MASK=drafted, RANGES=ranges)
+    causal = bool(call.causal) and not drafted and not call.num_ranges
+    kind = MaskKind(CAUSAL=causal, HAS_WINDOW=window is not None, HAS_DRAFT_MASK=drafted, RANGES=call.num_ranges)
     return kind, {"window": window or 0}
 
 
@@ -127,12 +126,7 @@ def packed_mask_arguments(call: Any) -> tuple[MaskKind, dict[str, int]]:
     window = call.sliding_window or 0
     if window >= call.num_kv_tokens:  # no sequence is longer, so the window hides nothing
         window = 0
-    causal = bool(call.causal) and call.key_ranges is None
-    return MaskKind(CAUSAL=causal, HAS_WINDOW=window > 0, RANGES=num_ranges(call)), {"window": window}
-
-
-def num_ranges(call: Any) -> int:
-    return 0 if call.key_ranges is None else call.key_ranges.shape[1]
+    return MaskKind(CAUSAL=bool(call.causal), HAS_WINDOW=window > 0, RANGES=call.num_ranges), {"window": window}
 
 
 def ranges_array(call: Any, launch: Any, absent: Any) -> Any:

@@ -57,7 +57,7 @@ def tile_sizes(call: Any) -> Sizes:
         return Sizes(64, 32, 8, 2, edge_keys=32) if arch in WGMMA else Sizes(32, 32, 4, 2, edge_keys=32)
     if arch == "sm_90":
         powers = all(n & (n - 1) == 0 for n in (call.group, call.page_size))
-        windowed = (hides_first_keys(call) and width > 64) or call.key_ranges is not None
+        windowed = call.key_ranges is not None or (hides_first_keys(call) and width > 64)
         # Decoding, division, masks and slopes take registers.
         if call.kv_format.eight_bit or not powers or windowed or is_biased(call):
             return Sizes(128, 64, 8, 3, edge_keys=32)

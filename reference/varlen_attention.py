@@ -65,7 +65,7 @@ def varlen_attention(
     out = np.zeros((num_q_tokens, num_q_heads, v.shape[2]))
     lse = np.full((num_q_tokens, num_q_heads), -np.inf)
     sinks, slopes = sink_of_each(sinks, num_q_heads), slope_of_each(alibi_slopes, num_q_heads)
-    at_own = column_at_own(relative_bias, causal and key_ranges is None)
+    at_own = column_at_own(relative_bias, causal)
     tokens, masks = (num_q_tokens, num_kv_tokens), (causal, sliding_window, key_ranges)
     for rows, keys, seen in sequences(cu_q_lens, cu_kv_lens, *tokens, *masks):
         lens = len(seen), seen.shape[1]

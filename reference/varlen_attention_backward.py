@@ -103,7 +103,7 @@ def varlen_attention_backward(
     scale, slopes = head_dim**-0.5 if sm_scale is None else sm_scale, slope_of_each(alibi_slopes, num_q_heads)
     share, delta, d_lse, d_sinks = row_terms(d_out, out, lse, d_lse, sinks)
     dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
-    at_own = column_at_own(relative_bias, causal and key_ranges is None)
+    at_own = column_at_own(relative_bias, causal)
     d_relative_bias = None
     if relative_bias is not None and return_d_relative_bias:
         d_relative_bias = np.zeros(np.shape(relative_bias))

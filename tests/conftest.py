@@ -56,6 +56,16 @@ def no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The registry of a stand-in for vLLM, which is installed for the test."""
+    from tests import vllm_fakes  # needs torch
+
+    monkeypatch.delenv("RAGGED_ATTENTION_VLLM_CPU", raising=False)
+    with vllm_fakes.installed(monkeypatch) as registry:
+        yield registry
+
+
+@pytest.fixture
 def setting() -> Iterator[Callable[[str, Any], None]]:
     """Sets an option of jax for the test."""
     import jax

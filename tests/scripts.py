@@ -1,9 +1,14 @@
-"""Scripts of docs/ and tools/ as modules, for they are in no package."""
+"""Scripts of docs/, tools/ and examples/ as modules, for they are in no package."""
 
 import importlib.util
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 def load(path: Path) -> Any:
@@ -15,3 +20,9 @@ def load(path: Path) -> Any:
     sys.modules[path.stem] = module  # where its dataclasses look themselves up
     spec.loader.exec_module(module)
     return module
+
+
+def example(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What an example defines. Examples import what stands beside them, as they do when they are run as scripts."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))

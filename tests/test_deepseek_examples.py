@@ -2,7 +2,6 @@
 
 import re
 import runpy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ pytest.importorskip("torch")
 
 import torch
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+from tests.scripts import EXAMPLES
 
 
 @pytest.fixture(autouse=True)

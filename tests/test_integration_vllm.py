@@ -32,13 +32,6 @@ CLASSES = {"_vllm_attention": "Attention", "_vllm_mla": "MLA", "_vllm_sparse": "
 KEPT = 77.0  # what padding rows of an output hold, before and after
 
 
-@pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[fakes.Registry]:
-    monkeypatch.delenv("RAGGED_ATTENTION_VLLM_CPU", raising=False)
-    with fakes.installed(monkeypatch) as registry:
-        yield registry
-
-
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     with ra.use_backend(request.param):

@@ -20,7 +20,6 @@ import torch
 import ragged_attention as ra
 from ragged_attention.errors import Unsupported
 from ragged_attention.testing.compare import agrees
-from tests import vllm_fakes as fakes
 from tests import vllm_rank_fakes as ranks
 from tests.test_integration_vllm import Step, implementation, metadata_builder, vllm_config
 from tests.test_integration_vllm_ranks import HEADS, on_ranks
@@ -29,12 +28,6 @@ from tests.test_integration_vllm_ranks import HEADS, on_ranks
 MIXED = [(1, 50), (9, 30), (1, 3), (40, 40), (4, 61), (33, 64)]
 DECODE = [(1, 40), (1, 16), (1, 17), (1, 1)]
 LENS = {"mixed": MIXED, "decode": DECODE}
-
-
-@pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[fakes.Registry]:
-    with fakes.installed(monkeypatch) as registry:
-        yield registry
 
 
 @pytest.fixture(params=["eager", "numba"])

@@ -40,12 +40,6 @@ DECODE = [(1, 34), (1, 2), (1, 17)]
 HEADS = 2  # of a rank
 
 
-@pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[fakes.Registry]:
-    with fakes.installed(monkeypatch) as registry:
-        yield registry
-
-
 @pytest.fixture(params=["eager", "numba"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     with ra.use_backend(request.param):

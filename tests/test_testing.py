@@ -35,13 +35,14 @@ from ragged_attention.testing import (
 )
 from ragged_attention.testing.compare import BOUNDS, EITHER, MANY, OF_FEW, identical
 from ragged_attention.testing.drawing import PATHS, drawn, examples_of, on_every_path
+from ragged_attention.testing.integers import garbage
 from ragged_attention.testing.mla import latents
 from ragged_attention.testing.mla import suite as mla_suite
 from ragged_attention.testing.mla.cache_specs import SlotsSpec
 from ragged_attention.testing.mla.oracle import check_slots
 from ragged_attention.testing.mla.strategies import decode_specs, prefill_specs
 from ragged_attention.testing.paged.corners import MERGE_CORNERS, WRITE_CORNERS
-from ragged_attention.testing.paged.specs import garbage, pages_of
+from ragged_attention.testing.paged.specs import pages_of
 from ragged_attention.testing.paged.strategies import specs, write_batch
 from ragged_attention.testing.runner import FRAMEWORKS, Absent, Declined, Runner, runner_for, runners
 from ragged_attention.testing.suite import checks

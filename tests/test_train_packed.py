@@ -1,22 +1,20 @@
 """The example that trains on packed documents: the same losses as on padded ones, and its picture."""
 
-import runpy
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import scripts
+
 torch = pytest.importorskip("torch")
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SHORT = ["--device", "cpu", "--steps", "3", "--tokens", "120", "--length", "50"]
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return runpy.run_path(str(EXAMPLES / "train_packed.py"))
+    return scripts.example("train_packed", monkeypatch)
 
 
 def largest_difference(said: str) -> float:

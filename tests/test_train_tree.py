@@ -1,20 +1,18 @@
 """The example that trains on rollouts as a prefix tree: loss and gradients are those of the rollouts one by one."""
 
-import runpy
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import scripts
+
 torch = pytest.importorskip("torch")
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SHORT = ["--device", "cpu", "--prompt", "40", "--length", "9", "--answers", "3"]
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return runpy.run_path(str(EXAMPLES / "train_tree.py"))
+    return scripts.example("train_tree", monkeypatch)
 
 
 def said_of(script: dict[str, Any], capsys: pytest.CaptureFixture[str], *more: str) -> tuple[list[list[str]], float]:

@@ -13,7 +13,7 @@ from ragged_attention import dispatch, kernels_cuda
 from ragged_attention.errors import BackendMissing
 from ragged_attention.kernels_cuda import _native
 from ragged_attention.kernels_cuda._build import toolchain
-from ragged_attention.testing.paged.specs import garbage
+from ragged_attention.testing.integers import garbage
 from ragged_attention.tools.samples import device_of
 
 

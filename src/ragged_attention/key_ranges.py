@@ -165,7 +165,7 @@ def chunked_ranges(
 ) -> Any:
     """Keys up to the query's own position p in its own chunk, [p // chunk * chunk, p + 1), as in Llama 4: R is 1.
 
-    With `lookback`, so many whole chunks before it are seen as well.
+    `lookback` is the number of whole chunks before its own that a query sees as well.
     """
     queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
     expect_count("chunk", chunk, 1)

@@ -263,7 +263,7 @@ class GroupedCall(Call):
     sm_scale: Any
     causal: Any
     sliding_window: Any
-    key_ranges: Any
+    key_ranges: Any = None
     relative_bias: Any
     out_dtype: str | None = None
 
@@ -298,6 +298,11 @@ class GroupedCall(Call):
     def group(self) -> int:
         """The number of query heads per KV head."""
         return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def num_ranges(self) -> int:
+        """The number of ranges of keys that each query has; 0 without `key_ranges`."""
+        return 0 if self.key_ranges is None else self.key_ranges.shape[1]
 
     @property
     def bias_at_own(self) -> int:

@@ -27,7 +27,7 @@ class Mask(NamedTuple):
     """What of a layer decides about what its queries see."""
 
     sliding_window: int | None = None
-    chunk_lookback: int = -1  # not -1: the window is so many chunks and the query's own
+    chunk_lookback: int = -1  # chunks before the query's own that it sees; -1: the window is not one of chunks
     clamp_spans: bool = False  # whether the window bounds what a span adds
 
     @property

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from ragged_attention import key_ranges
 from ragged_attention.calls.fields import MAX_KEY_RANGES
+from ragged_attention.testing.integers import garbage
 
-INT32 = np.iinfo(np.int32)
 KINDS = ("causal", "window", "prefix", "chunks", "spans", "one", "few", "many", "any")
 Ranges = NDArray[np.int32]
 
@@ -38,12 +38,10 @@ def ranges_of(
     return made
 
 
-def anything(rng: np.random.Generator, shape: Sequence[int], near: int) -> Ranges:
-    """Any int32; most lie within [-near, near], the extremes are often among them."""
-    kind = rng.integers(0, 8, shape)
-    wild = rng.integers(INT32.min, INT32.max, shape, np.int32, endpoint=True)
+def anything(rng: np.random.Generator, shape: tuple[int, ...], near: int) -> Ranges:
+    """Any int32; most lie within [-near, near], so that many ranges meet keys."""
     close = rng.integers(-near - 1, near + 2, shape).astype(np.int32)
-    return np.select([kind < 5, kind == 5, kind == 6], [close, INT32.max, INT32.min], wild).astype(np.int32)
+    return np.where(rng.random(shape) < 0.5, close, garbage(rng, shape, near))
 
 
 def _within(rng: np.random.Generator, shape: tuple[int, int, int], kv_len: int) -> Ranges:

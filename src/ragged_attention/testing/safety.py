@@ -19,9 +19,10 @@ from ragged_attention.testing.drawing import paths, taken_of
 from ragged_attention.testing.guarding import guarded, run_apart
 from ragged_attention.testing.heads_first import suite as heads_first_suite
 from ragged_attention.testing.indexer import garbage as indexer_safety
+from ragged_attention.testing.integers import INT32, garbage
 from ragged_attention.testing.mla import garbage as mla_safety
 from ragged_attention.testing.paged import norm_rope
-from ragged_attention.testing.paged.specs import INT32, Batch, Spec, WriteBatch, garbage
+from ragged_attention.testing.paged.specs import Batch, Spec, WriteBatch
 from ragged_attention.testing.paged.strategies import merge_batch, write_batch
 from ragged_attention.testing.runner import Declined, Runner
 from ragged_attention.testing.varlen import garbage as varlen_safety

@@ -7,7 +7,7 @@ has a `pattern`, and its numbers are computed only if something reads them. A te
 pattern of its own; `_tensors` reads it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -340,7 +340,7 @@ def mask(
     else:
         pattern = None
     if pattern is None and not compiling:
-        pattern = _in_ranges(use_vmap=others.get("use_vmap", False), **known)
+        pattern = _in_ranges({**known, "use_vmap": others.get("use_vmap", False)})
     if pattern is None:
         return masking_utils.eager_mask(**whole)
     if compiling:  # the graph computes the numbers only if something reads them
@@ -393,25 +393,16 @@ def _pattern(
     return Pattern(shown=row[:, 0, 0])
 
 
-def _in_ranges(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Any,
-    kv_offset: Any,
-    mask_function: Callable[..., Any],
-    attention_mask: torch.Tensor | None,
-    device: Any,
-    use_vmap: bool,
-) -> Pattern | None:
-    """The pattern of any mask function whose queries see few runs of keys, in which it is computed, part by part."""
+def _in_ranges(known: Mapping[str, Any]) -> Pattern | None:
+    """The pattern of any mask whose queries see few runs of keys, which is computed part by part.
+
+    `known` has the arguments of transformers' mask interface.
+    """
 
     def parts() -> Iterator[torch.Tensor]:
-        for queries in blocks(batch_size, q_length, kv_length):
-            made: Any = masking_utils.sdpa_mask(
-                batch_size, queries.stop - queries.start, kv_length, q_offset + queries.start, kv_offset,
-                mask_function, attention_mask, allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
-            )  # fmt: skip
+        for queries in blocks(*(known[name] for name in ("batch_size", "q_length", "kv_length"))):
+            own = {"q_length": queries.stop - queries.start, "q_offset": known["q_offset"] + queries.start}
+            made: Any = masking_utils.sdpa_mask(**{**known, **own}, allow_is_causal_skip=False)
             yield made[:1, 0] if made.stride(0) == 0 else made[:, 0]
 
     ranges = ranges_of(parts())

@@ -14,7 +14,7 @@ BLOCK = 2**24  # the most numbers of a mask that are read at once, which bounds 
 
 
 def blocks(rows: int, q_len: int, kv_len: int) -> Iterator[slice]:
-    """The queries of a mask, so many at a time that `BLOCK` holds."""
+    """Slices of a mask's queries, none of which has more than `BLOCK` numbers unless it is a single query."""
     step = max(1, BLOCK // max(1, rows * kv_len))
     for first in range(0, q_len, step):
         yield slice(first, min(q_len, first + step))

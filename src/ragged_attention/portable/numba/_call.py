@@ -8,7 +8,7 @@ from typing import Any
 from ragged_attention.calls import QUANTIZED, RaggedPagedAttention, dtype_name
 from ragged_attention.calls.base import Call
 from ragged_attention.errors import InvalidInput
-from ragged_attention.portable.numba import _masks, _paged, _sequences
+from ragged_attention.portable.numba import _paged, _sequences
 from ragged_attention.portable.numba._compiling import WHY_NOT
 from ragged_attention.portable.numba._formats import CODES
 from ragged_attention.portable.numba._kernels import Kernel
@@ -132,7 +132,7 @@ def run(
     drafted = call.draft_mask is not None
     numbers = {
         "max_num_seqs": _sequences.max_sequences(call, call.max_num_seqs), "layout": layout, "drafted": drafted,
-        "draft_width": call.draft_mask.shape[1] if drafted else 0, "num_ranges": _masks.num_ranges(call),
+        "draft_width": call.draft_mask.shape[1] if drafted else 0, "num_ranges": call.num_ranges,
         "out_format": CODES[call.out_dtype or dtype_name(call.q)], **numbers_of_pages(call, launch),
         **numbers_of_bias(call),
     }  # fmt: skip

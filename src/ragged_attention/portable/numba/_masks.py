@@ -7,18 +7,11 @@ Everything is read from the call's ranges, i32 [T, R, 2], clamped to the keys of
 query need no order. Without ranges, all keys of a unit are one span.
 """
 
-from typing import Any
-
 from ragged_attention.portable.numba import _splits
 from ragged_attention.portable.numba._softmax import NOTHING
 from ragged_attention.portable.numba._vectors import compiled, fill, inlined, int32_at, int_at, set_int
 
 BOUND = 32  # query tokens whose bounds are listed together
-
-
-def num_ranges(call: Any) -> int:
-    """The number of ranges of each query, 0 if none are given."""
-    return 0 if call.key_ranges is None else call.key_ranges.shape[1]
 
 
 @inlined

@@ -6,7 +6,6 @@ from ragged_attention.calls import RaggedMlaAttention
 from ragged_attention.portable.numba import _latent_call
 from ragged_attention.portable.numba._call import why_not
 from ragged_attention.portable.numba._latent_call import KERNEL, Tile, heuristic, invariant_tile
-from ragged_attention.portable.numba._masks import num_ranges
 from ragged_attention.portable.numba._sequences import max_sequences
 
 __all__ = ["FEATURES", "KERNEL", "Tile", "heuristic", "invariant_tile", "run", "why_not"]
@@ -20,7 +19,7 @@ def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
     operands = {"lists": launch.packed(call.page_indices), "lens": launch.contiguous(call.kv_lens)}
     numbers = {
         "max_num_seqs": max_sequences(call, call.max_num_seqs), "length": call.capacity,
-        "num_ranges": num_ranges(call),
+        "num_ranges": call.num_ranges,
     }  # fmt: skip
     results = _latent_call.run(
         call, tile, launch, call.kv_cache, operands, numbers, axes={"q": "token head", "lists": "seq"},

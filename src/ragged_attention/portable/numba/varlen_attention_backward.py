@@ -390,6 +390,6 @@ KERNEL = Kernel("varlen_attention_backward", FIELDS, plan, work)
 
 def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> tuple[Any, ...]:
     numbers = {"num_tokens": call.num_q_tokens, "max_num_seqs": call.num_seqs, "layout": PACKED}
-    numbers |= numbers_of_bias(call) | {"num_ranges": _masks.num_ranges(call)}
+    numbers |= numbers_of_bias(call) | {"num_ranges": call.num_ranges}
     numbers |= {"has_d_relative_bias": call.has_d_relative_bias}
     return tuple(KERNEL.launch(launch, call, tile, {}, numbers).values())

@@ -99,9 +99,7 @@ class Form:
         found = visible(part.q_len, stop, valid, self.causal, self.window, part.drafted, part.ranges)
         found = found[:, : part.kv_len]
         seen[:, : found.shape[1]] = found
-        if (
-            not self.causal and part.drafted is None and part.ranges is None
-        ):  # a key behind all queries is hidden by no window
+        if not self.causal and part.drafted is None and part.ranges is None:  # a window hides no key behind all queries
             seen[:, stop:] = inside[stop : part.kv_len]
         return seen
 

@@ -18,7 +18,8 @@ from ragged_attention.testing.heads_first.specs import (
     check_chunk,
     check_paged,
 )
-from ragged_attention.testing.paged.specs import INT32, Spec, garbage
+from ragged_attention.testing.integers import INT32, garbage
+from ragged_attention.testing.paged.specs import Spec
 from ragged_attention.testing.paged.strategies import specs
 from ragged_attention.testing.rounded_weights import allowance
 from ragged_attention.testing.runner import Runner

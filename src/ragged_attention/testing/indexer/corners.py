@@ -14,7 +14,7 @@ from ragged_attention.testing.indexer.key_specs import (
     WriteKeysSpec,
 )
 from ragged_attention.testing.indexer.specs import BYTES, E4M3, IndexerBatch, IndexerSpec, TopkBatch
-from ragged_attention.testing.paged.specs import INT32
+from ragged_attention.testing.integers import INT32
 
 MIXED = ((5, 5), (1, 37), (4, 21), (1, 9))  # prefill, decode, chunk, decode
 ALL_EDGES = ((0, 7), (3, 0), (4, 2), (1, 33), (0, 0), (6, 30))

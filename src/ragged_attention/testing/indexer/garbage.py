@@ -13,7 +13,7 @@ from ragged_attention.testing.indexer.key_specs import (
     WriteKeysSpec,
 )
 from ragged_attention.testing.indexer.specs import BYTES, E4M3, IndexerSpec, TopkBatch
-from ragged_attention.testing.paged.specs import garbage
+from ragged_attention.testing.integers import garbage
 from ragged_attention.testing.runner import Runner
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragged_attention.testing import formats
-from ragged_attention.testing.paged.specs import Arrays, garbage
+from ragged_attention.testing.integers import garbage
+from ragged_attention.testing.paged.specs import Arrays
 
 # Without subnormal numbers, which some devices take for 0.
 KINDS = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 2e-38, -2e-38, 3e38, -3e38], np.float32)

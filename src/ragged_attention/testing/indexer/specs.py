@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from ragged_attention.reference._indexer import E4M3, planes
 from ragged_attention.reference._kv_layout import sequence_bounds
 from ragged_attention.testing import formats
-from ragged_attention.testing.paged.specs import Arrays, garbage, misplaced, unread
+from ragged_attention.testing.integers import garbage
+from ragged_attention.testing.paged.specs import Arrays, misplaced, unread
 
 BYTES = "uint8"  # pages of e4m3 values with their scales behind them
 

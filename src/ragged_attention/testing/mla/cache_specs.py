@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragged_attention.testing import formats
+from ragged_attention.testing.integers import INT32, garbage
 from ragged_attention.testing.mla import latents
 from ragged_attention.testing.mla.latents import Cache
 from ragged_attention.testing.mla.specs import AnyLatents, DecodeBatch, LatentArrays, lens_of
-from ragged_attention.testing.paged.specs import INT32, garbage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

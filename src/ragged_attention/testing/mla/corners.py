@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ragged_attention.testing import formats
+from ragged_attention.testing.integers import INT32
 from ragged_attention.testing.mla import latents
 from ragged_attention.testing.mla.cache_specs import (
     DequantizeBatch,
@@ -20,7 +21,6 @@ from ragged_attention.testing.mla.cache_specs import (
     SlotsSpec,
 )
 from ragged_attention.testing.mla.specs import DecodeBatch, DecodeSpec, PrefillBatch, PrefillSpec
-from ragged_attention.testing.paged.specs import INT32
 
 V32 = {"format": "fp8_v32", "d_v": 512}
 V4 = {"format": "fp8_v4", "d_v": 512}

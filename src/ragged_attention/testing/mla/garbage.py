@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ragged_attention.testing.integers import garbage
 from ragged_attention.testing.mla import latents
 from ragged_attention.testing.mla.cache_specs import (
     LatentWriteBatch,
@@ -17,7 +18,7 @@ from ragged_attention.testing.mla.cache_specs import (
 )
 from ragged_attention.testing.mla.ragged import RaggedLatentBatch, RaggedLatentSpec
 from ragged_attention.testing.mla.specs import DecodeBatch, DecodeSpec, PrefillBatch, PrefillSpec
-from ragged_attention.testing.paged.specs import Spec, garbage
+from ragged_attention.testing.paged.specs import Spec
 from ragged_attention.testing.runner import Runner
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from ragged_attention.reference.mla_decode import mla_decode
 from ragged_attention.reference.sparse_mla_prefill import sparse_mla_prefill
 from ragged_attention.testing import formats
+from ragged_attention.testing.integers import INT32, garbage
 from ragged_attention.testing.mla import latents
 from ragged_attention.testing.mla.latents import Cache
-from ragged_attention.testing.paged.specs import INT32, Arrays, Contradiction, garbage
+from ragged_attention.testing.paged.specs import Arrays, Contradiction
 
 BYTES = ("uint8", "int8", "float8_e4m3fn")
 CACHES = ("kv", "kv_cache", "extra_kv_cache", "cache")

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from ragged_attention.testing import formats
-from ragged_attention.testing.paged.specs import INT32, Batch, MergeBatch, Spec, WriteBatch
+from ragged_attention.testing.integers import INT32
+from ragged_attention.testing.paged.specs import Batch, MergeBatch, Spec, WriteBatch
 from ragged_attention.testing.paged.strategies import coded, merge_batch, write_batch
 from ragged_attention.testing.ranges import KINDS
 

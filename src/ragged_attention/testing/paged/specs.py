@@ -16,10 +16,10 @@ from ragged_attention.reference._kv_layout import per_head, sequence_bounds
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention, rows_of, visible
 from ragged_attention.testing import formats
 from ragged_attention.testing.formats import QUANTIZED
+from ragged_attention.testing.integers import INT32, garbage
 from ragged_attention.testing.ranges import ranges_of
 
 Pages = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]
-INT32 = np.iinfo(np.int32)
 
 
 def pages_of(kv_pages: Pages) -> list[NDArray[Any]]:
@@ -35,14 +35,6 @@ def like_pages(kv_pages: Pages, arrays: list[NDArray[Any]]) -> Pages:
 def split(kv_pages: Pages) -> tuple[NDArray[Any], NDArray[Any]]:
     """K and V as they are stored, each [P, G, K, D]; views of the given arrays."""
     return kv_pages if isinstance(kv_pages, tuple) else (kv_pages[:, :, 0::2], kv_pages[:, :, 1::2])
-
-
-def garbage(rng: np.random.Generator, shape: int | tuple[int, ...], near: int) -> NDArray[np.int32]:
-    """Any int32: a third lies within [-near, near], the rest anywhere, the extremes often."""
-    kind = rng.integers(0, 6, shape)
-    wild = rng.integers(INT32.min, INT32.max, shape, np.int32, endpoint=True)
-    close = rng.integers(-near - 1, near + 2, shape).astype(np.int32)
-    return np.select([kind < 2, kind == 2, kind == 3], [close, INT32.max, INT32.min], wild).astype(np.int32)
 
 
 def unread(rng: np.random.Generator) -> Callable[[int | tuple[int, ...], int], NDArray[np.int32]]:

@@ -7,7 +7,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ragged_attention.testing import formats
-from ragged_attention.testing.paged.specs import MergeBatch, Spec, WriteBatch, garbage, sinks_of
+from ragged_attention.testing.integers import garbage
+from ragged_attention.testing.paged.specs import MergeBatch, Spec, WriteBatch, sinks_of
 from ragged_attention.testing.ranges import KINDS
 
 PAGE_SIZES = (1, 2, 3, 4, 8, 16, 32)

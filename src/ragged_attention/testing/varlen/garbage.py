@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from ragged_attention.testing.integers import garbage
 from ragged_attention.testing.mla.specs import PrefillSpec
-from ragged_attention.testing.paged.specs import garbage
 from ragged_attention.testing.runner import Runner
 from ragged_attention.testing.varlen.gradients import GradientBatch, GradientSpec
 from ragged_attention.testing.varlen.specs import VarlenBatch, VarlenSpec
