@@ -4,15 +4,27 @@ The rows of a block have several ranges each. Those with the same index make one
 them all. Sorted by their first keys, the ranges of the block are visited one after the other: the blocks in the middle
 of one, which every row sees, without a mask, and the others with one. Where ranges overlap, the earlier one has the
 blocks, so none is visited twice.
+
+There are two loops with masks. Solid ranges (see `RowRanges`), which nearly all masks of models have, need to compare
+each row's ranges with keys only to hide logits. Otherwise an exact loop also finds the keys that no row sees, in blocks
+of half the size: with whole blocks, its registers would limit the tile of all three loops. Triton 3.6 needs more
+registers for the smaller blocks.
 """
 
 import triton
 import triton.language as tl
 
 from ragged_attention.kernels_triton._mask import meet_ranges
-from ragged_attention.kernels_triton._sequences import Edges
+from ragged_attention.kernels_triton._sequences import Edges, end_blocks, none_unless
+from ragged_attention.kernels_triton._tiles import OLDER_COMPILER
 
 SCANNED: tl.constexpr = tl.constexpr(512)  # queries that `queries_of_keys` looks at in one step
+SMALLEST_BLOCK = 16  # keys, the fewest that a matrix product can have
+
+
+def smaller_block(block_kv: int) -> int:
+    """Half the keys of a block, for loops that would otherwise take too many registers."""
+    return block_kv if OLDER_COMPILER else max(block_kv // 2, SMALLEST_BLOCK)
 
 
 @triton.jit
@@ -61,6 +73,12 @@ def range_edges(start, stop, ranges, KIND: tl.constexpr, BLOCK: tl.constexpr, ED
         cursor = right
     start, whole_start, whole_stop, end = parts[0]
     return Edges(start, whole_start, whole_stop, end, parts[1:])
+
+
+@triton.jit
+def exact_and_other_ends(edges, solid, EXACT: tl.constexpr, BLOCK: tl.constexpr):
+    """The blocks at both ends, for the exact loop and for the other one. One of the two loops visits none."""
+    return none_unless(solid == 0, end_blocks(edges, EXACT)), none_unless(solid, end_blocks(edges, BLOCK))
 
 
 @triton.jit

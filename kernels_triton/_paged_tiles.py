@@ -57,7 +57,7 @@ def tile_sizes(call: Any) -> Sizes:
         return Sizes(64, 32, 8, 2, edge_keys=32) if arch in WGMMA else Sizes(32, 32, 4, 2, edge_keys=32)
     if arch == "sm_90":
         powers = all(n & (n - 1) == 0 for n in (call.group, call.page_size))
-        windowed = call.key_ranges is not None or (hides_first_keys(call) and width > 64)
+        windowed = OLDER_COMPILER if call.key_ranges is not None else hides_first_keys(call) and width > 64
         # Decoding, division, masks and slopes take registers.
         if call.kv_format.eight_bit or not powers or windowed or is_biased(call):
             return Sizes(128, 64, 8, 3, edge_keys=32)
@@ -70,9 +70,9 @@ def tile_sizes(call: Any) -> Sizes:
     if not arch.startswith("sm_"):
         return Sizes(128, 32, 4, 2, edge_keys=32)
     one_product = dtype_name(call.q) == call.cache_dtype == "float16"  # float16 needs no second weight term
-    # Decoding and ranges of keys take registers.
-    ranges = call.key_ranges is not None
-    edge = max(64 >> (call.kv_format.eight_bit + ranges * (1 + OLDER_COMPILER)), 16)
+    # Decoding takes registers, and so do ranges of keys with Triton 3.6.
+    ranges = call.key_ranges is not None and OLDER_COMPILER
+    edge = max(64 >> (call.kv_format.eight_bit + 2 * ranges), 16)
     return Sizes(64, 32, 4, 3, edge_keys=32) if one_product else Sizes(64, 64, 8, 3, edge_keys=edge)
 
 

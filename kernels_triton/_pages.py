@@ -10,9 +10,9 @@ from ragged_attention.kernels_triton._bias import Bias, sloped, with_table
 from ragged_attention.kernels_triton._compiler import always, beside, decoded_at_once, twice
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import decode, narrow
-from ragged_attention.kernels_triton._key_ranges import range_edges
+from ragged_attention.kernels_triton._key_ranges import exact_and_other_ends, range_edges, smaller_block
 from ragged_attention.kernels_triton._mask import MaskKind, fewest_keys, hide, may_read, seen_by_all
-from ragged_attention.kernels_triton._sequences import Edges, block_start, end_blocks, none_unless, whole_blocks
+from ragged_attention.kernels_triton._sequences import Edges, block_start, end_blocks, whole_blocks
 from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, online_softmax, soft_capped
 
 PAGE_SCAN: tl.constexpr = tl.constexpr(256)  # page indices that `pages_are_valid` checks per step
@@ -40,8 +40,13 @@ class Loop(Constants):
 
     BLOCK_KV: int  # keys per block of the unmasked loop
     EDGE_KV: int  # keys per block of the masked loop
+    EXACT_KV: int = dataclasses.field(init=False)  # keys per block of the exact loop; see `_key_ranges`
     WEIGHT_TERMS: int  # terms per weight in the unmasked loop: 1 (the rounded weight) or 2 (also its rounding error)
     MASKED_BELOW: int  # if a row sees fewer keys than this, the masked loop visits all blocks; see `divide_keys`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "EXACT_KV", smaller_block(self.EDGE_KV))
+        super().__post_init__()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -209,8 +214,9 @@ def attend(queries, state, blocks, visible, mask, pages, ATTENTION: tl.constexpr
     """
     SHAPE: tl.constexpr = ATTENTION.SHAPE
     ROWS: tl.constexpr = queries.q.shape[0]
-    BLOCK_KV: tl.constexpr = ATTENTION.LOOP.EDGE_KV if MASKED else ATTENTION.LOOP.BLOCK_KV
-    TERMS: tl.constexpr = (2 if queries.q.dtype == tl.bfloat16 else 1) if MASKED else ATTENTION.LOOP.WEIGHT_TERMS
+    LOOP: tl.constexpr = ATTENTION.LOOP
+    BLOCK_KV: tl.constexpr = LOOP.EXACT_KV if EXACT else (LOOP.EDGE_KV if MASKED else LOOP.BLOCK_KV)
+    TERMS: tl.constexpr = (2 if queries.q.dtype == tl.bfloat16 else 1) if MASKED else LOOP.WEIGHT_TERMS
     WIDE: tl.constexpr = ROWS >= 64 and SHAPE.DV_PAD >= 512
     m_i, l_i, acc = state
     next_page = look_up(pages, blocks, 0, visible, MASKED, SHAPE.PAGE_SIZE, BLOCK_KV)
@@ -310,7 +316,6 @@ def attend_range(queries, start, stop, visible, mask, pages, ATTENTION: tl.const
     state = attend(queries, (m_i, l_i, acc), whole, visible, mask, pages, ATTENTION, False)
     ends = end_blocks(edges, ATTENTION.LOOP.EDGE_KV)
     if ATTENTION.MASK.RANGES:
-        others = none_unless(visible.ranges.solid == 0, ends)
-        ends = none_unless(visible.ranges.solid, ends)
-        state = attend(queries, state, others, visible, mask, pages, ATTENTION, True, EXACT=True)
+        exact, ends = exact_and_other_ends(edges, visible.ranges.solid, ATTENTION.LOOP.EXACT_KV, ATTENTION.LOOP.EDGE_KV)
+        state = attend(queries, state, exact, visible, mask, pages, ATTENTION, True, EXACT=True)
     return attend(queries, state, ends, visible, mask, pages, ATTENTION, True)

@@ -15,7 +15,7 @@ from ragged_attention.kernels_triton._bias import Bias
 from ragged_attention.kernels_triton._compiler import aligned_down
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import narrow
-from ragged_attention.kernels_triton._key_ranges import range_edges
+from ragged_attention.kernels_triton._key_ranges import range_edges, smaller_block
 from ragged_attention.kernels_triton._mask import MaskKind, packed_mask_arguments, seen_by_all, visible_keys
 from ragged_attention.kernels_triton._sequences import Edges, find_segment, query_edge, segment_edge
 from ragged_attention.kernels_triton._softmax import matmul
@@ -44,6 +44,7 @@ class Config(Constants):
 
     BLOCK_Q: int  # rows per block
     BLOCK_KV: int  # keys per block
+    EXACT_KV: int = dataclasses.field(init=False)  # keys per block of the exact loop; see `_key_ranges`
     MASK: MaskKind
     Q: Layout
     K: Layout
@@ -55,6 +56,10 @@ class Config(Constants):
     HAS_SINKS: bool = False
     NEGATED: bool = False  # whether queries are negated, because the scale of logits is negative
     HAS_SHARE: bool = False  # whether weights in the gradient have a further factor, `share`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "EXACT_KV", smaller_block(self.BLOCK_KV))
+        super().__post_init__()
 
 
 # ---- host side

@@ -24,6 +24,7 @@ from ragged_attention.calls import RaggedPagedAttention, dtype_name
 from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_triton import _paged_tiles
 from ragged_attention.kernels_triton._bias import bias_arguments, is_biased
+from ragged_attention.kernels_triton._compiler import zero_after
 from ragged_attention.kernels_triton._constants import INTERPRETED, Constants
 from ragged_attention.kernels_triton._formats import (
     array_heads,
@@ -33,6 +34,7 @@ from ragged_attention.kernels_triton._formats import (
     number_format,
     scale_arguments,
 )
+from ragged_attention.kernels_triton._key_ranges import smaller_block
 from ragged_attention.kernels_triton._mask import (
     Mask,
     key_limit,
@@ -206,6 +208,8 @@ def tile_kernel(
         begin = visible.first // EDGE_KV * EDGE_KV
         state = attend_range(queries, begin, visible.last, visible, mask, pages, CONFIG.ATTENTION)
         v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, CONFIG.SCALING.V_SCALE_STRIDE)
+        if KIND.RANGES:  # registers are short
+            rows = Rows(first_row + zero_after(state[1]) + tl.arange(0, BLOCK_Q), num_rows, start, kv_head)
         store_rows(Output(out_ptr, lse_ptr), state, rows, sinks_ptr, v_scale, CONFIG.SCALING.HAS_SINKS, SHAPE)
 
 
@@ -392,7 +396,7 @@ def run_split(call: Any, tile: Tile, launch: Any, shared: Shared, target: Any) -
     )
     loop = Loop(
         BLOCK_KV=tile.split_block_kv,
-        EDGE_KV=tile.split_block_kv,
+        EDGE_KV=smaller_block(tile.split_block_kv) if call.num_ranges else tile.split_block_kv,  # registers are short
         WEIGHT_TERMS=2 if in_bfloat16(call) else 1,
         MASKED_BELOW=0,
     )

@@ -15,6 +15,7 @@ from ragged_attention.kernels_triton import _varlen
 from ragged_attention.kernels_triton._bias import Table, bias_arguments, load_slopes, sloped, table_of, with_table
 from ragged_attention.kernels_triton._compiler import first_of_block
 from ragged_attention.kernels_triton._formats import narrow
+from ragged_attention.kernels_triton._key_ranges import exact_and_other_ends
 from ragged_attention.kernels_triton._mask import Mask, may_read, ranges_array, sees_of
 from ragged_attention.kernels_triton._rows import Rows, logit_scales
 from ragged_attention.kernels_triton._sequences import (
@@ -22,7 +23,6 @@ from ragged_attention.kernels_triton._sequences import (
     block_start,
     end_blocks,
     max_blocks,
-    none_unless,
     whole_blocks,
 )
 from ragged_attention.kernels_triton._softmax import finish, online_softmax, soft_capped
@@ -100,12 +100,14 @@ def sizes(call: Any) -> Sizes:
     if not arch.startswith("sm_"):
         return Sizes(128, 32, 4, 2) if columns <= 320 else Sizes(64, 32, 4, 1)
     whole = not any(rest for _, rest in _varlen.widths(call))
-    simple = call.soft_cap is None and call.key_ranges is None  # otherwise 128 keys take too many registers
+    # Otherwise 128 keys take too many registers.
+    simple = call.soft_cap is None and not (OLDER_COMPILER and call.key_ranges is not None)
     if arch == "sm_90" and columns <= 256 and whole and simple:
         return Sizes(128, 128, 8, 3)
+    limited = OLDER_COMPILER and call.key_ranges is not None and arch not in WGMMA
     most_columns = 320 if arch in WGMMA else 256  # the most for which 128 rows and 64 keys fit
     if columns <= most_columns:
-        return Sizes(128, 64 if arch in WGMMA or call.key_ranges is None else 32, 8, 3)
+        return Sizes(128, 32 if limited else 64, 8, 3)
     if columns > 512:
         return Sizes(32 if arch in WGMMA else 64, 32, 8, 3)
     return Sizes(128 if arch in WGMMA or columns <= 320 else 64, 32, 8, 3)
@@ -130,7 +132,7 @@ def attend(queries, state, arrays, blocks, visible, mask, CONFIG: tl.constexpr, 
     Without MASKED, every row must see every key of the blocks. With MASKED, only keys in [first, last) are read. A key
     that no row sees has no effect, even if it is NaN; EXACT is as in `_pages.attend`.
     """
-    BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
+    BLOCK_KV: tl.constexpr = CONFIG.EXACT_KV if EXACT else CONFIG.BLOCK_KV
     m_i, l_i, acc = state
     for index in range(blocks.num_blocks):
         block = block_start(blocks, index, MASKED, BLOCK_KV)
@@ -167,9 +169,8 @@ def attend_all(queries, arrays, edges, visible, mask, CONFIG: tl.constexpr):
     state = attend(queries, state, arrays, whole_blocks(edges, CONFIG.BLOCK_KV), visible, mask, CONFIG, False)
     ends = end_blocks(edges, CONFIG.BLOCK_KV)
     if CONFIG.MASK.RANGES:
-        others = none_unless(visible.ranges.solid == 0, ends)
-        ends = none_unless(visible.ranges.solid, ends)
-        state = attend(queries, state, arrays, others, visible, mask, CONFIG, True, EXACT=True)
+        exact, ends = exact_and_other_ends(edges, visible.ranges.solid, CONFIG.EXACT_KV, CONFIG.BLOCK_KV)
+        state = attend(queries, state, arrays, exact, visible, mask, CONFIG, True, EXACT=True)
     return attend(queries, state, arrays, ends, visible, mask, CONFIG, True)
 
 

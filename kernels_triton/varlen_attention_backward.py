@@ -19,7 +19,7 @@ from ragged_attention.kernels_triton._bias import Table, bias_arguments, entries
 from ragged_attention.kernels_triton._bias_gradient import bias_gradient
 from ragged_attention.kernels_triton._compiler import first_of_block
 from ragged_attention.kernels_triton._formats import narrow
-from ragged_attention.kernels_triton._key_ranges import queries_of_keys
+from ragged_attention.kernels_triton._key_ranges import exact_and_other_ends, queries_of_keys
 from ragged_attention.kernels_triton._mask import (
     Mask,
     end_query,
@@ -39,7 +39,6 @@ from ragged_attention.kernels_triton._sequences import (
     block_start,
     end_blocks,
     max_blocks,
-    none_unless,
     whole_blocks,
 )
 from ragged_attention.kernels_triton._softmax import LOG2E, column_sums, sum_of_products
@@ -525,9 +524,8 @@ def visit_all_keys(rows, arrays, edges, visible, mask, CONFIG: tl.constexpr):
     dq = visit_keys(rows, dq, arrays, whole_blocks(edges, CONFIG.BLOCK_KV), visible, mask, CONFIG, False)
     ends = end_blocks(edges, CONFIG.BLOCK_KV)
     if CONFIG.MASK.RANGES:
-        others = none_unless(visible.ranges.solid == 0, ends)
-        ends = none_unless(visible.ranges.solid, ends)
-        dq = visit_keys(rows, dq, arrays, others, visible, mask, CONFIG, True, EXACT=True)
+        exact, ends = exact_and_other_ends(edges, visible.ranges.solid, CONFIG.BLOCK_KV, CONFIG.BLOCK_KV)
+        dq = visit_keys(rows, dq, arrays, exact, visible, mask, CONFIG, True, EXACT=True)
     return visit_keys(rows, dq, arrays, ends, visible, mask, CONFIG, True)
 
 
