@@ -103,7 +103,8 @@ def split_sizes(call: Any, rows: int) -> Sizes:
     # integer decoding of e4m3 by Triton 3.7 or newer, blocks of 32 keys would spill.
     spills = hides_first_keys(call) or (decodes_by_integers(call) and not OLDER_COMPILER)
     wide = arch in WGMMA and not (OLDER_COMPILER and width <= 64)
-    return Sizes(rows, 64 if wide or spills else 32, 4, 3)
+    crowded = arch == "sm_120" and call.key_ranges is not None and call.kv_format.eight_bit  # spills with three stages
+    return Sizes(rows, 64 if wide or spills else 32, 4, 2 if crowded else 3)
 
 
 def split_sizes_elsewhere(call: Any, rows: int) -> Sizes:

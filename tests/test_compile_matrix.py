@@ -81,6 +81,15 @@ def test_compiled_draft_masks_spill_nothing(arch: str) -> None:
     assert {line.split(maxsplit=1)[1] for line in said.splitlines()} == {"None"}, said
 
 
+def test_causal_masks_as_ranges_cost_hopper_what_they_cost_by_name() -> None:
+    pytest.importorskip("triton")
+    costs = json.loads(printed("-m", "tests.programs.cost_of_ranges"))
+    assert set(costs) == {"tile_kernel", "split_kernel", "forward_kernel", "dq_kernel", "dkv_kernel"}
+    for kernel, ((programs, by_name), (programs_of_range, as_range)) in costs.items():
+        assert programs_of_range == programs, kernel
+        assert as_range <= 1.1 * by_name, kernel
+
+
 def test_planted_kernels_are_reported() -> None:
     pytest.importorskip("triton")
     done = apart("-m", "tests.planted_kernels")
