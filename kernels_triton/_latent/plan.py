@@ -223,8 +223,12 @@ def sizes(call: Any, rows: int, access: KeyAccess) -> Sizes:
     if has_small_groups(form) and ((little and OLDER_COMPILER) or (rows <= 16 and mixes_formats(call, access))):
         return Sizes(16, 16, 4, 2)  # scales of many groups or of two formats take registers
     crowded = access.ragged and access.windowed and form.folded  # here 32 rows would spill
-    if decodes and access.ranges:  # with four warps, Triton 3.9 spills; with eight, Triton 3.6
-        return Sizes(16, 16, 4 if OLDER_COMPILER else 8, 2 if access.ranges <= FEW_RANGES else 1)
+    if decodes and access.ranges:
+        if form.quantized and not form.folded:
+            return Sizes(16, 32, 4 if little and not OLDER_COMPILER else 8, 2)
+        few = access.ranges <= FEW_RANGES and not (form.eight_bit and OLDER_COMPILER)
+        # With four warps, Triton 3.9 spills; with eight, Triton 3.6. A second stage takes registers.
+        return Sizes(16, 16, 4 if OLDER_COMPILER else 8, 2 if few else 1)
     if rows <= 16 or crowded or (decodes and little):
         num_warps = 8 if decodes and little and OLDER_COMPILER else 4  # with four warps, sm_120 spills
         return Sizes(16, 32, num_warps, 3 if not decodes and arch == "sm_90" else 2)
