@@ -142,8 +142,14 @@ def invariant_tile(call: RaggedMlaAttention) -> Tile:
 
 def tile_for(call: RaggedMlaAttention, rows: int, short_rows: int) -> Tile:
     """The tile, without splits, for `rows` rows in the batch and `short_rows` rows per short sequence."""
-    windowed = hides_first_keys(call)
-    access = plan.KeyAccess(dense=True, ragged=True, page_sizes=(call.page_size,), windowed=windowed)
+    shared = call.num_ranges == 1 and call.num_q_heads % plan.MOST_ROWS == 0  # by all rows of a block, without a mask
+    access = plan.KeyAccess(
+        dense=True,
+        ragged=True,
+        page_sizes=(call.page_size,),
+        windowed=hides_first_keys(call),
+        ranges=0 if shared else call.num_ranges,
+    )
     long, short = (plan.fitting_sizes(call, count, access) for count in (rows, short_rows))
     return Tile(**long.fields("block_h"), **short.fields("block_h", "split_"), split_rows=short_rows)
 

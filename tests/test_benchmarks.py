@@ -55,6 +55,19 @@ def test_a_window_needs_less() -> None:
     assert tiny(sliding_window=100).flops() == tiny().flops()
 
 
+def test_ranges_of_keys_show_every_second_part_of_the_keys() -> None:
+    case = tiny(q_lens=(1, 3), kv_lens=(10, 4), key_ranges=2)
+    seen = [[[0, 3], [6, 10]], [[0, 0], [1, 2]], [[0, 1], [2, 3]], [[0, 1], [2, 4]]]
+    assert case.tables()["key_ranges"].tolist() == seen
+    assert case.visible_pairs() == 7 + 1 + 2 + 3
+    assert case.needed_keys() == 7 + 4
+    assert case.needed_bytes() == 2 * (4 * 4 * 16) * 2 + 11 * (2 * 2 * 16 * 2) + 4 * (6 + 2 * 2 + 1 + 2 * 2 * 4)
+    causal, one = tiny(), tiny(key_ranges=1)
+    assert (one.visible_pairs(), one.needed_keys()) == (causal.visible_pairs(), causal.needed_keys())
+    latent = ragged_cases.batch("tiny", [(1, 10), (3, 4)], 2, key_ranges=2, page_size=2)
+    assert (latent.visible_pairs(), latent.needed_keys()) == (case.visible_pairs(), case.needed_keys())
+
+
 def test_the_larger_time_is_the_floor() -> None:
     case = tiny()
     assert case.floor_seconds(1.0, 1e12) == (case.needed_bytes(), "memory")
@@ -165,7 +178,9 @@ def pages_of(value: Any) -> list[Any]:
     return list(value) if isinstance(value, tuple) else [value]
 
 
-@pytest.mark.parametrize("name", [*SMALL, *LATENT, "int8_mixed_small", "decode_64x4k_split_pages_small"])
+@pytest.mark.parametrize(
+    "name", [*SMALL, *LATENT, "int8_mixed_small", "decode_64x4k_split_pages_small", "two_ranges_4k_small"]
+)
 def test_inputs_are_the_same_values_in_every_framework(name: str) -> None:
     torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
     del torch, jax
@@ -187,7 +202,7 @@ def test_inputs_are_the_same_values_in_every_framework(name: str) -> None:
 # ---- correctness
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [*SMALL, "two_ranges_4k_small"])
 def test_the_check_passes_the_definition_and_nothing_else(name: str) -> None:
     case = dataclasses.replace(catalogue.find(name), dtype="float32")
     inputs = case.numpy_inputs(1)
@@ -199,6 +214,16 @@ def test_the_check_passes_the_definition_and_nothing_else(name: str) -> None:
     last[-1, -1, -1] += 1
     with pytest.raises(AssertionError, match="rows"):
         case.check(inputs, last, np.asarray)
+
+
+@pytest.mark.parametrize("name", ["two_ranges_4k_small", "mla_ragged_two_ranges_small"])
+def test_the_check_notices_that_ranges_of_keys_are_ignored(name: str) -> None:
+    case = dataclasses.replace(catalogue.find(name), dtype="float32")
+    inputs = case.numpy_inputs(1)
+    function = definition if isinstance(case, paged_cases.PagedCase) else ragged_mla_attention
+    case.check(inputs, function(**inputs), np.asarray)
+    with pytest.raises(AssertionError, match=case.name):
+        case.check(inputs, function(**inputs | {"key_ranges": None}), np.asarray)
 
 
 @pytest.mark.parametrize("name", LATENT)
@@ -563,7 +588,7 @@ def test_flash_attention_3_gets_its_arguments_by_position() -> None:
 # ---- replays
 
 
-@pytest.mark.parametrize("name", ["decode_64x4k_small", *LATENT[:3]])
+@pytest.mark.parametrize("name", ["decode_64x4k_small", "two_ranges_4k_small", *LATENT[:3]])
 def test_a_replay_is_checked_on_other_lengths_or_lists_and_then_on_its_own(name: str) -> None:
     case = catalogue.find(name)
     inputs = case.numpy_inputs(2)

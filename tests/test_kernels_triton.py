@@ -191,6 +191,35 @@ def test_every_split_of_a_list_has_keys(batch: int, heads: int, topk: int) -> No
     assert -(-blocks // -(-blocks // tile.num_splits)) == tile.num_splits
 
 
+@pytest.mark.parametrize(
+    ("heads", "ranges", "cache_format", "rows"),
+    [
+        (128, None, "plain", 64),
+        (128, 1, "plain", 64),  # all rows of a tile share the range
+        (16, 1, "plain", 32),
+        (128, 2, "plain", 32),
+        (128, 2, "fp8_v32", 16),
+        (64, 2, "fp8_v4", 16),
+    ],
+)
+def test_latents_have_fewer_rows_if_the_loop_looks_at_ranges(
+    heads: int, ranges: int | None, cache_format: str, rows: int
+) -> None:
+    """Otherwise they would spill, which a compilation for each GPU shows; see docs/compile_matrix.md."""
+    sample = LatentSample(
+        num_q_heads=heads,
+        topk=0,
+        num_tokens=300,
+        max_num_seqs=3,
+        key_ranges=ranges,
+        causal=True,
+        cache_format=cache_format,
+    )
+    module = importlib.import_module("ragged_attention.kernels_triton.ragged_mla_attention")
+    tile = module.heuristic(sample.call("ragged_mla_attention", device_of("torch", "sm_90")))
+    assert (tile.block_h, tile.split_block_h) == (rows, rows)
+
+
 LATENTS, COMBINE = "ragged_latent_kernel", "combine_kernel"
 
 

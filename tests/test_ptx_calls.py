@@ -65,6 +65,22 @@ SPECS: dict[str, tuple[Callable[[Runner, Any], None], Any]] = {
         Spec(lens=((5, 40), (1, 20)), cache_dtype="int8", scales="float", **SMALLER),
     ),
     "packed": (check_varlen, VarlenSpec(lens=((70, 150), (1, 65)), d=64, d_v=64, causal=True, dtype="bfloat16")),
+    "ranges of keys, causal and spans": (
+        check_attention,
+        Spec(lens=((1, 40), (1, 300), (20, 150)), ranges="spans", poison="nan", **SMALLER),
+    ),
+    "ranges of keys, with gaps": (
+        check_attention,
+        Spec(lens=((3, 60), (12, 90)), ranges="few", poison="nan", **SMALLER),
+    ),
+    "packed, ranges of keys": (
+        check_varlen,
+        VarlenSpec(lens=((70, 150), (1, 65)), d=64, d_v=64, ranges="prefix", poison="nan", dtype="bfloat16"),
+    ),
+    "packed gradient, ranges of keys": (
+        check_gradients,
+        GradientSpec(of=VarlenSpec(lens=((40, 70),), d=32, d_v=32, ranges="few", poison="nan", dtype="bfloat16")),
+    ),
     "packed gradient": (
         check_gradients,
         GradientSpec(of=VarlenSpec(lens=((40, 70), (3, 9)), d=64, d_v=64, group=2, sinks="normal", dtype="bfloat16")),

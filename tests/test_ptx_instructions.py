@@ -837,6 +837,25 @@ def test_memory_of_each_thread():
     same(evaluate(code, u32([0, 2, 3, 5]), result="u4"), [0, 77002, 3077, 5005])
 
 
+def test_generic_addresses_of_own_and_of_global_memory():
+    """As LLVM keeps what it has no registers for: some lanes read their own memory where others read global memory."""
+    body = """
+        .local .align 8 .b8 depot[8];
+        mov.b32 %r1, depot;  cvt.u64.u32 %d1, %r1;  cvta.local.u64 %d1, %d1;
+        st.b16 [%d1+2], 7;  st.b8 [%d1+1], 5;  st.b8 [%d1], 3;
+        mul.wide.u32 %d2, %thread, 4;  add.s64 %d2, %p_out, %d2;
+        st.b32 [%d2], 1000;
+        setp.lt.u32 %p1, %thread, 4;  selp.b64 %d3, %d1, %d2, %p1;
+        ld.b32 %r2, [%d3];
+        st.global.b32 [%d2], %r2;
+    """
+    out = np.zeros(32, np.uint32)
+    assert not run_text(kernel_text(body, ["out"], 32), {"out": out}).reports
+    same(out, [7 << 16 | 5 << 8 | 3] * 4 + [1000] * 28)
+    with pytest.raises(Fault, match="an access of 4 bytes outside local memory"):
+        run_text(kernel_text(body.replace("[%d3]", "[%d3+8]"), ["out"], 32), {"out": out})
+
+
 def test_arrays_of_constants():
     text = kernel_text(
         """
@@ -1246,7 +1265,9 @@ def test_wgmma_from_registers():
         "cvt.rn.e4m3x2.f32 %h1, %r1, %r2;",
         "cvt.rn.relu.f16x2.f32 %r1, %r1, %r2;",
         "ex2.f32 %r1, %r2;",
-        "ld.b32 %r1, [%d1];",
+        "ld.relaxed.gpu.b32 %r1, [%d1];",
+        "st.volatile.b32 [%d1], %r1;",
+        "ld.b32 %r1, [4096];",
         "ld.const.b32 %r1, [%d1];",
         "ld.acquire.gpu.global.v2.b32 {%r1, %r2}, [%d1];",
         "ld.acquire.cta.shared.b32 %r1, [%r2];",

@@ -37,6 +37,10 @@ CASES: list[tuple[str, dict[str, Any], int, str]] = [
     ("mla_float16_fp8_h16", {}, 200, "sm_90"),
     ("mla_prefill_fp8_h128_32k", {}, 200, "sm_90"),
     ("mla_prefill_v4_h64_32k", {}, 200, "sm_90"),
+    ("two_ranges_4k", HALF, 300, "sm_90"),
+    ("mha_two_ranges_128", HALF, 300, "sm_80"),
+    ("mla_ragged_two_ranges", {}, 200, "sm_90"),
+    ("mla_ragged_two_ranges_fp8", {}, 200, "sm_80"),
 ]
 
 

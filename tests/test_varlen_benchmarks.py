@@ -17,7 +17,7 @@ from ragged_attention.calls import NOWHERE
 from ragged_attention.reference.varlen_attention import varlen_attention
 from ragged_attention.reference.varlen_attention_backward import varlen_attention_backward
 
-NAMES = ("mha_gqa_8x2k", "mha_everything_128", "mha_cross_96_72")
+NAMES = ("mha_gqa_8x2k", "mha_everything_128", "mha_cross_96_72", "mha_two_ranges_bias_64")
 
 
 def small(name: str, length: int = 20) -> VarlenCase:
@@ -46,6 +46,9 @@ def test_needed_work_is_counted_by_hand() -> None:
     assert dataclasses.replace(case, sliding_window=2).visible_pairs() == 3 * 2 + 2
     assert dataclasses.replace(case, sliding_window=2, causal=False).visible_pairs() == (4 + 3 + 2) + 2
     assert dataclasses.replace(case, q_lens=(6, 1)).visible_pairs() == (0 + 1 + 2 + 3 + 4 + 5) + 2
+    ranged = dataclasses.replace(case, causal=False, key_ranges=2)  # of 3, 4, 5 and of 2 keys
+    assert ranged.visible_pairs() == 2 + 3 + 3 + 1
+    assert ranged.needed_bytes() == case.needed_bytes() + 2 * 8 * 4
     backward = dataclasses.replace(case, backward=True)
     assert backward.flops() == 2 * 14 * 4 * (3 * 8 + 2 * 6)
     assert backward.needed_bytes() == 2 * 2 * (4 * 4 * (8 + 6) + 7 * 2 * (8 + 6)) + 4 * 4 * 4
@@ -94,6 +97,24 @@ def test_the_check_passes_the_definition_and_nothing_else(name: str) -> None:
             changed: Any = [wrong if index == changed_one else array for index, array in enumerate(arrays)]
             with pytest.raises(AssertionError, match=case.name):
                 case.check(inputs, changed if case.backward else changed[0], np.asarray)
+
+
+@pytest.mark.parametrize("name", ["mha_two_ranges_128", "mha_two_ranges_128_backward"])
+def test_the_check_notices_that_ranges_of_keys_are_ignored(name: str) -> None:
+    case = small(name)
+    inputs = case.numpy_inputs(1)
+    case.check(inputs, definition(case, inputs), np.asarray)
+    with pytest.raises(AssertionError, match=case.name):
+        case.check(inputs, definition(case, inputs | {"key_ranges": None}), np.asarray)
+
+
+def test_other_lengths_have_their_own_ranges_of_keys() -> None:
+    case = small("mha_two_ranges_128")
+    inputs = case.numpy_inputs()
+    for now, tables in case.changed():
+        for key, table in tables.items():
+            np.copyto(inputs[key], table)
+        now.check(inputs, definition(now, inputs), np.asarray)
 
 
 @pytest.mark.parametrize("backward", [False, True])

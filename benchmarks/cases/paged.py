@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cases.base import Case, Compared, K, Span, Tables, drawn, spans, taken
+from benchmarks.cases.ranges import num_keys, num_pairs, range_table
 from benchmarks.compiled.compiling import ITEMSIZE
 from ragged_attention.calls import Call, Device
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention
@@ -63,6 +64,8 @@ class PagedCase(Case, Sample):
 
     def needed_keys(self) -> int:
         """The number of cache positions that some query sees, in all sequences."""
+        if self.key_ranges:
+            return num_keys(self)
         window = self.sliding_window or math.inf
         return sum(
             int(min(kv_len, q_len - 1 + window))
@@ -75,12 +78,15 @@ class PagedCase(Case, Sample):
         queries = 2 * math.prod(self.q_shape) * ITEMSIZE[self.dtype]
         row = 2 * self.num_kv_heads * self.head_dim * ITEMSIZE[self.stored]
         keys = self.needed_keys()
-        return queries + keys * row + 4 * (-(-keys // self.page_size) + 2 * len(self.kv_lens) + 1)
+        tables = -(-keys // self.page_size) + 2 * len(self.kv_lens) + 1 + 2 * self.num_tokens * (self.key_ranges or 0)
+        return queries + keys * row + 4 * tables
 
     def flops(self) -> int:
         return 4 * self.visible_pairs() * self.num_q_heads * self.head_dim
 
     def visible_pairs(self) -> int:
+        if self.key_ranges:
+            return num_pairs(self)
         window = self.sliding_window or max(self.kv_lens, default=1)
         total = 0
         for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True):
@@ -145,7 +151,7 @@ class PagedCase(Case, Sample):
         }
         if self.draft is not None:  # a tree: each new token sees itself and about half of those before it
             found["draft_mask"] = np.concatenate([self._tree(q_len, generator) for q_len in self.q_lens])
-        return found
+        return found | range_table(self)
 
     def _tree(self, q_len: int, generator: np.random.Generator) -> np.ndarray:
         rows, columns = np.arange(q_len)[:, None], np.arange(self.draft or 0)
@@ -155,7 +161,7 @@ class PagedCase(Case, Sample):
         lengths = zip(self.q_lens, self.kv_lens, strict=True)
         kv_lens = tuple(max(q_len, kv_len * (1 + seq % 3) // 4) for seq, (q_len, kv_len) in enumerate(lengths))
         other = dataclasses.replace(self, kv_lens=kv_lens)
-        return ((one, {"kv_lens": np.array(one.kv_lens, np.int32)}) for one in (other, self))
+        return ((one, {"kv_lens": np.array(one.kv_lens, np.int32)} | range_table(one)) for one in (other, self))
 
     def values(self, name: str, array: FakeArray, generator: np.random.Generator) -> np.ndarray:
         values = super().values(name, array, generator)
@@ -187,6 +193,7 @@ class PagedCase(Case, Sample):
                 sliding_window=self.sliding_window,
                 soft_cap=self.soft_cap,
                 draft_mask=to_numpy(inputs["draft_mask"][span.rows]).astype(bool) if self.draft else None,
+                key_ranges=to_numpy(inputs["key_ranges"][span.rows]) if self.key_ranges else None,
                 **{name: self._scale_in(inputs, name, to_numpy) for name in ("k_scale", "v_scale")},
                 cache_dtype=self.stored,
             )

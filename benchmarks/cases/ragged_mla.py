@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cases.base import Case, Compared, K, Tables, drawn, spans, taken
+from benchmarks.cases.ranges import num_keys, num_pairs, range_table
 from benchmarks.compiled.compiling import ITEMSIZE
 from ragged_attention.calls import CACHE_FORMATS, Call, Device
 from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
@@ -61,9 +62,13 @@ class RaggedLatentCase(Case, LatentSample):
 
     @property
     def wgmma_rows(self) -> int:
-        """The rows for which wgmma is expected. Only a plain cache has such a tile on every Triton."""
+        """The rows for which wgmma is expected. Only a plain cache has such a tile on every Triton.
+
+        Ranges of keys leave too few registers for it, except one range that all heads of a tile share.
+        """
         rows = max(self.q_lens) * self.num_q_heads
-        return rows if self.cache_format == "plain" and not self.stored and self.d_v <= 512 else 0
+        shared = not self.key_ranges or (self.key_ranges == 1 and self.num_q_heads % 64 == 0)
+        return rows if self.cache_format == "plain" and not self.stored and self.d_v <= 512 and shared else 0
 
     def arguments(self, operation: str) -> dict[str, Any]:
         given = super().arguments(operation)
@@ -76,12 +81,21 @@ class RaggedLatentCase(Case, LatentSample):
     def needed_bytes(self) -> int:
         """The bytes of queries, visible latent rows, tables and output, each counted once."""
         queries = self.num_tokens * self.num_q_heads * (self.width + self.d_v) * ITEMSIZE[self.dtype]
+        keys = self.needed_keys()
+        tables = -(-keys // self.page_size) + 2 * len(self.kv_lens) + 1 + 2 * self.num_tokens * (self.key_ranges or 0)
+        return queries + keys * self.row_bytes + 4 * tables
+
+    def needed_keys(self) -> int:
+        """The number of latent rows that some query sees, in all sequences."""
+        if self.key_ranges:
+            return num_keys(self)
         window = self.sliding_window or math.inf
         lengths = zip(self.q_lens, self.kv_lens, strict=True)
-        keys = sum(int(min(kv_len, q_len - 1 + window)) for q_len, kv_len in lengths if q_len)
-        return queries + keys * self.row_bytes + 4 * (-(-keys // self.page_size) + 2 * len(self.kv_lens) + 1)
+        return sum(int(min(kv_len, q_len - 1 + window)) for q_len, kv_len in lengths if q_len)
 
     def visible_pairs(self) -> int:
+        if self.key_ranges:
+            return num_pairs(self)
         window = self.sliding_window or self.max_len
         total = 0
         for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True):
@@ -133,13 +147,13 @@ class RaggedLatentCase(Case, LatentSample):
             "kv_lens": np.array(self.kv_lens, np.int32),
             "page_indices": page_indices,
             "cu_q_lens": np.concatenate([[0], np.cumsum(self.q_lens)]).astype(np.int32),
-        }
+        } | range_table(self)
 
     def changed(self) -> "Iterator[tuple[RaggedLatentCase, Tables]]":
         lengths = zip(self.q_lens, self.kv_lens, strict=True)
         kv_lens = tuple(max(q_len, kv_len * (1 + seq % 3) // 4) for seq, (q_len, kv_len) in enumerate(lengths))
         other = dataclasses.replace(self, kv_lens=kv_lens)
-        return ((one, {"kv_lens": np.array(one.kv_lens, np.int32)}) for one in (other, self))
+        return ((one, {"kv_lens": np.array(one.kv_lens, np.int32)} | range_table(one)) for one in (other, self))
 
     def values(self, name: str, array: FakeArray, generator: np.random.Generator) -> np.ndarray:
         if array.dtype == "uint8":
@@ -171,6 +185,7 @@ class RaggedLatentCase(Case, LatentSample):
                 sinks=to_numpy(inputs["sinks"]) if self.sinks else None,
                 sliding_window=self.sliding_window,
                 soft_cap=self.soft_cap,
+                key_ranges=to_numpy(inputs["key_ranges"][span.rows]) if self.key_ranges else None,
                 kv_scale=np.float32(SCALE) if self.stored else None,
                 code_dtype=self.stored,
             )
@@ -209,5 +224,9 @@ _MORE = (
     batch("mla_ragged_v4_h64", FEW, 64, cache_format="fp8_v4"),
     batch("mla_ragged_v41_h16", FEW, 16, cache_format="fp8_v41"),
     batch("mla_ragged_float32_h16", FEW, 16, dtype="float32"),
+    batch("mla_ragged_one_range_64x4k", [(1, 4 * K)] * 64, 128, key_ranges=1),
+    batch("mla_ragged_two_ranges", MIXED, 128, key_ranges=2),
+    batch("mla_ragged_two_ranges_h16", FEW, 16, key_ranges=2),
+    batch("mla_ragged_two_ranges_fp8", FEW, 128, cache_format="fp8_v32", key_ranges=2),
 )
 COMPILED_ONLY = {case.name: case for case in _MORE}

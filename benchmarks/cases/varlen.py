@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cases.base import ROWS, Case, Compared, K, Tables, drawn, rounded, spans
+from benchmarks.cases.ranges import num_pairs, range_table
 from benchmarks.compiled.compiling import ITEMSIZE
 from ragged_attention.reference.ragged_paged_attention import bias_of, column_at_own, table_of, visible
 from ragged_attention.reference.varlen_attention import varlen_attention
@@ -66,9 +67,11 @@ class VarlenCase(Case, VarlenSample):
         lse = 4 * self.num_tokens * self.num_q_heads
         if self.backward:  # q, d_out, out and dq; k, v and their gradients
             rows, keys = 2 * rows, 2 * keys
-        return (rows + keys) * ITEMSIZE[self.dtype] + lse
+        return (rows + keys) * ITEMSIZE[self.dtype] + lse + 8 * self.num_tokens * (self.key_ranges or 0)
 
     def visible_pairs(self) -> int:
+        if self.key_ranges:
+            return num_pairs(self)
         total = 0
         for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True):
             position = np.arange(kv_len - q_len, kv_len, dtype=np.int64)
@@ -109,12 +112,17 @@ class VarlenCase(Case, VarlenSample):
         """There is nothing to draw."""
         del seed
         lens = {"cu_q_lens": self.q_lens, "cu_kv_lens": self.kv_lens}
-        return {name: np.concatenate([[0], np.cumsum(value)]).astype(np.int32) for name, value in lens.items()}
+        tables = {name: np.concatenate([[0], np.cumsum(value)]).astype(np.int32) for name, value in lens.items()}
+        return tables | range_table(self)
 
     def changed(self) -> "Iterator[tuple[VarlenCase, Tables]]":
         """Its lengths moved by one sequence."""
         other = dataclasses.replace(self, q_lens=(*self.q_lens[1:], 0), kv_lens=(*self.kv_lens[1:], 0))
-        return ((one, one.tables()) for one in (other, self))
+        tables = other.tables()
+        if self.key_ranges:  # rows of padding repeat other rows, and are not read
+            tables["key_ranges"] = np.resize(tables["key_ranges"], (self.num_tokens, self.key_ranges, 2))
+        yield other, tables
+        yield self, self.tables()
 
     def values(self, name: str, array: FakeArray, generator: np.random.Generator) -> np.ndarray:
         """Larger ones would, for a query that sees few keys, magnify the rounding of its weights beyond the bounds."""
@@ -165,6 +173,7 @@ class VarlenCase(Case, VarlenSample):
                 sinks=to_numpy(inputs["sinks"]) if self.sinks else None,
                 alibi_slopes=to_numpy(inputs["alibi_slopes"]) if self.alibi_slopes else None,
                 relative_bias=self._tables(inputs, rows, to_numpy),
+                key_ranges=self._ranges(inputs, rows, to_numpy),
                 causal=self.causal,
                 sliding_window=self.sliding_window,
                 soft_cap=self.soft_cap,
@@ -184,12 +193,17 @@ class VarlenCase(Case, VarlenSample):
             return None
         return to_numpy(inputs["relative_bias"][rows] if self.own_tables else inputs["relative_bias"])
 
+    def _ranges(self, inputs: dict[str, Any], rows: slice, to_numpy: Any) -> np.ndarray | None:
+        """The ranges of keys of some queries."""
+        return to_numpy(inputs["key_ranges"][rows]) if self.key_ranges else None
+
     def _some_gradients(self, inputs: dict[str, Any], out: Any, seq: int, kv_head: int, to_numpy: Any) -> Compared:
         """(name, what is there, what the definition gives) of the ends of a sequence, for one KV head's group."""
         rows, keys = self._sequence(seq)
         q_len, kv_len = self.q_lens[seq], self.kv_lens[seq]
         group = self.num_q_heads // self.num_kv_heads
-        seen = visible(q_len, kv_len, np.ones(kv_len, bool), self.causal, self.sliding_window)
+        ranges = self._ranges(inputs, rows, to_numpy)
+        seen = visible(q_len, kv_len, np.ones(kv_len, bool), self.causal, self.sliding_window, ranges=ranges)
         k, v = (to_numpy(inputs[name][keys, kv_head]) for name in ("k", "v"))
         some_rows, some_keys = (sorted({*range(min(ROWS, n)), *range(max(0, n - ROWS), n)}) for n in (q_len, kv_len))
         dk, dv = np.zeros((len(some_keys), self.head_dim)), np.zeros((len(some_keys), self.d_v))

@@ -32,6 +32,8 @@ MAX_DECODED_BYTES = 2**30  # maximum bytes of a decoded cache
 DECODED_SHARED_MEMORY = 128 * 1024  # bytes of shared memory for 32 rows and 32 decoded keys
 LARGEST_INT = 2**31 - 1
 SMALLEST = 16  # rows and keys of the smallest tile
+MOST_ROWS = 64  # rows of the largest tile
+FEW_RANGES = 2  # ranges of keys of each query, as many as masks of models have
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +157,8 @@ class KeyAccess:
     extra: bool = False  # a second cache has further keys
     page_sizes: tuple[int, ...] = (1,)  # rows per page of each cache
     decoded: bool = False  # `decoding` has decoded the rows in advance
-    windowed: bool = False  # a window masks keys
+    windowed: bool = False  # a window, or ranges of keys, may hide a sequence's first keys
+    ranges: int = 0  # ranges of keys of each query at which the loop looks
 
 
 def operand_size(call: Any) -> int:
@@ -195,7 +198,7 @@ def programs_at_once(call: Any, block_h: int) -> int:
 
 def fitting_sizes(call: Any, rows: int, access: KeyAccess) -> Sizes:
     """The sizes for `rows` rows that fit the device's shared memory."""
-    most_rows = 16 if item_size(call.q) == 4 else 64
+    most_rows = 16 if item_size(call.q) == 4 else MOST_ROWS
     tile = sizes(call, min(max(16, next_power_of_2(rows)), most_rows), access)
     size = functools.partial(shared_bytes, call, access, tile.rows)
     keys, stages = fit(call, tile.keys, tile.stages, size, good_keys=32, good_stages=tile.stages)
@@ -220,12 +223,18 @@ def sizes(call: Any, rows: int, access: KeyAccess) -> Sizes:
     if has_small_groups(form) and ((little and OLDER_COMPILER) or (rows <= 16 and mixes_formats(call, access))):
         return Sizes(16, 16, 4, 2)  # scales of many groups or of two formats take registers
     crowded = access.ragged and access.windowed and form.folded  # here 32 rows would spill
+    if decodes and access.ranges:
+        if form.quantized and not form.folded:
+            return Sizes(16, 32, 4 if little and not OLDER_COMPILER else 8, 2)
+        few = access.ranges <= FEW_RANGES and not (form.eight_bit and OLDER_COMPILER)
+        # With four warps, Triton 3.9 spills; with eight, Triton 3.6. A second stage takes registers.
+        return Sizes(16, 16, 4 if OLDER_COMPILER else 8, 2 if few else 1)
     if rows <= 16 or crowded or (decodes and little):
         num_warps = 8 if decodes and little and OLDER_COMPILER else 4  # with four warps, sm_120 spills
         return Sizes(16, 32, num_warps, 3 if not decodes and arch == "sm_90" else 2)
     wgmma = rows >= 64 and arch == "sm_90" and call.d_v <= 512
     if not decodes:
-        if wgmma and not (OLDER_COMPILER and access.extra):
+        if wgmma and not access.ranges and not (OLDER_COMPILER and access.extra):
             partial_pages = access.dense and access.page_sizes[0] % 64 != 0
             fewer = access.windowed or (access.ragged and OLDER_COMPILER) or partial_pages
             return Sizes(64, 32, 8, 3) if fewer else Sizes(64, 64, 8, 2)

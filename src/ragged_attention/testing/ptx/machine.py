@@ -31,7 +31,7 @@ from ragged_attention.testing.ptx.operands import Names
 from ragged_attention.testing.ptx.ordering import ORDERING
 from ragged_attention.testing.ptx.parsing import Block, Kernel, size_of
 from ragged_attention.testing.ptx.shared import Shared
-from ragged_attention.testing.ptx.spaces import Local, Parameters
+from ragged_attention.testing.ptx.spaces import Generic, Local, Parameters
 from ragged_attention.testing.ptx.translation import Program, translate
 from ragged_attention.testing.ptx.warpgroups import GROUP, Warpgroups
 from ragged_attention.testing.ptx.warps import Warps, most_registers
@@ -128,11 +128,12 @@ class Machine:
         self.bulk = Bulk(lanes, self.shared, access, self.mbarriers, parameters.data)
         self.warps = Warps(lanes, self.shared, self.kernel.most_registers or most_registers(lanes.threads))
         self.warpgroups = Warpgroups(lanes, self.shared)
+        local = Local(lanes, self.kernel.locals[""])
         space = _storage(program.names, lanes, params) | _variables(program.names, memory) | {
             "np": np, "n": numbers, "memory": access, "shared": self.shared, "copies": self.copies,
             "warps": self.warps, "warpgroups": self.warpgroups, "busy": self.warpgroups.busy,
             "mbarriers": self.mbarriers, "bulk": self.bulk, "params": parameters,
-            "local": Local(lanes, self.kernel.locals[""]),
+            "local": local, "generic": Generic(lanes, access, local),
         }  # fmt: skip
         exec(program.code, space)
         self.functions = [space[f"b{index}"] for index in range(len(self.kernel.blocks))]

@@ -18,6 +18,7 @@ from ragged_attention.testing.ptx.parsing import Instruction, Kernel
 SHARED_BASE = 1024  # the first bytes belong to the system, as on Hopper
 PARAM_BASE = 0x400  # where a kernel's parameters begin in their own space
 PARAM_WINDOW = 0x7E00_0000_0000  # where that space lies among generic addresses
+LOCAL_WINDOW = 0x7D00_0000_0000  # where a thread's own memory lies among them
 SPECIALS = {
     *(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"),
     *("%laneid", "%warpid"),

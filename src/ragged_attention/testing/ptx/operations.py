@@ -1,7 +1,7 @@
 """Memory, copies, warps and warpgroups: from one instruction to calls of the objects that do the work.
 
 In the Python code `memory`, `shared`, `copies`, `warps` and `warpgroups` are those of the machine. What goes by
-mbarriers and tensor maps is in `asynchronous`. Generic addresses, local memory and clusters are not known.
+mbarriers and tensor maps is in `asynchronous`. Generic addresses of shared memory and clusters are not known.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from ragged_attention.testing.ptx import asynchronous
 from ragged_attention.testing.ptx.arithmetic import Handler
-from ragged_attention.testing.ptx.operands import PARAM_WINDOW, Statement, Type, pieces_of
+from ragged_attention.testing.ptx.operands import LOCAL_WINDOW, PARAM_WINDOW, Statement, Type, pieces_of
 
 # Hints, which change how fast memory is and nothing else.
 CACHE_HINTS = (
@@ -66,13 +66,21 @@ def _hints(s: Statement) -> None:
 
 
 def _space(s: Statement) -> str:
-    """`memory`, `shared` or `local`."""
-    found = s.need("global", "shared", "shared::cta", "local")
-    return {"global": "memory", "local": "local"}.get(found, "shared")
+    """`memory`, `shared`, `local` or, by generic addresses, `generic`."""
+    found = s.take("global", "shared", "shared::cta", "local")
+    return {"global": "memory", "local": "local", None: "generic"}.get(found, "shared")
+
+
+def _address(s: Statement, operand: str, space: str) -> tuple[str, int]:
+    """The register's array, or "None" for an array of the kernel's, and the bytes beyond it."""
+    address, offset = s.names.address(operand, space == "params")
+    if space == "generic" and address == "None":
+        raise s.refused("a generic address that is in no register")
+    return address, offset
 
 
 def load(s: Statement) -> list[str]:
-    """ld.param, ld.global, ld.shared, ld.local; vectors too."""
+    """ld.param, ld.global, ld.shared, ld.local, ld; vectors too."""
     t = s.type()
     s.expect(2)
     if s.modifiers == ["param"] and s.names.is_parameter(s.operands[1]):
@@ -87,7 +95,7 @@ def load(s: Statement) -> list[str]:
         raise s.refused("a register that is too narrow")
     letter = "s" if t.letter == "s" else "u"
     targets = "".join(f"{_target(s, register, letter)}, " for register in registers)
-    address, offset = s.names.address(s.operands[1], space == "params")
+    address, offset = _address(s, s.operands[1], space)
     ends = f"{s.mask}, {s.line}"
     if strong:
         if t.letter == "s" or len(registers) > 1:
@@ -100,7 +108,7 @@ def load(s: Statement) -> list[str]:
 
 
 def store(s: Statement) -> list[str]:
-    """st.global, st.shared, st.local; vectors too."""
+    """st.global, st.shared, st.local, st; vectors too."""
     t, space = s.type(), _space(s)
     s.expect(2)
     _hints(s)
@@ -108,7 +116,7 @@ def store(s: Statement) -> list[str]:
     operands = _registers(s, 1, s.take("v2", "v4"))
     letter = "f" if t.letter == "f" else "u"
     values = "".join(f"{s.names.value(operand, letter, t.size, letter == 'u')}, " for operand in operands)
-    address, offset = s.names.address(s.operands[0])
+    address, offset = _address(s, s.operands[0], space)
     ends = f"{s.mask}, {s.line}"
     if strong:
         if letter == "f" or len(operands) > 1:
@@ -372,14 +380,16 @@ def warpgroup(s: Statement) -> list[str]:
 
 
 def address_space(s: Statement) -> list[str]:
-    """cvta to and from global memory, whose addresses are the generic ones, and from parameters, in their window."""
+    """cvta to and from global memory, whose addresses are the generic ones, and from what has a window of its own."""
     s.expect(2)
     t = s.type()
     value = s.value(1, "u", t.size)
-    if s.flag("to") or s.take("param") is None:
+    windows = {"param": PARAM_WINDOW, "local": LOCAL_WINDOW}
+    space = None if s.flag("to") else s.take(*windows)
+    if space is None:
         s.need("global")
         return s.assign(value, "u", t.size)
-    return s.assign(f"{value} + np.uint{8 * t.size}({PARAM_WINDOW})", "u", t.size)
+    return s.assign(f"{value} + np.uint{8 * t.size}({windows[space]})", "u", t.size)
 
 
 HANDLERS: Mapping[str, Handler] = {

@@ -1,6 +1,6 @@
-"""The memory of each thread's own, and the parameters of a kernel."""
+"""The memory of each thread's own, the parameters of a kernel, and memory by generic addresses."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from ragged_attention.testing.ptx.errors import Misaligned, OutOfBounds, Uninitialised
 from ragged_attention.testing.ptx.lanes import Indices, Lanes, Mask
-from ragged_attention.testing.ptx.memory import columns, deal
-from ragged_attention.testing.ptx.operands import LOCAL_BASE, PARAM_BASE
+from ragged_attention.testing.ptx.memory import GlobalAccess, columns, deal
+from ragged_attention.testing.ptx.operands import LOCAL_BASE, LOCAL_WINDOW, PARAM_BASE, PARAM_WINDOW
 
 
 def expect_inside(lanes: Lanes, at: Indices, index: Indices, size: int, end: int, line: int, what: str) -> None:
@@ -69,3 +69,28 @@ class Parameters:
         expect_inside(self.lanes, lanes, index, size, self.data.size, line, "parameters")
         elements = self.data[index[:, None] + np.arange(size)].view(dtype)
         deal(elements, registers, lanes)
+
+
+class Generic:
+    """Memory by generic addresses: each thread's own in its window, and global memory."""
+
+    def __init__(self, lanes: Lanes, memory: GlobalAccess, local: Local) -> None:
+        self.lanes, self.memory, self.local = lanes, memory, local
+
+    def _spaces(self, address: Any, mask: Mask) -> Iterator[tuple[GlobalAccess | Local, Any, NDArray[np.bool_]]]:
+        """The spaces of the lanes' addresses, each with the addresses in it and a mask of its lanes."""
+        active, own = self.lanes.marked(mask), (address >= LOCAL_WINDOW) & (address < PARAM_WINDOW)
+        if (here := active & own).any():
+            yield self.local, np.where(own, address - np.uint64(LOCAL_WINDOW), np.uint64(0)), here
+        if (here := active & ~own).any():
+            yield self.memory, address, here
+
+    def load(self, registers: Sequence[Any], address: Any, offset: int, dtype: str, mask: Mask, line: int) -> None:
+        """ld: each register gets an element of `dtype`, one behind the other."""
+        for space, within, lanes in self._spaces(address, mask):
+            space.load(registers, within, offset, dtype, lanes, line)
+
+    def store(self, values: Sequence[Any], address: Any, offset: int, size: int, mask: Mask, line: int) -> None:
+        """st: elements of `size` bytes, one behind the other."""
+        for space, within, lanes in self._spaces(address, mask):
+            space.store(values, within, offset, size, lanes, line)
