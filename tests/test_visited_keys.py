@@ -55,6 +55,7 @@ MASKS: dict[str, Callable[[], NDArray[np.int32]]] = {
     "two ranges in turn": in_turn,
 }
 GAPS = ("two ranges in turn",)  # the range of a tile then has the keys between two ranges: visited, but not loaded
+HALVES = ("chunks",)  # a tile at the edge of a chunk has rows without a common key: its masked blocks may be halves
 
 
 # ---- what is loaded
@@ -188,7 +189,8 @@ def expect_equal_cost(programs: dict[Any, Program], visits: dict[Any, int], name
     if name in GAPS:
         return
     costs = {programs[index].products / count for index, count in visits.items() if count}
-    assert len(costs) == 1, f"products per visited block: {sorted(costs)}"
+    allowed = {min(costs), 2 * min(costs)} if name in HALVES else {min(costs)}
+    assert costs <= allowed, f"products per visited block: {sorted(costs)}"
     assert not any(programs[index].products for index, count in visits.items() if not count)
 
 
@@ -275,7 +277,7 @@ def run_paged(recorder: Recorder, mask: dict[str, Any]) -> Callable[[int], int]:
     k_pages, v_pages = drawn(*shape), drawn(*shape)
     recorder.watch(q=arguments["q"], k=k_pages)
     options = {
-        "block_q": 32, "block_kv": BLOCK, "edge_kv": EDGE, "split_block_q": 16, "split_block_kv": BLOCK,
+        "block_q": 32, "block_kv": BLOCK, "edge_kv": EDGE, "split_block_q": 16, "split_block_kv": EDGE,
         "num_splits": 1, "split_weights_below": 0,
     }  # fmt: skip
     given: dict[str, Any] = arguments | {"kv_pages": (k_pages, v_pages)} | mask
@@ -329,10 +331,10 @@ every_mask = pytest.mark.parametrize("name", MASKS)
 
 @every_mask
 def test_blocks_of_paged_attention(recorder: Recorder, name: str) -> None:
-    """The tile kernel has the prompts. The masked blocks of the split kernel are not smaller than its others."""
+    """The tile kernel has the prompts. Blocks of the split kernel are so small that those with a mask are as large."""
     ranges = MASKS[name]()
     of_slot = run_paged(recorder, as_argument(ranges))
-    for kernel, sizes in (("tile_kernel", (BLOCK, EDGE)), ("split_kernel", (BLOCK, BLOCK))):
+    for kernel, sizes in (("tile_kernel", (BLOCK, EDGE)), ("split_kernel", (EDGE, EDGE))):
         visits = expect_keys(recorder, kernel, ranges, sizes, of_slot=of_slot)
         expect_equal_cost(recorder.programs[kernel], visits, name)
 
