@@ -381,6 +381,11 @@ def run_tile(call: Any, tile: Tile, launch: Any, shared: Shared) -> list[Any]:
     )
 
 
+def split_edge(call: Any, block_kv: int) -> int:
+    """The keys per block of the split kernel's masked loop: with ranges of keys, 64 would take too many registers."""
+    return smaller_block(block_kv) if call.num_ranges and block_kv > 32 else block_kv
+
+
 def run_split(call: Any, tile: Tile, launch: Any, shared: Shared, target: Any) -> Any:
     """Enqueue the split kernel and, if needed, the combine kernel; returns out and lse. See `run_splits`."""
     split_kv = tile.num_splits > 1
@@ -396,7 +401,7 @@ def run_split(call: Any, tile: Tile, launch: Any, shared: Shared, target: Any) -
     )
     loop = Loop(
         BLOCK_KV=tile.split_block_kv,
-        EDGE_KV=smaller_block(tile.split_block_kv) if call.num_ranges else tile.split_block_kv,  # registers are short
+        EDGE_KV=split_edge(call, tile.split_block_kv),
         WEIGHT_TERMS=2 if in_bfloat16(call) else 1,
         MASKED_BELOW=0,
     )

@@ -73,6 +73,14 @@ def test_compiled_windows_that_16_does_not_divide_spill_nothing() -> None:
     assert "tile_kernel None" in said.splitlines(), said
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_compiled_ranges_of_wide_heads_spill_nothing(arch: str) -> None:
+    pytest.importorskip("triton")
+    sample = {"key_ranges": 2, "head_dim": 256, "num_tokens": 4096, "max_num_seqs": 4}
+    said = printed("-m", "tests.programs.compile_attention", arch, json.dumps(sample))
+    assert {line.split(maxsplit=1)[1] for line in said.splitlines()} == {"None"}, said
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
 def test_compiled_draft_masks_spill_nothing(arch: str) -> None:
     pytest.importorskip("triton")
