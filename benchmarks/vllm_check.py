@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,9 @@ class Model:
     task: str = "generate"  # or "embed", "transcribe", or "look"
     toward_zero: bool = False  # round keys and values to e4m3 so before ours writes them
     against: str = "vllm"  # or transformers, where vLLM cannot serve the model without ours
+    # What queries see of earlier keys in layers with windows, where the other model has no such mask: of positions of
+    # queries and keys, and the length of the prompt.
+    sees: Callable[[Any, Any, int], Any] | None = None
     lengths: tuple[int, ...] = PROMPT_LENGTHS
 
 
@@ -183,6 +186,42 @@ MODELS = {
         },
         {"block_size": 16},
         against=REFERENCE,
+    ),
+    # A Gemma 3 without images, whose windows are two chunks: the query's and the one before.
+    "rnj1 (chunks with lookback)": Model(
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        _WINDOW | {"query_pre_attn_scalar": 32, "layer_types": ["sliding_attention", "full_attention"]},
+        {
+            "hf_overrides": {
+                "architectures": ["Rnj1ForCausalLM"],
+                "layer_types": ["chunked_attention", "full_attention"],
+                "rope_parameters": {
+                    "chunked_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                    "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+                },
+            }
+        },
+        against=REFERENCE,
+        sees=lambda q, k, prompt: q // 8 - k // 8 <= 1,
+    ),
+    # To vLLM, a DeepSeek without latents and experts, as the text of Unlimited-OCR is one with experts.
+    "llama (prompts that stay in view)": Model(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {},
+        {
+            "hf_overrides": {
+                "architectures": ["DeepseekForCausalLM"],
+                "rswa_window": 8,
+                "qk_nope_head_dim": 0,
+                "qk_rope_head_dim": 0,
+                "n_routed_experts": 4,
+                "first_k_dense_replace": 2,
+            }
+        },
+        against=REFERENCE,
+        sees=lambda q, k, prompt: (k < prompt) | (q - k < 8),
     ),
     # To vLLM's Gemma 3 an image of more tokens than the window is text; to its own CPU backend every image is.
     "gemma3 (images)": Model(
@@ -354,14 +393,17 @@ def prompts(model: Model) -> list[list[int]]:
     return lists
 
 
-def serve(folder: Path, backend: str, model: Model) -> dict[str, Any]:
+def serve(folder: Path, backend: str, name: str) -> dict[str, Any]:
     """What one backend makes of the prompts, in this process."""
+    model = MODELS[name]
     if backend == "ragged":
         from ragged_attention.integrations import vllm as ours
 
         ours.register(cpu=True)
         if model.toward_zero:
             round_toward_zero()
+        if "lookback" in name:  # vLLM takes no other name for it
+            ours.RaggedAttentionBackend.NAME = "TRITON_ATTN"
     if model.task == "look":
         vllm_images.prepare_vllm(model.config)
     import torch
@@ -494,21 +536,23 @@ def transform(folder: Path, model: Model) -> dict[str, Any]:
     given = vllm_images.expanded(model.config, prompts(model)) if looks else [(each, {}) for each in prompts(model)]
     tokens, logprobs = [], []
 
-    def logits(whole: list[int], arrays: dict[str, Any]) -> Any:
+    def logits(whole: list[int], prompt: int, arrays: dict[str, Any]) -> Any:
         row = torch.tensor([whole])
         if looks:
             arrays = arrays | vllm_images.types(model.config, row)
+        if model.sees is not None:
+            arrays = arrays | {"attention_mask": masks(model, len(whole), prompt)}
         return made(row, use_cache=False, **arrays).logits[0]
 
     with torch.inference_mode():
         for prompt, arrays in given:
             whole = list(prompt)
             for _ in range(NEW_TOKENS):
-                last = logits(whole, arrays)[-1]
+                last = logits(whole, len(prompt), arrays)[-1]
                 if looks:
                     last[list(vllm_images.NAMES)] += NEVER
                 whole.append(int(last.argmax()))
-            lines = logits(prompt, arrays)[:-1].log_softmax(-1)
+            lines = logits(prompt, len(prompt), arrays)[:-1].log_softmax(-1)
             logprobs += [float(line[token]) for line, token in zip(lines, prompt[1:], strict=True)]
             tokens.append(whole[len(prompt) :])
     return {
@@ -518,6 +562,22 @@ def transform(folder: Path, model: Model) -> dict[str, Any]:
         "tokens": tokens,
         "logprobs": logprobs,
     }
+
+
+def masks(model: Model, length: int, prompt: int) -> Any:
+    """What is added to logits where queries see a key by the model's own rule, and by causal attention."""
+    import torch
+
+    assert model.sees is not None
+    at = torch.arange(length)
+    causal = at <= at[:, None]
+    added = [
+        torch.zeros(1, 1, length, length).masked_fill(~seen, torch.finfo(torch.float32).min)
+        for seen in (causal & model.sees(at[:, None], at, prompt), causal)
+    ]
+    if "layer_types" not in model.settings:
+        return added[0]
+    return dict(zip(("sliding_attention", "full_attention"), added, strict=True))
 
 
 def quantised_indexer(
@@ -631,8 +691,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--serve", nargs=3, metavar=("FOLDER", "BACKEND", "MODEL"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.serve:
-        folder, backend, model = Path(options.serve[0]), options.serve[1], MODELS[options.serve[2]]
-        answer = transform(folder, model) if backend == REFERENCE else serve(folder, backend, model)
+        folder, backend, name = Path(options.serve[0]), *options.serve[1:]
+        answer = transform(folder, MODELS[name]) if backend == REFERENCE else serve(folder, backend, name)
         print(ANSWER + json.dumps(answer), flush=True)
         return 0
     names = options.models.split(";")
