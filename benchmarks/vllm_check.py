@@ -1,7 +1,9 @@
 """vLLM's own CPU backend and ours, in vLLM's engine, end to end: the tokens of small random models must agree.
 
 Sparse models, which vLLM itself refuses on a CPU, are held to transformers' own model instead, with the indexer's
-queries and keys rounded to 8 bits as vLLM stores them, since the rounding decides which keys are selected.
+queries and keys rounded to 8 bits as vLLM stores them, since the rounding decides which keys are selected. So are
+models whose masks vLLM's own CPU backend lacks: images whose tokens see one another, small chunks, and prompts that
+stay in view.
 
     python -m benchmarks.vllm_check [--models "llama;gemma2"] [--limit SECONDS]
 
