@@ -93,6 +93,7 @@ transformers-models: .venv/all
 # Tiny models in vLLM on a CPU, with its attention and with ours; needs 3 GB of disk for an environment of its own.
 vllm-check: .venv-vllm/all
 	PYTHONPATH=. .venv-vllm/bin/python -m benchmarks.vllm_operators
+	PYTHONPATH=. .venv-vllm/bin/python -m benchmarks.vllm_masks --without-triton
 	PYTHONPATH=. .venv-vllm/bin/python -m benchmarks.vllm_check $(ARGS)
 
 # What a machine with a GPU is to be given, into carried/; the first time 5 GB of disk and twenty minutes.

@@ -1,7 +1,9 @@
 """vLLM's own CPU backend and ours, in vLLM's engine, end to end: the tokens of small random models must agree.
 
 Sparse models, which vLLM itself refuses on a CPU, are held to transformers' own model instead, with the indexer's
-queries and keys rounded to 8 bits as vLLM stores them, since the rounding decides which keys are selected.
+queries and keys rounded to 8 bits as vLLM stores them, since the rounding decides which keys are selected. So are
+models whose masks vLLM's own CPU backend lacks: images whose tokens see one another, small chunks, and prompts that
+stay in view.
 
     python -m benchmarks.vllm_check [--models "llama;gemma2"] [--limit SECONDS]
 
@@ -23,19 +25,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import vllm_v4
+from benchmarks import vllm_images, vllm_v4
 
 VOCABULARY = 512
 REFERENCE = "transformers"
 PROMPT_LENGTHS = (3, 17, 70, 33, 1, 90)
 NEW_TOKENS = 24
 ANSWER = "answer: "
+NEVER = -100.0  # the bias of a token that is not to be drawn
 
 _COMMON = {
     "vocab_size": VOCABULARY,
@@ -61,14 +65,18 @@ class Model:
     settings: dict[str, Any]
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     gap: float | None = None  # where tokens need not be equal: the mean difference of the prompts' log-probabilities
-    task: str = "generate"  # or "embed", or "transcribe"
+    task: str = "generate"  # or "embed", "transcribe", or "look"
     toward_zero: bool = False  # round keys and values to e4m3 so before ours writes them
     against: str = "vllm"  # or transformers, where vLLM cannot serve the model without ours
+    # What queries see of earlier keys in layers with windows, where the other model has no such mask: of positions of
+    # queries and keys, and the length of the prompt.
+    sees: Callable[[Any, Any, int], Any] | None = None
     lengths: tuple[int, ...] = PROMPT_LENGTHS
 
 
 # Of models that vLLM runs only with a tokenizer, in steps that hold a whole prompt, and without cached prefixes.
 _WHOLE = {"skip_tokenizer_init": False, "max_num_batched_tokens": 256, "enable_prefix_caching": False}
+_LOOKING = {"skip_tokenizer_init": False, "max_num_batched_tokens": 96, "max_model_len": 320}
 _V4 = "DeepseekV4Config"
 _LLAMA = Model("LlamaConfig", "LlamaForCausalLM", {})
 _WINDOW = {"sliding_window": 16}
@@ -152,6 +160,101 @@ MODELS = {
         gap=1e-6,
         task="embed",
     ),
+    "embeddinggemma (window to both sides)": Model(
+        "Gemma3TextConfig",
+        "Gemma3TextModel",
+        {
+            "sliding_window": 17,
+            "query_pre_attn_scalar": 32,
+            "use_bidirectional_attention": True,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        _WHOLE | {"runner": "pooling"},
+        gap=1e-6,
+        task="embed",
+    ),
+    # vLLM's own CPU backend takes no chunks of fewer than 32 tokens.
+    "llama4 (chunks)": Model(
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "attention_chunk_size": 16,
+            "no_rope_layers": [1, 1, 0, 1],  # 0: attention to all keys
+            "intermediate_size_mlp": 256,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+        },
+        {"block_size": 16},
+        against=REFERENCE,
+    ),
+    # A Gemma 3 without images, whose windows are two chunks: the query's and the one before.
+    "rnj1 (chunks with lookback)": Model(
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        _WINDOW | {"query_pre_attn_scalar": 32, "layer_types": ["sliding_attention", "full_attention"]},
+        {
+            "hf_overrides": {
+                "architectures": ["Rnj1ForCausalLM"],
+                "layer_types": ["chunked_attention", "full_attention"],
+                "rope_parameters": {
+                    "chunked_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                    "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+                },
+            }
+        },
+        against=REFERENCE,
+        sees=lambda q, k, prompt: q // 8 - k // 8 <= 1,
+    ),
+    # To vLLM, a DeepSeek without latents and experts, as the text of Unlimited-OCR is one with experts.
+    "llama (prompts that stay in view)": Model(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {},
+        {
+            "hf_overrides": {
+                "architectures": ["DeepseekForCausalLM"],
+                "rswa_window": 8,
+                "qk_nope_head_dim": 0,
+                "qk_rope_head_dim": 0,
+                "n_routed_experts": 4,
+                "first_k_dense_replace": 2,
+            }
+        },
+        against=REFERENCE,
+        sees=lambda q, k, prompt: (k < prompt) | (q - k < 8),
+    ),
+    # To vLLM's Gemma 3 an image of more tokens than the window is text; to its own CPU backend every image is.
+    "gemma3 (images)": Model(
+        "Gemma3Config",
+        "Gemma3ForConditionalGeneration",
+        _WINDOW
+        | {
+            "query_pre_attn_scalar": 32,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        _LOOKING,
+        task="look",
+        against=REFERENCE,
+    ),
+    # Images of 70 tokens, of which the window cuts off the earlier ones, and which layers without one see as text.
+    "gemma4 (images)": Model(
+        "Gemma4Config",
+        "Gemma4ForConditionalGeneration",
+        _WINDOW
+        | {
+            "use_bidirectional_attention": "vision",
+            "hidden_size_per_layer_input": 0,
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "global_head_dim": 64,
+        },
+        _LOOKING | {"limit_mm_per_prompt": {"video": 0}},
+        task="look",
+        against=REFERENCE,
+    ),
     "whisper (cross attention)": Model(
         "WhisperConfig",
         "WhisperForConditionalGeneration",
@@ -232,13 +335,19 @@ def save_checkpoint(model: Model, folder: Path) -> None:
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, model.config)(**(_COMMON | model.settings), initializer_range=0.2)
+    settings = _COMMON | model.settings | {"initializer_range": 0.2}
+    if model.task == "look":
+        config = vllm_images.configuration(model.config, settings)
+    else:
+        config = getattr(transformers, model.config)(**settings)
     made = getattr(transformers, model.architecture)(config)
     for name, parameter in made.named_parameters():
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter)
         elif name.endswith("embed_tokens.weight") and config.tie_word_embeddings:
             torch.nn.init.normal_(parameter, std=0.02)  # else the last token itself is always the likeliest
+        elif name.endswith("mm_input_projection_weight"):
+            torch.nn.init.normal_(parameter, std=0.2)  # transformers would make all images the same
     if model.config == _V4:
         vllm_v4.prepare(made)
     made.to(torch.float32).save_pretrained(folder)
@@ -248,6 +357,8 @@ def save_checkpoint(model: Model, folder: Path) -> None:
         save_tokenizer(folder)
     if model.task == "transcribe":
         save_processor(folder)
+    if model.task == "look":
+        vllm_images.save_tokenizer(folder)
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -284,14 +395,19 @@ def prompts(model: Model) -> list[list[int]]:
     return lists
 
 
-def serve(folder: Path, backend: str, model: Model) -> dict[str, Any]:
+def serve(folder: Path, backend: str, name: str) -> dict[str, Any]:
     """What one backend makes of the prompts, in this process."""
+    model = MODELS[name]
     if backend == "ragged":
         from ragged_attention.integrations import vllm as ours
 
         ours.register(cpu=True)
         if model.toward_zero:
             round_toward_zero()
+        if "lookback" in name:  # vLLM takes no other name for it
+            ours.RaggedAttentionBackend.NAME = "TRITON_ATTN"
+    if model.task == "look":
+        vllm_images.prepare_vllm(model.config)
     import torch
 
     vllm: Any = importlib.import_module("vllm")
@@ -312,7 +428,12 @@ def serve(folder: Path, backend: str, model: Model) -> dict[str, Any]:
     where = folder / "original" if model.config == _V4 else folder
     llm = vllm.LLM(model=str(where), **(settings | model.engine))
     begin = time.perf_counter()
-    asked = {"generate": generated, "embed": embedded, "transcribe": transcribed}[model.task](vllm, llm, prompts(model))
+    if model.task == "look":
+        asked = generated(vllm, llm, vllm_images.asked(model.config, prompts(model)), vllm_images.NAMES)
+    elif model.task == "generate":
+        asked = generated(vllm, llm, [{"prompt_token_ids": tokens} for tokens in prompts(model)])
+    else:
+        asked = {"embed": embedded, "transcribe": transcribed}[model.task](vllm, llm, prompts(model))
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     seconds = time.perf_counter() - begin
     return asked | {
@@ -331,24 +452,23 @@ def implementation(layer: Any) -> list[str]:
     return []
 
 
-def generated(vllm: Any, llm: Any, given: list[list[int]]) -> dict[str, Any]:
-    """The tokens that follow the prompts, and the prompts' log-probabilities."""
-    sampling = vllm.SamplingParams(
-        temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1, prompt_logprobs=1, detokenize=False
-    )
-    asked = [{"prompt_token_ids": tokens} for tokens in given]
-    outputs = llm.generate(asked, sampling, use_tqdm=False)
+def generated(vllm: Any, llm: Any, asked: list[dict[str, Any]], never: Iterable[int] = ()) -> dict[str, Any]:
+    """The tokens that follow the prompts, of which some are never drawn, and the prompts' log-probabilities."""
+    settings = {
+        "temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True, "detokenize": False,
+        "logit_bias": dict.fromkeys(never, NEVER) or None,
+    }  # fmt: skip
+    outputs = llm.generate(asked, vllm.SamplingParams(logprobs=1, prompt_logprobs=1, **settings), use_tqdm=False)
     # Again, without what keeps vLLM from reading its cache of prefixes.
-    again = vllm.SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
-    repeated = llm.generate(asked, again, use_tqdm=False)
+    repeated = llm.generate(asked, vllm.SamplingParams(**settings), use_tqdm=False)
     return {
         "repeated": [list(output.outputs[0].token_ids) for output in repeated],
         "cached": sum(output.num_cached_tokens for output in repeated),
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "logprobs": [
             step[token].logprob
-            for output, tokens in zip(outputs, given, strict=True)
-            for step, token in zip(output.prompt_logprobs, tokens, strict=True)
+            for output in outputs
+            for step, token in zip(output.prompt_logprobs, output.prompt_token_ids, strict=True)
             if step is not None
         ],
     }
@@ -409,17 +529,32 @@ def transform(folder: Path, model: Model) -> dict[str, Any]:
     begin = time.perf_counter()
     if model.config == _V4:
         vllm_v4.quantise()
-    made = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager")
-    for layer in made.model.layers:
+    looks = model.task == "look"
+    classes = transformers.AutoModelForImageTextToText if looks else transformers.AutoModelForCausalLM
+    made = classes.from_pretrained(folder, dtype="float32", attn_implementation="eager")
+    for layer in () if looks else made.model.layers:
         if getattr(layer.self_attn, "indexer", None) is not None:
             layer.self_attn.indexer.forward = functools.partial(quantised_indexer, layer.self_attn.indexer)
+    given = vllm_images.expanded(model.config, prompts(model)) if looks else [(each, {}) for each in prompts(model)]
     tokens, logprobs = [], []
+
+    def logits(whole: list[int], prompt: int, arrays: dict[str, Any]) -> Any:
+        row = torch.tensor([whole])
+        if looks:
+            arrays = arrays | vllm_images.types(model.config, row)
+        if model.sees is not None:
+            arrays = arrays | {"attention_mask": masks(model, len(whole), prompt)}
+        return made(row, use_cache=False, **arrays).logits[0]
+
     with torch.inference_mode():
-        for prompt in prompts(model):
+        for prompt, arrays in given:
             whole = list(prompt)
             for _ in range(NEW_TOKENS):
-                whole.append(int(made(torch.tensor([whole]), use_cache=False).logits[0, -1].argmax()))
-            lines = made(torch.tensor([prompt]), use_cache=False).logits[0, :-1].log_softmax(-1)
+                last = logits(whole, len(prompt), arrays)[-1]
+                if looks:
+                    last[list(vllm_images.NAMES)] += NEVER
+                whole.append(int(last.argmax()))
+            lines = logits(prompt, len(prompt), arrays)[:-1].log_softmax(-1)
             logprobs += [float(line[token]) for line, token in zip(lines, prompt[1:], strict=True)]
             tokens.append(whole[len(prompt) :])
     return {
@@ -429,6 +564,22 @@ def transform(folder: Path, model: Model) -> dict[str, Any]:
         "tokens": tokens,
         "logprobs": logprobs,
     }
+
+
+def masks(model: Model, length: int, prompt: int) -> Any:
+    """What is added to logits where queries see a key by the model's own rule, and by causal attention."""
+    import torch
+
+    assert model.sees is not None
+    at = torch.arange(length)
+    causal = at <= at[:, None]
+    added = [
+        torch.zeros(1, 1, length, length).masked_fill(~seen, torch.finfo(torch.float32).min)
+        for seen in (causal & model.sees(at[:, None], at, prompt), causal)
+    ]
+    if "layer_types" not in model.settings:
+        return added[0]
+    return dict(zip(("sliding_attention", "full_attention"), added, strict=True))
 
 
 def quantised_indexer(
@@ -542,8 +693,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--serve", nargs=3, metavar=("FOLDER", "BACKEND", "MODEL"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.serve:
-        folder, backend, model = Path(options.serve[0]), options.serve[1], MODELS[options.serve[2]]
-        answer = transform(folder, model) if backend == REFERENCE else serve(folder, backend, model)
+        folder, backend, name = Path(options.serve[0]), *options.serve[1:]
+        answer = transform(folder, MODELS[name]) if backend == REFERENCE else serve(folder, backend, name)
         print(ANSWER + json.dumps(answer), flush=True)
         return 0
     names = options.models.split(";")

@@ -154,7 +154,7 @@ def test_a_cpu_keeps_chunks_and_prefixes_of_sparse_models(architecture, bindings
     given = SimpleNamespace(
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True, max_num_batched_tokens=64),
         cache_config=SimpleNamespace(enable_prefix_caching=True, block_size=None),
-        model_config=SimpleNamespace(architectures=[architecture]),
+        model_config=SimpleNamespace(architectures=[architecture], is_mm_prefix_lm=False),
     )
     platform.check_and_update_config(given)
     kept = architecture.startswith("Glm")
@@ -163,6 +163,23 @@ def test_a_cpu_keeps_chunks_and_prefixes_of_sparse_models(architecture, bindings
     given.model_config = None
     platform.check_and_update_config(given)
     assert given.scheduler_config.max_num_batched_tokens == 4096
+
+
+@pytest.mark.parametrize("sees_images", [True, False], ids=["images", "text only"])
+@pytest.mark.parametrize("has_spans", [True, False], ids=["spans", "causal"])
+def test_a_cpu_keeps_images_whole_whose_tokens_see_one_another(has_spans, sees_images, bindings):
+    """As vLLM's platforms with GPUs do: the first part of an image would otherwise not see the rest."""
+    platform = importlib.import_module("vllm.platforms.cpu").CpuPlatform
+    ours.register(cpu=True)
+    scheduler = SimpleNamespace(
+        enable_chunked_prefill=True, max_num_batched_tokens=64, is_multimodal_model=sees_images,
+        disable_chunked_mm_input=False,
+    )  # fmt: skip
+    platform.check_and_update_config(SimpleNamespace(
+        scheduler_config=scheduler, cache_config=SimpleNamespace(enable_prefix_caching=True, block_size=None),
+        model_config=SimpleNamespace(architectures=["Gemma3ForConditionalGeneration"], is_mm_prefix_lm=has_spans),
+    ))  # fmt: skip
+    assert scheduler.disable_chunked_mm_input is (has_spans and sees_images)
 
 
 def test_a_cpu_rotates_queries_by_heads(bindings):

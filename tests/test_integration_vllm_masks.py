@@ -112,6 +112,26 @@ def test_spans(seed, window, clamp, lens, vllm, backend):
     assert agrees(apply(rule, step), step.dense(seen=rule.masks(lens)), "float32")
 
 
+@pytest.mark.parametrize("causal", [True, (True, False, True, False, False, True)], ids=["causal", "flags"])
+def test_spans_that_a_model_takes_from_some_layers(causal, vllm, backend):
+    """vLLM's Gemma 4 does so for layers without a window, when their metadata has been built."""
+    spans = {1: [(20, 29)], 3: [(0, 12), (20, 39)], 5: [(40, 60)]}
+    for window in (None, 7):
+        step = Step(MIXED)
+        impl, builder = prepared(Rule(window=window, clamp=True, spans=spans, causal=causal), step)
+        impl.do_kv_cache_update(step.layer, step.k, step.v, step.handed(), step.slots)
+        metadata = builder.build(0, step.common)
+        if window is None:
+            for name in ("mm_prefix_range", "mm_prefix_range_tensor", "mm_prefix_query_range_tensor"):
+                if hasattr(metadata, name):
+                    setattr(metadata, name, None)
+        out = impl.forward(
+            step.layer, step.q, step.k, step.v, step.handed(), metadata, torch.empty_like(step.q)
+        )  # fmt: skip
+        rule = Rule(window=window, clamp=True, spans={} if window is None else spans, causal=causal)
+        assert agrees(out[: step.tokens], step.dense(seen=rule.masks(MIXED)), "float32")
+
+
 def test_spans_with_all_that_goes_with_them(vllm, backend):
     spans = {0: [(3, 9), (40, 45)], 1: [(20, 35)], 3: [(0, 12), (13, 13), (20, 39)], 5: [(30, 50)]}
     rule, sinks = Rule(window=16, spans=spans), torch.tensor([0.5, -1.0, 2.0, 0.0])

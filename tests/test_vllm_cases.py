@@ -1,87 +1,70 @@
-"""The cases of vLLM's own test of its unified attention kernel, with the definition in the place of its reference.
+"""The program that runs the cases of vLLM's own tests, on some of them, with stand-ins for vLLM's classes."""
 
-Lengths, heads, windows, soft caps and scales are those of `tests/kernels/attention/test_triton_unified_attention.py` of
-vLLM 0.33. Page tables are random, so that sequences share pages. Not here are what our operation does not have: 8-bit
-queries and caches of 4 bits.
-"""
-
-import dataclasses
-import functools
-import itertools
+import importlib
+import sys
+import types
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
-from ragged_attention.testing import compare, formats
-from ragged_attention.testing.paged.specs import Batch
-from ragged_attention.testing.runner import Runner
+import torch
 
-LENGTHS = (((1, 1328), (5, 18), (129, 463)), ((1, 523), (1, 37), (1, 2011)))  # queries and keys of each sequence
-HEADS = ((4, 4), (8, 2), (5, 1))
-HEAD_DIMS = (128, 256)
-WINDOWS = (None, 64, 128, 256)
-SOFT_CAPS = (None, 50.0)
-CACHES = (("bfloat16", None, None), ("float8_e4m3fn", 0.5, 0.25))  # dtype, scale of keys, scale of values
-PAGE_SIZE, NUM_PAGES = 16, 256
+import ragged_attention as ra
+from benchmarks import vllm_masks
+from tests.test_integration_vllm import vllm_config
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    lens: tuple[tuple[int, int], ...]
-    heads: tuple[int, int]
-    head_dim: int
-    window: int | None
-    soft_cap: float | None
-    cache: tuple[str, float | None, float | None]
-
-    def __str__(self) -> str:
-        kind = "decode" if max(self.lens)[0] == 1 else "mixed"
-        parts = [kind, f"{self.heads[0]}x{self.heads[1]}", f"d{self.head_dim}", self.cache[0]]
-        return " ".join(
-            [*parts, *([f"window {self.window}"] if self.window else []), *(["cap"] if self.soft_cap else [])]
-        )
-
-    def build(self) -> Batch:
-        rng = np.random.default_rng(0)
-        q_lens, kv_lens = np.array(self.lens, np.int32).T
-        num_q_heads, num_kv_heads = self.heads
-        dtype, k_scale, v_scale = self.cache
-        shape = (NUM_PAGES, PAGE_SIZE, num_kv_heads, self.head_dim)
-        k, v = (formats.stored(rng.standard_normal(shape) / (scale or 1), dtype) for scale in (k_scale, v_scale))
-        q = rng.standard_normal((q_lens.sum(), num_q_heads, self.head_dim))
-        return Batch(
-            q=formats.rounded(q, "bfloat16"),
-            kv_pages=(k, v),
-            kv_lens=kv_lens,
-            page_indices=rng.integers(0, NUM_PAGES, (len(kv_lens), -(-kv_lens.max() // PAGE_SIZE)), np.int32),
-            cu_q_lens=np.concatenate([[0], q_lens.cumsum()]).astype(np.int32),
-            sliding_window=self.window,
-            soft_cap=self.soft_cap,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            dtype="bfloat16",
-            cache_dtype=dtype,
-        )
+def small_cases() -> Iterator[vllm_masks.Case]:
+    """Every fourth of each group's smallest cases."""
+    every = sorted(vllm_masks.cases(), key=lambda case: sum(q * kv for q, kv in case.lens) * case.heads[0])
+    for group in dict.fromkeys(case.group for case in every):
+        yield from [case for case in every if case.group == group][:20:4]
 
 
-PLAIN = [Case(*case, CACHES[0]) for case in itertools.product(LENGTHS, HEADS, HEAD_DIMS, WINDOWS, SOFT_CAPS)]
-QUANTISED = [Case(*case, None, None, CACHES[1]) for case in itertools.product(LENGTHS, HEADS, HEAD_DIMS)]
+CASES = [*small_cases()]
 
 
-@functools.lru_cache(maxsize=1)  # for all backends in turn
-def answered(case: Case) -> tuple[Batch, Any]:
-    batch = case.build()
-    return batch, batch.expected()
+@pytest.fixture
+def layers(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    config = types.ModuleType("vllm.config")
+    config.__dict__["VllmConfig"] = vllm_config
+    monkeypatch.setitem(sys.modules, "vllm.config", config)
+    with ra.use_backend("numba"):
+        yield
 
 
-@pytest.mark.parametrize("backend", ["numba", "eager", "triton"])
-@pytest.mark.parametrize("case", PLAIN + QUANTISED, ids=str)
-def test_agreement_with_the_definition(case: Case, backend: str) -> None:
-    runner, (batch, (want_out, want_lse)) = Runner(framework="torch", backend=backend), answered(case)
-    with runner.around():
-        out, lse = runner.run("ragged_paged_attention", batch, return_lse=True)
-    compare.agrees(out, want_out, batch.kind)
-    compare.agrees(lse, want_lse, f"lse {batch.kind}", "lse")
+def difference(case: vllm_masks.Case) -> float:
+    step = vllm_masks.Step(case)
+    return vllm_masks.cosine_difference(step.ours(), step.rule())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.group)
+def test_our_layer_follows_the_rule(case: vllm_masks.Case, layers: None) -> None:
+    assert difference(case) <= vllm_masks.BOUND
+
+
+def test_a_span_without_its_last_token_is_found(layers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = importlib.import_module("ragged_attention.integrations._vllm_masks")
+    monkeypatch.setattr(masks, "spans_from_vllm", lambda spans: spans)
+    case = next(case for case in CASES if case.group == "images" and case.spans.get(1))
+    assert difference(case) > 100 * vllm_masks.BOUND
+
+
+def test_keys_before_the_window_are_told_apart() -> None:
+    """vLLM's kernel is not judged where an image keeps them in view."""
+    spans = {0: [(2, 40)]}
+    long, short = (vllm_masks.Case("", [(50, 50)], window=window, spans=spans) for window in (38, 39))
+    assert (long.is_beyond_window, short.is_beyond_window) == (True, False)
+    assert not vllm_masks.Case("", [(50, 50)], window=8, spans=spans, clamp=True).is_beyond_window
+
+
+def test_the_rule_is_one_of_whole_requests() -> None:
+    """A query sees itself, and what it sees does not depend on which of the request's tokens are new."""
+    for case in CASES:
+        for row, (q_len, kv_len) in enumerate(case.lens):
+            seen = torch.from_numpy(case.sees(row))
+            assert seen.shape == (q_len, kv_len)
+            assert seen[torch.arange(q_len), torch.arange(kv_len - q_len, kv_len)].all()

@@ -108,6 +108,7 @@ class RaggedMetadata(_vllm.AttentionMetadata):
     slot_mapping: torch.Tensor
     causal: bool | torch.Tensor
     masks: StepMasks
+    mm_prefix_range: torch.Tensor | None  # the spans; vLLM's Gemma 4 sets it to None for layers that see images as text
     ranks: Ranks | None  # those that share the cache, if this one does not hold all of it
     context_lens: torch.Tensor | None  # then: how many earlier keys of each request this rank has; None: nobody has any
 
@@ -151,11 +152,12 @@ class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
         """The step's metadata; `common_prefix_len` is always 0 and nothing depends on `fast_build`."""
         common = common_attn_metadata
         context_lens = self._update_context_lens(common) if self._ranks is not None else None
+        masks = self._step_masks(common)
         metadata = RaggedMetadata(
             num_actual_tokens=common.num_actual_tokens, max_q_len=common.max_query_len,
             cu_q_lens=common.query_start_loc, kv_lens=common.seq_lens, page_indices=common.block_table_tensor,
             slot_mapping=common.slot_mapping, causal=common.causal, ranks=self._ranks,
-            context_lens=context_lens if _has_context(common) else None, masks=self._step_masks(common),
+            context_lens=context_lens if _has_context(common) else None, masks=masks, mm_prefix_range=masks.spans,
         )  # fmt: skip
         self._make_ranges(metadata)
         return metadata
@@ -261,7 +263,8 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         if self.attn_type != "decoder":
             return None
         clamp_spans = getattr(layer, "mm_prefix_clamp_sliding_window", False)
-        return metadata.masks.of(Mask(self.sliding_window, self.chunk_lookback, clamp_spans))
+        has_spans = metadata.mm_prefix_range is not None
+        return metadata.masks.of(Mask(self.sliding_window, self.chunk_lookback, has_spans, clamp_spans))
 
     def _expect_kind(self, attn_type: str, alibi_slopes: Any, **whole_cache: Any) -> None:
         """Refuse what the operations do not support in other layers than those of a decoder with a cache of its own.

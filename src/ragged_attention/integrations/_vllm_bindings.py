@@ -315,7 +315,11 @@ def _sparse_backend_on_cpu(original: Any) -> Any:
 
 
 def _config_on_cpu(original: Any) -> Any:
-    """vLLM's CPU platform turns chunked prompts and cached prefixes off for latents; ours take both."""
+    """vLLM's CPU platform turns chunked prompts and cached prefixes off for latents; ours take both.
+
+    It also lets a step end within an image whose tokens see one another, which its platforms with GPUs forbid: what has
+    been computed would have seen the rest of the image nowhere.
+    """
 
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
@@ -324,6 +328,8 @@ def _config_on_cpu(original: Any) -> Any:
         model = vllm_config.model_config
         if model is not None and set(model.architectures) & _CHUNKED:
             scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = asked
+        if model is not None and model.is_mm_prefix_lm and scheduler.is_multimodal_model:
+            scheduler.disable_chunked_mm_input = True
 
     return classmethod(check_and_update_config)
 

@@ -28,6 +28,7 @@ class Mask(NamedTuple):
 
     sliding_window: int | None = None
     chunk_lookback: int = -1  # chunks before the query's own that it sees; -1: the window is not one of chunks
+    has_spans: bool = True  # whether tokens of an image see one another, if the model has spans
     clamp_spans: bool = False  # whether the window bounds what a span adds
 
     @property
@@ -78,7 +79,8 @@ class StepMasks:
         is_bounded = mask.sliding_window is not None or self.prefix_lens is not None
         if self.causal is False:  # otherwise all keys are seen, in spans or not
             return is_bounded
-        others = mask.chunk is not None or self.spans is not None or self.prefix_lens is not None
+        has_spans = mask.has_spans and self.spans is not None
+        others = mask.chunk is not None or has_spans or self.prefix_lens is not None
         return others or isinstance(self.causal, torch.Tensor)
 
     def _placed(self, mask: Mask, ranges: torch.Tensor) -> torch.Tensor:
@@ -106,7 +108,7 @@ class StepMasks:
             seen = _intersected(seen, chunked_ranges(*step, chunk=mask.chunk, lookback=mask.chunk_lookback))
         elif window is not None:
             seen = _intersected(seen, window_ranges(*step, left=window - 1, right=window - 1))
-        if self.spans is None or not self.spans.shape[1]:
+        if not mask.has_spans or self.spans is None or not self.spans.shape[1]:
             return seen
         # The query's own key, which all masks have, and with it the spans: so each touches what is seen, and they join.
         span = span_ranges(*step, spans=self.spans, sliding_window=1)
