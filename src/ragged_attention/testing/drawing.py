@@ -113,6 +113,16 @@ PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"block_q": 3, "block_kv": 24},
         {"num_queries_per_block": 2, "num_keys_per_block": 128, "num_rows_per_chunk": 5, "num_rows_per_block": 3},
     ),
+    "block_scores": (
+        {"block_kv": 8},
+        {"block_q": 1, "block_kv": 8},
+        {"block_q": 3, "block_kv": 24},
+    ),
+    "select_blocks": (
+        {"block_kv": 8},
+        {"block_q": 1, "block_kv": 8},
+        {"block_q": 3, "block_kv": 24},
+    ),
     "top_k_indices": (
         {"block": 64},
         {"block": 64, "num_splits": 3},
