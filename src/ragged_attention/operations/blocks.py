@@ -137,7 +137,7 @@ class Blocks(FrontEnd[Array, Memory]):
             i32 [T, H, top_k], in each row the blocks in ascending order, then -1. Blocks that are always selected count
             towards `top_k`, so they must be no more than `top_k`. Of equal scores the one of the larger block, the
             newer keys, is taken. A block of score -inf is never selected. NaN counts as -inf, except in a block that is
-            always selected.
+            always selected. Whether a subnormal number counts as 0 depends on the device.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
