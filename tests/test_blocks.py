@@ -99,7 +99,7 @@ def test_which_blocks_are_chosen(backend):
     """The rules, one by one."""
     inf, nan = torch.inf, torch.nan
 
-    def chosen(scores: list[float], top_k: int, **forced: int) -> list[int]:
+    def chosen(scores: list[float], top_k: int, **forced: Any) -> list[int]:
         return rt.top_k_blocks(torch.tensor([[scores]], dtype=torch.float32), top_k, **forced, backend=backend)[
             0, 0
         ].tolist()
