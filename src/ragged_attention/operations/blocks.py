@@ -77,8 +77,6 @@ class Blocks(FrontEnd[Array, Memory]):
         top_k: int,
         *,
         block_size: int,
-        init_blocks: int = 0,
-        local_blocks: int = 0,
         key_scale: Array | None = None,
         starts: Array | None = None,
         stops: Array | None = None,
@@ -87,6 +85,8 @@ class Blocks(FrontEnd[Array, Memory]):
         kv_lens: Array | None = None,
         cu_q_lens: Array | None = None,
         num_seqs: int | Array | None = None,
+        init_blocks: int = 0,
+        local_blocks: int = 0,
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Array:
@@ -107,9 +107,9 @@ class Blocks(FrontEnd[Array, Memory]):
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
         """
         arguments = dict(
-            q=q, keys=keys, top_k=top_k, block_size=block_size, init_blocks=init_blocks, local_blocks=local_blocks,
-            key_scale=key_scale, starts=starts, stops=stops, max_keys=max_keys, page_indices=page_indices,
-            kv_lens=kv_lens, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
+            q=q, keys=keys, top_k=top_k, block_size=block_size, key_scale=key_scale, starts=starts, stops=stops,
+            max_keys=max_keys, page_indices=page_indices, kv_lens=kv_lens, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
+            init_blocks=init_blocks, local_blocks=local_blocks,
         )  # fmt: skip
         return self.run(SelectBlocks, arguments, backend, options)
 
