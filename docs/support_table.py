@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ragged_attention import dispatch
 from ragged_attention.calls import CACHE_FORMATS, FLOATS, QUANTIZED, Device
-from ragged_attention.tools.samples import IndexerSample, LatentSample, Sample, VarlenSample, device_of
+from ragged_attention.tools.samples import BlocksSample, IndexerSample, LatentSample, Sample, VarlenSample, device_of
 
 DOCS = Path(__file__).resolve().parent
 PAGE, README, SPARSE = DOCS / "support.md", DOCS.parent / "README.md", DOCS / "sparse_attention.md"
@@ -88,6 +88,33 @@ INDEXER_ROWS = {
     ("top_k_indices", "any"): [IndexerSample(top_k=top_k) for top_k in (1, 100, 2048, 4096)],
     ("quantize_indexer_keys", "f32, f16, bf16"): NEW_KEYS,
     ("write_indexer_cache", "f32, f16, bf16"): NEW_KEYS,
+}
+
+BLOCKS_ROWS = {
+    **{
+        (operation, what): samples
+        for operation in ("block_scores", "select_blocks")
+        for what, samples in {
+            "f32, f16, bf16 keys, packed or in pages": [
+                BlocksSample(dtype=dtype, cache_dtype=dtype, packed=packed)
+                for dtype in FLOATS
+                for packed in (False, True)
+            ],
+            "pages of bytes, or e4m3 keys": [
+                BlocksSample(dtype=dtype, cache_dtype=stored)
+                for dtype in ("float8_e4m3fn", *FLOATS)
+                for stored in ("uint8", "float8_e4m3fn")
+            ],
+            "1, 7 heads of 32, 256; 4 heads of keys; blocks of 1, 8, 256; pages of 1, 24": [
+                *(BlocksSample(num_q_heads=heads) for heads in (1, 7)),
+                *(BlocksSample(head_dim=head_dim) for head_dim in (32, 256)),
+                BlocksSample(num_kv_heads=4),
+                *(BlocksSample(block_size=size) for size in (1, 8, 256)),
+                *(BlocksSample(page_size=size) for size in (1, 24)),
+            ],
+        }.items()
+    },
+    ("top_k_blocks", "any"): [BlocksSample(top_k=top_k) for top_k in (1, 16, 4096)],
 }
 
 # Row: the calls that must all be taken.
@@ -191,6 +218,7 @@ ROWS = {
     ("write_mla_cache", f"{FORMATS} cache"): ANY_LATENTS,
     ("page_indices_to_slots", "any"): [LATENT],
     **INDEXER_ROWS,
+    **BLOCKS_ROWS,
 }
 SPARSE_ROWS = [
     (operation, what)

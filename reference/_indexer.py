@@ -12,15 +12,19 @@ E4M3 = "float8_e4m3fn"
 
 
 class Keys(NamedTuple):
-    """Stored keys: packed rows [N, D], pages [P, G, D], or pages of bytes [P, G, 1, D + 4], which hold scales too."""
+    """Stored keys: packed rows [N, D], pages [P, G, D], or pages of bytes [P, G, 1, D + 4], which hold scales too.
+
+    Packed rows [N, K, D] and pages [P, G, K, D] have several heads.
+    """
 
     stored: NDArray[Any]
     dtype: str | None  # the format of `stored` if it holds 8-bit floats as bits
-    scale: ArrayLike | None  # a scale per key
+    scale: ArrayLike | None  # a scale per key and head
+    head_dim: int
 
     def at(self, *index: Any) -> tuple[Float64, Float64]:
-        """The keys [n, D] and their scales [n] at indices [n], or at pages [n] and offsets [n]."""
-        if self.stored.ndim == 4:
+        """The keys [n, ..., D] and their scales [n, ...] at indices [n], or at pages [n] and offsets [n]."""
+        if self.stored.shape[-1] != self.head_dim:
             values, scales = planes(self.stored)
             return decode(values[index], E4M3), widened(np.ascontiguousarray(scales[index]).view("<f4")[:, 0])
         scales = np.ones(len(index[0])) if self.scale is None else widened(np.asarray(self.scale)[index])
@@ -32,8 +36,8 @@ class Seen(NamedTuple):
 
     token: int
     columns: NDArray[np.int64]  # [n], ascending
-    keys: Float64  # [n, D]
-    scales: Float64  # [n]
+    keys: Float64  # [n, ..., D]
+    scales: Float64  # [n, ...]
 
 
 def seen_of_ranges(keys: Keys, starts: Any, stops: Any, relative: bool, max_keys: int | None) -> Iterator[Seen]:
@@ -70,13 +74,17 @@ def planes(cache: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint
     return values.reshape(num_pages, page_size, row - 4), scales.reshape(num_pages, page_size, 4)
 
 
-def largest(logits: Float64, top_k: int) -> NDArray[np.int32]:
-    """Columns [T, top_k] of the largest logits [T, N], ascending, then -1; of equal logits the larger column wins."""
+def largest(logits: Float64, top_k: int, forced: NDArray[np.bool_] | None = None) -> NDArray[np.int32]:
+    """Columns [T, top_k] of the largest logits [T, N], ascending, then -1; of equal logits the larger column wins.
+
+    Columns that are `forced` [T, N] come before all others, even if their logit is NaN, but not if it is -inf.
+    """
+    num_tokens, columns = logits.shape
+    before = np.zeros(logits.shape, bool) if forced is None else forced & (logits != -np.inf)
     values = np.where(np.isnan(logits), -np.inf, logits)
-    num_tokens, columns = values.shape
     selected = np.full((num_tokens, top_k), -1, np.int32)
-    for token, row in enumerate(values):
-        best = np.lexsort((np.arange(columns), row))[::-1][:top_k]
-        best = np.sort(best[row[best] != -np.inf])
+    for token, (row, first) in enumerate(zip(values, before, strict=True)):
+        best = np.lexsort((np.arange(columns), row, first))[::-1][:top_k]
+        best = np.sort(best[first[best] | (row[best] != -np.inf)])
         selected[token, : len(best)] = best
     return selected

@@ -37,7 +37,8 @@ def indexer_logits(
 
     The arguments are those of the operation; `q_dtype` and `key_dtype` name the formats of 8-bit floats given as bits.
     """
-    q, weights, all_keys = decode(q, q_dtype), widened(weights), Keys(np.asarray(keys), key_dtype, key_scale)
+    q, weights = decode(q, q_dtype), widened(weights)
+    all_keys = Keys(np.asarray(keys), key_dtype, key_scale, q.shape[2])
     if page_indices is not None:
         columns = np.shape(page_indices)[1] * np.shape(keys)[1]
         tokens = seen_in_pages(len(q), all_keys, (page_indices, kv_lens, cu_q_lens), num_seqs, ratio)

@@ -6,7 +6,7 @@ import numpy as np
 
 from ragged_attention.calls import CALLS
 from ragged_attention.calls.sharding import KvShard
-from ragged_attention.tools.samples import LatentSample, Sample, VarlenSample, sample_of
+from ragged_attention.tools.samples import BlocksSample, LatentSample, Sample, VarlenSample, sample_of
 
 PAGE = 4
 LENS = (41, 3, 0, 18)  # of sequences over several ranks, some of which have nothing of some
@@ -36,6 +36,7 @@ def divisible_arguments(operation: str, size: int) -> dict[str, Any]:
         small |= {"num_kv_heads": size, "head_dim": 16, "num_tokens": 24, "sinks": True}
         small |= {"alibi_slopes": True, "relative_bias": True}
     else:
+        small |= {"num_kv_heads": size, "block_size": 2} if kind is BlocksSample else {}
         small |= {"cache_dtype": "float32", "head_dim": 16, "page_size": PAGE, "max_len": 8, "top_k": 3}
     record, random = CALLS[operation], np.random.default_rng(0)
     arguments = dict.fromkeys(record.KINDS) | dict(record.DEFAULTS) | sample_of(operation, **small).arguments(operation)

@@ -72,6 +72,7 @@ INDEXED = {"q": normal(14, 6, 32), "weights": normal(14, 6).float(), **TABLES, "
 FEW_INDEXED = {"q": normal(5, 6, 32), "weights": normal(5, 6).float(), **TABLES}
 PACKED_KEYS = {"keys": normal(24, 32), "key_scale": normal(24).float()}
 PAGED_KEYS = {"keys": normal(6, 4, 32), "key_scale": normal(6, 4).float()}
+BLOCKS = {"q": normal(14, 6, 32), **TABLES, "cu_q_lens": ints(0, 7, 8, 14), "block_size": 2}
 RANGES = {"starts": ints(0, 7, 3), "stops": ints(20, 24, 9)}
 
 
@@ -173,6 +174,16 @@ CALLS: dict[str, tuple[str, tuple[int, ...], dict[str, Any] | Callable[[], dict[
         "keys": pages_of_bytes(), "top_k": 2, "candidate_blocks": entries(5, 2, below=4), "candidate_block_size": 2,
     }),
     "choice": ("top_k_indices", (0,), {"logits": normal(3, 24).float(), "top_k": 5, **RANGES}),
+    "blocks": ("block_scores", (0, 1, 2), BLOCKS | {"keys": normal(6, 4, 3, 32), "key_scale": normal(6, 4, 3).float()}),
+    "blocks, packed": ("block_scores", (0, 1), {
+        "q": normal(3, 6, 32), "keys": normal(24, 3, 32), "key_scale": normal(24, 3).float(), **RANGES, "block_size": 2,
+    }),
+    "choice of blocks, bytes": ("select_blocks", (0,), lambda: BLOCKS | {
+        "keys": pages_of_bytes(), "top_k": 3, "local_blocks": 1,
+    }),
+    "choice of given blocks": ("top_k_blocks", (0, 1), {
+        "scores": normal(3, 2, 24).float(), "top_k": 5, "init_blocks": 1,
+    }),
     "quantise keys": ("quantize_indexer_keys", (0,), {"k": normal(5, 32)}),
     "keys by slot": ("write_indexer_cache", (0,), lambda: {
         "k": normal(3, 32), "cache": pages_of_bytes(), "slot_mapping": ints(3, 22, 9),

@@ -32,11 +32,14 @@ def test_agreement(runner: Runner, check: Check, examples: int) -> None:
 def test_backends_have_all_operations_but_these(runner: Runner) -> None:
     """So that an operation which is lost does not pass for one that a backend has not."""
     lacking = {operation for operation in CALLS if not _has(runner.backend, operation)}
-    known = {"triton": {"dequantize_mla_cache", "page_indices_to_slots"}, "numba": {"make_decode_schedule"}}
+    known = {
+        "triton": {"dequantize_mla_cache", "page_indices_to_slots"},
+        "numba": {"make_decode_schedule"},
+    }
     assert lacking == known.get(runner.backend, set())
     splits = {operation for operation in CALLS if "num_splits" in runner.tunables(operation)}
     attending = {name for name, record in CALLS.items() if record.ATTENDS}
-    choosing = {"indexer_topk", "top_k_indices"}
+    choosing = {"indexer_topk", "top_k_indices", "select_blocks", "top_k_blocks"}
     known = {"triton": attending - {"varlen_attention"} | choosing, "numba": attending}
     assert splits == known.get(runner.backend, set())
 

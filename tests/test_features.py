@@ -67,6 +67,12 @@ RANGES = {
     "relative": True, "max_keys": 2,
 }  # fmt: skip
 INDEX_PAGES = TABLES | {"keys": floats(6, 4, 16), "num_seqs": ints(1), "ratio": 2}
+BLOCK_RANGES = {name: value for name, value in RANGES.items() if name not in ("keys", "key_scale", "relative")}
+BLOCK_KEYS = {"q": floats(5, 4, 16), "block_size": 1, "top_k": 2}
+BLOCKS = (
+    BLOCK_KEYS | BLOCK_RANGES | {"keys": floats(9, 2, 16), "key_scale": floats(9, 2) ** 2 + 1},
+    BLOCK_KEYS | TABLES | {"keys": floats(6, 4, 2, 16), "num_seqs": ints(1), "init_blocks": 1, "local_blocks": 1},
+)
 BYTES = quantize_mla_cache(floats(2, 3, 1, 576), "fp8_v32", power_of_two_scales=False)
 
 ROTARY = {"positions": ints(3, 0, 2, 8, 1), "cos_sin": floats(9, 8)}
@@ -175,6 +181,9 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
     "top_k_indices": [
         {"logits": floats(3, 9), "top_k": 4, "starts": ints(1, 5, 0), "stops": ints(4, 9, 6)},
     ],
+    "block_scores": [*BLOCKS],
+    "select_blocks": [*BLOCKS],
+    "top_k_blocks": [{"scores": floats(3, 2, 9), "top_k": 4, "init_blocks": 2, "local_blocks": 1}],
     "quantize_indexer_keys": [{"k": floats(3, 16), "power_of_two": True}],
     "write_indexer_cache": [
         {"k": floats(3, 16), "cache": np.zeros((2, 4, 1, 20), np.uint8), "slot_mapping": ints(4, -1, 1),

@@ -271,7 +271,8 @@ def test_writes_may_happen_in_place_or_return() -> None:
 
 
 @pytest.mark.parametrize(("keywords", "match"), [
-    ({"family": "flash"}, "expected an operation or one of paged, heads_first, mla, indexer, varlen, got 'flash'"),
+    ({"family": "flash"},
+     "expected an operation or one of paged, heads_first, mla, indexer, blocks, varlen, got 'flash'"),
     ({"family": "paged"}, "expected a mapping of operations to functions for the family paged"),
     ({"framework": "cupy"}, "expected framework to be numpy, torch or jax, got 'cupy'"),
     ({"declines": ("prompts",)}, "expected declines to be of invalid indices, .*, got 'prompts'"),

@@ -151,6 +151,7 @@ CORNERS = (
     "indexer top-k, exact, candidates",
     "indexer top-k, exact, packed, wild ranges",
     "indexer selection, ties",
+    "block selection, exact, first and last",
     "indexer keys quantised, rows",
     "indexer keys written, page size 3",
     "norm, rope and write, float8_e4m3fn",
@@ -161,6 +162,8 @@ CORNERS = (
 # Of each kernel a call that runs it.
 RUN_BY = {
     "_bias_gradient.bias_kernel": "packed gradient, a relative bias",
+    "_blocks.block_scores_kernel": "block selection, exact, first and last",
+    "_blocks.raise_kernel": "block selection, exact, first and last",
     "_combine.combine_kernel": "attention, decode of a long sequence",
     "_heads_first.chunk_edges_kernel": "chunked prefill, a partial chunk",
     "_heads_first.decode_edges_kernel": "paged decode, lengths of every kind",

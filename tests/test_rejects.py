@@ -150,6 +150,15 @@ VALID: dict[str, dict[str, Any]] = {
         "page_indices": ints([0, 1], [2, 3]), "cu_q_lens": ints(0, 2, 4),
     },
     "top_k_indices": {"logits": ones(3, 9), "top_k": 2},
+    "block_scores": {
+        "q": ones(4, 6, 16), "keys": ones(6, 2, 16), "block_size": 4, "starts": ints(0, 0, 2, 3),
+        "stops": ints(1, 2, 3, 6),
+    },
+    "select_blocks": {
+        "q": ones(4, 6, 16), "keys": raw(6, 4, 1, 20), "top_k": 2, "block_size": 4, "kv_lens": ints(3, 8),
+        "page_indices": ints([0, 1], [2, 3]), "cu_q_lens": ints(0, 2, 4),
+    },
+    "top_k_blocks": {"scores": ones(3, 2, 9), "top_k": 2},
     "quantize_indexer_keys": {"k": ones(3, 16)},
     "write_indexer_cache": {"k": ones(3, 16), "cache": raw(2, 3, 1, 20), "slot_mapping": ints(0, -1, 5)},
 }  # fmt: skip
@@ -259,6 +268,18 @@ def topk(error: type[Exception], text: str, **changes: Any) -> Case:
 
 def select(error: type[Exception], text: str, **changes: Any) -> Case:
     return Case("top_k_indices", changes, error, text)
+
+
+def block_scores(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("block_scores", changes, error, text)
+
+
+def blocks(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("select_blocks", changes, error, text)
+
+
+def given_blocks(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("top_k_blocks", changes, error, text)
 
 
 def quantize_keys(error: type[Exception], text: str, **changes: Any) -> Case:
@@ -410,6 +431,41 @@ INDEXER = [
     select(InvalidInput, "expected logits.shape to be [T, N], got [9]", logits=ones(9)),
     select(InvalidInput, "expected top_k <= 4096, got 5000", top_k=5000),
     select(InvalidInput, "expected starts.shape to be [T] = [3], got [2]", starts=ints(0, 1)),
+    block_scores(InvalidInput, f"expected q.dtype to be {FLOATS} or float8_e4m3fn, got int8",
+                 q=ones(4, 6, 16, dtype=np.int8)),
+    block_scores(InvalidInput, "expected q.shape[2] to be a multiple of 16 from 16 to 256, got 24", q=ones(4, 6, 24),
+                 keys=ones(6, 2, 24)),
+    block_scores(InvalidInput, "expected block_size to be a power of two from 1 to 256, got 3", block_size=3),
+    block_scores(InvalidInput, "expected block_size to be a power of two from 1 to 256, got 512", block_size=512),
+    block_scores(InvalidInput, "expected block_size >= 1, got 0", block_size=0),
+    block_scores(InvalidInput, "expected keys.shape to be [N, K, D] = [N, K, 16], got [6, 16]", keys=ones(6, 16)),
+    block_scores(InvalidInput, "expected keys.shape to be [N, K, D] = [N, K, 16], got [6, 2, 32]", keys=ones(6, 2, 32)),
+    block_scores(InvalidInput, "expected keys.dtype to be float32 or float8_e4m3fn, got uint8", keys=raw(6, 2, 20)),
+    block_scores(InvalidInput, "expected keys to have num_kv_heads >= 1, got 0", keys=ones(6, 0, 16)),
+    block_scores(InvalidInput, "expected num_q_heads to be a multiple of num_kv_heads=4, got 6", keys=ones(6, 4, 16)),
+    block_scores(InvalidInput, "expected num_q_heads to be a multiple of num_kv_heads=2, got 0", q=ones(4, 0, 16)),
+    block_scores(InvalidInput, "expected key_scale.shape to be [N, K] = [6, 2], got [6]", key_scale=ones(6)),
+    block_scores(InvalidInput, f"{ONE_FORM} stops", starts=None),
+    block_scores(InvalidInput, "expected num_seqs only with page_indices, got it with starts and stops", num_seqs=2),
+    block_scores(InvalidInput, "expected max_keys >= 1, got 0", max_keys=0),
+    blocks(InvalidInput, "expected max_keys only with starts and stops, got it with page_indices", max_keys=9),
+    blocks(InvalidInput, "expected keys.shape to be [P, G, 1, D+4] = [P, G, 1, 20], got [6, 4, 1, 16]",
+           keys=raw(6, 4, 1, 16)),
+    blocks(InvalidInput, "expected keys.shape to be [P, G, K, D] = [P, G, K, 16], got [6, 4, 16]", keys=ones(6, 4, 16)),
+    blocks(InvalidInput, "expected keys to have page_size >= 1, got 0", keys=ones(6, 0, 1, 16)),
+    blocks(InvalidInput, "expected key_scale=None with pages of bytes, which hold the scales, got an array",
+           key_scale=ones(6, 4, 1)),
+    blocks(InvalidInput, "expected key_scale.shape to be [P, G, K] = [6, 4, 2], got [6, 4]", keys=ones(6, 4, 2, 16),
+           key_scale=ones(6, 4)),
+    blocks(InvalidInput, "expected top_k <= 4096, got 4097", top_k=4097),
+    blocks(InvalidInput, "expected init_blocks + local_blocks <= top_k=2, got 3", init_blocks=1, local_blocks=2),
+    blocks(InvalidInput, "expected local_blocks >= 0, got -1", local_blocks=-1),
+    blocks(TypeError, "expected init_blocks to be an int, got float", init_blocks=1.0),
+    given_blocks(InvalidInput, "expected scores.dtype to be float32, got float16",
+                 scores=ones(3, 2, 9, dtype=np.float16)),
+    given_blocks(InvalidInput, "expected scores.shape to be [T, H, B], got [3, 9]", scores=ones(3, 9)),
+    given_blocks(InvalidInput, "expected top_k <= 4096, got 5000", top_k=5000),
+    given_blocks(InvalidInput, "expected init_blocks + local_blocks <= top_k=2, got 5", local_blocks=5),
     quantize_keys(InvalidInput, "expected k.shape to be [N, D], got [16]", k=ones(16)),
     quantize_keys(InvalidInput, "expected k.shape[1] to be a multiple of 16 from 16 to 256, got 20", k=ones(3, 20)),
     quantize_keys(TypeError, "expected power_of_two to be a bool, got int", power_of_two=1),
@@ -1074,6 +1130,8 @@ VALUES = [
          kv_lens=ints(17, 8)),
     topk(InvalidInput, "expected page_indices[1, 1] between 0 and 5, got 6", page_indices=ints([0, 1], [2, 6])),
     select(InvalidInput, "expected stops[2] between 0 and 9, got 10", stops=ints(1, 2, 10)),
+    block_scores(InvalidInput, "expected stops[3] between 0 and 6, got 7", stops=ints(1, 2, 3, 7)),
+    blocks(InvalidInput, "expected kv_lens[0] between 0 and pages_per_seq * page_size = 8, got 9", kv_lens=ints(9, 8)),
     write_keys(InvalidInput, "expected slot_mapping[1] to be -1 or between 0 and 5, got 6",
                slot_mapping=ints(0, 6, -1)),
 ]  # fmt: skip

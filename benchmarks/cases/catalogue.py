@@ -1,11 +1,11 @@
-"""All named shapes, of paged, of latent and of uncached attention, and of the indexer."""
+"""All named shapes, of paged, of latent and of uncached attention, of the indexer and of block selection."""
 
 from typing import Any
 
-from benchmarks.cases import indexer, mla, paged, ragged_mla, varlen
+from benchmarks.cases import blocks, indexer, mla, paged, ragged_mla, varlen
 from benchmarks.cases.base import Case
 
-FAMILIES = (paged, mla, ragged_mla, varlen, indexer)
+FAMILIES = (paged, mla, ragged_mla, varlen, indexer, blocks)
 CASES: dict[str, Case] = {name: case for family in FAMILIES for name, case in family.CASES.items()}
 COMPILED_ONLY: dict[str, Case] = {name: case for family in FAMILIES for name, case in family.COMPILED_ONLY.items()}
 

@@ -28,6 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.cases import blocks as blocks_cases
 from benchmarks.cases import catalogue
 from benchmarks.cases import indexer as indexer_cases
 from benchmarks.cases import mla as mla_cases
@@ -53,7 +54,7 @@ COVERING = (
     *mla_cases.COMPILED_ONLY,
     "mla_ragged_64x4k", "mla_ragged_h16_64x4k", "mla_ragged_4k", *ragged_cases.COMPILED_ONLY,
     "mha_128_4k", "mha_128_4k_backward", "mha_192_4k", "mha_192_4k_backward", *varlen_cases.COMPILED_ONLY,
-    "indexer_decode_64x32k", "indexer_prefill_4k", *indexer_cases.COMPILED_ONLY,
+    "indexer_decode_64x32k", "indexer_prefill_4k", *indexer_cases.COMPILED_ONLY, *blocks_cases.COMPILED_ONLY,
 )  # fmt: skip
 # With these cases, sm_90 has all code that the workloads launch, except for code that differs only in numbers.
 TARGETS = (
@@ -70,7 +71,7 @@ FEWER = (
     "int8_mixed", "ratio_7_page_24", "mla_dense_h128_128q2s4k", "mla_sparse_h16_b8", "mla_sparse_v4_h64_128q2",
     "mla_prefill_h16_2k", "mha_192_4k", "mha_192_4k_backward", "mha_gemma_256", "mha_gemma_256_backward",
     "mha_float32_80_backward", "indexer_decode_64x32k", "indexer_prefill_4k", "indexer_prefill_bf16",
-    "indexer_decode_bf16_queries",
+    "indexer_decode_bf16_queries", "blocks_decode_64x32k", "blocks_prefill_4k", "blocks_prefill_float32",
 )  # fmt: skip
 FEWER_CASES_ON = ("sm_86", "sm_100", "sm_120", "gfx950")
 # Latent attention compiles slowly, so sm_90 compiles all of its cases and the other architectures one for each tile.
@@ -83,6 +84,7 @@ LATENT_TILES = (
 ATTENTIONS = (
     "ragged_paged_attention", "mla_decode", "ragged_mla_attention", "sparse_mla_prefill",
     "sparse_mla_prefill_backward", "varlen_attention", "varlen_attention_backward", "indexer_topk", "indexer_logits",
+    "select_blocks", "block_scores", "top_k_blocks",
 )  # fmt: skip
 # All other operations only copy, so fewer shapes cover them.
 COPYING = (
@@ -99,7 +101,7 @@ SAVED_EVERY = 30.0  # seconds between two saves while compiling
 # must come 16 at a time. After a change that makes a check stricter, `--afresh` has to compile everything again.
 MULTIPLYING = (
     "tile_kernel", "split_kernel", "latent_kernel", "ragged_latent_kernel", "forward_kernel", "dkv_kernel", "dq_kernel",
-    "bias_kernel", "gradient_kernel", "tile_logits_kernel", "walk_logits_kernel",
+    "bias_kernel", "gradient_kernel", "tile_logits_kernel", "walk_logits_kernel", "block_scores_kernel",
 )  # fmt: skip
 LEAST_WIDE = 0.9
 # Exceptions from LEAST_WIDE by kernel, `key_format` of the case and matrix unit: a lower bound of their own and the
@@ -142,6 +144,7 @@ SPILLED_ON_OLDER = {"dkv_kernel": 8, "forward_kernel": 8, "norm_rope_kernel": 8}
 ROWS = {
     "dkv_kernel": "kv", "latent_kernel": "h", "ragged_latent_kernel": "h", "gradient_kernel": "h",
     "tile_logits_kernel": "n", "walk_logits_kernel": "n",
+    "block_scores_kernel": "m",
 }  # fmt: skip
 WGMMA_ROWS = 64
 

@@ -14,6 +14,10 @@ from ragged_attention.calls.base import Call as Call
 from ragged_attention.calls.base import Device as Device
 from ragged_attention.calls.base import Result as Result
 from ragged_attention.calls.base import WritingCall as WritingCall
+from ragged_attention.calls.blocks import BlocksCall as BlocksCall
+from ragged_attention.calls.blocks import BlockScores as BlockScores
+from ragged_attention.calls.blocks import SelectBlocks as SelectBlocks
+from ragged_attention.calls.blocks import TopKBlocks as TopKBlocks
 from ragged_attention.calls.cache_formats import CACHE_FORMATS as CACHE_FORMATS
 from ragged_attention.calls.cache_formats import CacheFormat as CacheFormat
 from ragged_attention.calls.fields import FLOATS as FLOATS
@@ -64,5 +68,6 @@ CALLS: dict[str, type[Call]] = {
         SparseMlaPrefill, SparseMlaPrefillBackward, MlaDecode, RaggedMlaAttention, MakeDecodeSchedule,
         QuantizeMlaCache, DequantizeMlaCache, WriteMlaCache, LatentNormRopeWrite, PageIndicesToSlots,
         IndexerLogits, IndexerTopk, TopKIndices, QuantizeIndexerKeys, WriteIndexerCache,
+        BlockScores, SelectBlocks, TopKBlocks,
     )
 }  # fmt: skip

@@ -470,6 +470,14 @@ class KeyRanges(ArrayKind):
             raise InvalidInput(f"expected {name} to have from 1 to {MAX_KEY_RANGES} ranges of each query, got {got}")
 
 
+class HeadKeys(ArrayKind):
+    """Index keys [..., K, D], which the record checks."""
+
+
+class HeadKeyScales(ArrayKind):
+    """The scales of index keys [..., K], which the record checks."""
+
+
 class Stack(ArrayKind):
     """An array, or a sequence of arrays, which `prepare` stacks."""
 

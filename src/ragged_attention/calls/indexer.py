@@ -64,30 +64,22 @@ class IndexerSelection(IndexerQueries):
     top_k: int = field(Integer(least=1))
 
 
-@record
-class IndexerCall(IndexerQueries, PagesCall):
-    """The base of the records with queries, weights, and the keys that each query sees."""
+class KeysCall(PagesCall):
+    """The base of records with index queries, and with keys that are packed or lie in pages.
+
+    Each query sees a range of packed keys (`starts`, `stops`), or the causal part of its sequence's pages.
+    """
 
     CACHE: ClassVar[str] = "keys"
 
-    key_scale: Any = field(ArrayKind(), default=None)
-    starts: Any = field(ArrayKind("T", INT32), default=None)
-    stops: Any = field(ArrayKind("T", INT32), default=None)
-    relative: bool = field(Flag(), default=False)
-    max_keys: int | None = field(Integer(least=1), default=None)
-    page_indices: Any = field(ArrayKind("S M", INT32), default=None)
-    kv_lens: Any = field(ArrayKind("S", INT32), default=None)
-    cu_q_lens: Any = field(ArrayKind("S+1", INT32), default=None)
-    num_seqs: Any = field(Count(), default=None)
-    ratio: int = field(Integer(least=1), default=1)
-
-    def _check(self, sizes: Sizes) -> None:
-        expect_index_dim("q.shape[2]", self.head_dim)
-        expect_nonempty("q", "num_heads", self.num_heads)
-        self._expect_one_form()
-        self._expect_keys()
-        if self.max_keys is not None and not self.relative:
-            raise InvalidInput(f"expected max_keys only with relative=True, got {self.max_keys}")
+    q: Any
+    keys: Any
+    key_scale: Any
+    starts: Any
+    stops: Any
+    relative: bool  # whether columns count from each query's first packed key
+    max_keys: int | None
+    ratio: int  # the number of tokens per key in a page
 
     def _expect_one_form(self) -> None:
         """Raise unless keys are packed and given ranges, or paged and given tables."""
@@ -96,29 +88,30 @@ class IndexerCall(IndexerQueries, PagesCall):
         if (len(ranges), len(tables)) not in ((2, 0), (0, 3)):
             got = ", ".join(ranges + tables) or "neither"
             raise InvalidInput(f"expected starts and stops, or {', '.join(TABLES)}, got {got}")
-        paged = {"relative": self.relative, "max_keys": self.max_keys is not None}
-        packed = {"num_seqs": self.num_seqs is not None, "ratio": self.ratio != 1}
-        for name, given in (paged if tables else packed).items():
-            if given:
+        changed = self.changed()
+        for name in ("relative", "max_keys") if tables else ("num_seqs", "ratio"):
+            if name in changed:
                 wanted, other = ("starts and stops", "page_indices") if tables else ("page_indices", "starts and stops")
                 raise InvalidInput(f"expected {name} only with {wanted}, got it with {other}")
 
-    def _expect_keys(self) -> None:
-        dtypes = tuple(dict.fromkeys((dtype_name(self.q), E4M3)))
-        if not self.paged:
-            expect_array("keys", self.keys, "N D", dtypes, {"D": self.head_dim})
-        elif self.bytes:
-            sizes = {"1": 1, "D+4": self.head_dim + SCALE_BYTES}
-            expect_array("keys", self.keys, "P G 1 D+4", ("uint8",), sizes)
-        else:
-            expect_array("keys", self.keys, "P G D", dtypes, {"D": self.head_dim})
+    @property
+    def key_dtypes(self) -> tuple[str, ...]:
+        """The dtypes of keys that are not pages of bytes."""
+        return tuple(dict.fromkeys((dtype_name(self.q), E4M3)))
+
+    def _expect_bytes(self) -> None:
+        """Check the shape of keys that are pages of bytes."""
+        sizes = {"1": 1, "D+4": self.head_dim + SCALE_BYTES}
+        expect_array("keys", self.keys, "P G 1 D+4", ("uint8",), sizes)
+
+    def _expect_key_scale(self, letters: str) -> None:
+        """Check the scales of keys, whose axes `letters` are those of `keys` except the last."""
         if self.paged:
             expect_nonempty("keys", "page_size", self.page_size)
         if self.key_scale is None:
             return
         if self.bytes:
             raise InvalidInput("expected key_scale=None with pages of bytes, which hold the scales, got an array")
-        letters = "P G" if self.paged else "N"
         known: dict[str, int] = dict(zip(letters.split(), self.keys.shape, strict=False))
         expect_array("key_scale", self.key_scale, letters, ("float32",), known)
 
@@ -138,7 +131,7 @@ class IndexerCall(IndexerQueries, PagesCall):
     @property
     def bytes(self) -> bool:
         """Whether keys are pages of bytes: e4m3 values followed by their scales."""
-        return self.paged and len(self.keys.shape) == 4
+        return self.paged and dtype_name(self.keys) == "uint8"
 
     @property
     def key_dtype(self) -> str:
@@ -164,7 +157,7 @@ class IndexerCall(IndexerQueries, PagesCall):
 
     @property
     def columns(self) -> int:
-        """The number of columns of the logits, one per position that a query may see."""
+        """The number of positions that a query may see."""
         if self.paged:
             return self.pages_per_seq * self.page_size
         return self.keys.shape[0] if self.max_keys is None else self.max_keys
@@ -179,6 +172,38 @@ class IndexerCall(IndexerQueries, PagesCall):
             check_ragged_values(self, ratio=self.ratio)
         else:
             check_ranges(self.starts, self.stops, self.keys.shape[0])
+
+
+@record
+class IndexerCall(IndexerQueries, KeysCall):
+    """The base of the records with queries, weights, and the keys that each query sees."""
+
+    key_scale: Any = field(ArrayKind(), default=None)
+    starts: Any = field(ArrayKind("T", INT32), default=None)
+    stops: Any = field(ArrayKind("T", INT32), default=None)
+    relative: bool = field(Flag(), default=False)
+    max_keys: int | None = field(Integer(least=1), default=None)
+    page_indices: Any = field(ArrayKind("S M", INT32), default=None)
+    kv_lens: Any = field(ArrayKind("S", INT32), default=None)
+    cu_q_lens: Any = field(ArrayKind("S+1", INT32), default=None)
+    num_seqs: Any = field(Count(), default=None)
+    ratio: int = field(Integer(least=1), default=1)
+
+    def _check(self, sizes: Sizes) -> None:
+        expect_index_dim("q.shape[2]", self.head_dim)
+        expect_nonempty("q", "num_heads", self.num_heads)
+        self._expect_one_form()
+        self._expect_keys()
+        if self.max_keys is not None and not self.relative:
+            raise InvalidInput(f"expected max_keys only with relative=True, got {self.max_keys}")
+
+    def _expect_keys(self) -> None:
+        if self.paged and len(self.keys.shape) == 4:
+            self._expect_bytes()
+        else:
+            letters = "P G D" if self.paged else "N D"
+            expect_array("keys", self.keys, letters, self.key_dtypes, {"D": self.head_dim})
+        self._expect_key_scale("P G" if self.paged else "N")
 
 
 def check_ranges(starts: Any, stops: Any, limit: int) -> None:

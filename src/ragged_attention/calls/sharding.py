@@ -8,7 +8,16 @@ import dataclasses
 from typing import Any
 
 from ragged_attention.calls import CALLS, FLOATS, Call, dtype_name, expect_count
-from ragged_attention.calls.fields import ArrayKind, Kind, Pair, QueryScale, RelativeBias, Scale
+from ragged_attention.calls.fields import (
+    ArrayKind,
+    HeadKeys,
+    HeadKeyScales,
+    Kind,
+    Pair,
+    QueryScale,
+    RelativeBias,
+    Scale,
+)
 from ragged_attention.calls.heads_first import HeadsFirstPages
 from ragged_attention.errors import InvalidInput
 
@@ -67,7 +76,7 @@ def heads_of_arguments(record: type[Call]) -> dict[str, Heads]:
 
 HEADS_OF_KINDS = {
     HeadsFirstPages: Heads(-4, "K"), Pair: Heads(-2, "K"), Scale: Heads(-1, "K"), QueryScale: Heads(-1, "H"),
-    RelativeBias: Heads(-2, "H"),
+    RelativeBias: Heads(-2, "H"), HeadKeys: Heads(-2, "K"), HeadKeyScales: Heads(-1, "K"),
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ for its own arrays, and its package offers the methods of that instance as funct
 """
 
 from ragged_attention.operations.base import Array, Memory
+from ragged_attention.operations.blocks import Blocks
 from ragged_attention.operations.heads_first import HeadsFirst
 from ragged_attention.operations.indexer import Indexer
 from ragged_attention.operations.mla import Latent
@@ -22,5 +23,6 @@ class Operations(
     Latent[Array, Memory],
     RaggedLatent[Array, Memory],
     Indexer[Array, Memory],
+    Blocks[Array, Memory],
 ):
     """Every operation, on arrays of one framework."""

@@ -3,12 +3,15 @@
 An array then lies in memory once along an axis, over which all that it holds is alike.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from ragged_attention.testing.blocks.oracle import check_scores, check_selected, check_top_k
+from ragged_attention.testing.blocks.specs import BlocksSpec, TopKSpec
 from ragged_attention.testing.drawing import Case, Check, on_cases
 from ragged_attention.testing.heads_first.specs import ChunkSpec, PagedSpec, check_chunk, check_paged
 from ragged_attention.testing.indexer.key_specs import SelectSpec
@@ -94,6 +97,16 @@ def _indexer() -> Iterator[Alike]:
     yield check_select, SelectSpec(columns=20).build, {"logits": 0, "starts": 0}
 
 
+def _blocks() -> Iterator[Alike]:
+    keys = IndexerSpec(lens=((1, 9), (3, 7)), scaled=True, heads=4)
+    for spec in (BlocksSpec(keys=keys, key_heads=2), BlocksSpec(keys=dataclasses.replace(keys, cache_dtype=BYTES))):
+        for axes in ({"keys": 0}, {"q": 0}, {"q": 1}):
+            yield check_scores, spec.build, axes
+            yield check_selected, spec.build, axes
+    yield check_scores, BlocksSpec(keys=keys, key_heads=2).build, {"keys": 2, "key_scale": 2}
+    yield check_top_k, TopKSpec(seen="all").build, {"scores": 0}
+
+
 def _packed() -> Iterator[Alike]:
     for axes in ({"k": 0, "v": 0}, {"q": 0}, {"k": 1, "v": 1}):
         yield check_varlen, VarlenSpec(kv_heads=2, causal=True).build, axes
@@ -106,6 +119,7 @@ FAMILIES = {
     **{f"latents in {format}": functools.partial(_latents, format) for format in FORMATS},
     "lists of latents": _latent_lists,
     "the indexer": _indexer,
+    "blocks": _blocks,
     "packed sequences": _packed,
 }
 

@@ -113,6 +113,19 @@ PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"block_q": 3, "block_kv": 24},
         {"num_queries_per_block": 2, "num_keys_per_block": 128, "num_rows_per_chunk": 5, "num_rows_per_block": 3},
     ),
+    "block_scores": (
+        {"block_n": 32, "block_t": 4},
+        {"block_kv": 8},
+        {"block_q": 1, "block_kv": 8},
+        {"block_q": 3, "block_kv": 24},
+    ),
+    "select_blocks": (
+        {"block_n": 16, "block_t": 2, "chunk": 3, "num_splits": 3, "select_block": 64},
+        {"block_kv": 8},
+        {"block_q": 1, "block_kv": 8},
+        {"block_q": 3, "block_kv": 24},
+    ),
+    "top_k_blocks": ({"block": 64, "num_splits": 3},),
     "top_k_indices": (
         {"block": 64},
         {"block": 64, "num_splits": 3},

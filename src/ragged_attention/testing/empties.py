@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from ragged_attention.testing.blocks.oracle import check_scores, check_selected, check_top_k
+from ragged_attention.testing.blocks.specs import BlocksSpec, TopKSpec
 from ragged_attention.testing.drawing import Case, Check, on_cases
 from ragged_attention.testing.heads_first.specs import ChunkSpec, PagedSpec
 from ragged_attention.testing.heads_first.suite import check_chunk, check_paged
@@ -364,6 +366,30 @@ def indexer() -> Cases:
     return cases
 
 
+def blocks() -> Cases:
+    """Scores of blocks and selections."""
+    forced: dict[str, int] = {"init_blocks": 1, "local_blocks": 1}
+    numbers = IndexerSpec(lens=((1, 5), (1, 20)), spare_columns=300, padding=2, scaled=True, heads=4)
+    pages = IndexerSpec(lens=((1, 5), (1, 20)), padding=2, cache_dtype="uint8", dtype="bfloat16")
+    packed = BlocksSpec(keys=IndexerSpec(lens=((2, 9),), packed=True, scaled=True, heads=4), key_heads=2, **forced)
+    without: dict[str, Callable[[Any], Any]] = {
+        "no tokens": lambda batch: _cut(batch, (*OF_TOKENS, "starts", "stops")),
+        "no keys": lambda batch: _cut(batch, PAGES),
+        "nothing at all": lambda batch: _cut(batch, (*OF_TOKENS, "starts", "stops", *PAGES)),
+    }
+    paged = {"numbers": BlocksSpec(keys=numbers, key_heads=2, **forced), "bytes": BlocksSpec(keys=pages, **forced)}
+    cases: dict[str, Empty] = {}
+    for check in (check_scores, check_selected):
+        for name, spec in paged.items():
+            found = _ragged(check, spec.build)
+            cases |= {f"{check.__name__[6:]} of {name}, {what}": case for what, case in found.items()}
+        for what, empty in without.items():
+            cases[f"{check.__name__[6:]} of packed keys, {what}"] = check, lambda empty=empty: empty(packed.build())
+    for name, top_k in {"no tokens": TopKSpec(tokens=0), "no blocks": TopKSpec(blocks=0, local_blocks=1)}.items():
+        cases[f"given scores, {name}"] = check_top_k, top_k.build
+    return cases
+
+
 FAMILIES: Mapping[str, Cases] = {
     "ragged attention": attention(),
     "writes": writes(),
@@ -376,6 +402,7 @@ FAMILIES: Mapping[str, Cases] = {
     "decode schedules": schedules(),
     "packed sequences": packed(),
     "the indexer": indexer(),
+    "blocks": blocks(),
 }
 
 

@@ -48,6 +48,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
         "page_indices_to_slots",
     ),
     "indexer": ("indexer_logits", "indexer_topk", "top_k_indices", "write_indexer_cache", "quantize_indexer_keys"),
+    "blocks": ("block_scores", "select_blocks", "top_k_blocks"),
     "varlen": ("varlen_attention",),
 }
 FLOATS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")  # packed caches are uint8
@@ -83,7 +84,7 @@ def _packed(record: Any) -> Iterator[NDArray[Any]]:
         if not isinstance(cache, np.ndarray) or cache.ndim != 4 or cache.dtype.itemsize != 1:
             continue
         cache = cache.view(np.uint8)
-        if name == "keys":
+        if name == "keys" and cache.shape[3] != record.q.shape[-1]:
             values, scales = planes(cache)
             yield from (values_of(values, "float8_e4m3fn"), scales.copy().view("<f4"))
         elif cache.shape[3] in widths:
@@ -292,8 +293,8 @@ def judge(
     Args:
         kernel: a function; a mapping of operations to functions; or the words of a command, in which `{input}`,
             `{output}` and `{operation}` are filled in.
-        family: the operation of a function or a command; or `paged`, `heads_first`, `mla`, `indexer`, `varlen`, for a
-            command that computes all operations of one. A mapping names its own.
+        family: the operation of a function or a command; or `paged`, `heads_first`, `mla`, `indexer`, `blocks`,
+            `varlen`, for a command that computes all operations of one. A mapping names its own.
         framework: "numpy", "torch" or "jax": whose arrays a function gets. In NumPy, bfloat16 and 8-bit floats are the
             dtypes of `ml_dtypes`. A command's .npz file has their bits as uint16 or uint8, and `<name>.dtype`.
         features: the optional arguments that the kernel supports, such as `sliding_window` (default: its parameters;

@@ -15,6 +15,7 @@ import numpy as np
 
 from ragged_attention import dispatch
 from ragged_attention.testing import empties
+from ragged_attention.testing.blocks import garbage as blocks_safety
 from ragged_attention.testing.drawing import paths, taken_of
 from ragged_attention.testing.guarding import guarded, run_apart
 from ragged_attention.testing.heads_first import suite as heads_first_suite
@@ -127,6 +128,7 @@ SLOWER = (
     *heads_first_suite.GARBAGE,
     *varlen_safety.EXAMPLES,
     *indexer_safety.EXAMPLES,
+    *blocks_safety.EXAMPLES,
 )
 
 

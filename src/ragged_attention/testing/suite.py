@@ -8,6 +8,7 @@ has shown nothing, which is a `Declined` check.
 from collections.abc import Iterator
 
 from ragged_attention.testing import alike, empties, formats, invariance, large_logits
+from ragged_attention.testing.blocks import suite as blocks_suite
 from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, on_drawn_paths, on_every_path
 from ragged_attention.testing.heads_first import suite as heads_first_suite
 from ragged_attention.testing.indexer import suite as indexer_suite
@@ -56,6 +57,7 @@ def corners() -> Iterator[Check]:
     yield from mla_suite.corners()
     yield from varlen_suite.corners()
     yield from indexer_suite.corners()
+    yield from blocks_suite.corners()
     yield from empties.corners()
     yield from alike.corners()
 
@@ -75,6 +77,7 @@ def agreement() -> Iterator[Check]:
     yield from mla_suite.agreement()
     yield from varlen_suite.agreement()
     yield from indexer_suite.agreement()
+    yield from blocks_suite.agreement()
     yield from large_logits.agreement()
 
 
@@ -87,6 +90,7 @@ def laws() -> Iterator[Check]:
     yield from mla_suite.laws()
     yield from varlen_suite.laws()
     yield from indexer_suite.laws()
+    yield from blocks_suite.laws()
     yield from invariance.laws()
 
 

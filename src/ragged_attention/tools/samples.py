@@ -347,7 +347,35 @@ class IndexerSample(AnySample):
         return arguments | {"keys": FakeArray((count, self.head_dim), self.dtype), "key_scale": scale}
 
 
-KINDS = (Sample, LatentSample, VarlenSample, IndexerSample)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlocksSample(IndexerSample):
+    """A call of block selection; the defaults are MiniMax M3's decode of 32 sequences of up to 4096."""
+
+    dtype: str = "bfloat16"
+    cache_dtype: str = "bfloat16"
+    num_q_heads: int = 4
+    num_kv_heads: int = 1
+    page_size: int = 128
+    block_size: int = 128
+    top_k: int = 16
+    init_blocks: int = 0
+    local_blocks: int = 1
+
+    def _axes(self) -> dict[str, int]:
+        return super()._axes() | {"B": -(-self.pages_per_seq * self.page_size // self.block_size)}
+
+    def _arguments(self, operation: str) -> dict[str, Any]:
+        arguments = super()._arguments(operation)
+        keys = arguments["keys"]
+        if keys.dtype == "uint8":
+            return arguments
+        arguments["keys"] = FakeArray((*keys.shape[:-1], self.num_kv_heads, self.head_dim), keys.dtype)
+        if (scale := arguments.get("key_scale")) is not None:
+            arguments["key_scale"] = FakeArray((*scale.shape, self.num_kv_heads), scale.dtype)
+        return arguments
+
+
+KINDS = (Sample, LatentSample, VarlenSample, IndexerSample, BlocksSample)
 # By the modules of records; all others are of latents.
 MODULES = {
     "paged": Sample,
@@ -355,6 +383,7 @@ MODULES = {
     "heads_first": Sample,
     "varlen": VarlenSample,
     "indexer": IndexerSample,
+    "blocks": BlocksSample,
 }
 
 

@@ -236,6 +236,21 @@ def largest(builder: Any, a: Any) -> Any:
     return _folded(builder, a, lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
 
 
+def _larger_or_nan(builder: Any, a: Any, b: Any) -> Any:
+    """The larger number in each lane; NaN if either is NaN."""
+    larger = builder.select(builder.fcmp_ordered(">", a, b), a, b)
+    return builder.select(builder.fcmp_unordered("uno", a, a), a, larger)
+
+
+larger_or_nan = function_of(vector, vector, vector)(_larger_or_nan)
+
+
+@function_of(types.float32, vector)
+def largest_or_nan(builder: Any, a: Any) -> Any:
+    """The largest lane; NaN if a lane is NaN."""
+    return _folded(builder, a, lambda x, y: _larger_or_nan(builder, x, y))
+
+
 @function_of(types.float32, vector)
 def largest_of_magnitudes(builder: Any, a: Any) -> Any:
     """The largest magnitude of the lanes; NaN if a lane is NaN."""

@@ -18,17 +18,18 @@ from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import Tile, Windows
 
 LOGITS = 2**22  # maximum logits of a block of several tokens; top-k needs all logits of a token at once
+LEAST = 0x7F800000 ^ -1  # -inf, as `ordered` numbers
 FEATURES = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
 })  # fmt: skip
 
 
 def heuristic(call: Any) -> Tile:
-    """Tiles of 64 to 2048 keys; if possible, the products of 8 tokens with a tile stay within `_max_products`."""
-    return Tile(block_kv=min(max(_max_products(call) // (8 * call.num_heads), 64), 2048))
+    """Tiles of 64 to 2048 keys; if possible, the products of 8 tokens with a tile stay within `max_products`."""
+    return Tile(block_kv=min(max(max_products(call) // (8 * call.num_heads), 64), 2048))
 
 
-def _max_products(call: Any) -> int:
+def max_products(call: Any) -> int:
     """The maximum number of products q . key in memory; on a CPU, about what its cache holds."""
     return 2**20 if call.device.platform == "cpu" else 2**24
 
@@ -151,7 +152,7 @@ def logits_of(call: Any, tile: Tile, keys: Keys, block: Block, columns: Ints) ->
     count = block.last - block.first
     logits = torch.full((count, len(columns)), -torch.inf, dtype=torch.float32, device=device)
     starts, stops = (torch.from_numpy(edge).to(device)[:, None] for edge in (block.starts, block.stops))
-    step = max(_max_products(call) // (call.num_heads * tile.block_kv), 1)
+    step = max(max_products(call) // (call.num_heads * tile.block_kv), 1)
     for low in range(0, len(columns), tile.block_kv):
         tile_columns = columns[low : low + tile.block_kv]
         column = torch.from_numpy(tile_columns).to(device)
@@ -179,26 +180,29 @@ def _weighted_sums(call: Any, tokens: slice, keys: torch.Tensor) -> torch.Tensor
 
 
 def largest(logits: torch.Tensor, top_k: int) -> torch.Tensor:
-    """The columns i32 [R, top_k] of the largest logits [R, n], ascending and padded with -1.
+    """The columns i32 [R, top_k] of the largest logits [R, n], ascending and padded with -1."""
+    return best_of(ordered(logits), top_k)
 
-    Each logit is packed with its column into one integer, so that no two of a row are equal: of equal logits, the one
+
+def best_of(order: torch.Tensor, top_k: int) -> torch.Tensor:
+    """The columns i32 [R, top_k] of the largest `ordered` numbers [R, n], ascending and padded with -1.
+
+    Each number is packed with its column into one integer, so that no two of a row are equal: of equal numbers, the one
     in the larger column wins.
     """
-    count, columns = min(top_k, logits.shape[1]), logits.shape[1]
-    selected = torch.full((logits.shape[0], top_k), -1, dtype=torch.int32, device=logits.device)
+    count, columns = min(top_k, order.shape[1]), order.shape[1]
+    selected = torch.full((order.shape[0], top_k), -1, dtype=torch.int32, device=order.device)
     if count == 0:
         return selected
-    order = _ordered(logits.masked_fill(logits.isnan(), -torch.inf) + 0.0)  # -0.0 + 0.0 is 0.0
-    keys = (order.to(torch.int64) << 32) | torch.arange(columns, device=logits.device)
+    keys = (order.to(torch.int64) << 32) | torch.arange(columns, device=order.device)
     best = torch.topk(keys, count, sorted=False).values
-    least = _ordered(logits.new_full((), -torch.inf))
-    # A logit of -inf is not selected: its column is replaced by `columns`, which sorts last.
-    found = torch.where(best >> 32 > least, best & 0xFFFFFFFF, columns).to(torch.int32).sort().values
+    # A number for -inf is not selected: its column is replaced by `columns`, which sorts last.
+    found = torch.where(best >> 32 > LEAST, best & 0xFFFFFFFF, columns).to(torch.int32).sort().values
     selected[:, :count] = found.masked_fill_(found == columns, -1)
     return selected
 
 
-def _ordered(values: torch.Tensor) -> torch.Tensor:
-    """Int32 numbers in the same order as the float32 values, none of which may be NaN."""
-    bits = values.view(torch.int32)
+def ordered(values: torch.Tensor) -> torch.Tensor:
+    """Int32 numbers in the order of the float32 values, in which NaN equals -inf, for which the number is LEAST."""
+    bits = (values.masked_fill(values.isnan(), -torch.inf) + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ragged_attention.calls import IndexerTopk
+from ragged_attention.calls import BlocksCall, IndexerTopk
 from ragged_attention.jax_shared.axes import cond, fori_loop
 from ragged_attention.portable.xla._latents import spans
 from ragged_attention.portable.xla._pages import addresses_of, stored_at
@@ -53,7 +53,8 @@ Rows = Callable[[Seen, jax.Array], jax.Array]
 def over_tiles(call: Any, tile: Tile, results: jax.Array, rows: Rows) -> jax.Array:
     """`results` [T, ...], with each tile's rows replaced by `rows(seen, logits)`.
 
-    A tile's logits are [size, width]; a column is the index of a packed key, even in a relative call, or a position.
+    A tile's logits are [size, width], or [size, H, width] if each head has its own; a column is the index of a packed
+    key, even in a relative call, or a position.
     """
     if 0 in (call.num_tokens, call.columns, call.keys.shape[0]):
         return results
@@ -95,15 +96,22 @@ def _paged_tiles(call: Any, tile: Tile, size: int, results: jax.Array, rows: Row
     return walk_tiles(seqs.starts, seqs.stops, seqs.tiled_by(size), size, call.num_tokens, add, results)
 
 
+class Scorer(NamedTuple):
+    """Computes the logits of a tile's tokens, of all heads together or of each head."""
+
+    heads: tuple[int, ...]  # the axis of heads in the logits, if they have one
+    score: Callable[[jax.Array, jax.Array | None], jax.Array]  # from keys [n, ..., D] and their scales [n, ...]
+
+
 def _logits(call: Any, seen: Seen, width: int, block_kv: int) -> jax.Array:
-    """The logits [size, width] of a tile, -inf where a token does not see the key or it is not a candidate."""
+    """The logits [size, ..., width] of a tile, -inf where a token does not see the key or it is not a candidate."""
     size, block_kv = len(seen.row), min(block_kv, width)
     sees_keys = seen.stops > seen.starts
     low, high = jnp.where(sees_keys, seen.starts, width).min(), jnp.where(sees_keys, seen.stops, 0).max()
-    q, weights = _queries(call, seen.row)
+    heads, score = _each_head(call, seen.row) if isinstance(call, BlocksCall) else _heads_together(call, seen.row)
     has_candidates = isinstance(call, IndexerTopk) and call.candidate_blocks is not None
     candidates = _Candidates(call, seen) if has_candidates else None
-    unseen = jnp.full((size, block_kv), -jnp.inf, jnp.float32)
+    unseen = jnp.full((size, *heads, block_kv), -jnp.inf, jnp.float32)
 
     def step(block: jax.Array, logits: jax.Array) -> jax.Array:
         first = jnp.minimum(low + block * block_kv, width - block_kv)
@@ -114,26 +122,52 @@ def _logits(call: Any, seen: Seen, width: int, block_kv: int) -> jax.Array:
 
         def compute() -> jax.Array:
             keys, scales, valid = _keys(call, seen.seq, column)
-            products = jnp.maximum(dot("thd,kd->thk", q, keys.astype(q.dtype)), 0.0)  # relu that keeps NaN
-            sums = dot("th,thk->tk", weights, products)
-            return jnp.where(visible & valid, sums if scales is None else sums * scales, -jnp.inf)
+            shown = (visible & valid).reshape(size, *(1 for _ in heads), block_kv)
+            return jnp.where(shown, score(keys, scales), -jnp.inf)
 
         new = cond(visible.any(), compute, unseen)
-        return lax.dynamic_update_slice(logits, new, (jnp.int32(0), first))
+        return lax.dynamic_update_slice(logits, new, (*(jnp.int32(0) for _ in unseen.shape[1:]), first))
 
     count = (jnp.maximum(high - low, 0) + (block_kv - 1)) // block_kv
-    return fori_loop(jnp.int32(0), count, step, jnp.full((size, width), -jnp.inf, jnp.float32))
+    logits = jnp.full((*unseen.shape[:-1], width), -jnp.inf, jnp.float32)
+    return fori_loop(jnp.int32(0), count, step, logits)
 
 
-def _queries(call: Any, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The queries of the tokens `row`, in a dtype that represents them and the keys exactly, and the heads' weights."""
+def _queries(call: Any, row: jax.Array) -> jax.Array:
+    """The queries of the tokens `row`, in a dtype that represents them and the keys exactly."""
     narrow = {call.q.dtype.name, call.key_dtype} <= {"bfloat16", "float8_e4m3fn"}
     q, row = lax.optimization_barrier((call.q, row))  # else XLA would convert all of q before the loop
-    return stored_at(q, row).astype(jnp.bfloat16 if narrow else jnp.float32), at(call.weights, row)
+    return stored_at(q, row).astype(jnp.bfloat16 if narrow else jnp.float32)
+
+
+def _heads_together(call: Any, row: jax.Array) -> Scorer:
+    """The weighted sum of the heads' products, of which negative ones count as 0."""
+    q, weights = _queries(call, row), at(call.weights, row)
+
+    def score(keys: jax.Array, scales: jax.Array | None) -> jax.Array:
+        products = jnp.maximum(dot("thd,kd->thk", q, keys.astype(q.dtype)), 0.0)  # relu that keeps NaN
+        sums = dot("th,thk->tk", weights, products)
+        return sums if scales is None else sums * scales
+
+    return Scorer((), score)
+
+
+def _each_head(call: Any, row: jax.Array) -> Scorer:
+    """The products of each head [size, H, n]; heads may share keys."""
+    q = _queries(call, row).reshape(len(row), call.num_kv_heads, call.group, call.head_dim)
+
+    def score(keys: jax.Array, scales: jax.Array | None) -> jax.Array:
+        rows = keys.reshape(len(keys), call.num_kv_heads, call.head_dim).astype(q.dtype)
+        products = dot("tkgd,nkd->tkgn", q, rows)
+        if scales is not None:
+            products *= scales.reshape(len(keys), -1).T[:, None]
+        return products.reshape(len(row), call.num_heads, len(keys))
+
+    return Scorer((call.num_heads,), score)
 
 
 def _keys(call: Any, seq: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """The keys [n, D] in columns [n], their scales [n] or None, and a mask [n] of keys on valid pages."""
+    """The keys [n, ..., D] in columns [n], their scales [n, ...] or None, and a mask [n] of keys on valid pages."""
     keys, scales = call.keys, call.key_scale
     address, valid = (column,), jnp.full(column.shape, True)
     if call.paged:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ragged_attention.testing.indexer.key_specs import (
     QuantizeKeysSpec,
@@ -12,18 +13,17 @@ from ragged_attention.testing.indexer.key_specs import (
     WriteKeysBatch,
     WriteKeysSpec,
 )
-from ragged_attention.testing.indexer.specs import BYTES, E4M3, IndexerSpec, TopkBatch
+from ragged_attention.testing.indexer.specs import BYTES, E4M3, IndexerSpec, KeysBatch, TopkBatch
 from ragged_attention.testing.integers import garbage
 from ragged_attention.testing.runner import Runner
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def garbage_call(seed: int) -> TopkBatch:
-    """A valid call whose index arrays are then filled with any int32."""
-    rng = np.random.default_rng(seed)
+def garbage_spec(rng: np.random.Generator, seed: int) -> IndexerSpec:
+    """The structure of a valid call."""
     packed = bool(rng.random() < 0.4)
-    batch = IndexerSpec(
+    return IndexerSpec(
         lens=tuple((int(rng.integers(0, 5)), int(rng.integers(0, 30))) for _ in range(rng.integers(1, 4))),
         packed=packed,
         heads=int(rng.choice([1, 3, 17])),
@@ -40,18 +40,29 @@ def garbage_call(seed: int) -> TopkBatch:
         candidate_block_size=[None, 1, 4][int(rng.integers(0, 3))],
         strided=bool(rng.random() < 0.3),
         seed=seed,
-    ).build_topk()
+    )
+
+
+def garbage_call(seed: int) -> TopkBatch:
+    """A valid call whose index arrays are then filled with any int32."""
+    rng = np.random.default_rng(seed)
+    batch = garbage_spec(rng, seed).build_topk()
+    return batch.change(**wild_arrays(rng, batch))
+
+
+def wild_arrays(rng: np.random.Generator, batch: KeysBatch) -> dict[str, NDArray[np.int32]]:
+    """Garbage for some of a call's index arrays, by name."""
     near = {"starts": len(batch.keys), "stops": len(batch.keys), "page_indices": len(batch.keys)}
     near |= {"kv_lens": 40, "cu_q_lens": len(batch.q), "num_seqs": 3, "candidate_blocks": 9}
     wild = {}
     for name, limit in near.items():
-        array = getattr(batch, name)
+        array = getattr(batch, name, None)
         if isinstance(array, np.ndarray) and rng.random() < 0.7:  # so that single ones are tried among valid ones
             wild[name] = garbage(rng, array.shape, limit)
-    return batch.change(**wild)
+    return wild
 
 
-def ascends(batch: TopkBatch) -> bool:
+def ascends(batch: KeysBatch) -> bool:
     """Whether `cu_q_lens` does; if not, whose rows are whose is undefined."""
     if batch.cu_q_lens is None:
         return True

@@ -17,22 +17,28 @@ BYTES = "uint8"  # pages of e4m3 values with their scales behind them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class IndexerBatch(Arrays):
-    """The arguments of one `indexer_logits` call in NumPy."""
+class KeysBatch(Arrays):
+    """Queries, and the keys that each sees: packed, or in pages."""
 
     q: NDArray[Any]
     keys: NDArray[Any]
-    weights: NDArray[np.float32]
     key_scale: NDArray[np.float32] | None = None
     starts: NDArray[np.int32] | None = None
     stops: NDArray[np.int32] | None = None
-    relative: bool = False
     max_keys: int | None = None
     page_indices: NDArray[np.int32] | None = None
     kv_lens: NDArray[np.int32] | None = None
     cu_q_lens: NDArray[np.int32] | None = None
     num_seqs: int | NDArray[np.int32] | None = None
-    ratio: int = 1
+
+    @property
+    def from_own_start(self) -> bool:
+        """Whether columns of packed keys count from the first that a query sees."""
+        return True
+
+    @property
+    def tokens_per_key(self) -> int:
+        return 1
 
     def dtype_of(self, name: str, array: NDArray[Any]) -> str:
         return {"q": self.dtype, "keys": self.cache_dtype}.get(name) or str(array.dtype)
@@ -43,11 +49,6 @@ class IndexerBatch(Arrays):
     def definition(self) -> dict[str, Any]:
         """The arguments as the definition takes them."""
         return self.arguments() | {"q_dtype": self.dtype, "key_dtype": self.cache_dtype}
-
-    def logits_call(self) -> "IndexerBatch":
-        """The call of the logits alone."""
-        names = [field.name for field in dataclasses.fields(IndexerBatch)]
-        return IndexerBatch(**{name: getattr(self, name) for name in names})
 
     @property
     def paged(self) -> bool:
@@ -72,14 +73,14 @@ class IndexerBatch(Arrays):
                 start, stop = (min(max(edge, 0), len(self.keys)) for edge in edges)
                 rows = np.arange(start, max(start, stop))[: self.max_keys]
                 if len(rows):
-                    yield token, rows - start * self.relative, rows
+                    yield token, rows - start * self.from_own_start, rows
             return
         assert self.kv_lens is not None
         page_size = self.keys.shape[1]
         for seq, (first, stop) in enumerate(self.bounds()):
-            kv_len = int(np.clip(self.kv_lens[seq], 0, self.columns * self.ratio))
+            kv_len = int(np.clip(self.kv_lens[seq], 0, self.columns * self.tokens_per_key))
             for token in range(first, stop):
-                columns = np.arange(max(kv_len - (stop - first) + token - first + 1, 0) // self.ratio)
+                columns = np.arange(max(kv_len - (stop - first) + token - first + 1, 0) // self.tokens_per_key)
                 pages = self.page_indices[seq, columns // page_size]
                 known = (pages >= 0) & (pages < len(self.keys))
                 if known.any():
@@ -92,16 +93,17 @@ class IndexerBatch(Arrays):
         for token, _, where in self.seen():
             unread[where] = False
             idle[token] = False
-        keys, q, weights = self.keys.copy(), self.q.copy(), self.weights.copy()
-        scale = None if self.key_scale is None else np.where(unread, np.float32(np.nan), self.key_scale)
+        keys, q = self.keys.copy(), self.q.copy()
+        scale = None if self.key_scale is None else self.key_scale.copy()
+        if scale is not None:
+            scale[unread] = np.nan
         if self.cache_dtype == BYTES:
             for plane in planes(keys):
                 plane[unread] = 0xFF
         else:
             keys[unread] = np.nan if keys.dtype.kind == "f" else 0x7F
         q[idle] = np.nan if q.dtype.kind == "f" else 0x7F
-        weights[idle] = np.nan
-        return self.change(keys=keys, q=q, weights=weights, key_scale=scale)
+        return self.change(keys=keys, q=q, key_scale=scale)
 
     def with_garbage_tails(self, seed: int) -> Self:
         """Garbage in every entry of the tables that must not be read: any int32, or what would pass for valid."""
@@ -109,16 +111,46 @@ class IndexerBatch(Arrays):
             return self
         assert self.kv_lens is not None
         assert self.cu_q_lens is not None
+        capacity = self.columns * self.tokens_per_key
         filling, bounds = unread(np.random.default_rng(seed)), self.bounds()
         table = filling(self.page_indices.shape, len(self.keys) - 1)
         for seq, (start, stop) in enumerate(bounds):
-            rows = int(np.clip(self.kv_lens[seq], 0, self.columns * self.ratio)) // self.ratio
+            rows = int(np.clip(self.kv_lens[seq], 0, capacity)) // self.tokens_per_key
             used = -(-rows // self.keys.shape[1]) * (stop > start)
             table[seq, :used] = self.page_indices[seq, :used]
         kv_lens, cu_q_lens = self.kv_lens.copy(), self.cu_q_lens.copy()
-        kv_lens[len(bounds) :] = filling(len(kv_lens) - len(bounds), self.columns * self.ratio)
+        kv_lens[len(bounds) :] = filling(len(kv_lens) - len(bounds), capacity)
         cu_q_lens[len(bounds) + 1 :] = filling(len(cu_q_lens) - len(bounds) - 1, len(self.q))
         return self.change(page_indices=table, kv_lens=kv_lens, cu_q_lens=cu_q_lens)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class IndexerBatch(KeysBatch):
+    """The arguments of one `indexer_logits` call in NumPy."""
+
+    weights: NDArray[np.float32]
+    relative: bool = False
+    ratio: int = 1
+
+    @property
+    def from_own_start(self) -> bool:
+        return self.relative
+
+    @property
+    def tokens_per_key(self) -> int:
+        return self.ratio
+
+    def logits_call(self) -> "IndexerBatch":
+        """The call of the logits alone."""
+        names = [field.name for field in dataclasses.fields(IndexerBatch)]
+        return IndexerBatch(**{name: getattr(self, name) for name in names})
+
+    def poisoned(self) -> Self:
+        poisoned, idle = super().poisoned(), np.ones(len(self.q), bool)
+        for token, _, _ in self.seen():
+            idle[token] = False
+        weights = np.where(idle[:, None], np.float32(np.nan), self.weights)
+        return poisoned.change(weights=weights)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

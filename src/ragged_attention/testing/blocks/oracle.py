@@ -1,0 +1,67 @@
+"""What block scores and block selection must give, by the definition."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragged_attention.reference._indexer import planes
+from ragged_attention.reference.block_scores import block_scores
+from ragged_attention.reference.select_blocks import select_blocks
+from ragged_attention.reference.top_k_blocks import top_k_blocks
+from ragged_attention.testing.blocks.specs import BlocksBatch, ScoresBatch, TopKBatch
+from ragged_attention.testing.compare import chosen_agree, identical, logits_agree
+from ragged_attention.testing.indexer.specs import BYTES
+from ragged_attention.testing.runner import Runner
+
+Scores = NDArray[np.float64]
+
+
+def expected(batch: ScoresBatch) -> tuple[Scores, Scores]:
+    """The scores, and the largest sums of magnitudes of products, which bound the errors of the scores."""
+    keys, scale = batch.keys.copy(), batch.key_scale
+    if batch.cache_dtype == BYTES:
+        values, scales = planes(keys)
+        values &= 0x7F
+        scales[..., 3] &= 0x7F  # the byte with the sign
+    else:
+        keys = keys & 0x7F if keys.dtype == np.uint8 else np.abs(keys)
+    q = batch.q & 0x7F if batch.q.dtype == np.uint8 else np.abs(batch.q)
+    whole = batch.change(q=q, keys=keys, key_scale=None if scale is None else np.abs(scale))
+    return block_scores(**batch.definition()), block_scores(**whole.definition())
+
+
+def check_scores(runner: Runner, batch: BlocksBatch, options: Mapping[str, Any] | None = None) -> None:
+    batch_of_scores = batch.scores_call()
+    got = runner.run("block_scores", batch_of_scores, options=options)
+    logits_agree(got, *expected(batch_of_scores), what="scores")
+
+
+def check_selected(runner: Runner, batch: BlocksBatch, options: Mapping[str, Any] | None = None) -> None:
+    """Every row is one that rounding of the scores allows."""
+    num_rows = batch.q.shape[0] * batch.q.shape[1]
+    scores, whole = (each.reshape(num_rows, batch.num_blocks) for each in expected(batch.scores_call()))
+    forced = forced_blocks(scores, batch.init_blocks, batch.local_blocks)
+    got = runner.run("select_blocks", batch, options=options)
+    chosen_agree(
+        got.reshape(num_rows, batch.top_k), np.where(forced, np.inf, scores), np.where(forced, 0.0, whole), batch.top_k
+    )
+
+
+def forced_blocks(scores: NDArray[Any], init_blocks: int, local_blocks: int) -> NDArray[np.bool_]:
+    """The blocks of each row that are always selected."""
+    block, seen = np.arange(scores.shape[-1]), scores != -np.inf
+    own = np.max(np.where(seen, block, -1), axis=-1, keepdims=True, initial=-1)
+    return seen & ((block < init_blocks) | (block > own - local_blocks))
+
+
+def check_exactly_selected(runner: Runner, batch: BlocksBatch, options: Mapping[str, Any] | None = None) -> None:
+    """Scores that are exact leave one answer, ties included."""
+    got = runner.run("select_blocks", batch, options=options)
+    identical(got, select_blocks(**batch.definition()), "blocks")
+
+
+def check_top_k(runner: Runner, batch: TopKBatch, options: Mapping[str, Any] | None = None) -> None:
+    got = runner.run("top_k_blocks", batch, options=options)
+    identical(got, top_k_blocks(**batch.arguments()), "blocks")
