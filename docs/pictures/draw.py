@@ -244,7 +244,7 @@ def index_page() -> drawing.Drawing:
     page = write.write_indexer_cache(rows, np.zeros((1, keys, 1, head_dim + 4), np.uint8), np.arange(keys))
 
     def held(page: np.ndarray) -> np.ndarray:
-        values, scales = read.Keys(page, None, None).at(np.zeros(keys, int), np.arange(keys))
+        values, scales = read.Keys(page, None, None, head_dim).at(np.zeros(keys, int), np.arange(keys))
         return values * scales[:, None]
 
     found: list[tuple[int, str, int]] = []
