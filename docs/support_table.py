@@ -3,7 +3,8 @@
     python docs/support_table.py
 
 The backends of a platform are asked in its own order; those that take a call are listed, the first being the one that
-runs it. The README has the first alone, a line for each operation. Nothing is run, and no device is needed.
+runs it. The README has the first alone, a line for all operations with the same. Nothing is run, and no device is
+needed.
 """
 
 import dataclasses
@@ -272,15 +273,18 @@ def table(found: Answers) -> str:
 
 
 def short_table(found: Answers) -> str:
-    """Every operation in Markdown, with what `"auto"` picks; where that depends on the call, each of them."""
-    lines = ["| operation | " + " | ".join(COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
+    """What `"auto"` picks in Markdown, with the operations for which it does; each pick where the call decides."""
+    lines = ["| operations | " + " | ".join(COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
+    pages: dict[str, list[str]] = {}
     for operation in dict.fromkeys(operation for operation, _ in found):
         rows = [columns for (name, _), columns in found.items() if name == operation]
         picked = [
             dict.fromkeys(names[0] if names else "none" for names in column) for column in zip(*rows, strict=True)
         ]
-        page = f"[`{operation}`](docs/operations/{operation}.md)"
-        lines.append(f"| {page} | {' | '.join(' or '.join(names) for names in picked)} |")
+        pages.setdefault(" | ".join(" or ".join(names) for names in picked), []).append(
+            f"[`{operation}`](docs/operations/{operation}.md)"
+        )
+    lines += [f"| {', '.join(names)} | {cells} |" for cells, names in pages.items()]
     return "\n".join(lines) + "\n"
 
 

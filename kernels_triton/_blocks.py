@@ -264,6 +264,7 @@ def tile_for(call: Any, decodes: bool) -> Tile:
 
 
 def config_of(call: Any, tile: Tile, unit: int) -> Config:
+    """The constants of a launch; page strides are in units of `unit` elements."""
     units = indexer_logits.has_units(call)
     codes = "e4m3_units" if units else e4m3_format(call.device.arch)
     heads = group_block(call)
