@@ -47,6 +47,10 @@ VARLEN = {
     "sinks": floats(4), "alibi_slopes": SLOPES, "relative_bias": BIAS, "deterministic": True,
 }  # fmt: skip
 KEY_RANGES = ints([[0, 2], [3, 4]], [[0, 1], [1, 3]], [[2, 5], [0, 0]], [[0, 3], [1, 2]], [[0, 9], [-4, 0]])
+BLOCKS = {  # of two KV heads, among entries that name nothing
+    "selected": ints([[0, -1], [1, 0]], [[1, 1], [0, 9]], [[-1, 2], [2, 0]], [[0, 1], [-1, 1]], [[1, -7], [0, 0]]),
+    "block_size": 2,
+}
 BY_RANGES = {name: value for name, value in VARLEN.items() if name not in ("causal", "sliding_window")}
 BY_RANGES["key_ranges"] = KEY_RANGES
 OUT = {"d_out": floats(5, 4, 16), "out": floats(5, 4, 16), "lse": floats(5, 4) + 2, "d_lse": floats(5, 4)}
@@ -83,6 +87,7 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
                   "max_q_len": 3, "alibi_slopes": SLOPES,
                   "relative_bias": BIAS},
         TABLES | {"q": floats(5, 4, 16), "kv_pages": floats(6, 4, 4, 16), "key_ranges": KEY_RANGES, "sinks": floats(4)},
+        TABLES | BLOCKS | {"q": floats(5, 4, 16), "kv_pages": floats(6, 4, 4, 16), "sinks": floats(4)},
     ],
     "write_kv_pages": [
         TABLES | SCALES | {
@@ -110,9 +115,10 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
     "prefill_attention": [
         PAGES | SHARED | {"length": ints(8), "page_indices": ints(1, 3, 0), "sliding_window": 2, "align": "end"},
     ],
-    "varlen_attention": [VARLEN | SHARED, BY_RANGES | SHARED],
+    "varlen_attention": [VARLEN | SHARED, BY_RANGES | SHARED, VARLEN | SHARED | BLOCKS],
     "varlen_attention_backward": [
         VARLEN | SHARED | OUT | {"return_d_relative_bias": True}, BY_RANGES | SHARED | OUT,
+        VARLEN | SHARED | OUT | BLOCKS,
     ],
     "sparse_mla_prefill": [
         SPARSE | LATENT | {"cache_format": "plain", "cache_layout": "token", "out_dtype": "float16"},

@@ -15,6 +15,7 @@ import numpy as np
 
 from ragged_attention import dispatch
 from ragged_attention.testing import empties
+from ragged_attention.testing.blocks import garbage_lists
 from ragged_attention.testing.drawing import paths, taken_of
 from ragged_attention.testing.guarding import guarded, run_apart
 from ragged_attention.testing.heads_first import suite as heads_first_suite
@@ -52,6 +53,7 @@ def garbage_attention(seed: int) -> Batch:
         sinks=[None, "normal"][int(rng.integers(0, 2))],
         alibi=[None, None, "usual"][int(rng.integers(0, 3))],
         ranges=[None, None, "any", "many"][int(rng.integers(0, 4))],
+        selection=garbage_lists(rng),
         strided=bool(rng.random() < 0.3),
         seed=seed,
     ).build()

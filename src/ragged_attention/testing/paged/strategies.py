@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ragged_attention.testing import formats
+from ragged_attention.testing.blocks import selections
 from ragged_attention.testing.integers import garbage
 from ragged_attention.testing.paged.specs import MergeBatch, Spec, WriteBatch, sinks_of
 from ragged_attention.testing.ranges import KINDS
@@ -66,6 +67,7 @@ def specs(draw: st.DrawFn, *, clean: bool = False, cache_dtypes: tuple[str | Non
         alibi=draw(st.sampled_from([None, None, None, "usual", "mixed"])),
         bias=draw(st.sampled_from([None, None, None, "shared", "own"])),
         ranges=draw(st.one_of(st.none(), st.none(), st.none(), st.sampled_from(KINDS))),
+        selection=draw(st.one_of(st.none(), st.none(), st.none(), selections)),
     )
     if clean:
         return spec
