@@ -47,8 +47,8 @@ VARLEN = {
     "sinks": floats(4), "alibi_slopes": SLOPES, "relative_bias": BIAS, "deterministic": True,
 }  # fmt: skip
 KEY_RANGES = ints([[0, 2], [3, 4]], [[0, 1], [1, 3]], [[2, 5], [0, 0]], [[0, 3], [1, 2]], [[0, 9], [-4, 0]])
-BLOCKS = {  # of two KV heads, among entries that name nothing
-    "selected": ints([[0, -1], [1, 0]], [[1, 1], [0, 9]], [[-1, 2], [2, 0]], [[0, 1], [-1, 1]], [[1, -7], [0, 0]]),
+BLOCKS = {  # of two KV heads, among entries that name nothing; every query sees a key of each
+    "selected": ints([[1, -1], [0, 1]], [[1, 1], [9, 1]], [[-1, 2], [1, 0]], [[0, 1], [-1, 0]], [[1, -7], [0, 0]]),
     "block_size": 2,
 }
 BY_RANGES = {name: value for name, value in VARLEN.items() if name not in ("causal", "sliding_window")}
@@ -118,7 +118,7 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
     "varlen_attention": [VARLEN | SHARED, BY_RANGES | SHARED, VARLEN | SHARED | BLOCKS],
     "varlen_attention_backward": [
         VARLEN | SHARED | OUT | {"return_d_relative_bias": True}, BY_RANGES | SHARED | OUT,
-        VARLEN | SHARED | OUT | BLOCKS,
+        VARLEN | SHARED | OUT | BLOCKS | {"return_d_relative_bias": True},
     ],
     "sparse_mla_prefill": [
         SPARSE | LATENT | {"cache_format": "plain", "cache_layout": "token", "out_dtype": "float16"},
