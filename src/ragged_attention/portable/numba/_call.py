@@ -66,12 +66,17 @@ def block_q_of(call: Any) -> int:
     return max(rows // call.group, 1)
 
 
+def keys_of_blocks(call: Any) -> int:
+    """The keys in a tile if lists name blocks: those of one block, so that it multiplies the queries that see it."""
+    return min(max(call.block_size, 16), 128)
+
+
 def heuristic(call: Any) -> Tile:
     """The tile for a call. Decode is limited by memory bandwidth: few keys per tile spread its prefetches evenly.
 
     8-bit keys take longer to convert than to fetch, so decode has more of them per tile.
     """
-    block_kv = 96
+    block_kv = 96 if call.selected is None else keys_of_blocks(call)
     if call.num_tokens <= 4 * call.max_num_seqs:
         block_kv = 64 if call.cache_dtype in QUANTIZED else 16
     return Tile(block_q=block_q_of(call), block_kv=block_kv)
@@ -109,6 +114,13 @@ def numbers_of_pages(call: Any, launch: Any) -> dict[str, int]:
     return dict(zip(names, 2 * (page, slot, 2 * head), strict=True)) | {"v_offset": head}
 
 
+def numbers_of_lists(call: Any) -> dict[str, int]:
+    """The sizes of `selected`, 0 without it: lists of a query, entries of a list, keys in a block."""
+    if call.selected is None:
+        return dict.fromkeys(("num_lists", "num_selected", "block_size"), 0)
+    return {"num_lists": call.selected.shape[1], "num_selected": call.num_selected, "block_size": call.block_size}
+
+
 def numbers_of_bias(call: Any) -> dict[str, int]:
     """The sizes of `relative_bias`, 0 without one."""
     if call.relative_bias is None:
@@ -134,6 +146,6 @@ def run(
         "max_num_seqs": _sequences.max_sequences(call, call.max_num_seqs), "layout": layout, "drafted": drafted,
         "draft_width": call.draft_mask.shape[1] if drafted else 0, "num_ranges": call.num_ranges,
         "out_format": CODES[call.out_dtype or dtype_name(call.q)], **numbers_of_pages(call, launch),
-        **numbers_of_bias(call),
+        **numbers_of_bias(call), **numbers_of_lists(call),
     }  # fmt: skip
     return KERNEL.launch(launch, call, tile, pages, numbers, axes=dict.fromkeys(pages, axes))

@@ -60,7 +60,7 @@ def chosen_of(seen: NDArray[np.bool_], device: torch.device, gap: int = 0) -> Ch
 
     Gaps of up to `gap` keys between keys that are seen are filled.
     """
-    of_heads = seen.any(1)
+    of_heads: Any = seen.any(1)
     keys = np.flatnonzero(of_heads.any(0))
     if not len(keys):
         return None

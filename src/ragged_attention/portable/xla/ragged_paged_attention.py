@@ -58,7 +58,7 @@ def attention(
     if 0 not in (call.num_tokens, call.max_num_seqs, call.num_pages, call.page_indices.shape[1]):
         block_kv = min(tile.block_kv, call.capacity)
         if num_q_tokens in (None, 1):
-            of_named = block_kv if call.selected is None else min(block_kv, max(call.block_size, LEAST_KEYS))
+            of_named = block_kv if call.block_size is None else min(block_kv, max(call.block_size, LEAST_KEYS))
             out, lse = _attend_in_tiles(call, blocks, 1, of_named, (out, lse))
         if (longest := call.num_tokens if num_q_tokens is None else num_q_tokens) > 1:
             size = max(2, min(tile.block_q, longest))
