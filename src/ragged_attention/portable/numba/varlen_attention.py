@@ -19,7 +19,7 @@ from ragged_attention.portable.numba._sequences import PACKED
 __all__ = ["FEATURES", "KERNEL", "Tile", "heuristic", "invariant_tile", "run", "why_not"]
 FEATURES = frozenset({
     "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "key_ranges", "deterministic",
+    "relative_bias", "key_ranges", "selected", "block_size", "deterministic",
 })  # fmt: skip
 
 
