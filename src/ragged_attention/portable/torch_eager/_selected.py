@@ -50,9 +50,9 @@ class Chosen(NamedTuple):
     """The keys of a block of rows, and masks of them, of each KV head or of all."""
 
     keys: Ints  # ascending, those that some row sees and gaps between them; indices
-    hidden: torch.Tensor  # bool [K or 1, rows, keys]: whether a row does not see a key
-    blind: torch.Tensor  # bool [K or 1, rows]: whether a row sees no key
-    unseen: torch.Tensor  # bool [K or 1, keys]: whether no row sees a key
+    hidden: torch.Tensor | None  # bool [K or 1, rows, keys]: whether a row does not see a key; None if all see all
+    blind: torch.Tensor | None  # bool [K or 1, rows]: whether a row sees no key; None if there is no such row
+    unseen: torch.Tensor | None  # bool [K or 1, keys]: whether no row sees a key; None if there is no such key
 
 
 def chosen_of(seen: NDArray[np.bool_], device: torch.device, gap: int = 0) -> Chosen | None:
@@ -70,7 +70,8 @@ def chosen_of(seen: NDArray[np.bool_], device: torch.device, gap: int = 0) -> Ch
         filled[keys[last] : keys[last + 1]] = True
     keys = np.flatnonzero(filled)
     masks = ~seen[..., keys], ~seen.any(2), ~of_heads[:, keys]
-    return Chosen(keys, *(torch.from_numpy(mask).to(device) for mask in masks))
+    hidden, blind, unseen = (torch.from_numpy(mask).to(device) if mask.any() else None for mask in masks)
+    return Chosen(keys, hidden, blind, unseen)
 
 
 def of_heads(mask: torch.Tensor, heads: slice) -> torch.Tensor:

@@ -24,6 +24,8 @@ from ragged_attention.portable.torch_eager._selected import (
     visible,
 )
 
+MIN_GAP = 64  # keys between keys that lists name; fewer are computed too, since leaving them out costs a copy
+
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
@@ -109,7 +111,7 @@ def _blocks(
             rows = slice(first, min(first + block_q, stop))
             position = kv_len - stop + np.arange(rows.start, rows.stop)
             seen = visible(call, position, keys, None if ranges is None else ranges[rows])
-            if (chosen := chosen_of(seen & lists.named(rows, keys), call.q.device)) is not None:
+            if (chosen := chosen_of(seen & lists.named(rows, keys), call.q.device, MIN_GAP - 1)) is not None:
                 yield _listed(call, rows, chosen, position)
         return
     if ranges is not None:
@@ -137,7 +139,9 @@ def _blocks(
 
 def _listed(call: Any, rows: slice, chosen: Chosen, position: Ints) -> Block:
     """The block of rows whose lists name blocks of keys, and whose positions are `position`."""
-    hidden = chosen.hidden & ~chosen.blind[..., None]  # the softmax over no key would be NaN
+    hidden = chosen.hidden
+    if hidden is not None and chosen.blind is not None:  # the softmax over no key would be NaN
+        hidden = hidden & ~chosen.blind[..., None]
     distance = distance_of(chosen.keys, position, call)
     return Block(rows, _compact(chosen.keys, call), None, None, chosen.blind, distance, hidden, chosen.unseen)
 
