@@ -134,6 +134,9 @@ ROWS = {
     ("ragged_paged_attention", "ranges of keys"): [
         dataclasses.replace(sample, key_ranges=2) for sample in (DECODE, WIDE)
     ],
+    ("ragged_paged_attention", "lists of blocks of keys"): [
+        dataclasses.replace(sample, selected=16, block_size=size) for size in (1, 128) for sample in (DECODE, WIDE)
+    ],
     ("ragged_paged_attention", "draft masks"): [dataclasses.replace(sample, draft=8) for sample in (DECODE, WIDE)],
     ("ragged_paged_attention", "heads of 80, 96, 256, 512; ratio 7; pages of 24"): [
         *(dataclasses.replace(DECODE, head_dim=head_dim) for head_dim in (80, 96, 256, 512)),
@@ -207,6 +210,7 @@ ROWS = {
             "f32, f16, bf16": VARLEN,
             "window, soft cap, sinks; heads of 40, 80, 256, 512, 192/128; ratio 7": ODD_VARLEN,
             "ranges of keys": [VarlenSample(causal=False, key_ranges=2)],
+            "lists of blocks of keys": [VarlenSample(selected=16, block_size=size) for size in (1, 128)],
             "ALiBi, relative bias": [VarlenSample(**{name: True}) for name in BIASES],
         }.items()
     },

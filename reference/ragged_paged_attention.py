@@ -10,7 +10,7 @@ from ragged_attention.reference._softmax import logits_of, share_of_keys, sink_o
 
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
-    "k_scale", "v_scale", "return_lse", "draft_mask", "key_ranges", "out_dtype",
+    "k_scale", "v_scale", "return_lse", "draft_mask", "key_ranges", "selected", "block_size", "out_dtype",
 })  # fmt: skip
 BATCH_INVARIANT = True
 
@@ -43,6 +43,36 @@ def visible(
     if sliding_window is not None:
         seen &= key > position - sliding_window
     return seen
+
+
+def named(selected: NDArray[np.int32], block_size: int, kv_len: int) -> NDArray[np.bool_]:
+    """Bool [K or 1, q_len, kv_len]: whether a query's list for a KV head, or for all, has the block of a key.
+
+    `selected` has the queries' rows of the lists, [q_len, K or 1, N].
+    """
+    blocks = -(-kv_len // block_size)
+    nothing = np.where((selected >= 0) & (selected < blocks), selected, blocks)  # block `blocks` has no key
+    listed = np.zeros((*selected.shape[:2], blocks + 1), bool)
+    np.put_along_axis(listed, nothing, True, axis=2)
+    return np.repeat(listed[..., :blocks], block_size, axis=2)[..., :kv_len].swapaxes(0, 1)
+
+
+def seen_by_heads(
+    seen: NDArray[np.bool_], selected: NDArray[np.int32] | None, block_size: int | None
+) -> NDArray[np.bool_]:
+    """Bool [K or 1, q_len, kv_len]: which keys each query sees for each KV head, or for all.
+
+    Those that it sees by the other masks, `seen` [q_len, kv_len], and that its list names, if there are lists.
+    """
+    if selected is None:
+        return seen[None]
+    assert block_size is not None
+    return seen & named(selected, block_size, seen.shape[1])
+
+
+def of_head(seen: NDArray[np.bool_], kv_head: int) -> NDArray[np.bool_]:
+    """Bool [q_len, kv_len]: what `seen_by_heads` has for a KV head."""
+    return seen[kv_head % len(seen)]
 
 
 def rows_of(array: ArrayLike | None, rows: slice) -> NDArray[Any] | None:
@@ -122,6 +152,8 @@ def ragged_paged_attention(
     new_kv: None = None,
     draft_mask: ArrayLike | None = None,
     key_ranges: ArrayLike | None = None,
+    selected: ArrayLike | None = None,
+    block_size: int | None = None,
     out_dtype: str | None = None,
     cache_dtype: str | None = None,
     q_dtype: str | None = None,
@@ -155,13 +187,15 @@ def ragged_paged_attention(
         v = v_pages[pages].reshape(-1, *v_pages.shape[2:])[:kv_len]
         drafted, ranges = rows_of(draft_mask, slice(start, stop)), rows_of(key_ranges, slice(start, stop))
         seen = visible(q_len, kv_len, valid, causal, sliding_window, drafted, ranges)
+        seen = seen_by_heads(seen, rows_of(selected, slice(start, stop)), block_size)
         for head in range(num_q_heads):
             kv_head = head // (num_q_heads // num_kv_heads)
             table, factor = table_of(relative_bias, head, slice(start, stop)), float(scale * k_scale[kv_head])
             bias = bias_of(q_len, kv_len, slopes[head], table, at_own)
             out[start:stop, head], lse[start:stop, head] = attend(
-                q[start:stop, head], k[:, kv_head], v[:, kv_head], seen, factor, soft_cap, sinks[head], bias
-            )
+                q[start:stop, head], k[:, kv_head], v[:, kv_head], of_head(seen, kv_head),
+                factor, soft_cap, sinks[head], bias,
+            )  # fmt: skip
             out[start:stop, head] *= v_scale[kv_head]
     return (out, lse) if return_lse else out
 

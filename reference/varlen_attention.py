@@ -12,14 +12,16 @@ from ragged_attention.reference.ragged_paged_attention import (
     attend,
     bias_of,
     column_at_own,
+    of_head,
     rows_of,
+    seen_by_heads,
     table_of,
     visible,
 )
 
 FEATURES = frozenset({
     "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "key_ranges", "deterministic",
+    "relative_bias", "key_ranges", "selected", "block_size", "deterministic",
 })  # fmt: skip
 BATCH_INVARIANT = True
 
@@ -27,15 +29,16 @@ BATCH_INVARIANT = True
 def sequences(
     cu_q_lens: ArrayLike, cu_kv_lens: ArrayLike, num_q_tokens: int, num_kv_tokens: int,
     causal: bool, sliding_window: int | None, key_ranges: ArrayLike | None = None,
+    selected: ArrayLike | None = None, block_size: int | None = None,
 ) -> Iterator[tuple[slice, slice, NDArray[np.bool_]]]:  # fmt: skip
-    """Each sequence's rows of q, its rows of k, and a mask [q_len, kv_len] of the keys that each query sees."""
+    """Each sequence's rows of q, its rows of k, and a mask [K or 1, q_len, kv_len] of the keys that each query sees."""
     queries = sequence_bounds(cu_q_lens, None, num_q_tokens)
     keys = sequence_bounds(cu_kv_lens, None, num_kv_tokens)
     for (q_start, q_stop), (kv_start, kv_stop) in zip(queries, keys, strict=True):
         rows, kv_len = slice(q_start, q_stop), kv_stop - kv_start
         ranges = rows_of(key_ranges, rows)
         seen = visible(q_stop - q_start, kv_len, np.ones(kv_len, bool), causal, sliding_window, ranges=ranges)
-        yield rows, slice(kv_start, kv_stop), seen
+        yield rows, slice(kv_start, kv_stop), seen_by_heads(seen, rows_of(selected, rows), block_size)
 
 
 def varlen_attention(
@@ -54,6 +57,8 @@ def varlen_attention(
     alibi_slopes: ArrayLike | None = None,
     relative_bias: ArrayLike | None = None,
     key_ranges: ArrayLike | None = None,
+    selected: ArrayLike | None = None,
+    block_size: int | None = None,
     deterministic: bool = False,
 ) -> tuple[Float64, Float64]:
     """Out [T_q, H, D_v] and lse [T_q, H] in float64; the arguments are those of the operation."""
@@ -66,13 +71,13 @@ def varlen_attention(
     lse = np.full((num_q_tokens, num_q_heads), -np.inf)
     sinks, slopes = sink_of_each(sinks, num_q_heads), slope_of_each(alibi_slopes, num_q_heads)
     at_own = column_at_own(relative_bias, causal)
-    tokens, masks = (num_q_tokens, num_kv_tokens), (causal, sliding_window, key_ranges)
+    tokens, masks = (num_q_tokens, num_kv_tokens), (causal, sliding_window, key_ranges, selected, block_size)
     for rows, keys, seen in sequences(cu_q_lens, cu_kv_lens, *tokens, *masks):
-        lens = len(seen), seen.shape[1]
+        lens = seen.shape[1], seen.shape[2]
         for head in range(num_q_heads):
             kv_head = head // (num_q_heads // num_kv_heads)
             out[rows, head], lse[rows, head] = attend(
-                q[rows, head], k[keys, kv_head], v[keys, kv_head], seen, scale, soft_cap, sinks[head],
+                q[rows, head], k[keys, kv_head], v[keys, kv_head], of_head(seen, kv_head), scale, soft_cap, sinks[head],
                 bias_of(*lens, slopes[head], table_of(relative_bias, head, rows), at_own),
             )  # fmt: skip
     return out, lse

@@ -8,12 +8,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.reference._kv_layout import Float64, widened
 from ragged_attention.reference._softmax import share_of_keys, slope_of_each
-from ragged_attention.reference.ragged_paged_attention import bias_of, column_at_own, columns_of, table_of
+from ragged_attention.reference.ragged_paged_attention import bias_of, column_at_own, columns_of, of_head, table_of
 from ragged_attention.reference.varlen_attention import sequences
 
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "key_ranges", "return_d_relative_bias", "deterministic",
+    "relative_bias", "key_ranges", "selected", "block_size", "return_d_relative_bias", "deterministic",
 })  # fmt: skip
 
 
@@ -91,6 +91,8 @@ def varlen_attention_backward(
     alibi_slopes: ArrayLike | None = None,
     relative_bias: ArrayLike | None = None,
     key_ranges: ArrayLike | None = None,
+    selected: ArrayLike | None = None,
+    block_size: int | None = None,
     return_d_relative_bias: bool = False,
     deterministic: bool = False,
 ) -> tuple[Float64, Float64, Float64, Float64 | None, Float64 | None]:
@@ -107,13 +109,13 @@ def varlen_attention_backward(
     d_relative_bias = None
     if relative_bias is not None and return_d_relative_bias:
         d_relative_bias = np.zeros(np.shape(relative_bias))
-    tokens, masks = (num_q_tokens, num_kv_tokens), (causal, sliding_window, key_ranges)
+    tokens, masks = (num_q_tokens, num_kv_tokens), (causal, sliding_window, key_ranges, selected, block_size)
     for rows, keys, seen in sequences(cu_q_lens, cu_kv_lens, *tokens, *masks):
-        lens = len(seen), seen.shape[1]
+        lens = seen.shape[1], seen.shape[2]
         for head in range(num_q_heads):
             kv_head = head // (num_q_heads // num_kv_heads)
             dq[rows, head], more_dk, more_dv, d_bias = attend_backward(
-                d_out[rows, head], q[rows, head], k[keys, kv_head], v[keys, kv_head], seen,
+                d_out[rows, head], q[rows, head], k[keys, kv_head], v[keys, kv_head], of_head(seen, kv_head),
                 lse[rows, head], share[rows, head], delta[rows, head], d_lse[rows, head], scale, soft_cap,
                 bias_of(*lens, slopes[head], table_of(relative_bias, head, rows), at_own),
             )  # fmt: skip

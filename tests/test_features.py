@@ -47,6 +47,10 @@ VARLEN = {
     "sinks": floats(4), "alibi_slopes": SLOPES, "relative_bias": BIAS, "deterministic": True,
 }  # fmt: skip
 KEY_RANGES = ints([[0, 2], [3, 4]], [[0, 1], [1, 3]], [[2, 5], [0, 0]], [[0, 3], [1, 2]], [[0, 9], [-4, 0]])
+SELECTED = {  # of two KV heads, among entries that name nothing; every query sees a key of each
+    "selected": ints([[1, -1], [0, 1]], [[1, 1], [9, 1]], [[-1, 2], [1, 0]], [[0, 1], [-1, 0]], [[1, -7], [0, 0]]),
+    "block_size": 2,
+}
 BY_RANGES = {name: value for name, value in VARLEN.items() if name not in ("causal", "sliding_window")}
 BY_RANGES["key_ranges"] = KEY_RANGES
 OUT = {"d_out": floats(5, 4, 16), "out": floats(5, 4, 16), "lse": floats(5, 4) + 2, "d_lse": floats(5, 4)}
@@ -89,6 +93,7 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
                   "max_q_len": 3, "alibi_slopes": SLOPES,
                   "relative_bias": BIAS},
         TABLES | {"q": floats(5, 4, 16), "kv_pages": floats(6, 4, 4, 16), "key_ranges": KEY_RANGES, "sinks": floats(4)},
+        TABLES | SELECTED | {"q": floats(5, 4, 16), "kv_pages": floats(6, 4, 4, 16), "sinks": floats(4)},
     ],
     "write_kv_pages": [
         TABLES | SCALES | {
@@ -116,9 +121,10 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
     "prefill_attention": [
         PAGES | SHARED | {"length": ints(8), "page_indices": ints(1, 3, 0), "sliding_window": 2, "align": "end"},
     ],
-    "varlen_attention": [VARLEN | SHARED, BY_RANGES | SHARED],
+    "varlen_attention": [VARLEN | SHARED, BY_RANGES | SHARED, VARLEN | SHARED | SELECTED],
     "varlen_attention_backward": [
         VARLEN | SHARED | OUT | {"return_d_relative_bias": True}, BY_RANGES | SHARED | OUT,
+        VARLEN | SHARED | OUT | SELECTED | {"return_d_relative_bias": True},
     ],
     "sparse_mla_prefill": [
         SPARSE | LATENT | {"cache_format": "plain", "cache_layout": "token", "out_dtype": "float16"},

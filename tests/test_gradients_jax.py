@@ -177,6 +177,34 @@ def test_ranges_of_keys_alone_may_be_mapped() -> None:
         assert_close([array[index] for array in each], want)
 
 
+def blocks(heads: int = 2, length: int = 3) -> Any:
+    """Lists of each query of `packed`; those of the last, which is padding, are garbage."""
+    return jnp.asarray(np.random.default_rng(5).integers(-1, 4, (11, heads, length)), jnp.int32)
+
+
+@pytest.mark.usefixtures("double_precision")
+def test_finite_differences_agree_by_lists_of_blocks() -> None:
+    check_grads(
+        lambda *given: attend(*given, selected=blocks(), block_size=2, backend="xla"), biased(jnp.float64), order=1,
+        modes=["rev"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("heads", "length"), [(2, 3), (1, 40), (2, 0)])
+def test_lists_of_blocks_may_be_traced_and_mapped(heads: int, length: int) -> None:
+    given = biased()
+    masks = jnp.stack([blocks(heads, length), blocks(heads, length)[::-1]])
+
+    def of_lists(lists: Any) -> Any:
+        return gradients(attend, given, selected=lists, block_size=2, backend="xla")
+
+    mapped = jax.vmap(of_lists)(masks)
+    for index, lists in enumerate(masks):
+        want = gradients(attend, given, selected=lists, block_size=2, backend="reference")
+        assert_close(jax.jit(of_lists)(lists), want)
+        assert_close([array[index] for array in mapped], want)
+
+
 def test_a_constant_bias_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of a relative bias costs time, so it is computed only if the bias needs it."""
     module = dispatch.load("varlen_attention_backward", "xla")

@@ -26,6 +26,13 @@ RANGES = torch.tensor(
     [[[0, 1], [3, 4]], [[0, 3], [1, 2]], [[3, 9], [0, 0]], [[1, 2], [0, 1]], [[0, 0], [2, 1]], [[1, 2], [-9, 1]],
      [[0, 1], [1, 2]], [[-1, 9], [5, 7]], [[1, 2], [4, 4]], [[0, 1], [0, 1]], [[0, 9], [0, 9]]], dtype=torch.int32,
 )  # fmt: skip
+BLOCKS: dict[str, Any] = {
+    "selected": torch.tensor(
+        [[[0, -1], [1, 1]], [[1, 0], [9, -1]], [[2, 0], [0, 0]], [[0, -3], [1, 0]], [[0, 0], [2, 1]], [[0, 9], [-9, 1]],
+         [[1, 1], [0, 2]], [[-1, 0], [1, 0]], [[1, 2], [4, 4]], [[0, 1], [0, 1]], [[0, 9], [0, 9]]], dtype=torch.int32,
+    ),
+    "block_size": 2,
+}  # fmt: skip
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal in a window": {"causal": True, "sliding_window": 2},
@@ -37,6 +44,8 @@ FORMS: dict[str, dict[str, Any]] = {
         "alibi_slopes": torch.tensor([0.5, -0.25, 0.0, 0.125], dtype=torch.float64),
     },
     "ranges of keys": {"key_ranges": RANGES},
+    "lists of blocks": BLOCKS,
+    "lists of blocks, causal": {"causal": True, **BLOCKS},
 }
 Function = Callable[..., Any]
 
@@ -181,6 +190,8 @@ def test_operators_pass_opcheck() -> None:
         ("varlen_attention", {**_packed_arguments(tensors), "key_ranges": RANGES}),
         ("varlen_attention_backward", backward | {"return_d_relative_bias": True}),
         ("varlen_attention_backward", backward | {"return_d_relative_bias": True, "key_ranges": RANGES}),
+        ("varlen_attention", _packed_arguments(tensors) | BLOCKS),
+        ("varlen_attention_backward", backward | {"return_d_relative_bias": True, **BLOCKS}),
         ("varlen_attention_backward", backward | {"return_d_relative_bias": True, "sinks": None}),
         ("sparse_mla_prefill", latents | lists),
         (

@@ -124,6 +124,21 @@ def test_vmap_over_ranges_of_keys(batch, axes):
         assert agrees(got, defined((own_q, *batch[1:]), key_ranges=own_masks), "float32")
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_lists_of_blocks_may_be_traced_and_mapped(batch, heads):
+    rng, tokens = np.random.default_rng(4), len(batch[0])
+    for size, length in ((1, 40), (4, 3), (2, 0)):
+        lists = jnp.asarray(rng.integers(-2, 60 // size, (2, tokens, heads, length)), jnp.int32)
+
+        def attend(lists, size=size):
+            return ragged_paged_attention(*batch, selected=lists, block_size=size, backend="xla")
+
+        for own, mapped in zip(lists, jax.vmap(attend)(lists), strict=True):
+            want = defined(batch, selected=own, block_size=size)
+            assert agrees(mapped, want, "float32")
+            assert agrees(jax.jit(attend)(own), want, "float32")
+
+
 def test_a_scan_over_layers_writes_and_attends(batch, tokens):
     k, v, _, slots = tokens
     layers = jnp.stack([batch[1], batch[1] + 1])

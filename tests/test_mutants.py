@@ -26,7 +26,7 @@ pytest.importorskip("torch", reason="the mutants run through the torch front end
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a mutant lets it through
 
 honest_attention, honest_visible, honest_attend = attention.ragged_paged_attention, attention.visible, attention.attend
-honest_bias = attention.bias_of
+honest_bias, honest_named, honest_by_heads = attention.bias_of, attention.named, attention.seen_by_heads
 honest_write, honest_merge = write.write_kv_pages, merge.merge_attention_states
 
 
@@ -103,6 +103,90 @@ def ranges_of_the_hull(
         return seen
     before, behind = (np.logical_or.accumulate(seen[:, ::way], axis=1)[:, ::way] for way in (1, -1))
     return before & behind & valid[None, :kv_len]
+
+
+def with_other_lists(change: Callable[[Any, int, dict[str, Any]], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Of a call with lists of blocks, other lists, made of the lists, the size of a block and all arguments."""
+
+    def changed(given: dict[str, Any]) -> dict[str, Any]:
+        lists = given["selected"]
+        return {} if lists is None else {"selected": change(lists.astype(np.int64), given["block_size"], given)}
+
+    return changed
+
+
+def blocks_of_32_bits(lists: Any, size: int, given: dict[str, Any]) -> Any:
+    """The first position of a block is computed in 32 bits."""
+    return (lists * size).astype(np.int32) // size
+
+
+def only_blocks_at_the_start_of_a_list(lists: Any, size: int, given: dict[str, Any]) -> Any:
+    """A list ends at its first entry below 0."""
+    return np.where(np.logical_or.accumulate(lists < 0, axis=2), -1, lists)
+
+
+def one_list_for_all_heads(lists: Any, size: int, given: dict[str, Any]) -> Any:
+    return lists[:, :1]
+
+
+def heads_take_the_lists_in_turn(**given: Any) -> Any:
+    """Query head h has list h % K instead of that of its KV head."""
+    lists = given["selected"]
+    pages = given["kv_pages"]
+    kv_heads = pages[0].shape[2] if isinstance(pages, tuple) else pages.shape[2] // 2
+    if lists is None or lists.shape[1] == 1:
+        return honest_attention(**given)
+    heads = given["q"].shape[1]
+    results = []
+    for head in range(heads):
+        own = lists[:, [head % kv_heads] * kv_heads]
+        found = honest_attention(**given | {"selected": own})
+        results.append(tuple(part[:, head] for part in (found if given["return_lse"] else (found,))))
+    stacked = tuple(np.stack(parts, axis=1) for parts in zip(*results, strict=True))
+    return stacked if given["return_lse"] else stacked[0]
+
+
+def a_block_has_a_key_less(selected: Any, block_size: int, kv_len: int) -> Any:
+    seen = honest_named(selected, block_size, kv_len)
+    return seen if block_size == 1 else seen & (np.arange(kv_len) % block_size < block_size - 1)
+
+
+def a_block_has_a_key_more(selected: Any, block_size: int, kv_len: int) -> Any:
+    seen = honest_named(selected, block_size, kv_len)
+    more = np.zeros_like(seen)
+    more[..., 1:] = seen[..., :-1]
+    return seen | more
+
+
+def lists_replace_the_other_masks(seen: Any, selected: Any, block_size: Any) -> Any:
+    return honest_by_heads(seen if selected is None else np.ones_like(seen) & seen.any(axis=0), selected, block_size)
+
+
+def lists_of_the_next_query(lists: Any, size: int, given: dict[str, Any]) -> Any:
+    return np.roll(lists, -1, axis=0)
+
+
+def the_own_block_is_seen_too(lists: Any, size: int, given: dict[str, Any]) -> Any:
+    own = np.full(len(lists), -1)
+    edges = np.asarray(given["cu_q_lens"])
+    for seq, kv_len in enumerate(np.asarray(given["kv_lens"])):
+        start, stop = (int(edge) for edge in np.clip(edges[seq : seq + 2], 0, len(lists)))
+        own[start:stop] = (kv_len - (stop - start) + np.arange(max(stop - start, 0))) // size
+    return np.concatenate([lists, np.broadcast_to(own[:, None, None], (*lists.shape[:2], 1))], axis=2)
+
+
+def times_seen(seen: Any, selected: Any, block_size: Any) -> Any:
+    """How often each query sees a key, if a block counts as often as a list names it."""
+    if selected is None:
+        return seen[None].astype(int)
+    named = selected[..., None] == np.arange(seen.shape[1]) // block_size
+    return seen * named.sum(axis=2).swapaxes(0, 1)
+
+
+def attend_as_often(
+    q: Any, k: Any, v: Any, times: Any, scale: float, cap: Any, sink: float, bias: Any
+) -> Any:  # fmt: skip
+    return honest_attend(q, k, v, times > 0, scale, cap, sink, bias + np.log(np.maximum(times, 1)))
 
 
 def softmax_of_unscaled_logits(
@@ -290,6 +374,18 @@ ATTENTION: dict[str, Function] = {
         "ranges_of_the_next_query": lambda ranges: np.roll(ranges, -1, axis=0),
         "empty_ranges_turn_round": lambda ranges: np.sort(ranges, axis=-1),
     }.items()
+} | {
+    change.__name__: attention_given(with_other_lists(change))
+    for change in (
+        blocks_of_32_bits, only_blocks_at_the_start_of_a_list, one_list_for_all_heads, lists_of_the_next_query,
+        the_own_block_is_seen_too,
+    )
+} | {
+    mutant.__name__: attention_with(named=mutant) for mutant in (a_block_has_a_key_less, a_block_has_a_key_more)
+} | {
+    "lists_replace_the_other_masks": attention_with(seen_by_heads=lists_replace_the_other_masks),
+    "heads_take_the_lists_in_turn": heads_take_the_lists_in_turn,
+    "blocks_count_as_often_as_they_are_named": attention_with(seen_by_heads=times_seen, attend=attend_as_often),
 } | {"query_heads_interleaved": query_heads_interleaved}  # fmt: skip
 WRITE = {m.__name__: m for m in (negative_slots_wrap_around, codes_are_truncated, written_from_the_start)}
 MERGE = {
@@ -350,6 +446,14 @@ NOTICED = {
     "ranges_include_their_end": "ranges of a mask",
     "only_the_first_range_counts": "ranges are a union",
     "ranges_of_the_hull": "ranges are a union",
+    "blocks_of_32_bits": "lists of blocks are sets",
+    "a_block_has_a_key_less": "all blocks named",
+    "a_block_has_a_key_more": "lists of blocks are sets",
+    "one_list_for_all_heads": "each KV head",
+    "heads_take_the_lists_in_turn": "each KV head",
+    "lists_replace_the_other_masks": "all blocks named",
+    "only_blocks_at_the_start_of_a_list": "all blocks named",
+    "blocks_count_as_often_as_they_are_named": "all blocks named",
 }
 
 

@@ -42,9 +42,10 @@ from ragged_attention.testing.mla.cache_specs import SlotsSpec
 from ragged_attention.testing.mla.oracle import check_slots
 from ragged_attention.testing.mla.strategies import decode_specs, prefill_specs
 from ragged_attention.testing.paged.corners import MERGE_CORNERS, WRITE_CORNERS
-from ragged_attention.testing.paged.specs import pages_of
+from ragged_attention.testing.paged.specs import pages_of, split
 from ragged_attention.testing.paged.strategies import specs, write_batch
 from ragged_attention.testing.runner import FRAMEWORKS, Absent, Declined, Runner, runner_for, runners
+from ragged_attention.testing.selected import Selection, lists_of
 from ragged_attention.testing.suite import checks
 from ragged_attention.testing.varlen import corners as varlen_corners
 from ragged_attention.testing.varlen import garbage as varlen_safety
@@ -214,12 +215,53 @@ def test_a_spec_makes_the_same_valid_batch_again(spec: Spec) -> None:
 def test_poison_is_everywhere_but_where_it_is_read() -> None:
     batch = MIXED.build()
     poisoned = batch.poisoned("nan")
-    read = batch.read_slots()
+    read = batch.read_slots()[..., 0]
     assert read.sum() == 5 + 37 + 21
     assert np.array_equal(np.isnan(poisoned.kv_pages).all(axis=(2, 3)), ~read)
     assert np.array_equal(np.isnan(poisoned.kv_pages).any(axis=(2, 3)), ~read)
-    assert np.array_equal(np.isnan(poisoned.q).any(axis=(1, 2)), batch.fully_masked())
-    assert batch.fully_masked().sum() == 2
+    assert np.array_equal(np.isnan(poisoned.q).any(axis=2), batch.fully_masked())
+    assert batch.fully_masked().all(axis=1).sum() == 2
+
+
+def test_poison_is_where_no_query_of_the_kv_head_reads() -> None:
+    """A key that one KV head's lists name and another's do not is poisoned for the second alone."""
+    lists = np.array([[[0], [2]], [[-1], [2]]], np.int32)  # of two queries and two KV heads
+    spec = Spec(lens=((2, 11),), num_kv_heads=2, group=2)
+    for batch in (spec.build(), dataclasses.replace(spec, combined=False).build()):
+        batch = batch.change(selected=lists, block_size=4)
+        assert batch.read_slots().sum(axis=(0, 1)).tolist() == [4, 3]
+        assert batch.fully_masked().tolist() == [[False] * 4, [True, True, False, False]]
+        poisoned = batch.poisoned("nan")
+        for pages in split(poisoned.kv_pages):
+            assert np.array_equal(np.isnan(pages).all(axis=3), ~batch.read_slots())
+            assert np.array_equal(np.isnan(pages).any(axis=3), ~batch.read_slots())
+        assert np.array_equal(np.isnan(poisoned.q).all(axis=2), batch.fully_masked())
+    packed = VarlenSpec(lens=((2, 11),), kv_heads=2, group=2).build().change(selected=lists, block_size=4)
+    keys = np.arange(11)
+    assert np.array_equal(packed.unseen().T, [keys >= 4, keys < 8])
+    poisoned_keys = packed.poisoned("nan")
+    assert np.array_equal(np.isnan(poisoned_keys.k).all(axis=2), packed.unseen())
+    assert np.array_equal(np.isnan(poisoned_keys.q).all(axis=2), packed.fully_masked_heads())
+
+
+def test_lists_of_blocks_are_of_the_kinds_that_they_are_said_to_be() -> None:
+    def lists(kind: str, **fields: Any) -> Any:
+        selection = Selection(kind=kind, size=4, **fields)
+        return lists_of(np.random.default_rng(0), ((3, 3), (50, 90)), 60, 2, selection)
+
+    every = lists("all")
+    assert every.shape == (60, 2, 23)
+    assert np.array_equal(np.sort(every[:53], axis=2), np.broadcast_to(np.arange(23), (53, 2, 23)))
+    few = lists("few", length=9)[3:53]
+    named = np.sort(np.where((few >= 0) & (few < 23), few, -1), axis=2)
+    assert ((named[..., 1:] == named[..., :-1]) & (named[..., 1:] >= 0)).any(), "expected duplicates"
+    assert (few == -1).any()
+    assert (few.astype(np.int64) * 4 > 2**31 - 1).any()
+    own = lists("own", shared=True)
+    assert own.shape == (60, 1, 4)
+    assert (own[3:53] == ((40 + np.arange(50)) // 4)[:, None, None]).any(axis=2).all()
+    assert lists("none").shape == (60, 2, 0)
+    assert np.abs(lists("any").astype(np.int64)).max() > 2**30
 
 
 @settings(max_examples=40, deadline=None, database=None, derandomize=True)
@@ -399,8 +441,8 @@ def test_the_parts_of_a_varlen_batch_are_its_sequences() -> None:
     assert last_first.cu_kv_lens.tolist() == [0, 0, 3]
     np.testing.assert_array_equal(last_first.q, batch.q[[2, 3, 4, 5, 6, 0, 1]])
     np.testing.assert_array_equal(last_first.v, batch.v[:3])
-    assert batch.fully_masked().tolist() == [False] * 2 + [True] * 6
-    assert batch.unseen().tolist() == [False] * 3 + [True] * 6
+    assert batch.fully_masked_heads()[:, 0].tolist() == [False] * 2 + [True] * 6
+    assert batch.unseen()[:, 0].tolist() == [False] * 3 + [True] * 6
 
 
 def test_gradients_are_compared_by_name() -> None:

@@ -145,6 +145,24 @@ def test_ranges_of_keys_compile_and_may_change() -> None:
             rt.ragged_paged_attention(**fake, key_ranges=mode.from_tensor(ranges), sliding_window=3)
 
 
+def test_lists_of_blocks_compile_and_may_change() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    inputs = batch()
+    for heads in (1, 2):
+        lists = torch.randint(-1, 9, (len(inputs["q"]), heads, 3), dtype=torch.int32)
+        found = compiled(**inputs, selected=lists, block_size=2, backend="eager")
+        want = rt.ragged_paged_attention(**inputs, selected=lists, block_size=2, backend="reference")
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+    with FakeTensorMode() as mode:
+        fake: dict[str, Any] = {name: mode.from_tensor(value) for name, value in batch().items()}
+        assert (
+            rt.ragged_paged_attention(**fake, selected=mode.from_tensor(lists), block_size=2).shape == fake["q"].shape
+        )
+        with pytest.raises(ra.InvalidInput, match="expected block_size to be a power of two from 1 to 256, got 5"):
+            rt.ragged_paged_attention(**fake, selected=mode.from_tensor(lists), block_size=5)
+
+
 def test_fake_tensors_get_shapes_and_static_checks() -> None:
     with FakeTensorMode() as mode:
         inputs: dict[str, Any] = {name: mode.from_tensor(value) for name, value in batch(torch.bfloat16).items()}

@@ -62,6 +62,18 @@ def with_other(operation: str, name: str, change: Callable[[Any], Any]) -> Funct
     return mutant
 
 
+def with_lists_of_32_bits(operation: str) -> Function:
+    """The definition that computes the first key of a block in 32 bits."""
+
+    def mutant(**arguments: Any) -> Any:
+        lists, size = arguments["selected"], arguments["block_size"]
+        if lists is None:
+            return HONEST[operation](**arguments)
+        return HONEST[operation](**arguments | {"selected": (lists.astype(np.int64) * size).astype(np.int32) // size})
+
+    return mutant
+
+
 def _later(begin: int, end: int) -> Callable[[Any], Any]:
     """Moves the begins and the ends of ranges."""
     return lambda ranges: np.add(ranges, [begin, end], dtype=np.int64)
@@ -89,7 +101,7 @@ def window_bounds_the_right_side(q_len: int, kv_len: int, valid: Any, causal: bo
 def keys_of_the_next_sequence(*arguments: Any) -> Any:
     for rows, keys, seen in honest_sequences(*arguments):
         more = slice(keys.start, min(keys.stop + 1, arguments[3])) if keys.stop > keys.start else keys
-        wider = np.pad(seen, ((0, 0), (0, more.stop - keys.stop)), mode="edge") if seen.size else seen
+        wider = np.pad(seen, ((0, 0), (0, 0), (0, more.stop - keys.stop)), mode="edge") if seen.size else seen
         yield rows, more if seen.size else keys, wider
 
 
@@ -347,6 +359,9 @@ FORWARDS: dict[str, Function] = {
     "slopes_are_of_the_first_head": with_other(FORWARD, "alibi_slopes", lambda slopes: np.full_like(slopes, slopes[0])),
     "only_the_first_range_counts": with_other(FORWARD, "key_ranges", lambda ranges: ranges[:, :1]),
     "ranges_include_their_end": with_other(FORWARD, "key_ranges", _later(0, 1)),
+    "lists_are_ignored": given(FORWARD, selected=None),
+    "one_list_for_all_heads": with_other(FORWARD, "selected", lambda lists: lists[:, :1]),
+    "blocks_of_32_bits": with_lists_of_32_bits(FORWARD),
 }
 OF_BOTH: dict[str, Function] = {
     "delta_is_forgotten": _changed(delta=lambda delta, **_: 0 * delta),
@@ -389,6 +404,9 @@ DENSES: dict[str, Function] = {
     "slopes_have_the_wrong_sign": with_other(DENSE, "alibi_slopes", np.negative),
     "ranges_are_ignored": given(DENSE, key_ranges=None),
     "ranges_exclude_their_begin": with_other(DENSE, "key_ranges", _later(1, 0)),
+    "lists_are_ignored": given(DENSE, selected=None),
+    "one_list_for_all_heads": with_other(DENSE, "selected", lambda lists: lists[:, :1]),
+    "blocks_of_32_bits": with_lists_of_32_bits(DENSE),
 }  # fmt: skip
 SPARSES: dict[str, Function] = {
     mutant.__name__: with_pieces(SPARSE, selected=mutant)
@@ -440,6 +458,8 @@ NOTICED = {
     (FORWARD, "ranges_include_their_end"): "packed, ranges of a mask",
     (DENSE, "slopes_have_the_wrong_sign"): "packed, gradients are slopes",
     (DENSE, "ranges_exclude_their_begin"): "packed, ranges of a mask",
+    (FORWARD, "lists_are_ignored"): "packed, gradients are slopes",
+    (DENSE, "lists_are_ignored"): "packed, gradients are slopes",
     (DENSE, "delta_is_forgotten"): "packed, gradients have their sums",
     (DENSE, "d_lse_is_ignored"): "packed, gradients have their sums",
     (DENSE, "keys_beyond_the_table_are_lost"): "packed, gradients have their sums",

@@ -1,4 +1,4 @@
-"""What is timed on a CPU: C1 to C10, shapes of an 8B model and of DeepSeek's latents with a thousand keys or so.
+"""What is timed on a CPU: C1 to C11, shapes of an 8B model and of DeepSeek's latents with a thousand keys or so.
 
 A case gives contenders, functions that compute the same from the same inputs, and says what the fastest machine would
 need: bytes of the cache to read, and floating-point operations of the products.
@@ -25,6 +25,7 @@ from ragged_attention.torch import (
 )
 
 Contenders = Mapping[str, Callable[[], Any]]
+DENSE = "dense"  # ours, to all keys where ours is to blocks that lists name: another result
 OURS, EAGER, NAMED = "ours", "eager", "named"  # the last: ours, by `causal` where ours is by ranges of keys
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 32
 CAUSAL: Mapping[str, Any] = {"causal": True}
@@ -146,6 +147,52 @@ class Ranged(Paged):
             OURS: lambda: ragged_paged_attention(**arguments, key_ranges=ranges, backend="numba"),
             NAMED: lambda: ragged_paged_attention(**arguments, **window, backend="numba"),
             EAGER: lambda: ragged_paged_attention(**arguments, **window, backend="eager"),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Listed(Paged):
+    """Sparse attention: each query and KV head has a list of blocks of its own, 2048 keys of those up to its own."""
+
+    block_size: int
+    named: int = 2048
+
+    @property
+    def _pairs(self) -> int:
+        """The keys that the queries see."""
+        positions = (keys - tokens + index for tokens, keys in self.lens for index in range(1, tokens + 1))
+        return sum(min(self.named, seen) for seen in positions)
+
+    @property
+    def bytes(self) -> int:
+        keys = sum(min(keys, tokens * self.named) for tokens, keys in self.lens)
+        return 2 * keys * NUM_KV_HEADS * HEAD_DIM * self.stored.itemsize
+
+    @property
+    def flops(self) -> int:
+        return 4 * self._pairs * NUM_Q_HEADS * HEAD_DIM
+
+    def lists(self) -> torch.Tensor:
+        """Blocks in any order, the query's own among them."""
+        torch.manual_seed(1)
+        length, rows = self.named // self.block_size, []
+        for tokens, keys in self.lens:
+            for own in ((keys - tokens + index) // self.block_size for index in range(tokens)):
+                others = torch.rand(NUM_KV_HEADS, max(own, 1)).argsort(1)[:, : length - 1] if own else None
+                found = torch.full((NUM_KV_HEADS, length), -1)
+                found[:, 0] = own
+                if others is not None:
+                    found[:, 1 : 1 + others.shape[1]] = others
+                rows.append(found)
+        return torch.stack(rows).int()
+
+    def contenders(self) -> Contenders:
+        arguments: dict[str, Any] = {name: x for name, x in self.inputs().items() if name not in ("k", "v")}
+        lists: dict[str, Any] = {"selected": self.lists(), "block_size": self.block_size}
+        return {
+            OURS: lambda: ragged_paged_attention(**arguments, **lists, backend="numba"),
+            DENSE: lambda: ragged_paged_attention(**arguments, backend="numba"),
+            EAGER: lambda: ragged_paged_attention(**arguments, **lists, backend="eager"),
         }
 
 
@@ -333,4 +380,12 @@ CASES: tuple[Case, ...] = (
     Varlen(name="C10d", what="causal as ranges: C8c", dtype=BF16, ranged=True),
     Varlen(name="C10e", what="causal as ranges: C8d", dtype=BF16, backward=True, ranged=True),
     RaggedLatent(name="C10f", what="causal as ranges: C7f", dtype=BF16, lens=MIXED, heads=16, ranged=True),
+    Listed(name="C11", what="16 of 128 blocks of 128: 4 decodes at 16k, bf16", dtype=BF16, lens=((1, 16384),) * 4,
+           block_size=128),
+    Listed(name="C11b", what="128 blocks of 16: 4 decodes at 16k, bf16", dtype=BF16, lens=((1, 16384),) * 4,
+           block_size=16),
+    Listed(name="C11c", what="16 of 128 blocks of 128: prefill of 64 at 16k, bf16", dtype=BF16, lens=((64, 16384),),
+           block_size=128),
+    Listed(name="C11d", what="128 blocks of 16: prefill of 64 at 16k, bf16", dtype=BF16, lens=((64, 16384),),
+           block_size=16),
 )  # fmt: skip

@@ -264,6 +264,8 @@ class GroupedCall(Call):
     causal: Any
     sliding_window: Any
     key_ranges: Any = None
+    selected: Any = None
+    block_size: int | None = None
     relative_bias: Any
     out_dtype: str | None = None
 
@@ -276,6 +278,12 @@ class GroupedCall(Call):
             if not _is(got, default):
                 got = "an array" if is_array(got) else got
                 raise InvalidInput(f"expected {name} at its default, {default}, with key_ranges, got {got}")
+
+    def _expect_lists_of_blocks(self) -> None:
+        """Check that a call with lists of blocks says how many keys a block has, and no other call."""
+        if (self.selected is None) != (self.block_size is None):
+            got = "block_size" if self.selected is None else "selected"
+            raise InvalidInput(f"expected selected and block_size, or neither, got {got} alone")
 
     @property
     @abc.abstractmethod
@@ -303,6 +311,11 @@ class GroupedCall(Call):
     def num_ranges(self) -> int:
         """The number of ranges of keys that each query has; 0 without `key_ranges`."""
         return 0 if self.key_ranges is None else self.key_ranges.shape[1]
+
+    @property
+    def num_selected(self) -> int:
+        """The number of entries in each list of blocks; 0 without `selected`."""
+        return 0 if self.selected is None else self.selected.shape[2]
 
     @property
     def bias_at_own(self) -> int:

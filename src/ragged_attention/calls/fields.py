@@ -22,6 +22,7 @@ INT32 = ("int32",)  # for index arrays
 SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 MAX_KEY_RANGES = 8
+MAX_BLOCK_SIZE = 256  # keys of a block that lists name
 LARGEST_INT32 = int(np.iinfo(np.int32).max)
 
 Dtypes = tuple[str, ...] | Callable[[Any], tuple[str, ...]]  # a function of the record if they depend on other fields
@@ -476,6 +477,33 @@ class HeadKeys(ArrayKind):
 
 class HeadKeyScales(ArrayKind):
     """The scales of index keys [..., K], which the record checks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Selected(ArrayKind):
+    """The blocks of keys that each query sees, a list for each KV head, [T, K, N], or one for all, [T, 1, N]."""
+
+    dtypes: Dtypes = INT32
+    tokens: str = "T"  # the letter of the axis of queries
+
+    def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
+        expect_array(
+            name, value, f"{self.tokens} L N", INT32, {letter: sizes[letter] for letter in self.tokens.split()}
+        )
+        if (got := value.shape[1]) not in (1, call.num_kv_heads):
+            expected = f"one list for all KV heads or one for each of num_kv_heads={call.num_kv_heads}"
+            raise InvalidInput(f"expected {name} to have {expected}, got {got}")
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSize(Integer):
+    """The number of keys in a block: a power of two."""
+
+    def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
+        if not is_integer(value):
+            raise TypeError(f"expected {name} to be an int, got {_kind(value)}")
+        if not 1 <= value <= MAX_BLOCK_SIZE or value & (value - 1):
+            raise InvalidInput(f"expected {name} to be a power of two from 1 to {MAX_BLOCK_SIZE}, got {value}")
 
 
 class Stack(ArrayKind):

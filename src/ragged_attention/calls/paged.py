@@ -15,6 +15,7 @@ from ragged_attention.calls.fields import (
     Array,
     ArrayKind,
     Arrays,
+    BlockSize,
     Count,
     Dtype,
     Flag,
@@ -25,6 +26,7 @@ from ragged_attention.calls.fields import (
     QueryScale,
     RelativeBias,
     Scale,
+    Selected,
     Sizes,
     Stack,
     dtype_name,
@@ -366,6 +368,8 @@ class RaggedPagedAttention(PagedCall, RaggedCall):
     new_kv: Any = field(Pair(("new_k", "new_v"), expect_new_kv), default=None)
     draft_mask: Any = field(ArrayKind("T W", ("bool",)), default=None)
     key_ranges: Any = field(KeyRanges(), default=None)
+    selected: Any = field(Selected(), default=None)
+    block_size: int | None = field(BlockSize(), default=None)
     out_dtype: str | None = field(Dtype(choices=FLOATS), default=None)
 
     def _check(self, sizes: Sizes) -> None:
@@ -377,6 +381,7 @@ class RaggedPagedAttention(PagedCall, RaggedCall):
             )
         expect_head_dim("v_pages.shape[3]", self.v_head_dim)
         self._expect_one_mask()
+        self._expect_lists_of_blocks()
         self._expect_cache("q", self.q)
         expect_groups(self.num_q_heads, self.num_kv_heads)
 

@@ -9,11 +9,13 @@ from ragged_attention.calls.fields import (
     INT32,
     WIDE_FLOATS,
     ArrayKind,
+    BlockSize,
     Flag,
     Integer,
     KeyRanges,
     Number,
     RelativeBias,
+    Selected,
     Sizes,
     dtype_name,
     expect_nonempty,
@@ -55,6 +57,7 @@ class VarlenCall(GroupedCall):
         if self.cu_q_lens.shape[0] < 1:
             raise InvalidInput("expected cu_q_lens to have at least one entry, got 0")
         self._expect_one_mask()
+        self._expect_lists_of_blocks()
 
     @property
     def num_q_tokens(self) -> int:
@@ -101,6 +104,7 @@ WINDOW = Integer(least=1, symbolic=True)
 SINKS = ArrayKind("H", like_lse)
 SLOPES = ArrayKind("H", like_lse)
 RANGES = KeyRanges(tokens="T_q")
+SELECTED = Selected(tokens="T_q")
 BIAS = RelativeBias(dtypes=like_lse, tokens="T_q")
 
 
@@ -129,6 +133,8 @@ class VarlenAttention(VarlenCall):
     alibi_slopes: Any = field(SLOPES, default=None)
     relative_bias: Any = field(BIAS, default=None)
     key_ranges: Any = field(RANGES, default=None)
+    selected: Any = field(SELECTED, default=None)
+    block_size: int | None = field(BlockSize(), default=None)
     deterministic: bool = field(Flag(), default=False)
 
     def results(self) -> tuple[Result, ...]:
@@ -160,6 +166,8 @@ class VarlenAttentionBackward(VarlenCall):
     alibi_slopes: Any = field(SLOPES, default=None)
     relative_bias: Any = field(BIAS, default=None)
     key_ranges: Any = field(RANGES, default=None)
+    selected: Any = field(SELECTED, default=None)
+    block_size: int | None = field(BlockSize(), default=None)
     return_d_relative_bias: bool = field(Flag(), default=False)
     deterministic: bool = field(Flag(), default=False)
 

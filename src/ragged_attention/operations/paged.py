@@ -17,6 +17,8 @@ class PagedKeywords(AttentionKeywords[Array, Memory], total=False):
     v_scale: float | Array | None
     draft_mask: Array | None
     key_ranges: Array | None
+    selected: Array | None
+    block_size: int | None
     out_dtype: Any
 
 
@@ -71,6 +73,8 @@ class Paged(FrontEnd[Array, Memory]):
         new_kv: tuple[Array, Array] | None = None,
         draft_mask: Array | None = None,
         key_ranges: Array | None = None,
+        selected: Array | None = None,
+        block_size: int | None = None,
         out_dtype: Any = None,
         out: Memory | None = None,
         backend: str | Sequence[str] | None = None,
@@ -130,6 +134,15 @@ class Paged(FrontEnd[Array, Memory]):
                 begin below 0 counts as 0, an end beyond `kv_len` as `kv_len`, and a range whose begin is not below its
                 end is empty. Rows of padding are not read. `ragged_attention.key_ranges` makes those of chunks, image
                 spans, blocks, prefixes and trees.
+            selected: i32 [T, K, N], or [T, 1, N] for all KV heads: sparse attention to blocks of keys. Entry b of a
+                query's list for a KV head names the positions [b * block_size, (b + 1) * block_size) of its sequence,
+                and the query heads of that KV head see named positions only, those of them that `causal`,
+                `sliding_window`, `draft_mask` or `key_ranges` let the query see. The order of a list is free, and a
+                block that is named twice counts once. Any int32 is safe: -1, which pads a list anywhere, and every
+                other entry without a position of the sequence name nothing. Rows of padding are not read, nor are keys
+                that no query sees. N may be 0.
+            block_size: the positions in a block, a power of two from 1 to 256, whatever the page size; given with
+                `selected` only.
             out_dtype: the dtype of `out`: "float32", "float16", "bfloat16", or the framework's dtype of that name;
                 default q's dtype. Partial results that `merge_attention_states` will merge are best kept in float32.
             out: torch only: the tensor to write the result to, which is then returned: of the result's shape and dtype,
@@ -161,7 +174,7 @@ class Paged(FrontEnd[Array, Memory]):
             max_q_len=max_q_len, sm_scale=sm_scale, causal=causal, sliding_window=sliding_window, soft_cap=soft_cap,
             sinks=sinks, alibi_slopes=alibi_slopes, relative_bias=relative_bias, q_scale=q_scale, k_scale=k_scale,
             v_scale=v_scale, return_lse=return_lse, new_kv=new_kv, draft_mask=draft_mask, key_ranges=key_ranges,
-            out_dtype=out_dtype,
+            selected=selected, block_size=block_size, out_dtype=out_dtype,
         )  # fmt: skip
         if new_kv is not None:
             return self.run_with_write(RaggedPagedAttention, arguments, backend, options, out)

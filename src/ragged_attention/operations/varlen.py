@@ -14,6 +14,8 @@ class VarlenKeywords(AttentionKeywords[Array, Memory], total=False):
     alibi_slopes: Array | None
     relative_bias: Array | None
     key_ranges: Array | None
+    selected: Array | None
+    block_size: int | None
     deterministic: bool
 
 
@@ -48,6 +50,8 @@ class Varlen(FrontEnd[Array, Memory]):
         alibi_slopes: Array | None = None,
         relative_bias: Array | None = None,
         key_ranges: Array | None = None,
+        selected: Array | None = None,
+        block_size: int | None = None,
         return_lse: bool = False,
         deterministic: bool = False,
         out: Memory | None = None,
@@ -85,6 +89,10 @@ class Varlen(FrontEnd[Array, Memory]):
             key_ranges: i32 [T_q, R, 2], R from 1 to 8, as in `ragged_paged_attention`: ranges of keys of the query's
                 own sequence, in which 0 is its first packed key. The gradient visits only blocks of queries that see a
                 block of keys.
+            selected: i32 [T_q, K, N] or [T_q, 1, N], as in `ragged_paged_attention`: lists of blocks of keys, per KV
+                head or for all. Block b has the packed keys [b * block_size, (b + 1) * block_size) of the query's own
+                sequence. Lists have no gradient.
+            block_size: the keys in a block, a power of two from 1 to 256; given with `selected` only.
             return_lse: also return the log-sum-exp.
             deterministic: give the gradients the same bits in every run, as `triton`, `eager` and `reference` always
                 do.
@@ -113,7 +121,8 @@ class Varlen(FrontEnd[Array, Memory]):
         arguments = dict(
             q=q, k=k, v=v, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, max_q_len=max_q_len, max_kv_len=max_kv_len,
             sm_scale=sm_scale, causal=causal, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
-            alibi_slopes=alibi_slopes, relative_bias=relative_bias, key_ranges=key_ranges, deterministic=deterministic,
+            alibi_slopes=alibi_slopes, relative_bias=relative_bias, key_ranges=key_ranges, selected=selected,
+            block_size=block_size, deterministic=deterministic,
         )  # fmt: skip
         expect_bool("return_lse", return_lse)
         attended, lse = self.run(VarlenAttention, arguments, backend, options, out)
@@ -141,6 +150,8 @@ class Varlen(FrontEnd[Array, Memory]):
         alibi_slopes: Array | None = None,
         relative_bias: Array | None = None,
         key_ranges: Array | None = None,
+        selected: Array | None = None,
+        block_size: int | None = None,
         return_d_relative_bias: bool = False,
         deterministic: bool = False,
         backend: str | Sequence[str] | None = None,
@@ -153,7 +164,8 @@ class Varlen(FrontEnd[Array, Memory]):
         Args:
             d_out: [T_q, H, D_v] of q's dtype, the gradient of a scalar with respect to `out`.
             q, k, v, cu_q_lens, cu_kv_lens, max_q_len, max_kv_len, sm_scale, causal, sliding_window, soft_cap, sinks,
-                alibi_slopes, relative_bias, key_ranges, deterministic: the arguments of `varlen_attention`.
+                alibi_slopes, relative_bias, key_ranges, selected, block_size, deterministic: the arguments of
+                `varlen_attention`.
             out, lse: the results of `varlen_attention`: [T_q, H, D_v] of q's dtype, [T_q, H] float32.
             d_lse: [T_q, H] like `lse`, the gradient with respect to it; None is 0. Where `lse` is -inf it is ignored.
             return_d_relative_bias: also compute the gradient of `relative_bias`, which takes further time. Automatic
@@ -180,7 +192,8 @@ class Varlen(FrontEnd[Array, Memory]):
             d_out=d_out, q=q, k=k, v=v, out=out, lse=lse, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, d_lse=d_lse,
             max_q_len=max_q_len, max_kv_len=max_kv_len, sm_scale=sm_scale, causal=causal, sliding_window=sliding_window,
             soft_cap=soft_cap, sinks=sinks, alibi_slopes=alibi_slopes, relative_bias=relative_bias,
-            key_ranges=key_ranges, return_d_relative_bias=return_d_relative_bias, deterministic=deterministic,
+            key_ranges=key_ranges, selected=selected, block_size=block_size,
+            return_d_relative_bias=return_d_relative_bias, deterministic=deterministic,
         )  # fmt: skip
         dq, dk, dv, d_sinks, d_bias = self.run(VarlenAttentionBackward, arguments, backend, options)
         has_d_bias = relative_bias is not None and return_d_relative_bias

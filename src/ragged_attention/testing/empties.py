@@ -4,6 +4,7 @@ Each is made of a call with all of its arguments, so that whatever a kernel does
 entry of an array is outside of it. `check_garbage` runs these in guarded memory too.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -49,6 +50,7 @@ from ragged_attention.testing.paged.specs import Spec
 from ragged_attention.testing.paged.strategies import merge_batch, write_batch
 from ragged_attention.testing.paged.updates import check_update
 from ragged_attention.testing.runner import Runner
+from ragged_attention.testing.selected import Selection
 from ragged_attention.testing.varlen.gradients import GradientSpec
 from ragged_attention.testing.varlen.oracle import check_gradients, check_varlen
 from ragged_attention.testing.varlen.specs import VarlenSpec
@@ -56,7 +58,7 @@ from ragged_attention.testing.varlen.specs import VarlenSpec
 Empty = tuple[Callable[[Runner, Any], None], Callable[[], Any]]  # a check, and what builds its batch
 Cases = Mapping[str, Empty]
 
-OF_TOKENS = ("q", "k", "v", "kv", "weights", "draft_mask", "key_ranges", "candidate_blocks", "slot_mapping")
+OF_TOKENS = ("q", "k", "v", "kv", "weights", "draft_mask", "key_ranges", "selected", "candidate_blocks", "slot_mapping")
 OF_SEQUENCES = ("kv_lens", "page_indices")
 # What has a row for each sequence where each has as many queries.
 OF_LISTS = (
@@ -124,6 +126,7 @@ _UPDATES: dict[str, Spec] = {
 
 def attention() -> Cases:
     """Ragged attention, with new keys too."""
+    blocks = Spec(**_TABLES, selection=Selection(kind="own", size=8), num_kv_heads=2, group=2)
     every = Spec(**_ALL, **_STORED, draft=3, q_scales="heads", dtype="bfloat16", out_dtype="float32")
     return {
         **_ragged(check_attention, Spec(**_TABLES).build),
@@ -134,6 +137,7 @@ def attention() -> Cases:
                 check_attention, Spec(**_TABLES, alibi="usual", bias="shared", group=2).build
             ).items()
         },
+        **{f"{name}, lists of blocks": case for name, case in _ragged(check_attention, blocks.build).items()},
         "a draft mask without columns": (check_attention, Spec(**_TABLES, draft=0).build),
         **{f"new keys, {name}": (check_update, lambda spec=spec: spec) for name, spec in _UPDATES.items()},
     }
@@ -320,6 +324,8 @@ def packed() -> Cases:
         "no keys": VarlenSpec(lens=((3, 0), (0, 0)), limits="exact", **every),
         "nothing at all": VarlenSpec(lens=(), limits="exact", **every),
     }
+    lists = Selection(kind="own", size=4)
+    specs |= {f"{name}, lists of blocks": dataclasses.replace(spec, selection=lists) for name, spec in specs.items()}
     return {name: (check_varlen, spec.build) for name, spec in specs.items()} | {
         f"gradient, {name}": (check_gradients, GradientSpec(of=spec, d_lse=True).build) for name, spec in specs.items()
     }

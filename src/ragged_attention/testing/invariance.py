@@ -19,6 +19,7 @@ from ragged_attention.testing.mla.strategies import decode_specs, prefill_specs
 from ragged_attention.testing.paged.specs import Batch, Spec
 from ragged_attention.testing.paged.strategies import specs
 from ragged_attention.testing.runner import Runner
+from ragged_attention.testing.selected import Selection
 from ragged_attention.testing.varlen.specs import VarlenBatch, VarlenSpec
 from ragged_attention.testing.varlen.strategies import varlen_specs
 
@@ -98,6 +99,12 @@ LAWS: tuple[tuple[str, Callable[[Runner, Any], None], Any, Any], ...] = (
         None,
     ),
     (
+        "lists of blocks",
+        law("ragged_paged_attention", ragged_alone, return_lse=True),
+        dataclasses.replace(RAGGED, selection=Selection(kind="own", size=64, length=9)),
+        None,
+    ),
+    (
         "heads-first decode",
         law("paged_attention", heads_first_alone),
         PagedSpec(spec=Spec(lens=((1, 2900), (1, 5), (1, 1100)), page_size=16, num_kv_heads=2, group=4)),
@@ -125,6 +132,19 @@ LAWS: tuple[tuple[str, Callable[[Runner, Any], None], Any, Any], ...] = (
         "packed, ranges of keys",
         law("varlen_attention", packed_alone, return_lse=True),
         VarlenSpec(lens=((5, 9), (300, 300), (3, 1100), (0, 4), (70, 70)), ranges="few", group=2, dtype="bfloat16"),
+        None,
+    ),
+    (
+        "packed, lists of blocks",
+        law("varlen_attention", packed_alone, return_lse=True),
+        VarlenSpec(
+            lens=((5, 9), (300, 300), (3, 1100), (0, 4), (70, 70)),
+            causal=True,
+            kv_heads=2,
+            group=2,
+            dtype="bfloat16",
+            selection=Selection(kind="own", size=16, length=9),
+        ),
         None,
     ),
 )

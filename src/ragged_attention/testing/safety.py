@@ -26,6 +26,7 @@ from ragged_attention.testing.paged import norm_rope
 from ragged_attention.testing.paged.specs import Batch, Spec, WriteBatch
 from ragged_attention.testing.paged.strategies import merge_batch, write_batch
 from ragged_attention.testing.runner import Declined, Runner
+from ragged_attention.testing.selected import garbage_lists
 from ragged_attention.testing.varlen import garbage as varlen_safety
 
 MODULE = "ragged_attention.testing.safety"
@@ -53,6 +54,7 @@ def garbage_attention(seed: int) -> Batch:
         sinks=[None, "normal"][int(rng.integers(0, 2))],
         alibi=[None, None, "usual"][int(rng.integers(0, 3))],
         ranges=[None, None, "any", "many"][int(rng.integers(0, 4))],
+        selection=garbage_lists(rng),
         strided=bool(rng.random() < 0.3),
         seed=seed,
     ).build()

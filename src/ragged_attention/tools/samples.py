@@ -37,6 +37,12 @@ def ranges_of(sample: Any) -> "FakeArray | None":
     return FakeArray((sample.num_tokens, sample.key_ranges, 2), "int32") if sample.key_ranges else None
 
 
+def lists_of(sample: Any) -> "FakeArray | None":
+    """The lists of blocks of keys of a sample that has any, a list for each KV head."""
+    shape = (sample.num_tokens, sample.num_kv_heads, sample.selected)
+    return FakeArray(shape, "int32") if sample.selected else None
+
+
 def bias_of(sample: Any) -> "FakeArray | None":
     """The relative bias of a sample that has one."""
     return FakeArray((sample.num_q_heads, BIAS_WIDTH), "float32") if sample.relative_bias else None
@@ -115,6 +121,8 @@ class Sample(AnySample):
     return_lse: bool = False
     draft: int | None = None  # number of a draft mask's columns
     key_ranges: int | None = None  # ranges of keys of each query
+    selected: int | None = None  # blocks of keys in the list of each query and KV head
+    block_size: int | None = None
     max_q_len: int | None = None
 
     @property
@@ -159,6 +167,7 @@ class Sample(AnySample):
             "v_scale": self.scale,
             "draft_mask": self.draft is not None,
             "key_ranges": ranges_of(self),
+            "selected": lists_of(self),
             "relative_bias": bias_of(self),
             "sinks": self.sinks and operation != "merge_attention_states",  # the states to merge may include them
         } | TABLES
@@ -271,6 +280,8 @@ class VarlenSample(AnySample):
     relative_bias: bool = False  # a gradient's call then asks for its gradient
     own_tables: bool = False  # whether each query has its own table of the relative bias
     key_ranges: int | None = None  # ranges of keys of each query; `causal` must be False
+    selected: int | None = None  # blocks of keys in the list of each query and KV head
+    block_size: int | None = None
     d_lse: bool = False  # whether the gradient of lse is given
 
     @property
@@ -289,7 +300,10 @@ class VarlenSample(AnySample):
         bias = bias_of(self)
         if bias is not None and self.own_tables:
             bias = FakeArray((self.num_tokens, *bias.shape), bias.dtype)
-        return {"relative_bias": bias, "key_ranges": ranges_of(self), "return_d_relative_bias": bias is not None}
+        return {
+            "relative_bias": bias, "key_ranges": ranges_of(self), "selected": lists_of(self),
+            "return_d_relative_bias": bias is not None,
+        }  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

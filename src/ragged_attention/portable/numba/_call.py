@@ -16,6 +16,7 @@ from ragged_attention.portable.numba._records import stride_names
 from ragged_attention.portable.numba._splits import expect_splits
 
 KERNEL = Kernel("paged_attention", _paged.FIELDS, _paged.plan, _paged.work)
+SHARED_BLOCK = 64  # keys in a block, from which on tiles have many queries
 SPLITS_PER_SEQUENCE = 8  # in batch-invariant mode
 TILE_FLOATS = 384 * 256  # maximum floats in a tile's queries and results; they should fit the L2 cache
 MULTIPLES = {"block_q": 1, "block_rows": 1, "block_kv": 8}  # each block size must be a multiple of its number here
@@ -66,15 +67,28 @@ def block_q_of(call: Any) -> int:
     return max(rows // call.group, 1)
 
 
+def alone(call: Any) -> bool:
+    """Whether each query has a tile of its own, because lists name blocks of so few keys that queries share few."""
+    return call.selected is not None and call.block_size < SHARED_BLOCK
+
+
+def keys_of_block(call: Any, otherwise: int) -> int:
+    """The keys in a tile of many queries, `otherwise` without lists.
+
+    With lists, those of a block, since the queries whose lists name any of them are multiplied.
+    """
+    return otherwise if call.selected is None else min(call.block_size, 128)
+
+
 def heuristic(call: Any) -> Tile:
     """The tile for a call. Decode is limited by memory bandwidth: few keys per tile spread its prefetches evenly.
 
     8-bit keys take longer to convert than to fetch, so decode has more of them per tile.
     """
-    block_kv = 96
-    if call.num_tokens <= 4 * call.max_num_seqs:
+    if alone(call) or call.num_tokens <= 4 * call.max_num_seqs:
         block_kv = 64 if call.cache_dtype in QUANTIZED else 16
-    return Tile(block_q=block_q_of(call), block_kv=block_kv)
+        return Tile(block_q=1 if alone(call) else block_q_of(call), block_kv=block_kv)
+    return Tile(block_q=block_q_of(call), block_kv=keys_of_block(call, 96))
 
 
 def invariant_tile(call: Any) -> Tile:
@@ -109,6 +123,13 @@ def numbers_of_pages(call: Any, launch: Any) -> dict[str, int]:
     return dict(zip(names, 2 * (page, slot, 2 * head), strict=True)) | {"v_offset": head}
 
 
+def numbers_of_lists(call: Any) -> dict[str, int]:
+    """The sizes of `selected`, 0 without it: lists of a query, entries of a list, keys in a block."""
+    if call.selected is None:
+        return dict.fromkeys(("num_lists", "num_selected", "block_size"), 0)
+    return {"num_lists": call.selected.shape[1], "num_selected": call.num_selected, "block_size": call.block_size}
+
+
 def numbers_of_bias(call: Any) -> dict[str, int]:
     """The sizes of `relative_bias`, 0 without one."""
     if call.relative_bias is None:
@@ -134,6 +155,6 @@ def run(
         "max_num_seqs": _sequences.max_sequences(call, call.max_num_seqs), "layout": layout, "drafted": drafted,
         "draft_width": call.draft_mask.shape[1] if drafted else 0, "num_ranges": call.num_ranges,
         "out_format": CODES[call.out_dtype or dtype_name(call.q)], **numbers_of_pages(call, launch),
-        **numbers_of_bias(call),
+        **numbers_of_bias(call), **numbers_of_lists(call),
     }  # fmt: skip
     return KERNEL.launch(launch, call, tile, pages, numbers, axes=dict.fromkeys(pages, axes))

@@ -34,7 +34,7 @@ from ragged_attention.portable.numba._vectors import (
 NUMBERS = ("rows", "keys", "width", "v_width", "bias_width", "bias_at_own", "sums", "sums_stride", "max_gaps")
 BUFFERS = ("q", "d_out", "k", "v", "k_rows", "v_rows", "s", "d_s", "dk", "dv", "out_row", "left", "right",
          "sources", "slots", "lse", "share", "delta", "d_lse", "slopes", "positions",
-         "tables", "d_tables", "bias", "num_gaps", "gaps")  # fmt: skip
+         "tables", "d_tables", "bias", "num_gaps", "seen", "gaps")  # fmt: skip
 tile_at = record_at((*NUMBERS, *BUFFERS))
 
 
@@ -54,7 +54,7 @@ def new_tile(rows, keys, width, v_width, latent, max_gaps):
         len(NUMBERS),
         (q, d_out, k, v, addresses, addresses, logits, logits, k, v, 4 * v_width, 2 * floats, 2 * floats,
          addresses, addresses, floats, floats, floats, floats, floats, 2 * floats,
-         2 * floats, 2 * floats, 4 * keys, 2 * floats, 16 * max_gaps * rows),
+         2 * floats, 2 * floats, 4 * keys, 2 * floats, addresses, 16 * max_gaps * rows),
     )  # fmt: skip
     if address == 0:
         return address

@@ -98,7 +98,7 @@ def divide(call, units):
                 if not call.sparse:
                     low = max(seen_from(call, token + first // group, stop, length)[0], 0)
                     high = max(min(seen_from(call, token + (last - 1) // group, stop, length)[1], length), low)
-                work += _splits.add_splits(call, units, seq, token, first, last, low, high, max_splits)
+                work += _splits.add_splits(call, units, seq, token, first, last, low, high, high - low, max_splits)
     return work
 
 
@@ -285,4 +285,4 @@ def finish(call, tile, unit, head, rows):
 def work(address):
     call = call_of(address)
     paired = pairs_up(call)
-    return _splits.run_units(address, call, call.block_rows, not paired, paired, read_queries, attend, finish)
+    return _splits.run_units(address, call, call.block_rows, not paired, paired, 0, read_queries, attend, finish)

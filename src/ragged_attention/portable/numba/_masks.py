@@ -84,7 +84,7 @@ def position_of(call, first, last, kv_len, number):
 def divide_spans(call, units, seq, token, first, last, tokens, kv_len, max_splits):
     """`add_splits` for rows whose `tokens`, a range of query tokens, see keys by ranges: only these keys count."""
     listed, keys = call.num_units, count_keys(call, tokens[0], tokens[1], kv_len)
-    work = _splits.add_splits(call, units, seq, token, first, last, 0, keys, max_splits)
+    work = _splits.add_splits(call, units, seq, token, first, last, 0, keys, keys, max_splits)
     for index in range(listed, call.num_units if units else listed):
         unit = _splits.unit_at(units + _splits.UNIT_BYTES * index)
         if unit.low < unit.high:
@@ -94,6 +94,15 @@ def divide_spans(call, units, seq, token, first, last, tokens, kv_len, max_split
 
 
 # ---- one program
+
+
+@inlined
+def seen_between(call, token, stop, kv_len):
+    """The range of keys outside which a query token sees none; query `stop` - 1 is at position `kv_len` - 1."""
+    position = kv_len - stop + token
+    left = position - call.sliding_window + 1 if call.sliding_window else 0
+    right = min(position + 1, kv_len) if call.causal and not call.drafted else kv_len
+    return bounds_of(call, token, kv_len) if call.key_ranges else (left, right)
 
 
 @inlined

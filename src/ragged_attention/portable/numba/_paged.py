@@ -4,14 +4,14 @@ Packed keys are treated as pages of one key each; the index of a page is the row
 
 A *block* is a range of consecutive queries of a sequence. The query heads that share a KV head are rows of one tile, so
 each K and V is read once for all of them. A *unit* is a block with one split of the keys that it sees: keys that the
-causal mask, the window or the ranges of keys hide from the whole block are skipped. A program computes one unit for one
-KV head. A block with a large share of the work has several splits, and the last of them to finish merges them. How the
-work is divided depends on the shapes, lengths and ranges alone.
+causal mask, the window, the ranges of keys or the lists of blocks of keys hide from the whole block are skipped. A
+program computes one unit for one KV head. A block with a large share of the work has several splits, and the last of
+them to finish merges them. How the work is divided depends on the shapes, lengths and ranges alone.
 """
 
 import numpy as np
 
-from ragged_attention.portable.numba import _masks, _splits, _tiles
+from ragged_attention.portable.numba import _masks, _selected, _splits, _tiles
 from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT32, scale_of, size_of
 from ragged_attention.portable.numba._records import Fields, up_to
 from ragged_attention.portable.numba._sequences import first_key_of, gaps_by, kv_len_of, num_sequences, queries_of
@@ -33,15 +33,16 @@ FIELDS = Fields(
     operands=(
         "q", "k_pages", "v_pages", "kv_lens", "page_indices", "cu_q_lens", "cu_kv_lens", "num_seqs", "sinks",
         "alibi_slopes", "relative_bias", "k_scale", "v_scale", "k_scales", "v_scales", "draft_mask", "key_ranges",
+        "selected",
     ),
     results=("out", "lse"),
     numbers=(
         "num_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "max_num_seqs", "layout", "out_format",
         "num_pages", "page_size", "capacity", "v_offset", "causal", "sliding_window", "drafted", "draft_width",
-        "num_ranges", "scale", "soft_cap", "bias_width", "bias_stride", "bias_at_own", "block_q", "block_kv",
-        "num_splits",
+        "num_ranges", "num_lists", "num_selected", "block_size", "scale", "soft_cap", "bias_width", "bias_stride",
+        "bias_at_own", "block_q", "block_kv", "num_splits",
     ),
-    plan=_splits.SPLITS,
+    plan=(*_splits.SPLITS, "named_size"),
     strides={"q": "token head", "page_indices": "seq", "draft_mask": "token"}
     | dict.fromkeys(("k_pages", "v_pages", "k_scales", "v_scales"), "page slot head"),
     formats=("q", "k_pages"),
@@ -69,7 +70,7 @@ def range_of(call, first_new, kv_len, first, last):
 @compiled
 def divide(call, units):
     """Split all blocks into units, which are listed unless `units` is 0 (see `add_splits`); returns the total work."""
-    work, call.num_units, call.num_partials = 0.0, 0, 0
+    work, call.num_units, call.num_partials, call.named_size = 0.0, 0, 0, 0
     for seq in range(num_sequences(call)):
         start, stop = queries_of(call, seq)
         kv_len = kv_len_of(call, seq)
@@ -79,11 +80,14 @@ def divide(call, units):
             # Every split stores a partial result for each query, so blocks of more queries have fewer splits.
             max_splits = max(call.num_splits // (last - first), 1) if call.num_splits else 0
             rows = start + first, start + last
-            if call.key_ranges:
+            low, high = range_of(call, first_new, kv_len, first, last)
+            if call.num_lists:
+                low, high = (0, kv_len) if call.key_ranges else (low, high)
+                work += _selected.divide_lists(call, units, seq, rows[0], rows[1], low, high, max_splits)
+            elif call.key_ranges:
                 work += _masks.divide_spans(call, units, seq, 0, rows[0], rows[1], rows, kv_len, max_splits)
             else:
-                low, high = range_of(call, first_new, kv_len, first, last)
-                work += _splits.add_splits(call, units, seq, 0, rows[0], rows[1], low, high, max_splits)
+                work += _splits.add_splits(call, units, seq, 0, rows[0], rows[1], low, high, high - low, max_splits)
     return work
 
 
@@ -134,11 +138,7 @@ def read_queries(call, tile, unit, head):
     in_place = reads_in_place(call, tile)
     _tiles.begin(tile, rows)
     for token in range(unit.first, unit.last):
-        position = kv_len - stop + token
-        left = position - call.sliding_window + 1 if call.sliding_window else 0
-        right = min(position + 1, kv_len) if call.causal and not call.drafted else kv_len
-        if call.key_ranges:
-            left, right = _masks.bounds_of(call, token, kv_len)
+        left, right = _masks.seen_between(call, token, stop, kv_len)
         for q_head in range(head * group, (head + 1) * group):
             source = call.q + size_of(call.q_format) * (token * call.q_token_stride + q_head * call.q_head_stride)
             _tiles.read_query(tile, row, call.q_format, source, call.head_dim, in_place)
@@ -162,12 +162,12 @@ def page_at(call, seq, number):
 
 
 @compiled
-def list_next(call, tile, seq, head, first, count):
-    """List the addresses of the next `count` keys and values, from position `first` on, and prefetch the keys.
+def list_next(call, tile, seq, head, first, key, count):
+    """List the addresses of the next keys [key, count) of a tile, from position `first` on, and prefetch the keys.
 
     The prefetches overlap with the work on the current keys. Returns how many of the positions have no page.
     """
-    holes, key, size = 0, 0, size_of(call.k_pages_format)
+    holes, size = 0, size_of(call.k_pages_format)
     number, slot = place_of(call, seq, first)
     while key < count:
         page, run = page_at(call, seq, number), min(call.page_size - slot, count - key)
@@ -193,7 +193,7 @@ def list_next(call, tile, seq, head, first, count):
 def list_seen(call, tile, unit, head, first, stop, whole):
     """`list_next` for the next keys of a unit that a tile holds; if not `whole`, some of them may be unseen."""
     count = min(tile.keys, stop - first)
-    holes = list_next(call, tile, unit.seq, head, first, count)
+    holes = list_next(call, tile, unit.seq, head, first, 0, count)
     if not whole:
         holes += _masks.drop_unseen(call, tile, (unit.first, unit.last), kv_len_of(call, unit.seq), first, count)
     return holes
@@ -264,8 +264,71 @@ def add_relative_bias(call, tile, unit, head, rows, first, count):
 
 
 @compiled
+def list_named(call, tile, unit, head, position):
+    """List the next keys, from `position` on, of the blocks that the unit's lists name, as many as a tile holds.
+
+    Returns how many they are, how many of them have no page, and the position after the last.
+    """
+    count = holes = 0
+    while count < tile.keys and position < unit.high:
+        first, stop = _selected.next_run(call, tile, unit, position)
+        run = min(stop - first, tile.keys - count)
+        holes += list_next(call, tile, unit.seq, head, first, count, count + run)
+        for index in range(run):
+            set_int(tile.next_positions, count + index, first + index)
+        count, position = count + run, first + run
+    return count, holes, position
+
+
+@compiled
+def attend_to_blocks(call, tile, unit, head, rows):
+    """`attend` for a call with lists of blocks.
+
+    Bounds of rows count the keys of a tile here, not positions. If the lists of few tokens name any key of a tile, only
+    the rows of these tokens are multiplied, which are packed for that.
+    """
+    in_place, factor, code = reads_in_place(call, tile), factor_of(call, head), call.k_pages_format
+    group = call.num_q_heads // call.num_kv_heads
+    _selected.mark(call, tile, unit, head)
+    next_count, next_holes, position = list_named(call, tile, unit, head, unit.low)
+    prefetch_values(call, tile, next_count)
+    while next_count:
+        count, holes = next_count, next_holes
+        _tiles.advance(tile)
+        tile.positions, tile.next_positions = tile.next_positions, tile.positions
+        tokens = _selected.list_tokens(call, tile, unit, count)
+        packed = tokens * group < rows
+        if packed:
+            _tiles.pack_rows(tile, group, tokens)
+        keys = tile.sources if in_place else tile.k_rows
+        if tile.paired and not in_place:
+            _tiles.pair_keys(code, tile.sources, tile.k, tile.width, count)
+        elif not in_place:
+            _tiles.read_rows(code, tile.sources, tile.k, tile.width, call.head_dim, count)
+        next_count, next_holes, position = list_named(call, tile, unit, head, position)
+        for row in range(tokens * group):
+            _tiles.set_bounds(tile, row, 0, count)
+        _tiles.multiply_keys(tile, keys, tokens * group, 0, count, factor, call.soft_cap)
+        if call.alibi_slopes or call.relative_bias:
+            _selected.add_biases(call, tile, unit, head, tokens * group, count)
+        _selected.hide_unseen(call, tile, unit, tokens, count)
+        _tiles.weigh_keys(tile, tokens * group, 0, count, holes)
+        prefetch_values(call, tile, next_count)
+        if tile.paired:
+            _tiles.pair_values(code, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
+        else:
+            _tiles.read_rows(code, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
+        _tiles.mix_values(tile, tokens * group, 0, count)
+        if packed:
+            _tiles.unpack_rows(tile, group, tokens)
+
+
+@compiled
 def attend(call, tile, unit, head, rows):
     """Attend from a unit's rows to its keys, one tile of keys after another."""
+    if call.num_lists:
+        attend_to_blocks(call, tile, unit, head, rows)
+        return
     seq, low, high, code = unit.seq, unit.low, unit.high, call.k_pages_format
     in_place, factor = reads_in_place(call, tile), factor_of(call, head)
     tokens, kv_len = (unit.first, unit.last), kv_len_of(call, seq)
@@ -325,4 +388,5 @@ def finish(call, tile, unit, head, rows):
 def work(address):
     call = call_of(address)
     rows = call.block_q * (call.num_q_heads // call.num_kv_heads)
-    return _splits.run_units(address, call, rows, False, pairs_up(call), read_queries, attend, finish)
+    named = call.named_size
+    return _splits.run_units(address, call, rows, False, pairs_up(call), named, read_queries, attend, finish)

@@ -44,14 +44,14 @@ def splits_of(work, keys, total_work, shares, max_splits):
 
 
 @compiled
-def add_splits(call, units, seq, token, first, last, low, high, max_splits):
-    """Split the keys [low, high) of the rows [first, last): count the splits, and list them unless `units` is 0.
+def add_splits(call, units, seq, token, first, last, low, high, keys, max_splits):
+    """Split the range [low, high) of the rows [first, last): count the splits, and list them unless `units` is 0.
 
-    Returns the work of the rows. `units` is the address of the list.
+    The rows see up to `keys` keys of the range. Returns their work. `units` is the address of the list.
     """
-    work, keys = (last - first) * (high - low), high - low
+    work = (last - first) * keys
     num_splits = splits_of(work, keys, call.work, SHARES, max_splits)
-    step = (keys + num_splits - 1) // num_splits
+    step = (high - low + num_splits - 1) // num_splits
     for split in range(num_splits if units else 0):
         unit = unit_at(units + UNIT_BYTES * (call.num_units + split))
         unit.seq, unit.token, unit.first, unit.last = seq, token, first, last
@@ -190,10 +190,13 @@ def is_last(call, tile, unit, head, rows):
 
 
 @compiled
-def run_units(address, call, max_rows, latent, paired, read_queries, attend, finish):
-    """Run programs, each of which computes one unit for one KV head with three functions that the kernel supplies."""
+def run_units(address, call, max_rows, latent, paired, named, read_queries, attend, finish):
+    """Run programs, each of which computes one unit for one KV head with three functions that the kernel supplies.
+
+    `named` is the size of a tile's table of blocks that lists name.
+    """
     width = call.head_dim // 2 if paired else call.head_dim
-    memory = new_tile(max_rows, call.block_kv, width, call.v_head_dim, latent, paired)
+    memory = new_tile(max_rows, call.block_kv, width, call.v_head_dim, latent, paired, named)
     for index in programs(address, memory):
         tile, head = tile_at(memory), index % call.num_kv_heads
         unit = unit_at(call.units + UNIT_BYTES * (index // call.num_kv_heads))

@@ -32,17 +32,18 @@ from ragged_attention.portable.numba._vectors import (
 
 NUMBERS = ("rows", "keys", "width", "v_width", "columns", "s_width", "paired", "uneven")
 BUFFERS = ("q", "k", "k_rows", "transposed", "v", "s", "lost", "out", "m_i", "l_i", "left", "right", "reach", "factors",
-         "sources", "v_sources", "next_sources", "next_v_sources")  # fmt: skip
+         "sources", "v_sources", "next_sources", "next_v_sources", "positions", "next_positions", "seen",
+         "named", "tokens", "packed_q", "packed_out", "packed_m_i", "packed_l_i")  # fmt: skip
 tile_at = record_at((*NUMBERS, *BUFFERS))
 FEW_ROWS = 4 * ROWS  # with up to this many rows, keys are multiplied without transposing them
 
 
 @compiled
-def new_tile(rows, keys, width, columns, latent, paired):
+def new_tile(rows, keys, width, columns, latent, paired, named):
     """Allocate a tile; returns its address, 0 if there is no memory.
 
     `width` is the number of places in a key, `columns` the number of columns in a value. In a `latent` tile a value is
-    the beginning of its key's row.
+    the beginning of its key's row. `named` is the size of the table of blocks that lists name, see `_selected`.
     """
     rows, keys = up_to(rows, ROWS), up_to(keys, LANES)
     width = up_to(width, LANES)
@@ -50,10 +51,12 @@ def new_tile(rows, keys, width, columns, latent, paired):
     columns, s_width = up_to(columns, COLUMNS), up_to(keys, COLUMNS)
     values = 0 if latent else 4 * keys * v_width
     logits, floats, integers, addresses = 4 * rows * s_width, 4 * rows, 8 * rows, 8 * keys
+    packed = (4 * rows * width, 4 * rows * columns, floats, floats) if named else (0, 0, 0, 0)
     address = allocate_arena(
         len(NUMBERS),
         (4 * rows * width, 4 * keys * width, addresses, 4 * s_width * width, values, logits, logits, 4 * rows * columns,
-         floats, floats, integers, integers, integers, 4 * width, addresses, addresses, addresses, addresses),
+         floats, floats, integers, integers, integers, 4 * width, addresses, addresses, addresses, addresses,
+         addresses, addresses, addresses, named, integers, *packed),
     )  # fmt: skip
     if address == 0:
         return address
@@ -133,6 +136,42 @@ def pair_values(code, sources, target, width, columns, count):
             _formats.pair(code, first, second, row, columns)
         else:
             zero(row, 4 * columns)
+
+
+@inlined
+def exchange(tile):
+    """Exchange the rows and their state with the packed ones."""
+    tile.q, tile.packed_q = tile.packed_q, tile.q
+    tile.out, tile.packed_out = tile.packed_out, tile.out
+    tile.m_i, tile.packed_m_i = tile.packed_m_i, tile.m_i
+    tile.l_i, tile.packed_l_i = tile.packed_l_i, tile.l_i
+
+
+@compiled
+def pack_rows(tile, group, tokens):
+    """Make the rows of the first `tokens` of the tile's listed tokens, `group` of each, its rows."""
+    q, out = 4 * group * tile.width, 4 * group * tile.columns
+    for index in range(tokens):
+        token = int_at(tile.tokens, index)
+        copy(tile.packed_q + index * q, tile.q + token * q, q)
+        copy(tile.packed_out + index * out, tile.out + token * out, out)
+        copy(tile.packed_m_i + 4 * index * group, tile.m_i + 4 * token * group, 4 * group)
+        copy(tile.packed_l_i + 4 * index * group, tile.l_i + 4 * token * group, 4 * group)
+    exchange(tile)
+    rows = tokens * group
+    zero(tile.q + 4 * rows * tile.width, 4 * (up_to(rows, ROWS) - rows) * tile.width)
+
+
+@compiled
+def unpack_rows(tile, group, tokens):
+    """Undo `pack_rows`: keep the state of its rows, and make all rows the tile's again."""
+    exchange(tile)
+    out = 4 * group * tile.columns
+    for index in range(tokens):
+        token = int_at(tile.tokens, index)
+        copy(tile.out + token * out, tile.packed_out + index * out, out)
+        copy(tile.m_i + 4 * token * group, tile.packed_m_i + 4 * index * group, 4 * group)
+        copy(tile.l_i + 4 * token * group, tile.packed_l_i + 4 * index * group, 4 * group)
 
 
 @inlined

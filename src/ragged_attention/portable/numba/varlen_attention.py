@@ -3,19 +3,33 @@
 from typing import Any
 
 from ragged_attention.calls import VarlenAttention, dtype_name
-from ragged_attention.portable.numba._call import KERNEL, Tile, block_q_of, invariant_tile, numbers_of_bias, why_not
+from ragged_attention.portable.numba._call import (
+    KERNEL,
+    Tile,
+    alone,
+    block_q_of,
+    invariant_tile,
+    keys_of_block,
+    numbers_of_bias,
+    numbers_of_lists,
+    why_not,
+)
 from ragged_attention.portable.numba._formats import CODES
 from ragged_attention.portable.numba._sequences import PACKED
 
 __all__ = ["FEATURES", "KERNEL", "Tile", "heuristic", "invariant_tile", "run", "why_not"]
 FEATURES = frozenset({
     "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "key_ranges", "deterministic",
+    "relative_bias", "key_ranges", "selected", "block_size", "deterministic",
 })  # fmt: skip
 
 
 def heuristic(call: VarlenAttention) -> Tile:
-    return Tile(block_q=block_q_of(call), block_kv=64)
+    return (
+        Tile(block_q=1, block_kv=16)
+        if alone(call)
+        else Tile(block_q=block_q_of(call), block_kv=keys_of_block(call, 64))
+    )
 
 
 def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[Any, Any]:
@@ -23,7 +37,7 @@ def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[Any, Any]:
     numbers = {
         "num_tokens": call.num_q_tokens, "max_num_seqs": call.num_seqs, "layout": PACKED, "page_size": 1,
         "num_pages": call.num_kv_tokens, "capacity": call.num_kv_tokens, "out_format": CODES[dtype_name(call.q)],
-        "num_ranges": call.num_ranges, **numbers_of_bias(call),
+        "num_ranges": call.num_ranges, **numbers_of_lists(call), **numbers_of_bias(call),
     }  # fmt: skip
     results = KERNEL.launch(launch, call, tile, pages, numbers, axes=dict.fromkeys(pages, "page head"))
     return results["out"], results["lse"]

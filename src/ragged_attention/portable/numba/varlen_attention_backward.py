@@ -3,18 +3,18 @@
 A program takes a range of keys of one sequence and KV head, and all queries that see them. It computes the complete
 gradients of these keys and values, and it sums the gradients of the queries over its tiles of keys. If a sequence has
 a large share of the work, its keys are split; the last split to finish sums the query gradients of all splits, in
-the order of the splits. With ranges of keys, a tile of keys skips the blocks of queries that see none of them, and keys
-that no query sees count as zeros. If all queries share the relative bias, each program sums its gradient over the
-program's keys and queries, and the last program of a KV head to finish adds up the sums. A table of one query is
-written by one program, so then keys are not split.
+the order of the splits. With ranges of keys or lists of blocks, a tile of keys skips the blocks of queries that see
+none of them, and keys that no query sees count as zeros. If all queries share the relative bias, each program sums its
+gradient over the program's keys and queries, and the last program of a KV head to finish adds up the sums. A table of
+one query is written by one program, so then keys are not split.
 """
 
 from typing import Any
 
 from ragged_attention.calls import VarlenAttentionBackward
-from ragged_attention.portable.numba import _masks
+from ragged_attention.portable.numba import _masks, _selected
 from ragged_attention.portable.numba._call import Blocks as Tile
-from ragged_attention.portable.numba._call import numbers_of_bias
+from ragged_attention.portable.numba._call import numbers_of_bias, numbers_of_lists
 from ragged_attention.portable.numba._call import why_not as why_not
 from ragged_attention.portable.numba._formats import narrow, size_of, widen
 from ragged_attention.portable.numba._gradients import differentiate_rows, new_tile, read_row, sink_gradient, tile_at
@@ -28,9 +28,14 @@ from ragged_attention.portable.numba._vectors import (
     add_row,
     add_to,
     allocate,
+    byte_at,
     compiled,
     float_at,
+    inlined,
+    int32_at,
+    int_at,
     release,
+    set_byte,
     set_float,
     set_int,
     zero,
@@ -38,12 +43,12 @@ from ragged_attention.portable.numba._vectors import (
 
 FIELDS = Fields(
     operands=("d_out", "q", "k", "v", "out", "lse", "cu_q_lens", "cu_kv_lens", "d_lse", "sinks",
-              "alibi_slopes", "relative_bias", "key_ranges"),
+              "alibi_slopes", "relative_bias", "key_ranges", "selected"),
     results=("dq", "dk", "dv", "d_sinks", "d_relative_bias"),
     numbers=(
         "num_tokens", "num_kv_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "max_num_seqs",
-        "layout", "causal", "sliding_window", "scale", "soft_cap", "bias_width", "bias_stride",
-        "bias_at_own", "has_d_relative_bias", "num_ranges", "block_q", "block_kv",
+        "layout", "causal", "sliding_window", "scale", "soft_cap", "bias_width", "bias_stride", "bias_at_own",
+        "has_d_relative_bias", "num_ranges", "num_lists", "num_selected", "block_size", "block_q", "block_kv",
     ),
     plan=("capacity", "kv_lens", "units", "num_units", "work", "num_splits", "partials", "partial_size", "counters"),
     strides=dict.fromkeys(("q", "k", "v"), "token head"),
@@ -53,7 +58,7 @@ FIELDS = Fields(
 call_of = FIELDS.at
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "return_d_relative_bias", "key_ranges", "deterministic",
+    "relative_bias", "return_d_relative_bias", "key_ranges", "selected", "block_size", "deterministic",
 })  # fmt: skip
 # The keys of a sequence are split if one of its KV heads has more than 1/SHARES of the call's work. There are few
 # splits, since each of them stores the gradients of all queries of its sequence.
@@ -196,6 +201,70 @@ def read_keys(call, tile, head, first, count):
         widen(call.q_format, v, tile.v + 4 * key * tile.v_width, call.v_head_dim)
 
 
+@inlined
+def seen_between(call, token, stop, kv_len):
+    """The range of keys outside which a query token sees none; query `stop` - 1 is at position `kv_len` - 1."""
+    position = kv_len - stop + token
+    left = max(position - call.sliding_window + 1, 0) if call.sliding_window else 0
+    right = min(position + 1, kv_len) if call.causal else kv_len
+    return _masks.bounds_of(call, token, kv_len) if call.key_ranges else (left, right)
+
+
+@compiled
+def mark_named(call, tile, seq, head, named, tokens, first, count):
+    """Find what lists name of a tile's keys, the first of them at position `first`, and which keys are seen.
+
+    `named` is a table of bytes, a row for each of the sequence's queries: whether it sees any of the keys, then whether
+    it names each of their blocks. `tokens` is the range of queries that may see any. Keys that none sees become zeros.
+    """
+    width, size, base = tile.keys + 1, call.block_size, first // call.block_size
+    blocks = _selected.blocks_between(call, first, first + count)
+    (start, stop), kv_len = queries_of(call, seq), kv_len_of(call, seq)
+    zero(tile.seen, 8 * count)
+    for token in range(tokens[0], tokens[1]):
+        row, entries = named + token * width, _selected.entries_of(call, start + token, head)
+        zero(row, width)
+        for index in range(call.num_selected):
+            block = int32_at(entries, index) - base
+            if 0 <= block < blocks:
+                set_byte(row, 1 + block, 1)
+        left, right = seen_between(call, start + token, stop, kv_len)
+        for block in range(blocks):
+            begin, end = max((base + block) * size, left, first), min((base + block + 1) * size, right, first + count)
+            for position in range(begin, end if byte_at(row, 1 + block) else begin):
+                if call.num_ranges < 2 or _masks.sees(
+                    call, start + token, start + token + 1, kv_len, position, position + 1
+                ):
+                    set_byte(row, 0, 1)
+                    set_int(tile.seen, position - first, 1)
+    for key in range(count):
+        if not int_at(tile.seen, key):
+            zero(tile.k + 4 * key * tile.width, 4 * tile.width)
+            zero(tile.v + 4 * key * tile.v_width, 4 * tile.v_width)
+
+
+@compiled
+def any_sees(tile, named, first, last):
+    """Whether any of the queries [first, last) sees a key of the tile."""
+    for token in range(first, last):  # noqa: SIM110, Numba has no `any` of a generator
+        if byte_at(named, token * (tile.keys + 1)):
+            return True
+    return False
+
+
+@compiled
+def add_gaps(call, tile, row, named, first, count):
+    """Add the blocks of a tile's keys that a query's row of the table `named` does not name to the gaps of a row."""
+    gaps, size, base = int_at(tile.num_gaps, row), call.block_size, first // call.block_size
+    for block in range(_selected.blocks_between(call, first, first + count)):
+        if not byte_at(named, 1 + block):
+            place = 2 * (row * tile.max_gaps + gaps)
+            set_int(tile.gaps, place, max((base + block) * size, first))
+            set_int(tile.gaps, place + 1, (base + block + 1) * size)
+            gaps += 1
+    set_int(tile.num_gaps, row, gaps)
+
+
 @compiled
 def clear_unseen(call, tile, first_token, last_token, kv_len, first, count):
     """Replace those of the tile's keys, the first of them at position `first`, that no query sees by zeros."""
@@ -209,8 +278,11 @@ def clear_unseen(call, tile, first_token, last_token, kv_len, first, count):
 
 
 @compiled
-def read_queries(call, tile, seq, head, first, last):
-    """Read the queries [first, last) of a sequence for a KV head; returns the range of keys that they see."""
+def read_queries(call, tile, seq, head, first, last, named, first_key, count):
+    """Read the queries [first, last) of a sequence for a KV head; returns the range of keys that they see.
+
+    With lists, `named` is the table that `mark_named` writes of the tile's keys, from position `first_key` on.
+    """
     group, row = call.num_q_heads // call.num_kv_heads, 0
     start, stop = queries_of(call, seq)
     kv_len = kv_len_of(call, seq)
@@ -218,10 +290,10 @@ def read_queries(call, tile, seq, head, first, last):
     tile.bias_width, tile.bias_at_own = call.bias_width, call.bias_at_own
     for token in range(start + first, start + last):
         position = kv_len - stop + token
-        left = max(position - call.sliding_window + 1, 0) if call.sliding_window else 0
-        right = min(position + 1, kv_len) if call.causal else kv_len
-        if call.key_ranges:
-            left, right = _masks.bounds_of(call, token, kv_len)
+        left, right = seen_between(call, token, stop, kv_len)
+        own_named = named + (token - start) * (tile.keys + 1)
+        if call.num_lists and not byte_at(own_named, 0):
+            right = left
         if left < right:
             low, high = min(low, left), max(high, right)
         for q_head in range(head * group, (head + 1) * group):
@@ -241,6 +313,10 @@ def read_queries(call, tile, seq, head, first, last):
             set_int(tile.positions, row, position)
             if call.num_ranges > 1:
                 _masks.list_gaps(call, tile, row, token, left, right, kv_len)
+            if call.num_lists:
+                if call.num_ranges < 2:
+                    set_int(tile.num_gaps, row, 0)
+                add_gaps(call, tile, row, own_named, first_key, count)
             row += 1
     zero(tile.q + 4 * row * tile.width, 4 * (tile.rows - row) * tile.width)
     zero(tile.d_out + 4 * row * tile.v_width, 4 * (tile.rows - row) * tile.v_width)
@@ -261,10 +337,11 @@ def add_gradients(call, tile, rows, first, offset, count, dq):
 
 
 @compiled
-def attend_backward(call, tile, unit, head, dq, bounds):
+def attend_backward(call, tile, unit, head, dq, bounds, named):
     """Write the gradients of a unit's keys and values, and add those of the sequence's queries to `dq`.
 
-    `bounds` has room for the bounds of the sequence's queries (see `list_bounds`).
+    `bounds` has room for the bounds of the sequence's queries (see `list_bounds`), `named` for a table of what their
+    lists name of a tile's keys (see `mark_named`).
     """
     seq, low, high, size = unit.seq, unit.low, unit.high, size_of(call.q_format)
     start, stop = queries_of(call, seq)
@@ -278,13 +355,17 @@ def attend_backward(call, tile, unit, head, dq, bounds):
         zero(tile.dv, 4 * tile.keys * tile.v_width)
         if earliest < last:
             read_keys(call, tile, head, base + first, count)
-        if call.key_ranges and earliest < last:
+        if call.num_lists:
+            mark_named(call, tile, seq, head, named, (earliest, last), first, count)
+        elif call.key_ranges and earliest < last:
             clear_unseen(call, tile, start + earliest, start + last, kv_len, first, count)
         for token in range(earliest, last, call.block_q):
             end = min(token + call.block_q, last)
             if call.key_ranges and not _masks.sees(call, start + token, start + end, kv_len, first, first + count):
                 continue
-            left, right = read_queries(call, tile, seq, head, token, end)
+            if call.num_lists and not any_sees(tile, named, token, end):
+                continue
+            left, right = read_queries(call, tile, seq, head, token, end, named, first, count)
             left, right = within(left - first, count), within(right - first, count)
             if left < right:
                 target = dq + 4 * token * group * tile.width
@@ -352,16 +433,19 @@ def program(call, tile, index):
     count = ((stop - start) * (call.num_q_heads // call.num_kv_heads) + ROWS) * tile.width
     partials = call.partials + 4 * (unit.partial * call.num_kv_heads + head * num_splits * count)
     bounds = allocate(_masks.bytes_of_bounds(stop - start)) if call.key_ranges else 0
+    named = allocate((stop - start) * (tile.keys + 1) + 1) if call.num_lists else 0
     dq = allocate(4 * count) if num_splits == 1 else partials + 4 * unit.split * count
-    if dq == 0 or (call.key_ranges and bounds == 0):
+    if dq == 0 or (call.key_ranges and bounds == 0) or (call.num_lists and named == 0):
         release(bounds)
+        release(named)
         release(dq if num_splits == 1 else 0)
         return False
     zero(dq, 4 * count)
     if sums_bias(call):
         begin_sums(call, tile, unit, head)
-    attend_backward(call, tile, unit, head, dq, bounds)
+    attend_backward(call, tile, unit, head, dq, bounds, named)
     release(bounds)
+    release(named)
     if sums_bias(call):
         finish_sums(call, head)
     if num_splits == 1:
@@ -378,7 +462,8 @@ def work(address):
     """Run programs until none is left."""
     call = call_of(address)
     rows = call.block_q * (call.num_q_heads // call.num_kv_heads)
-    memory = new_tile(rows, call.block_kv, call.head_dim, call.v_head_dim, False, call.num_ranges)
+    max_gaps = call.num_ranges + (up_to(call.block_kv, LANES) if call.num_lists else 0)
+    memory = new_tile(rows, call.block_kv, call.head_dim, call.v_head_dim, False, max_gaps)
     for index in programs(address, memory):
         if not program(call, tile_at(memory), index):
             mark_failed(address)
@@ -390,6 +475,6 @@ KERNEL = Kernel("varlen_attention_backward", FIELDS, plan, work)
 
 def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> tuple[Any, ...]:
     numbers = {"num_tokens": call.num_q_tokens, "max_num_seqs": call.num_seqs, "layout": PACKED}
-    numbers |= numbers_of_bias(call) | {"num_ranges": call.num_ranges}
+    numbers |= numbers_of_bias(call) | numbers_of_lists(call) | {"num_ranges": call.num_ranges}
     numbers |= {"has_d_relative_bias": call.has_d_relative_bias}
     return tuple(KERNEL.launch(launch, call, tile, {}, numbers).values())

@@ -20,6 +20,12 @@ def hull(ranges: Ints, kv_len: int) -> tuple[int, int]:
     return (int(begins[any_key].min()), int(ends[any_key].max())) if any_key.any() else (0, 0)
 
 
+def runs_of(keys: Ints) -> list[tuple[int, int]]:
+    """Ascending keys, of which there are some, as ranges of neighbours."""
+    last = np.flatnonzero(np.diff(keys) > 1)
+    return list(zip(keys[np.r_[0, last + 1]].tolist(), (keys[np.r_[last, -1]] + 1).tolist(), strict=True))
+
+
 class Cover(NamedTuple):
     """The keys that some row of a block sees, and which of them each row sees.
 
@@ -42,9 +48,7 @@ class Cover(NamedTuple):
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """The keys as ranges of neighbours."""
-        last = np.flatnonzero(np.diff(self.keys) > 1)
-        return list(zip(self.keys[np.r_[0, last + 1]].tolist(), (self.keys[np.r_[last, -1]] + 1).tolist(), strict=True))
+        return runs_of(self.keys)
 
 
 def cover_between(lows: Ints, highs: Ints) -> Cover:

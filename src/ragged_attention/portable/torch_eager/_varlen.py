@@ -15,6 +15,16 @@ import torch
 from ragged_attention.calls import expect_count
 from ragged_attention.portable.torch_eager._host import Ints, bounds_of
 from ragged_attention.portable.torch_eager._ranges import Cover, cover_of, ranges_on_host
+from ragged_attention.portable.torch_eager._selected import (
+    Chosen,
+    Selected,
+    chosen_of,
+    lists_on_host,
+    of_heads,
+    visible,
+)
+
+MIN_GAP = 64  # keys between keys that lists name; fewer are computed too, since leaving them out costs a copy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +49,25 @@ class Block(NamedTuple):
     keys: slice | torch.Tensor  # the keys, as ascending indices within the sequence; a tensor if some are left out
     right: torch.Tensor | None  # bool mask [rows, n] over the block's last n keys: True if the row does not see the key
     left: torch.Tensor | None  # such a mask over the first n keys
-    blind: torch.Tensor | None  # bool [rows, 1]: whether a row sees no key; then the masks hide nothing from it
+    # bool [K or 1, rows]: whether a row sees no key, for a KV head or for all; then the masks hide nothing from it
+    blind: torch.Tensor | None
     distance: torch.Tensor | None  # [rows, keys], the key's position minus the query's; if biases depend on it
+    hidden: torch.Tensor | None = None  # bool [K or 1, rows, keys]: whether a row does not see a key; beside no other
+    unseen: torch.Tensor | None = None  # bool [K or 1, keys]: whether no row sees a key, for a KV head or for all
 
     @property
     def num_keys(self) -> int:
         return self.keys.stop - self.keys.start if isinstance(self.keys, slice) else len(self.keys)
+
+    def read(self, array: torch.Tensor, heads: slice) -> torch.Tensor:
+        """The block's keys of an array [heads, keys, ...]; 0 if no row sees the key, which may hold NaN."""
+        some = array[:, self.keys]
+        return some if self.unseen is None else some.masked_fill(of_heads(self.unseen, heads)[..., None], 0.0)
+
+    def blind_rows(self, heads: slice, group: int) -> torch.Tensor:
+        """Bool [heads or 1, rows * group, 1]: whether a query head sees no key."""
+        assert self.blind is not None
+        return of_heads(self.blind, heads).repeat_interleave(group, 1)[..., None]
 
 
 class Heads(NamedTuple):
@@ -62,11 +85,11 @@ def heads_of(call: Any, tile: Tile) -> Iterator[Heads]:
     # Logits to compute at a time, for one query head of each group. On a CPU, the cache must hold those of all heads;
     # other devices need more of them to be busy.
     budget = (2**19 if call.device.platform == "cpu" else 2**24) // call.group
-    ranges = ranges_on_host(call)
+    ranges, lists = ranges_on_host(call), lists_on_host(call)
     for (start, stop), (kv_start, kv_stop) in zip(queries, keys, strict=True):
         kv_len = kv_stop - kv_start
         block_q = min(tile.block_q, max(4 * budget // max(kv_len, 1), 8))
-        blocks = list(_blocks(call, start, stop, kv_len, block_q, ranges))
+        blocks = list(_blocks(call, start, stop, kv_len, block_q, ranges, lists))
         if not blocks:
             continue
         widest = max((block.rows.stop - block.rows.start) * block.num_keys for block in blocks)
@@ -78,9 +101,18 @@ def heads_of(call: Any, tile: Tile) -> Iterator[Heads]:
 
 
 def _blocks(
-    call: Any, start: int, stop: int, kv_len: int, block_q: int, ranges: Ints | None
+    call: Any, start: int, stop: int, kv_len: int, block_q: int, ranges: Ints | None, lists: Selected | None
 ) -> Iterator[Block]:  # fmt: skip
     if kv_len == 0:
+        return
+    if lists is not None:
+        keys = np.arange(kv_len)
+        for first in range(start, stop, block_q):
+            rows = slice(first, min(first + block_q, stop))
+            position = kv_len - stop + np.arange(rows.start, rows.stop)
+            seen = visible(call, position, keys, None if ranges is None else ranges[rows])
+            if (chosen := chosen_of(seen & lists.named(rows, keys), call.q.device, MIN_GAP - 1)) is not None:
+                yield _listed(call, rows, chosen, position)
         return
     if ranges is not None:
         for first in range(start, stop, block_q):
@@ -105,16 +137,29 @@ def _blocks(
         yield Block(slice(first, last), slice(low, high), right, left, None, distance)
 
 
+def _listed(call: Any, rows: slice, chosen: Chosen, position: Ints) -> Block:
+    """The block of rows whose lists name blocks of keys, and whose positions are `position`."""
+    hidden = chosen.hidden
+    if hidden is not None and chosen.blind is not None:  # the softmax over no key would be NaN
+        hidden = hidden & ~chosen.blind[..., None]
+    distance = distance_of(chosen.keys, position, call)
+    return Block(rows, _compact(chosen.keys, call), None, None, chosen.blind, distance, hidden, chosen.unseen)
+
+
+def _compact(keys: Ints, call: Any) -> slice | torch.Tensor:
+    """Ascending keys, as a slice if they are neighbours."""
+    first, stop = int(keys[0]), int(keys[-1]) + 1
+    return slice(first, stop) if stop - first == len(keys) else torch.from_numpy(keys).to(call.q.device)
+
+
 def _covered(call: Any, rows: slice, cover: Cover, position: Ints) -> Block:
     """The block of rows that see ranges of keys, whose positions are `position`."""
-    keys: Any = slice(int(cover.keys[0]), int(cover.keys[-1]) + 1)
-    if keys.stop - keys.start > len(cover.keys):
-        keys = torch.from_numpy(cover.keys).to(call.q.device)
+    keys = _compact(cover.keys, call)
     left, right = cover.hidden(0, cover.whole[0]), cover.hidden(cover.whole[1], len(cover.keys))
     blind = None
     if cover.blind.any():  # the softmax over no key would be NaN
         right[cover.blind] = False
-        blind = torch.from_numpy(cover.blind[:, None]).to(call.q.device)
+        blind = torch.from_numpy(cover.blind[None]).to(call.q.device)
     return Block(rows, keys, mask_of(right, call), mask_of(left, call), blind, distance_of(cover.keys, position, call))
 
 
@@ -188,9 +233,11 @@ def add_to_tables(d_bias: torch.Tensor, d_scores: torch.Tensor, call: Any, block
         tables += sums.sum(1)
 
 
-def hide(scores: torch.Tensor, block: Any, group: int) -> torch.Tensor:
+def hide(scores: torch.Tensor, block: Any, heads: slice, group: int) -> torch.Tensor:
     """Set the scores [heads, rows * group, keys] of a block to -inf where a query does not see a key, in place."""
     by_row = scores.unflatten(1, (-1, group))
+    if block.hidden is not None:
+        by_row.masked_fill_(of_heads(block.hidden, heads)[:, :, None], -torch.inf)
     if block.right is not None:
         by_row[..., -block.right.shape[1] :].masked_fill_(block.right[:, None], -torch.inf)
     if block.left is not None:

@@ -18,7 +18,8 @@ from ragged_attention.calls import RaggedPagedAttention, expect_count
 from ragged_attention.portable.torch_eager._cache import Keys, Reader, keys_of
 from ragged_attention.portable.torch_eager._host import Ints, clamped_kv_lens, on_host, result_dtype, sequence_bounds
 from ragged_attention.portable.torch_eager._host import why_not as why_not
-from ragged_attention.portable.torch_eager._ranges import cover_of, hull, ranges_on_host
+from ragged_attention.portable.torch_eager._ranges import cover_of, hull, ranges_on_host, runs_of
+from ragged_attention.portable.torch_eager._selected import Selected, chosen_of, lists_on_host, of_heads, visible
 from ragged_attention.portable.torch_eager._softmax import soft_capped
 from ragged_attention.portable.torch_eager._varlen import biased, distance_of, hide, mask_of
 
@@ -27,7 +28,7 @@ MAX_SCORES = 2 * 2**20  # bytes of scores that a CPU's cache holds
 MIN_GAP = 64  # keys that none of a block's queries sees and that are left out; for fewer, another product costs more
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
-    "k_scale", "v_scale", "return_lse", "draft_mask", "key_ranges", "out_dtype",
+    "k_scale", "v_scale", "return_lse", "draft_mask", "key_ranges", "selected", "block_size", "out_dtype",
 })  # fmt: skip
 
 
@@ -58,9 +59,10 @@ class Block(NamedTuple):
     runs: list[tuple[int, int]]  # ranges [low, high) of keys, ascending, as indices into Keys.positions
     right: torch.Tensor | None  # bool [rows, n] over the last n keys: True if the row does not see the key
     left: torch.Tensor | None  # bool [rows, n] over the first n keys: True if the row does not see the key
-    fully_masked: torch.Tensor | None  # bool [rows]: True if the row sees no key
-    unseen: torch.Tensor | None  # bool [keys]: True if no row sees the key
+    fully_masked: torch.Tensor | None  # bool [K or 1, rows]: True if the row sees no key, for a KV head or for all
+    unseen: torch.Tensor | None  # bool [K or 1, keys]: True if no row sees the key
     distance: torch.Tensor | None  # [rows, keys], the key's position minus the query's; see `distance_of`
+    hidden: torch.Tensor | None = None  # bool [K or 1, rows, keys]: True if the row does not see the key; then alone
 
     @property
     def num_keys(self) -> int:
@@ -103,7 +105,7 @@ class Attention:
         call = self.call
         bounds = sequence_bounds(call)
         kv_lens = clamped_kv_lens(call, len(bounds))
-        used, ranges = -(-max(kv_lens, default=0) // call.page_size), ranges_on_host(call)
+        used, ranges, lists = -(-max(kv_lens, default=0) // call.page_size), ranges_on_host(call), lists_on_host(call)
         tables = call.page_indices[:, :used]
         host_tables = on_host(tables)
         for seq, ((start, stop), kv_len) in enumerate(zip(bounds, kv_lens, strict=True)):
@@ -116,6 +118,8 @@ class Attention:
                 low = max(kv_len - (stop - start) - call.sliding_window + 1, 0)
             keys = keys_of(tables, host_tables[seq], seq, low, high, call)
             blocks = self.blocks if ranges is None else functools.partial(self._blocks_by_ranges, ranges)
+            if lists is not None:
+                blocks = functools.partial(self._blocks_by_lists, lists, ranges)
             self.sequence(list(blocks(start, stop, kv_len, keys)), keys)
 
     def blocks(self, start: int, stop: int, kv_len: int, keys: Keys) -> Iterator[Block]:
@@ -145,7 +149,7 @@ class Attention:
                     outside = new[None] <= query[:, None] - call.sliding_window
                     hidden = right | torch.from_numpy(outside).to(call.q.device)
                 fully_masked &= hidden.all(1)
-                unseen = torch.nn.functional.pad(hidden.all(0), (high - low - len(new), 0))
+                unseen = torch.nn.functional.pad(hidden.all(0), (high - low - len(new), 0))[None]
                 right = right if len(new) else None  # None: no new token lies on a valid page
             if low < high:
                 distance = distance_of(position[low:high], query, call)
@@ -161,11 +165,40 @@ class Attention:
                 continue
             left, right = cover.hidden(0, cover.whole[0]), cover.hidden(cover.whole[1], len(cover.keys))
             distance = distance_of(keys.positions[cover.keys], kv_len - stop + np.arange(first, last), call)
-            unseen, blind = (mask_of(mask, call) if mask.any() else None for mask in (~cover.seen, cover.blind))
+            masks = ~cover.seen[None], cover.blind[None]
+            unseen, blind = (mask_of(mask, call) if mask.any() else None for mask in masks)
             yield Block(first, last, cover.runs, mask_of(right, call), mask_of(left, call), blind, unseen, distance)
 
+    def _blocks_by_lists(
+        self, lists: Selected, ranges: Ints | None, start: int, stop: int, kv_len: int, keys: Keys
+    ) -> Iterator[Block]:  # fmt: skip
+        """`blocks` of queries whose lists name blocks of positions."""
+        for first in range(start, stop, self.tile.block_q):
+            rows = slice(first, min(first + self.tile.block_q, stop))
+            query = kv_len - stop + np.arange(rows.start, rows.stop)
+            seen = self._seen(rows, query, kv_len - (stop - start), keys.positions, ranges)
+            chosen = chosen_of(seen & lists.named(rows, keys.positions), self.call.q.device, MIN_GAP - 1)
+            if chosen is not None:
+                distance = distance_of(keys.positions[chosen.keys], query, self.call)
+                runs, masks = runs_of(chosen.keys), (chosen.blind, chosen.unseen)
+                yield Block(rows.start, rows.stop, runs, None, None, *masks, distance, chosen.hidden)
+
+    def _seen(
+        self, rows: slice, query: Ints, first_new: int, position: Ints, ranges: Ints | None
+    ) -> np.ndarray:  # fmt: skip
+        """Whether rows, at positions `query`, see keys at `position` by all masks but lists, [rows, keys]."""
+        call = self.call
+        if call.draft_mask is None:
+            return visible(call, query, position, None if ranges is None else ranges[rows])
+        new, drafted = position - first_new, on_host(call.draft_mask[rows])
+        drafted = np.pad(drafted, ((0, 0), (0, 1)))  # tokens beyond the mask are hidden
+        seen = (new < 0) | drafted[:, new.clip(0, drafted.shape[1] - 1)]
+        if call.sliding_window is not None:
+            seen &= position > query[:, None] - call.sliding_window
+        return seen
+
     def _fully_masked(self, position: Ints, query: Ints) -> torch.Tensor:
-        """A mask of the queries, at positions `query`, that see none of the keys at positions `position`.
+        """A mask [1, rows] of the queries, at positions `query`, that see none of the keys at positions `position`.
 
         Without a draft mask, only invalid pages cause this within a block.
         """
@@ -174,7 +207,7 @@ class Attention:
         seen = np.searchsorted(position, query, side="right") if causal else np.full(query.shape, len(position))
         if call.sliding_window is not None:
             seen = seen - np.searchsorted(position, query - call.sliding_window, side="right")
-        return torch.from_numpy(seen <= 0).to(call.q.device)
+        return torch.from_numpy(seen <= 0).to(call.q.device)[None]
 
     def _not_drafted(self, mask: torch.Tensor, new: Ints) -> torch.Tensor:
         """Bool [rows, n]: True if a draft mask [rows, W] hides the key whose index is `new` [n] among new tokens."""
@@ -218,14 +251,14 @@ class Attention:
         rows, count = block.last - block.first, heads.stop - heads.start
         q_heads = slice(heads.start * group, heads.stop * group)
         q = call.q[block.first : block.last, q_heads].unflatten(1, (count, group)).transpose(0, 1)
-        weights, lse = self._weights(self._scores(q, self.query_factor[heads], block, heads, k), block)
-        out = self._mix(weights, block, v).view(count, rows, group, -1)
+        weights, lse = self._weights(self._scores(q, self.query_factor[heads], block, heads, k), block, heads)
+        out = self._mix(weights, block, heads, v).view(count, rows, group, -1)
         if self.sinks is not None:
             out *= torch.sigmoid(lse - self.sinks[heads]).unsqueeze(-1)
         if self.out_factor is not None:
             out *= self.out_factor[heads]
         if block.fully_masked is not None:
-            out.masked_fill_(block.fully_masked[:, None, None], 0.0)
+            out.masked_fill_(of_heads(block.fully_masked, heads)[..., None, None], 0.0)
         self.out[block.first : block.last, q_heads].view(rows, count, group, -1).copy_(out.transpose(0, 1))
         if self.lse is not None:
             self.lse[block.first : block.last, q_heads].view(rows, count, group).copy_(lse.transpose(0, 1))
@@ -244,9 +277,9 @@ class Attention:
                 scores[..., before : before + stop - start] = torch.bmm(q, k.read(start, stop).transpose(1, 2))
         rows = slice(block.first, block.last)
         scores = biased(soft_capped(scores, self.call.soft_cap), self.call, block.distance, heads, rows)
-        return hide(scores, block, self.group)
+        return hide(scores, block, heads, self.group)
 
-    def _weights(self, scores: torch.Tensor, block: Block) -> tuple[torch.Tensor, Any]:
+    def _weights(self, scores: torch.Tensor, block: Block, heads: slice) -> tuple[torch.Tensor, Any]:
         """The softmax over the keys and, if needed, the log-sum-exp [heads, rows, group]."""
         weights = torch.softmax(scores, -1)
         if self.lse is None and self.sinks is None:
@@ -255,28 +288,29 @@ class Attention:
         lse = scores.amax(-1) - torch.log(weights.amax(-1))
         lse = lse.view(scores.shape[0], block.last - block.first, self.group)
         if block.fully_masked is not None:
-            lse.masked_fill_(block.fully_masked[:, None], -torch.inf)
+            lse.masked_fill_(of_heads(block.fully_masked, heads)[..., None], -torch.inf)
         return weights, lse
 
-    def _mix(self, weights: torch.Tensor, block: Block, v: Reader) -> torch.Tensor:
+    def _mix(self, weights: torch.Tensor, block: Block, heads: slice, v: Reader) -> torch.Tensor:
         """The weighted sum of the values, float32 [heads, rows * group, D_v]."""
         out = None
         for before, start, stop in block.chunks(v):
             some = weights[..., before : before + stop - start]
             # The values have no name here, so that they are freed before the next chunk is read.
             if out is None:
-                out = torch.bmm(some, self._values(block, v, before, start, stop))
+                out = torch.bmm(some, self._values(block, heads, v, before, start, stop))
             else:
-                out.baddbmm_(some, self._values(block, v, before, start, stop))
+                out.baddbmm_(some, self._values(block, heads, v, before, start, stop))
         assert out is not None
         return out
 
-    def _values(self, block: Block, v: Reader, before: int, start: int, stop: int) -> torch.Tensor:
+    def _values(self, block: Block, heads: slice, v: Reader, before: int, start: int, stop: int) -> torch.Tensor:
         """The values of keys [start, stop), with 0 for a key that no row sees: a weight of 0 would not remove a NaN."""
         values = v.read(start, stop)
-        if block.unseen is None or not (unseen := block.unseen[before : before + stop - start]).any():
+        if block.unseen is None:
             return values
-        return values.masked_fill(unseen[:, None], 0.0)
+        unseen = of_heads(block.unseen, heads)[:, before : before + stop - start]
+        return values.masked_fill(unseen[..., None], 0.0) if unseen.any() else values
 
 
 def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:

@@ -17,7 +17,7 @@ from ragged_attention.portable.torch_eager._varlen import heuristic as heuristic
 
 FEATURES = frozenset({
     "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "key_ranges", "deterministic",
+    "relative_bias", "key_ranges", "selected", "block_size", "deterministic",
 })  # fmt: skip
 
 
@@ -40,15 +40,15 @@ def _attend(
     """Out [heads, rows * group, D_v] and lse [heads, rows * group] of a block; k and v are [heads, keys, ...]."""
     group = call.group
     q = by_kv_head(call.q[block.rows], heads, group).to(k.dtype) * call.scale
-    scores = soft_capped(torch.bmm(q, k[:, block.keys].transpose(1, 2)), call.soft_cap)
-    weights = torch.softmax(hide(biased(scores, call, block.distance, heads, block.rows), block, group), -1)
+    scores = soft_capped(torch.bmm(q, block.read(k, heads).transpose(1, 2)), call.soft_cap)
+    weights = torch.softmax(hide(biased(scores, call, block.distance, heads, block.rows), block, heads, group), -1)
     # The largest weight is exp(m_i - lse), so two cheap reductions replace another pass of exponentials.
     lse = scores.amax(-1) - torch.log(weights.amax(-1))
-    out = torch.bmm(weights, v[:, block.keys])
+    out = torch.bmm(weights, block.read(v, heads))
     if call.sinks is not None:
         sinks = by_kv_head(call.sinks.expand(q.shape[1] // group, -1), heads, group)
         out = out * torch.sigmoid(lse - sinks)[..., None]
     if block.blind is not None:
-        blind = block.blind.expand(-1, group).flatten()
-        out, lse = out.masked_fill(blind[:, None], 0.0), lse.masked_fill(blind, -torch.inf)
+        blind = block.blind_rows(heads, group)
+        out, lse = out.masked_fill(blind, 0.0), lse.masked_fill(blind[..., 0], -torch.inf)
     return out, lse

@@ -24,7 +24,7 @@ from ragged_attention.portable.torch_eager._varlen import heuristic as heuristic
 
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "key_ranges", "return_d_relative_bias", "deterministic",
+    "relative_bias", "key_ranges", "selected", "block_size", "return_d_relative_bias", "deterministic",
 })  # fmt: skip
 
 
@@ -56,15 +56,15 @@ def _block(
 
     q, d_out, out, lse = (of_rows(array[block.rows]) for array in (call.q, call.d_out, call.out, call.lse))
     if block.blind is not None:  # such rows may hold NaN
-        blind = block.blind.expand(-1, group).flatten()[:, None]
+        blind = block.blind_rows(heads, group)
         q, d_out = q.masked_fill(blind, 0.0), d_out.masked_fill(blind, 0.0)
     d_lse = None if call.d_lse is None else of_rows(call.d_lse[block.rows])
     sinks = None if call.sinks is None else of_rows(call.sinks.expand(q.shape[1] // group, -1))
     terms = RowTerms(d_out, out, lse, d_lse, sinks)
-    k, v = (array[:, block.keys] for array in (k, v))
+    k, v = (block.read(array, heads) for array in (k, v))
     scores = soft_capped(torch.bmm(q * call.scale, k.transpose(1, 2)), call.soft_cap)
     slope = None if call.soft_cap is None else 1 - (scores / call.soft_cap).square_()
-    weights = terms.weights(hide(biased(scores, call, block.distance, heads, block.rows), block, group))
+    weights = terms.weights(hide(biased(scores, call, block.distance, heads, block.rows), block, heads, group))
     _add_product(dv, block, weights.transpose(1, 2), terms.d_out)
     d_scores = terms.d_logits(weights, v)
     if d_bias is not None:

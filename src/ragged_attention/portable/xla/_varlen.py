@@ -20,6 +20,7 @@ from ragged_attention.jax_shared.pages import bounds_of
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._ragged import at, put, walk_tiles
 from ragged_attention.portable.xla._ranges import Ranges
+from ragged_attention.portable.xla._selected import Selected
 from ragged_attention.portable.xla._tile import Tile
 
 
@@ -75,6 +76,7 @@ class Queries(NamedTuple):
     start: jax.Array
     stop: jax.Array
     ranges: Ranges | None  # of keys that each row sees, from 0 for the sequence's first
+    lists: Selected | None  # of blocks of keys, counted alike
     first_key: jax.Array  # that key, as a row of k
 
     def rows(self, array: jax.Array) -> jax.Array:
@@ -100,8 +102,8 @@ class Keys(NamedTuple):
 
     first: jax.Array
     size: int
-    seen: jax.Array  # bool [query rows, size]: whether a query row sees a key
-    any_seen: jax.Array  # bool [size, 1]: whether any query row sees a key
+    seen: jax.Array  # bool [K or 1, query rows, size]: whether a query row sees a key, for a KV head or for all
+    any_seen: jax.Array  # bool [K or 1, size, 1]: whether any query row sees a key
     distance: jax.Array  # i32 [query rows, size], a key's position minus that of a row's query
 
     def rows(self, array: jax.Array) -> jax.Array:
@@ -186,7 +188,8 @@ def over_tiles(call: VarlenCall, tile: Tile, step: Callable[[Queries, Any], Any]
         if (window := window_of(call, call.num_kv_tokens)) is not None:
             start = jnp.maximum(kv_stop - (stop - first) - (window - 1), kv_start)
         ranges = Ranges.of_tile(call, row, own, kv_stop - kv_start)
-        return step(Queries(row, own, last, start, end, ranges, kv_start), state)
+        lists = Selected.of_tile(call, row, own, kv_stop - kv_start)
+        return step(Queries(row, own, last, start, end, ranges, lists, kv_start), state)
 
     return walk_tiles(q_starts, q_stops, kv_stops > kv_starts, size, call.num_q_tokens, one, state)
 
@@ -194,7 +197,7 @@ def over_tiles(call: VarlenCall, tile: Tile, step: Callable[[Queries, Any], Any]
 def over_keys(call: VarlenCall, tile: Tile, queries: Queries, step: Callable[[Keys, Any], Any], state: Any) -> Any:
     """`state` after `step(keys, state)` for each block of the keys that a tile sees."""
     (_, size), window = _sizes(call, tile), window_of(call, call.num_kv_tokens)
-    ranges = queries.ranges
+    ranges, lists = queries.ranges, queries.lists
 
     def one(wanted: jax.Array, state: Any) -> Any:
         first = jnp.minimum(wanted, call.num_kv_tokens - size)
@@ -206,11 +209,19 @@ def over_keys(call: VarlenCall, tile: Tile, queries: Queries, step: Callable[[Ke
             seen &= key <= queries.last[:, None]
         if window is not None:
             seen &= key > queries.last[:, None] - window
-        by_row = functools.partial(jnp.repeat, repeats=call.group, axis=0)
+        seen = seen[None] if lists is None else seen & lists.see(key - queries.first_key)
+        by_row = functools.partial(jnp.repeat, repeats=call.group, axis=-2)
         distance = by_row(key - queries.last[:, None])
-        return step(Keys(first, size, by_row(seen), seen.any(axis=0)[:, None], distance), state)
+        return step(Keys(first, size, by_row(seen), seen.any(axis=1)[..., None], distance), state)
 
+    def from_first(key: jax.Array, state: Any) -> Any:
+        """One block, from a key on that is counted from the sequence's first."""
+        return one(queries.first_key + key, state)
+
+    if lists is not None:
+        start, stop = queries.start - queries.first_key, queries.stop - queries.first_key
+        return lists.over_blocks(start, stop, size, from_first, state)
     if ranges is not None:
-        return ranges.over_blocks(size, lambda key, state: one(queries.first_key + key, state), state)
+        return ranges.over_blocks(size, from_first, state)
     count = (jnp.maximum(queries.stop - queries.start, 0) + (size - 1)) // size
     return fori_loop(jnp.int32(0), count, lambda block, state: one(queries.start + block * size, state), state)

@@ -19,12 +19,14 @@ from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._pages import BITS, Blocks, KeyValueBlocks
 from ragged_attention.portable.xla._ragged import at, put, sequences, walk_tiles
 from ragged_attention.portable.xla._ranges import Ranges
+from ragged_attention.portable.xla._selected import Selected
 from ragged_attention.portable.xla._softmax import Softmax, biased, dot, logits_of
 from ragged_attention.portable.xla._tile import Tile as Tile
 
+LEAST_KEYS = 64  # of a block that one row's list names; for fewer, the loop costs more than the keys
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
-    "k_scale", "v_scale", "return_lse", "draft_mask", "key_ranges", "out_dtype",
+    "k_scale", "v_scale", "return_lse", "draft_mask", "key_ranges", "selected", "block_size", "out_dtype",
 })  # fmt: skip
 
 
@@ -56,7 +58,8 @@ def attention(
     if 0 not in (call.num_tokens, call.max_num_seqs, call.num_pages, call.page_indices.shape[1]):
         block_kv = min(tile.block_kv, call.capacity)
         if num_q_tokens in (None, 1):
-            out, lse = _attend_in_tiles(call, blocks, 1, block_kv, (out, lse))
+            of_named = block_kv if call.block_size is None else min(block_kv, max(call.block_size, LEAST_KEYS))
+            out, lse = _attend_in_tiles(call, blocks, 1, of_named, (out, lse))
         if (longest := call.num_tokens if num_q_tokens is None else num_q_tokens) > 1:
             size = max(2, min(tile.block_q, longest))
             out, lse = _attend_in_tiles(call, blocks, size, block_kv, (out, lse))
@@ -118,6 +121,7 @@ def _attend(
     q = lax.bitcast_convert_type(q, call.q.dtype).reshape(size, num_kv_heads, group, call.head_dim)
     q = q.swapaxes(0, 1).reshape(num_kv_heads, -1, call.head_dim)
     ranges = Ranges.of_tile(call, tile.row, tile.own, kv_len)
+    lists = Selected.of_tile(call, tile.row, tile.own, kv_len)
     start, stop = _visible_range(call, tile, kv_len)
     window, scale = window_of(call, call.capacity), per_head(call.k_scale, num_kv_heads) * jnp.float32(call.scale)
 
@@ -135,9 +139,11 @@ def _attend(
             seen &= key <= tile.position[:, None]
         if window is not None:
             seen &= key > tile.position[:, None] - window
-        if call.draft_mask is not None or ranges is not None:  # clear values that no row sees, because 0 * NaN is NaN
-            v = jnp.where((seen & tile.own[:, None]).any(axis=0)[:, None], v, 0)
-        seen = jnp.broadcast_to(seen[:, None], (size, group, block_kv)).reshape(-1, block_kv)
+        seen = seen[None] if lists is None else seen & lists.see(key)  # [K or 1, size, block_kv]
+        if call.draft_mask is not None or ranges is not None or lists is not None:
+            # Clear values that no row sees, because 0 * NaN is NaN.
+            v = jnp.where((seen & tile.own[:, None]).any(axis=1)[..., None], v, 0)
+        seen = jnp.repeat(seen, group, axis=1)
         return state.updated(jnp.where(seen, logits, -jnp.inf), v)
 
     def by_row(heads: jax.Array | None) -> jax.Array | None:
@@ -164,7 +170,9 @@ def _attend(
     state = Softmax.empty(num_kv_heads, size * group, d_v=call.v_head_dim)
     sinks, slopes = by_row(call.sinks), by_row(call.alibi_slopes)
     table = table_of_rows()
-    if ranges is not None:
+    if lists is not None:
+        state = lists.over_blocks(start, stop, block_kv, step, state)
+    elif ranges is not None:
         state = ranges.over_blocks(block_kv, step, state)
     else:
         state = fori_loop(jnp.int32(0), count, lambda block, state: step(start + block * block_kv, state), state)

@@ -22,7 +22,7 @@ from ragged_attention.portable.xla._varlen import why_not as why_not
 
 FEATURES = frozenset({
     "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "key_ranges", "deterministic",
+    "relative_bias", "key_ranges", "selected", "block_size", "deterministic",
 })  # fmt: skip
 
 

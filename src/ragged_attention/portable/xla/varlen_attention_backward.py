@@ -31,7 +31,7 @@ from ragged_attention.portable.xla._varlen import why_not as why_not
 Arrays = tuple[jax.Array, ...]
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "key_ranges", "return_d_relative_bias", "deterministic",
+    "relative_bias", "key_ranges", "selected", "block_size", "return_d_relative_bias", "deterministic",
 })  # fmt: skip
 
 

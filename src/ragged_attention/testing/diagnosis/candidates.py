@@ -49,6 +49,8 @@ def other_options(batch: Any, form: Form) -> Iterator[Candidate]:
     for name in OPTIONS:
         if given.get(name) is not None:
             yield f"{name} is ignored", batch.change(**{name: None})
+    if given.get("selected") is not None:
+        yield from other_blocks(batch, form)
     if given.get("alibi_slopes") is not None:
         yield "alibi_slopes have the wrong sign: keys further back lose", batch.change(alibi_slopes=-batch.alibi_slopes)
     if "align" in given:
@@ -58,6 +60,30 @@ def other_options(batch: Any, form: Form) -> Iterator[Candidate]:
     yield "exp is taken of logits that are multiplied by log2(e)", form.change(scale=form.scale * LOG2_E)
     if form.soft_cap is not None:
         yield "the soft cap is applied before the scale, not after it", form.change(soft_cap=form.soft_cap * form.scale)
+
+
+def other_blocks(batch: Any, form: Form) -> Iterator[Candidate]:
+    """Calls and forms with other lists of blocks."""
+    lists, size = batch.selected, batch.block_size
+    yield "selected is ignored", batch.change(selected=None, block_size=None)
+    if lists.shape[1] > 1:
+        yield "all KV heads read the list of the first", batch.change(selected=lists[:, :1])
+    if size > 1:
+        yield "entries of selected are read as positions, not as blocks", batch.change(block_size=1)
+    yield "blocks are those of the next entry's number", batch.change(selected=np.where(lists < 0, lists, lists + 1))
+    yield "an entry of -1 is read as block 0", batch.change(selected=np.where(lists == -1, 0, lists))
+    ends = np.logical_or.accumulate(lists < 0, axis=2)
+    yield "a list ends at its first entry below 0", batch.change(selected=np.where(ends, np.int32(-1), lists))
+    yield "a block that is named twice is counted twice", form.of_parts(counted)
+
+
+def counted(part: Part) -> Part:
+    """With each key as often as the list of the only query names its block."""
+    if part.lists is None or part.q_len != 1:
+        return part
+    lists, size = part.lists
+    times = np.bincount(lists[(lists >= 0) & (lists < part.kv_len)], minlength=part.kv_len + 1).astype(np.float64)
+    return part.change(times=np.maximum(times[np.arange(part.kv_len) // size], 1.0))
 
 
 def other_sums(form: Form) -> Iterator[Candidate]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ragged_attention.reference._kv_layout import Float64, per_head, sequence_bounds, split_pages, true_queries, widened
 from ragged_attention.reference._softmax import logits_of, share_of_keys, sink_of_each, slope_of_each, softmax
 from ragged_attention.reference.paged_attention import values_of
-from ragged_attention.reference.ragged_paged_attention import column_at_own, rows_of, visible
+from ragged_attention.reference.ragged_paged_attention import column_at_own, named, rows_of, visible
 from ragged_attention.testing.heads_first.specs import ChunkBatch, PagedBatch
 from ragged_attention.testing.mla.ragged import RaggedLatentBatch
 from ragged_attention.testing.mla.specs import DecodeBatch, PrefillBatch
@@ -33,6 +33,7 @@ class Part:
     heads: slice | None = None  # None: all
     drafted: NDArray[np.bool_] | None = None
     ranges: NDArray[np.int32] | None = None
+    lists: tuple[NDArray[np.int32], int] | None = None  # of blocks [q_len, 1, N], and the size of a block
     shift: int = 0  # by which the queries' places are later than they should be
     times: NDArray[np.float64] | None = None  # how often each key counts
 
@@ -101,7 +102,7 @@ class Form:
         seen[:, : found.shape[1]] = found
         if not self.causal and part.drafted is None and part.ranges is None:  # a window hides no key behind all queries
             seen[:, stop:] = inside[stop : part.kv_len]
-        return seen
+        return seen if part.lists is None else seen & named(*part.lists, part.kv_len)[0]
 
     def finite(self) -> bool:
         """Whether all keys and values are finite, those that no query sees too."""
@@ -218,6 +219,23 @@ def _form(
     )  # fmt: skip
 
 
+def by_lists(
+    parts: list[Part], selected: NDArray[np.int32] | None, block_size: int | None, num_heads: int
+) -> tuple[Part, ...]:
+    """The parts of a call with lists of blocks: one for the heads of each list."""
+    if selected is None or block_size is None:
+        return tuple(parts)
+    group = num_heads // selected.shape[1]
+    return tuple(
+        part.change(
+            heads=slice(index * group, (index + 1) * group),
+            lists=(selected[part.rows, index : index + 1], block_size),
+        )
+        for part in parts
+        for index in range(selected.shape[1])
+    )
+
+
 def _of_pages(batch: RaggedTables) -> Form:
     if isinstance(batch, RaggedLatentBatch):
         k_pages = batch.rows().astype(np.float64)
@@ -235,13 +253,14 @@ def _of_pages(batch: RaggedTables) -> Form:
     pages = batch.page_indices.astype(np.int64)[:, position // batch.page_size]
     inside = (pages >= 0) & (pages < batch.num_pages)
     slots = np.where(inside, pages * batch.page_size + position % batch.page_size, -1)
-    parts = tuple(
+    whole = [
         Part(
             rows=slice(start, stop), slots=slots[seq], kv_len=batch.kv_len(seq), drafted=batch.drafted(start, stop),
             ranges=rows_of(batch.key_ranges, slice(start, stop)),
         )
         for seq, (start, stop) in enumerate(batch.bounds())
-    )  # fmt: skip
+    ]  # fmt: skip
+    parts = by_lists(whole, getattr(batch, "selected", None), getattr(batch, "block_size", None), batch.q.shape[1])
     keys, values = (array.reshape(-1, *array.shape[2:]) for array in (k_pages, v_pages))
     return _form(
         q, keys, values, scale, batch.sinks, kind="paged", parts=parts,
@@ -287,7 +306,7 @@ def _of_lists(batch: DecodeBatch | PrefillBatch) -> Form:
 def _of_packed(batch: VarlenBatch) -> Form:
     queries = sequence_bounds(batch.cu_q_lens, None, len(batch.q))
     keys = sequence_bounds(batch.cu_kv_lens, None, len(batch.k))
-    parts = tuple(
+    whole = [
         Part(
             rows=slice(*rows),
             slots=np.arange(start, len(batch.k)),
@@ -295,7 +314,8 @@ def _of_packed(batch: VarlenBatch) -> Form:
             ranges=rows_of(batch.key_ranges, slice(*rows)),
         )
         for rows, (start, stop) in zip(queries, keys, strict=True)
-    )
+    ]
+    parts = by_lists(whole, batch.selected, batch.block_size, batch.q.shape[1])
     q, k, v = (array.astype(np.float64) for array in (batch.q, batch.k, batch.v))
     return _form(
         q, k, v, batch.scale, batch.sinks, kind="packed", parts=parts, causal=batch.causal,

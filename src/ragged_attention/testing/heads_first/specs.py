@@ -153,7 +153,7 @@ class ChunkSpec:
 
 def _plain(spec: Spec, **changes: Any) -> Spec:
     """The spec without what these operations have not."""
-    none = dict.fromkeys(("sinks", "alibi", "bias", "ranges", "draft", "scales", "v_head_dim"))
+    none = dict.fromkeys(("sinks", "alibi", "bias", "ranges", "selection", "draft", "scales", "v_head_dim"))
     return dataclasses.replace(spec, **none, count="none", causal=True, combined=False, **changes)
 
 
@@ -164,7 +164,7 @@ def _common(batch: Batch, spec: Spec, scaled: bool) -> dict[str, Any]:
     pages: dict[str, Any] = {"k_pages": k_pages, "v_pages": v_pages}
     if scaled and batch.quantized:
         size = 1 / 40 if batch.cache_dtype == "int8" else 1.0  # int8 uses its whole range
-        unread = ~batch.read_slots()[None, :, :, None]
+        unread = ~np.moveaxis(batch.read_slots(), 2, 0)[..., None]
         poison = {"nan": np.nan, "inf": np.inf}.get(spec.poison or "", 1.0)
         for name, array in pages.items():
             scales = (rng.uniform(0.5, 1.5, (*array.shape[:3], 1)) * size).astype(np.float32)

@@ -56,9 +56,9 @@ class RaggedLatentBatch(AnyLatents, RaggedTables):
 
     def pages_poisoned(self, kind: str, unread: NDArray[np.bool_], rng: np.random.Generator) -> list[NDArray[Any]]:
         if self.code_dtype is None:
-            return [latents.poisoned(self.kv_cache, self.format, unread, kind, rng)]
+            return [latents.poisoned(self.kv_cache, self.format, unread[..., 0], kind, rng)]
         cache = self.kv_cache.copy()
-        cache[unread] = formats.poison(kind, self.code_dtype, cache[unread].shape, rng)
+        cache[unread[..., 0]] = formats.poison(kind, self.code_dtype, cache[unread[..., 0]].shape, rng)
         return [cache]
 
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -108,7 +108,8 @@ class RaggedLatentSpec:
         width = self.d_qk if plain else latents.LAID_OUT[self.format].width
         if self.d_v > width:
             raise Contradiction("values are columns of the rows")
-        bare = dataclasses.replace(spec, num_kv_heads=1, combined=True, head_dim=16, poison=None, draft=None)
+        plain_tables = {"poison": None, "draft": None, "selection": None}
+        bare = dataclasses.replace(spec, num_kv_heads=1, combined=True, head_dim=16, **plain_tables)
         given = bare.build()
         rng = np.random.default_rng(spec.seed + 1)
         q = np.clip(rng.standard_normal((len(given.q), spec.group, width)), -1, 1) * spec.magnitude

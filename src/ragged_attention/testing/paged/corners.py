@@ -5,11 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from ragged_attention.testing import formats
+from ragged_attention.testing import formats, selected
 from ragged_attention.testing.integers import INT32
 from ragged_attention.testing.paged.specs import Batch, MergeBatch, Spec, WriteBatch
 from ragged_attention.testing.paged.strategies import coded, merge_batch, write_batch
 from ragged_attention.testing.ranges import KINDS
+from ragged_attention.testing.selected import Selection
 
 MIXED = ((5, 5), (1, 37), (4, 21), (1, 9))  # prefill, decode, chunk, decode
 ALL_EDGES = ((0, 7), (3, 0), (4, 2), (1, 33), (0, 0), (6, 30))
@@ -92,6 +93,56 @@ _SPECS: dict[str, Spec] = {
     ),
     "ranges over an 8-bit cache, pages missing": _plain(
         ranges="few", cache_dtype="int8", dtype="bfloat16", scales="heads", num_kv_heads=2, invalid_pages=True
+    ),
+    **{
+        f"blocks, {kind}": _plain(
+            selection=Selection(kind=kind, size=4), num_kv_heads=2, group=2, poison="nan", garbage=True, padding=3
+        )
+        for kind in selected.KINDS
+    },
+    **{
+        f"blocks of {size} of one list for all heads": Spec(
+            lens=((5, 5), (1, 597), (4, 300), (1, 9)), page_size=16, num_kv_heads=2, poison="nan",
+            selection=Selection(kind="own", size=size, shared=True),
+        )
+        for size in (1, 2, 8, 16, 32, 64, 128, 256)
+    },
+    "blocks of every edge": Spec(
+        lens=ALL_EDGES, count="array", spare_seqs=2, padding=3, poison="nan", garbage=True, num_kv_heads=2,
+        selection=Selection(kind="few", size=2),
+    ),
+    "blocks of pages": _plain(selection=Selection(kind="few", size=8), page_size=8, num_kv_heads=3, poison="nan"),
+    "blocks over splits": Spec(
+        lens=((1, 2100), (3, 600)), page_size=16, num_kv_heads=2, group=3, dtype="bfloat16", poison="nan",
+        selection=Selection(kind="own", size=64, length=9),
+    ),
+    "blocks of pages that no block divides": Spec(
+        lens=((1, 700), (20, 90)), page_size=24, num_kv_heads=2, poison="nan", dtype="bfloat16",
+        selection=Selection(kind="few", size=32, length=7),
+    ),
+    "blocks of more rows than a tile": Spec(
+        lens=((100, 330), (40, 90)), page_size=16, num_kv_heads=2, group=2, dtype="bfloat16", poison="nan",
+        selection=Selection(kind="own", size=16, length=5),
+    ),
+    "blocks, not causal": _plain(selection=Selection(kind="few", size=4), causal=False, num_kv_heads=2, poison="nan"),
+    "blocks in a window": Spec(
+        lens=((1, 600), (6, 500)), page_size=16, sliding_window=100, num_kv_heads=2, poison="nan",
+        selection=Selection(kind="own", size=16, length=20),
+    ),
+    "blocks within ranges": _plain(
+        selection=Selection(kind="few", size=4), ranges="few", num_kv_heads=2, group=2, poison="nan", seed=1
+    ),
+    "blocks with a draft tree": Spec(
+        lens=((5, 40), (3, 3), (1, 9)), draft=6, num_kv_heads=2, group=2, poison="nan", garbage=True,
+        selection=Selection(kind="own", size=4),
+    ),
+    "blocks with biases, sinks and a soft cap": _plain(
+        selection=Selection(kind="own", size=8), alibi="mixed", bias="shared", sinks="mixed", soft_cap=2.0,
+        num_kv_heads=2, group=3, poison="nan", seed=6,
+    ),
+    "blocks of an 8-bit cache, pages missing": _plain(
+        selection=Selection(kind="few", size=8), cache_dtype="int8", dtype="bfloat16", scales="heads", num_kv_heads=2,
+        invalid_pages=True,
     ),
     "to float32": _plain(dtype="bfloat16", out_dtype="float32", sinks="normal", group=2),
     "to bfloat16": _plain(out_dtype="bfloat16", lens=((1, 700), (3, 3)), page_size=16),

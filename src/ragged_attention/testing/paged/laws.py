@@ -28,6 +28,7 @@ from ragged_attention.testing.runner import Runner
 
 RaggedSpec = Any  # a `Spec`, or another structure of ragged queries over pages
 Law = Callable[[Runner, Any], None]
+BLOCK_SIZES = (1, 2, 4, 8, 64, 256)
 
 
 def same(runner: Runner, batch: RaggedTables, other: RaggedTables, kind: str | None = None) -> None:
@@ -168,6 +169,65 @@ def ranges_are_a_union(runner: Runner, spec: RaggedSpec) -> None:
     expect_to_merge(runner, wide, [wide.change(key_ranges=part) for part in (first, last)])
 
 
+def all_blocks_named_are_all_keys(runner: Runner, spec: Spec) -> None:
+    """And blocks named twice, or beside entries that name nothing, are named."""
+    batch, size = spec.build().masked(), BLOCK_SIZES[spec.seed % len(BLOCK_SIZES)]
+    rng, count = np.random.default_rng(spec.seed), -(-int(batch.kv_lens.max(initial=0)) // size)
+    every = np.broadcast_to(np.arange(count, dtype=np.int32), (len(batch.q), batch.num_kv_heads, count))
+    lists = np.concatenate([every, np.full_like(every[..., :2], -1), every[..., :3]], axis=2)
+    for selected in (every.copy(), rng.permuted(lists, axis=2)):
+        same(runner, batch.change(selected=selected, block_size=size), batch)
+
+
+def lists_are_sets_of_keys(runner: Runner, spec: Spec) -> None:
+    """Their order is free, a block that is named twice counts once, two halves are a block, and parts merge."""
+    batch, rng = spec.build().masked(), np.random.default_rng(spec.seed)
+    size, length = BLOCK_SIZES[1 + spec.seed % (len(BLOCK_SIZES) - 1)], 5
+    count = -(-int(batch.kv_lens.max(initial=0)) // size)
+    # A different block in each entry, so that two parts of a list have no key in common.
+    shape = len(batch.q), batch.num_kv_heads, count + length
+    blocks = rng.permuted(np.broadcast_to(np.arange(count + length), shape), axis=2)[..., :length]
+    nothing = rng.choice([-1, count, 2**31 // size, 2**31 - 1, -(2**31)], blocks.shape)
+    lists = np.where(blocks < count, blocks, nothing).astype(np.int32)
+    batch = batch.change(selected=lists, block_size=size)
+    same(runner, batch.change(selected=rng.permuted(lists, axis=2)), batch)
+    same(runner, batch.change(selected=np.concatenate([lists, lists[..., ::-1]], axis=2)), batch)
+    halves = [np.where(blocks < count, 2 * blocks + half, -1) for half in (0, 1)]
+    same(runner, batch.change(selected=np.concatenate(halves, axis=2, dtype=np.int32), block_size=size // 2), batch)
+    wide = batch.widened().change(sinks=None)
+    expect_to_merge(runner, wide, [wide.change(selected=lists[..., :2]), wide.change(selected=lists[..., 2:])])
+
+
+def each_kv_head_has_its_list(runner: Runner, spec: Spec) -> None:
+    """Its query heads get what they get from a call in which its list is that of all heads."""
+    batch, size = spec.build().masked(), BLOCK_SIZES[spec.seed % len(BLOCK_SIZES)]
+    count = -(-int(batch.kv_lens.max(initial=0)) // size)
+    shape = len(batch.q), batch.num_kv_heads, 3
+    batch = batch.change(
+        selected=np.random.default_rng(spec.seed).integers(-1, count + 1, shape, np.int32), block_size=size
+    )
+    out, lse = runner.run(batch.OPERATION, batch, return_lse=True)
+    for kv_head in range(batch.num_kv_heads):
+        of_all = batch.change(selected=batch.selected[:, kv_head : kv_head + 1])  # type: ignore[index]
+        out_of_all, lse_of_all = runner.run(batch.OPERATION, of_all, return_lse=True)
+        own = slice(kv_head * batch.group, (kv_head + 1) * batch.group)
+        rounding = np.broadcast_to(allowance(runner, of_all, of_all), out.shape)[:, own]
+        agrees(out[:, own], out_of_all[:, own], batch.kind, f"out of KV head {kv_head}", allowance=rounding)
+        agrees(lse[:, own], lse_of_all[:, own], f"lse {batch.kind}", f"lse of KV head {kv_head}")
+
+
+def a_window_of_blocks_is_that_window(runner: Runner, spec: Spec) -> None:
+    """The blocks of one key that a window has, and no others."""
+    batch = spec.build().masked(causal=True, draft_mask=None)
+    window = min(batch.sliding_window or 7, 9)
+    own = np.full(len(batch.q), -1)
+    for seq, (start, stop) in enumerate(batch.bounds()):
+        own[start:stop] = batch.kv_len(seq) - (stop - start) + np.arange(stop - start)
+    lists = (own[:, None] - np.arange(window)).astype(np.int32)[:, None]
+    batch = batch.change(sliding_window=None)
+    same(runner, batch.change(selected=lists, block_size=1), batch.change(sliding_window=window))
+
+
 def hints_change_nothing(runner: Runner, spec: RaggedSpec) -> None:
     """Nor do those that are wrong."""
     batch = spec.build().change(max_q_len=None)
@@ -238,7 +298,9 @@ def slopes_shift_the_lse(runner: Runner, spec: Spec) -> None:
             np.arange(batch.kv_len(seq)) - (batch.kv_len(seq) - (stop - start) + np.arange(stop - start))[:, None]
         )
         bias = slopes.astype(np.float64)[:, None] * distance[:, None]
-        seen = np.where(batch.seen(seq)[:, None], bias, -np.inf)
+        seen = batch.seen(seq)
+        seen = np.repeat(seen, len(slopes) // len(seen), axis=0).swapaxes(0, 1)
+        seen = np.where(seen, bias, -np.inf)
         want[start:stop] = np.logaddexp.reduce(seen, axis=2, initial=-np.inf)
     agrees(lse, want, f"lse {batch.kind}", "lse")
 
@@ -313,6 +375,10 @@ LAWS: dict[str, Law] = {
     "a causal draft mask is causal": a_causal_draft_mask_is_causal,
     "ranges of a mask are that mask": ranges_of_a_mask_are_that_mask,
     "ranges are a union": ranges_are_a_union,
+    "all blocks named are all keys": all_blocks_named_are_all_keys,
+    "lists of blocks are sets of keys": lists_are_sets_of_keys,
+    "each KV head has its list of blocks": each_kv_head_has_its_list,
+    "a window of blocks is that window": a_window_of_blocks_is_that_window,
     "hints change nothing": hints_change_nothing,
     "a huge window is none": a_huge_window_is_none,
     "a far cap is nearly none": a_far_cap_is_nearly_none,

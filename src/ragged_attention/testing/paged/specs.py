@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragged_attention.reference._kv_layout import per_head, sequence_bounds
-from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention, rows_of, visible
+from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention, rows_of, seen_by_heads, visible
 from ragged_attention.testing import formats
 from ragged_attention.testing.formats import QUANTIZED
 from ragged_attention.testing.integers import INT32, garbage
 from ragged_attention.testing.ranges import ranges_of
+from ragged_attention.testing.selected import Selection, lists_of
 
 Pages = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]
 
@@ -94,6 +95,11 @@ class Arrays:
         return "pages" if name == "kv_pages" else "rows"
 
 
+def by_q_head(of_kv_heads: Any, heads: int) -> NDArray[np.bool_]:
+    """What is said for KV heads, or for all, and rows, [K or 1, rows], for rows and query heads, [rows, H]."""
+    return np.repeat(of_kv_heads, heads // len(of_kv_heads), axis=0).T
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RaggedTables(Arrays, abc.ABC):
     """What the batches of ragged queries over pages share: their tables, and what each query sees by them."""
@@ -134,7 +140,7 @@ class RaggedTables(Arrays, abc.ABC):
 
     @abc.abstractmethod
     def pages_poisoned(self, kind: str, unread: NDArray[np.bool_], rng: np.random.Generator) -> list[NDArray[Any]]:
-        """The pages with NaN or infinity in the slots `unread` [P, G]."""
+        """The pages with NaN or infinity in `unread` [P, G, K or 1], slots of each KV head or of all."""
 
     @abc.abstractmethod
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -149,8 +155,13 @@ class RaggedTables(Arrays, abc.ABC):
         del start, stop
         return None
 
+    def lists(self, start: int, stop: int) -> tuple[NDArray[np.int32] | None, int | None]:
+        """Rows of the lists of blocks, if there are any, and the size of a block."""
+        del start, stop
+        return None, None
+
     def masked(self, **mask: Any) -> Self:
-        """The batch with another mask than its ranges of keys, if it has any."""
+        """The batch with another mask than its ranges of keys and its lists of blocks, if it has any."""
         return self.change(key_ranges=None, **mask)
 
     @property
@@ -184,13 +195,14 @@ class RaggedTables(Arrays, abc.ABC):
         return int(np.clip(self.kv_lens[seq], 0, self.page_indices.shape[1] * self.page_size))
 
     def seen(self, seq: int) -> NDArray[np.bool_]:
-        """Which keys each query of a sequence sees, [q_len, kv_len]."""
+        """Which keys each query of a sequence sees for each KV head, or for all, [K or 1, q_len, kv_len]."""
         start, stop = self.bounds()[seq]
         kv_len = self.kv_len(seq)
         pages = self.page_indices[seq, : -(-kv_len // self.page_size)]
         valid = np.repeat((pages >= 0) & (pages < self.num_pages), self.page_size)[:kv_len]
         drafted, ranges = self.drafted(start, stop), rows_of(self.key_ranges, slice(start, stop))
-        return visible(stop - start, kv_len, valid, self.causal, self.sliding_window, drafted, ranges)
+        seen = visible(stop - start, kv_len, valid, self.causal, self.sliding_window, drafted, ranges)
+        return seen_by_heads(seen, *self.lists(start, stop))
 
     def slots(self, seq: int) -> NDArray[np.int64]:
         """The slot of each of a sequence's positions; meaningless where the page index is out of range."""
@@ -200,24 +212,26 @@ class RaggedTables(Arrays, abc.ABC):
         )
 
     def fully_masked(self) -> NDArray[np.bool_]:
-        """The query rows that see no key, padding included, [T]."""
-        rows = np.ones(len(self.q), bool)
+        """The heads of query rows that see no key, padding included, [T, H]."""
+        rows = np.ones(self.q.shape[:2], bool)
         for seq, (start, stop) in enumerate(self.bounds()):
-            rows[start:stop] = ~self.seen(seq).any(axis=1)
+            rows[start:stop] = by_q_head(~self.seen(seq).any(axis=2), self.q.shape[1])
         return rows
 
     def read_slots(self) -> NDArray[np.bool_]:
-        """The cache slots that some query sees, [P, G]."""
-        read = np.zeros(self.num_pages * self.page_size, bool)
-        for seq in range(len(self.bounds())):
-            read[self.slots(seq)[self.seen(seq).any(axis=0)]] = True
-        return read.reshape(self.num_pages, self.page_size)
+        """The cache slots that some query sees, of each KV head or of all, [P, G, K or 1]."""
+        seen: list[Any] = [self.seen(seq).any(axis=1) for seq in range(len(self.bounds()))]
+        read = np.zeros((len(seen[0]) if seen else 1, self.num_pages * self.page_size), bool)
+        for seq, of_heads in enumerate(seen):
+            for of_head, keys in zip(read, of_heads, strict=True):
+                of_head[self.slots(seq)[keys]] = True
+        return read.T.reshape(self.num_pages, self.page_size, -1)
 
     def poisoned(self, kind: str, seed: int = 0) -> Self:
         """NaN or infinity in every slot and every query row that takes no part."""
         rng = np.random.default_rng(seed)
         arrays = self.pages_poisoned(kind, ~self.read_slots(), rng)
-        q = np.where(self.fully_masked()[:, None, None], formats.poison(kind, "float32", self.q.shape, rng), self.q)
+        q = np.where(self.fully_masked()[..., None], formats.poison(kind, "float32", self.q.shape, rng), self.q)
         return self.with_pages(arrays).change(q=q)
 
     def with_any_tables(self, rng: np.random.Generator) -> Self:
@@ -253,7 +267,7 @@ class Batch(RaggedTables):
     """The arguments of one `ragged_paged_attention` call in NumPy."""
 
     OPERATION: ClassVar[str] = "ragged_paged_attention"
-    OF_TOKENS: ClassVar[tuple[str, ...]] = ("q", "draft_mask", "relative_bias", "key_ranges")
+    OF_TOKENS: ClassVar[tuple[str, ...]] = ("q", "draft_mask", "relative_bias", "key_ranges", "selected")
 
     kv_pages: Pages
     alibi_slopes: NDArray[np.float32] | None = None
@@ -261,6 +275,8 @@ class Batch(RaggedTables):
     k_scale: float | NDArray[np.float32] | None = None
     v_scale: float | NDArray[np.float32] | None = None
     draft_mask: NDArray[np.bool_] | None = None
+    selected: NDArray[np.int32] | None = None
+    block_size: int | None = None
 
     @property
     def pages(self) -> list[NDArray[Any]]:
@@ -272,7 +288,9 @@ class Batch(RaggedTables):
     def pages_poisoned(self, kind: str, unread: NDArray[np.bool_], rng: np.random.Generator) -> list[NDArray[Any]]:
         arrays = [pages.copy() for pages in self.pages]
         for pages in arrays:
-            pages[unread] = formats.poison(kind, self.cache_dtype, pages[unread].shape, rng)
+            heads = pages.shape[2] // unread.shape[2]  # of the array, for each that `unread` has; K and V alternate
+            where = np.repeat(unread, heads, axis=2)
+            pages[where] = formats.poison(kind, self.cache_dtype, pages[where].shape, rng)
         return arrays
 
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -282,6 +300,12 @@ class Batch(RaggedTables):
 
     def drafted(self, start: int, stop: int) -> NDArray[np.bool_] | None:
         return None if self.draft_mask is None else self.draft_mask[start:stop]
+
+    def lists(self, start: int, stop: int) -> tuple[NDArray[np.int32] | None, int | None]:
+        return rows_of(self.selected, slice(start, stop)), self.block_size
+
+    def masked(self, **mask: Any) -> "Batch":
+        return super().masked(**{"selected": None, "block_size": None, **mask})
 
     @property
     def num_kv_heads(self) -> int:
@@ -371,6 +395,7 @@ class Spec:
     alibi: str | None = None  # usual, mixed
     bias: str | None = None  # a relative bias: one table for all queries (shared), or one for each (own)
     ranges: str | None = None  # ranges of keys, see `ranges_of`; they replace the masks above
+    selection: Selection | None = None  # lists of blocks of keys, within the masks above
     draft: int | None = None  # columns of a draft mask, each entry of which is as likely set as not
     scales: str | None = None  # how k_scale and v_scale are given: float, array, heads
     q_scales: str | None = None  # the same of q_scale, with e4m3 queries that are widened to dtype
@@ -415,6 +440,8 @@ class Spec:
             q_scale=scale_of(rng, self.q_scales, heads),
             out_dtype=self.out_dtype,
             key_ranges=ranges_of(rng, self.lens, len(q), self.ranges),
+            selected=lists_of(rng, self.lens, len(q), self.num_kv_heads, self.selection),
+            block_size=self.selection and self.selection.size,
             dtype=self.dtype,
             q_dtype=q_dtype,
             cache_dtype=cache_dtype,

@@ -10,6 +10,7 @@ from ragged_attention.testing import formats
 from ragged_attention.testing.integers import garbage
 from ragged_attention.testing.paged.specs import MergeBatch, Spec, WriteBatch, sinks_of
 from ragged_attention.testing.ranges import KINDS
+from ragged_attention.testing.selected import selections
 
 PAGE_SIZES = (1, 2, 3, 4, 8, 16, 32)
 HEAD_DIMS = (16, 24, 40, 64, 80)
@@ -66,6 +67,7 @@ def specs(draw: st.DrawFn, *, clean: bool = False, cache_dtypes: tuple[str | Non
         alibi=draw(st.sampled_from([None, None, None, "usual", "mixed"])),
         bias=draw(st.sampled_from([None, None, None, "shared", "own"])),
         ranges=draw(st.one_of(st.none(), st.none(), st.none(), st.sampled_from(KINDS))),
+        selection=draw(st.one_of(st.none(), st.none(), st.none(), selections)),
     )
     if clean:
         return spec

@@ -3,9 +3,11 @@
 import dataclasses
 from collections.abc import Callable
 
+from ragged_attention.testing import selected
 from ragged_attention.testing.mla.corners import PREFILL_CORNERS
 from ragged_attention.testing.mla.specs import PrefillSpec
 from ragged_attention.testing.ranges import KINDS
+from ragged_attention.testing.selected import Selection
 from ragged_attention.testing.varlen.gradients import GradientBatch, GradientSpec
 from ragged_attention.testing.varlen.specs import VarlenSpec
 
@@ -45,6 +47,43 @@ VARLENS: dict[str, VarlenSpec] = {
     "ranges with biases, sinks and a soft cap": VarlenSpec(
         lens=((20, 40), (30, 20)), ranges="few", bias="shared", alibi="mixed", sinks="mixed", soft_cap=2.0, group=2,
         poison="nan",
+    ),
+    **{
+        f"blocks, {kind}": VarlenSpec(
+            lens=((5, 9), (3, 3), (20, 40)), selection=Selection(kind=kind, size=4), kv_heads=2, group=2, poison="nan",
+            q_padding=3, causal=kind != "few",
+        )
+        for kind in selected.KINDS
+    },
+    **{
+        f"blocks of {size} of one list for all heads": VarlenSpec(
+            lens=((9, 300), (70, 70)), selection=Selection(kind="own", size=size, shared=True), kv_heads=2,
+            causal=True, poison="nan",
+        )
+        for size in (1, 8, 16, 128, 256)
+    },
+    "blocks, empty on either side": VarlenSpec(
+        lens=((0, 3), (4, 0), (2, 5), (0, 0), (3, 1)), selection=Selection(kind="few", size=2), poison="nan",
+        sinks="mixed", kv_heads=2,
+    ),
+    "blocks over blocks": VarlenSpec(
+        lens=LONG, selection=Selection(kind="own", size=16, length=3), kv_heads=2, group=2, causal=True,
+        dtype="bfloat16", poison="nan",
+    ),
+    "large blocks over blocks": VarlenSpec(
+        lens=LONG, selection=Selection(kind="own", size=64, length=2), kv_heads=2, causal=True, poison="nan"
+    ),
+    "blocks in a window": VarlenSpec(
+        lens=((140, 200),), selection=Selection(kind="own", size=8, length=12), causal=True, sliding_window=67,
+        poison="nan",
+    ),
+    "blocks within ranges": VarlenSpec(
+        lens=((20, 40), (30, 20)), selection=Selection(kind="few", size=4), ranges="few", kv_heads=2, group=2,
+        poison="nan",
+    ),
+    "blocks with biases, sinks and a soft cap": VarlenSpec(
+        lens=((20, 40), (30, 20)), selection=Selection(kind="own", size=8, length=2), bias="shared", alibi="mixed",
+        sinks="mixed", soft_cap=2.0, kv_heads=2, group=2, poison="nan",
     ),
     "soft cap": VarlenSpec(soft_cap=1.5, magnitude=2.0, causal=True),
     "soft cap with sinks and a window": VarlenSpec(

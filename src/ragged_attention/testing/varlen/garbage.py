@@ -8,6 +8,7 @@ import numpy as np
 from ragged_attention.testing.integers import garbage
 from ragged_attention.testing.mla.specs import PrefillSpec
 from ragged_attention.testing.runner import Runner
+from ragged_attention.testing.selected import garbage_lists
 from ragged_attention.testing.varlen.gradients import GradientBatch, GradientSpec
 from ragged_attention.testing.varlen.specs import VarlenBatch, VarlenSpec
 
@@ -34,6 +35,7 @@ def garbage_varlen(seed: int) -> GradientBatch:
         alibi=[None, None, "usual"][int(rng.integers(0, 3))],
         bias=[None, None, "shared", "own"][int(rng.integers(0, 4))],
         ranges=[None, None, "any", "many"][int(rng.integers(0, 4))],
+        selection=garbage_lists(rng),
         strided=bool(rng.random() < 0.3),
         seed=seed,
     )

@@ -29,6 +29,7 @@ from ragged_attention.testing.varlen.oracle import (
 from ragged_attention.testing.varlen.specs import VarlenBatch, VarlenSpec
 from ragged_attention.testing.varlen.strategies import sparse_gradient_specs, varlen_gradient_specs, varlen_specs
 
+BLOCK_SIZES = (1, 2, 4, 16, 64, 256)
 OF_QUERIES = ("q", "indices", "topk_lens", "d_out", "d_lse")
 
 
@@ -237,6 +238,30 @@ def ranges_are_a_union(runner: Runner, spec: GradientSpec) -> None:
         _same_batches(runner, batch.change(key_ranges=np.concatenate(parts, axis=1)), batch)
 
 
+def all_blocks_named_are_all_keys(runner: Runner, spec: GradientSpec) -> None:
+    batch: Any = built(spec)
+    batch = dataclasses.replace(batch, forward=batch.forward.masked())
+    size = BLOCK_SIZES[spec.of.seed % len(BLOCK_SIZES)]
+    count = -(-int(np.diff(batch.forward.cu_kv_lens).max(initial=0)) // size)
+    every = np.broadcast_to(np.arange(count, dtype=np.int32), (len(batch.forward.q), 1, count))
+    lists = np.random.default_rng(spec.of.seed).permuted(every, axis=2)
+    _same_batches(runner, batch.change(selected=lists, block_size=size), batch)
+
+
+def lists_are_sets_of_keys(runner: Runner, spec: GradientSpec) -> None:
+    """Their order is free, a block that is named twice counts once, and halves of its blocks are a block."""
+    batch: Any = built(spec)
+    batch, rng = dataclasses.replace(batch, forward=batch.forward.masked()), np.random.default_rng(spec.of.seed)
+    size = BLOCK_SIZES[1 + spec.of.seed % (len(BLOCK_SIZES) - 1)]
+    count = -(-int(np.diff(batch.forward.cu_kv_lens).max(initial=0)) // size)
+    lists = rng.integers(-1, count + 1, (len(batch.forward.q), batch.forward.k.shape[1], 4), np.int32)
+    halves = np.concatenate([np.where(lists < 0, -1, 2 * lists), np.where(lists < 0, -1, 2 * lists + 1)], axis=2)
+    batch = batch.change(selected=lists, block_size=size)
+    twice = rng.permuted(np.concatenate([lists, lists], axis=2), axis=2)
+    _same_batches(runner, batch.change(selected=twice), batch)
+    _same_batches(runner, batch.change(selected=halves.astype(np.int32), block_size=size // 2), batch)
+
+
 def packed_is_paged(runner: Runner, spec: VarlenSpec) -> None:
     """Packed keys give what the same keys in pages give."""
     widths = {name: max(16, -(-getattr(spec, name) // 8) * 8) for name in ("d", "d_v")}  # which pages can have
@@ -250,7 +275,8 @@ def packed_is_paged(runner: Runner, spec: VarlenSpec) -> None:
         for held, array in zip(pages, (batch.k, batch.v), strict=True):
             held.reshape(len(lens), columns * size, *array.shape[1:])[seq, : lens[seq]] = array[keys]
     options = (
-        "sm_scale", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias", "key_ranges", "strided",
+        "sm_scale", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias", "key_ranges", "selected",
+        "block_size", "strided",
     )  # fmt: skip
     paged = Batch(
         q=batch.q, kv_pages=(pages[0], pages[1]), kv_lens=lens.astype(np.int32), page_indices=table,
@@ -277,9 +303,11 @@ def groups_share_a_head(runner: Runner, spec: GradientSpec) -> None:
     """Heads that share a KV head get what they get from copies of it, whose gradients are summed."""
     batch: Any = built(spec)
     copies = {name: np.repeat(getattr(batch.forward, name), spec.of.group, axis=1) for name in ("k", "v")}  # type: ignore[union-attr]
+    if (lists := batch.forward.selected) is not None and lists.shape[1] > 1:
+        copies["selected"] = np.repeat(lists, spec.of.group, axis=1)  # type: ignore[union-attr]
     apart = runner.gradients(batch.change(**copies))
     shape = len(batch.forward.k), spec.of.kv_heads, batch.forward.group
-    summed = {name: apart.of[name].reshape(*shape, apart.of[name].shape[-1]).sum(axis=2) for name in copies}
+    summed = {name: apart.of[name].reshape(*shape, apart.of[name].shape[-1]).sum(axis=2) for name in ("k", "v")}
     same(runner, runner.gradients(batch), dataclasses.replace(apart, of=apart.of | summed), batch)
 
 
@@ -418,6 +446,8 @@ VARLEN_LAWS: dict[str, Law] = {
     "packed, a huge window and hints change nothing": Law(hints_change_nothing, _DENSE),
     "packed, ranges of a mask are that mask": Law(ranges_of_a_mask_are_that_mask, _DENSE),
     "packed, ranges are a union": Law(ranges_are_a_union, _DENSE),
+    "packed, all blocks named are all keys": Law(all_blocks_named_are_all_keys, _DENSE),
+    "packed, lists of blocks are sets of keys": Law(lists_are_sets_of_keys, _DENSE),
     "packed keys are keys in pages": Law(packed_is_paged, varlen_specs(clean=True)),
     "packed, slopes of zero are none, steep ones a window": Law(slopes_have_limits, _DENSE),
     "packed, groups share a head": Law(groups_share_a_head, _DENSE),

@@ -15,8 +15,9 @@ from ragged_attention.reference.ragged_paged_attention import column_at_own, col
 from ragged_attention.reference.varlen_attention import sequences, varlen_attention
 from ragged_attention.testing import formats
 from ragged_attention.testing.mla.specs import sinks_of
-from ragged_attention.testing.paged.specs import Arrays, bias_table, slopes_of
+from ragged_attention.testing.paged.specs import Arrays, bias_table, by_q_head, slopes_of
 from ragged_attention.testing.ranges import ranges_of
+from ragged_attention.testing.selected import Selection, lists_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,6 +41,8 @@ class VarlenBatch(Arrays):
     alibi_slopes: NDArray[np.float32] | None = None
     relative_bias: NDArray[np.float32] | None = None
     key_ranges: NDArray[np.int32] | None = None
+    selected: NDArray[np.int32] | None = None
+    block_size: int | None = None
     deterministic: bool = False
 
     @property
@@ -55,31 +58,27 @@ class VarlenBatch(Arrays):
         return self.q.shape[2] ** -0.5 if self.sm_scale is None else self.sm_scale
 
     def parts(self) -> list[tuple[slice, slice, NDArray[np.bool_]]]:
-        """The queries and the keys of each sequence, and which of them each query sees."""
+        """The queries and the keys of each sequence, and which of them each query sees, [K or 1, q_len, kv_len]."""
         edges = self.cu_q_lens, self.cu_kv_lens
-        masks = self.causal, self.sliding_window, self.key_ranges
+        masks = self.causal, self.sliding_window, self.key_ranges, self.selected, self.block_size
         return list(sequences(*edges, len(self.q), len(self.k), *masks))
 
     def masked(self, **mask: Any) -> Self:
-        """The batch with another mask than its ranges of keys, if it has any."""
-        return self.change(key_ranges=None, **mask)
-
-    def fully_masked(self) -> NDArray[np.bool_]:
-        """The query rows that see no key, padding included, [T_q]."""
-        fully_masked = np.ones(len(self.q), bool)
-        for rows, _, seen in self.parts():
-            fully_masked[rows] = ~seen.any(axis=1)
-        return fully_masked
+        """The batch with another mask than its ranges of keys and its lists of blocks, if it has any."""
+        return self.change(**{"key_ranges": None, "selected": None, "block_size": None, **mask})
 
     def fully_masked_heads(self) -> NDArray[np.bool_]:
-        """The same for each head, [T_q, H]."""
-        return np.repeat(self.fully_masked()[:, None], self.q.shape[1], axis=1)
+        """The heads of query rows that see no key, padding included, [T_q, H]."""
+        fully_masked = np.ones(self.q.shape[:2], bool)
+        for rows, _, seen in self.parts():
+            fully_masked[rows] = by_q_head(~seen.any(axis=2), self.q.shape[1])
+        return fully_masked
 
     def unseen(self) -> NDArray[np.bool_]:
-        """The keys that no query sees, padding included, [T_k]."""
-        unseen = np.ones(len(self.k), bool)
+        """The keys of each KV head that no query sees, padding included, [T_k, K]."""
+        unseen = np.ones(self.k.shape[:2], bool)
         for _, keys, seen in self.parts():
-            unseen[keys] = ~seen.any(axis=0)
+            unseen[keys] = ~seen.any(axis=1).T
         return unseen
 
     def unused_columns(self) -> NDArray[np.bool_]:
@@ -88,20 +87,20 @@ class VarlenBatch(Arrays):
         unused: NDArray[Any] = np.ones(self.relative_bias.shape, bool)
         at_own = column_at_own(self.relative_bias, self.causal)
         for rows, _, seen in self.parts():
-            q_len, kv_len = seen.shape
+            kv_heads, q_len, kv_len = seen.shape
             columns = columns_of(q_len, kv_len, unused.shape[-1], at_own)
-            for query, key in np.argwhere(seen):
+            for kv_head, query, key in np.argwhere(seen):
                 tables = unused if unused.ndim == 2 else unused[rows][query]
-                tables[:, columns[query, key]] = False
+                tables.reshape(kv_heads, -1, unused.shape[-1])[kv_head, :, columns[query, key]] = False
         return unused
 
     def poisoned(self, kind: str, seed: int = 0) -> Self:
         """NaN or infinities in every key, value and query that takes no part."""
         rng = np.random.default_rng(seed)
         spoilt = {
-            name: np.where(rows[:, None, None], formats.poison(kind, "float32", array.shape, rng), array)
+            name: np.where(rows[..., None], formats.poison(kind, "float32", array.shape, rng), array)
             for name, array, rows in (
-                ("q", self.q, self.fully_masked()),
+                ("q", self.q, self.fully_masked_heads()),
                 ("k", self.k, self.unseen()),
                 ("v", self.v, self.unseen()),
             )
@@ -132,6 +131,7 @@ class VarlenBatch(Arrays):
             cu_kv_lens=edges[1],
             relative_bias=bias,
             key_ranges=None if self.key_ranges is None else self.key_ranges[q_rows],
+            selected=None if self.selected is None else self.selected[q_rows],
         )
 
 
@@ -156,6 +156,7 @@ class VarlenSpec:
     alibi: str | None = None  # usual, mixed
     bias: str | None = None  # a relative bias: shared, own
     ranges: str | None = None  # ranges of keys, see `ranges_of`; they replace the masks above
+    selection: Selection | None = None  # lists of blocks of keys, within the masks above
     deterministic: bool = False
     poison: str | None = None  # nan or inf in all that takes no part
     strided: bool = False
@@ -186,6 +187,8 @@ class VarlenSpec:
             alibi_slopes=slopes_of(rng, self.heads, self.alibi),
             relative_bias=bias_table(rng, tokens, self.heads, self.bias),
             key_ranges=ranges_of(rng, self.lens, tokens, self.ranges),
+            selected=lists_of(rng, self.lens, tokens, self.kv_heads, self.selection),
+            block_size=self.selection and self.selection.size,
             deterministic=self.deterministic,
             dtype=self.dtype,
             strided=self.strided,

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from ragged_attention.testing.mla.specs import PrefillSpec
 from ragged_attention.testing.mla.strategies import DTYPES, SEEDS, prefill_specs
 from ragged_attention.testing.ranges import KINDS
+from ragged_attention.testing.selected import selections
 from ragged_attention.testing.varlen.gradients import GradientSpec
 from ragged_attention.testing.varlen.specs import VarlenSpec
 
@@ -48,6 +49,7 @@ def varlen_specs(draw: st.DrawFn, *, clean: bool = False) -> VarlenSpec:
         alibi=draw(st.sampled_from([None, None, None, "usual", "mixed"])),
         bias=draw(st.sampled_from([None, None, "shared", "own"])),
         ranges=draw(st.one_of(st.none(), st.none(), st.sampled_from(KINDS))),
+        selection=draw(st.one_of(st.none(), st.none(), st.none(), selections)),
     )
 
 
