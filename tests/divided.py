@@ -31,10 +31,10 @@ def divisible_arguments(operation: str, size: int) -> dict[str, Any]:
         small |= {"rotary": 8}
     elif kind is Sample:
         small |= {"num_kv_heads": size, "head_dim": 16, "max_len": 8, "page_size": PAGE, "return_lse": True}
-        small |= {"sinks": True, "alibi_slopes": True, "relative_bias": True}
+        small |= {"sinks": True, "alibi_slopes": True, "relative_bias": True, "selected": 3, "block_size": 2}
     elif kind is VarlenSample:
         small |= {"num_kv_heads": size, "head_dim": 16, "num_tokens": 24, "sinks": True}
-        small |= {"alibi_slopes": True, "relative_bias": True}
+        small |= {"alibi_slopes": True, "relative_bias": True, "selected": 3, "block_size": 2}
     else:
         small |= {"num_kv_heads": size, "block_size": 2} if kind is BlocksSample else {}
         small |= {"cache_dtype": "float32", "head_dim": 16, "page_size": PAGE, "max_len": 8, "top_k": 3}

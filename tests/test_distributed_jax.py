@@ -16,6 +16,7 @@ from tests.tiers import QUICK_TO_COMPILE
 pytest.importorskip("jax")
 
 DIVIDED = {
+    "block_scores", "select_blocks", "top_k_blocks",
     "merge_attention_states", "mla_decode", "norm_rope_write", "paged_attention", "prefill_attention",
     "ragged_mla_attention", "ragged_paged_attention", "sparse_mla_prefill", "varlen_attention",
     "varlen_attention_backward", "write_kv_pages",

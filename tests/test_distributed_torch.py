@@ -26,6 +26,7 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
 # What comes with every message of gloo, and what processes tell each other when they begin.
 OVERHEAD = 0.02
 DIVIDED = {
+    "block_scores", "select_blocks", "top_k_blocks",
     "latent_norm_rope_write", "merge_attention_states", "mla_decode", "norm_rope_write", "paged_attention",
     "prefill_attention", "ragged_mla_attention", "ragged_paged_attention", "sparse_mla_prefill",
     "sparse_mla_prefill_backward", "varlen_attention", "varlen_attention_backward", "write_kv_pages",

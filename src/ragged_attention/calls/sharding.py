@@ -17,6 +17,7 @@ from ragged_attention.calls.fields import (
     QueryScale,
     RelativeBias,
     Scale,
+    Selected,
 )
 from ragged_attention.calls.heads_first import HeadsFirstPages
 from ragged_attention.errors import InvalidInput
@@ -77,6 +78,7 @@ def heads_of_arguments(record: type[Call]) -> dict[str, Heads]:
 HEADS_OF_KINDS = {
     HeadsFirstPages: Heads(-4, "K"), Pair: Heads(-2, "K"), Scale: Heads(-1, "K"), QueryScale: Heads(-1, "H"),
     RelativeBias: Heads(-2, "H"), HeadKeys: Heads(-2, "K"), HeadKeyScales: Heads(-1, "K"),
+    Selected: Heads(-2, "K"),
 }  # fmt: skip
 
 
