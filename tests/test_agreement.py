@@ -6,8 +6,9 @@ from ragged_attention import dispatch
 from ragged_attention.calls import CALLS
 from ragged_attention.errors import BackendMissing
 from ragged_attention.testing.drawing import Check
-from ragged_attention.testing.runner import Absent, Runner, runner_for
+from ragged_attention.testing.runner import Runner, runner_for
 from ragged_attention.testing.suite import agreement, corners
+from tests import lacking
 
 # Drawn batches are slow where each is compiled or interpreted anew.
 PACE = {"jax-xla": 0.12, "torch-triton": 0.12, "jax-triton": 0.12, "jax-reference": 0.4}
@@ -15,18 +16,12 @@ PACE = {"jax-xla": 0.12, "torch-triton": 0.12, "jax-triton": 0.12, "jax-referenc
 
 @pytest.mark.parametrize("check", list(corners()), ids=str)
 def test_corner(runner: Runner, check: Check) -> None:
-    try:
-        check.run(runner, 1)
-    except Absent as lack:
-        pytest.skip(str(lack))
+    lacking.run(check, runner, 1)
 
 
 @pytest.mark.parametrize("check", list(agreement()), ids=str)
 def test_agreement(runner: Runner, check: Check, examples: int) -> None:
-    try:
-        check.run(runner, max(3, int(examples * PACE.get(str(runner), 1.0))))
-    except Absent as lack:
-        pytest.skip(str(lack))
+    lacking.run(check, runner, max(3, int(examples * PACE.get(str(runner), 1.0))))
 
 
 def test_backends_have_all_operations_but_these(runner: Runner) -> None:
