@@ -242,6 +242,10 @@ def check_what_heads_refuse(rank: int, size: int) -> None:
     one, two = (distribute_tensor(torch.zeros(5, heads, 16), mesh, [Shard(1)], src_data_rank=None) for _ in "ab")
     refused("expected v to be a DTensor, as other arrays of the call are, got a Tensor",
             rt.varlen_attention, one, two, torch.zeros(5, heads, 16), edges, edges)  # fmt: skip
+    if size > 1:  # each rank would take its one list for one of all its heads
+        what = f"one list for all KV heads or one for each of num_kv_heads={heads}, got {size}"
+        lists = {"selected": torch.zeros(5, size, 1, dtype=torch.int32), "block_size": 8}
+        refused(f"expected selected to have {what}", rt.varlen_attention, one, two, two, edges, edges, **lists)
     alone = init_device_mesh("cpu", (size, 1), mesh_dim_names=("a", "b"))["b"]
     other = DTensor.from_local(torch.zeros(5, heads, 16), alone, [Shard(1)], run_check=False)
     refused(f"expected v on the mesh of q, of size {size}, got one of size 1",

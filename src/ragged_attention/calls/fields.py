@@ -479,6 +479,13 @@ class HeadKeyScales(ArrayKind):
     """The scales of index keys [..., K], which the record checks."""
 
 
+def expect_lists(name: str, got: int, num_kv_heads: int) -> None:
+    """Check the number of lists that a query has."""
+    if got not in (1, num_kv_heads):
+        expected = f"one list for all KV heads or one for each of {num_kv_heads=}"
+        raise InvalidInput(f"expected {name} to have {expected}, got {got}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Selected(ArrayKind):
     """The blocks of keys that each query sees, a list for each KV head, [T, K, N], or one for all, [T, 1, N]."""
@@ -487,12 +494,9 @@ class Selected(ArrayKind):
     tokens: str = "T"  # the letter of the axis of queries
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        expect_array(
-            name, value, f"{self.tokens} L N", INT32, {letter: sizes[letter] for letter in self.tokens.split()}
-        )
-        if (got := value.shape[1]) not in (1, call.num_kv_heads):
-            expected = f"one list for all KV heads or one for each of num_kv_heads={call.num_kv_heads}"
-            raise InvalidInput(f"expected {name} to have {expected}, got {got}")
+        axes = {name: size for name, size in sizes.items() if name != "K"}
+        expect_array(name, value, f"{self.tokens} K N", INT32, axes)
+        expect_lists(name, value.shape[1], call.num_kv_heads)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,10 +70,11 @@ def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.
 
     Returns:
         a function of the operation's arguments, which are whole arrays. Queries, caches, sinks and scales per KV head
-        are divided by heads, index arrays are replicated, and results are divided by heads. If the arrays are already
-        sharded in this way, devices exchange only sums over heads: the logits of an indexer, and the gradient of a
-        single KV head that serves all query heads. Under `batch_invariant=True` the bits are those of one device;
-        otherwise a kernel may choose other KV splits for fewer heads.
+        are divided by heads, and so are lists of blocks per KV head; other index arrays are replicated, and results
+        are divided by heads. If the arrays are already sharded in this way, devices exchange only sums over heads: the
+        logits of an indexer, and the gradient of a single KV head that serves all query heads. Under
+        `batch_invariant=True` the bits are those of one device; otherwise a kernel may choose other KV splits for fewer
+        heads.
 
     Raises (when called):
         InvalidInput: the number of heads is not a multiple of the axis's size; the operation needs all heads, or has

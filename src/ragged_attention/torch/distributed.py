@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, Call, expect_bool
 from ragged_attention.calls.context_parallel import Ranks, page_size_of
+from ragged_attention.calls.fields import expect_lists
 from ragged_attention.calls.sharding import (
     Heads,
     KvShard,
@@ -75,6 +76,7 @@ def _on_shards(
     values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
     heads = heads_of_arguments(record) | ({"out": Heads(-2, "H")} if record.TAKES_OUT else {})
     division = _divide(record, heads, values)
+    _expect_lists_of_all(heads, values)
     local = {name: _local(record, name, value, heads.get(name), values, division) for name, value in values.items()}
     returned = func(**local)
     if returned is None:
@@ -87,6 +89,15 @@ def _on_shards(
         for result, source in zip(results, sources, strict=True)
     ]
     return type(returned)(wrapped) if isinstance(returned, (tuple, list)) else wrapped[0]
+
+
+def _expect_lists_of_all(heads: Mapping[str, Heads], values: Mapping[str, Any]) -> None:
+    """Check the number of lists of blocks. A rank that has one of two could not tell it from one for all KV heads."""
+    if values.get("selected") is None:
+        return
+    keys = "k" if "k" in values else "kv_pages"
+    combined = keys == "kv_pages" and values["v_pages"] is None
+    expect_lists("selected", values["selected"].shape[1], heads[keys].count(tuple(values[keys].shape), combined))
 
 
 def _divide(record: type[Call], heads: Mapping[str, Heads], values: Mapping[str, Any]) -> _Division:
