@@ -217,7 +217,7 @@ def scales_beside_values(k: Any, cache: Any, slot_mapping: Any, power_of_two: bo
     return np.concatenate([values, scales], axis=-1).reshape(new.shape)
 
 
-# What sixty drawn calls need not show: it takes a table that looks longer than it is, or logits that nearly tie.
+# What 120 drawn calls need not show: it takes a table that looks longer than it is, or logits that nearly tie.
 RARE = {"num_seqs_is_ignored", "of_upper_bits", "negative_zero_is_less"}
 
 
@@ -225,7 +225,7 @@ def caught(runner: Runner, words: tuple[str, ...], name: str = "") -> None:
     """Both the named calls and the drawn ones of an operation, by words in their names, must show the fault."""
     for group in (corners,) if name in RARE else (corners, agreement):
         chosen = [check for check in group() if check.name.startswith(words)]
-        assert any(failures(runner, chosen, 60)), f"no check of {group.__name__} caught it"
+        assert any(failures(runner, chosen, 120)), f"no check of {group.__name__} caught it"
 
 
 def test_the_honest_backend_passes(plant: Callable[..., Runner]) -> None:

@@ -9,8 +9,8 @@ result or, for a top-k, to scratch memory; the last split of a unit to finish se
 """
 
 from ragged_attention.portable.numba import _records
-from ragged_attention.portable.numba._formats import BFLOAT16, narrow, size_of, widen
-from ragged_attention.portable.numba._indexer import pairs_up, read_keys, tokens_of
+from ragged_attention.portable.numba._formats import size_of
+from ragged_attention.portable.numba._indexer import list_run, pairs_up, read_keys, read_query, tokens_of
 from ragged_attention.portable.numba._products import COLUMNS, ROWS
 from ragged_attention.portable.numba._selection import INFINITY, ordered, scratch_size, select
 from ragged_attention.portable.numba._sequences import gaps_by, kv_len_of, num_sequences, within
@@ -21,7 +21,6 @@ from ragged_attention.portable.numba._vectors import (
     LANES,
     add_to,
     compiled,
-    copy,
     fill,
     float_at,
     inlined,
@@ -30,7 +29,6 @@ from ragged_attention.portable.numba._vectors import (
     larger_or_nan,
     largest_or_nan,
     load,
-    prefetch,
     set_float,
     set_int,
     set_int32,
@@ -197,13 +195,7 @@ def read_queries(call, tile, unit):
             source = call.q + size_of(call.q_format) * (token * call.q_token_stride + head * call.q_head_stride)
             row = head // call.group * tile.rows + (token - unit.first) * call.group + head % call.group
             target = tile.q + 4 * row * tile.width
-            if not tile.paired:
-                widen(call.q_format, source, target, call.head_dim)
-            elif call.q_format == BFLOAT16:
-                copy(target, source, 2 * call.head_dim)
-            else:
-                widen(call.q_format, source, tile.k, call.head_dim)
-                narrow(BFLOAT16, tile.k, target, call.head_dim, 1.0)
+            read_query(call, tile, source, target)
 
 
 @compiled
@@ -212,28 +204,10 @@ def list_next(call, tile, unit, column, count):
 
     Returns how many of the next keys have no page.
     """
-    holes, key, size = 0, 0, size_of(call.key_format)
+    holes, key = 0, 0
     while key < count:
-        position = unit.base + column + key
-        page, slot = 0, position
-        if not call.packed:
-            slot = position % call.page_size
-            page = int32_at(call.page_indices, unit.seq * call.page_indices_seq_stride + position // call.page_size)
-        run, source, scale = min(count - key, call.page_size - slot), 0, 0
-        if 0 <= page < call.num_pages:
-            source = call.keys + size * (page * call.keys_page_stride + slot * call.keys_slot_stride)
-            scale = call.key_scale + 4 * (page * call.key_scale_page_stride + slot * call.key_scale_slot_stride)
-            if call.in_bytes:
-                scale = call.keys + page * call.keys_page_stride + call.page_size * call.head_dim + 4 * slot
-        else:
-            holes += run
-        for index in range(key, key + run):
-            set_int(tile.next_sources, index, source)
-            set_int(tile.next_v_sources, index, scale)
-            if source:
-                prefetch(source, size * call.head_dim)
-                source, scale = source + size * call.keys_slot_stride, scale + 4 * call.key_scale_slot_stride
-        key += run
+        run, missing = list_run(call, tile, unit.seq, unit.base + column + key, key, count - key)
+        key, holes = key + run, holes + missing
     return holes
 
 

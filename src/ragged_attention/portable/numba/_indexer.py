@@ -246,6 +246,18 @@ def base_of(call, seq, token, stop):
 
 
 @compiled
+def read_query(call, tile, source, target):
+    """Read one head's query into a row of the tile."""
+    if not tile.paired:
+        widen(call.q_format, source, target, call.head_dim)
+    elif call.q_format == BFLOAT16:
+        copy(target, source, 2 * call.head_dim)
+    else:
+        widen(call.q_format, source, tile.k, call.head_dim)
+        narrow(BFLOAT16, tile.k, target, call.head_dim, 1.0)
+
+
+@compiled
 def read_queries(call, tile, unit):
     """Read a block's queries and set the range of keys that each token sees."""
     seq, first = unit.seq, unit.first
@@ -261,13 +273,33 @@ def read_queries(call, tile, unit):
             place = token * call.q_token_stride + head * call.q_head_stride
             source = call.q + size_of(call.q_format) * place
             target = tile.q + 4 * ((token - first) * tile.heads + head) * tile.width
-            if not tile.paired:
-                widen(call.q_format, source, target, call.head_dim)
-            elif call.q_format == BFLOAT16:
-                copy(target, source, 2 * call.head_dim)
-            else:
-                widen(call.q_format, source, tile.k, call.head_dim)
-                narrow(BFLOAT16, tile.k, target, call.head_dim, 1.0)
+            read_query(call, tile, source, target)
+
+
+@inlined
+def list_run(call, tile, seq, position, key, most):
+    """List the addresses of at most `most` keys from a position on, and of their scales, in a tile from `key` on.
+
+    Returns how many there are on the position's page, and how many of them have no page.
+    """
+    page, slot, size = 0, position, size_of(call.key_format)
+    if not call.packed:
+        slot = position % call.page_size
+        page = int32_at(call.page_indices, seq * call.page_indices_seq_stride + position // call.page_size)
+    run, source, scale = min(most, call.page_size - slot), 0, 0
+    known = 0 <= page < call.num_pages
+    if known:
+        source = call.keys + size * (page * call.keys_page_stride + slot * call.keys_slot_stride)
+        scale = call.key_scale + 4 * (page * call.key_scale_page_stride + slot * call.key_scale_slot_stride)
+        if call.in_bytes:
+            scale = call.keys + page * call.keys_page_stride + call.page_size * call.head_dim + 4 * slot
+    for index in range(key, key + run):
+        set_int(tile.next_sources, index, source)
+        set_int(tile.next_v_sources, index, scale)
+        if source:
+            prefetch(source, size * call.head_dim)
+            source, scale = source + size * call.keys_slot_stride, scale + 4 * call.key_scale_slot_stride
+    return run, 0 if known else run
 
 
 @compiled
@@ -276,31 +308,13 @@ def list_next(call, tile, seq, base, first, count):
 
     The prefetches overlap with the work on the current keys. Returns how many of the next keys have no page.
     """
-    holes, key, size = 0, 0, size_of(call.key_format)
+    holes, key = 0, 0
     while key < count:
         position, run = first + key, count - key
         if call.candidate_block_size:
             position, run = int32_at(tile.places, position) + base, 1
-        page, slot = 0, position
-        if not call.packed:
-            slot = position % call.page_size
-            page = int32_at(call.page_indices, seq * call.page_indices_seq_stride + position // call.page_size)
-        run = min(run, call.page_size - slot)
-        source = scale = 0
-        if 0 <= page < call.num_pages:
-            source = call.keys + size * (page * call.keys_page_stride + slot * call.keys_slot_stride)
-            scale = call.key_scale + 4 * (page * call.key_scale_page_stride + slot * call.key_scale_slot_stride)
-            if call.in_bytes:
-                scale = call.keys + page * call.keys_page_stride + call.page_size * call.head_dim + 4 * slot
-        else:
-            holes += run
-        for index in range(key, key + run):
-            set_int(tile.next_sources, index, source)
-            set_int(tile.next_v_sources, index, scale)
-            if source:
-                prefetch(source, size * call.head_dim)
-                source, scale = source + size * call.keys_slot_stride, scale + 4 * call.key_scale_slot_stride
-        key += run
+        run, missing = list_run(call, tile, seq, position, key, run)
+        key, holes = key + run, holes + missing
     return holes
 
 

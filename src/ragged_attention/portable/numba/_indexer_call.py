@@ -23,18 +23,24 @@ def heuristic(call: IndexerLogits | IndexerTopk) -> Tile:
 invariant_tile = heuristic  # a logit is summed in an order that depends on neither the tile nor the batch
 
 
-def run(call: IndexerLogits | IndexerTopk, tile: Tile, launch: Any) -> Any:
-    """Launch the kernel; returns the indices of a top-k, or logits."""
+def keys_and_numbers(call: Any, launch: Any) -> tuple[Any, dict[str, Any]]:
+    """The keys, and the numbers that say how they are stored. Packed keys are treated as one page and one sequence."""
     keys = launch.words(call.keys, packed_rows=True) if call.bytes else call.keys
     numbers = {
         "key_format": CODES[call.key_dtype], "in_bytes": call.bytes, "packed": not call.paged,
         "layout": _sequences.PACKED, "num_pages": 1, "max_num_seqs": 1, "capacity": 0,
     }  # fmt: skip
-    if call.paged:  # packed keys are treated as one page and one sequence
+    if call.paged:
         max_num_seqs = _sequences.max_sequences(call, call.kv_lens.shape[0])
         numbers |= {"num_pages": keys.shape[0], "max_num_seqs": max_num_seqs, "capacity": call.token_capacity}
     if call.bytes:  # the rows of a page follow one another, and so do its scales
         numbers |= {"keys_slot_stride": call.head_dim, "key_scale_slot_stride": 1}
+    return keys, numbers
+
+
+def run(call: IndexerLogits | IndexerTopk, tile: Tile, launch: Any) -> Any:
+    """Launch the kernel; returns the indices of a top-k, or logits."""
+    keys, numbers = keys_and_numbers(call, launch)
     name = "logits"
     if isinstance(call, IndexerTopk):
         name = "indices"

@@ -76,11 +76,7 @@ def unseen_takes_no_part(runner: Runner, spec: BlocksSpec) -> None:
 
 def pages_may_move(runner: Runner, spec: BlocksSpec) -> None:
     batch = _of_keys(spec, packed=False, max_keys=None).build()
-    assert batch.page_indices is not None
-    order = np.random.default_rng(spec.keys.seed).permutation(len(batch.keys))
-    table = np.argsort(order)[batch.page_indices].astype(np.int32)
-    scale = None if batch.key_scale is None else batch.key_scale[order]
-    same(runner, batch.change(keys=batch.keys[order], key_scale=scale, page_indices=table), batch)
+    same(runner, batch.with_pages_moved(spec.keys.seed), batch)
 
 
 def larger_queries_choose_the_same(runner: Runner, spec: BlocksSpec) -> None:
@@ -94,26 +90,9 @@ def queries_do_not_mix(runner: Runner, spec: BlocksSpec) -> None:
     """One call over all queries equals one for each sequence, or, where keys are packed, for each part of them."""
     batch = spec.build()
     scores, chosen = runner.run("block_scores", batch.scores_call()), runner.run("select_blocks", batch)
-    for rows, alone in _parts(batch):
+    for rows, alone in batch.parts():
         identical(runner.run("block_scores", alone.scores_call()), scores[rows], "scores of a part")
         identical(runner.run("select_blocks", alone), chosen[rows], "blocks of a part")
-
-
-def _parts(batch: BlocksBatch) -> list[tuple[slice, BlocksBatch]]:
-    if batch.page_indices is None:
-        assert batch.starts is not None and batch.stops is not None  # noqa: PT018
-        cuts = [slice(0, len(batch.q) // 2), slice(len(batch.q) // 2, None)]
-        return [
-            (rows, batch.change(q=batch.q[rows], starts=batch.starts[rows], stops=batch.stops[rows])) for rows in cuts
-        ]
-    assert batch.kv_lens is not None
-    parts = []
-    for seq, (start, stop) in enumerate(batch.bounds()):
-        own = {"page_indices": batch.page_indices[seq : seq + 1], "kv_lens": batch.kv_lens[seq : seq + 1]}
-        edges = np.array([0, stop - start], np.int32)
-        rows = slice(start, stop)
-        parts.append((rows, batch.change(q=batch.q[rows], cu_q_lens=edges, num_seqs=None, **own)))
-    return parts
 
 
 def heads_do_not_mix(runner: Runner, spec: BlocksSpec) -> None:

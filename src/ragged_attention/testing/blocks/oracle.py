@@ -6,13 +6,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ragged_attention.reference._indexer import planes
 from ragged_attention.reference.block_scores import block_scores
 from ragged_attention.reference.select_blocks import select_blocks
 from ragged_attention.reference.top_k_blocks import top_k_blocks
 from ragged_attention.testing.blocks.specs import BlocksBatch, ScoresBatch, TopKBatch
 from ragged_attention.testing.compare import chosen_agree, identical, logits_agree
-from ragged_attention.testing.indexer.specs import BYTES
 from ragged_attention.testing.runner import Runner
 
 Scores = NDArray[np.float64]
@@ -20,16 +18,7 @@ Scores = NDArray[np.float64]
 
 def expected(batch: ScoresBatch) -> tuple[Scores, Scores]:
     """The scores, and the largest sums of magnitudes of products, which bound the errors of the scores."""
-    keys, scale = batch.keys.copy(), batch.key_scale
-    if batch.cache_dtype == BYTES:
-        values, scales = planes(keys)
-        values &= 0x7F
-        scales[..., 3] &= 0x7F  # the byte with the sign
-    else:
-        keys = keys & 0x7F if keys.dtype == np.uint8 else np.abs(keys)
-    q = batch.q & 0x7F if batch.q.dtype == np.uint8 else np.abs(batch.q)
-    whole = batch.change(q=q, keys=keys, key_scale=None if scale is None else np.abs(scale))
-    return block_scores(**batch.definition()), block_scores(**whole.definition())
+    return block_scores(**batch.definition()), block_scores(**batch.magnitudes().definition())
 
 
 def check_scores(runner: Runner, batch: BlocksBatch, options: Mapping[str, Any] | None = None) -> None:

@@ -39,11 +39,7 @@ def unseen_takes_no_part(runner: Runner, spec: IndexerSpec) -> None:
 
 def pages_may_move(runner: Runner, spec: IndexerSpec) -> None:
     batch = dataclasses.replace(spec, packed=False, relative=False, max_keys=None).build_topk()
-    assert batch.page_indices is not None
-    order = np.random.default_rng(spec.seed).permutation(len(batch.keys))
-    table = np.argsort(order)[batch.page_indices].astype(np.int32)
-    scale = None if batch.key_scale is None else batch.key_scale[order]
-    same(runner, batch.change(keys=batch.keys[order], key_scale=scale, page_indices=table), batch)
+    same(runner, batch.with_pages_moved(spec.seed), batch)
 
 
 def larger_weights_choose_the_same(runner: Runner, spec: IndexerSpec) -> None:
@@ -57,27 +53,9 @@ def queries_do_not_mix(runner: Runner, spec: IndexerSpec) -> None:
     """One call over all queries equals one for each sequence, or, where keys are packed, for each part of them."""
     batch = spec.build_topk()
     logits, chosen = runner.run("indexer_logits", batch.logits_call()), runner.run("indexer_topk", batch)
-    for rows, alone in _parts(batch):
+    for rows, alone in batch.parts():
         identical(runner.run("indexer_logits", alone.logits_call()), logits[rows], "logits of a part")
         identical(runner.run("indexer_topk", alone), chosen[rows], "positions of a part")
-
-
-def _parts(batch: TopkBatch) -> list[tuple[slice, TopkBatch]]:
-    def rows_of(rows: slice, **others: object) -> TopkBatch:
-        return batch.change(q=batch.q[rows], weights=batch.weights[rows], **others)
-
-    if batch.page_indices is None:
-        assert batch.starts is not None and batch.stops is not None  # noqa: PT018
-        cuts = [slice(0, len(batch.q) // 2), slice(len(batch.q) // 2, None)]
-        return [(rows, rows_of(rows, starts=batch.starts[rows], stops=batch.stops[rows])) for rows in cuts]
-    assert batch.kv_lens is not None
-    parts = []
-    for seq, (start, stop) in enumerate(batch.bounds()):
-        own = {"page_indices": batch.page_indices[seq : seq + 1], "kv_lens": batch.kv_lens[seq : seq + 1]}
-        edges = np.array([0, stop - start], np.int32)
-        rows = slice(start, stop)
-        parts.append((rows, rows_of(rows, cu_q_lens=edges, num_seqs=None, **own)))
-    return parts
 
 
 def the_largest_of_its_logits(runner: Runner, spec: IndexerSpec) -> None:

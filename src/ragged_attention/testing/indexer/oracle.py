@@ -14,7 +14,7 @@ from ragged_attention.reference.top_k_indices import top_k_indices
 from ragged_attention.reference.write_indexer_cache import write_indexer_cache
 from ragged_attention.testing.compare import chosen_agree, identical, logits_agree
 from ragged_attention.testing.indexer.key_specs import QuantizeKeysBatch, SelectBatch, WriteKeysBatch
-from ragged_attention.testing.indexer.specs import BYTES, IndexerBatch, TopkBatch
+from ragged_attention.testing.indexer.specs import IndexerBatch, TopkBatch
 from ragged_attention.testing.runner import Runner
 
 Logits = NDArray[np.float64]
@@ -23,16 +23,7 @@ Logits = NDArray[np.float64]
 def expected(batch: IndexerBatch) -> tuple[Logits, Logits]:
     """The logits, and what each would be if none of its products cancelled."""
     batch = batch.logits_call()
-    keys, scale = batch.keys.copy(), batch.key_scale
-    if batch.cache_dtype == BYTES:
-        values, scales = planes(keys)
-        values &= 0x7F
-        scales[..., 3] &= 0x7F  # the byte with the sign
-    else:
-        keys = keys & 0x7F if keys.dtype == np.uint8 else np.abs(keys)
-    q = batch.q & 0x7F if batch.q.dtype == np.uint8 else np.abs(batch.q)
-    scale = None if scale is None else np.abs(scale)
-    whole = batch.change(q=q, keys=keys, weights=np.abs(batch.weights), key_scale=scale)
+    whole = batch.magnitudes().change(weights=np.abs(batch.weights))
     return indexer_logits(**batch.definition()), indexer_logits(**whole.definition())
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ BYTES = "uint8"  # pages of e4m3 values with their scales behind them
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class KeysBatch(Arrays):
     """Queries, and the keys that each sees: packed, or in pages."""
+
+    OF_TOKENS: ClassVar[tuple[str, ...]] = ("q",)  # the arguments that have a row for each token, in pages and packed
 
     q: NDArray[Any]
     keys: NDArray[Any]
@@ -86,6 +88,44 @@ class KeysBatch(Arrays):
                 if known.any():
                     yield token, columns[known], (pages[known], columns[known] % page_size)
 
+    def magnitudes(self) -> Self:
+        """The batch without the signs of its queries, keys and scales, so that no product cancels another."""
+        keys = self.keys.copy()
+        if self.cache_dtype == BYTES:
+            values, scales = planes(keys)
+            values &= 0x7F
+            scales[..., 3] &= 0x7F  # the byte with the sign
+        else:
+            keys = keys & 0x7F if keys.dtype == np.uint8 else np.abs(keys)
+        q = self.q & 0x7F if self.q.dtype == np.uint8 else np.abs(self.q)
+        return self.change(q=q, keys=keys, key_scale=None if self.key_scale is None else np.abs(self.key_scale))
+
+    def with_pages_moved(self, seed: int) -> Self:
+        """The same keys in other pages."""
+        assert self.page_indices is not None
+        order = np.random.default_rng(seed).permutation(len(self.keys))
+        table = np.argsort(order)[self.page_indices].astype(np.int32)
+        scale = None if self.key_scale is None else self.key_scale[order]
+        return self.change(keys=self.keys[order], key_scale=scale, page_indices=table)
+
+    def parts(self) -> list[tuple[slice, Self]]:
+        """The rows and the call of each sequence or, if keys are packed, of each half of the queries."""
+
+        def part(rows: slice, **others: Any) -> tuple[slice, Self]:
+            return rows, self.change(**{name: getattr(self, name)[rows] for name in self.OF_TOKENS}, **others)
+
+        if self.page_indices is None:
+            assert self.starts is not None and self.stops is not None  # noqa: PT018
+            cuts = [slice(0, len(self.q) // 2), slice(len(self.q) // 2, None)]
+            return [part(rows, starts=self.starts[rows], stops=self.stops[rows]) for rows in cuts]
+        assert self.kv_lens is not None
+        found = []
+        for seq, (start, stop) in enumerate(self.bounds()):
+            own = {"page_indices": self.page_indices[seq : seq + 1], "kv_lens": self.kv_lens[seq : seq + 1]}
+            edges = np.array([0, stop - start], np.int32)
+            found.append(part(slice(start, stop), cu_q_lens=edges, num_seqs=None, **own))
+        return found
+
     def poisoned(self) -> Self:
         """NaN in every key that no query sees, and in every query that sees no key."""
         unread = np.ones(self.keys.shape[: 2 if self.paged else 1], bool)
@@ -127,6 +167,8 @@ class KeysBatch(Arrays):
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class IndexerBatch(KeysBatch):
     """The arguments of one `indexer_logits` call in NumPy."""
+
+    OF_TOKENS: ClassVar[tuple[str, ...]] = ("q", "weights")
 
     weights: NDArray[np.float32]
     relative: bool = False
