@@ -22,6 +22,7 @@ from ragged_attention.kernels_triton._bias import Table, entries
 from ragged_attention.kernels_triton._key_ranges import hull_edges
 from ragged_attention.kernels_triton._mask import Mask, may_read, sees_of
 from ragged_attention.kernels_triton._rows import Rows
+from ragged_attention.kernels_triton._selected import Named, named_blocks, names
 from ragged_attention.kernels_triton._sequences import VARYING, max_blocks
 from ragged_attention.kernels_triton._softmax import column_sums
 from ragged_attention.kernels_triton._tiles import cdiv, item_size
@@ -65,6 +66,7 @@ class Queries(NamedTuple):
     alibi: tl.tensor
     scales: tl.tuple
     table: tl.tuple
+    named: tl.tuple  # the blocks of keys that each query's list names, if there are lists
 
 
 @triton.jit
@@ -81,6 +83,7 @@ def load_wide(queries, CONFIG: tl.constexpr):
 @triton.jit
 def gradients_of_logits(queries, keys, block, visible, mask, CONFIG: tl.constexpr):
     """The gradients of the logits [queries, keys] of the keys from `block` on; 0 for keys that a query does not see."""
+    LISTS: tl.constexpr = CONFIG.LISTS
     BLOCK: tl.constexpr = CONFIG.BLOCK_KV
     key = block + tl.arange(0, BLOCK)
     readable = may_read(key, visible, CONFIG.MASK, True)
@@ -95,24 +98,27 @@ def gradients_of_logits(queries, keys, block, visible, mask, CONFIG: tl.constexp
         norm = norm + queries.alibi[:, None] * distance.to(tl.float32)
     norm = norm - entries(queries.table.rows[:, None], distance, queries.table.exists[:, None], CONFIG.BIAS)
     seen = sees_of(visible, key, mask, CONFIG.MASK)
+    if LISTS is not None:
+        seen = seen & names(queries.named.ptr[:, None], queries.named.count[:, None],
+                            key[None, :] // LISTS.BLOCK_SIZE, LISTS.WIDTH)  # fmt: skip
     weights, _ = weigh(products, norm, seen, queries.scales, True, CONFIG.HAS_SOFT_CAP)
     d_logits = weights * queries.offset[:, None]
     if CONFIG.HAS_SHARE:
         d_weights = queries.share[:, None] * d_weights
     d_logits = d_logits + weights * d_weights
-    if CONFIG.MASK.RANGES:  # rows that see no key may be NaN
+    if CONFIG.MASK.RANGES > 0 or LISTS is not None:  # rows that see no key, and such keys, may be NaN
         d_logits = tl.where(seen, d_logits, 0.0)
     return d_logits
 
 
 @triton.jit
-def load_queries(arrays, first, readable, scales, table, CONFIG: tl.constexpr, GROUP: tl.constexpr):
+def load_queries(arrays, first, readable, scales, table, named, CONFIG: tl.constexpr, GROUP: tl.constexpr):
     """The queries [first, first + BLOCK_Q) of a sequence and head."""
     BLOCK: tl.constexpr = CONFIG.BLOCK_Q
     q = load_rows(arrays.q, first, readable, True, BLOCK, CONFIG.Q)
     d_out = load_rows(arrays.d_out, first, readable, True, BLOCK, CONFIG.OUT)
     norm, offset, share, alibi = load_terms(arrays.terms_ptr, first, readable, True, BLOCK, 1, GROUP * TERMS)
-    return Queries(arrays, first, readable, q, d_out, norm, offset, share, alibi, scales, table)
+    return Queries(arrays, first, readable, q, d_out, norm, offset, share, alibi, scales, table, named)
 
 
 @triton.jit
@@ -185,7 +191,7 @@ def store_own(queries, keys, edges, visible, mask, d_tables, CONFIG: tl.constexp
 @triton.jit(do_not_specialize=VARYING)
 def bias_kernel(
     d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, bias_ptr, ranges_ptr,
-    sums_ptr,
+    lists_ptr, sums_ptr,
     num_q_tokens, num_kv_tokens, num_seqs, window, d_out_head_stride, q_head_stride, k_head_stride, v_head_stride,
     sm_scale, soft_cap, blocks, GROUP: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
@@ -229,7 +235,11 @@ def bias_kernel(
             table = (start + row).to(tl.int64) * STRIDE + head.to(tl.int64) * WIDTH
             arrays = QueryArrays(q_rows, d_out_rows, terms)
             tables = Table(bias_ptr + table, row < q_len)
-            queries = load_queries(arrays, first_row, readable, scales, tables, CONFIG, GROUP)
+            named = Named(row, row)  # a stand-in, not used without lists
+            if CONFIG.LISTS is not None:  # each query is a job
+                job = row + start + block - first_row // BLOCK - start // BLOCK
+                named = named_blocks(lists_ptr, job, kv_head, CONFIG.LISTS, readable)
+            queries = load_queries(arrays, first_row, readable, scales, tables, named, CONFIG, GROUP)
             keys = Keys(k_rows, v_rows)
             if STRIDE == 0:
                 tl.debug_barrier()  # other threads stored the zeros and the sums of the block before
@@ -245,10 +255,13 @@ def bias_kernel(
             tl.store(sums_ptr, tl.sum(first + last, 0))
 
 
-def bias_gradient(call: Any, tile: Any, launch: Any, inputs: Any, numbers: Any, config: dict[str, Any]) -> Any:
+def bias_gradient(
+    call: Any, tile: Any, launch: Any, inputs: Any, edges: tuple[Any, Any], numbers: Any, config: dict[str, Any]
+) -> Any:
     """Enqueue the kernels; returns the gradient of `relative_bias`.
 
-    The other arguments are those of the dk and dv kernel, whose tile this kernel has, too: it needs fewer registers.
+    `edges` has cu_q_lens and cu_kv_lens. The other arguments are those of the dk and dv kernel, whose tile this kernel
+    has, too: it needs fewer registers.
     """
     block_q, block_kv = block_sizes(call, tile)
     blocks, shape = max_blocks(call.num_q_tokens, block_q, call.num_seqs), call.relative_bias.shape
@@ -257,17 +270,18 @@ def bias_gradient(call: Any, tile: Any, launch: Any, inputs: Any, numbers: Any, 
     parts = blocks
     if is_shared:
         parts = max(1, min(blocks, cdiv(PROGRAMS, num_heads), MOST_SUMS // (num_heads * width)))
+    named, lists = _varlen.lists_of(call, launch, 1, edges, numbers, config["MASK"])
     of_one_head = {name: _of_one_head(config[name]) for name in ("Q", "OUT")}
     [sums] = launch(
         bias_kernel,
         (parts, num_heads),
-        inputs,
+        (*inputs, named),
         [((parts, num_heads * width) if is_shared else shape, "float32")],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         blocks=blocks,
         GROUP=call.group,
-        CONFIG=Config(BLOCK_Q=block_q, BLOCK_KV=block_kv, **config | of_one_head),
+        CONFIG=Config(BLOCK_Q=block_q, BLOCK_KV=block_kv, LISTS=lists, **config | of_one_head),
         **numbers,
     )
     return column_sums(sums, launch, shape) if is_shared else sums

@@ -43,6 +43,7 @@ class Combination(Constants):
     HAS_SINKS: bool
     V_SCALE_STRIDE: int
     PDL: bool
+    EVEN: bool = False  # whether each item has `num_splits` splits
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -82,6 +83,9 @@ def combine_kernel(
             lists = Lists(lens_ptr, extra_lens_ptr, longest, extra_longest)
             first = seq * num_splits
             count = list_splits(lists, seq, item % COMBINATION.ITEMS, num_splits, mask, COMBINATION.LISTS)
+        elif COMBINATION.EVEN:
+            first = seq * num_splits
+            count = num_splits
         else:
             first = schedule_edge(schedule_ptr, seq, num_parts)
             count = schedule_edge(schedule_ptr, seq + 1, num_parts) - first

@@ -189,7 +189,7 @@ def add_values(acc, weights, pages, slots, DTYPE: tl.constexpr, TERMS: tl.conste
     ONE_PRODUCT: tl.constexpr = TERMS == 2 and ROWS >= 64 and SHAPE.DV_PAD >= 512
     rounded = narrow(weights, DTYPE)
     if ONE_PRODUCT:
-        page = slots.page if SHAPE.PAGE_SIZE % weights.shape[1] == 0 else twice(slots.page)
+        page = twice(slots.page) if slots.page.numel > 1 else slots.page
         values = load_values(pages, Slots(twice(slots.keys), page, twice(slots.readable)), DTYPE, ROWS, MASKED, SHAPE)
         acc = matmul(beside(rounded, lost_to_rounding(weights, rounded)), values, acc)
     else:
@@ -198,6 +198,26 @@ def add_values(acc, weights, pages, slots, DTYPE: tl.constexpr, TERMS: tl.conste
         if TERMS == 2:
             acc = matmul(lost_to_rounding(weights, rounded), values, acc)
     return acc
+
+
+@triton.jit
+def logits_of(queries, k, keys, index, visible, ATTENTION: tl.constexpr, WIDE: tl.constexpr):
+    """(logits [rows, keys], the factor that converts them to base 2), before masks, in iteration `index` of a loop."""
+    logits = tl.zeros([queries.q.shape[0], k.shape[0]], tl.float32)
+    if not WIDE or always(index, 0):
+        logits = matmul(queries.q, tl.trans(k), logits)
+    if ATTENTION.SHAPE.Q_UNITS:
+        logits = logits * queries.unit[:, None]
+    if ATTENTION.HAS_SOFT_CAP:
+        logits = soft_capped(logits * queries.inner, queries.cap)
+    scale = queries.outer
+    if ATTENTION.HAS_ALIBI:
+        logits = sloped(logits * scale, queries.slope, visible.position, keys, visible.low)
+        scale = 1.0
+    if ATTENTION.BIAS.WIDTH:
+        logits = with_table(logits * scale, queries.table, visible.position, keys, ATTENTION.BIAS)
+        scale = 1.0
+    return logits, scale
 
 
 @triton.jit
@@ -231,20 +251,7 @@ def attend(queries, state, blocks, visible, mask, pages, ATTENTION: tl.constexpr
         if MASKED and ATTENTION.MASK.RANGES > 0:
             readable = readable & may_read(keys, visible, ATTENTION.MASK, EXACT)
         k = decode(load_keys(pages, Slots(keys, page, readable), MASKED, SHAPE), SHAPE.CODES, queries.q.dtype)
-        logits = tl.zeros([ROWS, BLOCK_KV], tl.float32)
-        if not WIDE or always(index, 0):
-            logits = matmul(queries.q, tl.trans(k), logits)
-        if SHAPE.Q_UNITS:
-            logits = logits * queries.unit[:, None]
-        if ATTENTION.HAS_SOFT_CAP:
-            logits = soft_capped(logits * queries.inner, queries.cap)
-        scale = queries.outer
-        if ATTENTION.HAS_ALIBI:
-            logits = sloped(logits * scale, queries.slope, visible.position, keys, visible.low)
-            scale = 1.0
-        if ATTENTION.BIAS.WIDTH:
-            logits = with_table(logits * scale, queries.table, visible.position, keys, ATTENTION.BIAS)
-            scale = 1.0
+        logits, scale = logits_of(queries, k, keys, index, visible, ATTENTION, WIDE)
         if MASKED:
             logits = hide(logits, keys, readable, visible, mask, ATTENTION.MASK)
             if ATTENTION.MASK.HAS_DRAFT_MASK:  # a weight of 0 would not hide a NaN in a value that no row sees

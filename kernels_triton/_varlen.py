@@ -16,10 +16,27 @@ from ragged_attention.kernels_triton._compiler import aligned_down
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._key_ranges import range_edges, smaller_block
-from ragged_attention.kernels_triton._mask import MaskKind, packed_mask_arguments, seen_by_all, visible_keys
-from ragged_attention.kernels_triton._sequences import Edges, find_segment, query_edge, segment_edge
+from ragged_attention.kernels_triton._mask import (
+    MaskKind,
+    may_read,
+    packed_mask_arguments,
+    seen_by_all,
+    sees_of,
+    visible_keys,
+)
+from ragged_attention.kernels_triton._rows import Rows
+from ragged_attention.kernels_triton._selected import (
+    ListKind,
+    blocks_of_step,
+    join,
+    keys_of_blocks,
+    list_kind,
+    named_by_rows,
+    num_jobs,
+)
+from ragged_attention.kernels_triton._sequences import Edges, find_segment, max_blocks, query_edge, segment_edge
 from ragged_attention.kernels_triton._softmax import matmul
-from ragged_attention.kernels_triton._tiles import WGMMA, fit, item_size, next_power_of_2
+from ragged_attention.kernels_triton._tiles import WGMMA, cdiv, fit, item_size, next_power_of_2
 
 NARROWEST = 16  # the minimum number of columns of a matrix product
 LARGEST_OFFSET: tl.constexpr = tl.constexpr(2**30)  # maximum that tokens, or heads, contribute to a 32-bit offset
@@ -56,6 +73,7 @@ class Config(Constants):
     HAS_SINKS: bool = False
     NEGATED: bool = False  # whether queries are negated, because the scale of logits is negative
     HAS_SHARE: bool = False  # whether weights in the gradient have a further factor, `share`
+    LISTS: ListKind | None = None  # the lists of blocks of keys, if there are any
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "EXACT_KV", smaller_block(self.BLOCK_KV))
@@ -146,6 +164,26 @@ def shared_arguments(
     }  # fmt: skip
 
 
+def lists_of(call: Any, launch: Any, tokens: int, edges: tuple[Any, Any], numbers: Any, kind: MaskKind) -> Any:
+    """(the joined lists of blocks, their form), or (a stand-in, None) without lists."""
+    if call.selected is None:
+        return edges[0], None
+    lists = list_kind(call, tokens, call.num_kv_tokens)
+    counts = {"num_tokens": call.num_q_tokens, "max_num_seqs": call.num_seqs, "capacity": call.num_kv_tokens}
+    window = numbers["window"]
+    named = join(call, launch, lists, kind, (*edges, edges[0]), {**counts, "window": window}, packed=True)
+    return named, lists
+
+
+def programs(call: Any, block_q: int, lists: ListKind | None) -> tuple[int, int]:
+    """(programs per KV head, rows per program) of a kernel that computes blocks of at most `block_q` rows."""
+    if lists is None:
+        return max_blocks(call.num_q_tokens * call.group, block_q, call.num_seqs), block_q
+    rows = lists.plain.TOKENS * call.group
+    block_q = min(block_q, max(NARROWEST, next_power_of_2(rows)))
+    return num_jobs(call.num_q_tokens, call.num_seqs, lists) * cdiv(rows, block_q), block_q
+
+
 # ---- where a program works
 
 
@@ -190,6 +228,69 @@ def find_block(block, own_edges_ptr, other_edges_ptr, num_seqs, num_own, num_oth
         other_start = query_edge(other_edges_ptr, segment - 1, num_other)
         other_len = tl.maximum(query_edge(other_edges_ptr, segment, num_other) - other_start, 0)
     return start, stop - start, first_row, other_start, other_len
+
+
+class Job(NamedTuple):
+    """The rows of one sequence and KV head that a program computes, and the sequence's keys; see `find_block`."""
+
+    index: tl.tensor  # of the job whose lists of blocks the program visits; see `_selected`
+    job_row: tl.tensor  # the job's first row
+    first_row: tl.tensor
+    end_row: tl.tensor  # at most `first_row` if the program has no rows
+    start: tl.tensor
+    q_len: tl.tensor
+    kv_start: tl.tensor
+    kv_len: tl.tensor
+
+
+@triton.jit
+def find_job(block, q_edges_ptr, kv_edges_ptr, num_seqs, num_q_tokens, num_kv_tokens, CONFIG: tl.constexpr):
+    """The `Job` of a program: a block of rows or, with lists of blocks, a block of the rows of a few tokens."""
+    GROUP: tl.constexpr = CONFIG.Q.GROUP
+    BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
+    if CONFIG.LISTS is None:
+        start, q_len, first_row, kv_start, kv_len = find_block(
+            block, q_edges_ptr, kv_edges_ptr, num_seqs, num_q_tokens, num_kv_tokens, GROUP, BLOCK_Q
+        )
+        job_row = first_row
+        end_row = q_len * GROUP
+    else:
+        TOKENS: tl.constexpr = CONFIG.LISTS.TOKENS
+        ROW_BLOCKS: tl.constexpr = (TOKENS * GROUP + BLOCK_Q - 1) // BLOCK_Q
+        job_block = block
+        block = job_block // ROW_BLOCKS
+        start, q_len, token, kv_start, kv_len = find_block(
+            block, q_edges_ptr, kv_edges_ptr, num_seqs, num_q_tokens, num_kv_tokens, 1, TOKENS
+        )
+        job_row = token * GROUP
+        first_row = job_row + job_block % ROW_BLOCKS * BLOCK_Q
+        end_row = tl.minimum(token + TOKENS, q_len) * GROUP
+    return Job(block, job_row, first_row, end_row, start, q_len, kv_start, kv_len)
+
+
+@triton.jit
+def keys_seen(job, mask, GROUP: tl.constexpr, CONFIG: tl.constexpr):
+    """`Visible` of a job that has lists of blocks."""
+    rows = Rows(job.first_row + tl.arange(0, CONFIG.BLOCK_Q), job.end_row, job.start, 0)
+    low = job.kv_len - job.q_len + job.first_row // GROUP
+    high = job.kv_len - job.q_len + (job.end_row - 1) // GROUP
+    return visible_keys(rows, low, high, job.q_len, job.kv_len, mask, GROUP, CONFIG.MASK)
+
+
+@triton.jit
+def keys_of_step(named, block, step, job, visible, mask, CONFIG: tl.constexpr):
+    """(key, whether some row of the job sees it, whether each row sees it) of a step over blocks; see `_selected`."""
+    LISTS: tl.constexpr = CONFIG.LISTS
+    BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
+    key = keys_of_blocks(block, step, LISTS, BLOCK_KV)
+    readable = may_read(key, visible, CONFIG.MASK, LISTS.TOKENS == 1)
+    seen = readable[None, :] & sees_of(visible, key, mask, CONFIG.MASK)
+    if LISTS.TOKENS > 1:
+        _, index = blocks_of_step(named, step, LISTS, BLOCK_KV)
+        row = job.first_row - job.job_row + tl.arange(0, CONFIG.BLOCK_Q)
+        seen = seen & named_by_rows(named, index, row, LISTS, CONFIG.Q.GROUP, BLOCK_KV)
+        readable = tl.max(seen.to(tl.int32), 0) > 0
+    return key, readable, seen
 
 
 @triton.jit
@@ -265,6 +366,16 @@ def load_rows(array, first, readable, MASKED: tl.constexpr, BLOCK: tl.constexpr,
     parts = (load_columns(ptr, offsets, readable, MASKED, LAYOUT.D, 0, LAYOUT.MAIN),)
     if LAYOUT.REST:
         parts += (load_columns(ptr, offsets, readable, MASKED, LAYOUT.D, LAYOUT.MAIN, LAYOUT.REST),)
+    return parts
+
+
+@triton.jit
+def gather_rows(array, token, head, readable, LAYOUT: tl.constexpr):
+    """The rows of tokens and heads, as `load_rows` returns them; unreadable ones are 0."""
+    offsets = token.to(tl.int64) * LAYOUT.TOKEN_STRIDE + head * array.head_stride
+    parts = (load_columns(array.ptr, offsets, readable, True, LAYOUT.D, 0, LAYOUT.MAIN),)
+    if LAYOUT.REST:
+        parts += (load_columns(array.ptr, offsets, readable, True, LAYOUT.D, LAYOUT.MAIN, LAYOUT.REST),)
     return parts
 
 

@@ -5,12 +5,18 @@ weight * (d_out . v + offset). The sink is included in `norm`. But if lse has a 
 factor instead, `share`: the fraction of the softmax's denominator that is not the sink.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from ragged_attention.kernels_triton._bias import entries
 from ragged_attention.kernels_triton._compiler import aligned_down
+from ragged_attention.kernels_triton._formats import narrow
+from ragged_attention.kernels_triton._mask import in_ranges, sees
 from ragged_attention.kernels_triton._rows import logit_scales
 from ragged_attention.kernels_triton._softmax import soft_capped
+from ragged_attention.kernels_triton._varlen import Array, accumulate, product
 
 TERMS: tl.constexpr = tl.constexpr(4)  # numbers stored per row: norm, offset, share, and the ALiBi slope in base 2
 
@@ -63,8 +69,111 @@ def load_terms(terms_ptr, first, readable, MASKED: tl.constexpr, BLOCK: tl.const
     """
     base, rest = aligned_down(first, STEP)
     row_terms = terms_ptr + tl.cast(base, tl.int64) * STRIDE + (rest + tl.arange(0, BLOCK)) * STRIDE
+    return load_terms_at(row_terms, readable, MASKED)
+
+
+@triton.jit
+def load_terms_at(row_terms, readable, MASKED: tl.constexpr):
+    """`load_terms` of the rows whose terms are at the addresses `row_terms`."""
     terms = ()
     for index in tl.static_range(TERMS):
         term = tl.load(row_terms + index, mask=readable, other=0.0) if MASKED else tl.load(row_terms + index)
         terms += (term,)
     return terms
+
+
+class KeyBlock(NamedTuple):
+    """A block of keys and values, and the factors of logits; see `signed_scales`."""
+
+    k: tl.tuple
+    v: tl.tuple
+    scales: tl.tuple
+
+
+class RowArrays(NamedTuple):
+    """The addresses of one sequence's rows of one KV head, and of their tables of the relative bias."""
+
+    q: Array
+    d_out: Array
+    terms_ptr: tl.tensor
+    tables_ptr: tl.tensor
+
+
+class Seeing(NamedTuple):
+    """The rows that see the keys of a block.
+
+    Keys and rows are counted from the sequence's first query, because positions would take more registers.
+    """
+
+    first: tl.tensor  # the rows [first, last) see at least one of the keys
+    last: tl.tensor
+    key: tl.tensor
+    q_len: tl.tensor  # the number of queries; also the end of the keys, counted from the first query
+    num_old: tl.tensor  # the number of keys before the sequence's first query
+    ranges_ptr: tl.tensor  # the address of the queries' ranges of keys, if there are any
+    low: tl.tensor  # the block has the keys [low, high), counted from the sequence's first key; only with ranges
+    high: tl.tensor
+
+
+@triton.jit
+def tables_of_head(bias_ptr, start, kv_head, BIAS: tl.constexpr, GROUP: tl.constexpr):
+    """The address of the first table of a sequence and KV head."""
+    return bias_ptr + start.to(tl.int64) * BIAS.TOKEN_STRIDE + kv_head.to(tl.int64) * (GROUP * BIAS.WIDTH)
+
+
+@triton.jit
+def row_tables(tables_ptr, row, BIAS: tl.constexpr, GROUP: tl.constexpr):
+    """The addresses of the tables of rows of a sequence and KV head."""
+    return tables_ptr + (row // GROUP).to(tl.int64) * BIAS.TOKEN_STRIDE + (row % GROUP) * BIAS.WIDTH
+
+
+@triton.jit
+def row_ranges(seeing, row, GROUP: tl.constexpr, KIND: tl.constexpr):
+    """The addresses of the rows' ranges of keys; rows after the last query use that query's."""
+    ranges = row
+    if KIND.RANGES:
+        query = tl.minimum(row // GROUP, seeing.q_len - 1)
+        ranges = seeing.ranges_ptr + query.to(tl.int64) * (2 * KIND.RANGES)
+    return ranges
+
+
+@triton.jit
+def seen_by_rows(ranges, row, seeing, mask, GROUP: tl.constexpr, KIND: tl.constexpr):
+    """Whether keys are seen by rows, [keys, rows]."""
+    if KIND.RANGES:
+        key = seeing.key + seeing.num_old
+        seen = in_ranges(ranges[None, :], key[:, None], seeing.num_old + seeing.q_len, KIND)
+    else:
+        seen = sees((row // GROUP)[None, :], seeing.key[:, None], seeing.q_len, mask, KIND)
+    return seen
+
+
+@triton.jit
+def add_rows(keys, sums, q, d_out, products, row, seen, terms, key, readable, tables_ptr, HIDDEN: tl.constexpr,
+             NANS: tl.constexpr, CONFIG: tl.constexpr):  # fmt: skip
+    """Add the contributions of rows to the `sums` (dk / sm_scale, dv) of a block of keys; returns the sums.
+
+    `products` is keys @ q.T, and `seen` has its shape; without HIDDEN, every row sees every key. Keys and rows count
+    from the sequence's first query. NANS says whether keys that no row sees may be NaN.
+    """
+    GROUP: tl.constexpr = CONFIG.Q.GROUP
+    dk, dv = sums
+    norm, offset, share, alibi = terms
+    norm = norm[None, :]
+    if CONFIG.HAS_ALIBI:
+        norm = norm - alibi[None, :] * (key[:, None] - (row // GROUP)[None, :]).to(tl.float32)
+    if CONFIG.BIAS.WIDTH:
+        distance = (row // GROUP)[None, :] - key[:, None]
+        tables = row_tables(tables_ptr, row, CONFIG.BIAS, GROUP)
+        norm = norm - entries(tables[None, :], distance, readable[None, :], CONFIG.BIAS)
+    weights, slope = weigh(products, norm, seen, keys.scales, HIDDEN, CONFIG.HAS_SOFT_CAP)
+    shared = weights
+    if CONFIG.HAS_SHARE:
+        shared = weights * share[None, :]
+    dv = accumulate(narrow(shared, d_out[0].dtype), d_out, dv)
+    d_weights = product(keys.v, d_out)
+    d_logits = logit_gradients(weights, slope, d_weights, offset[None, :], share[None, :], CONFIG)
+    if NANS:
+        d_logits = tl.where(seen, d_logits, 0.0)
+    dk = accumulate(narrow(d_logits, q[0].dtype), q, dk)
+    return dk, dv

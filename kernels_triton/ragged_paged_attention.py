@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ragged_attention.calls import RaggedPagedAttention, dtype_name
 from ragged_attention.errors import InvalidInput
-from ragged_attention.kernels_triton import _paged_tiles
+from ragged_attention.kernels_triton import _paged_tiles, _selected_pages
 from ragged_attention.kernels_triton._bias import bias_arguments, is_biased
 from ragged_attention.kernels_triton._compiler import zero_after
 from ragged_attention.kernels_triton._constants import INTERPRETED, Constants
@@ -56,6 +56,7 @@ from ragged_attention.kernels_triton._rows import (
     store_rows,
     store_split,
 )
+from ragged_attention.kernels_triton._selected import MOST_TOKENS, too_long
 from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, max_blocks
 from ragged_attention.kernels_triton._splits import (
     FEW_TOKENS,
@@ -86,7 +87,7 @@ MIN_INVARIANT_SPLIT = 1024  # minimum keys per split in batch-invariant mode: ot
 INVARIANT_SPLITS = 16  # maximum splits per sequence in batch-invariant mode: 128 programs with 8 KV heads
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
-    "k_scale", "v_scale", "return_lse", "draft_mask", "key_ranges", "out_dtype",
+    "k_scale", "v_scale", "return_lse", "draft_mask", "key_ranges", "selected", "block_size", "out_dtype",
 })  # fmt: skip
 
 
@@ -106,21 +107,25 @@ class Tile:
     split_num_stages: int = 3
     num_splits: int = 1  # total KV splits per KV head across the batch; 1 disables splitting
     invariant: bool = False  # batch-invariant mode: num_splits is per sequence; the tile kernel visits keys in order
+    joined_tokens: int = 1  # tokens per program that attends to selected blocks; then num_splits is per token
 
     def __post_init__(self) -> None:
         blocks = ("block_q", "block_kv", "edge_kv", "split_block_q", "split_block_kv")
         expect_power_of_two(self, **dict.fromkeys(blocks, (16, 256)), num_warps=(1, 16), split_num_warps=(1, 16))
+        expect_power_of_two(self, joined_tokens=(1, MOST_TOKENS))
         expect_between(self, num_stages=(1, 8), split_num_stages=(1, 8), num_splits=(1, MAX_SPLITS))
         if not isinstance(self.split_weights_below, int) or self.split_weights_below < 0:
             raise InvalidInput(f"expected split_weights_below >= 0, got {self.split_weights_below!r}")
 
 
 def why_not(call: RaggedPagedAttention) -> str | None:
-    return launchable(call, tile_kernel)
+    return launchable(call, tile_kernel) or too_long(call)
 
 
 def heuristic(call: RaggedPagedAttention) -> Tile:
     """A tile that fits registers and shared memory, for wgmma if rows suffice, and enough splits to fill the GPU."""
+    if call.selected is not None:
+        return Tile(**_selected_pages.tile_fields(call))
     fields = _paged_tiles.tile_fields(call, short_tokens(call), call.num_tokens * call.group)
     return Tile(**fields, num_splits=splits(call))
 
@@ -131,6 +136,8 @@ def invariant_tile(call: RaggedPagedAttention) -> Tile:
     The tile kernel visits all keys in order, in its masked loop. So a row's result does not depend on which other rows
     are in its block.
     """
+    if call.selected is not None:
+        return Tile(**_selected_pages.invariant_fields(call), invariant=True)
     limit = key_limit(call)
     split = limit is None or limit > MIN_INVARIANT_SPLIT
     fields = _paged_tiles.tile_fields(call, FEW_TOKENS)
@@ -425,10 +432,18 @@ def run_split(call: Any, tile: Tile, launch: Any, shared: Shared, target: Any) -
     )
 
 
-def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
-    """Enqueue the kernels; returns out or, with `return_lse`, (out, lse)."""
-    tile, shared = possible_tile(call, tile), shared_arguments(call, launch)
+def run_dense(call: Any, tile: Tile, launch: Any, shared: Shared) -> Any:
+    """Enqueue the kernels of a call without lists of blocks; returns out and lse."""
     target: Any = None if all_are_short(call, tile) else run_tile(call, tile, launch, shared)
     has_rows = call.num_tokens and call.max_num_seqs
-    out, lse = run_split(call, tile, launch, shared, target) if has_rows else target
+    return run_split(call, tile, launch, shared, target) if has_rows else target
+
+
+def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
+    """Enqueue the kernels; returns out or, with `return_lse`, (out, lse)."""
+    shared = shared_arguments(call, launch)
+    if call.selected is not None:
+        out, lse = _selected_pages.run(call, tile, launch, shared, weight_terms=2 if in_bfloat16(call) else 1)
+    else:
+        out, lse = run_dense(call, possible_tile(call, tile), launch, shared)
     return (out, lse) if call.return_lse else out

@@ -18,11 +18,18 @@ from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._key_ranges import exact_and_other_ends
 from ragged_attention.kernels_triton._mask import Mask, may_read, ranges_array, sees_of
 from ragged_attention.kernels_triton._rows import Rows, logit_scales
+from ragged_attention.kernels_triton._selected import (
+    MOST_TOKENS,
+    blocks_of_step,
+    joined_tokens,
+    named_blocks,
+    steps_of,
+    too_long,
+)
 from ragged_attention.kernels_triton._sequences import (
     VARYING,
     block_start,
     end_blocks,
-    max_blocks,
     whole_blocks,
 )
 from ragged_attention.kernels_triton._softmax import finish, online_softmax, soft_capped
@@ -39,7 +46,10 @@ from ragged_attention.kernels_triton._varlen import (
     Config,
     Keys,
     accumulate,
-    find_block,
+    find_job,
+    gather_rows,
+    keys_of_step,
+    keys_seen,
     load_rows,
     product,
     rows_of,
@@ -51,7 +61,7 @@ from ragged_attention.kernels_triton._varlen import (
 
 FEATURES = frozenset({
     "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "key_ranges", "deterministic",
+    "relative_bias", "key_ranges", "selected", "block_size", "deterministic",
 })  # fmt: skip
 
 
@@ -63,20 +73,23 @@ class Tile:
     block_kv: int = 64  # keys per step
     num_warps: int = 4
     num_stages: int = 2
+    joined_tokens: int = 1  # tokens per program that attends to selected blocks
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, block_q=(16, 256), block_kv=(16, 256), num_warps=(1, 16))
+        expect_power_of_two(self, joined_tokens=(1, MOST_TOKENS))
         expect_between(self, num_stages=(1, 8))
 
 
 def why_not(call: VarlenAttention) -> str | None:
-    return launchable_in_float32(call, forward_kernel)
+    return launchable_in_float32(call, forward_kernel) or too_long(call)
 
 
 def heuristic(call: VarlenAttention) -> Tile:
     """A tile that fits registers and shared memory; see docs/compile_matrix.md."""
     tile = invariant_tile(call)
-    return dataclasses.replace(tile, block_q=_varlen.rows_at_most(call, tile.block_q))
+    tokens = joined_tokens(call, tile.block_q)
+    return dataclasses.replace(tile, block_q=_varlen.rows_at_most(call, tile.block_q), joined_tokens=tokens)
 
 
 def invariant_tile(call: VarlenAttention) -> Tile:
@@ -125,6 +138,22 @@ class Queries(NamedTuple):
 
 
 @triton.jit
+def logits_of(queries, k, key, visible, CONFIG: tl.constexpr):
+    """(logits [rows, keys], the factor that converts them to base 2), before masks."""
+    logits = product(queries.q, k)
+    if CONFIG.HAS_SOFT_CAP:
+        logits = soft_capped(logits * queries.inner, queries.cap)
+    scale = queries.outer
+    if CONFIG.HAS_ALIBI:
+        logits = sloped(logits * scale, queries.slope, visible.position, key, visible.low)
+        scale = 1.0
+    if CONFIG.BIAS.WIDTH:
+        logits = with_table(logits * scale, queries.table, visible.position, key, CONFIG.BIAS)
+        scale = 1.0
+    return logits, scale
+
+
+@triton.jit
 def attend(queries, state, arrays, blocks, visible, mask, CONFIG: tl.constexpr, MASKED: tl.constexpr,
            EXACT: tl.constexpr = False):  # fmt: skip
     """Online softmax of query rows over blocks of keys; returns the new `state`, (m_i, l_i, acc).
@@ -139,16 +168,7 @@ def attend(queries, state, arrays, blocks, visible, mask, CONFIG: tl.constexpr, 
         key = block + tl.arange(0, BLOCK_KV)
         readable = may_read(key, visible, CONFIG.MASK, EXACT)
         k = load_rows(arrays.k, block, readable, MASKED, BLOCK_KV, CONFIG.K)
-        logits = product(queries.q, k)
-        if CONFIG.HAS_SOFT_CAP:
-            logits = soft_capped(logits * queries.inner, queries.cap)
-        scale = queries.outer
-        if CONFIG.HAS_ALIBI:
-            logits = sloped(logits * scale, queries.slope, visible.position, key, visible.low)
-            scale = 1.0
-        if CONFIG.BIAS.WIDTH:
-            logits = with_table(logits * scale, queries.table, visible.position, key, CONFIG.BIAS)
-            scale = 1.0
+        logits, scale = logits_of(queries, k, key, visible, CONFIG)
         if MASKED:
             seen = sees_of(visible, key, mask, CONFIG.MASK)
             logits = tl.where(seen, logits, float("-inf"))
@@ -175,6 +195,30 @@ def attend_all(queries, arrays, edges, visible, mask, CONFIG: tl.constexpr):
 
 
 @triton.jit
+def attend_to_blocks(queries, arrays, named, job, mask, CONFIG: tl.constexpr):
+    """(m_i, l_i, acc) of a job's query rows over the blocks that its lists name."""
+    LISTS: tl.constexpr = CONFIG.LISTS
+    BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
+    ROWS: tl.constexpr = queries.q[0].shape[0]
+    visible = keys_seen(job, mask, CONFIG.Q.GROUP, CONFIG)
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    acc = zeros(ROWS, CONFIG.V)
+    following, _ = blocks_of_step(named, 0, LISTS, BLOCK_KV)
+    for step in range(steps_of(named, LISTS, BLOCK_KV)):
+        block = following
+        following, _ = blocks_of_step(named, step + 1, LISTS, BLOCK_KV)
+        key, readable, seen = keys_of_step(named, block, step, job, visible, mask, CONFIG)
+        k = gather_rows(arrays.k, key, 0, readable, CONFIG.K)
+        logits, scale = logits_of(queries, k, key, visible, CONFIG)
+        weights, alpha, m_i, l_i = online_softmax(tl.where(seen, logits, float("-inf")), m_i, l_i, scale)
+        rounded = narrow(weights, queries.q[0].dtype)
+        v = gather_rows(arrays.v, key, 0, readable, CONFIG.V)
+        acc = accumulate(rounded, v, times(acc, alpha[:, None]))
+    return m_i, l_i, acc
+
+
+@triton.jit
 def negated(parts):
     negative = ()
     for i in tl.static_range(len(parts)):
@@ -185,7 +229,7 @@ def negated(parts):
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, sinks_ptr, slopes_ptr, bias_ptr, ranges_ptr,
-    out_ptr, lse_ptr,
+    lists_ptr, out_ptr, lse_ptr,
     num_q_tokens, num_kv_tokens, num_seqs, window, q_head_stride, k_head_stride, v_head_stride, sm_scale, soft_cap,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
@@ -195,21 +239,19 @@ def forward_kernel(
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # start with the last rows, which see the most keys
     kv_head = tl.program_id(1)
     mask = Mask(window, ranges_ptr=ranges_ptr)
-    start, q_len, first_row, kv_start, kv_len = find_block(
-        block, cu_q_lens_ptr, cu_kv_lens_ptr, num_seqs, num_q_tokens, num_kv_tokens, GROUP, BLOCK_Q
-    )
-    num_rows = q_len * GROUP
-    if (first_row >= 0) & (first_row < num_rows):
-        readable = first_of_block(num_rows - first_row, BLOCK_Q)
+    job = find_job(block, cu_q_lens_ptr, cu_kv_lens_ptr, num_seqs, num_q_tokens, num_kv_tokens, CONFIG)
+    start = job.start
+    first_row = job.first_row
+    if (first_row >= 0) & (first_row < job.end_row):
+        readable = first_of_block(job.end_row - first_row, BLOCK_Q)
         q_rows = rows_of(q_ptr, start, kv_head, q_head_stride, CONFIG.Q)
-        k_rows = rows_of(k_ptr, kv_start, kv_head, k_head_stride, CONFIG.K)
-        v_rows = rows_of(v_ptr, kv_start, kv_head, v_head_stride, CONFIG.V)
+        k_rows = rows_of(k_ptr, job.kv_start, kv_head, k_head_stride, CONFIG.K)
+        v_rows = rows_of(v_ptr, job.kv_start, kv_head, v_head_stride, CONFIG.V)
         inner, cap, outer = logit_scales(sm_scale, soft_cap, CONFIG.HAS_SOFT_CAP)
         q = load_rows(q_rows, first_row, readable, True, BLOCK_Q, CONFIG.Q)
         if CONFIG.NEGATED:  # the online softmax needs a positive scale
             q = negated(q)
-        rows = Rows(first_row + tl.arange(0, BLOCK_Q), num_rows, start, kv_head)
-        visible, edges = visible_blocks(rows, first_row, q_len, kv_len, mask, CONFIG)
+        rows = Rows(first_row + tl.arange(0, BLOCK_Q), job.end_row, start, kv_head)
         slope = outer  # a stand-in, not used without HAS_ALIBI
         if CONFIG.HAS_ALIBI:
             slope = load_slopes(slopes_ptr, rows, GROUP)
@@ -217,11 +259,16 @@ def forward_kernel(
         if CONFIG.BIAS.WIDTH:
             table = table_of(bias_ptr, rows, CONFIG.BIAS, GROUP)
         queries = Queries(q, inner, cap, outer, slope, table)
-        m_i, l_i, acc = attend_all(queries, Keys(k_rows, v_rows), edges, visible, mask, CONFIG)
+        if CONFIG.LISTS is None:
+            visible, edges = visible_blocks(rows, first_row, job.q_len, job.kv_len, mask, CONFIG)
+            m_i, l_i, acc = attend_all(queries, Keys(k_rows, v_rows), edges, visible, mask, CONFIG)
+        else:
+            named = named_blocks(lists_ptr, job.index, kv_head, CONFIG.LISTS)
+            m_i, l_i, acc = attend_to_blocks(queries, Keys(k_rows, v_rows), named, job, mask, CONFIG)
 
         row = first_row + tl.arange(0, BLOCK_Q)
         head = kv_head * GROUP + row % GROUP
-        exists = row < num_rows
+        exists = row < job.end_row
         factor, lse = finish(m_i, l_i, sinks_ptr, head, exists, 1.0, CONFIG.HAS_SINKS)
         tl.store(lse_ptr + (start + row // GROUP).to(tl.int64) * CONFIG.Q.NUM_HEADS + head, lse, mask=exists)
         store_rows(out_ptr, start, kv_head, first_row, times(acc, factor[:, None]), exists, BLOCK_Q, CONFIG.OUT)
@@ -232,16 +279,19 @@ def run(call: VarlenAttention, tile: Tile, launch: Any) -> Any:
     arrays, edges, numbers, config = _varlen.shared_arguments(call, launch, "q", "k", "v")
     sinks, slopes = (edges[0] if heads is None else launch.packed(heads) for heads in (call.sinks, call.alibi_slopes))
     bias, bias_form = bias_arguments(call, launch, edges[0])
+    named, lists = _varlen.lists_of(call, launch, tile.joined_tokens, edges, numbers, config["MASK"])
+    programs, block_q = _varlen.programs(call, tile.block_q, lists)
     return launch(
         forward_kernel,
-        (max_blocks(call.num_q_tokens * call.group, tile.block_q, call.num_seqs), call.num_kv_heads),
-        (*arrays.values(), *edges, sinks, slopes, bias, ranges_array(call, launch, edges[0])),
+        (programs, call.num_kv_heads),
+        (*arrays.values(), *edges, sinks, slopes, bias, ranges_array(call, launch, edges[0]), named),
         [(call.out_shape, call.q.dtype), (call.q.shape[:2], "float32")],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         CONFIG=Config(
-            BLOCK_Q=tile.block_q,
+            BLOCK_Q=block_q,
             BLOCK_KV=tile.block_kv,
+            LISTS=lists,
             HAS_SINKS=call.sinks is not None,
             NEGATED=call.scale < 0,
             BIAS=bias_form,

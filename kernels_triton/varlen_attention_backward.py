@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ragged_attention.calls import VarlenAttentionBackward
-from ragged_attention.kernels_triton import _varlen
+from ragged_attention.kernels_triton import _selected_gradient, _varlen
 from ragged_attention.kernels_triton._bias import Table, bias_arguments, entries
 from ragged_attention.kernels_triton._bias_gradient import bias_gradient
 from ragged_attention.kernels_triton._compiler import first_of_block
@@ -25,14 +25,21 @@ from ragged_attention.kernels_triton._mask import (
     end_query,
     first_key,
     first_query,
-    in_ranges,
     may_read,
     meet_ranges,
     ranges_array,
-    sees,
     sees_of,
 )
 from ragged_attention.kernels_triton._rows import Rows
+from ragged_attention.kernels_triton._selected import (
+    MOST_TOKENS,
+    blocks_of_step,
+    joined_tokens,
+    named_blocks,
+    steps_of,
+    too_long,
+)
+from ragged_attention.kernels_triton._selected_gradient import too_many
 from ragged_attention.kernels_triton._sequences import (
     VARYING,
     Edges,
@@ -57,11 +64,14 @@ from ragged_attention.kernels_triton._tiles import (
     stride_arguments,
 )
 from ragged_attention.kernels_triton._varlen import (
-    Array,
     Config,
     Keys,
     accumulate,
     find_block,
+    find_job,
+    gather_rows,
+    keys_of_step,
+    keys_seen,
     load_columns,
     load_rows,
     product,
@@ -71,12 +81,26 @@ from ragged_attention.kernels_triton._varlen import (
     visible_blocks,
     zeros,
 )
-from ragged_attention.kernels_triton._varlen_gradient import TERMS, load_terms, logit_gradients, signed_scales, weigh
+from ragged_attention.kernels_triton._varlen_gradient import (
+    TERMS,
+    KeyBlock,
+    RowArrays,
+    Seeing,
+    add_rows,
+    load_terms,
+    logit_gradients,
+    row_ranges,
+    row_tables,
+    seen_by_rows,
+    signed_scales,
+    tables_of_head,
+    weigh,
+)
 
 PREPARED = 2048  # elements of `out` that one program of `prepare_kernel` reads
 FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "key_ranges", "return_d_relative_bias", "deterministic",
+    "relative_bias", "key_ranges", "selected", "block_size", "return_d_relative_bias", "deterministic",
 })  # fmt: skip
 
 
@@ -95,15 +119,17 @@ class Tile:
     dq_block_kv: int = 64  # keys per step of the dq kernel
     dq_num_warps: int = 4
     dq_num_stages: int = 2
+    joined_tokens: int = 1  # tokens per program of the dq kernel that visits selected blocks
 
     def __post_init__(self) -> None:
+        expect_power_of_two(self, joined_tokens=(1, MOST_TOKENS))
         blocks = ("block_q", "block_kv", "dq_block_q", "dq_block_kv")
         expect_power_of_two(self, **dict.fromkeys(blocks, (16, 256)), num_warps=(1, 16), dq_num_warps=(1, 16))
         expect_between(self, num_stages=(1, 8), dq_num_stages=(1, 8))
 
 
 def why_not(call: VarlenAttentionBackward) -> str | None:
-    return launchable_in_float32(call, dkv_kernel) or too_wide(call)
+    return launchable_in_float32(call, dkv_kernel) or too_wide(call) or too_long(call) or too_many(call)
 
 
 def too_wide(call: VarlenAttentionBackward) -> str | None:
@@ -126,7 +152,7 @@ def heuristic(call: VarlenAttentionBackward) -> Tile:
     rows = _varlen.rows_at_most(call, dq.rows)
     keys, stages = _varlen.fit_rows(call, rows * columns, dq.keys, dq.stages)
     dq = dq._replace(rows=rows, keys=keys, stages=stages)
-    return Tile(**dkv.fields("block_q"), **dq.fields("block_q", "dq_"))
+    return Tile(**dkv.fields("block_q"), **dq.fields("block_q", "dq_"), joined_tokens=joined_tokens(call, rows))
 
 
 def stages_on_amd(arch: str, columns: int, most: int = 320) -> int:
@@ -258,14 +284,6 @@ def prepare_kernel(
     tl.store(row_terms[:, None] + tl.arange(0, TERMS)[None, :], terms, mask=inside[:, None])
 
 
-class KeyBlock(NamedTuple):
-    """A block of keys and values, and the factors of logits; see `signed_scales`."""
-
-    k: tl.tuple
-    v: tl.tuple
-    scales: tl.tuple
-
-
 class RowBlock(NamedTuple):
     """A block of rows, their terms (see `prepare_kernel`), and the factors of logits (see `signed_scales`)."""
 
@@ -277,64 +295,6 @@ class RowBlock(NamedTuple):
     alibi: tl.tensor  # the rows' slopes
     scales: tl.tuple
     table: tl.tuple  # their tables of the relative bias
-
-
-class RowArrays(NamedTuple):
-    """The addresses of one sequence's rows of one KV head, and of their tables of the relative bias."""
-
-    q: Array
-    d_out: Array
-    terms_ptr: tl.tensor
-    tables_ptr: tl.tensor
-
-
-class Seeing(NamedTuple):
-    """The rows that see the keys of a block.
-
-    Keys and rows are counted from the sequence's first query, because positions would take more registers.
-    """
-
-    first: tl.tensor  # the rows [first, last) see at least one of the keys
-    last: tl.tensor
-    key: tl.tensor
-    q_len: tl.tensor  # the number of queries; also the end of the keys, counted from the first query
-    num_old: tl.tensor  # the number of keys before the sequence's first query
-    ranges_ptr: tl.tensor  # the address of the queries' ranges of keys, if there are any
-    low: tl.tensor  # the block has the keys [low, high), counted from the sequence's first key; only with ranges
-    high: tl.tensor
-
-
-@triton.jit
-def tables_of_head(bias_ptr, start, kv_head, BIAS: tl.constexpr, GROUP: tl.constexpr):
-    """The address of the first table of a sequence and KV head."""
-    return bias_ptr + start.to(tl.int64) * BIAS.TOKEN_STRIDE + kv_head.to(tl.int64) * (GROUP * BIAS.WIDTH)
-
-
-@triton.jit
-def row_tables(tables_ptr, row, BIAS: tl.constexpr, GROUP: tl.constexpr):
-    """The addresses of the tables of rows of a sequence and KV head."""
-    return tables_ptr + (row // GROUP).to(tl.int64) * BIAS.TOKEN_STRIDE + (row % GROUP) * BIAS.WIDTH
-
-
-@triton.jit
-def row_ranges(seeing, row, GROUP: tl.constexpr, KIND: tl.constexpr):
-    """The addresses of the rows' ranges of keys; rows after the last query use that query's."""
-    ranges = row
-    if KIND.RANGES:
-        query = tl.minimum(row // GROUP, seeing.q_len - 1)
-        ranges = seeing.ranges_ptr + query.to(tl.int64) * (2 * KIND.RANGES)
-    return ranges
-
-
-@triton.jit
-def seen_by_rows(ranges, row, seeing, mask, GROUP: tl.constexpr, KIND: tl.constexpr):
-    """Whether keys are seen by rows, [keys, rows]."""
-    if KIND.RANGES:
-        key = seeing.key + seeing.num_old
-        seen = in_ranges(ranges[None, :], key[:, None], seeing.num_old + seeing.q_len, KIND)
-    else:
-        seen = sees((row // GROUP)[None, :], seeing.key[:, None], seeing.q_len, mask, KIND)
-    return seen
 
 
 @triton.jit
@@ -353,7 +313,6 @@ def visit_rows(keys, sums, arrays, blocks, seeing, mask, CONFIG: tl.constexpr, M
     FULL: tl.constexpr = not MANY_KEYS and (CONFIG.K.D > 128 or CONFIG.HAS_SHARE)
     STEP: tl.constexpr = 2 * BLOCK_Q if FULL and keys.k[0].dtype != tl.float32 else 1
     TERMS_STEP: tl.constexpr = 2 * BLOCK_Q if MANY_KEYS else STEP
-    dk, dv = sums
     for index in range(blocks.num_blocks):
         block = block_start(blocks, index, MASKED, BLOCK_Q)
         row = block + tl.arange(0, BLOCK_Q)
@@ -367,26 +326,11 @@ def visit_rows(keys, sums, arrays, blocks, seeing, mask, CONFIG: tl.constexpr, M
         d_out = load_rows(arrays.d_out, block, readable, MASKED, BLOCK_Q, CONFIG.OUT, STEP)
         products = product(keys.k, q)
         seen = seen_by_rows(ranges, row, seeing, mask, GROUP, KIND)
-        norm, offset, share, alibi = load_terms(arrays.terms_ptr, block, readable, MASKED, BLOCK_Q, TERMS_STEP)
-        norm = norm[None, :]
-        if CONFIG.HAS_ALIBI:
-            norm = norm - alibi[None, :] * (seeing.key[:, None] - (row // GROUP)[None, :]).to(tl.float32)
-        if CONFIG.BIAS.WIDTH:
-            distance = (row // GROUP)[None, :] - seeing.key[:, None]
-            tables = row_tables(arrays.tables_ptr, row, CONFIG.BIAS, GROUP)
-            norm = norm - entries(tables[None, :], distance, readable[None, :], CONFIG.BIAS)
         HIDDEN: tl.constexpr = MASKED and KIND.HIDES  # otherwise every row sees every key
-        weights, slope = weigh(products, norm, seen, keys.scales, HIDDEN, CONFIG.HAS_SOFT_CAP)
-        shared = weights
-        if CONFIG.HAS_SHARE:
-            shared = weights * share[None, :]
-        dv = accumulate(narrow(shared, d_out[0].dtype), d_out, dv)
-        d_weights = product(keys.v, d_out)
-        d_logits = logit_gradients(weights, slope, d_weights, offset[None, :], share[None, :], CONFIG)
-        if KIND.RANGES > 0 and MASKED:  # keys that no row sees may be NaN
-            d_logits = tl.where(seen, d_logits, 0.0)
-        dk = accumulate(narrow(d_logits, q[0].dtype), q, dk)
-    return dk, dv
+        terms = load_terms(arrays.terms_ptr, block, readable, MASKED, BLOCK_Q, TERMS_STEP)
+        sums = add_rows(keys, sums, q, d_out, products, row, seen, terms, seeing.key, readable, arrays.tables_ptr,
+                        HIDDEN, KIND.RANGES > 0 and MASKED, CONFIG)  # fmt: skip
+    return sums
 
 
 @triton.jit
@@ -487,6 +431,27 @@ def dkv_kernel(
 
 
 @triton.jit
+def add_keys(rows, dq, k, v, key, seen, visible, HIDDEN: tl.constexpr, NANS: tl.constexpr, CONFIG: tl.constexpr):
+    """Add the contributions of keys to `dq`, the dq / sm_scale of a block of rows; returns the sum.
+
+    Without HIDDEN, every row sees every key. NANS says whether rows that see no key may be NaN.
+    """
+    products = product(rows.q, k)
+    d_weights = product(rows.d_out, v)
+    norm = rows.norm[:, None]
+    if CONFIG.HAS_ALIBI:
+        norm = norm - rows.alibi[:, None] * (key[None, :] - visible.position[:, None]).to(tl.float32)
+    if CONFIG.BIAS.WIDTH:
+        distance = visible.position[:, None] - key[None, :]
+        norm = norm - entries(rows.table.rows[:, None], distance, rows.table.exists[:, None], CONFIG.BIAS)
+    weights, slope = weigh(products, norm, seen, rows.scales, HIDDEN, CONFIG.HAS_SOFT_CAP)
+    d_logits = logit_gradients(weights, slope, d_weights, rows.offset[:, None], rows.share[:, None], CONFIG)
+    if NANS:
+        d_logits = tl.where(seen, d_logits, 0.0)
+    return accumulate(narrow(d_logits, rows.q[0].dtype), k, dq)
+
+
+@triton.jit
 def visit_keys(rows, dq, arrays, blocks, visible, mask, CONFIG: tl.constexpr, MASKED: tl.constexpr,
                EXACT: tl.constexpr = False):  # fmt: skip
     """Add the contributions of blocks of keys to `dq`, the dq / sm_scale of a block of rows; returns the sum.
@@ -500,20 +465,9 @@ def visit_keys(rows, dq, arrays, blocks, visible, mask, CONFIG: tl.constexpr, MA
         readable = may_read(key, visible, CONFIG.MASK, EXACT)
         k = load_rows(arrays.k, block, readable, MASKED, BLOCK_KV, CONFIG.K)
         v = load_rows(arrays.v, block, readable, MASKED, BLOCK_KV, CONFIG.V)
-        products = product(rows.q, k)
-        d_weights = product(rows.d_out, v)
         seen = sees_of(visible, key, mask, CONFIG.MASK)
-        norm = rows.norm[:, None]
-        if CONFIG.HAS_ALIBI:
-            norm = norm - rows.alibi[:, None] * (key[None, :] - visible.position[:, None]).to(tl.float32)
-        if CONFIG.BIAS.WIDTH:
-            distance = visible.position[:, None] - key[None, :]
-            norm = norm - entries(rows.table.rows[:, None], distance, rows.table.exists[:, None], CONFIG.BIAS)
-        weights, slope = weigh(products, norm, seen, rows.scales, MASKED, CONFIG.HAS_SOFT_CAP)
-        d_logits = logit_gradients(weights, slope, d_weights, rows.offset[:, None], rows.share[:, None], CONFIG)
-        if CONFIG.MASK.RANGES > 0 and MASKED:  # rows that see no key may be NaN
-            d_logits = tl.where(seen, d_logits, 0.0)
-        dq = accumulate(narrow(d_logits, rows.q[0].dtype), k, dq)
+        NANS: tl.constexpr = CONFIG.MASK.RANGES > 0 and MASKED
+        dq = add_keys(rows, dq, k, v, key, seen, visible, MASKED, NANS, CONFIG)
     return dq
 
 
@@ -529,9 +483,27 @@ def visit_all_keys(rows, arrays, edges, visible, mask, CONFIG: tl.constexpr):
     return visit_keys(rows, dq, arrays, ends, visible, mask, CONFIG, True)
 
 
+@triton.jit
+def visit_blocks(rows, arrays, named, job, mask, CONFIG: tl.constexpr):
+    """dq / sm_scale of a job's rows over the blocks that its lists name."""
+    LISTS: tl.constexpr = CONFIG.LISTS
+    BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
+    dq = zeros(rows.norm.shape[0], CONFIG.Q)
+    visible = keys_seen(job, mask, CONFIG.Q.GROUP, CONFIG)
+    following, _ = blocks_of_step(named, 0, LISTS, BLOCK_KV)
+    for step in range(steps_of(named, LISTS, BLOCK_KV)):
+        block = following
+        following, _ = blocks_of_step(named, step + 1, LISTS, BLOCK_KV)
+        key, readable, seen = keys_of_step(named, block, step, job, visible, mask, CONFIG)
+        k = gather_rows(arrays.k, key, 0, readable, CONFIG.K)
+        v = gather_rows(arrays.v, key, 0, readable, CONFIG.V)
+        dq = add_keys(rows, dq, k, v, key, seen, visible, True, True, CONFIG)
+    return dq
+
+
 @triton.jit(do_not_specialize=VARYING)
 def dq_kernel(
-    d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, bias_ptr, ranges_ptr,
+    d_out_ptr, q_ptr, k_ptr, v_ptr, terms_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, bias_ptr, ranges_ptr, lists_ptr,
     dq_ptr,
     num_q_tokens, num_kv_tokens, num_seqs, window, d_out_head_stride, q_head_stride, k_head_stride, v_head_stride,
     sm_scale, soft_cap, CONFIG: tl.constexpr,
@@ -542,30 +514,34 @@ def dq_kernel(
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # a sequence's last rows come first: they may see the most keys
     kv_head = tl.program_id(1)
     mask = Mask(window, ranges_ptr=ranges_ptr)
-    start, q_len, first_row, kv_start, kv_len = find_block(
-        block, cu_q_lens_ptr, cu_kv_lens_ptr, num_seqs, num_q_tokens, num_kv_tokens, GROUP, BLOCK_Q
-    )
-    num_rows = q_len * GROUP
-    if (first_row >= 0) & (first_row < num_rows):
+    job = find_job(block, cu_q_lens_ptr, cu_kv_lens_ptr, num_seqs, num_q_tokens, num_kv_tokens, CONFIG)
+    start = job.start
+    first_row = job.first_row
+    if (first_row >= 0) & (first_row < job.end_row):
         row = first_row + tl.arange(0, BLOCK_Q)
-        readable = first_of_block(num_rows - first_row, BLOCK_Q)
+        readable = first_of_block(job.end_row - first_row, BLOCK_Q)
         if CONFIG.MASK.CAUSAL:  # rows that see no key are not read, so masks on the logits are enough
-            readable = readable & (row >= (q_len - kv_len) * GROUP)
-        visible, edges = visible_blocks(Rows(row, num_rows, start, kv_head), first_row, q_len, kv_len, mask, CONFIG)
+            readable = readable & (row >= (job.q_len - job.kv_len) * GROUP)
         q_rows = rows_of(q_ptr, start, kv_head, q_head_stride, CONFIG.Q)
         d_out_rows = rows_of(d_out_ptr, start, kv_head, d_out_head_stride, CONFIG.OUT)
-        k_rows = rows_of(k_ptr, kv_start, kv_head, k_head_stride, CONFIG.K)
-        v_rows = rows_of(v_ptr, kv_start, kv_head, v_head_stride, CONFIG.V)
+        k_rows = rows_of(k_ptr, job.kv_start, kv_head, k_head_stride, CONFIG.K)
+        v_rows = rows_of(v_ptr, job.kv_start, kv_head, v_head_stride, CONFIG.V)
         terms_ptr += (kv_head.to(tl.int64) * num_q_tokens + start) * (GROUP * TERMS)
         scales = signed_scales(sm_scale, soft_cap, CONFIG.HAS_SOFT_CAP)
         q = load_rows(q_rows, first_row, readable, True, BLOCK_Q, CONFIG.Q)
         d_out = load_rows(d_out_rows, first_row, readable, True, BLOCK_Q, CONFIG.OUT)
         norm, offset, share, alibi = load_terms(terms_ptr, first_row, readable, True, BLOCK_Q)
         tables_ptr = tables_of_head(bias_ptr, start, kv_head, CONFIG.BIAS, GROUP)
-        table = Table(row_tables(tables_ptr, row, CONFIG.BIAS, GROUP), row < num_rows)
+        table = Table(row_tables(tables_ptr, row, CONFIG.BIAS, GROUP), row < job.end_row)
         rows = RowBlock(q, d_out, norm, offset, share, alibi, scales, table)
-        dq = visit_all_keys(rows, Keys(k_rows, v_rows), edges, visible, mask, CONFIG)
-        store_rows(dq_ptr, start, kv_head, first_row, times(dq, sm_scale), row < num_rows, BLOCK_Q, CONFIG.Q)
+        if CONFIG.LISTS is None:
+            block_rows = Rows(row, job.end_row, start, kv_head)
+            visible, edges = visible_blocks(block_rows, first_row, job.q_len, job.kv_len, mask, CONFIG)
+            dq = visit_all_keys(rows, Keys(k_rows, v_rows), edges, visible, mask, CONFIG)
+        else:
+            named = named_blocks(lists_ptr, job.index, kv_head, CONFIG.LISTS)
+            dq = visit_blocks(rows, Keys(k_rows, v_rows), named, job, mask, CONFIG)
+        store_rows(dq_ptr, start, kv_head, first_row, times(dq, sm_scale), row < job.end_row, BLOCK_Q, CONFIG.Q)
 
 
 def prepare(call: Any, d_out: Any, launch: Any) -> tuple[Any, Any | None]:
@@ -605,24 +581,9 @@ def has_share(call: Any) -> bool:
     return call.sinks is not None and call.d_lse is not None
 
 
-def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Any:
-    """Enqueue the kernels; returns dq, dk, dv, d_sinks and d_relative_bias. Either of the last two may be None."""
-    arrays, edges, numbers, config = _varlen.shared_arguments(call, launch, "d_out", "q", "k", "v")
-    terms, parts = prepare(call, arrays["d_out"], launch)
-    bias, config["BIAS"] = bias_arguments(call, launch, edges[0])
-    inputs = (*arrays.values(), terms, *edges, bias, ranges_array(call, launch, edges[0]))
-    config["HAS_SHARE"] = has_share(call)
-    [dq] = launch(
-        dq_kernel,
-        (max_blocks(call.num_q_tokens * call.group, tile.dq_block_q, call.num_seqs), call.num_kv_heads),
-        inputs,
-        [(call.q.shape, call.q.dtype)],
-        num_warps=tile.dq_num_warps,
-        num_stages=tile.dq_num_stages,
-        CONFIG=Config(BLOCK_Q=tile.dq_block_q, BLOCK_KV=tile.dq_block_kv, **config),
-        **numbers,
-    )
-    dk, dv = launch(
+def key_gradients(call: Any, tile: Tile, launch: Any, inputs: Any, numbers: Any, config: dict[str, Any]) -> Any:
+    """Enqueue the dk and dv kernel; returns dk and dv."""
+    return launch(
         dkv_kernel,
         (max_blocks(call.num_kv_tokens, tile.block_kv, call.num_seqs), call.num_kv_heads),
         inputs,
@@ -632,6 +593,31 @@ def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Any:
         CONFIG=Config(BLOCK_Q=tile.block_q, BLOCK_KV=tile.block_kv, **config),
         **numbers,
     )
+
+
+def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Any:
+    """Enqueue the kernels; returns dq, dk, dv, d_sinks and d_relative_bias. Either of the last two may be None."""
+    arrays, edges, numbers, config = _varlen.shared_arguments(call, launch, "d_out", "q", "k", "v")
+    terms, parts = prepare(call, arrays["d_out"], launch)
+    bias, config["BIAS"] = bias_arguments(call, launch, edges[0])
+    inputs = (*arrays.values(), terms, *edges, bias, ranges_array(call, launch, edges[0]))
+    config["HAS_SHARE"] = has_share(call)
+    named, lists = _varlen.lists_of(call, launch, tile.joined_tokens, edges, numbers, config["MASK"])
+    programs, block_q = _varlen.programs(call, tile.dq_block_q, lists)
+    [dq] = launch(
+        dq_kernel,
+        (programs, call.num_kv_heads),
+        (*inputs, named),
+        [(call.q.shape, call.q.dtype)],
+        num_warps=tile.dq_num_warps,
+        num_stages=tile.dq_num_stages,
+        CONFIG=Config(BLOCK_Q=block_q, BLOCK_KV=tile.dq_block_kv, LISTS=lists, **config),
+        **numbers,
+    )
+    if lists is None:
+        dk, dv = key_gradients(call, tile, launch, inputs, numbers, config)
+    else:
+        dk, dv = _selected_gradient.key_gradients(call, tile, launch, inputs, edges, numbers, config)
     d_sinks = None if parts is None else column_sums(parts, launch)
-    d_bias = bias_gradient(call, tile, launch, inputs, numbers, config) if call.has_d_relative_bias else None
+    d_bias = bias_gradient(call, tile, launch, inputs, edges, numbers, config) if call.has_d_relative_bias else None
     return dq, dk, dv, d_sinks, d_bias

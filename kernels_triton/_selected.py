@@ -1,0 +1,266 @@
+"""Lists of blocks of keys, for attention to selected blocks: a kernel that sorts and joins them.
+
+A *job* is a few consecutive query tokens of a sequence, at most TOKENS. The attention kernels give each job and KV head
+a program, which visits the blocks that some list of the job names. So tokens whose lists are alike share the loads of
+keys, and the products have more rows. With TOKENS = 1, each token has programs of its own.
+
+The kernel here writes for each job the number of the blocks, and the blocks in ascending order, each once. Blocks that
+masks hide from all tokens that name them are left out. If a job has several tokens, each block has a set of bits, one
+for each token that names it: the difference of two sums, so that no memory has to be cleared first.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ragged_attention.kernels_triton._constants import Constants
+from ragged_attention.kernels_triton._mask import Mask, MaskKind, end_key, first_key
+from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, max_blocks, query_edge
+from ragged_attention.kernels_triton._splits import Batch, find_rows
+from ragged_attention.kernels_triton._tiles import next_power_of_2, stride_arguments
+
+LARGEST_INT: tl.constexpr = tl.constexpr(2**31 - 1)
+MOST_TOKENS = 16  # the sums of the tokens' bits fit 31 bits
+SMALLEST = 32  # entries that a program sorts
+MOST_ENTRIES = 2**15  # entries that one program can sort
+JOINED_ENTRIES = 2**12  # entries of lists that are joined, unless a single list has more
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class ListKind(Constants):
+    """The form of the joined lists, i32 [jobs, HEADS, 1 + WIDTH or 1 + 3 * WIDTH]."""
+
+    BLOCK_SIZE: int  # keys per block
+    TOKENS: int  # maximum query tokens per job
+    WIDTH: int  # maximum blocks per job
+    HEADS: int  # lists per token: one for each KV head, or 1 if all KV heads share a list
+    STRIDE: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "STRIDE", 1 + self.WIDTH * (3 if self.TOKENS > 1 else 1))
+        super().__post_init__()
+
+
+class Named(NamedTuple):
+    """The blocks that a job's lists name."""
+
+    ptr: tl.tensor  # the address of the first one
+    count: tl.tensor
+
+
+@triton.jit
+def list_place(job, head, LISTS: tl.constexpr):
+    """The place of a job's list in the joined lists. All heads share a list if HEADS is 1."""
+    if LISTS.HEADS == 1:
+        head = 0
+    return (job.to(tl.int64) * LISTS.HEADS + head) * LISTS.STRIDE
+
+
+@triton.jit
+def named_blocks(lists_ptr, job, head, LISTS: tl.constexpr, exists=True):
+    """The blocks of a job, or of several, and KV head as `Named`; none unless the job exists."""
+    ptr = lists_ptr + list_place(job, head, LISTS)
+    return Named(ptr + 1, tl.load(ptr, mask=exists, other=0))
+
+
+@triton.jit
+def steps_of(named, LISTS: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """The number of steps of BLOCK_KV keys in which a loop visits the blocks."""
+    return (named.count * LISTS.BLOCK_SIZE + BLOCK_KV - 1) // BLOCK_KV
+
+
+@triton.jit
+def blocks_of_step(named, step, LISTS: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """(block, index in the list) of each key that a loop visits in a step, or of all keys if one block holds them.
+
+    After the last block, the block is -1.
+    """
+    if LISTS.BLOCK_SIZE >= BLOCK_KV:
+        index = step // (LISTS.BLOCK_SIZE // BLOCK_KV)
+    else:
+        index = step * (BLOCK_KV // LISTS.BLOCK_SIZE) + tl.arange(0, BLOCK_KV) // LISTS.BLOCK_SIZE
+    return tl.load(named.ptr + index, mask=index < named.count, other=-1), index
+
+
+@triton.jit
+def keys_of_blocks(block, step, LISTS: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """The keys that a loop visits in a step, given their blocks; negative after the last block."""
+    offset = tl.arange(0, BLOCK_KV)
+    if LISTS.BLOCK_SIZE >= BLOCK_KV:
+        offset += step % (LISTS.BLOCK_SIZE // BLOCK_KV) * BLOCK_KV
+    else:
+        offset = offset % LISTS.BLOCK_SIZE
+    return block * LISTS.BLOCK_SIZE + offset
+
+
+@triton.jit
+def named_by_rows(named, index, row, LISTS: tl.constexpr, GROUP: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """Whether the list of each row's token names the block of each key, given as in `blocks_of_step`.
+
+    Rows count from the job's first one. The result broadcasts to [rows, keys].
+    """
+    exists = index < named.count
+    before = tl.load(named.ptr + LISTS.WIDTH + index, mask=exists, other=0)
+    bits = tl.load(named.ptr + 2 * LISTS.WIDTH + index, mask=exists, other=0) - before
+    token = tl.minimum(row // GROUP, LISTS.TOKENS)[:, None]  # rows after the job's last token have no bit
+    if LISTS.BLOCK_SIZE < BLOCK_KV:
+        bits = bits[None, :]
+    return (bits >> token) & 1 != 0
+
+
+@triton.jit
+def length_of(seq, kv_lens_ptr, capacity, PACKED: tl.constexpr):
+    """The keys of a sequence. For PACKED sequences, `kv_lens_ptr` is cu_kv_lens, and `capacity` counts all keys."""
+    if PACKED:
+        start = query_edge(kv_lens_ptr, seq, capacity)
+        kv_len = tl.maximum(query_edge(kv_lens_ptr, seq + 1, capacity) - start, 0)
+    else:
+        kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + seq), 0), capacity)
+    return kv_len
+
+
+@triton.jit
+def visible_block(lists_ptr, start, query, column, exists, token_stride, num_old, kv_len, mask, KIND: tl.constexpr,
+                  BLOCK_SIZE: tl.constexpr):  # fmt: skip
+    """The entries of lists that exist, each -1 unless masks show its query a key of the block.
+
+    Queries count from the first one of their sequence, which starts at token `start` and position `num_old`.
+    """
+    place = (start + query).to(tl.int64) * token_stride + column
+    block = tl.load(lists_ptr + place, mask=exists, other=-1)
+    low = tl.maximum(first_key(num_old + query, mask, KIND), 0) // BLOCK_SIZE
+    high = (tl.maximum(end_key(num_old + query, kv_len, KIND), 0) + BLOCK_SIZE - 1) // BLOCK_SIZE
+    return tl.where((block >= low) & (block < high), block, -1)
+
+
+@triton.jit
+def names(lists_ptr, count, block, WIDTH: tl.constexpr):
+    """Whether sorted lists of `count` blocks at the addresses `lists_ptr` name blocks, found by binary search.
+
+    The arguments broadcast; a list has at most WIDTH blocks.
+    """
+    low = tl.zeros_like(block + count)
+    high = low + count
+    size = WIDTH
+    while size > 0:
+        size = size // 2
+        middle = (low + high) // 2
+        less = tl.load(lists_ptr + middle, mask=middle < high, other=LARGEST_INT) < block
+        low = tl.where(less, middle + 1, low)
+        high = tl.where(less, high, middle)
+    return tl.load(lists_ptr + low, mask=low < count, other=-1) == block
+
+
+@triton.jit(do_not_specialize=VARYING)
+def join_kernel(
+    selected_ptr, cu_q_lens_ptr, kv_lens_ptr, num_seqs_ptr,
+    lists_ptr,
+    num_tokens, max_num_seqs, capacity, window, selected_token_stride, selected_head_stride,
+    HAS_NUM_SEQS: tl.constexpr, PACKED: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr, KIND: tl.constexpr,
+    LISTS: tl.constexpr,
+):  # fmt: skip
+    """Join the lists [N] of one job's tokens."""
+    TOKENS: tl.constexpr = LISTS.TOKENS
+    BLOCK_SIZE: tl.constexpr = LISTS.BLOCK_SIZE
+    ENTRIES: tl.constexpr = TOKENS * N_PAD
+    job = tl.program_id(0)
+    head = tl.program_id(1)
+    num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
+    batch = Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
+    seq, start, q_len, first, live = find_rows(job, batch, 1, TOKENS)
+    if (first >= 0) & (first < q_len):
+        kv_len = 0
+        if live:
+            kv_len = length_of(seq, kv_lens_ptr, capacity, PACKED)
+        place = tl.arange(0, ENTRIES)
+        query = first + place // N_PAD
+        column = place % N_PAD
+        row = selected_ptr + head.to(tl.int64) * selected_head_stride
+        exists = (query < q_len) & (column < N)
+        block = visible_block(row, start, query, column, exists, selected_token_stride, kv_len - q_len, kv_len,
+                              Mask(window), KIND, BLOCK_SIZE)  # fmt: skip
+        code = tl.sort(tl.where(block >= 0, block * TOKENS + place // N_PAD, LARGEST_INT))
+        before = tl.gather(code, tl.maximum(place - 1, 0), 0)
+        exists = code != LARGEST_INT
+        block = code // TOKENS
+        opens = exists & ((place == 0) | (before // TOKENS != block))
+        rank = tl.cumsum(opens.to(tl.int32), 0) - 1
+        target = lists_ptr + list_place(job, head, LISTS)
+        tl.store(target, tl.sum(opens.to(tl.int32), 0))
+        tl.store(target + 1 + rank, block, mask=opens)
+        if TOKENS > 1:
+            after = tl.gather(code, tl.minimum(place + 1, ENTRIES - 1), 0)
+            new = exists & ((place == 0) | (before != code))  # a list may name a block twice
+            bits = tl.where(new, 1 << code % TOKENS, 0)
+            sums = tl.cumsum(bits, 0)
+            closes = exists & ((place == ENTRIES - 1) | (after // TOKENS != block))
+            tl.store(target + 1 + LISTS.WIDTH + rank, sums - bits, mask=opens)
+            tl.store(target + 1 + 2 * LISTS.WIDTH + rank, sums, mask=closes)
+
+
+# ---- host side
+
+
+def too_long(call: Any) -> str | None:
+    """Why a call's lists cannot be sorted, None if they can or there are none."""
+    if call.selected is None or call.num_selected <= MOST_ENTRIES:
+        return None
+    return f"expected lists of at most {MOST_ENTRIES} blocks, got {call.num_selected}"
+
+
+def list_kind(call: Any, tokens: int, capacity: int) -> ListKind:
+    """The form of a call's joined lists, with `tokens` tokens per job, or fewer if one program could not sort so many.
+
+    `capacity` is the maximum number of keys of a sequence.
+    """
+    entries, blocks = next_power_of_2(call.num_selected), capacity // call.block_size + 1
+    while tokens > 1 and (tokens * entries > JOINED_ENTRIES or tokens * blocks > LARGEST_INT.value):
+        tokens //= 2
+    return ListKind(
+        BLOCK_SIZE=call.block_size, TOKENS=tokens, WIDTH=tokens * call.num_selected, HEADS=call.selected.shape[1]
+    )
+
+
+def joined_tokens(call: Any, rows: int) -> int:
+    """The tokens of a prompt per job: as many as give a matrix product its rows, of at most `rows`."""
+    tokens = 1
+    while 2 * tokens * call.group <= rows and tokens < MOST_TOKENS:
+        tokens *= 2
+    return tokens
+
+
+def num_jobs(num_tokens: int, num_seqs: int, lists: ListKind) -> int:
+    """The number of jobs, some of which have no token. It follows from shapes alone."""
+    return max_blocks(num_tokens, lists.plain.TOKENS, num_seqs)
+
+
+def join(
+    call: Any, launch: Any, lists: ListKind, kind: MaskKind, sequences: tuple[Any, ...], numbers: dict[str, int], *,
+    has_num_seqs: bool = False, packed: bool = False,
+) -> Any:  # fmt: skip
+    """Enqueue the kernel; returns the joined lists.
+
+    `sequences` has cu_q_lens, kv_lens (cu_kv_lens if `packed`) and num_seqs or a stand-in. `numbers` has num_tokens,
+    max_num_seqs, capacity (the number of all keys if `packed`) and window.
+    """
+    selected, form = launch.packed(call.selected), lists.plain
+    jobs = num_jobs(numbers["num_tokens"], numbers["max_num_seqs"], lists)
+    columns = max(next_power_of_2(call.num_selected), SMALLEST // form.TOKENS)
+    return launch(
+        join_kernel,
+        (jobs, form.HEADS),
+        (selected, *sequences),
+        [((max(jobs, 1), form.HEADS, form.STRIDE), "int32")],
+        num_warps=min(max(form.TOKENS * columns // 512, 1), 32),
+        num_stages=1,
+        **numbers,
+        **stride_arguments(launch, ("token", "head"), selected=selected),
+        HAS_NUM_SEQS=has_num_seqs,
+        PACKED=packed,
+        N=call.num_selected,
+        N_PAD=columns,
+        KIND=kind,
+        LISTS=lists,
+    )[0]

@@ -1,0 +1,293 @@
+"""Attention to selected blocks of keys over a paged cache: one program per job, KV head and split of the job's blocks.
+
+`_selected` explains jobs. If there are few jobs, as in decode, their blocks are divided into splits, whose results the
+combine kernel merges.
+"""
+
+import dataclasses
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ragged_attention.kernels_triton import _paged_tiles
+from ragged_attention.kernels_triton._combine import combine
+from ragged_attention.kernels_triton._constants import Constants
+from ragged_attention.kernels_triton._formats import array_heads, decode, load_scale
+from ragged_attention.kernels_triton._mask import Mask, hide, may_read, visible_keys
+from ragged_attention.kernels_triton._pages import Attention, Loop, Pages, Slots, add_values, load_keys, logits_of
+from ragged_attention.kernels_triton._ragged import Shared, results
+from ragged_attention.kernels_triton._rows import (
+    Factors,
+    Output,
+    QueryArray,
+    Rows,
+    Scaling,
+    load_queries,
+    store_rows,
+    store_split,
+)
+from ragged_attention.kernels_triton._selected import (
+    ListKind,
+    blocks_of_step,
+    join,
+    joined_tokens,
+    keys_of_blocks,
+    list_kind,
+    named_blocks,
+    named_by_rows,
+    num_jobs,
+    steps_of,
+)
+from ragged_attention.kernels_triton._sequences import VARYING, count_sequences
+from ragged_attention.kernels_triton._softmax import online_softmax
+from ragged_attention.kernels_triton._splits import MANY_TOKENS, Batch, find_rows, short_tokens
+from ragged_attention.kernels_triton._tiles import WGMMA, cdiv, next_power_of_2, on_cuda_cores
+
+MIN_SPLIT = 256  # minimum keys per split
+MIN_INVARIANT_SPLIT = 512  # the same in batch-invariant mode: other tokens may fill the GPU
+MAX_SPLITS = 16
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Config(Constants):
+    """The compile-time constants of the attention kernel."""
+
+    ATTENTION: Attention
+    SCALING: Scaling
+    LISTS: ListKind
+    BLOCK_Q: int  # rows per program
+    SPLITS: int  # splits per job and KV head
+    COMBINED: bool  # whether K and V are interleaved in one array
+    HAS_NUM_SEQS: bool
+
+
+@triton.jit
+def pages_of_blocks(pages, block, step, last, LISTS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """The page of each key of a step, or of all its keys if one page and one block hold them; -1 for no page."""
+    if LISTS.BLOCK_SIZE >= BLOCK_KV and PAGE_SIZE % BLOCK_KV == 0:
+        keys = block * LISTS.BLOCK_SIZE + step % (LISTS.BLOCK_SIZE // BLOCK_KV) * BLOCK_KV
+    else:
+        keys = keys_of_blocks(block, step, LISTS, BLOCK_KV)
+    return tl.load(pages.table_ptr + keys // PAGE_SIZE, mask=(keys >= 0) & (keys < last), other=-1)
+
+
+@triton.jit
+def attend_to_blocks(queries, named, begin, end, first_row, row, visible, mask, pages, ATTENTION: tl.constexpr,
+                     LISTS: tl.constexpr):  # fmt: skip
+    """(m_i, l_i, acc) of a job's query rows over the steps [begin, end) of its blocks; see `_pages.attend`.
+
+    Blocks are loaded two iterations ahead, and their pages one.
+    """
+    SHAPE: tl.constexpr = ATTENTION.SHAPE
+    ROWS: tl.constexpr = queries.q.shape[0]
+    BLOCK_KV: tl.constexpr = ATTENTION.LOOP.BLOCK_KV
+    WIDE: tl.constexpr = ROWS >= 64 and SHAPE.DV_PAD >= 512
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, SHAPE.DV_PAD], tl.float32)
+    following, _ = blocks_of_step(named, begin, LISTS, BLOCK_KV)
+    next_page = pages_of_blocks(pages, following, begin, visible.last, LISTS, SHAPE.PAGE_SIZE, BLOCK_KV)
+    second, _ = blocks_of_step(named, begin + 1, LISTS, BLOCK_KV)
+    for step in range(begin, end):
+        keys = keys_of_blocks(following, step, LISTS, BLOCK_KV)
+        page = next_page
+        following = second
+        next_page = pages_of_blocks(pages, following, step + 1, visible.last, LISTS, SHAPE.PAGE_SIZE, BLOCK_KV)
+        second, _ = blocks_of_step(named, step + 2, LISTS, BLOCK_KV)
+        readable = (keys >= visible.first) & (keys < visible.last) & (page >= 0) & (page < pages.num_pages)
+        if ATTENTION.MASK.RANGES > 0:
+            readable = readable & may_read(keys, visible, ATTENTION.MASK, LISTS.TOKENS == 1)
+        k = decode(load_keys(pages, Slots(keys, page, readable), True, SHAPE), SHAPE.CODES, queries.q.dtype)
+        logits, scale = logits_of(queries, k, keys, step, visible, ATTENTION, WIDE)
+        logits = hide(logits, keys, readable, visible, mask, ATTENTION.MASK)
+        if LISTS.TOKENS > 1:
+            _, index = blocks_of_step(named, step, LISTS, BLOCK_KV)
+            seen = named_by_rows(named, index, row - first_row, LISTS, SHAPE.GROUP, BLOCK_KV)
+            logits = tl.where(seen, logits, float("-inf"))
+        if LISTS.TOKENS > 1 or ATTENTION.MASK.HAS_DRAFT_MASK:  # values that no row sees may be NaN
+            readable = readable & (tl.max(logits, 0) != float("-inf"))
+        weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, scale)
+        slots = Slots(keys, page, readable)
+        acc = add_values(acc * alpha[:, None], weights, pages, slots, queries.q.dtype, ATTENTION.LOOP.WEIGHT_TERMS,
+                         True, SHAPE)  # fmt: skip
+    return m_i, l_i, acc
+
+
+@triton.jit(do_not_specialize=VARYING)
+def selected_kernel(
+    q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr,
+    k_scale_ptr, v_scale_ptr, mask_ptr, slopes_ptr, bias_ptr, lists_ptr,
+    parts_ptr, part_lses_ptr, out_ptr, lse_ptr,
+    num_tokens, max_num_seqs, num_pages, capacity, table_stride,
+    q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
+    v_page_stride, v_slot_stride, v_head_stride,
+    sm_scale, soft_cap, v_scale_factor, window, draft_stride, draft_width,
+    CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Attend with BLOCK_Q rows of one job and KV head to one split of the job's blocks.
+
+    If there is one split, its result is final. Otherwise a job is one token, and the split's normalised result goes to
+    parts [T, SPLITS, K, rows, DV], its base-2 lse to an array without the last axis. Tokens without a sequence see no
+    key.
+    """
+    SHAPE: tl.constexpr = CONFIG.ATTENTION.SHAPE
+    KIND: tl.constexpr = CONFIG.ATTENTION.MASK
+    LISTS: tl.constexpr = CONFIG.LISTS
+    GROUP: tl.constexpr = SHAPE.GROUP
+    BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
+    SPLITS: tl.constexpr = CONFIG.SPLITS
+    ROW_BLOCKS: tl.constexpr = (LISTS.TOKENS * GROUP + BLOCK_Q - 1) // BLOCK_Q
+    job = tl.num_programs(0) // (SPLITS * ROW_BLOCKS) - 1 - tl.program_id(0) // (SPLITS * ROW_BLOCKS)
+    block_of_rows = tl.program_id(0) // SPLITS % ROW_BLOCKS
+    split = tl.program_id(0) % SPLITS
+    kv_head = tl.program_id(1)
+    num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, CONFIG.HAS_NUM_SEQS)
+    batch = Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
+    mask = Mask(window, mask_ptr, draft_stride, draft_width, mask_ptr)
+    seq, start, q_len, first, live = find_rows(job, batch, 1, LISTS.TOKENS)
+    if (first >= 0) & (first < q_len):
+        low = 0
+        high = 0
+        kv_len = 0
+        if live:
+            kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + seq), 0), capacity)
+            low = kv_len - q_len + first
+            high = kv_len - q_len + tl.minimum(first + LISTS.TOKENS, q_len) - 1
+        first_row = first * GROUP
+        num_rows = tl.minimum(first + LISTS.TOKENS, q_len) * GROUP
+        rows = Rows(first_row + block_of_rows * BLOCK_Q + tl.arange(0, BLOCK_Q), num_rows, start, kv_head)
+        queries = load_queries(
+            QueryArray(q_ptr, q_token_stride, q_head_stride), rows,
+            Factors(sm_scale, soft_cap, k_scale_ptr, slopes_ptr, bias_ptr), CONFIG.SCALING, SHAPE,
+        )  # fmt: skip
+        k_head, v_head = array_heads(kv_head.to(tl.int64), CONFIG.COMBINED)
+        row_of_table = tl.where(live, seq, 0)
+        pages = Pages(
+            k_ptr + k_head * k_head_stride, k_page_stride, k_slot_stride,
+            v_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride,
+            page_indices_ptr + row_of_table.to(tl.int64) * table_stride, num_pages,
+        )  # fmt: skip
+        visible = visible_keys(rows, low, high, q_len, kv_len, mask, GROUP, KIND)
+        named = named_blocks(lists_ptr, job, kv_head, LISTS)
+        steps = steps_of(named, LISTS, CONFIG.ATTENTION.LOOP.BLOCK_KV)
+        each = (steps + SPLITS - 1) // SPLITS
+        begin = tl.minimum(split * each, steps)
+        end = tl.minimum(begin + each, steps)
+        state = attend_to_blocks(queries, named, begin, end, first_row, rows.row, visible, mask, pages,
+                                 CONFIG.ATTENTION, LISTS)  # fmt: skip
+        if SPLITS == 1:
+            v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, CONFIG.SCALING.V_SCALE_STRIDE)
+            store_rows(Output(out_ptr, lse_ptr), state, rows, sinks_ptr, v_scale, CONFIG.SCALING.HAS_SINKS, SHAPE)
+        else:
+            part = ((start + first).to(tl.int64) * SPLITS + split) * (SHAPE.NUM_HEADS // GROUP) + kv_head
+            rows = Rows(tl.arange(0, BLOCK_Q), num_rows - first_row - block_of_rows * BLOCK_Q, start, kv_head)
+            store_split(parts_ptr, part_lses_ptr, state, rows, part * ROW_BLOCKS + block_of_rows, SHAPE)
+
+
+# ---- host side
+
+
+def tile_fields(call: Any) -> dict[str, int]:
+    """The fields of a `Tile`: joined lists for prompts, and splits if there are too few jobs to fill the GPU."""
+    tokens = 1 if decodes(call) else joined_tokens(call, rows_of_prompts(call))
+    jobs = cdiv(call.num_tokens, tokens) * max(call.num_kv_heads, 1)
+    wanted = cdiv(8 * call.device.num_multiprocessors, max(jobs, 1))
+    splits = min(wanted, MAX_SPLITS, max(call.num_selected * call.block_size // MIN_SPLIT, 1))
+    tokens = 1 if splits > 1 else tokens
+    return {**sizes_of(call, tokens), "num_splits": splits, "joined_tokens": tokens}
+
+
+def invariant_fields(call: Any) -> dict[str, int]:
+    """`tile_fields` for batch-invariant mode: no size depends on the batch, and no list on those of other tokens."""
+    splits = min(MAX_SPLITS, max(call.num_selected * call.block_size // MIN_INVARIANT_SPLIT, 1))
+    return {**sizes_of(call, 1), "num_splits": splits}
+
+
+def decodes(call: Any) -> bool:
+    """Whether the host expects only a few query tokens per sequence."""
+    return call.num_tokens <= call.max_num_seqs * MANY_TOKENS and short_tokens(call) <= MANY_TOKENS
+
+
+def rows_of_prompts(call: Any) -> int:
+    """The rows per program if a job has several tokens."""
+    return 16 if on_cuda_cores(call) else 64 if call.device.arch in WGMMA else 32
+
+
+def sizes_of(call: Any, tokens: int) -> dict[str, int]:
+    """The sizes of the attention kernel, whose loop is that of the split kernel."""
+    rows = min(max(16, next_power_of_2(tokens * call.group)), 64)
+    sizes = _paged_tiles.fitting_pages(call, _paged_tiles.split_sizes(call, rows))
+    return sizes.fields("block_q")
+
+
+def run(call: Any, tile: Any, launch: Any, shared: Shared, weight_terms: int) -> list[Any]:
+    """Enqueue the kernels; returns out and lse."""
+    numbers, attention = shared.numbers, shared.constants["ATTENTION"]
+    splits = tile.num_splits
+    lists = list_kind(call, 1 if splits > 1 or tile.invariant else tile.joined_tokens, call.capacity)
+    rows = lists.plain.TOKENS * call.group
+    block_q = max(16, min(next_power_of_2(rows), tile.block_q))
+    row_blocks = cdiv(rows, block_q)
+    cu_q_lens, kv_lens, num_seqs = (shared.arrays[name] for name in ("cu_q_lens", "kv_lens", "num_seqs"))
+    named = join(
+        call,
+        launch,
+        lists,
+        attention["MASK"],
+        (cu_q_lens, kv_lens, num_seqs),
+        {name: numbers[name] for name in ("num_tokens", "max_num_seqs", "capacity", "window")},
+        has_num_seqs=call.num_seqs is not None,
+    )
+    constants = {name: shared.constants[name] for name in ("SCALING", "COMBINED", "HAS_NUM_SEQS")}
+    loop = Loop(BLOCK_KV=tile.block_kv, EDGE_KV=tile.block_kv, WEIGHT_TERMS=weight_terms, MASKED_BELOW=0)
+    parts = (max(call.num_tokens, 1), splits, call.num_kv_heads, row_blocks * block_q)
+    jobs = num_jobs(call.num_tokens, call.max_num_seqs, lists)
+    *stored, out, lse = launch(
+        selected_kernel,
+        (jobs * row_blocks * splits, call.num_kv_heads),
+        (*shared.arrays.values(), named),
+        [
+            ((*parts, call.v_head_dim) if splits > 1 else (1,), "float32"),
+            (parts if splits > 1 else (1,), "float32"),
+            *results(call),
+        ],
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        CONFIG=Config(
+            ATTENTION=Attention(LOOP=loop, **attention), LISTS=lists, BLOCK_Q=block_q, SPLITS=splits, **constants
+        ),
+        **numbers,
+    )
+    if splits == 1 or not call.num_tokens:
+        return [out, lse]
+    return combine(
+        launch,
+        call,
+        (*stored, stored[1], cu_q_lens),
+        (out, lse),
+        (cu_q_lens, num_seqs, shared.arrays["sinks"], shared.arrays["v_scale"], kv_lens, kv_lens),
+        {
+            "num_tokens": call.num_tokens,
+            "max_num_seqs": call.num_tokens,
+            "v_scale_factor": numbers["v_scale_factor"],
+            "window": 0,
+            "num_parts": call.num_tokens * splits,
+            "num_splits": splits,
+            "longest": 0,
+            "extra_longest": 0,
+        },
+        GROUP=call.group,
+        ROWS=row_blocks * block_q,
+        Q_TOKENS=1,
+        ITEMS=1,
+        DIVISION=None,
+        MASK=None,
+        LISTS=None,
+        EVEN=True,
+        LSE_BY_HEAD=False,
+        HAS_NUM_SEQS=False,
+        V_SCALE_STRIDE=shared.constants["SCALING"].plain.V_SCALE_STRIDE,
+        MERGED=min(next_power_of_2(splits), max(1, 512 // next_power_of_2(call.v_head_dim))),
+        most_rows=call.group,
+    )
