@@ -99,7 +99,7 @@ def gradients_of_logits(queries, keys, block, visible, mask, CONFIG: tl.constexp
     norm = norm - entries(queries.table.rows[:, None], distance, queries.table.exists[:, None], CONFIG.BIAS)
     seen = sees_of(visible, key, mask, CONFIG.MASK)
     if LISTS is not None:
-        seen = seen & names(queries.named.ptr[:, None], queries.named.count[:, None],
+        seen = seen & names(queries.named.ptr[:, None], queries.named.num_blocks[:, None],
                             key[None, :] // LISTS.BLOCK_SIZE, LISTS.WIDTH)  # fmt: skip
     weights, _ = weigh(products, norm, seen, queries.scales, True, CONFIG.HAS_SOFT_CAP)
     d_logits = weights * queries.offset[:, None]

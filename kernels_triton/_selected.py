@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ragged_attention.kernels_triton._constants import Constants
-from ragged_attention.kernels_triton._mask import Mask, MaskKind, end_key, first_key
+from ragged_attention.kernels_triton._mask import Mask, MaskKind, end_key, first_key, in_ranges, sees
 from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, max_blocks, query_edge
 from ragged_attention.kernels_triton._splits import Batch, find_rows
 from ragged_attention.kernels_triton._tiles import next_power_of_2, stride_arguments
@@ -30,12 +30,14 @@ JOINED_ENTRIES = 2**12  # entries of lists that are joined, unless a single list
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ListKind(Constants):
-    """The form of the joined lists, i32 [jobs, HEADS, 1 + WIDTH or 1 + 3 * WIDTH]."""
+    """The form of the joined lists, i32 [jobs, HEADS, STRIDE], and the masks within the blocks."""
 
     BLOCK_SIZE: int  # keys per block
     TOKENS: int  # maximum query tokens per job
     WIDTH: int  # maximum blocks per job
     HEADS: int  # lists per token: one for each KV head, or 1 if all KV heads share a list
+    GROUP: int  # query heads per KV head
+    MASK: MaskKind
     STRIDE: int = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,7 +49,21 @@ class Named(NamedTuple):
     """The blocks that a job's lists name."""
 
     ptr: tl.tensor  # the address of the first one
-    count: tl.tensor
+    num_blocks: tl.tensor
+
+
+class Visits(NamedTuple):
+    """The blocks that a program visits, and the rows of the job for which it does."""
+
+    ptr: tl.tensor  # the address of the job's first block
+    num_blocks: tl.tensor
+    begin: tl.tensor  # the program visits the steps [begin, end)
+    end: tl.tensor
+    row: tl.tensor  # the program's rows, counted from the job's first one
+    token: tl.tensor  # the job's first query token
+    position: tl.tensor  # its position in its sequence
+    num_old: tl.tensor  # the position of the sequence's first query of this step
+    kv_len: tl.tensor  # the sequence's keys
 
 
 @triton.jit
@@ -68,11 +84,11 @@ def named_blocks(lists_ptr, job, head, LISTS: tl.constexpr, exists=True):
 @triton.jit
 def steps_of(named, LISTS: tl.constexpr, BLOCK_KV: tl.constexpr):
     """The number of steps of BLOCK_KV keys in which a loop visits the blocks."""
-    return (named.count * LISTS.BLOCK_SIZE + BLOCK_KV - 1) // BLOCK_KV
+    return (named.num_blocks * LISTS.BLOCK_SIZE + BLOCK_KV - 1) // BLOCK_KV
 
 
 @triton.jit
-def blocks_of_step(named, step, LISTS: tl.constexpr, BLOCK_KV: tl.constexpr):
+def blocks_of_step(visits, step, LISTS: tl.constexpr, BLOCK_KV: tl.constexpr):
     """(block, index in the list) of each key that a loop visits in a step, or of all keys if one block holds them.
 
     After the last block, the block is -1.
@@ -81,7 +97,7 @@ def blocks_of_step(named, step, LISTS: tl.constexpr, BLOCK_KV: tl.constexpr):
         index = step // (LISTS.BLOCK_SIZE // BLOCK_KV)
     else:
         index = step * (BLOCK_KV // LISTS.BLOCK_SIZE) + tl.arange(0, BLOCK_KV) // LISTS.BLOCK_SIZE
-    return tl.load(named.ptr + index, mask=index < named.count, other=-1), index
+    return tl.load(visits.ptr + index, mask=index < visits.num_blocks, other=-1), index
 
 
 @triton.jit
@@ -96,18 +112,56 @@ def keys_of_blocks(block, step, LISTS: tl.constexpr, BLOCK_KV: tl.constexpr):
 
 
 @triton.jit
-def named_by_rows(named, index, row, LISTS: tl.constexpr, GROUP: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """Whether the list of each row's token names the block of each key, given as in `blocks_of_step`.
+def seen_by_query(visits, key, exists, mask, KIND: tl.constexpr):
+    """Which of the keys that exist the masks show to a single query, [keys]."""
+    seen = exists & sees(visits.position, key, visits.kv_len, mask, KIND)
+    if KIND.HAS_DRAFT_MASK:
+        new = key - visits.num_old
+        inside = exists & (new >= 0) & (new < mask.draft_width)
+        entry = tl.load(mask.draft_ptr + visits.token.to(tl.int64) * mask.draft_stride + new, mask=inside, other=0)
+        seen = seen & ((new < 0) | (entry != 0))
+    if KIND.RANGES:
+        ranges = mask.ranges_ptr + visits.token.to(tl.int64) * (2 * KIND.RANGES)
+        seen = seen & in_ranges(ranges, key, visits.kv_len, KIND)
+    return seen
 
-    Rows count from the job's first one. The result broadcasts to [rows, keys].
+
+@triton.jit
+def seers_of(visits, index, key, mask, LISTS: tl.constexpr):
+    """The job's queries that see each key, as bits: those whose list names its block and to which masks show it.
+
+    `index` is as in `blocks_of_step`. The masks are at most a causal one and a window.
     """
-    exists = index < named.count
-    before = tl.load(named.ptr + LISTS.WIDTH + index, mask=exists, other=0)
-    bits = tl.load(named.ptr + 2 * LISTS.WIDTH + index, mask=exists, other=0) - before
-    token = tl.minimum(row // GROUP, LISTS.TOKENS)[:, None]  # rows after the job's last token have no bit
-    if LISTS.BLOCK_SIZE < BLOCK_KV:
-        bits = bits[None, :]
-    return (bits >> token) & 1 != 0
+    exists = index < visits.num_blocks
+    before = tl.load(visits.ptr + LISTS.WIDTH + index, mask=exists, other=0)
+    seers = tl.load(visits.ptr + 2 * LISTS.WIDTH + index, mask=exists, other=0) - before
+    after = key - visits.position  # the key is this far after the job's first query
+    if LISTS.MASK.CAUSAL:
+        seers = seers & (-1 << tl.minimum(tl.maximum(after, 0), LISTS.TOKENS))
+    if LISTS.MASK.HAS_WINDOW:
+        seers = seers & ((1 << tl.minimum(tl.maximum(after + mask.window, 0), LISTS.TOKENS)) - 1)
+    return seers + tl.zeros_like(key)
+
+
+@triton.jit
+def keys_of_step(visits, block, step, mask, LISTS: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """(key, whether some row of the job sees it, whether each row sees it) for the keys that a loop visits in a step.
+
+    `block` is as in `blocks_of_step`. The last result is [rows or 1, keys]. All of it follows from integers alone, so
+    that loads of keys do not wait for logits.
+    """
+    key = keys_of_blocks(block, step, LISTS, BLOCK_KV)
+    exists = (key >= 0) & (key < visits.kv_len)
+    if LISTS.TOKENS == 1:
+        readable = seen_by_query(visits, key, exists, mask, LISTS.MASK)
+        seen = readable[None, :]
+    else:
+        _, index = blocks_of_step(visits, step, LISTS, BLOCK_KV)
+        seers = tl.where(exists, seers_of(visits, index, key, mask, LISTS), 0)
+        readable = seers != 0
+        token = tl.minimum(visits.row // LISTS.GROUP, LISTS.TOKENS)  # rows after the job's last token have no bit
+        seen = ((seers[None, :] >> token[:, None]) & 1) != 0
+    return key, readable, seen
 
 
 @triton.jit
@@ -122,14 +176,12 @@ def length_of(seq, kv_lens_ptr, capacity, PACKED: tl.constexpr):
 
 
 @triton.jit
-def visible_block(lists_ptr, start, query, column, exists, token_stride, num_old, kv_len, mask, KIND: tl.constexpr,
-                  BLOCK_SIZE: tl.constexpr):  # fmt: skip
-    """The entries of lists that exist, each -1 unless masks show its query a key of the block.
+def visible_blocks(entries, exists, query, num_old, kv_len, mask, KIND: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """The blocks at the addresses `entries`, each -1 unless it exists and masks show its query a key of it.
 
-    Queries count from the first one of their sequence, which starts at token `start` and position `num_old`.
+    Queries count from the first one of their sequence, whose position is `num_old`.
     """
-    place = (start + query).to(tl.int64) * token_stride + column
-    block = tl.load(lists_ptr + place, mask=exists, other=-1)
+    block = tl.load(entries, mask=exists, other=-1)
     low = tl.maximum(first_key(num_old + query, mask, KIND), 0) // BLOCK_SIZE
     high = (tl.maximum(end_key(num_old + query, kv_len, KIND), 0) + BLOCK_SIZE - 1) // BLOCK_SIZE
     return tl.where((block >= low) & (block < high), block, -1)
@@ -158,8 +210,7 @@ def join_kernel(
     selected_ptr, cu_q_lens_ptr, kv_lens_ptr, num_seqs_ptr,
     lists_ptr,
     num_tokens, max_num_seqs, capacity, window, selected_token_stride, selected_head_stride,
-    HAS_NUM_SEQS: tl.constexpr, PACKED: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr, KIND: tl.constexpr,
-    LISTS: tl.constexpr,
+    HAS_NUM_SEQS: tl.constexpr, PACKED: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr, LISTS: tl.constexpr,
 ):  # fmt: skip
     """Join the lists [N] of one job's tokens."""
     TOKENS: tl.constexpr = LISTS.TOKENS
@@ -177,10 +228,10 @@ def join_kernel(
         place = tl.arange(0, ENTRIES)
         query = first + place // N_PAD
         column = place % N_PAD
-        row = selected_ptr + head.to(tl.int64) * selected_head_stride
         exists = (query < q_len) & (column < N)
-        block = visible_block(row, start, query, column, exists, selected_token_stride, kv_len - q_len, kv_len,
-                              Mask(window), KIND, BLOCK_SIZE)  # fmt: skip
+        entries = selected_ptr + head.to(tl.int64) * selected_head_stride
+        entries += (start + query).to(tl.int64) * selected_token_stride + column
+        block = visible_blocks(entries, exists, query, kv_len - q_len, kv_len, Mask(window), LISTS.MASK, BLOCK_SIZE)
         code = tl.sort(tl.where(block >= 0, block * TOKENS + place // N_PAD, LARGEST_INT))
         before = tl.gather(code, tl.maximum(place - 1, 0), 0)
         exists = code != LARGEST_INT
@@ -210,16 +261,23 @@ def too_long(call: Any) -> str | None:
     return f"expected lists of at most {MOST_ENTRIES} blocks, got {call.num_selected}"
 
 
-def list_kind(call: Any, tokens: int, capacity: int) -> ListKind:
+def list_kind(call: Any, tokens: int, capacity: int, mask: MaskKind) -> ListKind:
     """The form of a call's joined lists, with `tokens` tokens per job, or fewer if one program could not sort so many.
 
     `capacity` is the maximum number of keys of a sequence.
     """
     entries, blocks = next_power_of_2(call.num_selected), capacity // call.block_size + 1
+    if call.key_ranges is not None or getattr(call, "draft_mask", None) is not None:
+        tokens = 1  # the bits of a job's tokens have a causal mask and a window at most
     while tokens > 1 and (tokens * entries > JOINED_ENTRIES or tokens * blocks > LARGEST_INT.value):
         tokens //= 2
     return ListKind(
-        BLOCK_SIZE=call.block_size, TOKENS=tokens, WIDTH=tokens * call.num_selected, HEADS=call.selected.shape[1]
+        BLOCK_SIZE=call.block_size,
+        TOKENS=tokens,
+        WIDTH=tokens * call.num_selected,
+        HEADS=call.selected.shape[1],
+        GROUP=call.group,
+        MASK=mask,
     )
 
 
@@ -237,7 +295,7 @@ def num_jobs(num_tokens: int, num_seqs: int, lists: ListKind) -> int:
 
 
 def join(
-    call: Any, launch: Any, lists: ListKind, kind: MaskKind, sequences: tuple[Any, ...], numbers: dict[str, int], *,
+    call: Any, launch: Any, lists: ListKind, sequences: tuple[Any, ...], numbers: dict[str, int], *,
     has_num_seqs: bool = False, packed: bool = False,
 ) -> Any:  # fmt: skip
     """Enqueue the kernel; returns the joined lists.
@@ -261,6 +319,5 @@ def join(
         PACKED=packed,
         N=call.num_selected,
         N_PAD=columns,
-        KIND=kind,
         LISTS=lists,
     )[0]

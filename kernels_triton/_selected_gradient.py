@@ -6,17 +6,17 @@ the second kernel holds keys of a block, or of a few small blocks, and visits th
 sums depends on the lists alone.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from ragged_attention.kernels_triton._compiler import first_of_block
 from ragged_attention.kernels_triton._mask import Mask, MaskKind
-from ragged_attention.kernels_triton._selected import LARGEST_INT, length_of, visible_block
+from ragged_attention.kernels_triton._selected import LARGEST_INT, length_of, visible_blocks
 from ragged_attention.kernels_triton._sequences import VARYING, max_blocks, query_edge
 from ragged_attention.kernels_triton._splits import Batch, find_rows
-from ragged_attention.kernels_triton._tiles import next_power_of_2, stride_arguments
+from ragged_attention.kernels_triton._tiles import Sizes, next_power_of_2, on_cuda_cores, stride_arguments
 from ragged_attention.kernels_triton._varlen import (
     Config,
     gather_rows,
@@ -30,6 +30,7 @@ from ragged_attention.kernels_triton._varlen import (
 from ragged_attention.kernels_triton._varlen_gradient import (
     TERMS,
     KeyBlock,
+    LoadedRows,
     RowArrays,
     Seeing,
     add_rows,
@@ -74,8 +75,8 @@ def code_kernel(
         for left in range(0, N, COLUMNS):
             column = left + tl.arange(0, COLUMNS)[None, :]
             exists = (query < q_len) & (column < N)
-            block = visible_block(lists, start, query, column, exists, selected_token_stride, kv_len - q_len, kv_len,
-                                  Mask(window), KIND, BLOCK_SIZE)  # fmt: skip
+            entries = lists + (start + query).to(tl.int64) * selected_token_stride + column
+            block = visible_blocks(entries, exists, query, kv_len - q_len, kv_len, Mask(window), KIND, BLOCK_SIZE)
             tl.store(codes_ptr + target + column, tl.where(block >= 0, code + block, LARGEST_INT), mask=exists)
 
 
@@ -92,38 +93,46 @@ def entries_below(codes_ptr, count, code):
     return low
 
 
-@triton.jit
-def visit_entries(keys, arrays, codes_ptr, order_ptr, begin, end, base, own_block, q_start, num_q_tokens, seeing, mask,
-                  N: tl.constexpr, CONFIG: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
-    """(dk / sm_scale, dv) of a block of keys over the rows of the sorted entries [begin, end).
+class Entries(NamedTuple):
+    """The sorted entries that name the blocks of a program's keys."""
 
-    `base` is the code of the sequence's first block, and `own_block` the block of each key.
-    """
+    codes_ptr: tl.tensor
+    order_ptr: tl.tensor  # the place of each entry in the lists
+    begin: tl.tensor
+    end: tl.tensor
+    code: tl.tensor  # that of each key's block
+    q_start: tl.tensor  # the sequence's first query token
+    num_q_tokens: tl.tensor
+
+
+@triton.jit
+def visit_entries(keys, arrays, entries, seeing, mask, N: tl.constexpr, CONFIG: tl.constexpr):
+    """(dk / sm_scale, dv) of a block of keys over the rows of the entries."""
     GROUP: tl.constexpr = CONFIG.Q.GROUP
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     sums = (zeros(keys.k[0].shape[0], CONFIG.K), zeros(keys.v[0].shape[0], CONFIG.V))
-    steps = (tl.cast(end - begin, tl.int64) * GROUP + BLOCK_Q - 1) // BLOCK_Q
+    steps = (tl.cast(entries.end - entries.begin, tl.int64) * GROUP + BLOCK_Q - 1) // BLOCK_Q
     for step in range(tl.cast(steps, tl.int32)):
         place = tl.cast(step, tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-        entry = begin + (place // GROUP).to(tl.int32)
+        entry = entries.begin + (place // GROUP).to(tl.int32)
         head = (place % GROUP).to(tl.int32)
-        exists = entry < end
-        code = tl.load(codes_ptr + entry, mask=exists, other=-1)
-        origin = tl.load(order_ptr + entry, mask=exists, other=0) // N
-        code_before = tl.load(codes_ptr + entry - 1, mask=exists & (entry > begin), other=-1)
-        origin_before = tl.load(order_ptr + entry - 1, mask=exists & (entry > begin), other=0) // N
+        exists = entry < entries.end
+        code = tl.load(entries.codes_ptr + entry, mask=exists, other=-1)
+        origin = tl.load(entries.order_ptr + entry, mask=exists, other=0) // N
+        code_before = tl.load(entries.codes_ptr + entry - 1, mask=exists & (entry > entries.begin), other=-1)
+        origin_before = tl.load(entries.order_ptr + entry - 1, mask=exists & (entry > entries.begin), other=0) // N
         exists = exists & ((code != code_before) | (origin != origin_before))  # a list may name a block twice
-        query = tl.where(exists, origin % num_q_tokens - q_start, 0)
+        query = tl.where(exists, origin % entries.num_q_tokens - entries.q_start, 0)
         row = query * GROUP + head
         seen = seen_by_rows(row_ranges(seeing, row, GROUP, CONFIG.MASK), row, seeing, mask, GROUP, CONFIG.MASK)
-        seen = seen & exists[None, :] & (own_block[:, None] == (code - base)[None, :])
+        seen = seen & exists[None, :] & (entries.code[:, None] == code[None, :])
         readable = tl.max(seen.to(tl.int32), 0) > 0
         q = gather_rows(arrays.q, query, head, readable, CONFIG.Q)
         d_out = gather_rows(arrays.d_out, query, head, readable, CONFIG.OUT)
-        terms = load_terms_at(arrays.terms_ptr + row.to(tl.int64) * TERMS, readable, True)
-        products = product(keys.k, q)
-        sums = add_rows(keys, sums, q, d_out, products, row, seen, terms, seeing.key, readable, arrays.tables_ptr,
-                        True, True, CONFIG)  # fmt: skip
+        row_terms = arrays.terms_ptr + row.to(tl.int64) * TERMS
+        norm, offset, share, alibi = load_terms_at(row_terms, readable, True)
+        rows = LoadedRows(q, d_out, norm, offset, share, alibi, row, readable, arrays.tables_ptr)
+        sums = add_rows(keys, sums, rows, product(keys.k, q), seen, True, True, CONFIG)
     return sums
 
 
@@ -169,14 +178,23 @@ def selected_dkv_kernel(
         ranges = ranges_ptr + tl.cast(q_start, tl.int64) * (2 * CONFIG.MASK.RANGES)
         seeing = Seeing(0, 0, key - (kv_len - q_len), q_len, kv_len - q_len, ranges, 0, 0)
         scales = signed_scales(sm_scale, soft_cap, CONFIG.HAS_SOFT_CAP)
-        dk, dv = visit_entries(KeyBlock(k, v, scales), arrays, codes_ptr, order_ptr, begin, end, base,
-                               key // BLOCK_SIZE, q_start, num_q_tokens, seeing, mask, N, CONFIG,
-                               BLOCK_SIZE)  # fmt: skip
+        entries = Entries(codes_ptr, order_ptr, begin, end, base + key // BLOCK_SIZE, q_start, num_q_tokens)
+        keys = KeyBlock(k, v, seeing.key, scales)
+        dk, dv = visit_entries(keys, arrays, entries, seeing, mask, N, CONFIG)
         store_rows(dk_ptr, start + low, kv_head, 0, times(dk, sm_scale), readable, BLOCK_KV, CONFIG.K)
         store_rows(dv_ptr, start + low, kv_head, 0, dv, readable, BLOCK_KV, CONFIG.V)
 
 
 # ---- host side
+
+
+def sizes(call: Any, dkv: Sizes, dq: Sizes) -> tuple[Sizes, Sizes]:
+    """The preferred sizes of the kernels of dk and dv and of dq, given those for calls without lists."""
+    if on_cuda_cores(call) and call.device.arch.startswith("sm_"):  # the addresses of gathered rows take registers
+        dkv, dq = dkv._replace(warps=8), dq._replace(warps=4)
+    if call.key_ranges is not None:
+        dkv = dkv._replace(rows=16)
+    return dkv, dq
 
 
 def too_many(call: Any) -> str | None:

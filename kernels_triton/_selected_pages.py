@@ -14,7 +14,7 @@ from ragged_attention.kernels_triton import _paged_tiles
 from ragged_attention.kernels_triton._combine import combine
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import array_heads, decode, load_scale
-from ragged_attention.kernels_triton._mask import Mask, hide, may_read, visible_keys
+from ragged_attention.kernels_triton._mask import Mask, Visible
 from ragged_attention.kernels_triton._pages import Attention, Loop, Pages, Slots, add_values, load_keys, logits_of
 from ragged_attention.kernels_triton._ragged import Shared, results
 from ragged_attention.kernels_triton._rows import (
@@ -29,13 +29,14 @@ from ragged_attention.kernels_triton._rows import (
 )
 from ragged_attention.kernels_triton._selected import (
     ListKind,
+    Visits,
     blocks_of_step,
     join,
     joined_tokens,
     keys_of_blocks,
+    keys_of_step,
     list_kind,
     named_blocks,
-    named_by_rows,
     num_jobs,
     steps_of,
 )
@@ -73,11 +74,10 @@ def pages_of_blocks(pages, block, step, last, LISTS: tl.constexpr, PAGE_SIZE: tl
 
 
 @triton.jit
-def attend_to_blocks(queries, named, begin, end, first_row, row, visible, mask, pages, ATTENTION: tl.constexpr,
-                     LISTS: tl.constexpr):  # fmt: skip
-    """(m_i, l_i, acc) of a job's query rows over the steps [begin, end) of its blocks; see `_pages.attend`.
+def attend_to_blocks(queries, visits, visible, mask, pages, ATTENTION: tl.constexpr, LISTS: tl.constexpr):
+    """(m_i, l_i, acc) of a job's query rows over the blocks that a program visits; see `_pages.attend`.
 
-    Blocks are loaded two iterations ahead, and their pages one.
+    Blocks and their pages are looked up one iteration ahead.
     """
     SHAPE: tl.constexpr = ATTENTION.SHAPE
     ROWS: tl.constexpr = queries.q.shape[0]
@@ -86,29 +86,20 @@ def attend_to_blocks(queries, named, begin, end, first_row, row, visible, mask, 
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, SHAPE.DV_PAD], tl.float32)
-    following, _ = blocks_of_step(named, begin, LISTS, BLOCK_KV)
-    next_page = pages_of_blocks(pages, following, begin, visible.last, LISTS, SHAPE.PAGE_SIZE, BLOCK_KV)
-    second, _ = blocks_of_step(named, begin + 1, LISTS, BLOCK_KV)
-    for step in range(begin, end):
-        keys = keys_of_blocks(following, step, LISTS, BLOCK_KV)
+    next_block, _ = blocks_of_step(visits, visits.begin, LISTS, BLOCK_KV)
+    next_page = pages_of_blocks(pages, next_block, visits.begin, visits.kv_len, LISTS, SHAPE.PAGE_SIZE, BLOCK_KV)
+    for step in range(visits.begin, visits.end):
+        block = next_block
         page = next_page
-        following = second
-        next_page = pages_of_blocks(pages, following, step + 1, visible.last, LISTS, SHAPE.PAGE_SIZE, BLOCK_KV)
-        second, _ = blocks_of_step(named, step + 2, LISTS, BLOCK_KV)
-        readable = (keys >= visible.first) & (keys < visible.last) & (page >= 0) & (page < pages.num_pages)
-        if ATTENTION.MASK.RANGES > 0:
-            readable = readable & may_read(keys, visible, ATTENTION.MASK, LISTS.TOKENS == 1)
-        k = decode(load_keys(pages, Slots(keys, page, readable), True, SHAPE), SHAPE.CODES, queries.q.dtype)
+        next_block, _ = blocks_of_step(visits, step + 1, LISTS, BLOCK_KV)
+        next_page = pages_of_blocks(pages, next_block, step + 1, visits.kv_len, LISTS, SHAPE.PAGE_SIZE, BLOCK_KV)
+        keys, readable, seen = keys_of_step(visits, block, step, mask, LISTS, BLOCK_KV)
+        known = (page >= 0) & (page < pages.num_pages)
+        slots = Slots(keys, page, readable & known)
+        k = decode(load_keys(pages, slots, True, SHAPE), SHAPE.CODES, queries.q.dtype)
         logits, scale = logits_of(queries, k, keys, step, visible, ATTENTION, WIDE)
-        logits = hide(logits, keys, readable, visible, mask, ATTENTION.MASK)
-        if LISTS.TOKENS > 1:
-            _, index = blocks_of_step(named, step, LISTS, BLOCK_KV)
-            seen = named_by_rows(named, index, row - first_row, LISTS, SHAPE.GROUP, BLOCK_KV)
-            logits = tl.where(seen, logits, float("-inf"))
-        if LISTS.TOKENS > 1 or ATTENTION.MASK.HAS_DRAFT_MASK:  # values that no row sees may be NaN
-            readable = readable & (tl.max(logits, 0) != float("-inf"))
+        logits = tl.where(seen & slots.readable[None, :], logits, float("-inf"))
         weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, scale)
-        slots = Slots(keys, page, readable)
         acc = add_values(acc * alpha[:, None], weights, pages, slots, queries.q.dtype, ATTENTION.LOOP.WEIGHT_TERMS,
                          True, SHAPE)  # fmt: skip
     return m_i, l_i, acc
@@ -132,7 +123,6 @@ def selected_kernel(
     key.
     """
     SHAPE: tl.constexpr = CONFIG.ATTENTION.SHAPE
-    KIND: tl.constexpr = CONFIG.ATTENTION.MASK
     LISTS: tl.constexpr = CONFIG.LISTS
     GROUP: tl.constexpr = SHAPE.GROUP
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
@@ -168,14 +158,18 @@ def selected_kernel(
             v_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride,
             page_indices_ptr + row_of_table.to(tl.int64) * table_stride, num_pages,
         )  # fmt: skip
-        visible = visible_keys(rows, low, high, q_len, kv_len, mask, GROUP, KIND)
+        position = kv_len - q_len + rows.row // GROUP
+        visible = Visible(0, kv_len, low, high, position, kv_len, kv_len - q_len, 0)
         named = named_blocks(lists_ptr, job, kv_head, LISTS)
         steps = steps_of(named, LISTS, CONFIG.ATTENTION.LOOP.BLOCK_KV)
         each = (steps + SPLITS - 1) // SPLITS
         begin = tl.minimum(split * each, steps)
-        end = tl.minimum(begin + each, steps)
-        state = attend_to_blocks(queries, named, begin, end, first_row, rows.row, visible, mask, pages,
-                                 CONFIG.ATTENTION, LISTS)  # fmt: skip
+        row = block_of_rows * BLOCK_Q + tl.arange(0, BLOCK_Q)
+        visits = Visits(
+            named.ptr, named.num_blocks, begin, tl.minimum(begin + each, steps), row, start + first, low,
+            kv_len - q_len, kv_len,
+        )  # fmt: skip
+        state = attend_to_blocks(queries, visits, visible, mask, pages, CONFIG.ATTENTION, LISTS)
         if SPLITS == 1:
             v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, CONFIG.SCALING.V_SCALE_STRIDE)
             store_rows(Output(out_ptr, lse_ptr), state, rows, sinks_ptr, v_scale, CONFIG.SCALING.HAS_SINKS, SHAPE)
@@ -191,11 +185,18 @@ def selected_kernel(
 def tile_fields(call: Any) -> dict[str, int]:
     """The fields of a `Tile`: joined lists for prompts, and splits if there are too few jobs to fill the GPU."""
     tokens = 1 if decodes(call) else joined_tokens(call, rows_of_prompts(call))
-    jobs = cdiv(call.num_tokens, tokens) * max(call.num_kv_heads, 1)
-    wanted = cdiv(8 * call.device.num_multiprocessors, max(jobs, 1))
-    splits = min(wanted, MAX_SPLITS, max(call.num_selected * call.block_size // MIN_SPLIT, 1))
-    tokens = 1 if splits > 1 else tokens
+    while tokens > 1 and num_programs(call, tokens) < 2 * call.device.num_multiprocessors:
+        tokens //= 2
+    splits = 1
+    if tokens == 1:
+        wanted = cdiv(8 * call.device.num_multiprocessors, num_programs(call, 1))
+        splits = min(wanted, MAX_SPLITS, max(call.num_selected * call.block_size // MIN_SPLIT, 1))
     return {**sizes_of(call, tokens), "num_splits": splits, "joined_tokens": tokens}
+
+
+def num_programs(call: Any, tokens: int) -> int:
+    """The programs with work if a job has `tokens` tokens and its blocks are not split; at least 1."""
+    return max(cdiv(call.num_tokens, tokens) * call.num_kv_heads, 1)
 
 
 def invariant_fields(call: Any) -> dict[str, int]:
@@ -211,7 +212,11 @@ def decodes(call: Any) -> bool:
 
 def rows_of_prompts(call: Any) -> int:
     """The rows per program if a job has several tokens."""
-    return 16 if on_cuda_cores(call) else 64 if call.device.arch in WGMMA else 32
+    if on_cuda_cores(call):
+        return 16
+    if call.device.arch in WGMMA:
+        return 64
+    return 32 if max(call.head_dim, call.v_head_dim) <= 128 else 16  # more would spill
 
 
 def sizes_of(call: Any, tokens: int) -> dict[str, int]:
@@ -225,7 +230,7 @@ def run(call: Any, tile: Any, launch: Any, shared: Shared, weight_terms: int) ->
     """Enqueue the kernels; returns out and lse."""
     numbers, attention = shared.numbers, shared.constants["ATTENTION"]
     splits = tile.num_splits
-    lists = list_kind(call, 1 if splits > 1 or tile.invariant else tile.joined_tokens, call.capacity)
+    lists = list_kind(call, 1 if splits > 1 or tile.invariant else tile.joined_tokens, call.capacity, attention["MASK"])
     rows = lists.plain.TOKENS * call.group
     block_q = max(16, min(next_power_of_2(rows), tile.block_q))
     row_blocks = cdiv(rows, block_q)
@@ -234,7 +239,6 @@ def run(call: Any, tile: Any, launch: Any, shared: Shared, weight_terms: int) ->
         call,
         launch,
         lists,
-        attention["MASK"],
         (cu_q_lens, kv_lens, num_seqs),
         {name: numbers[name] for name in ("num_tokens", "max_num_seqs", "capacity", "window")},
         has_num_seqs=call.num_seqs is not None,

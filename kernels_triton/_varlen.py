@@ -18,21 +18,19 @@ from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._key_ranges import range_edges, smaller_block
 from ragged_attention.kernels_triton._mask import (
     MaskKind,
-    may_read,
+    Visible,
     packed_mask_arguments,
     seen_by_all,
-    sees_of,
     visible_keys,
 )
-from ragged_attention.kernels_triton._rows import Rows
 from ragged_attention.kernels_triton._selected import (
     ListKind,
-    blocks_of_step,
+    Visits,
     join,
-    keys_of_blocks,
     list_kind,
-    named_by_rows,
+    named_blocks,
     num_jobs,
+    steps_of,
 )
 from ragged_attention.kernels_triton._sequences import Edges, find_segment, max_blocks, query_edge, segment_edge
 from ragged_attention.kernels_triton._softmax import matmul
@@ -168,10 +166,10 @@ def lists_of(call: Any, launch: Any, tokens: int, edges: tuple[Any, Any], number
     """(the joined lists of blocks, their form), or (a stand-in, None) without lists."""
     if call.selected is None:
         return edges[0], None
-    lists = list_kind(call, tokens, call.num_kv_tokens)
+    lists = list_kind(call, tokens, call.num_kv_tokens, kind)
     counts = {"num_tokens": call.num_q_tokens, "max_num_seqs": call.num_seqs, "capacity": call.num_kv_tokens}
     window = numbers["window"]
-    named = join(call, launch, lists, kind, (*edges, edges[0]), {**counts, "window": window}, packed=True)
+    named = join(call, launch, lists, (*edges, edges[0]), {**counts, "window": window}, packed=True)
     return named, lists
 
 
@@ -233,7 +231,7 @@ def find_block(block, own_edges_ptr, other_edges_ptr, num_seqs, num_own, num_oth
 class Job(NamedTuple):
     """The rows of one sequence and KV head that a program computes, and the sequence's keys; see `find_block`."""
 
-    index: tl.tensor  # of the job whose lists of blocks the program visits; see `_selected`
+    number: tl.tensor  # that of the job whose lists of blocks the program visits; see `_selected`
     job_row: tl.tensor  # the job's first row
     first_row: tl.tensor
     end_row: tl.tensor  # at most `first_row` if the program has no rows
@@ -269,28 +267,19 @@ def find_job(block, q_edges_ptr, kv_edges_ptr, num_seqs, num_q_tokens, num_kv_to
 
 
 @triton.jit
-def keys_seen(job, mask, GROUP: tl.constexpr, CONFIG: tl.constexpr):
-    """`Visible` of a job that has lists of blocks."""
-    rows = Rows(job.first_row + tl.arange(0, CONFIG.BLOCK_Q), job.end_row, job.start, 0)
-    low = job.kv_len - job.q_len + job.first_row // GROUP
-    high = job.kv_len - job.q_len + (job.end_row - 1) // GROUP
-    return visible_keys(rows, low, high, job.q_len, job.kv_len, mask, GROUP, CONFIG.MASK)
-
-
-@triton.jit
-def keys_of_step(named, block, step, job, visible, mask, CONFIG: tl.constexpr):
-    """(key, whether some row of the job sees it, whether each row sees it) of a step over blocks; see `_selected`."""
-    LISTS: tl.constexpr = CONFIG.LISTS
-    BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
-    key = keys_of_blocks(block, step, LISTS, BLOCK_KV)
-    readable = may_read(key, visible, CONFIG.MASK, LISTS.TOKENS == 1)
-    seen = readable[None, :] & sees_of(visible, key, mask, CONFIG.MASK)
-    if LISTS.TOKENS > 1:
-        _, index = blocks_of_step(named, step, LISTS, BLOCK_KV)
-        row = job.first_row - job.job_row + tl.arange(0, CONFIG.BLOCK_Q)
-        seen = seen & named_by_rows(named, index, row, LISTS, CONFIG.Q.GROUP, BLOCK_KV)
-        readable = tl.max(seen.to(tl.int32), 0) > 0
-    return key, readable, seen
+def visits_of_job(lists_ptr, job, kv_head, CONFIG: tl.constexpr):
+    """(`Visits`, `Visible`) of a job that has lists of blocks."""
+    num_old = job.kv_len - job.q_len
+    low = num_old + job.first_row // CONFIG.Q.GROUP
+    row = job.first_row + tl.arange(0, CONFIG.BLOCK_Q)
+    visible = Visible(0, job.kv_len, low, low, num_old + row // CONFIG.Q.GROUP, job.kv_len, num_old, 0)
+    first = job.job_row // CONFIG.Q.GROUP
+    named = named_blocks(lists_ptr, job.number, kv_head, CONFIG.LISTS)
+    visits = Visits(
+        named.ptr, named.num_blocks, 0, steps_of(named, CONFIG.LISTS, CONFIG.BLOCK_KV), row - job.job_row,
+        job.start + first, num_old + first, num_old, job.kv_len,
+    )  # fmt: skip
+    return visits, visible
 
 
 @triton.jit

@@ -87,6 +87,7 @@ class KeyBlock(NamedTuple):
 
     k: tl.tuple
     v: tl.tuple
+    key: tl.tensor  # the positions of the keys, from where those of the rows are counted
     scales: tl.tuple
 
 
@@ -97,6 +98,20 @@ class RowArrays(NamedTuple):
     d_out: Array
     terms_ptr: tl.tensor
     tables_ptr: tl.tensor
+
+
+class LoadedRows(NamedTuple):
+    """A block of rows that a loop has loaded, with their terms; see `prepare_kernel`."""
+
+    q: tl.tuple
+    d_out: tl.tuple
+    norm: tl.tensor
+    offset: tl.tensor
+    share: tl.tensor
+    alibi: tl.tensor  # the rows' slopes
+    row: tl.tensor  # their indices, counted from the sequence's first query
+    readable: tl.tensor
+    tables_ptr: tl.tensor  # the address of the first table of the relative bias
 
 
 class Seeing(NamedTuple):
@@ -149,31 +164,30 @@ def seen_by_rows(ranges, row, seeing, mask, GROUP: tl.constexpr, KIND: tl.conste
 
 
 @triton.jit
-def add_rows(keys, sums, q, d_out, products, row, seen, terms, key, readable, tables_ptr, HIDDEN: tl.constexpr,
-             NANS: tl.constexpr, CONFIG: tl.constexpr):  # fmt: skip
+def add_rows(keys, sums, rows, products, seen, HIDDEN: tl.constexpr, NANS: tl.constexpr, CONFIG: tl.constexpr):
     """Add the contributions of rows to the `sums` (dk / sm_scale, dv) of a block of keys; returns the sums.
 
-    `products` is keys @ q.T, and `seen` has its shape; without HIDDEN, every row sees every key. Keys and rows count
-    from the sequence's first query. NANS says whether keys that no row sees may be NaN.
+    `products` is keys @ rows.T, and `seen` has its shape; without HIDDEN, every row sees every key. NANS says whether
+    keys that no row sees may be NaN.
     """
     GROUP: tl.constexpr = CONFIG.Q.GROUP
     dk, dv = sums
-    norm, offset, share, alibi = terms
-    norm = norm[None, :]
+    query = (rows.row // GROUP)[None, :]
+    norm = rows.norm[None, :]
     if CONFIG.HAS_ALIBI:
-        norm = norm - alibi[None, :] * (key[:, None] - (row // GROUP)[None, :]).to(tl.float32)
+        norm = norm - rows.alibi[None, :] * (keys.key[:, None] - query).to(tl.float32)
     if CONFIG.BIAS.WIDTH:
-        distance = (row // GROUP)[None, :] - key[:, None]
-        tables = row_tables(tables_ptr, row, CONFIG.BIAS, GROUP)
-        norm = norm - entries(tables[None, :], distance, readable[None, :], CONFIG.BIAS)
+        distance = query - keys.key[:, None]
+        tables = row_tables(rows.tables_ptr, rows.row, CONFIG.BIAS, GROUP)
+        norm = norm - entries(tables[None, :], distance, rows.readable[None, :], CONFIG.BIAS)
     weights, slope = weigh(products, norm, seen, keys.scales, HIDDEN, CONFIG.HAS_SOFT_CAP)
     shared = weights
     if CONFIG.HAS_SHARE:
-        shared = weights * share[None, :]
-    dv = accumulate(narrow(shared, d_out[0].dtype), d_out, dv)
-    d_weights = product(keys.v, d_out)
-    d_logits = logit_gradients(weights, slope, d_weights, offset[None, :], share[None, :], CONFIG)
+        shared = weights * rows.share[None, :]
+    dv = accumulate(narrow(shared, rows.d_out[0].dtype), rows.d_out, dv)
+    d_weights = product(keys.v, rows.d_out)
+    d_logits = logit_gradients(weights, slope, d_weights, rows.offset[None, :], rows.share[None, :], CONFIG)
     if NANS:
         d_logits = tl.where(seen, d_logits, 0.0)
-    dk = accumulate(narrow(d_logits, q[0].dtype), q, dk)
+    dk = accumulate(narrow(d_logits, rows.q[0].dtype), rows.q, dk)
     return dk, dv

@@ -22,8 +22,7 @@ from ragged_attention.kernels_triton._selected import (
     MOST_TOKENS,
     blocks_of_step,
     joined_tokens,
-    named_blocks,
-    steps_of,
+    keys_of_step,
     too_long,
 )
 from ragged_attention.kernels_triton._sequences import (
@@ -48,14 +47,13 @@ from ragged_attention.kernels_triton._varlen import (
     accumulate,
     find_job,
     gather_rows,
-    keys_of_step,
-    keys_seen,
     load_rows,
     product,
     rows_of,
     store_rows,
     times,
     visible_blocks,
+    visits_of_job,
     zeros,
 )
 
@@ -114,7 +112,7 @@ def sizes(call: Any) -> Sizes:
         return Sizes(128, 32, 4, 2) if columns <= 320 else Sizes(64, 32, 4, 1)
     whole = not any(rest for _, rest in _varlen.widths(call))
     # Otherwise 128 keys take too many registers.
-    simple = call.soft_cap is None and not (OLDER_COMPILER and call.key_ranges is not None)
+    simple = call.soft_cap is None and call.selected is None and not (OLDER_COMPILER and call.key_ranges is not None)
     if arch == "sm_90" and columns <= 256 and whole and simple:
         return Sizes(128, 128, 8, 3)
     limited = OLDER_COMPILER and call.key_ranges is not None and arch not in WGMMA
@@ -195,20 +193,19 @@ def attend_all(queries, arrays, edges, visible, mask, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def attend_to_blocks(queries, arrays, named, job, mask, CONFIG: tl.constexpr):
+def attend_to_blocks(queries, arrays, visits, visible, mask, CONFIG: tl.constexpr):
     """(m_i, l_i, acc) of a job's query rows over the blocks that its lists name."""
     LISTS: tl.constexpr = CONFIG.LISTS
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     ROWS: tl.constexpr = queries.q[0].shape[0]
-    visible = keys_seen(job, mask, CONFIG.Q.GROUP, CONFIG)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
     acc = zeros(ROWS, CONFIG.V)
-    following, _ = blocks_of_step(named, 0, LISTS, BLOCK_KV)
-    for step in range(steps_of(named, LISTS, BLOCK_KV)):
+    following, _ = blocks_of_step(visits, 0, LISTS, BLOCK_KV)
+    for step in range(visits.end):
         block = following
-        following, _ = blocks_of_step(named, step + 1, LISTS, BLOCK_KV)
-        key, readable, seen = keys_of_step(named, block, step, job, visible, mask, CONFIG)
+        following, _ = blocks_of_step(visits, step + 1, LISTS, BLOCK_KV)
+        key, readable, seen = keys_of_step(visits, block, step, mask, LISTS, BLOCK_KV)
         k = gather_rows(arrays.k, key, 0, readable, CONFIG.K)
         logits, scale = logits_of(queries, k, key, visible, CONFIG)
         weights, alpha, m_i, l_i = online_softmax(tl.where(seen, logits, float("-inf")), m_i, l_i, scale)
@@ -263,8 +260,8 @@ def forward_kernel(
             visible, edges = visible_blocks(rows, first_row, job.q_len, job.kv_len, mask, CONFIG)
             m_i, l_i, acc = attend_all(queries, Keys(k_rows, v_rows), edges, visible, mask, CONFIG)
         else:
-            named = named_blocks(lists_ptr, job.index, kv_head, CONFIG.LISTS)
-            m_i, l_i, acc = attend_to_blocks(queries, Keys(k_rows, v_rows), named, job, mask, CONFIG)
+            visits, visible = visits_of_job(lists_ptr, job, kv_head, CONFIG)
+            m_i, l_i, acc = attend_to_blocks(queries, Keys(k_rows, v_rows), visits, visible, mask, CONFIG)
 
         row = first_row + tl.arange(0, BLOCK_Q)
         head = kv_head * GROUP + row % GROUP

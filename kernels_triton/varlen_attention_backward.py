@@ -35,8 +35,7 @@ from ragged_attention.kernels_triton._selected import (
     MOST_TOKENS,
     blocks_of_step,
     joined_tokens,
-    named_blocks,
-    steps_of,
+    keys_of_step,
     too_long,
 )
 from ragged_attention.kernels_triton._selected_gradient import too_many
@@ -70,8 +69,6 @@ from ragged_attention.kernels_triton._varlen import (
     find_block,
     find_job,
     gather_rows,
-    keys_of_step,
-    keys_seen,
     load_columns,
     load_rows,
     product,
@@ -79,11 +76,13 @@ from ragged_attention.kernels_triton._varlen import (
     store_rows,
     times,
     visible_blocks,
+    visits_of_job,
     zeros,
 )
 from ragged_attention.kernels_triton._varlen_gradient import (
     TERMS,
     KeyBlock,
+    LoadedRows,
     RowArrays,
     Seeing,
     add_rows,
@@ -146,6 +145,8 @@ def heuristic(call: VarlenAttentionBackward) -> Tile:
     """A tile that fits registers and shared memory; see docs/compile_matrix.md."""
     columns = _varlen.columns(call)
     dkv, dq = dkv_sizes(call), dq_sizes(call)
+    if call.selected is not None:
+        dkv, dq = _selected_gradient.sizes(call, dkv, dq)
     keys = min(dkv.keys, max(16, next_power_of_2(call.num_kv_tokens)))
     rows, stages = _varlen.fit_rows(call, keys * columns, dkv.rows, dkv.stages)
     dkv = dkv._replace(rows=rows, keys=keys, stages=stages)
@@ -327,9 +328,9 @@ def visit_rows(keys, sums, arrays, blocks, seeing, mask, CONFIG: tl.constexpr, M
         products = product(keys.k, q)
         seen = seen_by_rows(ranges, row, seeing, mask, GROUP, KIND)
         HIDDEN: tl.constexpr = MASKED and KIND.HIDES  # otherwise every row sees every key
-        terms = load_terms(arrays.terms_ptr, block, readable, MASKED, BLOCK_Q, TERMS_STEP)
-        sums = add_rows(keys, sums, q, d_out, products, row, seen, terms, seeing.key, readable, arrays.tables_ptr,
-                        HIDDEN, KIND.RANGES > 0 and MASKED, CONFIG)  # fmt: skip
+        norm, offset, share, alibi = load_terms(arrays.terms_ptr, block, readable, MASKED, BLOCK_Q, TERMS_STEP)
+        rows = LoadedRows(q, d_out, norm, offset, share, alibi, row, readable, arrays.tables_ptr)
+        sums = add_rows(keys, sums, rows, products, seen, HIDDEN, KIND.RANGES > 0 and MASKED, CONFIG)
     return sums
 
 
@@ -423,7 +424,7 @@ def dkv_kernel(
         k = load_rows(k_rows, low, readable, True, BLOCK_KV, CONFIG.K)
         v = load_rows(v_rows, low, readable, True, BLOCK_KV, CONFIG.V)
         seeing, edges = seeing_blocks(low, q_start, q_len, kv_len, mask, CONFIG)
-        dk, dv = visit_all_rows(KeyBlock(k, v, scales), arrays, edges, seeing, mask, CONFIG)
+        dk, dv = visit_all_rows(KeyBlock(k, v, seeing.key, scales), arrays, edges, seeing, mask, CONFIG)
 
         writable = key < kv_len
         store_rows(dk_ptr, start + low, kv_head, 0, times(dk, sm_scale), writable, BLOCK_KV, CONFIG.K)
@@ -431,24 +432,24 @@ def dkv_kernel(
 
 
 @triton.jit
-def add_keys(rows, dq, k, v, key, seen, visible, HIDDEN: tl.constexpr, NANS: tl.constexpr, CONFIG: tl.constexpr):
+def add_keys(rows, dq, keys, seen, visible, HIDDEN: tl.constexpr, NANS: tl.constexpr, CONFIG: tl.constexpr):
     """Add the contributions of keys to `dq`, the dq / sm_scale of a block of rows; returns the sum.
 
     Without HIDDEN, every row sees every key. NANS says whether rows that see no key may be NaN.
     """
-    products = product(rows.q, k)
-    d_weights = product(rows.d_out, v)
+    products = product(rows.q, keys.k)
+    d_weights = product(rows.d_out, keys.v)
     norm = rows.norm[:, None]
     if CONFIG.HAS_ALIBI:
-        norm = norm - rows.alibi[:, None] * (key[None, :] - visible.position[:, None]).to(tl.float32)
+        norm = norm - rows.alibi[:, None] * (keys.key[None, :] - visible.position[:, None]).to(tl.float32)
     if CONFIG.BIAS.WIDTH:
-        distance = visible.position[:, None] - key[None, :]
+        distance = visible.position[:, None] - keys.key[None, :]
         norm = norm - entries(rows.table.rows[:, None], distance, rows.table.exists[:, None], CONFIG.BIAS)
     weights, slope = weigh(products, norm, seen, rows.scales, HIDDEN, CONFIG.HAS_SOFT_CAP)
     d_logits = logit_gradients(weights, slope, d_weights, rows.offset[:, None], rows.share[:, None], CONFIG)
     if NANS:
         d_logits = tl.where(seen, d_logits, 0.0)
-    return accumulate(narrow(d_logits, rows.q[0].dtype), k, dq)
+    return accumulate(narrow(d_logits, rows.q[0].dtype), keys.k, dq)
 
 
 @triton.jit
@@ -467,7 +468,7 @@ def visit_keys(rows, dq, arrays, blocks, visible, mask, CONFIG: tl.constexpr, MA
         v = load_rows(arrays.v, block, readable, MASKED, BLOCK_KV, CONFIG.V)
         seen = sees_of(visible, key, mask, CONFIG.MASK)
         NANS: tl.constexpr = CONFIG.MASK.RANGES > 0 and MASKED
-        dq = add_keys(rows, dq, k, v, key, seen, visible, MASKED, NANS, CONFIG)
+        dq = add_keys(rows, dq, KeyBlock(k, v, key, rows.scales), seen, visible, MASKED, NANS, CONFIG)
     return dq
 
 
@@ -484,20 +485,19 @@ def visit_all_keys(rows, arrays, edges, visible, mask, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def visit_blocks(rows, arrays, named, job, mask, CONFIG: tl.constexpr):
+def visit_blocks(rows, arrays, visits, visible, mask, CONFIG: tl.constexpr):
     """dq / sm_scale of a job's rows over the blocks that its lists name."""
     LISTS: tl.constexpr = CONFIG.LISTS
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     dq = zeros(rows.norm.shape[0], CONFIG.Q)
-    visible = keys_seen(job, mask, CONFIG.Q.GROUP, CONFIG)
-    following, _ = blocks_of_step(named, 0, LISTS, BLOCK_KV)
-    for step in range(steps_of(named, LISTS, BLOCK_KV)):
+    following, _ = blocks_of_step(visits, 0, LISTS, BLOCK_KV)
+    for step in range(visits.end):
         block = following
-        following, _ = blocks_of_step(named, step + 1, LISTS, BLOCK_KV)
-        key, readable, seen = keys_of_step(named, block, step, job, visible, mask, CONFIG)
+        following, _ = blocks_of_step(visits, step + 1, LISTS, BLOCK_KV)
+        key, readable, seen = keys_of_step(visits, block, step, mask, LISTS, BLOCK_KV)
         k = gather_rows(arrays.k, key, 0, readable, CONFIG.K)
         v = gather_rows(arrays.v, key, 0, readable, CONFIG.V)
-        dq = add_keys(rows, dq, k, v, key, seen, visible, True, True, CONFIG)
+        dq = add_keys(rows, dq, KeyBlock(k, v, key, rows.scales), seen, visible, True, True, CONFIG)
     return dq
 
 
@@ -539,8 +539,8 @@ def dq_kernel(
             visible, edges = visible_blocks(block_rows, first_row, job.q_len, job.kv_len, mask, CONFIG)
             dq = visit_all_keys(rows, Keys(k_rows, v_rows), edges, visible, mask, CONFIG)
         else:
-            named = named_blocks(lists_ptr, job.index, kv_head, CONFIG.LISTS)
-            dq = visit_blocks(rows, Keys(k_rows, v_rows), named, job, mask, CONFIG)
+            visits, visible = visits_of_job(lists_ptr, job, kv_head, CONFIG)
+            dq = visit_blocks(rows, Keys(k_rows, v_rows), visits, visible, mask, CONFIG)
         store_rows(dq_ptr, start, kv_head, first_row, times(dq, sm_scale), row < job.end_row, BLOCK_Q, CONFIG.Q)
 
 

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cases.base import Case, Compared, K, Span, Tables, drawn, spans, taken
+from benchmarks.cases.lists import list_entries, list_table, named_pairs
 from benchmarks.cases.ranges import num_keys, num_pairs, range_table
 from benchmarks.compiled.compiling import ITEMSIZE
 from ragged_attention.calls import Call, Device
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention
 from ragged_attention.tools.samples import TABLES, FakeArray, Sample
 
+SMALL_BLOCK = 8  # maximum keys of a block in scaled-down cases
 LARGEST_WGMMA_HEAD = 256  # 64 rows of a wider output do not fit the registers under Triton 3.6
 
 
@@ -57,7 +59,10 @@ class PagedCase(Case, Sample):
 
     @property
     def wgmma_rows(self) -> int:
-        rows = max(self.q_lens) * (self.num_q_heads // self.num_kv_heads)
+        group = self.num_q_heads // self.num_kv_heads
+        rows = max(self.q_lens) * group
+        if self.selected:  # the tokens of a job
+            rows = group * (1 if self.batch_invariant or self.key_ranges else min(max(self.q_lens), 16))
         # The addresses of a draft mask's or a relative bias's entries leave too few registers for a tile of 64 rows.
         looks_up = self.draft is not None or self.relative_bias
         return rows if self.head_dim <= LARGEST_WGMMA_HEAD and not looks_up else 0
@@ -66,6 +71,8 @@ class PagedCase(Case, Sample):
         """The number of cache positions that some query sees, in all sequences."""
         if self.key_ranges:
             return num_keys(self)
+        if self.selected:
+            return named_pairs(self)[1]
         window = self.sliding_window or math.inf
         return sum(
             int(min(kv_len, q_len - 1 + window))
@@ -79,7 +86,7 @@ class PagedCase(Case, Sample):
         row = 2 * self.num_kv_heads * self.head_dim * ITEMSIZE[self.stored]
         keys = self.needed_keys()
         tables = -(-keys // self.page_size) + 2 * len(self.kv_lens) + 1 + 2 * self.num_tokens * (self.key_ranges or 0)
-        return queries + keys * row + 4 * tables
+        return queries + keys * row + 4 * (tables + list_entries(self))
 
     def flops(self) -> int:
         return 4 * self.visible_pairs() * self.num_q_heads * self.head_dim
@@ -87,6 +94,8 @@ class PagedCase(Case, Sample):
     def visible_pairs(self) -> int:
         if self.key_ranges:
             return num_pairs(self)
+        if self.selected:
+            return named_pairs(self)[0]
         window = self.sliding_window or max(self.kv_lens, default=1)
         total = 0
         for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True):
@@ -118,6 +127,7 @@ class PagedCase(Case, Sample):
             num_q_heads=self.num_q_heads // self.num_kv_heads * kv_heads,
             num_kv_heads=kv_heads,
             sliding_window=self.sliding_window and max(1, int(self.sliding_window / factor)),
+            block_size=self.block_size and min(self.block_size, SMALL_BLOCK),
         )
 
     def calls(self, device: Device) -> Iterator[Call]:
@@ -151,7 +161,7 @@ class PagedCase(Case, Sample):
         }
         if self.draft is not None:  # a tree: each new token sees itself and about half of those before it
             found["draft_mask"] = np.concatenate([self._tree(q_len, generator) for q_len in self.q_lens])
-        return found | range_table(self)
+        return found | range_table(self) | list_table(self)
 
     def _tree(self, q_len: int, generator: np.random.Generator) -> np.ndarray:
         rows, columns = np.arange(q_len)[:, None], np.arange(self.draft or 0)
@@ -161,7 +171,8 @@ class PagedCase(Case, Sample):
         lengths = zip(self.q_lens, self.kv_lens, strict=True)
         kv_lens = tuple(max(q_len, kv_len * (1 + seq % 3) // 4) for seq, (q_len, kv_len) in enumerate(lengths))
         other = dataclasses.replace(self, kv_lens=kv_lens)
-        return ((one, {"kv_lens": np.array(one.kv_lens, np.int32)} | range_table(one)) for one in (other, self))
+        for one in (other, self):
+            yield one, {"kv_lens": np.array(one.kv_lens, np.int32)} | range_table(one) | list_table(one)
 
     def values(self, name: str, array: FakeArray, generator: np.random.Generator) -> np.ndarray:
         values = super().values(name, array, generator)
@@ -194,6 +205,8 @@ class PagedCase(Case, Sample):
                 soft_cap=self.soft_cap,
                 draft_mask=to_numpy(inputs["draft_mask"][span.rows]).astype(bool) if self.draft else None,
                 key_ranges=to_numpy(inputs["key_ranges"][span.rows]) if self.key_ranges else None,
+                selected=to_numpy(inputs["selected"][span.rows]) if self.selected else None,
+                block_size=self.block_size,
                 **{name: self._scale_in(inputs, name, to_numpy) for name in ("k_scale", "v_scale")},
                 cache_dtype=self.stored,
             )
@@ -230,6 +243,7 @@ def _batch(
 
 LLAMA_8B, LLAMA_70B, LLAMA_70B_TP8 = (32, 8, 128), (64, 8, 128), (8, 1, 128)
 GPT_OSS, GEMMA2, GEMMA3, GEMMA4 = (64, 8, 64), (16, 8, 256), (32, 16, 128), (32, 4, 512)
+MINIMAX_M3, M3_BLOCKS = (64, 4, 128), {"selected": 16, "block_size": 128}
 GEMMA2_OPTIONS: dict[str, Any] = {"soft_cap": 50.0, "sliding_window": 4096}
 FP8: dict[str, Any] = {"cache_dtype": "float8_e4m3fn", "scale": 0.25}
 
@@ -319,6 +333,19 @@ _MORE = (
     _batch("two_ranges_4k", "-", [(4 * K, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, key_ranges=2),
     _batch("two_ranges_sinks", "-", [(4 * K, 4 * K)] + [(1, 4 * K)] * 8, GPT_OSS, key_ranges=2, sinks=True),
     _batch("two_ranges_fp8", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, key_ranges=2, **FP8),
+    # Blocks that models select: 16 of 128 keys in MiniMax M3, many small ones, single keys, whole lists of prompts.
+    _batch("blocks_128_prompt", "-", [(4 * K, 4 * K)] + [(1, 4 * K)] * 8, MINIMAX_M3, page_size=128, **M3_BLOCKS),
+    _decode("blocks_128_decode", "-", 32, 32 * K, MINIMAX_M3, page_size=128, **M3_BLOCKS),
+    _batch("blocks_64_fp8", "-", [(512, 4 * K)] * 2, LLAMA_8B, page_size=64, selected=32, block_size=64, **FP8),
+    _batch("blocks_16_bias", "-", [(512, 4 * K)] * 2, (32, 4, 128), selected=64, block_size=16, relative_bias=True),
+    _batch("blocks_8_cap_head_256", "-", [(512, 4 * K)] * 2, GEMMA2, selected=64, block_size=8, **GEMMA2_OPTIONS),
+    _batch("blocks_1_float32", "-", [(64, 4 * K)] * 2, LLAMA_8B, dtype="float32", selected=256, block_size=1),
+    _decode("blocks_1_decode", "-", 16, 16 * K, LLAMA_8B, selected=2 * K, block_size=1),
+    _batch(
+        "blocks_sinks_ranges", "-", [(512, 4 * K)] * 2, GPT_OSS, selected=16, block_size=128, key_ranges=1, sinks=True
+    ),
+    _decode("blocks_fp8_decode", "-", 32, 16 * K, LLAMA_8B, page_size=64, selected=16, block_size=128, **FP8),
+    _batch("blocks_invariant", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, MINIMAX_M3, batch_invariant=True, **M3_BLOCKS),
     # Sizes of 1, which Triton turns into constants.
     _batch("one_of_everything", "-", [(1, 16)], (1, 1, 128), spare_pages=0),
     _batch("one_page_slot", "-", [(1, 1)], (1, 1, 16), page_size=1, spare_pages=0, return_lse=True),

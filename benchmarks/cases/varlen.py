@@ -14,13 +14,22 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cases.base import ROWS, Case, Compared, K, Tables, drawn, rounded, spans
+from benchmarks.cases.lists import list_entries, list_table, named_pairs
 from benchmarks.cases.ranges import num_pairs, range_table
 from benchmarks.compiled.compiling import ITEMSIZE
-from ragged_attention.reference.ragged_paged_attention import bias_of, column_at_own, table_of, visible
+from ragged_attention.reference.ragged_paged_attention import (
+    bias_of,
+    column_at_own,
+    of_head,
+    seen_by_heads,
+    table_of,
+    visible,
+)
 from ragged_attention.reference.varlen_attention import varlen_attention
 from ragged_attention.reference.varlen_attention_backward import attend_backward, row_terms
 from ragged_attention.tools.samples import FakeArray, VarlenSample
 
+SMALL_BLOCK = 8  # maximum keys of a block in scaled-down cases
 GIVEN = ("d_out", "d_lse", "return_d_relative_bias")  # to a gradient, beside what the forward pass takes and gives
 
 
@@ -58,7 +67,10 @@ class VarlenCase(Case, VarlenSample):
         """Zero where registers do not suffice: for the addresses of biases, and for the widest heads' results."""
         if self.relative_bias or self.head_dim + self.d_v > 512:
             return 0
-        return max(self.q_lens) * self.num_q_heads // self.num_kv_heads
+        tokens = max(self.q_lens)
+        if self.selected:  # those of a job
+            tokens = 1 if self.key_ranges else min(tokens, 16)
+        return tokens * self.num_q_heads // self.num_kv_heads
 
     def needed_bytes(self) -> int:
         """Every array that goes in or comes out, each byte once."""
@@ -67,11 +79,14 @@ class VarlenCase(Case, VarlenSample):
         lse = 4 * self.num_tokens * self.num_q_heads
         if self.backward:  # q, d_out, out and dq; k, v and their gradients
             rows, keys = 2 * rows, 2 * keys
-        return (rows + keys) * ITEMSIZE[self.dtype] + lse + 8 * self.num_tokens * (self.key_ranges or 0)
+        tables = 8 * self.num_tokens * (self.key_ranges or 0) + 4 * list_entries(self)
+        return (rows + keys) * ITEMSIZE[self.dtype] + lse + tables
 
     def visible_pairs(self) -> int:
         if self.key_ranges:
             return num_pairs(self)
+        if self.selected:
+            return named_pairs(self)[0]
         total = 0
         for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True):
             position = np.arange(kv_len - q_len, kv_len, dtype=np.int64)
@@ -101,6 +116,7 @@ class VarlenCase(Case, VarlenSample):
             num_q_heads=self.num_q_heads // self.num_kv_heads * kv_heads,
             num_kv_heads=kv_heads,
             sliding_window=self.sliding_window and max(1, int(self.sliding_window / factor)),
+            block_size=self.block_size and min(self.block_size, SMALL_BLOCK),
         )
 
     # ---- inputs
@@ -113,14 +129,14 @@ class VarlenCase(Case, VarlenSample):
         del seed
         lens = {"cu_q_lens": self.q_lens, "cu_kv_lens": self.kv_lens}
         tables = {name: np.concatenate([[0], np.cumsum(value)]).astype(np.int32) for name, value in lens.items()}
-        return tables | range_table(self)
+        return tables | range_table(self) | list_table(self)
 
     def changed(self) -> "Iterator[tuple[VarlenCase, Tables]]":
         """Its lengths moved by one sequence."""
         other = dataclasses.replace(self, q_lens=(*self.q_lens[1:], 0), kv_lens=(*self.kv_lens[1:], 0))
         tables = other.tables()
-        if self.key_ranges:  # rows of padding repeat other rows, and are not read
-            tables["key_ranges"] = np.resize(tables["key_ranges"], (self.num_tokens, self.key_ranges, 2))
+        for name in tables.keys() & {"key_ranges", "selected"}:  # rows of padding repeat other rows, and are not read
+            tables[name] = np.resize(tables[name], (self.num_tokens, *tables[name].shape[1:]))
         yield other, tables
         yield self, self.tables()
 
@@ -173,7 +189,9 @@ class VarlenCase(Case, VarlenSample):
                 sinks=to_numpy(inputs["sinks"]) if self.sinks else None,
                 alibi_slopes=to_numpy(inputs["alibi_slopes"]) if self.alibi_slopes else None,
                 relative_bias=self._tables(inputs, rows, to_numpy),
-                key_ranges=self._ranges(inputs, rows, to_numpy),
+                key_ranges=self._rows_of("key_ranges", inputs, rows, to_numpy),
+                selected=self._rows_of("selected", inputs, rows, to_numpy),
+                block_size=self.block_size,
                 causal=self.causal,
                 sliding_window=self.sliding_window,
                 soft_cap=self.soft_cap,
@@ -193,17 +211,19 @@ class VarlenCase(Case, VarlenSample):
             return None
         return to_numpy(inputs["relative_bias"][rows] if self.own_tables else inputs["relative_bias"])
 
-    def _ranges(self, inputs: dict[str, Any], rows: slice, to_numpy: Any) -> np.ndarray | None:
-        """The ranges of keys of some queries."""
-        return to_numpy(inputs["key_ranges"][rows]) if self.key_ranges else None
+    def _rows_of(self, name: str, inputs: dict[str, Any], rows: slice, to_numpy: Any) -> np.ndarray | None:
+        """The ranges of keys, or the lists of blocks, of some queries."""
+        return to_numpy(inputs[name][rows]) if getattr(self, name) else None
 
     def _some_gradients(self, inputs: dict[str, Any], out: Any, seq: int, kv_head: int, to_numpy: Any) -> Compared:
         """(name, what is there, what the definition gives) of the ends of a sequence, for one KV head's group."""
         rows, keys = self._sequence(seq)
         q_len, kv_len = self.q_lens[seq], self.kv_lens[seq]
         group = self.num_q_heads // self.num_kv_heads
-        ranges = self._ranges(inputs, rows, to_numpy)
+        ranges = self._rows_of("key_ranges", inputs, rows, to_numpy)
+        lists = self._rows_of("selected", inputs, rows, to_numpy)
         seen = visible(q_len, kv_len, np.ones(kv_len, bool), self.causal, self.sliding_window, ranges=ranges)
+        seen = of_head(seen_by_heads(seen, lists, self.block_size), kv_head)
         k, v = (to_numpy(inputs[name][keys, kv_head]) for name in ("k", "v"))
         some_rows, some_keys = (sorted({*range(min(ROWS, n)), *range(max(0, n - ROWS), n)}) for n in (q_len, kv_len))
         dk, dv = np.zeros((len(some_keys), self.head_dim)), np.zeros((len(some_keys), self.d_v))
@@ -292,6 +312,13 @@ _MORE = (
     *_both("two_ranges_128", "-", (1000,) * 4, (32, 8), (128, 128), key_ranges=2, causal=False),
     *_both("two_ranges_192", "-", (1000,) * 4, (16, 16), (192, 128), key_ranges=2, causal=False, sinks=True),
     *_both("two_ranges_bias_64", "-", (1000,) * 4, (8, 8), (64, 64), key_ranges=2, causal=False, relative_bias=True),
+    *_both("blocks_64", "-", (2 * K,) * 4, (64, 4), (128, 128), selected=16, block_size=64),
+    *_both("blocks_16_192", "-", (1000,) * 4, (16, 16), (192, 128), selected=16, block_size=16, sinks=True, d_lse=True,
+           soft_cap=50.0),
+    *_both("blocks_8_bias", "-", (1000,) * 4, (8, 4), (64, 64), selected=32, block_size=8, relative_bias=True),
+    *_both("blocks_1_float32", "-", (333,) * 4, (8, 4), (80, 80), dtype="float32", selected=64, block_size=1),
+    *_both("blocks_128_ranges", "-", (1000,) * 4, (32, 8), (128, 128), selected=4, block_size=128, key_ranges=1,
+           causal=False),
     *_both("cross_96_72", "-", (500,) * 4, (12, 12), (96, 72), kv_lens=(700,) * 4, causal=False, sinks=True),
     *_both("one_of_everything", "-", (1,), (1, 1), (1, 1)),
 )  # fmt: skip

@@ -72,6 +72,7 @@ FEWER = (
     "mla_prefill_h16_2k", "mha_192_4k", "mha_192_4k_backward", "mha_gemma_256", "mha_gemma_256_backward",
     "mha_float32_80_backward", "indexer_decode_64x32k", "indexer_prefill_4k", "indexer_prefill_bf16",
     "indexer_decode_bf16_queries", "blocks_decode_64x32k", "blocks_prefill_4k", "blocks_prefill_float32",
+    "blocks_128_prompt", "blocks_128_decode", "mha_blocks_64", "mha_blocks_64_backward",
 )  # fmt: skip
 FEWER_CASES_ON = ("sm_86", "sm_100", "sm_120", "gfx950")
 # Latent attention compiles slowly, so sm_90 compiles all of its cases and the other architectures one for each tile.
@@ -101,7 +102,8 @@ SAVED_EVERY = 30.0  # seconds between two saves while compiling
 # must come 16 at a time. After a change that makes a check stricter, `--afresh` has to compile everything again.
 MULTIPLYING = (
     "tile_kernel", "split_kernel", "latent_kernel", "ragged_latent_kernel", "forward_kernel", "dkv_kernel", "dq_kernel",
-    "bias_kernel", "gradient_kernel", "tile_logits_kernel", "walk_logits_kernel", "block_scores_kernel",
+    "bias_kernel", "selected_kernel", "selected_dkv_kernel", "gradient_kernel",
+    "tile_logits_kernel", "walk_logits_kernel", "block_scores_kernel",
 )  # fmt: skip
 LEAST_WIDE = 0.9
 # Exceptions from LEAST_WIDE by kernel, `key_format` of the case and matrix unit: a lower bound of their own and the
