@@ -224,6 +224,26 @@ SIGNATURES = {
     "topk.top_k_ragged_transform": (
         "input, offsets, lengths, k, deterministic=False, tie_break=0, dsa_graph_safe=False, row_starts=None"
     ),
+    "msa_ops.msa_proxy_score": (
+        "q, k, cu_seqlens_q, cu_seqlens_k=None, *, page_table=None, seqused_k=None, causal=True, max_seqlen_q=None, "
+        "max_k_tiles=None, output=None, reduce_heads=False, q_offset=None"
+    ),
+    "msa_ops.msa_topk_select": (
+        "max_score, topk, num_valid_pages=None, output=None, force_begin_blocks=0, force_end_blocks=0"
+    ),
+    "msa_ops.msa_sparse_attention": (
+        "q, k, v, q2k_indices, cu_seqlens_q, cu_seqlens_k=None, causal=False, softmax_scale=None, page_table=None, "
+        "seqused_k=None, return_softmax_lse=False, k_scale=None, v_scale=None, k_global_scale=None, "
+        "v_global_scale=None, q_offset=None, return_temperature_lse=False, lse_temperature_scale=1.0, workspace=None"
+    ),
+    "msa_ops.msa_sparse_decode_attention": (
+        "q, k, v, q2k_indices, *, page_table=None, seqused_k=None, cu_seqlens_k=None, seqlen_q=1, causal=True, "
+        "softmax_scale=None, return_softmax_lse=False, k_scale=None, v_scale=None, k_global_scale=None, "
+        "v_global_scale=None, q_offset=None, partial_dtype=None, force_fused=None, workspace=None, out=None"
+    ),
+    "msa_ops.supports_packed_kv": (
+        "device"
+    ),
     "quantization.packbits": (
         "x, bitorder='big'"
     ),

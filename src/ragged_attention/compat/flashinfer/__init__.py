@@ -1,15 +1,16 @@
 """FlashInfer's attention by its names, order, defaults and conventions, on every device.
 
 `import ragged_attention.compat.flashinfer as flashinfer` runs code written for the `flashinfer` package, 0.7.2.post1:
-the wrappers with `plan` and `run`, attention of single requests, merges, appends to paged caches, and top-k. The
-modules have FlashInfer's names too, such as `flashinfer.decode`.
+the wrappers with `plan` and `run`, attention of single requests, merges, appends to paged caches, top-k, and MiniMax's
+sparse attention. The modules have FlashInfer's names too, such as `flashinfer.decode`.
 
 `plan` keeps tensors and settings; nothing is compiled there, no kernel works in the workspace, and arguments that
 choose among FlashInfer's kernels are without effect. An argument that would change results, and that no operation of
-ours has, raises `Unsupported` with its name. Log-sum-exps have base 2, and sinks count in them.
+ours has, raises `Unsupported` with its name. Log-sum-exps have base 2, those of `msa_ops` base e, and sinks count in
+them.
 """
 
-from ragged_attention.compat.flashinfer import cascade, decode, mla, page, prefill, quantization, topk
+from ragged_attention.compat.flashinfer import cascade, decode, mla, msa_ops, page, prefill, quantization, topk
 from ragged_attention.compat.flashinfer.cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
@@ -66,6 +67,7 @@ __all__ = [
     "merge_state_in_place",
     "merge_states",
     "mla",
+    "msa_ops",
     "packbits",
     "page",
     "prefill",
