@@ -36,6 +36,8 @@ class OnCpu(TorchFunctionMode):
         if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
             args = (args[0], "cpu", *args[2:])
         moved: dict[str, Any] = {name: on_cpu(value) for name, value in (kwargs or {}).items()}
+        if type(moved.get("device")) is int:
+            moved["device"] = "cpu"
         dtype: Any = moved.pop("out_dtype") if func is torch.bmm and "out_dtype" in moved else None
         if dtype is not None:  # which torch has for CUDA alone
             return torch.bmm(args[0].to(dtype), args[1].to(dtype))

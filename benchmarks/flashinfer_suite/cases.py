@@ -25,6 +25,7 @@ FILES = (
     "tests/attention/test_page.py",
     "tests/attention/test_mla_page.py",
     "tests/attention/test_alibi.py",
+    "tests/attention/test_block_sparse.py",
     "tests/utils/test_quantization.py",
     "tests/utils/test_topk.py",
     "tests/trace/test_append_paged_kv_cache_reference_correctness.py",
