@@ -12,6 +12,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from ragged_attention.torch import varlen_attention
 
 Weights = dict[str, torch.Tensor]
 Documents = list[torch.Tensor]  # of a step, each the bytes of one
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def batches(paragraphs: list[str], arguments: argparse.Namespace, device: str) -> Iterator[Documents]:
@@ -38,21 +40,40 @@ def batches(paragraphs: list[str], arguments: argparse.Namespace, device: str) -
                 documents = []
 
 
-def packed_loss(weights: Weights, documents: Documents, backend: str | None = None) -> torch.Tensor:
-    """Nats a byte on documents in one row [T], of which each sees itself alone."""
+class Row(NamedTuple):
+    """Documents of one step in one row; tensors [T], but the edges [N + 1]."""
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    positions: torch.Tensor  # in a token's own document
+    edges: torch.Tensor  # where documents begin, and the row's end
+    longest: int
+
+
+def row_of(documents: Documents) -> Row:
     lengths = [len(document) - 1 for document in documents]
     tokens, targets = (torch.cat([document[part] for document in documents]) for part in (slice(-1), slice(1, None)))
     positions = torch.cat([torch.arange(length, device=tokens.device) for length in lengths])
     edges = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(tokens.device, torch.int32)
+    return Row(tokens, targets, positions, edges, max(lengths))
+
+
+def row_loss(weights: Weights, row: Row, attend: Attend) -> torch.Tensor:
+    """Nats a byte on documents in one row, which `attend` keeps apart."""
+    hidden = GQA.forward_by_heads(weights, row.tokens, row.positions, attend)
+    return F.cross_entropy(hidden @ weights["embed"].T, row.targets)
+
+
+def packed_loss(weights: Weights, documents: Documents, backend: str | None = None) -> torch.Tensor:
+    """Nats a byte on documents in one row, of which each sees itself alone."""
+    row = row_of(documents)
 
     def attend_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        longest = max(lengths)
         return varlen_attention(
-            q, k, v, edges, edges, max_q_len=longest, max_kv_len=longest, causal=True, backend=backend
+            q, k, v, row.edges, row.edges, max_q_len=row.longest, max_kv_len=row.longest, causal=True, backend=backend
         )
 
-    hidden = GQA.forward_by_heads(weights, tokens, positions, attend_packed)
-    return F.cross_entropy(hidden @ weights["embed"].T, targets)
+    return row_loss(weights, row, attend_packed)
 
 
 def padded_loss(weights: Weights, documents: Documents) -> torch.Tensor:

@@ -24,7 +24,10 @@ def dense(
     sinks: Any = None,
     slopes: Any = None,
 ) -> tuple[Any, Any]:
-    """The result of one request and its base-2 log-sum-exp, sinks counted: q [T, H, D], k [N, K, D], v [N, K, D_v]."""
+    """The result of one request and its base-2 log-sum-exp, sinks counted: q [T, H, D], k [N, K, D], v [N, K, D_v].
+
+    `mask` is bool [T, N], or [H, T, N] where heads differ.
+    """
     (q_len, heads, dim), (kv_len, kv_heads, _) = q.shape, k.shape
     k, v = (each.double().repeat_interleave(heads // kv_heads, 1) for each in (k, v))
     logits = torch.einsum("thd,nhd->htn", q.double(), k) * (dim**-0.5 if sm_scale is None else sm_scale)

@@ -224,6 +224,65 @@ SIGNATURES = {
     "topk.top_k_ragged_transform": (
         "input, offsets, lengths, k, deterministic=False, tie_break=0, dsa_graph_safe=False, row_starts=None"
     ),
+    "sparse.BlockSparseAttentionWrapper.__init__": (
+        "self, float_workspace_buffer, backend='auto'"
+    ),
+    "sparse.BlockSparseAttentionWrapper.reset_workspace_buffer": (
+        "self, float_workspace_buffer, int_workspace_buffer"
+    ),
+    "sparse.BlockSparseAttentionWrapper.plan": (
+        "self, indptr, indices, M, N, R, C, num_qo_heads, num_kv_heads, head_dim, mask=None, packed_mask=None, "
+        "causal=False, pos_encoding_mode='NONE', use_fp16_qk_reduction=False, logits_soft_cap=None, sm_scale=None, "
+        "rope_scale=None, rope_theta=None, q_data_type='float16', kv_data_type=None, o_data_type='float16', "
+        "non_blocking=True, block_mask=None, kv_block_lens=None, q2k_indices=None, q2k_num=None, kv_splits=None, "
+        "use_clc=None, q_scale=None, k_scale=None, v_scale=None"
+    ),
+    "sparse.BlockSparseAttentionWrapper.forward": (
+        "self, q, k, v, scale_q=None, scale_k=None, scale_v=None, pos_encoding_mode='NONE', "
+        "use_fp16_qk_reduction=False, logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None"
+    ),
+    "sparse.BlockSparseAttentionWrapper.run": (
+        "self, q, k, v, scale_q=None, scale_k=None, scale_v=None, out=None, lse=None, return_lse=False, "
+        "enable_pdl=None"
+    ),
+    "sparse.VariableBlockSparseAttentionWrapper.__init__": (
+        "self, float_workspace_buffer, backend='auto'"
+    ),
+    "sparse.VariableBlockSparseAttentionWrapper.reset_workspace_buffer": (
+        "self, float_workspace_buffer, int_workspace_buffer"
+    ),
+    "sparse.VariableBlockSparseAttentionWrapper.plan": (
+        "self, block_mask_map, block_row_sz, block_col_sz, num_qo_heads, num_kv_heads, head_dim, causal=False, "
+        "pos_encoding_mode='NONE', use_fp16_qk_reduction=False, logits_soft_cap=None, sm_scale=None, "
+        "rope_scale=None, rope_theta=None, non_blocking=True, q_data_type='float16', kv_data_type=None"
+    ),
+    "sparse.VariableBlockSparseAttentionWrapper.forward": (
+        "self, q, k, v, pos_encoding_mode='NONE', use_fp16_qk_reduction=False, logits_soft_cap=None, sm_scale=None, "
+        "rope_scale=None, rope_theta=None"
+    ),
+    "sparse.VariableBlockSparseAttentionWrapper.run": (
+        "self, q, k, v, out=None, lse=None, return_lse=False, enable_pdl=None"
+    ),
+    "msa_ops.msa_proxy_score": (
+        "q, k, cu_seqlens_q, cu_seqlens_k=None, *, page_table=None, seqused_k=None, causal=True, max_seqlen_q=None, "
+        "max_k_tiles=None, output=None, reduce_heads=False, q_offset=None"
+    ),
+    "msa_ops.msa_topk_select": (
+        "max_score, topk, num_valid_pages=None, output=None, force_begin_blocks=0, force_end_blocks=0"
+    ),
+    "msa_ops.msa_sparse_attention": (
+        "q, k, v, q2k_indices, cu_seqlens_q, cu_seqlens_k=None, causal=False, softmax_scale=None, page_table=None, "
+        "seqused_k=None, return_softmax_lse=False, k_scale=None, v_scale=None, k_global_scale=None, "
+        "v_global_scale=None, q_offset=None, return_temperature_lse=False, lse_temperature_scale=1.0, workspace=None"
+    ),
+    "msa_ops.msa_sparse_decode_attention": (
+        "q, k, v, q2k_indices, *, page_table=None, seqused_k=None, cu_seqlens_k=None, seqlen_q=1, causal=True, "
+        "softmax_scale=None, return_softmax_lse=False, k_scale=None, v_scale=None, k_global_scale=None, "
+        "v_global_scale=None, q_offset=None, partial_dtype=None, force_fused=None, workspace=None, out=None"
+    ),
+    "msa_ops.supports_packed_kv": (
+        "device"
+    ),
     "quantization.packbits": (
         "x, bitorder='big'"
     ),

@@ -24,6 +24,7 @@ def compiled():
 @pytest.mark.parametrize("kv_len", [1, 7, 10**9])
 def test_right(kv_len):
     assert get_compute_capability(torch.device("cuda:0")) == (9, 0)
+    assert torch.zeros(1, device=0).is_cpu
     k = torch.randn(kv_len, 2, 64, device="cuda:0", generator=torch.Generator("cuda")).to(0)
     out = flashinfer.decode.single_decode_with_kv_cache(torch.randn(4, 64).cuda(), k, k)
     torch.cuda.synchronize()

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 
 def judged(recipe: Recipe, only: str) -> None:
-    examples = 25 if "drawn" in only else 1  # what a kernel takes is learnt from several batches
+    examples = 25 if "drawn" in only or "given" in only else 1  # what a kernel takes is learnt from several batches
     report = judge(recipe.kernel, recipe.operation, **{**recipe.limits, "only": only, "examples": examples})
     report.check()
 
@@ -190,9 +190,31 @@ def paged_decode_logits_reference(
     )  # fmt: skip
 
 
+def msa_paged_decode_block_scores_reference(
+    *, q_fp8, q_scale, index_k_cache, real_page_table, cache_seqlens_int32, page_size
+):
+    from ragged_attention.torch import block_scores
+
+    scores = block_scores(
+        q_fp8, index_k_cache.view(len(index_k_cache), page_size, 1, -1), block_size=128, kv_lens=cache_seqlens_int32,
+        page_indices=real_page_table, cu_q_lens=torch.arange(len(q_fp8) + 1, dtype=torch.int32), backend="eager",
+    )  # fmt: skip
+    return scores.transpose(0, 1) * q_scale.T[..., None] / math.sqrt(128)
+
+
+def msa_select_blocks_reference(*, block_scores, query_positions, topk):
+    from ragged_attention.torch import top_k_blocks
+
+    own = torch.arange(block_scores.shape[2]) == query_positions[:, None] // 128
+    scores = block_scores.masked_fill(own & (query_positions >= 0)[:, None], torch.inf)
+    return top_k_blocks(scores.transpose(0, 1).contiguous(), topk, backend="eager").transpose(0, 1)
+
+
 @pytest.mark.parametrize(
     ("name", "only"),
     [
+        ("block_scores", "block scores on drawn batches"),
+        ("blocks", "selection of given blocks"),
         ("latents", "DeepSeek V3, bfloat16"),
         ("latents", "ragged latents on drawn batches"),
         ("listed", "latent decode, fp8_v32, scales powers"),
@@ -213,6 +235,8 @@ def test_flashinfer_latents(monkeypatch: pytest.MonkeyPatch, name: str, only: st
         compressed_sparse_mla_reference=compressed_sparse_mla_reference,
         contiguous_logits_reference=contiguous_logits_reference,
         paged_decode_logits_reference=paged_decode_logits_reference,
+        msa_paged_decode_block_scores_reference=msa_paged_decode_block_scores_reference,
+        msa_select_blocks_reference=msa_select_blocks_reference,
     )
     monkeypatch.setattr(of_flashinfer, "reference", lambda path: module_of)
     judged(of_flashinfer.RECIPES[f"flashinfer_{name}"], only)

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from benchmarks.flashinfer_suite import cases, definitions, substitute
 
-COLUMNS = ("passed", "unsupported", "skipped", "failed")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 if nothing failed, and 1 otherwise."""
@@ -23,15 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, outcome in outcomes.items():
         print(f"definition {name}: {outcome}")
     sample = cases.run(options.checkout.resolve(), options.only, options.cases, options.largest)
-    print(f"\n| file | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}")
-    for file, counts in sample.outcomes.items():
-        print(f"| {file} | {' | '.join(str(counts[column]) for column in COLUMNS)} |")
-    totals = [sum(counts[column] for counts in sample.outcomes.values()) for column in COLUMNS]
-    print(f"| all | {' | '.join(map(str, totals))} |\n")
-    for reason, count in sample.reasons.most_common():
-        print(f"{count} x {reason}")
-    for failure in sample.failures:
-        print(f"FAILED {failure}")
+    sample.show()
     return int(bool(sample.failures) or "failed" in outcomes.values())
 
 

@@ -1,15 +1,9 @@
-"""A sample of FlashInfer's pytest cases, and what became of them."""
+"""FlashInfer's pytest cases that are run."""
 
-import collections
-import hashlib
-import math
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from benchmarks.flashinfer_suite.substitute import OnCpu
-from ragged_attention.errors import Unsupported
+from benchmarks.flashinfer_suite.substitute import as_sm12x
+from benchmarks.foreign_tests import Sample
 
 FILES = (
     "tests/attention/test_batch_decode_kernels.py",
@@ -31,6 +25,7 @@ FILES = (
     "tests/attention/test_page.py",
     "tests/attention/test_mla_page.py",
     "tests/attention/test_alibi.py",
+    "tests/attention/test_block_sparse.py",
     "tests/utils/test_quantization.py",
     "tests/utils/test_topk.py",
     "tests/trace/test_append_paged_kv_cache_reference_correctness.py",
@@ -43,11 +38,17 @@ FILES = (
     "tests/trace/test_single_decode_reference_correctness.py",
     "tests/trace/test_single_prefill_reference_correctness.py",
 )
+MSA_FILES = (
+    "tests/msa_ops/test_msa_ops.py",
+    "tests/msa_ops/test_msa_topk_per_token.py",
+    "tests/msa_ops/test_packed_kv.py",
+    "tests/msa_ops/test_sparse_prefill.py",
+    "tests/msa_ops/test_proxy_fp4.py",
+    "tests/msa_ops/test_cuda_graph.py",
+)
 SIZES = ("batch_size", "num_qo_heads", "num_heads", "head_dim", "qo_len", "kv_len", "kv_len_2", "shared_kv_len",
          "unique_kv_len", "vocab_size", "seq_len", "num_rows", "max_len", "nnz_kv")  # fmt: skip
 
-# Errors of a torch without CUDA: the case is about streams, graphs or several GPUs.
-NEEDS_CUDA = ("Torch not compiled with CUDA", "requires CUDA support", "Expected a cuda device", "dummy base class")
 # Tests that say nothing about results: they start processes with FlashInfer itself, or hold it to its own limits.
 LEFT_OUT = {
     "test_single_decode_torch_compile_cuda_graph": "a process of FlashInfer's, for CUDA graphs",
@@ -57,80 +58,18 @@ LEFT_OUT = {
     "test_fp8_kv_plan_rejects_fp16_q": "a limit of a kernel of FlashInfer's",
     "test_fp8_kv_requires_scales": "the words of FlashInfer's errors",
     "test_tensor_core_decode_rejects_mismatched_q_len": "the words of FlashInfer's errors",
+    "test_q2k_indices_must_be_contiguous": "a limit of a kernel of FlashInfer's",
+    "test_unrelated_strided_views_rejected": "a limit of a kernel of FlashInfer's",
+    "test_msa_proxy_score_paged_fp8": "the words of FlashInfer's errors",
+    "test_proxy_split_k_heuristic": "how FlashInfer divides work",
+    "test_union_prefill_kernel_matches_public_api_and_oracle": "a kernel of FlashInfer's by itself",
 }
-
-
-class Sample:
-    """A pytest plugin: keeps some small cases of each test, runs them on the CPU, counts outcomes.
-
-    Args:
-        cases: the number of cases per test.
-        largest: the largest product of sizes among a case's parameters.
-    """
-
-    def __init__(self, cases: int, largest: float) -> None:
-        self.cases, self.largest = cases, largest
-        self.outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-        self.reasons: collections.Counter[str] = collections.Counter()
-        self.failures: list[str] = []
-
-    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
-        """Keep a sample that is the same in every run."""
-        by_test = collections.defaultdict(list)
-        for item in items:
-            if size_of(item) <= self.largest:
-                by_test[item.nodeid.partition("[")[0]].append(item)
-        items[:] = [
-            item
-            for group in by_test.values()
-            for item in sorted(group, key=lambda each: hashlib.sha256(each.nodeid.encode()).digest())[: self.cases]
-        ]
-
-    def pytest_collectreport(self, report: Any) -> None:
-        if report.failed:
-            self.failures.append(f"{report.nodeid}: {str(report.longrepr).strip().splitlines()[-1]}")
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self, item: Any) -> Any:
-        if reason := LEFT_OUT.get(item.originalname):
-            pytest.skip(reason)
-        with OnCpu():
-            return (yield)
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
-        report = yield
-        if call.when == "call" or (call.when == "setup" and report.outcome != "passed"):
-            file = Path(str(item.path)).name
-            outcome = report.outcome
-            error = None if call.excinfo is None else call.excinfo.value
-            text = (str(error).strip() or type(error).__name__).splitlines()[0][:150]
-            if isinstance(error, Unsupported):
-                outcome = "unsupported"
-                self.reasons[text.partition(", got")[0]] += 1
-            elif outcome == "failed" and any(words in text for words in NEEDS_CUDA):
-                outcome = "skipped"
-                self.reasons[f"skipped: {text}"] += 1
-            elif outcome == "failed":
-                self.failures.append(f"{item.nodeid}: {type(error).__name__}: {text}")
-            elif outcome == "skipped":
-                self.reasons[f"skipped: {text[:100]}"] += 1
-            self.outcomes[file][outcome] += 1
-        return report
-
-
-def size_of(item: Any) -> float:
-    """The product of the sizes among a case's parameters, which tells about how long it takes."""
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return math.prod(value for name, value in parameters.items() if name in SIZES and type(value) is int and value > 0)
 
 
 def run(checkout: Path, only: str, cases: int, largest: float) -> Sample:
     """Run the sample of the files whose names contain `only`."""
-    sample = Sample(cases, largest)
-    files = [str(checkout / file) for file in FILES if only in file and (checkout / file).exists()]
-    options = ["--noconftest", "--continue-on-collection-errors", f"--rootdir={checkout}", "-c", "/dev/null"]
-    without = [f"-pno:{plugin}" for plugin in ("terminal", "cacheprovider", "xdist", "warnings")]
-    if files:
-        pytest.main([*options, *without, *files], plugins=[sample])
+    sample = Sample(cases, largest, SIZES, left_out=LEFT_OUT)
+    sample.run(checkout, [file for file in FILES if only in file])
+    with as_sm12x():
+        sample.run(checkout, [file for file in MSA_FILES if only in file])
     return sample

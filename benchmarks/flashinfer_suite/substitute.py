@@ -1,22 +1,24 @@
 """`flashinfer` for programs of this process: ours, the definitions of a checkout, and stand-ins for everything else."""
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
+from benchmarks.foreign_tests import without_cuda
 from ragged_attention.errors import Unsupported
 
 OURS = "ragged_attention.compat.flashinfer"
 CAPABILITY = (9, 0)  # what tests ask before they choose cases: an H100, for which few are left out
+TOLD = {"is_sm12x": False}  # whether tests are told of a device for MSA
 # Modules that only compile kernels: a call does nothing.
 COMPILING = ("flashinfer.jit", "tests.test_helpers.jit_utils")
 
@@ -74,8 +76,20 @@ class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.determine_attention_backend = lambda *args, **kwargs: "fa2"
             module.get_device_sm_count = lambda device: 108
             module.is_sm90a_supported = lambda device: True
-            for family in ("12x", "100a", "100f", "110a", "120a", "121a"):
+            module.is_sm12x_supported = lambda device: TOLD["is_sm12x"]
+            for family in ("100a", "100f", "110a", "120a", "121a"):
                 setattr(module, f"is_sm{family}_supported", lambda device: False)
+
+
+@contextlib.contextmanager
+def as_sm12x() -> Iterator[None]:
+    """Tell tests that run meanwhile that there is such a device, since MSA's ask for one."""
+    before = torch.cuda.is_available
+    TOLD["is_sm12x"], torch.cuda.is_available = True, lambda: True
+    try:
+        yield
+    finally:
+        TOLD["is_sm12x"], torch.cuda.is_available = False, before
 
 
 def install(checkout: Path) -> None:
@@ -102,35 +116,8 @@ def install(checkout: Path) -> None:
     spec.loader.exec_module(package.trace)
     sys.meta_path.insert(0, Stubs())
     sys.path.insert(0, str(checkout))
-    torch.Generator = Generator  # type: ignore[misc]
-    torch.cuda.synchronize = lambda device=None: None
+    without_cuda()
     torch.cuda.get_device_capability = lambda device=None: CAPABILITY
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(total_memory=2**36)  # type: ignore
     torch.cuda.memory_reserved = lambda device=None: 0
-
-
-class Generator(torch.Generator):
-    """A generator on the CPU, whatever device is asked for."""
-
-    def __new__(cls, device: Any = "cpu") -> "Generator":
-        return super().__new__(cls, on_cpu(device))  # type: ignore[call-arg]
-
-
-class OnCpu(TorchFunctionMode):
-    """Calls of torch for CUDA devices made for the CPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
-            args = (args[0], "cpu", *args[2:])
-        moved = {name: on_cpu(value) for name, value in (kwargs or {}).items()}
-        return func(*map(on_cpu, args), **moved)
-
-
-def on_cpu(value: Any) -> Any:
-    """A device, or the name of one, as that of the CPU."""
-    if isinstance(value, torch.device) and value.type == "cuda":
-        return torch.device("cpu")
-    return "cpu" if isinstance(value, str) and value.partition(":")[0] == "cuda" else value

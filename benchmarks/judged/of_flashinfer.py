@@ -1,8 +1,10 @@
 """References in FlashInfer's package: files that need nothing but torch, read without what FlashInfer imports."""
 
 import functools
+import importlib
 import importlib.util
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.foreign_tests import bare_package
 from benchmarks.judged import FILLED, FLOATS, Recipe, not_causal, pages_of
 
 
@@ -22,12 +25,10 @@ def reference(path: str) -> Any:
     file = Path(found.origin).parent / "experimental/b12x/attention" / path
     if not file.exists():
         raise NotImplementedError(f"this version has no {path}")
-    spec = importlib.util.spec_from_file_location(f"flashinfer_{file.parent.name}_reference", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    package = f"flashinfer_{file.parent.name.strip('_')}"
+    if package not in sys.modules:  # without what the package itself imports
+        bare_package(package, file.parent)
+    return importlib.import_module(f"{package}.{file.stem}")
 
 
 def paged(
@@ -165,6 +166,38 @@ def logits(
     )  # fmt: skip
 
 
+def scores_of_blocks(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    block_size: int,
+    page_indices: torch.Tensor,
+    kv_lens: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+) -> torch.Tensor:
+    """`msa_paged_decode_block_scores_reference`, row by row. It scales products by the root of the size of a head."""
+    counts = cu_q_lens.diff()
+    seq = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    seen = kv_lens[seq] - cu_q_lens[1:][seq] + torch.arange(len(q)) + 1
+    scores = reference("dsa_indexer/msa_reference.py").msa_paged_decode_block_scores_reference(
+        q_fp8=q, q_scale=torch.full(q.shape[:2], math.sqrt(q.shape[2])), index_k_cache=keys.flatten(1),
+        real_page_table=page_indices[seq], cache_seqlens_int32=seen.int(), page_size=keys.shape[1],
+    )  # fmt: skip
+    return scores.transpose(0, 1)
+
+
+def selected_blocks(scores: torch.Tensor, top_k: int, local_blocks: int = 0) -> torch.Tensor:
+    """`msa_select_blocks_reference`, which is given positions: before the first one it forces no block."""
+    own = torch.where(scores[:, 0].isneginf(), -1, torch.arange(scores.shape[2])).amax(1)
+    position = 128 * own if local_blocks else torch.full_like(own, -1)
+    return (
+        reference("dsa_indexer/msa_reference.py")
+        .msa_select_blocks_reference(
+            block_scores=scores.transpose(0, 1).contiguous(), query_positions=position.int(), topk=top_k
+        )
+        .transpose(0, 1)
+    )
+
+
 def another_d_qk(operation: str, call: Any) -> bool:
     return call.q.shape[2] not in (576, 1088)
 
@@ -197,6 +230,25 @@ def another_compressed_format(operation: str, call: Any) -> bool:
 def another_cache_dtype_of_keys(operation: str, call: Any) -> bool:
     """But e4m3 values, packed or in pages of bytes."""
     return call.keys.dtype.name != ("float8_e4m3fn" if call.page_indices is None else "uint8")
+
+
+def another_size(operation: str, call: Any) -> bool:
+    return call.block_size != 128
+
+
+def another_dtype_of_queries(operation: str, call: Any) -> bool:
+    return call.q.dtype.name != "float8_e4m3fn"
+
+
+def other_forced_blocks(operation: str, call: Any) -> bool:
+    """But a query's own."""
+    return call.local_blocks > 1
+
+
+def equal_scores(operation: str, call: Any) -> bool:
+    """Of which it takes any, and infinite ones beside that of a forced block."""
+    finite = np.sort(np.where(np.isneginf(call.scores), np.nan, call.scores), axis=2)
+    return bool((finite[..., 1:] == finite[..., :-1]).any() or np.isposinf(call.scores).any())
 
 
 LIMITS: Mapping[str, Any] = {"framework": "torch", "declines": FILLED, "contiguous": True}
@@ -244,6 +296,31 @@ RECIPES: Mapping[str, Recipe] = {
             **LIMITS,
             "declines": ("empty batches", "padding", another_cache_dtype_of_keys),
             "head_dims": (128,),
+        },
+    ),
+    "flashinfer_block_scores": Recipe(
+        "flashinfer",
+        scores_of_blocks,
+        "block_scores",
+        {
+            **LIMITS,
+            "declines": (
+                "empty batches",
+                "padding",
+                another_cache_dtype_of_keys,
+                another_dtype_of_queries,
+                another_size,
+            ),
+            "head_dims": (128,),
+        },
+    ),
+    "flashinfer_blocks": Recipe(
+        "flashinfer",
+        selected_blocks,
+        "top_k_blocks",
+        {
+            **LIMITS,
+            "declines": ("empty batches", other_forced_blocks, equal_scores),
         },
     ),
     "flashinfer_paged": Recipe(

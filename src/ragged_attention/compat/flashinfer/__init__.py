@@ -1,15 +1,26 @@
 """FlashInfer's attention by its names, order, defaults and conventions, on every device.
 
 `import ragged_attention.compat.flashinfer as flashinfer` runs code written for the `flashinfer` package, 0.7.2.post1:
-the wrappers with `plan` and `run`, attention of single requests, merges, appends to paged caches, and top-k. The
-modules have FlashInfer's names too, such as `flashinfer.decode`.
+the wrappers with `plan` and `run`, attention of single requests, merges, appends to paged caches, top-k, block sparse
+matrices, and MiniMax's sparse attention. The modules have FlashInfer's names too, such as `flashinfer.decode`.
 
 `plan` keeps tensors and settings; nothing is compiled there, no kernel works in the workspace, and arguments that
 choose among FlashInfer's kernels are without effect. An argument that would change results, and that no operation of
-ours has, raises `Unsupported` with its name. Log-sum-exps have base 2, and sinks count in them.
+ours has, raises `Unsupported` with its name. Log-sum-exps have base 2, those of `msa_ops` base e, and sinks count in
+them.
 """
 
-from ragged_attention.compat.flashinfer import cascade, decode, mla, page, prefill, quantization, topk
+from ragged_attention.compat.flashinfer import (
+    cascade,
+    decode,
+    mla,
+    msa_ops,
+    page,
+    prefill,
+    quantization,
+    sparse,
+    topk,
+)
 from ragged_attention.compat.flashinfer.cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
@@ -38,6 +49,10 @@ from ragged_attention.compat.flashinfer.prefill import (
     single_prefill_with_kv_cache_return_lse,
 )
 from ragged_attention.compat.flashinfer.quantization import packbits, segment_packbits
+from ragged_attention.compat.flashinfer.sparse import (
+    BlockSparseAttentionWrapper,
+    VariableBlockSparseAttentionWrapper,
+)
 from ragged_attention.compat.flashinfer.topk import (
     TopKTieBreak,
     top_k,
@@ -52,9 +67,11 @@ __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "BlockSparseAttentionWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
     "TopKTieBreak",
+    "VariableBlockSparseAttentionWrapper",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
     "cascade",
@@ -66,6 +83,7 @@ __all__ = [
     "merge_state_in_place",
     "merge_states",
     "mla",
+    "msa_ops",
     "packbits",
     "page",
     "prefill",
@@ -74,6 +92,7 @@ __all__ = [
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "sparse",
     "top_k",
     "top_k_page_table_transform",
     "top_k_ragged_transform",

@@ -55,6 +55,14 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Lists of the blocks of keys that queries see."""
+
+    selected: torch.Tensor  # i32 [T, K or 1, N]
+    block_size: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Attention:
     """The settings of an attention, in FlashInfer's words. Its methods return out, and lse as our operations do."""
 
@@ -71,6 +79,7 @@ class Attention:
     v_scales: Scales = ()
     out: torch.Tensor | None = None
     is_batch_invariant: bool = False
+    blocks: Blocks | None = None
 
     def over_pages(
         self, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, tables: Tables, names: Any = None
@@ -79,7 +88,7 @@ class Attention:
         slopes = self._slopes(q)
         common: dict[str, Any] = scaled(q, self.sm_scale, self.q_scales, self.k_scales) | dict(
             v_scale=product("v_scale", *self.v_scales), soft_cap=soft_cap_of(self.logits_soft_cap), sinks=self.sinks,
-            out_dtype=self.out_dtype, out=self.out, return_lse=True,
+            out_dtype=self.out_dtype, out=self.out, return_lse=True, **self._lists(),
         )  # fmt: skip
         if self.mask is not None and self.mask.draft is None:
             if slopes is not None:
@@ -113,7 +122,7 @@ class Attention:
                 common["q"], k, v, rows.cu_q_lens, rows.cu_kv_lens, max_q_len=rows.max_q_len,
                 max_kv_len=rows.max_kv_len, sm_scale=common["sm_scale"], causal=self.causal,
                 sliding_window=window_of(self.window_left), soft_cap=soft_cap_of(self.logits_soft_cap),
-                sinks=self.sinks, alibi_slopes=slopes, out=out, return_lse=True,
+                sinks=self.sinks, alibi_slopes=slopes, out=out, return_lse=True, **self._lists(),
             )  # fmt: skip
         lse = _counted_from_first_query(lse, slopes, rows.cu_q_lens, rows.cu_kv_lens.diff())
         v_scale = product("v_scale", *self.v_scales)
@@ -122,6 +131,9 @@ class Attention:
         if self.out_dtype != dtype:
             result = result.to(self.out_dtype) if self.out is None else self.out.copy_(result)
         return result, lse
+
+    def _lists(self) -> dict[str, Any]:
+        return {} if self.blocks is None else vars(self.blocks)
 
     def _slopes(self, q: torch.Tensor) -> torch.Tensor | None:
         slopes = alibi_slopes(self.pos_encoding_mode, q.shape[1], q.device)

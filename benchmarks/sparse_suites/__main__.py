@@ -1,0 +1,35 @@
+"""Run another project's tests of sparse attention by our operations, and print the outcomes."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.foreign_tests import Sample, without_cuda
+
+SUITES = ("fla", "minimax_m3", "qsa")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0 if nothing failed, and 1 otherwise."""
+    parser = argparse.ArgumentParser(prog="benchmarks.sparse_suites", description=__doc__)
+    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("--checkout", type=Path, required=True, help="a folder with the project's tests")
+    parser.add_argument("--only", default="", help="a part of the names of tests")
+    parser.add_argument("--cases", type=int, default=12, help="cases of each test")
+    parser.add_argument("--largest", type=float, help="the largest product of a case's sizes (default: the suite's)")
+    options = parser.parse_args(argv)
+    suite = importlib.import_module(f"benchmarks.sparse_suites.{options.suite}")
+    checkout = options.checkout.resolve()
+    without_cuda()
+    suite.install(checkout)
+    tests = [test for test in suite.TESTS if options.only in test]
+    sample = Sample(options.cases, options.largest or suite.LARGEST, suite.SIZES, tests)
+    sample.run(checkout, suite.FILES, suite)
+    sample.show()
+    return int(bool(sample.failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

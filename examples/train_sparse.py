@@ -1,0 +1,138 @@
+"""Train the demo's first transformer with sparse attention: each query sees only blocks of keys that it selects.
+
+    python examples/train_sparse.py
+
+takes about ten seconds on one core. In every layer `select_blocks` scores the blocks of keys of a query's document for
+each KV head, and `varlen_attention` computes attention with the best of them, over documents packed one after another.
+A choice has no gradient, so it is made from detached queries and keys; the loss falls nonetheless. The gradient of the
+first step is compared with that of torch's own attention, under a dense mask of the same blocks.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from train_demo import corpus, descend, initial_weights, optimizer_of
+from train_packed import Attend, Row, Weights, batches, row_loss, row_of
+
+from ragged_attention.demo.torch_model import device_named, one_thread
+from ragged_attention.torch import select_blocks, varlen_attention
+
+BOUND = 1e-4  # of a gradient's largest entry: both sides sum in float32, in other orders
+FALL = 0.8  # what the mean loss of the last steps may be of that of the first ones
+STEPS = 5  # that count as the first and the last ones
+
+
+def starts_of(row: Row) -> torch.Tensor:
+    """Where each token's document begins in the row."""
+    return torch.arange(len(row.tokens), device=row.tokens.device) - row.positions
+
+
+def selected_blocks(q: torch.Tensor, k: torch.Tensor, row: Row, arguments: argparse.Namespace) -> torch.Tensor:
+    """The blocks i32 [T, K, N] of its own document that each query selects for each KV head, among them its own block.
+
+    The queries that share a KV head select together, by their mean.
+    """
+    wanted = q.detach().unflatten(1, (k.shape[1], -1)).mean(2)
+    starts = starts_of(row)
+    return select_blocks(
+        wanted, k.detach(), arguments.blocks, block_size=arguments.block_size, starts=starts.int(),
+        stops=(starts + row.positions + 1).int(), max_keys=row.longest, local_blocks=1, backend=arguments.backend,
+    )  # fmt: skip
+
+
+def sparse_attention(row: Row, arguments: argparse.Namespace, kept: list[torch.Tensor] | None = None) -> Attend:
+    """Attention with the blocks that queries select. `kept` is given each layer's lists."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        lists = selected_blocks(q, k, row, arguments)
+        if kept is not None:
+            kept.append(lists)
+        return varlen_attention(
+            q, k, v, row.edges, row.edges, max_q_len=row.longest, max_kv_len=row.longest, causal=True, selected=lists,
+            block_size=arguments.block_size, backend=arguments.backend,
+        )  # fmt: skip
+
+    return attend
+
+
+def masked_attention(row: Row, arguments: argparse.Namespace, lists: list[torch.Tensor]) -> Attend:
+    """The same by torch, which computes with every key and masks those that the layers' lists do not name.
+
+    The lists are given, because rounding may turn a choice between two blocks of almost equal scores.
+    """
+    layers, starts = iter(lists), starts_of(row)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        named = (next(layers)[..., None] == row.positions // arguments.block_size).any(2)  # [T, K, T]
+        own = (starts[:, None] == starts) & (row.positions[:, None] >= row.positions)
+        mask = (named & own[:, None]).repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(0, 1)
+        q, k, v = (heads.transpose(0, 1)[None] for heads in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[None], enable_gqa=True)[0].transpose(0, 1)
+
+    return attend
+
+
+def largest_difference(weights: Weights, row: Row, arguments: argparse.Namespace) -> float:
+    """The largest difference of a gradient between both attentions, as a part of that gradient's largest entry."""
+    lists: list[torch.Tensor] = []
+    found = gradients_of(row_loss(weights, row, sparse_attention(row, arguments, lists)), weights)
+    wanted = gradients_of(row_loss(weights, row, masked_attention(row, arguments, lists)), weights)
+    return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(found, wanted, strict=True))
+
+
+def gradients_of(loss: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(loss, tuple(weights.values()))
+
+
+def train(weights: Weights, steps: Sequence[Row], arguments: argparse.Namespace, console: Console) -> list[float]:
+    """The loss of each step."""
+    optimizer, losses = optimizer_of(weights, arguments), []
+    for step, row in enumerate(steps):
+        loss = row_loss(weights, row, sparse_attention(row, arguments))
+        descend(optimizer, loss, arguments.rate)
+        losses.append(loss.item())
+        if step % 10 == 0 or step == len(steps) - 1:
+            console.print(f"step {step:4}  {losses[-1]:.4f} nats a byte", highlight=False)
+    return losses
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0 if the gradient is that of the dense mask and the loss falls, and 1 otherwise."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--tokens", type=int, default=800, help="bytes of a step, at least")
+    parser.add_argument("--length", type=int, default=384, help="longest document; what is behind is cut off")
+    parser.add_argument("--block-size", type=int, default=16, help="keys of a block")
+    parser.add_argument("--blocks", type=int, default=4, help="blocks that a query sees, among them its own")
+    parser.add_argument("--rate", type=float, default=2e-3, help="learning rate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", help="default: a GPU if there is one")
+    parser.add_argument("--backend", help="of the selection and of attention; default: what the device runs by itself")
+    arguments = parser.parse_args(argv)
+    console, device = Console(), device_named(arguments.device)
+    drawn = initial_weights(torch.Generator().manual_seed(arguments.seed))
+    weights = {name: weight.detach().to(device).requires_grad_() for name, weight in drawn.items()}
+    documents = batches(corpus(), arguments, device)
+    steps = [row_of(next(documents)) for _ in range(arguments.steps)]
+    with one_thread():
+        difference = largest_difference(weights, steps[0], arguments)
+        console.print(f"largest difference of a gradient, of its largest entry: {difference:.1g}", highlight=False)
+        start = time.perf_counter()
+        losses = train(weights, steps, arguments, console)
+        seconds = time.perf_counter() - start
+    first, last = statistics.mean(losses[:STEPS]), statistics.mean(losses[-STEPS:])
+    seen = arguments.blocks * arguments.block_size
+    console.print(
+        f"from {first:.2f} to {last:.2f} nats a byte in {len(losses)} steps and {seconds:.1f} s, with at most {seen} "
+        f"keys of up to {arguments.length} for a query", highlight=False,
+    )  # fmt: skip
+    return int(difference > BOUND or last > FALL * first)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
