@@ -159,7 +159,7 @@ def selected_kernel(
             page_indices_ptr + row_of_table.to(tl.int64) * table_stride, num_pages,
         )  # fmt: skip
         position = kv_len - q_len + rows.row // GROUP
-        visible = Visible(0, kv_len, low, high, position, kv_len, kv_len - q_len, 0)
+        visible = Visible(0, kv_len, low, high, position, kv_len, kv_len - q_len, 0, 0)
         named = named_blocks(lists_ptr, job, kv_head, LISTS)
         steps = steps_of(named, LISTS, CONFIG.ATTENTION.LOOP.BLOCK_KV)
         each = (steps + SPLITS - 1) // SPLITS

@@ -272,7 +272,7 @@ def visits_of_job(lists_ptr, job, kv_head, CONFIG: tl.constexpr):
     num_old = job.kv_len - job.q_len
     low = num_old + job.first_row // CONFIG.Q.GROUP
     row = job.first_row + tl.arange(0, CONFIG.BLOCK_Q)
-    visible = Visible(0, job.kv_len, low, low, num_old + row // CONFIG.Q.GROUP, job.kv_len, num_old, 0)
+    visible = Visible(0, job.kv_len, low, low, num_old + row // CONFIG.Q.GROUP, job.kv_len, num_old, 0, 0)
     first = job.job_row // CONFIG.Q.GROUP
     named = named_blocks(lists_ptr, job.number, kv_head, CONFIG.LISTS)
     visits = Visits(

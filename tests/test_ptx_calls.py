@@ -31,6 +31,7 @@ from ragged_attention.testing.paged.specs import Spec  # noqa: E402
 from ragged_attention.testing.paged.updates import check_update  # noqa: E402
 from ragged_attention.testing.ptx_runner import CompiledRunner  # noqa: E402
 from ragged_attention.testing.runner import ANSWERED, Runner  # noqa: E402
+from ragged_attention.testing.selected import Selection  # noqa: E402
 from ragged_attention.testing.suite import check_attention  # noqa: E402
 from ragged_attention.testing.varlen.gradients import GradientSpec  # noqa: E402
 from ragged_attention.testing.varlen.oracle import check_gradients, check_varlen  # noqa: E402
@@ -76,6 +77,23 @@ SPECS: dict[str, tuple[Callable[[Runner, Any], None], Any]] = {
     "packed, ranges of keys": (
         check_varlen,
         VarlenSpec(lens=((70, 150), (1, 65)), d=64, d_v=64, ranges="prefix", poison="nan", dtype="bfloat16"),
+    ),
+    "lists of blocks, joined": (
+        check_attention,
+        Spec(lens=((40, 150), (1, 90)), selection=Selection(kind="own", size=8, length=5), poison="nan", **SMALLER),
+    ),
+    "lists of blocks, splits": (
+        check_attention,
+        Spec(lens=((1, 900), (1, 300)), selection=Selection(kind="own", size=16, length=40), poison="nan", **SMALLER),
+    ),
+    "packed gradient, lists of blocks": (
+        check_gradients,
+        GradientSpec(
+            of=VarlenSpec(
+                lens=((40, 70), (3, 20)), d=32, d_v=32, selection=Selection(kind="own", size=8, length=3), poison="nan",
+                causal=True, dtype="bfloat16",
+            )
+        ),
     ),
     "packed gradient, ranges of keys": (
         check_gradients,
@@ -173,6 +191,10 @@ RUN_BY = {
     "_indexer.walk_logits_kernel": "indexer top-k, exact, candidates",
     "_latent.decoding.decode_kernel": "sparse prefill, decoded first, fp8_v32",
     "_latent.kernel.latent_kernel": "latents, dense",
+    "_selected.join_kernel": "lists of blocks, joined",
+    "_selected_gradient.code_kernel": "packed gradient, lists of blocks",
+    "_selected_gradient.selected_dkv_kernel": "packed gradient, lists of blocks",
+    "_selected_pages.selected_kernel": "lists of blocks, joined",
     "_softmax.sum_kernel": "packed gradient",
     "latent_norm_rope_write.latent_norm_rope_kernel": "latent norm, rope and write, fp8_v32",
     "make_decode_schedule.schedule_kernel": "decode schedule, sparse, lengths",

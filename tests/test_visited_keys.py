@@ -1,4 +1,4 @@
-"""The blocks of keys that the Triton kernels load under ranges of keys, against what the ranges alone say.
+"""The blocks of keys that the Triton kernels load, against what ranges of keys, or lists of blocks, alone say.
 
 The loads of Triton's interpreter are recorded. A load without a mask belongs to an unmasked loop. The rows of a program
 are those that it loads, so nothing here depends on the numbering of programs or on functions of the kernels. Sizes of
@@ -394,3 +394,96 @@ def test_visits_of_another_mask_are_noticed(recorder: Recorder) -> None:
     visits = expect_keys(recorder, "forward_kernel", in_turn())
     with pytest.raises(AssertionError, match="products per visited block"):
         expect_equal_cost(recorder.programs["forward_kernel"], visits, "")
+
+
+# ---- lists of blocks
+
+LISTED = 8  # keys of a block
+
+
+def lists() -> NDArray[np.int32]:
+    """Four entries for each query: neighbours name much the same blocks, some of them twice, some that do not exist."""
+    query = np.arange(TABLES[2])
+    return np.stack([query // 9 % 5, 7 + query // 4 % 3, 7 + query // 4 % 3, 40 - query % 70], 1)[:, None].astype(
+        np.int32
+    )
+
+
+def shown_by_lists(causal: bool) -> NDArray[np.bool_]:
+    """Whether a query sees a packed key, [queries, keys]."""
+    seen = np.zeros((TABLES[2], int(KEY_EDGES[-1])), bool)
+    for (start, stop), (first, last) in zip(itertools.pairwise(Q_EDGES), itertools.pairwise(KEY_EDGES), strict=True):
+        key = np.arange(last - first)
+        seen[start:stop, first:last] = (lists()[start:stop, 0, :, None] == key // LISTED).any(1)
+        if causal:
+            seen[start:stop, first:last] &= key <= (last - first - stop + start + np.arange(stop - start))[:, None]
+    return seen
+
+
+def as_lists(causal: bool) -> dict[str, Any]:
+    return {"selected": torch.from_numpy(lists()), "block_size": LISTED, "causal": causal}
+
+
+def expect_listed(
+    programs: dict[Any, Program], streamed: str, own_of: Callable[[NDArray[np.int64]], NDArray[np.bool_]]
+) -> None:
+    """Check that each program loads the rows of `streamed` that its own rows see, those alone, and each once.
+
+    `own_of` says which streamed rows each of the program's own rows sees.
+    """
+    own, loads = "q" if streamed == "k" else "k", 0
+    for program in programs.values():
+        rows = program.rows(own)
+        assert not program.unmasked[streamed]
+        found = program.masked[streamed]
+        wanted = np.flatnonzero(own_of(rows).any(0)) if len(rows) else np.zeros(0, int)
+        assert sorted(found) == wanted.tolist(), "rows that some row sees, and no others"
+        assert all(count == 1 for count in found.values()), "rows that are loaded twice"
+        loads += len(found)
+    assert loads
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("joined", [1, 8], ids=["a query each", "joined lists"])
+def test_listed_keys_of_packed_attention(recorder: Recorder, causal: bool, joined: int) -> None:
+    given: dict[str, Any] = packed() | as_lists(causal)
+    recorder.watch(q=given["q"], k=given["k"])
+    options = {"block_q": 32, "block_kv": BLOCK, "joined_tokens": joined}
+    out = front.varlen_attention(**given, backend="triton", options=options)
+    recorder.watch()
+    agrees(out, front.varlen_attention(**given, backend="reference"), "float32")
+    seen = shown_by_lists(causal)
+    expect_listed(recorder.programs["forward_kernel"], "k", lambda rows: seen[rows // GROUP])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_listed_keys_of_the_gradient_of_packed_attention(recorder: Recorder, causal: bool) -> None:
+    """The gradient of keys loads each row that names a key of the program and sees it, and no other row."""
+    run_gradient(recorder, as_lists(causal))
+    seen = shown_by_lists(causal)
+    expect_listed(recorder.programs["dq_kernel"], "k", lambda rows: seen[rows // GROUP])
+    for program in recorder.programs["selected_dkv_kernel"].values():
+        keys = program.rows("k")
+        queries = np.flatnonzero(seen[:, keys].any(1))
+        assert set(program.masked["q"]) == {int(query) * GROUP + head for query in queries for head in range(GROUP)}
+
+
+@pytest.mark.parametrize("options", [{"joined_tokens": 8}, {"num_splits": 3}], ids=["joined lists", "splits"])
+def test_listed_keys_of_paged_attention(recorder: Recorder, options: dict[str, int]) -> None:
+    """Splits of a query are programs of their own, each of which loads a part of the keys."""
+    arguments, of_slot, shape = paged(WIDTH, GROUP)
+    k_pages, v_pages = drawn(*shape), drawn(*shape)
+    given: dict[str, Any] = arguments | {"kv_pages": (k_pages, v_pages)} | as_lists(True)
+    recorder.watch(q=given["q"], k=k_pages)
+    sizes = {"block_q": 32, "block_kv": BLOCK}
+    out = front.ragged_paged_attention(**given, backend="triton", options=sizes | options)
+    recorder.watch()
+    agrees(out, front.ragged_paged_attention(**given, backend="reference"), "float32")
+    seen, programs = shown_by_lists(True), collections.defaultdict(Program)
+    for program in recorder.programs["selected_kernel"].values():
+        queries = program.rows("q")
+        if len(queries):
+            merged = programs[tuple(queries.tolist())]
+            merged.masked["q"] |= program.masked["q"]
+            merged.masked["k"] += collections.Counter({of_slot(row): n for row, n in program.masked["k"].items()})
+    expect_listed(programs, "k", lambda rows: seen[rows // GROUP])
