@@ -16,7 +16,14 @@ from ragged_attention.kernels_triton._mask import Mask, MaskKind
 from ragged_attention.kernels_triton._selected import LARGEST_INT, length_of, visible_blocks
 from ragged_attention.kernels_triton._sequences import VARYING, max_blocks, query_edge
 from ragged_attention.kernels_triton._splits import Batch, find_rows
-from ragged_attention.kernels_triton._tiles import Sizes, next_power_of_2, on_cuda_cores, stride_arguments
+from ragged_attention.kernels_triton._tiles import (
+    OLDER_COMPILER,
+    WGMMA,
+    Sizes,
+    next_power_of_2,
+    on_cuda_cores,
+    stride_arguments,
+)
 from ragged_attention.kernels_triton._varlen import (
     Config,
     gather_rows,
@@ -190,10 +197,15 @@ def selected_dkv_kernel(
 
 def sizes(call: Any, dkv: Sizes, dq: Sizes) -> tuple[Sizes, Sizes]:
     """The preferred sizes of the kernels of dk and dv and of dq, given those for calls without lists."""
-    if on_cuda_cores(call) and call.device.arch.startswith("sm_"):  # the addresses of gathered rows take registers
-        dkv, dq = dkv._replace(warps=8), dq._replace(warps=4)
+    arch = call.device.arch
+    if not arch.startswith("sm_"):
+        return dkv, dq
+    if on_cuda_cores(call):  # the addresses of gathered rows take registers
+        dkv, dq = dkv._replace(warps=8), dq._replace(warps=8 if arch == "sm_120" and OLDER_COMPILER else 4)
+    if arch not in WGMMA:
+        dkv = dkv._replace(rows=min(dkv.rows, 32))
     if call.key_ranges is not None:
-        dkv = dkv._replace(rows=16)
+        dkv = dkv._replace(rows=16, keys=min(dkv.keys, 32) if OLDER_COMPILER else dkv.keys)
     return dkv, dq
 
 

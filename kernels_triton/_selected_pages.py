@@ -43,7 +43,7 @@ from ragged_attention.kernels_triton._selected import (
 from ragged_attention.kernels_triton._sequences import VARYING, count_sequences
 from ragged_attention.kernels_triton._softmax import online_softmax
 from ragged_attention.kernels_triton._splits import MANY_TOKENS, Batch, find_rows, short_tokens
-from ragged_attention.kernels_triton._tiles import WGMMA, cdiv, next_power_of_2, on_cuda_cores
+from ragged_attention.kernels_triton._tiles import OLDER_COMPILER, WGMMA, cdiv, next_power_of_2, on_cuda_cores
 
 MIN_SPLIT = 256  # minimum keys per split
 MIN_INVARIANT_SPLIT = 512  # the same in batch-invariant mode: other tokens may fill the GPU
@@ -222,7 +222,10 @@ def rows_of_prompts(call: Any) -> int:
 def sizes_of(call: Any, tokens: int) -> dict[str, int]:
     """The sizes of the attention kernel, whose loop is that of the split kernel."""
     rows = min(max(16, next_power_of_2(tokens * call.group)), 64)
-    sizes = _paged_tiles.fitting_pages(call, _paged_tiles.split_sizes(call, rows))
+    sizes = _paged_tiles.split_sizes(call, rows)
+    if call.device.arch == "sm_120" and OLDER_COMPILER:  # three stages would spill
+        sizes = sizes._replace(stages=min(sizes.stages, 2))
+    sizes = _paged_tiles.fitting_pages(call, sizes)
     return sizes.fields("block_q")
 
 
