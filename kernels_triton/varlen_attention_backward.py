@@ -432,13 +432,12 @@ def dkv_kernel(
 
 
 @triton.jit
-def add_keys(rows, dq, keys, seen, visible, HIDDEN: tl.constexpr, NANS: tl.constexpr, CONFIG: tl.constexpr):
+def add_keys(rows, dq, keys, products, seen, visible, HIDDEN: tl.constexpr, CONFIG: tl.constexpr):
     """Add the contributions of keys to `dq`, the dq / sm_scale of a block of rows; returns the sum.
 
-    Without HIDDEN, every row sees every key. NANS says whether rows that see no key may be NaN.
+    `products` are those of the keys with q and of the values with d_out. Without HIDDEN, every row sees every key.
     """
-    products = product(rows.q, keys.k)
-    d_weights = product(rows.d_out, keys.v)
+    products, d_weights = products
     norm = rows.norm[:, None]
     if CONFIG.HAS_ALIBI:
         norm = norm - rows.alibi[:, None] * (keys.key[None, :] - visible.position[:, None]).to(tl.float32)
@@ -447,7 +446,7 @@ def add_keys(rows, dq, keys, seen, visible, HIDDEN: tl.constexpr, NANS: tl.const
         norm = norm - entries(rows.table.rows[:, None], distance, rows.table.exists[:, None], CONFIG.BIAS)
     weights, slope = weigh(products, norm, seen, rows.scales, HIDDEN, CONFIG.HAS_SOFT_CAP)
     d_logits = logit_gradients(weights, slope, d_weights, rows.offset[:, None], rows.share[:, None], CONFIG)
-    if NANS:
+    if (CONFIG.MASK.RANGES > 0 or CONFIG.LISTS is not None) and HIDDEN:  # rows that see no key may be NaN
         d_logits = tl.where(seen, d_logits, 0.0)
     return accumulate(narrow(d_logits, rows.q[0].dtype), keys.k, dq)
 
@@ -466,9 +465,9 @@ def visit_keys(rows, dq, arrays, blocks, visible, mask, CONFIG: tl.constexpr, MA
         readable = may_read(key, visible, CONFIG.MASK, EXACT)
         k = load_rows(arrays.k, block, readable, MASKED, BLOCK_KV, CONFIG.K)
         v = load_rows(arrays.v, block, readable, MASKED, BLOCK_KV, CONFIG.V)
+        products = (product(rows.q, k), product(rows.d_out, v))
         seen = sees_of(visible, key, mask, CONFIG.MASK)
-        NANS: tl.constexpr = CONFIG.MASK.RANGES > 0 and MASKED
-        dq = add_keys(rows, dq, KeyBlock(k, v, key, rows.scales), seen, visible, MASKED, NANS, CONFIG)
+        dq = add_keys(rows, dq, KeyBlock(k, v, key, rows.scales), products, seen, visible, MASKED, CONFIG)
     return dq
 
 
@@ -497,7 +496,8 @@ def visit_blocks(rows, arrays, visits, visible, mask, CONFIG: tl.constexpr):
         key, readable, seen = keys_of_step(visits, block, step, mask, LISTS, BLOCK_KV)
         k = gather_rows(arrays.k, key, 0, readable, CONFIG.K)
         v = gather_rows(arrays.v, key, 0, readable, CONFIG.V)
-        dq = add_keys(rows, dq, KeyBlock(k, v, key, rows.scales), seen, visible, True, True, CONFIG)
+        products = (product(rows.q, k), product(rows.d_out, v))
+        dq = add_keys(rows, dq, KeyBlock(k, v, key, rows.scales), products, seen, visible, True, CONFIG)
     return dq
 
 

@@ -15,6 +15,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from ragged_attention.kernels_triton import _bias_gradient, _varlen, varlen_attention, varlen_attention_backward  # noqa: E402
+from ragged_attention.kernels_triton._mask import MaskKind  # noqa: E402
+from ragged_attention.kernels_triton._selected import list_kind  # noqa: E402
 from ragged_attention.torch._launcher import LAUNCHER  # noqa: E402
 
 
@@ -78,6 +80,11 @@ LENGTHS = ((5, 0, 34, 2), (2, 3, 37, 18))
         ((4, 2), (16, 24), {"sliding_window": 4, "bias": (60,), "soft_cap": 1.5}),
         ((2, 2), (16, 16), {"causal": True, "bias": (43, 12)}),
         ((2, 1), (16, 16), {"bias": (43, 60), "alibi_slopes": True}),
+        ((2, 1), (24, 16), {"causal": True, "lists": (5, 4, 8)}),
+        ((40, 2), (16, 40), {"lists": (3, 8, 1), "sinks": True, "d_lse": True}),
+        ((3, 1), (16, 16), {"causal": True, "sliding_window": 9, "lists": (9, 1, 4), "soft_cap": 1.5}),
+        ((4, 2), (16, 16), {"causal": True, "bias": (9,), "lists": (2, 16, 4), "alibi_slopes": True}),
+        ((2, 2), (16, 16), {"bias": (43, 12), "lists": (6, 2, 2)}),
     ],
 )
 def test_small_blocks_give_what_the_definition_says(
@@ -101,14 +108,19 @@ def test_small_blocks_give_what_the_definition_says(
     if bias := options.pop("bias", None):
         arrays["relative_bias"] = normal(*bias[:-1], heads[0], bias[-1])
         extra["return_d_relative_bias"] = True
+    joined: dict[str, int] = {}
+    if lists := options.pop("lists", None):
+        length, options["block_size"], joined["joined_tokens"] = lists
+        shape = (tokens, heads[1], length)
+        arrays["selected"] = generator.integers(-2, 40 // options["block_size"], shape).astype(np.int32)
     given = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    out, lse = rt.varlen_attention(**given, **options, return_lse=True, backend="triton", options=SMALL)
+    out, lse = rt.varlen_attention(**given, **options, return_lse=True, backend="triton", options=SMALL | joined)
     for got, want, name in zip((out, lse), definition(**arrays, **options), ("out", "lse"), strict=True):
         agrees(got.numpy(), want, "float32", name)
 
     extra |= {"d_out": normal(tokens, heads[0], widths[1])}
     more = {name: torch.from_numpy(array) if hasattr(array, "shape") else array for name, array in extra.items()}
-    tile = SMALL | {f"dq_{name}": size for name, size in SMALL.items()}
+    tile = SMALL | {f"dq_{name}": size for name, size in SMALL.items()} | joined
     found = rt.varlen_attention_backward(
         **given, **more, out=out, lse=lse, **options, backend="triton", options=tile
     )  # fmt: skip
@@ -132,3 +144,39 @@ def test_the_gradient_refuses_rows_that_do_not_fit_shared_memory(
     reason = varlen_attention_backward.why_not(call)
     expected = "expected float32 rows that fit 101376 bytes of shared memory, 16 at a time, got 1024 columns of queries"
     assert reason is None if columns is None else str(reason).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("operation", "sizes", "reason"),
+    [
+        ("varlen_attention", {"selected": 2**15}, None),
+        ("varlen_attention", {"selected": 2**15 + 1}, "expected lists of at most 32768 blocks, got 32769"),
+        ("varlen_attention_backward", {"selected": 2**15 + 1}, "expected lists of at most 32768 blocks, got 32769"),
+        (
+            "varlen_attention_backward",
+            {"selected": 2**10, "num_tokens": 2**18},
+            "expected fewer than 2**31 - 1 entries",
+        ),
+    ],
+)
+def test_lists_of_blocks_that_cannot_be_sorted_are_refused(
+    operation: str, sizes: dict[str, int], reason: str | None
+) -> None:
+    call: Any = VarlenSample(block_size=16, **sizes).call(operation, device_of("torch", "sm_90"))
+    module: Any = varlen_attention_backward if operation.endswith("backward") else varlen_attention
+    found = module.why_not(call)
+    assert found is None if reason is None else str(found).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("keys", "entries", "ranges", "tokens"),
+    [(4096, 16, None, 16), (4096, 1000, None, 4), (4096, 2**14, None, 1), (2**30, 16, None, 1), (4096, 16, 1, 1)],
+)
+def test_lists_are_joined_while_a_program_can_sort_them(
+    keys: int, entries: int, ranges: int | None, tokens: int
+) -> None:
+    sample = VarlenSample(block_size=1, selected=entries, key_ranges=ranges, causal=not ranges)
+    call: Any = sample.call("varlen_attention", device_of("torch", "sm_90"))
+    found = list_kind(call, 16, keys, MaskKind(CAUSAL=True, HAS_WINDOW=False)).plain
+    assert tokens == found.TOKENS
+    assert tokens * entries == found.WIDTH

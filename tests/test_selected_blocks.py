@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 rt = pytest.importorskip("ragged_attention.torch")
 
 SIZES = [2**power for power in range(MAX_BLOCK_SIZE.bit_length())]
-BACKENDS = ("reference", "eager", "numba")
+BACKENDS = ("reference", "eager", "numba", "triton")
 WITH_GRADIENT = ("reference", "eager")
 KV_HEADS, GROUP, WIDTH = 2, 3, 16
 LENS = ((1, 530), (70, 300), (5, 5), (3, 0), (4, 2))  # (q_len, kv_len): a decode, a chunk, a prompt, none and few keys
