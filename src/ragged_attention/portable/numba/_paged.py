@@ -12,14 +12,23 @@ them to finish merges them. How the work is divided depends on the shapes, lengt
 import numpy as np
 
 from ragged_attention.portable.numba import _masks, _selected, _splits, _tiles
-from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT32, scale_of, size_of
+from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT32, pair, scale_of, size_of, widen
+from ragged_attention.portable.numba._products import ROWS, mix_listed
 from ragged_attention.portable.numba._records import Fields, up_to
-from ragged_attention.portable.numba._sequences import first_key_of, gaps_by, kv_len_of, num_sequences, queries_of
-from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, add_slope, scale_row
+from ragged_attention.portable.numba._sequences import (
+    first_key_of,
+    gaps_by,
+    kv_len_of,
+    num_sequences,
+    queries_of,
+    within,
+)
+from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, add_slope, scale_row, weigh
 from ragged_attention.portable.numba._vectors import (
     LANES,
     byte_at,
     compiled,
+    copy,
     float_at,
     inlined,
     int32_at,
@@ -264,70 +273,153 @@ def add_relative_bias(call, tile, unit, head, rows, first, count):
 
 
 @compiled
-def list_named(call, tile, unit, head, position):
-    """List the next keys, from `position` on, of the blocks that the unit's lists name, as many as a tile holds.
+def list_named(call, tile, unit, head, base, position, stop):
+    """List the next keys of [position, stop) that the unit's lists name, from a range of as many keys as a tile holds.
 
-    Returns how many they are, how many of them have no page, and the position after the last.
+    `base` is the first block of the tile's table. Returns the first of the keys, how many they are and how many of them
+    have no page.
     """
-    count = holes = 0
-    while count < tile.keys and position < unit.high:
-        first, stop = _selected.next_run(call, tile, unit, position)
-        run = min(stop - first, tile.keys - count)
-        holes += list_next(call, tile, unit.seq, head, first, count, count + run)
-        for index in range(run):
-            set_int(tile.next_positions, count + index, first + index)
-        count, position = count + run, first + run
-    return count, holes, position
+    first, count, holes = _selected.next_key(call, tile.named, base, position, stop), 0, 0
+    begin, stop = first, min(first + tile.keys, stop)
+    while begin < stop:
+        end = _selected.end_of_run(call, tile.named, base, begin, stop)
+        holes += list_next(call, tile, unit.seq, head, begin, count, count + end - begin)
+        for index in range(end - begin):
+            set_int(tile.next_positions, count + index, begin + index)
+        count += end - begin
+        begin = _selected.next_key(call, tile.named, base, end, stop)
+    return first, count, holes
 
 
 @compiled
-def attend_to_blocks(call, tile, unit, head, rows):
+def read_named(call, tile, first, count, shared):
+    """Read `count` listed keys and values, each into the row of its distance from position `first`.
+
+    If tokens share them, keys that could be multiplied in the cache are copied, too, so that they lie close together.
+    """
+    in_place, code = reads_in_place(call, tile), call.k_pages_format
+    for index in range(count):
+        source, key = int_at(tile.sources, index), int_at(tile.positions, index) - first
+        set_int(tile.seen, key, source)
+        if source:
+            target = tile.k + 4 * key * tile.width
+            set_int(tile.k_rows, key, source if in_place and not shared else target)
+            if in_place:
+                copy(target, source, 4 * tile.width if shared else 0)
+            elif tile.paired:
+                pair(code, source, source + size_of(code) * tile.width, target, tile.width)
+            else:
+                widen(code, source, target, call.head_dim)
+            widen(code, int_at(tile.v_sources, index), tile.v + 4 * key * tile.v_width, call.v_head_dim)
+
+
+@compiled
+def sees(call, token, first_new, kv_len, position):
+    """Whether a query token sees a key within the bounds of its masks and of its lists."""
+    if call.drafted and position >= first_new:
+        draft = position - first_new
+        place = token * call.draft_mask_token_stride + draft
+        return draft < call.draft_width and byte_at(call.draft_mask, place) != 0
+    return call.num_ranges < 2 or _masks.sees(call, token, token + 1, kv_len, position, position + 1)
+
+
+@compiled
+def list_own(call, tile, unit, token, base, first, stop, holes):
+    """List the keys of [first, stop) that a token sees, from `read_named`; if `holes`, some of them have no page."""
+    (start, end), kv_len, count = queries_of(call, unit.seq), kv_len_of(call, unit.seq), 0
+    left, right = _masks.seen_between(call, token, end, kv_len)
+    row = tile.named + (token - unit.first + 1) * tile.named_row
+    named = _selected.list_marked(call, row, base, max(left, first), min(right, stop), tile.own_positions)
+    each = holes or call.drafted or call.num_ranges > 1
+    for index in range(named):
+        position = int_at(tile.own_positions, index)
+        key = position - first
+        if not each or (int_at(tile.seen, key) and sees(call, token, kv_len - (end - start), kv_len, position)):
+            set_int(tile.own_positions, count, position)
+            set_int(tile.own_keys, count, int_at(tile.k_rows, key))
+            set_int(tile.own_values, count, tile.v + 4 * key * tile.v_width)
+            count += 1
+    return count
+
+
+@compiled
+def add_biases(call, tile, unit, head, token, count):
+    """Add the biases by distance to the logits of `count` listed keys and a token's rows."""
+    group, (_, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
+    own = kv_len_of(call, unit.seq) - stop + token
+    for row in range(group):
+        q_head = head * group + row
+        table = call.relative_bias + 4 * (token * call.bias_stride + q_head * call.bias_width)
+        for key in range(count):
+            distance, place = int_at(tile.own_positions, key) - own, row * tile.s_width + key
+            logit = float_at(tile.s, place)
+            if call.alibi_slopes:
+                logit += float_at(call.alibi_slopes, q_head) * LOG2E * distance
+            if call.relative_bias:
+                logit += float_at(table, within(call.bias_at_own - distance, call.bias_width - 1)) * LOG2E
+            set_float(tile.s, place, logit)
+
+
+@compiled
+def attend_listed(call, tile, unit, head, token, count, factor):
+    """Attend from a token's rows to the `count` keys that `list_own` has listed."""
+    group = call.num_q_heads // call.num_kv_heads
+    first, aligned = (token - unit.first) * group, group % ROWS == 0
+    if aligned:
+        _tiles.shift(tile, first)
+    else:
+        _tiles.pack_rows(tile, first, group)
+    for row in range(group):
+        _tiles.set_bounds(tile, row, 0, count)
+    _tiles.multiply_keys(tile, tile.own_keys, group, 0, count, factor, call.soft_cap)
+    if call.alibi_slopes or call.relative_bias:
+        add_biases(call, tile, unit, head, token, count)
+    for row in range(group):
+        s, out = tile.s + 4 * row * tile.s_width, tile.out + 4 * row * tile.columns
+        weigh(s, 0, count, up_to(count, LANES), row, tile.m_i, tile.l_i, out, tile.columns, False)
+    mix_listed(tile.s, tile.own_values, tile.out, up_to(group, ROWS), count, tile.columns, tile.s_width, tile.columns,
+               False)  # fmt: skip
+    if aligned:
+        _tiles.shift(tile, -first)
+    else:
+        _tiles.unpack_rows(tile, first, group)
+
+
+@compiled
+def attend_to_blocks(call, tile, unit, head):
     """`attend` for a call with lists of blocks.
 
-    Bounds of rows count the keys of a tile here, not positions. If the lists of few tokens name any key of a tile, only
-    the rows of these tokens are multiplied, which are packed for that.
+    Keys that any token names are read once for all tokens. Values and weights are float32 here, since two keys of a
+    list need not be neighbours, of which a pair of bfloat16 would be made.
     """
-    in_place, factor, code = reads_in_place(call, tile), factor_of(call, head), call.k_pages_format
-    group = call.num_q_heads // call.num_kv_heads
-    _selected.mark(call, tile, unit, head)
-    next_count, next_holes, position = list_named(call, tile, unit, head, unit.low)
-    prefetch_values(call, tile, next_count)
-    while next_count:
-        count, holes = next_count, next_holes
-        _tiles.advance(tile)
-        tile.positions, tile.next_positions = tile.next_positions, tile.positions
-        tokens = _selected.list_tokens(call, tile, unit, count)
-        packed = tokens * group < rows
-        if packed:
-            _tiles.pack_rows(tile, group, tokens)
-        keys = tile.sources if in_place else tile.k_rows
-        if tile.paired and not in_place:
-            _tiles.pair_keys(code, tile.sources, tile.k, tile.width, count)
-        elif not in_place:
-            _tiles.read_rows(code, tile.sources, tile.k, tile.width, call.head_dim, count)
-        next_count, next_holes, position = list_named(call, tile, unit, head, position)
-        for row in range(tokens * group):
-            _tiles.set_bounds(tile, row, 0, count)
-        _tiles.multiply_keys(tile, keys, tokens * group, 0, count, factor, call.soft_cap)
-        if call.alibi_slopes or call.relative_bias:
-            _selected.add_biases(call, tile, unit, head, tokens * group, count)
-        _selected.hide_unseen(call, tile, unit, tokens, count)
-        _tiles.weigh_keys(tile, tokens * group, 0, count, holes)
+    factor, size, at_once = factor_of(call, head), call.block_size, _selected.blocks_at_once(call)
+    first_block, stop_block = _selected.blocks_of(call, unit.low, unit.high)
+    for base in range(first_block, stop_block, at_once):
+        blocks = min(at_once, stop_block - base)
+        stop = min((base + blocks) * size, unit.high)
+        tile.named_row = _selected.row_of(blocks)
+        _selected.mark(call, tile.named, unit.first, unit.last, head, base, blocks)
+        first, next_count, next_holes = list_named(call, tile, unit, head, base, max(base * size, unit.low), stop)
         prefetch_values(call, tile, next_count)
-        if tile.paired:
-            _tiles.pair_values(code, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
-        else:
-            _tiles.read_rows(code, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
-        _tiles.mix_values(tile, tokens * group, 0, count)
-        if packed:
-            _tiles.unpack_rows(tile, group, tokens)
+        while next_count:
+            count, holes, end = next_count, next_holes, min(first + tile.keys, stop)
+            _tiles.advance(tile)
+            tile.positions, tile.next_positions = tile.next_positions, tile.positions
+            after, next_count, next_holes = list_named(call, tile, unit, head, base, end, stop)
+            read_named(call, tile, first, count, unit.last - unit.first > 1)
+            prefetch_values(call, tile, next_count)
+            for token in range(unit.first, unit.last):
+                own = list_own(call, tile, unit, token, base, first, end, holes)
+                if own:
+                    attend_listed(call, tile, unit, head, token, own, factor)
+            first = after
 
 
 @compiled
 def attend(call, tile, unit, head, rows):
     """Attend from a unit's rows to its keys, one tile of keys after another."""
     if call.num_lists:
-        attend_to_blocks(call, tile, unit, head, rows)
+        attend_to_blocks(call, tile, unit, head)
         return
     seq, low, high, code = unit.seq, unit.low, unit.high, call.k_pages_format
     in_place, factor = reads_in_place(call, tile), factor_of(call, head)

@@ -17,9 +17,16 @@ from ragged_attention.portable.numba._call import Blocks as Tile
 from ragged_attention.portable.numba._call import numbers_of_bias, numbers_of_lists
 from ragged_attention.portable.numba._call import why_not as why_not
 from ragged_attention.portable.numba._formats import narrow, size_of, widen
-from ragged_attention.portable.numba._gradients import differentiate_rows, new_tile, read_row, sink_gradient, tile_at
+from ragged_attention.portable.numba._gradients import (
+    differentiate_own,
+    differentiate_rows,
+    new_tile,
+    read_row,
+    sink_gradient,
+    tile_at,
+)
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix
+from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix, mix_listed, scores, spread
 from ragged_attention.portable.numba._records import NO_MEMORY, Fields, mark_failed, programs, record_at, up_to
 from ragged_attention.portable.numba._sequences import PACKED, first_key_of, kv_len_of, queries_of, within
 from ragged_attention.portable.numba._splits import lister, splits_of
@@ -28,14 +35,11 @@ from ragged_attention.portable.numba._vectors import (
     add_row,
     add_to,
     allocate,
-    byte_at,
     compiled,
     float_at,
     inlined,
-    int32_at,
     int_at,
     release,
-    set_byte,
     set_float,
     set_int,
     zero,
@@ -68,6 +72,8 @@ unit_at, UNIT_BYTES = record_at(UNIT), 8 * len(UNIT)
 
 
 def heuristic(call: VarlenAttentionBackward) -> Tile:
+    if call.selected is not None:  # one query at a time
+        return Tile(block_q=1, block_kv=256)
     return Tile(block_q=max(64 // call.group, 1), block_kv=64)
 
 
@@ -191,14 +197,15 @@ def tokens_seeing(call, seq, bounds, first, stop):
 
 
 @compiled
-def read_keys(call, tile, head, first, count):
-    """Read `count` packed keys and values from row `first` on."""
+def read_keys(call, tile, head, first, key, count):
+    """Read `count` packed keys and values from row `first` on into the tile's rows from row `key` on."""
     size = size_of(call.q_format)
-    for key in range(count):
-        k = call.k + size * ((first + key) * call.k_token_stride + head * call.k_head_stride)
-        v = call.v + size * ((first + key) * call.v_token_stride + head * call.v_head_stride)
+    for place in range(first, first + count):
+        k = call.k + size * (place * call.k_token_stride + head * call.k_head_stride)
+        v = call.v + size * (place * call.v_token_stride + head * call.v_head_stride)
         widen(call.q_format, k, tile.k + 4 * key * tile.width, call.head_dim)
         widen(call.q_format, v, tile.v + 4 * key * tile.v_width, call.v_head_dim)
+        key += 1
 
 
 @inlined
@@ -208,61 +215,6 @@ def seen_between(call, token, stop, kv_len):
     left = max(position - call.sliding_window + 1, 0) if call.sliding_window else 0
     right = min(position + 1, kv_len) if call.causal else kv_len
     return _masks.bounds_of(call, token, kv_len) if call.key_ranges else (left, right)
-
-
-@compiled
-def mark_named(call, tile, seq, head, named, tokens, first, count):
-    """Find what lists name of a tile's keys, the first of them at position `first`, and which keys are seen.
-
-    `named` is a table of bytes, a row for each of the sequence's queries: whether it sees any of the keys, then whether
-    it names each of their blocks. `tokens` is the range of queries that may see any. Keys that none sees become zeros.
-    """
-    width, size, base = tile.keys + 1, call.block_size, first // call.block_size
-    blocks = _selected.blocks_between(call, first, first + count)
-    (start, stop), kv_len = queries_of(call, seq), kv_len_of(call, seq)
-    zero(tile.seen, 8 * count)
-    for token in range(tokens[0], tokens[1]):
-        row, entries = named + token * width, _selected.entries_of(call, start + token, head)
-        zero(row, width)
-        for index in range(call.num_selected):
-            block = int32_at(entries, index) - base
-            if 0 <= block < blocks:
-                set_byte(row, 1 + block, 1)
-        left, right = seen_between(call, start + token, stop, kv_len)
-        for block in range(blocks):
-            begin, end = max((base + block) * size, left, first), min((base + block + 1) * size, right, first + count)
-            for position in range(begin, end if byte_at(row, 1 + block) else begin):
-                if call.num_ranges < 2 or _masks.sees(
-                    call, start + token, start + token + 1, kv_len, position, position + 1
-                ):
-                    set_byte(row, 0, 1)
-                    set_int(tile.seen, position - first, 1)
-    for key in range(count):
-        if not int_at(tile.seen, key):
-            zero(tile.k + 4 * key * tile.width, 4 * tile.width)
-            zero(tile.v + 4 * key * tile.v_width, 4 * tile.v_width)
-
-
-@compiled
-def any_sees(tile, named, first, last):
-    """Whether any of the queries [first, last) sees a key of the tile."""
-    for token in range(first, last):  # noqa: SIM110, Numba has no `any` of a generator
-        if byte_at(named, token * (tile.keys + 1)):
-            return True
-    return False
-
-
-@compiled
-def add_gaps(call, tile, row, named, first, count):
-    """Add the blocks of a tile's keys that a query's row of the table `named` does not name to the gaps of a row."""
-    gaps, size, base = int_at(tile.num_gaps, row), call.block_size, first // call.block_size
-    for block in range(_selected.blocks_between(call, first, first + count)):
-        if not byte_at(named, 1 + block):
-            place = 2 * (row * tile.max_gaps + gaps)
-            set_int(tile.gaps, place, max((base + block) * size, first))
-            set_int(tile.gaps, place + 1, (base + block + 1) * size)
-            gaps += 1
-    set_int(tile.num_gaps, row, gaps)
 
 
 @compiled
@@ -277,49 +229,52 @@ def clear_unseen(call, tile, first_token, last_token, kv_len, first, count):
         position = end
 
 
-@compiled
-def read_queries(call, tile, seq, head, first, last, named, first_key, count):
-    """Read the queries [first, last) of a sequence for a KV head; returns the range of keys that they see.
+@inlined
+def read_token(call, tile, row, token, head, position, left, right):
+    """Read the rows of a query token for a KV head, from row `row` of the tile on; each sees the keys [left, right)."""
+    group = call.num_q_heads // call.num_kv_heads
+    for q_head in range(head * group, (head + 1) * group):
+        source = call.q + size_of(call.q_format) * (token * call.q_token_stride + q_head * call.q_head_stride)
+        sees = read_row(call, tile, row, token, q_head, source)
+        set_int(tile.left, row, left)
+        set_int(tile.right, row, right if sees else left)
+        if call.alibi_slopes:
+            set_float(tile.slopes, row, float_at(call.alibi_slopes, q_head))
+        if call.relative_bias:
+            offset = token * call.bias_stride + q_head * call.bias_width
+            set_int(tile.tables, row, call.relative_bias + 4 * offset)
+            if call.has_d_relative_bias:
+                own = call.d_relative_bias + 4 * offset
+                sums = tile.sums + 4 * (q_head - head * group) * tile.sums_stride
+                set_int(tile.d_tables, row, own if call.bias_stride else sums)
+        set_int(tile.positions, row, position)
+        row += 1
 
-    With lists, `named` is the table that `mark_named` writes of the tile's keys, from position `first_key` on.
-    """
+
+@inlined
+def pad_rows(tile, rows):
+    """Make the rows behind `rows` of them zeros."""
+    zero(tile.q + 4 * rows * tile.width, 4 * (tile.rows - rows) * tile.width)
+    zero(tile.d_out + 4 * rows * tile.v_width, 4 * (tile.rows - rows) * tile.v_width)
+
+
+@compiled
+def read_queries(call, tile, seq, head, first, last):
+    """Read the queries [first, last) of a sequence for a KV head; returns the range of keys that they see."""
     group, row = call.num_q_heads // call.num_kv_heads, 0
     start, stop = queries_of(call, seq)
     kv_len = kv_len_of(call, seq)
     low, high = kv_len, 0
-    tile.bias_width, tile.bias_at_own = call.bias_width, call.bias_at_own
     for token in range(start + first, start + last):
-        position = kv_len - stop + token
         left, right = seen_between(call, token, stop, kv_len)
-        own_named = named + (token - start) * (tile.keys + 1)
-        if call.num_lists and not byte_at(own_named, 0):
-            right = left
         if left < right:
             low, high = min(low, left), max(high, right)
-        for q_head in range(head * group, (head + 1) * group):
-            source = call.q + size_of(call.q_format) * (token * call.q_token_stride + q_head * call.q_head_stride)
-            sees = read_row(call, tile, row, token, q_head, source)
-            set_int(tile.left, row, left)
-            set_int(tile.right, row, right if sees else left)
-            if call.alibi_slopes:
-                set_float(tile.slopes, row, float_at(call.alibi_slopes, q_head))
-            if call.relative_bias:
-                offset = token * call.bias_stride + q_head * call.bias_width
-                set_int(tile.tables, row, call.relative_bias + 4 * offset)
-                if call.has_d_relative_bias:
-                    own = call.d_relative_bias + 4 * offset
-                    sums = tile.sums + 4 * (q_head - head * group) * tile.sums_stride
-                    set_int(tile.d_tables, row, own if call.bias_stride else sums)
-            set_int(tile.positions, row, position)
-            if call.num_ranges > 1:
-                _masks.list_gaps(call, tile, row, token, left, right, kv_len)
-            if call.num_lists:
-                if call.num_ranges < 2:
-                    set_int(tile.num_gaps, row, 0)
-                add_gaps(call, tile, row, own_named, first_key, count)
-            row += 1
-    zero(tile.q + 4 * row * tile.width, 4 * (tile.rows - row) * tile.width)
-    zero(tile.d_out + 4 * row * tile.v_width, 4 * (tile.rows - row) * tile.v_width)
+        read_token(call, tile, row, token, head, kv_len - stop + token, left, right)
+        if call.num_ranges > 1:
+            for own in range(row, row + group):
+                _masks.list_gaps(call, tile, own, token, left, right, kv_len)
+        row += group
+    pad_rows(tile, row)
     return low, high
 
 
@@ -337,13 +292,23 @@ def add_gradients(call, tile, rows, first, offset, count, dq):
 
 
 @compiled
-def attend_backward(call, tile, unit, head, dq, bounds, named):
+def write_key_gradients(call, tile, head, first, count):
+    """Write the gradients of `count` keys and values from row `first` on."""
+    size = size_of(call.q_format)
+    for key in range(count):
+        place = (first + key) * call.num_kv_heads + head
+        k, v = tile.dk + 4 * key * tile.width, tile.dv + 4 * key * tile.v_width
+        narrow(call.q_format, k, call.dk + size * place * call.head_dim, call.head_dim, 1.0)
+        narrow(call.q_format, v, call.dv + size * place * call.v_head_dim, call.v_head_dim, 1.0)
+
+
+@compiled
+def attend_backward(call, tile, unit, head, dq, bounds):
     """Write the gradients of a unit's keys and values, and add those of the sequence's queries to `dq`.
 
-    `bounds` has room for the bounds of the sequence's queries (see `list_bounds`), `named` for a table of what their
-    lists name of a tile's keys (see `mark_named`).
+    `bounds` has room for the bounds of the sequence's queries (see `list_bounds`).
     """
-    seq, low, high, size = unit.seq, unit.low, unit.high, size_of(call.q_format)
+    seq, low, high = unit.seq, unit.low, unit.high
     start, stop = queries_of(call, seq)
     kv_len, base, group = kv_len_of(call, seq), first_key_of(call, seq), call.num_q_heads // call.num_kv_heads
     if call.key_ranges:
@@ -354,27 +319,112 @@ def attend_backward(call, tile, unit, head, dq, bounds, named):
         zero(tile.dk, 4 * tile.keys * tile.width)
         zero(tile.dv, 4 * tile.keys * tile.v_width)
         if earliest < last:
-            read_keys(call, tile, head, base + first, count)
-        if call.num_lists:
-            mark_named(call, tile, seq, head, named, (earliest, last), first, count)
-        elif call.key_ranges and earliest < last:
+            read_keys(call, tile, head, base + first, 0, count)
+        if call.key_ranges and earliest < last:
             clear_unseen(call, tile, start + earliest, start + last, kv_len, first, count)
         for token in range(earliest, last, call.block_q):
             end = min(token + call.block_q, last)
             if call.key_ranges and not _masks.sees(call, start + token, start + end, kv_len, first, first + count):
                 continue
-            if call.num_lists and not any_sees(tile, named, token, end):
-                continue
-            left, right = read_queries(call, tile, seq, head, token, end, named, first, count)
+            left, right = read_queries(call, tile, seq, head, token, end)
             left, right = within(left - first, count), within(right - first, count)
             if left < right:
                 target = dq + 4 * token * group * tile.width
                 add_gradients(call, tile, (end - token) * group, first, left, right - left, target)
-        for key in range(count):
-            place = (base + first + key) * call.num_kv_heads + head
-            k, v = tile.dk + 4 * key * tile.width, tile.dv + 4 * key * tile.v_width
-            narrow(call.q_format, k, call.dk + size * place * call.head_dim, call.head_dim, 1.0)
-            narrow(call.q_format, v, call.dv + size * place * call.v_head_dim, call.v_head_dim, 1.0)
+        write_key_gradients(call, tile, head, base + first, count)
+
+
+# ---- one program of a call with lists of blocks
+
+
+@compiled
+def read_named(call, tile, head, named, base, first, stop, packed):
+    """Read the keys of [first, stop) that any query names into the rows of their distances from `first`.
+
+    `base` is the first block of the table `named`, and `packed` the row of the sequence's first key.
+    """
+    begin = _selected.next_key(call, named, base, first, stop)
+    while begin < stop:
+        end = _selected.end_of_run(call, named, base, begin, stop)
+        read_keys(call, tile, head, packed + begin, begin - first, end - begin)
+        begin = _selected.next_key(call, named, base, end, stop)
+
+
+@compiled
+def list_own(call, tile, token, bounds, row, base, first, stop, kv_len):
+    """List those of the keys [first, stop) that a token sees within its bounds; returns how many they are.
+
+    `row` is the token's row of a table whose first block is `base`.
+    """
+    count = 0
+    named = _selected.list_marked(call, row, base, max(bounds[0], first), min(bounds[1], stop), tile.own_positions)
+    for index in range(named):
+        position = int_at(tile.own_positions, index)
+        if call.num_ranges < 2 or _masks.sees(call, token, token + 1, kv_len, position, position + 1):
+            key = position - first
+            set_int(tile.own_positions, count, position)
+            set_int(tile.own_k, count, tile.k + 4 * key * tile.width)
+            set_int(tile.own_v, count, tile.v + 4 * key * tile.v_width)
+            set_int(tile.own_dk, count, tile.dk + 4 * key * tile.width)
+            set_int(tile.own_dv, count, tile.dv + 4 * key * tile.v_width)
+            count += 1
+    for key in range(count, up_to(count, ROWS)):
+        set_int(tile.own_dk, key, tile.dk + 4 * tile.keys * tile.width)
+        set_int(tile.own_dv, key, tile.dv + 4 * tile.keys * tile.v_width)
+    return count
+
+
+@compiled
+def add_own_gradients(call, tile, rows, count, dq):
+    """Add the contributions of a token's rows and its `count` listed keys to all gradients."""
+    whole, values = up_to(rows, ROWS), up_to(call.v_head_dim, LANES)
+    keys, width, v_width = tile.keys, tile.width, tile.v_width
+    scores(tile.q, tile.own_k, tile.s, whole, count, width, width, keys, 1.0)
+    scores(tile.d_out, tile.own_v, tile.d_s, whole, count, values, v_width, keys, 1.0)
+    for row in range(whole):
+        s, d_s = tile.s + 4 * row * keys, tile.d_s + 4 * row * keys
+        if row < rows and int_at(tile.left, row) < int_at(tile.right, row):
+            differentiate_own(tile, row, count, call.scale, call.soft_cap)
+        else:
+            zero(s, 4 * up_to(count, LANES))
+            zero(d_s, 4 * up_to(count, LANES))
+    mix_listed(tile.d_s, tile.own_k, tile.dq, whole, count, width, keys, width, True)
+    add_row(dq, tile.dq, rows * width)
+    spread(tile.d_s, tile.q, tile.own_dk, rows, count, width, keys, width)
+    spread(tile.s, tile.d_out, tile.own_dv, rows, count, v_width, keys, v_width)
+
+
+@compiled
+def attend_to_blocks_backward(call, tile, unit, head, dq, named):
+    """`attend_backward` for a call with lists of blocks; `named` has room for a table of what they name (`_selected`).
+
+    Each token visits the keys of a tile that it names and sees, so the time follows the lists.
+    """
+    seq, size, at_once = unit.seq, call.block_size, _selected.blocks_at_once(call)
+    start, stop = queries_of(call, seq)
+    kv_len, packed, group = kv_len_of(call, seq), first_key_of(call, seq), call.num_q_heads // call.num_kv_heads
+    first_block, stop_block = _selected.blocks_of(call, unit.low, unit.high)
+    for base in range(first_block, stop_block, at_once):
+        blocks = min(at_once, stop_block - base)
+        row = _selected.row_of(blocks)
+        _selected.mark(call, named, start, stop, head, base, blocks)
+        high = min((base + blocks) * size, unit.high)
+        for first in range(max(base * size, unit.low), high, tile.keys):
+            end = min(first + tile.keys, high)
+            zero(tile.dk, 4 * (end - first) * tile.width)
+            zero(tile.dv, 4 * (end - first) * tile.v_width)
+            if _selected.next_key(call, named, base, first, end) < end:
+                read_named(call, tile, head, named, base, first, end, packed)
+                for token in range(start, stop):
+                    own = named + (token - start + 1) * row
+                    if _selected.next_key(call, own, base, first, end) == end:
+                        continue
+                    seen = seen_between(call, token, stop, kv_len)
+                    count = list_own(call, tile, token, seen, own, base, first, end, kv_len)
+                    if count:
+                        read_token(call, tile, 0, token, head, kv_len - stop + token, 0, 1)
+                        add_own_gradients(call, tile, group, count, dq + 4 * (token - start) * group * tile.width)
+            write_key_gradients(call, tile, head, packed + first, end - first)
 
 
 @compiled
@@ -433,7 +483,7 @@ def program(call, tile, index):
     count = ((stop - start) * (call.num_q_heads // call.num_kv_heads) + ROWS) * tile.width
     partials = call.partials + 4 * (unit.partial * call.num_kv_heads + head * num_splits * count)
     bounds = allocate(_masks.bytes_of_bounds(stop - start)) if call.key_ranges else 0
-    named = allocate((stop - start) * (tile.keys + 1) + 1) if call.num_lists else 0
+    named = allocate(_selected.table_size(call, stop - start, unit.low, unit.high)) if call.num_lists else 0
     dq = allocate(4 * count) if num_splits == 1 else partials + 4 * unit.split * count
     if dq == 0 or (call.key_ranges and bounds == 0) or (call.num_lists and named == 0):
         release(bounds)
@@ -443,7 +493,11 @@ def program(call, tile, index):
     zero(dq, 4 * count)
     if sums_bias(call):
         begin_sums(call, tile, unit, head)
-    attend_backward(call, tile, unit, head, dq, bounds, named)
+    tile.bias_width, tile.bias_at_own = call.bias_width, call.bias_at_own
+    if call.num_lists:
+        attend_to_blocks_backward(call, tile, unit, head, dq, named)
+    else:
+        attend_backward(call, tile, unit, head, dq, bounds)
     release(bounds)
     release(named)
     if sums_bias(call):
@@ -461,9 +515,9 @@ def program(call, tile, index):
 def work(address):
     """Run programs until none is left."""
     call = call_of(address)
-    rows = call.block_q * (call.num_q_heads // call.num_kv_heads)
-    max_gaps = call.num_ranges + (up_to(call.block_kv, LANES) if call.num_lists else 0)
-    memory = new_tile(rows, call.block_kv, call.head_dim, call.v_head_dim, False, max_gaps)
+    group, listed = call.num_q_heads // call.num_kv_heads, call.num_lists > 0
+    rows = group if listed else call.block_q * group
+    memory = new_tile(rows, call.block_kv, call.head_dim, call.v_head_dim, False, call.num_ranges, listed)
     for index in programs(address, memory):
         if not program(call, tile_at(memory), index):
             mark_failed(address)
