@@ -209,9 +209,9 @@ def list_seen(call, tile, unit, head, first, stop, whole):
 
 
 @compiled
-def prefetch_values(call, tile, count):
-    """Prefetch the values of the next keys."""
-    for key in range(count):
+def prefetch_values(call, tile, first, stop):
+    """Prefetch the values of the next keys [first, stop)."""
+    for key in range(first, stop):
         source = int_at(tile.next_v_sources, key)
         if source:
             prefetch(source, size_of(call.k_pages_format) * call.v_head_dim)
@@ -293,24 +293,29 @@ def list_named(call, tile, unit, head, base, position, stop):
 
 @compiled
 def read_named(call, tile, first, count, shared):
-    """Read `count` listed keys and values, each into the row of its distance from position `first`.
+    """Read `count` listed keys and values and note where each lies, at its distance from position `first`.
 
-    If tokens share them, keys that could be multiplied in the cache are copied, too, so that they lie close together.
+    If tokens share them, even keys that could be multiplied in the cache are copied, so that they lie close together.
+    Values for one token are read later, see `add_values`.
     """
     in_place, code = reads_in_place(call, tile), call.k_pages_format
     for index in range(count):
-        source, key = int_at(tile.sources, index), int_at(tile.positions, index) - first
+        source, value = int_at(tile.sources, index), int_at(tile.v_sources, index)
+        key = int_at(tile.positions, index) - first
+        k, v = tile.k + 4 * key * tile.width, tile.v + 4 * key * tile.v_width
         set_int(tile.seen, key, source)
-        if source:
-            target = tile.k + 4 * key * tile.width
-            set_int(tile.k_rows, key, source if in_place and not shared else target)
-            if in_place:
-                copy(target, source, 4 * tile.width if shared else 0)
-            elif tile.paired:
-                pair(code, source, source + size_of(code) * tile.width, target, tile.width)
-            else:
-                widen(code, source, target, call.head_dim)
-            widen(code, int_at(tile.v_sources, index), tile.v + 4 * key * tile.v_width, call.v_head_dim)
+        set_int(tile.k_rows, key, k if shared or not in_place else source)
+        set_int(tile.v_rows, key, v if shared else value)
+        if not source:
+            continue
+        if not in_place and tile.paired:
+            pair(code, source, source + size_of(code) * tile.width, k, tile.width)
+        elif not in_place:
+            widen(code, source, k, call.head_dim)
+        elif shared:
+            copy(k, source, 4 * tile.width)
+        if shared:
+            widen(code, value, v, call.v_head_dim)
 
 
 @compiled
@@ -337,7 +342,7 @@ def list_own(call, tile, unit, token, base, first, stop, holes):
         if not each or (int_at(tile.seen, key) and sees(call, token, kv_len - (end - start), kv_len, position)):
             set_int(tile.own_positions, count, position)
             set_int(tile.own_keys, count, int_at(tile.k_rows, key))
-            set_int(tile.own_values, count, tile.v + 4 * key * tile.v_width)
+            set_int(tile.own_values, count, int_at(tile.v_rows, key))
             count += 1
     return count
 
@@ -361,8 +366,30 @@ def add_biases(call, tile, unit, head, token, count):
 
 
 @compiled
-def attend_listed(call, tile, unit, head, token, count, factor):
-    """Attend from a token's rows to the `count` keys that `list_own` has listed."""
+def add_values(call, tile, rows, count, shared):
+    """Weigh the `count` listed keys of some rows by their logits, and add the weighted values to the results.
+
+    Values that tokens share are float32, and so are their weights: a pair of bfloat16 would hold two neighbouring keys,
+    of which a token may see one.
+    """
+    columns, s_width, code = tile.columns, tile.s_width, call.k_pages_format
+    if shared:
+        for row in range(rows):
+            s, out = tile.s + 4 * row * s_width, tile.out + 4 * row * columns
+            weigh(s, 0, count, up_to(count, LANES), row, tile.m_i, tile.l_i, out, columns, False)
+        mix_listed(tile.s, tile.own_values, tile.out, up_to(rows, ROWS), count, columns, s_width, columns, False)
+        return
+    _tiles.weigh_keys(tile, rows, 0, count, 0)
+    if tile.paired:
+        _tiles.pair_values(code, tile.own_values, tile.v, tile.v_width, call.v_head_dim, count)
+    else:
+        _tiles.read_rows(code, tile.own_values, tile.v, tile.v_width, call.v_head_dim, count)
+    _tiles.mix_values(tile, rows, 0, count)
+
+
+@compiled
+def attend_listed(call, tile, unit, head, token, count, factor, ahead):
+    """Attend from a token's rows to the `count` keys that `list_own` has listed; prefetch the next values `ahead`."""
     group = call.num_q_heads // call.num_kv_heads
     first, aligned = (token - unit.first) * group, group % ROWS == 0
     if aligned:
@@ -372,13 +399,10 @@ def attend_listed(call, tile, unit, head, token, count, factor):
     for row in range(group):
         _tiles.set_bounds(tile, row, 0, count)
     _tiles.multiply_keys(tile, tile.own_keys, group, 0, count, factor, call.soft_cap)
+    prefetch_values(call, tile, ahead[0], ahead[1])
     if call.alibi_slopes or call.relative_bias:
         add_biases(call, tile, unit, head, token, count)
-    for row in range(group):
-        s, out = tile.s + 4 * row * tile.s_width, tile.out + 4 * row * tile.columns
-        weigh(s, 0, count, up_to(count, LANES), row, tile.m_i, tile.l_i, out, tile.columns, False)
-    mix_listed(tile.s, tile.own_values, tile.out, up_to(group, ROWS), count, tile.columns, tile.s_width, tile.columns,
-               False)  # fmt: skip
+    add_values(call, tile, group, count, unit.last - unit.first > 1)
     if aligned:
         _tiles.shift(tile, -first)
     else:
@@ -389,8 +413,7 @@ def attend_listed(call, tile, unit, head, token, count, factor):
 def attend_to_blocks(call, tile, unit, head):
     """`attend` for a call with lists of blocks.
 
-    Keys that any token names are read once for all tokens. Values and weights are float32 here, since two keys of a
-    list need not be neighbours, of which a pair of bfloat16 would be made.
+    Keys that any token names are read once for all tokens, each of which then visits its own.
     """
     factor, size, at_once = factor_of(call, head), call.block_size, _selected.blocks_at_once(call)
     first_block, stop_block = _selected.blocks_of(call, unit.low, unit.high)
@@ -400,18 +423,22 @@ def attend_to_blocks(call, tile, unit, head):
         tile.named_row = _selected.row_of(blocks)
         _selected.mark(call, tile.named, unit.first, unit.last, head, base, blocks)
         first, next_count, next_holes = list_named(call, tile, unit, head, base, max(base * size, unit.low), stop)
-        prefetch_values(call, tile, next_count)
+        prefetch_values(call, tile, 0, next_count)
         while next_count:
             count, holes, end = next_count, next_holes, min(first + tile.keys, stop)
             _tiles.advance(tile)
             tile.positions, tile.next_positions = tile.next_positions, tile.positions
             after, next_count, next_holes = list_named(call, tile, unit, head, base, end, stop)
             read_named(call, tile, first, count, unit.last - unit.first > 1)
-            prefetch_values(call, tile, next_count)
+            step = (next_count + unit.last - unit.first - 1) // (unit.last - unit.first)
             for token in range(unit.first, unit.last):
+                begin = min((token - unit.first) * step, next_count)
+                ahead = begin, min(begin + step, next_count)
                 own = list_own(call, tile, unit, token, base, first, end, holes)
                 if own:
-                    attend_listed(call, tile, unit, head, token, own, factor)
+                    attend_listed(call, tile, unit, head, token, own, factor, ahead)
+                else:
+                    prefetch_values(call, tile, ahead[0], ahead[1])
             first = after
 
 
@@ -426,7 +453,7 @@ def attend(call, tile, unit, head, rows):
     tokens, kv_len = (unit.first, unit.last), kv_len_of(call, seq)
     first, stop, whole = _masks.seen_from(call, tokens, kv_len, low, high)
     next_holes = list_seen(call, tile, unit, head, first, stop, whole)
-    prefetch_values(call, tile, min(tile.keys, stop - first))
+    prefetch_values(call, tile, 0, min(tile.keys, stop - first))
     while first < stop:
         count, holes = min(tile.keys, stop - first), next_holes
         after = first + count
@@ -453,7 +480,7 @@ def attend(call, tile, unit, head, rows):
             group = call.num_q_heads // call.num_kv_heads
             _masks.hide_gaps(call, tile, unit.first, 0, rows, group, kv_len, first, count)
         _tiles.weigh_keys(tile, rows, first, count, holes)
-        prefetch_values(call, tile, min(tile.keys, stop - after))
+        prefetch_values(call, tile, 0, min(tile.keys, stop - after))
         if tile.paired:
             _tiles.pair_values(code, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
         else:

@@ -34,7 +34,7 @@ NUMBERS = ("rows", "keys", "width", "v_width", "columns", "s_width", "s_rows", "
            "named_row")  # fmt: skip
 BUFFERS = ("q", "k", "k_rows", "transposed", "v", "s", "lost", "out", "m_i", "l_i", "left", "right", "reach", "factors",
          "sources", "v_sources", "next_sources", "next_v_sources", "positions", "next_positions",
-         "named", "seen", "own_positions", "own_keys", "own_values",
+         "v_rows", "named", "seen", "own_positions", "own_keys", "own_values",
          "packed_q", "packed_out", "packed_m_i", "packed_l_i")  # fmt: skip
 tile_at = record_at((*NUMBERS, *BUFFERS))
 FEW_ROWS = 4 * ROWS  # with up to this many rows, keys are multiplied without transposing them
@@ -60,7 +60,7 @@ def new_tile(rows, keys, width, columns, latent, paired, named, rows_at_once):
         len(NUMBERS),
         (4 * rows * width, 4 * keys * width, addresses, 4 * s_width * width, values, logits, logits, 4 * rows * columns,
          floats, floats, integers, integers, integers, 4 * width, addresses, addresses, addresses, addresses,
-         addresses, addresses, named, addresses, addresses, addresses, addresses, *packed),
+         addresses, addresses, addresses, named, addresses, addresses, addresses, addresses, *packed),
     )  # fmt: skip
     if address == 0:
         return address

@@ -39,6 +39,7 @@ from ragged_attention.portable.numba._vectors import (
     float_at,
     inlined,
     int_at,
+    prefetch,
     release,
     set_float,
     set_int,
@@ -351,6 +352,18 @@ def read_named(call, tile, head, named, base, first, stop, packed):
 
 
 @compiled
+def prefetch_named(call, head, named, base, first, stop, packed):
+    """Prefetch those of the keys [first, stop) that any query names; see `read_named`."""
+    size = size_of(call.q_format)
+    position = _selected.next_key(call, named, base, first, stop)
+    while position < stop:
+        place = packed + position
+        prefetch(call.k + size * (place * call.k_token_stride + head * call.k_head_stride), size * call.head_dim)
+        prefetch(call.v + size * (place * call.v_token_stride + head * call.v_head_stride), size * call.v_head_dim)
+        position = _selected.next_key(call, named, base, position + 1, stop)
+
+
+@compiled
 def list_own(call, tile, token, bounds, row, base, first, stop, kv_len):
     """List those of the keys [first, stop) that a token sees within its bounds; returns how many they are.
 
@@ -415,7 +428,10 @@ def attend_to_blocks_backward(call, tile, unit, head, dq, named):
             zero(tile.dv, 4 * (end - first) * tile.v_width)
             if _selected.next_key(call, named, base, first, end) < end:
                 read_named(call, tile, head, named, base, first, end, packed)
+                after, step = end, (tile.keys + stop - start - 1) // (stop - start)
                 for token in range(start, stop):
+                    prefetch_named(call, head, named, base, after, min(after + step, high), packed)
+                    after += step
                     own = named + (token - start + 1) * row
                     if _selected.next_key(call, own, base, first, end) == end:
                         continue
