@@ -67,15 +67,15 @@ def block_q_of(call: Any) -> int:
 
 
 def tile_of_lists(call: Any, decodes: bool = False) -> Tile:
-    """The tile for a call with lists of blocks; `decodes` says that each sequence has one query.
+    """The tile for a call with lists of blocks; `decodes` says that each sequence of a paged call has one query.
 
-    Many queries share what a tile reads, and each visits its own keys of the tile, so a tile is as large as the L2
-    cache allows. Decode is limited by memory bandwidth, and a tile is as small as its blocks, but has room for some
-    keys of blocks of one.
+    Many queries share what a tile reads, and each visits its own keys of it, so a tile is as large as the L2 cache
+    allows. Decode is limited by memory bandwidth, as in `heuristic`. Lists of small blocks name some keys of a range.
     """
     small = call.block_size < 16
     if decodes:
-        return Tile(block_q=block_q_of(call), block_kv=128 if small else 16)
+        keys = 64 if call.cache_dtype in QUANTIZED else 32
+        return Tile(block_q=block_q_of(call), block_kv=4 * keys if small else keys)
     return Tile(block_q=block_q_of(call), block_kv=512 if small else 256)
 
 

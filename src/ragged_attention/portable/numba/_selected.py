@@ -116,11 +116,15 @@ def list_marked(call, row, base, first, stop, positions):
     shift, count = trailing_zeros(call.block_size), 0
     if first >= stop:
         return count
-    blocks = ((stop - 1) >> shift) + 1 - base
-    block = next_block(row, (first >> shift) - base, blocks)
-    while block < blocks:
-        for position in range(max((base + block) << shift, first), min((base + block + 1) << shift, stop)):
-            set_int(positions, count, position)
-            count += 1
-        block = next_block(row, block + 1, blocks)
+    block, blocks = (first >> shift) - base, ((stop - 1) >> shift) + 1 - base
+    rest = int_at(row, block // BITS) & (-1 << block % BITS)
+    for word in range(block // BITS, (blocks - 1) // BITS + 1):
+        if word > block // BITS:
+            rest = int_at(row, word)
+        while rest:
+            begin = (base + word * BITS + trailing_zeros(rest)) << shift
+            for position in range(max(begin, first), min(begin + call.block_size, stop)):
+                set_int(positions, count, position)
+                count += 1
+            rest &= rest - 1
     return count

@@ -55,7 +55,7 @@ def new_tile(rows, keys, width, columns, latent, paired, named, rows_at_once):
     values = 0 if latent else 4 * keys * v_width
     s_rows, floats, integers, addresses = up_to(rows_at_once, ROWS), 4 * rows, 8 * rows, 8 * keys
     logits = 4 * s_rows * s_width
-    packed = (4 * rows * width, 4 * rows * columns, floats, floats) if named else (0, 0, 0, 0)
+    packed = (4 * s_rows * width, 4 * s_rows * columns, 4 * s_rows, 4 * s_rows) if named else (0, 0, 0, 0)
     address = allocate_arena(
         len(NUMBERS),
         (4 * rows * width, 4 * keys * width, addresses, 4 * s_width * width, values, logits, logits, 4 * rows * columns,

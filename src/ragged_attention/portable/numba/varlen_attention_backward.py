@@ -3,8 +3,8 @@
 A program takes a range of keys of one sequence and KV head, and all queries that see them. It computes the complete
 gradients of these keys and values, and it sums the gradients of the queries over its tiles of keys. If a sequence has
 a large share of the work, its keys are split; the last split to finish sums the query gradients of all splits, in
-the order of the splits. With ranges of keys or lists of blocks, a tile of keys skips the blocks of queries that see
-none of them, and keys that no query sees count as zeros. If all queries share the relative bias, each program sums its
+the order of the splits. With ranges of keys, a tile of keys skips the blocks of queries that see none of them, and
+keys that no query sees count as zeros; with lists of blocks, each query visits its own keys (`_packed_lists`). If all queries share the relative bias, each program sums its
 gradient over the program's keys and queries, and the last program of a KV head to finish adds up the sums. A table of
 one query is written by one program, so then keys are not split.
 """
@@ -16,17 +16,17 @@ from ragged_attention.portable.numba import _masks, _selected
 from ragged_attention.portable.numba._call import Blocks as Tile
 from ragged_attention.portable.numba._call import numbers_of_bias, numbers_of_lists
 from ragged_attention.portable.numba._call import why_not as why_not
-from ragged_attention.portable.numba._formats import narrow, size_of, widen
+from ragged_attention.portable.numba._formats import narrow, size_of
 from ragged_attention.portable.numba._gradients import (
-    differentiate_own,
     differentiate_rows,
     new_tile,
-    read_row,
     sink_gradient,
     tile_at,
 )
 from ragged_attention.portable.numba._kernels import Kernel
-from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix, mix_listed, scores, spread
+from ragged_attention.portable.numba._packed_lists import attend_to_blocks_backward
+from ragged_attention.portable.numba._packed_rows import read_keys, read_token, seen_between, write_key_gradients
+from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix
 from ragged_attention.portable.numba._records import NO_MEMORY, Fields, mark_failed, programs, record_at, up_to
 from ragged_attention.portable.numba._sequences import PACKED, first_key_of, kv_len_of, queries_of, within
 from ragged_attention.portable.numba._splits import lister, splits_of
@@ -38,11 +38,8 @@ from ragged_attention.portable.numba._vectors import (
     compiled,
     float_at,
     inlined,
-    int_at,
-    prefetch,
     release,
     set_float,
-    set_int,
     zero,
 )
 
@@ -198,27 +195,6 @@ def tokens_seeing(call, seq, bounds, first, stop):
 
 
 @compiled
-def read_keys(call, tile, head, first, key, count):
-    """Read `count` packed keys and values from row `first` on into the tile's rows from row `key` on."""
-    size = size_of(call.q_format)
-    for place in range(first, first + count):
-        k = call.k + size * (place * call.k_token_stride + head * call.k_head_stride)
-        v = call.v + size * (place * call.v_token_stride + head * call.v_head_stride)
-        widen(call.q_format, k, tile.k + 4 * key * tile.width, call.head_dim)
-        widen(call.q_format, v, tile.v + 4 * key * tile.v_width, call.v_head_dim)
-        key += 1
-
-
-@inlined
-def seen_between(call, token, stop, kv_len):
-    """The range of keys outside which a query token sees none; query `stop` - 1 is at position `kv_len` - 1."""
-    position = kv_len - stop + token
-    left = max(position - call.sliding_window + 1, 0) if call.sliding_window else 0
-    right = min(position + 1, kv_len) if call.causal else kv_len
-    return _masks.bounds_of(call, token, kv_len) if call.key_ranges else (left, right)
-
-
-@compiled
 def clear_unseen(call, tile, first_token, last_token, kv_len, first, count):
     """Replace those of the tile's keys, the first of them at position `first`, that no query sees by zeros."""
     position, stop = first, first + count
@@ -228,28 +204,6 @@ def clear_unseen(call, tile, first_token, last_token, kv_len, first, count):
         zero(tile.k + 4 * key * tile.width, 4 * missing * tile.width)
         zero(tile.v + 4 * key * tile.v_width, 4 * missing * tile.v_width)
         position = end
-
-
-@inlined
-def read_token(call, tile, row, token, head, position, left, right):
-    """Read the rows of a query token for a KV head, from row `row` of the tile on; each sees the keys [left, right)."""
-    group = call.num_q_heads // call.num_kv_heads
-    for q_head in range(head * group, (head + 1) * group):
-        source = call.q + size_of(call.q_format) * (token * call.q_token_stride + q_head * call.q_head_stride)
-        sees = read_row(call, tile, row, token, q_head, source)
-        set_int(tile.left, row, left)
-        set_int(tile.right, row, right if sees else left)
-        if call.alibi_slopes:
-            set_float(tile.slopes, row, float_at(call.alibi_slopes, q_head))
-        if call.relative_bias:
-            offset = token * call.bias_stride + q_head * call.bias_width
-            set_int(tile.tables, row, call.relative_bias + 4 * offset)
-            if call.has_d_relative_bias:
-                own = call.d_relative_bias + 4 * offset
-                sums = tile.sums + 4 * (q_head - head * group) * tile.sums_stride
-                set_int(tile.d_tables, row, own if call.bias_stride else sums)
-        set_int(tile.positions, row, position)
-        row += 1
 
 
 @inlined
@@ -293,17 +247,6 @@ def add_gradients(call, tile, rows, first, offset, count, dq):
 
 
 @compiled
-def write_key_gradients(call, tile, head, first, count):
-    """Write the gradients of `count` keys and values from row `first` on."""
-    size = size_of(call.q_format)
-    for key in range(count):
-        place = (first + key) * call.num_kv_heads + head
-        k, v = tile.dk + 4 * key * tile.width, tile.dv + 4 * key * tile.v_width
-        narrow(call.q_format, k, call.dk + size * place * call.head_dim, call.head_dim, 1.0)
-        narrow(call.q_format, v, call.dv + size * place * call.v_head_dim, call.v_head_dim, 1.0)
-
-
-@compiled
 def attend_backward(call, tile, unit, head, dq, bounds):
     """Write the gradients of a unit's keys and values, and add those of the sequence's queries to `dq`.
 
@@ -333,114 +276,6 @@ def attend_backward(call, tile, unit, head, dq, bounds):
                 target = dq + 4 * token * group * tile.width
                 add_gradients(call, tile, (end - token) * group, first, left, right - left, target)
         write_key_gradients(call, tile, head, base + first, count)
-
-
-# ---- one program of a call with lists of blocks
-
-
-@compiled
-def read_named(call, tile, head, named, base, first, stop, packed):
-    """Read the keys of [first, stop) that any query names into the rows of their distances from `first`.
-
-    `base` is the first block of the table `named`, and `packed` the row of the sequence's first key.
-    """
-    begin = _selected.next_key(call, named, base, first, stop)
-    while begin < stop:
-        end = _selected.end_of_run(call, named, base, begin, stop)
-        read_keys(call, tile, head, packed + begin, begin - first, end - begin)
-        begin = _selected.next_key(call, named, base, end, stop)
-
-
-@compiled
-def prefetch_named(call, head, named, base, first, stop, packed):
-    """Prefetch those of the keys [first, stop) that any query names; see `read_named`."""
-    size = size_of(call.q_format)
-    position = _selected.next_key(call, named, base, first, stop)
-    while position < stop:
-        place = packed + position
-        prefetch(call.k + size * (place * call.k_token_stride + head * call.k_head_stride), size * call.head_dim)
-        prefetch(call.v + size * (place * call.v_token_stride + head * call.v_head_stride), size * call.v_head_dim)
-        position = _selected.next_key(call, named, base, position + 1, stop)
-
-
-@compiled
-def list_own(call, tile, token, bounds, row, base, first, stop, kv_len):
-    """List those of the keys [first, stop) that a token sees within its bounds; returns how many they are.
-
-    `row` is the token's row of a table whose first block is `base`.
-    """
-    count = 0
-    named = _selected.list_marked(call, row, base, max(bounds[0], first), min(bounds[1], stop), tile.own_positions)
-    for index in range(named):
-        position = int_at(tile.own_positions, index)
-        if call.num_ranges < 2 or _masks.sees(call, token, token + 1, kv_len, position, position + 1):
-            key = position - first
-            set_int(tile.own_positions, count, position)
-            set_int(tile.own_k, count, tile.k + 4 * key * tile.width)
-            set_int(tile.own_v, count, tile.v + 4 * key * tile.v_width)
-            set_int(tile.own_dk, count, tile.dk + 4 * key * tile.width)
-            set_int(tile.own_dv, count, tile.dv + 4 * key * tile.v_width)
-            count += 1
-    for key in range(count, up_to(count, ROWS)):
-        set_int(tile.own_dk, key, tile.dk + 4 * tile.keys * tile.width)
-        set_int(tile.own_dv, key, tile.dv + 4 * tile.keys * tile.v_width)
-    return count
-
-
-@compiled
-def add_own_gradients(call, tile, rows, count, dq):
-    """Add the contributions of a token's rows and its `count` listed keys to all gradients."""
-    whole, values = up_to(rows, ROWS), up_to(call.v_head_dim, LANES)
-    keys, width, v_width = tile.keys, tile.width, tile.v_width
-    scores(tile.q, tile.own_k, tile.s, whole, count, width, width, keys, 1.0)
-    scores(tile.d_out, tile.own_v, tile.d_s, whole, count, values, v_width, keys, 1.0)
-    for row in range(whole):
-        s, d_s = tile.s + 4 * row * keys, tile.d_s + 4 * row * keys
-        if row < rows and int_at(tile.left, row) < int_at(tile.right, row):
-            differentiate_own(tile, row, count, call.scale, call.soft_cap)
-        else:
-            zero(s, 4 * up_to(count, LANES))
-            zero(d_s, 4 * up_to(count, LANES))
-    mix_listed(tile.d_s, tile.own_k, tile.dq, whole, count, width, keys, width, True)
-    add_row(dq, tile.dq, rows * width)
-    spread(tile.d_s, tile.q, tile.own_dk, rows, count, width, keys, width)
-    spread(tile.s, tile.d_out, tile.own_dv, rows, count, v_width, keys, v_width)
-
-
-@compiled
-def attend_to_blocks_backward(call, tile, unit, head, dq, named):
-    """`attend_backward` for a call with lists of blocks; `named` has room for a table of what they name (`_selected`).
-
-    Each token visits the keys of a tile that it names and sees, so the time follows the lists.
-    """
-    seq, size, at_once = unit.seq, call.block_size, _selected.blocks_at_once(call)
-    start, stop = queries_of(call, seq)
-    kv_len, packed, group = kv_len_of(call, seq), first_key_of(call, seq), call.num_q_heads // call.num_kv_heads
-    first_block, stop_block = _selected.blocks_of(call, unit.low, unit.high)
-    for base in range(first_block, stop_block, at_once):
-        blocks = min(at_once, stop_block - base)
-        row = _selected.row_of(blocks)
-        _selected.mark(call, named, start, stop, head, base, blocks)
-        high = min((base + blocks) * size, unit.high)
-        for first in range(max(base * size, unit.low), high, tile.keys):
-            end = min(first + tile.keys, high)
-            zero(tile.dk, 4 * (end - first) * tile.width)
-            zero(tile.dv, 4 * (end - first) * tile.v_width)
-            if _selected.next_key(call, named, base, first, end) < end:
-                read_named(call, tile, head, named, base, first, end, packed)
-                after, step = end, (tile.keys + stop - start - 1) // (stop - start)
-                for token in range(start, stop):
-                    prefetch_named(call, head, named, base, after, min(after + step, high), packed)
-                    after += step
-                    own = named + (token - start + 1) * row
-                    if _selected.next_key(call, own, base, first, end) == end:
-                        continue
-                    seen = seen_between(call, token, stop, kv_len)
-                    count = list_own(call, tile, token, seen, own, base, first, end, kv_len)
-                    if count:
-                        read_token(call, tile, 0, token, head, kv_len - stop + token, 0, 1)
-                        add_own_gradients(call, tile, group, count, dq + 4 * (token - start) * group * tile.width)
-            write_key_gradients(call, tile, head, packed + first, end - first)
 
 
 @compiled
