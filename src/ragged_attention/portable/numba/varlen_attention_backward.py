@@ -1,12 +1,13 @@
 """The gradient of attention over packed sequences on a CPU.
 
 A program takes a range of keys of one sequence and KV head, and all queries that see them. It computes the complete
-gradients of these keys and values, and it sums the gradients of the queries over its tiles of keys. If a sequence has
-a large share of the work, its keys are split; the last split to finish sums the query gradients of all splits, in
-the order of the splits. With ranges of keys, a tile of keys skips the blocks of queries that see none of them, and
-keys that no query sees count as zeros; with lists of blocks, each query visits its own keys (`_packed_lists`). If all queries share the relative bias, each program sums its
-gradient over the program's keys and queries, and the last program of a KV head to finish adds up the sums. A table of
-one query is written by one program, so then keys are not split.
+gradients of these keys and values, and it sums the gradients of the queries over its tiles of keys. If a sequence has a
+large share of the work, its keys are split; the last split to finish sums the query gradients of all splits, in the
+order of the splits. With ranges of keys, a tile of keys skips the blocks of queries that see none of them, and keys
+that no query sees count as zeros; with lists of blocks, each query visits its own keys (`_packed_lists`). If all
+queries share the relative bias, each program sums its gradient over the program's keys and queries, and the last
+program of a KV head to finish adds up the sums. A table of one query is written by one program, so then keys are not
+split.
 """
 
 from typing import Any
