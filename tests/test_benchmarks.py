@@ -251,6 +251,16 @@ def test_a_ratio_is_taken_within_rounds() -> None:
     assert timing.Timing((1.0, 1.0, 1.0, 1.0)).spread == 0.0
 
 
+def test_every_ratio_on_a_cpu_has_a_column() -> None:
+    from benchmarks.cpu import cases, page
+
+    ratios = dict.fromkeys((cases.DENSE, cases.EAGER, cases.NAMED), 2.0)
+    row = {"name": "C11", "what": "", "milliseconds": {"ours": 1.0}, "ratios": ratios}
+    case = row | {"share_of_copy": 0, "share_of_product": 0}
+    assert page.table({"cases": [case]}, long=True).count("2.00") == len(ratios)
+    assert set(page.PEERS) == set(page.TITLES)
+
+
 def test_every_candidate_runs_once_a_round() -> None:
     said: list[str] = []
     times = timing.on_cpu({"a": lambda: said.append("a"), "b": lambda: said.append("b")}, rounds=3, warm_up=1)

@@ -23,6 +23,7 @@ from ragged_attention.portable.numba import _formats, _softmax, _vectors  # noqa
 from ragged_attention.reference._kv_layout import encode, format_values  # noqa: E402
 from ragged_attention.testing import agrees  # noqa: E402
 from ragged_attention.testing.ranges import ranges_of  # noqa: E402
+from ragged_attention.testing.selected import Selection, lists_of  # noqa: E402
 from ragged_attention.torch import (  # noqa: E402
     dequantize_mla_cache,
     indexer_logits,
@@ -508,7 +509,8 @@ def test_of_two_latents_for_one_position_the_later_one_wins_on_any_number_of_thr
 @pytest.mark.parametrize("operation", ["paged", "latent", "packed", "gradient"])
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is protected as on Linux")
 def test_blocks_of_keys_that_no_query_sees_are_not_read(operation: str) -> None:
-    assert printed("-m", "tests.programs.unseen_keys", operation) == "well\n"
+    for mask in ("ranges", "lists")[: 1 if operation == "latent" else 2]:
+        assert printed("-m", "tests.programs.unseen_keys", operation, mask) == "well\n"
     assert apart("-m", "tests.programs.unseen_keys", operation, "causal").returncode == -signal.SIGSEGV
 
 
@@ -589,6 +591,131 @@ def test_a_sequence_of_latents_that_ranges_show_has_the_same_bits_alone_and_in_a
             alone |= {name: batch[name][first:stop] for name in ("q", "key_ranges")}
             alone |= {"cu_q_lens": torch.tensor([0, stop - first]).int()}
             assert torch.equal(ragged_mla_attention(**alone), together[first:stop])
+
+
+# ---- lists of blocks
+
+
+def lists_of_blocks(size: int, length: int = 9, seed: int = 0) -> Any:
+    """Lists of blocks of `LENGTHS` for two KV heads, with doubles and entries that name nothing."""
+    kinds, tokens = Selection(kind="own", size=size, length=length), sum(queries for queries, _ in LENGTHS)
+    return torch.from_numpy(lists_of(np.random.default_rng(seed), LENGTHS, tokens, 2, kinds))
+
+
+def grouped_batch(group: int, dtype: Any = torch.float32) -> dict[str, Any]:
+    """`paged_batch` with so many query heads on each of its two KV heads."""
+    batch = paged_batch(dtype)
+    generator = torch.Generator().manual_seed(group)
+    return batch | {"q": torch.randn(len(batch["q"]), 2 * group, 32, generator=generator).to(dtype)}
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 20])
+@pytest.mark.parametrize("size", [1, 8, 128])
+def test_no_division_of_what_lists_name_changes_the_results(group: int, size: int) -> None:
+    """Threads change no bit, blocks and splits what rounding does."""
+    lists: dict[str, Any] = {"selected": lists_of_blocks(size, 40), "block_size": size, "sliding_window": 3000}
+    batch: dict[str, Any] = grouped_batch(group) | lists | {"return_lse": True}
+
+    def ours(**tile: int) -> Any:
+        return ragged_paged_attention(**batch, backend="numba", options=tile)
+
+    expected = with_threads(1, ours)
+    assert all(torch.equal(*pair) for pair in zip(expected, with_threads(3, ours), strict=True))
+    reference = ragged_paged_attention(**batch, backend="reference")
+    for tile in ({}, {"block_q": 1, "block_kv": 8}, {"block_q": 5, "num_splits": 4}, {"block_kv": 1024}):
+        assert all(agrees(*pair, "float32") for pair in zip(ours(**tile), reference, strict=True)), tile
+
+
+def packed_gradients(lists: Any, size: int, group: int = 3, nan: Any = None, **mask: Any) -> tuple[Any, ...]:
+    """The result and the gradients of packed attention over `LENGTHS`; keys and values `nan` are NaN."""
+    edges, keys = (torch.tensor([0, *lens]).cumsum(0).int() for lens in zip(*LENGTHS, strict=True))
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((int(edges[-1]), 2 * group, 32), (int(keys[-1]), 2, 32), (int(keys[-1]), 2, 24))
+    arrays = [torch.randn(shape, generator=generator) for shape in shapes]
+    for array in arrays[1:] if nan is not None else ():
+        array[nan] = torch.nan
+    given: dict[str, Any] = {"causal": True, "backend": "numba"} | mask
+    q, k, v = leaves = [array.requires_grad_() for array in arrays]
+    out, lse = varlen_attention(q, k, v, edges, keys, selected=lists, block_size=size, return_lse=True, **given)
+    towards = torch.randn(out.shape, generator=generator), torch.randn(lse.shape, generator=generator)
+    loss = (out * towards[0]).sum() + (torch.where(lse == -torch.inf, 0.0, lse) * towards[1]).sum()
+    return out, *torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize("size", [1, 16, 256])
+def test_gradients_through_lists_are_the_definition_on_any_number_of_threads(group: int, size: int) -> None:
+    masks: tuple[dict[str, Any], ...] = ({}, {"key_ranges": ranges("spans"), "causal": False}, {"sliding_window": 50})
+    for mask in masks:
+        call = functools.partial(packed_gradients, lists_of_blocks(size), size, group, **mask)
+        found = with_threads(1, call)
+        assert all(torch.equal(*pair) for pair in zip(found, with_threads(3, call), strict=True))
+        expected = packed_gradients(lists_of_blocks(size), size, group, **(mask | {"backend": "reference"}))
+        for ours, definition in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, definition, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("size", [1, 16])
+def test_the_order_of_a_list_and_doubles_in_it_change_no_bit(size: int) -> None:
+    lists = lists_of_blocks(size)
+    changed = torch.cat([lists, lists[..., 3:5], torch.full_like(lists[..., :2], -1)], -1).flip(-1).contiguous()
+    for group in (3, 4):
+        batch = grouped_batch(group, torch.bfloat16)
+        one, other = (
+            ragged_paged_attention(**batch, selected=each, block_size=size, backend="numba", options={"num_splits": 4})
+            for each in (lists, changed)
+        )
+        assert torch.equal(one, other)
+    for one, other in zip(packed_gradients(lists, size), packed_gradients(changed, size), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_key_reaches_only_the_queries_whose_lists_name_it(dtype: Any, group: int, size: int) -> None:
+    """Other queries beside them read the same tile and have the same bits, whatever the key holds."""
+    lists, (queries, keys), first = lists_of_blocks(size, 5), LENGTHS[1], LENGTHS[0][0]
+    named = 40 // size  # a block that half of the queries of the second sequence name
+    lists[lists == named] = -1
+    lists[first : first + queries, :, 3] = 0  # with which all of them see a key that stays as it is
+    lists[first : first + queries : 2, :, 2] = named
+    names = (lists == named).any(2).repeat_interleave(group, 1)
+    names[:first], names[first + queries :] = False, False
+    batch = grouped_batch(group, dtype)
+    position = range(named * size, (named + 1) * size)
+    spoiled = batch["kv_pages"].clone()
+    for key in position:
+        spoiled[batch["page_indices"][1, key // 16], key % 16] = torch.nan
+    attend = functools.partial(ragged_paged_attention, selected=lists, block_size=size, backend="numba")
+    clean, found = attend(**batch), attend(**batch | {"kv_pages": spoiled})
+    sees = names & (keys - queries + torch.arange(len(lists)) - first >= named * size)[:, None]
+    assert torch.equal(clean[~sees], found[~sees])
+    assert found[sees].isnan().all()
+    own = [LENGTHS[0][1] + key for key in position]
+    clean, found = (packed_gradients(lists, size, group, nan)[1] for nan in (None, own))
+    assert torch.equal(clean[~sees], found[~sees])
+    assert found[sees].isnan().all()
+
+
+def test_lists_of_a_long_sequence_are_marked_in_several_tables() -> None:
+    """Few single keys of many, in a decode, a chunk and a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    queries, keys = 7, 20_000
+    q, k, v = (torch.randn(n, heads, 16, generator=generator) for n, heads in ((queries, 4), (keys, 2), (keys, 2)))
+    lists = torch.randint(-1, keys, (queries, 2, 11), generator=generator).int()
+    edges, lens = torch.tensor([0, queries]).int(), torch.tensor([0, keys]).int()
+    found = {}
+    for backend in ("numba", "reference"):
+        given: dict[str, Any] = {"causal": True, "selected": lists, "block_size": 1, "backend": backend}
+        leaves = [array.clone().requires_grad_() for array in (q, k, v)]
+        out = varlen_attention(leaves[0], leaves[1], leaves[2], edges, lens, **given)
+        pages = torch.stack([k, v], 2).view(-1, 16, 4, 16)
+        table, edge = torch.arange(len(pages)).int()[None], torch.tensor([0, 1]).int()
+        decoded = ragged_paged_attention(q[-1:], pages, lens[1:], table, edge, **given | {"selected": lists[-1:]})
+        found[backend] = [out, decoded, *torch.autograd.grad(out.square().sum(), leaves)]
+    for ours, expected in zip(*found.values(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 # ---- the indexer

@@ -11,13 +11,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, README = ROOT / "docs" / "cpu_measured.md", ROOT / "README.md"
 BEGIN, END = "<!-- written by `make bench-cpu` -->\n", "<!-- end of what is written -->\n"
-PEERS = ("vllm", "openvino", "sdpa", "eager", "named", "jax")
+PEERS = ("vllm", "openvino", "sdpa", "eager", "named", "dense", "jax")
 TITLES = {
     "vllm": "vLLM",
     "openvino": "OpenVINO",
     "sdpa": "SDPA",
     "eager": "eager",
     "named": "ours by name",
+    "dense": "ours to all keys",
     "jax": "ours from jax",
 }
 IN_README = ("C2", "C4b", "C5", "C5b", "C7b", "C8", "C8b")

@@ -1,6 +1,7 @@
 """Attention on a CPU while most keys that no query sees cannot be read: a read of one of them ends the process.
 
-`python -m tests.programs.unseen_keys OPERATION [causal]` prints "well"; with `causal` instead of ranges all are seen.
+`python -m tests.programs.unseen_keys OPERATION MASK` prints "well" for the masks `ranges` and `lists`; with `causal`
+all keys are seen.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import torch
 from ragged_attention.testing import agrees
 from ragged_attention.torch import ragged_mla_attention, ragged_paged_attention, varlen_attention
 
-QUERIES, KEYS, PREFIX, WINDOW, PAGE_SIZE = 16, 1024, 64, 48, 16
+QUERIES, KEYS, PREFIX, WINDOW, PAGE_SIZE, BLOCK = 16, 1024, 64, 48, 16, 8
 UNSEEN = (128, 896)  # no tile that holds one of these keys holds one that is seen
 TABLES = {
     "kv_lens": torch.tensor([KEYS]).int(),
@@ -86,14 +87,26 @@ def gradient() -> tuple[Function, list[Rows]]:
 OPERATIONS = {"paged": paged, "latent": latent, "packed": packed, "gradient": gradient}
 
 
-def main(name: str, causal: bool) -> None:
-    function, rows = OPERATIONS[name]()
+def ranges() -> dict[str, Any]:
     position = torch.arange(KEYS - QUERIES, KEYS)
     prefix = torch.tensor([[0, PREFIX]]).expand(QUERIES, 2)
     window = torch.stack([position - WINDOW + 1, position + 1], -1)
-    mask: dict[str, Any] = {"key_ranges": torch.stack([prefix, window], 1).int()}
-    if causal:
-        mask = {"causal": True}
+    return {"key_ranges": torch.stack([prefix, window], 1).int()}
+
+
+def lists() -> dict[str, Any]:
+    """Of each query one block of the prefix and one of the window."""
+    query = torch.arange(QUERIES)[:, None]
+    named = torch.cat([query % (PREFIX // BLOCK), KEYS // BLOCK - 1 - query % (WINDOW // BLOCK)], 1)
+    return {"selected": named[:, None].int(), "block_size": BLOCK, "causal": True}
+
+
+MASKS: dict[str, Callable[[], dict[str, Any]]] = {"ranges": ranges, "lists": lists, "causal": lambda: {"causal": True}}
+
+
+def main(name: str, kind: str) -> None:
+    function, rows = OPERATIONS[name]()
+    mask = MASKS[kind]()
     expected = function(**mask, backend="reference")
     with contextlib.ExitStack() as stack:
         for each in rows:
@@ -103,4 +116,4 @@ def main(name: str, causal: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], "causal" in sys.argv[2:])
+    main(*sys.argv[1:])

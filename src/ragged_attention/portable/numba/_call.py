@@ -16,7 +16,6 @@ from ragged_attention.portable.numba._records import stride_names
 from ragged_attention.portable.numba._splits import expect_splits
 
 KERNEL = Kernel("paged_attention", _paged.FIELDS, _paged.plan, _paged.work)
-SHARED_BLOCK = 64  # keys in a block, from which on tiles have many queries
 SPLITS_PER_SEQUENCE = 8  # in batch-invariant mode
 TILE_FLOATS = 384 * 256  # maximum floats in a tile's queries and results; they should fit the L2 cache
 MULTIPLES = {"block_q": 1, "block_rows": 1, "block_kv": 8}  # each block size must be a multiple of its number here
@@ -67,17 +66,17 @@ def block_q_of(call: Any) -> int:
     return max(rows // call.group, 1)
 
 
-def alone(call: Any) -> bool:
-    """Whether each query has a tile of its own, because lists name blocks of so few keys that queries share few."""
-    return call.selected is not None and call.block_size < SHARED_BLOCK
+def tile_of_lists(call: Any, decodes: bool = False) -> Tile:
+    """The tile for a call with lists of blocks; `decodes` says that each sequence of a paged call has one query.
 
-
-def keys_of_block(call: Any, otherwise: int) -> int:
-    """The keys in a tile of many queries, `otherwise` without lists.
-
-    With lists, those of a block, since the queries whose lists name any of them are multiplied.
+    Many queries share what a tile reads, and each visits its own keys of it, so a tile is as large as the L2 cache
+    allows. Decode is limited by memory bandwidth, as in `heuristic`. Lists of small blocks name some keys of a range.
     """
-    return otherwise if call.selected is None else min(call.block_size, 128)
+    small = call.block_size < 16
+    if decodes:
+        keys = 64 if call.cache_dtype in QUANTIZED else 32
+        return Tile(block_q=block_q_of(call), block_kv=4 * keys if small else keys)
+    return Tile(block_q=block_q_of(call), block_kv=512 if small else 256)
 
 
 def heuristic(call: Any) -> Tile:
@@ -85,15 +84,17 @@ def heuristic(call: Any) -> Tile:
 
     8-bit keys take longer to convert than to fetch, so decode has more of them per tile.
     """
-    if alone(call) or call.num_tokens <= 4 * call.max_num_seqs:
-        block_kv = 64 if call.cache_dtype in QUANTIZED else 16
-        return Tile(block_q=1 if alone(call) else block_q_of(call), block_kv=block_kv)
-    return Tile(block_q=block_q_of(call), block_kv=keys_of_block(call, 96))
+    if call.selected is not None:
+        return tile_of_lists(call, call.num_tokens <= call.max_num_seqs)
+    if call.num_tokens <= 4 * call.max_num_seqs:
+        return Tile(block_q=block_q_of(call), block_kv=64 if call.cache_dtype in QUANTIZED else 16)
+    return Tile(block_q=block_q_of(call), block_kv=96)
 
 
 def invariant_tile(call: Any) -> Tile:
     """A tile that does not depend on the batch."""
-    return Tile(block_q=block_q_of(call), block_kv=64, num_splits=SPLITS_PER_SEQUENCE)
+    block_kv = 64 if call.selected is None else 256
+    return Tile(block_q=block_q_of(call), block_kv=block_kv, num_splits=SPLITS_PER_SEQUENCE)
 
 
 def cannot_run(call: Call) -> str | None:

@@ -34,27 +34,30 @@ from ragged_attention.portable.numba._vectors import (
 NUMBERS = ("rows", "keys", "width", "v_width", "bias_width", "bias_at_own", "sums", "sums_stride", "max_gaps")
 BUFFERS = ("q", "d_out", "k", "v", "k_rows", "v_rows", "s", "d_s", "dk", "dv", "out_row", "left", "right",
          "sources", "slots", "lse", "share", "delta", "d_lse", "slopes", "positions",
-         "tables", "d_tables", "bias", "num_gaps", "seen", "gaps")  # fmt: skip
+         "tables", "d_tables", "bias", "num_gaps", "gaps",
+         "own_positions", "own_k", "own_v", "own_dk", "own_dv", "dq")  # fmt: skip
 tile_at = record_at((*NUMBERS, *BUFFERS))
 
 
 @compiled
-def new_tile(rows, keys, width, v_width, latent, max_gaps):
+def new_tile(rows, keys, width, v_width, latent, max_gaps, listed):
     """Allocate a tile of zeros; returns its address, 0 if there is no memory.
 
     In a `latent` tile a value is the beginning of its key's row. `max_gaps` is the largest number of gaps between the
-    keys that a row sees. Rows are padded with zeros to the width that the
-    products need.
+    keys that a row sees. Rows are padded with zeros to the width that the products need. If `listed`, there is room for
+    a list of keys, and `dk` and `dv` have one row more, which nothing reads.
     """
     rows, keys = up_to(rows, ROWS), up_to(keys, LANES)
     width, v_width = up_to(width, COLUMNS), up_to(v_width, COLUMNS)
     q, d_out, k, v = 4 * rows * width, 4 * rows * v_width, 4 * keys * width, 4 * keys * v_width
     logits, addresses, floats = 4 * rows * keys, 8 * keys, 4 * rows
+    dk, dv = k + (4 * width if listed else 0), v + (4 * v_width if listed else 0)
+    own = (addresses, addresses, addresses, addresses, addresses, q) if listed else (0, 0, 0, 0, 0, 0)
     address = allocate_arena(
         len(NUMBERS),
-        (q, d_out, k, v, addresses, addresses, logits, logits, k, v, 4 * v_width, 2 * floats, 2 * floats,
+        (q, d_out, k, v, addresses, addresses, logits, logits, dk, dv, 4 * v_width, 2 * floats, 2 * floats,
          addresses, addresses, floats, floats, floats, floats, floats, 2 * floats,
-         2 * floats, 2 * floats, 4 * keys, 2 * floats, addresses, 16 * max_gaps * rows),
+         2 * floats, 2 * floats, 4 * keys, 2 * floats, 16 * max_gaps * rows, *own),
     )  # fmt: skip
     if address == 0:
         return address
@@ -111,6 +114,33 @@ def gap_at(tile, row, index):
     return int_at(tile.gaps, place), int_at(tile.gaps, place + 1)
 
 
+@inlined
+def derive(tile, row, count, scale, soft_cap, alibi, distance, biased):
+    """Replace the first `count` of a row's products in `s` and `d_s` by weights and gradients, see `differentiate`.
+
+    If `biased`, the tile's biases are added to the logits. Those become their gradients if the row has a table of them.
+    """
+    s, d_s, d_table = tile.s + 4 * row * tile.keys, tile.d_s + 4 * row * tile.keys, int_at(tile.d_tables, row)
+    share, delta, d_lse = float_at(tile.share, row), float_at(tile.delta, row), float_at(tile.d_lse, row)
+    lse = splat(float_at(tile.lse, row) * LOG2E)
+    for index in range(0, count, LANES):
+        logits, slope = load(s, index) * splat(scale), splat(scale)
+        if soft_cap > 0:
+            logits = soft_capped(logits, splat(soft_cap))
+            tanh = logits / splat(soft_cap)
+            slope = slope * (splat(1.0) - tanh * tanh)
+        if alibi != 0:
+            logits = sloped(logits, alibi, distance + index)
+        if biased:
+            logits = logits + load(tile.bias, index)
+        weights = exp2(logits * splat(LOG2E) - lse)
+        gradients = fma(splat(share), load(d_s, index) - splat(delta), splat(d_lse))
+        if d_table:
+            store(tile.bias, index, weights * gradients)
+        store(d_s, index, slope * weights * gradients)
+        store(s, index, weights * splat(share))
+
+
 @compiled
 def differentiate(tile, row, first, left, right, count, scale, soft_cap):
     """Replace a row's products q . k in `s` by weights r p, and d_out . v in `d_s` by the gradients of q . k.
@@ -123,29 +153,12 @@ def differentiate(tile, row, first, left, right, count, scale, soft_cap):
         fill(s, 0, whole, np.float32(0))
         fill(d_s, 0, whole, np.float32(0))
         return
-    share, delta, d_lse = float_at(tile.share, row), float_at(tile.delta, row), float_at(tile.d_lse, row)
-    lse, alibi = splat(float_at(tile.lse, row) * LOG2E), float_at(tile.slopes, row)
-    distance, table = first - int_at(tile.positions, row), int_at(tile.tables, row)
+    alibi, distance, table = float_at(tile.slopes, row), first - int_at(tile.positions, row), int_at(tile.tables, row)
     d_table = int_at(tile.d_tables, row)
     for key in range(count if table else 0):
         column = min(max(tile.bias_at_own - distance - key, 0), tile.bias_width - 1)
         set_float(tile.bias, key, float_at(table, column))
-    for index in range(0, whole, LANES):
-        logits, slope = load(s, index) * splat(scale), splat(scale)
-        if soft_cap > 0:
-            logits = soft_capped(logits, splat(soft_cap))
-            tanh = logits / splat(soft_cap)
-            slope = slope * (splat(1.0) - tanh * tanh)
-        if alibi != 0:
-            logits = sloped(logits, alibi, distance + index)
-        if table:
-            logits = logits + load(tile.bias, index)
-        weights = exp2(logits * splat(LOG2E) - lse)
-        gradients = fma(splat(share), load(d_s, index) - splat(delta), splat(d_lse))
-        if d_table:
-            store(tile.bias, index, weights * gradients)
-        store(d_s, index, slope * weights * gradients)
-        store(s, index, weights * splat(share))
+    derive(tile, row, whole, scale, soft_cap, alibi, distance, table)
     for gap in range(int_at(tile.num_gaps, row)):
         begin, end = gap_at(tile, row, gap)
         begin, end = within(begin - first, count), within(end - first, count)
@@ -157,6 +170,27 @@ def differentiate(tile, row, first, left, right, count, scale, soft_cap):
     for products in (s, d_s):
         fill(products, 0, left, np.float32(0))
         fill(products, right, whole, np.float32(0))
+
+
+@compiled
+def differentiate_own(tile, row, count, scale, soft_cap):
+    """`differentiate` for `count` listed keys, all of which the row sees."""
+    s, d_s, whole = tile.s + 4 * row * tile.keys, tile.d_s + 4 * row * tile.keys, up_to(count, LANES)
+    alibi, table, d_table = float_at(tile.slopes, row), int_at(tile.tables, row), int_at(tile.d_tables, row)
+    biased = table != 0 or alibi != 0
+    for key in range(count if biased else 0):
+        distance = int_at(tile.own_positions, key) - int_at(tile.positions, row)
+        bias = alibi * np.float32(distance)
+        if table:
+            bias += float_at(table, within(tile.bias_at_own - distance, tile.bias_width - 1))
+        set_float(tile.bias, key, bias)
+    derive(tile, row, whole, scale, soft_cap, np.float32(0), 0, biased)
+    for key in range(count if d_table else 0):
+        distance = int_at(tile.own_positions, key) - int_at(tile.positions, row)
+        column = within(tile.bias_at_own - distance, tile.bias_width - 1)
+        set_float(d_table, column, float_at(d_table, column) + float_at(tile.bias, key))
+    for products in (s, d_s):
+        fill(products, count, whole, np.float32(0))
 
 
 @inlined

@@ -9,12 +9,25 @@ program computes one unit for one KV head. A block with a large share of the wor
 them to finish merges them. How the work is divided depends on the shapes, lengths and ranges alone.
 """
 
-import numpy as np
-
 from ragged_attention.portable.numba import _masks, _selected, _splits, _tiles
-from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT32, scale_of, size_of
+from ragged_attention.portable.numba._formats import scale_of, size_of
+from ragged_attention.portable.numba._paged_keys import (
+    factor_of,
+    list_next,
+    page_at,
+    pairs_up,
+    place_of,
+    prefetch_values,
+    reads_in_place,
+)
+from ragged_attention.portable.numba._paged_lists import attend_to_blocks
 from ragged_attention.portable.numba._records import Fields, up_to
-from ragged_attention.portable.numba._sequences import first_key_of, gaps_by, kv_len_of, num_sequences, queries_of
+from ragged_attention.portable.numba._sequences import (
+    gaps_by,
+    kv_len_of,
+    num_sequences,
+    queries_of,
+)
 from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, add_slope, scale_row
 from ragged_attention.portable.numba._vectors import (
     LANES,
@@ -22,9 +35,7 @@ from ragged_attention.portable.numba._vectors import (
     compiled,
     float_at,
     inlined,
-    int32_at,
     int_at,
-    prefetch,
     set_float,
     set_int,
 )
@@ -108,28 +119,6 @@ def plan(address):
 
 
 @inlined
-def pairs_up(call):
-    """Whether to multiply pairs of bfloat16: q, K and V are exact in bfloat16 and have no scales per position."""
-    scaled = call.k_scales or call.v_scales
-    return not scaled and _tiles.pairs_with(call.q_format, call.k_pages_format, call.head_dim, call.v_head_dim)
-
-
-@inlined
-def reads_in_place(call, tile):
-    """Whether keys are multiplied in the cache itself, without being copied to the tile."""
-    if tile.paired:
-        return call.k_pages_format == BFLOAT16
-    return call.k_pages_format == FLOAT32 and call.head_dim % LANES == 0 and not call.k_scales
-
-
-@inlined
-def factor_of(call, head):
-    """The factor of q . k. It includes log2(e); with a soft cap, `capped` multiplies by log2(e) after capping."""
-    k_scale = scale_of(call.k_scale, call.k_scale_format, call.k_scale_stride, call.k_scale_number, head)
-    return call.scale * k_scale * (LOG2E if call.soft_cap == 0 else np.float32(1))
-
-
-@inlined
 def read_queries(call, tile, unit, head):
     """Read a block's queries for a KV head and set the bounds of what each row sees; returns the number of rows."""
     group, (_, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
@@ -147,48 +136,6 @@ def read_queries(call, tile, unit, head):
     return rows
 
 
-@inlined
-def place_of(call, seq, position):
-    """The index of a position's page in its sequence's block table, and the position's slot in that page."""
-    if call.cu_kv_lens:
-        return first_key_of(call, seq) + position, 0
-    return position // call.page_size, position % call.page_size
-
-
-@inlined
-def page_at(call, seq, number):
-    """The page at an index of a sequence's block table; the table may hold any int32."""
-    return number if call.cu_kv_lens else int32_at(call.page_indices + 4 * seq * call.page_indices_seq_stride, number)
-
-
-@compiled
-def list_next(call, tile, seq, head, first, key, count):
-    """List the addresses of the next keys [key, count) of a tile, from position `first` on, and prefetch the keys.
-
-    The prefetches overlap with the work on the current keys. Returns how many of the positions have no page.
-    """
-    holes, size = 0, size_of(call.k_pages_format)
-    number, slot = place_of(call, seq, first)
-    while key < count:
-        page, run = page_at(call, seq, number), min(call.page_size - slot, count - key)
-        k = v = k_step = v_step = 0
-        if 0 <= page < call.num_pages:
-            k = page * call.k_pages_page_stride + slot * call.k_pages_slot_stride + head * call.k_pages_head_stride
-            v = page * call.v_pages_page_stride + slot * call.v_pages_slot_stride + head * call.v_pages_head_stride
-            k, v = call.k_pages + size * k, call.v_pages + size * (v + call.v_offset)
-            k_step, v_step = size * call.k_pages_slot_stride, size * call.v_pages_slot_stride
-        else:
-            holes += run
-        for index in range(key, key + run):
-            set_int(tile.next_sources, index, k)
-            set_int(tile.next_v_sources, index, v)
-            if k:
-                prefetch(k, size * call.head_dim)
-            k, v = k + k_step, v + v_step
-        key, number, slot = key + run, number + 1, 0
-    return holes
-
-
 @compiled
 def list_seen(call, tile, unit, head, first, stop, whole):
     """`list_next` for the next keys of a unit that a tile holds; if not `whole`, some of them may be unseen."""
@@ -197,15 +144,6 @@ def list_seen(call, tile, unit, head, first, stop, whole):
     if not whole:
         holes += _masks.drop_unseen(call, tile, (unit.first, unit.last), kv_len_of(call, unit.seq), first, count)
     return holes
-
-
-@compiled
-def prefetch_values(call, tile, count):
-    """Prefetch the values of the next keys."""
-    for key in range(count):
-        source = int_at(tile.next_v_sources, key)
-        if source:
-            prefetch(source, size_of(call.k_pages_format) * call.v_head_dim)
 
 
 @compiled
@@ -264,77 +202,17 @@ def add_relative_bias(call, tile, unit, head, rows, first, count):
 
 
 @compiled
-def list_named(call, tile, unit, head, position):
-    """List the next keys, from `position` on, of the blocks that the unit's lists name, as many as a tile holds.
-
-    Returns how many they are, how many of them have no page, and the position after the last.
-    """
-    count = holes = 0
-    while count < tile.keys and position < unit.high:
-        first, stop = _selected.next_run(call, tile, unit, position)
-        run = min(stop - first, tile.keys - count)
-        holes += list_next(call, tile, unit.seq, head, first, count, count + run)
-        for index in range(run):
-            set_int(tile.next_positions, count + index, first + index)
-        count, position = count + run, first + run
-    return count, holes, position
-
-
-@compiled
-def attend_to_blocks(call, tile, unit, head, rows):
-    """`attend` for a call with lists of blocks.
-
-    Bounds of rows count the keys of a tile here, not positions. If the lists of few tokens name any key of a tile, only
-    the rows of these tokens are multiplied, which are packed for that.
-    """
-    in_place, factor, code = reads_in_place(call, tile), factor_of(call, head), call.k_pages_format
-    group = call.num_q_heads // call.num_kv_heads
-    _selected.mark(call, tile, unit, head)
-    next_count, next_holes, position = list_named(call, tile, unit, head, unit.low)
-    prefetch_values(call, tile, next_count)
-    while next_count:
-        count, holes = next_count, next_holes
-        _tiles.advance(tile)
-        tile.positions, tile.next_positions = tile.next_positions, tile.positions
-        tokens = _selected.list_tokens(call, tile, unit, count)
-        packed = tokens * group < rows
-        if packed:
-            _tiles.pack_rows(tile, group, tokens)
-        keys = tile.sources if in_place else tile.k_rows
-        if tile.paired and not in_place:
-            _tiles.pair_keys(code, tile.sources, tile.k, tile.width, count)
-        elif not in_place:
-            _tiles.read_rows(code, tile.sources, tile.k, tile.width, call.head_dim, count)
-        next_count, next_holes, position = list_named(call, tile, unit, head, position)
-        for row in range(tokens * group):
-            _tiles.set_bounds(tile, row, 0, count)
-        _tiles.multiply_keys(tile, keys, tokens * group, 0, count, factor, call.soft_cap)
-        if call.alibi_slopes or call.relative_bias:
-            _selected.add_biases(call, tile, unit, head, tokens * group, count)
-        _selected.hide_unseen(call, tile, unit, tokens, count)
-        _tiles.weigh_keys(tile, tokens * group, 0, count, holes)
-        prefetch_values(call, tile, next_count)
-        if tile.paired:
-            _tiles.pair_values(code, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
-        else:
-            _tiles.read_rows(code, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
-        _tiles.mix_values(tile, tokens * group, 0, count)
-        if packed:
-            _tiles.unpack_rows(tile, group, tokens)
-
-
-@compiled
 def attend(call, tile, unit, head, rows):
     """Attend from a unit's rows to its keys, one tile of keys after another."""
     if call.num_lists:
-        attend_to_blocks(call, tile, unit, head, rows)
+        attend_to_blocks(call, tile, unit, head)
         return
     seq, low, high, code = unit.seq, unit.low, unit.high, call.k_pages_format
     in_place, factor = reads_in_place(call, tile), factor_of(call, head)
     tokens, kv_len = (unit.first, unit.last), kv_len_of(call, seq)
     first, stop, whole = _masks.seen_from(call, tokens, kv_len, low, high)
     next_holes = list_seen(call, tile, unit, head, first, stop, whole)
-    prefetch_values(call, tile, min(tile.keys, stop - first))
+    prefetch_values(call, tile, 0, min(tile.keys, stop - first))
     while first < stop:
         count, holes = min(tile.keys, stop - first), next_holes
         after = first + count
@@ -361,7 +239,7 @@ def attend(call, tile, unit, head, rows):
             group = call.num_q_heads // call.num_kv_heads
             _masks.hide_gaps(call, tile, unit.first, 0, rows, group, kv_len, first, count)
         _tiles.weigh_keys(tile, rows, first, count, holes)
-        prefetch_values(call, tile, min(tile.keys, stop - after))
+        prefetch_values(call, tile, 0, min(tile.keys, stop - after))
         if tile.paired:
             _tiles.pair_values(code, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
         else:

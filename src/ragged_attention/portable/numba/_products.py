@@ -130,5 +130,56 @@ def _mix_of(fma):
     return mix
 
 
+_add_product = times_number(fma)
+
+
+@compiled
+def mix_listed(p, v, out, rows, keys, columns, p_row, out_width, fresh):
+    """`mix` of values whose addresses `v` lists."""
+    for column in range(0, columns, COLUMNS):
+        for row in range(0, rows, ROWS):
+            p0, r0 = p + 4 * row * p_row, out + 4 * (row * out_width + column)
+            p1, p2, p3 = p0 + 4 * p_row, p0 + 8 * p_row, p0 + 12 * p_row
+            r1, r2, r3 = r0 + 4 * out_width, r0 + 8 * out_width, r0 + 12 * out_width
+            a0 = b0 = a1 = b1 = a2 = b2 = a3 = b3 = splat(0.0)
+            if not fresh:
+                a0, a1, a2, a3 = load(r0, 0), load(r1, 0), load(r2, 0), load(r3, 0)
+                b0, b1, b2, b3 = load(r0, LANES), load(r1, LANES), load(r2, LANES), load(r3, LANES)
+            for key in range(keys):
+                values = int_at(v, key)
+                a, b = load(values, column), load(values, column + LANES)
+                a0, b0 = _add_product(p0, key, a, b, a0, b0)
+                a1, b1 = _add_product(p1, key, a, b, a1, b1)
+                a2, b2 = _add_product(p2, key, a, b, a2, b2)
+                a3, b3 = _add_product(p3, key, a, b, a3, b3)
+            for row_out, low, high in ((r0, a0, b0), (r1, a1, b1), (r2, a2, b2), (r3, a3, b3)):
+                store(row_out, 0, low)
+                store(row_out, LANES, high)
+
+
+@compiled
+def spread(p, q, targets, rows, keys, columns, p_row, q_width):
+    """Add p[rows, keys]^T @ q[rows, columns] to the rows of floats whose addresses `targets` lists.
+
+    Keys are computed ROWS at a time, so `targets` lists up to ROWS - 1 more addresses, all of rows that nothing reads.
+    """
+    for key in range(0, keys, ROWS):
+        t0, t1 = int_at(targets, key), int_at(targets, key + 1)
+        t2, t3 = int_at(targets, key + 2), int_at(targets, key + 3)
+        for column in range(0, columns, COLUMNS):
+            after = column + LANES
+            a0, a1, a2, a3 = load(t0, column), load(t1, column), load(t2, column), load(t3, column)
+            b0, b1, b2, b3 = load(t0, after), load(t1, after), load(t2, after), load(t3, after)
+            for row in range(rows):
+                a, b, place = load(q, row * q_width + column), load(q, row * q_width + after), row * p_row + key
+                a0, b0 = _add_product(p, place, a, b, a0, b0)
+                a1, b1 = _add_product(p, place + 1, a, b, a1, b1)
+                a2, b2 = _add_product(p, place + 2, a, b, a2, b2)
+                a3, b3 = _add_product(p, place + 3, a, b, a3, b3)
+            for target, low, high in ((t0, a0, b0), (t1, a1, b1), (t2, a2, b2), (t3, a3, b3)):
+                store(target, column, low)
+                store(target, after, high)
+
+
 scores, mix = _scores_of(fma), _mix_of(fma)
 scores_of_pairs, mix_of_pairs = (_scores_of(fma_pairs), _mix_of(fma_pairs)) if PAIRS else (scores, mix)

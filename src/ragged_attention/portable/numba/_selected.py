@@ -1,27 +1,19 @@
-"""Which keys a query sees if lists name blocks of keys for each KV head: a seam between masks and `_paged`'s kernel.
+"""Which keys a query sees if lists name blocks of keys for each KV head: a seam between masks and the kernels.
 
-A unit visits the blocks that the lists of its query tokens name, in ascending order, so that a tile holds keys at
-ascending positions that need not be neighbours. Its `named` is a table of bytes: a row for each token and before them
-one for all, with a byte for each block of the unit's range of keys. Other masks hold within the blocks.
+A program marks what the lists of its query tokens name in a *table* of bits: a row for each token and before them one
+for all, with a bit for each of `blocks_at_once` blocks. So a block that is named twice counts once, the order of a list
+does not matter, and a table is not larger than the lists. A program goes from one range of named keys to the next,
+reads what any token names of it, and each token then visits its own keys among them. Other masks hold within the
+blocks.
 """
 
-from ragged_attention.portable.numba import _masks, _splits
-from ragged_attention.portable.numba._sequences import kv_len_of, queries_of, within
-from ragged_attention.portable.numba._softmax import LOG2E, NOTHING
-from ragged_attention.portable.numba._tiles import set_bounds
-from ragged_attention.portable.numba._vectors import (
-    byte_at,
-    compiled,
-    fill,
-    float_at,
-    inlined,
-    int32_at,
-    int_at,
-    set_byte,
-    set_float,
-    set_int,
-    zero,
-)
+from ragged_attention.portable.numba import _splits
+from ragged_attention.portable.numba._records import up_to
+from ragged_attention.portable.numba._vectors import compiled, inlined, int32_at, int_at, set_int, trailing_zeros, zero
+
+BITS = 64  # in a word of a table
+MIN_BLOCKS = 64 * BITS  # in a table, so that marking few blocks at a time costs little
+SPARE = 8  # words behind a row's blocks, see `mark`
 
 
 @inlined
@@ -32,127 +24,107 @@ def entries_of(call, token, head):
 
 
 @inlined
-def blocks_between(call, low, high):
-    """The number of blocks that have any of the keys [low, high)."""
-    return (high - 1) // call.block_size - low // call.block_size + 1 if low < high else 0
+def blocks_of(call, low, high):
+    """The range of blocks that have any of the keys [low, high)."""
+    first = low // call.block_size
+    return first, (high - 1) // call.block_size + 1 if low < high else first
+
+
+@inlined
+def blocks_at_once(call):
+    """The largest number of blocks in a table: a row takes as many bits as a list, or `MIN_BLOCKS`."""
+    return max(up_to(32 * call.num_selected, BITS), MIN_BLOCKS)
+
+
+@inlined
+def row_of(blocks):
+    """The size in bytes of a row of a table of some blocks."""
+    return up_to(blocks, BITS) // 8 + 8 * SPARE
+
+
+@inlined
+def table_size(call, tokens, low, high):
+    """The size in bytes of a table of the blocks of the keys [low, high) for a number of tokens."""
+    first, stop = blocks_of(call, low, high)
+    return (tokens + 1) * row_of(min(stop - first, blocks_at_once(call)))
 
 
 @compiled
 def divide_lists(call, units, seq, first, last, low, high, max_splits):
     """`add_splits` for query tokens [first, last), whose lists name blocks of the keys [low, high).
 
-    How many keys the lists name at most says how many splits there are; each of these has a range of positions.
+    How many keys a list names at most says how many splits there are; each of these has a range of positions.
     """
-    tokens, blocks = last - first, blocks_between(call, low, high)
-    call.named_size = max(call.named_size, (tokens + 1) * blocks)
-    keys = min(high - low, tokens * call.num_selected * call.block_size)
+    call.named_size = max(call.named_size, table_size(call, last - first, low, high))
+    keys = min(high - low, call.num_selected * call.block_size)
     return _splits.add_splits(call, units, seq, 0, first, last, low, high, keys, max_splits)
 
 
 @compiled
-def mark(call, tile, unit, head):
-    """Write the table `named` of a unit for a KV head."""
-    base, blocks = unit.low // call.block_size, blocks_between(call, unit.low, unit.high)
-    zero(tile.named, (unit.last - unit.first + 1) * blocks)
-    for token in range(unit.first, unit.last):
-        entries, own = entries_of(call, token, head), tile.named + (token - unit.first + 1) * blocks
+def mark(call, table, first, last, head, base, blocks):
+    """Write a table: which of the blocks [base, base + `blocks`) the lists of tokens [first, last) name for a KV head.
+
+    Other entries set bits in the spare words: that is faster than a branch, and several words are faster than one.
+    """
+    row = row_of(blocks)
+    spare = row // 8 - SPARE
+    zero(table, (last - first + 1) * row)
+    for token in range(first, last):
+        entries, own = entries_of(call, token, head), table + (token - first + 1) * row
         for index in range(call.num_selected):
             block = int32_at(entries, index) - base
-            if 0 <= block < blocks:
-                set_byte(tile.named, block, 1)
-                set_byte(own, block, 1)
+            word = block // BITS if 0 <= block < blocks else spare + index % SPARE
+            set_int(own, word, int_at(own, word) | 1 << block % BITS)
+        for word in range(spare):
+            set_int(table, word, int_at(table, word) | int_at(own, word))
+
+
+@inlined
+def next_block(row, block, stop):
+    """The first block of [block, stop) that a table's row has marked, else `stop`; the table's first block is 0."""
+    while block < stop:
+        rest = int_at(row, block // BITS) >> block % BITS  # of a negative word, ones come in behind the last block
+        if rest:
+            return min(block + trailing_zeros(rest), stop)
+        block = (block // BITS + 1) * BITS
+    return stop
+
+
+@inlined
+def next_key(call, row, base, position, stop):
+    """The first marked key of [position, stop), else `stop`; `base` is the first block of the table that has `row`."""
+    shift = trailing_zeros(call.block_size)
+    if position >= stop:
+        return stop
+    block = next_block(row, (position >> shift) - base, ((stop - 1) >> shift) + 1 - base)
+    return min(max((base + block) << shift, position), stop)
+
+
+@inlined
+def end_of_run(call, row, base, position, stop):
+    """The end of the run of marked keys of [position, stop) that begins with a marked key."""
+    shift = trailing_zeros(call.block_size)
+    block = (position >> shift) + 1 - base
+    while (base + block) << shift < stop and next_block(row, block, block + 1) == block:
+        block += 1
+    return min((base + block) << shift, stop)
 
 
 @compiled
-def next_run(call, tile, unit, position):
-    """The next keys of one block, from `position` on and before the unit's end, that any of its lists names."""
-    base = unit.low // call.block_size
-    while position < unit.high and not byte_at(tile.named, position // call.block_size - base):
-        position = (position // call.block_size + 1) * call.block_size
-    return min(position, unit.high), min((position // call.block_size + 1) * call.block_size, unit.high)
-
-
-@compiled
-def list_tokens(call, tile, unit, count):
-    """List the tokens whose lists name any of the tile's `count` keys, by their place in the unit; returns how many."""
-    size, base, blocks = call.block_size, unit.low // call.block_size, blocks_between(call, unit.low, unit.high)
-    tokens = 0
-    for token in range(unit.last - unit.first):
-        named, key = tile.named + (token + 1) * blocks, 0
-        while key < count:
-            position = int_at(tile.positions, key)
-            if byte_at(named, position // size - base):
-                set_int(tile.tokens, tokens, token)
-                tokens, key = tokens + 1, count
-            key += (position // size + 1) * size - position  # the keys of one block are neighbours
-    return tokens
-
-
-@compiled
-def add_biases(call, tile, unit, head, rows, count):
-    """Add the biases by distance to the logits of `count` keys of the tile's listed tokens."""
-    group, (_, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
-    for row in range(rows):
-        token, q_head = unit.first + int_at(tile.tokens, row // group), head * group + row % group
-        s = row * tile.s_width
-        position = kv_len_of(call, unit.seq) - stop + token
-        table = call.relative_bias + 4 * (token * call.bias_stride + q_head * call.bias_width)
-        for key in range(count):
-            distance, logit = int_at(tile.positions, key) - position, float_at(tile.s, s + key)
-            if call.alibi_slopes:
-                logit += float_at(call.alibi_slopes, q_head) * LOG2E * distance
-            if call.relative_bias:
-                column = within(call.bias_at_own - distance, call.bias_width - 1)
-                logit += float_at(table, column) * LOG2E
-            set_float(tile.s, s + key, logit)
-
-
-@compiled
-def sees(call, token, first_new, kv_len, position):
-    """Whether a query token sees a key within the bounds of its masks and of its lists."""
-    if call.drafted and position >= first_new:
-        draft = position - first_new
-        place = token * call.draft_mask_token_stride + draft
-        return draft < call.draft_width and byte_at(call.draft_mask, place) != 0
-    return call.num_ranges < 2 or _masks.sees(call, token, token + 1, kv_len, position, position + 1)
-
-
-@compiled
-def hide_unseen(call, tile, unit, tokens, count):
-    """Hide from each row those of the tile's `count` keys that it does not see, and set its bounds, which count keys.
-
-    Its rows are those of the first `tokens` of its listed tokens. The value of a key that no row sees is treated as
-    missing, so that a NaN in it does not reach the results.
-    """
-    size, base, blocks = call.block_size, unit.low // call.block_size, blocks_between(call, unit.low, unit.high)
-    group, (start, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
-    kv_len = kv_len_of(call, unit.seq)
-    zero(tile.seen, 8 * count)
-    for index in range(tokens):
-        token = unit.first + int_at(tile.tokens, index)
-        left, right = _masks.seen_between(call, token, stop, kv_len)
-        row, named = index * group, tile.named + (token - unit.first + 1) * blocks
-        first, last, key = count, 0, 0
-        while key < count:
-            position = int_at(tile.positions, key)
-            after = min(key + (position // size + 1) * size - position, count)  # the keys of one block are neighbours
-            low = high = key
-            if byte_at(named, position // size - base):
-                low = key + within(left - position, after - key)
-                high = max(key + within(right - position, after - key), low)
-            for hidden in range(row, row + group):
-                fill(tile.s + 4 * hidden * tile.s_width, key, low, NOTHING)
-                fill(tile.s + 4 * hidden * tile.s_width, high, after, NOTHING)
-            for own in range(low, high):
-                if sees(call, token, kv_len - (stop - start), kv_len, position + own - key):
-                    first, last = min(first, own), own + 1
-                    set_int(tile.seen, own, 1)
-                else:
-                    for hidden in range(row, row + group):
-                        set_float(tile.s, hidden * tile.s_width + own, NOTHING)
-            key = after
-        for own in range(row, row + group):
-            set_bounds(tile, own, min(first, last), last)
-    for key in range(count):
-        if not int_at(tile.seen, key):
-            set_int(tile.v_sources, key, 0)
+def list_marked(call, row, base, first, stop, positions):
+    """List the marked keys of [first, stop) in ascending order; returns how many they are."""
+    shift, count = trailing_zeros(call.block_size), 0
+    if first >= stop:
+        return count
+    block, blocks = (first >> shift) - base, ((stop - 1) >> shift) + 1 - base
+    rest = int_at(row, block // BITS) & (-1 << block % BITS)
+    for word in range(block // BITS, (blocks - 1) // BITS + 1):
+        if word > block // BITS:
+            rest = int_at(row, word)
+        while rest:
+            begin = (base + word * BITS + trailing_zeros(rest)) << shift
+            for position in range(max(begin, first), min(begin + call.block_size, stop)):
+                set_int(positions, count, position)
+                count += 1
+            rest &= rest - 1
+    return count

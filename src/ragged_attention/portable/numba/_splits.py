@@ -193,10 +193,11 @@ def is_last(call, tile, unit, head, rows):
 def run_units(address, call, max_rows, latent, paired, named, read_queries, attend, finish):
     """Run programs, each of which computes one unit for one KV head with three functions that the kernel supplies.
 
-    `named` is the size of a tile's table of blocks that lists name.
+    `named` is the size of a tile's table of what lists name; with lists, one token's rows are multiplied at a time.
     """
     width = call.head_dim // 2 if paired else call.head_dim
-    memory = new_tile(max_rows, call.block_kv, width, call.v_head_dim, latent, paired, named)
+    at_once = call.num_q_heads // call.num_kv_heads if named else max_rows
+    memory = new_tile(max_rows, call.block_kv, width, call.v_head_dim, latent, paired, named, at_once)
     for index in programs(address, memory):
         tile, head = tile_at(memory), index % call.num_kv_heads
         unit = unit_at(call.units + UNIT_BYTES * (index // call.num_kv_heads))

@@ -30,39 +30,43 @@ from ragged_attention.portable.numba._vectors import (
     zero,
 )
 
-NUMBERS = ("rows", "keys", "width", "v_width", "columns", "s_width", "paired", "uneven")
+NUMBERS = ("rows", "keys", "width", "v_width", "columns", "s_width", "s_rows", "paired", "uneven",
+           "named_row")  # fmt: skip
 BUFFERS = ("q", "k", "k_rows", "transposed", "v", "s", "lost", "out", "m_i", "l_i", "left", "right", "reach", "factors",
-         "sources", "v_sources", "next_sources", "next_v_sources", "positions", "next_positions", "seen",
-         "named", "tokens", "packed_q", "packed_out", "packed_m_i", "packed_l_i")  # fmt: skip
+         "sources", "v_sources", "next_sources", "next_v_sources", "positions", "next_positions",
+         "v_rows", "named", "seen", "own_positions", "own_keys", "own_values",
+         "packed_q", "packed_out", "packed_m_i", "packed_l_i")  # fmt: skip
 tile_at = record_at((*NUMBERS, *BUFFERS))
 FEW_ROWS = 4 * ROWS  # with up to this many rows, keys are multiplied without transposing them
 
 
 @compiled
-def new_tile(rows, keys, width, columns, latent, paired, named):
+def new_tile(rows, keys, width, columns, latent, paired, named, rows_at_once):
     """Allocate a tile; returns its address, 0 if there is no memory.
 
     `width` is the number of places in a key, `columns` the number of columns in a value. In a `latent` tile a value is
-    the beginning of its key's row. `named` is the size of the table of blocks that lists name, see `_selected`.
+    the beginning of its key's row. `named` is the size of the table of what lists name, see `_selected`, and
+    `named_row` that of one of its rows. `rows_at_once` of the rows are multiplied at a time.
     """
     rows, keys = up_to(rows, ROWS), up_to(keys, LANES)
     width = up_to(width, LANES)
     v_width = width if latent else up_to(columns, COLUMNS)
     columns, s_width = up_to(columns, COLUMNS), up_to(keys, COLUMNS)
     values = 0 if latent else 4 * keys * v_width
-    logits, floats, integers, addresses = 4 * rows * s_width, 4 * rows, 8 * rows, 8 * keys
-    packed = (4 * rows * width, 4 * rows * columns, floats, floats) if named else (0, 0, 0, 0)
+    s_rows, floats, integers, addresses = up_to(rows_at_once, ROWS), 4 * rows, 8 * rows, 8 * keys
+    logits = 4 * s_rows * s_width
+    packed = (4 * s_rows * width, 4 * s_rows * columns, 4 * s_rows, 4 * s_rows) if named else (0, 0, 0, 0)
     address = allocate_arena(
         len(NUMBERS),
         (4 * rows * width, 4 * keys * width, addresses, 4 * s_width * width, values, logits, logits, 4 * rows * columns,
          floats, floats, integers, integers, integers, 4 * width, addresses, addresses, addresses, addresses,
-         addresses, addresses, addresses, named, integers, *packed),
+         addresses, addresses, addresses, named, addresses, addresses, addresses, addresses, *packed),
     )  # fmt: skip
     if address == 0:
         return address
     tile = tile_at(address)
     tile.rows, tile.keys, tile.width, tile.v_width, tile.columns = rows, keys, width, v_width, columns
-    tile.s_width, tile.paired = s_width, paired
+    tile.s_width, tile.s_rows, tile.paired = s_width, s_rows, paired
     zero(tile.v, values)  # the places that pad a row stay 0
     if latent:
         tile.v = tile.k
@@ -76,9 +80,10 @@ def begin(tile, rows):
     whole = up_to(rows, ROWS)
     zero(tile.q + 4 * rows * tile.width, 4 * (whole - rows) * tile.width)
     zero(tile.out, 4 * whole * tile.columns)
-    zero(tile.s, 4 * whole * tile.s_width)
+    logits = 4 * min(whole, tile.s_rows) * tile.s_width
+    zero(tile.s, logits)
     if tile.paired:
-        zero(tile.lost, 4 * whole * tile.s_width)
+        zero(tile.lost, logits)
     zero(tile.l_i, 4 * whole)
     fill(tile.m_i, 0, whole, NOTHING)
 
@@ -139,6 +144,13 @@ def pair_values(code, sources, target, width, columns, count):
 
 
 @inlined
+def shift(tile, rows):
+    """Make the rows from row `rows` on, which must be a multiple of ROWS, the tile's first."""
+    tile.q, tile.out = tile.q + 4 * rows * tile.width, tile.out + 4 * rows * tile.columns
+    tile.m_i, tile.l_i = tile.m_i + 4 * rows, tile.l_i + 4 * rows
+
+
+@inlined
 def exchange(tile):
     """Exchange the rows and their state with the packed ones."""
     tile.q, tile.packed_q = tile.packed_q, tile.q
@@ -148,30 +160,23 @@ def exchange(tile):
 
 
 @compiled
-def pack_rows(tile, group, tokens):
-    """Make the rows of the first `tokens` of the tile's listed tokens, `group` of each, its rows."""
-    q, out = 4 * group * tile.width, 4 * group * tile.columns
-    for index in range(tokens):
-        token = int_at(tile.tokens, index)
-        copy(tile.packed_q + index * q, tile.q + token * q, q)
-        copy(tile.packed_out + index * out, tile.out + token * out, out)
-        copy(tile.packed_m_i + 4 * index * group, tile.m_i + 4 * token * group, 4 * group)
-        copy(tile.packed_l_i + 4 * index * group, tile.l_i + 4 * token * group, 4 * group)
+def pack_rows(tile, first, rows):
+    """Make `rows` rows from row `first` on the tile's only ones, padded to a multiple of ROWS."""
+    copy(tile.packed_q, tile.q + 4 * first * tile.width, 4 * rows * tile.width)
+    copy(tile.packed_out, tile.out + 4 * first * tile.columns, 4 * rows * tile.columns)
+    copy(tile.packed_m_i, tile.m_i + 4 * first, 4 * rows)
+    copy(tile.packed_l_i, tile.l_i + 4 * first, 4 * rows)
     exchange(tile)
-    rows = tokens * group
     zero(tile.q + 4 * rows * tile.width, 4 * (up_to(rows, ROWS) - rows) * tile.width)
 
 
 @compiled
-def unpack_rows(tile, group, tokens):
+def unpack_rows(tile, first, rows):
     """Undo `pack_rows`: keep the state of its rows, and make all rows the tile's again."""
     exchange(tile)
-    out = 4 * group * tile.columns
-    for index in range(tokens):
-        token = int_at(tile.tokens, index)
-        copy(tile.out + token * out, tile.packed_out + index * out, out)
-        copy(tile.m_i + 4 * token * group, tile.packed_m_i + 4 * index * group, 4 * group)
-        copy(tile.l_i + 4 * token * group, tile.packed_l_i + 4 * index * group, 4 * group)
+    copy(tile.out + 4 * first * tile.columns, tile.packed_out, 4 * rows * tile.columns)
+    copy(tile.m_i + 4 * first, tile.packed_m_i, 4 * rows)
+    copy(tile.l_i + 4 * first, tile.packed_l_i, 4 * rows)
 
 
 @inlined

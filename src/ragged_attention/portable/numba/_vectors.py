@@ -406,6 +406,12 @@ def bits_of_float(builder: Any, value: Any) -> Any:
 
 
 @function_of(types.int64, types.int64)
+def trailing_zeros(builder: Any, bits: Any) -> Any:
+    """The number of the lowest bit that is set in an int64; 64 if none is."""
+    return builder.cttz(bits, ir.Constant(I1, 0))
+
+
+@function_of(types.int64, types.int64)
 def allocate(builder: Any, size: Any) -> Any:
     """Allocate `size` bytes at a multiple of 64; returns the address, 0 if there is no memory."""
     whole = builder.and_(builder.add(size, ir.Constant(I64, 63)), ir.Constant(I64, -64))

@@ -6,12 +6,11 @@ from ragged_attention.calls import VarlenAttention, dtype_name
 from ragged_attention.portable.numba._call import (
     KERNEL,
     Tile,
-    alone,
     block_q_of,
     invariant_tile,
-    keys_of_block,
     numbers_of_bias,
     numbers_of_lists,
+    tile_of_lists,
     why_not,
 )
 from ragged_attention.portable.numba._formats import CODES
@@ -25,11 +24,7 @@ FEATURES = frozenset({
 
 
 def heuristic(call: VarlenAttention) -> Tile:
-    return (
-        Tile(block_q=1, block_kv=16)
-        if alone(call)
-        else Tile(block_q=block_q_of(call), block_kv=keys_of_block(call, 64))
-    )
+    return Tile(block_q=block_q_of(call), block_kv=64) if call.selected is None else tile_of_lists(call)
 
 
 def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[Any, Any]:

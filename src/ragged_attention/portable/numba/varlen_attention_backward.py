@@ -1,12 +1,13 @@
 """The gradient of attention over packed sequences on a CPU.
 
 A program takes a range of keys of one sequence and KV head, and all queries that see them. It computes the complete
-gradients of these keys and values, and it sums the gradients of the queries over its tiles of keys. If a sequence has
-a large share of the work, its keys are split; the last split to finish sums the query gradients of all splits, in
-the order of the splits. With ranges of keys or lists of blocks, a tile of keys skips the blocks of queries that see
-none of them, and keys that no query sees count as zeros. If all queries share the relative bias, each program sums its
-gradient over the program's keys and queries, and the last program of a KV head to finish adds up the sums. A table of
-one query is written by one program, so then keys are not split.
+gradients of these keys and values, and it sums the gradients of the queries over its tiles of keys. If a sequence has a
+large share of the work, its keys are split; the last split to finish sums the query gradients of all splits, in the
+order of the splits. With ranges of keys, a tile of keys skips the blocks of queries that see none of them, and keys
+that no query sees count as zeros; with lists of blocks, each query visits its own keys (`_packed_lists`). If all
+queries share the relative bias, each program sums its gradient over the program's keys and queries, and the last
+program of a KV head to finish adds up the sums. A table of one query is written by one program, so then keys are not
+split.
 """
 
 from typing import Any
@@ -16,9 +17,16 @@ from ragged_attention.portable.numba import _masks, _selected
 from ragged_attention.portable.numba._call import Blocks as Tile
 from ragged_attention.portable.numba._call import numbers_of_bias, numbers_of_lists
 from ragged_attention.portable.numba._call import why_not as why_not
-from ragged_attention.portable.numba._formats import narrow, size_of, widen
-from ragged_attention.portable.numba._gradients import differentiate_rows, new_tile, read_row, sink_gradient, tile_at
+from ragged_attention.portable.numba._formats import narrow, size_of
+from ragged_attention.portable.numba._gradients import (
+    differentiate_rows,
+    new_tile,
+    sink_gradient,
+    tile_at,
+)
 from ragged_attention.portable.numba._kernels import Kernel
+from ragged_attention.portable.numba._packed_lists import attend_to_blocks_backward
+from ragged_attention.portable.numba._packed_rows import read_keys, read_token, seen_between, write_key_gradients
 from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix
 from ragged_attention.portable.numba._records import NO_MEMORY, Fields, mark_failed, programs, record_at, up_to
 from ragged_attention.portable.numba._sequences import PACKED, first_key_of, kv_len_of, queries_of, within
@@ -28,16 +36,11 @@ from ragged_attention.portable.numba._vectors import (
     add_row,
     add_to,
     allocate,
-    byte_at,
     compiled,
     float_at,
     inlined,
-    int32_at,
-    int_at,
     release,
-    set_byte,
     set_float,
-    set_int,
     zero,
 )
 
@@ -68,6 +71,8 @@ unit_at, UNIT_BYTES = record_at(UNIT), 8 * len(UNIT)
 
 
 def heuristic(call: VarlenAttentionBackward) -> Tile:
+    if call.selected is not None:  # one query at a time
+        return Tile(block_q=1, block_kv=256)
     return Tile(block_q=max(64 // call.group, 1), block_kv=64)
 
 
@@ -191,81 +196,6 @@ def tokens_seeing(call, seq, bounds, first, stop):
 
 
 @compiled
-def read_keys(call, tile, head, first, count):
-    """Read `count` packed keys and values from row `first` on."""
-    size = size_of(call.q_format)
-    for key in range(count):
-        k = call.k + size * ((first + key) * call.k_token_stride + head * call.k_head_stride)
-        v = call.v + size * ((first + key) * call.v_token_stride + head * call.v_head_stride)
-        widen(call.q_format, k, tile.k + 4 * key * tile.width, call.head_dim)
-        widen(call.q_format, v, tile.v + 4 * key * tile.v_width, call.v_head_dim)
-
-
-@inlined
-def seen_between(call, token, stop, kv_len):
-    """The range of keys outside which a query token sees none; query `stop` - 1 is at position `kv_len` - 1."""
-    position = kv_len - stop + token
-    left = max(position - call.sliding_window + 1, 0) if call.sliding_window else 0
-    right = min(position + 1, kv_len) if call.causal else kv_len
-    return _masks.bounds_of(call, token, kv_len) if call.key_ranges else (left, right)
-
-
-@compiled
-def mark_named(call, tile, seq, head, named, tokens, first, count):
-    """Find what lists name of a tile's keys, the first of them at position `first`, and which keys are seen.
-
-    `named` is a table of bytes, a row for each of the sequence's queries: whether it sees any of the keys, then whether
-    it names each of their blocks. `tokens` is the range of queries that may see any. Keys that none sees become zeros.
-    """
-    width, size, base = tile.keys + 1, call.block_size, first // call.block_size
-    blocks = _selected.blocks_between(call, first, first + count)
-    (start, stop), kv_len = queries_of(call, seq), kv_len_of(call, seq)
-    zero(tile.seen, 8 * count)
-    for token in range(tokens[0], tokens[1]):
-        row, entries = named + token * width, _selected.entries_of(call, start + token, head)
-        zero(row, width)
-        for index in range(call.num_selected):
-            block = int32_at(entries, index) - base
-            if 0 <= block < blocks:
-                set_byte(row, 1 + block, 1)
-        left, right = seen_between(call, start + token, stop, kv_len)
-        for block in range(blocks):
-            begin, end = max((base + block) * size, left, first), min((base + block + 1) * size, right, first + count)
-            for position in range(begin, end if byte_at(row, 1 + block) else begin):
-                if call.num_ranges < 2 or _masks.sees(
-                    call, start + token, start + token + 1, kv_len, position, position + 1
-                ):
-                    set_byte(row, 0, 1)
-                    set_int(tile.seen, position - first, 1)
-    for key in range(count):
-        if not int_at(tile.seen, key):
-            zero(tile.k + 4 * key * tile.width, 4 * tile.width)
-            zero(tile.v + 4 * key * tile.v_width, 4 * tile.v_width)
-
-
-@compiled
-def any_sees(tile, named, first, last):
-    """Whether any of the queries [first, last) sees a key of the tile."""
-    for token in range(first, last):  # noqa: SIM110, Numba has no `any` of a generator
-        if byte_at(named, token * (tile.keys + 1)):
-            return True
-    return False
-
-
-@compiled
-def add_gaps(call, tile, row, named, first, count):
-    """Add the blocks of a tile's keys that a query's row of the table `named` does not name to the gaps of a row."""
-    gaps, size, base = int_at(tile.num_gaps, row), call.block_size, first // call.block_size
-    for block in range(_selected.blocks_between(call, first, first + count)):
-        if not byte_at(named, 1 + block):
-            place = 2 * (row * tile.max_gaps + gaps)
-            set_int(tile.gaps, place, max((base + block) * size, first))
-            set_int(tile.gaps, place + 1, (base + block + 1) * size)
-            gaps += 1
-    set_int(tile.num_gaps, row, gaps)
-
-
-@compiled
 def clear_unseen(call, tile, first_token, last_token, kv_len, first, count):
     """Replace those of the tile's keys, the first of them at position `first`, that no query sees by zeros."""
     position, stop = first, first + count
@@ -277,49 +207,30 @@ def clear_unseen(call, tile, first_token, last_token, kv_len, first, count):
         position = end
 
 
-@compiled
-def read_queries(call, tile, seq, head, first, last, named, first_key, count):
-    """Read the queries [first, last) of a sequence for a KV head; returns the range of keys that they see.
+@inlined
+def pad_rows(tile, rows):
+    """Make the rows behind `rows` of them zeros."""
+    zero(tile.q + 4 * rows * tile.width, 4 * (tile.rows - rows) * tile.width)
+    zero(tile.d_out + 4 * rows * tile.v_width, 4 * (tile.rows - rows) * tile.v_width)
 
-    With lists, `named` is the table that `mark_named` writes of the tile's keys, from position `first_key` on.
-    """
+
+@compiled
+def read_queries(call, tile, seq, head, first, last):
+    """Read the queries [first, last) of a sequence for a KV head; returns the range of keys that they see."""
     group, row = call.num_q_heads // call.num_kv_heads, 0
     start, stop = queries_of(call, seq)
     kv_len = kv_len_of(call, seq)
     low, high = kv_len, 0
-    tile.bias_width, tile.bias_at_own = call.bias_width, call.bias_at_own
     for token in range(start + first, start + last):
-        position = kv_len - stop + token
         left, right = seen_between(call, token, stop, kv_len)
-        own_named = named + (token - start) * (tile.keys + 1)
-        if call.num_lists and not byte_at(own_named, 0):
-            right = left
         if left < right:
             low, high = min(low, left), max(high, right)
-        for q_head in range(head * group, (head + 1) * group):
-            source = call.q + size_of(call.q_format) * (token * call.q_token_stride + q_head * call.q_head_stride)
-            sees = read_row(call, tile, row, token, q_head, source)
-            set_int(tile.left, row, left)
-            set_int(tile.right, row, right if sees else left)
-            if call.alibi_slopes:
-                set_float(tile.slopes, row, float_at(call.alibi_slopes, q_head))
-            if call.relative_bias:
-                offset = token * call.bias_stride + q_head * call.bias_width
-                set_int(tile.tables, row, call.relative_bias + 4 * offset)
-                if call.has_d_relative_bias:
-                    own = call.d_relative_bias + 4 * offset
-                    sums = tile.sums + 4 * (q_head - head * group) * tile.sums_stride
-                    set_int(tile.d_tables, row, own if call.bias_stride else sums)
-            set_int(tile.positions, row, position)
-            if call.num_ranges > 1:
-                _masks.list_gaps(call, tile, row, token, left, right, kv_len)
-            if call.num_lists:
-                if call.num_ranges < 2:
-                    set_int(tile.num_gaps, row, 0)
-                add_gaps(call, tile, row, own_named, first_key, count)
-            row += 1
-    zero(tile.q + 4 * row * tile.width, 4 * (tile.rows - row) * tile.width)
-    zero(tile.d_out + 4 * row * tile.v_width, 4 * (tile.rows - row) * tile.v_width)
+        read_token(call, tile, row, token, head, kv_len - stop + token, left, right)
+        if call.num_ranges > 1:
+            for own in range(row, row + group):
+                _masks.list_gaps(call, tile, own, token, left, right, kv_len)
+        row += group
+    pad_rows(tile, row)
     return low, high
 
 
@@ -337,13 +248,12 @@ def add_gradients(call, tile, rows, first, offset, count, dq):
 
 
 @compiled
-def attend_backward(call, tile, unit, head, dq, bounds, named):
+def attend_backward(call, tile, unit, head, dq, bounds):
     """Write the gradients of a unit's keys and values, and add those of the sequence's queries to `dq`.
 
-    `bounds` has room for the bounds of the sequence's queries (see `list_bounds`), `named` for a table of what their
-    lists name of a tile's keys (see `mark_named`).
+    `bounds` has room for the bounds of the sequence's queries (see `list_bounds`).
     """
-    seq, low, high, size = unit.seq, unit.low, unit.high, size_of(call.q_format)
+    seq, low, high = unit.seq, unit.low, unit.high
     start, stop = queries_of(call, seq)
     kv_len, base, group = kv_len_of(call, seq), first_key_of(call, seq), call.num_q_heads // call.num_kv_heads
     if call.key_ranges:
@@ -354,27 +264,19 @@ def attend_backward(call, tile, unit, head, dq, bounds, named):
         zero(tile.dk, 4 * tile.keys * tile.width)
         zero(tile.dv, 4 * tile.keys * tile.v_width)
         if earliest < last:
-            read_keys(call, tile, head, base + first, count)
-        if call.num_lists:
-            mark_named(call, tile, seq, head, named, (earliest, last), first, count)
-        elif call.key_ranges and earliest < last:
+            read_keys(call, tile, head, base + first, 0, count)
+        if call.key_ranges and earliest < last:
             clear_unseen(call, tile, start + earliest, start + last, kv_len, first, count)
         for token in range(earliest, last, call.block_q):
             end = min(token + call.block_q, last)
             if call.key_ranges and not _masks.sees(call, start + token, start + end, kv_len, first, first + count):
                 continue
-            if call.num_lists and not any_sees(tile, named, token, end):
-                continue
-            left, right = read_queries(call, tile, seq, head, token, end, named, first, count)
+            left, right = read_queries(call, tile, seq, head, token, end)
             left, right = within(left - first, count), within(right - first, count)
             if left < right:
                 target = dq + 4 * token * group * tile.width
                 add_gradients(call, tile, (end - token) * group, first, left, right - left, target)
-        for key in range(count):
-            place = (base + first + key) * call.num_kv_heads + head
-            k, v = tile.dk + 4 * key * tile.width, tile.dv + 4 * key * tile.v_width
-            narrow(call.q_format, k, call.dk + size * place * call.head_dim, call.head_dim, 1.0)
-            narrow(call.q_format, v, call.dv + size * place * call.v_head_dim, call.v_head_dim, 1.0)
+        write_key_gradients(call, tile, head, base + first, count)
 
 
 @compiled
@@ -433,7 +335,7 @@ def program(call, tile, index):
     count = ((stop - start) * (call.num_q_heads // call.num_kv_heads) + ROWS) * tile.width
     partials = call.partials + 4 * (unit.partial * call.num_kv_heads + head * num_splits * count)
     bounds = allocate(_masks.bytes_of_bounds(stop - start)) if call.key_ranges else 0
-    named = allocate((stop - start) * (tile.keys + 1) + 1) if call.num_lists else 0
+    named = allocate(_selected.table_size(call, stop - start, unit.low, unit.high)) if call.num_lists else 0
     dq = allocate(4 * count) if num_splits == 1 else partials + 4 * unit.split * count
     if dq == 0 or (call.key_ranges and bounds == 0) or (call.num_lists and named == 0):
         release(bounds)
@@ -443,7 +345,11 @@ def program(call, tile, index):
     zero(dq, 4 * count)
     if sums_bias(call):
         begin_sums(call, tile, unit, head)
-    attend_backward(call, tile, unit, head, dq, bounds, named)
+    tile.bias_width, tile.bias_at_own = call.bias_width, call.bias_at_own
+    if call.num_lists:
+        attend_to_blocks_backward(call, tile, unit, head, dq, named)
+    else:
+        attend_backward(call, tile, unit, head, dq, bounds)
     release(bounds)
     release(named)
     if sums_bias(call):
@@ -461,9 +367,9 @@ def program(call, tile, index):
 def work(address):
     """Run programs until none is left."""
     call = call_of(address)
-    rows = call.block_q * (call.num_q_heads // call.num_kv_heads)
-    max_gaps = call.num_ranges + (up_to(call.block_kv, LANES) if call.num_lists else 0)
-    memory = new_tile(rows, call.block_kv, call.head_dim, call.v_head_dim, False, max_gaps)
+    group, listed = call.num_q_heads // call.num_kv_heads, call.num_lists > 0
+    rows = group if listed else call.block_q * group
+    memory = new_tile(rows, call.block_kv, call.head_dim, call.v_head_dim, False, call.num_ranges, listed)
     for index in programs(address, memory):
         if not program(call, tile_at(memory), index):
             mark_failed(address)

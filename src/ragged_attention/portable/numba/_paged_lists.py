@@ -1,0 +1,193 @@
+"""Attention to the keys that lists of blocks name, over K and V in pages or packed: a part of `_paged`'s kernel.
+
+What any token of a unit names is read once, a range of keys at a time, and each token visits its own keys of a range.
+Values and weights that tokens share are float32; a token alone has them as the kernel has them without lists.
+"""
+
+from ragged_attention.portable.numba import _masks, _selected, _tiles
+from ragged_attention.portable.numba._formats import pair, size_of, widen
+from ragged_attention.portable.numba._paged_keys import factor_of, list_next, prefetch_values, reads_in_place
+from ragged_attention.portable.numba._products import ROWS, mix_listed
+from ragged_attention.portable.numba._records import up_to
+from ragged_attention.portable.numba._sequences import kv_len_of, queries_of, within
+from ragged_attention.portable.numba._softmax import LOG2E, weigh
+from ragged_attention.portable.numba._vectors import (
+    LANES,
+    byte_at,
+    compiled,
+    copy,
+    float_at,
+    int_at,
+    set_float,
+    set_int,
+)
+
+
+@compiled
+def list_named(call, tile, unit, head, base, position, stop):
+    """List the next keys of [position, stop) that the unit's lists name, from a range of as many keys as a tile holds.
+
+    `base` is the first block of the tile's table. Returns the first of the keys, how many they are and how many of them
+    have no page.
+    """
+    first, count, holes = _selected.next_key(call, tile.named, base, position, stop), 0, 0
+    begin, stop = first, min(first + tile.keys, stop)
+    while begin < stop:
+        end = _selected.end_of_run(call, tile.named, base, begin, stop)
+        holes += list_next(call, tile, unit.seq, head, begin, count, count + end - begin)
+        for index in range(end - begin):
+            set_int(tile.next_positions, count + index, begin + index)
+        count += end - begin
+        begin = _selected.next_key(call, tile.named, base, end, stop)
+    return first, count, holes
+
+
+@compiled
+def read_named(call, tile, first, count, shared):
+    """Read `count` listed keys and values and note where each lies, at its distance from position `first`.
+
+    If tokens share them, even keys that could be multiplied in the cache are copied, so that they lie close together.
+    Values for one token are read later, see `add_values`.
+    """
+    in_place, code = reads_in_place(call, tile), call.k_pages_format
+    for index in range(count):
+        source, value = int_at(tile.sources, index), int_at(tile.v_sources, index)
+        key = int_at(tile.positions, index) - first
+        k, v = tile.k + 4 * key * tile.width, tile.v + 4 * key * tile.v_width
+        set_int(tile.seen, key, source)
+        set_int(tile.k_rows, key, k if shared or not in_place else source)
+        set_int(tile.v_rows, key, v if shared else value)
+        if not source:
+            continue
+        if not in_place and tile.paired:
+            pair(code, source, source + size_of(code) * tile.width, k, tile.width)
+        elif not in_place:
+            widen(code, source, k, call.head_dim)
+        elif shared:
+            copy(k, source, 4 * tile.width)
+        if shared:
+            widen(code, value, v, call.v_head_dim)
+
+
+@compiled
+def sees(call, token, first_new, kv_len, position):
+    """Whether a query token sees a key within the bounds of its masks and of its lists."""
+    if call.drafted and position >= first_new:
+        draft = position - first_new
+        place = token * call.draft_mask_token_stride + draft
+        return draft < call.draft_width and byte_at(call.draft_mask, place) != 0
+    return call.num_ranges < 2 or _masks.sees(call, token, token + 1, kv_len, position, position + 1)
+
+
+@compiled
+def list_own(call, tile, unit, token, base, first, stop, holes):
+    """List the keys of [first, stop) that a token sees, from `read_named`; if `holes`, some of them have no page."""
+    (start, end), kv_len, count = queries_of(call, unit.seq), kv_len_of(call, unit.seq), 0
+    left, right = _masks.seen_between(call, token, end, kv_len)
+    row = tile.named + (token - unit.first + 1) * tile.named_row
+    named = _selected.list_marked(call, row, base, max(left, first), min(right, stop), tile.own_positions)
+    each = holes or call.drafted or call.num_ranges > 1
+    for index in range(named):
+        position = int_at(tile.own_positions, index)
+        key = position - first
+        if not each or (int_at(tile.seen, key) and sees(call, token, kv_len - (end - start), kv_len, position)):
+            set_int(tile.own_positions, count, position)
+            set_int(tile.own_keys, count, int_at(tile.k_rows, key))
+            set_int(tile.own_values, count, int_at(tile.v_rows, key))
+            count += 1
+    return count
+
+
+@compiled
+def add_biases(call, tile, unit, head, token, count):
+    """Add the biases by distance to the logits of `count` listed keys and a token's rows."""
+    group, (_, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
+    own = kv_len_of(call, unit.seq) - stop + token
+    for row in range(group):
+        q_head = head * group + row
+        table = call.relative_bias + 4 * (token * call.bias_stride + q_head * call.bias_width)
+        for key in range(count):
+            distance, place = int_at(tile.own_positions, key) - own, row * tile.s_width + key
+            logit = float_at(tile.s, place)
+            if call.alibi_slopes:
+                logit += float_at(call.alibi_slopes, q_head) * LOG2E * distance
+            if call.relative_bias:
+                logit += float_at(table, within(call.bias_at_own - distance, call.bias_width - 1)) * LOG2E
+            set_float(tile.s, place, logit)
+
+
+@compiled
+def add_values(call, tile, rows, count, shared):
+    """Weigh the `count` listed keys of some rows by their logits, and add the weighted values to the results.
+
+    Values that tokens share are float32, and so are their weights: a pair of bfloat16 would hold two neighbouring keys,
+    of which a token may see one.
+    """
+    columns, s_width, code = tile.columns, tile.s_width, call.k_pages_format
+    if shared:
+        for row in range(rows):
+            s, out = tile.s + 4 * row * s_width, tile.out + 4 * row * columns
+            weigh(s, 0, count, up_to(count, LANES), row, tile.m_i, tile.l_i, out, columns, False)
+        mix_listed(tile.s, tile.own_values, tile.out, up_to(rows, ROWS), count, columns, s_width, columns, False)
+        return
+    _tiles.weigh_keys(tile, rows, 0, count, 0)
+    if tile.paired:
+        _tiles.pair_values(code, tile.own_values, tile.v, tile.v_width, call.v_head_dim, count)
+    else:
+        _tiles.read_rows(code, tile.own_values, tile.v, tile.v_width, call.v_head_dim, count)
+    _tiles.mix_values(tile, rows, 0, count)
+
+
+@compiled
+def attend_listed(call, tile, unit, head, token, count, factor, ahead):
+    """Attend from a token's rows to the `count` keys that `list_own` has listed; prefetch the next values `ahead`."""
+    group = call.num_q_heads // call.num_kv_heads
+    first, aligned = (token - unit.first) * group, group % ROWS == 0
+    if aligned:
+        _tiles.shift(tile, first)
+    else:
+        _tiles.pack_rows(tile, first, group)
+    for row in range(group):
+        _tiles.set_bounds(tile, row, 0, count)
+    _tiles.multiply_keys(tile, tile.own_keys, group, 0, count, factor, call.soft_cap)
+    prefetch_values(call, tile, ahead[0], ahead[1])
+    if call.alibi_slopes or call.relative_bias:
+        add_biases(call, tile, unit, head, token, count)
+    add_values(call, tile, group, count, unit.last - unit.first > 1)
+    if aligned:
+        _tiles.shift(tile, -first)
+    else:
+        _tiles.unpack_rows(tile, first, group)
+
+
+@compiled
+def attend_to_blocks(call, tile, unit, head):
+    """`attend` for a call with lists of blocks.
+
+    Keys that any token names are read once for all tokens, each of which then visits its own.
+    """
+    factor, size, at_once = factor_of(call, head), call.block_size, _selected.blocks_at_once(call)
+    first_block, stop_block = _selected.blocks_of(call, unit.low, unit.high)
+    for base in range(first_block, stop_block, at_once):
+        blocks = min(at_once, stop_block - base)
+        stop = min((base + blocks) * size, unit.high)
+        tile.named_row = _selected.row_of(blocks)
+        _selected.mark(call, tile.named, unit.first, unit.last, head, base, blocks)
+        first, next_count, next_holes = list_named(call, tile, unit, head, base, max(base * size, unit.low), stop)
+        prefetch_values(call, tile, 0, next_count)
+        while next_count:
+            count, holes, end = next_count, next_holes, min(first + tile.keys, stop)
+            _tiles.advance(tile)
+            tile.positions, tile.next_positions = tile.next_positions, tile.positions
+            after, next_count, next_holes = list_named(call, tile, unit, head, base, end, stop)
+            read_named(call, tile, first, count, unit.last - unit.first > 1)
+            step = (next_count + unit.last - unit.first - 1) // (unit.last - unit.first)
+            for token in range(unit.first, unit.last):
+                begin = min((token - unit.first) * step, next_count)
+                ahead = begin, min(begin + step, next_count)
+                own = list_own(call, tile, unit, token, base, first, end, holes)
+                if own:
+                    attend_listed(call, tile, unit, head, token, own, factor, ahead)
+                else:
+                    prefetch_values(call, tile, ahead[0], ahead[1])
+            first = after
