@@ -56,7 +56,8 @@ _NAMES = {
 # The backends that vLLM's CPU platform selects, and ours that replace them.
 _ON_CPU = {"CPU_ATTN": "RaggedAttentionBackend", "CPU_MLA": "RaggedMLABackend", "AMX_MLA": "RaggedMLABackend"}
 _SPARSE_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
-_SPARSE_ON_CPU = (*_SPARSE_MODELS, "DeepseekV4ForCausalLM")
+_M3_MODELS = ("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration")
+_SPARSE_ON_CPU = (*_SPARSE_MODELS, "DeepseekV4ForCausalLM", *_M3_MODELS)
 
 
 @dataclasses.dataclass
@@ -141,6 +142,8 @@ def _register(cpu: bool | None, indexer: bool | None) -> None:
         importlib.import_module("ragged_attention.integrations._vllm_bindings").bind_platform()
     if _vllm_indexer.asked or _vllm_indexer.lacking(platform):
         _lead_models_to_bindings(_SPARSE_ON_CPU if platform.is_cpu() else _SPARSE_MODELS)
+    if _vllm_indexer.asked and platform.is_cuda():
+        _lead_models_to_bindings(_M3_MODELS)
 
 
 def _lead_models_to_bindings(architectures: tuple[str, ...]) -> None:
