@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests import vllm_m3_fakes as m3
+from tests import vllm_qsa_fakes as qsa
 from tests import vllm_v4_fakes as v4
 
 
@@ -171,7 +172,7 @@ def contents(device: str) -> dict[str, dict[str, Any]]:
         models = dict.fromkeys(
             (
                 "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV4ForCausalLM", "LlamaForCausalLM",
-                *m3.ARCHITECTURES,
+                *m3.ARCHITECTURES, *qsa.ARCHITECTURES,
             ),
             "vllm",
         )  # fmt: skip

@@ -20,7 +20,7 @@ import torch
 
 from ragged_attention.compat import deep_gemm, flash_mla
 from ragged_attention.errors import Unsupported
-from ragged_attention.integrations import _vllm_experts, _vllm_indexer, _vllm_v4
+from ragged_attention.integrations import _vllm_experts, _vllm_indexer, _vllm_qsa, _vllm_v4
 from ragged_attention.torch import page_indices_to_slots, top_k_indices, write_indexer_cache
 
 _E4M3_MAX = 448.0
@@ -36,7 +36,9 @@ _LATENT_MODELS = {
 _M3_MODELS = {
     name: ((_M3, name), _M3) for name in ("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration")
 }
-MODELS = _LATENT_MODELS | _M3_MODELS
+_QSA = "vllm.models.qwen4_exp"
+_QSA_MODELS = {name: ((_QSA, name), _QSA) for name in ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration")}
+MODELS = _LATENT_MODELS | _M3_MODELS | _QSA_MODELS
 _V4 = "DeepseekV4ForCausalLM"
 
 
@@ -572,6 +574,18 @@ M3 = (
     ),
 )  # fmt: skip
 
+# What Qwen4's layers call by name, for which vLLM has kernels on all GPUs that it serves the model on.
+QSA = (
+    *(
+        Binding(f"{_QSA}.nvidia.ops.qsa_indexer", ours.__name__, ours, lambda platform: False)
+        for ours in (_vllm_qsa.qsa_select_paged_decode, _vllm_qsa.qsa_select_paged_prefill)
+    ),
+    Binding(
+        f"{_QSA}.nvidia.ops.qsa", "qsa_sparse_paged_attention", _vllm_qsa.qsa_sparse_paged_attention,
+        lambda platform: False,
+    ),
+)  # fmt: skip
+
 # What is decided before a model is loaded.
 PLATFORM = (
     Binding(
@@ -637,8 +651,8 @@ def __getattr__(architecture: str) -> Any:
     """The class of a model, for vLLM's registry; asking for it binds what the model needs."""
     if architecture not in MODELS:
         raise AttributeError(f"module {__name__!r} has no attribute {architecture!r}")
-    lists = (M3,) if architecture in _M3_MODELS else (BINDINGS, V4) if architecture == _V4 else (BINDINGS,)
-    bound = [name for bindings in lists for name in bind(_vllm_indexer.asked, bindings)]
+    lists = dict.fromkeys(_M3_MODELS, (M3,)) | dict.fromkeys(_QSA_MODELS, (QSA,)) | {_V4: (BINDINGS, V4)}
+    bound = [name for bindings in lists.get(architecture, (BINDINGS,)) for name in bind(_vllm_indexer.asked, bindings)]
     logging.getLogger("vllm.ragged_attention").info("%s: bound ours as %s", architecture, ", ".join(bound))
     generic, own = MODELS[architecture]
     if _vllm_indexer.lacking(importlib.import_module("vllm.platforms").current_platform):

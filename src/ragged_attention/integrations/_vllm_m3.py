@@ -18,8 +18,8 @@ from ragged_attention.integrations._vllm_attention import (
     RaggedBackend,
     RaggedMetadata,
     RaggedMetadataBuilder,
-    as_vllm_asks,
 )
+from ragged_attention.integrations._vllm_invariance import as_vllm_asks
 from ragged_attention.torch import ragged_paged_attention, select_blocks, write_kv_pages
 
 _attention: Any = importlib.import_module("vllm.models.minimax_m3.common.sparse_attention")

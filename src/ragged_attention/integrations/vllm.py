@@ -57,6 +57,7 @@ _NAMES = {
 _ON_CPU = {"CPU_ATTN": "RaggedAttentionBackend", "CPU_MLA": "RaggedMLABackend", "AMX_MLA": "RaggedMLABackend"}
 _SPARSE_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 _M3_MODELS = ("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration")
+_QSA_MODELS = ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration")
 _SPARSE_ON_CPU = (*_SPARSE_MODELS, "DeepseekV4ForCausalLM", *_M3_MODELS)
 
 
@@ -143,7 +144,7 @@ def _register(cpu: bool | None, indexer: bool | None) -> None:
     if _vllm_indexer.asked or _vllm_indexer.lacking(platform):
         _lead_models_to_bindings(_SPARSE_ON_CPU if platform.is_cpu() else _SPARSE_MODELS)
     if _vllm_indexer.asked and platform.is_cuda():
-        _lead_models_to_bindings(_M3_MODELS)
+        _lead_models_to_bindings((*_M3_MODELS, *_QSA_MODELS))
 
 
 def _lead_models_to_bindings(architectures: tuple[str, ...]) -> None:
