@@ -132,6 +132,7 @@ def test_what_vllm_is_told_we_support(m3):
         assert cls.supports_kv_cache_dtype("fp8_e5m2")
         assert not cls.supports_kv_cache_dtype("nvfp4")
         assert cls.get_builder_cls() is m3.BlocksMetadataBuilder
+    assert m3.BlocksMetadataBuilder._cudagraph_support is fakes.AttentionCGSupport.UNIFORM_BATCH
     assert (m3.RaggedM3Backend.get_name(), m3.RaggedM3Backend.get_impl_cls()) == ("RAGGED_M3_SPARSE", m3.RaggedM3Impl)
     assert m3.RaggedM3IndexerBackend.get_impl_cls() is m3.RaggedM3Indexer
 

@@ -22,6 +22,7 @@ from ragged_attention.integrations._vllm_attention import (
 from ragged_attention.integrations._vllm_invariance import as_vllm_asks
 from ragged_attention.torch import ragged_paged_attention, select_blocks, write_kv_pages
 
+_vllm: Any = importlib.import_module("vllm.v1.attention.backend")
 _attention: Any = importlib.import_module("vllm.models.minimax_m3.common.sparse_attention")
 _indexer: Any = importlib.import_module("vllm.models.minimax_m3.common.indexer")
 _context: Any = importlib.import_module("vllm.forward_context")
@@ -31,6 +32,8 @@ INDEX_CACHES = ("bf16", "fp8", "fp8_e4m3")
 
 class BlocksMetadataBuilder(RaggedMetadataBuilder):
     """The tables of `RAGGED`, for layers without masks of their own."""
+
+    _cudagraph_support = _vllm.AttentionCGSupport.UNIFORM_BATCH  # as vLLM's own, so that other steps keep their breaks
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
