@@ -1,5 +1,6 @@
 """MiniMax M3 in vLLM: what is bound, a layer's step against a dense one of float64, and the steps around it."""
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -179,6 +180,17 @@ class SparseStep(Step):
         assert (self.layer.topk_indices_buffer[self.tokens :] == 99).all()
         return output[: self.tokens].view(-1, HEADS, self.size)
 
+    def alone(self, row: int) -> None:
+        """Leave one request of the step."""
+        begin, end = self.common.query_start_loc[row : row + 2].tolist()
+        edges = torch.tensor([0, end - begin], dtype=torch.int32)
+        self.common = dataclasses.replace(
+            self.common, query_start_loc=edges, query_start_loc_cpu=edges, seq_lens=self.common.seq_lens[row : row + 1],
+            num_reqs=1, num_actual_tokens=end - begin, max_query_len=end - begin,
+            block_table_tensor=self.table[row : row + 1],
+        )  # fmt: skip
+        self.tokens, self.q, self.index_q = end - begin, self.q[begin:end], self.index_q[begin:end]
+
     def seen(self, size: int, top_k: int, init: int, local: int) -> list[torch.Tensor]:
         """What each head of each query sees, [H, query length, length] for each sequence, by a loop over blocks."""
         masks, begin = [], 0
@@ -219,6 +231,21 @@ def test_a_layer_in_bfloat16(layout, index, m3, backend, monkeypatch):
     step = SparseStep(m3, MIXED, layout=layout, dtype=torch.bfloat16, index=index)
     out = step.sparse(m3, monkeypatch, topk_blocks=2, sparse_block_size=16, local_blocks=1)
     assert agrees(out.float(), step.dense(seen=step.seen(16, 2, 0, 1)), "bfloat16")
+
+
+def test_the_same_bits_in_every_batch(m3, monkeypatch):
+    """Of the backends that run here Numba's makes the promise, and vLLM's variable asks for it."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    settings: dict[str, Any] = dict(topk_blocks=12, sparse_block_size=64, local_blocks=1)
+    lens = [(1, 1500), (7, 900), (1, 3), (30, 30)]
+    with ra.use_backend("numba"):
+        whole = SparseStep(m3, lens)
+        among, begin = whole.sparse(m3, monkeypatch, **settings), 0
+        for row, (q_len, _) in enumerate(lens):
+            step = SparseStep(m3, lens)
+            step.alone(row)
+            assert torch.equal(step.sparse(m3, monkeypatch, **settings), among[begin : begin + q_len])
+            begin += q_len
 
 
 @pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e5m2"])
