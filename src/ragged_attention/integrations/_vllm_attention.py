@@ -83,6 +83,14 @@ class RaggedBackend:
             raise Unsupported(f"expected kv_cache_dtype to be one of {names}, got {kv_cache_dtype!r}")
 
 
+def pages_of(kv_cache: torch.Tensor, kv_cache_dtype: str, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[blocks, K, block, D + D_v] as our pair of [P, G, K, D] and [P, G, K, D_v]; nothing is copied."""
+    if kv_cache_dtype in FP8:
+        kv_cache = kv_cache.view(FP8[kv_cache_dtype])
+    both = kv_cache.transpose(1, 2)
+    return both[..., :head_size], both[..., head_size:]
+
+
 @dataclasses.dataclass
 class RaggedMetadata(_vllm.AttentionMetadata):
     """One step's tables by our names. The host reads only the numbers; `max_q_len` bounds all query lengths."""
@@ -424,11 +432,7 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         )
 
     def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[blocks, K, block, D + D_v] as our pair of [P, G, K, D] and [P, G, K, D_v]; nothing is copied."""
-        if self.kv_cache_dtype in FP8:
-            kv_cache = kv_cache.view(FP8[self.kv_cache_dtype])
-        both = kv_cache.transpose(1, 2)
-        return both[..., : self.head_size], both[..., self.head_size :]
+        return pages_of(kv_cache, self.kv_cache_dtype, self.head_size)
 
     def _scales(self, layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         return (layer._k_scale, layer._v_scale) if self.kv_cache_dtype in FP8 else (None, None)

@@ -18,6 +18,7 @@ from ragged_attention.integrations._vllm_attention import (
     RaggedBackend,
     RaggedMetadata,
     RaggedMetadataBuilder,
+    pages_of,
 )
 from ragged_attention.integrations._vllm_invariance import as_vllm_asks
 from ragged_attention.torch import ragged_paged_attention, select_blocks, write_kv_pages
@@ -145,11 +146,12 @@ class RaggedM3Impl(_attention.MiniMaxM3SparseImpl):
             return output
         tokens = step.num_actual_tokens
         q, out = (rows[:tokens].view(tokens, self.num_heads, self.head_size) for rows in (query, output))
+        pages = pages_of(kv_cache, self.kv_cache_dtype, self.head_size)
         scales = (layer._k_scale, layer._v_scale) if self.kv_cache_dtype in FP8 else (None, None)
         with as_vllm_asks():
             ragged_paged_attention(
-                q, pages_of(kv_cache, self.kv_cache_dtype), step.kv_lens, step.page_indices, step.cu_q_lens,
-                max_q_len=step.max_q_len, sm_scale=self.scale, k_scale=scales[0], v_scale=scales[1],
+                q, pages, step.kv_lens, step.page_indices, step.cu_q_lens, max_q_len=step.max_q_len,
+                sm_scale=self.scale, k_scale=scales[0], v_scale=scales[1],
                 selected=layer.topk_indices_buffer[:tokens], block_size=self.block_size, out=out,
             )  # fmt: skip
         return output
@@ -166,14 +168,6 @@ def select_main_backend_and_impl_cls(
     if emits_sparse_block_table:
         raise Unsupported("expected emits_sparse_block_table to be False for MiniMax M3, got True")
     return RaggedM3Backend, RaggedM3Impl
-
-
-def pages_of(kv_cache: torch.Tensor, kv_cache_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """[blocks, K, block, 2 * D] as our pair of [P, G, K, D]; nothing is copied."""
-    if kv_cache_dtype in FP8:
-        kv_cache = kv_cache.view(FP8[kv_cache_dtype])
-    keys, values = kv_cache.transpose(1, 2).chunk(2, dim=-1)
-    return keys, values
 
 
 # The steps around them, of which vLLM has kernels for GPUs alone
@@ -245,7 +239,7 @@ def fused_minimax_m3_qknorm_rope_kv_insert(
         target.copy_(_saturated(_rotated(_normed(x, weight, eps), *turn), target.dtype))
     if kv_cache is not None and slot_mapping is not None:
         slots = len(slot_mapping)
-        write_kv_pages(k[:slots], v[:slots], pages_of(kv_cache, kv_cache_dtype), slot_mapping)
+        write_kv_pages(k[:slots], v[:slots], pages_of(kv_cache, kv_cache_dtype, dim), slot_mapping)
     index_slots = slot_mapping if index_slot_mapping is None else index_slot_mapping
     if index_cache is not None and index_slots is not None and not skip_index_branch:
         kept = index_slots >= 0
