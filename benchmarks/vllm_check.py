@@ -32,7 +32,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import vllm_images, vllm_v4
+from benchmarks import vllm_images, vllm_m3, vllm_v4
 
 VOCABULARY = 512
 REFERENCE = "transformers"
@@ -77,7 +77,8 @@ class Model:
 # Of models that vLLM runs only with a tokenizer, in steps that hold a whole prompt, and without cached prefixes.
 _WHOLE = {"skip_tokenizer_init": False, "max_num_batched_tokens": 256, "enable_prefix_caching": False}
 _LOOKING = {"skip_tokenizer_init": False, "max_num_batched_tokens": 96, "max_model_len": 320}
-_V4 = "DeepseekV4Config"
+_V4, _M3 = "DeepseekV4Config", "MiniMaxM3VLTextConfig"
+_RENAMED: dict[str, Any] = {_V4: vllm_v4, _M3: vllm_m3}  # models whose checkpoints vLLM reads by other names
 _LLAMA = Model("LlamaConfig", "LlamaForCausalLM", {})
 _WINDOW = {"sliding_window": 16}
 MODELS = {
@@ -327,6 +328,36 @@ MODELS |= {
         lengths=(3, 17, 140, 33, 1, 2200),  # so that 550 entries of four tokens are to be selected from
     ),
 }
+MODELS |= {
+    # Blocks of 128 keys, in pages of 32 and of 128, the size that vLLM's own kernels want.
+    name: Model(
+        _M3,
+        "MiniMaxM3VLForCausalLM",
+        {
+            "head_dim": 128,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+            "index_n_heads": 2,
+            "index_topk_blocks": blocks,
+            "max_position_embeddings": 2048,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            "intermediate_size": 64,
+            "dense_intermediate_size": 256,
+            "shared_intermediate_size": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        {"max_model_len": 1024, "max_num_batched_tokens": 256, "block_size": page},
+        against=REFERENCE,
+        lengths=(3, 140, 700, 33, 1, 900),
+    )
+    for name, blocks, page in (
+        ("minimax_m3, 2 of up to 8 blocks", 2, 32),
+        ("minimax_m3, 3 of up to 8 blocks, pages of 128", 3, 128),
+        ("minimax_m3, 16 blocks (all keys)", 16, 16),
+    )
+}
 
 
 def save_checkpoint(model: Model, folder: Path) -> None:
@@ -348,11 +379,11 @@ def save_checkpoint(model: Model, folder: Path) -> None:
             torch.nn.init.normal_(parameter, std=0.02)  # else the last token itself is always the likeliest
         elif name.endswith("mm_input_projection_weight"):
             torch.nn.init.normal_(parameter, std=0.2)  # transformers would make all images the same
-    if model.config == _V4:
-        vllm_v4.prepare(made)
+    if model.config in _RENAMED:
+        _RENAMED[model.config].prepare(made)
     made.to(torch.float32).save_pretrained(folder)
-    if model.config == _V4:
-        vllm_v4.save_original(folder)
+    if model.config in _RENAMED:
+        _RENAMED[model.config].save_original(folder)
     if model.task == "embed":
         save_tokenizer(folder)
     if model.task == "transcribe":
@@ -408,6 +439,8 @@ def serve(folder: Path, backend: str, name: str) -> dict[str, Any]:
             ours.RaggedAttentionBackend.NAME = "TRITON_ATTN"
     if model.task == "look":
         vllm_images.prepare_vllm(model.config)
+    if model.config == _M3:
+        vllm_m3.prepare_vllm()
     import torch
 
     vllm: Any = importlib.import_module("vllm")
@@ -425,7 +458,7 @@ def serve(folder: Path, backend: str, name: str) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
     }
-    where = folder / "original" if model.config == _V4 else folder
+    where = folder / "original" if model.config in _RENAMED else folder
     llm = vllm.LLM(model=str(where), **(settings | model.engine))
     begin = time.perf_counter()
     if model.task == "look":
@@ -527,13 +560,13 @@ def transform(folder: Path, model: Model) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     begin = time.perf_counter()
-    if model.config == _V4:
-        vllm_v4.quantise()
+    if model.config in _RENAMED:
+        _RENAMED[model.config].quantise()
     looks = model.task == "look"
     classes = transformers.AutoModelForImageTextToText if looks else transformers.AutoModelForCausalLM
     made = classes.from_pretrained(folder, dtype="float32", attn_implementation="eager")
     for layer in () if looks else made.model.layers:
-        if getattr(layer.self_attn, "indexer", None) is not None:
+        if hasattr(getattr(layer.self_attn, "indexer", None), "wq_b"):  # DeepSeek's
             layer.self_attn.indexer.forward = functools.partial(quantised_indexer, layer.self_attn.indexer)
     given = vllm_images.expanded(model.config, prompts(model)) if looks else [(each, {}) for each in prompts(model)]
     tokens, logprobs = [], []

@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from tests import vllm_m3_fakes, vllm_qsa_fakes, vllm_sparse_fakes
 from tests import vllm_rank_fakes as ranks
-from tests import vllm_sparse_fakes
 
-OURS = ("_vllm_ranks", "_vllm_masks", "_vllm_attention", "_vllm_mla", "_vllm_sparse", "_vllm_bindings")
+OURS = ("_vllm_ranks", "_vllm_masks", "_vllm_attention", "_vllm_mla", "_vllm_sparse", "_vllm_bindings", "_vllm_m3")
 
 
 # vllm.v1.attention.backend
@@ -391,8 +391,10 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0", device: 
         },
     }
     contents |= {name: {thing.__name__: thing for thing in things} for name, things in CONTENTS.items()}
-    for name, things in vllm_sparse_fakes.contents(device).items():
-        contents[name] = contents.get(name, {}) | things
+    blocks = vllm_m3_fakes.contents(AttentionBackend), vllm_qsa_fakes.contents()
+    for sparse in (vllm_sparse_fakes.contents(device), *blocks):
+        for name, things in sparse.items():
+            contents[name] = contents.get(name, {}) | things
     for name, things in contents.items():
         parts = name.split(".")
         for end in range(1, len(parts) + 1):

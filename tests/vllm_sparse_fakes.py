@@ -6,6 +6,8 @@ What a GPU or a compiled library is needed for raises an error here, so that a t
 from types import SimpleNamespace
 from typing import Any
 
+from tests import vllm_m3_fakes as m3
+from tests import vllm_qsa_fakes as qsa
 from tests import vllm_v4_fakes as v4
 
 
@@ -168,8 +170,12 @@ def contents(device: str) -> dict[str, dict[str, Any]]:
 
     class ModelRegistry:
         models = dict.fromkeys(
-            ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV4ForCausalLM", "LlamaForCausalLM"), "vllm"
-        )
+            (
+                "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV4ForCausalLM", "LlamaForCausalLM",
+                *m3.ARCHITECTURES, *qsa.ARCHITECTURES,
+            ),
+            "vllm",
+        )  # fmt: skip
 
         @classmethod
         def register_model(cls, model_arch, model_cls):

@@ -6,26 +6,23 @@ its two halves are views that serve as our pair of pages. Two kinds of layers at
 among ranks, of which no rank has all new keys.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib
 import math
-import os
 from typing import Any, ClassVar
 
 import torch
 
 from ragged_attention.calls.sharding import dtype_of_parts
-from ragged_attention.config import use_backend
 from ragged_attention.errors import Unsupported
+from ragged_attention.integrations._vllm_invariance import as_vllm_asks
 from ragged_attention.integrations._vllm_masks import Mask, ModelMasks, StepMasks, spans_of_step
 from ragged_attention.integrations._vllm_ranks import Ranks, ranks_of
 from ragged_attention.integrations._vllm_rope import FusedRope
 from ragged_attention.torch import merge_attention_states, ragged_paged_attention, varlen_attention, write_kv_pages
 
 _vllm: Any = importlib.import_module("vllm.v1.attention.backend")
-_INVARIANT = use_backend(batch_invariant=True)
 
 # vLLM stores 8-bit caches as bytes, and names their dtype apart.
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -86,14 +83,12 @@ class RaggedBackend:
             raise Unsupported(f"expected kv_cache_dtype to be one of {names}, got {kv_cache_dtype!r}")
 
 
-def is_batch_invariant() -> bool:
-    """Whether vLLM's own variable asks for results that do not depend on the rest of the batch."""
-    return os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1"
-
-
-def as_vllm_asks() -> contextlib.AbstractContextManager[Any]:
-    """The context of an attention call, which is batch-invariant if vLLM asks for it."""
-    return _INVARIANT if is_batch_invariant() else contextlib.nullcontext()
+def pages_of(kv_cache: torch.Tensor, kv_cache_dtype: str, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[blocks, K, block, D + D_v] as our pair of [P, G, K, D] and [P, G, K, D_v]; nothing is copied."""
+    if kv_cache_dtype in FP8:
+        kv_cache = kv_cache.view(FP8[kv_cache_dtype])
+    both = kv_cache.transpose(1, 2)
+    return both[..., :head_size], both[..., head_size:]
 
 
 @dataclasses.dataclass
@@ -437,11 +432,7 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         )
 
     def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[blocks, K, block, D + D_v] as our pair of [P, G, K, D] and [P, G, K, D_v]; nothing is copied."""
-        if self.kv_cache_dtype in FP8:
-            kv_cache = kv_cache.view(FP8[self.kv_cache_dtype])
-        both = kv_cache.transpose(1, 2)
-        return both[..., : self.head_size], both[..., self.head_size :]
+        return pages_of(kv_cache, self.kv_cache_dtype, self.head_size)
 
     def _scales(self, layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         return (layer._k_scale, layer._v_scale) if self.kv_cache_dtype in FP8 else (None, None)

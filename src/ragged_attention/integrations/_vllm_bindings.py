@@ -20,20 +20,26 @@ import torch
 
 from ragged_attention.compat import deep_gemm, flash_mla
 from ragged_attention.errors import Unsupported
-from ragged_attention.integrations import _vllm_indexer, _vllm_v4
+from ragged_attention.integrations import _vllm_experts, _vllm_indexer, _vllm_qsa, _vllm_v4
 from ragged_attention.torch import page_indices_to_slots, top_k_indices, write_indexer_cache
 
 _E4M3_MAX = 448.0
 _SCALE_BYTES = 4  # of the float32 that follows the values of each key in the indexer's cache
 _GENERIC = "vllm.model_executor.models.deepseek_v2"
+_M3 = "vllm.models.minimax_m3"
 # The architectures that bind when vLLM loads them: its class without kernels of one vendor, and its own choice.
-MODELS = {
+_LATENT_MODELS = {
     "DeepseekV32ForCausalLM": ((_GENERIC, "DeepseekV3ForCausalLM"), "vllm.models.deepseek_v32"),
     "GlmMoeDsaForCausalLM": ((_GENERIC, "GlmMoeDsaForCausalLM"), "vllm.models.deepseek_v32"),
     "DeepseekV4ForCausalLM": (("vllm.models.deepseek_v4", "DeepseekV4ForCausalLM"), "vllm.models.deepseek_v4"),
 }
+_M3_MODELS = {
+    name: ((_M3, name), _M3) for name in ("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration")
+}
+_QSA = "vllm.models.qwen4_exp"
+_QSA_MODELS = {name: ((_QSA, name), _QSA) for name in ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration")}
+MODELS = _LATENT_MODELS | _M3_MODELS | _QSA_MODELS
 _V4 = "DeepseekV4ForCausalLM"
-_CHUNKED = frozenset(MODELS)  # those that our backend serves on a CPU
 
 
 # The indexer's logits (vllm.utils.deep_gemm)
@@ -326,7 +332,7 @@ def _config_on_cpu(original: Any) -> Any:
         asked = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching
         original.__get__(None, cls)(vllm_config)
         model = vllm_config.model_config
-        if model is not None and set(model.architectures) & _CHUNKED:
+        if model is not None and set(model.architectures) & set(_LATENT_MODELS):
             scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = asked
         if model is not None and model.is_mm_prefix_lm and scheduler.is_multimodal_model:
             scheduler.disable_chunked_mm_input = True
@@ -453,6 +459,8 @@ _FLASH_MLA = "vllm.v1.attention.ops.flashmla"
 _LAYER = "vllm.model_executor.layers.sparse_attn_indexer"
 _METADATA = "vllm.v1.attention.backends.mla.indexer"
 _CPU = "vllm.platforms.cpu:CpuPlatform"
+_CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts"
+_CPU_ROUTER = "vllm.model_executor.layers.fused_moe.router.cpu_router:CPURouter"
 _WORKSPACE = "vllm.v1.worker.workspace"
 _WINDOW = "vllm.v1.attention.backends.mla.sparse_swa"
 _FP8 = "vllm.model_executor.layers.quantization.utils.fp8_utils"
@@ -533,6 +541,51 @@ V4 = (
     ),
 )  # fmt: skip
 
+
+def _of_m3(name: str) -> Callable[[Any], Any]:
+    """One of ours for MiniMax M3, whose module extends classes of vLLM that import the whole model."""
+    return lambda original: getattr(importlib.import_module("ragged_attention.integrations._vllm_m3"), name)
+
+
+# What MiniMax M3 calls by name. vLLM has its Triton kernels on all GPUs; the steps around them it has for GPUs alone.
+M3 = (
+    Binding(
+        f"{_M3}.common.indexer", "select_indexer_impl_cls", _of_m3("select_indexer_impl_cls"), _is_cpu, wraps=True
+    ),
+    Binding(
+        f"{_M3}.common.sparse_attention", "select_main_backend_and_impl_cls",
+        _of_m3("select_main_backend_and_impl_cls"), _is_cpu, wraps=True,
+    ),
+    Binding(
+        _OPS, "fused_minimax_m3_qknorm_rope_kv_insert", _of_m3("fused_minimax_m3_qknorm_rope_kv_insert"), _is_cpu,
+        is_kernel=False, wraps=True,
+    ),
+    Binding(
+        f"{_M3}.nvidia.model:MiniMAXGemmaRMSNorm", "forward", _of_m3("gemma_norm"), _is_cpu, is_kernel=False, wraps=True
+    ),
+    *(
+        Binding(owner, name, ours, _is_cpu, is_kernel=False, wraps=True)
+        for owner, name, ours in (
+            (_CPU_EXPERTS, "_supports_activation", _vllm_experts.supports_activation),
+            (_CPU_EXPERTS, "_pad_moe_intermediate", _vllm_experts.pad_moe_intermediate),
+            (_CPU_EXPERTS, "apply", _vllm_experts.apply),
+            (_CPU_ROUTER, "_compute_routing", _vllm_experts.compute_routing),
+        )
+    ),
+)  # fmt: skip
+
+# What Qwen4's layers call by name, for which vLLM has kernels on all GPUs that it serves the model on.
+QSA = (
+    *(
+        Binding(f"{_QSA}.nvidia.ops.qsa_indexer", ours.__name__, ours, lambda platform: False)
+        for ours in (_vllm_qsa.qsa_select_paged_decode, _vllm_qsa.qsa_select_paged_prefill)
+    ),
+    Binding(
+        f"{_QSA}.nvidia.ops.qsa", "qsa_sparse_paged_attention", _vllm_qsa.qsa_sparse_paged_attention,
+        lambda platform: False,
+    ),
+)  # fmt: skip
+
 # What is decided before a model is loaded.
 PLATFORM = (
     Binding(
@@ -598,9 +651,8 @@ def __getattr__(architecture: str) -> Any:
     """The class of a model, for vLLM's registry; asking for it binds what the model needs."""
     if architecture not in MODELS:
         raise AttributeError(f"module {__name__!r} has no attribute {architecture!r}")
-    bound = bind(_vllm_indexer.asked)
-    if architecture == _V4:
-        bound += bind(_vllm_indexer.asked, V4)
+    lists = dict.fromkeys(_M3_MODELS, (M3,)) | dict.fromkeys(_QSA_MODELS, (QSA,)) | {_V4: (BINDINGS, V4)}
+    bound = [name for bindings in lists.get(architecture, (BINDINGS,)) for name in bind(_vllm_indexer.asked, bindings)]
     logging.getLogger("vllm.ragged_attention").info("%s: bound ours as %s", architecture, ", ".join(bound))
     generic, own = MODELS[architecture]
     if _vllm_indexer.lacking(importlib.import_module("vllm.platforms").current_platform):

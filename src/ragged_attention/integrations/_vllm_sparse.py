@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ragged_attention.calls.sharding import KvShard
-from ragged_attention.integrations._vllm_attention import as_vllm_asks, is_batch_invariant
+from ragged_attention.integrations._vllm_invariance import as_vllm_asks, is_batch_invariant
 from ragged_attention.integrations._vllm_mla import LatentBackend, LatentImpl, joined, stored
 from ragged_attention.integrations._vllm_ranks import ranks_of
 from ragged_attention.torch import mla_decode, page_indices_to_slots, sparse_mla_prefill

@@ -10,7 +10,8 @@ replaces vLLM's own backends by ours.
 
 Sparse models need an indexer too. Where vLLM has none for the device, `_vllm_bindings` puts ours under the names that
 the models call, when such a model is loaded; where vLLM has its own, that stays unless `register(indexer=True)`, or
-`RAGGED_ATTENTION_VLLM_INDEXER=1`, asks for ours. `unregister()` undoes all of this.
+`RAGGED_ATTENTION_VLLM_INDEXER=1`, asks for ours. MiniMax M3 and Qwen4, whose attention has no choice of backends, are
+bound in the same way, with their attention to what is selected. `unregister()` undoes all of this.
 
 vLLM is imported on the first use of `RaggedAttentionBackend`, `RaggedMLABackend` or `RaggedSparseMLABackend`. They
 extend its abstract classes, whose interface changes between versions, so versions outside `TESTED` are refused.
@@ -56,7 +57,9 @@ _NAMES = {
 # The backends that vLLM's CPU platform selects, and ours that replace them.
 _ON_CPU = {"CPU_ATTN": "RaggedAttentionBackend", "CPU_MLA": "RaggedMLABackend", "AMX_MLA": "RaggedMLABackend"}
 _SPARSE_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
-_SPARSE_ON_CPU = (*_SPARSE_MODELS, "DeepseekV4ForCausalLM")
+_M3_MODELS = ("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration")
+_QSA_MODELS = ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration")
+_SPARSE_ON_CPU = (*_SPARSE_MODELS, "DeepseekV4ForCausalLM", *_M3_MODELS)
 
 
 @dataclasses.dataclass
@@ -76,8 +79,8 @@ def register(cpu: bool | None = None, indexer: bool | None = None) -> None:
     Args:
         cpu: whether to replace vLLM's own backends on a CPU too: dense attention and MLA, and sparse MLA, which its CPU
             platform refuses. It ignores the name that a user selects. With None, `RAGGED_ATTENTION_VLLM_CPU` decides.
-        indexer: whether sparse models use our indexer also where vLLM has its own for the device. With None,
-            `RAGGED_ATTENTION_VLLM_INDEXER` decides.
+        indexer: whether sparse models use our indexer, and MiniMax M3 and Qwen4 our attention too, also where vLLM has
+            its own for the device. With None, `RAGGED_ATTENTION_VLLM_INDEXER` decides.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -141,6 +144,8 @@ def _register(cpu: bool | None, indexer: bool | None) -> None:
         importlib.import_module("ragged_attention.integrations._vllm_bindings").bind_platform()
     if _vllm_indexer.asked or _vllm_indexer.lacking(platform):
         _lead_models_to_bindings(_SPARSE_ON_CPU if platform.is_cpu() else _SPARSE_MODELS)
+    if _vllm_indexer.asked and platform.is_cuda():
+        _lead_models_to_bindings((*_M3_MODELS, *_QSA_MODELS))
 
 
 def _lead_models_to_bindings(architectures: tuple[str, ...]) -> None:
