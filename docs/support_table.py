@@ -228,7 +228,8 @@ ROWS = {
 SPARSE_ROWS = [
     (operation, what)
     for operation, what in ROWS
-    if (operation, what) in INDEXER_ROWS
+    if (operation, what) in {**INDEXER_ROWS, **BLOCKS_ROWS}
+    or what == "lists of blocks of keys"
     or operation == "sparse_mla_prefill"
     or (operation == "mla_decode" and not what.startswith("dense"))
 ]
