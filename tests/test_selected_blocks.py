@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from ragged_attention.calls.fields import MAX_BLOCK_SIZE
+from ragged_attention.explain import explanation
 from ragged_attention.testing.compare import agrees
+from ragged_attention.tools.samples import Sample, device_of
 
 torch = pytest.importorskip("torch")
 rt = pytest.importorskip("ragged_attention.torch")
@@ -197,3 +199,11 @@ def test_lists_have_no_gradient_and_are_left_alone(backend: str) -> None:
     rt.varlen_attention(q, k, v, *edges, selected=lists, block_size=8, backend=backend).sum().backward()
     assert torch.equal(lists, before)
     assert lists.grad is None
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_explain_names_the_view_of_calls_that_it_can_show(listed: bool) -> None:
+    sample = Sample(selected=4, block_size=16) if listed else Sample()
+    told = explanation(sample.call("ragged_paged_attention", device_of("torch", "sm_90")), backend=["triton", "eager"])
+    assert "* triton" in told
+    assert ("ragged-attention view" in told) != listed

@@ -54,7 +54,7 @@ def explanation(call: Call, *, backend: str | Sequence[str] | None = None) -> st
     rows = [f"{call.OPERATION} from {call.device.framework} on {call.device.name or call.device.platform}"]
     for answer in answers(call, backend=backend):
         rows.append(f"{'*' if answer.chosen else ' '} {answer.backend:10} {answer.text}")
-    if call.OPERATION in VIEWED:
+    if call.OPERATION in VIEWED and getattr(call, "selected", None) is None:
         rows.append("`ragged-attention view` shows how Triton's kernels divide such a batch.")
     return "\n".join(rows)
 
