@@ -160,7 +160,7 @@ def test_the_gradient_refuses_rows_that_do_not_fit_shared_memory(
     ],
 )
 def test_lists_of_blocks_that_cannot_be_sorted_are_refused(
-    operation: str, sizes: dict[str, int], reason: str | None
+    operation: str, sizes: dict[str, Any], reason: str | None
 ) -> None:
     call: Any = VarlenSample(block_size=16, **sizes).call(operation, device_of("torch", "sm_90"))
     module: Any = varlen_attention_backward if operation.endswith("backward") else varlen_attention
