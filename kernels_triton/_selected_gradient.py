@@ -18,7 +18,6 @@ from ragged_attention.kernels_triton._sequences import VARYING, max_blocks, quer
 from ragged_attention.kernels_triton._splits import Batch, find_rows
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
-    WGMMA,
     Sizes,
     next_power_of_2,
     on_cuda_cores,
@@ -202,8 +201,7 @@ def sizes(call: Any, dkv: Sizes, dq: Sizes) -> tuple[Sizes, Sizes]:
         return dkv, dq
     if on_cuda_cores(call):  # the addresses of gathered rows take registers
         dkv, dq = dkv._replace(warps=8), dq._replace(warps=8 if arch == "sm_120" and OLDER_COMPILER else 4)
-    if arch not in WGMMA:
-        dkv = dkv._replace(rows=min(dkv.rows, 32))
+    dkv = dkv._replace(rows=min(dkv.rows, 32))
     if call.key_ranges is not None:
         dkv = dkv._replace(rows=16, keys=min(dkv.keys, 32) if OLDER_COMPILER else dkv.keys)
     return dkv, dq
