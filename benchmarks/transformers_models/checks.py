@@ -10,14 +10,17 @@ from benchmarks.transformers_models.running import (
     absorbed_batching,
     continuous_batching,
     generate,
+    generate_alone,
     left_padding,
     logits,
+    logits_alone,
     packed_or_alone,
     packed_training,
     padded_training,
     right_padding,
     static_cache,
     train,
+    training_alone,
 )
 from ragged_attention.errors import Unsupported
 from ragged_attention.integrations import transformers as ragged
@@ -58,11 +61,12 @@ def compare_all(
         kind: one of `building.KINDS`.
         images: prompts with images, if it takes some.
     """
-    yield "generate", compare(model, exact, generate)
-    for run in (logits, left_padding, right_padding):
-        yield "logits", compare(model, exact, run)
-    yield "static cache", compare(model, exact, static_cache, generate)
-    yield "padded", compare(model, exact, padded_training)
+    yield "generate", compare(model, exact, generate, generate_alone)
+    yield "logits", compare(model, exact, logits)
+    yield "logits", compare(model, exact, left_padding, logits_alone)
+    yield "logits", compare(model, exact, right_padding)
+    yield "static cache", compare(model, exact, static_cache, generate, generate_alone)
+    yield "padded", compare(model, exact, padded_training, training_alone)
     if kind != "seq2seq":
         yield "packed", compare(model, exact, packed_or_alone, packed_training)
     if images is not None:

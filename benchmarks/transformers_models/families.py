@@ -146,7 +146,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llava_next_video": _CROPS,
     "llava_onevision": _CROPS,
     "longt5": _STARTS,
-    "minimax_m3_vl": {"text_config": _MINIMAX_M3},
+    # With images all keys are in one block: transformers' own indexer counts padding into blocks.
+    "minimax_m3_vl": {"text_config": _MINIMAX_M3 | {"index_block_size": 256}},
     "minimax_m3_vl_text": _MINIMAX_M3,
     "mistral4": {"num_key_value_heads": 4, "head_dim": 32},
     "mistral_large4": {"text_config": {"kv_source_layers": OWN}},

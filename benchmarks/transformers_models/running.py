@@ -119,6 +119,35 @@ def padded_training(model: Any, attention: str) -> Result:
     return train(model, attention, [{"input_ids": tokens(), "attention_mask": mask, "labels": labels}])
 
 
+# The same prompts, each by itself: right too where transformers' own attention takes padding for something to see.
+
+
+def rows_alone() -> list[torch.Tensor]:
+    return [row[shown.bool()][None] for row, shown in zip(tokens(), padding(), strict=True)]
+
+
+def generate_alone(model: Any, attention: str) -> Result:
+    found = [generate(model, attention, {"input_ids": row}) for row in rows_alone()]
+    return (torch.cat([made for (made,) in found]),)
+
+
+def logits_alone(model: Any, attention: str) -> Result:
+    model.eval().set_attn_implementation(attention)
+    with torch.no_grad():
+        return (torch.cat([model(input_ids=row, use_cache=False).logits[0] for row in rows_alone()]),)
+
+
+def training_alone(model: Any, attention: str) -> Result:
+    return _weighted(model, attention, rows_alone())
+
+
+def _weighted(model: Any, attention: str, sequences: Sequence[torch.Tensor]) -> Result:
+    """Training on sequences [1, L] with the mean loss over their tokens."""
+    counts = [each.shape[1] - 1 for each in sequences]
+    batches = [{"input_ids": each, "labels": each} for each in sequences]
+    return train(model, attention, batches, [count / sum(counts) for count in counts])
+
+
 def packed_training(model: Any, attention: str) -> Result:
     """Sequences in one row, which their positions part."""
     collate: Any = DataCollatorWithFlattening(return_flash_attn_kwargs=False)
@@ -129,9 +158,7 @@ def packed_or_alone(model: Any, attention: str) -> Result:
     """`packed_training`; of transformers' own attention that of each sequence alone, whose mean loss is the same."""
     if attention != EAGER:
         return packed_training(model, attention)
-    counts = [len(each) - 1 for each in SEQUENCES]
-    batches = [{"input_ids": torch.tensor([each]), "labels": torch.tensor([each])} for each in SEQUENCES]
-    return train(model, attention, batches, [count / sum(counts) for count in counts])
+    return _weighted(model, attention, [torch.tensor([each]) for each in SEQUENCES])
 
 
 def continuous_batching(model: Any, attention: str) -> Result:

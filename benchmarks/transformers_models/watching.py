@@ -53,6 +53,9 @@ def watching(model: Any) -> Iterator[Watched]:
 
     def seen(module: Any, query: Any, key: Any, value: Any, *rest: Any, **others: Any) -> Any:
         watched.kinds.update(kinds_of(module, query, key, value, others))
+        pattern = getattr(rest[0] if rest else None, "pattern", None)  # of the mask
+        if pattern is not None and pattern.selection is not None:
+            watched.kinds.add(ARGUMENTS["block_indices"])
         mode.within_ours = True
         try:
             return ours(module, query, key, value, *rest, **others)

@@ -9,6 +9,8 @@ operation depends on the call:
 
     training, prefill            `varlen_attention`, packed without the padding
     decode over a cache          `ragged_paged_attention` over the cache in place; page tables omit the padding
+    sparse layers by blocks      the same two, with lists of the selected blocks; `select_blocks`, `indexer_topk` in
+                                 indexers
     `generate_batch`             `ragged_paged_attention` over the pages of its cache, without gathering; layers with a
                                  sliding window: `varlen_attention` over the contents of their ring buffers
     after `absorb_mla`           `ragged_mla_attention` and `sparse_mla_prefill` over the latents; `indexer_logits` and
@@ -53,7 +55,8 @@ def register() -> None:
     three of its modules recognise flash attention are replaced by functions that recognise ours too. Its cache's
     `update` is replaced by one that does not gather keys for ours. The functions that make the cache are replaced too,
     so that a model after `absorb_mla` gets one of latents, and another model with latent attention is refused. The
-    functions of t5, its relatives and inkling that make biases of positions return tables by distance for ours.
+    functions of t5, its relatives and inkling that make biases of positions return tables by distance for ours. The
+    indexers of minimax_m3_vl and qwen4_exp leave the choice of blocks to ours.
 
     Raises:
         Unsupported: transformers is not installed, or its release is not supported.

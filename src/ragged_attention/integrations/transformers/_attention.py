@@ -13,6 +13,7 @@ from ragged_attention.integrations.transformers import (
     _layout,
     _lists,
     _masks,
+    _selection,
     _sequences,
     _tensors,
 )
@@ -56,11 +57,12 @@ def attention(
         [B, L_q, H, D_v], and None in place of the weights.
 
     Raises:
-        Unsupported: the layer selects blocks of keys, attends to latents in transformers' own paged cache, asks for
-            weights, or passes a keyword that neither we nor its own eager attention know; or the mask has a wrong
-            dtype.
+        Unsupported: the layer selects blocks of keys by an indexer that is not known here, or in a call that our
+            operations do not take; it attends to latents in transformers' own paged cache, asks for weights, or passes
+            a keyword that neither we nor its own eager attention know; or the mask has a wrong dtype.
     """
-    if others.get("block_indices") is not None:
+    selection = others.get("block_indices")
+    if selection is not None and not isinstance(selection, _selection.Selection):
         raise Unsupported(f"expected attention without block_indices, got some from {type(module).__name__}")
     settings = {
         "sm_scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -89,8 +91,13 @@ def attention(
     eager = own_attention(module, others)
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     call = call._replace(pattern=_pattern(call, causal))
+    if selection is None and call.pattern is not None:
+        selection = call.pattern.selection
+    call = call._replace(selection=selection)
     if eager is not None and is_absorbed:
         raise _latent.unsupported(module, "keywords that only its own eager attention knows")
+    if eager is not None and selection is not None:
+        raise _selection.unsupported(module, "it has keywords that only the model's own eager attention knows")
     if eager is not None:
         note(module, "the model's own eager attention", "it has keywords that only that knows")
         mask = _shown(call)
@@ -108,6 +115,8 @@ def attention(
 def _attend(call: LayerCall) -> torch.Tensor:
     """Attention over keys and values by one of our operations, or densely."""
     pattern, reason = call.pattern, _why_dense(call)
+    if reason is not None and call.selection is not None:
+        raise _selection.unsupported(call.module, reason)
     if reason is not None and _lists.takes_shared(call):
         return _lists.attend_shared(call)
     if reason is not None:
@@ -126,15 +135,15 @@ def _attend(call: LayerCall) -> torch.Tensor:
             pattern, settings["relative_bias"] = pattern._replace(causal=True), tables.transpose(1, 2).flatten(0, 1)
         sinks = _layout.sinks_of_queries(call)
         operation = _layout.with_sinks(ragged_paged_attention, None if sinks is None else sinks[:, :, 0])
+        if call.selection is not None:
+            settings |= call.selection.lists(_sequences.laid_out(call, pattern), call.key.shape[1])
         return _layout.over_pages(operation, q, (k_pages, v_pages), kv_lens, table, pattern, settings)
     note(call.module, "varlen_attention")
     settings["deterministic"] = bool(call.others.get("deterministic"))
     settings["causal"] = pattern.causal or (tables is not None and call.query.shape[2] == 1)
     if pattern.ranges is not None:
         settings["key_ranges"] = _layout.key_ranges(pattern.ranges, call.query.shape[0])
-    if pattern.shown is not None:
-        return _sequences.without_padding(call, pattern, pattern.shown, settings, tables)
-    return _sequences.packed(call, pattern, settings, tables)
+    return _sequences.attend(call, pattern, settings, tables)
 
 
 def _pattern(call: LayerCall, causal: bool) -> Pattern | None:
@@ -172,13 +181,17 @@ def _may_use_pages(call: LayerCall, pattern: Pattern) -> bool:
 
 
 def _why_dense(call: LayerCall) -> str | None:
-    """Why none of our operations takes a call, or None if one does."""
+    """Why none of our operations takes a call, or None if one does. Selected blocks are refused then, not dense."""
     if call.dropout:
         return "it drops weights"
     if call.others.get("indices") is not None:
         return "each query has its own list of keys"
     if call.pattern is None or not _masks.is_within(call.pattern, call.key.shape[2]):
         return "its mask is not up to 8 ranges of keys for all heads"
+    if call.selection is not None:
+        reason = call.selection.why_not(call.pattern, call.key.shape[1], call.query.shape[2])
+        if reason is not None:
+            return reason
     if (reason := _bias.why_dense(call)) is not None:
         return reason
     hides_padding = call.pattern.shown is not None or call.pattern.ranges is not None

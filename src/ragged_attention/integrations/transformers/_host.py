@@ -8,7 +8,14 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.generation.continuous_batching import cache, continuous_api, initialization
 
-from ragged_attention.integrations.transformers import _continuous, _distance_bias, _latent, _paged_latents
+from ragged_attention.errors import Unsupported
+from ragged_attention.integrations.transformers import (
+    _continuous,
+    _distance_bias,
+    _latent,
+    _paged_latents,
+    _selection,
+)
 from ragged_attention.integrations.transformers._attention import attention
 from ragged_attention.integrations.transformers._masks import mask
 
@@ -43,7 +50,16 @@ def _refusing_latents(original: Any, ours: str) -> Any:
 
 def _batched_layers(model: Any, ours: str) -> dict[int, Any]:
     config = model.config.get_text_config()
-    return _latent.batched_layers(model, config) if config._attn_implementation == ours else {}
+    if config._attn_implementation != ours:
+        return {}
+    selecting = {name for _, name, _ in SELECTING}
+    for module in model.modules():
+        if (name := type(module).__name__) in selecting:
+            raise Unsupported(
+                f"expected a model whose keys transformers can page in generate_batch, got {type(model).__name__}, "
+                f"whose {name} has keys of its own"
+            )
+    return _latent.batched_layers(model, config)
 
 
 def _with_layers(original: Any, ours: str) -> Any:
@@ -105,6 +121,21 @@ def _biases() -> Iterator[tuple[Any, str, Any]]:
             yield maker, "forward", functools.partial(_distance_bias.of_each_query, kind=maker, told_apart=told_apart)
 
 
+# Indexers that select blocks of keys per KV head: the family, its indexer's class, and what replaces its `forward`.
+SELECTING = (
+    ("minimax_m3_vl", "MiniMaxM3VLIndexer", _selection.of_blocks),
+    ("qwen4_exp", "Qwen4ExpTextQSAIndexer", _selection.of_groups),
+)
+
+
+def _indexers() -> Iterator[tuple[Any, str, Any]]:
+    """The functions that select blocks of keys, as in `REPLACED`."""
+    for family, name, replacing in SELECTING:
+        if (models := _models(family)) is not None:
+            kind = getattr(models, name)
+            yield kind, "forward", functools.partial(replacing, kind=kind)
+
+
 def _models(family: str) -> Any:
     """The module of a family's models, or None if this release does not have it."""
     if importlib.util.find_spec(f"transformers.models.{family}") is None:
@@ -116,7 +147,7 @@ def _models(family: str) -> Any:
 # one returns True. The second one gathers all keys before a layer attends; ours attends to them in place. By the others
 # a model of absorbed latent attention gets a cache of ours, and one that is not absorbed is refused: the manager knows
 # the model, but makes the cache from its configuration alone, and what groups the layers knows no lists of keys. The
-# last ones make biases of positions.
+# last ones make biases of positions, and select blocks of keys.
 REPLACED: list[tuple[Any, str, Any]] = [
     *((module, "is_flash_attention_requested", _recognising) for module in (cache, continuous_api, initialization)),
     (cache.PagedAttentionCache, "update", _without_gathering),
@@ -125,6 +156,7 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (continuous_api, "PagedAttentionCache", _for_layers),
     (initialization, "group_layers_by_attn_type", _with_lists_of_keys),
     *_biases(),
+    *_indexers(),
 ]
 
 

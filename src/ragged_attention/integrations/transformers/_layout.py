@@ -18,6 +18,7 @@ class LayerCall(NamedTuple):
     settings: the scale, soft cap and sinks, by the names of our operations.
     others: the other keywords of transformers.
     pattern: the visible keys, or None if only `mask` can express them.
+    selection: what selects from the visible keys (`_selection`), or None.
     """
 
     module: Any
@@ -29,6 +30,7 @@ class LayerCall(NamedTuple):
     settings: dict[str, Any]
     others: dict[str, Any]
     pattern: Pattern | None = None
+    selection: Any = None
 
 
 def need_gradient(*tensors: torch.Tensor | None) -> bool:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import masking_utils
 
+from ragged_attention.errors import Unsupported
 from ragged_attention.integrations.transformers._ranges import blocks, ranges_of, shown_by
 
 T = TypeVar("T")
@@ -34,6 +35,7 @@ class Pattern(NamedTuple):
     has_padding_mask: whether the model got a padding mask, which may hide nothing.
     ranges: int32 [1 or B, L_q, R, 2], the ranges of keys that each query sees; then nothing above hides a key.
     blind: bool [1 or B, 1 or L_q], queries that weigh alike all the keys that they see.
+    selection: what selects from the keys that each query sees so far (`_selection`).
     """
 
     causal: bool = False
@@ -44,6 +46,7 @@ class Pattern(NamedTuple):
     has_padding_mask: bool = False
     ranges: torch.Tensor | None = None
     blind: torch.Tensor | None = None
+    selection: Any = None
 
 
 # Functions, because the Dynamo of torch 2.9 does not follow properties of a tuple.
@@ -67,7 +70,13 @@ def is_within(pattern: Pattern, kv_len: int) -> bool:
 def visible(
     pattern: Pattern, rows: int, q_len: int, kv_len: int, device: Any, queries: slice = slice(None)
 ) -> torch.Tensor:
-    """A pattern as a mask for some of the queries, bool [rows, 1, queries, kv_len]."""
+    """A pattern as a mask for some of the queries, bool [rows, 1, queries, kv_len].
+
+    Raises:
+        Unsupported: the pattern has a selection, whose lists are made for our operations only.
+    """
+    if pattern.selection is not None:
+        raise Unsupported("expected masks of selected keys to be read by our attention alone, got another reader")
     if pattern.ranges is not None:
         return shown_by(pattern.ranges[:, queries], kv_len)[:, None].expand(rows, -1, -1, -1)
     end = kv_len if pattern.end is None else pattern.end

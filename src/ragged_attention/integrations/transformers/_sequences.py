@@ -1,7 +1,7 @@
 """Attention over keys and values as packed sequences, by `varlen_attention`."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,26 +13,48 @@ from ragged_attention.torch import varlen_attention
 Layout = Callable[[torch.Tensor], torch.Tensor]  # [B, H, L, D] as [T, H, D]
 
 
-def packed(call: LayerCall, pattern: Pattern, settings: dict[str, Any], tables: torch.Tensor | None) -> torch.Tensor:
-    """Attention [B, L_q, H, D_v] with the rows laid out one after another."""
-    rows, _, q_len, _ = call.query.shape
-    device = call.query.device
+class Laid(NamedTuple):
+    """How what belongs to queries and to keys is laid out as packed sequences.
+
+    edges: those of the queries' sequences, and of the keys', int32 [S + 1].
+    longest: no sequence has more keys.
+    order: the place in its row of each query of a row, int [B, L_q], or None if they stay in their order.
+    """
+
+    queries: Layout
+    keys: Layout
+    edges: tuple[torch.Tensor, torch.Tensor]
+    longest: int
+    order: torch.Tensor | None = None
+
+
+def laid_out(call: LayerCall, pattern: Pattern, *, has_bias: bool = False) -> Laid:
+    """The sequences of a call; `has_bias` says that positions of queries count as those of keys."""
+    shown = pattern.shown
+    return _packed(call, pattern) if shown is None else _without_padding(call, pattern, shown, has_bias)
+
+
+def _packed(call: LayerCall, pattern: Pattern) -> Laid:
+    """The rows one after another."""
+    (rows, _, q_len, _), kv_len, device = call.query.shape, call.key.shape[2], call.query.device
     if pattern.edges is None:
-        edges = _layout.row_edges(rows, q_len, device), _layout.row_edges(rows, call.key.shape[2], device)
+        edges = _layout.row_edges(rows, q_len, device), _layout.row_edges(rows, kv_len, device)
     else:
         is_from_layer = call.mask is None or pattern_of(call.mask).edges is None  # type: ignore[union-attr]
         cu_kv_lens = call.others.get("cu_seq_lens_k") if is_from_layer else None
         edges = pattern.edges, pattern.edges if cu_kv_lens is None else cu_kv_lens.int()
-    return _attend(call, settings, tables, _in_rows, _in_rows, edges).unflatten(0, (rows, q_len))
+
+    def in_rows(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.transpose(1, 2).flatten(0, 1)
+
+    return Laid(in_rows, lambda tensor: in_rows(tensor[:, :, :kv_len]), edges, kv_len)
 
 
-def without_padding(
-    call: LayerCall, pattern: Pattern, shown: torch.Tensor, settings: dict[str, Any], tables: torch.Tensor | None
-) -> torch.Tensor:
-    """Attention with each row as two sequences, its tokens and its padding, so that shapes do not depend on lengths."""
+def _without_padding(call: LayerCall, pattern: Pattern, shown: torch.Tensor, has_bias: bool) -> Laid:
+    """Each row as two sequences, its tokens and its padding, so that shapes do not depend on lengths."""
     rows, _, q_len, _ = call.query.shape
     order, kv_lens = _layout.shown_first(shown)
-    if tables is not None and not pattern.causal and q_len > 1:  # a bias counts positions of queries as those of keys
+    if has_bias and not pattern.causal and q_len > 1:  # a bias counts positions of queries as those of keys
         q_order, q_lens = order, kv_lens
     else:
         q_order, q_lens = _layout.queries_first(pattern, shown, q_len)
@@ -50,23 +72,20 @@ def without_padding(
         return torch.cat((inner, inner.new_tensor([rows * whole]))).int()
 
     both = edges(q_lens, q_len), edges(kv_lens, shown.shape[1])
-    out = _attend(call, settings, tables, ordered(q_order), ordered(order), both).unflatten(0, (rows, q_len))
-    return out.take_along_dim(torch.argsort(q_order, dim=1)[:, :, None, None], 1)
+    return Laid(ordered(q_order), ordered(order), both, shown.shape[1], q_order)
 
 
-def _in_rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.transpose(1, 2).flatten(0, 1)
-
-
-def _attend(
-    call: LayerCall, settings: dict[str, Any], tables: torch.Tensor | None, queries: Layout, keys: Layout,
-    edges: tuple[torch.Tensor, torch.Tensor],
-) -> torch.Tensor:  # fmt: skip
-    """The result [T, H, D_v] with what belongs to queries and to keys laid out in these ways."""
+def attend(call: LayerCall, pattern: Pattern, settings: dict[str, Any], tables: torch.Tensor | None) -> torch.Tensor:
+    """Attention [B, L_q, H, D_v] over the sequences of a call."""
+    laid = laid_out(call, pattern, has_bias=tables is not None)
     if tables is not None:
         is_shared = tables.shape[0] == tables.shape[2] == 1
-        each = tables[0, :, 0] if is_shared else queries(tables.expand(*call.query.shape[:3], -1))
+        each = tables[0, :, 0] if is_shared else laid.queries(tables.expand(*call.query.shape[:3], -1))
         settings = {**settings, "relative_bias": each}
+    if call.selection is not None:
+        settings = {**settings, **call.selection.lists(laid, call.key.shape[1])}
     sinks = _layout.sinks_of_queries(call)
-    operation = _layout.with_sinks(varlen_attention, None if sinks is None else queries(sinks))
-    return operation(queries(call.query), keys(call.key), keys(call.value), *edges, **settings)
+    operation = _layout.with_sinks(varlen_attention, None if sinks is None else laid.queries(sinks))
+    out = operation(laid.queries(call.query), laid.keys(call.key), laid.keys(call.value), *laid.edges, **settings)
+    out = out.unflatten(0, (call.query.shape[0], call.query.shape[2]))
+    return out if laid.order is None else out.take_along_dim(torch.argsort(laid.order, dim=1)[:, :, None, None], 1)
