@@ -46,8 +46,9 @@ from ragged_attention.kernels_triton._splits import MANY_TOKENS, Batch, find_row
 from ragged_attention.kernels_triton._tiles import OLDER_COMPILER, WGMMA, cdiv, next_power_of_2, on_cuda_cores
 
 MIN_SPLIT = 256  # minimum keys per split
-MIN_INVARIANT_SPLIT = 512  # the same in batch-invariant mode: other tokens may fill the GPU
 MAX_SPLITS = 16
+INVARIANT_SPLITS = 8  # splits in batch-invariant mode, where a token's own list says how many of them have keys
+MIN_INVARIANT_SPLIT = 512  # minimum keys per split in batch-invariant mode: other tokens may fill the GPU
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -59,6 +60,7 @@ class Config(Constants):
     LISTS: ListKind
     BLOCK_Q: int  # rows per program
     SPLITS: int  # splits per job and KV head
+    LEAST_STEPS: int  # steps of each split but the last
     COMBINED: bool  # whether K and V are interleaved in one array
     HAS_NUM_SEQS: bool
 
@@ -163,6 +165,8 @@ def selected_kernel(
         named = named_blocks(lists_ptr, job, kv_head, LISTS)
         steps = steps_of(named, LISTS, CONFIG.ATTENTION.LOOP.BLOCK_KV)
         each = (steps + SPLITS - 1) // SPLITS
+        if CONFIG.LEAST_STEPS > 1:
+            each = tl.maximum(each, CONFIG.LEAST_STEPS)
         begin = tl.minimum(split * each, steps)
         row = block_of_rows * BLOCK_Q + tl.arange(0, BLOCK_Q)
         visits = Visits(
@@ -200,9 +204,8 @@ def num_programs(call: Any, tokens: int) -> int:
 
 
 def invariant_fields(call: Any) -> dict[str, int]:
-    """`tile_fields` for batch-invariant mode: no size depends on the batch, and no list on those of other tokens."""
-    splits = min(MAX_SPLITS, max(call.num_selected * call.block_size // MIN_INVARIANT_SPLIT, 1))
-    return {**sizes_of(call, 1), "num_splits": splits}
+    """`tile_fields` for batch-invariant mode: no size depends on the batch, nor on how far its lists are padded."""
+    return {**sizes_of(call, 1), "num_splits": INVARIANT_SPLITS}
 
 
 def decodes(call: Any) -> bool:
@@ -263,7 +266,12 @@ def run(call: Any, tile: Any, launch: Any, shared: Shared, weight_terms: int) ->
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         CONFIG=Config(
-            ATTENTION=Attention(LOOP=loop, **attention), LISTS=lists, BLOCK_Q=block_q, SPLITS=splits, **constants
+            ATTENTION=Attention(LOOP=loop, **attention),
+            LISTS=lists,
+            BLOCK_Q=block_q,
+            SPLITS=splits,
+            LEAST_STEPS=MIN_INVARIANT_SPLIT // tile.block_kv if tile.invariant else 1,
+            **constants,
         ),
         **numbers,
     )

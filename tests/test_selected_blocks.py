@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ragged_attention as ra
 from ragged_attention.calls.fields import MAX_BLOCK_SIZE
 from ragged_attention.explain import explanation
 from ragged_attention.testing.compare import agrees
@@ -17,6 +18,7 @@ from ragged_attention.tools.samples import Sample, device_of
 
 torch = pytest.importorskip("torch")
 rt = pytest.importorskip("ragged_attention.torch")
+
 
 SIZES = [2**power for power in range(MAX_BLOCK_SIZE.bit_length())]
 BACKENDS = ("reference", "eager", "numba", "triton")
@@ -199,6 +201,21 @@ def test_lists_have_no_gradient_and_are_left_alone(backend: str) -> None:
     rt.varlen_attention(q, k, v, *edges, selected=lists, block_size=8, backend=backend).sum().backward()
     assert torch.equal(lists, before)
     assert lists.grad is None
+
+
+@pytest.mark.parametrize("backend", ["reference", "numba", "triton"])
+def test_padding_of_lists_changes_no_bit_of_a_batch_invariant_call(backend: str) -> None:
+    made, edges, _ = sequences(torch.float32)
+    arguments = {"q": torch.cat([q for q, _, _ in made]), "cu_q_lens": edges, **paged(made, 16)}
+    lists = random_lists(np.random.default_rng(0), 1, 32, length=24)
+    found = []
+    for more in (0, 1, 40):
+        padded = torch.nn.functional.pad(lists, (0, more), value=-1)
+        with ra.use_backend(batch_invariant=True):
+            out = rt.ragged_paged_attention(**arguments, selected=padded, block_size=32, backend=backend)
+        found.append(out)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("listed", [True, False])
