@@ -114,7 +114,10 @@ def queries_of_keys(ptr, first_key, last_key, q_len, kv_len, KIND: tl.constexpr)
 
 @triton.jit
 def range_blocks(begin, end, kv_len, ranges, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """(begin, end, later) of `KeyList` for those of the blocks [begin, end) that a block of rows sees."""
+    """(begin, end, later) of `KeyList` for those of the blocks [begin, end) that a block of rows sees.
+
+    The first iteration, `begin`, visits the block with that index.
+    """
     edges = range_edges(begin * BLOCK, tl.minimum(end * BLOCK, kv_len), ranges, KIND, BLOCK, BLOCK)
     begin = edges.start // BLOCK
     end = edges.end // BLOCK
@@ -123,4 +126,12 @@ def range_blocks(begin, end, kv_len, ranges, KIND: tl.constexpr, BLOCK: tl.const
         left, _, _, right = edges.later[part]
         later += ((end, left // BLOCK),)
         end += (right - left) // BLOCK
-    return begin, end, later
+    block = begin  # that of the first iteration, which is in a later part if the first one is empty
+    for part in tl.static_range(len(later)):
+        first, start = later[part]
+        block = tl.where(begin < first, block, start + begin - first)
+    shifted = ()
+    for part in tl.static_range(len(later)):
+        first, start = later[part]
+        shifted += ((first + block - begin, start),)
+    return block, end + block - begin, shifted

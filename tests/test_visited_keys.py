@@ -487,3 +487,18 @@ def test_listed_keys_of_paged_attention(recorder: Recorder, options: dict[str, i
             merged.masked["q"] |= program.masked["q"]
             merged.masked["k"] += collections.Counter({of_slot(row): n for row, n in program.masked["k"].items()})
     expect_listed(programs, "k", lambda rows: seen[rows // GROUP])
+
+
+@pytest.mark.parametrize("splits", [2, 8, 30])
+def test_splits_of_latents_begin_in_a_later_range(splits: int) -> None:
+    """A split may begin between two ranges of keys. Its first block is then not that with which its keys begin."""
+    arguments, _, shape = paged(48, 3)
+    ranges = np.zeros((TABLES[2], 2, 2), np.int32)
+    ranges[:, 0] = 0, 20
+    for seq, (start, stop) in enumerate(itertools.pairwise(Q_EDGES)):
+        ranges[start:stop, 1] = KV_LENS[seq] - 23, KV_LENS[seq] - 3
+    cache = drawn(*shape)
+    given: dict[str, Any] = arguments | {"kv_cache": cache, "d_v": 32, "key_ranges": torch.from_numpy(ranges)}
+    options = {"split_rows": 16, "split_block_h": 16, "split_block_kv": 16, "num_splits": splits}
+    out = front.ragged_mla_attention(**given, backend="triton", options=options)
+    agrees(out, front.ragged_mla_attention(**given, backend="reference"), "float32")
