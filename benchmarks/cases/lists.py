@@ -31,12 +31,12 @@ def list_entries(case: Any) -> int:
     return case.num_tokens * case.num_kv_heads * (case.selected or 0)
 
 
-def named_pairs(case: Any) -> tuple[int, int]:
+def named_pairs(case: Any, *, causal: bool) -> tuple[int, int]:
     """(pairs of a query and a key that it sees, keys that some query sees), each a mean over the KV heads."""
     pairs = keys = 0
     lists, start = lists_of(case), 0
     for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):
-        seen = visible(q_len, kv_len, np.ones(kv_len, bool), case.causal, case.sliding_window)
+        seen = visible(q_len, kv_len, np.ones(kv_len, bool), causal, case.sliding_window)
         for kv_head in range(case.num_kv_heads):
             rows = lists[start : start + q_len, kv_head : kv_head + 1]
             shown = of_head(seen_by_heads(seen, rows, case.block_size), 0)

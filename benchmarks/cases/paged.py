@@ -72,7 +72,7 @@ class PagedCase(Case, Sample):
         if self.key_ranges:
             return num_keys(self)
         if self.selected:
-            return named_pairs(self)[1]
+            return named_pairs(self, causal=True)[1]
         window = self.sliding_window or math.inf
         return sum(
             int(min(kv_len, q_len - 1 + window))
@@ -95,7 +95,7 @@ class PagedCase(Case, Sample):
         if self.key_ranges:
             return num_pairs(self)
         if self.selected:
-            return named_pairs(self)[0]
+            return named_pairs(self, causal=True)[0]
         window = self.sliding_window or max(self.kv_lens, default=1)
         total = 0
         for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True):

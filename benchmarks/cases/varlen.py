@@ -86,7 +86,7 @@ class VarlenCase(Case, VarlenSample):
         if self.key_ranges:
             return num_pairs(self)
         if self.selected:
-            return named_pairs(self)[0]
+            return named_pairs(self, causal=self.causal)[0]
         total = 0
         for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True):
             position = np.arange(kv_len - q_len, kv_len, dtype=np.int64)
