@@ -1,6 +1,6 @@
-"""What logits gain by position: ALiBi slopes, and tables of a relative bias.
+"""The soft cap of logits, and what they gain by position: ALiBi slopes, and tables of a relative bias.
 
-Both are added to logits in base 2, before masks. A row that does not exist gains nothing.
+Slopes and tables are added to logits in base 2, before masks. A row that does not exist gains nothing.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ragged_attention.kernels_triton._constants import Constants
-from ragged_attention.kernels_triton._softmax import LOG2E
+from ragged_attention.kernels_triton._softmax import LOG2E, soft_capped
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -80,3 +80,21 @@ def entries(tables, distance, exists, BIAS: tl.constexpr):
 def with_table(logits, table, position, keys, BIAS: tl.constexpr):
     """Logits [rows, keys] with what the rows' tables add."""
     return logits + entries(table.rows[:, None], position[:, None] - keys[None, :], table.exists[:, None], BIAS)
+
+
+@triton.jit
+def capped_and_biased(logits, queries, keys, visible, FORM: tl.constexpr):
+    """(logits [rows, keys] with their soft cap and biases, the factor that converts them to base 2), before masks.
+
+    `queries` has the factors, slopes and tables of the rows. FORM says what of these the call has.
+    """
+    if FORM.HAS_SOFT_CAP:
+        logits = soft_capped(logits * queries.inner, queries.cap)
+    scale = queries.outer
+    if FORM.HAS_ALIBI:
+        logits = sloped(logits * scale, queries.slope, visible.position, keys, visible.low)
+        scale = 1.0
+    if FORM.BIAS.WIDTH:
+        logits = with_table(logits * scale, queries.table, visible.position, keys, FORM.BIAS)
+        scale = 1.0
+    return logits, scale

@@ -6,14 +6,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ragged_attention.kernels_triton._bias import Bias, sloped, with_table
+from ragged_attention.kernels_triton._bias import Bias, capped_and_biased
 from ragged_attention.kernels_triton._compiler import always, beside, decoded_at_once, twice
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import decode, narrow
 from ragged_attention.kernels_triton._key_ranges import exact_and_other_ends, range_edges, smaller_block
 from ragged_attention.kernels_triton._mask import MaskKind, fewest_keys, hide, may_read, seen_by_all
 from ragged_attention.kernels_triton._sequences import Edges, block_start, end_blocks, whole_blocks
-from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, online_softmax, soft_capped
+from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, online_softmax
 
 PAGE_SCAN: tl.constexpr = tl.constexpr(256)  # page indices that `pages_are_valid` checks per step
 
@@ -208,16 +208,7 @@ def logits_of(queries, k, keys, index, visible, ATTENTION: tl.constexpr, WIDE: t
         logits = matmul(queries.q, tl.trans(k), logits)
     if ATTENTION.SHAPE.Q_UNITS:
         logits = logits * queries.unit[:, None]
-    if ATTENTION.HAS_SOFT_CAP:
-        logits = soft_capped(logits * queries.inner, queries.cap)
-    scale = queries.outer
-    if ATTENTION.HAS_ALIBI:
-        logits = sloped(logits * scale, queries.slope, visible.position, keys, visible.low)
-        scale = 1.0
-    if ATTENTION.BIAS.WIDTH:
-        logits = with_table(logits * scale, queries.table, visible.position, keys, ATTENTION.BIAS)
-        scale = 1.0
-    return logits, scale
+    return capped_and_biased(logits, queries, keys, visible, ATTENTION)
 
 
 @triton.jit

@@ -16,12 +16,11 @@ import triton
 import triton.language as tl
 
 from ragged_attention.kernels_triton._constants import Constants
-from ragged_attention.kernels_triton._mask import Mask, MaskKind, end_key, first_key, in_ranges, sees
+from ragged_attention.kernels_triton._mask import LARGEST_INT, Mask, MaskKind, end_key, first_key, in_ranges, sees
 from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, max_blocks, query_edge
 from ragged_attention.kernels_triton._splits import Batch, find_rows
 from ragged_attention.kernels_triton._tiles import next_power_of_2, stride_arguments
 
-LARGEST_INT: tl.constexpr = tl.constexpr(2**31 - 1)
 MOST_TOKENS = 16  # the sums of the tokens' bits fit 31 bits
 SMALLEST = 32  # entries that a program sorts
 MOST_ENTRIES = 2**15  # entries that one program can sort
@@ -88,16 +87,20 @@ def steps_of(named, LISTS: tl.constexpr, BLOCK_KV: tl.constexpr):
 
 
 @triton.jit
-def blocks_of_step(visits, step, LISTS: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """(block, index in the list) of each key that a loop visits in a step, or of all keys if one block holds them.
-
-    After the last block, the block is -1.
-    """
+def index_of_step(step, LISTS: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """The index in the list of the block of each key that a loop visits in a step, or of the one block of all keys."""
     if LISTS.BLOCK_SIZE >= BLOCK_KV:
         index = step // (LISTS.BLOCK_SIZE // BLOCK_KV)
     else:
         index = step * (BLOCK_KV // LISTS.BLOCK_SIZE) + tl.arange(0, BLOCK_KV) // LISTS.BLOCK_SIZE
-    return tl.load(visits.ptr + index, mask=index < visits.num_blocks, other=-1), index
+    return index
+
+
+@triton.jit
+def blocks_of_step(visits, step, LISTS: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """The blocks at `index_of_step`; -1 after the last block."""
+    index = index_of_step(step, LISTS, BLOCK_KV)
+    return tl.load(visits.ptr + index, mask=index < visits.num_blocks, other=-1)
 
 
 @triton.jit
@@ -130,7 +133,7 @@ def seen_by_query(visits, key, exists, mask, KIND: tl.constexpr):
 def seers_of(visits, index, key, mask, LISTS: tl.constexpr):
     """The job's queries that see each key, as bits: those whose list names its block and to which masks show it.
 
-    `index` is as in `blocks_of_step`. The masks are at most a causal one and a window.
+    `index` is as in `index_of_step`. The masks are at most a causal one and a window.
     """
     exists = index < visits.num_blocks
     before = tl.load(visits.ptr + LISTS.WIDTH + index, mask=exists, other=0)
@@ -156,7 +159,7 @@ def keys_of_step(visits, block, step, mask, LISTS: tl.constexpr, BLOCK_KV: tl.co
         readable = seen_by_query(visits, key, exists, mask, LISTS.MASK)
         seen = readable[None, :]
     else:
-        _, index = blocks_of_step(visits, step, LISTS, BLOCK_KV)
+        index = index_of_step(step, LISTS, BLOCK_KV)
         seers = tl.where(exists, seers_of(visits, index, key, mask, LISTS), 0)
         readable = seers != 0
         token = tl.minimum(visits.row // LISTS.GROUP, LISTS.TOKENS)  # rows after the job's last token have no bit
@@ -261,16 +264,30 @@ def too_long(call: Any) -> str | None:
     return f"expected lists of at most {MOST_ENTRIES} blocks, got {call.num_selected}"
 
 
-def list_kind(call: Any, tokens: int, capacity: int, mask: MaskKind) -> ListKind:
-    """The form of a call's joined lists, with `tokens` tokens per job, or fewer if one program could not sort so many.
+def most_joined(call: Any, capacity: int) -> int:
+    """The most tokens whose lists one program can join, 1 without lists.
 
     `capacity` is the maximum number of keys of a sequence.
     """
-    entries, blocks = next_power_of_2(call.num_selected), capacity // call.block_size + 1
-    if call.key_ranges is not None or getattr(call, "draft_mask", None) is not None:
-        tokens = 1  # the bits of a job's tokens have a causal mask and a window at most
+    if call.selected is None or call.key_ranges is not None or getattr(call, "draft_mask", None) is not None:
+        return 1  # the bits of a job's tokens have a causal mask and a window at most
+    tokens, entries, blocks = MOST_TOKENS, next_power_of_2(call.num_selected), capacity // call.block_size + 1
     while tokens > 1 and (tokens * entries > JOINED_ENTRIES or tokens * blocks > LARGEST_INT.value):
         tokens //= 2
+    return tokens
+
+
+def joined_tokens(call: Any, rows: int, capacity: int) -> int:
+    """The tokens of a prompt per job: as many as give a matrix product its rows, of at most `rows`."""
+    tokens, most = 1, most_joined(call, capacity)
+    while 2 * tokens * call.group <= rows and tokens < most:
+        tokens *= 2
+    return tokens
+
+
+def list_kind(call: Any, tokens: int, capacity: int, mask: MaskKind) -> ListKind:
+    """The form of a call's joined lists. A job has `tokens` tokens, or as many as one program can join."""
+    tokens = min(tokens, most_joined(call, capacity))
     return ListKind(
         BLOCK_SIZE=call.block_size,
         TOKENS=tokens,
@@ -279,14 +296,6 @@ def list_kind(call: Any, tokens: int, capacity: int, mask: MaskKind) -> ListKind
         GROUP=call.group,
         MASK=mask,
     )
-
-
-def joined_tokens(call: Any, rows: int) -> int:
-    """The tokens of a prompt per job: as many as give a matrix product its rows, of at most `rows`."""
-    tokens = 1
-    while 2 * tokens * call.group <= rows and tokens < MOST_TOKENS:
-        tokens *= 2
-    return tokens
 
 
 def num_jobs(num_tokens: int, num_seqs: int, lists: ListKind) -> int:

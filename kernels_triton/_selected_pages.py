@@ -35,6 +35,7 @@ from ragged_attention.kernels_triton._selected import (
     joined_tokens,
     keys_of_blocks,
     keys_of_step,
+    length_of,
     list_kind,
     named_blocks,
     num_jobs,
@@ -88,12 +89,12 @@ def attend_to_blocks(queries, visits, visible, mask, pages, ATTENTION: tl.conste
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, SHAPE.DV_PAD], tl.float32)
-    next_block, _ = blocks_of_step(visits, visits.begin, LISTS, BLOCK_KV)
+    next_block = blocks_of_step(visits, visits.begin, LISTS, BLOCK_KV)
     next_page = pages_of_blocks(pages, next_block, visits.begin, visits.kv_len, LISTS, SHAPE.PAGE_SIZE, BLOCK_KV)
     for step in range(visits.begin, visits.end):
         block = next_block
         page = next_page
-        next_block, _ = blocks_of_step(visits, step + 1, LISTS, BLOCK_KV)
+        next_block = blocks_of_step(visits, step + 1, LISTS, BLOCK_KV)
         next_page = pages_of_blocks(pages, next_block, step + 1, visits.kv_len, LISTS, SHAPE.PAGE_SIZE, BLOCK_KV)
         keys, readable, seen = keys_of_step(visits, block, step, mask, LISTS, BLOCK_KV)
         known = (page >= 0) & (page < pages.num_pages)
@@ -143,12 +144,13 @@ def selected_kernel(
         high = 0
         kv_len = 0
         if live:
-            kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + seq), 0), capacity)
+            kv_len = length_of(seq, kv_lens_ptr, capacity, False)
             low = kv_len - q_len + first
             high = kv_len - q_len + tl.minimum(first + LISTS.TOKENS, q_len) - 1
         first_row = first * GROUP
         num_rows = tl.minimum(first + LISTS.TOKENS, q_len) * GROUP
-        rows = Rows(first_row + block_of_rows * BLOCK_Q + tl.arange(0, BLOCK_Q), num_rows, start, kv_head)
+        row = block_of_rows * BLOCK_Q + tl.arange(0, BLOCK_Q)
+        rows = Rows(first_row + row, num_rows, start, kv_head)
         queries = load_queries(
             QueryArray(q_ptr, q_token_stride, q_head_stride), rows,
             Factors(sm_scale, soft_cap, k_scale_ptr, slopes_ptr, bias_ptr), CONFIG.SCALING, SHAPE,
@@ -168,7 +170,6 @@ def selected_kernel(
         if CONFIG.LEAST_STEPS > 1:
             each = tl.maximum(each, CONFIG.LEAST_STEPS)
         begin = tl.minimum(split * each, steps)
-        row = block_of_rows * BLOCK_Q + tl.arange(0, BLOCK_Q)
         visits = Visits(
             named.ptr, named.num_blocks, begin, tl.minimum(begin + each, steps), row, start + first, low,
             kv_len - q_len, kv_len,
@@ -188,7 +189,7 @@ def selected_kernel(
 
 def tile_fields(call: Any) -> dict[str, int]:
     """The fields of a `Tile`: joined lists for prompts, and splits if there are too few jobs to fill the GPU."""
-    tokens = 1 if decodes(call) else joined_tokens(call, rows_of_prompts(call))
+    tokens = 1 if decodes(call) else joined_tokens(call, rows_of_prompts(call), call.capacity)
     while tokens > 1 and num_programs(call, tokens) < 2 * call.device.num_multiprocessors:
         tokens //= 2
     splits = 1

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ragged_attention.calls import VarlenAttention
 from ragged_attention.kernels_triton import _varlen
-from ragged_attention.kernels_triton._bias import Table, bias_arguments, load_slopes, sloped, table_of, with_table
+from ragged_attention.kernels_triton._bias import Table, bias_arguments, capped_and_biased, load_slopes, table_of
 from ragged_attention.kernels_triton._compiler import first_of_block
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._key_ranges import exact_and_other_ends
@@ -31,7 +31,7 @@ from ragged_attention.kernels_triton._sequences import (
     end_blocks,
     whole_blocks,
 )
-from ragged_attention.kernels_triton._softmax import finish, online_softmax, soft_capped
+from ragged_attention.kernels_triton._softmax import finish, online_softmax
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
     WGMMA,
@@ -86,7 +86,7 @@ def why_not(call: VarlenAttention) -> str | None:
 def heuristic(call: VarlenAttention) -> Tile:
     """A tile that fits registers and shared memory; see docs/compile_matrix.md."""
     tile = invariant_tile(call)
-    tokens = joined_tokens(call, tile.block_q)
+    tokens = joined_tokens(call, tile.block_q, call.num_kv_tokens)
     return dataclasses.replace(tile, block_q=_varlen.rows_at_most(call, tile.block_q), joined_tokens=tokens)
 
 
@@ -136,22 +136,6 @@ class Queries(NamedTuple):
 
 
 @triton.jit
-def logits_of(queries, k, key, visible, CONFIG: tl.constexpr):
-    """(logits [rows, keys], the factor that converts them to base 2), before masks."""
-    logits = product(queries.q, k)
-    if CONFIG.HAS_SOFT_CAP:
-        logits = soft_capped(logits * queries.inner, queries.cap)
-    scale = queries.outer
-    if CONFIG.HAS_ALIBI:
-        logits = sloped(logits * scale, queries.slope, visible.position, key, visible.low)
-        scale = 1.0
-    if CONFIG.BIAS.WIDTH:
-        logits = with_table(logits * scale, queries.table, visible.position, key, CONFIG.BIAS)
-        scale = 1.0
-    return logits, scale
-
-
-@triton.jit
 def attend(queries, state, arrays, blocks, visible, mask, CONFIG: tl.constexpr, MASKED: tl.constexpr,
            EXACT: tl.constexpr = False):  # fmt: skip
     """Online softmax of query rows over blocks of keys; returns the new `state`, (m_i, l_i, acc).
@@ -166,7 +150,7 @@ def attend(queries, state, arrays, blocks, visible, mask, CONFIG: tl.constexpr, 
         key = block + tl.arange(0, BLOCK_KV)
         readable = may_read(key, visible, CONFIG.MASK, EXACT)
         k = load_rows(arrays.k, block, readable, MASKED, BLOCK_KV, CONFIG.K)
-        logits, scale = logits_of(queries, k, key, visible, CONFIG)
+        logits, scale = capped_and_biased(product(queries.q, k), queries, key, visible, CONFIG)
         if MASKED:
             seen = sees_of(visible, key, mask, CONFIG.MASK)
             logits = tl.where(seen, logits, float("-inf"))
@@ -201,13 +185,13 @@ def attend_to_blocks(queries, arrays, visits, visible, mask, CONFIG: tl.constexp
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
     acc = zeros(ROWS, CONFIG.V)
-    following, _ = blocks_of_step(visits, 0, LISTS, BLOCK_KV)
+    following = blocks_of_step(visits, 0, LISTS, BLOCK_KV)
     for step in range(visits.end):
         block = following
-        following, _ = blocks_of_step(visits, step + 1, LISTS, BLOCK_KV)
+        following = blocks_of_step(visits, step + 1, LISTS, BLOCK_KV)
         key, readable, seen = keys_of_step(visits, block, step, mask, LISTS, BLOCK_KV)
         k = gather_rows(arrays.k, key, 0, readable, CONFIG.K)
-        logits, scale = logits_of(queries, k, key, visible, CONFIG)
+        logits, scale = capped_and_biased(product(queries.q, k), queries, key, visible, CONFIG)
         weights, alpha, m_i, l_i = online_softmax(tl.where(seen, logits, float("-inf")), m_i, l_i, scale)
         rounded = narrow(weights, queries.q[0].dtype)
         v = gather_rows(arrays.v, key, 0, readable, CONFIG.V)

@@ -153,7 +153,11 @@ def heuristic(call: VarlenAttentionBackward) -> Tile:
     rows = _varlen.rows_at_most(call, dq.rows)
     keys, stages = _varlen.fit_rows(call, rows * columns, dq.keys, dq.stages)
     dq = dq._replace(rows=rows, keys=keys, stages=stages)
-    return Tile(**dkv.fields("block_q"), **dq.fields("block_q", "dq_"), joined_tokens=joined_tokens(call, rows))
+    return Tile(
+        **dkv.fields("block_q"),
+        **dq.fields("block_q", "dq_"),
+        joined_tokens=joined_tokens(call, rows, call.num_kv_tokens),
+    )
 
 
 def stages_on_amd(arch: str, columns: int, most: int = 320) -> int:
@@ -489,10 +493,10 @@ def visit_blocks(rows, arrays, visits, visible, mask, CONFIG: tl.constexpr):
     LISTS: tl.constexpr = CONFIG.LISTS
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     dq = zeros(rows.norm.shape[0], CONFIG.Q)
-    following, _ = blocks_of_step(visits, 0, LISTS, BLOCK_KV)
+    following = blocks_of_step(visits, 0, LISTS, BLOCK_KV)
     for step in range(visits.end):
         block = following
-        following, _ = blocks_of_step(visits, step + 1, LISTS, BLOCK_KV)
+        following = blocks_of_step(visits, step + 1, LISTS, BLOCK_KV)
         key, readable, seen = keys_of_step(visits, block, step, mask, LISTS, BLOCK_KV)
         k = gather_rows(arrays.k, key, 0, readable, CONFIG.K)
         v = gather_rows(arrays.v, key, 0, readable, CONFIG.V)
