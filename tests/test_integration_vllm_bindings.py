@@ -28,10 +28,8 @@ D, PAGE = 32, 16
 @pytest.fixture
 def bindings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Our bindings beside a vLLM for CPUs, nothing of which is bound yet."""
-    for variable in (ours.CPU_VARIABLE, ours.INDEXER_VARIABLE):
-        monkeypatch.delenv(variable, raising=False)
-    with fakes.installed(monkeypatch, device="cpu"):
-        yield importlib.import_module("ragged_attention.integrations._vllm_bindings")
+    with fakes.unbound(monkeypatch, "_vllm_bindings") as module:
+        yield module
 
 
 @pytest.fixture(params=["eager", "numba"])

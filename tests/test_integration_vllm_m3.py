@@ -37,10 +37,8 @@ HEADS, KV_HEADS, INDEX_DIM = 4, 2, 16
 @pytest.fixture
 def m3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Our module beside a vLLM for CPUs, nothing of which is bound yet."""
-    for variable in (ours.CPU_VARIABLE, ours.INDEXER_VARIABLE):
-        monkeypatch.delenv(variable, raising=False)
-    with fakes.installed(monkeypatch, device="cpu"):
-        yield importlib.import_module("ragged_attention.integrations._vllm_m3")
+    with fakes.unbound(monkeypatch, "_vllm_m3") as module:
+        yield module
 
 
 @pytest.fixture(params=["eager", "numba"])

@@ -29,9 +29,8 @@ PAGE, RATIO, HEADS, DIM = 8, 4, 3, 16
 @pytest.fixture
 def qsa(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Our module beside a vLLM for an NVIDIA GPU, nothing of which is bound yet."""
-    monkeypatch.delenv(ours.INDEXER_VARIABLE, raising=False)
-    with fakes.installed(monkeypatch, device="sm90"):
-        yield importlib.import_module("ragged_attention.integrations._vllm_qsa")
+    with fakes.unbound(monkeypatch, "_vllm_qsa", device="sm90") as module:
+        yield module
 
 
 @pytest.fixture(params=["eager", "numba"])

@@ -33,10 +33,8 @@ BLOCK = 4
 @pytest.fixture
 def v4(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Our functions beside a vLLM for CPUs, nothing of which is bound yet."""
-    for variable in (ours.CPU_VARIABLE, ours.INDEXER_VARIABLE):
-        monkeypatch.delenv(variable, raising=False)
-    with fakes.installed(monkeypatch, device="cpu"):
-        yield importlib.import_module(V4)
+    with fakes.unbound(monkeypatch, "_vllm_v4") as module:
+        yield module
 
 
 def ints(values: Any) -> torch.Tensor:

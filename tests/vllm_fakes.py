@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from ragged_attention.integrations import vllm as plug_in
 from tests import vllm_m3_fakes, vllm_qsa_fakes, vllm_sparse_fakes
 from tests import vllm_rank_fakes as ranks
 
@@ -417,3 +418,12 @@ def absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else find_spec(name, *rest)
     )
+
+
+@contextmanager
+def unbound(monkeypatch: pytest.MonkeyPatch, name: str, device: str = "cpu") -> Iterator[Any]:
+    """A module of our plug-in beside a vLLM for a device, nothing of which is bound yet, whatever the environment."""
+    for variable in (plug_in.CPU_VARIABLE, plug_in.INDEXER_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    with installed(monkeypatch, device=device):
+        yield importlib.import_module(f"ragged_attention.integrations.{name}")

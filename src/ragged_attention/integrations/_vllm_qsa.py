@@ -75,7 +75,7 @@ def _select(
 
 
 def lengths_of(visible_blocks: torch.Tensor, edges: torch.Tensor, compress_ratio: int) -> torch.Tensor:
-    """Lengths i32 [R] of requests whose queries see so many whole groups.
+    """Lengths i32 [R] of requests under which each query sees the whole groups that `visible_blocks` counts for it.
 
     A query that is k tokens before its request's last one, and sees n groups, means a length of at least
     `n * compress_ratio + k`. The largest of these bounds is no more than the length itself, so it lets every query see

@@ -174,7 +174,7 @@ def differentiate(tile, row, first, left, right, count, scale, soft_cap):
 
 @compiled
 def differentiate_own(tile, row, count, scale, soft_cap):
-    """`differentiate` for `count` listed keys, all of which the row sees."""
+    """What `differentiate` does, for `count` keys in a list. The row sees all of them."""
     s, d_s, whole = tile.s + 4 * row * tile.keys, tile.d_s + 4 * row * tile.keys, up_to(count, LANES)
     alibi, table, d_table = float_at(tile.slopes, row), int_at(tile.tables, row), int_at(tile.d_tables, row)
     biased = table != 0 or alibi != 0
