@@ -44,3 +44,8 @@ def named_pairs(case: Any, *, causal: bool) -> tuple[int, int]:
             keys += int(shown.any(0).sum())
         start += q_len
     return pairs // case.num_kv_heads, keys // case.num_kv_heads
+
+
+def small_block(case: Any) -> int | None:
+    """The keys of a block in a case that is scaled down: so few that short sequences have several blocks."""
+    return case.block_size and min(case.block_size, 8)

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cases.base import Case, Compared, K, Span, Tables, drawn, spans, taken
-from benchmarks.cases.lists import list_entries, list_table, named_pairs
+from benchmarks.cases.lists import list_entries, list_table, named_pairs, small_block
 from benchmarks.cases.ranges import num_keys, num_pairs, range_table
 from benchmarks.compiled.compiling import ITEMSIZE
 from ragged_attention.calls import Call, Device
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention
 from ragged_attention.tools.samples import TABLES, FakeArray, Sample
 
-SMALL_BLOCK = 8  # maximum keys of a block in scaled-down cases
 LARGEST_WGMMA_HEAD = 256  # 64 rows of a wider output do not fit the registers under Triton 3.6
 
 
@@ -127,7 +126,7 @@ class PagedCase(Case, Sample):
             num_q_heads=self.num_q_heads // self.num_kv_heads * kv_heads,
             num_kv_heads=kv_heads,
             sliding_window=self.sliding_window and max(1, int(self.sliding_window / factor)),
-            block_size=self.block_size and min(self.block_size, SMALL_BLOCK),
+            block_size=small_block(self),
         )
 
     def calls(self, device: Device) -> Iterator[Call]:

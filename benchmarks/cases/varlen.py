@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cases.base import ROWS, Case, Compared, K, Tables, drawn, rounded, spans
-from benchmarks.cases.lists import list_entries, list_table, named_pairs
+from benchmarks.cases.lists import list_entries, list_table, named_pairs, small_block
 from benchmarks.cases.ranges import num_pairs, range_table
 from benchmarks.compiled.compiling import ITEMSIZE
 from ragged_attention.reference.ragged_paged_attention import (
@@ -29,7 +29,6 @@ from ragged_attention.reference.varlen_attention import varlen_attention
 from ragged_attention.reference.varlen_attention_backward import attend_backward, row_terms
 from ragged_attention.tools.samples import FakeArray, VarlenSample
 
-SMALL_BLOCK = 8  # maximum keys of a block in scaled-down cases
 GIVEN = ("d_out", "d_lse", "return_d_relative_bias")  # to a gradient, beside what the forward pass takes and gives
 
 
@@ -116,7 +115,7 @@ class VarlenCase(Case, VarlenSample):
             num_q_heads=self.num_q_heads // self.num_kv_heads * kv_heads,
             num_kv_heads=kv_heads,
             sliding_window=self.sliding_window and max(1, int(self.sliding_window / factor)),
-            block_size=self.block_size and min(self.block_size, SMALL_BLOCK),
+            block_size=small_block(self),
         )
 
     # ---- inputs
