@@ -128,7 +128,7 @@ def add_values(call, tile, rows, count, shared):
         for row in range(rows):
             s, out = tile.s + 4 * row * s_width, tile.out + 4 * row * columns
             weigh(s, 0, count, up_to(count, LANES), row, tile.m_i, tile.l_i, out, columns, False)
-        mix_listed(tile.s, tile.own_values, tile.out, up_to(rows, ROWS), count, columns, s_width, columns, False)
+        mix_listed(tile.s, tile.own_values, tile.out, up_to(rows, ROWS), count, columns, s_width, 1, 0, columns, False)
         return
     _tiles.weigh_keys(tile, rows, 0, count, 0)
     if tile.paired:

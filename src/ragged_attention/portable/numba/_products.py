@@ -98,17 +98,27 @@ def times_number(fma):
     return add_products
 
 
-def _mix_of(fma):
+@inlined
+def _row_in_order(rows, index, width):
+    return rows + 4 * index * width
+
+
+@inlined
+def _row_of_list(rows, index, _):
+    return int_at(rows, index)
+
+
+def _mix_of(fma, row_at):
     """A function for out[rows, columns] += p[rows, keys] @ v[keys, columns], or = if `fresh`.
 
-    `fma` is that of `_scores_of`. `p` has two strides, `v` and `out` have one. Columns are computed COLUMNS at a time.
+    `fma` is that of `_scores_of`; `row_at` finds the rows of `v`. `p` has two strides, `v` and `out` have one. Columns
+    are computed COLUMNS at a time.
     """
     add = times_number(fma)
 
     @compiled
     def mix(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width, fresh):
         for column in range(0, columns, COLUMNS):
-            values = v + 4 * column
             for row in range(0, rows, ROWS):
                 p0, r0 = p + 4 * row * p_row, out + 4 * (row * out_width + column)
                 p1, p2, p3 = p0 + 4 * p_row, p0 + 8 * p_row, p0 + 12 * p_row
@@ -118,7 +128,8 @@ def _mix_of(fma):
                     a0, a1, a2, a3 = load(r0, 0), load(r1, 0), load(r2, 0), load(r3, 0)
                     b0, b1, b2, b3 = load(r0, LANES), load(r1, LANES), load(r2, LANES), load(r3, LANES)
                 for key in range(keys):
-                    a, b = load(values, key * v_width), load(values, key * v_width + LANES)
+                    values = row_at(v, key, v_width)
+                    a, b = load(values, column), load(values, column + LANES)
                     a0, b0 = add(p0, key * p_key, a, b, a0, b0)
                     a1, b1 = add(p1, key * p_key, a, b, a1, b1)
                     a2, b2 = add(p2, key * p_key, a, b, a2, b2)
@@ -131,30 +142,6 @@ def _mix_of(fma):
 
 
 _add_product = times_number(fma)
-
-
-@compiled
-def mix_listed(p, v, out, rows, keys, columns, p_row, out_width, fresh):
-    """`mix` of values whose addresses `v` lists."""
-    for column in range(0, columns, COLUMNS):
-        for row in range(0, rows, ROWS):
-            p0, r0 = p + 4 * row * p_row, out + 4 * (row * out_width + column)
-            p1, p2, p3 = p0 + 4 * p_row, p0 + 8 * p_row, p0 + 12 * p_row
-            r1, r2, r3 = r0 + 4 * out_width, r0 + 8 * out_width, r0 + 12 * out_width
-            a0 = b0 = a1 = b1 = a2 = b2 = a3 = b3 = splat(0.0)
-            if not fresh:
-                a0, a1, a2, a3 = load(r0, 0), load(r1, 0), load(r2, 0), load(r3, 0)
-                b0, b1, b2, b3 = load(r0, LANES), load(r1, LANES), load(r2, LANES), load(r3, LANES)
-            for key in range(keys):
-                values = int_at(v, key)
-                a, b = load(values, column), load(values, column + LANES)
-                a0, b0 = _add_product(p0, key, a, b, a0, b0)
-                a1, b1 = _add_product(p1, key, a, b, a1, b1)
-                a2, b2 = _add_product(p2, key, a, b, a2, b2)
-                a3, b3 = _add_product(p3, key, a, b, a3, b3)
-            for row_out, low, high in ((r0, a0, b0), (r1, a1, b1), (r2, a2, b2), (r3, a3, b3)):
-                store(row_out, 0, low)
-                store(row_out, LANES, high)
 
 
 @compiled
@@ -181,5 +168,8 @@ def spread(p, q, targets, rows, keys, columns, p_row, q_width):
                 store(target, after, high)
 
 
-scores, mix = _scores_of(fma), _mix_of(fma)
-scores_of_pairs, mix_of_pairs = (_scores_of(fma_pairs), _mix_of(fma_pairs)) if PAIRS else (scores, mix)
+scores, mix = _scores_of(fma), _mix_of(fma, _row_in_order)
+mix_listed = _mix_of(fma, _row_of_list)  # `v` is a list of the addresses of rows, and has no stride
+scores_of_pairs, mix_of_pairs = scores, mix
+if PAIRS:
+    scores_of_pairs, mix_of_pairs = _scores_of(fma_pairs), _mix_of(fma_pairs, _row_in_order)
