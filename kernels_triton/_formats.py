@@ -18,7 +18,7 @@ def e4m3_format(arch: str) -> str:
 
 def decodes_by_integers(call: Any) -> bool:
     """Whether kernels decode the cache's e4m3 codes with integer instructions, one code at a time."""
-    return call.kv_format.codes == "float8_e4m3fn" and e4m3_format(call.device.arch) == "e4m3_bits"
+    return call.k_format.codes == "float8_e4m3fn" and e4m3_format(call.device.arch) == "e4m3_bits"
 
 
 def number_format(kind: str, arch: str) -> str:

@@ -227,7 +227,7 @@ def sizes_of(call: Any, tokens: int) -> dict[str, int]:
     """The sizes of the attention kernel, whose loop is that of the split kernel."""
     rows = min(max(16, next_power_of_2(tokens * call.group)), 64)
     sizes = _paged_tiles.split_sizes(call, rows)
-    few = call.kv_format.eight_bit or on_cuda_cores(call) or max(call.head_dim, call.v_head_dim) > 128
+    few = call.k_format.eight_bit or on_cuda_cores(call) or max(call.head_dim, call.v_head_dim) > 128
     if few and call.device.arch == "sm_120" and OLDER_COMPILER:  # three stages would spill
         sizes = sizes._replace(stages=min(sizes.stages, 2))
     sizes = _paged_tiles.fitting_pages(call, sizes)

@@ -348,8 +348,8 @@ def shape_of(call: Any, v_head_dim: int) -> Shape:
         DV=v_head_dim,
         DV_PAD=next_power_of_2(v_head_dim),
         CODES=number_format(call.cache_dtype, call.device.arch),
-        DECODED_AT_ONCE=call.kv_format.eight_bit and not decodes_by_integers(call) and not INTERPRETED,
-        Q_UNITS=call.kv_format.eight_bit and dtype_name(call.q) == "bfloat16",
+        DECODED_AT_ONCE=call.k_format.eight_bit and not decodes_by_integers(call) and not INTERPRETED,
+        Q_UNITS=call.k_format.eight_bit and dtype_name(call.q) == "bfloat16",
     )
 
 

@@ -12,6 +12,7 @@ from benchmarks.cases.lists import list_entries, list_table, named_pairs, small_
 from benchmarks.cases.ranges import num_keys, num_pairs, range_table
 from benchmarks.compiled.compiling import ITEMSIZE
 from ragged_attention.calls import Call, Device
+from ragged_attention.calls.cache_formats import UNSCALED_FORMATS, KvFormat
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention
 from ragged_attention.tools.samples import TABLES, FakeArray, Sample
 
@@ -207,9 +208,14 @@ class PagedCase(Case, Sample):
                 selected=to_numpy(inputs["selected"][span.rows]) if self.selected else None,
                 block_size=self.block_size,
                 **{name: self._scale_in(inputs, name, to_numpy) for name in ("k_scale", "v_scale")},
-                cache_dtype=self.stored,
+                **self.formats,
             )
             yield str(span), to_numpy(out[span.rows]), want
+
+    @property
+    def formats(self) -> dict[str, KvFormat]:
+        """The formats of keys and values, as the reference takes them."""
+        return dict.fromkeys(("k_format", "v_format"), UNSCALED_FORMATS[self.stored])
 
     def _compared_spans(self) -> Iterator[Span]:
         """Some rows of some sequences. A draft mask needs whole ones: its columns start at the first token."""

@@ -153,7 +153,7 @@ class HostArray:
 
 def is_bits(dtype: Any) -> bool:
     """Whether a dtype is an 8-bit float, which kernels and NumPy take as uint8."""
-    return dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)
+    return dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e8m0fnu)
 
 
 def to_numpy(array: Any) -> np.ndarray:

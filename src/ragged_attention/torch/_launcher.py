@@ -36,7 +36,7 @@ def device_facts(device: torch.device) -> Device:
 
 def is_bits(dtype: torch.dtype) -> bool:
     """Whether a dtype is an 8-bit float, which kernels and NumPy take as uint8."""
-    return dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    return dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 
 
 def to_bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,7 @@ def _written(batch: WriteBatch, step: int) -> Pages:
     """The definition's pages, for tokens that lie `step` units in the last place of float32 away."""
     arguments = batch.change(k=nudged(batch.k, step), v=nudged(batch.v, step)).arguments()
     if batch.quantized:
-        return write_kv_pages(**arguments, cache_dtype=batch.cache_dtype, copies=batch.copies)
+        return write_kv_pages(**arguments, **batch.formats, copies=batch.copies)
     pages = write_kv_pages(**arguments)
     return like_pages(pages, [formats.rounded(array, batch.cache_dtype) for array in pages_of(pages)])
 

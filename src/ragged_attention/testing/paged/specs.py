@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from ragged_attention.calls.cache_formats import UNSCALED_FORMATS, KvFormat
 from ragged_attention.reference._kv_layout import per_head, sequence_bounds
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention, rows_of, seen_by_heads, visible
 from ragged_attention.testing import formats
@@ -75,6 +76,13 @@ class Arrays:
     def kind(self) -> str:
         """Which bounds hold for the outputs: caches of 8 bits are held to those of bfloat16."""
         return "bfloat16" if self.quantized else self.dtype
+
+    @property
+    def formats(self) -> dict[str, KvFormat]:
+        """The formats of keys and values that the reference needs to read pages of codes."""
+        if not self.quantized:
+            return {}
+        return dict.fromkeys(("k_format", "v_format"), UNSCALED_FORMATS[self.cache_dtype])
 
     def change(self, **fields: Any) -> Self:
         return dataclasses.replace(self, **fields)
@@ -294,9 +302,7 @@ class Batch(RaggedTables):
         return arrays
 
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        cache_dtype = self.cache_dtype if self.quantized else None
-        given = self.arguments()
-        return ragged_paged_attention(**given, return_lse=True, cache_dtype=cache_dtype, q_dtype=self.dtype)
+        return ragged_paged_attention(**self.arguments(), return_lse=True, **self.formats, q_dtype=self.dtype)
 
     def drafted(self, start: int, stop: int) -> NDArray[np.bool_] | None:
         return None if self.draft_mask is None else self.draft_mask[start:stop]
