@@ -25,8 +25,8 @@ Float32 = NDArray[np.float32]
 # The divisor of a row's largest magnitude, by the dtype of its codes. 224 is less than the largest e4m3fnuz, 240.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e4m3fnuz": 224.0}
 LEAST_SCALE = np.float32(1e-6)
+LARGEST_ZERO = np.float32(32768)
 ZERO_BITS = np.uint32(15)  # the bits of a float32 scale that hold a zero point
-SMALLEST = np.finfo(np.float32).tiny
 
 
 # ---- values
@@ -94,6 +94,8 @@ def _shifted(rows: Float32, form: KvFormat) -> tuple[Bytes, NDArray[Any]]:
     """Codes from 0 to 15 about a zero point, with one scale for each row."""
     least, most = rows.min(axis=-1, keepdims=True), rows.max(axis=-1, keepdims=True)
     scales = np.maximum((most - least) / np.float32(15), LEAST_SCALE)
+    if form.zero == "stored":  # so that a float16 holds the zero point
+        scales = np.maximum(scales, np.maximum(most, -least) / LARGEST_ZERO)
     zeros, inverse, finite = -least / scales, np.float32(1) / scales, np.isfinite(scales)
     if form.zero == "mantissa":
         zeros = np.clip(half_away(zeros), 0, 15)
@@ -110,7 +112,8 @@ def _in_blocks_of_e4m3(rows: Float32, scale: Float32, form: KvFormat) -> tuple[B
     """e2m1 codes with an e4m3 scale for each block."""
     blocks = _blocks(rows, form)
     largest = np.abs(blocks).max(axis=-1, keepdims=True)
-    stored = encode(np.where(np.isnan(largest), np.float32(np.nan), largest / (np.float32(6) * scale)), form.scales)
+    scales = np.where(scale > 0, largest / (np.float32(6) * scale), np.float32(0))
+    stored = encode(np.where(np.isnan(largest), np.float32(np.nan), scales), form.scales)
     factors = decode(stored, form.scales).astype(np.float32)
     inverse = np.where(factors > 0, np.float32(1) / (factors * scale), np.float32(0))
     codes = np.where(np.isnan(factors), 0, encode_e2m1((blocks * inverse).astype(np.float32)))
@@ -121,12 +124,12 @@ def _in_blocks_of_powers(rows: Float32, form: KvFormat) -> tuple[Bytes, Bytes]:
     """e4m3 or e2m1 codes with a power of two as the scale of each block."""
     blocks = _blocks(rows, form)
     largest = np.abs(blocks).max(axis=-1, keepdims=True)
-    if form.packed_codes:
-        exponents = ((largest.view(np.int32) + 0x200000) >> 23) - 127 - 2
-    else:
-        bits = (np.maximum(largest, SMALLEST) / np.float32(448)).view(np.int32)
-        exponents = ((bits + 0x7FFFFF) >> 23) - 127  # rounded up
-    exponents = np.clip(exponents, -127, 127)
+    # The largest magnitude is m * 2 ** e. e becomes greater by one if m is at least, or greater than, 1.75.
+    added, steps = (0x200000, 2) if form.packed_codes else (0x1FFFFF, 8)
+    raised = (largest.view(np.int32) + added) >> 23
+    exponents = np.clip(raised - 127 - steps, -127, 127)
+    beyond = raised == 255 if form.packed_codes else np.isinf(largest)
+    exponents = np.where(beyond, 127, exponents)
     scaled = np.ldexp(blocks, -exponents).astype(np.float32)
     invalid = np.isnan(largest)
     codes = encode_e2m1(scaled) if form.packed_codes else encode(scaled, form.codes)

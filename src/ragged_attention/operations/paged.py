@@ -276,16 +276,20 @@ class Paged(FrontEnd[Array, Memory]):
                   code is x * (1 / scale), clamped; int8 rounds half away from zero, as vLLM does.
                 - 4-bit codes from 0 to 15: scale = max((max(x) - min(x)) / 15, 1e-6). With `zero` in the bits of the
                   scale, zero is -min(x) / scale, rounded half away from zero and clamped to 0 to 15, and so is the code
-                  x * (1 / scale) + zero, as vLLM has it. A stored zero is not rounded, and codes are rounded to even.
+                  x * (1 / scale) + zero, as vLLM has it. For a stored zero
+                  the scale is also at least amax / 32768, zero is not rounded, and codes are rounded to even.
                 - nvfp4: scale = amax / (6 * k_scale), rounded to e4m3, for k before its division; the code is k times
                   1 / (scale * k_scale), or 0 if the scale is 0, as FlashInfer has it.
                 - mxfp8: the scale is the least power of two from 2^-127 to 2^127 that is at least amax / 448. The code
                   is x / scale.
                 - mxfp4: the scale is 2^(e - 2), from 2^-127 to 2^127, where 2^e is the power of two below amax, or the
-                  one above if amax is at least 1.75 * 2^e. The code is x / scale.
+                  one above if amax is at least 1.75 * 2^e. If that is 2^128, the scale is 2^127, as vLLM has it. The
+                  code is x / scale.
 
-                Codes are rounded to nearest even and saturate unless this says otherwise. A NaN makes the scale of its
-                row or block NaN, and the codes 0. k and v of the pages' dtype are not accepted with scale pages.
+                Codes are rounded to nearest even and saturate unless this says otherwise. e2m1 codes of zero keep the
+                sign of x. A row all of one sign may lose much with a zero point from 0 to 15, as it does in vLLM. A NaN
+                makes the scale of its row or block NaN, and the codes 0. k and v of the pages' dtype are not accepted
+                with scale pages.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
