@@ -91,8 +91,8 @@ class Paged(FrontEnd[Array, Memory]):
                 `q_scale`; they are widened to the dtype of `kv_pages`, or to bfloat16 if the pages are 8-bit, and "q's
                 dtype" below means that wider dtype.
             kv_pages: the cache, [P, G, 2K, D] with K of head h at 2h and V at 2h + 1, or a pair `(k_pages, v_pages)` of
-                [P, G, K, D] and [P, G, K, D_v]. Its dtype is that of `q`, or float8_e4m3fn, float8_e5m2 or int8. In
-                torch any strides are accepted if the last one is 1. Sequences may share pages.
+                [P, G, K, D] and [P, G, K, D_v]. Its dtype is that of `q`, float8_e4m3fn, float8_e5m2, float8_e4m3fnuz
+                or int8. In torch any strides are accepted if the last one is 1. Sequences may share pages.
             kv_lens: i32 [S], the number of positions of each sequence in the cache, including this step's.
             page_indices: i32 [S, M], the block table: entry p of a row is the page that holds the G positions from
                 p * G. Entries past the last used page are never read as pages.
@@ -215,7 +215,8 @@ class Paged(FrontEnd[Array, Memory]):
                 saturated at the format's largest finite value. A scale is a float whose magnitude is at least the
                 smallest normal float32, or an array [] or [K]. In an array a smaller number counts as 0 of its sign: a
                 quotient by it saturates (in float pages it is infinite), or is NaN if k is 0 as well. int8 pages store
-                NaN as 0. On devices that flush subnormal numbers, as XLA does, those in k and v count as 0 too.
+                NaN as 0, and float8_e4m3fnuz pages store -0 as 0. On devices that flush subnormal numbers, as XLA does,
+                those in k and v count as 0 too.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
