@@ -261,6 +261,7 @@ GPT_OSS, GEMMA2, GEMMA3, GEMMA4 = (64, 8, 64), (16, 8, 256), (32, 16, 128), (32,
 MINIMAX_M3, M3_BLOCKS = (64, 4, 128), {"selected": 16, "block_size": 128}
 GEMMA2_OPTIONS: dict[str, Any] = {"soft_cap": 50.0, "sliding_window": 4096}
 FP8: dict[str, Any] = {"cache_dtype": "float8_e4m3fn", "scale": 0.25}
+FNUZ: dict[str, Any] = {"cache_dtype": "float8_e4m3fnuz", "scale": 0.25}  # the caches of AMD's MI300
 
 _ALL = (
     _decode("decode_64x4k", "W1", 64, 4 * K, LLAMA_8B),
@@ -312,6 +313,8 @@ _MORE = (
     _batch("float32_mixed", "-", [(256, 512)] + [(1, 1 * K)] * 8, (8, 4, 64), dtype="float32", return_lse=True),
     _batch("phi_head_80_mixed", "-", [(512, 512)] + [(1, 1 * K)] * 8, (32, 32, 80), dtype="float16"),
     _batch("int8_mixed", "-", [(512, 512)] + [(1, 1 * K)] * 8, LLAMA_8B, cache_dtype="int8", scale=0.03),
+    _decode("fnuz_64x4k", "-", 64, 4 * K, LLAMA_8B, **FNUZ),
+    _batch("fnuz_prefill_4k", "-", [(4 * K, 4 * K)], LLAMA_8B, **FNUZ),
     _batch("ratio_7_page_24", "-", [(512, 512)] + [(1, 1 * K)] * 8, (28, 4, 128), page_size=24, return_lse=True),
     # Odd windows.
     _batch("window_2047_head_80", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, (32, 32, 80), sliding_window=2047),

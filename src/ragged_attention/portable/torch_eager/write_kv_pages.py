@@ -13,7 +13,7 @@ from ragged_attention.calls.fields import SMALLEST_FLOAT32
 from ragged_attention.portable.torch_eager._host import clamped_kv_lens, on_host, sequence_bounds
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
 FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})
 
 
@@ -50,6 +50,8 @@ def encode(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return values.to(dtype)
     largest = torch.finfo(dtype).max
     bits = values.clamp(-largest, largest).to(dtype).view(torch.uint8)
+    if dtype == torch.float8_e4m3fnuz:  # -0 becomes 0, because the code of -0 is the only NaN
+        return bits.masked_fill_(bits == 0x80, 0).masked_fill_(torch.isnan(values), 0x80)
     nan = torch.where(torch.signbit(values), 0xFF, 0x7F).to(torch.uint8)
     return torch.where(torch.isnan(values), nan, bits)
 
