@@ -21,7 +21,7 @@ LARGEST_FLOAT = np.finfo(np.float32).max
 SMALLEST = np.finfo(np.float32).tiny
 DOUBLED_E2M1 = np.uint32(0xC8643210)  # twice the 8 magnitudes, 4 bits each: 0, 1, 2, 3, 4, 6, 8, 12
 # The divisor of a row's largest magnitude, by the dtype of its codes. 224 is less than the largest e4m3fnuz, 240.
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e4m3fnuz": 224.0}
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e4m3fnuz": 224.0, "float8_e5m2": 57344.0}
 LEAST_SCALE, LARGEST_ZERO = np.float32(1e-6), np.float32(32768)
 ZERO_BITS = np.uint32(15)  # the bits of a float32 scale that hold a zero point
 
@@ -141,7 +141,7 @@ def _symmetric(rows: jax.Array, form: KvFormat) -> tuple[jax.Array, jax.Array]:
     scales = jnp.maximum(quotient(_float(reach), jnp.float32(largest)), LEAST_SCALE)
     scaled = rows * _inverse(scales)
     invalid = (reach > INFINITY) | jnp.isnan(scaled)
-    scaled = jnp.where(invalid, 0, jnp.clip(scaled, -1000, 1000))
+    scaled = jnp.where(invalid, 0, jnp.clip(scaled, -LARGEST_FLOAT, LARGEST_FLOAT))
     if form.codes == "int8":
         stored = lax.bitcast_convert_type(jnp.clip(half_away(scaled), -128, 127).astype(jnp.int8), jnp.uint8)
     else:

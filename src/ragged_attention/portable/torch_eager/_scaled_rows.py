@@ -19,7 +19,7 @@ from ragged_attention.portable.torch_eager._cache import (
 )
 
 # The divisor of a row's largest magnitude, by the dtype of its codes. 224 is less than the largest e4m3fnuz, 240.
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e4m3fnuz": 224.0}
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e4m3fnuz": 224.0, "float8_e5m2": 57344.0}
 LEAST_SCALE = 1e-6
 LARGEST_ZERO = 32768.0
 ZERO_BITS = 15  # the bits of a float32 scale that hold a zero point
