@@ -275,8 +275,8 @@ class Paged(FrontEnd[Array, Memory]):
                 `amax` its largest magnitude (of a block, if scales belong to blocks):
 
                 - One scale per token and head: scale = max(amax / 127, 1e-6) for int8, with 448 for float8_e4m3fn,
-                  57344 for float8_e5m2, and 224 for float8_e4m3fnuz. The code is x * (1 / scale), clamped; int8 rounds half away from zero, as vLLM
-                  does.
+                  57344 for float8_e5m2, and 224 for float8_e4m3fnuz. The code is x * (1 / scale), clamped; int8 rounds
+                  half away from zero, as vLLM does.
                 - 4-bit codes from 0 to 15: scale = max((max(x) - min(x)) / 15, 1e-6). With `zero` in the bits of the
                   scale, zero is -min(x) / scale, rounded half away from zero and clamped to 0 to 15, and so is the code
                   x * (1 / scale) + zero, as vLLM has it. For a stored zero
