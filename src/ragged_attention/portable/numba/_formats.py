@@ -268,14 +268,20 @@ def widen_two_e4m3(builder: Any, source: Any, target: Any, index: Any, factor: A
         store_aligned(builder, builder.fmul(value, factor), place, 4)
 
 
-@function_of(types.none, types.int64, types.int64, types.int64, vector)
-def widen_e2m1_vector(builder: Any, source: Any, target: Any, index: Any, factor: Any) -> None:
-    """Decode a vector of e2m1 codes, the low half of a byte first, and store it times `factor` as float32."""
+def nibbles(builder: Any, source: Any, index: Any) -> Any:
+    """A vector of 4-bit codes, the low half of a byte first."""
     kind = ir.VectorType(I8, LANES // 2)
     first = builder.lshr(index, ir.Constant(I64, 1))
     stored = load_aligned(builder, element(builder, source, first, I8), kind, 1)
     twice = shuffled(builder, [lane // 2 for lane in range(LANES)], stored)
     codes = builder.lshr(builder.zext(twice, INTS), ir.Constant(INTS, [lane % 2 * 4 for lane in range(LANES)]))
+    return builder.and_(codes, constant(INTS, 15))
+
+
+@function_of(types.none, types.int64, types.int64, types.int64, vector)
+def widen_e2m1_vector(builder: Any, source: Any, target: Any, index: Any, factor: Any) -> None:
+    """Decode a vector of e2m1 codes, the low half of a byte first, and store it times `factor` as float32."""
+    codes = nibbles(builder, source, index)
     places = builder.shl(builder.and_(codes, constant(INTS, 7)), constant(INTS, 2))
     doubled = builder.and_(builder.lshr(constant(INTS, TWICE_E2M1), places), constant(INTS, 15))
     sign = builder.shl(builder.and_(codes, constant(INTS, 8)), constant(INTS, 28))
@@ -455,6 +461,18 @@ def pairs_of_four_e4m3(builder: Any, source: Any, index: Any, target: Any, strid
             pairs = join(builder, *(_from_e4m3(builder, each) for each in both))
         place = builder.add(index, builder.mul(stride, ir.Constant(I64, half)))
         store_aligned(builder, pairs, element(builder, target, place, F32), 4)
+
+
+@function_of(vector, types.int64, types.int64)
+def bfloat16_of_e4m3(builder: Any, source: Any, index: Any) -> Any:
+    """Pairs of bfloat16 of 2 * LANES neighbouring e4m3 codes."""
+    kind = ir.VectorType(I8, 2 * LANES)
+    codes = load_aligned(builder, element(builder, source, index, I8), kind, 1)
+    if PAIRS:
+        places = [2 * lane + byte for lane in range(LANES) for byte in (0, 0, 1, 1)]
+        return _lookup(builder, _E4M3, shuffled(builder, places, codes))
+    both = (shuffled(builder, list(range(byte, 2 * LANES, 2)), codes) for byte in range(2))
+    return join(builder, *(_from_e4m3(builder, each) for each in both))
 
 
 @compiled
