@@ -383,7 +383,7 @@ def test_attention(page, lens, vllm, backend):
 @pytest.mark.parametrize("layout", ["LBNHC", "BLHNC", "BLNHC", "BHLNC"])
 def test_any_order_of_memory_and_no_copy(layout, vllm, backend):
     step = Step(MIXED, layout=layout)
-    pages = implementation()._pages(step.cache)
+    pages = implementation()._stored(step.layer, step.cache).kv_pages
     assert {pages[0].untyped_storage().data_ptr(), pages[1].untyped_storage().data_ptr()} == {
         step.cache.untyped_storage().data_ptr()
     }
@@ -464,7 +464,7 @@ def test_requests_that_only_pad_a_graph(vllm, backend):
 def test_values_of_another_size(vllm, backend):
     """The second half of the cache is as wide as a value."""
     impl, cache = implementation(head_size=32), torch.randn(2, 2, 16, 32 + 16)
-    k_pages, v_pages = impl._pages(cache)
+    k_pages, v_pages = impl._stored(None, cache).kv_pages
     assert (k_pages.shape, v_pages.shape) == ((2, 16, 2, 32), (2, 16, 2, 16))
 
 
