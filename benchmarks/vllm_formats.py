@@ -451,8 +451,10 @@ def record(header: Path | None, path: Path) -> None:
     for name, write, _, scale in writers(header):
         codes, scales = (each.numpy() for each in write(k))
         found[name] = {"scale": scale, "codes": codes.tobytes().hex(), "scales": scales.tobytes().hex()}
+    found["signs"] = int4_module()._get_rht_signs(RECORDED_COLUMNS, 0, torch.device("cpu")).int().tolist()
     found["rotated"] = int4_module().single_rht(k.float()).numpy().tobytes().hex()
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in found.items())
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -194,7 +194,7 @@ def test_what_vllm_is_told_we_support(vllm):
         assert cls.supports_attn_type("decoder")
         others = [cls.supports_attn_type(t) for t in ("encoder", "encoder_only", "encoder_decoder")]
         assert others == [cls is plain] * 3
-        assert not cls.supports_kv_cache_dtype("nvfp4")
+        assert cls.supports_kv_cache_dtype("nvfp4") == (cls is plain)
         assert [size.base for size in cls.get_supported_kernel_block_sizes()] == [16]
         assert not cls.get_impl_cls().fused_output_quant_supported(None, None)
     assert [plain.supports_head_size(size) for size in (8, 16, 20, 80, 512, 576)] == [
@@ -503,10 +503,6 @@ def test_other_layers_share_a_step_by_other_tables(vllm):
         (
             {"alibi_slopes": [0.5] * 4, "sinks": torch.zeros(4)},
             "expected sinks to be None with alibi_slopes for RAGGED, got both",
-        ),
-        (
-            {"kv_cache_dtype": "int8_per_token_head"},
-            "expected kv_cache_dtype to be one of auto, float16, bfloat16, fp8,",
         ),
         ({"sinks": torch.zeros(3)}, r"expected sinks of shape \[num_heads=4\], got \[3\]"),
     ],

@@ -90,6 +90,10 @@ class AttentionBackend(ABC):
     def supports_attn_type(cls, attn_type):
         return attn_type == "decoder"
 
+    @classmethod
+    def customize_spec(cls, spec):
+        return spec
+
 
 def _says_no(name: str) -> classmethod:
     def method(cls):
