@@ -23,7 +23,7 @@ from ragged_attention.reference._kv_layout import (
 Float32 = NDArray[np.float32]
 
 # The divisor of a row's largest magnitude, by the dtype of its codes. 224 is less than the largest e4m3fnuz, 240.
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e4m3fnuz": 224.0}
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e4m3fnuz": 224.0, "float8_e5m2": 57344.0}
 LEAST_SCALE = np.float32(1e-6)
 LARGEST_ZERO = np.float32(32768)
 ZERO_BITS = np.uint32(15)  # the bits of a float32 scale that hold a zero point

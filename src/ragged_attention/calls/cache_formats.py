@@ -198,6 +198,7 @@ SCALED_FORMATS = (
     KvFormat(name="int8_token_head", codes="int8", scales="float32"),
     KvFormat(name="e4m3_token_head", codes=E4M3, scales="float32"),
     KvFormat(name="e4m3fnuz_token_head", codes=E4M3_FNUZ, scales="float32"),
+    KvFormat(name="e5m2_token_head", codes="float8_e5m2", scales="float32"),
     KvFormat(name="int4_token_head", codes=UINT4, scales="float32", zero="mantissa"),
     KvFormat(name="int4_token_head", codes=UINT4, scales="float32", zero="stored"),
     KvFormat(name="int4_token_head", codes=UINT4, scales="float16", zero="stored"),

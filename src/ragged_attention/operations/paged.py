@@ -145,7 +145,8 @@ class Paged(FrontEnd[Array, Memory]):
                 position and KV head: [P, G, K, n], or [P, G, K] if n is 1. In torch any strides are accepted, so they
                 may be views into the pages. Dtypes and n say the format:
 
-                - int8 or float8_e4m3fn pages, float32, n = 1 (one scale per token and head): value = code * scale.
+                - int8, float8_e4m3fn or float8_e5m2 pages, float32, n = 1: value = code * scale, with a scale for each
+                  token and head.
                 - uint8 pages (4-bit codes from 0 to 15), float32, n = 1: value = (code - zero) * scale. The lowest 4
                   bits of the float are `zero`; the float with those bits cleared is `scale`, as in vLLM's
                   `int4_per_token_head`.
@@ -272,8 +273,9 @@ class Paged(FrontEnd[Array, Memory]):
                 its columns, gets a scale of its own. All steps are in float32; x is a row divided by `k_scale`, and
                 `amax` its largest magnitude (of a block, if scales belong to blocks):
 
-                - One scale per token and head: scale = max(amax / 127, 1e-6) for int8, with 448 for float8_e4m3fn. The
-                  code is x * (1 / scale), clamped; int8 rounds half away from zero, as vLLM does.
+                - One scale per token and head: scale = max(amax / 127, 1e-6) for int8, with 448 for float8_e4m3fn and
+                  57344 for float8_e5m2. The code is x * (1 / scale), clamped; int8 rounds half away from zero, as vLLM
+                  does.
                 - 4-bit codes from 0 to 15: scale = max((max(x) - min(x)) / 15, 1e-6). With `zero` in the bits of the
                   scale, zero is -min(x) / scale, rounded half away from zero and clamped to 0 to 15, and so is the code
                   x * (1 / scale) + zero, as vLLM has it. For a stored zero
