@@ -90,10 +90,10 @@ def _by_block(kv_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: tor
     """A cache whose blocks hold [K codes | K scales | V codes | V scales], heads or positions first."""
     blocks, slots, page, content = kv_cache.shape
     heads, codes = slots // 2, content * 8 // 9
-    order = {(page * content, content, 1): (heads, page), (content, slots * content, 1): (page, heads)}
-    if kv_cache.stride()[1:] not in order:
+    orders = {(page * content, content, 1): (heads, page), (content, slots * content, 1): (page, heads)}
+    rows = orders.get(tuple(kv_cache.stride()[1:]))
+    if rows is None:
         raise Unsupported(f"expected a cache of nvfp4 whose blocks are dense, got strides {list(kv_cache.stride())}")
-    rows = order[kv_cache.stride()[1:]]
     sides = kv_cache.as_strided((blocks, 2, heads * page * content), (kv_cache.stride(0), heads * page * content, 1))
 
     def part(begin: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
