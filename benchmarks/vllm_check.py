@@ -1,10 +1,10 @@
 """vLLM's own CPU backend and ours, in vLLM's engine, end to end: the tokens of small random models must agree.
 
-vLLM's CPU backend has no caches with scales per token and head: those models are served by its Triton backend too, in
-Triton's interpreter. Sparse models, which vLLM itself refuses on a CPU, are held to transformers' own model instead, with the indexer's
-queries and keys rounded to 8 bits as vLLM stores them, since the rounding decides which keys are selected. So are
-models whose masks vLLM's own CPU backend lacks: images whose tokens see one another, small chunks, and prompts that
-stay in view.
+vLLM's CPU backend has no caches with scales per token and head: models with those are served by vLLM's Triton backend,
+in Triton's interpreter. Sparse models, which vLLM itself refuses on a CPU, are held to transformers' own model instead,
+with the indexer's queries and keys rounded to 8 bits as vLLM stores them, since the rounding decides which keys are
+selected. So are models whose masks vLLM's own CPU backend lacks: images whose tokens see one another, small chunks, and
+prompts that stay in view.
 
     python -m benchmarks.vllm_check [--models "llama;gemma2"] [--limit SECONDS]
 
@@ -448,7 +448,9 @@ def serve(folder: Path, backend: str, name: str) -> dict[str, Any]:
     if backend == TRITON:
         vllm_masks.use_interpreter()
         registry: Any = importlib.import_module("vllm.v1.attention.backends.registry")
-        registry.register_backend(registry.AttentionBackendEnum.CPU_ATTN, registry.AttentionBackendEnum.TRITON_ATTN.value)
+        registry.register_backend(
+            registry.AttentionBackendEnum.CPU_ATTN, registry.AttentionBackendEnum.TRITON_ATTN.value
+        )
     if model.task == "look":
         vllm_images.prepare_vllm(model.config)
     if model.config == _M3:

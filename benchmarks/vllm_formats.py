@@ -257,7 +257,7 @@ def turned_back(x: Any) -> Any:
 # The writers alone
 
 
-def written(k: Any, codes: Any, scales: Any, backend: str | None, k_scale: float | None = None) -> tuple[Any, Any]:
+def written(k: Any, kinds: Any, backend: str | None, k_scale: float | None) -> tuple[Any, Any]:
     """The bytes of rows [N, K, D] that `write_kv_pages` stores in pages of codes and scales, both `(dtype, width)`."""
     import torch
 
@@ -265,11 +265,11 @@ def written(k: Any, codes: Any, scales: Any, backend: str | None, k_scale: float
 
     shape = (len(k), 1, k.shape[1])
     pages, places = (
-        tuple(torch.zeros(*shape, width * dtype.itemsize, dtype=torch.uint8).view(dtype) for _ in range(2))
-        for dtype, width in (codes, scales)
+        [torch.zeros(*shape, width * dtype.itemsize, dtype=torch.uint8).view(dtype) for _ in range(2)]
+        for dtype, width in kinds
     )
     write_kv_pages(
-        k, k, pages, torch.arange(len(k)), k_scale=k_scale, v_scale=k_scale, k_scale_pages=places[0],
+        k, k, (pages[0], pages[1]), torch.arange(len(k)), k_scale=k_scale, v_scale=k_scale, k_scale_pages=places[0],
         v_scale_pages=places[1], backend=backend,
     )  # fmt: skip
     found = pages[0].view(torch.uint8), places[0].view(torch.uint8)
@@ -405,7 +405,9 @@ def writers(header: Path | None) -> Iterator[tuple[str, Callable[[Any], tuple[An
     )
     yield "mxfp8", mxfp8, lambda d: ((e4m3, d), (e8m0, d // 32)), None
     yield "mxfp4", mxfp4, lambda d: ((bytes_, d // 2), (e8m0, d // 32)), None
-    for scale in (1.0, 0.3, 0.0078125) if header is not None else ():
+    if header is None:
+        return
+    for scale in (1.0, 0.3, 0.0078125):
         yield f"nvfp4, scale {scale}", nvfp4(header, scale), lambda d: ((bytes_, d // 2), (e4m3, d // 16)), scale
 
 
@@ -422,7 +424,7 @@ def of_writers(header: Path | None, backend: str | None, only: str) -> Iterator[
                 continue
             torch.manual_seed(size)
             k = torch.cat((rows(40, 2, size), special_rows(2, size))).to(dtype)
-            for mine, other in zip(written(k, *kinds(size), backend, scale), write(k), strict=True):
+            for mine, other in zip(written(k, kinds(size), backend, scale), write(k), strict=True):
                 stored += other.numel()
                 differ += int((mine != other).sum())
         yield name, stored, differ

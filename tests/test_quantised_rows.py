@@ -48,7 +48,7 @@ def test_bytes(writer, backend):
         for kind, size in ((dtype, width), (scales_dtype, count))
     )
     write_kv_pages(
-        ROWS, ROWS.flip(0), tuple(pages), torch.arange(len(ROWS)), k_scale=held["scale"], v_scale=held["scale"],
+        ROWS, ROWS.flip(0), (pages[0], pages[1]), torch.arange(len(ROWS)), k_scale=held["scale"], v_scale=held["scale"],
         k_scale_pages=scales[0], v_scale_pages=scales[1], backend=backend,
     )  # fmt: skip
     for found, kind, size, name in ((pages, dtype, width, "codes"), (scales, scales_dtype, count, "scales")):

@@ -91,7 +91,8 @@ def _by_block(kv_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: tor
     blocks, slots, page, content = kv_cache.shape
     heads, codes = slots // 2, content * 8 // 9
     orders = {(page * content, content, 1): (heads, page), (content, slots * content, 1): (page, heads)}
-    rows = orders.get(tuple(kv_cache.stride()[1:]))
+    _, *inner = kv_cache.stride()
+    rows = next((order for strides, order in orders.items() if [*strides] == inner), None)
     if rows is None:
         raise Unsupported(f"expected a cache of nvfp4 whose blocks are dense, got strides {list(kv_cache.stride())}")
     sides = kv_cache.as_strided((blocks, 2, heads * page * content), (kv_cache.stride(0), heads * page * content, 1))
