@@ -16,7 +16,7 @@ import numpy as np
 from ragged_attention.portable.numba import _formats
 from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix, mix_of_pairs, scores, scores_of_pairs
 from ragged_attention.portable.numba._records import allocate_arena, list_rows, record_at, up_to
-from ragged_attention.portable.numba._scaled_rows import SCRATCH, expanded, load_scales, pair_codes, widen_codes
+from ragged_attention.portable.numba._scaled_rows import SCRATCH, load_scales, pair_codes, widen_codes
 from ragged_attention.portable.numba._sequences import within
 from ragged_attention.portable.numba._softmax import NOTHING, capped, multiply_row, multiply_weights, scale_row, weigh
 from ragged_attention.portable.numba._vectors import (
