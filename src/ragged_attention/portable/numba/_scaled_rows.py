@@ -200,9 +200,7 @@ def _of_table(builder: Any, table: Any, places: Any) -> Any:
     if not PAIRS:
         return ir.Constant(FLOATS, None)
     entries = ir.Constant(SHORTS_OF_PAIRS, table.tolist())
-    return builder.bitcast(
-        called(builder, "llvm.x86.avx512.permvar.hi.512", SHORTS_OF_PAIRS, entries, places), FLOATS
-    )
+    return builder.bitcast(called(builder, "llvm.x86.avx512.permvar.hi.512", SHORTS_OF_PAIRS, entries, places), FLOATS)
 
 
 def _halves_of_bytes(builder: Any, source: Any, index: Any) -> Any:
