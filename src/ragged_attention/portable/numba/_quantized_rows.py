@@ -111,7 +111,7 @@ def pack_integers(row, target, columns):
 
 @inlined
 def e2m1_of(value, factor):
-    """The e2m1 code of value * factor, which is not negative; the sign of `value` is kept even if the product is NaN."""
+    """The e2m1 code of value * factor, with the sign of `value` even if the product is NaN; `factor` is not negative."""
     return e2m1_code(value * factor) & 7 | bits_of_float(value) >> 28 & 8
 
 
