@@ -24,8 +24,10 @@ from ragged_attention.torch import merge_attention_states, ragged_paged_attentio
 
 _vllm: Any = importlib.import_module("vllm.v1.attention.backend")
 
-# vLLM stores 8-bit caches as bytes, and names their dtype apart.
-FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+# vLLM stores 8-bit caches as bytes, and names their dtype apart. Its e4m3 is float8_e4m3fnuz on AMD's MI300, and
+# float8_e4m3fn on all other devices.
+E4M3 = importlib.import_module("vllm.platforms").current_platform.fp8_dtype()
+FP8 = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_e5m2": torch.float8_e5m2}
 PLAIN = ("auto", "float16", "bfloat16")
 
 # vLLM's kinds of attention without a cache: of the encoder of a pair, and of a model that is an encoder.

@@ -81,7 +81,7 @@ for _symbol, _name in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator
 
 
 def constant(kind: ir.VectorType, value: float) -> ir.Constant:
-    return ir.Constant(kind, [value] * LANES)
+    return ir.Constant(kind, [value] * kind.count)
 
 
 def shuffled(builder: Any, lanes: list[int], first: Any, second: Any = None) -> Any:
