@@ -3,7 +3,6 @@
 Every step is rounded to float32 as the definition rounds it, so that bytes do not depend on the machine.
 """
 
-import math
 from typing import Any
 
 import numpy as np
@@ -110,16 +109,16 @@ def pack_integers(row, target, columns):
 
 
 @inlined
-def e2m1_of(value, factor):
-    """The e2m1 code of value * factor, with the sign of `value` even if the product is NaN; `factor` is not negative."""
-    return e2m1_code(value * factor) & 7 | bits_of_float(value) >> 28 & 8
+def e2m1_of(value):
+    """The e2m1 code of a number; 0 for NaN."""
+    return e2m1_code(value) if value == value else 0
 
 
 @compiled
 def pack_e2m1(row, target, columns, factor):
     for pair in range(columns // 2):
-        even, odd = float_at(row, 2 * pair), float_at(row, 2 * pair + 1)
-        set_byte(target, pair, e2m1_of(even, factor) | e2m1_of(odd, factor) << 4)
+        even, odd = float_at(row, 2 * pair) * factor, float_at(row, 2 * pair + 1) * factor
+        set_byte(target, pair, e2m1_of(even) | e2m1_of(odd) << 4)
 
 
 # ---- rows
@@ -155,11 +154,11 @@ def quantize_from_least(side, row, columns, target, scales):
         if side.zero != MANTISSA:
             scale = max(scale, max(most, negated_least) / LARGEST_ZERO)
     finite = is_finite(scale)
-    point = negated_least / scale if finite else np.float32(0)
+    point = negated_least / scale + np.float32(0) if finite else np.float32(0)  # the sum is not -0
     if side.zero == MANTISSA:
-        point = np.float32(math.trunc(min(max(point, np.float32(0)), np.float32(15)) + np.float32(0.5)))
-        stored = NAN if scale != scale else scale
-        set_float(scales, 0, float_of(bits_of_float(stored) & 0xFFFFFFF0 | np.int64(point)))
+        whole_point = np.int64(min(max(point, np.float32(0)), np.float32(15)) + np.float32(0.5))
+        stored, point = NAN if scale != scale else scale, np.float32(whole_point)
+        set_float(scales, 0, float_of(bits_of_float(stored) & 0xFFFFFFF0 | whole_point))
     else:
         store_scale(side.scale_codes, scales, scale)
         store_scale(side.scale_codes, scales + side.scale_step, point)

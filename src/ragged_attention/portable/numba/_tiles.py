@@ -6,9 +6,9 @@ weights are bfloat16, two in each *place* of 32 bits. A place of a query or key 
 two adjacent columns if keys are multiplied in the cache or expanded; a place of the weights or values holds two
 adjacent keys. If few keys have most of a row's weight, rounding their weights to bfloat16 would show in the result. The
 rounding errors of such rows, which `uneven` counts, are therefore kept in `lost` and multiplied too. Each row sees no
-position outside [left, right), and no row up to it sees `reach` or a later one. Rows of K and V that are stored with scales have these
-at the addresses `k_scales` and `v_scales`. Scales of whole rows become factors of the keys, `k_factors` and
-`v_factors`, of which `mean_factors` has each row's weighted mean (`multiply_weights`).
+position outside [left, right), and no row up to it sees `reach` or a later one. Rows of K and V that are stored with
+scales have these at the addresses `k_scales` and `v_scales`. Scales of whole rows become factors of the keys,
+`k_factors` and `v_factors`; `mean_factors` has the mean of the latter by each row's weights (`multiply_weights`).
 """
 
 import numpy as np

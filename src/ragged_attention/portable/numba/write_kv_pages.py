@@ -40,16 +40,23 @@ def plan(address):
 
 
 @compiled
-def store_row(call, side, source, target, scales, count, scale, largest, row):
-    """Write a row of K or V, divided by its scale, to the address `target`, and its own scales to `scales`.
+def store_row(call, code, source, target, count, scale, row):
+    """Write a row of K or V, divided by its scale, to the address `target` as numbers of a format.
 
     `row` is memory for floats.
     """
     widen(call.format, source, row, count)
-    if side.num_scales:
-        quantize(side, row, count, scale, largest, target, scales)
-    else:
-        narrow(side.codes, row, target, count, scale)
+    narrow(code, row, target, count, scale)
+
+
+@compiled
+def store_scaled_row(call, side, source, target, scales, count, scale, largest, row):
+    """`store_row` for a row of a side of the cache, which may have scales of its own, at the address `scales`."""
+    if side.num_scales == 0:
+        store_row(call, side.codes, source, target, count, scale, row)
+        return
+    widen(call.format, source, row, count)
+    quantize(side, row, count, scale, largest, target, scales)
 
 
 @compiled
@@ -64,15 +71,15 @@ def write(call, token, slot, row):
         target = page * call.k_pages_page_stride + slot * call.k_pages_slot_stride + head * call.k_pages_head_stride
         scales = page * call.k_scales_page_stride + slot * call.k_scales_slot_stride + head * call.k_scales_head_stride
         target, scales = size_of(keys.codes) * target, size_of(keys.scale_codes) * scales
-        store_row(call, keys, source, call.new_k_pages + target, call.new_k_scales + scales, call.head_dim, scale,
-                  call.k_largest, row)  # fmt: skip
+        store_scaled_row(call, keys, source, call.new_k_pages + target, call.new_k_scales + scales, call.head_dim,
+                         scale, call.k_largest, row)  # fmt: skip
         scale = scale_of(call.v_scale, call.v_scale_format, call.v_scale_stride, call.v_scale_number, head)
         source = call.v + size * (token * call.v_token_stride + head * call.v_head_stride)
         target = page * call.v_pages_page_stride + slot * call.v_pages_slot_stride + head * call.v_pages_head_stride
         scales = page * call.v_scales_page_stride + slot * call.v_scales_slot_stride + head * call.v_scales_head_stride
         target, scales = size_of(values.codes) * (target + call.v_offset), size_of(values.scale_codes) * scales
-        store_row(call, values, source, v_pages + target, call.new_v_scales + scales, call.v_head_dim, scale,
-                  call.v_largest, row)  # fmt: skip
+        store_scaled_row(call, values, source, v_pages + target, call.new_v_scales + scales, call.v_head_dim, scale,
+                         call.v_largest, row)  # fmt: skip
 
 
 def work(address):
