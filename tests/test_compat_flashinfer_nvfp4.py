@@ -174,9 +174,9 @@ def test_rows_are_packed_and_unpacked() -> None:
         for got, key in zip(found, ("codes", "scales"), strict=True):
             want = torch.frombuffer(bytearray.fromhex(recorded[name][key]), dtype=BYTES).view_as(got)
             same_bytes, total = same_bytes + int((got == want).sum()), total + want.numel()
-        values = flashinfer.nvfp4_kv_dequantize(*found, factor, torch.float16)
-        assert torch.equal(values, by_hand(*found, recorded[name]["scale"]).half())
         codes, scales = found
+        values = flashinfer.nvfp4_kv_dequantize(codes, scales, factor, torch.float16)
+        assert torch.equal(values, by_hand(codes, scales, recorded[name]["scale"]).half())
         assert flashinfer.nvfp4_kv_dequantize(codes, scales, factor).dtype == torch.bfloat16
     assert same_bytes >= 0.99 * total
     x = torch.zeros(3, 16)
