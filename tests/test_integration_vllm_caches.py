@@ -25,7 +25,7 @@ from tests.test_integration_vllm_ranks import on_ranks
 
 ours: Any = module
 
-BACKENDS = ("reference",)
+BACKENDS = ("reference", "triton")
 TOKEN_HEAD = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
 TAKEN = (*TOKEN_HEAD, "nvfp4")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
