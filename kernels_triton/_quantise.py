@@ -66,7 +66,7 @@ def shifted(rows, exists, invalid, ZERO: tl.constexpr):
     if ZERO == "stored":
         scales = tl.maximum(scales, tl.maximum(most, -least) * (1.0 / 32768.0))
     finite = (scales < float("inf")) & (invalid == 0)
-    zeros = tl.div_rn(-least, scales)
+    zeros = 0.0 - tl.div_rn(least, scales)  # not -0, whichever zero is the least of a row
     inverse = tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
     if ZERO == "mantissa":
         zeros = tl.minimum(tl.maximum(half_away(zeros), 0.0), 15.0)

@@ -96,7 +96,8 @@ def _shifted(rows: Float32, form: KvFormat) -> tuple[Bytes, NDArray[Any]]:
     scales = np.maximum((most - least) / np.float32(15), LEAST_SCALE)
     if form.zero == "stored":  # so that a float16 holds the zero point
         scales = np.maximum(scales, np.maximum(most, -least) / LARGEST_ZERO)
-    zeros, inverse, finite = -least / scales, np.float32(1) / scales, np.isfinite(scales)
+    # Subtracted from 0, a quotient of either zero is 0.
+    zeros, inverse, finite = np.float32(0) - least / scales, np.float32(1) / scales, np.isfinite(scales)
     if form.zero == "mantissa":
         zeros = np.clip(half_away(zeros), 0, 15)
         codes = half_away(rows * inverse + zeros)
@@ -104,7 +105,7 @@ def _shifted(rows: Float32, form: KvFormat) -> tuple[Bytes, NDArray[Any]]:
         stored: NDArray[Any] = bits.view(np.float32)
     else:
         codes = np.rint(rows * inverse + zeros)
-        stored = np.concatenate([scales, np.where(finite, zeros, 0)], axis=-1).astype(form.scales)
+        stored = np.concatenate([_without_payload(scales), np.where(finite, zeros, 0)], axis=-1).astype(form.scales)
     return _packed(np.where(finite, np.clip(np.nan_to_num(codes, nan=0.0), 0, 15), 0).astype(np.uint8)), stored
 
 
@@ -116,7 +117,8 @@ def _in_blocks_of_e4m3(rows: Float32, scale: Float32, form: KvFormat) -> tuple[B
     stored = encode(np.where(np.isnan(largest), np.float32(np.nan), scales), form.scales)
     factors = decode(stored, form.scales).astype(np.float32)
     inverse = np.where(factors > 0, np.float32(1) / (factors * scale), np.float32(0))
-    codes = np.where(np.isnan(factors), 0, encode_e2m1((blocks * inverse).astype(np.float32)))
+    scaled = (blocks * inverse).astype(np.float32)
+    codes = np.where(np.isnan(factors) | np.isnan(scaled), 0, encode_e2m1(scaled))
     return _packed(codes.astype(np.uint8).reshape(rows.shape)), stored[..., 0]
 
 

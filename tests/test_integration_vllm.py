@@ -275,7 +275,8 @@ class Step:
         self.table = torch.zeros(len(lens), -(-longest // page) + 1, dtype=torch.int32)
         for row, count in enumerate(pages):
             self.table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
-        self.fp8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}.get(cache_dtype)
+        e4m3 = importlib.import_module("vllm.platforms").current_platform.fp8_dtype()
+        self.fp8 = {"fp8": e4m3, "fp8_e5m2": torch.float8_e5m2}.get(cache_dtype)
         self.cache = in_memory_as(layout, (sum(pages) + 3, heads[1], page, 2 * size), self.fp8 or dtype)
         self.slots = torch.full((self.tokens + padding,), -1, dtype=torch.int64)
         self.layer = SimpleNamespace(_k_scale=torch.tensor(scales[0]), _v_scale=torch.tensor(scales[1]))
@@ -434,6 +435,18 @@ def test_8_bit_caches(cache_dtype, scales, vllm, backend):
     written = step.cache.transpose(1, 2).flatten(0, 1)[step.slots[: step.tokens]].float()
     wanted = (step.k[: step.tokens] / step.layer._k_scale.view(-1, 1)).to(step.fp8 or torch.uint8).float()
     assert torch.equal(written[..., : step.size], wanted)
+
+
+def test_8_bit_caches_of_an_mi300(monkeypatch, backend):
+    """vLLM's platform names the dtype; its own code reads and writes caches in it too."""
+    with fakes.installed(monkeypatch, device="gfx942"):
+        step = Step(MIXED, cache_dtype="fp8", scales=([0.5, 0.125], [0.25, 2.0]))
+        assert step.fp8 == torch.float8_e4m3fnuz
+        step.k[0] = 0  # whose codes are not those of -0
+        assert agrees(step.run(implementation(kv_cache_dtype="fp8")), step.dense(), "float32")
+        written = step.cache.transpose(1, 2).flatten(0, 1)[step.slots[: step.tokens]].float()
+        wanted = (step.k[: step.tokens] / step.layer._k_scale.view(-1, 1)).to(step.fp8).float()
+        assert torch.equal(written[..., : step.size], wanted)
 
 
 def test_nothing_but_the_slots_is_written(vllm, backend):
@@ -719,6 +732,16 @@ def test_mla_over_a_cache_of_eight_bits(kv_cache_dtype, vllm, backend):
     layer = SimpleNamespace(_k_scale=torch.tensor(0.02))
     out = impl.forward_mqa(q, cache.view(torch.float8_e4m3fn), decode_of(data, (1, 7, 2)), layer)
     expect_decoded(data, q, (1, 7, 2), out)
+
+
+def test_mla_over_an_8_bit_cache_of_an_mi300(monkeypatch, backend):
+    with fakes.installed(monkeypatch, device="gfx942"):
+        data, impl = Latents([40, 16, 5]), latent_implementation("MLA", 64, 16, kv_cache_dtype="fp8")
+        cache = torch.full(data.cache.shape, 0x80, dtype=torch.uint8)  # NaN
+        data.write(impl, cache, "fp8", scale=0.02)
+        data.rows = [(rows / 0.02).to(torch.float8_e4m3fnuz).float() * 0.02 for rows in data.rows]
+        q, layer = torch.randn(10, 2, 80), SimpleNamespace(_k_scale=torch.tensor(0.02))
+        expect_decoded(data, q, (1, 7, 2), impl.forward_mqa(q, cache, decode_of(data, (1, 7, 2)), layer))
 
 
 def test_mla_decode_over_ranks(vllm, backend):

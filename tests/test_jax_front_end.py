@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 import ragged_attention as ra
+from ragged_attention.calls import QUANTIZED
+from ragged_attention.calls.cache_formats import KvFormat, element_of
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
 from ragged_attention.testing.compare import agrees, identical
+from ragged_attention.testing.formats import SCALED
 from tests.apart import loaded, triton_kernels
 
 pytest.importorskip("jax")
@@ -184,7 +187,7 @@ def test_importing_the_front_end_loads_neither_torch_nor_triton():
     assert loaded("ragged_attention.jax", "torch", "triton", "jax_triton") == []
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", *QUANTIZED])
 def test_a_donated_cache_is_written_in_place(tokens, dtype):
     """The compiled write keeps no second cache, whatever the dtype."""
     k, v, _, slots = tokens
@@ -205,7 +208,7 @@ def test_a_donated_cache_is_written_in_place(tokens, dtype):
     assert changed.tolist() == [0, 5, 47, 48]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", *QUANTIZED])
 def test_attention_keeps_no_second_cache(dtype):
     """Beyond its arguments a call holds a block of keys and values, not what the sequences have in the cache."""
     q = jnp.zeros(
@@ -219,6 +222,34 @@ def test_attention_keeps_no_second_cache(dtype):
     assert memory.temp_size_in_bytes < pages.nbytes / 4
 
 
+def cache_of(form: KvFormat, pages: int, page_size: int, width: int) -> tuple[jax.Array, jax.Array]:
+    """Combined pages of two KV heads, and scale pages for either side."""
+    shape = (pages, page_size, 4, width // form.columns_per_element)
+    scales = jnp.zeros((pages, page_size, 2, form.scales_of_row(width)), form.scales)
+    return jnp.zeros(shape, element_of(form)), scales
+
+
+@pytest.mark.parametrize("form", SCALED.values(), ids=SCALED.keys())
+def test_a_cache_with_scale_pages_is_neither_copied_nor_decoded_as_a_whole(form):
+    pages, scales = cache_of(form, 8192, 16, 64)
+
+    def attend(q: Any, pages: Any, scales: Any, *tables: Any) -> Any:
+        return ragged_paged_attention(q, pages, *tables, k_scale_pages=scales, v_scale_pages=scales, backend="xla")
+
+    def write(pages: Any, k_scales: Any, v_scales: Any, k: Any, slots: Any) -> Any:
+        scales = {"k_scale_pages": k_scales, "v_scale_pages": v_scales}
+        return write_kv_pages(k, k, pages, slots, **scales, backend="xla")
+
+    q, table = jnp.zeros((4, 4, 64), jnp.bfloat16), jnp.zeros((4, 2048), jnp.int32)
+    lens, edges = jnp.full(4, 2048 * 16, jnp.int32), jnp.arange(5, dtype=jnp.int32)
+    memory: Any = jax.jit(attend).lower(q, pages, scales, lens, table, edges).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < pages.nbytes / 4
+    slots, donated = jnp.arange(4, dtype=jnp.int32), jax.jit(write, donate_argnums=(0, 1, 2))
+    memory = donated.lower(pages, scales, scales, q[:, :2], slots).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= pages.nbytes + 2 * scales.nbytes
+    assert memory.temp_size_in_bytes < pages.nbytes / 4
+
+
 def test_the_result_is_updated_in_place():
     """A tile of a long prefill writes its own rows only; bfloat16 results must not be converted back and forth."""
     q, pages = jnp.zeros((4096, 8, 64), jnp.bfloat16), jnp.zeros((16, 16, 4, 64), jnp.bfloat16)
@@ -229,7 +260,7 @@ def test_the_result_is_updated_in_place():
 
 
 @pytest.mark.parametrize("scale", [0.3, "array"])
-@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", *QUANTIZED])
 def test_written_bytes_are_those_of_the_definition(tokens, dtype, scale):
     """A constant divisor must not become a product with its reciprocal, nor a NaN lose its sign."""
     k, v, _, slots = tokens

@@ -71,6 +71,7 @@ def _special(name: str) -> WriteBatch:
     write = write_batch(_of(name, lens=((9, 9),), head_dim=32), by_tables=True)
     k, v = write.k.copy(), np.zeros_like(write.v)
     k[0, 0, 3], k[1, :, 5], k[2, 1, 7], k[3] = np.nan, np.inf, -np.inf, 0.0
+    k[3, 1, 1::2] = -0.0
     k[4] = np.where(np.arange(32) % 2, -0.0, 1e-30)
     k[5, :, 0], k[5, :, 1:] = 127.0, np.arange(31) - 15.5
     k[6, :, 0], k[6, :, 1:] = 6.0, np.arange(31) / 4 - 3.75
