@@ -582,25 +582,14 @@ def round_to_nvfp4() -> None:
     update, one = implementation.do_kv_cache_update, torch.ones(1)
 
     def stored(self: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
-        shape = (len(key), 1, *key.shape[1:-1])
-        codes, scales = (
-            tuple(torch.zeros(*shape, key.shape[-1] // width, dtype=torch.uint8) for _ in range(2)) for width in (2, 16)
-        )
+        tokens, heads, size = key.shape
+        codes, scales = (torch.zeros(tokens, 2, 1, heads, size // width, dtype=torch.uint8) for width in (2, 16))
         flashinfer.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
-            key, value, torch.arange(len(key)), codes, scales, 1.0, 1.0
+            key, value, torch.arange(tokens), codes, scales, 1.0, 1.0
         )
-        key, value = (
-            flashinfer.quantization.nvfp4_kv_dequantize(both[0].flatten(0, 2), both[1].flatten(0, 2), one, x.dtype)
-            for both, x in zip(zip(codes, scales, strict=True), (key, value), strict=True)
-        )
-        update(
-            self,
-            layer,
-            key.view(shape[0], *shape[2:], -1),
-            value.view(shape[0], *shape[2:], -1),
-            kv_cache,
-            slot_mapping,
-        )
+        rows = flashinfer.nvfp4_kv_dequantize(codes.flatten(0, 3), scales.flatten(0, 3), one, key.dtype)
+        key, value = rows.view(tokens, 2, heads, size).unbind(1)
+        update(self, layer, key.contiguous(), value.contiguous(), kv_cache, slot_mapping)
 
     implementation.do_kv_cache_update = stored
 
