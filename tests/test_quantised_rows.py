@@ -18,7 +18,7 @@ from ragged_attention.integrations import _vllm_rotation
 from ragged_attention.torch import write_kv_pages
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("quantised_rows.json").read_text())
-BACKENDS = ("reference", "eager", "triton")
+BACKENDS = ("reference", "eager", "numba", "triton")
 COLUMNS = 32
 BYTES, E4M3, E8M0 = torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu
 FORMATS = {

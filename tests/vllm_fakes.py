@@ -423,6 +423,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0", device: 
     importlib.import_module("ragged_attention.integrations.vllm").unregister()
     for name in OURS:
         sys.modules.pop(f"ragged_attention.integrations.{name}", None)
+        vars(sys.modules["ragged_attention.integrations"]).pop(name, None)
 
 
 def absent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Rows in whose columns no outlier stays alone; products of two rotated rows are `norm` times those of the rows."""
+    """The rotated rows, in their dtype; products of two rotated rows are `norm` times those of the rows."""
     matrix = _matrix(norm(x.shape[-1]), x.device)
     return (x.float().unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2).to(x.dtype)
 

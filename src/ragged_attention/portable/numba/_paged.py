@@ -265,7 +265,7 @@ def attend(call, tile, unit, head, rows):
         after = first + count
         if after == stop:
             after, stop, whole = _masks.seen_from(call, tokens, kv_len, after, high)
-        _tiles.advance(tile)
+        _tiles.advance_scaled(tile)
         keys, factors, wrong = tile.sources if in_place else tile.k_rows, read_keys(call, tile, count), 0
         next_holes = list_seen(call, tile, unit, head, after, stop, whole)
         _tiles.multiply_keys(tile, keys, rows, first, count, factor, factors, call.soft_cap)

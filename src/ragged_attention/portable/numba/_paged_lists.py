@@ -183,7 +183,7 @@ def attend_to_blocks(call, tile, unit, head):
         prefetch_values(call, tile, 0, next_count)
         while next_count:
             count, holes, end = next_count, next_holes, min(first + tile.keys, stop)
-            _tiles.advance(tile)
+            _tiles.advance_scaled(tile)
             tile.positions, tile.next_positions = tile.next_positions, tile.positions
             after, next_count, next_holes = list_named(call, tile, unit, head, base, end, stop)
             read_named(call, tile, first, count, shares_values(call, unit))

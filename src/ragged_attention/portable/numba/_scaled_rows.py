@@ -25,8 +25,8 @@ from ragged_attention.portable.numba._vectors import (
     INTS,
     LANES,
     PAIRS,
-    byte_at,
     bits_of_float,
+    byte_at,
     called,
     compiled,
     constant,
@@ -38,7 +38,6 @@ from ragged_attention.portable.numba._vectors import (
     in_all_lanes,
     inlined,
     join,
-    load,
     load_aligned,
     set_byte,
     set_float,
@@ -200,9 +199,7 @@ def _of_table(builder: Any, table: Any, places: Any) -> Any:
     if not PAIRS:
         return ir.Constant(FLOATS, None)
     entries = ir.Constant(SHORTS_OF_PAIRS, table.tolist())
-    return builder.bitcast(
-        called(builder, "llvm.x86.avx512.permvar.hi.512", SHORTS_OF_PAIRS, entries, places), FLOATS
-    )
+    return builder.bitcast(called(builder, "llvm.x86.avx512.permvar.hi.512", SHORTS_OF_PAIRS, entries, places), FLOATS)
 
 
 def _halves_of_bytes(builder: Any, source: Any, index: Any) -> Any:

@@ -3,12 +3,12 @@
 A tile is a record, followed by the buffers whose addresses it holds. Queries, keys, values and results are float32 in
 rows of whole vectors, and the number of rows is a multiple of ROWS. In a `paired` tile queries, keys, values and
 weights are bfloat16, two in each *place* of 32 bits. A place of a query or key holds columns d and d + head_dim / 2, or
-two adjacent columns if keys are multiplied in the cache or expanded; a place of the weights or values holds two adjacent keys. If
-few keys have most of a row's weight, rounding their weights to bfloat16 would show in the result. The rounding errors
-of such rows, which `uneven` counts, are therefore kept in `lost` and multiplied too. Each row sees no position outside
-[left, right), and no row up to it sees `reach` or a later one. Rows of K and V that are stored with scales have these
-at the addresses `k_scales` and `v_scales`. Scales of whole rows become factors of the keys, `k_factors` and
-`v_factors`, of which `mean_factors` has each row's weighted mean (`multiply_weights`).
+two adjacent columns if keys are multiplied in the cache or expanded; a place of the weights or values holds two
+adjacent keys. If few keys have most of a row's weight, rounding their weights to bfloat16 would show in the result. The
+rounding errors of such rows, which `uneven` counts, are therefore kept in `lost` and multiplied too. Each row sees no
+position outside [left, right), and no row up to it sees `reach` or a later one. Rows of K and V that are stored with
+scales have these at the addresses `k_scales` and `v_scales`. Scales of whole rows become factors of the keys,
+`k_factors` and `v_factors`; `mean_factors` has the mean of the latter by each row's weights (`multiply_weights`).
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from ragged_attention.portable.numba import _formats
 from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix, mix_of_pairs, scores, scores_of_pairs
 from ragged_attention.portable.numba._records import allocate_arena, list_rows, record_at, up_to
-from ragged_attention.portable.numba._scaled_rows import SCRATCH, expanded, load_scales, pair_codes, widen_codes
+from ragged_attention.portable.numba._scaled_rows import SCRATCH, load_scales, pair_codes, widen_codes
 from ragged_attention.portable.numba._sequences import within
 from ragged_attention.portable.numba._softmax import NOTHING, capped, multiply_row, multiply_weights, scale_row, weigh
 from ragged_attention.portable.numba._vectors import (
@@ -253,6 +253,12 @@ def advance(tile):
     """Make the next keys the current ones."""
     tile.sources, tile.next_sources = tile.next_sources, tile.sources
     tile.v_sources, tile.next_v_sources = tile.next_v_sources, tile.v_sources
+
+
+@inlined
+def advance_scaled(tile):
+    """`advance` for keys and values that may have scales."""
+    advance(tile)
     tile.k_scales, tile.next_k_scales = tile.next_k_scales, tile.k_scales
     tile.v_scales, tile.next_v_scales = tile.next_v_scales, tile.v_scales
 
@@ -352,7 +358,8 @@ def multiply(tile, p, p_row, v, v_width, out, out_width, rows, keys, columns, fr
 def multiply_keys(tile, keys, rows, first, count, factor, factors, soft_cap):
     """Set `s` to the base-2 logits of `count` keys, from position `first` on; `keys` lists their addresses.
 
-    A logit is q . k times `factor`, and times the key's own factor if `factors` is an address, then soft-capped. A `soft_cap` of 0 means none; `factor` then includes log2(e).
+    A logit is q . k times `factor`, and times the key's own factor if `factors` is an address, then soft-capped. A
+    `soft_cap` of 0 means none; `factor` then includes log2(e).
     """
     width, s_width = tile.width, tile.s_width
     if rows > FEW_ROWS:

@@ -385,6 +385,7 @@ def _setter(value_type: Any, kind: Any, name: str) -> Any:
 set_float = _setter(types.float32, F32, "set_float")
 set_int = _setter(types.int64, I64, "set_int")
 set_int32 = _setter(types.int64, I32, "set_int32")
+set_int16 = _setter(types.int64, I16, "set_int16")
 set_byte = _setter(types.int64, I8, "set_byte")
 
 
