@@ -18,8 +18,8 @@ import torch
 
 import ragged_attention as ra
 from ragged_attention.errors import Unsupported
+from ragged_attention.integrations import _vllm_rotation
 from ragged_attention.integrations import vllm as module
-from ragged_attention.integrations._vllm_rotation import rotated, rotated_back
 from ragged_attention.testing.compare import agrees
 from tests import vllm_fakes as fakes
 from tests.test_integration_vllm import MIXED, Step, attend, implementation, in_memory_as
@@ -181,8 +181,15 @@ def test_queries_in_bfloat16(name, vllm, backend):
     step = QuantisedStep(name, dtype=torch.bfloat16)
     out = step.run(step.implementation())
     if name.startswith("int4"):  # as in vLLM, queries are rounded after their rotation too
-        step.q = rotated_back(rotated(step.q))
+        step.q = _vllm_rotation.rotated_back(_vllm_rotation.rotated(step.q))
     assert agrees(out.float(), step.dense(), "bfloat16")
+
+
+def test_a_profiling_run_makes_the_matrix_of_a_rotation(vllm):
+    _vllm_rotation._matrix.cache_clear()
+    impl, q = implementation(kv_cache_dtype="int4_per_token_head"), torch.randn(3, 4, 32)
+    assert not impl.forward(None, q, None, None, torch.empty(0), None, torch.ones_like(q)).any()
+    assert _vllm_rotation._matrix.cache_info().currsize == 1
 
 
 @pytest.mark.parametrize("name", TAKEN)

@@ -298,6 +298,8 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         if self.alibi_slopes is not None:  # moved once, in the profiling run
             self.alibi_slopes = self.alibi_slopes.to(query.device)
         if attn_metadata is None:
+            if KINDS[self.kv_cache_dtype].is_rotated:
+                rotated(query[:0])  # makes its matrix, which could not be done while a graph is captured
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
         out = output[:tokens].view(tokens, self.num_heads, math.prod(output.shape[1:]) // self.num_heads)
