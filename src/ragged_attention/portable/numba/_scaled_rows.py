@@ -16,7 +16,7 @@ from numba.core import types
 from ragged_attention.calls.cache_formats import KvFormat
 from ragged_attention.portable.numba import _formats
 from ragged_attention.portable.numba._formats import FLOAT32, bfloat16_of_e4m3, number_at
-from ragged_attention.portable.numba._latent_rows import E2M1, STORED, widen_groups_of_e4m3, widen_scales
+from ragged_attention.portable.numba._latent_rows import E2M1, E8M0, STORED, widen_groups_of_e4m3
 from ragged_attention.portable.numba._records import up_to
 from ragged_attention.portable.numba._softmax import scale_row
 from ragged_attention.portable.numba._vectors import (
@@ -47,6 +47,7 @@ from ragged_attention.portable.numba._vectors import (
     load_aligned,
     set_byte,
     set_float,
+    set_int,
     shuffled,
     splat,
     store,
@@ -131,26 +132,30 @@ def load_scales(side, source, scratch):
         set_float(scratch, 0, scale)
         set_float(scratch, 1, point)
         return is_finite(scale) and is_finite(point)
-    load_block_scales(side, source, scratch)
-    return blocks_are_finite(side, scratch)
+    return blocks_are_finite(load_block_scales(side, source, scratch))
 
 
-@compiled
+@inlined
 def load_block_scales(side, source, scratch):
-    """Read the scales of a row's blocks, and zeros to fill the last vector."""
+    """Read the scales of a row's blocks, and zeros to fill the last vector; returns the largest magnitudes in lanes."""
     if side.scale_step != 1:
         for index in range(side.num_scales):
             set_byte(scratch + CODES_AT, index, byte_at(source, index * side.scale_step))
         source = scratch + CODES_AT
-    widen_scales(side.scale_codes, source, scratch, side.num_scales)
+    high = splat(0.0)
+    for index in range(0, side.num_scales, LANES):
+        if side.scale_codes == E8M0:
+            scales = _formats.read_some_e8m0(source, index, side.num_scales - index)
+        else:
+            scales = _formats.read_some_e4m3(source, index, side.num_scales - index)
+        store(scratch, index, scales)
+        high = larger_magnitude(high, scales)
+    return high
 
 
 @inlined
-def blocks_are_finite(side, scratch):
-    """Whether no product of a code and one of the scales that `load_block_scales` has read may be infinite or NaN."""
-    high = splat(0.0)
-    for index in range(0, side.num_scales, LANES):
-        high = larger_magnitude(high, load(scratch, index))
+def blocks_are_finite(high):
+    """Whether no product of a code and a scale may be infinite or NaN; `high` has the magnitudes of the largest."""
     return largest_of_magnitudes(high) < np.float32(_formats.LARGE)
 
 
@@ -282,14 +287,9 @@ def _interleaved(builder: Any, a: Any, b: Any, first: int) -> Any:
 
 
 @inlined
-def point_of(side, source, _):
-    """The zero point in the mantissa of a scale."""
-    return int32_at(source, 0) & 15
-
-
-@inlined
-def always(side, point):
-    return True
+def point_of(side, source, scratch):
+    """The zero point in the mantissa of a scale; and no magnitudes of scales of blocks."""
+    return int32_at(source, 0) & 15, splat(0.0)
 
 
 @inlined
@@ -299,9 +299,8 @@ def uint4_at(side, source, column, point):
 
 @inlined
 def factors_at(side, source, scratch):
-    """The address of the scales of a row's blocks."""
-    load_block_scales(side, source, scratch)
-    return scratch
+    """The address of the scales of a row's blocks, and the largest magnitudes of vectors of them."""
+    return scratch, load_block_scales(side, source, scratch)
 
 
 @inlined
@@ -323,11 +322,12 @@ def e4m3_at(side, source, column, factors):
     return scaled_pairs(bfloat16_of_e4m3(source, column), factors_of(side, factors, column))
 
 
-def _pairs_of_rows(prepare: Any, finite: Any, pairs_at: Any) -> tuple[Any, Any]:
+def _pairs_of_rows(prepare: Any, pairs_at: Any) -> tuple[Any, Any]:
     """Functions that read the keys and the values of a paired tile, whose codes must be expanded.
 
-    `prepare(side, scales, scratch)` reads what belongs to a row, `finite(side, prepared)` says whether the row's values
-    are, and `pairs_at(side, source, column, prepared)` returns 2 * LANES of its columns from a multiple of that on.
+    `prepare(side, scales, scratch)` reads what belongs to a row: it returns what `pairs_at` needs, and the largest
+    magnitudes of the scales of blocks. `pairs_at(side, source, column, prepared)` returns 2 * LANES columns of a row,
+    from a multiple of that on.
     """
 
     @compiled
@@ -335,47 +335,66 @@ def _pairs_of_rows(prepare: Any, finite: Any, pairs_at: Any) -> tuple[Any, Any]:
         for key in range(count):
             source, row = int_at(tile.sources, key), tile.k + 4 * key * tile.width
             if source:
-                prepared = prepare(side, int_at(tile.k_scales, key), tile.scratch)
+                prepared, _ = prepare(side, int_at(tile.k_scales, key), tile.scratch)
                 for column in range(0, columns, 2 * LANES):
                     store(row, column // 2, pairs_at(side, source, column, prepared))
 
     @compiled
+    def expand_pair(tile, side, columns, key, first, second):
+        """Write the pairs of two values, of which one or both may be zeros; returns the largest of their scales."""
+        # The zeros of a missing value may become other numbers, which a weight of 0 multiplies.
+        prepared_first = prepared_second = tile.zeros
+        high, whole, scratch = splat(0.0), columns // (2 * LANES) * (2 * LANES), tile.scratch + SCRATCH
+        if first != tile.zeros:
+            prepared_first, high = prepare(side, int_at(tile.v_scales, key), tile.scratch)
+        if second != tile.zeros:
+            prepared_second, other = prepare(side, int_at(tile.v_scales, key + 1), scratch)
+            high = larger_magnitude(high, other)
+        row = tile.v + 2 * key * tile.v_width
+        for column in range(0, whole, 2 * LANES):
+            a = pairs_at(side, first, column, prepared_first)
+            b = pairs_at(side, second, column, prepared_second)
+            store(row, column, paired_low(a, b))
+            store(row, column + LANES, paired_high(a, b))
+        if whole < columns:
+            at = row_bytes(side, whole)
+            copy(tile.scratch + CODES_AT, first + at, row_bytes(side, LANES))
+            copy(scratch + CODES_AT, second + at, row_bytes(side, LANES))
+            a = pairs_at(side, tile.scratch + CODES_AT - at, whole, prepared_first)
+            b = pairs_at(side, scratch + CODES_AT - at, whole, prepared_second)
+            store(row, whole, paired_low(a, b))
+        return high
+
+    @compiled
+    def right_or_zeros(tile, side, key):
+        """The address of a value, or of zeros if it has wrong scales."""
+        source = int_at(tile.v_sources, key)
+        _, high = prepare(side, int_at(tile.v_scales, key), tile.scratch)
+        return source if blocks_are_finite(high) else tile.zeros
+
+    @compiled
     def expand_values(tile, side, columns, count):
-        wrong, whole, scratch = 0, columns // (2 * LANES) * (2 * LANES), tile.scratch + SCRATCH
+        high = splat(0.0)
+        if count % 2:
+            set_int(tile.v_sources, count, 0)  # the list has room for an even number
         for key in range(0, count, 2):
-            # For a missing key there are zeros, or other numbers, which a weight of 0 multiplies.
-            first = second = prepared_first = prepared_second = tile.zeros
-            if int_at(tile.v_sources, key):
-                prepared_first = prepare(side, int_at(tile.v_scales, key), tile.scratch)
-                first = int_at(tile.v_sources, key)
-                if not finite(side, prepared_first):
-                    first, prepared_first, wrong = tile.zeros, tile.zeros, wrong + 1
-            if key + 1 < count and int_at(tile.v_sources, key + 1):
-                prepared_second = prepare(side, int_at(tile.v_scales, key + 1), scratch)
-                second = int_at(tile.v_sources, key + 1)
-                if not finite(side, prepared_second):
-                    second, prepared_second, wrong = tile.zeros, tile.zeros, wrong + 1
-            row = tile.v + 2 * key * tile.v_width
-            for column in range(0, whole, 2 * LANES):
-                a = pairs_at(side, first, column, prepared_first)
-                b = pairs_at(side, second, column, prepared_second)
-                store(row, column, paired_low(a, b))
-                store(row, column + LANES, paired_high(a, b))
-            if whole < columns:
-                at = row_bytes(side, whole)
-                copy(tile.scratch + CODES_AT, first + at, row_bytes(side, LANES))
-                copy(scratch + CODES_AT, second + at, row_bytes(side, LANES))
-                a = pairs_at(side, tile.scratch + CODES_AT - at, whole, prepared_first)
-                b = pairs_at(side, scratch + CODES_AT - at, whole, prepared_second)
-                store(row, whole, paired_low(a, b))
-        return wrong
+            first, second = int_at(tile.v_sources, key), int_at(tile.v_sources, key + 1)
+            first, second = first if first else tile.zeros, second if second else tile.zeros
+            high = larger_magnitude(high, expand_pair(tile, side, columns, key, first, second))
+        if blocks_are_finite(high):
+            return 0
+        for key in range(0, count, 2):
+            first = right_or_zeros(tile, side, key) if int_at(tile.v_sources, key) else tile.zeros
+            second = right_or_zeros(tile, side, key + 1) if int_at(tile.v_sources, key + 1) else tile.zeros
+            expand_pair(tile, side, columns, key, first, second)
+        return 1
 
     return expand_keys, expand_values
 
 
-_expand_uint4 = _pairs_of_rows(point_of, always, uint4_at)
-_expand_e2m1 = _pairs_of_rows(factors_at, blocks_are_finite, e2m1_at)
-_expand_e4m3 = _pairs_of_rows(factors_at, blocks_are_finite, e4m3_at)
+_expand_uint4 = _pairs_of_rows(point_of, uint4_at)
+_expand_e2m1 = _pairs_of_rows(factors_at, e2m1_at)
+_expand_e4m3 = _pairs_of_rows(factors_at, e4m3_at)
 
 
 # ---- the keys and values of a tile
@@ -404,8 +423,7 @@ def widen_values(tile, side, columns, count):
     wrong = 0
     for key in range(count):
         source, row = int_at(tile.v_sources, key), tile.v + 4 * key * tile.v_width
-        finite = source != 0 and load_scales(side, int_at(tile.v_scales, key), tile.scratch)
-        if finite:
+        if source and load_scales(side, int_at(tile.v_scales, key), tile.scratch):
             widen_codes(side, source, row, columns, tile.scratch)
         else:
             zero(row, 4 * columns)
@@ -415,7 +433,7 @@ def widen_values(tile, side, columns, count):
 
 @compiled
 def expand_values(tile, side, columns, count):
-    """Read `count` values whose codes must be expanded; returns how many are wrong.
+    """Read `count` values whose codes must be expanded; returns whether some are wrong.
 
     A value that is missing, or has scales of blocks that might make it infinite or NaN, becomes zeros, except that a
     missing one may become any numbers; the others are wrong.
