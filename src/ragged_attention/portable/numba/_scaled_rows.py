@@ -392,9 +392,9 @@ def _pairs_of_rows(prepare: Any, pairs_at: Any) -> tuple[Any, Any]:
     return expand_keys, expand_values
 
 
-_expand_uint4 = _pairs_of_rows(point_of, uint4_at)
-_expand_e2m1 = _pairs_of_rows(factors_at, e2m1_at)
-_expand_e4m3 = _pairs_of_rows(factors_at, e4m3_at)
+keys_of_uint4, values_of_uint4 = _pairs_of_rows(point_of, uint4_at)
+keys_of_e2m1, values_of_e2m1 = _pairs_of_rows(factors_at, e2m1_at)
+keys_of_e4m3, values_of_e4m3 = _pairs_of_rows(factors_at, e4m3_at)
 
 
 # ---- the keys and values of a tile
@@ -410,11 +410,11 @@ def expand_keys(tile, side, columns, count):
                 load_scales(side, int_at(tile.k_scales, key), tile.scratch)
                 widen_codes(side, source, tile.k + 4 * key * tile.width, columns, tile.scratch)
     elif side.codes == UINT4:
-        _expand_uint4[0](tile, side, columns, count)
+        keys_of_uint4(tile, side, columns, count)
     elif side.codes == E2M1:
-        _expand_e2m1[0](tile, side, columns, count)
+        keys_of_e2m1(tile, side, columns, count)
     else:
-        _expand_e4m3[0](tile, side, columns, count)
+        keys_of_e4m3(tile, side, columns, count)
 
 
 @compiled
@@ -441,10 +441,10 @@ def expand_values(tile, side, columns, count):
     if not tile.paired:
         return widen_values(tile, side, columns, count)
     if side.codes == UINT4:
-        return _expand_uint4[1](tile, side, columns, count)
+        return values_of_uint4(tile, side, columns, count)
     if side.codes == E2M1:
-        return _expand_e2m1[1](tile, side, columns, count)
-    return _expand_e4m3[1](tile, side, columns, count)
+        return values_of_e2m1(tile, side, columns, count)
+    return values_of_e4m3(tile, side, columns, count)
 
 
 @compiled
