@@ -138,11 +138,13 @@ class Scaled(Paged):
         inputs = self.inputs()
         k, v = inputs.pop("k"), inputs.pop("v")
         width = HEAD_DIM // 2 if self.pages == torch.uint8 else HEAD_DIM
-        pages = tuple(torch.zeros(*k.shape[:3], width, dtype=self.pages) for _ in range(2))
-        scales = {f"{side}_scale_pages": torch.zeros(*k.shape[:3], self.num_scales, dtype=self.scales) for side in "kv"}
-        slots = torch.arange(k.shape[0] * k.shape[1])
-        write_kv_pages(k.flatten(0, 1), v.flatten(0, 1), pages, slots, **scales)
-        arguments: dict[str, Any] = {**inputs, "kv_pages": pages, **scales}
+        cache: dict[str, Any] = {
+            "kv_pages": tuple(torch.zeros(*k.shape[:3], width, dtype=self.pages) for _ in range(2)),
+            "k_scale_pages": torch.zeros(*k.shape[:3], self.num_scales, dtype=self.scales),
+            "v_scale_pages": torch.zeros(*k.shape[:3], self.num_scales, dtype=self.scales),
+        }
+        write_kv_pages(k.flatten(0, 1), v.flatten(0, 1), slot_mapping=torch.arange(k.shape[0] * k.shape[1]), **cache)
+        arguments: dict[str, Any] = {**inputs, **cache}
 
         def ours(backend: str) -> Callable[[], Any]:
             return lambda: ragged_paged_attention(**arguments, backend=backend)
