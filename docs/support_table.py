@@ -194,6 +194,9 @@ ROWS = {
         dataclasses.replace(RAGGED_PLAIN[2], **change)
         for change in ({"sliding_window": 128}, {"soft_cap": 30.0}, {"sinks": True})
     ],
+    ("ragged_mla_attention", "a scale of its own for rotary columns"): [
+        dataclasses.replace(RAGGED_PLAIN[2], stored="float8_e4m3fn", rope_scale=0.5)
+    ],
     ("ragged_mla_attention", "ranges of keys"): [dataclasses.replace(RAGGED_PLAIN[2], key_ranges=2)],
     ("sparse_mla_prefill", "f32, f16, bf16"): [dataclasses.replace(sample, num_tokens=512) for sample in PLAIN],
     **{

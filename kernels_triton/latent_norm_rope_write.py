@@ -33,14 +33,16 @@ from ragged_attention.kernels_triton.norm_rope_write import ROTARY_VARYING, Stri
 from ragged_attention.kernels_triton.write_kv_pages import Tile as Tile
 from ragged_attention.kernels_triton.write_kv_pages import place_arguments, slots_from_tables
 from ragged_attention.kernels_triton.write_mla_cache import (
+    is_scaled,
     programs_per_row,
+    scale_of_columns,
     store_group,
     store_rotary,
     tile_for,
     write_plain,
 )
 
-FEATURES = write_mla_cache.FEATURES | {"kv_weight", "eps", "interleaved"}
+FEATURES = write_mla_cache.FEATURES - {"d_v"} | {"kv_weight", "eps", "interleaved"}
 
 
 def why_not(call: LatentNormRopeWrite) -> str | None:
@@ -64,6 +66,8 @@ class Config(Constants):
     WIDTH_PAD: int  # the columns of a row, rounded up to a power of two
     ROTARY_PAD: int  # the rotary columns, rounded up likewise
     KV_SCALE_STRIDE: int  # see `load_scale`
+    ROPE_SCALE_STRIDE: int
+    ROPE_START: int  # the first column that `rope_scale` divides
     SCALED: bool  # whether rows of a plain cache are divided by a scale and encoded
     POWERS: bool  # whether scales are rounded up to powers of two
     BLOCK_T: int  # tokens per program
@@ -74,10 +78,11 @@ class Config(Constants):
 @triton.jit(do_not_specialize=ROTARY_VARYING)
 def latent_norm_rope_kernel(
     q_ptr, kv_ptr, positions_ptr, cos_ptr, sin_ptr, kv_weight_ptr,
-    slots_ptr, page_indices_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs_ptr, kv_scale_ptr, given_cache_ptr,
-    new_q_ptr, cache_ptr,
+    slots_ptr, page_indices_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs_ptr, kv_scale_ptr, rope_scale_ptr,
+    given_cache_ptr, new_q_ptr, cache_ptr,
     num_tokens, num_slots, max_num_seqs, capacity, table_stride, search_steps, slots_stride,
-    positions_stride, num_positions, eps, page_stride, row_stride, head_stride, kv_scale_factor, CONFIG: tl.constexpr,
+    positions_stride, num_positions, eps, page_stride, row_stride, head_stride, kv_scale_factor,
+    rope_scale_factor, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Rotate a block of tokens of one query head, or write one part of their rows. Parts follow heads in the grid."""
     FORMAT: tl.constexpr = CONFIG.FORMAT
@@ -117,6 +122,8 @@ def latent_norm_rope_kernel(
             factor = norm_factors(rows, live, norm, KV_ROTARY)
             x = prepared(rows, tl.arange(0, CONFIG.WIDTH_PAD), live, norm, factor, angles, KV_ROTARY)
             scale = load_scale(kv_scale_ptr, part, kv_scale_factor, CONFIG.KV_SCALE_STRIDE)
+            rope_scale = load_scale(rope_scale_ptr, part, rope_scale_factor, CONFIG.ROPE_SCALE_STRIDE)
+            scale = scale_of_columns(scale, rope_scale, CONFIG.ROPE_START, KV_ROTARY.WIDTH, CONFIG.WIDTH_PAD)
             write_plain(x, target, live, scale, CONFIG.SCALED, FORMAT.CODES, KV_ROTARY.WIDTH)
         else:
             factor = norm_factors(rows, live, norm, KV_ROTARY)
@@ -136,9 +143,10 @@ def run(call: LatentNormRopeWrite, tile: Tile, launch: Any) -> Any:
     tables = launch.packed(call.cos), launch.packed(call.sin)
     weight = kv if call.kv_weight is None else launch.contiguous(call.kv_weight)
     kv_scale, factor, stride = scale_arguments(call.kv_scale, kv, launch)
+    rope_scale, rope_factor, rope_stride = scale_arguments(call.rope_scale, kv, launch)
     places, numbers = place_arguments(call, launch)
     rotary = 2 * call.half
-    inputs = (q, kv, call.positions, *tables, weight, *places, kv_scale, cache)
+    inputs = (q, kv, call.positions, *tables, weight, *places, kv_scale, rope_scale, cache)
     return launch(
         latent_norm_rope_kernel,
         (cdiv(call.num_tokens, tile.block_t), call.num_q_heads + programs_per_row(call.kv_format, call.num_kv_heads)),
@@ -156,6 +164,7 @@ def run(call: LatentNormRopeWrite, tile: Tile, launch: Any) -> Any:
         eps=float(call.eps),
         **dict(zip(("page_stride", "row_stride", "head_stride"), launch.strides(cache), strict=False)),
         kv_scale_factor=factor,
+        rope_scale_factor=rope_factor,
         CONFIG=Config(
             FORMAT=row_format(call.kv_format, call.device.arch, call.page_size, page_unit=1),
             Q_ROTARY=rotary_of(call, rotary, 0, 0, tables, launch),
@@ -166,7 +175,9 @@ def run(call: LatentNormRopeWrite, tile: Tile, launch: Any) -> Any:
             WIDTH_PAD=next_power_of_2(call.width),
             ROTARY_PAD=next_power_of_2(rotary),
             KV_SCALE_STRIDE=stride,
-            SCALED=call.kv_format.eight_bit or call.kv_scale is not None,
+            ROPE_SCALE_STRIDE=rope_stride,
+            ROPE_START=call.rope_start,
+            SCALED=is_scaled(call),
             POWERS=call.power_of_two_scales,
             BLOCK_T=tile.block_t,
             HAS_SLOTS=call.slot_mapping is not None,

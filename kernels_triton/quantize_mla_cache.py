@@ -27,13 +27,16 @@ def run(call: QuantizeMlaCache, tile: Tile, launch: Any) -> Any:
     (cache,) = launch(
         write_mla_cache.write_rows_kernel,
         (cdiv(num_pages * page_size, tile.block_t), write_mla_cache.programs_per_row(call.kv_format, 1)),
-        (kv,) * 8,  # kv is also the stand-in for absent arrays
+        (kv,) * 9,  # kv is also the stand-in for absent arrays
         [(call.out_shape, "uint8")],
         num_tokens=num_pages * page_size,
         slots_stride=0,
         **write_kv_pages.NO_TABLES,
         kv_scale_factor=1.0,
+        rope_scale_factor=1.0,
         KV_SCALE_STRIDE=-1,
+        ROPE_SCALE_STRIDE=-1,
+        ROPE_START=call.kv.shape[-1],
         **dict(zip(("kv_page_stride", "kv_row_stride", "kv_head_stride"), launch.strides(kv), strict=False)),
         page_stride=page_size * row,
         row_stride=row,

@@ -80,8 +80,8 @@ from ragged_attention.kernels_triton._tiles import (
 SMALL_CAPACITY = 1024  # up to this capacity per sequence, unequal lengths do not justify splits
 WAVES = 4  # maximum waves of programs that compute splits: more would only take memory
 FEATURES = frozenset({
-    "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
-    "key_ranges", "cache_format", "cache_layout", "out_dtype",
+    "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "rope_scale",
+    "return_lse", "key_ranges", "cache_format", "cache_layout", "out_dtype",
 })  # fmt: skip
 
 
@@ -237,15 +237,17 @@ class Config(Constants):
     HAS_NUM_SEQS: bool
     HAS_SINKS: bool
     KV_SCALE_STRIDE: int  # see `load_scale`
+    ROPE_SCALE_STRIDE: int
     PDL: bool  # programmatic dependent launch: this kernel and the one before it may overlap
 
 
 @triton.jit(do_not_specialize=VARYING)
 def ragged_latent_kernel(
     q_ptr, cache_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, kv_scale_ptr,
-    ranges_ptr, given_out_ptr, given_lse_ptr, parts_ptr, part_lses_ptr, out_ptr, lse_ptr,
+    rope_scale_ptr, ranges_ptr, given_out_ptr, given_lse_ptr, parts_ptr, part_lses_ptr, out_ptr, lse_ptr,
     num_tokens, max_num_seqs, capacity, window, num_slots, table_stride, q_token_stride, q_head_stride,
-    page_stride, slot_stride, logit_scale, soft_cap, kv_scale_factor, num_splits, num_parts, CONFIG: tl.constexpr,
+    page_stride, slot_stride, logit_scale, soft_cap, kv_scale_factor, rope_scale_factor, num_splits, num_parts,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Attend with BLOCK_H rows of a short sequence to one KV split, or of a long sequence to all keys that they see.
 
@@ -302,6 +304,7 @@ def ragged_latent_kernel(
         token = (start + row // NUM_HEADS).to(tl.int64)
         q_rows = q_ptr + token * q_token_stride + (row % NUM_HEADS).to(tl.int64) * q_head_stride
         kv_scale = load_scale(kv_scale_ptr, 0, kv_scale_factor, CONFIG.KV_SCALE_STRIDE)
+        rope_scale = load_scale(rope_scale_ptr, 0, rope_scale_factor, CONFIG.ROPE_SCALE_STRIDE)
         groups, lost, q_rest, lost_rest, unit = load_queries(q_rows, valid, OPERANDS)
         state = first_state(BLOCK_H, LOOP)
         # Computed queries are carried by a loop of one iteration; `_latent.kernel` explains why.
@@ -315,7 +318,7 @@ def ragged_latent_kernel(
                 Cache(cache_ptr, page_stride, slot_stride, num_slots),
                 KeyList(page_indices_ptr + seq.to(tl.int64) * table_stride, begin, end, first, last, later),
                 Seen(limit - window, limit, row_ranges, query_ranges, kv_len),
-                Scales(logit_scale * kv_scale, soft_cap, LOG2E / CONFIG.CAP_UNIT),
+                Scales(logit_scale * kv_scale, soft_cap, LOG2E / CONFIG.CAP_UNIT, logit_scale * rope_scale),
                 FORMAT, LOOP,
             )  # fmt: skip
             if CARRIED:
@@ -347,11 +350,13 @@ def shared_arguments(call: RaggedMlaAttention, launch: Any) -> Shared:
     sequences, numbers = sequence_arguments(call, launch, q)
     keys = plan.keys_of_tables(call, sequences["page_indices"], launch)
     kv_scale, kv_scale_factor, kv_scale_stride = scale_arguments(call.kv_scale, q, launch)
+    rope_scale, rope_scale_factor, rope_scale_stride = scale_arguments(call.rope_scale, q, launch)
     mask, mask_numbers = range_arguments(call)
     scales, cap_unit = capped_scale(call.scale, call.soft_cap)
     addresses = keys.addresses(launch)
     numbers |= {name: addresses[name] for name in ("page_stride", "slot_stride", "num_slots")}
-    numbers |= {**mask_numbers, "kv_scale_factor": kv_scale_factor, **scales}
+    numbers |= {**mask_numbers, "kv_scale_factor": kv_scale_factor, "rope_scale_factor": rope_scale_factor}
+    numbers |= scales
     constants = {
         "FORMAT": keys.row_format(call.device.arch, launch),
         "MASK": mask,
@@ -361,9 +366,10 @@ def shared_arguments(call: RaggedMlaAttention, launch: Any) -> Shared:
         "HAS_NUM_SEQS": call.num_seqs is not None,
         "HAS_SINKS": call.sinks is not None,
         "KV_SCALE_STRIDE": kv_scale_stride,
+        "ROPE_SCALE_STRIDE": rope_scale_stride,
         "PDL": overlaps(call),
     }
-    arrays = {"q": q, "kv_cache": keys.cache, **sequences, "kv_scale": kv_scale}
+    arrays = {"q": q, "kv_cache": keys.cache, **sequences, "kv_scale": kv_scale, "rope_scale": rope_scale}
     arrays["key_ranges"] = ranges_array(call, launch, q)
     return Shared(arrays, numbers, constants)
 

@@ -31,8 +31,8 @@ from ragged_attention.kernels_triton.write_kv_pages import Tile as Tile
 from ragged_attention.kernels_triton.write_kv_pages import place_arguments, slots_from_tables
 
 FEATURES = frozenset({
-    "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "kv_scale", "power_of_two_scales",
-    "cache_format", "cache_layout",
+    "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "kv_scale", "rope_scale", "d_v",
+    "power_of_two_scales", "cache_format", "cache_layout",
 })  # fmt: skip
 
 
@@ -122,6 +122,14 @@ def write_rotary(values, target, live):
 
 
 @triton.jit
+def scale_of_columns(scale, rope_scale, ROPE_START: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
+    """The scale of each of WIDTH columns: `rope_scale` from ROPE_START on. It is one number if all columns share it."""
+    if ROPE_START < WIDTH:
+        scale = tl.where((tl.arange(0, WIDTH_PAD) < ROPE_START)[None, :], scale, rope_scale)
+    return scale
+
+
+@triton.jit
 def write_plain(values, target, live, scale, SCALED: tl.constexpr, CODES: tl.constexpr, WIDTH: tl.constexpr):
     """Store rows unchanged or, if SCALED, divided by a scale and encoded; they are padded to a power of two columns."""
     columns = tl.arange(0, values.shape[1])
@@ -164,12 +172,12 @@ def store_rotary(values, target, scales, live, FORMAT: tl.constexpr):
 @triton.jit(do_not_specialize=VARYING)
 def write_rows_kernel(
     kv_ptr, slots_ptr, page_indices_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs_ptr, kv_scale_ptr,
-    given_cache_ptr, cache_ptr,
+    rope_scale_ptr, given_cache_ptr, cache_ptr,
     num_tokens, num_slots, max_num_seqs, capacity, table_stride, search_steps, slots_stride,
     kv_page_stride, kv_row_stride, kv_head_stride, page_stride, row_stride, head_stride, kv_scale_factor,
-    PLACES: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, KV_SCALE_STRIDE: tl.constexpr, SCALED: tl.constexpr,
-    POWERS: tl.constexpr, KV_PAGE: tl.constexpr, FORMAT: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    rope_scale_factor, PLACES: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, KV_SCALE_STRIDE: tl.constexpr,
+    ROPE_SCALE_STRIDE: tl.constexpr, ROPE_START: tl.constexpr, SCALED: tl.constexpr, POWERS: tl.constexpr,
+    KV_PAGE: tl.constexpr, FORMAT: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Write rows of `kv`, which has KV_PAGE rows per page, to their slots in a cache of the format FORMAT.
 
@@ -194,7 +202,9 @@ def write_rows_kernel(
     if FORMAT.SCALES == "":
         source += part.to(tl.int64) * kv_head_stride
         scale = load_scale(kv_scale_ptr, part, kv_scale_factor, KV_SCALE_STRIDE)
+        rope_scale = load_scale(rope_scale_ptr, part, rope_scale_factor, ROPE_SCALE_STRIDE)
         target += part.to(tl.int64) * head_stride
+        scale = scale_of_columns(scale, rope_scale, ROPE_START, WIDTH, WIDTH_PAD)
         write_plain(load_columns(source, live, WIDTH, WIDTH_PAD), target, live, scale, SCALED, FORMAT.CODES, WIDTH)
     else:
         column = part * FORMAT.GROUP
@@ -209,6 +219,11 @@ def write_rows_kernel(
 def programs_per_row(form: CacheFormat, num_kv_heads: int) -> int:
     """Programs per row: one per group and one for any rotary columns, or one per KV head if the cache is plain."""
     return form.num_groups + (form.rotary > 0) if form.quantized else num_kv_heads
+
+
+def is_scaled(call: Any) -> bool:
+    """Whether rows of a plain cache are divided by a scale and encoded."""
+    return call.kv_format.eight_bit or call.kv_scale is not None or call.rope_scale is not None
 
 
 def constants(call: Any, num_slots: int, page_size: int, tile: Tile) -> dict[str, Any]:
@@ -231,25 +246,29 @@ def run(call: WriteMlaCache, tile: Tile, launch: Any) -> Any:
     kv, cache = launch.packed(call.kv), call.cache
     num_tokens, num_kv_heads, _ = kv.shape
     kv_scale, factor, stride = scale_arguments(call.kv_scale, kv, launch)
+    rope_scale, rope_factor, rope_stride = scale_arguments(call.rope_scale, kv, launch)
     places, numbers = place_arguments(call, launch)
     (written,) = launch(
         write_rows_kernel,
         (cdiv(num_tokens, tile.block_t), programs_per_row(call.kv_format, num_kv_heads)),
-        (kv, *places, kv_scale, cache),
+        (kv, *places, kv_scale, rope_scale, cache),
         [],
-        inplace=(7,),
+        inplace=(8,),
         num_tokens=num_tokens,
         slots_stride=0 if call.slot_mapping is None else launch.strides(call.slot_mapping)[0],
         PLACES="tables" if call.slot_mapping is None else "slots",
         HAS_NUM_SEQS=call.num_seqs is not None,
         **numbers,
         kv_scale_factor=factor,
+        rope_scale_factor=rope_factor,
         KV_SCALE_STRIDE=stride,
+        ROPE_SCALE_STRIDE=rope_stride,
+        ROPE_START=call.rope_start,
         kv_page_stride=launch.strides(kv)[0],
         kv_row_stride=0,
         kv_head_stride=launch.strides(kv)[1],
         **dict(zip(("page_stride", "row_stride", "head_stride"), launch.strides(cache), strict=False)),
-        SCALED=call.kv_format.eight_bit or call.kv_scale is not None,
+        SCALED=is_scaled(call),
         KV_PAGE=1,
         **constants(call, call.num_slots, call.page_size, tile),
     )

@@ -11,7 +11,7 @@ from ragged_attention.reference._kv_layout import widened
 from ragged_attention.reference._rotary import normalized, rotated, rounded
 from ragged_attention.reference.write_mla_cache import write_mla_cache
 
-FEATURES = writing.FEATURES | {"kv_weight", "eps", "interleaved"}
+FEATURES = writing.FEATURES - {"d_v"} | {"kv_weight", "eps", "interleaved"}
 
 
 def latent_norm_rope_write(
@@ -30,6 +30,7 @@ def latent_norm_rope_write(
     cu_q_lens: Any = None,
     num_seqs: ArrayLike | None = None,
     kv_scale: ArrayLike | None = None,
+    rope_scale: ArrayLike | None = None,
     power_of_two_scales: bool = True,
     cache_format: str | None = None,
     cache_layout: str | None = None,
@@ -49,8 +50,9 @@ def latent_norm_rope_write(
     rows[..., start:] = rotated(rows[..., start:], positions, cos_sin, interleaved)
     written = write_mla_cache(
         rounded(rows, dtype), cache, slot_mapping, page_indices=page_indices, kv_lens=kv_lens, cu_q_lens=cu_q_lens,
-        num_seqs=num_seqs, kv_scale=kv_scale, power_of_two_scales=power_of_two_scales, cache_format=cache_format,
-        cache_layout=cache_layout, code_dtype=code_dtype,
+        num_seqs=num_seqs, kv_scale=kv_scale, rope_scale=rope_scale, d_v=start,
+        power_of_two_scales=power_of_two_scales, cache_format=cache_format, cache_layout=cache_layout,
+        code_dtype=code_dtype,
     )  # fmt: skip
     return rounded(rotated(q, positions, cos_sin, interleaved), dtype), written
 

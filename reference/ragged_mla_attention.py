@@ -11,8 +11,8 @@ from ragged_attention.reference.mla_decode import dense_slots
 from ragged_attention.reference.ragged_paged_attention import attend, rows_of, visible
 
 FEATURES = frozenset({
-    "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
-    "key_ranges", "cache_format", "cache_layout", "out_dtype",
+    "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "rope_scale",
+    "return_lse", "key_ranges", "cache_format", "cache_layout", "out_dtype",
 })  # fmt: skip
 BATCH_INVARIANT = True
 
@@ -34,6 +34,7 @@ def ragged_mla_attention(
     sinks: ArrayLike | None = None,
     q_scale: ArrayLike | None = None,
     kv_scale: ArrayLike | None = None,
+    rope_scale: ArrayLike | None = None,
     return_lse: bool = False,
     new_kv: None = None,
     key_ranges: ArrayLike | None = None,
@@ -54,7 +55,9 @@ def ragged_mla_attention(
     num_pages, page_size = kv_cache.shape[:2]
     num_tokens, num_q_heads, d_qk = np.shape(q)
     q, scale = true_queries(q, q_scale, d_qk**-0.5 if sm_scale is None else sm_scale, q_dtype)
-    (factor,) = per_head(kv_scale, 1)
+    factors = np.repeat(per_head(kv_scale, 1), d_qk)
+    if rope_scale is not None:
+        factors[d_v:] = per_head(rope_scale, 1)
     out = np.zeros((num_tokens, num_q_heads, d_v))
     lse = np.full((num_tokens, num_q_heads), -np.inf)
     sinks = sink_of_each(sinks, num_q_heads)
@@ -64,15 +67,16 @@ def ragged_mla_attention(
         if start == stop or not len(slots):
             continue
         rows = np.zeros((kv_len, d_qk))
-        rows[positions] = latent_rows(kv_cache, slots, cache_format, cache_layout, code_dtype)[:, 0]
+        with np.errstate(invalid="ignore"):  # infinity times a scale of 0 is NaN
+            rows[positions] = latent_rows(kv_cache, slots, cache_format, cache_layout, code_dtype)[:, 0] * factors
         valid = np.isin(np.arange(kv_len), positions)
         ranges = rows_of(key_ranges, slice(start, stop))
         seen = visible(stop - start, kv_len, valid, causal, sliding_window, ranges=ranges)
         for head in range(num_q_heads):
             out[start:stop, head], lse[start:stop, head] = attend(
-                q[start:stop, head], rows, rows[:, :d_v], seen, float(scale * factor), soft_cap, sinks[head]
+                q[start:stop, head], rows, rows[:, :d_v], seen, scale, soft_cap, sinks[head]
             )
-    return (out * factor, lse) if return_lse else out * factor
+    return (out, lse) if return_lse else out
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:

@@ -9,8 +9,8 @@ from ragged_attention.reference._kv_layout import divisors, encode, latent_forma
 from ragged_attention.reference.write_kv_pages import slots_from_tables
 
 FEATURES = frozenset({
-    "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "kv_scale", "power_of_two_scales",
-    "cache_format", "cache_layout",
+    "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "kv_scale", "rope_scale", "d_v",
+    "power_of_two_scales", "cache_format", "cache_layout",
 })  # fmt: skip
 
 
@@ -24,6 +24,8 @@ def write_mla_cache(
     cu_q_lens: Any = None,
     num_seqs: ArrayLike | None = None,
     kv_scale: ArrayLike | None = None,
+    rope_scale: ArrayLike | None = None,
+    d_v: int | None = None,
     power_of_two_scales: bool = True,
     cache_format: str | None = None,
     cache_layout: str | None = None,
@@ -32,7 +34,8 @@ def write_mla_cache(
     """The new cache, with rows `kv` [T, K, d_qk] at their slots.
 
     A slot outside [0, P * G) is skipped; of two tokens with one slot the later one wins. A plain cache stores
-    `kv / kv_scale`, computed in float32; `code_dtype` names the cache's dtype if that has 8 bits.
+    `kv / kv_scale`, computed in float32, and of the columns from `d_v` on `kv / rope_scale`. `code_dtype` names the
+    cache's dtype if that has 8 bits.
     """
     cache = np.array(cache, order="C")
     num_pages, page_size, num_kv_heads, _ = cache.shape
@@ -46,8 +49,11 @@ def write_mla_cache(
     rows = np.asarray(kv)[valid]
     layout = None if code_dtype is not None else latent_format(cache, cache_format, cache_layout)
     if layout is None:
+        divisor = np.repeat(divisors(kv_scale, num_kv_heads)[:, None], rows.shape[-1], axis=1)
+        if rope_scale is not None:
+            divisor[:, d_v:] = divisors(rope_scale, num_kv_heads)[:, None]
         with np.errstate(divide="ignore", invalid="ignore"):  # division by 0 gives infinity or NaN
-            scaled = widened(rows, np.float32) / divisors(kv_scale, num_kv_heads)[None, :, None]
+            scaled = widened(rows, np.float32) / divisor
         cache[page, offset] = encode(scaled, code_dtype)
     else:
         stored = quantize_rows(rows[:, 0], layout, power_of_two_scales)

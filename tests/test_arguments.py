@@ -90,7 +90,13 @@ def test_what_is_no_array_is_refused_by_name(operation: str, index: int, front: 
 def test_arrays_in_place_of_words_and_numbers_are_refused_by_name(operation: str, index: int, front: Any) -> None:
     arguments = given(operation, index, torch.tensor if front is rt else jnp.asarray)
     for name, value in arguments.items():
-        if isinstance(value, (str, int, float)) and name not in ("length", "k_scale", "v_scale", "kv_scale"):
+        if isinstance(value, (str, int, float)) and name not in (
+            "length",
+            "k_scale",
+            "v_scale",
+            "kv_scale",
+            "rope_scale",
+        ):
             with pytest.raises(Refused, match=rf"^expected {name}\b"):
                 getattr(front, operation)(**arguments | {name: np.ones(3, np.float32)}, backend="reference")
 
@@ -434,6 +440,7 @@ def test_numbers_that_float32_cannot_divide_by_are_refused(front: Any, small: fl
     for operation, index, name in (
         ("write_kv_pages", 0, "k_scale"), ("write_kv_pages", 1, "v_scale"), ("write_mla_cache", 1, "kv_scale"),
         ("ragged_paged_attention", 0, "v_scale"), ("ragged_mla_attention", 0, "kv_scale"),
+        ("ragged_mla_attention", 0, "rope_scale"), ("write_mla_cache", 1, "rope_scale"),
     ):  # fmt: skip
         arguments = given(operation, index, array) | {name: small}
         with pytest.raises(

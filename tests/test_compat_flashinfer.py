@@ -709,8 +709,9 @@ def test_8_bit_latents(kpe_scale: float) -> None:
         wrapper.run(query=b.q, kv_cache=cache)
     with pytest.raises(InvalidInput, match=r"expected ckv_scale and kpe_scale together, got 0.5 and None"):
         wrapper.run(query=b.q, kv_cache=cache, ckv_scale=0.5)
-    with pytest.raises(Unsupported, match=r"expected ckv_scale != 0 or kpe_scale = ckv_scale, got 0.0 and 1.0"):
-        wrapper.run(query=b.q, kv_cache=cache, ckv_scale=0.0, kpe_scale=1.0)
+    assert not wrapper.run(query=b.q, kv_cache=cache, ckv_scale=0.0, kpe_scale=kpe_scale).any()
+    with pytest.raises(InvalidInput, match="expected kpe_scale to be finite, got inf"):
+        wrapper.run(query=b.q, kv_cache=cache, ckv_scale=0.5, kpe_scale=float("inf"))
     with pytest.raises(TypeError, match="expected kpe_scale to be a number, got Tensor"):
         wrapper.run(query=b.q, kv_cache=cache, ckv_scale=0.5, kpe_scale=torch.ones(1))
 

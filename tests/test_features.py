@@ -151,8 +151,9 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
     "ragged_mla_attention": [
         TABLES | LATENT | {
             "q": floats(5, 4, 576), "kv_cache": floats(6, 4, 1, 576), "num_seqs": ints(1), "max_q_len": 3,
-            "causal": False, "sliding_window": 4, "soft_cap": 1.5, "kv_scale": 0.5, "return_lse": True,
-            "new_kv": floats(5, 1, 576), "cache_format": "plain", "cache_layout": "token", "out_dtype": "float16",
+            "causal": False, "sliding_window": 4, "soft_cap": 1.5, "kv_scale": 0.5, "rope_scale": 2.0,
+            "return_lse": True, "new_kv": floats(5, 1, 576), "cache_format": "plain", "cache_layout": "token",
+            "out_dtype": "float16",
         },
         TABLES | LATENT | {"q": floats(5, 4, 576), "kv_cache": floats(6, 4, 1, 576), "key_ranges": KEY_RANGES},
     ],
@@ -171,7 +172,8 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
             "kv": floats(3, 1, 576), "cache": BYTES, "slot_mapping": ints(4, -1, 1), "power_of_two_scales": False,
             "cache_format": "fp8_v32", "cache_layout": "token",
         },
-        TABLES | {"kv": floats(5, 1, 16), "cache": floats(6, 4, 1, 16), "num_seqs": ints(1), "kv_scale": 0.5},
+        TABLES | {"kv": floats(5, 1, 16), "cache": floats(6, 4, 1, 16), "num_seqs": ints(1), "kv_scale": 0.5,
+                  "rope_scale": 2.0, "d_v": 8},
     ],
     "latent_norm_rope_write": [
         {
@@ -181,7 +183,7 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
         },
         TABLES | ROTARY | {
             "q": floats(5, 2, 8), "kv": floats(5, 1, 16), "cache": floats(6, 4, 1, 16), "num_seqs": ints(1),
-            "kv_scale": 0.5,
+            "kv_scale": 0.5, "rope_scale": 2.0,
         },
     ],
     "indexer_logits": [INDEX | RANGES, INDEX | INDEX_PAGES],

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ragged_attention as ra
+from ragged_attention import dispatch
 from ragged_attention.calls import CACHE_FORMATS, Device, MlaDecode
 from ragged_attention.reference.dequantize_mla_cache import dequantize_mla_cache
 from ragged_attention.tools.samples import sample_of
@@ -135,6 +136,12 @@ def test_what_is_refused_and_why(operation: str) -> None:
         assert room.why_not(by_pages) == text.replace("fp8_v4", form)
     torch = Device(framework="torch", platform="cpu")
     assert room.why_not(_call(operation, device=torch)) == "runs on jax arrays, got a call from torch"
+
+
+@pytest.mark.parametrize("operation", ["ragged_mla_attention", "write_mla_cache"])
+def test_one_scale_serves_all_columns(operation: str) -> None:
+    call = _call(operation, cache_format="plain", stored="float8_e4m3fn", rope_scale=0.5)
+    assert str(dispatch.refusal("pallas", call)).startswith("does not honour rope_scale")
 
 
 def test_no_cache_of_e4m3fnuz_is_read() -> None:

@@ -983,6 +983,9 @@ STATIC = [
     ragged_latents(InvalidInput, "expected num_q_heads to be a multiple of num_kv_heads=1, got 0", q=ones(4, 0, 32)),
     ragged_latents(InvalidInput, "expected kv_scale=None with 'fp8_v32', which stores scales of its own, got one",
                    q=ones(4, 4, 576), kv_cache=raw(6, 4, 1, 656), kv_scale=2.0),
+    ragged_latents(InvalidInput, "expected rope_scale=None with 'fp8_v32', which stores scales of its own, got one",
+                   q=ones(4, 4, 576), kv_cache=raw(6, 4, 1, 656), rope_scale=2.0),
+    ragged_latents(TypeError, "expected rope_scale to be a number or an array, got str", rope_scale="2"),
     ragged_latents(InvalidInput, "expected kv_scale to be a float array of shape [] or [num_kv_heads=1], got "
                    "float32[2]", kv_scale=ones(2)),
     ragged_latents(InvalidInput, "expected page_indices.shape to be [S, M] = [2, M], got [1, 2]",
@@ -1100,6 +1103,14 @@ STATIC = [
     write_latents(InvalidInput, "expected kv_scale=None with 'fp8_v32', which stores scales of its own, got one",
                   kv=ones(3, 1, 576), cache=raw(2, 3, 1, 656), kv_scale=0.5),
     write_latents(InvalidInput, "expected kv_scale to be finite, got inf", kv_scale=float("inf")),
+    write_latents(InvalidInput, "expected rope_scale=None with 'fp8_v32', which stores scales of its own, got one",
+                  kv=ones(3, 1, 576), cache=raw(2, 3, 1, 656), rope_scale=0.5, d_v=512),
+    write_latents(InvalidInput, "expected rope_scale to be finite, got inf", rope_scale=float("inf"), d_v=16),
+    write_latents(InvalidInput, "expected rope_scale and d_v together, got rope_scale without d_v, where its columns "
+                  "begin", rope_scale=0.5),
+    write_latents(InvalidInput, "expected rope_scale and d_v together, got d_v without rope_scale", d_v=16),
+    write_latents(InvalidInput, "expected d_v between 0 and d_qk=32, got 33", rope_scale=0.5, d_v=33),
+    write_latents(InvalidInput, "expected d_v >= 0, got -1", rope_scale=0.5, d_v=-1),
     write_latents(InvalidInput, f"expected kv.dtype to be {FLOATS}, got int32",
                   kv=ones(3, 1, 32, dtype=np.int32), cache=ones(2, 3, 1, 32, dtype=np.int8)),
     # Slots.

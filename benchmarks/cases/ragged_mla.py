@@ -187,6 +187,7 @@ class RaggedLatentCase(Case, LatentSample):
                 soft_cap=self.soft_cap,
                 key_ranges=to_numpy(inputs["key_ranges"][span.rows]) if self.key_ranges else None,
                 kv_scale=np.float32(SCALE) if self.stored else None,
+                rope_scale=self.rope_scale,
                 code_dtype=self.stored,
             )
             yield str(span), to_numpy(out[span.rows]), want
@@ -219,6 +220,8 @@ _MORE = (
     batch("mla_ragged_page_24_h12", FEW, 12, page_size=24, sliding_window=100),
     batch("mla_ragged_e4m3", MIXED, 128, stored="float8_e4m3fn"),
     batch("mla_ragged_fnuz", MIXED, 128, stored="float8_e4m3fnuz"),
+    batch("mla_ragged_two_scales", MIXED, 128, stored="float8_e4m3fn", rope_scale=0.5),
+    batch("mla_ragged_two_scales_h16", FEW, 16, stored="int8", dtype="float16", rope_scale=0.05),
     batch("mla_ragged_int8_h16", FEW, 16, stored="int8", dtype="float16"),
     batch("mla_ragged_fp8", MIXED, 128, cache_format="fp8_v32"),
     batch("mla_ragged_fp8_window_cap", FEW, 128, cache_format="fp8_v32", sliding_window=100, soft_cap=30.0),

@@ -81,7 +81,7 @@ LATENT_TILES = (
     "mla_sparse_h16_b8", "mla_sparse_h128_128q2", "mla_float32_h16", "mla_float32_fp8_h16", "mla_float32_v4_h16",
     "mla_prefill_h16_2k", "mla_prefill_float32_h16", "mla_sparse_v41_h16", "mla_sparse_fp4_h16",
     "mla_ragged_64x4k", "mla_ragged_h16_64x4k", "mla_ragged_window_cap", "mla_ragged_e4m3", "mla_ragged_fnuz",
-    "mla_ragged_float32_h16",
+    "mla_ragged_two_scales", "mla_ragged_two_scales_h16", "mla_ragged_float32_h16",
 )  # fmt: skip
 ATTENTIONS = (
     "ragged_paged_attention", "mla_decode", "ragged_mla_attention", "sparse_mla_prefill",
@@ -93,7 +93,7 @@ COPYING = (
     "decode_64x4k", "fp8_64x4k", "fnuz_64x4k", "float32_mixed", "int8_mixed", "phi_head_80_mixed", "one_page_slot",
     "mla_sparse_h16_b8", "mla_sparse_v4_h64_128q2", "mla_float16_h32", "mla_float16_fp8_h16", "mla_narrow_24_heads",
     "mla_float32_fp8_h16", "mla_one_of_everything", "mla_ragged_64x4k", "mla_ragged_e4m3", "mla_ragged_fnuz",
-    "mla_ragged_int8_h16", "indexer_decode_64x32k", "indexer_prefill_4k",
+    "mla_ragged_two_scales", "mla_ragged_int8_h16", "indexer_decode_64x32k", "indexer_prefill_4k",
 )  # fmt: skip
 
 SPOT_CHECK = 24  # `--check` compiles one in this number of the passed compilations again

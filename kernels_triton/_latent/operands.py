@@ -119,6 +119,7 @@ def operands(call: Any, rows: int, *, decoded: bool = False) -> Operands:
         REST_PRODUCTS=products(q_dtype, rest_kind),
         DIVIDED=kind == tl.float16 and (form.quantized or q_dtype != kind),
         REST_IS_VALUE=call.d_v > grouped,
+        REST_SCALED=getattr(call, "scales_rope", False),
     )
 
 

@@ -53,6 +53,7 @@ class Operands(Columns):
     REST_PRODUCTS: int  # products for the rest
     DIVIDED: bool  # whether query rows are divided by a power of two to fit float16
     REST_IS_VALUE: bool  # whether the rest serves as values, too
+    REST_SCALED: bool  # whether the products for the rest have a factor of their own
 
 
 class Rows(NamedTuple):

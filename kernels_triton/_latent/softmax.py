@@ -72,11 +72,15 @@ class Seen(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The factors of logits before and after the cap. Without a cap, `inner` alone makes logits base 2."""
+    """The factors of logits before and after the cap. Without a cap, `inner` alone makes logits base 2.
+
+    If the columns after the groups have a scale of their own, `rest` is the factor of their products.
+    """
 
     inner: tl.tensor
     cap: tl.tensor
     outer: tl.tensor
+    rest: Any = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -113,8 +117,8 @@ def scaled_product(queries, keys, scales, GROUP: tl.constexpr, PRODUCTS: tl.cons
 
 
 @triton.jit
-def block_logits(queries, keys, rest, scales, logit_scale, FOLDED: tl.constexpr, OPERANDS: tl.constexpr):
-    """The products of query rows and a block of keys, times `logit_scale`."""
+def block_logits(queries, keys, rest, scales, factors, FOLDED: tl.constexpr, OPERANDS: tl.constexpr):
+    """The products of query rows and a block of keys, times their factors."""
     logits = tl.zeros([queries.groups[0].shape[0], keys[0].shape[0]], tl.float32)
     for group in tl.static_range(OPERANDS.GROUPS):
         if FOLDED:
@@ -123,13 +127,19 @@ def block_logits(queries, keys, rest, scales, logit_scale, FOLDED: tl.constexpr,
             logits = query_times(queries.groups[group], queries.lost[group], keys[group], logits, OPERANDS.PRODUCTS)
     if FOLDED:
         logits = logits * queries.unit[:, None]
-    if OPERANDS.REST > 0:
-        logits = query_times(queries.rest, queries.lost_rest, rest, logits, OPERANDS.REST_PRODUCTS)
-    return logits * logit_scale
+    if OPERANDS.REST_SCALED:
+        none = tl.zeros_like(logits)
+        rotary = query_times(queries.rest, queries.lost_rest, rest, none, OPERANDS.REST_PRODUCTS)
+        logits = logits * factors.inner + rotary * factors.rest
+    else:
+        if OPERANDS.REST > 0:
+            logits = query_times(queries.rest, queries.lost_rest, rest, logits, OPERANDS.REST_PRODUCTS)
+        logits = logits * factors.inner
+    return logits
 
 
 @triton.jit
-def logits_apart(present, queries, keys, rest, scales, logit_scale, FOLDED: tl.constexpr, OPERANDS: tl.constexpr):
+def logits_apart(present, queries, keys, rest, scales, factors, FOLDED: tl.constexpr, OPERANDS: tl.constexpr):
     """`block_logits` for at least SEPARATE_QK_ROWS rows (see that constant). `present` is a result of `always`.
 
     If there are several products, one is computed before the branch on `present`, so that the logits are a product even
@@ -139,12 +149,13 @@ def logits_apart(present, queries, keys, rest, scales, logit_scale, FOLDED: tl.c
     logits = tl.zeros([queries.groups[0].shape[0], keys[0].shape[0]], tl.float32)
     BEFORE: tl.constexpr = 1 if OPERANDS.REST == 0 and OPERANDS.GROUPS > 1 else 0  # groups before the branch  # pyright: ignore[reportAssignmentType]
     if OPERANDS.REST > 0:
-        logits = query_times(queries.rest, queries.lost_rest, rest, logits, OPERANDS.REST_PRODUCTS) * logit_scale
+        rest_factor = factors.rest if OPERANDS.REST_SCALED else factors.inner
+        logits = query_times(queries.rest, queries.lost_rest, rest, logits, OPERANDS.REST_PRODUCTS) * rest_factor
     elif BEFORE == 1:
         logits = scaled_product(queries, keys, scales, 0, OPERANDS.PRODUCTS)
     factor = tl.zeros_like(logits)
     if FOLDED:
-        factor = factor + (queries.unit * logit_scale)[:, None]
+        factor = factor + (queries.unit * factors.inner)[:, None]
     if present:
         for group in tl.static_range(BEFORE, OPERANDS.GROUPS):
             product = scaled_product(queries, keys, scales, group, OPERANDS.PRODUCTS)
@@ -283,10 +294,10 @@ def attend(queries, state, cache, keys_of_list, seen_by_row, factors, FORMAT: tl
         if OPERANDS.REST > 0:
             rest = rest_columns(rows, FORMAT, OPERANDS)
         if ROWS < SEPARATE_QK_ROWS:
-            logits = block_logits(queries, keys, rest, scales, factors.inner, FORMAT.FOLDED, OPERANDS)
+            logits = block_logits(queries, keys, rest, scales, factors, FORMAT.FOLDED, OPERANDS)
         else:
             present = always(index, keys_of_list.begin)
-            logits = logits_apart(present, queries, keys, rest, scales, factors.inner, FORMAT.FOLDED, OPERANDS)
+            logits = logits_apart(present, queries, keys, rest, scales, factors, FORMAT.FOLDED, OPERANDS)
         if OPERANDS.DIVIDED and not FORMAT.FOLDED:
             logits = logits * queries.unit[:, None]
         if LOOP.HAS_SOFT_CAP:

@@ -40,6 +40,7 @@ class LatentNormRopeWrite(LatentWrite, RotatingWrite):
     cu_q_lens: Any = field(ArrayKind("S+1", INT32), default=None)
     num_seqs: Any = field(Count(), default=None)
     kv_scale: Any = field(Scale(divides=True), default=None)
+    rope_scale: Any = field(Scale(divides=True), default=None)
     power_of_two_scales: bool = field(Flag(), default=True)
     cache_format: str | None = field(Text(), default=None)
     cache_layout: str | None = field(Text(), default=None)
@@ -59,6 +60,11 @@ class LatentNormRopeWrite(LatentWrite, RotatingWrite):
     def width(self) -> int:
         """The number of columns of a row, d_qk. The last 2 * half of them are rotated."""
         return self.kv.shape[2]
+
+    @property
+    def rope_start(self) -> int:
+        """The first column that `rope_scale` divides; the number of columns if the call has no `rope_scale`."""
+        return self.width if self.rope_scale is None else self.width - 2 * self.half
 
     @property
     def normalized(self) -> int:

@@ -36,7 +36,7 @@ from ragged_attention.calls.mla_cache import (
     WriteMlaCache,
     expect_cache,
     expect_layout,
-    expect_scale,
+    expect_no_scales,
     format_of,
     with_heads,
 )
@@ -373,6 +373,7 @@ class RaggedMlaAttention(LatentPagesCall, LatentCall, RaggedCall):
     sinks: Any = field(SINKS, default=None)
     q_scale: Any = field(QueryScale(), default=None)
     kv_scale: Any = field(Scale(), default=None)
+    rope_scale: Any = field(Scale(), default=None)
     return_lse: bool = field(Flag(), default=False)
     new_kv: Any = field(ArrayKind("T K D", like_q), default=None)
     key_ranges: Any = field(KeyRanges(), default=None)
@@ -385,7 +386,7 @@ class RaggedMlaAttention(LatentPagesCall, LatentCall, RaggedCall):
         if (got := self.kv_cache.shape[2]) != 1:
             raise InvalidInput(f"expected kv_cache to have num_kv_heads = 1, a row that serves all heads, got {got}")
         self._check_rows("kv_cache", self.kv_cache, self.format)
-        expect_scale(self.format, self.kv_scale)
+        expect_no_scales(self.format, kv_scale=self.kv_scale, rope_scale=self.rope_scale)
         self._expect_one_mask()
 
     @classmethod
@@ -395,8 +396,16 @@ class RaggedMlaAttention(LatentPagesCall, LatentCall, RaggedCall):
 
     @classmethod
     def arguments_of_write(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return super().arguments_of_write(arguments) | {"kv": arguments["new_kv"], "cache": arguments["kv_cache"]}
+        rows = {"kv": arguments["new_kv"], "cache": arguments["kv_cache"]}
+        # The write takes d_v for nothing but the rotary columns' scale.
+        d_v = None if arguments["rope_scale"] is None else arguments["d_v"]
+        return super().arguments_of_write(arguments) | rows | {"d_v": d_v}
 
     @property
     def row_width(self) -> int:
         return self.d_qk
+
+    @property
+    def scales_rope(self) -> bool:
+        """Whether the rotary columns, those after the first `d_v`, have a scale of their own."""
+        return self.rope_scale is not None and self.d_v < self.d_qk

@@ -143,9 +143,11 @@ def with_heads(kv: Any) -> Any:
     return kv[:, None] if is_array(kv) and len(kv.shape) == 2 else kv
 
 
-def expect_scale(format_name: str, kv_scale: Any) -> None:
-    if format_name != "plain" and kv_scale is not None:
-        raise InvalidInput(f"expected kv_scale=None with {format_name!r}, which stores scales of its own, got one")
+def expect_no_scales(format_name: str, **scales: Any) -> None:
+    """Refuse `kv_scale` and `rope_scale` for a quantised format."""
+    for name, scale in scales.items():
+        if format_name != "plain" and scale is not None:
+            raise InvalidInput(f"expected {name}=None with {format_name!r}, which stores scales of its own, got one")
 
 
 def _expect_powers(name: str, value: str, power_of_two_scales: Any) -> None:
@@ -213,12 +215,13 @@ class LatentWrite(LatentPagesCall, TableWrite):
     kv: Any
     cache: Any
     kv_scale: Any
+    rope_scale: Any
     power_of_two_scales: bool
 
     def _check(self, sizes: Sizes) -> None:
         self._expect_slots_or_tables()
         format_name = self.format
-        expect_scale(format_name, self.kv_scale)
+        expect_no_scales(format_name, kv_scale=self.kv_scale, rope_scale=self.rope_scale)
         width = self.cache.shape[3] if format_name == "plain" else CACHE_FORMATS[format_name].width
         dtypes = (dtype_name(self.cache),) if format_name == "plain" and not self.kv_format.eight_bit else FLOATS
         expect_array("kv", self.kv, "T K D", dtypes, {"K": sizes["K"], "D": width})
@@ -259,9 +262,24 @@ class WriteMlaCache(LatentWrite):
     cu_q_lens: Any = field(ArrayKind("S+1", INT32), default=None)
     num_seqs: Any = field(Count(), default=None)
     kv_scale: Any = field(Scale(divides=True), default=None)
+    rope_scale: Any = field(Scale(divides=True), default=None)
+    d_v: int | None = field(Integer(), default=None)
     power_of_two_scales: bool = field(Flag(), default=True)
     cache_format: str | None = field(Text(), default=None)
     cache_layout: str | None = field(Text(), default=None)
+
+    def _check(self, sizes: Sizes) -> None:
+        super()._check(sizes)
+        if (self.d_v is None) != (self.rope_scale is None):
+            got = "rope_scale without d_v, where its columns begin" if self.d_v is None else "d_v without rope_scale"
+            raise InvalidInput(f"expected rope_scale and d_v together, got {got}")
+        if self.d_v is not None and self.d_v > (width := self.kv.shape[2]):
+            raise InvalidInput(f"expected d_v between 0 and d_qk={width}, got {self.d_v}")
+
+    @property
+    def rope_start(self) -> int:
+        """The first column that `rope_scale` divides; the number of columns if the call has no `rope_scale`."""
+        return self.kv.shape[2] if self.d_v is None else self.d_v
 
 
 @record

@@ -33,8 +33,10 @@ def new_rows(call: Any, kv: jax.Array) -> jax.Array:
     """
     layout = call.kv_format
     if not layout.quantized:
-        scale = None if call.kv_scale is None else per_head(call.kv_scale, call.num_kv_heads)
-        return stored_bits(kv, scale, call.cache.dtype)
+        parts, scales = jnp.split(kv, (call.rope_start,), axis=-1), (call.kv_scale, call.rope_scale)
+        scales = [None if scale is None else per_head(scale, call.num_kv_heads) for scale in scales]
+        bits = [stored_bits(part, scale, call.cache.dtype) for part, scale in zip(parts, scales, strict=True)]
+        return bits[0] if call.rope_scale is None else jnp.concatenate(bits, axis=-1)
     stored = quantized(kv[:, 0], layout, bool(call.power_of_two_scales))
     parts = stored.values, stored.scales, stored.rotary
     if layout.planar:

@@ -355,6 +355,8 @@ class Latent(FrontEnd[Array, Memory]):
         cu_q_lens: Array | None = None,
         num_seqs: int | Array | None = None,
         kv_scale: float | Array | None = None,
+        rope_scale: float | Array | None = None,
+        d_v: int | None = None,
         power_of_two_scales: bool = True,
         cache_format: str | None = None,
         cache_layout: str | None = None,
@@ -370,6 +372,8 @@ class Latent(FrontEnd[Array, Memory]):
             kv_scale: the scale of a plain cache: the stored value is `kv / kv_scale`, computed in float32, rounded to
                 nearest even and, in an 8-bit cache, saturated at the format's largest finite value; a float, or an
                 array [] or [K]. Small scales are treated as by `write_kv_pages`.
+            rope_scale, d_v: the scale of the columns of a plain cache after the first `d_v`, the rotary ones, in the
+                same forms; default `kv_scale`. `d_v` goes with `rope_scale` alone.
             power_of_two_scales: as in `quantize_mla_cache`.
             cache_format, cache_layout: as in `mla_decode`.
             backend, options: as in `ragged_paged_attention`.
@@ -383,8 +387,8 @@ class Latent(FrontEnd[Array, Memory]):
         """
         arguments = dict(
             kv=kv, cache=cache, slot_mapping=slot_mapping, page_indices=page_indices, kv_lens=kv_lens,
-            cu_q_lens=cu_q_lens, num_seqs=num_seqs, kv_scale=kv_scale, power_of_two_scales=power_of_two_scales,
-            cache_format=cache_format, cache_layout=cache_layout,
+            cu_q_lens=cu_q_lens, num_seqs=num_seqs, kv_scale=kv_scale, rope_scale=rope_scale, d_v=d_v,
+            power_of_two_scales=power_of_two_scales, cache_format=cache_format, cache_layout=cache_layout,
         )  # fmt: skip
         return self.write(WriteMlaCache, arguments, backend, options)
 

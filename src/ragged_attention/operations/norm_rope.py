@@ -98,6 +98,7 @@ class NormRope(FrontEnd[Array, Memory]):
         cu_q_lens: Array | None = None,
         num_seqs: int | Array | None = None,
         kv_scale: float | Array | None = None,
+        rope_scale: float | Array | None = None,
         power_of_two_scales: bool = True,
         cache_format: str | None = None,
         cache_layout: str | None = None,
@@ -124,6 +125,7 @@ class NormRope(FrontEnd[Array, Memory]):
             eps, interleaved: as in `norm_rope_write`. DeepSeek's models are interleaved.
             page_indices, kv_lens, cu_q_lens, num_seqs: as in `norm_rope_write`.
             kv_scale, power_of_two_scales, cache_format, cache_layout: as in `write_mla_cache`.
+            rope_scale: the scale of the last R columns of a plain cache; default `kv_scale`.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
@@ -137,7 +139,7 @@ class NormRope(FrontEnd[Array, Memory]):
         arguments = dict(
             q=q, kv=kv, cache=cache, slot_mapping=slot_mapping, positions=positions, cos_sin=cos_sin,
             kv_weight=kv_weight, eps=eps, interleaved=interleaved, page_indices=page_indices, kv_lens=kv_lens,
-            cu_q_lens=cu_q_lens, num_seqs=num_seqs, kv_scale=kv_scale, power_of_two_scales=power_of_two_scales,
-            cache_format=cache_format, cache_layout=cache_layout,
+            cu_q_lens=cu_q_lens, num_seqs=num_seqs, kv_scale=kv_scale, rope_scale=rope_scale,
+            power_of_two_scales=power_of_two_scales, cache_format=cache_format, cache_layout=cache_layout,
         )  # fmt: skip
         return self.write(LatentNormRopeWrite, arguments, backend, options)

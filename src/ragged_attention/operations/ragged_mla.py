@@ -13,6 +13,7 @@ class RaggedMlaKeywords(AttentionKeywords[Array, Memory], total=False):
     d_v: int
     q_scale: float | Array | None
     kv_scale: float | Array | None
+    rope_scale: float | Array | None
     key_ranges: Array | None
     cache_format: str | None
     cache_layout: str | None
@@ -58,6 +59,7 @@ class RaggedLatent(FrontEnd[Array, Memory]):
         sinks: Array | None = None,
         q_scale: float | Array | None = None,
         kv_scale: float | Array | None = None,
+        rope_scale: float | Array | None = None,
         return_lse: bool = False,
         new_kv: Array | None = None,
         key_ranges: Array | None = None,
@@ -88,6 +90,8 @@ class RaggedLatent(FrontEnd[Array, Memory]):
             causal, sliding_window, soft_cap, sinks, q_scale, return_lse: as in `ragged_paged_attention`.
             kv_scale: the scale of a plain cache, whose true values are value * kv_scale: a float, or an array [] or
                 [1]; `new_kv` is written with it as by `write_mla_cache`.
+            rope_scale: the scale of the columns of a plain cache after the first `d_v`, the rotary ones, in the same
+                forms; default `kv_scale`.
             new_kv: this step's latents, [T, d_qk] or [T, 1, d_qk] of q's dtype, one per query. They are written into
                 the cache before attention, as `write_mla_cache` does by `page_indices`, `kv_lens` and `cu_q_lens`.
             key_ranges: i32 [T, R, 2], the positions that each query sees, as in `ragged_paged_attention`.
@@ -112,8 +116,9 @@ class RaggedLatent(FrontEnd[Array, Memory]):
         arguments = dict(
             q=q, kv_cache=kv_cache, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
             max_q_len=max_q_len, d_v=d_v, sm_scale=sm_scale, causal=causal, sliding_window=sliding_window,
-            soft_cap=soft_cap, sinks=sinks, q_scale=q_scale, kv_scale=kv_scale, return_lse=return_lse, new_kv=new_kv,
-            key_ranges=key_ranges, cache_format=cache_format, cache_layout=cache_layout, out_dtype=out_dtype,
+            soft_cap=soft_cap, sinks=sinks, q_scale=q_scale, kv_scale=kv_scale, rope_scale=rope_scale,
+            return_lse=return_lse, new_kv=new_kv, key_ranges=key_ranges, cache_format=cache_format,
+            cache_layout=cache_layout, out_dtype=out_dtype,
         )  # fmt: skip
         if new_kv is not None:
             return self.run_with_write(RaggedMlaAttention, arguments, backend, options, out)

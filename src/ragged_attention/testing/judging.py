@@ -61,6 +61,7 @@ WIDE = (
     "v_scale",
     "q_scale",
     "kv_scale",
+    "rope_scale",
     "lses",
     "key_scale",
 )  # float32 beside any other dtype

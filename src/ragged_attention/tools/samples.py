@@ -217,6 +217,7 @@ class LatentSample(AnySample):
     soft_cap: float | None = None
     sinks: bool = False
     rotary: int = 64  # rotary columns of a table
+    rope_scale: float | None = None  # the scale of the rotary columns of a plain cache
     key_ranges: int | None = None  # ranges of keys of each query
 
     @property
@@ -269,6 +270,8 @@ class LatentSample(AnySample):
             "num_parts": 132, "slot_mapping": True, "indices": self.topk > 0, "extra_indices": self.extra_topk > 0,
             "extra_lens": self.extra_topk > 0, "key_ranges": ranges_of(self),
         }  # fmt: skip
+        if operation == "write_mla_cache":
+            arguments["d_v"] = None if self.rope_scale is None else self.d_v
         if operation == "latent_norm_rope_write":
             table = FakeArray((self.max_len, self.rotary), "float32")
             arguments |= {"positions": FakeArray((self.num_tokens,), "int32"), "cos_sin": table, "kv_weight": True}

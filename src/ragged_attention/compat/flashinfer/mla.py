@@ -17,14 +17,14 @@ from ragged_attention.compat.flashinfer._arguments import (
 from ragged_attention.compat.flashinfer._tables import Tables, block_table, expect_indptr, replaced
 from ragged_attention.compat.flashinfer._wrapper import Planned, planned_dtypes
 from ragged_attention.compat.names import named_as
-from ragged_attention.errors import InvalidInput, Unsupported
+from ragged_attention.errors import InvalidInput
 from ragged_attention.torch import ragged_mla_attention
 
 __all__ = ["BatchMLAPagedAttentionWrapper", "MLAPlanMetadata"]
 
 NAMES = {
     "q": "query", "kv_cache": "kv_cache", "cu_q_lens": "qo_indptr", "kv_lens": "kv_len_arr",
-    "page_indices": "kv_indices", "d_v": "head_dim_ckv",
+    "page_indices": "kv_indices", "d_v": "head_dim_ckv", "kv_scale": "ckv_scale", "rope_scale": "kpe_scale",
 }  # fmt: skip
 Parts = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -261,7 +261,8 @@ class BatchMLAPagedAttentionWrapper(Planned):
             raise InvalidInput("expected ckv_scale and kpe_scale with an 8-bit cache, got None")
         if (ckv_scale is not None or kpe_scale is not None) and self._dtypes.kv not in FP8:
             raise InvalidInput(f"expected ckv_scale and kpe_scale only with an 8-bit cache, got {self._dtypes.kv}")
-        joined, kv_scale = _scaled_query(q, head_dim_ckv, ckv_scale, kpe_scale)
+        _expect_scales(ckv_scale, kpe_scale)
+        joined = q if isinstance(q, torch.Tensor) else torch.cat(q, -1)
         expect_planned(
             **{
                 "query.shape": (list(joined.shape), [tables.num_q_tokens, num_heads, head_dim_ckv + head_dim_kpe]),
@@ -272,7 +273,8 @@ class BatchMLAPagedAttentionWrapper(Planned):
         with named_as(NAMES):
             result, natural = ragged_mla_attention(
                 joined, pages.unsqueeze(2), tables.kv_lens, table, tables.cu_q_lens, max_q_len=tables.max_q_len,
-                d_v=head_dim_ckv, sm_scale=self._sm_scale, causal=self._causal, sinks=sinks, kv_scale=kv_scale,
+                d_v=head_dim_ckv, sm_scale=self._sm_scale, causal=self._causal, sinks=sinks, kv_scale=ckv_scale,
+                rope_scale=None if kpe_scale == ckv_scale else kpe_scale,  # one scale is faster than two
                 q_scale=1.0 if joined.dtype in FP8 else None, out=out, out_dtype=self._dtypes.out,
                 return_lse=True, cache_format="plain",
             )  # fmt: skip
@@ -299,22 +301,13 @@ class BatchMLAPagedAttentionWrapper(Planned):
         return whole
 
 
-def _scaled_query(q: Parts, head_dim_ckv: int, ckv_scale: Any, kpe_scale: Any) -> tuple[torch.Tensor, float | None]:
-    """The joined queries, and the scale of the cache: that of the latents.
-
-    If rotary keys have another scale, their queries are multiplied by the quotient, in float32.
-    """
+def _expect_scales(ckv_scale: Any, kpe_scale: Any) -> None:
+    """Check that both scales are numbers, or none is given."""
     if (ckv_scale is None) != (kpe_scale is None):
         raise InvalidInput(f"expected ckv_scale and kpe_scale together, got {ckv_scale!r} and {kpe_scale!r}")
     for name, scale in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)):
         if scale is not None and not is_number(scale):
             raise TypeError(f"expected {name} to be a number, got {type(scale).__name__}")
-    pair = (q[..., :head_dim_ckv], q[..., head_dim_ckv:]) if isinstance(q, torch.Tensor) else q
-    if ckv_scale == kpe_scale:
-        return q if isinstance(q, torch.Tensor) else torch.cat(q, -1), ckv_scale
-    if ckv_scale == 0:
-        raise Unsupported(f"expected ckv_scale != 0 or kpe_scale = ckv_scale, got {ckv_scale!r} and {kpe_scale!r}")
-    return torch.cat((pair[0].float(), pair[1].float() * (kpe_scale / ckv_scale)), -1), ckv_scale
 
 
 def _joined_pages(cache: Parts, tables: Tables) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,15 +18,27 @@ from ragged_attention.portable.numba._latent_rows import ROWS, place_of, read_la
 from ragged_attention.portable.numba._records import Fields, record_in, stride_names
 from ragged_attention.portable.numba._sequences import gaps_by, num_sequences, packed_queries_of, within
 from ragged_attention.portable.numba._softmax import LN2, LOG2E
-from ragged_attention.portable.numba._vectors import compiled, float_at, inlined, int32_at, prefetch, set_float, set_int
+from ragged_attention.portable.numba._vectors import (
+    LANES,
+    compiled,
+    float_at,
+    inlined,
+    int32_at,
+    load,
+    prefetch,
+    set_float,
+    set_int,
+    splat,
+    store,
+)
 
 FIELDS = Fields(
     operands=("q", "kv", "extra_kv", "lists", "extra_lists", "lens", "extra_lens", "cu_q_lens", "num_seqs", "sinks",
-              "kv_scale", "key_ranges"),
+              "kv_scale", "rope_scale", "key_ranges"),
     results=("out", "lse", "max_logits"),
     numbers=(
         "max_num_seqs", "num_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "sparse", "causal",
-        "sliding_window", "num_ranges", "scale", "soft_cap", "out_format", "out_seq_stride",
+        "sliding_window", "num_ranges", "scales_rope", "scale", "soft_cap", "out_format", "out_seq_stride",
         *stride_names("lse", "seq token head"), *rows_fields("kv_"), *rows_fields("extra_"), "length", "extra_length",
         "block_rows", "block_kv", "num_splits",
     ),
@@ -34,7 +46,7 @@ FIELDS = Fields(
     strides={"q": "seq token head", "lists": "seq token head"}
     | dict.fromkeys(("lens", "extra_lists", "extra_lens"), "seq token"),
     formats=("q",),
-    scales=("kv_scale",),
+    scales=("kv_scale", "rope_scale"),
     floats=("scale", "soft_cap", "work"),
 )  # fmt: skip
 call_of, kv_of, extra_of = FIELDS.at, record_in(ROWS, "kv_"), record_in(ROWS, "extra_")
@@ -122,9 +134,10 @@ def pairs_up(call):
     """Whether to multiply pairs of bfloat16: queries and keys are exact in bfloat16, and the call is dense.
 
     In a sparse call, a list may repeat a key many times, and the equal rounding errors of its weights would add up.
+    Queries that are multiplied by two scales are not exact in bfloat16.
     """
     kv = kv_of(call)
-    plain = kv.group == 0 and not call.sparse
+    plain = kv.group == 0 and not call.sparse and not call.scales_rope
     return plain and _tiles.pairs_with(call.q_format, kv.codes, kv.codes, call.head_dim, call.v_head_dim)
 
 
@@ -137,6 +150,21 @@ def reads_in_place(call, tile):
 @inlined
 def scale_of_cache(call, head):
     return scale_of(call.kv_scale, call.kv_scale_format, call.kv_scale_stride, call.kv_scale_number, head)
+
+
+@inlined
+def scale_of_logits(call, head):
+    """The factor of logits without a cap; with two scales, `read_queries` has multiplied the queries by them."""
+    return call.scale if call.scales_rope else call.scale * scale_of_cache(call, head)
+
+
+@compiled
+def scale_query(call, query, head):
+    """Multiply the columns of a float32 query by the scales of the cache's columns."""
+    rope_scale = scale_of(call.rope_scale, call.rope_scale_format, call.rope_scale_stride, call.rope_scale_number, head)
+    columns, rotary = splat(scale_of_cache(call, head)), splat(rope_scale)
+    for column in range(0, call.head_dim, LANES):
+        store(query, column, load(query, column) * (columns if column < call.v_head_dim else rotary))
 
 
 @inlined
@@ -157,6 +185,8 @@ def read_queries(call, tile, unit, head):
         place = unit.seq * call.q_seq_stride + token * call.q_token_stride + q_head * call.q_head_stride
         source = call.q + size_of(call.q_format) * place
         _tiles.read_query(tile, row, call.q_format, source, call.head_dim, reads_in_place(call, tile))
+        if call.scales_rope:
+            scale_query(call, tile.q + 4 * row * tile.width, head)
         left, right = (0, length) if call.sparse else seen_from(call, token, stop, length)
         if call.key_ranges:
             left, right = _masks.bounds_of(call, token, length)
@@ -245,7 +275,7 @@ def read_keys(call, tile, num_first, count):
 def attend(call, tile, unit, head, rows):
     """Attend from a unit's rows to its keys, one tile of keys after another."""
     length, _ = lengths_of(call, unit.seq, unit.token)
-    factor = call.scale * scale_of_cache(call, head) * (LOG2E if call.soft_cap == 0 else np.float32(1))
+    factor = scale_of_logits(call, head) * (LOG2E if call.soft_cap == 0 else np.float32(1))
     tokens, group = tokens_of_unit(call, unit), call.num_q_heads // call.num_kv_heads
     first, stop, whole = _masks.seen_from(call, tokens, length, unit.low, unit.high)
     next_holes = list_seen(call, tile, unit, head, first, stop, whole, length)

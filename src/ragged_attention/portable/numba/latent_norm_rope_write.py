@@ -10,7 +10,7 @@ import numpy as np
 from ragged_attention.calls import LatentNormRopeWrite
 from ragged_attention.portable.numba import _rotary, _slots, write_mla_cache
 from ragged_attention.portable.numba._call import cannot_run
-from ragged_attention.portable.numba._formats import narrow, scale_of, size_of, widen
+from ragged_attention.portable.numba._formats import narrow, size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import ROWS, place_of, rows_fields, rows_numbers
 from ragged_attention.portable.numba._records import Fields, programs, record_in, up_to
@@ -20,18 +20,19 @@ from ragged_attention.portable.numba._vectors import LANES, allocate, compiled, 
 from ragged_attention.portable.numba.write_mla_cache import store_row
 
 FIELDS = Fields(
-    operands=("q", "kv", "cache", *_rotary.OPERANDS, "kv_weight", *_slots.OPERANDS, "kv_scale"),
+    operands=("q", "kv", "cache", *_rotary.OPERANDS, "kv_weight", *_slots.OPERANDS, "kv_scale", "rope_scale"),
     results=("new_q", "new_cache"),
-    numbers=(*_slots.NUMBERS, *_rotary.NUMBERS, "num_q_heads", "num_kv_heads", "width", "normalized",
+    numbers=(*_slots.NUMBERS, *_rotary.NUMBERS, "num_q_heads", "num_kv_heads", "width", "rope_start",
+             "normalized",
              "power_of_two_scales", *rows_fields("kv_")),
     plan=_slots.PLAN,
     strides=_slots.STRIDES | _rotary.STRIDES | dict.fromkeys(("q", "kv"), "token head"),
     formats=("kv", "cos", "sin", "kv_weight"),
-    scales=("kv_scale",),
+    scales=("kv_scale", "rope_scale"),
     floats=("eps",),
 )  # fmt: skip
 call_of, cache_of = FIELDS.at, record_in(ROWS, "kv_")
-FEATURES = write_mla_cache.FEATURES | {"kv_weight", "eps", "interleaved"}
+FEATURES = write_mla_cache.FEATURES - {"d_v"} | {"kv_weight", "eps", "interleaved"}
 why_not = cannot_run
 
 
@@ -56,7 +57,6 @@ def write(call, token, slot, weight, cos, sin, row, rounded):
     cache, size = cache_of(call), size_of(call.kv_format)
     values, scales = place_of(cache, slot // call.page_size, slot % call.page_size)
     for head in range(call.num_kv_heads):
-        kv_scale = scale_of(call.kv_scale, call.kv_scale_format, call.kv_scale_stride, call.kv_scale_number, head)
         source = call.kv + size * (token * call.kv_token_stride + head * call.kv_head_stride)
         widen(call.kv_format, source, row, call.width)
         if call.normalized:
@@ -66,8 +66,8 @@ def write(call, token, slot, weight, cos, sin, row, rounded):
             copy(row, rounded, 4 * call.normalized)
         rotate(row + 4 * (call.width - 2 * call.half), cos, sin, call.half, call.interleaved)
         narrow(call.kv_format, row, rounded, call.width, np.float32(1))
-        store_row(call, cache, rounded, call.new_cache + values + head * cache.head_step, call.new_cache + scales,
-                  kv_scale, row)  # fmt: skip
+        target = call.new_cache + values + head * cache.head_step
+        store_row(call, cache, head, rounded, target, call.new_cache + scales, row)
 
 
 def work(address):
@@ -99,6 +99,7 @@ def run(call: LatentNormRopeWrite, tile: Any, launch: Any) -> Any:
     numbers = {
         **_slots.numbers_of(call), **_rotary.numbers_of(call),
         **rows_numbers("kv_", call.kv_format, call.cache.shape, launch.strides(call.cache)),
+        "rope_start": call.rope_start,
     }  # fmt: skip
     results = {"new_q": (call.q.shape, call.q.dtype), "new_cache": "cache"}
     return list(KERNEL.launch(launch, call, tile, {"cache": call.cache}, numbers, results=results).values())

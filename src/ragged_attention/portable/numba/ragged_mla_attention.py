@@ -10,8 +10,8 @@ from ragged_attention.portable.numba._sequences import max_sequences
 
 __all__ = ["FEATURES", "KERNEL", "Tile", "heuristic", "invariant_tile", "run", "why_not"]
 FEATURES = frozenset({
-    "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
-    "key_ranges", "cache_format", "cache_layout", "out_dtype",
+    "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "rope_scale",
+    "return_lse", "key_ranges", "cache_format", "cache_layout", "out_dtype",
 })  # fmt: skip
 
 
@@ -19,7 +19,7 @@ def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
     operands = {"lists": launch.packed(call.page_indices), "lens": launch.contiguous(call.kv_lens)}
     numbers = {
         "max_num_seqs": max_sequences(call, call.max_num_seqs), "length": call.capacity,
-        "num_ranges": call.num_ranges,
+        "num_ranges": call.num_ranges, "scales_rope": call.scales_rope,
     }  # fmt: skip
     results = _latent_call.run(
         call, tile, launch, call.kv_cache, operands, numbers, axes={"q": "token head", "lists": "seq"},

@@ -61,8 +61,8 @@ def encode(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return values.to(dtype)
     largest = torch.finfo(dtype).max
     bits = values.clamp(-largest, largest).to(dtype).view(torch.uint8)
-    if dtype == torch.float8_e4m3fnuz:  # -0 becomes 0, because the code of -0 is the only NaN
-        return bits.masked_fill_(bits == 0x80, 0).masked_fill_(torch.isnan(values), 0x80)
+    if dtype == torch.float8_e4m3fnuz:  # has one NaN, and torch converts -0 to 0
+        return bits
     nan = torch.where(torch.signbit(values), 0xFF, 0x7F).to(torch.uint8)
     return torch.where(torch.isnan(values), nan, bits)
 

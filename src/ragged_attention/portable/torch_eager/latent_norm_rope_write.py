@@ -9,7 +9,7 @@ from ragged_attention.portable.torch_eager import write_mla_cache
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._rotary import angles, prepared
 
-FEATURES = write_mla_cache.FEATURES | {"kv_weight", "eps", "interleaved"}
+FEATURES = write_mla_cache.FEATURES - {"d_v"} | {"kv_weight", "eps", "interleaved"}
 
 
 def run(call: LatentNormRopeWrite, tile: Any, launch: Any) -> list[torch.Tensor]:

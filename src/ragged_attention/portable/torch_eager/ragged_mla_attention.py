@@ -22,13 +22,13 @@ from ragged_attention.portable.torch_eager._softmax import Softmax
 
 QUERY_ROWS = 1024  # (token, query head) rows in a block, per KV head
 FEATURES = frozenset({
-    "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
-    "key_ranges", "cache_format", "cache_layout", "out_dtype",
+    "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "rope_scale",
+    "return_lse", "key_ranges", "cache_format", "cache_layout", "out_dtype",
 })  # fmt: skip
 
 
 def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
-    attention = Attention(call, tile, call.q, call.kv_scale, ranges_on_host(call))
+    attention = Attention(call, tile, call.q, (call.kv_scale, call.rope_scale), ranges_on_host(call))
     attention.run(sequence_bounds(call))
     return (attention.out, attention.lse) if call.return_lse else attention.out
 
@@ -37,15 +37,23 @@ class Attention:
     """One call, of this operation or of dense `mla_decode`, and its results out [T, H, d_v] and lse [T, H]."""
 
     def __init__(
-        self, call: Any, tile: Tile, q: torch.Tensor, kv_scale: Any = None, ranges: Ints | None = None
-    ) -> None:
-        """`q` is [T, H, d_qk], and `ranges` are its `key_ranges` on the host."""
+        self, call: Any, tile: Tile, q: torch.Tensor, scales: tuple[Any, Any] = (None, None),
+        ranges: Ints | None = None,
+    ) -> None:  # fmt: skip
+        """`q` is [T, H, d_qk], `scales` are `kv_scale` and `rope_scale`, and `ranges` are `key_ranges` on the host."""
         self.call, self.tile, self.q, self.ranges = call, tile, q, ranges
         self.num_kv_heads, self.group = call.num_kv_heads, call.group
         self.scale, self.factor = call.scale, None
+        kv_scale, rope_scale = (
+            None if scale is None else torch.as_tensor(scale, dtype=torch.float32, device=q.device).reshape(())
+            for scale in scales
+        )
         if kv_scale is not None:
-            self.factor = torch.as_tensor(kv_scale, dtype=torch.float32, device=q.device).reshape(())
+            self.factor = kv_scale
             self.scale = self.factor * call.scale
+        if rope_scale is not None:
+            columns = torch.arange(call.d_qk, device=q.device)
+            self.scale = torch.where(columns < call.d_v, self.scale, rope_scale * call.scale)
         self.sinks = None if call.sinks is None else call.sinks.view(self.num_kv_heads, 1, self.group)
         self.out = q.new_zeros((*q.shape[:2], call.d_v), dtype=result_dtype(call))
         self.lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)

@@ -10,9 +10,17 @@ from ragged_attention.portable.torch_eager._latents import CHUNK, fields_of, par
 from ragged_attention.portable.torch_eager.write_kv_pages import last_writers, slots_of, stored
 
 FEATURES = frozenset({
-    "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "kv_scale", "power_of_two_scales",
-    "cache_format", "cache_layout",
+    "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "kv_scale", "rope_scale", "d_v",
+    "power_of_two_scales", "cache_format", "cache_layout",
 })  # fmt: skip
+
+
+def stored_rows(rows: torch.Tensor, call: Any) -> torch.Tensor:
+    """Rows [n, K, D] as a plain cache stores them; 8-bit floats are returned as bits."""
+    if call.rope_scale is None:
+        return stored(rows, call.kv_scale, call.cache.dtype)
+    parts, scales = rows.tensor_split((call.rope_start,), dim=-1), (call.kv_scale, call.rope_scale)
+    return torch.cat([stored(part, scale, call.cache.dtype) for part, scale in zip(parts, scales, strict=True)], dim=-1)
 
 
 def write(call: Any, kv: torch.Tensor) -> torch.Tensor:
@@ -26,7 +34,7 @@ def write(call: Any, kv: torch.Tensor) -> torch.Tensor:
     for some, rows in zip(slots.split(CHUNK), tokens.split(CHUNK), strict=True):
         new = kv[rows]
         if not layout.quantized:
-            encoded = (stored(new, call.kv_scale, cache.dtype),)
+            encoded = (stored_rows(new, call),)
         else:
             encoded = quantized(new[:, 0], layout, call.power_of_two_scales)
         for field, values in zip(fields, encoded, strict=True):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ragged_attention.calls import MlaDecode, RaggedMlaAttention, RaggedPagedAttention
+from ragged_attention.jax_shared.pages import per_head
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._latents import Latents
 from ragged_attention.portable.xla._ragged import at
@@ -17,8 +18,8 @@ from ragged_attention.portable.xla._tile import Tile as Tile
 from ragged_attention.portable.xla.ragged_paged_attention import attention
 
 FEATURES = frozenset({
-    "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "return_lse",
-    "key_ranges", "cache_format", "cache_layout", "out_dtype",
+    "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "rope_scale",
+    "return_lse", "key_ranges", "cache_format", "cache_layout", "out_dtype",
 })  # fmt: skip
 
 
@@ -31,7 +32,9 @@ def heuristic(call: RaggedMlaAttention) -> Tile:
 
 def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
     tables = {"cu_q_lens": call.cu_q_lens, "num_seqs": call.num_seqs, "key_ranges": call.key_ranges}
-    out, lse = attend(call, tile, **tables, k_scale=call.kv_scale, v_scale=call.kv_scale)
+    # With two scales, keys are multiplied by them as they are read.
+    k_scale = None if call.scales_rope else call.kv_scale
+    out, lse = attend(call, tile, **tables, k_scale=k_scale, v_scale=call.kv_scale)
     return (out, lse) if call.return_lse else out
 
 
@@ -61,9 +64,14 @@ class LatentBlocks:
         self.latents = Latents(call.kv_cache, call.kv_format)
         self.page_indices, self.d_v = call.page_indices, call.d_v
         self.heads = jnp.arange(call.num_kv_heads, dtype=jnp.int32)[:, None]
+        self.key_scales = None
+        if isinstance(call, RaggedMlaAttention) and call.scales_rope:
+            kv_scale, rope_scale = (per_head(scale, 1) for scale in (call.kv_scale, call.rope_scale))
+            self.key_scales = jnp.where(jnp.arange(call.d_qk) < call.d_v, kv_scale, rope_scale)
 
     def read(self, seq: jax.Array, key: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         page_size = self.latents.page_size
         column = jnp.minimum(key // page_size, self.page_indices.shape[1] - 1)
         rows, seen = self.latents.read(at(self.page_indices, seq, column), key % page_size, self.heads, wanted)
-        return rows, rows[..., : self.d_v].astype(jnp.float32), seen[0]
+        keys = rows if self.key_scales is None else rows.astype(jnp.float32) * self.key_scales
+        return keys, rows[..., : self.d_v].astype(jnp.float32), seen[0]

@@ -11,8 +11,8 @@ from ragged_attention.portable.xla._latents import UNIT, planar_units
 from ragged_attention.portable.xla._slots import addresses_of, page_of_last, put, put_units
 
 FEATURES = frozenset({
-    "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "kv_scale", "power_of_two_scales",
-    "cache_format", "cache_layout",
+    "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "kv_scale", "rope_scale", "d_v",
+    "power_of_two_scales", "cache_format", "cache_layout",
 })  # fmt: skip
 
 

@@ -16,7 +16,7 @@ Candidate = tuple[str, Any]  # a cause; a batch, a form or results
 BLOCKS = (4, 8, 16, 32, 64, 128)
 OPTIONS = (
     "sliding_window", "soft_cap", "sm_scale", "sinks", "alibi_slopes", "relative_bias", "q_scale", "k_scale",
-    "v_scale", "kv_scale", "draft_mask", "key_ranges", "num_seqs", "topk_lens", "extra_topk_lens",
+    "v_scale", "kv_scale", "rope_scale", "draft_mask", "key_ranges", "num_seqs", "topk_lens", "extra_topk_lens",
 )  # fmt: skip
 LOG2_E = float(np.log2(np.e))
 

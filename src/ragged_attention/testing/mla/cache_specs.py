@@ -60,6 +60,8 @@ class LatentWriteBatch(AnyLatents):
     cu_q_lens: NDArray[np.int32] | None = None
     num_seqs: int | NDArray[np.int32] | None = None
     kv_scale: float | NDArray[np.float32] | None = None
+    rope_scale: float | NDArray[np.float32] | None = None
+    d_v: int | None = None
     power_of_two_scales: bool = True
 
     def layout_of(self, name: str) -> str:
@@ -203,6 +205,8 @@ class LatentWriteSpec:
     cache_dtype: str = "uint8"
     stored: str | None = None  # the numbers of a plain 8-bit cache
     scale: str | None = None  # of a plain cache, as the `scales` of a `Spec`: float, array, heads; or power, of two
+    rope: str | None = None  # the `rope_scale` of a plain cache, in the same words
+    d_v: int | None = None  # the columns before those of `rope`; None: two thirds
     reach: float = 1.0  # 1000 goes beyond what an 8-bit float can hold
     strided: bool = False
     seed: int = 0
@@ -232,18 +236,20 @@ class LatentWriteSpec:
             cache=cache,
             slot_mapping=slots.astype(self.slots),
             cache_layout=latents.layout_of(self.format),
-            kv_scale=self._scale(rng) if plain else None,
+            kv_scale=self._scale(rng, self.scale) if plain else None,
+            rope_scale=self._scale(rng, self.rope) if plain else None,
+            d_v=(width // 3 * 2 if self.d_v is None else self.d_v) if plain and self.rope else None,
             power_of_two_scales=self.power_of_two_scales,
             dtype=self.dtype,
             cache_dtype=(self.stored or self.dtype) if plain else self.cache_dtype,
             strided=self.strided,
         )
 
-    def _scale(self, rng: np.random.Generator) -> Any:
-        if self.scale in (None, "power"):
-            return self.scale and 0.25
+    def _scale(self, rng: np.random.Generator, scale: str | None) -> Any:
+        if scale in (None, "power"):
+            return scale and 0.25
         values = (rng.uniform(0.5, 1.5, self.kv_heads) / (40 if self.stored == "int8" else 1)).astype(np.float32)
-        return {"float": float(values[0]), "array": values[:1].reshape(()), "heads": values}[self.scale]
+        return {"float": float(values[0]), "array": values[:1].reshape(()), "heads": values}[scale]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

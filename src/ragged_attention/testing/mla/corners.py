@@ -518,6 +518,15 @@ LATENT_WRITE_CORNERS: dict[str, Callable[[], LatentWriteBatch]] = {
     "values beyond float8_e4m3fn": LatentWriteSpec(stored="float8_e4m3fn", reach=1e4).build,
     "values beyond int8": LatentWriteSpec(stored="int8", reach=1e4, scale="array").build,
     "scaled float32": LatentWriteSpec(scale="power").build,
+    "two scales": LatentWriteSpec(stored="float8_e4m3fn", dtype="bfloat16", scale="float", rope="power").build,
+    "two scales, KV heads": LatentWriteSpec(
+        stored="int8", scale="heads", rope="heads", kv_heads=3, d_qk=80, d_v=64
+    ).build,
+    "two scales, float8_e4m3fnuz": LatentWriteSpec(
+        stored="float8_e4m3fnuz", rope="float", d_v=5, reach=100.0, strided=True
+    ).build,
+    "two scales, float32": LatentWriteSpec(rope="power", d_v=0).build,
+    "two scales, bfloat16": LatentWriteSpec(scale="power", rope="heads", dtype="bfloat16", d_v=48).build,
     "strided float8_e5m2": LatentWriteSpec(stored="float8_e5m2", strided=True, dtype="bfloat16").build,
 }  # fmt: skip
 

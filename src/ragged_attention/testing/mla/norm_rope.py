@@ -33,6 +33,10 @@ class LatentNormRopeBatch(LatentWriteBatch):
     eps: float = 1e-6
     interleaved: bool = False
 
+    def arguments(self) -> dict[str, Any]:
+        """Those of the call, whose table has the number of rotary columns."""
+        return {name: value for name, value in super().arguments().items() if name != "d_v"}
+
     def layout_of(self, name: str) -> str:
         return "pages" if name == "cos_sin" else super().layout_of(name)
 
@@ -81,8 +85,10 @@ class LatentNormRopeSpec:
         angles = rng.random((NUM_POSITIONS, half)) * 6
         cos, sin = (values.astype(np.float32) for values in (np.cos(angles), np.sin(angles)))
         names = [each.name for each in dataclasses.fields(LatentWriteBatch) if each.init]
+        values = {name: getattr(write, name) for name in names}
+        values["d_v"] = None if write.rope_scale is None else width - 2 * half
         return LatentNormRopeBatch(
-            **{name: getattr(write, name) for name in names},
+            **values,
             q=formats.rounded(rng.standard_normal((num_tokens, self.heads, 2 * half)), write.dtype),
             positions=positions,
             cos_sin=(cos, sin) if self.paired else np.concatenate([cos, sin], axis=1),
@@ -95,6 +101,9 @@ class LatentNormRopeSpec:
 CORNERS: dict[str, LatentNormRopeSpec] = {
     "plain": LatentNormRopeSpec(write=LatentWriteSpec(dtype="bfloat16")),
     "plain, float32": LatentNormRopeSpec(write=LatentWriteSpec(tokens=17, num_pages=5), half=8, positions="int64"),
+    "two scales": LatentNormRopeSpec(
+        write=LatentWriteSpec(stored="float8_e4m3fn", dtype="bfloat16", scale="power", rope="float"), half=8
+    ),
     "halves": LatentNormRopeSpec(write=LatentWriteSpec(dtype="float16"), interleaved=False, paired=True),
     "norm of whole rows": LatentNormRopeSpec(write=LatentWriteSpec(d_qk=80), weights="all", half=20, interleaved=False),
     "norm of some columns": LatentNormRopeSpec(write=LatentWriteSpec(d_qk=50), weights="some", half=7),
@@ -131,8 +140,9 @@ def _into_a_plain_cache(batch: LatentNormRopeBatch) -> LatentNormRopeBatch:
     num_pages, page_size = batch.cache.shape[:2]
     cache = formats.stored(np.zeros((num_pages, page_size, *batch.kv.shape[1:])), batch.dtype)
     return batch.change(
-        cache=cache, cache_dtype=batch.dtype, cache_layout=None, kv_scale=None, power_of_two_scales=True
-    )
+        cache=cache, cache_dtype=batch.dtype, cache_layout=None, kv_scale=None, rope_scale=None, d_v=None,
+        power_of_two_scales=True,
+    )  # fmt: skip
 
 
 def _rows_at(cache: NDArray[Any], batch: LatentNormRopeBatch) -> tuple[NDArray[Any], NDArray[np.bool_]]:
@@ -160,6 +170,7 @@ def latent_norm_rope_specs(draw: Any) -> LatentNormRopeSpec:
             dtype=draw(st.sampled_from(["float32", "float16", "bfloat16"])),
             stored=stored,
             scale=draw(st.sampled_from([None, "power", "float", "heads"])) if plain else None,
+            rope=draw(st.sampled_from([None, None, "power", "heads"])) if plain else None,
             strided=draw(st.booleans()),
             seed=draw(st.integers(0, 2**31)),
         ),

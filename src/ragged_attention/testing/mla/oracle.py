@@ -106,7 +106,10 @@ def check_latent_write(runner: Runner, batch: LatentWriteBatch) -> None:
     Where a scale is no power of two, `check_write` says what holds.
     """
     if batch.format == "plain":
-        lower, upper = (_written(batch, step) for step in ((-2, 2) if inexact(batch.kv_scale) else (0, 0)))
+        lower, upper = (
+            _written(batch, step)
+            for step in ((-2, 2) if inexact(batch.kv_scale) or inexact(batch.rope_scale) else (0, 0))
+        )
         between(runner.run("write_mla_cache", batch), lower, upper, batch.cache_dtype, "cache")
         return
     want = write_mla_cache(**batch.arguments())

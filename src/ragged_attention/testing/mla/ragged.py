@@ -46,6 +46,7 @@ class RaggedLatentBatch(AnyLatents, RaggedTables):
     kv_cache: latents.Cache
     d_v: int = 512
     kv_scale: float | NDArray[np.float32] | None = None
+    rope_scale: float | NDArray[np.float32] | None = None
 
     @property
     def pages(self) -> list[NDArray[Any]]:
@@ -71,12 +72,16 @@ class RaggedLatentBatch(AnyLatents, RaggedTables):
         else:
             rows = latents.rows_of(self.kv_cache, self.format)
             values = rows.reshape(*self.kv_cache.shape[:3], rows.shape[-1])
+        factors = np.repeat(per_head(self.kv_scale, 1), values.shape[-1])
+        if self.rope_scale is not None:
+            factors[self.d_v :] = per_head(self.rope_scale, 1)
         with np.errstate(all="ignore"):
-            return (values * per_head(self.kv_scale, 1)).astype(np.float32)
+            return (values * factors).astype(np.float32)
 
     def widened(self) -> Self:
         """The same values in float32."""
-        plain = {"cache_format": None, "cache_layout": None, "kv_scale": None, "out_dtype": None}
+        scales = {"kv_scale": None, "rope_scale": None}
+        plain = {"cache_format": None, "cache_layout": None, "out_dtype": None, **scales}
         return self.change(kv_cache=self.rows(), dtype="float32", **plain)
 
     def mean_magnitudes(self) -> NDArray[np.float64]:
@@ -97,6 +102,7 @@ class RaggedLatentSpec:
     format: str = "plain"
     bytes_as: str = "uint8"  # as which the bytes of a quantised cache are given
     group_scales: str = "arbitrary"
+    rope: str | None = None  # the `rope_scale` of a plain cache: a float, or an array
 
     @property
     def seed(self) -> int:
@@ -120,6 +126,7 @@ class RaggedLatentSpec:
             max_q_len=given.max_q_len,
             d_v=self.d_v,
             kv_scale=given.k_scale if plain else None,
+            rope_scale=self._rope_scale(rng) if plain else None,
             cache_layout=latents.layout_of(self.format),
             key_ranges=given.key_ranges,
             q_scale=given.q_scale,
@@ -131,6 +138,11 @@ class RaggedLatentSpec:
             **{name: getattr(given, name) for name in (*TABLES, *LOGITS)},
         )
         return batch.poisoned(spec.poison, spec.seed) if spec.poison else batch
+
+    def _rope_scale(self, rng: np.random.Generator) -> Any:
+        """A scale that differs much from `kv_scale`, so that no bound hides the one in the place of the other."""
+        scale = np.float32(rng.uniform(3, 5))
+        return {None: None, "float": float(scale), "array": np.full(1, scale, np.float32)}[self.rope]
 
     def _cache(self, rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[latents.Cache, str]:
         """The cache, and the dtype in which it is given."""
@@ -160,8 +172,9 @@ def new_rows(spec: RaggedLatentSpec) -> LatentWriteBatch:
     rng = np.random.default_rng(spec.seed + 2)
     kv = formats.rounded(rng.standard_normal((len(batch.q), 1, batch.q.shape[2])) * ROW_SIZE, batch.dtype)
     kv[max((stop for _, stop in batch.bounds()), default=0) :] = np.nan
-    names = (*TABLES, "kv_scale", "cache_format", "cache_layout", "dtype", "cache_dtype", "strided")
-    return LatentWriteBatch(kv=kv, cache=batch.kv_cache, **{name: getattr(batch, name) for name in names})
+    names = (*TABLES, "kv_scale", "rope_scale", "cache_format", "cache_layout", "dtype", "cache_dtype", "strided")
+    d_v = None if batch.rope_scale is None else batch.d_v
+    return LatentWriteBatch(kv=kv, cache=batch.kv_cache, d_v=d_v, **{name: getattr(batch, name) for name in names})
 
 
 # ---- laws
@@ -169,7 +182,7 @@ def new_rows(spec: RaggedLatentSpec) -> LatentWriteBatch:
 
 def it_is_ragged_attention_of_one_head(runner: Runner, spec: RaggedLatentSpec) -> None:
     """Of K and V that hold the rows and their first columns."""
-    batch = spec.build().change(out_dtype=None)
+    batch = spec.build().change(out_dtype=None, rope_scale=None)
     cache = batch.kv_cache
     values = cache[..., : batch.d_v].copy()
     other = Batch(
@@ -188,7 +201,7 @@ def of_equal_counts_it_is_a_decode(runner: Runner, spec: RaggedLatentSpec) -> No
     tables = dataclasses.replace(
         spec.tables, lens=longest, count="none", padding=0, cache_dtype=None, scales=None, limit=None, ranges=None
     )
-    batch = dataclasses.replace(spec, tables=tables).build()
+    batch = dataclasses.replace(spec, tables=tables, rope=None).build()
     out, lse = runner.run(batch.OPERATION, batch, return_lse=True)
     names = ("kv_cache", "page_indices", "kv_lens", "d_v", *LOGITS, "cache_layout", "out_dtype", "dtype", "cache_dtype")
     q = batch.q.reshape(len(longest), count, *batch.q.shape[1:])
@@ -196,6 +209,17 @@ def of_equal_counts_it_is_a_decode(runner: Runner, spec: RaggedLatentSpec) -> No
     decoded, decoded_lse = runner.run("mla_decode", decode)
     agrees(out, decoded.reshape(out.shape), batch.kind, allowance=allowance(runner, batch, batch))
     agrees(lse, np.swapaxes(decoded_lse, 1, 2).reshape(lse.shape), f"lse {batch.kind}", "lse")
+
+
+def two_scales_are_those_of_the_columns(runner: Runner, spec: RaggedLatentSpec) -> None:
+    """Keys that are 0 in their rotary columns, or in all others, depend on the other scale alone."""
+    batch = dataclasses.replace(spec, rope=spec.rope or "float").build()
+    rotary = np.arange(batch.q.shape[-1]) >= batch.d_v
+    for hidden, scales in ((rotary, {"rope_scale": None}), (~rotary, {"kv_scale": batch.rope_scale})):
+        blind = batch.change(q=np.where(hidden, np.float32(0), batch.q))
+        lse = runner.run(batch.OPERATION, blind, return_lse=True)[1]
+        want = runner.run(batch.OPERATION, blind.change(**scales), return_lse=True)[1]
+        agrees(lse, want, f"lse {batch.kind}", "lse")
 
 
 def a_wider_result_is_rounded_once(runner: Runner, spec: RaggedLatentSpec) -> None:
@@ -261,13 +285,14 @@ def ragged_specs(
         format=format,
         bytes_as=draw(st.sampled_from(BYTES)),
         group_scales=draw(st.sampled_from(latents.SCALES)),
+        rope=draw(st.sampled_from([None, None, "float", "array"])),
     )
 
 
-def _spec(d_qk: int = 48, d_v: int = 32, format: str = "plain", **fields: Any) -> Any:
+def _spec(d_qk: int = 48, d_v: int = 32, format: str = "plain", rope: str | None = None, **fields: Any) -> Any:
     """A structure over the usual mix of sequences; `fields` are those of the tables."""
     tables = Spec(**{"lens": MIXED, "group": 3, **fields})
-    return RaggedLatentSpec(tables=tables, d_qk=d_qk, d_v=d_v, format=format)
+    return RaggedLatentSpec(tables=tables, d_qk=d_qk, d_v=d_v, format=format, rope=rope)
 
 
 _SPECS: dict[str, RaggedLatentSpec] = {
@@ -338,6 +363,24 @@ _SPECS: dict[str, RaggedLatentSpec] = {
             ("float8_e4m3fnuz", "bfloat16", "float"), ("float8_e4m3fnuz", "float16", None),
         )
     },
+    **{
+        f"two scales, {cache_dtype}, {dtype} queries": _spec(
+            dtype=dtype, cache_dtype=cache_dtype, scales=scales, rope=rope, poison="nan", d_qk=80, d_v=64
+        )
+        for cache_dtype, dtype, scales, rope in (
+            ("float8_e4m3fn", "bfloat16", "float", "float"), ("float8_e4m3fnuz", "float16", "array", "array"),
+            ("int8", "float32", None, "float"), ("float8_e5m2", "bfloat16", "heads", "array"),
+        )
+    },
+    "two scales of float32 rows": _spec(scales="float", rope="array", sinks="normal", sliding_window=7),
+    "two scales, soft cap, 40 heads": _spec(
+        cache_dtype="float8_e4m3fn", dtype="bfloat16", scales="float", rope="float", group=40, soft_cap=2.0, d_v=16
+    ),
+    "two scales, no rotary columns": _spec(d_qk=64, d_v=64, cache_dtype="int8", scales="float", rope="float"),
+    "two scales, DeepSeek V3": _spec(
+        576, 512, cache_dtype="float8_e4m3fn", dtype="bfloat16", scales="float", rope="float", page_size=64, group=64,
+        poison="nan",
+    ),
     "8-bit without a scale": _spec(cache_dtype="float8_e4m3fn", dtype="bfloat16", sliding_window=5),
     "8-bit, DeepSeek V3": _spec(
         576, 512, cache_dtype="float8_e4m3fn", dtype="bfloat16", scales="float", page_size=64, group=16, poison="nan"
@@ -360,6 +403,7 @@ UPDATES = {
     "float8_e4m3fn": _spec(cache_dtype="float8_e4m3fn", dtype="bfloat16", scales="float"),
     "float8_e4m3fnuz": _spec(cache_dtype="float8_e4m3fnuz", dtype="bfloat16", scales="float"),
     "int8": _spec(cache_dtype="int8", dtype="float16", scales="array"),
+    "two scales": _spec(cache_dtype="float8_e4m3fn", dtype="bfloat16", scales="float", rope="float"),
     "fp8_v32": _spec(d_v=512, format="fp8_v32", dtype="bfloat16", page_size=5),
     "fp8_v4": _spec(d_v=512, format="fp8_v4", dtype="bfloat16", page_size=5),
     "invalid page indices": _spec(invalid_pages=True, garbage=True, page_size=2),
@@ -382,6 +426,9 @@ LAWS: dict[str, tuple[Callable[[Runner, Any], None], st.SearchStrategy[Any]]] = 
         it_is_ragged_attention_of_one_head, _FLOATS.filter(lambda spec: spec.d_qk <= 512)
     ),
     "of equal counts it is a decode": (of_equal_counts_it_is_a_decode, _ANY),
+    "two scales are those of the columns": (
+        two_scales_are_those_of_the_columns, _FLOATS.filter(lambda spec: spec.d_v < spec.d_qk)
+    ),
     "a wider result is rounded once": (a_wider_result_is_rounded_once, _ANY),
     "parts merge through their lse": (parts_merge, _ANY),
     "writing by tables is writing by slots": (writing_first_is_the_same, _ANY),

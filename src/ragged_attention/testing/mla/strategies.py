@@ -165,6 +165,8 @@ def latent_write_specs(draw: st.DrawFn, *, formats: tuple[str, ...] = FORMATS) -
         cache_dtype=draw(st.sampled_from(BYTES)),
         stored=draw(st.sampled_from([None, *QUANTIZED])) if format == "plain" else None,
         scale=draw(st.sampled_from([None, "power", "float", "array", "heads"])),
+        rope=draw(st.sampled_from([None, None, "power", "float", "heads"])) if format == "plain" else None,
+        d_v=draw(st.sampled_from([None, 0, 7, 16])),
         reach=draw(st.sampled_from([1.0, 1.0, 1000.0])),
         strided=draw(st.booleans()),
         seed=draw(SEEDS),
