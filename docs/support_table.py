@@ -144,6 +144,8 @@ ROWS = {
         dataclasses.replace(DECODE, page_size=24),
     ],
     **of_floats("write_kv_pages", DECODE),
+    ("quantize_kv", "f32, f16, bf16"): [dataclasses.replace(DECODE, dtype=dtype) for dtype in FLOATS],
+    ("dequantize_kv", "any"): [DECODE],
     ("write_kv_pages", "e4m3, e5m2, int8 cache"): [dataclasses.replace(DECODE, cache_dtype=name) for name in QUANTIZED],
     **of_floats("norm_rope_write", DECODE),
     ("norm_rope_write", "e4m3, e5m2, int8 cache"): [

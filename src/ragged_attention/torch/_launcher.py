@@ -17,8 +17,11 @@ from ragged_attention.protocols import OPTIONS, Shaped
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
-    for name in ("float64", "float32", "float16", "bfloat16", "int32", "uint8", "float8_e4m3fn")
-}
+    for name in (
+        "float64", "float32", "float16", "bfloat16", "int32", "uint8", "int8", "float8_e4m3fn", "float8_e4m3fnuz",
+        "float8_e5m2", "float8_e8m0fnu",
+    )
+}  # fmt: skip
 
 
 @functools.cache
