@@ -9,9 +9,10 @@ needed.
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from ragged_attention import dispatch
-from ragged_attention.calls import CACHE_FORMATS, FLOATS, QUANTIZED, Device
+from ragged_attention.calls import CACHE_FORMATS, FLOATS, Device
 from ragged_attention.tools.samples import BlocksSample, IndexerSample, LatentSample, Sample, VarlenSample, device_of
 
 DOCS = Path(__file__).resolve().parent
@@ -63,6 +64,18 @@ def of_floats(operation: str, *samples: Sample) -> dict[tuple[str, str], list[Sa
     return {
         (operation, what): [dataclasses.replace(sample, dtype=dtype) for dtype in dtypes for sample in samples]
         for what, dtypes in kinds.items()
+    }
+
+
+def of_eight_bits(operation: str, what: str, *samples: Any) -> dict[tuple[str, str], list[Any]]:
+    """Rows for 8-bit caches; e4m3fnuz by itself, for `pallas` refuses it."""
+    kinds = {"e4m3, e5m2, int8": ("float8_e4m3fn", "float8_e5m2", "int8"), "e4m3fnuz": ("float8_e4m3fnuz",)}
+    field = "stored" if operation == "ragged_mla_attention" else "cache_dtype"
+    return {
+        (operation, f"{kind} {what}"): [
+            dataclasses.replace(sample, **{field: dtype}) for dtype in dtypes for sample in samples
+        ]
+        for kind, dtypes in kinds.items()
     }
 
 
@@ -121,9 +134,7 @@ BLOCKS_ROWS = {
 # Row: the calls that must all be taken.
 ROWS = {
     **of_floats("ragged_paged_attention", DECODE, WIDE),
-    ("ragged_paged_attention", "e4m3, e5m2, int8 cache"): [
-        dataclasses.replace(sample, cache_dtype=dtype) for dtype in QUANTIZED for sample in (DECODE, WIDE)
-    ],
+    **of_eight_bits("ragged_paged_attention", "cache", DECODE, WIDE),
     ("ragged_paged_attention", "window, soft cap, sinks, lse"): [
         dataclasses.replace(DECODE, **change)
         for change in ({"sliding_window": 128}, {"soft_cap": 30.0}, {"sinks": True}, {"return_lse": True})
@@ -146,24 +157,18 @@ ROWS = {
     **of_floats("write_kv_pages", DECODE),
     ("quantize_kv", "f32, f16, bf16"): [dataclasses.replace(DECODE, dtype=dtype) for dtype in FLOATS],
     ("dequantize_kv", "any"): [DECODE],
-    ("write_kv_pages", "e4m3, e5m2, int8 cache"): [dataclasses.replace(DECODE, cache_dtype=name) for name in QUANTIZED],
+    **of_eight_bits("write_kv_pages", "cache", DECODE),
     **of_floats("norm_rope_write", DECODE),
-    ("norm_rope_write", "e4m3, e5m2, int8 cache"): [
-        dataclasses.replace(DECODE, cache_dtype=name) for name in QUANTIZED
-    ],
+    **of_eight_bits("norm_rope_write", "cache", DECODE),
     ("merge_attention_states", "f32, f16, bf16"): [dataclasses.replace(DECODE, dtype=dtype) for dtype in FLOATS],
     **of_floats("paged_attention", DECODE),
-    ("paged_attention", "e4m3, e5m2, int8 pages with scales"): [
-        dataclasses.replace(DECODE, cache_dtype=name) for name in QUANTIZED
-    ],
+    **of_eight_bits("paged_attention", "pages with scales", DECODE),
     ("paged_attention", "soft cap; heads of 80, 96, 256; ratio 7; pages of 24"): [
         dataclasses.replace(DECODE, soft_cap=30.0),
         *ODD_HEADS,
     ],
     **of_floats("prefill_attention", WIDE),
-    ("prefill_attention", "e4m3, e5m2, int8 pages with scales"): [
-        dataclasses.replace(WIDE, cache_dtype=name) for name in QUANTIZED
-    ],
+    **of_eight_bits("prefill_attention", "pages with scales", WIDE),
     ("prefill_attention", "window, soft cap; heads of 80, 96, 256; ratio 7; pages of 24"): [
         *(dataclasses.replace(WIDE, **change) for change in ({"sliding_window": 128}, {"soft_cap": 30.0})),
         *(dataclasses.replace(sample, num_tokens=512) for sample in ODD_HEADS),
@@ -182,9 +187,7 @@ ROWS = {
         *(dataclasses.replace(LATENT, topk=topk, soft_cap=30.0) for topk in (0, 2048)),
     ],
     ("ragged_mla_attention", "f32, f16, bf16"): RAGGED_PLAIN,
-    ("ragged_mla_attention", "e4m3, e5m2, int8 cache with a scale"): [
-        dataclasses.replace(sample, stored=name) for name in QUANTIZED for sample in RAGGED_PLAIN[1:]
-    ],
+    **of_eight_bits("ragged_mla_attention", "cache with a scale", *RAGGED_PLAIN[1:]),
     **{
         ("ragged_mla_attention", f"{name} cache"): [dataclasses.replace(sample, num_tokens=512) for sample in samples]
         for name, samples in QUANTIZED_LATENTS.items()

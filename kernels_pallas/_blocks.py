@@ -33,6 +33,8 @@ def cannot_run(call: Any) -> str | None:
     """Why no Pallas kernel can run the call, or None."""
     if call.device.framework != "jax":
         return f"runs on jax arrays, got a call from {call.device.framework}"
+    if getattr(call, "cache_dtype", None) == "float8_e4m3fnuz":
+        return "reads no cache of float8_e4m3fnuz"
     return None
 
 

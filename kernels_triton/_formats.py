@@ -16,15 +16,26 @@ def e4m3_format(arch: str) -> str:
     return "e4m3" if arch.startswith("sm_") and int(arch[3:]) >= 89 else "e4m3_bits"
 
 
+def e4m3fnuz_format(arch: str) -> str:
+    """How a GPU decodes e4m3fnuz: `e4m3fnuz_pairs` two codes at a time, or `e4m3fnuz_bits` one at a time.
+
+    gfx942 has instructions for it, but Triton 3.9 makes two conversions of each code, through float32. In the model of
+    benchmarks/compiled/amd.py, the vector instructions of a decode then take 1.5 times as long as with pairs.
+    """
+    return "e4m3fnuz_pairs" if arch.startswith("gfx") else "e4m3fnuz_bits"
+
+
 def decodes_by_integers(call: Any) -> bool:
-    """Whether kernels decode the cache's e4m3 codes with integer instructions, one code at a time."""
-    return call.k_format.codes == "float8_e4m3fn" and e4m3_format(call.device.arch) == "e4m3_bits"
+    """Whether kernels decode the cache's 8-bit floats with integer instructions, one code at a time."""
+    return number_format(call.k_format.codes, call.device.arch) in ("e4m3_bits", "e4m3fnuz_bits")
 
 
 def number_format(kind: str, arch: str) -> str:
     """The FORMAT of `decode` for elements of a dtype; "plain" if they need no decoding."""
     if kind == "float8_e4m3fn":
         return e4m3_format(arch)
+    if kind == "float8_e4m3fnuz":
+        return e4m3fnuz_format(arch)
     return {"float8_e5m2": "e5m2", "float4_e2m1fn": "e2m1", "int8": "int8", "uint4": "uint4"}.get(kind, "plain")
 
 
@@ -87,16 +98,43 @@ def narrow(x, DTYPE: tl.constexpr):
 def halves_of_e4m3(stored):
     """e4m3 codes [rows, columns] as float16, converted two at a time in 32-bit words.
 
-    Sign, exponent and mantissa move to their places in float16. The product with 256 then corrects the exponent bias,
-    15 instead of 7. Adding 2^7 carries into bit 14 only for the code of NaN; setting that bit gives it float16's NaN
-    exponent.
+    The product with 256 corrects the exponent bias, 15 instead of 7. Adding 2^7 carries into bit 14 only for the code
+    of NaN; setting that bit gives it float16's NaN exponent.
+    """
+    halves = shifted_pairs(stored)
+    halves = halves | ((halves + 0x00800080) & 0x40004000)
+    return unpaired(halves, stored) * 256.0
+
+
+@triton.jit
+def halves_of_e4m3fnuz(stored):
+    """e4m3fnuz codes [rows, columns] as float16, converted two at a time in 32-bit words.
+
+    This differs from e4m3 in the exponent bias, 8, and in the only NaN, which has the code of -0. Adding 2^15 - 1 to a
+    magnitude carries into bit 15 unless the magnitude is 0. So a -0 is found and gets float16's NaN exponent.
+    """
+    halves = shifted_pairs(stored)
+    nonzero = (halves & 0x7FFF7FFF) + 0x7FFF7FFF
+    nan = halves & ~nonzero & 0x80008000
+    return unpaired(halves | (nan - (nan >> 6)), stored) * 128.0
+
+
+@triton.jit
+def shifted_pairs(stored):
+    """8-bit floats with 4 exponent bits, [rows, columns], as words of two float16 with the same exponent and mantissa.
+
+    Sign, exponent and mantissa move to their places in float16; the exponent bias is not corrected.
     """
     low, high = tl.split(tl.reshape(stored, [stored.shape[0], stored.shape[1] // 2, 2]))
     codes = (low.to(tl.uint32) << 8) | (high.to(tl.uint32) << 24)
-    halves = ((codes >> 1) & 0x3F803F80) | (codes & 0x80008000)
-    halves = halves | ((halves + 0x00800080) & 0x40004000)
+    return ((codes >> 1) & 0x3F803F80) | (codes & 0x80008000)
+
+
+@triton.jit
+def unpaired(halves, stored):
+    """Words of two float16 as float16, in the shape of `stored`."""
     pairs = tl.join(halves.to(tl.uint16), (halves >> 16).to(tl.uint16))
-    return tl.reshape(pairs, stored.shape).to(tl.float16, bitcast=True) * 256.0
+    return tl.reshape(pairs, stored.shape).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -131,6 +169,8 @@ def decode(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
         value = (stored.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(DTYPE)
     elif FORMAT == "e4m3_pairs":
         value = halves_of_e4m3(stored).to(DTYPE)
+    elif FORMAT == "e4m3fnuz_pairs":
+        value = halves_of_e4m3fnuz(stored).to(DTYPE)
     elif FORMAT == "uint4":
         value = stored.to(tl.float32).to(DTYPE)
     elif FORMAT == "e2m1":  # sign, exponent and mantissa are in the same order as in float16
@@ -139,8 +179,11 @@ def decode(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     else:
         code = stored.to(tl.uint16)
         half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
-        wide = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-        value = tl.where((code & 0x7F) == 0x7F, float("nan"), wide).to(DTYPE)
+        wide = half.to(tl.float16, bitcast=True).to(tl.float32)
+        if FORMAT == "e4m3fnuz_bits":
+            value = tl.where(code == 0x80, float("nan"), wide * 128.0).to(DTYPE)
+        else:
+            value = tl.where((code & 0x7F) == 0x7F, float("nan"), wide * 256.0).to(DTYPE)
     return value
 
 
@@ -166,8 +209,12 @@ def in_float16(q):
 
 
 @triton.jit
-def encode_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
-    """float32 as 8-bit float codes, rounded to nearest even, saturated, the same on all devices. NaN keeps its sign."""
+def encode_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr,
+                  NEGATIVE_ZERO: tl.constexpr = True):  # fmt: skip
+    """float32 as 8-bit float codes, rounded to nearest even, saturated, the same on all devices.
+
+    NaN keeps its sign. In a format without NEGATIVE_ZERO, the code of -0 is the only NaN, and -0 becomes 0.
+    """
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     dropped: tl.constexpr = 23 - MANTISSA
@@ -179,8 +226,13 @@ def encode_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.con
     small = small - ((127 + 23 + 1 - BIAS - MANTISSA) << 23)
     least_normal: tl.constexpr = (127 + 1 - BIAS) << 23
     code = tl.where(magnitude < least_normal, small, tl.minimum(normal, LARGEST))
-    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
-    return (code.to(tl.uint32) | ((bits >> 24) & 0x80)).to(tl.uint8)
+    nan = magnitude > 0x7F800000
+    sign = (bits >> 24) & 0x80
+    if NEGATIVE_ZERO:
+        code = tl.where(nan, 0x7F, code).to(tl.uint32) | sign
+    else:
+        code = tl.where(nan, 0x80, tl.where(code > 0, code.to(tl.uint32) | sign, 0))
+    return code.to(tl.uint8)
 
 
 @triton.jit
@@ -216,6 +268,8 @@ def encode(x, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
         stored = ((held + 12582912.0) - 12582912.0).to(tl.int8)  # adding 1.5 * 2^23 rounds to an integer
     elif FORMAT == "e5m2":
         stored = encode_float8(x, 2, 15, 0x7B)
+    elif FORMAT == "e4m3fnuz_pairs" or FORMAT == "e4m3fnuz_bits":
+        stored = encode_float8(x, 3, 8, 0x7F, NEGATIVE_ZERO=False)
     else:
         stored = encode_float8(x, 3, 7, 0x7E)
     return stored

@@ -38,6 +38,11 @@ def decodes(call: Any) -> bool:
     return call.k_format.quantized or call.v_format.quantized
 
 
+def has_scales(call: Any) -> bool:
+    """Whether scales are stored beside keys or values, which take registers, too."""
+    return call.k_format.scaled or call.v_format.scaled
+
+
 def padded_width(call: Any) -> int:
     return next_power_of_2(max(call.head_dim, call.v_head_dim))
 
@@ -46,7 +51,10 @@ def tile_sizes(call: Any) -> Sizes:
     """The sizes of the tile kernel for many rows, whether or not they fit shared memory."""
     arch, width = call.device.arch, padded_width(call)
     if on_cuda_cores(call):
-        return Sizes(16, 16, 4 if arch in ("sm_80", "sm_86") else 8, 3 if arch.startswith("sm_") else 2, edge_keys=16)
+        few = arch in ("sm_80", "sm_86") and not has_scales(call)
+        return Sizes(16, 16, 4 if few else 8, 3 if arch.startswith("sm_") else 2, edge_keys=16)
+    if has_scales(call):
+        return scaled_sizes(arch, width)
     if width > 256:
         if not arch.startswith("sm_"):
             return Sizes(32, 16, 4, 2 if arch == "gfx950" else 1, edge_keys=16)
@@ -81,6 +89,17 @@ def tile_sizes(call: Any) -> Sizes:
     return Sizes(64, 32, 4, 3, edge_keys=32) if one_product else Sizes(64, 64, 8, 3, edge_keys=edge)
 
 
+def scaled_sizes(arch: str, width: int) -> Sizes:
+    """`tile_sizes` for stored scales."""
+    if not arch.startswith("sm_"):
+        return Sizes(32, 16, 4, 1, edge_keys=16) if width > 128 else Sizes(64, 32, 4, 1, edge_keys=16)
+    if width > 256:
+        return Sizes(32, 16, 8, 2, edge_keys=16)
+    if width > 128:
+        return Sizes(32, 32, 8, 2, edge_keys=16)
+    return Sizes(128, 32, 8, 3, edge_keys=32) if arch in WGMMA else Sizes(64, 32, 8, 3, edge_keys=16)
+
+
 def looks_up(call: Any) -> bool:
     """Whether each logit needs an entry of an array, whose addresses take registers."""
     return call.draft_mask is not None or call.relative_bias is not None
@@ -100,6 +119,8 @@ def split_sizes(call: Any, rows: int) -> Sizes:
         return split_sizes_elsewhere(call, rows)
     if on_cuda_cores(call):
         return Sizes(rows, 16, max(8, rows // 8), 3)
+    if has_scales(call):
+        return Sizes(rows, 32, 8 if width > 128 else 4, 2)
     if width > 256:
         return Sizes(rows, 32, 8, 3)
     if width > 128 or looks_up(call):
@@ -117,6 +138,8 @@ def split_sizes_elsewhere(call: Any, rows: int) -> Sizes:
     width = padded_width(call)
     if on_cuda_cores(call):
         return Sizes(rows, 16, 4 * max(1, rows // 32), 2)
+    if has_scales(call):
+        return Sizes(rows, 16, 4, 1) if width > 128 else Sizes(rows, 32, 4, 1)
     if width > 256:
         return Sizes(rows, 16, 4, 2)
     if looks_up(call):

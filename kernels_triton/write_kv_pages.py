@@ -52,9 +52,9 @@ def why_not(call: WriteKvPages) -> str | None:
 
 
 def heuristic(call: WriteKvPages) -> Tile:
-    """About four thousand elements per program."""
+    """About four thousand elements per program, or a quarter of that if rows are quantised with scales of their own."""
     width = next_power_of_2(max(call.head_dim, call.v_head_dim))
-    return Tile(block_t=max(1, min(4096 // width, next_power_of_2(call.num_tokens), 64)))
+    return Tile(block_t=max(1, min((1024 if call.scaled else 4096) // width, next_power_of_2(call.num_tokens), 64)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -21,14 +21,20 @@ Float64 = NDArray[np.float64]
 Bytes = NDArray[np.uint8]
 
 # Exponent bits, mantissa bits, exponent bias, code of the largest finite value.
-FORMATS = {"float8_e4m3fn": (4, 3, 7, 0x7E), "float8_e5m2": (5, 2, 15, 0x7B)}
+FORMATS = {
+    "float8_e4m3fn": (4, 3, 7, 0x7E), "float8_e5m2": (5, 2, 15, 0x7B), "float8_e4m3fnuz": (4, 3, 8, 0x7F)
+}  # fmt: skip
+NO_NEGATIVE_ZERO = ("float8_e4m3fnuz",)  # formats whose only NaN is 0x80, the code of -0 in other formats
 # The magnitude of an e2m1 code, by its lower 3 bits; bit 3 is the sign.
 E2M1_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 @functools.cache
 def format_values(cache_dtype: str) -> Float64:
-    """The values of all 256 codes of an 8-bit float format (OCP 8-bit floating point specification)."""
+    """The values of all 256 codes of an 8-bit float format.
+
+    The OCP 8-bit floating point specification defines e4m3fn and e5m2. AMD's MI300 defines e4m3fnuz.
+    """
     exponent_bits, mantissa_bits, bias, largest = FORMATS[cache_dtype]
     code = np.arange(256)
     exponent = (code >> mantissa_bits) & (2**exponent_bits - 1)
@@ -38,7 +44,8 @@ def format_values(cache_dtype: str) -> Float64:
     beyond = (code & 0x7F) > largest
     has_infinity = cache_dtype == "float8_e5m2"
     value = np.where(beyond, np.where(has_infinity & (mantissa == 0), np.inf, np.nan), value)
-    return np.where(code & 0x80, -value, value)
+    value = np.where(code & 0x80, -value, value)
+    return np.where(code == 0x80, np.nan, value) if cache_dtype in NO_NEGATIVE_ZERO else value
 
 
 def decode(stored: ArrayLike, cache_dtype: str | None = None) -> Float64:
@@ -51,7 +58,8 @@ def decode(stored: ArrayLike, cache_dtype: str | None = None) -> Float64:
 def encode(values: ArrayLike, cache_dtype: str | None = None) -> NDArray[Any]:
     """Values encoded in an 8-bit format: rounded to nearest, ties to even, saturating at the largest finite value.
 
-    8-bit floats keep the sign of a NaN; int8 stores 0 for a NaN. The caller casts to 16-bit and 32-bit formats.
+    8-bit floats keep the sign of a NaN, except e4m3fnuz, which has one NaN and no -0. int8 stores 0 for a NaN. The
+    caller casts to 16-bit and 32-bit formats.
     """
     values = widened(values)
     if cache_dtype == "int8":
@@ -65,8 +73,10 @@ def encode(values: ArrayLike, cache_dtype: str | None = None) -> NDArray[Any]:
     below = np.maximum(above - 1, 0)
     to_above, to_below = finite[above] - magnitude, magnitude - finite[below]
     take_above = (to_above < to_below) | ((to_above == to_below) & (above % 2 == 0))
-    code = np.where(np.isnan(values), 0x7F, np.where(take_above, above, below))
-    return (code | np.where(np.signbit(values), 0x80, 0)).astype(np.uint8)
+    code, sign = np.where(take_above, above, below), np.where(np.signbit(values), 0x80, 0)
+    if cache_dtype in NO_NEGATIVE_ZERO:
+        return np.where(np.isnan(values), 0x80, np.where(code > 0, code | sign, 0)).astype(np.uint8)
+    return (np.where(np.isnan(values), 0x7F, code) | sign).astype(np.uint8)
 
 
 def per_head(scale: ArrayLike | None, num_kv_heads: int) -> NDArray[np.float32]:

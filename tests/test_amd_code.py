@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.compiled import amd, document, gcn
 from benchmarks.compiled.gcn import CHIPS, ISSUE, LDS_LATENCY
+from ragged_attention.reference._kv_layout import encode as reference_encode
 from tests.apart import printed
 
 torch = pytest.importorskip("torch")
@@ -14,7 +15,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from ragged_attention.kernels_triton._formats import decode, e4m3_format  # noqa: E402
+from ragged_attention.kernels_triton._formats import decode, encode, number_format  # noqa: E402
 
 MI300X, MI355X = CHIPS["gfx942"], CHIPS["gfx950"]
 
@@ -160,15 +161,22 @@ def test_every_part_of_the_document_is_written(arch: str) -> None:
         assert len({line.count(" | ") for line in table.splitlines()[2:]}) == 1
 
 
-# ---- e4m3
+# ---- e4m3 and e4m3fnuz
 
 
 @pytest.mark.parametrize(
-    ("arch", "form"),
-    [("sm_90", "e4m3"), ("sm_80", "e4m3_bits"), ("gfx942", "e4m3_pairs"), ("gfx950", "e4m3"), ("", "e4m3_bits")],
+    ("arch", "form", "form_of_fnuz"),
+    [
+        ("sm_90", "e4m3", "e4m3fnuz_bits"),
+        ("sm_80", "e4m3_bits", "e4m3fnuz_bits"),
+        ("gfx942", "e4m3_pairs", "e4m3fnuz_pairs"),
+        ("gfx950", "e4m3", "e4m3fnuz_pairs"),
+        ("", "e4m3_bits", "e4m3fnuz_bits"),
+    ],
 )
-def test_which_gpus_decode_e4m3_themselves(arch: str, form: str) -> None:
-    assert e4m3_format(arch) == form
+def test_which_gpus_decode_e4m3_themselves(arch: str, form: str, form_of_fnuz: str) -> None:
+    assert number_format("float8_e4m3fn", arch) == form
+    assert number_format("float8_e4m3fnuz", arch) == form_of_fnuz
 
 
 @triton.jit
@@ -177,13 +185,38 @@ def decode_kernel(codes_ptr, values_ptr, FORMAT: tl.constexpr, DTYPE: tl.constex
     tl.store(values_ptr + places, decode(tl.load(codes_ptr + places), FORMAT, DTYPE).to(tl.float32))
 
 
-@pytest.mark.skipif(isinstance(decode_kernel, triton.JITFunction), reason="Triton compiles in this process")
+@triton.jit
+def encode_kernel(values_ptr, codes_ptr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(codes_ptr + places, encode(tl.load(values_ptr + places), FORMAT, DTYPE))
+
+
+COMPILES = isinstance(decode_kernel, triton.JITFunction)
+FORMS = {
+    "float8_e4m3fn": ("e4m3_bits", "e4m3_pairs"),
+    "float8_e4m3fnuz": ("e4m3fnuz_bits", "e4m3fnuz_pairs"),
+}
+
+
+@pytest.mark.skipif(COMPILES, reason="Triton compiles in this process")
 @pytest.mark.parametrize("dtype", [tl.float16, tl.bfloat16, tl.float32])
-@pytest.mark.parametrize("form", ["e4m3_bits", "e4m3_pairs"])
-def test_every_code_of_e4m3_is_decoded(form: str, dtype: Any) -> None:
+@pytest.mark.parametrize(("name", "form"), [(name, form) for name, forms in FORMS.items() for form in forms])
+def test_every_code_is_decoded(name: str, form: str, dtype: Any) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     values = torch.empty(256)
     decode_kernel[(1,)](codes, values, form, dtype)
-    want = codes.view(torch.float8_e4m3fn).to(torch.float32)
+    want = codes.view(getattr(torch, name)).to(torch.float32)
     np.testing.assert_array_equal(values.numpy(), want.numpy())
     assert torch.equal(values.signbit()[want == 0], want.signbit()[want == 0])
+
+
+@pytest.mark.skipif(COMPILES, reason="Triton compiles in this process")
+@pytest.mark.parametrize("form", FORMS["float8_e4m3fnuz"])
+def test_numbers_become_e4m3fnuz_in_every_form(form: str) -> None:
+    """Every bfloat16 number, and their float32 neighbours, with the ties between codes among them."""
+    upper = (np.arange(2**16, dtype=np.uint32) << 16).repeat(3)
+    values = (upper + np.tile(np.array([0, 1, 0xFFFF], np.uint32), 2**16)).view(np.float32)
+    codes = torch.empty(values.size, dtype=torch.uint8)
+    with np.errstate(invalid="ignore"):  # signaling NaNs
+        encode_kernel[(values.size // 4096,)](torch.from_numpy(values), codes, form, tl.uint8, 4096)
+    np.testing.assert_array_equal(codes.numpy(), reference_encode(values, "float8_e4m3fnuz"))

@@ -194,7 +194,7 @@ def test_what_vllm_is_told_we_support(vllm):
         assert cls.supports_attn_type("decoder")
         others = [cls.supports_attn_type(t) for t in ("encoder", "encoder_only", "encoder_decoder")]
         assert others == [cls is plain] * 3
-        assert not cls.supports_kv_cache_dtype("nvfp4")
+        assert cls.supports_kv_cache_dtype("nvfp4") == (cls is plain)
         assert [size.base for size in cls.get_supported_kernel_block_sizes()] == [16]
         assert not cls.get_impl_cls().fused_output_quant_supported(None, None)
     assert [plain.supports_head_size(size) for size in (8, 16, 20, 80, 512, 576)] == [
@@ -275,7 +275,8 @@ class Step:
         self.table = torch.zeros(len(lens), -(-longest // page) + 1, dtype=torch.int32)
         for row, count in enumerate(pages):
             self.table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
-        self.fp8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}.get(cache_dtype)
+        e4m3 = importlib.import_module("vllm.platforms").current_platform.fp8_dtype()
+        self.fp8 = {"fp8": e4m3, "fp8_e5m2": torch.float8_e5m2}.get(cache_dtype)
         self.cache = in_memory_as(layout, (sum(pages) + 3, heads[1], page, 2 * size), self.fp8 or dtype)
         self.slots = torch.full((self.tokens + padding,), -1, dtype=torch.int64)
         self.layer = SimpleNamespace(_k_scale=torch.tensor(scales[0]), _v_scale=torch.tensor(scales[1]))
@@ -383,7 +384,7 @@ def test_attention(page, lens, vllm, backend):
 @pytest.mark.parametrize("layout", ["LBNHC", "BLHNC", "BLNHC", "BHLNC"])
 def test_any_order_of_memory_and_no_copy(layout, vllm, backend):
     step = Step(MIXED, layout=layout)
-    pages = implementation()._pages(step.cache)
+    pages = implementation()._stored(step.layer, step.cache).kv_pages
     assert {pages[0].untyped_storage().data_ptr(), pages[1].untyped_storage().data_ptr()} == {
         step.cache.untyped_storage().data_ptr()
     }
@@ -436,6 +437,18 @@ def test_8_bit_caches(cache_dtype, scales, vllm, backend):
     assert torch.equal(written[..., : step.size], wanted)
 
 
+def test_8_bit_caches_of_an_mi300(monkeypatch, backend):
+    """vLLM's platform names the dtype; its own code reads and writes caches in it too."""
+    with fakes.installed(monkeypatch, device="gfx942"):
+        step = Step(MIXED, cache_dtype="fp8", scales=([0.5, 0.125], [0.25, 2.0]))
+        assert step.fp8 == torch.float8_e4m3fnuz
+        step.k[0] = 0  # whose codes are not those of -0
+        assert agrees(step.run(implementation(kv_cache_dtype="fp8")), step.dense(), "float32")
+        written = step.cache.transpose(1, 2).flatten(0, 1)[step.slots[: step.tokens]].float()
+        wanted = (step.k[: step.tokens] / step.layer._k_scale.view(-1, 1)).to(step.fp8).float()
+        assert torch.equal(written[..., : step.size], wanted)
+
+
 def test_nothing_but_the_slots_is_written(vllm, backend):
     step = Step(MIXED)
     step.slots[2] = -1  # a token that vLLM does not want kept
@@ -464,7 +477,7 @@ def test_requests_that_only_pad_a_graph(vllm, backend):
 def test_values_of_another_size(vllm, backend):
     """The second half of the cache is as wide as a value."""
     impl, cache = implementation(head_size=32), torch.randn(2, 2, 16, 32 + 16)
-    k_pages, v_pages = impl._pages(cache)
+    k_pages, v_pages = impl._stored(None, cache).kv_pages
     assert (k_pages.shape, v_pages.shape) == ((2, 16, 2, 32), (2, 16, 2, 16))
 
 
@@ -503,10 +516,6 @@ def test_other_layers_share_a_step_by_other_tables(vllm):
         (
             {"alibi_slopes": [0.5] * 4, "sinks": torch.zeros(4)},
             "expected sinks to be None with alibi_slopes for RAGGED, got both",
-        ),
-        (
-            {"kv_cache_dtype": "int8_per_token_head"},
-            "expected kv_cache_dtype to be one of auto, float16, bfloat16, fp8,",
         ),
         ({"sinks": torch.zeros(3)}, r"expected sinks of shape \[num_heads=4\], got \[3\]"),
     ],
@@ -723,6 +732,16 @@ def test_mla_over_a_cache_of_eight_bits(kv_cache_dtype, vllm, backend):
     layer = SimpleNamespace(_k_scale=torch.tensor(0.02))
     out = impl.forward_mqa(q, cache.view(torch.float8_e4m3fn), decode_of(data, (1, 7, 2)), layer)
     expect_decoded(data, q, (1, 7, 2), out)
+
+
+def test_mla_over_an_8_bit_cache_of_an_mi300(monkeypatch, backend):
+    with fakes.installed(monkeypatch, device="gfx942"):
+        data, impl = Latents([40, 16, 5]), latent_implementation("MLA", 64, 16, kv_cache_dtype="fp8")
+        cache = torch.full(data.cache.shape, 0x80, dtype=torch.uint8)  # NaN
+        data.write(impl, cache, "fp8", scale=0.02)
+        data.rows = [(rows / 0.02).to(torch.float8_e4m3fnuz).float() * 0.02 for rows in data.rows]
+        q, layer = torch.randn(10, 2, 80), SimpleNamespace(_k_scale=torch.tensor(0.02))
+        expect_decoded(data, q, (1, 7, 2), impl.forward_mqa(q, cache, decode_of(data, (1, 7, 2)), layer))
 
 
 def test_mla_decode_over_ranks(vllm, backend):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import ragged_attention as ra
+from ragged_attention.calls import QUANTIZED
 from ragged_attention.calls.cache_formats import KvFormat, element_of
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
@@ -186,7 +187,7 @@ def test_importing_the_front_end_loads_neither_torch_nor_triton():
     assert loaded("ragged_attention.jax", "torch", "triton", "jax_triton") == []
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", *QUANTIZED])
 def test_a_donated_cache_is_written_in_place(tokens, dtype):
     """The compiled write keeps no second cache, whatever the dtype."""
     k, v, _, slots = tokens
@@ -207,7 +208,7 @@ def test_a_donated_cache_is_written_in_place(tokens, dtype):
     assert changed.tolist() == [0, 5, 47, 48]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", *QUANTIZED])
 def test_attention_keeps_no_second_cache(dtype):
     """Beyond its arguments a call holds a block of keys and values, not what the sequences have in the cache."""
     q = jnp.zeros(
@@ -259,7 +260,7 @@ def test_the_result_is_updated_in_place():
 
 
 @pytest.mark.parametrize("scale", [0.3, "array"])
-@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", *QUANTIZED])
 def test_written_bytes_are_those_of_the_definition(tokens, dtype, scale):
     """A constant divisor must not become a product with its reciprocal, nor a NaN lose its sign."""
     k, v, _, slots = tokens

@@ -16,7 +16,7 @@ numba = pytest.importorskip("numba")
 torch = pytest.importorskip("torch")
 
 import ragged_attention as ra  # noqa: E402
-from ragged_attention.calls import CACHE_FORMATS, CacheFormat  # noqa: E402
+from ragged_attention.calls import CACHE_FORMATS, FLOAT8, QUANTIZED, CacheFormat  # noqa: E402
 from ragged_attention.calls.cache_formats import LAYOUTS  # noqa: E402
 from ragged_attention.key_ranges import causal_ranges  # noqa: E402
 from ragged_attention.portable.numba import _formats, _softmax, _vectors  # noqa: E402
@@ -85,7 +85,7 @@ def narrowed(name: str, values: np.ndarray, dtype: Any, count: int | None = None
 
 
 def test_every_code_of_every_format_is_decoded() -> None:
-    for name in ("float8_e4m3fn", "float8_e5m2"):
+    for name in FLOAT8:
         assert np.array_equal(widened(name, CODES)[:256], format_values(name).astype(np.float32), equal_nan=True)
     assert np.array_equal(widened("int8", CODES)[:256], CODES.view(np.int8).astype(np.float32))
     assert np.array_equal(
@@ -100,7 +100,7 @@ def _pair(code: int, first: int, second: int, target: int, count: int) -> None:
     _formats.pair(code, first, second, target, count)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("name", ["bfloat16", *QUANTIZED])
 def test_every_code_becomes_half_of_a_pair(name: str) -> None:
     stored = HALVES if name == "bfloat16" else CODES
     behind = np.ascontiguousarray(stored[::-1])
@@ -154,7 +154,7 @@ def test_a_factor_of_any_size_is_applied_without_loss(factor: float) -> None:
 
 @pytest.mark.parametrize("count", range(40))
 def test_no_more_is_read_and_written_than_asked_for(count: int) -> None:
-    for name, dtype in zip(_formats.CODES, ("f4", "u2", "u2", "u1", "u1", "i1"), strict=True):
+    for name, dtype in zip(_formats.CODES, ("f4", "u2", "u2", "u1", "u1", "i1", "u1"), strict=True):
         stored = np.zeros(48, dtype)
         found = widened(name, stored, count)
         assert (found[: whole(count)] == 0).all()
@@ -187,20 +187,21 @@ def hard_values() -> np.ndarray:
     """Values of every size, those between two codes, those beyond the largest, and NaN of both signs."""
     rng = np.random.default_rng(0)
     finite = format_values("float8_e4m3fn")[:127]
-    middles = (finite[1:] + finite[:-1]) / 2
+    of_fnuz = format_values("float8_e4m3fnuz")[:128]
+    middles = np.concatenate([(each[1:] + each[:-1]) / 2 for each in (finite, of_fnuz)])
     with np.errstate(invalid="ignore", over="ignore"):
         values = np.concatenate([
             rng.standard_normal(4000) * 10.0 ** rng.integers(-12, 12, 4000),
             format_values("float8_e5m2"), HALVES.view(np.float16).astype(np.float64), middles, -middles,
             np.nextafter(middles, 0), [np.inf, -np.inf, np.nan, -np.nan, 0.0, -0.0, 448, 464, 465, 57344, 61440, 65519,
-                                       65520, 1e38],
+                                       65520, 1e38, 247.9, 248, 2.0**-149],
         ]).astype(np.float32)  # fmt: skip
     return np.concatenate([values, np.zeros(-len(values) % LANES, np.float32)])
 
 
 def test_numbers_are_rounded_as_they_are_stored() -> None:
     values = hard_values()
-    for name, dtype in (("float8_e4m3fn", "u1"), ("float8_e5m2", "u1"), ("int8", "i1")):
+    for name, dtype in (*((name, "u1") for name in FLOAT8), ("int8", "i1")):
         assert np.array_equal(narrowed(name, values, dtype), encode(values, name))
     with np.errstate(over="ignore"):
         assert np.array_equal(narrowed("float16", values, np.float16), values.astype(np.float16), equal_nan=True)

@@ -95,6 +95,7 @@ def test_cores_share_what_can_be_shared(device, sample, mode):
         (Sample(cache_dtype="float8_e5m2", head_dim=24, page_size=3), TPU, None),
         (Sample(), Device(framework="torch", platform="cuda"), "runs on jax arrays, got a call from torch"),
         (Sample(dtype="float16", cache_dtype="int8"), TPU, "TPUs have no float16"),
+        (Sample(cache_dtype="float8_e4m3fnuz"), TPU, "reads no cache of float8_e4m3fnuz"),
         (
             Sample(page_size=2**15, max_len=2**15, num_kv_heads=1, num_q_heads=1),
             TPU,

@@ -78,6 +78,7 @@ def test_blocks_of_written_groups_have_limits(groups: int, text: str) -> None:
         ({"max_num_seqs": 2**20}, r"expected num_pages \* page_size < 2\*\*31 - 1, got 4294967296"),
         ({"cache_format": "plain", "num_kv_heads": 2, "max_num_seqs": 2**18}, "numbers rows in int32, got 1073741824"),
         ({"cache_format": "plain", "page_size": 3}, None),
+        ({"cache_format": "plain", "stored": "float8_e4m3fnuz"}, "reads no cache of float8_e4m3fnuz"),
     ],
 )
 def test_what_the_write_takes(fields: dict[str, Any], reason: str | None) -> None:
@@ -134,6 +135,11 @@ def test_what_is_refused_and_why(operation: str) -> None:
         assert room.why_not(by_pages) == text.replace("fp8_v4", form)
     torch = Device(framework="torch", platform="cpu")
     assert room.why_not(_call(operation, device=torch)) == "runs on jax arrays, got a call from torch"
+
+
+def test_no_cache_of_e4m3fnuz_is_read() -> None:
+    call = _call("ragged_mla_attention", cache_format="plain", stored="float8_e4m3fnuz")
+    assert ragged_mla_attention.why_not(call) == "reads no cache of float8_e4m3fnuz"
 
 
 def test_more_rows_than_int32_counts_are_refused() -> None:

@@ -48,6 +48,7 @@ def test_tiles_have_limits(fields: dict[str, Any], error: type[Exception], text:
 def test_what_is_refused_and_why() -> None:
     assert room.why_not(_call()) is None
     assert room.why_not(_call(dtype="float16")) == "TPUs have no float16"
+    assert room.why_not(_call(cache_dtype="float8_e4m3fnuz")) == "reads no cache of float8_e4m3fnuz"
     torch = Device(framework="torch", platform="cpu")
     assert room.why_not(_call(device=torch)) == "runs on jax arrays, got a call from torch"
     small = dataclasses.replace(TPU, shared_memory=1 << 16)

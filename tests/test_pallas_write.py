@@ -52,6 +52,7 @@ def test_codes_send_each_slot_of_a_block_once(block, run):
     ("sample", "reason"),
     [
         (Sample(dtype="float16"), "TPUs have no float16, got kv_pages of it"),
+        (Sample(cache_dtype="float8_e4m3fnuz"), "reads no cache of float8_e4m3fnuz"),
         (Sample(max_num_seqs=2**20), r"expected num_pages * page_size < 2**31 - 1, got 4294967296"),
         (Sample(dtype="float16", cache_dtype="int8"), None),
     ],

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragged_attention.calls import FLOAT8
 from ragged_attention.reference._kv_layout import decode, encode, format_values, widened
 from ragged_attention.reference.paged_attention import paged_attention
 from ragged_attention.reference.prefill_attention import prefill_attention
 from ragged_attention.reference.write_kv_pages import slots_from_tables
 from ragged_attention.testing.compare import agrees, identical
 
-FORMATS = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
+FORMATS = {name: getattr(ml_dtypes, name) for name in FLOAT8}
 NUM_KV_HEADS, GROUP, NUM_PAGES, PAGE_SIZE, HEAD_DIM = 2, 3, 7, 4, 16
 
 
@@ -35,7 +36,29 @@ def test_encoding_rounds_as_the_format_does_and_saturates(name: str, bits: list[
     nan = np.isnan(values)
     np.testing.assert_array_equal(got[~nan], want[~nan])
     assert np.isnan(decode(got, name)[nan]).all()
-    np.testing.assert_array_equal(got >> 7, np.signbit(values))
+    if name == "float8_e4m3fnuz":  # has no -0 and one NaN
+        np.testing.assert_array_equal(got >> 7, nan | (np.signbit(values) & (got != 0)))
+    else:
+        np.testing.assert_array_equal(got >> 7, np.signbit(values))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_encoding_agrees_at_every_tie_and_next_to_it(name: str) -> None:
+    """Every value, every midpoint of neighbours, their float32 neighbours, subnormal numbers and overflows."""
+    finite = np.unique(format_values(name)[np.isfinite(format_values(name))])
+    least = float(ml_dtypes.finfo(FORMATS[name]).smallest_subnormal)
+    exact = [*finite, *(finite[1:] + finite[:-1]) / 2, *(least * np.array([0.25, 0.5, 0.75, 1.5, -0.5, -0.75]))]
+    middle = np.array([*exact, 0.0, -0.0, 2.0**-149, -(2.0**-149)], np.float32)
+    beyond = np.array([finite[-1] * factor for factor in (1.01, 1.04, 1.07, 2, 1e9)] + [np.inf], np.float32)
+    values = np.concatenate([middle, np.nextafter(middle, np.inf), np.nextafter(middle, -np.inf), beyond, -beyond])
+    want = np.clip(values, finite[0], finite[-1]).astype(FORMATS[name]).view(np.uint8)
+    np.testing.assert_array_equal(encode(values, name), want)
+
+
+def test_e4m3fnuz_has_one_nan_and_no_negative_zero() -> None:
+    codes = encode([np.nan, -np.nan, -0.0, -(2.0**-12), -(2.0**-11), np.inf, -np.inf, 240.0, 247.9], "float8_e4m3fnuz")
+    assert codes.tolist() == [0x80, 0x80, 0, 0, 0, 0x7F, 0xFF, 0x7F, 0x7F]
+    assert np.flatnonzero(np.isnan(format_values("float8_e4m3fnuz"))).tolist() == [0x80]
 
 
 @pytest.mark.parametrize(("bits", "narrow"), [(0x7D00, "2"), (0x7FA00000, "4"), (0x7FF4000000000000, "8")])

@@ -166,10 +166,9 @@ VALID: dict[str, dict[str, Any]] = {
     "write_indexer_cache": {"k": ones(3, 16), "cache": raw(2, 3, 1, 20), "slot_mapping": ints(0, -1, 5)},
 }  # fmt: skip
 TABLES = {"slot_mapping": None, "kv_lens": ints(3, 8), "page_indices": ints([0, 1], [2, 3]), "cu_q_lens": ints(0, 2, 4)}
-FLOATS, CACHES = (
-    "float32 or float16 or bfloat16",
-    "float32 or float16 or bfloat16 or float8_e4m3fn or float8_e5m2 or int8",
-)
+FLOATS = "float32 or float16 or bfloat16"
+EIGHT_BIT = "float8_e4m3fn or float8_e5m2 or float8_e4m3fnuz or int8"
+CACHES = f"{FLOATS} or {EIGHT_BIT}"
 BYTES = "uint8 or float8_e4m3fn or int8"
 KV_FORMATS = " or ".join(dict.fromkeys(repr(form.name) for form in formats.SCALED.values()))
 # What makes the dense decode a sparse one, over one cache or two.
@@ -558,10 +557,10 @@ STATIC = [
     attention(InvalidInput, f"expected q.dtype to be {FLOATS}, got int32", q=ones(4, 4, 16, dtype=np.int32)),
     attention(InvalidInput, f"expected kv_pages.dtype to be {CACHES} or uint8, got int32",
               kv_pages=ones(6, 4, 4, 16, dtype=np.int32)),
-    attention(InvalidInput, "expected kv_pages.dtype to be that of q, float32, or float8_e4m3fn or float8_e5m2 or "
-              "int8, got float16", kv_pages=ones(6, 4, 4, 16, dtype=np.float16)),
-    attention(InvalidInput, "expected v_pages.dtype to be that of q, float32, or float8_e4m3fn or float8_e5m2 or int8, "
-              "got float16", kv_pages=pair(ones(6, 4, 2, 16), ones(6, 4, 2, 16, dtype=np.float16))),
+    attention(InvalidInput, f"expected kv_pages.dtype to be that of q, float32, or {EIGHT_BIT}, got float16",
+              kv_pages=ones(6, 4, 4, 16, dtype=np.float16)),
+    attention(InvalidInput, f"expected v_pages.dtype to be that of q, float32, or {EIGHT_BIT}, got float16",
+              kv_pages=pair(ones(6, 4, 2, 16), ones(6, 4, 2, 16, dtype=np.float16))),
     # Scale pages.
     attention(InvalidInput, "expected k_scale_pages with kv_pages of uint8, got none", kv_pages=raw(6, 4, 4, 8)),
     attention(InvalidInput, "expected v_scale_pages with v_pages of uint8, got none",
@@ -727,10 +726,10 @@ STATIC = [
     paged(TypeError, "expected page_indices to be an array, got NoneType", page_indices=None),
     paged(TypeError, "expected sm_scale to be a number, got str", sm_scale="1"),
     paged(InvalidInput, f"expected q.dtype to be {FLOATS}, got int32", q=ones(2, 4, 16, dtype=np.int32)),
-    paged(InvalidInput, "expected k_pages.dtype to be float32 or float8_e4m3fn or float8_e5m2 or int8, got float16",
+    paged(InvalidInput, f"expected k_pages.dtype to be float32 or {EIGHT_BIT}, got float16",
           k_pages=ones(2, 6, 4, 16, dtype=np.float16)),
     paged(InvalidInput, "expected v_pages.dtype to be float32, got int8", v_pages=CODES),
-    paged(InvalidInput, "expected k_pages[0].dtype to be float8_e4m3fn or float8_e5m2 or int8, got float32",
+    paged(InvalidInput, f"expected k_pages[0].dtype to be {EIGHT_BIT}, got float32",
           k_pages=pair(ones(2, 6, 4, 16), SCALES), v_pages=pair(CODES, SCALES)),
     paged(InvalidInput, "expected k_pages[1].dtype to be float32, got float16",
           k_pages=pair(CODES, ones(2, 6, 4, 1, dtype=np.float16)), v_pages=pair(CODES, SCALES)),
@@ -791,7 +790,7 @@ STATIC = [
     write(InvalidInput, f"expected k.dtype to be {FLOATS}, got int8", k=ones(4, 2, 16, dtype=np.int8),
           kv_pages=ones(6, 4, 4, 16, dtype=np.int8), k_scale_pages=ones(6, 4, 2)),
     write(InvalidInput, "expected page_size >= 1, got 0", kv_pages=ones(6, 0, 4, 16)),
-    write(InvalidInput, "expected kv_pages.dtype to be that of k, float32, or float8_e4m3fn or float8_e5m2 or int8, "
+    write(InvalidInput, f"expected kv_pages.dtype to be that of k, float32, or {EIGHT_BIT}, "
           "got float16", kv_pages=ones(6, 4, 4, 16, dtype=np.float16)),
     write(InvalidInput, "expected slot_mapping.dtype to be int32 or int64, got float32", slot_mapping=ones(4)),
     write(InvalidInput, "expected slot_mapping.shape to be [T] = [4], got [3]", slot_mapping=ints(0, 1, 2)),
@@ -810,7 +809,7 @@ STATIC = [
     rotated(InvalidInput, "expected k.shape to be [T, K, D] = [4, 2, 16], got [4, 3, 16]", k=ones(4, 3, 16)),
     rotated(InvalidInput, "expected v.shape to be [T, K, D_v] = [4, 2, 16], got [5, 2, 16]", v=ones(5, 2, 16)),
     rotated(InvalidInput, "expected kv_pages.shape[3] = head_dim=16, got 24", kv_pages=ones(6, 4, 4, 24)),
-    rotated(InvalidInput, "expected kv_pages.dtype to be that of q, float32, or float8_e4m3fn or float8_e5m2 or int8, "
+    rotated(InvalidInput, f"expected kv_pages.dtype to be that of q, float32, or {EIGHT_BIT}, "
             "got float16", kv_pages=ones(6, 4, 4, 16, dtype=np.float16)),
     rotated(InvalidInput, "expected slot_mapping, or page_indices with kv_lens and cu_q_lens, got neither",
             slot_mapping=None),
@@ -1015,7 +1014,8 @@ STATIC = [
     ragged_latents(InvalidInput, "expected q.shape[2] to be a multiple of 16 from 16 to 1024, got 8", q=ones(4, 4, 8),
                    kv_cache=ones(6, 4, 1, 8)),
     ragged_latents(InvalidInput, "expected d_v to be a multiple of 16 from 16 to d_qk=32, got 48", d_v=48),
-    ragged_latents(InvalidInput, f"expected kv_cache.dtype to be {FLOATS} or {BYTES} or float8_e5m2, got int32",
+    ragged_latents(InvalidInput, f"expected kv_cache.dtype to be {FLOATS} or {BYTES} or float8_e5m2 or "
+                   "float8_e4m3fnuz, got int32",
                    kv_cache=ones(6, 4, 1, 32, dtype=np.int32)),
     ragged_latents(InvalidInput, "expected kv_cache.dtype to be that of q, float32, or bytes, got float16",
                    kv_cache=ones(6, 4, 1, 32, dtype=np.float16)),

@@ -31,6 +31,34 @@ def close(got, want):
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
 """
 
+AITER = (
+    MASKED
+    + """
+import pytest
+from aiter import pertoken_quant
+from aiter.ops.triton.attention.pa_decode import paged_attention_decode
+
+LENS, TABLE = torch.tensor([5, 9]), torch.tensor([[2, 0, 0], [1, 3, 0]]).int()
+
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float8_e4m3fnuz])
+def test_paged_attn(q_dtype):
+    torch.manual_seed(0)
+    q, keys, values = torch.randn(2, 4, 16).to(q_dtype), *torch.randn(2, 4, 2, 4, 16).to(torch.float8_e4m3fnuz)
+    out = torch.zeros(2, 4, 16, dtype=torch.bfloat16, device="cuda")
+    paged_attention_decode(out, q, keys, values, LENS, TABLE, 0.3, 9, None, torch.tensor([0.5]), torch.tensor([2.0]))
+    for seq, length in enumerate(LENS.tolist()):
+        k, v = (each.double()[TABLE[seq].long()].transpose(1, 2).flatten(0, 1)[:length] for each in (keys, values))
+        want, _ = masked(q.double()[seq : seq + 1], k * 0.5, v * 2, torch.ones(1, length, dtype=bool), 0.3)
+        torch.testing.assert_close(out[seq : seq + 1].double(), want, rtol=1e-2, atol=1e-2)
+
+def test_paged_attn_per_token_quant():
+    rows = torch.randn(4, 2, 4, 16)
+    codes, scale = pertoken_quant(rows, scale_dtype=torch.float32, quant_dtype=torch.float8_e4m3fnuz)
+    torch.testing.assert_close(codes.float() * scale, rows, rtol=0.07, atol=0.01)
+    paged_attention_decode(rows, rows, codes, codes, LENS, TABLE, 0.3, 9, None, scale, scale)
+"""
+)
+
 FLA = (
     MASKED
     + """
@@ -222,6 +250,7 @@ FILES: Mapping[str, Mapping[str, str]] = {
         "fla/ops/nsa/parallel.py": "".join(ABSENT.format(name=f"parallel_nsa{end}") for end in ("", "_fwd", "_topk")),
         "tests/ops/test_nsa.py": FLA,
     },
+    "aiter": {"op_tests/triton_tests/attention/test_pa_decode.py": AITER},
     "minimax_m3": {
         **VLLM,
         "vllm/models/minimax_m3/common/ops/index_topk.py": "",
@@ -238,7 +267,7 @@ FILES: Mapping[str, Mapping[str, str]] = {
         "tests/models/qwen4_exp/test_qsa_reference.py": QSA,
     },
 }
-PASSED = {"fla": (5, 0), "minimax_m3": (5, 1), "qsa": (2, 0)}  # and unsupported
+PASSED = {"aiter": (2, 1), "fla": (5, 0), "minimax_m3": (5, 1), "qsa": (2, 0)}  # and unsupported
 
 
 def outcome(suite: str, files: Mapping[str, str], checkout: Path) -> tuple[int, str]:

@@ -6,6 +6,8 @@ What a GPU or a compiled library is needed for raises an error here, so that a t
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from tests import vllm_m3_fakes as m3
 from tests import vllm_qsa_fakes as qsa
 from tests import vllm_v4_fakes as v4
@@ -125,6 +127,9 @@ def contents(device: str) -> dict[str, dict[str, Any]]:
 
         def has_device_capability(self, capability: int) -> bool:
             return self.is_cuda() and int(device[2:]) >= capability
+
+        def fp8_dtype(self) -> torch.dtype:
+            return torch.float8_e4m3fnuz if device.startswith("gfx94") else torch.float8_e4m3fn
 
         def support_deep_gemm(self) -> bool:
             return device in ("sm90", "sm100", "sm120")

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ragged_attention.calls import Call, Device
+from ragged_attention.calls import Call, Device, dtype_name
 from ragged_attention.reference._kv_layout import FORMATS, encode
 from ragged_attention.tools.samples import AnySample, FakeArray
 
@@ -217,7 +217,7 @@ def taken(array: Any, pages: np.ndarray) -> Any:
         return array[pages]
     torch = importlib.import_module("torch")
     index = torch.from_numpy(pages).to(array.device)
-    if array.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+    if dtype_name(array) in FORMATS:
         return array.view(torch.uint8)[index].view(array.dtype)
     return array[index]
 

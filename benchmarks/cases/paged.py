@@ -50,6 +50,14 @@ class PagedCase(Case, Sample):
         return "8 bits" if ITEMSIZE[self.stored] == 1 else "plain"
 
     @property
+    def row_bytes(self) -> int:
+        """The bytes of a position's keys, or values, of one KV head."""
+        if self.form is None:
+            return self.head_dim * ITEMSIZE[self.stored]
+        scales = self.form.scales_of_row(self.head_dim) * ITEMSIZE[self.form.scales]
+        return self.head_dim // self.form.columns_per_element + scales
+
+    @property
     def pages_needed(self) -> tuple[int, ...]:
         return tuple(-(-kv_len // self.page_size) for kv_len in self.kv_lens)
 
@@ -83,7 +91,7 @@ class PagedCase(Case, Sample):
     def needed_bytes(self) -> int:
         """The bytes of queries, visible keys and values, tables and output, each counted once."""
         queries = 2 * math.prod(self.q_shape) * ITEMSIZE[self.dtype]
-        row = 2 * self.num_kv_heads * self.head_dim * ITEMSIZE[self.stored]
+        row = 2 * self.num_kv_heads * self.row_bytes
         keys = self.needed_keys()
         tables = -(-keys // self.page_size) + 2 * len(self.kv_lens) + 1 + 2 * self.num_tokens * (self.key_ranges or 0)
         return queries + keys * row + 4 * (tables + list_entries(self))
@@ -136,6 +144,8 @@ class PagedCase(Case, Sample):
         yield self.call("write_kv_pages", device)
         slots = {"slot_mapping": FakeArray((self.num_tokens,), "int64")}
         yield self.call("write_kv_pages", device, **dict.fromkeys(TABLES), **slots)
+        if self.form is not None:
+            return
         for operation in ("norm_rope_write", "merge_attention_states", "paged_attention", "prefill_attention"):
             yield self.call(operation, device)
 
@@ -215,7 +225,7 @@ class PagedCase(Case, Sample):
     @property
     def formats(self) -> dict[str, KvFormat]:
         """The formats of keys and values, as the reference takes them."""
-        return dict.fromkeys(("k_format", "v_format"), UNSCALED_FORMATS[self.stored])
+        return dict.fromkeys(("k_format", "v_format"), self.form or UNSCALED_FORMATS[self.stored])
 
     def _compared_spans(self) -> Iterator[Span]:
         """Some rows of some sequences. A draft mask needs whole ones: its columns start at the first token."""
@@ -251,6 +261,7 @@ GPT_OSS, GEMMA2, GEMMA3, GEMMA4 = (64, 8, 64), (16, 8, 256), (32, 16, 128), (32,
 MINIMAX_M3, M3_BLOCKS = (64, 4, 128), {"selected": 16, "block_size": 128}
 GEMMA2_OPTIONS: dict[str, Any] = {"soft_cap": 50.0, "sliding_window": 4096}
 FP8: dict[str, Any] = {"cache_dtype": "float8_e4m3fn", "scale": 0.25}
+FNUZ: dict[str, Any] = {"cache_dtype": "float8_e4m3fnuz", "scale": 0.25}  # the caches of AMD's MI300
 
 _ALL = (
     _decode("decode_64x4k", "W1", 64, 4 * K, LLAMA_8B),
@@ -302,6 +313,8 @@ _MORE = (
     _batch("float32_mixed", "-", [(256, 512)] + [(1, 1 * K)] * 8, (8, 4, 64), dtype="float32", return_lse=True),
     _batch("phi_head_80_mixed", "-", [(512, 512)] + [(1, 1 * K)] * 8, (32, 32, 80), dtype="float16"),
     _batch("int8_mixed", "-", [(512, 512)] + [(1, 1 * K)] * 8, LLAMA_8B, cache_dtype="int8", scale=0.03),
+    _decode("fnuz_64x4k", "-", 64, 4 * K, LLAMA_8B, **FNUZ),
+    _batch("fnuz_prefill_4k", "-", [(4 * K, 4 * K)], LLAMA_8B, **FNUZ),
     _batch("ratio_7_page_24", "-", [(512, 512)] + [(1, 1 * K)] * 8, (28, 4, 128), page_size=24, return_lse=True),
     # Odd windows.
     _batch("window_2047_head_80", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, (32, 32, 80), sliding_window=2047),
@@ -351,6 +364,21 @@ _MORE = (
     ),
     _decode("blocks_fp8_decode", "-", 32, 16 * K, LLAMA_8B, page_size=64, selected=16, block_size=128, **FP8),
     _batch("blocks_invariant", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, MINIMAX_M3, batch_invariant=True, **M3_BLOCKS),
+    # Formats with scale pages.
+    *(
+        _batch(f"{name}_mixed", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, kv_format=name)
+        for name in ("int8_token_head", "e4m3_token_head", "int4_token_head", "nvfp4", "mxfp8", "mxfp4")
+    ),
+    _batch("mxfp8_float16", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, kv_format="mxfp8", dtype="float16"),
+    _batch("nvfp4_float16_head_64", "-", [(512, 4 * K)] * 2, GPT_OSS, kv_format="nvfp4", dtype="float16", sinks=True),
+    _batch("int8_token_head_cap_256", "-", [(512, 4 * K)] * 2, GEMMA2, kv_format="int8_token_head", **GEMMA2_OPTIONS),
+    _batch("int4_token_head_256", "-", [(512, 4 * K)] * 2, GEMMA2, kv_format="int4_token_head"),
+    _batch("nvfp4_head_512", "-", [(512, 4 * K)] * 2, GEMMA4, kv_format="nvfp4"),
+    _batch("nvfp4_float32", "-", [(64, 4 * K)] * 2, LLAMA_8B, kv_format="nvfp4", dtype="float32"),
+    _batch("int8_token_head_float32", "-", [(64, 4 * K)] * 2, LLAMA_8B, kv_format="int8_token_head", dtype="float32"),
+    _batch("nvfp4_two_ranges", "-", [(512, 4 * K)] * 2, LLAMA_8B, kv_format="nvfp4", key_ranges=2),
+    _decode("blocks_int4_decode", "-", 32, 16 * K, LLAMA_8B, kv_format="int4_token_head", selected=16, block_size=128),
+    _batch("blocks_nvfp4", "-", [(512, 4 * K)] * 2, LLAMA_8B, kv_format="nvfp4", selected=32, block_size=64),
     # Sizes of 1, which Triton turns into constants.
     _batch("one_of_everything", "-", [(1, 16)], (1, 1, 128), spare_pages=0),
     _batch("one_page_slot", "-", [(1, 1)], (1, 1, 16), page_size=1, spare_pages=0, return_lse=True),

@@ -218,6 +218,7 @@ _MORE = (
     batch("mla_ragged_window_cap", FEW, 128, sliding_window=100, soft_cap=30.0, sinks=True),
     batch("mla_ragged_page_24_h12", FEW, 12, page_size=24, sliding_window=100),
     batch("mla_ragged_e4m3", MIXED, 128, stored="float8_e4m3fn"),
+    batch("mla_ragged_fnuz", MIXED, 128, stored="float8_e4m3fnuz"),
     batch("mla_ragged_int8_h16", FEW, 16, stored="int8", dtype="float16"),
     batch("mla_ragged_fp8", MIXED, 128, cache_format="fp8_v32"),
     batch("mla_ragged_fp8_window_cap", FEW, 128, cache_format="fp8_v32", sliding_window=100, soft_cap=30.0),

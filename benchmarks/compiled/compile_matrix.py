@@ -68,11 +68,11 @@ TARGETS = (
 # The shapes that fill shared memory. They suffice on architectures that differ from another mainly in its size.
 FEWER = (
     "decode_64x4k", "prefill_4k", "gemma2_prefill_4k", "gemma4_global_prefill_4k", "fp8_64x4k", "float32_mixed",
-    "int8_mixed", "ratio_7_page_24", "mla_dense_h128_128q2s4k", "mla_sparse_h16_b8", "mla_sparse_v4_h64_128q2",
-    "mla_prefill_h16_2k", "mha_192_4k", "mha_192_4k_backward", "mha_gemma_256", "mha_gemma_256_backward",
-    "mha_float32_80_backward", "indexer_decode_64x32k", "indexer_prefill_4k", "indexer_prefill_bf16",
-    "indexer_decode_bf16_queries", "blocks_decode_64x32k", "blocks_prefill_4k", "blocks_prefill_float32",
-    "blocks_128_prompt", "blocks_128_decode", "mha_blocks_64", "mha_blocks_64_backward",
+    "int8_mixed", "fnuz_64x4k", "ratio_7_page_24", "mla_dense_h128_128q2s4k", "mla_sparse_h16_b8",
+    "mla_sparse_v4_h64_128q2", "mla_prefill_h16_2k", "mha_192_4k", "mha_192_4k_backward", "mha_gemma_256",
+    "mha_gemma_256_backward", "mha_float32_80_backward", "indexer_decode_64x32k", "indexer_prefill_4k",
+    "indexer_prefill_bf16", "indexer_decode_bf16_queries", "blocks_decode_64x32k", "blocks_prefill_4k",
+    "blocks_prefill_float32", "blocks_128_prompt", "blocks_128_decode", "mha_blocks_64", "mha_blocks_64_backward",
 )  # fmt: skip
 FEWER_CASES_ON = ("sm_86", "sm_100", "sm_120", "gfx950")
 # Latent attention compiles slowly, so sm_90 compiles all of its cases and the other architectures one for each tile.
@@ -80,7 +80,8 @@ LATENT_TILES = (
     "mla_dense_h16_128x4k", "mla_dense_h128_128q2s4k", "mla_sparse_v4_h16", "mla_sparse_v4_h64_128q2",
     "mla_sparse_h16_b8", "mla_sparse_h128_128q2", "mla_float32_h16", "mla_float32_fp8_h16", "mla_float32_v4_h16",
     "mla_prefill_h16_2k", "mla_prefill_float32_h16", "mla_sparse_v41_h16", "mla_sparse_fp4_h16",
-    "mla_ragged_64x4k", "mla_ragged_h16_64x4k", "mla_ragged_window_cap", "mla_ragged_e4m3", "mla_ragged_float32_h16",
+    "mla_ragged_64x4k", "mla_ragged_h16_64x4k", "mla_ragged_window_cap", "mla_ragged_e4m3", "mla_ragged_fnuz",
+    "mla_ragged_float32_h16",
 )  # fmt: skip
 ATTENTIONS = (
     "ragged_paged_attention", "mla_decode", "ragged_mla_attention", "sparse_mla_prefill",
@@ -89,10 +90,10 @@ ATTENTIONS = (
 )  # fmt: skip
 # All other operations only copy, so fewer shapes cover them.
 COPYING = (
-    "decode_64x4k", "fp8_64x4k", "float32_mixed", "int8_mixed", "phi_head_80_mixed", "one_page_slot",
+    "decode_64x4k", "fp8_64x4k", "fnuz_64x4k", "float32_mixed", "int8_mixed", "phi_head_80_mixed", "one_page_slot",
     "mla_sparse_h16_b8", "mla_sparse_v4_h64_128q2", "mla_float16_h32", "mla_float16_fp8_h16", "mla_narrow_24_heads",
-    "mla_float32_fp8_h16", "mla_one_of_everything", "mla_ragged_64x4k", "mla_ragged_e4m3", "mla_ragged_int8_h16",
-    "indexer_decode_64x32k", "indexer_prefill_4k",
+    "mla_float32_fp8_h16", "mla_one_of_everything", "mla_ragged_64x4k", "mla_ragged_e4m3", "mla_ragged_fnuz",
+    "mla_ragged_int8_h16", "indexer_decode_64x32k", "indexer_prefill_4k",
 )  # fmt: skip
 
 SPOT_CHECK = 24  # `--check` compiles one in this number of the passed compilations again

@@ -23,14 +23,14 @@ from typing import Any
 
 from benchmarks.compiled import fences, sass, sources
 from ragged_attention import dispatch
-from ragged_attention.calls import Call, dtype_name
+from ragged_attention.calls import QUANTIZED, Call, dtype_name
 from ragged_attention.calls.base import shared_memory_of
 from ragged_attention.tools.recording import Launch
 from ragged_attention.tools.recording import record as record
 from ragged_attention.tools.samples import MULTIPROCESSORS
 
 ARCHITECTURES = tuple(MULTIPROCESSORS)
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2} | dict.fromkeys(QUANTIZED, 1)
 
 POINTERS = {
     "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "uint8": "*u8",

@@ -1,4 +1,4 @@
-"""Run another project's tests of sparse attention by our operations, and print the outcomes."""
+"""Run another project's tests of attention by our operations, and print the outcomes."""
 
 import argparse
 import importlib
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.foreign_tests import Sample, without_cuda
 
-SUITES = ("fla", "minimax_m3", "qsa")
+SUITES = ("aiter", "fla", "minimax_m3", "qsa")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

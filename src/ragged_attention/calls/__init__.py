@@ -20,6 +20,7 @@ from ragged_attention.calls.blocks import SelectBlocks as SelectBlocks
 from ragged_attention.calls.blocks import TopKBlocks as TopKBlocks
 from ragged_attention.calls.cache_formats import CACHE_FORMATS as CACHE_FORMATS
 from ragged_attention.calls.cache_formats import CacheFormat as CacheFormat
+from ragged_attention.calls.fields import FLOAT8 as FLOAT8
 from ragged_attention.calls.fields import FLOATS as FLOATS
 from ragged_attention.calls.fields import QUANTIZED as QUANTIZED
 from ragged_attention.calls.fields import WIDE_FLOATS as WIDE_FLOATS

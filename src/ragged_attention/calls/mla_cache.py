@@ -84,7 +84,7 @@ def expect_cache(
     row_width: int | None = None,
 ) -> str:  # fmt: skip
     """Check a paged cache by itself and return its format. With `row_width` it may be 8-bit and plain."""
-    eight_bit = BYTES if row_width is None else (*BYTES, "float8_e5m2")
+    eight_bit = BYTES if row_width is None else tuple(dict.fromkeys((*BYTES, *QUANTIZED)))
     expect_array(name, cache, "P G K C", (*floats, *eight_bit), {})
     format_name = format_of(name, cache, given, row_width)
     expect_layout(format_name, cache_layout)

@@ -12,12 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import config as jax_config  # nothing public tells whether the TPU interpret mode is on
 
-from ragged_attention.calls import Call, Device, is_array
+from ragged_attention.calls import FLOAT8, Call, Device, is_array
 from ragged_attention.calls.base import shared_memory_of
+from ragged_attention.calls.cache_formats import E8M0
 from ragged_attention.host.interpreting import interpreting
 from ragged_attention.protocols import OPTIONS, PackedArrays, Shaped
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+# Formats may also have scales of 8 bits.
+FLOAT8_DTYPES = tuple(jnp.dtype(name) for name in (*FLOAT8, E8M0))
 
 
 @functools.cache
@@ -153,7 +156,7 @@ class HostArray:
 
 def is_bits(dtype: Any) -> bool:
     """Whether a dtype is an 8-bit float, which kernels and NumPy take as uint8."""
-    return dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e8m0fnu)
+    return dtype in FLOAT8_DTYPES
 
 
 def to_numpy(array: Any) -> np.ndarray:

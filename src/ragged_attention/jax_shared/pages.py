@@ -14,7 +14,7 @@ from jax import lax
 SIGN, INFINITY, MANTISSA = np.int32(-(2**31)), np.int32(0x7F800000), np.int32(0x7FFFFF)  # of float32
 BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 # Mantissa bits, exponent bias, largest finite value.
-FORMATS = {"float8_e4m3fn": (3, 7, 448.0), "float8_e5m2": (2, 15, 57344.0)}
+FORMATS = {"float8_e4m3fn": (3, 7, 448.0), "float8_e5m2": (2, 15, 57344.0), "float8_e4m3fnuz": (3, 8, 240.0)}
 
 
 def per_head(scale: Any, num_kv_heads: int) -> jax.Array:
@@ -31,7 +31,7 @@ def stored_bits(values: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.A
         values = quotient(values.astype(jnp.float32), scale[:, None])
     name = jnp.dtype(dtype).name
     if name in FORMATS:
-        return codes(values.astype(jnp.float32), *FORMATS[name])
+        return codes(values.astype(jnp.float32), *FORMATS[name], has_negative_zero=name != "float8_e4m3fnuz")
     if name == "int8":
         values = values.astype(jnp.float32)
         values = jnp.clip(jnp.rint(jnp.where(jnp.isnan(values), 0.0, values)), -128, 127).astype(jnp.int8)
@@ -73,8 +73,13 @@ def nearest_quotient(values: jax.Array, divisor: jax.Array, estimate: jax.Array)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def codes(values: jax.Array, mantissa_bits: int, bias: int, largest: float) -> jax.Array:
-    """The codes of an 8-bit float format, by integer arithmetic, because casts differ in how they saturate."""
+def codes(
+    values: jax.Array, mantissa_bits: int, bias: int, largest: float, has_negative_zero: bool = True
+) -> jax.Array:
+    """The codes of an 8-bit float format, by integer arithmetic, because casts differ in how they saturate.
+
+    In a format without -0, the code of -0 is the only NaN.
+    """
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     sign = ((bits >> 24) & 0x80).astype(jnp.uint8)
     magnitude = jnp.minimum(jnp.abs(values), jnp.float32(largest))
@@ -86,6 +91,8 @@ def codes(values: jax.Array, mantissa_bits: int, bias: int, largest: float) -> j
     anchor = np.float32(2.0 ** (1 - bias - mantissa_bits + 23))
     small = lax.bitcast_convert_type(magnitude + anchor, jnp.uint32) - anchor.view(np.uint32)
     code = jnp.where(magnitude < np.float32(2.0 ** (1 - bias)), small, normal).astype(jnp.uint8)
+    if not has_negative_zero:
+        return jnp.where(jnp.isnan(values), jnp.uint8(0x80), jnp.where(code > 0, code | sign, code))
     return jnp.where(jnp.isnan(values), jnp.uint8(0x7F), code) | sign
 
 

@@ -108,10 +108,10 @@ class Paged(FrontEnd[Array, Memory]):
                 `q_scale`; they are widened to the dtype of `kv_pages`, or to bfloat16 if the pages are 8-bit, and "q's
                 dtype" below means that wider dtype.
             kv_pages: the cache, [P, G, 2K, D] with K of head h at 2h and V at 2h + 1, or a pair `(k_pages, v_pages)` of
-                [P, G, K, D] and [P, G, K, D_v]. Its dtype is that of `q`, or float8_e4m3fn, float8_e5m2 or int8; or
-                uint8, whose elements hold two 4-bit codes (D / 2 of them, the even column in the low half), with scale
-                pages. The arrays of a pair may have different formats. In torch any strides are accepted if the last
-                one is 1. Sequences may share pages.
+                [P, G, K, D] and [P, G, K, D_v]. Its dtype is that of `q`, float8_e4m3fn, float8_e5m2, float8_e4m3fnuz,
+                int8, or uint8, whose elements hold two 4-bit codes (D / 2 of them, the even column in the low half) and
+                which need scale pages. The arrays of a pair may have different formats. In torch any strides are
+                accepted if the last one is 1. Sequences may share pages.
             kv_lens: i32 [S], the number of positions of each sequence in the cache, including this step's.
             page_indices: i32 [S, M], the block table: entry p of a row is the page that holds the G positions from
                 p * G. Entries past the last used page are never read as pages.
@@ -145,7 +145,7 @@ class Paged(FrontEnd[Array, Memory]):
                 position and KV head: [P, G, K, n], or [P, G, K] if n is 1. In torch any strides are accepted, so they
                 may be views into the pages. Dtypes and n say the format:
 
-                - int8, float8_e4m3fn or float8_e5m2 pages, float32, n = 1: value = code * scale, with a scale for each
+                - int8 or 8-bit float pages, float32, n = 1: value = code * scale, with a scale for each
                   token and head.
                 - uint8 pages (4-bit codes from 0 to 15), float32, n = 1: value = (code - zero) * scale. The lowest 4
                   bits of the float are `zero`; the float with those bits cleared is `scale`, as in vLLM's
@@ -268,14 +268,15 @@ class Paged(FrontEnd[Array, Memory]):
                 saturated at the format's largest finite value. A scale is a float whose magnitude is at least the
                 smallest normal float32, or an array [] or [K]. In an array a smaller number counts as 0 of its sign: a
                 quotient by it saturates (in float pages it is infinite), or is NaN if k is 0 as well. int8 pages store
-                NaN as 0. On devices that flush subnormal numbers, as XLA does, those in k and v count as 0 too.
+                NaN as 0, and float8_e4m3fnuz pages store -0 as 0. On devices that flush subnormal numbers, as XLA does,
+                those in k and v count as 0 too.
             k_scale_pages, v_scale_pages: the scale pages of the attention, which are written too. Each row, or block of
                 its columns, gets a scale of its own. All steps are in float32; x is a row divided by `k_scale`, and
                 `amax` its largest magnitude (of a block, if scales belong to blocks):
 
-                - One scale per token and head: scale = max(amax / 127, 1e-6) for int8, with 448 for float8_e4m3fn and
-                  57344 for float8_e5m2. The code is x * (1 / scale), clamped; int8 rounds half away from zero, as vLLM
-                  does.
+                - One scale per token and head: scale = max(amax / 127, 1e-6) for int8, with 448 for float8_e4m3fn,
+                  57344 for float8_e5m2, and 224 for float8_e4m3fnuz. The code is x * (1 / scale), clamped; int8 rounds
+                  half away from zero, as vLLM does.
                 - 4-bit codes from 0 to 15: scale = max((max(x) - min(x)) / 15, 1e-6). With `zero` in the bits of the
                   scale, zero is -min(x) / scale, rounded half away from zero and clamped to 0 to 15, and so is the code
                   x * (1 / scale) + zero, as vLLM has it. For a stored zero

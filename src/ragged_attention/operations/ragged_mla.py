@@ -78,9 +78,9 @@ class RaggedLatent(FrontEnd[Array, Memory]):
                 the space of the latents). Rows from `cu_q_lens[num_seqs]` on are padding. d_qk is a multiple of 16 up
                 to 1024. float8_e4m3fn queries need `q_scale`; they are widened to the dtype of `kv_cache`, or to
                 bfloat16 if the cache is 8-bit, and "q's dtype" below means that wider dtype.
-            kv_cache: the latents. Plain: [P, G, 1, d_qk] of q's dtype, or of float8_e4m3fn, float8_e5m2 or int8, which
-                go with `kv_scale`. Quantised: bytes [P, G, 1, 656, 584, 528 or 288] in the formats that `mla_decode`
-                takes. Sequences may share pages.
+            kv_cache: the latents. Plain: [P, G, 1, d_qk] of q's dtype, or of float8_e4m3fn, float8_e5m2,
+                float8_e4m3fnuz or int8, which go with `kv_scale`. Quantised: bytes [P, G, 1, 656, 584, 528 or 288] in
+                the formats that `mla_decode` takes. Sequences may share pages.
             kv_lens, page_indices, cu_q_lens: i32 [S], [S, M] and [S + 1], as in `ragged_paged_attention`.
             num_seqs, max_q_len: as in `ragged_paged_attention`.
             d_v: the number of columns of the value, a multiple of 16 up to d_qk.

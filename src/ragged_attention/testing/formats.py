@@ -15,8 +15,9 @@ from ragged_attention.calls.cache_formats import element_of as element_of
 from ragged_attention.reference._kv_layout import FORMATS as FORMATS
 from ragged_attention.reference._kv_layout import decode, encode
 
-NAN_CODES = {"float8_e4m3fn": (0x7F, 0xFF), "float8_e5m2": (0x7E, 0xFD)}
-INFINITY_CODES = {"float8_e4m3fn": (0x7E, 0xFE), "float8_e5m2": (0x7C, 0xFC)}  # e4m3fn has none: its largest value
+NAN_CODES = {"float8_e4m3fn": (0x7F, 0xFF), "float8_e5m2": (0x7E, 0xFD), "float8_e4m3fnuz": (0x80,)}
+# The codes of infinities; formats without infinities have those of their largest values.
+INFINITY_CODES = {"float8_e4m3fn": (0x7E, 0xFE), "float8_e5m2": (0x7C, 0xFC), "float8_e4m3fnuz": (0x7F, 0xFF)}
 
 
 # The formats of keys or values by the names that specs have for them: those with scale pages, then the others.

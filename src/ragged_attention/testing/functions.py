@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ragged_attention.calls import CALLS
+from ragged_attention.calls import CALLS, QUANTIZED
 from ragged_attention.calls.base import NOWHERE
 from ragged_attention.calls.paged import live_sequences
 from ragged_attention.errors import Unsupported
@@ -37,7 +37,6 @@ from ragged_attention.testing.runner import (
 )
 
 DECLINED_STATUS = 77  # the exit status of a command that does not take a batch, as test programs skip elsewhere
-CODED = ("float8_e4m3fn", "float8_e5m2", "int8")
 RESULTS: Mapping[str, tuple[str, ...]] = {
     "ragged_paged_attention": ("out", "lse"),
     "ragged_mla_attention": ("out", "lse"),
@@ -73,7 +72,7 @@ class NumpyFront:
     def bring(array: NDArray[Any], dtype: str, *, layout: str, place: Any, device: str | None) -> NDArray[Any]:
         """A copy of one array, in memory that `place` lays out, without gaps."""
         del layout, device
-        if dtype in CODED:
+        if dtype in QUANTIZED:
             held = array.copy().view(_numpy_dtype(dtype))
         else:
             with np.errstate(over="ignore"):

@@ -13,7 +13,7 @@ import ragged_attention.jax as operations  # noqa: F401  (what a runner calls)
 from ragged_attention.calls import Device
 from ragged_attention.jax._launcher import device_facts, is_bits
 from ragged_attention.jax._lower import default_platform
-from ragged_attention.testing import triton_interpreter
+from ragged_attention.testing import formats, triton_interpreter
 from ragged_attention.testing.collecting import leaves, written_arrays
 
 INT32 = np.iinfo(np.int32)
@@ -32,7 +32,7 @@ def bring(array: NDArray[Any], dtype: str, *, layout: str, place: Any, device: s
     By `device_put`, for `asarray` compiles a program for each shape.
     """
     del layout, place, device
-    if dtype in ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8"):
+    if dtype in (*formats.QUANTIZED, "float8_e8m0fnu"):
         return jax.device_put(np.ascontiguousarray(array).copy().view(jnp.dtype(dtype)))
     if dtype == "int64":  # which jax does not have by default; what is out of range stays so
         return jax.device_put(np.clip(array, INT32.min, INT32.max).astype(np.int32))

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ragged_attention.calls import CACHE_FORMATS, CALLS
+from ragged_attention.calls import CACHE_FORMATS, CALLS, QUANTIZED
 from ragged_attention.errors import InvalidInput
 from ragged_attention.reference._indexer import planes
 from ragged_attention.testing.drawing import PATHS, Check, examples_of
@@ -58,7 +58,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "blocks": ("block_scores", "select_blocks", "top_k_blocks"),
     "varlen": ("varlen_attention",),
 }
-FLOATS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")  # packed caches are uint8
+FLOATS = ("float32", "float16", "bfloat16", *QUANTIZED, "uint8")  # packed caches are uint8
 IDLE = "nothing was judged"  # the message of a check that had no batch to try, such as one of tunable paths
 WIDE = (
     "sinks",

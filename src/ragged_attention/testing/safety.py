@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ragged_attention import dispatch
+from ragged_attention.calls import QUANTIZED
 from ragged_attention.testing import empties
 from ragged_attention.testing.blocks import garbage as blocks_safety
 from ragged_attention.testing.drawing import paths, taken_of
@@ -31,7 +32,7 @@ from ragged_attention.testing.varlen import garbage as varlen_safety
 
 MODULE = "ragged_attention.testing.safety"
 DTYPES = ("float32", "bfloat16", "float16")
-CACHES = (None, "float8_e4m3fn", "float8_e5m2", "int8")
+CACHES = (None, *QUANTIZED)
 
 
 def garbage_attention(seed: int) -> Batch:

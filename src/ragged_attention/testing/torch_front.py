@@ -10,19 +10,14 @@ import torch
 from numpy.typing import NDArray
 
 import ragged_attention.torch as operations  # noqa: F401  (what a runner calls)
-from ragged_attention.calls import Device
+from ragged_attention.calls import FLOAT8, Device
 from ragged_attention.testing import formats, triton_interpreter
 from ragged_attention.testing.collecting import leaves, written_arrays
 from ragged_attention.testing.compare import identical
 from ragged_attention.torch._launcher import device_facts, is_bits
 
 Place = Callable[[NDArray[Any]], NDArray[Any]]
-BITS = {
-    "bfloat16": torch.bfloat16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
-    "float8_e8m0fnu": torch.float8_e8m0fnu,
-}
+BITS = {name: getattr(torch, name) for name in ("bfloat16", "float8_e8m0fnu", *FLOAT8)}
 
 triton_interpreter.quicken()
 

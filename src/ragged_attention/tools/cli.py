@@ -117,7 +117,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     add("--max-len", type=int, help=f"positions a sequence can have ({default('max_len')})")
     add("--sinks", action="store_true", default=None)
     add = parser.add_argument_group("of paged attention").add_argument
-    add("--cache-dtype", help="of the pages: float8_e4m3fn, float8_e5m2, int8 (default: as --dtype)")
+    add("--cache-dtype", help="of the pages: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz, int8 (default: as --dtype)")
     add("--head-dim", type=int, help=f"default: {paged.head_dim}")
     add("--split-pages", action="store_true", default=None, help="k_pages and v_pages apart")
     add("--sliding-window", type=int, help="default: none")

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ragged_attention.calls import Call, Device
+from ragged_attention.calls import FLOAT8, Call, Device
 from ragged_attention.calls.base import shared_memory_of
+from ragged_attention.calls.cache_formats import E8M0
 from ragged_attention.errors import TooLarge
 from ragged_attention.host.interpreting import interpreting
 from ragged_attention.protocols import OPTIONS, Shaped
@@ -22,6 +23,9 @@ DTYPES: dict[str, torch.dtype] = {
         "float8_e5m2", "float8_e8m0fnu",
     )
 }  # fmt: skip
+
+# Formats may also have scales of 8 bits.
+FLOAT8_DTYPES = tuple(getattr(torch, name) for name in (*FLOAT8, E8M0))
 
 
 @functools.cache
@@ -39,7 +43,7 @@ def device_facts(device: torch.device) -> Device:
 
 def is_bits(dtype: torch.dtype) -> bool:
     """Whether a dtype is an 8-bit float, which kernels and NumPy take as uint8."""
-    return dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+    return dtype in FLOAT8_DTYPES
 
 
 def to_bits(tensor: torch.Tensor) -> torch.Tensor:

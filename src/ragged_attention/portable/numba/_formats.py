@@ -44,10 +44,12 @@ from ragged_attention.portable.numba._vectors import (
     vector,
 )
 
-CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "float8_e4m3fn": 3, "float8_e5m2": 4, "int8": 5}
+CODES = {
+    "float32": 0, "bfloat16": 1, "float16": 2, "float8_e4m3fn": 3, "float8_e5m2": 4, "int8": 5, "float8_e4m3fnuz": 6
+}  # fmt: skip
 LARGE = 2.0**100  # a factor below it does not overflow when it is multiplied by 256
 TWICE_E2M1 = 0xC8643210  # twice the positive e2m1 values, in 4 bits each: 0, 1, 2, 3, 4, 6, 8, 12
-FLOAT32, BFLOAT16, FLOAT16, E4M3, E5M2, INT8 = CODES.values()
+FLOAT32, BFLOAT16, FLOAT16, E4M3, E5M2, INT8, E4M3FNUZ = CODES.values()
 BYTES, SHORTS, HALVES = (ir.VectorType(kind, LANES) for kind in (I8, I16, ir.HalfType()))
 
 # Whether the CPU converts float16 itself; otherwise LLVM would call a function that may not exist.
@@ -79,16 +81,18 @@ def _from_bfloat16(builder: Any, codes: Any) -> Any:
     return builder.bitcast(builder.shl(builder.zext(codes, INTS), constant(INTS, 16)), FLOATS)
 
 
+def _shifted_to_half(builder: Any, codes: Any) -> Any:
+    """Codes with 4 exponent bits as float16 bits with the same exponent and mantissa."""
+    kind = ir.VectorType(I16, codes.type.count)
+    high = builder.shl(builder.zext(codes, kind), constant(kind, 8))
+    return builder.and_(builder.ashr(high, constant(kind, 1)), constant(kind, 0xBF80))
+
+
 def _half_from_e4m3(builder: Any, codes: Any) -> Any:
     """The float16 bits of the values divided by 256, so that subnormals need no extra instructions; NaN stays NaN."""
-    kind = ir.VectorType(I16, codes.type.count)
-
-    def every(value: int) -> Any:
-        return ir.Constant(kind, [value] * kind.count)
-
-    high = builder.shl(builder.zext(codes, kind), every(8))
-    half = builder.and_(builder.ashr(high, every(1)), every(0xBF80))
-    nan = builder.and_(builder.add(half, every(0x80)), every(0x4000))  # the exponent's top bit, set for NaN only
+    half = _shifted_to_half(builder, codes)
+    carried = builder.add(half, constant(half.type, 0x80))
+    nan = builder.and_(carried, constant(half.type, 0x4000))  # the exponent's top bit, set for NaN only
     return builder.or_(half, nan)
 
 
@@ -96,6 +100,15 @@ def _from_e4m3(builder: Any, codes: Any) -> Any:
     if CONVERTS_HALVES:
         return builder.fmul(_from_half(builder, _half_from_e4m3(builder, codes)), constant(FLOATS, 256.0))
     return _from_bits(builder, codes, 8, 3, 7, 0x7F)
+
+
+def _from_e4m3fnuz(builder: Any, codes: Any) -> Any:
+    if CONVERTS_HALVES:
+        value = builder.fmul(_from_half(builder, _shifted_to_half(builder, codes)), constant(FLOATS, 128.0))
+    else:
+        value = _from_bits(builder, codes, 8, 3, 8, 0x80)
+    nan = builder.icmp_unsigned("==", codes, constant(codes.type, 0x80))  # the code of -0 in other formats
+    return builder.select(nan, constant(FLOATS, np.nan), value)
 
 
 def _from_e5m2(builder: Any, codes: Any) -> Any:
@@ -136,6 +149,13 @@ def _to_float(kind: Any, mantissa: int, bias: int, largest: int, nan: int, build
     code = builder.select(builder.icmp_signed(">", code, constant(INTS, largest)), constant(INTS, largest), code)
     code = builder.select(builder.fcmp_unordered("uno", value, value), constant(INTS, nan), code)
     return builder.trunc(builder.or_(code, sign), kind)
+
+
+def _to_e4m3fnuz(builder: Any, value: Any) -> Any:
+    code = _to_float(BYTES, 3, 8, 0x7F, 0, builder, value)  # 0x80 for -0
+    negative_zero = builder.icmp_unsigned("==", code, constant(BYTES, 0x80))
+    code = builder.select(negative_zero, constant(BYTES, 0), code)
+    return builder.select(builder.fcmp_unordered("uno", value, value), constant(BYTES, 0x80), code)
 
 
 def _to_bfloat16(builder: Any, value: Any) -> Any:
@@ -224,9 +244,27 @@ _FORMATS = (  # in the order of CODES
     (BYTES, _from_e4m3, functools.partial(_to_float, BYTES, 3, 7, 0x7E, 0x7F), "e4m3"),
     (BYTES, _from_e5m2, functools.partial(_to_float, BYTES, 2, 15, 0x7B, 0x7F), "e5m2"),
     (BYTES, _from_int8, _to_int8, "int8"),
+    (BYTES, _from_e4m3fnuz, _to_e4m3fnuz, "e4m3fnuz"),
 )
 READS, READS_SOME = zip(*(_reader(kind, decode, name) for kind, decode, _, name in _FORMATS), strict=True)
 WRITES, WRITES_SOME = zip(*(_writer(kind, encode, name) for kind, _, encode, name in _FORMATS), strict=True)
+
+
+def _coder(encode: Callable[[Any, Any], Any], name: str) -> Any:
+    """A function that returns the code of one number.
+
+    A masked store does not serve: of one known to store a single 16-bit code, LLVM 22 makes a store of 32 bits.
+    """
+
+    def code_of(builder: Any, value: Any) -> Any:
+        first = builder.extract_element(encode(builder, in_all_lanes(builder, value)), ir.Constant(I32, 0))
+        return builder.zext(first, I64)
+
+    code_of.__name__ = f"code_of_{name}"
+    return function_of(types.int64, types.float32)(code_of)
+
+
+code_of_float16, code_of_e4m3 = (_coder(_FORMATS[code][2], _FORMATS[code][3]) for code in (FLOAT16, E4M3))
 read_bfloat16, read_e4m3, read_int8 = READS[BFLOAT16], READS[E4M3], READS[INT8]
 read_some_e4m3, write_some_e4m3 = READS_SOME[E4M3], WRITES_SOME[E4M3]
 _, read_some_e8m0 = _reader(BYTES, _from_e8m0, "e8m0")
@@ -247,14 +285,20 @@ def widen_two_e4m3(builder: Any, source: Any, target: Any, index: Any, factor: A
         store_aligned(builder, builder.fmul(value, factor), place, 4)
 
 
-@function_of(types.none, types.int64, types.int64, types.int64, vector)
-def widen_e2m1_vector(builder: Any, source: Any, target: Any, index: Any, factor: Any) -> None:
-    """Decode a vector of e2m1 codes, the low half of a byte first, and store it times `factor` as float32."""
+def nibbles(builder: Any, source: Any, index: Any) -> Any:
+    """A vector of 4-bit codes, the low half of a byte first."""
     kind = ir.VectorType(I8, LANES // 2)
     first = builder.lshr(index, ir.Constant(I64, 1))
     stored = load_aligned(builder, element(builder, source, first, I8), kind, 1)
     twice = shuffled(builder, [lane // 2 for lane in range(LANES)], stored)
     codes = builder.lshr(builder.zext(twice, INTS), ir.Constant(INTS, [lane % 2 * 4 for lane in range(LANES)]))
+    return builder.and_(codes, constant(INTS, 15))
+
+
+@function_of(types.none, types.int64, types.int64, types.int64, vector)
+def widen_e2m1_vector(builder: Any, source: Any, target: Any, index: Any, factor: Any) -> None:
+    """Decode a vector of e2m1 codes, the low half of a byte first, and store it times `factor` as float32."""
+    codes = nibbles(builder, source, index)
     places = builder.shl(builder.and_(codes, constant(INTS, 7)), constant(INTS, 2))
     doubled = builder.and_(builder.lshr(constant(INTS, TWICE_E2M1), places), constant(INTS, 15))
     sign = builder.shl(builder.and_(codes, constant(INTS, 8)), constant(INTS, 28))
@@ -379,14 +423,26 @@ def _lookup(builder: Any, table: Any, codes: Any) -> Any:
     return builder.bitcast(builder.or_(alternate, signs), FLOATS)
 
 
-def _pairs_by_table(table: Any, decode: Callable[[Any, Any], Any], name: str) -> Any:
-    """A function that writes one vector for `pair`; on CPUs with PAIRS it looks codes up in `table`."""
+def _with_nan_for_negative_zero(builder: Any, pairs: Any) -> Any:
+    kind = ir.VectorType(I16, 2 * LANES)
+    halves = builder.bitcast(pairs, kind)
+    negative_zero = builder.icmp_unsigned("==", halves, constant(kind, 0x8000))
+    return builder.bitcast(builder.select(negative_zero, constant(kind, 0x7FC0), halves), FLOATS)
+
+
+def _pairs_by_table(table: Any, decode: Callable[[Any, Any], Any], name: str, has_negative_zero: bool = True) -> Any:
+    """A function that writes one vector for `pair`; on CPUs with PAIRS it looks codes up in `table`.
+
+    In a format without -0, the code of -0 is NaN.
+    """
 
     def write(builder: Any, first: Any, second: Any, target: Any, index: Any) -> None:
         rows = [load_aligned(builder, element(builder, row, index, I8), BYTES, 1) for row in (first, second)]
         if PAIRS:
             places = [place for lane in range(LANES) for place in (lane, lane, LANES + lane, LANES + lane)]
             pairs = _lookup(builder, table, shuffled(builder, places, *rows))
+            if not has_negative_zero:
+                pairs = _with_nan_for_negative_zero(builder, pairs)
         else:
             pairs = join(builder, *(decode(builder, row) for row in rows))
         store_aligned(builder, pairs, element(builder, target, index, F32), 4)
@@ -399,6 +455,9 @@ _E4M3 = _bfloat16_of(3, 7, lambda code: np.nan if code == 127 else None)
 _pair_e4m3 = _pairs_by_table(_E4M3, _from_e4m3, "e4m3")
 _pair_e5m2 = _pairs_by_table(
     _bfloat16_of(2, 15, lambda code: None if code < 124 else np.inf if code == 124 else np.nan), _from_e5m2, "e5m2"
+)
+_pair_e4m3fnuz = _pairs_by_table(
+    _bfloat16_of(3, 8, lambda _: None), _from_e4m3fnuz, "e4m3fnuz", has_negative_zero=False
 )
 
 
@@ -421,6 +480,18 @@ def pairs_of_four_e4m3(builder: Any, source: Any, index: Any, target: Any, strid
         store_aligned(builder, pairs, element(builder, target, place, F32), 4)
 
 
+@function_of(vector, types.int64, types.int64)
+def bfloat16_of_e4m3(builder: Any, source: Any, index: Any) -> Any:
+    """Pairs of bfloat16 of 2 * LANES neighbouring e4m3 codes."""
+    kind = ir.VectorType(I8, 2 * LANES)
+    codes = load_aligned(builder, element(builder, source, index, I8), kind, 1)
+    if PAIRS:
+        places = [2 * lane + byte for lane in range(LANES) for byte in (0, 0, 1, 1)]
+        return _lookup(builder, _E4M3, shuffled(builder, places, codes))
+    both = (shuffled(builder, list(range(byte, 2 * LANES, 2)), codes) for byte in range(2))
+    return join(builder, *(_from_e4m3(builder, each) for each in both))
+
+
 @compiled
 def pair(code, first, second, target, count):
     """Pair the numbers of two rows as bfloat16, which must hold the format's numbers exactly; writes whole vectors."""
@@ -433,6 +504,9 @@ def pair(code, first, second, target, count):
     elif code == E5M2:
         for index in range(0, count, LANES):
             _pair_e5m2(first, second, target, index)
+    elif code == E4M3FNUZ:
+        for index in range(0, count, LANES):
+            _pair_e4m3fnuz(first, second, target, index)
     else:
         for index in range(0, count, LANES):
             store(target, index, joined(read_int8(first, index), read_int8(second, index)))

@@ -8,7 +8,7 @@ import torch
 
 from ragged_attention.portable.torch_eager._host import Ints
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
 DOUBLED_E2M1 = 0xC8643210 - 2**32  # twice the 8 magnitudes, 4 bits each, as an int32: 0, 1, 2, 3, 4, 6, 8, 12
 
 
@@ -18,21 +18,39 @@ def to_float32(stored: torch.Tensor) -> torch.Tensor:
         return (stored.view(torch.int8).to(torch.int16) << 8).view(torch.float16).to(torch.float32)
     if stored.dtype == torch.float8_e4m3fn:
         return e4m3_to_float32(stored.view(torch.int8))
+    if stored.dtype == torch.float8_e4m3fnuz:
+        return e4m3fnuz_to_float32(stored.view(torch.int8))
     return stored.to(torch.float32)
 
 
 def e4m3_to_float32(bits: torch.Tensor) -> torch.Tensor:
-    """The exact values of float8_e4m3fn codes, which are given as int8.
-
-    e4m3 has one exponent bit fewer than float16, and a bias of 7 instead of 15. So the shifted bits, read as float16,
-    are 2**-8 times the value. Sign extension also copies the sign to bit 14, which is cleared.
-    """
-    shifted = bits.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
-    values = shifted.view(torch.float16).to(torch.float32).mul_(256.0)
+    """The exact values of float8_e4m3fn codes, which are given as int8. The exponent bias is 7."""
+    values = shifted_to_float16(bits).to(torch.float32).mul_(256.0)
     # On a CPU, `masked_fill_` takes over ten times as long as a search for NaN. Elsewhere, a search would synchronise.
     if bits.device.type != "cpu" or (bits.numel() and int((bits | -0x80).amax()) == -1):
         values.masked_fill_((bits & 0x7F) == 0x7F, torch.nan)
     return values
+
+
+def e4m3fnuz_to_float32(bits: torch.Tensor) -> torch.Tensor:
+    """The exact values of float8_e4m3fnuz codes, which are given as int8.
+
+    The exponent bias is 8, one more than in float8_e4m3fn. The only NaN has the code of -0.
+    """
+    values = shifted_to_float16(bits).to(torch.float32).mul_(128.0)
+    # Search for NaN first, as for float8_e4m3fn. The least of all signed codes is NaN.
+    if bits.device.type != "cpu" or (bits.numel() and int(bits.amin()) == -0x80):
+        values.masked_fill_(bits == -0x80, torch.nan)
+    return values
+
+
+def shifted_to_float16(bits: torch.Tensor) -> torch.Tensor:
+    """8-bit floats with 4 exponent bits, given as int8, as float16 with the same exponent and mantissa bits.
+
+    float16 has one exponent bit more and a bias of 15, so a value is divided by 2 ** (15 - bias). Sign extension also
+    copies the sign to bit 14, which is cleared.
+    """
+    return bits.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001).view(torch.float16)
 
 
 def encode(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -43,6 +61,8 @@ def encode(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return values.to(dtype)
     largest = torch.finfo(dtype).max
     bits = values.clamp(-largest, largest).to(dtype).view(torch.uint8)
+    if dtype == torch.float8_e4m3fnuz:  # -0 becomes 0, because the code of -0 is the only NaN
+        return bits.masked_fill_(bits == 0x80, 0).masked_fill_(torch.isnan(values), 0x80)
     nan = torch.where(torch.signbit(values), 0xFF, 0x7F).to(torch.uint8)
     return torch.where(torch.isnan(values), nan, bits)
 

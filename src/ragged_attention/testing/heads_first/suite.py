@@ -42,7 +42,7 @@ _CACHES = {
     }
     for cache_dtype, dtype, page_size in (
         ("int8", "bfloat16", 4), ("int8", "float32", 3), ("float8_e4m3fn", "bfloat16", 16),
-        ("float8_e5m2", "float16", 5),
+        ("float8_e5m2", "float16", 5), ("float8_e4m3fnuz", "bfloat16", 8),
     )
 }  # fmt: skip
 
@@ -250,7 +250,7 @@ def _wild_spec(rng: np.random.Generator, seed: int, lens: tuple[tuple[int, int],
         group=int(rng.choice([1, 3])),
         head_dim=int(rng.choice([16, 24, 80])),
         dtype=str(rng.choice(["float32", "bfloat16", "float16"])),
-        cache_dtype=[None, None, "float8_e4m3fn", "int8"][int(rng.integers(0, 4))],
+        cache_dtype=[None, None, "float8_e4m3fn", "float8_e4m3fnuz", "int8"][int(rng.integers(0, 5))],
         sliding_window=[None, 1, 5][int(rng.integers(0, 3))],
         strided=bool(rng.random() < 0.3),
         seed=seed,

@@ -119,7 +119,9 @@ def garbage_ragged(seed: int) -> RaggedLatentBatch:
         page_size=int(rng.choice([1, 2, 3, 8])),
         group=common["heads"],
         dtype=common["dtype"],
-        cache_dtype=[None, "float8_e4m3fn", "int8"][int(rng.integers(0, 3))] if common["format"] == "plain" else None,
+        cache_dtype=[None, "float8_e4m3fn", "float8_e4m3fnuz", "int8"][int(rng.integers(0, 4))]
+        if common["format"] == "plain"
+        else None,
         count=str(rng.choice(["none", "array"])),
         padding=int(rng.integers(0, 3)),
         causal=bool(rng.random() < 0.7),

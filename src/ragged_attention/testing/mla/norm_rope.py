@@ -106,7 +106,6 @@ CORNERS: dict[str, LatentNormRopeSpec] = {
     "no tokens": LatentNormRopeSpec(write=LatentWriteSpec(tokens=0)),
     "no query heads": LatentNormRopeSpec(write=LatentWriteSpec(), heads=0),
 }
-STORED = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
 def check_rows(runner: Runner, spec: LatentNormRopeSpec) -> None:
@@ -149,7 +148,7 @@ def latent_norm_rope_specs(draw: Any) -> LatentNormRopeSpec:
     """Structures of calls in every cache format."""
     form = draw(st.sampled_from(["plain", "plain", *latents.LAID_OUT]))
     plain = form == "plain"
-    stored = draw(st.sampled_from([None, *STORED])) if plain else None
+    stored = draw(st.sampled_from([None, *formats.QUANTIZED])) if plain else None
     return LatentNormRopeSpec(
         write=LatentWriteSpec(
             format=form,
@@ -187,7 +186,7 @@ def _on(spec: LatentNormRopeSpec) -> Callable[[Runner, int], int]:
 def corners() -> Iterator[Check]:
     """The named batches, with one for each cache format."""
     named = dict(CORNERS)
-    for stored in STORED:
+    for stored in formats.QUANTIZED:
         named[f"plain {stored}"] = LatentNormRopeSpec(
             write=LatentWriteSpec(stored=stored, dtype="bfloat16", scale="float")
         )

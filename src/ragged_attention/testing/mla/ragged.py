@@ -335,6 +335,7 @@ _SPECS: dict[str, RaggedLatentSpec] = {
         for cache_dtype, dtype, scales in (
             ("float8_e4m3fn", "bfloat16", "float"), ("float8_e4m3fn", "float32", "heads"),
             ("float8_e5m2", "float16", "array"), ("int8", "bfloat16", "heads"), ("int8", "float16", None),
+            ("float8_e4m3fnuz", "bfloat16", "float"), ("float8_e4m3fnuz", "float16", None),
         )
     },
     "8-bit without a scale": _spec(cache_dtype="float8_e4m3fn", dtype="bfloat16", sliding_window=5),
@@ -357,6 +358,7 @@ UPDATES = {
     "num_seqs an int": _spec(count="int", spare_seqs=2, padding=1, garbage=True),
     "page size 1": _spec(page_size=1, garbage=True, dtype="bfloat16"),
     "float8_e4m3fn": _spec(cache_dtype="float8_e4m3fn", dtype="bfloat16", scales="float"),
+    "float8_e4m3fnuz": _spec(cache_dtype="float8_e4m3fnuz", dtype="bfloat16", scales="float"),
     "int8": _spec(cache_dtype="int8", dtype="float16", scales="array"),
     "fp8_v32": _spec(d_v=512, format="fp8_v32", dtype="bfloat16", page_size=5),
     "fp8_v4": _spec(d_v=512, format="fp8_v4", dtype="bfloat16", page_size=5),

@@ -237,11 +237,13 @@ _SPECS: dict[str, Spec] = {
         for cache_dtype, dtype, scales, combined in (
             ("float8_e4m3fn", "bfloat16", "float", True), ("float8_e4m3fn", "float32", "heads", False),
             ("float8_e5m2", "float16", "array", True), ("float8_e5m2", "bfloat16", "heads", False),
+            ("float8_e4m3fnuz", "bfloat16", "float", True), ("float8_e4m3fnuz", "float32", "heads", False),
             ("int8", "bfloat16", "heads", True), ("int8", "float16", "float", False),
         )
     },
     "8-bit cache without scales": _plain(cache_dtype="float8_e4m3fn", dtype="bfloat16", sliding_window=5),
     "8-bit cache of every code": _plain(cache_dtype="float8_e4m3fn", magnitude=120.0, sm_scale=1e-4),
+    "float8_e4m3fnuz cache of every code": _plain(cache_dtype="float8_e4m3fnuz", magnitude=60.0, sm_scale=1e-4),
     # Pages.
     "shared prefix": Spec(lens=((1, 30), (4, 25), (1, 18)), sharing="prefix", garbage=True),
     "one page repeated": Spec(lens=((1, 30), (4, 25)), sharing="repeat"),
@@ -317,7 +319,10 @@ def _with_special_values() -> WriteBatch:
     """NaN, infinities, ties and values beyond the format's range."""
     write = write_batch(Spec(lens=((6, 6),), cache_dtype="float8_e4m3fn"))
     k = write.k.copy()
-    special = [np.nan, -np.nan, np.inf, -np.inf, 448.0, 464.0, 465.0, 1e30, 2.0**-10, 3 * 2.0**-10, 17.0, 19.0, -0.0]
+    special = [
+        np.nan, -np.nan, np.inf, -np.inf, 448.0, 464.0, 465.0, 1e30, 2.0**-10, 3 * 2.0**-10, 17.0, 19.0, -0.0,
+        -(2.0**-11), 2.0**-149,
+    ]  # fmt: skip
     k[:, 0, : len(special)] = special
     return write.change(k=k, slot_mapping=np.arange(6, dtype=np.int32))
 
@@ -342,6 +347,7 @@ _WRITES: dict[str, Spec] = {
     "page size 3": _plain(page_size=3, head_dim=24, dtype="float16"),
     "float8_e4m3fn": _plain(cache_dtype="float8_e4m3fn", dtype="bfloat16", scales="heads", num_kv_heads=2),
     "float8_e5m2": _plain(cache_dtype="float8_e5m2", scales="float", combined=False),
+    "float8_e4m3fnuz": _plain(cache_dtype="float8_e4m3fnuz", dtype="bfloat16", scales="heads", num_kv_heads=2),
     "int8": _plain(cache_dtype="int8", dtype="float16", scales="array"),
     "scaled float32": _plain(scales="heads", num_kv_heads=2),
     "every edge at once": Spec(lens=ALL_EDGES, count="array", spare_seqs=2, padding=3, garbage=True, poison="nan"),
@@ -358,9 +364,11 @@ WRITE_CORNERS: dict[str, Callable[[], WriteBatch]] = {
     "by slots: int64": lambda: write_batch(_plain(), slot_dtype=np.int64),
     "by slots: values beyond float8_e4m3fn": lambda: write_batch(_plain(cache_dtype="float8_e4m3fn"), reach=1e4),
     "by slots: values beyond float8_e5m2": lambda: write_batch(_plain(cache_dtype="float8_e5m2"), reach=1e6),
+    "by slots: values beyond float8_e4m3fnuz": lambda: write_batch(_plain(cache_dtype="float8_e4m3fnuz"), reach=1e4),
     "by slots: values beyond int8": lambda: write_batch(_plain(cache_dtype="int8"), reach=1e4),
     "special values into float8_e4m3fn": _with_special_values,
     "special values into float8_e5m2": lambda: _with_special_values().change(cache_dtype="float8_e5m2"),
+    "special values into float8_e4m3fnuz": lambda: _with_special_values().change(cache_dtype="float8_e4m3fnuz"),
     "special values into int8": _special_int8,
     **{
         f"codes of {cache_dtype}, {how}": lambda spec=spec, how=how: coded(
@@ -373,6 +381,7 @@ WRITE_CORNERS: dict[str, Callable[[], WriteBatch]] = {
                 "by tables",
                 _plain(cache_dtype="float8_e5m2", combined=False, v_head_dim=24, strided=True),
             ),
+            ("float8_e4m3fnuz", "by slots", _plain(cache_dtype="float8_e4m3fnuz", scales="float", page_size=3)),
             ("int8", "by tables", _plain(cache_dtype="int8", dtype="bfloat16", scales="float", page_size=3)),
         )
     },

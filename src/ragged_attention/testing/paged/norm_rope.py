@@ -121,6 +121,7 @@ CORNERS: dict[str, NormRopeSpec] = {
         spec=Spec(lens=MIXED, cache_dtype="float8_e4m3fn", dtype="bfloat16", scales="heads", num_kv_heads=2)
     ),
     "float8_e5m2": NormRopeSpec(spec=Spec(lens=MIXED, cache_dtype="float8_e5m2", scales="float"), by_tables=True),
+    "float8_e4m3fnuz": NormRopeSpec(spec=Spec(lens=MIXED, cache_dtype="float8_e4m3fnuz", scales="heads")),
     "int8": NormRopeSpec(spec=Spec(lens=MIXED, cache_dtype="int8", dtype="float16", scales="array", combined=False)),
     "strided": NormRopeSpec(spec=Spec(lens=MIXED, strided=True, num_kv_heads=2, dtype="bfloat16"), paired=True),
     "no tokens": NormRopeSpec(spec=Spec(lens=((0, 5), (0, 0))), by_tables=True),

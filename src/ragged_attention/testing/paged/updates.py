@@ -33,6 +33,7 @@ UPDATES: dict[str, Spec] = {
     "not causal": Spec(lens=MIXED, causal=False, num_kv_heads=2),
     "float8_e4m3fn": Spec(lens=MIXED, cache_dtype="float8_e4m3fn", dtype="bfloat16", scales="heads", num_kv_heads=2),
     "float8_e5m2": Spec(lens=MIXED, cache_dtype="float8_e5m2", scales="float", combined=False),
+    "float8_e4m3fnuz": Spec(lens=MIXED, cache_dtype="float8_e4m3fnuz", dtype="bfloat16", scales="float"),
     "int8": Spec(lens=MIXED, cache_dtype="int8", dtype="bfloat16", scales="float", num_kv_heads=2),
     "invalid page indices": Spec(lens=MIXED, invalid_pages=True, garbage=True, page_size=2),
     "strided": Spec(lens=MIXED, strided=True, num_kv_heads=2, dtype="bfloat16"),
