@@ -176,7 +176,8 @@ def test_rows_are_packed_and_unpacked() -> None:
             same_bytes, total = same_bytes + int((got == want).sum()), total + want.numel()
         values = flashinfer.nvfp4_kv_dequantize(*found, factor, torch.float16)
         assert torch.equal(values, by_hand(*found, recorded[name]["scale"]).half())
-        assert flashinfer.nvfp4_kv_dequantize(*found, factor).dtype == torch.bfloat16
+        codes, scales = found
+        assert flashinfer.nvfp4_kv_dequantize(codes, scales, factor).dtype == torch.bfloat16
     assert same_bytes >= 0.99 * total
     x = torch.zeros(3, 16)
     x[0], x[1, 0], x[2, 3] = -0.0, 1e30, torch.nan
