@@ -155,6 +155,8 @@ ROWS = {
         dataclasses.replace(DECODE, page_size=24),
     ],
     **of_floats("write_kv_pages", DECODE),
+    ("quantize_kv", "f32, f16, bf16"): [dataclasses.replace(DECODE, dtype=dtype) for dtype in FLOATS],
+    ("dequantize_kv", "any"): [DECODE],
     **of_eight_bits("write_kv_pages", "cache", DECODE),
     **of_floats("norm_rope_write", DECODE),
     **of_eight_bits("norm_rope_write", "cache", DECODE),

@@ -38,7 +38,7 @@ def values_of(pages: ArrayLike, scale_pages: ArrayLike | None, form: KvFormat) -
     if scale_pages is None:
         return codes
     scales, zeros = scales_and_zeros(np.asarray(scale_pages), form)
-    grouped = codes.reshape(*scales.shape, -1)
+    grouped = codes.reshape(*scales.shape, codes.shape[-1] // scales.shape[-1])
     with np.errstate(invalid="ignore"):  # zero times an infinite scale is NaN
         return ((grouped - zeros[..., None]) * scales[..., None]).reshape(codes.shape)
 
@@ -46,7 +46,7 @@ def values_of(pages: ArrayLike, scale_pages: ArrayLike | None, form: KvFormat) -
 def decoded_codes(pages: NDArray[Any], form: KvFormat) -> Float64:
     """The numbers that codes stand for, one for each column."""
     if form.codes == "uint4":
-        return widened(np.stack([pages & 0xF, pages >> 4], axis=-1).reshape(*pages.shape[:-1], -1))
+        return widened(np.stack([pages & 0xF, pages >> 4], axis=-1).reshape(*pages.shape[:-1], 2 * pages.shape[-1]))
     return decode_e2m1(pages) if form.packed_codes else decode(pages, form.codes)
 
 

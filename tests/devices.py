@@ -76,7 +76,7 @@ def refused(match: str, function: Callable[..., Any], *arguments: Any, **keyword
 
 WITHOUT_HEADS = {  # which have no heads to divide, or choose by all of them
     "make_decode_schedule", "page_indices_to_slots", "top_k_indices", "indexer_topk", "quantize_indexer_keys",
-    "write_indexer_cache", "quantize_mla_cache", "dequantize_mla_cache",
+    "write_indexer_cache", "quantize_mla_cache", "dequantize_mla_cache", "quantize_kv", "dequantize_kv",
 }  # fmt: skip
 
 

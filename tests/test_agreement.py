@@ -33,8 +33,8 @@ def test_backends_have_all_operations_but_these(runner: Runner) -> None:
     """So that an operation which is lost does not pass for one that a backend has not."""
     lacking = {operation for operation in CALLS if not _has(runner.backend, operation)}
     known = {
-        "triton": {"dequantize_mla_cache", "page_indices_to_slots"},
-        "numba": {"make_decode_schedule"},
+        "triton": {"dequantize_mla_cache", "page_indices_to_slots", "quantize_kv", "dequantize_kv"},
+        "numba": {"make_decode_schedule", "quantize_kv", "dequantize_kv"},
     }
     assert lacking == known.get(runner.backend, set())
     splits = {operation for operation in CALLS if "num_splits" in runner.tunables(operation)}

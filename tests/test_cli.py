@@ -270,7 +270,7 @@ def test_doctor_tells_of_everything(run_cli):
     assert {"CUDA toolchain", "CUTLASS", "CUDA kernels"} <= set(said)
     assert {row[0] for row in rows(out)} >= {*dispatch.backends(), "RAGGED_ATTENTION_BACKEND", *CALLS}
     assert said["reference"] == ["all operations", "present"]
-    assert said["triton"][0] == "all but dequantize_mla_cache, page_indices_to_slots"
+    assert said["triton"][0] == "all but quantize_kv, dequantize_kv, dequantize_mla_cache, page_indices_to_slots"
     assert said["cuda"][0] == "sparse_mla_prefill, mla_decode, make_decode_schedule"
 
 

@@ -208,6 +208,14 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
         {"positions": ints([[3, 9], [-1, 5]], [[11, 12], [0, 7]]), "page_indices": TABLES["page_indices"],
          "page_size": 4},
     ],
+    "quantize_kv": [
+        {"x": floats(2, 3, 2, 16), "format": "int4_token_head", "scale": 0.5, "zero": "stored",
+         "scales_dtype": "float16"},
+    ],
+    "dequantize_kv": [
+        {"codes": np.arange(96, dtype=np.int8).reshape(3, 2, 16), "scales": floats(3, 2), "scale": 0.5,
+         "dtype": "bfloat16"},
+    ],
 }  # fmt: skip
 EACH = [(operation, index) for operation, calls in CALLS_WITH.items() for index in range(len(calls))]
 DEVICES = {

@@ -12,6 +12,7 @@ import pytest
 import ragged_attention as ra
 from ragged_attention import calls
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
+from ragged_attention.testing import formats
 from ragged_attention.testing.runner import FRAMEWORKS, runner_for
 from tests.arrays import ints
 
@@ -159,6 +160,8 @@ VALID: dict[str, dict[str, Any]] = {
         "page_indices": ints([0, 1], [2, 3]), "cu_q_lens": ints(0, 2, 4),
     },
     "top_k_blocks": {"scores": ones(3, 2, 9), "top_k": 2},
+    "quantize_kv": {"x": ones(3, 2, 32), "format": "nvfp4"},
+    "dequantize_kv": {"codes": raw(3, 2, 16), "scales": ones(3, 2)},
     "quantize_indexer_keys": {"k": ones(3, 16)},
     "write_indexer_cache": {"k": ones(3, 16), "cache": raw(2, 3, 1, 20), "slot_mapping": ints(0, -1, 5)},
 }  # fmt: skip
@@ -167,6 +170,7 @@ FLOATS = "float32 or float16 or bfloat16"
 EIGHT_BIT = "float8_e4m3fn or float8_e5m2 or float8_e4m3fnuz or int8"
 CACHES = f"{FLOATS} or {EIGHT_BIT}"
 BYTES = "uint8 or float8_e4m3fn or int8"
+KV_FORMATS = " or ".join(dict.fromkeys(repr(form.name) for form in formats.SCALED.values()))
 # What makes the dense decode a sparse one, over one cache or two.
 LISTS = {"page_indices": None, "kv_lens": None, "schedule": None, "indices": ints([[0, 5, -1]], [[1, 23, 24]])}
 TWO = LISTS | {"extra_kv_cache": ones(3, 2, 1, 32), "extra_indices": ints([[0, 5]], [[-1, 7]])}
@@ -279,6 +283,14 @@ def blocks(error: type[Exception], text: str, **changes: Any) -> Case:
 
 def given_blocks(error: type[Exception], text: str, **changes: Any) -> Case:
     return Case("top_k_blocks", changes, error, text)
+
+
+def quantize_rows(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("quantize_kv", changes, error, text)
+
+
+def dequantize_rows(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("dequantize_kv", changes, error, text)
 
 
 def quantize_keys(error: type[Exception], text: str, **changes: Any) -> Case:
@@ -481,6 +493,41 @@ INDEXER = [
 ]  # fmt: skip
 STATIC = [
     *PACKED,
+    quantize_rows(TypeError, "expected x to be an array, got float", x=0.5),
+    quantize_rows(InvalidInput, f"expected x.dtype to be {FLOATS}, got int32", x=ones(3, 2, 32, dtype=np.int32)),
+    quantize_rows(InvalidInput, "expected x to have at least one axis, got none", x=ones()),
+    quantize_rows(InvalidInput, "expected x.shape[-1] to be a multiple of 8 from 16 to 512, got 12: append zeros up to "
+                  "16", x=ones(3, 2, 12)),
+    quantize_rows(InvalidInput, "expected x.shape[-1] in mxfp4 to be a multiple of 32, got 48", x=ones(3, 2, 48),
+                  format="mxfp4"),
+    quantize_rows(TypeError, "expected format to be a str, got int", format=4),
+    quantize_rows(InvalidInput, f"expected format to be {KV_FORMATS}, got 'int8'", format="int8"),
+    quantize_rows(InvalidInput, "expected zero=None with 'nvfp4', which has no zero points, got 'stored'",
+                  zero="stored"),
+    quantize_rows(InvalidInput, "expected zero to be 'mantissa' or 'stored', got 'bits'", zero="bits",
+                  format="int4_token_head"),
+    quantize_rows(InvalidInput, "expected scales_dtype of 'int4_token_head' to be float32 or float16, got float64",
+                  format="int4_token_head", zero="stored", scales_dtype="float64"),
+    quantize_rows(InvalidInput, "expected scales_dtype of 'int4_token_head' to be float32, got float16",
+                  format="int4_token_head", scales_dtype="float16"),
+    quantize_rows(InvalidInput, "expected scale to be a float array of shape [] or [num_kv_heads=2], got "
+                  "float32[3]", scale=ones(3)),
+    dequantize_rows(InvalidInput, "expected codes.dtype to be float32 or float16 or bfloat16 or float8_e4m3fn or "
+                    "float8_e5m2 or int8 or uint8, got int32", codes=ones(3, 2, 16, dtype=np.int32)),
+    dequantize_rows(InvalidInput, "expected codes to have at least one axis, got none", codes=ones()),
+    dequantize_rows(InvalidInput, "expected scales with codes of uint8, got none", scales=None),
+    dequantize_rows(InvalidInput, "expected codes.shape[-1] * 2 to be a multiple of 8 from 16 to 512, got 8: append "
+                    "zeros up to 16", codes=raw(3, 2, 4)),
+    dequantize_rows(InvalidInput, "expected the number of columns in nvfp4 to be a multiple of 16, got 24",
+                    codes=raw(3, 2, 12), scales=codes(3, 2, 1)),
+    dequantize_rows(InvalidInput, "expected scales.shape to be [3, 2, 2] for nvfp4, got [3, 2, 1]",
+                    scales=codes(3, 2, 1)),
+    dequantize_rows(InvalidInput, "expected scales.shape to be [3, 2, 1] or [3, 2] for int4_token_head, got [2]",
+                    scales=ones(2)),
+    dequantize_rows(InvalidInput, "expected scales for pages of uint8 to have 1 or 2 float32 for each row, got 3",
+                    scales=ones(3, 2, 3)),
+    dequantize_rows(InvalidInput, "expected dtype to be 'float32' or 'float16' or 'bfloat16', got 'float64'",
+                    dtype="float64"),
     *INDEXER,
     # Kinds.
     attention(TypeError, "expected q to be an array, got list", q=[[[1.0] * 16]]),

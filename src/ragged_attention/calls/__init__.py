@@ -41,6 +41,8 @@ from ragged_attention.calls.indexer import IndexerTopk as IndexerTopk
 from ragged_attention.calls.indexer import QuantizeIndexerKeys as QuantizeIndexerKeys
 from ragged_attention.calls.indexer import TopKIndices as TopKIndices
 from ragged_attention.calls.indexer import WriteIndexerCache as WriteIndexerCache
+from ragged_attention.calls.kv_rows import DequantizeKv as DequantizeKv
+from ragged_attention.calls.kv_rows import QuantizeKv as QuantizeKv
 from ragged_attention.calls.latent_norm_rope import LatentNormRopeWrite as LatentNormRopeWrite
 from ragged_attention.calls.mla import MlaDecode as MlaDecode
 from ragged_attention.calls.mla import RaggedMlaAttention as RaggedMlaAttention
@@ -63,7 +65,7 @@ from ragged_attention.calls.varlen import VarlenCall as VarlenCall
 CALLS: dict[str, type[Call]] = {
     record.OPERATION: record
     for record in (
-        RaggedPagedAttention, WriteKvPages, NormRopeWrite, MergeAttentionStates,
+        RaggedPagedAttention, WriteKvPages, NormRopeWrite, MergeAttentionStates, QuantizeKv, DequantizeKv,
         PagedAttention, PrefillAttention,
         VarlenAttention, VarlenAttentionBackward,
         SparseMlaPrefill, SparseMlaPrefillBackward, MlaDecode, RaggedMlaAttention, MakeDecodeSchedule,

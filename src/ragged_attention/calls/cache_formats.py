@@ -232,3 +232,19 @@ def scaled_format(name: str, pages_dtype: str, scales_dtype: str, count: int) ->
             f"expected {name} for pages of {pages_dtype} to have {expected} {scales_dtype} for each row, got {count}"
         )
     return found[0]
+
+
+def named_format(name: str, zero: str | None, scales_dtype: str | None) -> KvFormat:
+    """The format with scales that the arguments of `quantize_kv` describe."""
+    known = [form for form in SCALED_FORMATS if form.name == name and form.codes in (*QUANTIZED, *FOUR_BITS)]
+    if not known:
+        names = dict.fromkeys(form.name for form in SCALED_FORMATS if form.codes in (*QUANTIZED, *FOUR_BITS))
+        raise InvalidInput(f"expected format to be {' or '.join(map(repr, names))}, got {name!r}")
+    if zero is not None and not known[0].zero:
+        raise InvalidInput(f"expected zero=None with {name!r}, which has no zero points, got {zero!r}")
+    of_zero = [form for form in known if form.zero == (known[0].zero if zero is None else zero)]
+    found = [form for form in of_zero if scales_dtype in (None, form.scales)]
+    if not found:
+        expected = " or ".join(form.scales for form in of_zero)
+        raise InvalidInput(f"expected scales_dtype of {name!r} to be {expected}, got {scales_dtype}")
+    return found[0]

@@ -35,7 +35,8 @@ def values_of(stored: jax.Array, scales: jax.Array | None, form: KvFormat) -> ja
     if scales is None:
         return values
     factors, zeros = scales_and_zeros(scales, form)
-    groups = values.reshape(*values.shape[:-1], factors[0].shape[-1], -1)
+    count = factors[0].shape[-1]
+    groups = values.reshape(*values.shape[:-1], count, values.shape[-1] // count)
     if zeros is not None:
         groups = groups - zeros[..., None]
     for factor in factors:
@@ -81,12 +82,12 @@ def e2m1_values(stored: jax.Array) -> jax.Array:
 
 def nibbles(stored: jax.Array) -> jax.Array:
     """The 4-bit codes [..., 2 n] of bytes [..., n], as uint8."""
-    return jnp.stack([stored & 15, stored >> 4], axis=-1).reshape(*stored.shape[:-1], -1)
+    return jnp.stack([stored & 15, stored >> 4], axis=-1).reshape(*stored.shape[:-1], 2 * stored.shape[-1])
 
 
 def packed(four_bits: jax.Array) -> jax.Array:
     """4-bit codes [..., 2 n], as uint8, in bytes [..., n], with the even column in the low half."""
-    pairs = four_bits.reshape(*four_bits.shape[:-1], -1, 2)
+    pairs = four_bits.reshape(*four_bits.shape[:-1], four_bits.shape[-1] // 2, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
@@ -219,7 +220,7 @@ def half_away(numbers: jax.Array) -> jax.Array:
 
 
 def _blocks(rows: jax.Array, form: KvFormat) -> jax.Array:
-    return rows.reshape(*rows.shape[:-1], -1, form.group)
+    return rows.reshape(*rows.shape[:-1], rows.shape[-1] // form.group, form.group)
 
 
 def _bits(numbers: jax.Array) -> jax.Array:

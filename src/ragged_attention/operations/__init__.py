@@ -8,6 +8,7 @@ from ragged_attention.operations.base import Array, Memory
 from ragged_attention.operations.blocks import Blocks
 from ragged_attention.operations.heads_first import HeadsFirst
 from ragged_attention.operations.indexer import Indexer
+from ragged_attention.operations.kv_rows import KvRows
 from ragged_attention.operations.mla import Latent
 from ragged_attention.operations.norm_rope import NormRope
 from ragged_attention.operations.paged import Paged
@@ -17,6 +18,7 @@ from ragged_attention.operations.varlen import Varlen
 
 class Operations(
     Paged[Array, Memory],
+    KvRows[Array, Memory],
     NormRope[Array, Memory],
     HeadsFirst[Array, Memory],
     Varlen[Array, Memory],

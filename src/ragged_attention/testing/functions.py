@@ -52,6 +52,8 @@ RESULTS: Mapping[str, tuple[str, ...]] = {
     "block_scores": ("scores",),
     "select_blocks": ("blocks",),
     "top_k_blocks": ("blocks",),
+    "quantize_kv": ("codes", "scales"),
+    "dequantize_kv": ("values",),
     "quantize_indexer_keys": ("codes", "scales"),
     "quantize_mla_cache": ("cache",),
     "dequantize_mla_cache": ("kv",),

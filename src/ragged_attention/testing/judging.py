@@ -35,7 +35,14 @@ from ragged_attention.testing.suite import checks
 from ragged_attention.testing.verdicts import Verdict, verdict_of
 
 FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "paged": ("ragged_paged_attention", "write_kv_pages", "norm_rope_write", "merge_attention_states"),
+    "paged": (
+        "ragged_paged_attention",
+        "write_kv_pages",
+        "norm_rope_write",
+        "merge_attention_states",
+        "quantize_kv",
+        "dequantize_kv",
+    ),
     "heads_first": ("paged_attention", "prefill_attention"),
     "mla": (
         "mla_decode",

@@ -172,6 +172,10 @@ class Sample(AnySample):
             heads_first = (heads_first, FakeArray((*shape, 1), "float32"))
         return {
             "k": FakeArray((self.num_tokens, self.num_kv_heads, self.head_dim), self.dtype),
+            "x": FakeArray((self.num_tokens, self.num_kv_heads, self.head_dim), self.dtype),
+            "format": "int8_token_head",
+            "codes": FakeArray((self.num_tokens, self.num_kv_heads, self.head_dim), "int8"),
+            "scales": FakeArray((self.num_tokens, self.num_kv_heads), "float32"),
             "kv_pages": (pages, pages) if self.split_pages else pages,
             "positions": FakeArray((self.num_tokens,), "int32"),
             "cos_sin": FakeArray((self.max_len, self.head_dim), "float32"),
@@ -415,6 +419,7 @@ KINDS = (Sample, LatentSample, VarlenSample, IndexerSample, BlocksSample)
 # By the modules of records; all others are of latents.
 MODULES = {
     "paged": Sample,
+    "kv_rows": Sample,
     "norm_rope": Sample,
     "heads_first": Sample,
     "varlen": VarlenSample,

@@ -18,8 +18,11 @@ from ragged_attention.protocols import OPTIONS, Shaped
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
-    for name in ("float64", "float32", "float16", "bfloat16", "int32", "uint8", "float8_e4m3fn")
-}
+    for name in (
+        "float64", "float32", "float16", "bfloat16", "int32", "uint8", "int8", "float8_e4m3fn", "float8_e4m3fnuz",
+        "float8_e5m2", "float8_e8m0fnu",
+    )
+}  # fmt: skip
 
 # Formats may also have scales of 8 bits.
 FLOAT8_DTYPES = tuple(getattr(torch, name) for name in (*FLOAT8, E8M0))

@@ -67,7 +67,7 @@ _PAIRS: dict[str, Spec] = {
 }  # fmt: skip
 
 
-def _special(name: str) -> WriteBatch:
+def special_write(name: str) -> WriteBatch:
     """Rows with NaN, infinity, zeros of both signs, one sign only, and numbers that are ties after their division."""
     write = write_batch(_of(name, lens=((9, 9),), head_dim=32), by_tables=True)
     k, v = write.k.copy(), np.zeros_like(write.v)
@@ -89,7 +89,7 @@ WRITES: dict[str, Callable[[], WriteBatch]] = {
         )
         for name in formats.SCALED
     },
-    **{f"{name}, special values": lambda name=name: _special(name) for name in formats.SCALED},
+    **{f"{name}, special values": lambda name=name: special_write(name) for name in formats.SCALED},
     **{
         f"{name}, {scale} beside scale pages": lambda name=name, scale=scale: write_batch(
             _of(name, dtype="float16"), reach=50.0
