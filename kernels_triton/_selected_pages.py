@@ -44,7 +44,7 @@ from ragged_attention.kernels_triton._selected import (
 from ragged_attention.kernels_triton._sequences import VARYING, count_sequences
 from ragged_attention.kernels_triton._softmax import online_softmax
 from ragged_attention.kernels_triton._splits import MANY_TOKENS, Batch, find_rows, short_tokens
-from ragged_attention.kernels_triton._stored import Slots, row_pages
+from ragged_attention.kernels_triton._stored import RowPages, Slots
 from ragged_attention.kernels_triton._tiles import OLDER_COMPILER, WGMMA, cdiv, next_power_of_2, on_cuda_cores
 
 MIN_SPLIT = 256  # minimum keys per split
@@ -116,7 +116,7 @@ def selected_kernel(
     parts_ptr, part_lses_ptr, out_ptr, lse_ptr,
     num_tokens, max_num_seqs, num_pages, capacity, table_stride,
     q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
-    v_page_stride, v_slot_stride, v_head_stride,
+    v_page_stride, v_slot_stride, v_head_stride, k_scales_stride, v_scales_stride,
     sm_scale, soft_cap, v_scale_factor, window, draft_stride, draft_width,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
@@ -159,8 +159,14 @@ def selected_kernel(
         k_head, v_head = array_heads(kv_head.to(tl.int64), CONFIG.COMBINED)
         row_of_table = tl.where(live, seq, 0)
         pages = Pages(
-            row_pages(k_ptr + k_head * k_head_stride, k_page_stride, k_slot_stride, k_scales_ptr, kv_head, SHAPE.K),
-            row_pages(v_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride, v_scales_ptr, kv_head, SHAPE.V),
+            RowPages(
+                k_ptr + k_head * k_head_stride, k_page_stride, k_slot_stride,
+                k_scales_ptr + kv_head.to(tl.int64) * k_scales_stride,
+            ),
+            RowPages(
+                v_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride,
+                v_scales_ptr + kv_head.to(tl.int64) * v_scales_stride,
+            ),
             page_indices_ptr + row_of_table.to(tl.int64) * table_stride, num_pages,
         )  # fmt: skip
         position = kv_len - q_len + rows.row // GROUP

@@ -21,7 +21,11 @@ DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Stored(Constants):
-    """How pages store the rows of K or of V. The strides are those of their scale pages, in elements."""
+    """How pages store the rows of K or of V.
+
+    The strides are those of their scale pages, in elements. They are constants, since they depend on the layout of
+    pages alone, except that of heads, which the number of pages may change.
+    """
 
     CODES: str  # the elements' FORMAT, see `decode`; "uint4" and "e2m1" have the codes of two columns in a byte
     SCALES: str  # the dtype of stored scales, or ""
@@ -30,7 +34,6 @@ class Stored(Constants):
     DECODED_AT_ONCE: bool  # whether values need the workaround `decoded_at_once`
     PAGE_STRIDE: int
     SLOT_STRIDE: int
-    HEAD_STRIDE: int
     COLUMN_STRIDE: int
 
 
@@ -49,14 +52,6 @@ class Slots(NamedTuple):
     keys: tl.tensor  # the keys' positions in the sequence
     page: tl.tensor  # the page of each key, or the one page of all keys
     readable: tl.tensor  # whether each key may be read
-
-
-@triton.jit
-def row_pages(ptr, page_stride, slot_stride, scales_ptr, kv_head, STORED: tl.constexpr):
-    """The `RowPages` of a KV head; `ptr` is that of the head's first row, `scales_ptr` that of all scale pages."""
-    if STORED.SCALES != "":
-        scales_ptr += kv_head.to(tl.int64) * STORED.HEAD_STRIDE
-    return RowPages(ptr, page_stride, slot_stride, scales_ptr)
 
 
 @triton.jit
@@ -171,9 +166,17 @@ def stored_of(form: KvFormat, arch: str, scale_pages: Any, launch: Any) -> Store
         DECODED_AT_ONCE=form.eight_bit and not by_integers and not INTERPRETED,
         PAGE_STRIDE=strides[0],
         SLOT_STRIDE=strides[1],
-        HEAD_STRIDE=strides[2],
         COLUMN_STRIDE=strides[3],
     )
+
+
+def scale_page_arguments(call: Any, stand_in: Any, launch: Any) -> tuple[dict[str, Any], dict[str, int]]:
+    """(arrays, numbers) of the scale pages of K and V; `stand_in` is the array of a side without."""
+    arrays, numbers = {}, {}
+    for side, pages in zip("kv", call.scale_pages, strict=True):
+        arrays[f"{side}_scales"] = stand_in if pages is None else pages
+        numbers[f"{side}_scales_stride"] = 0 if pages is None else launch.strides(pages)[2]
+    return arrays, numbers
 
 
 def value_dtype(call: Any) -> str:

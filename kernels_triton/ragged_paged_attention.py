@@ -71,7 +71,14 @@ from ragged_attention.kernels_triton._splits import (
     short_tokens,
     splits_at_most,
 )
-from ragged_attention.kernels_triton._stored import DTYPES, key_dtype, row_pages, stored_of, value_dtype
+from ragged_attention.kernels_triton._stored import (
+    DTYPES,
+    RowPages,
+    key_dtype,
+    scale_page_arguments,
+    stored_of,
+    value_dtype,
+)
 from ragged_attention.kernels_triton._tiles import (
     cdiv,
     expect_between,
@@ -172,7 +179,7 @@ def tile_kernel(
     k_scale_ptr, v_scale_ptr, k_scales_ptr, v_scales_ptr, mask_ptr, slopes_ptr, bias_ptr, out_ptr, lse_ptr,
     num_tokens, max_num_seqs, num_pages, capacity, table_stride,
     q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
-    v_page_stride, v_slot_stride, v_head_stride,
+    v_page_stride, v_slot_stride, v_head_stride, k_scales_stride, v_scales_stride,
     sm_scale, soft_cap, v_scale_factor, window, draft_stride, draft_width,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
@@ -207,8 +214,14 @@ def tile_kernel(
         )  # fmt: skip
         k_head, v_head = array_heads(kv_head.to(tl.int64), CONFIG.COMBINED)
         pages = Pages(
-            row_pages(k_ptr + k_head * k_head_stride, k_page_stride, k_slot_stride, k_scales_ptr, kv_head, SHAPE.K),
-            row_pages(v_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride, v_scales_ptr, kv_head, SHAPE.V),
+            RowPages(
+                k_ptr + k_head * k_head_stride, k_page_stride, k_slot_stride,
+                k_scales_ptr + kv_head.to(tl.int64) * k_scales_stride,
+            ),
+            RowPages(
+                v_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride,
+                v_scales_ptr + kv_head.to(tl.int64) * v_scales_stride,
+            ),
             page_indices_ptr + seq.to(tl.int64) * table_stride, num_pages,
         )  # fmt: skip
         visible = visible_keys(rows, low, high, q_len, kv_len, mask, GROUP, KIND)
@@ -228,7 +241,7 @@ def split_kernel(
     parts_ptr, part_lses_ptr, out_ptr, lse_ptr,
     num_tokens, max_num_seqs, num_pages, capacity, table_stride,
     q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
-    v_page_stride, v_slot_stride, v_head_stride,
+    v_page_stride, v_slot_stride, v_head_stride, k_scales_stride, v_scales_stride,
     sm_scale, soft_cap, v_scale_factor, window, draft_stride, draft_width,
     num_splits, CONFIG: tl.constexpr,
 ):  # fmt: skip
@@ -270,8 +283,14 @@ def split_kernel(
         )  # fmt: skip
         k_head, v_head = array_heads(kv_head.to(tl.int64), CONFIG.COMBINED)
         pages = Pages(
-            row_pages(k_ptr + k_head * k_head_stride, k_page_stride, k_slot_stride, k_scales_ptr, kv_head, SHAPE.K),
-            row_pages(v_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride, v_scales_ptr, kv_head, SHAPE.V),
+            RowPages(
+                k_ptr + k_head * k_head_stride, k_page_stride, k_slot_stride,
+                k_scales_ptr + kv_head.to(tl.int64) * k_scales_stride,
+            ),
+            RowPages(
+                v_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride,
+                v_scales_ptr + kv_head.to(tl.int64) * v_scales_stride,
+            ),
             page_indices_ptr + split.seq.to(tl.int64) * table_stride, num_pages,
         )  # fmt: skip
         low = split.kv_len - split.q_len
@@ -298,6 +317,7 @@ def shared_arguments(call: Any, launch: Any) -> Shared:
     bias, bias_form = bias_arguments(call, launch, q)
     mask, mask_numbers = mask_arguments(call, launch.strides(draft_mask)[0])
     has_soft_cap, has_alibi = call.soft_cap is not None, call.alibi_slopes is not None
+    scale_pages, scale_strides = scale_page_arguments(call, q, launch)
     sequences, numbers = sequence_arguments(call, launch, q)
     numbers |= {
         "num_pages": call.num_pages,
@@ -305,6 +325,7 @@ def shared_arguments(call: Any, launch: Any) -> Shared:
         "soft_cap": float(call.soft_cap or 1.0),
         "v_scale_factor": v_factor,
         **kv_strides,
+        **scale_strides,
         **mask_numbers,
     }
     scaling = Scaling(
@@ -317,9 +338,8 @@ def shared_arguments(call: Any, launch: Any) -> Shared:
         BIAS=bias_form,
     )
     array = draft_mask if call.key_ranges is None else ranges_array(call, launch, q)  # a call has one of them at most
-    scale_pages = [q if pages is None else pages for pages in call.scale_pages]
-    others = {"k_scale": k_scale, "v_scale": v_scale, "k_scales": scale_pages[0], "v_scales": scale_pages[1]}
-    others |= {"mask": array, "alibi_slopes": slopes, "relative_bias": bias}
+    others = {"k_scale": k_scale, "v_scale": v_scale, **scale_pages, "mask": array, "alibi_slopes": slopes}
+    others["relative_bias"] = bias
     attention = {"SHAPE": shape_of(call, call.v_head_dim, launch), "MASK": mask}
     return Shared(
         {"q": q, "k_pages": k_pages, "v_pages": v_pages, **sequences, **others},

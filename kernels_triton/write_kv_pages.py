@@ -27,7 +27,7 @@ from ragged_attention.kernels_triton._quantise import (
 )
 from ragged_attention.kernels_triton._sequences import VARYING, PageTable, count_sequences, query_edge
 from ragged_attention.kernels_triton._splits import Batch
-from ragged_attention.kernels_triton._stored import Stored, row_pages, stored_of
+from ragged_attention.kernels_triton._stored import RowPages, Stored, scale_page_arguments, stored_of
 from ragged_attention.kernels_triton._tiles import cdiv, expect_power_of_two, launchable, next_power_of_2
 
 NO_TABLES = {"max_num_seqs": 0, "capacity": 0, "table_stride": 0, "search_steps": 0}  # if slots need no page table
@@ -204,6 +204,15 @@ def store_scaled(numbers, new, pages, tokens, kv_head, ELEMENT: tl.constexpr):
         )
 
 
+@triton.jit
+def scales_of_head(scales_ptr, stand_in_ptr, kv_head, stride, STORED: tl.constexpr):
+    """The address of a KV head's scales; a stand-in if none are stored."""
+    address = stand_in_ptr
+    if STORED.SCALES != "":
+        address = scales_ptr + kv_head * stride
+    return address
+
+
 @triton.jit(do_not_specialize=VARYING)
 def write_kernel(
     k_ptr, v_ptr, slots_ptr, page_indices_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs_ptr, k_scale_ptr, v_scale_ptr,
@@ -212,7 +221,7 @@ def write_kernel(
     num_tokens, max_num_seqs, num_pages, capacity, table_stride, search_steps, slots_stride,
     k_token_stride, k_new_head_stride, v_token_stride, v_new_head_stride,
     k_page_stride, k_slot_stride, k_head_stride, v_page_stride, v_slot_stride, v_head_stride,
-    k_scale_factor, v_scale_factor, CONFIG: tl.constexpr,
+    k_scales_stride, v_scales_stride, k_scale_factor, v_scale_factor, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Write a block of tokens of one KV head."""
     COMBINED: tl.constexpr = CONFIG.COMBINED
@@ -232,15 +241,17 @@ def write_kernel(
     k_head, v_head = array_heads(kv_head, COMBINED)
     write_rows(
         NewRows(k_ptr, k_token_stride, k_new_head_stride, k_scale_ptr, k_scale_factor),
-        row_pages(
-            k_pages_ptr + k_head * k_head_stride, k_page_stride, k_slot_stride, k_scales_ptr, kv_head, CONFIG.K.STORED
+        RowPages(
+            k_pages_ptr + k_head * k_head_stride, k_page_stride, k_slot_stride,
+            scales_of_head(k_scales_ptr, k_pages_ptr, kv_head, k_scales_stride, CONFIG.K.STORED),
         ),
         tokens, kv_head, CONFIG.K,
     )  # fmt: skip
     write_rows(
         NewRows(v_ptr, v_token_stride, v_new_head_stride, v_scale_ptr, v_scale_factor),
-        row_pages(
-            v_pages_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride, v_scales_ptr, kv_head, CONFIG.V.STORED
+        RowPages(
+            v_pages_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride,
+            scales_of_head(v_scales_ptr, v_pages_ptr, kv_head, v_scales_stride, CONFIG.V.STORED),
         ),
         tokens, kv_head, CONFIG.V,
     )  # fmt: skip
@@ -324,6 +335,7 @@ def run(call: WriteKvPages, tile: Tile, launch: Any) -> Any:
         **dict(zip(("k_token_stride", "k_new_head_stride"), launch.strides(k), strict=False)),
         **dict(zip(("v_token_stride", "v_new_head_stride"), launch.strides(v), strict=False)),
         **strides,
+        **scale_page_arguments(call, k, launch)[1],
         k_scale_factor=k_factor,
         v_scale_factor=v_factor,
         CONFIG=Config(
