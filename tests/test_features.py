@@ -72,14 +72,14 @@ SCHEDULE = tuple(make_decode_schedule(ints(2, 3), sparse=True, num_parts=1))
 # The indexer: three tokens with 2 heads of 16, packed keys with scales, or the pages of TABLES.
 INDEX = {"q": floats(5, 2, 16), "weights": floats(5, 2)}
 RANGES = {
-    "keys": floats(9, 16), "key_scale": floats(9) ** 2 + 1, "starts": ints(0, 1, 2, 3, 4), "stops": ints(3, 5, 7, 8, 9),
-    "relative": True, "max_keys": 2,
+    "keys": floats(9, 16), "key_scale": floats(9) ** 2 * 10 + 0.1, "starts": ints(0, 1, 2, 3, 4),
+    "stops": ints(3, 5, 7, 8, 9), "relative": True, "max_keys": 2,
 }  # fmt: skip
 INDEX_PAGES = TABLES | {"keys": floats(6, 4, 16), "num_seqs": ints(1), "ratio": 2}
 BLOCK_RANGES = {name: value for name, value in RANGES.items() if name not in ("keys", "key_scale", "relative")}
 BLOCK_KEYS = {"q": floats(5, 4, 16), "block_size": 1, "top_k": 2}
 BLOCKS = (
-    BLOCK_KEYS | BLOCK_RANGES | {"keys": floats(9, 2, 16), "key_scale": floats(9, 2) ** 2 + 1},
+    BLOCK_KEYS | BLOCK_RANGES | {"keys": floats(9, 2, 16), "key_scale": floats(9, 2) ** 2 * 10 + 0.1, "top_k": 1},
     BLOCK_KEYS | TABLES | {"keys": floats(6, 4, 2, 16), "num_seqs": ints(1), "init_blocks": 1, "local_blocks": 1},
 )
 BYTES = quantize_mla_cache(floats(2, 3, 1, 576), "fp8_v32", power_of_two_scales=False)
@@ -214,7 +214,7 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
     ],
     "dequantize_kv": [
         {"codes": np.arange(96, dtype=np.int8).reshape(3, 2, 16), "scales": floats(3, 2), "scale": 0.5,
-         "dtype": "bfloat16"},
+         "dtype": "float16"},
     ],
 }  # fmt: skip
 EACH = [(operation, index) for operation, calls in CALLS_WITH.items() for index in range(len(calls))]
