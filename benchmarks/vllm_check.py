@@ -1,9 +1,10 @@
 """vLLM's own CPU backend and ours, in vLLM's engine, end to end: the tokens of small random models must agree.
 
-Sparse models, which vLLM itself refuses on a CPU, are held to transformers' own model instead, with the indexer's
-queries and keys rounded to 8 bits as vLLM stores them, since the rounding decides which keys are selected. So are
-models whose masks vLLM's own CPU backend lacks: images whose tokens see one another, small chunks, and prompts that
-stay in view.
+vLLM's CPU backend has no caches with scales per token and head: models with those are served by vLLM's Triton backend,
+in Triton's interpreter. Sparse models, which vLLM itself refuses on a CPU, are held to transformers' own model instead,
+with the indexer's queries and keys rounded to 8 bits as vLLM stores them, since the rounding decides which keys are
+selected. So are models whose masks vLLM's own CPU backend lacks: images whose tokens see one another, small chunks, and
+prompts that stay in view.
 
     python -m benchmarks.vllm_check [--models "llama;gemma2"] [--limit SECONDS]
 
@@ -32,10 +33,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import vllm_images, vllm_m3, vllm_v4
+from benchmarks import vllm_images, vllm_m3, vllm_masks, vllm_v4
 
 VOCABULARY = 512
-REFERENCE = "transformers"
+REFERENCE, TRITON = "transformers", "triton"
 PROMPT_LENGTHS = (3, 17, 70, 33, 1, 90)
 NEW_TOKENS = 24
 ANSWER = "answer: "
@@ -67,7 +68,8 @@ class Model:
     gap: float | None = None  # where tokens need not be equal: the mean difference of the prompts' log-probabilities
     task: str = "generate"  # or "embed", "transcribe", or "look"
     toward_zero: bool = False  # round keys and values to e4m3 so before ours writes them
-    against: str = "vllm"  # or transformers, where vLLM cannot serve the model without ours
+    # Or transformers, where vLLM cannot serve the model without ours, or vLLM's Triton backend.
+    against: str = "vllm"
     # What queries see of earlier keys in layers with windows, where the other model has no such mask: of positions of
     # queries and keys, and the length of the prompt.
     sees: Callable[[Any, Any, int], Any] | None = None
@@ -88,6 +90,12 @@ MODELS = {
     "llama, bfloat16": dataclasses.replace(_LLAMA, engine={"dtype": "bfloat16"}, gap=0.01),
     # vLLM's CPU operator rounds to e4m3 toward zero and ours to nearest: ours is given what is rounded already.
     "llama, fp8 cache": dataclasses.replace(_LLAMA, engine={"kv_cache_dtype": "fp8_e4m3"}, toward_zero=True),
+    **{
+        f"llama, {name}": dataclasses.replace(
+            _LLAMA, engine={"kv_cache_dtype": name}, against=TRITON, lengths=(3, 17, 40, 1)
+        )
+        for name in ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
+    },
     "gemma2": Model(
         "Gemma2Config",
         "Gemma2ForCausalLM",
@@ -437,6 +445,12 @@ def serve(folder: Path, backend: str, name: str) -> dict[str, Any]:
             round_toward_zero()
         if "lookback" in name:  # vLLM takes no other name for it
             ours.RaggedAttentionBackend.NAME = "TRITON_ATTN"
+    if backend == TRITON:
+        vllm_masks.use_interpreter()
+        registry: Any = importlib.import_module("vllm.v1.attention.backends.registry")
+        registry.register_backend(
+            registry.AttentionBackendEnum.CPU_ATTN, registry.AttentionBackendEnum.TRITON_ATTN.value
+        )
     if model.task == "look":
         vllm_images.prepare_vllm(model.config)
     if model.config == _M3:

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ragged_attention.jax_shared import pages
+from ragged_attention.jax_shared import pages, scaled_rows
 from ragged_attention.kernels_pallas._blocks import LARGEST_INT
 
 
 def new_rows(call: Any, k: jax.Array, v: jax.Array) -> list[jax.Array]:
     """The rows of K [T, K, D] and V [T, K, D_v] for each array of `call`'s pages, in the pages' dtype."""
-    rows = pages.new_rows(call, k, v)
-    return [lax.bitcast_convert_type(bits, call.k_pages_like.dtype) for bits in rows]
+    rows = scaled_rows.new_rows(call, k, v)
+    return [lax.bitcast_convert_type(bits, array.dtype) for bits, array in zip(rows, call.caches, strict=True)]
 
 
 def too_many_slots(call: Any) -> str | None:

@@ -27,7 +27,7 @@ def e4m3fnuz_format(arch: str) -> str:
 
 def decodes_by_integers(call: Any) -> bool:
     """Whether kernels decode the cache's 8-bit floats with integer instructions, one code at a time."""
-    return number_format(call.kv_format.codes, call.device.arch) in ("e4m3_bits", "e4m3fnuz_bits")
+    return number_format(call.k_format.codes, call.device.arch) in ("e4m3_bits", "e4m3fnuz_bits")
 
 
 def number_format(kind: str, arch: str) -> str:
@@ -36,7 +36,7 @@ def number_format(kind: str, arch: str) -> str:
         return e4m3_format(arch)
     if kind == "float8_e4m3fnuz":
         return e4m3fnuz_format(arch)
-    return {"float8_e5m2": "e5m2", "float4_e2m1fn": "e2m1", "int8": "int8"}.get(kind, "plain")
+    return {"float8_e5m2": "e5m2", "float4_e2m1fn": "e2m1", "int8": "int8", "uint4": "uint4"}.get(kind, "plain")
 
 
 def cache_views(call: Any, launch: Any) -> tuple[Any, Any, dict[str, int]]:
@@ -138,6 +138,25 @@ def unpaired(halves, stored):
 
 
 @triton.jit
+def scale_values(codes, SCALES: tl.constexpr, FACTOR: tl.constexpr):
+    """The one-byte scales in the low bytes of `codes`, as exact float32 times FACTOR. NaN stays NaN."""
+    if SCALES == "float8_e8m0fnu":
+        power = codes & 0xFF
+        bits = power.to(tl.uint32) << 23
+        bits = tl.where(power == 0, 0x00400000, tl.where(power == 255, 0x7FC00000, bits))
+        scale = bits.to(tl.float32, bitcast=True)
+        if FACTOR != 1.0:
+            scale = scale * FACTOR
+    else:  # float8_e4m3fn has sign, exponent and mantissa in the same order as float16
+        code = codes.to(tl.uint32)
+        half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+        factor: tl.constexpr = 256.0 * FACTOR
+        scale = half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * factor
+        scale = tl.where((code & 0x7F) == 0x7F, float("nan"), scale)
+    return scale
+
+
+@triton.jit
 def decode(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """Cache elements as DTYPE ("plain" ones unchanged), exact in every format and not multiplied by their scale."""
     if FORMAT == "plain":
@@ -152,6 +171,11 @@ def decode(stored, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
         value = halves_of_e4m3(stored).to(DTYPE)
     elif FORMAT == "e4m3fnuz_pairs":
         value = halves_of_e4m3fnuz(stored).to(DTYPE)
+    elif FORMAT == "uint4":
+        value = stored.to(tl.float32).to(DTYPE)
+    elif FORMAT == "e2m1":  # sign, exponent and mantissa are in the same order as in float16
+        half = ((stored & 7) << 9) | ((stored & 8) << 12)
+        value = (half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0).to(DTYPE)
     else:
         code = stored.to(tl.uint16)
         half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)

@@ -33,6 +33,16 @@ def tile_fields(call: Any, short_tokens: int, rows: int | None = None) -> dict[s
     return fitting_pages(call, tile).fields("block_q") | fitting_pages(call, split).fields("block_q", "split_")
 
 
+def decodes(call: Any) -> bool:
+    """Whether keys or values are codes, whose decoding takes registers."""
+    return call.k_format.quantized or call.v_format.quantized
+
+
+def has_scales(call: Any) -> bool:
+    """Whether scales are stored beside keys or values, which take registers, too."""
+    return call.k_format.scaled or call.v_format.scaled
+
+
 def padded_width(call: Any) -> int:
     return next_power_of_2(max(call.head_dim, call.v_head_dim))
 
@@ -41,7 +51,10 @@ def tile_sizes(call: Any) -> Sizes:
     """The sizes of the tile kernel for many rows, whether or not they fit shared memory."""
     arch, width = call.device.arch, padded_width(call)
     if on_cuda_cores(call):
-        return Sizes(16, 16, 4 if arch in ("sm_80", "sm_86") else 8, 3 if arch.startswith("sm_") else 2, edge_keys=16)
+        few = arch in ("sm_80", "sm_86") and not has_scales(call)
+        return Sizes(16, 16, 4 if few else 8, 3 if arch.startswith("sm_") else 2, edge_keys=16)
+    if has_scales(call):
+        return scaled_sizes(arch, width)
     if width > 256:
         if not arch.startswith("sm_"):
             return Sizes(32, 16, 4, 2 if arch == "gfx950" else 1, edge_keys=16)
@@ -59,7 +72,7 @@ def tile_sizes(call: Any) -> Sizes:
         powers = all(n & (n - 1) == 0 for n in (call.group, call.page_size))
         windowed = OLDER_COMPILER if call.key_ranges is not None else hides_first_keys(call) and width > 64
         # Decoding, division, masks and slopes take registers.
-        if call.kv_format.eight_bit or not powers or windowed or is_biased(call):
+        if decodes(call) or not powers or windowed or is_biased(call):
             return Sizes(128, 64, 8, 3, edge_keys=32)
         keys = 64 if call.page_size in (1, 32, 64) else 128
         return Sizes(256, 64, 8, 3, edge_keys=32) if width <= 64 else Sizes(128, keys, 8, 3, edge_keys=64)
@@ -69,11 +82,22 @@ def tile_sizes(call: Any) -> Sizes:
         return Sizes(128, 32, 8, 3, edge_keys=32)
     if not arch.startswith("sm_"):
         return Sizes(128, 32, 4, 2, edge_keys=32)
-    one_product = dtype_name(call.q) == call.cache_dtype == "float16"  # float16 needs no second weight term
+    one_product = dtype_name(call.q) == "float16" and not decodes(call)  # float16 needs no second weight term
     # Decoding takes registers, and so do ranges of keys with Triton 3.6.
     ranges = call.key_ranges is not None and OLDER_COMPILER
-    edge = max(64 >> (call.kv_format.eight_bit + 2 * ranges), 16)
+    edge = max(64 >> (decodes(call) + 2 * ranges), 16)
     return Sizes(64, 32, 4, 3, edge_keys=32) if one_product else Sizes(64, 64, 8, 3, edge_keys=edge)
+
+
+def scaled_sizes(arch: str, width: int) -> Sizes:
+    """`tile_sizes` for stored scales."""
+    if not arch.startswith("sm_"):
+        return Sizes(32, 16, 4, 1, edge_keys=16) if width > 128 else Sizes(64, 32, 4, 1, edge_keys=16)
+    if width > 256:
+        return Sizes(32, 16, 8, 2, edge_keys=16)
+    if width > 128:
+        return Sizes(32, 32, 8, 2, edge_keys=16)
+    return Sizes(128, 32, 8, 3, edge_keys=32) if arch in WGMMA else Sizes(64, 32, 8, 3, edge_keys=16)
 
 
 def looks_up(call: Any) -> bool:
@@ -83,7 +107,7 @@ def looks_up(call: Any) -> bool:
 
 def leaves_registers(call: Any) -> bool:
     """Whether registers suffice for 64 rows of 512 columns, although the accumulator alone takes half of them."""
-    plain = not call.kv_format.eight_bit and call.soft_cap is None and call.draft_mask is None
+    plain = not decodes(call) and call.soft_cap is None and call.draft_mask is None
     plain = plain and not is_biased(call)
     return plain and call.group & (call.group - 1) == 0 and not OLDER_COMPILER
 
@@ -95,6 +119,8 @@ def split_sizes(call: Any, rows: int) -> Sizes:
         return split_sizes_elsewhere(call, rows)
     if on_cuda_cores(call):
         return Sizes(rows, 16, max(8, rows // 8), 3)
+    if has_scales(call):
+        return Sizes(rows, 32, 8 if width > 128 else 4, 2)
     if width > 256:
         return Sizes(rows, 32, 8, 3)
     if width > 128 or looks_up(call):
@@ -103,7 +129,7 @@ def split_sizes(call: Any, rows: int) -> Sizes:
     # integer decoding of e4m3 by Triton 3.7 or newer, blocks of 32 keys would spill.
     spills = hides_first_keys(call) or (decodes_by_integers(call) and not OLDER_COMPILER)
     wide = arch in WGMMA and not (OLDER_COMPILER and width <= 64)
-    crowded = arch == "sm_120" and call.key_ranges is not None and call.kv_format.eight_bit  # spills with three stages
+    crowded = arch == "sm_120" and call.key_ranges is not None and decodes(call)  # spills with three stages
     return Sizes(rows, 64 if wide or spills else 32, 4, 2 if crowded else 3)
 
 
@@ -112,6 +138,8 @@ def split_sizes_elsewhere(call: Any, rows: int) -> Sizes:
     width = padded_width(call)
     if on_cuda_cores(call):
         return Sizes(rows, 16, 4 * max(1, rows // 32), 2)
+    if has_scales(call):
+        return Sizes(rows, 16, 4, 1) if width > 128 else Sizes(rows, 32, 4, 1)
     if width > 256:
         return Sizes(rows, 16, 4, 2)
     if looks_up(call):

@@ -9,11 +9,19 @@ import triton.language as tl
 from ragged_attention.kernels_triton._bias import Bias, capped_and_biased
 from ragged_attention.kernels_triton._compiler import always, beside, decoded_at_once, twice
 from ragged_attention.kernels_triton._constants import Constants
-from ragged_attention.kernels_triton._formats import decode, narrow
+from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._key_ranges import exact_and_other_ends, range_edges, smaller_block
 from ragged_attention.kernels_triton._mask import MaskKind, fewest_keys, hide, may_read, seen_by_all
 from ragged_attention.kernels_triton._sequences import Edges, block_start, end_blocks, whole_blocks
 from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, online_softmax
+from ragged_attention.kernels_triton._stored import (
+    RowPages,
+    Slots,
+    Stored,
+    load_rows,
+    row_scales,
+    without_infinite,
+)
 
 PAGE_SCAN: tl.constexpr = tl.constexpr(256)  # page indices that `pages_are_valid` checks per step
 
@@ -29,9 +37,11 @@ class Shape(Constants):
     D_PAD: int  # D, rounded up to a power of two
     DV: int  # head size of values
     DV_PAD: int
-    CODES: str  # the elements' FORMAT, see `decode`
-    DECODED_AT_ONCE: bool  # whether values need the workaround `decoded_at_once`
+    K: Stored
+    V: Stored
+    V_DTYPE: tl.dtype  # of the operands of weights and values
     Q_UNITS: bool  # whether query rows are divided by a power of two, their unit, to fit float16
+    Q_TERMS: int  # terms per query element: 2 if float16 queries are the sum of two bfloat16 operands
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -65,6 +75,8 @@ class Queries(NamedTuple):
     """A block of query rows, and the factors of their logits."""
 
     q: tl.tensor  # [rows, D_PAD]
+    lost: tl.tensor  # the second term of `q`, if Q_TERMS is 2
+    total: tl.tensor  # the sum of each row, if keys have zero points
     unit: tl.tensor  # the power of two that divided each row, if Q_UNITS
     inner: tl.tensor  # the factor before the soft cap
     cap: tl.tensor
@@ -76,22 +88,10 @@ class Queries(NamedTuple):
 class Pages(NamedTuple):
     """The addresses of one KV head's K and V, and of one sequence's row of the page table."""
 
-    k_ptr: tl.tensor
-    k_page_stride: tl.tensor
-    k_slot_stride: tl.tensor
-    v_ptr: tl.tensor
-    v_page_stride: tl.tensor
-    v_slot_stride: tl.tensor
+    k: RowPages
+    v: RowPages
     table_ptr: tl.tensor
     num_pages: tl.tensor
-
-
-class Slots(NamedTuple):
-    """The locations of a block's keys."""
-
-    keys: tl.tensor  # the keys' positions in the sequence
-    page: tl.tensor  # the page of each key, or the one page of all keys
-    readable: tl.tensor  # whether each key may be read
 
 
 @triton.jit
@@ -146,39 +146,40 @@ def look_up(pages, blocks, index, visible, MASKED: tl.constexpr, PAGE_SIZE: tl.c
 
 
 @triton.jit
-def load_slots(ptr, page_stride, slot_stride, slots, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr,
-               D_PAD: tl.constexpr):  # fmt: skip
-    """The keys' rows [keys, D_PAD] from the pages of K or of V. If MASKED, unreadable rows are zero."""
-    d = tl.arange(0, D_PAD)
-    rows = ptr + slots.page.to(tl.int64) * page_stride + (slots.keys % PAGE_SIZE).to(tl.int64) * slot_stride
-    if MASKED:
-        stored = tl.load(rows[:, None] + d[None, :], mask=slots.readable[:, None] & (d < D)[None, :], other=0)
-    elif D == D_PAD:
-        stored = tl.load(rows[:, None] + d[None, :])
-    else:
-        stored = tl.load(rows[:, None] + d[None, :], mask=(d < D)[None, :], other=0)
-    return stored
+def load_keys(pages, slots, DTYPE: tl.constexpr, MASKED: tl.constexpr, SHAPE: tl.constexpr):
+    return load_rows(pages.k, slots, DTYPE, MASKED, SHAPE.PAGE_SIZE, SHAPE.D, SHAPE.D_PAD, SHAPE.K)
 
 
 @triton.jit
-def load_keys(pages, slots, MASKED: tl.constexpr, SHAPE: tl.constexpr):
-    return load_slots(pages.k_ptr, pages.k_page_stride, pages.k_slot_stride, slots, MASKED, SHAPE.PAGE_SIZE, SHAPE.D,
-                      SHAPE.D_PAD)  # fmt: skip
-
-
-@triton.jit
-def load_values(pages, slots, DTYPE: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, SHAPE: tl.constexpr):
-    v = load_slots(pages.v_ptr, pages.v_page_stride, pages.v_slot_stride, slots, MASKED, SHAPE.PAGE_SIZE, SHAPE.DV,
-                   SHAPE.DV_PAD)  # fmt: skip
-    values = decode(v, SHAPE.CODES, DTYPE)
-    if SHAPE.DECODED_AT_ONCE and ROWS < 128:
+def load_values(pages, slots, ROWS: tl.constexpr, MASKED: tl.constexpr, SHAPE: tl.constexpr):
+    values = load_rows(pages.v, slots, SHAPE.V_DTYPE, MASKED, SHAPE.PAGE_SIZE, SHAPE.DV, SHAPE.DV_PAD, SHAPE.V)
+    if SHAPE.V.DECODED_AT_ONCE and ROWS < 128:
         values = decoded_at_once(values, slots.readable)
     return values
 
 
 @triton.jit
-def add_values(acc, weights, pages, slots, DTYPE: tl.constexpr, TERMS: tl.constexpr, MASKED: tl.constexpr,
-               SHAPE: tl.constexpr):  # fmt: skip
+def with_scales(weights, acc, logits, pages, slots, TERMS: tl.constexpr, MASKED: tl.constexpr, SHAPE: tl.constexpr):
+    """(weights times the scales of the values' rows, acc less the share of their zero points).
+
+    A key that a row does not see adds nothing to it, even if its scale is NaN.
+    """
+    scales, zeros = row_scales(pages.v, slots, MASKED, SHAPE.PAGE_SIZE, SHAPE.V)
+    weights = weights * scales[None, :]
+    if MASKED:
+        weights = tl.where(logits == float("-inf"), 0.0, weights)
+    if SHAPE.V.ZERO != "":
+        used = narrow(weights, SHAPE.V_DTYPE)  # as the product has them
+        share = used.to(tl.float32)
+        if TERMS == 2:
+            share += lost_to_rounding(weights, used).to(tl.float32)
+        share = tl.where(share == 0, 0.0, share * zeros[None, :])
+        acc = acc - tl.sum(share, 1)[:, None]
+    return weights, acc
+
+
+@triton.jit
+def add_values(acc, weights, logits, pages, slots, TERMS: tl.constexpr, MASKED: tl.constexpr, SHAPE: tl.constexpr):
     """acc + weights @ values.
 
     Rounding a weight to bfloat16 has a relative error of up to 2^-9. That is too much if few keys contribute to the
@@ -187,13 +188,22 @@ def add_values(acc, weights, pages, slots, DTYPE: tl.constexpr, TERMS: tl.conste
     """
     ROWS: tl.constexpr = weights.shape[0]
     ONE_PRODUCT: tl.constexpr = TERMS == 2 and ROWS >= 64 and SHAPE.DV_PAD >= 512
-    rounded = narrow(weights, DTYPE)
+    if SHAPE.V.SCALES != "" and SHAPE.V.GROUP == 0:
+        weights, acc = with_scales(weights, acc, logits, pages, slots, TERMS, MASKED, SHAPE)
+    if SHAPE.V.GROUP > 0 and MASKED:
+        values, weights = without_infinite(load_values(pages, slots, ROWS, MASKED, SHAPE), weights, logits)
+        rounded = narrow(weights, SHAPE.V_DTYPE)
+        acc = matmul(rounded, values, acc)
+        if TERMS == 2:
+            acc = matmul(lost_to_rounding(weights, rounded), values, acc)
+        return acc
+    rounded = narrow(weights, SHAPE.V_DTYPE)
     if ONE_PRODUCT:
         page = twice(slots.page) if slots.page.numel > 1 else slots.page
-        values = load_values(pages, Slots(twice(slots.keys), page, twice(slots.readable)), DTYPE, ROWS, MASKED, SHAPE)
+        values = load_values(pages, Slots(twice(slots.keys), page, twice(slots.readable)), ROWS, MASKED, SHAPE)
         acc = matmul(beside(rounded, lost_to_rounding(weights, rounded)), values, acc)
     else:
-        values = load_values(pages, slots, DTYPE, ROWS, MASKED, SHAPE)
+        values = load_values(pages, slots, ROWS, MASKED, SHAPE)
         acc = matmul(rounded, values, acc)
         if TERMS == 2:
             acc = matmul(lost_to_rounding(weights, rounded), values, acc)
@@ -201,14 +211,23 @@ def add_values(acc, weights, pages, slots, DTYPE: tl.constexpr, TERMS: tl.conste
 
 
 @triton.jit
-def logits_of(queries, k, keys, index, visible, ATTENTION: tl.constexpr, WIDE: tl.constexpr):
+def logits_of(queries, k, pages, slots, index, visible, ATTENTION: tl.constexpr, MASKED: tl.constexpr):
     """(logits [rows, keys], the factor that converts them to base 2), before masks, in iteration `index` of a loop."""
+    SHAPE: tl.constexpr = ATTENTION.SHAPE
+    WIDE: tl.constexpr = queries.q.shape[0] >= 64 and SHAPE.DV_PAD >= 512
     logits = tl.zeros([queries.q.shape[0], k.shape[0]], tl.float32)
     if not WIDE or always(index, 0):
         logits = matmul(queries.q, tl.trans(k), logits)
-    if ATTENTION.SHAPE.Q_UNITS:
+    if SHAPE.Q_TERMS == 2:
+        logits = matmul(queries.lost, tl.trans(k), logits)
+    if SHAPE.K.SCALES != "" and SHAPE.K.GROUP == 0:
+        scales, zeros = row_scales(pages.k, slots, MASKED, SHAPE.PAGE_SIZE, SHAPE.K)
+        if SHAPE.K.ZERO != "":
+            logits = logits - queries.total[:, None] * zeros[None, :]
+        logits = logits * scales[None, :]
+    if SHAPE.Q_UNITS:
         logits = logits * queries.unit[:, None]
-    return capped_and_biased(logits, queries, keys, visible, ATTENTION)
+    return capped_and_biased(logits, queries, slots.keys, visible, ATTENTION)
 
 
 @triton.jit
@@ -227,7 +246,7 @@ def attend(queries, state, blocks, visible, mask, pages, ATTENTION: tl.constexpr
     ROWS: tl.constexpr = queries.q.shape[0]
     LOOP: tl.constexpr = ATTENTION.LOOP
     BLOCK_KV: tl.constexpr = LOOP.EXACT_KV if EXACT else (LOOP.EDGE_KV if MASKED else LOOP.BLOCK_KV)
-    TERMS: tl.constexpr = (2 if queries.q.dtype == tl.bfloat16 else 1) if MASKED else LOOP.WEIGHT_TERMS
+    TERMS: tl.constexpr = (2 if tl.bfloat16 == SHAPE.V_DTYPE else 1) if MASKED else LOOP.WEIGHT_TERMS
     WIDE: tl.constexpr = ROWS >= 64 and SHAPE.DV_PAD >= 512
     m_i, l_i, acc = state
     next_page = look_up(pages, blocks, 0, visible, MASKED, SHAPE.PAGE_SIZE, BLOCK_KV)
@@ -241,15 +260,16 @@ def attend(queries, state, blocks, visible, mask, pages, ATTENTION: tl.constexpr
         readable = are_readable(keys, page, visible.first, visible.last, pages.num_pages, SHAPE.PAGE_SIZE, BLOCK_KV)
         if MASKED and ATTENTION.MASK.RANGES > 0:
             readable = readable & may_read(keys, visible, ATTENTION.MASK, EXACT)
-        k = decode(load_keys(pages, Slots(keys, page, readable), MASKED, SHAPE), SHAPE.CODES, queries.q.dtype)
-        logits, scale = logits_of(queries, k, keys, index, visible, ATTENTION, WIDE)
+        slots = Slots(keys, page, readable)
+        k = load_keys(pages, slots, queries.q.dtype, MASKED, SHAPE)
+        logits, scale = logits_of(queries, k, pages, slots, index, visible, ATTENTION, MASKED)
         if MASKED:
             logits = hide(logits, keys, readable, visible, mask, ATTENTION.MASK)
             if ATTENTION.MASK.HAS_DRAFT_MASK:  # a weight of 0 would not hide a NaN in a value that no row sees
                 readable = readable & (tl.max(logits, 0) != float("-inf"))
         weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, scale)
         slots = Slots(keys, page, readable)
-        acc = add_values(acc * alpha[:, None], weights, pages, slots, queries.q.dtype, TERMS, MASKED, SHAPE)
+        acc = add_values(acc * alpha[:, None], weights, logits, pages, slots, TERMS, MASKED, SHAPE)
     return m_i, l_i, acc
 
 

@@ -14,7 +14,7 @@ from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import in_float16, load_scale, narrow
 from ragged_attention.kernels_triton._pages import Queries
 from ragged_attention.kernels_triton._sequences import query_edge
-from ragged_attention.kernels_triton._softmax import LOG2E, finish, unit_under_cap
+from ragged_attention.kernels_triton._softmax import LOG2E, finish, lost_to_rounding, unit_under_cap
 
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(1e-30)  # replaces a scale of 0, so that -inf times the scale stays -inf
 
@@ -106,16 +106,24 @@ def load_queries(array, rows, factors, SCALING: tl.constexpr, SHAPE: tl.constexp
     scale = load_scale(factors.k_scale_ptr, rows.kv_head, 1.0, SCALING.K_SCALE_STRIDE) * factors.sm_scale
     inner, cap, outer = logit_scales(scale, factors.soft_cap, SCALING.HAS_SOFT_CAP)
     q = load_rows(array, rows, scale < 0, SCALING.SIGNED, SHAPE)
+    lost = q  # a stand-in, not used with one term
+    if SHAPE.Q_TERMS == 2:
+        exact = q.to(tl.float32)
+        q = narrow(exact, tl.bfloat16)
+        lost = lost_to_rounding(exact, q)
     unit = outer  # a stand-in, not used without Q_UNITS
     if SHAPE.Q_UNITS:
         q, unit = in_float16(q)
+    total = outer  # a stand-in, not used without zero points
+    if SHAPE.K.ZERO != "":
+        total = tl.sum(q.to(tl.float32), 1)
     slope = outer  # a stand-in, not used without HAS_ALIBI
     if SCALING.HAS_ALIBI:
         slope = load_slopes(factors.slopes_ptr, rows, SHAPE.GROUP)
     table = Table(outer, outer)  # a stand-in, not used without a relative bias
     if SCALING.BIAS.WIDTH:
         table = table_of(factors.bias_ptr, rows, SCALING.BIAS, SHAPE.GROUP)
-    return Queries(q, unit, inner, cap, outer, slope, table)
+    return Queries(q, lost, total, unit, inner, cap, outer, slope, table)
 
 
 @triton.jit

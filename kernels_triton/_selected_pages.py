@@ -13,9 +13,9 @@ import triton.language as tl
 from ragged_attention.kernels_triton import _paged_tiles
 from ragged_attention.kernels_triton._combine import combine
 from ragged_attention.kernels_triton._constants import Constants
-from ragged_attention.kernels_triton._formats import array_heads, decode, load_scale
+from ragged_attention.kernels_triton._formats import array_heads, load_scale
 from ragged_attention.kernels_triton._mask import Mask, Visible
-from ragged_attention.kernels_triton._pages import Attention, Loop, Pages, Slots, add_values, load_keys, logits_of
+from ragged_attention.kernels_triton._pages import Attention, Loop, Pages, add_values, load_keys, logits_of
 from ragged_attention.kernels_triton._ragged import Shared, results
 from ragged_attention.kernels_triton._rows import (
     Factors,
@@ -44,6 +44,7 @@ from ragged_attention.kernels_triton._selected import (
 from ragged_attention.kernels_triton._sequences import VARYING, count_sequences
 from ragged_attention.kernels_triton._softmax import online_softmax
 from ragged_attention.kernels_triton._splits import MANY_TOKENS, Batch, find_rows, short_tokens
+from ragged_attention.kernels_triton._stored import Slots, row_pages
 from ragged_attention.kernels_triton._tiles import OLDER_COMPILER, WGMMA, cdiv, next_power_of_2, on_cuda_cores
 
 MIN_SPLIT = 256  # minimum keys per split
@@ -85,7 +86,6 @@ def attend_to_blocks(queries, visits, visible, mask, pages, ATTENTION: tl.conste
     SHAPE: tl.constexpr = ATTENTION.SHAPE
     ROWS: tl.constexpr = queries.q.shape[0]
     BLOCK_KV: tl.constexpr = ATTENTION.LOOP.BLOCK_KV
-    WIDE: tl.constexpr = ROWS >= 64 and SHAPE.DV_PAD >= 512
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, SHAPE.DV_PAD], tl.float32)
@@ -99,19 +99,20 @@ def attend_to_blocks(queries, visits, visible, mask, pages, ATTENTION: tl.conste
         keys, readable, seen = keys_of_step(visits, block, step, mask, LISTS, BLOCK_KV)
         known = (page >= 0) & (page < pages.num_pages)
         slots = Slots(keys, page, readable & known)
-        k = decode(load_keys(pages, slots, True, SHAPE), SHAPE.CODES, queries.q.dtype)
-        logits, scale = logits_of(queries, k, keys, step, visible, ATTENTION, WIDE)
+        k = load_keys(pages, slots, queries.q.dtype, True, SHAPE)
+        logits, scale = logits_of(queries, k, pages, slots, step, visible, ATTENTION, True)
         logits = tl.where(seen & slots.readable[None, :], logits, float("-inf"))
         weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, scale)
-        acc = add_values(acc * alpha[:, None], weights, pages, slots, queries.q.dtype, ATTENTION.LOOP.WEIGHT_TERMS,
-                         True, SHAPE)  # fmt: skip
+        acc = add_values(
+            acc * alpha[:, None], weights, logits, pages, slots, ATTENTION.LOOP.WEIGHT_TERMS, True, SHAPE
+        )  # fmt: skip
     return m_i, l_i, acc
 
 
 @triton.jit(do_not_specialize=VARYING)
 def selected_kernel(
     q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr,
-    k_scale_ptr, v_scale_ptr, mask_ptr, slopes_ptr, bias_ptr, lists_ptr,
+    k_scale_ptr, v_scale_ptr, k_scales_ptr, v_scales_ptr, mask_ptr, slopes_ptr, bias_ptr, lists_ptr,
     parts_ptr, part_lses_ptr, out_ptr, lse_ptr,
     num_tokens, max_num_seqs, num_pages, capacity, table_stride,
     q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
@@ -158,8 +159,8 @@ def selected_kernel(
         k_head, v_head = array_heads(kv_head.to(tl.int64), CONFIG.COMBINED)
         row_of_table = tl.where(live, seq, 0)
         pages = Pages(
-            k_ptr + k_head * k_head_stride, k_page_stride, k_slot_stride,
-            v_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride,
+            row_pages(k_ptr + k_head * k_head_stride, k_page_stride, k_slot_stride, k_scales_ptr, kv_head, SHAPE.K),
+            row_pages(v_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride, v_scales_ptr, kv_head, SHAPE.V),
             page_indices_ptr + row_of_table.to(tl.int64) * table_stride, num_pages,
         )  # fmt: skip
         position = kv_len - q_len + rows.row // GROUP
@@ -227,7 +228,7 @@ def sizes_of(call: Any, tokens: int) -> dict[str, int]:
     """The sizes of the attention kernel, whose loop is that of the split kernel."""
     rows = min(max(16, next_power_of_2(tokens * call.group)), 64)
     sizes = _paged_tiles.split_sizes(call, rows)
-    few = call.kv_format.eight_bit or on_cuda_cores(call) or max(call.head_dim, call.v_head_dim) > 128
+    few = _paged_tiles.decodes(call) or on_cuda_cores(call) or max(call.head_dim, call.v_head_dim) > 128
     if few and call.device.arch == "sm_120" and OLDER_COMPILER:  # three stages would spill
         sizes = sizes._replace(stages=min(sizes.stages, 2))
     sizes = _paged_tiles.fitting_pages(call, sizes)

@@ -24,12 +24,12 @@ from ragged_attention.kernels_triton._rotary import (
 )
 from ragged_attention.kernels_triton._sequences import VARYING, PageTable, count_sequences
 from ragged_attention.kernels_triton._splits import Batch
+from ragged_attention.kernels_triton._stored import RowPages
 from ragged_attention.kernels_triton._tiles import cdiv, launchable, next_power_of_2
 from ragged_attention.kernels_triton.write_kv_pages import (
     Element,
     NewRows,
-    Pages,
-    element_of,
+    elements_of,
     place_arguments,
     slots_from_tables,
     store_rows,
@@ -38,7 +38,8 @@ from ragged_attention.kernels_triton.write_kv_pages import (
 )
 from ragged_attention.kernels_triton.write_kv_pages import Tile as Tile
 
-FEATURES = write_kv_pages.FEATURES | {"q_weight", "k_weight", "eps", "interleaved"}
+FEATURES = write_kv_pages.FEATURES - {"k_scale_pages", "v_scale_pages"}
+FEATURES |= {"q_weight", "k_weight", "eps", "interleaved"}
 ROTARY_VARYING = (*VARYING, "num_positions")
 
 
@@ -126,12 +127,12 @@ def norm_rope_kernel(
         store_rows(
             x.to(tl.float32),
             NewRows(k_ptr, CONFIG.K_STRIDES.TOKEN, CONFIG.K_STRIDES.HEAD, k_scale_ptr, k_scale_factor),
-            Pages(k_pages_ptr + k_head * k_head_stride, k_page_stride, k_slot_stride),
+            RowPages(k_pages_ptr + k_head * k_head_stride, k_page_stride, k_slot_stride, k_pages_ptr),
             tokens, kv_head, CONFIG.K,
         )  # fmt: skip
         write_rows(
             NewRows(v_ptr, CONFIG.V_STRIDES.TOKEN, CONFIG.V_STRIDES.HEAD, v_scale_ptr, v_scale_factor),
-            Pages(v_pages_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride),
+            RowPages(v_pages_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride, v_pages_ptr),
             tokens, kv_head, CONFIG.V,
         )  # fmt: skip
 
@@ -171,8 +172,7 @@ def run(call: NormRopeWrite, tile: Tile, launch: Any) -> Any:
         k_scale_factor=k_factor,
         v_scale_factor=v_factor,
         CONFIG=Config(
-            K=element_of(call, call.head_dim, k_stride),
-            V=element_of(call, call.v_head_dim, v_stride),
+            **elements_of(call, (k_stride, v_stride), launch),
             Q_ROTARY=rotary(call.q_weight),
             K_ROTARY=rotary(call.k_weight),
             Q_STRIDES=Strides(*launch.strides(q)[:2]),

@@ -8,12 +8,13 @@ from ragged_attention.kernels_triton._heads_first import heuristic as heuristic
 from ragged_attention.kernels_triton._heads_first import invariant_tile as invariant_tile
 from ragged_attention.kernels_triton._tiles import launchable
 from ragged_attention.kernels_triton.ragged_paged_attention import Tile as Tile
+from ragged_attention.kernels_triton.ragged_paged_attention import tile_kernel
 
 FEATURES = frozenset({"sm_scale", "soft_cap", "sliding_window", "align"})
 
 
 def why_not(call: PrefillAttention) -> str | None:
-    return launchable(call, _heads_first.scaled_kernel)
+    return launchable(call, tile_kernel)
 
 
 def run(call: PrefillAttention, tile: Tile, launch: Any) -> Any:

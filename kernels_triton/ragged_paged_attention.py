@@ -25,13 +25,11 @@ from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_triton import _paged_tiles, _selected_pages
 from ragged_attention.kernels_triton._bias import bias_arguments, is_biased
 from ragged_attention.kernels_triton._compiler import zero_after
-from ragged_attention.kernels_triton._constants import INTERPRETED, Constants
+from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import (
     array_heads,
     cache_views,
-    decodes_by_integers,
     load_scale,
-    number_format,
     scale_arguments,
 )
 from ragged_attention.kernels_triton._key_ranges import smaller_block
@@ -73,6 +71,7 @@ from ragged_attention.kernels_triton._splits import (
     short_tokens,
     splits_at_most,
 )
+from ragged_attention.kernels_triton._stored import DTYPES, key_dtype, row_pages, stored_of, value_dtype
 from ragged_attention.kernels_triton._tiles import (
     cdiv,
     expect_between,
@@ -87,7 +86,8 @@ MIN_INVARIANT_SPLIT = 1024  # minimum keys per split in batch-invariant mode: ot
 INVARIANT_SPLITS = 16  # maximum splits per sequence in batch-invariant mode: 128 programs with 8 KV heads
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
-    "k_scale", "v_scale", "return_lse", "draft_mask", "key_ranges", "selected", "block_size", "out_dtype",
+    "k_scale", "v_scale", "k_scale_pages", "v_scale_pages", "return_lse", "draft_mask", "key_ranges", "selected",
+    "block_size", "out_dtype",
 })  # fmt: skip
 
 
@@ -169,7 +169,7 @@ class Config(Constants):
 @triton.jit(do_not_specialize=VARYING)
 def tile_kernel(
     q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr,
-    k_scale_ptr, v_scale_ptr, mask_ptr, slopes_ptr, bias_ptr, out_ptr, lse_ptr,
+    k_scale_ptr, v_scale_ptr, k_scales_ptr, v_scales_ptr, mask_ptr, slopes_ptr, bias_ptr, out_ptr, lse_ptr,
     num_tokens, max_num_seqs, num_pages, capacity, table_stride,
     q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
     v_page_stride, v_slot_stride, v_head_stride,
@@ -207,8 +207,8 @@ def tile_kernel(
         )  # fmt: skip
         k_head, v_head = array_heads(kv_head.to(tl.int64), CONFIG.COMBINED)
         pages = Pages(
-            k_ptr + k_head * k_head_stride, k_page_stride, k_slot_stride,
-            v_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride,
+            row_pages(k_ptr + k_head * k_head_stride, k_page_stride, k_slot_stride, k_scales_ptr, kv_head, SHAPE.K),
+            row_pages(v_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride, v_scales_ptr, kv_head, SHAPE.V),
             page_indices_ptr + seq.to(tl.int64) * table_stride, num_pages,
         )  # fmt: skip
         visible = visible_keys(rows, low, high, q_len, kv_len, mask, GROUP, KIND)
@@ -223,7 +223,8 @@ def tile_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def split_kernel(
     q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr,
-    k_scale_ptr, v_scale_ptr, mask_ptr, slopes_ptr, bias_ptr, given_out_ptr, given_lse_ptr,
+    k_scale_ptr, v_scale_ptr, k_scales_ptr, v_scales_ptr, mask_ptr, slopes_ptr, bias_ptr,
+    given_out_ptr, given_lse_ptr,
     parts_ptr, part_lses_ptr, out_ptr, lse_ptr,
     num_tokens, max_num_seqs, num_pages, capacity, table_stride,
     q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
@@ -269,8 +270,8 @@ def split_kernel(
         )  # fmt: skip
         k_head, v_head = array_heads(kv_head.to(tl.int64), CONFIG.COMBINED)
         pages = Pages(
-            k_ptr + k_head * k_head_stride, k_page_stride, k_slot_stride,
-            v_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride,
+            row_pages(k_ptr + k_head * k_head_stride, k_page_stride, k_slot_stride, k_scales_ptr, kv_head, SHAPE.K),
+            row_pages(v_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride, v_scales_ptr, kv_head, SHAPE.V),
             page_indices_ptr + split.seq.to(tl.int64) * table_stride, num_pages,
         )  # fmt: skip
         low = split.kv_len - split.q_len
@@ -316,9 +317,10 @@ def shared_arguments(call: Any, launch: Any) -> Shared:
         BIAS=bias_form,
     )
     array = draft_mask if call.key_ranges is None else ranges_array(call, launch, q)  # a call has one of them at most
-    others = {"k_scale": k_scale, "v_scale": v_scale, "mask": array, "alibi_slopes": slopes}
-    others["relative_bias"] = bias
-    attention = {"SHAPE": shape_of(call, call.v_head_dim), "MASK": mask}
+    scale_pages = [q if pages is None else pages for pages in call.scale_pages]
+    others = {"k_scale": k_scale, "v_scale": v_scale, "k_scales": scale_pages[0], "v_scales": scale_pages[1]}
+    others |= {"mask": array, "alibi_slopes": slopes, "relative_bias": bias}
+    attention = {"SHAPE": shape_of(call, call.v_head_dim, launch), "MASK": mask}
     return Shared(
         {"q": q, "k_pages": k_pages, "v_pages": v_pages, **sequences, **others},
         numbers,
@@ -338,7 +340,9 @@ def config_of(shared: Shared, loop: Loop, division: Division, block_q: int) -> C
     return Config(**shared.constants | {"ATTENTION": attention}, DIVISION=division, BLOCK_Q=block_q)
 
 
-def shape_of(call: Any, v_head_dim: int) -> Shape:
+def shape_of(call: Any, v_head_dim: int, launch: Any) -> Shape:
+    """The sizes of a call, the formats of its keys and values, and the dtypes of their operands."""
+    k_dtype, dtype, arch = key_dtype(call), dtype_name(call.q), call.device.arch
     return Shape(
         GROUP=call.group,
         NUM_HEADS=call.num_q_heads,
@@ -347,15 +351,17 @@ def shape_of(call: Any, v_head_dim: int) -> Shape:
         D_PAD=next_power_of_2(call.head_dim),
         DV=v_head_dim,
         DV_PAD=next_power_of_2(v_head_dim),
-        CODES=number_format(call.cache_dtype, call.device.arch),
-        DECODED_AT_ONCE=call.kv_format.eight_bit and not decodes_by_integers(call) and not INTERPRETED,
-        Q_UNITS=call.kv_format.eight_bit and dtype_name(call.q) == "bfloat16",
+        K=stored_of(call.k_format, arch, call.k_scale_pages, launch),
+        V=stored_of(call.v_format, arch, call.v_scale_pages, launch),
+        V_DTYPE=DTYPES[value_dtype(call)],
+        Q_UNITS=dtype == "bfloat16" and k_dtype == "float16",
+        Q_TERMS=2 if dtype == "float16" and k_dtype == "bfloat16" else 1,
     )
 
 
 def in_bfloat16(call: Any) -> bool:
-    """Whether products have bfloat16 operands, so that weights may need two terms."""
-    return dtype_name(call.q) == call.cache_dtype == "bfloat16"
+    """Whether weights are bfloat16 operands, so that they may need two terms."""
+    return value_dtype(call) == "bfloat16"
 
 
 def all_are_short(call: Any, tile: Tile) -> bool:

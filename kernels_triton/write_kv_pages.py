@@ -14,15 +14,28 @@ from ragged_attention.kernels_triton._formats import (
     divided,
     encode,
     load_scale,
+    narrow,
     number_format,
     scale_arguments,
 )
+from ragged_attention.kernels_triton._quantise import (
+    in_blocks_of_e4m3,
+    in_blocks_of_powers,
+    in_pairs,
+    shifted,
+    symmetric,
+)
 from ragged_attention.kernels_triton._sequences import VARYING, PageTable, count_sequences, query_edge
 from ragged_attention.kernels_triton._splits import Batch
+from ragged_attention.kernels_triton._stored import Stored, row_pages, stored_of
 from ragged_attention.kernels_triton._tiles import cdiv, expect_power_of_two, launchable, next_power_of_2
 
 NO_TABLES = {"max_num_seqs": 0, "capacity": 0, "table_stride": 0, "search_steps": 0}  # if slots need no page table
-FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e4m3fnuz": 224.0, "float8_e5m2": 57344.0}
+FEATURES = frozenset({
+    "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale", "k_scale_pages",
+    "v_scale_pages",
+})  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +52,9 @@ def why_not(call: WriteKvPages) -> str | None:
 
 
 def heuristic(call: WriteKvPages) -> Tile:
-    """About four thousand elements per program."""
+    """About four thousand elements per program, or a quarter of that if rows are quantised with scales of their own."""
     width = next_power_of_2(max(call.head_dim, call.v_head_dim))
-    return Tile(block_t=max(1, min(4096 // width, next_power_of_2(call.num_tokens), 64)))
+    return Tile(block_t=max(1, min((1024 if call.scaled else 4096) // width, next_power_of_2(call.num_tokens), 64)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -53,6 +66,8 @@ class Element(Constants):
     D: int  # the head size
     D_PAD: int  # D, rounded up to a power of two
     SCALE_STRIDE: int  # see `load_scale`
+    LARGEST: float  # the divisor of a row's largest magnitude, for a format with one scale about zero for each row
+    STORED: Stored
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -62,6 +77,7 @@ class Config(Constants):
     K: Element
     V: Element
     BLOCK_T: int  # tokens per program
+    COMBINED: bool  # whether K and V are interleaved in one array
     HAS_SLOTS: bool  # whether the call has a slot mapping; otherwise slots follow from the page table
     HAS_NUM_SEQS: bool
 
@@ -74,14 +90,6 @@ class NewRows(NamedTuple):
     head_stride: tl.tensor
     scale_ptr: tl.tensor
     scale_factor: tl.tensor
-
-
-class Pages(NamedTuple):
-    """The pages of one KV head's K or V."""
-
-    ptr: tl.tensor
-    page_stride: tl.tensor
-    slot_stride: tl.tensor
 
 
 class Tokens(NamedTuple):
@@ -129,7 +137,10 @@ def write_rows(new, pages, tokens, kv_head, ELEMENT: tl.constexpr):
     mask = tokens.live[:, None] & (d < ELEMENT.D)[None, :]
     source = new.ptr + tokens.token.to(tl.int64) * new.token_stride + kv_head * new.head_stride
     numbers = tl.load(source[:, None] + d[None, :], mask=mask, other=0).to(tl.float32)
-    store_rows(numbers, new, pages, tokens, kv_head, ELEMENT)
+    if ELEMENT.STORED.SCALES != "":
+        store_scaled(numbers, new, pages, tokens, kv_head, ELEMENT)
+    else:
+        store_rows(numbers, new, pages, tokens, kv_head, ELEMENT)
 
 
 @triton.jit
@@ -145,17 +156,66 @@ def store_rows(numbers, new, pages, tokens, kv_head, ELEMENT: tl.constexpr):
     tl.store(target[:, None] + d[None, :], stored, mask=mask)
 
 
+@triton.jit
+def store_scaled(numbers, new, pages, tokens, kv_head, ELEMENT: tl.constexpr):
+    """Write float32 rows of one KV head, quantised with scales of their own, and those scales, to the tokens' slots."""
+    STORED: tl.constexpr = ELEMENT.STORED
+    PAGE_SIZE: tl.constexpr = ELEMENT.PAGE_SIZE
+    D: tl.constexpr = ELEMENT.D
+    PACKED: tl.constexpr = STORED.CODES == "e2m1" or STORED.CODES == "uint4"
+    exists = (tl.arange(0, ELEMENT.D_PAD) < D)[None, :]
+    scale = load_scale(new.scale_ptr, kv_head, new.scale_factor, ELEMENT.SCALE_STRIDE)
+    page = tokens.slot // PAGE_SIZE
+    slot = tokens.slot % PAGE_SIZE
+    scales_ptr = pages.scales_ptr + page * STORED.PAGE_STRIDE + slot * STORED.SLOT_STRIDE
+    if STORED.SCALES != "float8_e4m3fn":
+        numbers = tl.where(exists, divided(numbers, scale), 0.0)
+    if STORED.GROUP:
+        BLOCKS: tl.constexpr = ELEMENT.D_PAD // STORED.GROUP
+        blocks = tl.reshape(numbers, [numbers.shape[0], BLOCKS, STORED.GROUP])
+        invalid = tl.max((blocks != blocks).to(tl.int32), 2) > 0
+        if STORED.SCALES == "float8_e4m3fn":
+            codes, scales = in_blocks_of_e4m3(blocks, invalid, scale)
+        else:
+            codes, scales = in_blocks_of_powers(blocks, invalid, PACKED)
+        codes = tl.reshape(tl.where(invalid[:, :, None], 0, codes), [numbers.shape[0], ELEMENT.D_PAD])
+        block = tl.arange(0, BLOCKS)
+        mask = tokens.live[:, None] & (block < D // STORED.GROUP)[None, :]
+        tl.store(scales_ptr[:, None] + block[None, :] * STORED.COLUMN_STRIDE, scales, mask=mask)
+    else:
+        invalid = tl.max((numbers != numbers).to(tl.int32), 1) > 0
+        if STORED.ZERO != "":
+            codes, scales, zeros = shifted(numbers, exists, invalid, STORED.ZERO)
+            if STORED.ZERO == "stored":
+                zeros = narrow(zeros, scales_ptr.dtype.element_ty)
+                tl.store(scales_ptr + STORED.COLUMN_STRIDE, zeros, mask=tokens.live)
+        else:
+            codes, scales = symmetric(numbers, invalid, ELEMENT.LARGEST, ELEMENT.FORMAT)
+        tl.store(scales_ptr, narrow(scales, scales_ptr.dtype.element_ty), mask=tokens.live)
+    target = pages.ptr + page * pages.page_stride + slot * pages.slot_stride
+    if PACKED:
+        byte = tl.arange(0, ELEMENT.D_PAD // 2)
+        mask = tokens.live[:, None] & (byte < D // 2)[None, :]
+        tl.store(target[:, None] + byte[None, :], in_pairs(codes), mask=mask)
+    else:
+        column = tl.arange(0, ELEMENT.D_PAD)
+        tl.store(
+            target[:, None] + column[None, :], codes.to(pages.ptr.dtype.element_ty), mask=tokens.live[:, None] & exists
+        )
+
+
 @triton.jit(do_not_specialize=VARYING)
 def write_kernel(
     k_ptr, v_ptr, slots_ptr, page_indices_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs_ptr, k_scale_ptr, v_scale_ptr,
-    given_pages_ptr, given_v_pages_ptr, k_pages_ptr, v_pages_ptr,
+    given_pages_ptr, given_v_pages_ptr, given_k_scales_ptr, given_v_scales_ptr,
+    k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr,
     num_tokens, max_num_seqs, num_pages, capacity, table_stride, search_steps, slots_stride,
     k_token_stride, k_new_head_stride, v_token_stride, v_new_head_stride,
     k_page_stride, k_slot_stride, k_head_stride, v_page_stride, v_slot_stride, v_head_stride,
     k_scale_factor, v_scale_factor, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Write a block of tokens of one KV head. If K and V are interleaved in one array, `v_pages_ptr` is None."""
-    COMBINED: tl.constexpr = v_pages_ptr is None
+    """Write a block of tokens of one KV head."""
+    COMBINED: tl.constexpr = CONFIG.COMBINED
     if COMBINED:
         v_pages_ptr = k_pages_ptr
     PAGE_SIZE: tl.constexpr = CONFIG.K.PAGE_SIZE
@@ -172,12 +232,16 @@ def write_kernel(
     k_head, v_head = array_heads(kv_head, COMBINED)
     write_rows(
         NewRows(k_ptr, k_token_stride, k_new_head_stride, k_scale_ptr, k_scale_factor),
-        Pages(k_pages_ptr + k_head * k_head_stride, k_page_stride, k_slot_stride),
+        row_pages(
+            k_pages_ptr + k_head * k_head_stride, k_page_stride, k_slot_stride, k_scales_ptr, kv_head, CONFIG.K.STORED
+        ),
         tokens, kv_head, CONFIG.K,
     )  # fmt: skip
     write_rows(
         NewRows(v_ptr, v_token_stride, v_new_head_stride, v_scale_ptr, v_scale_factor),
-        Pages(v_pages_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride),
+        row_pages(
+            v_pages_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride, v_scales_ptr, kv_head, CONFIG.V.STORED
+        ),
         tokens, kv_head, CONFIG.V,
     )  # fmt: skip
 
@@ -197,33 +261,60 @@ def place_arguments(call: Any, launch: Any) -> tuple[tuple[Any, ...], dict[str, 
     }
 
 
-def element_of(call: Any, width: int, scale_stride: int) -> Element:
-    """How the rows of K or V of a call are stored."""
-    return Element(
-        FORMAT="plain" if call.copies else number_format(call.cache_dtype, call.device.arch),
-        PAGE_SIZE=call.page_size,
-        D=width,
-        D_PAD=next_power_of_2(width),
-        SCALE_STRIDE=scale_stride,
-    )
+def elements_of(call: Any, strides: tuple[int, int], launch: Any) -> dict[str, Element]:
+    """How the rows of K and V of a call are stored; `strides` are those of the scales, see `load_scale`."""
+    arch = call.device.arch
+    return {
+        side: Element(
+            FORMAT="plain" if call.copies else number_format(form.codes, arch),
+            PAGE_SIZE=call.page_size,
+            D=width,
+            D_PAD=next_power_of_2(width),
+            SCALE_STRIDE=stride,
+            LARGEST=LARGEST.get(form.codes, 0.0),
+            STORED=stored_of(form, arch, scale_pages, launch),
+        )
+        for side, form, width, stride, scale_pages in zip(
+            "KV",
+            (call.k_format, call.v_format),
+            (call.head_dim, call.v_head_dim),
+            strides,
+            call.scale_pages,
+            strict=True,
+        )
+    }
+
+
+def written_arrays(call: Any, stand_in: Any) -> tuple[list[Any], dict[str, None]]:
+    """The pages and scale pages that a kernel writes, and the names of those that it does not have.
+
+    A call with scale pages gets `stand_in` for each array that it lacks.
+    """
+    if call.scaled:
+        given = [*call.sides, *call.scale_pages]
+        given[1] = None if call.combined else given[1]
+        return [stand_in if array is None else array for array in given], {}
+    absent: dict[str, None] = {"v_pages_ptr": None} if call.combined else {}
+    return [*call.caches], {**absent, "k_scales_ptr": None, "v_scales_ptr": None}
 
 
 def run(call: WriteKvPages, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns the page arrays."""
     k, v = launch.packed(call.k), launch.packed(call.v)
-    k_pages, v_pages, strides = cache_views(call, launch)
+    _, _, strides = cache_views(call, launch)
     # 8-bit elements that are copied unchanged reach the kernel as integers, which float32 represents exactly.
     scales = (None, None) if call.copies else (call.k_scale, call.v_scale)
     (k_scale, k_factor, k_stride), (v_scale, v_factor, v_stride) = (scale_arguments(one, k, launch) for one in scales)
     places, numbers = place_arguments(call, launch)
-
-    return launch(
+    written, absent = written_arrays(call, k)
+    inputs = (k, v, *places, k_scale, v_scale)
+    results = launch(
         write_kernel,
         (cdiv(call.num_tokens, tile.block_t), call.num_kv_heads),
-        (k, v, *places, k_scale, v_scale, k_pages, k if call.combined else v_pages),
+        (*inputs, *written, *[k] * (4 - len(written))),
         [],
-        inplace=(9,) if call.combined else (9, 10),
-        **({"v_pages_ptr": None} if call.combined else {}),
+        inplace=range(len(inputs), len(inputs) + len(written)),
+        **absent,
         num_warps=tile.num_warps,
         num_stages=1,
         num_tokens=call.num_tokens,
@@ -236,10 +327,11 @@ def run(call: WriteKvPages, tile: Tile, launch: Any) -> Any:
         k_scale_factor=k_factor,
         v_scale_factor=v_factor,
         CONFIG=Config(
-            K=element_of(call, call.head_dim, k_stride),
-            V=element_of(call, call.v_head_dim, v_stride),
+            **elements_of(call, (k_stride, v_stride), launch),
             BLOCK_T=tile.block_t,
+            COMBINED=call.combined,
             HAS_SLOTS=call.slot_mapping is not None,
             HAS_NUM_SEQS=call.num_seqs is not None,
         ),
     )
+    return [array for array, given in zip(results, written, strict=True) if given is not k]

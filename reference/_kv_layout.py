@@ -79,15 +79,6 @@ def encode(values: ArrayLike, cache_dtype: str | None = None) -> NDArray[Any]:
     return (np.where(np.isnan(values), 0x7F, code) | sign).astype(np.uint8)
 
 
-def split_pages(kv_pages: object, cache_dtype: str | None = None) -> tuple[Float64, Float64]:
-    """The values of K [P, G, K, D] and V [P, G, K, D_v] of combined or split pages."""
-    if isinstance(kv_pages, tuple | list):
-        k_pages, v_pages = kv_pages
-        return decode(k_pages, cache_dtype), decode(v_pages, cache_dtype)
-    pages = decode(kv_pages, cache_dtype)  # type: ignore[arg-type]
-    return pages[:, :, 0::2], pages[:, :, 1::2]
-
-
 def per_head(scale: ArrayLike | None, num_kv_heads: int) -> NDArray[np.float32]:
     """A scale (None, a number, [] or [K]) as one float32 per KV head."""
     return np.broadcast_to(np.float32(1) if scale is None else widened(scale, np.float32), (num_kv_heads,))

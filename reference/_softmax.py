@@ -1,7 +1,7 @@
 """The softmax of one head: its logits, the weighted mean of values, and attention sinks."""
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.reference._kv_layout import Float64, widened
 
@@ -16,7 +16,8 @@ def logits_of(q: Float64, k: Float64, scale: float, soft_cap: float | None) -> F
 def softmax(logits: Float64, values: Float64) -> tuple[Float64, Float64, Float64]:
     """Out [n, D_v], the largest logit [n] and the log-sum-exp [n] of logits [n, m] over values [m, D_v].
 
-    A hidden key has the logit -inf. For a row without visible keys, out is 0 and the other results are -inf.
+    A hidden key has the logit -inf, and adds nothing to its row, even if its value is NaN. For a row without visible
+    keys, out is 0 and the other results are -inf.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         m_i = logits.max(axis=1, initial=-np.inf)
@@ -24,7 +25,17 @@ def softmax(logits: Float64, values: Float64) -> tuple[Float64, Float64, Float64
         weights = np.exp(logits - np.where(has_keys, m_i, 0.0)[:, None])
         l_i = weights.sum(axis=1)
         lse = np.where(has_keys, m_i + np.log(l_i), -np.inf)
-        return weights @ values / np.where(has_keys, l_i, 1.0)[:, None], m_i, lse
+        return weighted_sum(weights, values, logits != -np.inf) / np.where(has_keys, l_i, 1.0)[:, None], m_i, lse
+
+
+def weighted_sum(weights: Float64, values: Float64, seen: NDArray[np.bool_]) -> Float64:
+    """The sums [n, D_v] of values [m, D_v] times weights [n, m], over the keys that each row sees."""
+    finite = np.isfinite(values).all(axis=1)
+    sums = weights[:, finite] @ values[finite]
+    for key in np.flatnonzero(~finite):
+        rows = seen[:, key]
+        sums[rows] += weights[rows, key, None] * values[key]
+    return sums
 
 
 def sink_of_each(sinks: ArrayLike | None, num_q_heads: int) -> Float64:

@@ -5,6 +5,7 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from ragged_attention.calls import dtype_name
+from ragged_attention.calls.cache_formats import KvFormat
 from ragged_attention.reference._rotary import normalized, rotated, rounded
 from ragged_attention.reference.write_kv_pages import write_kv_pages
 
@@ -34,7 +35,8 @@ def norm_rope_write(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     dtype: str = "float32",
-    cache_dtype: str | None = None,
+    k_format: KvFormat | None = None,
+    v_format: KvFormat | None = None,
 ) -> tuple[Any, ...]:
     """The new queries, and the new pages as one array or two.
 
@@ -47,11 +49,12 @@ def norm_rope_write(
     )
     pages = write_kv_pages(
         new_k, v, kv_pages, slot_mapping, page_indices=page_indices, kv_lens=kv_lens, cu_q_lens=cu_q_lens,
-        num_seqs=num_seqs, k_scale=k_scale, v_scale=v_scale, cache_dtype=cache_dtype,
+        num_seqs=num_seqs, k_scale=k_scale, v_scale=v_scale, k_format=k_format, v_format=v_format,
     )  # fmt: skip
     return new_q, *(pages if isinstance(pages, tuple) else (pages,))
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:
     outputs = ((call.q.shape, call.q.dtype), "kv_pages")
-    return launch.on_host(norm_rope_write, call, outputs, dtype=dtype_name(call.q), cache_dtype=call.cache_dtype)
+    formats = {"k_format": call.k_format, "v_format": call.v_format}
+    return launch.on_host(norm_rope_write, call, outputs, dtype=dtype_name(call.q), **formats)

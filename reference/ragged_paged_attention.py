@@ -5,12 +5,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragged_attention.reference._kv_layout import Float64, per_head, sequence_bounds, split_pages, true_queries, widened
+from ragged_attention.calls.cache_formats import KvFormat
+from ragged_attention.reference._kv_layout import Float64, per_head, sequence_bounds, true_queries, widened
+from ragged_attention.reference._scaled_rows import values_of
 from ragged_attention.reference._softmax import logits_of, share_of_keys, sink_of_each, slope_of_each, softmax
 
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
-    "k_scale", "v_scale", "return_lse", "draft_mask", "key_ranges", "selected", "block_size", "out_dtype",
+    "k_scale", "v_scale", "k_scale_pages", "v_scale_pages", "return_lse", "draft_mask", "key_ranges", "selected",
+    "block_size", "out_dtype",
 })  # fmt: skip
 BATCH_INVARIANT = True
 
@@ -129,6 +132,19 @@ def attend(
     return out * share_of_keys(lse, sink)[:, None], lse
 
 
+def split_values(
+    kv_pages: Any, scale_pages: tuple[Any, Any] = (None, None), formats: tuple[Any, Any] = (None, None)
+) -> tuple[Float64, Float64]:
+    """The values of K [P, G, K, D] and V [P, G, K, D_v] of combined or split pages."""
+    if not isinstance(kv_pages, tuple | list):
+        kv_pages = np.asarray(kv_pages)[:, :, 0::2], np.asarray(kv_pages)[:, :, 1::2]
+    k, v = (
+        widened(pages) if form is None else values_of(pages, scales, form)
+        for pages, scales, form in zip(kv_pages, scale_pages, formats, strict=True)
+    )
+    return k, v
+
+
 def ragged_paged_attention(
     q: ArrayLike,
     kv_pages: Any,
@@ -148,6 +164,8 @@ def ragged_paged_attention(
     q_scale: ArrayLike | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    k_scale_pages: ArrayLike | None = None,
+    v_scale_pages: ArrayLike | None = None,
     return_lse: bool = False,
     new_kv: None = None,
     draft_mask: ArrayLike | None = None,
@@ -155,18 +173,20 @@ def ragged_paged_attention(
     selected: ArrayLike | None = None,
     block_size: int | None = None,
     out_dtype: str | None = None,
-    cache_dtype: str | None = None,
+    k_format: KvFormat | None = None,
+    v_format: KvFormat | None = None,
     q_dtype: str | None = None,
 ) -> Any:
     """Out [T, H, D_v] in float64, and lse [T, H] with `return_lse`; the arguments are those of the operation.
 
-    `new_kv` is written by `write_kv_pages` before this is called. `cache_dtype` names the format of pages that hold
-    8-bit floats as bits. `q_dtype` names the dtype to which queries are rounded if `q_scale` is an array.
+    `new_kv` is written by `write_kv_pages` before this is called. Pages that hold codes as bits need the formats of
+    their keys and values, and scale pages are [P, G, K, n]. `q_dtype` names the dtype to which queries are rounded if
+    `q_scale` is an array.
     """
     del max_q_len, out_dtype  # they do not change the result
     assert new_kv is None
     page_indices = np.asarray(page_indices)
-    k_pages, v_pages = split_pages(kv_pages, cache_dtype)
+    k_pages, v_pages = split_values(kv_pages, (k_scale_pages, v_scale_pages), (k_format, v_format))
     num_pages, page_size, num_kv_heads, _ = k_pages.shape
     num_tokens, num_q_heads, head_dim = np.shape(q)
     q, scale = true_queries(q, q_scale, head_dim**-0.5 if sm_scale is None else sm_scale, q_dtype)
@@ -201,4 +221,5 @@ def ragged_paged_attention(
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:
-    return launch.on_host(ragged_paged_attention, call, call.results(), cache_dtype=call.cache_dtype)
+    formats = {"k_format": call.k_format, "v_format": call.v_format}
+    return launch.on_host(ragged_paged_attention, call, call.results(), **formats)

@@ -5,9 +5,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ragged_attention.calls.cache_formats import KvFormat
 from ragged_attention.reference._kv_layout import divisors, encode, sequence_bounds
+from ragged_attention.reference._scaled_rows import quantized
 
-FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})
+FEATURES = frozenset({
+    "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale", "k_scale_pages",
+    "v_scale_pages",
+})  # fmt: skip
 
 
 def slots_from_tables(
@@ -46,13 +51,17 @@ def write_kv_pages(
     num_seqs: ArrayLike | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
-    cache_dtype: str | None = None,
+    k_scale_pages: ArrayLike | None = None,
+    v_scale_pages: ArrayLike | None = None,
+    k_format: KvFormat | None = None,
+    v_format: KvFormat | None = None,
     copies: bool = False,
 ) -> Any:
-    """The new pages, in the layout of `kv_pages`, with `k / k_scale`, computed in float32 and encoded as `cache_dtype`.
+    """The new pages, in the layout of `kv_pages`, with `k / k_scale`, computed in float32 and encoded as `k_format`.
 
-    `v` is stored likewise. If `copies`, both are stored unchanged. A slot outside [0, P * G) is skipped; of two tokens
-    with one slot the later one wins.
+    `v` is stored likewise. If `copies`, both are stored unchanged. Without formats, the caller casts. If a side has
+    scale pages [P, G, K, n], the result is (kv_pages, k_scale_pages, v_scale_pages) with those that are given. A slot
+    outside [0, P * G) is skipped; of two tokens with one slot the later one wins.
     """
     combined = not isinstance(kv_pages, tuple | list)
     arrays = [np.array(pages) for pages in ([kv_pages] if combined else kv_pages)]
@@ -62,17 +71,43 @@ def write_kv_pages(
         slots = slots_from_tables(page_indices, kv_lens, cu_q_lens, num_seqs, len(np.asarray(k)), num_pages, page_size)
     else:
         slots = np.asarray(slot_mapping)
-    for pages, tokens, scale in ((new_k, k, k_scale), (new_v, v, v_scale)):
-        stored = np.asarray(tokens)
-        if not copies:
-            with np.errstate(divide="ignore", invalid="ignore"):  # division by 0 gives infinity or NaN
-                quotients = stored.astype(np.float32) / divisors(scale, num_kv_heads)[None, :, None]
-            stored = encode(quotients, cache_dtype)
+    scale_pages = [None if pages is None else np.array(pages) for pages in (k_scale_pages, v_scale_pages)]
+    for pages, stored_scales, tokens, scale, form in zip(
+        (new_k, new_v), scale_pages, (k, v), (k_scale, v_scale), (k_format, v_format), strict=True
+    ):
+        codes, scales = stored_rows(np.asarray(tokens), scale, form, num_kv_heads, copies)
         for token, slot in enumerate(slots):
             if 0 <= slot < num_pages * page_size:
-                pages[slot // page_size, slot % page_size] = stored[token]
-    return arrays[0] if combined else tuple(arrays)
+                pages[slot // page_size, slot % page_size] = codes[token]
+                if stored_scales is not None:
+                    stored_scales[slot // page_size, slot % page_size] = scales[token]
+    written = arrays[0] if combined else tuple(arrays)
+    return (written, *scale_pages) if any(pages is not None for pages in scale_pages) else written
+
+
+def stored_rows(
+    tokens: NDArray[Any], scale: ArrayLike | None, form: KvFormat | None, num_kv_heads: int, copies: bool
+) -> tuple[NDArray[Any], Any]:
+    """What pages and scale pages store for new rows; None for the latter if the format has no scales."""
+    if copies:
+        return tokens, None
+    divided_by = divisors(scale, num_kv_heads)
+    if form is not None and form.scaled:
+        return quantized(tokens, divided_by, form)
+    with np.errstate(divide="ignore", invalid="ignore"):  # division by 0 gives infinity or NaN
+        quotients = tokens.astype(np.float32) / divided_by[None, :, None]
+    return encode(quotients, None if form is None else form.codes), None
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:
-    return launch.on_host(write_kv_pages, call, "kv_pages", cache_dtype=call.cache_dtype, copies=call.copies)
+    formats = {"k_format": call.k_format, "v_format": call.v_format}
+    return launch.on_host(_flat, call, call.written(), copies=call.copies, **formats)
+
+
+def _flat(**arguments: Any) -> Any:
+    """The written arrays, without absent ones."""
+    written = write_kv_pages(**arguments)
+    if arguments["k_scale_pages"] is None and arguments["v_scale_pages"] is None:
+        return written
+    pages, *scale_pages = written
+    return *(pages if isinstance(pages, tuple) else (pages,)), *(each for each in scale_pages if each is not None)

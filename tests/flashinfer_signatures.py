@@ -213,6 +213,13 @@ SIGNATURES = {
         "append_key, append_value, batch_indices, positions, paged_kv_cache, kv_indices, kv_indptr, "
         "kv_last_page_len, kv_layout='NHD'"
     ),
+    "page.nvfp4_quantize_append_paged_kv_cache": (
+        "append_key, append_value, batch_indices, positions, paged_kv_cache, kv_cache_sf, kv_indices, kv_indptr, "
+        "kv_last_page_len, k_scale, v_scale, kv_layout='NHD'"
+    ),
+    "page.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping": (
+        "append_key, append_value, slot_mapping, paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout='NHD'"
+    ),
     "topk.top_k": (
         "input, k, sorted=False, deterministic=False, tie_break=0, dsa_graph_safe=False"
     ),
@@ -288,5 +295,14 @@ SIGNATURES = {
     ),
     "quantization.segment_packbits": (
         "x, indptr, bitorder='big'"
+    ),
+    "quantization.nvfp4_kv_quantize": (
+        "input, global_scale"
+    ),
+    "quantization.nvfp4_kv_dequantize": (
+        "fp4_data, block_scales, global_scale, output_dtype=torch.bfloat16"
+    ),
+    "quantization.nvfp4_kv_dequantize_paged": (
+        "paged_kv_cache, kv_cache_sf, block_tables, seq_lens, k_scale, v_scale, output_k, output_v, kv_layout='NHD'"
     ),
 }  # fmt: skip

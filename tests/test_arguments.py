@@ -293,7 +293,7 @@ def test_negated_views_count_as_what_they_stand_for(operation: str, index: int) 
     views = {name: value if name in written else mapped(negated, value) for name, value in views.items()}
     want, got = (getattr(rt, operation)(**arguments, backend="eager") for arguments in (plain, views))
     torch.testing.assert_close(as_list(got), as_list(want), rtol=0, atol=0)
-    for name in written:
+    for name in written & plain.keys():
         before = given(operation, index, torch.tensor)
         target = torch._neg_view(before[name]) if before[name].is_floating_point() else None
         if target is None:

@@ -206,7 +206,7 @@ def test_inputs_are_the_same_values_in_every_framework(name: str) -> None:
 def test_the_check_passes_the_definition_and_nothing_else(name: str) -> None:
     case = dataclasses.replace(catalogue.find(name), dtype="float32")
     inputs = case.numpy_inputs(1)
-    out = definition(**inputs, cache_dtype=case.stored).astype(np.float32)
+    out = definition(**inputs, **case.formats).astype(np.float32)
     case.check(inputs, out, np.asarray)
     with pytest.raises(AssertionError, match=case.name):
         case.check(inputs, out * 1.01, np.asarray)
@@ -611,6 +611,6 @@ def test_a_replay_is_checked_on_other_lengths_or_lists_and_then_on_its_own(name:
         if isinstance(case, mla_cases.LatentCase):
             now.check(inputs, mla_decode(**inputs)[0], np.asarray)
         else:
-            now.check(inputs, definition(**inputs, cache_dtype=case.stored), np.asarray)
+            now.check(inputs, definition(**inputs, **case.formats), np.asarray)
     assert all(np.array_equal(inputs[key], table) for key, table in case.numpy_inputs(2).items()
                if key in back)  # fmt: skip

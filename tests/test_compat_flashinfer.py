@@ -808,7 +808,7 @@ REFUSED_BY_PLANS: Any = {
     "token_pos_in_items_len": 3, "max_item_len_ptr": torch.ones(1), "seq_lens_q": torch.ones(1),
     "o_data_type": torch.float8_e4m3fn,
 }  # fmt: skip
-REFUSED_BY_RUNS: Any = {"skip_softmax_threshold_scale_factor": 1.0, "kv_cache_sf": torch.ones(1)}
+REFUSED_BY_RUNS: Any = {"skip_softmax_threshold_scale_factor": 1.0}
 
 
 def test_what_would_change_results_is_refused_by_name() -> None:
@@ -835,9 +835,8 @@ def test_what_would_change_results_is_refused_by_name() -> None:
             prefill_planned(b).run(b.q, b.cache, **{name: value})
         with pytest.raises(Unsupported, match=f"expected {name}=None, got"):
             decode_planned(d).run(d.q, d.cache, **{name: value})
-    for name, value in {"kv_cache_sf": torch.ones(1), "o_scale": 2.0}.items():
-        with pytest.raises(Unsupported, match=f"expected {name}=None, got"):
-            ragged_planned(b, kv_indptr).run(b.q, k, v, **{name: value})
+    with pytest.raises(Unsupported, match="expected o_scale=None, got"):
+        ragged_planned(b, kv_indptr).run(b.q, k, v, o_scale=2.0)
     with pytest.raises(Unsupported, match="expected window_right=0, got -1: keys after a query are never seen"):
         decode_planned(d, window_right=-1)
     with pytest.raises(Unsupported, match="expected no positional arguments after the cache, except scale_q"):
@@ -850,8 +849,6 @@ def test_what_would_change_results_is_refused_by_name() -> None:
     ):
         with pytest.raises(Unsupported, match="expected pos_encoding_mode='NONE' or 'ALIBI', got 'ROPE_LLAMA'"):
             run()
-    with pytest.raises(Unsupported, match="expected kv_cache_sf=None"):
-        flashinfer.single_prefill_with_kv_cache(b.q, k, v, kv_cache_sf=(k, v))
 
 
 def test_pages_of_latents_that_do_not_exist_are_not_seen() -> None:

@@ -39,6 +39,11 @@ TABLES: dict[str, Any] = {"page_indices": ints([1, 3, 0], [2, 5, 4]), "kv_lens":
 SCALES = {"k_scale": 0.5, "v_scale": 2.0}
 SHARED = {"sm_scale": 0.3, "soft_cap": 1.5}
 PAGES = {"q": floats(5, 4, 16), "k_pages": floats(2, 6, 4, 16), "v_pages": floats(2, 6, 4, 16)}
+# A scale for each token and head of int8 keys and values.
+SCALED_PAGES = {
+    "kv_pages": RNG.integers(-99, 99, (6, 4, 4, 16)).astype(np.int8), "k_scale_pages": abs(floats(6, 4, 2, 1)),
+    "v_scale_pages": abs(floats(6, 4, 2, 1)),
+}  # fmt: skip
 SLOPES = np.array([0.5, 0.25, -0.25, 0.125], np.float32)
 BIAS = np.cos(np.arange(12, dtype=np.float32)).reshape(4, 3)
 VARLEN = {
@@ -94,6 +99,7 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
                   "relative_bias": BIAS},
         TABLES | {"q": floats(5, 4, 16), "kv_pages": floats(6, 4, 4, 16), "key_ranges": KEY_RANGES, "sinks": floats(4)},
         TABLES | SELECTED | {"q": floats(5, 4, 16), "kv_pages": floats(6, 4, 4, 16), "sinks": floats(4)},
+        TABLES | {"q": floats(5, 4, 16), **SCALED_PAGES},
     ],
     "write_kv_pages": [
         TABLES | SCALES | {
@@ -103,6 +109,7 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
             "k": floats(5, 2, 16), "v": floats(5, 2, 16), "kv_pages": floats(6, 4, 4, 16),
             "slot_mapping": ints(3, -1, 7, 0, 21),
         },
+        {"k": floats(5, 2, 16), "v": floats(5, 2, 16), "slot_mapping": ints(3, -1, 7, 0, 21), **SCALED_PAGES},
     ],
     "norm_rope_write": [
         TABLES | SCALES | ROTARY | {

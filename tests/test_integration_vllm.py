@@ -194,7 +194,7 @@ def test_what_vllm_is_told_we_support(vllm):
         assert cls.supports_attn_type("decoder")
         others = [cls.supports_attn_type(t) for t in ("encoder", "encoder_only", "encoder_decoder")]
         assert others == [cls is plain] * 3
-        assert not cls.supports_kv_cache_dtype("nvfp4")
+        assert cls.supports_kv_cache_dtype("nvfp4") == (cls is plain)
         assert [size.base for size in cls.get_supported_kernel_block_sizes()] == [16]
         assert not cls.get_impl_cls().fused_output_quant_supported(None, None)
     assert [plain.supports_head_size(size) for size in (8, 16, 20, 80, 512, 576)] == [
@@ -384,7 +384,7 @@ def test_attention(page, lens, vllm, backend):
 @pytest.mark.parametrize("layout", ["LBNHC", "BLHNC", "BLNHC", "BHLNC"])
 def test_any_order_of_memory_and_no_copy(layout, vllm, backend):
     step = Step(MIXED, layout=layout)
-    pages = implementation()._pages(step.cache)
+    pages = implementation()._stored(step.layer, step.cache).kv_pages
     assert {pages[0].untyped_storage().data_ptr(), pages[1].untyped_storage().data_ptr()} == {
         step.cache.untyped_storage().data_ptr()
     }
@@ -477,7 +477,7 @@ def test_requests_that_only_pad_a_graph(vllm, backend):
 def test_values_of_another_size(vllm, backend):
     """The second half of the cache is as wide as a value."""
     impl, cache = implementation(head_size=32), torch.randn(2, 2, 16, 32 + 16)
-    k_pages, v_pages = impl._pages(cache)
+    k_pages, v_pages = impl._stored(None, cache).kv_pages
     assert (k_pages.shape, v_pages.shape) == ((2, 16, 2, 32), (2, 16, 2, 16))
 
 
@@ -516,10 +516,6 @@ def test_other_layers_share_a_step_by_other_tables(vllm):
         (
             {"alibi_slopes": [0.5] * 4, "sinks": torch.zeros(4)},
             "expected sinks to be None with alibi_slopes for RAGGED, got both",
-        ),
-        (
-            {"kv_cache_dtype": "int8_per_token_head"},
-            "expected kv_cache_dtype to be one of auto, float16, bfloat16, fp8,",
         ),
         ({"sinks": torch.zeros(3)}, r"expected sinks of shape \[num_heads=4\], got \[3\]"),
     ],

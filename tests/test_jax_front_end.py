@@ -7,9 +7,11 @@ import pytest
 
 import ragged_attention as ra
 from ragged_attention.calls import QUANTIZED
+from ragged_attention.calls.cache_formats import KvFormat, element_of
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
 from ragged_attention.testing.compare import agrees, identical
+from ragged_attention.testing.formats import SCALED
 from tests.apart import loaded, triton_kernels
 
 pytest.importorskip("jax")
@@ -217,6 +219,34 @@ def test_attention_keeps_no_second_cache(dtype):
     lens, edges = jnp.full(4, 2048 * 16, jnp.int32), jnp.arange(5, dtype=jnp.int32)
     attend = jax.jit(lambda *arguments: ragged_paged_attention(*arguments, backend="xla"))
     memory: Any = attend.lower(q, pages, lens, table, edges).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < pages.nbytes / 4
+
+
+def cache_of(form: KvFormat, pages: int, page_size: int, width: int) -> tuple[jax.Array, jax.Array]:
+    """Combined pages of two KV heads, and scale pages for either side."""
+    shape = (pages, page_size, 4, width // form.columns_per_element)
+    scales = jnp.zeros((pages, page_size, 2, form.scales_of_row(width)), form.scales)
+    return jnp.zeros(shape, element_of(form)), scales
+
+
+@pytest.mark.parametrize("form", SCALED.values(), ids=SCALED.keys())
+def test_a_cache_with_scale_pages_is_neither_copied_nor_decoded_as_a_whole(form):
+    pages, scales = cache_of(form, 8192, 16, 64)
+
+    def attend(q: Any, pages: Any, scales: Any, *tables: Any) -> Any:
+        return ragged_paged_attention(q, pages, *tables, k_scale_pages=scales, v_scale_pages=scales, backend="xla")
+
+    def write(pages: Any, k_scales: Any, v_scales: Any, k: Any, slots: Any) -> Any:
+        scales = {"k_scale_pages": k_scales, "v_scale_pages": v_scales}
+        return write_kv_pages(k, k, pages, slots, **scales, backend="xla")
+
+    q, table = jnp.zeros((4, 4, 64), jnp.bfloat16), jnp.zeros((4, 2048), jnp.int32)
+    lens, edges = jnp.full(4, 2048 * 16, jnp.int32), jnp.arange(5, dtype=jnp.int32)
+    memory: Any = jax.jit(attend).lower(q, pages, scales, lens, table, edges).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < pages.nbytes / 4
+    slots, donated = jnp.arange(4, dtype=jnp.int32), jax.jit(write, donate_argnums=(0, 1, 2))
+    memory = donated.lower(pages, scales, scales, q[:, :2], slots).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= pages.nbytes + 2 * scales.nbytes
     assert memory.temp_size_in_bytes < pages.nbytes / 4
 
 

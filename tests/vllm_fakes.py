@@ -23,7 +23,16 @@ from ragged_attention.integrations import vllm as plug_in
 from tests import vllm_m3_fakes, vllm_qsa_fakes, vllm_sparse_fakes
 from tests import vllm_rank_fakes as ranks
 
-OURS = ("_vllm_ranks", "_vllm_masks", "_vllm_attention", "_vllm_mla", "_vllm_sparse", "_vllm_bindings", "_vllm_m3")
+OURS = (
+    "_vllm_ranks",
+    "_vllm_masks",
+    "_vllm_caches",
+    "_vllm_attention",
+    "_vllm_mla",
+    "_vllm_sparse",
+    "_vllm_bindings",
+    "_vllm_m3",
+)
 
 
 # vllm.v1.attention.backend
@@ -89,6 +98,10 @@ class AttentionBackend(ABC):
     @classmethod
     def supports_attn_type(cls, attn_type):
         return attn_type == "decoder"
+
+    @classmethod
+    def customize_spec(cls, spec):
+        return spec
 
 
 def _says_no(name: str) -> classmethod:
@@ -409,6 +422,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0", device: 
     importlib.import_module("ragged_attention.integrations.vllm").unregister()
     for name in OURS:
         sys.modules.pop(f"ragged_attention.integrations.{name}", None)
+        vars(sys.modules["ragged_attention.integrations"]).pop(name, None)
 
 
 def absent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from benchmarks.cases.lists import list_entries, list_table, named_pairs, small_
 from benchmarks.cases.ranges import num_keys, num_pairs, range_table
 from benchmarks.compiled.compiling import ITEMSIZE
 from ragged_attention.calls import Call, Device
+from ragged_attention.calls.cache_formats import UNSCALED_FORMATS, KvFormat
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention
 from ragged_attention.tools.samples import TABLES, FakeArray, Sample
 
@@ -49,6 +50,14 @@ class PagedCase(Case, Sample):
         return "8 bits" if ITEMSIZE[self.stored] == 1 else "plain"
 
     @property
+    def row_bytes(self) -> int:
+        """The bytes of a position's keys, or values, of one KV head."""
+        if self.form is None:
+            return self.head_dim * ITEMSIZE[self.stored]
+        scales = self.form.scales_of_row(self.head_dim) * ITEMSIZE[self.form.scales]
+        return self.head_dim // self.form.columns_per_element + scales
+
+    @property
     def pages_needed(self) -> tuple[int, ...]:
         return tuple(-(-kv_len // self.page_size) for kv_len in self.kv_lens)
 
@@ -82,7 +91,7 @@ class PagedCase(Case, Sample):
     def needed_bytes(self) -> int:
         """The bytes of queries, visible keys and values, tables and output, each counted once."""
         queries = 2 * math.prod(self.q_shape) * ITEMSIZE[self.dtype]
-        row = 2 * self.num_kv_heads * self.head_dim * ITEMSIZE[self.stored]
+        row = 2 * self.num_kv_heads * self.row_bytes
         keys = self.needed_keys()
         tables = -(-keys // self.page_size) + 2 * len(self.kv_lens) + 1 + 2 * self.num_tokens * (self.key_ranges or 0)
         return queries + keys * row + 4 * (tables + list_entries(self))
@@ -135,6 +144,8 @@ class PagedCase(Case, Sample):
         yield self.call("write_kv_pages", device)
         slots = {"slot_mapping": FakeArray((self.num_tokens,), "int64")}
         yield self.call("write_kv_pages", device, **dict.fromkeys(TABLES), **slots)
+        if self.form is not None:
+            return
         for operation in ("norm_rope_write", "merge_attention_states", "paged_attention", "prefill_attention"):
             yield self.call(operation, device)
 
@@ -207,9 +218,14 @@ class PagedCase(Case, Sample):
                 selected=to_numpy(inputs["selected"][span.rows]) if self.selected else None,
                 block_size=self.block_size,
                 **{name: self._scale_in(inputs, name, to_numpy) for name in ("k_scale", "v_scale")},
-                cache_dtype=self.stored,
+                **self.formats,
             )
             yield str(span), to_numpy(out[span.rows]), want
+
+    @property
+    def formats(self) -> dict[str, KvFormat]:
+        """The formats of keys and values, as the reference takes them."""
+        return dict.fromkeys(("k_format", "v_format"), self.form or UNSCALED_FORMATS[self.stored])
 
     def _compared_spans(self) -> Iterator[Span]:
         """Some rows of some sequences. A draft mask needs whole ones: its columns start at the first token."""
@@ -348,6 +364,21 @@ _MORE = (
     ),
     _decode("blocks_fp8_decode", "-", 32, 16 * K, LLAMA_8B, page_size=64, selected=16, block_size=128, **FP8),
     _batch("blocks_invariant", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, MINIMAX_M3, batch_invariant=True, **M3_BLOCKS),
+    # Formats with scale pages.
+    *(
+        _batch(f"{name}_mixed", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, kv_format=name)
+        for name in ("int8_token_head", "e4m3_token_head", "int4_token_head", "nvfp4", "mxfp8", "mxfp4")
+    ),
+    _batch("mxfp8_float16", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, kv_format="mxfp8", dtype="float16"),
+    _batch("nvfp4_float16_head_64", "-", [(512, 4 * K)] * 2, GPT_OSS, kv_format="nvfp4", dtype="float16", sinks=True),
+    _batch("int8_token_head_cap_256", "-", [(512, 4 * K)] * 2, GEMMA2, kv_format="int8_token_head", **GEMMA2_OPTIONS),
+    _batch("int4_token_head_256", "-", [(512, 4 * K)] * 2, GEMMA2, kv_format="int4_token_head"),
+    _batch("nvfp4_head_512", "-", [(512, 4 * K)] * 2, GEMMA4, kv_format="nvfp4"),
+    _batch("nvfp4_float32", "-", [(64, 4 * K)] * 2, LLAMA_8B, kv_format="nvfp4", dtype="float32"),
+    _batch("int8_token_head_float32", "-", [(64, 4 * K)] * 2, LLAMA_8B, kv_format="int8_token_head", dtype="float32"),
+    _batch("nvfp4_two_ranges", "-", [(512, 4 * K)] * 2, LLAMA_8B, kv_format="nvfp4", key_ranges=2),
+    _decode("blocks_int4_decode", "-", 32, 16 * K, LLAMA_8B, kv_format="int4_token_head", selected=16, block_size=128),
+    _batch("blocks_nvfp4", "-", [(512, 4 * K)] * 2, LLAMA_8B, kv_format="nvfp4", selected=32, block_size=64),
     # Sizes of 1, which Triton turns into constants.
     _batch("one_of_everything", "-", [(1, 16)], (1, 1, 128), spare_pages=0),
     _batch("one_page_slot", "-", [(1, 1)], (1, 1, 16), page_size=1, spare_pages=0, return_lse=True),

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ragged_attention.kernels_triton._compiler import decoded_at_once
 from ragged_attention.kernels_triton._constants import Constants
-from ragged_attention.kernels_triton._formats import decode, narrow, unit_of
+from ragged_attention.kernels_triton._formats import decode, narrow, scale_values, unit_of
 from ragged_attention.kernels_triton._softmax import lost_to_rounding
 
 
@@ -94,25 +94,6 @@ def whole_columns(rows, readable, first, COLUMNS: tl.constexpr, COLUMNS_PAD: tl.
     if COLUMNS < COLUMNS_PAD:
         mask = mask & (column < COLUMNS)[None, :]
     return tl.load(rows[:, None] + first + column[None, :], mask=mask, other=0)
-
-
-@triton.jit
-def scale_values(codes, SCALES: tl.constexpr, FACTOR: tl.constexpr):
-    """The one-byte scales in the low bytes of `codes`, as exact float32 times FACTOR. NaN stays NaN."""
-    if SCALES == "float8_e8m0fnu":
-        power = codes & 0xFF
-        bits = power.to(tl.uint32) << 23
-        bits = tl.where(power == 0, 0x00400000, tl.where(power == 255, 0x7FC00000, bits))
-        scale = bits.to(tl.float32, bitcast=True)
-        if FACTOR != 1.0:
-            scale = scale * FACTOR
-    else:  # float8_e4m3fn has sign, exponent and mantissa in the same order as float16
-        code = codes.to(tl.uint32)
-        half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
-        factor: tl.constexpr = 256.0 * FACTOR
-        scale = half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * factor
-        scale = tl.where((code & 0x7F) == 0x7F, float("nan"), scale)
-    return scale
 
 
 @triton.jit

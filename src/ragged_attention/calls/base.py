@@ -69,6 +69,7 @@ def record(cls: type[Record]) -> type[Record]:
     cls.DEFAULTS = {each.name: each.default for each in fields if each.default is not dataclasses.MISSING}
     cls.RANGES = dict(_ranges(cls.KINDS))
     cls.ABSENT = {name: kind.flatten(name, None) for name, kind in cls.KINDS.items() if kind.optional}
+    cls.WRITTEN = tuple(name for name, kind in cls.KINDS.items() if kind.written)
     cls.REGROUPED = {name: kind for name, kind in cls.KINDS.items() if type(kind).unflatten is not Kind.unflatten}
     return cls
 
@@ -83,6 +84,7 @@ class Call(abc.ABC):
     RANGES: ClassVar[Mapping[str, tuple[int, int]]]  # the first and end index of each field's flat arguments
     ABSENT: ClassVar[Mapping[str, tuple[Any, ...]]]  # the flat arguments of None, for each field that may be None
     REGROUPED: ClassVar[Mapping[str, Kind]]  # the kinds of fields that are not equal to one flat argument
+    WRITTEN: ClassVar[tuple[str, ...]]  # the arguments that the operation writes, the cache first
     NUM_RESULTS: ClassVar[int | None] = 1  # without a written cache; None if it depends on the arguments
     WRITES: ClassVar[bool] = False  # whether it writes its cache, which is returned after the other results
     TAKES_OUT: ClassVar[bool] = False  # whether torch callers may pass memory for the first result
@@ -193,6 +195,28 @@ class Call(abc.ABC):
             arguments[name] = kind.unflatten(flat[slice(*cls.RANGES[name])])
         return arguments
 
+    def written(self) -> list[str]:
+        """The names of the arguments that this call writes."""
+        return [name for name in self.WRITTEN if getattr(self, name) is not None]
+
+    @classmethod
+    def regrouped(cls, arguments: Mapping[str, Any], written: Sequence[Any]) -> dict[str, Any]:
+        """The written arrays, in the order of the results, by the names of the given arguments that they replace."""
+        arrays, replaced = iter(written), {}
+        for name in cls.WRITTEN:
+            given = arguments[name]
+            if isinstance(given, (tuple, list)):
+                replaced[name] = tuple(next(arrays) for _ in given)
+            elif given is not None:
+                replaced[name] = next(arrays)
+        return replaced
+
+    @classmethod
+    def caches_of(cls, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The public results of a write: the cache and, if the call has one of them, all others that it may write."""
+        caches = tuple(arguments[name] for name in cls.WRITTEN)
+        return caches[:1] if all(cache is None for cache in caches[1:]) else caches
+
     def arguments(self) -> dict[str, Any]:
         """The arguments by name, which are those of the operation's function in `reference/`."""
         return {name: getattr(self, name) for name in self.argument_names()}
@@ -251,9 +275,9 @@ class WritingCall(Call):
 
     def after_write(self, written: Sequence[Any]) -> Self:
         """This call without `new_kv`, on the written caches."""
-        pair = isinstance(getattr(self, self.CACHE), (tuple, list))
-        changed = {self.CACHE: tuple(written) if pair else written[0], "new_kv": None}
-        return self.unchecked(**self.arguments() | changed, device=self.device)
+        replaced = self.WRITE.regrouped(self.arguments_of_write(self.arguments()), written)
+        changed = {self.CACHE if name == self.WRITE.CACHE else name: value for name, value in replaced.items()}
+        return self.unchecked(**self.arguments() | changed | {"new_kv": None}, device=self.device)
 
 
 class GroupedCall(Call):

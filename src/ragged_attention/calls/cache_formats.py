@@ -3,6 +3,7 @@
 import dataclasses
 
 from ragged_attention.calls.fields import QUANTIZED, WIDE_FLOATS
+from ragged_attention.errors import InvalidInput
 
 LAYOUTS = ("token", "page")
 SCALE_BYTES = {"float32": 4, "float8_e8m0fnu": 1, "float8_e4m3fn": 1}
@@ -138,3 +139,96 @@ def laid_out(name: str, cache_layout: str | None) -> CacheFormat:
 def stored_format(name: str, cache_layout: str | None, dtype: str) -> CacheFormat:
     """The format `name`, quantised or `plain`, in a layout, for a cache of `dtype`."""
     return PLAIN_FORMATS[dtype] if name == "plain" else laid_out(name, cache_layout)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KvFormat:
+    """How a cache stores the keys, or the values, of a position and KV head: codes, and perhaps scales beside them.
+
+    Without scales, a code is a number of the pages' dtype. The n scales of a position and head, in the *scale pages*
+    `[P, G, K, n]`, belong each to a block of `group` columns, or there is one for the whole row. The value of a column
+    is `code * scale`, or `(code - zero) * scale` if the format has zero points. A number or an array of one scale per
+    KV head multiplies the values of every format.
+    """
+
+    name: str
+    codes: str  # the dtype of a code; "uint4" codes are the numbers 0 to 15
+    scales: str = ""  # the dtype of a stored scale; empty if no scales are stored
+    group: int = 0  # the columns of a block with a scale of its own; 0 if one scale belongs to the whole row
+    # The zero point of a row: "" if there is none, "mantissa" if it is the lowest 4 bits of the float32 scale, which do
+    # not count as bits of the scale then, and "stored" if it follows the scale in an axis of two.
+    zero: str = ""
+
+    @property
+    def packed_codes(self) -> bool:
+        """Whether a byte holds the codes of two columns, with the even column in the low half."""
+        return self.codes in FOUR_BITS
+
+    @property
+    def eight_bit(self) -> bool:
+        """Whether the codes are 8-bit numbers without stored scales."""
+        return not self.scales and self.codes in QUANTIZED
+
+    @property
+    def scaled(self) -> bool:
+        """Whether scales are stored beside the codes."""
+        return bool(self.scales)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether a code has 8 bits or fewer."""
+        return self.scaled or self.eight_bit
+
+    @property
+    def columns_per_element(self) -> int:
+        """The columns that one element of the pages stores."""
+        return 2 if self.packed_codes else 1
+
+    def scales_of_row(self, width: int) -> int:
+        """The number of scales, with a stored zero point, of a row of `width` columns."""
+        if self.group:
+            return width // self.group
+        return 2 if self.zero == "stored" else 1
+
+
+UINT4 = "uint4"
+FOUR_BITS = (UINT4, E2M1)
+E4M3_FNUZ = "float8_e4m3fnuz"
+SCALED_FORMATS = (
+    KvFormat(name="int8_token_head", codes="int8", scales="float32"),
+    KvFormat(name="e4m3_token_head", codes=E4M3, scales="float32"),
+    KvFormat(name="e4m3fnuz_token_head", codes=E4M3_FNUZ, scales="float32"),
+    KvFormat(name="e5m2_token_head", codes="float8_e5m2", scales="float32"),
+    KvFormat(name="int4_token_head", codes=UINT4, scales="float32", zero="mantissa"),
+    KvFormat(name="int4_token_head", codes=UINT4, scales="float32", zero="stored"),
+    KvFormat(name="int4_token_head", codes=UINT4, scales="float16", zero="stored"),
+    KvFormat(name="nvfp4", codes=E2M1, scales=E4M3, group=16),
+    KvFormat(name="mxfp8", codes=E4M3, scales=E8M0, group=32),
+    KvFormat(name="mxfp4", codes=E2M1, scales=E8M0, group=32),
+)
+SCALE_PAGES_DTYPES = tuple(dict.fromkeys(form.scales for form in SCALED_FORMATS))
+UNSCALED_FORMATS = {dtype: KvFormat(name="plain", codes=dtype) for dtype in (*WIDE_FLOATS, *QUANTIZED)}
+
+
+def element_of(form: KvFormat) -> str:
+    """The dtype of the pages of a format."""
+    return "uint8" if form.packed_codes else form.codes
+
+
+def scaled_format(name: str, pages_dtype: str, scales_dtype: str, count: int) -> KvFormat:
+    """The format of pages whose scale pages, called `name`, have a dtype and `count` numbers for each row."""
+    known = [form for form in SCALED_FORMATS if element_of(form) == pages_dtype]
+    if not known:
+        pages = " or ".join(dict.fromkeys(map(element_of, SCALED_FORMATS)))
+        raise InvalidInput(f"expected {name} only with pages of {pages}, got pages of {pages_dtype}")
+    like = [form for form in known if form.scales == scales_dtype]
+    found = [form for form in like if form.group or form.scales_of_row(0) == count]
+    if not like:
+        expected = " or ".join(dict.fromkeys(form.scales for form in known))
+        raise InvalidInput(f"expected {name}.dtype for pages of {pages_dtype} to be {expected}, got {scales_dtype}")
+    if not found:
+        expected = " or ".join(str(form.scales_of_row(0)) for form in like)
+        raise InvalidInput(
+            f"expected {name} for pages of {pages_dtype} to have {expected} {scales_dtype} for each row, got {count}"
+        )
+    return found[0]

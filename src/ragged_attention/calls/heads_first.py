@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ragged_attention.calls.base import GroupedCall, Result, expect_groups, record
+from ragged_attention.calls.cache_formats import KvFormat
 from ragged_attention.calls.fields import (
     FLOATS,
     INT32,
@@ -107,6 +108,11 @@ class HeadsFirstCall(HeadsFirstSizes, GroupedCall):
     def scales(self) -> tuple[Any, Any]:
         """The scales of K and V, f32 [K, P, G, 1] each, or None twice."""
         return (self.k_pages[1], self.v_pages[1]) if self.quantized else (None, None)
+
+    @property
+    def row_format(self) -> KvFormat:
+        """The format of pages that are pairs: one scale for each row."""
+        return KvFormat(name="row_scales", codes=self.cache_dtype, scales="float32")
 
     @property
     def num_tokens(self) -> int:

@@ -1,13 +1,19 @@
 """The records of the operations over a paged KV cache of K and V heads."""
 
 import abc
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ragged_attention.calls.base import Call, GroupedCall, Result, WritingCall, expect_groups, record
-from ragged_attention.calls.cache_formats import PLAIN_FORMATS, CacheFormat
+from ragged_attention.calls.cache_formats import (
+    SCALE_PAGES_DTYPES,
+    UNSCALED_FORMATS,
+    KvFormat,
+    scaled_format,
+)
 from ragged_attention.calls.fields import (
     FLOATS,
     INT32,
@@ -30,6 +36,7 @@ from ragged_attention.calls.fields import (
     Sizes,
     Stack,
     dtype_name,
+    expect_any_array,
     expect_array,
     expect_nonempty,
     expect_num_seqs,
@@ -41,26 +48,74 @@ from ragged_attention.calls.fields import (
 )
 from ragged_attention.errors import InvalidInput
 
+PACKED = "uint8"  # the dtype of pages whose elements hold two 4-bit codes
+
 
 def expect_pages(name: str, kv_pages: Any, call: Any, sizes: Sizes) -> None:
-    """Check `kv_pages` by itself: combined `[P, G, 2K, D]`, or a `(k_pages, v_pages)` pair of `[P, G, K, D]`."""
-    dtypes = (*FLOATS, *QUANTIZED)
+    """Check `kv_pages` by itself: combined `[P, G, 2K, D]`, or a `(k_pages, v_pages)` pair of `[P, G, K, D]`.
+
+    A uint8 element holds two columns.
+    """
     if not isinstance(kv_pages, (tuple, list)):
-        expect_array(name, kv_pages, "P G 2K D", dtypes, {})
-        num_pages, page_size, combined, head_dim = kv_pages.shape
+        expect_array(name, kv_pages, "P G 2K D", _page_dtypes(call), {})
+        num_pages, page_size, combined, width = kv_pages.shape
         if combined % 2 or combined == 0:
             raise InvalidInput(f"expected {name}.shape[2] to be 2 * num_kv_heads, an even number, got {combined}")
+        head_dim = width * _columns(kv_pages)
         axes = {"P": num_pages, "G": page_size, "K": combined // 2, "D": head_dim, "D_v": head_dim}
     else:
         if len(kv_pages) != 2:
             raise TypeError(f"expected {name} to be an array or a pair (k_pages, v_pages), got {len(kv_pages)} values")
-        expect_array("k_pages", kv_pages[0], "P G K D", dtypes, {})
-        axes = dict(zip("PGKD", kv_pages[0].shape, strict=True))
-        expect_array("v_pages", kv_pages[1], "P G K D_v", (dtype_name(kv_pages[0]),), axes)
-        axes["D_v"] = kv_pages[1].shape[3]
+        expect_array("k_pages", kv_pages[0], "P G K D", _page_dtypes(call), {})
+        axes = dict(zip("PGK", kv_pages[0].shape[:3], strict=True))
+        expect_array("v_pages", kv_pages[1], "P G K D_v", _page_dtypes(call), axes)
+        axes |= {"D": kv_pages[0].shape[3] * _columns(kv_pages[0]), "D_v": kv_pages[1].shape[3] * _columns(kv_pages[1])}
         expect_nonempty("k_pages", "num_kv_heads", axes["K"])
     for letter, size in axes.items():
         sizes.setdefault(letter, size)
+
+
+def _page_dtypes(call: Any) -> tuple[str, ...]:
+    """The dtypes that pages may have."""
+    packed = (PACKED,) if call is None or "k_scale_pages" in call.KINDS else ()
+    return (*FLOATS, *QUANTIZED, *packed)
+
+
+def _columns(pages: Any) -> int:
+    """The columns of an element of pages."""
+    return 2 if dtype_name(pages) == PACKED else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ScalePages(ArrayKind):
+    """The scales that are stored with the rows of K or of V, [P, G, K, n]; the record checks them.
+
+    Callers may leave out the last axis if n is 1.
+    """
+
+    def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
+        value = arrays.array(name, value)
+        return value[..., None] if is_array(value) and len(value.shape) == 3 else value
+
+    def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
+        expect_any_array(name, value)
+        if (dtype := dtype_name(value)) not in SCALE_PAGES_DTYPES:
+            raise InvalidInput(f"expected {name}.dtype to be {' or '.join(SCALE_PAGES_DTYPES)}, got {dtype}")
+        if len(value.shape) != 4:
+            raise InvalidInput(f"expected {name} to have 3 or 4 axes, got {list(value.shape)}")
+
+
+def with_scale_pages(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with a `k_scale` or `v_scale` of three or more axes as the side's scale pages."""
+    moved = dict(arguments)
+    for side in ("k", "v"):
+        scale, name = arguments[f"{side}_scale"], f"{side}_scale_pages"
+        if not is_array(scale) or len(scale.shape) < 3:
+            continue
+        if arguments[name] is not None:
+            raise InvalidInput(f"expected {side}_scale of at most one axis beside {name}, got {list(scale.shape)}")
+        moved |= {f"{side}_scale": None, name: scale}
+    return moved
 
 
 def expect_new_kv(name: str, new_kv: Any, call: Any, sizes: Sizes) -> None:
@@ -151,9 +206,14 @@ class PagesCall(Call):
         return dtype_name(self.k_pages_like)
 
     @property
-    def kv_format(self) -> CacheFormat:
-        """The format of the cache."""
-        return PLAIN_FORMATS[self.cache_dtype]
+    def k_format(self) -> KvFormat:
+        """The format of the keys."""
+        return UNSCALED_FORMATS[self.cache_dtype]
+
+    @property
+    def v_format(self) -> KvFormat:
+        """The format of the values."""
+        return self.k_format
 
     @property
     def num_pages(self) -> int:
@@ -269,15 +329,72 @@ class PagedCall(PagesCall):
 
     kv_pages: Any
 
+    k_scale_pages: Any = None
+    v_scale_pages: Any = None
+
     def _expect_cache(self, name: str, array: Array) -> None:
-        """Check the page size, and that the pages have the dtype of `array`, which is argument `name`, or are 8-bit."""
+        """Check the page size and the formats of the pages.
+
+        Pages without scale pages have the dtype of `array`, which is argument `name`, or are 8-bit.
+        """
         if self.page_size < 1:
             raise InvalidInput(f"expected page_size >= 1, got {self.page_size}")
-        if self.cache_dtype not in (dtype_name(array), *QUANTIZED):
+        for side, pages, scales in zip("kv", self.sides, self.scale_pages, strict=True):
+            if scales is None:
+                self._expect_unscaled(side, pages, name, array)
+            else:
+                self._expect_scaled(side, scales)
+
+    def _expect_unscaled(self, side: str, pages: Array, name: str, array: Array) -> None:
+        got, what = dtype_name(pages), "kv_pages" if self.combined else f"{side}_pages"
+        if got == PACKED:
+            raise InvalidInput(f"expected {side}_scale_pages with {what} of {PACKED}, got none")
+        if got not in (dtype_name(array), *QUANTIZED):
             raise InvalidInput(
-                f"expected kv_pages.dtype to be that of {name}, {dtype_name(array)}, or {' or '.join(QUANTIZED)}, "
-                f"got {self.cache_dtype}"
+                f"expected {what}.dtype to be that of {name}, {dtype_name(array)}, or {' or '.join(QUANTIZED)}, "
+                f"got {got}"
             )
+
+    def _expect_scaled(self, side: str, scales: Array) -> None:
+        form, width = (self.k_format, self.k_head_dim) if side == "k" else (self.v_format, self.v_head_dim)
+        if form.group and width % form.group:
+            raise InvalidInput(
+                f"expected the head size of {side}_pages in {form.name} to be a multiple of {form.group}, got {width}"
+            )
+        expected = (self.num_pages, self.page_size, self.num_kv_heads, form.scales_of_row(width))
+        if tuple(scales.shape) != expected:
+            raise InvalidInput(
+                f"expected {side}_scale_pages.shape to be {list(expected)} for {form.name}, got {list(scales.shape)}"
+            )
+
+    @property
+    def sides(self) -> tuple[Array, Array]:
+        """The arrays that hold K and V: the same one if they are combined."""
+        return (self.kv_pages, self.kv_pages) if self.combined else self.kv_pages
+
+    @property
+    def scale_pages(self) -> tuple[Any, Any]:
+        """The scale pages of K and V, None for a side without."""
+        return self.k_scale_pages, self.v_scale_pages
+
+    @property
+    def scaled(self) -> bool:
+        """Whether a side has scale pages."""
+        return self.k_scale_pages is not None or self.v_scale_pages is not None
+
+    @property
+    def k_format(self) -> KvFormat:
+        return _format_of("k_scale_pages", self.sides[0], self.k_scale_pages)
+
+    @property
+    def v_format(self) -> KvFormat:
+        return _format_of("v_scale_pages", self.sides[1], self.v_scale_pages)
+
+    @property
+    def caches(self) -> list[Array]:
+        """The arrays of the cache in the order of the operators' results: pages, then scale pages."""
+        pages = [self.kv_pages] if self.combined else [*self.kv_pages]
+        return pages + [scales for scales in self.scale_pages if scales is not None]
 
     @property
     def combined(self) -> bool:
@@ -286,16 +403,33 @@ class PagedCall(PagesCall):
 
     @property
     def code_dtypes(self) -> tuple[str, ...]:
-        """The dtype of 8-bit pages, in which new keys and values are accepted too; empty for other pages."""
-        return (self.cache_dtype,) if self.cache_dtype in QUANTIZED else ()
+        """The dtype of 8-bit pages, in which new keys and values are accepted too; empty for other pages.
+
+        Codes without their scales could not be stored in pages that have scale pages.
+        """
+        dtypes = {dtype_name(pages) for pages in self.sides}
+        return tuple(dtypes) if len(dtypes) == 1 and dtypes <= {*QUANTIZED} and not self.scaled else ()
 
     @property
     def num_kv_heads(self) -> int:
         return self.k_pages_like.shape[2] // (2 if self.combined else 1)
 
     @property
+    def k_head_dim(self) -> int:
+        """The head size of the stored keys."""
+        return self.sides[0].shape[3] * _columns(self.sides[0])
+
+    @property
     def v_head_dim(self) -> int:
-        return (self.kv_pages if self.combined else self.kv_pages[1]).shape[3]
+        return self.sides[1].shape[3] * _columns(self.sides[1])
+
+
+def _format_of(name: str, pages: Array, scales: Any) -> KvFormat:
+    """The format of a side of the cache; `name` is that of its scale pages."""
+    dtype = dtype_name(pages)
+    if scales is None:
+        return UNSCALED_FORMATS[dtype]
+    return scaled_format(name, dtype, dtype_name(scales), scales.shape[3])
 
 
 @record
@@ -312,6 +446,8 @@ class WriteKvPages(PagedCall, TableWrite):
     num_seqs: Any = field(Count(), default=None)
     k_scale: Any = field(Scale(divides=True), default=None)
     v_scale: Any = field(Scale(divides=True), default=None)
+    k_scale_pages: Any = field(ScalePages(written=True), default=None)
+    v_scale_pages: Any = field(ScalePages(written=True), default=None)
 
     def _check(self, sizes: Sizes) -> None:
         self._expect_slots_or_tables()
@@ -321,11 +457,14 @@ class WriteKvPages(PagedCall, TableWrite):
 
     @classmethod
     def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
-        return live_sequences(super().prepare(tables_for_slots(arguments), arrays))
+        return live_sequences(super().prepare(with_scale_pages(tables_for_slots(arguments)), arrays))
+
+    @classmethod
+    def caches_of(cls, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        return super().caches_of(with_scale_pages(arguments))
 
     def results(self) -> tuple[Result, ...]:
-        caches = (self.kv_pages,) if self.combined else self.kv_pages
-        return tuple(Result(pages.shape, pages.dtype) for pages in caches)
+        return tuple(Result(array.shape, array.dtype) for array in self.caches)
 
     @property
     def num_tokens(self) -> int:
@@ -364,6 +503,8 @@ class RaggedPagedAttention(PagedCall, RaggedCall):
     q_scale: Any = field(QueryScale(), default=None)
     k_scale: Any = field(Scale(), default=None)
     v_scale: Any = field(Scale(), default=None)
+    k_scale_pages: Any = field(ScalePages(), default=None)
+    v_scale_pages: Any = field(ScalePages(), default=None)
     return_lse: bool = field(Flag(), default=False)
     new_kv: Any = field(Pair(("new_k", "new_v"), expect_new_kv), default=None)
     draft_mask: Any = field(ArrayKind("T W", ("bool",)), default=None)
@@ -375,15 +516,19 @@ class RaggedPagedAttention(PagedCall, RaggedCall):
     def _check(self, sizes: Sizes) -> None:
         head_dim = self.head_dim
         expect_head_dim("q.shape[2]", head_dim)
-        if (got := self.k_pages_like.shape[3]) != head_dim:
-            raise InvalidInput(
-                f"expected {'kv_pages' if self.combined else 'k_pages'}.shape[3] = {head_dim=}, got {got}"
-            )
-        expect_head_dim("v_pages.shape[3]", self.v_head_dim)
+        if (got := self.k_head_dim) != head_dim:
+            name, packed = "kv_pages" if self.combined else "k_pages", _columns(self.sides[0]) > 1
+            expected, shown = (f"{head_dim=} / 2", got // 2) if packed else (f"{head_dim=}", got)
+            raise InvalidInput(f"expected {name}.shape[3] = {expected}, got {shown}")
+        expect_head_dim("v_pages.shape[3]" + " * 2" * (_columns(self.sides[1]) > 1), self.v_head_dim)
         self._expect_one_mask()
         self._expect_lists_of_blocks()
         self._expect_cache("q", self.q)
         expect_groups(self.num_q_heads, self.num_kv_heads)
+
+    @classmethod
+    def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        return super().prepare(with_scale_pages(arguments), arrays)
 
     @classmethod
     def arguments_of_write(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ragged_attention.calls.fields import (
     Selected,
 )
 from ragged_attention.calls.heads_first import HeadsFirstPages
+from ragged_attention.calls.paged import ScalePages
 from ragged_attention.errors import InvalidInput
 
 # ---- heads
@@ -78,7 +79,7 @@ def heads_of_arguments(record: type[Call]) -> dict[str, Heads]:
 HEADS_OF_KINDS = {
     HeadsFirstPages: Heads(-4, "K"), Pair: Heads(-2, "K"), Scale: Heads(-1, "K"), QueryScale: Heads(-1, "H"),
     RelativeBias: Heads(-2, "H"), HeadKeys: Heads(-2, "K"), HeadKeyScales: Heads(-1, "K"),
-    Selected: Heads(-2, "K"),
+    Selected: Heads(-2, "K"), ScalePages: Heads(-2, "K"),
 }  # fmt: skip
 
 

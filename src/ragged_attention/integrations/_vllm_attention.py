@@ -1,7 +1,6 @@
 """The backend `RAGGED`: prefill, decode and any mix of them in one call, over vLLM's own cache, without a copy.
 
-vLLM's cache of a layer is [blocks, K, block, D + D_v], in any order of memory. K and V of a head are side by side, so
-its two halves are views that serve as our pair of pages. Two kinds of layers attend to the keys of the step itself, by
+`_vllm_caches` has the formats of that cache. Two kinds of layers attend to the keys of the step itself, by
 `varlen_attention`: those of encoders, which have no cache, and under context parallelism those whose cache is dealt out
 among ranks, of which no rank has all new keys.
 """
@@ -16,6 +15,7 @@ import torch
 
 from ragged_attention.calls.sharding import dtype_of_parts
 from ragged_attention.errors import Unsupported
+from ragged_attention.integrations import _vllm_caches as caches
 from ragged_attention.integrations._vllm_invariance import as_vllm_asks
 from ragged_attention.integrations._vllm_masks import Mask, ModelMasks, StepMasks, spans_of_step
 from ragged_attention.integrations._vllm_ranks import Ranks, ranks_of
@@ -23,12 +23,6 @@ from ragged_attention.integrations._vllm_rope import FusedRope
 from ragged_attention.torch import merge_attention_states, ragged_paged_attention, varlen_attention, write_kv_pages
 
 _vllm: Any = importlib.import_module("vllm.v1.attention.backend")
-
-# vLLM stores 8-bit caches as bytes, and names their dtype apart. Its e4m3 is float8_e4m3fnuz on AMD's MI300, and
-# float8_e4m3fn on all other devices.
-E4M3 = importlib.import_module("vllm.platforms").current_platform.fp8_dtype()
-FP8 = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_e5m2": torch.float8_e5m2}
-PLAIN = ("auto", "float16", "bfloat16")
 
 # vLLM's kinds of attention without a cache: of the encoder of a pair, and of a model that is an encoder.
 WITHOUT_CACHE = ("encoder", "encoder_only")
@@ -83,14 +77,6 @@ class RaggedBackend:
         if kv_cache_dtype not in cls.supported_kv_cache_dtypes:
             names = ", ".join(cls.supported_kv_cache_dtypes)
             raise Unsupported(f"expected kv_cache_dtype to be one of {names}, got {kv_cache_dtype!r}")
-
-
-def pages_of(kv_cache: torch.Tensor, kv_cache_dtype: str, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[blocks, K, block, D + D_v] as our pair of [P, G, K, D] and [P, G, K, D_v]; nothing is copied."""
-    if kv_cache_dtype in FP8:
-        kv_cache = kv_cache.view(FP8[kv_cache_dtype])
-    both = kv_cache.transpose(1, 2)
-    return both[..., :head_size], both[..., head_size:]
 
 
 @dataclasses.dataclass
@@ -234,6 +220,8 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         chunk_lookback: int = -1,
     ) -> None:
         RaggedAttentionBackend.expect_layer(attn_type, kv_cache_dtype)
+        if (reason := caches.refusal(kv_cache_dtype, head_size)) is not None:
+            raise Unsupported(reason)
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         if self.alibi_slopes is not None and sinks is not None:  # vLLM's slopes count from elsewhere, which sinks see
             raise Unsupported("expected sinks to be None with alibi_slopes for RAGGED, got both")
@@ -294,11 +282,12 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         """Attention of the step's queries over the cache, which already holds the new keys and values.
 
         Args:
-            layer: vLLM's layer; its `_k_scale` and `_v_scale` are the scales of an 8-bit cache.
+            layer: vLLM's layer; its `_k_scale` and `_v_scale` are the scales of an 8-bit cache and of `nvfp4`.
             query: [tokens, H, D]; rows from `num_actual_tokens` on are padding.
             key, value: [tokens, K, D] and [tokens, K, D_v]. They are read only by layers without a cache and under
                 context parallelism.
-            kv_cache: [blocks, K, block, D + D_v] in any order of memory; of a layer without a cache it is not read.
+            kv_cache: [blocks, K, block, D + D_v] in any order of memory, or with scales (`_vllm_caches`); of a layer
+                without a cache it is not read.
             attn_metadata: None in vLLM's profiling run, which gets zeros.
             output: [tokens, H, D_v], written and returned; padding rows are not written.
             output_scale, output_block_scale: must be None.
@@ -337,12 +326,32 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
             mask: dict[str, Any] = {"causal": metadata.causal, "sliding_window": self.sliding_window}
         else:
             mask = {"key_ranges": ranges}
-        k_scale, v_scale = self._scales(layer)
-        ragged_paged_attention(
-            query, self._pages(kv_cache), metadata.kv_lens, metadata.page_indices, metadata.cu_q_lens,
-            max_q_len=metadata.max_q_len, sm_scale=self.scale, soft_cap=self.logits_soft_cap, sinks=self._sinks(),
-            alibi_slopes=self.alibi_slopes, k_scale=k_scale, v_scale=v_scale, out=out, **mask,
+        self._over_pages(
+            query, layer, kv_cache, metadata.kv_lens, metadata, sinks=self._sinks(), alibi_slopes=self.alibi_slopes,
+            out=out, **mask,
         )  # fmt: skip
+
+    def _over_pages(
+        self, query: torch.Tensor, layer: Any, kv_cache: torch.Tensor, kv_lens: torch.Tensor, metadata: RaggedMetadata,
+        **keywords: Any,
+    ) -> Any:  # fmt: skip
+        """Attention of the step's queries to the cached keys up to the given lengths."""
+        given: dict[str, Any] = self._stored(layer, kv_cache)._asdict() | dict(
+            kv_lens=kv_lens, page_indices=metadata.page_indices, cu_q_lens=metadata.cu_q_lens,
+            max_q_len=metadata.max_q_len, soft_cap=self.logits_soft_cap, **keywords,
+        )  # fmt: skip
+        if not caches.KINDS[self.kv_cache_dtype].is_rotated:
+            return ragged_paged_attention(query, sm_scale=self.scale, **given)
+        # Stored rows are rotated, and so are the queries that meet them and the values that come of them. The latter
+        # stay in float32 until they are turned back.
+        out, dtype = given.pop("out", None), given.pop("out_dtype", query.dtype)
+        results = ragged_paged_attention(
+            caches.rotated(query), sm_scale=self.scale / caches.norm(self.head_size), out_dtype=torch.float32, **given
+        )
+        values, *lse = results if isinstance(results, tuple) else (results,)
+        values = caches.rotated_back(values)
+        values = values.to(dtype) if out is None else out.copy_(values)
+        return (values, *lse) if lse else values
 
     def _without_cache(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: RaggedMetadata, out: torch.Tensor
@@ -399,12 +408,9 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         if metadata.context_lens is None:
             self._packed(query, key, value, metadata, sinks=self._sinks(), out=out, **mask)
             return
-        k_scale, v_scale = self._scales(layer)
-        earlier = ragged_paged_attention(
-            ranks.with_all_heads(query), self._pages(kv_cache), metadata.context_lens, metadata.page_indices,
-            metadata.cu_q_lens, max_q_len=metadata.max_q_len, sm_scale=self.scale, causal=False,
-            soft_cap=self.logits_soft_cap, k_scale=k_scale, v_scale=v_scale, return_lse=True,
-            out_dtype=dtype_of_parts(query),
+        earlier = self._over_pages(
+            ranks.with_all_heads(query), layer, kv_cache, metadata.context_lens, metadata, causal=False,
+            return_lse=True, out_dtype=dtype_of_parts(query),
         )  # fmt: skip
         earlier, earlier_lse = ranks.merged(*earlier)
         new, new_lse = self._packed(query, key, value, metadata, return_lse=True, **mask)
@@ -412,7 +418,9 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
             [earlier, new.to(earlier.dtype)], [earlier_lse, new_lse], sinks=self._sinks(), out_dtype=out.dtype, out=out
         )
 
-    def _reads_keys_from_cache(self) -> bool:
+    def _has_fused_steps(self) -> bool:
+        if caches.KINDS[self.kv_cache_dtype].keeps_scales:
+            return False
         return self.attn_type == "decoder" and self.dcp_world_size == 1
 
     def _sinks(self) -> torch.Tensor | None:
@@ -427,26 +435,33 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         """
         if self.attn_type in WITHOUT_CACHE:
             return
-        k_scale, v_scale = self._scales(layer)
         tokens = slot_mapping.shape[0]  # keys and values may be padded when slots are not
-        write_kv_pages(
-            key[:tokens], value[:tokens], self._pages(kv_cache), slot_mapping, k_scale=k_scale, v_scale=v_scale
-        )
+        key, value = key[:tokens], value[:tokens]
+        if caches.KINDS[self.kv_cache_dtype].is_rotated:
+            key, value = caches.rotated(key), caches.rotated(value)
+        write_kv_pages(key, value, slot_mapping=slot_mapping, **self._stored(layer, kv_cache)._asdict())
 
-    def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return pages_of(kv_cache, self.kv_cache_dtype, self.head_size)
-
-    def _scales(self, layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return (layer._k_scale, layer._v_scale) if self.kv_cache_dtype in FP8 else (None, None)
+    def _stored(self, layer: Any, kv_cache: torch.Tensor) -> caches.Stored:
+        return caches.stored(kv_cache, self.kv_cache_dtype, self.head_size, layer)
 
 
 class RaggedAttentionBackend(RaggedBackend, _vllm.AttentionBackend):
     """The answers to vLLM's questions before it selects a backend; see `ragged_attention.integrations.vllm`."""
 
     NAME, IMPL, BUILDER = "RAGGED", RaggedAttentionImpl, RaggedMetadataBuilder
-    supported_kv_cache_dtypes: ClassVar[list[str]] = [*PLAIN, *FP8]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [*caches.KINDS]
     supported_attn_types: ClassVar[tuple[str, ...]] = ("decoder", *WITHOUT_CACHE, "encoder_decoder")
     forward_includes_kv_cache_update = False
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        return caches.customized(spec)
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **named: Any
+    ) -> str | None:
+        return None if kv_cache_dtype is None else caches.refusal(kv_cache_dtype, head_size)
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:

@@ -12,14 +12,8 @@ from typing import Any, ClassVar
 import torch
 
 from ragged_attention.errors import Unsupported
-from ragged_attention.integrations._vllm_attention import (
-    FP8,
-    PLAIN,
-    RaggedBackend,
-    RaggedMetadata,
-    RaggedMetadataBuilder,
-    pages_of,
-)
+from ragged_attention.integrations._vllm_attention import RaggedBackend, RaggedMetadata, RaggedMetadataBuilder
+from ragged_attention.integrations._vllm_caches import FP8, PLAIN, stored
 from ragged_attention.integrations._vllm_invariance import as_vllm_asks
 from ragged_attention.torch import ragged_paged_attention, select_blocks, write_kv_pages
 
@@ -146,13 +140,12 @@ class RaggedM3Impl(_attention.MiniMaxM3SparseImpl):
             return output
         tokens = step.num_actual_tokens
         q, out = (rows[:tokens].view(tokens, self.num_heads, self.head_size) for rows in (query, output))
-        pages = pages_of(kv_cache, self.kv_cache_dtype, self.head_size)
-        scales = (layer._k_scale, layer._v_scale) if self.kv_cache_dtype in FP8 else (None, None)
+        cache = stored(kv_cache, self.kv_cache_dtype, self.head_size, layer)
         with as_vllm_asks():
             ragged_paged_attention(
-                q, pages, step.kv_lens, step.page_indices, step.cu_q_lens, max_q_len=step.max_q_len,
-                sm_scale=self.scale, k_scale=scales[0], v_scale=scales[1],
-                selected=layer.topk_indices_buffer[:tokens], block_size=self.block_size, out=out,
+                q, kv_lens=step.kv_lens, page_indices=step.page_indices, cu_q_lens=step.cu_q_lens,
+                max_q_len=step.max_q_len, sm_scale=self.scale, selected=layer.topk_indices_buffer[:tokens],
+                block_size=self.block_size, out=out, **cache._asdict(),
             )  # fmt: skip
         return output
 
@@ -239,7 +232,7 @@ def fused_minimax_m3_qknorm_rope_kv_insert(
         target.copy_(_saturated(_rotated(_normed(x, weight, eps), *turn), target.dtype))
     if kv_cache is not None and slot_mapping is not None:
         slots = len(slot_mapping)
-        write_kv_pages(k[:slots], v[:slots], pages_of(kv_cache, kv_cache_dtype, dim), slot_mapping)
+        write_kv_pages(k[:slots], v[:slots], stored(kv_cache, kv_cache_dtype, dim).kv_pages, slot_mapping)
     index_slots = slot_mapping if index_slot_mapping is None else index_slot_mapping
     if index_cache is not None and index_slots is not None and not skip_index_branch:
         kept = index_slots >= 0

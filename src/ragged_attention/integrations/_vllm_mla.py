@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import torch
 
 from ragged_attention.errors import Unsupported
-from ragged_attention.integrations._vllm_attention import FP8, PLAIN, RaggedBackend
+from ragged_attention.integrations._vllm_attention import RaggedBackend
+from ragged_attention.integrations._vllm_caches import FP8, PLAIN
 from ragged_attention.integrations._vllm_invariance import as_vllm_asks, is_batch_invariant
 from ragged_attention.torch import (
     dequantize_mla_cache,

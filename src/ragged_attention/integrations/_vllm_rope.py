@@ -2,6 +2,7 @@
 
 vLLM's compiler passes find these steps in a model's graph and ask the layer's implementation whether it has them in
 one. Rotated keys go to the cache only, so a layer that also attends to the keys of the step itself has no fused steps.
+Nor has a layer whose cache keeps scales with its rows.
 """
 
 import abc
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ragged_attention.integrations._vllm_caches import Stored
 from ragged_attention.torch import norm_rope_write
 
 
@@ -20,10 +22,10 @@ class FusedRope(abc.ABC):
     head_size: int
 
     def fused_rope_kvcache_supported(self) -> bool:
-        return self._reads_keys_from_cache()
+        return self._has_fused_steps()
 
     def fused_qk_norm_rope_kvcache_supported(self) -> bool:
-        return self._reads_keys_from_cache()
+        return self._has_fused_steps()
 
     def do_rope_and_kv_cache_update(
         self,
@@ -94,22 +96,18 @@ class FusedRope(abc.ABC):
         cos_sin: torch.Tensor, is_neox: bool, kv_cache: torch.Tensor, slots: torch.Tensor, **norms: Any,
     ) -> torch.Tensor:  # fmt: skip
         """The new queries of the tokens that have a slot; their keys and values are written."""
-        k_scale, v_scale = self._scales(layer)
+        cache = self._stored(layer, kv_cache)
         tokens = slots.shape[0]  # the rows may be padded when slots are not
         q, _ = norm_rope_write(
-            q[:tokens], k[:tokens], v[:tokens], self._pages(kv_cache), slots, positions=positions[:tokens],
-            cos_sin=cos_sin, interleaved=not is_neox, k_scale=k_scale, v_scale=v_scale, **norms,
+            q[:tokens], k[:tokens], v[:tokens], cache.kv_pages, slots, positions=positions[:tokens], cos_sin=cos_sin,
+            interleaved=not is_neox, k_scale=cache.k_scale, v_scale=cache.v_scale, **norms,
         )  # fmt: skip
         return q
 
     @abc.abstractmethod
-    def _reads_keys_from_cache(self) -> bool:
-        """Whether attention reads all keys from the cache."""
+    def _has_fused_steps(self) -> bool:
+        """Whether attention reads all keys from the cache, and the fused steps can write it."""
 
     @abc.abstractmethod
-    def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pages of keys and of values in vLLM's cache."""
-
-    @abc.abstractmethod
-    def _scales(self, layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The scales of keys and of values in an 8-bit cache."""
+    def _stored(self, layer: Any, kv_cache: torch.Tensor) -> Stored:
+        """vLLM's cache as arguments of our operations."""

@@ -14,11 +14,13 @@ from jax._src import config as jax_config  # nothing public tells whether the TP
 
 from ragged_attention.calls import FLOAT8, Call, Device, is_array
 from ragged_attention.calls.base import shared_memory_of
+from ragged_attention.calls.cache_formats import E8M0
 from ragged_attention.host.interpreting import interpreting
 from ragged_attention.protocols import OPTIONS, PackedArrays, Shaped
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-FLOAT8_DTYPES = tuple(jnp.dtype(name) for name in FLOAT8)
+# Formats may also have scales of 8 bits.
+FLOAT8_DTYPES = tuple(jnp.dtype(name) for name in (*FLOAT8, E8M0))
 
 
 @functools.cache

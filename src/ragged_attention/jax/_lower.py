@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Never
 
 import jax
@@ -133,17 +133,26 @@ class JaxFrontEnd(Operations[jax.Array, Never]):
         self, record: type[WritingCall], arguments: Mapping[str, Any], backend: Any, options: Any,
         out: None = None,
     ) -> tuple[Any, ...]:  # fmt: skip
-        results = self.run(record, arguments, backend, options, out)
-        if isinstance(arguments[record.CACHE], tuple | list):
-            *results, k_pages, v_pages = results
-            return *results, (k_pages, v_pages)
-        return results
+        prepared = self.prepare(record, arguments)
+        results = self.run_prepared(record, prepared, backend, options, out)
+        count = 2 if prepared["return_lse"] else 1
+        given, prepared = record.arguments_of_write(arguments), record.arguments_of_write(prepared)
+        return *results[:count], *_new_caches(record.WRITE, given, prepared, results[count:])
 
     def write(self, record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any) -> Any:
-        results = self.run(record, arguments, backend, options)
-        others, caches = results[: record.NUM_RESULTS], results[record.NUM_RESULTS :]
-        cache = tuple(caches) if len(caches) > 1 else caches[0]
-        return (*others, cache) if others else cache
+        prepared, count = self.prepare(record, arguments), record.NUM_RESULTS or 0
+        results = self.run_prepared(record, prepared, backend, options)
+        results = *results[:count], *_new_caches(record, arguments, prepared, results[count:])
+        return results if len(results) > 1 else results[0]
+
+
+def _new_caches(
+    record: type[Call], given: Mapping[str, Any], prepared: Mapping[str, Any], written: Sequence[jax.Array]
+) -> Iterator[Any]:
+    """What a write returns, of the arrays that it has written, in the shapes in which they were given."""
+    new = {**prepared, **record.regrouped(prepared, written)}
+    for old, cache in zip(record.caches_of(given), record.caches_of(new), strict=True):
+        yield cache.reshape(old.shape) if is_array(cache) else cache
 
 
 def _expect_absent(record: type[Call], **arguments: Any) -> None:

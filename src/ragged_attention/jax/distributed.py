@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS, Call, expect_bool, is_array
 from ragged_attention.calls.context_parallel import Ranks, page_size_of
+from ragged_attention.calls.paged import with_scale_pages
 from ragged_attention.calls.sharding import (
     WITHOUT_HEADS,
     Heads,
@@ -92,6 +93,8 @@ def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.
     def divided(*arguments: Any, **keywords: Any) -> Any:
         expect_each_its_own_heads(record)
         given = signature.bind(*arguments, **keywords).arguments
+        if "k_scale_pages" in signature.parameters:
+            given = with_scale_pages(absent | given)
         call = FRONT_END.call_of(operation.__name__, absent | given)
         given = {name: held_by_jax(call, name, to_jax(value)) for name, value in given.items()}
         arrays = {name: value for name, value in given.items() if any(map(is_array, jax.tree.leaves(value)))}
@@ -121,15 +124,19 @@ def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.
     return divided  # type: ignore[return-value]
 
 
+SCALE_PAGES = ("k_scale_pages", "v_scale_pages")  # [P, G, K] or [P, G, K, n]
+
+
 def _specs(heads: Heads | None, name: str, value: Any, size: int, axis_name: AxisName) -> Any:
     """The partition specs of the arrays of an argument."""
     combined = name == "kv_pages" and is_array(value)
 
     def spec(array: Any) -> PartitionSpec:
+        own = Heads(2 - len(array.shape), "K") if name in SCALE_PAGES else heads
         without_heads = name in ("kv", "new_kv") and len(array.shape) == 2  # latents without an axis of heads
-        if heads is None or without_heads or not heads.are_divided(name, array.shape, size, combined):
+        if own is None or without_heads or not own.are_divided(name, array.shape, size, combined):
             return PartitionSpec()
-        axis = len(array.shape) + heads.axis
+        axis = len(array.shape) + own.axis
         return PartitionSpec(*[None] * axis, axis_name)
 
     return jax.tree.map(spec, value)
@@ -140,7 +147,8 @@ def _of_results(
 ) -> tuple[list[bool], Any]:
     """For each result, whether it is a sum over devices; and the partition specs of the results."""
     leaves, structure = jax.tree.flatten(whole)
-    pages = jax.tree.leaves(specs[record.CACHE]) if record.WRITES or "new_kv" in arrays else []
+    written = (record.CACHE, *SCALE_PAGES) if record.WRITES or "new_kv" in arrays else ()
+    pages = [leaf for name in written for leaf in jax.tree.leaves(specs.get(name))]
     attended = leaves[: len(leaves) - len(pages)]
     sources = heads_of_results(record, [len(leaf.shape) for leaf in attended])
     if record.OPERATION.endswith("_backward"):

@@ -12,6 +12,7 @@ from jax import lax
 
 from ragged_attention.calls import CacheFormat
 from ragged_attention.jax_shared.pages import codes, per_head, quotient, stored_bits
+from ragged_attention.jax_shared.scaled_rows import e2m1_codes, packed
 
 INFINITY, NAN = np.uint32(0x7F800000), np.uint32(0x7FC00000)
 LEAST_SCALE = np.float32(1e-4).view(np.uint32)
@@ -83,22 +84,15 @@ def _scales(largest: jax.Array, power_of_two: bool) -> jax.Array:
 
 
 def _to_e2m1(groups: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The bytes of 4-bit groups and of their scales; `largest` holds the bits of each group's largest magnitude.
-
-    A code is the number of midpoints between neighbouring values below the magnitude; at a midpoint the even code wins.
-    """
+    """The bytes of 4-bit groups and of their scales; `largest` holds the bits of each group's largest magnitude."""
     scale = quotient(lax.bitcast_convert_type(largest, jnp.float32), jnp.float32(6.0))
     scale = jnp.clip(jnp.where(largest > INFINITY, jnp.float32(1), scale), jnp.float32(2.0**-9), jnp.float32(448.0))
     nan = largest > INFINITY
     stored = jnp.where(nan, jnp.uint8(0x7F), codes(scale, 3, 7, 448.0))
     divisor = lax.bitcast_convert_type(jnp.where(nan, jnp.uint8(0x38), stored), jnp.float8_e4m3fn).astype(jnp.float32)
-    magnitude = jnp.abs(quotient(groups, divisor[..., None]))
-    code = jnp.zeros(groups.shape, jnp.uint8)
-    for index, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
-        code += (magnitude >= middle if index % 2 else magnitude > middle).astype(jnp.uint8)
-    code |= (lax.bitcast_convert_type(groups, jnp.uint32) >> 31 << 3).astype(jnp.uint8)
-    pairs = jnp.where(nan[..., None], jnp.uint8(0), code).reshape(*groups.shape[:-2], -1, 2)
-    return pairs[..., 0] | (pairs[..., 1] << 4), stored
+    scaled = quotient(groups, divisor[..., None])
+    four_bits = jnp.where(nan[..., None], jnp.uint8(0), e2m1_codes(scaled))
+    return packed(four_bits.reshape(*groups.shape[:-2], -1)), stored
 
 
 def _bfloat16_bits(values: jax.Array) -> jax.Array:

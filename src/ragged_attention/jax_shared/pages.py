@@ -22,21 +22,6 @@ def per_head(scale: Any, num_kv_heads: int) -> jax.Array:
     return jnp.broadcast_to(jnp.asarray(1.0 if scale is None else scale, jnp.float32), (num_kv_heads,))
 
 
-def new_rows(call: Any, k: jax.Array, v: jax.Array) -> list[jax.Array]:
-    """The bits of K [T, K, D] and V [T, K, D_v] as rows of each array of `call`'s pages.
-
-    8-bit K and V are copied unchanged, for any scales. The rows are [T, 2K, D] for combined pages, otherwise
-    [T, K, D] and [T, K, D_v].
-    """
-    dtype, heads = call.k_pages_like.dtype, call.num_kv_heads
-    scales = [None if scale is None else per_head(scale, heads) for scale in (call.k_scale, call.v_scale)]
-    if k.dtype.itemsize == 1:
-        k, v = (lax.bitcast_convert_type(values, jnp.uint8) for values in (k, v))
-    else:
-        k, v = (stored_bits(values, scale, dtype) for values, scale in zip((k, v), scales, strict=True))
-    return [jnp.stack([k, v], axis=2).reshape(len(k), -1, k.shape[-1])] if call.combined else [k, v]
-
-
 def stored_bits(values: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
     """`values / scale` in float32, rounded to `dtype`, ties to even; 8-bit formats saturate.
 

@@ -1,7 +1,7 @@
 """Attention over a paged KV cache, writing it, and merging partial results."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Generic, Literal, TypedDict, Unpack, overload
 
 from ragged_attention.calls import MergeAttentionStates, RaggedPagedAttention, WriteKvPages
 from ragged_attention.operations.base import Array, AttentionKeywords, FrontEnd, Memory, Pages
@@ -15,11 +15,26 @@ class PagedKeywords(AttentionKeywords[Array, Memory], total=False):
     q_scale: float | Array | None
     k_scale: float | Array | None
     v_scale: float | Array | None
+    k_scale_pages: Array | None
+    v_scale_pages: Array | None
     draft_mask: Array | None
     key_ranges: Array | None
     selected: Array | None
     block_size: int | None
     out_dtype: Any
+
+
+class WriteKeywords(TypedDict, Generic[Array], total=False):
+    """The keyword arguments of `write_kv_pages` that do not change the number of its results."""
+
+    page_indices: Array | None
+    kv_lens: Array | None
+    cu_q_lens: Array | None
+    num_seqs: int | Array | None
+    k_scale: float | Array | None
+    v_scale: float | Array | None
+    backend: str | Sequence[str] | None
+    options: Mapping[str, Any] | None
 
 
 class Paged(FrontEnd[Array, Memory]):
@@ -69,6 +84,8 @@ class Paged(FrontEnd[Array, Memory]):
         q_scale: float | Array | None = None,
         k_scale: float | Array | None = None,
         v_scale: float | Array | None = None,
+        k_scale_pages: Array | None = None,
+        v_scale_pages: Array | None = None,
         return_lse: bool = False,
         new_kv: tuple[Array, Array] | None = None,
         draft_mask: Array | None = None,
@@ -91,8 +108,10 @@ class Paged(FrontEnd[Array, Memory]):
                 `q_scale`; they are widened to the dtype of `kv_pages`, or to bfloat16 if the pages are 8-bit, and "q's
                 dtype" below means that wider dtype.
             kv_pages: the cache, [P, G, 2K, D] with K of head h at 2h and V at 2h + 1, or a pair `(k_pages, v_pages)` of
-                [P, G, K, D] and [P, G, K, D_v]. Its dtype is that of `q`, float8_e4m3fn, float8_e5m2, float8_e4m3fnuz
-                or int8. In torch any strides are accepted if the last one is 1. Sequences may share pages.
+                [P, G, K, D] and [P, G, K, D_v]. Its dtype is that of `q`, float8_e4m3fn, float8_e5m2, float8_e4m3fnuz,
+                int8, or uint8, whose elements hold two 4-bit codes (D / 2 of them, the even column in the low half) and
+                which need scale pages. The arrays of a pair may have different formats. In torch any strides are
+                accepted if the last one is 1. Sequences may share pages.
             kv_lens: i32 [S], the number of positions of each sequence in the cache, including this step's.
             page_indices: i32 [S, M], the block table: entry p of a row is the page that holds the G positions from
                 p * G. Entries past the last used page are never read as pages.
@@ -120,7 +139,24 @@ class Paged(FrontEnd[Array, Memory]):
                 [H]. A float is multiplied into `sm_scale`; an array multiplies the widened queries, which are then
                 rounded again.
             k_scale, v_scale: the scales of cached keys and values, whose true values are value * scale: a float, or an
-                array [] or [K]; `new_kv` is written with them as by `write_kv_pages`.
+                array [] or [K]; `new_kv` is written with them as by `write_kv_pages`. An array of three or more axes
+                stands for scale pages.
+            k_scale_pages, v_scale_pages: the scales that are stored with the rows of K and V, n of them for each
+                position and KV head: [P, G, K, n], or [P, G, K] if n is 1. In torch any strides are accepted, so they
+                may be views into the pages. Dtypes and n say the format:
+
+                - int8 or 8-bit float pages, float32, n = 1: value = code * scale, with a scale for each
+                  token and head.
+                - uint8 pages (4-bit codes from 0 to 15), float32, n = 1: value = (code - zero) * scale. The lowest 4
+                  bits of the float are `zero`; the float with those bits cleared is `scale`, as in vLLM's
+                  `int4_per_token_head`.
+                - uint8 pages (4-bit codes from 0 to 15), float32 or float16, n = 2: `scale`, then `zero`.
+                - uint8 pages (e2m1 codes), float8_e4m3fn, n = D / 16: nvfp4, whose scale per tensor is `k_scale`.
+                - float8_e4m3fn pages, float8_e8m0fnu, n = D / 32: mxfp8.
+                - uint8 pages (e2m1 codes), float8_e8m0fnu, n = D / 32: mxfp4.
+
+                Results do not depend on scales of positions that no query sees, whatever they hold. A query that sees
+                a NaN scale has NaN in its result, at least in the columns of the scale's block; no other query has.
             return_lse: also return the log-sum-exp.
             new_kv: this step's keys and values, a pair of [T, K, D] and [T, K, D_v] of q's dtype, or of the pages'
                 8-bit dtype, one row per query. They are written into the pages before attention, as `write_kv_pages`
@@ -157,8 +193,9 @@ class Paged(FrontEnd[Array, Memory]):
             out [T, H, D_v]; with `return_lse` also lse [T, H] float32, the natural log-sum-exp of the visible logits,
             sinks not counted. A query that sees no key, and a padding row, gets out 0 and lse -inf. With `new_kv` the
             last result is the pages: in torch the given ones, written in place, in jax new ones, as `write_kv_pages`
-            returns them. No index value makes a kernel read outside the arrays: lengths are clamped to the arrays'
-            sizes, and a page index outside [0, P) makes its positions invisible. Softmax and sums are in float32.
+            returns them; with scale pages, `k_scale_pages` and `v_scale_pages` follow. No index value makes a kernel
+            read outside the arrays: lengths are clamped to the arrays' sizes, and a page index outside [0, P) makes its
+            positions invisible. Softmax and sums are in float32.
 
         Raises:
             InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the index arrays
@@ -173,14 +210,28 @@ class Paged(FrontEnd[Array, Memory]):
             q=q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
             max_q_len=max_q_len, sm_scale=sm_scale, causal=causal, sliding_window=sliding_window, soft_cap=soft_cap,
             sinks=sinks, alibi_slopes=alibi_slopes, relative_bias=relative_bias, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, return_lse=return_lse, new_kv=new_kv, draft_mask=draft_mask, key_ranges=key_ranges,
-            selected=selected, block_size=block_size, out_dtype=out_dtype,
+            v_scale=v_scale, k_scale_pages=k_scale_pages, v_scale_pages=v_scale_pages, return_lse=return_lse,
+            new_kv=new_kv, draft_mask=draft_mask, key_ranges=key_ranges, selected=selected, block_size=block_size,
+            out_dtype=out_dtype,
         )  # fmt: skip
         if new_kv is not None:
             return self.run_with_write(RaggedPagedAttention, arguments, backend, options, out)
         results = self.run(RaggedPagedAttention, arguments, backend, options, out)
         return (results[0], results[1]) if return_lse else results[0]
 
+    @overload
+    def write_kv_pages(
+        self, k: Array, v: Array, kv_pages: Pages[Array],
+        slot_mapping: Array | tuple[Array, Array, Array] | None = None, *,
+        k_scale_pages: None = None, v_scale_pages: None = None, **keywords: Unpack[WriteKeywords[Array]],
+    ) -> Pages[Array]: ...  # fmt: skip
+    @overload
+    def write_kv_pages(
+        self, k: Array, v: Array, kv_pages: Pages[Array],
+        slot_mapping: Array | tuple[Array, Array, Array] | None = None, *,
+        k_scale_pages: Array | None = None, v_scale_pages: Array | None = None,
+        **keywords: Unpack[WriteKeywords[Array]],
+    ) -> tuple[Pages[Array], Array | None, Array | None]: ...  # fmt: skip
     def write_kv_pages(
         self,
         k: Array,
@@ -194,9 +245,11 @@ class Paged(FrontEnd[Array, Memory]):
         num_seqs: int | Array | None = None,
         k_scale: float | Array | None = None,
         v_scale: float | Array | None = None,
+        k_scale_pages: Array | None = None,
+        v_scale_pages: Array | None = None,
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
-    ) -> Pages[Array]:
+    ) -> Any:
         """Write this step's K and V into the pages of the cache, quantised if the pages are 8-bit.
 
         Letters as in `ragged_paged_attention`.
@@ -217,12 +270,36 @@ class Paged(FrontEnd[Array, Memory]):
                 quotient by it saturates (in float pages it is infinite), or is NaN if k is 0 as well. int8 pages store
                 NaN as 0, and float8_e4m3fnuz pages store -0 as 0. On devices that flush subnormal numbers, as XLA does,
                 those in k and v count as 0 too.
+            k_scale_pages, v_scale_pages: the scale pages of the attention, which are written too. Each row, or block of
+                its columns, gets a scale of its own. All steps are in float32; x is a row divided by `k_scale`, and
+                `amax` its largest magnitude (of a block, if scales belong to blocks):
+
+                - One scale per token and head: scale = max(amax / 127, 1e-6) for int8, with 448 for float8_e4m3fn,
+                  57344 for float8_e5m2, and 224 for float8_e4m3fnuz. The code is x * (1 / scale), clamped; int8 rounds
+                  half away from zero, as vLLM does.
+                - 4-bit codes from 0 to 15: scale = max((max(x) - min(x)) / 15, 1e-6). With `zero` in the bits of the
+                  scale, zero is -min(x) / scale, rounded half away from zero and clamped to 0 to 15, and so is the code
+                  x * (1 / scale) + zero, as vLLM has it. For a stored zero
+                  the scale is also at least amax / 32768, zero is not rounded, and codes are rounded to even.
+                - nvfp4: scale = amax / (6 * k_scale), rounded to e4m3, for k before its division; the code is k times
+                  1 / (scale * k_scale), or 0 if the scale is 0, as FlashInfer has it.
+                - mxfp8: the scale is the least power of two from 2^-127 to 2^127 that is at least amax / 448. The code
+                  is x / scale.
+                - mxfp4: the scale is 2^(e - 2), from 2^-127 to 2^127, where 2^e is the power of two below amax, or the
+                  one above if amax is at least 1.75 * 2^e. If that is 2^128, the scale is 2^127, as vLLM has it. The
+                  code is x / scale.
+
+                Codes are rounded to nearest even and saturate unless this says otherwise. e2m1 codes of zero keep the
+                sign of x. A row all of one sign may lose much with a zero point from 0 to 15, as it does in vLLM. A NaN
+                makes the scale of its row or block NaN, and the codes 0. k and v of the pages' dtype are not accepted
+                with scale pages.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
             The pages. In torch the given tensors are written in place and returned; in jax the pages are new arrays,
             which take the memory of the given ones if those are donated. Only the tokens' slots change. Of two tokens
-            for one slot either may remain. k and v may be views of the pages: they are read before the write.
+            for one slot either may remain. k and v may be views of the pages: they are read before the write. With
+            scale pages the result is the tuple `(kv_pages, k_scale_pages, v_scale_pages)`, with None for an absent one.
 
             A write has no gradient; asking for one raises RuntimeError.
 
@@ -231,7 +308,8 @@ class Paged(FrontEnd[Array, Memory]):
         """
         arguments = dict(
             k=k, v=v, kv_pages=kv_pages, slot_mapping=slot_mapping, page_indices=page_indices, kv_lens=kv_lens,
-            cu_q_lens=cu_q_lens, num_seqs=num_seqs, k_scale=k_scale, v_scale=v_scale,
+            cu_q_lens=cu_q_lens, num_seqs=num_seqs, k_scale=k_scale, v_scale=v_scale, k_scale_pages=k_scale_pages,
+            v_scale_pages=v_scale_pages,
         )  # fmt: skip
         return self.write(WriteKvPages, arguments, backend, options)
 

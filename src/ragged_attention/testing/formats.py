@@ -10,12 +10,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragged_attention.calls import QUANTIZED as QUANTIZED
+from ragged_attention.calls.cache_formats import SCALED_FORMATS, UNSCALED_FORMATS, KvFormat
+from ragged_attention.calls.cache_formats import element_of as element_of
 from ragged_attention.reference._kv_layout import FORMATS as FORMATS
 from ragged_attention.reference._kv_layout import decode, encode
 
 NAN_CODES = {"float8_e4m3fn": (0x7F, 0xFF), "float8_e5m2": (0x7E, 0xFD), "float8_e4m3fnuz": (0x80,)}
 # The codes of infinities; formats without infinities have those of their largest values.
 INFINITY_CODES = {"float8_e4m3fn": (0x7E, 0xFE), "float8_e5m2": (0x7C, 0xFC), "float8_e4m3fnuz": (0x7F, 0xFF)}
+
+
+# The formats of keys or values by the names that specs have for them: those with scale pages, then the others.
+SCALED = {
+    form.name + f", {form.scales} pair" * (form.zero == "stored"): form
+    for form in SCALED_FORMATS
+    if form.codes in (*QUANTIZED, "uint4", "float4_e2m1fn")
+}
+KV_FORMATS = SCALED | UNSCALED_FORMATS
 
 
 def rounded(values: Any, dtype: str) -> NDArray[np.float32]:
@@ -42,8 +53,35 @@ def values_of(array: NDArray[Any], dtype: str) -> NDArray[np.float64]:
     return decode(array, dtype if dtype in FORMATS else None)
 
 
+def any_scales(rng: np.random.Generator, shape: tuple[int, ...], form: KvFormat) -> NDArray[Any]:
+    """Scales of a format [..., n] that no quantiser chose: of either sign, 0, or far from the others."""
+    size = np.float32(1 / 40) if form.codes == "int8" else np.float32(1)
+    scales = rng.choice(np.array([1, 1, 1, -0.7, 3, 1e-3, 0], np.float32), shape) * size
+    if form.scales == "float8_e8m0fnu":
+        return rng.integers(124, 130, shape).astype(np.uint8)
+    if form.scales == "float8_e4m3fn":
+        return encode(scales, form.scales)
+    if form.zero == "mantissa":  # below a scale of 0, the zero point would be a subnormal number
+        bits = np.where(scales == 0, np.float32(1), scales).view(np.uint32) & ~np.uint32(15)
+        return (bits | rng.integers(0, 16, shape).astype(np.uint32)).view(np.float32)
+    if form.zero == "stored":
+        scales[..., 1] = rng.uniform(-3, 18, shape[:-1])
+    return rounded(scales, form.scales)
+
+
+def poisoned_scales(kind: str, form: KvFormat, shape: tuple[int, ...]) -> NDArray[Any]:
+    """NaN ("nan") or infinite ("inf") scales of a format, or what comes nearest to them in it."""
+    if form.scales == "float8_e8m0fnu":
+        return np.full(shape, 0xFF if kind == "nan" else 0xFE, np.uint8)
+    if form.scales == "float8_e4m3fn":
+        return np.full(shape, 0x7F if kind == "nan" else 0x7E, np.uint8)
+    return np.full(shape, np.nan if kind == "nan" else np.inf, np.float32)
+
+
 def poison(kind: str, dtype: str, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[Any]:
     """NaN ("nan") or infinities ("inf") of a format, or what comes nearest to them in it."""
+    if dtype == "uint8":
+        return rng.integers(0, 256, shape).astype(np.uint8)
     if dtype == "int8":
         return np.where(rng.random(shape) < 0.5, 127, -128).astype(np.int8)
     if dtype in FORMATS:

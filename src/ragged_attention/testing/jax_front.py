@@ -14,6 +14,7 @@ from ragged_attention.calls import Device
 from ragged_attention.jax._launcher import device_facts, is_bits
 from ragged_attention.jax._lower import default_platform
 from ragged_attention.testing import formats, triton_interpreter
+from ragged_attention.testing.collecting import leaves, written_arrays
 
 INT32 = np.iinfo(np.int32)
 
@@ -31,7 +32,7 @@ def bring(array: NDArray[Any], dtype: str, *, layout: str, place: Any, device: s
     By `device_put`, for `asarray` compiles a program for each shape.
     """
     del layout, place, device
-    if dtype in formats.QUANTIZED:
+    if dtype in (*formats.QUANTIZED, "float8_e8m0fnu"):
         return jax.device_put(np.ascontiguousarray(array).copy().view(jnp.dtype(dtype)))
     if dtype == "int64":  # which jax does not have by default; what is out of range stays so
         return jax.device_put(np.clip(array, INT32.min, INT32.max).astype(np.int32))
@@ -80,14 +81,14 @@ def write(
 ) -> list[NDArray[Any]]:
     """Call an operation that gives its argument `name` anew, and check that the one given is as it was.
 
-    Returns the other results, of which there are `num_results`, and the arrays of that argument.
+    Returns the other results, of which there are `num_results`, and the arrays of that argument, with its scale pages.
     """
-    given = arguments[name]
-    given = list(given) if isinstance(given, tuple) else [given]
+    del num_results
+    given = written_arrays(arguments, name)
     before = [take_back(pages) for pages in given]
-    *others, result = function(**arguments) if num_results else (function(**arguments),)
+    results = leaves(function(**arguments))
     for pages, old in zip(given, before, strict=True):
         now = take_back(pages)
         if not np.array_equal(now, old, equal_nan=old.dtype.kind == "f"):
             raise AssertionError(f"{name}: expected the arrays given to stay as they were, got other values")
-    return [take_back(array) for array in (*others, *(result if isinstance(result, tuple) else (result,)))]
+    return list(map(take_back, results))

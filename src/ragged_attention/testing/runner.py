@@ -18,6 +18,7 @@ from ragged_attention import dispatch, tuning
 from ragged_attention.calls import CALLS, DecodeSchedule
 from ragged_attention.errors import BackendMissing, InvalidInput, TooLarge, Unsupported
 from ragged_attention.testing import formats, steering
+from ragged_attention.testing.collecting import SCALE_PAGES, written_arrays
 from ragged_attention.testing.mla.cache_specs import LatentWriteBatch, ScheduleBatch
 from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec, as_it_is, at_tuned_widths, fitting
 from ragged_attention.testing.paged.specs import Arrays, Batch, Pages, Spec, WriteBatch, like_pages, pages_of
@@ -120,9 +121,13 @@ class Runner:
         result = self._call(operation, batch, options, **keywords)
         if (written := written_by(operation)) is None:
             return self._take_back(result)
-        given, count = getattr(batch, written), CALLS[operation].NUM_RESULTS or 0
-        stored = [array.view(pages.dtype) for array, pages in zip(result[count:], pages_of(given), strict=True)]
-        cache = like_pages(given, stored)
+        given, count = batch.arguments(), CALLS[operation].NUM_RESULTS or 0
+        arrays = zip(result[count:], written_arrays(given, written), strict=True)
+        stored = [array.view(pages.dtype) for array, pages in arrays]
+        cache = like_pages(given[written], stored)
+        if any(given.get(name) is not None for name in SCALE_PAGES):
+            scales = iter(stored[len(pages_of(given[written])) :])
+            return cache, *(None if given[name] is None else next(scales) for name in SCALE_PAGES)
         return (*result[:count], cache) if count else cache
 
     def update(

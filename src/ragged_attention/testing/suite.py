@@ -13,7 +13,7 @@ from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, 
 from ragged_attention.testing.heads_first import suite as heads_first_suite
 from ragged_attention.testing.indexer import suite as indexer_suite
 from ragged_attention.testing.mla import suite as mla_suite
-from ragged_attention.testing.paged import norm_rope, updates
+from ragged_attention.testing.paged import norm_rope, scaled, updates
 from ragged_attention.testing.paged.corners import CORNERS, MERGE_CORNERS, WRITE_CORNERS
 from ragged_attention.testing.paged.laws import LAWS, quantised_is_dequantised
 from ragged_attention.testing.paged.oracle import (
@@ -52,6 +52,7 @@ def corners() -> Iterator[Check]:
     for name, build in MERGE_CORNERS.items():
         yield Check("corner", f"merge, {name}", on_corner(check_merge, build))
     yield from updates.corners()
+    yield from scaled.corners()
     yield from norm_rope.corners()
     yield from heads_first_suite.corners()
     yield from mla_suite.corners()
@@ -72,6 +73,7 @@ def agreement() -> Iterator[Check]:
     yield Check("agreement", "write on drawn batches", on_drawn(built(check_write), write_specs))
     yield Check("agreement", "merge on drawn batches", on_drawn(built(check_merge), merge_specs))
     yield from updates.agreement()
+    yield from scaled.agreement()
     yield from norm_rope.agreement()
     yield from heads_first_suite.agreement()
     yield from mla_suite.agreement()
@@ -85,6 +87,7 @@ def laws() -> Iterator[Check]:
     for name, law in LAWS.items():
         quantized = formats.QUANTIZED if law is quantised_is_dequantised else None
         yield Check("law", name, on_drawn(law, specs(clean=True, cache_dtypes=quantized), 0.5))
+    yield from scaled.laws()
     yield from norm_rope.laws()
     yield from heads_first_suite.laws()
     yield from mla_suite.laws()

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 import ragged_attention.torch as operations  # noqa: F401  (what a runner calls)
 from ragged_attention.calls import FLOAT8, Device
 from ragged_attention.testing import formats, triton_interpreter
+from ragged_attention.testing.collecting import leaves, written_arrays
 from ragged_attention.testing.compare import identical
 from ragged_attention.torch._launcher import device_facts, is_bits
 
 Place = Callable[[NDArray[Any]], NDArray[Any]]
-BITS = {name: getattr(torch, name) for name in ("bfloat16", *FLOAT8)}
+BITS = {name: getattr(torch, name) for name in ("bfloat16", "float8_e8m0fnu", *FLOAT8)}
 
 triton_interpreter.quicken()
 
@@ -123,14 +124,13 @@ def write(
 ) -> list[NDArray[Any]]:
     """Call an operation that writes its argument `name` in place, and check that it wrote nothing beside it.
 
-    Returns the other results, of which there are `num_results`, and the arrays of that argument.
+    Returns the other results, of which there are `num_results`, and the arrays of that argument, with its scale pages.
     """
-    given = arguments[name]
-    tensors = list(given) if isinstance(given, tuple) else [given]
+    tensors = written_arrays(arguments, name)
     around = [_storage_of(tensor) for tensor in tensors]
     before = [storage.clone() for storage in around]
-    *others, result = function(**arguments) if num_results else (function(**arguments),)
-    results = list(result) if isinstance(result, tuple) else [result]
+    results = leaves(function(**arguments))
+    others, results = results[:num_results], results[num_results:]
     if [t.data_ptr() for t in results] != [t.data_ptr() for t in tensors]:
         raise AssertionError(f"{name}: expected the tensors given, got new ones")
     for tensor, storage, old in zip(tensors, around, before, strict=True):

@@ -11,6 +11,7 @@ from typing import Any
 
 from ragged_attention.calls import CACHE_FORMATS, CALLS, QUANTIZED, Call, Device
 from ragged_attention.calls.base import SHARED_MEMORY, shared_memory_of
+from ragged_attention.calls.cache_formats import SCALED_FORMATS, KvFormat, element_of
 from ragged_attention.calls.fields import ArrayKind
 from ragged_attention.calls.indexer import SCALE_BYTES
 from ragged_attention.errors import InvalidInput
@@ -104,6 +105,7 @@ class Sample(AnySample):
 
     dtype: str = "bfloat16"
     cache_dtype: str | None = None  # None: equal to dtype
+    kv_format: str | None = None  # the name of a format with scale pages, for both K and V, instead of cache_dtype
     num_q_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
@@ -128,7 +130,17 @@ class Sample(AnySample):
     @property
     def stored(self) -> str:
         """The dtype of the cache."""
-        return self.cache_dtype or self.dtype
+        return self.cache_dtype or self.dtype if self.form is None else element_of(self.form)
+
+    @property
+    def form(self) -> KvFormat | None:
+        """The format of keys and values if they have scale pages."""
+        if self.kv_format is None:
+            return None
+        known = {form.name: form for form in reversed(SCALED_FORMATS)}
+        if self.kv_format not in known:
+            raise InvalidInput(f"expected kv_format to be one of {', '.join(known)}, got {self.kv_format!r}")
+        return known[self.kv_format]
 
     @property
     def pages_per_seq(self) -> int:
@@ -148,7 +160,12 @@ class Sample(AnySample):
 
     def _arguments(self, operation: str) -> dict[str, Any]:
         heads = self.num_kv_heads * (1 if self.split_pages else 2)
-        pages = FakeArray((self.num_pages, self.page_size, heads, self.head_dim), self.stored)
+        width = self.head_dim // (1 if self.form is None else self.form.columns_per_element)
+        pages = FakeArray((self.num_pages, self.page_size, heads, width), self.stored)
+        scales = None
+        if self.form is not None:
+            shape = (self.num_pages, self.page_size, self.num_kv_heads, self.form.scales_of_row(self.head_dim))
+            scales = FakeArray(shape, self.form.scales)
         shape = (self.num_kv_heads, self.num_pages, self.page_size)
         heads_first: Any = FakeArray((*shape, self.head_dim), self.stored)
         if self.stored in QUANTIZED:  # with scales
@@ -165,6 +182,8 @@ class Sample(AnySample):
             "length": FakeArray((1,), "int32"),
             "k_scale": self.scale,
             "v_scale": self.scale,
+            "k_scale_pages": scales,
+            "v_scale_pages": scales,
             "draft_mask": self.draft is not None,
             "key_ranges": ranges_of(self),
             "selected": lists_of(self),

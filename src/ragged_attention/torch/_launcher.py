@@ -11,6 +11,7 @@ import torch
 
 from ragged_attention.calls import FLOAT8, Call, Device
 from ragged_attention.calls.base import shared_memory_of
+from ragged_attention.calls.cache_formats import E8M0
 from ragged_attention.errors import TooLarge
 from ragged_attention.host.interpreting import interpreting
 from ragged_attention.protocols import OPTIONS, Shaped
@@ -20,7 +21,8 @@ DTYPES: dict[str, torch.dtype] = {
     for name in ("float64", "float32", "float16", "bfloat16", "int32", "uint8", "float8_e4m3fn")
 }
 
-FLOAT8_DTYPES = tuple(getattr(torch, name) for name in FLOAT8)
+# Formats may also have scales of 8 bits.
+FLOAT8_DTYPES = tuple(getattr(torch, name) for name in (*FLOAT8, E8M0))
 
 
 @functools.cache

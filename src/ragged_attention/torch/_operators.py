@@ -7,7 +7,7 @@ operator, where `torch.compile` does not look.
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,17 +102,21 @@ class TorchFrontEnd(Operations[torch.Tensor, torch.Tensor]):
         prepared = self.prepare(record, arguments)
         if not torch.compiler.is_compiling():
             _plan.expect_runnable(record, prepared, _names(backend), encode_options(options), out)
-            _plan.expect_memory(record.CACHE, prepared[record.CACHE])
+            for name in {record.CACHE, *record.WRITE.WRITTEN} & record.KINDS.keys():
+                if prepared[name] is not None:
+                    _plan.expect_memory(name, prepared[name])
             if out is not None:
                 _refuse_gradient_into(record, record.flatten(prepared))
         self.run_prepared(record.WRITE, record.arguments_of_write(prepared), backend, None)
         results = self.run_prepared(record, prepared | {"new_kv": None}, backend, options, out)
         count = 2 if arguments["return_lse"] else 1  # with `out`, an lse that is not requested is an empty tensor
-        return *results[:count], arguments[record.CACHE]
+        return *results[:count], *record.WRITE.caches_of(record.arguments_of_write(arguments))
 
     def write(self, record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any) -> Any:
         result = self.run(record, arguments, backend, options)
-        return (result, arguments[record.CACHE]) if record.NUM_RESULTS else arguments[record.CACHE]
+        caches = record.caches_of(arguments)
+        results = (result, *caches) if record.NUM_RESULTS else caches
+        return results if len(results) > 1 else results[0]
 
 
 FRONT_END = TorchFrontEnd()
@@ -163,10 +167,8 @@ def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager
     return torch.autocast(device.type, enabled=False)
 
 
-def _mark_written(operation: str, name: str, tensor: torch.Tensor | None) -> None:
+def _mark_written(operation: str, name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor that cannot be written, and increment its version, as torch's own in-place operations do."""
-    if tensor is None:
-        return  # the record will refuse it
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
     elif not torch.is_inference_mode_enabled():
@@ -192,10 +194,13 @@ def _without_overlap(value: Any, targets: Sequence[tuple[int, int]]) -> Any:
     return value.clone() if any(first < stop and start < end for start, stop in targets) else value
 
 
-def _written(record: type[Call], arguments: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
-    """The tensors that a write operation writes."""
-    cache = arguments[record.CACHE]
-    return cache if isinstance(cache, tuple) else (cache,)
+def _written(record: type[Call], arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that a write operation writes, with the names of their arguments."""
+    for name in record.WRITTEN:
+        value = arguments[name]
+        for tensor in value if isinstance(value, tuple) else (value,):
+            if tensor is not None:  # the record will refuse a missing cache
+                yield name, tensor
 
 
 def _implementation(record: type[Call]) -> Callable[..., Any]:
@@ -206,12 +211,12 @@ def _implementation(record: type[Call]) -> Callable[..., Any]:
             _plan.checked(record, arguments)
         assert first is not None
         if record.WRITES:
-            written = _written(record, arguments)
-            targets = [_span(tensor) for tensor in written if tensor is not None]
-            for name in arguments.keys() - {record.CACHE}:
+            written = list(_written(record, arguments))
+            targets = [_span(tensor) for _, tensor in written]
+            for name in arguments.keys() - {*record.WRITTEN}:
                 arguments[name] = _without_overlap(arguments[name], targets)
-            for tensor in written:
-                _mark_written(record.OPERATION, record.CACHE, tensor)
+            for name, tensor in written:
+                _mark_written(record.OPERATION, name, tensor)
         if out is not None:
             _mark_written(record.OPERATION, "out", out)
         with _without_autocast(first.device):
@@ -330,11 +335,13 @@ def _refuse_gradient_into(record: type[Call], flat: Sequence[Any], out: torch.Te
 
 def _refuse_gradient_of_write(record: type[Call], flat: Sequence[Any]) -> None:
     arguments = record.unflatten(flat)
-    for tensor in _written(record, arguments):
-        _refuse_gradient_of_memory(record.OPERATION, record.CACHE, tensor)
+    for name, tensor in _written(record, arguments):
+        _refuse_gradient_of_memory(record.OPERATION, name, tensor)
     for name, value in arguments.items():
         tensors = value if isinstance(value, tuple) else (value,)
-        if name != record.CACHE and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors):
+        if name not in record.WRITTEN and any(
+            isinstance(each, torch.Tensor) and each.requires_grad for each in tensors
+        ):
             reason = f"detach {name}, or write it under torch.no_grad()"
             raise RuntimeError(f"{record.no_gradient()}; {reason}")
 

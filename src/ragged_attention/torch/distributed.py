@@ -143,7 +143,7 @@ def _local(
         return value.to_local()
     written = ("out",) if record.TAKES_OUT else ()
     if record.WRITES:
-        written = [flat.split()[-1] for flat in record.KINDS[record.CACHE].schema(record.CACHE)]
+        written = [flat.split()[-1] for name in record.WRITTEN for flat in record.KINDS[name].schema(name)]
     replicated = all(got in (want, Replicate()) for got, want in zip(value.placements, wanted, strict=True))
     if name not in GRADIENTS and (name in written or not replicated):
         expected, got = (", ".join(map(repr, placements)) for placements in (wanted, value.placements))

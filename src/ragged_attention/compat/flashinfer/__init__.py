@@ -41,6 +41,8 @@ from ragged_attention.compat.flashinfer.page import (
     append_paged_mla_kv_cache,
     get_batch_indices_positions,
     get_seq_lens,
+    nvfp4_quantize_append_paged_kv_cache,
+    nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
 )
 from ragged_attention.compat.flashinfer.prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
@@ -48,7 +50,13 @@ from ragged_attention.compat.flashinfer.prefill import (
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
-from ragged_attention.compat.flashinfer.quantization import packbits, segment_packbits
+from ragged_attention.compat.flashinfer.quantization import (
+    nvfp4_kv_dequantize,
+    nvfp4_kv_dequantize_paged,
+    nvfp4_kv_quantize,
+    packbits,
+    segment_packbits,
+)
 from ragged_attention.compat.flashinfer.sparse import (
     BlockSparseAttentionWrapper,
     VariableBlockSparseAttentionWrapper,
@@ -84,6 +92,11 @@ __all__ = [
     "merge_states",
     "mla",
     "msa_ops",
+    "nvfp4_kv_dequantize",
+    "nvfp4_kv_dequantize_paged",
+    "nvfp4_kv_quantize",
+    "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "packbits",
     "page",
     "prefill",

@@ -17,13 +17,16 @@ LAYOUTS = ("NHD", "HND")
 PAGED_NAMES = {
     "kv_pages": "paged_kv_cache", "k_pages": "paged_kv_cache[0]", "v_pages": "paged_kv_cache[1]",
     "soft_cap": "logits_soft_cap", "sliding_window": "window_left", "cu_q_lens": "qo_indptr", "kv_lens": "seq_lens",
-    "page_indices": "block_tables",
+    "page_indices": "block_tables", "k_scale_pages": "kv_cache_sf[0]", "v_scale_pages": "kv_cache_sf[1]",
 }  # fmt: skip
 PACKED_NAMES = {
     "cu_q_lens": "qo_indptr", "cu_kv_lens": "kv_indptr", "soft_cap": "logits_soft_cap", "sliding_window": "window_left",
 }  # fmt: skip
-SLOT_NAMES = PACKED_NAMES | {"kv_pages": "k, v", "k_pages": "k", "v_pages": "v", "page_indices": "kv_indptr"}
-NOT_NVFP4 = "caches of 4-bit values with block scales are not supported"
+SLOT_NAMES = PACKED_NAMES | {
+    "kv_pages": "k, v", "k_pages": "k", "v_pages": "v", "page_indices": "kv_indptr",
+    "k_scale_pages": "kv_cache_sf[0]", "v_scale_pages": "kv_cache_sf[1]",
+}  # fmt: skip
+NVFP4 = torch.uint8  # the dtype of pages whose elements are two 4-bit codes
 NOT_APPROXIMATE = "no kernel leaves out keys of small weight"
 NOT_JIT = "kernels with code of the caller's are not supported"
 NOT_ITEMS = "masks of several items per prompt are not supported"
@@ -35,6 +38,20 @@ def expect_default(reason: str, default: Any = None, **given: Any) -> None:
         if is_array(value) or value != default:
             got = f"a tensor of shape {list(value.shape)}" if is_array(value) else repr(value)
             raise Unsupported(f"expected {name}={default!r}, got {got}: {reason}")
+
+
+def columns(pages: torch.Tensor) -> int:
+    """The head size of keys or values, two of whose columns are in an element of nvfp4 pages."""
+    return pages.shape[-1] * (2 if pages.dtype == NVFP4 else 1)
+
+
+def expect_linear_scales(backend: str, kv_cache_sf: Any) -> None:
+    """Refuse the scales that FlashInfer's kernels of TensorRT-LLM take, whose order is another one."""
+    if kv_cache_sf is not None and backend == "trtllm-gen":
+        raise Unsupported(
+            "expected another backend with kv_cache_sf, got 'trtllm-gen', for which the scales of values of four "
+            "positions are interleaved"
+        )
 
 
 def alibi_slopes(pos_encoding_mode: str, num_heads: int, device: torch.device) -> torch.Tensor | None:

@@ -9,6 +9,7 @@ import torch
 
 from ragged_attention.compat.flashinfer._arguments import (
     FP8,
+    NVFP4,
     PACKED_NAMES,
     PAGED_NAMES,
     SLOT_NAMES,
@@ -27,11 +28,12 @@ from ragged_attention.errors import Unsupported
 from ragged_attention.torch import ragged_paged_attention, varlen_attention
 
 Results = tuple[torch.Tensor, torch.Tensor]
+ScalePages = tuple[torch.Tensor | None, torch.Tensor | None]  # of keys and of values
 
 
 def needs_pages(q_dtype: torch.dtype, k_dtype: torch.dtype) -> bool:
     """Whether packed keys have to be treated as pages of one position, since `varlen_attention` does not take them."""
-    return q_dtype in FP8 or k_dtype in FP8
+    return q_dtype in FP8 or k_dtype in (*FP8, NVFP4)
 
 
 @dataclasses.dataclass
@@ -82,9 +84,10 @@ class Attention:
     blocks: Blocks | None = None
 
     def over_pages(
-        self, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, tables: Tables, names: Any = None
-    ) -> Results:
-        """Attention over a paged cache `[P, G, K, D]`, `[P, G, K, D_v]`."""
+        self, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, tables: Tables, names: Any = None,
+        scale_pages: ScalePages = (None, None),
+    ) -> Results:  # fmt: skip
+        """Attention over a paged cache `[P, G, K, D]`, `[P, G, K, D_v]`, and scales stored beside it."""
         slopes = self._slopes(q)
         common: dict[str, Any] = scaled(q, self.sm_scale, self.q_scales, self.k_scales) | dict(
             v_scale=product("v_scale", *self.v_scales), soft_cap=soft_cap_of(self.logits_soft_cap), sinks=self.sinks,
@@ -93,7 +96,8 @@ class Attention:
         if self.mask is not None and self.mask.draft is None:
             if slopes is not None:
                 raise Unsupported("expected pos_encoding_mode='NONE' with a custom mask, got 'ALIBI'")
-            k_pages, v_pages, tables = self._seen_rows(k_pages, v_pages, tables, self.mask)
+            caches, tables = self._seen_rows((k_pages, v_pages, *scale_pages), tables)
+            k_pages, v_pages, scale_pages = caches[0], caches[1], (caches[2], caches[3])
             visible: dict[str, Any] = dict(causal=False)
         else:
             draft_mask = None if self.mask is None else self.mask.draft
@@ -102,16 +106,22 @@ class Attention:
         with named_as(PAGED_NAMES if names is None else names), self._division():
             result, lse = ragged_paged_attention(
                 kv_pages=(k_pages, v_pages), kv_lens=tables.kv_lens, page_indices=tables.page_indices,
-                cu_q_lens=tables.cu_q_lens, max_q_len=tables.max_q_len, alibi_slopes=slopes, **visible, **common,
+                cu_q_lens=tables.cu_q_lens, max_q_len=tables.max_q_len, alibi_slopes=slopes,
+                k_scale_pages=scale_pages[0], v_scale_pages=scale_pages[1], **visible, **common,
             )  # fmt: skip
         return result, _counted_from_first_query(lse, slopes, tables.cu_q_lens, tables.kv_lens)
 
-    def over_rows(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows) -> Results:
-        """Attention of packed queries `[T, H, D]` to packed keys and values `[T_k, K, D]`, `[T_k, K, D_v]`."""
+    def over_rows(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, scale_pages: ScalePages = (None, None)
+    ) -> Results:
+        """Attention of packed queries `[T, H, D]` to packed keys and values `[T_k, K, D]`, `[T_k, K, D_v]`.
+
+        Their scales are those of pages of one position.
+        """
         scales = (*self.q_scales, *self.k_scales, *self.v_scales)
         in_pages = needs_pages(q.dtype, k.dtype)
         if self.mask is not None or in_pages or any(isinstance(scale, torch.Tensor) for scale in scales):
-            return self.over_pages(q, k.unsqueeze(1), v.unsqueeze(1), rows.tables, SLOT_NAMES)
+            return self.over_pages(q, k.unsqueeze(1), v.unsqueeze(1), rows.tables, SLOT_NAMES, scale_pages)
         slopes = self._slopes(q)
         common = scaled(q, self.sm_scale, self.q_scales, self.k_scales)
         out, dtype = self.out, q.dtype
@@ -149,11 +159,12 @@ class Attention:
         """How work may be divided: FlashInfer's fixed splits make results independent of the batch."""
         return use_backend(batch_invariant=True) if self.is_batch_invariant else contextlib.nullcontext()
 
-    def _seen_rows(
-        self, k_pages: torch.Tensor, v_pages: torch.Tensor, tables: Tables, mask: Mask
-    ) -> tuple[torch.Tensor, torch.Tensor, Tables]:
+    def _seen_rows(self, caches: tuple[torch.Tensor | None, ...], tables: Tables) -> tuple[list[Any], Tables]:
         """A copy of the batch's cache in pages of one position, and each query as a sequence of what it sees."""
-        num_pages, page_size = k_pages.shape[:2]
+        mask = self.mask
+        assert mask is not None
+        assert caches[0] is not None
+        num_pages, page_size = caches[0].shape[:2]
         table = tables.page_indices.long()
         is_page = (table >= 0) & (table < num_pages)
         copied = table.clamp(0, max(num_pages - 1, 0)).flatten()
@@ -163,8 +174,8 @@ class Attention:
         slots = torch.where(is_page[mask.sequences[:, None], columns], slots, -1).int()
         num_tokens = slots.shape[0]
         edges = torch.arange(num_tokens + 1, dtype=torch.int32, device=slots.device)
-        k_slots, v_slots = (pages[copied].flatten(0, 1).unsqueeze(1) for pages in (k_pages, v_pages))
-        return k_slots, v_slots, Tables(edges, counts, slots, num_tokens, 1)
+        rows = [None if pages is None else pages[copied].flatten(0, 1).unsqueeze(1) for pages in caches]
+        return rows, Tables(edges, counts, slots, num_tokens, 1)
 
 
 def _counted_from_first_query(

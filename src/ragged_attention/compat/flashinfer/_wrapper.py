@@ -7,7 +7,9 @@ from typing import Any, NamedTuple, ParamSpec
 import torch
 
 from ragged_attention.compat.flashinfer._arguments import (
+    columns,
     expect_layout,
+    expect_linear_scales,
     expect_planned,
     result_dtype,
     torch_dtype,
@@ -16,7 +18,7 @@ from ragged_attention.compat.flashinfer._arguments import (
 from ragged_attention.compat.flashinfer._attention import Attention
 from ragged_attention.compat.flashinfer._masks import Mask
 from ragged_attention.compat.flashinfer._tables import Tables, block_table, expect_indptr, sequence_lens
-from ragged_attention.compat.flashinfer.page import pages_of
+from ragged_attention.compat.flashinfer.page import pages_of, scale_pages_of
 from ragged_attention.errors import InvalidInput
 
 Arguments = ParamSpec("Arguments")
@@ -123,6 +125,7 @@ class PagedWrapper(Planned):
     """The base of `BatchDecodeWithPagedKVCacheWrapper` and `BatchPrefillWithPagedKVCacheWrapper`."""
 
     _PREFIX = ""  # of the names of row pointers
+    _backend: str
     _tables: Tables | None = None
     _sizes: tuple[int, int, int, int, int]  # H, K, D, D_v and the page size
 
@@ -164,8 +167,11 @@ class PagedWrapper(Planned):
         return_lse: bool,
         lse_base: str = "log2",
         lse_layout: str = "NH",
+        *,
+        kv_cache_sf: Any,
     ) -> Any:
         """Attention over the planned pages."""
+        expect_linear_scales(self._backend, kv_cache_sf)
         tables = self._tables
         assert tables is not None
         num_qo_heads, num_kv_heads, head_dim, head_dim_vo, page_size = self._sizes
@@ -175,9 +181,10 @@ class PagedWrapper(Planned):
             **{
                 "page_size of paged_kv_cache": (k_pages.shape[1], page_size),
                 "num_kv_heads of paged_kv_cache": (k_pages.shape[2], num_kv_heads),
-                "head_dim of paged_kv_cache[1]": (v_pages.shape[3], head_dim_vo),
+                "head_dim of paged_kv_cache[1]": (columns(v_pages), head_dim_vo),
                 "dtype of paged_kv_cache": (k_pages.dtype, self._dtypes.kv),
             }
         )
-        out, natural = attention.over_pages(q, k_pages, v_pages, tables)
+        scale_pages = scale_pages_of(kv_cache_sf, self._kv_layout)
+        out, natural = attention.over_pages(q, k_pages, v_pages, tables, scale_pages=scale_pages)
         return with_lse(out, natural, attention.sinks, lse, return_lse, lse_base, lse_layout)

@@ -9,7 +9,6 @@ import torch
 from ragged_attention.compat.flashinfer._arguments import (
     NOT_APPROXIMATE,
     NOT_JIT,
-    NOT_NVFP4,
     expect_default,
     expect_layout,
     result_dtype,
@@ -221,7 +220,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             q: [batch_size * q_len_per_req, num_qo_heads, head_dim].
             paged_kv_cache: a pair of NHD `[max_num_pages, page_size, num_kv_heads, head_dim]` or HND `[max_num_pages,
                 num_kv_heads, page_size, head_dim]`, or one tensor with an axis of 2 after the first. Numbers of unused
-                pages and positions do not affect results, not even NaN.
+                pages and positions do not affect results, not even NaN. uint8 is nvfp4, of `head_dim // 2` columns.
             args: the scales of 8-bit queries, keys and values, per head.
             q_scale, k_scale, v_scale: factors on queries, keys and values: numbers, or tensors of one element.
             out, lse: tensors for the results.
@@ -230,7 +229,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             sinks: f32 [num_qo_heads], one logit per head, which is added to the denominator of the softmax.
             q_len_per_req: as planned; deprecated.
             enable_pdl: without effect.
-            skip_softmax_threshold_scale_factor, kv_cache_sf: None; others are refused.
+            skip_softmax_threshold_scale_factor: None; others are refused.
+            kv_cache_sf: the scales of blocks of 16 columns of an nvfp4 cache, in the form of the cache with
+                `head_dim // 16` columns, float8_e4m3fn or their bytes; not as `backend="trtllm-gen"` has them.
 
         Returns:
             out like q, and with `return_lse` also lse f32 [batch_size * q_len_per_req, num_qo_heads]. A request without
@@ -239,7 +240,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         del enable_pdl
         self._expect_plan()
         expect_default(NOT_APPROXIMATE, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
-        expect_default(NOT_NVFP4, kv_cache_sf=kv_cache_sf)
         if q_len_per_req is not None:
             warnings.warn("q_len_per_req is an argument of plan()", DeprecationWarning, stacklevel=2)
             assert self._tables is not None
@@ -251,7 +251,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             causal=self._causal, window_left=self._window_left if window_left is None else window_left, sinks=sinks,
             q_scales=(q_scale, scale_q), k_scales=(k_scale, scale_k), v_scales=(v_scale, scale_v), out=out,
         )  # fmt: skip
-        return self._run(q, paged_kv_cache, attention, lse, return_lse)
+        return self._run(q, paged_kv_cache, attention, lse, return_lse, kv_cache_sf=kv_cache_sf)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 

@@ -9,9 +9,10 @@ from ragged_attention.compat.flashinfer._arguments import (
     NOT_APPROXIMATE,
     NOT_ITEMS,
     NOT_JIT,
-    NOT_NVFP4,
+    columns,
     expect_default,
     expect_layout,
+    expect_linear_scales,
     expect_planned,
     result_dtype,
     scales_from,
@@ -21,6 +22,7 @@ from ragged_attention.compat.flashinfer._attention import Attention, Rows, needs
 from ragged_attention.compat.flashinfer._masks import mask_of
 from ragged_attention.compat.flashinfer._tables import Tables, expect_indptr, replaced
 from ragged_attention.compat.flashinfer._wrapper import PagedWrapper, Planned, planned_dtypes, without_lse
+from ragged_attention.compat.flashinfer.page import scale_rows_of
 from ragged_attention.errors import InvalidInput, Unsupported
 
 __all__ = [
@@ -73,14 +75,15 @@ def single_prefill_with_kv_cache(
         logits_soft_cap: logits become `cap * tanh(logits / cap)`; None and 0 are off.
         use_fp16_qk_reduction, rope_scale, rope_theta, backend: without effect.
         return_lse: also return the base-2 log-sum-exp.
-        kv_cache_sf: None; 4-bit caches are refused.
+        kv_cache_sf: the scales of blocks of 16 columns of nvfp4 keys and values, which are uint8 of half as many
+            columns: a pair of NHD [kv_len, num_kv_heads, head_dim // 16], or HND, of float8_e4m3fn or their bytes.
         k_scale, v_scale: factors on keys and values.
 
     Returns:
         out [qo_len, num_qo_heads, head_dim_vo], and with `return_lse` also lse f32 [qo_len, num_qo_heads].
     """
-    del use_fp16_qk_reduction, rope_scale, rope_theta, backend
-    expect_default(NOT_NVFP4, kv_cache_sf=kv_cache_sf)
+    del use_fp16_qk_reduction, rope_scale, rope_theta
+    expect_linear_scales(backend, kv_cache_sf)
     expect_layout(kv_layout)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 3:
@@ -96,7 +99,7 @@ def single_prefill_with_kv_cache(
         mask=mask_of(rows.tables, custom_mask, packed_custom_mask) if has_mask else None,
         q_scales=(scale_q,), k_scales=(k_scale, scale_k), v_scales=(v_scale, scale_v),
     )  # fmt: skip
-    out, lse = attention.over_rows(q, k, v, rows)
+    out, lse = attention.over_rows(q, k, v, rows, scale_rows_of(kv_cache_sf, kv_layout))
     return with_lse(out, lse, return_lse=return_lse)
 
 
@@ -245,12 +248,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
 
         Args:
             q: [qo_indptr[-1], num_qo_heads, head_dim_qk].
-            paged_kv_cache, args, q_scale, k_scale, v_scale, out, lse, return_lse, window_left, sinks: as for
-                `BatchDecodeWithPagedKVCacheWrapper.run`.
+            paged_kv_cache, args, q_scale, k_scale, v_scale, out, lse, return_lse, window_left, sinks, kv_cache_sf: as
+                for `BatchDecodeWithPagedKVCacheWrapper.run`.
             lse_base: "log2", or "ln" for natural logarithms.
             lse_layout: "NH", or "HN" for lse [num_qo_heads, qo_indptr[-1]].
             enable_pdl, use_fp16_softmax, uses_spcompress: without effect.
-            kv_cache_sf, skip_softmax_threshold_scale_factor: None; others are refused.
+            skip_softmax_threshold_scale_factor: None; others are refused.
 
         Returns:
             out [qo_indptr[-1], num_qo_heads, head_dim_vo], and with `return_lse` also lse f32 [qo_indptr[-1],
@@ -259,13 +262,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         del enable_pdl, use_fp16_softmax, uses_spcompress
         self._expect_plan()
         expect_default(NOT_APPROXIMATE, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
-        expect_default(NOT_NVFP4, kv_cache_sf=kv_cache_sf)
         scale_q, scale_k, scale_v = scales_from(args, q)
         attention = self._attention(
             causal=self._causal, window_left=self._window_left if window_left is None else window_left, sinks=sinks,
             q_scales=(q_scale, scale_q), k_scales=(k_scale, scale_k), v_scales=(v_scale, scale_v), out=out,
         )  # fmt: skip
-        return self._run(q, paged_kv_cache, attention, lse, return_lse, lse_base, lse_layout)
+        return self._run(q, paged_kv_cache, attention, lse, return_lse, lse_base, lse_layout, kv_cache_sf=kv_cache_sf)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
@@ -430,13 +432,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(Planned):
         Args:
             q: [qo_indptr[-1], num_qo_heads, head_dim_qk].
             k, v: [kv_indptr[-1], num_kv_heads, head_dim_qk] and [kv_indptr[-1], num_kv_heads, head_dim_vo].
+            kv_cache_sf: as for `single_prefill_with_kv_cache`, or one tensor with an axis of 2 after the first.
             o_scale: None or 1; others are refused.
 
         The other arguments and the results are those of `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
         del enable_pdl
         self._expect_plan()
-        expect_default(NOT_NVFP4, kv_cache_sf=kv_cache_sf)
+        expect_linear_scales(self._backend, kv_cache_sf)
         if o_scale != 1:
             expect_default("results are not 8-bit", o_scale=o_scale)
         rows = self._rows
@@ -447,8 +450,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Planned):
         self._expect_rows(q, rows.num_q_tokens, num_qo_heads, head_dim_qk)
         expect_planned(
             **{
-                "k.shape[1:]": (list(k.shape[1:]), [num_kv_heads, head_dim_qk]),
-                "v.shape[1:]": (list(v.shape[1:]), [num_kv_heads, head_dim_vo]),
+                "k.shape[1:]": ([*k.shape[1:-1], columns(k)], [num_kv_heads, head_dim_qk]),
+                "v.shape[1:]": ([*v.shape[1:-1], columns(v)], [num_kv_heads, head_dim_vo]),
                 "k.dtype": (k.dtype, self._dtypes.kv),
             }
         )
@@ -457,7 +460,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Planned):
             causal=self._causal, window_left=self._window_left, sinks=self._sinks, q_scales=(q_scale, scale_q),
             k_scales=(k_scale, scale_k), v_scales=(v_scale, scale_v), out=out,
         )  # fmt: skip
-        result, natural = attention.over_rows(q, k, v, rows)
+        result, natural = attention.over_rows(q, k, v, rows, scale_rows_of(kv_cache_sf, self._kv_layout))
         return with_lse(result, natural, self._sinks, lse, return_lse, lse_base, lse_layout)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)

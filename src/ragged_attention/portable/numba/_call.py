@@ -3,16 +3,20 @@
 import dataclasses
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-from ragged_attention.calls import QUANTIZED, RaggedPagedAttention, dtype_name
+from ragged_attention.calls import RaggedPagedAttention, dtype_name
 from ragged_attention.calls.base import Call
+from ragged_attention.calls.cache_formats import KvFormat
+from ragged_attention.calls.fields import FLOATS
 from ragged_attention.errors import InvalidInput
 from ragged_attention.portable.numba import _paged, _sequences
 from ragged_attention.portable.numba._compiling import WHY_NOT
 from ragged_attention.portable.numba._formats import CODES
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._records import stride_names
+from ragged_attention.portable.numba._scaled_rows import side_numbers
 from ragged_attention.portable.numba._splits import expect_splits
 
 KERNEL = Kernel("paged_attention", _paged.FIELDS, _paged.plan, _paged.work)
@@ -66,6 +70,11 @@ def block_q_of(call: Any) -> int:
     return max(rows // call.group, 1)
 
 
+def converts(call: Any) -> bool:
+    """Whether keys or values are stored as codes of at most 8 bits."""
+    return any(form.codes not in FLOATS for form in (call.k_format, call.v_format))
+
+
 def tile_of_lists(call: Any, decodes: bool = False) -> Tile:
     """The tile for a call with lists of blocks; `decodes` says that each sequence of a paged call has one query.
 
@@ -74,7 +83,7 @@ def tile_of_lists(call: Any, decodes: bool = False) -> Tile:
     """
     small = call.block_size < 16
     if decodes:
-        keys = 64 if call.cache_dtype in QUANTIZED else 32
+        keys = 64 if converts(call) else 32
         return Tile(block_q=block_q_of(call), block_kv=4 * keys if small else keys)
     return Tile(block_q=block_q_of(call), block_kv=512 if small else 256)
 
@@ -82,12 +91,12 @@ def tile_of_lists(call: Any, decodes: bool = False) -> Tile:
 def heuristic(call: Any) -> Tile:
     """The tile for a call. Decode is limited by memory bandwidth: few keys per tile spread its prefetches evenly.
 
-    8-bit keys take longer to convert than to fetch, so decode has more of them per tile.
+    Codes take longer to convert than to fetch, so decode has more of them per tile.
     """
     if call.selected is not None:
         return tile_of_lists(call, call.num_tokens <= call.max_num_seqs)
     if call.num_tokens <= 4 * call.max_num_seqs:
-        return Tile(block_q=block_q_of(call), block_kv=64 if call.cache_dtype in QUANTIZED else 16)
+        return Tile(block_q=block_q_of(call), block_kv=64 if converts(call) else 16)
     return Tile(block_q=block_q_of(call), block_kv=96)
 
 
@@ -124,6 +133,14 @@ def numbers_of_pages(call: Any, launch: Any) -> dict[str, int]:
     return dict(zip(names, 2 * (page, slot, 2 * head), strict=True)) | {"v_offset": head}
 
 
+def numbers_of_sides(forms: Sequence[KvFormat], scales: Sequence[Any], launch: Any) -> dict[str, int]:
+    """What the rows of K and of V are, with their scales, None for rows without."""
+    numbers: dict[str, int] = {}
+    for prefix, form, of in zip(("k_", "v_"), forms, scales, strict=True):
+        numbers |= side_numbers(prefix, form, of, () if of is None else launch.strides(of))
+    return numbers
+
+
 def numbers_of_lists(call: Any) -> dict[str, int]:
     """The sizes of `selected`, 0 without it: lists of a query, entries of a list, keys in a block."""
     if call.selected is None:
@@ -142,13 +159,19 @@ def numbers_of_bias(call: Any) -> dict[str, int]:
 
 def run(
     call: RaggedPagedAttention, tile: Tile, launch: Any, *, layout: int = _sequences.PACKED,
-    scales: tuple[Any, Any] = (None, None), axes: str = "page slot head",
+    scales: tuple[Any, Any] | None = None, axes: str = "page slot head",
 ) -> dict[str, Any]:  # fmt: skip
     """Launch the kernel; returns out and lse by name.
 
     `axes` names the leading axes of the pages. `scales` are the scales of K and of V, one per slot and head, in arrays
-    with the same axes.
+    with the same axes; without them, these are the call's scale pages.
     """
+    forms = call.k_format, call.v_format
+    if scales is None:
+        scales = call.scale_pages
+    else:
+        forms = tuple(form if of is None else dataclasses.replace(form, scales=dtype_name(of))
+                      for form, of in zip(forms, scales, strict=True))  # fmt: skip
     k_pages, v_pages = (call.kv_pages, call.kv_pages) if call.combined else call.kv_pages
     pages = {"k_pages": k_pages, "v_pages": v_pages, "k_scales": scales[0], "v_scales": scales[1]}
     drafted = call.draft_mask is not None
@@ -156,6 +179,6 @@ def run(
         "max_num_seqs": _sequences.max_sequences(call, call.max_num_seqs), "layout": layout, "drafted": drafted,
         "draft_width": call.draft_mask.shape[1] if drafted else 0, "num_ranges": call.num_ranges,
         "out_format": CODES[call.out_dtype or dtype_name(call.q)], **numbers_of_pages(call, launch),
-        **numbers_of_bias(call), **numbers_of_lists(call),
+        **numbers_of_bias(call), **numbers_of_lists(call), **numbers_of_sides(forms, scales, launch),
     }  # fmt: skip
     return KERNEL.launch(launch, call, tile, pages, numbers, axes=dict.fromkeys(pages, axes))

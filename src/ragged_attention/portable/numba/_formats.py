@@ -248,6 +248,23 @@ _FORMATS = (  # in the order of CODES
 )
 READS, READS_SOME = zip(*(_reader(kind, decode, name) for kind, decode, _, name in _FORMATS), strict=True)
 WRITES, WRITES_SOME = zip(*(_writer(kind, encode, name) for kind, _, encode, name in _FORMATS), strict=True)
+
+
+def _coder(encode: Callable[[Any, Any], Any], name: str) -> Any:
+    """A function that returns the code of one number.
+
+    A masked store does not serve: of one known to store a single 16-bit code, LLVM 22 makes a store of 32 bits.
+    """
+
+    def code_of(builder: Any, value: Any) -> Any:
+        first = builder.extract_element(encode(builder, in_all_lanes(builder, value)), ir.Constant(I32, 0))
+        return builder.zext(first, I64)
+
+    code_of.__name__ = f"code_of_{name}"
+    return function_of(types.int64, types.float32)(code_of)
+
+
+code_of_float16, code_of_e4m3 = (_coder(_FORMATS[code][2], _FORMATS[code][3]) for code in (FLOAT16, E4M3))
 read_bfloat16, read_e4m3, read_int8 = READS[BFLOAT16], READS[E4M3], READS[INT8]
 read_some_e4m3, write_some_e4m3 = READS_SOME[E4M3], WRITES_SOME[E4M3]
 _, read_some_e8m0 = _reader(BYTES, _from_e8m0, "e8m0")
@@ -268,14 +285,20 @@ def widen_two_e4m3(builder: Any, source: Any, target: Any, index: Any, factor: A
         store_aligned(builder, builder.fmul(value, factor), place, 4)
 
 
-@function_of(types.none, types.int64, types.int64, types.int64, vector)
-def widen_e2m1_vector(builder: Any, source: Any, target: Any, index: Any, factor: Any) -> None:
-    """Decode a vector of e2m1 codes, the low half of a byte first, and store it times `factor` as float32."""
+def nibbles(builder: Any, source: Any, index: Any) -> Any:
+    """A vector of 4-bit codes, the low half of a byte first."""
     kind = ir.VectorType(I8, LANES // 2)
     first = builder.lshr(index, ir.Constant(I64, 1))
     stored = load_aligned(builder, element(builder, source, first, I8), kind, 1)
     twice = shuffled(builder, [lane // 2 for lane in range(LANES)], stored)
     codes = builder.lshr(builder.zext(twice, INTS), ir.Constant(INTS, [lane % 2 * 4 for lane in range(LANES)]))
+    return builder.and_(codes, constant(INTS, 15))
+
+
+@function_of(types.none, types.int64, types.int64, types.int64, vector)
+def widen_e2m1_vector(builder: Any, source: Any, target: Any, index: Any, factor: Any) -> None:
+    """Decode a vector of e2m1 codes, the low half of a byte first, and store it times `factor` as float32."""
+    codes = nibbles(builder, source, index)
     places = builder.shl(builder.and_(codes, constant(INTS, 7)), constant(INTS, 2))
     doubled = builder.and_(builder.lshr(constant(INTS, TWICE_E2M1), places), constant(INTS, 15))
     sign = builder.shl(builder.and_(codes, constant(INTS, 8)), constant(INTS, 28))
@@ -455,6 +478,18 @@ def pairs_of_four_e4m3(builder: Any, source: Any, index: Any, target: Any, strid
             pairs = join(builder, *(_from_e4m3(builder, each) for each in both))
         place = builder.add(index, builder.mul(stride, ir.Constant(I64, half)))
         store_aligned(builder, pairs, element(builder, target, place, F32), 4)
+
+
+@function_of(vector, types.int64, types.int64)
+def bfloat16_of_e4m3(builder: Any, source: Any, index: Any) -> Any:
+    """Pairs of bfloat16 of 2 * LANES neighbouring e4m3 codes."""
+    kind = ir.VectorType(I8, 2 * LANES)
+    codes = load_aligned(builder, element(builder, source, index, I8), kind, 1)
+    if PAIRS:
+        places = [2 * lane + byte for lane in range(LANES) for byte in (0, 0, 1, 1)]
+        return _lookup(builder, _E4M3, shuffled(builder, places, codes))
+    both = (shuffled(builder, list(range(byte, 2 * LANES, 2)), codes) for byte in range(2))
+    return join(builder, *(_from_e4m3(builder, each) for each in both))
 
 
 @compiled

@@ -138,7 +138,7 @@ def pairs_up(call):
     """
     kv = kv_of(call)
     plain = kv.group == 0 and not call.sparse and not call.scales_rope
-    return plain and _tiles.pairs_with(call.q_format, kv.codes, call.head_dim, call.v_head_dim)
+    return plain and _tiles.pairs_with(call.q_format, kv.codes, kv.codes, call.head_dim, call.v_head_dim)
 
 
 @inlined
@@ -288,10 +288,10 @@ def attend(call, tile, unit, head, rows):
         read_keys(call, tile, within(length - first, count) if call.sparse else count, count)
         next_holes = list_seen(call, tile, unit, head, after, stop, whole, length)
         keys = tile.sources if reads_in_place(call, tile) else tile.k_rows
-        _tiles.multiply_keys(tile, keys, rows, first, count, factor, call.soft_cap)
+        _tiles.multiply_keys(tile, keys, rows, first, count, factor, 0, call.soft_cap)
         if call.num_ranges > 1:
             _masks.hide_gaps(call, tile, unit.token, unit.first, rows, group, length, first, count)
-        _tiles.weigh_keys(tile, rows, first, count, holes)
+        _tiles.weigh_keys(tile, rows, first, count, holes, 0)
         if tile.paired:
             _tiles.pair_values(kv_of(call).codes, tile.sources, tile.v, tile.v_width, call.v_head_dim, count)
         _tiles.mix_values(tile, rows, first, count)

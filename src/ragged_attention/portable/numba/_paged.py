@@ -9,28 +9,34 @@ program computes one unit for one KV head. A block with a large share of the wor
 them to finish merges them. How the work is divided depends on the shapes, lengths and ranges alone.
 """
 
+import numpy as np
+
 from ragged_attention.portable.numba import _masks, _selected, _splits, _tiles
 from ragged_attention.portable.numba._formats import scale_of, size_of
 from ragged_attention.portable.numba._paged_keys import (
     factor_of,
+    keeps_order,
+    keys_of,
     list_next,
-    page_at,
     pairs_up,
-    place_of,
     prefetch_values,
     reads_in_place,
+    sees,
+    values_of,
 )
 from ragged_attention.portable.numba._paged_lists import attend_to_blocks
 from ragged_attention.portable.numba._records import Fields, up_to
+from ragged_attention.portable.numba._scaled_rows import expanded, folded, load_scales, read_row, side_fields
 from ragged_attention.portable.numba._sequences import (
     gaps_by,
     kv_len_of,
     num_sequences,
     queries_of,
 )
-from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, add_slope, scale_row
+from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, add_slope
 from ragged_attention.portable.numba._vectors import (
     LANES,
+    add_multiple,
     byte_at,
     compiled,
     float_at,
@@ -52,11 +58,12 @@ FIELDS = Fields(
         "num_pages", "page_size", "capacity", "v_offset", "causal", "sliding_window", "drafted", "draft_width",
         "num_ranges", "num_lists", "num_selected", "block_size", "scale", "soft_cap", "bias_width", "bias_stride",
         "bias_at_own", "block_q", "block_kv", "num_splits",
+        *side_fields("k_"), *side_fields("v_"),
     ),
     plan=(*_splits.SPLITS, "named_size"),
     strides={"q": "token head", "page_indices": "seq", "draft_mask": "token"}
     | dict.fromkeys(("k_pages", "v_pages", "k_scales", "v_scales"), "page slot head"),
-    formats=("q", "k_pages"),
+    formats=("q",),
     scales=("k_scale", "v_scale"),
     floats=("scale", "soft_cap", "work"),
 )  # fmt: skip
@@ -124,13 +131,13 @@ def read_queries(call, tile, unit, head):
     group, (_, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
     kv_len = kv_len_of(call, unit.seq)
     rows, row = (unit.last - unit.first) * group, 0
-    in_place = reads_in_place(call, tile)
+    in_order = keeps_order(call, tile)
     _tiles.begin(tile, rows)
     for token in range(unit.first, unit.last):
         left, right = _masks.seen_between(call, token, stop, kv_len)
         for q_head in range(head * group, (head + 1) * group):
             source = call.q + size_of(call.q_format) * (token * call.q_token_stride + q_head * call.q_head_stride)
-            _tiles.read_query(tile, row, call.q_format, source, call.head_dim, in_place)
+            _tiles.read_query(tile, row, call.q_format, source, call.head_dim, in_order)
             _tiles.set_bounds(tile, row, left, right)
             row += 1
     return rows
@@ -144,17 +151,6 @@ def list_seen(call, tile, unit, head, first, stop, whole):
     if not whole:
         holes += _masks.drop_unseen(call, tile, (unit.first, unit.last), kv_len_of(call, unit.seq), first, count)
     return holes
-
-
-@compiled
-def scale_rows(scales, page_stride, slot_stride, call, seq, head_offset, first, count, rows, width):
-    """Multiply `count` rows of the tile, for the positions from `first` on, by the scales of their positions."""
-    for key in range(count):
-        number, slot = place_of(call, seq, first + key)
-        page = page_at(call, seq, number)
-        if 0 <= page < call.num_pages:
-            scale = float_at(scales, page * page_stride + slot * slot_stride + head_offset)
-            scale_row(rows + 4 * key * width, width, scale)
 
 
 @compiled
@@ -201,13 +197,64 @@ def add_relative_bias(call, tile, unit, head, rows, first, count):
             set_float(tile.s, s + key, float_at(tile.s, s + key) + bias * LOG2E)
 
 
+@inlined
+def read_keys(call, tile, count):
+    """Read `count` keys, unless they are multiplied in the cache; returns the address of their factors, 0 for none."""
+    keys, in_place = keys_of(call), reads_in_place(call, tile)
+    if expanded(keys):
+        _tiles.expand_keys(tile, keys, call.head_dim, count)
+    elif tile.paired and not in_place:
+        _tiles.pair_keys(keys.codes, tile.sources, tile.k, tile.width, count)
+    elif not in_place:
+        _tiles.read_rows(keys.codes, tile.sources, tile.k, tile.width, call.head_dim, count)
+    if not folded(keys):
+        return 0
+    _tiles.read_factors(tile, keys, tile.sources, tile.k_scales, tile.k_factors, count)
+    return tile.k_factors
+
+
+@inlined
+def read_values(call, tile, count):
+    """Read `count` values; returns how many have scales that might make them infinite or NaN, and so are 0 here."""
+    values = values_of(call)
+    if expanded(values):
+        return _tiles.expand_values(tile, values, call.v_head_dim, count)
+    if tile.paired:
+        _tiles.pair_values(values.codes, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
+    else:
+        _tiles.read_rows(values.codes, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
+    return 0
+
+
+@compiled
+def add_wrong_values(call, tile, unit, rows, first, count):
+    """Add those values of `count` keys that `read_values` and `read_factors` left out to the rows that see them.
+
+    So they do not reach any other row, as NaN times a weight of 0 would.
+    """
+    group, (start, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
+    values, kv_len = values_of(call), kv_len_of(call, unit.seq)
+    for key in range(count):
+        source, scales, position = int_at(tile.v_sources, key), int_at(tile.v_scales, key), first + key
+        if not source or load_scales(values, scales, tile.scratch):
+            continue
+        read_row(values, source, scales, tile.first_row, call.v_head_dim, tile.scratch)
+        for row in range(rows):
+            token = unit.first + row // group
+            if not int_at(tile.left, row) <= position < int_at(tile.right, row):
+                continue
+            if sees(call, token, kv_len - (stop - start), kv_len, position):
+                weight = np.float32(1) if folded(values) else _tiles.weight_at(tile, row, key)
+                add_multiple(tile.out + 4 * row * tile.columns, tile.first_row, call.v_head_dim, weight)
+
+
 @compiled
 def attend(call, tile, unit, head, rows):
     """Attend from a unit's rows to its keys, one tile of keys after another."""
     if call.num_lists:
         attend_to_blocks(call, tile, unit, head)
         return
-    seq, low, high, code = unit.seq, unit.low, unit.high, call.k_pages_format
+    seq, low, high = unit.seq, unit.low, unit.high
     in_place, factor = reads_in_place(call, tile), factor_of(call, head)
     tokens, kv_len = (unit.first, unit.last), kv_len_of(call, seq)
     first, stop, whole = _masks.seen_from(call, tokens, kv_len, low, high)
@@ -218,17 +265,10 @@ def attend(call, tile, unit, head, rows):
         after = first + count
         if after == stop:
             after, stop, whole = _masks.seen_from(call, tokens, kv_len, after, high)
-        _tiles.advance(tile)
-        keys = tile.sources if in_place else tile.k_rows
-        if tile.paired and not in_place:
-            _tiles.pair_keys(code, tile.sources, tile.k, tile.width, count)
-        elif not in_place:
-            _tiles.read_rows(code, tile.sources, tile.k, tile.width, call.head_dim, count)
-        if call.k_scales:
-            scale_rows(call.k_scales, call.k_scales_page_stride, call.k_scales_slot_stride, call, seq,
-                       head * call.k_scales_head_stride, first, count, tile.k, tile.width)  # fmt: skip
+        _tiles.advance_scaled(tile)
+        keys, factors, wrong = tile.sources if in_place else tile.k_rows, read_keys(call, tile, count), 0
         next_holes = list_seen(call, tile, unit, head, after, stop, whole)
-        _tiles.multiply_keys(tile, keys, rows, first, count, factor, call.soft_cap)
+        _tiles.multiply_keys(tile, keys, rows, first, count, factor, factors, call.soft_cap)
         if call.alibi_slopes:
             add_slopes(call, tile, unit, head, rows, first, count)
         if call.relative_bias:
@@ -238,16 +278,16 @@ def attend(call, tile, unit, head, rows):
         if call.num_ranges > 1:
             group = call.num_q_heads // call.num_kv_heads
             _masks.hide_gaps(call, tile, unit.first, 0, rows, group, kv_len, first, count)
-        _tiles.weigh_keys(tile, rows, first, count, holes)
+        factors = 0
+        if folded(values_of(call)):
+            factors = tile.v_factors
+            wrong = _tiles.read_factors(tile, values_of(call), tile.v_sources, tile.v_scales, factors, count)
+        _tiles.weigh_keys(tile, rows, first, count, holes, factors)
         prefetch_values(call, tile, 0, min(tile.keys, stop - after))
-        if tile.paired:
-            _tiles.pair_values(code, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
-        else:
-            _tiles.read_rows(code, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
-        if call.v_scales:
-            scale_rows(call.v_scales, call.v_scales_page_stride, call.v_scales_slot_stride, call, seq,
-                       head * call.v_scales_head_stride, first, count, tile.v, tile.v_width)  # fmt: skip
+        wrong += read_values(call, tile, count)
         _tiles.mix_values(tile, rows, first, count)
+        if wrong:
+            add_wrong_values(call, tile, unit, rows, first, count)
         first = after
 
 

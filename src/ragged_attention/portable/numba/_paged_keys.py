@@ -2,26 +2,57 @@
 
 import numpy as np
 
-from ragged_attention.portable.numba import _tiles
+from ragged_attention.portable.numba import _masks, _tiles
 from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT32, scale_of, size_of
+from ragged_attention.portable.numba._records import record_in
+from ragged_attention.portable.numba._scaled_rows import SIDE, STORED_ZERO, expanded, row_bytes, scale_bytes
 from ragged_attention.portable.numba._sequences import first_key_of
 from ragged_attention.portable.numba._softmax import LOG2E
-from ragged_attention.portable.numba._vectors import LANES, compiled, inlined, int32_at, int_at, prefetch, set_int
+from ragged_attention.portable.numba._vectors import (
+    LANES,
+    byte_at,
+    compiled,
+    inlined,
+    int32_at,
+    int_at,
+    prefetch,
+    set_int,
+)
+
+keys_of, values_of = record_in(SIDE, "k_"), record_in(SIDE, "v_")
 
 
 @inlined
 def pairs_up(call):
-    """Whether to multiply pairs of bfloat16: q, K and V are exact in bfloat16 and have no scales per position."""
-    scaled = call.k_scales or call.v_scales
-    return not scaled and _tiles.pairs_with(call.q_format, call.k_pages_format, call.head_dim, call.v_head_dim)
+    """Whether to multiply pairs of bfloat16: q is bfloat16, which holds K and V, as they are multiplied, exactly.
+
+    It need not hold the difference of a code and any zero point, nor its product with the scale of a row, which rows
+    have in calls with lists.
+    """
+    keys, values = keys_of(call), values_of(call)
+    if keys.zero == STORED_ZERO or values.zero == STORED_ZERO or (call.num_lists and is_scaled(call)):
+        return False
+    return _tiles.pairs_with(call.q_format, keys.codes, values.codes, call.head_dim, call.v_head_dim)
+
+
+@inlined
+def is_scaled(call):
+    """Whether rows of K or V have scales of their own."""
+    return call.k_scales != 0 or call.v_scales != 0
 
 
 @inlined
 def reads_in_place(call, tile):
     """Whether keys are multiplied in the cache itself, without being copied to the tile."""
     if tile.paired:
-        return call.k_pages_format == BFLOAT16
-    return call.k_pages_format == FLOAT32 and call.head_dim % LANES == 0 and not call.k_scales
+        return call.k_codes == BFLOAT16
+    return call.k_codes == FLOAT32 and call.head_dim % LANES == 0
+
+
+@inlined
+def keeps_order(call, tile):
+    """Whether the columns of keys keep their order in pairs of bfloat16."""
+    return reads_in_place(call, tile) or expanded(keys_of(call))
 
 
 @inlined
@@ -51,7 +82,8 @@ def list_next(call, tile, seq, head, first, key, count):
 
     The prefetches overlap with the work on the current keys. Returns how many of the positions have no page.
     """
-    holes, size = 0, size_of(call.k_pages_format)
+    holes, start, size, v_size = 0, key, size_of(call.k_codes), size_of(call.v_codes)
+    k_bytes = row_bytes(keys_of(call), call.head_dim)
     number, slot = place_of(call, seq, first)
     while key < count:
         page, run = page_at(call, seq, number), min(call.page_size - slot, count - key)
@@ -59,18 +91,45 @@ def list_next(call, tile, seq, head, first, key, count):
         if 0 <= page < call.num_pages:
             k = page * call.k_pages_page_stride + slot * call.k_pages_slot_stride + head * call.k_pages_head_stride
             v = page * call.v_pages_page_stride + slot * call.v_pages_slot_stride + head * call.v_pages_head_stride
-            k, v = call.k_pages + size * k, call.v_pages + size * (v + call.v_offset)
-            k_step, v_step = size * call.k_pages_slot_stride, size * call.v_pages_slot_stride
+            k, v = call.k_pages + size * k, call.v_pages + v_size * (v + call.v_offset)
+            k_step, v_step = size * call.k_pages_slot_stride, v_size * call.v_pages_slot_stride
         else:
             holes += run
         for index in range(key, key + run):
             set_int(tile.next_sources, index, k)
             set_int(tile.next_v_sources, index, v)
             if k:
-                prefetch(k, size * call.head_dim)
+                prefetch(k, k_bytes)
             k, v = k + k_step, v + v_step
         key, number, slot = key + run, number + 1, 0
+    if is_scaled(call):
+        list_scales(call, tile, seq, head, first, start, count)
     return holes
+
+
+@compiled
+def list_scales(call, tile, seq, head, first, key, count):
+    """List the addresses of the scales of the next keys [key, count), from position `first` on, and prefetch them.
+
+    Those of positions without a page are arbitrary.
+    """
+    keys, values = keys_of(call), values_of(call)
+    size, v_size = size_of(keys.scale_codes), size_of(values.scale_codes)
+    number, slot = place_of(call, seq, first)
+    while key < count:
+        page, run = page_at(call, seq, number), min(call.page_size - slot, count - key)
+        k = page * call.k_scales_page_stride + slot * call.k_scales_slot_stride + head * call.k_scales_head_stride
+        v = page * call.v_scales_page_stride + slot * call.v_scales_slot_stride + head * call.v_scales_head_stride
+        k, v, exists = call.k_scales + size * k, call.v_scales + v_size * v, 0 <= page < call.num_pages
+        for index in range(key, key + run):
+            set_int(tile.next_k_scales, index, k)
+            set_int(tile.next_v_scales, index, v)
+            if exists and call.k_scales:
+                prefetch(k, scale_bytes(keys))
+            if exists and call.v_scales:
+                prefetch(v, scale_bytes(values))
+            k, v = k + size * call.k_scales_slot_stride, v + v_size * call.v_scales_slot_stride
+        key, number, slot = key + run, number + 1, 0
 
 
 @compiled
@@ -79,4 +138,14 @@ def prefetch_values(call, tile, first, stop):
     for key in range(first, stop):
         source = int_at(tile.next_v_sources, key)
         if source:
-            prefetch(source, size_of(call.k_pages_format) * call.v_head_dim)
+            prefetch(source, row_bytes(values_of(call), call.v_head_dim))
+
+
+@compiled
+def sees(call, token, first_new, kv_len, position):
+    """Whether a query token sees a key within the bounds of its masks and of its lists."""
+    if call.drafted and position >= first_new:
+        draft = position - first_new
+        place = token * call.draft_mask_token_stride + draft
+        return draft < call.draft_width and byte_at(call.draft_mask, place) != 0
+    return call.num_ranges < 2 or _masks.sees(call, token, token + 1, kv_len, position, position + 1)

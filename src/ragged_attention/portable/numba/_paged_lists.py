@@ -5,18 +5,28 @@ Values and weights that tokens share are float32; a token alone has them as the 
 """
 
 from ragged_attention.portable.numba import _masks, _selected, _tiles
-from ragged_attention.portable.numba._formats import pair, size_of, widen
-from ragged_attention.portable.numba._paged_keys import factor_of, list_next, prefetch_values, reads_in_place
+from ragged_attention.portable.numba._formats import pair, size_of
+from ragged_attention.portable.numba._paged_keys import (
+    factor_of,
+    is_scaled,
+    keys_of,
+    list_next,
+    prefetch_values,
+    reads_in_place,
+    sees,
+    values_of,
+)
 from ragged_attention.portable.numba._products import ROWS, mix_listed
 from ragged_attention.portable.numba._records import up_to
+from ragged_attention.portable.numba._scaled_rows import read_row
 from ragged_attention.portable.numba._sequences import kv_len_of, queries_of, within
 from ragged_attention.portable.numba._softmax import LOG2E, weigh
 from ragged_attention.portable.numba._vectors import (
     LANES,
-    byte_at,
     compiled,
     copy,
     float_at,
+    inlined,
     int_at,
     set_float,
     set_int,
@@ -42,6 +52,12 @@ def list_named(call, tile, unit, head, base, position, stop):
     return first, count, holes
 
 
+@inlined
+def shares_values(call, unit):
+    """Whether values are read to a place where all tokens of a unit find them, as values with scales always are."""
+    return unit.last - unit.first > 1 or is_scaled(call)
+
+
 @compiled
 def read_named(call, tile, first, count, shared):
     """Read `count` listed keys and values and note where each lies, at its distance from position `first`.
@@ -49,7 +65,7 @@ def read_named(call, tile, first, count, shared):
     If tokens share them, even keys that could be multiplied in the cache are copied, so that they lie close together.
     Values for one token are read later, see `add_values`.
     """
-    in_place, code = reads_in_place(call, tile), call.k_pages_format
+    in_place, code = reads_in_place(call, tile), call.k_codes
     for index in range(count):
         source, value = int_at(tile.sources, index), int_at(tile.v_sources, index)
         key = int_at(tile.positions, index) - first
@@ -62,21 +78,11 @@ def read_named(call, tile, first, count, shared):
         if not in_place and tile.paired:
             pair(code, source, source + size_of(code) * tile.width, k, tile.width)
         elif not in_place:
-            widen(code, source, k, call.head_dim)
+            read_row(keys_of(call), source, int_at(tile.k_scales, index), k, call.head_dim, tile.scratch)
         elif shared:
             copy(k, source, 4 * tile.width)
         if shared:
-            widen(code, value, v, call.v_head_dim)
-
-
-@compiled
-def sees(call, token, first_new, kv_len, position):
-    """Whether a query token sees a key within the bounds of its masks and of its lists."""
-    if call.drafted and position >= first_new:
-        draft = position - first_new
-        place = token * call.draft_mask_token_stride + draft
-        return draft < call.draft_width and byte_at(call.draft_mask, place) != 0
-    return call.num_ranges < 2 or _masks.sees(call, token, token + 1, kv_len, position, position + 1)
+            read_row(values_of(call), value, int_at(tile.v_scales, index), v, call.v_head_dim, tile.scratch)
 
 
 @compiled
@@ -123,14 +129,14 @@ def add_values(call, tile, rows, count, shared):
     Values that tokens share are float32, and so are their weights: a pair of bfloat16 would hold two neighbouring keys,
     of which a token may see one.
     """
-    columns, s_width, code = tile.columns, tile.s_width, call.k_pages_format
+    columns, s_width, code = tile.columns, tile.s_width, call.v_codes
     if shared:
         for row in range(rows):
             s, out = tile.s + 4 * row * s_width, tile.out + 4 * row * columns
             weigh(s, 0, count, up_to(count, LANES), row, tile.m_i, tile.l_i, out, columns, False)
         mix_listed(tile.s, tile.own_values, tile.out, up_to(rows, ROWS), count, columns, s_width, 1, 0, columns, False)
         return
-    _tiles.weigh_keys(tile, rows, 0, count, 0)
+    _tiles.weigh_keys(tile, rows, 0, count, 0, 0)
     if tile.paired:
         _tiles.pair_values(code, tile.own_values, tile.v, tile.v_width, call.v_head_dim, count)
     else:
@@ -149,11 +155,11 @@ def attend_listed(call, tile, unit, head, token, count, factor, ahead):
         _tiles.pack_rows(tile, first, group)
     for row in range(group):
         _tiles.set_bounds(tile, row, 0, count)
-    _tiles.multiply_keys(tile, tile.own_keys, group, 0, count, factor, call.soft_cap)
+    _tiles.multiply_keys(tile, tile.own_keys, group, 0, count, factor, 0, call.soft_cap)
     prefetch_values(call, tile, ahead[0], ahead[1])
     if call.alibi_slopes or call.relative_bias:
         add_biases(call, tile, unit, head, token, count)
-    add_values(call, tile, group, count, unit.last - unit.first > 1)
+    add_values(call, tile, group, count, shares_values(call, unit))
     if aligned:
         _tiles.shift(tile, -first)
     else:
@@ -177,10 +183,10 @@ def attend_to_blocks(call, tile, unit, head):
         prefetch_values(call, tile, 0, next_count)
         while next_count:
             count, holes, end = next_count, next_holes, min(first + tile.keys, stop)
-            _tiles.advance(tile)
+            _tiles.advance_scaled(tile)
             tile.positions, tile.next_positions = tile.next_positions, tile.positions
             after, next_count, next_holes = list_named(call, tile, unit, head, base, end, stop)
-            read_named(call, tile, first, count, unit.last - unit.first > 1)
+            read_named(call, tile, first, count, shares_values(call, unit))
             step = (next_count + unit.last - unit.first - 1) // (unit.last - unit.first)
             for token in range(unit.first, unit.last):
                 begin = min((token - unit.first) * step, next_count)

@@ -95,6 +95,33 @@ def scale_row(row, columns, factor):
 
 
 @compiled
+def multiply_row(row, factors, count):
+    """Multiply `count` numbers by as many factors."""
+    for index in range(0, count, LANES):
+        store(row, index, load(row, index) * load(factors, index))
+
+
+@compiled
+def multiply_weights(s, factors, count, row, l_i, means):
+    """Multiply a row's `count` weights, of which `l_i` has the sum, by the finite factors of their keys.
+
+    `means` has the mean magnitude of the factors of all keys so far, by their weights, in each row. Returns whether few
+    keys have most of the products, as `weigh` does for weights.
+    """
+    sums = products = squares = splat(0.0)
+    for index in range(0, count, LANES):
+        weights = load(s, index)
+        each = weights * load(factors, index)
+        store(s, index, each)
+        sums, products, squares = sums + weights, products + magnitude(each), fma(each, each, squares)
+    weight = float_at(l_i, row)
+    whole = float_at(means, row) * max(weight - total(sums), np.float32(0)) + total(products)
+    if weight > 0:
+        set_float(means, row, whole / weight)
+    return total(squares) * MANY > whole * whole
+
+
+@compiled
 def weigh(s, first, stop, count, row, m_i, l_i, out, columns, paired):
     """Replace a row's logits by weights, 0 outside [first, stop), and update its softmax state.
 

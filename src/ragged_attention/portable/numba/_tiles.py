@@ -3,23 +3,29 @@
 A tile is a record, followed by the buffers whose addresses it holds. Queries, keys, values and results are float32 in
 rows of whole vectors, and the number of rows is a multiple of ROWS. In a `paired` tile queries, keys, values and
 weights are bfloat16, two in each *place* of 32 bits. A place of a query or key holds columns d and d + head_dim / 2, or
-two adjacent columns if keys are multiplied in the cache; a place of the weights or values holds two adjacent keys. If
-few keys have most of a row's weight, rounding their weights to bfloat16 would show in the result. The rounding errors
-of such rows, which `uneven` counts, are therefore kept in `lost` and multiplied too. Each row sees no position outside
-[left, right), and no row up to it sees `reach` or a later one.
+two adjacent columns if keys are multiplied in the cache or expanded; a place of the weights or values holds two
+adjacent keys. If few keys have most of a row's weight, rounding their weights to bfloat16 would show in the result. The
+rounding errors of such rows, which `uneven` counts, are therefore kept in `lost` and multiplied too. Each row sees no
+position outside [left, right), and no row up to it sees `reach` or a later one. Rows of K and V that are stored with
+scales have these at the addresses `k_scales` and `v_scales`. Scales of whole rows become factors of the keys,
+`k_factors` and `v_factors`; `mean_factors` has the mean of the latter by each row's weights (`multiply_weights`).
 """
+
+import numpy as np
 
 from ragged_attention.portable.numba import _formats
 from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix, mix_of_pairs, scores, scores_of_pairs
 from ragged_attention.portable.numba._records import allocate_arena, list_rows, record_at, up_to
+from ragged_attention.portable.numba._scaled_rows import SCRATCH, load_scales, pair_codes, widen_codes
 from ragged_attention.portable.numba._sequences import within
-from ragged_attention.portable.numba._softmax import NOTHING, capped, scale_row, weigh
+from ragged_attention.portable.numba._softmax import NOTHING, capped, multiply_row, multiply_weights, scale_row, weigh
 from ragged_attention.portable.numba._vectors import (
     LANES,
     PAIRS,
     compiled,
     copy,
     fill,
+    float_at,
     inlined,
     int_at,
     load,
@@ -35,6 +41,8 @@ NUMBERS = ("rows", "keys", "width", "v_width", "columns", "s_width", "s_rows", "
 BUFFERS = ("q", "k", "k_rows", "transposed", "v", "s", "lost", "out", "m_i", "l_i", "left", "right", "reach", "factors",
          "sources", "v_sources", "next_sources", "next_v_sources", "positions", "next_positions",
          "v_rows", "named", "seen", "own_positions", "own_keys", "own_values",
+         "k_scales", "v_scales", "next_k_scales", "next_v_scales", "k_factors", "v_factors", "mean_factors",
+         "scratch", "first_row", "second_row",
          "packed_q", "packed_out", "packed_m_i", "packed_l_i")  # fmt: skip
 tile_at = record_at((*NUMBERS, *BUFFERS))
 FEW_ROWS = 4 * ROWS  # with up to this many rows, keys are multiplied without transposing them
@@ -60,7 +68,9 @@ def new_tile(rows, keys, width, columns, latent, paired, named, rows_at_once):
         len(NUMBERS),
         (4 * rows * width, 4 * keys * width, addresses, 4 * s_width * width, values, logits, logits, 4 * rows * columns,
          floats, floats, integers, integers, integers, 4 * width, addresses, addresses, addresses, addresses,
-         addresses, addresses, addresses, named, addresses, addresses, addresses, addresses, *packed),
+         addresses, addresses, addresses, named, addresses, addresses, addresses, addresses,
+         addresses, addresses, addresses, addresses, 4 * keys, 4 * keys, floats, SCRATCH, 4 * columns, 4 * columns,
+         *packed),
     )  # fmt: skip
     if address == 0:
         return address
@@ -85,6 +95,7 @@ def begin(tile, rows):
     if tile.paired:
         zero(tile.lost, logits)
     zero(tile.l_i, 4 * whole)
+    zero(tile.mean_factors, 4 * whole)
     fill(tile.m_i, 0, whole, NOTHING)
 
 
@@ -97,15 +108,12 @@ def set_bounds(tile, row, left, right):
 
 
 @pasted
-def read_query(tile, row, code, source, columns, in_place):
-    """Read one query. A `paired` tile pairs columns d and d + `width`, or keeps their order if keys are not copied.
-
-    `in_place` says that keys are read where they lie in the cache.
-    """
+def read_query(tile, row, code, source, columns, in_order):
+    """Read one query. A `paired` tile pairs columns d and d + `width`, or neighbours if the keys' order is kept too."""
     target = tile.q + 4 * row * tile.width
     if not tile.paired:
         _formats.widen(code, source, target, columns)
-    elif in_place:
+    elif in_order:
         copy(target, source, 2 * columns)
     else:
         _formats.pair(code, source, source + columns, target, tile.width)
@@ -141,6 +149,67 @@ def pair_values(code, sources, target, width, columns, count):
             _formats.pair(code, first, second, row, columns)
         else:
             zero(row, 4 * columns)
+
+
+@compiled
+def expand_keys(tile, side, columns, count):
+    """Read `count` keys whose codes must be expanded (see `_scaled_rows`); skip a key whose address is 0."""
+    for key in range(count):
+        source, row = int_at(tile.sources, key), tile.k + 4 * key * tile.width
+        if source:
+            load_scales(side, int_at(tile.k_scales, key), tile.scratch)
+            if tile.paired:
+                pair_codes(side, source, row, columns, tile.scratch)
+            else:
+                widen_codes(side, source, row, columns, tile.scratch)
+
+
+@compiled
+def expand_value(tile, side, key, target, columns):
+    """Read one value whose codes must be expanded, of bfloat16 in a `paired` tile; returns 1 if that is wrong.
+
+    A value that is missing or has scales that might make it infinite or NaN becomes zeros; the latter is wrong.
+    """
+    source = int_at(tile.v_sources, key)
+    if not source or not load_scales(side, int_at(tile.v_scales, key), tile.scratch):
+        zero(target, 2 * columns if tile.paired else 4 * columns)
+        return 1 if source else 0
+    if tile.paired:
+        pair_codes(side, source, target, columns, tile.scratch)
+    else:
+        widen_codes(side, source, target, columns, tile.scratch)
+    return 0
+
+
+@compiled
+def expand_values(tile, side, columns, count):
+    """Read `count` values whose codes must be expanded; returns how many are wrong, see `expand_value`."""
+    wrong = 0
+    if not tile.paired:
+        for key in range(count):
+            wrong += expand_value(tile, side, key, tile.v + 4 * key * tile.v_width, columns)
+        return wrong
+    for key in range(0, count, 2):
+        wrong += expand_value(tile, side, key, tile.first_row, columns)
+        if key + 1 < count:
+            wrong += expand_value(tile, side, key + 1, tile.second_row, columns)
+        row = tile.v + 2 * key * tile.v_width
+        second = tile.second_row if key + 1 < count else tile.first_row
+        _formats.pair(_formats.BFLOAT16, tile.first_row, second, row, columns)
+    return wrong
+
+
+@compiled
+def read_factors(tile, side, sources, scales, factors, count):
+    """List the scales of `count` whole rows as factors; returns how many were not finite, which become 0."""
+    wrong = 0
+    zero(factors, 4 * up_to(count, LANES))
+    for key in range(count):
+        if int_at(sources, key):
+            finite = load_scales(side, int_at(scales, key), tile.scratch)
+            set_float(factors, key, float_at(tile.scratch, 0) if finite else np.float32(0))
+            wrong += 0 if finite else 1
+    return wrong
 
 
 @inlined
@@ -187,9 +256,23 @@ def advance(tile):
 
 
 @inlined
-def pairs_with(q_format, kv_format, width, v_width):
+def advance_scaled(tile):
+    """`advance` for keys and values that may have scales."""
+    advance(tile)
+    tile.k_scales, tile.next_k_scales = tile.next_k_scales, tile.k_scales
+    tile.v_scales, tile.next_v_scales = tile.next_v_scales, tile.v_scales
+
+
+@inlined
+def held_in_pairs(code):
+    """Whether bfloat16 holds all numbers of a format."""
+    return code != _formats.FLOAT32 and code != _formats.FLOAT16
+
+
+@inlined
+def pairs_with(q_format, k_format, v_format, width, v_width):
     """Whether pairs of bfloat16 hold all queries, keys and values exactly, and fill whole vectors."""
-    held = q_format == _formats.BFLOAT16 and kv_format != _formats.FLOAT32 and kv_format != _formats.FLOAT16
+    held = q_format == _formats.BFLOAT16 and held_in_pairs(k_format) and held_in_pairs(v_format)
     return PAIRS and held and width % (2 * LANES) == 0 and v_width % LANES == 0
 
 
@@ -206,8 +289,11 @@ def round_weights(s, lost, count, keep):
 
 
 @compiled
-def weigh_keys(tile, rows, first, count, holes):
-    """Replace the logits of `count` keys, from position `first` on, by weights; if `holes`, some keys are missing."""
+def weigh_keys(tile, rows, first, count, holes, factors):
+    """Replace the logits of `count` keys, from position `first` on, by weights; if `holes`, some keys are missing.
+
+    `factors`, unless it is 0, is the address of numbers that the keys' weights are multiplied by for the values.
+    """
     if holes:
         for key in range(count):
             if not int_at(tile.sources, key):
@@ -219,9 +305,18 @@ def weigh_keys(tile, rows, first, count, holes):
         left, right = within(int_at(tile.left, row) - first, count), within(int_at(tile.right, row) - first, count)
         out = tile.out + 4 * row * tile.columns
         uneven = weigh(s, left, right, whole, row, tile.m_i, tile.l_i, out, tile.columns, tile.paired)
+        if factors:
+            uneven = multiply_weights(s, factors, whole, row, tile.l_i, tile.mean_factors)
         if tile.paired:
             round_weights(s, tile.lost + 4 * row * tile.s_width, whole, uneven)
             tile.uneven += uneven
+
+
+@inlined
+def weight_at(tile, row, key):
+    """A row's weight of a key, rounded in a `paired` tile."""
+    s = tile.s + 4 * row * tile.s_width
+    return _formats.number_at(_formats.BFLOAT16, s, key) if tile.paired else float_at(s, key)
 
 
 @compiled
@@ -260,10 +355,11 @@ def multiply(tile, p, p_row, v, v_width, out, out_width, rows, keys, columns, fr
 
 
 @compiled
-def multiply_keys(tile, keys, rows, first, count, factor, soft_cap):
+def multiply_keys(tile, keys, rows, first, count, factor, factors, soft_cap):
     """Set `s` to the base-2 logits of `count` keys, from position `first` on; `keys` lists their addresses.
 
-    A logit is q . k times `factor`, then soft-capped. A `soft_cap` of 0 means none; `factor` then includes log2(e).
+    A logit is q . k times `factor`, and times the key's own factor if `factors` is an address, then soft-capped. A
+    `soft_cap` of 0 means none; `factor` then includes log2(e).
     """
     width, s_width = tile.width, tile.s_width
     if rows > FEW_ROWS:
@@ -279,6 +375,9 @@ def multiply_keys(tile, keys, rows, first, count, factor, soft_cap):
         scores_of_pairs(tile.q, keys, tile.s, up_to(rows, ROWS), count, width, width, s_width, factor)
     else:
         scores(tile.q, keys, tile.s, up_to(rows, ROWS), count, width, width, s_width, factor)
+    if factors:
+        for row in range(rows):
+            multiply_row(tile.s + 4 * row * s_width, factors, up_to(count, LANES))
     if soft_cap > 0:
         for row in range(rows):
             capped(tile.s + 4 * row * s_width, up_to(count, LANES), soft_cap)

@@ -385,6 +385,7 @@ def _setter(value_type: Any, kind: Any, name: str) -> Any:
 set_float = _setter(types.float32, F32, "set_float")
 set_int = _setter(types.int64, I64, "set_int")
 set_int32 = _setter(types.int64, I32, "set_int32")
+set_int16 = _setter(types.int64, I16, "set_int16")
 set_byte = _setter(types.int64, I8, "set_byte")
 
 
@@ -491,3 +492,10 @@ def add_row(target, source, count):
     """Add `count` floats at `source` to those at `target`, in whole vectors."""
     for index in range(0, count, LANES):
         store(target, index, load(target, index) + load(source, index))
+
+
+@compiled
+def add_multiple(target, source, count, factor):
+    """Add `count` floats at `source` times `factor` to those at `target`, in whole vectors."""
+    for index in range(0, count, LANES):
+        store(target, index, fma(load(source, index), splat(factor), load(target, index)))

@@ -24,7 +24,7 @@ FIELDS = Fields(
               "k_scale", "v_scale"),
     results=("new_q", "new_k_pages", "new_v_pages"),
     numbers=(*_slots.NUMBERS, *_rotary.NUMBERS, "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "format",
-             "cache_format", "v_offset"),
+             "k_codes", "v_codes", "v_offset"),
     plan=_slots.PLAN,
     strides=_slots.STRIDES
     | _rotary.STRIDES
@@ -35,7 +35,7 @@ FIELDS = Fields(
     floats=("eps",),
 )  # fmt: skip
 call_of = FIELDS.at
-FEATURES = write_kv_pages.FEATURES | {"q_weight", "k_weight", "eps", "interleaved"}
+FEATURES = write_kv_pages.FEATURES - {"k_scale_pages", "v_scale_pages"} | {"q_weight", "k_weight", "eps", "interleaved"}
 why_not = cannot_run
 
 
@@ -75,11 +75,13 @@ def write(call, token, slot, weight, cos, sin, row, rounded):
         narrow(call.format, row, rounded, call.head_dim, np.float32(1))
         target = page * call.k_pages_page_stride + slot * call.k_pages_slot_stride + head * call.k_pages_head_stride
         scale = scale_of(call.k_scale, call.k_scale_format, call.k_scale_stride, call.k_scale_number, head)
-        store_row(call, rounded, call.new_k_pages, target, call.head_dim, scale, row)
+        target = call.new_k_pages + size_of(call.k_codes) * target
+        store_row(call, call.k_codes, rounded, target, call.head_dim, scale, row)
         source = call.v + size * (token * call.v_token_stride + head * call.v_head_stride)
         target = page * call.v_pages_page_stride + slot * call.v_pages_slot_stride + head * call.v_pages_head_stride
         scale = scale_of(call.v_scale, call.v_scale_format, call.v_scale_stride, call.v_scale_number, head)
-        store_row(call, source, v_pages, target + call.v_offset, call.v_head_dim, scale, row)
+        target = v_pages + size_of(call.v_codes) * (target + call.v_offset)
+        store_row(call, call.v_codes, source, target, call.v_head_dim, scale, row)
 
 
 def work(address):
@@ -115,7 +117,8 @@ def run(call: NormRopeWrite, tile: Any, launch: Any) -> list[Any]:
     k_pages, v_pages = (call.kv_pages, None) if call.combined else call.kv_pages
     operands = {"k_pages": k_pages, "v_pages": v_pages}
     numbers: dict[str, Any] = {
-        "format": CODES[dtype_name(call.k)], "cache_format": CODES[call.cache_dtype], **_slots.numbers_of(call),
+        "format": CODES[dtype_name(call.k)], "k_codes": CODES[call.k_format.codes],
+        "v_codes": CODES[call.v_format.codes], **_slots.numbers_of(call),
         **_rotary.numbers_of(call), **numbers_of_pages(call, launch),
     }  # fmt: skip
     places = {"new_k_pages": "k_pages", "new_v_pages": None if call.combined else "v_pages"}

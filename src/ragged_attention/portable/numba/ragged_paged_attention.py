@@ -9,7 +9,8 @@ from ragged_attention.portable.numba._call import KERNEL, Tile, heuristic, invar
 __all__ = ["FEATURES", "KERNEL", "Tile", "heuristic", "invariant_tile", "run", "why_not"]
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
-    "k_scale", "v_scale", "return_lse", "draft_mask", "key_ranges", "selected", "block_size", "out_dtype",
+    "k_scale", "v_scale", "k_scale_pages", "v_scale_pages", "return_lse", "draft_mask", "key_ranges", "selected",
+    "block_size", "out_dtype",
 })  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ragged_attention.calls import VarlenAttention, dtype_name
+from ragged_attention.calls.cache_formats import UNSCALED_FORMATS
 from ragged_attention.portable.numba._call import (
     KERNEL,
     Tile,
@@ -10,6 +11,7 @@ from ragged_attention.portable.numba._call import (
     invariant_tile,
     numbers_of_bias,
     numbers_of_lists,
+    numbers_of_sides,
     tile_of_lists,
     why_not,
 )
@@ -33,6 +35,7 @@ def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[Any, Any]:
         "num_tokens": call.num_q_tokens, "max_num_seqs": call.num_seqs, "layout": PACKED, "page_size": 1,
         "num_pages": call.num_kv_tokens, "capacity": call.num_kv_tokens, "out_format": CODES[dtype_name(call.q)],
         "num_ranges": call.num_ranges, **numbers_of_lists(call), **numbers_of_bias(call),
+        **numbers_of_sides((UNSCALED_FORMATS[dtype_name(call.q)],) * 2, (None, None), launch),
     }  # fmt: skip
     results = KERNEL.launch(launch, call, tile, pages, numbers, axes=dict.fromkeys(pages, "page head"))
     return results["out"], results["lse"]

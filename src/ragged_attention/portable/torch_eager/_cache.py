@@ -1,4 +1,4 @@
-"""Reads the keys and values of one sequence from the pages as float32, a chunk of positions at a time."""
+"""Converts elements of caches from and to float32, and finds the pages of one sequence."""
 
 import dataclasses
 from typing import Any
@@ -7,6 +7,9 @@ import numpy as np
 import torch
 
 from ragged_attention.portable.torch_eager._host import Ints
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
+DOUBLED_E2M1 = 0xC8643210 - 2**32  # twice the 8 magnitudes, 4 bits each, as an int32: 0, 1, 2, 3, 4, 6, 8, 12
 
 
 def to_float32(stored: torch.Tensor) -> torch.Tensor:
@@ -50,6 +53,54 @@ def shifted_to_float16(bits: torch.Tensor) -> torch.Tensor:
     return bits.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001).view(torch.float16)
 
 
+def encode(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Float32 values rounded to `dtype`, ties to even. 8-bit formats saturate; 8-bit floats are returned as bits."""
+    if dtype == torch.int8:
+        return torch.nan_to_num(values, nan=0.0).round_().clamp_(-128, 127).to(dtype)
+    if dtype not in FLOAT8:
+        return values.to(dtype)
+    largest = torch.finfo(dtype).max
+    bits = values.clamp(-largest, largest).to(dtype).view(torch.uint8)
+    if dtype == torch.float8_e4m3fnuz:  # has one NaN, and torch converts -0 to 0
+        return bits
+    nan = torch.where(torch.signbit(values), 0xFF, 0x7F).to(torch.uint8)
+    return torch.where(torch.isnan(values), nan, bits)
+
+
+def e2m1_to_float32(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., n] as values [..., 2 n]; a byte's low 4 bits hold the first of its two values."""
+    pairs = nibbles(codes).to(torch.int32)
+    doubled = (DOUBLED_E2M1 >> ((pairs & 7) << 2)) & 0xF
+    return (doubled.to(torch.float32) * 0.5).copysign_(7.5 - pairs)
+
+
+def e8m0_to_float32(codes: torch.Tensor) -> torch.Tensor:
+    """The powers of two that e8m0 codes, given as uint8, stand for; 0xFF is NaN."""
+    exponents = codes.to(torch.int32)
+    bits = (exponents << 23).masked_fill_(exponents == 0, 0x00400000).masked_fill_(exponents == 0xFF, 0x7FC00000)
+    return bits.view(torch.float32)
+
+
+def nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """The 4-bit codes [..., 2 n] of bytes [..., n], as uint8."""
+    return torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2)
+
+
+def packed(codes: torch.Tensor) -> torch.Tensor:
+    """4-bit codes [..., 2 n], as uint8, in bytes [..., n], with the even column in the low half."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
+    """The 4-bit codes of float32 values, rounded to nearest, ties to even, saturating; 0 for NaN."""
+    magnitude = values.abs()
+    # A code is the number of midpoints between values that lie below the magnitude. On a midpoint, the even code wins.
+    code = torch.zeros_like(magnitude, dtype=torch.uint8)
+    for index, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
+        code += magnitude >= middle if index % 2 else magnitude > middle
+    return torch.where(values.isnan(), 0, code | (values.signbit().to(torch.uint8) << 3))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Keys:
     """The positions that a sequence's queries may see, ascending; positions on invalid pages are left out."""
@@ -79,58 +130,3 @@ def keys_of(tables: torch.Tensor, host_row: Ints, seq: int, low: int, high: int,
     positions = (page[:, None] * size + np.arange(size)).reshape(-1)
     first = int(np.searchsorted(positions, low))
     return Keys(pages, ids, first, positions[first : np.searchsorted(positions, high)], False)
-
-
-class Reader:
-    """Reads K or V, or the scales of either, of some KV heads."""
-
-    def __init__(
-        self, pages: torch.Tensor, scales: torch.Tensor | None, keys: Keys, chunk: int, resident: bool
-    ) -> None:
-        """`pages` is [P, G, heads, D], `scales` is [P, G, heads, 1]. If `resident`, all keys are converted now."""
-        self.pages, self.keys = pages, keys
-        self.page_size = pages.shape[1]
-        self.flat = pages.view(-1, *pages.shape[2:]) if pages.stride(0) == self.page_size * pages.stride(1) else None
-        self.chunk = max(chunk // self.page_size, 1) * self.page_size
-        self.scales = None if scales is None else Reader(scales, None, keys, chunk, resident)
-        self.converted = self._convert_all() if resident else None
-
-    def chunks(self, low: int, high: int) -> list[tuple[int, int]]:
-        """Ranges that cover keys [low, high), cut at page boundaries, each small enough for one `read`."""
-        if self.converted is not None:
-            return [(low, high)]
-        first = self.keys.first
-        edges = range((low + first) // self.chunk * self.chunk, high + first, self.chunk)
-        return [(max(edge - first, low), min(edge - first + self.chunk, high)) for edge in edges]
-
-    def read(self, low: int, high: int) -> torch.Tensor:
-        """Keys [low, high) as float32 [heads, high - low, D], times their scales if there are any."""
-        if self.converted is not None:
-            values = self.converted[low:high].transpose(0, 1)
-        else:
-            values = to_float32(self._stored(low, high)).transpose(0, 1)
-        return values if self.scales is None else values * self.scales.read(low, high)
-
-    def _convert_all(self) -> torch.Tensor:
-        count = self.keys.count
-        if self.pages.dtype == torch.float32 or count <= self.chunk:
-            return to_float32(self._stored(0, count))
-        converted = torch.empty((count, *self.pages.shape[2:]), dtype=torch.float32, device=self.pages.device)
-        for low in range(0, count, self.chunk):
-            stored = self._stored(low, min(low + self.chunk, count))
-            converted[low : low + self.chunk] = to_float32(stored) if stored.itemsize == 1 else stored
-        return converted
-
-    def _stored(self, low: int, high: int) -> torch.Tensor:
-        """Keys [low, high) as stored, [high - low, heads, D]; a view if they are contiguous, else a copy."""
-        size = self.page_size
-        low, high = low + self.keys.first, high + self.keys.first
-        first, last = low // size, -(-high // size)
-        ids = self.keys.page_ids[first:last]
-        if len(ids) == 1:
-            return self.pages[int(ids[0])][low - first * size : high - first * size]
-        if self.flat is not None and (ids[1:] == ids[:-1] + 1).all():
-            start = int(ids[0]) * size + low - first * size
-            return self.flat[start : start + high - low]
-        gathered = self.pages.index_select(0, self.keys.pages[first:last])
-        return gathered.flatten(0, 1)[low - first * size : high - first * size]

@@ -7,14 +7,20 @@ from typing import Any
 import torch
 
 from ragged_attention.calls import CacheFormat, expect_count
-from ragged_attention.portable.torch_eager._cache import e4m3_to_float32, to_float32
+from ragged_attention.portable.torch_eager._cache import (
+    e2m1_codes,
+    e2m1_to_float32,
+    e4m3_to_float32,
+    e8m0_to_float32,
+    encode,
+    packed,
+    to_float32,
+)
 from ragged_attention.portable.torch_eager._softmax import wide
-from ragged_attention.portable.torch_eager.write_kv_pages import encode
 
 LARGEST_E4M3, SMALLEST_E4M3 = 448.0, 2.0**-9
 LARGEST_E2M1 = 6.0
 SMALLEST_SCALE = 1e-4  # for groups of e4m3 codes
-DOUBLED_E2M1 = 0xC8643210 - 2**32  # twice the 8 magnitudes, 4 bits each, as an int32: 0, 1, 2, 3, 4, 6, 8, 12
 CHUNK = 2048  # tokens whose rows are converted at a time
 
 
@@ -49,21 +55,12 @@ def dequantized(parts: list[torch.Tensor], layout: CacheFormat) -> torch.Tensor:
     elif layout.scales == "float8_e4m3fn":
         factors = e4m3_to_float32(scales.view(torch.int8))
     else:
-        exponents = scales[..., : layout.num_groups].to(torch.int32)
-        bits = (exponents << 23).masked_fill_(exponents == 0, 0x00400000).masked_fill_(exponents == 0xFF, 0x7FC00000)
-        factors = bits.view(torch.float32)
+        factors = e8m0_to_float32(scales[..., : layout.num_groups])
     values = e2m1_to_float32(codes) if layout.packed_codes else e4m3_to_float32(codes.view(torch.int8))
     values.unflatten(-1, (layout.num_groups, layout.group)).mul_(factors[..., None])
     if not layout.rotary:
         return values
     return torch.cat([values, _copy(rotary).view(torch.bfloat16).to(torch.float32)], dim=-1)
-
-
-def e2m1_to_float32(codes: torch.Tensor) -> torch.Tensor:
-    """Bytes [..., n] as values [..., 2 n]; a byte's low 4 bits hold the first of its two values."""
-    pairs = torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2).to(torch.int32)
-    doubled = (DOUBLED_E2M1 >> ((pairs & 7) << 2)) & 0xF
-    return (doubled.to(torch.float32) * 0.5).copysign_(7.5 - pairs)
 
 
 def _copy(field: torch.Tensor) -> torch.Tensor:
@@ -113,13 +110,7 @@ def _quantized_to_e2m1(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     scales = (groups.abs().amax(-1) / groups.new_full((), LARGEST_E2M1)).clamp_(SMALLEST_E4M3, LARGEST_E4M3)
     stored = encode(scales.masked_fill_(scales.isnan(), torch.nan), torch.float8_e4m3fn)
     scaled = groups / e4m3_to_float32(stored.view(torch.int8))[..., None]
-    magnitude = scaled.abs()
-    # A code is the number of midpoints between values that lie below the magnitude. On a midpoint, the even code wins.
-    code = torch.zeros_like(magnitude, dtype=torch.uint8)
-    for index, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
-        code += magnitude >= middle if index % 2 else magnitude > middle
-    code = torch.where(scaled.isnan(), 0, code | (scaled.signbit().to(torch.uint8) << 3)).flatten(-2)
-    return code[..., 0::2] | (code[..., 1::2] << 4), stored
+    return packed(e2m1_codes(scaled).flatten(-2)), stored
 
 
 def chunks(array: torch.Tensor) -> list[tuple[slice, slice]]:

@@ -19,6 +19,19 @@ def soft_capped(scores: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
     return torch.where(same, scores, x.tanh_() * soft_cap)
 
 
+def sum_of_seen(weights: torch.Tensor, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """The sums [B, R, d_v] of values [B, n, d_v] times weights [B, R, n], over the keys that each row sees.
+
+    The weight of a hidden key must be 0, but its value may be NaN or infinite, and still adds nothing.
+    """
+    infinite = ~values.isfinite().all(-1)
+    sums = torch.bmm(weights, values.masked_fill(infinite[..., None], 0.0))
+    for key in infinite.any(0).nonzero().flatten().tolist():
+        adds = infinite[:, key, None, None] & seen[..., key, None]
+        sums += torch.where(adds, weights[..., key, None] * values[:, None, key], 0.0)
+    return sums
+
+
 class Softmax:
     """The online softmax of a batch of query rows, in the compute dtype.
 

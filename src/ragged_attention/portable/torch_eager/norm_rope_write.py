@@ -9,7 +9,9 @@ from ragged_attention.portable.torch_eager import write_kv_pages
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._rotary import angles, prepared
 
-FEATURES = write_kv_pages.FEATURES | {"q_weight", "k_weight", "eps", "interleaved"}
+FEATURES = (write_kv_pages.FEATURES - {"k_scale_pages", "v_scale_pages"}) | {
+    "q_weight", "k_weight", "eps", "interleaved",
+}  # fmt: skip
 
 
 def run(call: NormRopeWrite, tile: Any, launch: Any) -> list[torch.Tensor]:

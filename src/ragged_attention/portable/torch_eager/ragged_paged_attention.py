@@ -8,19 +8,20 @@ CPUs this costs little, and 16-bit weights would exceed the tests' error bound i
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ragged_attention.calls import RaggedPagedAttention, expect_count
-from ragged_attention.portable.torch_eager._cache import Keys, Reader, keys_of
+from ragged_attention.portable.torch_eager._cache import Keys, keys_of
 from ragged_attention.portable.torch_eager._host import Ints, clamped_kv_lens, on_host, result_dtype, sequence_bounds
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._ranges import cover_of, hull, ranges_on_host, runs_of
+from ragged_attention.portable.torch_eager._reader import Reader, Side
 from ragged_attention.portable.torch_eager._selected import Selected, chosen_of, lists_on_host, of_heads, visible
-from ragged_attention.portable.torch_eager._softmax import soft_capped
+from ragged_attention.portable.torch_eager._softmax import soft_capped, sum_of_seen
 from ragged_attention.portable.torch_eager._varlen import biased, distance_of, hide, mask_of
 
 MIN_BUDGET = 2 * 2**20  # bytes of working memory that every call may use
@@ -28,7 +29,8 @@ MAX_SCORES = 2 * 2**20  # bytes of scores that a CPU's cache holds
 MIN_GAP = 64  # keys that none of a block's queries sees and that are left out; for fewer, another product costs more
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
-    "k_scale", "v_scale", "return_lse", "draft_mask", "key_ranges", "selected", "block_size", "out_dtype",
+    "k_scale", "v_scale", "k_scale_pages", "v_scale_pages", "return_lse", "draft_mask", "key_ranges", "selected",
+    "block_size", "out_dtype",
 })  # fmt: skip
 
 
@@ -80,14 +82,12 @@ class Block(NamedTuple):
 class Attention:
     """One call: its arguments, prepared for the blocks, and its results."""
 
-    def __init__(self, call: Any, tile: Tile, scales: Sequence[torch.Tensor | None] = (None, None)) -> None:
-        """`scales` are K's and V's scales per slot and head, [P, G, K, 1]."""
+    def __init__(self, call: Any, tile: Tile, sides: tuple[Side, Side] | None = None) -> None:
+        """`sides` are K and V, if they are not those of the call's pages."""
         self.call, self.tile = call, tile
-        self.k_slot_scales, self.v_slot_scales = scales
+        self.k, self.v = sides_of(call) if sides is None else sides
         self.num_kv_heads, self.group = call.num_kv_heads, call.group
         device = call.q.device
-        pages = call.kv_pages
-        self.k_pages, self.v_pages = (pages[:, :, 0::2], pages[:, :, 1::2]) if call.combined else pages
         self.query_factor = self._per_head(call.k_scale) * call.scale
         self.out_factor = None if call.v_scale is None else self._per_head(call.v_scale)
         self.sinks = None if call.sinks is None else call.sinks.view(call.num_kv_heads, 1, call.group)
@@ -220,14 +220,9 @@ class Attention:
         step, resident = self._heads_at_once(blocks, keys)
         for head in range(0, self.num_kv_heads, step):
             heads = slice(head, min(head + step, self.num_kv_heads))
-            k = self._reader(self.k_pages, self.k_slot_scales, heads, keys, resident)
-            v = self._reader(self.v_pages, self.v_slot_scales, heads, keys, resident)
+            k, v = (Reader(side.of_heads(heads), keys, self.tile.block_kv, resident) for side in (self.k, self.v))
             for block in blocks:
                 self.block(block, heads, k, v)
-
-    def _reader(self, pages: torch.Tensor, scales: Any, heads: slice, keys: Keys, resident: bool) -> Reader:
-        scales = None if scales is None else scales[:, :, heads]
-        return Reader(pages[:, :, heads], scales, keys, self.tile.block_kv, resident)
 
     def _heads_at_once(self, blocks: list[Block], keys: Keys) -> tuple[int, bool]:
         """The number of KV heads to compute together, and whether their K and V stay in float32 between blocks.
@@ -235,8 +230,8 @@ class Attention:
         The working memory is limited to the size of the sequence's K and V in the cache, or MIN_BUDGET if that is more.
         """
         call, rows = self.call, self.group * max(block.last - block.first for block in blocks)
-        width, itemsize = call.head_dim + call.v_head_dim, self.k_pages.element_size()
-        budget = max(self.num_kv_heads * keys.count * width * itemsize, MIN_BUDGET)
+        width, itemsize = call.head_dim + call.v_head_dim, max(side.pages.element_size() for side in (self.k, self.v))
+        budget = max(self.num_kv_heads * keys.count * (self.k.head_bytes + self.v.head_bytes), MIN_BUDGET)
         scores = 4 * self.group * max((block.last - block.first) * block.num_keys for block in blocks)
         chunk = min(keys.count, self.tile.block_kv) * max(call.head_dim, call.v_head_dim)
         needed = 2 * scores + 4 * rows * width
@@ -251,8 +246,9 @@ class Attention:
         rows, count = block.last - block.first, heads.stop - heads.start
         q_heads = slice(heads.start * group, heads.stop * group)
         q = call.q[block.first : block.last, q_heads].unflatten(1, (count, group)).transpose(0, 1)
-        weights, lse = self._weights(self._scores(q, self.query_factor[heads], block, heads, k), block, heads)
-        out = self._mix(weights, block, heads, v).view(count, rows, group, -1)
+        scores = self._scores(q, self.query_factor[heads], block, heads, k)
+        weights, lse = self._weights(scores, block, heads)
+        out = self._mix(weights, scores, block, heads, v).view(count, rows, group, -1)
         if self.sinks is not None:
             out *= torch.sigmoid(lse - self.sinks[heads]).unsqueeze(-1)
         if self.out_factor is not None:
@@ -291,16 +287,22 @@ class Attention:
             lse.masked_fill_(of_heads(block.fully_masked, heads)[..., None], -torch.inf)
         return weights, lse
 
-    def _mix(self, weights: torch.Tensor, block: Block, heads: slice, v: Reader) -> torch.Tensor:
+    def _mix(
+        self, weights: torch.Tensor, scores: torch.Tensor, block: Block, heads: slice, v: Reader
+    ) -> torch.Tensor:  # fmt: skip
         """The weighted sum of the values, float32 [heads, rows * group, D_v]."""
         out = None
         for before, start, stop in block.chunks(v):
-            some = weights[..., before : before + stop - start]
+            keys = slice(before, before + stop - start)
             # The values have no name here, so that they are freed before the next chunk is read.
-            if out is None:
-                out = torch.bmm(some, self._values(block, heads, v, before, start, stop))
+            if v.form.scaled:
+                seen = scores[..., keys] != -torch.inf
+                part = sum_of_seen(weights[..., keys], self._values(block, heads, v, before, start, stop), seen)
+                out = part if out is None else out.add_(part)
+            elif out is None:
+                out = torch.bmm(weights[..., keys], self._values(block, heads, v, before, start, stop))
             else:
-                out.baddbmm_(some, self._values(block, heads, v, before, start, stop))
+                out.baddbmm_(weights[..., keys], self._values(block, heads, v, before, start, stop))
         assert out is not None
         return out
 
@@ -311,6 +313,14 @@ class Attention:
             return values
         unseen = of_heads(block.unseen, heads)[:, before : before + stop - start]
         return values.masked_fill(unseen[..., None], 0.0) if unseen.any() else values
+
+
+def sides_of(call: Any) -> tuple[Side, Side]:
+    """K and V of a call's pages."""
+    pages = call.kv_pages
+    k_pages, v_pages = (pages[:, :, 0::2], pages[:, :, 1::2]) if call.combined else pages
+    k_scales, v_scales = call.scale_pages
+    return Side(k_pages, k_scales, call.k_format), Side(v_pages, v_scales, call.v_format)
 
 
 def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:

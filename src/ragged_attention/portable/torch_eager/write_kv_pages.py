@@ -10,11 +10,15 @@ import torch
 
 from ragged_attention.calls import WriteKvPages
 from ragged_attention.calls.fields import SMALLEST_FLOAT32
+from ragged_attention.portable.torch_eager._cache import encode
 from ragged_attention.portable.torch_eager._host import clamped_kv_lens, on_host, sequence_bounds
 from ragged_attention.portable.torch_eager._host import why_not as why_not
+from ragged_attention.portable.torch_eager._scaled_rows import quantized
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
-FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})
+FEATURES = frozenset({
+    "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale", "k_scale_pages",
+    "v_scale_pages",
+})  # fmt: skip
 
 
 def slots_of(call: Any) -> torch.Tensor:
@@ -42,49 +46,51 @@ def last_writers(slots: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, tor
     return ordered[keep], tokens[keep]
 
 
-def encode(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Float32 values rounded to `dtype`, ties to even. 8-bit formats saturate; 8-bit floats are returned as bits."""
-    if dtype == torch.int8:
-        return torch.nan_to_num(values, nan=0.0).round_().clamp_(-128, 127).to(dtype)
-    if dtype not in FLOAT8:
-        return values.to(dtype)
-    largest = torch.finfo(dtype).max
-    bits = values.clamp(-largest, largest).to(dtype).view(torch.uint8)
-    if dtype == torch.float8_e4m3fnuz:  # has one NaN, and torch converts -0 to 0
-        return bits
-    nan = torch.where(torch.signbit(values), 0xFF, 0x7F).to(torch.uint8)
-    return torch.where(torch.isnan(values), nan, bits)
-
-
 def stored(tokens: torch.Tensor, scale: Any, dtype: torch.dtype) -> torch.Tensor:
     """Rows [n, K, D] divided by their KV heads' scales and rounded to `dtype`; 8-bit floats are returned as bits."""
     if scale is None and tokens.dtype == dtype:
         return tokens
     values = tokens.to(torch.float32)
     if scale is not None:
-        # Divide by a tensor: some devices would replace a Python number by its reciprocal, and so round differently.
-        scale = torch.as_tensor(scale, dtype=torch.float32, device=tokens.device)
-        scale = torch.where(scale.abs() < SMALLEST_FLOAT32, scale * 0, scale)
-        values = values / scale.reshape(1, -1, 1)
+        values = values / divisors(scale, tokens.device)[:, None]
     return encode(values, dtype)
 
 
+def divisors(scale: Any, device: torch.device) -> torch.Tensor:
+    """The divisors of each KV head's new rows, float32 [K] or [1]; a zero of the same sign for a subnormal scale.
+
+    They are a tensor: some devices would replace a Python number by its reciprocal, and so round differently.
+    """
+    scale = torch.as_tensor(scale, dtype=torch.float32, device=device).reshape(-1)
+    return torch.where(scale.abs() < SMALLEST_FLOAT32, scale * 0, scale)
+
+
 def write(call: Any, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-    """Write K and V to the pages of a call, at its slots; returns the pages."""
+    """Write K and V to the pages of a call, at its slots; returns the written arrays."""
     arrays = [call.kv_pages] if call.combined else list(call.kv_pages)
-    dtype = arrays[0].dtype
     slots, tokens = last_writers(slots_of(call), call.num_pages * call.page_size)
     if not len(slots):
-        return arrays
+        return call.caches
     page, offset = slots // call.page_size, slots % call.page_size
-    bits = [pages.view(torch.uint8) if pages.element_size() == 1 else pages for pages in arrays]
+    bits = [as_bits(pages) for pages in arrays]
     k_pages, v_pages = (bits[0][:, :, 0::2], bits[0][:, :, 1::2]) if call.combined else bits
-    for target, new, scale in ((k_pages, k, call.k_scale), (v_pages, v, call.v_scale)):
-        if call.copies:
+    sides = (k_pages, k, call.k_scale, call.k_format), (v_pages, v, call.v_scale, call.v_format)
+    for (target, new, scale, form), scale_pages in zip(sides, call.scale_pages, strict=True):
+        if scale_pages is not None:
+            divided_by = None if scale is None else divisors(scale, new.device)
+            codes, scales = quantized(new[tokens], divided_by, form)
+            target[page, offset] = codes.view(target.dtype)
+            as_bits(scale_pages)[page, offset] = scales
+        elif call.copies:
             target[page, offset] = new.view(torch.uint8)[tokens]
         else:
-            target[page, offset] = stored(new[tokens], scale, dtype).view(target.dtype)
-    return arrays
+            target[page, offset] = stored(new[tokens], scale, getattr(torch, form.codes)).view(target.dtype)
+    return call.caches
+
+
+def as_bits(array: torch.Tensor) -> torch.Tensor:
+    """The array, or its bytes if its elements have 8 bits."""
+    return array.view(torch.uint8) if array.element_size() == 1 else array
 
 
 def run(call: WriteKvPages, tile: Any, launch: Any) -> list[torch.Tensor]:

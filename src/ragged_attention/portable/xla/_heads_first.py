@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragged_attention.calls import HeadsFirstCall
+from ragged_attention.jax_shared.scaled_rows import values_of
 from ragged_attention.portable.xla import ragged_paged_attention
 from ragged_attention.portable.xla._pages import addresses_of, stored_at
 from ragged_attention.portable.xla._tile import Tile
@@ -28,7 +29,7 @@ class HeadsFirstBlocks:
         k, v = (stored_at(array, slice(None), page, offset) for array in arrays)
         if call.quantized:
             k_scales, v_scales = (stored_at(array, slice(None), page, offset) for array in scales)
-            k, v = k.astype(jnp.float32) * k_scales, v.astype(jnp.float32) * v_scales
+            k, v = values_of(k, k_scales, call.row_format), values_of(v, v_scales, call.row_format)
         else:
             k = k.astype(call.q.dtype)
         return k, jnp.where(valid[:, None], v.astype(jnp.float32), 0.0), valid

@@ -4,16 +4,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ragged_attention.calls import CacheFormat
 from ragged_attention.jax_shared.latents import Stored
+from ragged_attention.jax_shared.scaled_rows import e2m1_values, e8m0_factors
 from ragged_attention.portable.xla._pages import BITS
 from ragged_attention.portable.xla._ragged import at
 
 UNIT = 8  # bytes; a page of the layout "page" is indexed in units, so that indices fit int32
-DOUBLED_E2M1 = np.uint32(0xC8643210)  # twice the 8 magnitudes, 4 bits each: 0, 1, 2, 3, 4, 6, 8, 12
 
 
 def all_rows(cache: jax.Array, layout: CacheFormat) -> Stored:
@@ -32,7 +31,7 @@ def dequantized(stored: Stored, layout: CacheFormat) -> jax.Array:
     """The rows [..., d_qk] in float32: values times scales, then the rotary columns."""
     shape = stored.values.shape[:-1]
     if layout.packed_codes:
-        values = _e2m1_values(stored.values)
+        values = e2m1_values(stored.values)
     else:
         values = lax.bitcast_convert_type(stored.values, jnp.float8_e4m3fn).astype(jnp.float32)
     if layout.scales == "float32":
@@ -40,21 +39,18 @@ def dequantized(stored: Stored, layout: CacheFormat) -> jax.Array:
     elif layout.scales == "float8_e4m3fn":
         scales = lax.bitcast_convert_type(stored.scales, jnp.float8_e4m3fn).astype(jnp.float32)
     else:
-        exponents = stored.scales.astype(jnp.uint32)
-        bits = jnp.where(exponents == 0, 1 << 22, exponents << 23)  # exponent 0 is 2**-127, a subnormal
-        scales = lax.bitcast_convert_type(jnp.where(exponents == 255, jnp.uint32(0x7FC00000), bits), jnp.float32)
-    values = (values.reshape(*shape, -1, layout.group) * scales[..., None]).reshape(*shape, -1)
+        scales, second = e8m0_factors(stored.scales)
+        values = _by_group(values, second)
+    values = _by_group(values, scales)
     if not layout.rotary:
         return values
     rotary = lax.bitcast_convert_type(stored.rotary.reshape(*shape, -1, 2), jnp.bfloat16)
     return jnp.concatenate([values, rotary.astype(jnp.float32)], axis=-1)
 
 
-def _e2m1_values(codes: jax.Array) -> jax.Array:
-    """Bytes [..., n] as float32 values [..., 2 n]; a byte's low 4 bits hold the first of its two values."""
-    pairs = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1).astype(jnp.uint32)
-    magnitude = ((DOUBLED_E2M1 >> ((pairs & 7) << 2)) & 15).astype(jnp.float32) * 0.5
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(magnitude, jnp.uint32) | (pairs >> 3 << 31), jnp.float32)
+def _by_group(values: jax.Array, factors: jax.Array) -> jax.Array:
+    """Values [..., n * group] times factors [..., n]."""
+    return (values.reshape(*factors.shape, -1) * factors[..., None]).reshape(values.shape)
 
 
 def _token_major(tokens: jax.Array, layout: CacheFormat) -> Stored:

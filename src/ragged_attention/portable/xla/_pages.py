@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragged_attention.jax_shared.pages import BITS as BITS
+from ragged_attention.jax_shared.scaled_rows import values_of
 from ragged_attention.portable.xla._ragged import at
 
 
@@ -38,23 +39,31 @@ class Blocks(Protocol):
 
 
 class KeyValueBlocks:
-    """`Blocks` that gathers K and V from pages [P, G, ...], and converts K to `dtype`."""
+    """`Blocks` that gathers K and V from pages [P, G, ...] and scale pages.
 
-    def __init__(self, kv_pages: Any, page_indices: jax.Array, dtype: Any) -> None:
-        self.arrays = tuple(kv_pages) if isinstance(kv_pages, tuple | list) else (kv_pages,)
-        self.page_indices = page_indices
-        self.dtype = dtype
+    K without scales has the dtype of the call's queries, and is float32 otherwise.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
 
     def read(self, seq: jax.Array, key: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        num_pages, page_size = self.arrays[0].shape[:2]
-        page, offset, valid = addresses_of(self.page_indices, seq, key, wanted, num_pages, page_size)
+        call = self.call
+        page, offset, valid = addresses_of(call.page_indices, seq, key, wanted, call.num_pages, call.page_size)
         # Without the barrier, XLA would convert the whole cache before the caller's loop.
-        arrays, page, offset = lax.optimization_barrier((self.arrays, page, offset))
-        rows = [at(lax.bitcast_convert_type(array, BITS[array.dtype.itemsize]), page, offset) for array in arrays]
-        if len(rows) == 1:  # K and V interleaved by head
-            both = rows[0].reshape(len(key), -1, 2, rows[0].shape[-1]).transpose(2, 1, 0, 3)
-            k, v = both[0], both[1]
-        else:
-            k, v = (array.swapaxes(0, 1) for array in rows)
-        k, v = (lax.bitcast_convert_type(array, arrays[0].dtype) for array in (k, v))
-        return k.astype(self.dtype), jnp.where(valid[:, None], v.astype(jnp.float32), 0.0), valid
+        caches, page, offset = lax.optimization_barrier((tuple(call.caches), page, offset))
+        rows = [at(lax.bitcast_convert_type(array, BITS[array.dtype.itemsize]), page, offset) for array in caches]
+        if call.scaled:  # else XLA would gather a scale again for each element of its block
+            rows = lax.optimization_barrier(rows)
+        if call.combined:  # K and V interleaved by head
+            both = rows[0].reshape(len(key), -1, 2, rows[0].shape[-1])
+            rows[:1], caches = [both[:, :, 0], both[:, :, 1]], (caches[0], *caches)
+        # [K, N, ...] of each array
+        by_head = (
+            lax.bitcast_convert_type(bits.swapaxes(0, 1), array.dtype) for bits, array in zip(rows, caches, strict=True)
+        )
+        k, v = next(by_head), next(by_head)
+        k_scales, v_scales = (None if given is None else next(by_head) for given in call.scale_pages)
+        k = k.astype(call.q.dtype) if k_scales is None else values_of(k, k_scales, call.k_format)
+        v = values_of(v, v_scales, call.v_format)
+        return k, jnp.where(valid[:, None], v, 0.0), valid

@@ -31,7 +31,7 @@ def page_of_last(page: jax.Array, offset: jax.Array, num_pages: int, page_size: 
 
 def put(pages: jax.Array, bits: jax.Array, page: jax.Array, offset: jax.Array) -> jax.Array:
     """`pages` after `pages[page, offset] = bits`."""
-    if pages.dtype.name in ("float32", "float16", "int8"):
+    if pages.dtype.name in ("float32", "float16", "int8", "uint8"):
         return _scatter(pages, bits, page, offset)
     return lax.platform_dependent(pages, bits, page, offset, cpu=_select, default=_scatter)
 

@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from ragged_attention.jax_shared.axes import cond, fori_loop
 from ragged_attention.jax_shared.logits import soft_capped
 
 
@@ -38,12 +40,19 @@ class Softmax(NamedTuple):
         logits = jnp.where(seen, logits, -jnp.inf)
         return self.updated(logits, keys[..., : self.acc.shape[-1]].astype(logits.dtype))
 
-    def updated(self, logits: jax.Array, values: jax.Array) -> "Softmax":
-        """The state after adding keys with logits [..., R, N], -inf where hidden, and values [..., N, d_v]."""
+    def updated(self, logits: jax.Array, values: jax.Array, *, any_hidden: bool = False) -> "Softmax":
+        """The state after adding keys with logits [..., R, N], -inf where hidden, and values [..., N, d_v].
+
+        With `any_hidden`, values may be NaN or infinite even if some rows do not see them.
+        """
         m_i = jnp.maximum(self.m_i, logits.max(axis=-1))
         base = jnp.where(m_i == -jnp.inf, 0.0, m_i)
         weights, alpha = jnp.exp(logits - base[..., None]), jnp.exp(self.m_i - base)
-        acc = alpha[..., None] * self.acc + dot("...rn,...nd->...rd", weights, values)
+        if any_hidden:
+            added = sum_of_seen(weights, values, logits != -jnp.inf)
+        else:
+            added = dot("...rn,...nd->...rd", weights, values)
+        acc = alpha[..., None] * self.acc + added
         return Softmax(m_i, alpha * self.l_i + weights.sum(axis=-1), acc)
 
     def finished(self, sinks: jax.Array | None, v_scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -56,6 +65,25 @@ class Softmax(NamedTuple):
         if v_scale is not None:
             factor *= v_scale
         return self.acc * factor[..., None], lse
+
+
+def sum_of_seen(weights: jax.Array, values: jax.Array, seen: jax.Array) -> jax.Array:
+    """The sums [..., R, d_v] of values [..., N, d_v] times weights [..., R, N], over the keys that each row sees.
+
+    The weight of a hidden key must be 0, but its value may be NaN or infinite, and still adds nothing.
+    """
+    finite = jnp.isfinite(values).all(axis=-1)
+    sums = dot("...rn,...nd->...rd", weights, jnp.where(finite[..., None], values, 0))
+
+    def with_others() -> jax.Array:
+        def add(key: jax.Array, sums: jax.Array) -> jax.Array:
+            weight, sees = (lax.dynamic_index_in_dim(each, key, -1) for each in (weights, seen))
+            adds = sees & ~lax.dynamic_index_in_dim(finite, key, -1)[..., None]
+            return sums + jnp.where(adds, weight * lax.dynamic_index_in_dim(values, key, -2), 0)
+
+        return fori_loop(0, values.shape[-2], add, sums)
+
+    return cond(~finite.all(), with_others, sums)
 
 
 class RowTerms(NamedTuple):

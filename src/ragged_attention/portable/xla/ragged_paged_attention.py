@@ -26,7 +26,8 @@ from ragged_attention.portable.xla._tile import Tile as Tile
 LEAST_KEYS = 64  # of a block that one row's list names; for fewer, the loop costs more than the keys
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
-    "k_scale", "v_scale", "return_lse", "draft_mask", "key_ranges", "selected", "block_size", "out_dtype",
+    "k_scale", "v_scale", "k_scale_pages", "v_scale_pages", "return_lse", "draft_mask", "key_ranges", "selected",
+    "block_size", "out_dtype",
 })  # fmt: skip
 
 
@@ -43,7 +44,7 @@ def heuristic(call: RaggedPagedAttention) -> Tile:
 
 
 def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
-    out, lse = attention(call, tile, KeyValueBlocks(call.kv_pages, call.page_indices, call.q.dtype))
+    out, lse = attention(call, tile, KeyValueBlocks(call))
     return (out, lse) if call.return_lse else out
 
 
@@ -144,7 +145,7 @@ def _attend(
             # Clear values that no row sees, because 0 * NaN is NaN.
             v = jnp.where((seen & tile.own[:, None]).any(axis=1)[..., None], v, 0)
         seen = jnp.repeat(seen, group, axis=1)
-        return state.updated(jnp.where(seen, logits, -jnp.inf), v)
+        return state.updated(jnp.where(seen, logits, -jnp.inf), v, any_hidden=call.v_format.scaled)
 
     def by_row(heads: jax.Array | None) -> jax.Array | None:
         """Numbers of query heads [H] as [K, size * group]."""

@@ -5,20 +5,24 @@ from typing import Any
 import jax
 
 from ragged_attention.calls import WriteKvPages
-from ragged_attention.jax_shared.pages import new_rows
+from ragged_attention.jax_shared.scaled_rows import new_rows
 from ragged_attention.portable.xla._framework import why_not as why_not
-from ragged_attention.portable.xla._slots import addresses_of, put
+from ragged_attention.portable.xla._slots import addresses_of, page_of_last, put
 
-FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})
+FEATURES = frozenset({
+    "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale", "k_scale_pages",
+    "v_scale_pages",
+})  # fmt: skip
 
 
 def written(call: Any, k: jax.Array, v: jax.Array) -> list[jax.Array]:
-    """The new pages of a call, with K and V at its slots, in the old pages' memory if those are donated."""
-    arrays = [call.kv_pages] if call.combined else list(call.kv_pages)
+    """The new arrays of a call's cache, with K and V at its slots, in the old arrays' memory if those are donated."""
     if 0 in (call.num_tokens, call.num_pages):
-        return arrays
+        return call.caches
     page, offset = addresses_of(call)
-    return [put(pages, new, page, offset) for pages, new in zip(arrays, new_rows(call, k, v), strict=True)]
+    if call.scaled:  # so that codes and scales are of one token
+        page = page_of_last(page, offset, call.num_pages, call.page_size)
+    return [put(array, new, page, offset) for array, new in zip(call.caches, new_rows(call, k, v), strict=True)]
 
 
 def run(call: WriteKvPages, tile: Any, launch: Any) -> list[jax.Array]:

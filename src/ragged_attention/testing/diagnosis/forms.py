@@ -10,10 +10,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ragged_attention.reference._kv_layout import Float64, per_head, sequence_bounds, split_pages, true_queries, widened
+from ragged_attention.reference._kv_layout import Float64, per_head, sequence_bounds, true_queries, widened
 from ragged_attention.reference._softmax import logits_of, share_of_keys, sink_of_each, slope_of_each, softmax
 from ragged_attention.reference.paged_attention import values_of
-from ragged_attention.reference.ragged_paged_attention import column_at_own, named, rows_of, visible
+from ragged_attention.reference.ragged_paged_attention import column_at_own, named, rows_of, split_values, visible
 from ragged_attention.testing.heads_first.specs import ChunkBatch, PagedBatch
 from ragged_attention.testing.mla.ragged import RaggedLatentBatch
 from ragged_attention.testing.mla.specs import DecodeBatch, PrefillBatch
@@ -242,7 +242,8 @@ def _of_pages(batch: RaggedTables) -> Form:
         v_pages = k_pages[..., : batch.d_v]
     else:
         assert isinstance(batch, Batch)
-        k_pages, v_pages = split_pages(batch.kv_pages, batch.cache_dtype if batch.quantized else None)
+        formats = (batch.formats.get("k_format"), batch.formats.get("v_format"))
+        k_pages, v_pages = split_values(batch.kv_pages, formats=formats)
         with np.errstate(invalid="ignore"):
             k_pages = k_pages * per_head(batch.k_scale, batch.num_kv_heads)[:, None]
             v_pages = v_pages * per_head(batch.v_scale, batch.num_kv_heads)[:, None]

@@ -12,6 +12,7 @@ import numpy as np
 
 from ragged_attention.key_ranges import causal_ranges
 from ragged_attention.reference._kv_layout import per_head
+from ragged_attention.reference._scaled_rows import quantized
 from ragged_attention.testing import formats
 from ragged_attention.testing.compare import agrees, identical
 from ragged_attention.testing.paged.specs import (
@@ -73,9 +74,9 @@ def pages_may_be_shared(runner: Runner, spec: Spec) -> None:
     shared = dataclasses.replace(spec, sharing="prefix").build()
     if not shared.page_indices.size:
         return
-    copies = [pages[shared.page_indices.reshape(-1)] for pages in pages_of(shared.kv_pages)]
+    copies = shared.with_pages([pages[shared.page_indices.reshape(-1)] for pages in shared.pages])
     own = np.arange(shared.page_indices.size, dtype=np.int32).reshape(shared.page_indices.shape)
-    same(runner, shared, shared.change(kv_pages=like_pages(shared.kv_pages, copies), page_indices=own))
+    same(runner, shared, copies.change(page_indices=own))
 
 
 def sequences_do_not_mix(runner: Runner, spec: RaggedSpec) -> None:
@@ -93,15 +94,21 @@ def sequences_do_not_mix(runner: Runner, spec: RaggedSpec) -> None:
 def output_is_a_mixture(runner: Runner, spec: Spec) -> None:
     """Constant values come back as themselves, times v_scale and what the sink leaves; others stay within bounds."""
     batch = spec.build()
-    ones = [pages.copy() for pages in pages_of(batch.kv_pages)]
-    split(like_pages(batch.kv_pages, ones))[1][...] = formats.stored(np.float32(1), batch.cache_dtype)
-    out, lse = runner.run(
-        "ragged_paged_attention", batch.change(kv_pages=like_pages(batch.kv_pages, ones)), return_lse=True
-    )
-    share = _share(batch, lse) * np.repeat(per_head(batch.v_scale, batch.num_kv_heads), batch.group)
+    arrays = [pages.copy() for pages in pages_of(batch.kv_pages)]
+    ones = batch.change(kv_pages=like_pages(batch.kv_pages, arrays))
+    values, form = split(ones.kv_pages)[1], ones.formats.get("v_format")
+    if form is not None and form.scaled:
+        row = np.ones((1, 1, values.shape[3] * form.columns_per_element), np.float32)
+        codes, scales = quantized(row, np.ones(1, np.float32), form)
+        values[...] = codes[0, 0]
+        ones = ones.change(v_scale_pages=np.broadcast_to(scales[0, 0], ones.v_scale_pages.shape).astype(scales.dtype))
+    else:
+        values[...] = formats.stored(np.float32(1), "float32" if form is None else form.codes)
+    constant = ones.values()[1].max(initial=0)
+    out, lse = runner.run("ragged_paged_attention", ones, return_lse=True)
+    share = constant * _share(batch, lse) * np.repeat(per_head(batch.v_scale, batch.num_kv_heads), batch.group)
     agrees(out, np.broadcast_to(share[..., None], out.shape), batch.kind, "out of constant values", constant=True)
-    values = formats.values_of(split(batch.kv_pages)[1], batch.cache_dtype)
-    highest = np.abs(values).max(initial=0) * np.abs(per_head(batch.v_scale, batch.num_kv_heads)).max()
+    highest = np.abs(batch.values()[1]).max(initial=0) * np.abs(per_head(batch.v_scale, batch.num_kv_heads)).max()
     out, _ = runner.run("ragged_paged_attention", batch, return_lse=True)
     what = "|out| over the largest |value|"
     agrees(np.maximum(np.abs(out), highest), np.full_like(out, highest), batch.kind, what, constant=True)
@@ -244,7 +251,7 @@ def a_huge_window_is_none(runner: Runner, spec: RaggedSpec) -> None:
 
 def a_far_cap_is_nearly_none(runner: Runner, spec: Spec) -> None:
     batch = spec.build().change(soft_cap=None)
-    reach = np.abs(formats.values_of(split(batch.kv_pages)[0], batch.cache_dtype)).max(initial=1)
+    reach = np.abs(batch.values()[0]).max(initial=1)
     reach *= np.abs(per_head(batch.k_scale, batch.num_kv_heads)).max() * np.abs(batch.q).max(initial=1)
     scale = batch.q.shape[2] ** -0.5 if batch.sm_scale is None else batch.sm_scale
     # So far above the logits that what it takes away is lost in 16 bits, and near enough to be computed in float32.
@@ -321,6 +328,8 @@ def slopes_are_a_relative_bias(runner: Runner, spec: Spec) -> None:
 def writing_is_having(runner: Runner, spec: Spec) -> None:
     """Attending after a write equals attending over a cache that held the tokens already."""
     batch = spec.build()
+    if batch.stored is not None:
+        return
     if not batch.quantized:  # then what a scale takes away is lost by rounding
         batch = batch.change(k_scale=None, v_scale=None)
     dtype = "float32" if batch.quantized else batch.dtype

@@ -163,7 +163,7 @@ def _written(batch: NormRopeBatch, sign: int) -> Pages:
     v = batch.v.astype(np.float64)
     write = batch.write(rounded(k + sign * ERROR * size, batch.dtype)).change(v=v + sign * 2.0**-22 * np.abs(v))
     if batch.quantized:
-        return write_kv_pages(**write.arguments(), cache_dtype=batch.cache_dtype)
+        return write_kv_pages(**write.arguments(), **batch.formats)
     pages = write_kv_pages(**write.arguments())
     return like_pages(pages, [formats.rounded(array, batch.cache_dtype) for array in pages_of(pages)])
 

@@ -53,11 +53,32 @@ def check_write(runner: Runner, batch: WriteBatch) -> None:
     Where a scale is no power of two, a device may divide by it with an error of two units in the last place of
     float32; then either neighbour of a value that close to a tie will do.
     """
+    if batch.stored is not None:
+        check_scaled_write(runner, batch)
+        return
     exact = batch.copies or not (inexact(batch.k_scale) or inexact(batch.v_scale))
     lower, upper = (_written(batch, step) for step in ((0, 0) if exact else (-2, 2)))
     got = runner.run("write_kv_pages", batch)
     for name, side, low, high in zip("kv", split(got), split(lower), split(upper), strict=True):
         between(side, low, high, batch.cache_dtype, f"{name} of the pages")
+
+
+def check_scaled_write(runner: Runner, batch: WriteBatch) -> None:
+    """A write with scale pages leaves the codes and the scales of the definition, to the last bit."""
+    got = runner.run("write_kv_pages", batch)
+    want = write_kv_pages(**batch.arguments(), **batch.formats)
+    for name, side, wanted, form in zip("kv", split(got[0]), split(want[0]), batch.formats.values(), strict=True):
+        wanted = wanted if form.quantized else formats.rounded(wanted, form.codes)
+        identical(side, wanted, f"{name} of the pages")
+    for name, scales, wanted in zip("kv", got[1:], want[1:], strict=True):
+        if wanted is not None:  # the lowest bits of a scale may be a zero point
+            identical(bits_of(scales), bits_of(wanted), f"scales of {name}")
+
+
+def bits_of(array: NDArray[Any]) -> NDArray[Any]:
+    """The bits of an array of numbers, with one pattern for NaN."""
+    numbers = np.where(np.isnan(array), np.float32(np.nan), array) if array.dtype == np.float32 else array
+    return numbers.view(np.uint32) if numbers.dtype == np.float32 else numbers
 
 
 def inexact(scale: Any) -> bool:
@@ -85,7 +106,7 @@ def _written(batch: WriteBatch, step: int) -> Pages:
     """The definition's pages, for tokens that lie `step` units in the last place of float32 away."""
     arguments = batch.change(k=nudged(batch.k, step), v=nudged(batch.v, step)).arguments()
     if batch.quantized:
-        return write_kv_pages(**arguments, cache_dtype=batch.cache_dtype, copies=batch.copies)
+        return write_kv_pages(**arguments, **batch.formats, copies=batch.copies)
     pages = write_kv_pages(**arguments)
     return like_pages(pages, [formats.rounded(array, batch.cache_dtype) for array in pages_of(pages)])
 

@@ -12,8 +12,16 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from ragged_attention.calls.cache_formats import KvFormat
 from ragged_attention.reference._kv_layout import per_head, sequence_bounds
-from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention, rows_of, seen_by_heads, visible
+from ragged_attention.reference._scaled_rows import quantized
+from ragged_attention.reference.ragged_paged_attention import (
+    ragged_paged_attention,
+    rows_of,
+    seen_by_heads,
+    split_values,
+    visible,
+)
 from ragged_attention.testing import formats
 from ragged_attention.testing.formats import QUANTIZED
 from ragged_attention.testing.integers import INT32, garbage
@@ -62,6 +70,9 @@ class Arrays:
 
     dtype: str = "float32"
     cache_dtype: str = "float32"
+    stored: tuple[str, str] | None = (
+        None  # the formats of keys and values, see `formats.KV_FORMATS`; then no cache_dtype
+    )
     q_dtype: str | None = None  # of q where it is another than dtype, to which it is then widened
     strided: bool = False  # in torch: every array a view with gaps of garbage
     # In torch: arguments that lie in memory once along an axis, over which all that they hold is alike.
@@ -69,12 +80,20 @@ class Arrays:
 
     @property
     def quantized(self) -> bool:
-        return self.cache_dtype in QUANTIZED
+        return self.stored is not None or self.cache_dtype in QUANTIZED
 
     @property
     def kind(self) -> str:
         """Which bounds hold for the outputs: caches of 8 bits are held to those of bfloat16."""
         return "bfloat16" if self.quantized else self.dtype
+
+    @property
+    def formats(self) -> dict[str, KvFormat]:
+        """The formats of keys and values that the reference needs to read pages of codes."""
+        if not self.quantized:
+            return {}
+        k_format, v_format = (formats.KV_FORMATS[name] for name in self.stored or (self.cache_dtype,) * 2)
+        return {"k_format": k_format, "v_format": v_format}
 
     def change(self, **fields: Any) -> Self:
         return dataclasses.replace(self, **fields)
@@ -88,7 +107,18 @@ class Arrays:
         """The dtype in which an argument goes to the front end."""
         if name in ("q", "k", "v", "outs"):
             return self.q_dtype or self.dtype if name == "q" else self.dtype
-        return self.cache_dtype if name == "kv_pages" else str(array.dtype)
+        if name == "kv_pages":
+            return self.dtype_of_pages(array)
+        if name.endswith("_scale_pages"):
+            return self.formats[f"{name[0]}_format"].scales
+        return str(array.dtype)
+
+    def dtype_of_pages(self, pages: NDArray[Any]) -> str:
+        """The dtype of one array of `kv_pages`."""
+        if self.stored is None:
+            return self.cache_dtype
+        pair = getattr(self, "kv_pages")  # noqa: B009  (batches without formats have none)
+        return formats.element_of(self.formats["v_format" if pages is pages_of(pair)[-1] else "k_format"])
 
     def layout_of(self, name: str) -> str:
         """How an argument may be strided: "rows" anyhow, "pages" but in their last dimension, "blocks" as a whole."""
@@ -125,7 +155,7 @@ class RaggedTables(Arrays, abc.ABC):
     @property
     def kind(self) -> str:
         """Which bounds hold: 8-bit caches are held to bfloat16's, results of 16 bits to theirs."""
-        if self.pages[0].itemsize == 1:
+        if any(pages.itemsize == 1 for pages in self.pages):
             return "bfloat16"
         return self.dtype if self.dtype != "float32" else self.out_dtype or self.dtype
 
@@ -274,29 +304,46 @@ class Batch(RaggedTables):
     relative_bias: NDArray[np.float32] | None = None
     k_scale: float | NDArray[np.float32] | None = None
     v_scale: float | NDArray[np.float32] | None = None
+    k_scale_pages: NDArray[Any] | None = None
+    v_scale_pages: NDArray[Any] | None = None
     draft_mask: NDArray[np.bool_] | None = None
     selected: NDArray[np.int32] | None = None
     block_size: int | None = None
 
     @property
     def pages(self) -> list[NDArray[Any]]:
-        return pages_of(self.kv_pages)
+        return pages_of(self.kv_pages) + [scales for scales in self.scale_pages if scales is not None]
+
+    @property
+    def scale_pages(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+        return self.k_scale_pages, self.v_scale_pages
 
     def with_pages(self, arrays: list[NDArray[Any]]) -> "Batch":
-        return self.change(kv_pages=like_pages(self.kv_pages, arrays))
+        count = len(pages_of(self.kv_pages))
+        scales = iter(arrays[count:])
+        k_scales, v_scales = (None if given is None else next(scales) for given in self.scale_pages)
+        pages = like_pages(self.kv_pages, arrays[:count])
+        return self.change(kv_pages=pages, k_scale_pages=k_scales, v_scale_pages=v_scales)
 
     def pages_poisoned(self, kind: str, unread: NDArray[np.bool_], rng: np.random.Generator) -> list[NDArray[Any]]:
-        arrays = [pages.copy() for pages in self.pages]
-        for pages in arrays:
+        arrays, count = [pages.copy() for pages in self.pages], len(pages_of(self.kv_pages))
+        for given, pages in zip(pages_of(self.kv_pages), arrays, strict=False):
             heads = pages.shape[2] // unread.shape[2]  # of the array, for each that `unread` has; K and V alternate
             where = np.repeat(unread, heads, axis=2)
-            pages[where] = formats.poison(kind, self.cache_dtype, pages[where].shape, rng)
+            pages[where] = formats.poison(kind, self.dtype_of_pages(given), pages[where].shape, rng)
+        scaled = [form for form in self.formats.values() if form.scaled]
+        for form, scales in zip(scaled, arrays[count:], strict=True):
+            where = np.repeat(unread, scales.shape[2] // unread.shape[2], axis=2)
+            scales[where] = formats.poisoned_scales(kind, form, scales[where].shape)
         return arrays
 
+    def values(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The values of K [P, G, K, D] and V [P, G, K, D_v], without `k_scale` and `v_scale`."""
+        stored = (self.formats.get("k_format"), self.formats.get("v_format"))
+        return split_values(self.kv_pages, self.scale_pages, stored)
+
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        cache_dtype = self.cache_dtype if self.quantized else None
-        given = self.arguments()
-        return ragged_paged_attention(**given, return_lse=True, cache_dtype=cache_dtype, q_dtype=self.dtype)
+        return ragged_paged_attention(**self.arguments(), return_lse=True, **self.formats, q_dtype=self.dtype)
 
     def drafted(self, start: int, stop: int) -> NDArray[np.bool_] | None:
         return None if self.draft_mask is None else self.draft_mask[start:stop]
@@ -317,15 +364,16 @@ class Batch(RaggedTables):
 
     def widened(self) -> "Batch":
         """The same values in float32, a quantised cache dequantised into it."""
-        arrays = [formats.values_of(pages, self.cache_dtype) for pages in self.pages]
+        arrays = list(self.values())
         if self.quantized:
-            scales = [per_head(scale, self.num_kv_heads) for scale in (self.k_scale, self.v_scale)]
-            if len(arrays) == 1:
-                scales = [np.stack(scales, axis=1).reshape(-1)]
-            arrays = [pages * scale[:, None] for pages, scale in zip(arrays, scales, strict=True)]
-        scales = {"k_scale": None, "v_scale": None} if self.quantized else {}
-        wide = self.with_pages([pages.astype(np.float32) for pages in arrays])
-        return wide.change(dtype="float32", cache_dtype="float32", out_dtype=None, **scales)
+            scales = (per_head(scale, self.num_kv_heads)[:, None] for scale in (self.k_scale, self.v_scale))
+            arrays = [values * scale for values, scale in zip(arrays, scales, strict=True)]
+        if not isinstance(self.kv_pages, tuple):
+            arrays = [np.stack(arrays, axis=3).reshape(*arrays[0].shape[:2], -1, arrays[0].shape[3])]
+        wide = self.change(kv_pages=like_pages(self.kv_pages, [pages.astype(np.float32) for pages in arrays]))
+        given = ("k_scale", "v_scale", "k_scale_pages", "v_scale_pages") if self.quantized else ()
+        plain = {"dtype": "float32", "cache_dtype": "float32", "stored": None, "out_dtype": None}
+        return wide.change(**plain, **dict.fromkeys(given))
 
     def mean_magnitudes(self) -> NDArray[np.float64]:
         wide = self.widened()
@@ -349,6 +397,8 @@ class WriteBatch(Arrays):
     num_seqs: int | NDArray[np.int32] | None = None
     k_scale: float | NDArray[np.float32] | None = None
     v_scale: float | NDArray[np.float32] | None = None
+    k_scale_pages: NDArray[Any] | None = None
+    v_scale_pages: NDArray[Any] | None = None
 
     @property
     def copies(self) -> bool:
@@ -382,6 +432,8 @@ class Spec:
     combined: bool = True
     dtype: str = "float32"
     cache_dtype: str | None = None  # None: that of q
+    stored: tuple[str, str] | None = None  # the formats of keys and values instead, see `formats.KV_FORMATS`
+    wild: bool = False  # scales in scale pages of either sign and any size
     count: str = "none"  # how num_seqs is given: none, int, array
     spare_seqs: int = 0  # rows of the tables past num_seqs
     padding: int = 0  # query rows past the last sequence
@@ -421,7 +473,7 @@ class Spec:
         q_dtype = "float8_e4m3fn" if self.q_scales else None
         batch = Batch(
             q=formats.rounded(q, q_dtype or self.dtype),
-            kv_pages=self._pages(rng, num_pages, cache_dtype),
+            **self._cache(rng, num_pages, cache_dtype),
             kv_lens=np.array([kv_len for _, kv_len in self.lens] + [0] * len(spare), np.int32),
             page_indices=page_indices,
             cu_q_lens=cu_q_lens,
@@ -444,7 +496,8 @@ class Spec:
             block_size=self.selection and self.selection.size,
             dtype=self.dtype,
             q_dtype=q_dtype,
-            cache_dtype=cache_dtype,
+            cache_dtype="float32" if self.stored else cache_dtype,
+            stored=self.stored,
             strided=self.strided,
         )
         batch = batch.with_garbage_tails(self.seed) if self.garbage else batch
@@ -471,16 +524,31 @@ class Spec:
             table = misplaced(rng, table, num_pages)
         return table, num_pages
 
-    def _pages(self, rng: np.random.Generator, num_pages: int, cache_dtype: str) -> Pages:
-        v_head_dim = self.v_head_dim or self.head_dim
+    def _cache(self, rng: np.random.Generator, num_pages: int, cache_dtype: str) -> dict[str, Any]:
+        """The pages and scale pages."""
+        names = self.stored or (cache_dtype, cache_dtype)
+        sides = zip(names, (self.head_dim, self.v_head_dim or self.head_dim), strict=True)
+        (k, k_scales), (v, v_scales) = (self._side(rng, num_pages, name, width) for name, width in sides)
+        scales = {"k_scale_pages": k_scales, "v_scale_pages": v_scales}
+        alike = len({formats.element_of(formats.KV_FORMATS[name]) for name in names}) == 1
+        if not self.combined or not alike or k.shape != v.shape:
+            return {"kv_pages": (k, v), **scales}
+        pages = np.stack([k, v], axis=3).reshape(num_pages, self.page_size, 2 * self.num_kv_heads, k.shape[3])
+        return {"kv_pages": pages, **scales}
+
+    def _side(self, rng: np.random.Generator, num_pages: int, name: str, width: int) -> tuple[Any, Any]:
+        """The pages of K or V, and their scale pages if the format has some."""
         # int8 uses its whole range; the scale brings it back to size.
-        size = 40.0 if cache_dtype == "int8" else self.magnitude
-        shape = (num_pages, self.page_size, self.num_kv_heads)
-        k = formats.stored(rng.standard_normal((*shape, self.head_dim)) * size, cache_dtype)
-        v = formats.stored(rng.standard_normal((*shape, v_head_dim)) * size, cache_dtype)
-        if not self.combined or v_head_dim != self.head_dim:
-            return k, v
-        return np.stack([k, v], axis=3).reshape(num_pages, self.page_size, 2 * self.num_kv_heads, self.head_dim)
+        size = 40.0 if name == "int8" else self.magnitude
+        shape, form = (num_pages, self.page_size, self.num_kv_heads, width), formats.KV_FORMATS[name]
+        rows = rng.standard_normal(shape) * size
+        if not form.scaled:
+            return formats.stored(rows, form.codes), None
+        pages, scales = quantized(rows.reshape(-1, *shape[2:]), np.ones(self.num_kv_heads, np.float32), form)
+        pages, scales = (array.reshape(*shape[:2], *array.shape[1:]) for array in (pages, scales))
+        if self.wild:
+            scales = formats.any_scales(rng, scales.shape, form)
+        return pages, scales if scales.dtype == np.uint8 else scales.astype(np.float32)
 
     def _scale(self, rng: np.random.Generator, cache_dtype: str) -> Any:
         size = 1 / 40 if cache_dtype == "int8" else 1.0

@@ -1,0 +1,201 @@
+"""Rows of K and V as pages store them: their formats, and loads of rows as operands of products.
+
+If a scale belongs to a whole row, codes are operands, and the scale multiplies a column of logits or of weights. If
+scales belong to blocks of columns, they multiply the operand.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ragged_attention.calls import dtype_name
+from ragged_attention.calls.cache_formats import KvFormat
+from ragged_attention.kernels_triton._constants import INTERPRETED, Constants
+from ragged_attention.kernels_triton._formats import decode, narrow, number_format, scale_values
+
+NO_STRIDES = (0, 0, 0, 0)
+DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Stored(Constants):
+    """How pages store the rows of K or of V. The strides are those of their scale pages, in elements."""
+
+    CODES: str  # the elements' FORMAT, see `decode`; "uint4" and "e2m1" have the codes of two columns in a byte
+    SCALES: str  # the dtype of stored scales, or ""
+    GROUP: int  # columns of a block with its own scale; 0 if a scale belongs to the whole row
+    ZERO: str  # where the zero point of a row is: "", "mantissa" or "stored"; see `KvFormat`
+    DECODED_AT_ONCE: bool  # whether values need the workaround `decoded_at_once`
+    PAGE_STRIDE: int
+    SLOT_STRIDE: int
+    HEAD_STRIDE: int
+    COLUMN_STRIDE: int
+
+
+class RowPages(NamedTuple):
+    """The addresses of one KV head's rows of K or of V, and of their scales."""
+
+    ptr: tl.tensor
+    page_stride: tl.tensor
+    slot_stride: tl.tensor
+    scales_ptr: tl.tensor  # a stand-in without scales
+
+
+class Slots(NamedTuple):
+    """The locations of a block's keys."""
+
+    keys: tl.tensor  # the keys' positions in the sequence
+    page: tl.tensor  # the page of each key, or the one page of all keys
+    readable: tl.tensor  # whether each key may be read
+
+
+@triton.jit
+def row_pages(ptr, page_stride, slot_stride, scales_ptr, kv_head, STORED: tl.constexpr):
+    """The `RowPages` of a KV head; `ptr` is that of the head's first row, `scales_ptr` that of all scale pages."""
+    if STORED.SCALES != "":
+        scales_ptr += kv_head.to(tl.int64) * STORED.HEAD_STRIDE
+    return RowPages(ptr, page_stride, slot_stride, scales_ptr)
+
+
+@triton.jit
+def places(slots, page_stride, slot_stride, PAGE_SIZE: tl.constexpr):
+    """The distance of each key's row from the first row."""
+    return slots.page.to(tl.int64) * page_stride + (slots.keys % PAGE_SIZE).to(tl.int64) * slot_stride
+
+
+@triton.jit
+def load_elements(rows, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, readable, MASKED: tl.constexpr):
+    """COUNT elements of rows, from the addresses `rows` [keys]. If MASKED, unreadable rows are zero."""
+    column = tl.arange(0, COUNT_PAD)
+    if MASKED:
+        stored = tl.load(rows[:, None] + column[None, :], mask=readable[:, None] & (column < COUNT)[None, :], other=0)
+    elif COUNT == COUNT_PAD:
+        stored = tl.load(rows[:, None] + column[None, :])
+    else:
+        stored = tl.load(rows[:, None] + column[None, :], mask=(column < COUNT)[None, :], other=0)
+    return stored
+
+
+@triton.jit
+def load_codes(pages, slots, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+               STORED: tl.constexpr):  # fmt: skip
+    """The codes [keys, D_PAD] of rows, one in each element."""
+    rows = pages.ptr + places(slots, pages.page_stride, pages.slot_stride, PAGE_SIZE)
+    if STORED.CODES == "uint4" or STORED.CODES == "e2m1":
+        # Codes are loaded two bytes at a time; see `_latent.rows.scaled_pairs`.
+        both = load_elements(rows.to(tl.pointer_type(tl.uint16)), D // 4, D_PAD // 4, slots.readable, MASKED)
+        pairs = tl.reshape(tl.join(both & 0xFF, both >> 8), [both.shape[0], D_PAD // 2])
+        codes = tl.reshape(tl.join(pairs & 0xF, pairs >> 4), [both.shape[0], D_PAD])
+    else:
+        codes = load_elements(rows, D, D_PAD, slots.readable, MASKED)
+    return codes
+
+
+@triton.jit
+def block_scales(pages, slots, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+                 STORED: tl.constexpr):  # fmt: skip
+    """The scale of each column, [keys, D_PAD] float32."""
+    block = tl.arange(0, D_PAD // STORED.GROUP)
+    rows = pages.scales_ptr + places(slots, STORED.PAGE_STRIDE, STORED.SLOT_STRIDE, PAGE_SIZE)
+    exists = (block < D // STORED.GROUP)[None, :]
+    if MASKED:
+        exists = exists & slots.readable[:, None]
+    stored = tl.load(rows[:, None] + block[None, :] * STORED.COLUMN_STRIDE, mask=exists, other=0)
+    scales = scale_values(stored, STORED.SCALES, 1.0)
+    each = tl.broadcast_to(scales[:, :, None], [scales.shape[0], scales.shape[1], STORED.GROUP])
+    return tl.reshape(each, [scales.shape[0], D_PAD])
+
+
+@triton.jit
+def load_rows(pages, slots, DTYPE: tl.constexpr, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr,
+              D_PAD: tl.constexpr, STORED: tl.constexpr):  # fmt: skip
+    """Rows [keys, D_PAD] as an operand, multiplied by the scales of their blocks, but not by those of whole rows."""
+    codes = load_codes(pages, slots, MASKED, PAGE_SIZE, D, D_PAD, STORED)
+    if STORED.GROUP:
+        wide = decode(codes, STORED.CODES, tl.float32)
+        values = narrow(wide * block_scales(pages, slots, MASKED, PAGE_SIZE, D, D_PAD, STORED), DTYPE)
+    else:
+        values = decode(codes, STORED.CODES, DTYPE)
+    return values
+
+
+@triton.jit
+def load_numbers(address, slots, MASKED: tl.constexpr):
+    """A number for each key, as float32. If MASKED, those of unreadable keys are 0."""
+    numbers = tl.load(address, mask=slots.readable, other=0) if MASKED else tl.load(address)
+    return numbers.to(tl.float32)
+
+
+@triton.jit
+def row_scales(pages, slots, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, STORED: tl.constexpr):
+    """(scales, zero points) [keys] of whole rows; zero points are 0 if the format has none."""
+    address = pages.scales_ptr + places(slots, STORED.PAGE_STRIDE, STORED.SLOT_STRIDE, PAGE_SIZE)
+    scale = load_numbers(address, slots, MASKED)
+    zero = tl.zeros_like(scale)
+    if STORED.ZERO == "mantissa":
+        bits = scale.to(tl.uint32, bitcast=True)
+        zero = (bits & 0xF).to(tl.float32)
+        scale = (bits & 0xFFFFFFF0).to(tl.float32, bitcast=True)
+    elif STORED.ZERO == "stored":
+        zero = load_numbers(address + STORED.COLUMN_STRIDE, slots, MASKED)
+    return scale, zero
+
+
+@triton.jit
+def without_infinite(values, weights, logits):
+    """(values, weights) such that a row of weights is NaN if it sees a value that is not finite, and no other row is.
+
+    Zero times such a value would be NaN in rows that do not see it, too.
+    """
+    finite = tl.abs(values.to(tl.float32)) < float("inf")
+    bad = tl.min(finite.to(tl.int32), 1) == 0
+    values = tl.where(finite, values.to(tl.float32), 0.0).to(values.dtype)
+    return values, tl.where(bad[None, :] & (logits != float("-inf")), float("nan"), weights)
+
+
+# ---- host side
+
+
+def stored_of(form: KvFormat, arch: str, scale_pages: Any, launch: Any) -> Stored:
+    """The `Stored` of a format, with the strides of its scale pages."""
+    codes = number_format(form.codes, arch)
+    strides = NO_STRIDES if scale_pages is None else launch.strides(scale_pages)
+    by_integers = codes == "e4m3_bits"
+    return Stored(
+        CODES=codes,
+        SCALES=form.scales,
+        GROUP=form.group,
+        ZERO=form.zero,
+        DECODED_AT_ONCE=form.eight_bit and not by_integers and not INTERPRETED,
+        PAGE_STRIDE=strides[0],
+        SLOT_STRIDE=strides[1],
+        HEAD_STRIDE=strides[2],
+        COLUMN_STRIDE=strides[3],
+    )
+
+
+def value_dtype(call: Any) -> str:
+    """The dtype of the values' operands.
+
+    Codes are exact in float16, which rounds weights less than bfloat16. But weights times stored scales may be beyond
+    float16, and so may values times powers of two.
+    """
+    dtype = dtype_name(call.q)
+    if dtype == "float32":
+        return dtype
+    if call.v_format.scaled:
+        return "bfloat16"
+    return "float16" if call.v_format.eight_bit else dtype
+
+
+def key_dtype(call: Any) -> str:
+    """The dtype of the operands of queries and keys.
+
+    float16 holds no power of two beyond 2^15; queries of float16 are two terms of bfloat16 then.
+    """
+    dtype, form = dtype_name(call.q), call.k_format
+    if dtype == "bfloat16" and form.quantized and not form.group:
+        return "float16"  # of queries divided by their unit
+    return "bfloat16" if dtype == "float16" and form.scales == "float8_e8m0fnu" else dtype

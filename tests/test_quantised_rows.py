@@ -1,0 +1,64 @@
+"""Rows that other projects' writers have quantised, byte for byte.
+
+quantised_rows.json was written by `python -m benchmarks.vllm_formats --record`: bfloat16 rows, and what vLLM 0.32's
+kernels and functions, and the function of FlashInfer 0.7.2.post1 for a block of nvfp4, store of them.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from ragged_attention.integrations import _vllm_caches as caches
+from ragged_attention.torch import write_kv_pages
+
+RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("quantised_rows.json").read_text())
+BACKENDS = ("reference",)
+COLUMNS = 32
+BYTES, E4M3, E8M0 = torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu
+FORMATS = {
+    "int8_per_token_head": (torch.int8, COLUMNS, torch.float32, 1),
+    "fp8_per_token_head": (E4M3, COLUMNS, torch.float32, 1),
+    "int4_per_token_head": (BYTES, COLUMNS // 2, torch.float32, 1),
+    "mxfp8": (E4M3, COLUMNS, E8M0, COLUMNS // 32),
+    "mxfp4": (BYTES, COLUMNS // 2, E8M0, COLUMNS // 32),
+    "nvfp4": (BYTES, COLUMNS // 2, E4M3, COLUMNS // 16),
+}
+
+
+def recorded(text: str, dtype: torch.dtype, width: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=BYTES).view(dtype).view(-1, 1, width)
+
+
+ROWS = recorded("".join(RECORDED["rows"]), torch.bfloat16, COLUMNS)
+WRITERS = [name for name in RECORDED if isinstance(RECORDED[name], dict)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_bytes(writer, backend):
+    held, (dtype, width, scales_dtype, count) = RECORDED[writer], FORMATS[writer.partition(",")[0]]
+    pages, scales = (
+        [torch.zeros(len(ROWS), 1, 1, size * kind.itemsize, dtype=BYTES).view(kind) for _ in range(2)]
+        for kind, size in ((dtype, width), (scales_dtype, count))
+    )
+    write_kv_pages(
+        ROWS, ROWS.flip(0), (pages[0], pages[1]), torch.arange(len(ROWS)), k_scale=held["scale"], v_scale=held["scale"],
+        k_scale_pages=scales[0], v_scale_pages=scales[1], backend=backend,
+    )  # fmt: skip
+    for found, kind, size, name in ((pages, dtype, width, "codes"), (scales, scales_dtype, count, "scales")):
+        want = recorded(held[name], BYTES, size * kind.itemsize)
+        assert torch.equal(found[0].view(BYTES).squeeze(1), want)
+        assert torch.equal(found[1].view(BYTES).squeeze(1).flip(0), want)
+
+
+def test_the_rotation_is_vllms():
+    turned = recorded(RECORDED["rotated"], torch.float32, COLUMNS)
+    ours = caches.rotated(ROWS.float())
+    assert torch.allclose(ours, turned, rtol=1e-6, atol=1e-6 * float(turned.abs().max()))
+    assert torch.allclose(caches.rotated_back(ours), ROWS.float(), rtol=1e-5, atol=1e-5)
