@@ -94,6 +94,7 @@ transformers-models: .venv/all
 vllm-check: .venv-vllm/all
 	PYTHONPATH=. .venv-vllm/bin/python -m benchmarks.vllm_operators
 	PYTHONPATH=. .venv-vllm/bin/python -m benchmarks.vllm_masks --without-triton
+	PYTHONPATH=. .venv-vllm/bin/python -m benchmarks.vllm_formats
 	PYTHONPATH=. .venv-vllm/bin/python -m benchmarks.vllm_check $(ARGS)
 
 # What a machine with a GPU is to be given, into carried/; the first time 5 GB of disk and twenty minutes.

@@ -68,6 +68,7 @@ class Model:
     gap: float | None = None  # where tokens need not be equal: the mean difference of the prompts' log-probabilities
     task: str = "generate"  # or "embed", "transcribe", or "look"
     toward_zero: bool = False  # round keys and values to e4m3 so before ours writes them
+    is_nvfp4: bool = False  # of ours; vLLM stores what that format makes of keys and values in a cache without scales
     # Or transformers, where vLLM cannot serve the model without ours, or vLLM's Triton backend.
     against: str = "vllm"
     # What queries see of earlier keys in layers with windows, where the other model has no such mask: of positions of
@@ -96,6 +97,7 @@ MODELS = {
         )
         for name in ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
     },
+    "llama, nvfp4": dataclasses.replace(_LLAMA, is_nvfp4=True),
     "gemma2": Model(
         "Gemma2Config",
         "Gemma2ForCausalLM",
@@ -445,6 +447,8 @@ def serve(folder: Path, backend: str, name: str) -> dict[str, Any]:
             round_toward_zero()
         if "lookback" in name:  # vLLM takes no other name for it
             ours.RaggedAttentionBackend.NAME = "TRITON_ATTN"
+    elif model.is_nvfp4:
+        round_to_nvfp4()
     if backend == TRITON:
         vllm_masks.use_interpreter()
         registry: Any = importlib.import_module("vllm.v1.attention.backends.registry")
@@ -473,7 +477,8 @@ def serve(folder: Path, backend: str, name: str) -> dict[str, Any]:
         "disable_log_stats": True,
     }
     where = folder / "original" if model.config in _RENAMED else folder
-    llm = vllm.LLM(model=str(where), **(settings | model.engine))
+    own = {"kv_cache_dtype": "nvfp4"} if model.is_nvfp4 and backend == "ragged" else {}
+    llm = vllm.LLM(model=str(where), **(settings | model.engine | own))
     begin = time.perf_counter()
     if model.task == "look":
         asked = generated(vllm, llm, vllm_images.asked(model.config, prompts(model)), vllm_images.NAMES)
@@ -565,6 +570,28 @@ def round_toward_zero() -> None:
         return (torch.trunc(x.float() / step) * step).clamp(-448, 448).to(x.dtype)
 
     attention.write_kv_pages = lambda k, v, *rest, **named: write(rounded(k), rounded(v), *rest, **named)
+
+
+def round_to_nvfp4() -> None:
+    """Let vLLM's CPU backend store keys and values that nvfp4 holds exactly, rounded as FlashInfer's append rounds."""
+    import torch
+
+    from ragged_attention.compat import flashinfer
+
+    implementation: Any = importlib.import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackendImpl
+    update, one = implementation.do_kv_cache_update, torch.ones(1)
+
+    def stored(self: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
+        tokens, heads, size = key.shape
+        codes, scales = (torch.zeros(tokens, 2, 1, heads, size // width, dtype=torch.uint8) for width in (2, 16))
+        flashinfer.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
+            key, value, torch.arange(tokens), codes, scales, 1.0, 1.0
+        )
+        rows = flashinfer.nvfp4_kv_dequantize(codes.flatten(0, 3), scales.flatten(0, 3), one, key.dtype)
+        key, value = rows.view(tokens, 2, heads, size).unbind(1)
+        update(self, layer, key.contiguous(), value.contiguous(), kv_cache, slot_mapping)
+
+    implementation.do_kv_cache_update = stored
 
 
 def transform(folder: Path, model: Model) -> dict[str, Any]:

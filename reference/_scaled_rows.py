@@ -156,4 +156,4 @@ def _without_payload(scales: Float32) -> Float32:
 
 def _packed(codes: Bytes) -> Bytes:
     """4-bit codes, two in a byte, with the even column in the low half."""
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return (codes[..., 0::2] | (codes[..., 1::2] << 4)).astype(np.uint8)

@@ -18,14 +18,16 @@ import torch
 
 import ragged_attention as ra
 from ragged_attention.errors import Unsupported
+from ragged_attention.integrations import _vllm_rotation
 from ragged_attention.integrations import vllm as module
 from ragged_attention.testing.compare import agrees
+from tests import vllm_fakes as fakes
 from tests.test_integration_vllm import MIXED, Step, attend, implementation, in_memory_as
 from tests.test_integration_vllm_ranks import on_ranks
 
 ours: Any = module
 
-BACKENDS = ("reference",)
+BACKENDS = ("eager", "numba")
 TOKEN_HEAD = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
 TAKEN = (*TOKEN_HEAD, "nvfp4")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -83,6 +85,11 @@ class QuantisedStep(Step):
             self.cache = held
 
 
+def e4m3() -> torch.dtype:
+    """What vLLM means by an 8-bit float."""
+    return importlib.import_module("vllm.platforms").current_platform.fp8_dtype()
+
+
 def decoded(step: QuantisedStep, side: int) -> Any:
     """Keys (side 0) or values of a whole cache, float64 [blocks, K, page, D], without the layer's own scales."""
     size, name = step.size, step.name
@@ -95,7 +102,7 @@ def decoded(step: QuantisedStep, side: int) -> Any:
     if name.startswith("int8"):
         return rows[..., :width].astype(np.int8) * bits.view(np.float32).astype(np.float64)
     if name.startswith("fp8"):
-        codes = torch.from_numpy(np.ascontiguousarray(rows[..., :width])).view(torch.float8_e4m3fn).double()
+        codes = torch.from_numpy(np.ascontiguousarray(rows[..., :width])).view(e4m3()).double()
         return codes.numpy() * bits.view(np.float32).astype(np.float64)
     codes = np.stack((rows[..., :width] & 15, rows[..., :width] >> 4), -1).reshape(*rows.shape[:-1], size)
     turned = (codes - (bits & 15).astype(np.float64)) * (bits & ~np.uint32(15)).view(np.float32)
@@ -135,6 +142,13 @@ def test_attention_over_rows_with_scales(name, layout, vllm, backend):
     assert agrees(out, step.dense(), "float32")
 
 
+def test_8_bit_rows_of_an_mi300(monkeypatch, backend):
+    with fakes.installed(monkeypatch, device="gfx942"):
+        assert e4m3() == torch.float8_e4m3fnuz
+        step = QuantisedStep("fp8_per_token_head")
+        assert agrees(step.run(step.implementation()), step.dense(), "float32")
+
+
 @pytest.mark.parametrize("name", TAKEN)
 def test_rows_are_stored_as_precisely_as_their_format_allows(name, vllm, backend):
     step = QuantisedStep(name, scales=(0.02, 0.02) if name == "nvfp4" else (1.0, 1.0))
@@ -167,9 +181,15 @@ def test_queries_in_bfloat16(name, vllm, backend):
     step = QuantisedStep(name, dtype=torch.bfloat16)
     out = step.run(step.implementation())
     if name.startswith("int4"):  # as in vLLM, queries are rounded after their rotation too
-        caches = importlib.import_module("ragged_attention.integrations._vllm_caches")
-        step.q = caches.rotated_back(caches.rotated(step.q))
+        step.q = _vllm_rotation.rotated_back(_vllm_rotation.rotated(step.q))
     assert agrees(out.float(), step.dense(), "bfloat16")
+
+
+def test_a_profiling_run_makes_the_matrix_of_a_rotation(vllm):
+    _vllm_rotation._matrix.cache_clear()
+    impl, q = implementation(kv_cache_dtype="int4_per_token_head"), torch.randn(3, 4, 32)
+    assert not impl.forward(None, q, None, None, torch.empty(0), None, torch.ones_like(q)).any()
+    assert _vllm_rotation._matrix.cache_info().currsize == 1
 
 
 @pytest.mark.parametrize("name", TAKEN)

@@ -769,3 +769,37 @@ def test_candidates_of_a_long_sequence_are_divided_too() -> None:
     chosen = top_k_indices(logits.where(listed, -torch.inf), 700, backend="reference")
     options = {"candidate_blocks": blocks, "candidate_block_size": 16}
     assert torch.equal(indexer_topk(**batch, top_k=700, **options, backend="numba"), chosen)
+
+
+# ---- scale pages
+
+
+def test_scales_lie_where_their_strides_say() -> None:
+    """Behind each head's row, with rows farther than 2 ** 31 elements from the first one; and in any order."""
+    pages, size, heads, width, far = 3, 4, 2, 32, 2**30 + 64
+    memory = torch.empty(far * 2 + size * heads * (width + 4), dtype=torch.uint8)  # of which little is touched
+    rows = memory.as_strided((pages, size, heads, width + 4), (far, heads * (width + 4), width + 4, 1))
+    scales = memory.view(torch.float32)[width // 4 :].as_strided(
+        (pages, size, heads, 1), (far // 4, heads * (width + 4) // 4, (width + 4) // 4, 1)
+    )
+    turned = torch.zeros(2, heads, size, pages, dtype=torch.float16).permute(3, 2, 1, 0)
+    values = torch.zeros(pages, size, heads, width // 2, dtype=torch.uint8)
+    torch.manual_seed(0)
+    k, v = torch.randn(2, pages * size, heads, width)
+    near = {
+        "kv_pages": (torch.zeros(pages, size, heads, width, dtype=torch.int8), torch.zeros_like(values)),
+        "k_scale_pages": torch.zeros(pages, size, heads, 1),
+        "v_scale_pages": torch.zeros(pages, size, heads, 2, dtype=torch.float16),
+    }
+    apart = {
+        "kv_pages": (rows[..., :width].view(torch.int8), values), "k_scale_pages": scales, "v_scale_pages": turned,
+    }  # fmt: skip
+    q, table = torch.randn(1, 4, width), torch.tensor([[2, 0, 1]]).int()
+    lens, edges = torch.tensor([11]).int(), torch.tensor([0, 1]).int()
+    outs = []
+    for cache in (near, apart):
+        write_kv_pages(k, v, slot_mapping=torch.arange(pages * size), **cache, backend="numba")
+        outs.append(ragged_paged_attention(q, kv_lens=lens, page_indices=table, cu_q_lens=edges, **cache))
+    assert torch.equal(*outs)
+    assert torch.equal(near["k_scale_pages"], scales)
+    assert torch.equal(near["v_scale_pages"], turned)

@@ -24,9 +24,10 @@ from tests import vllm_m3_fakes, vllm_qsa_fakes, vllm_sparse_fakes
 from tests import vllm_rank_fakes as ranks
 
 OURS = (
+    "_vllm_caches",
+    "_vllm_rope",
     "_vllm_ranks",
     "_vllm_masks",
-    "_vllm_caches",
     "_vllm_attention",
     "_vllm_mla",
     "_vllm_sparse",

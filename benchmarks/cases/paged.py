@@ -12,7 +12,7 @@ from benchmarks.cases.lists import list_entries, list_table, named_pairs, small_
 from benchmarks.cases.ranges import num_keys, num_pairs, range_table
 from benchmarks.compiled.compiling import ITEMSIZE
 from ragged_attention.calls import Call, Device
-from ragged_attention.calls.cache_formats import UNSCALED_FORMATS, KvFormat
+from ragged_attention.calls.cache_formats import UNSCALED_FORMATS
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention
 from ragged_attention.tools.samples import TABLES, FakeArray, Sample
 
@@ -223,7 +223,7 @@ class PagedCase(Case, Sample):
             yield str(span), to_numpy(out[span.rows]), want
 
     @property
-    def formats(self) -> dict[str, KvFormat]:
+    def formats(self) -> dict[str, Any]:
         """The formats of keys and values, as the reference takes them."""
         return dict.fromkeys(("k_format", "v_format"), self.form or UNSCALED_FORMATS[self.stored])
 

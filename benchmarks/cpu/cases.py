@@ -22,6 +22,7 @@ from ragged_attention.torch import (
     ragged_paged_attention,
     varlen_attention,
     write_indexer_cache,
+    write_kv_pages,
 )
 
 Contenders = Mapping[str, Callable[[], Any]]
@@ -117,6 +118,38 @@ class Paged(Case):
         if "jax" in self.frameworks and torch.get_num_threads() > 1:
             found |= peers.ours_from_jax(arguments)
         return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scaled(Paged):
+    """Attention over pages whose rows, or blocks of their columns, have scales of their own."""
+
+    pages: torch.dtype  # uint8 holds two columns
+    scales: torch.dtype
+    num_scales: int  # of a row, with a stored zero point
+
+    @property
+    def bytes(self) -> int:
+        width = HEAD_DIM // 2 if self.pages == torch.uint8 else HEAD_DIM * self.pages.itemsize
+        row = width + self.num_scales * self.scales.itemsize
+        return 2 * sum(keys for _, keys in self.lens) * NUM_KV_HEADS * row
+
+    def contenders(self) -> Contenders:
+        inputs = self.inputs()
+        k, v = inputs.pop("k"), inputs.pop("v")
+        width = HEAD_DIM // 2 if self.pages == torch.uint8 else HEAD_DIM
+        cache: dict[str, Any] = {
+            "kv_pages": tuple(torch.zeros(*k.shape[:3], width, dtype=self.pages) for _ in range(2)),
+            "k_scale_pages": torch.zeros(*k.shape[:3], self.num_scales, dtype=self.scales),
+            "v_scale_pages": torch.zeros(*k.shape[:3], self.num_scales, dtype=self.scales),
+        }
+        write_kv_pages(k.flatten(0, 1), v.flatten(0, 1), slot_mapping=torch.arange(k.shape[0] * k.shape[1]), **cache)
+        arguments: dict[str, Any] = {**inputs, **cache}
+
+        def ours(backend: str) -> Callable[[], Any]:
+            return lambda: ragged_paged_attention(**arguments, backend=backend)
+
+        return {OURS: ours("numba"), EAGER: ours("eager")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -340,7 +373,7 @@ class Index(Case):
         return {OURS: ours("numba"), EAGER: ours("eager")}
 
 
-F32, BF16 = torch.float32, torch.bfloat16
+F32, BF16, E4M3 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
 DECODES, CHUNKS = ((1, 1024),) * 8, ((512, 1024),) * 2
 MIXED = ((256, 512), *DECODES)
 FROM_JAX = ("torch", "jax")
@@ -357,8 +390,23 @@ CASES: tuple[Case, ...] = (
           lens=(*((1, 256),) * 31, (1, 16384)), frameworks=FROM_JAX),
     Paged(name="C5c", what="the same keys, even: 32 decodes at 760, bf16", dtype=BF16, lens=((1, 760),) * 32),
     Paged(name="C6", what="8 decodes at 1k, bf16 over e4m3", dtype=BF16, lens=DECODES,
-          cache_dtype=torch.float8_e4m3fn),
+          cache_dtype=E4M3),
     Paged(name="C6b", what="8 decodes at 1k, bf16 over int8", dtype=BF16, lens=DECODES, cache_dtype=torch.int8),
+    *(
+        Scaled(name=f"C6{letter}", what=f"8 decodes at 1k, bf16 over {what}", dtype=BF16, lens=DECODES, pages=pages,
+               scales=scales, num_scales=count)
+        for letter, what, pages, scales, count in (
+            ("c", "int8, a scale a row", torch.int8, F32, 1),
+            ("d", "e4m3, a scale a row", E4M3, F32, 1),
+            ("e", "e4m3fnuz, a scale a row", torch.float8_e4m3fnuz, F32, 1),
+            ("f", "e5m2, a scale a row", torch.float8_e5m2, F32, 1),
+            ("g", "int4, zero points in the scales", torch.uint8, F32, 1),
+            ("h", "int4, zero points beside the scales", torch.uint8, F32, 2),
+            ("i", "nvfp4", torch.uint8, E4M3, HEAD_DIM // 16),
+            ("j", "mxfp8", E4M3, torch.float8_e8m0fnu, HEAD_DIM // 32),
+            ("k", "mxfp4", torch.uint8, torch.float8_e8m0fnu, HEAD_DIM // 32),
+        )
+    ),
     Latent(name="C7", what="MLA decode, 16 heads, 8 x 1k, f32", dtype=F32, heads=16),
     Latent(name="C7b", what="MLA decode, 16 heads, 8 x 1k, bf16", dtype=BF16, heads=16),
     Latent(name="C7c", what="MLA decode, 128 heads, 8 x 1k, bf16", dtype=BF16, heads=128),

@@ -15,11 +15,12 @@ import torch
 
 from ragged_attention.calls.sharding import dtype_of_parts
 from ragged_attention.errors import Unsupported
-from ragged_attention.integrations import _vllm_caches as caches
+from ragged_attention.integrations._vllm_caches import KINDS, Stored, customized, refusal, stored
 from ragged_attention.integrations._vllm_invariance import as_vllm_asks
 from ragged_attention.integrations._vllm_masks import Mask, ModelMasks, StepMasks, spans_of_step
 from ragged_attention.integrations._vllm_ranks import Ranks, ranks_of
 from ragged_attention.integrations._vllm_rope import FusedRope
+from ragged_attention.integrations._vllm_rotation import norm, rotated, rotated_back
 from ragged_attention.torch import merge_attention_states, ragged_paged_attention, varlen_attention, write_kv_pages
 
 _vllm: Any = importlib.import_module("vllm.v1.attention.backend")
@@ -220,7 +221,7 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         chunk_lookback: int = -1,
     ) -> None:
         RaggedAttentionBackend.expect_layer(attn_type, kv_cache_dtype)
-        if (reason := caches.refusal(kv_cache_dtype, head_size)) is not None:
+        if (reason := refusal(kv_cache_dtype, head_size)) is not None:
             raise Unsupported(reason)
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         if self.alibi_slopes is not None and sinks is not None:  # vLLM's slopes count from elsewhere, which sinks see
@@ -297,6 +298,8 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         if self.alibi_slopes is not None:  # moved once, in the profiling run
             self.alibi_slopes = self.alibi_slopes.to(query.device)
         if attn_metadata is None:
+            if KINDS[self.kv_cache_dtype].is_rotated:
+                rotated(query[:0])  # makes its matrix, which could not be done while a graph is captured
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
         out = output[:tokens].view(tokens, self.num_heads, math.prod(output.shape[1:]) // self.num_heads)
@@ -340,16 +343,16 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
             kv_lens=kv_lens, page_indices=metadata.page_indices, cu_q_lens=metadata.cu_q_lens,
             max_q_len=metadata.max_q_len, soft_cap=self.logits_soft_cap, **keywords,
         )  # fmt: skip
-        if not caches.KINDS[self.kv_cache_dtype].is_rotated:
+        if not KINDS[self.kv_cache_dtype].is_rotated:
             return ragged_paged_attention(query, sm_scale=self.scale, **given)
         # Stored rows are rotated, and so are the queries that meet them and the values that come of them. The latter
         # stay in float32 until they are turned back.
         out, dtype = given.pop("out", None), given.pop("out_dtype", query.dtype)
         results = ragged_paged_attention(
-            caches.rotated(query), sm_scale=self.scale / caches.norm(self.head_size), out_dtype=torch.float32, **given
+            rotated(query), sm_scale=self.scale / norm(self.head_size), out_dtype=torch.float32, **given
         )
         values, *lse = results if isinstance(results, tuple) else (results,)
-        values = caches.rotated_back(values)
+        values = rotated_back(values)
         values = values.to(dtype) if out is None else out.copy_(values)
         return (values, *lse) if lse else values
 
@@ -419,7 +422,7 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         )
 
     def _has_fused_steps(self) -> bool:
-        if caches.KINDS[self.kv_cache_dtype].keeps_scales:
+        if KINDS[self.kv_cache_dtype].keeps_scales:
             return False
         return self.attn_type == "decoder" and self.dcp_world_size == 1
 
@@ -437,31 +440,31 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
             return
         tokens = slot_mapping.shape[0]  # keys and values may be padded when slots are not
         key, value = key[:tokens], value[:tokens]
-        if caches.KINDS[self.kv_cache_dtype].is_rotated:
-            key, value = caches.rotated(key), caches.rotated(value)
+        if KINDS[self.kv_cache_dtype].is_rotated:
+            key, value = rotated(key), rotated(value)
         write_kv_pages(key, value, slot_mapping=slot_mapping, **self._stored(layer, kv_cache)._asdict())
 
-    def _stored(self, layer: Any, kv_cache: torch.Tensor) -> caches.Stored:
-        return caches.stored(kv_cache, self.kv_cache_dtype, self.head_size, layer)
+    def _stored(self, layer: Any, kv_cache: torch.Tensor) -> Stored:
+        return stored(kv_cache, self.kv_cache_dtype, self.head_size, layer)
 
 
 class RaggedAttentionBackend(RaggedBackend, _vllm.AttentionBackend):
     """The answers to vLLM's questions before it selects a backend; see `ragged_attention.integrations.vllm`."""
 
     NAME, IMPL, BUILDER = "RAGGED", RaggedAttentionImpl, RaggedMetadataBuilder
-    supported_kv_cache_dtypes: ClassVar[list[str]] = [*caches.KINDS]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [*KINDS]
     supported_attn_types: ClassVar[tuple[str, ...]] = ("decoder", *WITHOUT_CACHE, "encoder_decoder")
     forward_includes_kv_cache_update = False
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        return caches.customized(spec)
+        return customized(spec)
 
     @classmethod
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **named: Any
     ) -> str | None:
-        return None if kv_cache_dtype is None else caches.refusal(kv_cache_dtype, head_size)
+        return None if kv_cache_dtype is None else refusal(kv_cache_dtype, head_size)
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:

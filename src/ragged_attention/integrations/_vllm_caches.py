@@ -11,7 +11,6 @@ their scales, the codes of all values, and then theirs. Nothing is ever copied.
 """
 
 import dataclasses
-import functools
 import importlib
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ class CacheKind:
     has_layer_scales: bool = False  # whether the layer has scales, for all of its rows or for those of a head
     has_row_scales: bool = False  # whether a scale follows each row
     has_group_scales: bool = False  # whether scales of groups of columns follow the codes of a block
-    is_rotated: bool = False  # whether rows are stored, and queries multiplied with them, as `rotated` makes them
+    is_rotated: bool = False  # whether rows are stored as `_vllm_rotation` turns them
 
     def head_size_multiple(self) -> int:
         """What head sizes are multiples of."""
@@ -129,36 +128,3 @@ def refusal(kv_cache_dtype: str, head_size: int) -> str | None:
             f"expected a head size of a multiple of {multiple} with kv_cache_dtype={kv_cache_dtype!r}, got {head_size}"
         )
     return None
-
-
-# The rotation of vLLM's `int4_per_token_head`: the signs of columns, then a Hadamard transform that is not normalised.
-
-
-def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Rows in whose columns no outlier stays alone; products of two rotated rows are `norm` times those of the rows."""
-    matrix = _matrix(norm(x.shape[-1]), x.device)
-    return (x.float().unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2).to(x.dtype)
-
-
-def rotated_back(x: torch.Tensor) -> torch.Tensor:
-    """What `rotated` made x of, in float32."""
-    matrix = _matrix(norm(x.shape[-1]), x.device)
-    return (x.float().unflatten(-1, (-1, len(matrix))) @ matrix.T).flatten(-2) / len(matrix)
-
-
-def norm(head_size: int) -> int:
-    """The largest power of two that divides a head size: the number of columns that are rotated together."""
-    return head_size & -head_size
-
-
-@functools.cache
-def _matrix(size: int, device: torch.device) -> torch.Tensor:
-    """The rotation of `size` columns, f32 [size, size], of a row from the left.
-
-    vLLM draws the signs from torch's generator for CPUs, on every device, so other seeds would not read its caches.
-    """
-    step, matrix = torch.tensor([[1.0, 1.0], [1.0, -1.0]]), torch.ones(1, 1)
-    while len(matrix) < size:
-        matrix = torch.kron(step, matrix)
-    draws = torch.bernoulli(torch.full((size,), 0.5), generator=torch.Generator().manual_seed(0x9E3779B9))
-    return ((2 * draws - 1)[:, None] * matrix).to(device)

@@ -142,8 +142,8 @@ class JaxFrontEnd(Operations[jax.Array, Never]):
     def write(self, record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any) -> Any:
         prepared, count = self.prepare(record, arguments), record.NUM_RESULTS or 0
         results = self.run_prepared(record, prepared, backend, options)
-        results = *results[:count], *_new_caches(record, arguments, prepared, results[count:])
-        return results if len(results) > 1 else results[0]
+        results = [*results[:count], *_new_caches(record, arguments, prepared, results[count:])]
+        return tuple(results) if len(results) > 1 else results[0]
 
 
 def _new_caches(

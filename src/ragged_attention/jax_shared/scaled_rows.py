@@ -175,11 +175,11 @@ def _in_blocks_of_e4m3(rows: jax.Array, scale: jax.Array | None, form: KvFormat)
     """e2m1 codes with an e4m3 scale for each block."""
     blocks = _blocks(rows, form)
     reach = _magnitudes(blocks).max(axis=-1)
-    scale = jnp.float32(1) if scale is None else jnp.where(scale < SMALLEST, 0, scale)[:, None]
-    scales = jnp.where(scale > 0, quotient(_float(reach), 6 * scale), 0)
+    factor = jnp.float32(1) if scale is None else jnp.where(scale < SMALLEST, 0, scale)[:, None]
+    scales = jnp.where(factor > 0, quotient(_float(reach), 6 * factor), 0)
     stored = codes(jnp.where(reach > INFINITY, jnp.float32(np.nan), scales), *FORMATS[form.scales])
     factors = lax.bitcast_convert_type(stored, jnp.float8_e4m3fn).astype(jnp.float32)
-    inverse = jnp.where(factors > 0, _inverse(factors * scale), 0)
+    inverse = jnp.where(factors > 0, _inverse(factors * factor), 0)
     four_bits = jnp.where((reach > INFINITY)[..., None], 0, e2m1_codes(blocks * inverse[..., None]))
     return packed(four_bits.reshape(rows.shape)), stored
 

@@ -229,8 +229,13 @@ class Paged(FrontEnd[Array, Memory]):
     def write_kv_pages(
         self, k: Array, v: Array, kv_pages: Pages[Array],
         slot_mapping: Array | tuple[Array, Array, Array] | None = None, *,
-        k_scale_pages: Array | None = None, v_scale_pages: Array | None = None,
-        **keywords: Unpack[WriteKeywords[Array]],
+        k_scale_pages: Array, v_scale_pages: Array | None = None, **keywords: Unpack[WriteKeywords[Array]],
+    ) -> tuple[Pages[Array], Array | None, Array | None]: ...  # fmt: skip
+    @overload
+    def write_kv_pages(
+        self, k: Array, v: Array, kv_pages: Pages[Array],
+        slot_mapping: Array | tuple[Array, Array, Array] | None = None, *,
+        k_scale_pages: None = None, v_scale_pages: Array, **keywords: Unpack[WriteKeywords[Array]],
     ) -> tuple[Pages[Array], Array | None, Array | None]: ...  # fmt: skip
     def write_kv_pages(
         self,

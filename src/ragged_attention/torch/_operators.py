@@ -114,9 +114,8 @@ class TorchFrontEnd(Operations[torch.Tensor, torch.Tensor]):
 
     def write(self, record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any) -> Any:
         result = self.run(record, arguments, backend, options)
-        caches = record.caches_of(arguments)
-        results = (result, *caches) if record.NUM_RESULTS else caches
-        return results if len(results) > 1 else results[0]
+        results = [*([result] if record.NUM_RESULTS else []), *record.caches_of(arguments)]
+        return tuple(results) if len(results) > 1 else results[0]
 
 
 FRONT_END = TorchFrontEnd()

@@ -26,7 +26,16 @@ from ragged_attention.portable.numba._paged_keys import (
 )
 from ragged_attention.portable.numba._paged_lists import attend_to_blocks
 from ragged_attention.portable.numba._records import Fields, up_to
-from ragged_attention.portable.numba._scaled_rows import expanded, folded, load_scales, read_row, side_fields
+from ragged_attention.portable.numba._scaled_rows import (
+    expand_keys,
+    expand_values,
+    expanded,
+    folded,
+    load_scales,
+    read_factors,
+    read_row,
+    side_fields,
+)
 from ragged_attention.portable.numba._sequences import (
     gaps_by,
     kv_len_of,
@@ -202,14 +211,14 @@ def read_keys(call, tile, count):
     """Read `count` keys, unless they are multiplied in the cache; returns the address of their factors, 0 for none."""
     keys, in_place = keys_of(call), reads_in_place(call, tile)
     if expanded(keys):
-        _tiles.expand_keys(tile, keys, call.head_dim, count)
+        expand_keys(tile, keys, call.head_dim, count)
     elif tile.paired and not in_place:
         _tiles.pair_keys(keys.codes, tile.sources, tile.k, tile.width, count)
     elif not in_place:
         _tiles.read_rows(keys.codes, tile.sources, tile.k, tile.width, call.head_dim, count)
     if not folded(keys):
         return 0
-    _tiles.read_factors(tile, keys, tile.sources, tile.k_scales, tile.k_factors, count)
+    read_factors(tile, keys, tile.sources, tile.k_scales, tile.k_factors, count)
     return tile.k_factors
 
 
@@ -218,7 +227,7 @@ def read_values(call, tile, count):
     """Read `count` values; returns how many have scales that might make them infinite or NaN, and so are 0 here."""
     values = values_of(call)
     if expanded(values):
-        return _tiles.expand_values(tile, values, call.v_head_dim, count)
+        return expand_values(tile, values, call.v_head_dim, count)
     if tile.paired:
         _tiles.pair_values(values.codes, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
     else:
@@ -238,14 +247,14 @@ def add_wrong_values(call, tile, unit, rows, first, count):
         source, scales, position = int_at(tile.v_sources, key), int_at(tile.v_scales, key), first + key
         if not source or load_scales(values, scales, tile.scratch):
             continue
-        read_row(values, source, scales, tile.first_row, call.v_head_dim, tile.scratch)
+        read_row(values, source, scales, tile.wide_row, call.v_head_dim, tile.scratch)
         for row in range(rows):
             token = unit.first + row // group
             if not int_at(tile.left, row) <= position < int_at(tile.right, row):
                 continue
             if sees(call, token, kv_len - (stop - start), kv_len, position):
                 weight = np.float32(1) if folded(values) else _tiles.weight_at(tile, row, key)
-                add_multiple(tile.out + 4 * row * tile.columns, tile.first_row, call.v_head_dim, weight)
+                add_multiple(tile.out + 4 * row * tile.columns, tile.wide_row, call.v_head_dim, weight)
 
 
 @compiled
@@ -281,7 +290,7 @@ def attend(call, tile, unit, head, rows):
         factors = 0
         if folded(values_of(call)):
             factors = tile.v_factors
-            wrong = _tiles.read_factors(tile, values_of(call), tile.v_sources, tile.v_scales, factors, count)
+            wrong = read_factors(tile, values_of(call), tile.v_sources, tile.v_scales, factors, count)
         _tiles.weigh_keys(tile, rows, first, count, holes, factors)
         prefetch_values(call, tile, 0, min(tile.keys, stop - after))
         wrong += read_values(call, tile, count)

@@ -19,7 +19,7 @@ from ragged_attention.portable.numba._formats import (
 )
 from ragged_attention.portable.numba._latent_rows import E2M1, E8M0, e2m1_code, largest_magnitude
 from ragged_attention.portable.numba._records import up_to
-from ragged_attention.portable.numba._scaled_rows import MANTISSA
+from ragged_attention.portable.numba._scaled_rows import MANTISSA, is_finite
 from ragged_attention.portable.numba._vectors import (
     FLOATS,
     LANES,
@@ -65,11 +65,6 @@ def store_scale(code, target, scale):
         set_int16(target, 0, code_of_float16(scale))
     else:
         set_byte(target, 0, code_of_e4m3(scale))
-
-
-@inlined
-def is_finite(number):
-    return abs(number) < np.float32(np.inf)
 
 
 # ---- codes

@@ -16,7 +16,8 @@ from numba.core import types
 from ragged_attention.calls.cache_formats import KvFormat
 from ragged_attention.portable.numba import _formats
 from ragged_attention.portable.numba._formats import FLOAT32, bfloat16_of_e4m3, number_at
-from ragged_attention.portable.numba._latent_rows import E2M1, STORED, widen_groups_of_e4m3, widen_scales
+from ragged_attention.portable.numba._latent_rows import E2M1, E8M0, STORED, widen_groups_of_e4m3
+from ragged_attention.portable.numba._records import up_to
 from ragged_attention.portable.numba._softmax import scale_row
 from ragged_attention.portable.numba._vectors import (
     FLOATS,
@@ -37,14 +38,22 @@ from ragged_attention.portable.numba._vectors import (
     function_of,
     in_all_lanes,
     inlined,
+    int32_at,
+    int_at,
     join,
+    larger_magnitude,
+    largest_of_magnitudes,
+    load,
     load_aligned,
     set_byte,
     set_float,
+    set_int,
     shuffled,
     splat,
     store,
     vector,
+    with_bits,
+    zero,
 )
 
 UINT4 = len(STORED)  # the code of a format that no other rows have
@@ -123,15 +132,31 @@ def load_scales(side, source, scratch):
         set_float(scratch, 0, scale)
         set_float(scratch, 1, point)
         return is_finite(scale) and is_finite(point)
+    return blocks_are_finite(load_block_scales(side, source, scratch))
+
+
+@inlined
+def load_block_scales(side, source, scratch):
+    """Read the scales of a row's blocks, and zeros to fill the last vector; returns the largest magnitudes in lanes."""
     if side.scale_step != 1:
         for index in range(side.num_scales):
             set_byte(scratch + CODES_AT, index, byte_at(source, index * side.scale_step))
         source = scratch + CODES_AT
-    widen_scales(side.scale_codes, source, scratch, side.num_scales)
-    fine = True
-    for index in range(side.num_scales):
-        fine = fine and abs(float_at(scratch, index)) < np.float32(_formats.LARGE)
-    return fine
+    high = splat(0.0)
+    for index in range(0, side.num_scales, LANES):
+        if side.scale_codes == E8M0:
+            scales = _formats.read_some_e8m0(source, index, side.num_scales - index)
+        else:
+            scales = _formats.read_some_e4m3(source, index, side.num_scales - index)
+        store(scratch, index, scales)
+        high = larger_magnitude(high, scales)
+    return high
+
+
+@inlined
+def blocks_are_finite(high):
+    """Whether no product of a code and a scale may be infinite or NaN; `high` has the magnitudes of the largest."""
+    return largest_of_magnitudes(high) < np.float32(_formats.LARGE)
 
 
 @inlined
@@ -243,31 +268,204 @@ def in_each_half(builder: Any, first: Any, second: Any) -> Any:
     return shuffled(builder, lanes, in_all_lanes(builder, first), in_all_lanes(builder, second))
 
 
+@function_of(vector, vector, vector)
+def paired_low(builder: Any, a: Any, b: Any) -> Any:
+    """The pairs of numbers at the same places of two vectors of bfloat16, for the first half of these."""
+    return _interleaved(builder, a, b, 0)
+
+
+@function_of(vector, vector, vector)
+def paired_high(builder: Any, a: Any, b: Any) -> Any:
+    """`paired_low` for the second half."""
+    return _interleaved(builder, a, b, LANES)
+
+
+def _interleaved(builder: Any, a: Any, b: Any, first: int) -> Any:
+    a, b = (builder.bitcast(each, SHORTS_OF_PAIRS) for each in (a, b))
+    places = [place for lane in range(first, first + LANES) for place in (lane, 2 * LANES + lane)]
+    return builder.bitcast(shuffled(builder, places, a, b), FLOATS)
+
+
 @inlined
-def factors_of(side, scratch, column):
+def point_of(side, source, scratch):
+    """The zero point in the mantissa of a scale; and no magnitudes of scales of blocks."""
+    return int32_at(source, 0) & 15, splat(0.0)
+
+
+@inlined
+def uint4_at(side, source, column, point):
+    return pairs_of_uint4(source, column // 2, point)
+
+
+@inlined
+def factors_at(side, source, scratch):
+    """The address of the scales of a row's blocks, and the largest magnitudes of vectors of them."""
+    return scratch, load_block_scales(side, source, scratch)
+
+
+@inlined
+def factors_of(side, factors, column):
     """The factors of a vector of pairs from a column on, whose number is a multiple of 2 * LANES."""
     block = column // side.group
     if side.group < 2 * LANES:
-        return in_each_half(float_at(scratch, block), float_at(scratch, block + 1))
-    return splat(float_at(scratch, block))
+        return in_each_half(float_at(factors, block), float_at(factors, block + 1))
+    return splat(float_at(factors, block))
+
+
+@inlined
+def e2m1_at(side, source, column, factors):
+    return scaled_pairs(pairs_of_e2m1(source, column // 2), factors_of(side, factors, column))
+
+
+@inlined
+def e4m3_at(side, source, column, factors):
+    return scaled_pairs(bfloat16_of_e4m3(source, column), factors_of(side, factors, column))
+
+
+def _pairs_of_rows(prepare: Any, pairs_at: Any) -> tuple[Any, Any]:
+    """Functions that read the keys and the values of a paired tile, whose codes must be expanded.
+
+    `prepare(side, scales, scratch)` reads what belongs to a row: it returns what `pairs_at` needs, and the largest
+    magnitudes of the scales of blocks. `pairs_at(side, source, column, prepared)` returns 2 * LANES columns of a row,
+    from a multiple of that on.
+    """
+
+    @compiled
+    def expand_keys(tile, side, columns, count):
+        for key in range(count):
+            source, row = int_at(tile.sources, key), tile.k + 4 * key * tile.width
+            if source:
+                prepared, _ = prepare(side, int_at(tile.k_scales, key), tile.scratch)
+                for column in range(0, columns, 2 * LANES):
+                    store(row, column // 2, pairs_at(side, source, column, prepared))
+
+    @compiled
+    def expand_pair(tile, side, columns, key, first, second):
+        """Write the pairs of two values, of which one or both may be zeros; returns the largest of their scales."""
+        # The zeros of a missing value may become other numbers, which a weight of 0 multiplies.
+        prepared_first = prepared_second = tile.zeros
+        high, whole, scratch = splat(0.0), columns // (2 * LANES) * (2 * LANES), tile.scratch + SCRATCH
+        if first != tile.zeros:
+            prepared_first, high = prepare(side, int_at(tile.v_scales, key), tile.scratch)
+        if second != tile.zeros:
+            prepared_second, other = prepare(side, int_at(tile.v_scales, key + 1), scratch)
+            high = larger_magnitude(high, other)
+        row = tile.v + 2 * key * tile.v_width
+        for column in range(0, whole, 2 * LANES):
+            a = pairs_at(side, first, column, prepared_first)
+            b = pairs_at(side, second, column, prepared_second)
+            store(row, column, paired_low(a, b))
+            store(row, column + LANES, paired_high(a, b))
+        if whole < columns:
+            at = row_bytes(side, whole)
+            copy(tile.scratch + CODES_AT, first + at, row_bytes(side, LANES))
+            copy(scratch + CODES_AT, second + at, row_bytes(side, LANES))
+            a = pairs_at(side, tile.scratch + CODES_AT - at, whole, prepared_first)
+            b = pairs_at(side, scratch + CODES_AT - at, whole, prepared_second)
+            store(row, whole, paired_low(a, b))
+        return high
+
+    @compiled
+    def right_or_zeros(tile, side, key):
+        """The address of a value, or of zeros if it has wrong scales."""
+        source = int_at(tile.v_sources, key)
+        _, high = prepare(side, int_at(tile.v_scales, key), tile.scratch)
+        return source if blocks_are_finite(high) else tile.zeros
+
+    @compiled
+    def expand_values(tile, side, columns, count):
+        high = splat(0.0)
+        if count % 2:
+            set_int(tile.v_sources, count, 0)  # the list has room for an even number
+        for key in range(0, count, 2):
+            first, second = int_at(tile.v_sources, key), int_at(tile.v_sources, key + 1)
+            first, second = first if first else tile.zeros, second if second else tile.zeros
+            high = larger_magnitude(high, expand_pair(tile, side, columns, key, first, second))
+        if blocks_are_finite(high):
+            return 0
+        for key in range(0, count, 2):
+            first = right_or_zeros(tile, side, key) if int_at(tile.v_sources, key) else tile.zeros
+            second = right_or_zeros(tile, side, key + 1) if int_at(tile.v_sources, key + 1) else tile.zeros
+            expand_pair(tile, side, columns, key, first, second)
+        return 1
+
+    return expand_keys, expand_values
+
+
+keys_of_uint4, values_of_uint4 = _pairs_of_rows(point_of, uint4_at)
+keys_of_e2m1, values_of_e2m1 = _pairs_of_rows(factors_at, e2m1_at)
+keys_of_e4m3, values_of_e4m3 = _pairs_of_rows(factors_at, e4m3_at)
+
+
+# ---- the keys and values of a tile
 
 
 @compiled
-def pair_codes(side, source, target, columns, scratch):
-    """`widen_codes` to bfloat16, with pairs of neighbouring columns; `columns` is a multiple of LANES. Needs PAIRS."""
-    whole = columns // (2 * LANES) * (2 * LANES)
-    if side.codes != UINT4 and side.codes != E2M1:
-        for column in range(0, whole, 2 * LANES):
-            pairs = scaled_pairs(bfloat16_of_e4m3(source, column), factors_of(side, scratch, column))
-            store(target, column // 2, pairs)
-        return
-    rest = scratch + CODES_AT
-    if whole < columns:
-        copy(rest, source + whole // 2, (columns - whole) // 2)
-    point = np.int64(float_at(scratch, 1)) if side.codes == UINT4 else 0
-    for column in range(0, columns, 2 * LANES):
-        place, index = (source, column // 2) if column < whole else (rest, 0)
-        if side.codes == UINT4:
-            store(target, column // 2, pairs_of_uint4(place, index, point))
+def expand_keys(tile, side, columns, count):
+    """Read `count` keys whose codes must be expanded; skip a key whose address is 0."""
+    if not tile.paired:
+        for key in range(count):
+            source = int_at(tile.sources, key)
+            if source:
+                load_scales(side, int_at(tile.k_scales, key), tile.scratch)
+                widen_codes(side, source, tile.k + 4 * key * tile.width, columns, tile.scratch)
+    elif side.codes == UINT4:
+        keys_of_uint4(tile, side, columns, count)
+    elif side.codes == E2M1:
+        keys_of_e2m1(tile, side, columns, count)
+    else:
+        keys_of_e4m3(tile, side, columns, count)
+
+
+@compiled
+def widen_values(tile, side, columns, count):
+    """`expand_values` for a tile of float32."""
+    wrong = 0
+    for key in range(count):
+        source, row = int_at(tile.v_sources, key), tile.v + 4 * key * tile.v_width
+        if source and load_scales(side, int_at(tile.v_scales, key), tile.scratch):
+            widen_codes(side, source, row, columns, tile.scratch)
         else:
-            store(target, column // 2, scaled_pairs(pairs_of_e2m1(place, index), factors_of(side, scratch, column)))
+            zero(row, 4 * columns)
+            wrong += 1 if source else 0
+    return wrong
+
+
+@compiled
+def expand_values(tile, side, columns, count):
+    """Read `count` values whose codes must be expanded; returns whether some are wrong.
+
+    A value that is missing, or has scales of blocks that might make it infinite or NaN, becomes zeros, except that a
+    missing one may become any numbers; the others are wrong.
+    """
+    if not tile.paired:
+        return widen_values(tile, side, columns, count)
+    if side.codes == UINT4:
+        return values_of_uint4(tile, side, columns, count)
+    if side.codes == E2M1:
+        return values_of_e2m1(tile, side, columns, count)
+    return values_of_e4m3(tile, side, columns, count)
+
+
+@compiled
+def read_factors(tile, side, sources, scales, factors, count):
+    """List the scales of `count` whole rows as factors; returns how many were not finite, which become 0."""
+    zero(factors, 4 * up_to(count, LANES))
+    if side.scale_codes == FLOAT32:
+        high, mask = splat(0.0), splat(float_of(0xFFFFFFF0 if side.zero == MANTISSA else 0xFFFFFFFF))
+        for key in range(count):
+            if int_at(sources, key):
+                set_float(factors, key, float_at(int_at(scales, key), 0))
+        for index in range(0, count, LANES):
+            each = with_bits(load(factors, index), mask)
+            store(factors, index, each)
+            high = larger_magnitude(high, each)
+        if side.zero != STORED_ZERO and is_finite(largest_of_magnitudes(high)):
+            return 0
+    wrong = 0
+    for key in range(count):
+        if int_at(sources, key):
+            finite = load_scales(side, int_at(scales, key), tile.scratch)
+            set_float(factors, key, float_at(tile.scratch, 0) if finite else np.float32(0))
+            wrong += 0 if finite else 1
+    return wrong

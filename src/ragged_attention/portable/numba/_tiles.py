@@ -11,12 +11,10 @@ scales have these at the addresses `k_scales` and `v_scales`. Scales of whole ro
 `k_factors` and `v_factors`; `mean_factors` has the mean of the latter by each row's weights (`multiply_weights`).
 """
 
-import numpy as np
-
 from ragged_attention.portable.numba import _formats
 from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix, mix_of_pairs, scores, scores_of_pairs
 from ragged_attention.portable.numba._records import allocate_arena, list_rows, record_at, up_to
-from ragged_attention.portable.numba._scaled_rows import SCRATCH, load_scales, pair_codes, widen_codes
+from ragged_attention.portable.numba._scaled_rows import SCRATCH
 from ragged_attention.portable.numba._sequences import within
 from ragged_attention.portable.numba._softmax import NOTHING, capped, multiply_row, multiply_weights, scale_row, weigh
 from ragged_attention.portable.numba._vectors import (
@@ -42,7 +40,7 @@ BUFFERS = ("q", "k", "k_rows", "transposed", "v", "s", "lost", "out", "m_i", "l_
          "sources", "v_sources", "next_sources", "next_v_sources", "positions", "next_positions",
          "v_rows", "named", "seen", "own_positions", "own_keys", "own_values",
          "k_scales", "v_scales", "next_k_scales", "next_v_scales", "k_factors", "v_factors", "mean_factors",
-         "scratch", "first_row", "second_row",
+         "scratch", "zeros", "wide_row",
          "packed_q", "packed_out", "packed_m_i", "packed_l_i")  # fmt: skip
 tile_at = record_at((*NUMBERS, *BUFFERS))
 FEW_ROWS = 4 * ROWS  # with up to this many rows, keys are multiplied without transposing them
@@ -69,7 +67,7 @@ def new_tile(rows, keys, width, columns, latent, paired, named, rows_at_once):
         (4 * rows * width, 4 * keys * width, addresses, 4 * s_width * width, values, logits, logits, 4 * rows * columns,
          floats, floats, integers, integers, integers, 4 * width, addresses, addresses, addresses, addresses,
          addresses, addresses, addresses, named, addresses, addresses, addresses, addresses,
-         addresses, addresses, addresses, addresses, 4 * keys, 4 * keys, floats, SCRATCH, 4 * columns, 4 * columns,
+         addresses, addresses, addresses, addresses, 4 * keys, 4 * keys, floats, 2 * SCRATCH, 4 * columns, 4 * columns,
          *packed),
     )  # fmt: skip
     if address == 0:
@@ -77,6 +75,7 @@ def new_tile(rows, keys, width, columns, latent, paired, named, rows_at_once):
     tile = tile_at(address)
     tile.rows, tile.keys, tile.width, tile.v_width, tile.columns = rows, keys, width, v_width, columns
     tile.s_width, tile.s_rows, tile.paired = s_width, s_rows, paired
+    zero(tile.zeros, 4 * columns)
     zero(tile.v, values)  # the places that pad a row stay 0
     if latent:
         tile.v = tile.k
@@ -149,67 +148,6 @@ def pair_values(code, sources, target, width, columns, count):
             _formats.pair(code, first, second, row, columns)
         else:
             zero(row, 4 * columns)
-
-
-@compiled
-def expand_keys(tile, side, columns, count):
-    """Read `count` keys whose codes must be expanded (see `_scaled_rows`); skip a key whose address is 0."""
-    for key in range(count):
-        source, row = int_at(tile.sources, key), tile.k + 4 * key * tile.width
-        if source:
-            load_scales(side, int_at(tile.k_scales, key), tile.scratch)
-            if tile.paired:
-                pair_codes(side, source, row, columns, tile.scratch)
-            else:
-                widen_codes(side, source, row, columns, tile.scratch)
-
-
-@compiled
-def expand_value(tile, side, key, target, columns):
-    """Read one value whose codes must be expanded, of bfloat16 in a `paired` tile; returns 1 if that is wrong.
-
-    A value that is missing or has scales that might make it infinite or NaN becomes zeros; the latter is wrong.
-    """
-    source = int_at(tile.v_sources, key)
-    if not source or not load_scales(side, int_at(tile.v_scales, key), tile.scratch):
-        zero(target, 2 * columns if tile.paired else 4 * columns)
-        return 1 if source else 0
-    if tile.paired:
-        pair_codes(side, source, target, columns, tile.scratch)
-    else:
-        widen_codes(side, source, target, columns, tile.scratch)
-    return 0
-
-
-@compiled
-def expand_values(tile, side, columns, count):
-    """Read `count` values whose codes must be expanded; returns how many are wrong, see `expand_value`."""
-    wrong = 0
-    if not tile.paired:
-        for key in range(count):
-            wrong += expand_value(tile, side, key, tile.v + 4 * key * tile.v_width, columns)
-        return wrong
-    for key in range(0, count, 2):
-        wrong += expand_value(tile, side, key, tile.first_row, columns)
-        if key + 1 < count:
-            wrong += expand_value(tile, side, key + 1, tile.second_row, columns)
-        row = tile.v + 2 * key * tile.v_width
-        second = tile.second_row if key + 1 < count else tile.first_row
-        _formats.pair(_formats.BFLOAT16, tile.first_row, second, row, columns)
-    return wrong
-
-
-@compiled
-def read_factors(tile, side, sources, scales, factors, count):
-    """List the scales of `count` whole rows as factors; returns how many were not finite, which become 0."""
-    wrong = 0
-    zero(factors, 4 * up_to(count, LANES))
-    for key in range(count):
-        if int_at(sources, key):
-            finite = load_scales(side, int_at(scales, key), tile.scratch)
-            set_float(factors, key, float_at(tile.scratch, 0) if finite else np.float32(0))
-            wrong += 0 if finite else 1
-    return wrong
 
 
 @inlined

@@ -191,6 +191,12 @@ larger_magnitude = function_of(vector, vector, vector)(_larger_magnitude)
 
 
 @function_of(vector, vector, vector)
+def with_bits(builder: Any, a: Any, mask: Any) -> Any:
+    """`a` with those of its bits that are set in `mask`."""
+    return builder.bitcast(builder.and_(builder.bitcast(a, INTS), builder.bitcast(mask, INTS)), FLOATS)
+
+
+@function_of(vector, vector, vector)
 def with_sign(builder: Any, a: Any, sign: Any) -> Any:
     """`a`, which must not be negative, with the sign of `sign`."""
     bit = bits_in(builder, sign, 0x80000000)

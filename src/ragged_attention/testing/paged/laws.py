@@ -101,7 +101,8 @@ def output_is_a_mixture(runner: Runner, spec: Spec) -> None:
         row = np.ones((1, 1, values.shape[3] * form.columns_per_element), np.float32)
         codes, scales = quantized(row, np.ones(1, np.float32), form)
         values[...] = codes[0, 0]
-        ones = ones.change(v_scale_pages=np.broadcast_to(scales[0, 0], ones.v_scale_pages.shape).astype(scales.dtype))
+        given: Any = ones.v_scale_pages
+        ones = ones.change(v_scale_pages=np.broadcast_to(scales[0, 0], given.shape).astype(scales.dtype))
     else:
         values[...] = formats.stored(np.float32(1), "float32" if form is None else form.codes)
     constant = ones.values()[1].max(initial=0)

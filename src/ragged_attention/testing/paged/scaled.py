@@ -18,7 +18,8 @@ from ragged_attention.testing.rounded_weights import allowance
 from ragged_attention.testing.runner import Runner
 from ragged_attention.testing.selected import Selection
 
-SHORT, LONG = {"lens": MIXED}, {"lens": ((1, 700), (1, 3)), "page_size": 16}
+SHORT: dict[str, Any] = {"lens": MIXED}
+LONG: dict[str, Any] = {"lens": ((1, 700), (1, 3)), "page_size": 16}
 
 
 def _of(name: str, /, **fields: Any) -> Spec:

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ragged_attention.calls.cache_formats import KvFormat
 from ragged_attention.reference._kv_layout import per_head, sequence_bounds
 from ragged_attention.reference._scaled_rows import quantized
 from ragged_attention.reference.ragged_paged_attention import (
@@ -88,7 +87,7 @@ class Arrays:
         return "bfloat16" if self.quantized else self.dtype
 
     @property
-    def formats(self) -> dict[str, KvFormat]:
+    def formats(self) -> dict[str, Any]:
         """The formats of keys and values that the reference needs to read pages of codes."""
         if not self.quantized:
             return {}

@@ -1,0 +1,40 @@
+"""The rotation of rows in vLLM's `int4_per_token_head`: signs of columns, then a Hadamard transform, not normalised.
+
+No outlier stays alone in its column then, and most rows have numbers of both signs, which their zero points need.
+"""
+
+import functools
+
+import torch
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """The rotated rows, in their dtype; products of two rotated rows are `norm` times those of the rows."""
+    matrix = _matrix(norm(x.shape[-1]), x.device)
+    return (x.float().unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2).to(x.dtype)
+
+
+def rotated_back(x: torch.Tensor) -> torch.Tensor:
+    """What `rotated` made x of, in float32."""
+    matrix = _matrix(norm(x.shape[-1]), x.device)
+    return (x.float().unflatten(-1, (-1, len(matrix))) @ matrix.T).flatten(-2) / len(matrix)
+
+
+def norm(head_size: int) -> int:
+    """The largest power of two that divides a head size: the number of columns that are rotated together."""
+    return head_size & -head_size
+
+
+@functools.cache
+def _matrix(size: int, device: torch.device) -> torch.Tensor:
+    """The rotation of `size` columns, f32 [size, size], of a row from the left.
+
+    vLLM draws the signs from torch's generator for CPUs, on every device, so other seeds would not read its caches. It
+    loads models with another default device.
+    """
+    with torch.device("cpu"):
+        step, matrix = torch.tensor([[1.0, 1.0], [1.0, -1.0]]), torch.ones(1, 1)
+        while len(matrix) < size:
+            matrix = torch.kron(step, matrix)
+        draws = torch.bernoulli(torch.full((size,), 0.5), generator=torch.Generator().manual_seed(0x9E3779B9))
+        return ((2 * draws - 1)[:, None] * matrix).to(device)
