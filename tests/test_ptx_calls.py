@@ -147,7 +147,7 @@ CORNERS = (
     "packed gradient, 33/7",
     "write, by slots: float8_e4m3fn",
     "merge, lses far apart",
-    "paged decode, quantised, soft cap",
+    "paged decode, quantised, soft cap",  # by the kernels of ragged attention with scale pages
     "paged decode, lengths of every kind",
     "chunked prefill, a partial chunk",
     "latent decode, extra cache with lengths",
@@ -185,7 +185,6 @@ RUN_BY = {
     "_combine.combine_kernel": "attention, decode of a long sequence",
     "_heads_first.chunk_edges_kernel": "chunked prefill, a partial chunk",
     "_heads_first.decode_edges_kernel": "paged decode, lengths of every kind",
-    "_heads_first.scaled_kernel": "paged decode, quantised, soft cap",
     "_indexer.fill_kernel": "indexer top-k, exact, candidates",
     "_indexer.tile_logits_kernel": "indexer top-k, exact, packed, wild ranges",
     "_indexer.walk_logits_kernel": "indexer top-k, exact, candidates",

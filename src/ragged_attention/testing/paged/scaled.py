@@ -149,11 +149,11 @@ def corners() -> Iterator[Check]:
     for name in formats.SCALED:
         for what, fields in _OF_EACH.items():
             build = lambda name=name, fields=fields: _of(name, **fields).build()  # noqa: E731
-            yield Check("corner", f"attention, {name}, {what}", on_corner(check_attention, build))
+            yield Check("corner", f"attention over scale pages, {name}, {what}", on_corner(check_attention, build))
     for name, spec in _PAIRS.items():
-        yield Check("corner", f"attention, {name}", on_corner(check_attention, spec.build))
+        yield Check("corner", f"attention over scale pages, {name}", on_corner(check_attention, spec.build))
     for name, build_write in WRITES.items():
-        yield Check("corner", f"write, {name}", on_corner(check_write, build_write))
+        yield Check("corner", f"write of scale pages, {name}", on_corner(check_write, build_write))
 
 
 def agreement() -> Iterator[Check]:

@@ -368,7 +368,8 @@ class Batch(RaggedTables):
             scales = (per_head(scale, self.num_kv_heads)[:, None] for scale in (self.k_scale, self.v_scale))
             arrays = [values * scale for values, scale in zip(arrays, scales, strict=True)]
         if not isinstance(self.kv_pages, tuple):
-            arrays = [np.stack(arrays, axis=3).reshape(*arrays[0].shape[:2], -1, arrays[0].shape[3])]
+            num_pages, page_size, heads, width = arrays[0].shape
+            arrays = [np.stack(arrays, axis=3).reshape(num_pages, page_size, 2 * heads, width)]
         wide = self.change(kv_pages=like_pages(self.kv_pages, [pages.astype(np.float32) for pages in arrays]))
         given = ("k_scale", "v_scale", "k_scale_pages", "v_scale_pages") if self.quantized else ()
         plain = {"dtype": "float32", "cache_dtype": "float32", "stored": None, "out_dtype": None}
