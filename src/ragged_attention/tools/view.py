@@ -225,7 +225,9 @@ def batch_of(parsed: argparse.Namespace) -> Batch:
         raise InvalidInput(f"expected page tables of at most {MAX_ENTRIES} entries, got {size}")
     latent = parsed.operation == MlaDecode.OPERATION
     for name in (
-        ("head_dim", "cache_dtype", "kv_format", "window", "draft", "mask") if latent else ("cache_format", "topk", "schedule")
+        ("head_dim", "cache_dtype", "kv_format", "window", "draft", "mask")
+        if latent
+        else ("cache_format", "topk", "schedule")
     ):
         if getattr(parsed, name):
             raise InvalidInput(f"expected no --{name.replace('_', '-')} of {parsed.operation}, got one")
