@@ -17,6 +17,7 @@ decode by `numba` on one thread, beside bfloat16, `--check` only compares the ta
 
 import argparse
 import dataclasses
+import datetime
 import itertools
 import json
 import sys
@@ -39,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "cache_formats.json", ROOT / "docs" / "cache_formats.md"
 WIDTHS = (128, 64)  # columns of a head
 KEYS, QUERIES, HEADS, PAGE_SIZE = 512, 32, 2, 16
-ROUNDS, AGREEMENT = 15, 0.1  # of times: how often each is taken, and how far two runs may differ
+ROUNDS, AGREEMENT = 60, 0.1  # of times: how often each is taken, and how far two runs may differ
 BASE = "bfloat16"
 # The largest number of each dtype of pages without scale pages.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "float8_e4m3fnuz": 240.0}
@@ -218,7 +219,13 @@ def times(forms: Sequence[Format]) -> dict[str, Any]:
     ratios = [{name: run[name] / run[BASE] for name in run} for run in runs]
     apart = max(abs(ratios[0][name] - ratios[1][name]) / min(each[name] for each in ratios) for name in calls)
     kept = {name: min(each[name] for each in ratios) for name in calls} if apart <= AGREEMENT else {}
-    return {"cpu": machine(), "torch": torch.__version__, "apart": apart, "over_bfloat16": kept}
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": machine(),
+        "torch": torch.__version__,
+        "apart": apart,
+        "over_bfloat16": kept,
+    }
 
 
 # ---- tables
@@ -271,7 +278,7 @@ def _times_table(record: Mapping[str, Any]) -> str:
             "here, if two runs in turn agree within 10 %.\n"
         )
     lines = [
-        f"Measured on {found['cpu']}, torch {found['torch']}, one thread.\n",
+        f"Measured on one thread of {found['cpu']}, torch {found['torch']}, {found['date']}.\n",
         "| format | time / bfloat16 |",
         "|---|---|",
     ]

@@ -273,18 +273,19 @@ def kv_rows() -> drawing.Drawing:
         f"The {width} columns of a row of K or V of one head: codes in the pages, and scales and zero points in the "
         f"scale pages. Below, pages of {tokens} tokens in which the scales lie, as vLLM has them.",
     )
-    scale = WIDTH / (2 * tokens * (width + ITEM_BYTES["float32"]))
+    row_scale, page_scale = WIDTH / (2.6 * width), WIDTH / (2 * tokens * (width + ITEM_BYTES["float32"]))
     drawn.legend(LEFT, 20, [("one", "codes, in pages"), ("two", "scales, in scale pages"), ("three", "zero point")])
     y = 34.0
 
-    def row(name: str, pieces: Iterable[tuple[str, float, float]], text: str) -> None:
+    def row(name: str, pieces: Iterable[tuple[str, float, float]], scale: float, text: str = "") -> None:
         nonlocal y
         end = 0.0
         drawn.text(LEFT - 8, y + 11, name, "small", "end")
         for kind, start, stop in pieces:
-            drawn.boxes(KV_KINDS[kind], [(LEFT + start * scale, y, (stop - start) * scale - 0.6, 14)])
+            drawn.boxes(KV_KINDS[kind], [(LEFT + start * scale, y, (stop - start) * scale - 0.3, 14)])
             end = max(end, stop)
-        drawn.text(LEFT + end * scale + 8, y + 11, text, "small quiet")
+        if text:
+            drawn.text(LEFT + end * scale + 8, y + 11, text, "small quiet")
         y += 20
 
     plain = UNSCALED_FORMATS["bfloat16"], UNSCALED_FORMATS["int8"]
@@ -292,22 +293,21 @@ def kv_rows() -> drawing.Drawing:
     for name, form in (*zip(names, plain, strict=True), *((form.name, form) for form in SCALED_FORMATS)):
         pieces, at = [], 0.0
         for kind, size in kv_parts(form, width):
-            # Codes and scales are apart in memory. A zero in the mantissa is the lowest 4 bits of the scale's 32.
-            at += 4 if kind == "scales" else 0
-            cut = at + size - (0.5 if kind == "scales" and form.zero == "mantissa" else 0)
-            pieces.append((kind, at, cut))
-            if cut < at + size:
-                pieces.append(("zero", cut, at + size))
+            at += 4 if kind == "scales" else 0  # codes and scales are apart in memory
+            zero = 0.5 if kind == "scales" and form.zero == "mantissa" else 0.0  # the lowest 4 bits, in the first byte
+            if zero:
+                pieces.append(("zero", at, at + zero))
+            pieces.append((kind, at + zero, at + size))
             at += size
         sizes = " + ".join(str(size) for _, size in kv_parts(form, width))
-        row(name, pieces, f"{sizes} bytes: {_said_of(form, width)}")
+        row(name, pieces, row_scale, f"{sizes} bytes: {_said_of(form, width)}")
     y += 14
     drawn.text(10, y, f"In the pages themselves: {tokens} tokens of one head in vLLM", "head")
     y += 12
     named = {form.name: form for form in reversed(SCALED_FORMATS)}
     for name, by_row in (("int8_token_head", True), ("int4_token_head", True), ("nvfp4", False)):
         page = kv_page(kv_parts(named[name], width), tokens, by_row=by_row)
-        row(name, [(kind, start, stop) for kind, start, stop, _ in page], "")
+        row(name, [(kind, start, stop) for kind, start, stop, _ in page], page_scale)
         for kind, start, stop, text in page:
             drawn.text(LEFT, y + 6, f"{start} - {stop - 1}: {text}, {kind}", "small quiet")
             y += 12
