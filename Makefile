@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --constraint
 # Tests start many processes; where bytecode is not kept, each compiles the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-shard test-durations test-versions check conformance compile-matrix ptx-faults cuda-compile predictions flash-mla-matrix tpu-compile bench bench-cpu bench-transformers transformers-models vllm-check docs docs-site status dist release device-prepare device-rehearsal clean
+.PHONY: demo test test-all test-shard test-durations test-versions check conformance compile-matrix ptx-faults cuda-compile predictions flash-mla-matrix tpu-compile bench bench-cpu bench-formats bench-transformers transformers-models vllm-check docs docs-site status dist release device-prepare device-rehearsal clean
 
 demo: .venv/demo
 	$(BIN)/ragged-attention demo $(ARGS)
@@ -81,6 +81,10 @@ bench: .venv/all
 # Beside the peers that are installed; ARGS=--help says how to install them, ARGS=--save keeps what was measured.
 bench-cpu: .venv/all
 	$(BIN)/python -m benchmarks.cpu $(ARGS)
+
+# Bytes and errors of each format of K/V caches; ARGS="--save --times" also times decode and keeps all of it.
+bench-formats: .venv/all
+	$(BIN)/python -m benchmarks.cache_formats $(ARGS)
 
 # Models of transformers with its attention and with ours, on a CPU; ARGS=--save keeps what was measured.
 bench-transformers: .venv/all

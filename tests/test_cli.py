@@ -14,6 +14,7 @@ from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, Device
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.tools import cli
+from ragged_attention.tools.samples import KV_FORMATS
 from tests.apart import printed
 
 ATTENTION = "ragged_paged_attention"
@@ -84,6 +85,14 @@ def test_explain_takes_every_feature(run_cli):
     assert ["*", "reference", "chosen"] in rows(out)
 
 
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize("operation", [ATTENTION, "write_kv_pages"])
+def test_explain_takes_every_format_of_rows_with_scales(run_cli, operation, kv_format):
+    code, out, err = run_cli("explain", operation, "--backend", "pallas,reference", "--kv-format", kv_format)
+    assert (code, err) == (0, "")
+    assert ["*", "reference", "chosen"] in rows(out)
+
+
 @pytest.mark.parametrize("operation", ["mla_decode", "sparse_mla_prefill", "write_mla_cache"])
 @pytest.mark.parametrize(
     "features",
@@ -135,6 +144,11 @@ def test_explain_says_so_when_nobody_takes_the_call(run_cli):
         ([ATTENTION, "--head-dim", "20"], "expected q.shape.2. to be a multiple of 8 from 16 to 512, got 20"),
         ([ATTENTION, "--page-size", "0"], "expected --page-size >= 1, got 0"),
         ([ATTENTION, "--dtype", "float64"], "expected q.dtype to be float32 or float16 or bfloat16, got float64"),
+        ([ATTENTION, "--kv-format", "int2"], "expected kv_format to be one of int8_token_head, .*, mxfp4, got 'int2'"),
+        (
+            [ATTENTION, "--kv-format", "mxfp8", "--cache-dtype", "int8"],
+            "expected cache_dtype or kv_format, got 'int8' and 'mxfp8'",
+        ),
         ([ATTENTION, "--sliding-window", "0"], "expected sliding_window >= 1, got 0"),
         ([ATTENTION, "--topk", "9"], "expected options of ragged_paged_attention to be among dtype, .*, got topk"),
         (["mla_decode", "--head-dim", "9"], "expected options of mla_decode to be among dtype, .*, got head_dim"),

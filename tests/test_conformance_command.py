@@ -83,13 +83,14 @@ def test_the_first_failure_ends_a_run(judge: Judge, tmp_path: Path) -> None:
 
 def test_junit_has_every_check(judge: Judge, tmp_path: Path) -> None:
     assert judge("lse in base 2", "--only", "attention ", "--junit", str(tmp_path / "it.xml")) == 1
+    # The backend takes no scale pages, so what is drawn with them becomes what it takes.
     (suite,) = ElementTree.parse(tmp_path / "it.xml").getroot()
     cases = {case.get("name"): case for case in suite}
-    assert suite.attrib.items() >= {"name": "torch-partial", "tests": str(len(cases)), "failures": "1"}.items()
+    assert suite.attrib.items() >= {"name": "torch-partial", "tests": str(len(cases)), "failures": "2"}.items()
     assert int(suite.attrib["skipped"]) == len(list(suite.iter("skipped"))) > 5
-    (failure,) = suite.iter("failure")
-    assert "lse is in base 2" in failure.attrib["message"]
-    assert "Spec(" in str(failure.text)
+    for failure in suite.iter("failure"):
+        assert "lse is in base 2" in failure.attrib["message"]
+        assert "Spec(" in str(failure.text)
     refusals = [skipped.attrib["message"] for skipped in suite.iter("skipped")]
     assert "partial does not promise batch_invariant for ragged_paged_attention" in refusals
 

@@ -75,6 +75,20 @@ def test_bytes_of_a_latent_cache(draw: Any, name: str, layout: str, token: int, 
     assert [(start, stop, kind) for start, stop, of, kind, _ in found if of == token] == expected
 
 
+def test_bytes_of_vllms_pages(draw: Any) -> None:
+    """As docs/cache_formats.md makes views of them."""
+    forms = {form.name: form for form in draw.SCALED_FORMATS}
+    rows = draw.kv_page(draw.kv_parts(forms["int8_token_head"], 64), 2, by_row=True)
+    assert [(kind, start, stop) for kind, start, stop, _ in rows[:4]] == [
+        ("codes", 0, 64), ("scales", 64, 68), ("codes", 68, 132), ("scales", 132, 136),
+    ]  # fmt: skip
+    assert rows[-1][2] == 2 * 2 * (64 + 4)
+    page = draw.kv_page(draw.kv_parts(forms["nvfp4"], 64), 2, by_row=False)
+    assert [(kind, start, stop) for kind, start, stop, _ in page] == [
+        ("codes", 0, 64), ("scales", 64, 72), ("codes", 72, 136), ("scales", 136, 144),
+    ]  # fmt: skip
+
+
 def test_one_count_of_parts_for_all_has_the_same_keys(draw: Any) -> None:
     visits = [(draw.schedule.Visit(0, stop, 64, False),) for stop in (128, 6400)]
     launch = draw.schedule.Launch(

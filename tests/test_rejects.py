@@ -512,8 +512,8 @@ STATIC = [
                   format="int4_token_head", scales_dtype="float16"),
     quantize_rows(InvalidInput, "expected scale to be a float array of shape [] or [num_kv_heads=2], got "
                   "float32[3]", scale=ones(3)),
-    dequantize_rows(InvalidInput, "expected codes.dtype to be float32 or float16 or bfloat16 or float8_e4m3fn or "
-                    "float8_e5m2 or int8 or uint8, got int32", codes=ones(3, 2, 16, dtype=np.int32)),
+    dequantize_rows(InvalidInput, f"expected codes.dtype to be {CACHES} or uint8, got int32",
+                    codes=ones(3, 2, 16, dtype=np.int32)),
     dequantize_rows(InvalidInput, "expected codes to have at least one axis, got none", codes=ones()),
     dequantize_rows(InvalidInput, "expected scales with codes of uint8, got none", scales=None),
     dequantize_rows(InvalidInput, "expected codes.shape[-1] * 2 to be a multiple of 8 from 16 to 512, got 8: append "

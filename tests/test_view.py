@@ -274,6 +274,12 @@ def test_splits_of_latents(run_cli, more) -> None:
     assert "Keys of sequence 1" in out
 
 
+def test_rows_with_scales(run_cli) -> None:
+    code, out, err = run_cli("--q-lens", "1,1", "--kv-lens", "700,30", "--device", "h200", "--kv-format", "nvfp4")
+    assert (code, err) == (0, "")
+    assert re.search(r"│ split +│ \d+ x 8", out)
+
+
 @pytest.mark.parametrize("name", [*view.DEVICES, "sm_89"])
 def test_every_device(run_cli, name) -> None:
     code, out, err = run_cli("--q-lens", "1,30", "--kv-lens", "700,30", "--device", name)
@@ -291,6 +297,7 @@ MISTAKES = {
     "--q-lens 1 --kv-lens 2 --sequence 1": "expected --sequence from 0 to 0, got 1",
     "--q-lens 1 --kv-lens 2 --topk 3": "expected no --topk of ragged_paged_attention, got one",
     "--q-lens 1 --kv-lens 2 --operation mla_decode --window 3": "expected no --window of mla_decode, got one",
+    "--q-lens 1 --kv-lens 2 --operation mla_decode --kv-format mxfp4": "expected no --kv-format of mla_decode, got one",
     "--q-lens 1 --kv-lens 2 --mask chunk": "expected a mask of the form chunk=SIZE or block=SIZE or sides=LEFT,RIGHT",
     "--q-lens 1 --kv-lens 2 --mask sides=3": "span=BEGIN,END, got 'sides=3'",
     "--q-lens 1 --kv-lens 2 --mask tree=3": "got 'tree=3'",

@@ -13,7 +13,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 from ragged_attention import dispatch
 from ragged_attention import key_ranges as ranges
 from ragged_attention.calls import CACHE_FORMATS, CacheFormat
+from ragged_attention.calls.cache_formats import SCALED_FORMATS, UNSCALED_FORMATS, KvFormat
 from ragged_attention.tools import drawing, schedule, view
 from ragged_attention.tools.samples import Sample
 
@@ -232,6 +233,96 @@ def mla_rows() -> drawing.Drawing:
             y += 12
         y += 8
     return drawn
+
+
+def kv_parts(form: KvFormat, width: int) -> list[tuple[str, int]]:
+    """What a row of keys or values is made of: kinds and bytes, codes first."""
+    parts = [("codes", width // form.columns_per_element * ITEM_BYTES.get(form.codes, 1))]
+    if not form.scaled:
+        return parts
+    each = ITEM_BYTES.get(form.scales, 1)
+    if form.zero == "stored":
+        return [*parts, ("scales", each), ("zero", each)]
+    return [*parts, ("scales", form.scales_of_row(width) * each)]
+
+
+def kv_page(parts: Sequence[tuple[str, int]], tokens: int, *, by_row: bool) -> list[tuple[str, int, int, str]]:
+    """A page of one head as vLLM has it, as runs of bytes: their kind, start, stop and text.
+
+    `by_row`: a token's K, its scale, V and its scale follow one another. Otherwise the codes of K of all tokens come
+    first, then their scales, and then the same of V.
+    """
+    pieces = (
+        [(kind, size, f"{side} of token {token}") for token in range(tokens) for side in "KV" for kind, size in parts]
+        if by_row
+        else [(kind, tokens * size, f"{side} of all tokens") for side in "KV" for kind, size in parts]
+    )
+    ends = list(itertools.accumulate(size for _, size, _ in pieces))
+    return [(kind, end - size, end, text) for (kind, size, text), end in zip(pieces, ends, strict=True)]
+
+
+KV_KINDS = {"codes": "one", "scales": "two", "zero": "three"}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def kv_rows() -> drawing.Drawing:
+    """The formats of caches of K and V byte by byte: a row of each, and two of vLLM's pages."""
+    width, tokens = 64, 2
+    drawn = drawing.Drawing(
+        "Formats of K/V caches, byte by byte",
+        f"The {width} columns of a row of K or V of one head: codes in the pages, and scales and zero points in the "
+        f"scale pages. Below, pages of {tokens} tokens in which the scales lie, as vLLM has them.",
+    )
+    row_scale, page_scale = WIDTH / (2.6 * width), WIDTH / (2 * tokens * (width + ITEM_BYTES["float32"]))
+    drawn.legend(LEFT, 20, [("one", "codes, in pages"), ("two", "scales, in scale pages"), ("three", "zero point")])
+    y = 34.0
+
+    def row(name: str, pieces: Iterable[tuple[str, float, float]], scale: float, text: str = "") -> None:
+        nonlocal y
+        end = 0.0
+        drawn.text(LEFT - 8, y + 11, name, "small", "end")
+        for kind, start, stop in pieces:
+            drawn.boxes(KV_KINDS[kind], [(LEFT + start * scale, y, (stop - start) * scale - 0.3, 14)])
+            end = max(end, stop)
+        if text:
+            drawn.text(LEFT + end * scale + 8, y + 11, text, "small quiet")
+        y += 20
+
+    plain = UNSCALED_FORMATS["bfloat16"], UNSCALED_FORMATS["int8"]
+    names = ("bfloat16", "int8, e4m3, e5m2, e4m3fnuz")
+    for name, form in (*zip(names, plain, strict=True), *((form.name, form) for form in SCALED_FORMATS)):
+        pieces, at = [], 0.0
+        for kind, size in kv_parts(form, width):
+            at += 4 if kind == "scales" else 0  # codes and scales are apart in memory
+            zero = 0.5 if kind == "scales" and form.zero == "mantissa" else 0.0  # the lowest 4 bits, in the first byte
+            if zero:
+                pieces.append(("zero", at, at + zero))
+            pieces.append((kind, at + zero, at + size))
+            at += size
+        sizes = " + ".join(str(size) for _, size in kv_parts(form, width))
+        row(name, pieces, row_scale, f"{sizes} bytes: {_said_of(form, width)}")
+    y += 14
+    drawn.text(10, y, f"In the pages themselves: {tokens} tokens of one head in vLLM", "head")
+    y += 12
+    named = {form.name: form for form in reversed(SCALED_FORMATS)}
+    for name, by_row in (("int8_token_head", True), ("int4_token_head", True), ("nvfp4", False)):
+        page = kv_page(kv_parts(named[name], width), tokens, by_row=by_row)
+        row(name, [(kind, start, stop) for kind, start, stop, _ in page], page_scale)
+        for kind, start, stop, text in page:
+            drawn.text(LEFT, y + 6, f"{start} - {stop - 1}: {text}, {kind}", "small quiet")
+            y += 12
+        y += 12
+    return drawn
+
+
+def _said_of(form: KvFormat, width: int) -> str:
+    if not form.scaled:
+        return "no scale" if not form.quantized else "scales in the call"
+    scales = form.scales.removeprefix("float8_").removesuffix("fnu").removesuffix("fn")
+    if form.group:
+        return f"{form.scales_of_row(width)} scales of {form.group} columns, {scales}"
+    zeros = {"": "", "mantissa": ", its lowest 4 bits the zero point", "stored": " and a zero point"}
+    return f"a scale{zeros[form.zero]}, {scales}"
 
 
 def index_page() -> drawing.Drawing:
@@ -486,6 +577,7 @@ PICTURES: dict[str, Callable[[], drawing.Drawing]] = {
     "visited_keys": visited_keys,
     "masks": masks,
     "splits": splits,
+    "kv_rows": kv_rows,
     "mla_rows": mla_rows,
     "index_page": index_page,
     "formats": formats,

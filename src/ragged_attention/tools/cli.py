@@ -21,7 +21,16 @@ from ragged_attention import config, dispatch
 from ragged_attention.calls import CACHE_FORMATS, CALLS
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.explain import answers
-from ragged_attention.tools.samples import FRAMEWORKS, KINDS, LatentSample, Sample, VarlenSample, device_of, sample_of
+from ragged_attention.tools.samples import (
+    FRAMEWORKS,
+    KINDS,
+    KV_FORMATS,
+    LatentSample,
+    Sample,
+    VarlenSample,
+    device_of,
+    sample_of,
+)
 
 # Commands that parse their own arguments: the module with `main(argv)`, and a description.
 OTHER_COMMANDS = {
@@ -118,6 +127,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     add("--sinks", action="store_true", default=None)
     add = parser.add_argument_group("of paged attention").add_argument
     add("--cache-dtype", help="of the pages: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz, int8 (default: as --dtype)")
+    add("--kv-format", help=f"of rows that have scales: {', '.join(KV_FORMATS)} (default: none)")
     add("--head-dim", type=int, help=f"default: {paged.head_dim}")
     add("--split-pages", action="store_true", default=None, help="k_pages and v_pages apart")
     add("--sliding-window", type=int, help="default: none")

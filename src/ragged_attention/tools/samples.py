@@ -6,6 +6,7 @@ A sample's sizes are free. A case in `benchmarks/` is a sample whose sizes follo
 import dataclasses
 import importlib
 import importlib.util
+import itertools
 import types
 from typing import Any
 
@@ -19,6 +20,8 @@ from ragged_attention.errors import InvalidInput
 FRAMEWORKS = ("torch", "jax")
 # Multiprocessors of one GPU of each architecture: A100, RTX 3090, H200, B200, RTX PRO 6000, MI300X, MI355X.
 MULTIPROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256}
+# The formats of rows with scales by name; of those that share a name, the first.
+KV_FORMATS = {name: next(forms) for name, forms in itertools.groupby(SCALED_FORMATS, key=lambda form: form.name)}
 TABLES = {"kv_lens": True, "page_indices": True, "cu_q_lens": True}  # the arguments that define each sequence's keys
 
 
@@ -137,10 +140,11 @@ class Sample(AnySample):
         """The format of keys and values if they have scale pages."""
         if self.kv_format is None:
             return None
-        known = {form.name: form for form in reversed(SCALED_FORMATS)}
-        if self.kv_format not in known:
-            raise InvalidInput(f"expected kv_format to be one of {', '.join(known)}, got {self.kv_format!r}")
-        return known[self.kv_format]
+        if self.cache_dtype is not None:
+            raise InvalidInput(f"expected cache_dtype or kv_format, got {self.cache_dtype!r} and {self.kv_format!r}")
+        if self.kv_format not in KV_FORMATS:
+            raise InvalidInput(f"expected kv_format to be one of {', '.join(KV_FORMATS)}, got {self.kv_format!r}")
+        return KV_FORMATS[self.kv_format]
 
     @property
     def pages_per_seq(self) -> int:

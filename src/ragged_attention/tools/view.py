@@ -25,7 +25,7 @@ from ragged_attention.calls import CACHE_FORMATS, Call, Device, MakeDecodeSchedu
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.explain import VIEWED
 from ragged_attention.tools import drawing
-from ragged_attention.tools.samples import FRAMEWORKS, LatentSample, Sample, device_of
+from ragged_attention.tools.samples import FRAMEWORKS, KV_FORMATS, LatentSample, Sample, device_of
 from ragged_attention.tools.schedule import Launch, Program, Turn, Visit, filled, launches_of, timeline
 
 DEVICES = {
@@ -155,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("of paged attention").add_argument
     add("--head-dim", type=int, help=f"default: {Sample.head_dim}")
     add("--cache-dtype", help="of the pages (default: as --dtype)")
+    add("--kv-format", help=f"of rows that have scales: {', '.join(KV_FORMATS)} (default: none)")
     add("--window", type=int, help="keys that a query sees at most")
     add("--mask", metavar="KIND=N,...", help=f"ranges of keys: {', '.join(MASKS.values())}")
     add("--draft", type=int, metavar="WIDTH", help="columns of a draft mask, for speculative decoding over a tree")
@@ -224,12 +225,14 @@ def batch_of(parsed: argparse.Namespace) -> Batch:
         raise InvalidInput(f"expected page tables of at most {MAX_ENTRIES} entries, got {size}")
     latent = parsed.operation == MlaDecode.OPERATION
     for name in (
-        ("head_dim", "cache_dtype", "window", "draft", "mask") if latent else ("cache_format", "topk", "schedule")
+        ("head_dim", "cache_dtype", "kv_format", "window", "draft", "mask")
+        if latent
+        else ("cache_format", "topk", "schedule")
     ):
         if getattr(parsed, name):
             raise InvalidInput(f"expected no --{name.replace('_', '-')} of {parsed.operation}, got one")
     shapes = {"num_tokens": sum(q_lens), "max_num_seqs": len(q_lens), "max_len": max(kv_lens), "dtype": parsed.dtype}
-    names = ("page_size", "head_dim", "cache_dtype", "draft", "cache_format")
+    names = ("page_size", "head_dim", "cache_dtype", "kv_format", "draft", "cache_format")
     shapes |= {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
     if parsed.heads:
         shapes |= dict(zip(("num_q_heads", "num_kv_heads"), _heads(parsed.heads), strict=True))

@@ -1,0 +1,324 @@
+"""What each format of K/V caches costs: bytes, the error of attention, and the time of decode on this CPU.
+
+    python -m benchmarks.cache_formats [--save] [--times] [--check]
+
+Rows are quantised by `write_kv_pages` and read by `ragged_paged_attention`, both by the reference, with float32 queries
+and results (bfloat16 queries for bfloat16 pages). The error is the distance to attention in float64 over the rows
+themselves, before the cache rounds them: `rms` divides its root mean square by that of the result, `largest` its
+greatest magnitude by the same. The error of bfloat16 pages is that of a cache that does not quantise. Formats without
+scale pages get one scale for each of K and V, the largest magnitude over the format's own.
+
+Rows are Gaussian; or Gaussian with outliers, where 4 % of the columns of K are 10 to 20 times as large, as in keys of
+language models; or those of the demo's trained model, whose heads of 16 columns are too narrow for blocks of 32.
+
+`--save` writes benchmarks/results/cache_formats.json and the tables of docs/cache_formats.md, `--times` also times
+decode by `numba` on one thread, beside bfloat16, `--check` only compares the tables of the page with the saved results.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.cpu.page import machine
+from benchmarks.timing import on_cpu
+from ragged_attention.calls.cache_formats import SCALED_FORMATS, KvFormat, element_of
+from ragged_attention.demo.model import load_weights
+from ragged_attention.demo.prompts import PROMPTS
+from ragged_attention.demo.torch_model import GQA
+from ragged_attention.torch import ragged_paged_attention, write_kv_pages
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "cache_formats.json", ROOT / "docs" / "cache_formats.md"
+WIDTHS = (128, 64)  # columns of a head
+KEYS, QUERIES, HEADS, PAGE_SIZE = 512, 32, 2, 16
+ROUNDS, AGREEMENT = 60, 0.1  # of times: how often each is taken, and how far two runs may differ
+BASE = "bfloat16"
+# The largest number of each dtype of pages without scale pages.
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "float8_e4m3fnuz": 240.0}
+TITLES = {"gaussian": "Gaussian", "outliers": "outliers in K", "demo": "the demo's model"}
+
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q [T, H, D], k and v [N, K, D]
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A format to measure: the dtype of pages without scales, or that of rows with scales."""
+
+    name: str
+    form: KvFormat | None = None
+
+    @property
+    def element(self) -> torch.dtype:
+        return getattr(torch, self.name if self.form is None else element_of(self.form))
+
+    def row_bytes(self, width: int) -> float:
+        """Bytes of a row of keys, with its scales."""
+        if self.form is None:
+            return width * self.element.itemsize
+        scales = self.form.scales_of_row(width) * getattr(torch, self.form.scales).itemsize
+        return width // self.form.columns_per_element * self.element.itemsize + scales
+
+    def fits(self, width: int) -> bool:
+        return self.form is None or width % max(self.form.group, 1) == 0
+
+    def empty(self, width: int, pages: int, heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Pages [P, G, K, W] and scale pages [P, G, K, n] of zeros."""
+        columns = 1 if self.form is None else self.form.columns_per_element
+        shape = (pages, PAGE_SIZE, heads)
+        stored = torch.zeros(*shape, width // columns, dtype=torch.float32).to(self.element)
+        if self.form is None:
+            return stored, None
+        count = self.form.scales_of_row(width)
+        return stored, torch.zeros(*shape, count).to(getattr(torch, self.form.scales))
+
+    def scale_of(self, rows: torch.Tensor) -> float | None:
+        """The scale of all rows."""
+        most = float(rows.abs().max())
+        if self.form is None:
+            return most / LARGEST[self.name] if self.name in LARGEST else None
+        # Of nvfp4 the largest scale of a block becomes the largest e4m3 number.
+        return most / (6 * 448) if self.form.scales == "float8_e4m3fn" else None
+
+
+def _titled(form: KvFormat) -> str:
+    zeros = {"": "", "mantissa": ", zero in the scale", "stored": f", zero stored, {form.scales}"}
+    return form.name + zeros[form.zero]
+
+
+FORMATS = (
+    *(Format(name) for name in (BASE, *LARGEST)),
+    *(Format(_titled(form), form) for form in SCALED_FORMATS),
+)
+
+
+# ---- rows
+
+
+def gaussian(width: int) -> Rows:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(QUERIES, 2 * HEADS, width, generator=generator)
+    k, v = (torch.randn(KEYS, HEADS, width, generator=generator) for _ in range(2))
+    return q, k, v
+
+
+def with_outliers(width: int) -> Rows:
+    """A few columns of K are larger by far; queries are smaller, so that weights remain spread over many keys."""
+    q, k, v = gaussian(width)
+    generator = torch.Generator().manual_seed(1)
+    factors = torch.ones(HEADS, width)
+    for head in factors:
+        chosen = torch.randperm(width, generator=generator)[: max(width // 25, 2)]
+        head[chosen] = 10 + 10 * torch.rand(len(chosen), generator=generator)
+    k = k * factors
+    return q / factors.square().mean().sqrt(), k, v
+
+
+def of_the_demo() -> Iterator[Rows]:
+    """Queries, keys and values of each layer of the demo's model, which reads its prompts."""
+    weights = {name: torch.from_numpy(value) for name, value in load_weights("gqa").items()}
+    text = "\n".join(prompt.text for prompt in PROMPTS).encode()[:KEYS]
+    positions = torch.arange(len(text), dtype=torch.int32)
+    found: list[Rows] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        found.append((q, k, v))
+        return _attended(q, k, v).to(q.dtype)
+
+    with torch.no_grad():
+        GQA.forward_by_heads(weights, torch.tensor(list(text)), positions, attend)
+    yield from found
+
+
+def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention in float64: the last query is at the last key."""
+    q, k, v = (rows.double() for rows in (q, k, v))
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    logits = torch.einsum("tkgd,nkd->tkgn", grouped, k) * q.shape[2] ** -0.5
+    seen = torch.arange(len(k)) <= torch.arange(len(k) - len(q), len(k))[:, None]
+    weights = logits.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
+    return torch.einsum("tkgn,nkd->tkgd", weights, v).flatten(1, 2)
+
+
+def datasets() -> dict[str, list[Rows]]:
+    made = {"gaussian": gaussian, "outliers": with_outliers}
+    found = {f"{name} {width}": [make(width)] for name, make in made.items() for width in WIDTHS}
+    return found | {"demo 16": list(of_the_demo())}
+
+
+# ---- errors
+
+
+def stored(form: Format, k: torch.Tensor, v: torch.Tensor, backend: str) -> dict[str, Any]:
+    """The rows in pages of a format, as arguments of the attention."""
+    count, heads, width = k.shape
+    pages = -(-count // PAGE_SIZE)
+    sides = [form.empty(width, pages, heads) for _ in range(2)]
+    scales: dict[str, Any] = {"k_scale": form.scale_of(k), "v_scale": form.scale_of(v)}
+    if form.form is not None:
+        scales |= {"k_scale_pages": sides[0][1], "v_scale_pages": sides[1][1]}
+    kv_pages = (sides[0][0], sides[1][0])
+    write_kv_pages(k, v, kv_pages, torch.arange(count), **scales, backend=backend)
+    tables = {"kv_lens": torch.tensor([count]).int(), "page_indices": torch.arange(pages).int()[None]}
+    return {"kv_pages": kv_pages, **scales, **tables}
+
+
+def errors(form: Format, rows: Sequence[Rows]) -> dict[str, float] | None:
+    """The distance of attention over a format's pages to that over the rows, in shares of the latter's rms."""
+    if not form.fits(rows[0][0].shape[2]):
+        return None
+    distances, results = [], []
+    for q, k, v in rows:
+        edges = torch.tensor([0, len(q)]).int()
+        dtype = torch.bfloat16 if form.name == BASE else torch.float32
+        found = ragged_paged_attention(
+            q.to(dtype), **stored(form, k.to(dtype), v.to(dtype), "reference"), cu_q_lens=edges,
+            out_dtype=torch.float32, backend="reference",
+        )  # fmt: skip
+        # Only what the cache does counts, so queries of bfloat16 are rounded for both.
+        want = _attended(q.to(dtype), k, v)
+        distances.append((found.double() - want).flatten())
+        results.append(want.flatten())
+    distance, result = torch.cat(distances), torch.cat(results)
+    rms = result.square().mean().sqrt()
+    return {"rms": float(distance.square().mean().sqrt() / rms), "largest": float(distance.abs().max() / rms)}
+
+
+# ---- times
+
+
+def decode(form: Format) -> Callable[[], torch.Tensor]:
+    """A step of 8 sequences of 1024 keys, 32 query heads over 8 KV heads of 128."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(8 * 1024, 8, 128, generator=generator).bfloat16() for _ in range(2))
+    arguments = stored(form, k, v, "numba")
+    arguments["page_indices"] = arguments["page_indices"].view(8, -1)
+    arguments["kv_lens"] = torch.full((8,), 1024, dtype=torch.int32)
+    q = torch.randn(8, 32, 128, generator=generator).bfloat16()
+    edges = torch.arange(9, dtype=torch.int32)
+    return lambda: ragged_paged_attention(q, **arguments, cu_q_lens=edges, max_q_len=1, backend="numba")
+
+
+def times(forms: Sequence[Format]) -> dict[str, Any]:
+    """The least time of each in rounds that all take part in, over bfloat16's, twice; or why there is none."""
+    torch.set_num_threads(1)
+    calls = {form.name: decode(form) for form in forms}
+
+    def least() -> dict[str, float]:
+        return {name: min(timing.samples) for name, timing in on_cpu(calls, rounds=ROUNDS).items()}
+
+    runs = [least(), least()]
+    ratios = [{name: run[name] / run[BASE] for name in run} for run in runs]
+    apart = max(abs(ratios[0][name] - ratios[1][name]) / min(each[name] for each in ratios) for name in calls)
+    kept = {name: min(each[name] for each in ratios) for name in calls} if apart <= AGREEMENT else {}
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": machine(),
+        "torch": torch.__version__,
+        "apart": apart,
+        "over_bfloat16": kept,
+    }
+
+
+# ---- tables
+
+
+def measured(with_times: bool, console: Console) -> dict[str, Any]:
+    data = datasets()
+    formats = []
+    for form in FORMATS:
+        with console.status(form.name):
+            found = {name: errors(form, rows) for name, rows in data.items()}
+        formats.append({
+            "name": form.name,
+            "bytes": {str(width): 2 * form.row_bytes(width) for width in WIDTHS},
+            "errors": found,
+        })  # fmt: skip
+    return {"formats": formats, "times": times(FORMATS) if with_times else None}
+
+
+def tables(record: Mapping[str, Any]) -> dict[str, str]:
+    """What the page has between its marks, by their names."""
+    return {"bytes and errors": _errors_table(record), "times": _times_table(record)}
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2g} %" if value < 0.995 else f"{100 * value:.0f} %"
+
+
+def _errors_table(record: Mapping[str, Any]) -> str:
+    heads = ["format", *(f"bytes, D = {width}" for width in WIDTHS)]
+    names = [f"{name} {width}" for name, width in itertools.product(("gaussian", "outliers"), WIDTHS)] + ["demo 16"]
+    heads += [f"{TITLES[name.partition(' ')[0]]}, D = {name.partition(' ')[2]}" for name in names]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for row in record["formats"]:
+        cells = [f"`{row['name']}`" if "," not in row["name"] else "`{}`,{}".format(*row["name"].split(",", 1))]
+        cells += [f"{row['bytes'][str(width)]:g}" for width in WIDTHS]
+        for name in names:
+            found = row["errors"][name]
+            cells.append("" if found is None else f"{_percent(found['rms'])} ({_percent(found['largest'])})")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _times_table(record: Mapping[str, Any]) -> str:
+    found = record["times"]
+    if found is None or not found["over_bfloat16"]:
+        apart = "" if found is None else f": two runs differed by {100 * found['apart']:.0f} %"
+        return (
+            f'No times are kept{apart}. On an idle machine `make bench-formats ARGS="--save --times"` writes them\n'
+            "here, if two runs in turn agree within 10 %.\n"
+        )
+    lines = [
+        f"Measured on one thread of {found['cpu']}, torch {found['torch']}, {found['date']}.\n",
+        "| format | time / bfloat16 |",
+        "|---|---|",
+    ]
+    lines += [f"| {name} | {ratio:.2f} |" for name, ratio in found["over_bfloat16"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def marks(name: str) -> tuple[str, str]:
+    return f"<!-- {name}: written by `make bench-formats` -->\n", f"<!-- end of {name} -->\n"
+
+
+def written(page: str, record: Mapping[str, Any]) -> str:
+    """The page with the tables of a record."""
+    for name, table in tables(record).items():
+        begin, end = marks(name)
+        before, found, rest = page.partition(begin)
+        if not found or end not in rest:
+            raise ValueError(f"expected the page to have the lines {begin.strip()} and {end.strip()}")
+        page = f"{before}{begin}{table}{end}{rest.partition(end)[2]}"
+    return page
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save", action="store_true", help="write the results and the tables of them")
+    parser.add_argument("--times", action="store_true", help="also time decode on this CPU")
+    parser.add_argument("--check", action="store_true", help="only compare the page with the saved results")
+    options = parser.parse_args(argv)
+    console = Console(width=200)
+    if options.check:
+        current = PAGE.read_text() == written(PAGE.read_text(), json.loads(RESULTS.read_text()))
+        console.print("current" if current else f"{PAGE.name} is not current: make bench-formats ARGS=--save")
+        return int(not current)
+    record = measured(options.times, console)
+    console.print("\n".join(tables(record).values()), soft_wrap=True, markup=False)
+    if options.save:
+        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+        PAGE.write_text(written(PAGE.read_text(), record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

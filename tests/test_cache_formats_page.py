@@ -1,0 +1,77 @@
+"""docs/cache_formats.md: its tables are those of the saved results, which the benchmark computes."""
+
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from benchmarks import cache_formats as bench
+from benchmarks.timing import Timing
+
+
+@pytest.fixture(scope="module")
+def record() -> dict:
+    return json.loads(bench.RESULTS.read_text())
+
+
+def test_the_page_has_the_tables(record: dict) -> None:
+    assert bench.PAGE.read_text() == bench.written(bench.PAGE.read_text(), record)
+    assert bench.main(["--check"]) == 0
+
+
+def test_a_page_without_its_marks_is_refused(record: dict) -> None:
+    with pytest.raises(ValueError, match=r"expected the page to have the lines <!-- bytes and errors: .* and <!-- end"):
+        bench.written("# A page\n", record)
+
+
+@pytest.mark.parametrize("form", bench.FORMATS, ids=lambda form: form.name)
+def test_bytes_are_those_of_the_arrays(record: dict, form: bench.Format) -> None:
+    (row,) = (row for row in record["formats"] if row["name"] == form.name)
+    for width in bench.WIDTHS:
+        pages, scales = form.empty(width, 1, 1)
+        held = pages.nbytes + (0 if scales is None else scales.nbytes)
+        assert row["bytes"][str(width)] == 2 * held / bench.PAGE_SIZE
+
+
+@pytest.mark.parametrize("form", bench.FORMATS[::3], ids=lambda form: form.name)
+def test_errors_are_those_that_the_results_say(record: dict, form: bench.Format) -> None:
+    (row,) = (row for row in record["formats"] if row["name"] == form.name)
+    found = bench.errors(form, [bench.with_outliers(64)])
+    assert found == {name: pytest.approx(value, rel=1e-2) for name, value in row["errors"]["outliers 64"].items()}
+
+
+def test_narrow_heads_have_no_blocks() -> None:
+    mxfp8 = next(form for form in bench.FORMATS if form.name == "mxfp8")
+    assert bench.errors(mxfp8, [bench.gaussian(16)]) is None
+
+
+def test_attention_in_float64_is_the_definition() -> None:
+    base = bench.FORMATS[0]
+    q, k, v = (rows.bfloat16().float() for rows in bench.gaussian(32))
+    found = bench.errors(base, [(q, k, v)])
+    assert found is not None
+    assert found["largest"] < 1e-5
+
+
+def test_times_that_disagree_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    seconds = iter([1.0, 1.0, 2.0, 1.0, 1.3, 1.0])
+
+    def timed(calls: dict, rounds: int) -> dict[str, Timing]:
+        del rounds
+        return {name: Timing((1.0 if name == bench.BASE else next(seconds),)) for name in calls}
+
+    monkeypatch.setattr(bench, "decode", lambda form: form.name)
+    monkeypatch.setattr(bench, "on_cpu", timed)
+    forms = bench.FORMATS[:3]
+    try:
+        steady, apart = bench.times(forms[:2]), bench.times(forms)
+    finally:
+        torch.set_num_threads(threads)
+    assert steady["over_bfloat16"] == {"bfloat16": 1.0, "int8": 1.0}
+    assert apart["over_bfloat16"] == {}
+    assert "two runs differed by" in bench.tables({"formats": [], "times": apart})["times"]
+    assert "| int8 | 1.00 |" in bench.tables({"formats": [], "times": steady})["times"]
