@@ -40,8 +40,14 @@ def number_format(kind: str, arch: str) -> str:
 
 
 def cache_views(call: Any, launch: Any) -> tuple[Any, Any, dict[str, int]]:
-    """(K array, V array, stride arguments). If K and V are interleaved, both are one array; see `array_heads`."""
-    k_pages, v_pages = (call.kv_pages, call.kv_pages) if call.combined else call.kv_pages
+    """(K array, V array, stride arguments). If K and V are interleaved, both are one array; see `array_heads`.
+
+    4-bit codes are read two bytes at a time, so an array whose rows begin at odd addresses is copied.
+    """
+    k_pages, v_pages = (
+        launch.aligned(pages, 2) if form.packed_codes else pages
+        for pages, form in zip(call.sides, (call.k_format, call.v_format), strict=True)
+    )
     return k_pages, v_pages, stride_arguments(launch, ("page", "slot", "head"), k=k_pages, v=v_pages)
 
 

@@ -10,7 +10,6 @@ from ragged_attention.calls import WriteKvPages
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import (
     array_heads,
-    cache_views,
     divided,
     encode,
     load_scale,
@@ -28,7 +27,13 @@ from ragged_attention.kernels_triton._quantise import (
 from ragged_attention.kernels_triton._sequences import VARYING, PageTable, count_sequences, query_edge
 from ragged_attention.kernels_triton._splits import Batch
 from ragged_attention.kernels_triton._stored import RowPages, Stored, scale_page_arguments, stored_of
-from ragged_attention.kernels_triton._tiles import cdiv, expect_power_of_two, launchable, next_power_of_2
+from ragged_attention.kernels_triton._tiles import (
+    cdiv,
+    expect_power_of_two,
+    launchable,
+    next_power_of_2,
+    stride_arguments,
+)
 
 NO_TABLES = {"max_num_seqs": 0, "capacity": 0, "table_stride": 0, "search_steps": 0}  # if slots need no page table
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e4m3fnuz": 224.0, "float8_e5m2": 57344.0}
@@ -312,7 +317,8 @@ def written_arrays(call: Any, stand_in: Any) -> tuple[list[Any], dict[str, None]
 def run(call: WriteKvPages, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns the page arrays."""
     k, v = launch.packed(call.k), launch.packed(call.v)
-    _, _, strides = cache_views(call, launch)
+    k_pages, v_pages = call.sides
+    strides = stride_arguments(launch, ("page", "slot", "head"), k=k_pages, v=v_pages)
     # 8-bit elements that are copied unchanged reach the kernel as integers, which float32 represents exactly.
     scales = (None, None) if call.copies else (call.k_scale, call.v_scale)
     (k_scale, k_factor, k_stride), (v_scale, v_factor, v_stride) = (scale_arguments(one, k, launch) for one in scales)

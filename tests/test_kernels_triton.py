@@ -29,6 +29,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
+import ragged_attention.torch as rt  # noqa: E402
 from ragged_attention.kernels_triton import _mask, _splits  # noqa: E402
 
 
@@ -386,6 +387,31 @@ def test_scales_far_apart_are_honoured(smallest: int, largest: int, reach: float
     want, want_lse = rt.mla_decode(q.float(), cache, backend="reference", **call)
     assert float((out.double() - want).norm() / want.norm()) < 2**-9  # the output's own rounding
     agrees(lse.numpy(), want_lse.numpy(), "decode lse", "lse")
+
+
+@pytest.mark.parametrize("name", ["int4_token_head", "nvfp4"])
+def test_rows_of_4_bit_codes_may_begin_at_odd_addresses(name: str) -> None:
+    """They are read two bytes at a time. A write copies nothing, and changes only rows."""
+    spec = Spec(lens=((1, 9), (3, 7)), stored=(name, name), combined=False, num_kv_heads=2)
+    batch, tables = spec.build(), ("kv_lens", "page_indices", "cu_q_lens")
+    scales = [torch.from_numpy(array) for array in (batch.k_scale_pages, batch.v_scale_pages)]
+    scales = [array.view(torch.float8_e4m3fn) if array.dtype == torch.uint8 else array for array in scales]
+    pages = [torch.from_numpy(array) for array in batch.kv_pages]
+    memory = [torch.full((*array.shape[:-1], array.shape[-1] + 1), 0xEE, dtype=torch.uint8) for array in pages]
+    odd = tuple(array[..., 1:] for array in memory)
+    for given, array in zip(odd, pages, strict=True):
+        given.copy_(array)
+    given = {name: torch.from_numpy(getattr(batch, name)) for name in tables}
+    given |= {"k_scale_pages": scales[0], "v_scale_pages": scales[1], "backend": "triton"}
+    q = torch.from_numpy(batch.q)
+    assert torch.equal(rt.ragged_paged_attention(q, odd, **given), rt.ragged_paged_attention(q, tuple(pages), **given))
+    rows = torch.randn(4, 2, 16)
+    slots = torch.tensor([3, 0, 9, -1], dtype=torch.int32)
+    for target in (odd, tuple(pages)):
+        rt.write_kv_pages(rows, rows, target, slots, k_scale_pages=scales[0], v_scale_pages=scales[1], backend="triton")
+    for given_pages, array, whole in zip(odd, pages, memory, strict=True):
+        assert torch.equal(given_pages, array)
+        assert (whole[..., 0] == 0xEE).all()
 
 
 @pytest.mark.parametrize("cache_layout", ["token", "page"])
