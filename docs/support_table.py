@@ -79,6 +79,22 @@ def of_eight_bits(operation: str, what: str, *samples: Any) -> dict[tuple[str, s
     }
 
 
+def of_scale_pages(operation: str, *samples: Sample) -> dict[tuple[str, str], list[Sample]]:
+    """Rows for caches with scale pages; those with a scale for each token and head by themselves."""
+    kinds = {
+        "a scale for each token and head of e4m3, e5m2, int8": (
+            "e4m3_token_head",
+            "e5m2_token_head",
+            "int8_token_head",
+        ),
+        "int4 with zero points, nvfp4, mxfp8, mxfp4": ("int4_token_head", "nvfp4", "mxfp8", "mxfp4"),
+    }
+    return {
+        (operation, what): [dataclasses.replace(sample, kv_format=name) for name in names for sample in samples]
+        for what, names in kinds.items()
+    }
+
+
 # Of the lightning indexer: the formats of its keys.
 KEYS = {
     "pages of bytes": [IndexerSample(dtype=dtype) for dtype in ("float8_e4m3fn", *FLOATS)],
@@ -135,6 +151,7 @@ BLOCKS_ROWS = {
 ROWS = {
     **of_floats("ragged_paged_attention", DECODE, WIDE),
     **of_eight_bits("ragged_paged_attention", "cache", DECODE, WIDE),
+    **of_scale_pages("ragged_paged_attention", DECODE, WIDE),
     ("ragged_paged_attention", "window, soft cap, sinks, lse"): [
         dataclasses.replace(DECODE, **change)
         for change in ({"sliding_window": 128}, {"soft_cap": 30.0}, {"sinks": True}, {"return_lse": True})
@@ -158,6 +175,7 @@ ROWS = {
     ("quantize_kv", "f32, f16, bf16"): [dataclasses.replace(DECODE, dtype=dtype) for dtype in FLOATS],
     ("dequantize_kv", "any"): [DECODE],
     **of_eight_bits("write_kv_pages", "cache", DECODE),
+    **of_scale_pages("write_kv_pages", DECODE),
     **of_floats("norm_rope_write", DECODE),
     **of_eight_bits("norm_rope_write", "cache", DECODE),
     ("merge_attention_states", "f32, f16, bf16"): [dataclasses.replace(DECODE, dtype=dtype) for dtype in FLOATS],
