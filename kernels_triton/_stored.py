@@ -55,9 +55,9 @@ class Slots(NamedTuple):
 
 
 @triton.jit
-def places(slots, page_stride, slot_stride, PAGE_SIZE: tl.constexpr):
-    """The distance of each key's row from the first row."""
-    return slots.page.to(tl.int64) * page_stride + (slots.keys % PAGE_SIZE).to(tl.int64) * slot_stride
+def addresses(first_ptr, page_stride, slot_stride, slots, PAGE_SIZE: tl.constexpr):
+    """The address of each key's row, given that of the first row."""
+    return first_ptr + slots.page.to(tl.int64) * page_stride + (slots.keys % PAGE_SIZE).to(tl.int64) * slot_stride
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def load_elements(rows, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, readable, 
 def load_codes(pages, slots, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
                STORED: tl.constexpr):  # fmt: skip
     """The codes [keys, D_PAD] of rows, one in each element."""
-    rows = pages.ptr + places(slots, pages.page_stride, pages.slot_stride, PAGE_SIZE)
+    rows = addresses(pages.ptr, pages.page_stride, pages.slot_stride, slots, PAGE_SIZE)
     if STORED.CODES == "uint4" or STORED.CODES == "e2m1":
         # Codes are loaded two bytes at a time; see `_latent.rows.scaled_pairs`.
         both = load_elements(rows.to(tl.pointer_type(tl.uint16)), D // 4, D_PAD // 4, slots.readable, MASKED)
@@ -93,7 +93,7 @@ def block_scales(pages, slots, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, D:
                  STORED: tl.constexpr):  # fmt: skip
     """The scale of each column, [keys, D_PAD] float32."""
     block = tl.arange(0, D_PAD // STORED.GROUP)
-    rows = pages.scales_ptr + places(slots, STORED.PAGE_STRIDE, STORED.SLOT_STRIDE, PAGE_SIZE)
+    rows = addresses(pages.scales_ptr, STORED.PAGE_STRIDE, STORED.SLOT_STRIDE, slots, PAGE_SIZE)
     exists = (block < D // STORED.GROUP)[None, :]
     if MASKED:
         exists = exists & slots.readable[:, None]
@@ -126,7 +126,7 @@ def load_numbers(address, slots, MASKED: tl.constexpr):
 @triton.jit
 def row_scales(pages, slots, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, STORED: tl.constexpr):
     """(scales, zero points) [keys] of whole rows; zero points are 0 if the format has none."""
-    address = pages.scales_ptr + places(slots, STORED.PAGE_STRIDE, STORED.SLOT_STRIDE, PAGE_SIZE)
+    address = addresses(pages.scales_ptr, STORED.PAGE_STRIDE, STORED.SLOT_STRIDE, slots, PAGE_SIZE)
     scale = load_numbers(address, slots, MASKED)
     zero = tl.zeros_like(scale)
     if STORED.ZERO == "mantissa":
@@ -157,7 +157,7 @@ def stored_of(form: KvFormat, arch: str, scale_pages: Any, launch: Any) -> Store
     """The `Stored` of a format, with the strides of its scale pages."""
     codes = number_format(form.codes, arch)
     strides = NO_STRIDES if scale_pages is None else launch.strides(scale_pages)
-    by_integers = codes == "e4m3_bits"
+    by_integers = codes in ("e4m3_bits", "e4m3fnuz_bits")
     return Stored(
         CODES=codes,
         SCALES=form.scales,

@@ -146,6 +146,17 @@ CORNERS = (
     "attention, window within the last pages",  # which end before a block of keys does
     "packed gradient, 33/7",
     "write, by slots: float8_e4m3fn",
+    # No product may be fused with a sum, and no quotient approximate.
+    "write of scale pages, int8_token_head, special values",
+    "write of scale pages, int4_token_head, special values",
+    "write of scale pages, int4_token_head, float16 pair, by tables",
+    "write of scale pages, nvfp4, 4.0 beside scale pages",
+    "write of scale pages, mxfp8, special values",
+    "write of scale pages, mxfp4, by tables",
+    "attention over scale pages, nvfp4, bfloat16 queries",
+    "attention over scale pages, int4_token_head, a prefill of more rows than a tile",
+    "attention over scale pages, mxfp8, float16 queries",
+    "attention over scale pages, int8_token_head, lists of blocks",
     "merge, lses far apart",
     "paged decode, quantised, soft cap",  # by the kernels of ragged attention with scale pages
     "paged decode, lengths of every kind",

@@ -279,17 +279,34 @@ def copysign(s: Statement) -> list[str]:
 
 
 def compare(s: Statement) -> list[str]:
-    """setp: the comparison, joined with a predicate if asked for; a second target gets its opposite, joined alike."""
+    """setp: the comparison, joined with a predicate if asked for; a second target gets its opposite, joined alike.
+
+    Of pairs of 16-bit floats the targets get the comparisons of their first and second numbers.
+    """
     t = s.type()
     comparison = s.modifiers.pop(0)
     joint = s.take("and", "or", "xor")
     s.expect(4 if joint else 3)
+    if t.letter == "h" and t.size == 4:
+        return _compare_pairs(s, t, comparison, joint)
     lines = [f"found = {_comparison(s, t, comparison)}"]
     other = s.names.predicate(s.operands[3]) if joint else ""
     for target, result in zip(s.operands[0].split("|"), ("found", "np.logical_not(found)"), strict=False):
         if target.strip() != "_":
             joined = f"np.logical_{joint}({result}, {other})" if joint else result
             lines.append(f"np.copyto({s.names.predicate(target.strip())}, {joined}, where={s.mask})")
+    return lines
+
+
+def _compare_pairs(s: Statement, t: Type, comparison: str, joint: str | None) -> list[str]:
+    if joint:
+        raise s.refused("a comparison of pairs that is joined")
+    lines = []
+    for target, number in zip(s.operands[0].split("|"), ("{} & 0xFFFF", "{} >> 16"), strict=True):
+        a, b = (f"n.{t.half}_value(({number.format(value)}).astype('u2'))" for value in s.values((1, 2), "u", 4))
+        lines.append(
+            f"np.copyto({s.names.predicate(target.strip())}, {_of_floats(s, comparison, a, b)}, where={s.mask})"
+        )
     return lines
 
 
@@ -309,8 +326,6 @@ def _comparison(s: Statement, t: Type, name: str) -> str:
             raise s.refused("a comparison that is not known")
         return f"{COMPARISONS[name]}({', '.join(s.values((1, 2), t.letter, t.size))})"
     if t.letter == "h":
-        if t.size != 2:
-            raise s.refused("a comparison of pairs")
         a, b = (f"n.{t.half}_value({value})" for value in s.values((1, 2), "u", 2))
     else:
         a, b = s.values((1, 2), "f", t.size)
