@@ -13,7 +13,15 @@ from typing import Any
 
 from ragged_attention import dispatch
 from ragged_attention.calls import CACHE_FORMATS, FLOATS, Device
-from ragged_attention.tools.samples import BlocksSample, IndexerSample, LatentSample, Sample, VarlenSample, device_of
+from ragged_attention.tools.samples import (
+    KV_FORMATS,
+    BlocksSample,
+    IndexerSample,
+    LatentSample,
+    Sample,
+    VarlenSample,
+    device_of,
+)
 
 DOCS = Path(__file__).resolve().parent
 PAGE, README, SPARSE = DOCS / "support.md", DOCS.parent / "README.md", DOCS / "sparse_attention.md"
@@ -79,6 +87,12 @@ def of_eight_bits(operation: str, what: str, *samples: Any) -> dict[tuple[str, s
     }
 
 
+def of_rows_with_scales(operation: str, *samples: Sample) -> dict[tuple[str, str], list[Any]]:
+    """A row for caches in which each row has scales of its own, in any format."""
+    found = [dataclasses.replace(sample, kv_format=name) for name in KV_FORMATS for sample in samples]
+    return {(operation, "cache whose rows have scales, of 8 or 4 bits"): found}
+
+
 # Of the lightning indexer: the formats of its keys.
 KEYS = {
     "pages of bytes": [IndexerSample(dtype=dtype) for dtype in ("float8_e4m3fn", *FLOATS)],
@@ -135,6 +149,7 @@ BLOCKS_ROWS = {
 ROWS = {
     **of_floats("ragged_paged_attention", DECODE, WIDE),
     **of_eight_bits("ragged_paged_attention", "cache", DECODE, WIDE),
+    **of_rows_with_scales("ragged_paged_attention", DECODE, WIDE),
     ("ragged_paged_attention", "window, soft cap, sinks, lse"): [
         dataclasses.replace(DECODE, **change)
         for change in ({"sliding_window": 128}, {"soft_cap": 30.0}, {"sinks": True}, {"return_lse": True})
@@ -158,6 +173,7 @@ ROWS = {
     ("quantize_kv", "f32, f16, bf16"): [dataclasses.replace(DECODE, dtype=dtype) for dtype in FLOATS],
     ("dequantize_kv", "any"): [DECODE],
     **of_eight_bits("write_kv_pages", "cache", DECODE),
+    **of_rows_with_scales("write_kv_pages", DECODE),
     **of_floats("norm_rope_write", DECODE),
     **of_eight_bits("norm_rope_write", "cache", DECODE),
     ("merge_attention_states", "f32, f16, bf16"): [dataclasses.replace(DECODE, dtype=dtype) for dtype in FLOATS],
