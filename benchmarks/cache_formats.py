@@ -11,8 +11,9 @@ scale pages get one scale for each of K and V, the largest magnitude over the fo
 Rows are Gaussian; or Gaussian with outliers, where 4 % of the columns of K are 10 to 20 times as large, as in keys of
 language models; or those of the demo's trained model, whose heads of 16 columns are too narrow for blocks of 32.
 
-`--save` writes benchmarks/results/cache_formats.json and the tables of docs/cache_formats.md, `--times` also times
-decode by `numba` on one thread, beside bfloat16, `--check` only compares the tables of the page with the saved results.
+`--save` writes benchmarks/results/cache_formats.json and the tables of docs/cache_formats.md. `--times` also times
+decode by `numba` on one thread, beside bfloat16; without it the saved times stay. `--check` only compares the
+tables of the page with the saved results.
 """
 
 import argparse
@@ -231,7 +232,7 @@ def times(forms: Sequence[Format]) -> dict[str, Any]:
 # ---- tables
 
 
-def measured(with_times: bool, console: Console) -> dict[str, Any]:
+def measured(console: Console) -> dict[str, Any]:
     data = datasets()
     formats = []
     for form in FORMATS:
@@ -242,7 +243,12 @@ def measured(with_times: bool, console: Console) -> dict[str, Any]:
             "bytes": {str(width): 2 * form.row_bytes(width) for width in WIDTHS},
             "errors": found,
         })  # fmt: skip
-    return {"formats": formats, "times": times(FORMATS) if with_times else None}
+    return {"formats": formats}
+
+
+def saved_times() -> dict[str, Any] | None:
+    """The times of the last run that took any."""
+    return json.loads(RESULTS.read_text())["times"] if RESULTS.exists() else None
 
 
 def tables(record: Mapping[str, Any]) -> dict[str, str]:
@@ -312,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         current = PAGE.read_text() == written(PAGE.read_text(), json.loads(RESULTS.read_text()))
         console.print("current" if current else f"{PAGE.name} is not current: make bench-formats ARGS=--save")
         return int(not current)
-    record = measured(options.times, console)
+    record = measured(console) | {"times": times(FORMATS) if options.times else saved_times()}
     console.print("\n".join(tables(record).values()), soft_wrap=True, markup=False)
     if options.save:
         RESULTS.write_text(json.dumps(record, indent=1) + "\n")

@@ -75,3 +75,21 @@ def test_times_that_disagree_are_left_out(monkeypatch: pytest.MonkeyPatch) -> No
     assert apart["over_bfloat16"] == {}
     assert "two runs differed by" in bench.tables({"formats": [], "times": apart})["times"]
     assert "| int8 | 1.00 |" in bench.tables({"formats": [], "times": steady})["times"]
+
+
+def test_a_run_without_times_keeps_those_of_the_last_one(
+    record: dict, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    monkeypatch.setattr(bench, "measured", lambda console: {"formats": record["formats"]})
+    page, results = tmp_path / "page.md", tmp_path / "results.json"
+    page.write_text(bench.PAGE.read_text())
+    results.write_text(bench.RESULTS.read_text())
+    monkeypatch.setattr(bench, "PAGE", page)
+    monkeypatch.setattr(bench, "RESULTS", results)
+    assert bench.main(["--save"]) == 0
+    assert json.loads(results.read_text()) == record
+    results.unlink()
+    assert bench.saved_times() is None
+    page.write_text(page.read_text().replace("| nvfp4 |", "| nvfp5 |"))
+    results.write_text(json.dumps(record))
+    assert bench.main(["--check"]) == int(record["times"] is not None)

@@ -144,6 +144,7 @@ def test_explain_says_so_when_nobody_takes_the_call(run_cli):
         ([ATTENTION, "--head-dim", "20"], "expected q.shape.2. to be a multiple of 8 from 16 to 512, got 20"),
         ([ATTENTION, "--page-size", "0"], "expected --page-size >= 1, got 0"),
         ([ATTENTION, "--dtype", "float64"], "expected q.dtype to be float32 or float16 or bfloat16, got float64"),
+        (["norm_rope_write", "--kv-format", "mxfp8"], "expected no kv_format of norm_rope_write, which has no scale"),
         ([ATTENTION, "--kv-format", "int2"], "expected kv_format to be one of int8_token_head, .*, mxfp4, got 'int2'"),
         (
             [ATTENTION, "--kv-format", "mxfp8", "--cache-dtype", "int8"],

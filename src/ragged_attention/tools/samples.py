@@ -168,6 +168,8 @@ class Sample(AnySample):
         pages = FakeArray((self.num_pages, self.page_size, heads, width), self.stored)
         scales = None
         if self.form is not None:
+            if "k_scale_pages" not in CALLS[operation].KINDS:
+                raise InvalidInput(f"expected no kv_format of {operation}, which has no scale pages")
             shape = (self.num_pages, self.page_size, self.num_kv_heads, self.form.scales_of_row(self.head_dim))
             scales = FakeArray(shape, self.form.scales)
         shape = (self.num_kv_heads, self.num_pages, self.page_size)
