@@ -11,7 +11,7 @@ from ragged_attention.kernels_pallas._blocks import LARGEST_INT
 
 
 def new_rows(call: Any, k: jax.Array, v: jax.Array) -> list[jax.Array]:
-    """The rows of K [T, K, D] and V [T, K, D_v] for each array of `call`'s pages, in the pages' dtype."""
+    """The rows of K [T, K, D] and V [T, K, D_v] for each array of `call.caches`, in its dtype."""
     rows = scaled_rows.new_rows(call, k, v)
     return [lax.bitcast_convert_type(bits, array.dtype) for bits, array in zip(rows, call.caches, strict=True)]
 
@@ -46,3 +46,16 @@ def slots_from_tables(call: Any, num_tokens: int) -> jax.Array:
     """The slot of each of `num_tokens` packed tokens, by the page table, i32 [T]; -1 for tokens without a slot."""
     page, offset = pages.addresses_of_tokens(call, num_tokens)
     return jnp.where(page < call.num_pages, page * call.page_size + offset, -1)
+
+
+def write_scales(call: Any, rows: list[jax.Array], slots: jax.Array) -> list[jax.Array]:
+    """The scale pages of `call` after new scales, [T, K, 1] for each of them, are put into their slots, i32 [T].
+
+    XLA does so in place. Of several tokens for a slot, the last is written, as by the kernels that write the codes.
+    """
+    order = jnp.argsort(slots, stable=True)
+    ordered = slots[order]
+    is_last = (ordered >= 0) & (ordered != jnp.roll(ordered, -1)).at[-1].set(True)
+    page, offset = jnp.where(is_last, ordered // call.page_size, call.num_pages), ordered % call.page_size
+    scales = [array for array in call.scale_pages if array is not None]
+    return [array.at[page, offset].set(new[order], mode="drop") for array, new in zip(scales, rows, strict=True)]

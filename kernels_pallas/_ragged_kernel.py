@@ -26,6 +26,7 @@ from ragged_attention.kernels_pallas._blocks import (
     reset_softmax,
     round_up,
 )
+from ragged_attention.kernels_pallas._scale_pages import Lines, scales_of_part
 
 CHUNK = 16  # tokens transposed to heads-first order at a time, so that they stay in registers
 UPDATES = 128  # tokens whose new rows are copied at a time
@@ -58,6 +59,7 @@ class Plan(NamedTuple):
     cores: int
     split_weights_below: int
     num_updates: int | None  # new rows that the kernel first writes into the pages; None if it only reads them
+    scale_lines: Lines | None  # the layout of the scales of a page's rows; None if they have none
     dtype: Any  # the dtype of matrix operands
     out_dtype: Any  # the dtype in which the kernel writes the result
 
@@ -118,6 +120,12 @@ class Plan(NamedTuple):
         return (self.block_kv, LANES) if self.in_columns else (1, self.block_kv)
 
     @property
+    def part_scales(self) -> tuple[int, int]:
+        """The shape of the scales of a part's rows: a column, or a row, for each head of K, then of V."""
+        width = self.scale_lines.width if self.scale_lines else 0
+        return (self.block_kv, width) if self.in_columns else (width, self.block_kv)
+
+    @property
     def acc_shape(self) -> tuple[int, int]:
         return (self.v_head_dim, self.rows) if self.in_columns else (self.rows, self.v_head_dim)
 
@@ -151,12 +159,15 @@ class Refs(NamedTuple):
     q: Any
     row_ranges: Any  # i32 [tiles, 2R, rows], see `ranges_of`
     new_rows: Any
+    scale_pages: Any  # f32 [P, lines, width], see `_scale_pages`; None without
     read_pages: list[Any] | None  # the pages, if the launch only reads them
     initial: Any  # the initial values of the results, in the memory of the results
     out: Any
     lse: Any
     written_pages: list[Any] | None  # the pages, if the launch writes them
     buffers: list[Any]  # [2, positions, heads, D] for each array of pages
+    scale_buffer: Any  # f32 [2, pages, lines, width]
+    scales: Any  # f32, the scales of the part that was converted last, in the shape `Plan.part_scales`
     position: Any  # i32 [2, num_blocks_kv, ...], the position of each key in the buffers
     q_buffer: Any  # [2, block_q, H, D]
     ranges_buffer: Any  # i32 [2, 2R, rows]
@@ -172,6 +183,7 @@ class Refs(NamedTuple):
     pending: Any  # i32 [1], the number of result rows whose copies to HBM are in flight
     missing: Any  # i32 [2], for each buffer: 1 if a page of its block does not exist
     kv_arrived: Any  # semaphores [2, arrays of pages]
+    scales_arrived: Any  # [2]
     q_arrived: Any  # [2]
     ranges_arrived: Any  # [2]
     out_copied: Any
@@ -186,8 +198,11 @@ class Refs(NamedTuple):
 def scratch(plan: Plan, q: Any, pages: Any) -> list[Any]:
     """The kernel's buffers and semaphores, in the order of `Refs`."""
     positions, heads, f32 = plan.num_blocks_kv * plan.block_kv, plan.num_q_heads, jnp.float32
+    lines = plan.scale_lines
     return [
         [pltpu.VMEM((2, positions, *array.shape[2:]), array.dtype) for array in pages],
+        pltpu.VMEM((2, plan.pages, lines.count, lines.width), f32) if lines else None,
+        pltpu.VMEM(plan.part_scales, f32) if lines else None,
         pltpu.VMEM((2, plan.num_blocks_kv, *plan.per_key), jnp.int32),
         pltpu.VMEM((2, plan.block_q, heads, plan.head_dim), q.dtype),
         pltpu.VMEM((2, 2 * plan.num_ranges, plan.rows), jnp.int32) if plan.reads_ranges else None,
@@ -203,6 +218,7 @@ def scratch(plan: Plan, q: Any, pages: Any) -> list[Any]:
         pltpu.SMEM((1,), jnp.int32),
         pltpu.SMEM((2,), jnp.int32),
         pltpu.SemaphoreType.DMA((2, len(pages))),
+        pltpu.SemaphoreType.DMA((2,)) if lines else None,
         pltpu.SemaphoreType.DMA((2,)),
         pltpu.SemaphoreType.DMA((2,)) if plan.reads_ranges else None,
         pltpu.SemaphoreType.DMA,
@@ -387,8 +403,8 @@ def page_of(plan: Plan, refs: Refs, span: Span, step: Step, offset: Any) -> Any:
 
 
 def page_copies(plan: Plan, refs: Refs, page: Any, slot: Any, offset: Any) -> list[Any]:
-    """The copies of a page into buffer `slot`, as page `offset` of the block, one copy per array of pages."""
-    return [
+    """The copies of a page into buffer `slot`, as page `offset` of the block: one for each array, and for scales."""
+    copies = [
         pltpu.make_async_copy(
             array.at[page],
             buffer.at[slot, pl.ds(offset * plan.page_size, plan.page_size)],
@@ -396,6 +412,10 @@ def page_copies(plan: Plan, refs: Refs, page: Any, slot: Any, offset: Any) -> li
         )
         for which, (array, buffer) in enumerate(zip(refs.pages, refs.buffers, strict=True))
     ]
+    if plan.scale_lines:
+        lines, buffer = refs.scale_pages.at[page], refs.scale_buffer.at[slot, offset]
+        copies.append(pltpu.make_async_copy(lines, buffer, refs.scales_arrived.at[slot]))
+    return copies
 
 
 def fetch_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
@@ -473,6 +493,9 @@ def compute(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
 
     def attend_part(split_weights: bool, part: Any) -> None:
         convert_heads(plan, refs, step, part)
+        if plan.scale_lines:
+            scales = scales_of_part(plan, refs.scale_buffer, step.kv_slot, part)
+            refs.scales[...] = scales if plan.in_columns else scales.T
         # While the softmax of a group of queries is computed, the matrix unit multiplies for the groups around it.
         groups = [(head, first) for head in range(plan.num_kv_heads) for first in range(0, plan.rows, plan.columns)]
         logits, mix_previous = multiply_keys(plan, refs, *groups[0]), functools.partial(lambda: None)
@@ -581,10 +604,17 @@ def multiply_keys(plan: Plan, refs: Refs, head: int, first: int) -> Any:
     return product(*((k, q) if plan.in_columns else (q, k)), 1, 1)
 
 
+def row_scales(plan: Plan, refs: Refs, which: int) -> Any:
+    """The scales of the part's keys for KV head `which`; those of its values for `which` less the number of heads."""
+    own = pl.ds(which, 1)
+    return refs.scales[:, own] if plan.in_columns else refs.scales[own, :]
+
+
 def update_softmax(plan: Plan, refs: Refs, head: int, first: int, logits: Any, seen: Any) -> tuple[Any, Any]:
     """Update the online softmax. Returns the keys' weights and alpha, by which the accumulator is multiplied."""
     keys, own = 0 if plan.in_columns else 1, own_queries(plan, head, first)
-    logits = logits * refs.factors.logits[head]
+    factor = refs.factors.logits[head]
+    logits = logits * (row_scales(plan, refs, head) * factor if plan.scale_lines else factor)
     if plan.soft_cap is not None:
         logits = soft_capped(logits, plan.soft_cap) * LOG2E
     logits = jnp.where(seen, logits, MASKED)
@@ -606,6 +636,8 @@ def mix_values(
     if plan.reads_ranges:  # a value that none of these queries sees has weight 0, but it may be NaN
         number = jnp.max(jnp.where(seen, 1, 0), axis=1, keepdims=True)
         v = jnp.where(jnp.broadcast_to(number, v.shape) > 0, v, jnp.zeros((), v.dtype))
+    if plan.scale_lines:  # the scale of a value that a query does not see may be NaN
+        weights = jnp.where(seen, weights * row_scales(plan, refs, plan.num_kv_heads + head), 0.0)
     acc = jnp.float32(0)
     for part in weight_operands(plan, weights, split_weights):
         acc += product(v, part, 0, 0) if plan.in_columns else product(part, v)
@@ -655,7 +687,7 @@ def end_tile(plan: Plan, refs: Refs, span: Span) -> None:
     lses = []
     for head in range(plan.num_kv_heads):
         m_i, l_i = refs.m_i[head], refs.l_i[head]
-        sees_keys = m_i > MASKED
+        sees_keys = ~(m_i <= MASKED)  # true of NaN
         l_i = jnp.where(sees_keys, l_i, 1.0)
         lse = jnp.where(sees_keys, m_i * LN2 + jnp.log(l_i), -jnp.inf)
         factor = jnp.where(sees_keys, refs.factors.values[head] / l_i, 0.0)

@@ -35,14 +35,15 @@ from ragged_attention.kernels_pallas._blocks import (
     round_up,
     written_dtype,
 )
-from ragged_attention.kernels_pallas._new_rows import last_writes, new_rows, slots_from_tables
+from ragged_attention.kernels_pallas._new_rows import last_writes, new_rows, slots_from_tables, write_scales
 from ragged_attention.kernels_pallas._ragged_kernel import UPDATES, Factors, Plan, Refs, Sequences, kernel, scratch
 from ragged_attention.kernels_pallas._ranges import ranges_of
+from ragged_attention.kernels_pallas._scale_pages import in_lines, lines_of, refusal
 
 SUBLANES = 16  # rows of a bfloat16 tile
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "k_scale", "v_scale", "return_lse",
-    "new_kv", "key_ranges", "out_dtype",
+    "new_kv", "key_ranges", "out_dtype", "k_scale_pages", "v_scale_pages",
 })  # fmt: skip
 
 
@@ -107,6 +108,8 @@ def used_memory(call: Any, tile: Tile) -> int:
 def why_not(call: RaggedPagedAttention) -> str | None:
     if (reason := cannot_run(call)) is not None:
         return reason
+    if (reason := refusal(call)) is not None:
+        return reason
     if "float16" in (dtype_name(call.q), call.cache_dtype):
         return "TPUs have no float16"
     if (needed := used_memory(call, heuristic(call))) > (most := call.device.shared_memory * 3 // 4):
@@ -159,6 +162,7 @@ def plan_of(call: Any, tile: Tile, block_q: int, num_tokens: int, num_updates: i
         cores=call.device.num_multiprocessors if num_updates is None else 1,  # a core cannot wait for another's writes
         split_weights_below=tile.split_weights_below,
         num_updates=num_updates,
+        scale_lines=lines_of(call.num_kv_heads, call.page_size) if call.scaled else None,
         dtype=jnp.dtype(dtype_name(call.q)),
         out_dtype=written_dtype(call),
     )
@@ -172,15 +176,18 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
         return [*run(call.after_write(pages), tile, launch), *pages]
     num_tokens, block_q = call.num_tokens, queries_per_tile(tile)
     padded = max(num_tokens, block_q) if num_tokens > 1 else num_tokens
-    pages = [call.kv_pages] if call.combined else list(call.kv_pages)
+    pages, scales = [call.kv_pages] if call.combined else list(call.kv_pages), call.scale_pages
     out = jnp.zeros((padded, *call.out_shape[1:]), written_dtype(call))
     lse = jnp.full((padded, 1, call.num_q_heads), -jnp.inf, jnp.float32)
     if 0 not in (num_tokens, call.max_num_seqs, call.num_pages, call.page_indices.shape[1]):
         q = jnp.pad(call.q, ((0, padded - num_tokens), (0, 0), (0, 0)))
         seqs, factors, update = sequences(call), factors_of(call), None
         if call.new_kv is not None:
-            rows = new_rows(call, *call.new_kv)
-            update = Update(rows, last_writes(slots_from_tables(call, num_tokens), UPDATES).reshape(-1))
+            rows, slots = new_rows(call, *call.new_kv), slots_from_tables(call, num_tokens)
+            update = Update(rows[: len(pages)], last_writes(slots, UPDATES).reshape(-1))
+            if call.scaled:
+                scales = write_scales(call, rows[len(pages) :], slots)
+        lines = in_lines(*scales) if call.scaled else None
         together = max(table_bytes(call) // 4 // scalars_per_sequence(call), 1)
         ranges = call.key_ranges
         if ranges is not None:
@@ -189,10 +196,14 @@ def run(call: Any, tile: Tile, launch: Any) -> Any:
             part = Sequences(*(array[first : first + together] for array in seqs))
             for size in (1, block_q) if num_tokens > 1 else (1,):
                 plan = plan_of(call, tile, size, padded, None if update is None else num_tokens)
-                out, lse, pages = attend(plan, tile.vmem_limit_bytes, q, pages, part, factors, ranges, update, out, lse)
+                out, lse, pages = attend(
+                    plan, tile.vmem_limit_bytes, q, pages, lines, part, factors, ranges, update, out, lse
+                )
                 update = None  # only the first launch writes
     results = [out[:num_tokens].astype(call.result_dtype), *([lse[:num_tokens, 0]] if call.return_lse else [])]
-    return [*results, *(pages if call.new_kv is not None else [])]
+    if call.new_kv is None:
+        return results
+    return [*results, *pages, *(scales if call.scaled else ())]
 
 
 class Update(NamedTuple):
@@ -218,8 +229,8 @@ def factors_of(call: Any) -> Factors:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # traced once per plan, even if a page table needs many launches
 def attend(
-    plan: Plan, vmem_limit_bytes: int, q: Any, pages: list[Any], seqs: Sequences, factors: Factors, key_ranges: Any,
-    update: Update | None, out: Any, lse: Any,
+    plan: Plan, vmem_limit_bytes: int, q: Any, pages: list[Any], scales: Any, seqs: Sequences, factors: Factors,
+    key_ranges: Any, update: Update | None, out: Any, lse: Any,
 ) -> tuple[Any, Any, list[Any]]:  # fmt: skip
     """Out, lse and pages after a launch, which writes `update`, then computes the sequences that `plan` is for."""
     computed = ((seqs.q_lens > 1) if plan.in_columns else (seqs.q_lens == 1)) & (seqs.kv_lens > 0)
@@ -233,7 +244,7 @@ def attend(
         None if update is None else update.slots,
         ranges,
     )
-    inputs = (q, row_ranges, None, pages) if update is None else (q, row_ranges, update.rows, None)
+    inputs = (q, row_ranges, *((None, scales, pages) if update is None else (update.rows, scales, None)))
     initial = (out, lse if plan.has_lse else None, None if update is None else pages)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     num_inputs, num_results = len(jax.tree.leaves((scalars, inputs))), len(jax.tree.leaves(initial))

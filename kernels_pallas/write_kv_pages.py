@@ -3,7 +3,8 @@
 Each grid step writes a block of tokens. While the pipeline loads the rows of the next block into VMEM, the kernel
 starts one asynchronous copy for each token of the current block, from its row in VMEM to its slot in HBM. The copies to
 an array of pages share a semaphore, and the kernel then waits for all rows that it copied. Eight consecutive tokens
-with consecutive slots, as in a prompt, share one copy.
+with consecutive slots, as in a prompt, share one copy. XLA puts scales that are stored beside the rows into
+their slots: a row of a few numbers is less than a copy can move.
 """
 
 import dataclasses
@@ -28,11 +29,15 @@ from ragged_attention.kernels_pallas._blocks import (
     next_power_of_2,
     round_up,
 )
-from ragged_attention.kernels_pallas._new_rows import last_writes, new_rows, slots, too_many_slots
+from ragged_attention.kernels_pallas._new_rows import last_writes, new_rows, slots, too_many_slots, write_scales
+from ragged_attention.kernels_pallas._scale_pages import refusal
 
 RUN = 8  # tokens that may share a copy
 SKIP, FIRST_RUN = -1, -2  # see `codes_of`: SKIP marks a token that is not written, FIRST_RUN or less the start of a run
-FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale"})
+FEATURES = frozenset({
+    "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale", "k_scale_pages",
+    "v_scale_pages",
+})  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,8 @@ class Tile:
 
 def why_not(call: WriteKvPages) -> str | None:
     if (reason := cannot_run(call)) is not None:
+        return reason
+    if (reason := refusal(call)) is not None:
         return reason
     if call.cache_dtype == "float16":
         return "TPUs have no float16, got kv_pages of it"
@@ -118,14 +125,15 @@ def kernel(codes: Any, rows: Any, initial: Any, pages: Any, semaphores: Any, *, 
 
 
 def run(call: Any, tile: Tile, launch: Any) -> list[jax.Array]:
-    """The new pages, which reuse the memory of the old ones if those are donated."""
+    """The new pages and scale pages, which reuse the memory of the old ones if those are donated."""
     arrays = [call.kv_pages] if call.combined else list(call.kv_pages)
     if 0 in (call.num_tokens, call.num_pages):
-        return arrays
+        return call.caches
     block = tile.num_tokens_per_block
     spare = -call.num_tokens % block
     k, v = (jnp.pad(new, ((0, spare), (0, 0), (0, 0))) for new in (call.k, call.v))
-    rows, slot = new_rows(call, k, v), slots(call)
+    new, slot = new_rows(call, k, v), slots(call)
+    rows, scales = new[: len(arrays)], [each[: call.num_tokens] for each in new[len(arrays) :]]
     flat = [pages.reshape(-1, *pages.shape[2:]) for pages in arrays]
     together = min(RUN, block, len(flat[0]))
     codes = codes_of(slot, block, together)
@@ -135,7 +143,7 @@ def run(call: Any, tile: Tile, launch: Any) -> list[jax.Array]:
         grid=(len(codes),),
         in_specs=[
             pl.BlockSpec((1, 1, block), lambda i: (i, 0, 0), memory_space=pltpu.SMEM),
-            [pl.BlockSpec((block, *new.shape[1:]), lambda i: (i, 0, 0)) for new in rows],
+            [pl.BlockSpec((block, *row.shape[1:]), lambda i: (i, 0, 0)) for row in rows],
             [anywhere for _ in flat],
         ],
         out_specs=([anywhere for _ in flat],),
@@ -145,4 +153,5 @@ def run(call: Any, tile: Tile, launch: Any) -> list[jax.Array]:
         compiler_params=compiler_params(tile.vmem_limit_bytes),
         name="write_kv_pages",
     )(codes, rows, flat)
-    return [pages.reshape(old.shape) for pages, old in zip(written, arrays, strict=True)]
+    pages = [pages.reshape(old.shape) for pages, old in zip(written, arrays, strict=True)]
+    return [*pages, *write_scales(call, scales, slot)]

@@ -1,6 +1,7 @@
 """Ragged paged attention on TPUs: tiles' limits, what is refused, tables that are taken in pieces."""
 
 import dataclasses
+import importlib
 import types
 from typing import Any
 
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 import ragged_attention as ra
+from ragged_attention import dispatch
 from ragged_attention.calls import Device
-from ragged_attention.tools.samples import sample_of
+from ragged_attention.calls.cache_formats import SCALED_FORMATS
+from ragged_attention.tools.samples import FakeArray, sample_of
 from tests.apart import printed
 
 jax = pytest.importorskip("jax")
@@ -17,6 +20,7 @@ jax = pytest.importorskip("jax")
 from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 
 from ragged_attention.kernels_pallas import _ragged_kernel as kernel  # noqa: E402
+from ragged_attention.kernels_pallas import _scale_pages as scale_pages  # noqa: E402
 from ragged_attention.kernels_pallas import ragged_paged_attention as room  # noqa: E402
 from ragged_attention.kernels_pallas._ranges import ranges_of  # noqa: E402
 
@@ -57,6 +61,61 @@ def test_what_is_refused_and_why() -> None:
     )
     narrow = dataclasses.replace(TPU, scalar_memory=8)
     assert "bytes of scalar memory for one row of page_indices" in str(room.why_not(_call(device=narrow)))
+
+
+ONE_SCALE = "takes scale pages of one scale for each row and no zero points, got "
+PAIRS = [
+    ("int8", "bfloat16", "takes keys and values of one format, got int8 beside bfloat16"),
+    ("float8_e4m3fn", "float8_e5m2", "takes keys and values of one format, got float8_e4m3fn beside float8_e5m2"),
+    ("int8", "float8_e4m3fnuz", "takes keys and values of one format, got int8 beside float8_e4m3fnuz"),
+]
+
+
+@pytest.mark.parametrize("operation", ["ragged_paged_attention", "write_kv_pages"])
+def test_which_formats_are_taken(operation: str) -> None:
+    module = importlib.import_module(f"ragged_attention.kernels_pallas.{operation}")
+    expected = {
+        "int8_token_head": None,
+        "e4m3_token_head": None,
+        "e5m2_token_head": None,
+        "e4m3fnuz_token_head": "reads no cache of float8_e4m3fnuz",
+        **{name: ONE_SCALE + name for name in ("int4_token_head", "nvfp4", "mxfp8", "mxfp4")},
+    }
+    assert set(expected) == {form.name for form in SCALED_FORMATS}
+    for name, reason in expected.items():
+        assert dispatch.refusal("pallas", sample_of(operation, kv_format=name).call(operation, TPU)) == reason
+    sample = sample_of(operation, kv_format="int8_token_head", split_pages=True)
+    call = sample.call(operation, TPU)
+    absent = dataclasses.replace(call, v_scale_pages=None)
+    assert module.why_not(absent) == "takes keys and values of one format, got int8_token_head beside int8"
+    for k, v, reason in PAIRS:
+        pages = tuple(FakeArray(call.k_pages_like.shape, dtype) for dtype in (k, v))
+        plain = dataclasses.replace(call, kv_pages=pages, k_scale_pages=None, v_scale_pages=None)
+        assert module.why_not(plain) == reason
+
+
+HEADS_AND_PAGES = [(1, 16), (2, 3), (3, 24), (8, 16), (8, 7), (40, 4), (100, 2), (4, 512)]
+
+
+@pytest.mark.parametrize(("heads", "page_size"), HEADS_AND_PAGES)
+@pytest.mark.parametrize("block_q", [1, 16])
+def test_each_row_of_a_part_finds_its_scales(
+    monkeypatch: pytest.MonkeyPatch, heads: int, page_size: int, block_q: int
+) -> None:
+    """Lines of pages, read as the kernel reads them, are the scales in the order of the operands' rows."""
+    monkeypatch.setattr(pltpu, "roll", jax.numpy.roll)  # which only kernels have
+    rng = np.random.default_rng(page_size)
+    call = _call(num_q_heads=heads, num_kv_heads=heads, page_size=page_size, kv_format="int8_token_head", max_len=600)
+    plan = room.plan_of(call, room.Tile(num_kv_pages_per_block=-(-512 // page_size)), block_q, 32)
+    k, v = (rng.standard_normal((plan.pages, page_size, heads, 1)).astype(np.float32) for _ in "kv")
+    k[-1, 0], v[0, -1] = np.nan, np.inf
+    buffer = scale_pages.in_lines(jax.numpy.asarray(k), jax.numpy.asarray(v))[None]
+    assert buffer.shape[2:] == (plan.scale_lines.count, plan.scale_lines.width)
+    wanted = np.concatenate([k[..., 0], v[..., 0]], axis=2).reshape(plan.block, -1)
+    for part in range(plan.block // plan.block_kv):
+        found = np.asarray(scale_pages.scales_of_part(plan, buffer, 0, part))
+        keys = part * plan.block_kv + plan.order(np.arange(plan.block_kv))
+        np.testing.assert_array_equal(found[:, : 2 * heads], wanted[keys])
 
 
 def test_an_update_numbers_slots_in_int32() -> None:

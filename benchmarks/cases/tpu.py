@@ -110,6 +110,10 @@ _RAGGED = (
     _attention("32x8_d128_fp8_page256", page_size=256, cache_dtype=FP8, arguments=SCALES),
     _attention("32x8_d128_e5m2", cache_dtype="float8_e5m2", arguments=SCALES),
     _attention("32x8_d128_int8", cache_dtype=INT8, arguments=SCALES),
+    _attention("32x8_d128_int8_tokens", kv_format="int8_token_head"),
+    _attention("8x4_d64_e4m3_tokens_pair", (8, 4), 64, kv_format="e4m3_token_head", split_pages=True),
+    _attention("5x1_d128_e5m2_tokens_page256", (5, 1), kv_format="e5m2_token_head", page_size=256),
+    _attention("12x6_d128_int8_tokens_f32_page24", (12, 6), kv_format="int8_token_head", page_size=24, dtype="float32"),
     _attention(
         "32x8_d128_table_of_2_mib",
         num_tokens=64,
@@ -135,6 +139,7 @@ _RAGGED = (
     _attention("32x4_d256_fp8", (32, 4), 256, cache_dtype=FP8, arguments=SCALES),
     _fused("32x8_d128_bf16_fused"),
     _fused("32x8_d128_fp8_fused", cache_dtype=FP8, arguments=SCALES),
+    _fused("32x8_d128_int8_tokens_fused", kv_format="int8_token_head"),
 )
 
 
@@ -152,6 +157,8 @@ _WRITES = (
     _write("f32_pair_d64", dtype="float32", split_pages=True, head_dim=64),
     _write("fp8", cache_dtype=FP8),
     _write("int8_slots", slots=True, cache_dtype=INT8),
+    _write("int8_tokens", kv_format="int8_token_head"),
+    _write("e4m3_tokens_pair_slots", slots=True, kv_format="e4m3_token_head", split_pages=True),
     _write("bf16_one_head", num_q_heads=8, num_kv_heads=1),
 )
 
