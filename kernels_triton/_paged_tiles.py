@@ -97,7 +97,7 @@ def scaled_sizes(arch: str, width: int) -> Sizes:
         return Sizes(32, 16, 8, 2, edge_keys=16)
     if width > 128:
         return Sizes(32, 32, 8, 2, edge_keys=16)
-    return Sizes(128, 32, 8, 3, edge_keys=32) if arch in WGMMA else Sizes(64, 32, 8, 3, edge_keys=16)
+    return Sizes(128 if arch in WGMMA else 64, 32, 8, 3, edge_keys=32)
 
 
 def looks_up(call: Any) -> bool:
@@ -120,7 +120,7 @@ def split_sizes(call: Any, rows: int) -> Sizes:
     if on_cuda_cores(call):
         return Sizes(rows, 16, max(8, rows // 8), 3)
     if has_scales(call):
-        return Sizes(rows, 32, 8 if width > 128 else 4, 2)
+        return Sizes(rows, 16 if width > 256 and arch in WGMMA else 32, 8, 2)
     if width > 256:
         return Sizes(rows, 32, 8, 3)
     if width > 128 or looks_up(call):

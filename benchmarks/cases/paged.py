@@ -73,7 +73,9 @@ class PagedCase(Case, Sample):
             rows = group * (1 if self.batch_invariant or self.key_ranges else min(max(self.q_lens), 16))
         # The addresses of a draft mask's or a relative bias's entries leave too few registers for a tile of 64 rows.
         looks_up = self.draft is not None or self.relative_bias
-        return rows if self.head_dim <= LARGEST_WGMMA_HEAD and not looks_up else 0
+        # So do stored scales beside heads of more than 128 columns.
+        widest = LARGEST_WGMMA_HEAD if self.form is None else 128
+        return rows if self.head_dim <= widest and not looks_up else 0
 
     def needed_keys(self) -> int:
         """The number of cache positions that some query sees, in all sequences."""
