@@ -201,7 +201,7 @@ def scratch(plan: Plan, q: Any, pages: Any) -> list[Any]:
     lines = plan.scale_lines
     return [
         [pltpu.VMEM((2, positions, *array.shape[2:]), array.dtype) for array in pages],
-        pltpu.VMEM((2, plan.pages, lines.count, lines.width), f32) if lines else None,
+        pltpu.VMEM((2, plan.pages, lines.lines, lines.width), f32) if lines else None,
         pltpu.VMEM(plan.part_scales, f32) if lines else None,
         pltpu.VMEM((2, plan.num_blocks_kv, *plan.per_key), jnp.int32),
         pltpu.VMEM((2, plan.block_q, heads, plan.head_dim), q.dtype),

@@ -24,7 +24,7 @@ class Lines(NamedTuple):
 
     stride: int  # lanes of a position
     width: int  # lanes of a line
-    count: int  # lines of a page
+    lines: int  # lines of a page
 
     @property
     def positions(self) -> int:
@@ -58,9 +58,9 @@ def in_lines(k_scales: jax.Array, v_scales: jax.Array) -> jax.Array:
     num_pages, page_size, num_kv_heads, _ = k_scales.shape
     lines = lines_of(num_kv_heads, page_size)
     scales = jnp.concatenate([k_scales[..., 0], v_scales[..., 0]], axis=2)
-    spare = lines.count * lines.positions - page_size
+    spare = lines.lines * lines.positions - page_size
     scales = jnp.pad(scales, ((0, 0), (0, spare), (0, lines.stride - 2 * num_kv_heads)))
-    return scales.reshape(num_pages, lines.count, lines.width)
+    return scales.reshape(num_pages, lines.lines, lines.width)
 
 
 def scales_of_part(plan: Any, buffer: Any, slot: Any, part: Any) -> Any:
@@ -81,9 +81,9 @@ def scales_of_part(plan: Any, buffer: Any, slot: Any, part: Any) -> Any:
         scales = jnp.zeros((ROWS, lines.width), jnp.float32)
         for run in runs:
             begin = part * plan.block_kv + first + run
-            line = begin // page_size * lines.count + begin % page_size // lines.positions
+            line = begin // page_size * lines.lines + begin % page_size // lines.positions
             for number in range(most):
-                page, index = (line + number) // lines.count, (line + number) % lines.count
+                page, index = (line + number) // lines.lines, (line + number) % lines.lines
                 begin = page * page_size + index * lines.positions
                 own = (key == place + begin) & (key < (page + 1) * page_size)
                 values = buffer[slot, jnp.minimum(page, plan.pages - 1), index]

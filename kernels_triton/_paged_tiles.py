@@ -43,6 +43,11 @@ def has_scales(call: Any) -> bool:
     return call.k_format.scaled or call.v_format.scaled
 
 
+def has_row_scales(call: Any) -> bool:
+    """Whether scales of whole rows are stored, which multiply logits or weights."""
+    return any(form.scaled and not form.group for form in (call.k_format, call.v_format))
+
+
 def padded_width(call: Any) -> int:
     return next_power_of_2(max(call.head_dim, call.v_head_dim))
 
@@ -54,7 +59,7 @@ def tile_sizes(call: Any) -> Sizes:
         few = arch in ("sm_80", "sm_86") and not has_scales(call)
         return Sizes(16, 16, 4 if few else 8, 3 if arch.startswith("sm_") else 2, edge_keys=16)
     if has_scales(call):
-        return scaled_sizes(arch, width)
+        return scaled_sizes(arch, width, ranges=call.key_ranges is not None)
     if width > 256:
         if not arch.startswith("sm_"):
             return Sizes(32, 16, 4, 2 if arch == "gfx950" else 1, edge_keys=16)
@@ -89,7 +94,7 @@ def tile_sizes(call: Any) -> Sizes:
     return Sizes(64, 32, 4, 3, edge_keys=32) if one_product else Sizes(64, 64, 8, 3, edge_keys=edge)
 
 
-def scaled_sizes(arch: str, width: int) -> Sizes:
+def scaled_sizes(arch: str, width: int, *, ranges: bool) -> Sizes:
     """`tile_sizes` for stored scales."""
     if not arch.startswith("sm_"):
         return Sizes(32, 16, 4, 1, edge_keys=16) if width > 128 else Sizes(64, 32, 4, 1, edge_keys=16)
@@ -97,7 +102,8 @@ def scaled_sizes(arch: str, width: int) -> Sizes:
         return Sizes(32, 16, 8, 2, edge_keys=16)
     if width > 128:
         return Sizes(32, 32, 8, 2, edge_keys=16)
-    return Sizes(128 if arch in WGMMA else 64, 32, 8, 3, edge_keys=32)
+    edge = 16 if ranges and OLDER_COMPILER else 32
+    return Sizes(128 if arch in WGMMA else 64, 32, 8, 3, edge_keys=edge)
 
 
 def looks_up(call: Any) -> bool:
@@ -120,7 +126,7 @@ def split_sizes(call: Any, rows: int) -> Sizes:
     if on_cuda_cores(call):
         return Sizes(rows, 16, max(8, rows // 8), 3)
     if has_scales(call):
-        return Sizes(rows, 16 if width > 256 and arch in WGMMA else 32, 8, 2)
+        return scaled_split_sizes(call, rows)
     if width > 256:
         return Sizes(rows, 32, 8, 3)
     if width > 128 or looks_up(call):
@@ -131,6 +137,18 @@ def split_sizes(call: Any, rows: int) -> Sizes:
     wide = arch in WGMMA and not (OLDER_COMPILER and width <= 64)
     crowded = arch == "sm_120" and call.key_ranges is not None and decodes(call)  # spills with three stages
     return Sizes(rows, 64 if wide or spills else 32, 4, 2 if crowded else 3)
+
+
+def scaled_split_sizes(call: Any, rows: int) -> Sizes:
+    """`split_sizes` for stored scales on an NVIDIA GPU."""
+    width = padded_width(call)
+    if width > 128:
+        return Sizes(rows, 16 if width > 256 and call.device.arch in WGMMA else 32, 8, 2)
+    if has_row_scales(call):
+        return Sizes(rows, 16, 4, 3)
+    if OLDER_COMPILER:
+        return Sizes(rows, 16, 8 if call.key_ranges is not None else 4, 2)
+    return Sizes(rows, 32, 4, 2)
 
 
 def split_sizes_elsewhere(call: Any, rows: int) -> Sizes:

@@ -85,7 +85,7 @@ def test_which_formats_are_taken(operation: str) -> None:
     for name, reason in expected.items():
         assert dispatch.refusal("pallas", sample_of(operation, kv_format=name).call(operation, TPU)) == reason
     sample = sample_of(operation, kv_format="int8_token_head", split_pages=True)
-    call = sample.call(operation, TPU)
+    call: Any = sample.call(operation, TPU)
     absent = dataclasses.replace(call, v_scale_pages=None)
     assert module.why_not(absent) == "takes keys and values of one format, got int8_token_head beside int8"
     for k, v, reason in PAIRS:
@@ -110,7 +110,8 @@ def test_each_row_of_a_part_finds_its_scales(
     k, v = (rng.standard_normal((plan.pages, page_size, heads, 1)).astype(np.float32) for _ in "kv")
     k[-1, 0], v[0, -1] = np.nan, np.inf
     buffer = scale_pages.in_lines(jax.numpy.asarray(k), jax.numpy.asarray(v))[None]
-    assert buffer.shape[2:] == (plan.scale_lines.count, plan.scale_lines.width)
+    assert plan.scale_lines is not None
+    assert buffer.shape[2:] == (plan.scale_lines.lines, plan.scale_lines.width)
     wanted = np.concatenate([k[..., 0], v[..., 0]], axis=2).reshape(plan.block, -1)
     for part in range(plan.block // plan.block_kv):
         found = np.asarray(scale_pages.scales_of_part(plan, buffer, 0, part))

@@ -9,6 +9,8 @@ program computes one unit for one KV head. A block with a large share of the wor
 them to finish merges them. How the work is divided depends on the shapes, lengths and ranges alone.
 """
 
+import math
+
 import numpy as np
 
 from ragged_attention.portable.numba import _masks, _selected, _splits, _tiles
@@ -218,7 +220,8 @@ def read_keys(call, tile, count):
         _tiles.read_rows(keys.codes, tile.sources, tile.k, tile.width, call.head_dim, count)
     if not folded(keys):
         return 0
-    read_factors(tile, keys, tile.sources, tile.k_scales, tile.k_factors, count)
+    # A row that sees the key gets NaN, as from a key that is NaN; other rows hide its logit.
+    read_factors(tile, keys, tile.sources, tile.k_scales, tile.k_factors, count, math.nan)
     return tile.k_factors
 
 
@@ -290,7 +293,7 @@ def attend(call, tile, unit, head, rows):
         factors = 0
         if folded(values_of(call)):
             factors = tile.v_factors
-            wrong = read_factors(tile, values_of(call), tile.v_sources, tile.v_scales, factors, count)
+            wrong = read_factors(tile, values_of(call), tile.v_sources, tile.v_scales, factors, count, 0.0)
         _tiles.weigh_keys(tile, rows, first, count, holes, factors)
         prefetch_values(call, tile, 0, min(tile.keys, stop - after))
         wrong += read_values(call, tile, count)

@@ -448,8 +448,8 @@ def expand_values(tile, side, columns, count):
 
 
 @compiled
-def read_factors(tile, side, sources, scales, factors, count):
-    """List the scales of `count` whole rows as factors; returns how many were not finite, which become 0."""
+def read_factors(tile, side, sources, scales, factors, count, instead):
+    """List the scales of `count` whole rows as factors; returns how many were not finite, which become `instead`."""
     zero(factors, 4 * up_to(count, LANES))
     if side.scale_codes == FLOAT32:
         high, mask = splat(0.0), splat(float_of(0xFFFFFFF0 if side.zero == MANTISSA else 0xFFFFFFFF))
@@ -466,6 +466,6 @@ def read_factors(tile, side, sources, scales, factors, count):
     for key in range(count):
         if int_at(sources, key):
             finite = load_scales(side, int_at(scales, key), tile.scratch)
-            set_float(factors, key, float_at(tile.scratch, 0) if finite else np.float32(0))
+            set_float(factors, key, float_at(tile.scratch, 0) if finite else np.float32(instead))
             wrong += 0 if finite else 1
     return wrong

@@ -106,7 +106,10 @@ WRITES: dict[str, Callable[[], WriteBatch]] = {
 
 
 def garbage_reaches_who_sees_it(runner: Runner, spec: Spec) -> None:
-    """A NaN or infinite scale changes no row but those that see its position, not even by another row beside them."""
+    """A NaN or infinite scale changes no row but those that see its position, not even by another row beside them.
+
+    Those get NaN from a NaN scale, in all columns if it is that of a key.
+    """
     batch, rng = spec.build(), np.random.default_rng(spec.seed)
     bad = rng.random((batch.num_pages, batch.page_size, batch.num_kv_heads)) < 0.1
     dirty, kind = batch, str(rng.choice(["nan", "inf"]))
@@ -121,6 +124,11 @@ def garbage_reaches_who_sees_it(runner: Runner, spec: Spec) -> None:
     rounding = np.broadcast_to(allowance(runner, batch, batch), out.shape)[clean]
     agrees(out[clean], want[clean], batch.kind, "out of rows that see no garbage", allowance=rounding)
     agrees(lse[clean], want_lse[clean], f"lse {batch.kind}", "lse of rows that see no garbage")
+    if kind == "nan" and not batch.fully_masked()[~clean].any():
+        in_all = batch.formats["k_format"].scaled
+        hit = np.isnan(out[~clean])
+        if not (hit.all() if in_all else hit.any(axis=1).all()):
+            raise AssertionError(f"out of rows that see NaN: expected NaN in {'all' if in_all else 'some'} columns")
 
 
 def _rows_that_see(batch: Batch, bad: np.ndarray) -> np.ndarray:
