@@ -97,13 +97,15 @@ def tile_sizes(call: Any) -> Sizes:
 def scaled_sizes(arch: str, width: int, *, ranges: bool) -> Sizes:
     """`tile_sizes` for stored scales."""
     if not arch.startswith("sm_"):
-        return Sizes(32, 16, 4, 1, edge_keys=16) if width > 128 else Sizes(64, 32, 4, 1, edge_keys=16)
+        wide = Sizes(32, 16, 4, 2 if width > 256 else 1, edge_keys=16)
+        return wide if width > 128 else Sizes(64, 32, 4, 1, edge_keys=16)
     if width > 256:
         return Sizes(32, 16, 8, 2, edge_keys=16)
     if width > 128:
         return Sizes(32, 32, 8, 2, edge_keys=16)
     edge = 16 if ranges and OLDER_COMPILER else 32
-    return Sizes(128 if arch in WGMMA else 64, 32, 8, 3, edge_keys=edge)
+    rows = 128 if arch == "sm_90" or (arch in WGMMA and not OLDER_COMPILER) else 64
+    return Sizes(rows, 32, 8, 3, edge_keys=edge)
 
 
 def looks_up(call: Any) -> bool:
@@ -146,7 +148,7 @@ def scaled_split_sizes(call: Any, rows: int) -> Sizes:
         return Sizes(rows, 16 if width > 256 and call.device.arch in WGMMA else 32, 8, 2)
     if has_row_scales(call):
         return Sizes(rows, 16, 4, 3)
-    if OLDER_COMPILER:
+    if OLDER_COMPILER and call.device.arch not in WGMMA:
         return Sizes(rows, 16, 8 if call.key_ranges is not None else 4, 2)
     return Sizes(rows, 32, 4, 2)
 
@@ -157,7 +159,7 @@ def split_sizes_elsewhere(call: Any, rows: int) -> Sizes:
     if on_cuda_cores(call):
         return Sizes(rows, 16, 4 * max(1, rows // 32), 2)
     if has_scales(call):
-        return Sizes(rows, 16, 4, 1) if width > 128 else Sizes(rows, 32, 4, 1)
+        return Sizes(rows, 16, 4, 2 if width > 256 else 1) if width > 128 else Sizes(rows, 32, 4, 1)
     if width > 256:
         return Sizes(rows, 16, 4, 2)
     if looks_up(call):
@@ -177,9 +179,12 @@ def fitting_pages(call: Any, sizes: Sizes) -> Sizes:
     wgmma = call.device.arch in WGMMA and rows >= 64
     one_less = not wgmma or width >= 512
 
+    codes = call.k_format.scaled and call.v_format.scaled  # which are decoded on their way to registers
+    stored = 1 if codes else item_size(call.q)
+
     def size(keys: int, stages: int) -> int:
         weights = 0 if wgmma else rows * keys
-        return (max(stages - one_less, 1) * keys * both + rows * width + weights) * item_size(call.q)
+        return max(stages - one_less, 1) * keys * both * stored + (rows * width + weights) * item_size(call.q)
 
     keys, stages = fit(call, sizes.keys, sizes.stages, size, good_keys=32)
     return sizes._replace(keys=keys, stages=stages)

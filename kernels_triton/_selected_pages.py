@@ -285,16 +285,24 @@ def run(call: Any, tile: Any, launch: Any, shared: Shared, weight_terms: int) ->
     )
     if splits == 1 or not call.num_tokens:
         return [out, lse]
+    return merge_splits(call, launch, shared, stored, (out, lse), splits, row_blocks * block_q)
+
+
+def merge_splits(
+    call: Any, launch: Any, shared: Shared, stored: list[Any], target: tuple[Any, Any], splits: int, rows: int
+) -> list[Any]:
+    """Enqueue the merge of the splits' results, of `rows` rows for each token, KV head and split, into `target`."""
+    cu_q_lens, kv_lens, num_seqs = (shared.arrays[name] for name in ("cu_q_lens", "kv_lens", "num_seqs"))
     return combine(
         launch,
         call,
         (*stored, stored[1], cu_q_lens),
-        (out, lse),
+        target,
         (cu_q_lens, num_seqs, shared.arrays["sinks"], shared.arrays["v_scale"], kv_lens, kv_lens),
         {
             "num_tokens": call.num_tokens,
             "max_num_seqs": call.num_tokens,
-            "v_scale_factor": numbers["v_scale_factor"],
+            "v_scale_factor": shared.numbers["v_scale_factor"],
             "window": 0,
             "num_parts": call.num_tokens * splits,
             "num_splits": splits,
@@ -302,7 +310,7 @@ def run(call: Any, tile: Any, launch: Any, shared: Shared, weight_terms: int) ->
             "extra_longest": 0,
         },
         GROUP=call.group,
-        ROWS=row_blocks * block_q,
+        ROWS=rows,
         Q_TOKENS=1,
         ITEMS=1,
         DIVISION=None,

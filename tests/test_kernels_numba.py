@@ -423,6 +423,31 @@ def test_parts_that_saw_nothing_take_no_part_in_a_merge() -> None:
     assert torch.allclose(lse, lses[0])
 
 
+def nan_batch(operation: str, tokens: int, keys: int) -> Callable[[], Any]:
+    """A call of `operation` whose keys and values are all NaN."""
+    pages, width = keys // 16 + 1, 576 if operation == "latent" else 64
+    cache = torch.full((pages, 16, 1, width), torch.nan)
+    q, cu_q_lens = torch.randn(tokens, 4, width), torch.tensor([0, tokens]).int()
+    given: dict[str, Any] = {"return_lse": True, "backend": "numba"}
+    if operation == "packed":
+        k = cache.view(-1, 1, width)[:keys]
+        return functools.partial(varlen_attention, q, k, k, cu_q_lens, torch.tensor([0, keys]).int(), **given)
+    attend = ragged_mla_attention if operation == "latent" else ragged_paged_attention
+    held: Any = cache if operation == "latent" else (cache, cache)
+    if operation == "lists":
+        given |= {"selected": torch.zeros(tokens, 1, 1).int(), "block_size": 16}
+    table = torch.arange(pages).int()[None]
+    return functools.partial(attend, q, held, torch.tensor([keys]).int(), table, cu_q_lens, **given)
+
+
+@pytest.mark.parametrize("operation", ["paged", "latent", "packed", "lists"])
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("keys", [20, 300])
+def test_rows_that_see_nothing_but_nan_are_nan(operation: str, tokens: int, keys: int) -> None:
+    """No maximum shows a NaN, so a row could seem to see no key at all."""
+    assert all(result.isnan().all() for result in nan_batch(operation, tokens, keys)())
+
+
 # ---- latents
 
 

@@ -131,8 +131,10 @@ NARROW: Exceptions = {
 }
 OLDER = "3.6"
 NARROW_ON_OLDER: Exceptions = {
-    ("tile_kernel", "8 bits", "mma"): (0.40, EIGHT_BITS),
-    ("split_kernel", "8 bits", "mma"): (0.44, EIGHT_BITS),
+    ("tile_kernel", "8 bits", "mma"): (0.33, f"{EIGHT_BITS}, {SCALES}"),
+    ("tile_kernel", "8 bits", "wgmma"): (0.33, SCALES),
+    ("tile_kernel", "8 bits", "tcgen05"): (0.33, SCALES),
+    ("split_kernel", "8 bits", "mma"): (0.33, f"{EIGHT_BITS}, {SCALES}"),
     ("latent_kernel", "plain", "wgmma"): (0.64, BY_TWO),
     ("latent_kernel", "fp8_v32", "mma"): (0.74, f"{SCALES}, {BY_TWO}"),
     ("latent_kernel", "fp8_v32", "wgmma"): (0.64, f"{SCALES}, {BY_TWO}"),
