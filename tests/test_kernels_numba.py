@@ -448,6 +448,71 @@ def test_rows_that_see_nothing_but_nan_are_nan(operation: str, tokens: int, keys
     assert all(result.isnan().all() for result in nan_batch(operation, tokens, keys)())
 
 
+# ---- rows with scales
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
+def test_scales_may_be_any_power_of_two(name: str) -> None:
+    """Sequences of two keys, one for each code of a scale; the values have codes of NaN too."""
+    generator, powers = torch.Generator().manual_seed(0), torch.arange(256).to(torch.uint8)
+    width, dtype = (64, torch.float8_e4m3fn) if name == "mxfp8" else (32, torch.uint8)
+    k, v = (torch.randint(0, 256, (256, 2, 1, width), generator=generator).to(torch.uint8) for _ in range(2))
+    v[:, 1] = v[:, 0]  # a mean of equal numbers cancels none of their digits
+    pages = torch.where(k & 0x7F == 0x7F, 0, k).view(dtype), v.view(dtype)
+
+    def scales(least: int, most: int) -> Any:
+        codes = torch.where(powers == 255, powers, powers.clamp(least, most))
+        return codes.view(torch.float8_e8m0fnu).view(-1, 1, 1, 1).expand(256, 2, 1, 2)
+
+    # Beyond these, keys, queries or values would be infinite or subnormal in bfloat16, whose products count it as 0.
+    q = torch.randn(256, 4, 64, generator=generator) * 2.0 ** (120 - powers.clamp(10, 220).float()).view(-1, 1, 1)
+    for k_scales, v_scales in ((scales(10, 220), scales(127, 127)), (scales(127, 127), scales(0, 245))):
+        given = {"k_scale_pages": k_scales, "v_scale_pages": v_scales, "return_lse": True}
+        ours, expected = (
+            ragged_paged_attention(
+                q.bfloat16(),
+                pages,
+                torch.full((256,), 2).int(),
+                powers.int()[:, None],
+                torch.arange(257).int(),
+                backend=backend,
+                **given,
+            )
+            for backend in ("numba", "reference")
+        )
+        assert ours[0][-1].isnan().all()
+        assert agrees(ours[0].float(), expected[0].float(), "bfloat16")
+        assert agrees(ours[1], expected[1], "lse bfloat16")
+
+
+def test_zero_points_need_not_be_integers() -> None:
+    """Codes less the nearest integer are multiplied, and what is left of the zero point is subtracted afterwards."""
+    generator, lens = torch.Generator().manual_seed(0), [3, 70, 400]
+    size = 30, 16, 2
+    pages = tuple(torch.randint(0, 256, (*size, 32), generator=generator).to(torch.uint8) for _ in range(2))
+    table = torch.randperm(30, generator=generator)[:26].expand(3, 26).int().contiguous()
+    q = torch.randn(60, 8, 64, generator=generator).bfloat16()
+    cu_q_lens = torch.tensor([0, 2, 10, 60]).int()
+    for least, most in ((0, 15), (7.4, 7.6), (-30, 0), (15, 50)):
+        scales = tuple(
+            torch.stack(
+                [
+                    torch.rand(size, generator=generator) / max(abs(least), abs(most), 8),
+                    least + (most - least) * torch.rand(size, generator=generator),
+                ],
+                -1,
+            ).to(torch.float16)
+            for _ in range(2)
+        )
+        given = {"k_scale_pages": scales[0], "v_scale_pages": scales[1], "return_lse": True, "soft_cap": 5.0}
+        ours, expected = (
+            ragged_paged_attention(q, pages, torch.tensor(lens).int(), table, cu_q_lens, backend=backend, **given)
+            for backend in ("numba", "reference")
+        )
+        assert agrees(ours[0].float(), expected[0].float(), "bfloat16")
+        assert agrees(ours[1], expected[1], "lse bfloat16")
+
+
 # ---- latents
 
 

@@ -187,14 +187,14 @@ def _to_int8(builder: Any, value: Any) -> Any:
 # ---- memory
 
 
-def _first_lanes(builder: Any, count: Any) -> Any:
+def first_lanes(builder: Any, count: Any) -> Any:
     """A mask of the first `count` lanes."""
     return builder.icmp_signed(
         "<", ir.Constant(INTS, list(range(LANES))), in_all_lanes(builder, builder.trunc(count, I32))
     )
 
 
-def _masked(builder: Any, name: str, result: Any, kind: Any, *values: Any) -> Any:
+def masked(builder: Any, name: str, result: Any, kind: Any, *values: Any) -> Any:
     bits = {"float": "f32", "i16": "i16", "i8": "i8"}[str(kind.element)]
     return called(builder, f"llvm.masked.{name}.v{LANES}{bits}.p0v{LANES}{bits}", result, *values)
 
@@ -208,8 +208,8 @@ def _reader(kind: Any, decode: Callable[[Any, Any], Any], name: str) -> tuple[An
 
     def read_some(builder: Any, address: Any, index: Any, count: Any) -> Any:
         place = builder.bitcast(element(builder, address, index, kind.element), kind.as_pointer())
-        given = (place, ir.Constant(I32, size), _first_lanes(builder, count), ir.Constant(kind, None))
-        return decode(builder, _masked(builder, "load", kind, kind, *given))
+        given = (place, ir.Constant(I32, size), first_lanes(builder, count), ir.Constant(kind, None))
+        return decode(builder, masked(builder, "load", kind, kind, *given))
 
     read.__name__, read_some.__name__ = f"read_{name}", f"read_some_{name}"
     return (
@@ -227,8 +227,8 @@ def _writer(kind: Any, encode: Callable[[Any, Any], Any], name: str) -> tuple[An
 
     def write_some(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
         place = builder.bitcast(element(builder, address, index, kind.element), kind.as_pointer())
-        given = (place, ir.Constant(I32, size), _first_lanes(builder, count))
-        _masked(builder, "store", ir.VoidType(), kind, encode(builder, value), *given)
+        given = (place, ir.Constant(I32, size), first_lanes(builder, count))
+        masked(builder, "store", ir.VoidType(), kind, encode(builder, value), *given)
 
     write.__name__, write_some.__name__ = f"write_{name}", f"write_some_{name}"
     return (
@@ -410,8 +410,11 @@ def _bfloat16_of(mantissa: int, bias: int, special: Callable[[int], float | None
     return np.array(values, np.float32).view(np.uint32) >> 16
 
 
-def _lookup(builder: Any, table: Any, codes: Any) -> Any:
-    """Pairs of bfloat16 from a table of the positive codes' bits; `codes` holds each code twice. Needs PAIRS."""
+def magnitudes_of(builder: Any, table: Any, codes: Any) -> tuple[Any, Any]:
+    """Pairs from a table of 128 numbers of 16 bits, and their sign bits, as bytes; `codes` holds each code twice.
+
+    Needs PAIRS.
+    """
     kind = codes.type
     name = "llvm.x86.avx512.vpermi2var.qi.512"  # looks up the lower seven bits in a table of 128 bytes
     low, high = (
@@ -419,8 +422,12 @@ def _lookup(builder: Any, table: Any, codes: Any) -> Any:
         for half in ((table & 255).tolist(), (table >> 8).tolist())
     )
     alternate = shuffled(builder, [place + 64 * (place % 2) for place in range(64)], low, high)
-    signs = builder.and_(codes, ir.Constant(kind, [0, 128] * 32))
-    return builder.bitcast(builder.or_(alternate, signs), FLOATS)
+    return alternate, builder.and_(codes, ir.Constant(kind, [0, 128] * 32))
+
+
+def _lookup(builder: Any, table: Any, codes: Any) -> Any:
+    """`magnitudes_of` a table of the positive codes' bits in bfloat16, with their signs."""
+    return builder.bitcast(builder.or_(*magnitudes_of(builder, table, codes)), FLOATS)
 
 
 def _with_nan_for_negative_zero(builder: Any, pairs: Any) -> Any:
@@ -451,8 +458,8 @@ def _pairs_by_table(table: Any, decode: Callable[[Any, Any], Any], name: str, ha
     return function_of(types.none, types.int64, types.int64, types.int64, types.int64)(write)
 
 
-_E4M3 = _bfloat16_of(3, 7, lambda code: np.nan if code == 127 else None)
-_pair_e4m3 = _pairs_by_table(_E4M3, _from_e4m3, "e4m3")
+E4M3_BITS = _bfloat16_of(3, 7, lambda code: np.nan if code == 127 else None)
+_pair_e4m3 = _pairs_by_table(E4M3_BITS, _from_e4m3, "e4m3")
 _pair_e5m2 = _pairs_by_table(
     _bfloat16_of(2, 15, lambda code: None if code < 124 else np.inf if code == 124 else np.nan), _from_e5m2, "e5m2"
 )
@@ -472,7 +479,7 @@ def pairs_of_four_e4m3(builder: Any, source: Any, index: Any, target: Any, strid
     for half in range(2):
         if PAIRS:
             places = [4 * lane + 2 * half + byte for lane in range(LANES) for byte in (0, 0, 1, 1)]
-            pairs = _lookup(builder, _E4M3, shuffled(builder, places, codes))
+            pairs = _lookup(builder, E4M3_BITS, shuffled(builder, places, codes))
         else:
             both = (shuffled(builder, list(range(2 * half + byte, 4 * LANES, 4)), codes) for byte in range(2))
             pairs = join(builder, *(_from_e4m3(builder, each) for each in both))
@@ -487,7 +494,7 @@ def bfloat16_of_e4m3(builder: Any, source: Any, index: Any) -> Any:
     codes = load_aligned(builder, element(builder, source, index, I8), kind, 1)
     if PAIRS:
         places = [2 * lane + byte for lane in range(LANES) for byte in (0, 0, 1, 1)]
-        return _lookup(builder, _E4M3, shuffled(builder, places, codes))
+        return _lookup(builder, E4M3_BITS, shuffled(builder, places, codes))
     both = (shuffled(builder, list(range(byte, 2 * LANES, 2)), codes) for byte in range(2))
     return join(builder, *(_from_e4m3(builder, each) for each in both))
 

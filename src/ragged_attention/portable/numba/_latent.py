@@ -288,10 +288,10 @@ def attend(call, tile, unit, head, rows):
         read_keys(call, tile, within(length - first, count) if call.sparse else count, count)
         next_holes = list_seen(call, tile, unit, head, after, stop, whole, length)
         keys = tile.sources if reads_in_place(call, tile) else tile.k_rows
-        _tiles.multiply_keys(tile, keys, rows, first, count, factor, 0, call.soft_cap)
+        _tiles.multiply_keys(tile, keys, rows, first, count, factor, 0, 0, call.soft_cap)
         if call.num_ranges > 1:
             _masks.hide_gaps(call, tile, unit.token, unit.first, rows, group, length, first, count)
-        _tiles.weigh_keys(tile, rows, first, count, holes, 0)
+        _tiles.weigh_keys(tile, rows, first, count, holes, 0, 0)
         if tile.paired:
             _tiles.pair_values(kv_of(call).codes, tile.sources, tile.v, tile.v_width, call.v_head_dim, count)
         _tiles.mix_values(tile, rows, first, count)

@@ -33,6 +33,7 @@ from ragged_attention.portable.numba._scaled_rows import (
     expand_values,
     expanded,
     folded,
+    leaves_rests,
     load_scales,
     read_factors,
     read_row,
@@ -142,13 +143,15 @@ def read_queries(call, tile, unit, head):
     group, (_, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
     kv_len = kv_len_of(call, unit.seq)
     rows, row = (unit.last - unit.first) * group, 0
-    in_order = keeps_order(call, tile)
+    in_order, summed = keeps_order(call, tile), leaves_rests(keys_of(call), tile)
     _tiles.begin(tile, rows)
     for token in range(unit.first, unit.last):
         left, right = _masks.seen_between(call, token, stop, kv_len)
         for q_head in range(head * group, (head + 1) * group):
             source = call.q + size_of(call.q_format) * (token * call.q_token_stride + q_head * call.q_head_stride)
             _tiles.read_query(tile, row, call.q_format, source, call.head_dim, in_order)
+            if summed:
+                _tiles.sum_query(tile, row)
             _tiles.set_bounds(tile, row, left, right)
             row += 1
     return rows
@@ -221,7 +224,7 @@ def read_keys(call, tile, count):
     if not folded(keys):
         return 0
     # A row that sees the key gets NaN, as from a key that is NaN; other rows hide its logit.
-    read_factors(tile, keys, tile.sources, tile.k_scales, tile.k_factors, count, math.nan)
+    read_factors(tile, keys, tile.sources, tile.k_scales, tile.k_factors, tile.k_rests, count, math.nan)
     return tile.k_factors
 
 
@@ -279,8 +282,9 @@ def attend(call, tile, unit, head, rows):
             after, stop, whole = _masks.seen_from(call, tokens, kv_len, after, high)
         _tiles.advance_scaled(tile)
         keys, factors, wrong = tile.sources if in_place else tile.k_rows, read_keys(call, tile, count), 0
+        rests = tile.k_rests if leaves_rests(keys_of(call), tile) else 0
         next_holes = list_seen(call, tile, unit, head, after, stop, whole)
-        _tiles.multiply_keys(tile, keys, rows, first, count, factor, factors, call.soft_cap)
+        _tiles.multiply_keys(tile, keys, rows, first, count, factor, factors, rests, call.soft_cap)
         if call.alibi_slopes:
             add_slopes(call, tile, unit, head, rows, first, count)
         if call.relative_bias:
@@ -290,11 +294,11 @@ def attend(call, tile, unit, head, rows):
         if call.num_ranges > 1:
             group = call.num_q_heads // call.num_kv_heads
             _masks.hide_gaps(call, tile, unit.first, 0, rows, group, kv_len, first, count)
-        factors = 0
-        if folded(values_of(call)):
+        values, factors = values_of(call), 0
+        if folded(values):
             factors = tile.v_factors
-            wrong = read_factors(tile, values_of(call), tile.v_sources, tile.v_scales, factors, count, 0.0)
-        _tiles.weigh_keys(tile, rows, first, count, holes, factors)
+            wrong = read_factors(tile, values, tile.v_sources, tile.v_scales, factors, tile.v_rests, count, 0.0)
+        _tiles.weigh_keys(tile, rows, first, count, holes, factors, tile.v_rests if leaves_rests(values, tile) else 0)
         prefetch_values(call, tile, 0, min(tile.keys, stop - after))
         wrong += read_values(call, tile, count)
         _tiles.mix_values(tile, rows, first, count)

@@ -5,7 +5,7 @@ import numpy as np
 from ragged_attention.portable.numba import _masks, _tiles
 from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT32, scale_of, size_of
 from ragged_attention.portable.numba._records import record_in
-from ragged_attention.portable.numba._scaled_rows import SIDE, STORED_ZERO, expanded, row_bytes, scale_bytes
+from ragged_attention.portable.numba._scaled_rows import SIDE, expanded, row_bytes, scale_bytes
 from ragged_attention.portable.numba._sequences import first_key_of
 from ragged_attention.portable.numba._softmax import LOG2E
 from ragged_attention.portable.numba._vectors import (
@@ -26,11 +26,10 @@ keys_of, values_of = record_in(SIDE, "k_"), record_in(SIDE, "v_")
 def pairs_up(call):
     """Whether to multiply pairs of bfloat16: q is bfloat16, which holds K and V, as they are multiplied, exactly.
 
-    It need not hold the difference of a code and any zero point, nor its product with the scale of a row, which rows
-    have in calls with lists.
+    It need not hold the product of a code and the scale of a row, which rows have in calls with lists.
     """
     keys, values = keys_of(call), values_of(call)
-    if keys.zero == STORED_ZERO or values.zero == STORED_ZERO or (call.num_lists and is_scaled(call)):
+    if call.num_lists and is_scaled(call):
         return False
     return _tiles.pairs_with(call.q_format, keys.codes, values.codes, call.head_dim, call.v_head_dim)
 

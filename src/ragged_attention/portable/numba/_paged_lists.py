@@ -136,7 +136,7 @@ def add_values(call, tile, rows, count, shared):
             weigh(s, 0, count, up_to(count, LANES), row, tile.m_i, tile.l_i, out, columns, False)
         mix_listed(tile.s, tile.own_values, tile.out, up_to(rows, ROWS), count, columns, s_width, 1, 0, columns, False)
         return
-    _tiles.weigh_keys(tile, rows, 0, count, 0, 0)
+    _tiles.weigh_keys(tile, rows, 0, count, 0, 0, 0)
     if tile.paired:
         _tiles.pair_values(code, tile.own_values, tile.v, tile.v_width, call.v_head_dim, count)
     else:
@@ -155,7 +155,7 @@ def attend_listed(call, tile, unit, head, token, count, factor, ahead):
         _tiles.pack_rows(tile, first, group)
     for row in range(group):
         _tiles.set_bounds(tile, row, 0, count)
-    _tiles.multiply_keys(tile, tile.own_keys, group, 0, count, factor, 0, call.soft_cap)
+    _tiles.multiply_keys(tile, tile.own_keys, group, 0, count, factor, 0, 0, call.soft_cap)
     prefetch_values(call, tile, ahead[0], ahead[1])
     if call.alibi_slopes or call.relative_bias:
         add_biases(call, tile, unit, head, token, count)

@@ -10,45 +10,47 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba.core import types
 
 from ragged_attention.calls.cache_formats import KvFormat
 from ragged_attention.portable.numba import _formats
-from ragged_attention.portable.numba._formats import FLOAT32, bfloat16_of_e4m3, number_at
+from ragged_attention.portable.numba._formats import E4M3, FLOAT32, bfloat16_of_e4m3, number_at
 from ragged_attention.portable.numba._latent_rows import E2M1, E8M0, STORED, widen_groups_of_e4m3
 from ragged_attention.portable.numba._records import up_to
+from ragged_attention.portable.numba._scaled_pairs import (
+    both_raised_e2m1,
+    both_raised_e4m3,
+    gathered,
+    in_each_half,
+    paired_high,
+    paired_low,
+    pairs_of_e2m1,
+    pairs_of_uint4,
+    raised_e2m1,
+    raised_e4m3,
+    read_steps,
+    scaled_pairs,
+)
 from ragged_attention.portable.numba._softmax import scale_row
 from ragged_attention.portable.numba._vectors import (
     FLOATS,
-    I8,
-    I16,
-    INTS,
     LANES,
-    PAIRS,
     bits_of_float,
     byte_at,
-    called,
     compiled,
-    constant,
     copy,
-    element,
     float_at,
     float_of,
     function_of,
-    in_all_lanes,
     inlined,
     int32_at,
     int_at,
-    join,
     larger_magnitude,
     largest_of_magnitudes,
     load,
-    load_aligned,
     set_byte,
     set_float,
     set_int,
-    shuffled,
     splat,
     store,
     vector,
@@ -213,83 +215,18 @@ def read_row(side, source, scales, target, columns, scratch):
 # ---- rows as bfloat16
 
 
-SHORTS_OF_PAIRS = ir.VectorType(I16, 2 * LANES)
-_INTEGERS = np.arange(-15, 17, dtype=np.float32).view(np.uint32) >> 16
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32).view(np.uint32) >> 16
-_E2M1_PAIRS = np.tile(np.concatenate([_E2M1, _E2M1 | 0x8000]), 2)
-
-
-def _of_table(builder: Any, table: Any, places: Any) -> Any:
-    """Pairs of bfloat16 from a table of 32; needs PAIRS."""
-    if not PAIRS:
-        return ir.Constant(FLOATS, None)
-    entries = ir.Constant(SHORTS_OF_PAIRS, table.tolist())
-    return builder.bitcast(called(builder, "llvm.x86.avx512.permvar.hi.512", SHORTS_OF_PAIRS, entries, places), FLOATS)
-
-
-def _halves_of_bytes(builder: Any, source: Any, index: Any) -> Any:
-    """The 4-bit numbers of a vector of bytes, each in 16 bits, in order; `index` counts bytes."""
-    kind = ir.VectorType(I8, LANES)
-    wide = builder.zext(load_aligned(builder, element(builder, source, index, I8), kind, 1), INTS)
-    low = builder.and_(wide, constant(INTS, 0xF))
-    high = builder.shl(builder.and_(wide, constant(INTS, 0xF0)), constant(INTS, 12))
-    return builder.bitcast(builder.or_(low, high), SHORTS_OF_PAIRS)
-
-
-@function_of(vector, types.int64, types.int64, types.int64)
-def pairs_of_uint4(builder: Any, source: Any, index: Any, point: Any) -> Any:
-    """Pairs of neighbouring columns of a row, less `point` from 0 to 15; `index` counts bytes. Needs PAIRS."""
-    places = _halves_of_bytes(builder, source, index)
-    added = builder.trunc(builder.sub(ir.Constant(point.type, 15), point), I16)
-    first = builder.insert_element(ir.Constant(SHORTS_OF_PAIRS, ir.Undefined), added, ir.Constant(ir.IntType(32), 0))
-    added = shuffled(builder, [0] * SHORTS_OF_PAIRS.count, first)
-    return _of_table(builder, _INTEGERS, builder.add(places, added))
-
-
-@function_of(vector, types.int64, types.int64)
-def pairs_of_e2m1(builder: Any, source: Any, index: Any) -> Any:
-    """Pairs of neighbouring columns of a row; `index` counts bytes. Needs PAIRS."""
-    return _of_table(builder, _E2M1_PAIRS, _halves_of_bytes(builder, source, index))
-
-
-@function_of(vector, vector, vector)
-def scaled_pairs(builder: Any, pairs: Any, factors: Any) -> Any:
-    """Pairs of bfloat16, both times the factor of their lane, which must be exact in bfloat16."""
-    bits = builder.bitcast(pairs, INTS)
-    low = builder.bitcast(builder.shl(bits, constant(INTS, 16)), FLOATS)
-    high = builder.bitcast(builder.and_(bits, constant(INTS, 0xFFFF0000)), FLOATS)
-    return join(builder, builder.fmul(low, factors), builder.fmul(high, factors))
-
-
-@function_of(vector, types.float32, types.float32)
-def in_each_half(builder: Any, first: Any, second: Any) -> Any:
-    """A vector with one number in the first half of its lanes, and another in the second."""
-    lanes = [0] * (LANES // 2) + [LANES] * (LANES // 2)
-    return shuffled(builder, lanes, in_all_lanes(builder, first), in_all_lanes(builder, second))
-
-
-@function_of(vector, vector, vector)
-def paired_low(builder: Any, a: Any, b: Any) -> Any:
-    """The pairs of numbers at the same places of two vectors of bfloat16, for the first half of these."""
-    return _interleaved(builder, a, b, 0)
-
-
-@function_of(vector, vector, vector)
-def paired_high(builder: Any, a: Any, b: Any) -> Any:
-    """`paired_low` for the second half."""
-    return _interleaved(builder, a, b, LANES)
-
-
-def _interleaved(builder: Any, a: Any, b: Any, first: int) -> Any:
-    a, b = (builder.bitcast(each, SHORTS_OF_PAIRS) for each in (a, b))
-    places = [place for lane in range(first, first + LANES) for place in (lane, 2 * LANES + lane)]
-    return builder.bitcast(shuffled(builder, places, a, b), FLOATS)
+@inlined
+def nearest(point):
+    """The integer from 0 to 15 that is nearest to a zero point; 0 for NaN."""
+    return np.int64(point + np.float32(0.5)) if 0 <= point <= 15 else 15 if point > 15 else 0
 
 
 @inlined
 def point_of(side, source, scratch):
-    """The zero point in the mantissa of a scale; and no magnitudes of scales of blocks."""
-    return int32_at(source, 0) & 15, splat(0.0)
+    """An integer zero point, or the nearest one; and no magnitudes of scales of blocks."""
+    if side.zero == MANTISSA:
+        return int32_at(source, 0) & 15, splat(0.0)
+    return nearest(scale_at(side.scale_codes, source + side.scale_step)), splat(0.0)
 
 
 @inlined
@@ -304,53 +241,56 @@ def factors_at(side, source, scratch):
 
 
 @inlined
-def factors_of(side, factors, column):
-    """The factors of a vector of pairs from a column on, whose number is a multiple of 2 * LANES."""
-    block = column // side.group
-    if side.group < 2 * LANES:
-        return in_each_half(float_at(factors, block), float_at(factors, block + 1))
-    return splat(float_at(factors, block))
+def nvfp4_at(side, source, column, factors):
+    block = column >> 4  # a division by `group` would take as long as all the rest
+    both = in_each_half(float_at(factors, block), float_at(factors, block + 1))
+    return scaled_pairs(pairs_of_e2m1(source, column // 2), both)
 
 
 @inlined
-def e2m1_at(side, source, column, factors):
-    return scaled_pairs(pairs_of_e2m1(source, column // 2), factors_of(side, factors, column))
+def mxfp4_at(side, source, column, factors):
+    return scaled_pairs(pairs_of_e2m1(source, column // 2), splat(float_at(factors, column >> 5)))
 
 
 @inlined
-def e4m3_at(side, source, column, factors):
-    return scaled_pairs(bfloat16_of_e4m3(source, column), factors_of(side, factors, column))
+def mxfp8_at(side, source, column, factors):
+    return scaled_pairs(bfloat16_of_e4m3(source, column), splat(float_at(factors, column >> 5)))
 
 
-def _pairs_of_rows(prepare: Any, pairs_at: Any) -> tuple[Any, Any]:
+def _pairs_of_rows(prepare: Any, pairs_at: Any, expand_key: Any = None, expand_pair: Any = None) -> tuple[Any, Any]:
     """Functions that read the keys and the values of a paired tile, whose codes must be expanded.
 
     `prepare(side, scales, scratch)` reads what belongs to a row: it returns what `pairs_at` needs, and the largest
     magnitudes of the scales of blocks. `pairs_at(side, source, column, prepared)` returns 2 * LANES columns of a row,
-    from a multiple of that on.
+    from a multiple of that on. `expand_key` and `expand_pair`, if there are any, are those of `_raised_rows`.
     """
+    expand_key, expand_pair = expand_key or _cannot, expand_pair or _cannot
 
     @compiled
     def expand_keys(tile, side, columns, count):
         for key in range(count):
-            source, row = int_at(tile.sources, key), tile.k + 4 * key * tile.width
-            if source:
-                prepared, _ = prepare(side, int_at(tile.k_scales, key), tile.scratch)
-                for column in range(0, columns, 2 * LANES):
-                    store(row, column // 2, pairs_at(side, source, column, prepared))
+            source, scales, row = int_at(tile.sources, key), int_at(tile.k_scales, key), tile.k + 4 * key * tile.width
+            if not source or expand_key(side, source, scales, columns, row, tile.scratch):
+                continue
+            prepared, _ = prepare(side, scales, tile.scratch)
+            for column in range(0, columns, 2 * LANES):
+                store(row, column // 2, pairs_at(side, source, column, prepared))
 
     @compiled
-    def expand_pair(tile, side, columns, key, first, second):
+    def pair_values(tile, side, columns, key, first, second):
         """Write the pairs of two values, of which one or both may be zeros; returns the largest of their scales."""
         # The zeros of a missing value may become other numbers, which a weight of 0 multiplies.
+        scales, others = int_at(tile.v_scales, key), int_at(tile.v_scales, key + 1)
+        both, row = first != tile.zeros and second != tile.zeros, tile.v + 2 * key * tile.v_width
+        if both and expand_pair(side, (first, second), (scales, others), columns, row, tile.scratch):
+            return splat(0.0)
         prepared_first = prepared_second = tile.zeros
         high, whole, scratch = splat(0.0), columns // (2 * LANES) * (2 * LANES), tile.scratch + SCRATCH
         if first != tile.zeros:
-            prepared_first, high = prepare(side, int_at(tile.v_scales, key), tile.scratch)
+            prepared_first, high = prepare(side, scales, tile.scratch)
         if second != tile.zeros:
-            prepared_second, other = prepare(side, int_at(tile.v_scales, key + 1), scratch)
+            prepared_second, other = prepare(side, others, scratch)
             high = larger_magnitude(high, other)
-        row = tile.v + 2 * key * tile.v_width
         for column in range(0, whole, 2 * LANES):
             a = pairs_at(side, first, column, prepared_first)
             b = pairs_at(side, second, column, prepared_second)
@@ -380,21 +320,59 @@ def _pairs_of_rows(prepare: Any, pairs_at: Any) -> tuple[Any, Any]:
         for key in range(0, count, 2):
             first, second = int_at(tile.v_sources, key), int_at(tile.v_sources, key + 1)
             first, second = first if first else tile.zeros, second if second else tile.zeros
-            high = larger_magnitude(high, expand_pair(tile, side, columns, key, first, second))
+            high = larger_magnitude(high, pair_values(tile, side, columns, key, first, second))
         if blocks_are_finite(high):
             return 0
         for key in range(0, count, 2):
             first = right_or_zeros(tile, side, key) if int_at(tile.v_sources, key) else tile.zeros
             second = right_or_zeros(tile, side, key + 1) if int_at(tile.v_sources, key + 1) else tile.zeros
-            expand_pair(tile, side, columns, key, first, second)
+            pair_values(tile, side, columns, key, first, second)
         return 1
 
     return expand_keys, expand_values
 
 
+@inlined
+def _cannot(side, source, scales, columns, row, scratch):
+    return False
+
+
+def _raised_rows(raised_at: Any, both_raised_at: Any) -> tuple[Any, Any]:
+    """Functions that write the pairs of a key, and of two values, if all of their scales are usual powers of two.
+
+    They return whether that is so. `raised_at(source, column, steps)` returns the pairs of a block of a row, and
+    `both_raised_at(first, second, column, steps)` those of the same block of two rows.
+    """
+
+    @inlined
+    def expand_key(side, source, scales, columns, row, scratch):
+        powers = gathered(scales, side.num_scales, side.scale_step, scratch + CODES_AT)
+        if not read_steps(powers, powers, side.num_scales, scratch):
+            return False
+        for block in range(side.num_scales):
+            store(row, block * LANES, raised_at(source, block * 2 * LANES, splat(float_at(scratch, block))))
+        return True
+
+    @inlined
+    def expand_pair(side, sources, scales, columns, row, scratch):
+        powers = gathered(scales[0], side.num_scales, side.scale_step, scratch + CODES_AT)
+        others = gathered(scales[1], side.num_scales, side.scale_step, scratch + SCRATCH + CODES_AT)
+        if not read_steps(powers, others, side.num_scales, scratch):
+            return False
+        for block in range(side.num_scales):
+            column = block * 2 * LANES
+            low, high = both_raised_at(sources[0], sources[1], column, splat(float_at(scratch, block)))
+            store(row, column, low)
+            store(row, column + LANES, high)
+        return True
+
+    return expand_key, expand_pair
+
+
 keys_of_uint4, values_of_uint4 = _pairs_of_rows(point_of, uint4_at)
-keys_of_e2m1, values_of_e2m1 = _pairs_of_rows(factors_at, e2m1_at)
-keys_of_e4m3, values_of_e4m3 = _pairs_of_rows(factors_at, e4m3_at)
+keys_of_nvfp4, values_of_nvfp4 = _pairs_of_rows(factors_at, nvfp4_at)
+keys_of_mxfp4, values_of_mxfp4 = _pairs_of_rows(factors_at, mxfp4_at, *_raised_rows(raised_e2m1, both_raised_e2m1))
+keys_of_mxfp8, values_of_mxfp8 = _pairs_of_rows(factors_at, mxfp8_at, *_raised_rows(raised_e4m3, both_raised_e4m3))
 
 
 # ---- the keys and values of a tile
@@ -411,10 +389,12 @@ def expand_keys(tile, side, columns, count):
                 widen_codes(side, source, tile.k + 4 * key * tile.width, columns, tile.scratch)
     elif side.codes == UINT4:
         keys_of_uint4(tile, side, columns, count)
-    elif side.codes == E2M1:
-        keys_of_e2m1(tile, side, columns, count)
+    elif side.codes == E4M3:
+        keys_of_mxfp8(tile, side, columns, count)
+    elif side.scale_codes == E8M0:
+        keys_of_mxfp4(tile, side, columns, count)
     else:
-        keys_of_e4m3(tile, side, columns, count)
+        keys_of_nvfp4(tile, side, columns, count)
 
 
 @compiled
@@ -442,15 +422,27 @@ def expand_values(tile, side, columns, count):
         return widen_values(tile, side, columns, count)
     if side.codes == UINT4:
         return values_of_uint4(tile, side, columns, count)
-    if side.codes == E2M1:
-        return values_of_e2m1(tile, side, columns, count)
-    return values_of_e4m3(tile, side, columns, count)
+    if side.codes == E4M3:
+        return values_of_mxfp8(tile, side, columns, count)
+    if side.scale_codes == E8M0:
+        return values_of_mxfp4(tile, side, columns, count)
+    return values_of_nvfp4(tile, side, columns, count)
+
+
+@inlined
+def leaves_rests(side, tile):
+    """Whether integers take the place of zero points, so that a row's columns are too great by one number, its rest."""
+    return side.zero == STORED_ZERO and tile.paired
 
 
 @compiled
-def read_factors(tile, side, sources, scales, factors, count, instead):
-    """List the scales of `count` whole rows as factors; returns how many were not finite, which become `instead`."""
+def read_factors(tile, side, sources, scales, factors, rests, count, instead):
+    """List the scales of `count` whole rows as factors, and the `rests` of their zero points (see `leaves_rests`).
+
+    Returns how many scales or zero points were not finite. Their factor is `instead`, and their rest 0.
+    """
     zero(factors, 4 * up_to(count, LANES))
+    zero(rests, 4 * up_to(count, LANES))
     if side.scale_codes == FLOAT32:
         high, mask = splat(0.0), splat(float_of(0xFFFFFFF0 if side.zero == MANTISSA else 0xFFFFFFFF))
         for key in range(count):
@@ -466,6 +458,8 @@ def read_factors(tile, side, sources, scales, factors, count, instead):
     for key in range(count):
         if int_at(sources, key):
             finite = load_scales(side, int_at(scales, key), tile.scratch)
+            point = float_at(tile.scratch, 1) if finite else np.float32(0)
             set_float(factors, key, float_at(tile.scratch, 0) if finite else np.float32(instead))
+            set_float(rests, key, point - np.float32(nearest(point)))
             wrong += 0 if finite else 1
     return wrong

@@ -150,7 +150,7 @@ def weigh(s, first, stop, count, row, m_i, l_i, out, columns, paired):
         scale_row(out, columns, alpha)
     else:
         set_float(l_i, row, float_at(l_i, row) + total(sums))
-    if new_m_i == NOTHING and not float_at(l_i, row) == 0:  # all keys so far are NaN, which no maximum shows
+    if new_m_i == NOTHING and float_at(l_i, row) != 0:  # all keys so far are NaN, which no maximum shows
         new_m_i = float_at(l_i, row)
     set_float(m_i, row, new_m_i)
     return paired and total(squares) * MANY > float_at(l_i, row) * float_at(l_i, row)

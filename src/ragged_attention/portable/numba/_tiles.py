@@ -8,7 +8,9 @@ adjacent keys. If few keys have most of a row's weight, rounding their weights t
 rounding errors of such rows, which `uneven` counts, are therefore kept in `lost` and multiplied too. Each row sees no
 position outside [left, right), and no row up to it sees `reach` or a later one. Rows of K and V that are stored with
 scales have these at the addresses `k_scales` and `v_scales`. Scales of whole rows become factors of the keys,
-`k_factors` and `v_factors`; `mean_factors` has the mean of the latter by each row's weights (`multiply_weights`).
+`k_factors` and `v_factors`; `mean_factors` has the mean of the latter by each row's weights (`multiply_weights`). Of a
+zero point that is no integer from 0 to 15, a paired tile subtracts the nearest one from the codes; `k_rests` and
+`v_rests` have the rest. It changes a logit by the sum of a query's columns, of which `q_sums` has one for each row.
 """
 
 from ragged_attention.portable.numba import _formats
@@ -20,16 +22,22 @@ from ragged_attention.portable.numba._softmax import NOTHING, capped, multiply_r
 from ragged_attention.portable.numba._vectors import (
     LANES,
     PAIRS,
+    add_in_all,
+    add_multiple,
     compiled,
     copy,
     fill,
     float_at,
+    fma,
     inlined,
     int_at,
     load,
     pasted,
     set_float,
     set_int,
+    splat,
+    sum_of_pairs,
+    total,
     transpose,
     zero,
 )
@@ -39,8 +47,8 @@ NUMBERS = ("rows", "keys", "width", "v_width", "columns", "s_width", "s_rows", "
 BUFFERS = ("q", "k", "k_rows", "transposed", "v", "s", "lost", "out", "m_i", "l_i", "left", "right", "reach", "factors",
          "sources", "v_sources", "next_sources", "next_v_sources", "positions", "next_positions",
          "v_rows", "named", "seen", "own_positions", "own_keys", "own_values",
-         "k_scales", "v_scales", "next_k_scales", "next_v_scales", "k_factors", "v_factors", "mean_factors",
-         "scratch", "zeros", "wide_row",
+         "k_scales", "v_scales", "next_k_scales", "next_v_scales", "k_factors", "v_factors", "k_rests", "v_rests",
+         "mean_factors", "q_sums", "scratch", "zeros", "wide_row",
          "packed_q", "packed_out", "packed_m_i", "packed_l_i")  # fmt: skip
 tile_at = record_at((*NUMBERS, *BUFFERS))
 FEW_ROWS = 4 * ROWS  # with up to this many rows, keys are multiplied without transposing them
@@ -67,8 +75,8 @@ def new_tile(rows, keys, width, columns, latent, paired, named, rows_at_once):
         (4 * rows * width, 4 * keys * width, addresses, 4 * s_width * width, values, logits, logits, 4 * rows * columns,
          floats, floats, integers, integers, integers, 4 * width, addresses, addresses, addresses, addresses,
          addresses, addresses, addresses, named, addresses, addresses, addresses, addresses,
-         addresses, addresses, addresses, addresses, 4 * keys, 4 * keys, floats, 2 * SCRATCH, 4 * columns, 4 * columns,
-         *packed),
+         addresses, addresses, addresses, addresses, 4 * keys, 4 * keys, 4 * keys, 4 * keys,
+         floats, floats, 2 * SCRATCH, 4 * columns, 4 * columns, *packed),
     )  # fmt: skip
     if address == 0:
         return address
@@ -96,6 +104,15 @@ def begin(tile, rows):
     zero(tile.l_i, 4 * whole)
     zero(tile.mean_factors, 4 * whole)
     fill(tile.m_i, 0, whole, NOTHING)
+
+
+@inlined
+def sum_query(tile, row):
+    """Sum the columns of a query in a `paired` tile."""
+    sums = splat(0.0)
+    for place in range(0, tile.width, LANES):
+        sums = sums + sum_of_pairs(load(tile.q, row * tile.width + place))
+    set_float(tile.q_sums, row, total(sums))
 
 
 @inlined
@@ -227,10 +244,21 @@ def round_weights(s, lost, count, keep):
 
 
 @compiled
-def weigh_keys(tile, rows, first, count, holes, factors):
+def sum_of_rests(s, lost, rests, count):
+    """The sum of `rests` by a row's weights, which are rounded to bfloat16."""
+    sums = splat(0.0)
+    for index in range(0, count, LANES):
+        weights = _formats.read_bfloat16(s, index) + _formats.read_bfloat16(lost, index)
+        sums = fma(weights, load(rests, index), sums)
+    return total(sums)
+
+
+@compiled
+def weigh_keys(tile, rows, first, count, holes, factors, rests):
     """Replace the logits of `count` keys, from position `first` on, by weights; if `holes`, some keys are missing.
 
     `factors`, unless it is 0, is the address of numbers that the keys' weights are multiplied by for the values.
+    `rests`, unless it is 0, is the address of numbers to subtract from all columns of the keys' values.
     """
     if holes:
         for key in range(count):
@@ -246,8 +274,11 @@ def weigh_keys(tile, rows, first, count, holes, factors):
         if factors:
             uneven = multiply_weights(s, factors, whole, row, tile.l_i, tile.mean_factors)
         if tile.paired:
-            round_weights(s, tile.lost + 4 * row * tile.s_width, whole, uneven)
+            lost = tile.lost + 4 * row * tile.s_width
+            round_weights(s, lost, whole, uneven)
             tile.uneven += uneven
+            if rests:  # of the weights that will be multiplied, so that their rounding changes no mean of zero
+                add_in_all(out, tile.columns, -sum_of_rests(s, lost, rests, whole))
 
 
 @inlined
@@ -293,11 +324,12 @@ def multiply(tile, p, p_row, v, v_width, out, out_width, rows, keys, columns, fr
 
 
 @compiled
-def multiply_keys(tile, keys, rows, first, count, factor, factors, soft_cap):
+def multiply_keys(tile, keys, rows, first, count, factor, factors, rests, soft_cap):
     """Set `s` to the base-2 logits of `count` keys, from position `first` on; `keys` lists their addresses.
 
-    A logit is q . k times `factor`, and times the key's own factor if `factors` is an address, then soft-capped. A
-    `soft_cap` of 0 means none; `factor` then includes log2(e).
+    A logit is q . k times `factor`, and times the key's own factor if `factors` is an address, then soft-capped. If
+    `rests` is an address, its numbers are subtracted from all columns of the keys. A `soft_cap` of 0 means none;
+    `factor` then includes log2(e).
     """
     width, s_width = tile.width, tile.s_width
     if rows > FEW_ROWS:
@@ -313,6 +345,10 @@ def multiply_keys(tile, keys, rows, first, count, factor, factors, soft_cap):
         scores_of_pairs(tile.q, keys, tile.s, up_to(rows, ROWS), count, width, width, s_width, factor)
     else:
         scores(tile.q, keys, tile.s, up_to(rows, ROWS), count, width, width, s_width, factor)
+    if rests:
+        for row in range(rows):
+            s = tile.s + 4 * row * s_width
+            add_multiple(s, rests, up_to(count, LANES), -factor * float_at(tile.q_sums, row))
     if factors:
         for row in range(rows):
             multiply_row(tile.s + 4 * row * s_width, factors, up_to(count, LANES))

@@ -159,6 +159,14 @@ def join(builder: Any, low: Any, high: Any) -> Any:
 joined = function_of(vector, vector, vector)(join)
 
 
+@function_of(vector, vector)
+def sum_of_pairs(builder: Any, pairs: Any) -> Any:
+    """In each lane, the sum of a pair of bfloat16."""
+    bits = builder.bitcast(pairs, INTS)
+    low = builder.bitcast(builder.shl(bits, constant(INTS, 16)), FLOATS)
+    return builder.fadd(low, builder.bitcast(builder.and_(bits, constant(INTS, 0xFFFF0000)), FLOATS))
+
+
 @function_of(vector, vector, vector)
 def maximum(builder: Any, a: Any, b: Any) -> Any:
     """The larger number in each lane; b if either is NaN."""
@@ -505,3 +513,10 @@ def add_multiple(target, source, count, factor):
     """Add `count` floats at `source` times `factor` to those at `target`, in whole vectors."""
     for index in range(0, count, LANES):
         store(target, index, fma(load(source, index), splat(factor), load(target, index)))
+
+
+@compiled
+def add_in_all(target, count, number):
+    """Add a number to `count` floats at `target`, in whole vectors."""
+    for index in range(0, count, LANES):
+        store(target, index, load(target, index) + splat(number))
