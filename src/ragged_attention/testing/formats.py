@@ -53,16 +53,26 @@ def values_of(array: NDArray[Any], dtype: str) -> NDArray[np.float64]:
     return decode(array, dtype if dtype in FORMATS else None)
 
 
+# What the codes of a row of standard normal numbers are about as large as, if its largest one has the largest code.
+_USUAL_CODES = {
+    "int8": 40.0, "float8_e4m3fn": 128.0, "float8_e4m3fnuz": 64.0, "float8_e5m2": 2.0**14, "uint4": 4.0,
+    "float4_e2m1fn": 2.0,
+}  # fmt: skip
+
+
 def any_scales(rng: np.random.Generator, shape: tuple[int, ...], form: KvFormat) -> NDArray[Any]:
-    """Scales of a format [..., n] that no quantiser chose: of either sign, 0, or far from the others."""
-    size = np.float32(1 / 40) if form.codes == "int8" else np.float32(1)
-    scales = rng.choice(np.array([1, 1, 1, -0.7, 3, 1e-3, 0], np.float32), shape) * size
+    """Scales of a format [..., n] that no quantiser chose: of either sign, 0, or far from the others.
+
+    Few values are larger than standard normal numbers are, as the bounds of `compare` suppose.
+    """
+    size = np.float32(1 / _USUAL_CODES[form.codes])
+    scales = rng.choice(np.array([0.3, 0.3, 0.3, -0.2, 1, 1e-3, 0], np.float32), shape) * size
     if form.scales == "float8_e8m0fnu":
-        return rng.integers(124, 130, shape).astype(np.uint8)
+        return (rng.integers(122, 128, shape) + int(np.log2(size))).astype(np.uint8)
     if form.scales == "float8_e4m3fn":
         return encode(scales, form.scales)
     if form.zero == "mantissa":  # below a scale of 0, the zero point would be a subnormal number
-        bits = np.where(scales == 0, np.float32(1), scales).view(np.uint32) & ~np.uint32(15)
+        bits = np.where(scales == 0, size, scales).view(np.uint32) & ~np.uint32(15)
         return (bits | rng.integers(0, 16, shape).astype(np.uint32)).view(np.float32)
     if form.zero == "stored":
         scales[..., 1] = rng.uniform(-3, 18, shape[:-1])
