@@ -303,8 +303,9 @@ class Paged(FrontEnd[Array, Memory]):
         Returns:
             The pages. In torch the given tensors are written in place and returned; in jax the pages are new arrays,
             which take the memory of the given ones if those are donated. Only the tokens' slots change. Of two tokens
-            for one slot either may remain. k and v may be views of the pages: they are read before the write. With
-            scale pages the result is the tuple `(kv_pages, k_scale_pages, v_scale_pages)`, with None for an absent one.
+            for one slot either may remain. k and v may be views of the pages: they are read before the write. The
+            written tensors may be interleaved views of one tensor, but no two of them may share a byte. With scale
+            pages the result is the tuple `(kv_pages, k_scale_pages, v_scale_pages)`, with None for an absent one.
 
             A write has no gradient; asking for one raises RuntimeError.
 
