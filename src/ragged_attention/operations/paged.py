@@ -156,7 +156,9 @@ class Paged(FrontEnd[Array, Memory]):
                 - uint8 pages (e2m1 codes), float8_e8m0fnu, n = D / 32: mxfp4.
 
                 Results do not depend on scales of positions that no query sees, whatever they hold. A query that sees
-                a NaN scale has NaN in its result, at least in the columns of the scale's block; no other query has.
+                a NaN scale has NaN in its result, at least in the columns of the scale's block; no other query has. An
+                infinite scale makes the results of queries that see it infinite or NaN, or takes the weight from its
+                key. Backends differ there, and other queries are not affected.
             return_lse: also return the log-sum-exp.
             new_kv: this step's keys and values, a pair of [T, K, D] and [T, K, D_v] of q's dtype, or of the pages'
                 8-bit dtype, one row per query. They are written into the pages before attention, as `write_kv_pages`
@@ -295,9 +297,12 @@ class Paged(FrontEnd[Array, Memory]):
                   code is x / scale.
 
                 Codes are rounded to nearest even and saturate unless this says otherwise. e2m1 codes of zero keep the
-                sign of x. A row all of one sign may lose much with a zero point from 0 to 15, as it does in vLLM. A NaN
-                makes the scale of its row or block NaN, and the codes 0. k and v of the pages' dtype are not accepted
-                with scale pages.
+                sign of x. A row all of one sign may lose much with a zero point from 0 to 15, as it does in vLLM.
+
+                A NaN makes the scale of its row or block NaN, and the codes 0. An infinity in a row with one scale
+                makes this scale infinite, or NaN if a row of 4-bit codes holds nothing else, and the codes 0: a query
+                that sees the row gets NaN. An infinity in a block makes the scale the largest finite one, and is stored
+                as the largest code of its sign. k and v of the pages' dtype are not accepted with scale pages.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
