@@ -292,9 +292,9 @@ class Paged(FrontEnd[Array, Memory]):
                   1 / (scale * k_scale), or 0 if the scale is 0, as FlashInfer has it.
                 - mxfp8: the scale is the least power of two from 2^-127 to 2^127 that is at least amax / 448. The code
                   is x / scale.
-                - mxfp4: the scale is 2^(e - 2), from 2^-127 to 2^127, where 2^e is the power of two below amax, or the
-                  one above if amax is at least 1.75 * 2^e. If that is 2^128, the scale is 2^127, as vLLM has it. The
-                  code is x / scale.
+                - mxfp4: the scale is 2^(e - 2), from 2^-127 to 2^127, where 2^e is the largest power of two up to amax,
+                  or the next one if amax is at least 1.75 times as large. If 2^e is 2^128, the scale is 2^127, as vLLM
+                  has it. The code is x / scale.
 
                 Codes are rounded to nearest even and saturate unless this says otherwise. e2m1 codes of zero keep the
                 sign of x. A row all of one sign may lose much with a zero point from 0 to 15, as it does in vLLM.
