@@ -10,6 +10,7 @@ functions are read as text.
 import ast
 import functools
 import inspect
+import itertools
 import re
 import textwrap
 from collections.abc import Iterator
@@ -86,11 +87,28 @@ def paragraphs(text: str) -> Iterator[tuple[bool, str]]:
         yield paragraph.startswith("    "), paragraph
 
 
-def entries(text: str) -> Iterator[tuple[str, str]]:
-    """What an `Args:` or `Raises:` section lists: names, what is said of them."""
+def entries(text: str) -> Iterator[tuple[str, list[str]]]:
+    """What an `Args:` or `Raises:` section lists: names, and the parts of what is said of them.
+
+    The first part is a paragraph. Each of the others is a paragraph or an item of a list, which begins with `- `.
+    """
     for entry in re.split(r"\n(?=\S)", text):
         names, _, said = entry.partition(":")
-        yield " ".join(names.split()), " ".join(said.split())
+        first, *others = re.split(r"\n\s*\n", said)
+        parts = [first]
+        for each in map(inspect.cleandoc, others):
+            parts += re.split(r"\n(?=- )", each) if each.startswith("- ") else [each]
+        yield " ".join(names.split()), [" ".join(part.split()) for part in parts]
+
+
+def entry(names: str, parts: list[str], own: str, operations: set[str]) -> str:
+    """An entry of a section as an item of a Markdown list, in which lists and further paragraphs are indented."""
+    bold = ", ".join(f"`{name}`" for name in names.split(", "))
+    text = f"- **{bold}**: {prose(parts[0], own, operations)}"
+    for before, part in itertools.pairwise(parts):
+        in_list = before.startswith("- ") and part.startswith("- ")
+        text += ("\n    " if in_list else "\n\n    ") + prose(part, own, operations)
+    return text + "\n" * (len(parts) > 1)
 
 
 def sections(docstring: str) -> Iterator[tuple[str, str]]:
@@ -112,11 +130,8 @@ def described(docstring: str, own: str, operations: set[str]) -> str:
         if heading:
             lines.append(f"## {SECTIONS[heading]}")
         if heading in ("Args:", "Raises:"):
-            listed = []
-            for names, said in entries(text):
-                bold = ", ".join(f"`{name}`" for name in names.split(", "))
-                listed.append(f"- **{bold}**: {prose(said, own, operations)}")
-            lines.append("\n".join(listed))
+            listed = [entry(names, parts, own, operations) for names, parts in entries(text)]
+            lines.append("\n".join(listed).rstrip("\n"))
         else:
             lines += [
                 literal if is_literal else prose(literal, own, operations) for is_literal, literal in paragraphs(text)

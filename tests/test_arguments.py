@@ -5,6 +5,8 @@ The calls are those of `CALLS_WITH`, so that a new argument is tried here on the
 
 import dataclasses
 import functools
+import operator
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +28,7 @@ import ragged_attention.jax as jax_front  # noqa: E402
 import ragged_attention.torch as torch_front  # noqa: E402
 from ragged_attention.compat.jax_arguments import as_int32  # noqa: E402
 from ragged_attention.jax._lower import held_by_jax  # noqa: E402
+from ragged_attention.torch import _plan  # noqa: E402
 from tests import tensors  # noqa: E402
 
 rj: Any = jax_front
@@ -418,6 +421,95 @@ def test_rows_may_be_moved_within_a_cache(backend: str) -> None:
     rt.write_indexer_cache(apart, want, torch.tensor([1, 0]), backend=backend)
     rt.write_indexer_cache(keys, held, torch.tensor([1, 0]), backend=backend)
     assert torch.equal(held, want)
+
+
+WIDTH = 16
+ROWS = torch.zeros(6, 4, 2, 2 * (WIDTH + 4), dtype=torch.int8)  # of each head [K | scale | V | scale]
+KEYS, VALUES = ROWS[..., :WIDTH], ROWS[..., WIDTH + 4 : 2 * WIDTH + 4]
+as_scales = operator.methodcaller("view", torch.float32)
+KEY_SCALES, VALUE_SCALES = (as_scales(ROWS[..., at : at + 4]) for at in (WIDTH, 2 * WIDTH + 4))
+SHARED: list[tuple[str, str, dict[str, Any]]] = [
+    ("kv_pages[0]", "kv_pages[1]", {"kv_pages": (KEYS, KEYS)}),
+    ("kv_pages[0]", "kv_pages[1]", {"kv_pages": (KEYS, ROWS[..., 8 : WIDTH + 8])}),
+    ("kv_pages[0]", "kv_pages[1]", {"kv_pages": (KEYS[:5], KEYS[1:])}),
+    ("k_scale_pages", "v_scale_pages", {"k_scale_pages": KEY_SCALES, "v_scale_pages": KEY_SCALES[..., 0]}),
+    ("kv_pages[0]", "k_scale_pages", {"kv_pages": (KEYS, VALUES), "k_scale_pages": as_scales(KEYS[..., 12:])}),
+    ("kv_pages[1]", "k_scale_pages", {"kv_pages": (KEYS, VALUES), "k_scale_pages": as_scales(VALUES[..., :4])}),
+    ("kv_pages", "v_scale_pages", {
+        "kv_pages": ROWS.view(6, 4, 4, WIDTH + 4)[..., :WIDTH], "k_scale_pages": KEY_SCALES,
+        "v_scale_pages": as_scales(KEYS[..., 4:8]),
+    }),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("first", "second", "caches"), SHARED)
+def test_written_tensors_that_share_bytes_are_refused(first: str, second: str, caches: dict[str, Any]) -> None:
+    rows = torch.ones(3, 2, WIDTH)
+    scales = {"k_scale_pages": KEY_SCALES.clone(), "v_scale_pages": VALUE_SCALES.clone()}
+    pages = caches["kv_pages"] if "kv_pages" in caches else (KEYS.clone(), VALUES.clone())
+    if not isinstance(pages, torch.Tensor):  # pages of as many positions
+        scales = {name: value[: len(pages[0])] for name, value in scales.items()}
+    caches = {**scales, **caches, "kv_pages": pages}
+    said = rf"expected {re.escape(first)} and {re.escape(second)} without overlapping memory, got tensors that share"
+    with pytest.raises(ra.InvalidInput, match=said):
+        rt.write_kv_pages(rows, rows, slot_mapping=torch.arange(3), **caches)
+    tables = torch.tensor([3]).int(), torch.tensor([[0]]).int(), torch.tensor([0, 3]).int()
+    with pytest.raises(ra.InvalidInput, match=said):
+        rt.ragged_paged_attention(rows, caches.pop("kv_pages"), *tables, **caches, new_kv=(rows, rows))
+    assert not ROWS.any()
+
+
+def test_pages_that_share_bytes_are_refused_after_a_rotation_too() -> None:
+    arguments = given("norm_rope_write", 1, torch.tensor)
+    pages = arguments["kv_pages"][:, :, :2].clone()
+    arguments["kv_pages"] = pages, pages
+    with pytest.raises(ra.InvalidInput, match=r"expected kv_pages\[0\] and kv_pages\[1\] without overlapping memory"):
+        rt.norm_rope_write(**arguments, backend="eager")
+    assert torch.equal(pages, given("norm_rope_write", 1, torch.tensor)["kv_pages"][:, :, :2])
+
+
+@pytest.mark.parametrize("candidates", [_plan._MAX_CANDIDATES, 1])  # a search through 1 candidate finds nothing
+def test_written_tensors_may_interleave(candidates: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_plan, "_MAX_CANDIDATES", candidates)
+    monkeypatch.setattr(_plan, "_plans", {})
+    held = torch.zeros_like(ROWS)
+    parts = [part for half in held.split(WIDTH + 4, dim=-1) for part in half.split([WIDTH, 4], dim=-1)]
+    apart = [part.clone() for part in parts]
+    rows = torch.randn(3, 2, WIDTH)
+    for k, k_scales, v, v_scales in (parts, apart):
+        scales = {"k_scale_pages": as_scales(k_scales), "v_scale_pages": as_scales(v_scales)}
+        for _ in range(2):
+            rt.write_kv_pages(rows, -rows, (k, v), torch.arange(3), **scales, backend="eager")
+    assert held.any()
+    assert all(map(torch.equal, parts, apart))
+
+
+def test_the_addresses_that_a_plan_keeps_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_plan, "_MAX_DISTINCT", 3)
+    monkeypatch.setattr(_plan, "_plans", {})
+    pages, rows = torch.zeros(2, 12, 4, 2, WIDTH), torch.ones(3, 2, WIDTH)
+    for first in range(1, 9):
+        rt.write_kv_pages(rows, rows, (pages[0, :1], pages[1, first : first + 1]), torch.arange(3), backend="eager")
+    (plan,) = _plan._plans.values()
+    assert 0 < len(plan.distinct) <= 3
+
+
+def test_shared_bytes_are_found_exactly() -> None:
+    random, memory, shared = np.random.default_rng(0), torch.zeros(2000, dtype=torch.uint8), 0
+    numbers = torch.arange(2000)
+    for _ in range(300):
+        tensors, bytes_of = [], []
+        for _ in range(2):
+            dtype = [torch.uint8, torch.int16, torch.float32][random.integers(3)]
+            shape, strides = random.integers(1, 5, 3).tolist(), random.integers(1, 40, 3).tolist()
+            first, size = int(random.integers(0, 60)) // dtype.itemsize, dtype.itemsize
+            tensors.append(memory.view(dtype).as_strided(shape, strides, first))
+            elements = numbers.as_strided(shape, strides, first).flatten().tolist()
+            bytes_of.append({size * element + byte for element in elements for byte in range(size)})
+        expected = bool(bytes_of[0] & bytes_of[1])
+        assert _plan.share_bytes(*tensors) == expected
+        shared += expected
+    assert 50 < shared < 250
 
 
 @pytest.mark.parametrize("backend", ["xla", "numba", "reference"])

@@ -10,6 +10,8 @@ import torch
 
 from benchmarks import cache_formats as bench
 from benchmarks.timing import Timing
+from ragged_attention.calls.cache_formats import SCALED_FORMATS, KvFormat
+from ragged_attention.torch import quantize_kv
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +27,12 @@ def test_the_page_has_the_tables(record: dict) -> None:
 def test_a_page_without_its_marks_is_refused(record: dict) -> None:
     with pytest.raises(ValueError, match=r"expected the page to have the lines <!-- bytes and errors: .* and <!-- end"):
         bench.written("# A page\n", record)
+
+
+@pytest.mark.parametrize("form", SCALED_FORMATS, ids=lambda form: f"{form.name} {form.zero}")
+def test_every_format_with_scales_is_described(form: KvFormat) -> None:
+    assert f"`{form.name}`" in bench.PAGE.read_text()
+    assert f'"{form.name}"' in str(quantize_kv.__doc__)
 
 
 @pytest.mark.parametrize("form", bench.FORMATS, ids=lambda form: form.name)

@@ -63,7 +63,16 @@ def test_a_docstring_becomes_markdown():
     Args:
         a, b: [P, G]; p * G < n, see `mla_decode`,
             and on.
-        c: more, for `own`.
+        c: more, for `own`. Of two
+            kinds:
+
+            - one with n * 1 and
+              a `b`
+            - another
+
+            A last word, where j =
+            - 1 is no item.
+        d, e: the end.
 
     Returns:
         A formula:
@@ -78,7 +87,10 @@ def test_a_docstring_becomes_markdown():
     assert operation_pages.described(docstring, "own", {"own", "mla_decode"}) == (
         "One line.\n\n## Arguments\n\n"
         "- **`a`, `b`**: [P, G]; p \\* G &lt; n, see [`mla_decode`](mla_decode.md), and on.\n"
-        "- **`c`**: more, for `own`.\n\n"
+        "- **`c`**: more, for `own`. Of two kinds:\n\n"
+        "    - one with n \\* 1 and a `b`\n    - another\n\n"
+        "    A last word, where j = - 1 is no item.\n\n"
+        "- **`d`, `e`**: the end.\n\n"
         "## Returns\n\nA formula:\n\n    x = a * b\n\n## Errors\n\n- **`TypeError`**: never.\n\n"
         "## Remarks\n\nAfter someone.\n"
     )

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 import torch
 
 from ragged_attention.integrations import _vllm_rotation
-from ragged_attention.torch import write_kv_pages
+from ragged_attention.torch import dequantize_kv, ragged_paged_attention, write_kv_pages
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("quantised_rows.json").read_text())
 BACKENDS = ("reference", "eager", "numba", "triton")
@@ -55,6 +55,37 @@ def test_bytes(writer, backend):
         want = recorded(held[name], BYTES, size * kind.itemsize)
         assert torch.equal(found[0].view(BYTES).squeeze(1), want)
         assert torch.equal(found[1].view(BYTES).squeeze(1).flip(0), want)
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager", "numba"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_infinities_are_stored_as_the_docstring_says(name: str, backend: str) -> None:
+    dtype, width, scales_dtype, count = FORMATS[name]
+    codes, scales = (
+        [torch.zeros(1, 4, 1, size * kind.itemsize, dtype=BYTES).view(kind) for _ in range(2)]
+        for kind, size in ((dtype, width), (scales_dtype, count))
+    )
+    rows = torch.randn(4, 1, COLUMNS)
+    rows[1, 0, 3], rows[2, 0, :2], rows[3] = -torch.inf, torch.tensor([torch.inf, -torch.inf]), torch.inf
+    given: dict[str, Any] = {"k_scale_pages": scales[0], "v_scale_pages": scales[1], "backend": backend}
+    write_kv_pages(rows, rows, (codes[0], codes[1]), torch.arange(4), **given)
+    stored, (plain, *infinite) = scales[0][0, :, 0, 0].float(), dequantize_kv(codes[0], scales[0])[0, :, 0]
+    assert plain.isfinite().all()
+    if scales_dtype is torch.float32:
+        assert not dequantize_kv(codes[0], torch.ones_like(scales[0]))[0, 1:].any()  # codes
+        assert stored[1:3].tolist() == 2 * [torch.inf]
+        assert stored[3].isnan() if name.startswith("int4") else stored[3].isinf()
+        tables = torch.arange(1, 5).int(), torch.zeros(4, 1).int(), torch.arange(5).int()
+        out = ragged_paged_attention(torch.ones(4, 1, COLUMNS), (codes[0], codes[1]), *tables, **given)
+        assert out[0].isfinite().all()
+        assert out[1:].isnan().all()
+    else:
+        largest = 448.0 if scales_dtype is E4M3 else 2.0**127
+        code = 448.0 if dtype is E4M3 else 6.0
+        assert (stored[1:] == largest).all()
+        assert [row[index].item() for row, index in zip(infinite, (3, 0, 5), strict=True)] == [
+            torch.tensor(sign * code * largest).item() for sign in (-1, 1, 1)
+        ]
 
 
 def test_the_rotation_is_vllms():

@@ -168,6 +168,10 @@ VALID: dict[str, dict[str, Any]] = {
 TABLES = {"slot_mapping": None, "kv_lens": ints(3, 8), "page_indices": ints([0, 1], [2, 3]), "cu_q_lens": ints(0, 2, 4)}
 FLOATS = "float32 or float16 or bfloat16"
 EIGHT_BIT = "float8_e4m3fn or float8_e5m2 or float8_e4m3fnuz or int8"
+NO_SCALES = "their elements hold 4-bit codes, which have scales of their own"
+BYTES_OF_SCALES = (
+    "view the bytes as float8_e4m3fn (nvfp4) or float8_e8m0fnu (mxfp8, mxfp4), as by .view(torch.float8_e4m3fn)"
+)
 CACHES = f"{FLOATS} or {EIGHT_BIT}"
 BYTES = "uint8 or float8_e4m3fn or int8"
 KV_FORMATS = " or ".join(dict.fromkeys(repr(form.name) for form in formats.SCALED.values()))
@@ -498,8 +502,8 @@ STATIC = [
     quantize_rows(InvalidInput, "expected x to have at least one axis, got none", x=ones()),
     quantize_rows(InvalidInput, "expected x.shape[-1] to be a multiple of 8 from 16 to 512, got 12: append zeros up to "
                   "16", x=ones(3, 2, 12)),
-    quantize_rows(InvalidInput, "expected x.shape[-1] in mxfp4 to be a multiple of 32, got 48", x=ones(3, 2, 48),
-                  format="mxfp4"),
+    quantize_rows(InvalidInput, "expected x.shape[-1] in mxfp4 to be a multiple of 32, got 48: append zeros up to 64",
+                  x=ones(3, 2, 48), format="mxfp4"),
     quantize_rows(TypeError, "expected format to be a str, got int", format=4),
     quantize_rows(InvalidInput, f"expected format to be {KV_FORMATS}, got 'int8'", format="int8"),
     quantize_rows(InvalidInput, "expected zero=None with 'nvfp4', which has no zero points, got 'stored'",
@@ -518,14 +522,16 @@ STATIC = [
     dequantize_rows(InvalidInput, "expected scales with codes of uint8, got none", scales=None),
     dequantize_rows(InvalidInput, "expected codes.shape[-1] * 2 to be a multiple of 8 from 16 to 512, got 8: append "
                     "zeros up to 16", codes=raw(3, 2, 4)),
-    dequantize_rows(InvalidInput, "expected the number of columns in nvfp4 to be a multiple of 16, got 24",
-                    codes=raw(3, 2, 12), scales=codes(3, 2, 1)),
+    dequantize_rows(InvalidInput, "expected the number of columns in nvfp4 to be a multiple of 16, got 24: append "
+                    "zeros up to 32", codes=raw(3, 2, 12), scales=codes(3, 2, 1)),
     dequantize_rows(InvalidInput, "expected scales.shape to be [3, 2, 2] for nvfp4, got [3, 2, 1]",
                     scales=codes(3, 2, 1)),
     dequantize_rows(InvalidInput, "expected scales.shape to be [3, 2, 1] or [3, 2] for int4_token_head, got [2]",
                     scales=ones(2)),
-    dequantize_rows(InvalidInput, "expected scales for pages of uint8 to have 1 or 2 float32 for each row, got 3",
-                    scales=ones(3, 2, 3)),
+    dequantize_rows(InvalidInput, "expected scales for pages of uint8 to have 1 or 2 (scale, zero point) float32 for "
+                    "each row, got 3", scales=ones(3, 2, 3)),
+    dequantize_rows(InvalidInput, "expected scales.dtype for pages of uint8 to be float32 or float16 or float8_e4m3fn "
+                    f"or float8_e8m0fnu, got uint8: {BYTES_OF_SCALES}", scales=raw(3, 2, 1)),
     dequantize_rows(InvalidInput, "expected dtype to be 'float32' or 'float16' or 'bfloat16', got 'float64'",
                     dtype="float64"),
     *INDEXER,
@@ -562,13 +568,16 @@ STATIC = [
     attention(InvalidInput, f"expected v_pages.dtype to be that of q, float32, or {EIGHT_BIT}, got float16",
               kv_pages=pair(ones(6, 4, 2, 16), ones(6, 4, 2, 16, dtype=np.float16))),
     # Scale pages.
-    attention(InvalidInput, "expected k_scale_pages with kv_pages of uint8, got none", kv_pages=raw(6, 4, 4, 8)),
-    attention(InvalidInput, "expected v_scale_pages with v_pages of uint8, got none",
+    attention(InvalidInput, f"expected k_scale_pages with kv_pages of uint8, got none: {NO_SCALES}",
+              kv_pages=raw(6, 4, 4, 8)),
+    attention(InvalidInput, f"expected v_scale_pages with v_pages of uint8, got none: {NO_SCALES}",
               kv_pages=pair(ones(6, 4, 2, 16), raw(6, 4, 2, 8))),
     attention(InvalidInput, "expected k_scale of at most one axis beside k_scale_pages, got [6, 4, 2]",
               kv_pages=ones(6, 4, 4, 16, dtype=np.int8), k_scale=ones(6, 4, 2), k_scale_pages=ones(6, 4, 2)),
     attention(InvalidInput, "expected k_scale_pages.dtype to be float32 or float16 or float8_e4m3fn or float8_e8m0fnu, "
               "got int32", k_scale_pages=ones(6, 4, 2, dtype=np.int32)),
+    attention(InvalidInput, "expected k_scale_pages.dtype to be float32 or float16 or float8_e4m3fn or float8_e8m0fnu, "
+              f"got uint8: {BYTES_OF_SCALES}", kv_pages=raw(6, 4, 4, 8), k_scale_pages=raw(6, 4, 2, 1)),
     attention(TypeError, "expected v_scale_pages to be an array, got float", v_scale_pages=0.5),
     attention(InvalidInput, "expected k_scale_pages to have 3 or 4 axes, got [2]", k_scale_pages=ones(2)),
     attention(InvalidInput, "expected k_scale_pages only with pages of int8 or float8_e4m3fn or float8_e4m3fnuz or "
@@ -577,12 +586,21 @@ STATIC = [
               kv_pages=ones(6, 4, 4, 16, dtype=np.int8), v_scale_pages=ones(6, 4, 2, dtype=np.float16)),
     attention(InvalidInput, "expected k_scale_pages for pages of int8 to have 1 float32 for each row, got 3",
               kv_pages=ones(6, 4, 4, 16, dtype=np.int8), k_scale_pages=ones(6, 4, 2, 3)),
-    attention(InvalidInput, "expected k_scale_pages for pages of uint8 to have 1 or 2 float32 for each row, got 4",
-              kv_pages=raw(6, 4, 4, 8), k_scale_pages=ones(6, 4, 2, 4)),
-    attention(InvalidInput, "expected the head size of k_pages in nvfp4 to be a multiple of 16, got 24",
+    attention(InvalidInput, "expected k_scale_pages for pages of uint8 to have 1 or 2 (scale, zero point) float32 "
+              "for each row, got 4", kv_pages=raw(6, 4, 4, 8), k_scale_pages=ones(6, 4, 2, 4)),
+    attention(InvalidInput, "expected the head size of k_pages in nvfp4 to be a multiple of 16, got 24: append "
+              "zeros up to 32, with sm_scale=24**-0.5 in attention",
               q=ones(4, 4, 24), kv_pages=raw(6, 4, 4, 12), k_scale_pages=codes(6, 4, 2, 1)),
-    attention(InvalidInput, "expected v_scale_pages.shape to be [6, 4, 2, 1] for int8_token_head, got [6, 4, 4, 1]",
+    attention(InvalidInput, "expected v_scale_pages.shape[:3] to be [P, G, K] = [6, 4, 2], got [5, 4, 2]",
+              kv_pages=ones(6, 4, 4, 16, dtype=np.int8), v_scale_pages=ones(5, 4, 2)),
+    attention(InvalidInput, "expected v_scale_pages.shape[:3] to be [P, G, K] = [6, 4, 2], got [6, 4, 4]: give those "
+              "of K and of V, such as scales[:, :, 0::2] and scales[:, :, 1::2]",
               kv_pages=ones(6, 4, 4, 16, dtype=np.int8), v_scale_pages=ones(6, 4, 4)),
+    attention(InvalidInput, "expected k_scale_pages in nvfp4 to have 16 / 16 = 1 float8_e4m3fn for each row, got 2",
+              kv_pages=raw(6, 4, 4, 8), k_scale_pages=codes(6, 4, 2, 2)),
+    attention(InvalidInput, "expected k_pages.shape[3] = new_kv[0].shape[2]=16 / 2, got 16: an element of uint8 holds "
+              "two columns", kv_pages=pair(raw(6, 4, 2, 16), ones(6, 4, 2, 16)), k_scale_pages=ones(6, 4, 2),
+              new_kv=pair(ones(4, 2, 16), ones(4, 2, 16))),
     attention(InvalidInput, "expected kv_pages.shape[3] = head_dim=16 / 2, got 4", kv_pages=raw(6, 4, 4, 4),
               k_scale_pages=ones(6, 4, 2), v_scale_pages=ones(6, 4, 2)),
     attention(InvalidInput, "expected kv_lens.dtype to be int32, got int16", kv_lens=ones(2, dtype=np.int16)),
@@ -786,9 +804,12 @@ STATIC = [
     write(InvalidInput, "expected k.shape to be [T, K, D] = [T, 2, 16], got [4, 3, 16]", k=ones(4, 3, 16)),
     write(InvalidInput, "expected v.shape to be [T, K, D_v] = [4, 2, 16], got [5, 2, 16]", v=ones(5, 2, 16)),
     write(InvalidInput, "expected v.dtype to be float32, got float16", v=ones(4, 2, 16, dtype=np.float16)),
-    write(InvalidInput, "expected k_scale_pages with kv_pages of uint8, got none", kv_pages=raw(6, 4, 4, 8)),
-    write(InvalidInput, f"expected k.dtype to be {FLOATS}, got int8", k=ones(4, 2, 16, dtype=np.int8),
-          kv_pages=ones(6, 4, 4, 16, dtype=np.int8), k_scale_pages=ones(6, 4, 2)),
+    write(InvalidInput, f"expected k_scale_pages with kv_pages of uint8, got none: {NO_SCALES}",
+          kv_pages=raw(6, 4, 4, 8)),
+    write(InvalidInput, f"expected k.dtype to be {FLOATS} beside k_scale_pages, which the write computes, got int8",
+          k=ones(4, 2, 16, dtype=np.int8), kv_pages=ones(6, 4, 4, 16, dtype=np.int8), k_scale_pages=ones(6, 4, 2)),
+    write(InvalidInput, "expected v_pages.shape[3] = v.shape[2]=16 / 2, got 16: an element of uint8 holds two columns",
+          kv_pages=pair(ones(6, 4, 2, 16), raw(6, 4, 2, 16)), v_scale_pages=ones(6, 4, 2)),
     write(InvalidInput, "expected page_size >= 1, got 0", kv_pages=ones(6, 0, 4, 16)),
     write(InvalidInput, f"expected kv_pages.dtype to be that of k, float32, or {EIGHT_BIT}, "
           "got float16", kv_pages=ones(6, 4, 4, 16, dtype=np.float16)),

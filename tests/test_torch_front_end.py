@@ -266,6 +266,13 @@ def test_what_cannot_be_written_is_refused(backend: str) -> None:
         rt.write_mla_cache(**latent_cache_call(cache=expanded), backend=backend)
 
 
+def test_pages_of_torchs_pairs_of_4_bits_are_told_their_bytes() -> None:
+    inputs = batch()
+    inputs["kv_pages"] = torch.zeros(NUM_PAGES, PAGE_SIZE, 4, 8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    with pytest.raises(ra.InvalidInput, match=r"got float4_e2m1fn_x2: take its .view\(torch.uint8\)"):
+        rt.ragged_paged_attention(**inputs)
+
+
 def test_numpys_integers_count() -> None:
     inputs = batch()
     counted = rt.ragged_paged_attention(**inputs, num_seqs=np.int64(1), sliding_window=np.int64(3))  # type: ignore[arg-type]

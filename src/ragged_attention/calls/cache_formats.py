@@ -210,6 +210,21 @@ SCALE_PAGES_DTYPES = tuple(dict.fromkeys(form.scales for form in SCALED_FORMATS)
 UNSCALED_FORMATS = {dtype: KvFormat(name="plain", codes=dtype) for dtype in (*WIDE_FLOATS, *QUANTIZED)}
 
 
+def advice_on_scales(dtype: str) -> str:
+    """The end of an error message about scales of a wrong dtype; empty unless they are bytes."""
+    names: dict[str, list[str]] = {}
+    for form in SCALED_FORMATS:
+        if form.group:
+            names.setdefault(form.scales, []).append(form.name)
+    views = " or ".join(f"{scales} ({', '.join(forms)})" for scales, forms in names.items())
+    return f": view the bytes as {views}, as by .view(torch.{E4M3})" if dtype == "uint8" else ""
+
+
+def advice_on_width(form: KvFormat, width: int) -> str:
+    """The end of an error message about a row of `width` columns, which are no whole blocks of a format."""
+    return f": append zeros up to {-(-width // form.group) * form.group}"
+
+
 def element_of(form: KvFormat) -> str:
     """The dtype of the pages of a format."""
     return "uint8" if form.packed_codes else form.codes
@@ -225,9 +240,12 @@ def scaled_format(name: str, pages_dtype: str, scales_dtype: str, count: int) ->
     found = [form for form in like if form.group or form.scales_of_row(0) == count]
     if not like:
         expected = " or ".join(dict.fromkeys(form.scales for form in known))
-        raise InvalidInput(f"expected {name}.dtype for pages of {pages_dtype} to be {expected}, got {scales_dtype}")
+        raise InvalidInput(
+            f"expected {name}.dtype for pages of {pages_dtype} to be {expected}, "
+            f"got {scales_dtype}{advice_on_scales(scales_dtype)}"
+        )
     if not found:
-        expected = " or ".join(str(form.scales_of_row(0)) for form in like)
+        expected = " or ".join("2 (scale, zero point)" if form.zero == "stored" else "1" for form in like)
         raise InvalidInput(
             f"expected {name} for pages of {pages_dtype} to have {expected} {scales_dtype} for each row, got {count}"
         )

@@ -98,6 +98,8 @@ def expect_array(name: str, value: Any, shape: str, dtypes: tuple[str, ...], siz
     expect_any_array(name, value)
     if (dtype := dtype_name(value)) not in dtypes:
         advice = ": convert it once a step, not in every layer" if dtype == "int64" and dtypes == INT32 else ""
+        if dtype == "float4_e2m1fn_x2" and "uint8" in dtypes:
+            advice = ": take its .view(torch.uint8)"
         raise InvalidInput(f"expected {name}.dtype to be {' or '.join(dtypes)}, got {dtype}{advice}")
     letters = shape.split()
     got = tuple(value.shape)

@@ -8,6 +8,7 @@ from ragged_attention.calls.base import Call, Result, record
 from ragged_attention.calls.cache_formats import (
     UNSCALED_FORMATS,
     KvFormat,
+    advice_on_width,
     element_of,
     named_format,
     scaled_format,
@@ -56,7 +57,8 @@ def expect_rows(name: str, rows: Any, dtypes: tuple[str, ...]) -> None:
 def expect_blocks(name: str, form: KvFormat, width: int) -> None:
     """Check that the columns of a row are whole blocks of a format."""
     if form.group and width % form.group:
-        raise InvalidInput(f"expected {name} in {form.name} to be a multiple of {form.group}, got {width}")
+        advice = advice_on_width(form, width)
+        raise InvalidInput(f"expected {name} in {form.name} to be a multiple of {form.group}, got {width}{advice}")
 
 
 @record

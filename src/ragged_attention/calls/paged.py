@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,6 +12,8 @@ from ragged_attention.calls.cache_formats import (
     SCALE_PAGES_DTYPES,
     UNSCALED_FORMATS,
     KvFormat,
+    advice_on_scales,
+    advice_on_width,
     scaled_format,
 )
 from ragged_attention.calls.fields import (
@@ -100,7 +102,8 @@ class ScalePages(ArrayKind):
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
         expect_any_array(name, value)
         if (dtype := dtype_name(value)) not in SCALE_PAGES_DTYPES:
-            raise InvalidInput(f"expected {name}.dtype to be {' or '.join(SCALE_PAGES_DTYPES)}, got {dtype}")
+            expected = " or ".join(SCALE_PAGES_DTYPES)
+            raise InvalidInput(f"expected {name}.dtype to be {expected}, got {dtype}{advice_on_scales(dtype)}")
         if len(value.shape) != 4:
             raise InvalidInput(f"expected {name} to have 3 or 4 axes, got {list(value.shape)}")
 
@@ -123,6 +126,7 @@ def expect_new_kv(name: str, new_kv: Any, call: Any, sizes: Sizes) -> None:
     if not isinstance(new_kv, (tuple, list)) or len(new_kv) != 2:
         got = f"{len(new_kv)} values" if isinstance(new_kv, (tuple, list)) else type(new_kv).__name__
         raise TypeError(f"expected {name} to be a pair (k, v), got {got}")
+    call.expect_new_rows(tuple((f"{name}[{index}]", array) for index, array in enumerate(new_kv)))
     for index, shape in enumerate(("T K D", "T K D_v")):
         expect_array(f"{name}[{index}]", new_kv[index], shape, (dtype_name(call.q), *call.code_dtypes), sizes)
     dtypes = [dtype_name(array) for array in new_kv]
@@ -348,7 +352,8 @@ class PagedCall(PagesCall):
     def _expect_unscaled(self, side: str, pages: Array, name: str, array: Array) -> None:
         got, what = dtype_name(pages), "kv_pages" if self.combined else f"{side}_pages"
         if got == PACKED:
-            raise InvalidInput(f"expected {side}_scale_pages with {what} of {PACKED}, got none")
+            advice = "their elements hold 4-bit codes, which have scales of their own"
+            raise InvalidInput(f"expected {side}_scale_pages with {what} of {PACKED}, got none: {advice}")
         if got not in (dtype_name(array), *QUANTIZED):
             raise InvalidInput(
                 f"expected {what}.dtype to be that of {name}, {dtype_name(array)}, or {' or '.join(QUANTIZED)}, "
@@ -358,14 +363,41 @@ class PagedCall(PagesCall):
     def _expect_scaled(self, side: str, scales: Array) -> None:
         form, width = (self.k_format, self.k_head_dim) if side == "k" else (self.v_format, self.v_head_dim)
         if form.group and width % form.group:
+            advice = advice_on_width(form, width)
+            advice += f", with sm_scale={width}**-0.5 in attention" if side == "k" else ""
             raise InvalidInput(
-                f"expected the head size of {side}_pages in {form.name} to be a multiple of {form.group}, got {width}"
+                f"expected the head size of {side}_pages in {form.name} to be a multiple of {form.group}, "
+                f"got {width}{advice}"
             )
-        expected = (self.num_pages, self.page_size, self.num_kv_heads, form.scales_of_row(width))
-        if tuple(scales.shape) != expected:
+        # The last axis may have been left out, so that errors are about the others, or about its size.
+        name, expected, got = f"{side}_scale_pages", [self.num_pages, self.page_size, self.num_kv_heads], scales.shape
+        if list(got[:3]) != expected:
+            both = self.combined and list(got[:3]) == [*expected[:2], 2 * self.num_kv_heads]
+            advice = ": give those of K and of V, such as scales[:, :, 0::2] and scales[:, :, 1::2]" if both else ""
+            raise InvalidInput(f"expected {name}.shape[:3] to be [P, G, K] = {expected}, got {list(got[:3])}{advice}")
+        if got[3] != (count := form.scales_of_row(width)):
             raise InvalidInput(
-                f"expected {side}_scale_pages.shape to be {list(expected)} for {form.name}, got {list(scales.shape)}"
+                f"expected {name} in {form.name} to have {width} / {form.group} = {count} {form.scales} for each row, "
+                f"got {got[3]}"
             )
+
+    def expect_new_rows(self, rows: Sequence[tuple[str, Any]]) -> None:
+        """Check that the new rows of K and V, given with their names, suit scale pages: they are no codes.
+
+        They have twice as many columns as pages that hold two in an element.
+        """
+        for side, pages, scales, (name, array) in zip("kv", self.sides, self.scale_pages, rows, strict=True):
+            if scales is None or not is_array(array) or len(array.shape) != 3:
+                continue
+            what = "kv_pages" if self.combined else f"{side}_pages"
+            if (dtype := dtype_name(array)) in QUANTIZED:
+                raise InvalidInput(
+                    f"expected {name}.dtype to be {' or '.join(FLOATS)} beside {side}_scale_pages, which the write "
+                    f"computes, got {dtype}"
+                )
+            if (got := pages.shape[3]) * _columns(pages) != array.shape[2] and _columns(pages) > 1:
+                expected, advice = f"{name}.shape[2]={array.shape[2]} / 2", f"an element of {PACKED} holds two columns"
+                raise InvalidInput(f"expected {what}.shape[3] = {expected}, got {got}: {advice}")
 
     @property
     def sides(self) -> tuple[Array, Array]:
@@ -451,6 +483,7 @@ class WriteKvPages(PagedCall, TableWrite):
 
     def _check(self, sizes: Sizes) -> None:
         self._expect_slots_or_tables()
+        self.expect_new_rows((("k", self.k), ("v", self.v)))
         expect_array("k", self.k, "T K D", (*FLOATS, *self.code_dtypes), sizes)
         sizes.bind("T K D", self.k)
         self._expect_cache("k", self.k)

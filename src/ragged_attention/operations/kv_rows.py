@@ -26,8 +26,8 @@ class KvRows(FrontEnd[Array, Memory]):
         Args:
             x: [..., K, D] float32, float16 or bfloat16, such as new rows [T, K, D] or pages [P, G, K, D]. D is a
                 multiple of 8 from 16 to 512, and of the columns of a block.
-            format: "int8_token_head", "e4m3_token_head", "e5m2_token_head", "int4_token_head", "nvfp4", "mxfp8" or
-                "mxfp4". `write_kv_pages` has their rules.
+            format: "int8_token_head", "e4m3_token_head", "e4m3fnuz_token_head", "e5m2_token_head", "int4_token_head",
+                "nvfp4", "mxfp8" or "mxfp4". `write_kv_pages` has their rules.
             scale: the `k_scale` or `v_scale` of the cache, a number or an array [] or [K].
             zero: of int4_token_head: "mantissa" (the default) keeps the zero point in the lowest 4 bits of the float32
                 scale, and "stored" after the scale.

@@ -156,7 +156,9 @@ class Paged(FrontEnd[Array, Memory]):
                 - uint8 pages (e2m1 codes), float8_e8m0fnu, n = D / 32: mxfp4.
 
                 Results do not depend on scales of positions that no query sees, whatever they hold. A query that sees
-                a NaN scale has NaN in its result, at least in the columns of the scale's block; no other query has.
+                a NaN scale has NaN in its result, at least in the columns of the scale's block; no other query has. An
+                infinite scale makes the results of queries that see it infinite or NaN, or takes the weight from its
+                key. Backends differ there, and other queries are not affected.
             return_lse: also return the log-sum-exp.
             new_kv: this step's keys and values, a pair of [T, K, D] and [T, K, D_v] of q's dtype, or of the pages'
                 8-bit dtype, one row per query. They are written into the pages before attention, as `write_kv_pages`
@@ -290,21 +292,25 @@ class Paged(FrontEnd[Array, Memory]):
                   1 / (scale * k_scale), or 0 if the scale is 0, as FlashInfer has it.
                 - mxfp8: the scale is the least power of two from 2^-127 to 2^127 that is at least amax / 448. The code
                   is x / scale.
-                - mxfp4: the scale is 2^(e - 2), from 2^-127 to 2^127, where 2^e is the power of two below amax, or the
-                  one above if amax is at least 1.75 * 2^e. If that is 2^128, the scale is 2^127, as vLLM has it. The
-                  code is x / scale.
+                - mxfp4: the scale is 2^(e - 2), from 2^-127 to 2^127, where 2^e is the largest power of two up to amax,
+                  or the next one if amax is at least 1.75 times as large. If 2^e is 2^128, the scale is 2^127, as vLLM
+                  has it. The code is x / scale.
 
                 Codes are rounded to nearest even and saturate unless this says otherwise. e2m1 codes of zero keep the
-                sign of x. A row all of one sign may lose much with a zero point from 0 to 15, as it does in vLLM. A NaN
-                makes the scale of its row or block NaN, and the codes 0. k and v of the pages' dtype are not accepted
-                with scale pages.
+                sign of x. A row all of one sign may lose much with a zero point from 0 to 15, as it does in vLLM.
+
+                A NaN makes the scale of its row or block NaN, and the codes 0. An infinity in a row with one scale
+                makes this scale infinite, or NaN if a row of 4-bit codes holds nothing else, and the codes 0: a query
+                that sees the row gets NaN. An infinity in a block makes the scale the largest finite one, and is stored
+                as the largest code of its sign. k and v of the pages' dtype are not accepted with scale pages.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
             The pages. In torch the given tensors are written in place and returned; in jax the pages are new arrays,
             which take the memory of the given ones if those are donated. Only the tokens' slots change. Of two tokens
-            for one slot either may remain. k and v may be views of the pages: they are read before the write. With
-            scale pages the result is the tuple `(kv_pages, k_scale_pages, v_scale_pages)`, with None for an absent one.
+            for one slot either may remain. k and v may be views of the pages: they are read before the write. The
+            written tensors may be interleaved views of one tensor, but no two of them may share a byte. With scale
+            pages the result is the tuple `(kv_pages, k_scale_pages, v_scale_pages)`, with None for an absent one.
 
             A write has no gradient; asking for one raises RuntimeError.
 

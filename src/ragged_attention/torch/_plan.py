@@ -1,11 +1,14 @@
 """Runs an operator's call by the plan of an earlier similar call; a new plan checks the call and selects a backend."""
 
 import ast
+import contextlib
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ragged_attention import config, dispatch
@@ -35,6 +38,9 @@ class Plan:
     validates: bool  # whether to check the values of index arrays
     result: Result | None  # the first result, if the operation takes `out`
     extents: tuple[int, ...]  # the bytes that each tensor spans
+    written: tuple[tuple[str, int], ...]  # the written tensors' names and their indices among the call's tensors
+    # The addresses, relative to the first one, at which the written tensors are known to share no byte.
+    distinct: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
     recordings: dict[tuple[int, ...], LaunchRecording | None] = dataclasses.field(default_factory=dict)
 
 
@@ -42,6 +48,8 @@ _UNKNOWN: Any = object()
 _plans: dict[Any, Plan] = {}
 _MAX_PLANS = 4096
 _MAX_RECORDINGS = 64  # per plan
+_MAX_DISTINCT = 1024  # per plan
+_MAX_CANDIDATES: Any = 100_000  # in the search for a byte that two written tensors share
 RECORDED = {"triton"}  # backends that only launch kernels; emptied to stop replaying
 
 
@@ -57,6 +65,8 @@ def execute(
     addresses = [tensor.data_ptr() for tensor in tensors]
     if plan.device.platform == "cpu" or 0 in addresses:
         _expect_memory(arguments, tensors, addresses, plan.extents)
+    if len(plan.written) > 1:
+        _expect_distinct(plan, tensors, addresses)
     if out is not None:
         expect_out(plan.result, out, tensors[0].device)
         _expect_memory({"out": out}, [out], [out.data_ptr()], [extent_of(out)])
@@ -105,6 +115,64 @@ def _expect_memory(
             raise InvalidInput(f"expected {name} with memory for {list(tensor.shape)}, got {storage.nbytes()} bytes")
 
 
+def _written(record: type[Call], arguments: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+    """The names of the written tensors, such as `kv_pages[0]` of a pair, and their indices among all tensors."""
+    written, count = [], 0
+    for name, value in arguments.items():
+        tensors = [each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, torch.Tensor)]
+        if name in record.WRITTEN:
+            names = [f"{name}[{index}]" if isinstance(value, tuple) else name for index in range(len(tensors))]
+            written += [(each, count + index) for index, each in enumerate(names)]
+        count += len(tensors)
+    return tuple(written)
+
+
+def _expect_distinct(plan: Plan, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+    """Raise if two written tensors share a byte. Views that interleave share none.
+
+    Shapes and strides belong to the plan, so that a result holds for all calls with equal relative addresses.
+    """
+    first = addresses[plan.written[0][1]]
+    relative = tuple([addresses[index] - first for _, index in plan.written])
+    if relative in plan.distinct:
+        return
+    for (name, index), (other, another) in itertools.combinations(plan.written, 2):
+        end, another_end = (addresses[each] + plan.extents[each] for each in (index, another))
+        within = addresses[index] < another_end and addresses[another] < end
+        if within and share_bytes(tensors[index], tensors[another]):
+            raise InvalidInput(f"expected {name} and {other} without overlapping memory, got tensors that share bytes")
+    if len(plan.distinct) >= _MAX_DISTINCT:
+        plan.distinct.clear()
+    plan.distinct.add(relative)
+
+
+class _Place:
+    """A tensor's place in memory, as NumPy describes one. Nothing reads that memory, which may be a device's."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(size * step for step in tensor.stride()),
+            "typestr": f"|V{size}",
+            "version": 3,
+        }
+
+
+def share_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors share a byte.
+
+    NumPy decides exactly, and within microseconds for the layouts of caches. In general the problem is hard: tensors
+    count as distinct if its search finds nothing among `_MAX_CANDIDATES` candidates.
+    """
+    if not tensor.numel() or not other.numel():
+        return False
+    with contextlib.suppress(np.exceptions.TooHardError):
+        return np.shares_memory(np.asarray(_Place(tensor)), np.asarray(_Place(other)), max_work=_MAX_CANDIDATES)
+    return False
+
+
 def _recording(
     record: type[Call], arguments: Mapping[str, Any], plan: Plan, key: tuple[int, ...]
 ) -> LaunchRecording | None:
@@ -149,7 +217,8 @@ def _plan(
             _plans.clear()
         result = call.results()[0] if record.TAKES_OUT else None
         extents = tuple(map(extent_of, tensors))
-        plan = _plans[key] = Plan(call.device, choice, config.validates_values(), result, extents)
+        written = _written(record, arguments)
+        plan = _plans[key] = Plan(call.device, choice, config.validates_values(), result, extents, written)
     return plan, tensors
 
 
