@@ -23,6 +23,7 @@ from ragged_attention.portable.numba._scaled_rows import MANTISSA, is_finite
 from ragged_attention.portable.numba._vectors import (
     FLOATS,
     LANES,
+    between,
     bits_of_float,
     compiled,
     constant,
@@ -34,7 +35,6 @@ from ragged_attention.portable.numba._vectors import (
     larger_or_nan,
     largest_or_nan,
     load,
-    maximum,
     set_byte,
     set_float,
     set_int16,
@@ -74,13 +74,6 @@ def store_scale(code, target, scale):
 def without_nan(builder: Any, a: Any) -> Any:
     """`a` with 0 in the place of NaN."""
     return builder.select(builder.fcmp_unordered("uno", a, a), constant(FLOATS, 0.0), a)
-
-
-@inlined
-def between(a, least, most):
-    """Numbers clamped to [least, most]; the least for NaN."""
-    a = maximum(a, splat(least))
-    return where_less(a, splat(most), a, splat(most))
 
 
 @inlined

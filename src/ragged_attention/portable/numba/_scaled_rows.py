@@ -3,7 +3,8 @@
 The host describes the rows of each side, K and V, to a kernel by the record `SIDE`, which holds what their `KvFormat`
 says; rows without scales are described too. A scale of a whole row is *folded*: it multiplies logits, or weights, and
 the codes stay as they are. The scales of blocks of columns multiply the codes as they are read, and a zero point is
-subtracted from them then. Where pairs of bfloat16 are multiplied, these hold the products exactly.
+subtracted from them then. Where pairs of bfloat16 are multiplied, these hold the products exactly, and the differences
+from integer zero points; what an integer leaves of a zero point is subtracted from logits and results (`_tiles`).
 """
 
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ from ragged_attention.portable.numba._softmax import scale_row
 from ragged_attention.portable.numba._vectors import (
     FLOATS,
     LANES,
+    between,
     bits_of_float,
     byte_at,
     compiled,
@@ -53,6 +55,7 @@ from ragged_attention.portable.numba._vectors import (
     set_int,
     splat,
     store,
+    truncated,
     vector,
     with_bits,
     zero,
@@ -443,17 +446,20 @@ def read_factors(tile, side, sources, scales, factors, rests, count, instead):
     """
     zero(factors, 4 * up_to(count, LANES))
     zero(rests, 4 * up_to(count, LANES))
-    if side.scale_codes == FLOAT32:
-        high, mask = splat(0.0), splat(float_of(0xFFFFFFF0 if side.zero == MANTISSA else 0xFFFFFFFF))
-        for key in range(count):
-            if int_at(sources, key):
-                set_float(factors, key, float_at(int_at(scales, key), 0))
-        for index in range(0, count, LANES):
-            each = with_bits(load(factors, index), mask)
-            store(factors, index, each)
-            high = larger_magnitude(high, each)
-        if side.zero != STORED_ZERO and is_finite(largest_of_magnitudes(high)):
-            return 0
+    code, stored = side.scale_codes, side.zero == STORED_ZERO
+    high, mask = splat(0.0), splat(float_of(0xFFFFFFF0 if side.zero == MANTISSA else 0xFFFFFFFF))
+    for key in range(count):
+        if int_at(sources, key):
+            set_float(factors, key, scale_at(code, int_at(scales, key)))
+            if stored:
+                set_float(rests, key, scale_at(code, int_at(scales, key) + side.scale_step))
+    for index in range(0, count, LANES):
+        scale, point = with_bits(load(factors, index), mask), load(rests, index)
+        store(factors, index, scale)
+        store(rests, index, point - truncated(between(point, np.float32(0), np.float32(15)) + splat(0.5)))
+        high = larger_magnitude(larger_magnitude(high, scale), point)
+    if is_finite(largest_of_magnitudes(high)):
+        return 0
     wrong = 0
     for key in range(count):
         if int_at(sources, key):

@@ -501,6 +501,13 @@ def fill(address, first, stop, value):
         set_float(address, index, value)
 
 
+@inlined
+def between(a, least, most):
+    """Numbers clamped to [least, most]; the least for NaN."""
+    a = maximum(a, splat(least))
+    return where_less(a, splat(most), a, splat(most))
+
+
 @compiled
 def add_row(target, source, count):
     """Add `count` floats at `source` to those at `target`, in whole vectors."""
