@@ -72,6 +72,10 @@ CORE = {
 }
 
 
+# A rule is checked on every file in every run of the tests.
+EACH_FILE = pytest.mark.each("path")
+
+
 def folder_of(name: str) -> Path:
     return ROOT / name if name in ROOMS else PACKAGE / name
 
@@ -142,6 +146,7 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@EACH_FILE
 @pytest.mark.parametrize("path", all_sources(), ids=name_of)
 def test_imports_are_absolute(path):
     imports_of(path)
@@ -253,6 +258,7 @@ def test_nothing_but_the_tests_imports_the_test_kit():
             assert "testing" not in of_us(imports_of(path)), name_of(path)
 
 
+@EACH_FILE
 @pytest.mark.parametrize("path", installed_sources(), ids=name_of)
 def test_modules_and_public_names_have_docstrings(path):
     """Modules, and public classes and functions of more than a few lines; not kernels and a room's own names."""
@@ -272,6 +278,7 @@ def is_kernel(node: ast.AST) -> bool:
     return any("jit" in ast.unparse(decorator) and "triton" in ast.unparse(decorator) for decorator in decorators)
 
 
+@EACH_FILE
 @pytest.mark.parametrize("path", [p for p in all_sources() if p.parent.name != "tests"], ids=name_of)
 def test_functions_are_short(path):
     for node in ast.walk(ast.parse(path.read_text())):
@@ -287,6 +294,7 @@ TRITON = [path for path in all_sources() if "kernels_triton" in path.parts]
 MOST_PARAMETERS, MOST_POSITIONAL = 44, 8
 
 
+@EACH_FILE
 @pytest.mark.parametrize("path", TRITON, ids=name_of)
 def test_kernels_have_few_parameters_and_calls_few_positional_arguments(path):
     """A named tuple is exempt, since each of its fields has a name and an explanation where it is declared."""
@@ -306,6 +314,7 @@ FORMAT_ROOMS = [
 ]
 
 
+@EACH_FILE
 @pytest.mark.parametrize("path", FORMAT_ROOMS, ids=name_of)
 def test_rooms_read_what_a_cache_format_is_and_never_its_name(path):
     for node in ast.walk(ast.parse(path.read_text())):

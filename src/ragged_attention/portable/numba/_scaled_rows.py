@@ -267,7 +267,8 @@ def _pairs_of_rows(prepare: Any, pairs_at: Any, expand_key: Any = None, expand_p
     magnitudes of the scales of blocks. `pairs_at(side, source, column, prepared)` returns 2 * LANES columns of a row,
     from a multiple of that on. `expand_key` and `expand_pair`, if there are any, are those of `_raised_rows`.
     """
-    expand_key, expand_pair = expand_key or _cannot, expand_pair or _cannot
+    expand_key = expand_key or _cannot
+    pair_values = _pairs_of_two_values(prepare, pairs_at, expand_pair or _cannot)
 
     @compiled
     def expand_keys(tile, side, columns, count):
@@ -278,6 +279,36 @@ def _pairs_of_rows(prepare: Any, pairs_at: Any, expand_key: Any = None, expand_p
             prepared, _ = prepare(side, scales, tile.scratch)
             for column in range(0, columns, 2 * LANES):
                 store(row, column // 2, pairs_at(side, source, column, prepared))
+
+    @compiled
+    def right_or_zeros(tile, side, key):
+        """The address of a value, or of zeros if it has wrong scales."""
+        source = int_at(tile.v_sources, key)
+        _, high = prepare(side, int_at(tile.v_scales, key), tile.scratch)
+        return source if blocks_are_finite(high) else tile.zeros
+
+    @compiled
+    def expand_values(tile, side, columns, count):
+        high = splat(0.0)
+        if count % 2:
+            set_int(tile.v_sources, count, 0)  # the list has room for an even number
+        for key in range(0, count, 2):
+            first, second = int_at(tile.v_sources, key), int_at(tile.v_sources, key + 1)
+            first, second = first if first else tile.zeros, second if second else tile.zeros
+            high = larger_magnitude(high, pair_values(tile, side, columns, key, first, second))
+        if blocks_are_finite(high):
+            return 0
+        for key in range(0, count, 2):
+            first = right_or_zeros(tile, side, key) if int_at(tile.v_sources, key) else tile.zeros
+            second = right_or_zeros(tile, side, key + 1) if int_at(tile.v_sources, key + 1) else tile.zeros
+            pair_values(tile, side, columns, key, first, second)
+        return 1
+
+    return expand_keys, expand_values
+
+
+def _pairs_of_two_values(prepare: Any, pairs_at: Any, expand_pair: Any) -> Any:
+    """The function that writes the pairs of two values; its arguments are those of `_pairs_of_rows`."""
 
     @compiled
     def pair_values(tile, side, columns, key, first, second):
@@ -308,31 +339,7 @@ def _pairs_of_rows(prepare: Any, pairs_at: Any, expand_key: Any = None, expand_p
             store(row, whole, paired_low(a, b))
         return high
 
-    @compiled
-    def right_or_zeros(tile, side, key):
-        """The address of a value, or of zeros if it has wrong scales."""
-        source = int_at(tile.v_sources, key)
-        _, high = prepare(side, int_at(tile.v_scales, key), tile.scratch)
-        return source if blocks_are_finite(high) else tile.zeros
-
-    @compiled
-    def expand_values(tile, side, columns, count):
-        high = splat(0.0)
-        if count % 2:
-            set_int(tile.v_sources, count, 0)  # the list has room for an even number
-        for key in range(0, count, 2):
-            first, second = int_at(tile.v_sources, key), int_at(tile.v_sources, key + 1)
-            first, second = first if first else tile.zeros, second if second else tile.zeros
-            high = larger_magnitude(high, pair_values(tile, side, columns, key, first, second))
-        if blocks_are_finite(high):
-            return 0
-        for key in range(0, count, 2):
-            first = right_or_zeros(tile, side, key) if int_at(tile.v_sources, key) else tile.zeros
-            second = right_or_zeros(tile, side, key + 1) if int_at(tile.v_sources, key + 1) else tile.zeros
-            pair_values(tile, side, columns, key, first, second)
-        return 1
-
-    return expand_keys, expand_values
+    return pair_values
 
 
 @inlined
