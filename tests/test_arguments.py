@@ -466,6 +466,13 @@ def test_written_tensors_that_share_bytes_are_refused(first: str, second: str, c
     assert not ROWS.any()
 
 
+def test_tensors_that_are_only_read_may_share_bytes() -> None:
+    pages, q = torch.randn(6, 4, 2, WIDTH), torch.randn(3, 4, WIDTH)
+    tables = torch.tensor([6]).int(), torch.tensor([[4, 1]]).int(), torch.tensor([0, 3]).int()
+    shared = rt.ragged_paged_attention(q, (pages, pages), *tables, backend="eager")
+    assert torch.equal(shared, rt.ragged_paged_attention(q, (pages, pages.clone()), *tables, backend="eager"))
+
+
 def test_pages_that_share_bytes_are_refused_after_a_rotation_too() -> None:
     arguments = given("norm_rope_write", 1, torch.tensor)
     pages = arguments["kv_pages"][:, :, :2].clone()
