@@ -430,6 +430,24 @@ def test_rows_may_be_moved_within_a_cache(backend: str) -> None:
     assert torch.equal(held, want)
 
 
+@pytest.mark.parametrize("operation", ["ragged_paged_attention", "ragged_mla_attention"])
+def test_queries_are_read_as_they_were_before_new_kv_is_written(operation: str) -> None:
+    held = torch.randn(2, 4, 2, 16)
+    if operation == "ragged_mla_attention":
+        held = held[:, :, :1].clone()
+    new = torch.randn(3, 16) if operation == "ragged_mla_attention" else (torch.randn(3, 1, 16), torch.randn(3, 1, 16))
+    tables = tensors.ints(8), tensors.ints([1, 0]), tensors.ints(0, 3)
+    options: dict[str, Any] = {"d_v": 16} if operation == "ragged_mla_attention" else {}
+    found = []
+    for apart in (False, True):
+        pages = held.clone()
+        q = pages[0, 1:, :1]  # the last positions, which are written
+        q = q.clone() if apart else q
+        found.append(getattr(rt, operation)(q, pages, *tables, new_kv=new, backend="eager", **options))
+    assert not torch.equal(found[0][1], held)
+    assert all(map(torch.equal, *found))
+
+
 WIDTH = 16
 ROWS = torch.zeros(6, 4, 2, 2 * (WIDTH + 4), dtype=torch.int8)  # of each head [K | scale | V | scale]
 KEYS, VALUES = ROWS[..., :WIDTH], ROWS[..., WIDTH + 4 : 2 * WIDTH + 4]

@@ -181,6 +181,23 @@ def test_nothing_is_written_for_a_call_that_is_refused() -> None:
     torch.testing.assert_close(out, want, rtol=0, atol=0)
 
 
+def test_pages_that_are_written_share_no_byte_with_it() -> None:
+    held = ARGUMENTS["ragged_paged_attention"]["kv_pages"]
+    memory = torch.empty(held.numel() + 6 * 4 * 16)
+    pages = memory[: held.numel()].view(held.shape)
+    pages.copy_(held)
+    new, before = (torch.ones(6, 2, 16), torch.ones(6, 2, 16)), memory.clone()
+    for first in (0, held.numel() - 1):
+        out = memory[first : first + 6 * 4 * 16].view(6, 4, 16)
+        with pytest.raises(ra.InvalidInput, match="expected kv_pages and out without overlapping memory"):
+            results("ragged_paged_attention", kv_pages=pages, new_kv=new, out=out)
+        torch.testing.assert_close(memory, before, rtol=0, atol=0, equal_nan=True)
+    out = memory[held.numel() :].view(6, 4, 16)
+    want = results("ragged_paged_attention", kv_pages=held.clone(), new_kv=new)[0]
+    results("ragged_paged_attention", kv_pages=pages, new_kv=new, out=out)
+    torch.testing.assert_close(out, want, rtol=0, atol=0)
+
+
 def test_memory_of_inference_is_written_in_inference_only() -> None:
     with torch.inference_mode():
         out = packed(results("ragged_paged_attention")[0])

@@ -269,6 +269,11 @@ class WritingCall(Call):
         shared = {name: arguments[name] for name in cls.WRITE.KINDS if name in arguments}
         return {**cls.WRITE.DEFAULTS, **shared}
 
+    @classmethod
+    def written_with_new_kv(cls) -> tuple[str, ...]:
+        """The arguments of this attention that the write of `new_kv` writes."""
+        return tuple(cls.CACHE if name == cls.WRITE.CACHE else name for name in cls.WRITE.WRITTEN)
+
     def write_of_new_kv(self) -> Any:
         """The call that writes `new_kv`."""
         return self.WRITE(**self.arguments_of_write(self.arguments()), device=self.device)

@@ -101,12 +101,15 @@ class TorchFrontEnd(Operations[torch.Tensor, torch.Tensor]):
         """
         prepared = self.prepare(record, arguments)
         if not torch.compiler.is_compiling():
-            _plan.expect_runnable(record, prepared, _names(backend), encode_options(options), out)
-            for name in {record.CACHE, *record.WRITE.WRITTEN} & record.KINDS.keys():
-                if prepared[name] is not None:
-                    _plan.expect_memory(name, prepared[name])
+            overlap = _plan.expect_runnable(record, prepared, _names(backend), encode_options(options), out)
+            written = {name: prepared[name] for name in record.written_with_new_kv() if prepared[name] is not None}
+            for name, value in written.items():
+                _plan.expect_memory(name, value)
             if out is not None:
                 _refuse_gradient_into(record, record.flatten(prepared))
+            if overlap:
+                targets = [_span(tensor) for value in written.values() for tensor in _as_tuple(value)]
+                prepared = {name: _without_overlap(value, targets) for name, value in prepared.items()} | written
         self.run_prepared(record.WRITE, record.arguments_of_write(prepared), backend, None)
         results = self.run_prepared(record, prepared | {"new_kv": None}, backend, options, out)
         count = 2 if arguments["return_lse"] else 1  # with `out`, an lse that is not requested is an empty tensor
@@ -193,11 +196,14 @@ def _without_overlap(value: Any, targets: Sequence[tuple[int, int]]) -> Any:
     return value.clone() if any(first < stop and start < end for start, stop in targets) else value
 
 
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
 def _written(record: type[Call], arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that a write operation writes, with the names of their arguments."""
     for name in record.WRITTEN:
-        value = arguments[name]
-        for tensor in value if isinstance(value, tuple) else (value,):
+        for tensor in _as_tuple(arguments[name]):
             if tensor is not None:  # the record will refuse a missing cache
                 yield name, tensor
 
@@ -337,10 +343,8 @@ def _refuse_gradient_of_write(record: type[Call], flat: Sequence[Any]) -> None:
     for name, tensor in _written(record, arguments):
         _refuse_gradient_of_memory(record.OPERATION, name, tensor)
     for name, value in arguments.items():
-        tensors = value if isinstance(value, tuple) else (value,)
-        if name not in record.WRITTEN and any(
-            isinstance(each, torch.Tensor) and each.requires_grad for each in tensors
-        ):
+        given = [each for each in _as_tuple(value) if isinstance(each, torch.Tensor)]
+        if name not in record.WRITTEN and any(each.requires_grad for each in given):
             reason = f"detach {name}, or write it under torch.no_grad()"
             raise RuntimeError(f"{record.no_gradient()}; {reason}")
 

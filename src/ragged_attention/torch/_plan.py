@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ragged_attention import config, dispatch
-from ragged_attention.calls import NOWHERE, Call, Device, Result
+from ragged_attention.calls import NOWHERE, Call, Device, Result, WritingCall
 from ragged_attention.errors import InvalidInput
 from ragged_attention.torch import _replay
 from ragged_attention.torch._launcher import DTYPES, LAUNCHER, Launcher, device_facts, indices_to_numpy
@@ -116,11 +116,16 @@ def _expect_memory(
 
 
 def _written(record: type[Call], arguments: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
-    """The names of the written tensors, such as `kv_pages[0]` of a pair, and their indices among all tensors."""
+    """The names of the written tensors, such as `kv_pages[0]` of a pair, and their indices among all tensors.
+
+    Of an attention with `new_kv` they are those that the operation before it writes.
+    """
+    writes_first = issubclass(record, WritingCall) and arguments["new_kv"] is not None
+    written_names = record.written_with_new_kv() if writes_first else record.WRITTEN
     written, count = [], 0
     for name, value in arguments.items():
         tensors = [each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, torch.Tensor)]
-        if name in record.WRITTEN:
+        if name in written_names:
             names = [f"{name}[{index}]" if isinstance(value, tuple) else name for index in range(len(tensors))]
             written += [(each, count + index) for index, each in enumerate(names)]
         count += len(tensors)
@@ -137,13 +142,17 @@ def _expect_distinct(plan: Plan, tensors: Sequence[torch.Tensor], addresses: Seq
     if relative in plan.distinct:
         return
     for (name, index), (other, another) in itertools.combinations(plan.written, 2):
-        end, another_end = (addresses[each] + plan.extents[each] for each in (index, another))
-        within = addresses[index] < another_end and addresses[another] < end
-        if within and share_bytes(tensors[index], tensors[another]):
-            raise InvalidInput(f"expected {name} and {other} without overlapping memory, got tensors that share bytes")
+        _expect_apart(name, tensors[index], other, tensors[another])
     if len(plan.distinct) >= _MAX_DISTINCT:
         plan.distinct.clear()
     plan.distinct.add(relative)
+
+
+def _expect_apart(name: str, tensor: torch.Tensor, other: str, another: torch.Tensor) -> None:
+    first, second = tensor.data_ptr(), another.data_ptr()
+    within = first < second + extent_of(another) and second < first + extent_of(tensor)
+    if within and share_bytes(tensor, another):
+        raise InvalidInput(f"expected {name} and {other} without overlapping memory, got tensors that share bytes")
 
 
 class _Place:
@@ -224,11 +233,30 @@ def _plan(
 
 def expect_runnable(
     record: type[Call], arguments: dict[str, Any], backend: str | None, options: str | None, out: torch.Tensor | None
-) -> None:
-    """Raise the errors that an operator's call raises before any launch."""
+) -> bool:
+    """Raise the errors that an operator's call raises before any launch.
+
+    Returns whether a write of `new_kv` before the call may change another of its arguments.
+    """
     plan, tensors = _plan(record, arguments, backend, options)
     if out is not None:
         expect_out(plan.result, out, tensors[0].device)
+    if not plan.written or not _have_addresses(tensors):
+        return False
+    for name, index in plan.written if out is not None else ():
+        _expect_apart(name, tensors[index], "out", out)
+    spans = [(tensor.data_ptr(), extent) for tensor, extent in zip(tensors, plan.extents, strict=True)]
+    targets = [spans.pop(index) for _, index in reversed(plan.written)]
+    return any(first < start + size and start < first + extent for first, extent in spans for start, size in targets)
+
+
+_WITH_ADDRESSES = {torch.Tensor, torch.nn.Parameter}
+
+
+def _have_addresses(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors lie in memory: those of function transforms, of fake modes and of the device "meta" do not."""
+    in_transform = torch._C._functorch.maybe_current_level() is not None  # type: ignore[attr-defined]
+    return not in_transform and _WITH_ADDRESSES.issuperset(map(type, tensors)) and not tensors[0].is_meta
 
 
 def checked(record: type[Call], arguments: Mapping[str, Any]) -> Any:
