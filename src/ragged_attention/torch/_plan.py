@@ -120,8 +120,9 @@ def _written(record: type[Call], arguments: Mapping[str, Any]) -> tuple[tuple[st
 
     Of an attention with `new_kv` they are those that the operation before it writes.
     """
-    writes_first = issubclass(record, WritingCall) and arguments["new_kv"] is not None
-    written_names = record.written_with_new_kv() if writes_first else record.WRITTEN
+    written_names = record.WRITTEN
+    if issubclass(record, WritingCall) and arguments["new_kv"] is not None:
+        written_names = record.written_with_new_kv()
     written, count = [], 0
     for name, value in arguments.items():
         tensors = [each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, torch.Tensor)]
@@ -243,8 +244,9 @@ def expect_runnable(
         expect_out(plan.result, out, tensors[0].device)
     if not plan.written or not _have_addresses(tensors):
         return False
-    for name, index in plan.written if out is not None else ():
-        _expect_apart(name, tensors[index], "out", out)
+    if out is not None:
+        for name, index in plan.written:
+            _expect_apart(name, tensors[index], "out", out)
     spans = [(tensor.data_ptr(), extent) for tensor, extent in zip(tensors, plan.extents, strict=True)]
     targets = [spans.pop(index) for _, index in reversed(plan.written)]
     return any(first < start + size and start < first + extent for first, extent in spans for start, size in targets)
