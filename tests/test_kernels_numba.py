@@ -485,6 +485,36 @@ def test_scales_may_be_any_power_of_two(name: str) -> None:
         assert agrees(ours[1], expected[1], "lse bfloat16")
 
 
+@pytest.mark.parametrize("v_head_dim", [64, 80])  # 80 is an odd number of blocks of 16
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("sliding_window", [None, 1])  # of one key, whose partner in a pair is missing
+def test_scales_of_nvfp4_may_be_any_code(v_head_dim: int, strided: bool, sliding_window: int | None) -> None:
+    """Sequences of two keys, one for each code of a scale; the values have codes of NaN too."""
+    generator, codes = torch.Generator().manual_seed(0), torch.arange(256).to(torch.uint8)
+    step, widths = 3 if strided else 1, (64, v_head_dim)
+    pages, scales = [], []
+    for width in widths:
+        rows = torch.randint(0, 256, (256, 2, 1, width // 2), generator=generator).to(torch.uint8)
+        rows[:, 1] = rows[:, 0]
+        pages.append(rows)
+        of_blocks = torch.randint(0, 126, (256, 2, 1, step * width // 16), generator=generator).to(torch.uint8)
+        scales.append(of_blocks[..., ::step])
+    scales[0][:, :, 0, 1] = torch.where(codes & 0x7F == 0x7F, 0, codes)[:, None]
+    scales[1][:, :, 0, v_head_dim // 16 - 1] = codes[:, None]
+    k_scales, v_scales = (each.view(torch.float8_e4m3fn) for each in scales)
+    q = torch.randn(256, 4, 64, generator=generator).bfloat16() / 512
+    tables = torch.full((256,), 2).int(), codes.int()[:, None], torch.arange(257).int()
+    ours, expected = (
+        ragged_paged_attention(
+            q, tuple(pages), *tables, k_scale_pages=k_scales, v_scale_pages=v_scales, sm_scale=0.01,
+            sliding_window=sliding_window, backend=backend,
+        )
+        for backend in ("numba", "reference")
+    )  # fmt: skip
+    assert [token for token in range(256) if ours[token].isnan().any()] == [127, 255]
+    assert agrees(ours.float(), expected.float(), "bfloat16")
+
+
 def test_zero_points_need_not_be_integers() -> None:
     """Codes less the nearest integer are multiplied, and what is left of the zero point is subtracted afterwards."""
     generator, lens = torch.Generator().manual_seed(0), [3, 70, 400]

@@ -499,24 +499,52 @@ def bfloat16_of_e4m3(builder: Any, source: Any, index: Any) -> Any:
     return join(builder, *(_from_e4m3(builder, each) for each in both))
 
 
+def _over_rows(pair_at: Any) -> Any:
+    """A function that calls `pair_at(first, second, target, index)` for all vectors of two rows.
+
+    Four at a time: LLVM would unroll the loop by eight, which leaves the four vectors of a head of 128 columns to the
+    slow loop for the rest.
+    """
+
+    @inlined
+    def pair_rows(first, second, target, count):
+        whole = count // (4 * LANES) * (4 * LANES)
+        for index in range(0, whole, 4 * LANES):
+            for part in range(4):
+                pair_at(first, second, target, index + part * LANES)
+        for index in range(whole, count, LANES):
+            pair_at(first, second, target, index)
+
+    return pair_rows
+
+
+@inlined
+def _pair_bfloat16(first, second, target, index):
+    store(target, index, joined(read_bfloat16(first, index), read_bfloat16(second, index)))
+
+
+@inlined
+def _pair_int8(first, second, target, index):
+    store(target, index, joined(read_int8(first, index), read_int8(second, index)))
+
+
+_rows_of_bfloat16, _rows_of_int8 = _over_rows(_pair_bfloat16), _over_rows(_pair_int8)
+_rows_of_e4m3, _rows_of_e5m2, _rows_of_e4m3fnuz = map(_over_rows, (_pair_e4m3, _pair_e5m2, _pair_e4m3fnuz))
+
+
 @compiled
 def pair(code, first, second, target, count):
     """Pair the numbers of two rows as bfloat16, which must hold the format's numbers exactly; writes whole vectors."""
     if code == BFLOAT16:
-        for index in range(0, count, LANES):
-            store(target, index, joined(read_bfloat16(first, index), read_bfloat16(second, index)))
+        _rows_of_bfloat16(first, second, target, count)
     elif code == E4M3:
-        for index in range(0, count, LANES):
-            _pair_e4m3(first, second, target, index)
+        _rows_of_e4m3(first, second, target, count)
     elif code == E5M2:
-        for index in range(0, count, LANES):
-            _pair_e5m2(first, second, target, index)
+        _rows_of_e5m2(first, second, target, count)
     elif code == E4M3FNUZ:
-        for index in range(0, count, LANES):
-            _pair_e4m3fnuz(first, second, target, index)
+        _rows_of_e4m3fnuz(first, second, target, count)
     else:
-        for index in range(0, count, LANES):
-            store(target, index, joined(read_int8(first, index), read_int8(second, index)))
+        _rows_of_int8(first, second, target, count)
 
 
 @function_of(types.float32, vector)

@@ -12,7 +12,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import types
 
-from ragged_attention.portable.numba._formats import E4M3_BITS, first_lanes, magnitudes_of, masked
+from ragged_attention.portable.numba._formats import E4M3_BITS, magnitudes_of
 from ragged_attention.portable.numba._vectors import (
     FLOATS,
     I8,
@@ -21,18 +21,16 @@ from ragged_attention.portable.numba._vectors import (
     INTS,
     LANES,
     PAIRS,
-    byte_at,
     called,
     constant,
     element,
+    float_of,
     function_of,
-    in_all_lanes,
     inlined,
     join,
     load_aligned,
-    set_byte,
     shuffled,
-    store,
+    splat,
     vector,
 )
 
@@ -43,10 +41,10 @@ _E2M1_PAIRS = np.tile(np.concatenate([_E2M1, _E2M1 | 0x8000]), 2)
 
 
 def _of_table(builder: Any, table: Any, places: Any) -> Any:
-    """Pairs of bfloat16 from a table of 32; needs PAIRS."""
+    """Pairs of bfloat16 from a table of 32, an array or a vector; needs PAIRS."""
     if not PAIRS:
         return ir.Constant(FLOATS, None)
-    entries = ir.Constant(SHORTS_OF_PAIRS, table.tolist())
+    entries = ir.Constant(SHORTS_OF_PAIRS, table.tolist()) if isinstance(table, np.ndarray) else table
     return builder.bitcast(called(builder, "llvm.x86.avx512.permvar.hi.512", SHORTS_OF_PAIRS, entries, places), FLOATS)
 
 
@@ -84,13 +82,6 @@ def scaled_pairs(builder: Any, pairs: Any, factors: Any) -> Any:
     return join(builder, builder.fmul(low, factors), builder.fmul(high, factors))
 
 
-@function_of(vector, types.float32, types.float32)
-def in_each_half(builder: Any, first: Any, second: Any) -> Any:
-    """A vector with one number in the first half of its lanes, and another in the second."""
-    lanes = [0] * (LANES // 2) + [LANES] * (LANES // 2)
-    return shuffled(builder, lanes, in_all_lanes(builder, first), in_all_lanes(builder, second))
-
-
 @function_of(vector, vector, vector)
 def paired_low(builder: Any, a: Any, b: Any) -> Any:
     """The pairs of numbers at the same places of two vectors of bfloat16, for the first half of these."""
@@ -109,67 +100,71 @@ def _interleaved(builder: Any, a: Any, b: Any, first: int) -> Any:
     return builder.bitcast(shuffled(builder, places, a, b), FLOATS)
 
 
+# ---- e2m1, with scales of 16 columns
+#
+# A table has the products of the 16 numbers with every scale, which are exact in bfloat16.
+
+_E2M1_NUMBERS = (_E2M1_PAIRS[:16].astype(np.uint32) << 16).view(np.float32)
+_E4M3_NUMBERS = (np.concatenate([E4M3_BITS, E4M3_BITS | 0x8000]).astype(np.uint32) << 16).view(np.float32)
+_PRODUCTS = np.outer(_E4M3_NUMBERS, _E2M1_NUMBERS).astype(np.float32).view(np.uint32) >> 16
+HALF_TABLE = ir.VectorType(I16, 16)
+
+
+def _products(builder: Any, first: Any, second: Any) -> Any:
+    """A table of the 16 numbers times two scales in e4m3, which are given by their codes."""
+    module, kind = builder.module, ir.ArrayType(HALF_TABLE, len(_PRODUCTS))
+    table: Any = ir.GlobalVariable(module, kind, module.get_unique_name("products_of_e2m1"))
+    table.linkage, table.global_constant, table.align = "internal", True, 32
+    table.initializer = ir.Constant(kind, [ir.Constant(HALF_TABLE, row) for row in _PRODUCTS.tolist()])
+    rows = [builder.load(builder.gep(table, [ir.Constant(I32, 0), code])) for code in (first, second)]
+    return shuffled(builder, list(range(2 * LANES)), *rows)
+
+
+@function_of(vector, types.int64, types.int64, types.int64, types.int64)
+def scaled_e2m1(builder: Any, source: Any, index: Any, first: Any, second: Any) -> Any:
+    """Pairs of 32 columns of a row, of which each half has a scale; `index` counts bytes. Needs PAIRS."""
+    if not PAIRS:
+        return ir.Constant(FLOATS, None)
+    halves = ir.Constant(SHORTS_OF_PAIRS, [0] * 16 + [16] * 16)
+    places = builder.or_(_halves_of_bytes(builder, source, index), halves)
+    return _of_table(builder, _products(builder, first, second), places)
+
+
+@function_of(vector, types.int64, types.int64, types.int64, types.int64, types.int64)
+def scaled_pair_of_e2m1(builder: Any, first: Any, second: Any, index: Any, scale: Any, other: Any) -> Any:
+    """Pairs of the same 16 columns of two rows, times their scales; `index` counts bytes. Needs PAIRS."""
+    if not PAIRS:
+        return ir.Constant(FLOATS, None)
+    kind = ir.VectorType(I8, 8)
+    rows = [load_aligned(builder, element(builder, row, index, I8), kind, 1) for row in (first, second)]
+    both = shuffled(builder, list(range(16)), *rows)
+    lanes = [place for lane in range(16) for place in (lane // 2, 16, 8 + lane // 2, 16)]
+    bits = builder.bitcast(shuffled(builder, lanes, both, ir.Constant(both.type, None)), INTS)
+    bits = builder.lshr(bits, ir.Constant(INTS, [0, 4] * 8))  # an odd column is the high half of its byte
+    places = builder.or_(builder.and_(bits, constant(INTS, 0x000F000F)), constant(INTS, 0x00100000))
+    return _of_table(builder, _products(builder, scale, other), builder.bitcast(places, SHORTS_OF_PAIRS))
+
+
 # ---- powers of two
 
 ONE = 127  # the code of 2 ** 0 in e8m0
 LEAST_POWER, MOST_POWER = ONE - 117, ONE + 119  # the usual ones, for e4m3 and e2m1
 BYTES = ir.VectorType(I8, LANES)
-# Multiplied by the least power; 0 stays 0, and the bits of NaN are those that no step can raise.
-_LEAST_E4M3 = np.where(E4M3_BITS == 0, 0, np.where(E4M3_BITS >= 0x7F80, 0x7FFF, E4M3_BITS - (117 << 7)))
+# Multiplied by the least power. No step makes the bits of 0 positive, or raises those of NaN.
+_LEAST_E4M3 = np.where(E4M3_BITS == 0, 0x8000, np.where(E4M3_BITS >= 0x7F80, 0x7FFF, E4M3_BITS - (117 << 7)))
 _LEAST_E2M1 = np.where(_E2M1_PAIRS & 0x7FFF, _E2M1_PAIRS - (117 << 7), _E2M1_PAIRS)
 
 
-@function_of(vector, types.int64, types.int64, types.int64)
-def read_powers(builder: Any, source: Any, index: Any, count: Any) -> Any:
-    """A vector of integers from the codes of up to `count` powers, then ONE."""
-    place = builder.bitcast(element(builder, source, index, I8), BYTES.as_pointer())
-    given = (place, ir.Constant(I32, 1), first_lanes(builder, count), constant(BYTES, ONE))
-    return builder.bitcast(builder.zext(masked(builder, "load", BYTES, BYTES, *given), INTS), FLOATS)
-
-
-@function_of(vector, vector)
-def steps_from_least(builder: Any, powers: Any) -> Any:
-    """Integers less LEAST_POWER."""
-    return builder.bitcast(builder.sub(builder.bitcast(powers, INTS), constant(INTS, LEAST_POWER)), FLOATS)
-
-
-@function_of(vector, vector, vector)
-def joined_steps(builder: Any, low: Any, high: Any) -> Any:
-    """What both halves of lanes are raised by."""
-    low, high = (builder.bitcast(each, INTS) for each in (low, high))
-    both = builder.or_(builder.shl(low, constant(INTS, 7)), builder.shl(high, constant(INTS, 23)))
-    return builder.bitcast(both, FLOATS)
-
-
-@function_of(types.boolean, vector)
-def are_steps(builder: Any, steps: Any) -> Any:
-    """Whether no integer is negative or leads beyond MOST_POWER."""
-    most = constant(INTS, MOST_POWER - LEAST_POWER)
-    beyond = builder.icmp_unsigned(">", builder.bitcast(steps, INTS), most)
-    kind = ir.IntType(LANES)
-    return builder.icmp_unsigned("==", builder.bitcast(beyond, kind), ir.Constant(kind, 0))
+@inlined
+def steps_of(first, second):
+    """What the lower and upper halves of lanes are raised by, from the codes of two powers."""
+    return splat(float_of(((first - LEAST_POWER) << 7) + ((second - LEAST_POWER) << 23)))
 
 
 @inlined
-def gathered(source, count, step, target):
-    """The address of `count` bytes side by side, which are `step` bytes apart."""
-    if step == 1:
-        return source
-    for index in range(count):
-        set_byte(target, index, byte_at(source, index * step))
-    return target
-
-
-@inlined
-def read_steps(first, second, count, target):
-    """Store the steps of two rows of `count` powers; returns whether all powers are usual."""
-    for index in range(0, count, LANES):
-        low = steps_from_least(read_powers(first, index, count - index))
-        high = low if first == second else steps_from_least(read_powers(second, index, count - index))
-        if not (are_steps(low) and are_steps(high)):
-            return False
-        store(target, index, joined_steps(low, high))
-    return True
+def unusual(power):
+    """Negative for the code of a power that is not usual."""
+    return (power - LEAST_POWER) | (MOST_POWER - power)
 
 
 def _raised_e4m3(builder: Any, codes: Any, steps: Any) -> Any:
@@ -178,7 +173,7 @@ def _raised_e4m3(builder: Any, codes: Any, steps: Any) -> Any:
     name = f"llvm.sadd.sat.v{2 * LANES}i16"
     raised = called(builder, name, SHORTS_OF_PAIRS, magnitudes, builder.bitcast(steps, SHORTS_OF_PAIRS))
     none = ir.Constant(SHORTS_OF_PAIRS, None)
-    raised = builder.select(builder.icmp_unsigned("!=", magnitudes, none), raised, none)
+    raised = builder.select(builder.icmp_signed(">", raised, none), raised, none)
     return builder.bitcast(builder.or_(raised, signs), FLOATS)
 
 

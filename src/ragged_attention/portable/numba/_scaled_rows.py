@@ -21,16 +21,17 @@ from ragged_attention.portable.numba._records import up_to
 from ragged_attention.portable.numba._scaled_pairs import (
     both_raised_e2m1,
     both_raised_e4m3,
-    gathered,
-    in_each_half,
     paired_high,
     paired_low,
     pairs_of_e2m1,
     pairs_of_uint4,
     raised_e2m1,
     raised_e4m3,
-    read_steps,
+    scaled_e2m1,
+    scaled_pair_of_e2m1,
     scaled_pairs,
+    steps_of,
+    unusual,
 )
 from ragged_attention.portable.numba._softmax import scale_row
 from ragged_attention.portable.numba._vectors import (
@@ -244,10 +245,37 @@ def factors_at(side, source, scratch):
 
 
 @inlined
-def nvfp4_at(side, source, column, factors):
-    block = column >> 4  # a division by `group` would take as long as all the rest
-    both = in_each_half(float_at(factors, block), float_at(factors, block + 1))
-    return scaled_pairs(pairs_of_e2m1(source, column // 2), both)
+def codes_of(side, source, scratch):
+    """The address of a row's scales as they are stored, and the largest magnitudes of vectors of them."""
+    return source, load_block_scales(side, source, scratch)
+
+
+@inlined
+def nvfp4_at(side, source, column, scales):
+    block, last = column >> 4, side.num_scales - 1
+    first = byte_at(scales, block * side.scale_step)
+    second = byte_at(scales, min(block + 1, last) * side.scale_step)
+    return scaled_e2m1(source, column // 2, first, second)
+
+
+@inlined
+def key_of_nvfp4(side, source, scales, columns, row, scratch):
+    step = side.scale_step
+    for block in range(0, side.num_scales, 2):  # whose number is even (`pairs_with`)
+        first, second = byte_at(scales, block * step), byte_at(scales, (block + 1) * step)
+        store(row, block * (LANES // 2), scaled_e2m1(source, block * 8, first, second))
+    return True
+
+
+@inlined
+def pair_of_nvfp4(side, sources, scales, columns, row, scratch):
+    """Write the pairs of two values; returns whether their scales are numbers."""
+    step, wrong = side.scale_step, 0
+    for block in range(side.num_scales):
+        first, second = byte_at(scales[0], block * step), byte_at(scales[1], block * step)
+        wrong |= (first & 127) + 1 | (second & 127) + 1
+        store(row, block * LANES, scaled_pair_of_e2m1(sources[0], sources[1], block * 8, first, second))
+    return wrong < 128
 
 
 @inlined
@@ -265,7 +293,8 @@ def _pairs_of_rows(prepare: Any, pairs_at: Any, expand_key: Any = None, expand_p
 
     `prepare(side, scales, scratch)` reads what belongs to a row: it returns what `pairs_at` needs, and the largest
     magnitudes of the scales of blocks. `pairs_at(side, source, column, prepared)` returns 2 * LANES columns of a row,
-    from a multiple of that on. `expand_key` and `expand_pair`, if there are any, are those of `_raised_rows`.
+    from a multiple of that on. `expand_key` and `expand_pair`, if there are any, write the pairs of a key, and of two
+    values, faster, and return whether its scales, or theirs, let them.
     """
     expand_key = expand_key or _cannot
     pair_values = _pairs_of_two_values(prepare, pairs_at, expand_pair or _cannot)
@@ -356,31 +385,29 @@ def _raised_rows(raised_at: Any, both_raised_at: Any) -> tuple[Any, Any]:
 
     @inlined
     def expand_key(side, source, scales, columns, row, scratch):
-        powers = gathered(scales, side.num_scales, side.scale_step, scratch + CODES_AT)
-        if not read_steps(powers, powers, side.num_scales, scratch):
-            return False
+        step, sign = side.scale_step, 0
         for block in range(side.num_scales):
-            store(row, block * LANES, raised_at(source, block * 2 * LANES, splat(float_at(scratch, block))))
-        return True
+            power = byte_at(scales, block * step)
+            sign |= unusual(power)
+            store(row, block * LANES, raised_at(source, block * 2 * LANES, steps_of(power, power)))
+        return sign >= 0
 
     @inlined
     def expand_pair(side, sources, scales, columns, row, scratch):
-        powers = gathered(scales[0], side.num_scales, side.scale_step, scratch + CODES_AT)
-        others = gathered(scales[1], side.num_scales, side.scale_step, scratch + SCRATCH + CODES_AT)
-        if not read_steps(powers, others, side.num_scales, scratch):
-            return False
+        step, sign = side.scale_step, 0
         for block in range(side.num_scales):
-            column = block * 2 * LANES
-            low, high = both_raised_at(sources[0], sources[1], column, splat(float_at(scratch, block)))
+            column, power, other = block * 2 * LANES, byte_at(scales[0], block * step), byte_at(scales[1], block * step)
+            sign |= unusual(power) | unusual(other)
+            low, high = both_raised_at(sources[0], sources[1], column, steps_of(power, other))
             store(row, column, low)
             store(row, column + LANES, high)
-        return True
+        return sign >= 0
 
     return expand_key, expand_pair
 
 
 keys_of_uint4, values_of_uint4 = _pairs_of_rows(point_of, uint4_at)
-keys_of_nvfp4, values_of_nvfp4 = _pairs_of_rows(factors_at, nvfp4_at)
+keys_of_nvfp4, values_of_nvfp4 = _pairs_of_rows(codes_of, nvfp4_at, key_of_nvfp4, pair_of_nvfp4)
 keys_of_mxfp4, values_of_mxfp4 = _pairs_of_rows(factors_at, mxfp4_at, *_raised_rows(raised_e2m1, both_raised_e2m1))
 keys_of_mxfp8, values_of_mxfp8 = _pairs_of_rows(factors_at, mxfp8_at, *_raised_rows(raised_e4m3, both_raised_e4m3))
 
