@@ -43,6 +43,7 @@ WIDTHS = (128, 64)  # columns of a head
 KEYS, QUERIES, HEADS, PAGE_SIZE = 512, 32, 2, 16
 ROUNDS, AGREEMENT = 60, 0.1  # of times: how often each is taken, and how far two runs may differ
 BASE = "bfloat16"
+DECODED = (1024, 8192)  # keys of a sequence whose decode is timed: 32 MB of bfloat16, and more than a CPU's caches hold
 # The largest number of each dtype of pages without scale pages.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "float8_e4m3fnuz": 240.0}
 TITLES = {"gaussian": "Gaussian", "outliers": "outliers in K", "demo": "the demo's model"}
@@ -196,37 +197,43 @@ def errors(form: Format, rows: Sequence[Rows]) -> dict[str, float] | None:
 # ---- times
 
 
-def decode(form: Format) -> Callable[[], torch.Tensor]:
-    """A step of 8 sequences of 1024 keys, 32 query heads over 8 KV heads of 128."""
+def decode(form: Format, keys: int) -> Callable[[], torch.Tensor]:
+    """A step of 8 sequences of so many keys, 32 query heads over 8 KV heads of 128."""
     generator = torch.Generator().manual_seed(0)
-    k, v = (torch.randn(8 * 1024, 8, 128, generator=generator).bfloat16() for _ in range(2))
+    k, v = (torch.randn(8 * keys, 8, 128, generator=generator).bfloat16() for _ in range(2))
     arguments = stored(form, k, v, "numba")
     arguments["page_indices"] = arguments["page_indices"].view(8, -1)
-    arguments["kv_lens"] = torch.full((8,), 1024, dtype=torch.int32)
+    arguments["kv_lens"] = torch.full((8,), keys, dtype=torch.int32)
     q = torch.randn(8, 32, 128, generator=generator).bfloat16()
     edges = torch.arange(9, dtype=torch.int32)
     return lambda: ragged_paged_attention(q, **arguments, cu_q_lens=edges, max_q_len=1, backend="numba")
 
 
 def times(forms: Sequence[Format]) -> dict[str, Any]:
-    """The least time of each in rounds that all take part in, over bfloat16's, twice; or why there is none."""
+    """The least times over bfloat16's by the number of keys, empty if two runs differ."""
     torch.set_num_threads(1)
-    calls = {form.name: decode(form) for form in forms}
-
-    def least() -> dict[str, float]:
-        return {name: min(timing.samples) for name, timing in on_cpu(calls, rounds=ROUNDS).items()}
-
-    runs = [least(), least()]
-    ratios = [{name: run[name] / run[BASE] for name in run} for run in runs]
-    apart = max(abs(ratios[0][name] - ratios[1][name]) / min(each[name] for each in ratios) for name in calls)
-    kept = {name: min(each[name] for each in ratios) for name in calls} if apart <= AGREEMENT else {}
+    found = {str(keys): ratios(forms, keys) for keys in DECODED}
+    apart = max(apart for _, apart in found.values())
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": machine(),
         "torch": torch.__version__,
         "apart": apart,
-        "over_bfloat16": kept,
+        "over_bfloat16": {keys: kept for keys, (kept, _) in found.items()} if apart <= AGREEMENT else {},
     }
+
+
+def ratios(forms: Sequence[Format], keys: int) -> tuple[dict[str, float], float]:
+    """The least time of each in rounds that all take part in, over bfloat16's, and by how much two runs differ."""
+    calls = {form.name: decode(form, keys) for form in forms}
+
+    def run() -> dict[str, float]:
+        least = {name: min(timing.samples) for name, timing in on_cpu(calls, rounds=ROUNDS).items()}
+        return {name: seconds / least[BASE] for name, seconds in least.items()}
+
+    runs = run(), run()
+    kept = {name: min(each[name] for each in runs) for name in calls}
+    return kept, max(abs(runs[0][name] - runs[1][name]) / kept[name] for name in calls)
 
 
 # ---- tables
@@ -283,12 +290,14 @@ def _times_table(record: Mapping[str, Any]) -> str:
             f'No times are kept{apart}. On an idle machine `make bench-formats ARGS="--save --times"` writes them\n'
             "here, if two runs in turn agree within 10 %.\n"
         )
+    columns = found["over_bfloat16"].values()
     lines = [
         f"Measured on one thread of {found['cpu']}, torch {found['torch']}, {found['date']}.\n",
-        "| format | time / bfloat16 |",
-        "|---|---|",
+        "| format | " + " | ".join(f"8 x {int(keys) // 1024}k keys" for keys in found["over_bfloat16"]) + " |",
+        "|---" * (1 + len(found["over_bfloat16"])) + "|",
     ]
-    lines += [f"| {name} | {ratio:.2f} |" for name, ratio in found["over_bfloat16"].items()]
+    for name, *of_keys in zip(next(iter(columns)), *(column.values() for column in columns), strict=True):
+        lines.append(f"| {name} | " + " | ".join(f"{ratio:.2f}" for ratio in of_keys) + " |")
     return "\n".join(lines) + "\n"
 
 

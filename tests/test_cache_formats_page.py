@@ -66,23 +66,28 @@ def test_attention_in_float64_is_the_definition() -> None:
 
 def test_times_that_disagree_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
-    seconds = iter([1.0, 1.0, 2.0, 1.0, 1.3, 1.0])
+    seconds = iter([1.0, 1.0, 2.0, 2.0, *[1.0] * 4, 2.0, 1.0, 1.3, 1.0])
 
     def timed(calls: dict, rounds: int) -> dict[str, Timing]:
         del rounds
         return {name: Timing((1.0 if name == bench.BASE else next(seconds),)) for name in calls}
 
-    monkeypatch.setattr(bench, "decode", lambda form: form.name)
+    monkeypatch.setattr(bench, "decode", lambda form, keys: form.name)
     monkeypatch.setattr(bench, "on_cpu", timed)
     forms = bench.FORMATS[:3]
     try:
         steady, apart = bench.times(forms[:2]), bench.times(forms)
     finally:
         torch.set_num_threads(threads)
-    assert steady["over_bfloat16"] == {"bfloat16": 1.0, "int8": 1.0}
+    assert steady["over_bfloat16"] == {
+        "1024": {"bfloat16": 1.0, "int8": 1.0},
+        "8192": {"bfloat16": 1.0, "int8": 2.0},
+    }
     assert apart["over_bfloat16"] == {}
     assert "two runs differed by" in bench.tables({"formats": [], "times": apart})["times"]
-    assert "| int8 | 1.00 |" in bench.tables({"formats": [], "times": steady})["times"]
+    table = bench.tables({"formats": [], "times": steady})["times"]
+    assert "| format | 8 x 1k keys | 8 x 8k keys |\n|---|---|---|\n| bfloat16 | 1.00 | 1.00 |\n" in table
+    assert "| int8 | 1.00 | 2.00 |" in table
 
 
 def test_a_run_without_times_keeps_those_of_the_last_one(
