@@ -106,7 +106,7 @@ def _announce(name: str) -> None:
     except (OSError, RuntimeError) as error:
         reason = str(error)
     kept = f"not kept, since {reason}" if reason else f"to be kept in {_cache_folder()}"
-    _say_once(f"compiling {name} for this CPU, once, 10 to 20 s; {kept}")
+    _say_once(f"compiling {name} for this CPU, once, which may take a minute; {kept}")
 
 
 class _Function(CFunc):

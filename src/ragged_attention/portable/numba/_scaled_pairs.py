@@ -112,10 +112,12 @@ HALF_TABLE = ir.VectorType(I16, 16)
 
 def _products(builder: Any, first: Any, second: Any) -> Any:
     """A table of the 16 numbers times two scales in e4m3, which are given by their codes."""
-    module, kind = builder.module, ir.ArrayType(HALF_TABLE, len(_PRODUCTS))
-    table: Any = ir.GlobalVariable(module, kind, module.get_unique_name("products_of_e2m1"))
-    table.linkage, table.global_constant, table.align = "internal", True, 32
-    table.initializer = ir.Constant(kind, [ir.Constant(HALF_TABLE, row) for row in _PRODUCTS.tolist()])
+    name, kind = "products_of_e2m1", ir.ArrayType(HALF_TABLE, len(_PRODUCTS))
+    table: Any = builder.module.globals.get(name)
+    if table is None:
+        table = ir.GlobalVariable(builder.module, kind, name)
+        table.linkage, table.global_constant, table.align = "internal", True, 32
+        table.initializer = ir.Constant(kind, [ir.Constant(HALF_TABLE, row) for row in _PRODUCTS.tolist()])
     rows = [builder.load(builder.gep(table, [ir.Constant(I32, 0), code])) for code in (first, second)]
     return shuffled(builder, list(range(2 * LANES)), *rows)
 
