@@ -200,6 +200,11 @@ class Call(abc.ABC):
         return [name for name in self.WRITTEN if getattr(self, name) is not None]
 
     @classmethod
+    def written_by(cls, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        """The names of the arguments that a call writes, itself or by an operation before it."""
+        return cls.WRITTEN
+
+    @classmethod
     def regrouped(cls, arguments: Mapping[str, Any], written: Sequence[Any]) -> dict[str, Any]:
         """The written arrays, in the order of the results, by the names of the given arguments that they replace."""
         arrays, replaced = iter(written), {}
@@ -270,8 +275,9 @@ class WritingCall(Call):
         return {**cls.WRITE.DEFAULTS, **shared}
 
     @classmethod
-    def written_with_new_kv(cls) -> tuple[str, ...]:
-        """The arguments of this attention that the write of `new_kv` writes."""
+    def written_by(cls, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        if arguments["new_kv"] is None:
+            return ()
         return tuple(cls.CACHE if name == cls.WRITE.CACHE else name for name in cls.WRITE.WRITTEN)
 
     def write_of_new_kv(self) -> Any:

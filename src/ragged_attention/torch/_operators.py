@@ -102,13 +102,13 @@ class TorchFrontEnd(Operations[torch.Tensor, torch.Tensor]):
         prepared = self.prepare(record, arguments)
         if not torch.compiler.is_compiling():
             overlap = _plan.expect_runnable(record, prepared, _names(backend), encode_options(options), out)
-            written = {name: prepared[name] for name in record.written_with_new_kv() if prepared[name] is not None}
+            written = {name: prepared[name] for name in record.written_by(prepared) if prepared[name] is not None}
             for name, value in written.items():
                 _plan.expect_memory(name, value)
             if out is not None:
                 _refuse_gradient_into(record, record.flatten(prepared))
             if overlap:
-                targets = [_span(tensor) for value in written.values() for tensor in _as_tuple(value)]
+                targets = [_plan.span_of(tensor) for value in written.values() for tensor in _plan.as_tuple(value)]
                 prepared = {name: _without_overlap(value, targets) for name, value in prepared.items()} | written
         self.run_prepared(record.WRITE, record.arguments_of_write(prepared), backend, None)
         results = self.run_prepared(record, prepared | {"new_kv": None}, backend, options, out)
@@ -177,12 +177,6 @@ def _mark_written(operation: str, name: str, tensor: torch.Tensor) -> None:
         raise RuntimeError(f"{operation} writes {name}, an inference tensor, in place outside torch.inference_mode()")
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first address of a tensor's elements, and the address after the last one."""
-    first = tensor.data_ptr()
-    return first, first + _plan.extent_of(tensor)
-
-
 def _without_overlap(value: Any, targets: Sequence[tuple[int, int]]) -> Any:
     """An argument, with copies of its tensors that overlap the written memory.
 
@@ -192,18 +186,14 @@ def _without_overlap(value: Any, targets: Sequence[tuple[int, int]]) -> Any:
         return tuple([_without_overlap(item, targets) for item in value])
     if not isinstance(value, torch.Tensor):
         return value
-    first, end = _span(value)
-    return value.clone() if any(first < stop and start < end for start, stop in targets) else value
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
+    span = _plan.span_of(value)
+    return value.clone() if any(_plan.meet(span, target) for target in targets) else value
 
 
 def _written(record: type[Call], arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that a write operation writes, with the names of their arguments."""
     for name in record.WRITTEN:
-        for tensor in _as_tuple(arguments[name]):
+        for tensor in _plan.as_tuple(arguments[name]):
             if tensor is not None:  # the record will refuse a missing cache
                 yield name, tensor
 
@@ -217,7 +207,7 @@ def _implementation(record: type[Call]) -> Callable[..., Any]:
         assert first is not None
         if record.WRITES:
             written = list(_written(record, arguments))
-            targets = [_span(tensor) for _, tensor in written]
+            targets = [_plan.span_of(tensor) for _, tensor in written]
             for name in arguments.keys() - {*record.WRITTEN}:
                 arguments[name] = _without_overlap(arguments[name], targets)
             for name, tensor in written:
@@ -343,7 +333,7 @@ def _refuse_gradient_of_write(record: type[Call], flat: Sequence[Any]) -> None:
     for name, tensor in _written(record, arguments):
         _refuse_gradient_of_memory(record.OPERATION, name, tensor)
     for name, value in arguments.items():
-        given = [each for each in _as_tuple(value) if isinstance(each, torch.Tensor)]
+        given = [each for each in _plan.as_tuple(value) if isinstance(each, torch.Tensor)]
         if name not in record.WRITTEN and any(each.requires_grad for each in given):
             reason = f"detach {name}, or write it under torch.no_grad()"
             raise RuntimeError(f"{record.no_gradient()}; {reason}")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ragged_attention import config, dispatch
-from ragged_attention.calls import NOWHERE, Call, Device, Result, WritingCall
+from ragged_attention.calls import NOWHERE, Call, Device, Result
 from ragged_attention.errors import InvalidInput
 from ragged_attention.torch import _replay
 from ragged_attention.torch._launcher import DTYPES, LAUNCHER, Launcher, device_facts, indices_to_numpy
@@ -103,6 +103,22 @@ def extent_of(tensor: torch.Tensor) -> int:
     return tensor.element_size() * (1 + sum((size - 1) * step for size, step in steps))
 
 
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first address of a tensor's elements, and the address after the last one."""
+    first = tensor.data_ptr()
+    return first, first + extent_of(tensor)
+
+
+def meet(span: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two spans share an address."""
+    return span[0] < other[1] and other[0] < span[1]
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """A tuple as it is, anything else as the only item of one."""
+    return value if isinstance(value, tuple) else (value,)
+
+
 def _expect_memory(
     arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor], addresses: Sequence[int], extents: Sequence[int]
 ) -> None:
@@ -110,23 +126,16 @@ def _expect_memory(
     for tensor, address, extent in zip(tensors, addresses, extents, strict=True):
         storage = tensor.untyped_storage()
         if extent and not address + extent <= storage.data_ptr() + storage.nbytes():
-            given = ((name, value if isinstance(value, tuple) else (value,)) for name, value in arguments.items())
-            name = next(name for name, values in given if any(value is tensor for value in values))
+            name = next(name for name, value in arguments.items() if any(each is tensor for each in as_tuple(value)))
             raise InvalidInput(f"expected {name} with memory for {list(tensor.shape)}, got {storage.nbytes()} bytes")
 
 
 def _written(record: type[Call], arguments: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
-    """The names of the written tensors, such as `kv_pages[0]` of a pair, and their indices among all tensors.
-
-    Of an attention with `new_kv` they are those that the operation before it writes.
-    """
-    written_names = record.WRITTEN
-    if issubclass(record, WritingCall) and arguments["new_kv"] is not None:
-        written_names = record.written_with_new_kv()
+    """The names of the written tensors, such as `kv_pages[0]` of a pair, and their indices among all tensors."""
     written, count = [], 0
     for name, value in arguments.items():
-        tensors = [each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, torch.Tensor)]
-        if name in written_names:
+        tensors = [each for each in as_tuple(value) if isinstance(each, torch.Tensor)]
+        if name in record.written_by(arguments):
             names = [f"{name}[{index}]" if isinstance(value, tuple) else name for index in range(len(tensors))]
             written += [(each, count + index) for index, each in enumerate(names)]
         count += len(tensors)
@@ -150,9 +159,7 @@ def _expect_distinct(plan: Plan, tensors: Sequence[torch.Tensor], addresses: Seq
 
 
 def _expect_apart(name: str, tensor: torch.Tensor, other: str, another: torch.Tensor) -> None:
-    first, second = tensor.data_ptr(), another.data_ptr()
-    within = first < second + extent_of(another) and second < first + extent_of(tensor)
-    if within and share_bytes(tensor, another):
+    if meet(span_of(tensor), span_of(another)) and share_bytes(tensor, another):
         raise InvalidInput(f"expected {name} and {other} without overlapping memory, got tensors that share bytes")
 
 
@@ -247,9 +254,10 @@ def expect_runnable(
     if out is not None:
         for name, index in plan.written:
             _expect_apart(name, tensors[index], "out", out)
-    spans = [(tensor.data_ptr(), extent) for tensor, extent in zip(tensors, plan.extents, strict=True)]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    spans = [(first, first + extent) for first, extent in zip(addresses, plan.extents, strict=True)]
     targets = [spans.pop(index) for _, index in reversed(plan.written)]
-    return any(first < start + size and start < first + extent for first, extent in spans for start, size in targets)
+    return any(meet(span, target) for span in spans for target in targets)
 
 
 _WITH_ADDRESSES = {torch.Tensor, torch.nn.Parameter}

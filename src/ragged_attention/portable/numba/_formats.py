@@ -187,14 +187,14 @@ def _to_int8(builder: Any, value: Any) -> Any:
 # ---- memory
 
 
-def first_lanes(builder: Any, count: Any) -> Any:
+def _first_lanes(builder: Any, count: Any) -> Any:
     """A mask of the first `count` lanes."""
     return builder.icmp_signed(
         "<", ir.Constant(INTS, list(range(LANES))), in_all_lanes(builder, builder.trunc(count, I32))
     )
 
 
-def masked(builder: Any, name: str, result: Any, kind: Any, *values: Any) -> Any:
+def _masked(builder: Any, name: str, result: Any, kind: Any, *values: Any) -> Any:
     bits = {"float": "f32", "i16": "i16", "i8": "i8"}[str(kind.element)]
     return called(builder, f"llvm.masked.{name}.v{LANES}{bits}.p0v{LANES}{bits}", result, *values)
 
@@ -208,8 +208,8 @@ def _reader(kind: Any, decode: Callable[[Any, Any], Any], name: str) -> tuple[An
 
     def read_some(builder: Any, address: Any, index: Any, count: Any) -> Any:
         place = builder.bitcast(element(builder, address, index, kind.element), kind.as_pointer())
-        given = (place, ir.Constant(I32, size), first_lanes(builder, count), ir.Constant(kind, None))
-        return decode(builder, masked(builder, "load", kind, kind, *given))
+        given = (place, ir.Constant(I32, size), _first_lanes(builder, count), ir.Constant(kind, None))
+        return decode(builder, _masked(builder, "load", kind, kind, *given))
 
     read.__name__, read_some.__name__ = f"read_{name}", f"read_some_{name}"
     return (
@@ -227,8 +227,8 @@ def _writer(kind: Any, encode: Callable[[Any, Any], Any], name: str) -> tuple[An
 
     def write_some(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
         place = builder.bitcast(element(builder, address, index, kind.element), kind.as_pointer())
-        given = (place, ir.Constant(I32, size), first_lanes(builder, count))
-        masked(builder, "store", ir.VoidType(), kind, encode(builder, value), *given)
+        given = (place, ir.Constant(I32, size), _first_lanes(builder, count))
+        _masked(builder, "store", ir.VoidType(), kind, encode(builder, value), *given)
 
     write.__name__, write_some.__name__ = f"write_{name}", f"write_some_{name}"
     return (

@@ -26,6 +26,7 @@ from ragged_attention.portable.numba._vectors import (
     element,
     float_of,
     function_of,
+    halves,
     inlined,
     join,
     load_aligned,
@@ -76,10 +77,7 @@ def pairs_of_e2m1(builder: Any, source: Any, index: Any) -> Any:
 @function_of(vector, vector, vector)
 def scaled_pairs(builder: Any, pairs: Any, factors: Any) -> Any:
     """Pairs of bfloat16, both times the factor of their lane, which must be exact in bfloat16."""
-    bits = builder.bitcast(pairs, INTS)
-    low = builder.bitcast(builder.shl(bits, constant(INTS, 16)), FLOATS)
-    high = builder.bitcast(builder.and_(bits, constant(INTS, 0xFFFF0000)), FLOATS)
-    return join(builder, builder.fmul(low, factors), builder.fmul(high, factors))
+    return join(builder, *(builder.fmul(half, factors) for half in halves(builder, pairs)))
 
 
 @function_of(vector, vector, vector)

@@ -259,7 +259,7 @@ def nvfp4_at(side, source, column, scales):
 
 
 @inlined
-def key_of_nvfp4(side, source, scales, columns, row, scratch):
+def key_of_nvfp4(side, source, scales, row):
     step = side.scale_step
     for block in range(0, side.num_scales, 2):  # whose number is even (`pairs_with`)
         first, second = byte_at(scales, block * step), byte_at(scales, (block + 1) * step)
@@ -268,7 +268,7 @@ def key_of_nvfp4(side, source, scales, columns, row, scratch):
 
 
 @inlined
-def pair_of_nvfp4(side, sources, scales, columns, row, scratch):
+def pair_of_nvfp4(side, sources, scales, row):
     """Write the pairs of two values; returns whether their scales are numbers."""
     step, wrong = side.scale_step, 0
     for block in range(side.num_scales):
@@ -303,7 +303,7 @@ def _pairs_of_rows(prepare: Any, pairs_at: Any, expand_key: Any = None, expand_p
     def expand_keys(tile, side, columns, count):
         for key in range(count):
             source, scales, row = int_at(tile.sources, key), int_at(tile.k_scales, key), tile.k + 4 * key * tile.width
-            if not source or expand_key(side, source, scales, columns, row, tile.scratch):
+            if not source or expand_key(side, source, scales, row):
                 continue
             prepared, _ = prepare(side, scales, tile.scratch)
             for column in range(0, columns, 2 * LANES):
@@ -345,7 +345,7 @@ def _pairs_of_two_values(prepare: Any, pairs_at: Any, expand_pair: Any) -> Any:
         # The zeros of a missing value may become other numbers, which a weight of 0 multiplies.
         scales, others = int_at(tile.v_scales, key), int_at(tile.v_scales, key + 1)
         both, row = first != tile.zeros and second != tile.zeros, tile.v + 2 * key * tile.v_width
-        if both and expand_pair(side, (first, second), (scales, others), columns, row, tile.scratch):
+        if both and expand_pair(side, (first, second), (scales, others), row):
             return splat(0.0)
         prepared_first = prepared_second = tile.zeros
         high, whole, scratch = splat(0.0), columns // (2 * LANES) * (2 * LANES), tile.scratch + SCRATCH
@@ -372,7 +372,7 @@ def _pairs_of_two_values(prepare: Any, pairs_at: Any, expand_pair: Any) -> Any:
 
 
 @inlined
-def _cannot(side, source, scales, columns, row, scratch):
+def _cannot(side, source, scales, row):
     return False
 
 
@@ -384,7 +384,7 @@ def _raised_rows(raised_at: Any, both_raised_at: Any) -> tuple[Any, Any]:
     """
 
     @inlined
-    def expand_key(side, source, scales, columns, row, scratch):
+    def expand_key(side, source, scales, row):
         step, sign = side.scale_step, 0
         for block in range(side.num_scales):
             power = byte_at(scales, block * step)
@@ -393,7 +393,7 @@ def _raised_rows(raised_at: Any, both_raised_at: Any) -> tuple[Any, Any]:
         return sign >= 0
 
     @inlined
-    def expand_pair(side, sources, scales, columns, row, scratch):
+    def expand_pair(side, sources, scales, row):
         step, sign = side.scale_step, 0
         for block in range(side.num_scales):
             column, power, other = block * 2 * LANES, byte_at(scales[0], block * step), byte_at(scales[1], block * step)

@@ -159,12 +159,17 @@ def join(builder: Any, low: Any, high: Any) -> Any:
 joined = function_of(vector, vector, vector)(join)
 
 
+def halves(builder: Any, pairs: Any) -> tuple[Any, Any]:
+    """The two vectors that `join` made pairs of bfloat16 from, as far as these hold them."""
+    bits = builder.bitcast(pairs, INTS)
+    low, high = builder.shl(bits, constant(INTS, 16)), builder.and_(bits, constant(INTS, 0xFFFF0000))
+    return builder.bitcast(low, FLOATS), builder.bitcast(high, FLOATS)
+
+
 @function_of(vector, vector)
 def sum_of_pairs(builder: Any, pairs: Any) -> Any:
     """In each lane, the sum of a pair of bfloat16."""
-    bits = builder.bitcast(pairs, INTS)
-    low = builder.bitcast(builder.shl(bits, constant(INTS, 16)), FLOATS)
-    return builder.fadd(low, builder.bitcast(builder.and_(bits, constant(INTS, 0xFFFF0000)), FLOATS))
+    return builder.fadd(*halves(builder, pairs))
 
 
 @function_of(vector, vector, vector)
