@@ -100,9 +100,11 @@ def scaled_sizes(arch: str, width: int, *, ranges: bool) -> Sizes:
         wide = Sizes(32, 16, 4, 2 if width > 256 else 1, edge_keys=16)
         return wide if width > 128 else Sizes(64, 32, 4, 1, edge_keys=16)
     if width > 256:
-        return Sizes(32, 16, 8, 2, edge_keys=16)
+        return Sizes(16 if OLDER_COMPILER else 32, 16, 8, 2, edge_keys=16)
     if width > 128:
         return Sizes(32, 32, 8, 2, edge_keys=16)
+    if ranges and OLDER_COMPILER and arch not in WGMMA:
+        return Sizes(32, 32, 8, 3, edge_keys=16)
     edge = 16 if ranges and OLDER_COMPILER else 32
     rows = 128 if arch == "sm_90" or (arch in WGMMA and not OLDER_COMPILER) else 64
     return Sizes(rows, 32, 8, 3, edge_keys=edge)
@@ -145,7 +147,7 @@ def scaled_split_sizes(call: Any, rows: int) -> Sizes:
     """`split_sizes` for stored scales on an NVIDIA GPU."""
     width = padded_width(call)
     if width > 128:
-        return Sizes(rows, 16 if width > 256 and call.device.arch in WGMMA else 32, 8, 2)
+        return Sizes(rows, 16 if width > 256 and call.device.arch in WGMMA and not OLDER_COMPILER else 32, 8, 2)
     if has_row_scales(call):
         return Sizes(rows, 16, 4, 3)
     if OLDER_COMPILER and call.device.arch not in WGMMA:

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ragged_attention.calls import dtype_name
 from ragged_attention.calls.cache_formats import KvFormat
+from ragged_attention.kernels_triton._compiler import MISPAIRS_FEW_KEYS
 from ragged_attention.kernels_triton._constants import INTERPRETED, Constants
 from ragged_attention.kernels_triton._formats import decode, narrow, number_format, scale_values
 
@@ -97,7 +98,13 @@ def block_scales(pages, slots, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, D:
     exists = (block < D // STORED.GROUP)[None, :]
     if MASKED:
         exists = exists & slots.readable[:, None]
-    stored = tl.load(rows[:, None] + block[None, :] * STORED.COLUMN_STRIDE, mask=exists, other=0)
+    address = rows[:, None] + block[None, :] * STORED.COLUMN_STRIDE
+    if MISPAIRS_FEW_KEYS and STORED.CODES == "e2m1" and rows.shape[0] < 32:
+        stored = tl.zeros(address.shape, pages.scales_ptr.dtype.element_ty)
+        if pages.slot_stride >= 0:  # always
+            stored = tl.load(address, mask=exists, other=0)
+    else:
+        stored = tl.load(address, mask=exists, other=0)
     scales = scale_values(stored, STORED.SCALES, 1.0)
     each = tl.broadcast_to(scales[:, :, None], [scales.shape[0], scales.shape[1], STORED.GROUP])
     return tl.reshape(each, [scales.shape[0], D_PAD])
