@@ -716,6 +716,23 @@ def test_products_that_are_disturbed(mark, instead, report):
     assert report in texts_of(outcome)
 
 
+@pytest.mark.parametrize(
+    ("behind", "reported"),
+    [
+        ("mov.b32 %r102, %r1;", False),
+        ("mov.b32 %r102, %r1;  mov.b32 %r101, %r102;", False),
+        ("mov.b32 %r2, 0;  mov.b32 %r102, %r2;", True),
+        ("@%p1 mov.b32 %r102, %r1;", True),
+        ("add.s32 %r102, %r1, 0;", True),
+    ],
+)
+def test_a_copy_of_what_was_written_before_a_fence_needs_no_other(behind, reported):
+    body = without(PRODUCT, "registers", f"wgmma.fence.sync.aligned;  {behind}")
+    outcome, _ = product(f"setp.eq.u32 %p1, %thread, 0;\n{body}")
+    text = "a wgmma uses registers that were written without a wgmma.fence after it"
+    assert (text in texts_of(outcome)) == reported
+
+
 def test_registers_that_a_product_in_flight_reads():
     body = without(PRODUCT, "multiply", FROM_REGISTERS)
     assert not product(without(body, "middle", "add.s32 %r120, %r110, 1;"))[0].reports  # to read them is no harm

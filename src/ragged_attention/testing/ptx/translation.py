@@ -36,8 +36,9 @@ def translate(kernel: Kernel) -> Program:
     lines: list[str] = []
     for index, block in enumerate(kernel.blocks):
         lines.append(f"def b{index}(m):")
+        copies = _copies_behind_fences(block) if in_flight else frozenset()
         for instruction in block.instructions:
-            lines += [f"    {line}" for line in _instruction(instruction, names, in_flight)]
+            lines += [f"    {line}" for line in _instruction(instruction, names, in_flight, copies)]
         lines.append(f"    return {_barrier(block, names) if block.barrier else _guard(block.guard, names)}")
     return Program(compile("\n".join(lines), f"<{kernel.name} from PTX>", "exec"), names)
 
@@ -57,7 +58,9 @@ def _barrier(block: Block, names: Names) -> str:
     return f"({number}, {count[0] if count else None})"
 
 
-def _instruction(instruction: Instruction, names: Names, in_flight: frozenset[str]) -> Iterator[str]:
+def _instruction(
+    instruction: Instruction, names: Names, in_flight: frozenset[str], copies: frozenset[int]
+) -> Iterator[str]:
     mask = "m"
     if instruction.guard:
         mask = "g"
@@ -74,7 +77,7 @@ def _instruction(instruction: Instruction, names: Names, in_flight: frozenset[st
     except (IndexError, KeyError, ValueError) as error:
         raise Unknown(f"{instruction}: not in a form that is known ({error!r})") from error
     if in_flight and statement.head != "wgmma":
-        yield from _watch(instruction, in_flight, mask)
+        yield from _watch(instruction, in_flight, mask, copy=instruction.line in copies)
     yield from lines
 
 
@@ -88,14 +91,42 @@ def _asynchronous_registers(kernel: Kernel) -> frozenset[str]:
     return frozenset(found)
 
 
-def _watch(instruction: Instruction, in_flight: frozenset[str], mask: str) -> Iterator[str]:
+def _copies_behind_fences(block: Block) -> frozenset[int]:
+    """The lines of copies, behind a wgmma.fence, of registers that were written before it.
+
+    LLVM gives a product's sums a name of their own, often by a copy right before the product. The assembler makes one
+    register of both names.
+    """
+    found: set[int] = set()
+    written: set[str] | None = None  # since the last fence
+    for one in block.instructions:
+        if one.opcode.startswith("wgmma.fence"):
+            written = set()
+        elif written is not None:
+            plain = one.opcode.startswith("mov.") and one.guard is None and re.fullmatch(r"%[a-z]+\d+", one.operands[1])
+            if plain and one.operands[1] not in written:
+                found.add(one.line)
+            else:
+                written |= _written(one)
+    return frozenset(found)
+
+
+def _watch(instruction: Instruction, in_flight: frozenset[str], mask: str, *, copy: bool) -> Iterator[str]:
     """Lines that tell of registers which some wgmma uses; reading one matters while any is in flight, `busy`."""
-    split = 0 if instruction.opcode.split(".")[0] in WITHOUT_RESULT else 1
-    written = _registers(instruction.operands[:split]) & in_flight
-    read = _registers(instruction.operands[split:]) & in_flight
+    written = _written(instruction) & in_flight
+    read = _registers(instruction.operands[_results(instruction) :]) & in_flight
     if written or read:
-        arguments = f"{tuple(sorted(read))}, {tuple(sorted(written))}, {mask}, {instruction.line}"
+        arguments = f"{tuple(sorted(read))}, {tuple(sorted(written))}, {mask}, {instruction.line}, {copy}"
         yield f"{'' if written else 'if busy: '}warpgroups.touch({arguments})"
+
+
+def _results(instruction: Instruction) -> int:
+    """The number of operands that an instruction writes."""
+    return 0 if instruction.opcode.split(".")[0] in WITHOUT_RESULT else 1
+
+
+def _written(instruction: Instruction) -> set[str]:
+    return _registers(instruction.operands[: _results(instruction)])
 
 
 def _registers(operands: tuple[str, ...]) -> set[str]:
