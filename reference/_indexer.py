@@ -56,7 +56,7 @@ def seen_in_pages(
     page_indices, kv_lens, cu_q_lens = map(np.asarray, tables)
     num_pages, page_size = keys.stored.shape[:2]
     for seq, (start, stop) in enumerate(sequence_bounds(cu_q_lens, num_seqs, num_tokens)):
-        kv_len = int(np.clip(kv_lens[seq], 0, page_indices.shape[1] * page_size * ratio))
+        kv_len = int(np.clip(kv_lens[seq], 0, (page_indices.shape[1] * page_size + 1) * ratio - 1))
         for token in range(start, stop):
             positions = np.arange(max(kv_len - (stop - token) + 1, 0) // ratio)
             page = page_indices[seq, positions // page_size]

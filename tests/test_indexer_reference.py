@@ -70,6 +70,13 @@ def test_a_compressed_row_is_seen_once_its_last_token_is(position: int, seen: in
     assert (logits[0] != -INF).sum() == seen
 
 
+def test_a_full_table_has_room_for_tokens_without_a_row() -> None:
+    """A page of 2 rows holds 4 tokens, and a fifth has no row yet. So the first query is token 3, which sees both."""
+    tables: dict[str, Any] = {"page_indices": ints([0]), "kv_lens": ints(5), "cu_q_lens": ints(0, 2)}
+    logits = indexer_logits(np.ones((2, 1, 16)), np.ones((1, 2, 16)), np.ones((2, 1)), ratio=2, **tables)
+    np.testing.assert_array_equal(logits, np.full((2, 2), 16.0))
+
+
 def test_a_page_of_bytes_is_read_as_it_is_written_here() -> None:
     values, scales = RNG.integers(-8, 9, (3, 4, 16)).astype(np.float32), RNG.uniform(0.1, 3, (3, 4)).astype(np.float32)
     q, weights = RNG.standard_normal((1, 2, 16)), RNG.standard_normal((1, 2))

@@ -164,8 +164,11 @@ class KeysCall(PagesCall):
 
     @property
     def token_capacity(self) -> int:
-        """The maximum number of tokens per sequence; longer lengths are clamped to it. See `PagesCall.capacity`."""
-        return min(self.columns * self.ratio, 2**31 - 2**16)
+        """The maximum number of tokens per sequence; longer lengths are clamped to it. See `PagesCall.capacity`.
+
+        The last `ratio - 1` of them have no key yet.
+        """
+        return min((self.columns + 1) * self.ratio - 1, 2**31 - 2**16)
 
     def check_values(self) -> None:
         if self.paged:

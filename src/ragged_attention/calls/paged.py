@@ -579,6 +579,8 @@ def check_ragged_values(call: Any, *, max_q_len: int | None = None, ratio: int =
     max_num_seqs, pages_per_seq = call.page_indices.shape
     count = max_num_seqs if call.num_seqs is None else int(np.asarray(call.num_seqs).reshape(()))
     expect_num_seqs(count, max_num_seqs)
+    formula = "pages_per_seq * page_size" if ratio == 1 else "(pages_per_seq * page_size + 1) * ratio - 1"
+    longest = (pages_per_seq * page_size + 1) * ratio - 1  # the last ratio - 1 tokens have no row yet
     starts = call.cu_q_lens[: count + 1].astype(np.int64)
     if count and starts[0] != 0:
         raise InvalidInput(f"expected cu_q_lens[0] = 0, got {starts[0]}")
@@ -590,9 +592,8 @@ def check_ragged_values(call: Any, *, max_q_len: int | None = None, ratio: int =
             raise InvalidInput(f"expected cu_q_lens[{seq + 1}] <= {num_tokens=}, got {starts[seq + 1]}")
         if max_q_len is not None and q_len > max_q_len:
             raise InvalidInput(f"expected no sequence of more than {max_q_len=} queries, got {q_len} at {seq}")
-        if not 0 <= kv_len <= pages_per_seq * page_size * ratio:
-            limit = f"pages_per_seq * page_size{' * ratio' * (ratio > 1)} = {pages_per_seq * page_size * ratio}"
-            raise InvalidInput(f"expected kv_lens[{seq}] between 0 and {limit}, got {kv_len}")
+        if not 0 <= kv_len <= longest:
+            raise InvalidInput(f"expected kv_lens[{seq}] between 0 and {formula} = {longest}, got {kv_len}")
         if within and q_len > kv_len:
             raise InvalidInput(f"expected q_len <= kv_lens[{seq}] = {kv_len}, got q_len {q_len} of sequence {seq}")
         used = -(-(kv_len // ratio) // page_size) if q_len else 0

@@ -68,7 +68,7 @@ def blocks_of(call: Any) -> Iterator[Block]:
 
 
 def _paged_blocks(call: Any) -> Iterator[Block]:
-    kv_lens = np.clip(on_host(call.kv_lens).astype(np.int64), 0, call.columns * call.ratio)
+    kv_lens = np.clip(on_host(call.kv_lens).astype(np.int64), 0, call.token_capacity)
     for seq, (start, stop) in enumerate(sequence_bounds(call)):
         stops = np.maximum(kv_lens[seq] - (stop - np.arange(start, stop)) + 1, 0) // call.ratio
         blind = int(np.searchsorted(stops, 0, side="right"))  # the number of leading tokens that see no key

@@ -57,6 +57,11 @@ class KeysBatch(Arrays):
         return self.page_indices is not None
 
     @property
+    def token_capacity(self) -> int:
+        """The tokens of the longest sequence that a table can hold; the last of them may have no key yet."""
+        return (self.columns + 1) * self.tokens_per_key - 1
+
+    @property
     def columns(self) -> int:
         if self.page_indices is not None:
             return self.page_indices.shape[1] * self.keys.shape[1]
@@ -80,7 +85,7 @@ class KeysBatch(Arrays):
         assert self.kv_lens is not None
         page_size = self.keys.shape[1]
         for seq, (first, stop) in enumerate(self.bounds()):
-            kv_len = int(np.clip(self.kv_lens[seq], 0, self.columns * self.tokens_per_key))
+            kv_len = int(np.clip(self.kv_lens[seq], 0, self.token_capacity))
             for token in range(first, stop):
                 columns = np.arange(max(kv_len - (stop - first) + token - first + 1, 0) // self.tokens_per_key)
                 pages = self.page_indices[seq, columns // page_size]
@@ -151,7 +156,7 @@ class KeysBatch(Arrays):
             return self
         assert self.kv_lens is not None
         assert self.cu_q_lens is not None
-        capacity = self.columns * self.tokens_per_key
+        capacity = self.token_capacity
         filling, bounds = unread(np.random.default_rng(seed)), self.bounds()
         table = filling(self.page_indices.shape, len(self.keys) - 1)
         for seq, (start, stop) in enumerate(bounds):
