@@ -28,8 +28,8 @@ def tile_fields(call: Any, short_tokens: int, rows: int | None = None) -> dict[s
     if tile.rows < 64 and not on_cuda_cores(call):  # then there is no wgmma: each product belongs to a single warp
         narrow = call.device.arch.startswith("sm_") and padded_width(call) <= 128
         tile = tile._replace(keys=min(tile.keys, 64), warps=4 if narrow else tile.warps)
-    short_rows = min(max(16, next_power_of_2(call.group * short_tokens)), 64 if call.group <= 64 else 128)
-    split = split_sizes(call, short_rows)
+    most = 32 if looks_up(call) else 64 if call.group <= 64 else 128
+    split = split_sizes(call, min(max(16, next_power_of_2(call.group * short_tokens)), most))
     return fitting_pages(call, tile).fields("block_q") | fitting_pages(call, split).fields("block_q", "split_")
 
 
@@ -59,7 +59,7 @@ def tile_sizes(call: Any) -> Sizes:
         few = arch in ("sm_80", "sm_86") and not has_scales(call)
         return Sizes(16, 16, 4 if few else 8, 3 if arch.startswith("sm_") else 2, edge_keys=16)
     if has_scales(call):
-        return scaled_sizes(arch, width, ranges=call.key_ranges is not None)
+        return scaled_sizes(call)
     if width > 256:
         if not arch.startswith("sm_"):
             return Sizes(32, 16, 4, 2 if arch == "gfx950" else 1, edge_keys=16)
@@ -94,8 +94,9 @@ def tile_sizes(call: Any) -> Sizes:
     return Sizes(64, 32, 4, 3, edge_keys=32) if one_product else Sizes(64, 64, 8, 3, edge_keys=edge)
 
 
-def scaled_sizes(arch: str, width: int, *, ranges: bool) -> Sizes:
+def scaled_sizes(call: Any) -> Sizes:
     """`tile_sizes` for stored scales."""
+    arch, width, ranges = call.device.arch, padded_width(call), call.key_ranges is not None
     if not arch.startswith("sm_"):
         wide = Sizes(32, 16, 4, 2 if width > 256 else 1, edge_keys=16)
         return wide if width > 128 else Sizes(64, 32, 4, 1, edge_keys=16)
@@ -103,6 +104,8 @@ def scaled_sizes(arch: str, width: int, *, ranges: bool) -> Sizes:
         return Sizes(16 if OLDER_COMPILER else 32, 16, 8, 2, edge_keys=16)
     if width > 128:
         return Sizes(32, 32, 8, 2, edge_keys=16)
+    if looks_up(call):
+        return Sizes(32, 32, 8, 3, edge_keys=16)
     if ranges and OLDER_COMPILER and arch not in WGMMA:
         return Sizes(32, 32, 8, 3, edge_keys=16)
     edge = 16 if ranges and OLDER_COMPILER else 32
@@ -111,7 +114,10 @@ def scaled_sizes(arch: str, width: int, *, ranges: bool) -> Sizes:
 
 
 def looks_up(call: Any) -> bool:
-    """Whether each logit needs an entry of an array, whose addresses take registers."""
+    """Whether each logit needs an entry of an array, whose addresses take registers.
+
+    Blocks then have 32 rows. With 64 rows and a draft mask, Triton 3.6 to 3.9 do not compile the loop on sm_90.
+    """
     return call.draft_mask is not None or call.relative_bias is not None
 
 
@@ -134,7 +140,7 @@ def split_sizes(call: Any, rows: int) -> Sizes:
     if width > 256:
         return Sizes(rows, 32, 8, 3)
     if width > 128 or looks_up(call):
-        return Sizes(rows, 32, 4, 3)
+        return Sizes(rows, 32, 4 if width > 128 else 8, 3)
     # On GPUs without wgmma, blocks of 32 keys let more programs run at once than 64 keys. But with a window, or with
     # integer decoding of e4m3 by Triton 3.7 or newer, blocks of 32 keys would spill.
     spills = hides_first_keys(call) or (decodes_by_integers(call) and not OLDER_COMPILER)
@@ -148,6 +154,8 @@ def scaled_split_sizes(call: Any, rows: int) -> Sizes:
     width = padded_width(call)
     if width > 128:
         return Sizes(rows, 16 if width > 256 and call.device.arch in WGMMA and not OLDER_COMPILER else 32, 8, 2)
+    if looks_up(call):
+        return Sizes(rows, 16, 8, 3)
     if has_row_scales(call):
         return Sizes(rows, 16, 4, 3)
     if OLDER_COMPILER and call.device.arch not in WGMMA:

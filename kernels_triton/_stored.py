@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ragged_attention.calls import dtype_name
 from ragged_attention.calls.cache_formats import KvFormat
-from ragged_attention.kernels_triton._compiler import MISPAIRS_FEW_KEYS
+from ragged_attention.kernels_triton._compiler import MISPAIRS_FEW
 from ragged_attention.kernels_triton._constants import INTERPRETED, Constants
 from ragged_attention.kernels_triton._formats import decode, narrow, number_format, scale_values
 
@@ -99,7 +99,7 @@ def block_scales(pages, slots, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, D:
     if MASKED:
         exists = exists & slots.readable[:, None]
     address = rows[:, None] + block[None, :] * STORED.COLUMN_STRIDE
-    if MISPAIRS_FEW_KEYS and STORED.CODES == "e2m1" and rows.shape[0] < 32:
+    if MISPAIRS_FEW and STORED.CODES == "e2m1" and (rows.shape[0] < 32 or D_PAD < 32):
         stored = tl.zeros(address.shape, pages.scales_ptr.dtype.element_ty)
         if pages.slot_stride >= 0:  # always
             stored = tl.load(address, mask=exists, other=0)

@@ -378,6 +378,19 @@ _MORE = (
     _batch("nvfp4_head_512", "-", [(512, 4 * K)] * 2, GEMMA4, kv_format="nvfp4"),
     _batch("nvfp4_float32", "-", [(64, 4 * K)] * 2, LLAMA_8B, kv_format="nvfp4", dtype="float32"),
     _batch("int8_token_head_float32", "-", [(64, 4 * K)] * 2, LLAMA_8B, kv_format="int8_token_head", dtype="float32"),
+    _batch("mxfp4_draft_tree_64", "-", [(64, 4 * K)] + [(8, 4 * K)] * 8, LLAMA_8B, draft=64, kv_format="mxfp4"),
+    _batch(
+        "mxfp4_draft_tree_group_16", "-", [(64, 4 * K)] + [(4, 4 * K)] * 8, (32, 2, 128), draft=64, kv_format="mxfp4"
+    ),
+    _batch("draft_tree_group_16", "-", [(64, 4 * K)] + [(4, 4 * K)] * 8, (32, 2, 128), draft=64),
+    _batch(
+        "int8_token_head_bias",
+        "-",
+        [(512, 4 * K)] + [(1, 4 * K)] * 8,
+        LLAMA_8B,
+        relative_bias=True,
+        kv_format="int8_token_head",
+    ),
     _batch("nvfp4_two_ranges", "-", [(512, 4 * K)] * 2, LLAMA_8B, kv_format="nvfp4", key_ranges=2),
     _decode("blocks_int4_decode", "-", 32, 16 * K, LLAMA_8B, kv_format="int4_token_head", selected=16, block_size=128),
     _batch("blocks_nvfp4", "-", [(512, 4 * K)] * 2, LLAMA_8B, kv_format="nvfp4", selected=32, block_size=64),
