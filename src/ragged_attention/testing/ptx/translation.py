@@ -36,9 +36,9 @@ def translate(kernel: Kernel) -> Program:
     lines: list[str] = []
     for index, block in enumerate(kernel.blocks):
         lines.append(f"def b{index}(m):")
-        copies = _copies_behind_fences(block) if in_flight else frozenset()
+        ordered = _ordered_by_fences(block) if in_flight else frozenset()
         for instruction in block.instructions:
-            lines += [f"    {line}" for line in _instruction(instruction, names, in_flight, copies)]
+            lines += [f"    {line}" for line in _instruction(instruction, names, in_flight, ordered)]
         lines.append(f"    return {_barrier(block, names) if block.barrier else _guard(block.guard, names)}")
     return Program(compile("\n".join(lines), f"<{kernel.name} from PTX>", "exec"), names)
 
@@ -59,7 +59,7 @@ def _barrier(block: Block, names: Names) -> str:
 
 
 def _instruction(
-    instruction: Instruction, names: Names, in_flight: frozenset[str], copies: frozenset[int]
+    instruction: Instruction, names: Names, in_flight: frozenset[str], ordered: frozenset[int]
 ) -> Iterator[str]:
     mask = "m"
     if instruction.guard:
@@ -77,7 +77,7 @@ def _instruction(
     except (IndexError, KeyError, ValueError) as error:
         raise Unknown(f"{instruction}: not in a form that is known ({error!r})") from error
     if in_flight and statement.head != "wgmma":
-        yield from _watch(instruction, in_flight, mask, copy=instruction.line in copies)
+        yield from _watch(instruction, in_flight, mask, ordered=instruction.line in ordered)
     yield from lines
 
 
@@ -91,32 +91,28 @@ def _asynchronous_registers(kernel: Kernel) -> frozenset[str]:
     return frozenset(found)
 
 
-def _copies_behind_fences(block: Block) -> frozenset[int]:
-    """The lines of copies, behind a wgmma.fence, of registers that were written before it.
+def _ordered_by_fences(block: Block) -> frozenset[int]:
+    """The lines between a wgmma.fence and the first product behind it.
 
-    LLVM gives a product's sums a name of their own, often by a copy right before the product. The assembler makes one
-    register of both names.
+    LLVM copies a product's sums, and may compute its left operand, between the two. The assembler sees that the product
+    depends on this, and puts WARPGROUP.ARRIVE, which is its form of the fence, behind it.
     """
     found: set[int] = set()
-    written: set[str] | None = None  # since the last fence
+    fenced = False
     for one in block.instructions:
-        if one.opcode.startswith("wgmma.fence"):
-            written = set()
-        elif written is not None:
-            plain = one.opcode.startswith("mov.") and one.guard is None and re.fullmatch(r"%[a-z]+\d+", one.operands[1])
-            if plain and one.operands[1] not in written:
-                found.add(one.line)
-            else:
-                written |= _written(one)
+        if one.opcode.startswith("wgmma."):
+            fenced = one.opcode.startswith("wgmma.fence")
+        elif fenced:
+            found.add(one.line)
     return frozenset(found)
 
 
-def _watch(instruction: Instruction, in_flight: frozenset[str], mask: str, *, copy: bool) -> Iterator[str]:
+def _watch(instruction: Instruction, in_flight: frozenset[str], mask: str, *, ordered: bool) -> Iterator[str]:
     """Lines that tell of registers which some wgmma uses; reading one matters while any is in flight, `busy`."""
     written = _written(instruction) & in_flight
     read = _registers(instruction.operands[_results(instruction) :]) & in_flight
     if written or read:
-        arguments = f"{tuple(sorted(read))}, {tuple(sorted(written))}, {mask}, {instruction.line}, {copy}"
+        arguments = f"{tuple(sorted(read))}, {tuple(sorted(written))}, {mask}, {instruction.line}, {ordered}"
         yield f"{'' if written else 'if busy: '}warpgroups.touch({arguments})"
 
 
