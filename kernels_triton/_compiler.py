@@ -15,10 +15,10 @@ VERSION = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3]))
 # inline assembly.
 FENCELESS: tl.constexpr = tl.constexpr(VERSION < (3, 7, 1) and not INTERPRETED)
 
-# Whether the compiler misplaces operands with 16 keys or columns to sum over, if they are computed from single bytes and
-# from joined codes of four bits. It selects a layout with eight neighbours of 32 per thread, and so pairs weights with
-# the wrong keys, or columns of queries with the wrong columns of keys. If the bytes are loaded in a branch, the compiler
-# does not see their size.
+# Whether the compiler misplaces operands with 16 keys or columns to sum over, if they are computed from single bytes
+# and from joined codes of four bits. It selects a layout with eight neighbours of 32 per thread, and so pairs weights
+# with the wrong keys, or columns of queries with the wrong columns of keys. If the bytes are loaded in a branch, the
+# compiler does not see their size.
 MISPAIRS_FEW: tl.constexpr = tl.constexpr(VERSION < (3, 7) and not INTERPRETED)
 
 

@@ -22,13 +22,15 @@ TRITONS = {"newest": None, "earliest": str(EARLIEST)}
 PIECE = 28  # checks
 # Products of 16 keys with values of four bits, under either Triton on one of the architectures.
 FEW_KEYS = [
-    f"corner: latent decode, {batch}"
+    f"corner: {batch}"
     for batch in (
-        "fp4_v41",
-        "fp4_v41, page",
-        "extra cache fp4_v41 beside fp8_v41",
-        "extra cache fp4_v41 beside fp8_v41, page",
-        "extra cache fp8_v41 beside fp4_v41",
+        "latent decode, fp4_v41",
+        "latent decode, fp4_v41, page",
+        "latent decode, extra cache fp4_v41 beside fp8_v41",
+        "latent decode, extra cache fp4_v41 beside fp8_v41, page",
+        "latent decode, extra cache fp8_v41 beside fp4_v41",
+        "attention over scale pages, nvfp4, a long decode",
+        "attention over scale pages, mxfp4, lists of blocks",
     )
 ]
 
