@@ -104,9 +104,7 @@ def scaled_sizes(call: Any) -> Sizes:
         return Sizes(16 if OLDER_COMPILER else 32, 16, 8, 2, edge_keys=16)
     if width > 128:
         return Sizes(32, 32, 8, 2, edge_keys=16)
-    if looks_up(call):
-        return Sizes(32, 32, 8, 3, edge_keys=16)
-    if ranges and OLDER_COMPILER and arch not in WGMMA:
+    if looks_up(call) or (ranges and OLDER_COMPILER and arch not in WGMMA):
         return Sizes(32, 32, 8, 3, edge_keys=16)
     edge = 16 if ranges and OLDER_COMPILER else 32
     rows = 128 if arch == "sm_90" or (arch in WGMMA and not OLDER_COMPILER) else 64

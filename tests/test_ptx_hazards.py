@@ -717,7 +717,7 @@ def test_products_that_are_disturbed(mark, instead, report):
 
 
 def test_what_is_written_between_a_fence_and_a_product():
-    """The assembler puts its own fence behind this, if no branch lies between."""
+    """The assembler moves the fence behind it, unless a branch lies between."""
     text = "a wgmma uses registers that were written without a wgmma.fence after it"
     body = without(PRODUCT, "registers", "wgmma.fence.sync.aligned;  BRANCH\nmov.b32 %r102, 0;")
     assert not product(body.replace("BRANCH", ""))[0].reports

@@ -36,9 +36,8 @@ def translate(kernel: Kernel) -> Program:
     lines: list[str] = []
     for index, block in enumerate(kernel.blocks):
         lines.append(f"def b{index}(m):")
-        ordered = _ordered_by_fences(block) if in_flight else frozenset()
-        for instruction in block.instructions:
-            lines += [f"    {line}" for line in _instruction(instruction, names, in_flight, ordered)]
+        for instruction in _as_assembled(block):
+            lines += [f"    {line}" for line in _instruction(instruction, names, in_flight)]
         lines.append(f"    return {_barrier(block, names) if block.barrier else _guard(block.guard, names)}")
     return Program(compile("\n".join(lines), f"<{kernel.name} from PTX>", "exec"), names)
 
@@ -58,9 +57,7 @@ def _barrier(block: Block, names: Names) -> str:
     return f"({number}, {count[0] if count else None})"
 
 
-def _instruction(
-    instruction: Instruction, names: Names, in_flight: frozenset[str], ordered: frozenset[int]
-) -> Iterator[str]:
+def _instruction(instruction: Instruction, names: Names, in_flight: frozenset[str]) -> Iterator[str]:
     mask = "m"
     if instruction.guard:
         mask = "g"
@@ -77,8 +74,25 @@ def _instruction(
     except (IndexError, KeyError, ValueError) as error:
         raise Unknown(f"{instruction}: not in a form that is known ({error!r})") from error
     if in_flight and statement.head != "wgmma":
-        yield from _watch(instruction, in_flight, mask, ordered=instruction.line in ordered)
+        yield from _watch(instruction, in_flight, mask)
     yield from lines
+
+
+def _as_assembled(block: Block) -> list[Instruction]:
+    """The instructions of a block, each wgmma.fence moved to the next product in the block if there is one.
+
+    LLVM may compute operands of a product between the fence and the product. The assembler moves the fence, as
+    WARPGROUP.ARRIVE, behind these computations, because the product depends on them.
+    """
+    found: list[Instruction] = []
+    fence: int | None = None
+    for one in block.instructions:
+        if one.opcode.startswith("wgmma."):
+            if fence is not None:
+                found.append(found.pop(fence))
+            fence = len(found) if one.opcode.startswith("wgmma.fence") and one.guard is None else None
+        found.append(one)
+    return found
 
 
 def _asynchronous_registers(kernel: Kernel) -> frozenset[str]:
@@ -91,38 +105,14 @@ def _asynchronous_registers(kernel: Kernel) -> frozenset[str]:
     return frozenset(found)
 
 
-def _ordered_by_fences(block: Block) -> frozenset[int]:
-    """The lines between a wgmma.fence and the first product behind it.
-
-    LLVM copies a product's sums, and may compute its left operand, between the two. The assembler sees that the product
-    depends on this, and puts WARPGROUP.ARRIVE, which is its form of the fence, behind it.
-    """
-    found: set[int] = set()
-    fenced = False
-    for one in block.instructions:
-        if one.opcode.startswith("wgmma."):
-            fenced = one.opcode.startswith("wgmma.fence")
-        elif fenced:
-            found.add(one.line)
-    return frozenset(found)
-
-
-def _watch(instruction: Instruction, in_flight: frozenset[str], mask: str, *, ordered: bool) -> Iterator[str]:
+def _watch(instruction: Instruction, in_flight: frozenset[str], mask: str) -> Iterator[str]:
     """Lines that tell of registers which some wgmma uses; reading one matters while any is in flight, `busy`."""
-    written = _written(instruction) & in_flight
-    read = _registers(instruction.operands[_results(instruction) :]) & in_flight
+    split = 0 if instruction.opcode.split(".")[0] in WITHOUT_RESULT else 1
+    written = _registers(instruction.operands[:split]) & in_flight
+    read = _registers(instruction.operands[split:]) & in_flight
     if written or read:
-        arguments = f"{tuple(sorted(read))}, {tuple(sorted(written))}, {mask}, {instruction.line}, {ordered}"
+        arguments = f"{tuple(sorted(read))}, {tuple(sorted(written))}, {mask}, {instruction.line}"
         yield f"{'' if written else 'if busy: '}warpgroups.touch({arguments})"
-
-
-def _results(instruction: Instruction) -> int:
-    """The number of operands that an instruction writes."""
-    return 0 if instruction.opcode.split(".")[0] in WITHOUT_RESULT else 1
-
-
-def _written(instruction: Instruction) -> set[str]:
-    return _registers(instruction.operands[: _results(instruction)])
 
 
 def _registers(operands: tuple[str, ...]) -> set[str]:

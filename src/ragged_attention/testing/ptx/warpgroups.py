@@ -189,19 +189,15 @@ class Warpgroups(Queue[Product]):
         groups = set((self.lanes.whole_warps(mask, line) // 4 * 4).tolist())
         self.loose = {one for one in self.loose if one[1] not in groups}
 
-    def touch(self, read: Sequence[str], written: Sequence[str], mask: Mask, line: int, ordered: bool) -> None:
-        """Another instruction is about to read and write registers that some wgmma has to do with.
-
-        `ordered` says that it lies between a fence and the first product behind it; see `translation`.
-        """
+    def touch(self, read: Sequence[str], written: Sequence[str], mask: Mask, line: int) -> None:
+        """Another instruction is about to read and write registers that some wgmma has to do with."""
         groups, first = np.unique(self.lanes.warp[active := self.lanes.active(mask)] // 4 * 4, return_index=True)
         for group, lane in zip(groups.tolist(), active[first].tolist(), strict=True):
             if any((name, group, True) in self.busy for name in (*read, *written)):
                 self.lanes.say(line, lane, "touches a register that a wgmma in flight writes")
             if any((name, group, False) in self.busy for name in written):
                 self.lanes.say(line, lane, "overwrites a register that a wgmma in flight reads")
-            if not ordered:
-                self.loose.update((name, group) for name in written)
+            self.loose.update((name, group) for name in written)
 
     def arrive(self, operation: Product) -> None:
         if len(operation.lanes) != GROUP:
