@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import hashlib
 import pickle
 import platform
@@ -121,17 +122,17 @@ class _Function(CFunc):
         if not _quiet and self._announcement.ident is None:
             self._announcement.start()
         result = super()._compile_uncached()  # type: ignore[misc]
-        _keep_functions_apart(result.library, result.fndesc.llvm_cfunc_wrapper_name)
+        _optimise_once(result.library, result.fndesc.llvm_cfunc_wrapper_name)
         return result
 
 
-def _keep_functions_apart(library: Any, entry: str) -> None:
-    """Give each function of a library, except its entry, a unique name. The library must not be linked yet.
+def _optimise_once(library: Any, entry: str) -> None:
+    """Optimise a library once, with its functions' names made unique, except its entry's. It must not be linked yet.
 
     Numba's names contain numbers that every process counts anew, so two processes may give the same name to different
-    functions. If a process loaded the code of both, one of these functions would run in place of the other.
+    functions. If a process loaded the code of both, one of these functions would run in place of the other. Numba would
+    also optimise twice, to count references to objects less often; the kernels have no objects.
     """
-    optimize = library._optimize_final_module
 
     def rename_and_optimize() -> None:
         prefix = f"ragged_attention.{secrets.token_hex(8)}."
@@ -139,9 +140,22 @@ def _keep_functions_apart(library: Any, entry: str) -> None:
             if not function.is_declaration and function.name != entry:
                 function.name = prefix + function.name
                 function.linkage = "internal"
-        optimize()
+        passes, builder = library._codegen._module_pass_manager()
+        passes.run(library._final_module, builder)
 
     library._optimize_final_module = rename_and_optimize
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """A context in which Python looks for no cycles to collect, which takes half of the time that Numba needs."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 _compiling = threading.RLock()
@@ -158,7 +172,7 @@ def machine_code(name: str, functions: Mapping[Callable[..., Any], str]) -> tupl
         return found
     if WHY_NOT:
         raise RuntimeError(f"{name} is not compiled: {WHY_NOT}")
-    with forking.postponed(), _compiling:
+    with forking.postponed(), _compiling, _without_collection():
         if key not in _made:
             announcement = threading.Timer(PATIENCE, _announce, (name,))
             announcement.daemon = True

@@ -32,7 +32,6 @@ from ragged_attention.portable.numba._vectors import (
     inlined,
     int_at,
     load,
-    pasted,
     set_float,
     set_int,
     splat,
@@ -123,7 +122,7 @@ def set_bounds(tile, row, left, right):
     set_int(tile.reach, row, max(right, int_at(tile.reach, row - 1)) if row else right)
 
 
-@pasted
+@inlined
 def read_query(tile, row, code, source, columns, in_order):
     """Read one query. A `paired` tile pairs columns d and d + `width`, or neighbours if the keys' order is kept too."""
     target = tile.q + 4 * row * tile.width
@@ -314,7 +313,7 @@ def transpose_keys(keys, count, otherwise, places, target, width):
             transpose(keys + 8 * key, count - key, otherwise, place, target + 4 * (place * width + key), width)
 
 
-@pasted
+@inlined
 def multiply(tile, p, p_row, v, v_width, out, out_width, rows, keys, columns, fresh):
     """Call `mix_of_pairs` for a `paired` tile, else `mix`."""
     if tile.paired:

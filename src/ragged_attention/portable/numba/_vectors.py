@@ -14,6 +14,8 @@ from numba.core import cgutils, config, types
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
+from ragged_attention.portable.numba._pipeline import PartCompiler
+
 
 def features_of_the_cpu() -> dict[str, bool]:
     """The CPU features that Numba compiles for: the host's, unless NUMBA_CPU_FEATURES or NUMBA_CPU_NAME is set."""
@@ -31,10 +33,8 @@ if PAIRS:
     binding.initialize_native_asmparser()  # for `instruction`
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cpython_wrapper": True}
 
-inlined = numba.njit(forceinline=True, **OPTIONS)  # for functions called in a loop
-compiled = numba.njit(**OPTIONS)
-# Inlined before compilation, which saves time: otherwise Numba first optimises the function and its callees separately.
-pasted = numba.njit(inline="always", **OPTIONS)
+inlined = numba.njit(forceinline=True, pipeline_class=PartCompiler, **OPTIONS)  # for functions called in a loop
+compiled = numba.njit(pipeline_class=PartCompiler, **OPTIONS)
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32 = ir.FloatType()
