@@ -22,6 +22,8 @@ from ragged_attention.portable.numba._splits import expect_splits
 KERNEL = Kernel("paged_attention", _paged.FIELDS, _paged.plan, _paged.work)
 SPLITS_PER_SEQUENCE = 8  # in batch-invariant mode
 TILE_FLOATS = 384 * 256  # maximum floats in a tile's queries and results; they should fit the L2 cache
+FIRST_CACHE = 32 * 1024  # bytes of a core's first cache that kernels count on
+WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of a number; codes have at most one
 MULTIPLES = {"block_q": 1, "block_rows": 1, "block_kv": 8}  # each block size must be a multiple of its number here
 
 
@@ -88,15 +90,19 @@ def tile_of_lists(call: Any, decodes: bool = False) -> Tile:
     return Tile(block_q=block_q_of(call), block_kv=512 if small else 256)
 
 
-def heuristic(call: Any) -> Tile:
-    """The tile for a call. Decode is limited by memory bandwidth: few keys per tile spread its prefetches evenly.
+def keys_of_a_decode(call: Any) -> int:
+    """How many keys with their values fill half of a first cache, from 16 to 64."""
+    k_size, v_size = (WIDTHS.get(form.codes, 1) for form in (call.k_format, call.v_format))
+    keys = FIRST_CACHE // 2 // (k_size * call.head_dim + v_size * call.v_head_dim)
+    return min(max(keys // 16 * 16, 16), 64)
 
-    Codes take longer to convert than to fetch, so decode has more of them per tile.
-    """
+
+def heuristic(call: Any) -> Tile:
+    """The tile for a call. Decode is limited by memory bandwidth: few keys per tile spread its prefetches evenly."""
     if call.selected is not None:
         return tile_of_lists(call, call.num_tokens <= call.max_num_seqs)
     if call.num_tokens <= 4 * call.max_num_seqs:
-        return Tile(block_q=block_q_of(call), block_kv=64 if converts(call) else 16)
+        return Tile(block_q=block_q_of(call), block_kv=keys_of_a_decode(call))
     return Tile(block_q=block_q_of(call), block_kv=96)
 
 

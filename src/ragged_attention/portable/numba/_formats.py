@@ -33,15 +33,19 @@ from ragged_attention.portable.numba._vectors import (
     in_all_lanes,
     inlined,
     instruction,
+    int_at,
     join,
     joined,
     load,
     load_aligned,
+    paired_high,
+    paired_low,
     shuffled,
     splat,
     store,
     store_aligned,
     vector,
+    zero,
 )
 
 CODES = {
@@ -519,8 +523,17 @@ def _over_rows(pair_at: Any) -> Any:
 
 
 @inlined
-def _pair_bfloat16(first, second, target, index):
-    store(target, index, joined(read_bfloat16(first, index), read_bfloat16(second, index)))
+def _rows_of_bfloat16(first, second, target, count):
+    step = 4 * LANES
+    whole = count // step * step
+    for index in range(0, whole, step):
+        for part in range(2):
+            column = index + part * 2 * LANES
+            a, b = load(first, column // 2), load(second, column // 2)
+            store(target, column, paired_low(a, b))
+            store(target, column + LANES, paired_high(a, b))
+    for index in range(whole, count, LANES):
+        store(target, index, joined(read_bfloat16(first, index), read_bfloat16(second, index)))
 
 
 @inlined
@@ -528,23 +541,67 @@ def _pair_int8(first, second, target, index):
     store(target, index, joined(read_int8(first, index), read_int8(second, index)))
 
 
-_rows_of_bfloat16, _rows_of_int8 = _over_rows(_pair_bfloat16), _over_rows(_pair_int8)
+def _over_lists(pair_rows: Any, size: int) -> tuple[Any, Any]:
+    """The functions of `pair_keys` and `pair_values` for rows of a format, whose numbers have `size` bytes."""
+
+    @inlined
+    def keys(sources, target, width, count):
+        for key in range(count):
+            source = int_at(sources, key)
+            if source:
+                pair_rows(source, source + size * width, target + 4 * key * width, width)
+
+    @inlined
+    def values(sources, target, width, columns, count):
+        for key in range(0, count, 2):
+            first, second = int_at(sources, key), int_at(sources, key + 1) if key + 1 < count else 0
+            first, second, row = first if first else second, second if second else first, target + 2 * key * width
+            if first:
+                pair_rows(first, second, row, columns)
+            else:
+                zero(row, 4 * columns)
+
+    return keys, values
+
+
+_rows_of_int8 = _over_rows(_pair_int8)
 _rows_of_e4m3, _rows_of_e5m2, _rows_of_e4m3fnuz = map(_over_rows, (_pair_e4m3, _pair_e5m2, _pair_e4m3fnuz))
+_keys_of_bfloat16, _values_of_bfloat16 = _over_lists(_rows_of_bfloat16, 2)
+_keys_of_e4m3, _values_of_e4m3 = _over_lists(_rows_of_e4m3, 1)
+_keys_of_e5m2, _values_of_e5m2 = _over_lists(_rows_of_e5m2, 1)
+_keys_of_e4m3fnuz, _values_of_e4m3fnuz = _over_lists(_rows_of_e4m3fnuz, 1)
+_keys_of_int8, _values_of_int8 = _over_lists(_rows_of_int8, 1)
 
 
-@compiled
-def pair(code, first, second, target, count):
-    """Pair the numbers of two rows as bfloat16, which must hold the format's numbers exactly; writes whole vectors."""
-    if code == BFLOAT16:
-        _rows_of_bfloat16(first, second, target, count)
-    elif code == E4M3:
-        _rows_of_e4m3(first, second, target, count)
-    elif code == E5M2:
-        _rows_of_e5m2(first, second, target, count)
-    elif code == E4M3FNUZ:
-        _rows_of_e4m3fnuz(first, second, target, count)
-    else:
-        _rows_of_int8(first, second, target, count)
+def _of_formats_in_pairs(of_bfloat16: Any, of_e4m3: Any, of_e5m2: Any, of_e4m3fnuz: Any, of_int8: Any) -> Any:
+    """A function whose first argument, the code of a format that bfloat16 holds, selects one of others."""
+
+    @compiled
+    def call(code, *arguments):
+        if code == BFLOAT16:
+            of_bfloat16(*arguments)
+        elif code == E4M3:
+            of_e4m3(*arguments)
+        elif code == E5M2:
+            of_e5m2(*arguments)
+        elif code == E4M3FNUZ:
+            of_e4m3fnuz(*arguments)
+        else:
+            of_int8(*arguments)
+
+    return call
+
+
+# pair(code, first, second, target, count): the numbers of two rows as pairs of bfloat16, in whole vectors.
+pair = _of_formats_in_pairs(_rows_of_bfloat16, _rows_of_e4m3, _rows_of_e5m2, _rows_of_e4m3fnuz, _rows_of_int8)
+# pair_keys(code, sources, target, width, count): the keys at the addresses `sources`, as pairs of columns d and d +
+# `width`. A key whose address is 0 is skipped.
+pair_keys = _of_formats_in_pairs(_keys_of_bfloat16, _keys_of_e4m3, _keys_of_e5m2, _keys_of_e4m3fnuz, _keys_of_int8)
+# pair_values(code, sources, target, width, columns, count): the values at the addresses `sources`, in pairs of keys. If
+# one key of a pair is missing, the other is read twice.
+pair_values = _of_formats_in_pairs(
+    _values_of_bfloat16, _values_of_e4m3, _values_of_e5m2, _values_of_e4m3fnuz, _values_of_int8
+)
 
 
 @function_of(types.float32, vector)

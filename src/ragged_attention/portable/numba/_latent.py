@@ -12,7 +12,7 @@ A ragged call numbers query tokens across all sequences, other calls number them
 
 import numpy as np
 
-from ragged_attention.portable.numba import _masks, _splits, _tiles
+from ragged_attention.portable.numba import _formats, _masks, _splits, _tiles
 from ragged_attention.portable.numba._formats import BFLOAT16, scale_of, size_of
 from ragged_attention.portable.numba._latent_rows import ROWS, place_of, read_latents, rows_fields
 from ragged_attention.portable.numba._records import Fields, record_in, stride_names
@@ -268,7 +268,7 @@ def read_keys(call, tile, num_first, count):
             read_latents(extra_of(call), tile.sources + 8 * num_first, tile.v_sources + 8 * num_first,
                          tile.k + 4 * num_first * width, width, columns, count - num_first, tile.factors)  # fmt: skip
     elif not reads_in_place(call, tile):
-        _tiles.pair_keys(kv.codes, tile.sources, tile.k, tile.width, count)
+        _formats.pair_keys(kv.codes, tile.sources, tile.k, tile.width, count)
 
 
 @compiled
@@ -293,7 +293,7 @@ def attend(call, tile, unit, head, rows):
             _masks.hide_gaps(call, tile, unit.token, unit.first, rows, group, length, first, count)
         _tiles.weigh_keys(tile, rows, first, count, holes, 0, 0)
         if tile.paired:
-            _tiles.pair_values(kv_of(call).codes, tile.sources, tile.v, tile.v_width, call.v_head_dim, count)
+            _formats.pair_values(kv_of(call).codes, tile.sources, tile.v, tile.v_width, call.v_head_dim, count)
         _tiles.mix_values(tile, rows, first, count)
         first = after
 

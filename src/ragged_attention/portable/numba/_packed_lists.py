@@ -8,7 +8,7 @@ from ragged_attention.portable.numba import _masks, _selected
 from ragged_attention.portable.numba._formats import size_of
 from ragged_attention.portable.numba._gradients import differentiate_own
 from ragged_attention.portable.numba._packed_rows import read_keys, read_token, seen_between, write_key_gradients
-from ragged_attention.portable.numba._products import ROWS, mix_listed, scores, spread
+from ragged_attention.portable.numba._products import ROWS, product_listed, scores, spread
 from ragged_attention.portable.numba._records import up_to
 from ragged_attention.portable.numba._sequences import first_key_of, kv_len_of, queries_of
 from ragged_attention.portable.numba._vectors import LANES, add_row, compiled, int_at, prefetch, set_int, zero
@@ -77,7 +77,7 @@ def add_own_gradients(call, tile, rows, count, dq):
         else:
             zero(s, 4 * up_to(count, LANES))
             zero(d_s, 4 * up_to(count, LANES))
-    mix_listed(tile.d_s, tile.own_k, tile.dq, whole, count, width, keys, 1, 0, width, True)
+    product_listed(tile.d_s, tile.own_k, tile.dq, whole, count, width, keys, 1, 0, width, 1.0)
     add_row(dq, tile.dq, rows * width)
     spread(tile.d_s, tile.q, tile.own_dk, rows, count, width, keys, width)
     spread(tile.s, tile.d_out, tile.own_dv, rows, count, v_width, keys, v_width)

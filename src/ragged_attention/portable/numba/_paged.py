@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from ragged_attention.portable.numba import _masks, _selected, _splits, _tiles
+from ragged_attention.portable.numba import _formats, _masks, _selected, _splits, _tiles
 from ragged_attention.portable.numba._formats import scale_of, size_of
 from ragged_attention.portable.numba._paged_keys import (
     factor_of,
@@ -21,9 +21,10 @@ from ragged_attention.portable.numba._paged_keys import (
     keys_of,
     list_next,
     pairs_up,
-    prefetch_values,
     reads_in_place,
     sees,
+    set_row_bytes,
+    values_in_place,
     values_of,
 )
 from ragged_attention.portable.numba._paged_lists import attend_to_blocks
@@ -218,7 +219,7 @@ def read_keys(call, tile, count):
     if expanded(keys):
         expand_keys(tile, keys, call.head_dim, count)
     elif tile.paired and not in_place:
-        _tiles.pair_keys(keys.codes, tile.sources, tile.k, tile.width, count)
+        _formats.pair_keys(keys.codes, tile.sources, tile.k, tile.width, count)
     elif not in_place:
         _tiles.read_rows(keys.codes, tile.sources, tile.k, tile.width, call.head_dim, count)
     if not folded(keys):
@@ -231,13 +232,20 @@ def read_keys(call, tile, count):
 @inlined
 def read_values(call, tile, count):
     """Read `count` values; returns how many have scales that might make them infinite or NaN, and so are 0 here."""
-    values = values_of(call)
+    values, step = values_of(call), _tiles.STEP
     if expanded(values):
+        _tiles.prefetch_values(tile, 0, tile.ahead)
         return expand_values(tile, values, call.v_head_dim, count)
-    if tile.paired:
-        _tiles.pair_values(values.codes, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
-    else:
-        _tiles.read_rows(values.codes, tile.v_sources, tile.v, tile.v_width, call.v_head_dim, count)
+    for key in range(0, count, step):
+        _tiles.prefetch_values(tile, key, key + step)
+        sources, num_keys = tile.v_sources + 8 * key, min(step, count - key)
+        if tile.paired:
+            row = tile.v + 2 * key * tile.v_width
+            _formats.pair_values(values.codes, sources, row, tile.v_width, call.v_head_dim, num_keys)
+        else:
+            row = tile.v + 4 * key * tile.v_width
+            _tiles.read_rows(values.codes, sources, row, tile.v_width, call.v_head_dim, num_keys)
+    _tiles.prefetch_values(tile, up_to(count, step), tile.ahead)
     return 0
 
 
@@ -271,10 +279,11 @@ def attend(call, tile, unit, head, rows):
         return
     seq, low, high = unit.seq, unit.low, unit.high
     in_place, factor = reads_in_place(call, tile), factor_of(call, head)
+    v_in_place = rows <= _tiles.FEW_ROWS and not tile.paired and values_in_place(call)
+    set_row_bytes(call, tile)
     tokens, kv_len = (unit.first, unit.last), kv_len_of(call, seq)
     first, stop, whole = _masks.seen_from(call, tokens, kv_len, low, high)
     next_holes = list_seen(call, tile, unit, head, first, stop, whole)
-    prefetch_values(call, tile, 0, min(tile.keys, stop - first))
     while first < stop:
         count, holes = min(tile.keys, stop - first), next_holes
         after = first + count
@@ -283,7 +292,7 @@ def attend(call, tile, unit, head, rows):
         _tiles.advance_scaled(tile)
         keys, factors, wrong = tile.sources if in_place else tile.k_rows, read_keys(call, tile, count), 0
         rests = tile.k_rests if leaves_rests(keys_of(call), tile) else 0
-        next_holes = list_seen(call, tile, unit, head, after, stop, whole)
+        next_holes, tile.ahead = list_seen(call, tile, unit, head, after, stop, whole), min(tile.keys, stop - after)
         _tiles.multiply_keys(tile, keys, rows, first, count, factor, factors, rests, call.soft_cap)
         if call.alibi_slopes:
             add_slopes(call, tile, unit, head, rows, first, count)
@@ -299,9 +308,11 @@ def attend(call, tile, unit, head, rows):
             factors = tile.v_factors
             wrong = read_factors(tile, values, tile.v_sources, tile.v_scales, factors, tile.v_rests, count, 0.0)
         _tiles.weigh_keys(tile, rows, first, count, holes, factors, tile.v_rests if leaves_rests(values, tile) else 0)
-        prefetch_values(call, tile, 0, min(tile.keys, stop - after))
-        wrong += read_values(call, tile, count)
-        _tiles.mix_values(tile, rows, first, count)
+        if v_in_place:
+            _tiles.mix_values_in_place(tile, rows, count)
+        else:
+            wrong += read_values(call, tile, count)
+            _tiles.mix_values(tile, rows, first, count)
         if wrong:
             add_wrong_values(call, tile, unit, rows, first, count)
         first = after

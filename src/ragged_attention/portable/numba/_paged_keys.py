@@ -4,6 +4,7 @@ import numpy as np
 
 from ragged_attention.portable.numba import _masks, _tiles
 from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT32, scale_of, size_of
+from ragged_attention.portable.numba._products import COLUMNS
 from ragged_attention.portable.numba._records import record_in
 from ragged_attention.portable.numba._scaled_rows import SIDE, expanded, row_bytes, scale_bytes
 from ragged_attention.portable.numba._sequences import first_key_of
@@ -14,7 +15,6 @@ from ragged_attention.portable.numba._vectors import (
     compiled,
     inlined,
     int32_at,
-    int_at,
     prefetch,
     set_int,
 )
@@ -49,6 +49,19 @@ def reads_in_place(call, tile):
 
 
 @inlined
+def values_in_place(call):
+    """Whether values are multiplied in the cache itself where there are few rows."""
+    return call.v_codes == FLOAT32 and call.v_head_dim % COLUMNS == 0
+
+
+@inlined
+def set_row_bytes(call, tile):
+    """Set how many bytes of a key and of its value are prefetched."""
+    tile.k_bytes = row_bytes(keys_of(call), call.head_dim)
+    tile.v_bytes = row_bytes(values_of(call), call.v_head_dim)
+
+
+@inlined
 def keeps_order(call, tile):
     """Whether the columns of keys keep their order in pairs of bfloat16."""
     return reads_in_place(call, tile) or expanded(keys_of(call))
@@ -77,12 +90,11 @@ def page_at(call, seq, number):
 
 @compiled
 def list_next(call, tile, seq, head, first, key, count):
-    """List the addresses of the next keys [key, count) of a tile, from position `first` on, and prefetch the keys.
+    """List the addresses of the next keys [key, count) of a tile, from position `first` on.
 
-    The prefetches overlap with the work on the current keys. Returns how many of the positions have no page.
+    Returns how many of the positions have no page.
     """
     holes, start, size, v_size = 0, key, size_of(call.k_codes), size_of(call.v_codes)
-    k_bytes = row_bytes(keys_of(call), call.head_dim)
     number, slot = place_of(call, seq, first)
     while key < count:
         page, run = page_at(call, seq, number), min(call.page_size - slot, count - key)
@@ -97,8 +109,6 @@ def list_next(call, tile, seq, head, first, key, count):
         for index in range(key, key + run):
             set_int(tile.next_sources, index, k)
             set_int(tile.next_v_sources, index, v)
-            if k:
-                prefetch(k, k_bytes)
             k, v = k + k_step, v + v_step
         key, number, slot = key + run, number + 1, 0
     if is_scaled(call):
@@ -129,15 +139,6 @@ def list_scales(call, tile, seq, head, first, key, count):
                 prefetch(v, scale_bytes(values))
             k, v = k + size * call.k_scales_slot_stride, v + v_size * call.v_scales_slot_stride
         key, number, slot = key + run, number + 1, 0
-
-
-@compiled
-def prefetch_values(call, tile, first, stop):
-    """Prefetch the values of the next keys [first, stop)."""
-    for key in range(first, stop):
-        source = int_at(tile.next_v_sources, key)
-        if source:
-            prefetch(source, row_bytes(values_of(call), call.v_head_dim))
 
 
 @compiled

@@ -5,24 +5,23 @@ Values and weights that tokens share are float32; a token alone has them as the 
 """
 
 from ragged_attention.portable.numba import _masks, _selected, _tiles
-from ragged_attention.portable.numba._formats import pair, size_of
+from ragged_attention.portable.numba._formats import pair, pair_values, size_of
 from ragged_attention.portable.numba._paged_keys import (
     factor_of,
     is_scaled,
     keys_of,
     list_next,
-    prefetch_values,
     reads_in_place,
     sees,
+    set_row_bytes,
     values_of,
 )
 from ragged_attention.portable.numba._products import ROWS, mix_listed
 from ragged_attention.portable.numba._records import up_to
 from ragged_attention.portable.numba._scaled_rows import read_row
 from ragged_attention.portable.numba._sequences import kv_len_of, queries_of, within
-from ragged_attention.portable.numba._softmax import LOG2E, weigh
+from ragged_attention.portable.numba._softmax import LOG2E
 from ragged_attention.portable.numba._vectors import (
-    LANES,
     compiled,
     copy,
     float_at,
@@ -131,14 +130,13 @@ def add_values(call, tile, rows, count, shared):
     """
     columns, s_width, code = tile.columns, tile.s_width, call.v_codes
     if shared:
-        for row in range(rows):
-            s, out = tile.s + 4 * row * s_width, tile.out + 4 * row * columns
-            weigh(s, 0, count, up_to(count, LANES), row, tile.m_i, tile.l_i, out, columns, False)
-        mix_listed(tile.s, tile.own_values, tile.out, up_to(rows, ROWS), count, columns, s_width, 1, 0, columns, False)
+        for row in range(0, rows, ROWS):
+            _tiles.weigh_rows(tile, rows, row, 0, count)
+        mix_listed(tile.s, tile.own_values, tile.out, up_to(rows, ROWS), count, columns, s_width, 1, 0, columns)
         return
     _tiles.weigh_keys(tile, rows, 0, count, 0, 0, 0)
     if tile.paired:
-        _tiles.pair_values(code, tile.own_values, tile.v, tile.v_width, call.v_head_dim, count)
+        pair_values(code, tile.own_values, tile.v, tile.v_width, call.v_head_dim, count)
     else:
         _tiles.read_rows(code, tile.own_values, tile.v, tile.v_width, call.v_head_dim, count)
     _tiles.mix_values(tile, rows, 0, count)
@@ -156,7 +154,7 @@ def attend_listed(call, tile, unit, head, token, count, factor, ahead):
     for row in range(group):
         _tiles.set_bounds(tile, row, 0, count)
     _tiles.multiply_keys(tile, tile.own_keys, group, 0, count, factor, 0, 0, call.soft_cap)
-    prefetch_values(call, tile, ahead[0], ahead[1])
+    _tiles.prefetch_rows(tile.next_v_sources, ahead[0], ahead[1], tile.v_bytes)
     if call.alibi_slopes or call.relative_bias:
         add_biases(call, tile, unit, head, token, count)
     add_values(call, tile, group, count, shares_values(call, unit))
@@ -174,18 +172,22 @@ def attend_to_blocks(call, tile, unit, head):
     """
     factor, size, at_once = factor_of(call, head), call.block_size, _selected.blocks_at_once(call)
     first_block, stop_block = _selected.blocks_of(call, unit.low, unit.high)
+    set_row_bytes(call, tile)
+    tile.ahead = 0  # what is next is prefetched here, not beside the products of each token
     for base in range(first_block, stop_block, at_once):
         blocks = min(at_once, stop_block - base)
         stop = min((base + blocks) * size, unit.high)
         tile.named_row = _selected.row_of(blocks)
         _selected.mark(call, tile.named, unit.first, unit.last, head, base, blocks)
         first, next_count, next_holes = list_named(call, tile, unit, head, base, max(base * size, unit.low), stop)
-        prefetch_values(call, tile, 0, next_count)
+        _tiles.prefetch_rows(tile.next_sources, 0, next_count, tile.k_bytes)
+        _tiles.prefetch_rows(tile.next_v_sources, 0, next_count, tile.v_bytes)
         while next_count:
             count, holes, end = next_count, next_holes, min(first + tile.keys, stop)
             _tiles.advance_scaled(tile)
             tile.positions, tile.next_positions = tile.next_positions, tile.positions
             after, next_count, next_holes = list_named(call, tile, unit, head, base, end, stop)
+            _tiles.prefetch_rows(tile.next_sources, 0, next_count, tile.k_bytes)
             read_named(call, tile, first, count, shares_values(call, unit))
             step = (next_count + unit.last - unit.first - 1) // (unit.last - unit.first)
             for token in range(unit.first, unit.last):
@@ -195,5 +197,5 @@ def attend_to_blocks(call, tile, unit, head):
                 if own:
                     attend_listed(call, tile, unit, head, token, own, factor, ahead)
                 else:
-                    prefetch_values(call, tile, ahead[0], ahead[1])
+                    _tiles.prefetch_rows(tile.next_v_sources, ahead[0], ahead[1], tile.v_bytes)
             first = after

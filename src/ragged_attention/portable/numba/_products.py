@@ -1,26 +1,44 @@
-"""The two matrix products of an attention over tiles, computed four rows at a time.
+"""The two matrix products of an attention over tiles, computed ROWS, that is four, rows at a time.
 
 A tile holds float32 or pairs of bfloat16. A *place* is 32 bits, which hold one float32 or one pair; sizes count places.
 A pair holds two columns of a query or key, or two keys of the weights or values.
 """
 
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+
 from ragged_attention.portable.numba._vectors import (
+    F32,
+    FLOATS,
+    I64,
     LANES,
     PAIRS,
+    ROWS,
+    add_product,
+    add_products_of_pairs,
     compiled,
+    element,
     float_at,
     fma,
     fma_pairs,
+    function_of,
+    in_all_lanes,
     inlined,
     int_at,
     load,
+    load_aligned,
+    number,
     splat,
     store,
+    store_aligned,
     store_totals,
 )
 
-ROWS = 4  # rows computed together
-COLUMNS = 2 * LANES  # columns of values computed together
+COLUMNS = 2 * LANES  # columns are computed in multiples of so many
+WIDE = 4 if LANES == 16 else 2  # vectors of columns computed together
 
 
 @inlined
@@ -98,47 +116,78 @@ def times_number(fma):
     return add_products
 
 
-@inlined
-def _row_in_order(rows, index, width):
-    return rows + 4 * index * width
+def _block_of(add: Any, vectors: int, listed: bool, fresh: bool) -> Any:
+    """An intrinsic for out[ROWS, columns] += p[ROWS, keys] @ v[keys, columns], where columns are `vectors` vectors.
 
-
-@inlined
-def _row_of_list(rows, index, _):
-    return int_at(rows, index)
-
-
-def _mix_of(fma, row_at):
-    """A function for out[rows, columns] += p[rows, keys] @ v[keys, columns], or = if `fresh`.
-
-    `fma` is that of `_scores_of`; `row_at` finds the rows of `v`. `p` has two strides, `v` and `out` have one. Columns
-    are computed COLUMNS at a time.
+    All sums stay in registers. `add` emits the code of `fma`, or of `fma_pairs`. If `fresh`, `out` becomes `factor`
+    times the product; otherwise `factor` is not used. If `listed`, `v` lists the addresses of rows, and `v_width` is
+    not used. `column` is the place in a row of `v` at which the block begins.
     """
-    add = times_number(fma)
+
+    @function_of(types.none, *(types.int64,) * 9, types.float32)
+    def block(
+        builder: Any, p: Any, p_row: Any, p_key: Any, v: Any, v_width: Any, column: Any, out: Any, out_width: Any,
+        keys: Any, factor: Any,
+    ) -> None:  # fmt: skip
+        def place(address: Any, row: Any, width: Any, index: Any) -> Any:
+            return element(builder, address, builder.add(builder.mul(row, width), index), F32)
+
+        parts = [number(part * LANES) for part in range(vectors)]
+        results = [place(out, number(row), out_width, part) for row in range(ROWS) for part in parts]
+        sums = [cgutils.alloca_once_value(builder, ir.Constant(FLOATS, None)) for _ in results]
+        for result, total in zip(results, sums, strict=True):
+            if not fresh:
+                builder.store(load_aligned(builder, result, FLOATS, 4), total)
+        with cgutils.for_range_slice(builder, number(0), keys, number(1)) as (key, _):
+            source = builder.load(element(builder, v, key, I64)) if listed else v
+            row_of_v = number(0) if listed else key
+            values = [load_aligned(builder, place(source, row_of_v, v_width, builder.add(column, part)), FLOATS, 4)
+                      for part in parts]  # fmt: skip
+            for row in range(ROWS):
+                weight = builder.load(place(p, number(row), p_row, builder.mul(key, p_key)))
+                weights = in_all_lanes(builder, weight)
+                for value, total in zip(values, sums[row * vectors : (row + 1) * vectors], strict=True):
+                    builder.store(add(builder, weights, value, builder.load(total)), total)
+        factors = in_all_lanes(builder, factor)
+        for result, total in zip(results, sums, strict=True):
+            found = builder.load(total)
+            store_aligned(builder, builder.fmul(found, factors) if fresh else found, result, 4)
+
+    return block
+
+
+def _product_of(add: Any, listed: bool, fresh: bool) -> Any:
+    """A function for out[rows, columns] += p[rows, keys] @ v[keys, columns]; the arguments are those of `_block_of`.
+
+    `p` has two strides, `v` and `out` have one. Columns are computed WIDE vectors at a time, the last of them two
+    vectors at a time.
+    """
+    wide_block, block = (_block_of(add, vectors, listed, fresh) for vectors in (WIDE, COLUMNS // LANES))
 
     @compiled
-    def mix(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width, fresh):
-        for column in range(0, columns, COLUMNS):
+    def product(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width, factor):
+        wide = columns // (WIDE * LANES) * (WIDE * LANES)
+        for column in range(0, wide, WIDE * LANES):
             for row in range(0, rows, ROWS):
-                p0, r0 = p + 4 * row * p_row, out + 4 * (row * out_width + column)
-                p1, p2, p3 = p0 + 4 * p_row, p0 + 8 * p_row, p0 + 12 * p_row
-                r1, r2, r3 = r0 + 4 * out_width, r0 + 8 * out_width, r0 + 12 * out_width
-                a0 = b0 = a1 = b1 = a2 = b2 = a3 = b3 = splat(0.0)
-                if not fresh:
-                    a0, a1, a2, a3 = load(r0, 0), load(r1, 0), load(r2, 0), load(r3, 0)
-                    b0, b1, b2, b3 = load(r0, LANES), load(r1, LANES), load(r2, LANES), load(r3, LANES)
-                for key in range(keys):
-                    values = row_at(v, key, v_width)
-                    a, b = load(values, column), load(values, column + LANES)
-                    a0, b0 = add(p0, key * p_key, a, b, a0, b0)
-                    a1, b1 = add(p1, key * p_key, a, b, a1, b1)
-                    a2, b2 = add(p2, key * p_key, a, b, a2, b2)
-                    a3, b3 = add(p3, key * p_key, a, b, a3, b3)
-                for row_out, low, high in ((r0, a0, b0), (r1, a1, b1), (r2, a2, b2), (r3, a3, b3)):
-                    store(row_out, 0, low)
-                    store(row_out, LANES, high)
+                target = out + 4 * (row * out_width + column)
+                wide_block(p + 4 * row * p_row, p_row, p_key, v, v_width, column, target, out_width, keys, factor)
+        for column in range(wide, columns, COLUMNS):
+            for row in range(0, rows, ROWS):
+                target = out + 4 * (row * out_width + column)
+                block(p + 4 * row * p_row, p_row, p_key, v, v_width, column, target, out_width, keys, factor)
 
-    return mix
+    return product
+
+
+def _products_of(add: Any, listed: bool = False) -> tuple[Any, Any]:
+    """The function `product`, which overwrites its result, and `mix`, which adds to it."""
+    product, added = _product_of(add, listed, True), _product_of(add, listed, False)
+
+    @inlined
+    def mix(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width):
+        added(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width, np.float32(1))
+
+    return product, mix
 
 
 _add_product = times_number(fma)
@@ -168,8 +217,7 @@ def spread(p, q, targets, rows, keys, columns, p_row, q_width):
                 store(target, after, high)
 
 
-scores, mix = _scores_of(fma), _mix_of(fma, _row_in_order)
-mix_listed = _mix_of(fma, _row_of_list)  # `v` is a list of the addresses of rows, and has no stride
-scores_of_pairs, mix_of_pairs = scores, mix
-if PAIRS:
-    scores_of_pairs, mix_of_pairs = _scores_of(fma_pairs), _mix_of(fma_pairs, _row_in_order)
+scores, scores_of_pairs = _scores_of(fma), _scores_of(fma_pairs if PAIRS else fma)
+product, mix = _products_of(add_product)
+product_listed, mix_listed = _products_of(add_product, listed=True)
+product_of_pairs, mix_of_pairs = _products_of(add_products_of_pairs if PAIRS else add_product)

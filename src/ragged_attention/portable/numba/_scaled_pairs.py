@@ -30,6 +30,8 @@ from ragged_attention.portable.numba._vectors import (
     inlined,
     join,
     load_aligned,
+    paired_high,
+    paired_low,
     shuffled,
     splat,
     vector,
@@ -78,24 +80,6 @@ def pairs_of_e2m1(builder: Any, source: Any, index: Any) -> Any:
 def scaled_pairs(builder: Any, pairs: Any, factors: Any) -> Any:
     """Pairs of bfloat16, both times the factor of their lane, which must be exact in bfloat16."""
     return join(builder, *(builder.fmul(half, factors) for half in halves(builder, pairs)))
-
-
-@function_of(vector, vector, vector)
-def paired_low(builder: Any, a: Any, b: Any) -> Any:
-    """The pairs of numbers at the same places of two vectors of bfloat16, for the first half of these."""
-    return _interleaved(builder, a, b, 0)
-
-
-@function_of(vector, vector, vector)
-def paired_high(builder: Any, a: Any, b: Any) -> Any:
-    """`paired_low` for the second half."""
-    return _interleaved(builder, a, b, LANES)
-
-
-def _interleaved(builder: Any, a: Any, b: Any, first: int) -> Any:
-    a, b = (builder.bitcast(each, SHORTS_OF_PAIRS) for each in (a, b))
-    places = [place for lane in range(first, first + LANES) for place in (lane, 2 * LANES + lane)]
-    return builder.bitcast(shuffled(builder, places, a, b), FLOATS)
 
 
 # ---- e2m1, with scales of 16 columns

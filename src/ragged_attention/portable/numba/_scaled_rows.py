@@ -21,8 +21,6 @@ from ragged_attention.portable.numba._records import up_to
 from ragged_attention.portable.numba._scaled_pairs import (
     both_raised_e2m1,
     both_raised_e4m3,
-    paired_high,
-    paired_low,
     pairs_of_e2m1,
     pairs_of_uint4,
     raised_e2m1,
@@ -51,6 +49,8 @@ from ragged_attention.portable.numba._vectors import (
     larger_magnitude,
     largest_of_magnitudes,
     load,
+    paired_high,
+    paired_low,
     set_byte,
     set_float,
     set_int,

@@ -8,19 +8,26 @@ from ragged_attention.portable.numba._vectors import (
     LANES,
     compiled,
     exp2,
-    fill,
     float_at,
     fma,
     inlined,
     lane_numbers,
-    largest,
+    largest_by_rows,
     load,
+    load_by_rows,
     magnitude,
     maximum,
+    row_0,
+    row_1,
+    row_2,
+    row_3,
+    rows_above,
     set_float,
     splat,
     store,
+    store_by_rows,
     total,
+    totals_by_rows,
     where_less,
     with_sign,
 )
@@ -87,11 +94,16 @@ def weight_of_sink(sinks, head, m_i):
     return power(float_at(sinks, head) * LOG2E - m_i) if sinks else 0.0
 
 
-@compiled
-def scale_row(row, columns, factor):
-    factors = splat(factor)
+@inlined
+def multiply_by(row, columns, factors):
+    """Multiply each vector of a row by the same vector."""
     for column in range(0, columns, LANES):
         store(row, column, load(row, column) * factors)
+
+
+@compiled
+def scale_row(row, columns, factor):
+    multiply_by(row, columns, splat(factor))
 
 
 @compiled
@@ -122,35 +134,51 @@ def multiply_weights(s, factors, count, row, l_i, means):
 
 
 @compiled
-def weigh(s, first, stop, count, row, m_i, l_i, out, columns, paired):
-    """Replace a row's logits by weights, 0 outside [first, stop), and update its softmax state.
+def weigh(s, s_width, count, row, m_i, l_i, out, columns):
+    """Replace the logits of ROWS rows, from row `row` on, by weights, and update the softmax state of these rows.
 
-    `count` is a multiple of LANES. `m_i` and `l_i` are arrays over all rows, `out` is the row's accumulator. In a
-    `paired` tile, returns whether few keys have most of the row's weight; rounding it would show in the result.
+    `s` and `out` are the logits and the accumulator of row `row`. `count` is a multiple of LANES; a logit that is to
+    get no weight is NOTHING. Returns a bit for each row of whose weight few keys have most, so that rounding weights to
+    bfloat16 would show in the result.
     """
-    if stop <= first:
-        fill(s, 0, count, np.float32(0))
-        return False
-    fill(s, 0, first, NOTHING)
-    fill(s, stop, count, NOTHING)
-    high = load(s, 0)
+    s0, s1, s2, s3 = s, s + 4 * s_width, s + 8 * s_width, s + 12 * s_width
+    high0, high1, high2, high3 = load(s0, 0), load(s1, 0), load(s2, 0), load(s3, 0)
     for index in range(LANES, count, LANES):
-        high = maximum(high, load(s, index))
-    old_m_i = float_at(m_i, row)
-    new_m_i = max(largest(high), old_m_i)
-    base = new_m_i if new_m_i > NOTHING else np.float32(0)
-    origin, sums, squares = splat(base), splat(0.0), splat(0.0)
+        high0, high1 = maximum(high0, load(s0, index)), maximum(high1, load(s1, index))
+        high2, high3 = maximum(high2, load(s2, index)), maximum(high3, load(s3, index))
+    old, weight, nothing = load_by_rows(m_i, row), load_by_rows(l_i, row), splat(NOTHING)
+    new = maximum(largest_by_rows(high0, high1, high2, high3), old)
+    base = where_less(nothing, new, new, splat(0.0))
+    base0, base1, base2, base3 = row_0(base), row_1(base), row_2(base), row_3(base)
+    sum0 = sum1 = sum2 = sum3 = square0 = square1 = square2 = square3 = splat(0.0)
     for index in range(0, count, LANES):
-        weights = exp2(load(s, index) - origin)
-        store(s, index, weights)
-        sums, squares = sums + weights, fma(weights, weights, squares)
-    if new_m_i > old_m_i:
-        alpha = power(old_m_i - base)
-        set_float(l_i, row, float_at(l_i, row) * alpha + total(sums))
-        scale_row(out, columns, alpha)
-    else:
-        set_float(l_i, row, float_at(l_i, row) + total(sums))
-    if new_m_i == NOTHING and float_at(l_i, row) != 0:  # all keys so far are NaN, which no maximum shows
-        new_m_i = float_at(l_i, row)
-    set_float(m_i, row, new_m_i)
-    return paired and total(squares) * MANY > float_at(l_i, row) * float_at(l_i, row)
+        a, b = exp2(load(s0, index) - base0), exp2(load(s1, index) - base1)
+        c, d = exp2(load(s2, index) - base2), exp2(load(s3, index) - base3)
+        store(s0, index, a)
+        store(s1, index, b)
+        store(s2, index, c)
+        store(s3, index, d)
+        sum0, sum1, sum2, sum3 = sum0 + a, sum1 + b, sum2 + c, sum3 + d
+        square0, square1, square2, square3 = (
+            fma(a, a, square0),
+            fma(b, b, square1),
+            fma(c, c, square2),
+            fma(d, d, square3),
+        )
+    raised = rows_above(new, old)
+    if raised:
+        alpha = exp2(old - base)
+        weight = weight * alpha
+        if raised & 1:
+            multiply_by(out, columns, row_0(alpha))
+        if raised & 2:
+            multiply_by(out + 4 * columns, columns, row_1(alpha))
+        if raised & 4:
+            multiply_by(out + 8 * columns, columns, row_2(alpha))
+        if raised & 8:
+            multiply_by(out + 12 * columns, columns, row_3(alpha))
+    weight = weight + totals_by_rows(sum0, sum1, sum2, sum3)
+    store_by_rows(l_i, row, weight)
+    # All keys so far of a row are NaN, which no maximum shows, if it has weight but no largest logit.
+    store_by_rows(m_i, row, where_less(nothing, new, new, where_less(weight, splat(np.inf), new, weight)))
+    return rows_above(totals_by_rows(square0, square1, square2, square3) * splat(MANY), weight * weight)

@@ -9,10 +9,21 @@ import math
 
 from ragged_attention.errors import InvalidInput
 from ragged_attention.portable.numba._formats import narrow, size_of
-from ragged_attention.portable.numba._records import NO_MEMORY, programs, record_at
+from ragged_attention.portable.numba._products import COLUMNS
+from ragged_attention.portable.numba._records import NO_MEMORY, programs, record_at, up_to
 from ragged_attention.portable.numba._softmax import NOTHING, log_sum_exp, power, scale_row, weight_of_sink
 from ragged_attention.portable.numba._tiles import begin, new_tile, tile_at
-from ragged_attention.portable.numba._vectors import add_to, allocate, compiled, fill, float_at, set_float, zero
+from ragged_attention.portable.numba._vectors import (
+    add_multiple,
+    add_to,
+    allocate,
+    compiled,
+    copy,
+    fill,
+    float_at,
+    set_float,
+    zero,
+)
 
 SPLITS = ("units", "num_units", "work", "partials", "num_partials", "counters", "partial_size")  # fields of the plan
 UNIT = ("seq", "token", "first", "last", "low", "high", "split", "num_splits", "partial")  # one split of a block
@@ -101,7 +112,7 @@ def planner(divide):
     @compiled
     def plan_units(call, rows):
         """A unit of a split block has up to `rows` rows. A program computes one unit for one KV head."""
-        call.partial_size = rows * (call.v_head_dim + 2)
+        call.partial_size = rows * (up_to(call.v_head_dim, COLUMNS) + 2)
         return call.num_units * call.num_kv_heads if list_units(call) else NO_MEMORY
 
     return plan_units
@@ -138,35 +149,31 @@ def write_lse(call, tile, row, place):
 
 
 @compiled
-def keep_partial(tile, rows, columns, target):
-    """Store the partial result of a split."""
-    for row in range(rows):
-        for column in range(columns):
-            set_float(target, row * columns + column, float_at(tile.out, row * tile.columns + column))
-        set_float(target, rows * columns + row, float_at(tile.m_i, row))
-        set_float(target, rows * columns + rows + row, float_at(tile.l_i, row))
+def keep_partial(tile, rows, target):
+    """Store the partial result of a split: results, largest logits and sums of weights."""
+    floats = rows * tile.columns
+    copy(target, tile.out, 4 * floats)
+    copy(target + 4 * floats, tile.m_i, 4 * rows)
+    copy(target + 4 * (floats + rows), tile.l_i, 4 * rows)
 
 
 @compiled
-def merge(tile, rows, columns, partials, stride, num_splits):
+def merge(tile, rows, partials, stride, num_splits):
     """Merge the partial results of all splits into the tile; they are `stride` bytes apart."""
+    columns = tile.columns
     begin(tile, rows)
     for row in range(rows):
-        m_i = NOTHING
+        m_i, index = NOTHING, rows * columns + row
         for split in range(num_splits):
-            m_i = max(m_i, float_at(partials + split * stride, rows * columns + row))
+            m_i = max(m_i, float_at(partials + split * stride, index))
         set_float(tile.m_i, row, m_i)
         for split in range(num_splits):
             partial = partials + split * stride
-            split_m_i = float_at(partial, rows * columns + row)
+            split_m_i = float_at(partial, index)
             if split_m_i > NOTHING or split_m_i != split_m_i:
                 weight = power(split_m_i - m_i)
-                split_l_i = float_at(partial, rows * columns + rows + row)
-                set_float(tile.l_i, row, float_at(tile.l_i, row) + weight * split_l_i)
-                for column in range(columns):
-                    place = row * tile.columns + column
-                    value = float_at(partial, row * columns + column)
-                    set_float(tile.out, place, float_at(tile.out, place) + weight * value)
+                set_float(tile.l_i, row, float_at(tile.l_i, row) + weight * float_at(partial, index + rows))
+                add_multiple(tile.out + 4 * row * columns, partial + 4 * row * columns, columns, weight)
 
 
 @compiled
@@ -179,10 +186,10 @@ def is_last(call, tile, unit, head, rows):
         return True
     place, stride = unit.partial * call.num_kv_heads + head * unit.num_splits, 4 * call.partial_size
     partials = call.partials + place * stride
-    keep_partial(tile, rows, call.v_head_dim, partials + unit.split * stride)
+    keep_partial(tile, rows, partials + unit.split * stride)
     if add_to(call.counters + 8 * place, 1) < unit.num_splits - 1:
         return False
-    merge(tile, rows, call.v_head_dim, partials, stride, unit.num_splits)
+    merge(tile, rows, partials, stride, unit.num_splits)
     return True
 
 

@@ -4,21 +4,37 @@ A tile is a record, followed by the buffers whose addresses it holds. Queries, k
 rows of whole vectors, and the number of rows is a multiple of ROWS. In a `paired` tile queries, keys, values and
 weights are bfloat16, two in each *place* of 32 bits. A place of a query or key holds columns d and d + head_dim / 2, or
 two adjacent columns if keys are multiplied in the cache or expanded; a place of the weights or values holds two
-adjacent keys. If few keys have most of a row's weight, rounding their weights to bfloat16 would show in the result. The
-rounding errors of such rows, which `uneven` counts, are therefore kept in `lost` and multiplied too. Each row sees no
+adjacent keys. If few keys have most of a row's weight, rounding their weights to bfloat16 would show in the result.
+The rounding errors of such rows are therefore kept in `lost` and multiplied too; `uneven` says for each group of ROWS
+rows whether it has any. Each row sees no
 position outside [left, right), and no row up to it sees `reach` or a later one. Rows of K and V that are stored with
 scales have these at the addresses `k_scales` and `v_scales`. Scales of whole rows become factors of the keys,
 `k_factors` and `v_factors`; `mean_factors` has the mean of the latter by each row's weights (`multiply_weights`). Of a
 zero point that is no integer from 0 to 15, a paired tile subtracts the nearest one from the codes; `k_rests` and
 `v_rests` have the rest. It changes a logit by the sum of a query's columns, of which `q_sums` has one for each row.
+
+The lists that begin with `next` have the `ahead` keys of the next tile. Their rows of `k_bytes` and `v_bytes` are
+prefetched a few at a time while the current keys are multiplied, so that memory is never idle.
 """
 
+import numpy as np
+
 from ragged_attention.portable.numba import _formats
-from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix, mix_of_pairs, scores, scores_of_pairs
+from ragged_attention.portable.numba._products import (
+    COLUMNS,
+    ROWS,
+    mix,
+    mix_listed,
+    mix_of_pairs,
+    product,
+    product_of_pairs,
+    scores,
+    scores_of_pairs,
+)
 from ragged_attention.portable.numba._records import allocate_arena, list_rows, record_at, up_to
 from ragged_attention.portable.numba._scaled_rows import SCRATCH
 from ragged_attention.portable.numba._sequences import within
-from ragged_attention.portable.numba._softmax import NOTHING, capped, multiply_row, multiply_weights, scale_row, weigh
+from ragged_attention.portable.numba._softmax import NOTHING, capped, multiply_row, multiply_weights, weigh
 from ragged_attention.portable.numba._vectors import (
     LANES,
     PAIRS,
@@ -32,6 +48,7 @@ from ragged_attention.portable.numba._vectors import (
     inlined,
     int_at,
     load,
+    prefetch,
     set_float,
     set_int,
     splat,
@@ -41,16 +58,17 @@ from ragged_attention.portable.numba._vectors import (
     zero,
 )
 
-NUMBERS = ("rows", "keys", "width", "v_width", "columns", "s_width", "s_rows", "paired", "uneven",
-           "named_row")  # fmt: skip
-BUFFERS = ("q", "k", "k_rows", "transposed", "v", "s", "lost", "out", "m_i", "l_i", "left", "right", "reach", "factors",
-         "sources", "v_sources", "next_sources", "next_v_sources", "positions", "next_positions",
+NUMBERS = ("rows", "keys", "width", "v_width", "columns", "s_width", "s_rows", "paired", "named_row",
+           "ahead", "k_bytes", "v_bytes")  # fmt: skip
+BUFFERS = ("q", "k", "k_rows", "transposed", "v", "s", "lost", "out", "m_i", "l_i", "left", "right", "reach", "uneven",
+         "factors", "sources", "v_sources", "next_sources", "next_v_sources", "positions", "next_positions",
          "v_rows", "named", "seen", "own_positions", "own_keys", "own_values",
          "k_scales", "v_scales", "next_k_scales", "next_v_scales", "k_factors", "v_factors", "k_rests", "v_rests",
          "mean_factors", "q_sums", "scratch", "zeros", "wide_row",
          "packed_q", "packed_out", "packed_m_i", "packed_l_i")  # fmt: skip
 tile_at = record_at((*NUMBERS, *BUFFERS))
 FEW_ROWS = 4 * ROWS  # with up to this many rows, keys are multiplied without transposing them
+STEP = 8  # keys that few rows are multiplied with at a time, and the keys prefetched meanwhile
 
 
 @compiled
@@ -72,7 +90,7 @@ def new_tile(rows, keys, width, columns, latent, paired, named, rows_at_once):
     address = allocate_arena(
         len(NUMBERS),
         (4 * rows * width, 4 * keys * width, addresses, 4 * s_width * width, values, logits, logits, 4 * rows * columns,
-         floats, floats, integers, integers, integers, 4 * width, addresses, addresses, addresses, addresses,
+         floats, floats, integers, integers, integers, integers, 4 * width, addresses, addresses, addresses, addresses,
          addresses, addresses, addresses, named, addresses, addresses, addresses, addresses,
          addresses, addresses, addresses, addresses, 4 * keys, 4 * keys, 4 * keys, 4 * keys,
          floats, floats, 2 * SCRATCH, 4 * columns, 4 * columns, *packed),
@@ -81,7 +99,7 @@ def new_tile(rows, keys, width, columns, latent, paired, named, rows_at_once):
         return address
     tile = tile_at(address)
     tile.rows, tile.keys, tile.width, tile.v_width, tile.columns = rows, keys, width, v_width, columns
-    tile.s_width, tile.s_rows, tile.paired = s_width, s_rows, paired
+    tile.s_width, tile.s_rows, tile.paired, tile.ahead = s_width, s_rows, paired, 0
     zero(tile.zeros, 4 * columns)
     zero(tile.v, values)  # the places that pad a row stay 0
     if latent:
@@ -96,10 +114,7 @@ def begin(tile, rows):
     whole = up_to(rows, ROWS)
     zero(tile.q + 4 * rows * tile.width, 4 * (whole - rows) * tile.width)
     zero(tile.out, 4 * whole * tile.columns)
-    logits = 4 * min(whole, tile.s_rows) * tile.s_width
-    zero(tile.s, logits)
-    if tile.paired:
-        zero(tile.lost, logits)
+    zero(tile.s, 4 * min(whole, tile.s_rows) * tile.s_width)
     zero(tile.l_i, 4 * whole)
     zero(tile.mean_factors, 4 * whole)
     fill(tile.m_i, 0, whole, NOTHING)
@@ -145,27 +160,6 @@ def read_rows(code, sources, target, width, columns, count):
             zero(row, 4 * columns)
 
 
-@compiled
-def pair_keys(code, sources, target, width, count):
-    """Read the keys at the addresses `sources` as pairs of columns d and d + `width`; skip a key whose address is 0."""
-    for key in range(count):
-        source = int_at(sources, key)
-        if source:
-            _formats.pair(code, source, source + _formats.size_of(code) * width, target + 4 * key * width, width)
-
-
-@compiled
-def pair_values(code, sources, target, width, columns, count):
-    """Read the values at the addresses `sources` in pairs of keys; if one key is missing, the other is read twice."""
-    for key in range(0, count, 2):
-        first, second = int_at(sources, key), int_at(sources, key + 1) if key + 1 < count else 0
-        first, second, row = first if first else second, second if second else first, target + 2 * key * width
-        if first:
-            _formats.pair(code, first, second, row, columns)
-        else:
-            zero(row, 4 * columns)
-
-
 @inlined
 def shift(tile, rows):
     """Make the rows from row `rows` on, which must be a multiple of ROWS, the tile's first."""
@@ -203,6 +197,25 @@ def unpack_rows(tile, first, rows):
 
 
 @inlined
+def prefetch_rows(sources, first, stop, size):
+    """Prefetch the rows [first, stop) of a list of addresses, of `size` bytes each; an address may be 0."""
+    for index in range(first, stop):
+        prefetch(int_at(sources, index), size)
+
+
+@inlined
+def prefetch_keys(tile, first, stop):
+    """Prefetch those of the next keys that are in [first, stop)."""
+    prefetch_rows(tile.next_sources, first, min(stop, tile.ahead), tile.k_bytes)
+
+
+@inlined
+def prefetch_values(tile, first, stop):
+    """Prefetch the values of those of the next keys that are in [first, stop)."""
+    prefetch_rows(tile.next_v_sources, first, min(stop, tile.ahead), tile.v_bytes)
+
+
+@inlined
 def advance(tile):
     """Make the next keys the current ones."""
     tile.sources, tile.next_sources = tile.next_sources, tile.sources
@@ -231,25 +244,46 @@ def pairs_with(q_format, k_format, v_format, width, v_width):
 
 
 @inlined
-def round_weights(s, lost, count, keep):
-    """Round a row's weights to bfloat16 in place; write the rounding errors to `lost` if `keep`, else zeros."""
+def round_weights(s, lost, count):
+    """Round a row's weights to bfloat16 in place, and write the rounding errors to `lost` unless it is 0."""
     for index in range(0, count, LANES):
         weights = load(s, index)
         _formats.write_weights(s, index, weights)
-        if keep:
+        if lost:
             _formats.write_weights(lost, index, weights - _formats.read_bfloat16(s, index))
-    if not keep:
-        zero(lost, 2 * count)
 
 
 @compiled
 def sum_of_rests(s, lost, rests, count):
-    """The sum of `rests` by a row's weights, which are rounded to bfloat16."""
+    """The sum of `rests` by a row's weights, which are rounded to bfloat16; `lost` is that of `round_weights`."""
     sums = splat(0.0)
     for index in range(0, count, LANES):
-        weights = _formats.read_bfloat16(s, index) + _formats.read_bfloat16(lost, index)
+        weights = _formats.read_bfloat16(s, index)
+        if lost:
+            weights = weights + _formats.read_bfloat16(lost, index)
         sums = fma(weights, load(rests, index), sums)
     return total(sums)
+
+
+@compiled
+def weigh_rows(tile, rows, row, first, count):
+    """Replace the logits of ROWS of a tile's `rows` rows, from row `row` on, by weights; returns the bits of `weigh`.
+
+    The `count` keys begin at position `first`. Rows that pad a tile see what the last row sees.
+    """
+    whole, seen, s = up_to(count, LANES), False, tile.s + 4 * row * tile.s_width
+    for each in range(ROWS):
+        same = min(row + each, rows - 1)
+        left, right = within(int_at(tile.left, same) - first, count), within(int_at(tile.right, same) - first, count)
+        seen = seen or left < right
+        fill(s + 4 * each * tile.s_width, 0, min(left, right), NOTHING)
+        fill(s + 4 * each * tile.s_width, right, whole, NOTHING)
+    if not seen:
+        for each in range(ROWS):
+            fill(s + 4 * each * tile.s_width, 0, whole, np.float32(0))
+        return 0
+    out = tile.out + 4 * row * tile.columns
+    return weigh(s, tile.s_width, whole, row, tile.m_i, tile.l_i, out, tile.columns) & (1 << min(rows - row, ROWS)) - 1
 
 
 @compiled
@@ -264,20 +298,35 @@ def weigh_keys(tile, rows, first, count, holes, factors, rests):
             if not int_at(tile.sources, key):
                 for row in range(rows):
                     set_float(tile.s, row * tile.s_width + key, NOTHING)
-    whole, tile.uneven = up_to(count, LANES), 0
-    for row in range(rows):
-        s = tile.s + 4 * row * tile.s_width
-        left, right = within(int_at(tile.left, row) - first, count), within(int_at(tile.right, row) - first, count)
-        out = tile.out + 4 * row * tile.columns
-        uneven = weigh(s, left, right, whole, row, tile.m_i, tile.l_i, out, tile.columns, tile.paired)
+    for row in range(0, rows, ROWS):
+        uneven = weigh_rows(tile, rows, row, first, count)
         if factors:
-            uneven = multiply_weights(s, factors, whole, row, tile.l_i, tile.mean_factors)
+            uneven = scale_weights(tile, row, min(row + ROWS, rows), factors, up_to(count, LANES))
         if tile.paired:
-            lost = tile.lost + 4 * row * tile.s_width
-            round_weights(s, lost, whole, uneven)
-            tile.uneven += uneven
-            if rests:  # of the weights that will be multiplied, so that their rounding changes no mean of zero
-                add_in_all(out, tile.columns, -sum_of_rests(s, lost, rests, whole))
+            set_int(tile.uneven, row // ROWS, uneven)
+            round_rows(tile, row, uneven, up_to(count, LANES), rests)
+
+
+@compiled
+def scale_weights(tile, first, stop, factors, count):
+    """`multiply_weights` for the rows [first, stop); returns how many of them have most of their weight on few keys."""
+    uneven = 0
+    for row in range(first, stop):
+        s = tile.s + 4 * row * tile.s_width
+        uneven += multiply_weights(s, factors, count, row, tile.l_i, tile.mean_factors)
+    return uneven
+
+
+@compiled
+def round_rows(tile, first, uneven, count, rests):
+    """Round the weights of ROWS rows, from row `first` on, keep the errors if `uneven`, and subtract the `rests`."""
+    for row in range(first, first + ROWS):
+        offset = 4 * row * tile.s_width
+        lost = tile.lost + offset if uneven else 0
+        round_weights(tile.s + offset, lost, count)
+        if rests:  # of the weights that will be multiplied, so that their rounding changes no mean of zero
+            rest = sum_of_rests(tile.s + offset, lost, rests, count)
+            add_in_all(tile.out + 4 * row * tile.columns, tile.columns, -rest)
 
 
 @inlined
@@ -303,23 +352,28 @@ def keys_per_product(tile, first, count):
 
 
 @compiled
-def transpose_keys(keys, count, otherwise, places, target, width):
-    """Transpose the first `places` 32-bit places of the `count` rows whose addresses `keys` lists.
-
-    Columns of `target` from `count` on are undefined.
-    """
+def transpose_keys(tile, keys, count):
+    """Transpose the `count` rows of a tile's keys whose addresses `keys` lists; prefetch the next keys meanwhile."""
     for key in range(0, count, LANES):
-        for place in range(0, places, LANES):
-            transpose(keys + 8 * key, count - key, otherwise, place, target + 4 * (place * width + key), width)
+        prefetch_keys(tile, key, key + LANES)
+        for place in range(0, tile.width, LANES):
+            target = tile.transposed + 4 * (place * tile.s_width + key)
+            transpose(keys + 8 * key, count - key, tile.q, place, target, tile.s_width)
+    prefetch_keys(tile, up_to(count, LANES), tile.ahead)
 
 
-@inlined
-def multiply(tile, p, p_row, v, v_width, out, out_width, rows, keys, columns, fresh):
-    """Call `mix_of_pairs` for a `paired` tile, else `mix`."""
-    if tile.paired:
-        mix_of_pairs(p, v, out, up_to(rows, ROWS), keys, columns, p_row, 1, v_width, out_width, fresh)
-    else:
-        mix(p, v, out, up_to(rows, ROWS), keys, columns, p_row, 1, v_width, out_width, fresh)
+@compiled
+def multiply_few(tile, keys, rows, count, factor):
+    """Set `s` to `factor` times the products of few rows and the `count` keys whose addresses `keys` lists."""
+    width, s_width = tile.width, tile.s_width
+    for key in range(0, count, STEP):
+        prefetch_keys(tile, key, key + STEP)
+        some, s, num_keys = keys + 8 * key, tile.s + 4 * key, min(STEP, count - key)
+        if tile.paired:
+            scores_of_pairs(tile.q, some, s, rows, num_keys, width, width, s_width, factor)
+        else:
+            scores(tile.q, some, s, rows, num_keys, width, width, s_width, factor)
+    prefetch_keys(tile, up_to(count, STEP), tile.ahead)
 
 
 @compiled
@@ -330,20 +384,19 @@ def multiply_keys(tile, keys, rows, first, count, factor, factors, rests, soft_c
     `rests` is an address, its numbers are subtracted from all columns of the keys. A `soft_cap` of 0 means none;
     `factor` then includes log2(e).
     """
-    width, s_width = tile.width, tile.s_width
+    width, s_width, whole, scale = tile.width, tile.s_width, up_to(rows, ROWS), np.float32(factor)
     if rows > FEW_ROWS:
-        transpose_keys(keys, count, tile.q, width, tile.transposed, s_width)
+        transpose_keys(tile, keys, count)
         step = keys_per_product(tile, first, count)
         for key in range(0, count, step):
             row, num_keys = first_to_see(tile, rows, first + key), up_to(min(step, count - key), COLUMNS)
-            q, s = tile.q + 4 * row * width, tile.s + 4 * (row * s_width + key)
-            multiply(tile, q, width, tile.transposed + 4 * key, s_width, s, s_width, rows - row, width, num_keys, True)
-        if factor != 1:
-            scale_row(tile.s, rows * s_width, factor)
-    elif tile.paired:
-        scores_of_pairs(tile.q, keys, tile.s, up_to(rows, ROWS), count, width, width, s_width, factor)
+            q, k, s = tile.q + 4 * row * width, tile.transposed + 4 * key, tile.s + 4 * (row * s_width + key)
+            if tile.paired:
+                product_of_pairs(q, k, s, whole - row, width, num_keys, width, 1, s_width, s_width, scale)
+            else:
+                product(q, k, s, whole - row, width, num_keys, width, 1, s_width, s_width, scale)
     else:
-        scores(tile.q, keys, tile.s, up_to(rows, ROWS), count, width, width, s_width, factor)
+        multiply_few(tile, keys, whole, count, scale)
     if rests:
         for row in range(rows):
             s = tile.s + 4 * row * s_width
@@ -357,14 +410,41 @@ def multiply_keys(tile, keys, rows, first, count, factor, factors, rests, soft_c
 
 
 @compiled
+def mix_values_in_place(tile, rows, count):
+    """Add the weighted values of `count` keys, which lie in the cache as float32 in whole blocks of columns."""
+    for key in range(0, count, STEP):
+        prefetch_values(tile, key, key + STEP)
+    for key in range(count):
+        if not int_at(tile.v_sources, key):
+            set_int(tile.v_sources, key, tile.zeros)
+    columns, s_width = tile.columns, tile.s_width
+    mix_listed(tile.s, tile.v_sources, tile.out, up_to(rows, ROWS), count, columns, s_width, 1, 0, columns)
+
+
+@compiled
 def mix_values(tile, rows, first, count):
     """Add the weighted values of `count` keys, from position `first` on, to the results."""
     step, s_width, v_width, columns = keys_per_product(tile, first, count), tile.s_width, tile.v_width, tile.columns
+    whole = up_to(rows, ROWS)
     for key in range(0, count, step):
-        row, num_keys, place = first_to_see(tile, rows, first + key), min(step, count - key), key
+        row, num_keys = first_to_see(tile, rows, first + key), min(step, count - key)
         if tile.paired:
-            num_keys, place = (num_keys + 1) // 2, key // 2
-        offset, v, out = 4 * (row * s_width + place), tile.v + 4 * place * v_width, tile.out + 4 * row * columns
-        multiply(tile, tile.s + offset, s_width, v, v_width, out, columns, rows - row, num_keys, columns, False)
-        if tile.uneven:
-            multiply(tile, tile.lost + offset, s_width, v, v_width, out, columns, rows - row, num_keys, columns, False)
+            mix_pairs(tile, row, whole, key // 2, (num_keys + 1) // 2)
+        else:
+            s, v, out = tile.s + 4 * (row * s_width + key), tile.v + 4 * key * v_width, tile.out + 4 * row * columns
+            mix(s, v, out, whole - row, num_keys, columns, s_width, 1, v_width, columns)
+
+
+@compiled
+def mix_pairs(tile, first, stop, pair, count):
+    """Add `count` pairs of values, from pair `pair` on, to the results of the rows [first, stop), by their weights.
+
+    What rounding took of the weights is multiplied for the groups of ROWS rows that need it.
+    """
+    s_width, v_width, columns, v = tile.s_width, tile.v_width, tile.columns, tile.v + 4 * pair * tile.v_width
+    s, out = tile.s + 4 * (first * s_width + pair), tile.out + 4 * first * columns
+    mix_of_pairs(s, v, out, stop - first, count, columns, s_width, 1, v_width, columns)
+    for row in range(first, stop, ROWS):
+        if int_at(tile.uneven, row // ROWS):
+            lost, out = tile.lost + 4 * (row * s_width + pair), tile.out + 4 * row * columns
+            mix_of_pairs(lost, v, out, ROWS, count, columns, s_width, 1, v_width, columns)

@@ -80,6 +80,11 @@ for _symbol, _name in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator
     _arithmetic(_symbol, _name)
 
 
+def number(value: int) -> ir.Constant:
+    """An int64."""
+    return ir.Constant(I64, value)
+
+
 def constant(kind: ir.VectorType, value: float) -> ir.Constant:
     return ir.Constant(kind, [value] * kind.count)
 
@@ -132,10 +137,12 @@ def lane_numbers(builder: Any) -> Any:
     return ir.Constant(FLOATS, [ir.Constant(F32, float(lane)) for lane in range(LANES)])
 
 
-@function_of(vector, vector, vector, vector)
-def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+def add_product(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded only once if the CPU has such an instruction."""
     return called(builder, f"llvm.fmuladd.v{LANES}f32", FLOATS, a, b, c)
+
+
+fma = function_of(vector, vector, vector, vector)(add_product)
 
 
 def instruction(builder: Any, text: str, result: Any, constraint: str, *values: Any) -> Any:
@@ -143,10 +150,12 @@ def instruction(builder: Any, text: str, result: Any, constraint: str, *values: 
     return builder.asm(ir.FunctionType(result, [value.type for value in values]), text, constraint, values, False)
 
 
-@function_of(vector, vector, vector, vector)
-def fma_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:
+def add_products_of_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """In each lane, c + the two products of the pairs of bfloat16 in a and b; subnormals count as 0. Needs PAIRS."""
     return instruction(builder, "vdpbf16ps $3, $2, $0", FLOATS, "=v,0,v,v", c, a, b)
+
+
+fma_pairs = function_of(vector, vector, vector, vector)(add_products_of_pairs)
 
 
 def join(builder: Any, low: Any, high: Any) -> Any:
@@ -170,6 +179,25 @@ def halves(builder: Any, pairs: Any) -> tuple[Any, Any]:
 def sum_of_pairs(builder: Any, pairs: Any) -> Any:
     """In each lane, the sum of a pair of bfloat16."""
     return builder.fadd(*halves(builder, pairs))
+
+
+def _interleaved(builder: Any, a: Any, b: Any, first: int) -> Any:
+    kind = ir.VectorType(I16, 2 * LANES)
+    a, b = (builder.bitcast(each, kind) for each in (a, b))
+    places = [place for lane in range(first, first + LANES) for place in (lane, 2 * LANES + lane)]
+    return builder.bitcast(shuffled(builder, places, a, b), FLOATS)
+
+
+@function_of(vector, vector, vector)
+def paired_low(builder: Any, a: Any, b: Any) -> Any:
+    """The pairs of numbers at the same places of two vectors of bfloat16, for the first half of these."""
+    return _interleaved(builder, a, b, 0)
+
+
+@function_of(vector, vector, vector)
+def paired_high(builder: Any, a: Any, b: Any) -> Any:
+    """`paired_low` for the second half."""
+    return _interleaved(builder, a, b, LANES)
 
 
 @function_of(vector, vector, vector)
@@ -279,6 +307,68 @@ def largest_of_magnitudes(builder: Any, a: Any) -> Any:
 def _quads(*runs: int) -> list[int]:
     """The lanes in some runs of four, for `shuffled`."""
     return [4 * run + lane for run in runs for lane in range(4)]
+
+
+ROWS = 4  # rows whose numbers `by_rows` and its kin hold in one vector
+SPAN = LANES // ROWS  # the lanes of a row there
+FEW = ir.VectorType(F32, ROWS)
+
+
+def _by_rows(step: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
+    """Code that reduces four vectors: the result of the first fills the first SPAN lanes, and so on."""
+
+    def emit(builder: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        half, quarters = LANES // 2, [range(part * SPAN, (part + 1) * SPAN) for part in range(2 * ROWS)]
+        low, high = [*range(half), *range(LANES, LANES + half)], [*range(half, LANES), *range(LANES + half, 2 * LANES)]
+        ab, cd = (
+            step(builder, shuffled(builder, low, x, y), shuffled(builder, high, x, y)) for x, y in ((a, b), (c, d))
+        )
+        even, odd = ([lane for part in range(first, 2 * ROWS, 2) for lane in quarters[part]] for first in (0, 1))
+        found, distance = step(builder, shuffled(builder, even, ab, cd), shuffled(builder, odd, ab, cd)), SPAN
+        while distance := distance // 2:
+            found = step(builder, found, shuffled(builder, [lane ^ distance for lane in range(LANES)], found))
+        return found
+
+    return emit
+
+
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+totals_by_rows = function_of(vector, vector, vector, vector, vector)(_by_rows(lambda builder, a, b: builder.fadd(a, b)))
+largest_by_rows = function_of(vector, vector, vector, vector, vector)(_by_rows(_larger))
+
+
+@function_of(vector, types.int64, types.int64)
+def load_by_rows(builder: Any, address: Any, index: Any) -> Any:
+    """Four floats, one for each row."""
+    numbers = load_aligned(builder, element(builder, address, index, F32), FEW, 4)
+    return shuffled(builder, [lane // SPAN for lane in range(LANES)], numbers)
+
+
+@function_of(types.none, types.int64, types.int64, vector)
+def store_by_rows(builder: Any, address: Any, index: Any, value: Any) -> None:
+    few = shuffled(builder, [row * SPAN for row in range(ROWS)], value)
+    store_aligned(builder, few, element(builder, address, index, F32), 4)
+
+
+def _row(row: int) -> Any:
+    def emit(builder: Any, value: Any) -> Any:
+        return shuffled(builder, [row * SPAN] * LANES, value)
+
+    emit.__name__ = f"row_{row}"
+    return function_of(vector, vector)(emit)
+
+
+row_0, row_1, row_2, row_3 = map(_row, range(ROWS))  # the number of one row, in all lanes
+
+
+@function_of(types.int64, vector, vector)
+def rows_above(builder: Any, a: Any, b: Any) -> Any:
+    """A bit for each row whose number in `a` is greater than that in `b`."""
+    above = shuffled(builder, [row * SPAN for row in range(ROWS)], builder.fcmp_ordered(">", a, b))
+    return builder.zext(builder.bitcast(above, ir.IntType(ROWS)), I64)
 
 
 @function_of(types.none, types.int64, types.int64, vector, *(vector,) * LANES)
@@ -461,9 +551,12 @@ def copy(builder: Any, target: Any, source: Any, size: Any) -> None:
 def prefetch(builder: Any, address: Any, size: Any) -> None:
     """Prefetch `size` bytes; the address need not be valid."""
     hints = [ir.Constant(I32, hint) for hint in (0, 2, 1)]  # 0: read, 2: locality (L2 on x86), 1: data cache
-    with cgutils.for_range_slice(builder, ir.Constant(I64, 0), size, ir.Constant(I64, 64)) as (offset, _):
-        place = builder.inttoptr(builder.add(address, offset), I8.as_pointer())
-        called(builder, "llvm.prefetch.p0i8", ir.VoidType(), place, *hints)
+    many = builder.and_(size, number(-256))
+    for begin, end, lines in ((number(0), many, 4), (many, size, 1)):
+        with cgutils.for_range_slice(builder, begin, end, number(64 * lines)) as (offset, _):
+            for line in range(lines):
+                place = builder.add(builder.add(address, offset), number(64 * line))
+                called(builder, "llvm.prefetch.p0i8", ir.VoidType(), builder.inttoptr(place, I8.as_pointer()), *hints)
 
 
 @function_of(types.none)

@@ -242,9 +242,9 @@ def add_gradients(call, tile, rows, first, offset, count, dq):
     """
     differentiate_rows(call, tile, rows, first + offset, offset, count, call.soft_cap)
     keys, width, v_width, written = tile.keys, tile.width, tile.v_width, up_to(count, ROWS)
-    mix(tile.d_s, tile.k + 4 * offset * width, dq, up_to(rows, ROWS), count, width, keys, 1, width, width, False)
-    mix(tile.d_s, tile.q, tile.dk + 4 * offset * width, written, rows, width, 1, keys, width, width, False)
-    mix(tile.s, tile.d_out, tile.dv + 4 * offset * v_width, written, rows, v_width, 1, keys, v_width, v_width, False)
+    mix(tile.d_s, tile.k + 4 * offset * width, dq, up_to(rows, ROWS), count, width, keys, 1, width, width)
+    mix(tile.d_s, tile.q, tile.dk + 4 * offset * width, written, rows, width, 1, keys, width, width)
+    mix(tile.s, tile.d_out, tile.dv + 4 * offset * v_width, written, rows, v_width, 1, keys, v_width, v_width)
 
 
 @compiled
