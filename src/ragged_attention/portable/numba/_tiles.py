@@ -352,14 +352,39 @@ def keys_per_product(tile, first, count):
 
 
 @compiled
-def transpose_keys(tile, keys, count):
-    """Transpose the `count` rows of a tile's keys whose addresses `keys` lists; prefetch the next keys meanwhile."""
+def transpose_keys(keys, count, otherwise, places, target, width):
+    """Transpose the first `places` 32-bit places of the `count` rows whose addresses `keys` lists.
+
+    Columns of `target` from `count` on are undefined.
+    """
+    for key in range(0, count, LANES):
+        for place in range(0, places, LANES):
+            transpose(keys + 8 * key, count - key, otherwise, place, target + 4 * (place * width + key), width)
+
+
+@inlined
+def multiply(tile, p, p_row, v, v_width, out, out_width, rows, keys, columns, factor):
+    """Call `product_of_pairs` for a `paired` tile, else `product`."""
+    if tile.paired:
+        product_of_pairs(p, v, out, up_to(rows, ROWS), keys, columns, p_row, 1, v_width, out_width, factor)
+    else:
+        product(p, v, out, up_to(rows, ROWS), keys, columns, p_row, 1, v_width, out_width, factor)
+
+
+@compiled
+def multiply_many(tile, keys, rows, first, count, factor):
+    """`multiply_few` for many rows, which leaves out those that see none of some keys."""
+    width, s_width = tile.width, tile.s_width
     for key in range(0, count, LANES):
         prefetch_keys(tile, key, key + LANES)
-        for place in range(0, tile.width, LANES):
-            target = tile.transposed + 4 * (place * tile.s_width + key)
-            transpose(keys + 8 * key, count - key, tile.q, place, target, tile.s_width)
+        target = tile.transposed + 4 * key
+        transpose_keys(keys + 8 * key, min(LANES, count - key), tile.q, width, target, s_width)
     prefetch_keys(tile, up_to(count, LANES), tile.ahead)
+    step = keys_per_product(tile, first, count)
+    for key in range(0, count, step):
+        row, num_keys = first_to_see(tile, rows, first + key), up_to(min(step, count - key), COLUMNS)
+        q, k, s = tile.q + 4 * row * width, tile.transposed + 4 * key, tile.s + 4 * (row * s_width + key)
+        multiply(tile, q, width, k, s_width, s, s_width, rows - row, width, num_keys, factor)
 
 
 @compiled
@@ -384,19 +409,11 @@ def multiply_keys(tile, keys, rows, first, count, factor, factors, rests, soft_c
     `rests` is an address, its numbers are subtracted from all columns of the keys. A `soft_cap` of 0 means none;
     `factor` then includes log2(e).
     """
-    width, s_width, whole, scale = tile.width, tile.s_width, up_to(rows, ROWS), np.float32(factor)
+    s_width = tile.s_width
     if rows > FEW_ROWS:
-        transpose_keys(tile, keys, count)
-        step = keys_per_product(tile, first, count)
-        for key in range(0, count, step):
-            row, num_keys = first_to_see(tile, rows, first + key), up_to(min(step, count - key), COLUMNS)
-            q, k, s = tile.q + 4 * row * width, tile.transposed + 4 * key, tile.s + 4 * (row * s_width + key)
-            if tile.paired:
-                product_of_pairs(q, k, s, whole - row, width, num_keys, width, 1, s_width, s_width, scale)
-            else:
-                product(q, k, s, whole - row, width, num_keys, width, 1, s_width, s_width, scale)
+        multiply_many(tile, keys, rows, first, count, np.float32(factor))
     else:
-        multiply_few(tile, keys, whole, count, scale)
+        multiply_few(tile, keys, up_to(rows, ROWS), count, np.float32(factor))
     if rests:
         for row in range(rows):
             s = tile.s + 4 * row * s_width
