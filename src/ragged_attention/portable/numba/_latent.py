@@ -14,7 +14,14 @@ import numpy as np
 
 from ragged_attention.portable.numba import _formats, _masks, _splits, _tiles
 from ragged_attention.portable.numba._formats import BFLOAT16, scale_of, size_of
-from ragged_attention.portable.numba._latent_rows import ROWS, place_of, read_latents, rows_fields
+from ragged_attention.portable.numba._latent_rows import (
+    ROWS,
+    has_wide_scales,
+    pair_latents,
+    place_of,
+    read_latents,
+    rows_fields,
+)
 from ragged_attention.portable.numba._records import Fields, record_in, stride_names
 from ragged_attention.portable.numba._sequences import gaps_by, num_sequences, packed_queries_of, within
 from ragged_attention.portable.numba._softmax import LN2, LOG2E
@@ -24,8 +31,8 @@ from ragged_attention.portable.numba._vectors import (
     float_at,
     inlined,
     int32_at,
+    int_at,
     load,
-    prefetch,
     set_float,
     set_int,
     splat,
@@ -49,6 +56,8 @@ FIELDS = Fields(
     scales=("kv_scale", "rope_scale"),
     floats=("scale", "soft_cap", "work"),
 )  # fmt: skip
+NO_KEY, COUNT_BITS = -1, 28  # of an entry of the table of a list's keys: no key, and the bits that count
+SCATTER = 0x9E3779B1  # the golden ratio in 32 bits: multiples of it scatter evenly
 call_of, kv_of, extra_of = FIELDS.at, record_in(ROWS, "kv_"), record_in(ROWS, "extra_")
 
 
@@ -131,20 +140,26 @@ def plan(address):
 
 @inlined
 def pairs_up(call):
-    """Whether to multiply pairs of bfloat16: queries and keys are exact in bfloat16, and the call is dense.
+    """Whether to multiply pairs of bfloat16: it holds queries and keys exactly.
 
-    In a sparse call, a list may repeat a key many times, and the equal rounding errors of its weights would add up.
-    Queries that are multiplied by two scales are not exact in bfloat16.
+    It does not hold queries that are multiplied by two scales, nor keys with scales in float32.
     """
-    kv = kv_of(call)
-    plain = kv.group == 0 and not call.sparse and not call.scales_rope
-    return plain and _tiles.pairs_with(call.q_format, kv.codes, kv.codes, call.head_dim, call.v_head_dim)
+    kv, extra = kv_of(call), extra_of(call)
+    if call.scales_rope or has_wide_scales(kv) or (call.extra_length and has_wide_scales(extra)):
+        return False
+    return _tiles.pairs_with(call.q_format, kv.codes, kv.codes, call.head_dim, call.v_head_dim)
 
 
 @inlined
 def reads_in_place(call, tile):
     """Whether keys are multiplied in the cache itself, without being copied to the tile."""
     return tile.paired and kv_of(call).codes == BFLOAT16
+
+
+@inlined
+def keeps_order(call, tile):
+    """Whether the columns of keys keep their order in pairs of bfloat16."""
+    return reads_in_place(call, tile) or kv_of(call).group > 0
 
 
 @inlined
@@ -184,7 +199,7 @@ def read_queries(call, tile, unit, head):
         token, q_head = query_of(call, unit, head, row)
         place = unit.seq * call.q_seq_stride + token * call.q_token_stride + q_head * call.q_head_stride
         source = call.q + size_of(call.q_format) * place
-        _tiles.read_query(tile, row, call.q_format, source, call.head_dim, reads_in_place(call, tile))
+        _tiles.read_query(tile, row, call.q_format, source, call.head_dim, keeps_order(call, tile))
         if call.scales_rope:
             scale_query(call, tile.q + 4 * row * tile.width, head)
         left, right = (0, length) if call.sparse else seen_from(call, token, stop, length)
@@ -212,10 +227,9 @@ def slot_of(call, seq, token, head, position, length):
 
 @compiled
 def list_next(call, tile, unit, head, first, count, length):
-    """List and prefetch the rows of the next `count` positions, from `first` on; returns how many have no row.
+    """List the rows of the next `count` positions, from `first` on; returns how many have no row.
 
-    The prefetches overlap with the work on the current rows. The addresses of the scales go to `next_v_sources`.
-    `length` is the first list's length.
+    The addresses of the scales go to `next_v_sources`. `length` is the first list's length.
     """
     holes, kv, extra = 0, kv_of(call), extra_of(call)
     base = call.kv + head * kv.head_step
@@ -227,14 +241,56 @@ def list_next(call, tile, unit, head, first, count, length):
         elif not call.sparse or first + key < length:
             row, scale = place_of(kv, page, slot)
             row, scale = base + row, base + scale
-            prefetch(row, kv.row_bytes)
         else:
             row, scale = place_of(extra, page, slot)
             row, scale = call.extra_kv + row, call.extra_kv + scale
-            prefetch(row, extra.row_bytes)
         set_int(tile.next_sources, key, row)
         set_int(tile.next_v_sources, key, scale)
     return holes
+
+
+@inlined
+def table_size(call):
+    """The number of entries of the table for `repeats_of`: a power of two, twice as many as the lists may name."""
+    size = 64
+    while size < 2 * (call.length + call.extra_length):
+        size *= 2
+    return size
+
+
+@compiled
+def repeats_of(call, table, unit, head):
+    """How often the lists of a unit's token name the key that they name most often.
+
+    An entry of the table holds a key, NO_KEY at first, and how often it has been found. A key's entry is the first one
+    with it, or without any, from a place on that a multiplication scatters.
+    """
+    (length, others), size, most = lengths_of(call, unit.seq, unit.token), table_size(call), 1
+    for entry in range(size):
+        set_int(table, entry, NO_KEY)
+    for position in range(length + others):
+        page, slot = slot_of(call, unit.seq, unit.token, head, position, length)
+        if page < 0:
+            continue
+        key = 2 * (page * (call.kv_page_size if position < length else call.extra_page_size) + slot)
+        key += 0 if position < length else 1
+        entry = (key * SCATTER >> 20) & (size - 1)
+        found = int_at(table, entry)
+        while found != NO_KEY and found >> COUNT_BITS != key:
+            entry = (entry + 1) & (size - 1)
+            found = int_at(table, entry)
+        count = 1 if found == NO_KEY else (found & (1 << COUNT_BITS) - 1) + 1
+        set_int(table, entry, key << COUNT_BITS | count)
+        most = max(most, count)
+    return most
+
+
+@inlined
+def set_row_bytes(call, tile):
+    """Set how many bytes of a key, and of its scales where these lie apart, are prefetched."""
+    kv, extra = kv_of(call), extra_of(call)
+    tile.k_bytes = max(kv.row_bytes, extra.row_bytes)
+    tile.scale_bytes = kv.scales_step if kv.group and kv.scales_step < kv.row_bytes else 0
 
 
 @inlined
@@ -260,15 +316,27 @@ def read_keys(call, tile, num_first, count):
 
     In a tile without pairs the keys are also the values. Keys that are multiplied in the cache are not read here.
     """
-    kv = kv_of(call)
+    kv, width, others = kv_of(call), tile.width, count - num_first
+    sources, scales, row = tile.sources + 8 * num_first, tile.v_sources + 8 * num_first, tile.k + 4 * num_first * width
     if not tile.paired:
-        columns, width = call.head_dim, tile.width
-        read_latents(kv, tile.sources, tile.v_sources, tile.k, width, columns, num_first, tile.factors)
-        if num_first < count:
-            read_latents(extra_of(call), tile.sources + 8 * num_first, tile.v_sources + 8 * num_first,
-                         tile.k + 4 * num_first * width, width, columns, count - num_first, tile.factors)  # fmt: skip
+        read_latents(kv, tile.sources, tile.v_sources, tile.k, width, call.head_dim, num_first, tile.factors)
+        read_latents(extra_of(call), sources, scales, row, width, call.head_dim, others, tile.factors)
+    elif kv.group:
+        pair_latents(kv, tile.sources, tile.v_sources, tile.k, width, num_first, tile.factors)
+        pair_latents(extra_of(call), sources, scales, row, width, others, tile.factors)
     elif not reads_in_place(call, tile):
-        _formats.pair_keys(kv.codes, tile.sources, tile.k, tile.width, count)
+        _formats.pair_keys(kv.codes, tile.sources, tile.k, width, count)
+
+
+@inlined
+def read_values(call, tile, count):
+    """Read the values of `count` keys of a paired tile: the beginnings of their rows, in pairs of keys."""
+    kv, sources, codes = kv_of(call), tile.sources, kv_of(call).codes
+    if kv.group:  # as they have been read for the keys
+        sources, codes = tile.v_rows, BFLOAT16
+        for key in range(count):
+            set_int(tile.v_rows, key, int_at(tile.k_rows, key) if int_at(tile.sources, key) else 0)
+    _formats.pair_values(codes, sources, tile.v, tile.v_width, call.v_head_dim, count)
 
 
 @compiled
@@ -279,6 +347,8 @@ def attend(call, tile, unit, head, rows):
     tokens, group = tokens_of_unit(call, unit), call.num_q_heads // call.num_kv_heads
     first, stop, whole = _masks.seen_from(call, tokens, length, unit.low, unit.high)
     next_holes = list_seen(call, tile, unit, head, first, stop, whole, length)
+    set_row_bytes(call, tile)
+    tile.repeats = repeats_of(call, tile.table, unit, head) if tile.paired and call.sparse else 1
     while first < stop:
         count, holes = min(tile.keys, stop - first), next_holes
         after = first + count
@@ -287,13 +357,14 @@ def attend(call, tile, unit, head, rows):
         _tiles.advance(tile)
         read_keys(call, tile, within(length - first, count) if call.sparse else count, count)
         next_holes = list_seen(call, tile, unit, head, after, stop, whole, length)
+        tile.ahead = min(tile.keys, stop - after)
         keys = tile.sources if reads_in_place(call, tile) else tile.k_rows
         _tiles.multiply_keys(tile, keys, rows, first, count, factor, 0, 0, call.soft_cap)
         if call.num_ranges > 1:
             _masks.hide_gaps(call, tile, unit.token, unit.first, rows, group, length, first, count)
         _tiles.weigh_keys(tile, rows, first, count, holes, 0, 0)
         if tile.paired:
-            _formats.pair_values(kv_of(call).codes, tile.sources, tile.v, tile.v_width, call.v_head_dim, count)
+            read_values(call, tile, count)
         _tiles.mix_values(tile, rows, first, count)
         first = after
 
@@ -315,4 +386,5 @@ def finish(call, tile, unit, head, rows):
 def work(address):
     call = call_of(address)
     paired = pairs_up(call)
-    return _splits.run_units(address, call, call.block_rows, not paired, paired, 0, read_queries, attend, finish)
+    table = 8 * table_size(call) if paired and call.sparse else 0
+    return _splits.run_units(address, call, call.block_rows, not paired, paired, table, 0, read_queries, attend, finish)

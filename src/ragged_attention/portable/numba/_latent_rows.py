@@ -10,10 +10,14 @@ import numpy as np
 
 from ragged_attention.calls import CacheFormat
 from ragged_attention.portable.numba import _formats
+from ragged_attention.portable.numba._formats import bfloat16_of_e4m3
+from ragged_attention.portable.numba._scaled_pairs import raised_e4m3, scaled_e2m1, scaled_pairs, steps_of, unusual
 from ragged_attention.portable.numba._vectors import (
     LANES,
     bits_of_float,
+    byte_at,
     compiled,
+    copy,
     float_at,
     float_of,
     inlined,
@@ -129,6 +133,56 @@ def read_latents(cache, rows, scales, target, width, columns, count, factors):
                     start = index * group
                     _formats.widen_e2m1(row + start // 2, to + 4 * start, group, float_at(factors, index))
             _formats.widen(_formats.BFLOAT16, row + cache.rotary_at, to + 4 * values, cache.rotary)
+
+
+@inlined
+def has_wide_scales(cache):
+    """Whether the scales are float32: bfloat16 does not hold a code's product with one, but with any other scale."""
+    return cache.group > 0 and cache.scales == _formats.FLOAT32
+
+
+@inlined
+def pair_raised_groups(row, scales, target, values, group):
+    """Store e4m3 values times powers of two; returns whether all powers are usual, without which they are wrong.
+
+    A group has one or two vectors of pairs.
+    """
+    sign, step = 0, 2 * LANES
+    for index in range(values // group):
+        power, column = byte_at(scales, index), index * group
+        sign |= unusual(power)
+        steps = steps_of(power, power)
+        store(target, column // 2, raised_e4m3(row, column, steps))
+        if group > step:
+            store(target, (column + step) // 2, raised_e4m3(row, column + step, steps))
+    return sign >= 0
+
+
+@compiled
+def pair_groups(cache, row, scales, target, factors):
+    """Store the values of a row with scales of at most 8 bits as bfloat16, in order."""
+    values, group, step = cache.values, cache.group, 2 * LANES
+    if cache.codes == E2M1:
+        for column in range(0, values, step):
+            index = column // group
+            store(
+                target, column // 2, scaled_e2m1(row, column // 2, byte_at(scales, index), byte_at(scales, index + 1))
+            )
+    elif not pair_raised_groups(row, scales, target, values, group):
+        widen_scales(cache.scales, scales, factors, values // group)
+        for column in range(0, values, step):
+            factor = splat(float_at(factors, column // group))
+            store(target, column // 2, scaled_pairs(bfloat16_of_e4m3(row, column), factor))
+
+
+@compiled
+def pair_latents(cache, rows, scales, target, width, count, factors):
+    """`read_latents` for rows whose scales have at most 8 bits, as bfloat16 in order; a row at address 0 is skipped."""
+    for key in range(count):
+        row, to = int_at(rows, key), target + 4 * key * width
+        if row:
+            pair_groups(cache, row, int_at(scales, key), to, factors)
+            copy(to + 2 * cache.values, row + cache.rotary_at, 2 * cache.rotary)
 
 
 # ---- to bytes

@@ -334,4 +334,4 @@ def work(address):
     call = call_of(address)
     rows = call.block_q * (call.num_q_heads // call.num_kv_heads)
     named = call.named_size
-    return _splits.run_units(address, call, rows, False, pairs_up(call), named, read_queries, attend, finish)
+    return _splits.run_units(address, call, rows, False, pairs_up(call), 0, named, read_queries, attend, finish)

@@ -134,12 +134,12 @@ def multiply_weights(s, factors, count, row, l_i, means):
 
 
 @compiled
-def weigh(s, s_width, count, row, m_i, l_i, out, columns):
+def weigh(s, s_width, count, row, m_i, l_i, out, columns, repeats):
     """Replace the logits of ROWS rows, from row `row` on, by weights, and update the softmax state of these rows.
 
     `s` and `out` are the logits and the accumulator of row `row`. `count` is a multiple of LANES; a logit that is to
-    get no weight is NOTHING. Returns a bit for each row of whose weight few keys have most, so that rounding weights to
-    bfloat16 would show in the result.
+    get no weight is NOTHING, and no key is among all keys of a row more than `repeats` times. Returns a bit for each row
+    of whose weight few keys have most, so that rounding weights to bfloat16 would show in the result.
     """
     s0, s1, s2, s3 = s, s + 4 * s_width, s + 8 * s_width, s + 12 * s_width
     high0, high1, high2, high3 = load(s0, 0), load(s1, 0), load(s2, 0), load(s3, 0)
@@ -181,4 +181,6 @@ def weigh(s, s_width, count, row, m_i, l_i, out, columns):
     store_by_rows(l_i, row, weight)
     # All keys so far of a row are NaN, which no maximum shows, if it has weight but no largest logit.
     store_by_rows(m_i, row, where_less(nothing, new, new, where_less(weight, splat(np.inf), new, weight)))
-    return rows_above(totals_by_rows(square0, square1, square2, square3) * splat(MANY), weight * weight)
+    return rows_above(
+        totals_by_rows(square0, square1, square2, square3) * splat(MANY * np.float32(repeats)), weight * weight
+    )

@@ -197,14 +197,15 @@ def is_last(call, tile, unit, head, rows):
 
 
 @compiled
-def run_units(address, call, max_rows, latent, paired, named, read_queries, attend, finish):
+def run_units(address, call, max_rows, latent, paired, table, named, read_queries, attend, finish):
     """Run programs, each of which computes one unit for one KV head with three functions that the kernel supplies.
 
-    `named` is the size of a tile's table of what lists name; with lists, one token's rows are multiplied at a time.
+    `table` and `named` are the sizes of a tile's tables of what lists name (see `new_tile`). With `named`, one token's
+    rows are multiplied at a time.
     """
     width = call.head_dim // 2 if paired else call.head_dim
     at_once = call.num_q_heads // call.num_kv_heads if named else max_rows
-    memory = new_tile(max_rows, call.block_kv, width, call.v_head_dim, latent, paired, named, at_once)
+    memory = new_tile(max_rows, call.block_kv, width, call.v_head_dim, latent, paired, table, named, at_once)
     for index in programs(address, memory):
         tile, head = tile_at(memory), index % call.num_kv_heads
         unit = unit_at(call.units + UNIT_BYTES * (index // call.num_kv_heads))

@@ -6,7 +6,8 @@ weights are bfloat16, two in each *place* of 32 bits. A place of a query or key 
 two adjacent columns if keys are multiplied in the cache or expanded; a place of the weights or values holds two
 adjacent keys. If few keys have most of a row's weight, rounding their weights to bfloat16 would show in the result.
 The rounding errors of such rows are therefore kept in `lost` and multiplied too; `uneven` says for each group of ROWS
-rows whether it has any. Each row sees no
+rows whether it has any. A key that a list names several times, up to `repeats`, counts as one there, since its equal
+rounding errors add up. Each row sees no
 position outside [left, right), and no row up to it sees `reach` or a later one. Rows of K and V that are stored with
 scales have these at the addresses `k_scales` and `v_scales`. Scales of whole rows become factors of the keys,
 `k_factors` and `v_factors`; `mean_factors` has the mean of the latter by each row's weights (`multiply_weights`). Of a
@@ -14,7 +15,8 @@ zero point that is no integer from 0 to 15, a paired tile subtracts the nearest 
 `v_rests` have the rest. It changes a logit by the sum of a query's columns, of which `q_sums` has one for each row.
 
 The lists that begin with `next` have the `ahead` keys of the next tile. Their rows of `k_bytes` and `v_bytes` are
-prefetched a few at a time while the current keys are multiplied, so that memory is never idle.
+prefetched a few at a time while the current keys are multiplied, so that memory is never idle. The scales of latents
+that lie apart from their rows, `scale_bytes` of each, take the place of values there.
 """
 
 import numpy as np
@@ -59,10 +61,11 @@ from ragged_attention.portable.numba._vectors import (
 )
 
 NUMBERS = ("rows", "keys", "width", "v_width", "columns", "s_width", "s_rows", "paired", "named_row",
-           "ahead", "k_bytes", "v_bytes")  # fmt: skip
+           "repeats", "ahead", "k_bytes", "v_bytes",
+           "scale_bytes")  # fmt: skip
 BUFFERS = ("q", "k", "k_rows", "transposed", "v", "s", "lost", "out", "m_i", "l_i", "left", "right", "reach", "uneven",
          "factors", "sources", "v_sources", "next_sources", "next_v_sources", "positions", "next_positions",
-         "v_rows", "named", "seen", "own_positions", "own_keys", "own_values",
+         "v_rows", "table", "named", "seen", "own_positions", "own_keys", "own_values",
          "k_scales", "v_scales", "next_k_scales", "next_v_scales", "k_factors", "v_factors", "k_rests", "v_rests",
          "mean_factors", "q_sums", "scratch", "zeros", "wide_row",
          "packed_q", "packed_out", "packed_m_i", "packed_l_i")  # fmt: skip
@@ -72,12 +75,13 @@ STEP = 8  # keys that few rows are multiplied with at a time, and the keys prefe
 
 
 @compiled
-def new_tile(rows, keys, width, columns, latent, paired, named, rows_at_once):
+def new_tile(rows, keys, width, columns, latent, paired, table, named, rows_at_once):
     """Allocate a tile; returns its address, 0 if there is no memory.
 
     `width` is the number of places in a key, `columns` the number of columns in a value. In a `latent` tile a value is
-    the beginning of its key's row. `named` is the size of the table of what lists name, see `_selected`, and
-    `named_row` that of one of its rows. `rows_at_once` of the rows are multiplied at a time.
+    the beginning of its key's row. `table` is the size in bytes of the table of a list's keys, see `_latent`; `named`
+    is that of the table of what lists of blocks name, see `_selected`, and `named_row` that of one of its rows.
+    `rows_at_once` of the rows are multiplied at a time.
     """
     rows, keys = up_to(rows, ROWS), up_to(keys, LANES)
     width = up_to(width, LANES)
@@ -91,7 +95,7 @@ def new_tile(rows, keys, width, columns, latent, paired, named, rows_at_once):
         len(NUMBERS),
         (4 * rows * width, 4 * keys * width, addresses, 4 * s_width * width, values, logits, logits, 4 * rows * columns,
          floats, floats, integers, integers, integers, integers, 4 * width, addresses, addresses, addresses, addresses,
-         addresses, addresses, addresses, named, addresses, addresses, addresses, addresses,
+         addresses, addresses, addresses, table, named, addresses, addresses, addresses, addresses,
          addresses, addresses, addresses, addresses, 4 * keys, 4 * keys, 4 * keys, 4 * keys,
          floats, floats, 2 * SCRATCH, 4 * columns, 4 * columns, *packed),
     )  # fmt: skip
@@ -99,7 +103,8 @@ def new_tile(rows, keys, width, columns, latent, paired, named, rows_at_once):
         return address
     tile = tile_at(address)
     tile.rows, tile.keys, tile.width, tile.v_width, tile.columns = rows, keys, width, v_width, columns
-    tile.s_width, tile.s_rows, tile.paired, tile.ahead = s_width, s_rows, paired, 0
+    tile.s_width, tile.s_rows, tile.paired, tile.repeats, tile.ahead = s_width, s_rows, paired, 1, 0
+    tile.scale_bytes = 0
     zero(tile.zeros, 4 * columns)
     zero(tile.v, values)  # the places that pad a row stay 0
     if latent:
@@ -207,6 +212,8 @@ def prefetch_rows(sources, first, stop, size):
 def prefetch_keys(tile, first, stop):
     """Prefetch those of the next keys that are in [first, stop)."""
     prefetch_rows(tile.next_sources, first, min(stop, tile.ahead), tile.k_bytes)
+    if tile.scale_bytes:
+        prefetch_rows(tile.next_v_sources, first, min(stop, tile.ahead), tile.scale_bytes)
 
 
 @inlined
@@ -283,7 +290,8 @@ def weigh_rows(tile, rows, row, first, count):
             fill(s + 4 * each * tile.s_width, 0, whole, np.float32(0))
         return 0
     out = tile.out + 4 * row * tile.columns
-    return weigh(s, tile.s_width, whole, row, tile.m_i, tile.l_i, out, tile.columns) & (1 << min(rows - row, ROWS)) - 1
+    few = weigh(s, tile.s_width, whole, row, tile.m_i, tile.l_i, out, tile.columns, tile.repeats)
+    return few & (1 << min(rows - row, ROWS)) - 1
 
 
 @compiled
