@@ -103,7 +103,7 @@ def heuristic(call: Any) -> Tile:
         return tile_of_lists(call, call.num_tokens <= call.max_num_seqs)
     if call.num_tokens <= 4 * call.max_num_seqs:
         return Tile(block_q=block_q_of(call), block_kv=keys_of_a_decode(call))
-    return Tile(block_q=block_q_of(call), block_kv=96)
+    return Tile(block_q=block_q_of(call), block_kv=128)
 
 
 def invariant_tile(call: Any) -> Tile:

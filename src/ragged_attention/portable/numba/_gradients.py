@@ -10,13 +10,14 @@ import math
 import numpy as np
 
 from ragged_attention.portable.numba._formats import size_of, widen
-from ragged_attention.portable.numba._products import COLUMNS, ROWS, scores
+from ragged_attention.portable.numba._products import COLUMNS, ROWS, scores, scores_of_pairs
 from ragged_attention.portable.numba._records import allocate_arena, list_rows, record_at, up_to
 from ragged_attention.portable.numba._sequences import within
 from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, sloped, soft_capped
 from ragged_attention.portable.numba._vectors import (
     LANES,
     compiled,
+    copy,
     exp2,
     fill,
     float_at,
@@ -31,21 +32,23 @@ from ragged_attention.portable.numba._vectors import (
     zero,
 )
 
-NUMBERS = ("rows", "keys", "width", "v_width", "bias_width", "bias_at_own", "sums", "sums_stride", "max_gaps")
-BUFFERS = ("q", "d_out", "k", "v", "k_rows", "v_rows", "s", "d_s", "dk", "dv", "out_row", "left", "right",
-         "sources", "slots", "lse", "share", "delta", "d_lse", "slopes", "positions",
+NUMBERS = ("rows", "keys", "width", "v_width", "bias_width", "bias_at_own", "sums", "sums_stride", "max_gaps",
+           "paired")  # fmt: skip
+BUFFERS = ("q", "d_out", "q_pairs", "d_out_pairs", "k", "v", "k_rows", "v_rows", "s", "d_s", "dk", "dv", "out_row",
+         "left", "right", "sources", "slots", "lse", "share", "delta", "d_lse", "slopes", "positions",
          "tables", "d_tables", "bias", "num_gaps", "gaps",
          "own_positions", "own_k", "own_v", "own_dk", "own_dv", "dq")  # fmt: skip
 tile_at = record_at((*NUMBERS, *BUFFERS))
 
 
 @compiled
-def new_tile(rows, keys, width, v_width, latent, max_gaps, listed):
+def new_tile(rows, keys, width, v_width, latent, max_gaps, listed, paired):
     """Allocate a tile of zeros; returns its address, 0 if there is no memory.
 
-    In a `latent` tile a value is the beginning of its key's row. `max_gaps` is the largest number of gaps between the
-    keys that a row sees. Rows are padded with zeros to the width that the products need. If `listed`, there is room for
-    a list of keys, and `dk` and `dv` have one row more, which nothing reads.
+    In a `latent` tile a value is the beginning of its key's row. A `paired` tile has the queries and the gradients of
+    their results as bfloat16 too, of which the products with keys and values are made. `max_gaps` is the largest number
+    of gaps between the keys that a row sees. Rows are padded with zeros to the width that the products need. If
+    `listed`, there is room for a list of keys, and `dk` and `dv` have one row more, which nothing reads.
     """
     rows, keys = up_to(rows, ROWS), up_to(keys, LANES)
     width, v_width = up_to(width, COLUMNS), up_to(v_width, COLUMNS)
@@ -53,9 +56,10 @@ def new_tile(rows, keys, width, v_width, latent, max_gaps, listed):
     logits, addresses, floats = 4 * rows * keys, 8 * keys, 4 * rows
     dk, dv = k + (4 * width if listed else 0), v + (4 * v_width if listed else 0)
     own = (addresses, addresses, addresses, addresses, addresses, q) if listed else (0, 0, 0, 0, 0, 0)
+    pairs = (q // 2, d_out // 2) if paired else (0, 0)
     address = allocate_arena(
         len(NUMBERS),
-        (q, d_out, k, v, addresses, addresses, logits, logits, dk, dv, 4 * v_width, 2 * floats, 2 * floats,
+        (q, d_out, *pairs, k, v, addresses, addresses, logits, logits, dk, dv, 4 * v_width, 2 * floats, 2 * floats,
          addresses, addresses, floats, floats, floats, floats, floats, 2 * floats,
          2 * floats, 2 * floats, 4 * keys, 2 * floats, 16 * max_gaps * rows, *own),
     )  # fmt: skip
@@ -63,6 +67,7 @@ def new_tile(rows, keys, width, v_width, latent, max_gaps, listed):
         return address
     tile = tile_at(address)
     zero(tile.q, tile.gaps - tile.q)
+    tile.paired = paired
     tile.bias_width = tile.bias_at_own = tile.sums = tile.sums_stride = 0
     tile.rows, tile.keys, tile.width, tile.v_width, tile.max_gaps = rows, keys, width, v_width, max_gaps
     list_rows(tile.k_rows, keys, tile.k, 4 * width)
@@ -96,7 +101,13 @@ def read_row(call, tile, row, token, head, source):
     if lse == NOTHING:
         zero(q, 4 * tile.width)
         zero(d_out, 4 * tile.v_width)
+        if tile.paired:
+            zero(tile.q_pairs + 2 * row * tile.width, 2 * tile.width)
+            zero(tile.d_out_pairs + 2 * row * tile.v_width, 2 * tile.v_width)
         return False
+    if tile.paired:
+        copy(tile.q_pairs + 2 * row * tile.width, source, size * call.head_dim)
+        copy(tile.d_out_pairs + 2 * row * tile.v_width, call.d_out + size * place * width, size * width)
     widen(call.q_format, source, q, call.head_dim)
     widen(call.q_format, call.d_out + size * place * width, d_out, width)
     widen(call.q_format, call.out + size * place * width, tile.out_row, width)
@@ -200,8 +211,14 @@ def differentiate_rows(call, tile, rows, first, offset, count, soft_cap):
     The first of these keys is key `offset` of the tile, at position `first`.
     """
     whole, values = up_to(rows, ROWS), up_to(call.v_head_dim, LANES)
-    scores(tile.q, tile.k_rows + 8 * offset, tile.s, whole, count, tile.width, tile.width, tile.keys, 1.0)
-    scores(tile.d_out, tile.v_rows + 8 * offset, tile.d_s, whole, count, values, tile.v_width, tile.keys, 1.0)
+    k, v = tile.k_rows + 8 * offset, tile.v_rows + 8 * offset
+    if tile.paired:
+        width, v_width = tile.width // 2, tile.v_width // 2
+        scores_of_pairs(tile.q_pairs, k, tile.s, whole, count, width, width, tile.keys, 1.0)
+        scores_of_pairs(tile.d_out_pairs, v, tile.d_s, whole, count, v_width, v_width, tile.keys, 1.0)
+    else:
+        scores(tile.q, k, tile.s, whole, count, tile.width, tile.width, tile.keys, 1.0)
+        scores(tile.d_out, v, tile.d_s, whole, count, values, tile.v_width, tile.keys, 1.0)
     for row in range(whole):
         left = within(int_at(tile.left, row) - first, count) if row < rows else 0
         right = within(int_at(tile.right, row) - first, count) if row < rows else 0

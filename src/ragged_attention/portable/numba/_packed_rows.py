@@ -8,11 +8,17 @@ from ragged_attention.portable.numba._vectors import compiled, float_at, inlined
 
 @compiled
 def read_keys(call, tile, head, first, key, count):
-    """Read `count` packed keys and values from row `first` on into the tile's rows from row `key` on."""
+    """Read `count` packed keys and values from row `first` on into the tile's rows from row `key` on.
+
+    A `paired` tile notes where they lie too.
+    """
     size = size_of(call.q_format)
     for place in range(first, first + count):
         k = call.k + size * (place * call.k_token_stride + head * call.k_head_stride)
         v = call.v + size * (place * call.v_token_stride + head * call.v_head_stride)
+        if tile.paired:
+            set_int(tile.k_rows, key, k)
+            set_int(tile.v_rows, key, v)
         widen(call.q_format, k, tile.k + 4 * key * tile.width, call.head_dim)
         widen(call.q_format, v, tile.v + 4 * key * tile.v_width, call.v_head_dim)
         key += 1

@@ -138,8 +138,8 @@ def weigh(s, s_width, count, row, m_i, l_i, out, columns, repeats):
     """Replace the logits of ROWS rows, from row `row` on, by weights, and update the softmax state of these rows.
 
     `s` and `out` are the logits and the accumulator of row `row`. `count` is a multiple of LANES; a logit that is to
-    get no weight is NOTHING, and no key is among all keys of a row more than `repeats` times. Returns a bit for each row
-    of whose weight few keys have most, so that rounding weights to bfloat16 would show in the result.
+    get no weight is NOTHING. A row may have the same key up to `repeats` times. Returns a bit for each row of whose
+    weight few keys have most, so that rounding weights to bfloat16 would show in the result.
     """
     s0, s1, s2, s3 = s, s + 4 * s_width, s + 8 * s_width, s + 12 * s_width
     high0, high1, high2, high3 = load(s0, 0), load(s1, 0), load(s2, 0), load(s3, 0)

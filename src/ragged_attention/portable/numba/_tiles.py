@@ -71,7 +71,7 @@ BUFFERS = ("q", "k", "k_rows", "transposed", "v", "s", "lost", "out", "m_i", "l_
          "packed_q", "packed_out", "packed_m_i", "packed_l_i")  # fmt: skip
 tile_at = record_at((*NUMBERS, *BUFFERS))
 FEW_ROWS = 4 * ROWS  # with up to this many rows, keys are multiplied without transposing them
-STEP = 8  # keys that few rows are multiplied with at a time, and the keys prefetched meanwhile
+STEP = 16  # keys that few rows are multiplied with at a time, and the keys prefetched meanwhile
 
 
 @compiled

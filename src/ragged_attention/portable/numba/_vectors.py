@@ -257,13 +257,6 @@ def truncated(builder: Any, a: Any) -> Any:
     return builder.sitofp(builder.fptosi(a, INTS), FLOATS)
 
 
-@function_of(vector, vector)
-def power_of_two(builder: Any, a: Any) -> Any:
-    """2 ** a for integers from -127 to 127; 0 for -127."""
-    biased = builder.add(builder.fptosi(a, INTS), constant(INTS, 127))
-    return builder.bitcast(builder.shl(biased, constant(INTS, 23)), FLOATS)
-
-
 def _folded(builder: Any, a: Any, step: Callable[[Any, Any], Any]) -> Any:
     half = LANES
     while half := half // 2:
@@ -423,11 +416,27 @@ def transpose(builder: Any, sources: Any, count: Any, otherwise: Any, place: Any
         store_aligned(builder, row, element(builder, target, builder.mul(stride, ir.Constant(I64, index)), F32), 4)
 
 
+@function_of(vector, vector)
+def nearest_integers(builder: Any, a: Any) -> Any:
+    return called(builder, f"llvm.rint.v{LANES}f32", FLOATS, a)
+
+
+@function_of(vector, vector, vector, vector)
+def times_power_of_two(builder: Any, a: Any, power: Any, x: Any) -> Any:
+    """a * 2 ** power, for an integer power of at most 127, in lanes where x >= -126 or is NaN; elsewhere 0."""
+    seen = builder.fcmp_unordered(">=", x, constant(FLOATS, -126.0))
+    if LANES == 16:
+        bits, none = builder.bitcast(seen, I16), ir.Constant(FLOATS, None)
+        return called(builder, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, a, power, none, bits, ir.Constant(I32, 4))
+    biased = builder.add(builder.fptosi(power, INTS), constant(INTS, 127))
+    scale = builder.bitcast(builder.shl(biased, constant(INTS, 23)), FLOATS)
+    return builder.select(seen, builder.fmul(a, scale), ir.Constant(FLOATS, None))
+
+
 @inlined
 def exp2(x):
-    """2 ** x for x <= 0, with an error of at most 2 units in the last place; 0 if x <= -126.5, NaN for NaN."""
-    x = where_less(x, splat(-127.0), splat(-127.0), x)
-    whole = truncated(x - splat(0.5))
+    """2 ** x for x <= 0, with an error of at most 2 units in the last place; 0 if x < -126, NaN for NaN."""
+    whole = nearest_integers(x)
     f = x - whole  # from -0.5 to 0.5; the coefficients are a least-squares fit at Chebyshev's points of that range
     p = fma(splat(1.546144746770952e-4), f, splat(1.339086735119938e-3))
     p = fma(p, f, splat(9.618056669872647e-3))
@@ -435,7 +444,7 @@ def exp2(x):
     p = fma(p, f, splat(2.402265092234288e-1))
     p = fma(p, f, splat(6.931471880293429e-1))
     p = fma(p, f, splat(1.0))
-    return p * power_of_two(whole)
+    return times_power_of_two(p, whole, x)
 
 
 # ---- memory

@@ -158,7 +158,7 @@ def work(address):
     """Run programs until none is left."""
     call = call_of(address)
     keys = max(call.block_kv, call.block_rows)
-    memory = new_tile(call.block_rows, keys, call.head_dim, call.v_head_dim, True, 0, False)
+    memory = new_tile(call.block_rows, keys, call.head_dim, call.v_head_dim, True, 0, False, False)
     for index in programs(address, memory):
         program(call, tile_at(memory), index)
     return 0

@@ -17,7 +17,7 @@ from ragged_attention.portable.numba import _masks, _selected
 from ragged_attention.portable.numba._call import Blocks as Tile
 from ragged_attention.portable.numba._call import numbers_of_bias, numbers_of_lists
 from ragged_attention.portable.numba._call import why_not as why_not
-from ragged_attention.portable.numba._formats import narrow, size_of
+from ragged_attention.portable.numba._formats import BFLOAT16, narrow, size_of
 from ragged_attention.portable.numba._gradients import (
     differentiate_rows,
     new_tile,
@@ -33,6 +33,7 @@ from ragged_attention.portable.numba._sequences import PACKED, first_key_of, kv_
 from ragged_attention.portable.numba._splits import lister, splits_of
 from ragged_attention.portable.numba._vectors import (
     LANES,
+    PAIRS,
     add_row,
     add_to,
     allocate,
@@ -212,6 +213,9 @@ def pad_rows(tile, rows):
     """Make the rows behind `rows` of them zeros."""
     zero(tile.q + 4 * rows * tile.width, 4 * (tile.rows - rows) * tile.width)
     zero(tile.d_out + 4 * rows * tile.v_width, 4 * (tile.rows - rows) * tile.v_width)
+    if tile.paired:
+        zero(tile.q_pairs + 2 * rows * tile.width, 2 * (tile.rows - rows) * tile.width)
+        zero(tile.d_out_pairs + 2 * rows * tile.v_width, 2 * (tile.rows - rows) * tile.v_width)
 
 
 @compiled
@@ -364,12 +368,19 @@ def program(call, tile, index):
     return True
 
 
+@inlined
+def pairs_up(call):
+    """Whether pairs of bfloat16, which hold all inputs, fill whole vectors, so that exact products are made of them."""
+    return PAIRS and call.q_format == BFLOAT16 and call.head_dim % COLUMNS == 0 and call.v_head_dim % COLUMNS == 0
+
+
 def work(address):
     """Run programs until none is left."""
     call = call_of(address)
     group, listed = call.num_q_heads // call.num_kv_heads, call.num_lists > 0
     rows = group if listed else call.block_q * group
-    memory = new_tile(rows, call.block_kv, call.head_dim, call.v_head_dim, False, call.num_ranges, listed)
+    paired = not listed and pairs_up(call)
+    memory = new_tile(rows, call.block_kv, call.head_dim, call.v_head_dim, False, call.num_ranges, listed, paired)
     for index in programs(address, memory):
         if not program(call, tile_at(memory), index):
             mark_failed(address)
