@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,19 @@ VLLM_VARIABLE = "VLLM_CPU_LIBRARY"
 # ---- vLLM
 
 
+def _vllm_library() -> str:
+    """The file that vLLM itself loads on this CPU."""
+    if platform.machine() != "x86_64" or torch.cpu._is_avx512_bf16_supported():
+        return "_C.abi3.so"
+    return "_C_AVX512.abi3.so" if torch.cpu._is_avx512_supported() else "_C_AVX2.abi3.so"
+
+
 @functools.cache
 def _vllm() -> Any:
     """The operators of vLLM's library for CPUs, or None."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    names = ("_C_AVX512.abi3.so", "_C.abi3.so") if capability.startswith("AVX512") else ("_C_AVX2.abi3.so",)
     spec = importlib.util.find_spec("vllm")
     folders = [Path("peers/vllm"), *map(Path, (spec.submodule_search_locations or []) if spec else [])]
-    candidates = [folder / name for folder in folders for name in names]
+    candidates = [folder / _vllm_library() for folder in folders]
     if given := os.environ.get(VLLM_VARIABLE):
         candidates.insert(0, Path(given))
     for library in candidates:
@@ -42,6 +48,15 @@ def _vllm() -> Any:
             torch.ops.load_library(str(library.resolve()))
             return torch.ops._C
     return None
+
+
+def _vllm_kernels(dtype: torch.dtype, page_size: int) -> str:
+    """The kernels that vLLM itself chooses on this CPU for pages of 16 or 32."""
+    if torch.cpu._is_amx_tile_supported() and dtype == torch.bfloat16 and page_size == 32:
+        return "amx"
+    if platform.machine() == "aarch64":
+        return "neon"
+    return "vec" if page_size == 32 else "vec16"
 
 
 def vllm_attention(inputs: dict[str, torch.Tensor], page_size: int) -> Found:
@@ -53,7 +68,7 @@ def vllm_attention(inputs: dict[str, torch.Tensor], page_size: int) -> Found:
     num_pages, _, num_kv_heads, head_dim = k.shape
     cache = torch.zeros(num_pages, num_kv_heads, 2 * page_size, head_dim, dtype=k.dtype)
     k_cache, v_cache = cache.chunk(2, dim=2)
-    kind = "vec" if page_size == 32 else "vec16"
+    kind = _vllm_kernels(q.dtype, page_size)
     slots, lens, edges = torch.arange(num_pages * page_size), inputs["kv_lens"], inputs["cu_q_lens"]
     library.cpu_attn_reshape_and_cache(
         k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots, kind, 1.0, 1.0, "auto"
