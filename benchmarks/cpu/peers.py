@@ -102,6 +102,40 @@ def vllm_latent_decode(
     return {"vllm": run}
 
 
+def vllm_selected_latents(
+    q: torch.Tensor,
+    window: tuple[torch.Tensor, torch.Tensor],
+    compressed: tuple[torch.Tensor, torch.Tensor],
+    sinks: torch.Tensor,
+    scale: float,
+) -> Found:
+    """It reads the same bytes; each cache comes with its lists of slots, which are wider numbers here."""
+    library = _vllm()
+    if not hasattr(library, "flash_mla_with_kvcache_cpu"):
+        return {}
+    out, caches = torch.empty_like(q), []
+    for cache, slots in (window, compressed):
+        caches += [cache.flatten(1), slots.long(), cache.shape[1]]
+
+    def run() -> torch.Tensor:
+        library.flash_mla_with_kvcache_cpu(out, q, *caches, sinks, scale)
+        return out
+
+    return {"vllm": run}
+
+
+def vllm_indexer_logits(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int]]) -> Found:
+    """It reads the same bytes; every query token has a row of pages and a number of keys of its own."""
+    library = _vllm()
+    if not hasattr(library, "fp8_paged_mqa_logits_cpu"):
+        return {}
+    q, cache, weights, table = (inputs[name] for name in ("q", "keys", "weights", "page_indices"))
+    seen = torch.cat([torch.arange(keys - new, keys) + 1 for new, keys in lens]).int()
+    rows = table.repeat_interleave(torch.tensor([new for new, _ in lens]), 0)
+    arguments = (q, cache.flatten(1), weights, seen, rows, cache.shape[1], table.shape[1] * cache.shape[1])
+    return {"vllm": lambda: library.fp8_paged_mqa_logits_cpu(*arguments)}
+
+
 # ---- OpenVINO
 
 # The operation's inputs behind the cache: parameters by name, and constants of a type with their numbers.
