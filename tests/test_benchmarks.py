@@ -261,6 +261,17 @@ def test_every_ratio_on_a_cpu_has_a_column() -> None:
     assert set(page.PEERS) == set(page.TITLES)
 
 
+def test_a_cpu_is_told_from_others_of_its_name(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from benchmarks.cpu import page
+
+    info = tmp_path / "cpuinfo"
+    info.write_text("cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\n")
+    assert page.machine(info).startswith("AMD EPYC (family 25, model 17), ")
+    info.write_text("CPU part\t: 0xd40\n")
+    assert "family" not in page.machine(info)
+
+
 def test_every_candidate_runs_once_a_round() -> None:
     said: list[str] = []
     times = timing.on_cpu({"a": lambda: said.append("a"), "b": lambda: said.append("b")}, rounds=3, warm_up=1)
