@@ -9,13 +9,14 @@ need: bytes of the cache to read, and floating-point operations of the products.
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from benchmarks.cpu import peers
+from benchmarks.cpu import llama_cpp, peers
 from ragged_attention.calls import CACHE_FORMATS
 from ragged_attention.key_ranges import causal_ranges
 from ragged_attention.torch import (
@@ -119,8 +120,9 @@ class Paged(Case):
 
         found = {OURS: ours("numba"), EAGER: ours("eager")}
         if self.cache_dtype is None:
-            found |= peers.vllm_attention(inputs, self.page_size) | peers.openvino_attention(inputs, self.lens)
-            found["sdpa"] = lambda: peers.sdpa_over_pages(inputs, self.lens)
+            found |= peers.vllm_attention(inputs, self.page_size) | peers.sglang_attention(inputs, self.lens)
+            found |= peers.openvino_attention(inputs, self.lens) | llama_cpp.attention(inputs, self.lens)
+            found |= peers.over_gathered_in_torch(inputs, self.lens)
         if "jax" in self.frameworks and torch.get_num_threads() > 1:
             found |= peers.ours_from_jax(arguments)
         return found
@@ -260,7 +262,9 @@ class Latent(Case):
 
         found = {OURS: ours("numba"), EAGER: ours("eager")}
         if not self.topk and self.cache_format == "plain":
-            found |= peers.vllm_latent_decode(q[:, 0], cache[:, :, 0], table, lens, LATENT_SCALE)
+            given = (q[:, 0], cache[:, :, 0], table, lens, LATENT_SCALE)
+            found |= peers.vllm_latent_decode(*given) | peers.sglang_latent_decode(*given)
+            found |= llama_cpp.latent_decode(*given)
         return found
 
 
@@ -365,20 +369,23 @@ class Varlen(Case):
         def ours(backend: str, **mask: Any) -> Callable[..., torch.Tensor]:
             return lambda q, k, v: varlen_attention(q, k, v, edges, edges, **(mask or CAUSAL), backend=backend)
 
-        def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            parts = zip(*(x.split(1024) for x in (q, k, v)), strict=True)
-            heads_first = ([x.transpose(0, 1)[None] for x in part] for part in parts)
-            attend = functional.scaled_dot_product_attention
-            return torch.cat([
-                attend(*part, is_causal=True, enable_gqa=True)[0].transpose(0, 1) for part in heads_first
-            ])  # fmt: skip
+        def packed(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                parts = zip(*(x.split(1024) for x in (q, k, v)), strict=True)
+                heads_first = ([x.transpose(0, 1)[None] for x in part] for part in parts)
+                return torch.cat([attend(*part, is_causal=True)[0].transpose(0, 1) for part in heads_first])
+
+            return run
 
         def gradient(function: Callable[..., torch.Tensor]) -> Callable[[], Any]:
             leaves = [x.clone().requires_grad_() for x in arrays]
             out = function(*leaves)
             return lambda: torch.cat(torch.autograd.grad(out, leaves, towards, retain_graph=True), 1)
 
-        functions = {OURS: ours("numba"), EAGER: ours("eager"), "sdpa": sdpa}
+        sdpa = functools.partial(functional.scaled_dot_product_attention, enable_gqa=True)
+        functions = {OURS: ours("numba"), EAGER: ours("eager"), "sdpa": packed(sdpa)}
+        if peers.zentorch() is not None and not self.backward:
+            functions["zentorch"] = packed(lambda *part, **causal: peers.zentorch()(*part, **causal)[0])
         if self.ranged:
             ranges = causal_ranges(edges, edges.diff(), int(edges[-1]))
             functions = {OURS: ours("numba", key_ranges=ranges), NAMED: ours("numba"), EAGER: ours("eager")}

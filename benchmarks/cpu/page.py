@@ -11,10 +11,13 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, README = ROOT / "docs" / "cpu_measured.md", ROOT / "README.md"
 BEGIN, END = "<!-- written by `make bench-cpu` -->\n", "<!-- end of what is written -->\n"
-PEERS = ("vllm", "openvino", "sdpa", "eager", "named", "dense", "jax")
+PEERS = ("vllm", "sglang", "openvino", "ggml", "zentorch", "sdpa", "eager", "named", "dense", "jax")
 TITLES = {
     "vllm": "vLLM",
+    "sglang": "SGLang",
     "openvino": "OpenVINO",
+    "ggml": "llama.cpp",
+    "zentorch": "zentorch",
     "sdpa": "SDPA",
     "eager": "eager",
     "named": "ours by name",
