@@ -1,6 +1,7 @@
 """The measurements' own numbers: floors, inputs, checks, timings, replays."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import sys
@@ -259,6 +260,36 @@ def test_every_ratio_on_a_cpu_has_a_column() -> None:
     case = row | {"share_of_copy": 0, "share_of_product": 0}
     assert page.table({"cases": [case]}, long=True).count("2.00") == len(ratios)
     assert set(page.PEERS) == set(page.TITLES)
+
+
+def test_a_peer_is_timed_on_a_cpu_if_it_is_right_where_a_query_sees() -> None:
+    torch = pytest.importorskip("torch")
+    from rich.console import Console
+
+    from benchmarks.cpu import __main__ as cpu
+    from benchmarks.cpu import cases
+
+    class Logits(cases.Case):
+        def contenders(self) -> cases.Contenders:
+            results = {cases.OURS: (0.01, -torch.inf), cases.EAGER: (0.01, -torch.inf), "vllm": (0.01, 5.0)}
+            results |= {"sdpa": (0.0, -torch.inf), "openvino": (torch.nan, -torch.inf)}
+            return {name: functools.partial(torch.tensor, result) for name, result in results.items()}
+
+    case = Logits(name="C", what="", dtype=torch.float32)
+    row = cpu.measured(case, {"copy": 1.0, "product": 1.0}, 2, Console(quiet=True))
+    assert sorted(row["wrong"]) == ["openvino", "sdpa"]
+    assert row["ratios"].keys() == {cases.EAGER, "vllm"}
+
+
+def test_a_cpu_is_told_from_others_of_its_name(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from benchmarks.cpu import page
+
+    info = tmp_path / "cpuinfo"
+    info.write_text("cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\n")
+    assert page.machine(info).startswith("AMD EPYC (family 25, model 17), ")
+    info.write_text("CPU part\t: 0xd40\n")
+    assert "family" not in page.machine(info)
 
 
 def test_every_candidate_runs_once_a_round() -> None:

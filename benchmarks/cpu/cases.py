@@ -1,4 +1,7 @@
-"""What is timed on a CPU: C1 to C11, shapes of an 8B model and of DeepSeek's latents with a thousand keys or so.
+"""What is timed on a CPU: C1 to C13, shapes of an 8B model and of DeepSeek's latents with a thousand keys or so.
+
+C12 is DeepSeek-V4's sparse decode: a window of 128 rows and a top-k of compressed ones, both of fp8, with sinks; C13 is
+the logits of its indexer alone.
 
 A case gives contenders, functions that compute the same from the same inputs, and says what the fastest machine would
 need: bytes of the cache to read, and floating-point operations of the products.
@@ -6,15 +9,18 @@ need: bytes of the cache to read, and floating-point operations of the products.
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from benchmarks.cpu import peers
+from benchmarks.cpu import llama_cpp, peers
+from ragged_attention.calls import CACHE_FORMATS
 from ragged_attention.key_ranges import causal_ranges
 from ragged_attention.torch import (
+    indexer_logits,
     indexer_topk,
     mla_decode,
     quantize_mla_cache,
@@ -31,6 +37,7 @@ OURS, EAGER, NAMED = "ours", "eager", "named"  # the last: ours, by `causal` whe
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 32
 CAUSAL: Mapping[str, Any] = {"causal": True}
 D_QK, D_V, LATENT_SCALE = 576, 512, 192**-0.5
+V4_WINDOW, V4_PAGE_SIZE, V4_SCALE = 128, 64, 512**-0.5
 INDEX_HEADS, INDEX_DIM, INDEX_PAGE_SIZE, INDEX_TOPK = 64, 128, 64, 2048
 
 
@@ -113,8 +120,9 @@ class Paged(Case):
 
         found = {OURS: ours("numba"), EAGER: ours("eager")}
         if self.cache_dtype is None:
-            found |= peers.vllm_attention(inputs, self.page_size) | peers.openvino_attention(inputs, self.lens)
-            found["sdpa"] = lambda: peers.sdpa_over_pages(inputs, self.lens)
+            found |= peers.vllm_attention(inputs, self.page_size) | peers.sglang_attention(inputs, self.lens)
+            found |= peers.openvino_attention(inputs, self.lens) | llama_cpp.attention(inputs, self.lens)
+            found |= peers.over_gathered_in_torch(inputs, self.lens)
         if "jax" in self.frameworks and torch.get_num_threads() > 1:
             found |= peers.ours_from_jax(arguments)
         return found
@@ -254,8 +262,55 @@ class Latent(Case):
 
         found = {OURS: ours("numba"), EAGER: ours("eager")}
         if not self.topk and self.cache_format == "plain":
-            found |= peers.vllm_latent_decode(q[:, 0], cache[:, :, 0], table, lens, LATENT_SCALE)
+            given = (q[:, 0], cache[:, :, 0], table, lens, LATENT_SCALE)
+            found |= peers.vllm_latent_decode(*given) | peers.sglang_latent_decode(*given)
+            found |= llama_cpp.latent_decode(*given)
         return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Selected(Case):
+    """DeepSeek-V4's decode over fp8 rows, with sinks: a token sees its window and a top-k of 4096 compressed rows."""
+
+    tokens: int
+    heads: int
+    topk: int
+
+    @property
+    def _pairs(self) -> int:
+        return self.tokens * (V4_WINDOW + self.topk)
+
+    @property
+    def bytes(self) -> int:
+        return self._pairs * CACHE_FORMATS["fp8_v4"].token_bytes
+
+    @property
+    def flops(self) -> int:
+        return 4 * self._pairs * self.heads * D_V
+
+    def rows(self, length: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A cache of `length` rows for each token, in pages in random order, and lists of `count` of the slots."""
+        pages = length // V4_PAGE_SIZE
+        table = torch.randperm(self.tokens * pages).view(self.tokens, pages)
+        cache = (torch.randn(self.tokens * pages, V4_PAGE_SIZE, 1, D_V) / 4).to(self.dtype)
+        positions = torch.rand(self.tokens, length).argsort(1)[:, :count]
+        slots = table.gather(1, positions // V4_PAGE_SIZE) * V4_PAGE_SIZE + positions % V4_PAGE_SIZE
+        return quantize_mla_cache(cache, "fp8_v4"), slots.int()
+
+    def contenders(self) -> Contenders:
+        torch.manual_seed(0)
+        window, compressed = self.rows(V4_WINDOW, V4_WINDOW), self.rows(4096, self.topk)
+        q, sinks = torch.randn(self.tokens, self.heads, D_V).to(self.dtype), torch.randn(self.heads)
+        arguments: dict[str, Any] = {
+            "q": q[:, None], "kv_cache": window[0], "indices": window[1][:, None], "extra_kv_cache": compressed[0],
+            "extra_indices": compressed[1][:, None], "sinks": sinks, "sm_scale": V4_SCALE, "cache_format": "fp8_v4",
+        }  # fmt: skip
+
+        def ours(backend: str) -> Callable[[], Any]:
+            return lambda: mla_decode(**arguments, backend=backend)[0][:, 0]
+
+        found = {OURS: ours("numba"), EAGER: ours("eager")}
+        return found | peers.vllm_selected_latents(q, window, compressed, sinks, V4_SCALE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -314,20 +369,23 @@ class Varlen(Case):
         def ours(backend: str, **mask: Any) -> Callable[..., torch.Tensor]:
             return lambda q, k, v: varlen_attention(q, k, v, edges, edges, **(mask or CAUSAL), backend=backend)
 
-        def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            parts = zip(*(x.split(1024) for x in (q, k, v)), strict=True)
-            heads_first = ([x.transpose(0, 1)[None] for x in part] for part in parts)
-            attend = functional.scaled_dot_product_attention
-            return torch.cat([
-                attend(*part, is_causal=True, enable_gqa=True)[0].transpose(0, 1) for part in heads_first
-            ])  # fmt: skip
+        def packed(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                parts = zip(*(x.split(1024) for x in (q, k, v)), strict=True)
+                heads_first = ([x.transpose(0, 1)[None] for x in part] for part in parts)
+                return torch.cat([attend(*part, is_causal=True)[0].transpose(0, 1) for part in heads_first])
+
+            return run
 
         def gradient(function: Callable[..., torch.Tensor]) -> Callable[[], Any]:
             leaves = [x.clone().requires_grad_() for x in arrays]
             out = function(*leaves)
             return lambda: torch.cat(torch.autograd.grad(out, leaves, towards, retain_graph=True), 1)
 
-        functions = {OURS: ours("numba"), EAGER: ours("eager"), "sdpa": sdpa}
+        sdpa = functools.partial(functional.scaled_dot_product_attention, enable_gqa=True)
+        functions = {OURS: ours("numba"), EAGER: ours("eager"), "sdpa": packed(sdpa)}
+        if peers.zentorch() is not None and not self.backward:
+            functions["zentorch"] = packed(lambda *part, **causal: peers.zentorch()(*part, **causal)[0])
         if self.ranged:
             ranges = causal_ranges(edges, edges.diff(), int(edges[-1]))
             functions = {OURS: ours("numba", key_ranges=ranges), NAMED: ours("numba"), EAGER: ours("eager")}
@@ -351,7 +409,7 @@ class Index(Case):
         pairs = sum(tokens * (2 * keys - tokens + 1) // 2 for tokens, keys in self.lens)
         return 2 * pairs * INDEX_HEADS * INDEX_DIM
 
-    def contenders(self) -> Contenders:
+    def inputs(self) -> dict[str, torch.Tensor]:
         """All numbers are small integers and scales powers of two: logits are exact, and there is one answer."""
         torch.manual_seed(0)
         pages = -(-max(keys for _, keys in self.lens) // INDEX_PAGE_SIZE)
@@ -364,13 +422,30 @@ class Index(Case):
         q = torch.randint(-4, 5, (int(edges[-1]), INDEX_HEADS, INDEX_DIM)).to(self.dtype)
         weights = torch.randint(-4, 5, q.shape[:2]).float()
         lens = torch.tensor([keys for _, keys in self.lens]).int()
+        return {"q": q, "keys": cache, "weights": weights, "page_indices": table, "kv_lens": lens, "cu_q_lens": edges}
+
+    def contenders(self) -> Contenders:
+        arguments: dict[str, Any] = self.inputs()
 
         def ours(backend: str) -> Callable[[], Any]:
-            return lambda: indexer_topk(
-                q, cache, weights, INDEX_TOPK, page_indices=table, kv_lens=lens, cu_q_lens=edges, backend=backend
-            )
+            return lambda: indexer_topk(**arguments, top_k=INDEX_TOPK, backend=backend)
 
         return {OURS: ours("numba"), EAGER: ours("eager")}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores(Index):
+    """The logits of the lightning indexer alone, of 8-bit queries."""
+
+    def contenders(self) -> Contenders:
+        arguments: dict[str, Any] = self.inputs()
+        arguments["q"] = arguments["q"].to(E4M3)
+
+        def ours(backend: str) -> Callable[[], Any]:
+            return lambda: indexer_logits(**arguments, backend=backend)
+
+        found = {OURS: ours("numba"), EAGER: ours("eager")}
+        return found | peers.vllm_indexer_logits(arguments, self.lens)
 
 
 F32, BF16, E4M3 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
@@ -436,4 +511,13 @@ CASES: tuple[Case, ...] = (
            block_size=128),
     Listed(name="C11d", what="128 blocks of 16: prefill of 64 at 16k, bf16", dtype=BF16, lens=((64, 16384),),
            block_size=16),
+    *(
+        Selected(name=name, what=f"sparse V4 decode, {heads} heads, {tokens} x (128 + top-k {topk}), fp8_v4",
+                 dtype=BF16, tokens=tokens, heads=heads, topk=topk)
+        for name, tokens, heads, topk in (
+            ("C12", 1, 128, 2048), ("C12b", 8, 64, 512), ("C12c", 8, 16, 512), ("C12d", 64, 64, 512)
+        )
+    ),
+    Scores(name="C13", what="indexer logits, 8 decodes at 4k, fp8 pages", dtype=BF16, lens=((1, 4096),) * 8),
+    Scores(name="C13b", what="indexer logits, prefill of 256 at 4k, fp8 pages", dtype=BF16, lens=((256, 4096),)),
 )  # fmt: skip

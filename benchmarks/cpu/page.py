@@ -11,10 +11,13 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, README = ROOT / "docs" / "cpu_measured.md", ROOT / "README.md"
 BEGIN, END = "<!-- written by `make bench-cpu` -->\n", "<!-- end of what is written -->\n"
-PEERS = ("vllm", "openvino", "sdpa", "eager", "named", "dense", "jax")
+PEERS = ("vllm", "sglang", "openvino", "ggml", "zentorch", "sdpa", "eager", "named", "dense", "jax")
 TITLES = {
     "vllm": "vLLM",
+    "sglang": "SGLang",
     "openvino": "OpenVINO",
+    "ggml": "llama.cpp",
+    "zentorch": "zentorch",
     "sdpa": "SDPA",
     "eager": "eager",
     "named": "ours by name",
@@ -48,12 +51,14 @@ def replace(file: Path, text: str, begin: str, end: str) -> None:
     file.write_text(f"{before}{begin}{text}{end}{rest.partition(end)[2]}")
 
 
-def machine() -> str:
-    """The CPU that is measured on, in words."""
-    info = Path("/proc/cpuinfo")
+def machine(info: Path = Path("/proc/cpuinfo")) -> str:
+    """The CPU that is measured on, in words; the name of some is that of several generations."""
     lines = info.read_text().splitlines() if info.exists() else []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"{name or platform.processor()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} CPUs"
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    name = facts.get("model name", platform.processor())
+    if "cpu family" in facts:
+        name += f" (family {facts['cpu family']}, model {facts['model']})"
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} CPUs"
 
 
 def table(run: Mapping[str, Any], *, long: bool) -> str:

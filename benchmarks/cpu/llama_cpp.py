@@ -1,0 +1,113 @@
+"""llama.cpp's flash attention on a CPU, from the library of `ggml-python`.
+
+Each sequence has its keys and values in one piece, the heads first, in which order the kernel is faster than in
+llama.cpp's own. They are float16 where ours are bfloat16, as llama.cpp stores them by default: it is slower over its
+own bfloat16.
+"""
+
+import ctypes
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q [Q, H, D], k [N, K, D] and v [N, K, D'] of a sequence
+
+
+@functools.cache
+def _library() -> Any:
+    """The binding's module, or None."""
+    if importlib.util.find_spec("ggml") is None:
+        return None
+    library = importlib.import_module("ggml")
+    library.ggml_cpu_init()
+    return library
+
+
+class _Graph:
+    """A step's calls, with the tensors that they read; the context lives as long as the process."""
+
+    def __init__(self) -> None:
+        self.library = _library()
+        room = self.library.ggml_init_params(mem_size=2**20, mem_buffer=None, no_alloc=True)
+        self.context = self.library.ggml_init(room)
+        self.graph = self.library.ggml_new_graph(self.context)
+        self.tensors: list[torch.Tensor] = []
+
+    def tensor(self, x: torch.Tensor) -> Any:
+        """A tensor of ggml over the numbers of `x`, whose axes it names from the last one."""
+        kind = {torch.float32: "GGML_TYPE_F32", torch.float16: "GGML_TYPE_F16"}[x.dtype]
+        x = x[(None,) * (4 - x.dim())]
+        made = self.library.ggml_new_tensor_4d(self.context, getattr(self.library, kind), *reversed(x.shape))
+        for axis, stride in enumerate(reversed(x.stride())):
+            made.contents.nb[axis] = stride * x.itemsize
+        made.contents.data = x.data_ptr()
+        self.tensors.append(x)
+        return made
+
+    def attend(self, part: Part, out: torch.Tensor, scale: float) -> None:
+        """Add a sequence's attention, written to `out`, float32 [Q, H, D']."""
+        q, k, v = part
+        new, keys = len(q), len(k)
+        mask = None
+        if new > 1:
+            mask = self.tensor(torch.full((new, keys), -torch.inf, dtype=torch.float16).triu(keys - new + 1))
+        heads_first = (self.tensor(x.transpose(0, 1)) for x in (_stored(q.float()), k, v))
+        call = self.library.ggml_flash_attn_ext(self.context, *heads_first, mask, scale, 0.0, 0.0)
+        call.contents.data = out.data_ptr()
+        self.library.ggml_build_forward_expand(self.graph, call)
+
+    def run(self, out: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """A function that computes the graph, on torch's number of threads."""
+        plan = self.library.ggml_graph_plan(self.graph, torch.get_num_threads(), None)
+        room = torch.empty(plan.work_size, dtype=torch.uint8)
+        plan.work_data = ctypes.cast(room.data_ptr(), ctypes.POINTER(ctypes.c_uint8))
+        self.tensors += [room, out]
+
+        def compute() -> torch.Tensor:
+            self.library.ggml_graph_compute(self.graph, ctypes.byref(plan))
+            return self.tensors[-1]
+
+        return compute
+
+
+def _calls(parts: Iterable[Part], scale: float) -> dict[str, Callable[[], torch.Tensor]]:
+    graph, parts = _Graph(), list(parts)
+    counts = [len(q) for q, _, _ in parts]
+    out = torch.empty(sum(counts), parts[0][0].shape[1], parts[0][2].shape[-1])
+    for part, result in zip(parts, out.split(counts), strict=True):
+        graph.attend(part, result, scale)
+    return {"ggml": graph.run(out)}
+
+
+def _stored(x: torch.Tensor) -> torch.Tensor:
+    """Rows [N, K, D] in a type that the graph takes, with the heads first in memory."""
+    kind = torch.float16 if x.dtype == torch.bfloat16 else x.dtype
+    return x.to(kind).transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def attention(
+    inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int]]
+) -> dict[str, Callable[[], torch.Tensor]]:
+    if _library() is None:
+        return {}
+    rows = inputs["q"].split([new for new, _ in lens])
+    parts = []
+    for q, own, (_, keys) in zip(rows, inputs["page_indices"].long(), lens, strict=True):
+        used = own[: -(-keys // inputs["k"].shape[1])]
+        k, v = (_stored(inputs[name][used].flatten(0, 1)[:keys]) for name in ("k", "v"))
+        parts.append((q, k, v))
+    return _calls(parts, inputs["q"].shape[-1] ** -0.5)
+
+
+def latent_decode(
+    q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, scale: float
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """The values are the first 512 columns of the keys."""
+    if _library() is None:
+        return {}
+    latents = [_stored(cache[own.long()].flatten(0, 1)[:keys, None]) for own, keys in zip(table, lens, strict=True)]
+    return _calls(((own[None], rows, rows[..., :512]) for own, rows in zip(q, latents, strict=True)), scale)
