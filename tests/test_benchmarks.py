@@ -4,7 +4,9 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import os
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -290,6 +292,40 @@ def test_a_cpu_is_told_from_others_of_its_name(tmp_path: Path) -> None:
     assert page.machine(info).startswith("AMD EPYC (family 25, model 17), ")
     info.write_text("CPU part\t: 0xd40\n")
     assert "family" not in page.machine(info)
+
+
+def test_growth_on_a_cpu_is_planned_as_kernels_divide_work() -> None:
+    growth = pytest.importorskip("benchmarks.cpu.growth")
+    assert growth.programs_of([100]) == [100] * growth.NUM_KV_HEADS
+    assert sum(growth.programs_of([300, 5000])) == 5300 * growth.NUM_KV_HEADS
+    assert max(growth.programs_of([300, 5000])) < 600
+    assert growth.filled([1024], 1) == growth.filled([1024], 16) == 1.0
+    assert growth.filled([1024], 64) == 0.25
+
+
+def test_load_on_a_cpu_is_told_as_shares_of_an_idle_machine() -> None:
+    load = pytest.importorskip("benchmarks.cpu.load")
+    rows = [
+        {"what": what, "milliseconds": {case.name: {"ours": time} for case in load.CASES}, "others": 0.25}
+        for what, time in (("nothing", 2.0), ("all", 5.0))
+    ]
+    assert load.table(rows).splitlines()[-1] == "| all | 5.00 | 2.5 | 5.00 | 2.5 | 0.25 |"
+
+
+@pytest.mark.parametrize("name", ["idle", "busy", "thread"])
+def test_a_load_ends_with_its_measurement(name: str) -> None:
+    load = pytest.importorskip("benchmarks.cpu.load")
+    chosen = next(each for each in load.LOADS if each.name == name)
+    threads = threading.active_count()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(load, "STARTING", 0.0)
+        with load.running(chosen, 1) as process:
+            assert (process is not None) == (name == "busy")
+            assert load.mean_of(lambda: None, None, 0.01) < 1
+    assert threading.active_count() == threads
+    if process is not None:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
 
 
 def test_every_candidate_runs_once_a_round() -> None:

@@ -536,6 +536,55 @@ def _draw_ratios(drawn: drawing.Drawing, left: float, top: float, width: float, 
         drawn.text(x, bottom + 12, f"{2.0**power:g}", "small quiet", "middle")
 
 
+def growth() -> drawing.Drawing:
+    """What a key takes in batches of all sizes, measured, and how evenly programs fill more threads, planned."""
+    found = json.loads((DOCS.parent / "benchmarks" / "results" / "growth_cpu.json").read_text())
+    drawn = drawing.Drawing(
+        "How decode grows on a CPU",
+        "Nanoseconds for each key and KV head, by the keys of a sequence, measured; and the share of the time "
+        f"of 1 to 64 threads that programs fill, planned. Measured on {found['cpu']}, torch {found['torch']}.",
+    )
+    panel, top = (LEFT + WIDTH + 20) / (len(found["runs"]) + 1), 70.0
+    counts = sorted({row["num_seqs"] for run in found["runs"] for row in run["growth"]})
+    kinds = dict(zip(counts, ("one", "two", "three", "four"), strict=True))
+    drawn.text(10, 20, "Decode: nanoseconds for a key and KV head, and the threads that programs fill", "head")
+    drawn.legend(40, 38, [(kind, f"{count} sequences" if count > 1 else "1 sequence") for count, kind in kinds.items()])
+    for number, run in enumerate(found["runs"]):
+        threads = "one thread" if run["threads"] == 1 else f"{run['threads']} threads"
+        columns = sorted({row["keys"] for row in run["growth"]})
+        points = [(kinds[row["num_seqs"]], columns.index(row["keys"]), row["nanoseconds"]) for row in run["growth"]]
+        names = [f"{keys // 1024}k" if keys >= 1024 else str(keys) for keys in columns]
+        _draw_powers(drawn, (40 + number * panel, top, panel - 60), (4, 8), points, f"{threads}, keys", names)
+    shares = {("grey", column, 100 * share) for row in found["plan"].values() for column, share in enumerate(row)}
+    least = min(found["plan"], key=lambda name: min(found["plan"][name]))
+    box = (40 + len(found["runs"]) * panel, top, panel - 60)
+    drawn.text(box[0], 44, f"{len(found['plan'])} batches, the lowest {least} keys", "small quiet")
+    _draw_powers(drawn, box, (4, 7), sorted(shares), "% of the threads' time, planned", found["planned_threads"])
+    return drawn
+
+
+def _draw_powers(
+    drawn: drawing.Drawing, box: tuple[float, float, float], powers: tuple[int, int],
+    points: Iterable[tuple[str, int, float]], title: str, columns: Sequence[object],
+) -> None:  # fmt: skip
+    """Marks of several colours over named columns, on a scale from one power of two to another."""
+    (left, top, width), (least, most), height = box, powers, 140.0
+    spacing, unit = width / (len(columns) - 1), height / (most - least)
+    drawn.text(left, top - 12, title, "small quiet")
+    for power in range(least, most + 1):
+        y = top + (most - power) * unit
+        drawn.line(left, y, left + width, y, "line" if power == least else "dotted")
+        drawn.text(left - 4, y + 4, 2**power, "small quiet", "end")
+    marks: dict[str, list[drawing.Box]] = {}
+    for kind, column, value in points:
+        y = top + (most - math.log2(value)) * unit
+        marks.setdefault(kind, []).append((left + column * spacing - 3, y - 3, 6, 6))
+    for kind, boxes in marks.items():
+        drawn.boxes(kind, boxes)
+    for column, name in enumerate(columns):
+        drawn.text(left + column * spacing, top + height + 14, name, "small quiet", "middle")
+
+
 def scaling() -> drawing.Drawing:
     """Tokens a second of three models over the devices of three networks, as `benchmarks/scaling.py` plans them."""
     plan = importlib.import_module("benchmarks.scaling")
@@ -584,10 +633,11 @@ PICTURES: dict[str, Callable[[], drawing.Drawing]] = {
     "roofline": roofline,
     "seesaw": seesaw,
     "cpu": cpu,
+    "growth": growth,
     "scaling": scaling,
 }
 # These are also there in light and in dark colours alone, for `<picture>`: a page may have a switch of its own.
-IN_PAIRS = ("pages", "cpu", "scaling")
+IN_PAIRS = ("pages", "cpu", "growth", "scaling")
 
 
 def files() -> dict[str, Callable[[], str]]:

@@ -1,0 +1,154 @@
+"""How decode on a CPU grows: time for each key and KV head, what padding costs, and how evenly programs fill threads.
+
+    python -m benchmarks.cpu.growth [--threads 1,2] [--rounds 15] [--save]
+
+A batch has 1 to 64 sequences of 128 to 65536 keys, at most a gigabyte of keys and values. Round after round a call
+reads other pages of the cache, as the layers of a model do, so that small batches do not find their keys in the CPU's
+caches. If decode grows linearly, the time for a key is the same everywhere; what a call costs besides shows in the
+smallest batches. Padding is a page table ten times as long for ten times as many sequences, of which none is used. For
+more threads than the machine has there is a plan: a thread takes the next program when it has finished one, as in the
+kernels, and a program takes as long as it has keys. Its divisions are the kernels' own; nothing of it is measured.
+With --save the results go to benchmarks/results; `make docs` draws the picture then.
+"""
+
+import argparse
+import heapq
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.cpu.__main__ import RESULTS, facts
+from benchmarks.cpu.cases import HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS, PAGE_SIZE
+from benchmarks.timing import on_cpu, ratio
+from ragged_attention.portable.numba._splits import SHARES, splits_of
+from ragged_attention.torch import ragged_paged_attention
+
+FILE = RESULTS / "growth_cpu.json"
+NUM_SEQS = (1, 4, 16, 64)
+LENGTHS = (128, 512, 2048, 8192, 32768, 65536)
+MOST_KEYS = 2**18  # of a batch: a gigabyte
+PADDING = 10
+PADDED = ((1, 128), (8, 1024), (64, 128), (64, 1024))  # sequences and keys
+PLANNED = {
+    "1 of 1k": (1024,),
+    "1 of 64k": (65536,),
+    "8 of 1k": (1024,) * 8,
+    "20 of 200 to 4k": tuple(200 + 997 * seq % 3800 for seq in range(20)),
+    "31 of 256, 1 of 16k": (*(256,) * 31, 16384),
+}
+PLANNED_THREADS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    most = os.cpu_count() or 1
+    parser.add_argument("--threads", default=",".join(map(str, sorted({1, most}))), help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--save", action="store_true", help="write the results")
+    options = parser.parse_args(argv)
+    cache, record = new_cache(), facts()
+    for threads in map(int, options.threads.split(",")):
+        torch.set_num_threads(threads)
+        run = {"threads": threads, "growth": growth(cache, options.rounds), "padding": padding(cache, options.rounds)}
+        record["runs"].append(run)
+        sys.stdout.write(told(run))
+    record["plan"] = {name: [filled(lens, threads) for threads in PLANNED_THREADS] for name, lens in PLANNED.items()}
+    record["planned_threads"] = PLANNED_THREADS
+    for name, shares in record["plan"].items():
+        sys.stdout.write(f"{name}: " + ", ".join(f"{100 * share:.0f} %" for share in shares) + "\n")
+    if options.save:
+        FILE.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+def new_cache() -> torch.Tensor:
+    """Pages for `MOST_KEYS` keys; the numbers of some are those of all."""
+    torch.manual_seed(0)
+    some = torch.randn(64, PAGE_SIZE, 2 * NUM_KV_HEADS, HEAD_DIM).bfloat16()
+    return some.repeat(MOST_KEYS // PAGE_SIZE // len(some), 1, 1, 1)
+
+
+def decode(cache: torch.Tensor, num_seqs: int, keys: int, padding: int = 1) -> Callable[[], Any]:
+    """A function that decodes a batch, from other pages each time; tables have `padding` times their needed size.
+
+    A padded batch takes the pages in another order, so that it finds none that the other has just read.
+    """
+    pages = -(-keys // PAGE_SIZE)
+    order = torch.randperm(len(cache), generator=torch.Generator().manual_seed(padding)).int()
+    tables = []
+    for own in order.split(num_seqs * pages)[: len(cache) // (num_seqs * pages)][:64]:
+        table = torch.zeros(padding * num_seqs, padding * pages, dtype=torch.int32)
+        table[:num_seqs, :pages] = own.view(num_seqs, pages)
+        tables.append(table)
+    lens = torch.zeros(padding * num_seqs, dtype=torch.int32)
+    lens[:num_seqs] = keys
+    edges = torch.arange(padding * num_seqs + 1).clamp(max=num_seqs).int()
+    q, count = torch.randn(num_seqs, NUM_Q_HEADS, HEAD_DIM).bfloat16(), torch.tensor([num_seqs]).int()
+    turns = itertools.cycle(tables)
+    return lambda: ragged_paged_attention(q, cache, lens, next(turns), edges, num_seqs=count, backend="numba")
+
+
+def growth(cache: torch.Tensor, rounds: int) -> list[dict[str, Any]]:
+    """Milliseconds of each batch, and nanoseconds for a key and KV head."""
+    rows = []
+    for num_seqs, keys in itertools.product(NUM_SEQS, LENGTHS):
+        if num_seqs * keys <= MOST_KEYS:
+            many = rounds * max(1, min(10, MOST_KEYS // 8 // (num_seqs * keys)))  # the shorter, the more
+            seconds = on_cpu({"ours": decode(cache, num_seqs, keys)}, rounds=many)["ours"].median
+            each = 1e9 * seconds / (num_seqs * keys * NUM_KV_HEADS)
+            rows.append({"num_seqs": num_seqs, "keys": keys, "milliseconds": 1e3 * seconds, "nanoseconds": each})
+    return rows
+
+
+def padding(cache: torch.Tensor, rounds: int) -> list[dict[str, Any]]:
+    """How many times as long padded batches take, and how many microseconds longer."""
+    rows = []
+    for num_seqs, keys in PADDED:
+        plain, padded = decode(cache, num_seqs, keys), decode(cache, num_seqs, keys, PADDING)
+        times = on_cpu({"plain": plain, "padded": padded}, rounds=10 * rounds)
+        more = 1e6 * (times["padded"].median - times["plain"].median)
+        found = ratio(times["plain"], times["padded"])
+        rows.append({"num_seqs": num_seqs, "keys": keys, "ratio": found, "microseconds": more})
+    return rows
+
+
+# ---- the plan
+
+
+def programs_of(lens: Sequence[int]) -> list[int]:
+    """The keys of each program of a decode, in the order in which threads take them."""
+    total, programs = float(sum(lens)), []
+    for keys in lens:
+        num_splits = splits_of.py_func(keys, keys, total, SHARES, 0)
+        step = -(-keys // num_splits)
+        for split in range(num_splits):
+            programs += [min((split + 1) * step, keys) - split * step] * NUM_KV_HEADS
+    return programs
+
+
+def filled(lens: Sequence[int], threads: int) -> float:
+    """The share of all threads' time until the last has finished in which they have a program."""
+    busy = [0] * threads  # until when each thread is
+    for keys in (programs := programs_of(lens)):
+        heapq.heapreplace(busy, busy[0] + keys)
+    return sum(programs) / (threads * max(busy))
+
+
+def told(run: dict[str, Any]) -> str:
+    """A run for the terminal."""
+    lines = [f"{run['threads']} threads"]
+    for row in run["growth"]:
+        found = f"{row['milliseconds']:.3f} ms, {row['nanoseconds']:.2f} ns for a key and KV head"
+        lines.append(f"{row['num_seqs']} of {row['keys']}: {found}")
+    for row in run["padding"]:
+        lines.append(f"{row['num_seqs']} of {row['keys']}, padded: x {row['ratio']:.3f}, {row['microseconds']:.1f} us")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
