@@ -1,9 +1,10 @@
 """What a call costs the host: microseconds of Python before all kernels are enqueued, without waiting for them.
 
-    python -m benchmarks.overhead [CASE ...] [--json FILE]
+    python -m benchmarks.overhead [CASE ...] [--backend numba] [--json FILE]
 
 On a GPU the calls are real. Without one a stand-in takes the place of Triton's driver: kernels are compiled for Hopper
-and launched into nothing, so all but the driver's own share of a launch is there.
+and launched into nothing, so all but the driver's own share of a launch is there. Kernels of `numba` run on the CPU, on
+sequences without queries and keys, for which they have nearly nothing to do.
 """
 
 import argparse
@@ -29,7 +30,10 @@ from benchmarks.cases.catalogue import CASES
 from ragged_attention.testing import environment
 from ragged_attention.tools.samples import device_of
 
-CHOSEN = ("decode_64x4k", "mla_sparse_h16_b8", "mla_prefill_h128_32k")
+CHOSEN = {
+    "triton": ("decode_64x4k", "mla_sparse_h16_b8", "mla_prefill_h128_32k"),
+    "numba": ("decode_64x4k", "mixed_2q2k_32q1s1k", "fp8_64x4k"),
+}
 ARCH = "sm_90"
 ROUNDS, CALLS = 30, 50
 MOST_TOKENS = 512
@@ -46,7 +50,7 @@ class Overhead:
     dispatch: float  # of the call: bringing arguments into form, torch's dispatcher
     plan: float  # of the call: recognising a call like an earlier one
     launch: float  # of the call: allocating results, enqueuing kernels
-    not_replayed: float  # what `launch` would be if the backend ran anew and Triton itself launched
+    not_replayed: float  # what `launch` would be if the backend ran anew and, with `triton`, Triton itself launched
 
 
 class StandInDriver:
@@ -95,8 +99,8 @@ def standing_in(driver: StandInDriver) -> Iterator[StandInDriver]:
         plans._plans.clear()
 
 
-def inputs_of(case: Case, device: str) -> dict[str, Any]:
-    """Arguments of the case's shapes; what is in the arrays costs the host nothing, so on a CPU they are empty."""
+def inputs_of(case: Case, device: str, backend: str = "triton") -> dict[str, Any]:
+    """Arguments of the case's shapes. Where no kernel reads them, they are uninitialised, else zeros."""
     torch = importlib.import_module("torch")
 
     def tensor(value: Any) -> Any:
@@ -104,7 +108,7 @@ def inputs_of(case: Case, device: str) -> dict[str, Any]:
             return tuple(map(tensor, value))
         if not hasattr(value, "shape"):
             return value
-        make = torch.empty if device == "cpu" else torch.zeros
+        make = torch.empty if device == "cpu" and backend == "triton" else torch.zeros
         return make(value.shape, dtype=getattr(torch, value.dtype), device=device)
 
     arguments = case.attention_call(device_of("torch", ARCH)).arguments()
@@ -120,19 +124,18 @@ def microseconds(candidates: Mapping[str, Callable[[], Any]], settle: Callable[[
     return least
 
 
-def measure(case: Case, device: str) -> Overhead:
+def measure(case: Case, device: str, backend: str = "triton") -> Overhead:
     """Time one case's call, and the parts of it that can be called by themselves."""
     torch = importlib.import_module("torch")
-    names = ("_plan", "_launcher", "_replay")
-    plans, launcher, replays = (importlib.import_module(f"ragged_attention.torch.{name}") for name in names)
+    plans, launcher = (importlib.import_module(f"ragged_attention.torch.{name}") for name in ("_plan", "_launcher"))
     function = getattr(importlib.import_module("ragged_attention.torch"), case.operation)
-    call = functools.partial(function, **inputs_of(case, device), backend="triton")
+    call = functools.partial(function, **inputs_of(case, device, backend), backend=backend)
     with mock.patch.object(plans, "execute", wraps=plans.execute) as inside:
         call()
     values = inside.call_args.args
     plan, tensors = plans._plan(*values)
     addresses = [tensor.data_ptr() for tensor in tensors]
-    recording = plan.recordings[replays.alignments(tensors, addresses)]
+    recording = plans._recording(values[0], values[1], plan, tensors, addresses)
     record = plans._call(values[0], values[1], plan)
     candidates = {
         "call": call,
@@ -162,31 +165,33 @@ def table_of(found: Sequence[Overhead], where: str) -> Table:
     return table
 
 
-def measured(names: Sequence[str], device: str) -> list[Overhead]:
-    """What the named cases cost on the GPU that is here, or on the CPU in its place.
+def measured(names: Sequence[str], device: str, backend: str) -> list[Overhead]:
+    """What the named cases cost on the GPU that is here, or on the CPU, with `triton` in a GPU's place.
 
     A long prefill is scaled down, which costs the host the same: thousands of calls would wait for the GPU, and a CPU's
     allocator takes its time for large results.
     """
     cases = [case if case.num_tokens <= MOST_TOKENS else case.scaled_down() for case in map(CASES.__getitem__, names)]
-    if device == "cuda":
-        return [measure(case, device) for case in cases]
-    with standing_in(StandInDriver()):
-        return [measure(case, device) for case in cases]
+    absent = device == "cpu" and backend == "triton"
+    with standing_in(StandInDriver()) if absent else contextlib.nullcontext():
+        return [measure(case, device, backend) for case in cases]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"names of cases; default {', '.join(CHOSEN)}")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="names of cases; by default some of each kind")
+    parser.add_argument("--backend", choices=CHOSEN, default="triton")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
-    environment.prepare("cuda")  # where a GPU is absent too, Triton compiles
+    native = options.backend == "numba"
+    environment.prepare("cpu" if native else "cuda")  # where a GPU is absent too, Triton compiles
     torch = importlib.import_module("torch")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if importlib.import_module("triton").knobs.runtime.interpret:
+    device = "cuda" if torch.cuda.is_available() and not native else "cpu"
+    if not native and importlib.import_module("triton").knobs.runtime.interpret:
         parser.error("expected TRITON_INTERPRET to be unset, since the interpreter launches nothing")
-    found = measured(options.cases or CHOSEN, device)
-    where = torch.cuda.get_device_name() if device == "cuda" else "no GPU, launches into nothing"
+    found = measured(options.cases or CHOSEN[options.backend], device, options.backend)
+    without_gpu = "empty sequences on a CPU" if native else "no GPU, launches into nothing"
+    where = torch.cuda.get_device_name() if device == "cuda" else without_gpu
     Console(width=140).print(table_of(found, where))
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(one) for one in found], indent=1) + "\n")

@@ -157,7 +157,7 @@ def candidates(operation: str, device: Device, backend: str | Sequence[str] | No
 def state() -> tuple[Any, ...]:
     """The `state()` of each loaded package, on which the selection depends besides the call and the configuration."""
     names = (*PACKAGES.values(), *third_party_packages().values())
-    loaded: Any = (sys.modules.get(name) for name in names)
+    loaded: Any = map(sys.modules.get, names)
     return tuple([package.state() for package in loaded if callable(getattr(package, "state", None))])
 
 

@@ -16,7 +16,7 @@ from ragged_attention.calls import NOWHERE, Call, Device, Result
 from ragged_attention.errors import InvalidInput
 from ragged_attention.torch import _replay
 from ragged_attention.torch._launcher import DTYPES, LAUNCHER, Launcher, device_facts, indices_to_numpy
-from ragged_attention.torch._replay import ALIGNMENT, LaunchRecording, alignments
+from ragged_attention.torch._replay import ALIGNMENT, NativeRecording, Recording, alignments, native_facts
 
 
 def _static(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -31,7 +31,7 @@ def _static(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """The backend for calls with equal static facts, and recordings of its launches by the tensors' alignments."""
+    """The backend for calls with equal static facts, and recordings of its launches by facts about their tensors."""
 
     device: Device
     choice: dispatch.Choice
@@ -41,7 +41,7 @@ class Plan:
     written: tuple[tuple[str, int], ...]  # the written tensors' names and their indices among the call's tensors
     # The addresses, relative to the first one, at which the written tensors are known to share no byte.
     distinct: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
-    recordings: dict[tuple[int, ...], LaunchRecording | None] = dataclasses.field(default_factory=dict)
+    recordings: dict[tuple[int, ...], Recording | None] = dataclasses.field(default_factory=dict)
 
 
 _UNKNOWN: Any = object()
@@ -50,7 +50,8 @@ _MAX_PLANS = 4096
 _MAX_RECORDINGS = 64  # per plan
 _MAX_DISTINCT = 1024  # per plan
 _MAX_CANDIDATES: Any = 100_000  # in the search for a byte that two written tensors share
-RECORDED = {"triton"}  # backends that only launch kernels; emptied to stop replaying
+NATIVE = "numba"  # the backend that calls functions compiled for CPUs
+RECORDED = {"triton", NATIVE}  # backends that only launch kernels; "triton" is removed to stop replaying it
 
 
 def execute(
@@ -73,16 +74,17 @@ def execute(
         out = out if _takes_results(out, tensors) else None
     if plan.validates:
         _call(record, arguments, plan).map(indices_to_numpy).check_values()
-    if plan.choice.backend in RECORDED:
-        recording = _recording(record, arguments, plan, alignments(tensors, addresses))
-        if recording is not None:
-            try:
-                return recording.replay(tensors, addresses, out)
-            except Exception as error:
-                results = plan.choice.run(_call(record, arguments, plan), LAUNCHER)  # raises if this fails too
-                _stop_replaying(error)
-                return results
-    return plan.choice.run(_call(record, arguments, plan), LAUNCHER if out is None else Launcher(out))
+    recording = _recording(record, arguments, plan, tensors, addresses) if plan.choice.backend in RECORDED else None
+    if recording is None:
+        return plan.choice.run(_call(record, arguments, plan), LAUNCHER if out is None else Launcher(out))
+    try:
+        return recording.replay(tensors, addresses, out)
+    except Exception as error:
+        if isinstance(recording, NativeRecording):
+            raise
+        results = plan.choice.run(_call(record, arguments, plan), LAUNCHER)  # raises if this fails too
+        _stop_replaying(error)
+        return results
 
 
 def _takes_results(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
@@ -191,9 +193,11 @@ def share_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _recording(
-    record: type[Call], arguments: Mapping[str, Any], plan: Plan, key: tuple[int, ...]
-) -> LaunchRecording | None:
-    """The recording for tensors with the alignments `key`; None if the backend's work cannot be recorded."""
+    record: type[Call], arguments: Mapping[str, Any], plan: Plan, tensors: Sequence[torch.Tensor],
+    addresses: Sequence[int],
+) -> Recording | None:  # fmt: skip
+    """The recording for tensors at these addresses; None if the backend's work cannot be recorded."""
+    key = native_facts(addresses) if plan.choice.backend == NATIVE else alignments(tensors, addresses)
     recording = plan.recordings.get(key, _UNKNOWN)
     if recording is _UNKNOWN:
         if len(plan.recordings) >= _MAX_RECORDINGS:
@@ -204,7 +208,7 @@ def _recording(
 
 def _stop_replaying(error: Exception) -> None:
     """Stop replaying: a launch through Triton worked after a replay failed, so Triton's internals have changed."""
-    RECORDED.clear()
+    RECORDED.discard("triton")
     text = "kernels are launched through Triton from now on, since replaying launches failed"
     warnings.warn(f"{text}: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
 
@@ -219,7 +223,7 @@ def _plan(
     """The plan of a call, and its tensors in the order of its arguments."""
     tensors: list[torch.Tensor] = []
     try:
-        statics = [_static(value, tensors) for value in arguments.values()]
+        statics = [None if value is None else _static(value, tensors) for value in arguments.values()]
         key = (record, backend, options, config.state(), dispatch.state(), *statics)
         plan = _plans.get(key)
     except (RuntimeError, TypeError):

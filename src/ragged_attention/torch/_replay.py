@@ -3,9 +3,11 @@
 The launches of a backend depend on static facts alone. To record them, the backend runs on stand-ins for tensors, and
 a `LaunchRecording` keeps its launches. A later call with equal facts replays the recording on its own tensors. After
 the first launch of a kernel through Triton, a replay enqueues the compiled kernel directly. This saves Triton's
-inspection of the arguments.
+inspection of the arguments. A `NativeRecording` keeps calls of functions that are compiled for CPUs, with the records
+of their arguments, in which only the addresses of arrays are missing.
 """
 
+import ctypes
 import dataclasses
 import math
 import sys
@@ -176,6 +178,46 @@ class LaunchRecording:
         return device, driver.get_current_stream(device), _hooks()
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class NativeStep:
+    """One call of a function that is compiled for CPUs."""
+
+    function: Any  # as `protocols.Launcher.native` describes it
+    template: bytes  # the record of its arguments, in which no address is set
+    indices: tuple[tuple[str, int], ...]  # the fields that hold addresses, and the tensors' indices in the recording
+
+    def __call__(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+        record = self.function.record.from_buffer_copy(self.template)
+        for name, index in self.indices:
+            setattr(record, name, addresses[index])
+        if code := self.function.on("cpu")(ctypes.byref(record), None):
+            raise self.function.error(code, "cpu", {name: tensors[index].shape for name, index in self.indices})
+
+
+class NativeRecording:
+    """The calls of compiled functions by a backend for all calls with equal static facts and `native_facts`.
+
+    Tensors have indices as in a `LaunchRecording`. A replay raises what the backend would raise.
+    """
+
+    def __init__(
+        self, inputs: int, requests: Sequence[tuple[tuple[int, ...], torch.dtype]], steps: Sequence[NativeStep],
+        results: Any,
+    ) -> None:  # fmt: skip
+        self.steps, self.requests, self.results = steps, requests, results
+        self.out = next((index - inputs for index in _flat(results)), -1)  # the first result's request
+
+    def replay(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int], out: torch.Tensor | None = None) -> Any:
+        """Call every function on the tensors of a call, and return the results. `out` is memory for the first one."""
+        made = [torch.empty(shape, dtype=dtype) if out is None or index != self.out else out
+                for index, (shape, dtype) in enumerate(self.requests)]  # fmt: skip
+        tensors = [*tensors, *made]
+        addresses = [*addresses, *[tensor.data_ptr() for tensor in made]]
+        for step in self.steps:
+            step(tensors, addresses)
+        return _renamed(self.results, tensors.__getitem__)
+
+
 def _flat(results: Any) -> list[int]:
     """The indices in nested tuples, without absent results, which are None."""
     if isinstance(results, tuple):
@@ -192,6 +234,7 @@ def _renamed(results: Any, name: Callable[[Any], Any]) -> Any:
 
 GRANULE = 256  # bytes: tensors in a shared allocation start at multiples of it
 ALIGNMENT = 16  # bytes: Triton specialises kernels for addresses with this alignment
+WORD = 4  # bytes
 
 
 def alignments(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> tuple[int, ...]:
@@ -206,8 +249,16 @@ def alignments(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> tup
     return facts
 
 
+def native_facts(addresses: Sequence[int]) -> tuple[int, ...]:
+    """The facts about a call's tensors and threads on which its calls of compiled functions depend.
+
+    They are the number of threads, and of each address whether it is that of a word, which `words` looks at.
+    """
+    return torch.get_num_threads(), *[address % WORD for address in addresses]
+
+
 class ReplayRecorder(Launcher):
-    """A launcher that launches nothing and records the steps of a `LaunchRecording`.
+    """A launcher that launches nothing and records the steps of a `LaunchRecording` or of a `NativeRecording`.
 
     Unlike the recorder in `tools/recording.py`, which keeps launches for people to read, it identifies each operand, so
     that the steps can run again on other tensors. It also uses the real strides and alignments, and refuses work that a
@@ -218,7 +269,7 @@ class ReplayRecorder(Launcher):
         super().__init__()
         self.inputs = 0
         self.requests: list[tuple[tuple[int, ...], torch.dtype]] = []
-        self.steps: list[Step] = []
+        self.steps: list[Any] = []
 
     def stand_in(self, tensor: torch.Tensor) -> Any:
         """The stand-in for the next tensor of the call. All tensors of the call come before the first launch."""
@@ -238,6 +289,23 @@ class ReplayRecorder(Launcher):
         indices = tuple(array.index for array in (*inputs, *new))
         self.steps.append(Step(kernel, grid, indices, OPTIONS | arguments))
         return new
+
+    def native(
+        self, function: Any, operands: Mapping[str, Any], outputs: Mapping[str, Shaped | str | None],
+        numbers: Mapping[str, int | float],
+    ) -> dict[str, Any]:  # fmt: skip
+        def memory(given: Shaped | str | None) -> Any:
+            if given is None or isinstance(given, str):
+                return None if given is None else operands[given]
+            return self._request(*given)
+
+        results = {name: memory(given) for name, given in outputs.items()}
+        arrays = {name: array for name, array in {**operands, **results}.items() if array is not None}
+        if not all(array.tensor.device.type in ("cpu", "meta") for array in arrays.values()):
+            raise Unrecorded
+        indices = tuple((name, array.index) for name, array in arrays.items())
+        self.steps.append(NativeStep(function, bytes(function.record(**numbers)), indices))
+        return results
 
     def strides(self, tensor: Any) -> tuple[int, ...]:
         return super().strides(tensor.tensor)
@@ -260,17 +328,24 @@ class ReplayRecorder(Launcher):
     def _refused(self, *given: Any, **options: Any) -> Any:
         raise Unrecorded
 
-    sorted = aligned = native = on_host = _refused  # type: ignore[assignment]
+    sorted = aligned = on_host = _refused  # type: ignore[assignment]
 
 
-def record(call: Call, run: Callable[[Any, Any], Any]) -> LaunchRecording | None:
+Recording = LaunchRecording | NativeRecording
+
+
+def record(call: Call, run: Callable[[Any, Any], Any]) -> Recording | None:
     """The recording of a call's launches by a backend's `run`, or None if it does more than launch kernels."""
     recorder = ReplayRecorder()
     try:
         results = _indices(run(call.map(recorder.stand_in), recorder))
     except Unrecorded:
         return None
-    return LaunchRecording(recorder.inputs, recorder.requests, recorder.steps, results)
+    native = [isinstance(step, NativeStep) for step in recorder.steps]
+    if any(native) and not all(native):
+        return None
+    recording = NativeRecording if any(native) else LaunchRecording
+    return recording(recorder.inputs, recorder.requests, recorder.steps, results)
 
 
 def _indices(results: Any) -> Any:
