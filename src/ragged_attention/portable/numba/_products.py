@@ -38,7 +38,8 @@ from ragged_attention.portable.numba._vectors import (
 )
 
 COLUMNS = 2 * LANES  # columns are computed in multiples of so many
-WIDE = 4 if LANES == 16 else 2  # vectors of columns computed together
+# Vectors of columns computed together, as `benchmarks.cpu.blocks` finds best; AVX-512 has registers for four.
+WIDE = 4 if LANES == 16 else 2
 
 
 @inlined
@@ -156,18 +157,19 @@ def _block_of(add: Any, vectors: int, listed: bool, fresh: bool) -> Any:
     return block
 
 
-def _product_of(add: Any, listed: bool, fresh: bool) -> Any:
+def product_of(add: Any, listed: bool, fresh: bool, vectors: int = WIDE) -> Any:
     """A function for out[rows, columns] += p[rows, keys] @ v[keys, columns]; the arguments are those of `_block_of`.
 
-    `p` has two strides, `v` and `out` have one. Columns are computed WIDE vectors at a time, the last of them two
+    `p` has two strides, `v` and `out` have one. Columns are computed some vectors at a time, the last of them two
     vectors at a time.
     """
-    wide_block, block = (_block_of(add, vectors, listed, fresh) for vectors in (WIDE, COLUMNS // LANES))
+    wide_block, block = (_block_of(add, count, listed, fresh) for count in (vectors, COLUMNS // LANES))
+    step = vectors * LANES
 
     @compiled
     def product(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width, factor):
-        wide = columns // (WIDE * LANES) * (WIDE * LANES)
-        for column in range(0, wide, WIDE * LANES):
+        wide = columns // step * step
+        for column in range(0, wide, step):
             for row in range(0, rows, ROWS):
                 target = out + 4 * (row * out_width + column)
                 wide_block(p + 4 * row * p_row, p_row, p_key, v, v_width, column, target, out_width, keys, factor)
@@ -181,7 +183,7 @@ def _product_of(add: Any, listed: bool, fresh: bool) -> Any:
 
 def _products_of(add: Any, listed: bool = False) -> tuple[Any, Any]:
     """The function `product`, which overwrites its result, and `mix`, which adds to it."""
-    product, added = _product_of(add, listed, True), _product_of(add, listed, False)
+    product, added = product_of(add, listed, True), product_of(add, listed, False)
 
     @inlined
     def mix(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width):

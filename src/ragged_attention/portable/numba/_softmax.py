@@ -34,7 +34,7 @@ from ragged_attention.portable.numba._vectors import (
 
 LOG2E, LN2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
 NOTHING = np.float32(-np.inf)  # the largest logit of a row without keys
-MANY = np.float32(128)  # with this many equal weights, rounding them to bfloat16 keeps the result in its error bounds
+MANY = np.float32(64)  # with this many equal weights, rounding them to bfloat16 keeps the result in its error bounds
 
 
 @inlined

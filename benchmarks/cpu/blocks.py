@@ -1,0 +1,64 @@
+"""Time the products of the CPU kernels with blocks of several widths, on this machine's CPU.
+
+    python -m benchmarks.cpu.blocks
+
+A block has the sums of four rows and some vectors of columns in registers. The kernels compute `WIDE` vectors at a time
+(`_products`); this prints the rate of others beside it, for float32 and for pairs of bfloat16, as one thread reaches it
+with all operands in the second cache. NUMBA_CPU_FEATURES tries what a CPU with fewer instructions would do:
+
+    NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c python -m benchmarks.cpu.blocks
+"""
+
+import time
+from typing import Any
+
+import numba
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from ragged_attention.portable.numba._products import WIDE, product_of
+from ragged_attention.portable.numba._vectors import LANES, PAIRS, add_product, add_products_of_pairs
+
+ROWS, KEYS, COLUMNS = 384, 64, 192  # queries of a prompt, pairs of columns of a head, keys: whole blocks of each width
+WIDTHS = (1, 2, 3, 4, 6)
+
+
+def rate(add: Any, vectors: int, seconds: float = 0.2) -> float:
+    """Operations per second with blocks of so many vectors."""
+    product = product_of(add, False, True, vectors)
+
+    @numba.njit
+    def repeated(p: int, v: int, out: int, times: int) -> None:
+        for _ in range(times):
+            product(p, v, out, ROWS, KEYS, COLUMNS, KEYS, 1, COLUMNS, COLUMNS, 1.0)
+
+    p, v, out = (np.ones(shape, np.float32) for shape in ((ROWS, KEYS), (KEYS, COLUMNS), (ROWS, COLUMNS)))
+    addresses = [array.ctypes.data for array in (p, v, out)]
+    repeated(*addresses, 1)
+    best, end = np.inf, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        repeated(*addresses, 10)
+        best = min(best, (time.perf_counter() - start) / 10)
+    return 2 * ROWS * KEYS * COLUMNS * (2 if add is add_products_of_pairs else 1) / best
+
+
+def rates(seconds: float = 0.2) -> dict[str, dict[int, float]]:
+    """The rate for each format and number of vectors."""
+    formats = {"float32": add_product} | ({"bfloat16 in pairs": add_products_of_pairs} if PAIRS else {})
+    return {name: {vectors: rate(add, vectors, seconds) for vectors in WIDTHS} for name, add in formats.items()}
+
+
+def main() -> None:
+    table = Table(title=f"GFLOP/s; a vector has {LANES} floats, and the kernels compute {WIDE} of them together")
+    table.add_column("format")
+    for vectors in WIDTHS:
+        table.add_column(f"4 x {vectors}")
+    for name, found in rates().items():
+        table.add_row(name, *(f"{found[vectors] / 1e9:.0f}" for vectors in WIDTHS))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
