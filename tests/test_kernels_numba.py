@@ -239,6 +239,56 @@ def test_exponentials_and_tangents_are_accurate() -> None:
     assert np.array_equal(mapped(_map_capped, rest), [1, -1, np.nan] + [0] * 13, equal_nan=True)
 
 
+@numba.njit
+def _weigh(s: int, count: int, m_i: int, l_i: int, out: int, repeats: int) -> int:
+    return _softmax.weigh(s, count, count, 0, m_i, l_i, out, 2 * LANES, repeats)
+
+
+def test_four_rows_are_weighed_at_once() -> None:
+    """Rows without keys, with NaN and with a new largest logit keep to themselves; few keys with most weight show."""
+    generator, count = np.random.default_rng(0), 16 * LANES
+    logits = generator.normal(size=(4, count)).astype(np.float32)
+    logits[1] = -np.inf
+    logits[2, 3] = np.nan
+    logits[3, 5] = 40
+    m_i, l_i = np.array([9, -np.inf, -np.inf, 2], np.float32), np.array([1, 0, 0, 3], np.float32)
+    out, s = np.ones((4, 2 * LANES), np.float32), logits.copy()
+    bits = _weigh(s.ctypes.data, count, m_i.ctypes.data, l_i.ctypes.data, out.ctypes.data, 1)
+    high = np.array([9, -np.inf, np.nanmax(logits[2]), 40], np.float32)
+    assert np.array_equal(m_i, high)
+    base = np.array([9, 0, 0, 40])[:, None]
+    assert np.allclose(s[[0, 1, 3]], np.exp2(logits.astype(np.float64) - base)[[0, 1, 3]], rtol=4e-6, atol=1e-37)
+    assert np.allclose(l_i[[0, 3]], [1 + s[0].sum(), 3 * 2.0**-38 + s[3].sum()], rtol=1e-6)
+    assert np.array_equal(l_i[1:3], [0, np.nan], equal_nan=True)
+    assert np.array_equal(out[[0, 3]], np.broadcast_to([[1], [np.float32(2.0**-38)]], (2, 2 * LANES)))
+    assert bits == 0b1001  # row 0: its state has most of the weight; row 3: one key has
+
+    flat, many = np.zeros((4, count), np.float32), np.full(4, 0, np.float32)
+    for repeats, expected in ((1, 0), (count // 64 + 1, 0b1111)):
+        state = np.full(4, -np.inf, np.float32)
+        s, l_i = flat.copy(), many.copy()
+        assert _weigh(s.ctypes.data, count, state.ctypes.data, l_i.ctypes.data, out.ctypes.data, repeats) == expected
+
+
+@pytest.mark.parametrize("cache_format", ["plain", "fp8_v4", "fp8_v41", "fp4_v41"])
+def test_a_key_that_a_list_names_often_keeps_its_weight(cache_format: str) -> None:
+    """The equal rounding errors of a weight that is added up many times would not cancel out."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.zeros(4, 16, 1, 512)
+    rows[..., :32] = torch.randint(-1, 2, (4, 16, 1, 32), generator=generator)  # exact in every format
+    rows[..., 64:] = torch.randint(-4, 5, (4, 16, 1, 448), generator=generator)
+    cache = rows.bfloat16()
+    stored = cache if cache_format == "plain" else quantize_mla_cache(cache, cache_format)
+    q = torch.zeros(1, 1, 16, 512).bfloat16()
+    q[..., :32] = torch.randn(1, 1, 16, 32, generator=generator)
+    named = torch.tensor([3] * 150 + [40] * 130 + [17] * 120).int()[torch.randperm(400, generator=generator)]
+    given: dict[str, Any] = {"indices": named.view(1, 1, -1), "sm_scale": 0.25, "out_dtype": torch.float32}
+    rows = stored if cache_format == "plain" else dequantize_mla_cache(stored, cache_format, dtype="float32")
+    exact, _ = mla_decode(q.float(), rows.float(), backend="reference", **given)
+    found, _ = mla_decode(q, stored, backend="numba", **given)
+    assert (found - exact).abs().max() < 2e-4 * exact.abs().max()
+
+
 def test_the_largest_scale_of_a_quantised_row_loses_nothing() -> None:
     cache = torch.zeros(1, 1, 1, 584, dtype=torch.uint8)
     cache[..., :448] = 1  # the smallest of e4m3, 2 ** -9

@@ -34,12 +34,12 @@ def rate(add: Any, vectors: int, seconds: float = 0.2) -> float:
             product(p, v, out, ROWS, KEYS, COLUMNS, KEYS, 1, COLUMNS, COLUMNS, 1.0)
 
     p, v, out = (np.ones(shape, np.float32) for shape in ((ROWS, KEYS), (KEYS, COLUMNS), (ROWS, COLUMNS)))
-    addresses = [array.ctypes.data for array in (p, v, out)]
-    repeated(*addresses, 1)
+    a, b, c = (array.ctypes.data for array in (p, v, out))
+    repeated(a, b, c, 1)
     best, end = np.inf, time.perf_counter() + seconds
     while time.perf_counter() < end:
         start = time.perf_counter()
-        repeated(*addresses, 10)
+        repeated(a, b, c, 10)
         best = min(best, (time.perf_counter() - start) / 10)
     return 2 * ROWS * KEYS * COLUMNS * (2 if add is add_products_of_pairs else 1) / best
 
