@@ -156,9 +156,6 @@ def join(builder: Any, low: Any, high: Any) -> Any:
     return builder.bitcast(builder.or_(below, above), FLOATS)
 
 
-joined = function_of(vector, vector, vector)(join)
-
-
 def halves(builder: Any, pairs: Any) -> tuple[Any, Any]:
     """The two vectors that `join` made pairs of bfloat16 from, as far as these hold them."""
     bits = builder.bitcast(pairs, INTS)
