@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 
 from ragged_attention.calls.fields import SMALLEST_FLOAT32
 from ragged_attention.portable.numba._vectors import (
@@ -246,7 +246,7 @@ WRITES, WRITES_SOME = zip(*(_writer(kind, encode, name) for kind, _, encode, nam
 def _coder(encode: Callable[[Any, Any], Any], name: str) -> Any:
     """A function that returns the code of one number.
 
-    A masked store does not serve: of one known to store a single 16-bit code, LLVM 22 makes a store of 32 bits.
+    A masked store does not serve: of one known to store a single narrow code, LLVM makes a store of 32 bits.
     """
 
     def code_of(builder: Any, value: Any) -> Any:
@@ -259,9 +259,8 @@ def _coder(encode: Callable[[Any, Any], Any], name: str) -> Any:
 
 code_of_float16, code_of_e4m3 = (_coder(_FORMATS[code][2], _FORMATS[code][3]) for code in (FLOAT16, E4M3))
 _reading, _reading_some = (function_of(vector, *(types.int64,) * count) for count in (2, 3))
-_writing_some = function_of(types.none, types.int64, types.int64, vector, types.int64)
 read_bfloat16, read_e4m3 = _reading(READS[BFLOAT16]), _reading(READS[E4M3])
-read_some_e4m3, write_some_e4m3 = _reading_some(READS_SOME[E4M3]), _writing_some(WRITES_SOME[E4M3])
+read_some_e4m3 = _reading_some(READS_SOME[E4M3])
 read_some_e8m0 = _reading_some(_reader(BYTES, _from_e8m0, "e8m0")[1])
 write_weights = function_of(types.none, types.int64, types.int64, vector)(
     _writer(SHORTS, _to_bfloat16_fast, "weights")[0]
@@ -326,28 +325,35 @@ def _indices(builder: Any, start: Any, stop: Any, step: int) -> Iterator[Any]:
     builder.position_at_end(end)
 
 
-def _by_code(name: str, result: Any, emitters: Mapping[int, Callable[..., Any]], *arguments: Any) -> Any:
+def _by_code(
+    name: str, result: Any, emitters: Mapping[int, Callable[..., Any]], *arguments: Any, inline: bool = False
+) -> Any:
     """A function whose first argument, a format's code, selects which of `emitters` emits its instructions.
 
-    Any other code selects the last of them. Numba takes far longer to compile a function for each format.
+    Any other code selects the last of them. Numba takes far longer to compile a function for each format, and LLVM to
+    compile all of them at each place where one is needed, so this is a single function, never inlined unless `inline`.
     """
 
-    def emit(builder: Any, code: Any, *values: Any) -> Any:
+    def define(function: ir.Function) -> None:
+        function.linkage = "linkonce_odr"
+        function.attributes.add("alwaysinline" if inline else "noinline")
+        builder = ir.IRBuilder(function.append_basic_block())
+        code, *values = function.args
         blocks = {number: builder.append_basic_block(f"{name}_{number}") for number in emitters}
-        end, emitted = builder.append_basic_block(f"{name}_end"), []
         choice = builder.switch(code, [*blocks.values()][-1])
         for number, block in blocks.items():
             choice.add_case(ir.Constant(I64, number), block)
             builder.position_at_end(block)
-            emitted.append((emitters[number](builder, *values), builder.block))
-            builder.branch(end)
-        builder.position_at_end(end)
-        if result is types.none:
-            return None
-        chosen = builder.phi(emitted[0][0].type)
-        for value, block in emitted:
-            chosen.add_incoming(value, block)
-        return chosen
+            found = emitters[number](builder, *values)
+            builder.ret_void() if found is None else builder.ret(found)
+
+    def emit(builder: Any, *values: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType() if result is types.none else FLOATS, [value.type for value in values])
+        function = cgutils.get_or_insert_function(builder.module, kind, f"format_{name}")
+        if function.is_declaration:
+            define(function)
+        found = builder.call(function, values)
+        return None if result is types.none else found
 
     emit.__name__ = name
     return function_of(result, types.int64, *arguments)(emit)
@@ -556,15 +562,10 @@ _PAIRS = {
     E4M3FNUZ: _pairs_by_table(_bfloat16_of(3, 8, lambda _: None), _from_e4m3fnuz, has_negative_zero=False),
     INT8: _pairs_by_reading(READS[INT8]),
 }
-_pair_rows = _by_code(
-    "pair_rows", types.none, {code: _over_rows(write) for code, write in _PAIRS.items()}, *(types.int64,) * 4
+# This pairs the numbers of two rows as bfloat16, which must hold them exactly, and writes whole vectors.
+pair = _by_code(
+    "pair", types.none, {code: _over_rows(write) for code, write in _PAIRS.items()}, *(types.int64,) * 4, inline=True
 )
-
-
-@compiled
-def pair(code, first, second, target, count):
-    """Pair the numbers of two rows as bfloat16, which must hold the format's numbers exactly; writes whole vectors."""
-    _pair_rows(code, first, second, target, count)
 
 
 @function_of(types.float32, vector)

@@ -5,7 +5,7 @@ vector has sixteen floats on CPUs with AVX-512, and eight on all others, for whi
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
@@ -14,7 +14,7 @@ from numba.core import cgutils, config, types
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-from ragged_attention.portable.numba._pipeline import PartCompiler
+from ragged_attention.portable.numba._pipeline import Inlined, PartCompiler
 
 
 def features_of_the_cpu() -> dict[str, bool]:
@@ -33,8 +33,14 @@ if PAIRS:
     binding.initialize_native_asmparser()  # for `instruction`
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cpython_wrapper": True}
 
-inlined = numba.njit(forceinline=True, pipeline_class=PartCompiler, **OPTIONS)  # for functions called in a loop
-compiled = numba.njit(pipeline_class=PartCompiler, **OPTIONS)
+compiled = numba.njit(pipeline_class=PartCompiler, **OPTIONS)  # never inlined
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """A decorator like `compiled`, for functions that are small or called in a loop: they are always inlined."""
+    options = {"nopython": True, "forceinline": True, **OPTIONS}
+    return Inlined(function, targetoptions=options, pipeline_class=PartCompiler)
+
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32 = ir.FloatType()
@@ -90,6 +96,13 @@ def shuffled(builder: Any, lanes: list[int], first: Any, second: Any = None) -> 
     return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
 
+def intrinsic_of(name: str, parameters: Sequence[str], typed: Callable[..., Any]) -> Any:
+    """An intrinsic with these parameters; `typed` takes their types, and returns a signature and a code generator."""
+    names, scope = ", ".join(parameters), {"typed": typed}
+    exec(f"def {name}(context, {names}):\n    return typed({names})", scope)  # Numba counts the parameters
+    return intrinsic(scope[name])
+
+
 def function_of(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
     """A decorator that turns `emit(builder, *values)`, which emits instructions, into an intrinsic of these types."""
 
@@ -99,10 +112,8 @@ def function_of(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], 
             made = emit(builder, *values)
             return context.get_dummy_value() if made is None else made
 
-        names = ", ".join(f"a{index}" for index in range(len(arguments)))
-        scope: dict[str, Any] = {"typed": (signature(result, *arguments), generate)}
-        exec(f"def {emit.__name__}(context, {names}):\n    return typed", scope)  # Numba counts the parameters
-        made = intrinsic(scope[emit.__name__])
+        names = [f"a{index}" for index in range(len(arguments))]
+        made = intrinsic_of(emit.__name__, names, lambda *_: (signature(result, *arguments), generate))
         made.__doc__ = emit.__doc__
         return made
 
