@@ -400,6 +400,33 @@ def test_kernels_are_kept_on_disk_and_a_line_says_so(tmp_path: Path) -> None:
     assert f" s; to be kept in {tmp_path}" in first.stderr
 
 
+def test_a_branch_is_compiled_when_a_call_first_needs_it_and_kept_on_disk(tmp_path: Path) -> None:
+    first, second = (printed("-m", "tests.programs.numba_branches", XDG_CACHE_HOME=str(tmp_path)) for _ in "12")
+    assert first.splitlines() == ["compiled: plan run_kernel work", "loaded:", "compiled: add_slopes", "loaded:"]
+    assert second.splitlines() == ["compiled:", "loaded: plan run_kernel work", "compiled:", "loaded: add_slopes"]
+
+
+def test_xla_refuses_a_call_whose_branch_this_process_lacks() -> None:
+    """A call that was not traced here, as after `jax.export`, does not go on to where no code is."""
+    jax = pytest.importorskip("jax")
+    from ragged_attention.jax import ragged_paged_attention
+    from ragged_attention.portable.numba._call import KERNEL
+
+    jnp = jax.numpy
+    q, pages, slopes = jnp.ones((2, 4, 32)), jnp.ones((2, 16, 4, 32)), jnp.ones(4)
+    batch = jnp.full(2, 9), jnp.arange(2)[:, None], jnp.arange(3)
+    attend = jax.jit(lambda *given: ragged_paged_attention(q, pages, *batch, alibi_slopes=given[0], backend="numba"))
+    expected = attend(slopes)
+    index = next(index for index, each in enumerate(KERNEL.fields.branches) if each.name == "add_slopes")
+    address, KERNEL.addresses[index] = KERNEL.addresses[index], 0
+    try:
+        with pytest.raises(Exception, match="lacks a branch that this call needs"):
+            jax.block_until_ready(attend(slopes))
+    finally:
+        KERNEL.addresses[index] = address
+    assert (attend(slopes) == expected).all()
+
+
 def test_a_cpu_without_wide_registers_gives_the_same() -> None:
     """What LLVM makes for a CPU of which it knows nothing but the architecture."""
     here = Path(__file__)

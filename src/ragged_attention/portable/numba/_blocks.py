@@ -13,7 +13,7 @@ from ragged_attention.portable.numba._formats import size_of
 from ragged_attention.portable.numba._indexer import list_run, pairs_up, read_keys, read_query, tokens_of
 from ragged_attention.portable.numba._products import COLUMNS, ROWS
 from ragged_attention.portable.numba._selection import INFINITY, ordered, scratch_size, select
-from ragged_attention.portable.numba._sequences import gaps_by, kv_len_of, num_sequences, within
+from ragged_attention.portable.numba._sequences import clearer_of_gaps, kv_len_of, num_sequences, within
 from ragged_attention.portable.numba._softmax import NOTHING
 from ragged_attention.portable.numba._splits import lister, splits_of
 from ragged_attention.portable.numba._tiles import advance, multiply
@@ -133,15 +133,14 @@ def clear(call, first, stop):
         fill(call.scores, first * row, stop * row, NOTHING)
 
 
-gaps = gaps_by(tokens_of)
+clear_gaps = clearer_of_gaps(tokens_of, clear)
 list_units = lister(divide, compiled(lambda call: (call.num_units, call.row_floats)), UNIT_BYTES)
 
 
 def plan(address):
     """List the units, and write the results of tokens that belong to no sequence."""
     call = call_of(address)
-    for first, stop in gaps(call):
-        clear(call, first, stop)
+    clear_gaps(call)
     return call.num_units if list_units(call) else _records.NO_MEMORY
 
 

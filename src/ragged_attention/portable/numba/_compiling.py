@@ -113,7 +113,7 @@ def _announce(name: str) -> None:
 class _Function(CFunc):
     """A function compiled for C callers, or loaded from disk; compiling it starts the timer `announcement`."""
 
-    def __init__(self, function: Callable[..., Any], types: str, announcement: threading.Timer) -> None:
+    def __init__(self, function: Callable[..., Any], types: Any, announcement: threading.Timer) -> None:
         options = {key: value for key, value in OPTIONS.items() if key not in ("nogil", "no_cpython_wrapper")}
         super().__init__(function, sigutils.normalize_signature(types), {}, options)
         self._cache, self._announcement = _Shelf(function), announcement
@@ -159,15 +159,15 @@ def _without_collection() -> Iterator[None]:
 
 
 _compiling = threading.RLock()
-_made: dict[tuple[Callable[..., Any], ...], tuple[Any, ...]] = {}
+_made: dict[tuple[tuple[Callable[..., Any], Any], ...], tuple[Any, ...]] = {}
 
 
-def machine_code(name: str, functions: Mapping[Callable[..., Any], str]) -> tuple[Any, ...]:
+def machine_code(name: str, functions: Mapping[Callable[..., Any], Any]) -> tuple[Any, ...]:
     """Compile functions for C callers, each with its signature, or load them from disk. Later calls reuse them.
 
     The functions must be defined at module level, since their names identify them in the cache.
     """
-    key = tuple(functions)
+    key = tuple(functions.items())
     if (found := _made.get(key)) is not None:
         return found
     if WHY_NOT:
@@ -180,7 +180,6 @@ def machine_code(name: str, functions: Mapping[Callable[..., Any], str]) -> tupl
             try:
                 for function in made:
                     function.compile()
-                    _ = function.ctypes  # cached, so later calls do not take the lock under which Python 3.11 makes it
             finally:
                 announcement.cancel()
             _made[key] = made

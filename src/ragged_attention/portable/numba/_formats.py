@@ -4,14 +4,15 @@ Kernels get a format as a code at run time, so each kernel is compiled once for 
 as they are read, and narrowed as they are written.
 """
 
+import contextlib
 import functools
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 
 from ragged_attention.calls.fields import SMALLEST_FLOAT32
 from ragged_attention.portable.numba._vectors import (
@@ -33,19 +34,15 @@ from ragged_attention.portable.numba._vectors import (
     in_all_lanes,
     inlined,
     instruction,
-    int_at,
+    interleaved,
     join,
-    joined,
-    load,
     load_aligned,
-    paired_high,
-    paired_low,
+    number,
     shuffled,
     splat,
     store,
     store_aligned,
     vector,
-    zero,
 )
 
 CODES = {
@@ -204,7 +201,7 @@ def _masked(builder: Any, name: str, result: Any, kind: Any, *values: Any) -> An
 
 
 def _reader(kind: Any, decode: Callable[[Any, Any], Any], name: str) -> tuple[Any, Any]:
-    """Two functions that read a vector: all its numbers, or the first `count`, after which all codes are 0."""
+    """What emits a read of a vector: of all its numbers, or of the first `count`, after which all codes are 0."""
     size = 4 if kind is FLOATS else kind.element.width // 8
 
     def read(builder: Any, address: Any, index: Any) -> Any:
@@ -216,14 +213,11 @@ def _reader(kind: Any, decode: Callable[[Any, Any], Any], name: str) -> tuple[An
         return decode(builder, _masked(builder, "load", kind, kind, *given))
 
     read.__name__, read_some.__name__ = f"read_{name}", f"read_some_{name}"
-    return (
-        function_of(vector, types.int64, types.int64)(read),
-        function_of(vector, types.int64, types.int64, types.int64)(read_some),
-    )
+    return read, read_some
 
 
 def _writer(kind: Any, encode: Callable[[Any, Any], Any], name: str) -> tuple[Any, Any]:
-    """Two functions that write a vector: all its numbers, or only the first `count`."""
+    """What emits a write of a vector: of all its numbers, or of only the first `count`."""
     size = 4 if kind is FLOATS else kind.element.width // 8
 
     def write(builder: Any, address: Any, index: Any, value: Any) -> None:
@@ -235,10 +229,7 @@ def _writer(kind: Any, encode: Callable[[Any, Any], Any], name: str) -> tuple[An
         _masked(builder, "store", ir.VoidType(), kind, encode(builder, value), *given)
 
     write.__name__, write_some.__name__ = f"write_{name}", f"write_some_{name}"
-    return (
-        function_of(types.none, types.int64, types.int64, vector)(write),
-        function_of(types.none, types.int64, types.int64, vector, types.int64)(write_some),
-    )
+    return write, write_some
 
 
 _FORMATS = (  # in the order of CODES
@@ -257,7 +248,7 @@ WRITES, WRITES_SOME = zip(*(_writer(kind, encode, name) for kind, _, encode, nam
 def _coder(encode: Callable[[Any, Any], Any], name: str) -> Any:
     """A function that returns the code of one number.
 
-    A masked store does not serve: of one known to store a single 16-bit code, LLVM 22 makes a store of 32 bits.
+    A masked store does not serve: of one known to store a single narrow code, LLVM makes a store of 32 bits.
     """
 
     def code_of(builder: Any, value: Any) -> Any:
@@ -269,10 +260,13 @@ def _coder(encode: Callable[[Any, Any], Any], name: str) -> Any:
 
 
 code_of_float16, code_of_e4m3 = (_coder(_FORMATS[code][2], _FORMATS[code][3]) for code in (FLOAT16, E4M3))
-read_bfloat16, read_e4m3, read_int8 = READS[BFLOAT16], READS[E4M3], READS[INT8]
-read_some_e4m3, write_some_e4m3 = READS_SOME[E4M3], WRITES_SOME[E4M3]
-_, read_some_e8m0 = _reader(BYTES, _from_e8m0, "e8m0")
-write_weights, _ = _writer(SHORTS, _to_bfloat16_fast, "weights")
+_reading, _reading_some = (function_of(vector, *(types.int64,) * count) for count in (2, 3))
+read_bfloat16, read_e4m3 = _reading(READS[BFLOAT16]), _reading(READS[E4M3])
+read_some_e4m3 = _reading_some(READS_SOME[E4M3])
+read_some_e8m0 = _reading_some(_reader(BYTES, _from_e8m0, "e8m0")[1])
+write_weights = function_of(types.none, types.int64, types.int64, vector)(
+    _writer(SHORTS, _to_bfloat16_fast, "weights")[0]
+)
 
 
 @function_of(types.none, types.int64, types.int64, types.int64, vector)
@@ -317,55 +311,93 @@ def size_of(code):
     return 4 if code == FLOAT32 else 2 if code <= FLOAT16 else 1
 
 
-def by_code(functions: Sequence[Any], first: int = 0) -> Any:
-    """A function whose first argument, a format's code, selects one of `functions`, whose codes begin at `first`."""
-    function, *others = functions
-    if not others:
-
-        @inlined
-        def call(code, *arguments):
-            return function(*arguments)
-
-        return call
-    call_other = by_code(others, first + 1)
-
-    @inlined
-    def call_by_code(code, *arguments):
-        if code == first:
-            return function(*arguments)
-        return call_other(code, *arguments)
-
-    return call_by_code
+@contextlib.contextmanager
+def _indices(builder: Any, start: Any, stop: Any, step: int) -> Iterator[Any]:
+    """A loop over the indices from `start` up to `stop`, `step` apart; what is emitted in the context is its body."""
+    before, (head, body, end) = builder.block, (builder.append_basic_block(name) for name in ("head", "body", "end"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    index = builder.phi(I64)
+    index.add_incoming(start, before)
+    builder.cbranch(builder.icmp_signed("<", index, stop), body, end)
+    builder.position_at_end(body)
+    yield index
+    index.add_incoming(builder.add(index, ir.Constant(I64, step), flags=["nsw"]), builder.block)
+    builder.branch(head)
+    builder.position_at_end(end)
 
 
-read_some, write_some = by_code(READS_SOME), by_code(WRITES_SOME)  # up to one vector; reading pads it with zeros
+def _by_code(
+    name: str, result: Any, emitters: Mapping[int, Callable[..., Any]], *arguments: Any, inline: bool = False
+) -> Any:
+    """A function whose first argument, a format's code, selects which of `emitters` emits its instructions.
+
+    Any other code selects the last of them. Numba takes far longer to compile a function for each format, and LLVM to
+    compile all of them at each place where one is needed, so this is a single function, never inlined unless `inline`.
+    """
+
+    def define(function: ir.Function) -> None:
+        function.linkage = "linkonce_odr"
+        function.attributes.add("alwaysinline" if inline else "noinline")
+        builder = ir.IRBuilder(function.append_basic_block())
+        code, *values = function.args
+        blocks = {own: builder.append_basic_block(f"{name}_{own}") for own in emitters}
+        choice = builder.switch(code, [*blocks.values()][-1])
+        for own, block in blocks.items():
+            choice.add_case(number(own), block)
+            builder.position_at_end(block)
+            found = emitters[own](builder, *values)
+            builder.ret_void() if found is None else builder.ret(found)
+
+    def emit(builder: Any, *values: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType() if result is types.none else FLOATS, [value.type for value in values])
+        function = cgutils.get_or_insert_function(builder.module, kind, f"format_{name}")
+        if function.is_declaration:
+            define(function)
+        found = builder.call(function, values)
+        return None if result is types.none else found
+
+    emit.__name__ = name
+    return function_of(result, types.int64, *arguments)(emit)
 
 
 def _widening(read: Any) -> Any:
-    @inlined
-    def widen_vectors(source, target, count):
-        for index in range(0, count, LANES):
-            store(target, index, read(source, index))
+    def widen_vectors(builder: Any, source: Any, target: Any, count: Any) -> None:
+        with _indices(builder, ir.Constant(I64, 0), count, LANES) as index:
+            store_aligned(builder, read(builder, source, index), element(builder, target, index, F32), 4)
 
     return widen_vectors
 
 
 def _narrowing(write: Any) -> Any:
-    @inlined
-    def narrow_vectors(source, target, count, divisor, divided):
-        for index in range(0, count, LANES):
-            write(target, index, over(source, index, divisor, divided))
+    def narrow_vectors(builder: Any, source: Any, target: Any, count: Any, divisor: Any, divided: Any) -> None:
+        with _indices(builder, ir.Constant(I64, 0), count, LANES) as index:
+            write(builder, target, index, _over(builder, source, index, divisor, divided))
 
     return narrow_vectors
 
 
-@inlined
-def over(source, index, divisor, divided):
+def _over(builder: Any, source: Any, index: Any, divisor: Any, divided: Any) -> Any:
     """A float32 vector, divided if `divided`, else unchanged bit for bit: arithmetic may flush subnormals to 0."""
-    return load(source, index) / divisor if divided else load(source, index)
+    value, before = load_aligned(builder, element(builder, source, index, F32), FLOATS, 4), builder.block
+    with builder.if_then(divided):
+        quotient, block = builder.fdiv(value, divisor), builder.block
+    chosen = builder.phi(FLOATS)
+    chosen.add_incoming(value, before)
+    chosen.add_incoming(quotient, block)
+    return chosen
 
 
-_widen_vectors, _narrow_vectors = by_code([*map(_widening, READS)]), by_code([*map(_narrowing, WRITES)])
+# These read and write up to one vector; reading pads it with zeros.
+read_some = _by_code("read_some", vector, dict(enumerate(READS_SOME)), *(types.int64,) * 3)
+write_some = _by_code(
+    "write_some", types.none, dict(enumerate(WRITES_SOME)), types.int64, types.int64, vector, types.int64
+)
+_widen_vectors = _by_code("widen_vectors", types.none, dict(enumerate(map(_widening, READS))), *(types.int64,) * 3)
+_narrow_vectors = _by_code(
+    "narrow_vectors", types.none, dict(enumerate(map(_narrowing, WRITES))), *(types.int64,) * 3, vector, types.boolean
+)
+over = function_of(vector, types.int64, types.int64, vector, types.boolean)(_over)
 
 
 @compiled
@@ -441,8 +473,8 @@ def _with_nan_for_negative_zero(builder: Any, pairs: Any) -> Any:
     return builder.bitcast(builder.select(negative_zero, constant(kind, 0x7FC0), halves), FLOATS)
 
 
-def _pairs_by_table(table: Any, decode: Callable[[Any, Any], Any], name: str, has_negative_zero: bool = True) -> Any:
-    """A function that writes one vector for `pair`; on CPUs with PAIRS it looks codes up in `table`.
+def _pairs_by_table(table: Any, decode: Callable[[Any, Any], Any], has_negative_zero: bool = True) -> Any:
+    """What emits instructions that write one vector for `pair`; on CPUs with PAIRS these look codes up in `table`.
 
     In a format without -0, the code of -0 is NaN.
     """
@@ -458,18 +490,10 @@ def _pairs_by_table(table: Any, decode: Callable[[Any, Any], Any], name: str, ha
             pairs = join(builder, *(decode(builder, row) for row in rows))
         store_aligned(builder, pairs, element(builder, target, index, F32), 4)
 
-    write.__name__ = f"pair_{name}"
-    return function_of(types.none, types.int64, types.int64, types.int64, types.int64)(write)
+    return write
 
 
 E4M3_BITS = _bfloat16_of(3, 7, lambda code: np.nan if code == 127 else None)
-_pair_e4m3 = _pairs_by_table(E4M3_BITS, _from_e4m3, "e4m3")
-_pair_e5m2 = _pairs_by_table(
-    _bfloat16_of(2, 15, lambda code: None if code < 124 else np.inf if code == 124 else np.nan), _from_e5m2, "e5m2"
-)
-_pair_e4m3fnuz = _pairs_by_table(
-    _bfloat16_of(3, 8, lambda _: None), _from_e4m3fnuz, "e4m3fnuz", has_negative_zero=False
-)
 
 
 @function_of(types.none, types.int64, types.int64, types.int64, types.int64)
@@ -503,104 +527,105 @@ def bfloat16_of_e4m3(builder: Any, source: Any, index: Any) -> Any:
     return join(builder, *(_from_e4m3(builder, each) for each in both))
 
 
-def _over_rows(pair_at: Any) -> Any:
-    """A function that calls `pair_at(first, second, target, index)` for all vectors of two rows.
+def _pairs_by_reading(read: Any) -> Any:
+    """What emits instructions that write one vector for `pair`, from two that `read` emits."""
+
+    def write(builder: Any, first: Any, second: Any, target: Any, index: Any) -> None:
+        pairs = join(builder, read(builder, first, index), read(builder, second, index))
+        store_aligned(builder, pairs, element(builder, target, index, F32), 4)
+
+    return write
+
+
+def _over_rows(write: Any) -> Any:
+    """What emits `write(builder, first, second, target, index)` for all vectors of two rows.
 
     Four at a time: LLVM would unroll the loop by eight, which leaves the four vectors of a head of 128 columns to the
     slow loop for the rest.
     """
 
-    @inlined
-    def pair_rows(first, second, target, count):
-        whole = count // (4 * LANES) * (4 * LANES)
-        for index in range(0, whole, 4 * LANES):
+    def pair_rows(builder: Any, first: Any, second: Any, target: Any, count: Any) -> None:
+        whole = builder.and_(count, ir.Constant(I64, -4 * LANES))
+        with _indices(builder, ir.Constant(I64, 0), whole, 4 * LANES) as index:
             for part in range(4):
-                pair_at(first, second, target, index + part * LANES)
-        for index in range(whole, count, LANES):
-            pair_at(first, second, target, index)
+                write(builder, first, second, target, builder.add(index, ir.Constant(I64, part * LANES)))
+        with _indices(builder, whole, count, LANES) as index:
+            write(builder, first, second, target, index)
 
     return pair_rows
 
 
-@inlined
-def _rows_of_bfloat16(first, second, target, count):
-    step = 4 * LANES
-    whole = count // step * step
-    for index in range(0, whole, step):
-        for part in range(2):
-            column = index + part * 2 * LANES
-            a, b = load(first, column // 2), load(second, column // 2)
-            store(target, column, paired_low(a, b))
-            store(target, column + LANES, paired_high(a, b))
-    for index in range(whole, count, LANES):
-        store(target, index, joined(read_bfloat16(first, index), read_bfloat16(second, index)))
+def _rows_of_bfloat16(builder: Any, first: Any, second: Any, target: Any, count: Any) -> None:
+    """What emits the pairs of two rows of bfloat16: two vectors of pairs from one vector of each row."""
+    whole, pair_at = builder.and_(count, number(-4 * LANES)), _pairs_by_reading(READS[BFLOAT16])
+    with _indices(builder, number(0), whole, 4 * LANES) as index:
+        for part in range(0, 4 * LANES, 2 * LANES):
+            column = builder.add(index, number(part))
+            place = builder.lshr(column, number(1))
+            a, b = (load_aligned(builder, element(builder, row, place, F32), FLOATS, 2) for row in (first, second))
+            for half in (0, LANES):
+                at = element(builder, target, builder.add(column, number(half)), F32)
+                store_aligned(builder, interleaved(builder, a, b, half), at, 4)
+    with _indices(builder, whole, count, LANES) as index:
+        pair_at(builder, first, second, target, index)
 
 
-@inlined
-def _pair_int8(first, second, target, index):
-    store(target, index, joined(read_int8(first, index), read_int8(second, index)))
+def _over_keys(pair_rows: Any, size: int) -> Any:
+    """What emits `pair_rows` for the halves of each row of a list, whose numbers have `size` bytes."""
+
+    def pair_keys(builder: Any, sources: Any, target: Any, width: Any, count: Any) -> None:
+        with _indices(builder, number(0), count, 1) as key:
+            source = builder.load(element(builder, sources, key, I64))
+            with builder.if_then(builder.icmp_signed("!=", source, number(0))):
+                behind = builder.add(source, builder.mul(width, number(size)))
+                row = builder.add(target, builder.mul(builder.mul(key, width), number(4)))
+                pair_rows(builder, source, behind, row, width)
+
+    return pair_keys
 
 
-def _over_lists(pair_rows: Any, size: int) -> tuple[Any, Any]:
-    """The functions of `pair_keys` and `pair_values` for rows of a format, whose numbers have `size` bytes."""
+def _over_values(pair_rows: Any) -> Any:
+    """What emits `pair_rows` for each two rows of a list."""
 
-    @inlined
-    def keys(sources, target, width, count):
-        for key in range(count):
-            source = int_at(sources, key)
-            if source:
-                pair_rows(source, source + size * width, target + 4 * key * width, width)
+    def pair_values(builder: Any, sources: Any, target: Any, width: Any, columns: Any, count: Any) -> None:
+        none = number(0)
+        with _indices(builder, none, count, 2) as key:
+            after = builder.add(key, number(1))
+            first, second = (builder.load(element(builder, sources, index, I64)) for index in (key, after))
+            second = builder.select(builder.icmp_signed("<", after, count), second, none)
+            has_first, has_second = (builder.icmp_signed("!=", each, none) for each in (first, second))
+            first, second = builder.select(has_first, first, second), builder.select(has_second, second, first)
+            row = builder.add(target, builder.mul(builder.mul(key, width), number(2)))
+            with builder.if_else(builder.or_(has_first, has_second)) as (some, missing):
+                with some:
+                    pair_rows(builder, first, second, row, columns)
+                with missing:
+                    size = builder.mul(columns, number(4))
+                    cgutils.memset(builder, builder.inttoptr(row, I8.as_pointer()), size, 0)
 
-    @inlined
-    def values(sources, target, width, columns, count):
-        for key in range(0, count, 2):
-            first, second = int_at(sources, key), int_at(sources, key + 1) if key + 1 < count else 0
-            first, second, row = first if first else second, second if second else first, target + 2 * key * width
-            if first:
-                pair_rows(first, second, row, columns)
-            else:
-                zero(row, 4 * columns)
-
-    return keys, values
-
-
-_rows_of_int8 = _over_rows(_pair_int8)
-_rows_of_e4m3, _rows_of_e5m2, _rows_of_e4m3fnuz = map(_over_rows, (_pair_e4m3, _pair_e5m2, _pair_e4m3fnuz))
-_keys_of_bfloat16, _values_of_bfloat16 = _over_lists(_rows_of_bfloat16, 2)
-_keys_of_e4m3, _values_of_e4m3 = _over_lists(_rows_of_e4m3, 1)
-_keys_of_e5m2, _values_of_e5m2 = _over_lists(_rows_of_e5m2, 1)
-_keys_of_e4m3fnuz, _values_of_e4m3fnuz = _over_lists(_rows_of_e4m3fnuz, 1)
-_keys_of_int8, _values_of_int8 = _over_lists(_rows_of_int8, 1)
+    return pair_values
 
 
-def _of_formats_in_pairs(of_bfloat16: Any, of_e4m3: Any, of_e5m2: Any, of_e4m3fnuz: Any, of_int8: Any) -> Any:
-    """A function whose first argument, the code of a format that bfloat16 holds, selects one of others."""
-
-    @compiled
-    def call(code, *arguments):
-        if code == BFLOAT16:
-            of_bfloat16(*arguments)
-        elif code == E4M3:
-            of_e4m3(*arguments)
-        elif code == E5M2:
-            of_e5m2(*arguments)
-        elif code == E4M3FNUZ:
-            of_e4m3fnuz(*arguments)
-        else:
-            of_int8(*arguments)
-
-    return call
-
-
-# pair(code, first, second, target, count): the numbers of two rows as pairs of bfloat16, in whole vectors.
-pair = _of_formats_in_pairs(_rows_of_bfloat16, _rows_of_e4m3, _rows_of_e5m2, _rows_of_e4m3fnuz, _rows_of_int8)
+_PAIRS = {
+    E4M3: _pairs_by_table(E4M3_BITS, _from_e4m3),
+    E5M2: _pairs_by_table(
+        _bfloat16_of(2, 15, lambda code: None if code < 124 else np.inf if code == 124 else np.nan), _from_e5m2
+    ),
+    E4M3FNUZ: _pairs_by_table(_bfloat16_of(3, 8, lambda _: None), _from_e4m3fnuz, has_negative_zero=False),
+    INT8: _pairs_by_reading(READS[INT8]),
+}
+_ROWS = {BFLOAT16: _rows_of_bfloat16} | {code: _over_rows(write) for code, write in _PAIRS.items()}
+_KEYS = {code: _over_keys(rows, 2 if code == BFLOAT16 else 1) for code, rows in _ROWS.items()}
+# pair(code, first, second, target, count): the numbers of two rows as pairs of bfloat16, which must hold them exactly,
+# in whole vectors.
+pair = _by_code("pair", types.none, _ROWS, *(types.int64,) * 4, inline=True)
 # pair_keys(code, sources, target, width, count): the keys at the addresses `sources`, as pairs of columns d and d +
 # `width`. A key whose address is 0 is skipped.
-pair_keys = _of_formats_in_pairs(_keys_of_bfloat16, _keys_of_e4m3, _keys_of_e5m2, _keys_of_e4m3fnuz, _keys_of_int8)
+pair_keys = _by_code("pair_keys", types.none, _KEYS, *(types.int64,) * 4)
 # pair_values(code, sources, target, width, columns, count): the values at the addresses `sources`, in pairs of keys. If
-# one key of a pair is missing, the other is read twice.
-pair_values = _of_formats_in_pairs(
-    _values_of_bfloat16, _values_of_e4m3, _values_of_e5m2, _values_of_e4m3fnuz, _values_of_int8
+# one of two keys is missing, the other is read twice. The list has room for an even number.
+pair_values = _by_code(
+    "pair_values", types.none, {code: _over_values(rows) for code, rows in _ROWS.items()}, *(types.int64,) * 5
 )
 
 

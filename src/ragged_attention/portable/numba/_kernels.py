@@ -5,6 +5,8 @@ returns their number, or NO_MEMORY; it may allocate one block of memory for all 
 `work`, which runs programs until none is left; results do not depend on which thread runs a program. A thread that
 finds no memory for its work runs no program.
 
+A third kind of function, a branch (`_branches`), is called by the other two for what few calls need.
+
 Calls from torch run on torch's own threads, since a second pool would compete with them for the CPUs. In a forked
 process, which has lost the threads of OpenMP, or if torch does not use libgomp, each call starts its own threads. Calls
 from jax run on the threads of XLA's pool.
@@ -22,10 +24,13 @@ from typing import Any
 
 from ragged_attention.calls import Call, dtype_name, is_array
 from ragged_attention.host import forking
-from ragged_attention.portable.numba import _xla
+from ragged_attention.portable.numba import _splits, _tiles, _xla
+from ragged_attention.portable.numba._branches import Branch
 from ragged_attention.portable.numba._compiling import machine_code, quietly
 from ragged_attention.portable.numba._formats import CODES
-from ragged_attention.portable.numba._records import Fields, bits_of, runner, stride_names
+from ragged_attention.portable.numba._records import Fields, bits_of, record_type, runner, stride_names
+
+RECORDS = {"tile": record_type((*_tiles.NUMBERS, *_tiles.BUFFERS)), "unit": record_type(_splits.UNIT)}  # of branches
 
 
 @functools.cache
@@ -85,6 +90,7 @@ class Kernel:
             if name not in given:
                 given[name] = getattr(call, name) or 0 if name in names else 0
         given |= {name: bits_of(given[name]) for name in fields.floats if name in given}
+        given["branches"] = self._needed_branches(arrays, given)
         if results is None:
             shapes = ((result.shape, result.dtype) for result in call.results())
             results = dict(zip(fields.results, shapes, strict=False))  # the call may lack the last results
@@ -107,6 +113,26 @@ class Kernel:
             numbers[f"{name}_number"] = 1.0 if scale is None or array is not None else float(scale)
         return numbers
 
+    @functools.cached_property
+    def addresses(self) -> Any:
+        """The addresses of the kernel's branches, 0 for those that are not compiled yet."""
+        return (ctypes.c_int64 * len(self.fields.branches))()
+
+    def _needed_branches(self, arrays: Mapping[str, Any], numbers: Mapping[str, Any]) -> int:
+        """Compile the branches that a call needs; returns a bit for each of them."""
+        needed = 0
+        for index, branch in enumerate(self.fields.branches):
+            if any(numbers.get(name) or arrays.get(name) is not None for name in branch.needed_by):
+                needed |= 1 << index
+                self._compile_branch(index, branch)
+        return needed
+
+    def _compile_branch(self, index: int, branch: Branch) -> None:
+        if not self.addresses[index]:
+            types = branch.signature({"call": self.fields.type, **RECORDS})
+            (code,) = machine_code(f"{branch.name} of the kernel {self.name}", {branch.function: types})
+            self.addresses[index] = code.address
+
     @property
     def compiled(self) -> tuple[Any, Any]:
         """`plan` and `work` as machine code; both take the address of a record and return a number."""
@@ -116,6 +142,8 @@ class Kernel:
         """Compile the kernel without a message, and the code that runs it from torch and, if `for_jax`, from jax."""
         with quietly():
             _ = self.compiled, runner()
+            for index, branch in enumerate(self.fields.branches):
+                self._compile_branch(index, branch)
             if for_jax:
                 _xla.shared_code()
 
@@ -127,8 +155,10 @@ class Kernel:
     def _run(self, reference: Any, stream: Any) -> int:
         del stream
         record, (plan, work) = reference._obj, self.compiled
+        place = ctypes.addressof(record) + self.fields.branches_at
+        ctypes.memmove(place, self.addresses, ctypes.sizeof(self.addresses))
         team = 0 if forking.forked() else _openmp()
-        return runner().ctypes(ctypes.addressof(record), plan.address, work.address, team, record.num_threads)
+        return runner()(ctypes.addressof(record), plan.address, work.address, team, record.num_threads)
 
     def handler(self, platform: str, include: str) -> tuple[str, Any]:
         """A unique name and the handler that XLA calls."""

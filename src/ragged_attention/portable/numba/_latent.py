@@ -23,7 +23,7 @@ from ragged_attention.portable.numba._latent_rows import (
     rows_fields,
 )
 from ragged_attention.portable.numba._records import Fields, record_in, stride_names
-from ragged_attention.portable.numba._sequences import gaps_by, num_sequences, packed_queries_of, within
+from ragged_attention.portable.numba._sequences import clearer_of_gaps, num_sequences, packed_queries_of, within
 from ragged_attention.portable.numba._softmax import LN2, LOG2E
 from ragged_attention.portable.numba._vectors import (
     LANES,
@@ -55,6 +55,7 @@ FIELDS = Fields(
     formats=("q",),
     scales=("kv_scale", "rope_scale"),
     floats=("scale", "soft_cap", "work"),
+    branches=(_masks.divide_spans, _masks.drop_unseen, _masks.hide_gaps),
 )  # fmt: skip
 NO_KEY, COUNT_BITS = -1, 28  # of an entry of the table of a list's keys: no key, and the bits that count
 SCATTER = 0x9E3779B1  # the golden ratio in 32 bits: multiples of it scatter evenly
@@ -70,7 +71,7 @@ def tokens_of(call, seq):
     return packed_queries_of(call, seq) if call.cu_q_lens else (0, call.num_tokens)
 
 
-gaps = gaps_by(packed_queries_of)
+clear_gaps = clearer_of_gaps(packed_queries_of, _splits.clear)
 
 
 @inlined
@@ -112,8 +113,8 @@ def divide(call, units):
             for first in range(0, tokens * group, call.block_rows):
                 last = min(first + call.block_rows, tokens * group)
                 if call.key_ranges:
-                    seeing = token + first // group, token + (last - 1) // group + 1
-                    work += _masks.divide_spans(call, units, seq, token, first, last, seeing, length, max_splits)
+                    begin, end = token + first // group, token + (last - 1) // group + 1
+                    work += _masks.divide_spans(call, units, seq, token, first, last, begin, end, length, max_splits)
                     continue
                 low, high = 0, length
                 if not call.sparse:
@@ -130,8 +131,7 @@ def plan(address):
     """List the units, and in a ragged call write the results of queries that belong to no sequence."""
     call = call_of(address)
     if call.cu_q_lens:
-        for first, stop in gaps(call):
-            _splits.clear(call, first, stop)
+        clear_gaps(call)
     return plan_units(call, call.block_rows)
 
 
@@ -306,7 +306,8 @@ def list_seen(call, tile, unit, head, first, stop, whole, length):
     count = min(tile.keys, stop - first)
     holes = list_next(call, tile, unit, head, first, count, length)
     if not whole:
-        holes += _masks.drop_unseen(call, tile, tokens_of_unit(call, unit), length, first, count)
+        first_token, last_token = tokens_of_unit(call, unit)
+        holes += _masks.drop_unseen(call, tile, first_token, last_token, length, first, count)
     return holes
 
 

@@ -248,7 +248,7 @@ def store_scale(code, scales, index, scale):
     elif code == E8M0:  # the scale is a power of two
         set_byte(scales, index, bits_of_float(scale) >> 23)
     else:
-        _formats.write_some_e4m3(scales, index, splat(scale), 1)
+        set_byte(scales, index, _formats.code_of_e4m3(scale))
         return _formats.number_at(_formats.E4M3, scales, index)
     return scale
 

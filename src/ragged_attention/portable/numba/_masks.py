@@ -7,7 +7,10 @@ Everything is read from the call's ranges, i32 [T, R, 2], clamped to the keys of
 query need no order. Without ranges, all keys of a unit are one span.
 """
 
+from numba.core import types
+
 from ragged_attention.portable.numba import _splits
+from ragged_attention.portable.numba._branches import branch
 from ragged_attention.portable.numba._softmax import NOTHING
 from ragged_attention.portable.numba._vectors import compiled, fill, inlined, int32_at, int_at, set_int
 
@@ -80,16 +83,16 @@ def position_of(call, first, last, kv_len, number):
     return kv_len
 
 
-@compiled
-def divide_spans(call, units, seq, token, first, last, tokens, kv_len, max_splits):
-    """`add_splits` for rows whose `tokens`, a range of query tokens, see keys by ranges: only these keys count."""
-    listed, keys = call.num_units, count_keys(call, tokens[0], tokens[1], kv_len)
+@branch("key_ranges", result=types.int64)
+def divide_spans(call, units, seq, token, first, last, first_token, last_token, kv_len, max_splits):
+    """`add_splits` for rows whose query tokens [first_token, last_token) see keys by ranges: only these keys count."""
+    listed, keys = call.num_units, count_keys(call, first_token, last_token, kv_len)
     work = _splits.add_splits(call, units, seq, token, first, last, 0, keys, keys, max_splits)
     for index in range(listed, call.num_units if units else listed):
         unit = _splits.unit_at(units + _splits.UNIT_BYTES * index)
         if unit.low < unit.high:
-            unit.high = position_of(call, tokens[0], tokens[1], kv_len, unit.high - 1) + 1
-            unit.low = position_of(call, tokens[0], tokens[1], kv_len, unit.low)
+            unit.high = position_of(call, first_token, last_token, kv_len, unit.high - 1) + 1
+            unit.low = position_of(call, first_token, last_token, kv_len, unit.low)
     return work
 
 
@@ -114,15 +117,15 @@ def seen_from(call, tokens, kv_len, position, high):
     return min(begin, high), min(end, high), whole
 
 
-@compiled
-def drop_unseen(call, tile, tokens, kv_len, first, count):
-    """Treat those of the next `count` keys, from position `first` on, that none of `tokens` sees as missing.
+@branch("key_ranges", result=types.int64)
+def drop_unseen(call, tile, first_token, last_token, kv_len, first, count):
+    """Treat those of the next `count` keys, from position `first` on, that no query token of a range sees as missing.
 
     So they are not read, and a NaN in them does not reach the results. Returns how many they are.
     """
     holes, position, stop = 0, first, first + count
     while position < stop:
-        begin, end, _ = next_span(call, tokens[0], tokens[1], kv_len, position, 1)
+        begin, end, _ = next_span(call, first_token, last_token, kv_len, position, 1)
         for key in range(position - first, min(begin, stop) - first):
             set_int(tile.next_sources, key, 0)
             set_int(tile.next_v_sources, key, 0)
@@ -131,7 +134,7 @@ def drop_unseen(call, tile, tokens, kv_len, first, count):
     return holes
 
 
-@compiled
+@branch("num_ranges")
 def hide_gaps(call, tile, token, offset, rows, group, kv_len, first, count):
     """Hide keys between the ranges of a row's query token; `count` keys, from position `first` on, have logits.
 

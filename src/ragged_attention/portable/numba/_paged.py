@@ -9,10 +9,6 @@ program computes one unit for one KV head. A block with a large share of the wor
 them to finish merges them. How the work is divided depends on the shapes, lengths and ranges alone.
 """
 
-import math
-
-import numpy as np
-
 from ragged_attention.portable.numba import _formats, _masks, _selected, _splits, _tiles
 from ragged_attention.portable.numba._formats import scale_of, size_of
 from ragged_attention.portable.numba._paged_keys import (
@@ -20,43 +16,38 @@ from ragged_attention.portable.numba._paged_keys import (
     keeps_order,
     keys_of,
     list_next,
+    list_scales,
     pairs_up,
     reads_in_place,
-    sees,
     set_row_bytes,
     values_in_place,
     values_of,
 )
 from ragged_attention.portable.numba._paged_lists import attend_to_blocks
-from ragged_attention.portable.numba._records import Fields, up_to
-from ragged_attention.portable.numba._scaled_rows import (
+from ragged_attention.portable.numba._paged_logits import add_relative_bias, add_slopes, hide_undrafted
+from ragged_attention.portable.numba._paged_scales import (
+    add_wrong_values,
     expand_keys,
     expand_values,
+    read_key_factors,
+    read_value_factors,
+)
+from ragged_attention.portable.numba._records import Fields, up_to
+from ragged_attention.portable.numba._scaled_rows import (
     expanded,
     folded,
     leaves_rests,
-    load_scales,
-    read_factors,
-    read_row,
     side_fields,
 )
 from ragged_attention.portable.numba._sequences import (
-    gaps_by,
+    clearer_of_gaps,
     kv_len_of,
     num_sequences,
     queries_of,
 )
-from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, add_slope
 from ragged_attention.portable.numba._vectors import (
-    LANES,
-    add_multiple,
-    byte_at,
     compiled,
-    float_at,
     inlined,
-    int_at,
-    set_float,
-    set_int,
 )
 
 FIELDS = Fields(
@@ -79,9 +70,14 @@ FIELDS = Fields(
     formats=("q",),
     scales=("k_scale", "v_scale"),
     floats=("scale", "soft_cap", "work"),
+    branches=(
+        _selected.divide_lists, attend_to_blocks, _masks.divide_spans, _masks.drop_unseen, _masks.hide_gaps,
+        hide_undrafted, add_slopes, add_relative_bias, list_scales, expand_keys, expand_values, read_key_factors,
+        read_value_factors, add_wrong_values,
+    ),
 )  # fmt: skip
 call_of = FIELDS.at
-gaps = gaps_by(queries_of)
+clear_gaps = clearer_of_gaps(queries_of, _splits.clear)
 
 
 # ---- dividing the work
@@ -110,15 +106,15 @@ def divide(call, units):
             last = min(first + call.block_q, stop - start)
             # Every split stores a partial result for each query, so blocks of more queries have fewer splits.
             max_splits = max(call.num_splits // (last - first), 1) if call.num_splits else 0
-            rows = start + first, start + last
+            begin, end = start + first, start + last
             low, high = range_of(call, first_new, kv_len, first, last)
             if call.num_lists:
                 low, high = (0, kv_len) if call.key_ranges else (low, high)
-                work += _selected.divide_lists(call, units, seq, rows[0], rows[1], low, high, max_splits)
+                work += _selected.divide_lists(call, units, seq, begin, end, low, high, max_splits)
             elif call.key_ranges:
-                work += _masks.divide_spans(call, units, seq, 0, rows[0], rows[1], rows, kv_len, max_splits)
+                work += _masks.divide_spans(call, units, seq, 0, begin, end, begin, end, kv_len, max_splits)
             else:
-                work += _splits.add_splits(call, units, seq, 0, rows[0], rows[1], low, high, high - low, max_splits)
+                work += _splits.add_splits(call, units, seq, 0, begin, end, low, high, high - low, max_splits)
     return work
 
 
@@ -128,8 +124,7 @@ plan_units = _splits.planner(divide)
 def plan(address):
     """List the units, and write the results of queries that belong to no sequence."""
     call = call_of(address)
-    for first, stop in gaps(call):
-        _splits.clear(call, first, stop)
+    clear_gaps(call)
     # The maximum number of queries in a block with several splits; see `divide`.
     queries = min(call.block_q, call.num_splits // 2) if call.num_splits else call.block_q
     return plan_units(call, queries * (call.num_q_heads // call.num_kv_heads))
@@ -164,52 +159,8 @@ def list_seen(call, tile, unit, head, first, stop, whole):
     count = min(tile.keys, stop - first)
     holes = list_next(call, tile, unit.seq, head, first, 0, count)
     if not whole:
-        holes += _masks.drop_unseen(call, tile, (unit.first, unit.last), kv_len_of(call, unit.seq), first, count)
+        holes += _masks.drop_unseen(call, tile, unit.first, unit.last, kv_len_of(call, unit.seq), first, count)
     return holes
-
-
-@compiled
-def hide_undrafted(call, tile, unit, first, count):
-    """Hide from the unit's rows the new tokens that the draft mask excludes.
-
-    The value of a token that no row sees is treated as missing, so that a NaN in it does not reach the results.
-    """
-    group, (start, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
-    first_new = kv_len_of(call, unit.seq) - (stop - start)
-    for key in range(max(first_new - first, 0), count):
-        draft, seen = first + key - first_new, False
-        for token in range(unit.first, unit.last):
-            row = (token - unit.first) * group
-            if draft < call.draft_width and byte_at(call.draft_mask, token * call.draft_mask_token_stride + draft):
-                seen = seen or int_at(tile.left, row) <= first + key
-            else:
-                for hidden in range(row, row + group):
-                    set_float(tile.s, hidden * tile.s_width + key, NOTHING)
-        if not seen:
-            set_int(tile.v_sources, key, 0)
-
-
-@compiled
-def add_slopes(call, tile, unit, head, rows, first, count):
-    """Add what ALiBi does to the logits of `count` keys, from position `first` on."""
-    group, (_, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
-    position = kv_len_of(call, unit.seq) - stop + unit.first
-    for row in range(rows):
-        slope = float_at(call.alibi_slopes, head * group + row % group) * LOG2E
-        add_slope(tile.s + 4 * row * tile.s_width, up_to(count, LANES), slope, first - position - row // group)
-
-
-@compiled
-def add_relative_bias(call, tile, unit, head, rows, first, count):
-    """Add the relative bias to the logits of `count` keys, from position `first` on."""
-    group, (_, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
-    for row in range(rows):
-        token, q_head = unit.first + row // group, head * group + row % group
-        table = call.relative_bias + 4 * (token * call.bias_stride + q_head * call.bias_width)
-        column, s = kv_len_of(call, unit.seq) - stop + token - first + call.bias_at_own, row * tile.s_width
-        for key in range(count):
-            bias = float_at(table, min(max(column - key, 0), call.bias_width - 1))
-            set_float(tile.s, s + key, float_at(tile.s, s + key) + bias * LOG2E)
 
 
 @inlined
@@ -217,15 +168,14 @@ def read_keys(call, tile, count):
     """Read `count` keys, unless they are multiplied in the cache; returns the address of their factors, 0 for none."""
     keys, in_place = keys_of(call), reads_in_place(call, tile)
     if expanded(keys):
-        expand_keys(tile, keys, call.head_dim, count)
+        expand_keys(call, tile, count)
     elif tile.paired and not in_place:
         _formats.pair_keys(keys.codes, tile.sources, tile.k, tile.width, count)
     elif not in_place:
         _tiles.read_rows(keys.codes, tile.sources, tile.k, tile.width, call.head_dim, count)
     if not folded(keys):
         return 0
-    # A row that sees the key gets NaN, as from a key that is NaN; other rows hide its logit.
-    read_factors(tile, keys, tile.sources, tile.k_scales, tile.k_factors, tile.k_rests, count, math.nan)
+    read_key_factors(call, tile, count)
     return tile.k_factors
 
 
@@ -235,7 +185,7 @@ def read_values(call, tile, count):
     values, step = values_of(call), _tiles.STEP
     if expanded(values):
         _tiles.prefetch_values(tile, 0, tile.ahead)
-        return expand_values(tile, values, call.v_head_dim, count)
+        return expand_values(call, tile, count)
     for key in range(0, count, step):
         _tiles.prefetch_values(tile, key, key + step)
         sources, num_keys = tile.v_sources + 8 * key, min(step, count - key)
@@ -247,28 +197,6 @@ def read_values(call, tile, count):
             _tiles.read_rows(values.codes, sources, row, tile.v_width, call.v_head_dim, num_keys)
     _tiles.prefetch_values(tile, up_to(count, step), tile.ahead)
     return 0
-
-
-@compiled
-def add_wrong_values(call, tile, unit, rows, first, count):
-    """Add those values of `count` keys that `read_values` and `read_factors` left out to the rows that see them.
-
-    So they do not reach any other row, as NaN times a weight of 0 would.
-    """
-    group, (start, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
-    values, kv_len = values_of(call), kv_len_of(call, unit.seq)
-    for key in range(count):
-        source, scales, position = int_at(tile.v_sources, key), int_at(tile.v_scales, key), first + key
-        if not source or load_scales(values, scales, tile.scratch):
-            continue
-        read_row(values, source, scales, tile.wide_row, call.v_head_dim, tile.scratch)
-        for row in range(rows):
-            token = unit.first + row // group
-            if not int_at(tile.left, row) <= position < int_at(tile.right, row):
-                continue
-            if sees(call, token, kv_len - (stop - start), kv_len, position):
-                weight = np.float32(1) if folded(values) else _tiles.weight_at(tile, row, key)
-                add_multiple(tile.out + 4 * row * tile.columns, tile.wide_row, call.v_head_dim, weight)
 
 
 @compiled
@@ -305,8 +233,7 @@ def attend(call, tile, unit, head, rows):
             _masks.hide_gaps(call, tile, unit.first, 0, rows, group, kv_len, first, count)
         values, factors = values_of(call), 0
         if folded(values):
-            factors = tile.v_factors
-            wrong = read_factors(tile, values, tile.v_sources, tile.v_scales, factors, tile.v_rests, count, 0.0)
+            factors, wrong = tile.v_factors, read_value_factors(call, tile, count)
         _tiles.weigh_keys(tile, rows, first, count, holes, factors, tile.v_rests if leaves_rests(values, tile) else 0)
         if v_in_place:
             _tiles.mix_values_in_place(tile, rows, count)

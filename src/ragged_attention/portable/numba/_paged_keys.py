@@ -3,6 +3,7 @@
 import numpy as np
 
 from ragged_attention.portable.numba import _masks, _tiles
+from ragged_attention.portable.numba._branches import branch
 from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT32, scale_of, size_of
 from ragged_attention.portable.numba._products import COLUMNS
 from ragged_attention.portable.numba._records import record_in
@@ -116,7 +117,7 @@ def list_next(call, tile, seq, head, first, key, count):
     return holes
 
 
-@compiled
+@branch("k_scales", "v_scales")
 def list_scales(call, tile, seq, head, first, key, count):
     """List the addresses of the scales of the next keys [key, count), from position `first` on, and prefetch them.
 

@@ -5,6 +5,7 @@ Values and weights that tokens share are float32; a token alone has them as the 
 """
 
 from ragged_attention.portable.numba import _masks, _selected, _tiles
+from ragged_attention.portable.numba._branches import branch
 from ragged_attention.portable.numba._formats import pair, pair_values, size_of
 from ragged_attention.portable.numba._paged_keys import (
     factor_of,
@@ -164,7 +165,7 @@ def attend_listed(call, tile, unit, head, token, count, factor, ahead):
         _tiles.unpack_rows(tile, first, group)
 
 
-@compiled
+@branch("num_lists")
 def attend_to_blocks(call, tile, unit, head):
     """`attend` for a call with lists of blocks.
 

@@ -2,21 +2,24 @@
 
 Numba by itself optimises each function with all that it calls, and makes machine code of it, so what a kernel's inner
 functions hold would be optimised over and over. Here an inner function is a *part*: LLVM's code as it was first
-written. Only the function that C calls is linked with its parts, optimised, and made machine code of.
+written. Only the function that C calls is linked with its parts, optimised, and made machine code of. A part is
+inlined always or never, since LLVM takes far longer for one large function than for many small ones.
 """
 
 from typing import Any, Literal
 
 from llvmlite.binding import Linkage
+from numba.core import types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder, _LowerResult
 from numba.core.compiler_machinery import PassManager, register_pass
+from numba.core.registry import CPUDispatcher
 from numba.core.typed_passes import NativeLowering
 
-# Passes for what the kernels do not contain: contexts, closures, arrays, exceptions, objects.
+# Passes for what the kernels do not contain: contexts, closures, arrays, exceptions, objects that must be deleted.
 SPARED = {
     "WithLifting", "RewriteSemanticConstants", "GenericRewrites", "RewriteDynamicRaises", "InlineOverloads",
-    "NopythonRewrites", "AnnotateTypes", "DumpParforDiagnostics",
+    "InlineClosureLikes", "IRLegalization", "NopythonRewrites", "AnnotateTypes", "DumpParforDiagnostics",
 }  # fmt: skip
 
 
@@ -63,6 +66,10 @@ class PartLowering(NativeLowering):
         state.library = Part(state.targetctx.codegen(), state.func_id.func_qualname)
         state.flags.no_compile = state.flags.no_cfunc_wrapper = True
         super().run_pass(state)
+        if not state.flags.forceinline:
+            for function in state.library._final_module.functions:
+                if not function.is_declaration:
+                    function.add_function_attribute("noinline")
         lowered, never = state["cr"], {}.__getitem__  # Numba asks for a builtin function that Python could call
         state["cr"] = _LowerResult(lowered.fndesc, lowered.call_helper, cfunc=never, env=lowered.env)
         state.targetctx.insert_user_function(never, lowered.fndesc, [state.library])
@@ -79,3 +86,13 @@ class PartCompiler(CompilerBase):
                 manager.add_pass(PartLowering if kind is NativeLowering else kind, told)
         manager.finalize()
         return [manager]
+
+
+class Inlined(CPUDispatcher):
+    """A function that LLVM puts in the place of its calls, where it knows what is constant.
+
+    So Numba need not compile it anew for each constant among its arguments.
+    """
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        return super().get_call_template([types.unliteral(kind) for kind in args], kws)

@@ -1,7 +1,7 @@
 """The record of a call, which a launcher fills and a kernel reads, and the sharing of its programs among threads.
 
 Every field has eight bytes. The fields that the threads need come first, then the addresses of the arrays, then the
-numbers of the call, then the fields that the kernel's plan adds.
+numbers of the call, then the fields that the kernel's plan adds, then the addresses of the kernel's branches.
 """
 
 import ctypes
@@ -16,6 +16,8 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from ragged_attention.host import forking
+from ragged_attention.portable.numba._branches import Branch
 from ragged_attention.portable.numba._compiling import machine_code
 from ragged_attention.portable.numba._vectors import (
     I64,
@@ -49,9 +51,14 @@ def layout_of(names: Sequence[str], floats: Sequence[str] = ()) -> np.dtype:
     return np.dtype([(name, np.float64 if name in floats else np.int64) for name in names])
 
 
+def record_type(names: Sequence[str], floats: Sequence[str] = ()) -> Any:
+    """The type of a record with these fields (see `layout_of`) in compiled functions."""
+    return numba.from_dtype(layout_of(names, floats))
+
+
 def record_at(names: Sequence[str], floats: Sequence[str] = ()) -> Any:
     """An intrinsic that takes an address and returns the record with these fields stored there."""
-    record = numba.from_dtype(layout_of(names, floats))
+    record = record_type(names, floats)
 
     @intrinsic
     def at(context: Any, address: Any) -> Any:
@@ -65,7 +72,7 @@ def record_at(names: Sequence[str], floats: Sequence[str] = ()) -> Any:
 
 def record_in(names: Sequence[str], prefix: str) -> Any:
     """An intrinsic that returns a part of a call's record: the consecutive fields `prefix` + name, for all `names`."""
-    inner = numba.from_dtype(layout_of(names))
+    inner = record_type(names)
 
     @intrinsic
     def part(context: Any, call: Any) -> Any:
@@ -95,30 +102,34 @@ class Fields:
     """The fields of a kernel's record, each of eight bytes: arrays and numbers of the call, then fields of the plan.
 
     Some numbers describe operands: strides in elements, such as `q_token_stride`; the code of a format, such as
-    `q_format`; and the three numbers with which `_formats.scale_of` reads a cache's scale.
+    `q_format`; and the three numbers with which `_formats.scale_of` reads a cache's scale. The last number, `branches`,
+    has a bit for each branch that the call needs.
     """
 
     def __init__(
         self, operands: Sequence[str], results: Sequence[str], numbers: Sequence[str], plan: Sequence[str] = (), *,
         strides: Mapping[str, str] | None = None, formats: Sequence[str] = (), scales: Sequence[str] = (),
-        floats: Sequence[str] = (),
+        floats: Sequence[str] = (), branches: Sequence[Any] = (),
     ) -> None:  # fmt: skip
         """`strides` names the axes of operands that need not be contiguous, such as {"q": "token head"}.
 
         `formats` and `scales` name operands. `floats` names the numbers that are float64; launchers pass their bits.
+        `branches` are functions that `_branches.branch` has made.
         """
         self.operands, self.results = tuple(operands), tuple(results)
         self.strides, self.formats, self.scales = dict(strides or {}), tuple(formats), tuple(scales)
         described = [name for operand, axes in self.strides.items() for name in stride_names(operand, axes)]
         described += [f"{operand}_format" for operand in (*formats, *scales)]
         described += [f"{operand}_{what}" for operand in scales for what in ("stride", "number")]
-        self.numbers = (*described, *numbers, "num_threads")
+        self.numbers = (*described, *numbers, "num_threads", "branches")
+        self.branches: tuple[Branch, ...] = tuple(caller.branch for caller in branches)
         self.floats = (*floats, *(f"{operand}_number" for operand in scales))
-        names = (*STATE, *self.operands, *self.results, *self.numbers, *plan)
-        self.layout = layout_of(names, self.floats)
-        self.at = record_at(names, self.floats)
+        addresses = [branch.name for branch in self.branches]
+        names = (*STATE, *self.operands, *self.results, *self.numbers, *plan, *addresses)
+        self.type, self.at = record_type(names, self.floats), record_at(names, self.floats)
         fields = [(name, ctypes.c_int64) for name in names]
         members = {"OPERANDS": self.operands, "RESULTS": self.results, "NUMBERS": self.numbers, "_fields_": fields}
+        self.size, self.branches_at = 8 * len(names), 8 * (len(names) - len(addresses))  # in bytes
         self.structure: type[Any] = type("Record", (ctypes.Structure,), members)  # the record for ctypes
 
 
@@ -189,9 +200,12 @@ def run_kernel(record, plan, work, team, num_threads):
     return 0 if count >= 0 and complete else NO_MEMORY
 
 
+@functools.cache
+@forking.postponed()  # Python 3.11 makes `ctypes` under a lock
 def runner() -> Any:
-    """The compiled `run_kernel`."""
-    return machine_code("the threads of the kernels", {run_kernel: "int64(int64, int64, int64, int64, int64)"})[0]
+    """The compiled `run_kernel`, as a ctypes function."""
+    kinds = "int64(int64, int64, int64, int64, int64)"
+    return machine_code("the threads of the kernels", {run_kernel: kinds})[0].ctypes
 
 
 @compiled

@@ -7,7 +7,10 @@ reads what any token names of it, and each token then visits its own keys among 
 blocks.
 """
 
+from numba.core import types
+
 from ragged_attention.portable.numba import _splits
+from ragged_attention.portable.numba._branches import branch
 from ragged_attention.portable.numba._records import up_to
 from ragged_attention.portable.numba._vectors import compiled, inlined, int32_at, int_at, set_int, trailing_zeros, zero
 
@@ -49,7 +52,7 @@ def table_size(call, tokens, low, high):
     return (tokens + 1) * row_of(min(stop - first, blocks_at_once(call)))
 
 
-@compiled
+@branch("num_lists", result=types.int64)
 def divide_lists(call, units, seq, first, last, low, high, max_splits):
     """`add_splits` for query tokens [first, last), whose lists name blocks of the keys [low, high).
 

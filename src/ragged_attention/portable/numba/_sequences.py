@@ -57,20 +57,23 @@ def queries_of(call, seq):
     return 0, (length - 1) % tokens + 1 if length else 0
 
 
-def gaps_by(queries_of):
-    """A generator of the ranges of rows that belong to no sequence; `queries_of` returns the rows of a sequence."""
+def clearer_of_gaps(queries_of, clear):
+    """A function that calls `clear(call, first, stop)` for each range of rows that belong to no sequence.
+
+    `queries_of` returns the rows of a sequence. A generator of the ranges would hold a copy of the whole record.
+    """
 
     @compiled
-    def gaps(call):
+    def clear_gaps(call):
         """If the sequences' rows are not in ascending order, the last range is all rows."""
         done = 0
         for seq in range(num_sequences(call)):
             first, stop = queries_of(call, seq)
             if first < done:
-                yield 0, call.num_tokens
-                return
-            yield done, first
+                done = 0
+                break
+            clear(call, done, first)
             done = stop
-        yield done, call.num_tokens
+        clear(call, done, call.num_tokens)
 
-    return gaps
+    return clear_gaps

@@ -82,9 +82,11 @@ def lister(divide, sizes_of, unit_bytes):
 
     @compiled
     def list_units(call):
-        call.work = 0.0
-        call.work = divide(call, 0)  # this pass only finds the total work, on which the number of splits depends
-        divide(call, 0)
+        call.work, call.units = 0.0, 0
+        call.work = divide(
+            call, call.units
+        )  # this pass only finds the total work, on which the number of splits depends
+        divide(call, call.units)
         counters, floats = sizes_of(call)
         table = unit_bytes * call.num_units
         call.workspace = allocate(table + 8 * counters + 4 * floats + 64)

@@ -5,7 +5,7 @@ vector has sixteen floats on CPUs with AVX-512, and eight on all others, for whi
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
@@ -14,7 +14,7 @@ from numba.core import cgutils, config, types
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-from ragged_attention.portable.numba._pipeline import PartCompiler
+from ragged_attention.portable.numba._pipeline import Inlined, PartCompiler
 
 
 def features_of_the_cpu() -> dict[str, bool]:
@@ -33,8 +33,14 @@ if PAIRS:
     binding.initialize_native_asmparser()  # for `instruction`
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cpython_wrapper": True}
 
-inlined = numba.njit(forceinline=True, pipeline_class=PartCompiler, **OPTIONS)  # for functions called in a loop
-compiled = numba.njit(pipeline_class=PartCompiler, **OPTIONS)
+compiled = numba.njit(pipeline_class=PartCompiler, **OPTIONS)  # never inlined
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """A decorator like `compiled`, for functions that are small or called in a loop: they are always inlined."""
+    options = {"nopython": True, "forceinline": True, **OPTIONS}
+    return Inlined(function, targetoptions=options, pipeline_class=PartCompiler)
+
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32 = ir.FloatType()
@@ -95,6 +101,13 @@ def shuffled(builder: Any, lanes: list[int], first: Any, second: Any = None) -> 
     return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
 
+def intrinsic_of(name: str, parameters: Sequence[str], typed: Callable[..., Any]) -> Any:
+    """An intrinsic with these parameters; `typed` takes their types, and returns a signature and a code generator."""
+    names, scope = ", ".join(parameters), {"typed": typed}
+    exec(f"def {name}(context, {names}):\n    return typed({names})", scope)  # Numba counts the parameters
+    return intrinsic(scope[name])
+
+
 def function_of(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
     """A decorator that turns `emit(builder, *values)`, which emits instructions, into an intrinsic of these types."""
 
@@ -104,10 +117,8 @@ def function_of(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], 
             made = emit(builder, *values)
             return context.get_dummy_value() if made is None else made
 
-        names = ", ".join(f"a{index}" for index in range(len(arguments)))
-        scope: dict[str, Any] = {"typed": (signature(result, *arguments), generate)}
-        exec(f"def {emit.__name__}(context, {names}):\n    return typed", scope)  # Numba counts the parameters
-        made = intrinsic(scope[emit.__name__])
+        names = [f"a{index}" for index in range(len(arguments))]
+        made = intrinsic_of(emit.__name__, names, lambda *_: (signature(result, *arguments), generate))
         made.__doc__ = emit.__doc__
         return made
 
@@ -165,9 +176,6 @@ def join(builder: Any, low: Any, high: Any) -> Any:
     return builder.bitcast(builder.or_(below, above), FLOATS)
 
 
-joined = function_of(vector, vector, vector)(join)
-
-
 def halves(builder: Any, pairs: Any) -> tuple[Any, Any]:
     """The two vectors that `join` made pairs of bfloat16 from, as far as these hold them."""
     bits = builder.bitcast(pairs, INTS)
@@ -181,7 +189,8 @@ def sum_of_pairs(builder: Any, pairs: Any) -> Any:
     return builder.fadd(*halves(builder, pairs))
 
 
-def _interleaved(builder: Any, a: Any, b: Any, first: int) -> Any:
+def interleaved(builder: Any, a: Any, b: Any, first: int) -> Any:
+    """The pairs of numbers at the same places of two vectors of bfloat16, from place `first` on."""
     kind = ir.VectorType(I16, 2 * LANES)
     a, b = (builder.bitcast(each, kind) for each in (a, b))
     places = [place for lane in range(first, first + LANES) for place in (lane, 2 * LANES + lane)]
@@ -191,13 +200,13 @@ def _interleaved(builder: Any, a: Any, b: Any, first: int) -> Any:
 @function_of(vector, vector, vector)
 def paired_low(builder: Any, a: Any, b: Any) -> Any:
     """The pairs of numbers at the same places of two vectors of bfloat16, for the first half of these."""
-    return _interleaved(builder, a, b, 0)
+    return interleaved(builder, a, b, 0)
 
 
 @function_of(vector, vector, vector)
 def paired_high(builder: Any, a: Any, b: Any) -> Any:
     """`paired_low` for the second half."""
-    return _interleaved(builder, a, b, LANES)
+    return interleaved(builder, a, b, LANES)
 
 
 @function_of(vector, vector, vector)

@@ -22,6 +22,7 @@ from ragged_attention.portable.numba._vectors import (
     allocate,
     call_at,
     compiled,
+    copy,
     inlined,
     int32_at,
     int_at,
@@ -37,9 +38,10 @@ VALUES = 2  # in an array of numbers
 IS_METADATA, TYPE, METADATA = 1, 2, 3  # in an extension; TYPE is in words of four bytes, IS_METADATA is a value there
 VERSION, TRAITS = 3, 4  # in the metadata
 CREATE_ERROR, DESTROY_ERROR, SCHEDULE, NUM_THREADS = 6, 8, 17, 18  # in the table of XLA's functions
-RESOURCE_EXHAUSTED = 8
+RESOURCE_EXHAUSTED, FAILED_PRECONDITION = 8, 9
 
-ABOUT = ("version", "words", "num_operands", "num_results", "num_numbers", "plan", "work", "task", "no_memory")
+ABOUT = ("version", "words", "num_operands", "num_results", "num_numbers", "num_branches", "branches",
+         "plan", "work", "task", "no_memory", "not_compiled")  # fmt: skip
 about_at = record_at(ABOUT)
 # The words before a call's record: the number of threads that still use the call's memory, the address of `work`, the
 # number of pool threads that are running `work`, and the arguments of XLA's functions.
@@ -85,6 +87,15 @@ def task(block):
     return 0
 
 
+@compiled
+def lacks_branches(about, needed):
+    """Whether one of the kernel's branches that a call needs is not compiled; `needed` has a bit for each of these."""
+    lacks = False
+    for index in range(about.num_branches):
+        lacks = lacks or (needed >> index & 1 and int_at(about.branches, index) == 0)
+    return lacks
+
+
 def handle(frame, address):
     """Run the kernel that the `about` at `address` describes; returns the address of XLA's error, or 0."""
     about = about_at(address)
@@ -95,6 +106,9 @@ def handle(frame, address):
             set_int(int_at(extension, METADATA), TRAITS, 0)
         return 0
     api, context = int_at(frame, API), int_at(frame, CONTEXT)
+    numbers = int_at(int_at(int_at(frame, ATTRIBUTES), 0), VALUES)
+    if lacks_branches(about, int_at(numbers, about.num_numbers - 1)):
+        return call_at(int_at(api, CREATE_ERROR), about.not_compiled)
     block = allocate(8 * (WORDS + about.words))
     if block == 0:
         return call_at(int_at(api, CREATE_ERROR), about.no_memory)
@@ -106,9 +120,9 @@ def handle(frame, address):
         set_int(record, len(STATE) + index, data_of(int_at(int_at(frame, OPERANDS), index)))
     for index in range(about.num_results):
         set_int(record, results + index, data_of(int_at(int_at(frame, RESULTS), index)))
-    numbers = int_at(int_at(int_at(frame, ATTRIBUTES), 0), VALUES)
     for index in range(about.num_numbers):
         set_int(record, results + about.num_results + index, int_at(numbers, index))
+    copy(record + 8 * (about.words - about.num_branches), about.branches, 8 * about.num_branches)
     count = call_at(about.plan, record)
     set_int(record, NUM_PROGRAMS, count)
     set_int(block, WORK, about.work)
@@ -154,18 +168,28 @@ def _version(include: str) -> int:
 _alive: list[Any] = []  # the code and data of handlers, to which XLA keeps pointers as long as the process lives
 
 
+def _error(message: str, code: int) -> int:
+    """The address of the arguments of XLA_FFI_Error_Create: size, no extension, message, code."""
+    text = ctypes.create_string_buffer(message.encode())
+    arguments = np.array([32, 0, ctypes.addressof(text), code], np.int64)
+    _alive.extend((text, arguments))
+    return arguments.ctypes.data
+
+
 @functools.cache  # every trace of a call asks for the handler
 @forking.postponed()
 def handler(kernel: Any, include: str) -> Any:
     """A kernel's handler, as a ctypes function."""
     (plan, work), (shared, on_pool) = kernel.compiled, shared_code()
-    message = ctypes.create_string_buffer(str(kernel.error(-1, "cpu", {})).encode())
-    # The arguments of XLA_FFI_Error_Create: size, no extension, message, code.
-    no_memory = np.array([32, 0, ctypes.addressof(message), RESOURCE_EXHAUSTED], np.int64)
+    no_memory = _error(str(kernel.error(-1, "cpu", {})), RESOURCE_EXHAUSTED)
+    not_compiled = _error(
+        f"{kernel.name} lacks a branch that this call needs: trace the call in this process first", FAILED_PRECONDITION
+    )
     fields = kernel.fields
+    lengths = map(len, (fields.operands, fields.results, fields.numbers, fields.branches))
     about = np.array(
-        [_version(include), len(fields.layout), *map(len, (fields.operands, fields.results, fields.numbers)),
-         plan.address, work.address, on_pool.address, no_memory.ctypes.data], np.int64,
+        [_version(include), fields.size // 8, *lengths, ctypes.addressof(kernel.addresses), plan.address, work.address,
+         on_pool.address, no_memory, not_compiled], np.int64,
     )  # fmt: skip
     module = ir.Module()
     stub = ir.Function(module, ir.FunctionType(I64, [I64]), name=f"handle_{kernel.name}")
@@ -176,5 +200,5 @@ def handler(kernel: Any, include: str) -> Any:
     machine = binding.Target.from_default_triple().create_target_machine(jit=True)
     engine = binding.create_mcjit_compiler(binding.parse_assembly(str(module)), machine)
     engine.finalize_object()
-    _alive.extend((message, no_memory, about, engine))
+    _alive.extend((kernel.addresses, about, engine))
     return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(engine.get_function_address(stub.name))
