@@ -219,7 +219,8 @@ def spread(p, q, targets, rows, keys, columns, p_row, q_width):
                 store(target, after, high)
 
 
-scores, scores_of_pairs = _scores_of(fma), _scores_of(fma_pairs if PAIRS else fma)
-product, mix = _products_of(add_product)
+scores = scores_of_pairs = _scores_of(fma)
+product, mix = product_of_pairs, mix_of_pairs = _products_of(add_product)
 product_listed, mix_listed = _products_of(add_product, listed=True)
-product_of_pairs, mix_of_pairs = _products_of(add_products_of_pairs if PAIRS else add_product)
+if PAIRS:
+    scores_of_pairs, (product_of_pairs, mix_of_pairs) = _scores_of(fma_pairs), _products_of(add_products_of_pairs)
