@@ -16,10 +16,13 @@ from numba.core.compiler_machinery import PassManager, register_pass
 from numba.core.registry import CPUDispatcher
 from numba.core.typed_passes import NativeLowering
 
-# Passes for what the kernels do not contain: contexts, closures, arrays, exceptions, objects that must be deleted.
+# Passes for what the kernels do not contain: contexts, closures, arrays, exceptions, objects that must be deleted,
+# loops over mixed tuples, functions that Numba itself inlines.
 SPARED = {
     "WithLifting", "RewriteSemanticConstants", "GenericRewrites", "RewriteDynamicRaises", "InlineOverloads",
-    "InlineClosureLikes", "IRLegalization", "NopythonRewrites", "AnnotateTypes", "DumpParforDiagnostics",
+    "InlineClosureLikes", "InlineInlinables", "MakeFunctionToJitFunction", "FindLiterallyCalls", "LiteralUnroll",
+    "LiteralPropagationSubPipelinePass", "NoPythonSupportedFeatureValidation", "IRLegalization", "NopythonRewrites",
+    "AnnotateTypes", "DumpParforDiagnostics",
 }  # fmt: skip
 
 
