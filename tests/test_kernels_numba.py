@@ -683,12 +683,14 @@ def test_rounded_weights_leave_latents_within_bounds_where_few_keys_have_all_wei
 
 
 def test_a_key_that_is_listed_often_rounds_no_worse() -> None:
-    """Errors of equal weights would not cancel out."""
-    q, rows = torch.randn(2, 1, 5, 576).bfloat16(), torch.randn(4, 1, 1, 576).bfloat16()
-    indices = torch.randint(0, 4, (2, 1, 600)).int()
+    """Errors of equal weights would not cancel out: they would reach 1.6e-3 here."""
+    generator = torch.Generator().manual_seed(0)
+    q, rows = (torch.randn(*shape, 576, generator=generator).bfloat16() for shape in ((2, 1, 5), (4, 1, 1)))
+    indices = torch.randint(0, 4, (2, 1, 600), generator=generator).int()
     options: dict[str, Any] = {"indices": indices, "soft_cap": 1.5, "out_dtype": torch.float32, "backend": "numba"}
     out, _ = mla_decode(q, rows, None, None, **options)
-    assert agrees(out, mla_decode(q.float(), rows.float(), None, None, **options)[0], "float32")
+    expected, _ = mla_decode(q.float(), rows.float(), None, None, **options)
+    assert (out - expected).abs().max() < 2e-4 * expected.abs().max()
 
 
 def test_of_two_latents_for_one_position_the_later_one_wins_on_any_number_of_threads() -> None:
