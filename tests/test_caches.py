@@ -238,7 +238,7 @@ def kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
     _compiling._digest.cache_clear()
 
 
-COMPILING = "ragged_attention: compiling double for this CPU, once, which may take a minute; "
+COMPILING = "ragged_attention: compiling double for this CPU, once, which takes some seconds; "
 
 
 def test_a_kernel_is_compiled_once_and_only_then_a_line_says_so(

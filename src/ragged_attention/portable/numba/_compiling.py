@@ -107,7 +107,7 @@ def _announce(name: str) -> None:
     except (OSError, RuntimeError) as error:
         reason = str(error)
     kept = f"not kept, since {reason}" if reason else f"to be kept in {_cache_folder()}"
-    _say_once(f"compiling {name} for this CPU, once, which may take a minute; {kept}")
+    _say_once(f"compiling {name} for this CPU, once, which takes some seconds; {kept}")
 
 
 class _Function(CFunc):
