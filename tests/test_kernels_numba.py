@@ -260,7 +260,7 @@ def test_four_rows_are_weighed_at_once() -> None:
     assert np.allclose(s[[0, 1, 3]], np.exp2(logits.astype(np.float64) - base)[[0, 1, 3]], rtol=4e-6, atol=1e-37)
     assert np.allclose(l_i[[0, 3]], [1 + s[0].sum(), 3 * 2.0**-38 + s[3].sum()], rtol=1e-6)
     assert np.array_equal(l_i[1:3], [0, np.nan], equal_nan=True)
-    assert np.array_equal(out[[0, 3]], np.broadcast_to([[1], [np.float32(2.0**-38)]], (2, 2 * LANES)))
+    assert np.array_equal(out[[0, 3]], np.repeat(np.array([[1], [2.0**-38]], np.float32), 2 * LANES, 1))
     assert bits == 0b1000
 
     flat, many = np.zeros((4, count), np.float32), np.full(4, 0, np.float32)
@@ -397,7 +397,7 @@ def test_kernels_are_kept_on_disk_and_a_line_says_so(tmp_path: Path) -> None:
     assert first.stdout == "192.0\n[0, 0]\n", first.stderr
     assert second.stdout == "192.0\n[1, 1]\n", second.stderr
     assert first.stderr.startswith("ragged_attention: compiling the kernel merge_attention_states for this CPU, once, ")
-    assert f" s; to be kept in {tmp_path}" in first.stderr
+    assert f" seconds; to be kept in {tmp_path}" in first.stderr
 
 
 def test_a_branch_is_compiled_when_a_call_first_needs_it_and_kept_on_disk(tmp_path: Path) -> None:
