@@ -29,6 +29,12 @@ SPARED = {
 class Part(JITCodeLibrary):
     """The code of an inner function, not optimised."""
 
+    def add_ir_module(self, ir_module: Any) -> None:
+        for function in ir_module.functions:
+            if function.blocks and "alwaysinline" not in function.attributes:
+                function.attributes.add("noinline")
+        super().add_ir_module(ir_module)
+
     def _optimize_functions(self, ll_module: Any) -> None:
         ll_module.data_layout = self._codegen._data_layout
 
@@ -69,10 +75,6 @@ class PartLowering(NativeLowering):
         state.library = Part(state.targetctx.codegen(), state.func_id.func_qualname)
         state.flags.no_compile = state.flags.no_cfunc_wrapper = True
         super().run_pass(state)
-        if not state.flags.forceinline:
-            for function in state.library._final_module.functions:
-                if not function.is_declaration:
-                    function.add_function_attribute("noinline")
         lowered, never = state["cr"], {}.__getitem__  # Numba asks for a builtin function that Python could call
         state["cr"] = _LowerResult(lowered.fndesc, lowered.call_helper, cfunc=never, env=lowered.env)
         state.targetctx.insert_user_function(never, lowered.fndesc, [state.library])
