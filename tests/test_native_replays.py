@@ -17,6 +17,7 @@ from ragged_attention.calls import CALLS  # noqa: E402
 from ragged_attention.errors import BackendMissing  # noqa: E402
 from ragged_attention.portable.numba import _kernels, merge_attention_states  # noqa: E402
 from ragged_attention.testing.runner import Declined, runner_for  # noqa: E402
+from ragged_attention.testing.safety import GuardedModule  # noqa: E402
 from ragged_attention.testing.suite import corners  # noqa: E402
 from ragged_attention.torch import _plan, _replay, norm_rope_write, ragged_paged_attention  # noqa: E402
 from ragged_attention.torch import merge_attention_states as merge  # noqa: E402
@@ -194,6 +195,14 @@ def test_a_replay_writes_to_out() -> None:
         assert lse.shape == (3, 4)
     with pytest.raises(ValueError, match=r"expected out.shape to be \[3, 4, 32\]"):
         ragged_paged_attention(*given, out=out[:2], backend="numba")
+
+
+def test_results_of_replays_lie_in_guarded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the check of memory safety asks for."""
+    given = attention()
+    wanted = ragged_paged_attention(*given, backend="numba")
+    monkeypatch.setattr(_replay, "torch", GuardedModule(torch, "end"))
+    assert torch.equal(ragged_paged_attention(*given, backend="numba"), wanted)
 
 
 def test_scales_may_be_numbers_or_tensors() -> None:

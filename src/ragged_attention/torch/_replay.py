@@ -209,7 +209,8 @@ class NativeRecording:
 
     def replay(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int], out: torch.Tensor | None = None) -> Any:
         """Call every function on the tensors of a call, and return the results. `out` is memory for the first one."""
-        made = [torch.empty(shape, dtype=dtype) if out is None or index != self.out else out
+        device = tensors[0].device
+        made = [torch.empty(shape, dtype=dtype, device=device) if out is None or index != self.out else out
                 for index, (shape, dtype) in enumerate(self.requests)]  # fmt: skip
         tensors = [*tensors, *made]
         addresses = [*addresses, *[tensor.data_ptr() for tensor in made]]
